@@ -1,0 +1,88 @@
+"""Checks of what a caller hands in: each raises an error that names the argument, its value and the rule."""
+
+import math
+import numbers
+
+import ml_dtypes
+import numpy as np
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+
+#: The dtypes of unquantized tensors.
+HIGH_PRECISION = (np.dtype(np.float32), np.dtype(np.float16), BFLOAT16)
+
+
+def describe_array(x):
+    """What an error message says of an array: its dtype and shape."""
+    return f"{x.dtype} of shape {x.shape}"
+
+
+def require_high_precision(x, name):
+    """Return `x` as a NumPy array, raising TypeError unless it is float32, float16 or bfloat16."""
+    array = np.asarray(x)
+    if array.dtype not in HIGH_PRECISION:
+        hint = "; round float64 to float32 first" if array.dtype == np.float64 else ""
+        raise TypeError(f"{name} must be float32, float16 or bfloat16{hint}; got {describe_array(array)}")
+    return array
+
+
+def require_tensor(x, name):
+    """Return `x` as an array with at least one dimension and a high-precision dtype."""
+    array = require_high_precision(x, name)
+    if array.ndim == 0:
+        raise ValueError(f"{name} must have at least one dimension (the last one is K); got a scalar")
+    return array
+
+
+def require_high_precision_dtype(dtype, name):
+    """Return `dtype` as np.dtype, raising TypeError unless it is float32, float16 or bfloat16."""
+    try:
+        resolved = np.dtype(dtype)
+    except TypeError:
+        resolved = None
+    if resolved not in HIGH_PRECISION:
+        raise TypeError(f"{name} must be float32, float16 or bfloat16; got {dtype!r}")
+    return resolved
+
+
+def require_number(value, name, *, positive=False, non_negative=False, finite=True):
+    """Return `value` as np.float32, raising unless it is a real number that meets the rule (also once rounded)."""
+    rule = "a positive number" if positive else "a number >= 0" if non_negative else "a number"
+    if finite:
+        rule = f"a finite float32: {rule}"
+    if isinstance(value, bool | np.bool_) or not isinstance(value, numbers.Real | np.floating):
+        raise TypeError(f"{name} must be {rule}; got {value!r}")
+    with np.errstate(over="ignore"):
+        rounded = np.float32(value)
+    broken = (
+        math.isnan(value)
+        or (finite and not np.isfinite(rounded))
+        or (positive and not rounded > 0)
+        or (non_negative and not rounded >= 0)
+    )
+    if broken:
+        raise ValueError(f"{name} must be {rule}; got {value!r}")
+    return rounded
+
+
+def require_integer(value, name, *, low, high):
+    """Return `value` as int, raising unless it is an integer with low <= value < high."""
+    if isinstance(value, bool | np.bool_) or not isinstance(value, numbers.Integral):
+        raise TypeError(f"{name} must be an integer; got {value!r}")
+    if not low <= value < high:
+        raise ValueError(f"{name} must be an integer in [{low}, {high}); got {value!r}")
+    return int(value)
+
+
+def require_flag(value, name):
+    """Return `value` as bool, raising TypeError unless it is one."""
+    if not isinstance(value, bool | np.bool_):
+        raise TypeError(f"{name} must be True or False; got {value!r}")
+    return bool(value)
+
+
+def require_choice(value, name, choices):
+    """Return `value`, raising ValueError unless it is one of `choices`."""
+    if isinstance(value, np.ndarray) or not any(value is c or (type(value) is type(c) and value == c) for c in choices):
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}; got {value!r}")
+    return value

@@ -1,0 +1,266 @@
+"""The number formats E4M3, E5M2, E2M1, E8M0 (and FP6), and the two maps between them and float32.
+
+A code is the integer that a format stores. `decode` reads a code's value from a table that follows the definition of
+the format; `encode` finds the code of the nearest value. Sources: OCP 8-bit Floating Point Specification (OFP8) 1.0
+for E4M3 and E5M2, OCP Microscaling Formats (MX) 1.0 for E8M0, FP6 and FP4, and the CUDA headers `cuda_fp8.hpp` and
+`cuda_fp4.hpp` for what happens to NaN, infinities and -0.
+
+Rules of `encode` (each is what NVIDIA's `cvt.*.satfinite` does):
+    NaN   -> the format's canonical NaN (E4M3 and E5M2 0x7F, E8M0 0xFF); formats without NaN give +max.
+    inf   -> the largest finite value with its sign (`saturate=True`), else inf, or NaN where the format has no inf.
+    -0.0  -> keeps its sign; so does a negative value that rounds to zero.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import numpy as np
+
+from refops.arguments import HIGH_PRECISION, describe_array, require_high_precision
+from refops.rounding import (
+    ROUNDING_MODES,
+    STOCHASTIC,
+    odd_rounded_bfloat16_values,
+    round_to_grid,
+    round_to_grid_stochastic,
+)
+
+
+@dataclass(frozen=True)
+class FloatFormat:
+    """One small floating-point format.
+
+    Attributes:
+        name: lower-case name, for example "e4m3".
+        exponent_bits, mantissa_bits: field widths.
+        bias: exponent bias.
+        largest_code: code of the largest finite magnitude.
+        infinity_code: code of +inf, or None.
+        nan_code: canonical NaN code, or None: the format has no NaN.
+        signed: whether a sign bit stands above the exponent.
+        has_subnormals: whether exponent field 0 means zero and subnormals (E8M0: no, it is 2^-127).
+    """
+
+    name: str
+    exponent_bits: int
+    mantissa_bits: int
+    bias: int
+    largest_code: int
+    infinity_code: int | None = None
+    nan_code: int | None = None
+    signed: bool = True
+    has_subnormals: bool = True
+
+    def __repr__(self):
+        return self.name.upper()
+
+    @property
+    def bits(self):
+        """Width of a code in bits."""
+        return self.signed + self.exponent_bits + self.mantissa_bits
+
+    @property
+    def max(self):
+        """Largest finite value, np.float32."""
+        return np.float32(self.grid[-1])
+
+    @property
+    def smallest_normal(self):
+        """Smallest positive value with a full mantissa, np.float32."""
+        return np.float32(2.0 ** (self.has_subnormals - self.bias))
+
+    @property
+    def smallest_subnormal(self):
+        """Smallest positive value, np.float32."""
+        return np.float32(self.grid[1] if self.has_subnormals else self.grid[0])
+
+    @cached_property
+    def grid(self):
+        """Finite magnitudes in ascending order, float64; the index is the code without its sign."""
+        code = np.arange(self.largest_code + 1)
+        exponent = code >> self.mantissa_bits
+        fraction = (code & ((1 << self.mantissa_bits) - 1)) / 2.0**self.mantissa_bits
+        if not self.has_subnormals:
+            return (1 + fraction) * 2.0 ** (exponent - self.bias)
+        subnormal = fraction * 2.0 ** (1 - self.bias)
+        return np.where(exponent == 0, subnormal, (1 + fraction) * 2.0 ** (exponent - self.bias))
+
+    @cached_property
+    def values(self):
+        """Value of every code, float32 (2**bits,), with NaN and inf where the format has them."""
+        magnitudes = np.full(1 << (self.bits - self.signed), np.nan)
+        magnitudes[: self.largest_code + 1] = self.grid
+        if self.infinity_code is not None:
+            magnitudes[self.infinity_code] = np.inf
+        values = np.concatenate([magnitudes, -magnitudes]) if self.signed else magnitudes
+        values = values.astype(np.float32)
+        values.flags.writeable = False
+        return values
+
+
+E4M3 = FloatFormat("e4m3", 4, 3, bias=7, largest_code=0x7E, nan_code=0x7F)
+E5M2 = FloatFormat("e5m2", 5, 2, bias=15, largest_code=0x7B, infinity_code=0x7C, nan_code=0x7F)
+E2M1 = FloatFormat("e2m1", 2, 1, bias=1, largest_code=0x7)
+E8M0 = FloatFormat("e8m0", 8, 0, bias=127, largest_code=0xFE, nan_code=0xFF, signed=False, has_subnormals=False)
+E3M2 = FloatFormat("e3m2", 3, 2, bias=3, largest_code=0x1F)
+E2M3 = FloatFormat("e2m3", 2, 3, bias=1, largest_code=0x1F)
+
+#: Every format by name.
+FORMATS = {fmt.name: fmt for fmt in (E4M3, E5M2, E2M1, E8M0, E3M2, E2M3)}
+
+
+def encode(x, fmt, *, saturate=True, rounding="nearest_even", random_bits=None):
+    """Return the codes of `x` in `fmt`.
+
+    Args:
+        x: float32, float16 or bfloat16 array of any shape.
+        fmt: a `FloatFormat`. E8M0 has no sign: it encodes |x|, and magnitudes below 2^-127 give code 0.
+        saturate: clamp overflow to the largest finite value; otherwise overflow gives inf, or NaN where `fmt` has no
+            inf, or the largest value where it has neither.
+        rounding: "nearest_even", "nearest_away", "toward_zero", "up", "down" or "stochastic".
+        random_bits: uint8 array of the shape of `x`, eight random bits an element; with "stochastic" only.
+
+    Returns:
+        uint8 array of the shape of `x`; codes narrower than 8 bits stand in the low bits (see `pack_fp4`).
+
+    Raises:
+        TypeError: `x` is not float32, float16 or bfloat16; `fmt` is no `FloatFormat`; `random_bits` is not uint8.
+        ValueError: unknown `rounding`; `random_bits` missing, superfluous or of another shape.
+    """
+    x = require_high_precision(x, "x")
+    require_format(fmt)
+    values = np.ascontiguousarray(x.astype(np.float32, copy=False)).reshape(x.shape)
+    if rounding == STOCHASTIC:
+        return _encode_stochastic(values, fmt, saturate, random_bits)
+    if rounding not in ROUNDING_MODES:
+        modes = ", ".join([*ROUNDING_MODES, STOCHASTIC])
+        raise ValueError(f"rounding must be one of {modes}; got {rounding!r}")
+    if random_bits is not None:
+        raise ValueError(f"random_bits needs rounding='stochastic'; got rounding={rounding!r}")
+    return _code_table(fmt, bool(saturate), rounding).take(_odd_rounded_key(values), mode="clip")
+
+
+def decode(codes, fmt):
+    """Return the float32 values of `codes` in `fmt`, exact.
+
+    Args:
+        codes: uint8 array of any shape, one code an element (unpack FP4 with `unpack_fp4`).
+        fmt: a `FloatFormat`.
+
+    Raises:
+        TypeError: `codes` is not uint8, or `fmt` is no `FloatFormat`.
+        ValueError: a code does not fit the width of `fmt`.
+    """
+    codes = require_codes(codes, "codes")
+    require_format(fmt)
+    if fmt.bits < 8 and codes.size and codes.max() >= len(fmt.values):
+        raise ValueError(f"codes must be below {len(fmt.values)} in {fmt!r}; got {int(codes.max())}")
+    return fmt.values.take(codes)
+
+
+def pack_fp4(codes):
+    """Pack 4-bit codes two a byte along the last dimension: the even element takes the low nibble.
+
+    Args:
+        codes: uint8 (..., n), n even, codes below 16.
+
+    Returns:
+        uint8 (..., n/2).
+
+    Raises:
+        TypeError: not uint8. ValueError: odd last dimension, or a code above 15.
+    """
+    codes = require_codes(codes, "codes")
+    if codes.ndim == 0 or codes.shape[-1] % 2:
+        raise ValueError(f"codes must have an even last dimension to pack two a byte; got shape {codes.shape}")
+    if codes.size and codes.max() > 15:
+        raise ValueError(f"codes must be below 16 to pack; got {int(codes.max())}")
+    return codes[..., 0::2] | (codes[..., 1::2] << np.uint8(4))
+
+
+def unpack_fp4(packed):
+    """Undo `pack_fp4`: uint8 (..., n/2) -> uint8 (..., n), codes below 16.
+
+    Raises:
+        TypeError: not uint8. ValueError: a scalar.
+    """
+    packed = require_codes(packed, "packed")
+    if packed.ndim == 0:
+        raise ValueError("packed must have at least one dimension; got a scalar")
+    codes = np.empty((*packed.shape[:-1], packed.shape[-1] * 2), np.uint8)
+    codes[..., 0::2] = packed & np.uint8(0xF)
+    codes[..., 1::2] = packed >> np.uint8(4)
+    return codes
+
+
+def encode_by_definition(x, fmt, saturate, rounding):
+    """`encode` as the definition reads, for float64 `x`: search the grid, decide, add the sign. Slow."""
+    finite_or_inf = np.where(np.isnan(x), 0, x)
+    magnitude_code = round_to_grid(finite_or_inf, fmt.grid, rounding)
+    return _finish_codes(magnitude_code, x, fmt, saturate)
+
+
+def _encode_stochastic(values, fmt, saturate, random_bits):
+    if random_bits is None:
+        raise ValueError("random_bits is required with rounding='stochastic'; got None")
+    random_bits = require_codes(random_bits, "random_bits")
+    if random_bits.shape != values.shape:
+        raise ValueError(f"random_bits must have the shape of x, {values.shape}; got {random_bits.shape}")
+    if not fmt.has_subnormals:
+        raise ValueError(f"rounding='stochastic' needs a format with a zero; got {fmt!r}")
+    finite_or_inf = np.where(np.isnan(values), np.float32(0), values)
+    magnitude_code = round_to_grid_stochastic(finite_or_inf, fmt.grid, random_bits)
+    return _finish_codes(magnitude_code, values, fmt, saturate)
+
+
+def _finish_codes(magnitude_code, x, fmt, saturate):
+    """Apply the overflow, infinity, sign and NaN rules to grid indices (`len(grid)` and above is overflow)."""
+    overflow_code = fmt.largest_code
+    if not saturate:
+        overflow_code = next(c for c in (fmt.infinity_code, fmt.nan_code, fmt.largest_code) if c is not None)
+    overflows = magnitude_code > fmt.largest_code
+    if not saturate:
+        overflows |= np.isinf(x)  # toward_zero keeps a large finite value finite, but never infinity
+    code = np.where(overflows, overflow_code, magnitude_code)
+    if fmt.signed:
+        code = code | (np.signbit(x).astype(code.dtype) << (fmt.bits - 1))
+    return np.where(np.isnan(x), fmt.largest_code if fmt.nan_code is None else fmt.nan_code, code).astype(np.uint8)
+
+
+@lru_cache(maxsize=64)
+def _code_table(fmt, saturate, rounding):
+    """Codes of all 65 536 bfloat16 values: what `_odd_rounded_key` indexes."""
+    return encode_by_definition(odd_rounded_bfloat16_values(), fmt, saturate, rounding)
+
+
+def _odd_rounded_key(values):
+    """Bit patterns of float32 `values` rounded to bfloat16 *to odd*: truncated, last bit 1 if anything was lost.
+
+    Why a table of bfloat16 codes is enough for float32: every grid value and every midpoint of these formats has at
+    most 5 significant bits, so as a bfloat16 (8 bits) its last bit is 0. Rounding to odd never lands on such a number
+    unless the float32 was that number, and never crosses one. Every comparison that decides a code, and the test for
+    NaN, therefore come out as they would for the float32 itself.
+    """
+    bits = values.view(np.uint32)
+    key = bits >> np.uint32(16)
+    key |= (bits & np.uint32(0xFFFF)) != 0
+    return key
+
+
+def require_format(fmt, allowed=None, name="fmt"):
+    """Raise unless `fmt` is a FloatFormat (and one of `allowed`)."""
+    if not isinstance(fmt, FloatFormat):
+        raise TypeError(f"{name} must be a FloatFormat such as refops.E4M3; got {fmt!r}")
+    if allowed is not None and fmt not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}; got {fmt!r}")
+
+
+def require_codes(codes, name):
+    """Return `codes` as an array, raising unless it is uint8."""
+    codes = np.asarray(codes)
+    if codes.dtype != np.uint8:
+        raise TypeError(f"{name} must be a uint8 array; got {describe_array(codes)}")
+    return codes
+
+
+__all__ = ["E2M1", "E2M3", "E3M2", "E4M3", "E5M2", "E8M0", "FORMATS", "HIGH_PRECISION", "FloatFormat"]

@@ -1,0 +1,452 @@
+"""The operations: activations, gradients and quantization, alone and composed as TE's kernels compose them.
+
+What a composed operation quantizes depends on the kernel path that TE takes for the scaling (`PATHS`). The difference
+is where the float32 activation is rounded to the input's dtype: before the amax, between amax and cast, or not at all.
+Sources: TE `pytorch/csrc/extensions/activation.cpp` and `bias.cpp` (which path), `common/util/vectorized_pointwise.h`,
+`common/cast/mxfp8/quantize_mxfp8.cuh`, `common/activation/scaled_activation.cu` (the order of operations).
+
+Tensors are NumPy arrays of float32, float16 or ml_dtypes.bfloat16 with at least one dimension. Leading dimensions are
+flattened to M; the last one is K. Gated activations read rows [act | gate] of width 2H and write rows of width H.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from refops.activations import ONE, ZERO, bind_activation, sigmoid
+from refops.arguments import (
+    require_flag,
+    require_high_precision_dtype,
+    require_integer,
+    require_tensor,
+)
+from refops.quantization import block, mxfp8, nvfp4, per_tensor
+from refops.quantization.result import Quantized
+from refops.scaling import (
+    BlockScaling,
+    CurrentScaling,
+    DelayedScaling,
+    MXFP8Scaling,
+    NVFP4Scaling,
+    require_scaling,
+)
+from refops.tiles import (
+    InputSource,
+    Matrix,
+    Source,
+    column_chunks,
+    column_sum,
+    for_each,
+    materialize,
+    row_slices,
+    row_sum,
+    tile_slices,
+)
+
+
+@dataclass(frozen=True)
+class Path:
+    """Which values a composed operation uses for what; f is the unrounded float32 result of the activation.
+
+    Attributes:
+        name: TE's name of the path.
+        casts_rounded: elements (and block amaxes) come from f rounded to the input's dtype, else from f itself.
+        amax_rounded: the amax of the whole tensor comes from the rounded values.
+        dbias_rounded: the bias gradient sums the rounded values.
+    """
+
+    name: str
+    casts_rounded: bool
+    amax_rounded: bool
+    dbias_rounded: bool
+
+
+PATHS = {
+    "delayed": Path("FULLY_FUSED", casts_rounded=False, amax_rounded=False, dbias_rounded=False),
+    "mxfp8": Path("FULLY_FUSED", casts_rounded=True, amax_rounded=True, dbias_rounded=False),
+    "current": Path("FUSED_ACTIVATION_AMAX_FP8", casts_rounded=True, amax_rounded=False, dbias_rounded=True),
+    "nvfp4": Path("FUSED_ACTIVATION_AMAX_NVFP4", casts_rounded=True, amax_rounded=False, dbias_rounded=True),
+    "unfused": Path("UNFUSED", casts_rounded=True, amax_rounded=True, dbias_rounded=True),
+}
+
+
+def path_of(scaling):
+    """Return the `Path` that TE takes to fuse an activation with `scaling`."""
+    if isinstance(scaling, DelayedScaling):
+        return PATHS["delayed"]
+    if isinstance(scaling, MXFP8Scaling):
+        return PATHS["mxfp8"]
+    if isinstance(scaling, CurrentScaling):
+        return PATHS["current"]
+    if isinstance(scaling, NVFP4Scaling) and not (scaling.row_scaled or scaling.rht):
+        return PATHS["nvfp4"]
+    return PATHS["unfused"]
+
+
+# --- the front halves ----------------------------------------------------------------------------------------------------
+
+
+class ActivationSource(Source):
+    """f(x), or f(act) * gate for rows [act | gate]."""
+
+    def __init__(self, bound, x):
+        self._bound, self._input = bound, Matrix(x)
+        m, width = self._input.shape
+        if bound.gated:
+            _require_even_width(x)
+            width //= 2
+        self._width = width
+        super().__init__((*x.shape[:-1], width), (m, width), x.dtype)
+
+    def read(self, rows, columns):
+        act = self._input.read(rows, columns)
+        if not self._bound.gated:
+            return self._bound.forward(act)
+        return self._bound.forward(act, self._input.read(rows, _shift(columns, self._width)))
+
+
+class ActivationGradSource(Source):
+    """dy * f'(x), or [d_act | d_gate]."""
+
+    def __init__(self, bound, dy, x):
+        self._bound, self._dy, self._input = bound, Matrix(dy), Matrix(x)
+        width = x.shape[-1]
+        if bound.gated:
+            _require_even_width(x)
+            width //= 2
+        expected = (*x.shape[:-1], width)
+        if dy.shape != expected:
+            raise ValueError(f"dy must have the shape of the activation's output, {expected}; got {dy.shape}")
+        if dy.dtype != x.dtype:
+            raise TypeError(f"dy and x must have the same dtype; got {dy.dtype} and {x.dtype}")
+        self._width = width
+        super().__init__(x.shape, self._input.shape, x.dtype)
+
+    def read(self, rows, columns):
+        if not self._bound.gated:
+            return self._bound.backward(self._dy.read(rows, columns), self._input.read(rows, columns))
+        out = np.empty((rows.stop - rows.start, columns.stop - columns.start), np.float32)
+        for half in (0, 1):  # the part of the rectangle in d_act, then the part in d_gate
+            start = max(columns.start, half * self._width)
+            stop = min(columns.stop, (half + 1) * self._width)
+            if start < stop:
+                part = slice(start - half * self._width, stop - half * self._width)
+                gradients = self._bound.backward(
+                    self._dy.read(rows, part),
+                    self._input.read(rows, part),
+                    self._input.read(rows, _shift(part, self._width)),
+                )
+                out[:, start - columns.start : stop - columns.start] = gradients[half]
+        return out
+
+
+def _shift(columns, offset):
+    return slice(columns.start + offset, columns.stop + offset)
+
+
+def _require_even_width(x):
+    if x.shape[-1] % 2:
+        raise ValueError(f"x must have an even last dimension, [act | gate]; got shape {x.shape}")
+
+
+# --- activations without quantization --------------------------------------------------------------------------------------
+
+
+def activation(name, x, *, out_dtype=None, **params):
+    """Apply an activation: float32 arithmetic, one rounding to the output dtype.
+
+    Args:
+        name: a key of `refops.ACTIVATIONS`.
+        x: (..., K), or (..., 2H) for gated activations.
+        out_dtype: float32, float16 or bfloat16; default the dtype of `x`.
+        **params: limit, alpha, glu_linear_offset (clamped_swiglu), beta1, beta2 (situglu).
+
+    Returns:
+        (..., K) or (..., H).
+
+    Raises:
+        TypeError: dtype of `x` or `out_dtype`; a parameter that `name` does not take.
+        ValueError: unknown name, scalar `x`, odd gated width, parameter out of range.
+    """
+    source = ActivationSource(bind_activation(name, params), require_tensor(x, "x"))
+    return materialize(source, out_dtype)
+
+
+def activation_grad(name, dy, x, *, out_dtype=None, dbias=False, **params):
+    """Gradient of `activation` with respect to x.
+
+    Args:
+        name, out_dtype, **params: as for `activation`.
+        dy: gradient of the output, its shape and the dtype of `x`.
+        x: the activation's input.
+        dbias: also return the sum of the gradient over all but the last dimension. Unfused: it adds the gradient as
+            stored, rounded to the output dtype, in float32.
+
+    Returns:
+        dx of the shape of `x`, or (dx, dbias) with dbias (K,) in the dtype of `dy`.
+
+    Raises:
+        As `activation`; ValueError or TypeError where the shape or dtype of `dy` does not fit.
+    """
+    require_flag(dbias, "dbias")
+    source = _grad_source(name, dy, x, params)
+    dx = materialize(source, out_dtype)
+    return (dx, _dbias(InputSource(dx), source.dtype)) if dbias else dx
+
+
+def _grad_source(name, dy, x, params):
+    return ActivationGradSource(bind_activation(name, params), require_tensor(dy, "dy"), require_tensor(x, "x"))
+
+
+def _dbias(source, dtype):
+    with np.errstate(all="ignore"):
+        return column_sum(source).astype(dtype)
+
+
+# --- activations scaled by row ---------------------------------------------------------------------------------------------
+
+#: Activations that TE offers with a scale for each row (token probabilities in mixtures of experts).
+SCALED_ACTIVATIONS = ("swiglu", "situglu", "clamped_swiglu", "srelu")
+
+
+def scaled_activation(name, x, row_scales, *, glu_interleave_size=0, out_dtype=None, **params):
+    """Apply an activation and multiply each row by its scale, all in float32, one rounding at the end.
+
+    Args:
+        name: one of "swiglu", "situglu", "clamped_swiglu", "srelu".
+        x: (..., 2H), or (..., K) for srelu.
+        row_scales: one scale a row, M entries in any shape; float32, float16 or bfloat16.
+        glu_interleave_size: 0 for rows [act | gate]; g for rows [act 0:g | gate 0:g | act g:2g | ...]. g must be a multiple of
+            32 and divide H.
+        out_dtype, **params: as for `activation`.
+
+    Returns:
+        (..., H) or (..., K).
+
+    Raises:
+        As `activation`; ValueError where `row_scales` or `glu_interleave_size` does not fit.
+    """
+    work = _ScaledRows(name, x, row_scales, glu_interleave_size, params)
+    out_dtype = _output_dtype(out_dtype, work.x.dtype)
+    out = np.empty(work.shape, out_dtype)
+
+    def fill(rows, columns):
+        act, gate = work.read(rows, columns)
+        out[rows, columns] = (work.bound.forward(act, gate) * work.scales[rows]).astype(out_dtype)
+
+    for_each(tile_slices(work.shape), fill)
+    return out.reshape(*work.x.shape[:-1], work.shape[1])
+
+
+def scaled_activation_grad(name, dy, x, row_scales, *, glu_interleave_size=0, out_dtype=None, **params):
+    """Gradients of `scaled_activation` with respect to x and row_scales.
+
+    Args:
+        dy: gradient of the output, its shape; any high-precision dtype (TE's scaled kernels take each on its own).
+        Others as for `scaled_activation`.
+
+    Returns:
+        (dx, drow_scales): dx like `x` (in `out_dtype` if given), drow_scales like `row_scales`. A scale's gradient is
+        the float32 sum over its row, in chunks of 128 columns, of dy times the unscaled activation.
+
+    Raises:
+        As `scaled_activation`; ValueError where the shape of `dy` does not fit.
+    """
+    work = _ScaledRows(name, x, row_scales, glu_interleave_size, params)
+    dy = require_tensor(dy, "dy")
+    expected = (*work.x.shape[:-1], work.shape[1])
+    if dy.shape != expected:
+        raise ValueError(f"dy must have the shape of the activation's output, {expected}; got {dy.shape}")
+    gradient = Matrix(dy)
+    out_dtype = _output_dtype(out_dtype, work.x.dtype)
+    dx = np.empty(work.input.shape, out_dtype)
+    drow_scales = np.zeros(work.shape[0], np.float32)
+
+    def fill(rows):
+        for columns in column_chunks(work.shape[1]):
+            g = gradient.read(rows, columns)
+            act, gate = work.read(rows, columns)
+            d_act, d_gate = _scaled_backward(work.bound, g * work.scales[rows], act, gate)
+            dx[rows, work.act_columns(columns)] = d_act.astype(out_dtype)
+            if work.bound.gated:
+                dx[rows, work.gate_columns(columns)] = d_gate.astype(out_dtype)
+            drow_scales[rows] += row_sum(g * work.bound.forward(act, gate))
+
+    for_each([(rows,) for rows in row_slices(work.shape)], fill)
+    with np.errstate(all="ignore"):
+        return dx.reshape(work.x.shape), drow_scales.astype(work.row_scales.dtype).reshape(work.row_scales.shape)
+
+
+class _ScaledRows:
+    """Checked arguments of a scaled activation, and where its columns lie in an interleaved row."""
+
+    def __init__(self, name, x, row_scales, glu_interleave_size, params):
+        if name not in SCALED_ACTIVATIONS:
+            raise ValueError(f"name must be one of {', '.join(SCALED_ACTIVATIONS)}; got {name!r}")
+        self.bound = bind_activation(name, params)
+        self.x, self.row_scales = require_tensor(x, "x"), require_tensor(row_scales, "row_scales")
+        self.input = Matrix(self.x)
+        m, width = self.input.shape
+        if self.bound.gated:
+            _require_even_width(self.x)
+            width //= 2
+        self.shape = (m, width)
+        if self.row_scales.size != m:
+            raise ValueError(f"row_scales must have one entry a row, {m}; got shape {self.row_scales.shape}")
+        self.scales = self.row_scales.reshape(m, 1).astype(np.float32)
+        g = require_integer(glu_interleave_size, "glu_interleave_size", low=0, high=1 << 62)
+        if g and (not self.bound.gated or g % 32 or width % g):
+            raise ValueError(
+                f"glu_interleave_size must be 0, or for gated activations a multiple of 32 that divides H={width}; got {g}"
+            )
+        self._interleave = g or max(width, 1)
+
+    def act_columns(self, columns):
+        """Input columns of the activated values of output `columns`."""
+        column, g = np.arange(columns.start, columns.stop), self._interleave
+        return (column // g) * 2 * g + column % g if self.bound.gated else column
+
+    def gate_columns(self, columns):
+        """Input columns of their gates."""
+        return self.act_columns(columns) + self._interleave
+
+    def read(self, rows, columns):
+        """float32 activated values and gates (None for unary) of a rectangle of the output."""
+        act = self.input.read(rows, self.act_columns(columns))
+        return act, self.input.read(rows, self.gate_columns(columns)) if self.bound.gated else None
+
+
+def _scaled_backward(bound, scaled_dy, act, gate):
+    """(d_act, d_gate) in the order of TE's scaled kernels, which differs from the plain ones' in the last bits."""
+    if not bound.gated:
+        return scaled_dy * bound.derivative(act), None
+    name, p = bound.activation.name, bound.parameters
+    gate_slope = bound.gate_slope(gate)
+    if name == "swiglu":
+        s = sigmoid(act)
+        value, derivative = act * s, s + (act * s) * (ONE - s)
+    elif name == "clamped_swiglu":
+        clamped = np.where(act <= p["limit"], act, p["limit"])
+        s = sigmoid(p["alpha"] * clamped)
+        slope = s + ((p["alpha"] * clamped) * s) * (ONE - s)
+        value, derivative = clamped * s, np.where(act <= p["limit"], slope, ZERO)
+        gate_slope = np.where(np.isnan(gate), ONE, gate_slope)  # this kernel's mask lets a NaN gate pass
+    else:
+        value, derivative = bound.value(act), bound.derivative(act)
+    return scaled_dy * (derivative * bound.gate(gate)), scaled_dy * (value * gate_slope)
+
+
+def _output_dtype(out_dtype, default):
+    return default if out_dtype is None else require_high_precision_dtype(out_dtype, "out_dtype")
+
+
+# --- quantization ------------------------------------------------------------------------------------------------------------
+
+
+def quantize(x, scaling, *, rowwise=True, columnwise=False, dbias=False):
+    """Quantize a tensor.
+
+    Args:
+        x: (..., K), float32, float16 or bfloat16.
+        scaling: DelayedScaling, CurrentScaling, BlockScaling, MXFP8Scaling or NVFP4Scaling.
+        rowwise, columnwise: which copies to make: blocks along K, blocks along M. At least one.
+        dbias: also return the float32 column sum of `x`, rounded to its dtype: (K,).
+
+    Returns:
+        `Quantized`, or (`Quantized`, dbias).
+
+    Raises:
+        TypeError: dtype of `x`, kind of `scaling`, flags that are not bool.
+        ValueError: scalar `x`, neither direction, or a shape that the scaling does not allow (NVFP4: M and K % 16).
+    """
+    source = InputSource(require_tensor(x, "x"))
+    return _quantize_source(source, PATHS["unfused"], scaling, rowwise, columnwise, dbias)
+
+
+def activation_quantize(name, x, scaling, *, rowwise=True, columnwise=False, **params):
+    """Apply an activation and quantize the result, rounded where TE's path for `scaling` rounds (`path_of`).
+
+    Args and errors: as `activation` and `quantize`.
+
+    Returns:
+        `Quantized` of the activation's output shape.
+    """
+    source = ActivationSource(bind_activation(name, params), require_tensor(x, "x"))
+    return _quantize_source(source, path_of(require_scaling(scaling)), scaling, rowwise, columnwise, False)
+
+
+def activation_grad_quantize(name, dy, x, scaling, *, rowwise=True, columnwise=False, dbias=False, **params):
+    """Gradient of an activation, quantized; with `dbias` also the bias gradient.
+
+    The bias gradient sums float32 values before they are rounded where TE fuses it with the cast (delayed scaling,
+    MXFP8), and the gradient rounded to the dtype of `dy` elsewhere. TE fuses it for unary activations alone; here gated ones
+    follow the same rule, with dbias of width 2H.
+
+    Args and errors: as `activation_grad` and `quantize`.
+
+    Returns:
+        `Quantized` of the shape of `x`, or (`Quantized`, dbias (K,) in the dtype of `dy`).
+    """
+    source = _grad_source(name, dy, x, params)
+    return _quantize_source(source, path_of(require_scaling(scaling)), scaling, rowwise, columnwise, dbias)
+
+
+def _quantize_source(source, path, scaling, rowwise, columnwise, dbias):
+    require_scaling(scaling)
+    for name, flag in (("rowwise", rowwise), ("columnwise", columnwise), ("dbias", dbias)):
+        require_flag(flag, name)
+    if not (rowwise or columnwise):
+        raise ValueError("rowwise or columnwise must be True; got rowwise=False, columnwise=False")
+    rounded = source.rounded()
+    values = rounded if path.casts_rounded else source
+    amax_values = rounded if path.amax_rounded else source
+    if isinstance(scaling, DelayedScaling | CurrentScaling):
+        result = per_tensor.quantize_per_tensor(values, amax_values, scaling, rowwise, columnwise)
+    elif isinstance(scaling, BlockScaling):
+        result = block.quantize_block(values, scaling, rowwise, columnwise)
+    elif isinstance(scaling, MXFP8Scaling):
+        result = mxfp8.quantize_mxfp8(values, scaling, rowwise, columnwise)
+    else:
+        result = nvfp4.quantize_nvfp4(values, amax_values, scaling, rowwise, columnwise)
+    if not dbias:
+        return result
+    return result, _dbias(rounded if path.dbias_rounded else source, source.dtype)
+
+
+def dequantize(q, *, dtype=np.float32):
+    """Return the high-precision tensor that a `Quantized` stands for: float32 arithmetic, one rounding to `dtype`.
+
+    Rowwise data are used if present. Columnwise data alone come back in the tensor's own orientation, with NVFP4's Hadamard
+    transform undone (TE leaves the NVFP4 case unimplemented). Swizzled scales are put back in order first.
+
+    Args:
+        q: a `Quantized`.
+        dtype: float32, float16 or bfloat16.
+
+    Returns:
+        Array of `q.shape`.
+
+    Raises:
+        TypeError: `q` is no Quantized, or another dtype.
+    """
+    if not isinstance(q, Quantized):
+        raise TypeError(f"q must be a Quantized; got {type(q).__name__}")
+    dtype = require_high_precision_dtype(dtype, "dtype")
+    columnwise = q.rowwise_data is None
+    if q.with_gemm_swizzled_scales:
+        q = q.unswizzled()
+    read = {
+        DelayedScaling: per_tensor.dequantize_tile,
+        CurrentScaling: per_tensor.dequantize_tile,
+        BlockScaling: block.dequantize_tile,
+        MXFP8Scaling: mxfp8.dequantize_tile,
+        NVFP4Scaling: nvfp4.dequantize_tile,
+    }[type(q.scaling)]
+    out = np.empty(q.matrix_shape, dtype)
+
+    def work(rows, columns):
+        out[rows, columns] = read(q, rows, columns, columnwise).astype(dtype)
+
+    for_each(tile_slices(q.matrix_shape), work)
+    return out.reshape(q.shape)
+

@@ -1,0 +1,146 @@
+"""FP8 with one float32 scale for 1x128 elements or a 128x128 tile.
+
+Sources: TE `common/transpose/quantize_transpose_vector_blockwise.cu` (1x128), `..._square_blockwise.cu` (128x128),
+`common/recipe/recipe_common.cuh` (scale), `common/swizzle/swizzle_block_scaling.cu` (Blackwell's view of the scales).
+"""
+
+import numpy as np
+
+from refops.arguments import BFLOAT16
+from refops.formats import encode
+from refops.quantization.layout import block_amax, block_view, ceil_div, pad_to_blocks, round_up, swizzle
+from refops.quantization.per_tensor import scale_from_amax
+from refops.quantization.result import Quantized
+from refops.scaling import BlockScaling
+from refops.tiles import for_each, tile_slices
+
+BLOCK = BlockScaling.block_size
+#: What an overflowing scale becomes: the largest finite value of the *input* dtype.
+LARGEST_SCALE = {
+    np.dtype(np.float32): np.finfo(np.float32).max,
+    np.dtype(np.float16): np.float32(65504),
+    BFLOAT16: np.uint32(0x7F7F0000).view(np.float32),
+}
+
+
+def quantize_block(values, scaling, rowwise, columnwise):
+    """Quantize under `BlockScaling`; blocks at the edge are partial."""
+    m, k = values.shape
+    two_d = scaling.block_dim == 2
+    row_data = np.empty((m, k), np.uint8) if rowwise else None
+    column_data = np.empty((k, m), np.uint8) if columnwise else None
+    m_blocks, k_blocks = ceil_div(m, BLOCK), ceil_div(k, BLOCK)
+    row_shape = (m_blocks, round_up(k_blocks, 4)) if two_d else (k_blocks, round_up(m, 4))
+    column_shape = (k_blocks, round_up(m_blocks, 4)) if two_d else (m_blocks, round_up(k, 4))
+    row_scales = np.zeros(row_shape, np.float32) if rowwise else None
+    column_scales = np.zeros(column_shape, np.float32) if columnwise else None
+
+    def work(rows, columns):
+        tile = values.read(rows, columns)
+        row_blocks, column_blocks = _blocks(rows), _blocks(columns)
+        if two_d:
+            codes, scale_inv = _quantize_tile(tile, BLOCK, BLOCK, scaling, values.dtype)
+            if rowwise:
+                row_data[rows, columns] = codes
+                row_scales[row_blocks, column_blocks] = scale_inv
+            if columnwise:
+                column_data[columns, rows] = codes.T
+                column_scales[column_blocks, row_blocks] = scale_inv.T
+            return
+        if rowwise:
+            codes, scale_inv = _quantize_tile(tile, 1, BLOCK, scaling, values.dtype)
+            row_data[rows, columns] = codes
+            row_scales[column_blocks, rows] = scale_inv.T
+        if columnwise:
+            codes, scale_inv = _quantize_tile(tile, BLOCK, 1, scaling, values.dtype)
+            column_data[columns, rows] = codes.T
+            column_scales[row_blocks, columns] = scale_inv
+
+    for_each(tile_slices((m, k)), work)
+    shape = values.tensor_shape
+    return Quantized(
+        row_data.reshape(shape) if rowwise else None,
+        row_scales,
+        column_data.reshape(k, *shape[:-1]) if columnwise else None,
+        column_scales,
+        None,
+        None,
+        scaling,
+        shape,
+        values.dtype,
+    )
+
+
+def _quantize_tile(tile, block_rows, block_columns, scaling, dtype):
+    """Return the codes of (R, C) `tile` and the decode scale of each block."""
+    blocks = block_view(pad_to_blocks(tile, block_rows, block_columns), block_rows, block_columns)
+    scale = scale_from_amax(
+        block_amax(blocks),
+        scaling.fmt,
+        epsilon=scaling.amax_epsilon,
+        power_2=scaling.power_2_scale,
+        value_for_inf=LARGEST_SCALE[dtype],
+    )
+    codes = encode(blocks * scale[:, None, :, None], scaling.fmt)
+    padded_shape = (codes.shape[0] * block_rows, codes.shape[2] * block_columns)
+    return codes.reshape(padded_shape)[: tile.shape[0], : tile.shape[1]], np.float32(1) / scale
+
+
+def _blocks(elements):
+    """The slice of blocks that a slice of elements covers."""
+    return slice(elements.start // BLOCK, ceil_div(elements.stop, BLOCK))
+
+
+def valid_scales(q, columnwise=False):
+    """The decode scales of one direction without padding, [outer, block]: (M, k_blocks) or (m_blocks, k_blocks) rowwise."""
+    m, k = q.matrix_shape
+    scales = q.columnwise_scale_inv if columnwise else q.rowwise_scale_inv
+    outer, inner = (k, m) if columnwise else (m, k)
+    if q.scaling.block_dim == 2:
+        return scales[: ceil_div(outer, BLOCK), : ceil_div(inner, BLOCK)]
+    return scales[:, :outer].T
+
+
+def dequantize_tile(q, rows, columns, columnwise):
+    """float32 values of a rectangle of the (M, K) matrix."""
+    data = q.columnwise_data if columnwise else q.rowwise_data
+    m, k = q.matrix_shape
+    codes = data.reshape(k, m)[columns, rows] if columnwise else data.reshape(m, k)[rows, columns]
+    outer, inner = (columns, rows) if columnwise else (rows, columns)
+    scales = valid_scales(q, columnwise)
+    row_index = np.arange(outer.start, outer.stop) // (BLOCK if q.scaling.block_dim == 2 else 1)
+    column_index = np.arange(inner.start, inner.stop) // BLOCK
+    values = q.scaling.fmt.values[codes] * scales[row_index[:, None], column_index]
+    return values.T if columnwise else values
+
+
+def block_scales_as_mxfp8(q):
+    """Return a block-scaled tensor's scales as the swizzled E8M0 scales that Blackwell's GEMM emulation reads.
+
+    Each float32 power of two becomes its exponent byte, repeated for the four 32-element blocks (and, for 128x128, the
+    128 rows) that it covers, padded and swizzled as MXFP8 scales are.
+
+    Returns:
+        (rowwise, columnwise): uint8 (up128(M), 4 ceil(K/128)) and uint8 (up128(K), 4 ceil(M/128)), or None for a
+        direction that `q` lacks.
+
+    Raises:
+        TypeError: `q` is not block-scaled. ValueError: its scales are not powers of two.
+    """
+    if not isinstance(q, Quantized) or not isinstance(q.scaling, BlockScaling):
+        raise TypeError(f"q must be a Quantized made with BlockScaling; got {q!r}")
+    if not q.scaling.power_2_scale:
+        raise ValueError(f"q must have power_2_scale=True: E8M0 holds powers of two; got {q.scaling}")
+    m, k = q.matrix_shape
+    return tuple(
+        None if data is None else _scales_as_bytes(valid_scales(q, columnwise), outer, q.scaling.block_dim)
+        for data, columnwise, outer in ((q.rowwise_data, False, m), (q.columnwise_data, True, k))
+    )
+
+
+def _scales_as_bytes(scales, outer, block_dim):
+    exponents = (np.ascontiguousarray(scales).view(np.uint32) >> 23).astype(np.uint8)
+    if block_dim == 2:
+        exponents = np.repeat(exponents, BLOCK, axis=0)[:outer]
+    exponents = np.repeat(exponents, 4, axis=1)
+    return swizzle(pad_to_blocks(exponents, 128, 4))

@@ -1,0 +1,65 @@
+"""The 16-point random Hadamard transform that NVFP4 applies to columnwise copies.
+
+For a group v of 16 values: out[j] = 1/4 sum_i v[i] s[i] (-1)^popcount(i & j), signs s from a 16-bit mask. It is
+orthogonal, so it changes no dot product of two operands that both went through it, but spreads outliers over the
+group before they meet a 16-element scale (Ashkboos et al., "QuaRot", 2024; TE `common/hadamard_transform`).
+"""
+
+import numpy as np
+
+from refops.arguments import require_integer, require_tensor
+from refops.rounding import round_once
+from refops.scaling import TE_SIGN_MASK
+
+GROUP = 16
+
+
+def hadamard_transform(x, sign_mask=TE_SIGN_MASK, *, inverse=False):
+    """Transform groups of 16 along the last dimension.
+
+    Args:
+        x: float32, float16 or bfloat16 (..., K), K % 16 == 0. For NVFP4's columnwise copy this is x.T.
+        sign_mask: bit i set means sign i is -1. TE's constant is 0xD7E8; 0 gives the plain transform.
+        inverse: apply the inverse transform.
+
+    Returns:
+        Array of the shape and dtype of `x`: the sum in float64, rounded once. (TE's kernel takes bfloat16 and sums in
+        float32 in an unspecified order: equal while the group's values span less than about 2^12.)
+
+    Raises:
+        TypeError: other dtype. ValueError: K % 16 != 0, a scalar, or a mask outside 16 bits.
+    """
+    x = require_tensor(x, "x")
+    require_integer(sign_mask, "sign_mask", low=0, high=1 << 16)
+    if x.shape[-1] % GROUP:
+        raise ValueError(f"x must have a last dimension divisible by 16; got shape {x.shape}")
+    groups = x.reshape(-1, GROUP).T  # one group a column
+    with np.errstate(all="ignore"):
+        return transform_groups(groups[None], sign_mask, x.dtype, inverse=inverse)[0].T.reshape(x.shape)
+
+
+def transform_groups(groups, sign_mask, dtype, *, inverse=False):
+    """Transform along axis 1 of (n, 16, C) and round once to `dtype`."""
+    signs = sign_vector(sign_mask)[:, None]
+    values = groups.astype(np.float64)
+    if not inverse:
+        values = values * signs
+    values = _sylvester(values) * 0.25
+    if inverse:
+        values = values * signs
+    return round_once(values, dtype)
+
+
+def sign_vector(sign_mask):
+    """The 16 signs of a mask, float64."""
+    return np.where((sign_mask >> np.arange(GROUP)) & 1, -1.0, 1.0)
+
+
+def _sylvester(values):
+    """Multiply by the 16 x 16 Sylvester Hadamard matrix along axis 1 in four butterfly stages."""
+    n, _, columns = values.shape
+    for stride in (1, 2, 4, 8):
+        pairs = values.reshape(n, GROUP // (2 * stride), 2, stride, columns)
+        first, second = pairs[:, :, 0], pairs[:, :, 1]
+        values = np.stack([first + second, first - second], axis=2).reshape(n, GROUP, columns)
+    return values

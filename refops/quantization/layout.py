@@ -1,0 +1,79 @@
+"""How codes and scales are stored: padding to what GEMMs read, block views, and the swizzled scale order.
+
+Padding holds zeros. (TE leaves it uninitialised: compare the valid part only.)
+"""
+
+import numpy as np
+
+#: MXFP8 and NVFP4 scales are padded to multiples of (128, 4): the tile that a GEMM loads at once.
+SCALE_TILE = (128, 4)
+
+
+def ceil_div(n, d):
+    """Smallest integer >= n / d."""
+    return -(-n // d)
+
+
+def round_up(n, multiple):
+    """Smallest multiple of `multiple` that is >= n."""
+    return ceil_div(n, multiple) * multiple
+
+
+def pad_to_blocks(values, block_rows, block_columns):
+    """Return (R, C) `values` with zeros added so that R and C divide by the block; the array itself if they do."""
+    rows, columns = values.shape
+    padded_rows, padded_columns = round_up(rows, block_rows), round_up(columns, block_columns)
+    if (padded_rows, padded_columns) == (rows, columns):
+        return values
+    padded = np.zeros((padded_rows, padded_columns), values.dtype)
+    padded[:rows, :columns] = values
+    return padded
+
+
+def block_view(values, block_rows, block_columns):
+    """View (R, C) as (R / block_rows, block_rows, C / block_columns, block_columns)."""
+    rows, columns = values.shape
+    return values.reshape(rows // block_rows, block_rows, columns // block_columns, block_columns)
+
+
+def block_amax(blocks):
+    """max |x| of each block of a `block_view`, NaN ignored: float32 (R / block_rows, C / block_columns)."""
+    magnitude = np.abs(blocks)
+    by_column = np.fmax.reduce(magnitude, axis=1) if magnitude.shape[1] > 1 else magnitude[:, 0]
+    # Halving with strided views is several times faster in NumPy than reducing a short last axis.
+    while by_column.shape[-1] > 1:
+        by_column = np.fmax(by_column[..., 0::2], by_column[..., 1::2])
+    return np.fmax(by_column[..., 0], np.float32(0))
+
+
+def swizzle(scales):
+    """Reorder padded (R, C) scales into the order that tensor-core GEMMs read: 512-byte tiles of 128 x 4.
+
+    Element (i, j) moves to flat position ((i // 128) * (C / 4) + j // 4) * 512 + (i % 32) * 16 + ((i % 128) // 32) * 4 + j % 4
+    (cuBLAS "1D block scaling factors layout"; TE `common/cast/mxfp8/swizzle.cuh`).
+
+    Args:
+        scales: (R, C) array with R % 128 == 0 and C % 4 == 0; i runs over the outer dimension, j over blocks.
+
+    Returns:
+        An array of the same shape in swizzled order.
+
+    Raises:
+        ValueError: shape not 2-D or not padded.
+    """
+    rows, columns = _require_padded(scales)
+    tiles = scales.reshape(rows // 128, 4, 32, columns // 4, 4)
+    return np.ascontiguousarray(tiles.transpose(0, 3, 2, 1, 4)).reshape(rows, columns)
+
+
+def unswizzle(scales):
+    """Undo `swizzle`."""
+    rows, columns = _require_padded(scales)
+    tiles = scales.reshape(rows // 128, columns // 4, 32, 4, 4)
+    return np.ascontiguousarray(tiles.transpose(0, 3, 2, 1, 4)).reshape(rows, columns)
+
+
+def _require_padded(scales):
+    if scales.ndim != 2 or scales.shape[0] % SCALE_TILE[0] or scales.shape[1] % SCALE_TILE[1]:
+        raise ValueError(f"scales must be 2-D with rows % 128 == 0 and columns % 4 == 0; got shape {scales.shape}")
+    return scales.shape

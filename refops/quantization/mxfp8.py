@@ -1,0 +1,111 @@
+"""MXFP8: 32 elements share a power-of-two scale, stored as an E8M0 byte.
+
+Sources: OCP Microscaling Formats (MX) 1.0, section 6.3; TE `common/cast/mxfp8/quantize_mxfp8.cuh` and
+`common/util/ptx_arch_spec.cuh` (the scale byte rounds up).
+"""
+
+import numpy as np
+
+from refops.formats import E8M0, encode
+from refops.quantization.layout import block_amax, block_view, ceil_div, pad_to_blocks, round_up
+from refops.quantization.result import Quantized
+from refops.scaling import MXFP8Scaling
+from refops.tiles import for_each, tile_slices
+
+F = np.float32
+BLOCK = MXFP8Scaling.block_size
+
+
+def _encode_multipliers():
+    """2^(127 - byte) for every scale byte; 2^-127 (subnormal) for 254, NaN for 255."""
+    multipliers = (2.0 ** (127.0 - np.arange(256))).astype(np.float32)
+    multipliers[255] = np.nan
+    return multipliers
+
+
+#: Scale byte -> what elements are multiplied with before the cast.
+ENCODE_MULTIPLIER = _encode_multipliers()
+
+
+def scale_byte(amax, fmt, scale_rounding="up"):
+    """Return the E8M0 byte for each block amax (float32, >= 0, no NaN). Zero gives 0x00, inf 0xFE.
+
+    "up" is round-up(amax * float32(1 / max)): a multiplication, as in TE's kernel.
+    """
+    if scale_rounding == "up":
+        return encode(amax * (F(1) / fmt.max), E8M0, rounding="up")
+    emax = int(np.log2(fmt.max))
+    bits = amax.view(np.uint32)
+    if scale_rounding == "even":
+        bits = bits + (np.uint32(1) << np.uint32(22 - fmt.mantissa_bits))
+    exponent = (bits >> np.uint32(23)).astype(np.int32)
+    if scale_rounding == "ceil_ocp":
+        exponent += (bits & np.uint32(0x7FFFFF)) != 0
+    return np.where(np.isinf(amax), 254, np.clip(exponent - emax, 0, 254)).astype(np.uint8)
+
+
+def quantize_mxfp8(values, scaling, rowwise, columnwise):
+    """Quantize under `MXFP8Scaling`; blocks at the edge are partial."""
+    m, k = values.shape
+    row_data = np.empty((m, k), np.uint8) if rowwise else None
+    column_data = np.empty((m, k), np.uint8) if columnwise else None
+    m_blocks, k_blocks = ceil_div(m, BLOCK), ceil_div(k, BLOCK)
+    row_scales = np.zeros((round_up(m, 128), round_up(k_blocks, 4)), np.uint8) if rowwise else None
+    column_scales = np.zeros((round_up(m_blocks, 4), round_up(k, 128)), np.uint8) if columnwise else None
+
+    def work(rows, columns):
+        tile = values.read(rows, columns)
+        row_blocks, column_blocks = _blocks(rows), _blocks(columns)
+        if scaling.two_d:
+            codes, scales = _quantize_tile(tile, BLOCK, BLOCK, scaling)
+            if rowwise:
+                row_data[rows, columns] = codes
+                row_scales[rows, column_blocks] = np.repeat(scales, BLOCK, axis=0)[: tile.shape[0]]
+            if columnwise:
+                column_data[rows, columns] = codes
+                column_scales[row_blocks, columns] = np.repeat(scales, BLOCK, axis=1)[:, : tile.shape[1]]
+            return
+        if rowwise:
+            row_data[rows, columns], row_scales[rows, column_blocks] = _quantize_tile(tile, 1, BLOCK, scaling)
+        if columnwise:
+            column_data[rows, columns], column_scales[row_blocks, columns] = _quantize_tile(tile, BLOCK, 1, scaling)
+
+    for_each(tile_slices((m, k)), work)
+    shape = values.tensor_shape
+    return Quantized(
+        row_data.reshape(shape) if rowwise else None,
+        row_scales,
+        column_data.reshape(shape) if columnwise else None,
+        column_scales,
+        None,
+        None,
+        scaling,
+        shape,
+        values.dtype,
+    )
+
+
+def _quantize_tile(tile, block_rows, block_columns, scaling):
+    """Return the codes of (R, C) `tile` and the scale byte of each block."""
+    blocks = block_view(pad_to_blocks(tile, block_rows, block_columns), block_rows, block_columns)
+    scales = scale_byte(block_amax(blocks), scaling.fmt, scaling.scale_rounding)
+    codes = encode(blocks * ENCODE_MULTIPLIER[scales][:, None, :, None], scaling.fmt)
+    padded_shape = (codes.shape[0] * block_rows, codes.shape[2] * block_columns)
+    return codes.reshape(padded_shape)[: tile.shape[0], : tile.shape[1]], scales
+
+
+def _blocks(elements):
+    """The slice of blocks that a slice of elements covers."""
+    return slice(elements.start // BLOCK, ceil_div(elements.stop, BLOCK))
+
+
+def dequantize_tile(q, rows, columns, columnwise):
+    """float32 values of a rectangle of the (M, K) matrix: 2^(byte - 127) * element."""
+    data = q.columnwise_data if columnwise else q.rowwise_data
+    codes = data.reshape(q.matrix_shape)[rows, columns]
+    row_index, column_index = np.arange(rows.start, rows.stop), np.arange(columns.start, columns.stop)
+    if columnwise:
+        scales = q.columnwise_scale_inv[row_index[:, None] // BLOCK, column_index]
+    else:
+        scales = q.rowwise_scale_inv[row_index[:, None], column_index // BLOCK]
+    return E8M0.values[scales] * q.scaling.fmt.values[codes]

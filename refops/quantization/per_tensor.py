@@ -1,0 +1,163 @@
+"""FP8 with one scale for the whole tensor: delayed and current scaling, and the delayed scale's update.
+
+Sources: TE `common/recipe/recipe_common.cuh` (scale from amax), `common/cast/fp8/quantize_fp8.cuh` (cast),
+`common/recipe/delayed_scaling.cu` (history).
+"""
+
+import numpy as np
+
+from refops.arguments import describe_array, require_choice, require_flag, require_integer
+from refops.formats import encode, require_format
+from refops.quantization.result import Quantized
+from refops.scaling import FP8_FORMATS, DelayedScaling
+from refops.tiles import for_each, magnitude_max, tensor_amax, tile_slices
+
+F = np.float32
+FLT_MAX = np.finfo(np.float32).max
+
+
+def scale_from_amax(amax, fmt, *, epsilon=0.0, power_2=False, value_for_inf=FLT_MAX):
+    """Return the FP8 encode scale for each amax: fmt.max / amax, made safe.
+
+    Args:
+        amax: float32 array, >= 0 (inf and NaN allowed).
+        fmt: E4M3 or E5M2.
+        epsilon: amax below it counts as it.
+        power_2: clear the mantissa, rounding down to a power of two.
+        value_for_inf: what an overflowing quotient becomes (FLT_MAX per tensor, the input dtype's maximum per block).
+
+    Returns:
+        float32 array of the shape of `amax`; 1 where amax is 0, inf or NaN.
+    """
+    amax = np.where(amax < F(epsilon), F(epsilon), amax).astype(np.float32)
+    with np.errstate(all="ignore"):
+        scale = fmt.max / amax
+    scale = np.where(np.isinf(scale), F(value_for_inf), scale)
+    if power_2:
+        scale = (scale.view(np.uint32) & np.uint32(0xFF800000)).view(np.float32)
+    return np.where((amax == 0) | ~np.isfinite(amax), F(1), scale)
+
+
+def quantize_per_tensor(values, amax_values, scaling, rowwise, columnwise):
+    """Quantize under `DelayedScaling` or `CurrentScaling`.
+
+    Args:
+        values: source of what is cast.
+        amax_values: source of the amax that current scaling derives its scale from.
+
+    Delayed scaling reports the amax of `values`, for the history; merging it into a running amax is the caller's.
+    """
+    m, k = values.shape
+    delayed = isinstance(scaling, DelayedScaling)
+    if delayed:
+        amax, scale = None, F(scaling.scale)
+    else:
+        amax = tensor_amax(amax_values)
+        scale = scale_from_amax(amax, scaling.fmt, epsilon=scaling.amax_epsilon, power_2=scaling.power_2_scale)[0]
+    with np.errstate(all="ignore"):
+        scale_inv = np.array([F(1) / scale], np.float32)
+    row_data = np.empty((m, k), np.uint8) if rowwise else None
+    column_data = np.empty((k, m), np.uint8) if columnwise else None
+
+    def work(rows, columns):
+        tile = values.read(rows, columns)
+        tile_amax = magnitude_max(tile) if delayed else F(0)
+        codes = encode(tile * scale, scaling.fmt)
+        if rowwise:
+            row_data[rows, columns] = codes
+        if columnwise:
+            column_data[columns, rows] = codes.T
+        return tile_amax
+
+    maxima = for_each(tile_slices((m, k)), work)
+    if delayed:
+        amax = np.fmax.reduce(np.array(maxima, np.float32), initial=F(0)).reshape(1)
+    shape = values.tensor_shape
+    return Quantized(
+        row_data.reshape(shape) if rowwise else None,
+        scale_inv if rowwise else None,
+        column_data.reshape(k, *shape[:-1]) if columnwise else None,
+        scale_inv.copy() if columnwise else None,
+        amax if rowwise else None,
+        amax.copy() if columnwise else None,
+        scaling,
+        shape,
+        values.dtype,
+    )
+
+
+def dequantize_tile(q, rows, columns, columnwise):
+    """float32 values of a rectangle of the (M, K) matrix: element * scale_inv."""
+    m, k = q.matrix_shape
+    if columnwise:
+        codes, scale_inv = q.columnwise_data.reshape(k, m)[columns, rows].T, q.columnwise_scale_inv
+    else:
+        codes, scale_inv = q.rowwise_data.reshape(m, k)[rows, columns], q.rowwise_scale_inv
+    return q.scaling.fmt.values[codes] * scale_inv
+
+
+def update_delayed_scale(amax_history, scale, fmt, *, margin=0, algorithm="max", keep_unused=True):
+    """Roll the amax history and compute the next delayed scale.
+
+    Row 0 of the history holds the newest amax. Per column: the scale becomes fmt.max * 2^-margin / amax, where
+    amax is the history's maximum or its newest entry; it stays as it is where amax is 0, inf or NaN, and overflow gives
+    FLT_MAX. The history rolls by one and row 0 is cleared for the next step.
+
+    Args:
+        amax_history: float32 (L,) or (L, n).
+        scale: float32 scalar for (L,), (n,) for (L, n).
+        fmt: E4M3 or E5M2.
+        margin: the scale is divided by 2^margin.
+        algorithm: "max", "most_recent", or a callable from the history to the amax (shape of `scale`).
+        keep_unused: leave a column whose newest amax is 0 (a tensor that this step did not see) as it is: TE's fused
+            update, its default. False rolls always, as TE's single-tensor kernel and its Python path do. A callable
+            always rolls: it runs on the Python path in TE.
+
+    Returns:
+        (new_history, new_scale), new arrays of the given shapes.
+
+    Raises:
+        TypeError: dtype other than float32, or algorithm neither string nor callable.
+        ValueError: shapes that do not belong together, empty history, unknown algorithm or format.
+    """
+    history, scale, shape = _check_history(amax_history, scale)
+    require_format(fmt, FP8_FORMATS)
+    require_integer(margin, "margin", low=-126, high=127)
+    require_flag(keep_unused, "keep_unused")
+    if not callable(algorithm):
+        require_choice(algorithm, "algorithm", ("max", "most_recent"))
+    newest = history[0]
+    if callable(algorithm):
+        amax = _call_algorithm(algorithm, amax_history, history, scale)
+    else:
+        amax = np.fmax.reduce(history, axis=0) if algorithm == "max" else newest
+    rolled = np.concatenate([np.zeros_like(history[:1]), history[2:], history[:1]])[: len(history)]
+    unused = (newest == 0) & keep_unused & (not callable(algorithm))
+    with np.errstate(all="ignore"):
+        fresh = (fmt.max * F(2.0**-margin)) / amax
+    fresh = np.where(np.isinf(fresh), FLT_MAX, fresh)
+    usable = np.isfinite(amax) & (amax > 0) & ~unused
+    new_scale = np.where(usable, fresh, scale).astype(np.float32)
+    return np.where(unused, history, rolled).reshape(np.shape(amax_history)), new_scale.reshape(shape)
+
+
+def _check_history(amax_history, scale):
+    """Return history as (L, n), scale as (n,), and the scale's own shape."""
+    history, scale = np.asarray(amax_history), np.asarray(scale)
+    for name, array in (("amax_history", history), ("scale", scale)):
+        if array.dtype != np.float32:
+            raise TypeError(f"{name} must be float32; got {describe_array(array)}")
+    if history.ndim not in (1, 2) or len(history) == 0:
+        raise ValueError(f"amax_history must be (L,) or (L, n) with L >= 1; got shape {history.shape}")
+    if scale.size != history[0].size or scale.ndim > 1 or (history.ndim == 2 and scale.shape != history.shape[1:]):
+        raise ValueError(
+            f"scale must have one entry for each column of amax_history {history.shape}; got shape {scale.shape}"
+        )
+    return history.reshape(len(history), -1), scale.reshape(-1), scale.shape
+
+
+def _call_algorithm(algorithm, given_history, history, scale):
+    amax = np.asarray(algorithm(given_history), np.float32)
+    if amax.size != scale.size:
+        raise ValueError(f"algorithm must return one amax a column ({scale.size}); got shape {amax.shape}")
+    return amax.reshape(scale.shape)
