@@ -1,7 +1,7 @@
 """refops: the golden reference for fused activations and low-precision scaling, in NumPy.
 
-What a CUDA, Triton or CUTLASS kernel that follows TransformerEngine must write, to the bit: FP8 with delayed, current and
-block scaling, MXFP8, NVFP4, the activations and their gradients, and the fused combinations.
+What a CUDA, Triton or CUTLASS kernel that follows TransformerEngine must write, to the bit: FP8 with delayed,
+current and block scaling, MXFP8, NVFP4, the activations and their gradients, and the fused combinations.
 
     import refops
     q = refops.activation_quantize("swiglu", x, refops.MXFP8Scaling(refops.E4M3), columnwise=True)

@@ -1,8 +1,8 @@
 """Every activation of TE and its derivative: one table from a name to its formulas.
 
 Two versions of each formula stand side by side:
-    value, derivative            float32 in the evaluation order of TE's `common/util/math.h`, each operation rounded once and no
-                                 multiply-add contracted. `exp` and `tanh` are the nearest float32 (`refops.elementary`).
+    value, derivative            float32 in the evaluation order of TE's `common/util/math.h`, each operation rounded
+                                 once, no multiply-add contracted; exp and tanh from `refops.elementary`.
     true_value, true_derivative  float64, rearranged so that nothing cancels: the truth a kernel is judged against.
                                  Constants are TE's float32 constants, so both mean the same real function.
 
@@ -29,7 +29,7 @@ GELU_CUBIC_SLOPE = F(0.1070322243)  # 3 * sqrt(2/pi) * 0.044715
 QGELU_ALPHA = F(1.702)
 
 
-# --- float32, in TE's order --------------------------------------------------------------------------------------------
+# --- float32, in TE's order -----------------------------------------------------------------------
 
 
 def sigmoid(x):
@@ -159,7 +159,7 @@ def situ_gate_slope(g, beta2):
     return ONE - t * t
 
 
-# --- float64, free of cancellation -------------------------------------------------------------------------------------
+# --- float64, free of cancellation ----------------------------------------------------------------
 
 
 def true_sigmoid(x):
@@ -232,7 +232,7 @@ def true_situ_gate_slope(g, beta2):
     return true_tanh_slope(g / beta2)
 
 
-# --- the table ---------------------------------------------------------------------------------------------------------
+# --- the table ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -293,9 +293,7 @@ _GATE = Formula(identity_gate, identity_gate_slope, identity_gate, identity_gate
 _CLAMPED_GATE = Formula(
     clamped_gate, clamped_gate_slope, clamped_gate, clamped_gate_slope, ("limit", "glu_linear_offset"), ("limit",)
 )
-_SITU_GATE = Formula(
-    situ_gate, situ_gate_slope, true_situ_gate, true_situ_gate_slope, ("beta2",), ("beta2",)
-)
+_SITU_GATE = Formula(situ_gate, situ_gate_slope, true_situ_gate, true_situ_gate_slope, ("beta2",), ("beta2",))
 
 #: Every activation by TE's name.
 ACTIVATIONS = {

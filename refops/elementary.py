@@ -1,9 +1,9 @@
 """exp and tanh of float32 arrays: the nearest float32, with the same bits on every machine.
 
-NumPy's float32 `exp` and `tanh` depend on the SIMD level of the host, and so does the C library. Here both are evaluated in
-float64 by additions, multiplications and one division, which IEEE 754 fixes, and rounded once. The float64 error
-is below 2^-48 relative, so the result is the correctly rounded float32 unless the true value lies that close to a tie:
-about one input in four million. CUDA's `expf` and `tanhf` are within 1 to 2 ulp of it.
+NumPy's float32 `exp` and `tanh` depend on the SIMD level of the host, and so does the C library. Here both are
+evaluated in float64 by additions, multiplications and one division, which IEEE 754 fixes, and rounded once. The
+float64 error is below 2^-48 relative, so the result is the correctly rounded float32 unless the true value lies that
+close to a tie: about one input in four million. CUDA's `expf` and `tanhf` are within 1 to 2 ulp of it.
 """
 
 from fractions import Fraction
@@ -18,9 +18,7 @@ _LN2_LOW = 1.90821492927058770002e-10
 # Taylor coefficients of e^r, highest first: |r| <= ln(2)/2, so the next term is below 2^-57.
 _EXP_COEFFICIENTS = [1.0 / factorial(k) for k in range(13, -1, -1)]
 # Taylor coefficients of tanh(u)/u in u^2, highest first (DLMF 4.33.3).
-_TANH_COEFFICIENTS = [
-    float(Fraction(*c)) for c in [(-1382, 155925), (62, 2835), (-17, 315), (2, 15), (-1, 3), (1, 1)]
-]
+_TANH_COEFFICIENTS = [float(Fraction(*c)) for c in [(-1382, 155925), (62, 2835), (-17, 315), (2, 15), (-1, 3), (1, 1)]]
 _SMALL = 2.0**-5  # below it tanh uses its series: the next term is under 2^-65, and 1 - e^-2u would cancel
 
 

@@ -16,11 +16,10 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
-from refops.arguments import HIGH_PRECISION, describe_array, require_high_precision
+from refops.arguments import describe_array, require_choice, require_flag, require_high_precision
 from refops.rounding import (
     ROUNDING_MODES,
     STOCHASTIC,
-    odd_rounded_bfloat16_values,
     round_to_grid,
     round_to_grid_stochastic,
 )
@@ -129,15 +128,15 @@ def encode(x, fmt, *, saturate=True, rounding="nearest_even", random_bits=None):
     """
     x = require_high_precision(x, "x")
     require_format(fmt)
-    values = np.ascontiguousarray(x.astype(np.float32, copy=False)).reshape(x.shape)
-    if rounding == STOCHASTIC:
-        return _encode_stochastic(values, fmt, saturate, random_bits)
-    if rounding not in ROUNDING_MODES:
-        modes = ", ".join([*ROUNDING_MODES, STOCHASTIC])
-        raise ValueError(f"rounding must be one of {modes}; got {rounding!r}")
-    if random_bits is not None:
-        raise ValueError(f"random_bits needs rounding='stochastic'; got rounding={rounding!r}")
-    return _code_table(fmt, bool(saturate), rounding).take(_odd_rounded_key(values), mode="clip")
+    saturate = require_flag(saturate, "saturate")
+    require_choice(rounding, "rounding", (*ROUNDING_MODES, STOCHASTIC))
+    with np.errstate(all="ignore"):  # NaN, inf and overflow are ordinary inputs here
+        values = x.astype(np.float32, order="C", copy=False)
+        if rounding == STOCHASTIC:
+            return _encode_stochastic(values, fmt, saturate, random_bits)
+        if random_bits is not None:
+            raise ValueError(f"random_bits needs rounding='stochastic'; got rounding={rounding!r}")
+        return _code_table(fmt, saturate, rounding).take(_odd_rounded_key(values), mode="clip")
 
 
 def decode(codes, fmt):
@@ -230,7 +229,8 @@ def _finish_codes(magnitude_code, x, fmt, saturate):
 @lru_cache(maxsize=64)
 def _code_table(fmt, saturate, rounding):
     """Codes of all 65 536 bfloat16 values: what `_odd_rounded_key` indexes."""
-    return encode_by_definition(odd_rounded_bfloat16_values(), fmt, saturate, rounding)
+    bfloat16_values = (np.arange(1 << 16, dtype=np.uint32) << np.uint32(16)).view(np.float32)
+    return encode_by_definition(bfloat16_values.astype(np.float64), fmt, saturate, rounding)
 
 
 def _odd_rounded_key(values):
@@ -261,6 +261,3 @@ def require_codes(codes, name):
     if codes.dtype != np.uint8:
         raise TypeError(f"{name} must be a uint8 array; got {describe_array(codes)}")
     return codes
-
-
-__all__ = ["E2M1", "E2M3", "E3M2", "E4M3", "E5M2", "E8M0", "FORMATS", "HIGH_PRECISION", "FloatFormat"]

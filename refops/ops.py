@@ -83,7 +83,7 @@ def path_of(scaling):
     return PATHS["unfused"]
 
 
-# --- the front halves ----------------------------------------------------------------------------------------------------
+# --- the front halves -----------------------------------------------------------------------------
 
 
 class ActivationSource(Source):
@@ -149,7 +149,7 @@ def _require_even_width(x):
         raise ValueError(f"x must have an even last dimension, [act | gate]; got shape {x.shape}")
 
 
-# --- activations without quantization --------------------------------------------------------------------------------------
+# --- activations without quantization -------------------------------------------------------------
 
 
 def activation(name, x, *, out_dtype=None, **params):
@@ -203,7 +203,7 @@ def _dbias(source, dtype):
         return column_sum(source).astype(dtype)
 
 
-# --- activations scaled by row ---------------------------------------------------------------------------------------------
+# --- activations scaled by row --------------------------------------------------------------------
 
 #: Activations that TE offers with a scale for each row (token probabilities in mixtures of experts).
 SCALED_ACTIVATIONS = ("swiglu", "situglu", "clamped_swiglu", "srelu")
@@ -216,8 +216,8 @@ def scaled_activation(name, x, row_scales, *, glu_interleave_size=0, out_dtype=N
         name: one of "swiglu", "situglu", "clamped_swiglu", "srelu".
         x: (..., 2H), or (..., K) for srelu.
         row_scales: one scale a row, M entries in any shape; float32, float16 or bfloat16.
-        glu_interleave_size: 0 for rows [act | gate]; g for rows [act 0:g | gate 0:g | act g:2g | ...]. g must be a multiple of
-            32 and divide H.
+        glu_interleave_size: 0 for rows [act | gate]; g for rows [act 0:g | gate 0:g | act g:2g | ...], g a multiple
+            of 32 that divides H.
         out_dtype, **params: as for `activation`.
 
     Returns:
@@ -297,7 +297,8 @@ class _ScaledRows:
         g = require_integer(glu_interleave_size, "glu_interleave_size", low=0, high=1 << 62)
         if g and (not self.bound.gated or g % 32 or width % g):
             raise ValueError(
-                f"glu_interleave_size must be 0, or for gated activations a multiple of 32 that divides H={width}; got {g}"
+                "glu_interleave_size must be 0, or for gated activations a multiple of 32 that divides "
+                f"H={width}; got {g}"
             )
         self._interleave = g or max(width, 1)
 
@@ -340,7 +341,7 @@ def _output_dtype(out_dtype, default):
     return default if out_dtype is None else require_high_precision_dtype(out_dtype, "out_dtype")
 
 
-# --- quantization ------------------------------------------------------------------------------------------------------------
+# --- quantization ---------------------------------------------------------------------------------
 
 
 def quantize(x, scaling, *, rowwise=True, columnwise=False, dbias=False):
@@ -379,8 +380,8 @@ def activation_grad_quantize(name, dy, x, scaling, *, rowwise=True, columnwise=F
     """Gradient of an activation, quantized; with `dbias` also the bias gradient.
 
     The bias gradient sums float32 values before they are rounded where TE fuses it with the cast (delayed scaling,
-    MXFP8), and the gradient rounded to the dtype of `dy` elsewhere. TE fuses it for unary activations alone; here gated ones
-    follow the same rule, with dbias of width 2H.
+    MXFP8), and the gradient rounded to the dtype of `dy` elsewhere. TE fuses it for unary activations alone; here
+    gated ones follow the same rule, with dbias of width 2H.
 
     Args and errors: as `activation_grad` and `quantize`.
 
@@ -416,8 +417,8 @@ def _quantize_source(source, path, scaling, rowwise, columnwise, dbias):
 def dequantize(q, *, dtype=np.float32):
     """Return the high-precision tensor that a `Quantized` stands for: float32 arithmetic, one rounding to `dtype`.
 
-    Rowwise data are used if present. Columnwise data alone come back in the tensor's own orientation, with NVFP4's Hadamard
-    transform undone (TE leaves the NVFP4 case unimplemented). Swizzled scales are put back in order first.
+    Rowwise data are used if present. Columnwise data alone come back in the tensor's own orientation, with NVFP4's
+    Hadamard transform undone (TE leaves the NVFP4 case unimplemented). Swizzled scales are put back in order first.
 
     Args:
         q: a `Quantized`.
@@ -449,4 +450,3 @@ def dequantize(q, *, dtype=np.float32):
 
     for_each(tile_slices(q.matrix_shape), work)
     return out.reshape(q.shape)
-

@@ -4,8 +4,6 @@ Everything here works on a *grid*: the finite magnitudes of a format in ascendin
 grid is the code. The definitions are slow and obvious; `refops.formats.encode` turns them into a table for speed.
 """
 
-from functools import lru_cache
-
 import numpy as np
 
 #: Deterministic rounding modes: name -> "does a magnitude between two neighbours move to the upper one?".
@@ -137,9 +135,3 @@ def philox_bytes(seed, offset, subsequence):
     alone, never on how the work was split.
     """
     return philox(seed, offset, subsequence).astype("<u4").view(np.uint8)
-
-
-@lru_cache(maxsize=1)
-def odd_rounded_bfloat16_values():
-    """All 65 536 bfloat16 bit patterns as float64: the domain of the encoding tables."""
-    return (np.arange(65536, dtype=np.uint32) << np.uint32(16)).view(np.float32).astype(np.float64)

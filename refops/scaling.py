@@ -98,8 +98,8 @@ class MXFP8Scaling:
         two_d: one scale for a 32x32 tile instead of 32 elements along a direction.
         scale_rounding: how amax / max becomes a power of two. "up" is TE's, cuBLAS's and PTX's rule: nothing saturates.
             The others are 2^(e - emax), emax the exponent of the format's largest value, with e from:
-            "floor" floor(log2 amax), the OCP specification's example; "even" the same after rounding amax half up to the
-            mantissa width of `fmt`; "ceil_ocp" ceil(log2 amax).
+            "floor" floor(log2 amax), the OCP specification's example; "even" the same after rounding amax half up to
+            the mantissa width of `fmt`; "ceil_ocp" ceil(log2 amax).
     """
 
     fmt: FloatFormat

@@ -1,9 +1,9 @@
 """Work in tiles: what is computed for one rectangle of a tensor, and how the rectangles are walked.
 
-A `Source` is the front half of an operation: it computes any rectangle of a (M, K) matrix in float32 (the input itself, an
-activation, a gradient). The quantizers are the back half. Only tiles live in memory besides inputs and outputs, so
-extra memory does not grow with the tensor. Every number depends on its own block alone, so no choice of tiles
-changes a bit; sums, which could, are defined over fixed chunks (`column_sum`, `row_sum`).
+A `Source` is the front half of an operation: it computes any rectangle of a (M, K) matrix in float32 (the input
+itself, an activation, a gradient). The quantizers are the back half. Only tiles live in memory besides inputs and
+outputs, so extra memory does not grow with the tensor. Every number depends on its own block alone, so no choice of
+tiles changes a bit; sums, which could, are defined over fixed chunks (`column_sum`, `row_sum`).
 """
 
 import math
@@ -117,7 +117,7 @@ def tile_slices(shape):
 
 
 def for_each(items, work):
-    """Run `work(*item)` for every item and return the results in order. One thread: speed is `cuda_kernels`' business."""
+    """Return `work(*item)` for every item, in order and in one thread: speed is the business of `cuda_kernels`."""
     with np.errstate(all="ignore"):  # inf and NaN are ordinary inputs here
         return [work(*item) for item in items]
 

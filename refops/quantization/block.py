@@ -92,7 +92,7 @@ def _blocks(elements):
 
 
 def valid_scales(q, columnwise=False):
-    """The decode scales of one direction without padding, [outer, block]: (M, k_blocks) or (m_blocks, k_blocks) rowwise."""
+    """The decode scales of one direction without padding, [outer, block]; outer counts rows or, 128x128, row blocks."""
     m, k = q.matrix_shape
     scales = q.columnwise_scale_inv if columnwise else q.rowwise_scale_inv
     outer, inner = (k, m) if columnwise else (m, k)

@@ -58,8 +58,8 @@ def quantize_nvfp4(values, amax_values, scaling, rowwise, columnwise):
         amax_values: source of the global amax.
 
     Raises:
-        ValueError: M or K not divisible by 16 (32 for row-scaled columnwise output), random bits missing or of the wrong
-            shape, or row scaling with 4over6 columnwise.
+        ValueError: M or K not divisible by 16 (32 for row-scaled columnwise output), random bits of the wrong shape,
+            or row scaling with 4over6 columnwise.
     """
     m, k = values.shape
     _check_shape(values.tensor_shape, m, k, scaling, columnwise)
@@ -195,7 +195,10 @@ def _given_bits(scaling, m, k, rowwise, columnwise):
         bits = (bits, bits)
     elif len(bits) != 2:
         raise ValueError(f"random_bits must be one array or a pair; got {len(bits)} arrays")
-    for made, array, shape, direction in ((rowwise, bits[0], (m, k), "rowwise"), (columnwise, bits[1], (k, m), "columnwise")):
+    for made, array, shape, direction in (
+        (rowwise, bits[0], (m, k), "rowwise"),
+        (columnwise, bits[1], (k, m), "columnwise"),
+    ):
         if made and array.shape != shape:
             raise ValueError(f"random_bits for {direction} output must have shape {shape}; got {array.shape}")
     return bits
@@ -227,11 +230,13 @@ def dequantize_tile(q, rows, columns, columnwise):
 
     Columnwise data come back in (M, K) orientation, with RHT undone in float64 (tile edges are multiples of 16).
     """
-    m, k = q.matrix_shape
     if columnwise:
-        data, scales, amax, outer, inner = q.columnwise_data, q.columnwise_scale_inv, q.amax_columnwise, columns, rows
+        data, scales, amax = q.columnwise_data, q.columnwise_scale_inv, q.amax_columnwise
+        outer, inner = columns, rows
     else:
-        data, scales, amax, outer, inner = q.rowwise_data.reshape(m, k // 2), q.rowwise_scale_inv, q.amax_rowwise, rows, columns
+        m, k = q.matrix_shape
+        data, scales, amax = q.rowwise_data.reshape(m, k // 2), q.rowwise_scale_inv, q.amax_rowwise
+        outer, inner = rows, columns
     packed = data[outer, _half(inner)]
     codes = np.stack([packed & np.uint8(0xF), packed >> np.uint8(4)], axis=-1).reshape(packed.shape[0], -1)
     amax = amax[outer, None] if q.scaling.row_scaled else amax

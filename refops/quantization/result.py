@@ -10,23 +10,26 @@ from refops.scaling import BlockScaling, MXFP8Scaling, NVFP4Scaling, Scaling
 
 @dataclass(frozen=True, eq=False)
 class Quantized:
-    """A quantized tensor with TE's attribute names and layouts. M x K is the tensor with leading dimensions flattened.
+    """A quantized tensor with TE's attribute names and layouts.
 
-    | scaling  | rowwise_data | rowwise_scale_inv | columnwise_data | columnwise_scale_inv |
-    |---|---|---|---|---|
-    | delayed, current | x.shape | float32 (1,) | (K, *leading) | float32 (1,) |
-    | block 1x128 | x.shape | float32 (ceil(K/128), up4(M)), [block, row] | (K, *leading) | float32 (ceil(M/128), up4(K)), [block, column] |
-    | block 128x128 | x.shape | float32 (ceil(M/128), up4(ceil(K/128))) | (K, *leading) | float32 (ceil(K/128), up4(ceil(M/128))) |
-    | MXFP8 | x.shape | E8M0 (up128(M), up4(ceil(K/32))) | x.shape, not transposed | E8M0 (up4(ceil(M/32)), up128(K)) |
-    | NVFP4 | (*leading, K/2) packed | E4M3 (up128(M), up4(K/16)) | (K, M/2) packed | E4M3 (up128(K), up4(M/16)) |
+    M x K is the tensor with leading dimensions flattened; block counts round up; upN rounds up to a multiple of N.
 
-    Data are uint8 codes; E8M0 and E4M3 scales are uint8 codes too. upN rounds up to a multiple of N; padding is zero.
+    | scaling          | rowwise_data    | rowwise_scale_inv           | columnwise_data | columnwise_scale_inv  |
+    |------------------|-----------------|-----------------------------|-----------------|-----------------------|
+    | delayed, current | x.shape         | float32 (1,)                | (K, *leading)   | (1,)                  |
+    | block 1x128      | x.shape         | float32 (K/128, up4(M))     | (K, *leading)   | (M/128, up4(K))       |
+    | block 128x128    | x.shape         | float32 (M/128, up4(K/128)) | (K, *leading)   | (K/128, up4(M/128))   |
+    | MXFP8            | x.shape         | E8M0 (up128(M), up4(K/32))  | x.shape         | (up4(M/32), up128(K)) |
+    | NVFP4            | (*leading, K/2) | E4M3 (up128(M), up4(K/16))  | (K, M/2)        | (up128(K), up4(M/16)) |
+
+    Columnwise data are transposed except for MXFP8. NVFP4 data are packed two codes a byte.
+    Data are uint8 codes; E8M0 and E4M3 scales are uint8 codes too. Padding is zero.
 
     Attributes:
         rowwise_data, rowwise_scale_inv: codes and decode scales with blocks along K, or None.
         columnwise_data, columnwise_scale_inv: the same with blocks along M, or None.
-        amax_rowwise, amax_columnwise: float32 amax that the scales came from, (1,), or (M,) and (K,) for row-scaled NVFP4.
-            None where TE keeps none (block scaling, MXFP8) and for a direction that was not made.
+        amax_rowwise, amax_columnwise: float32 amax that the scales came from, (1,), or (M,) and (K,) for row-scaled
+            NVFP4. None where TE keeps none (block scaling, MXFP8) and for a direction that was not made.
         scaling: the settings used.
         shape: shape of the unquantized tensor.
         dtype: nominal dtype, that of the unquantized tensor.
@@ -67,8 +70,10 @@ class Quantized:
 
     def _reorder_scales(self, reorder, target):
         if isinstance(self.scaling, BlockScaling):
-            raise ValueError("block scaling stores float32 scales in GEMM order already; "
-                             "use refops.block_scales_as_mxfp8 for the E8M0 scales of Blackwell GEMMs")
+            raise ValueError(
+                "block scaling stores float32 scales in GEMM order already; "
+                "use refops.block_scales_as_mxfp8 for the E8M0 scales of Blackwell GEMMs"
+            )
         if not isinstance(self.scaling, MXFP8Scaling | NVFP4Scaling) or self.with_gemm_swizzled_scales == target:
             return self
         rowwise, columnwise = self.rowwise_scale_inv, self.columnwise_scale_inv

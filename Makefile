@@ -1,0 +1,47 @@
+# Everything from a clone: `make report` runs the main job on real tensors, `make test` the tests.
+# Each creates the environment in .venv first, once; PYTHON chooses the interpreter.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.PHONY: help report test lint bench exhaustive peers clean
+
+help:
+	@sed -n 's/^## //p' $(MAKEFILE_LIST)
+
+## report      every operation and path checked; a real model's tensors measured under every scaling
+report: $(INSTALLED)
+	$(BIN)/refops report
+
+## test        the tests
+test: $(INSTALLED)
+	$(BIN)/python -m pytest -n auto
+
+## lint        linter and formatter
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+## bench       speed of the reference beside ml_dtypes' cast and a copy of the same bytes
+bench: $(INSTALLED)
+	$(BIN)/python -m pytest tests/benchmarks -n 0 --benchmark-only --benchmark-group-by=group --benchmark-sort=name \
+	    --benchmark-columns=median,iqr,rounds
+
+## exhaustive  all 2^32 float32 values through the casts, against ml_dtypes
+exhaustive: $(INSTALLED)
+	$(BIN)/python tests/exhaustive/encode_all_float32.py
+
+## peers       install gfloat and torchao and compare with them live
+peers: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test,peers]'
+	$(BIN)/python -m pytest tests/refops/test_peers.py -rs
+
+## clean       remove the environment and caches
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .hypothesis .benchmarks
+
+$(INSTALLED): setup.cfg pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test]'
+	touch $@

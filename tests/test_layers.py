@@ -1,0 +1,60 @@
+"""The packages import in one direction, refops <- cuda_kernels <- fuser, and refops needs NumPy and ml_dtypes alone."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+#: package -> top-level modules that it must never import.
+FORBIDDEN = {
+    "refops": {"cuda_kernels", "fuser", "numba", "torch", "jax"},
+    "cuda_kernels": {"fuser", "torch", "jax"},
+    "fuser": set(),
+}
+#: The only refops modules that import more than NumPy and ml_dtypes: the command line and what it alone uses.
+COMMAND_LINE = {"cli", "__main__", "files", "survey", "explain", "report"}
+#: torch may be imported lazily to read .pt files.
+LAZY = {("refops/files.py", "torch")}
+
+
+def imports(path):
+    """Top-level names of all modules that a file imports, anywhere in it."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.split(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            yield node.module.split(".")[0]
+
+
+@pytest.mark.parametrize("package", FORBIDDEN)
+def test_no_import_against_the_layers(package):
+    for path in (ROOT / package).rglob("*.py"):
+        name = str(path.relative_to(ROOT))
+        wrong = {module for module in imports(path) if module in FORBIDDEN[package] and (name, module) not in LAZY}
+        assert not wrong, f"{name} imports {wrong}"
+
+
+def test_the_reference_itself_needs_numpy_and_ml_dtypes_alone():
+    allowed = {"refops", "numpy", "ml_dtypes"} | sys.stdlib_module_names
+    for path in (ROOT / "refops").rglob("*.py"):
+        if path.stem not in COMMAND_LINE:
+            assert set(imports(path)) <= allowed, path
+
+
+def test_import_refops_is_quick_and_light():
+    """The issue's bound is 0.3 s; NumPy's own import is most of it, so the best of five is what counts."""
+    code = (
+        "import sys, time; start = time.perf_counter(); import refops; seconds = time.perf_counter() - start\n"
+        "loaded = {'torch', 'numba', 'rich', 'safetensors', 'jax', 'matplotlib'} & set(sys.modules)\n"
+        "assert not loaded, loaded\n"
+        "print(seconds)"
+    )
+    runs = [
+        subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=ROOT)
+        for _ in range(5)
+    ]
+    assert min(float(run.stdout) for run in runs) < 0.3
