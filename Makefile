@@ -25,7 +25,7 @@ lint: $(INSTALLED)
 
 ## bench       speed of the reference beside ml_dtypes' cast and a copy of the same bytes
 bench: $(INSTALLED)
-	$(BIN)/python -m pytest tests/benchmarks -n 0 --benchmark-only --benchmark-group-by=group --benchmark-sort=name \
+	$(BIN)/python -m pytest tests/benchmarks -n 0 --benchmark-group-by=group --benchmark-sort=name \
 	    --benchmark-columns=median,iqr,rounds
 
 ## exhaustive  all 2^32 float32 values through the casts, against ml_dtypes

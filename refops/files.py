@@ -1,0 +1,202 @@
+"""Reading tensors from files for the command line: safetensors, npy, npz, and PyTorch's pt.
+
+Tensors are read one at a time, memory-mapped where the format allows. Nothing is ever unpickled: NumPy files are read with
+`allow_pickle=False`, PyTorch files with `weights_only=True`. Not for writing, and not for model formats as such: a
+checkpoint is a flat list of named arrays here.
+"""
+
+import zipfile
+from collections.abc import Callable
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from refops.arguments import BFLOAT16, HIGH_PRECISION
+
+SUFFIXES = (".safetensors", ".npy", ".npz", ".pt", ".pth")
+
+
+class FileError(Exception):
+    """A file that cannot be read; the message is one line that names the argument, its value and the rule."""
+
+
+class UnsupportedTensor(Exception):
+    """A tensor that is there but that refops does not quantize; the message is a short reason."""
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in an open file.
+
+    Attributes:
+        name: its name in the file; the file's stem for npy.
+        read: function that returns the array as stored.
+    """
+
+    name: str
+    read: Callable[[], np.ndarray]
+
+    def load(self, *, raw_bfloat16=False):
+        """Return (array, note): float32, float16 or bfloat16 of at least one dimension, and what was done to get it.
+
+        Args:
+            raw_bfloat16: elements of two raw bytes (void, uint16) are bfloat16. `np.save` stores ml_dtypes' bfloat16 as
+                void, so an npy file alone cannot tell.
+
+        Raises:
+            UnsupportedTensor: other dtypes, scalars, tensors without elements. FileError: the bytes cannot be read.
+        """
+        array, note = as_high_precision(self.read(), raw_bfloat16=raw_bfloat16)
+        if array.ndim == 0:
+            raise UnsupportedTensor("a scalar; quantization needs at least one dimension")
+        if array.size == 0:
+            raise UnsupportedTensor(f"no elements (shape {array.shape})")
+        return array, note
+
+
+def as_high_precision(array, *, raw_bfloat16=False):
+    """Return (array, note) in float32, float16 or bfloat16, native byte order; float64 is rounded to float32.
+
+    Raises:
+        UnsupportedTensor: any other dtype.
+    """
+    dtype = array.dtype
+    if dtype.kind in "Vu" and dtype.itemsize == 2 and dtype.names is None and dtype != BFLOAT16:
+        if raw_bfloat16:
+            return array.astype(dtype.newbyteorder("="), copy=False).view(BFLOAT16), f"{dtype} read as bfloat16"
+        raise UnsupportedTensor(f"raw 2-byte elements ({dtype}); if they are bfloat16, add --dtype bfloat16")
+    if not dtype.isnative:
+        array = array.astype(dtype.newbyteorder("="))
+        dtype = array.dtype
+    if dtype in HIGH_PRECISION:
+        return array, ""
+    if dtype == np.float64:
+        with np.errstate(over="ignore"):
+            rounded = array.astype(np.float32)
+        overflowed = int(np.count_nonzero(np.isinf(rounded) & np.isfinite(array)))
+        return rounded, "float64 rounded to float32" + (f" ({overflowed} overflowed to inf)" if overflowed else "")
+    raise UnsupportedTensor(f"{dtype}; refops quantizes float32, float16, bfloat16 (and float64 rounded to float32)")
+
+
+@contextmanager
+def open_tensors(path):
+    """Yield the list of `StoredTensor` in a file, in the file's order.
+
+    Raises:
+        FileError: no such file, unknown suffix, empty, truncated or corrupt file, object arrays, torch missing for pt.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise FileError(f"FILE must be an existing file; got {str(path)!r}")
+    if not path.is_file():
+        raise FileError(f"FILE must be a file, not a directory or device; got {str(path)!r}")
+    suffix = path.suffix.lower()
+    if suffix not in SUFFIXES:
+        raise FileError(f"FILE must end in one of {', '.join(SUFFIXES)}; got {str(path)!r}")
+    with ExitStack() as stack:
+        with _one_line_errors(path):
+            if suffix == ".safetensors":
+                tensors = _open_safetensors(path, stack)
+            elif suffix in (".npy", ".npz"):
+                tensors = _open_numpy(path, stack)
+            else:
+                tensors = _open_torch(path)
+        yield tensors
+
+
+@contextmanager
+def _one_line_errors(path):
+    """Turn whatever a parser raises into a `FileError`."""
+    try:
+        yield
+    except (FileError, UnsupportedTensor):
+        raise
+    except Exception as error:  # parsers of bytes that nobody vouches for raise anything, SyntaxError included
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise FileError(f"FILE must be a complete {path.suffix} file; got {str(path)!r}: {reason}") from error
+
+
+def _guarded(path, read):
+    """`read` with its errors in one line."""
+
+    def guarded():
+        with _one_line_errors(path):
+            return read()
+
+    return guarded
+
+
+def _open_safetensors(path, stack):
+    import ml_dtypes  # noqa: F401  registers np.dtype("bfloat16"), which safetensors asks NumPy for
+    from safetensors import safe_open
+
+    handle = stack.enter_context(safe_open(path, framework="np"))
+
+    def reader(name):
+        def read():
+            try:
+                return handle.get_tensor(name)
+            except (AttributeError, TypeError):  # a dtype that NumPy does not know, such as F8_E4M3
+                stored = handle.get_slice(name).get_dtype()
+                raise UnsupportedTensor(f"{stored}; refops quantizes F32, F16, BF16 (and F64)") from None
+
+        return read
+
+    return [StoredTensor(name, _guarded(path, reader(name))) for name in handle.keys()]  # noqa: SIM118  not a mapping
+
+
+def _open_numpy(path, stack):
+    loaded = np.load(path, mmap_mode="r", allow_pickle=False)
+    if isinstance(loaded, np.ndarray):
+        return [StoredTensor(path.stem, lambda: loaded)]
+    archive = stack.enter_context(loaded)
+
+    def reader(name):
+        def read():
+            array = archive[name]
+            if not isinstance(array, np.ndarray):
+                raise UnsupportedTensor("not an array")
+            return array
+
+        return read
+
+    return [StoredTensor(name, _guarded(path, reader(name))) for name in archive.files]
+
+
+def _open_torch(path):
+    try:
+        import torch
+    except ImportError:
+        raise FileError(f"reading {str(path)!r} needs PyTorch; install torch, or save the tensors as safetensors") from None
+    # Only the zip format (torch >= 1.6) can be mapped.
+    content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+
+    def reader(tensor):
+        def read():
+            value = tensor.detach()
+            if value.layout != torch.strided or value.is_quantized:
+                raise UnsupportedTensor(f"{value.layout} {value.dtype}; refops quantizes dense tensors")
+            if value.dtype == torch.bfloat16:
+                return value.contiguous().view(torch.int16).numpy().view(BFLOAT16)
+            try:
+                return value.numpy()
+            except (TypeError, RuntimeError):  # a dtype that NumPy does not know
+                raise UnsupportedTensor(f"{value.dtype}; refops quantizes float32, float16, bfloat16") from None
+
+        return read
+
+    return [
+        StoredTensor(name or path.stem, _guarded(path, reader(tensor)))
+        for name, tensor in _named_tensors(content, "", torch.Tensor)
+    ]
+
+
+def _named_tensors(content, name, tensor_type):
+    """Yield (dotted name, tensor) for every tensor in nested dicts and lists."""
+    if isinstance(content, tensor_type):
+        yield name, content
+    elif isinstance(content, dict | list | tuple):
+        for key, value in content.items() if isinstance(content, dict) else enumerate(content):
+            yield from _named_tensors(value, f"{name}.{key}" if name else str(key), tensor_type)

@@ -1,0 +1,409 @@
+"""What each scaling does to a tensor: signal to noise, what is lost below and above, bits per element.
+
+The measurements behind `refops inspect` and the last section of `refops report`, and the table of scalings that the whole
+command line shares. Quantization itself is `refops.quantize`; nothing here recomputes a code or a scale. It measures tensors, not
+models: a high SQNR says how well values are kept, not what a network makes of them.
+"""
+
+import fnmatch
+import math
+from dataclasses import asdict, dataclass, replace
+
+import numpy as np
+
+from refops.formats import E4M3, E5M2, encode, unpack_fp4
+from refops.ops import dequantize, quantize
+from refops.quantization import block
+from refops.quantization.layout import ceil_div
+from refops.quantization.nvfp4 import HadamardSource
+from refops.scaling import (
+    BlockScaling,
+    CurrentScaling,
+    DelayedScaling,
+    MXFP8Scaling,
+    NVFP4Scaling,
+    Scaling,
+)
+from refops.tiles import InputSource, Matrix, materialize, tile_slices
+
+
+@dataclass(frozen=True)
+class NamedScaling:
+    """One row of `SCALINGS`.
+
+    Attributes:
+        name: what `--scaling` takes.
+        scaling: the settings.
+        description: one sentence.
+        columnwise: whether the columnwise copy is the one to look at (RHT changes only that).
+    """
+
+    name: str
+    scaling: Scaling
+    description: str
+    columnwise: bool = False
+
+
+#: The scalings that the command line shows, by name.
+SCALINGS = {
+    row.name: row
+    for row in (
+        NamedScaling(
+            "delayed",
+            DelayedScaling(E4M3),
+            "FP8 E4M3 with scale 1: the first step of delayed scaling, before any amax is known.",
+        ),
+        NamedScaling("current", CurrentScaling(E4M3), "FP8 E4M3, one scale from the tensor's own amax."),
+        NamedScaling("current-e5m2", CurrentScaling(E5M2), "FP8 E5M2, one scale from the tensor's own amax."),
+        NamedScaling(
+            "current-pow2",
+            CurrentScaling(E4M3, power_2_scale=True),
+            "FP8 E4M3, one scale from the tensor's own amax, rounded down to a power of two.",
+        ),
+        NamedScaling("block-1x128", BlockScaling(E4M3, 1), "FP8 E4M3, one power-of-two float32 scale per 1x128 elements."),
+        NamedScaling("block-128x128", BlockScaling(E4M3, 2), "FP8 E4M3, one power-of-two float32 scale per 128x128 tile."),
+        NamedScaling("mxfp8", MXFP8Scaling(E4M3), "MXFP8: E4M3, one E8M0 scale byte per 32 elements, rounded up (TE's rule)."),
+        NamedScaling("mxfp8-e5m2", MXFP8Scaling(E5M2), "MXFP8 with E5M2 elements."),
+        NamedScaling(
+            "mxfp8-floor",
+            MXFP8Scaling(E4M3, scale_rounding="floor"),
+            "MXFP8 with the OCP specification's scale rule, rounded down: the largest elements may saturate.",
+        ),
+        NamedScaling(
+            "nvfp4-1x16", NVFP4Scaling(), "NVFP4: E2M1, one E4M3 scale per 16 elements, one float32 amax for the tensor."
+        ),
+        NamedScaling("nvfp4-16x16", NVFP4Scaling(two_d=True), "NVFP4 with one E4M3 scale per 16x16 tile (TE's weights)."),
+        NamedScaling(
+            "nvfp4-rht",
+            NVFP4Scaling(rht=True),
+            "NVFP4 after a random Hadamard transform of 16 rows: the columnwise copy, transform undone.",
+            columnwise=True,
+        ),
+        NamedScaling(
+            "nvfp4-4over6",
+            NVFP4Scaling(four_over_six="mae", e4m3_max=256),
+            "NVFP4 that maps each block's maximum to 6 or to 4, whichever has the smaller absolute error.",
+        ),
+        NamedScaling(
+            "nvfp4-stochastic", NVFP4Scaling(stochastic_rounding=True), "NVFP4 with stochastic rounding (TE's gradients), seed 0."
+        ),
+        NamedScaling("nvfp4-row-scaled", NVFP4Scaling(row_scaled=True), "NVFP4 with one float32 amax per row (per token)."),
+    )
+}
+
+
+def match_names(patterns, names):
+    """Return the `names` that match any of the glob `patterns`, in their own order; all of them without patterns.
+
+    Raises:
+        LookupError: a pattern that matches none; its argument is the pattern.
+    """
+    for pattern in patterns:
+        if not any(fnmatch.fnmatchcase(name, pattern) or name == pattern for name in names):
+            raise LookupError(pattern)
+    return [n for n in names if not patterns or any(fnmatch.fnmatchcase(n, p) or n == p for p in patterns)]
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What one scaling does to one tensor. Only finite elements of the tensor count.
+
+    Attributes:
+        scaling: name of the scaling.
+        reason: why the scaling does not apply to the tensor's shape, or ""; the numbers are None then.
+        sqnr_db: 10 log10(sum x^2 / sum (x - xhat)^2) in dB: inf where every element is exact, -inf where a finite
+            element became infinite or NaN; None if no element is finite.
+        flushed: share of the non-zero elements that came back as zero, 0 to 1.
+        saturated: share of the elements that the format's range cut off, 0 to 1 (see `saturates`).
+        worst_relative_error: largest |x - xhat| / |x| over non-zero elements that were not flushed.
+        bits_per_element: data bits, stored scales without padding, and 32 for each float32 amax or scale of the tensor or row.
+    """
+
+    scaling: str
+    reason: str = ""
+    sqnr_db: float | None = None
+    flushed: float | None = None
+    saturated: float | None = None
+    worst_relative_error: float | None = None
+    bits_per_element: float | None = None
+
+    @property
+    def exact(self):
+        """Whether every finite element came back as it was."""
+        return self.sqnr_db == math.inf
+
+    def as_dict(self):
+        """Plain data, with `exact` (JSON has no infinity: its `sqnr_db` is null then)."""
+        return {**asdict(self), "exact": self.exact}
+
+
+@dataclass(frozen=True)
+class TensorFacts:
+    """What can be said of a tensor before quantization.
+
+    Attributes:
+        shape, dtype: as given.
+        elements: their number.
+        non_finite: how many are NaN or infinite.
+        zeros: how many are +-0.
+        amax: largest finite magnitude.
+        smallest: smallest non-zero magnitude, 0 if there is none.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    elements: int
+    non_finite: int
+    zeros: int
+    amax: float
+    smallest: float
+
+
+def tensor_facts(x):
+    """Return the `TensorFacts` of a float32, float16 or bfloat16 array of at least one dimension."""
+    matrix = Matrix(x)
+    non_finite = zeros = 0
+    amax, smallest = 0.0, math.inf
+    for rows, columns in tile_slices(matrix.shape):
+        magnitude = np.abs(matrix.read(rows, columns))
+        finite = magnitude[np.isfinite(magnitude)]
+        non_zero = finite[finite > 0]
+        non_finite += magnitude.size - finite.size
+        zeros += finite.size - non_zero.size
+        if non_zero.size:
+            amax, smallest = max(amax, float(non_zero.max())), min(smallest, float(non_zero.min()))
+    return TensorFacts(x.shape, x.dtype.name, x.size, non_finite, zeros, amax, 0.0 if math.isinf(smallest) else smallest)
+
+
+def measure(x, named):
+    """Quantize `x` under one scaling and measure what came of it.
+
+    Args:
+        x: float32, float16 or bfloat16 array (..., K) with elements.
+        named: a `NamedScaling`.
+
+    Returns:
+        `Measurement`. Sums run in float64 over tiles, so memory beyond `x` is one byte for the codes and four for
+        the dequantized value of each element.
+    """
+    columnwise = named.columnwise
+    try:
+        q = quantize(x, named.scaling, rowwise=not columnwise, columnwise=columnwise)
+    except ValueError as error:
+        return Measurement(named.name, reason=_short_reason(error))
+    return Measurement(
+        named.name,
+        saturated=_saturated_share(x, q),
+        bits_per_element=stored_bits(q, columnwise) / x.size,
+        **_errors(x, dequantize(q)),
+    )
+
+
+def _short_reason(error):
+    """The rule in an error of `quantize`, without what was got."""
+    return str(error).split(" (")[0].split("; got")[0].replace("x must have", "needs")
+
+
+def _errors(x, xhat):
+    """SQNR, flushed share and worst relative error of a tensor and its dequantized copy."""
+    original, restored = Matrix(x), Matrix(xhat)
+    signal = noise = worst = 0.0
+    finite_count = non_zero_count = flushed_count = 0
+    for rows, columns in tile_slices(original.shape):
+        a = original.read(rows, columns).astype(np.float64)
+        b = restored.read(rows, columns).astype(np.float64)
+        finite = np.isfinite(a)
+        a, b = a[finite], b[finite]
+        error = np.where(np.isfinite(b), np.abs(a - b), np.inf)
+        signal += float(np.sum(a * a))
+        noise += float(np.sum(error * error))
+        flushed = (a != 0) & (b == 0)
+        kept = (a != 0) & ~flushed
+        if kept.any():
+            worst = max(worst, float(np.max(error[kept] / np.abs(a[kept]))))
+        finite_count += a.size
+        non_zero_count += int(np.count_nonzero(a))
+        flushed_count += int(np.count_nonzero(flushed))
+    return {
+        "sqnr_db": _decibels(signal, noise) if finite_count else None,
+        "flushed": flushed_count / non_zero_count if non_zero_count else 0.0 if finite_count else None,
+        "worst_relative_error": worst if finite_count else None,
+    }
+
+
+def _decibels(signal, noise):
+    """10 log10(signal / noise), infinite where there is no noise."""
+    if noise == 0:
+        return math.inf
+    if signal == 0 or math.isinf(noise):
+        return -math.inf
+    return 10 * math.log10(signal / noise)
+
+
+def saturates(values, restored, codes, fmt):
+    """Which elements the format's range cut off, bool array.
+
+    An element saturates when its code is the largest one and its magnitude lies more than half of the format's last
+    step above the largest value that its scale can express (E4M3: beyond 464 / 448 of it, E5M2: 61440 / 57344, E2M1: 7 / 6).
+    Up to there the error is one of ordinary rounding. Non-finite elements do not count, nor does a block whose scale is zero:
+    its elements are flushed.
+
+    Args:
+        values: float32 array, what was cast.
+        restored: float32 array, the dequantized codes.
+        codes: uint8 array of codes.
+        fmt: their format.
+    """
+    sign = np.uint8(1 << (fmt.bits - 1))
+    half_step = (fmt.grid[-1] - fmt.grid[-2]) / 2
+    largest = (codes & ~sign) == fmt.largest_code
+    # |values| > |restored| * (max + half_step) / max; both products are exact in float64.
+    beyond = np.abs(values.astype(np.float64)) * fmt.grid[-1] > np.abs(restored.astype(np.float64)) * (
+        fmt.grid[-1] + half_step
+    )
+    return largest & beyond & np.isfinite(values) & (restored != 0)
+
+
+def _saturated_share(x, q):
+    """Share of the finite elements that saturate; under RHT of the transformed elements, which are what is cast."""
+    values, restored = Matrix(cast_values(x, q)), Matrix(cast_dequantized(q))
+    codes, fmt = element_codes(q), q.scaling.fmt
+    count = finite_count = 0
+    for rows, columns in tile_slices(values.shape):
+        tile = values.read(rows, columns)
+        finite_count += int(np.count_nonzero(np.isfinite(tile)))
+        count += int(np.count_nonzero(saturates(tile, restored.read(rows, columns), codes[rows, columns], fmt)))
+    return count / finite_count if finite_count else None
+
+
+# --- a Quantized, element by element -----------------------------------------------------------------------------------
+
+
+def has_transform(q):
+    """Whether `q`'s columnwise copy, the one to look at, went through the Hadamard transform."""
+    return isinstance(q.scaling, NVFP4Scaling) and q.scaling.rht and q.rowwise_data is None
+
+
+def cast_values(x, q):
+    """The tensor that was cast to codes: `x`, or its transform rounded to its dtype (M, K) for NVFP4 with RHT columnwise."""
+    if not has_transform(q):
+        return x
+    return materialize(HadamardSource(InputSource(x), q.scaling.sign_mask)).reshape(q.matrix_shape)
+
+
+def cast_dequantized(q):
+    """float32 (M, K): each code times its decode scale, any Hadamard transform left in place."""
+    if has_transform(q):
+        q = replace(q, scaling=replace(q.scaling, rht=False))
+    return dequantize(q).reshape(q.matrix_shape)
+
+
+def decode_scales(q):
+    """float32 (M, K): what the value of each element's code is multiplied with, read off as the dequantized code of 1."""
+    one = int(encode(np.float32([1]), q.scaling.fmt)[0])
+    if isinstance(q.scaling, NVFP4Scaling):
+        one |= one << 4
+    if q.rowwise_data is not None:
+        return cast_dequantized(replace(q, rowwise_data=np.full_like(q.rowwise_data, one)))
+    return cast_dequantized(replace(q, columnwise_data=np.full_like(q.columnwise_data, one)))
+
+
+def element_codes(q):
+    """uint8 (M, K): the code of each element, unpacked and in the tensor's orientation; rowwise if present."""
+    m, k = q.matrix_shape
+    columnwise = q.rowwise_data is None
+    codes = q.columnwise_data if columnwise else q.rowwise_data
+    if isinstance(q.scaling, NVFP4Scaling):
+        codes = unpack_fp4(codes)
+    transposed = columnwise and not isinstance(q.scaling, MXFP8Scaling)
+    return codes.reshape(k, m).T if transposed else codes.reshape(m, k)
+
+
+def stored_bits(q, columnwise=False):
+    """Bits of one direction: data, scales without padding, and 32 for each float32 amax or scale of the tensor or a row."""
+    m, k = q.matrix_shape
+    outer, inner = (k, m) if columnwise else (m, k)
+    data = q.columnwise_data if columnwise else q.rowwise_data
+    bits = 8 * data.nbytes
+    if isinstance(q.scaling, BlockScaling):
+        return bits + 32 * block.valid_scales(q, columnwise).size
+    if isinstance(q.scaling, MXFP8Scaling):
+        return bits + 8 * outer * ceil_div(inner, MXFP8Scaling.block_size)
+    if isinstance(q.scaling, NVFP4Scaling):
+        amax = q.amax_columnwise if columnwise else q.amax_rowwise
+        return bits + 8 * outer * (inner // NVFP4Scaling.block_size) + 32 * amax.size
+    return bits + 32
+
+
+# --- the picture -------------------------------------------------------------------------------------------------------
+
+#: More rows than this do not fit a page.
+MOST_TENSORS_DRAWN = 60
+
+
+def draw(path, surveys):
+    """Draw SQNR and flushed share of every tensor (row) under every scaling (column) as two heat maps.
+
+    Args:
+        path: file to write; the suffix gives the format (png, pdf, svg).
+        surveys: list of (tensor name, list of `Measurement`), at most `MOST_TENSORS_DRAWN`.
+
+    Raises:
+        ImportError: no matplotlib. OSError, ValueError: the file cannot be written, or matplotlib lacks the format.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    names = [name for name, _ in surveys]
+    scalings = [m.scaling for m in surveys[0][1]]
+    sqnr = _grid(surveys, lambda m: m.sqnr_db)
+    flushed = _grid(surveys, lambda m: None if m.flushed is None else 100 * m.flushed)
+    label_width = 0.075 * max(map(len, names))
+    panel_width, panel_height = 0.47 * len(scalings), 0.3 * len(names)
+    figure, axes = plt.subplots(
+        1, 2, sharey=True, layout="constrained", figsize=(2 * panel_width + label_width + 1.6, panel_height + 2.2)
+    )
+    finite = sqnr[np.isfinite(sqnr)]
+    top = max(10.0, 5 * math.ceil(finite.max() / 5)) if finite.size else 10.0
+    panels = (
+        (axes[0], np.clip(sqnr, 0, top), sqnr, "cividis", top, "SQNR (dB): higher is better", "{:.0f}"),
+        (axes[1], flushed, flushed, "cividis_r", 100.0, "flushed to zero (% of non-zero elements): lower is better", "{:.3g}"),
+    )
+    for axis, shade, numbers, colors, high, title, form in panels:
+        _heat_map(figure, axis, shade, numbers, colors, high, form)
+        axis.set_title(title, fontsize=10, loc="left", pad=8)
+        axis.set_xticks(range(len(scalings)), scalings, rotation=55, ha="right", rotation_mode="anchor", fontsize=8)
+        axis.set_xlabel("scaling", fontsize=9)
+    axes[0].set_yticks(range(len(names)), names, fontsize=8)
+    axes[0].set_ylabel("tensor", fontsize=9)
+    figure.savefig(path, dpi=160)
+    plt.close(figure)
+
+
+def _grid(surveys, number):
+    """One number for each (tensor, scaling), NaN where there is none."""
+    rows = [[number(m) for m in measurements] for _, measurements in surveys]
+    return np.array([[np.nan if value is None else value for value in row] for row in rows], np.float64)
+
+
+def _heat_map(figure, axis, shade, numbers, colors, high, form):
+    """Draw one panel: shades from 0 to `high`, the numbers in the cells, grey cells where the scaling does not apply."""
+    image = axis.imshow(shade, cmap=colors, vmin=0, vmax=high, aspect="auto")
+    axis.set_facecolor("0.92")
+    for (row, column), value in np.ndenumerate(numbers):
+        if np.isnan(value):
+            text, color = "-", "0.45"
+        else:
+            text = ("exact" if value > 0 else "-inf") if np.isinf(value) else form.format(value)
+            red, green, blue, _ = image.cmap(image.norm(shade[row, column]))
+            color = "black" if 0.3 * red + 0.59 * green + 0.11 * blue > 0.5 else "white"
+        axis.text(column, row, text, ha="center", va="center", fontsize=6.5, color=color)
+    axis.set_xticks(np.arange(numbers.shape[1] + 1) - 0.5, minor=True)
+    axis.set_yticks(np.arange(numbers.shape[0] + 1) - 0.5, minor=True)
+    axis.grid(which="minor", color="white", linewidth=1)
+    axis.tick_params(which="both", length=0)
+    for spine in axis.spines.values():
+        spine.set_visible(False)
+    figure.colorbar(image, ax=axis, fraction=0.03, pad=0.015).ax.tick_params(labelsize=7)

@@ -1,0 +1,407 @@
+"""What the tests of `refops` share: every 16-bit value, comparison by bits, and a second implementation of each scaling.
+
+The second implementation (`expect`) is written from the specification with whole-tensor NumPy and ml_dtypes casts. It
+shares no code with `refops`: no tiles, no tables, no code grid.
+"""
+
+from types import SimpleNamespace
+
+import ml_dtypes
+import numpy as np
+
+import refops
+
+F = np.float32
+FP32, FP16, BF16 = np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)
+DTYPES = {"fp32": FP32, "fp16": FP16, "bf16": BF16}
+FLT_MAX = np.finfo(np.float32).max
+MASK = 0xD7E8
+
+#: Every kind of setting, by a short name.
+SCALINGS = {
+    "delayed": refops.DelayedScaling(refops.E4M3, 3.7),
+    "delayed-e5m2": refops.DelayedScaling(refops.E5M2, 0.125),
+    "current": refops.CurrentScaling(refops.E4M3),
+    "current-e5m2": refops.CurrentScaling(refops.E5M2),
+    "current-pow2": refops.CurrentScaling(refops.E4M3, power_2_scale=True, amax_epsilon=1e-3),
+    "block-1d": refops.BlockScaling(refops.E4M3, 1),
+    "block-1d-f32": refops.BlockScaling(refops.E4M3, 1, power_2_scale=False),
+    "block-2d": refops.BlockScaling(refops.E4M3, 2),
+    "block-2d-f32-e5m2": refops.BlockScaling(refops.E5M2, 2, power_2_scale=False, amax_epsilon=1e-3),
+    "mxfp8": refops.MXFP8Scaling(refops.E4M3),
+    "mxfp8-e5m2": refops.MXFP8Scaling(refops.E5M2),
+    "mxfp8-2d": refops.MXFP8Scaling(refops.E4M3, two_d=True),
+    "mxfp8-floor": refops.MXFP8Scaling(refops.E4M3, scale_rounding="floor"),
+    "mxfp8-even": refops.MXFP8Scaling(refops.E4M3, scale_rounding="even"),
+    "mxfp8-ceil": refops.MXFP8Scaling(refops.E5M2, scale_rounding="ceil_ocp"),
+    "mxfp6-e3m2": refops.MXFP8Scaling(refops.E3M2),
+    "mxfp6-e2m3": refops.MXFP8Scaling(refops.E2M3, two_d=True),
+    "nvfp4": refops.NVFP4Scaling(),
+    "nvfp4-2d": refops.NVFP4Scaling(two_d=True),
+    "nvfp4-rht": refops.NVFP4Scaling(rht=True),
+    "nvfp4-sr": refops.NVFP4Scaling(stochastic_rounding=True, seed=1234, offset=7),
+    "nvfp4-sr-2d": refops.NVFP4Scaling(stochastic_rounding=True, two_d=True, seed=1 << 63, offset=1 << 40),
+    "nvfp4-sr-rht": refops.NVFP4Scaling(stochastic_rounding=True, rht=True, sign_mask=0, seed=5),
+    "nvfp4-mae-256": refops.NVFP4Scaling(four_over_six="mae", e4m3_max=256),
+    "nvfp4-mse-448": refops.NVFP4Scaling(four_over_six="mse"),
+    "nvfp4-mse-2d": refops.NVFP4Scaling(four_over_six="mse", e4m3_max=256, two_d=True),
+    "nvfp4-row": refops.NVFP4Scaling(row_scaled=True),
+}
+
+
+def directions(scaling):
+    """The (rowwise, columnwise) combinations that a setting allows."""
+    return [(True, True), (True, False), (False, True)]
+
+
+def all_values(dtype):
+    """Every value of a 16-bit dtype: (65536,)."""
+    return np.arange(1 << 16, dtype=np.uint16).view(dtype)
+
+
+def from_bits(*patterns):
+    """float32 array with these bit patterns."""
+    return np.array(patterns, np.uint32).view(np.float32)
+
+
+def bits(x):
+    """The bit pattern of a float32 scalar or one-element array, as int."""
+    return int(np.asarray(x, np.float32).reshape(-1)[0].view(np.uint32))
+
+
+def raw(array):
+    """The array's elements as unsigned integers of their size."""
+    array = np.ascontiguousarray(array)
+    return array.view({1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}[array.dtype.itemsize])
+
+
+def assert_same_bits(actual, expected, what="array"):
+    """Same kind, dtype, shape and bits (signs of zero and NaN payloads included)."""
+    if expected is None or actual is None:
+        assert actual is None and expected is None, f"{what}: {type(actual)} versus {type(expected)}"
+        return
+    assert isinstance(actual, np.ndarray), what
+    assert actual.dtype == expected.dtype, f"{what}: {actual.dtype} versus {expected.dtype}"
+    assert actual.shape == expected.shape, f"{what}: {actual.shape} versus {expected.shape}"
+    different = np.flatnonzero(raw(actual).ravel() != raw(expected).ravel())
+    assert different.size == 0, (
+        f"{what}: {different.size} of {actual.size} differ, first at {different[0]}: "
+        f"{actual.ravel()[different[0]]!r} versus {expected.ravel()[different[0]]!r}"
+    )
+
+
+def assert_same_values(actual, expected, what="array"):
+    """As `assert_same_bits`, but all NaN are one."""
+    assert actual.dtype == expected.dtype and actual.shape == expected.shape, what
+    a, e = np.isnan(actual.astype(F)), np.isnan(expected.astype(F))
+    assert_same_bits(np.where(a, actual.dtype.type(0), actual), np.where(e, actual.dtype.type(0), expected), what)
+    assert np.array_equal(a, e), f"{what}: NaN in other places"
+
+
+ARRAYS = (
+    "rowwise_data",
+    "rowwise_scale_inv",
+    "columnwise_data",
+    "columnwise_scale_inv",
+    "amax_rowwise",
+    "amax_columnwise",
+)
+
+
+def assert_same_quantized(actual, expected, what=""):
+    """Every array of two results has the same bits; `expected` may be a `Quantized` or what `expect` returns."""
+    for name in ARRAYS:
+        assert_same_bits(getattr(actual, name), getattr(expected, name), f"{what} {name}")
+
+
+def random_tensor(shape, dtype, seed=0, spread=3.0):
+    """Normal values times powers of two, so that blocks have different maxima; both signs, some exact zeros of each."""
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal(shape) * np.exp2(rng.uniform(-spread, spread, shape))
+    x = np.where(rng.random(shape) < 0.02, rng.choice([0.0, -0.0], shape), x)
+    return x.astype(F).astype(dtype)
+
+
+def special_tensor(shape, dtype, seed=0):
+    """`random_tensor` with NaN of both signs, infinities, subnormals and the largest finite values here and there."""
+    x = random_tensor(shape, dtype, seed)
+    rng = np.random.default_rng(seed + 1)
+    largest, least = float(ml_dtypes.finfo(dtype).max), float(ml_dtypes.finfo(dtype).smallest_subnormal)
+    specials = np.array([np.nan, -np.nan, np.inf, -np.inf, largest, -largest, least, -least], F).astype(dtype)
+    flat = x.reshape(-1)
+    count = min(flat.size, max(1, flat.size // 300))
+    flat[rng.choice(flat.size, count, replace=False)] = rng.choice(specials, count)
+    return flat.reshape(shape)
+
+
+# --- the second implementation ----------------------------------------------------------------------------------------
+
+ML_DTYPES = {
+    "e4m3": ml_dtypes.float8_e4m3fn,
+    "e5m2": ml_dtypes.float8_e5m2,
+    "e3m2": ml_dtypes.float6_e3m2fn,
+    "e2m3": ml_dtypes.float6_e2m3fn,
+    "e2m1": ml_dtypes.float4_e2m1fn,
+}
+NAN_CODE = {"e4m3": 0x7F, "e5m2": 0x7F, "e3m2": 0x1F, "e2m3": 0x1F, "e2m1": 0x7}
+
+
+def ml_cast(v, fmt):
+    """Saturating nearest-even cast through ml_dtypes; NaN gives the canonical code. float32 -> uint8."""
+    dtype = ML_DTYPES[fmt.name]
+    limit = F(ml_dtypes.finfo(dtype).max)
+    nan = np.isnan(v)
+    codes = np.clip(np.where(nan, F(0), v), -limit, limit).astype(dtype).view(np.uint8)
+    return np.where(nan, np.uint8(NAN_CODE[fmt.name]), codes)
+
+
+def ml_decode(codes, fmt):
+    """Values of codes through ml_dtypes."""
+    return codes.view(ML_DTYPES[fmt.name]).astype(F)
+
+
+def nan_free_amax(v, axis=None):
+    """max |v| over `axis`, NaN ignored."""
+    return np.fmax.reduce(np.abs(v), axis=axis, initial=F(0))
+
+
+def blocked(v, rows, columns):
+    """(R, C) -> zero-padded (R/rows, rows, C/columns, columns)."""
+    r, c = -(-v.shape[0] // rows), -(-v.shape[1] // columns)
+    padded = np.zeros((r * rows, c * columns), v.dtype)
+    padded[: v.shape[0], : v.shape[1]] = v
+    return padded.reshape(r, rows, c, columns)
+
+
+def unblocked(blocks, shape):
+    """Undo `blocked`."""
+    r, rows, c, columns = blocks.shape
+    return np.ascontiguousarray(blocks.reshape(r * rows, c * columns)[: shape[0], : shape[1]])
+
+
+def spread_scales(scales, rows, columns, shape):
+    """One entry a block -> one entry an element of a (R, C) matrix."""
+    return np.repeat(np.repeat(scales, rows, axis=0), columns, axis=1)[: shape[0], : shape[1]]
+
+
+def padded(scales, rows, columns):
+    """Zero-pad to multiples of (rows, columns)."""
+    return unblocked(blocked(scales, rows, columns), [-(-n // d) * d for n, d in zip(scales.shape, (rows, columns))])
+
+
+def fp8_scale(amax, fmt, eps, pow2, value_for_inf):
+    """Section 3.1 of the quantization specification."""
+    amax = np.where(amax < F(eps), F(eps), amax)
+    scale = F(448 if fmt.name == "e4m3" else 57344) / amax
+    scale = np.where(np.isinf(scale), F(value_for_inf), scale)
+    if pow2:
+        scale = np.exp2(np.floor(np.log2(scale.astype(np.float64)))).astype(F)
+    return np.where((amax == 0) | np.isinf(amax), F(1), scale)
+
+
+def e8m0_up(v):
+    """`float_to_e8m0` of section 5.1."""
+    b = v.view(np.uint32)
+    e, m = (b >> 23) & 0xFF, b & 0x7FFFFF
+    e = e + ((m > 0) & (e != 254) & ~((e == 0) & (m <= 0x400000)))
+    return np.where(v == 0, 0, np.where(np.isinf(v), 254, e)).astype(np.uint8)
+
+
+def mx_byte(amax, fmt, scale_rounding):
+    """The MX scale byte: TE's rule, or 2^(exponent - emax) with the exponent from exact arithmetic."""
+    limit = F(ml_dtypes.finfo(ML_DTYPES[fmt.name]).max)
+    if scale_rounding == "up":
+        return e8m0_up(amax * (F(1) / limit))
+    emax, mantissa = {"e4m3": (8, 3), "e5m2": (15, 2), "e3m2": (4, 2), "e2m3": (2, 3)}[fmt.name]
+    finite = np.where(np.isinf(amax), F(1), amax).astype(np.float64)
+    fraction, exponent = np.frexp(finite)  # amax = fraction * 2^exponent, fraction in [0.5, 1)
+    exponent = exponent - 1
+    if scale_rounding == "even":  # half up at `mantissa` bits may carry into the exponent
+        exponent = exponent + (np.floor(fraction * 2 * 2**mantissa + 0.5) >= 2 ** (mantissa + 1))
+    if scale_rounding == "ceil_ocp":
+        exponent = exponent + (fraction != 0.5)
+    byte = np.where(finite == 0, 0, np.clip(exponent + 127 - emax, 0, 254))
+    return np.where(np.isinf(amax), 254, byte).astype(np.uint8)
+
+
+def s_enc_of(amax, e4m3_max):
+    """Section 6.1."""
+    s = np.fmin(F(e4m3_max * 6) / amax, FLT_MAX)
+    return np.where((amax == 0) | (s == 0), F(1), s)
+
+
+def e2m1(x):
+    """Section 1.2."""
+    a = np.abs(x)
+    steps = (a > 0.25, a >= 0.75, a > 1.25, a >= 1.75, a > 2.5, a >= 3.5, a > 5)
+    code = sum(s.astype(np.uint8) for s in steps) | (np.signbit(x).astype(np.uint8) << 3)
+    return np.where(np.isnan(x), np.uint8(7), code)
+
+
+def e2m1_stochastic(x, random_bytes):
+    """Section 6.8."""
+    a = np.abs(x)
+    step = np.where(a < 2, F(0.5), np.where(a < 4, F(1), F(2)))
+    t = (a.astype(np.float64) + step.astype(np.float64) * (random_bytes / 256)).astype(F)
+    step = np.where(t < 2, F(0.5), np.where(t < 4, F(1), F(2)))
+    with np.errstate(all="ignore"):
+        q = np.where(np.isnan(x), F(6), np.copysign(np.fmin(np.floor(t / step) * step, F(6)), x))
+    return e2m1(q)
+
+
+def philox_block(seed, offset, subsequence):
+    """First Philox 4x32-10 block as four Python integers (Salmon et al. 2011)."""
+    low = 0xFFFFFFFF
+    c = [offset & low, offset >> 32, subsequence & low, subsequence >> 32]
+    k = [seed & low, seed >> 32]
+    for _ in range(10):
+        p0, p1 = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
+        c = [(p1 >> 32) ^ c[1] ^ k[0], p1 & low, (p0 >> 32) ^ c[3] ^ k[1], p0 & low]
+        k = [(k[0] + 0x9E3779B9) & low, (k[1] + 0xBB67AE85) & low]
+    return c
+
+
+def philox_matrix(seed, offset, rows, columns, first):
+    """One byte an element of a (rows, columns) matrix, 16 an element block, blocks numbered from `first`."""
+    blocks = [philox_block(seed, offset, first + i) for i in range(rows * columns // 16)]
+    return np.array(blocks, "<u4").reshape(rows, -1).view(np.uint8)
+
+
+def hadamard_columns(v, mask, dtype):
+    """Section 6.7 on groups of 16 rows of (M, K), float64 sum rounded once (bf16: exact here unless noted)."""
+    i = np.arange(16)
+    signs = np.where((mask >> i) & 1, -1.0, 1.0)
+    parity = np.array([[bin(a & b).count("1") % 2 for b in i] for a in i])
+    matrix = signs[:, None] * np.where(parity, -1.0, 1.0) * 0.25
+    groups = v.astype(np.float64).reshape(-1, 16, v.shape[1])
+    return np.einsum("gik,ij->gjk", groups, matrix).astype(F).astype(dtype).astype(F).reshape(v.shape)
+
+
+def _nvfp4_direction(v, amax, scaling, random_bytes):
+    """Packed codes and padded scales with blocks along the last axis of (R, C); amax is (1, 1) or (R, 1)."""
+    edge = 16 if scaling.two_d else 1
+    blocks = blocked(v, edge, 16)
+    maxima = nan_free_amax(blocks, axis=(1, 3))
+    s_enc = s_enc_of(amax, scaling.e4m3_max)
+    s_dec = F(1) / s_enc
+
+    def attempt(scale_bytes):
+        enc = np.fmin(F(1) / (ml_decode(scale_bytes, refops.E4M3) * s_dec), FLT_MAX)
+        scaled = blocks * enc[:, None, :, None]
+        if random_bytes is None:
+            return e2m1(scaled)
+        return e2m1_stochastic(scaled, blocked(random_bytes, edge, 16))
+
+    if scaling.four_over_six is None:
+        scales = ml_cast(np.fmin(maxima * (s_enc * (F(1) / F(6))), FLT_MAX), refops.E4M3)
+        codes = attempt(scales)
+    else:
+        base = maxima / F(6) * s_enc
+        tried = [ml_cast(np.fmin(base * F(f), F(448)), refops.E4M3) for f in (1, 1.5)]
+        codes = [attempt(scales) for scales in tried]
+        errors = []
+        for c, scales in zip(codes, tried):
+            q = ml_decode(c, refops.E2M1) * ml_decode(scales, refops.E4M3)[:, None, :, None]
+            d = q * np.asarray(amax)[:, None, :, None] / F(6 * scaling.e4m3_max) - blocks
+            d = np.abs(d) if scaling.four_over_six == "mae" else d * d
+            row_errors = np.zeros(d.shape[:3], F)
+            for j in range(16):
+                row_errors = row_errors + d[..., j]
+            for half in (8, 4, 2, 1) if scaling.two_d else ():
+                row_errors = row_errors[:, :half] + row_errors[:, half : 2 * half]
+            errors.append(row_errors[:, 0])
+        four = errors[1] < errors[0]
+        codes = np.where(four[:, None, :, None], codes[1], codes[0])
+        scales = np.where(four, tried[1], tried[0])
+    codes = unblocked(codes, v.shape)
+    packed = codes[:, 0::2] | (codes[:, 1::2] << 4)
+    return packed.astype(np.uint8), padded(np.repeat(scales, edge, axis=0), 128, 4)
+
+
+def expect(values, scaling, dtype, *, amax_values=None, rowwise=True, columnwise=True):
+    """What `quantize` must write for a float32 matrix: a namespace with the array names of `Quantized`.
+
+    Args:
+        values: what is cast, float32; leading dimensions are flattened for the arithmetic.
+        amax_values: where the amax of the whole tensor comes from (default `values`).
+        dtype: nominal dtype (the block scaling limit, and the rounding of the Hadamard transform).
+    """
+    with np.errstate(all="ignore"):
+        return _expect(values, values if amax_values is None else amax_values, scaling, dtype, rowwise, columnwise)
+
+
+def _expect(values, amax_values, scaling, dtype, rowwise, columnwise):
+    shape = values.shape
+    k = shape[-1]
+    v = values.reshape(int(np.prod(shape[:-1])), k)
+    m = v.shape[0]
+    out = dict.fromkeys(ARRAYS)
+    if isinstance(scaling, refops.DelayedScaling | refops.CurrentScaling):
+        if isinstance(scaling, refops.DelayedScaling):
+            scale, amax = F(scaling.scale), nan_free_amax(v)
+        else:
+            amax = nan_free_amax(amax_values)
+            scale = fp8_scale(amax, scaling.fmt, scaling.amax_epsilon, scaling.power_2_scale, FLT_MAX)
+        codes = ml_cast(v * scale, scaling.fmt)
+        row = codes.reshape(shape), np.array([F(1) / scale], F), np.array([amax], F)
+        column = np.ascontiguousarray(codes.T).reshape(k, *shape[:-1]), row[1], row[2]
+    elif isinstance(scaling, refops.BlockScaling):
+        limit = {FP32: FLT_MAX, FP16: F(65504), BF16: from_bits(0x7F7F0000)[0]}[dtype]
+
+        def one(matrix, rows):
+            blocks = blocked(matrix, rows, 128)
+            scale = fp8_scale(
+                nan_free_amax(blocks, (1, 3)), scaling.fmt, scaling.amax_epsilon, scaling.power_2_scale, limit
+            )
+            codes = unblocked(ml_cast(blocks * scale[:, None, :, None], scaling.fmt), matrix.shape)
+            return codes, padded(F(1) / scale, 1, 4) if rows > 1 else padded((F(1) / scale).T, 1, 4)
+
+        edge = 128 if scaling.block_dim == 2 else 1
+        codes, scales = one(v, edge)
+        row = codes.reshape(shape), scales, None
+        codes, scales = one(np.ascontiguousarray(v.T), edge)
+        column = codes.reshape(k, *shape[:-1]), scales, None
+    elif isinstance(scaling, refops.MXFP8Scaling):
+
+        def one(rows, columns):
+            blocks = blocked(v, rows, columns)
+            scales = mx_byte(nan_free_amax(blocks, (1, 3)), scaling.fmt, scaling.scale_rounding)
+            multiplier = np.ldexp(F(1), 127 - scales.astype(np.int32)).astype(F)
+            codes = unblocked(ml_cast(blocks * multiplier[:, None, :, None], scaling.fmt), v.shape)
+            return codes.reshape(shape), scales
+
+        edge = 32 if scaling.two_d else 1
+        codes, scales = one(edge, 32)
+        row = codes, padded(np.repeat(scales, edge, axis=0)[:m], 128, 4), None
+        codes, scales = one(32, edge)
+        column = codes, padded(np.repeat(scales, edge, axis=1)[:, :k], 4, 128), None
+    else:
+        row, column = _expect_nvfp4(v, amax_values.reshape(v.shape), scaling, dtype, rowwise, columnwise)
+        row = (row[0].reshape(*shape[:-1], k // 2), *row[1:])
+    if rowwise:
+        out["rowwise_data"], out["rowwise_scale_inv"], out["amax_rowwise"] = row
+    if columnwise:
+        out["columnwise_data"], out["columnwise_scale_inv"], out["amax_columnwise"] = column
+    return SimpleNamespace(**out)
+
+
+def _expect_nvfp4(v, amax_values, scaling, dtype, rowwise, columnwise):
+    m, k = v.shape
+    transposed, amax_transposed = v.T, amax_values.T
+    if scaling.rht:
+        transposed = hadamard_columns(v, scaling.sign_mask, dtype).T
+        amax_transposed = transposed
+    transposed = np.ascontiguousarray(transposed)
+    if scaling.row_scaled:
+        amax_row, amax_column = nan_free_amax(amax_values, 1), nan_free_amax(amax_transposed, 1)
+    else:
+        amax_row, amax_column = (np.array([nan_free_amax(a)], F) for a in (amax_values, amax_transposed))
+    row_bytes = column_bytes = None
+    if scaling.stochastic_rounding and scaling.random_bits is not None:
+        row_bytes, column_bytes = scaling.random_bits
+    elif scaling.stochastic_rounding:
+        row_bytes = philox_matrix(scaling.seed, scaling.offset, m, k, 0)
+        column_bytes = philox_matrix(scaling.seed, scaling.offset, k, m, m * k // 16)
+    row = _nvfp4_direction(v, amax_row[:, None], scaling, row_bytes)
+    column = _nvfp4_direction(transposed, amax_column[:, None], scaling, column_bytes)
+    return (*row, amax_row), (*column, amax_column)

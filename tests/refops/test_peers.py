@@ -1,0 +1,96 @@
+"""Live comparison with gfloat, torch and torchao where installed (`make peers`); skipped, visibly, elsewhere."""
+
+import numpy as np
+import pytest
+
+import refops
+from refops.quantization.layout import pad_to_blocks
+
+BFLOAT16_BITS = np.arange(1 << 16, dtype=np.uint16)
+ALL_BFLOAT16 = (BFLOAT16_BITS.astype(np.uint32) << 16).view(np.float32)
+FINITE_BFLOAT16 = ALL_BFLOAT16[np.isfinite(ALL_BFLOAT16)]
+
+
+#: gfloat has no non-saturating cast to formats with neither inf nor NaN.
+CASTS = [(fmt, True) for fmt in (refops.E4M3, refops.E5M2, refops.E2M1, refops.E3M2, refops.E2M3)]
+CASTS += [(fmt, False) for fmt in (refops.E4M3, refops.E5M2)]
+
+
+def import_gfloat():
+    """gfloat, or skip."""
+    gfloat = pytest.importorskip("gfloat")
+    pytest.importorskip("gfloat.formats")
+    return gfloat
+
+
+@pytest.mark.parametrize(
+    ("rounding", "mode"),
+    [
+        ("nearest_even", "TiesToEven"),
+        ("nearest_away", "TiesToAway"),
+        ("toward_zero", "TowardZero"),
+        ("up", "TowardPositive"),
+        ("down", "TowardNegative"),
+    ],
+)
+@pytest.mark.parametrize(("fmt", "saturate"), CASTS, ids=repr)
+def test_casts_agree_with_gfloat(fmt, rounding, mode, saturate):
+    gfloat = import_gfloat()
+    info = getattr(gfloat.formats, f"format_info_ocp_{fmt.name}")
+    values = FINITE_BFLOAT16.astype(np.float64)
+    theirs = gfloat.encode_ndarray(info, gfloat.round_ndarray(info, values, gfloat.RoundMode[mode], saturate))
+    ours = refops.encode(FINITE_BFLOAT16, fmt, rounding=rounding, saturate=saturate)
+    both_nan = np.isnan(refops.decode(ours, fmt)) & np.isnan(refops.decode(theirs.astype(np.uint8), fmt))
+    np.testing.assert_array_equal(np.where(both_nan, 0, ours), np.where(both_nan, 0, theirs))
+
+
+def test_stochastic_e2m1_agrees_with_gfloat():
+    gfloat = import_gfloat()
+    rng = np.random.default_rng(1)
+    x = (rng.standard_normal(20_000) * 3).astype(np.float32)
+    bits = rng.integers(0, 256, x.size, dtype=np.uint8)
+    theirs = gfloat.round_ndarray(
+        gfloat.formats.format_info_ocp_e2m1,
+        x.astype(np.float64),
+        gfloat.RoundMode.StochasticFastest,
+        sat=True,
+        srbits=bits.astype(np.int64),
+        srnumbits=8,
+    )
+    codes = refops.encode(x, refops.E2M1, rounding="stochastic", random_bits=bits)
+    np.testing.assert_array_equal(refops.decode(codes, refops.E2M1), theirs)
+
+
+@pytest.mark.parametrize("fmt", [refops.E4M3, refops.E5M2], ids=repr)
+def test_fp8_casts_agree_with_torch(fmt):
+    """torch saturates from 2.12 on; comparing within the finite range needs no version."""
+    torch = pytest.importorskip("torch")
+    x = FINITE_BFLOAT16[np.abs(FINITE_BFLOAT16) <= fmt.max]
+    dtype = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}[fmt.name]
+    theirs = torch.from_numpy(x).to(dtype).view(torch.uint8).numpy()
+    np.testing.assert_array_equal(refops.encode(x, fmt), theirs)
+
+
+@pytest.mark.parametrize("rule", ["floor", "even", "ceil"])
+@pytest.mark.parametrize("fmt", [refops.E4M3, refops.E5M2], ids=repr)
+def test_mx_scale_rules_agree_with_torchao(fmt, rule):
+    """Ordinary values: the release's treatment of zero blocks, tiny blocks and NaN is its own (see the vectors)."""
+    torch = pytest.importorskip("torch")
+    mx_tensor = pytest.importorskip("torchao.prototype.mx_formats.mx_tensor", exc_type=ImportError)
+    config = pytest.importorskip("torchao.prototype.mx_formats.config")
+    rng = np.random.default_rng(2)
+    x = (rng.standard_normal((64, 256)) * 2.0 ** rng.integers(-20, 20, (64, 1))).astype(np.float32)
+    dtype = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}[fmt.name]
+    scales, data = mx_tensor.to_mx(torch.from_numpy(x), dtype, 32, config.ScaleCalculationMode(rule))
+    scaling = refops.MXFP8Scaling(fmt, scale_rounding={"ceil": "ceil_ocp"}.get(rule, rule))
+    q = refops.quantize(x, scaling)
+    np.testing.assert_array_equal(q.rowwise_scale_inv[:64, :8], scales.view(torch.uint8).numpy())
+    np.testing.assert_array_equal(q.rowwise_data, data.view(torch.uint8).numpy())
+
+
+def test_swizzle_agrees_with_torchao():
+    torch = pytest.importorskip("torch")
+    utils = pytest.importorskip("torchao.prototype.mx_formats.utils", exc_type=ImportError)
+    scales = np.random.default_rng(3).integers(0, 256, (300, 10), dtype=np.uint8)
+    theirs = utils.to_blocked(torch.from_numpy(scales)).numpy()
+    np.testing.assert_array_equal(refops.swizzle(pad_to_blocks(scales, 128, 4)).ravel(), theirs.ravel())
