@@ -360,9 +360,15 @@ class BoundActivation:
         """float32 gradient: dx, or the pair (d_act, d_gate), products in TE's order."""
         if not self.gated:
             return self.derivative(act) * dy
-        d_act = (self.derivative(act) * dy) * self.gate(gate)
-        d_gate = (self.gate_slope(gate) * dy) * self.value(act)
-        return d_act, d_gate
+        return self.backward_act(dy, act, gate), self.backward_gate(dy, act, gate)
+
+    def backward_act(self, dy, act, gate):
+        """float32 gradient of the activated half of a gated activation."""
+        return (self.derivative(act) * dy) * self.gate(gate)
+
+    def backward_gate(self, dy, act, gate):
+        """float32 gradient of the gate half of a gated activation."""
+        return (self.gate_slope(gate) * dy) * self.value(act)
 
     def truth(self, act, gate=None):
         """float64 output for float64 inputs."""

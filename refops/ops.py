@@ -87,29 +87,29 @@ def path_of(scaling):
 
 
 class ActivationSource(Source):
-    """f(x), or f(act) * gate for rows [act | gate]."""
+    """f(x), or f(act) * gate for rows [act | gate]; `width` is that of the output."""
 
     def __init__(self, bound, x):
-        self._bound, self._input = bound, Matrix(x)
+        self._bound, self._input, self.gated = bound, Matrix(x), bound.gated
         m, width = self._input.shape
         if bound.gated:
             _require_even_width(x)
             width //= 2
-        self._width = width
+        self.width = width
         super().__init__((*x.shape[:-1], width), (m, width), x.dtype)
 
     def read(self, rows, columns):
         act = self._input.read(rows, columns)
         if not self._bound.gated:
             return self._bound.forward(act)
-        return self._bound.forward(act, self._input.read(rows, _shift(columns, self._width)))
+        return self._bound.forward(act, self._input.read(rows, _shift(columns, self.width)))
 
 
 class ActivationGradSource(Source):
-    """dy * f'(x), or [d_act | d_gate]."""
+    """dy * f'(x), or [d_act | d_gate]; `width` is that of dy."""
 
     def __init__(self, bound, dy, x):
-        self._bound, self._dy, self._input = bound, Matrix(dy), Matrix(x)
+        self._bound, self._dy, self._input, self.gated = bound, Matrix(dy), Matrix(x), bound.gated
         width = x.shape[-1]
         if bound.gated:
             _require_even_width(x)
@@ -119,24 +119,19 @@ class ActivationGradSource(Source):
             raise ValueError(f"dy must have the shape of the activation's output, {expected}; got {dy.shape}")
         if dy.dtype != x.dtype:
             raise TypeError(f"dy and x must have the same dtype; got {dy.dtype} and {x.dtype}")
-        self._width = width
+        self.width = width
         super().__init__(x.shape, self._input.shape, x.dtype)
 
     def read(self, rows, columns):
         if not self._bound.gated:
             return self._bound.backward(self._dy.read(rows, columns), self._input.read(rows, columns))
         out = np.empty((rows.stop - rows.start, columns.stop - columns.start), np.float32)
-        for half in (0, 1):  # the part of the rectangle in d_act, then the part in d_gate
-            start = max(columns.start, half * self._width)
-            stop = min(columns.stop, (half + 1) * self._width)
+        for first, gradient in ((0, self._bound.backward_act), (self.width, self._bound.backward_gate)):
+            start, stop = max(columns.start, first), min(columns.stop, first + self.width)
             if start < stop:
-                part = slice(start - half * self._width, stop - half * self._width)
-                gradients = self._bound.backward(
-                    self._dy.read(rows, part),
-                    self._input.read(rows, part),
-                    self._input.read(rows, _shift(part, self._width)),
-                )
-                out[:, start - columns.start : stop - columns.start] = gradients[half]
+                part = slice(start - first, stop - first)
+                act, gate = self._input.read(rows, part), self._input.read(rows, _shift(part, self.width))
+                out[:, start - columns.start : stop - columns.start] = gradient(self._dy.read(rows, part), act, gate)
         return out
 
 
@@ -367,13 +362,14 @@ def quantize(x, scaling, *, rowwise=True, columnwise=False, dbias=False):
 def activation_quantize(name, x, scaling, *, rowwise=True, columnwise=False, **params):
     """Apply an activation and quantize the result, rounded where TE's path for `scaling` rounds (`path_of`).
 
-    Args and errors: as `activation` and `quantize`.
+    Args and errors: as `activation` and `quantize`; also ValueError for a gated activation in MXFP8 with H % 32 != 0.
 
     Returns:
         `Quantized` of the activation's output shape.
     """
     source = ActivationSource(bind_activation(name, params), require_tensor(x, "x"))
-    return _quantize_source(source, path_of(require_scaling(scaling)), scaling, rowwise, columnwise, False)
+    _check_fusable(source, scaling)
+    return _quantize_source(source, path_of(scaling), scaling, rowwise, columnwise, False)
 
 
 def activation_grad_quantize(name, dy, x, scaling, *, rowwise=True, columnwise=False, dbias=False, **params):
@@ -383,13 +379,23 @@ def activation_grad_quantize(name, dy, x, scaling, *, rowwise=True, columnwise=F
     MXFP8), and the gradient rounded to the dtype of `dy` elsewhere. TE fuses it for unary activations alone; here
     gated ones follow the same rule, with dbias of width 2H.
 
-    Args and errors: as `activation_grad` and `quantize`.
+    Args and errors: as `activation_grad` and `quantize`; also ValueError for a gated activation in MXFP8 with
+    H % 32 != 0.
 
     Returns:
         `Quantized` of the shape of `x`, or (`Quantized`, dbias (K,) in the dtype of `dy`).
     """
     source = _grad_source(name, dy, x, params)
-    return _quantize_source(source, path_of(require_scaling(scaling)), scaling, rowwise, columnwise, dbias)
+    _check_fusable(source, scaling)
+    return _quantize_source(source, path_of(scaling), scaling, rowwise, columnwise, dbias)
+
+
+def _check_fusable(source, scaling):
+    """TE's MXFP8 kernel for gated activations works on whole blocks: a block never straddles act and gate."""
+    if isinstance(require_scaling(scaling), MXFP8Scaling) and source.gated and source.width % MXFP8Scaling.block_size:
+        raise ValueError(
+            f"x must have a width 2H with H % 32 == 0 for a gated activation in MXFP8; got H={source.width}"
+        )
 
 
 def _quantize_source(source, path, scaling, rowwise, columnwise, dbias):

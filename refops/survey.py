@@ -360,24 +360,22 @@ def draw(path, surveys):
     scalings = [m.scaling for m in surveys[0][1]]
     sqnr = _grid(surveys, lambda m: m.sqnr_db)
     flushed = _grid(surveys, lambda m: None if m.flushed is None else 100 * m.flushed)
-    label_width = 0.075 * max(map(len, names))
-    panel_width, panel_height = 0.47 * len(scalings), 0.3 * len(names)
-    figure, axes = plt.subplots(
-        1, 2, sharey=True, layout="constrained", figsize=(2 * panel_width + label_width + 1.6, panel_height + 2.2)
-    )
     finite = sqnr[np.isfinite(sqnr)]
-    top = max(10.0, 5 * math.ceil(finite.max() / 5)) if finite.size else 10.0
-    panels = (
-        (axes[0], np.clip(sqnr, 0, top), sqnr, "cividis", top, "SQNR (dB): higher is better", "{:.0f}"),
-        (axes[1], flushed, flushed, "cividis_r", 100.0, "flushed to zero (% of non-zero elements): lower is better", "{:.3g}"),
+    best = max(10.0, 5 * math.ceil(finite.max() / 5)) if finite.size else 10.0
+    width = max(6.0, 0.085 * max(map(len, names)) + 0.5 * len(scalings) + 1.2)
+    figure, (upper, lower) = plt.subplots(
+        2, 1, sharex=True, layout="constrained", figsize=(width, 2 * (0.27 * len(names) + 0.4) + 1.6)
     )
-    for axis, shade, numbers, colors, high, title, form in panels:
-        _heat_map(figure, axis, shade, numbers, colors, high, form)
-        axis.set_title(title, fontsize=10, loc="left", pad=8)
-        axis.set_xticks(range(len(scalings)), scalings, rotation=55, ha="right", rotation_mode="anchor", fontsize=8)
-        axis.set_xlabel("scaling", fontsize=9)
-    axes[0].set_yticks(range(len(names)), names, fontsize=8)
-    axes[0].set_ylabel("tensor", fontsize=9)
+    # One hue each, light to dark: readable in grey and with any colour vision.
+    _heat_map(figure, upper, sqnr, "Blues", best, lambda value: f"{value:.1f}")
+    _heat_map(figure, lower, flushed, "Oranges", 100.0, _percent_label)
+    upper.set_title("Signal to quantization noise, SQNR (dB): darker is better", fontsize=10, loc="left")
+    lower.set_title("Flushed to zero (% of the non-zero elements): darker is worse", fontsize=10, loc="left")
+    for axis in (upper, lower):
+        axis.set_yticks(range(len(names)), names, fontsize=8)
+        axis.set_ylabel("tensor", fontsize=9)
+    lower.set_xticks(range(len(scalings)), scalings, rotation=45, ha="right", rotation_mode="anchor", fontsize=8)
+    lower.set_xlabel("scaling", fontsize=9)
     figure.savefig(path, dpi=160)
     plt.close(figure)
 
@@ -388,22 +386,26 @@ def _grid(surveys, number):
     return np.array([[np.nan if value is None else value for value in row] for row in rows], np.float64)
 
 
-def _heat_map(figure, axis, shade, numbers, colors, high, form):
-    """Draw one panel: shades from 0 to `high`, the numbers in the cells, grey cells where the scaling does not apply."""
+def _percent_label(percent):
+    return "0" if percent == 0 else "<0.1" if percent < 0.1 else f"{percent:.1f}"
+
+
+def _heat_map(figure, axis, numbers, colors, high, label):
+    """Draw one panel: shades from 0 to `high`, a label in every cell, grey where the scaling does not apply."""
+    shade = np.clip(numbers, 0, high)
     image = axis.imshow(shade, cmap=colors, vmin=0, vmax=high, aspect="auto")
-    axis.set_facecolor("0.92")
+    axis.set_facecolor("0.88")
     for (row, column), value in np.ndenumerate(numbers):
         if np.isnan(value):
-            text, color = "-", "0.45"
+            text, color = "n/a", "0.4"
         else:
-            text = ("exact" if value > 0 else "-inf") if np.isinf(value) else form.format(value)
-            red, green, blue, _ = image.cmap(image.norm(shade[row, column]))
-            color = "black" if 0.3 * red + 0.59 * green + 0.11 * blue > 0.5 else "white"
-        axis.text(column, row, text, ha="center", va="center", fontsize=6.5, color=color)
+            text = ("exact" if value > 0 else "-inf") if np.isinf(value) else label(value)
+            color = "white" if shade[row, column] > 0.6 * high else "black"
+        axis.text(column, row, text, ha="center", va="center", fontsize=7, color=color)
     axis.set_xticks(np.arange(numbers.shape[1] + 1) - 0.5, minor=True)
     axis.set_yticks(np.arange(numbers.shape[0] + 1) - 0.5, minor=True)
     axis.grid(which="minor", color="white", linewidth=1)
     axis.tick_params(which="both", length=0)
     for spine in axis.spines.values():
         spine.set_visible(False)
-    figure.colorbar(image, ax=axis, fraction=0.03, pad=0.015).ax.tick_params(labelsize=7)
+    figure.colorbar(image, ax=axis, fraction=0.03, pad=0.01).ax.tick_params(labelsize=7)
