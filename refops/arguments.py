@@ -17,9 +17,17 @@ def describe_array(x):
     return f"{x.dtype} of shape {x.shape}"
 
 
+def as_array(x, name):
+    """Return `x` as a NumPy array, raising TypeError where it is none (a ragged list)."""
+    try:
+        return np.asarray(x)
+    except ValueError as error:
+        raise TypeError(f"{name} must be an array; got {x!r}") from error
+
+
 def require_high_precision(x, name):
     """Return `x` as a NumPy array, raising TypeError unless it is float32, float16 or bfloat16."""
-    array = np.asarray(x)
+    array = as_array(x, name)
     if array.dtype not in HIGH_PRECISION:
         hint = "; round float64 to float32 first" if array.dtype == np.float64 else ""
         raise TypeError(f"{name} must be float32, float16 or bfloat16{hint}; got {describe_array(array)}")
@@ -48,17 +56,21 @@ def require_high_precision_dtype(dtype, name):
 def require_number(value, name, *, positive=False, non_negative=False, finite=True):
     """Return `value` as np.float32, raising unless it is a real number that meets the rule (also once rounded)."""
     rule = "a positive number" if positive else "a number >= 0" if non_negative else "a number"
-    if finite:
-        rule = f"a finite float32: {rule}"
+    rule += " and finite in float32" if finite else " that float32 can hold"
     if isinstance(value, bool | np.bool_) or not isinstance(value, numbers.Real | np.floating):
         raise TypeError(f"{name} must be {rule}; got {value!r}")
-    with np.errstate(over="ignore"):
-        rounded = np.float32(value)
+    try:
+        with np.errstate(over="ignore"):
+            rounded = np.float32(value)
+    except OverflowError:  # a Python integer beyond float64
+        rounded = np.float32(math.inf if value > 0 else -math.inf)
+    overflows = np.isinf(rounded) and value not in (math.inf, -math.inf)
     broken = (
-        math.isnan(value)
+        np.isnan(rounded)
+        or overflows
         or (finite and not np.isfinite(rounded))
         or (positive and not rounded > 0)
-        or (non_negative and not rounded >= 0)
+        or (non_negative and value < 0)  # before rounding: -1e-60 would become -0
     )
     if broken:
         raise ValueError(f"{name} must be {rule}; got {value!r}")

@@ -16,7 +16,7 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
-from refops.arguments import describe_array, require_choice, require_flag, require_high_precision
+from refops.arguments import as_array, describe_array, require_choice, require_flag, require_high_precision
 from refops.rounding import (
     ROUNDING_MODES,
     STOCHASTIC,
@@ -257,7 +257,7 @@ def require_format(fmt, allowed=None, name="fmt"):
 
 def require_codes(codes, name):
     """Return `codes` as an array, raising unless it is uint8."""
-    codes = np.asarray(codes)
+    codes = as_array(codes, name)
     if codes.dtype != np.uint8:
         raise TypeError(f"{name} must be a uint8 array; got {describe_array(codes)}")
     return codes

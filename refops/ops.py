@@ -276,7 +276,7 @@ class _ScaledRows:
     """Checked arguments of a scaled activation, and where its columns lie in an interleaved row."""
 
     def __init__(self, name, x, row_scales, glu_interleave_size, params):
-        if name not in SCALED_ACTIVATIONS:
+        if not isinstance(name, str) or name not in SCALED_ACTIVATIONS:
             raise ValueError(f"name must be one of {', '.join(SCALED_ACTIVATIONS)}; got {name!r}")
         self.bound = bind_activation(name, params)
         self.x, self.row_scales = require_tensor(x, "x"), require_tensor(row_scales, "row_scales")
@@ -434,12 +434,14 @@ def dequantize(q, *, dtype=np.float32):
         Array of `q.shape`.
 
     Raises:
-        TypeError: `q` is no Quantized, or another dtype.
+        TypeError: `q` is no Quantized, or another dtype. ValueError: `q` holds no data.
     """
     if not isinstance(q, Quantized):
         raise TypeError(f"q must be a Quantized; got {type(q).__name__}")
     dtype = require_high_precision_dtype(dtype, "dtype")
     columnwise = q.rowwise_data is None
+    if columnwise and q.columnwise_data is None:
+        raise ValueError("q must hold rowwise_data or columnwise_data; got neither")
     if q.with_gemm_swizzled_scales:
         q = q.unswizzled()
     read = {

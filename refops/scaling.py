@@ -152,9 +152,9 @@ class NVFP4Scaling:
     def __post_init__(self):
         for flag in ("two_d", "rht", "stochastic_rounding", "row_scaled"):
             require_flag(getattr(self, flag), flag)
-        require_integer(self.sign_mask, "sign_mask", low=0, high=1 << 16)
-        require_integer(self.seed, "seed", low=0, high=1 << 64)
-        require_integer(self.offset, "offset", low=0, high=1 << 64)
+        for integer, high in (("sign_mask", 1 << 16), ("seed", 1 << 64), ("offset", 1 << 64)):
+            value = require_integer(getattr(self, integer), integer, low=0, high=high)
+            object.__setattr__(self, integer, value)  # a NumPy integer becomes a Python one, which never overflows
         require_choice(self.four_over_six, "four_over_six", (None, "mae", "mse"))
         require_choice(self.e4m3_max, "e4m3_max", (448, 256))
         if self.e4m3_max == 256 and self.four_over_six is None:

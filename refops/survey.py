@@ -356,7 +356,7 @@ def draw(path, surveys):
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    names = [name for name, _ in surveys]
+    names = [name if len(name) <= 48 else "..." + name[-45:] for name, _ in surveys]
     scalings = [m.scaling for m in surveys[0][1]]
     sqnr = _grid(surveys, lambda m: m.sqnr_db)
     flushed = _grid(surveys, lambda m: None if m.flushed is None else 100 * m.flushed)
@@ -372,7 +372,7 @@ def draw(path, surveys):
     upper.set_title("Signal to quantization noise, SQNR (dB): darker is better", fontsize=10, loc="left")
     lower.set_title("Flushed to zero (% of the non-zero elements): darker is worse", fontsize=10, loc="left")
     for axis in (upper, lower):
-        axis.set_yticks(range(len(names)), names, fontsize=8)
+        axis.set_yticks(range(len(names)), names, fontsize=8, parse_math=False)  # a name may hold a $
         axis.set_ylabel("tensor", fontsize=9)
     lower.set_xticks(range(len(scalings)), scalings, rotation=45, ha="right", rotation_mode="anchor", fontsize=8)
     lower.set_xlabel("scaling", fontsize=9)

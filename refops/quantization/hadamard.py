@@ -7,7 +7,7 @@ group before they meet a 16-element scale (Ashkboos et al., "QuaRot", 2024; TE `
 
 import numpy as np
 
-from refops.arguments import require_integer, require_tensor
+from refops.arguments import require_flag, require_integer, require_tensor
 from refops.rounding import round_once
 from refops.scaling import TE_SIGN_MASK
 
@@ -30,7 +30,8 @@ def hadamard_transform(x, sign_mask=TE_SIGN_MASK, *, inverse=False):
         TypeError: other dtype. ValueError: K % 16 != 0, a scalar, or a mask outside 16 bits.
     """
     x = require_tensor(x, "x")
-    require_integer(sign_mask, "sign_mask", low=0, high=1 << 16)
+    sign_mask = require_integer(sign_mask, "sign_mask", low=0, high=1 << 16)
+    require_flag(inverse, "inverse")
     if x.shape[-1] % GROUP:
         raise ValueError(f"x must have a last dimension divisible by 16; got shape {x.shape}")
     groups = x.reshape(-1, GROUP).T  # one group a column

@@ -5,6 +5,8 @@ Padding holds zeros. (TE leaves it uninitialised: compare the valid part only.)
 
 import numpy as np
 
+from refops.arguments import as_array
+
 #: MXFP8 and NVFP4 scales are padded to multiples of (128, 4): the tile that a GEMM loads at once.
 SCALE_TILE = (128, 4)
 
@@ -62,19 +64,22 @@ def swizzle(scales):
     Raises:
         ValueError: shape not 2-D or not padded.
     """
-    rows, columns = _require_padded(scales)
+    scales = _require_padded(scales)
+    rows, columns = scales.shape
     tiles = scales.reshape(rows // 128, 4, 32, columns // 4, 4)
     return np.ascontiguousarray(tiles.transpose(0, 3, 2, 1, 4)).reshape(rows, columns)
 
 
 def unswizzle(scales):
     """Undo `swizzle`."""
-    rows, columns = _require_padded(scales)
+    scales = _require_padded(scales)
+    rows, columns = scales.shape
     tiles = scales.reshape(rows // 128, columns // 4, 32, 4, 4)
     return np.ascontiguousarray(tiles.transpose(0, 3, 2, 1, 4)).reshape(rows, columns)
 
 
 def _require_padded(scales):
+    scales = as_array(scales, "scales")
     if scales.ndim != 2 or scales.shape[0] % SCALE_TILE[0] or scales.shape[1] % SCALE_TILE[1]:
         raise ValueError(f"scales must be 2-D with rows % 128 == 0 and columns % 4 == 0; got shape {scales.shape}")
-    return scales.shape
+    return scales

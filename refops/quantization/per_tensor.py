@@ -6,7 +6,7 @@ Sources: TE `common/recipe/recipe_common.cuh` (scale from amax), `common/cast/fp
 
 import numpy as np
 
-from refops.arguments import describe_array, require_choice, require_flag, require_integer
+from refops.arguments import HIGH_PRECISION, as_array, describe_array, require_choice, require_flag, require_integer
 from refops.formats import encode, require_format
 from refops.quantization.result import Quantized
 from refops.scaling import FP8_FORMATS, DelayedScaling
@@ -122,13 +122,13 @@ def update_delayed_scale(amax_history, scale, fmt, *, margin=0, algorithm="max",
     """
     history, scale, shape = _check_history(amax_history, scale)
     require_format(fmt, FP8_FORMATS)
-    require_integer(margin, "margin", low=-126, high=127)
+    margin = require_integer(margin, "margin", low=-126, high=127)
     require_flag(keep_unused, "keep_unused")
     if not callable(algorithm):
         require_choice(algorithm, "algorithm", ("max", "most_recent"))
     newest = history[0]
     if callable(algorithm):
-        amax = _call_algorithm(algorithm, amax_history, history, scale)
+        amax = _call_algorithm(algorithm, np.asarray(amax_history), scale.size)
     else:
         amax = np.fmax.reduce(history, axis=0) if algorithm == "max" else newest
     rolled = np.concatenate([np.zeros_like(history[:1]), history[2:], history[:1]])[: len(history)]
@@ -143,7 +143,7 @@ def update_delayed_scale(amax_history, scale, fmt, *, margin=0, algorithm="max",
 
 def _check_history(amax_history, scale):
     """Return history as (L, n), scale as (n,), and the scale's own shape."""
-    history, scale = np.asarray(amax_history), np.asarray(scale)
+    history, scale = as_array(amax_history, "amax_history"), as_array(scale, "scale")
     for name, array in (("amax_history", history), ("scale", scale)):
         if array.dtype != np.float32:
             raise TypeError(f"{name} must be float32; got {describe_array(array)}")
@@ -156,8 +156,12 @@ def _check_history(amax_history, scale):
     return history.reshape(len(history), -1), scale.reshape(-1), scale.shape
 
 
-def _call_algorithm(algorithm, given_history, history, scale):
-    amax = np.asarray(algorithm(given_history), np.float32)
-    if amax.size != scale.size:
-        raise ValueError(f"algorithm must return one amax a column ({scale.size}); got shape {amax.shape}")
-    return amax.reshape(scale.shape)
+def _call_algorithm(algorithm, amax_history, columns):
+    """Return what a callable makes of the history as float32 (n,)."""
+    returned = algorithm(amax_history)
+    amax = as_array(returned, "the result of algorithm")
+    if amax.dtype.kind not in "fiu" and amax.dtype not in HIGH_PRECISION:
+        raise TypeError(f"algorithm must return numbers; got {returned!r}")
+    if amax.size != columns:
+        raise ValueError(f"algorithm must return one amax a column ({columns}); got shape {amax.shape}")
+    return amax.reshape(columns).astype(np.float32)
