@@ -56,7 +56,7 @@ def require_high_precision_dtype(dtype, name):
 def require_number(value, name, *, positive=False, non_negative=False, finite=True):
     """Return `value` as np.float32, raising unless it is a real number that meets the rule (also once rounded)."""
     rule = "a positive number" if positive else "a number >= 0" if non_negative else "a number"
-    rule += " and finite in float32" if finite else " that float32 can hold"
+    rule = f"a finite float32: {rule}" if finite else f"{rule} that float32 can hold"
     if isinstance(value, bool | np.bool_) or not isinstance(value, numbers.Real | np.floating):
         raise TypeError(f"{name} must be {rule}; got {value!r}")
     try:
