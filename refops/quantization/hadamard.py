@@ -48,7 +48,8 @@ def transform_groups(groups, sign_mask, dtype, *, inverse=False):
     values = _sylvester(values) * 0.25
     if inverse:
         values = values * signs
-    return round_once(values, dtype)
+    # A matrix product accumulates from +0, so its zeros are +0; the signs above can make them -0.
+    return round_once(values + 0.0, dtype)
 
 
 def sign_vector(sign_mask):
