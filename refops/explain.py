@@ -1,7 +1,7 @@
 """One block, step by step: its amax, how the scale comes out, and what each element becomes.
 
-For `refops explain` and for teaching. Every number is read from `refops.quantize`'s result or computed by the function that
-`refops.quantization` itself uses; the formulas are text beside them. Nothing is decided here.
+For `refops explain` and for teaching. Every number is read from the result of `refops.quantize` or computed by the
+function that `refops.quantization` itself uses; the formulas are text beside them. Nothing is decided here.
 """
 
 from dataclasses import dataclass
@@ -15,13 +15,7 @@ from refops.quantization.mxfp8 import ENCODE_MULTIPLIER, scale_byte
 from refops.quantization.nvfp4 import encode_multiplier, global_encode_scale
 from refops.quantization.per_tensor import scale_from_amax
 from refops.rounding import philox_bytes
-from refops.scaling import (
-    BlockScaling,
-    CurrentScaling,
-    DelayedScaling,
-    MXFP8Scaling,
-    NVFP4Scaling,
-)
+from refops.scaling import BlockScaling, CurrentScaling, DelayedScaling, MXFP8Scaling, NVFP4Scaling
 from refops.survey import cast_dequantized, cast_values, decode_scales, element_codes, has_transform
 from refops.tiles import magnitude_max
 
@@ -214,9 +208,9 @@ def _per_tensor_steps(q, columnwise):
             Step("tensor amax", amax, "max |x|, NaN ignored; for the history, not for this scale"),
             Step("encode multiplier", scale, "the scale, known before the tensor was seen"),
         ], scale
-    scale = scale_from_amax(
+    (scale,) = scale_from_amax(
         np.array([amax]), scaling.fmt, epsilon=scaling.amax_epsilon, power_2=scaling.power_2_scale
-    )[0]
+    )
     return [
         Step("tensor amax", amax, "max |x|, NaN ignored"),
         Step("encode multiplier", scale, _scale_formula(scaling)),
@@ -225,18 +219,18 @@ def _per_tensor_steps(q, columnwise):
 
 def _scale_formula(scaling):
     cleared = ", mantissa cleared" if scaling.power_2_scale else ""
-    return f"{float(scaling.fmt.max):g} / amax{cleared}; 1 if amax is 0 or inf"
+    return f"{float(scaling.fmt.max):g} / amax (0 or inf: 1){cleared}"
 
 
 def _block_steps(q, block_amax, columnwise, row, block):
     scaling = q.scaling
-    scale = scale_from_amax(
+    (scale,) = scale_from_amax(
         np.array([block_amax]),
         scaling.fmt,
         epsilon=scaling.amax_epsilon,
         power_2=scaling.power_2_scale,
         value_for_inf=LARGEST_SCALE[q.dtype],
-    )[0]
+    )
     stored = valid_scales(q, columnwise)[row // _block_shape(scaling)[0], block]
     return [
         Step("block amax", block_amax, "max |x| of the block, NaN ignored"),
@@ -246,7 +240,7 @@ def _block_steps(q, block_amax, columnwise, row, block):
 
 
 _MXFP8_RULES = {
-    "up": "amax * float32(1/{max:g}), rounded up to 2^(byte-127)",
+    "up": "amax * f32(1/{max:g}), up to the next 2^(byte-127)",
     "floor": "127 + floor(log2 amax) - {emax}",
     "even": "127 + floor(log2 of amax rounded to the element's mantissa) - {emax}",
     "ceil_ocp": "127 + ceil(log2 amax) - {emax}",
@@ -274,14 +268,14 @@ def _nvfp4_steps(q, block_amax, columnwise, row, block):
     whose = ("column" if columnwise else "row") if scaling.row_scaled else "tensor"
     steps = [
         Step(f"{whose} amax", amax, f"max |{what}x| of the {whose}, NaN ignored"),
-        Step("S_enc", s_enc, f"{scaling.e4m3_max} * 6 / {whose} amax; 1 if that is 0 or inf"),
+        Step("S_enc", s_enc, f"{scaling.e4m3_max} * 6 / {whose} amax (0 or inf: 1)"),
         Step("block amax", block_amax, f"max |{what}x| of the block, NaN ignored"),
     ]
     if scaling.four_over_six:
         error = {"mae": "absolute", "mse": "squared"}[scaling.four_over_six]
-        rule = f"E4M3(amax / 6 * S_enc) or 1.5 times it: smaller {error} error"
+        rule = f"E4M3(block amax / 6 * S_enc), or of 1.5 times that: smaller {error} error"
     else:
-        rule = "E4M3(block amax * (S_enc * float32(1/6)))"
+        rule = "E4M3(block amax * (S_enc * f32(1/6)))"
     steps += [
         Step("scale byte", byte, rule, E4M3),
         Step("block scale", E4M3.values[byte], "the byte's value"),
@@ -294,12 +288,12 @@ def _decode_formula(scaling):
     if isinstance(scaling, MXFP8Scaling):
         return "2^(byte - 127)"
     if isinstance(scaling, NVFP4Scaling):
-        return f"(block scale * amax) * float32(1/{6 * scaling.e4m3_max})"
+        return f"(block scale * amax) * f32(1/{6 * scaling.e4m3_max})"
     return "the stored scale" if isinstance(scaling, BlockScaling) else "1 / encode multiplier, float32"
 
 
 def _random_bytes(scaling, matrix_shape, columnwise, row, block):
-    """The block's random bytes under stochastic rounding: the caller's, or Philox's for the block's number; else None."""
+    """The block's random bytes under stochastic rounding, the caller's or Philox's; None without it."""
     if not (isinstance(scaling, NVFP4Scaling) and scaling.stochastic_rounding):
         return None
     if scaling.random_bits is not None:
@@ -307,7 +301,9 @@ def _random_bytes(scaling, matrix_shape, columnwise, row, block):
         direction = bits[columnwise] if isinstance(bits, tuple) else bits
         return direction[row, block * scaling.block_size : (block + 1) * scaling.block_size]
     m, k = matrix_shape
-    first, blocks = (m * (k // scaling.block_size), m // scaling.block_size) if columnwise else (0, k // scaling.block_size)
+    first, blocks = (
+        (m * (k // scaling.block_size), m // scaling.block_size) if columnwise else (0, k // scaling.block_size)
+    )
     return philox_bytes(scaling.seed, scaling.offset, [first + row * blocks + block])[0]
 
 

@@ -1,7 +1,7 @@
 """Reading tensors from files for the command line: safetensors, npy, npz, and PyTorch's pt.
 
-Tensors are read one at a time, memory-mapped where the format allows. Nothing is ever unpickled: NumPy files are read with
-`allow_pickle=False`, PyTorch files with `weights_only=True`. Not for writing, and not for model formats as such: a
+Tensors are read one at a time, memory-mapped where the format allows. Nothing is ever unpickled: NumPy files are read
+with `allow_pickle=False`, PyTorch files with `weights_only=True`. Not for writing, and not for model formats as such: a
 checkpoint is a flat list of named arrays here.
 """
 
@@ -22,7 +22,7 @@ class FileError(Exception):
     """A file that cannot be read; the message is one line that names the argument, its value and the rule."""
 
 
-class UnsupportedTensor(Exception):
+class UnsupportedTensorError(Exception):
     """A tensor that is there but that refops does not quantize; the message is a short reason."""
 
 
@@ -46,13 +46,13 @@ class StoredTensor:
                 void, so an npy file alone cannot tell.
 
         Raises:
-            UnsupportedTensor: other dtypes, scalars, tensors without elements. FileError: the bytes cannot be read.
+            UnsupportedTensorError: other dtypes, scalars, no elements. FileError: the bytes cannot be read.
         """
         array, note = as_high_precision(self.read(), raw_bfloat16=raw_bfloat16)
         if array.ndim == 0:
-            raise UnsupportedTensor("a scalar; quantization needs at least one dimension")
+            raise UnsupportedTensorError("a scalar; quantization needs at least one dimension")
         if array.size == 0:
-            raise UnsupportedTensor(f"no elements (shape {array.shape})")
+            raise UnsupportedTensorError(f"no elements (shape {array.shape})")
         return array, note
 
 
@@ -60,13 +60,13 @@ def as_high_precision(array, *, raw_bfloat16=False):
     """Return (array, note) in float32, float16 or bfloat16, native byte order; float64 is rounded to float32.
 
     Raises:
-        UnsupportedTensor: any other dtype.
+        UnsupportedTensorError: any other dtype.
     """
     dtype = array.dtype
     if dtype.kind in "Vu" and dtype.itemsize == 2 and dtype.names is None and dtype != BFLOAT16:
         if raw_bfloat16:
             return array.astype(dtype.newbyteorder("="), copy=False).view(BFLOAT16), f"{dtype} read as bfloat16"
-        raise UnsupportedTensor(f"raw 2-byte elements ({dtype}); if they are bfloat16, add --dtype bfloat16")
+        raise UnsupportedTensorError(f"raw 2-byte elements ({dtype}); if they are bfloat16, add --dtype bfloat16")
     if not dtype.isnative:
         array = array.astype(dtype.newbyteorder("="))
         dtype = array.dtype
@@ -77,7 +77,9 @@ def as_high_precision(array, *, raw_bfloat16=False):
             rounded = array.astype(np.float32)
         overflowed = int(np.count_nonzero(np.isinf(rounded) & np.isfinite(array)))
         return rounded, "float64 rounded to float32" + (f" ({overflowed} overflowed to inf)" if overflowed else "")
-    raise UnsupportedTensor(f"{dtype}; refops quantizes float32, float16, bfloat16 (and float64 rounded to float32)")
+    raise UnsupportedTensorError(
+        f"{dtype}; refops quantizes float32, float16, bfloat16 (and float64 rounded to float32)"
+    )
 
 
 @contextmanager
@@ -111,11 +113,13 @@ def _one_line_errors(path):
     """Turn whatever a parser raises into a `FileError`."""
     try:
         yield
-    except (FileError, UnsupportedTensor):
+    except (FileError, UnsupportedTensorError):
         raise
     except Exception as error:  # parsers of bytes that nobody vouches for raise anything, SyntaxError included
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise FileError(f"FILE must be a complete {path.suffix} file; got {str(path)!r}: {reason}") from error
+        if "pickle" in reason or "Python objects" in reason:
+            reason = "it holds pickled Python objects, and those are never loaded"
+        raise FileError(f"FILE must be a readable {path.suffix} file; got {str(path)!r}: {reason}") from error
 
 
 def _guarded(path, read):
@@ -140,7 +144,7 @@ def _open_safetensors(path, stack):
                 return handle.get_tensor(name)
             except (AttributeError, TypeError):  # a dtype that NumPy does not know, such as F8_E4M3
                 stored = handle.get_slice(name).get_dtype()
-                raise UnsupportedTensor(f"{stored}; refops quantizes F32, F16, BF16 (and F64)") from None
+                raise UnsupportedTensorError(f"{stored}; refops quantizes F32, F16, BF16 (and F64)") from None
 
         return read
 
@@ -148,16 +152,18 @@ def _open_safetensors(path, stack):
 
 
 def _open_numpy(path, stack):
-    loaded = np.load(path, mmap_mode="r", allow_pickle=False)
-    if isinstance(loaded, np.ndarray):
-        return [StoredTensor(path.stem, lambda: loaded)]
-    archive = stack.enter_context(loaded)
+    handle = stack.enter_context(open(path, "rb"))  # noqa: SIM115  the stack closes it
+    if handle.read(2) != b"PK":
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
+        return [StoredTensor(path.stem, lambda: array)]
+    handle.seek(0)
+    archive = stack.enter_context(np.load(handle, allow_pickle=False))
 
     def reader(name):
         def read():
             array = archive[name]
             if not isinstance(array, np.ndarray):
-                raise UnsupportedTensor("not an array")
+                raise UnsupportedTensorError("not an array")
             return array
 
         return read
@@ -169,7 +175,9 @@ def _open_torch(path):
     try:
         import torch
     except ImportError:
-        raise FileError(f"reading {str(path)!r} needs PyTorch; install torch, or save the tensors as safetensors") from None
+        raise FileError(
+            f"reading {str(path)!r} needs PyTorch; install torch, or save the tensors as safetensors"
+        ) from None
     # Only the zip format (torch >= 1.6) can be mapped.
     content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
 
@@ -177,13 +185,13 @@ def _open_torch(path):
         def read():
             value = tensor.detach()
             if value.layout != torch.strided or value.is_quantized:
-                raise UnsupportedTensor(f"{value.layout} {value.dtype}; refops quantizes dense tensors")
+                raise UnsupportedTensorError(f"{value.layout} {value.dtype}; refops quantizes dense tensors")
             if value.dtype == torch.bfloat16:
                 return value.contiguous().view(torch.int16).numpy().view(BFLOAT16)
             try:
                 return value.numpy()
             except (TypeError, RuntimeError):  # a dtype that NumPy does not know
-                raise UnsupportedTensor(f"{value.dtype}; refops quantizes float32, float16, bfloat16") from None
+                raise UnsupportedTensorError(f"{value.dtype}; refops quantizes float32, float16, bfloat16") from None
 
         return read
 

@@ -436,25 +436,27 @@ def dequantize(q, *, dtype=np.float32):
     Raises:
         TypeError: `q` is no Quantized, or another dtype. ValueError: `q` holds no data.
     """
-    if not isinstance(q, Quantized):
-        raise TypeError(f"q must be a Quantized; got {type(q).__name__}")
-    dtype = require_high_precision_dtype(dtype, "dtype")
-    columnwise = q.rowwise_data is None
-    if columnwise and q.columnwise_data is None:
-        raise ValueError("q must hold rowwise_data or columnwise_data; got neither")
-    if q.with_gemm_swizzled_scales:
-        q = q.unswizzled()
-    read = {
-        DelayedScaling: per_tensor.dequantize_tile,
-        CurrentScaling: per_tensor.dequantize_tile,
-        BlockScaling: block.dequantize_tile,
-        MXFP8Scaling: mxfp8.dequantize_tile,
-        NVFP4Scaling: nvfp4.dequantize_tile,
-    }[type(q.scaling)]
-    out = np.empty(q.matrix_shape, dtype)
+    return materialize(DequantizedSource(q), require_high_precision_dtype(dtype, "dtype"))
 
-    def work(rows, columns):
-        out[rows, columns] = read(q, rows, columns, columnwise).astype(dtype)
 
-    for_each(tile_slices(q.matrix_shape), work)
-    return out.reshape(q.shape)
+class DequantizedSource(Source):
+    """The float32 values that a `Quantized` stands for, before rounding to an output dtype."""
+
+    def __init__(self, q):
+        if not isinstance(q, Quantized):
+            raise TypeError(f"q must be a Quantized; got {type(q).__name__}")
+        if q.rowwise_data is None and q.columnwise_data is None:
+            raise ValueError("q must hold rowwise_data or columnwise_data; got neither")
+        self._q = q.unswizzled() if q.with_gemm_swizzled_scales else q
+        self._columnwise = q.rowwise_data is None
+        self._dequantize_tile = {
+            DelayedScaling: per_tensor.dequantize_tile,
+            CurrentScaling: per_tensor.dequantize_tile,
+            BlockScaling: block.dequantize_tile,
+            MXFP8Scaling: mxfp8.dequantize_tile,
+            NVFP4Scaling: nvfp4.dequantize_tile,
+        }[type(q.scaling)]
+        super().__init__(q.shape, q.matrix_shape, q.dtype)
+
+    def read(self, rows, columns):
+        return self._dequantize_tile(self._q, rows, columns, self._columnwise)

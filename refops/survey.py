@@ -1,8 +1,8 @@
 """What each scaling does to a tensor: signal to noise, what is lost below and above, bits per element.
 
-The measurements behind `refops inspect` and the last section of `refops report`, and the table of scalings that the whole
-command line shares. Quantization itself is `refops.quantize`; nothing here recomputes a code or a scale. It measures tensors, not
-models: a high SQNR says how well values are kept, not what a network makes of them.
+The measurements behind `refops inspect` and the last section of `refops report`, and the table of scalings that the
+whole command line shares. Quantization itself is `refops.quantize`; nothing here recomputes a code or a scale. It
+measures tensors, not models: a high SQNR says how well values are kept, not what a network makes of them.
 """
 
 import fnmatch
@@ -12,18 +12,11 @@ from dataclasses import asdict, dataclass, replace
 import numpy as np
 
 from refops.formats import E4M3, E5M2, encode, unpack_fp4
-from refops.ops import dequantize, quantize
+from refops.ops import DequantizedSource, quantize
 from refops.quantization import block
 from refops.quantization.layout import ceil_div
 from refops.quantization.nvfp4 import HadamardSource
-from refops.scaling import (
-    BlockScaling,
-    CurrentScaling,
-    DelayedScaling,
-    MXFP8Scaling,
-    NVFP4Scaling,
-    Scaling,
-)
+from refops.scaling import BlockScaling, CurrentScaling, DelayedScaling, MXFP8Scaling, NVFP4Scaling, Scaling
 from refops.tiles import InputSource, Matrix, materialize, tile_slices
 
 
@@ -60,9 +53,15 @@ SCALINGS = {
             CurrentScaling(E4M3, power_2_scale=True),
             "FP8 E4M3, one scale from the tensor's own amax, rounded down to a power of two.",
         ),
-        NamedScaling("block-1x128", BlockScaling(E4M3, 1), "FP8 E4M3, one power-of-two float32 scale per 1x128 elements."),
-        NamedScaling("block-128x128", BlockScaling(E4M3, 2), "FP8 E4M3, one power-of-two float32 scale per 128x128 tile."),
-        NamedScaling("mxfp8", MXFP8Scaling(E4M3), "MXFP8: E4M3, one E8M0 scale byte per 32 elements, rounded up (TE's rule)."),
+        NamedScaling(
+            "block-1x128", BlockScaling(E4M3, 1), "FP8 E4M3, one power-of-two float32 scale per 1x128 elements."
+        ),
+        NamedScaling(
+            "block-128x128", BlockScaling(E4M3, 2), "FP8 E4M3, one power-of-two float32 scale per 128x128 tile."
+        ),
+        NamedScaling(
+            "mxfp8", MXFP8Scaling(E4M3), "MXFP8: E4M3, one E8M0 scale byte per 32 elements, rounded up (TE's rule)."
+        ),
         NamedScaling("mxfp8-e5m2", MXFP8Scaling(E5M2), "MXFP8 with E5M2 elements."),
         NamedScaling(
             "mxfp8-floor",
@@ -70,9 +69,13 @@ SCALINGS = {
             "MXFP8 with the OCP specification's scale rule, rounded down: the largest elements may saturate.",
         ),
         NamedScaling(
-            "nvfp4-1x16", NVFP4Scaling(), "NVFP4: E2M1, one E4M3 scale per 16 elements, one float32 amax for the tensor."
+            "nvfp4-1x16",
+            NVFP4Scaling(),
+            "NVFP4: E2M1, one E4M3 scale per 16 elements, one float32 amax for the tensor.",
         ),
-        NamedScaling("nvfp4-16x16", NVFP4Scaling(two_d=True), "NVFP4 with one E4M3 scale per 16x16 tile (TE's weights)."),
+        NamedScaling(
+            "nvfp4-16x16", NVFP4Scaling(two_d=True), "NVFP4 with one E4M3 scale per 16x16 tile (TE's weights)."
+        ),
         NamedScaling(
             "nvfp4-rht",
             NVFP4Scaling(rht=True),
@@ -85,9 +88,13 @@ SCALINGS = {
             "NVFP4 that maps each block's maximum to 6 or to 4, whichever has the smaller absolute error.",
         ),
         NamedScaling(
-            "nvfp4-stochastic", NVFP4Scaling(stochastic_rounding=True), "NVFP4 with stochastic rounding (TE's gradients), seed 0."
+            "nvfp4-stochastic",
+            NVFP4Scaling(stochastic_rounding=True),
+            "NVFP4 with stochastic rounding (TE's gradients), seed 0.",
         ),
-        NamedScaling("nvfp4-row-scaled", NVFP4Scaling(row_scaled=True), "NVFP4 with one float32 amax per row (per token)."),
+        NamedScaling(
+            "nvfp4-row-scaled", NVFP4Scaling(row_scaled=True), "NVFP4 with one float32 amax per row (per token)."
+        ),
     )
 }
 
@@ -116,7 +123,8 @@ class Measurement:
         flushed: share of the non-zero elements that came back as zero, 0 to 1.
         saturated: share of the elements that the format's range cut off, 0 to 1 (see `saturates`).
         worst_relative_error: largest |x - xhat| / |x| over non-zero elements that were not flushed.
-        bits_per_element: data bits, stored scales without padding, and 32 for each float32 amax or scale of the tensor or row.
+        bits_per_element: data bits, stored scales without padding, and 32 for each float32 amax or scale of the tensor
+            or of a row.
     """
 
     scaling: str
@@ -172,7 +180,9 @@ def tensor_facts(x):
         zeros += finite.size - non_zero.size
         if non_zero.size:
             amax, smallest = max(amax, float(non_zero.max())), min(smallest, float(non_zero.min()))
-    return TensorFacts(x.shape, x.dtype.name, x.size, non_finite, zeros, amax, 0.0 if math.isinf(smallest) else smallest)
+    return TensorFacts(
+        x.shape, x.dtype.name, x.size, non_finite, zeros, amax, 0.0 if math.isinf(smallest) else smallest
+    )
 
 
 def measure(x, named):
@@ -183,8 +193,7 @@ def measure(x, named):
         named: a `NamedScaling`.
 
     Returns:
-        `Measurement`. Sums run in float64 over tiles, so memory beyond `x` is one byte for the codes and four for
-        the dequantized value of each element.
+        `Measurement`. Sums run in float64 over tiles, so memory beyond `x` is that of the codes.
     """
     columnwise = named.columnwise
     try:
@@ -195,7 +204,7 @@ def measure(x, named):
         named.name,
         saturated=_saturated_share(x, q),
         bits_per_element=stored_bits(q, columnwise) / x.size,
-        **_errors(x, dequantize(q)),
+        **_errors(InputSource(x), DequantizedSource(q)),
     )
 
 
@@ -204,9 +213,8 @@ def _short_reason(error):
     return str(error).split(" (")[0].split("; got")[0].replace("x must have", "needs")
 
 
-def _errors(x, xhat):
-    """SQNR, flushed share and worst relative error of a tensor and its dequantized copy."""
-    original, restored = Matrix(x), Matrix(xhat)
+def _errors(original, restored):
+    """SQNR, flushed share and worst relative error of a tensor and its dequantized copy, both given as sources."""
     signal = noise = worst = 0.0
     finite_count = non_zero_count = flushed_count = 0
     for rows, columns in tile_slices(original.shape):
@@ -244,9 +252,9 @@ def saturates(values, restored, codes, fmt):
     """Which elements the format's range cut off, bool array.
 
     An element saturates when its code is the largest one and its magnitude lies more than half of the format's last
-    step above the largest value that its scale can express (E4M3: beyond 464 / 448 of it, E5M2: 61440 / 57344, E2M1: 7 / 6).
-    Up to there the error is one of ordinary rounding. Non-finite elements do not count, nor does a block whose scale is zero:
-    its elements are flushed.
+    step above the largest value that its scale can express (beyond 464/448 of it with E4M3, 61440/57344 with E5M2, 7/6
+    with E2M1). Up to there the error is one of ordinary rounding. Non-finite elements do not count, nor does a block
+    whose scale is zero: its elements are flushed.
 
     Args:
         values: float32 array, what was cast.
@@ -266,7 +274,7 @@ def saturates(values, restored, codes, fmt):
 
 def _saturated_share(x, q):
     """Share of the finite elements that saturate; under RHT of the transformed elements, which are what is cast."""
-    values, restored = Matrix(cast_values(x, q)), Matrix(cast_dequantized(q))
+    values, restored = _cast_source(x, q), _cast_dequantized_source(q)
     codes, fmt = element_codes(q), q.scaling.fmt
     count = finite_count = 0
     for rows, columns in tile_slices(values.shape):
@@ -276,7 +284,7 @@ def _saturated_share(x, q):
     return count / finite_count if finite_count else None
 
 
-# --- a Quantized, element by element -----------------------------------------------------------------------------------
+# --- a Quantized, element by element ---------------------------------------------------------------------------------
 
 
 def has_transform(q):
@@ -285,21 +293,28 @@ def has_transform(q):
 
 
 def cast_values(x, q):
-    """The tensor that was cast to codes: `x`, or its transform rounded to its dtype (M, K) for NVFP4 with RHT columnwise."""
-    if not has_transform(q):
-        return x
-    return materialize(HadamardSource(InputSource(x), q.scaling.sign_mask)).reshape(q.matrix_shape)
+    """The tensor that was cast to codes: `x`, or under RHT its transform (M, K), rounded to the dtype of `x`."""
+    return materialize(_cast_source(x, q)).reshape(q.matrix_shape) if has_transform(q) else x
+
+
+def _cast_source(x, q):
+    source = InputSource(x)
+    return HadamardSource(source, q.scaling.sign_mask) if has_transform(q) else source
 
 
 def cast_dequantized(q):
     """float32 (M, K): each code times its decode scale, any Hadamard transform left in place."""
+    return materialize(_cast_dequantized_source(q), np.float32).reshape(q.matrix_shape)
+
+
+def _cast_dequantized_source(q):
     if has_transform(q):
         q = replace(q, scaling=replace(q.scaling, rht=False))
-    return dequantize(q).reshape(q.matrix_shape)
+    return DequantizedSource(q)
 
 
 def decode_scales(q):
-    """float32 (M, K): what the value of each element's code is multiplied with, read off as the dequantized code of 1."""
+    """float32 (M, K): what the value of each element's code is multiplied with, read off as what a code of 1 gives."""
     one = int(encode(np.float32([1]), q.scaling.fmt)[0])
     if isinstance(q.scaling, NVFP4Scaling):
         one |= one << 4
@@ -320,7 +335,7 @@ def element_codes(q):
 
 
 def stored_bits(q, columnwise=False):
-    """Bits of one direction: data, scales without padding, and 32 for each float32 amax or scale of the tensor or a row."""
+    """Bits of one direction: data, scales without padding, 32 for each float32 amax or scale of the tensor or a row."""
     m, k = q.matrix_shape
     outer, inner = (k, m) if columnwise else (m, k)
     data = q.columnwise_data if columnwise else q.rowwise_data
@@ -333,79 +348,3 @@ def stored_bits(q, columnwise=False):
         amax = q.amax_columnwise if columnwise else q.amax_rowwise
         return bits + 8 * outer * (inner // NVFP4Scaling.block_size) + 32 * amax.size
     return bits + 32
-
-
-# --- the picture -------------------------------------------------------------------------------------------------------
-
-#: More rows than this do not fit a page.
-MOST_TENSORS_DRAWN = 60
-
-
-def draw(path, surveys):
-    """Draw SQNR and flushed share of every tensor (row) under every scaling (column) as two heat maps.
-
-    Args:
-        path: file to write; the suffix gives the format (png, pdf, svg).
-        surveys: list of (tensor name, list of `Measurement`), at most `MOST_TENSORS_DRAWN`.
-
-    Raises:
-        ImportError: no matplotlib. OSError, ValueError: the file cannot be written, or matplotlib lacks the format.
-    """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    names = [name if len(name) <= 48 else "..." + name[-45:] for name, _ in surveys]
-    scalings = [m.scaling for m in surveys[0][1]]
-    sqnr = _grid(surveys, lambda m: m.sqnr_db)
-    flushed = _grid(surveys, lambda m: None if m.flushed is None else 100 * m.flushed)
-    finite = sqnr[np.isfinite(sqnr)]
-    best = max(10.0, 5 * math.ceil(finite.max() / 5)) if finite.size else 10.0
-    width = max(6.0, 0.085 * max(map(len, names)) + 0.5 * len(scalings) + 1.2)
-    figure, (upper, lower) = plt.subplots(
-        2, 1, sharex=True, layout="constrained", figsize=(width, 2 * (0.27 * len(names) + 0.4) + 1.6)
-    )
-    # One hue each, light to dark: readable in grey and with any colour vision.
-    _heat_map(figure, upper, sqnr, "Blues", best, lambda value: f"{value:.1f}")
-    _heat_map(figure, lower, flushed, "Oranges", 100.0, _percent_label)
-    upper.set_title("Signal to quantization noise, SQNR (dB): darker is better", fontsize=10, loc="left")
-    lower.set_title("Flushed to zero (% of the non-zero elements): darker is worse", fontsize=10, loc="left")
-    for axis in (upper, lower):
-        axis.set_yticks(range(len(names)), names, fontsize=8, parse_math=False)  # a name may hold a $
-        axis.set_ylabel("tensor", fontsize=9)
-    lower.set_xticks(range(len(scalings)), scalings, rotation=45, ha="right", rotation_mode="anchor", fontsize=8)
-    lower.set_xlabel("scaling", fontsize=9)
-    figure.savefig(path, dpi=160)
-    plt.close(figure)
-
-
-def _grid(surveys, number):
-    """One number for each (tensor, scaling), NaN where there is none."""
-    rows = [[number(m) for m in measurements] for _, measurements in surveys]
-    return np.array([[np.nan if value is None else value for value in row] for row in rows], np.float64)
-
-
-def _percent_label(percent):
-    return "0" if percent == 0 else "<0.1" if percent < 0.1 else f"{percent:.1f}"
-
-
-def _heat_map(figure, axis, numbers, colors, high, label):
-    """Draw one panel: shades from 0 to `high`, a label in every cell, grey where the scaling does not apply."""
-    shade = np.clip(numbers, 0, high)
-    image = axis.imshow(shade, cmap=colors, vmin=0, vmax=high, aspect="auto")
-    axis.set_facecolor("0.88")
-    for (row, column), value in np.ndenumerate(numbers):
-        if np.isnan(value):
-            text, color = "n/a", "0.4"
-        else:
-            text = ("exact" if value > 0 else "-inf") if np.isinf(value) else label(value)
-            color = "white" if shade[row, column] > 0.6 * high else "black"
-        axis.text(column, row, text, ha="center", va="center", fontsize=7, color=color)
-    axis.set_xticks(np.arange(numbers.shape[1] + 1) - 0.5, minor=True)
-    axis.set_yticks(np.arange(numbers.shape[0] + 1) - 0.5, minor=True)
-    axis.grid(which="minor", color="white", linewidth=1)
-    axis.tick_params(which="both", length=0)
-    for spine in axis.spines.values():
-        spine.set_visible(False)
-    figure.colorbar(image, ax=axis, fraction=0.03, pad=0.01).ax.tick_params(labelsize=7)

@@ -228,7 +228,8 @@ def _half(elements):
 def dequantize_tile(q, rows, columns, columnwise):
     """float32 values of a rectangle: element * ((scale * amax) * float32(1 / (6 e4m3_max))).
 
-    Columnwise data come back in (M, K) orientation, with RHT undone in float64 (tile edges are multiples of 16).
+    As in TE, scale * amax overflows for amax above FLT_MAX / 448 (7.6e35): such a block comes back as inf, its zeros as
+    NaN. Columnwise data come back in (M, K) orientation, with RHT undone in float64 (tile edges are multiples of 16).
     """
     if columnwise:
         data, scales, amax = q.columnwise_data, q.columnwise_scale_inv, q.amax_columnwise

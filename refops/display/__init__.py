@@ -1,0 +1,6 @@
+"""What the `refops` command shows of what others computed: nothing here measures, checks or reads a tensor.
+
+report.py inspect.py explain.py formats.py    text and JSON, one file a command
+plot.py                                       the picture of `refops inspect --plot`
+console.py numbers.py                         what they share: tables, progress, JSON; numbers in few characters
+"""

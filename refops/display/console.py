@@ -1,0 +1,95 @@
+"""Where output goes: tables and JSON to stdout, a progress bar to stderr."""
+
+import json
+import math
+import sys
+from contextlib import contextmanager
+
+import numpy as np
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+#: Columns where stdout is no terminal.
+PIPE_WIDTH = 120
+
+
+def printable(text):
+    """`text` with control characters spelled out: names come from files."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def print_json(document):
+    """Print one JSON document; NaN and infinities become null."""
+    print(json.dumps(_plain(document), allow_nan=False, indent=1))
+
+
+def _plain(value):
+    if isinstance(value, dict):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    if isinstance(value, np.generic):
+        value = value.item()
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+class _Stdout(Console):
+    """rich's console, but a closed pipe is the caller's business: rich would exit with 1, which means a mismatch."""
+
+    def on_broken_pipe(self):
+        raise BrokenPipeError
+
+
+def stdout_console():
+    """A console for stdout that takes strings literally."""
+    width = None if sys.stdout.isatty() else PIPE_WIDTH
+    return _Stdout(width=width, markup=False, highlight=False, emoji=False)
+
+
+def make_table(*columns, rule=True):
+    """A plain table; a column whose name starts with "<" is left-aligned text, the others are numbers.
+
+    Text columns but the first may wrap in a narrow terminal.
+    """
+    table = Table(box=box.SIMPLE_HEAD if rule else None, show_edge=False, padding=(0, 1, 0, 0), pad_edge=False)
+    for i, name in enumerate(columns):
+        is_text = name.startswith("<")
+        table.add_column(
+            name.removeprefix("<"),
+            justify="left" if is_text else "right",
+            overflow="fold",
+            no_wrap=not is_text or i == 0,
+        )
+    return table
+
+
+def print_table(console, table):
+    """Print a table and an empty line, its columns closer together where it is wider than the terminal."""
+    if console.measure(table, options=console.options.update(width=10_000)).maximum > console.width:
+        table.padding = (0, 0, 0, 0)
+    console.print(table)
+    console.print()
+
+
+@contextmanager
+def progress_bar():
+    """Yield show(done, total, what): a bar on stderr where that is a terminal, nothing elsewhere."""
+    console = Console(stderr=True)
+    bar = Progress(
+        TextColumn("{task.description:40.40}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )
+    with bar:
+        task = bar.add_task("", total=None)
+
+        def show(done, total, what):
+            bar.update(task, completed=done, total=total, description=printable(what))
+
+        yield show

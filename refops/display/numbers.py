@@ -1,0 +1,55 @@
+"""Numbers in few characters."""
+
+import math
+
+
+def significant(value, digits=3):
+    """A short number; "-" for None."""
+    return "-" if value is None else f"{value:.{digits}g}"
+
+
+def percent(share):
+    """A share in percent that never rounds something to nothing, nor less than everything to 100; "-" for None."""
+    if share is None:
+        return "-"
+    if share in (0, 1):
+        return "0" if share == 0 else "100.00"
+    if 100 * share < 0.01:
+        return "<0.01"
+    return f"{100 * share:.2f}" if 100 * share < 99.995 else ">99.99"
+
+
+def decibels(measurement):
+    """The SQNR of a `Measurement`: "exact" and "-inf" at the ends, "-" where there is none."""
+    if measurement.sqnr_db is None:
+        return "-"
+    if math.isinf(measurement.sqnr_db):
+        return "exact" if measurement.exact else "-inf"
+    return f"{measurement.sqnr_db:.1f}"
+
+
+def power_of_two(value, digits=6):
+    """A number, as a power of two where that is shorter."""
+    mantissa, exponent = math.frexp(value)
+    if mantissa == 0.5 and (value < 0.01 or value >= 2**20):
+        return f"2^{exponent - 1}"
+    return f"{value:.{digits}g}"
+
+
+def dimensions(shape):
+    """(2, 32, 64) -> "2x32x64"."""
+    return "x".join(map(str, shape))
+
+
+def hexadecimal(code, fmt):
+    """A code of a format, as many digits as its bits need."""
+    return f"0x{code:0{-(-fmt.bits // 4)}X}"
+
+
+def binary(code, fmt):
+    """Sign, exponent and mantissa bits of a code, apart."""
+    text = f"{code:0{fmt.bits}b}"
+    exponent_starts = int(fmt.signed)
+    mantissa_starts = exponent_starts + fmt.exponent_bits
+    fields = [text[:exponent_starts], text[exponent_starts:mantissa_starts], text[mantissa_starts:]]
+    return " ".join(field for field in fields if field)

@@ -1,0 +1,110 @@
+"""The picture of `refops inspect --plot`: SQNR and flushed share of every tensor under every scaling."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+
+from refops.display.console import printable
+
+#: More rows than this do not fit a page.
+MOST_TENSORS_DRAWN = 60
+
+
+class PlotError(Exception):
+    """A picture that cannot be drawn; the message is one line that names the argument, its value and the rule."""
+
+
+def require_drawable(path):
+    """Fail before the work, not after it, where `draw` cannot succeed.
+
+    Raises:
+        PlotError: no matplotlib, a suffix that it does not know, or no such directory.
+    """
+    try:
+        from matplotlib.backend_bases import FigureCanvasBase
+    except ImportError:
+        raise PlotError("--plot needs matplotlib; install it with: pip install 'refops[plot]'") from None
+    allowed = [f".{suffix}" for suffix in sorted(FigureCanvasBase.get_supported_filetypes())]
+    if Path(path).suffix.lower() not in allowed:
+        raise PlotError(f"--plot must end in one of {', '.join(allowed)}; got {path!r}")
+    if not Path(path).absolute().parent.is_dir():
+        raise PlotError(f"--plot must name a file in an existing directory; got {path!r}")
+
+
+def draw(path, surveys):
+    """Draw SQNR and flushed share of every tensor (row) under every scaling (column) as two heat maps.
+
+    Args:
+        path: file to write; the suffix gives the format (png, pdf, svg). See `require_drawable`.
+        surveys: list of (tensor name, list of `Measurement`), 1 to `MOST_TENSORS_DRAWN`.
+
+    Raises:
+        PlotError: too few or too many tensors, or the file cannot be written.
+    """
+    if not 1 <= len(surveys) <= MOST_TENSORS_DRAWN:
+        raise PlotError(f"--plot draws 1 to {MOST_TENSORS_DRAWN} tensors, choose with --tensor; got {len(surveys)}")
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    names = [printable(name) for name, _ in surveys]
+    names = [name if len(name) <= 48 else "..." + name[-45:] for name in names]
+    scalings = [m.scaling for m in surveys[0][1]]
+    sqnr = _grid(surveys, lambda m: m.sqnr_db)
+    flushed = _grid(surveys, lambda m: None if m.flushed is None else 100 * m.flushed)
+    finite = sqnr[np.isfinite(sqnr)]
+    best = max(10.0, 5 * math.ceil(finite.max() / 5)) if finite.size else 10.0
+    width = max(6.0, 0.085 * max(map(len, names)) + 0.5 * len(scalings) + 1.2)
+    figure, (upper, lower) = plt.subplots(
+        2, 1, sharex=True, layout="constrained", figsize=(width, 2 * (0.27 * len(names) + 0.4) + 1.6)
+    )
+    # One hue each, light to dark: readable in grey and with any colour vision.
+    _heat_map(figure, upper, sqnr, "Blues", best, lambda value: f"{value:.1f}")
+    _heat_map(figure, lower, flushed, "Oranges", 100.0, _percent_label)
+    upper.set_title("Signal to quantization noise, SQNR (dB): darker is better", fontsize=10, loc="left")
+    lower.set_title("Flushed to zero (% of the non-zero elements): darker is worse", fontsize=10, loc="left")
+    for axis in (upper, lower):
+        axis.set_yticks(range(len(names)), names, fontsize=8, parse_math=False)  # a name may hold a $
+        axis.set_ylabel("tensor", fontsize=9)
+    lower.set_xticks(range(len(scalings)), scalings, rotation=45, ha="right", rotation_mode="anchor", fontsize=8)
+    lower.set_xlabel("scaling", fontsize=9)
+    try:
+        figure.savefig(path, dpi=160)
+    except (OSError, RuntimeError) as error:  # RuntimeError: .pgf without LaTeX
+        reason = getattr(error, "strerror", None) or error
+        raise PlotError(f"--plot must name a file that can be written; got {path!r}: {reason}") from None
+    finally:
+        plt.close(figure)
+
+
+def _grid(surveys, number):
+    """One number for each (tensor, scaling), NaN where there is none."""
+    rows = [[number(m) for m in measurements] for _, measurements in surveys]
+    return np.array([[np.nan if value is None else value for value in row] for row in rows], np.float64)
+
+
+def _percent_label(percent):
+    return "0" if percent == 0 else "<0.1" if percent < 0.1 else f"{percent:.1f}"
+
+
+def _heat_map(figure, axis, numbers, colors, high, label):
+    """Draw one panel: shades from 0 to `high`, a label in every cell, grey where the scaling does not apply."""
+    shade = np.clip(numbers, 0, high)
+    image = axis.imshow(shade, cmap=colors, vmin=0, vmax=high, aspect="auto")
+    axis.set_facecolor("0.88")
+    for (row, column), value in np.ndenumerate(numbers):
+        if np.isnan(value):
+            text, color = "n/a", "0.4"
+        else:
+            text = ("exact" if value > 0 else "-inf") if np.isinf(value) else label(value)
+            color = "white" if shade[row, column] > 0.6 * high else "black"
+        axis.text(column, row, text, ha="center", va="center", fontsize=7, color=color)
+    axis.set_xticks(np.arange(numbers.shape[1] + 1) - 0.5, minor=True)
+    axis.set_yticks(np.arange(numbers.shape[0] + 1) - 0.5, minor=True)
+    axis.grid(which="minor", color="white", linewidth=1)
+    axis.tick_params(which="both", length=0)
+    for spine in axis.spines.values():
+        spine.set_visible(False)
+    figure.colorbar(image, ax=axis, fraction=0.03, pad=0.01).ax.tick_params(labelsize=7)

@@ -1,0 +1,126 @@
+"""`refops report`: a table for each section, what differs, and the verdict."""
+
+from rich.text import Text
+
+import refops
+from refops.display.console import make_table, print_table, printable, stdout_console
+from refops.display.numbers import decibels, dimensions
+from refops.report import SECTIONS, spaced
+
+#: What the rows of a section of checks are.
+SUBJECTS = {
+    "activations": "activation",
+    "casts": "format",
+    "scalings": "scaling",
+    "fused": "scaling",
+    "helpers": "function",
+}
+#: Tensors beside each other in the table of the survey.
+SURVEY_COLUMNS = 10
+
+
+def print_report(report):
+    """Print a `Report`; its last line is the verdict."""
+    console = stdout_console()
+    console.print(f"refops {refops.__version__}, backend {report.backend}\n")
+    for section in report.sections:
+        checks = [c for c in report.checks if c.section == section]
+        console.print(Text(SECTIONS[section], style="bold"))
+        if section == "survey":
+            _print_survey(console, report.survey)
+        elif section == "vectors":
+            _print_vectors(console, checks)
+        else:
+            _print_checks(console, SUBJECTS[section], checks)
+    failures = [c for c in report.checks if c.unexplained]
+    if failures:
+        console.print(Text("Unexplained differences", style="bold red"))
+        for c in failures:
+            console.print(f"  {c.section} {c.subject}: {spaced(c.unexplained)} of {spaced(c.values)} elements")
+            console.print(f"    against {c.against}\n    first: {c.first}")
+        console.print()
+    for sentence in report.missing:
+        console.print(f"not checked: {sentence}")
+    console.print(Text(report.verdict, style="bold green" if report.ok else "bold red"), soft_wrap=True)
+
+
+def _print_vectors(console, checks):
+    """One row for each family of files; who made them and what documented differences are, in notes below."""
+    if not checks:
+        console.print("not found\n")
+        return
+    families = {}
+    for c in checks:
+        families.setdefault(_family(c), []).append(c)
+    makers, divergences = {}, {}
+    table = make_table("<vectors", "<made by", "elements", "equal", "<documented", "unexplained")
+    for family, group in families.items():
+        made_by = {_note(makers, maker) for c in group for maker in c.against.split("; ")}
+        reasons = {_note(divergences, c.divergence) for c in group if c.explained}
+        explained = sum(c.explained for c in group)
+        table.add_row(
+            family,
+            "".join(f"[{number}]" for number in sorted(made_by)),
+            spaced(sum(c.values for c in group)),
+            spaced(sum(c.values - c.differing for c in group)),
+            f"{spaced(explained)} {''.join(f'({number})' for number in sorted(reasons))}" if explained else "",
+            spaced(sum(c.unexplained for c in group)),
+        )
+    print_table(console, table)
+    for maker, number in makers.items():
+        console.print(f"  [{number}] {maker}", style="dim")
+    for divergence, number in divergences.items():
+        console.print(f"  ({number}) {divergence}", style="dim")
+    console.print()
+
+
+def _family(check):
+    """The first part of the vector file's name: "mxfp8__te_ref.npz: rowwise codes" -> "mxfp8"."""
+    file = check.subject.split(":")[0]
+    return file.removesuffix(".npz").split("__")[0]
+
+
+def _note(notes, text):
+    """The number of a note, a new one where it is new."""
+    return notes.setdefault(text, len(notes) + 1)
+
+
+def _print_checks(console, subjects, checks):
+    """What the section checks against, then one row a subject."""
+    groups = {}
+    for c in checks:
+        groups.setdefault(c.subject, []).append(c)
+    kinds = {}
+    table = make_table(f"<{subjects}", "<against", "comparisons", "values", "unexplained")
+    for subject, group in groups.items():
+        table.add_row(
+            subject,
+            "".join(f"[{_note(kinds, c.against)}]" for c in group),
+            spaced(sum(c.comparisons for c in group)),
+            spaced(sum(c.values for c in group)),
+            spaced(sum(c.unexplained for c in group)),
+        )
+    for kind, number in kinds.items():
+        console.print(f"  [{number}] {kind}", style="dim")
+    print_table(console, table)
+
+
+def _print_survey(console, survey):
+    """SQNR: one row a scaling, one lettered column a tensor."""
+    if not survey:
+        console.print("not found\n")
+        return
+    letters = [chr(ord("a") + i) if i < 26 else str(i + 1) for i in range(len(survey))]
+    for letter, (name, facts, _) in zip(letters, survey, strict=True):
+        shape = dimensions(facts.shape)
+        console.print(f"  {letter}  {printable(name)}, {facts.dtype} {shape}, amax {facts.amax:.3g}")
+    for start in range(0, len(survey), SURVEY_COLUMNS):
+        stop = start + SURVEY_COLUMNS
+        table = make_table("<scaling", *letters[start:stop])
+        of_scalings = zip(*(measurements for _, _, measurements in survey[start:stop]), strict=True)
+        for of_tensors in of_scalings:
+            table.add_row(of_tensors[0].scaling, *map(decibels, of_tensors))
+        print_table(console, table)
+    console.print(
+        'higher is better; "-": the scaling does not take that shape; more with: refops inspect FILE\n', style="dim"
+    )

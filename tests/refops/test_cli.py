@@ -1,0 +1,639 @@
+"""The `refops` command as a user meets it: what it prints, exit codes, one-line errors, JSON; and a report can fail."""
+
+import json
+import os
+import pickle
+import re
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+import refops
+from refops import cli, conformance, files, report
+from refops.display.console import PIPE_WIDTH
+from refops.display.plot import MOST_TENSORS_DRAWN
+from refops.quantization import block, hadamard, mxfp8, nvfp4, per_tensor
+from refops.selfcheck.tally import Tally
+from refops.survey import SCALINGS
+
+F = np.float32
+ROOT = Path(refops.__file__).parent.parent
+REAL = ROOT / "tests" / "data" / "minilm_ffn.safetensors"
+MATRIX = np.random.default_rng(0).standard_normal((32, 64)).astype(F)
+
+
+@pytest.fixture
+def run(capsys):
+    """Call run(*arguments) -> (exit code, stdout, stderr)."""
+
+    def call(*arguments):
+        code = cli.main([str(a) for a in arguments])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return call
+
+
+@pytest.fixture
+def run_json(run):
+    """Call run_json(*arguments) -> the one JSON document on stdout, NaN and Infinity refused."""
+
+    def refuse(constant):
+        raise AssertionError(f"{constant} is not JSON")
+
+    def call(*arguments, code=0):
+        got, out, err = run(*arguments, "--json")
+        assert (got, err) == (code, "")
+        return json.loads(out, parse_constant=refuse)
+
+    return call
+
+
+def shell(*arguments, **environment):
+    """`python -m refops` in a process of its own."""
+    return subprocess.run(
+        [sys.executable, "-m", "refops", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        timeout=120,
+    )
+
+
+# --- bad use: exit code 2, one line, no traceback --------------------------------------------------------------------
+
+
+@pytest.fixture
+def bad_files(tmp_path):
+    """A folder with one file of each kind of damage."""
+    np.save(tmp_path / "good.npy", MATRIX)
+    whole = (tmp_path / "good.npy").read_bytes()
+    (tmp_path / "cut.npy").write_bytes(whole[:1000])
+    (tmp_path / "empty.npy").write_bytes(b"")
+    (tmp_path / "noise.npy").write_bytes(b"\x93NUMPY noise and more noise")
+    (tmp_path / "pickle.npy").write_bytes(pickle.dumps({"a": 1}))
+    np.save(tmp_path / "object.npy", np.array([{}], object))
+    np.savez(tmp_path / "good.npz", a=MATRIX)
+    archive = bytearray((tmp_path / "good.npz").read_bytes())
+    (tmp_path / "cut.npz").write_bytes(archive[:1000])
+    archive[1000] ^= 0xFF
+    (tmp_path / "bits.npz").write_bytes(archive)
+    np.savez(tmp_path / "object.npz", a=np.array([None]))
+    save_file({"a": MATRIX}, tmp_path / "good.safetensors")
+    (tmp_path / "cut.safetensors").write_bytes((tmp_path / "good.safetensors").read_bytes()[:1000])
+    (tmp_path / "empty.safetensors").write_bytes(b"")
+    (tmp_path / "noise.safetensors").write_bytes(b"x" * 100)
+    (tmp_path / "words.txt").write_text("words")
+    (tmp_path / "folder.npy").mkdir()
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [
+        ("missing.npy", "must be an existing file"),
+        ("folder.npy", "must be a file"),
+        ("words.txt", "must end in one of .safetensors, .npy, .npz, .pt"),
+        ("cut.npy", "must be a readable .npy file"),
+        ("empty.npy", "must be a readable .npy file"),
+        ("noise.npy", "must be a readable .npy file"),
+        ("pickle.npy", "pickled Python objects, and those are never loaded"),
+        ("object.npy", "pickled Python objects, and those are never loaded"),
+        ("cut.npz", "must be a readable .npz file"),
+        ("bits.npz", "must be a readable .npz file"),
+        ("object.npz", "pickled Python objects, and those are never loaded"),
+        ("cut.safetensors", "must be a readable .safetensors file"),
+        ("empty.safetensors", "must be a readable .safetensors file"),
+        ("noise.safetensors", "must be a readable .safetensors file"),
+    ],
+)
+@pytest.mark.parametrize("command", ["inspect", "explain"])
+def test_unreadable_file(run, bad_files, command, name, rule):
+    options = ["--scaling", "mxfp8"]
+    code, out, err = run(command, bad_files / name, *options)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith("refops: error: FILE ") and str(bad_files / name) in err and rule in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        ([], ["COMMAND", "required"]),
+        (["dance"], ["COMMAND", "'dance'", "report"]),
+        (["inspect"], ["FILE", "required"]),
+        (["inspect", REAL, "--tensor", "no.*"], ["--tensor", "'no.*'", "layer0.ffn.input"]),
+        (["inspect", REAL, "--scaling", "fp7"], ["--scaling", "'fp7'", "mxfp8"]),
+        (["inspect", REAL, "--dtype", "float16"], ["--dtype", "'float16'", "bfloat16"]),
+        (["inspect", REAL, "--frobnicate"], ["--frobnicate"]),
+        (["inspect", REAL, "--tens", "x"], ["--tens"]),
+        (["explain", "--values", "1"], ["--scaling", "required"]),
+        (["explain", "--scaling", "fp7", "--values", "1"], ["--scaling", "'fp7'", "mxfp8"]),
+        (["explain", "--scaling", "mxfp8"], ["FILE", "--values", "neither"]),
+        (["explain", REAL, "--scaling", "mxfp8", "--values", "1"], ["FILE", "--values", "both"]),
+        (["explain", "", "--scaling", "mxfp8", "--values", "1"], ["FILE", "--values", "both"]),
+        (["explain", "--scaling", "mxfp8", "--values", "1,x"], ["--values", "'x'", "numbers"]),
+        (["explain", "--scaling", "mxfp8", "--values", ","], ["--values", "','", "at least one"]),
+        (["explain", "--scaling", "mxfp8", "--values", "1", "--row", "-1"], ["--row", "'-1'", ">= 0"]),
+        (["explain", "--scaling", "mxfp8", "--values", "1", "--block", "x"], ["--block", "'x'", ">= 0"]),
+        (["explain", "--scaling", "mxfp8", "--values", "1", "--row", "1"], ["--row", "got 1", "0..0"]),
+        (["explain", "--scaling", "mxfp8", "--values", "1", "--block", "1"], ["--block", "got 1", "0..0"]),
+        (["explain", "--scaling", "mxfp8", "--values", "1", "--dtype", "int8"], ["--dtype", "'int8'", "float32"]),
+        (["explain", "--scaling", "mxfp8", "--values", "1", "--tensor", "a"], ["--tensor", "'a'", "FILE"]),
+        (["explain", REAL, "--scaling", "mxfp8"], ["--tensor", "none", "layer0.ffn.input"]),
+        (["explain", REAL, "--scaling", "mxfp8", "--tensor", "a"], ["--tensor", "'a'", "layer0.ffn.input"]),
+        (
+            ["explain", REAL, "--scaling", "nvfp4-1x16", "--tensor", "layer3.ffn.up.bias"],
+            ["--scaling", "nvfp4-1x16", "M % 16 == 0", "(1536,)"],
+        ),
+        (["formats", "e9m9"], ["FORMAT", "'e9m9'", "e4m3"]),
+        (["report", "--section", "x"], ["--section", "'x'", "vectors"]),
+    ],
+    ids=lambda value: " ".join(map(str, value))[-60:] if isinstance(value, list) else None,
+)
+def test_bad_use(run, arguments, parts):
+    code, out, err = run(*arguments)
+    assert (code, out, err.count("\n")) == (2, "", 1), err
+    assert err.startswith("refops: error: ")
+    assert all(part in err for part in parts), err
+
+
+def test_report_with_unreadable_real_tensors(run, bad_files):
+    code, out, err = run("report", "--data", bad_files / "cut.safetensors")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+
+
+def test_torch_missing(run, tmp_path, monkeypatch):
+    (tmp_path / "a.pt").write_bytes(b"PK")
+    monkeypatch.setitem(sys.modules, "torch", None)
+    code, out, err = run("inspect", tmp_path / "a.pt")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "install torch" in err and "a.pt" in err
+
+
+def test_matplotlib_missing(run, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.backend_bases", None)
+    code, out, err = run("inspect", REAL, "--plot", tmp_path / "a.png")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "--plot" in err and "pip install 'refops[plot]'" in err
+
+
+@pytest.mark.parametrize(
+    ("target", "rule"),
+    [("a.xyz", "must end in one of"), ("a", "must end in one of"), ("no/a.png", "existing directory")],
+)
+def test_plot_that_cannot_be_written(run, tmp_path, target, rule):
+    pytest.importorskip("matplotlib")
+    code, out, err = run("inspect", REAL, "--plot", tmp_path / target)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "--plot" in err and target in err and rule in err
+
+
+@pytest.mark.parametrize("error", [PermissionError(13, "Permission denied"), RuntimeError("'xelatex' not found")])
+def test_plot_that_fails_at_the_end(run, tmp_path, monkeypatch, error):
+    pytest.importorskip("matplotlib")
+
+    def savefig(*arguments, **options):
+        raise error
+
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", savefig)
+    options = ["--tensor", "*bias", "--scaling", "mxfp8", "--plot", tmp_path / "a.png"]
+    code, out, err = run("inspect", REAL, *options)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "--plot" in err and "a.png" in err and ("Permission denied" in err or "xelatex" in err)
+
+
+def test_plot_of_too_many_tensors(run, tmp_path):
+    pytest.importorskip("matplotlib")
+    np.savez(tmp_path / "many.npz", **{f"t{i}": np.ones(4, F) for i in range(MOST_TENSORS_DRAWN + 1)})
+    code, out, err = run("inspect", tmp_path / "many.npz", "--scaling", "mxfp8", "--plot", tmp_path / "a.png")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "--plot" in err and str(MOST_TENSORS_DRAWN + 1) in err
+
+
+# --- inspect ---------------------------------------------------------------------------------------------------------
+
+
+def test_inspect_shows_every_scaling_of_every_tensor(run):
+    code, out, err = run("inspect", REAL)
+    assert (code, err) == (0, "")
+    assert out.count("SQNR dB") == 10
+    assert all(out.count(f"\n{name} ") == (8 if name.startswith("nvfp4") else 10) for name in SCALINGS)
+    assert "needs M % 16 == 0 and K % 16 == 0 for NVFP4: nvfp4-1x16, nvfp4-16x16" in out
+    assert max(map(len, out.splitlines())) <= PIPE_WIDTH
+
+
+def test_inspect_json_agrees_with_the_survey(run_json):
+    document = run_json("inspect", REAL, "--tensor", "layer3.ffn.up*", "--scaling", "mxfp8*", "--scaling", "nvfp4-rht")
+    assert [t["tensor"] for t in document["tensors"]] == ["layer3.ffn.up.bias", "layer3.ffn.up.weight"]
+    bias, weight = document["tensors"]
+    assert (weight["shape"], weight["dtype"], weight["elements"]) == ([1536, 384], "bfloat16", 1536 * 384)
+    assert [s["scaling"] for s in weight["scalings"]] == ["mxfp8", "mxfp8-e5m2", "mxfp8-floor", "nvfp4-rht"]
+    assert 31 < weight["scalings"][0]["sqnr_db"] < 32
+    assert bias["scalings"][3]["sqnr_db"] is None and "M % 16" in bias["scalings"][3]["reason"]
+
+
+@pytest.mark.parametrize("suffix", ["npy", "npz", "safetensors"])
+@pytest.mark.parametrize("dtype", [F, np.float16, np.float64, ">f4"], ids=str)
+def test_inspect_reads_each_format(run_json, tmp_path, suffix, dtype):
+    x = MATRIX.astype(dtype)
+    path = tmp_path / f"x.{suffix}"
+    if suffix == "npy":
+        np.save(path, x)
+    elif suffix == "npz":
+        np.savez(path, x=x)
+    else:
+        save_file({"x": np.ascontiguousarray(x.astype(x.dtype.newbyteorder("=")))}, path)
+    (tensor,) = run_json("inspect", path, "--scaling", "mxfp8")["tensors"]
+    assert tensor["tensor"] == "x" and tensor["shape"] == [32, 64]
+    assert tensor["dtype"] == ("float16" if dtype == np.float16 else "float32")
+    assert ("float64 rounded to float32" in tensor["note"]) == (dtype == np.float64)
+
+
+def test_bfloat16_in_npy_needs_to_be_named(run, run_json, tmp_path):
+    np.save(tmp_path / "x.npy", MATRIX.astype(ml_dtypes.bfloat16))
+    code, out, _ = run("inspect", tmp_path / "x.npy")
+    assert code == 0 and "skipped x: raw 2-byte elements" in out and "--dtype bfloat16" in out
+    (tensor,) = run_json("inspect", tmp_path / "x.npy", "--dtype", "bfloat16", "--scaling", "mxfp8")["tensors"]
+    save_file({"x": MATRIX.astype(ml_dtypes.bfloat16)}, tmp_path / "x.safetensors")
+    (named,) = run_json("inspect", tmp_path / "x.safetensors", "--scaling", "mxfp8")["tensors"]
+    assert (tensor["dtype"], tensor["scalings"]) == ("bfloat16", named["scalings"])
+
+
+def test_what_cannot_be_quantized_is_skipped_with_its_reason(run, run_json, tmp_path):
+    tensors = {
+        "int": np.arange(4),
+        "fp8": MATRIX.astype(ml_dtypes.float8_e4m3fn),
+        "scalar": np.zeros((), F),
+        "empty": np.zeros((0, 4), F),
+        "good": MATRIX,
+    }
+    save_file(tensors, tmp_path / "x.safetensors")
+    document = run_json("inspect", tmp_path / "x.safetensors", "--scaling", "mxfp8")
+    assert [t["tensor"] for t in document["tensors"]] == ["good"]
+    reasons = {s["tensor"]: s["reason"] for s in document["skipped"]}
+    assert "int64" in reasons["int"] and "F8_E4M3" in reasons["fp8"]
+    assert "scalar" in reasons["scalar"] and "no elements" in reasons["empty"]
+    code, out, _ = run("inspect", tmp_path / "x.safetensors", "--scaling", "mxfp8")
+    assert code == 0 and all(f"skipped {name}: " in out for name in reasons)
+
+
+def test_file_without_tensors(run, tmp_path):
+    np.savez(tmp_path / "none.npz")
+    code, out, err = run("inspect", tmp_path / "none.npz")
+    assert (code, err) == (0, "") and "no tensors" in out
+
+
+def test_float64_that_overflows_is_counted(run_json, tmp_path):
+    np.save(tmp_path / "x.npy", np.array([1e300, 1.0, np.inf]))
+    (tensor,) = run_json("inspect", tmp_path / "x.npy")["tensors"]
+    assert "1 overflowed to inf" in tensor["note"] and tensor["non_finite"] == 2
+
+
+def test_infinities_become_null_in_json(run_json, tmp_path):
+    np.save(tmp_path / "x.npy", np.array([[1.0, np.nan, np.inf]], F))
+    (tensor,) = run_json("inspect", tmp_path / "x.npy", "--scaling", "delayed")["tensors"]
+    (delayed,) = tensor["scalings"]
+    assert delayed["sqnr_db"] is None and delayed["exact"] is True
+
+
+def test_control_characters_in_names_are_not_printed(run, tmp_path):
+    name = "a\x1b[31m[bold]\nb"
+    save_file({name: MATRIX}, tmp_path / "x.safetensors")
+    code, out, _ = run("inspect", tmp_path / "x.safetensors", "--scaling", "mxfp8")
+    assert code == 0 and "\x1b" not in out and "a\\x1b[31m[bold]\\nb" in out
+
+
+def test_plot(run, tmp_path):
+    pytest.importorskip("matplotlib")
+    code, out, _ = run("inspect", REAL, "--tensor", "*bias", "--plot", tmp_path / "a.png")
+    assert code == 0 and "drawn in" in out
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_pytorch_file(run_json, tmp_path):
+    torch = pytest.importorskip("torch")
+    t = torch.from_numpy(MATRIX)
+    content = {"model": {"w": t.bfloat16(), "b": [t[0], t.t()]}, "step": 3, "d": t.double(), "s": t.to_sparse()}
+    torch.save(content, tmp_path / "x.pt")
+    document = run_json("inspect", tmp_path / "x.pt", "--scaling", "mxfp8")
+    found = {t["tensor"]: (t["dtype"], t["shape"]) for t in document["tensors"]}
+    assert found == {
+        "model.w": ("bfloat16", [32, 64]),
+        "model.b.0": ("float32", [64]),
+        "model.b.1": ("float32", [64, 32]),
+        "d": ("float32", [32, 64]),
+    }
+    assert [s["tensor"] for s in document["skipped"]] == ["s"]
+
+
+def test_pytorch_file_with_code_is_refused(run, tmp_path):
+    torch = pytest.importorskip("torch")
+
+    class Code:
+        def __reduce__(self):
+            return (exec, ("raise SystemExit(77)",))
+
+    torch.save({"x": Code()}, tmp_path / "x.pt")
+    code, out, err = run("inspect", tmp_path / "x.pt")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+
+
+def test_npy_is_memory_mapped(tmp_path):
+    np.save(tmp_path / "x.npy", MATRIX)
+    with files.open_tensors(tmp_path / "x.npy") as (tensor,):
+        assert isinstance(tensor.load()[0], np.memmap)
+
+
+# --- explain ---------------------------------------------------------------------------------------------------------
+
+
+def test_explain_values(run):
+    code, out, err = run("explain", "--scaling", "mxfp8", "--values", "0.1,-0.25,1,3")
+    assert (code, err) == (0, "")
+    assert re.search(r"scale byte +120 \(E8M0\) +0x78 ", out)
+    assert re.search(r"1 +-0.25 +-32 +0xE0 +1 1100 000 +-32 +-0.25 +0\n", out)
+
+
+@pytest.mark.parametrize("name", SCALINGS)
+@pytest.mark.parametrize("columnwise", [[], ["--columnwise"]], ids=["rowwise", "columnwise"])
+def test_explain_every_scaling(run, run_json, name, columnwise):
+    arguments = [
+        "explain",
+        "--scaling",
+        name,
+        "--values",
+        "-1.5,nan,inf,-0.0,3,1e-40",
+        "--dtype",
+        "bfloat16",
+        *columnwise,
+    ]
+    document = run_json(*arguments)
+    code, out, _ = run(*arguments)
+    assert code == 0 and "How the scale comes out" in out
+    assert document["direction"] == ("columnwise" if columnwise or name == "nvfp4-rht" else "rowwise")
+    assert [e["original_bits"] for e in document["elements"][:2]] == ["0xBFC00000", "0x7FC00000"]
+    assert document["elements"][1]["original"] is None
+
+
+def test_explain_dequantized_column_is_that_of_the_library(run_json):
+    with files.open_tensors(REAL) as tensors:
+        x = next(t for t in tensors if t.name == "layer0.ffn.input").load()[0]
+    for name, columnwise in (("nvfp4-1x16", False), ("nvfp4-4over6", True), ("block-128x128", False)):
+        document = run_json(
+            *["explain", REAL, "--tensor", "layer0.ffn.input", "--scaling", name, "--row", 70, "--block", 1],
+            *(["--columnwise"] if columnwise else []),
+        )
+        scaling = SCALINGS[name].scaling
+        values = refops.dequantize(refops.quantize(x, scaling, rowwise=not columnwise, columnwise=columnwise))
+        got = [(tuple(e["index"]), e["dequantized"]) for e in document["elements"]]
+        assert got == [(index, float(values[index])) for index, _ in got]
+        assert {index[columnwise] for index, _ in got} == {70}
+
+
+def test_explain_takes_the_only_tensor_of_a_file(run, tmp_path):
+    np.save(tmp_path / "x.npy", MATRIX)
+    code, out, _ = run("explain", tmp_path / "x.npy", "--scaling", "current", "--row", "3", "--block", "1")
+    assert code == 0 and "row 3, columns 16..31" in out
+
+
+# --- formats ---------------------------------------------------------------------------------------------------------
+
+
+def test_formats_table(run, run_json):
+    code, out, err = run("formats")
+    assert (code, err) == (0, "")
+    assert re.search(r"e5m2 +1 5 2 +15 +57344 +2\^-14 +2\^-16 +7D-7F FD-FF +7C FC +247", out)
+    rows = {row["name"]: row for row in run_json("formats")["formats"]}
+    assert list(rows) == list(refops.FORMATS)
+    assert [rows[name]["finite_values"] for name in rows] == [253, 247, 15, 255, 63, 63]
+    assert (rows["e4m3"]["nan_codes"], rows["e4m3"]["inf_codes"]) == (["0x7F", "0xFF"], [])
+
+
+@pytest.mark.parametrize("name", refops.FORMATS)
+def test_every_code_of_a_format(run, run_json, name):
+    fmt = refops.FORMATS[name]
+    document = run_json("formats", name.upper())
+    values = [np.nan if c["value"] is None else c["value"] for c in document["codes"]]
+    np.testing.assert_array_equal(np.where(np.isinf(fmt.values), np.nan, fmt.values), np.array(values, F))
+    code, out, _ = run("formats", name)
+    assert code == 0 and "code" in out
+
+
+# --- report ----------------------------------------------------------------------------------------------------------
+
+
+def test_full_report_passes_in_time(run_json):
+    start = time.perf_counter()
+    document = run_json("report")
+    assert time.perf_counter() - start < 60
+    assert document["ok"] and document["missing"] == []
+    assert {c["section"] for c in document["checks"]} == set(report.SECTIONS) - {"survey"}
+    assert all(c["comparisons"] > 0 and c["values"] > 0 and c["unexplained"] == 0 for c in document["checks"])
+    assert len(document["survey"]) == 10
+    assert re.fullmatch(
+        r"PASS: \d{3} \d{3} \d{3} values checked in \d\d \d{3} comparisons, 0 unexplained differences, "
+        r"[\d ]+ documented \(\d+\.\d s\)",
+        document["verdict"],
+    )
+
+
+def test_report_text_ends_with_one_line_of_verdict(run):
+    code, out, err = run("report", "--section", "vectors", "--section", "casts", "--section", "survey")
+    assert (code, err) == (0, "")
+    assert out.splitlines()[-1].startswith("PASS: ")
+    assert max(map(len, out.splitlines())) <= PIPE_WIDTH
+    assert "Golden vectors" in out and "Casts" in out and "Real tensors" in out and "Fused" not in out
+
+
+def test_report_without_vectors_and_data_says_so_and_goes_on(run, tmp_path):
+    nowhere = tmp_path / "nowhere"
+    code, out, err = run(
+        *["report", "--vectors", nowhere, "--data", nowhere],
+        *[word for s in ("vectors", "activations", "survey") for word in ("--section", s)],
+    )
+    assert (code, err) == (0, "")
+    assert f"not checked: no golden vectors at {nowhere}" in out and f"not checked: no real tensors at {nowhere}" in out
+    assert out.splitlines()[-1].startswith("PASS: ") and "no golden vectors" in out.splitlines()[-1]
+
+
+def wrong_code(encode):
+    """`encode` with one bit of one code flipped."""
+
+    def faulty(*arguments, **options):
+        codes = encode(*arguments, **options).copy()
+        codes.flat[codes.size // 2] ^= 1
+        return codes
+
+    return faulty
+
+
+def scaled(function, factor):
+    """`function` with float32 results off by a factor."""
+    return lambda *arguments, **options: (function(*arguments, **options) * F(factor)).astype(F)
+
+
+#: name -> (section that must notice, module, attribute, what replaces it given the original)
+FAULTS = {
+    "per-tensor code": ("scalings", per_tensor, "encode", wrong_code),
+    "block code": ("scalings", block, "encode", wrong_code),
+    "mxfp8 code": ("scalings", mxfp8, "encode", wrong_code),
+    "nvfp4 code": ("scalings", nvfp4, "encode", wrong_code),
+    "per-tensor scale": ("scalings", per_tensor, "scale_from_amax", lambda f: scaled(f, 1 + 2.0**-20)),
+    "mxfp8 scale byte": (
+        "scalings",
+        mxfp8,
+        "scale_byte",
+        lambda f: lambda *a: np.minimum(f(*a) + 1, 254).astype(np.uint8),
+    ),
+    "nvfp4 multiplier": ("scalings", nvfp4, "encode_multiplier", lambda f: scaled(f, 0.99)),
+    "4over6 choice": ("scalings", nvfp4, "_block_error", lambda f: lambda *a: np.zeros_like(f(*a))),
+    "hadamard signs": ("helpers", hadamard, "sign_vector", lambda f: lambda mask: f(mask ^ 1)),
+    "philox bytes": ("helpers", nvfp4, "philox_bytes", lambda f: lambda *a: f(*a)[:, ::-1]),
+    "tanh": ("activations", refops.activations, "tanh", lambda f: scaled(f, 1 + 2.0**-20)),
+    "exp": ("activations", refops.activations, "exp", lambda f: scaled(f, 1 + 2.0**-19)),
+    "bias gradient": ("activations", refops.ops, "column_sum", lambda f: scaled(f, 1.0001)),
+    "rounding key": (
+        "casts",
+        refops.formats,
+        "_odd_rounded_key",
+        lambda f: lambda v: v.view(np.uint32) >> np.uint32(16),
+    ),
+    "stochastic bits": (
+        "casts",
+        refops.formats,
+        "round_to_grid_stochastic",
+        lambda f: lambda x, grid, bits: f(x, grid, np.maximum(bits, 1) - np.uint8(1)),
+    ),
+    "delayed path": ("fused", refops.ops, "PATHS", lambda paths: {**paths, "delayed": paths["mxfp8"]}),
+    "mxfp8 path": ("fused", refops.ops, "PATHS", lambda paths: {**paths, "mxfp8": paths["delayed"]}),
+    "current path": ("fused", refops.ops, "PATHS", lambda paths: {**paths, "current": paths["unfused"]}),
+    "nvfp4 path": ("fused", refops.ops, "PATHS", lambda paths: {**paths, "nvfp4": paths["unfused"]}),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_report_notices_a_seeded_fault(run, tmp_path, monkeypatch, fault):
+    section, module, attribute, make_fault = FAULTS[fault]
+    monkeypatch.setattr(module, attribute, make_fault(getattr(module, attribute)))
+    code, out, err = run("report", "--section", section, "--data", tmp_path / "none")
+    assert (code, err) == (1, "")
+    assert "Unexplained differences" in out
+    assert re.match(r"FAIL: .* [1-9]\d* .*unexplained difference", out.splitlines()[-1])
+
+
+def test_report_counts_an_exception_as_a_difference(run, run_json, monkeypatch):
+    def broken(*arguments, **options):
+        raise RuntimeError("no such\nkernel")
+
+    monkeypatch.setattr(refops, "swizzle", broken)
+    code, out, _ = run("report", "--section", "helpers")
+    assert code == 1 and "raised RuntimeError: no such kernel" in out
+    document = run_json("report", "--section", "helpers", code=1)
+    assert not document["ok"] and document["verdict"].startswith("FAIL: ")
+    assert [c["subject"] for c in document["checks"] if c["unexplained"]] == ["swizzle, unswizzle"]
+
+
+@pytest.mark.parametrize(
+    ("explained", "code", "verdict"),
+    [(3, 0, "PASS: 10 values checked in 1 comparisons, 0 unexplained differences, 3 documented"), (2, 1, "FAIL: 10 ")],
+)
+def test_report_on_vectors(run, run_json, tmp_path, monkeypatch, explained, code, verdict):
+    found = conformance.Comparison("casts__x.npz", "somebody; else", "codes", 10, 3, explained, "keeps no -0")
+    monkeypatch.setattr(conformance, "compare_vectors", lambda directory: [found])
+    got, out, _ = run("report", "--section", "vectors", "--vectors", tmp_path)
+    assert got == code and out.splitlines()[-1].startswith(verdict)
+    assert re.search(rf"casts +\[1\]\[2\] +10 +7 +{explained} \(1\) +{3 - explained}", out)
+    assert "[1] somebody" in out and "[2] else" in out and "(1) keeps no -0" in out
+    document = run_json("report", "--section", "vectors", "--vectors", tmp_path, code=code)
+    assert document["checks"][0]["divergence"] == "keeps no -0"
+
+
+def test_report_survives_broken_vectors(run, tmp_path, monkeypatch):
+    (tmp_path / "cast_e4m3__x.npz").write_bytes(b"not a zip")
+    code, out, _ = run("report", "--section", "vectors", "--vectors", tmp_path)
+    assert code == 1 and out.splitlines()[-1].startswith("FAIL: ") and "raised" in out
+
+
+def test_tally_compares_bits_and_treats_nan_as_one_class():
+    tally = Tally()
+    tally.equal("x", np.array([0.0, np.nan, 1.0], F), np.array([-0.0, -np.nan, 1.0], F))
+    assert (tally.comparisons, tally.values, tally.differing) == (1, 3, 1) and "x[0]" in tally.first
+    tally.equal("y", np.zeros(2, np.uint8), None)
+    tally.equal("z", None, None)
+    tally.equal("w", np.zeros(2, np.uint8), np.zeros(3, np.uint8))
+    assert tally.differing == 3
+
+
+def test_progress_reaches_the_end(tmp_path):
+    seen = []
+    report.make_report(
+        sections=["casts"], vectors=tmp_path, data=tmp_path / "none", progress=lambda *step: seen.append(step)
+    )
+    assert [done for done, _, _ in seen] == list(range(len(seen)))
+    assert seen[-1][:2] == (len(seen) - 1, len(seen) - 1)
+
+
+def test_verdict_names_what_was_missing():
+    made = report.make_report(sections=["helpers"])
+    assert replace(made, missing=["no golden vectors at x"]).verdict.endswith("; no golden vectors at x")
+
+
+# --- the process -----------------------------------------------------------------------------------------------------
+
+
+def test_python_m_refops():
+    done = shell("formats", "e2m1", "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert [c["value"] for c in json.loads(done.stdout)["codes"][:8]] == [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+    done = shell("formats", "e9")
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["inspect", "--help"]])
+def test_help_and_version(run, arguments):
+    code, out, err = run(*arguments)
+    assert (code, err) == (0, "") and "refops" in out
+
+
+def test_every_scaling_is_described_in_the_help(run):
+    for command in ("inspect", "explain"):
+        _, out, _ = run(command, "--help")
+        assert all(s.name in out and s.description in out for s in SCALINGS.values())
+
+
+def test_output_survives_an_ascii_terminal(tmp_path):
+    save_file({"größe": MATRIX}, tmp_path / "x.safetensors")
+    done = shell("inspect", tmp_path / "x.safetensors", "--scaling", "mxfp8", PYTHONIOENCODING="ascii", PYTHONUTF8="0")
+    assert (done.returncode, done.stderr) == (0, "") and "gr\\xf6\\xdfe" in done.stdout
+
+
+@pytest.mark.parametrize("arguments", [["formats", "e8m0"], ["inspect", "--help"]])
+def test_closed_pipe_is_no_traceback(arguments):
+    process = subprocess.Popen(
+        [sys.executable, "-m", "refops", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": ""},
+    )
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    process.stderr.close()
+    assert process.wait(60) == cli.EXIT_PIPE_CLOSED
+
+
+def test_core_imports_no_command_line_module():
+    foreign = ["rich", "safetensors", "matplotlib", "torch"]
+    own = ["refops.cli", "refops.display", "refops.report", "refops.selfcheck", "refops.survey", "refops.files"]
+    code = f"import sys, refops; print([m for m in {foreign + own} if m in sys.modules])"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
+    assert done.stdout.strip() == "[]"
