@@ -18,7 +18,9 @@ def describe_array(x):
 
 
 def as_array(x, name):
-    """Return `x` as a NumPy array, raising TypeError where it is none (a ragged list)."""
+    """Return `x` as a NumPy array, raising TypeError where it is none (a ragged list) or would lose its mask."""
+    if isinstance(x, np.ma.MaskedArray):
+        raise TypeError(f"{name} must be a plain array; got a masked array of shape {x.shape}")
     try:
         return np.asarray(x)
     except ValueError as error:
@@ -46,7 +48,7 @@ def require_high_precision_dtype(dtype, name):
     """Return `dtype` as np.dtype, raising TypeError unless it is float32, float16 or bfloat16."""
     try:
         resolved = np.dtype(dtype)
-    except TypeError:
+    except (TypeError, ValueError, SyntaxError):  # NumPy parses strings
         resolved = None
     if resolved not in HIGH_PRECISION:
         raise TypeError(f"{name} must be float32, float16 or bfloat16; got {dtype!r}")

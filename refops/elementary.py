@@ -12,7 +12,7 @@ from math import factorial
 import numpy as np
 
 _LOG2_E = 1.4426950408889634
-# ln 2 in two parts; the first has 33 zero bits at its end, so that n * _LN2_HIGH is exact for |n| < 2^11.
+# ln 2 in two parts; the first has 21 zero bits at its end, so that n * _LN2_HIGH is exact for |n| < 2^21.
 _LN2_HIGH = 6.93147180369123816490e-01
 _LN2_LOW = 1.90821492927058770002e-10
 # Taylor coefficients of e^r, highest first: |r| <= ln(2)/2, so the next term is below 2^-57.

@@ -23,6 +23,7 @@ from refops.rounding import (
     round_to_grid,
     round_to_grid_stochastic,
 )
+from refops.tiles import Matrix, for_each, tile_slices
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,13 @@ class FloatFormat:
     nan_code: int | None = None
     signed: bool = True
     has_subnormals: bool = True
+
+    def __post_init__(self):
+        if self.bits > 8 or self.mantissa_bits > 5:
+            raise ValueError(
+                f"a format must have at most 8 bits and 5 mantissa bits for encode to be exact; "
+                f"got {self.bits} bits, mantissa_bits={self.mantissa_bits}"
+            )
 
     def __repr__(self):
         return self.name.upper()
@@ -130,13 +138,30 @@ def encode(x, fmt, *, saturate=True, rounding="nearest_even", random_bits=None):
     require_format(fmt)
     saturate = require_flag(saturate, "saturate")
     require_choice(rounding, "rounding", (*ROUNDING_MODES, STOCHASTIC))
-    with np.errstate(all="ignore"):  # NaN, inf and overflow are ordinary inputs here
-        values = x.astype(np.float32, order="C", copy=False)
-        if rounding == STOCHASTIC:
-            return _encode_stochastic(values, fmt, saturate, random_bits)
-        if random_bits is not None:
-            raise ValueError(f"random_bits needs rounding='stochastic'; got rounding={rounding!r}")
-        return _code_table(fmt, saturate, rounding).take(_odd_rounded_key(values), mode="clip")
+    if rounding == STOCHASTIC:
+        random_bits = _require_random_bits(random_bits, x.shape, fmt)
+    elif random_bits is not None:
+        raise ValueError(f"random_bits needs rounding='stochastic'; got rounding={rounding!r}")
+    matrix, codes = Matrix(np.atleast_1d(x)), np.empty(x.shape, np.uint8)
+    bits = None if random_bits is None else Matrix(np.atleast_1d(random_bits))
+    out = codes.reshape(matrix.shape)
+
+    def work(rows, columns):
+        tile_bits = None if bits is None else bits.raw(rows, columns)
+        values = matrix.read(rows, columns)
+        out[rows, columns] = encode_tile(values, fmt, saturate=saturate, rounding=rounding, random_bits=tile_bits)
+
+    for_each(tile_slices(matrix.shape), work)
+    return codes
+
+
+def encode_tile(values, fmt, *, saturate=True, rounding="nearest_even", random_bits=None):
+    """`encode` of a float32 tile of any shape, all at once and unchecked."""
+    if rounding == STOCHASTIC:
+        finite_or_inf = np.where(np.isnan(values), np.float32(0), values)
+        magnitude_code = round_to_grid_stochastic(finite_or_inf, fmt.grid, random_bits)
+        return _finish_codes(magnitude_code, values, fmt, saturate)
+    return _code_table(fmt, saturate, rounding).take(_odd_rounded_key(values), mode="clip")
 
 
 def decode(codes, fmt):
@@ -154,7 +179,14 @@ def decode(codes, fmt):
     require_format(fmt)
     if fmt.bits < 8 and codes.size and codes.max() >= len(fmt.values):
         raise ValueError(f"codes must be below {len(fmt.values)} in {fmt!r}; got {int(codes.max())}")
-    return fmt.values.take(codes)
+    matrix, values = Matrix(np.atleast_1d(codes)), np.empty(codes.shape, np.float32)
+    out = values.reshape(matrix.shape)
+
+    def work(rows, columns):
+        out[rows, columns] = fmt.values.take(matrix.raw(rows, columns))
+
+    for_each(tile_slices(matrix.shape), work)
+    return values
 
 
 def pack_fp4(codes):
@@ -194,22 +226,21 @@ def unpack_fp4(packed):
 
 def encode_by_definition(x, fmt, saturate, rounding):
     """`encode` as the definition reads, for float64 `x`: search the grid, decide, add the sign. Slow."""
-    finite_or_inf = np.where(np.isnan(x), 0, x)
+    finite_or_inf = np.where(np.isnan(x), 0, x if fmt.signed else np.abs(x))
     magnitude_code = round_to_grid(finite_or_inf, fmt.grid, rounding)
     return _finish_codes(magnitude_code, x, fmt, saturate)
 
 
-def _encode_stochastic(values, fmt, saturate, random_bits):
+def _require_random_bits(random_bits, shape, fmt):
+    """Return `random_bits` as an array, raising unless they serve a stochastic cast of `shape` to `fmt`."""
     if random_bits is None:
         raise ValueError("random_bits is required with rounding='stochastic'; got None")
     random_bits = require_codes(random_bits, "random_bits")
-    if random_bits.shape != values.shape:
-        raise ValueError(f"random_bits must have the shape of x, {values.shape}; got {random_bits.shape}")
+    if random_bits.shape != shape:
+        raise ValueError(f"random_bits must have the shape of x, {shape}; got {random_bits.shape}")
     if not fmt.has_subnormals:
         raise ValueError(f"rounding='stochastic' needs a format with a zero; got {fmt!r}")
-    finite_or_inf = np.where(np.isnan(values), np.float32(0), values)
-    magnitude_code = round_to_grid_stochastic(finite_or_inf, fmt.grid, random_bits)
-    return _finish_codes(magnitude_code, values, fmt, saturate)
+    return random_bits
 
 
 def _finish_codes(magnitude_code, x, fmt, saturate):

@@ -22,6 +22,7 @@ from refops.arguments import (
 )
 from refops.quantization import block, mxfp8, nvfp4, per_tensor
 from refops.quantization.result import Quantized
+from refops.rounding import stored
 from refops.scaling import (
     BlockScaling,
     CurrentScaling,
@@ -195,7 +196,7 @@ def _grad_source(name, dy, x, params):
 
 def _dbias(source, dtype):
     with np.errstate(all="ignore"):
-        return column_sum(source).astype(dtype)
+        return stored(column_sum(source), dtype)
 
 
 # --- activations scaled by row --------------------------------------------------------------------
@@ -227,7 +228,7 @@ def scaled_activation(name, x, row_scales, *, glu_interleave_size=0, out_dtype=N
 
     def fill(rows, columns):
         act, gate = work.read(rows, columns)
-        out[rows, columns] = (work.bound.forward(act, gate) * work.scales[rows]).astype(out_dtype)
+        out[rows, columns] = stored(work.bound.forward(act, gate) * work.scales[rows], out_dtype)
 
     for_each(tile_slices(work.shape), fill)
     return out.reshape(*work.x.shape[:-1], work.shape[1])
@@ -262,14 +263,15 @@ def scaled_activation_grad(name, dy, x, row_scales, *, glu_interleave_size=0, ou
             g = gradient.read(rows, columns)
             act, gate = work.read(rows, columns)
             d_act, d_gate = _scaled_backward(work.bound, g * work.scales[rows], act, gate)
-            dx[rows, work.act_columns(columns)] = d_act.astype(out_dtype)
+            dx[rows, work.act_columns(columns)] = stored(d_act, out_dtype)
             if work.bound.gated:
-                dx[rows, work.gate_columns(columns)] = d_gate.astype(out_dtype)
+                dx[rows, work.gate_columns(columns)] = stored(d_gate, out_dtype)
             drow_scales[rows] += row_sum(g * work.bound.forward(act, gate))
 
     for_each([(rows,) for rows in row_slices(work.shape)], fill)
     with np.errstate(all="ignore"):
-        return dx.reshape(work.x.shape), drow_scales.astype(work.row_scales.dtype).reshape(work.row_scales.shape)
+        drow_scales = stored(drow_scales, work.row_scales.dtype)
+    return dx.reshape(work.x.shape), drow_scales.reshape(work.row_scales.shape)
 
 
 class _ScaledRows:

@@ -70,6 +70,26 @@ def round_to_grid_stochastic(x, grid, random_bits):
     return np.searchsorted(extended, dithered, side="right") - 1
 
 
+#: The NaN that CUDA's arithmetic and conversions give: all bits of exponent and mantissa.
+_CANONICAL_NAN = {2: np.uint16(0x7FFF), 4: np.uint32(0x7FFFFFFF)}
+
+
+def stored(values, dtype):
+    """Round float32 to a dtype as a kernel stores it: nearest even, every NaN as CUDA's canonical one.
+
+    NumPy's own NaN can have either sign, depending on where in the array it stands (vector body or scalar tail).
+    """
+    return _with_canonical_nan(values.astype(dtype))
+
+
+def _with_canonical_nan(values):
+    nan = np.isnan(values)
+    if nan.any():
+        canonical = _CANONICAL_NAN[values.itemsize]
+        values.view(canonical.dtype)[nan] = canonical
+    return values
+
+
 def round_once(x, dtype):
     """Round float64 to float32, float16 or bfloat16 with one rounding to nearest even.
 
@@ -78,13 +98,13 @@ def round_once(x, dtype):
     decides (Boldo and Melquiond, "When double rounding is odd", 2005).
     """
     if dtype in (np.float32, np.float16):
-        return x.astype(dtype)
+        return _with_canonical_nan(x.astype(dtype))
     nearest = x.astype(np.float32)
     bits = nearest.view(np.uint32)
     inexact = np.isfinite(nearest) & (nearest != x)
     too_large = inexact & (np.abs(nearest) > np.abs(x))
     odd = ((bits - too_large) | inexact).astype(np.uint32).view(np.float32)
-    return odd.astype(dtype)
+    return _with_canonical_nan(odd.astype(dtype))
 
 
 # Philox 4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011).

@@ -178,8 +178,8 @@ class NVFP4Scaling:
             return
         if not self.stochastic_rounding:
             raise ValueError("random_bits needs stochastic_rounding=True; got stochastic_rounding=False")
-        pair = self.random_bits if isinstance(self.random_bits, tuple) else (self.random_bits,)
-        if len(pair) > 2:
+        pair = self.random_bits if isinstance(self.random_bits, tuple) else (self.random_bits,) * 2
+        if len(pair) != 2:
             raise ValueError(f"random_bits must be one array or a (rowwise, columnwise) pair; got {len(pair)} arrays")
         for bits in pair:
             if not isinstance(bits, np.ndarray) or bits.dtype != np.uint8:

@@ -213,6 +213,7 @@ def _short_reason(error):
     return str(error).split(" (")[0].split("; got")[0].replace("x must have", "needs")
 
 
+@np.errstate(all="ignore")
 def _errors(original, restored):
     """SQNR, flushed share and worst relative error of a tensor and its dequantized copy, both given as sources."""
     signal = noise = worst = 0.0
@@ -272,6 +273,7 @@ def saturates(values, restored, codes, fmt):
     return largest & beyond & np.isfinite(values) & (restored != 0)
 
 
+@np.errstate(all="ignore")
 def _saturated_share(x, q):
     """Share of the finite elements that saturate; under RHT of the transformed elements, which are what is cast."""
     values, restored = _cast_source(x, q), _cast_dequantized_source(q)

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 import numpy as np
 
 from refops.arguments import require_high_precision_dtype
+from refops.rounding import stored
 
 #: Tile edges are multiples of this: the largest block (128), itself a multiple of 32 and 16.
 ALIGNMENT = 128
@@ -51,12 +52,16 @@ class Matrix:
 
     def read(self, rows, columns):
         """The rectangle (two slices, or a slice and an index array) as a new float32 array."""
+        return self.raw(rows, columns).astype(np.float32)
+
+    def raw(self, rows, columns):
+        """The rectangle in the tensor's own dtype, possibly a view."""
         if self._flat is not None:
-            return self._flat[rows, columns].astype(np.float32)
+            return self._flat[rows, columns]
         leading = np.unravel_index(np.arange(rows.start, rows.stop), self.tensor.shape[:-1])
         if not isinstance(columns, slice):
             leading = tuple(index[:, None] for index in leading)
-        return self.tensor[(*leading, columns)].astype(np.float32)
+        return self.tensor[(*leading, columns)]
 
 
 class Source:
@@ -147,7 +152,7 @@ def materialize(source, dtype=None):
     out = np.empty(source.shape, dtype)
 
     def work(rows, columns):
-        out[rows, columns] = source.read(rows, columns).astype(dtype)
+        out[rows, columns] = stored(source.read(rows, columns), dtype)
 
     for_each(tile_slices(source.shape), work)
     return out.reshape(source.tensor_shape)

@@ -7,7 +7,7 @@ Sources: TE `common/transpose/quantize_transpose_vector_blockwise.cu` (1x128), `
 import numpy as np
 
 from refops.arguments import BFLOAT16
-from refops.formats import encode
+from refops.formats import encode_tile
 from refops.quantization.layout import block_amax, block_view, ceil_div, pad_to_blocks, round_up, swizzle
 from refops.quantization.per_tensor import scale_from_amax
 from refops.quantization.result import Quantized
@@ -81,7 +81,7 @@ def _quantize_tile(tile, block_rows, block_columns, scaling, dtype):
         power_2=scaling.power_2_scale,
         value_for_inf=LARGEST_SCALE[dtype],
     )
-    codes = encode(blocks * scale[:, None, :, None], scaling.fmt)
+    codes = encode_tile(blocks * scale[:, None, :, None], scaling.fmt)
     padded_shape = (codes.shape[0] * block_rows, codes.shape[2] * block_columns)
     return codes.reshape(padded_shape)[: tile.shape[0], : tile.shape[1]], np.float32(1) / scale
 

@@ -10,6 +10,7 @@ import numpy as np
 from refops.arguments import require_flag, require_integer, require_tensor
 from refops.rounding import round_once
 from refops.scaling import TE_SIGN_MASK
+from refops.tiles import Matrix, for_each, tile_slices
 
 GROUP = 16
 
@@ -34,9 +35,17 @@ def hadamard_transform(x, sign_mask=TE_SIGN_MASK, *, inverse=False):
     require_flag(inverse, "inverse")
     if x.shape[-1] % GROUP:
         raise ValueError(f"x must have a last dimension divisible by 16; got shape {x.shape}")
-    groups = x.reshape(-1, GROUP).T  # one group a column
-    with np.errstate(all="ignore"):
-        return transform_groups(groups[None], sign_mask, x.dtype, inverse=inverse)[0].T.reshape(x.shape)
+    matrix, transformed = Matrix(x), np.empty(x.shape, x.dtype)
+    out = transformed.reshape(matrix.shape)
+
+    def work(rows, columns):
+        tile = matrix.read(rows, columns)
+        groups = tile.reshape(len(tile), -1, GROUP).swapaxes(1, 2)
+        result = transform_groups(groups, sign_mask, x.dtype, inverse=inverse)
+        out[rows, columns] = result.swapaxes(1, 2).reshape(tile.shape)
+
+    for_each(tile_slices(matrix.shape), work)
+    return transformed
 
 
 def transform_groups(groups, sign_mask, dtype, *, inverse=False):

@@ -6,7 +6,7 @@ Sources: OCP Microscaling Formats (MX) 1.0, section 6.3; TE `common/cast/mxfp8/q
 
 import numpy as np
 
-from refops.formats import E8M0, encode
+from refops.formats import E8M0, encode_tile
 from refops.quantization.layout import block_amax, block_view, ceil_div, pad_to_blocks, round_up
 from refops.quantization.result import Quantized
 from refops.scaling import MXFP8Scaling
@@ -33,7 +33,7 @@ def scale_byte(amax, fmt, scale_rounding="up"):
     "up" is round-up(amax * float32(1 / max)): a multiplication, as in TE's kernel.
     """
     if scale_rounding == "up":
-        return encode(amax * (F(1) / fmt.max), E8M0, rounding="up")
+        return encode_tile(amax * (F(1) / fmt.max), E8M0, rounding="up")
     emax = int(np.log2(fmt.max))
     bits = amax.view(np.uint32)
     if scale_rounding == "even":
@@ -89,7 +89,7 @@ def _quantize_tile(tile, block_rows, block_columns, scaling):
     """Return the codes of (R, C) `tile` and the scale byte of each block."""
     blocks = block_view(pad_to_blocks(tile, block_rows, block_columns), block_rows, block_columns)
     scales = scale_byte(block_amax(blocks), scaling.fmt, scaling.scale_rounding)
-    codes = encode(blocks * ENCODE_MULTIPLIER[scales][:, None, :, None], scaling.fmt)
+    codes = encode_tile(blocks * ENCODE_MULTIPLIER[scales][:, None, :, None], scaling.fmt)
     padded_shape = (codes.shape[0] * block_rows, codes.shape[2] * block_columns)
     return codes.reshape(padded_shape)[: tile.shape[0], : tile.shape[1]], scales
 

@@ -6,7 +6,7 @@ Sources: TE `common/cast/nvfp4/core_nvfp4.cuh` (scales), `quantize_transpose_nvf
 
 import numpy as np
 
-from refops.formats import E2M1, E4M3, encode
+from refops.formats import E2M1, E4M3, encode_tile
 from refops.quantization.hadamard import transform_groups
 from refops.quantization.layout import block_amax, block_view, round_up
 from refops.quantization.result import Quantized
@@ -29,7 +29,7 @@ def global_encode_scale(amax, e4m3_max=448):
 
 def block_scale_byte(amax, s_enc):
     """Return the stored E4M3 byte for each block amax: amax * (S_enc * 1/6), the inner product rounded first."""
-    return encode(np.fmin(amax * (s_enc * ONE_SIXTH), FLT_MAX), E4M3)
+    return encode_tile(np.fmin(amax * (s_enc * ONE_SIXTH), FLT_MAX), E4M3)
 
 
 def encode_multiplier(scale_bytes, s_enc):
@@ -148,8 +148,8 @@ def _quantize_tile(tile, block_shape, amax, scaling, bits):
     scales = block_scale_byte(block_maxima, s_enc)
     scaled = (blocks * encode_multiplier(scales, s_enc)[:, None, :, None]).reshape(tile.shape)
     if bits is None:
-        return encode(scaled, E2M1), scales
-    return encode(scaled, E2M1, rounding="stochastic", random_bits=bits), scales
+        return encode_tile(scaled, E2M1), scales
+    return encode_tile(scaled, E2M1, rounding="stochastic", random_bits=bits), scales
 
 
 def _four_over_six(blocks, block_maxima, amax, s_enc, scaling):
@@ -157,8 +157,8 @@ def _four_over_six(blocks, block_maxima, amax, s_enc, scaling):
     base = (block_maxima / F(6)) * s_enc
     candidates = []
     for factor in (F(1), F(1.5)):
-        scales = encode(np.fmin(base * factor, F(448)), E4M3)
-        codes = encode(blocks * encode_multiplier(scales, s_enc)[:, None, :, None], E2M1)
+        scales = encode_tile(np.fmin(base * factor, F(448)), E4M3)
+        codes = encode_tile(blocks * encode_multiplier(scales, s_enc)[:, None, :, None], E2M1)
         candidates.append((codes, scales, _block_error(codes, scales, blocks, amax, scaling)))
     (codes6, scales6, error6), (codes4, scales4, error4) = candidates
     use4 = error4 < error6
@@ -193,8 +193,6 @@ def _given_bits(scaling, m, k, rowwise, columnwise):
         if rowwise and columnwise:
             raise ValueError("random_bits must be a (rowwise, columnwise) pair for both directions; got one array")
         bits = (bits, bits)
-    elif len(bits) != 2:
-        raise ValueError(f"random_bits must be one array or a pair; got {len(bits)} arrays")
     for made, array, shape, direction in (
         (rowwise, bits[0], (m, k), "rowwise"),
         (columnwise, bits[1], (k, m), "columnwise"),

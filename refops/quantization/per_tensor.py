@@ -7,7 +7,7 @@ Sources: TE `common/recipe/recipe_common.cuh` (scale from amax), `common/cast/fp
 import numpy as np
 
 from refops.arguments import HIGH_PRECISION, as_array, describe_array, require_choice, require_flag, require_integer
-from refops.formats import encode, require_format
+from refops.formats import encode_tile, require_format
 from refops.quantization.result import Quantized
 from refops.scaling import FP8_FORMATS, DelayedScaling
 from refops.tiles import for_each, magnitude_max, tensor_amax, tile_slices
@@ -62,7 +62,7 @@ def quantize_per_tensor(values, amax_values, scaling, rowwise, columnwise):
     def work(rows, columns):
         tile = values.read(rows, columns)
         tile_amax = magnitude_max(tile) if delayed else F(0)
-        codes = encode(tile * scale, scaling.fmt)
+        codes = encode_tile(tile * scale, scaling.fmt)
         if rowwise:
             row_data[rows, columns] = codes
         if columnwise:
@@ -100,8 +100,8 @@ def update_delayed_scale(amax_history, scale, fmt, *, margin=0, algorithm="max",
     """Roll the amax history and compute the next delayed scale.
 
     Row 0 of the history holds the newest amax. Per column: the scale becomes fmt.max * 2^-margin / amax, where
-    amax is the history's maximum or its newest entry; it stays as it is where amax is 0, inf or NaN, and overflow gives
-    FLT_MAX. The history rolls by one and row 0 is cleared for the next step.
+    amax is the history's maximum (NaN entries ignored) or its newest entry; it stays as it is where amax is 0, inf or
+    NaN, and overflow gives FLT_MAX. The history rolls by one and row 0 is cleared for the next step.
 
     Args:
         amax_history: float32 (L,) or (L, n).

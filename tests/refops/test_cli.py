@@ -482,10 +482,10 @@ def scaled(function, factor):
 
 #: name -> (section that must notice, module, attribute, what replaces it given the original)
 FAULTS = {
-    "per-tensor code": ("scalings", per_tensor, "encode", wrong_code),
-    "block code": ("scalings", block, "encode", wrong_code),
-    "mxfp8 code": ("scalings", mxfp8, "encode", wrong_code),
-    "nvfp4 code": ("scalings", nvfp4, "encode", wrong_code),
+    "per-tensor code": ("scalings", per_tensor, "encode_tile", wrong_code),
+    "block code": ("scalings", block, "encode_tile", wrong_code),
+    "mxfp8 code": ("scalings", mxfp8, "encode_tile", wrong_code),
+    "nvfp4 code": ("scalings", nvfp4, "encode_tile", wrong_code),
     "per-tensor scale": ("scalings", per_tensor, "scale_from_amax", lambda f: scaled(f, 1 + 2.0**-20)),
     "mxfp8 scale byte": (
         "scalings",
