@@ -116,7 +116,7 @@ class InputSource(Source):
 def tile_slices(shape):
     """Return the (rows, columns) slices of the tiles that cover a (M, K) matrix, edges aligned to `ALIGNMENT`."""
     m, k = shape
-    width = min(_tile_width(), max(ALIGNMENT, -(-k // ALIGNMENT) * ALIGNMENT))
+    width = min(_tile_width(m), max(ALIGNMENT, -(-k // ALIGNMENT) * ALIGNMENT))
     height = max(ALIGNMENT, _tile_elements // width // ALIGNMENT * ALIGNMENT)
     return [(rows, columns) for rows in _cut(m, height) for columns in _cut(k, width)]
 
@@ -170,7 +170,7 @@ def row_amax(source):
     out = np.zeros(m, np.float32)
 
     def work(rows):
-        for columns in _cut(k, _tile_width()):
+        for columns in _cut(k, _tile_width(m)):
             tile = magnitude_max(source.read(rows, columns), axis=1)
             out[rows] = np.fmax(out[rows], tile)
 
@@ -188,7 +188,7 @@ def column_amax(source):
             tile = magnitude_max(source.read(rows, columns), axis=0)
             out[columns] = np.fmax(out[columns], tile)
 
-    for_each([(columns,) for columns in _cut(k, _tile_width())], work)
+    for_each([(columns,) for columns in _cut(k, _tile_width(m))], work)
     return out
 
 
@@ -206,7 +206,7 @@ def column_sum(source):
             values = source.read(slice(start, min(start + SUM_CHUNK, m)), columns)
             total[columns] += sum_in_order(values)
 
-    for_each([(columns,) for columns in _cut(k, _tile_width())], work)
+    for_each([(columns,) for columns in _cut(k, _tile_width(m))], work)
     return total
 
 
@@ -228,6 +228,7 @@ def _cut(length, width):
     return [slice(start, min(start + width, length)) for start in range(0, length, width)]
 
 
-def _tile_width():
-    """Columns of a tile that has 128 rows."""
-    return max(ALIGNMENT, min(2048, _tile_elements // ALIGNMENT) // ALIGNMENT * ALIGNMENT)
+def _tile_width(m):
+    """Columns of a tile that has 128 rows, or all `m` if they are fewer."""
+    rows = min(max(m, 1), ALIGNMENT)
+    return max(ALIGNMENT, _tile_elements // rows // ALIGNMENT * ALIGNMENT)
