@@ -255,11 +255,22 @@ class Formula:
 
 @dataclass(frozen=True)
 class Activation:
-    """One row of `ACTIVATIONS`: the formula of the activated half and, for gated ones, of the gate half."""
+    """One row of `ACTIVATIONS`.
+
+    Attributes:
+        name: TE's name.
+        formula: what it computes, in words of mathematics; the order of operations is the functions'.
+        act: the function of x, or of the activated half.
+        gate: the function of the gate half, None for unary activations.
+    """
 
     name: str
+    formula: str
     act: Formula
     gate: Formula | None = None
+
+    def __repr__(self):
+        return f"<{self.name}: {self.formula}>"
 
     @property
     def gated(self):
@@ -299,19 +310,24 @@ _SITU_GATE = Formula(situ_gate, situ_gate_slope, true_situ_gate, true_situ_gate_
 ACTIVATIONS = {
     row.name: row
     for row in (
-        Activation("gelu", _GELU),
-        Activation("qgelu", _QGELU),
-        Activation("relu", _RELU),
-        Activation("srelu", _SRELU),
-        Activation("silu", _SILU),
-        Activation("glu", _SIGMOID, _GATE),
-        Activation("geglu", _GELU, _GATE),
-        Activation("qgeglu", _QGELU, _GATE),
-        Activation("reglu", _RELU, _GATE),
-        Activation("sreglu", _SRELU, _GATE),
-        Activation("swiglu", _SILU, _GATE),
-        Activation("clamped_swiglu", _CLAMPED_SILU, _CLAMPED_GATE),
-        Activation("situglu", _SITU, _SITU_GATE),
+        Activation("gelu", "x (0.5 + 0.5 tanh(0.79788456 x + 0.03567741 x^3))", _GELU),
+        Activation("qgelu", "x sigmoid(1.702 x)", _QGELU),
+        Activation("relu", "max(x, 0)", _RELU),
+        Activation("srelu", "max(x, 0)^2", _SRELU),
+        Activation("silu", "x sigmoid(x)", _SILU),
+        Activation("glu", "sigmoid(act) gate", _SIGMOID, _GATE),
+        Activation("geglu", "gelu(act) gate", _GELU, _GATE),
+        Activation("qgeglu", "qgelu(act) gate", _QGELU, _GATE),
+        Activation("reglu", "relu(act) gate", _RELU, _GATE),
+        Activation("sreglu", "srelu(act) gate", _SRELU, _GATE),
+        Activation("swiglu", "silu(act) gate", _SILU, _GATE),
+        Activation(
+            "clamped_swiglu",
+            "c sigmoid(alpha c) (min(max(gate, -limit), limit) + glu_linear_offset), c = min(act, limit)",
+            _CLAMPED_SILU,
+            _CLAMPED_GATE,
+        ),
+        Activation("situglu", "beta1 tanh(act / beta1) sigmoid(act) beta2 tanh(gate / beta2)", _SITU, _SITU_GATE),
     )
 }
 

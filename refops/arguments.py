@@ -25,6 +25,11 @@ def as_array(x, name):
         return np.asarray(x)
     except ValueError as error:
         raise TypeError(f"{name} must be an array; got {x!r}") from error
+    except TypeError as error:  # torch.bfloat16, for one: NumPy has no such type, ml_dtypes has
+        raise TypeError(
+            f"{name} must convert to a NumPy array; got {type(x).__name__}: {error}. "
+            f"A bfloat16 torch tensor t does as t.view(torch.int16).numpy().view(ml_dtypes.bfloat16)"
+        ) from error
 
 
 def require_high_precision(x, name):
@@ -57,6 +62,8 @@ def require_high_precision_dtype(dtype, name):
 
 def require_number(value, name, *, positive=False, non_negative=False, finite=True):
     """Return `value` as np.float32, raising unless it is a real number that meets the rule (also once rounded)."""
+    if isinstance(value, np.ndarray) and value.size == 1 and value.dtype.kind in "fiu":
+        value = value.item()  # a scale or an amax as another call returned it
     rule = "a positive number" if positive else "a number >= 0" if non_negative else "a number"
     rule = f"a finite float32: {rule}" if finite else f"{rule} that float32 can hold"
     if isinstance(value, bool | np.bool_) or not isinstance(value, numbers.Real | np.floating):

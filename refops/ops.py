@@ -152,8 +152,8 @@ def activation(name, x, *, out_dtype=None, **params):
     """Apply an activation: float32 arithmetic, one rounding to the output dtype.
 
     Args:
-        name: a key of `refops.ACTIVATIONS`.
-        x: (..., K), or (..., 2H) for gated activations.
+        name: a key of `refops.ACTIVATIONS`, which holds the formulas.
+        x: (..., K), or (..., 2H) for gated activations: the first half goes through the activation.
         out_dtype: float32, float16 or bfloat16; default the dtype of `x`.
         **params: limit, alpha, glu_linear_offset (clamped_swiglu), beta1, beta2 (situglu).
 
@@ -362,9 +362,14 @@ def quantize(x, scaling, *, rowwise=True, columnwise=False, dbias=False):
 
 
 def activation_quantize(name, x, scaling, *, rowwise=True, columnwise=False, **params):
-    """Apply an activation and quantize the result, rounded where TE's path for `scaling` rounds (`path_of`).
+    """Apply an activation and quantize the result, rounded where TE's kernels for `scaling` round.
 
-    Args and errors: as `activation` and `quantize`; also ValueError for a gated activation in MXFP8 with H % 32 != 0.
+    Delayed scaling casts the unrounded float32 result. MXFP8 rounds it to the dtype of `x` first. Current scaling and
+    NVFP4 take the tensor's amax before that rounding and cast after it. Block scaling and NVFP4 with RHT or row scaling
+    see only the rounded tensor.
+
+    Args and errors: as `activation` (without out_dtype) and `quantize`; also ValueError for a gated activation in MXFP8
+    with H % 32 != 0.
 
     Returns:
         `Quantized` of the activation's output shape.
@@ -381,8 +386,10 @@ def activation_grad_quantize(name, dy, x, scaling, *, rowwise=True, columnwise=F
     MXFP8), and the gradient rounded to the dtype of `dy` elsewhere. TE fuses it for unary activations alone; here
     gated ones follow the same rule, with dbias of width 2H.
 
-    Args and errors: as `activation_grad` and `quantize`; also ValueError for a gated activation in MXFP8 with
-    H % 32 != 0.
+    Values are rounded before the cast as in `activation_quantize`.
+
+    Args and errors: as `activation_grad` (without out_dtype) and `quantize`; also ValueError for a gated activation in
+    MXFP8 with H % 32 != 0.
 
     Returns:
         `Quantized` of the shape of `x`, or (`Quantized`, dbias (K,) in the dtype of `dy`).

@@ -29,7 +29,9 @@ class DelayedScaling:
 
     Attributes:
         fmt: E4M3 or E5M2.
-        scale: float32 multiplier applied before the cast; see `refops.update_delayed_scale`.
+        scale: float32 multiplier applied before the cast: a number, or what `refops.update_delayed_scale` returned.
+
+    data = fmt(x * scale), scale_inv = 1 / scale; the result's amax is max |x|, for the history.
     """
 
     fmt: FloatFormat
@@ -41,6 +43,7 @@ class DelayedScaling:
         with np.errstate(over="ignore"):
             if np.isinf(np.float32(1) / scale):
                 raise ValueError(f"scale must have a finite float32 reciprocal; got {self.scale!r}")
+        object.__setattr__(self, "scale", float(scale))
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,9 @@ class CurrentScaling:
         fmt: E4M3 or E5M2.
         power_2_scale: round the scale down to a power of two.
         amax_epsilon: lower bound of the amax.
+
+    scale = fmt.max / max(amax, amax_epsilon), 1 where amax is 0 or inf, FLT_MAX where the quotient overflows;
+    data = fmt(x * scale), scale_inv = 1 / scale.
     """
 
     fmt: FloatFormat
@@ -72,6 +78,8 @@ class BlockScaling:
         block_dim: 1 for 1x128, 2 for 128x128.
         power_2_scale: round scales down to powers of two.
         amax_epsilon: lower bound of each block's amax.
+
+    Each block as `CurrentScaling` does a tensor, but an overflowing scale becomes the largest value of the input dtype.
     """
 
     fmt: FloatFormat
@@ -100,6 +108,8 @@ class MXFP8Scaling:
             The others are 2^(e - emax), emax the exponent of the format's largest value, with e from:
             "floor" floor(log2 amax), the OCP specification's example; "even" the same after rounding amax half up to
             the mantissa width of `fmt`; "ceil_ocp" ceil(log2 amax).
+
+    byte = round_up_to_power_of_two(amax * float32(1 / fmt.max)) + 127 as exponent, data = fmt(x * 2^(127 - byte)).
     """
 
     fmt: FloatFormat
@@ -131,6 +141,11 @@ class NVFP4Scaling:
         four_over_six: try block maximum -> 4 besides -> 6 and keep the one with the smaller error, "mae" or "mse".
         e4m3_max: largest block scale, 448 or (with `four_over_six`) 256.
         row_scaled: one amax for each row (and each column, columnwise) instead of one for the tensor.
+
+    In float32, in this order: S_enc = e4m3_max * 6 / amax (at most FLT_MAX; 1 where amax is 0 or inf),
+    byte = E4M3(block amax * (S_enc * float32(1/6))), data = E2M1(x * min(1 / (E4M3 value * (1 / S_enc)), FLT_MAX)).
+    With 4over6: byte = E4M3((block amax / 6) * S_enc), and the same times 1.5. Only bfloat16 input goes through the
+    Hadamard transform in TE; other dtypes follow its Python reference.
     """
 
     two_d: bool = False

@@ -56,7 +56,8 @@ def swizzle(scales):
     (cuBLAS "1D block scaling factors layout"; TE `common/cast/mxfp8/swizzle.cuh`).
 
     Args:
-        scales: (R, C) array with R % 128 == 0 and C % 4 == 0; i runs over the outer dimension, j over blocks.
+        scales: (R, C) array with R % 128 == 0 and C % 4 == 0; i runs over the outer dimension, j over blocks. MXFP8's
+            columnwise scales are stored [block, column]: pass their transpose, or use `Quantized.swizzled`.
 
     Returns:
         An array of the same shape in swizzled order.

@@ -6,7 +6,15 @@ Sources: TE `common/recipe/recipe_common.cuh` (scale from amax), `common/cast/fp
 
 import numpy as np
 
-from refops.arguments import HIGH_PRECISION, as_array, describe_array, require_choice, require_flag, require_integer
+from refops.arguments import (
+    HIGH_PRECISION,
+    as_array,
+    describe_array,
+    require_choice,
+    require_flag,
+    require_integer,
+    require_number,
+)
 from refops.formats import encode_tile, require_format
 from refops.quantization.result import Quantized
 from refops.scaling import FP8_FORMATS, DelayedScaling
@@ -105,7 +113,7 @@ def update_delayed_scale(amax_history, scale, fmt, *, margin=0, algorithm="max",
 
     Args:
         amax_history: float32 (L,) or (L, n).
-        scale: float32 scalar for (L,), (n,) for (L, n).
+        scale: a number for (L,), float32 (n,) for (L, n).
         fmt: E4M3 or E5M2.
         margin: the scale is divided by 2^margin.
         algorithm: "max", "most_recent", or a callable from the history to the amax (shape of `scale`).
@@ -114,7 +122,12 @@ def update_delayed_scale(amax_history, scale, fmt, *, margin=0, algorithm="max",
             always rolls: it runs on the Python path in TE.
 
     Returns:
-        (new_history, new_scale), new arrays of the given shapes.
+        (new_history, new_scale): float32 arrays of the given shapes, np.float32 for a scalar scale.
+
+    Example, one training step:
+        q = quantize(x, DelayedScaling(E4M3, scale))
+        history[0] = max(history[0], q.amax_rowwise[0])
+        history, scale = update_delayed_scale(history, scale, E4M3)
 
     Raises:
         TypeError: dtype other than float32, or algorithm neither string nor callable.
@@ -138,12 +151,15 @@ def update_delayed_scale(amax_history, scale, fmt, *, margin=0, algorithm="max",
     fresh = np.where(np.isinf(fresh), FLT_MAX, fresh)
     usable = np.isfinite(amax) & (amax > 0) & ~unused
     new_scale = np.where(usable, fresh, scale).astype(np.float32)
-    return np.where(unused, history, rolled).reshape(np.shape(amax_history)), new_scale.reshape(shape)
+    return np.where(unused, history, rolled).reshape(np.shape(amax_history)), new_scale.reshape(shape)[()]
 
 
 def _check_history(amax_history, scale):
     """Return history as (L, n), scale as (n,), and the scale's own shape."""
-    history, scale = as_array(amax_history, "amax_history"), as_array(scale, "scale")
+    history = as_array(amax_history, "amax_history")
+    if isinstance(scale, int | float) and not isinstance(scale, bool):
+        scale = require_number(scale, "scale")
+    scale = as_array(scale, "scale")
     for name, array in (("amax_history", history), ("scale", scale)):
         if array.dtype != np.float32:
             raise TypeError(f"{name} must be float32; got {describe_array(array)}")

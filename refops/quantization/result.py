@@ -49,7 +49,8 @@ class Quantized:
 
     def __repr__(self):
         directions = [d for d in ("rowwise", "columnwise") if getattr(self, f"{d}_data") is not None]
-        return f"Quantized(shape={self.shape}, dtype={self.dtype}, {' + '.join(directions)}, {self.scaling})"
+        swizzled = ", swizzled scales" if self.with_gemm_swizzled_scales else ""
+        return f"Quantized(shape={self.shape}, dtype={self.dtype}, {' + '.join(directions)}{swizzled}, {self.scaling})"
 
     @property
     def matrix_shape(self):
@@ -57,10 +58,11 @@ class Quantized:
         return int(np.prod(self.shape[:-1], dtype=np.int64)), self.shape[-1]
 
     def swizzled(self):
-        """Return the same tensor with its scales in the order that GEMMs read (see `layout.swizzle`).
+        """Return the same tensor with its scales in the order that GEMMs read (`refops.swizzle`).
 
-        Per-tensor scales have no order: the tensor itself comes back. Raises ValueError for block scaling, whose GEMM
-        scales are another format: see `refops.block_scales_as_mxfp8`.
+        Shapes stay, bytes move. MXFP8's columnwise scales, stored [block, column], are swizzled along their transpose:
+        a GEMM's outer dimension is the column there. Per-tensor scales have no order: the tensor itself comes back.
+        Raises ValueError for block scaling, whose GEMM scales are another format (`refops.block_scales_as_mxfp8`).
         """
         return self._reorder_scales(swizzle, True)
 

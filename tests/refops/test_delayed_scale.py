@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from independent import FLT_MAX, F, assert_same_bits, bits
 
+import refops
 from refops import E4M3, E5M2, update_delayed_scale
 
 INF, NAN = np.inf, np.nan
@@ -64,7 +65,8 @@ def test_table(history, scale, fmt, options, new_history, new_scale):
     before = history.copy()
     rolled, updated = update_delayed_scale(history, scale, fmt, **options)
     assert_same_bits(rolled, f32(*new_history), "history")
-    assert_same_bits(updated, f32(new_scale).reshape(()), "scale")
+    assert type(updated) is np.float32
+    assert_same_bits(np.asarray(updated), f32(new_scale).reshape(()), "scale")
     assert_same_bits(history, before, "input history")
     assert not np.shares_memory(rolled, history) and not np.shares_memory(updated, scale)
 
@@ -173,3 +175,19 @@ def model_step(history, scale, margin, algorithm, keep_unused):
             scale = F(57344 * 2.0**-margin) / amax
         scale = FLT_MAX if np.isinf(scale) else scale
     return new, scale
+
+
+@pytest.mark.parametrize("columns", [None, 1])
+def test_the_loop_of_the_docstring(columns):
+    """Settings take the scale as the update returned it, and the update takes the settings' scale back."""
+    history = np.zeros(4 if columns is None else (4, columns), F)
+    scale = 1.0 if columns is None else np.ones(1, F)
+    amaxes = []
+    for step in range(1, 7):
+        scaling = refops.DelayedScaling(E4M3, scale)
+        q = refops.quantize(np.full((2, 3), step, F), scaling)
+        history[0] = np.maximum(history[0], q.amax_rowwise[0])
+        amaxes.append(q.amax_rowwise[0])
+        history, scale = update_delayed_scale(history, scaling.scale if columns is None else scale, E4M3)
+        assert np.float32(scale.item()) == F(448) / max(amaxes[-4:])
+        assert hash(scaling) == hash(refops.DelayedScaling(E4M3, scaling.scale))
