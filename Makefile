@@ -32,10 +32,11 @@ bench: $(INSTALLED)
 exhaustive: $(INSTALLED)
 	$(BIN)/python tests/exhaustive/encode_all_float32.py
 
-## peers       install gfloat and torchao and compare with them live
+## peers       install gfloat, torch and torchao and compare with them live; read .pt files
 peers: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test,peers]'
 	$(BIN)/python -m pytest tests/refops/test_peers.py -rs
+	$(BIN)/python -m pytest tests/refops/test_cli.py -k pytorch -rs
 
 ## clean       remove the environment and caches
 clean:

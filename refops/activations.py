@@ -17,7 +17,7 @@ from functools import partial
 
 import numpy as np
 
-from refops.arguments import require_number
+from refops.arguments import require_number, shown
 from refops.elementary import exp, tanh
 
 F = np.float32
@@ -415,12 +415,14 @@ def bind_activation(name, params):
         TypeError: a parameter that `name` does not take, or that is not a number.
     """
     if not isinstance(name, str) or name not in ACTIVATIONS:
-        raise ValueError(f"name must be one of {', '.join(ACTIVATIONS)}; got {name!r}")
+        raise ValueError(f"name must be one of {', '.join(ACTIVATIONS)}; got {shown(name)}")
     activation = ACTIVATIONS[name]
     unknown = sorted(set(params) - set(activation.parameters))
     if unknown:
         takes = ", ".join(activation.parameters) or "none"
-        raise TypeError(f"{name} takes no parameter {unknown[0]!r} (it takes: {takes}); got {params[unknown[0]]!r}")
+        raise TypeError(
+            f"{name} takes no parameter {unknown[0]!r} (it takes: {takes}); got {shown(params[unknown[0]])}"
+        )
     values = {}
     for parameter in activation.parameters:
         value = params.get(parameter, DEFAULT_PARAMETERS[parameter])

@@ -12,6 +12,11 @@ BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 HIGH_PRECISION = (np.dtype(np.float32), np.dtype(np.float16), BFLOAT16)
 
 
+def shown(value):
+    """`value` as an error message shows it: an array by dtype and shape, others by repr."""
+    return describe_array(value) if isinstance(value, np.ndarray) else repr(value)
+
+
 def describe_array(x):
     """What an error message says of an array: its dtype and shape."""
     return f"{x.dtype} of shape {x.shape}"
@@ -24,7 +29,7 @@ def as_array(x, name):
     try:
         return np.asarray(x)
     except ValueError as error:
-        raise TypeError(f"{name} must be an array; got {x!r}") from error
+        raise TypeError(f"{name} must be an array; got {shown(x)}") from error
     except TypeError as error:  # torch.bfloat16, for one: NumPy has no such type, ml_dtypes has
         raise TypeError(
             f"{name} must convert to a NumPy array; got {type(x).__name__}: {error}. "
@@ -56,7 +61,7 @@ def require_high_precision_dtype(dtype, name):
     except (TypeError, ValueError, SyntaxError):  # NumPy parses strings
         resolved = None
     if resolved not in HIGH_PRECISION:
-        raise TypeError(f"{name} must be float32, float16 or bfloat16; got {dtype!r}")
+        raise TypeError(f"{name} must be float32, float16 or bfloat16; got {shown(dtype)}")
     return resolved
 
 
@@ -67,7 +72,7 @@ def require_number(value, name, *, positive=False, non_negative=False, finite=Tr
     rule = "a positive number" if positive else "a number >= 0" if non_negative else "a number"
     rule = f"a finite float32: {rule}" if finite else f"{rule} that float32 can hold"
     if isinstance(value, bool | np.bool_) or not isinstance(value, numbers.Real | np.floating):
-        raise TypeError(f"{name} must be {rule}; got {value!r}")
+        raise TypeError(f"{name} must be {rule}; got {shown(value)}")
     try:
         with np.errstate(over="ignore"):
             rounded = np.float32(value)
@@ -82,28 +87,30 @@ def require_number(value, name, *, positive=False, non_negative=False, finite=Tr
         or (non_negative and value < 0)  # before rounding: -1e-60 would become -0
     )
     if broken:
-        raise ValueError(f"{name} must be {rule}; got {value!r}")
+        raise ValueError(f"{name} must be {rule}; got {shown(value)}")
     return rounded
 
 
 def require_integer(value, name, *, low, high):
     """Return `value` as int, raising unless it is an integer with low <= value < high."""
     if isinstance(value, bool | np.bool_) or not isinstance(value, numbers.Integral):
-        raise TypeError(f"{name} must be an integer; got {value!r}")
+        raise TypeError(f"{name} must be an integer; got {shown(value)}")
     if not low <= value < high:
-        raise ValueError(f"{name} must be an integer in [{low}, {high}); got {value!r}")
+        raise ValueError(f"{name} must be an integer in [{low}, {high}); got {shown(value)}")
     return int(value)
 
 
 def require_flag(value, name):
     """Return `value` as bool, raising TypeError unless it is one."""
     if not isinstance(value, bool | np.bool_):
-        raise TypeError(f"{name} must be True or False; got {value!r}")
+        raise TypeError(f"{name} must be True or False; got {shown(value)}")
     return bool(value)
 
 
 def require_choice(value, name, choices):
-    """Return `value`, raising ValueError unless it is one of `choices`."""
-    if isinstance(value, np.ndarray) or not any(value is c or (type(value) is type(c) and value == c) for c in choices):
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}; got {value!r}")
-    return value
+    """Return the one of `choices` that equals `value` (a NumPy integer or string too), else raise ValueError."""
+    plain = value.item() if isinstance(value, np.generic) else value
+    for choice in choices:
+        if type(plain) is type(choice) and plain == choice:
+            return choice
+    raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}; got {shown(value)}")

@@ -22,6 +22,7 @@ from refops.rounding import (
     STOCHASTIC,
     round_to_grid,
     round_to_grid_stochastic,
+    value_after_largest,
 )
 from refops.tiles import Matrix, for_each, tile_slices
 
@@ -52,10 +53,17 @@ class FloatFormat:
     has_subnormals: bool = True
 
     def __post_init__(self):
-        if self.bits > 8 or self.mantissa_bits > 5:
+        if self.bits > 8:
+            raise ValueError(f"a format must have at most 8 bits; got {self.bits} bits in {self.name!r}")
+        extended = np.append(self.grid, value_after_largest(self.grid))
+        points = np.concatenate([self.grid, (extended[1:] + extended[:-1]) / 2])
+        with np.errstate(all="ignore"):
+            single = points.astype(np.float32)
+        if (single != points).any() or (single.view(np.uint32) & 0x1FFFF).any():
             raise ValueError(
-                f"a format must have at most 8 bits and 5 mantissa bits for encode to be exact; "
-                f"got {self.bits} bits, mantissa_bits={self.mantissa_bits}"
+                f"values and midpoints of a format must be bfloat16 numbers with an even last bit for encode to be "
+                f"exact (up to 5 mantissa bits, inside bfloat16's range); got {self.bits} bits in {self.name!r}, "
+                f"mantissa_bits={self.mantissa_bits}, bias={self.bias}"
             )
 
     def __repr__(self):
@@ -87,10 +95,11 @@ class FloatFormat:
         code = np.arange(self.largest_code + 1)
         exponent = code >> self.mantissa_bits
         fraction = (code & ((1 << self.mantissa_bits) - 1)) / 2.0**self.mantissa_bits
-        if not self.has_subnormals:
-            return (1 + fraction) * 2.0 ** (exponent - self.bias)
-        subnormal = fraction * 2.0 ** (1 - self.bias)
-        return np.where(exponent == 0, subnormal, (1 + fraction) * 2.0 ** (exponent - self.bias))
+        grid = (1 + fraction) * 2.0 ** (exponent - self.bias)
+        if self.has_subnormals:
+            grid = np.where(exponent == 0, fraction * 2.0 ** (1 - self.bias), grid)
+        grid.flags.writeable = False
+        return grid
 
     @cached_property
     def values(self):
@@ -206,7 +215,9 @@ def pack_fp4(codes):
         raise ValueError(f"codes must have an even last dimension to pack two a byte; got shape {codes.shape}")
     if codes.size and codes.max() > 15:
         raise ValueError(f"codes must be below 16 to pack; got {int(codes.max())}")
-    return codes[..., 0::2] | (codes[..., 1::2] << np.uint8(4))
+    packed = codes[..., 1::2] << np.uint8(4)
+    packed |= codes[..., 0::2]
+    return packed
 
 
 def unpack_fp4(packed):
@@ -219,8 +230,8 @@ def unpack_fp4(packed):
     if packed.ndim == 0:
         raise ValueError("packed must have at least one dimension; got a scalar")
     codes = np.empty((*packed.shape[:-1], packed.shape[-1] * 2), np.uint8)
-    codes[..., 0::2] = packed & np.uint8(0xF)
-    codes[..., 1::2] = packed >> np.uint8(4)
+    np.bitwise_and(packed, np.uint8(0xF), out=codes[..., 0::2])
+    np.right_shift(packed, np.uint8(4), out=codes[..., 1::2])
     return codes
 
 
@@ -267,8 +278,8 @@ def _code_table(fmt, saturate, rounding):
 def _odd_rounded_key(values):
     """Bit patterns of float32 `values` rounded to bfloat16 *to odd*: truncated, last bit 1 if anything was lost.
 
-    Why a table of bfloat16 codes is enough for float32: every grid value and every midpoint of these formats has at
-    most 5 significant bits, so as a bfloat16 (8 bits) its last bit is 0. Rounding to odd never lands on such a number
+    Why a table of bfloat16 codes is enough for float32: every value and every midpoint of a format is a bfloat16 whose
+    last bit is 0 (`FloatFormat` checks it). Rounding to odd never lands on such a number
     unless the float32 was that number, and never crosses one. Every comparison that decides a code, and the test for
     NaN, therefore come out as they would for the float32 itself.
     """

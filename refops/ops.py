@@ -19,6 +19,7 @@ from refops.arguments import (
     require_high_precision_dtype,
     require_integer,
     require_tensor,
+    shown,
 )
 from refops.quantization import block, mxfp8, nvfp4, per_tensor
 from refops.quantization.result import Quantized
@@ -279,7 +280,7 @@ class _ScaledRows:
 
     def __init__(self, name, x, row_scales, glu_interleave_size, params):
         if not isinstance(name, str) or name not in SCALED_ACTIVATIONS:
-            raise ValueError(f"name must be one of {', '.join(SCALED_ACTIVATIONS)}; got {name!r}")
+            raise ValueError(f"name must be one of {', '.join(SCALED_ACTIVATIONS)}; got {shown(name)}")
         self.bound = bind_activation(name, params)
         self.x, self.row_scales = require_tensor(x, "x"), require_tensor(row_scales, "row_scales")
         self.input = Matrix(self.x)
@@ -297,16 +298,19 @@ class _ScaledRows:
                 "glu_interleave_size must be 0, or for gated activations a multiple of 32 that divides "
                 f"H={width}; got {g}"
             )
-        self._interleave = g or max(width, 1)
+        self._interleave = g
 
     def act_columns(self, columns):
-        """Input columns of the activated values of output `columns`."""
-        column, g = np.arange(columns.start, columns.stop), self._interleave
-        return (column // g) * 2 * g + column % g if self.bound.gated else column
+        """Input columns (a slice or indices) of the activated values of output `columns`."""
+        g = self._interleave
+        if g == 0:
+            return columns
+        column = np.arange(columns.start, columns.stop)
+        return (column // g) * 2 * g + column % g
 
     def gate_columns(self, columns):
         """Input columns of their gates."""
-        return self.act_columns(columns) + self._interleave
+        return self.act_columns(columns) + self._interleave if self._interleave else _shift(columns, self.shape[1])
 
     def read(self, rows, columns):
         """float32 activated values and gates (None for unary) of a rectangle of the output."""

@@ -43,7 +43,7 @@ class DelayedScaling:
         with np.errstate(over="ignore"):
             if np.isinf(np.float32(1) / scale):
                 raise ValueError(f"scale must have a finite float32 reciprocal; got {self.scale!r}")
-        object.__setattr__(self, "scale", float(scale))
+        _normalise(self, scale=float(scale))
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class CurrentScaling:
     def __post_init__(self):
         require_format(self.fmt, FP8_FORMATS)
         require_flag(self.power_2_scale, "power_2_scale")
-        require_number(self.amax_epsilon, "amax_epsilon", non_negative=True)
+        _normalise(self, amax_epsilon=float(require_number(self.amax_epsilon, "amax_epsilon", non_negative=True)))
 
 
 @dataclass(frozen=True)
@@ -92,9 +92,9 @@ class BlockScaling:
 
     def __post_init__(self):
         require_format(self.fmt, FP8_FORMATS)
-        require_choice(self.block_dim, "block_dim", (1, 2))
+        _normalise(self, block_dim=require_choice(self.block_dim, "block_dim", (1, 2)))
         require_flag(self.power_2_scale, "power_2_scale")
-        require_number(self.amax_epsilon, "amax_epsilon", non_negative=True)
+        _normalise(self, amax_epsilon=float(require_number(self.amax_epsilon, "amax_epsilon", non_negative=True)))
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,8 @@ class MXFP8Scaling:
     def __post_init__(self):
         require_format(self.fmt, MX_FORMATS)
         require_flag(self.two_d, "two_d")
-        require_choice(self.scale_rounding, "scale_rounding", ("up", "floor", "even", "ceil_ocp"))
+        rule = require_choice(self.scale_rounding, "scale_rounding", ("up", "floor", "even", "ceil_ocp"))
+        _normalise(self, scale_rounding=rule)
 
 
 @dataclass(frozen=True)
@@ -168,10 +169,9 @@ class NVFP4Scaling:
         for flag in ("two_d", "rht", "stochastic_rounding", "row_scaled"):
             require_flag(getattr(self, flag), flag)
         for integer, high in (("sign_mask", 1 << 16), ("seed", 1 << 64), ("offset", 1 << 64)):
-            value = require_integer(getattr(self, integer), integer, low=0, high=high)
-            object.__setattr__(self, integer, value)  # a NumPy integer becomes a Python one, which never overflows
-        require_choice(self.four_over_six, "four_over_six", (None, "mae", "mse"))
-        require_choice(self.e4m3_max, "e4m3_max", (448, 256))
+            _normalise(self, **{integer: require_integer(getattr(self, integer), integer, low=0, high=high)})
+        _normalise(self, four_over_six=require_choice(self.four_over_six, "four_over_six", (None, "mae", "mse")))
+        _normalise(self, e4m3_max=require_choice(self.e4m3_max, "e4m3_max", (448, 256)))
         if self.e4m3_max == 256 and self.four_over_six is None:
             raise ValueError("e4m3_max=256 needs four_over_six='mae' or 'mse'; got four_over_six=None")
         exclusive = {
@@ -200,6 +200,12 @@ class NVFP4Scaling:
             if not isinstance(bits, np.ndarray) or bits.dtype != np.uint8:
                 got = describe_array(bits) if isinstance(bits, np.ndarray) else repr(bits)
                 raise TypeError(f"random_bits must hold uint8 arrays; got {got}")
+
+
+def _normalise(settings, **fields):
+    """Store plain Python values in frozen `settings`: equal settings hash alike, and integers never overflow."""
+    for name, value in fields.items():
+        object.__setattr__(settings, name, value)
 
 
 #: Any of the settings.

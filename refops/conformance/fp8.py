@@ -124,7 +124,8 @@ def compare_dequant_fp8_block(v):
         scaling = BlockScaling(E4M3, 2 if variant["tile"] == [128, 128] else 1)
         scales = v.arrays[f"{prefix}_scale_gemm_layout_bits"].view(np.float32)
         dtype = DTYPES[variant["out_dtype"]]
-        q = Quantized(v.arrays[f"{prefix}_q"], scales, None, None, None, None, scaling, shape, dtype)
+        codes = v.arrays[f"{prefix}_q"]
+        q = Quantized(rowwise_data=codes, rowwise_scale_inv=scales, scaling=scaling, shape=shape, dtype=dtype)
         name = f"FP8 block dequantize, {variant['tile']} to {variant['out_dtype']}"
         v.compare_floats(name, ops.dequantize(q, dtype=dtype), v.arrays[f"{prefix}_out_bits"])
 

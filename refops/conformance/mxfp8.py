@@ -35,21 +35,11 @@ def compare_mxfp8_ocp(v):
         not_finite = ~np.isfinite(x.astype(np.float32).reshape(len(x), -1, 32)).all(axis=2)
         documented = {"divergence": "torchao makes the scale of a block with NaN or inf NaN (0xFF)"}
         scales, codes = v.arrays[f"{prefix}_scale"], v.arrays[f"{prefix}_q"]
-        v.compare(
-            f"MX {rule} {fmt!r}, scales",
-            leading(q.rowwise_scale_inv, scales),
-            scales,
-            expected=not_finite & (scales == 0xFF),
-            **documented,
-        )
-        v.compare_codes(
-            f"MX {rule} {fmt!r}, codes",
-            q.rowwise_data,
-            codes,
-            fmt,
-            expected=np.repeat(not_finite & (scales == 0xFF), 32, axis=1),
-            **documented,
-        )
+        ours = leading(q.rowwise_scale_inv, scales)
+        expected = np.where(not_finite, np.uint8(0xFF), ours)
+        v.compare(f"MX {rule} {fmt!r}, scales", ours, scales, expected=expected, **documented)
+        expected = np.where(np.repeat(not_finite, 32, axis=1), np.uint8(0x7F), q.rowwise_data)
+        v.compare_codes(f"MX {rule} {fmt!r}, codes", q.rowwise_data, codes, fmt, expected=expected, **documented)
 
 
 def compare_dequant_mxfp8(v):
@@ -57,7 +47,8 @@ def compare_dequant_mxfp8(v):
     codes, scales = v.arrays["mx_q"], v.arrays["mx_scale"]
     padded = pad_to_blocks(scales, 128, 4)
     for name, dtype in (("fp32", DTYPES["fp32"]), ("bf16", DTYPES["bf16"])):
-        q = Quantized(codes, padded, None, None, None, None, MXFP8Scaling(E4M3), codes.shape, dtype)
+        scaling = MXFP8Scaling(E4M3)
+        q = Quantized(rowwise_data=codes, rowwise_scale_inv=padded, scaling=scaling, shape=codes.shape, dtype=dtype)
         ours = ops.dequantize(q, dtype=dtype)
         v.compare_floats(f"MXFP8 dequantize to {name}", ours, v.arrays[f"mx_out_exact_{name}_bits"])
         scale = np.repeat(E8M0.values[scales].astype(dtype), 32, axis=1)

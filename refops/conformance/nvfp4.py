@@ -1,5 +1,7 @@
 """NVFP4: scales, every variant in both directions, the Hadamard transform, what torchao and modelopt do otherwise."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from refops import ops
@@ -59,16 +61,11 @@ def compare_nvfp4_rht(v):
             )
             q = ops.quantize(x, NVFP4Scaling())
             column = ops.quantize(their_rht, NVFP4Scaling())
-            q = Quantized(
-                q.rowwise_data,
-                q.rowwise_scale_inv,
-                column.rowwise_data,
-                column.rowwise_scale_inv,
-                q.amax_rowwise,
-                column.amax_rowwise,
-                q.scaling,
-                q.shape,
-                q.dtype,
+            q = replace(
+                q,
+                columnwise_data=column.rowwise_data,
+                columnwise_scale_inv=column.rowwise_scale_inv,
+                amax_columnwise=column.amax_rowwise,
             )
             _compare_nvfp4_tensor(v, variant, name + " (from their transform)", x, their_rht, q)
 
@@ -160,7 +157,14 @@ def compare_dequant_nvfp4(v):
     codes, scales, amax = v.arrays["q"], v.arrays["scale"], v.arrays["amax"]
     shape = (codes.shape[0], 2 * codes.shape[1])
     for name in ("fp32", "bf16"):
-        q = Quantized(codes, pad_to_blocks(scales, 128, 4), None, None, amax, None, NVFP4Scaling(), shape, DTYPES[name])
+        q = Quantized(
+            rowwise_data=codes,
+            rowwise_scale_inv=pad_to_blocks(scales, 128, 4),
+            amax_rowwise=amax,
+            scaling=NVFP4Scaling(),
+            shape=shape,
+            dtype=DTYPES[name],
+        )
         v.compare_floats(
             f"NVFP4 dequantize to {name}", ops.dequantize(q, dtype=DTYPES[name]), v.arrays[f"out_{name}_bits"]
         )

@@ -8,7 +8,7 @@ import numpy as np
 
 from refops.arguments import BFLOAT16
 from refops.formats import encode_tile
-from refops.quantization.layout import block_amax, block_view, ceil_div, pad_to_blocks, round_up, swizzle
+from refops.quantization.layout import block_amax, block_view, ceil_div, pad_to_blocks, swizzle
 from refops.quantization.per_tensor import scale_from_amax
 from refops.quantization.result import Quantized
 from refops.scaling import BlockScaling
@@ -25,20 +25,14 @@ LARGEST_SCALE = {
 
 def quantize_block(values, scaling, rowwise, columnwise):
     """Quantize under `BlockScaling`; blocks at the edge are partial."""
-    m, k = values.shape
-    two_d = scaling.block_dim == 2
-    row_data = np.empty((m, k), np.uint8) if rowwise else None
-    column_data = np.empty((k, m), np.uint8) if columnwise else None
-    m_blocks, k_blocks = ceil_div(m, BLOCK), ceil_div(k, BLOCK)
-    row_shape = (m_blocks, round_up(k_blocks, 4)) if two_d else (k_blocks, round_up(m, 4))
-    column_shape = (k_blocks, round_up(m_blocks, 4)) if two_d else (m_blocks, round_up(k, 4))
-    row_scales = np.zeros(row_shape, np.float32) if rowwise else None
-    column_scales = np.zeros(column_shape, np.float32) if columnwise else None
+    q = Quantized.allocate(values, scaling, rowwise, columnwise)
+    row_data, column_data = q.row_matrix, q.column_matrix
+    row_scales, column_scales = q.rowwise_scale_inv, q.columnwise_scale_inv
 
     def work(rows, columns):
         tile = values.read(rows, columns)
         row_blocks, column_blocks = _blocks(rows), _blocks(columns)
-        if two_d:
+        if scaling.block_dim == 2:
             codes, scale_inv = _quantize_tile(tile, BLOCK, BLOCK, scaling, values.dtype)
             if rowwise:
                 row_data[rows, columns] = codes
@@ -56,19 +50,8 @@ def quantize_block(values, scaling, rowwise, columnwise):
             column_data[columns, rows] = codes.T
             column_scales[row_blocks, columns] = scale_inv
 
-    for_each(tile_slices((m, k)), work)
-    shape = values.tensor_shape
-    return Quantized(
-        row_data.reshape(shape) if rowwise else None,
-        row_scales,
-        column_data.reshape(k, *shape[:-1]) if columnwise else None,
-        column_scales,
-        None,
-        None,
-        scaling,
-        shape,
-        values.dtype,
-    )
+    for_each(tile_slices(values.shape), work)
+    return q
 
 
 def _quantize_tile(tile, block_rows, block_columns, scaling, dtype):
@@ -103,9 +86,7 @@ def valid_scales(q, columnwise=False):
 
 def dequantize_tile(q, rows, columns, columnwise):
     """float32 values of a rectangle of the (M, K) matrix."""
-    data = q.columnwise_data if columnwise else q.rowwise_data
-    m, k = q.matrix_shape
-    codes = data.reshape(k, m)[columns, rows] if columnwise else data.reshape(m, k)[rows, columns]
+    codes = q.column_matrix[columns, rows] if columnwise else q.row_matrix[rows, columns]
     outer, inner = (columns, rows) if columnwise else (rows, columns)
     scales = valid_scales(q, columnwise)
     row_index = np.arange(outer.start, outer.stop) // (BLOCK if q.scaling.block_dim == 2 else 1)

@@ -7,7 +7,7 @@ Sources: OCP Microscaling Formats (MX) 1.0, section 6.3; TE `common/cast/mxfp8/q
 import numpy as np
 
 from refops.formats import E8M0, encode_tile
-from refops.quantization.layout import block_amax, block_view, ceil_div, pad_to_blocks, round_up
+from refops.quantization.layout import block_amax, block_view, ceil_div, pad_to_blocks
 from refops.quantization.result import Quantized
 from refops.scaling import MXFP8Scaling
 from refops.tiles import for_each, tile_slices
@@ -46,12 +46,9 @@ def scale_byte(amax, fmt, scale_rounding="up"):
 
 def quantize_mxfp8(values, scaling, rowwise, columnwise):
     """Quantize under `MXFP8Scaling`; blocks at the edge are partial."""
-    m, k = values.shape
-    row_data = np.empty((m, k), np.uint8) if rowwise else None
-    column_data = np.empty((m, k), np.uint8) if columnwise else None
-    m_blocks, k_blocks = ceil_div(m, BLOCK), ceil_div(k, BLOCK)
-    row_scales = np.zeros((round_up(m, 128), round_up(k_blocks, 4)), np.uint8) if rowwise else None
-    column_scales = np.zeros((round_up(m_blocks, 4), round_up(k, 128)), np.uint8) if columnwise else None
+    q = Quantized.allocate(values, scaling, rowwise, columnwise)
+    row_data, column_data = q.row_matrix, q.column_matrix
+    row_scales, column_scales = q.rowwise_scale_inv, q.columnwise_scale_inv
 
     def work(rows, columns):
         tile = values.read(rows, columns)
@@ -70,19 +67,8 @@ def quantize_mxfp8(values, scaling, rowwise, columnwise):
         if columnwise:
             column_data[rows, columns], column_scales[row_blocks, columns] = _quantize_tile(tile, BLOCK, 1, scaling)
 
-    for_each(tile_slices((m, k)), work)
-    shape = values.tensor_shape
-    return Quantized(
-        row_data.reshape(shape) if rowwise else None,
-        row_scales,
-        column_data.reshape(shape) if columnwise else None,
-        column_scales,
-        None,
-        None,
-        scaling,
-        shape,
-        values.dtype,
-    )
+    for_each(tile_slices(values.shape), work)
+    return q
 
 
 def _quantize_tile(tile, block_rows, block_columns, scaling):
@@ -101,8 +87,7 @@ def _blocks(elements):
 
 def dequantize_tile(q, rows, columns, columnwise):
     """float32 values of a rectangle of the (M, K) matrix: 2^(byte - 127) * element."""
-    data = q.columnwise_data if columnwise else q.rowwise_data
-    codes = data.reshape(q.matrix_shape)[rows, columns]
+    codes = (q.column_matrix if columnwise else q.row_matrix)[rows, columns]
     row_index, column_index = np.arange(rows.start, rows.stop), np.arange(columns.start, columns.stop)
     if columnwise:
         scales = q.columnwise_scale_inv[row_index[:, None] // BLOCK, column_index]

@@ -8,7 +8,7 @@ import numpy as np
 
 from refops.formats import E2M1, E4M3, encode_tile
 from refops.quantization.hadamard import transform_groups
-from refops.quantization.layout import block_amax, block_view, round_up
+from refops.quantization.layout import block_amax, block_view
 from refops.quantization.result import Quantized
 from refops.rounding import philox_bytes
 from refops.scaling import NVFP4Scaling
@@ -65,12 +65,10 @@ def quantize_nvfp4(values, amax_values, scaling, rowwise, columnwise):
     _check_shape(values.tensor_shape, m, k, scaling, columnwise)
     row_bits, column_bits = _given_bits(scaling, m, k, rowwise, columnwise)
     column_values = HadamardSource(values, scaling.sign_mask) if scaling.rht else values
-    amax_row, amax_column = _global_amax(amax_values, column_values, scaling, rowwise, columnwise)
-    row_data = np.empty((m, k // 2), np.uint8) if rowwise else None
-    column_data = np.empty((k, m // 2), np.uint8) if columnwise else None
-    row_scales = np.zeros((round_up(m, 128), round_up(k // BLOCK, 4)), np.uint8) if rowwise else None
-    column_scales = np.zeros((round_up(k, 128), round_up(m // BLOCK, 4)), np.uint8) if columnwise else None
-    both_in_one = scaling.two_d and not scaling.stochastic_rounding
+    q = Quantized.allocate(values, scaling, rowwise, columnwise)
+    row_data, column_data = q.row_matrix, q.column_matrix
+    _fill_amax(q, amax_values, column_values)
+    codes_serve_both = scaling.two_d and not scaling.stochastic_rounding
 
     def work(rows, columns):
         tile = values.read(rows, columns)
@@ -78,34 +76,23 @@ def quantize_nvfp4(values, amax_values, scaling, rowwise, columnwise):
         if rowwise:
             bits = _tile_bits(scaling, row_bits, rows, columns, k // BLOCK, 0)
             shape = (BLOCK, BLOCK) if scaling.two_d else (1, BLOCK)
-            amax = amax_row[rows, None] if scaling.row_scaled else amax_row[:, None]
+            amax = q.amax_rowwise[rows, None] if scaling.row_scaled else q.amax_rowwise[:, None]
             codes, scales = _quantize_tile(tile, shape, amax, scaling, bits)
             row_data[rows, _half(columns)] = codes[:, 0::2] | codes[:, 1::2] << np.uint8(4)
-            row_scales[rows, column_blocks] = np.repeat(scales, shape[0], axis=0)
+            q.rowwise_scale_inv[rows, column_blocks] = np.repeat(scales, shape[0], axis=0)
         if columnwise:
-            if not (rowwise and both_in_one):
+            if not (rowwise and codes_serve_both):
                 column_tile = column_values.read(rows, columns) if scaling.rht else tile
                 first = m * (k // BLOCK)  # columnwise blocks are numbered after all rowwise ones
                 bits = _tile_bits(scaling, column_bits, columns, rows, m // BLOCK, first)
                 shape = (BLOCK, BLOCK) if scaling.two_d else (BLOCK, 1)
-                amax = amax_column[None, columns] if scaling.row_scaled else amax_column[:, None]
+                amax = q.amax_columnwise[None, columns] if scaling.row_scaled else q.amax_columnwise[:, None]
                 codes, scales = _quantize_tile(column_tile, shape, amax, scaling, None if bits is None else bits.T)
             column_data[columns, _half(rows)] = (codes[0::2] | codes[1::2] << np.uint8(4)).T
-            column_scales[columns, row_blocks] = np.repeat(scales, shape[1], axis=1).T
+            q.columnwise_scale_inv[columns, row_blocks] = np.repeat(scales, shape[1], axis=1).T
 
     for_each(tile_slices((m, k)), work)
-    shape = values.tensor_shape
-    return Quantized(
-        row_data.reshape(*shape[:-1], k // 2) if rowwise else None,
-        row_scales,
-        column_data,
-        column_scales,
-        amax_row,
-        amax_column,
-        scaling,
-        shape,
-        values.dtype,
-    )
+    return q
 
 
 def _check_shape(tensor_shape, m, k, scaling, columnwise):
@@ -120,15 +107,20 @@ def _check_shape(tensor_shape, m, k, scaling, columnwise):
         raise ValueError("columnwise must be False with row_scaled and four_over_six together; got columnwise=True")
 
 
-def _global_amax(amax_values, column_values, scaling, rowwise, columnwise):
-    """Return (amax_rowwise, amax_columnwise), None for a direction that is not made."""
+def _fill_amax(q, amax_values, column_values):
+    """Compute the amaxes that `q` has room for: of the tensor or of rows and columns; columnwise after RHT."""
+    amax_row, amax_column, scaling = q.amax_rowwise, q.amax_columnwise, q.scaling
     if scaling.row_scaled:
-        return row_amax(amax_values) if rowwise else None, column_amax(amax_values) if columnwise else None
-    # 2-D scales are one set for both directions; without RHT so is the global amax.
-    shared = tensor_amax(amax_values) if rowwise or not scaling.rht else None
-    if not columnwise:
-        return shared, None
-    return shared if rowwise else None, tensor_amax(column_values) if scaling.rht else shared.copy()
+        if amax_row is not None:
+            amax_row[:] = row_amax(amax_values)
+        if amax_column is not None:
+            amax_column[:] = column_amax(amax_values)
+        return
+    shared = tensor_amax(amax_values) if amax_row is not None or not scaling.rht else None
+    if amax_row is not None:
+        amax_row[:] = shared
+    if amax_column is not None:
+        amax_column[:] = tensor_amax(column_values) if scaling.rht else shared
 
 
 def _quantize_tile(tile, block_shape, amax, scaling, bits):
@@ -233,8 +225,7 @@ def dequantize_tile(q, rows, columns, columnwise):
         data, scales, amax = q.columnwise_data, q.columnwise_scale_inv, q.amax_columnwise
         outer, inner = columns, rows
     else:
-        m, k = q.matrix_shape
-        data, scales, amax = q.rowwise_data.reshape(m, k // 2), q.rowwise_scale_inv, q.amax_rowwise
+        data, scales, amax = q.row_matrix, q.rowwise_scale_inv, q.amax_rowwise
         outer, inner = rows, columns
     packed = data[outer, _half(inner)]
     codes = np.stack([packed & np.uint8(0xF), packed >> np.uint8(4)], axis=-1).reshape(packed.shape[0], -1)

@@ -55,17 +55,14 @@ def quantize_per_tensor(values, amax_values, scaling, rowwise, columnwise):
 
     Delayed scaling reports the amax of `values`, for the history; merging it into a running amax is the caller's.
     """
-    m, k = values.shape
+    q = Quantized.allocate(values, scaling, rowwise, columnwise)
+    row_data, column_data = q.row_matrix, q.column_matrix
     delayed = isinstance(scaling, DelayedScaling)
     if delayed:
         amax, scale = None, F(scaling.scale)
     else:
         amax = tensor_amax(amax_values)
         scale = scale_from_amax(amax, scaling.fmt, epsilon=scaling.amax_epsilon, power_2=scaling.power_2_scale)[0]
-    with np.errstate(all="ignore"):
-        scale_inv = np.array([F(1) / scale], np.float32)
-    row_data = np.empty((m, k), np.uint8) if rowwise else None
-    column_data = np.empty((k, m), np.uint8) if columnwise else None
 
     def work(rows, columns):
         tile = values.read(rows, columns)
@@ -77,30 +74,24 @@ def quantize_per_tensor(values, amax_values, scaling, rowwise, columnwise):
             column_data[columns, rows] = codes.T
         return tile_amax
 
-    maxima = for_each(tile_slices((m, k)), work)
+    maxima = for_each(tile_slices(values.shape), work)
     if delayed:
-        amax = np.fmax.reduce(np.array(maxima, np.float32), initial=F(0)).reshape(1)
-    shape = values.tensor_shape
-    return Quantized(
-        row_data.reshape(shape) if rowwise else None,
-        scale_inv if rowwise else None,
-        column_data.reshape(k, *shape[:-1]) if columnwise else None,
-        scale_inv.copy() if columnwise else None,
-        amax if rowwise else None,
-        amax.copy() if columnwise else None,
-        scaling,
-        shape,
-        values.dtype,
-    )
+        amax = np.fmax.reduce(np.array(maxima, np.float32), initial=F(0))
+    for made, scale_inv, stored_amax in (
+        (rowwise, q.rowwise_scale_inv, q.amax_rowwise),
+        (columnwise, q.columnwise_scale_inv, q.amax_columnwise),
+    ):
+        if made:
+            scale_inv[:], stored_amax[:] = F(1) / scale, amax
+    return q
 
 
 def dequantize_tile(q, rows, columns, columnwise):
     """float32 values of a rectangle of the (M, K) matrix: element * scale_inv."""
-    m, k = q.matrix_shape
     if columnwise:
-        codes, scale_inv = q.columnwise_data.reshape(k, m)[columns, rows].T, q.columnwise_scale_inv
+        codes, scale_inv = q.column_matrix[columns, rows].T, q.columnwise_scale_inv
     else:
-        codes, scale_inv = q.rowwise_data.reshape(m, k)[rows, columns], q.rowwise_scale_inv
+        codes, scale_inv = q.row_matrix[rows, columns], q.rowwise_scale_inv
     return q.scaling.fmt.values[codes] * scale_inv
 
 

@@ -1,14 +1,58 @@
 """`Quantized`: what every quantizing operation returns."""
 
+import math
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from refops.quantization.layout import swizzle, unswizzle
-from refops.scaling import BlockScaling, MXFP8Scaling, NVFP4Scaling, Scaling
+from refops.arguments import require_high_precision_dtype, require_integer, shown
+from refops.quantization.layout import ceil_div, round_up, swizzle, unswizzle
+from refops.scaling import BlockScaling, MXFP8Scaling, NVFP4Scaling, Scaling, require_scaling
 
 
-@dataclass(frozen=True, eq=False)
+def stored_layout(scaling, shape):
+    """Return field name -> (shape, dtype) of every array that a `Quantized` of a tensor of `shape` can hold.
+
+    Data and scales as in the table of `Quantized`; amax_* only where the scaling keeps one.
+    """
+    *leading, k = shape
+    m = math.prod(leading)
+    amax_shapes = ((1,), (1,))
+    if isinstance(scaling, BlockScaling):
+        block, amax_shapes = scaling.block_size, None
+        m_blocks, k_blocks = ceil_div(m, block), ceil_div(k, block)
+        scale_dtype, data_shapes = np.float32, (shape, (k, *leading))
+        if scaling.block_dim == 2:
+            scale_shapes = ((m_blocks, round_up(k_blocks, 4)), (k_blocks, round_up(m_blocks, 4)))
+        else:
+            scale_shapes = ((k_blocks, round_up(m, 4)), (m_blocks, round_up(k, 4)))
+    elif isinstance(scaling, MXFP8Scaling):
+        block, amax_shapes = scaling.block_size, None
+        scale_dtype, data_shapes = np.uint8, (shape, shape)
+        scale_shapes = (
+            (round_up(m, 128), round_up(ceil_div(k, block), 4)),
+            (round_up(ceil_div(m, block), 4), round_up(k, 128)),
+        )
+    elif isinstance(scaling, NVFP4Scaling):
+        block = scaling.block_size
+        scale_dtype, data_shapes = np.uint8, ((*leading, k // 2), (k, m // 2))
+        scale_shapes = (
+            (round_up(m, 128), round_up(k // block, 4)),
+            (round_up(k, 128), round_up(m // block, 4)),
+        )
+        amax_shapes = ((m,), (k,)) if scaling.row_scaled else amax_shapes
+    else:
+        scale_dtype, data_shapes, scale_shapes = np.float32, (shape, (k, *leading)), ((1,), (1,))
+    layout = {}
+    for i, direction in enumerate(("rowwise", "columnwise")):
+        layout[f"{direction}_data"] = (tuple(data_shapes[i]), np.dtype(np.uint8))
+        layout[f"{direction}_scale_inv"] = (scale_shapes[i], np.dtype(scale_dtype))
+        if amax_shapes is not None:
+            layout[f"amax_{direction}"] = (amax_shapes[i], np.dtype(np.float32))
+    return layout
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Quantized:
     """A quantized tensor with TE's attribute names and layouts.
 
@@ -23,7 +67,8 @@ class Quantized:
     | NVFP4            | (*leading, K/2) | E4M3 (up128(M), up4(K/16))  | (K, M/2)        | (up128(K), up4(M/16)) |
 
     Columnwise data are transposed except for MXFP8. NVFP4 data are packed two codes a byte.
-    Data are uint8 codes; E8M0 and E4M3 scales are uint8 codes too. Padding is zero.
+    Arrays are checked against this table: a kernel's dump can be put in, `Quantized(rowwise_data=..., ...)`, and
+    dequantized. Data are uint8 codes; E8M0 and E4M3 scales are uint8 codes too. Padding is zero.
 
     Attributes:
         rowwise_data, rowwise_scale_inv: codes and decode scales with blocks along K, or None.
@@ -36,16 +81,49 @@ class Quantized:
         with_gemm_swizzled_scales: whether the scales are in GEMM order.
     """
 
-    rowwise_data: np.ndarray | None
-    rowwise_scale_inv: np.ndarray | None
-    columnwise_data: np.ndarray | None
-    columnwise_scale_inv: np.ndarray | None
-    amax_rowwise: np.ndarray | None
-    amax_columnwise: np.ndarray | None
+    rowwise_data: np.ndarray | None = None
+    rowwise_scale_inv: np.ndarray | None = None
+    columnwise_data: np.ndarray | None = None
+    columnwise_scale_inv: np.ndarray | None = None
+    amax_rowwise: np.ndarray | None = None
+    amax_columnwise: np.ndarray | None = None
     scaling: Scaling
     shape: tuple[int, ...]
     dtype: np.dtype
     with_gemm_swizzled_scales: bool = False
+
+    def __post_init__(self):
+        require_scaling(self.scaling)
+        if not isinstance(self.shape, tuple) or not self.shape:
+            raise ValueError(f"shape must be a tuple of at least one size; got {self.shape!r}")
+        for size in self.shape:
+            require_integer(size, "shape", low=0, high=1 << 62)
+        object.__setattr__(self, "dtype", require_high_precision_dtype(self.dtype, "dtype"))
+        layout = stored_layout(self.scaling, self.shape)
+        for name, (shape, dtype) in layout.items():
+            array = getattr(self, name)
+            if array is None:
+                continue
+            if not isinstance(array, np.ndarray) or array.shape != shape or array.dtype != dtype:
+                raise ValueError(
+                    f"{name} must be {dtype} of shape {shape} for a tensor of shape {self.shape} with {self.scaling}; "
+                    f"got {shown(array)}"
+                )
+        needs_amax = isinstance(self.scaling, NVFP4Scaling)
+        for direction in ("rowwise", "columnwise"):
+            needed = [f"{direction}_scale_inv"] + [f"amax_{direction}"] * needs_amax
+            missing = [name for name in needed if getattr(self, name) is None]
+            if getattr(self, f"{direction}_data") is not None and missing:
+                raise ValueError(f"{direction}_data needs {missing[0]} with {self.scaling}; got None")
+
+    @classmethod
+    def allocate(cls, source, scaling, rowwise, columnwise):
+        """Return a tensor for the result of `source` whose arrays wait to be filled: data unset, the rest zero."""
+        arrays = {}
+        for name, (shape, dtype) in stored_layout(scaling, source.tensor_shape).items():
+            if columnwise if "columnwise" in name else rowwise:
+                arrays[name] = (np.empty if name.endswith("_data") else np.zeros)(shape, dtype)
+        return cls(**arrays, scaling=scaling, shape=source.tensor_shape, dtype=source.dtype)
 
     def __repr__(self):
         directions = [d for d in ("rowwise", "columnwise") if getattr(self, f"{d}_data") is not None]
@@ -55,7 +133,21 @@ class Quantized:
     @property
     def matrix_shape(self):
         """(M, K): the shape with leading dimensions flattened."""
-        return int(np.prod(self.shape[:-1], dtype=np.int64)), self.shape[-1]
+        return math.prod(self.shape[:-1]), self.shape[-1]
+
+    @property
+    def row_matrix(self):
+        """`rowwise_data` as a 2-D view, (M, K) or packed (M, K/2); None without it."""
+        data = self.rowwise_data
+        return None if data is None else data.reshape(self.matrix_shape[0], data.shape[-1])
+
+    @property
+    def column_matrix(self):
+        """`columnwise_data` as a 2-D view, (M, K) for MXFP8, (K, M) or packed (K, M/2) else; None without it."""
+        data, (m, k) = self.columnwise_data, self.matrix_shape
+        if data is None or isinstance(self.scaling, NVFP4Scaling):
+            return data
+        return data.reshape((m, k) if isinstance(self.scaling, MXFP8Scaling) else (k, m))
 
     def swizzled(self):
         """Return the same tensor with its scales in the order that GEMMs read (`refops.swizzle`).

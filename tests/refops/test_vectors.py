@@ -35,6 +35,7 @@ DIVERGENCES = {
     "nvfp4__fp32__te_py": {ZERO_SIGN},
     "nvfp4_rht__bf16__te_py": {ZERO_SIGN},
     "nvfp4_rht__fp16__te_py": {ZERO_SIGN},
+    "act_unary__torch_f64__te_cpp": {"the host's tanhf is up to one ulp from the nearest float32"},
     "nvfp4_rht__fp32__te_py": {ZERO_SIGN, "the reference rounds partial sums to float32"},
     **{
         f"nvfp4_other__{dtype}__torchao_modelopt": {
