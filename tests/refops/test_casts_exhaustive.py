@@ -1,4 +1,7 @@
-"""Every 16-bit input, every code, every tie: the casts against ml_dtypes and against exact rational arithmetic."""
+"""Every 16-bit input, every code, every tie: the casts against ml_dtypes and against exact rational arithmetic.
+
+"Spec" and its sections are those of docs/spec/quantization.md.
+"""
 
 import importlib.util
 import math

@@ -1,4 +1,7 @@
-"""Worked examples of the specification, special values, ragged and empty shapes, under every scaling."""
+"""Worked examples of the specification, special values, ragged and empty shapes, under every scaling.
+
+Sections are those of docs/spec/quantization.md.
+"""
 
 from dataclasses import replace
 
