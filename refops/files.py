@@ -5,6 +5,8 @@ with `allow_pickle=False`, PyTorch files with `weights_only=True`. Not for writi
 checkpoint is a flat list of named arrays here.
 """
 
+import re
+import warnings
 import zipfile
 from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
@@ -15,11 +17,14 @@ import numpy as np
 
 from refops.arguments import BFLOAT16, HIGH_PRECISION
 
-SUFFIXES = (".safetensors", ".npy", ".npz", ".pt", ".pth")
+_NUMPY, _TORCH = rb"\x93NUMPY|PK[\x03\x05]|\x80", rb"PK[\x03\x05]|\x80"
+#: Suffix -> what the bytes of such a file start with; 0x80 starts a pickle.
+STARTS = {".safetensors": rb".{8}\{", ".npy": _NUMPY, ".npz": _NUMPY, ".pt": _TORCH, ".pth": _TORCH}
+SUFFIXES = tuple(STARTS)
 
 
 class FileError(Exception):
-    """A file that cannot be read; the message is one line that names the argument, its value and the rule."""
+    """A file that cannot be read; the message goes after the argument's name: the rule and the value, in one line."""
 
 
 class UnsupportedTensorError(Exception):
@@ -43,12 +48,16 @@ class StoredTensor:
 
         Args:
             raw_bfloat16: elements of two raw bytes (void, uint16) are bfloat16. `np.save` stores ml_dtypes' bfloat16 as
-                void, so an npy file alone cannot tell.
+                void, so an npy file alone cannot tell. The note says so of tensors that this does not apply to.
 
         Raises:
             UnsupportedTensorError: other dtypes, scalars, no elements. FileError: the bytes cannot be read.
         """
-        array, note = as_high_precision(self.read(), raw_bfloat16=raw_bfloat16)
+        stored = self.read()
+        array, note = as_high_precision(stored, raw_bfloat16=raw_bfloat16)
+        if raw_bfloat16 and array.dtype != BFLOAT16:
+            unused = f"--dtype bfloat16 unused: {stored.dtype} is not raw 2-byte"
+            note = f"{note}; {unused}" if note else unused
         if array.ndim == 0:
             raise UnsupportedTensorError("a scalar; quantization needs at least one dimension")
         if array.size == 0:
@@ -84,28 +93,39 @@ def as_high_precision(array, *, raw_bfloat16=False):
 
 @contextmanager
 def open_tensors(path):
-    """Yield the list of `StoredTensor` in a file, in the file's order.
+    """Yield the list of `StoredTensor` in a file, in natural order: layers.2 before layers.10.
 
     Raises:
         FileError: no such file, unknown suffix, empty, truncated or corrupt file, object arrays, torch missing for pt.
     """
     path = Path(path)
     if not path.exists():
-        raise FileError(f"FILE must be an existing file; got {str(path)!r}")
+        raise FileError(f"must be an existing file; got {str(path)!r}")
     if not path.is_file():
-        raise FileError(f"FILE must be a file, not a directory or device; got {str(path)!r}")
+        raise FileError(f"must be a file, not a directory or device; got {str(path)!r}")
     suffix = path.suffix.lower()
     if suffix not in SUFFIXES:
-        raise FileError(f"FILE must end in one of {', '.join(SUFFIXES)}; got {str(path)!r}")
+        raise FileError(f"must end in one of {', '.join(SUFFIXES)}; got {str(path)!r}")
     with ExitStack() as stack:
         with _one_line_errors(path):
+            _require_start(path, suffix)
             if suffix == ".safetensors":
                 tensors = _open_safetensors(path, stack)
             elif suffix in (".npy", ".npz"):
                 tensors = _open_numpy(path, stack)
             else:
                 tensors = _open_torch(path)
-        yield tensors
+        yield sorted(tensors, key=lambda tensor: re.sub(r"\d+", lambda digits: digits[0].zfill(20), tensor.name))
+
+
+def _require_start(path, suffix):
+    """Fail where the first bytes are not those of the format: parsers would blame something else."""
+    with open(path, "rb") as handle:
+        start = handle.read(9)
+    if not start:
+        raise ValueError("it is empty")
+    if not re.match(STARTS[suffix], start, re.DOTALL):
+        raise ValueError(f"it is not a {suffix} file")
 
 
 @contextmanager
@@ -116,10 +136,12 @@ def _one_line_errors(path):
     except (FileError, UnsupportedTensorError):
         raise
     except Exception as error:  # parsers of bytes that nobody vouches for raise anything, SyntaxError included
-        reason = " ".join(str(error).split()) or type(error).__name__
+        reason = " ".join(str(error).split())
         if "pickle" in reason or "Python objects" in reason:
             reason = "it holds pickled Python objects, and those are never loaded"
-        raise FileError(f"FILE must be a readable {path.suffix} file; got {str(path)!r}: {reason}") from error
+        elif " " not in reason:  # such as KeyError: 101
+            reason = f"it is damaged ({type(error).__name__})"
+        raise FileError(f"must be a readable {path.suffix} file; got {str(path)!r}: {reason}") from error
 
 
 def _guarded(path, read):
@@ -176,10 +198,15 @@ def _open_torch(path):
         import torch
     except ImportError:
         raise FileError(
-            f"reading {str(path)!r} needs PyTorch; install torch, or save the tensors as safetensors"
+            f"needs PyTorch to be read; got {str(path)!r}: install torch, or save the tensors as safetensors"
         ) from None
-    # Only the zip format (torch >= 1.6) can be mapped.
-    content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about the pickle protocol
+            # Only the zip format (torch >= 1.6) can be mapped.
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except RuntimeError:  # pages of text about the inside of zip files
+        raise ValueError("it is damaged, or a zip file of something else") from None
 
     def reader(tensor):
         def read():

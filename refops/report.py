@@ -33,6 +33,8 @@ SECTIONS = {
     "helpers": "Helpers: what the operations are built from and what goes with them",
     "survey": "Real tensors: signal to quantization noise (SQNR, dB) under every scaling",
 }
+#: What may be absent -> the option that says where it is.
+MISSING = {"golden vectors": "--vectors DIR", "real tensors": "--data FILE"}
 _WITHOUT_REAL_TENSORS = {"vectors", "casts", "helpers"}
 
 
@@ -45,7 +47,7 @@ class Report:
         sections: sections that were run.
         checks: list of `Check`.
         survey: list of (tensor name, `TensorFacts`, list of `Measurement`).
-        missing: what was not found and therefore not checked, one sentence each.
+        missing: keys of `MISSING`: what was not found and therefore not checked.
         seconds: wall time.
     """
 
@@ -62,23 +64,27 @@ class Report:
         return sum(c.unexplained for c in self.checks)
 
     @property
+    def values(self):
+        """Number of elements compared."""
+        return sum(c.values for c in self.checks)
+
+    @property
     def ok(self):
-        """Whether nothing differs without a documented reason."""
-        return all(c.unexplained == 0 for c in self.checks)
+        """Whether nothing differs without a documented reason, and what was asked for was there: values or a survey."""
+        return self.unexplained == 0 and (self.values > 0 or (self.sections == ["survey"] and bool(self.survey)))
 
     @property
     def verdict(self):
         """The report in one line."""
-        if self.checks:
-            values = spaced(sum(c.values for c in self.checks))
+        if self.values:
             comparisons = spaced(sum(c.comparisons for c in self.checks))
             explained = sum(c.explained for c in self.checks)
-            line = f"{'PASS' if self.ok else 'FAIL'}: {values} values checked in {comparisons} comparisons"
+            line = f"{'PASS' if self.ok else 'FAIL'}: {spaced(self.values)} values checked in {comparisons} comparisons"
             line += f", {spaced(self.unexplained)} unexplained difference{'' if self.unexplained == 1 else 's'}"
             line += f", {spaced(explained)} documented" if explained else ""
         else:
-            line = "PASS: nothing was compared"
-        return "; ".join([f"{line} ({self.seconds:.1f} s)", *self.missing])
+            line = "NOTHING COMPARED" + (f", {len(self.survey)} tensors surveyed" if self.survey else "")
+        return "; ".join([f"{line} ({self.seconds:.1f} s)", *(f"{what} not found" for what in self.missing)])
 
     def as_dict(self):
         """Plain data for JSON."""
@@ -102,6 +108,11 @@ def spaced(number):
     return f"{number:,}".replace(",", " ")
 
 
+def has_vectors(path):
+    """Whether a path is a directory with golden vectors."""
+    return any(Path(path).glob("*.npz"))
+
+
 def make_report(backend="refops", *, vectors=VECTORS, data=REAL_TENSORS, sections=tuple(SECTIONS), progress=None):
     """Run the report.
 
@@ -113,7 +124,7 @@ def make_report(backend="refops", *, vectors=VECTORS, data=REAL_TENSORS, section
         progress: called as progress(done, total, what) before each step and once at the end.
 
     Raises:
-        FileError: `data` is there but cannot be read.
+        FileError: `data` is there but cannot be read or holds nothing to quantize.
     """
     start = time.perf_counter()
     vectors, data = Path(vectors), Path(data)
@@ -121,7 +132,7 @@ def make_report(backend="refops", *, vectors=VECTORS, data=REAL_TENSORS, section
     if set(sections) - _WITHOUT_REAL_TENSORS:
         real = real_tensors(data)
         if not real:
-            missing.append(f"no real tensors at {data}")
+            missing.append("real tensors")
     tasks = [t for t in all_tasks(BACKENDS[backend], real) if t.section in sections]
     surveyed = real if "survey" in sections else {}
     total, done = len(tasks) + len(surveyed) + 1, itertools.count()
@@ -133,10 +144,10 @@ def make_report(backend="refops", *, vectors=VECTORS, data=REAL_TENSORS, section
     checks, survey = [], []
     step("golden vectors")
     if "vectors" in sections:
-        if vectors.is_dir():
+        if has_vectors(vectors):
             checks += _vector_checks(vectors)
         else:
-            missing.append(f"no golden vectors at {vectors}")
+            missing.append("golden vectors")
     for task in tasks:
         step(f"{task.section}: {task.subject}")
         checks.append(run_task(task))

@@ -42,9 +42,10 @@ SCALINGS = {
     row.name: row
     for row in (
         NamedScaling(
-            "delayed",
+            "delayed-scale-1",
             DelayedScaling(E4M3),
-            "FP8 E4M3 with scale 1: the first step of delayed scaling, before any amax is known.",
+            "FP8 E4M3 with scale 1: the first step of delayed scaling, before any amax is known. Says nothing about "
+            "later steps, whose scale comes from the amaxes of earlier ones.",
         ),
         NamedScaling("current", CurrentScaling(E4M3), "FP8 E4M3, one scale from the tensor's own amax."),
         NamedScaling("current-e5m2", CurrentScaling(E5M2), "FP8 E5M2, one scale from the tensor's own amax."),

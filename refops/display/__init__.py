@@ -1,6 +1,7 @@
 """What the `refops` command shows of what others computed: nothing here measures, checks or reads a tensor.
 
 report.py inspect.py explain.py formats.py    text and JSON, one file a command
+survey.py                                     SQNR of many tensors, for report and inspect
 plot.py                                       the picture of `refops inspect --plot`
 console.py numbers.py                         what they share: tables, progress, JSON; numbers in few characters
 """

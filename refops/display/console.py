@@ -36,10 +36,23 @@ def _plain(value):
 
 
 class _Stdout(Console):
-    """rich's console, but a closed pipe is the caller's business: rich would exit with 1, which means a mismatch."""
+    """rich's console, but a closed pipe is the caller's business: rich would exit with 1, which means a mismatch.
+
+    Where it is no terminal, lines do not end in the spaces that rich fills tables with.
+    """
 
     def on_broken_pipe(self):
         raise BrokenPipeError
+
+    def print(self, *objects, **options):
+        if self.is_terminal:
+            super().print(*objects, **options)
+            return
+        with self.capture() as captured:
+            super().print(*objects, **options)
+        for line in captured.get().removesuffix("\n").split("\n"):
+            self.file.write(f"{line.rstrip()}\n")
+        self.file.flush()
 
 
 def stdout_console():
@@ -73,23 +86,36 @@ def print_table(console, table):
     console.print()
 
 
-@contextmanager
-def progress_bar():
-    """Yield show(done, total, what): a bar on stderr where that is a terminal, nothing elsewhere."""
-    console = Console(stderr=True)
-    bar = Progress(
-        TextColumn("{task.description:40.40}", markup=False),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    )
-    with bar:
-        task = bar.add_task("", total=None)
+class ProgressBar:
+    """A bar on stderr where that is a terminal, nothing elsewhere: `with ProgressBar() as show: show(1, 9, "what")`."""
 
-        def show(done, total, what):
-            bar.update(task, completed=done, total=total, description=printable(what))
+    def __init__(self):
+        console = Console(stderr=True)
+        self._bar = Progress(
+            TextColumn("{task.description:40.40}", markup=False),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        self._task = self._bar.add_task("", total=None)
 
-        yield show
+    def __enter__(self):
+        self._bar.start()
+        return self
+
+    def __exit__(self, *error):
+        self._bar.stop()
+
+    def __call__(self, done, total, what):
+        """Show how far the work is."""
+        self._bar.update(self._task, completed=done, total=total, description=printable(what))
+
+    @contextmanager
+    def hidden(self):
+        """Out of the way of what the caller prints to the same terminal."""
+        self._bar.stop()
+        yield
+        self._bar.start()

@@ -1,6 +1,8 @@
 """The picture of `refops inspect --plot`: SQNR and flushed share of every tensor under every scaling."""
 
+import itertools
 import math
+import re
 from pathlib import Path
 
 import numpy as np
@@ -9,27 +11,37 @@ from refops.display.console import printable
 
 #: More rows than this do not fit a page.
 MOST_TENSORS_DRAWN = 60
+#: Longer names are shortened.
+LONGEST_LABEL = 48
+#: Inches: what the titles need, and a column.
+AXES_WIDTH, COLUMN_WIDTH = 4.8, 0.5
 
 
 class PlotError(Exception):
     """A picture that cannot be drawn; the message is one line that names the argument, its value and the rule."""
 
 
-def require_drawable(path):
+def require_drawable(path, tensors):
     """Fail before the work, not after it, where `draw` cannot succeed.
 
+    Args:
+        path: file to write.
+        tensors: how many there are to draw.
+
     Raises:
-        PlotError: no matplotlib, a suffix that it does not know, or no such directory.
+        PlotError: no matplotlib, a suffix that it does not know, no such directory, or too many tensors.
     """
     try:
         from matplotlib.backend_bases import FigureCanvasBase
     except ImportError:
-        raise PlotError("--plot needs matplotlib; install it with: pip install 'refops[plot]'") from None
+        raise PlotError("--plot needs matplotlib; install it with: pip install matplotlib") from None
     allowed = [f".{suffix}" for suffix in sorted(FigureCanvasBase.get_supported_filetypes())]
     if Path(path).suffix.lower() not in allowed:
         raise PlotError(f"--plot must end in one of {', '.join(allowed)}; got {path!r}")
     if not Path(path).absolute().parent.is_dir():
         raise PlotError(f"--plot must name a file in an existing directory; got {path!r}")
+    if tensors > MOST_TENSORS_DRAWN:
+        raise PlotError(f"--plot draws at most {MOST_TENSORS_DRAWN} tensors, choose with --tensor; got {tensors}")
 
 
 def draw(path, surveys):
@@ -40,23 +52,20 @@ def draw(path, surveys):
         surveys: list of (tensor name, list of `Measurement`), 1 to `MOST_TENSORS_DRAWN`.
 
     Raises:
-        PlotError: too few or too many tensors, or the file cannot be written.
+        PlotError: the file cannot be written.
     """
-    if not 1 <= len(surveys) <= MOST_TENSORS_DRAWN:
-        raise PlotError(f"--plot draws 1 to {MOST_TENSORS_DRAWN} tensors, choose with --tensor; got {len(surveys)}")
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    names = [printable(name) for name, _ in surveys]
-    names = [name if len(name) <= 48 else "..." + name[-45:] for name in names]
+    names = short_labels([printable(name) for name, _ in surveys])
     scalings = [m.scaling for m in surveys[0][1]]
     sqnr = _grid(surveys, lambda m: m.sqnr_db)
     flushed = _grid(surveys, lambda m: None if m.flushed is None else 100 * m.flushed)
     finite = sqnr[np.isfinite(sqnr)]
     best = max(10.0, 5 * math.ceil(finite.max() / 5)) if finite.size else 10.0
-    width = max(6.0, 0.085 * max(map(len, names)) + 0.5 * len(scalings) + 1.2)
+    width = 0.085 * max(map(len, names)) + max(AXES_WIDTH, COLUMN_WIDTH * len(scalings)) + 1.2
     figure, (upper, lower) = plt.subplots(
         2, 1, sharex=True, layout="constrained", figsize=(width, 2 * (0.27 * len(names) + 0.4) + 1.6)
     )
@@ -71,12 +80,33 @@ def draw(path, surveys):
     lower.set_xticks(range(len(scalings)), scalings, rotation=45, ha="right", rotation_mode="anchor", fontsize=8)
     lower.set_xlabel("scaling", fontsize=9)
     try:
-        figure.savefig(path, dpi=160)
+        figure.savefig(path, dpi=160, bbox_inches="tight")
     except (OSError, RuntimeError) as error:  # RuntimeError: .pgf without LaTeX
         reason = getattr(error, "strerror", None) or error
         raise PlotError(f"--plot must name a file that can be written; got {path!r}: {reason}") from None
     finally:
         plt.close(figure)
+
+
+def short_labels(names):
+    """Names for an axis: where one is too long, common ends are dropped, then middles, but never what differs."""
+    if max(map(len, names)) <= LONGEST_LABEL:
+        return names
+    labels = names
+    if len(names) > 1:
+        start = _common_parts(names)
+        end = _common_parts([name[start:][::-1] for name in names])
+        before, after = "..." if start else "", "..." if end else ""
+        labels = [f"{before}{name[start : len(name) - end]}{after}" for name in names]
+    half = (LONGEST_LABEL - 3) // 2
+    labels = [label if len(label) <= LONGEST_LABEL else f"{label[:half]}...{label[-half:]}" for label in labels]
+    return labels if len(set(labels)) == len(names) else names
+
+
+def _common_parts(names):
+    """Length of the parts, between dots or slashes, that all names start with."""
+    parts = zip(*(re.split("[./]", name)[:-1] for name in names), strict=False)
+    return sum(len(part[0]) + 1 for part in itertools.takewhile(lambda part: len(set(part)) == 1, parts))
 
 
 def _grid(surveys, number):

@@ -3,9 +3,9 @@
 from rich.text import Text
 
 import refops
-from refops.display.console import make_table, print_table, printable, stdout_console
-from refops.display.numbers import decibels, dimensions
-from refops.report import SECTIONS, spaced
+from refops.display.console import make_table, print_table, stdout_console
+from refops.display.survey import print_survey
+from refops.report import MISSING, SECTIONS, spaced
 
 #: What the rows of a section of checks are.
 SUBJECTS = {
@@ -15,8 +15,7 @@ SUBJECTS = {
     "fused": "scaling",
     "helpers": "function",
 }
-#: Tensors beside each other in the table of the survey.
-SURVEY_COLUMNS = 10
+SURVEY_LEGEND = 'higher is better; "-": the scaling does not take that shape; more with: refops inspect FILE'
 
 
 def print_report(report):
@@ -27,7 +26,8 @@ def print_report(report):
         checks = [c for c in report.checks if c.section == section]
         console.print(Text(SECTIONS[section], style="bold"))
         if section == "survey":
-            _print_survey(console, report.survey)
+            print_survey(console, report.survey)
+            console.print(f"{SURVEY_LEGEND if report.survey else 'not found'}\n", style="dim")
         elif section == "vectors":
             _print_vectors(console, checks)
         else:
@@ -39,9 +39,10 @@ def print_report(report):
             console.print(f"  {c.section} {c.subject}: {spaced(c.unexplained)} of {spaced(c.values)} elements")
             console.print(f"    against {c.against}\n    first: {c.first}")
         console.print()
-    for sentence in report.missing:
-        console.print(f"not checked: {sentence}")
-    console.print(Text(report.verdict, style="bold green" if report.ok else "bold red"), soft_wrap=True)
+    for what in report.missing:
+        console.print(f"{what} not found: run from a clone, or pass {MISSING[what]}")
+    color = "red" if not report.ok else "green" if report.values else "yellow"
+    console.print(Text(report.verdict, style=f"bold {color}"), soft_wrap=True)
 
 
 def _print_vectors(console, checks):
@@ -103,24 +104,3 @@ def _print_checks(console, subjects, checks):
     for kind, number in kinds.items():
         console.print(f"  [{number}] {kind}", style="dim")
     print_table(console, table)
-
-
-def _print_survey(console, survey):
-    """SQNR: one row a scaling, one lettered column a tensor."""
-    if not survey:
-        console.print("not found\n")
-        return
-    letters = [chr(ord("a") + i) if i < 26 else str(i + 1) for i in range(len(survey))]
-    for letter, (name, facts, _) in zip(letters, survey, strict=True):
-        shape = dimensions(facts.shape)
-        console.print(f"  {letter}  {printable(name)}, {facts.dtype} {shape}, amax {facts.amax:.3g}")
-    for start in range(0, len(survey), SURVEY_COLUMNS):
-        stop = start + SURVEY_COLUMNS
-        table = make_table("<scaling", *letters[start:stop])
-        of_scalings = zip(*(measurements for _, _, measurements in survey[start:stop]), strict=True)
-        for of_tensors in of_scalings:
-            table.add_row(of_tensors[0].scaling, *map(decibels, of_tensors))
-        print_table(console, table)
-    console.print(
-        'higher is better; "-": the scaling does not take that shape; more with: refops inspect FILE\n', style="dim"
-    )

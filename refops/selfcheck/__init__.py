@@ -1,14 +1,15 @@
-"""Every operation, checked against something that does not share its code: float64 arithmetic, ml_dtypes, definitions.
+"""Every operation, checked against float64 arithmetic, ml_dtypes and definitions, and against its own parts.
 
 For `refops report`, over synthetic tensors and any real ones handed in. What is checked is a *backend*: a module with
-refops' calls, today refops itself. What it is checked against never is the backend, always refops' definitions or an
-independent statement of what the operation must give. Every comparison is counted element by element.
+refops' calls, today refops itself. Values are checked against independent statements of what they must be; composed
+operations, tiles and directions against separate calls, bit for bit. Every comparison is counted element by element.
 
 Not a test suite: wrong arguments, error messages and statistics are the business of `tests/`. Nor does it compare with
 other implementations' arrays; `refops.conformance` does.
 
     tally.py    counting: a `Task` is run with a `Tally`, and a `Check` comes of it
     inputs.py   the tensors
+    settings.py the scalings
     activations.py casts.py scalings.py fused.py helpers.py     the tasks, one file a section of the report
 """
 

@@ -46,12 +46,12 @@ def _halves(name, x):
 
 
 def _magnitudes(bound, act, gate):
-    """What permitted errors are relative to: |f| + |x|, |f'| + 1, for the gate |g| + 1, |g'| + 1 (without one: 1)."""
+    """What permitted errors are relative to: |f| + |x|, |f'| + 1, for the gate |g|, |g'| + 1 (without one: 1)."""
     value = np.abs(bound.value(act, true=True)) + np.abs(act)
     slope = np.abs(bound.derivative(act, true=True)) + 1
     if gate is None:
         return value, slope, 1.0, 1.0
-    return value, slope, np.abs(bound.gate(gate, true=True)) + 1, np.abs(bound.gate_slope(gate, true=True)) + 1
+    return value, slope, np.abs(bound.gate(gate, true=True)), np.abs(bound.gate_slope(gate, true=True)) + 1
 
 
 def _true_forward(bound, act, gate):

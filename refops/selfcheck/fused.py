@@ -12,15 +12,15 @@ from refops.quantization.nvfp4 import quantize_nvfp4
 from refops.quantization.per_tensor import scale_from_amax
 from refops.scaling import CurrentScaling, DelayedScaling, MXFP8Scaling, NVFP4Scaling
 from refops.selfcheck.inputs import DTYPES, activation_input, real_activation_inputs, wide_range
+from refops.selfcheck.settings import CHECKED
 from refops.selfcheck.tally import Task
-from refops.survey import SCALINGS
 from refops.tiles import InputSource
 
 
 def fused_tasks(ops, real):
     """Return the tasks of every scaling, each over every activation and dtype."""
     tasks = []
-    for named in SCALINGS.values():
+    for named in CHECKED.values():
         task = partial(Task, "fused", named.name)
         tasks += [
             task(

@@ -9,8 +9,9 @@ from refops.formats import E4M3, E5M2, E8M0
 from refops.rounding import philox, philox_bytes
 from refops.scaling import BlockScaling, MXFP8Scaling, NVFP4Scaling
 from refops.selfcheck.inputs import DTYPES, clip_to_finite, in_every_dtype, synthetic_tensors
+from refops.selfcheck.settings import CHECKED
 from refops.selfcheck.tally import Task, U
-from refops.survey import SCALINGS, decode_scales, element_codes
+from refops.survey import decode_scales, element_codes
 
 
 def helper_tasks(ops):
@@ -66,7 +67,7 @@ def _check_swizzle(ops, tally):
     tally.equal("swizzle", swizzled.ravel(), expected)
     tally.equal("unswizzle", ops.unswizzle(swizzled), scales)
     x = synthetic_tensors()["wide"]
-    for named in SCALINGS.values():
+    for named in CHECKED.values():
         if isinstance(named.scaling, MXFP8Scaling | NVFP4Scaling):
             q = ops.quantize(x, named.scaling, columnwise=True)
             tally.quantized(f"{named.name} swizzled and back", q.swizzled().unswizzled(), q)
@@ -125,7 +126,7 @@ def _check_block_scales(ops, tally):
 def _check_quantize_dbias(ops, tally):
     for dtype in DTYPES:
         x = clip_to_finite(synthetic_tensors()["wide"], dtype)
-        for named in SCALINGS.values():
+        for named in CHECKED.values():
             _, dbias = ops.quantize(x, named.scaling, dbias=True)
             terms = x.astype(np.float64)
             permitted = len(terms) * U * np.abs(terms).sum(axis=0)

@@ -7,7 +7,7 @@ import numpy as np
 
 from refops.activations import ACTIVATIONS
 from refops.arguments import BFLOAT16
-from refops.files import UnsupportedTensorError, open_tensors
+from refops.files import FileError, UnsupportedTensorError, open_tensors
 
 DTYPES = (np.dtype(np.float32), np.dtype(np.float16), BFLOAT16)
 
@@ -51,7 +51,7 @@ def real_tensors(path):
     """Return name -> array of the tensors in a file that refops can quantize; none where there is no file.
 
     Raises:
-        FileError: the file is there but cannot be read.
+        FileError: the file is there but cannot be read, or holds no such tensor.
     """
     if not Path(path).exists():
         return {}
@@ -62,6 +62,8 @@ def real_tensors(path):
                 found[tensor.name] = tensor.load()[0]
             except UnsupportedTensorError:
                 continue
+    if not found:
+        raise FileError(f"must hold at least one tensor that refops quantizes; got {str(path)!r}")
     return found
 
 

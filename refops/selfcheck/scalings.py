@@ -9,15 +9,16 @@ import numpy as np
 from refops.formats import E2M1, encode_by_definition
 from refops.scaling import BlockScaling, CurrentScaling, DelayedScaling, MXFP8Scaling, NVFP4Scaling, Scaling
 from refops.selfcheck.inputs import in_every_dtype, synthetic_tensors
+from refops.selfcheck.settings import CHECKED
 from refops.selfcheck.tally import Task, U
-from refops.survey import SCALINGS, cast_dequantized, cast_values, decode_scales, element_codes
+from refops.survey import cast_dequantized, cast_values, decode_scales, element_codes
 from refops.tiles import tile_elements
 
 
 def scaling_tasks(ops, real):
     """Return the tasks of every scaling."""
     tasks = []
-    for named in SCALINGS.values():
+    for named in CHECKED.values():
         task = partial(Task, "scalings", named.name)
         tasks += [
             task(
@@ -188,11 +189,18 @@ def _check_scale(tally, label, stored):
         return
     rows, length = _block_shape(stored)
     amax, infinite = _block_maxima(stored, rows, length)
+    amax = np.maximum(amax, float(np.float32(getattr(scaling, "amax_epsilon", 0))))
+    rule = getattr(scaling, "scale_rounding", "up")
+    if rule == "even":  # the floor rule for an amax rounded half up to the element's mantissa
+        step = 2.0 ** (np.floor(np.log2(np.where(amax > 0, amax, 1))) - scaling.fmt.mantissa_bits)
+        amax = np.floor(amax / step + 0.5) * step
     top = amax / stored.decode[::rows, ::length]
     largest = float(scaling.fmt.max)
-    if isinstance(scaling, MXFP8Scaling) and scaling.scale_rounding == "floor":
-        power = 2.0 ** np.floor(np.log2(largest))
+    power = 2.0 ** np.floor(np.log2(largest))
+    if rule in ("floor", "even"):
         ok = (top >= power) & (top < 2 * power)
+    elif rule == "ceil_ocp":
+        ok = (top > power / 2) & (top <= power)
     elif isinstance(scaling, MXFP8Scaling) or scaling.power_2_scale:
         ok = (top > largest / 2) & (top <= largest * (1 + 2.0**-22))
     else:
@@ -217,17 +225,20 @@ def _check_nvfp4_scale(tally, label, stored):
     top = amax / decode
     ok = np.abs(top / 6 - 1) <= half_step
     if scaling.four_over_six:
-        ok |= np.abs(top / 4 - 1) <= half_step
+        capped = scale >= 448 * (1 - 2.0**-18)  # the scale that maps to 4 is cut off at 448
+        ok |= (np.abs(top / 4 - 1) <= half_step) | (capped & (top > 4 * (1 - half_step)) & (top < 6))
     flushed = amax / tensor_amax * scaling.e4m3_max <= 2.0**-10 * (1 + 2.0**-18)
     ok = np.where(decode == 0, flushed, ok)
     tally.holds(label, ok[judged], lambda i: f"block amax over decode scale is {top[judged][i]:.9g}")
 
 
 def _check_four_over_six(tally, label, stored):
-    """No block of 16 has more absolute error than the better of its two candidates, made here in float64."""
+    """No block has more error than the better of its two candidates, made here in float64."""
     scaling = stored.scaling
-    blocks = stored.values.reshape(len(stored.values), -1, scaling.block_size)
-    amax, tensor_amax = np.abs(blocks).max(axis=2), np.abs(blocks).max()
+    rows, length = _block_shape(stored)
+    blocks = stored.values.reshape(len(stored.values) // rows, rows, -1, length)
+    amax, tensor_amax = np.abs(blocks).max(axis=(1, 3)), np.abs(blocks).max()
+    power = {"mae": 1, "mse": 2}[scaling.four_over_six]
     unit = tensor_amax / (6 * scaling.e4m3_max)
     if not 2.0**-100 < tensor_amax < np.inf:
         return
@@ -237,12 +248,13 @@ def _check_four_over_six(tally, label, stored):
         scale = _nearest_e4m3(base)
         on_a_tie = _nearest_e4m3(base * (1 - 2.0**-20)) != _nearest_e4m3(base * (1 + 2.0**-20))
         judged &= ~on_a_tie & (scale > 0)  # float32 may round a scale that lies on a tie either way
-        step = (scale * unit)[:, :, None]
+        step = (scale * unit)[:, None, :, None]
         codes = encode_by_definition(blocks / step, E2M1, True, "nearest_even")
-        errors.append(np.abs(E2M1.values[codes] * step - blocks).sum(axis=2))
-    got = np.abs(stored.restored.reshape(blocks.shape) - blocks).sum(axis=2)
+        errors.append((np.abs(E2M1.values[codes] * step - blocks) ** power).sum(axis=(1, 3)))
+    got = (np.abs(stored.restored.reshape(blocks.shape) - blocks) ** power).sum(axis=(1, 3))
     best = np.minimum(*errors)
-    ok = got <= best + 16 * U * np.abs(blocks).sum(axis=2)  # the kernel compares float32 sums of float32 differences
+    # The kernel compares float32 sums of float32 differences.
+    ok = got <= best + 16 * power * U * (np.abs(blocks) ** power).sum(axis=(1, 3))
     tally.holds(
         label, ok[judged], lambda i: f"error {got[judged][i]:.9g}, the better candidate's {best[judged][i]:.9g}"
     )

@@ -90,6 +90,8 @@ def bad_files(tmp_path):
     (tmp_path / "cut.safetensors").write_bytes((tmp_path / "good.safetensors").read_bytes()[:1000])
     (tmp_path / "empty.safetensors").write_bytes(b"")
     (tmp_path / "noise.safetensors").write_bytes(b"x" * 100)
+    for suffix in files.SUFFIXES:
+        (tmp_path / f"words{suffix}").write_text("version https://git-lfs.github.com/spec/v1")
     (tmp_path / "words.txt").write_text("words")
     (tmp_path / "folder.npy").mkdir()
     return tmp_path
@@ -102,7 +104,8 @@ def bad_files(tmp_path):
         ("folder.npy", "must be a file"),
         ("words.txt", "must end in one of .safetensors, .npy, .npz, .pt"),
         ("cut.npy", "must be a readable .npy file"),
-        ("empty.npy", "must be a readable .npy file"),
+        ("empty.npy", "must be a readable .npy file; got {}: it is empty"),
+        *((f"words{suffix}", f"got {{}}: it is not a {suffix} file") for suffix in files.SUFFIXES),
         ("noise.npy", "must be a readable .npy file"),
         ("pickle.npy", "pickled Python objects, and those are never loaded"),
         ("object.npy", "pickled Python objects, and those are never loaded"),
@@ -110,7 +113,7 @@ def bad_files(tmp_path):
         ("bits.npz", "must be a readable .npz file"),
         ("object.npz", "pickled Python objects, and those are never loaded"),
         ("cut.safetensors", "must be a readable .safetensors file"),
-        ("empty.safetensors", "must be a readable .safetensors file"),
+        ("empty.safetensors", "must be a readable .safetensors file; got {}: it is empty"),
         ("noise.safetensors", "must be a readable .safetensors file"),
     ],
 )
@@ -119,7 +122,8 @@ def test_unreadable_file(run, bad_files, command, name, rule):
     options = ["--scaling", "mxfp8"]
     code, out, err = run(command, bad_files / name, *options)
     assert (code, out, err.count("\n")) == (2, "", 1)
-    assert err.startswith("refops: error: FILE ") and str(bad_files / name) in err and rule in err
+    path = bad_files / name
+    assert err.startswith("refops: error: FILE ") and str(path) in err and rule.format(repr(str(path))) in err
 
 
 @pytest.mark.parametrize(
@@ -129,7 +133,8 @@ def test_unreadable_file(run, bad_files, command, name, rule):
         (["dance"], ["COMMAND", "'dance'", "report"]),
         (["inspect"], ["FILE", "required"]),
         (["inspect", REAL, "--tensor", "no.*"], ["--tensor", "'no.*'", "layer0.ffn.input"]),
-        (["inspect", REAL, "--scaling", "fp7"], ["--scaling", "'fp7'", "mxfp8"]),
+        (["inspect", REAL, "--scaling", "fp7"], ["--scaling", "'fp7'", ", ".join(SCALINGS)]),
+        (["inspect", REAL, "--json", "--summary"], ["--json", "--summary", "both"]),
         (["inspect", REAL, "--dtype", "float16"], ["--dtype", "'float16'", "bfloat16"]),
         (["inspect", REAL, "--frobnicate"], ["--frobnicate"]),
         (["inspect", REAL, "--tens", "x"], ["--tens"]),
@@ -147,6 +152,8 @@ def test_unreadable_file(run, bad_files, command, name, rule):
         (["explain", "--scaling", "mxfp8", "--values", "1", "--dtype", "int8"], ["--dtype", "'int8'", "float32"]),
         (["explain", "--scaling", "mxfp8", "--values", "1", "--tensor", "a"], ["--tensor", "'a'", "FILE"]),
         (["explain", REAL, "--scaling", "mxfp8"], ["--tensor", "none", "layer0.ffn.input"]),
+        (["explain", REAL, "--scaling", "mxfp8", "--tensor", ""], ["--tensor", "''", "layer0.ffn.input"]),
+        (["explain", REAL, "--scaling", "mxfp8", "--dtype", "float16"], ["--dtype", "'float16'", "FILE", "bfloat16"]),
         (["explain", REAL, "--scaling", "mxfp8", "--tensor", "a"], ["--tensor", "'a'", "layer0.ffn.input"]),
         (
             ["explain", REAL, "--scaling", "nvfp4-1x16", "--tensor", "layer3.ffn.up.bias"],
@@ -164,17 +171,59 @@ def test_bad_use(run, arguments, parts):
     assert all(part in err for part in parts), err
 
 
-def test_report_with_unreadable_real_tensors(run, bad_files):
-    code, out, err = run("report", "--data", bad_files / "cut.safetensors")
+@pytest.mark.parametrize("command", ["inspect", "explain"])
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("nvfp4", "did you mean nvfp4-1x16, nvfp4-16x16, nvfp4-rht and 3 more?"),
+        ("Stochastic", "did you mean nvfp4-stochastic?"),
+        ("delayed", "did you mean delayed-scale-1?"),
+        ("mxpf8", "did you mean mxfp8?"),
+    ],
+)
+def test_unknown_scaling_is_answered_with_similar_names(run, command, name, hint):
+    code, out, err = run(command, REAL, "--tensor", "layer0.ffn.input", "--scaling", name)
+    assert (code, out) == (2, "") and "--scaling" in err
+    assert err.endswith(f"got {name.lower()!r}: {hint}\n")
+
+
+def test_errors_list_few_tensors(run, tmp_path):
+    np.savez(tmp_path / "many.npz", **{f"layer.{i}": np.ones(4, F) for i in range(30)})
+    ten = ", ".join(f"layer.{i}" for i in range(10))
+    explain = ["explain", tmp_path / "many.npz", "--scaling", "mxfp8"]
+    assert run(*explain)[2].endswith(f"--tensor must be one of {ten} and 20 more; got none\n")
+    assert run(*explain, "--tensor", "zzz")[2].endswith(f"--tensor must match one of {ten} and 20 more; got 'zzz'\n")
+    assert run(*explain, "--tensor", "lay*")[2].endswith(f"got 'lay*', which matches {ten} and 20 more\n")
+    assert "did you mean layer.0, layer.1, layer.2 and 27 more?" in run(*explain, "--tensor", "layer")[2]
+
+
+@pytest.mark.parametrize(
+    ("option", "name", "rule"),
+    [
+        ("--vectors", "missing", "must be a directory of golden vectors"),
+        ("--vectors", "folder.npy", "must be a directory of golden vectors"),
+        ("--vectors", "good.npz", "must be a directory of golden vectors"),
+        ("--data", "missing.npy", "must be an existing file"),
+        ("--data", "folder.npy", "must be a file"),
+        ("--data", "words.txt", "must end in one of"),
+        ("--data", "cut.safetensors", "must be a readable .safetensors file"),
+        ("--data", "bits.npz", "must be a readable .npz file"),
+        ("--data", "integers.npy", "must hold at least one tensor that refops quantizes"),
+    ],
+)
+def test_report_on_named_paths_that_cannot_be_read(run, bad_files, option, name, rule):
+    np.save(bad_files / "integers.npy", np.arange(4))
+    code, out, err = run("report", option, bad_files / name)
     assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith(f"refops: error: {option} {rule}") and name in err and "FILE" not in err
 
 
 def test_torch_missing(run, tmp_path, monkeypatch):
-    (tmp_path / "a.pt").write_bytes(b"PK")
+    (tmp_path / "a.pt").write_bytes(b"PK\x03\x04")
     monkeypatch.setitem(sys.modules, "torch", None)
     code, out, err = run("inspect", tmp_path / "a.pt")
     assert (code, out, err.count("\n")) == (2, "", 1)
-    assert "install torch" in err and "a.pt" in err
+    assert err.startswith("refops: error: FILE ") and "install torch" in err and "a.pt" in err
 
 
 def test_matplotlib_missing(run, tmp_path, monkeypatch):
@@ -182,7 +231,7 @@ def test_matplotlib_missing(run, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.backend_bases", None)
     code, out, err = run("inspect", REAL, "--plot", tmp_path / "a.png")
     assert (code, out, err.count("\n")) == (2, "", 1)
-    assert "--plot" in err and "pip install 'refops[plot]'" in err
+    assert "--plot" in err and err.endswith("pip install matplotlib\n")
 
 
 @pytest.mark.parametrize(
@@ -206,12 +255,13 @@ def test_plot_that_fails_at_the_end(run, tmp_path, monkeypatch, error):
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", savefig)
     options = ["--tensor", "*bias", "--scaling", "mxfp8", "--plot", tmp_path / "a.png"]
     code, out, err = run("inspect", REAL, *options)
-    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert (code, err.count("\n")) == (2, 1) and "drawn in" not in out
     assert "--plot" in err and "a.png" in err and ("Permission denied" in err or "xelatex" in err)
 
 
-def test_plot_of_too_many_tensors(run, tmp_path):
+def test_plot_of_too_many_tensors_is_refused_before_the_work(run, tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
+    monkeypatch.setattr(cli, "measure", None)
     np.savez(tmp_path / "many.npz", **{f"t{i}": np.ones(4, F) for i in range(MOST_TENSORS_DRAWN + 1)})
     code, out, err = run("inspect", tmp_path / "many.npz", "--scaling", "mxfp8", "--plot", tmp_path / "a.png")
     assert (code, out, err.count("\n")) == (2, "", 1)
@@ -260,7 +310,7 @@ def test_inspect_reads_each_format(run_json, tmp_path, suffix, dtype):
 def test_bfloat16_in_npy_needs_to_be_named(run, run_json, tmp_path):
     np.save(tmp_path / "x.npy", MATRIX.astype(ml_dtypes.bfloat16))
     code, out, _ = run("inspect", tmp_path / "x.npy")
-    assert code == 0 and "skipped x: raw 2-byte elements" in out and "--dtype bfloat16" in out
+    assert code == 2 and "skipped x: raw 2-byte elements" in out and "--dtype bfloat16" in out
     (tensor,) = run_json("inspect", tmp_path / "x.npy", "--dtype", "bfloat16", "--scaling", "mxfp8")["tensors"]
     save_file({"x": MATRIX.astype(ml_dtypes.bfloat16)}, tmp_path / "x.safetensors")
     (named,) = run_json("inspect", tmp_path / "x.safetensors", "--scaling", "mxfp8")["tensors"]
@@ -285,10 +335,96 @@ def test_what_cannot_be_quantized_is_skipped_with_its_reason(run, run_json, tmp_
     assert code == 0 and all(f"skipped {name}: " in out for name in reasons)
 
 
-def test_file_without_tensors(run, tmp_path):
+@pytest.mark.parametrize("name", ["x.npy", "x.safetensors"])
+@pytest.mark.parametrize("dtype", [F, np.float64], ids=["float32", "float64"])
+def test_dtype_that_changes_nothing_is_noted(run, run_json, tmp_path, name, dtype):
+    if name == "x.npy":
+        np.save(tmp_path / name, MATRIX.astype(dtype))
+    else:
+        save_file({"x": MATRIX.astype(dtype)}, tmp_path / name)
+    path, options = tmp_path / name, ["--scaling", "mxfp8", "--dtype", "bfloat16"]
+    note = f"--dtype bfloat16 unused: {np.dtype(dtype)} is not raw 2-byte"
+    (tensor,) = run_json("inspect", path, *options)["tensors"]
+    assert tensor["note"].endswith(note) and ("rounded" in tensor["note"]) == (dtype == np.float64)
+    for arguments in (["inspect", path], ["inspect", path, "--summary"], ["explain", path]):
+        assert note in " ".join(run(*arguments, *options)[1].split())
+    save_file({"x": MATRIX.astype(ml_dtypes.bfloat16)}, tmp_path / "b.safetensors")
+    assert run_json("inspect", tmp_path / "b.safetensors", *options)["tensors"][0]["note"] == ""
+
+
+@pytest.mark.parametrize("summary", [[], ["--summary"]], ids=["tables", "summary"])
+def test_nothing_measured_is_bad_use(run, run_json, tmp_path, summary):
     np.savez(tmp_path / "none.npz")
-    code, out, err = run("inspect", tmp_path / "none.npz")
-    assert (code, err) == (0, "") and "no tensors" in out
+    code, out, err = run("inspect", tmp_path / "none.npz", *summary)
+    assert (code, out, err) == (2, "", "refops: error: nothing was measured: the file holds no tensors\n")
+    np.savez(tmp_path / "skipped.npz", a=np.arange(4), b=np.zeros((0, 4), F))
+    code, out, err = run("inspect", tmp_path / "skipped.npz", *summary)
+    assert (code, err) == (2, "refops: error: nothing was measured\n")
+    assert "skipped a: int64" in out and "skipped b: no elements" in out and "10 log10" not in out
+    np.save(tmp_path / "small.npy", np.ones((3, 5), F))
+    arguments = ["inspect", tmp_path / "small.npy", "--scaling", "nvfp4*", *summary, "--plot", tmp_path / "a.png"]
+    code, out, err = run(*arguments)
+    assert (code, err) == (2, "refops: error: nothing was measured\n")
+    assert "needs M % 16 == 0 and K % 16 == 0 for NVFP4: nvfp4-1x16" in out and not (tmp_path / "a.png").exists()
+    code, out, err = run("inspect", tmp_path / "skipped.npz", "--json")
+    assert (code, err) == (2, "refops: error: nothing was measured\n") and len(json.loads(out)["skipped"]) == 2
+
+
+def test_tensors_come_in_natural_order(run_json, tmp_path):
+    names = [f"layers.{i}.w" for i in (0, 2, 10, 11)] + ["norm"]
+    save_file({name: MATRIX for name in names}, tmp_path / "x.safetensors")
+    np.savez(tmp_path / "x.npz", **dict.fromkeys(reversed(names), MATRIX))
+    for file in ("x.safetensors", "x.npz"):
+        assert [t["tensor"] for t in run_json("inspect", tmp_path / file, "--scaling", "mxfp8")["tensors"]] == names
+
+
+def test_tensors_are_printed_as_soon_as_they_are_measured(run, tmp_path, monkeypatch):
+    np.savez(tmp_path / "x.npz", **{f"t{i}": MATRIX for i in range(12)})
+
+    def interrupted(x, named):
+        measured.append(named)
+        if len(measured) > 10:
+            raise KeyboardInterrupt
+        return measure(x, named)
+
+    measure = cli.measure
+    monkeypatch.setattr(cli, "measure", interrupted)
+    for option, shown in (([], "t9\n"), (["--summary"], "j  t9, float32 32x64"), (["--json"], None)):
+        measured = []
+        code, out, _ = run("inspect", tmp_path / "x.npz", "--scaling", "MXFP8", *option)
+        assert code == cli.EXIT_INTERRUPTED
+        assert shown in out if shown else out == ""
+
+
+def test_summary_is_the_survey_of_the_report(run):
+    _, of_report, _ = run("report", "--section", "survey")
+    code, out, err = run("inspect", REAL, "--summary")
+    assert (code, err) == (0, "")
+    (table,) = re.findall(r"  a  .*?nvfp4-row-scaled [^\n]*\n", of_report, re.DOTALL)
+    assert out.startswith(table) and "needs M % 16 == 0" in out
+
+
+def test_summary_of_many_tensors_is_a_table_for_each_ten(run, tmp_path):
+    np.savez(tmp_path / "x.npz", **{f"t{i}": MATRIX for i in range(23)}, integers=np.arange(3))
+    code, out, err = run("inspect", tmp_path / "x.npz", "--summary", "--scaling", "mxfp8")
+    assert (code, err) == (0, "")
+    assert re.findall(r"^  (\w)  (\w+),", out, re.MULTILINE) == [("abcdefghij"[i % 10], f"t{i}") for i in range(23)]
+    assert [len(row.split()) - 1 for row in re.findall(r"^mxfp8 .*", out, re.MULTILINE)] == [10, 10, 3]
+    assert "skipped integers: int64" in out
+
+
+@pytest.mark.parametrize("option", [[], ["--summary"]], ids=["tables", "summary"])
+def test_legend_explains_the_ends_of_sqnr(run, tmp_path, option):
+    x = MATRIX.copy()
+    x[0, 0] = np.inf
+    np.savez(tmp_path / "x.npz", inf=x, large=np.full((16, 16), 8e35, F), fine=np.full((16, 16), 7e35, F))
+    code, out, _ = run("inspect", tmp_path / "x.npz", "--scaling", "nvfp4-1x16", *option)
+    assert code == 0 and len(re.findall(r"-inf\b", out)) == 3  # two tensors and the legend
+    text = " ".join(out.split())
+    assert (
+        "-inf a finite element came back infinite or NaN" in text and "holds inf, or its amax is above 7.6e35" in text
+    )
+    assert "exact every finite element came back as it was" in text
 
 
 def test_float64_that_overflows_is_counted(run_json, tmp_path):
@@ -299,7 +435,7 @@ def test_float64_that_overflows_is_counted(run_json, tmp_path):
 
 def test_infinities_become_null_in_json(run_json, tmp_path):
     np.save(tmp_path / "x.npy", np.array([[1.0, np.nan, np.inf]], F))
-    (tensor,) = run_json("inspect", tmp_path / "x.npy", "--scaling", "delayed")["tensors"]
+    (tensor,) = run_json("inspect", tmp_path / "x.npy", "--scaling", "delayed-scale-1")["tensors"]
     (delayed,) = tensor["scalings"]
     assert delayed["sqnr_db"] is None and delayed["exact"] is True
 
@@ -344,6 +480,18 @@ def test_pytorch_file_with_code_is_refused(run, tmp_path):
     torch.save({"x": Code()}, tmp_path / "x.pt")
     code, out, err = run("inspect", tmp_path / "x.pt")
     assert (code, out, err.count("\n")) == (2, "", 1)
+
+
+def test_damaged_pytorch_files(run, tmp_path, bad_files):
+    torch = pytest.importorskip("torch")
+    torch.save({"x": torch.ones(32, 64)}, tmp_path / "x.pt")
+    (tmp_path / "cut.pt").write_bytes((tmp_path / "x.pt").read_bytes()[:2000])
+    (tmp_path / "other.pt").write_bytes((bad_files / "good.npz").read_bytes())
+    (tmp_path / "pickle.pt").write_bytes(pickle.dumps({"a": 1}))
+    for name, reason in (("cut", "damaged"), ("other", "damaged"), ("pickle", "pickled Python objects")):
+        code, out, err = run("inspect", tmp_path / f"{name}.pt")
+        assert (code, out, err.count("\n")) == (2, "", 1)
+        assert reason in err and len(err) < 140 + len(str(tmp_path))
 
 
 def test_npy_is_memory_mapped(tmp_path):
@@ -404,6 +552,13 @@ def test_explain_takes_the_only_tensor_of_a_file(run, tmp_path):
     assert code == 0 and "row 3, columns 16..31" in out
 
 
+def test_explain_takes_a_glob_that_matches_one_tensor(run):
+    code, out, _ = run("explain", REAL, "--tensor", "*3*up.weight", "--scaling", "MXFP8")
+    assert code == 0 and "layer3.ffn.up.weight" in out
+    code, _, err = run("explain", REAL, "--tensor", "*up*", "--scaling", "MXFP8")
+    assert code == 2 and err.endswith("got '*up*', which matches layer3.ffn.up.bias, layer3.ffn.up.weight\n")
+
+
 # --- formats ---------------------------------------------------------------------------------------------------------
 
 
@@ -453,15 +608,39 @@ def test_report_text_ends_with_one_line_of_verdict(run):
     assert "Golden vectors" in out and "Casts" in out and "Real tensors" in out and "Fused" not in out
 
 
-def test_report_without_vectors_and_data_says_so_and_goes_on(run, tmp_path):
-    nowhere = tmp_path / "nowhere"
-    code, out, err = run(
-        *["report", "--vectors", nowhere, "--data", nowhere],
-        *[word for s in ("vectors", "activations", "survey") for word in ("--section", s)],
-    )
+@pytest.fixture
+def installed(tmp_path, monkeypatch):
+    """As in an installed package: no golden vectors and no real tensors beside it."""
+    monkeypatch.setattr(cli, "VECTORS", tmp_path / "no vectors")
+    monkeypatch.setattr(cli, "REAL_TENSORS", tmp_path / "none.safetensors")
+
+
+def sections(*names):
+    return [word for name in names for word in ("--section", name)]
+
+
+def test_report_without_vectors_and_data_says_so_and_goes_on(run, installed, tmp_path):
+    code, out, err = run("report", *sections("vectors", "activations", "survey"))
     assert (code, err) == (0, "")
-    assert f"not checked: no golden vectors at {nowhere}" in out and f"not checked: no real tensors at {nowhere}" in out
-    assert out.splitlines()[-1].startswith("PASS: ") and "no golden vectors" in out.splitlines()[-1]
+    assert "golden vectors not found: run from a clone, or pass --vectors DIR\n" in out
+    assert "real tensors not found: run from a clone, or pass --data FILE\n" in out
+    assert str(tmp_path) not in out
+    verdict = out.splitlines()[-1]
+    assert verdict.startswith("PASS: ") and verdict.endswith("; real tensors not found; golden vectors not found")
+
+
+@pytest.mark.parametrize("names", [["vectors"], ["vectors", "survey"], ["survey"]], ids=" ".join)
+def test_report_that_compared_nothing_does_not_pass(run, run_json, installed, names):
+    code, out, err = run("report", *sections(*names))
+    assert (code, err) == (2, "") and "PASS" not in out
+    assert out.splitlines()[-1].startswith("NOTHING COMPARED (")
+    assert run_json("report", *sections(*names), code=2)["ok"] is False
+
+
+def test_survey_alone_compares_nothing_and_is_fine(run):
+    code, out, err = run("report", "--section", "survey", "--data", REAL)
+    assert (code, err) == (0, "")
+    assert out.splitlines()[-1].startswith("NOTHING COMPARED, 10 tensors surveyed (")
 
 
 def wrong_code(encode):
@@ -520,10 +699,10 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_report_notices_a_seeded_fault(run, tmp_path, monkeypatch, fault):
+def test_report_notices_a_seeded_fault(run, installed, monkeypatch, fault):
     section, module, attribute, make_fault = FAULTS[fault]
     monkeypatch.setattr(module, attribute, make_fault(getattr(module, attribute)))
-    code, out, err = run("report", "--section", section, "--data", tmp_path / "none")
+    code, out, err = run("report", "--section", section)
     assert (code, err) == (1, "")
     assert "Unexplained differences" in out
     assert re.match(r"FAIL: .* [1-9]\d* .*unexplained difference", out.splitlines()[-1])
@@ -547,6 +726,7 @@ def test_report_counts_an_exception_as_a_difference(run, run_json, monkeypatch):
 )
 def test_report_on_vectors(run, run_json, tmp_path, monkeypatch, explained, code, verdict):
     found = conformance.Comparison("casts__x.npz", "somebody; else", "codes", 10, 3, explained, "keeps no -0")
+    (tmp_path / "casts__x.npz").touch()
     monkeypatch.setattr(conformance, "compare_vectors", lambda directory: [found])
     got, out, _ = run("report", "--section", "vectors", "--vectors", tmp_path)
     assert got == code and out.splitlines()[-1].startswith(verdict)
@@ -583,7 +763,7 @@ def test_progress_reaches_the_end(tmp_path):
 
 def test_verdict_names_what_was_missing():
     made = report.make_report(sections=["helpers"])
-    assert replace(made, missing=["no golden vectors at x"]).verdict.endswith("; no golden vectors at x")
+    assert replace(made, missing=["golden vectors"]).verdict.endswith("; golden vectors not found")
 
 
 # --- the process -----------------------------------------------------------------------------------------------------
@@ -605,8 +785,49 @@ def test_help_and_version(run, arguments):
 
 def test_every_scaling_is_described_in_the_help(run):
     for command in ("inspect", "explain"):
-        _, out, _ = run(command, "--help")
-        assert all(s.name in out and s.description in out for s in SCALINGS.values())
+        out = " ".join(run(command, "--help")[1].split())
+        assert all(f"{s.name} {s.description}" in out for s in SCALINGS.values())
+    assert "before any amax is known" in SCALINGS["delayed-scale-1"].description and "delayed" not in SCALINGS
+
+
+@pytest.mark.parametrize("command", [[], ["report"], ["inspect"], ["explain"], ["formats"]], ids=" ".join)
+def test_help_fits_a_terminal(run, monkeypatch, command):
+    monkeypatch.setenv("COLUMNS", "200")
+    lines = run(*command, "--help")[1].splitlines()
+    assert max(map(len, lines)) <= 80
+    if command == ["inspect"]:
+        assert any("million elements a second and scaling" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["report", "--section", "survey"],
+        ["report", "--section", "vectors"],
+        ["inspect", REAL],
+        ["inspect", REAL, "--summary"],
+        ["explain", "--scaling", "nvfp4-1x16", "--values", "1"],
+        ["formats"],
+        ["formats", "e4m3"],
+    ],
+    ids=lambda arguments: " ".join(map(str, arguments))[:20],
+)
+def test_no_trailing_spaces_where_stdout_is_no_terminal(run, arguments):
+    lines = run(*arguments)[1].split("\n")
+    assert len(lines) > 5 and [line for line in lines if line != line.rstrip()] == []
+
+
+def test_progress_bar_is_erased_before_a_tensor_is_printed():
+    done = subprocess.run(
+        [sys.executable, "-m", "refops", "inspect", str(REAL), "--tensor", "*bias", "--scaling", "mxfp8"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "FORCE_COLOR": "1", "TERM": "xterm"},  # as on one terminal
+        timeout=120,
+    )
+    erase, bold = "\x1b[2K", "\x1b[1m"
+    assert done.returncode == 0 and done.stdout.count(f"{erase}{bold}layer3.ffn.") == 2
 
 
 def test_output_survives_an_ascii_terminal(tmp_path):

@@ -24,7 +24,7 @@ def heavy_tails(shape, dtype=np.float32, seed=0):
 
 
 def delayed(fmt=refops.E4M3, scale=1.0):
-    return NamedScaling("delayed", refops.DelayedScaling(fmt, scale), "test")
+    return NamedScaling("scale", refops.DelayedScaling(fmt, scale), "test")
 
 
 # --- what saturates, by hand -----------------------------------------------------------------------------------------
@@ -125,7 +125,7 @@ def test_tiles_change_nothing_but_the_order_of_sums(named):
 @pytest.mark.parametrize(
     ("name", "bits"),
     [
-        ("delayed", 8 + 32 / (48 * 320)),
+        ("delayed-scale-1", 8 + 32 / (48 * 320)),
         ("current", 8 + 32 / (48 * 320)),
         ("block-1x128", 8 + 32 * 48 * 3 / (48 * 320)),
         ("block-128x128", 8 + 32 * 3 / (48 * 320)),
@@ -194,6 +194,38 @@ def test_draw_writes_a_picture(tmp_path):
     ]
     plot.draw(tmp_path / "survey.png", surveys)
     assert (tmp_path / "survey.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_short_labels_keep_what_differs():
+    short = ["layer0.w", "layer0.b"]
+    assert plot.short_labels(short) == short
+    names = [f"model.language_model.layers.{i}.self_attention.{p}_proj.weight" for i in (2, 10) for p in "qk"]
+    assert plot.short_labels(names) == [f"...{i}.self_attention.{p}_proj..." for i in (2, 10) for p in "qk"]
+    ends = [f"{a}{'x' * 60}{b}" for a in "ab" for b in "cd"]
+    labels = plot.short_labels(ends)
+    assert max(map(len, labels)) <= plot.LONGEST_LABEL
+    assert [(label[0], label[-1]) for label in labels] == [(name[0], name[-1]) for name in ends]
+    middles = [f"{'x' * 60}{i}{'y' * 60}" for i in range(3)]
+    assert plot.short_labels(middles) == middles  # longer than wanted rather than the same
+    assert len(plot.short_labels(["x" * 90])[0]) <= plot.LONGEST_LABEL
+
+
+@pytest.mark.parametrize("scalings", [1, 2, len(SCALINGS)])
+@pytest.mark.parametrize("name", ["w", "model.layers.10.self_attention.query_projection"])
+def test_titles_lie_within_the_picture(tmp_path, monkeypatch, name, scalings):
+    text = pytest.importorskip("matplotlib.text")
+    drawn = []
+
+    def measure_titles(figure, path, **options):
+        figure.canvas.draw()
+        for axis in figure.axes[:2]:
+            (title,) = (t for t in axis.findobj(text.Text) if t.get_text() == axis.get_title(loc="left"))
+            drawn.append(title.get_window_extent().x1 / figure.bbox.width)
+
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", measure_titles)
+    some = list(SCALINGS.values())[:scalings]
+    plot.draw(tmp_path / "a.png", [(name, [survey.measure(np.ones((16, 16), F), s) for s in some])])
+    assert len(drawn) == 2 and all(0.1 < right <= 1 for right in drawn)
 
 
 # --- explain ---------------------------------------------------------------------------------------------------------
