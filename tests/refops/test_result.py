@@ -86,3 +86,30 @@ def test_swizzled_scales_come_back_and_dequantize_the_same(name):
 def test_repr_names_directions_and_settings():
     q = quantize(X, SCALINGS["mxfp8"], columnwise=True)
     assert repr(q) == f"Quantized(shape=(4, 48, 96), dtype=bfloat16, rowwise + columnwise, {q.scaling})"
+
+
+@pytest.mark.parametrize("block_dim", [1, 2])
+def test_padding_of_block_scales_as_mxfp8_is_zero(block_dim):
+    """130 x 200: 126 rows and 56 columns of padding, in the order before the swizzle."""
+    x = np.random.default_rng(1).standard_normal((130, 200)).astype(np.float32)
+    rowwise, columnwise = refops.block_scales_as_mxfp8(
+        quantize(x, refops.BlockScaling(E4M3, block_dim), columnwise=True)
+    )
+    for scales, outer, blocks in ((rowwise, 130, 8), (columnwise, 200, 8)):
+        plain = refops.unswizzle(scales)
+        assert plain.shape == (256, blocks)
+        assert (plain[:outer] > 0).all() and (plain[outer:] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+def test_every_nan_is_stored_as_cudas_canonical_one(dtype):
+    x = np.array([np.nan, -np.nan, 1.0] * 7, np.float32).astype(dtype)
+    dx, dbias = refops.activation_grad("gelu", x, x, dbias=True)
+    q = quantize(x, refops.CurrentScaling(E4M3))
+    bits = np.uint32 if x.itemsize == 4 else np.uint16
+    canonical = 0x7FFFFFFF if x.itemsize == 4 else 0x7FFF
+    for result in (refops.activation("silu", x), dx, dbias, dequantize(q, dtype=dtype)):
+        nan = np.isnan(result.astype(np.float32))
+        assert nan.sum() == 14 and (result.view(bits)[nan] == canonical).all()
+    transformed = refops.hadamard_transform(np.resize(x, (2, 16)))
+    assert (transformed.view(bits) == canonical).all()
