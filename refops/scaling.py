@@ -40,7 +40,7 @@ class DelayedScaling:
     def __post_init__(self):
         require_format(self.fmt, FP8_FORMATS)
         scale = require_number(self.scale, "scale", positive=True)
-        with np.errstate(over="ignore"):
+        with np.errstate(all="ignore"):
             if np.isinf(np.float32(1) / scale):
                 raise ValueError(f"scale must have a finite float32 reciprocal; got {self.scale!r}")
         _normalise(self, scale=float(scale))

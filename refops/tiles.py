@@ -124,6 +124,11 @@ def tile_slices(shape):
 def for_each(items, work):
     """Return `work(*item)` for every item, in order and in one thread: speed is the business of `cuda_kernels`."""
     with np.errstate(all="ignore"):  # inf and NaN are ordinary inputs here
+        if np.float32(2.0**-149) * np.float32(1) == 0:
+            raise RuntimeError(
+                "float32 subnormals are flushed to zero in this thread (torch.set_flush_denormal(True), or a library "
+                "built with -ffast-math); results would not be exact: turn that off"
+            )
         return [work(*item) for item in items]
 
 

@@ -56,6 +56,7 @@ def quantize_block(values, scaling, rowwise, columnwise):
 
 def _quantize_tile(tile, block_rows, block_columns, scaling, dtype):
     """Return the codes of (R, C) `tile` and the decode scale of each block."""
+    block_rows = min(block_rows, len(tile))  # fewer rows than a block: one short block, not padding
     blocks = block_view(pad_to_blocks(tile, block_rows, block_columns), block_rows, block_columns)
     scale = scale_from_amax(
         block_amax(blocks),

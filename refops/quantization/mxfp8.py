@@ -73,6 +73,7 @@ def quantize_mxfp8(values, scaling, rowwise, columnwise):
 
 def _quantize_tile(tile, block_rows, block_columns, scaling):
     """Return the codes of (R, C) `tile` and the scale byte of each block."""
+    block_rows = min(block_rows, len(tile))  # fewer rows than a block: one short block, not padding
     blocks = block_view(pad_to_blocks(tile, block_rows, block_columns), block_rows, block_columns)
     scales = scale_byte(block_amax(blocks), scaling.fmt, scaling.scale_rounding)
     codes = encode_tile(blocks * ENCODE_MULTIPLIER[scales][:, None, :, None], scaling.fmt)

@@ -171,4 +171,5 @@ def _call_algorithm(algorithm, amax_history, columns):
         raise TypeError(f"algorithm must return numbers; got {returned!r}")
     if amax.size != columns:
         raise ValueError(f"algorithm must return one amax a column ({columns}); got shape {amax.shape}")
-    return amax.reshape(columns).astype(np.float32)
+    with np.errstate(over="ignore"):  # beyond float32 is inf, which keeps the scale
+        return amax.reshape(columns).astype(np.float32)

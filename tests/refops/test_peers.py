@@ -94,3 +94,17 @@ def test_swizzle_agrees_with_torchao():
     scales = np.random.default_rng(3).integers(0, 256, (300, 10), dtype=np.uint8)
     theirs = utils.to_blocked(torch.from_numpy(scales)).numpy()
     np.testing.assert_array_equal(refops.swizzle(pad_to_blocks(scales, 128, 4)).ravel(), theirs.ravel())
+
+
+def test_flushed_subnormals_are_refused():
+    """torch can switch the thread's float unit to flush subnormals: wrong bits, so an error instead."""
+    torch = pytest.importorskip("torch")
+    x = np.full((1, 32), 1e-40, np.float32)
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor cannot flush subnormals")
+    try:
+        with pytest.raises(RuntimeError, match="subnormals are flushed to zero"):
+            refops.quantize(x, refops.MXFP8Scaling(refops.E4M3))
+    finally:
+        torch.set_flush_denormal(False)
+    refops.quantize(x, refops.MXFP8Scaling(refops.E4M3))

@@ -280,3 +280,26 @@ def test_extra_memory_does_not_grow_with_the_tensor(work, shape, tmp_path):
     if work == "dequantize":
         kept += ELEMENTS // 2 + ELEMENTS // 16 + 4 * len(x)  # the NVFP4 tensor: codes, scales, amaxes
     assert memory.peak - kept < LIMIT, f"{(memory.peak - kept) / 2**20:.0f} MiB"
+
+
+@pytest.mark.parametrize("rows", [1, 2, 33, 127, 129])
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        refops.BlockScaling(refops.E4M3, 1),
+        refops.BlockScaling(refops.E4M3, 2),
+        refops.MXFP8Scaling(refops.E4M3),
+        refops.MXFP8Scaling(refops.E4M3, two_d=True),
+    ],
+    ids=repr,
+)
+def test_few_rows_are_not_padded_to_whole_blocks(scaling, rows):
+    """A tile is widest where rows are few: padding them to 128 would multiply its memory."""
+    x = np.ones((rows, (1 << 21) // rows), np.float32)
+    tracemalloc.start()
+    try:
+        refops.quantize(x, scaling, columnwise=True)
+        extra = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert extra < 32 << 20  # outputs and their scales take up to 10 MiB of it
