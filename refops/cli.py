@@ -77,6 +77,9 @@ def main(argv=None):
     Args:
         argv: arguments without the program's name; default `sys.argv[1:]`.
     """
+    if sys.stdout is None:  # `refops ... >&-`
+        print("refops: error: stdout must be open; got none", file=sys.stderr)
+        return EXIT_BAD_USE
     for stream in (sys.stdout, sys.stderr):
         with suppress(AttributeError, ValueError):  # a replaced stream cannot be reconfigured
             stream.reconfigure(errors="backslashreplace")  # names from files print under any encoding
@@ -91,8 +94,17 @@ def main(argv=None):
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:  # `refops ... | head`: nobody reads on
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_stdout()
         return EXIT_PIPE_CLOSED
+    except OSError as error:  # a full disk behind `refops ... > file`
+        print(f"refops: error: stdout must be writable; got {printable(str(error))}", file=sys.stderr)
+        _discard_stdout()
+        return EXIT_BAD_USE
+
+
+def _discard_stdout():
+    """Let the interpreter's last flush go nowhere: it would fail once more, with a traceback."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _run(argv):

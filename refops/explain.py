@@ -9,15 +9,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from refops.formats import E4M3, E8M0, FloatFormat
-from refops.ops import dequantize, quantize
+from refops.ops import DequantizedSource, quantize
 from refops.quantization.block import LARGEST_SCALE, valid_scales
 from refops.quantization.mxfp8 import ENCODE_MULTIPLIER, scale_byte
 from refops.quantization.nvfp4 import encode_multiplier, global_encode_scale
 from refops.quantization.per_tensor import scale_from_amax
 from refops.rounding import philox_bytes
 from refops.scaling import BlockScaling, CurrentScaling, DelayedScaling, MXFP8Scaling, NVFP4Scaling
-from refops.survey import cast_dequantized, cast_values, decode_scales, element_codes, has_transform
-from refops.tiles import magnitude_max
+from refops.survey import cast_dequantized_source, cast_source, decode_scale_source, element_codes, has_transform
+from refops.tiles import InputSource, magnitude_max
 
 #: Elements of a row that stand for the "block" of a per-tensor scaling.
 PER_TENSOR_BLOCK = 16
@@ -126,38 +126,38 @@ def explain_block(x, scaling, *, columnwise=False, row=0, block=0):
     def oriented(matrix):
         return matrix.T if columnwise else matrix
 
-    original = oriented(np.reshape(x, q.matrix_shape))
-    outer, inner = original.shape
+    outer, inner = reversed(q.matrix_shape) if columnwise else q.matrix_shape
     _require_index(row, "row", outer, "columns" if columnwise else "rows")
     _require_index(block, "block", -(-inner // length), f"blocks of {length}")
     first_row, first = row // block_rows * block_rows, block * length
-    stop = min(first + length, inner)
-    here = (row, slice(first, stop))
+    rows, along = slice(first_row, min(first_row + block_rows, outer)), slice(first, min(first + length, inner))
 
-    cast = oriented(cast_values(x, q).reshape(q.matrix_shape))
-    tile = cast[first_row : first_row + block_rows, first:stop].astype(np.float32)
+    def tile_of(source):
+        """The block's rectangle in the direction walked; nothing else of the tensor is computed."""
+        return source.read(along, rows).T if columnwise else source.read(rows, along)
+
     with np.errstate(all="ignore"):
+        tile, here = tile_of(cast_source(x, q)), row - first_row
         steps, multiplier = _scale_steps(q, magnitude_max(tile), columnwise, row, block)
-        steps.append(Step("decode scale", oriented(decode_scales(q))[row, first], _decode_formula(scaling)))
-        original, cast = original[here].astype(np.float32), cast[here].astype(np.float32)
-        codes = oriented(element_codes(q))[here]
+        steps.append(Step("decode scale", tile_of(decode_scale_source(q))[here, 0], _decode_formula(scaling)))
+        codes = oriented(element_codes(q))[row, along]
         random_bytes = _random_bytes(scaling, q.matrix_shape, columnwise, row, block)
         columns = zip(
-            [(i, row) if columnwise else (row, i) for i in range(first, stop)],
-            original,
-            cast,
+            [(i, row) if columnwise else (row, i) for i in range(along.start, along.stop)],
+            tile_of(InputSource(x))[here],
+            tile[here],
             [None] * len(codes) if random_bytes is None else map(int, random_bytes),
-            cast * multiplier,
+            tile[here] * multiplier,
             map(int, codes),
             scaling.fmt.values[codes],
-            oriented(cast_dequantized(q))[here],
-            oriented(dequantize(q).reshape(q.matrix_shape))[here],
+            tile_of(cast_dequantized_source(q))[here],
+            tile_of(DequantizedSource(q))[here],
             strict=True,
         )
         elements = [Element(*values) for values in columns]
     return BlockWalk(
         "columnwise" if columnwise else "rowwise",
-        _where(scaling, columnwise, row, first, stop, block),
+        _where(scaling, columnwise, row, along.start, along.stop, block),
         scaling.fmt,
         has_transform(q),
         steps,

@@ -8,9 +8,11 @@ checkpoint is a flat list of named arrays here.
 import re
 import warnings
 import zipfile
+from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +23,8 @@ _NUMPY, _TORCH = rb"\x93NUMPY|PK[\x03\x05]|\x80", rb"PK[\x03\x05]|\x80"
 #: Suffix -> what the bytes of such a file start with; 0x80 starts a pickle.
 STARTS = {".safetensors": rb".{8}\{", ".npy": _NUMPY, ".npz": _NUMPY, ".pt": _TORCH, ".pth": _TORCH}
 SUFFIXES = tuple(STARTS)
+#: A .pt file that names more is refused.
+MOST_TENSORS = 1_000_000
 
 
 class FileError(Exception):
@@ -99,7 +103,9 @@ def open_tensors(path):
         FileError: no such file, unknown suffix, empty, truncated or corrupt file, object arrays, torch missing for pt.
     """
     path = Path(path)
-    if not path.exists():
+    with _one_line_errors(path):  # a name too long for the file system
+        exists = path.exists()
+    if not exists:
         raise FileError(f"must be an existing file; got {str(path)!r}")
     if not path.is_file():
         raise FileError(f"must be a file, not a directory or device; got {str(path)!r}")
@@ -115,7 +121,19 @@ def open_tensors(path):
                 tensors = _open_numpy(path, stack)
             else:
                 tensors = _open_torch(path)
+        tensors = _with_distinct_names(tensors)
         yield sorted(tensors, key=lambda tensor: re.sub(r"\d+", lambda digits: digits[0].zfill(20), tensor.name))
+
+
+def _with_distinct_names(tensors):
+    """Number the second and later tensors of one name, as {"a": {"b": x}, "a.b": y} gives: none hides another."""
+    seen = Counter()
+    distinct = []
+    for tensor in tensors:
+        seen[tensor.name] += 1
+        count = seen[tensor.name]
+        distinct.append(tensor if count == 1 else replace(tensor, name=f"{tensor.name} ({count})"))
+    return distinct
 
 
 def _require_start(path, suffix):
@@ -222,10 +240,10 @@ def _open_torch(path):
 
         return read
 
-    return [
-        StoredTensor(name or path.stem, _guarded(path, reader(tensor)))
-        for name, tensor in _named_tensors(content, "", torch.Tensor)
-    ]
+    named = list(islice(_named_tensors(content, "", torch.Tensor), MOST_TENSORS + 1))
+    if len(named) > MOST_TENSORS:  # a few kilobytes can name one tensor a hundred million times
+        raise ValueError(f"it names more than {MOST_TENSORS} tensors")
+    return [StoredTensor(name or path.stem, _guarded(path, reader(tensor))) for name, tensor in named]
 
 
 def _named_tensors(content, name, tensor_type):

@@ -146,7 +146,7 @@ def encode(x, fmt, *, saturate=True, rounding="nearest_even", random_bits=None):
     x = require_high_precision(x, "x")
     require_format(fmt)
     saturate = require_flag(saturate, "saturate")
-    require_choice(rounding, "rounding", (*ROUNDING_MODES, STOCHASTIC))
+    rounding = require_choice(rounding, "rounding", (*ROUNDING_MODES, STOCHASTIC))
     if rounding == STOCHASTIC:
         random_bits = _require_random_bits(random_bits, x.shape, fmt)
     elif random_bits is not None:
@@ -279,9 +279,9 @@ def _odd_rounded_key(values):
     """Bit patterns of float32 `values` rounded to bfloat16 *to odd*: truncated, last bit 1 if anything was lost.
 
     Why a table of bfloat16 codes is enough for float32: every value and every midpoint of a format is a bfloat16 whose
-    last bit is 0 (`FloatFormat` checks it). Rounding to odd never lands on such a number
-    unless the float32 was that number, and never crosses one. Every comparison that decides a code, and the test for
-    NaN, therefore come out as they would for the float32 itself.
+    last bit is 0 (`FloatFormat` checks it). Rounding to odd never lands on such a number unless the float32 was that
+    number, and never crosses one. Every comparison that decides a code, and the test for NaN, therefore come out as
+    they would for the float32 itself.
     """
     bits = values.view(np.uint32)
     key = bits >> np.uint32(16)

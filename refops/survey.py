@@ -277,7 +277,7 @@ def saturates(values, restored, codes, fmt):
 @np.errstate(all="ignore")
 def _saturated_share(x, q):
     """Share of the finite elements that saturate; under RHT of the transformed elements, which are what is cast."""
-    values, restored = _cast_source(x, q), _cast_dequantized_source(q)
+    values, restored = cast_source(x, q), cast_dequantized_source(q)
     codes, fmt = element_codes(q), q.scaling.fmt
     count = finite_count = 0
     for rows, columns in tile_slices(values.shape):
@@ -295,35 +295,32 @@ def has_transform(q):
     return isinstance(q.scaling, NVFP4Scaling) and q.scaling.rht and q.rowwise_data is None
 
 
-def cast_values(x, q):
-    """The tensor that was cast to codes: `x`, or under RHT its transform (M, K), rounded to the dtype of `x`."""
-    return materialize(_cast_source(x, q)).reshape(q.matrix_shape) if has_transform(q) else x
-
-
-def _cast_source(x, q):
+def cast_source(x, q):
+    """Source of what was cast to codes: `x`, or under RHT its transform, rounded to the dtype of `x`."""
     source = InputSource(x)
     return HadamardSource(source, q.scaling.sign_mask) if has_transform(q) else source
 
 
-def cast_dequantized(q):
-    """float32 (M, K): each code times its decode scale, any Hadamard transform left in place."""
-    return materialize(_cast_dequantized_source(q), np.float32).reshape(q.matrix_shape)
-
-
-def _cast_dequantized_source(q):
+def cast_dequantized_source(q):
+    """Source of each code times its decode scale, any Hadamard transform left in place."""
     if has_transform(q):
         q = replace(q, scaling=replace(q.scaling, rht=False))
     return DequantizedSource(q)
 
 
-def decode_scales(q):
-    """float32 (M, K): what the value of each element's code is multiplied with, read off as what a code of 1 gives."""
+def decode_scale_source(q):
+    """Source of what the value of each element's code is multiplied with, read off as what a code of 1 gives."""
     one = int(encode(np.float32([1]), q.scaling.fmt)[0])
     if isinstance(q.scaling, NVFP4Scaling):
         one |= one << 4
-    if q.rowwise_data is not None:
-        return cast_dequantized(replace(q, rowwise_data=np.full_like(q.rowwise_data, one)))
-    return cast_dequantized(replace(q, columnwise_data=np.full_like(q.columnwise_data, one)))
+    field = "columnwise_data" if q.rowwise_data is None else "rowwise_data"
+    data = getattr(q, field)
+    return cast_dequantized_source(replace(q, **{field: np.broadcast_to(np.uint8(one), data.shape)}))
+
+
+def as_matrix(source):
+    """The whole of a source as float32 (M, K)."""
+    return materialize(source, np.float32).reshape(source.shape)
 
 
 def element_codes(q):

@@ -7,8 +7,8 @@ Sources: TE `common/transpose/quantize_transpose_vector_blockwise.cu` (1x128), `
 import numpy as np
 
 from refops.arguments import BFLOAT16
-from refops.formats import encode_tile
-from refops.quantization.layout import block_amax, block_view, ceil_div, pad_to_blocks, swizzle
+from refops.quantization.blocks import blocks_of, quantize_blocks
+from refops.quantization.layout import ceil_div, pad_to_blocks, swizzle
 from refops.quantization.per_tensor import scale_from_amax
 from refops.quantization.result import Quantized
 from refops.scaling import BlockScaling
@@ -24,16 +24,26 @@ LARGEST_SCALE = {
 
 
 def quantize_block(values, scaling, rowwise, columnwise):
-    """Quantize under `BlockScaling`; blocks at the edge are partial."""
+    """Quantize the source `values` under `BlockScaling`; blocks at the edge are partial."""
     q = Quantized.allocate(values, scaling, rowwise, columnwise)
     row_data, column_data = q.row_matrix, q.column_matrix
     row_scales, column_scales = q.rowwise_scale_inv, q.columnwise_scale_inv
 
+    def scale_of(amax):
+        scale = scale_from_amax(
+            amax,
+            scaling.fmt,
+            epsilon=scaling.amax_epsilon,
+            power_2=scaling.power_2_scale,
+            value_for_inf=LARGEST_SCALE[values.dtype],
+        )
+        return np.float32(1) / scale, scale
+
     def work(rows, columns):
         tile = values.read(rows, columns)
-        row_blocks, column_blocks = _blocks(rows), _blocks(columns)
+        row_blocks, column_blocks = blocks_of(rows, BLOCK), blocks_of(columns, BLOCK)
         if scaling.block_dim == 2:
-            codes, scale_inv = _quantize_tile(tile, BLOCK, BLOCK, scaling, values.dtype)
+            codes, scale_inv = quantize_blocks(tile, BLOCK, BLOCK, scaling.fmt, scale_of)
             if rowwise:
                 row_data[rows, columns] = codes
                 row_scales[row_blocks, column_blocks] = scale_inv
@@ -42,37 +52,16 @@ def quantize_block(values, scaling, rowwise, columnwise):
                 column_scales[column_blocks, row_blocks] = scale_inv.T
             return
         if rowwise:
-            codes, scale_inv = _quantize_tile(tile, 1, BLOCK, scaling, values.dtype)
+            codes, scale_inv = quantize_blocks(tile, 1, BLOCK, scaling.fmt, scale_of)
             row_data[rows, columns] = codes
             row_scales[column_blocks, rows] = scale_inv.T
         if columnwise:
-            codes, scale_inv = _quantize_tile(tile, BLOCK, 1, scaling, values.dtype)
+            codes, scale_inv = quantize_blocks(tile, BLOCK, 1, scaling.fmt, scale_of)
             column_data[columns, rows] = codes.T
             column_scales[row_blocks, columns] = scale_inv
 
     for_each(tile_slices(values.shape), work)
     return q
-
-
-def _quantize_tile(tile, block_rows, block_columns, scaling, dtype):
-    """Return the codes of (R, C) `tile` and the decode scale of each block."""
-    block_rows = min(block_rows, len(tile))  # fewer rows than a block: one short block, not padding
-    blocks = block_view(pad_to_blocks(tile, block_rows, block_columns), block_rows, block_columns)
-    scale = scale_from_amax(
-        block_amax(blocks),
-        scaling.fmt,
-        epsilon=scaling.amax_epsilon,
-        power_2=scaling.power_2_scale,
-        value_for_inf=LARGEST_SCALE[dtype],
-    )
-    codes = encode_tile(blocks * scale[:, None, :, None], scaling.fmt)
-    padded_shape = (codes.shape[0] * block_rows, codes.shape[2] * block_columns)
-    return codes.reshape(padded_shape)[: tile.shape[0], : tile.shape[1]], np.float32(1) / scale
-
-
-def _blocks(elements):
-    """The slice of blocks that a slice of elements covers."""
-    return slice(elements.start // BLOCK, ceil_div(elements.stop, BLOCK))
 
 
 def valid_scales(q, columnwise=False):

@@ -7,7 +7,7 @@ Sources: OCP Microscaling Formats (MX) 1.0, section 6.3; TE `common/cast/mxfp8/q
 import numpy as np
 
 from refops.formats import E8M0, encode_tile
-from refops.quantization.layout import block_amax, block_view, ceil_div, pad_to_blocks
+from refops.quantization.blocks import blocks_of, quantize_blocks
 from refops.quantization.result import Quantized
 from refops.scaling import MXFP8Scaling
 from refops.tiles import for_each, tile_slices
@@ -45,16 +45,20 @@ def scale_byte(amax, fmt, scale_rounding="up"):
 
 
 def quantize_mxfp8(values, scaling, rowwise, columnwise):
-    """Quantize under `MXFP8Scaling`; blocks at the edge are partial."""
+    """Quantize the source `values` under `MXFP8Scaling`; blocks at the edge are partial."""
     q = Quantized.allocate(values, scaling, rowwise, columnwise)
     row_data, column_data = q.row_matrix, q.column_matrix
     row_scales, column_scales = q.rowwise_scale_inv, q.columnwise_scale_inv
 
+    def scale_of(amax):
+        byte = scale_byte(amax, scaling.fmt, scaling.scale_rounding)
+        return byte, ENCODE_MULTIPLIER[byte]
+
     def work(rows, columns):
         tile = values.read(rows, columns)
-        row_blocks, column_blocks = _blocks(rows), _blocks(columns)
+        row_blocks, column_blocks = blocks_of(rows, BLOCK), blocks_of(columns, BLOCK)
         if scaling.two_d:
-            codes, scales = _quantize_tile(tile, BLOCK, BLOCK, scaling)
+            codes, scales = quantize_blocks(tile, BLOCK, BLOCK, scaling.fmt, scale_of)
             if rowwise:
                 row_data[rows, columns] = codes
                 row_scales[rows, column_blocks] = np.repeat(scales, BLOCK, axis=0)[: tile.shape[0]]
@@ -63,27 +67,14 @@ def quantize_mxfp8(values, scaling, rowwise, columnwise):
                 column_scales[row_blocks, columns] = np.repeat(scales, BLOCK, axis=1)[:, : tile.shape[1]]
             return
         if rowwise:
-            row_data[rows, columns], row_scales[rows, column_blocks] = _quantize_tile(tile, 1, BLOCK, scaling)
+            codes, scales = quantize_blocks(tile, 1, BLOCK, scaling.fmt, scale_of)
+            row_data[rows, columns], row_scales[rows, column_blocks] = codes, scales
         if columnwise:
-            column_data[rows, columns], column_scales[row_blocks, columns] = _quantize_tile(tile, BLOCK, 1, scaling)
+            codes, scales = quantize_blocks(tile, BLOCK, 1, scaling.fmt, scale_of)
+            column_data[rows, columns], column_scales[row_blocks, columns] = codes, scales
 
     for_each(tile_slices(values.shape), work)
     return q
-
-
-def _quantize_tile(tile, block_rows, block_columns, scaling):
-    """Return the codes of (R, C) `tile` and the scale byte of each block."""
-    block_rows = min(block_rows, len(tile))  # fewer rows than a block: one short block, not padding
-    blocks = block_view(pad_to_blocks(tile, block_rows, block_columns), block_rows, block_columns)
-    scales = scale_byte(block_amax(blocks), scaling.fmt, scaling.scale_rounding)
-    codes = encode_tile(blocks * ENCODE_MULTIPLIER[scales][:, None, :, None], scaling.fmt)
-    padded_shape = (codes.shape[0] * block_rows, codes.shape[2] * block_columns)
-    return codes.reshape(padded_shape)[: tile.shape[0], : tile.shape[1]], scales
-
-
-def _blocks(elements):
-    """The slice of blocks that a slice of elements covers."""
-    return slice(elements.start // BLOCK, ceil_div(elements.stop, BLOCK))
 
 
 def dequantize_tile(q, rows, columns, columnwise):

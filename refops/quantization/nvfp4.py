@@ -6,7 +6,8 @@ Sources: TE `common/cast/nvfp4/core_nvfp4.cuh` (scales), `quantize_transpose_nvf
 
 import numpy as np
 
-from refops.formats import E2M1, E4M3, encode_tile
+from refops.formats import E2M1, E4M3, encode_tile, pack_fp4, unpack_fp4
+from refops.quantization.blocks import blocks_of
 from refops.quantization.hadamard import transform_groups
 from refops.quantization.layout import block_amax, block_view
 from refops.quantization.result import Quantized
@@ -72,13 +73,13 @@ def quantize_nvfp4(values, amax_values, scaling, rowwise, columnwise):
 
     def work(rows, columns):
         tile = values.read(rows, columns)
-        row_blocks, column_blocks = _blocks(rows), _blocks(columns)
+        row_blocks, column_blocks = blocks_of(rows, BLOCK), blocks_of(columns, BLOCK)
         if rowwise:
             bits = _tile_bits(scaling, row_bits, rows, columns, k // BLOCK, 0)
             shape = (BLOCK, BLOCK) if scaling.two_d else (1, BLOCK)
             amax = q.amax_rowwise[rows, None] if scaling.row_scaled else q.amax_rowwise[:, None]
             codes, scales = _quantize_tile(tile, shape, amax, scaling, bits)
-            row_data[rows, _half(columns)] = codes[:, 0::2] | codes[:, 1::2] << np.uint8(4)
+            row_data[rows, _half(columns)] = pack_fp4(codes)
             q.rowwise_scale_inv[rows, column_blocks] = np.repeat(scales, shape[0], axis=0)
         if columnwise:
             if not (rowwise and codes_serve_both):
@@ -88,7 +89,7 @@ def quantize_nvfp4(values, amax_values, scaling, rowwise, columnwise):
                 shape = (BLOCK, BLOCK) if scaling.two_d else (BLOCK, 1)
                 amax = q.amax_columnwise[None, columns] if scaling.row_scaled else q.amax_columnwise[:, None]
                 codes, scales = _quantize_tile(column_tile, shape, amax, scaling, None if bits is None else bits.T)
-            column_data[columns, _half(rows)] = (codes[0::2] | codes[1::2] << np.uint8(4)).T
+            column_data[columns, _half(rows)] = pack_fp4(codes.T)
             q.columnwise_scale_inv[columns, row_blocks] = np.repeat(scales, shape[1], axis=1).T
 
     for_each(tile_slices((m, k)), work)
@@ -205,11 +206,6 @@ def _tile_bits(scaling, given, outer, inner, blocks_per_row, first):
     return philox_bytes(scaling.seed, scaling.offset, number.ravel()).reshape(number.shape[0], -1)
 
 
-def _blocks(elements):
-    """The slice of blocks that a slice of elements covers."""
-    return slice(elements.start // BLOCK, elements.stop // BLOCK)
-
-
 def _half(elements):
     """The slice of packed bytes that a slice of elements covers."""
     return slice(elements.start // 2, elements.stop // 2)
@@ -227,10 +223,9 @@ def dequantize_tile(q, rows, columns, columnwise):
     else:
         data, scales, amax = q.row_matrix, q.rowwise_scale_inv, q.amax_rowwise
         outer, inner = rows, columns
-    packed = data[outer, _half(inner)]
-    codes = np.stack([packed & np.uint8(0xF), packed >> np.uint8(4)], axis=-1).reshape(packed.shape[0], -1)
+    codes = unpack_fp4(data[outer, _half(inner)])
     amax = amax[outer, None] if q.scaling.row_scaled else amax
-    factor = (E4M3.values[scales[outer, _blocks(inner)]] * amax) * (F(1) / F(6 * q.scaling.e4m3_max))
+    factor = (E4M3.values[scales[outer, blocks_of(inner, BLOCK)]] * amax) * (F(1) / F(6 * q.scaling.e4m3_max))
     values = E2M1.values[codes] * np.repeat(factor, BLOCK, axis=1)
     if not columnwise:
         return values

@@ -129,7 +129,7 @@ def update_delayed_scale(amax_history, scale, fmt, *, margin=0, algorithm="max",
     margin = require_integer(margin, "margin", low=-126, high=127)
     require_flag(keep_unused, "keep_unused")
     if not callable(algorithm):
-        require_choice(algorithm, "algorithm", ("max", "most_recent"))
+        algorithm = require_choice(algorithm, "algorithm", ("max", "most_recent"))
     newest = history[0]
     if callable(algorithm):
         amax = _call_algorithm(algorithm, np.asarray(amax_history), scale.size)

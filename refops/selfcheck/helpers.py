@@ -11,7 +11,7 @@ from refops.scaling import BlockScaling, MXFP8Scaling, NVFP4Scaling
 from refops.selfcheck.inputs import DTYPES, clip_to_finite, in_every_dtype, synthetic_tensors
 from refops.selfcheck.settings import CHECKED
 from refops.selfcheck.tally import Task, U
-from refops.survey import decode_scales, element_codes
+from refops.survey import as_matrix, decode_scale_source, element_codes
 
 
 def helper_tasks(ops):
@@ -115,8 +115,9 @@ def _check_block_scales(ops, tally):
     for block_dim in (1, 2):
         q = ops.quantize(x, BlockScaling(E4M3, block_dim), columnwise=True)
         for columnwise, scales in zip((False, True), ops.block_scales_as_mxfp8(q), strict=True):
-            # decode_scales reads the rowwise copy where there is one.
-            decode = decode_scales(replace(q, rowwise_data=None)).T if columnwise else decode_scales(q)
+            # decode_scale_source reads the rowwise copy where there is one.
+            decode = as_matrix(decode_scale_source(replace(q, rowwise_data=None) if columnwise else q))
+            decode = decode.T if columnwise else decode
             outer, inner = decode.shape
             bytes_of_blocks = ops.unswizzle(scales)[:outer, : -(-inner // 32)]
             values = np.repeat(ops.decode(bytes_of_blocks, E8M0), 32, axis=1)[:, :inner]

@@ -11,7 +11,7 @@ from refops.scaling import BlockScaling, CurrentScaling, DelayedScaling, MXFP8Sc
 from refops.selfcheck.inputs import in_every_dtype, synthetic_tensors
 from refops.selfcheck.settings import CHECKED
 from refops.selfcheck.tally import Task, U
-from refops.survey import cast_dequantized, cast_values, decode_scales, element_codes
+from refops.survey import as_matrix, cast_dequantized_source, cast_source, decode_scale_source, element_codes
 from refops.tiles import tile_elements
 
 
@@ -100,10 +100,10 @@ def _stored(x, q, columnwise):
 
     return Stored(
         q.scaling,
-        values=oriented(cast_values(x, q).reshape(q.matrix_shape)).astype(np.float64),
+        values=oriented(as_matrix(cast_source(x, q))).astype(np.float64),
         codes=oriented(element_codes(q)),
-        decode=oriented(decode_scales(q)).astype(np.float64),
-        restored=oriented(cast_dequantized(q)).astype(np.float64),
+        decode=oriented(as_matrix(decode_scale_source(q))).astype(np.float64),
+        restored=oriented(as_matrix(cast_dequantized_source(q))).astype(np.float64),
         amax=q.amax_columnwise if columnwise else q.amax_rowwise,
     )
 

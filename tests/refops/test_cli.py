@@ -19,7 +19,7 @@ import refops
 from refops import cli, conformance, files, report
 from refops.display.console import PIPE_WIDTH
 from refops.display.plot import MOST_TENSORS_DRAWN
-from refops.quantization import block, hadamard, mxfp8, nvfp4, per_tensor
+from refops.quantization import blocks, hadamard, mxfp8, nvfp4, per_tensor
 from refops.selfcheck.tally import Tally
 from refops.survey import SCALINGS
 
@@ -662,8 +662,8 @@ def scaled(function, factor):
 #: name -> (section that must notice, module, attribute, what replaces it given the original)
 FAULTS = {
     "per-tensor code": ("scalings", per_tensor, "encode_tile", wrong_code),
-    "block code": ("scalings", block, "encode_tile", wrong_code),
-    "mxfp8 code": ("scalings", mxfp8, "encode_tile", wrong_code),
+    "block and mxfp8 code": ("scalings", blocks, "encode_tile", wrong_code),
+    "mxfp8 scale code": ("scalings", mxfp8, "encode_tile", wrong_code),
     "nvfp4 code": ("scalings", nvfp4, "encode_tile", wrong_code),
     "per-tensor scale": ("scalings", per_tensor, "scale_from_amax", lambda f: scaled(f, 1 + 2.0**-20)),
     "mxfp8 scale byte": (
@@ -848,6 +848,41 @@ def test_closed_pipe_is_no_traceback(arguments):
     assert process.stderr.read() == b""
     process.stderr.close()
     assert process.wait(60) == cli.EXIT_PIPE_CLOSED
+
+
+@pytest.mark.parametrize("redirection", [">/dev/full", ">&-"], ids=["full disk", "closed"])
+@pytest.mark.parametrize("arguments", ["formats", "formats --json"])
+def test_stdout_that_cannot_be_written_is_bad_use(arguments, redirection):
+    done = subprocess.run(
+        f"{sys.executable} -m refops {arguments} {redirection}",
+        shell=True,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == cli.EXIT_BAD_USE
+    assert re.fullmatch(r"refops: error: stdout must be .*; got .*\n", done.stderr)
+
+
+def test_name_too_long_for_the_file_system_is_bad_use(run):
+    code, out, err = run("inspect", "a" * 300 + ".npy")
+    assert (code, out) == (cli.EXIT_BAD_USE, "") and err.count("\n") == 1 and "File name too long" in err
+
+
+def test_tensors_of_one_name_do_not_hide_each_other(tmp_path):
+    """As nested dicts in a .pt file give them; a zip archive can hold a name twice as well."""
+    same = [files.StoredTensor("a.b", lambda: MATRIX), files.StoredTensor("a.b", lambda: 2 * MATRIX)]
+    first, second = files._with_distinct_names(same)
+    assert (first.name, second.name) == ("a.b", "a.b (2)")
+    np.testing.assert_array_equal(second.load()[0], 2 * MATRIX)
+
+
+def test_pytorch_file_that_names_too_many_tensors_is_refused(run, tmp_path, monkeypatch):
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(files, "MOST_TENSORS", 3)
+    torch.save([torch.ones(2)] * 4, tmp_path / "x.pt")
+    code, _, err = run("inspect", tmp_path / "x.pt")
+    assert code == cli.EXIT_BAD_USE and "it names more than 3 tensors" in err
 
 
 def test_core_imports_no_command_line_module():

@@ -1,6 +1,7 @@
 """What `refops.survey` measures and `refops.explain` shows, against hand-made tensors and direct formulas."""
 
 import math
+import tracemalloc
 from dataclasses import replace
 
 import ml_dtypes
@@ -176,8 +177,8 @@ def test_match_names_keeps_order_and_names_what_matches_nothing():
 def test_codes_times_decode_scales_are_the_dequantized_values(named, columnwise):
     x = heavy_tails((64, 96), BF16)
     q = refops.quantize(x, named.scaling, rowwise=not columnwise, columnwise=columnwise)
-    product = named.scaling.fmt.values[survey.element_codes(q)] * survey.decode_scales(q)
-    np.testing.assert_array_equal(product, survey.cast_dequantized(q))
+    product = named.scaling.fmt.values[survey.element_codes(q)] * survey.as_matrix(survey.decode_scale_source(q))
+    np.testing.assert_array_equal(product, survey.as_matrix(survey.cast_dequantized_source(q)))
     if not survey.has_transform(q):
         np.testing.assert_array_equal(product, refops.dequantize(q))
 
@@ -314,3 +315,16 @@ def test_values_are_padded_only_where_the_scaling_needs_it():
     assert x.shape == (16, 32) and x.sum() == 17 and "divisible by 16" in note
     x, note = explain.as_tensor_of(np.ones(5, F), SCALINGS["nvfp4-row-scaled"].scaling, columnwise=True)
     assert x.shape == (32, 32) and x[:5, 0].all() and "column" in note
+
+
+@pytest.mark.parametrize("name", ["current", "block-128x128", "mxfp8", "nvfp4-1x16", "nvfp4-rht"])
+def test_a_walk_computes_its_block_only(name):
+    """Besides the codes (and FP4's unpacked): matrices of float32 would take 16 MiB each here."""
+    x = np.ones((2048, 2048), np.float32)
+    tracemalloc.start()
+    try:
+        explain.explain_block(x, SCALINGS[name].scaling, columnwise=SCALINGS[name].columnwise, row=5, block=1)
+        extra = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert extra < 16 << 20
