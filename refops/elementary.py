@@ -23,12 +23,19 @@ _SMALL = 2.0**-5  # below it tanh uses its series: the next term is under 2^-65,
 
 
 def exp(x):
-    """e^x. float32 array in, float32 array out. NaN stays NaN; exp(-inf) = 0; overflow gives inf."""
+    """e^x. float32 array in, float32 array out. NaN stays NaN; exp(-inf) = 0; overflow gives inf.
+
+    What is no array brings its own: the oracle runs formulas on intervals.
+    """
+    if not isinstance(x, np.ndarray | np.generic):
+        return x.exp()
     return _exp_float64(x.astype(np.float64)).astype(np.float32)
 
 
 def tanh(x):
-    """Hyperbolic tangent. float32 array in, float32 array out. NaN stays NaN; tanh(-0.0) = -0.0."""
+    """Hyperbolic tangent. float32 array in, float32 array out. NaN stays NaN; tanh(-0.0) = -0.0. Else as `exp`."""
+    if not isinstance(x, np.ndarray | np.generic):
+        return x.tanh()
     x = x.astype(np.float64)
     magnitude = np.abs(x)
     decay = _exp_float64(-2.0 * magnitude)

@@ -223,7 +223,7 @@ def scaled_activation(name, x, row_scales, *, glu_interleave_size=0, out_dtype=N
     Raises:
         As `activation`; ValueError where `row_scales` or `glu_interleave_size` does not fit.
     """
-    work = _ScaledRows(name, x, row_scales, glu_interleave_size, params)
+    work = ScaledRows(name, x, row_scales, glu_interleave_size, params)
     out_dtype = _output_dtype(out_dtype, work.x.dtype)
     out = np.empty(work.shape, out_dtype)
 
@@ -249,7 +249,7 @@ def scaled_activation_grad(name, dy, x, row_scales, *, glu_interleave_size=0, ou
     Raises:
         As `scaled_activation`; ValueError where the shape of `dy` does not fit.
     """
-    work = _ScaledRows(name, x, row_scales, glu_interleave_size, params)
+    work = ScaledRows(name, x, row_scales, glu_interleave_size, params)
     dy = require_tensor(dy, "dy")
     expected = (*work.x.shape[:-1], work.shape[1])
     if dy.shape != expected:
@@ -263,7 +263,7 @@ def scaled_activation_grad(name, dy, x, row_scales, *, glu_interleave_size=0, ou
         for columns in column_chunks(work.shape[1]):
             g = gradient.read(rows, columns)
             act, gate = work.read(rows, columns)
-            d_act, d_gate = _scaled_backward(work.bound, g * work.scales[rows], act, gate)
+            d_act, d_gate = scaled_backward(work.bound, g * work.scales[rows], act, gate)
             dx[rows, work.act_columns(columns)] = stored(d_act, out_dtype)
             if work.bound.gated:
                 dx[rows, work.gate_columns(columns)] = stored(d_gate, out_dtype)
@@ -275,7 +275,7 @@ def scaled_activation_grad(name, dy, x, row_scales, *, glu_interleave_size=0, ou
     return dx.reshape(work.x.shape), drow_scales.reshape(work.row_scales.shape)
 
 
-class _ScaledRows:
+class ScaledRows:
     """Checked arguments of a scaled activation, and where its columns lie in an interleaved row."""
 
     def __init__(self, name, x, row_scales, glu_interleave_size, params):
@@ -318,7 +318,7 @@ class _ScaledRows:
         return act, self.input.read(rows, self.gate_columns(columns)) if self.bound.gated else None
 
 
-def _scaled_backward(bound, scaled_dy, act, gate):
+def scaled_backward(bound, scaled_dy, act, gate):
     """(d_act, d_gate) in the order of TE's scaled kernels, which differs from the plain ones' in the last bits."""
     if not bound.gated:
         return scaled_dy * bound.derivative(act), None
@@ -379,7 +379,7 @@ def activation_quantize(name, x, scaling, *, rowwise=True, columnwise=False, **p
         `Quantized` of the activation's output shape.
     """
     source = ActivationSource(bind_activation(name, params), require_tensor(x, "x"))
-    _check_fusable(source, scaling)
+    check_fusable(source, scaling)
     return _quantize_source(source, path_of(scaling), scaling, rowwise, columnwise, False)
 
 
@@ -399,11 +399,11 @@ def activation_grad_quantize(name, dy, x, scaling, *, rowwise=True, columnwise=F
         `Quantized` of the shape of `x`, or (`Quantized`, dbias (K,) in the dtype of `dy`).
     """
     source = _grad_source(name, dy, x, params)
-    _check_fusable(source, scaling)
+    check_fusable(source, scaling)
     return _quantize_source(source, path_of(scaling), scaling, rowwise, columnwise, dbias)
 
 
-def _check_fusable(source, scaling):
+def check_fusable(source, scaling):
     """TE's MXFP8 kernel for gated activations works on whole blocks: a block never straddles act and gate."""
     if isinstance(require_scaling(scaling), MXFP8Scaling) and source.gated and source.width % MXFP8Scaling.block_size:
         raise ValueError(

@@ -50,15 +50,17 @@ def hadamard_transform(x, sign_mask=TE_SIGN_MASK, *, inverse=False):
 
 def transform_groups(groups, sign_mask, dtype, *, inverse=False):
     """Transform along axis 1 of (n, 16, C) and round once to `dtype`."""
-    signs = sign_vector(sign_mask)[:, None]
-    values = groups.astype(np.float64)
-    if not inverse:
-        values = values * signs
-    values = _sylvester(values) * 0.25
-    if inverse:
-        values = values * signs
-    # A matrix product accumulates from +0, so its zeros are +0; the signs above can make them -0.
+    values = transform_exactly(groups.astype(np.float64), sign_mask, inverse=inverse)
+    # A matrix product accumulates from +0, so its zeros are +0; the signs can make them -0.
     return round_once(values + 0.0, dtype)
+
+
+def transform_exactly(groups, sign_mask, *, inverse=False):
+    """Transform along axis 1 of (n, 16, C) float64, not rounded to a storage dtype."""
+    signs = sign_vector(sign_mask)[:, None]
+    if inverse:
+        return _sylvester(groups) * 0.25 * signs
+    return _sylvester(groups * signs) * 0.25
 
 
 def sign_vector(sign_mask):

@@ -63,8 +63,8 @@ def quantize_nvfp4(values, amax_values, scaling, rowwise, columnwise):
             or row scaling with 4over6 columnwise.
     """
     m, k = values.shape
-    _check_shape(values.tensor_shape, m, k, scaling, columnwise)
-    row_bits, column_bits = _given_bits(scaling, m, k, rowwise, columnwise)
+    check_shape(values.tensor_shape, m, k, scaling, columnwise)
+    row_bits, column_bits = given_bits(scaling, m, k, rowwise, columnwise)
     column_values = HadamardSource(values, scaling.sign_mask) if scaling.rht else values
     q = Quantized.allocate(values, scaling, rowwise, columnwise)
     row_data, column_data = q.row_matrix, q.column_matrix
@@ -75,7 +75,7 @@ def quantize_nvfp4(values, amax_values, scaling, rowwise, columnwise):
         tile = values.read(rows, columns)
         row_blocks, column_blocks = blocks_of(rows, BLOCK), blocks_of(columns, BLOCK)
         if rowwise:
-            bits = _tile_bits(scaling, row_bits, rows, columns, k // BLOCK, 0)
+            bits = tile_bits(scaling, row_bits, rows, columns, k // BLOCK, 0)
             shape = (BLOCK, BLOCK) if scaling.two_d else (1, BLOCK)
             amax = q.amax_rowwise[rows, None] if scaling.row_scaled else q.amax_rowwise[:, None]
             codes, scales = _quantize_tile(tile, shape, amax, scaling, bits)
@@ -85,7 +85,7 @@ def quantize_nvfp4(values, amax_values, scaling, rowwise, columnwise):
             if not (rowwise and codes_serve_both):
                 column_tile = column_values.read(rows, columns) if scaling.rht else tile
                 first = m * (k // BLOCK)  # columnwise blocks are numbered after all rowwise ones
-                bits = _tile_bits(scaling, column_bits, columns, rows, m // BLOCK, first)
+                bits = tile_bits(scaling, column_bits, columns, rows, m // BLOCK, first)
                 shape = (BLOCK, BLOCK) if scaling.two_d else (BLOCK, 1)
                 amax = q.amax_columnwise[None, columns] if scaling.row_scaled else q.amax_columnwise[:, None]
                 codes, scales = _quantize_tile(column_tile, shape, amax, scaling, None if bits is None else bits.T)
@@ -96,7 +96,7 @@ def quantize_nvfp4(values, amax_values, scaling, rowwise, columnwise):
     return q
 
 
-def _check_shape(tensor_shape, m, k, scaling, columnwise):
+def check_shape(tensor_shape, m, k, scaling, columnwise):
     multiple = 32 if scaling.row_scaled and columnwise else BLOCK
     if m % multiple or k % multiple:
         what = "row-scaled columnwise NVFP4" if multiple == 32 else "NVFP4"
@@ -147,10 +147,9 @@ def _quantize_tile(tile, block_shape, amax, scaling, bits):
 
 def _four_over_six(blocks, block_maxima, amax, s_enc, scaling):
     """Quantize each block twice, its maximum mapped to 6 and to 4, and keep the better (ties: 6)."""
-    base = (block_maxima / F(6)) * s_enc
     candidates = []
     for factor in (F(1), F(1.5)):
-        scales = encode_tile(np.fmin(base * factor, F(448)), E4M3)
+        scales = four_over_six_byte(block_maxima, s_enc, factor)
         codes = encode_tile(blocks * encode_multiplier(scales, s_enc)[:, None, :, None], E2M1)
         candidates.append((codes, scales, _block_error(codes, scales, blocks, amax, scaling)))
     (codes6, scales6, error6), (codes4, scales4, error4) = candidates
@@ -158,6 +157,11 @@ def _four_over_six(blocks, block_maxima, amax, s_enc, scaling):
     codes = np.where(use4[:, None, :, None], codes4, codes6)
     rows, block_rows, columns, block_columns = blocks.shape
     return codes.reshape(rows * block_rows, columns * block_columns), np.where(use4, scales4, scales6)
+
+
+def four_over_six_byte(amax, s_enc, factor):
+    """Return the E4M3 byte for each block amax: factor 1 maps it to 6, factor 1.5 to 4."""
+    return encode_tile(np.fmin(((amax / F(6)) * s_enc) * factor, F(448)), E4M3)
 
 
 def _block_error(codes, scales, blocks, amax, scaling):
@@ -177,7 +181,7 @@ def _block_error(codes, scales, blocks, amax, scaling):
     return rows[:, 0]
 
 
-def _given_bits(scaling, m, k, rowwise, columnwise):
+def given_bits(scaling, m, k, rowwise, columnwise):
     """Return the caller's random bits as (rowwise (M, K), columnwise (K, M)); None where Philox makes them."""
     if scaling.random_bits is None:
         return None, None
@@ -195,7 +199,7 @@ def _given_bits(scaling, m, k, rowwise, columnwise):
     return bits
 
 
-def _tile_bits(scaling, given, outer, inner, blocks_per_row, first):
+def tile_bits(scaling, given, outer, inner, blocks_per_row, first):
     """Random bits of a rectangle in a direction's stored orientation, or None without stochastic rounding."""
     if not scaling.stochastic_rounding:
         return None

@@ -1,0 +1,16 @@
+"""The oracle: judge what a kernel wrote, without false alarms, and name what went wrong.
+
+    dump = {"data": codes, "scale": scales}
+    report = refops.oracle.check("swiglu", x, dump, scaling=refops.MXFP8Scaling(refops.E4M3))
+    print(report)                  # the verdict, the first and the worst wrong entries, where they are, and why
+    report.raise_for_mismatch()    # in a test
+
+How a result is judged is derived in `refops.oracle.enclosure`; README.md beside this file shows how to dump from CUDA
+C++, Triton and Rust.
+"""
+
+from refops.oracle.operation import OPERATIONS
+from refops.oracle.report import ArrayVerdict, Explanation, Mismatch, MismatchError, Report
+from refops.oracle.verdict import check
+
+__all__ = ["OPERATIONS", "ArrayVerdict", "Explanation", "Mismatch", "MismatchError", "Report", "check"]

@@ -1,0 +1,196 @@
+"""Outputs of any origin as NumPy arrays of the dtype and shape that an operation writes.
+
+A dump may be a NumPy array, a torch, CuPy, Numba or JAX array (on any device), or anything with DLPack or an array
+interface; its elements may have their own dtype (bfloat16, float8_e4m3fn, float4_e2m1fn ...) or be raw bits. Whatever
+contradicts the operation raises an error that says what was expected. Nothing is converted: bits stay bits.
+"""
+
+import math
+from dataclasses import dataclass
+
+import ml_dtypes
+import numpy as np
+
+from refops.arguments import BFLOAT16, HIGH_PRECISION, describe_array
+from refops.formats import E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, FloatFormat, pack_fp4
+
+FLOAT32 = np.dtype(np.float32)
+#: Dtypes that hold one code of a format in each byte.
+CODE_DTYPES = {
+    np.dtype(ml_dtypes.float8_e4m3fn): E4M3,
+    np.dtype(ml_dtypes.float8_e5m2): E5M2,
+    np.dtype(ml_dtypes.float8_e8m0fnu): E8M0,
+    np.dtype(ml_dtypes.float6_e3m2fn): E3M2,
+    np.dtype(ml_dtypes.float6_e2m3fn): E2M3,
+    np.dtype(ml_dtypes.float4_e2m1fn): E2M1,
+}
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One array that an operation writes.
+
+    Attributes:
+        name: its name among the outputs.
+        kind: "values" (float32, float16 or bfloat16 numbers), "codes", "scales" (codes or float32) or "amax".
+        shape: its shape as TE stores it.
+        valid: the shape of the part that holds data; the rest, beyond it in each dimension, is padding.
+        dtype: dtype of the stored array; for values the one to assume of raw 16-bit elements.
+        fmt: format of codes and of 8-bit scales, else None.
+    """
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    valid: tuple[int, ...]
+    dtype: np.dtype
+    fmt: FloatFormat | None = None
+
+    @property
+    def padded(self):
+        """Whether the array has room beyond its data."""
+        return self.shape != self.valid
+
+    @property
+    def valid_slices(self):
+        """Index of the part that holds data."""
+        return tuple(slice(size) for size in self.valid)
+
+
+def as_numpy(value, name):
+    """Return `value` as a NumPy array with its bits; a dtype that NumPy lacks comes as ml_dtypes' or as raw bits.
+
+    Raises:
+        TypeError: nothing that is an array.
+    """
+    if isinstance(value, np.ma.MaskedArray):
+        raise TypeError(f"{name} must be a plain array; got a masked array of shape {value.shape}")
+    if isinstance(value, np.ndarray | np.generic):
+        return np.asarray(value)
+    if type(value).__module__.split(".")[0] == "torch":
+        return _from_torch(value)
+    if hasattr(value, "copy_to_host"):  # Numba's device arrays
+        return value.copy_to_host()
+    if hasattr(value, "__cuda_array_interface__") and hasattr(value, "get"):  # CuPy
+        return value.get()
+    if hasattr(value, "__array__") or hasattr(value, "__array_interface__"):  # JAX among them
+        array = np.asarray(value)
+    elif hasattr(value, "__dlpack__"):
+        array = np.from_dlpack(value)
+    elif isinstance(value, bool | int | float | list | tuple):
+        try:
+            array = np.asarray(value)
+        except ValueError as error:
+            raise TypeError(f"{name} must be an array; got a {type(value).__name__}: {error}") from None
+    else:
+        raise TypeError(
+            f"{name} must be an array (NumPy, torch, JAX, DLPack or an array interface); got {type(value).__name__}"
+        )
+    if array.dtype == object:
+        raise TypeError(f"{name} must be an array of numbers; got a {type(value).__name__}")
+    return array
+
+
+#: torch's dtypes that NumPy lacks: name -> (same-sized dtype both know, what its bits mean).
+_TORCH_ONLY = {
+    "bfloat16": ("int16", BFLOAT16),
+    "float8_e4m3fn": ("uint8", np.dtype(ml_dtypes.float8_e4m3fn)),
+    "float8_e5m2": ("uint8", np.dtype(ml_dtypes.float8_e5m2)),
+    "float8_e4m3fnuz": ("uint8", np.dtype(ml_dtypes.float8_e4m3fnuz)),
+    "float8_e5m2fnuz": ("uint8", np.dtype(ml_dtypes.float8_e5m2fnuz)),
+    "float8_e8m0fnu": ("uint8", np.dtype(ml_dtypes.float8_e8m0fnu)),
+    "float4_e2m1fn_x2": ("uint8", np.dtype(np.uint8)),
+}
+
+
+def _from_torch(tensor):
+    """A torch tensor's bits on the host. Its dtypes are matched by name: torch itself is not imported here."""
+    tensor = tensor.detach().cpu()
+    name = str(tensor.dtype).removeprefix("torch.")
+    if name not in _TORCH_ONLY:
+        return tensor.numpy()
+    carrier, dtype = _TORCH_ONLY[name]
+    carrier = getattr(__import__("sys").modules["torch"], carrier)
+    return tensor.contiguous().view(carrier).numpy().view(dtype)
+
+
+def fit(value, slot):
+    """Return (array, padding_given): `value` as an array of the slot's shape, contiguous; bits unchanged.
+
+    Accepted shapes: the stored one; the same elements flat, or with leading dimensions flattened; for scales also the
+    valid part alone, in two dimensions or flat (then padding_given is False and padding is filled with zeros).
+
+    Raises:
+        TypeError: a dtype that contradicts the slot. ValueError: a shape that does.
+    """
+    array = _fit_dtype(as_numpy(value, slot.name), slot)
+    for shape, complete in ((slot.shape, True), (slot.valid, not slot.padded)):
+        if _reshapes(array.shape, shape):
+            array = np.ascontiguousarray(array).reshape(shape)
+            if complete:
+                return array, True
+            padded = np.zeros(slot.shape, array.dtype)
+            padded[slot.valid_slices] = array
+            return padded, False
+    valid = f" (or its valid part, {slot.valid})" if slot.padded else ""
+    packed = ", two FP4 codes a byte" if slot.fmt == E2M1 else ""
+    raise ValueError(f"{slot.name} must have shape {slot.shape}{valid}{packed}; got {array.shape}")
+
+
+def _reshapes(got, wanted):
+    """Whether `got` stands for the shape `wanted`: the same, flat, or with leading dimensions merged."""
+    if math.prod(got) != math.prod(wanted):
+        return False
+    flat = len(got) <= 1
+    merged = len(got) > 1 and len(wanted) > 1 and got[-1] == wanted[-1]
+    return got == wanted or flat or merged
+
+
+def _fit_dtype(array, slot):
+    """Return `array` with the slot's dtype; raw bits are viewed."""
+    if not array.dtype.isnative:
+        array = array.astype(array.dtype.newbyteorder("="))
+    fit_kind = {"values": _fit_values, "codes": _fit_codes, "scales": _fit_scales, "amax": _fit_amax}[slot.kind]
+    fitted = fit_kind(array, slot)
+    if fitted is None:
+        raise TypeError(f"{slot.name} must be {_expected_dtype(slot)}; got {describe_array(array)}")
+    return fitted
+
+
+def _fit_values(array, slot):
+    if array.dtype in HIGH_PRECISION:
+        return array
+    if array.dtype.kind in "uiV" and array.dtype.itemsize in (2, 4):
+        dtype = FLOAT32 if array.dtype.itemsize == 4 else slot.dtype
+        return array.view(dtype) if dtype.itemsize == array.dtype.itemsize else None
+    return None
+
+
+def _fit_codes(array, slot):
+    if array.dtype in (np.uint8, np.int8):
+        return array.view(np.uint8)
+    if CODE_DTYPES.get(array.dtype) != slot.fmt:
+        return None
+    codes = np.ascontiguousarray(array).view(np.uint8)
+    return pack_fp4(codes & np.uint8(15)) if slot.fmt == E2M1 else codes
+
+
+def _fit_scales(array, slot):
+    return _fit_amax(array, slot) if slot.fmt is None else _fit_codes(array, slot)
+
+
+def _fit_amax(array, slot):
+    if array.dtype == slot.dtype:
+        return array
+    if array.dtype in (np.uint32, np.int32):
+        return array.view(np.float32)
+    return None
+
+
+def _expected_dtype(slot):
+    if slot.kind == "values":
+        return "float32, float16 or bfloat16, or raw bits (uint32, uint16)"
+    if slot.fmt is None:
+        return "float32, or its raw bits (uint32)"
+    own = next(dtype for dtype, fmt in CODE_DTYPES.items() if fmt == slot.fmt)
+    return f"uint8 codes or {own}"

@@ -1,0 +1,530 @@
+"""What a right kernel may write: an interval of values for each element, of codes for each scale and each code.
+
+Derivation
+----------
+1. *Values.* TE fixes the formula and its order; hardware is free in the error of exp and tanh, in contracting products
+   into multiply-adds, and in working more precisely than float32. `refops.oracle.interval` runs the very formulas of
+   `refops.activations` on intervals that cover all three. Besides, whatever lies within `ulp` float32 units of the
+   float64 truth of a formula with exp or tanh is accepted, however it was computed. The interval of an element is the
+   hull of both. What `ulp` has above 2 also widens the hull, for other formulas of the same function, and division.
+2. *Rounding and casting* are monotone: v <= w implies RN(v) <= RN(w), RN(v s) <= RN(w s) for s >= 0, and the code of v
+   is at most the code of w in the order of values. So the ends of the interval, pushed through the same steps, bound
+   every result that starts inside. Exact inputs (plain quantization) have equal ends, and one code is right: the test
+   is bit equality there.
+3. *Amax.* The magnitude of an element lies in [mig, mag]: least and greatest |v| in its interval. max is monotone, so
+   a block's amax lies between the largest mig and the largest mag. NaN is ignored, and an element that may be NaN may
+   be missing.
+4. *Scales.* Bytes of MXFP8 and NVFP4 grow with the amax, so the bytes of the ends bound them, and every code between
+   belongs to some amax between. A float32 scale_inv is traced back: it is right if some amax in the interval gives
+   exactly it.
+5. *Codes given the scale that was written.* Elements are judged with the multiplier that the dump's own scale implies,
+   right or wrong: a wrong scale is reported once, not 32 times, and a code is wrong only if no right value gives it
+   under that scale. Where scales were not dumped, the multipliers of all acceptable scales bound the codes.
+6. *Sums* of n terms in any order: |sum - exact| <= (n - 1) u sum |terms|, u = 2^-24 (Jeannerod and Rump, "Improved
+   error bounds for inner products in floating-point arithmetic", 2013; no higher-order term). A matrix unit may
+   truncate instead of round: u = 2^-23 for the Hadamard transform. The exact sum of terms in [lo, hi] lies in
+   [sum lo, sum hi].
+
+Soundness: 1 holds operation by operation, 2 to 5 by monotonicity, 6 by the theorem; so nothing that follows TE's
+formula, or the truth, is rejected. What is not free is not widened: +, -, *, / round to nearest, scales and casts are
+exact, the values that are rounded before a cast are those of TE's path.
+
+Tightness: at ulp=2 the interval of a value is about 3 float32 ulp wide where nothing cancels (one ulp of bfloat16 is
+65536 of them), so nearly every bfloat16 result and FP8 code has one right value; where TE's formula cancels (gelu
+far left, dgelu and dsilu at their roots) the interval is as wide as that formula's own error. Between its ends every
+float32 is accepted. The bound of sums grows with n: a missing row shows up only while n^2 u is below 1 (n below 4096
+for terms of equal size).
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from refops import ops
+from refops.activations import bind_activation
+from refops.formats import E4M3, E8M0, encode_tile
+from refops.oracle.geometry import Geometry
+from refops.oracle.interval import CUDA_ULP, Interval, ulp_of
+from refops.quantization import block, mxfp8, nvfp4, per_tensor
+from refops.quantization.hadamard import transform_exactly
+from refops.quantization.layout import block_view, pad_to_blocks
+from refops.scaling import BlockScaling, MXFP8Scaling, NVFP4Scaling
+from refops.tiles import InputSource, Matrix, for_each, tile_slices
+
+F = np.float32
+#: Relative error of one float32 addition to nearest, and of one that truncates.
+NEAREST, TRUNCATED = 2.0**-24, 2.0**-23
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Intervals of float32 values.
+
+    Attributes:
+        lo, hi: float32 arrays, the ends; NaN where only NaN is possible.
+        nan: bool array, whether NaN is possible.
+    """
+
+    lo: np.ndarray
+    hi: np.ndarray
+    nan: np.ndarray
+
+    def __getitem__(self, index):
+        return Bounds(self.lo[index], self.hi[index], self.nan[index])
+
+    def rounded(self, dtype):
+        """After storing in `dtype`."""
+        if dtype == np.float32:
+            return self
+        with np.errstate(all="ignore"):
+            lo = self.lo.astype(dtype).astype(F)
+            hi = lo if self.hi is self.lo else self.hi.astype(dtype).astype(F)
+        return Bounds(lo, hi, self.nan)
+
+    def scaled(self, least, greatest):
+        """After a float32 product with a multiplier in [least, greatest], both >= 0."""
+        if least is greatest:
+            lo = self.lo * least
+            return Bounds(lo, lo if self.hi is self.lo else self.hi * least, self.nan)
+        return Bounds(
+            np.minimum(self.lo * least, self.lo * greatest), np.maximum(self.hi * least, self.hi * greatest), self.nan
+        )
+
+    def magnitudes(self):
+        """(mig, mag): least and greatest magnitude, 0 for NaN."""
+        low, high = np.abs(self.lo), np.abs(self.hi)
+        mag = np.fmax(np.fmax(low, high), F(0))
+        mig = np.where((self.lo < 0) & (self.hi > 0) | self.nan, F(0), np.fmin(low, high))
+        return np.fmax(mig, F(0)), mag
+
+    def contain(self, values):
+        """Whether each float32 value is inside; NaN where NaN is possible. The sign of zero does not count."""
+        return ((self.lo <= values) & (values <= self.hi)) | (self.nan & np.isnan(values))
+
+
+# --- values ---------------------------------------------------------------------------------------
+
+
+class BoundsSource:
+    """Intervals of a (M, K) matrix, any rectangle at a time.
+
+    Attributes:
+        shape: (M, K).
+        dtype: nominal dtype of the values.
+    """
+
+    def __init__(self, shape, dtype):
+        self.shape, self.dtype = shape, dtype
+
+    def read(self, rows, columns):
+        """`Bounds` of a rectangle, unrounded."""
+        raise NotImplementedError
+
+    def rounded(self):
+        """The same source after storing in its dtype."""
+        return RoundedBounds(self)
+
+
+class RoundedBounds(BoundsSource):
+    """Intervals of what was stored, in the nominal dtype or another, and read back."""
+
+    def __init__(self, source, dtype=None):
+        super().__init__(source.shape, source.dtype if dtype is None else dtype)
+        self._source = source
+
+    def read(self, rows, columns):
+        return self._source.read(rows, columns).rounded(self.dtype)
+
+
+class ExactBounds(BoundsSource):
+    """A tensor as it is: each interval is one value."""
+
+    def __init__(self, tensor):
+        self._source = InputSource(tensor)
+        super().__init__(self._source.shape, tensor.dtype)
+
+    def read(self, rows, columns):
+        values = self._source.read(rows, columns)
+        return Bounds(values, values, np.isnan(values))
+
+    def rounded(self):
+        return self
+
+
+class FormulaBounds(BoundsSource):
+    """Results of an activation or its gradient, plain or scaled by row.
+
+    Args:
+        case: the `Case`.
+        ulp: permitted error of exp and tanh, and of the result.
+        terms: "result", or "drow_scales": the terms of that sum, one for each element of dy.
+        stored_float32: results were stored in float32: only float32 values inside the ends count.
+    """
+
+    def __init__(self, case, ulp, terms="result", *, stored_float32=False):
+        self._case, self._ulp, self._terms, self._stored_float32 = case, ulp, terms, stored_float32
+        kind, inputs = case.operation.kind, case.inputs
+        self._gradient, self._scaled = kind.endswith("grad"), kind.startswith("scaled")
+        params = {
+            name: value for name, value in case.params.items() if name not in ("glu_interleave_size", "out_dtype")
+        }
+        self._bound = bind_activation(case.operation.activation, params)
+        row = self._bound.activation
+        formulas = (row.act, row.gate) if row.gated else (row.act,)
+        # A formula without exp or tanh is its own truth; nothing in it is free but rounding.
+        self._elementary = any(formula.true_value is not formula.value for formula in formulas)
+        self._input = Matrix(inputs["x"])
+        self._dy = Matrix(inputs["dy"]) if "dy" in inputs else None
+        m, width = self._input.shape
+        self._width = width // 2 if case.gated else width  # of act, of dy and of the forward result
+        self._interleave = case.params.get("glu_interleave_size", 0)
+        if self._scaled:
+            self._row_scales = inputs["row_scales"].reshape(m, 1).astype(F)
+        wide = self._gradient and terms == "result"
+        super().__init__((m, width if wide else self._width), inputs["x"].dtype)
+
+    def rounded(self):
+        if self.dtype != np.float32:
+            return super().rounded()
+        return FormulaBounds(self._case, self._ulp, self._terms, stored_float32=True)
+
+    def read(self, rows, columns):
+        """Rectangles of gated gradients are cut into their act and gate columns and put together again."""
+        if not (self._gradient and self._bound.gated and self._terms == "result"):
+            column = np.arange(columns.start, columns.stop)
+            return self._evaluate(rows, column, "act")
+        column = np.arange(columns.start, columns.stop)
+        if self._interleave:
+            g = self._interleave
+            is_gate, element = (column // g) % 2 == 1, (column // (2 * g)) * g + column % g
+        else:
+            is_gate, element = column >= self._width, column % self._width
+        parts = [self._evaluate(rows, element[is_gate == half], ("act", "gate")[half]) for half in (False, True)]
+        out = []
+        for name in ("lo", "hi", "nan"):
+            first, second = (getattr(part, name) for part in parts)
+            whole = np.empty((len(first), len(column)), first.dtype)
+            whole[:, ~is_gate], whole[:, is_gate] = first, second
+            out.append(whole)
+        return Bounds(*out)
+
+    def _evaluate(self, rows, element, which):
+        """Bounds of the result for elements (indices into a row of dy): of the `which` half for gated gradients."""
+        columns = element
+        if len(element) and self._interleave == 0 and element[-1] - element[0] + 1 == len(element):
+            columns = slice(element[0], element[-1] + 1)
+        act, gate = self._operands(rows, columns)
+        dy = None if self._dy is None else self._dy.read(rows, columns)
+        with np.errstate(all="ignore"):
+            interval, truth = self._formula(rows, which, dy, act, gate)
+            slack = self._ulp * ulp_of(truth) * self._elementary
+            hull = interval.widened_to(truth - slack, truth + slack)
+            if self._elementary and self._ulp > CUDA_ULP:  # what is above it is for other formulas of the function
+                hull = hull.widened_by(self._ulp - CUDA_ULP)
+            lo, hi, nan = hull.as_float32(inward=self._stored_float32)
+        # A computed zero may have either sign.
+        lo, hi = np.where(lo == 0, F(-0.0), lo), np.where(hi == 0, F(0.0), hi)
+        return Bounds(lo, hi, nan)
+
+    def _operands(self, rows, columns):
+        if not self._bound.gated:
+            return self._input.read(rows, columns), None
+        g = self._interleave
+        if g:
+            position = (columns // g) * 2 * g + columns % g
+            return self._input.read(rows, position), self._input.read(rows, position + g)
+        if isinstance(columns, slice):
+            gate_columns = slice(columns.start + self._width, columns.stop + self._width)
+        else:
+            gate_columns = columns + self._width
+        return self._input.read(rows, columns), self._input.read(rows, gate_columns)
+
+    def _formula(self, rows, which, dy, act, gate):
+        """(Interval, float64 truth) of one result."""
+        bound, exact = self._bound, [None if v is None else v.astype(np.float64) for v in (dy, act, gate)]
+        a, g, d = (None if v is None else Interval.point(v, self._ulp) for v in (act, gate, dy))
+        if not self._gradient or self._terms == "drow_scales":
+            interval, truth = bound.forward(a, g), bound.truth(*exact[1:])
+            if self._terms == "drow_scales":
+                return d * interval, exact[0] * truth
+            if self._scaled:
+                row_scales = self._row_scales[rows]
+                return interval * row_scales, truth * row_scales.astype(np.float64)
+            return interval, truth
+        truth = bound.truth_grad(*exact)
+        if self._scaled:
+            row_scales = self._row_scales[rows]
+            pair = ops.scaled_backward(bound, d * Interval.point(row_scales, self._ulp), a, g)
+            truth = truth if bound.gated else (truth, None)
+            at = which == "gate"
+            return pair[at], truth[at] * row_scales.astype(np.float64)
+        if not bound.gated:
+            return bound.backward(d, a), truth
+        if which == "act":
+            return bound.backward_act(d, a, g), truth[0]
+        return bound.backward_gate(d, a, g), truth[1]
+
+
+class HadamardBounds(BoundsSource):
+    """Groups of 16 rows after the Hadamard transform, rounded to the nominal dtype; sums in any order."""
+
+    def __init__(self, source, sign_mask):
+        super().__init__(source.shape, source.dtype)
+        self._source, self._sign_mask = source, sign_mask
+
+    def read(self, rows, columns):
+        return hadamard_bounds(self._source.read(rows, columns), self._sign_mask).rounded(self.dtype)
+
+    def rounded(self):
+        return self
+
+
+def hadamard_bounds(tile, sign_mask, *, inverse=False):
+    """Bounds of a tile whose groups of 16 rows go through the Hadamard transform, sums in any order."""
+    lo, hi = tile.lo.astype(np.float64), tile.hi.astype(np.float64)
+    groups = (-1, 16, lo.shape[1])
+    infinite = (np.isinf(lo) & (lo == hi)).reshape(groups)
+    ends = [np.where(np.isfinite(end), end, 0.0).reshape(groups) for end in (lo, hi)]
+    centre = transform_exactly((ends[0] + ends[1]) / 2, sign_mask, inverse=inverse)
+    size = np.maximum(np.abs(ends[0]), np.abs(ends[1])).sum(axis=1, keepdims=True)
+    radius = (ends[1] - ends[0]).sum(axis=1, keepdims=True) / 8 + 15 * TRUNCATED * size / 4
+    radius = radius + 16 * 2.0**-150  # products with 1/4 that are subnormal
+    # Infinities of one sign give that infinity, of both NaN; what may be infinite, or overflow, may give anything.
+    signs = 4 * transform_exactly(np.where(infinite, np.sign(lo).reshape(groups), 0.0), sign_mask, inverse=inverse)
+    count = infinite.sum(axis=1, keepdims=True)
+    anything = ((np.isinf(lo) | np.isinf(hi)).reshape(groups) & ~infinite).any(axis=1, keepdims=True)
+    anything |= ~(size < np.finfo(F).max)
+    only_nan = np.isnan(lo).reshape(groups).any(axis=1, keepdims=True) | ((np.abs(signs) != count) & ~anything)
+    limit = np.where(count > 0, np.copysign(np.inf, signs), np.nan)
+    low, high = (np.where(count > 0, limit, centre + off) for off in (-radius, radius))
+    low, high = np.where(anything, -np.inf, low), np.where(anything, np.inf, high)
+    low, high = (np.where(only_nan, np.nan, end).reshape(lo.shape) for end in (low, high))
+    nan = tile.nan.reshape(groups).any(axis=1, keepdims=True) | anything
+    interval = Interval(low, high, False, 0)
+    lo, hi, only_nan = interval.as_float32()
+    lo, hi = np.where(lo == 0, F(-0.0), lo), np.where(hi == 0, F(0.0), hi)
+    return Bounds(lo, hi, np.broadcast_to(nan, centre.shape).reshape(lo.shape) | only_nan)
+
+
+def bounds_of(case, ulp, *, stored_float32=False):
+    """`BoundsSource` of the tensor that an operation computes before any quantization."""
+    if case.operation.kind == "quantize":
+        return ExactBounds(case.inputs["x"])
+    return FormulaBounds(case, ulp, stored_float32=stored_float32)
+
+
+class DequantizedBounds(BoundsSource):
+    """Results of dequantize: the formula's own products, rounded or not; NVFP4's also within `ulp` of the truth."""
+
+    def __init__(self, q, ulp):
+        self._q = q.unswizzled() if q.with_gemm_swizzled_scales else q
+        self._ulp = ulp
+        self._columnwise = q.rowwise_data is None
+        super().__init__(q.matrix_shape, np.dtype(F))
+
+    def read(self, rows, columns):
+        q, columnwise = self._q, self._columnwise
+        geometry = Geometry.of(q.scaling, columnwise)
+        codes, fmt = geometry.codes(q, rows, columns), q.scaling.fmt
+        scales = geometry.expand(geometry.scales(q, rows, columns), codes.shape)
+        element = Interval.point(fmt.values[codes], self._ulp)
+        if isinstance(q.scaling, MXFP8Scaling):
+            product = Interval.point(E8M0.values[scales], self._ulp) * element
+        elif isinstance(q.scaling, NVFP4Scaling):
+            amax = q.amax_columnwise if columnwise else q.amax_rowwise
+            if q.scaling.row_scaled:
+                amax = amax[None, columns] if columnwise else amax[rows, None]
+            inverse = F(1) / F(6 * q.scaling.e4m3_max)
+            scale = Interval.point(E4M3.values[scales], self._ulp)
+            product = element * ((scale * amax) * inverse)
+            truth = element.lo * scale.lo * amax.astype(np.float64) / (6.0 * q.scaling.e4m3_max)
+            slack = self._ulp * ulp_of(truth)
+            product = product.widened_to(truth - slack, truth + slack)
+        else:
+            product = element * scales
+        bounds = Bounds(*product.as_float32())
+        if columnwise and isinstance(q.scaling, NVFP4Scaling) and q.scaling.rht:
+            return self._untransformed(bounds)
+        return bounds
+
+    def _untransformed(self, bounds):
+        """Undo the Hadamard transform: its inverse, sums in any order."""
+        return hadamard_bounds(bounds, self._q.scaling.sign_mask, inverse=True)
+
+
+# --- sums -----------------------------------------------------------------------------------------
+
+
+def sum_bounds(source, axis, at):
+    """Bounds of the float32 sums along `axis` (0: column sums, 1: row sums) in any order.
+
+    Args:
+        at: slice of the columns (or rows) to sum.
+    """
+    count, length = source.shape[axis], at.stop - at.start
+    low, high, size = np.zeros(length), np.zeros(length), np.zeros(length)
+    nan, only_nan, to_minus, to_plus, minus, plus = np.zeros((6, length), bool)
+    for start in range(0, count, 1024):
+        along = slice(start, min(start + 1024, count))
+        tile = source.read(*((along, at) if axis == 0 else (at, along)))
+        lo, hi = tile.lo.astype(np.float64), tile.hi.astype(np.float64)
+        only_nan |= np.isnan(lo).any(axis=axis)
+        nan |= tile.nan.any(axis=axis)
+        # Terms that may be infinite, and terms that are.
+        to_minus |= (lo == -np.inf).any(axis=axis)
+        to_plus |= (hi == np.inf).any(axis=axis)
+        minus |= (hi == -np.inf).any(axis=axis)
+        plus |= (lo == np.inf).any(axis=axis)
+        lo, hi = np.where(np.isfinite(lo), lo, 0.0), np.where(np.isfinite(hi), hi, 0.0)
+        low += lo.sum(axis=axis)
+        high += hi.sum(axis=axis)
+        size += np.maximum(np.abs(lo), np.abs(hi)).sum(axis=axis)
+    slack = max(count - 1, 0) * NEAREST * size * (1 + 2.0**-40) + count * size * 2.0**-52
+    lo, hi, _ = Interval(low - slack, high + slack, False, 0).as_float32()
+    overflows = size + slack > np.finfo(F).max  # a partial sum may be infinite
+    lo = np.where(plus, F(np.inf), np.where(to_minus | overflows, F(-np.inf), lo))
+    hi = np.where(minus, F(-np.inf), np.where(to_plus | overflows, F(np.inf), hi))
+    nan |= overflows | (to_minus & to_plus)
+    only_nan |= minus & plus
+    return Bounds(np.where(only_nan, F(np.nan), lo), np.where(only_nan, F(np.nan), hi), nan | only_nan)
+
+
+def tensor_amax_bounds(source, axis=None):
+    """(least, greatest) amax of the tensor, float32 (1,); or of each row (axis=1) or column (axis=0)."""
+    m, k = source.shape
+    shape = {None: (1,), 0: (k,), 1: (m,)}[axis]
+    least, greatest = np.zeros(shape, F), np.zeros(shape, F)
+
+    def work(rows, columns):
+        at = {None: slice(0, 1), 0: columns, 1: rows}[axis]
+        for out, magnitude in zip((least, greatest), source.read(rows, columns).magnitudes(), strict=True):
+            largest = np.fmax.reduce(magnitude, axis=axis, initial=F(0))
+            out[at] = np.fmax(out[at], largest)
+
+    for_each(tile_slices((m, k)), work)
+    return least, greatest
+
+
+def block_amax_bounds(bounds, block_rows, block_columns):
+    """(least, greatest) amax of each block of a tile, missing elements counted as 0."""
+    block_rows = min(block_rows, len(bounds.lo))
+    out = []
+    for magnitude in bounds.magnitudes():
+        blocks = block_view(pad_to_blocks(magnitude, block_rows, block_columns), block_rows, block_columns)
+        out.append(blocks.max(axis=(1, 3)))
+    return out
+
+
+# --- scales ---------------------------------------------------------------------------------------
+
+
+def float_scale_inverses(written, least, greatest, scale_of, fmt):
+    """Which float32 scale_inv are right, and the scales that the elements may have been multiplied with.
+
+    Args:
+        written: scale_inv as dumped.
+        least, greatest: float32 amax bounds of the shape of `written`.
+        scale_of: function from amax to the encode scale, decreasing but for its special cases.
+        fmt: the element format: the amax that gave scale_inv is about fmt.max times it.
+
+    Returns:
+        (right, scale_lo, scale_hi): for a wrong scale_inv both ends are its reciprocal.
+    """
+    written = written.astype(F)
+    right = np.zeros(written.shape, bool)
+    scale_lo, scale_hi = np.full(written.shape, np.inf, F), np.zeros(written.shape, F)
+    with np.errstate(all="ignore"):
+        traced = np.clip(fmt.max * written, least, greatest).astype(F)
+        candidates = [least, greatest]
+        for step in range(-4, 5):
+            bits = traced.view(np.int32) + np.int32(step)
+            candidates.append(np.clip(np.maximum(bits, 0).view(F), least, greatest))
+        for amax in candidates:
+            scale = scale_of(amax)
+            matches = F(1) / scale == written
+            right |= matches
+            scale_lo = np.where(matches, np.minimum(scale_lo, scale), scale_lo)
+            scale_hi = np.where(matches, np.maximum(scale_hi, scale), scale_hi)
+        own = F(1) / written
+    return right, np.where(right, scale_lo, own), np.where(right, scale_hi, own)
+
+
+def float_scale_range(least, greatest, scale_of):
+    """(scale_lo, scale_hi) over all amaxes in [least, greatest], its special cases 0 and inf included."""
+    finite = np.minimum(greatest, np.finfo(F).max)
+    with np.errstate(all="ignore"):
+        smallest = np.where((least == 0) & (greatest > 0), np.minimum(F(2.0**-149), greatest), least)
+        largest = np.where(np.isinf(greatest) & (least < greatest), finite, greatest)
+        # Just above the amax whose quotient overflows: float16 caps that at 65504, less than the scales beside it.
+        finite_quotient = np.clip(F(2) * scale_of(F(1)) / np.finfo(F).max, least, greatest)
+        ends = [scale_of(amax.astype(F)) for amax in (least, greatest, smallest, largest, finite_quotient)]
+    return np.minimum.reduce(ends), np.maximum.reduce(ends)
+
+
+def block_scale_of(scaling, dtype):
+    """Function from amax to the encode scale of `BlockScaling` or `CurrentScaling`."""
+    largest = block.LARGEST_SCALE[dtype] if isinstance(scaling, BlockScaling) else per_tensor.FLT_MAX
+
+    def scale_of(amax):
+        return per_tensor.scale_from_amax(
+            np.asarray(amax, F),
+            scaling.fmt,
+            epsilon=scaling.amax_epsilon,
+            power_2=scaling.power_2_scale,
+            value_for_inf=largest,
+        )
+
+    return scale_of
+
+
+def global_scale_range(least, greatest, e4m3_max):
+    """(least, greatest) encode scale of NVFP4 over the global amaxes in [least, greatest]."""
+    return float_scale_range(least, greatest, lambda amax: nvfp4.global_encode_scale(amax, e4m3_max))
+
+
+# --- codes ----------------------------------------------------------------------------------------
+
+
+def code_order(codes, fmt):
+    """Integers in the order of the codes' values, -0 just below +0; NaN and inf codes beyond the largest."""
+    if not fmt.signed:
+        return codes.astype(np.int16)
+    sign = np.uint8(1 << (fmt.bits - 1))
+    magnitude = (codes & (sign - np.uint8(1))).astype(np.int16)
+    return np.where(codes & sign, -1 - magnitude, magnitude)
+
+
+def code_bounds(bounds, least, greatest, fmt, random_bits=None):
+    """(lowest, highest) code of each element, given its multiplier in [least, greatest]; NaN counts as its code.
+
+    Args:
+        random_bits: uint8 array for stochastic rounding, "any" for the neighbours on both sides, None for nearest even.
+    """
+    scaled = bounds.scaled(least, greatest)
+    if isinstance(random_bits, str):
+        ends = (scaled.lo, "down"), (scaled.hi, "up")
+        return tuple(encode_tile(np.ascontiguousarray(end), fmt, rounding=rounding) for end, rounding in ends)
+    options = {} if random_bits is None else {"rounding": "stochastic", "random_bits": random_bits}
+    lowest = encode_tile(np.ascontiguousarray(scaled.lo), fmt, **options)
+    if scaled.hi is scaled.lo:
+        return lowest, lowest
+    return lowest, encode_tile(np.ascontiguousarray(scaled.hi), fmt, **options)
+
+
+def codes_inside(codes, lowest, highest, nan, fmt):
+    """Whether each code lies between the ends, or is NaN (E2M1: what NaN is cast to) where NaN is possible."""
+    exist = codes < len(fmt.values)
+    codes = codes & np.uint8(len(fmt.values) - 1)
+    order = code_order(codes, fmt)
+    inside = exist & (code_order(lowest, fmt) <= order) & (order <= code_order(highest, fmt))
+    if fmt.nan_code is None:
+        return inside | (nan & exist & (codes == fmt.largest_code))
+    is_nan = np.isnan(fmt.values[codes])
+    return np.where(is_nan, nan, inside & ~np.isnan(fmt.values[lowest]))
+
+
+def scale_byte_bounds(scaling, least, greatest):
+    """(lowest, highest) E8M0 byte of MXFP8 for amaxes in [least, greatest]."""
+    assert isinstance(scaling, MXFP8Scaling)
+    low = mxfp8.scale_byte(least, scaling.fmt, scaling.scale_rounding)
+    return low, low if greatest is least else mxfp8.scale_byte(greatest, scaling.fmt, scaling.scale_rounding)

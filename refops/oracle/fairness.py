@@ -1,0 +1,43 @@
+"""Judging stochastic rounding whose random bits are not known."""
+
+import numpy as np
+
+
+class Fairness:
+    """Whether stochastic rounding moved up as often as fair random bits would.
+
+    For a value that lies a share p of the way to its upper neighbour (in magnitude), up is 1 with probability p. Over
+    many elements sum(up - p) has variance sum p (1 - p), and sum(up - p)(1 - 2p), which tells rounding to nearest from
+    a fair draw, sum p (1 - p) (1 - 2p)^2. Bits of 8 digits may be off by 1/256 each besides. Both sums must stay within
+    7 standard deviations: a fair kernel fails once in 10^11 tensors.
+    """
+
+    def __init__(self):
+        self._count = self._up = self._probability = self._variance = self._slope = self._slope_variance = 0.0
+
+    def add(self, values, codes, fmt):
+        """Count float32 `values` (already multiplied with their scale) and the codes written for them."""
+        magnitude = np.abs(values.astype(np.float64))
+        position = np.searchsorted(fmt.grid, magnitude, side="right") - 1
+        judged = np.isfinite(magnitude) & (position < len(fmt.grid) - 1)
+        judged[judged] &= magnitude[judged] != fmt.grid[position[judged]]
+        lower = position[judged]
+        p = (magnitude[judged] - fmt.grid[lower]) / (fmt.grid[lower + 1] - fmt.grid[lower])
+        up = (codes[judged] & np.uint8((len(fmt.values) - 1) >> 1)) > lower
+        self._count += p.size
+        self._up += float(up.sum())
+        self._probability += float(p.sum())
+        self._variance += float((p * (1 - p)).sum())
+        self._slope += float(((up - p) * (1 - 2 * p)).sum())
+        self._slope_variance += float((p * (1 - p) * (1 - 2 * p) ** 2).sum())
+
+    def bias(self):
+        """What is wrong, or ""."""
+        if abs(self._up - self._probability) > self._count / 256 + 7 * self._variance**0.5:
+            got, fair = self._up / self._count, self._probability / self._count
+            return (
+                f"{100 * got:.2f} % of the inexact values moved up in magnitude where fair bits move {100 * fair:.2f} %"
+            )
+        if abs(self._slope) > self._count / 256 + 7 * self._slope_variance**0.5:
+            return "values are rounded up with another probability than their distance to the neighbours (to nearest?)"
+        return ""

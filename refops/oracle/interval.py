@@ -1,0 +1,240 @@
+"""Intervals of float32 results: everything that a formula may give on hardware that is free in its last bits.
+
+An `Interval` stands in for a float32 array in the formulas of `refops.activations`, which run on it unchanged. Every
+operation maps the interval of its operands to one that holds, for any operands inside:
+
+    - the exact result (the kernel works in higher precision, or contracts a product into a multiply-add), and
+    - the result rounded to float32 (it does not).
+
+Both are monotone in the exact result, so the ends of the exact interval and the same ends rounded are enough. exp and
+tanh may besides be off by `ulp` units in the last place of their true value; tanh is exactly 1 in magnitude where e^2x
+overflows float32. +, -, * and / round to nearest, as IEEE 754 and CUDA without fast math do; with an `ulp` above 2,
+which CUDA's exp and tanh keep, division may be off by the rest (Triton's `/`, by up to 2) but where it divides by 1.
+float64 carries the ends; its own rounding, 2^-53, is accounted for where it could decide a float32 rounding.
+"""
+
+import numpy as np
+from numpy.lib.mixins import NDArrayOperatorsMixin
+
+#: Largest error of CUDA's expf and tanhf, in units in the last place.
+CUDA_ULP = 2
+#: More than the relative error of one float64 operation.
+_FUZZ = 2.0**-51
+#: Half the logarithm of the largest float32: no implementation computes tanh beyond.
+_TANH_IS_ONE = 0.5 * np.log(float(np.finfo(np.float32).max))
+#: From here on a real number rounds to an infinite float32.
+_ROUNDS_TO_INF = 2.0**128 - 2.0**103
+#: Beyond float32: lower ends stop here, so that they stay finite.
+_HUGE = 2.0**400
+
+
+class Interval(NDArrayOperatorsMixin):
+    """Sets of float32 results, one for each element.
+
+    Attributes:
+        lo, hi: float64 arrays, the ends; NaN where only NaN is possible.
+        nan: bool array (or False), whether NaN is possible besides.
+        ulp: permitted error of exp and tanh.
+    """
+
+    def __init__(self, lo, hi, nan, ulp):
+        self.lo, self.hi, self.nan, self.ulp = lo, hi, nan, ulp
+
+    @classmethod
+    def point(cls, values, ulp):
+        """The exact float32 `values`."""
+        values = np.asarray(values, np.float64)
+        return cls(values, values, False, ulp)
+
+    # --- what formulas use -----------------------------------------------------------------------
+
+    def __array_ufunc__(self, ufunc, method, *operands, **options):
+        if method != "__call__" or options or ufunc not in _UFUNCS:
+            return NotImplemented
+        return _UFUNCS[ufunc](*(as_interval(x, self.ulp) for x in operands))
+
+    def __array_function__(self, function, types, arguments, options):
+        if function is np.ones_like:
+            return Interval.point(np.ones_like(self.lo), self.ulp)
+        if function is np.where:
+            condition, then, otherwise = arguments
+            then, otherwise = as_interval(then, self.ulp), as_interval(otherwise, self.ulp)
+            lo = np.where(condition, then.lo, otherwise.lo)
+            hi = lo if then.is_point and otherwise.is_point else np.where(condition, then.hi, otherwise.hi)
+            return Interval(lo, hi, np.where(condition, then.nan, otherwise.nan), self.ulp)
+        return NotImplemented
+
+    def exp(self):
+        """e^x, off by up to `ulp` ulp."""
+        lo, hi = np.minimum(np.exp(self.lo), _HUGE), np.exp(self.hi)
+        return _rounded(np.maximum(lo - self._error(lo), 0.0), hi + self._error(hi), self.nan, self.ulp)
+
+    def tanh(self):
+        """tanh x, off by up to `ulp` ulp, exactly 1 in magnitude where e^2x overflows."""
+        lo, hi = np.tanh(self.lo), np.tanh(self.hi)
+        lo_error, hi_error = (
+            np.where(np.abs(x) > _TANH_IS_ONE, 0.0, self._error(true)) for x, true in ((self.lo, lo), (self.hi, hi))
+        )
+        return Interval(lo - lo_error, hi + hi_error, self.nan, self.ulp)
+
+    @property
+    def is_point(self):
+        """Whether every element is one value."""
+        return self.lo is self.hi
+
+    # --- rounding --------------------------------------------------------------------------------
+
+    def _error(self, true):
+        return self.ulp * ulp_of(true) + np.abs(true) * _FUZZ
+
+    def widened_to(self, lo, hi):
+        """The hull with [lo, hi] (float64); where an end is NaN this interval alone counts, and NaN stays NaN."""
+        some = ~np.isnan(self.lo)
+        return Interval(
+            np.where(some, np.fmin(self.lo, lo), self.lo),
+            np.where(some, np.fmax(self.hi, hi), self.hi),
+            self.nan,
+            self.ulp,
+        )
+
+    def widened_by(self, ulp):
+        """Both ends moved out by `ulp` units in their last place."""
+        return Interval(self.lo - ulp * ulp_of(self.lo), self.hi + ulp * ulp_of(self.hi), self.nan, self.ulp)
+
+    def as_float32(self, *, inward=False):
+        """Return (lo, hi, nan): the nearest float32 outside the ends, or inside; the value itself where it is one.
+
+        Outside holds for results that need not have passed through float32, inside is enough for those that did.
+        """
+        if self.is_point:
+            value = self.lo.astype(np.float32)
+            return value, value, np.isnan(value) | self.nan
+        exact = self.lo == self.hi
+        if inward:
+            lo, hi = _toward(self.lo, np.inf), _toward(self.hi, -np.inf)
+            none = lo > hi  # no float32 between the ends: the one that both round to
+            lo, hi = np.where(none, self.lo.astype(np.float32), lo), np.where(none, self.lo.astype(np.float32), hi)
+            lo = np.where(self.lo <= -_ROUNDS_TO_INF, np.float32(-np.inf), lo)
+            hi = np.where(self.hi >= _ROUNDS_TO_INF, np.float32(np.inf), hi)
+        else:
+            lo = _toward(np.where(exact, self.lo, _below(self.lo)), -np.inf)
+            hi = _toward(np.where(exact, self.hi, _above(self.hi)), np.inf)
+        return lo, hi, np.isnan(lo) | self.nan
+
+
+def as_interval(x, ulp):
+    """Return `x` as an Interval; arrays and numbers are exact."""
+    return x if isinstance(x, Interval) else Interval.point(x, ulp)
+
+
+def ulp_of(true):
+    """Distance of neighbouring float32 at each magnitude, float64; that of the smallest ones below them."""
+    magnitude = np.minimum(np.abs(true), 1.5 * 2.0**127).astype(np.float32)  # the spacing of FLT_MAX itself is inf
+    return np.spacing(magnitude).astype(np.float64)
+
+
+def _toward(ends, direction):
+    """The nearest float32 at or beyond `ends` in `direction`."""
+    with np.errstate(over="ignore"):
+        nearest = ends.astype(np.float32)
+        short = nearest > ends if direction < 0 else nearest < ends
+        return np.where(short, np.nextafter(nearest, np.float32(direction)), nearest)
+
+
+def _below(ends):
+    """Just below float64 `ends`, by more than an operation's rounding; infinities stay."""
+    return ends * (1 - np.copysign(_FUZZ, ends))
+
+
+def _above(ends):
+    """Just above."""
+    return ends * (1 + np.copysign(_FUZZ, ends))
+
+
+def _rounded(lo, hi, nan, ulp):
+    """The interval of exact results [lo, hi] and of the same rounded to float32."""
+    with np.errstate(over="ignore"):
+        down, up = _below(lo).astype(np.float32), _above(hi).astype(np.float32)
+    return Interval(np.minimum(lo, down), np.maximum(hi, up), nan, ulp)
+
+
+def _add(a, b):
+    lo, hi = a.lo + b.lo, a.hi + b.hi
+    nan = a.nan | b.nan
+    if not np.isfinite(lo).all() or not np.isfinite(hi).all():
+        nan = nan | (((a.hi == np.inf) & (b.lo == -np.inf)) | ((a.lo == -np.inf) & (b.hi == np.inf)))
+        # inf - inf at one end only: the other end still counts.
+        lo, hi = np.where(np.isnan(lo) & ~np.isnan(hi), -np.inf, lo), np.where(np.isnan(hi) & ~np.isnan(lo), np.inf, hi)
+    return _rounded(lo, hi, nan, a.ulp)
+
+
+def _subtract(a, b):
+    return _add(a, _negative(b))
+
+
+def _negative(a):
+    lo = -a.hi
+    return Interval(lo, lo if a.is_point else -a.lo, a.nan, a.ulp)
+
+
+def _multiply(a, b):
+    nan = a.nan | b.nan
+    if a is b:
+        low, high = np.minimum(np.abs(a.lo), np.abs(a.hi)), np.maximum(np.abs(a.lo), np.abs(a.hi))
+        return _rounded(np.where((a.lo < 0) & (a.hi > 0), 0.0, low * low), high * high, nan, a.ulp)
+    lefts, rights = ((x.lo,) if x.is_point else (x.lo, x.hi) for x in (a, b))
+    products = [left * right for left in lefts for right in rights]
+    lo, hi = products[0], products[0]
+    for product in products[1:]:
+        lo, hi = np.minimum(lo, product), np.maximum(hi, product)
+    if not (np.isfinite(lo).all() and np.isfinite(hi).all()):
+        nan = nan | (_contains_zero(a) & _contains_inf(b)) | (_contains_inf(a) & _contains_zero(b))
+    undefined = np.isnan(lo) | np.isnan(hi)
+    if undefined.any():  # 0 * inf somewhere among the ends, or a NaN that was there before
+        only_nan = np.isnan(a.lo) | np.isnan(b.lo) | (a.is_point and b.is_point)
+        zeros = [np.where(np.isnan(product), 0.0, product) for product in products]
+        nan = nan | undefined
+        lo = np.where(undefined, np.where(only_nan, np.nan, np.min(np.broadcast_arrays(*zeros), axis=0)), lo)
+        hi = np.where(undefined, np.where(only_nan, np.nan, np.max(np.broadcast_arrays(*zeros), axis=0)), hi)
+    return _rounded(lo, hi, nan, a.ulp)
+
+
+def _contains_zero(a):
+    return (a.lo <= 0) & (a.hi >= 0)
+
+
+def _contains_inf(a):
+    return np.isinf(a.lo) | np.isinf(a.hi)
+
+
+def _divide(a, b):
+    """a / b for positive b, rounded to nearest or off by what `ulp` is above CUDA's; exact where b is 1."""
+    if not (b.lo > 0).all() and not np.isnan(b.lo).any():
+        raise ValueError("an interval divides by positive intervals only")
+    lo, hi = np.where(a.lo < 0, a.lo / b.lo, a.lo / b.hi), np.where(a.hi < 0, a.hi / b.hi, a.hi / b.lo)
+    spare = max(a.ulp - CUDA_ULP, 0)
+    if spare:
+        inexact = (b.lo != 1) | (b.hi != 1)
+        lo = np.where(inexact & np.isfinite(lo), lo - spare * ulp_of(lo), lo)
+        hi = np.where(inexact & np.isfinite(hi), hi + spare * ulp_of(hi), hi)
+    return _rounded(lo, hi, a.nan | b.nan, a.ulp)
+
+
+def _compare(ufunc):
+    def compare(a, b):
+        if not (a.is_point and b.is_point):
+            raise TypeError(f"{ufunc.__name__} of intervals is not one answer: formulas branch on their inputs alone")
+        return ufunc(a.lo, b.lo)
+
+    return compare
+
+
+_UFUNCS = {
+    np.add: _add,
+    np.subtract: _subtract,
+    np.multiply: _multiply,
+    np.true_divide: _divide,
+    np.negative: _negative,
+    np.isnan: lambda a: np.isnan(a.lo) if a.is_point else np.isnan(a.lo) | a.nan,
+    **{ufunc: _compare(ufunc) for ufunc in (np.less, np.less_equal, np.greater, np.greater_equal)},
+}

@@ -1,0 +1,425 @@
+"""What an operation takes and gives, by name: how the oracle sees the operations of `refops`.
+
+`Case` binds a call: which operation, its checked inputs and settings. It knows the arrays that a kernel writes
+(`slots`) and what the reference writes there (`reference`).
+
+| op                                   | inputs              | outputs             | with a scaling                 |
+|--------------------------------------|---------------------|---------------------|--------------------------------|
+| an activation: "gelu", "swiglu", ... | x                   | y                   | the arrays of a `Quantized`    |
+| its gradient: "dgelu", "dswiglu" ... | dy, x               | dx, dbias           | the arrays of one, dbias       |
+| "scaled_swiglu", ...                 | x, row_scales       | y                   |                                |
+| "scaled_dswiglu", ...                | dy, x, row_scales   | dx, drow_scales     |                                |
+| "quantize"                           | x                   |                     | the arrays of one, dbias       |
+| "dequantize"                         | the arrays of one   | y                   |                                |
+| "update_delayed_scale"               | amax_history, scale | amax_history, scale |                                |
+
+Short names of outputs: data, scale_inv (or scale), amax stand for rowwise_data, rowwise_scale_inv, amax_rowwise.
+"""
+
+import difflib
+import math
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from refops import ops
+from refops.activations import ACTIVATIONS, bind_activation
+from refops.arguments import BFLOAT16, require_flag, require_high_precision_dtype, require_tensor, shown
+from refops.formats import E4M3, E8M0
+from refops.oracle.arrays import Slot, as_numpy, fit
+from refops.quantization import nvfp4
+from refops.quantization.layout import ceil_div
+from refops.quantization.per_tensor import update_delayed_scale
+from refops.quantization.result import Quantized, stored_layout
+from refops.scaling import BlockScaling, MXFP8Scaling, NVFP4Scaling, require_scaling
+from refops.tiles import InputSource
+
+#: Every array of a `Quantized`, rowwise first.
+QUANTIZED_ARRAYS = (
+    "rowwise_data",
+    "rowwise_scale_inv",
+    "amax_rowwise",
+    "columnwise_data",
+    "columnwise_scale_inv",
+    "amax_columnwise",
+)
+ALIASES = {
+    "data": "rowwise_data",
+    "scale_inv": "rowwise_scale_inv",
+    "scale": "rowwise_scale_inv",
+    "amax": "amax_rowwise",
+}
+#: Parameters of "update_delayed_scale"; `fmt` is required.
+UPDATE_PARAMETERS = ("fmt", "margin", "algorithm", "keep_unused")
+INTERLEAVE = "glu_interleave_size"
+
+
+@dataclass(frozen=True)
+class Operation:
+    """An operation by name.
+
+    Attributes:
+        name: canonical name, a key of `OPERATIONS`.
+        kind: the function of `refops` that computes it: "activation", "activation_grad", "scaled_activation",
+            "scaled_activation_grad", "quantize", "dequantize" or "update_delayed_scale".
+        activation: a key of `refops.ACTIVATIONS`, or None.
+        inputs: names of the arrays that it reads.
+        outputs: names of the arrays that it writes without a scaling.
+        takes_scaling: whether its result can be quantized.
+    """
+
+    name: str
+    kind: str
+    activation: str | None
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    takes_scaling: bool = False
+
+
+def _operations():
+    rows = []
+    for name in ACTIVATIONS:
+        rows.append(Operation(name, "activation", name, ("x",), ("y",), True))
+        rows.append(Operation(f"d{name}", "activation_grad", name, ("dy", "x"), ("dx", "dbias"), True))
+    for name in ops.SCALED_ACTIVATIONS:
+        rows.append(Operation(f"scaled_{name}", "scaled_activation", name, ("x", "row_scales"), ("y",)))
+        rows.append(
+            Operation(
+                f"scaled_d{name}", "scaled_activation_grad", name, ("dy", "x", "row_scales"), ("dx", "drow_scales")
+            )
+        )
+    rows.append(Operation("quantize", "quantize", None, ("x",), (), True))
+    rows.append(Operation("dequantize", "dequantize", None, ("q",), ("y",)))
+    update = ("amax_history", "scale")
+    rows.append(Operation("update_delayed_scale", "update_delayed_scale", None, update, update))
+    return {row.name: row for row in rows}
+
+
+#: Every operation by name.
+OPERATIONS = _operations()
+#: TE puts the d elsewhere in these.
+_TE_SPELLINGS = {"clamped_dswiglu": "dclamped_swiglu", "scaled_clamped_dswiglu": "scaled_dclamped_swiglu"}
+
+
+def require_operation(op):
+    """Return the `Operation` named `op`; ValueError names similar ones."""
+    name = _TE_SPELLINGS.get(op, op) if isinstance(op, str) else op
+    if isinstance(name, str) and name in OPERATIONS:
+        return OPERATIONS[name]
+    similar = difflib.get_close_matches(name, OPERATIONS) if isinstance(name, str) else []
+    hint = f" (did you mean {', '.join(similar)}?)" if similar else ""
+    raise ValueError(f"op must be one of {', '.join(OPERATIONS)}; got {shown(op)}{hint}")
+
+
+class Case:
+    """One call of an operation, its arguments checked.
+
+    Attributes:
+        operation: the `Operation`.
+        inputs: input name -> array; for dequantize {"q": Quantized}.
+        scaling: settings, or None.
+        params: parameters of the activation, glu_interleave_size, or those of the scale update.
+        slots: output name -> `Slot`, everything that the operation can write.
+        swizzled_scales: whether the dump's scales are in GEMM order.
+    """
+
+    def __init__(self, op, inputs, scaling=None, params=None, *, swizzled_scales=False):
+        self.operation = require_operation(op)
+        self.params = self._check_params(params)
+        self.scaling = self._check_scaling(scaling)
+        self.swizzled_scales = require_flag(swizzled_scales, "swizzled_scales")
+        self.inputs = self._check_inputs(inputs)
+        self._check_call()
+        self.slots = self._make_slots()
+
+    # --- checks -----------------------------------------------------------------------------------
+
+    def _check_params(self, params):
+        if params is not None and not isinstance(params, dict):
+            raise TypeError(f"params must be a dict of parameter names and values; got {shown(params)}")
+        params, operation = dict(params or {}), self.operation
+        if operation.kind == "update_delayed_scale":
+            allowed = UPDATE_PARAMETERS
+            if "fmt" not in params:
+                raise ValueError(
+                    f"params must hold fmt, refops.E4M3 or refops.E5M2, for {operation.name}; got {params}"
+                )
+        else:
+            allowed = ACTIVATIONS[operation.activation].parameters if operation.activation else ()
+            allowed += (INTERLEAVE,) * operation.kind.startswith("scaled")
+        unknown = [name for name in params if name not in allowed]
+        if unknown:
+            takes = ", ".join(allowed) or "none"
+            raise ValueError(f"params must be among those of {operation.name} ({takes}); got {shown(unknown[0])}")
+        return params
+
+    def _check_call(self):
+        """Let the operation check that inputs, parameters and scaling fit, before shapes are derived from them."""
+        kind, name, tensors = self.operation.kind, self.operation.activation, tuple(self.inputs.values())
+        if kind in ("dequantize", "update_delayed_scale"):
+            return
+        if kind.startswith("scaled"):
+            params = {p: value for p, value in self.params.items() if p != INTERLEAVE}
+            ops.ScaledRows(name, self.inputs["x"], self.inputs["row_scales"], self.params.get(INTERLEAVE, 0), params)
+            return
+        if kind == "quantize":
+            source = InputSource(*tensors)
+        else:
+            bound = bind_activation(name, self.params)
+            source = {"activation": ops.ActivationSource, "activation_grad": ops.ActivationGradSource}[kind](
+                bound, *tensors
+            )
+            if self.scaling is not None:
+                ops.check_fusable(source, self.scaling)
+        if isinstance(self.scaling, NVFP4Scaling):
+            nvfp4.check_shape(source.tensor_shape, *source.shape, self.scaling, columnwise=False)
+
+    def _check_scaling(self, scaling):
+        name, needs = self.operation.name, self.operation.kind in ("quantize", "dequantize")
+        if scaling is None:
+            if self.operation.kind == "quantize":
+                raise ValueError("scaling is required for quantize: a setting such as refops.MXFP8Scaling; got None")
+            return None
+        if not (self.operation.takes_scaling or needs):
+            raise ValueError(f"scaling must be None for {name}, which does not quantize; got {scaling!r}")
+        return require_scaling(scaling)
+
+    def _check_inputs(self, inputs):
+        operation = self.operation
+        if operation.kind == "dequantize":
+            return {"q": self._quantized_input(inputs)}
+        if not isinstance(inputs, dict):
+            if len(operation.inputs) != 1:
+                expected = ", ".join(operation.inputs)
+                raise TypeError(f"inputs must be a dict with {expected} for {operation.name}; got {shown(inputs)}")
+            inputs = {operation.inputs[0]: inputs}
+        for name in operation.inputs:
+            if name not in inputs:
+                got = ", ".join(map(str, inputs)) or "nothing"
+                raise ValueError(f"inputs must hold {', '.join(operation.inputs)} for {operation.name}; got {got}")
+        unknown = [name for name in inputs if name not in operation.inputs]
+        if unknown:
+            expected = ", ".join(operation.inputs)
+            raise ValueError(f"inputs must hold {expected} alone for {operation.name}; got {shown(unknown[0])} too")
+        arrays = {name: as_numpy(inputs[name], name) for name in operation.inputs}
+        if operation.kind == "update_delayed_scale":
+            return arrays
+        return {name: require_tensor(array, name) for name, array in arrays.items()}
+
+    def _quantized_input(self, inputs):
+        if isinstance(inputs, dict) and set(inputs) == {"q"}:
+            inputs = inputs["q"]
+        if isinstance(inputs, Quantized):
+            if self.scaling not in (None, inputs.scaling):
+                raise ValueError(f"scaling must be that of the Quantized, {inputs.scaling}; got {self.scaling}")
+            self.scaling = inputs.scaling
+            return inputs
+        if not isinstance(inputs, dict):
+            raise TypeError(f"inputs must be a Quantized or a dict of its arrays for dequantize; got {shown(inputs)}")
+        if self.scaling is None:
+            raise ValueError("scaling is required to dequantize a dict of arrays; got None")
+        inputs = _named_arrays(inputs, QUANTIZED_ARRAYS, "inputs")
+        direction = "rowwise" if "rowwise_data" in inputs else "columnwise"
+        if f"{direction}_data" not in inputs:
+            raise ValueError(f"inputs must hold rowwise_data or columnwise_data for dequantize; got {list(inputs)}")
+        shape = _shape_of_data(
+            as_numpy(inputs[f"{direction}_data"], f"{direction}_data").shape, self.scaling, direction
+        )
+        slots = quantized_slots(self.scaling, shape)
+        arrays = {}
+        for name, value in inputs.items():
+            if name not in slots:
+                raise ValueError(f"inputs must hold {', '.join(slots)} for {self.scaling}; got {name}")
+            arrays[name] = fit(value, slots[name])[0]
+        return Quantized(
+            **arrays,
+            scaling=self.scaling,
+            shape=shape,
+            dtype=np.dtype(np.float32),
+            with_gemm_swizzled_scales=self.swizzled_scales,
+        )
+
+    # --- what it writes ---------------------------------------------------------------------------
+
+    @property
+    def quantizes(self):
+        """Whether the outputs are a Quantized's arrays."""
+        return self.scaling is not None and self.operation.kind != "dequantize"
+
+    def _make_slots(self):
+        kind, x = self.operation.kind, self.inputs.get("x")
+        if kind == "dequantize":
+            q = self.inputs["q"]
+            return {"y": _values_slot("y", q.shape, BFLOAT16)}
+        if kind == "update_delayed_scale":
+            history, scale = self.inputs["amax_history"], self.inputs["scale"]
+            return {
+                "amax_history": Slot("amax_history", "amax", history.shape, history.shape, np.dtype(np.float32)),
+                "scale": Slot("scale", "amax", scale.shape, scale.shape, np.dtype(np.float32)),
+            }
+        shape = self.result_shape
+        if self.quantizes:
+            slots = quantized_slots(self.scaling, shape)
+            if kind != "activation":
+                slots["dbias"] = _values_slot("dbias", shape[-1:], x.dtype)
+            return slots
+        if kind in ("activation", "scaled_activation"):
+            return {"y": _values_slot("y", shape, x.dtype)}
+        slots = {"dx": _values_slot("dx", shape, x.dtype)}
+        if kind == "activation_grad":
+            slots["dbias"] = _values_slot("dbias", shape[-1:], x.dtype)
+        else:
+            row_scales = self.inputs["row_scales"]
+            slots["drow_scales"] = _values_slot("drow_scales", row_scales.shape, row_scales.dtype)
+        return slots
+
+    @property
+    def gated(self):
+        """Whether the input row is [act | gate]."""
+        name = self.operation.activation
+        return name is not None and ACTIVATIONS[name].gated
+
+    @property
+    def result_shape(self):
+        """Shape of the tensor that is computed, before any quantization."""
+        if self.operation.kind == "dequantize":
+            return self.inputs["q"].shape
+        x = self.inputs["x"]
+        if self.gated and not self.operation.kind.endswith("grad"):
+            return (*x.shape[:-1], x.shape[-1] // 2)
+        return x.shape
+
+    def fit_outputs(self, outputs):
+        """Return (arrays, unpadded): output name -> array as stored, and the names whose padding was not given.
+
+        Raises:
+            ValueError: no output, an unknown name, a shape that contradicts the operation.
+            TypeError: a dtype that does.
+        """
+        if isinstance(outputs, Quantized):
+            outputs = {f.name: getattr(outputs, f.name) for f in fields(outputs) if f.name in QUANTIZED_ARRAYS}
+        elif not isinstance(outputs, dict):
+            if len(self.slots) > 1 and self.operation.kind not in ("activation_grad", "scaled_activation_grad"):
+                expected = ", ".join(self.slots)
+                raise TypeError(f"outputs must be a dict of {expected}, or a Quantized; got {shown(outputs)}")
+            outputs = {next(iter(self.slots)): outputs}
+        outputs = _named_arrays(outputs, self.slots, "outputs")
+        if not outputs:
+            raise ValueError(f"outputs must hold at least one of {', '.join(self.slots)}; got none")
+        arrays, unpadded = {}, set()
+        for name, slot in self.slots.items():
+            if name in outputs:
+                arrays[name], padding_given = fit(outputs[name], slot)
+                if not padding_given:
+                    unpadded.add(name)
+        return arrays, unpadded
+
+    # --- what the reference writes ----------------------------------------------------------------
+
+    def reference(self, outputs):
+        """Return what the reference writes for each of `outputs`: name -> array (only its dtype is used for values)."""
+        kind, activation = self.operation.kind, self.operation.activation
+        if kind == "dequantize":
+            return {"y": ops.dequantize(self.inputs["q"], dtype=outputs["y"].dtype)}
+        if kind == "update_delayed_scale":
+            history, scale = update_delayed_scale(*self.inputs.values(), **self.params)
+            return {"amax_history": history, "scale": np.asarray(scale)}
+        dbias = {"dbias": True} if "dbias" in outputs else {}
+        if self.quantizes:
+            return self._quantized_reference(outputs, dbias)
+        name = "dx" if "dx" in self.slots else "y"
+        out_dtype = outputs[name].dtype if name in outputs else None
+        function = getattr(ops, kind)
+        result = function(activation, *self.inputs.values(), out_dtype=out_dtype, **self.params, **dbias)
+        results = result if isinstance(result, tuple) else (result,)
+        named = dict(zip((n for n in self.slots if n != "dbias" or dbias), results, strict=True))
+        for other in ("dbias", "drow_scales"):
+            if other in named and other in outputs and named[other].dtype != outputs[other].dtype:
+                raise TypeError(f"{other} must be {named[other].dtype}; got {outputs[other].dtype}")
+        return named
+
+    def _quantized_reference(self, outputs, dbias):
+        columnwise = any("columnwise" in name for name in outputs)
+        rowwise = any("rowwise" in name for name in outputs) or not columnwise
+        directions = {"rowwise": rowwise, "columnwise": columnwise}
+        tensors = self.inputs.values()
+        if self.operation.kind == "quantize":
+            result = ops.quantize(*tensors, self.scaling, **directions, **dbias)
+        elif self.operation.kind == "activation":
+            result = ops.activation_quantize(
+                self.operation.activation, *tensors, self.scaling, **directions, **self.params
+            )
+        else:
+            result = ops.activation_grad_quantize(
+                self.operation.activation, *tensors, self.scaling, **directions, **dbias, **self.params
+            )
+        q, sums = result if dbias else (result, None)
+        named = {name: getattr(q, name) for name in QUANTIZED_ARRAYS if getattr(q, name) is not None}
+        if sums is not None:
+            named["dbias"] = sums
+        return named
+
+
+def _named_arrays(given, known, what):
+    """Return the entries of `given` that are not None under their full names; ValueError for a name not in `known`."""
+    named = {}
+    for name, value in given.items():
+        if value is None:
+            continue
+        full = name if name in known else ALIASES.get(name, name)
+        if full not in known:
+            raise ValueError(f"{what} must be among {', '.join(known)}; got {shown(name)}")
+        if full in named:
+            raise ValueError(f"{what} must hold {full} once; got it twice ({shown(name)} is the same)")
+        named[full] = value
+    return named
+
+
+def _values_slot(name, shape, dtype):
+    return Slot(name, "values", tuple(shape), tuple(shape), require_high_precision_dtype(dtype, name))
+
+
+def quantized_slots(scaling, shape):
+    """Return array name -> `Slot` for everything that a Quantized of a tensor of `shape` can hold."""
+    slots = {}
+    layout = stored_layout(scaling, shape)
+    for name in QUANTIZED_ARRAYS:
+        if name not in layout:
+            continue
+        stored, dtype = layout[name]
+        if name.endswith("_data"):
+            slots[name] = Slot(name, "codes", stored, stored, dtype, scaling.fmt)
+        elif name.startswith("amax"):
+            slots[name] = Slot(name, "amax", stored, stored, dtype)
+        else:
+            fmt = {MXFP8Scaling: E8M0, NVFP4Scaling: E4M3}.get(type(scaling))
+            valid = valid_scale_shape(scaling, shape, "columnwise" in name)
+            slots[name] = Slot(name, "scales", stored, valid, dtype, fmt)
+    return slots
+
+
+def valid_scale_shape(scaling, shape, columnwise):
+    """Return the shape of one direction's scales without padding."""
+    m, k = math.prod(shape[:-1]), shape[-1]
+    outer, inner = (k, m) if columnwise else (m, k)
+    if isinstance(scaling, BlockScaling):
+        blocks = ceil_div(inner, scaling.block_size)
+        return (ceil_div(outer, scaling.block_size), blocks) if scaling.block_dim == 2 else (blocks, outer)
+    if isinstance(scaling, MXFP8Scaling):
+        blocks = ceil_div(inner, scaling.block_size)
+        return (blocks, outer) if columnwise else (outer, blocks)
+    if isinstance(scaling, NVFP4Scaling):
+        return outer, inner // scaling.block_size
+    return (1,)
+
+
+def _shape_of_data(stored, scaling, direction):
+    """Return the tensor's shape from that of its data."""
+    if not stored:
+        raise ValueError(f"{direction}_data must have at least one dimension; got a scalar")
+    if direction == "columnwise" and not isinstance(scaling, MXFP8Scaling):
+        k, *leading = stored
+        if isinstance(scaling, NVFP4Scaling):
+            leading = [2 * size for size in leading]
+        return (*leading, k)
+    return (*stored[:-1], 2 * stored[-1]) if isinstance(scaling, NVFP4Scaling) else tuple(stored)

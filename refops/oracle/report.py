@@ -1,0 +1,272 @@
+"""What a check found: the verdict, where the wrong entries are, and what explains them; as text and as plain data.
+
+Nothing is judged here.
+"""
+
+import math
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+#: Cells of a picture, at most: rows and columns.
+PICTURE_ROWS, PICTURE_COLUMNS = 8, 48
+
+
+class MismatchError(AssertionError):
+    """Raised by `Report.raise_for_mismatch`; the message is the report."""
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """One wrong entry.
+
+    Attributes:
+        array: name of the output.
+        index: index into the array as stored.
+        element: (row, column) of the tensor, leading dimensions flattened; of a block's first element for scales; None
+            where an entry belongs to no element.
+        got: what the dump holds, with its bits.
+        acceptable: what it may hold.
+        distance: how far outside: steps of the format for codes and scales, units in the last place for values.
+        inputs: input name -> value there (the largest of the block, for scales), or None.
+        amax: amax of the block that the element belongs to, as text, or "".
+        scale: the scale that the dump holds for it, as text, or "".
+    """
+
+    array: str
+    index: tuple[int, ...]
+    element: tuple[int, int] | None
+    got: str
+    acceptable: str
+    distance: float
+    inputs: dict
+    amax: str = ""
+    scale: str = ""
+
+    def __str__(self):
+        where = f"{self.array}[{', '.join(map(str, self.index))}]"
+        if self.element is not None and self.element != self.index:
+            where += f" (element {self.element[0]}, {self.element[1]})"
+        text = f"{where}: got {self.got}, acceptable {self.acceptable}"
+        details = [f"{name} {_number(value)}" for name, value in self.inputs.items()]
+        details += [f"block amax {self.amax}"] * bool(self.amax) + [f"scale {self.scale}"] * bool(self.scale)
+        return text + (f"   [{', '.join(details)}]" if details else "")
+
+
+@dataclass(frozen=True)
+class ArrayVerdict:
+    """The verdict on one output array.
+
+    Attributes:
+        name: its name.
+        kind: "values", "codes", "scales" or "amax".
+        entries: how many were judged: elements, or scales without padding.
+        wrong: how many are not acceptable.
+        differing: how many differ from the reference at all (acceptable ones included).
+        blocks, blocks_touched: blocks of the scaling, and those with a wrong entry; 0 where there are none.
+        first, worst: mismatches in stored order, and by distance.
+        box: ((first row, last row), (first column, last column)) around the wrong entries of the matrix.
+        picture: lines of text, the density of wrong entries over the array seen as a matrix.
+        shape: the matrix that box and picture refer to.
+        bias: what is wrong with the array as a whole (stochastic rounding that is not fair), or "".
+    """
+
+    name: str
+    kind: str
+    entries: int
+    wrong: int = 0
+    differing: int = 0
+    blocks: int = 0
+    blocks_touched: int = 0
+    first: tuple[Mismatch, ...] = ()
+    worst: tuple[Mismatch, ...] = ()
+    box: tuple = ()
+    picture: tuple[str, ...] = ()
+    shape: tuple[int, int] = (0, 0)
+    bias: str = ""
+
+    @property
+    def ok(self):
+        """Whether nothing is wrong."""
+        return self.wrong == 0 and not self.bias
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """A convention, or two together, that explains what is wrong.
+
+    Attributes:
+        names: one or two convention names.
+        sentence: what the kernel does, for the user.
+        explained: share of the wrong entries that it accounts for.
+        exact: whether the dump equals it everywhere.
+    """
+
+    names: tuple[str, ...]
+    sentence: str
+    explained: float
+    exact: bool = False
+
+    def __str__(self):
+        share = "all" if self.explained == 1 else f"{100 * self.explained:.1f} %"
+        return f"{' + '.join(self.names)}: {self.sentence} (explains {share} of what is wrong)"
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `check` found.
+
+    Attributes:
+        operation: the operation's name.
+        settings: scaling and parameters, as text.
+        ulp: permitted error of exp and tanh.
+        arrays: an `ArrayVerdict` for each output that was given.
+        diagnosis: explanations, best first; empty where nothing is wrong or nothing explains it.
+        notes: what else the user should know.
+        diagnosed: whether a diagnosis was tried.
+    """
+
+    operation: str
+    settings: str
+    ulp: float
+    arrays: tuple[ArrayVerdict, ...]
+    diagnosis: tuple[Explanation, ...] = ()
+    notes: tuple[str, ...] = ()
+    diagnosed: bool = field(default=True)
+
+    @property
+    def ok(self):
+        """Whether every entry of every output is acceptable."""
+        return all(array.ok for array in self.arrays)
+
+    @property
+    def mismatches(self):
+        """The mismatches that are shown: the first ones of each array, then its worst."""
+        shown = []
+        for array in self.arrays:
+            shown += array.first
+            shown += [mismatch for mismatch in array.worst if mismatch not in array.first]
+        return shown
+
+    def raise_for_mismatch(self):
+        """Raise MismatchError with the report unless everything is right."""
+        if not self.ok:
+            raise MismatchError(f"\n{self}")
+
+    def __str__(self):
+        verdict = "RIGHT" if self.ok else "WRONG"
+        what = self.operation + (f" -> {self.settings}" if self.settings else "")
+        lines = [f"{verdict}: {what} ({'bit equality' if self.ulp == 0 else f'ulp={self.ulp:g}'})"]
+        for array in self.arrays:
+            lines += _array_lines(array)
+        lines += [f"note: {note}" for note in self.notes]
+        if not self.ok and self.diagnosed:
+            lines.append("diagnosis:" if self.diagnosis else "diagnosis: unknown: no known convention explains it")
+            lines += [f"  {n}. {explanation}" for n, explanation in enumerate(self.diagnosis, 1)]
+        return "\n".join(lines)
+
+    def as_dict(self):
+        """Plain data for JSON."""
+        return {
+            "ok": self.ok,
+            "operation": self.operation,
+            "settings": self.settings,
+            "ulp": self.ulp,
+            "arrays": [_array_dict(array) for array in self.arrays],
+            "diagnosis": [
+                {"names": list(e.names), "sentence": e.sentence, "explained": e.explained, "exact": e.exact}
+                for e in self.diagnosis
+            ],
+            "notes": list(self.notes),
+        }
+
+
+def _array_lines(array):
+    what = {"values": "values", "codes": "codes", "scales": "scales", "amax": "numbers"}[array.kind]
+    if array.ok:
+        same = "" if array.differing == 0 else f", {array.differing:,} of them other bits than the reference's"
+        return [f"  {array.name}: {array.entries:,} {what} right{same}"]
+    if not array.wrong:
+        return [f"  {array.name}: {array.bias}"]
+    share = 100 * array.wrong / array.entries
+    line = f"  {array.name}: {array.wrong:,} of {array.entries:,} {what} wrong ({share:.3g} %)"
+    if array.blocks:
+        line += f", in {array.blocks_touched:,} of {array.blocks:,} blocks"
+    lines = [line] + [f"    {array.bias}"] * bool(array.bias)
+    if array.box:
+        (top, bottom), (left, right) = array.box
+        if (top, bottom, left, right) != (0, array.shape[0] - 1, 0, array.shape[1] - 1):
+            lines.append(
+                f"    all in rows {top}..{bottom}, columns {left}..{right} of {array.shape[0]} x {array.shape[1]}"
+            )
+    lines += [f"    first: {mismatch}" for mismatch in array.first]
+    lines += [f"    worst: {mismatch}" for mismatch in array.worst if mismatch not in array.first]
+    if array.picture:
+        width = len(array.picture[0])
+        lines.append(
+            f"    where ({array.shape[0]} x {array.shape[1]}; . none, : to 1 %, + to 10 %, * to 50 %, # more):"
+        )
+        lines.append("    +" + "-" * width + "+")
+        lines += [f"    |{row}|" for row in array.picture]
+        lines.append("    +" + "-" * width + "+")
+    return lines
+
+
+def _array_dict(array):
+    def plain(mismatch):
+        return {
+            "index": list(mismatch.index),
+            "element": None if mismatch.element is None else list(mismatch.element),
+            "got": mismatch.got,
+            "acceptable": mismatch.acceptable,
+            "distance": mismatch.distance if math.isfinite(mismatch.distance) else None,
+            "inputs": {name: value for name, value in mismatch.inputs.items() if math.isfinite(value)},
+            "amax": mismatch.amax,
+            "scale": mismatch.scale,
+        }
+
+    return {
+        "name": array.name,
+        "kind": array.kind,
+        "entries": array.entries,
+        "wrong": array.wrong,
+        "differing": array.differing,
+        "blocks": array.blocks,
+        "blocks_touched": array.blocks_touched,
+        "first": [plain(m) for m in array.first],
+        "worst": [plain(m) for m in array.worst],
+        "box": [list(edge) for edge in array.box],
+        "picture": list(array.picture),
+        "shape": list(array.shape),
+        "bias": array.bias,
+    }
+
+
+def draw(wrong):
+    """Return the picture of a 2-D bool array: a character for the density of each cell."""
+    rows, columns = wrong.shape
+    lines = []
+    row_edges = _edges(rows, PICTURE_ROWS)
+    column_edges = _edges(columns, PICTURE_COLUMNS)
+    for top, bottom in row_edges:
+        counts = wrong[top:bottom].sum(axis=0)
+        line = ""
+        for left, right in column_edges:
+            line += _shade(counts[left:right].sum() / ((bottom - top) * (right - left)))
+        lines.append(line)
+    return tuple(lines)
+
+
+def _edges(length, most):
+    cells = min(length, most)
+    marks = [length * i // cells for i in range(cells + 1)] if cells else []
+    return list(pairwise(marks))
+
+
+def _shade(density):
+    if density == 0:
+        return "."
+    return next(shade for limit, shade in ((0.01, ":"), (0.1, "+"), (0.5, "*"), (2.0, "#")) if density <= limit)
+
+
+def _number(value):
+    return f"{value:.9g}"

@@ -1,0 +1,100 @@
+"""Counting what is wrong: masks, the first and the worst entries, and how far outside an entry lies."""
+
+import numpy as np
+
+from refops.oracle.report import ArrayVerdict, draw
+
+#: Mismatches that a report shows: the first ones and the worst ones of each array.
+MOST_SHOWN = 4
+
+
+class Tally:
+    """What is wrong with one output.
+
+    Attributes:
+        slot: its `Slot`.
+        wrong: bool array of the stored shape.
+        bias: what is wrong with the array as a whole, or "".
+    """
+
+    def __init__(self, slot):
+        self.slot = slot
+        self.wrong = np.zeros(slot.shape, bool)
+        self.differing = self.entries = self.count = 0
+        self.blocks = self.blocks_touched = 0
+        self.bias = ""
+        self._first, self._worst = [], []
+
+    def add(self, wrong, distance, describe):
+        """Add the wrong entries of a rectangle.
+
+        Args:
+            wrong: bool array, entries of the rectangle (elements, also where two share a byte).
+            distance: array of that shape, how far outside each entry is.
+            describe: function from an index into the rectangle to its `Mismatch`.
+        """
+        found = np.flatnonzero(wrong)
+        self.count += found.size
+        if not found.size:
+            return
+        first = [describe(np.unravel_index(i, wrong.shape)) for i in found[:MOST_SHOWN]]
+        far = distance.ravel()[found]
+        order = np.argsort(-far, kind="stable")[:MOST_SHOWN] if found.size <= 4096 else _largest(far, MOST_SHOWN)
+        worst = [describe(np.unravel_index(found[i], wrong.shape)) for i in order]
+        self._first = sorted(self._first + first, key=lambda m: m.index)[:MOST_SHOWN]
+        self._worst = sorted(self._worst + worst, key=lambda m: -m.distance)[:MOST_SHOWN]
+
+    def verdict(self):
+        """The `ArrayVerdict`."""
+        if not self.count:
+            return ArrayVerdict(
+                self.slot.name, self.slot.kind, self.entries, 0, self.differing, self.blocks, bias=self.bias
+            )
+        matrix = self.wrong.reshape(-1, self.wrong.shape[-1]) if self.wrong.ndim else self.wrong.reshape(1, 1)
+        rows, columns = np.flatnonzero(matrix.any(axis=1)), np.flatnonzero(matrix.any(axis=0))
+        return ArrayVerdict(
+            name=self.slot.name,
+            kind=self.slot.kind,
+            entries=self.entries,
+            wrong=self.count,
+            differing=self.differing,
+            blocks=self.blocks,
+            blocks_touched=self.blocks_touched,
+            first=tuple(self._first),
+            worst=tuple(self._worst),
+            box=((int(rows[0]), int(rows[-1])), (int(columns[0]), int(columns[-1]))),
+            picture=draw(matrix) if matrix.size > 1 else (),
+            shape=matrix.shape,
+            bias=self.bias,
+        )
+
+
+def _largest(values, count):
+    chosen = np.argpartition(values, -count)[-count:]
+    return chosen[np.argsort(-values[chosen], kind="stable")]
+
+
+def bits_of(array):
+    """The array's elements as unsigned integers."""
+    array = np.ascontiguousarray(array)
+    return array.view({1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}[array.dtype.itemsize])
+
+
+def ordered(values, dtype):
+    """Integers in the order of float values stored in `dtype`: neighbours differ by one."""
+    values = values.astype(dtype)
+    bits = bits_of(values).astype(np.int64)
+    sign = np.int64(1) << (8 * dtype.itemsize - 1)
+    return np.where(bits & sign, -(bits & (sign - 1)), bits)
+
+
+def distance_of(values, bounds, dtype):
+    """Units in the last place of `dtype` between each value and its interval."""
+    dtype = np.dtype(dtype)
+    distance = outside(ordered(values, dtype), ordered(bounds.lo, dtype), ordered(bounds.hi, dtype))
+    return np.where(np.isnan(values) | np.isnan(bounds.lo), np.float32(np.inf), distance)
+
+
+def outside(values, lowest, highest):
+    values, lowest, highest = (np.asarray(v, np.float64) for v in (values, lowest, highest))
+    return np.maximum(np.maximum(lowest - values, values - highest), 0.0).astype(np.float32)

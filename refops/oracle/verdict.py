@@ -1,0 +1,321 @@
+"""The check itself: compares a dump with what `refops.oracle.enclosure` accepts and collects what lies outside.
+
+A tile that equals the reference, under a scale that does, is right, because the reference is itself one of the accepted
+results; intervals are computed for the other tiles alone. That is what makes the check of a right dump fast.
+"""
+
+import numpy as np
+
+from refops.arguments import require_choice, require_flag, require_number
+from refops.formats import E2M1
+from refops.oracle import enclosure
+from refops.oracle.enclosure import Bounds
+from refops.oracle.geometry import stored_index
+from refops.oracle.operation import Case
+from refops.oracle.quantized import QuantizedJudge
+from refops.oracle.report import Mismatch, Report
+from refops.oracle.show import shown_entry, shown_range
+from refops.oracle.tally import Tally, bits_of, distance_of
+from refops.quantization.layout import unswizzle
+from refops.scaling import MXFP8Scaling, NVFP4Scaling
+from refops.tiles import Matrix, for_each, tile_slices
+
+F = np.float32
+
+
+def check(
+    op,
+    inputs,
+    outputs,
+    *,
+    scaling=None,
+    params=None,
+    ulp=2,
+    swizzled_scales=False,
+    padding=None,
+    random_bits="given",
+    diagnose=True,
+):
+    """Judge what a kernel wrote.
+
+    Args:
+        op: name of the operation: an activation ("gelu", "swiglu", ...), its gradient ("dgelu", ...), either of them
+            scaled by row ("scaled_swiglu", "scaled_dswiglu", ...), "quantize", "dequantize", "update_delayed_scale".
+        inputs: what the kernel read: a dict of x, dy, row_scales, ... as `refops.oracle.operation` lists them for `op`,
+            or the array itself where there is one. float32, float16 or bfloat16. For dequantize a `Quantized`, or a
+            dict of its arrays.
+        outputs: what the kernel wrote: a dict of any of y, dx, dbias, drow_scales, or of the arrays of a `Quantized`
+            (rowwise_data, rowwise_scale_inv, amax_rowwise, columnwise_...; data, scale and amax are short for the
+            rowwise ones), or a `Quantized`. NumPy, torch, JAX, CuPy, anything with DLPack or an array interface;
+            elements of their own dtype or as raw bits. Scales may come with their padding or without.
+        scaling: settings such as `refops.MXFP8Scaling(refops.E4M3)` where the operation quantizes.
+        params: parameters of the activation, glu_interleave_size; for update_delayed_scale fmt, margin, algorithm,
+            keep_unused.
+        ulp: error that exp and tanh may have, in float32 units in the last place; a result within as many of the
+            float64 truth is right too. 2 covers CUDA C++ and libdevice without fast math; Triton's `/` and another
+            order of TE's products need 4, fast math more. 0 asks for the reference's bits, NaN and padding included.
+        swizzled_scales: the scales are in the order that GEMMs read (`Quantized.swizzled`).
+        padding: "zero" judges the padding of scales too, "ignore" does not (TE leaves it unwritten). Default: "zero"
+            with ulp=0, else "ignore".
+        random_bits: of stochastic rounding. "given": those of the scaling, so each code is decided. "any": the kernel
+            draws its own; either neighbour of a value is right, and over all elements the share that moves up must be
+            what fair bits give (within 7 standard deviations and the 1/256 that 8-bit draws may be off).
+        diagnose: look for the convention that explains a wrong dump.
+
+    Returns:
+        `Report`: `.ok`, `.mismatches`, `.diagnosis`, `.raise_for_mismatch()`, `str()`.
+
+    Raises:
+        TypeError, ValueError: an unknown operation or output, a missing input, settings, shapes or dtypes that
+            contradict the operation; the message says what was expected.
+    """
+    ulp = float(require_number(ulp, "ulp", non_negative=True))
+    padding = require_choice(padding, "padding", (None, "zero", "ignore"))
+    random_bits = require_choice(random_bits, "random_bits", ("given", "any"))
+    require_flag(diagnose, "diagnose")
+    case = Case(op, inputs, scaling, params, swizzled_scales=swizzled_scales or is_swizzled(outputs))
+    arrays, unpadded = case.fit_outputs(outputs)
+    judge = Judge(case, arrays, unpadded, ulp, padding or ("zero" if ulp == 0 else "ignore"), random_bits)
+    with np.errstate(all="ignore"):
+        judge.run()
+    explanations = ()
+    if diagnose and any(tally.count for tally in judge.tallies.values()):
+        from refops.oracle.diagnosis import diagnose as explain  # a right dump does not pay for its import
+
+        wrong = {name: tally.wrong for name, tally in judge.tallies.items()}
+        try:
+            explanations = tuple(explain(case, judge.outputs, wrong, judge.reference))
+        except Exception as error:  # a fault in one of many conventions must not cost the verdict
+            judge.notes.append(f"the diagnosis failed, the verdict stands: {type(error).__name__}: {error}")
+    return judge.report(explanations, diagnose)
+
+
+def is_swizzled(outputs):
+    """Whether the outputs say themselves that their scales are in GEMM order."""
+    return bool(getattr(outputs, "with_gemm_swizzled_scales", False))
+
+
+class Judge:
+    """One check.
+
+    Attributes:
+        case: the `Case`.
+        outputs: name -> array as stored; scales in plain order.
+        reference: name -> the reference's array.
+        tallies: name -> `Tally`.
+    """
+
+    def __init__(self, case, outputs, unpadded, ulp, padding, random_bits):
+        self.case, self.ulp, self.padding, self.unpadded = case, ulp, padding, unpadded
+        self.random_bits = random_bits
+        self.notes = []
+        self.outputs = {name: self._plain_order(name, array) for name, array in outputs.items()}
+        self.reference = case.reference(outputs)
+        self.tallies = {name: Tally(case.slots[name]) for name in outputs}
+
+    @property
+    def ok(self):
+        """Whether nothing was found wrong."""
+        return not any(tally.count or tally.bias for tally in self.tallies.values())
+
+    def run(self):
+        """Judge every output."""
+        for name in self.outputs:
+            self._count_entries(name)
+        if self.ulp == 0:
+            for name in self.outputs:
+                self._judge_bits(name)
+        else:
+            self._judge_enclosure()
+        self._judge_padding()
+
+    def report(self, explanations, diagnosed):
+        """The `Report`."""
+        scaling = "" if self.case.scaling is None else repr(self.case.scaling)
+        params = ", ".join(f"{name}={value!r}" for name, value in self.case.params.items())
+        return Report(
+            operation=self.case.operation.name,
+            settings="; ".join(filter(None, (scaling, params))),
+            ulp=self.ulp,
+            arrays=tuple(tally.verdict() for tally in self.tallies.values()),
+            diagnosis=explanations,
+            notes=tuple(self.notes),
+            diagnosed=diagnosed,
+        )
+
+    # --- common -----------------------------------------------------------------------------------
+
+    def _plain_order(self, name, array):
+        """Undo the GEMM order of scales: MXFP8's columnwise ones are swizzled along their transpose."""
+        scaled = isinstance(self.case.scaling, MXFP8Scaling | NVFP4Scaling) and self.case.quantizes
+        if not (self.case.swizzled_scales and scaled and name.endswith("scale_inv")):
+            return array
+        if name in self.unpadded:
+            raise ValueError(f"{name} must have its padding when swizzled, {self.case.slots[name].shape}; got without")
+        if isinstance(self.case.scaling, MXFP8Scaling) and name.startswith("columnwise"):
+            return np.ascontiguousarray(unswizzle(array.reshape(array.shape[::-1])).T)
+        return unswizzle(array)
+
+    def _count_entries(self, name):
+        tally, slot = self.tallies[name], self.case.slots[name]
+        got, expected = self.outputs[name][slot.valid_slices], self.reference[name][slot.valid_slices]
+        differs = bits_of(got) != bits_of(expected)
+        if slot.kind == "codes" and slot.fmt == E2M1:
+            tally.entries = 2 * got.size
+            tally.differing = int(np.count_nonzero((got ^ expected) & 15) + np.count_nonzero((got ^ expected) >> 4))
+        else:
+            tally.entries, tally.differing = got.size, int(np.count_nonzero(differs))
+
+    def _judge_bits(self, name):
+        """ulp=0: the reference's bits."""
+        slot, tally = self.case.slots[name], self.tallies[name]
+        got, expected = self.outputs[name][slot.valid_slices], self.reference[name][slot.valid_slices]
+        wrong = bits_of(got) != bits_of(expected)
+        tally.wrong[slot.valid_slices] = wrong
+
+        def describe(index):
+            index = tuple(int(i) for i in index)
+            return Mismatch(
+                name, index, None, shown_entry(got[index], slot), shown_entry(expected[index], slot), 1.0, {}
+            )
+
+        tally.add(wrong, np.ones(wrong.shape, np.float32), describe)
+
+    def _judge_padding(self):
+        """Padding that is not zero: wrong if asked for, else worth a note."""
+        for name, array in self.outputs.items():
+            slot, tally = self.case.slots[name], self.tallies[name]
+            if not slot.padded:
+                continue
+            if name in self.unpadded:
+                self.notes.append(f"{name} came without its padding: {slot.valid} of {slot.shape} was judged")
+                continue
+            written = array != 0
+            written[slot.valid_slices] = False
+            count = int(np.count_nonzero(written))
+            if not count:
+                continue
+            if self.padding == "ignore":
+                total = array.size - array[slot.valid_slices].size
+                self.notes.append(
+                    f"{count:,} of the {total:,} padding entries of {name} are not zero; TE leaves them unwritten "
+                    f"(padding='zero' judges them)"
+                )
+                continue
+            tally.entries += array.size - array[slot.valid_slices].size
+            tally.wrong |= written
+
+            def describe(index, name=name, array=array, slot=slot):
+                index = tuple(int(i) for i in index)
+                return Mismatch(name, index, None, shown_entry(array[index], slot), "0 (padding)", 1.0, {})
+
+            tally.add(written, np.ones(written.shape, np.float32), describe)
+
+    def _judge_enclosure(self):
+        case = self.case
+        if case.operation.kind == "update_delayed_scale":
+            for name in self.outputs:
+                self.judge_exact(name)
+        elif case.operation.kind == "dequantize":
+            self._judge_values("y", enclosure.DequantizedBounds(case.inputs["q"], self.ulp))
+        elif case.quantizes:
+            QuantizedJudge(self).run()
+        else:
+            for name, array in self.outputs.items():
+                if name == "dbias":
+                    # The gradient as stored is summed: in the dtype of the dumped dx, else in that of x.
+                    dtype = self.outputs["dx"].dtype if "dx" in self.outputs else case.inputs["x"].dtype
+                    source = enclosure.bounds_of(case, self.ulp, stored_float32=dtype == np.float32)
+                    self.judge_sums(name, enclosure.RoundedBounds(source, dtype), axis=0)
+                elif name == "drow_scales":
+                    self.judge_sums(name, enclosure.FormulaBounds(case, self.ulp, "drow_scales"), axis=1)
+                else:
+                    float32 = array.dtype == np.float32
+                    self._judge_values(name, enclosure.bounds_of(case, self.ulp, stored_float32=float32))
+
+    def judge_exact(self, name):
+        """Numbers that no freedom touches: equal to the reference, NaN as one class."""
+        got, expected = self.outputs[name].reshape(-1), self.reference[name].reshape(-1)
+        self.judge_numbers(name, got, Bounds(expected, expected, np.isnan(expected)), (slice(0, got.size),))
+
+    def _judge_values(self, name, source):
+        """Float results, tile by tile."""
+        dtype = self.outputs[name].dtype
+        got, expected = (Matrix(a[name]) for a in (self.outputs, self.reference))
+
+        def work(rows, columns):
+            mine, theirs = got.raw(rows, columns), expected.raw(rows, columns)
+            if np.array_equal(bits_of(mine), bits_of(theirs)):
+                return
+            bounds = source.read(rows, columns).rounded(dtype)
+            self.judge_numbers(name, mine.astype(F), bounds, (rows, columns))
+
+        for_each(tile_slices(source.shape), work)
+
+    def judge_sums(self, name, source, axis):
+        """Sums over rows (axis 0) or columns (axis 1), only those that differ from the reference."""
+        array = self.outputs[name]
+        got, expected = array.reshape(-1), self.reference[name].reshape(-1)
+        different = np.flatnonzero(bits_of(got) != bits_of(expected))
+        if not different.size:
+            return
+        step = max(1, (1 << 18) // 1024)
+        for start in range(different[0], different[-1] + 1, step):
+            at = slice(start, min(start + step, different[-1] + 1))
+            bounds = enclosure.sum_bounds(source, axis, at).rounded(array.dtype)
+            self.judge_numbers(name, got[at].astype(F), bounds, (at,))
+
+    def judge_numbers(self, name, values, bounds, region):
+        """Judge float32 `values`, a rectangle or a run of an output, against their bounds."""
+        wrong = ~bounds.contain(values)
+        if not wrong.any():
+            return
+        slot, tally = self.case.slots[name], self.tallies[name]
+        array = self.outputs[name]
+        matrix = len(region) == 2
+        (tally.wrong.reshape(-1, tally.wrong.shape[-1]) if matrix else tally.wrong.reshape(-1))[region] |= wrong
+        distance = distance_of(values, bounds, array.dtype)
+
+        def describe(index):
+            index = tuple(int(i) for i in index)
+            at = tuple(i + s.start for i, s in zip(index, region, strict=True))
+            element = at if matrix else None
+            absolute = (
+                stored_index(at, array.shape) if matrix else tuple(map(int, np.unravel_index(at[0], array.shape)))
+            )
+            return Mismatch(
+                name,
+                absolute,
+                element,
+                shown_entry(array[absolute], slot),
+                shown_range(bounds, index),
+                float(distance[index]),
+                {} if element is None else self.inputs_at(*element),
+            )
+
+        tally.add(wrong, distance, describe)
+
+    def inputs_at(self, row, column):
+        """Input values of an element of the result."""
+        case, values = self.case, {}
+        if case.operation.kind in ("dequantize", "update_delayed_scale"):
+            return values
+        x = Matrix(case.inputs["x"])
+        if not case.gated:
+            values["x"] = x.read(slice(row, row + 1), slice(column, column + 1))[0, 0]
+        else:
+            half = x.shape[1] // 2
+            g = case.params.get("glu_interleave_size", 0)
+            if case.operation.kind.endswith("grad"):  # a column of dx is a column of x
+                element = (column // (2 * g)) * g + column % g if g else column % half
+            else:
+                element = column
+            act = (element // g) * 2 * g + element % g if g else element
+            for name, at in (("act", act), ("gate", act + (g or half))):
+                values[name] = x.read(slice(row, row + 1), slice(at, at + 1))[0, 0]
+            column = element
+        if "dy" in case.inputs:
+            values["dy"] = Matrix(case.inputs["dy"]).read(slice(row, row + 1), slice(column, column + 1))[0, 0]
+        if "row_scales" in case.inputs:
+            values["row_scale"] = case.inputs["row_scales"].reshape(-1)[row]
+        return {name: float(value) for name, value in values.items()}

@@ -1,0 +1,591 @@
+"""`oracle.check`: what it accepts, what it refuses, what it says; for every operation and scaling."""
+
+import json
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import refops
+from refops import oracle
+from refops.activations import bind_activation
+from refops.oracle.operation import OPERATIONS, QUANTIZED_ARRAYS, Case
+from refops.survey import SCALINGS
+
+F = np.float32
+FP32, FP16, BF16 = np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)
+E4M3, E5M2 = refops.E4M3, refops.E5M2
+MXFP8 = refops.MXFP8Scaling(E4M3)
+#: Settings beyond the named ones: every branch of the enclosure.
+MORE_SCALINGS = {
+    "block-1x128-f32": refops.BlockScaling(E4M3, 1, power_2_scale=False, amax_epsilon=1e-3),
+    "block-128x128-f32-e5m2": refops.BlockScaling(E5M2, 2, power_2_scale=False),
+    "mxfp8-2d": refops.MXFP8Scaling(E4M3, two_d=True),
+    "mxfp8-even": refops.MXFP8Scaling(E4M3, scale_rounding="even"),
+    "mxfp8-ceil": refops.MXFP8Scaling(E5M2, scale_rounding="ceil_ocp"),
+    "mxfp6-e3m2": refops.MXFP8Scaling(refops.E3M2),
+    "mxfp6-e2m3-2d": refops.MXFP8Scaling(refops.E2M3, two_d=True),
+    "nvfp4-mse": refops.NVFP4Scaling(four_over_six="mse"),
+    "nvfp4-mse-2d": refops.NVFP4Scaling(four_over_six="mse", e4m3_max=256, two_d=True),
+    "nvfp4-sr-2d": refops.NVFP4Scaling(stochastic_rounding=True, two_d=True, seed=7),
+    "nvfp4-sr-rht": refops.NVFP4Scaling(stochastic_rounding=True, rht=True, seed=7),
+}
+ALL_SCALINGS = {name: row.scaling for name, row in SCALINGS.items()} | MORE_SCALINGS
+
+
+def tensor(shape, dtype=BF16, seed=0):
+    """Heavy-tailed values with zeros of both signs."""
+    x = np.random.default_rng(seed).standard_t(2, shape).astype(F)
+    x.reshape(-1)[::97] = 0
+    x.reshape(-1)[5::211] = -0.0
+    return x.astype(dtype)
+
+
+def call(op, scaling=None, dtype=BF16, shape=(96, 160), params=None):
+    """(inputs, everything the reference writes, keyword arguments of check) of a call."""
+    operation = OPERATIONS[op]
+    params = dict(params or {})
+    m, k = shape
+    gated = operation.activation is not None and refops.ACTIVATIONS[operation.activation].gated
+    if operation.kind == "dequantize":
+        inputs = refops.quantize(tensor(shape, dtype), scaling)
+        outputs, scaling = {"y": refops.dequantize(inputs)}, None
+    elif operation.kind == "update_delayed_scale":
+        params.setdefault("fmt", E4M3)
+        inputs = {"amax_history": np.abs(tensor((8, 5), FP32)), "scale": np.full(5, 2, F)}
+        history, scale = refops.update_delayed_scale(*inputs.values(), **params)
+        outputs = {"amax_history": history, "scale": scale}
+    else:
+        inputs = {"x": tensor((m, 2 * k if gated else k), dtype)}
+        if "row_scales" in operation.inputs:
+            inputs["row_scales"] = tensor((m,), FP32, seed=2)
+        if "dy" in operation.inputs:
+            inputs["dy"] = tensor(shape, dtype, seed=1)
+        case = Case(op, inputs, scaling, params)
+        outputs = {name: np.zeros(slot.shape, slot.dtype) for name, slot in case.slots.items()}
+        outputs = case.reference(outputs)
+    return inputs, {k: np.array(v) for k, v in outputs.items()}, {"scaling": scaling, "params": params}
+
+
+def every_call():
+    for op, operation in OPERATIONS.items():
+        if operation.kind == "dequantize":
+            yield from ((op, name) for name in ALL_SCALINGS)
+            continue
+        if operation.kind != "quantize":
+            yield op, None
+        if operation.takes_scaling and operation.activation in (None, "gelu", "swiglu", "srelu", "situglu"):
+            yield from ((op, name) for name in ALL_SCALINGS)
+
+
+def refuses_columnwise(scaling):
+    return isinstance(scaling, refops.NVFP4Scaling) and scaling.row_scaled and scaling.four_over_six
+
+
+# --- the reference is right, a change is not ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("op", "name"), list(every_call()))
+def test_the_reference_is_right_and_one_changed_entry_is_found(op, name):
+    scaling = ALL_SCALINGS.get(name)
+    inputs, outputs, options = call(op, scaling)
+    assert oracle.check(op, inputs, outputs, **options).ok
+    assert oracle.check(op, inputs, outputs, ulp=0, **options).ok
+    for array in outputs:
+        changed = {k: v.copy() for k, v in outputs.items()}
+        flat = changed[array].reshape(-1)
+        at = 0 if "scale_inv" in array else flat.size // 3  # padding comes last
+        if flat.dtype.kind == "u":
+            flat[at] ^= 1
+        else:
+            flat[at] = flat[at] * np.asarray(1.25, flat.dtype) + np.asarray(1, flat.dtype)
+        for ulp in (0, 2):
+            report = oracle.check(op, inputs, changed, ulp=ulp, diagnose=False, **options)
+            wrong = {verdict.name: verdict.wrong for verdict in report.arrays if verdict.wrong}
+            assert wrong.get(array, 0) >= 1, (array, ulp)
+            if flat.dtype.kind == "u" and array.endswith("data"):
+                assert wrong == {array: 1}, "an element's code is judged alone"
+            shown = [m for m in report.mismatches if m.array == array]
+            assert shown and shown[0].index[: len(outputs[array].shape)] == np.unravel_index(at, outputs[array].shape)
+
+
+@pytest.mark.parametrize("name", ALL_SCALINGS)
+@pytest.mark.parametrize("dtype", [FP32, FP16, BF16], ids=str)
+def test_specials_are_judged_like_the_reference(name, dtype):
+    """NaN, infinities, subnormals, huge and tiny values; the tile is evaluated because one code is changed."""
+    x = tensor((64, 128), FP32)
+    specials = np.float32([0, -0.0, np.inf, -np.inf, np.nan, 1e-45, -1e-42, 3e38, -3.4e38, 6e4, 448, 1e-30, 7, -7])
+    for row, start in ((3, 0), (4, 50), (37, 101)):
+        x[row, start : start + len(specials)] = specials
+    with np.errstate(over="ignore"):
+        x = x.astype(dtype)
+    for op, tensors in (("quantize", (x,)), ("silu", (x,)), ("dgelu", (x[::-1].copy(), x))):
+        operation = OPERATIONS[op]
+        inputs = dict(zip(operation.inputs, tensors, strict=True))
+        case = Case(op, inputs, ALL_SCALINGS[name])
+        outputs = case.reference({k: np.zeros(s.shape, s.dtype) for k, s in case.slots.items()})
+        outputs = {k: v.copy() for k, v in outputs.items()}
+        outputs["rowwise_data"].reshape(-1)[-1] ^= 1
+        report = oracle.check(op, inputs, outputs, scaling=ALL_SCALINGS[name], diagnose=False)
+        assert {v.name: v.wrong for v in report.arrays if v.wrong} == {"rowwise_data": 1}, str(report)
+
+
+def test_scales_are_judged_first_and_codes_under_the_scale_that_was_written():
+    x = tensor((128, 256))
+    floor = refops.quantize(x, refops.MXFP8Scaling(E4M3, scale_rounding="floor"), columnwise=True)
+    report = oracle.check("quantize", x, floor, scaling=MXFP8, diagnose=False)
+    wrong = {verdict.name: verdict.wrong for verdict in report.arrays}
+    assert wrong["rowwise_scale_inv"] and wrong["columnwise_scale_inv"]
+    assert wrong["rowwise_data"] == wrong["columnwise_data"] == 0
+
+
+def test_a_wrong_amax_is_reported_once():
+    x = tensor((128, 256))
+    for scaling in (refops.CurrentScaling(E4M3), refops.NVFP4Scaling()):
+        stale = np.concatenate([x, 4 * np.abs(x).max(initial=0, keepdims=True).repeat(256, 1).repeat(128, 0)])
+        q = refops.quantize(stale, scaling)
+        outputs = {"data": q.rowwise_data[:128], "scale": q.rowwise_scale_inv[:128], "amax": q.amax_rowwise}
+        report = oracle.check("quantize", x, outputs, scaling=scaling, diagnose=False)
+        assert {v.name: v.wrong for v in report.arrays if v.wrong} == {"amax_rowwise": 1}
+
+
+@pytest.mark.parametrize("name", ALL_SCALINGS)
+def test_every_subset_of_the_outputs(name):
+    """Each array alone, and data without scales: wrong codes are still found."""
+    scaling = ALL_SCALINGS[name]
+    inputs, outputs, options = call("silu", scaling)
+    for array in outputs:
+        assert oracle.check("silu", inputs, {array: outputs[array]}, **options).ok
+        if array.endswith("data"):
+            changed = outputs[array].copy()
+            changed.reshape(-1)[7] ^= 3
+            report = oracle.check("silu", inputs, {array: changed}, diagnose=False, **options)
+            assert [v.wrong for v in report.arrays] == [1]
+
+
+def test_two_d_blocks_store_one_scale_several_times():
+    x = tensor((64, 64))
+    scaling = refops.MXFP8Scaling(E4M3, two_d=True)
+    q = refops.activation_quantize("silu", x, scaling)
+    scales = q.rowwise_scale_inv.copy()
+    scales[5, 1] += 1
+    report = oracle.check("silu", x, {"scale": scales}, scaling=scaling, diagnose=False)
+    assert report.arrays[0].wrong == 1 and report.arrays[0].blocks_touched == 1 and report.arrays[0].blocks == 4
+
+
+# --- dtypes, shapes, layouts ---------------------------------------------------------------------------------------
+
+
+def test_outputs_come_in_their_own_dtype_or_as_raw_bits():
+    x = tensor((64, 128))
+    q = refops.quantize(x, MXFP8)
+    for data in (
+        q.rowwise_data,
+        q.rowwise_data.view(np.int8),
+        q.rowwise_data.view(ml_dtypes.float8_e4m3fn),
+        q.rowwise_data.ravel(),
+        q.rowwise_data.view(ml_dtypes.float8_e4m3fn)[:, ::-1][:, ::-1],
+    ):
+        assert oracle.check("quantize", x, {"data": data}, scaling=MXFP8).ok
+    assert oracle.check("quantize", x, {"scale": q.rowwise_scale_inv.view(ml_dtypes.float8_e8m0fnu)}, scaling=MXFP8).ok
+    nvfp4 = refops.NVFP4Scaling()
+    q = refops.quantize(x, nvfp4)
+    one_a_byte = refops.unpack_fp4(q.rowwise_data).view(ml_dtypes.float4_e2m1fn)
+    scales = q.rowwise_scale_inv.view(ml_dtypes.float8_e4m3fn)
+    amax = q.amax_rowwise.view(np.uint32)
+    assert oracle.check("quantize", x, {"data": one_a_byte, "scale": scales, "amax": amax}, scaling=nvfp4).ok
+    y = refops.activation("silu", x)
+    for dump in (
+        y,
+        y.view(np.uint16),
+        y.view(np.int16),
+        y.view("V2"),
+        y.ravel(),
+        y.view(np.uint16).byteswap().view(">u2"),
+    ):
+        assert oracle.check("silu", x, dump).ok
+    wide = refops.activation("silu", x, out_dtype=F)
+    assert oracle.check("silu", x, wide).ok and oracle.check("silu", x, wide.view(np.uint32)).ok
+    half = refops.activation("silu", x, out_dtype=FP16)
+    assert oracle.check("silu", x, half).ok
+    assert not oracle.check("silu", x, half.view(np.uint16), diagnose=False).ok, "raw 16 bits are x's dtype"
+
+
+class _Interface:
+    """An array that offers one protocol and nothing else."""
+
+    def __init__(self, array, protocol):
+        self._array = array
+        setattr(self, protocol, getattr(array, protocol))
+
+
+@pytest.mark.parametrize("protocol", ["__array__", "__array_interface__", "__dlpack__"])
+def test_any_array_protocol(protocol):
+    x = tensor((32, 64), FP32)
+    y = refops.activation("silu", x)
+    given = _Interface(y, protocol)
+    if protocol == "__dlpack__":
+        given.__dlpack_device__ = y.__dlpack_device__
+        type(given).__dlpack__ = lambda self, **options: y.__dlpack__(**options)
+        type(given).__dlpack_device__ = lambda self: y.__dlpack_device__()
+    elif protocol == "__array__":
+        type(given).__array__ = lambda self, dtype=None, copy=None: y
+    try:
+        assert oracle.check("silu", x, given).ok
+    finally:
+        for name in ("__dlpack__", "__dlpack_device__", "__array__"):
+            if name in vars(_Interface):
+                delattr(_Interface, name)
+
+
+def test_torch_tensors():
+    torch = pytest.importorskip("torch")
+    x = torch.randn(64, 128, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    xn = x.view(torch.int16).numpy().view(BF16)
+    y = torch.from_numpy(refops.activation("silu", xn).view(np.int16)).view(torch.bfloat16)
+    assert oracle.check("silu", x.requires_grad_(), y).ok
+    q = refops.quantize(xn, MXFP8)
+    data = torch.from_numpy(q.rowwise_data).view(torch.float8_e4m3fn)
+    scales = torch.from_numpy(q.rowwise_scale_inv).view(torch.float8_e8m0fnu)
+    assert oracle.check("quantize", x.detach(), {"data": data, "scale": scales}, scaling=MXFP8).ok
+    with pytest.raises(TypeError, match="rowwise_data must be uint8 codes or float8_e4m3fn"):
+        oracle.check("quantize", x.detach(), {"data": data.view(torch.float8_e5m2)}, scaling=MXFP8)
+
+
+def test_jax_arrays():
+    jax = pytest.importorskip("jax")
+    x = jax.numpy.asarray(tensor((64, 128)))
+    q = refops.quantize(np.asarray(x), MXFP8)
+    data = jax.numpy.asarray(q.rowwise_data.view(ml_dtypes.float8_e4m3fn))
+    assert oracle.check(
+        "quantize", x, {"data": data, "scale": jax.numpy.asarray(q.rowwise_scale_inv)}, scaling=MXFP8
+    ).ok
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "mxfp8-2d", "nvfp4-1x16", "nvfp4-16x16", "block-1x128", "block-128x128"])
+def test_scales_with_padding_without_and_flat(name):
+    scaling = ALL_SCALINGS[name]
+    inputs, outputs, options = call("quantize", scaling, shape=(80, 192))
+    case = Case("quantize", inputs, scaling)
+    for array in ("rowwise_scale_inv", "columnwise_scale_inv"):
+        slot = case.slots[array]
+        valid = outputs[array][slot.valid_slices]
+        for dump in (outputs[array], outputs[array].ravel(), valid, valid.ravel()):
+            report = oracle.check("quantize", inputs, {array: dump}, **options)
+            assert report.ok and bool(report.notes) == (dump.size != slot.shape[0] * slot.shape[1])
+            dump = dump.copy()
+            dump.reshape(-1)[0] = 3
+            assert oracle.check("quantize", inputs, {array: dump}, diagnose=False, **options).arrays[0].wrong == 1
+
+
+def test_padding_is_noted_or_judged():
+    inputs, outputs, options = call("quantize", MXFP8, shape=(80, 192))
+    scales = outputs["rowwise_scale_inv"].copy()
+    scales[100, 3] = 5
+    report = oracle.check("quantize", inputs, {"scale": scales}, **options)
+    assert report.ok and "1 of the 544 padding entries of rowwise_scale_inv are not zero" in str(report)
+    for strict in ({"padding": "zero"}, {"ulp": 0}):
+        report = oracle.check("quantize", inputs, {"scale": scales}, diagnose=False, **strict, **options)
+        assert report.arrays[0].wrong == 1 and report.mismatches[0].index == (100, 3)
+    assert oracle.check("quantize", inputs, {"scale": scales}, ulp=0, padding="ignore", **options).ok
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4-1x16"])
+def test_swizzled_scales(name):
+    scaling = ALL_SCALINGS[name]
+    x = tensor((144, 320))
+    q = refops.quantize(x, scaling, columnwise=True).swizzled()
+    assert oracle.check("quantize", x, q, scaling=scaling).ok, "a Quantized says itself that it is swizzled"
+    scales = {k: getattr(q, k) for k in ("rowwise_scale_inv", "columnwise_scale_inv")}
+    assert oracle.check("quantize", x, scales, scaling=scaling, swizzled_scales=True).ok
+    assert not oracle.check("quantize", x, scales, scaling=scaling, diagnose=False).ok
+    with pytest.raises(ValueError, match="must have its padding when swizzled"):
+        oracle.check(
+            "quantize",
+            x,
+            {"scale": scales["rowwise_scale_inv"][:144, : 320 // scaling.block_size]},
+            scaling=scaling,
+            swizzled_scales=True,
+        )
+
+
+@pytest.mark.parametrize("name", ALL_SCALINGS)
+def test_leading_dimensions_and_strides(name):
+    x = tensor((4, 2 * 16, 128))[:, ::2]
+    scaling = ALL_SCALINGS[name]
+    q = refops.quantize(x, scaling, columnwise=True)
+    assert oracle.check("quantize", x, q, scaling=scaling).ok
+    data = q.rowwise_data.copy()
+    data[2, 3, 5] ^= 1
+    report = oracle.check("quantize", x, {"data": data}, scaling=scaling, diagnose=False)
+    assert report.mismatches[0].index == (2, 3, 5) and report.mismatches[0].element[0] == 35
+
+
+@pytest.mark.parametrize("op", ["quantize", "swiglu", "dgelu"])
+@pytest.mark.parametrize("shape", [(0, 64), (1, 64), (64, 32), (1, 1), (3, 33)])
+def test_empty_and_ragged_tensors(op, shape):
+    for name in ("delayed-scale-1", "current", "block-1x128", "block-128x128", "mxfp8"):
+        if op == "swiglu" and name == "mxfp8" and shape[1] % 32:
+            continue
+        inputs, outputs, options = call(op, ALL_SCALINGS[name], shape=shape)
+        assert oracle.check(op, inputs, outputs, **options).ok
+        if outputs["rowwise_data"].size:
+            outputs["rowwise_data"][-1, -1] ^= 1
+            assert not oracle.check(op, inputs, outputs, diagnose=False, **options).ok
+
+
+# --- particular operations -----------------------------------------------------------------------------------------
+
+
+def test_nan_is_one_class_unless_bits_are_asked_for():
+    x = tensor((8, 32), FP32)
+    x[2, 3] = np.nan
+    y = refops.activation("silu", x)
+    y[2, 3] = np.uint32(0xFFC00001).view(F)
+    assert oracle.check("silu", x, y).ok
+    assert not oracle.check("silu", x, y, ulp=0, diagnose=False).ok
+    q = refops.quantize(x, MXFP8)
+    data = q.rowwise_data.copy()
+    assert data[2, 3] == 0x7F
+    data[2, 3] = 0xFF
+    assert oracle.check("quantize", x, {"data": data}, scaling=MXFP8).ok
+    data[2, 3] = 0x7E
+    assert not oracle.check("quantize", x, {"data": data}, scaling=MXFP8, diagnose=False).ok
+
+
+def test_zero_keeps_its_sign_in_a_cast_but_a_computed_zero_may_have_either():
+    x = np.zeros((32, 32), F)
+    x[0, 0] = -0.0
+    data = refops.quantize(x, MXFP8).rowwise_data.copy()
+    assert data[0, 0] == 0x80
+    data[0, 0] = 0
+    assert not oracle.check("quantize", x, {"data": data}, scaling=MXFP8, diagnose=False).ok
+    x = -np.ones((32, 64), F)
+    data = refops.activation_quantize("reglu", x, MXFP8).rowwise_data
+    assert (data == 0x80).all(), "0 times a negative gate"
+    assert oracle.check("reglu", x, {"data": np.zeros_like(data)}, scaling=MXFP8).ok
+
+
+def test_sums_are_accepted_in_any_order_but_not_with_a_row_missing():
+    x, dy = tensor((512, 64)), tensor((512, 64), seed=1)
+    inputs = {"dy": dy, "x": x}
+    dx = refops.activation_grad("gelu", dy, x)
+    terms = dx.astype(F)
+    for total in (
+        np.cumsum(terms, axis=0, dtype=F)[-1],
+        np.cumsum(terms[::-1], axis=0, dtype=F)[-1],
+        terms.astype(np.float64).sum(axis=0),
+        terms.reshape(16, 32, 64).sum(axis=1, dtype=F).sum(axis=0, dtype=F),
+    ):
+        assert oracle.check("dgelu", inputs, {"dbias": total.astype(BF16)}).ok
+    short = terms[:-7].sum(axis=0).astype(BF16)
+    report = oracle.check("dgelu", inputs, {"dbias": short}, diagnose=False)
+    assert report.arrays[0].wrong > 32
+    assert np.allclose(report.mismatches[0].distance, report.mismatches[0].distance)
+
+
+def test_stochastic_rounding_with_bits_of_its_own():
+    x = tensor((256, 512), FP32)
+    scaling = refops.NVFP4Scaling(stochastic_rounding=True, seed=1)
+    own = refops.quantize(x, refops.NVFP4Scaling(stochastic_rounding=True, seed=2), columnwise=True)
+    assert not oracle.check("quantize", x, own, scaling=scaling, diagnose=False).ok
+    assert oracle.check("quantize", x, own, scaling=scaling, random_bits="any").ok
+    nearest = refops.quantize(x, refops.NVFP4Scaling())
+    report = oracle.check("quantize", x, nearest, scaling=scaling, random_bits="any")
+    assert not report.ok and ("to nearest?" in str(report) or "where fair bits move" in str(report))
+    low = np.random.default_rng(0).integers(0, 200, x.shape).astype(np.uint8)
+    unfair = refops.quantize(x, refops.NVFP4Scaling(stochastic_rounding=True, random_bits=low))
+    report = oracle.check("quantize", x, unfair, scaling=scaling, random_bits="any")
+    assert not report.ok and "moved up in magnitude" in str(report)
+    data = own.rowwise_data.copy()
+    data[4, 4] ^= 7
+    report = oracle.check("quantize", x, {"data": data}, scaling=scaling, random_bits="any", diagnose=False)
+    assert report.arrays[0].wrong == 1
+
+
+@pytest.mark.parametrize("name", ALL_SCALINGS)
+def test_dequantize_from_a_dict_of_arrays_and_columnwise(name):
+    scaling = ALL_SCALINGS[name]
+    q = refops.quantize(tensor((64, 128)), scaling, columnwise=True)
+    for direction in ("rowwise", "columnwise"):
+        arrays = {k: getattr(q, k) for k in QUANTIZED_ARRAYS if direction in k and getattr(q, k, None) is not None}
+        y = refops.dequantize(refops.Quantized(**arrays, scaling=scaling, shape=q.shape, dtype=q.dtype), dtype=BF16)
+        assert oracle.check("dequantize", arrays, y, scaling=scaling).ok
+        y = y.copy()
+        y[3, 3] = 77
+        report = oracle.check("dequantize", arrays, y, scaling=scaling, diagnose=False)
+        assert [v.wrong for v in report.arrays] == [1]
+
+
+def test_parameters_reach_the_formula():
+    x = tensor((64, 128), FP32)
+    y = refops.activation("clamped_swiglu", x, limit=2.0, alpha=1.0)
+    assert oracle.check("clamped_swiglu", x, y, params={"limit": 2.0, "alpha": 1.0}).ok
+    assert not oracle.check("clamped_swiglu", x, y, diagnose=False).ok
+    scales = tensor((64,), FP32)
+    y = refops.scaled_activation("swiglu", x, scales, glu_interleave_size=32)
+    inputs = {"x": x, "row_scales": scales}
+    assert oracle.check("scaled_swiglu", inputs, y, params={"glu_interleave_size": 32}).ok
+    assert not oracle.check("scaled_swiglu", inputs, y, diagnose=False).ok
+
+
+def test_te_spellings_of_gradients():
+    inputs, outputs, _ = call("dclamped_swiglu")
+    assert oracle.check("clamped_dswiglu", inputs, outputs).ok
+
+
+# --- the report ------------------------------------------------------------------------------------------------------
+
+
+def test_the_report_says_what_where_and_how_far():
+    x = tensor((96, 160), FP32, seed=3)
+    q = refops.activation_quantize("silu", x, MXFP8)
+    data = q.rowwise_data.copy()
+    data[40:44, 64:96] = 0
+    report = oracle.check("silu", x, {"data": data, "scale": q.rowwise_scale_inv}, scaling=MXFP8)
+    (codes, scales) = report.arrays
+    assert not report.ok and codes.blocks_touched == 4 and codes.blocks == 480 and codes.box == ((40, 43), (64, 95))
+    assert scales.ok and report.diagnosis == ()
+    first = report.mismatches[0]
+    row, column = first.element
+    assert first.index == first.element and first.inputs == {"x": x[row, column]}
+    amax = np.abs(refops.activation("silu", x)[row, 64:96]).max()
+    assert first.amax == f"{amax:.9g}" or " to " in first.amax
+    text = str(report)
+    assert text.startswith("WRONG: silu -> MXFP8Scaling(fmt=E4M3")
+    assert "rowwise_data: 128 of 15,360 codes wrong" in text or codes.wrong < 128
+    assert "all in rows 40..43, columns 64..95 of 96 x 160" in text
+    assert "rowwise_scale_inv: 480 scales right" in text and "diagnosis: unknown" in text
+    assert len(codes.picture) == 8 and {"".join(codes.picture).count(c) for c in "*+#"} != {0}
+    assert json.loads(json.dumps(report.as_dict()))["arrays"][0]["wrong"] == codes.wrong
+    with pytest.raises(oracle.MismatchError, match="rowwise_data"):
+        report.raise_for_mismatch()
+    assert issubclass(oracle.MismatchError, AssertionError)
+
+
+def test_the_worst_entry_is_the_farthest():
+    x = tensor((64, 64), FP32)
+    y = refops.activation("silu", x)
+    y[1, 1] *= F(1.001)
+    y[60, 60] = 1e30
+    y[33, 7] = np.nan
+    report = oracle.check("silu", x, y, diagnose=False)
+    verdict = report.arrays[0]
+    assert [m.index for m in verdict.first] == [(1, 1), (33, 7), (60, 60)]
+    assert [m.index for m in verdict.worst] == [(33, 7), (60, 60), (1, 1)]
+    assert json.dumps(report.as_dict(), allow_nan=False)
+
+
+def test_a_right_report_counts_other_bits():
+    x = tensor((64, 64), FP32)
+    y = bind_activation("silu", {}).truth(x.astype(np.float64)).astype(F)
+    report = oracle.check("silu", x, y)
+    report.raise_for_mismatch()
+    assert report.ok and report.arrays[0].differing > 500 and "other bits than the reference" in str(report)
+
+
+# --- bad use ---------------------------------------------------------------------------------------------------------
+
+X = np.ones((32, 64), F)
+BAD_CALLS = {
+    "operation": (("gleu", X, X), {}, ValueError, r"op must be one of .*did you mean .*gelu"),
+    "operation type": ((3, X, X), {}, ValueError, "op must be one of"),
+    "missing input": (("dgelu", {"x": X}, X), {}, ValueError, "inputs must hold dy, x for dgelu; got x"),
+    "bare input": (("dgelu", X, X), {}, TypeError, "inputs must be a dict with dy, x"),
+    "surplus input": (("gelu", {"x": X, "dy": X}, X), {}, ValueError, "inputs must hold x alone"),
+    "input dtype": (("gelu", X.astype(np.int32), X), {}, TypeError, "x must be float32, float16 or bfloat16"),
+    "odd width": (("swiglu", X[:, :63], X), {}, ValueError, "x must have an even last dimension"),
+    "dy shape": (("dswiglu", {"dy": X, "x": X}, X), {}, ValueError, r"dy must have the shape .*\(32, 32\)"),
+    "output shape": (("swiglu", X, X), {}, ValueError, r"y must have shape \(32, 32\); got \(32, 64\)"),
+    "transposed output": (("gelu", X, X.T), {}, ValueError, r"y must have shape \(32, 64\); got \(64, 32\)"),
+    "output dtype": (
+        ("gelu", X, X.astype(np.float64)),
+        {},
+        TypeError,
+        "y must be float32, float16 or bfloat16, or raw",
+    ),
+    "output name": (("gelu", X, {"z": X}), {}, ValueError, "outputs must be among y; got 'z'"),
+    "no output": (("gelu", X, {}), {}, ValueError, "outputs must hold at least one of y; got none"),
+    "not an array": (("gelu", X, "y.npy"), {}, TypeError, "y must be an array .*; got str"),
+    "bare output": (("quantize", X, X), {"scaling": MXFP8}, TypeError, "outputs must be a dict of rowwise_data"),
+    "twice": (
+        ("quantize", X, {"data": X, "rowwise_data": X}),
+        {"scaling": MXFP8},
+        ValueError,
+        "outputs must hold rowwise_data once",
+    ),
+    "scaling missing": (("quantize", X, X), {}, ValueError, "scaling is required for quantize"),
+    "scaling type": (("quantize", X, X), {"scaling": "mxfp8"}, TypeError, "scaling must be one of"),
+    "scaling superfluous": (
+        ("scaled_srelu", {"x": X, "row_scales": X[:, 0]}, X),
+        {"scaling": MXFP8},
+        ValueError,
+        "scaling must be None for scaled_srelu",
+    ),
+    "shape rule": (
+        ("quantize", X[:, :50], {"data": X}),
+        {"scaling": refops.NVFP4Scaling()},
+        ValueError,
+        "M % 16 == 0 and K % 16 == 0",
+    ),
+    "code dtype": (
+        ("quantize", X, {"data": X.astype(ml_dtypes.float8_e5m2)}),
+        {"scaling": MXFP8},
+        TypeError,
+        "rowwise_data must be uint8 codes or float8_e4m3fn",
+    ),
+    "scale dtype": (
+        ("quantize", X, {"scale": np.ones((128, 4), F)}),
+        {"scaling": MXFP8},
+        TypeError,
+        "rowwise_scale_inv must be uint8 codes or float8_e8m0fnu",
+    ),
+    "scale shape": (
+        ("quantize", X, {"scale": np.ones((64, 4), np.uint8)}),
+        {"scaling": MXFP8},
+        ValueError,
+        r"rowwise_scale_inv must have shape \(128, 4\) \(or its valid part, \(32, 2\)\); got \(64, 4\)",
+    ),
+    "amax of MXFP8": (("quantize", X, {"amax": X}), {"scaling": MXFP8}, ValueError, "outputs must be among"),
+    "dbias dtype": (("dgelu", {"dy": X, "x": X}, {"dbias": X[0].astype(BF16)}), {}, TypeError, "dbias must be float32"),
+    "params": (("gelu", X, X), {"params": {"limit": 7.0}}, ValueError, r"params must be among those of gelu \(none\)"),
+    "params type": (("gelu", X, X), {"params": 7.0}, TypeError, "params must be a dict"),
+    "param value": (("situglu", X, X[:, :32]), {"params": {"beta1": -1}}, ValueError, "beta1 must be"),
+    "interleave": (
+        ("scaled_swiglu", {"x": X, "row_scales": X[:, 0]}, X[:, :32]),
+        {"params": {"glu_interleave_size": 7}},
+        ValueError,
+        "glu_interleave_size must be 0",
+    ),
+    "row scales": (
+        ("scaled_srelu", {"x": X, "row_scales": X[0]}, X),
+        {},
+        ValueError,
+        "row_scales must have one entry a row",
+    ),
+    "fmt missing": (
+        ("update_delayed_scale", {"amax_history": X[0], "scale": X[0, 0]}, {"scale": X[0, 0]}),
+        {},
+        ValueError,
+        "params must hold fmt",
+    ),
+    "ulp": (("gelu", X, X), {"ulp": -1}, ValueError, "ulp must be"),
+    "padding": (("gelu", X, X), {"padding": "one"}, ValueError, "padding must be one of"),
+    "random bits": (("gelu", X, X), {"random_bits": "mine"}, ValueError, "random_bits must be one of"),
+    "swizzled": (("gelu", X, X), {"swizzled_scales": "yes"}, TypeError, "swizzled_scales must be True or False"),
+    "dequantize inputs": (("dequantize", X, X), {}, TypeError, "inputs must be a Quantized or a dict of its arrays"),
+    "dequantize scaling": (("dequantize", {"data": X}, X), {}, ValueError, "scaling is required to dequantize"),
+    "dequantize scale": (
+        ("dequantize", {"data": X.astype(np.uint8)}, X),
+        {"scaling": MXFP8},
+        ValueError,
+        "rowwise_data needs rowwise_scale_inv",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_CALLS)
+def test_bad_use_says_what_was_expected(name):
+    arguments, options, error, message = BAD_CALLS[name]
+    with pytest.raises(error, match=message):
+        oracle.check(*arguments, **options)
