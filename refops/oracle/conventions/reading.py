@@ -1,0 +1,271 @@
+"""Conventions of layout: the numbers are right, their places are not. Each function undoes one of them.
+
+For dequantization the same functions lay out the *input*, as a kernel that reads it wrongly would see it.
+"""
+
+import math
+
+import numpy as np
+
+from refops.formats import pack_fp4, unpack_fp4
+from refops.oracle.conventions.registry import reading
+from refops.oracle.replay import DIRECTIONS, NotApplicable
+from refops.quantization.layout import swizzle, unswizzle
+from refops.scaling import BlockScaling, MXFP8Scaling, NVFP4Scaling
+
+
+class Dump:
+    """The arrays of a dump (or of dequantization's input) while they are laid out anew.
+
+    Attributes:
+        case, scaling: the case and its settings, None where nothing is quantized.
+        arrays: output name -> array; functions assign new ones.
+        applied, changed, facts: as of a kernel.
+    """
+
+    def __init__(self, case, arrays):
+        self.case, self.arrays = case, dict(arrays)
+        self.scaling = case.scaling
+        self.applied, self.changed, self.facts = (), set(), {}
+        shape = () if case.operation.kind == "update_delayed_scale" else case.result_shape
+        self.shape = (math.prod(shape[:-1]), shape[-1]) if shape else ()
+
+    def require(self, condition):
+        """Raise NotApplicable unless `condition` holds."""
+        if not condition:
+            raise NotApplicable
+
+    def names(self, *endings):
+        """Names of the arrays that end so; NotApplicable if there are none."""
+        names = [name for name in self.arrays if name.endswith(endings)]
+        self.require(names)
+        return names
+
+    def valid(self, name):
+        """Shape of the part of scales that is no padding."""
+        from refops.oracle.operation import valid_scale_shape
+
+        return valid_scale_shape(self.scaling, self.case.result_shape, "columnwise" in name)
+
+
+@reading(
+    "swapped-nibbles",
+    "The two FP4 codes of each byte are exchanged: TE puts the even element into the low nibble.",
+)
+def swapped_nibbles(dump):
+    dump.require(isinstance(dump.scaling, NVFP4Scaling))
+    for name in dump.names("_data"):
+        data = dump.arrays[name]
+        dump.arrays[name] = (data >> np.uint8(4)) | (data << np.uint8(4))
+
+
+@reading("scales-swizzled", "The scales are {order}.")
+def scales_swizzled(dump):
+    dump.require(isinstance(dump.scaling, MXFP8Scaling | NVFP4Scaling))
+    if dump.case.swizzled_scales:
+        dump.facts["order"] = "in plain row-major order, not swizzled as said"
+    else:
+        dump.facts["order"] = "in the swizzled order that GEMMs read (tiles of 128 x 4), not in plain row-major order"
+    reorder = swizzle if dump.case.swizzled_scales else unswizzle
+    for name in dump.names("_scale_inv"):
+        scales = dump.arrays[name]
+        if "columnwise" in name and isinstance(dump.scaling, MXFP8Scaling):  # stored [block, column]
+            if dump.case.swizzled_scales:
+                scales = reorder(np.ascontiguousarray(scales.T)).reshape(scales.shape)
+            else:
+                scales = reorder(scales.reshape(scales.shape[::-1])).T
+        else:
+            scales = reorder(scales)
+        dump.arrays[name] = scales
+
+
+@reading(
+    "scales-swizzled-as-stored",
+    "The columnwise scales are swizzled along their stored order [block, column], where TE swizzles their transpose.",
+)
+def scales_swizzled_as_stored(dump):
+    dump.require(isinstance(dump.scaling, MXFP8Scaling) and "columnwise_scale_inv" in dump.arrays)
+    scales = dump.arrays["columnwise_scale_inv"]
+    dump.require(scales.shape[0] % 128 == 0)
+    if dump.case.swizzled_scales:
+        blocks, columns = scales.shape
+        written = swizzle(np.ascontiguousarray(scales.T)).reshape(blocks, columns)
+        dump.arrays["columnwise_scale_inv"] = unswizzle(written)
+    else:
+        dump.arrays["columnwise_scale_inv"] = unswizzle(scales)
+
+
+@reading(
+    "scales-transposed",
+    "The scales are stored transposed: {expected} were expected.",
+    choices=("padded", "valid"),
+)
+def scales_transposed(dump, choice):
+    names = dump.names("_scale_inv")
+    for name in names:
+        scales = dump.arrays[name]
+        dump.require(scales.ndim == 2)
+        if choice == "padded":
+            dump.arrays[name] = scales.reshape(scales.shape[::-1]).T
+        else:
+            rows, columns = dump.valid(name)
+            dump.require((rows, columns) != scales.shape)
+            dump.arrays[name] = _into(scales, scales.reshape(-1)[: rows * columns].reshape(columns, rows).T)
+    rows, columns = dump.valid(names[0])
+    dump.facts["expected"] = f"{rows} rows of {columns}"
+
+
+@reading(
+    "scales-unpadded",
+    "The scales are stored without padding, in rows of {columns} entries where TE's rows have {stride}.",
+)
+def scales_unpadded(dump):
+    changed = False
+    for name in dump.names("_scale_inv"):
+        scales = dump.arrays[name]
+        if scales.ndim != 2:
+            continue
+        rows, columns = dump.valid(name)
+        if columns != scales.shape[1]:
+            changed = True
+            dump.facts["columns"], dump.facts["stride"] = columns, scales.shape[1]
+            dump.arrays[name] = _into(scales, scales.reshape(-1)[: rows * columns].reshape(rows, columns))
+    dump.require(changed)
+
+
+def _into(padded, valid):
+    out = np.zeros_like(padded)
+    out[: valid.shape[0], : valid.shape[1]] = valid
+    return out
+
+
+@reading(
+    "swapped-directions",
+    "The rowwise and the columnwise {what} are exchanged.",
+    choices=("all", "stored", "_data", "_scale_inv"),
+)
+def swapped_directions(dump, choice):
+    swapped = []
+    for what in ("data", "scale_inv"):
+        first, second = (f"{direction}_{what}" for direction in DIRECTIONS)
+        if first in dump.arrays and second in dump.arrays and choice in ("all", "stored", f"_{what}"):
+            a, b = dump.arrays[first], dump.arrays[second]
+            dump.require(a.size == b.size)
+            if a.shape != (1,):
+                dump.arrays[first], dump.arrays[second] = b.reshape(a.shape), a.reshape(b.shape)
+                swapped.append({"data": "data", "scale_inv": "scales"}[what])
+    if choice == "all" and {"amax_rowwise", "amax_columnwise"} <= set(dump.arrays):
+        a, b = dump.arrays["amax_rowwise"], dump.arrays["amax_columnwise"]
+        if a.shape == b.shape:
+            dump.arrays["amax_rowwise"], dump.arrays["amax_columnwise"] = b, a
+    dump.require(swapped)
+    dump.facts["what"] = " and ".join(swapped)
+
+
+@reading(
+    "data-transposed",
+    "The {what} stored transposed: TE stores {expected}.",
+    choices=("all", "columnwise_data", "rowwise_data"),
+)
+def data_transposed(dump, choice):
+    dump.require(dump.shape)
+    m, k = dump.shape
+    names = [n for n in dump.arrays if n in ("y", "dx") or n.endswith("_data")]
+    names = [n for n in names if choice in ("all", n)]
+    dump.require(names and (choice == "all" or len(dump.arrays) > 1))
+    for name in names:
+        array = dump.arrays[name]
+        transposed = name == "columnwise_data" and not isinstance(dump.scaling, MXFP8Scaling)
+        rows, columns = (k, m) if transposed else (m, k)
+        dump.facts["expected"] = f"rows of {columns}" if not transposed else f"the columns as {rows} rows of {columns}"
+        if name.endswith("_data") and isinstance(dump.scaling, NVFP4Scaling):
+            dump.require(rows % 2 == 0)
+            codes = unpack_fp4(array.reshape(columns, rows // 2)).T
+            dump.arrays[name] = pack_fp4(codes).reshape(array.shape)
+        else:
+            dump.arrays[name] = array.reshape(columns, rows).T.reshape(array.shape)
+    dump.facts["what"] = "data are" if choice == "all" else choice.replace("_", " ") + " are"
+
+
+@reading(
+    "swapped-halves",
+    "The two halves of {what} are exchanged.",
+    choices=("columns", "columns of data", "rows"),
+)
+def swapped_halves(dump, choice):
+    dump.require(dump.shape)
+    m, k = dump.shape
+    axis = choice != "rows"
+    dump.require((m, k)[axis] % 2 == 0 and (m, k)[axis] > 1)
+    dump.require("dbias" in dump.arrays or choice != "columns of data")
+    gradient = dump.case.gated and dump.case.operation.kind.endswith("grad")
+    dump.facts["what"] = (
+        ("each row, [d_gate | d_act] for TE's [d_act | d_gate]," if gradient else "each row") if axis else ("the rows")
+    )
+    changed = False
+    for name in list(dump.arrays):
+        array = dump.arrays[name]
+        if name in ("y", "dx"):
+            dump.arrays[name] = _roll_half(array.reshape(m, k), axis).reshape(array.shape)
+        elif name == "dbias" and choice == "columns":
+            dump.arrays[name] = _roll_half(array, 0)
+        elif name.endswith("_data"):
+            transposed = name == "columnwise_data" and not isinstance(dump.scaling, MXFP8Scaling)
+            matrix = array.reshape(k if transposed else m, -1)
+            along = axis ^ transposed
+            dump.require(matrix.shape[along] % 2 == 0)
+            dump.arrays[name] = _roll_half(matrix, along).reshape(array.shape)
+        elif name.endswith("_scale_inv") and array.ndim == 2:
+            valid = dump.valid(name)
+            transposed = _scales_by_column(dump.scaling, name)
+            along = axis ^ transposed
+            dump.require(valid[along] % 2 == 0)
+            dump.arrays[name] = _into(array, _roll_half(array[: valid[0], : valid[1]], along))
+        else:
+            continue
+        changed = True
+    dump.require(changed)
+
+
+def _roll_half(matrix, axis):
+    return np.roll(matrix, matrix.shape[axis] // 2, axis=axis)
+
+
+def _scales_by_column(scaling, name):
+    """Whether the rows of a scale array follow the columns of the tensor."""
+    columnwise = "columnwise" in name
+    if isinstance(scaling, BlockScaling):
+        return columnwise == (scaling.block_dim == 2)
+    return columnwise and isinstance(scaling, NVFP4Scaling)
+
+
+@reading(
+    "byte-swapped",
+    "The bytes of each number are in the opposite (big-endian) order.",
+)
+def byte_swapped(dump):
+    changed = False
+    for name, array in dump.arrays.items():
+        if array.itemsize > 1:
+            dump.arrays[name] = np.ascontiguousarray(array).view(f"u{array.itemsize}").byteswap().view(array.dtype)
+            changed = True
+    dump.require(changed)
+
+
+@reading(
+    "shifted-by-one",
+    "The {what} one entry too {late}.",
+    choices=(("data", 1), ("data", -1), ("scales", 1), ("scales", -1), ("row", 1), ("row", -1)),
+)
+def shifted_by_one(dump, choice):
+    what, by = choice
+    endings = {"data": ("_data", "y", "dx"), "scales": ("_scale_inv",), "row": ("_data", "y", "dx")}[what]
+    for name in dump.names(*endings):
+        array = dump.arrays[name]
+        dump.require(array.size > 1)
+        if what == "row":
+            dump.arrays[name] = np.roll(array, -by, axis=-1)
+        else:
+            dump.arrays[name] = np.roll(array.reshape(-1), -by).reshape(array.shape)
+    dump.facts["what"] = {"data": "data are stored", "scales": "scales are stored", "row": "data of each row are"}[what]
+    dump.facts["late"] = "late" if by == 1 else "early"

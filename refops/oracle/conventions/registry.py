@@ -1,0 +1,93 @@
+"""The list of conventions, and what makes a function one.
+
+A convention is a function with a name and a sentence that the user reads. Two kinds:
+
+    @computing("scale-floor", "The scale bytes follow ...", stage="scale")
+    def scale_floor(kernel):           # exchanges one stage of a replay (`refops.oracle.replay`)
+        kernel.require(isinstance(kernel.scaling, MXFP8Scaling))
+        kernel.scale_byte = lambda amax: ...
+
+    @reading("swapped-nibbles", "Each byte holds ...")
+    def swapped_nibbles(dump):         # lays the dump out as it should be
+        ...
+
+`require` (NotApplicable) says where a convention means nothing. A convention with parameters names its choices: a
+function from the kernel (or dump) to a list; the convention then takes one of them as a second argument. Words that a
+sentence needs go into `kernel.facts` (`dump.facts`). The order of registration breaks ties: common ones come first.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+#: Every convention by name, the common ones first.
+CONVENTIONS = {}
+
+
+@dataclass(frozen=True)
+class Convention:
+    """A rule that a kernel may follow instead of TE's.
+
+    Attributes:
+        name: kebab-case.
+        sentence: one sentence, with {words} from `facts`.
+        function: what applies it.
+        stage: the stage that it changes, or a function from the choice to it; "layout" for readings.
+        choices: function from a kernel or dump to the parameters to try, or None.
+        last: whether any other that explains as much is named first: it is rare, or fits a number to the dump.
+    """
+
+    name: str
+    sentence: str
+    function: Callable
+    stage: str | Callable
+    choices: Callable | None = None
+    last: bool = False
+
+    @property
+    def reads(self):
+        """Whether it lays out the dump, rather than change a computation."""
+        return self.stage == "layout"
+
+    def stage_of(self, choice):
+        """The stage that it changes with this choice."""
+        return self.stage(choice) if callable(self.stage) else self.stage
+
+    def choices_for(self, target):
+        """The parameters to try, [None] for a convention without."""
+        return [None] if self.choices is None else list(self.choices(target))
+
+    def apply(self, target, choice=None):
+        """Change a kernel or dump in place; NotApplicable where it means nothing."""
+        target.applied = (*target.applied, (self, choice))
+        target.changed.add(self.stage_of(choice))
+        if self.choices is None:
+            self.function(target)
+        else:
+            self.function(target, choice)
+
+    def __repr__(self):
+        return f"<{self.name}>"
+
+
+def computing(name, sentence, *, stage, choices=None, last=False):
+    """Register a function that exchanges one stage of a replay."""
+    return _register(name, sentence, stage, choices, last)
+
+
+def reading(name, sentence, *, choices=None):
+    """Register a function that lays out a dump as it should be."""
+    return _register(name, sentence, "layout", choices, False)
+
+
+def _register(name, sentence, stage, choices, last):
+    if choices is not None and not callable(choices):
+        fixed = tuple(choices)
+        choices = lambda target: fixed  # noqa: E731
+
+    def register(function):
+        if name in CONVENTIONS:
+            raise ValueError(f"name must be new; got {name!r} a second time")
+        CONVENTIONS[name] = Convention(name, sentence, function, stage, choices, last)
+        return function
+
+    return register

@@ -1,0 +1,146 @@
+"""Conventions of the bias gradient: what is summed, how precisely, and which rows are forgotten."""
+
+import numpy as np
+
+from refops.arguments import BFLOAT16
+from refops.oracle.conventions.registry import computing
+from refops.oracle.replay import TensorKernel
+from refops.tiles import SUM_CHUNK
+
+F = np.float32
+
+
+def require_dbias(kernel):
+    """NotApplicable unless the operation can write a bias gradient and the dump has it."""
+    kernel.require(isinstance(kernel, TensorKernel) and "dbias" in kernel.setting.outputs)
+
+
+@computing(
+    "dbias-rounded",
+    "dbias sums the gradient as rounded to {dtype}, where TE's fused kernel sums float32 values.",
+    stage="sum",
+)
+def dbias_rounded(kernel):
+    require_dbias(kernel)
+    kernel.require(not kernel.dbias_rounded and kernel.dtype != F)
+    kernel.facts["dtype"] = kernel.dtype
+    kernel.dbias_rounded = True
+
+
+@computing(
+    "dbias-unrounded",
+    "dbias sums float32 values, where TE sums the gradient as rounded to {dtype} on this path.",
+    stage="sum",
+)
+def dbias_unrounded(kernel):
+    require_dbias(kernel)
+    kernel.require(kernel.dbias_rounded and kernel.kind != "quantize")
+    kernel.facts["dtype"] = kernel.dtype if kernel.scaling is not None else kernel.out_dtype
+    kernel.dbias_rounded = False
+
+
+@computing("dbias-of-dy", "dbias sums dy, the gradient before the activation's derivative.", stage="sum")
+def dbias_of_dy(kernel):
+    require_dbias(kernel)
+    kernel.require(kernel.gradient and not kernel.gated)
+    kernel.sum_terms = lambda columns: kernel.load_upstream(slice(0, kernel.shape[0]), columns)
+
+
+@computing(
+    "dbias-of-quantized",
+    "dbias sums the values that the written codes stand for, where TE sums them before the cast.",
+    stage="sum",
+)
+def dbias_of_quantized(kernel):
+    require_dbias(kernel)
+    kernel.require(kernel.scaling is not None)
+    raise_if_blocked = kernel.block_shapes["rowwise"] is None or kernel.block_shapes["rowwise"][0] == 1
+    kernel.require(raise_if_blocked)
+    from refops.formats import E8M0
+    from refops.oracle.replay import Region, read_codes, spread_scales
+    from refops.scaling import BlockScaling, MXFP8Scaling, NVFP4Scaling
+
+    kernel.require(not isinstance(kernel.scaling, NVFP4Scaling | BlockScaling))
+
+    def terms(columns):
+        outputs = kernel.setting.outputs
+        kernel.require("rowwise_data" in outputs and "rowwise_scale_inv" in outputs)
+        region = Region(slice(0, kernel.shape[0]), columns)
+        codes = read_codes(outputs["rowwise_data"], kernel.scaling, "rowwise", kernel.shape, region)
+        scales = spread_scales(outputs["rowwise_scale_inv"], kernel.scaling, "rowwise", region)
+        if isinstance(kernel.scaling, MXFP8Scaling):
+            scales = E8M0.values[scales]
+        return kernel.fmt.values.take(codes, mode="clip") * scales
+
+    kernel.sum_terms = terms
+
+
+def _add_rounded(terms, dtype):
+    """Sum along axis 0, one after the other, every partial sum rounded."""
+    total = np.zeros(terms.shape[1:], F)
+    for term in terms:
+        total = (total + term).astype(dtype).astype(F)
+    return total
+
+
+@computing(
+    "dbias-low-precision",
+    "dbias is accumulated in {dtype}, {order}, where TE accumulates in float32.",
+    stage="sum-order",
+    choices=[(d, o) for d in ("own", "bfloat16", "float16") for o in ("rows", "chunks", "tree", "pairs of chunks")],
+)
+def dbias_low_precision(kernel, choice):
+    require_dbias(kernel)
+    name, order = choice
+    dtype = {"own": kernel.dtype, "bfloat16": BFLOAT16, "float16": np.dtype(np.float16)}[name]
+    kernel.require(dtype != F and (name == "own" or dtype != kernel.dtype))
+    kernel.facts["dtype"] = dtype
+    kernel.facts["order"] = {
+        "rows": "row after row",
+        "chunks": "in chunks of 128 rows that are added up",
+        "tree": "as a tree",
+        "pairs of chunks": "the chunks of 128 rows in float32, their sums in low precision",
+    }[order]
+
+    def column_sum(terms):
+        rounded = terms.astype(dtype).astype(F)
+        if order == "rows":
+            return _add_rounded(rounded, dtype)
+        if order == "tree":
+            while len(rounded) > 1:
+                odd = rounded[len(rounded) // 2 * 2 :]
+                half = (rounded[0 : len(rounded) // 2 * 2 : 2] + rounded[1::2]).astype(dtype).astype(F)
+                rounded = np.concatenate([half, odd])
+            return rounded[0] if len(rounded) else np.zeros(terms.shape[1], F)
+        starts = range(0, len(terms), SUM_CHUNK)
+        if order == "chunks":
+            parts = [_add_rounded(rounded[start : start + SUM_CHUNK], dtype) for start in starts]
+        else:
+            parts = [terms[start : start + SUM_CHUNK].sum(axis=0, dtype=F).astype(dtype).astype(F) for start in starts]
+        return _add_rounded(np.array(parts, F).reshape(-1, terms.shape[1]), dtype)
+
+    kernel.column_sum = column_sum
+
+
+@computing(
+    "dbias-last-chunk-missing",
+    "dbias leaves out {what}.",
+    stage="sum-rows",
+    choices=("tail 128", "tail 64", "tail 32", "tail 16", "last row", "first row", "last 128", "last 64", "last 32"),
+)
+def dbias_last_chunk_missing(kernel, choice):
+    require_dbias(kernel)
+    m = kernel.shape[0]
+    kind, _, size = choice.partition(" ")
+    if size == "row":
+        first, last = (0, m - 1) if kind == "last" else (1, m)
+        kernel.facts["what"] = f"the {kind} row"
+    elif kind == "tail":
+        first, last = 0, m // int(size) * int(size)
+        kernel.facts["what"] = f"the rows beyond the last multiple of {size}"
+    else:
+        first, last = 0, max(m - 1, 0) // int(size) * int(size)
+        kernel.require(m % int(size) == 0)
+        kernel.facts["what"] = f"the last {size} rows"
+    kernel.require((first, last) != (0, m))
+    kernel.after("sum_terms", lambda terms: terms[first:last])

@@ -1,0 +1,244 @@
+"""Conventions of the delayed scale's update."""
+
+import numpy as np
+
+from refops.formats import E4M3, E5M2
+from refops.oracle.conventions.registry import computing
+from refops.oracle.replay import UpdateKernel, power_of_two_below
+from refops.quantization.per_tensor import FLT_MAX
+
+F = np.float32
+
+
+def require_update(kernel):
+    """NotApplicable unless this is the update of delayed scales."""
+    kernel.require(isinstance(kernel, UpdateKernel))
+
+
+def require_named_algorithm(kernel, name):
+    """NotApplicable unless the update takes its amax by algorithm `name`."""
+    require_update(kernel)
+    kernel.require(kernel.algorithm == name)
+
+
+@computing(
+    "history-not-rolled",
+    "The amax history is not rolled: {what}.",
+    stage="roll",
+    choices=("unchanged", "cleared"),
+)
+def history_not_rolled(kernel, choice):
+    require_update(kernel)
+    kernel.facts["what"] = {"unchanged": "it comes back as it was", "cleared": "only its first row is cleared"}[choice]
+
+    def roll(history):
+        kept = history.copy()
+        if choice == "cleared":
+            kept[0] = 0
+        return kept
+
+    kernel.roll = roll
+
+
+@computing(
+    "newest-at-the-end",
+    "The amax history {what}, where TE rolls it towards row 0 and clears row 0 for the next step.",
+    stage="roll",
+    choices=("forward", "forward uncleared", "last cleared", "uncleared", "shifted"),
+)
+def newest_at_the_end(kernel, choice):
+    require_update(kernel)
+    kernel.facts["what"] = {
+        "forward": "is rolled away from row 0",
+        "forward uncleared": "is rolled away from row 0, which is not cleared",
+        "last cleared": "is rolled towards row 0 and its last row is cleared",
+        "uncleared": "is rolled but row 0 is not cleared",
+        "shifted": "keeps its newest entry at the end and drops the oldest",
+    }[choice]
+
+    def roll(history):
+        rolled = np.roll(history, 1 if choice.startswith("forward") else -1, axis=0)
+        if choice == "forward":
+            rolled[0] = 0
+        elif choice == "last cleared":
+            rolled[-1] = 0
+        elif choice == "shifted":
+            rolled[-1] = history[-1]
+        return rolled
+
+    kernel.roll = roll
+
+
+@computing(
+    "margin-inverted",
+    "The scale is multiplied with 2^margin, where TE divides by it.",
+    stage="margin",
+)
+def margin_inverted(kernel):
+    require_update(kernel)
+    kernel.require(kernel.margin)
+    kernel.margin = -kernel.margin
+
+
+@computing("margin-ignored", "The margin is ignored.", stage="margin")
+def margin_ignored(kernel):
+    require_update(kernel)
+    kernel.require(kernel.margin)
+    kernel.margin = 0
+
+
+@computing(
+    "margin-linear",
+    "The margin is {what}, where TE divides the scale by 2^margin.",
+    stage="margin",
+    choices=("subtracted", "divisor"),
+)
+def margin_linear(kernel, choice):
+    require_update(kernel)
+    margin = kernel.margin
+    kernel.require(margin)
+    kernel.margin = 0
+    kernel.facts["what"] = {"subtracted": "subtracted from the format's maximum", "divisor": "a divisor itself"}[choice]
+    if choice == "divisor":
+        kernel.after("fresh_scale", lambda scale: scale / F(margin))
+    else:
+        kernel.fresh_scale = lambda amax: (kernel.fmt.max - F(margin)) / amax
+
+
+@computing(
+    "newest-amax-only",
+    "The scale follows the newest amax alone, where the maximum of the history was asked for.",
+    stage="update-amax",
+)
+def newest_amax_only(kernel):
+    require_named_algorithm(kernel, "max")
+    kernel.algorithm = "most_recent"
+
+
+@computing(
+    "maximum-instead-of-newest",
+    "The scale follows the maximum of the history, where the newest amax was asked for.",
+    stage="update-amax",
+)
+def maximum_instead_of_newest(kernel):
+    require_named_algorithm(kernel, "most_recent")
+    kernel.algorithm = "max"
+
+
+@computing(
+    "scale-from-old-history",
+    "The scale follows {what}, where TE includes the newest amax.",
+    stage="update-amax",
+    choices=("older", "second", "last"),
+)
+def scale_from_old_history(kernel, choice):
+    require_update(kernel)
+    kernel.require(len(kernel.history) > 1)
+    kernel.facts["what"] = {
+        "older": "the history without its newest entry",
+        "second": "the entry before the newest",
+        "last": "the last row of the history",
+    }[choice]
+    kernel.amax = {
+        "older": lambda history: np.fmax.reduce(history[1:], axis=0),
+        "second": lambda history: history[1],
+        "last": lambda history: history[-1],
+    }[choice]
+
+
+@computing(
+    "history-mean",
+    "The scale follows the mean of the history, where its {own} was asked for.",
+    stage="update-amax",
+)
+def history_mean(kernel):
+    require_update(kernel)
+    kernel.require(not callable(kernel.algorithm))
+    kernel.facts["own"] = {"max": "maximum", "most_recent": "newest entry"}[kernel.algorithm]
+    kernel.amax = lambda history: history.mean(axis=0, dtype=F)
+
+
+@computing(
+    "unused-rolled",
+    "A tensor whose newest amax is 0 is {what}.",
+    stage="unused",
+)
+def unused_rolled(kernel):
+    require_update(kernel)
+    kernel.require(not callable(kernel.algorithm))
+    kernel.keep_unused = not kernel.keep_unused
+    kernel.facts["what"] = (
+        "left as it is, where keep_unused=False rolls its history"
+        if kernel.keep_unused
+        else "updated, where keep_unused=True leaves its history and scale as they are"
+    )
+
+
+@computing(
+    "unusable-amax-used",
+    "An amax of 0, inf or NaN makes the scale {what}, where TE keeps the old scale.",
+    stage="usable",
+    choices=("its quotient", "1", "NaN-checked only"),
+)
+def unusable_amax_used(kernel, choice):
+    require_update(kernel)
+    kernel.facts["what"] = {"its quotient": "what the division gives", "1": "1"}.get(choice, "what the division gives")
+    usable = kernel.usable
+    if choice == "NaN-checked only":
+        kernel.usable = lambda amax: ~np.isnan(amax)
+        return
+    kernel.usable = lambda amax: np.ones(amax.shape, bool)
+    if choice == "1":
+        kernel.wrap("fresh_scale", lambda inner, amax: np.where(usable(amax), inner(amax), F(1)))
+
+
+@computing(
+    "scale-overflow",
+    "An overflowing scale becomes {what}, where TE takes the largest float32.",
+    stage="overflow",
+    choices=("inf", "1", "old"),
+)
+def scale_overflow(kernel, choice):
+    require_update(kernel)
+    value = {"inf": F(np.inf), "1": F(1)}.get(choice, kernel.scale)
+    kernel.facts["what"] = {"old": "the old scale"}.get(choice, choice)
+    kernel.after("fresh_scale", lambda scale: np.where(scale == FLT_MAX, value, scale))
+
+
+@computing(
+    "nan-history",
+    "A NaN in the history makes its maximum NaN, where TE ignores it.",
+    stage="update-amax",
+)
+def nan_history(kernel):
+    require_named_algorithm(kernel, "max")
+    kernel.amax = lambda history: np.maximum.reduce(history, axis=0)
+
+
+@computing(
+    "reciprocal-times-maximum",
+    "The scale is the format's maximum times a rounded 1 / amax, where TE divides: torch's number / tensor.",
+    stage="quotient",
+)
+def reciprocal_times_maximum(kernel):
+    require_update(kernel)
+
+    def fresh_scale(amax):
+        scale = (F(1) / amax * kernel.fmt.max) / F(2.0**kernel.margin)
+        return np.where(np.isinf(scale), FLT_MAX, scale)
+
+    kernel.fresh_scale = fresh_scale
+
+
+def other_fp8(fmt):
+    """E5M2 for E4M3 and the other way round."""
+    return E5M2 if fmt == E4M3 else E4M3
+
+
+def change_update_scale(kernel, change):
+    """Pass the fresh scale through `change(scale)`."""
+    require_update(kernel)
+    kernel.after("fresh_scale", change)
+
+
+__all__ = ["change_update_scale", "other_fp8", "power_of_two_below", "require_update"]
