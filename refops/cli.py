@@ -1,13 +1,13 @@
-"""The `refops` command: report, inspect, explain, formats.
+"""The `refops` command: report, inspect, explain, check, golden, formats.
 
 Arguments and exit codes. The work is done in `refops.report`, `refops.survey`, `refops.explain` and `refops.files`, and
-shown by `refops.display`. Exit codes: 0 fine, 1 the report found a mismatch, 2 bad use (one line on stderr that names
-the argument, its value and the rule) or nothing to measure or compare. Results go to stdout, progress bars to stderr.
-With `--json` stdout holds one JSON document and nothing else.
+shown by `refops.display`; check and golden are in `refops.commands`. Exit codes: 0 fine, 1 the report or the check
+found a mismatch, 2 bad use (one line on stderr that names the argument, its value and the rule) or nothing to measure
+or compare. Results go to stdout, progress bars to stderr. With `--json` stdout holds one JSON document and nothing
+else.
 """
 
 import argparse
-import difflib
 import os
 import shutil
 import sys
@@ -19,6 +19,9 @@ import numpy as np
 
 import refops
 from refops.arguments import require_high_precision_dtype
+from refops.commands.check import add_check
+from refops.commands.golden import add_golden
+from refops.commands.usage import EXIT_BAD_USE, EXIT_FINE, EXIT_MISMATCH, UsageError, listed, match, match_one
 from refops.display.console import ProgressBar, print_json, printable, stdout_console
 from refops.display.explain import print_walk, walk_as_dict
 from refops.display.formats import codes_as_dict, format_as_dict, print_codes, print_formats
@@ -38,9 +41,8 @@ from refops.explain import BlockError, as_tensor_of, explain_block
 from refops.files import SUFFIXES, FileError, UnsupportedTensorError, open_tensors
 from refops.formats import FORMATS
 from refops.report import REAL_TENSORS, SECTIONS, VECTORS, has_vectors, make_report
-from refops.survey import SCALINGS, match_names, measure, tensor_facts
+from refops.survey import SCALINGS, measure, tensor_facts
 
-EXIT_FINE, EXIT_MISMATCH, EXIT_BAD_USE = 0, 1, 2
 #: What a shell reports for a program that Ctrl-C or a closed pipe ended.
 EXIT_INTERRUPTED, EXIT_PIPE_CLOSED = 130, 141
 EXAMPLES = """\
@@ -49,9 +51,11 @@ examples:
   refops inspect model.safetensors --tensor '*.weight' --plot survey.png
   refops explain --scaling mxfp8 --values 0.1,-0.25,1,3
   refops explain model.safetensors --tensor w --scaling nvfp4-1x16 --row 3
+  refops check --op swiglu --scaling mxfp8 --input x.npy --data q.bin
+  refops golden --op swiglu --scaling mxfp8 --shape 64x256 --out golden
   refops formats e2m1
 
-exit codes: 0 fine, 1 a mismatch in the report, 2 bad use or nothing measured"""
+exit codes: 0 fine, 1 a mismatch, 2 bad use or nothing measured"""
 #: Columns of a help text, and of the names of scalings in it.
 HELP_WIDTH, NAME_WIDTH = 80, 20
 SCALING_LIST = "scalings:\n" + "\n".join(
@@ -63,12 +67,6 @@ SCALING_LIST = "scalings:\n" + "\n".join(
     )
     for s in SCALINGS.values()
 )
-#: Tensors that an error message lists.
-MOST_LISTED = 10
-
-
-class UsageError(Exception):
-    """Bad use; the message is one line that names the argument, its value and the rule."""
 
 
 def main(argv=None):
@@ -208,6 +206,9 @@ def _parser():
         help="round --values to it (default float32); bfloat16 also reads a file's raw 2-byte elements",
     )
 
+    add_check(command, SCALING_LIST)
+    add_golden(command, SCALING_LIST)
+
     p = command("formats", run_formats, "Show the number formats, or every code of one.")
     p.add_argument("format", metavar="FORMAT", nargs="?", type=str.lower, help=f"one of {', '.join(FORMATS)}")
     return parser
@@ -260,11 +261,11 @@ def run_inspect(arguments):
     """`refops inspect FILE`: a table of measurements for each tensor, or the SQNR of all."""
     if arguments.json and arguments.summary:
         raise UsageError("give either --json or --summary; got both")
-    scalings = [SCALINGS[name] for name in _match(arguments.scaling, SCALINGS, "--scaling")]
+    scalings = [SCALINGS[name] for name in match(arguments.scaling, SCALINGS, "--scaling")]
     console, inspected, skipped = stdout_console(), [], []
     with open_tensors(arguments.file) as tensors, ProgressBar() as show:
         by_name = {t.name: t for t in tensors}
-        names = _match(arguments.tensor, by_name, "--tensor")
+        names = match(arguments.tensor, by_name, "--tensor")
         if arguments.plot:
             require_drawable(arguments.plot, len(names))
         for done, name in enumerate(names):
@@ -298,49 +299,12 @@ def run_inspect(arguments):
     return EXIT_FINE
 
 
-def _match(patterns, names, argument):
-    """Names that match, or a UsageError that lists similar ones, or what there is."""
-    try:
-        return match_names(patterns, list(names))
-    except LookupError as error:
-        (pattern,) = error.args
-    similar = _similar(pattern, names)
-    if similar:
-        raise UsageError(f"{argument} matches nothing; got {pattern!r}: did you mean {_listed(similar, 3)}?")
-    most = len(SCALINGS) if names is SCALINGS else MOST_LISTED
-    raise UsageError(f"{argument} must match one of {_listed(names, most)}; got {pattern!r}")
-
-
-def _match_one(pattern, names, argument):
-    """The one name that matches, or a UsageError."""
-    if pattern in names:
-        return pattern
-    found = _match([pattern], names, argument)
-    if len(found) > 1:
-        raise UsageError(f"{argument} must match one name; got {pattern!r}, which matches {_listed(found)}")
-    return found[0]
-
-
-def _similar(pattern, names):
-    """Names that hold the pattern's text, or else are spelled like it."""
-    text = pattern.strip("*")
-    holding = [name for name in names if len(text) > 2 and text.lower() in name.lower()]
-    return holding or difflib.get_close_matches(text, names)
-
-
-def _listed(names, most=MOST_LISTED):
-    names = list(names)
-    if not names:
-        return "no names (there are none)"
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
-
-
 # --- explain ---------------------------------------------------------------------------------------------------------
 
 
 def run_explain(arguments):
     """`refops explain`: one block, step by step."""
-    named = SCALINGS[_match_one(arguments.scaling, SCALINGS, "--scaling")]
+    named = SCALINGS[match_one(arguments.scaling, SCALINGS, "--scaling")]
     if (arguments.file is None) == (arguments.values is None):
         got = "neither" if arguments.file is None else "both"
         raise UsageError(f"give either FILE or --values; got {got} (see refops explain --help)")
@@ -390,8 +354,8 @@ def _tensor_of_file(arguments):
     with open_tensors(arguments.file) as tensors:
         by_name = {t.name: t for t in tensors}
         if arguments.tensor is None and len(by_name) != 1:
-            raise UsageError(f"--tensor must be one of {_listed(by_name)}; got none")
-        name = next(iter(by_name)) if arguments.tensor is None else _match_one(arguments.tensor, by_name, "--tensor")
+            raise UsageError(f"--tensor must be one of {listed(by_name)}; got none")
+        name = next(iter(by_name)) if arguments.tensor is None else match_one(arguments.tensor, by_name, "--tensor")
         try:
             x, note = by_name[name].load(raw_bfloat16=arguments.dtype == "bfloat16")
         except UnsupportedTensorError as reason:

@@ -5,6 +5,7 @@ with `allow_pickle=False`, PyTorch files with `weights_only=True`. Not for writi
 checkpoint is a flat list of named arrays here.
 """
 
+import json
 import re
 import warnings
 import zipfile
@@ -15,9 +16,11 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 
 from refops.arguments import BFLOAT16, HIGH_PRECISION
+from refops.oracle.arrays import as_numpy
 
 _NUMPY, _TORCH = rb"\x93NUMPY|PK[\x03\x05]|\x80", rb"PK[\x03\x05]|\x80"
 #: Suffix -> what the bytes of such a file start with; 0x80 starts a pickle.
@@ -42,10 +45,19 @@ class StoredTensor:
     Attributes:
         name: its name in the file; the file's stem for npy.
         read: function that returns the array as stored.
+        read_any: the same for dtypes that refops does not quantize (FP8 codes), where that needs another way.
     """
 
     name: str
     read: Callable[[], np.ndarray]
+    read_any: Callable[[], np.ndarray] | None = None
+
+    def read_bits(self):
+        """The array as stored, in any dtype; raw bytes, as `np.save` keeps ml_dtypes' elements, as uint8 or uint16."""
+        array = (self.read_any or self.read)()
+        if array.dtype.type is np.void and array.dtype.names is None and array.dtype.itemsize in (1, 2):
+            return array.view(f"u{array.dtype.itemsize}")
+        return array
 
     def load(self, *, raw_bfloat16=False):
         """Return (array, note): float32, float16 or bfloat16 of at least one dimension, and what was done to get it.
@@ -95,12 +107,11 @@ def as_high_precision(array, *, raw_bfloat16=False):
     )
 
 
-@contextmanager
-def open_tensors(path):
-    """Yield the list of `StoredTensor` in a file, in natural order: layers.2 before layers.10.
+def require_file(path):
+    """Return `path` as a Path.
 
     Raises:
-        FileError: no such file, unknown suffix, empty, truncated or corrupt file, object arrays, torch missing for pt.
+        FileError: there is no such file, or it is a directory or device.
     """
     path = Path(path)
     with _one_line_errors(path):  # a name too long for the file system
@@ -109,6 +120,17 @@ def open_tensors(path):
         raise FileError(f"must be an existing file; got {str(path)!r}")
     if not path.is_file():
         raise FileError(f"must be a file, not a directory or device; got {str(path)!r}")
+    return path
+
+
+@contextmanager
+def open_tensors(path):
+    """Yield the list of `StoredTensor` in a file, in natural order: layers.2 before layers.10.
+
+    Raises:
+        FileError: no such file, unknown suffix, empty, truncated or corrupt file, object arrays, torch missing for pt.
+    """
+    path = require_file(path)
     suffix = path.suffix.lower()
     if suffix not in SUFFIXES:
         raise FileError(f"must end in one of {', '.join(SUFFIXES)}; got {str(path)!r}")
@@ -123,6 +145,58 @@ def open_tensors(path):
                 tensors = _open_torch(path)
         tensors = _with_distinct_names(tensors)
         yield sorted(tensors, key=lambda tensor: re.sub(r"\d+", lambda digits: digits[0].zfill(20), tensor.name))
+
+
+# --- arrays of any dtype, for the oracle ------------------------------------------------------------------------------
+
+#: dtype in a safetensors file -> NumPy's or ml_dtypes'. FP4 comes as bytes, two codes each.
+_SAFETENSORS_DTYPES = {
+    "BOOL": np.dtype(bool),
+    **{f"{kind}{8 * size}": np.dtype(f"<{kind.lower()}{size}") for kind in "UI" for size in (1, 2, 4, 8)},
+    **{f"F{8 * size}": np.dtype(f"<f{size}") for size in (2, 4, 8)},
+    "BF16": BFLOAT16,
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
+    "F4": np.dtype(np.uint8),
+}
+
+
+def read_safetensors(path):
+    """Return (name -> array, metadata) of a safetensors file, each array in its own dtype; FP4 as bytes.
+
+    Raises:
+        FileError: no such file, truncated, corrupt, or an array of a dtype that is none of the above.
+    """
+    path = require_file(path)
+    with ExitStack() as stack, _one_line_errors(path):
+        _require_start(path, ".safetensors")
+        tensors = _open_safetensors(path, stack)
+        return {tensor.name: tensor.read_bits() for tensor in tensors}, _safetensors_header(path)[0]
+
+
+def _safetensors_header(path):
+    """Return (metadata, name -> (dtype, shape, start, end)) of a file that the library has accepted."""
+    with open(path, "rb") as handle:
+        length = int.from_bytes(handle.read(8), "little")
+        entries = json.loads(handle.read(length))
+    metadata = entries.pop("__metadata__", None) or {}
+    begin = 8 + length
+    return metadata, {
+        name: (e["dtype"], tuple(e["shape"]), *(begin + offset for offset in e["data_offsets"]))
+        for name, e in entries.items()
+    }
+
+
+def _read_safetensors_bits(path, name, entry):
+    dtype, shape, start, end = entry
+    if dtype not in _SAFETENSORS_DTYPES:
+        known = ", ".join(_SAFETENSORS_DTYPES)
+        raise FileError(f"must hold arrays of {known}; got {str(path)!r}, where {name!r} is {dtype}")
+    if dtype == "F4":
+        shape = (*shape[:-1], shape[-1] // 2)
+    dtype = _SAFETENSORS_DTYPES[dtype]
+    return np.fromfile(path, dtype, (end - start) // dtype.itemsize, offset=start).reshape(shape)
 
 
 def _with_distinct_names(tensors):
@@ -173,8 +247,7 @@ def _guarded(path, read):
 
 
 def _open_safetensors(path, stack):
-    import ml_dtypes  # noqa: F401  registers np.dtype("bfloat16"), which safetensors asks NumPy for
-    from safetensors import safe_open
+    from safetensors import safe_open  # asks NumPy for np.dtype("bfloat16"), which ml_dtypes has registered
 
     handle = stack.enter_context(safe_open(path, framework="np"))
 
@@ -188,7 +261,15 @@ def _open_safetensors(path, stack):
 
         return read
 
-    return [StoredTensor(name, _guarded(path, reader(name))) for name in handle.keys()]  # noqa: SIM118  not a mapping
+    entries = _safetensors_header(path)[1]
+    return [
+        StoredTensor(
+            name,
+            _guarded(path, reader(name)),
+            _guarded(path, lambda name=name: _read_safetensors_bits(path, name, entries[name])),
+        )
+        for name in handle.keys()  # noqa: SIM118  not a mapping
+    ]
 
 
 def _open_numpy(path, stack):
@@ -243,7 +324,14 @@ def _open_torch(path):
     named = list(islice(_named_tensors(content, "", torch.Tensor), MOST_TENSORS + 1))
     if len(named) > MOST_TENSORS:  # a few kilobytes can name one tensor a hundred million times
         raise ValueError(f"it names more than {MOST_TENSORS} tensors")
-    return [StoredTensor(name or path.stem, _guarded(path, reader(tensor))) for name, tensor in named]
+    return [
+        StoredTensor(
+            name or path.stem,
+            _guarded(path, reader(tensor)),
+            _guarded(path, lambda tensor=tensor, name=name: as_numpy(tensor, name)),
+        )
+        for name, tensor in named
+    ]
 
 
 def _named_tensors(content, name, tensor_type):

@@ -784,13 +784,16 @@ def test_help_and_version(run, arguments):
 
 
 def test_every_scaling_is_described_in_the_help(run):
-    for command in ("inspect", "explain"):
+    for command in ("inspect", "explain", "check", "golden"):
         out = " ".join(run(command, "--help")[1].split())
         assert all(f"{s.name} {s.description}" in out for s in SCALINGS.values())
     assert "before any amax is known" in SCALINGS["delayed-scale-1"].description and "delayed" not in SCALINGS
 
 
-@pytest.mark.parametrize("command", [[], ["report"], ["inspect"], ["explain"], ["formats"]], ids=" ".join)
+COMMANDS = ("report", "inspect", "explain", "check", "golden", "formats")
+
+
+@pytest.mark.parametrize("command", [[], *([c] for c in COMMANDS)], ids=" ".join)
 def test_help_fits_a_terminal(run, monkeypatch, command):
     monkeypatch.setenv("COLUMNS", "200")
     lines = run(*command, "--help")[1].splitlines()

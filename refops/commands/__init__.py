@@ -1,0 +1,1 @@
+"""The commands that have modules of their own: `refops check`, `refops golden`, and what commands share."""

@@ -1,0 +1,315 @@
+"""`refops check`: the verdict on what a kernel wrote. What is right is the business of `refops.oracle`."""
+
+import math
+from contextlib import contextmanager
+
+import numpy as np
+
+from refops import oracle
+from refops.commands.arguments import (
+    DTYPES,
+    FILES,
+    VALUE_DTYPES,
+    add_operation,
+    number_argument,
+    operation_of,
+    parameter_kinds,
+    params_of,
+    parse_file,
+    read_file,
+    read_raw,
+    scaling_of,
+)
+from refops.commands.usage import EXIT_FINE, EXIT_MISMATCH, UsageError, listed
+from refops.display.console import print_json
+from refops.display.oracle import print_check
+from refops.files import SUFFIXES, FileError
+from refops.golden import read_golden
+from refops.oracle.operation import ALIASES, OPERATIONS, QUANTIZED_ARRAYS, Case
+
+EXAMPLES = """\
+examples:
+  refops check --op swiglu --scaling mxfp8 --input x.npy
+      --data q.bin --scale s.bin
+  refops check --op dgelu --input dy=dy.npy --input x=x.npy --output dx=dx.npy
+  refops check --op quantize --scaling nvfp4-1x16 --set two_d=true
+      --input x.bin@bfloat16:64x128 --outputs out.safetensors
+  refops check --golden golden/FILE.safetensors --outputs out.safetensors
+
+"""
+ARRAYS = """\
+inputs: x; for gradients dy and x; for scaled_... row_scales besides; for
+  dequantize the arrays of the quantized tensor; for update_delayed_scale
+  amax_history and scale.
+outputs: y; dx, dbias, drow_scales; where the operation quantizes
+  rowwise_data, rowwise_scale_inv, amax_rowwise, the same columnwise, dbias;
+  amax_history and scale.
+
+"""
+
+
+def add_check(command, scaling_list):
+    """Add `refops check`; `command` makes a subcommand, `scaling_list` is the help on scalings."""
+    p = command(
+        "check",
+        run_check,
+        "Judge what a kernel wrote: right or wrong, where, and why.",
+        "\nExit code 0: right. 1: wrong. 2: bad use.",
+        epilog=EXAMPLES + FILES + ARRAYS + scaling_list,
+    )
+    add_operation(p)
+    p.add_argument("--input", action="append", default=[], metavar="[NAME=]FILE", help="what the kernel read")
+    p.add_argument("--golden", metavar="FILE", help="take operation, settings and inputs from a golden file instead")
+    p.add_argument("--data", metavar="FILE", help="output rowwise_data")
+    p.add_argument("--scale", metavar="FILE", help="output rowwise_scale_inv (scale, for update_delayed_scale)")
+    p.add_argument("--amax", metavar="FILE", help="output amax_rowwise")
+    p.add_argument("--output", action="append", default=[], metavar="NAME=FILE", help="any output")
+    p.add_argument("--outputs", metavar="FILE", help="a file that holds outputs under their names")
+    p.add_argument("--out-dtype", choices=VALUE_DTYPES, help="dtype of y or dx in raw files (default: that of x)")
+    p.add_argument(
+        "--ulp",
+        type=_ulp,
+        default=2.0,
+        metavar="N",
+        help="error that exp and tanh may have (default 2); 0 asks for bit equality",
+    )
+    p.add_argument("--swizzled-scales", action="store_true", help="the scales are in the order that GEMMs read")
+    p.add_argument(
+        "--padding", choices=["ignore", "zero"], help="whether padding of scales must be zero (default: with --ulp 0)"
+    )
+    p.add_argument(
+        "--random-bits",
+        choices=["given", "any"],
+        default="given",
+        help="stochastic rounding: those of the scaling (default), or the kernel's own, whatever they are",
+    )
+    p.add_argument("--no-diagnosis", action="store_true", help="do not look for what explains a wrong dump")
+
+
+def _ulp(text):
+    return number_argument(text, "a number >= 0", lambda value: 0 <= value < math.inf)
+
+
+def run_check(arguments):
+    """`refops check`: the verdict on the outputs of a kernel."""
+    if arguments.golden is not None:
+        op, inputs, scaling, params = _from_golden(arguments)
+    else:
+        operation = _operation_given(arguments)
+        op, scaling, params = operation.name, scaling_of(arguments), params_of(arguments, operation)
+        inputs = _read_inputs(arguments, operation)
+    swizzled, option_of = arguments.swizzled_scales, _option_of(arguments, op)
+    with _usage_errors(option_of):
+        case = Case(op, inputs, scaling, params, swizzled_scales=swizzled)
+    given = _outputs_given(arguments, case)
+    outputs = _read_outputs(arguments, case, given)
+    with _usage_errors(lambda name: given[name][0] if name in given else f"--outputs {name}"):
+        case.fit_outputs(outputs)
+    with _usage_errors(option_of):
+        report = oracle.check(
+            op,
+            inputs,
+            outputs,
+            scaling=scaling,
+            params=params,
+            ulp=arguments.ulp,
+            swizzled_scales=swizzled,
+            padding=arguments.padding,
+            random_bits=arguments.random_bits,
+            diagnose=not arguments.no_diagnosis,
+        )
+    if arguments.json:
+        print_json(report.as_dict())
+    else:
+        print_check(report)
+    return EXIT_FINE if report.ok else EXIT_MISMATCH
+
+
+def _operation_given(arguments):
+    if arguments.op is None:
+        raise UsageError("give either --op or --golden; got neither (see refops check --help)")
+    return operation_of(arguments)
+
+
+def _from_golden(arguments):
+    """Operation, inputs, settings and parameters of --golden."""
+    for name in ("op", "scaling", "set", "param", "input"):
+        if getattr(arguments, name):
+            raise UsageError(f"give either --golden or --{name}; got both: a golden file brings its own")
+    try:
+        golden = read_golden(arguments.golden)
+    except FileError as error:
+        raise UsageError(f"--golden {error}") from None
+    if golden.op == "dequantize" and arguments.swizzled_scales:
+        raise UsageError("--swizzled-scales must not be given with a golden file of dequantize: its scales are plain")
+    stale = golden.stale_outputs()
+    if stale:
+        made_by = f"{arguments.golden!r} of refops {golden.header['refops']}"
+        raise UsageError(
+            f"--golden must hold what this refops writes; got {made_by}, whose {stale[0]} differs: write it again"
+        )
+    return golden.op, golden.inputs, golden.scaling, golden.params
+
+
+def _read_inputs(arguments, operation):
+    """Input name -> array of every --input."""
+    dequantizes = operation.kind == "dequantize"
+    names = QUANTIZED_ARRAYS if dequantizes else operation.inputs
+    inputs = {}
+    for text in arguments.input:
+        name, equals, path = text.partition("=")
+        if not equals:
+            arrays = _read_unnamed_input(text, names)
+        else:
+            full = ALIASES.get(name, name) if dequantizes else name
+            if full not in names:
+                raise UsageError(f"--input must be NAME=FILE with NAME one of {', '.join(names)}; got {text!r}")
+            argument = f"--input {name}"
+            found = read_file(parse_file(path, argument), argument, name)
+            if len(found) != 1:
+                raise UsageError(f"{argument} must name one of {listed(found)} after :; got {path!r}")
+            arrays = {full: next(iter(found.values()))}
+        for full, array in arrays.items():
+            if full in inputs:
+                raise UsageError(f"--input must give {full} once; got {text!r} besides")
+            inputs[full] = array
+    missing = [] if dequantizes else [name for name in names if name not in inputs]
+    if missing or not inputs:
+        got = ", ".join(inputs) or "nothing"
+        wanted = f"arrays among {', '.join(names)}" if dequantizes else ", ".join(names)
+        raise UsageError(f"--input must give {wanted} for {operation.name}; got {got}")
+    return inputs
+
+
+def _read_unnamed_input(text, names):
+    """The one input, or everything in a file whose arrays are named as the inputs are."""
+    spec = parse_file(text, "--input")
+    found = read_file(spec, "--input", names[0] if len(names) == 1 else None)
+    if len(names) == 1 and len(found) == 1:
+        return {names[0]: next(iter(found.values()))}
+    unknown = [name for name in found if name not in names]
+    if unknown:
+        shown = "one of several inputs" if unknown == [None] or len(found) == 1 else f"array {unknown[0]!r}"
+        raise UsageError(f"--input must be NAME=FILE with NAME one of {', '.join(names)}; got {text!r}, {shown}")
+    return found
+
+
+def _outputs_given(arguments, case):
+    """Full output name -> (argument as typed, _File) of every output that has a file of its own."""
+    words = [(f"--{name}", name, getattr(arguments, name)) for name in ("data", "scale", "amax")]
+    words = [word for word in words if word[2] is not None]
+    for text in arguments.output:
+        name, equals, path = text.partition("=")
+        if not equals:
+            raise UsageError(f"--output must be NAME=FILE with NAME one of {', '.join(case.slots)}; got {text!r}")
+        words.append((f"--output {name}", name, path))
+    given = {}
+    for argument, name, path in words:
+        full = name if name in case.slots else ALIASES.get(name, name)
+        if full not in case.slots:
+            raise UsageError(f"{argument} is no output of {case.operation.name}: {', '.join(case.slots)}; got {path!r}")
+        if full in given:
+            raise UsageError(f"{argument} must be given once; got {given[full][1].text!r} and {path!r} for {full}")
+        given[full] = (argument, parse_file(path, argument))
+    return given
+
+
+def _read_outputs(arguments, case, given):
+    """Output name -> array of every output argument."""
+    outputs = {}
+    if arguments.outputs is not None:
+        spec = parse_file(arguments.outputs, "--outputs")
+        if spec.raw:
+            rule = f"must end in one of {', '.join(SUFFIXES)} (raw files: --output NAME=FILE)"
+            raise UsageError(f"--outputs {rule}; got {spec.path!r}")
+        for name, array in read_file(spec, "--outputs").items():
+            full = name if name in case.slots else ALIASES.get(name, name)
+            if full not in case.slots:
+                raise UsageError(f"--outputs must hold arrays among {', '.join(case.slots)}; got {name!r}")
+            if full in outputs or full in given:
+                raise UsageError(f"--outputs must hold {full} where nothing else gives it; got it twice")
+            outputs[full] = array
+    for name, (argument, spec) in given.items():
+        outputs[name] = _read_output(arguments, case, name, argument, spec)
+    if not outputs:
+        raise UsageError(f"--output must give at least one of {', '.join(case.slots)}; got none")
+    return _with_out_dtype(arguments, case, outputs)
+
+
+def _read_output(arguments, case, name, argument, spec):
+    """One output: raw elements have the dtype and shape that the operation writes."""
+    if not spec.raw or spec.shape is not None:
+        found = read_file(spec, argument, name)
+        if len(found) != 1:
+            raise UsageError(f"{argument} must name one of {listed(found)} after :; got {spec.text!r}")
+        return next(iter(found.values()))
+    slot, dtype = case.slots[name], spec.dtype
+    if dtype is None:
+        dtype = _value_dtype(arguments, case) if name in ("y", "dx") else slot.dtype
+    shapes = (slot.shape, slot.valid) if slot.padded else (slot.shape,)
+    try:
+        return read_raw(spec, argument, [(shape, dtype) for shape in shapes])
+    except FileError as error:
+        raise UsageError(f"{argument} {error}") from None
+
+
+def _value_dtype(arguments, case):
+    """dtype of raw y or dx."""
+    if arguments.out_dtype is not None:
+        return DTYPES[arguments.out_dtype]
+    return case.inputs["x"].dtype if "x" in case.inputs else np.dtype(np.float32)
+
+
+def _with_out_dtype(arguments, case, outputs):
+    """`outputs` with raw 2-byte y or dx as --out-dtype."""
+    if arguments.out_dtype is None:
+        return outputs
+    dtype = DTYPES[arguments.out_dtype]
+    values = [name for name in ("y", "dx") if name in outputs]
+    if not values:
+        raise UsageError(f"--out-dtype goes with output y or dx; got {arguments.out_dtype!r} with {', '.join(outputs)}")
+    array = np.asarray(outputs[values[0]])
+    if array.dtype.kind == "u" and array.dtype.itemsize == dtype.itemsize:
+        array = array.view(dtype)
+    if array.dtype != dtype:
+        raise UsageError(f"--out-dtype must be that of {values[0]}, {array.dtype}; got {arguments.out_dtype!r}")
+    return outputs | {values[0]: array}
+
+
+@contextmanager
+def _usage_errors(option_of):
+    """Turn an error about an argument ("x must be ...; got ...") into bad use of the option that gave it.
+
+    Args:
+        option_of: function from the argument's name to what stands for it in the message.
+    """
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        message = " ".join(str(error).split())
+        if "; got" not in message:  # none of the caller's doing
+            raise
+        name, _, rest = message.partition(" ")
+        raise UsageError(f"{option_of(name)} {rest}{_BFLOAT16_HINT if 'got uint16' in rest else ''}") from None
+
+
+_BFLOAT16_HINT = "; if its elements are bfloat16, add @bfloat16 to the file"
+
+
+def _option_of(arguments, op):
+    """Function from the name of an argument of `oracle.check` to the option that gave it."""
+    operation = OPERATIONS[op]
+    inputs = QUANTIZED_ARRAYS if operation.kind == "dequantize" else operation.inputs
+
+    def option(name):
+        if arguments.golden is not None:
+            return f"--golden {arguments.golden!r} does not work: {name}"
+        if name in inputs:
+            return f"--input {name}"
+        if name in parameter_kinds(operation):
+            return f"--param {name}"
+        if name == "random_bits":  # the array's shape; the choice itself is the parser's business
+            return "--set random_bits"
+        return {"inputs": "--input"}.get(name, f"--{name}")
+
+    return option

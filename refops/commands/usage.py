@@ -1,0 +1,50 @@
+"""What the commands share: exit codes, bad use, and names that a user spelled almost right."""
+
+import difflib
+
+from refops.survey import SCALINGS, match_names
+
+EXIT_FINE, EXIT_MISMATCH, EXIT_BAD_USE = 0, 1, 2
+#: Names that an error message lists.
+MOST_LISTED = 10
+
+
+class UsageError(Exception):
+    """Bad use; the message is one line that names the argument, its value and the rule."""
+
+
+def match(patterns, names, argument):
+    """Names that match, or a UsageError that lists similar ones, or what there is."""
+    try:
+        return match_names(patterns, list(names))
+    except LookupError as error:
+        (pattern,) = error.args
+    similar = _similar(pattern, names)
+    if similar:
+        raise UsageError(f"{argument} matches nothing; got {pattern!r}: did you mean {listed(similar, 3)}?")
+    most = len(SCALINGS) if names is SCALINGS else MOST_LISTED
+    raise UsageError(f"{argument} must match one of {listed(names, most)}; got {pattern!r}")
+
+
+def match_one(pattern, names, argument):
+    """The one name that matches, or a UsageError."""
+    if pattern in names:
+        return pattern
+    found = match([pattern], names, argument)
+    if len(found) > 1:
+        raise UsageError(f"{argument} must match one name; got {pattern!r}, which matches {listed(found)}")
+    return found[0]
+
+
+def _similar(pattern, names):
+    """Names that hold the pattern's text, or else are spelled like it."""
+    text = pattern.strip("*")
+    holding = [name for name in names if len(text) > 2 and text.lower() in name.lower()]
+    return holding or difflib.get_close_matches(text, names)
+
+
+def listed(names, most=MOST_LISTED):
+    names = list(names)
+    if not names:
+        return "no names (there are none)"
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

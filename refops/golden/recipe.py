@@ -1,0 +1,210 @@
+"""What a golden file is made from, its name, and the matrix that covers every operation and scaling."""
+
+import re
+from dataclasses import dataclass, field, fields
+
+import numpy as np
+
+from refops.activations import ACTIVATIONS
+from refops.arguments import BFLOAT16, require_choice, require_high_precision_dtype, require_integer, shown
+from refops.formats import E4M3, E5M2, FloatFormat
+from refops.golden.inputs import INPUT_KINDS
+from refops.ops import SCALED_ACTIVATIONS
+from refops.oracle.operation import require_operation
+from refops.scaling import BlockScaling, MXFP8Scaling, NVFP4Scaling, Scaling, require_scaling
+from refops.survey import SCALINGS
+
+#: Elements that a golden file's tensor may have: they travel as files, and are made in one piece.
+MOST_ELEMENTS = 1 << 26
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything that decides the bytes of a golden file.
+
+    Attributes:
+        op: name of the operation (`refops.oracle.operation.OPERATIONS`).
+        scaling: settings, or the name of a row of `refops.survey.SCALINGS`, or None.
+        shape: shape of x; of the tensor that a dequantization gives back; of amax_history.
+        dtype: dtype of x and dy; of a dequantization's result. None: bfloat16, or float32 where nothing else is
+            allowed.
+        seed: 64-bit integer.
+        inputs: kind of numbers, a key of `refops.golden.inputs.INPUT_KINDS`.
+        params: parameters of the operation.
+        columnwise: whether a dequantization reads the columnwise copy.
+    """
+
+    op: str
+    scaling: Scaling | str | None = None
+    shape: tuple[int, ...] = (64, 128)
+    dtype: np.dtype | str | None = None
+    seed: int = 0
+    inputs: str = "mixed"
+    params: dict = field(default_factory=dict)
+    columnwise: bool = False
+
+    def __post_init__(self):
+        operation = require_operation(self.op)
+        scaling = self.scaling
+        if isinstance(scaling, str):
+            if scaling not in SCALINGS:
+                raise ValueError(f"scaling must be one of {', '.join(SCALINGS)}; got {scaling!r}")
+            scaling = SCALINGS[scaling].scaling
+        elif scaling is not None:
+            require_scaling(scaling)
+        if operation.kind == "dequantize" and scaling is None:
+            raise ValueError("scaling is required for dequantize; got None")
+        if getattr(scaling, "random_bits", None) is not None:
+            raise ValueError("scaling must take its random bits from seed and offset; got random_bits")
+        if self.columnwise and operation.kind != "dequantize":
+            raise ValueError(f"columnwise must be False for {operation.name}, which writes both copies; got True")
+        update = operation.kind == "update_delayed_scale"
+        default = np.float32 if update else BFLOAT16
+        dtype = default if self.dtype is None else require_high_precision_dtype(self.dtype, "dtype")
+        dtype = np.dtype(dtype)
+        if update and dtype != np.float32:
+            raise ValueError(f"dtype must be float32 for update_delayed_scale; got {dtype}")
+        if not isinstance(self.shape, tuple | list) or not self.shape:
+            raise ValueError(f"shape must be a tuple of at least one size; got {shown(self.shape)}")
+        shape = tuple(require_integer(size, "shape", low=0, high=1 << 31) for size in self.shape)
+        if np.prod(shape, dtype=object) > MOST_ELEMENTS:
+            raise ValueError(f"shape must have at most 2^26 elements; got {shape}")
+        # The dataclass is frozen for its users; these are the same values in one form.
+        for name, value in (
+            ("op", operation.name),
+            ("scaling", scaling),
+            ("dtype", dtype),
+            ("shape", shape),
+            ("seed", require_integer(self.seed, "seed", low=0, high=1 << 64)),
+            ("inputs", require_choice(self.inputs, "inputs", tuple(INPUT_KINDS))),
+            ("params", dict(self.params)),
+        ):
+            object.__setattr__(self, name, value)
+
+    @property
+    def file_name(self):
+        """Name of the file: every argument is in it, so two recipes never share one."""
+        parts = [self.op]
+        if self.scaling is not None:
+            parts.append(scaling_label(self.scaling))
+        parts += [f"{name}={_plain_text(value)}" for name, value in sorted(self.params.items())]
+        if self.op == "dequantize":
+            parts.append("columnwise" if self.columnwise else "rowwise")
+        parts += [self.dtype.name, "x".join(map(str, self.shape)), self.inputs, f"seed{self.seed}"]
+        return re.sub(r"[^A-Za-z0-9_.=+-]", "_", "__".join(parts)) + ".safetensors"
+
+
+def scaling_label(scaling):
+    """The name of `scaling` in the table of scalings, or the closest one's and what differs: "mxfp8+two_d=True"."""
+    candidates = []
+    for row in SCALINGS.values():
+        if type(row.scaling) is type(scaling):
+            differing = [f for f in settings_fields(scaling) if getattr(scaling, f) != getattr(row.scaling, f)]
+            candidates.append((len(differing), row.name, differing))
+    _, name, differing = min(candidates, key=lambda candidate: candidate[0])
+    return "+".join([name, *(f"{f}={_plain_text(getattr(scaling, f))}" for f in differing)])
+
+
+def settings_fields(scaling):
+    """Names of the fields of settings, or of their class, that plain text can hold."""
+    return [f.name for f in fields(scaling) if f.name != "random_bits"]
+
+
+def _plain_text(value):
+    return value.name if isinstance(value, FloatFormat) else str(value)
+
+
+def golden_matrix(seed=0):
+    """Yield the `Recipe` of every golden file of the whole matrix.
+
+    Every operation under every scaling that it takes and in every dtype, with both copies and all sums; shapes of more
+    than one block in both directions, ragged where the scaling allows it; numbers of every kind.
+    """
+    for name in ACTIVATIONS:
+        for op in (name, f"d{name}"):
+            yield from _plain(op, seed, gated=ACTIVATIONS[name].gated)
+            for scaling in SCALINGS:
+                yield from _quantizing(op, scaling, seed, gated=ACTIVATIONS[name].gated)
+    yield from _other_parameters(seed)
+    yield from _scaled(seed)
+    for scaling in SCALINGS:
+        yield from _quantizing("quantize", scaling, seed, gated=False)
+    for scaling in SCALINGS:
+        yield from _dequantizing(scaling, seed)
+    yield from _updates(seed)
+
+
+#: (dtype, kind of numbers, whether the shape is ragged).
+_VARIANTS = (
+    ("float32", "mixed", False),
+    ("float16", "mixed", True),
+    ("bfloat16", "mixed", False),
+    ("float32", "extreme", True),
+    ("float16", "extreme", False),
+    ("bfloat16", "extreme", True),
+    ("float32", "special", False),
+    ("float16", "special", True),
+    ("bfloat16", "special", False),
+)
+
+
+def _shape(scaling, ragged, gated):
+    """Shape of x: small, but several blocks in both directions; the last row and column of blocks partial if ragged."""
+    factor = 1 + gated
+    settings = None if scaling is None else SCALINGS[scaling].scaling
+    if isinstance(settings, BlockScaling):
+        return (130, factor * 132) if ragged else (2, 64, factor * 256)
+    if isinstance(settings, MXFP8Scaling):
+        # Gated activations take whole blocks of 32 columns alone.
+        return (37, factor * (96 if gated else 75)) if ragged else (2, 32, factor * 64)
+    if isinstance(settings, NVFP4Scaling):
+        # Row scaling takes multiples of 32 alone; blocks are never partial, but scales are padded.
+        return (32, factor * 96) if ragged else (2, 16, factor * 64)
+    return (3, 7, factor * 33) if ragged else (16, factor * 64)
+
+
+def _plain(op, seed, *, gated):
+    for dtype, inputs, ragged in _VARIANTS:
+        yield Recipe(op, None, _shape(None, ragged, gated), dtype, seed, inputs)
+
+
+def _quantizing(op, scaling, seed, *, gated):
+    for dtype, inputs, ragged in _VARIANTS:
+        yield Recipe(op, scaling, _shape(scaling, ragged, gated), dtype, seed, inputs)
+
+
+def _other_parameters(seed):
+    """Activations with parameters, at values of their own."""
+    for name, params in (
+        ("clamped_swiglu", {"limit": 1.5, "alpha": 1.25, "glu_linear_offset": 0.5}),
+        ("situglu", {"beta1": 1.5, "beta2": 3.0}),
+    ):
+        for op in (name, f"d{name}"):
+            for scaling in (None, "mxfp8"):
+                yield Recipe(op, scaling, _shape("mxfp8", False, True), "bfloat16", seed, params=params)
+
+
+def _scaled(seed):
+    for name in SCALED_ACTIVATIONS:
+        gated = ACTIVATIONS[name].gated
+        for op in (f"scaled_{name}", f"scaled_d{name}"):
+            yield from _plain(op, seed, gated=gated)
+            if gated:
+                interleaved = {"glu_interleave_size": 32}
+                yield Recipe(op, None, (2, 8, 256), "bfloat16", seed, params=interleaved)
+
+
+def _dequantizing(scaling, seed):
+    for columnwise in (False, True):
+        for dtype, inputs, ragged in _VARIANTS:
+            shape = _shape(scaling, ragged, False)
+            yield Recipe("dequantize", scaling, shape, dtype, seed, inputs, columnwise=columnwise)
+
+
+def _updates(seed):
+    for fmt in (E4M3, E5M2):
+        for algorithm in ("max", "most_recent"):
+            for margin, keep_unused, inputs in ((0, True, "mixed"), (3, False, "extreme"), (-2, True, "special")):
+                params = {"fmt": fmt, "margin": margin, "algorithm": algorithm, "keep_unused": keep_unused}
+                yield Recipe("update_delayed_scale", None, (16, 12), "float32", seed, inputs, params)
+    yield Recipe("update_delayed_scale", None, (1,), "float32", seed, params={"fmt": E4M3})

@@ -1,0 +1,225 @@
+"""Golden files on disk: written whole or not at all, listed in a manifest, verified when read.
+
+The safetensors format is written here, in twenty lines, and not by its library: the library's order of metadata and its
+interface have changed between versions, and these bytes must not. Reading goes through the library, which checks what
+was written. One writer at a time may use a directory.
+"""
+
+import json
+import os
+import shutil
+import tempfile
+from contextlib import suppress
+from hashlib import sha256
+from pathlib import Path
+
+import numpy as np
+
+from refops.arguments import BFLOAT16
+from refops.files import FileError, read_safetensors
+from refops.golden.build import LAYOUT, Golden, build_golden, canonical_json, digest
+from refops.golden.recipe import Recipe
+
+#: Key of the header in the file's `__metadata__`.
+HEADER_KEY = "refops"
+MANIFEST = "manifest.json"
+_DTYPE_NAMES = {
+    np.dtype(np.float32): "F32",
+    np.dtype(np.float16): "F16",
+    BFLOAT16: "BF16",
+    np.dtype(np.uint8): "U8",
+}
+#: What a golden file's header must hold besides its digest: key -> type.
+_HEADER_FIELDS = {"operation": str, "parameters": dict, "scaling": dict | None, "arrays": dict, "refops": str}
+
+
+# --- bytes -----------------------------------------------------------------------------------------------------------
+
+
+def golden_bytes(golden):
+    """Return the bytes of a golden file.
+
+    safetensors: 8 bytes length of a JSON text (little-endian), the text padded with spaces to a multiple of 8, the
+    arrays. Arrays of wider elements come first, so that every one is aligned; then by name.
+    """
+    names = sorted(golden.arrays, key=lambda name: (-golden.arrays[name].itemsize, name))
+    entries, chunks, offset = {"__metadata__": {HEADER_KEY: canonical_json(golden.header)}}, [], 0
+    for name in names:
+        array = golden.arrays[name]
+        data = array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes()
+        end = offset + len(data)
+        entries[name] = {
+            "dtype": _DTYPE_NAMES[array.dtype],
+            "shape": list(array.shape),
+            "data_offsets": [offset, end],
+        }
+        chunks.append(data)
+        offset = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return b"".join([len(text).to_bytes(8, "little"), text, *chunks])
+
+
+def read_golden(path):
+    """Return the `Golden` in a file, every array and the header verified against its digest.
+
+    Raises:
+        FileError: no such file, not a golden file, truncated or changed since it was written.
+    """
+    arrays, metadata = read_safetensors(path)
+    header = _parse_header(metadata.get(HEADER_KEY), path)
+    if digest(header, arrays) != header.get("digest"):
+        raise FileError(f"must be as it was written; got {str(path)!r}: its contents do not match its digest")
+    golden = Golden(header, arrays)
+    try:
+        golden.case()
+    except Exception as error:  # a header that a digest vouches for, but of a file that this version cannot use
+        reason = " ".join(str(error).split())
+        raise FileError(f"must be a golden file that refops can use; got {str(path)!r}: {reason}") from error
+    return golden
+
+
+def _parse_header(text, path):
+    try:
+        header = json.loads(text) if text is not None else None
+    except ValueError:
+        header = None
+    if not isinstance(header, dict) or any(not isinstance(header.get(k), t) for k, t in _HEADER_FIELDS.items()):
+        raise FileError(f"must be a golden file, as refops golden writes them; got {str(path)!r}: it has no header")
+    if header.get("layout") != LAYOUT:
+        raise FileError(
+            f"must be a golden file of layout {LAYOUT}; got {str(path)!r} of layout {header.get('layout')!r}, written "
+            f"by refops {header['refops']}"
+        )
+    return header
+
+
+# --- files -----------------------------------------------------------------------------------------------------------
+
+
+def write_golden(directory, op, scaling=None, *, shape, dtype=None, seed=0, inputs="mixed", params=None):
+    """Write one golden file and list it in the directory's manifest.
+
+    Args:
+        directory: where; made if it is not there.
+        op: name of the operation: "quantize", "swiglu", "dgelu" ...
+        scaling: settings, or a name of `refops.survey.SCALINGS`.
+        shape: of x; of the tensor that a dequantization gives back; of amax_history.
+        dtype: of x and dy, or of a dequantization's result; default bfloat16 (float32 for update_delayed_scale).
+        seed: 64-bit integer.
+        inputs: kind of numbers: "mixed", "extreme" or "special".
+        params: parameters of the operation.
+
+    Returns:
+        Path of the file.
+
+    Raises:
+        ValueError, TypeError: arguments that do not fit together. OSError: it cannot be written. Nothing is left then.
+    """
+    recipe = Recipe(op, scaling, shape, dtype, seed, inputs, params or {})
+    with GoldenWriter(directory) as writer:
+        writer.add(recipe)
+    return writer.path_of(recipe)
+
+
+class GoldenWriter:
+    """A directory of golden files that changes as a whole: `with GoldenWriter(folder) as writer: writer.add(recipe)`.
+
+    Files are collected in a hidden directory beside their target and synchronised with the disk. When the `with` block
+    ends they are moved into place, the manifest last; when it ends with an exception (or Ctrl-C) nothing happens to the
+    directory.
+
+    Attributes:
+        written: file name -> {"sha256", "bytes"} of what was added.
+    """
+
+    def __init__(self, directory):
+        self._directory = Path(directory)
+        self._made, self._staging = [], None
+        self.written = {}
+
+    def __enter__(self):
+        try:
+            self._make_directory()
+            self._manifest = self._read_manifest()
+            self._staging = Path(tempfile.mkdtemp(prefix=".golden-", dir=self._directory))
+        except BaseException:
+            self._clean_up()
+            raise
+        return self
+
+    def __exit__(self, kind, error, traceback):
+        try:
+            if kind is None:
+                self._commit()
+        finally:
+            self._clean_up()
+
+    def add(self, recipe):
+        """Build the file of `recipe` and stage it; returns its `Golden`."""
+        golden = build_golden(recipe)
+        data = golden_bytes(golden)
+        self._stage(recipe.file_name, data)
+        self.written[recipe.file_name] = {"sha256": sha256(data).hexdigest(), "bytes": len(data)}
+        return golden
+
+    def path_of(self, recipe):
+        """Where the file of `recipe` is once the `with` block has ended."""
+        return self._directory / recipe.file_name
+
+    def _make_directory(self):
+        missing = [p for p in (self._directory, *self._directory.parents) if not p.exists()]
+        for path in reversed(missing):
+            path.mkdir(exist_ok=True)
+            self._made.append(path)
+
+    def _stage(self, name, data):
+        if (self._directory / name).is_dir():
+            raise IsADirectoryError(f"{self._directory / name} is a directory")
+        with open(self._staging / name, "xb") as handle:
+            handle.write(data)
+            handle.flush()
+            os.fsync(handle.fileno())
+
+    def _commit(self):
+        kept = {name: entry for name, entry in self._manifest.items() if (self._directory / name).is_file()}
+        files = dict(sorted((kept | self.written).items()))
+        self._stage(MANIFEST, (json.dumps({"files": files}, indent=1) + "\n").encode())
+        names = [*self.written, MANIFEST]
+        try:
+            self._move(names)
+        except KeyboardInterrupt:  # everything is on the disk already: finishing is the only state that is whole
+            self._move([name for name in names if (self._staging / name).exists()])
+            raise
+
+    def _move(self, names):
+        for name in names:
+            os.replace(self._staging / name, self._directory / name)
+        _sync_directory(self._directory)
+
+    def _clean_up(self):
+        if self._staging is not None:
+            shutil.rmtree(self._staging, ignore_errors=True)
+        for path in reversed(self._made):
+            with suppress(OSError):  # not empty: it holds what was written
+                path.rmdir()
+
+    def _read_manifest(self):
+        path = self._directory / MANIFEST
+        if not path.exists():
+            return {}
+        try:
+            files = json.loads(path.read_text())["files"]
+            return {str(name): {"sha256": str(e["sha256"]), "bytes": int(e["bytes"])} for name, e in files.items()}
+        except (ValueError, TypeError, KeyError, AttributeError):
+            raise FileError(f"must hold a manifest of golden files or none; got {str(path)!r}") from None
+
+
+def _sync_directory(directory):
+    """Let the new names reach the disk, where the system can do that for directories."""
+    with suppress(OSError):
+        descriptor = os.open(directory, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

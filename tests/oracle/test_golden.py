@@ -1,0 +1,620 @@
+"""Golden files: the same bytes everywhere, written whole or not at all, verified when read, and right."""
+
+import errno
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from hashlib import sha256
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors import safe_open
+
+import refops
+from refops import oracle
+from refops.files import FileError
+from refops.formats import encode, unpack_fp4
+from refops.golden import (
+    INPUT_KINDS,
+    GoldenWriter,
+    Recipe,
+    build_golden,
+    golden_bytes,
+    golden_matrix,
+    read_golden,
+    storage,
+    write_golden,
+)
+from refops.golden.inputs import make_amaxes, make_row_scales, make_tensor
+from refops.golden.recipe import scaling_label
+from refops.oracle.operation import OPERATIONS
+from refops.survey import SCALINGS, cast_source
+
+ROOT = Path(refops.__file__).parent.parent
+F = np.float32
+DTYPES = (np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))
+#: One file of each kind that another machine would notice first: transcendental functions, random bits, float64 in the
+#: Hadamard transform, sums. SHA-256 with refops' version taken for "0".
+COMMITTED = [
+    (
+        Recipe("dswiglu", "mxfp8", (34, 128), "bfloat16", 3),
+        "206a2b0a9bb25b61bc781fd44c891b8c4210c04284ae41284f0e08dda90c8d78",
+    ),
+    (
+        Recipe("situglu", "current", (7, 66), "float32", 1 << 63, "extreme"),
+        "68189e6747f61a1c0646d6609a57a4831a86f7b0a803cb21c1706534db7d4d87",
+    ),
+    (
+        Recipe("quantize", "nvfp4-rht", (32, 48), "float16", 1),
+        "93d487af0f901dbaa43bf61b5a799a03f0d1cc331bb75e6ddda597d3740d92c4",
+    ),
+    (
+        Recipe("quantize", "nvfp4-stochastic", (16, 32), "bfloat16", 2, "special"),
+        "f24f04066ecf702b7deb9de5b41829bb4ee533f97a125fed26fed70c666aa530",
+    ),
+]
+#: The matrix by file name; a sample of it stands for all in the slower tests.
+MATRIX = {recipe.file_name: recipe for recipe in golden_matrix()}
+SAMPLE = sorted(MATRIX)[::53]
+
+
+def contents(directory):
+    """Relative path -> bytes of everything in a directory."""
+    return {str(p.relative_to(directory)): p.read_bytes() for p in Path(directory).rglob("*") if p.is_file()}
+
+
+# --- the same bytes everywhere ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("recipe", "expected"), COMMITTED, ids=[recipe.file_name for recipe, _ in COMMITTED])
+def test_bytes_are_those_of_other_machines(recipe, expected, monkeypatch):
+    monkeypatch.setattr(refops, "__version__", "0")
+    assert sha256(golden_bytes(build_golden(recipe))).hexdigest() == expected
+
+
+def test_bytes_do_not_depend_on_the_processor_or_on_hashing():
+    """In a process of its own, without the vector instructions that NumPy found here, and with another hash seed."""
+    umath = np._core._multiarray_umath
+    features = [f for f in umath.__cpu_dispatch__ if umath.__cpu_features__[f]]
+    if not features:
+        pytest.skip("NumPy found no vector instructions here beyond the ones it always uses")
+    code = (
+        "from hashlib import sha256; from refops.golden import *\n"
+        "import numpy as np\n"
+        f"assert not any(np._core._multiarray_umath.__cpu_features__[f] for f in {features})\n"
+        "matrix = {r.file_name: r for r in golden_matrix()}\n"
+        f"for name in {SAMPLE[::4]}: print(sha256(golden_bytes(build_golden(matrix[name]))).hexdigest())"
+    )
+    environment = {"NPY_DISABLE_CPU_FEATURES": " ".join(features), "PYTHONHASHSEED": "7", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code],
+        capture_output=True,
+        text=True,
+        env=os.environ | environment,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    here = [sha256(golden_bytes(build_golden(MATRIX[name]))).hexdigest() for name in SAMPLE[::4]]
+    assert done.stdout.split() == here
+
+
+def test_every_argument_changes_the_bytes_and_the_name():
+    base = Recipe("dclamped_swiglu", "mxfp8", (32, 128), "bfloat16", 0)
+    others = [
+        replace(base, op="dswiglu"),
+        replace(base, scaling="mxfp8-e5m2"),
+        replace(base, scaling=refops.MXFP8Scaling(refops.E4M3, two_d=True)),
+        replace(base, shape=(128, 128)),
+        replace(base, shape=(2, 16, 128)),
+        replace(base, dtype="float16"),
+        replace(base, seed=1),
+        replace(base, inputs="extreme"),
+        replace(base, params={"limit": 1.0}),
+    ]
+    everything = [base, *others]
+    assert len({recipe.file_name for recipe in everything}) == len(everything)
+    assert len({golden_bytes(build_golden(recipe)) for recipe in everything}) == len(everything)
+
+
+def test_committed_names():
+    """Names are part of the contract: scripts hold them."""
+    scaling = refops.MXFP8Scaling(refops.E5M2, two_d=True)
+    params = {"limit": 2.5, "alpha": 1.0}
+    recipe = Recipe("clamped_swiglu", scaling, (2, 3, 64), "float16", 5, "special", params)
+    assert recipe.file_name == (
+        "clamped_swiglu__mxfp8-e5m2+two_d=True__alpha=1.0__limit=2.5__float16__2x3x64__special__seed5.safetensors"
+    )
+    assert Recipe("dequantize", "current", (4, 8)).file_name == (
+        "dequantize__current__rowwise__bfloat16__4x8__mixed__seed0.safetensors"
+    )
+    assert [scaling_label(row.scaling) for row in SCALINGS.values()] == list(SCALINGS)
+
+
+# --- the file ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SAMPLE[::3])
+def test_file_is_what_the_safetensors_library_reads(name, tmp_path):
+    recipe = MATRIX[name]
+    golden = build_golden(recipe)
+    path = tmp_path / name
+    path.write_bytes(golden_bytes(golden))
+    with safe_open(path, framework="np") as file:
+        assert set(file.keys()) == set(golden.arrays)
+        for key, array in golden.arrays.items():
+            read = file.get_tensor(key)
+            assert (read.dtype, read.shape) == (array.dtype, array.shape)
+            assert read.tobytes() == array.tobytes()
+        header = json.loads(file.metadata()["refops"])
+    assert header == golden.header
+    assert set(header["arrays"]) == set(golden.arrays)
+
+
+def test_arrays_are_aligned_and_listed_in_one_order():
+    data = golden_bytes(build_golden(Recipe("dswiglu", "nvfp4-1x16", (16, 64), "float16")))
+    length = int.from_bytes(data[:8], "little")
+    assert length % 8 == 0
+    entries = json.loads(data[8 : 8 + length])
+    del entries["__metadata__"]
+    sizes = {"F32": 4, "F16": 2, "BF16": 2, "U8": 1}
+    end = 0
+    for entry in entries.values():
+        start, stop = entry["data_offsets"]
+        assert start == end and start % sizes[entry["dtype"]] == 0
+        assert stop - start == sizes[entry["dtype"]] * np.prod(entry["shape"])
+        end = stop
+    assert len(data) == 8 + length + end
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_read_gives_what_was_built(name, tmp_path):
+    recipe = MATRIX[name]
+    built = build_golden(recipe)
+    path = tmp_path / name
+    path.write_bytes(golden_bytes(built))
+    golden = read_golden(path)
+    assert golden.header == built.header
+    assert (golden.op, golden.scaling, golden.params) == (recipe.op, recipe.scaling, recipe.params)
+    assert golden.arrays.keys() == built.arrays.keys()
+    assert all(golden.arrays[key].tobytes() == array.tobytes() for key, array in built.arrays.items())
+    assert golden.stale_outputs() == []
+
+
+def test_settings_survive_the_header():
+    """Every field, also at other values than the tables'."""
+    for scaling in (
+        refops.DelayedScaling(refops.E5M2, 0.1),
+        refops.CurrentScaling(refops.E4M3, power_2_scale=True, amax_epsilon=1e-3),
+        refops.BlockScaling(refops.E5M2, 1, power_2_scale=False, amax_epsilon=0.5),
+        refops.MXFP8Scaling(refops.E2M3, two_d=True, scale_rounding="ceil_ocp"),
+        refops.NVFP4Scaling(stochastic_rounding=True, seed=(1 << 64) - 1, offset=3),
+        refops.NVFP4Scaling(rht=True, sign_mask=0x1234),
+        refops.NVFP4Scaling(four_over_six="mse", e4m3_max=256, two_d=True),
+    ):
+        golden = build_golden(Recipe("quantize", scaling, (32, 32)))
+        header = json.loads(json.dumps(golden.header))
+        assert replace(golden, header=header).scaling == scaling
+
+
+def test_infinite_parameters_survive_the_header(tmp_path):
+    path = write_golden(tmp_path, "clamped_swiglu", shape=(4, 16), params={"limit": float("inf")})
+    assert read_golden(path).params == {"limit": float("inf")}
+
+
+# --- the numbers ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: d.name)
+def test_inputs_are_of_every_class(dtype):
+    mixed, extreme, special = (make_tensor(kind, (14, 160), dtype, seed=5) for kind in INPUT_KINDS)
+    values = mixed.astype(F)
+    assert np.isfinite(values).all() and (values == 0).any() and (np.signbit(values) & (values == 0)).any()
+    assert 100 < np.abs(values).max() <= 448 and values[0, 0] == 448
+    bell = values[0::5][:, 1:]
+    assert abs(bell.mean()) < 0.3 and 1.3 < bell.std() < 2.0
+    # ties: exactly between two E4M3 values, two E5M2 values, two E2M1 values
+    for fmt, rows in ((refops.E4M3, values[2::5]), (refops.E5M2, values[2::5]), (refops.E2M1, values[3::5])):
+        middle = (fmt.grid[1:] + fmt.grid[:-1]) / 2
+        assert np.isin(np.abs(rows), middle).mean() > 0.2
+    info = ml_dtypes.finfo(dtype)
+    magnitudes = np.abs(extreme.astype(np.float64))
+    assert np.isfinite(magnitudes).all() and magnitudes.max() == float(info.max)
+    assert ((magnitudes > 0) & (magnitudes < float(info.smallest_normal))).any()
+    assert (magnitudes == 0).all(axis=1).sum() == 4  # two rows of 0, two of -0
+    values = special.astype(F)
+    assert np.isnan(values).all(axis=1).any() and np.isinf(values).all(axis=1).any()
+    assert {np.inf, -np.inf} <= set(values[np.isinf(values)])
+    assert len(np.unique(special.view(f"u{dtype.itemsize}")[np.isnan(values)])) == 1
+
+
+def test_inputs_depend_on_seed_stream_and_position_alone():
+    a = make_tensor("mixed", (10, 64), F, seed=1)
+    assert (a == make_tensor("mixed", (2, 5, 64), F, seed=1).reshape(10, 64)).all()
+    assert (a != make_tensor("mixed", (10, 64), F, seed=2)).mean() > 0.5
+    assert (a != make_tensor("mixed", (10, 64), F, seed=1, stream=1)).mean() > 0.5
+    assert make_tensor("mixed", (0, 64), F, seed=1).shape == (0, 64)
+
+
+def test_row_scales_and_amaxes():
+    scales = make_row_scales(200, seed=0, stream=2)
+    assert scales.dtype == F and {0, 1} <= set(scales) and (scales >= 0).all() and (scales <= 1).all()
+    assert len(np.unique(scales)) > 100
+    for kind in INPUT_KINDS:
+        amaxes = make_amaxes(kind, (64, 8), seed=0, stream=0)
+        assert amaxes.dtype == F and not (amaxes < 0).any() and (amaxes == 0).any()
+        assert np.isinf(amaxes).any() == np.isnan(amaxes).any() == (kind == "special")
+
+
+# --- what it holds is right -------------------------------------------------------------------------------------------
+
+
+def spread(blocks, shape, size, axes):
+    """Repeat one value a block to one an element along `axes`, cut to `shape`."""
+    for axis in axes:
+        blocks = np.repeat(blocks, size, axis=axis)
+    return blocks[: shape[0], : shape[1]]
+
+
+def by_element(golden, name, columnwise, shape):
+    """An intermediate array of scales as one value an element of the (M, K) tensor."""
+    scaling, array = golden.scaling, golden.intermediates[name]
+    if isinstance(scaling, refops.DelayedScaling | refops.CurrentScaling):
+        return np.broadcast_to(array, shape)
+    block = scaling.block_size
+    if isinstance(scaling, refops.BlockScaling) and scaling.block_dim == 2:
+        return spread(array.T if columnwise else array, shape, block, (0, 1))
+    if isinstance(scaling, refops.BlockScaling):
+        array = array if columnwise else array.T
+    elif isinstance(scaling, refops.NVFP4Scaling) and columnwise:
+        array = array.T
+    return spread(array, shape, block, (0,) if columnwise else (1,))
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("op", ["quantize", "dgelu", "swiglu"])
+def test_intermediates_are_the_steps_from_input_to_output(op, scaling):
+    """block amax from the values; codes = cast(value * encode scale); the decode scale is that of the amax."""
+    named = SCALINGS[scaling]
+    golden = build_golden(Recipe(op, scaling, (160, 192 * (1 + (op == "swiglu"))), "bfloat16", 11))
+    x = golden.inputs["x"]
+    if op == "quantize":
+        values = x.astype(F)
+    elif op == "swiglu":
+        values = refops.activation("swiglu", x, out_dtype=F)
+    else:
+        values = refops.activation_grad("gelu", golden.inputs["dy"], x, out_dtype=F)
+    unrounded = values
+    if not isinstance(named.scaling, refops.DelayedScaling):
+        values = values.astype(ml_dtypes.bfloat16).astype(F)
+    fmt = named.scaling.fmt
+    for direction in ("rowwise", "columnwise"):
+        columnwise = direction == "columnwise"
+        cast = values
+        if columnwise and getattr(named.scaling, "rht", False):
+            q = refops.quantize(values.astype(ml_dtypes.bfloat16), named.scaling, rowwise=False, columnwise=True)
+            source = cast_source(values.astype(ml_dtypes.bfloat16), q)
+            cast = source.read(slice(0, values.shape[0]), slice(0, values.shape[1]))
+        with np.errstate(all="ignore"):
+            scaled = cast * by_element(golden, f"{direction}_encode_scale", columnwise, values.shape)
+        codes = golden.outputs[f"{direction}_data"]
+        if fmt == refops.E2M1:
+            codes = unpack_fp4(codes)
+        if columnwise and not isinstance(named.scaling, refops.MXFP8Scaling):
+            codes = codes.T
+        options = {}
+        if scaling == "nvfp4-stochastic":
+            bits = golden.intermediates[f"{direction}_random_bits"]
+            options = {"rounding": "stochastic", "random_bits": np.ascontiguousarray(bits.T if columnwise else bits)}
+        assert (encode(scaled, fmt, **options) == codes).all()
+        if f"{direction}_block_amax" in golden.intermediates:
+            amax = by_element(golden, f"{direction}_block_amax", columnwise, values.shape)
+            size = named.scaling.block_size
+            two_d = getattr(named.scaling, "two_d", False) or getattr(named.scaling, "block_dim", 1) == 2
+            height, width = (size if two_d or columnwise else 1), (size if two_d or not columnwise else 1)
+            for i in range(0, values.shape[0], height):
+                for j in range(0, values.shape[1], max(width, 64)):
+                    block = cast[i : i + height, j : j + width]
+                    assert amax[i, j] == np.abs(block).max()
+        if f"amax_{direction}" in golden.outputs and not named.scaling.__class__.__name__.startswith("NVFP4"):
+            assert golden.outputs[f"amax_{direction}"][0] == np.abs(unrounded).max()
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_oracle_finds_golden_outputs_right_and_changed_ones_wrong(name):
+    golden = build_golden(MATRIX[name])
+    options = {"scaling": golden.scaling, "params": golden.params, "diagnose": False}
+    for ulp in (2, 0):
+        report = oracle.check(golden.op, golden.inputs, golden.outputs, ulp=ulp, **options)
+        assert report.ok, f"{report}"
+    for output, array in golden.outputs.items():
+        changed = array.copy()
+        changed.view(np.uint8).reshape(-1)[0] ^= 1
+        report = oracle.check(golden.op, golden.inputs, {output: changed}, ulp=0, **options)
+        assert not report.ok and report.arrays[0].wrong == 1
+
+
+def test_a_reference_that_changed_is_noticed():
+    golden = build_golden(Recipe("swiglu", "mxfp8", (32, 128)))
+    golden.arrays["output.columnwise_data"][0, 0] ^= 1
+    assert golden.stale_outputs() == ["columnwise_data"]
+
+
+# --- the matrix -------------------------------------------------------------------------------------------------------
+
+
+def test_matrix_covers_every_operation_scaling_and_dtype():
+    recipes = list(golden_matrix())
+    assert len(MATRIX) == len(recipes)  # no two share a name
+    seen = {(r.op, None if r.scaling is None else scaling_label(r.scaling), r.dtype.name) for r in recipes}
+    for op, operation in OPERATIONS.items():
+        scalings = [None, *SCALINGS] if operation.takes_scaling else [None]
+        if operation.kind in ("quantize", "dequantize"):
+            scalings = list(SCALINGS)
+        for scaling in scalings:
+            for dtype in DTYPES:
+                if operation.kind != "update_delayed_scale":
+                    assert (op, scaling, dtype.name) in seen, (op, scaling, dtype)
+    assert ("update_delayed_scale", None, "float32") in seen
+    kinds = {(r.op, r.inputs) for r in recipes}
+    assert {(op, kind) for op in OPERATIONS for kind in INPUT_KINDS} <= kinds
+    assert {r.seed for r in golden_matrix(9)} == {9}
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_matrix_writes_everything_that_an_operation_can(name):
+    """Both copies, sums, amaxes: all slots of the case."""
+    golden = build_golden(MATRIX[name])
+    assert set(golden.outputs) == set(golden.case().slots)
+
+
+def test_a_scaling_without_a_columnwise_copy_of_the_shape_has_none():
+    golden = build_golden(Recipe("quantize", "nvfp4-row-scaled", (16, 48)))
+    assert set(golden.outputs) == {"rowwise_data", "rowwise_scale_inv", "amax_rowwise", "dbias"}
+    assert not any("columnwise" in name for name in golden.arrays)
+
+
+# --- bad arguments ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        ({"op": "swigl"}, ["op must be", "'swigl'", "swiglu"]),
+        ({"op": "quantize", "scaling": "fp7"}, ["scaling must be one of", "'fp7'", "mxfp8"]),
+        ({"op": "quantize", "scaling": 5}, ["scaling must be one of", "5"]),
+        ({"op": "quantize", "scaling": None}, ["scaling", "required"]),
+        ({"op": "dequantize"}, ["scaling is required for dequantize"]),
+        ({"op": "scaled_swiglu", "scaling": "mxfp8"}, ["scaling must be None for scaled_swiglu"]),
+        ({"shape": (17, 64), "scaling": "nvfp4-1x16"}, ["M % 16 == 0", "(17, 64)"]),
+        ({"shape": ()}, ["shape must be", "()"]),
+        ({"shape": (4, -1)}, ["shape must be an integer", "-1"]),
+        ({"shape": (1 << 20, 1 << 20)}, ["shape must have at most 2^26 elements"]),
+        ({"op": "swiglu", "shape": (4, 7)}, ["x must have an even last dimension", "(4, 7)"]),
+        ({"dtype": "float64"}, ["dtype must be float32, float16 or bfloat16", "float64"]),
+        ({"op": "update_delayed_scale", "dtype": "float16"}, ["dtype must be float32", "float16"]),
+        ({"seed": 1 << 64}, ["seed must be an integer in [0, 18446744073709551616)"]),
+        ({"inputs": "odd"}, ["inputs must be one of 'mixed', 'extreme', 'special'", "'odd'"]),
+        ({"op": "gelu", "params": {"limit": 1.0}}, ["params must be among those of gelu", "'limit'"]),
+        (
+            {
+                "op": "quantize",
+                "scaling": refops.NVFP4Scaling(stochastic_rounding=True, random_bits=np.zeros((64, 64), np.uint8)),
+            },
+            ["random bits from seed and offset", "random_bits"],
+        ),
+    ],
+    ids=str,
+)
+def test_bad_arguments(arguments, parts, tmp_path):
+    arguments = {"op": "gelu", "shape": (64, 64)} | arguments
+    with pytest.raises((ValueError, TypeError)) as error:
+        write_golden(tmp_path / "new", **arguments)
+    assert all(part in str(error.value) for part in parts), str(error.value)
+    assert not (tmp_path / "new").exists()
+
+
+def test_columnwise_is_for_dequantize_alone():
+    with pytest.raises(ValueError, match="columnwise must be False for quantize"):
+        Recipe("quantize", "mxfp8", columnwise=True)
+
+
+# --- reading damaged files --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """A small golden file."""
+    return write_golden(tmp_path_factory.mktemp("small"), "swiglu", "mxfp8", shape=(4, 64))
+
+
+def test_every_changed_byte_is_noticed(small, tmp_path):
+    data = small.read_bytes()
+    path = tmp_path / "changed.safetensors"
+    step = max(1, len(data) // 700)
+    for position in range(0, len(data), step):
+        changed = bytearray(data)
+        changed[position] ^= 1
+        path.write_bytes(changed)
+        with pytest.raises(FileError) as error:
+            read_golden(path)
+        assert str(path) in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("share", [0, 0.001, 0.01, 0.5, 0.999])
+def test_truncated_file(small, tmp_path, share):
+    data = small.read_bytes()
+    path = tmp_path / "cut.safetensors"
+    path.write_bytes(data[: int(share * len(data))])
+    with pytest.raises(FileError, match=r"must be a readable \.safetensors file"):
+        read_golden(path)
+
+
+def test_other_files_are_refused_in_one_line(small, tmp_path):
+    with pytest.raises(FileError, match="must be an existing file"):
+        read_golden(tmp_path / "missing.safetensors")
+    with pytest.raises(FileError, match="not a directory"):
+        read_golden(tmp_path)
+    with pytest.raises(FileError, match="it has no header"):
+        read_golden(ROOT / "tests" / "data" / "minilm_ffn.safetensors")
+    golden = read_golden(small)
+    path = tmp_path / "other.safetensors"
+    for change, message in (
+        ({"layout": 2}, "of layout 2, written by refops"),
+        ({"digest": None}, "do not match its digest"),
+        ({"operation": "swigloo"}, "op must be one of"),
+        ({"scaling": {"class": "FP7Scaling"}}, "scaling must be one of"),
+        ({"arrays": None}, "it has no header"),
+    ):
+        header = golden.header | change
+        if "digest" not in change and "layout" not in change and header["arrays"] is not None:
+            header["digest"] = storage.digest(header, golden.arrays)
+        path.write_bytes(golden_bytes(replace(golden, header=header)))
+        with pytest.raises(FileError, match=re.escape(message)):
+            read_golden(path)
+
+
+# --- written whole or not at all --------------------------------------------------------------------------------------
+
+
+RECIPE = Recipe("gelu", "mxfp8", (8, 64), "float32")
+OTHER = Recipe("silu", "current", (8, 64), "float32")
+
+
+def test_manifest_lists_what_is_there(tmp_path):
+    write_golden(tmp_path, "silu", shape=(4, 8))
+    write_golden(tmp_path, "gelu", "mxfp8", shape=(4, 64))
+    manifest = json.loads((tmp_path / "manifest.json").read_text())["files"]
+    files = contents(tmp_path)
+    del files["manifest.json"]
+    assert list(manifest) == sorted(files) and len(files) == 2
+    for name, data in files.items():
+        assert manifest[name] == {"sha256": sha256(data).hexdigest(), "bytes": len(data)}
+
+
+def test_manifest_does_not_depend_on_the_order_of_writing(tmp_path):
+    for folder, recipes in (("a", (RECIPE, OTHER)), ("b", (OTHER, RECIPE))):
+        for recipe in recipes:
+            with GoldenWriter(tmp_path / folder) as writer:
+                writer.add(recipe)
+    with GoldenWriter(tmp_path / "c") as writer:
+        writer.add(OTHER)
+        writer.add(RECIPE)
+    assert contents(tmp_path / "a") == contents(tmp_path / "b") == contents(tmp_path / "c")
+
+
+def test_manifest_forgets_files_that_are_gone(tmp_path):
+    write_golden(tmp_path, "silu", shape=(4, 8)).unlink()
+    path = write_golden(tmp_path, "gelu", shape=(4, 8))
+    assert list(json.loads((tmp_path / "manifest.json").read_text())["files"]) == [path.name]
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"files": 3}', '{"files": {"a": 1}}', "{", '{"files": {"a": {}}}'])
+def test_a_manifest_of_something_else_is_left_alone(tmp_path, text):
+    (tmp_path / "manifest.json").write_text(text)
+    with pytest.raises(FileError, match="must hold a manifest of golden files or none"):
+        write_golden(tmp_path, "silu", shape=(4, 8))
+    assert contents(tmp_path) == {"manifest.json": text.encode()}
+
+
+def failing(monkeypatch, module, name, call, error):
+    """Let the `call`-th call of a function raise."""
+    calls = iter(range(1, 1000))
+    real = getattr(module, name)
+
+    def fail(*arguments, **options):
+        if next(calls) == call:
+            raise error
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(module, name, fail)
+
+
+@pytest.mark.parametrize("existing", [False, True])
+@pytest.mark.parametrize(
+    ("name", "call", "error"),
+    [
+        ("fsync", 1, OSError(errno.ENOSPC, "No space left on device")),  # the first file
+        ("fsync", 2, OSError(errno.ENOSPC, "No space left on device")),  # the second
+        ("fsync", 3, OSError(errno.EIO, "Input/output error")),  # the manifest
+        ("fsync", 2, KeyboardInterrupt()),
+        ("replace", 1, OSError(errno.EACCES, "Permission denied")),
+        ("build_golden", 2, KeyboardInterrupt()),
+        ("build_golden", 2, MemoryError()),
+    ],
+    ids=str,
+)
+def test_failure_leaves_everything_as_it_was(tmp_path, monkeypatch, existing, name, call, error):
+    directory = tmp_path / "deep" / "golden"
+    if existing:
+        write_golden(directory, "relu", shape=(4, 8))
+    before = contents(tmp_path)
+    failing(monkeypatch, storage if name == "build_golden" else os, name, call, error)
+    with pytest.raises(type(error)), GoldenWriter(directory) as writer:
+        writer.add(RECIPE)
+        writer.add(OTHER)
+    assert contents(tmp_path) == before
+    assert [p.name for p in tmp_path.iterdir()] == (["deep"] if existing else [])
+
+
+def test_ctrl_c_while_files_move_finishes_the_move(tmp_path, monkeypatch):
+    failing(monkeypatch, os, "replace", 2, KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt), GoldenWriter(tmp_path) as writer:
+        writer.add(RECIPE)
+        writer.add(OTHER)
+    files = contents(tmp_path)
+    assert set(files) == {RECIPE.file_name, OTHER.file_name, "manifest.json"}
+    assert set(json.loads(files["manifest.json"])["files"]) == {RECIPE.file_name, OTHER.file_name}
+
+
+def test_a_directory_in_the_place_of_a_file(tmp_path):
+    (tmp_path / RECIPE.file_name).mkdir()
+    with pytest.raises(IsADirectoryError), GoldenWriter(tmp_path) as writer:
+        writer.add(OTHER)
+        writer.add(RECIPE)
+    assert contents(tmp_path) == {}
+
+
+def command(*arguments, **options):
+    return subprocess.Popen(
+        [sys.executable, "-m", "refops", *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        **options,
+    )
+
+
+def test_a_file_that_cannot_grow_leaves_nothing(tmp_path):
+    """A real limit of the operating system, as a full disk or a quota sets it."""
+    resource = pytest.importorskip("resource")
+
+    def limit():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+
+    arguments = ("golden", "--op", "swiglu", "--scaling", "mxfp8", "--shape", "64x256", "--out", tmp_path / "golden")
+    process = command(*arguments, preexec_fn=limit)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith("refops: error: --out must be a directory that can be written") and "File too large" in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ctrl_c_leaves_nothing(tmp_path):
+    process = command("golden", "--all", "--out", tmp_path / "golden")
+    for _ in range(600):
+        if list(tmp_path.glob("golden/.golden-*/*.safetensors")):
+            break
+        time.sleep(0.05)
+    assert process.poll() is None and not list(tmp_path.glob("golden/*.safetensors"))
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err) == (130, "", "")
+    assert list(tmp_path.iterdir()) == []
