@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help report test lint bench exhaustive peers clean
+.PHONY: help report test lint bench oracle-score exhaustive peers clean
 
 help:
 	@sed -n 's/^## //p' $(MAKEFILE_LIST)
@@ -27,6 +27,10 @@ lint: $(INSTALLED)
 bench: $(INSTALLED)
 	$(BIN)/python -m pytest tests/benchmarks -n 0 --benchmark-group-by=group --benchmark-sort=name \
 	    --benchmark-columns=median,iqr,rounds
+
+## oracle-score  the oracle's evidence: faults found and named, false alarms, other implementations' arrays, speed
+oracle-score: $(INSTALLED)
+	$(BIN)/python tests/oracle/score.py
 
 ## exhaustive  all 2^32 float32 values through the casts, against ml_dtypes
 exhaustive: $(INSTALLED)

@@ -1,0 +1,69 @@
+"""Speed of the oracle on a 4096 x 4096 swiglu -> MXFP8 dump, right and wrong (`make bench`); bounds are asserted."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import refops
+from refops import oracle
+
+MXFP8 = refops.MXFP8Scaling(refops.E4M3)
+N = 4096
+
+
+@pytest.fixture(scope="module")
+def x():
+    return np.random.default_rng(0).standard_normal((N, 2 * N), np.float32).astype(ml_dtypes.bfloat16)
+
+
+def right(x):
+    return refops.activation_quantize("swiglu", x, MXFP8)
+
+
+def a_code_of_each_tile(x):
+    """No 128 x 128 tile equals the reference: intervals are computed everywhere."""
+    q = right(x)
+    data = q.rowwise_data.copy()
+    data[::128, ::128] ^= 1
+    return {"rowwise_data": data, "rowwise_scale_inv": q.rowwise_scale_inv}
+
+
+def wrong_scales(x):
+    return refops.activation_quantize("swiglu", x, refops.MXFP8Scaling(refops.E4M3, scale_rounding="floor"))
+
+
+def two_faults(x):
+    halves = np.concatenate([x[:, N:], x[:, :N]], axis=1)
+    return refops.activation_quantize("swiglu", halves, refops.MXFP8Scaling(refops.E4M3, scale_rounding="floor"))
+
+
+def garbage(x):
+    rng = np.random.default_rng(1)
+    return {
+        "rowwise_data": rng.integers(0, 256, (N, N), np.uint8),
+        "rowwise_scale_inv": rng.integers(100, 140, (N, N // 32), np.uint8),
+    }
+
+
+#: name -> (dump, whether it is right, first diagnosis, bound in seconds).
+DUMPS = {
+    "right": (right, True, (), 3),
+    "wrong: OCP floor rule": (wrong_scales, False, ("scale-floor",), 15),
+    "wrong: floor rule and gate order": (two_faults, False, ("gate-order", "scale-floor"), 15),
+    "wrong: one code of each tile": (a_code_of_each_tile, False, (), 15),
+    "wrong: garbage": (garbage, False, (), 15),
+}
+
+
+@pytest.mark.parametrize("name", DUMPS)
+def test_speed(benchmark, x, name):
+    make, ok, names, bound = DUMPS[name]
+    dump = make(x)
+    benchmark.group = "oracle, swiglu -> MXFP8, 4096 x 4096 bfloat16"
+    benchmark.name = name
+    report = benchmark.pedantic(
+        oracle.check, ("swiglu", x, dump), {"scaling": MXFP8}, rounds=3 if ok else 1, warmup_rounds=0
+    )
+    assert report.ok is ok
+    assert [set(e.names) for e in report.diagnosis[:1]] == [set(names)] * bool(names)
+    assert benchmark.stats.stats.min <= bound
