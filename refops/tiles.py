@@ -51,8 +51,13 @@ class Matrix:
             self._flat = None
 
     def read(self, rows, columns):
-        """The rectangle (two slices, or a slice and an index array) as a new float32 array."""
-        return self.raw(rows, columns).astype(np.float32)
+        """The rectangle (two slices, or a slice and an index array) as a new float32 array, NaNs quiet.
+
+        `np.fmax` passes a signalling NaN on, or not, by its place in the array; any arithmetic makes it a quiet one.
+        """
+        values = self.raw(rows, columns).astype(np.float32)
+        values *= np.float32(1)
+        return values
 
     def raw(self, rows, columns):
         """The rectangle in the tensor's own dtype, possibly a view."""

@@ -59,15 +59,24 @@ def _converted(convert, text, rule, accepts):
     return value
 
 
+#: NumPy has no arrays of more.
+MOST_DIMENSIONS = 64
+
+
 def shape_argument(text):
     """argparse type: 64x256 as (64, 256)."""
-    return _converted(_parse_shape, text, "sizes joined by x, such as 64x256", lambda shape: True)
+    return _converted(
+        _parse_shape, text, f"at most {MOST_DIMENSIONS} sizes joined by x, such as 64x256", lambda shape: True
+    )
 
 
 def _parse_shape(text):
     if not re.fullmatch(r"\d+(x\d+)*", text, re.ASCII):
         raise ValueError
-    return tuple(map(int, text.split("x")))
+    sizes = tuple(map(int, text.split("x")))
+    if len(sizes) > MOST_DIMENSIONS:
+        raise ValueError
+    return sizes
 
 
 # --- operation, scaling, parameters ----------------------------------------------------------------------------------

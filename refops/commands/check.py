@@ -207,7 +207,9 @@ def _outputs_given(arguments, case):
     for argument, name, path in words:
         full = name if name in case.slots else ALIASES.get(name, name)
         if full not in case.slots:
-            raise UsageError(f"{argument} is no output of {case.operation.name}: {', '.join(case.slots)}; got {path!r}")
+            hint = " (without --scaling)" if case.operation.takes_scaling and case.scaling is None else ""
+            outputs = ", ".join(case.slots)
+            raise UsageError(f"{argument} is no output of {case.operation.name}{hint}: {outputs}; got {path!r}")
         if full in given:
             raise UsageError(f"{argument} must be given once; got {given[full][1].text!r} and {path!r} for {full}")
         given[full] = (argument, parse_file(path, argument))

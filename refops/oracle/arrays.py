@@ -142,14 +142,18 @@ def _reshapes(got, wanted):
     if math.prod(got) != math.prod(wanted):
         return False
     flat = len(got) <= 1
-    merged = len(got) > 1 and len(wanted) > 1 and got[-1] == wanted[-1]
+    merged = len(got) == 2 and len(wanted) > 1 and got[-1] == wanted[-1]
     return got == wanted or flat or merged
+
+
+def native(array):
+    """The array in the machine's byte order."""
+    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
 
 def _fit_dtype(array, slot):
     """Return `array` with the slot's dtype; raw bits are viewed."""
-    if not array.dtype.isnative:
-        array = array.astype(array.dtype.newbyteorder("="))
+    array = native(array)
     fit_kind = {"values": _fit_values, "codes": _fit_codes, "scales": _fit_scales, "amax": _fit_amax}[slot.kind]
     fitted = fit_kind(array, slot)
     if fitted is None:

@@ -39,6 +39,8 @@ TILE = 128
 PROBE_ELEMENTS, CONFIRM_ELEMENTS = 1 << 15, 1 << 19
 #: An explanation's least share, and the most damage.
 ENOUGH, DAMAGE = 0.9, 0.2
+#: Share of the entries of an array that noise may move.
+NOISE = 2e-3
 #: Share from which something is worth saying though it is not enough.
 PARTLY = 0.5
 #: Explanations that are returned, at most.
@@ -104,10 +106,9 @@ class Count:
         """Share of the wrong entries that is explained."""
         return self.explained / self.wrong if self.wrong else 1.0
 
-    @property
-    def damage(self):
-        """Damaged entries per wrong one; where nothing is wrong, 1 for a hundredth of the entries."""
-        return self.damaged / (self.wrong or max(1, 0.01 * self.entries))
+    def damage(self, floor):
+        """Damaged entries per wrong one (or per `floor` of all entries); where nothing is wrong, per hundredth."""
+        return self.damaged / max(self.wrong or 0.01 * self.entries, floor * self.entries, 1)
 
 
 @dataclass
@@ -149,8 +150,13 @@ class Result:
 
     @property
     def damage(self):
-        """Sum of the arrays' damage."""
-        return sum(c.damage for c in self.counts.values())
+        """Sum of the arrays' damage.
+
+        Next to an array that is explained in large part, a few entries that the noise of exp and tanh moves do not
+        count.
+        """
+        evident = any(c.wrong > 0.01 * c.entries and c.share > ENOUGH for c in self.counts.values())
+        return sum(c.damage(NOISE if evident else 0.0) for c in self.counts.values())
 
     @property
     def damaged(self):
@@ -175,7 +181,9 @@ class Result:
     def promising(self):
         """Whether a probe, where a few entries weigh much, is no reason to drop this."""
         few = sum(c.wrong for c in self.counts.values()) < 40
-        return self.share >= (0.5 if few else 0.75) and (self.damage <= 0.4 or (few and self.damaged <= 4))
+        solves_one = any(c.wrong >= 8 and c.share > 0.95 for c in self._wrong)  # what is left may be a stray fault
+        explains = self.share >= (0.5 if few else 0.75) or solves_one or self.explained >= 0.95
+        return explains and (self.damage <= 0.4 or (few and self.damaged <= 4))
 
     @property
     def rank(self):
@@ -298,10 +306,12 @@ class Places:
     Attributes:
         probes: regions of a tile, the densest first.
         confirm: regions that are larger, the probes' tiles among them.
+        complete: whether those are the whole tensor.
     """
 
     def __init__(self, case, shape, wrong):
         self.shape = shape
+        self.complete = True
         self._density = {}
         if not shape or math.prod(shape) == 0:
             self.probes = self.confirm = [whole(shape)]
@@ -324,7 +334,7 @@ class Places:
         if elements <= CONFIRM_ELEMENTS:
             self.confirm = [whole(shape)]
         else:
-            self.confirm = self._bands(tiles)
+            self.confirm, self.complete = self._bands(tiles), False
 
     def _total(self):
         return sum(counts / counts.sum() for counts in self._density.values())
@@ -403,7 +413,7 @@ class Search:
         self.setting.scale_values = self._common_wrong_scales()
         self.matrix_names = [n for n in self.outputs if n not in SUM_ARRAYS]
         self.sum_names = [n for n in self.outputs if n in SUM_ARRAYS]
-        self._parts, self._sum_parts, self._readings = {}, {}, {}
+        self._parts, self._readings = {}, {}
         self._sum_cache = {}
 
     def _format(self, name):
@@ -566,7 +576,7 @@ class Search:
             return []
         self.setting.probing = True
         singles = self.try_all(self.variants(), self.places.probes, keep=True)
-        found = self.confirmed(r for r in singles if r.promising)
+        found = self.confirmed(r for r in singles if r.promising and self._changes_something(r))
         good = [r for r in found if r.enough]
         if not good:
             pairs = self.confirmed(self.pairs(singles))
@@ -575,12 +585,24 @@ class Search:
             extended = self.confirmed(r for best in good[:3] for r in self.extensions(best, singles))
             good = [r for r in extended if r.exact] + good
         if not good:
-            good = [r for r in self.partial(found, singles)][:1]
+            good = self.partial(found)[:1]
         return [self.explanation(r) for r in unique(good)[:SHOWN]]
+
+    def _changes_something(self, result):
+        """Whether a candidate is another computation at all, here: one that is not explains nothing."""
+        if result.candidate[0][0].reads or any(name in SUM_ARRAYS for name in result.counts):
+            return True
+        return any(
+            array is not self._reference_crop(name, region)
+            and not same(self._reference_crop(name, region), array, self.formats[name]).all()
+            for made, region in zip(result.made, self.places.probes, strict=False)
+            for name, array in made.items()
+        )
 
     def confirmed(self, results):
         """The best of some results, evaluated on larger regions, sorted."""
         best = unique(sorted(results, key=lambda r: r.rank), each=3)[:10]
+        self.setting.whole_halo = True
         confirmed = []
         for result in best:
             self.setting.probing = False
@@ -594,7 +616,7 @@ class Search:
                 self.setting.probing = True
         return sorted(confirmed, key=lambda r: r.rank)
 
-    def partial(self, confirmed, singles):
+    def partial(self, confirmed):
         """What explains a large part of a dump that is wrong in many places, and harms nothing."""
         results = [r for r in confirmed if r.share >= PARTLY and r.damage <= 0.05]
         return [r for r in results if any(c.share > 0.95 and c.wrong > 0.01 * c.entries for c in r._wrong)]
@@ -603,7 +625,8 @@ class Search:
         """The `Explanation` for the user."""
         sentences = []
         for convention, _ in result.candidate:
-            sentence = convention.sentence.format_map(_Facts(result.facts))
+            words = {**result.facts, **result.facts.get(convention.name, {})}
+            sentence = convention.sentence.format_map(_Facts(words))
             sentences.append(sentence[0].upper() + sentence[1:])
         text = sentences[0]
         if len(sentences) > 1:
@@ -612,7 +635,8 @@ class Search:
         if not result.enough:
             text = f"{text[:-1]}; but that explains a part only."
         names = tuple(convention.name for convention, _ in result.candidate)
-        return Explanation(names, text, result.explained, result.exact)
+        complete = self.places.complete
+        return Explanation(names, text, result.explained, result.exact and complete, sampled=not complete)
 
     # --- pairs ---------------------------------------------------------------------------------------
 
@@ -623,6 +647,7 @@ class Search:
         computes = [r for r in useful if r not in reads]
         results = self._reading_pairs(reads, computes)
         region = self._pair_region()
+        self.setting.whole_halo = False
         for i, first in enumerate(computes):
             for second in computes[i + 1 :]:
                 if not self._compatible(first, second):
@@ -651,13 +676,15 @@ class Search:
     def useful(self, result):
         """Whether a convention could be half of an explanation.
 
-        It must change something, much where much is wrong, and must not spoil an array of which little is wrong.
+        It must change something, much where much is wrong, and unless much is wrong in some array must not spoil one of
+        which little is wrong.
         """
         if result.candidate[0][0].reads and self.case.operation.kind != "dequantize":
             return True  # what another scale hides, a layout may still explain
         effect = 0.0
+        much = any(count.wrong > 0.5 * count.entries > 8 for count in result.counts.values())
         for name, count in result.counts.items():
-            if count.damaged > 2 * count.wrong + 0.02 * count.entries:
+            if not much and count.damaged > 2 * count.wrong + 0.02 * count.entries:
                 return False
             if name in SUM_ARRAYS:
                 effect = max(effect, float(count.explained > 0 or count.damaged > 0))
@@ -679,14 +706,15 @@ class Search:
         if stages[0] == stages[1]:
             return False
         for one, stage in ((first, stages[1]), (second, stages[0])):
-            if stage in CAST_STAGES and not getattr(self.case.scaling, "four_over_six", None):  # its errors choose scales
+            scales_follow = getattr(self.case.scaling, "four_over_six", None)  # its errors choose scales
+            if stage in CAST_STAGES and not scales_follow:
                 for name, count in one.counts.items():
                     scale_like = name.endswith("_scale_inv") or name.startswith("amax")
-                    if scale_like and (count.share < 0.75 or count.damage > 0.4):
+                    if scale_like and (count.share < 0.75 or count.damage(0.0) > 0.4):
                         return False
             if stage in SUM_STAGES:
                 for name, count in one.counts.items():
-                    if name not in SUM_ARRAYS and (count.share < 0.75 or count.damage > 0.4):
+                    if name not in SUM_ARRAYS and (count.share < 0.75 or count.damage(0.0) > 0.4):
                         return False
         return True
 

@@ -14,6 +14,7 @@ class Fairness:
 
     def __init__(self):
         self._count = self._up = self._probability = self._variance = self._slope = self._slope_variance = 0.0
+        self._signed = 0.0
 
     def add(self, values, codes, fmt):
         """Count float32 `values` (already multiplied with their scale) and the codes written for them."""
@@ -28,6 +29,7 @@ class Fairness:
         self._up += float(up.sum())
         self._probability += float(p.sum())
         self._variance += float((p * (1 - p)).sum())
+        self._signed += float((np.sign(values[judged]) * (up - p)).sum())
         self._slope += float(((up - p) * (1 - 2 * p)).sum())
         self._slope_variance += float((p * (1 - p) * (1 - 2 * p) ** 2).sum())
 
@@ -38,6 +40,8 @@ class Fairness:
             return (
                 f"{100 * got:.2f} % of the inexact values moved up in magnitude where fair bits move {100 * fair:.2f} %"
             )
+        if abs(self._signed) > self._count / 256 + 7 * self._variance**0.5:
+            return "values are rounded towards one infinity more often than fair bits do: their mean moves"
         if abs(self._slope) > self._count / 256 + 7 * self._slope_variance**0.5:
             return "values are rounded up with another probability than their distance to the neighbours (to nearest?)"
         return ""

@@ -66,8 +66,10 @@ class Interval(NDArrayOperatorsMixin):
 
     def exp(self):
         """e^x, off by up to `ulp` ulp."""
-        lo, hi = np.minimum(np.exp(self.lo), _HUGE), np.exp(self.hi)
-        return _rounded(np.maximum(lo - self._error(lo), 0.0), hi + self._error(hi), self.nan, self.ulp)
+        exact, hi = np.exp(self.lo), np.exp(self.hi)
+        lo = np.minimum(exact, _HUGE)
+        lo = np.where(np.isinf(self.lo), exact, np.maximum(lo - self._error(lo), 0.0))
+        return _rounded(lo, hi + self._error(hi), self.nan, self.ulp)
 
     def tanh(self):
         """tanh x, off by up to `ulp` ulp, exactly 1 in magnitude where e^2x overflows."""
@@ -191,7 +193,7 @@ def _multiply(a, b):
         nan = nan | (_contains_zero(a) & _contains_inf(b)) | (_contains_inf(a) & _contains_zero(b))
     undefined = np.isnan(lo) | np.isnan(hi)
     if undefined.any():  # 0 * inf somewhere among the ends, or a NaN that was there before
-        only_nan = np.isnan(a.lo) | np.isnan(b.lo) | (a.is_point and b.is_point)
+        only_nan = np.isnan(a.lo) | np.isnan(b.lo) | ((a.lo == a.hi) & (b.lo == b.hi))
         zeros = [np.where(np.isnan(product), 0.0, product) for product in products]
         nan = nan | undefined
         lo = np.where(undefined, np.where(only_nan, np.nan, np.min(np.broadcast_arrays(*zeros), axis=0)), lo)

@@ -26,7 +26,7 @@ from refops import ops
 from refops.activations import ACTIVATIONS, bind_activation
 from refops.arguments import BFLOAT16, require_flag, require_high_precision_dtype, require_tensor, shown
 from refops.formats import E4M3, E8M0
-from refops.oracle.arrays import Slot, as_numpy, fit
+from refops.oracle.arrays import Slot, as_numpy, fit, native
 from refops.quantization import nvfp4
 from refops.quantization.layout import ceil_div
 from refops.quantization.per_tensor import update_delayed_scale
@@ -106,7 +106,7 @@ def require_operation(op):
     name = _TE_SPELLINGS.get(op, op) if isinstance(op, str) else op
     if isinstance(name, str) and name in OPERATIONS:
         return OPERATIONS[name]
-    similar = difflib.get_close_matches(name, OPERATIONS) if isinstance(name, str) else []
+    similar = difflib.get_close_matches(name.lower(), OPERATIONS) if isinstance(name, str) else []
     hint = f" (did you mean {', '.join(similar)}?)" if similar else ""
     raise ValueError(f"op must be one of {', '.join(OPERATIONS)}; got {shown(op)}{hint}")
 
@@ -201,7 +201,7 @@ class Case:
         if unknown:
             expected = ", ".join(operation.inputs)
             raise ValueError(f"inputs must hold {expected} alone for {operation.name}; got {shown(unknown[0])} too")
-        arrays = {name: as_numpy(inputs[name], name) for name in operation.inputs}
+        arrays = {name: native(as_numpy(inputs[name], name)) for name in operation.inputs}
         if operation.kind == "update_delayed_scale":
             return arrays
         return {name: require_tensor(array, name) for name, array in arrays.items()}
@@ -297,13 +297,20 @@ class Case:
             TypeError: a dtype that does.
         """
         if isinstance(outputs, Quantized):
-            outputs = {f.name: getattr(outputs, f.name) for f in fields(outputs) if f.name in QUANTIZED_ARRAYS}
+            theirs, ours = outputs.scaling, self.scaling
+            if type(theirs) is not type(ours) or theirs.fmt != ours.fmt:
+                raise ValueError(f"outputs must be of the kind of {ours}; got a Quantized with {theirs}")
+            arrays = {f.name: getattr(outputs, f.name) for f in fields(outputs) if f.name in QUANTIZED_ARRAYS}
+            outputs = {name: array for name, array in arrays.items() if array is not None}
         elif not isinstance(outputs, dict):
             if len(self.slots) > 1 and self.operation.kind not in ("activation_grad", "scaled_activation_grad"):
                 expected = ", ".join(self.slots)
                 raise TypeError(f"outputs must be a dict of {expected}, or a Quantized; got {shown(outputs)}")
             outputs = {next(iter(self.slots)): outputs}
-        outputs = _named_arrays(outputs, self.slots, "outputs")
+        hint = ""
+        if self.operation.takes_scaling and self.scaling is None:
+            hint = "; codes and scales are the outputs with a scaling: give scaling"
+        outputs = _named_arrays(outputs, self.slots, "outputs", hint)
         if not outputs:
             raise ValueError(f"outputs must hold at least one of {', '.join(self.slots)}; got none")
         arrays, unpadded = {}, set()
@@ -334,8 +341,8 @@ class Case:
         results = result if isinstance(result, tuple) else (result,)
         named = dict(zip((n for n in self.slots if n != "dbias" or dbias), results, strict=True))
         for other in ("dbias", "drow_scales"):
-            if other in named and other in outputs and named[other].dtype != outputs[other].dtype:
-                raise TypeError(f"{other} must be {named[other].dtype}; got {outputs[other].dtype}")
+            if other in named:
+                _require_same_dtype(other, named[other], outputs)
         return named
 
     def _quantized_reference(self, outputs, dbias):
@@ -357,18 +364,22 @@ class Case:
         named = {name: getattr(q, name) for name in QUANTIZED_ARRAYS if getattr(q, name) is not None}
         if sums is not None:
             named["dbias"] = sums
+            _require_same_dtype("dbias", sums, outputs)
         return named
 
 
-def _named_arrays(given, known, what):
-    """Return the entries of `given` that are not None under their full names; ValueError for a name not in `known`."""
+def _require_same_dtype(name, expected, outputs):
+    if name in outputs and outputs[name].dtype != expected.dtype:
+        raise TypeError(f"{name} must be {expected.dtype}; got {outputs[name].dtype}")
+
+
+def _named_arrays(given, known, what, hint=""):
+    """Return the entries of `given` under their full names; ValueError, with the hint, for a name not in `known`."""
     named = {}
     for name, value in given.items():
-        if value is None:
-            continue
         full = name if name in known else ALIASES.get(name, name)
         if full not in known:
-            raise ValueError(f"{what} must be among {', '.join(known)}; got {shown(name)}")
+            raise ValueError(f"{what} must be among {', '.join(known)}; got {shown(name)}{hint}")
         if full in named:
             raise ValueError(f"{what} must hold {full} once; got it twice ({shown(name)} is the same)")
         named[full] = value

@@ -12,8 +12,8 @@ from refops.oracle.scale_rules import ByteScales, FloatScales, FourOverSixScales
 from refops.oracle.show import shown_code, shown_codes, shown_ends, shown_entry, shown_interval, shown_range
 from refops.oracle.tally import bits_of, distance_of, outside
 from refops.quantization import nvfp4
-from refops.quantization.layout import ceil_div
-from refops.scaling import BlockScaling, DelayedScaling, MXFP8Scaling, NVFP4Scaling
+from refops.quantization.layout import block_view, ceil_div
+from refops.scaling import BlockScaling, CurrentScaling, DelayedScaling, MXFP8Scaling, NVFP4Scaling
 from refops.tiles import for_each, tile_slices
 
 F = np.float32
@@ -30,7 +30,8 @@ class QuantizedJudge:
         source = enclosure.bounds_of(self.case, self.ulp)
         rounded = source.rounded()
         self.values = rounded if path.casts_rounded else source
-        self.amax_values = rounded if path.amax_rounded else source
+        in_float32 = enclosure.bounds_of(self.case, self.ulp, stored_float32=True)
+        self.amax_values = rounded if path.amax_rounded else in_float32
         self.dbias_values = rounded if path.dbias_rounded else source
         self.shape = source.shape
 
@@ -61,28 +62,25 @@ class QuantizedJudge:
         return self.values, self.amax_values
 
     def _amax_range(self, direction):
-        """(least, greatest) tensor amax to go on with: the dump's own where given, else all acceptable ones.
+        """Judge a dumped tensor amax; return the (least, greatest) amax that scales are judged by.
 
-        A dumped amax is judged here. Where it is not given the reference's stands in as long as everything else that
-        depends on it equals the reference; `_judge_direction` asks for the whole range only where something differs.
+        The dump's own where it is right, or wrong but followed by the scales; all acceptable ones where none is given,
+        or where what was written beside it is right without it.
         """
-        name = f"amax_{direction}"
-        columnwise = direction == "columnwise"
-        axis = None
-        if isinstance(self.scaling, NVFP4Scaling) and self.scaling.row_scaled:
-            axis = 0 if columnwise else 1
-        if self._given(name):
-            written = self.judge.outputs[name]
-            if not self._same(name):
-                least, greatest = enclosure.tensor_amax_bounds(self._sources(columnwise)[1], axis)
-                self._judge_amax(name, written, least, greatest)
-            return written, written
-        return enclosure.tensor_amax_bounds(self._sources(columnwise)[1], axis)
-
-    def _judge_amax(self, name, written, least, greatest):
-        self.judge.judge_numbers(
-            name, written, Bounds(least, greatest, np.zeros(least.shape, bool)), (slice(0, written.size),)
-        )
+        name, columnwise = f"amax_{direction}", direction == "columnwise"
+        row_scaled = isinstance(self.scaling, NVFP4Scaling) and self.scaling.row_scaled
+        axis = (0 if columnwise else 1) if row_scaled else None
+        if self._same(name):
+            return self.judge.outputs[name], self.judge.outputs[name]
+        least, greatest = enclosure.tensor_amax_bounds(self._sources(columnwise)[1], axis)
+        if not self._given(name):
+            return least, greatest
+        written = self.judge.outputs[name]
+        bounds = Bounds(least, greatest, np.zeros(least.shape, bool))
+        self.judge.judge_numbers(name, written, bounds, (slice(0, written.size),))
+        depend = [n for n in (f"{direction}_scale_inv", f"{direction}_data") if self._given(n)]
+        alone = any(self._same(n) for n in depend[:1])
+        return (least, greatest) if alone and not bounds.contain(written).all() else (written, written)
 
     # --- one direction ----------------------------------------------------------------------------
 
@@ -90,26 +88,20 @@ class QuantizedJudge:
         columnwise = direction == "columnwise"
         names = {part: f"{direction}_{part}" for part in ("data", "scale_inv")} | {"amax": f"amax_{direction}"}
         geometry = Geometry.of(self.scaling, columnwise)
-        if names["amax"] not in self.case.slots:  # the scaling keeps none
-            tensor_right, amax_range = True, None
-        else:
-            tensor_right = self._same(names["amax"]) or not self._given(names["amax"])
-            amax_range = None
-        parts = [names[part] for part in ("data", "scale_inv") if self._given(names[part])]
-        if tensor_right and all(self._same(name) for name in parts):
-            self._count_blocks(geometry, names)
-            return
-        if names["amax"] in self.case.slots:
-            amax_range = self._amax_range(direction)
-        multiplier = self._per_tensor_multiplier(names, amax_range) if geometry.block is None else None
         self._count_blocks(geometry, names)
+        has_amax = names["amax"] in self.case.slots
+        tensor_right = not has_amax or not self._given(names["amax"]) or self._same(names["amax"])
+        if tensor_right and all(self._same(names[part]) for part in ("data", "scale_inv") if self._given(names[part])):
+            return
+        amax_range = self._amax_range(direction) if has_amax else None
+        multiplier = self._per_tensor_multiplier(names, amax_range) if geometry.block is None else None
         source = self._sources(columnwise)[0]
         if geometry.block is None and not self._given(names["data"]):
             return
 
         def work(rows, columns):
             if geometry.block is None:
-                self._judge_codes(names, geometry, source, rows, columns, multiplier)
+                self._judge_codes(names, geometry, source, rows, columns, multiplier, amax_range)
             else:
                 self._judge_blocks(names, geometry, source, rows, columns, amax_range, tensor_right)
 
@@ -141,6 +133,8 @@ class QuantizedJudge:
         written = self.judge.outputs[name]
         right, least, greatest = enclosure.float_scale_inverses(written, *amax_range, scale_of, self.scaling.fmt)
         if not right.all():
+            if not (np.isfinite(written) & (written > 0)).all():  # no scale at all: codes are judged without it
+                least, greatest = enclosure.float_scale_range(*amax_range, scale_of)
             ends = [F(1) / end for end in enclosure.float_scale_range(*amax_range, scale_of)[::-1]]
             self._wrong_scale(name, written, Bounds(*ends, np.zeros(1, bool)))
         return least[0], greatest[0]
@@ -166,6 +160,8 @@ class QuantizedJudge:
         if tensor_right and self._tile_is_reference(names, geometry, rows, columns, codes, written):
             return
         bounds = source.read(rows, columns)
+        if isinstance(self.scaling, MXFP8Scaling):  # TE's specialised kernels multiply by a multiply-add with +0
+            bounds = bounds.with_either_zero()
         least, greatest = enclosure.block_amax_bounds(bounds, *geometry.block)
         tile_amax = self._tile_amax(amax_range, geometry, rows, columns)
         rule = self._scale_rule(bounds, least, greatest, tile_amax, geometry, tile_shape)
@@ -173,24 +169,47 @@ class QuantizedJudge:
             right = rule.right(written)
             if geometry.block != geometry.run:
                 right &= agree_within_blocks(written, right, geometry)
-            self._record_scales(names, geometry, rows, columns, written, right, rule, bounds)
+            self._record_scales(names, geometry, rows, columns, written, right, rule)
         if codes is None:
             return
-        multipliers = rule.all_multipliers() if written is None else rule.multipliers(written)
+        if written is None and isinstance(rule, FourOverSixScales):
+            multipliers = self._multipliers_of_choice(rule, geometry, codes, bounds)
+        elif written is None:
+            multipliers = rule.all_multipliers()
+        else:
+            multipliers = rule.multipliers(written)
+            usable = rule.usable(written)
+            if not usable.all():
+                pairs = zip(multipliers, rule.all_multipliers(), strict=True)
+                multipliers = tuple(np.where(usable, own, any_right) for own, any_right in pairs)
         same = multipliers[0] is multipliers[1]
         element_multipliers = [geometry.expand(m, tile_shape) for m in multipliers[: 1 if same else 2]]
-        self._record_codes(
-            names,
-            geometry,
-            rows,
-            columns,
-            codes,
-            bounds,
-            element_multipliers[0],
-            element_multipliers[-1],
-            rule,
-            written,
-        )
+        amax = [rule.to_runs(end) for end in rule.amax]
+
+        def details(at):
+            run = tuple(i // edge for i, edge in zip(at, geometry.run, strict=True))
+            found = {"amax": shown_interval(amax[0][run], amax[1][run])}
+            if written is not None:
+                found["scale"] = shown_entry(written[run], self.case.slots[names["scale_inv"]])
+            return found
+
+        least, greatest = element_multipliers[0], element_multipliers[-1]
+        self._record_codes(names, geometry, rows, columns, codes, bounds, least, greatest, details)
+
+    def _multipliers_of_choice(self, rule, geometry, codes, bounds):
+        """4over6 without dumped scales: multipliers (over runs) of the permitted choice that fits each block best."""
+        fewest = chosen = None
+        for may, multipliers in rule.choices():
+            runs = [rule.to_runs(multiplier) for multiplier in multipliers]
+            ends = enclosure.code_bounds(bounds, *(geometry.expand(m, codes.shape) for m in runs), self.scaling.fmt)
+            wrong = ~enclosure.codes_inside(codes, *ends, bounds.nan, self.scaling.fmt)
+            count = np.where(may, block_view(wrong, *geometry.block).sum(axis=(1, 3)), np.inf)
+            if chosen is None:
+                fewest, chosen = count, runs
+                continue
+            better = rule.to_runs(count < fewest)
+            chosen = [np.where(better, new, old) for new, old in zip(runs, chosen, strict=True)]
+        return tuple(chosen)
 
     def _codes(self, arrays, names, geometry, rows, columns):
         return geometry.codes(arrays, rows, columns) if self._given(names["data"]) else None
@@ -214,20 +233,20 @@ class QuantizedJudge:
         return tuple(end[None, columns] if geometry.columnwise else end[rows, None] for end in amax_range)
 
     def _scale_rule(self, bounds, least, greatest, tile_amax, geometry, tile_shape):
+        def to_runs(blocks):
+            return geometry.blocks_to_runs(blocks, tile_shape)
+
         if isinstance(self.scaling, MXFP8Scaling):
-            rule = ByteScales(self.scaling, least, greatest)
-        elif isinstance(self.scaling, BlockScaling):
-            rule = FloatScales(self.scaling, least, greatest, self.case.inputs["x"].dtype)
-        elif self.scaling.four_over_six:
-            rule = FourOverSixScales(self.scaling, least, greatest, tile_amax, bounds, geometry)
-        else:
-            rule = TwoLevelScales(self.scaling, least, greatest, tile_amax)
-        rule.to_runs = lambda blocks: geometry.blocks_to_runs(blocks, tile_shape)
-        return rule
+            return ByteScales(self.scaling, least, greatest, to_runs)
+        if isinstance(self.scaling, BlockScaling):
+            return FloatScales(self.scaling, least, greatest, to_runs, self.case.inputs["x"].dtype)
+        if self.scaling.four_over_six:
+            return FourOverSixScales(self.scaling, least, greatest, to_runs, tile_amax, bounds, geometry)
+        return TwoLevelScales(self.scaling, least, greatest, to_runs, tile_amax)
 
     # --- records ----------------------------------------------------------------------------------
 
-    def _record_scales(self, names, geometry, rows, columns, written, right, rule, bounds):
+    def _record_scales(self, names, geometry, rows, columns, written, right, rule):
         wrong = ~right
         if not wrong.any():
             return
@@ -237,7 +256,10 @@ class QuantizedJudge:
         tally.wrong[index] |= wrong.T if flipped else wrong
         tally.blocks_touched += geometry.count_blocks(wrong, geometry.run)
         lowest, highest = (rule.to_runs(end) for end in rule.range)
-        distance = outside(written, lowest, highest)
+        if written.dtype == np.float32:
+            distance = np.maximum(distance_of(written, Bounds(lowest, highest, wrong), written.dtype), 1)
+        else:
+            distance = outside(written, lowest, highest)
         least, greatest = (rule.to_runs(end) for end in rule.amax)
 
         def describe(at):
@@ -256,7 +278,7 @@ class QuantizedJudge:
 
         tally.add(wrong, distance, describe)
 
-    def _record_codes(self, names, geometry, rows, columns, codes, bounds, least, greatest, rule, written):
+    def _record_codes(self, names, geometry, rows, columns, codes, bounds, least, greatest, details):
         fmt, name = self.scaling.fmt, names["data"]
         bits = self._random_bits(geometry, rows, columns)
         lowest, highest = enclosure.code_bounds(bounds, least, greatest, fmt, bits)
@@ -276,13 +298,6 @@ class QuantizedJudge:
         def describe(at):
             at = tuple(int(i) for i in at)
             row, column = rows.start + at[0], columns.start + at[1]
-            amax = scale = ""
-            if rule is not None:
-                run = tuple(i // edge for i, edge in zip(at, geometry.run, strict=True))
-                ends = [rule.to_runs(end)[run] for end in rule.amax]
-                amax = shown_interval(*ends)
-                if written is not None:
-                    scale = shown_entry(written[run], self.case.slots[names["scale_inv"]])
             acceptable = shown_codes(lowest[at], highest[at], bounds.nan[at], fmt)
             return Mismatch(
                 name,
@@ -292,11 +307,13 @@ class QuantizedJudge:
                 acceptable,
                 float(distance[at]),
                 self.judge.inputs_at(row, column),
-                amax=amax,
-                scale=scale,
+                **details(at),
             )
 
-        tally.add(wrong, distance, describe)
+        if geometry.transposed:  # first is first as stored
+            tally.add(wrong.T, distance.T, lambda at: describe(at[::-1]))
+        else:
+            tally.add(wrong, distance, describe)
 
     def _mark(self, tally, geometry, rows, columns, wrong):
         """Set the wrong elements in the stored array; two FP4 codes share a byte."""
@@ -321,11 +338,14 @@ class QuantizedJudge:
             return nvfp4.tile_bits(scaling, row_bits, rows, columns, k // 16, 0)
         return nvfp4.tile_bits(scaling, column_bits, columns, rows, m // 16, m * (k // 16)).T
 
-    def _judge_codes(self, names, geometry, source, rows, columns, multiplier):
+    def _judge_codes(self, names, geometry, source, rows, columns, multiplier, amax_range):
         """Codes of a tile under one multiplier for the tensor."""
         codes = geometry.codes(self.dump, rows, columns)
         scale_right = self._same(names["scale_inv"]) or isinstance(self.scaling, DelayedScaling)
         if scale_right and np.array_equal(codes, geometry.codes(self.reference, rows, columns)):
             return
         bounds = source.read(rows, columns)
-        self._record_codes(names, geometry, rows, columns, codes, bounds, *multiplier, None, None)
+        details = {"scale": f"encode scale {shown_interval(*multiplier)}"}
+        if amax_range is not None and isinstance(self.scaling, CurrentScaling):
+            details["amax"] = shown_interval(amax_range[0][0], amax_range[1][0])
+        self._record_codes(names, geometry, rows, columns, codes, bounds, *multiplier, lambda at: details)

@@ -81,13 +81,14 @@ class Setting:
         outputs, reference: output name -> whole array, as dumped and as the reference writes it.
         shape: (M, K) of the result.
         probing: amaxes of a changed formula may be taken from the dump (confirmed later from the whole tensor).
+        whole_halo: replays that need the blocks beside a region compute all of its rows and columns.
         probe: a region with wrong entries, from which conventions may estimate a factor; None where there is none.
         scale_values: what the dump holds most often among its wrong scales.
     """
 
     def __init__(self, case, outputs, reference):
         self.case, self.outputs, self.reference = case, outputs, reference
-        self.probing, self.probe, self.scale_values = False, None, []
+        self.probing, self.whole_halo, self.probe, self.scale_values = False, True, None, []
         self.work = 0
         self.cache = {}
         self.values_cache = {}
@@ -191,7 +192,7 @@ class TensorKernel(Kernel):
         hadamard_amax: whether the columnwise amax is taken after it.
         fmt, scale_max: element format, and the value that amax is mapped to.
         block_shapes: direction -> (rows, columns) of the elements that share a scale.
-        halo: whether the replay of a rectangle needs the blocks around it.
+        halo: whether the replay of a rectangle needs the blocks beside it.
     """
 
     def __init__(self, setting):
@@ -357,12 +358,12 @@ class TensorKernel(Kernel):
         """Stage: the tensor's amax, (1, 1), or with row scaling that of rows (R, 1) or columns (1, C)."""
         per_row = isinstance(self.scaling, NVFP4Scaling) and self.scaling.row_scaled
         if not per_row:
-            return self._whole_amax(direction, None, None).reshape(1, 1)
+            return self.whole_amax(direction, None, None).reshape(1, 1)
         if direction == "rowwise":
-            return self._whole_amax(direction, region.rows, 1).reshape(-1, 1)
-        return self._whole_amax(direction, region.columns, 0).reshape(1, -1)
+            return self.whole_amax(direction, region.rows, 1).reshape(-1, 1)
+        return self.whole_amax(direction, region.columns, 0).reshape(1, -1)
 
-    def _whole_amax(self, direction, part, axis):
+    def whole_amax(self, direction, part, axis):
         """Amax over the whole tensor (axis None), of the rows `part` (axis 1) or of the columns (axis 0)."""
         transformed = self.hadamard[direction] and self.hadamard_amax
         if not self.changed & VALUE_STAGES and transformed == self._reference_transformed(direction):
@@ -606,16 +607,31 @@ class TensorKernel(Kernel):
         """Return output name -> what is written of `region`, in the stored orientation (`crop` of a dump)."""
         if not self.halo:
             return self._run(region, names)
-        rows, columns = (
-            slice(max(part.start - 128, 0), min(part.stop + 128, size))
-            for part, size in zip((region.rows, region.columns), self.shape, strict=True)
-        )
-        inside = Region(
-            slice(region.rows.start - rows.start, region.rows.stop - rows.start),
-            slice(region.columns.start - columns.start, region.columns.stop - columns.start),
-        )
-        made = self._run(Region(rows, columns), names)
-        return {name: part_of(self.scaling, name, array, inside) for name, array in made.items()}
+        made = {}
+        for direction in DIRECTIONS:
+            mine = [name for name in names if direction in name]
+            wide = self._with_halo(region, direction)
+            inside = Region(
+                slice(region.rows.start - wide.rows.start, region.rows.stop - wide.rows.start),
+                slice(region.columns.start - wide.columns.start, region.columns.stop - wide.columns.start),
+            )
+            for name, array in self._run(wide, mine).items():
+                made[name] = part_of(self.scaling, name, array, inside)
+        return made
+
+    def _with_halo(self, region, direction):
+        """The region with the blocks beside it: all of them, so that their order wraps, or a tile at each end."""
+        edges = []
+        for part, size, along in zip(
+            (region.rows, region.columns), self.shape, (direction == "columnwise", direction == "rowwise"), strict=True
+        ):
+            if not along:
+                edges.append(part)
+            elif self.setting.whole_halo:
+                edges.append(slice(0, size))
+            else:
+                edges.append(slice(max(part.start - 128, 0), min(part.stop + 128, size)))
+        return Region(*edges)
 
     def _run(self, region, names):
         with np.errstate(all="ignore"):

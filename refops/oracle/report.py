@@ -4,7 +4,7 @@ Nothing is judged here.
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 
 #: Cells of a picture, at most: rows and columns.
@@ -27,7 +27,7 @@ class Mismatch:
         got: what the dump holds, with its bits.
         acceptable: what it may hold.
         distance: how far outside: steps of the format for codes and scales, units in the last place for values.
-        inputs: input name -> value there (the largest of the block, for scales), or None.
+        inputs: input name -> value there; empty for scales and sums.
         amax: amax of the block that the element belongs to, as text, or "".
         scale: the scale that the dump holds for it, as text, or "".
     """
@@ -99,16 +99,19 @@ class Explanation:
         sentence: what the kernel does, for the user.
         explained: share of the wrong entries that it accounts for.
         exact: whether the dump equals it everywhere.
+        sampled: whether only a part of the tensor, the most wrong one, was compared.
     """
 
     names: tuple[str, ...]
     sentence: str
     explained: float
     exact: bool = False
+    sampled: bool = False
 
     def __str__(self):
         share = "all" if self.explained == 1 else f"{100 * self.explained:.1f} %"
-        return f"{' + '.join(self.names)}: {self.sentence} (explains {share} of what is wrong)"
+        where = " where it was compared, in the most wrong part" if self.sampled else ""
+        return f"{' + '.join(self.names)}: {self.sentence} (explains {share} of what is wrong{where})"
 
 
 @dataclass(frozen=True)
@@ -172,10 +175,8 @@ class Report:
             "settings": self.settings,
             "ulp": self.ulp,
             "arrays": [_array_dict(array) for array in self.arrays],
-            "diagnosis": [
-                {"names": list(e.names), "sentence": e.sentence, "explained": e.explained, "exact": e.exact}
-                for e in self.diagnosis
-            ],
+            "diagnosis": [{**asdict(e), "names": list(e.names)} for e in self.diagnosis],
+            "diagnosed": self.diagnosed,
             "notes": list(self.notes),
         }
 
@@ -219,7 +220,7 @@ def _array_dict(array):
             "got": mismatch.got,
             "acceptable": mismatch.acceptable,
             "distance": mismatch.distance if math.isfinite(mismatch.distance) else None,
-            "inputs": {name: value for name, value in mismatch.inputs.items() if math.isfinite(value)},
+            "inputs": {name: value if math.isfinite(value) else str(value) for name, value in mismatch.inputs.items()},
             "amax": mismatch.amax,
             "scale": mismatch.scale,
         }

@@ -7,20 +7,27 @@ results; intervals are computed for the other tiles alone. That is what makes th
 import numpy as np
 
 from refops.arguments import require_choice, require_flag, require_number
-from refops.formats import E2M1
+from refops.formats import E2M1, unpack_fp4
 from refops.oracle import enclosure
 from refops.oracle.enclosure import Bounds
 from refops.oracle.geometry import stored_index
 from refops.oracle.operation import Case
 from refops.oracle.quantized import QuantizedJudge
-from refops.oracle.report import Mismatch, Report
-from refops.oracle.show import shown_entry, shown_range
+from refops.oracle.report import Explanation, Mismatch, Report
+from refops.oracle.show import shown_code, shown_entry, shown_range
 from refops.oracle.tally import Tally, bits_of, distance_of
 from refops.quantization.layout import unswizzle
 from refops.scaling import MXFP8Scaling, NVFP4Scaling
 from refops.tiles import Matrix, for_each, tile_slices
 
 F = np.float32
+#: From so many wrong entries on, one value in all of them is no accident.
+MANY_WRONG = 16
+#: Permitted errors that are tried where nothing else explains a dump, and the share that may stay wrong.
+COARSER = (4096, 256, 32)
+FEW_LEFT = 0.001
+#: A sum of so many terms has a bound, valid for any order, that hides faults worth a note.
+LONG_SUM = 1024
 
 
 def check(
@@ -69,10 +76,14 @@ def check(
         TypeError, ValueError: an unknown operation or output, a missing input, settings, shapes or dtypes that
             contradict the operation; the message says what was expected.
     """
-    ulp = float(require_number(ulp, "ulp", non_negative=True))
+    require_number(ulp, "ulp", non_negative=True)
+    ulp = float(ulp)
     padding = require_choice(padding, "padding", (None, "zero", "ignore"))
     random_bits = require_choice(random_bits, "random_bits", ("given", "any"))
     require_flag(diagnose, "diagnose")
+    if random_bits == "any" and (ulp == 0 or not getattr(scaling, "stochastic_rounding", False)):
+        got = f"ulp={ulp:g}, scaling={scaling!r}"
+        raise ValueError(f"random_bits='any' needs ulp > 0 and a scaling with stochastic_rounding; got {got}")
     case = Case(op, inputs, scaling, params, swizzled_scales=swizzled_scales or is_swizzled(outputs))
     arrays, unpadded = case.fit_outputs(outputs)
     judge = Judge(case, arrays, unpadded, ulp, padding or ("zero" if ulp == 0 else "ignore"), random_bits)
@@ -87,7 +98,33 @@ def check(
             explanations = tuple(explain(case, judge.outputs, wrong, judge.reference))
         except Exception as error:  # a fault in one of many conventions must not cost the verdict
             judge.notes.append(f"the diagnosis failed, the verdict stands: {type(error).__name__}: {error}")
-    return judge.report(explanations, diagnose)
+        if not explanations:
+            explanations = coarser_functions(judge)
+    return judge.report(explanations, diagnose and any(tally.count for tally in judge.tallies.values()))
+
+
+def coarser_functions(judge):
+    """The explanation of last resort: exp, tanh or division coarser than permitted. A tuple, empty where it is none."""
+    if judge.case.operation.activation is None or judge.ulp == 0:
+        return ()
+    wrong, found = sum(tally.count for tally in judge.tallies.values()), ()
+    if wrong < MANY_WRONG:
+        return ()
+    for ulp in COARSER:
+        if ulp <= judge.ulp:
+            break
+        other = Judge(judge.case, judge.outputs, judge.unpadded, ulp, "ignore", judge.random_bits, plain=True)
+        with np.errstate(all="ignore"):
+            other.run()
+        left = sum(tally.count for tally in other.tallies.values())
+        if left > FEW_LEFT * wrong:
+            break
+        sentence = (
+            f"exp, tanh or division are approximations (fast math, hardware functions): everything is within {ulp} ulp "
+            f"where {judge.ulp:g} are permitted."
+        )
+        found = (Explanation(("approximate-elementary",), sentence, 1 - left / wrong),)
+    return found
 
 
 def is_swizzled(outputs):
@@ -105,18 +142,16 @@ class Judge:
         tallies: name -> `Tally`.
     """
 
-    def __init__(self, case, outputs, unpadded, ulp, padding, random_bits):
+    def __init__(self, case, outputs, unpadded, ulp, padding, random_bits, *, plain=False):
         self.case, self.ulp, self.padding, self.unpadded = case, ulp, padding, unpadded
         self.random_bits = random_bits
         self.notes = []
-        self.outputs = {name: self._plain_order(name, array) for name, array in outputs.items()}
+        if plain:  # scales are in plain order already
+            self.outputs = outputs
+        else:
+            self.outputs = {name: self._plain_order(name, array) for name, array in outputs.items()}
         self.reference = case.reference(outputs)
         self.tallies = {name: Tally(case.slots[name]) for name in outputs}
-
-    @property
-    def ok(self):
-        """Whether nothing was found wrong."""
-        return not any(tally.count or tally.bias for tally in self.tallies.values())
 
     def run(self):
         """Judge every output."""
@@ -128,6 +163,7 @@ class Judge:
         else:
             self._judge_enclosure()
         self._judge_padding()
+        self._note_what_was_seen()
 
     def report(self, explanations, diagnosed):
         """The `Report`."""
@@ -143,6 +179,18 @@ class Judge:
             diagnosed=diagnosed,
         )
 
+    def _note_what_was_seen(self):
+        """Notes on what was not given, and on entries that look unwritten."""
+        for direction in ("rowwise", "columnwise"):
+            ofs = [name for name in self.case.slots if direction in name.split("_")]
+            missing = [name for name in ofs if name not in self.outputs]
+            if missing and len(missing) < len(ofs):
+                self.notes.append(f"not given, not judged: {', '.join(missing)}")
+        for name, tally in self.tallies.items():
+            bits = bits_of(self.outputs[name])[tally.wrong] if tally.count >= MANY_WRONG else ()
+            if len(bits) and bits.min() == bits.max():
+                self.notes.append(f"all wrong entries of {name} hold 0x{int(bits[0]):02x}: were they written?")
+
     # --- common -----------------------------------------------------------------------------------
 
     def _plain_order(self, name, array):
@@ -150,6 +198,7 @@ class Judge:
         scaled = isinstance(self.case.scaling, MXFP8Scaling | NVFP4Scaling) and self.case.quantizes
         if not (self.case.swizzled_scales and scaled and name.endswith("scale_inv")):
             return array
+        self.notes.append(f"{name} was put in plain order: indices are those of the plain order")
         if name in self.unpadded:
             raise ValueError(f"{name} must have its padding when swizzled, {self.case.slots[name].shape}; got without")
         if isinstance(self.case.scaling, MXFP8Scaling) and name.startswith("columnwise"):
@@ -170,14 +219,19 @@ class Judge:
         """ulp=0: the reference's bits."""
         slot, tally = self.case.slots[name], self.tallies[name]
         got, expected = self.outputs[name][slot.valid_slices], self.reference[name][slot.valid_slices]
+        tally.wrong[slot.valid_slices] = bits_of(got) != bits_of(expected)
+        packed = slot.kind == "codes" and slot.fmt == E2M1
+        if packed:
+            got, expected = unpack_fp4(got), unpack_fp4(expected)
         wrong = bits_of(got) != bits_of(expected)
-        tally.wrong[slot.valid_slices] = wrong
 
         def describe(index):
-            index = tuple(int(i) for i in index)
-            return Mismatch(
-                name, index, None, shown_entry(got[index], slot), shown_entry(expected[index], slot), 1.0, {}
-            )
+            at = index = tuple(int(i) for i in index)
+            if packed:
+                at = (*index[:-1], index[-1] // 2)
+            show = shown_code if slot.fmt is not None else None
+            texts = [show(a[index], slot.fmt) if show else shown_entry(a[index], slot) for a in (got, expected)]
+            return Mismatch(name, at, None, *texts, 1.0, {})
 
         tally.add(wrong, np.ones(wrong.shape, np.float32), describe)
 
@@ -217,7 +271,9 @@ class Judge:
             for name in self.outputs:
                 self.judge_exact(name)
         elif case.operation.kind == "dequantize":
-            self._judge_values("y", enclosure.DequantizedBounds(case.inputs["q"], self.ulp))
+            stored_float32 = self.outputs["y"].dtype == np.float32
+            source = enclosure.DequantizedBounds(case.inputs["q"], self.ulp, stored_float32=stored_float32)
+            self._judge_values("y", source)
         elif case.quantizes:
             QuantizedJudge(self).run()
         else:
@@ -256,10 +312,16 @@ class Judge:
         """Sums over rows (axis 0) or columns (axis 1), only those that differ from the reference."""
         array = self.outputs[name]
         got, expected = array.reshape(-1), self.reference[name].reshape(-1)
+        count = source.shape[axis]
         different = np.flatnonzero(bits_of(got) != bits_of(expected))
         if not different.size:
             return
-        step = max(1, (1 << 18) // 1024)
+        if count >= LONG_SUM:
+            self.notes.append(
+                f"{name} adds {count:,} terms: in any order the error may reach {count - 1:,} x 2^-24 of the sum of "
+                f"their magnitudes, so what a few terms contribute cannot be judged"
+            )
+        step = 256  # of 1024 terms: a tile of the usual size
         for start in range(different[0], different[-1] + 1, step):
             at = slice(start, min(start + step, different[-1] + 1))
             bounds = enclosure.sum_bounds(source, axis, at).rounded(array.dtype)

@@ -173,6 +173,98 @@ def test_two_d_blocks_store_one_scale_several_times():
     assert report.arrays[0].wrong == 1 and report.arrays[0].blocks_touched == 1 and report.arrays[0].blocks == 4
 
 
+@pytest.mark.parametrize(("op", "name"), list(every_call()))
+def test_the_reference_is_right_without_the_shortcut(op, name, monkeypatch):
+    """Nothing equals the reference when its bits are flipped: intervals alone judge every entry."""
+    inputs, outputs, options = call(op, ALL_SCALINGS.get(name))
+    right = Case.reference
+
+    delayed = isinstance(options["scaling"], refops.DelayedScaling)  # whose scale_inv is the reference's
+
+    def flipped(self, arrays):
+        return {
+            k: v if delayed and "scale_inv" in k else np.invert(v.view(f"u{v.dtype.itemsize}")).view(v.dtype)
+            for k, v in right(self, arrays).items()
+        }
+
+    if OPERATIONS[op].kind != "update_delayed_scale":  # it is judged by the reference itself
+        monkeypatch.setattr(Case, "reference", flipped)
+    report = oracle.check(op, inputs, outputs, diagnose=False, **options)
+    assert report.ok, str(report)
+
+
+def test_four_over_six_without_dumped_scales_and_with_extreme_errors():
+    x = tensor((64, 256))
+    scaling = refops.NVFP4Scaling(four_over_six="mse")
+    always6 = refops.quantize(x, refops.NVFP4Scaling())
+    outputs = {"data": always6.rowwise_data, "amax": always6.amax_rowwise}
+    assert not oracle.check("quantize", x, outputs, scaling=scaling, diagnose=False).ok
+    for factor in (1e-23, 1e20, 1e35):  # squared errors under- or overflow float32: TE takes 6
+        q = refops.quantize((x.astype(F) * F(factor)).astype(BF16), scaling)
+        outputs = {"data": q.rowwise_data.copy(), "scale": q.rowwise_scale_inv, "amax": q.amax_rowwise}
+        outputs["data"][0, 0] ^= 1
+        report = oracle.check(
+            "quantize", (x.astype(F) * F(factor)).astype(BF16), outputs, scaling=scaling, diagnose=False
+        )
+        assert [v.wrong for v in report.arrays] == [1, 0, 0]
+
+
+def test_a_wrong_amax_beside_right_scales_is_the_only_thing_wrong():
+    x = tensor((64, 256))
+    for scaling in (refops.CurrentScaling(E4M3), refops.NVFP4Scaling()):
+        q = refops.quantize(x, scaling)
+        for amax in (q.amax_rowwise * F(1.25), F([np.nan]), F([0])):
+            outputs = {"data": q.rowwise_data, "scale": q.rowwise_scale_inv, "amax": amax}
+            report = oracle.check("quantize", x, outputs, scaling=scaling, diagnose=False)
+            assert {v.name: v.wrong for v in report.arrays if v.wrong} == {"amax_rowwise": 1}
+
+
+def test_a_scale_that_says_nothing_does_not_condemn_its_codes():
+    x = tensor((64, 256))
+    cases = (MXFP8, np.uint8(255)), (refops.BlockScaling(E4M3, 1), F(np.nan)), (refops.NVFP4Scaling(), np.uint8(0x7F))
+    for scaling, unusable in cases:
+        q = refops.quantize(x, scaling)
+        scales = q.rowwise_scale_inv.copy()
+        scales[1, 1] = unusable
+        report = oracle.check("quantize", x, {"data": q.rowwise_data, "scale": scales}, scaling=scaling, diagnose=False)
+        assert [v.wrong for v in report.arrays] == [0, 1]
+        assert report.mismatches[0].index == (1, 1) and report.mismatches[0].distance > 0
+
+
+def test_infinite_inputs_leave_no_freedom():
+    x = tensor((64, 256))
+    x[3, 3] = -np.inf
+    for op in ("silu", "qgelu", "gelu"):
+        y = refops.activation(op, x)
+        for wrong in (-5, 0, -np.inf, 1e30):
+            y[3, 3] = wrong
+            assert not oracle.check(op, x, y, diagnose=False).ok
+        assert np.isnan(refops.activation(op, x)[3, 3])
+
+
+def test_dequantized_products_are_rounded_once():
+    q = refops.quantize(tensor((64, 256), FP32), refops.CurrentScaling(E4M3))
+    y = refops.dequantize(q)
+    exact = E4M3.values[q.rowwise_data].astype(np.float64) * float(q.rowwise_scale_inv[0])
+    truncated = np.where(np.abs(y) > np.abs(exact), np.nextafter(y, F(0)), y)
+    report = oracle.check("dequantize", q, truncated, diagnose=False)
+    assert report.arrays[0].wrong == np.count_nonzero(truncated != y) > 1000
+
+
+def test_notes_say_what_was_not_judged():
+    x, dy = tensor((2048, 64)), tensor((2048, 64), seed=1)
+    q = refops.quantize(x, MXFP8)
+    assert "not given, not judged: rowwise_scale_inv" in str(
+        oracle.check("quantize", x, {"data": q.rowwise_data}, scaling=MXFP8)
+    )
+    zeros = np.zeros_like(q.rowwise_data)
+    assert "hold 0x00: were they written?" in str(oracle.check("quantize", x, {"data": zeros}, scaling=MXFP8))
+    dbias = refops.activation_grad("gelu", dy, x, dbias=True)[1]
+    dbias = (dbias.astype(F) + F(0.05)).astype(BF16)
+    report = oracle.check("dgelu", {"dy": dy, "x": x}, {"dbias": dbias}, diagnose=False)
+    assert "dbias adds 2,048 terms" in str(report)
+
+
 # --- dtypes, shapes, layouts ---------------------------------------------------------------------------------------
 
 
@@ -272,7 +364,7 @@ def test_scales_with_padding_without_and_flat(name):
         valid = outputs[array][slot.valid_slices]
         for dump in (outputs[array], outputs[array].ravel(), valid, valid.ravel()):
             report = oracle.check("quantize", inputs, {array: dump}, **options)
-            assert report.ok and bool(report.notes) == (dump.size != slot.shape[0] * slot.shape[1])
+            assert report.ok and ("without its padding" in str(report)) == (dump.size != slot.shape[0] * slot.shape[1])
             dump = dump.copy()
             dump.reshape(-1)[0] = 3
             assert oracle.check("quantize", inputs, {array: dump}, diagnose=False, **options).arrays[0].wrong == 1
@@ -356,10 +448,12 @@ def test_nan_is_one_class_unless_bits_are_asked_for():
 def test_zero_keeps_its_sign_in_a_cast_but_a_computed_zero_may_have_either():
     x = np.zeros((32, 32), F)
     x[0, 0] = -0.0
-    data = refops.quantize(x, MXFP8).rowwise_data.copy()
-    assert data[0, 0] == 0x80
-    data[0, 0] = 0
-    assert not oracle.check("quantize", x, {"data": data}, scaling=MXFP8, diagnose=False).ok
+    for scaling in (refops.CurrentScaling(E4M3), refops.BlockScaling(E4M3, 1), MXFP8):
+        data = refops.quantize(x, scaling).rowwise_data.copy()
+        assert data[0, 0] == 0x80
+        data[0, 0] = 0
+        report = oracle.check("quantize", x, {"data": data}, scaling=scaling, diagnose=False)
+        assert report.ok == (scaling is MXFP8), "TE's specialised MXFP8 kernels write +0"
     x = -np.ones((32, 64), F)
     data = refops.activation_quantize("reglu", x, MXFP8).rowwise_data
     assert (data == 0x80).all(), "0 times a negative gate"
@@ -572,6 +666,26 @@ BAD_CALLS = {
     "ulp": (("gelu", X, X), {"ulp": -1}, ValueError, "ulp must be"),
     "padding": (("gelu", X, X), {"padding": "one"}, ValueError, "padding must be one of"),
     "random bits": (("gelu", X, X), {"random_bits": "mine"}, ValueError, "random_bits must be one of"),
+    "any random bits": (
+        ("quantize", X, {"data": X}),
+        {"scaling": MXFP8, "random_bits": "any"},
+        ValueError,
+        "needs ulp > 0",
+    ),
+    "None": (("quantize", X, {"data": None}), {"scaling": MXFP8}, TypeError, "rowwise_data must be an array"),
+    "no scaling": (("gelu", X, {"data": X}), {}, ValueError, "outputs must be among y; got 'data'; .* give scaling"),
+    "another Quantized": (
+        ("quantize", X, refops.quantize(X, refops.MXFP8Scaling(E5M2))),
+        {"scaling": MXFP8},
+        ValueError,
+        "outputs must be of the kind of MXFP8Scaling",
+    ),
+    "dbias dtype, quantized": (
+        ("quantize", X, {"dbias": X[0].astype(BF16)}),
+        {"scaling": MXFP8},
+        TypeError,
+        "dbias must be float32",
+    ),
     "swizzled": (("gelu", X, X), {"swizzled_scales": "yes"}, TypeError, "swizzled_scales must be True or False"),
     "dequantize inputs": (("dequantize", X, X), {}, TypeError, "inputs must be a Quantized or a dict of its arrays"),
     "dequantize scaling": (("dequantize", {"data": X}, X), {}, ValueError, "scaling is required to dequantize"),

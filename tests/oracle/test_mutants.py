@@ -20,7 +20,6 @@ MISNAMED = {
     "mx-columnwise-scales-transposed",
     "nv-amax-of-columns-for-rows",
     "silu-through-tanh",
-    "silu-with-coarse-exp",
     "stale-amax-and-no-saturation",
 }
 #: Corruptions that get the name of a convention: at most a tenth.

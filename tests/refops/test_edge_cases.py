@@ -778,3 +778,21 @@ def test_dequantize_keeps_nan_and_reaches_inf(fmt):
         q, rowwise_scale_inv=np.zeros_like(q.rowwise_scale_inv), rowwise_data=np.full(3, 0x38, np.uint8)
     )
     assert dequantize(zero_scale)[0] == decode(np.array([0x38], np.uint8), fmt)[0] * F(2.0**-127)
+
+
+@pytest.mark.parametrize("shape", [(1, 3), (3, 1), (64, 64), (65, 33)])
+def test_a_signalling_nan_is_ignored_by_amax_like_a_quiet_one(shape):
+    """`np.fmax` alone would pass it on, or drop what stands before it, by its place in the array."""
+    for place in (0, 1, 2, -1):
+        x = np.full(shape, 1, np.float32)
+        x.flat[0], x.flat[-1] = 100, 50
+        quiet = x.copy()
+        x.view(np.uint32).flat[place], quiet.view(np.uint32).flat[place] = 0x7F800001, 0x7FC00000
+        for scaling in (
+            refops.CurrentScaling(refops.E4M3),
+            refops.BlockScaling(refops.E4M3, 1),
+            refops.MXFP8Scaling(refops.E4M3),
+        ):
+            assert_same_quantized(
+                refops.quantize(x, scaling, columnwise=True), refops.quantize(quiet, scaling, columnwise=True)
+            )

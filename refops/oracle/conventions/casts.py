@@ -53,7 +53,7 @@ def _double_rounding(kernel, name, choice):
 
 @computing(
     "double-rounding-bf16",
-    "{where} bfloat16 before the last rounding, and so are rounded twice.",
+    "{where} bfloat16 before the last rounding: they are rounded twice.",
     stage=lambda choice: "product-rounding" if choice == "scaled" else "result",
     choices=("scaled", "result"),
 )
@@ -63,7 +63,7 @@ def double_rounding_bf16(kernel, choice):
 
 @computing(
     "double-rounding-fp16",
-    "{where} float16 before the last rounding, and so are rounded twice.",
+    "{where} float16 before the last rounding: they are rounded twice.",
     stage=lambda choice: "product-rounding" if choice == "scaled" else "result",
     choices=("scaled", "result"),
 )
@@ -134,6 +134,7 @@ def ties_away(kernel):
     "The cast rounds every value {how}, where TE rounds to nearest even.",
     stage="cast",
     choices=("up", "down", "away", "ties to zero"),
+    last=True,
 )
 def rounded_directed(kernel, choice):
     require_scaling(kernel)

@@ -95,12 +95,6 @@ def interleave_ignored(kernel, choice):
 # --- which function -------------------------------------------------------------------------------
 
 
-def _set_functions(kernel, functions):
-    """Replace the functions of a formula: attribute -> function of a float32 array."""
-    for name, function in functions.items():
-        setattr(kernel, name, function)
-
-
 @computing(
     "erf-gelu",
     "GELU is the exact form with erf, where TE has the tanh approximation.",

@@ -60,10 +60,13 @@ class Convention:
         """Change a kernel or dump in place; NotApplicable where it means nothing."""
         target.applied = (*target.applied, (self, choice))
         target.changed.add(self.stage_of(choice))
+        before = dict(target.facts)
         if self.choices is None:
             self.function(target)
         else:
             self.function(target, choice)
+        # Two conventions may use the same word: each keeps its own. What a stage finds out later is shared.
+        target.facts[self.name] = {word: said for word, said in target.facts.items() if before.get(word) is not said}
 
     def __repr__(self):
         return f"<{self.name}>"

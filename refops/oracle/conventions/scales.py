@@ -8,7 +8,16 @@ import numpy as np
 from refops.arguments import BFLOAT16
 from refops.formats import E4M3, E5M2, E8M0, encode_tile
 from refops.oracle.conventions.registry import computing
-from refops.oracle.replay import DIRECTIONS, DequantizeKernel, Region, TensorKernel, UpdateKernel, power_of_two_below
+from refops.oracle.replay import (
+    DIRECTIONS,
+    DequantizeKernel,
+    Region,
+    TensorKernel,
+    UpdateKernel,
+    crop,
+    power_of_two_below,
+    whole,
+)
 from refops.quantization import mxfp8
 from refops.quantization.block import LARGEST_SCALE
 from refops.quantization.layout import block_amax
@@ -415,13 +424,11 @@ def tensor_scale_for_blocks(kernel):
     for direction in DIRECTIONS:
         scales = kernel.setting.outputs.get(f"{direction}_scale_inv")
         if scales is not None:
-            from refops.oracle.replay import crop, whole
-
             valid = crop(kernel.case, f"{direction}_scale_inv", scales, whole(kernel.shape))
             kernel.require((valid == valid.flat[0]).all() if valid.size else True)
     if not isinstance(kernel.scaling, NVFP4Scaling):
         kernel.amax_rounded = kernel.casts_rounded
-    amax = kernel._whole_amax("rowwise", None, None)
+    amax = kernel.whole_amax("rowwise", None, None)
     kernel.after("block_amax", lambda own: np.full_like(own, amax[0]))
 
 
@@ -434,7 +441,7 @@ def row_amax_missing(kernel):
     own = kernel.tensor_amax
 
     def tensor_amax(direction, region):
-        amax = kernel._whole_amax(
+        amax = kernel.whole_amax(
             direction, slice(0, kernel.shape[direction == "columnwise"]), int(direction == "rowwise")
         )
         return np.full_like(own(direction, region), np.fmax.reduce(amax, initial=F(0)))
@@ -960,6 +967,21 @@ def one_level_nvfp4(kernel):
     require_scaling(kernel, NVFP4Scaling)
     kernel.after("global_scale", np.ones_like)
     kernel.wrap("encode_block_scale", lambda inner, scale: inner(np.clip(scale, F(2.0**-6), F(448))))
+
+
+@computing(
+    "global-scale-by-division",
+    "The tensor's scale is the inverse of amax / 2688, where TE divides 2688 by the amax: last bits differ.",
+    stage="global-scale",
+)
+def global_scale_by_division(kernel):
+    require_scaling(kernel, NVFP4Scaling)
+
+    def global_scale(inner, amax):
+        scale = F(1) / (amax / F(6 * kernel.e4m3_max))
+        return np.where(np.isfinite(scale) & (amax > 0) & np.isfinite(amax), scale, inner(amax)).astype(F)
+
+    kernel.wrap("global_scale", global_scale)
 
 
 @computing(

@@ -22,6 +22,21 @@ def require_named_algorithm(kernel, name):
 
 
 @computing(
+    "reciprocal-times-maximum",
+    "The scale is the format's maximum times a rounded 1 / amax, where TE divides: torch's number / tensor.",
+    stage="quotient",
+)
+def reciprocal_times_maximum(kernel):
+    require_update(kernel)
+
+    def fresh_scale(amax):
+        scale = (F(1) / amax * kernel.fmt.max) / F(2.0**kernel.margin)
+        return np.where(np.isinf(scale), FLT_MAX, scale)
+
+    kernel.fresh_scale = fresh_scale
+
+
+@computing(
     "history-not-rolled",
     "The amax history is not rolled: {what}.",
     stage="roll",
@@ -213,21 +228,6 @@ def scale_overflow(kernel, choice):
 def nan_history(kernel):
     require_named_algorithm(kernel, "max")
     kernel.amax = lambda history: np.maximum.reduce(history, axis=0)
-
-
-@computing(
-    "reciprocal-times-maximum",
-    "The scale is the format's maximum times a rounded 1 / amax, where TE divides: torch's number / tensor.",
-    stage="quotient",
-)
-def reciprocal_times_maximum(kernel):
-    require_update(kernel)
-
-    def fresh_scale(amax):
-        scale = (F(1) / amax * kernel.fmt.max) / F(2.0**kernel.margin)
-        return np.where(np.isinf(scale), FLT_MAX, scale)
-
-    kernel.fresh_scale = fresh_scale
 
 
 def other_fp8(fmt):

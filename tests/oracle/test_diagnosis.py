@@ -1,0 +1,184 @@
+"""The diagnosis: its replay is the reference, it names what was done, says "unknown" of the rest, and never fails.
+
+How well it names faults that others wrote is counted by test_mutants.py and test_third_party.py.
+"""
+
+import ml_dtypes
+import numpy as np
+import pytest
+from mutants import MUTANTS
+from test_check import ALL_SCALINGS, call, every_call
+
+import refops
+from refops import oracle
+from refops.oracle.conventions import CONVENTIONS
+from refops.oracle.operation import Case
+from refops.oracle.replay import Setting, crop, whole
+from refops.oracle.tally import bits_of
+
+F = np.float32
+BF16 = np.dtype(ml_dtypes.bfloat16)
+E4M3 = refops.E4M3
+MXFP8, FLOOR = refops.MXFP8Scaling(E4M3), refops.MXFP8Scaling(E4M3, scale_rounding="floor")
+
+
+def normal(shape, seed=0):
+    return np.random.default_rng(seed).standard_normal(shape, np.float32).astype(BF16)
+
+
+def floor_dump(shape):
+    x = normal(shape)
+    q = refops.quantize(x, FLOOR)
+    return x, {"rowwise_data": q.rowwise_data.copy(), "rowwise_scale_inv": q.rowwise_scale_inv.copy()}
+
+
+# --- the parts -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("op", "name"), list(every_call()))
+def test_an_unchanged_replay_is_the_reference(op, name):
+    inputs, outputs, options = call(op, ALL_SCALINGS.get(name))
+    case = Case(op, inputs, options["scaling"], options["params"])
+    kernel = Setting(case, outputs, outputs).kernel()
+    region = whole(kernel.setting.shape)
+    sums = [n for n in outputs if n in ("dbias", "drow_scales")]
+    made = kernel.run(region, [n for n in outputs if n not in sums])
+    for array, values in made.items():
+        expected = crop(case, array, outputs[array], region)
+        assert np.array_equal(bits_of(values), bits_of(expected.reshape(values.shape))), array
+
+
+def test_conventions_have_names_and_sentences():
+    assert len(CONVENTIONS) > 100
+    for name, convention in CONVENTIONS.items():
+        assert convention.name == name == name.lower() and " " not in name
+        assert convention.sentence.endswith(".") and "\n" not in convention.sentence
+    assert len({c.sentence for c in CONVENTIONS.values()}) == len(CONVENTIONS)
+
+
+def test_mutants_expect_conventions_that_exist():
+    """But for approximate-elementary, which has no replay: the verdict itself finds it."""
+    expected = {
+        n for m in MUTANTS.values() for names in m.expected for n in ([names] if isinstance(names, str) else names)
+    }
+    assert expected <= {*CONVENTIONS, "approximate-elementary"}
+
+
+# --- the search -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(64, 128), (128, 256), (1024, 1024)])
+def test_stray_faults_do_not_hide_a_convention(shape):
+    x, outputs = floor_dump(shape)
+    report = oracle.check("quantize", x, outputs, scaling=MXFP8)
+    assert report.diagnosis[0].names == ("scale-floor",) and report.diagnosis[0].explained == 1
+    outputs["rowwise_data"][3, 5] ^= 1
+    report = oracle.check("quantize", x, outputs, scaling=MXFP8)
+    assert report.diagnosis[0].names == ("scale-floor",) and not report.diagnosis[0].exact
+    outputs["rowwise_data"][3, 32:64] = 0
+    report = oracle.check("quantize", x, outputs, scaling=MXFP8)
+    assert report.diagnosis[0].names == ("scale-floor",) and report.diagnosis[0].explained < 1
+
+
+@pytest.mark.parametrize("shape", [(64, 128), (256, 1024)])
+def test_what_nothing_explains_is_unknown(shape):
+    x, rng = normal(shape), np.random.default_rng(1)
+    q = refops.quantize(x, MXFP8)
+    one, block, garbage = (q.rowwise_data.copy() for _ in range(3))
+    one[5, 7] ^= 1
+    block[32:48, 64:96] = 0
+    garbage[:] = rng.integers(0, 256, shape)
+    for data in (one, block, garbage):
+        report = oracle.check("quantize", x, {"data": data, "scale": q.rowwise_scale_inv}, scaling=MXFP8)
+        assert not report.ok and report.diagnosis == () and "diagnosis: unknown" in str(report)
+
+
+def test_a_convention_that_changes_nothing_explains_nothing():
+    x = normal((128, 256))
+    x[0, 0] = 9  # the largest magnitude is positive: a signed amax is the same
+    scaling = refops.CurrentScaling(E4M3)
+    q = refops.quantize(x, scaling)
+    outputs = {"data": q.rowwise_data, "scale": q.rowwise_scale_inv * F(1.01), "amax": q.amax_rowwise}
+    names = {n for e in oracle.check("quantize", x, outputs, scaling=scaling).diagnosis for n in e.names}
+    assert "signed-amax" not in names
+
+
+def test_a_part_of_a_large_tensor_is_called_one():
+    x = normal((2048, 1024))
+    y = refops.activation("qgelu", x)
+    y[-1, -200:] = 77
+    report = oracle.check("gelu", x, y)
+    best = report.diagnosis[0]
+    assert best.names == ("other-activation",) and best.sampled and not best.exact
+    assert "where it was compared" in str(best) and "qgelu" in best.sentence
+
+
+PAIRS = {
+    ("gate-order", "scale-floor"): lambda x: refops.activation_quantize(
+        "swiglu", np.roll(x, x.shape[1] // 2, axis=1), FLOOR
+    ),
+    ("other-activation", "scale-floor"): lambda x: refops.activation_quantize("geglu", x, FLOOR),
+    ("scales-swizzled", "scale-floor"): lambda x: refops.activation_quantize("swiglu", x, FLOOR).swizzled(),
+    ("gate-order", "other-activation"): lambda x: refops.activation_quantize(
+        "geglu", np.roll(x, x.shape[1] // 2, axis=1), MXFP8
+    ),
+    ("scales-swizzled", "gate-order"): lambda x: refops.activation_quantize(
+        "swiglu", np.roll(x, x.shape[1] // 2, axis=1), MXFP8
+    ).swizzled(),
+}
+
+
+@pytest.mark.parametrize("names", PAIRS, ids=" + ".join)
+def test_two_faults_are_found_together(names):
+    x = normal((128, 512))
+    q = PAIRS[names](x)
+    outputs = {"data": q.rowwise_data, "scale": q.rowwise_scale_inv}
+    report = oracle.check("swiglu", x, outputs, scaling=MXFP8)
+    assert set(report.diagnosis[0].names) == set(names), str(report)
+    assert "besides" in report.diagnosis[0].sentence
+
+
+def test_each_of_a_pair_keeps_its_own_words():
+    """Both sentences have a {what}."""
+    from refops.oracle.conventions.registry import Convention
+
+    class Target:
+        applied, changed, facts = (), set(), {}
+
+    def say(word):
+        return lambda target: target.facts.update(what=word)
+
+    target = Target()
+    for name in ("one", "two"):
+        Convention(name, "It is {what}.", say(name), "stage").apply(target)
+    assert target.facts["one"] == {"what": "one"} and target.facts["two"] == {"what": "two"}
+
+
+def test_a_diagnosis_that_fails_does_not_cost_the_verdict(monkeypatch):
+    from refops.oracle import diagnosis
+
+    def fail(*arguments):
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(diagnosis, "diagnose", fail)
+    x = normal((32, 64))
+    report = oracle.check("silu", x, np.zeros_like(x))
+    assert not report.ok and any("the diagnosis failed" in note and "broken" in note for note in report.notes)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_diagnosis_never_fails(seed):
+    """Every kind of call, outputs at random, any subset, specials among the inputs."""
+    rng = np.random.default_rng(seed)
+    calls = list(every_call())
+    for op, name in [calls[i] for i in rng.choice(len(calls), 5, replace=False)]:
+        inputs, outputs, options = call(op, ALL_SCALINGS.get(name))
+        if isinstance(inputs, dict) and "x" in inputs:
+            inputs["x"].reshape(-1)[rng.choice(inputs["x"].size, 5)] = [np.nan, np.inf, -np.inf, 1e30, 0]
+        names = [n for n in outputs if rng.random() < 0.7] or list(outputs)
+        dump = {}
+        for n in names:
+            bits = rng.integers(0, 256, outputs[n].nbytes).astype(np.uint8)
+            dump[n] = bits.view(outputs[n].dtype).reshape(outputs[n].shape)
+        report = oracle.check(op, inputs, dump, **options)
+        assert not any("diagnosis failed" in note for note in report.notes), (op, name, report.notes)
