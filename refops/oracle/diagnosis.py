@@ -40,7 +40,7 @@ PROBE_ELEMENTS, CONFIRM_ELEMENTS = 1 << 15, 1 << 19
 #: An explanation's least share, and the most damage.
 ENOUGH, DAMAGE = 0.9, 0.2
 #: Share of the entries of an array that noise may move.
-NOISE = 2e-3
+NOISE = 5e-3
 #: Share from which something is worth saying though it is not enough.
 PARTLY = 0.5
 #: Explanations that are returned, at most.
@@ -88,6 +88,7 @@ class Count:
         entries: compared.
         wrong: wrong in the dump.
         explained: of those, reproduced.
+        gained: of those, not what the reference has: a code may be wrong because its scale is.
         damaged: right in the dump, not in the replay.
         different: not the same bits.
     """
@@ -95,6 +96,7 @@ class Count:
     entries: int = 0
     wrong: int = 0
     explained: int = 0
+    gained: int = 0
     damaged: int = 0
     different: int = 0
 
@@ -171,7 +173,7 @@ class Result:
     @property
     def enough(self):
         """Whether this explains the dump."""
-        if self.damage > DAMAGE or not self._wrong:
+        if self.damage > DAMAGE or not any(c.gained for c in self._wrong):
             return False
         every = self.share >= ENOUGH and min(c.share for c in self._wrong) >= 0.75
         stray = self.explained >= 0.99 and all(c.wrong - c.explained <= 1e-3 * c.entries for c in self._wrong)
@@ -238,12 +240,16 @@ class Part:
         if self.got.dtype != np.uint8 and self.got.size:
             agrees = equal | self._near(made)
         different = self.got.size - int(np.count_nonzero(equal))
-        count = Count(self.got.size, self.wrong_count, 0, 0, different)
+        count = Count(self.got.size, self.wrong_count, different=different)
         if self.relaid:
             bad = self.got.size - int(np.count_nonzero(agrees))
             count.explained, count.damaged = max(0, self.wrong_count - bad), max(0, bad - self.wrong_count)
+            count.gained = count.explained
         else:
-            count.explained = int(np.count_nonzero(self.wrong & agrees))
+            explained = self.wrong & agrees
+            count.explained = int(np.count_nonzero(explained))
+            if made is not self.reference and count.explained:
+                count.gained = int(np.count_nonzero(explained & ~same(self.got, self.reference, self.fmt)))
             bad = ~(self.wrong | agrees)
             if made is self.reference:
                 bad = np.zeros_like(bad)
@@ -411,6 +417,7 @@ class Search:
         self.places = Places(case, self.shape, self.wrong)
         self.setting.probe = self.places.probes[0] if self.shape else None
         self.setting.scale_values = self._common_wrong_scales()
+        self.setting.wrong_names = {n for n, mask in self.wrong.items() if mask.any()}
         self.matrix_names = [n for n in self.outputs if n not in SUM_ARRAYS]
         self.sum_names = [n for n in self.outputs if n in SUM_ARRAYS]
         self._parts, self._readings = {}, {}
@@ -619,7 +626,7 @@ class Search:
     def partial(self, confirmed):
         """What explains a large part of a dump that is wrong in many places, and harms nothing."""
         results = [r for r in confirmed if r.share >= PARTLY and r.damage <= 0.05]
-        return [r for r in results if any(c.share > 0.95 and c.wrong > 0.01 * c.entries for c in r._wrong)]
+        return [r for r in results if any(c.gained > 0.9 * c.wrong > 0.01 * c.entries for c in r._wrong)]
 
     def explanation(self, result):
         """The `Explanation` for the user."""

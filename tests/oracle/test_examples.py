@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -234,7 +235,7 @@ def test_commands_of_the_readme_run(programs, tmp_path, monkeypatch):
     for name in PROGRAMS:
         shutil.copy(HERE / "examples" / f"{name}.cpp", tmp_path)
     blocks = [block.splitlines() for block in re.findall(r"```sh\n(.*?)```", README, re.DOTALL)]
-    check, golden, examples = blocks
+    check, gradient, golden, examples = blocks
     make, judge_golden, everything = golden
     assert everything.startswith("refops golden --all")
     for line in (make, *examples, judge_golden, *check):
@@ -242,3 +243,9 @@ def test_commands_of_the_readme_run(programs, tmp_path, monkeypatch):
             assert cli.main(shlex.split(line)[1:]) == 0, line
         else:
             assert subprocess.run(line, shell=True).returncode == 0, line
+    x, dy = (np.random.default_rng(seed).standard_normal((128, 512)).astype(ml_dtypes.bfloat16) for seed in (0, 1))
+    q, dbias = refops.activation_grad_quantize("gelu", dy, x, refops.DelayedScaling(refops.E4M3, 8), dbias=True)
+    for name, array in (("x", x), ("dy", dy), ("q", q.rowwise_data), ("db", dbias)):
+        array.tofile(f"{name}.bin")
+    for line in gradient:
+        assert cli.main(shlex.split(line)[1:]) == 0, line

@@ -152,7 +152,7 @@ def stale_amax(kernel, choice):
     found = {}
     for direction in DIRECTIONS:
         amax = None
-        if choice == "dump":
+        if choice == "dump" and not all(name.startswith("amax") for name in setting.wrong_names):
             amax = setting.outputs.get(f"amax_{direction}")
         elif choice == "scale" and isinstance(kernel.scaling, CurrentScaling):
             scale_inv = setting.outputs.get(f"{direction}_scale_inv")

@@ -142,5 +142,5 @@ def dbias_last_chunk_missing(kernel, choice):
         first, last = 0, max(m - 1, 0) // int(size) * int(size)
         kernel.require(m % int(size) == 0)
         kernel.facts["what"] = f"the last {size} rows"
-    kernel.require((first, last) != (0, m))
+    kernel.require((first, last) != (0, m) and first < last)
     kernel.after("sum_terms", lambda terms: terms[first:last])
