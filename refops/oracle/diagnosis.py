@@ -417,7 +417,6 @@ class Search:
         self.places = Places(case, self.shape, self.wrong)
         self.setting.probe = self.places.probes[0] if self.shape else None
         self.setting.scale_values = self._common_wrong_scales()
-        self.setting.wrong_names = {n for n, mask in self.wrong.items() if mask.any()}
         self.matrix_names = [n for n in self.outputs if n not in SUM_ARRAYS]
         self.sum_names = [n for n in self.outputs if n in SUM_ARRAYS]
         self._parts, self._readings = {}, {}

@@ -83,14 +83,12 @@ class Setting:
         probing: amaxes of a changed formula may be taken from the dump (confirmed later from the whole tensor).
         whole_halo: replays that need the blocks beside a region compute all of its rows and columns.
         probe: a region with wrong entries, from which conventions may estimate a factor; None where there is none.
-        wrong_names: outputs with wrong entries.
         scale_values: what the dump holds most often among its wrong scales.
     """
 
     def __init__(self, case, outputs, reference):
         self.case, self.outputs, self.reference = case, outputs, reference
         self.probing, self.whole_halo, self.probe, self.scale_values = False, True, None, []
-        self.wrong_names = set(outputs)
         self.work = 0
         self.cache = {}
         self.values_cache = {}
