@@ -16,6 +16,7 @@ from refops.formats import FORMATS, FloatFormat
 from refops.golden.inputs import make_amaxes, make_row_scales, make_tensor
 from refops.golden.recipe import settings_fields
 from refops.ops import ActivationGradSource, ActivationSource, path_of, quantize
+from refops.oracle.geometry import Geometry
 from refops.oracle.operation import QUANTIZED_ARRAYS, Case, require_operation
 from refops.quantization.block import LARGEST_SCALE
 from refops.quantization.layout import block_amax, block_view, pad_to_blocks
@@ -241,7 +242,7 @@ def _intermediates(case, outputs):
         amax = outputs.get(f"amax_{direction}")
         with np.errstate(all="ignore"):
             if isinstance(scaling, BlockScaling | MXFP8Scaling | NVFP4Scaling):
-                found[f"{direction}_block_amax"] = _block_amaxes(source, scaling, columnwise, slot.valid)
+                found[f"{direction}_block_amax"] = _block_amaxes(source, scaling, columnwise)
             if isinstance(scaling, NVFP4Scaling):
                 s_enc = global_encode_scale(amax, scaling.e4m3_max)
                 found[f"{direction}_global_encode_scale"] = s_enc
@@ -264,21 +265,13 @@ def _intermediates(case, outputs):
     return found
 
 
-def _block_amaxes(source, scaling, columnwise, stored_shape):
+def _block_amaxes(source, scaling, columnwise):
     """max |x| of the block that each stored scale serves."""
     if columnwise and isinstance(scaling, NVFP4Scaling) and scaling.rht:
         source = HadamardSource(source, scaling.sign_mask)
-    values = as_matrix(source)
-    values = values.T if columnwise else values  # (outer, inner): blocks run along inner
-    two_d = scaling.block_dim == 2 if isinstance(scaling, BlockScaling) else scaling.two_d
-    height = scaling.block_size if two_d else 1
-    amax = block_amax(block_view(pad_to_blocks(values, height, scaling.block_size), height, scaling.block_size))
-    if two_d and not isinstance(scaling, BlockScaling):  # stored once for each row of the tile
-        amax = np.repeat(amax, height, axis=0)[: values.shape[0]]
-    transposed = (isinstance(scaling, BlockScaling) and not two_d) or (isinstance(scaling, MXFP8Scaling) and columnwise)
-    amax = amax.T if transposed else amax
-    assert amax.shape == stored_shape, (amax.shape, stored_shape)
-    return amax
+    geometry, values = Geometry(scaling, columnwise), as_matrix(source)
+    amax = block_amax(block_view(pad_to_blocks(values, *geometry.block), *geometry.block))
+    return geometry.store_scales(amax, geometry.block, values.shape)
 
 
 def _random_bytes(shape, scaling, columnwise):

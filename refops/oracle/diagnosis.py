@@ -20,18 +20,10 @@ import numpy as np
 from refops.formats import E2M1
 from refops.oracle.conventions import CONVENTIONS
 from refops.oracle.conventions.reading import Dump
-from refops.oracle.replay import (
-    FORMULA_STAGES,
-    DequantizeKernel,
-    NotApplicable,
-    Region,
-    Setting,
-    crop,
-    transposes_columnwise,
-    whole,
-)
+from refops.oracle.geometry import VALUES, Geometry, Region, crop, whole
+from refops.oracle.replay import FORMULA_STAGES, DequantizeKernel, NotApplicable, Setting
 from refops.oracle.report import Explanation
-from refops.scaling import BlockScaling, NVFP4Scaling
+from refops.scaling import BlockScaling
 
 F = np.float32
 TILE = 128
@@ -279,25 +271,6 @@ class Part:
 # --- where to look --------------------------------------------------------------------------------
 
 
-def element_units(scaling, name):
-    """Return (transposed, rows, columns): whether an array's rows follow the tensor's columns, elements an entry."""
-    columnwise = "columnwise" in name
-    if name in ("y", "dx"):
-        return False, 1, 1
-    if name.endswith("_data"):
-        packed = 2 if isinstance(scaling, NVFP4Scaling) else 1
-        transposed = columnwise and transposes_columnwise(scaling)
-        return transposed, packed if transposed else 1, 1 if transposed else packed
-    b = scaling.block_size
-    if isinstance(scaling, BlockScaling):
-        if scaling.block_dim == 2:
-            return columnwise, b, b
-        return (False, b, 1) if columnwise else (True, 1, b)
-    if columnwise:
-        return isinstance(scaling, NVFP4Scaling), b, 1
-    return False, 1, b
-
-
 def tile_counts(mask, rows, columns):
     """Number of True in each tile of `rows` x `columns` entries."""
     if not mask.size:
@@ -326,7 +299,9 @@ class Places:
             if mask.ndim == 0 or name in SUM_ARRAYS or name.startswith("amax") or mask.shape == (1,):
                 continue
             cropped = crop(case, name, mask, whole(shape))
-            transposed, rows, columns = element_units(case.scaling, name)
+            transposed, rows, columns = (False, 1, 1)
+            if name not in VALUES:
+                transposed, rows, columns = Geometry.of(case.scaling, name).entry(name)
             matrix = cropped.T if transposed else cropped
             if matrix.any():
                 counts = tile_counts(matrix, max(TILE // rows, 1), max(TILE // columns, 1)).astype(float)
@@ -449,7 +424,7 @@ class Search:
                     self._reference_crop(name, region),
                     self.formats[name],
                     relaid=arrays[name] is not self.outputs[name],
-                    few=name not in ("y", "dx"),
+                    few=name not in VALUES,
                 )
                 for name in self.matrix_names
             }

@@ -330,9 +330,12 @@ class DequantizedBounds(BoundsSource):
 
     def read(self, rows, columns):
         q, columnwise = self._q, self._columnwise
-        geometry = Geometry.of(q.scaling, columnwise)
-        codes, fmt = geometry.codes(q, rows, columns), q.scaling.fmt
-        scales = geometry.expand(geometry.scales(q, rows, columns), codes.shape)
+        geometry, fmt = Geometry(q.scaling, columnwise), q.scaling.fmt
+        data, scale_inv = q.rowwise_data, q.rowwise_scale_inv
+        if columnwise:
+            data, scale_inv = q.columnwise_data, q.columnwise_scale_inv
+        codes = geometry.codes(data, self.shape, rows, columns)
+        scales = geometry.expand(geometry.scales(scale_inv, rows, columns), codes.shape)
         element = Interval.point(fmt.values[codes], self._ulp)
         if isinstance(q.scaling, MXFP8Scaling):
             product = Interval.point(E8M0.values[scales], self._ulp) * element

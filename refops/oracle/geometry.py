@@ -1,90 +1,176 @@
-"""Where the codes and scales of a quantized tensor lie, seen from the tensor: rectangles in its own orientation."""
+"""Where the codes and scales of a quantized tensor lie, seen from the tensor: the one place that knows the layouts.
+
+Everything is addressed by a rectangle of the (M, K) tensor, rows and columns as slices whose edges are multiples of a
+block or the tensor's own. Not for padding: what is read or stored here is the part that holds data.
+"""
+
+import math
+from dataclasses import dataclass
 
 import numpy as np
 
-from refops.formats import unpack_fp4
+from refops.formats import pack_fp4, unpack_fp4
 from refops.quantization.blocks import blocks_of
 from refops.quantization.layout import ceil_div
 from refops.scaling import BlockScaling, CurrentScaling, DelayedScaling, MXFP8Scaling, NVFP4Scaling
+
+DIRECTIONS = ("rowwise", "columnwise")
+#: Outputs that are the (M, K) result itself.
+VALUES = ("y", "dx")
+
+
+@dataclass(frozen=True)
+class Region:
+    """A rectangle of the result matrix (M, K)."""
+
+    rows: slice
+    columns: slice
+
+    @property
+    def shape(self):
+        """(rows, columns)."""
+        return self.rows.stop - self.rows.start, self.columns.stop - self.columns.start
+
+
+def whole(shape):
+    """The region of a whole (M, K) matrix; an empty one for no shape."""
+    m, k = shape or (0, 0)
+    return Region(slice(0, m), slice(0, k))
 
 
 class Geometry:
     """Where the codes and scales of one direction lie.
 
     Attributes:
-        block: (rows, columns) of a block, in the orientation of the tensor.
+        scaling, columnwise: whose, and which direction.
+        block: (rows, columns) of a block, in the orientation of the tensor; None per tensor.
         run: (rows, columns) that one stored scale covers: less than a block where 2-D block scales are repeated.
-        columnwise: which direction.
     """
 
-    def __init__(self, scaling, columnwise, block, run):
-        self.scaling, self.columnwise, self.block, self.run = scaling, columnwise, block, run
+    def __init__(self, scaling, columnwise):
+        self.scaling, self.columnwise = scaling, columnwise
+        self.block = self.run = None
+        if isinstance(scaling, DelayedScaling | CurrentScaling):
+            return
+        size = scaling.block_size
+        line, tile = ((size, 1) if columnwise else (1, size)), (size, size)
+        two_d = scaling.block_dim == 2 if isinstance(scaling, BlockScaling) else scaling.two_d
+        self.block = tile if two_d else line
+        self.run = self.block if isinstance(scaling, BlockScaling) else line  # others repeat 2-D scales
 
     @classmethod
-    def of(cls, scaling, columnwise):
-        """Of a scaling; per-tensor ones have no block."""
-        if isinstance(scaling, DelayedScaling | CurrentScaling):
-            return cls(scaling, columnwise, None, None)
-        size = scaling.block_size
-        line = (size, 1) if columnwise else (1, size)
-        if isinstance(scaling, BlockScaling):
-            block = (size, size) if scaling.block_dim == 2 else line
-            return cls(scaling, columnwise, block, block)
-        return cls(scaling, columnwise, (size, size) if scaling.two_d else line, line)
+    def of(cls, scaling, direction):
+        """Of a direction by name, or of an array of a `Quantized` by its name."""
+        return cls(scaling, "columnwise" in direction)
+
+    @property
+    def packed(self):
+        """Codes that share a byte."""
+        return 2 if isinstance(self.scaling, NVFP4Scaling) else 1
+
+    # --- data -------------------------------------------------------------------------------------
 
     @property
     def transposed(self):
         """Whether data are stored transposed."""
         return self.columnwise and not isinstance(self.scaling, MXFP8Scaling)
 
-    def codes(self, q, rows, columns):
-        """uint8 codes of a rectangle in the tensor's orientation; `q` has the arrays of a Quantized as attributes."""
-        data = q.column_matrix if self.columnwise else q.row_matrix
+    def matrix(self, data, shape):
+        """Stored data of a tensor of (M, K) `shape` as a 2-D view."""
+        outer, inner = reversed(shape) if self.transposed else shape
+        return data.reshape(outer, inner // self.packed)
+
+    def data_index(self, rows, columns):
+        """Index of a rectangle into that view."""
         outer, inner = (columns, rows) if self.transposed else (rows, columns)
-        if isinstance(self.scaling, NVFP4Scaling):
-            codes = unpack_fp4(data[outer, slice(inner.start // 2, ceil_div(inner.stop, 2))])
-        else:
-            codes = data[outer, inner]
+        return outer, inner if self.packed == 1 else blocks_of(inner, 2)
+
+    def codes(self, data, shape, rows, columns):
+        """uint8 codes (R, C) of a rectangle, in the tensor's orientation, one a byte."""
+        codes = self.matrix(data, shape)[self.data_index(rows, columns)]
+        codes = codes if self.packed == 1 else unpack_fp4(codes)
         return codes.T if self.transposed else codes
 
-    def stored_element(self, row, column, shape):
-        """Index into the stored data of an element; `shape` is the stored shape."""
-        outer, inner = (column, row) if self.transposed else (row, column)
-        if isinstance(self.scaling, NVFP4Scaling):
-            inner //= 2
-        return stored_index((outer, inner), shape, first_is_outer=self.transposed)
+    def store_codes(self, codes):
+        """Codes (R, C) as they are stored."""
+        codes = np.ascontiguousarray(codes.T) if self.transposed else codes
+        return codes if self.packed == 1 else pack_fp4(codes)
 
-    def scales(self, q, rows, columns):
-        """Stored scales of a rectangle, (row runs, column runs); a (1,) array per tensor."""
-        scales = q.columnwise_scale_inv if self.columnwise else q.rowwise_scale_inv
-        index, flipped = self.scale_index(rows, columns)
-        return scales if index is None else scales[index].T if flipped else scales[index]
+    def stored_element(self, row, column, shape):
+        """Index into the stored data, of `shape`, of an element."""
+        outer, inner = (column, row) if self.transposed else (row, column)
+        return stored_index((outer, inner // self.packed), shape, first_is_outer=self.transposed)
+
+    # --- scales -----------------------------------------------------------------------------------
+
+    @property
+    def scales_transposed(self):
+        """Whether stored scales run along the tensor's columns first."""
+        if isinstance(self.scaling, BlockScaling):
+            return self.columnwise == (self.scaling.block_dim == 2)
+        return self.columnwise and isinstance(self.scaling, NVFP4Scaling)
 
     def scale_index(self, rows, columns):
-        """(index into the stored scales, whether what it gives is transposed)."""
-        if self.block is None:
-            return None, False
-        size = self.scaling.block_size
-        row_blocks, column_blocks = blocks_of(rows, size), blocks_of(columns, size)
-        if isinstance(self.scaling, BlockScaling):
-            if self.scaling.block_dim == 2:
-                return ((column_blocks, row_blocks), True) if self.columnwise else ((row_blocks, column_blocks), False)
-            return ((row_blocks, columns), False) if self.columnwise else ((column_blocks, rows), True)
-        if isinstance(self.scaling, MXFP8Scaling):
-            return ((row_blocks, columns), False) if self.columnwise else ((rows, column_blocks), False)
-        return ((columns, row_blocks), True) if self.columnwise else ((rows, column_blocks), False)
+        """Index of a rectangle into the stored scales; all of them per tensor."""
+        if self.run is None:
+            return (...,)
+        parts = zip((rows, columns), self.run, strict=True)
+        index = tuple(part if edge == 1 else blocks_of(part, edge) for part, edge in parts)
+        return index[::-1] if self.scales_transposed else index
+
+    def scales(self, stored, rows, columns):
+        """Scales of a rectangle, (row runs, column runs) in the tensor's orientation; (1,) per tensor."""
+        scales = stored[self.scale_index(rows, columns)]
+        return scales.T if self.scales_transposed else scales
+
+    def store_scales(self, scales, block, shape):
+        """One scale for each `block` of a tile of `shape` (None: one in all), as they are stored.
+
+        A run takes the scale of the block that it begins in: repeated where blocks are larger, the first where smaller.
+        """
+        if block is None:
+            return scales.reshape(-1)
+        for axis in (0, 1):
+            run = np.arange(ceil_div(shape[axis], self.run[axis]))
+            begin = np.minimum(run * self.run[axis] // block[axis], max(scales.shape[axis] - 1, 0))
+            scales = np.take(scales, begin, axis=axis) if len(run) else scales[:0]
+        return scales.T if self.scales_transposed else scales
 
     def stored_scale(self, rows, columns, at):
         """Index into the stored scales of entry `at` of what `scales` gives for a rectangle."""
-        (first, second), flipped = self.scale_index(rows, columns)
-        i, j = at[::-1] if flipped else at
+        first, second = self.scale_index(rows, columns)
+        i, j = at[::-1] if self.scales_transposed else at
         return int(first.start + i), int(second.start + j)
 
-    def expand(self, runs, shape):
-        """Repeat an array over runs to the elements of a tile of `shape`."""
+    def scale_shape(self, shape):
+        """Shape of the stored scales of a tensor of (M, K) `shape`, without padding."""
         if self.run is None:
-            return runs
-        return repeat(runs, self.run, shape)
+            return (1,)
+        runs = tuple(ceil_div(size, edge) for size, edge in zip(shape, self.run, strict=True))
+        return runs[::-1] if self.scales_transposed else runs
+
+    def expand(self, runs, shape):
+        """Repeat an array over runs to the elements of a tile of `shape`; (1, 1) per tensor."""
+        return runs.reshape(1, 1) if self.run is None else repeat(runs, self.run, shape)
+
+    def blocks_to_runs(self, blocks, shape):
+        """Repeat an array over blocks to the runs of a tile of `shape`."""
+        factors = self._runs_of_block()
+        runs = tuple(ceil_div(size, edge) for size, edge in zip(shape, self.run, strict=True))
+        return blocks if factors == (1, 1) else repeat(blocks, factors, runs)
+
+    def agree_within_blocks(self, written, right):
+        """Which scales, (row runs, column runs), equal the least right one of their block: it has one scale."""
+        factors = self._runs_of_block()
+        least = np.where(right, written, np.iinfo(written.dtype).max)
+        for axis, factor in enumerate(factors):
+            least = np.minimum.reduceat(least, np.arange(0, least.shape[axis], factor), axis=axis)
+        return written == repeat(least, factors, written.shape)
+
+    def _runs_of_block(self):
+        return self.block[0] // self.run[0], self.block[1] // self.run[1]
+
+    # --- blocks and entries -----------------------------------------------------------------------
 
     def count_blocks(self, marked, covered):
         """How many blocks of a tile hold a marked entry; an entry covers `covered` (rows, columns) elements."""
@@ -94,42 +180,47 @@ class Geometry:
         )
         return np.unique(block_row * marked.shape[1] + block_column).size
 
-    def blocks_to_runs(self, blocks, shape):
-        """Repeat an array over blocks to the runs of a tile of `shape`."""
-        factors = (self.block[0] // self.run[0], self.block[1] // self.run[1])
-        runs = (ceil_div(shape[0], self.run[0]), ceil_div(shape[1], self.run[1]))
-        return blocks if factors == (1, 1) else repeat(blocks, factors, runs)
+    def entry(self, name):
+        """(transposed, rows, columns): how the stored array `name` is turned, and the elements of one entry."""
+        if name.endswith("_scale_inv"):
+            return self.scales_transposed, *self.run
+        return self.transposed, *((self.packed, 1) if self.transposed else (1, self.packed))
+
+
+# --- arrays by name -----------------------------------------------------------------------------------
+
+
+def crop(case, name, array, region):
+    """The part of a stored array (or of a mask of its shape) that belongs to `region`, without padding."""
+    if name == "dbias":
+        return array[region.columns]
+    if name in VALUES or name.endswith("_data"):
+        shape = math.prod(case.result_shape[:-1]), case.result_shape[-1]
+        array = array.reshape(shape) if name in VALUES else Geometry.of(case.scaling, name).matrix(array, shape)
+    return part_of(case.scaling, name, array, region)
+
+
+def part_of(scaling, name, array, region):
+    """The part of a stored matrix that belongs to a rectangle of the tensor; `array` begins at the tensor's (0, 0)."""
+    if name in VALUES:
+        return array[region.rows, region.columns]
+    if name.startswith("amax_"):
+        if not (isinstance(scaling, NVFP4Scaling) and scaling.row_scaled):
+            return array
+        return array[region.columns if name == "amax_columnwise" else region.rows]
+    if name.endswith("_data"):
+        return array[Geometry.of(scaling, name).data_index(region.rows, region.columns)]
+    if name.endswith("_scale_inv"):
+        return array[Geometry.of(scaling, name).scale_index(region.rows, region.columns)]
+    return array
 
 
 def repeat(values, factors, shape):
+    """Each entry of a matrix `factors` (rows, columns) times, cut to `shape`."""
     for axis, factor in enumerate(factors):
         if factor > 1:
             values = np.repeat(values, factor, axis=axis)
     return values[: shape[0], : shape[1]]
-
-
-def agree_within_blocks(written, right, geometry):
-    """Which stored scales equal the least right one of their block: 2-D blocks store one scale several times."""
-    factors = (geometry.block[0] // geometry.run[0], geometry.block[1] // geometry.run[1])
-    least = np.where(right, written, np.iinfo(written.dtype).max)
-    for axis, factor in enumerate(factors):
-        least = np.minimum.reduceat(least, np.arange(0, least.shape[axis], factor), axis=axis)
-    return written == repeat(least, factors, written.shape)
-
-
-class DumpArrays:
-    """The arrays of a dump under the names of a Quantized, any of them missing; with the same 2-D views."""
-
-    def __init__(self, arrays, case):
-        m, k = int(np.prod(case.result_shape[:-1], dtype=np.int64)), case.result_shape[-1]
-        for name in case.slots:
-            setattr(self, name, arrays.get(name))
-        row, column = self.rowwise_data, self.columnwise_data
-        self.row_matrix = None if row is None else row.reshape(m, row.shape[-1])
-        if column is None or isinstance(case.scaling, NVFP4Scaling):
-            self.column_matrix = column
-        else:
-            self.column_matrix = column.reshape((m, k) if isinstance(case.scaling, MXFP8Scaling) else (k, m))
 
 
 def stored_index(element, shape, first_is_outer=False):

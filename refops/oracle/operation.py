@@ -27,11 +27,11 @@ from refops.activations import ACTIVATIONS, bind_activation
 from refops.arguments import BFLOAT16, require_flag, require_high_precision_dtype, require_tensor, shown
 from refops.formats import E4M3, E8M0
 from refops.oracle.arrays import Slot, as_numpy, fit, native
+from refops.oracle.geometry import Geometry
 from refops.quantization import nvfp4
-from refops.quantization.layout import ceil_div
 from refops.quantization.per_tensor import update_delayed_scale
 from refops.quantization.result import Quantized, stored_layout
-from refops.scaling import BlockScaling, MXFP8Scaling, NVFP4Scaling, require_scaling
+from refops.scaling import MXFP8Scaling, NVFP4Scaling, require_scaling
 from refops.tiles import InputSource
 
 #: Every array of a `Quantized`, rowwise first.
@@ -404,24 +404,9 @@ def quantized_slots(scaling, shape):
             slots[name] = Slot(name, "amax", stored, stored, dtype)
         else:
             fmt = {MXFP8Scaling: E8M0, NVFP4Scaling: E4M3}.get(type(scaling))
-            valid = valid_scale_shape(scaling, shape, "columnwise" in name)
+            valid = Geometry.of(scaling, name).scale_shape((math.prod(shape[:-1]), shape[-1]))
             slots[name] = Slot(name, "scales", stored, valid, dtype, fmt)
     return slots
-
-
-def valid_scale_shape(scaling, shape, columnwise):
-    """Return the shape of one direction's scales without padding."""
-    m, k = math.prod(shape[:-1]), shape[-1]
-    outer, inner = (k, m) if columnwise else (m, k)
-    if isinstance(scaling, BlockScaling):
-        blocks = ceil_div(inner, scaling.block_size)
-        return (ceil_div(outer, scaling.block_size), blocks) if scaling.block_dim == 2 else (blocks, outer)
-    if isinstance(scaling, MXFP8Scaling):
-        blocks = ceil_div(inner, scaling.block_size)
-        return (blocks, outer) if columnwise else (outer, blocks)
-    if isinstance(scaling, NVFP4Scaling):
-        return outer, inner // scaling.block_size
-    return (1,)
 
 
 def _shape_of_data(stored, scaling, direction):

@@ -6,7 +6,7 @@ from refops import ops
 from refops.oracle import enclosure
 from refops.oracle.enclosure import Bounds
 from refops.oracle.fairness import Fairness
-from refops.oracle.geometry import DumpArrays, Geometry, agree_within_blocks
+from refops.oracle.geometry import DIRECTIONS, Geometry
 from refops.oracle.report import Mismatch
 from refops.oracle.scale_rules import ByteScales, FloatScales, FourOverSixScales, TwoLevelScales
 from refops.oracle.show import shown_code, shown_codes, shown_ends, shown_entry, shown_interval, shown_range
@@ -25,7 +25,6 @@ class QuantizedJudge:
     def __init__(self, judge):
         self.judge, self.case, self.ulp = judge, judge.case, judge.ulp
         self.scaling = judge.case.scaling
-        self.dump, self.reference = DumpArrays(judge.outputs, self.case), DumpArrays(judge.reference, self.case)
         path = ops.PATHS["unfused"] if self.case.operation.kind == "quantize" else ops.path_of(self.scaling)
         source = enclosure.bounds_of(self.case, self.ulp)
         rounded = source.rounded()
@@ -37,7 +36,7 @@ class QuantizedJudge:
 
     def run(self):
         """Judge every output of the case."""
-        for direction in ("rowwise", "columnwise"):
+        for direction in DIRECTIONS:
             if any(name.endswith(direction) or name.startswith(direction) for name in self.judge.outputs):
                 self._judge_direction(direction)
         if "dbias" in self.judge.outputs:
@@ -78,16 +77,17 @@ class QuantizedJudge:
         written = self.judge.outputs[name]
         bounds = Bounds(least, greatest, np.zeros(least.shape, bool))
         self.judge.judge_numbers(name, written, bounds, (slice(0, written.size),))
-        depend = [n for n in (f"{direction}_scale_inv", f"{direction}_data") if self._given(n)]
-        alone = any(self._same(n) for n in depend[:1])
-        return (least, greatest) if alone and not bounds.contain(written).all() else (written, written)
+        beside = next((n for n in (f"{direction}_scale_inv", f"{direction}_data") if self._given(n)), None)
+        if beside is not None and self._same(beside) and not bounds.contain(written).all():
+            return least, greatest
+        return written, written
 
     # --- one direction ----------------------------------------------------------------------------
 
     def _judge_direction(self, direction):
         columnwise = direction == "columnwise"
         names = {part: f"{direction}_{part}" for part in ("data", "scale_inv")} | {"amax": f"amax_{direction}"}
-        geometry = Geometry.of(self.scaling, columnwise)
+        geometry = Geometry(self.scaling, columnwise)
         self._count_blocks(geometry, names)
         has_amax = names["amax"] in self.case.slots
         tensor_right = not has_amax or not self._given(names["amax"]) or self._same(names["amax"])
@@ -155,10 +155,10 @@ class QuantizedJudge:
 
     def _judge_blocks(self, names, geometry, source, rows, columns, amax_range, tensor_right):
         tile_shape = (rows.stop - rows.start, columns.stop - columns.start)
-        codes = self._codes(self.dump, names, geometry, rows, columns)
-        written = self._scales(self.dump, names, geometry, rows, columns)
-        if tensor_right and self._tile_is_reference(names, geometry, rows, columns, codes, written):
+        tiles = [self._tiles(names[part], geometry, rows, columns) for part in ("data", "scale_inv")]
+        if tensor_right and self._tile_is_reference(*tiles):
             return
+        (codes, _), (written, _) = tiles
         bounds = source.read(rows, columns)
         if isinstance(self.scaling, MXFP8Scaling):  # TE's specialised kernels multiply by a multiply-add with +0
             bounds = bounds.with_either_zero()
@@ -168,7 +168,7 @@ class QuantizedJudge:
         if written is not None:
             right = rule.right(written)
             if geometry.block != geometry.run:
-                right &= agree_within_blocks(written, right, geometry)
+                right &= geometry.agree_within_blocks(written, right)
             self._record_scales(names, geometry, rows, columns, written, right, rule)
         if codes is None:
             return
@@ -211,18 +211,18 @@ class QuantizedJudge:
             chosen = [np.where(better, new, old) for new, old in zip(runs, chosen, strict=True)]
         return tuple(chosen)
 
-    def _codes(self, arrays, names, geometry, rows, columns):
-        return geometry.codes(arrays, rows, columns) if self._given(names["data"]) else None
+    def _tiles(self, name, geometry, rows, columns):
+        """Codes or scales of a rectangle, (of the dump, of the reference); (None, None) where they were not dumped."""
+        if not self._given(name):
+            return None, None
+        arrays = self.judge.outputs[name], self.judge.reference[name]
+        if name.endswith("_data"):
+            return tuple(geometry.codes(array, self.shape, rows, columns) for array in arrays)
+        return tuple(geometry.scales(array, rows, columns) for array in arrays)
 
-    def _scales(self, arrays, names, geometry, rows, columns):
-        return geometry.scales(arrays, rows, columns) if self._given(names["scale_inv"]) else None
-
-    def _tile_is_reference(self, names, geometry, rows, columns, codes, written):
-        if codes is not None and not np.array_equal(codes, geometry.codes(self.reference, rows, columns)):
-            return False
-        if written is None:
-            return True
-        return np.array_equal(bits_of(written), bits_of(geometry.scales(self.reference, rows, columns)))
+    def _tile_is_reference(self, codes, scales):
+        """Whether both pairs of `_tiles` agree."""
+        return _equal(*codes) and _equal(*scales)
 
     def _tile_amax(self, amax_range, geometry, rows, columns):
         """The tensor's (least, greatest) amax, shaped to meet the runs of a tile."""
@@ -252,8 +252,7 @@ class QuantizedJudge:
             return
         name = names["scale_inv"]
         slot, tally = self.case.slots[name], self.judge.tallies[name]
-        index, flipped = geometry.scale_index(rows, columns)
-        tally.wrong[index] |= wrong.T if flipped else wrong
+        tally.wrong[geometry.scale_index(rows, columns)] |= wrong.T if geometry.scales_transposed else wrong
         tally.blocks_touched += geometry.count_blocks(wrong, geometry.run)
         lowest, highest = (rule.to_runs(end) for end in rule.range)
         if written.dtype == np.float32:
@@ -317,14 +316,10 @@ class QuantizedJudge:
 
     def _mark(self, tally, geometry, rows, columns, wrong):
         """Set the wrong elements in the stored array; two FP4 codes share a byte."""
-        m, k = self.shape
-        if geometry.transposed:
-            wrong, rows, columns = wrong.T, columns, rows
-            m, k = k, m
-        if isinstance(self.scaling, NVFP4Scaling):
+        wrong = wrong.T if geometry.transposed else wrong
+        if geometry.packed == 2:
             wrong = wrong[:, 0::2] | wrong[:, 1::2]
-            columns, k = slice(columns.start // 2, columns.stop // 2), k // 2
-        tally.wrong.reshape(m, k)[rows, columns] |= wrong
+        geometry.matrix(tally.wrong, self.shape)[geometry.data_index(rows, columns)] |= wrong
 
     def _random_bits(self, geometry, rows, columns):
         scaling = self.scaling
@@ -340,12 +335,17 @@ class QuantizedJudge:
 
     def _judge_codes(self, names, geometry, source, rows, columns, multiplier, amax_range):
         """Codes of a tile under one multiplier for the tensor."""
-        codes = geometry.codes(self.dump, rows, columns)
+        codes, expected = self._tiles(names["data"], geometry, rows, columns)
         scale_right = self._same(names["scale_inv"]) or isinstance(self.scaling, DelayedScaling)
-        if scale_right and np.array_equal(codes, geometry.codes(self.reference, rows, columns)):
+        if scale_right and _equal(codes, expected):
             return
         bounds = source.read(rows, columns)
         details = {"scale": f"encode scale {shown_interval(*multiplier)}"}
         if amax_range is not None and isinstance(self.scaling, CurrentScaling):
             details["amax"] = shown_interval(amax_range[0][0], amax_range[1][0])
         self._record_codes(names, geometry, rows, columns, codes, bounds, *multiplier, lambda at: details)
+
+
+def _equal(array, other):
+    """Whether two arrays, or None and None, have the same bits."""
+    return array is other or np.array_equal(bits_of(array), bits_of(other))

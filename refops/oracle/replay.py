@@ -14,8 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from refops.activations import ONE, ZERO, bind_activation, sigmoid
-from refops.formats import E2M1, E4M3, E8M0, encode_tile, pack_fp4, unpack_fp4
+from refops.formats import E2M1, E4M3, E8M0, encode_tile
 from refops.ops import PATHS, path_of
+from refops.oracle.geometry import DIRECTIONS, Geometry, Region, part_of
 from refops.quantization import mxfp8, nvfp4
 from refops.quantization.block import LARGEST_SCALE
 from refops.quantization.hadamard import transform_groups
@@ -26,7 +27,6 @@ from refops.scaling import BlockScaling, DelayedScaling, MXFP8Scaling, NVFP4Scal
 from refops.tiles import SUM_CHUNK, Matrix, column_chunks, row_sum, sum_in_order
 
 F = np.float32
-DIRECTIONS = ("rowwise", "columnwise")
 #: Elements that all evaluations of a whole tensor together may compute in one diagnosis.
 WHOLE_TENSOR_WORK = 1 << 26
 
@@ -37,19 +37,6 @@ AMAX_NOISE = 2.0**-19
 
 class NotApplicable(Exception):  # noqa: N818 (an answer, not an error)
     """A convention has no meaning for this operation, or would cost too much to try."""
-
-
-@dataclass(frozen=True)
-class Region:
-    """A rectangle of the result matrix (M, K); its edges are multiples of the block or the matrix's own."""
-
-    rows: slice
-    columns: slice
-
-    @property
-    def shape(self):
-        """(rows, columns)."""
-        return self.rows.stop - self.rows.start, self.columns.stop - self.columns.start
 
 
 @dataclass(frozen=True)
@@ -216,7 +203,7 @@ class TensorKernel(Kernel):
         if self.scaling is not None:
             self.fmt = self.scaling.fmt
             self.scale_max = self.fmt.max
-            self.block_shapes = block_shapes(self.scaling)
+            self.block_shapes = {direction: Geometry.of(self.scaling, direction).block for direction in DIRECTIONS}
             rht = isinstance(self.scaling, NVFP4Scaling) and self.scaling.rht
             self.hadamard = {"rowwise": False, "columnwise": rht}
             self.hadamard_amax = True
@@ -647,7 +634,7 @@ class TensorKernel(Kernel):
 
     def _quantized(self, direction, region, names):
         made = {}
-        scaling = self.scaling
+        geometry = Geometry.of(self.scaling, direction)
         needed = {n for n in names if direction in n}
         if not needed <= {f"amax_{direction}"}:
             unrounded = self.values(region.rows, region.columns)
@@ -663,10 +650,10 @@ class TensorKernel(Kernel):
                 values = self.transform(values, direction)
                 amax_values = values if same else self.transform(amax_values, direction)
             codes, scales = self.quantize_blocks(values, amax_values, direction, region)
-            made[f"{direction}_data"] = orient_codes(codes, scaling, direction)
+            made[f"{direction}_data"] = geometry.store_codes(codes)
             shape = self.block_shapes[direction]
             scales = self.stored_scale(scales)
-            made[f"{direction}_scale_inv"] = orient_scales(scales, scaling, direction, shape, region.shape)
+            made[f"{direction}_scale_inv"] = geometry.store_scales(scales, shape, region.shape)
         if f"amax_{direction}" in needed:
             made[f"amax_{direction}"] = self.stored_amax(self.tensor_amax(direction, region).reshape(-1), direction)
         return made
@@ -723,13 +710,14 @@ class DequantizeKernel(Kernel):
         self.q = q.unswizzled() if q.with_gemm_swizzled_scales else q
         self.scaling = q.scaling
         self.direction = "rowwise" if self.q.rowwise_data is not None else "columnwise"
+        self.geometry = Geometry.of(self.scaling, self.direction)
         self.shape, self.dtype = setting.shape, q.dtype
         self.fmt = self.scaling.fmt
         self.hadamard = self.direction == "columnwise" and isinstance(self.scaling, NVFP4Scaling) and self.scaling.rht
 
     def codes(self, region):
         """Stage: codes of a rectangle, (R, C)."""
-        return read_codes(getattr(self.q, f"{self.direction}_data"), self.scaling, self.direction, self.shape, region)
+        return self.geometry.codes(getattr(self.q, f"{self.direction}_data"), self.shape, region.rows, region.columns)
 
     def whole_scales(self):
         """Stage: the scales as stored, whole."""
@@ -768,7 +756,7 @@ class DequantizeKernel(Kernel):
 
     def spread(self, scales, region):
         """Stage: stored scales -> one for each element of a rectangle."""
-        return spread_scales(scales, self.scaling, self.direction, region)
+        return self.geometry.expand(self.geometry.scales(scales, region.rows, region.columns), region.shape)
 
     def inverse_hadamard(self, values):
         """Stage: the transform undone, along groups of 16 rows."""
@@ -845,133 +833,6 @@ VALUE_STAGES = FORMULA_STAGES | {"magnitude", "maximum", "hadamard"}
 QUANTIZED = {f"{d}_{what}" for d in DIRECTIONS for what in ("data", "scale_inv")} | {f"amax_{d}" for d in DIRECTIONS}
 
 
-# --- where things lie -----------------------------------------------------------------------------
-
-
-def block_shapes(scaling):
-    """Return direction -> (rows, columns) of the elements that share a scale; None per tensor."""
-    if isinstance(scaling, BlockScaling):
-        two_d = scaling.block_dim == 2
-    elif isinstance(scaling, MXFP8Scaling | NVFP4Scaling):
-        two_d = scaling.two_d
-    else:
-        return dict.fromkeys(DIRECTIONS)
-    size = scaling.block_size
-    return {"rowwise": (size if two_d else 1, size), "columnwise": (size, size if two_d else 1)}
-
-
-def transposes_columnwise(scaling):
-    """Whether columnwise data are stored as (K, M)."""
-    return not isinstance(scaling, MXFP8Scaling)
-
-
-def orient_codes(codes, scaling, direction):
-    """(R, C) codes as they are stored: transposed, packed."""
-    if direction == "columnwise" and transposes_columnwise(scaling):
-        codes = np.ascontiguousarray(codes.T)
-    return pack_fp4(codes) if isinstance(scaling, NVFP4Scaling) else codes
-
-
-def orient_scales(scales, scaling, direction, shape, region_shape):
-    """One scale a block (of `shape`) as they are stored for a rectangle, without padding."""
-    if shape is None:
-        return scales.reshape(-1)
-    columnwise = direction == "columnwise"
-    own = block_shapes(scaling)[direction]
-    if isinstance(scaling, BlockScaling):
-        wanted = (BlockScaling.block_size,) * 2 if scaling.block_dim == 2 else own
-    else:  # one row of scales for each element of the outer dimension, also in 2-D
-        wanted = (own[0], 1) if columnwise else (1, own[1])
-    scales = match_blocks(scales, shape, wanted, region_shape)
-    if isinstance(scaling, BlockScaling):
-        return scales.T if columnwise == (scaling.block_dim == 2) else scales
-    return scales.T if columnwise and isinstance(scaling, NVFP4Scaling) else scales
-
-
-def match_blocks(scales, have, wanted, region_shape):
-    """Scales of blocks of `have` elements for blocks of `wanted`: repeated where larger, the first where smaller."""
-    for axis in (0, 1):
-        count = ceil_div(region_shape[axis], wanted[axis])
-        index = np.arange(count) * wanted[axis] // have[axis]
-        scales = np.take(scales, np.minimum(index, scales.shape[axis] - 1), axis=axis) if count else scales[:0]
-    return scales
-
-
-def crop(case, name, array, region):
-    """The part of a stored array (or of a mask of its shape) that belongs to `region`, without padding."""
-    if name == "dbias":
-        return array[region.columns]
-    if name not in QUANTIZED and name not in ("y", "dx"):
-        return array
-    if name.endswith("_data") or name in ("y", "dx"):
-        m, k = math.prod(case.result_shape[:-1]), case.result_shape[-1]
-        transposed = name == "columnwise_data" and transposes_columnwise(case.scaling)
-        rows, columns = (k, m) if transposed else (m, k)
-        packed = name.endswith("_data") and isinstance(case.scaling, NVFP4Scaling)
-        array = array.reshape(rows, columns // 2 if packed else columns)
-    return part_of(case.scaling, name, array, region)
-
-
-def part_of(scaling, name, array, region):
-    """The part of a stored matrix that belongs to a rectangle of the tensor; `array` begins at the tensor's (0, 0)."""
-    rows, columns = region.rows, region.columns
-    columnwise = "columnwise" in name
-    if name in ("y", "dx"):
-        return array[rows, columns]
-    if name.startswith("amax"):
-        if not (isinstance(scaling, NVFP4Scaling) and scaling.row_scaled):
-            return array
-        return array[columns if columnwise else rows]
-    if name.endswith("_data"):
-        outer, inner = (columns, rows) if columnwise and transposes_columnwise(scaling) else (rows, columns)
-        return array[outer, blocks(inner, 2) if isinstance(scaling, NVFP4Scaling) else inner]
-    if array.ndim == 1:
-        return array
-    b = scaling.block_size
-    if isinstance(scaling, BlockScaling):
-        if scaling.block_dim == 2:
-            outer, inner = (columns, rows) if columnwise else (rows, columns)
-            return array[blocks(outer, b), blocks(inner, b)]
-        return array[blocks(rows, b), columns] if columnwise else array[blocks(columns, b), rows]
-    if columnwise and isinstance(scaling, NVFP4Scaling):
-        return array[columns, blocks(rows, b)]
-    return array[blocks(rows, b), columns] if columnwise else array[rows, blocks(columns, b)]
-
-
-def blocks(elements, size):
-    """The slice of blocks that a slice of elements covers."""
-    return slice(elements.start // size, ceil_div(elements.stop, size))
-
-
-def read_codes(data, scaling, direction, shape, region):
-    """(R, C) codes, one a byte, of a rectangle of stored data."""
-    m, k = shape
-    transposed = direction == "columnwise" and transposes_columnwise(scaling)
-    outer, inner = (region.columns, region.rows) if transposed else (region.rows, region.columns)
-    matrix = data.reshape(k if transposed else m, -1) if data.size else data.reshape(k if transposed else m, 0)
-    if isinstance(scaling, NVFP4Scaling):
-        codes = unpack_fp4(np.ascontiguousarray(matrix[outer, blocks(inner, 2)]))
-    else:
-        codes = matrix[outer, inner]
-    return codes.T if transposed else codes
-
-
-def spread_scales(scales, scaling, direction, region):
-    """Stored scales (whole array) -> one for each element of a rectangle, or (1, 1) per tensor."""
-    if scales.shape == (1,):
-        return scales.reshape(1, 1)
-    row = np.arange(region.rows.start, region.rows.stop)[:, None]
-    column = np.arange(region.columns.start, region.columns.stop)
-    b, columnwise = scaling.block_size, direction == "columnwise"
-    if isinstance(scaling, BlockScaling):
-        if scaling.block_dim == 2:
-            return scales[column // b, row // b] if columnwise else scales[row // b, column // b]
-        return scales[row // b, column] if columnwise else scales[column // b, row]
-    if columnwise:
-        return scales[column, row // b] if isinstance(scaling, NVFP4Scaling) else scales[row // b, column]
-    return scales[row, column // b]
-
-
 def as_slice(index):
     """An ascending run of indices as a slice, others as they are."""
     if len(index) and index[-1] - index[0] == len(index) - 1 and (np.diff(index) == 1).all():
@@ -982,19 +843,3 @@ def as_slice(index):
 def power_of_two_below(scale):
     """Positive float32 with the mantissa cleared."""
     return (np.ascontiguousarray(scale, F).view(np.uint32) & np.uint32(0xFF800000)).view(F)
-
-
-def whole(shape):
-    """The region of a whole (M, K) matrix."""
-    return Region(slice(0, shape[0]), slice(0, shape[1])) if shape else Region(slice(0, 0), slice(0, 0))
-
-
-def replay(case, outputs, reference=None):
-    """What an unchanged replay writes for each of `outputs`, padding left out; see `crop`."""
-    kernel = Setting(case, outputs, reference or {}).kernel()
-    made = kernel.run(whole(kernel.setting.shape), list(outputs))
-    if "dbias" in outputs:
-        made["dbias"] = kernel.dbias(slice(0, kernel.shape[1]))
-    if "drow_scales" in outputs:
-        made["drow_scales"] = kernel.drow_scales(slice(0, kernel.shape[0])).reshape(outputs["drow_scales"].shape)
-    return made

@@ -12,8 +12,9 @@ from test_check import ALL_SCALINGS, call, every_call
 import refops
 from refops import oracle
 from refops.oracle.conventions import CONVENTIONS
+from refops.oracle.geometry import crop, whole
 from refops.oracle.operation import Case
-from refops.oracle.replay import Setting, crop, whole
+from refops.oracle.replay import Setting
 from refops.oracle.tally import bits_of
 
 F = np.float32

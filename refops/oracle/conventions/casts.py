@@ -7,7 +7,8 @@ from refops.arguments import BFLOAT16
 from refops.formats import E2M1, E2M3, E3M2, E4M3, E5M2, encode_tile
 from refops.oracle.conventions.registry import computing
 from refops.oracle.conventions.scales import require_scaling, set_scale_max
-from refops.oracle.replay import DequantizeKernel, TensorKernel, UpdateKernel, read_codes
+from refops.oracle.geometry import Geometry
+from refops.oracle.replay import DequantizeKernel, TensorKernel, UpdateKernel
 from refops.quantization import mxfp8
 from refops.quantization.layout import block_view, pad_to_blocks
 from refops.rounding import philox
@@ -473,7 +474,8 @@ def _either_neighbour(kernel):
         state["dump"] = None
         name = f"{direction}_data"
         if name in outputs:
-            codes = np.ascontiguousarray(read_codes(outputs[name], kernel.scaling, direction, kernel.shape, region))
+            codes = Geometry.of(kernel.scaling, name).codes(outputs[name], kernel.shape, region.rows, region.columns)
+            codes = np.ascontiguousarray(codes)
             shape = kernel.block_shapes[direction]
             state["dump"] = block_view(pad_to_blocks(codes, *shape), *shape)
         return inner(values, amax_values, direction, region)

@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from refops.formats import E2M1, E4M3
 from refops.oracle.conventions.registry import computing
 from refops.oracle.conventions.scales import require_scaling
 from refops.oracle.replay import DequantizeKernel
@@ -199,7 +200,6 @@ def other_error_metric(kernel, choice):
     if choice != "max":
         kernel.four_over_six = choice
         return
-    from refops.formats import E2M1, E4M3
 
     def block_error(codes, scales, blocks, tensor_amax):
         scale, amax = E4M3.values[scales][:, None, :, None], tensor_amax[:, None, :, None]

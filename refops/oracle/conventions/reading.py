@@ -9,7 +9,8 @@ import numpy as np
 
 from refops.formats import pack_fp4, unpack_fp4
 from refops.oracle.conventions.registry import reading
-from refops.oracle.replay import DIRECTIONS, NotApplicable
+from refops.oracle.geometry import DIRECTIONS, Geometry
+from refops.oracle.replay import NotApplicable
 from refops.quantization.layout import swizzle, unswizzle
 from refops.scaling import BlockScaling, MXFP8Scaling, NVFP4Scaling
 
@@ -43,9 +44,8 @@ class Dump:
 
     def valid(self, name):
         """Shape of the part of scales that is no padding."""
-        from refops.oracle.operation import valid_scale_shape
-
-        return valid_scale_shape(self.scaling, self.case.result_shape, "columnwise" in name)
+        *leading, k = self.case.result_shape
+        return Geometry.of(self.scaling, name).scale_shape((math.prod(leading), k))
 
 
 @reading(

@@ -8,19 +8,11 @@ import numpy as np
 from refops.arguments import BFLOAT16
 from refops.formats import E4M3, E5M2, E8M0, encode_tile
 from refops.oracle.conventions.registry import computing
-from refops.oracle.replay import (
-    DIRECTIONS,
-    DequantizeKernel,
-    Region,
-    TensorKernel,
-    UpdateKernel,
-    crop,
-    power_of_two_below,
-    whole,
-)
+from refops.oracle.geometry import DIRECTIONS, Geometry, Region, crop, whole
+from refops.oracle.replay import DequantizeKernel, NotApplicable, TensorKernel, UpdateKernel, power_of_two_below
 from refops.quantization import mxfp8
 from refops.quantization.block import LARGEST_SCALE
-from refops.quantization.layout import block_amax
+from refops.quantization.layout import block_amax, block_view
 from refops.quantization.per_tensor import FLT_MAX
 from refops.scaling import BlockScaling, CurrentScaling, DelayedScaling, MXFP8Scaling, NVFP4Scaling
 
@@ -192,12 +184,9 @@ def _amax_of_scales(kernel):
     kernel.require(direction is not None)
     if isinstance(kernel.scaling, NVFP4Scaling):
         kernel.require(f"{direction}_scale_inv" in setting.outputs and not kernel.hadamard[direction])
-        from refops.oracle.replay import crop, orient_scales
-        from refops.quantization.layout import block_view
-
         shape = kernel.block_shapes[direction]
         amax = block_amax(block_view(values, *shape))
-        amax = orient_scales(amax, kernel.scaling, direction, shape, region.shape)
+        amax = Geometry.of(kernel.scaling, direction).store_scales(amax, shape, region.shape)
         written = crop(kernel.case, f"{direction}_scale_inv", setting.outputs[f"{direction}_scale_inv"], region)
         factor = common_factor(amax, written, E4M3)
         return np.full((1, 1), F(kernel.e4m3_max * 6) / (factor * F(6)), F)
@@ -206,9 +195,8 @@ def _amax_of_scales(kernel):
 
 
 def _factor_of_codes(kernel, values, direction, region):
-    from refops.oracle.replay import read_codes
-
-    written = read_codes(kernel.setting.outputs[f"{direction}_data"], kernel.scaling, direction, kernel.shape, region)
+    geometry = Geometry.of(kernel.scaling, direction)
+    written = geometry.codes(kernel.setting.outputs[f"{direction}_data"], kernel.shape, region.rows, region.columns)
     return common_factor(values, written, kernel.fmt)
 
 
@@ -218,8 +206,6 @@ def common_factor(values, codes, fmt):
     Each element allows an interval of factors, from the midpoints around its code; the intervals must have a common
     point (a few elements may miss it).
     """
-    from refops.oracle.replay import NotApplicable
-
     half = 1 << (fmt.bits - 1)
     index = (codes.ravel() & np.uint8(half - 1)).astype(np.int64)
     grid = fmt.grid

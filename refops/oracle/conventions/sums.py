@@ -3,8 +3,11 @@
 import numpy as np
 
 from refops.arguments import BFLOAT16
+from refops.formats import E8M0
 from refops.oracle.conventions.registry import computing
+from refops.oracle.geometry import Geometry, Region
 from refops.oracle.replay import TensorKernel
+from refops.scaling import BlockScaling, MXFP8Scaling, NVFP4Scaling
 from refops.tiles import SUM_CHUNK
 
 F = np.float32
@@ -54,23 +57,22 @@ def dbias_of_dy(kernel):
 def dbias_of_quantized(kernel):
     require_dbias(kernel)
     kernel.require(kernel.scaling is not None)
-    raise_if_blocked = kernel.block_shapes["rowwise"] is None or kernel.block_shapes["rowwise"][0] == 1
-    kernel.require(raise_if_blocked)
-    from refops.formats import E8M0
-    from refops.oracle.replay import Region, read_codes, spread_scales
-    from refops.scaling import BlockScaling, MXFP8Scaling, NVFP4Scaling
-
+    kernel.require(kernel.block_shapes["rowwise"] is None or kernel.block_shapes["rowwise"][0] == 1)
     kernel.require(not isinstance(kernel.scaling, NVFP4Scaling | BlockScaling))
 
     def terms(columns):
         outputs = kernel.setting.outputs
         kernel.require("rowwise_data" in outputs and "rowwise_scale_inv" in outputs)
-        region = Region(slice(0, kernel.shape[0]), columns)
-        codes = read_codes(outputs["rowwise_data"], kernel.scaling, "rowwise", kernel.shape, region)
-        scales = spread_scales(outputs["rowwise_scale_inv"], kernel.scaling, "rowwise", region)
+        edge = MXFP8Scaling.block_size  # regions begin with a block; a tensor's one scale does not mind
+        first = columns.start // edge * edge
+        region = Region(slice(0, kernel.shape[0]), slice(first, columns.stop))
+        geometry = Geometry.of(kernel.scaling, "rowwise")
+        codes = geometry.codes(outputs["rowwise_data"], kernel.shape, region.rows, region.columns)
+        scales = geometry.scales(outputs["rowwise_scale_inv"], region.rows, region.columns)
         if isinstance(kernel.scaling, MXFP8Scaling):
             scales = E8M0.values[scales]
-        return kernel.fmt.values.take(codes, mode="clip") * scales
+        values = kernel.fmt.values.take(codes, mode="clip") * geometry.expand(scales, region.shape)
+        return values[:, columns.start - first :]
 
     kernel.sum_terms = terms
 

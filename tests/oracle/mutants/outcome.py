@@ -52,6 +52,7 @@ def outcome(name, *, diagnose=True):
     """Judge one mutant."""
     mutant = MUTANTS[name]
     report = check(mutant, mutant.dump()[1], diagnose=diagnose)
+    assert not any("diagnosis failed" in note for note in report.notes), (name, report.notes)
     places = [i for i, explanation in enumerate(report.diagnosis, 1) if mutant.named_right(explanation)]
     answers = tuple(explanation.names for explanation in report.diagnosis)
     return Outcome(name, mutant.family, mutant.kind, not report.ok, places[0] if places else 0, answers)
