@@ -47,7 +47,7 @@ from refops.activations import bind_activation
 from refops.formats import E4M3, E8M0, encode_tile
 from refops.oracle.geometry import Geometry
 from refops.oracle.interval import CUDA_ULP, Interval, ulp_of
-from refops.quantization import block, mxfp8, nvfp4, per_tensor
+from refops.quantization import block, nvfp4, per_tensor
 from refops.quantization.hadamard import transform_exactly
 from refops.quantization.layout import block_view, pad_to_blocks
 from refops.scaling import BlockScaling, MXFP8Scaling, NVFP4Scaling
@@ -470,7 +470,7 @@ def float_scale_range(least, greatest, scale_of):
     return np.minimum.reduce(ends), np.maximum.reduce(ends)
 
 
-def block_scale_of(scaling, dtype):
+def encode_scale_of(scaling, dtype):
     """Function from amax to the encode scale of `BlockScaling` or `CurrentScaling`."""
     largest = block.LARGEST_SCALE[dtype] if isinstance(scaling, BlockScaling) else per_tensor.FLT_MAX
 
@@ -530,10 +530,3 @@ def codes_inside(codes, lowest, highest, nan, fmt):
         return inside | (nan & exist & (codes == fmt.largest_code))
     is_nan = np.isnan(fmt.values[codes])
     return np.where(is_nan, nan, inside & ~np.isnan(fmt.values[lowest]))
-
-
-def scale_byte_bounds(scaling, least, greatest):
-    """(lowest, highest) E8M0 byte of MXFP8 for amaxes in [least, greatest]."""
-    assert isinstance(scaling, MXFP8Scaling)
-    low = mxfp8.scale_byte(least, scaling.fmt, scaling.scale_rounding)
-    return low, low if greatest is least else mxfp8.scale_byte(greatest, scaling.fmt, scaling.scale_rounding)

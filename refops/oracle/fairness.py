@@ -7,9 +7,10 @@ class Fairness:
     """Whether stochastic rounding moved up as often as fair random bits would.
 
     For a value that lies a share p of the way to its upper neighbour (in magnitude), up is 1 with probability p. Over
-    many elements sum(up - p) has variance sum p (1 - p), and sum(up - p)(1 - 2p), which tells rounding to nearest from
-    a fair draw, sum p (1 - p) (1 - 2p)^2. Bits of 8 digits may be off by 1/256 each besides. Both sums must stay within
-    7 standard deviations: a fair kernel fails once in 10^11 tensors.
+    many elements sum(up - p) has variance sum p (1 - p), also with the sign of each value, which tells a bias towards
+    one infinity; and sum(up - p)(1 - 2p), which tells rounding to nearest, has sum p (1 - p) (1 - 2p)^2. Draws of 8
+    bits may be off by 1/256 each besides. Each sum must stay within 7 standard deviations: a fair kernel fails once in
+    10^11 tensors. Means are tested, not independence: draws that repeat within a block pass.
     """
 
     def __init__(self):

@@ -127,7 +127,7 @@ class QuantizedJudge:
                 self.judge.judge_exact(name)
             scale = F(self.scaling.scale)
             return scale, scale
-        scale_of = enclosure.block_scale_of(self.scaling, self.case.inputs["x"].dtype)
+        scale_of = enclosure.encode_scale_of(self.scaling, self.case.inputs["x"].dtype)
         if not self._given(name):
             return tuple(end[0] for end in enclosure.float_scale_range(*amax_range, scale_of))
         written = self.judge.outputs[name]

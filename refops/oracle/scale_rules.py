@@ -46,7 +46,7 @@ class ByteScales(ScaleRule):
 
     def __init__(self, scaling, least, greatest, to_runs):
         super().__init__(least, greatest, to_runs)
-        self.range = enclosure.scale_byte_bounds(scaling, least, greatest)
+        self.range = tuple(mxfp8.scale_byte(end, scaling.fmt, scaling.scale_rounding) for end in (least, greatest))
 
     def usable(self, written):
         return written != E8M0.nan_code
@@ -65,8 +65,8 @@ class FloatScales(ScaleRule):
 
     def __init__(self, scaling, least, greatest, to_runs, dtype):
         super().__init__(least, greatest, to_runs)
-        self._fmt = scaling.fmt
-        self._scale_of = enclosure.block_scale_of(scaling, dtype)
+        self._fmt, self._traced = scaling.fmt, None
+        self._scale_of = enclosure.encode_scale_of(scaling, dtype)
         low, high = enclosure.float_scale_range(least, greatest, self._scale_of)
         self._scales = low, high
         self.range = F(1) / high, F(1) / low
@@ -74,15 +74,15 @@ class FloatScales(ScaleRule):
     def usable(self, written):
         return np.isfinite(written) & (written > 0)
 
-    def _trace(self, written):
-        ends = (self.to_runs(end) for end in self.amax)
-        return enclosure.float_scale_inverses(written, *ends, self._scale_of, self._fmt)
-
     def right(self, written):
-        return self._trace(written)[0]
+        ends = (self.to_runs(end) for end in self.amax)
+        right, *self._traced = enclosure.float_scale_inverses(written, *ends, self._scale_of, self._fmt)
+        return right
 
     def multipliers(self, written):
-        return self._trace(written)[1:]
+        if self._traced is None:
+            self.right(written)
+        return tuple(self._traced)
 
     def all_multipliers(self):
         return tuple(self.to_runs(end) for end in self._scales)
@@ -94,22 +94,21 @@ class TwoLevelScales(ScaleRule):
     def __init__(self, scaling, least, greatest, to_runs, tile_amax):
         super().__init__(least, greatest, to_runs)
         self.encode = enclosure.global_scale_range(*tile_amax, scaling.e4m3_max)
-        self._at_runs = self.encode  # (1, 1), (R, 1) or (1, C): meets runs as well as blocks
-        self.range = self._bytes(least, self.encode[0]), self._bytes(greatest, self.encode[1])
-
-    def _bytes(self, amax, encode):
-        return nvfp4.block_scale_byte(amax, encode)
+        # (1, 1), or with row scaling (R, 1) or (1, C): meets runs as well as blocks
+        self.range = tuple(
+            nvfp4.block_scale_byte(amax, encode) for amax, encode in zip(self.amax, self.encode, strict=True)
+        )
 
     def usable(self, written):
         return written & np.uint8(0x7F) != E4M3.nan_code
 
     def multipliers(self, written):
         byte = written & np.uint8(0x7F)
-        return tuple(nvfp4.encode_multiplier(byte, end) for end in self._at_runs)
+        return tuple(nvfp4.encode_multiplier(byte, end) for end in self.encode)
 
     def all_multipliers(self):
         lowest, highest = (self.to_runs(byte) for byte in self.range)
-        return nvfp4.encode_multiplier(highest, self._at_runs[0]), nvfp4.encode_multiplier(lowest, self._at_runs[1])
+        return nvfp4.encode_multiplier(highest, self.encode[0]), nvfp4.encode_multiplier(lowest, self.encode[1])
 
 
 class FourOverSixScales(TwoLevelScales):

@@ -10,13 +10,14 @@ from refops.arguments import require_choice, require_flag, require_number
 from refops.formats import E2M1, unpack_fp4
 from refops.oracle import enclosure
 from refops.oracle.enclosure import Bounds
-from refops.oracle.geometry import stored_index
+from refops.oracle.geometry import DIRECTIONS, stored_index
 from refops.oracle.operation import Case
 from refops.oracle.quantized import QuantizedJudge
 from refops.oracle.report import Explanation, Mismatch, Report
 from refops.oracle.show import shown_code, shown_entry, shown_range
 from refops.oracle.tally import Tally, bits_of, distance_of
 from refops.quantization.layout import unswizzle
+from refops.quantization.result import reorder_transposed
 from refops.scaling import MXFP8Scaling, NVFP4Scaling
 from refops.tiles import Matrix, for_each, tile_slices
 
@@ -89,8 +90,8 @@ def check(
     judge = Judge(case, arrays, unpadded, ulp, padding or ("zero" if ulp == 0 else "ignore"), random_bits)
     with np.errstate(all="ignore"):
         judge.run()
-    explanations = ()
-    if diagnose and any(tally.count for tally in judge.tallies.values()):
+    explanations, diagnosed = (), diagnose and judge.wrong > 0
+    if diagnosed:
         from refops.oracle.diagnosis import diagnose as explain  # a right dump does not pay for its import
 
         wrong = {name: tally.wrong for name, tally in judge.tallies.items()}
@@ -100,30 +101,27 @@ def check(
             judge.notes.append(f"the diagnosis failed, the verdict stands: {type(error).__name__}: {error}")
         if not explanations:
             explanations = coarser_functions(judge)
-    return judge.report(explanations, diagnose and any(tally.count for tally in judge.tallies.values()))
+    return judge.report(explanations, diagnosed)
 
 
 def coarser_functions(judge):
     """The explanation of last resort: exp, tanh or division coarser than permitted. A tuple, empty where it is none."""
-    if judge.case.operation.activation is None or judge.ulp == 0:
+    if judge.case.operation.activation is None or judge.ulp == 0 or judge.wrong < MANY_WRONG:
         return ()
-    wrong, found = sum(tally.count for tally in judge.tallies.values()), ()
-    if wrong < MANY_WRONG:
-        return ()
+    found = ()
     for ulp in COARSER:
         if ulp <= judge.ulp:
             break
         other = Judge(judge.case, judge.outputs, judge.unpadded, ulp, "ignore", judge.random_bits, plain=True)
         with np.errstate(all="ignore"):
             other.run()
-        left = sum(tally.count for tally in other.tallies.values())
-        if left > FEW_LEFT * wrong:
+        if other.wrong > FEW_LEFT * judge.wrong:
             break
         sentence = (
             f"exp, tanh or division are approximations (fast math, hardware functions): everything is within {ulp} ulp "
             f"where {judge.ulp:g} are permitted."
         )
-        found = (Explanation(("approximate-elementary",), sentence, 1 - left / wrong),)
+        found = (Explanation(("approximate-elementary",), sentence, 1 - other.wrong / judge.wrong),)
     return found
 
 
@@ -153,6 +151,11 @@ class Judge:
         self.reference = case.reference(outputs)
         self.tallies = {name: Tally(case.slots[name]) for name in outputs}
 
+    @property
+    def wrong(self):
+        """Number of wrong entries of all outputs."""
+        return sum(tally.count for tally in self.tallies.values())
+
     def run(self):
         """Judge every output."""
         for name in self.outputs:
@@ -181,10 +184,10 @@ class Judge:
 
     def _note_what_was_seen(self):
         """Notes on what was not given, and on entries that look unwritten."""
-        for direction in ("rowwise", "columnwise"):
-            ofs = [name for name in self.case.slots if direction in name.split("_")]
-            missing = [name for name in ofs if name not in self.outputs]
-            if missing and len(missing) < len(ofs):
+        for direction in DIRECTIONS:
+            arrays = [name for name in self.case.slots if direction in name.split("_")]
+            missing = [name for name in arrays if name not in self.outputs]
+            if missing and len(missing) < len(arrays):
                 self.notes.append(f"not given, not judged: {', '.join(missing)}")
         for name, tally in self.tallies.items():
             bits = bits_of(self.outputs[name])[tally.wrong] if tally.count >= MANY_WRONG else ()
@@ -202,7 +205,7 @@ class Judge:
         if name in self.unpadded:
             raise ValueError(f"{name} must have its padding when swizzled, {self.case.slots[name].shape}; got without")
         if isinstance(self.case.scaling, MXFP8Scaling) and name.startswith("columnwise"):
-            return np.ascontiguousarray(unswizzle(array.reshape(array.shape[::-1])).T)
+            return reorder_transposed(unswizzle, array, to_swizzled=False)
         return unswizzle(array)
 
     def _count_entries(self, name):
@@ -229,9 +232,8 @@ class Judge:
             at = index = tuple(int(i) for i in index)
             if packed:
                 at = (*index[:-1], index[-1] // 2)
-            show = shown_code if slot.fmt is not None else None
-            texts = [show(a[index], slot.fmt) if show else shown_entry(a[index], slot) for a in (got, expected)]
-            return Mismatch(name, at, None, *texts, 1.0, {})
+            show = shown_entry if slot.fmt is None else lambda code, slot: shown_code(code, slot.fmt)
+            return Mismatch(name, at, None, show(got[index], slot), show(expected[index], slot), 1.0, {})
 
         tally.add(wrong, np.ones(wrong.shape, np.float32), describe)
 

@@ -176,13 +176,13 @@ class Quantized:
         if columnwise is not None and isinstance(self.scaling, NVFP4Scaling):
             columnwise = reorder(columnwise)
         elif columnwise is not None:  # MXFP8 stores [block, column]; a GEMM's outer dimension is the column
-            columnwise = _reorder_transposed(reorder, columnwise, target)
+            columnwise = reorder_transposed(reorder, columnwise, target)
         return replace(
             self, rowwise_scale_inv=rowwise, columnwise_scale_inv=columnwise, with_gemm_swizzled_scales=target
         )
 
 
-def _reorder_transposed(reorder, scales, to_swizzled):
+def reorder_transposed(reorder, scales, to_swizzled):
     """Reorder (blocks, columns) scales along their transpose, keeping the stored shape."""
     blocks, columns = scales.shape
     if to_swizzled:

@@ -850,7 +850,6 @@ def judge_case(case, directory):
         result["diagnosis"] = [
             {"names": list(e.names), "explained": float(e.explained), "exact": bool(e.exact)} for e in report.diagnosis
         ]
-        result["report"] = str(report)[:1500]
     return result
 
 

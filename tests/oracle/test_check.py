@@ -475,7 +475,9 @@ def test_sums_are_accepted_in_any_order_but_not_with_a_row_missing():
     short = terms[:-7].sum(axis=0).astype(BF16)
     report = oracle.check("dgelu", inputs, {"dbias": short}, diagnose=False)
     assert report.arrays[0].wrong > 32
-    assert np.allclose(report.mismatches[0].distance, report.mismatches[0].distance)
+    first = report.mismatches[0]
+    assert (first.index, first.got, first.acceptable) == ((0,), "15.4375 (0x4177)", "18.5")
+    assert first.distance == (0x4194 - 0x4177), "in units of the last place of bfloat16"
 
 
 def test_stochastic_rounding_with_bits_of_its_own():
@@ -486,7 +488,9 @@ def test_stochastic_rounding_with_bits_of_its_own():
     assert oracle.check("quantize", x, own, scaling=scaling, random_bits="any").ok
     nearest = refops.quantize(x, refops.NVFP4Scaling())
     report = oracle.check("quantize", x, nearest, scaling=scaling, random_bits="any")
-    assert not report.ok and ("to nearest?" in str(report) or "where fair bits move" in str(report))
+    assert not report.ok and "45.20 % of the inexact values moved up in magnitude where fair bits move 47.21 %" in str(
+        report
+    )
     low = np.random.default_rng(0).integers(0, 200, x.shape).astype(np.uint8)
     unfair = refops.quantize(x, refops.NVFP4Scaling(stochastic_rounding=True, random_bits=low))
     report = oracle.check("quantize", x, unfair, scaling=scaling, random_bits="any")
@@ -544,13 +548,14 @@ def test_the_report_says_what_where_and_how_far():
     row, column = first.element
     assert first.index == first.element and first.inputs == {"x": x[row, column]}
     amax = np.abs(refops.activation("silu", x)[row, 64:96]).max()
-    assert first.amax == f"{amax:.9g}" or " to " in first.amax
+    low, high = map(float, first.amax.split(" to "))
+    assert 0 < low <= amax <= high < low * (1 + 2.0**-20)
     text = str(report)
     assert text.startswith("WRONG: silu -> MXFP8Scaling(fmt=E4M3")
-    assert "rowwise_data: 128 of 15,360 codes wrong" in text or codes.wrong < 128
+    assert "rowwise_data: 126 of 15,360 codes wrong (0.82 %), in 4 of 480 blocks" in text, "two codes are 0 rightly"
     assert "all in rows 40..43, columns 64..95 of 96 x 160" in text
     assert "rowwise_scale_inv: 480 scales right" in text and "diagnosis: unknown" in text
-    assert len(codes.picture) == 8 and {"".join(codes.picture).count(c) for c in "*+#"} != {0}
+    assert codes.picture == ("." * 48,) * 3 + ("." * 19 + "*" * 10 + "." * 19,) + ("." * 48,) * 4
     assert json.loads(json.dumps(report.as_dict()))["arrays"][0]["wrong"] == codes.wrong
     with pytest.raises(oracle.MismatchError, match="rowwise_data"):
         report.raise_for_mismatch()

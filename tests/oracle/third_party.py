@@ -48,9 +48,11 @@ class Dump:
 
     def check(self, **options):
         """The oracle's report."""
-        return oracle.check(
+        report = oracle.check(
             self.op, self.inputs, self.outputs, scaling=self.scaling, params=self.params, ulp=self.ulp, **options
         )
+        assert not any("diagnosis failed" in note for note in report.notes), (str(self), report.notes)
+        return report
 
     def __str__(self):
         return f"{self.file}: {self.variant}"

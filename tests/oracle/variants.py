@@ -269,7 +269,21 @@ C1, C3 = F(0.79788456), F(0.03567741)
 RATIO, SLOPE, QALPHA = F(0.044715), F(0.1070322243), F(1.702)
 
 
-class Formulas:
+class Gates:
+    """Gates that no arithmetic touches but one addition: the same text for float32 and for exact numbers."""
+
+    def gate(self, g):
+        return g
+
+    def gate_slope(self, g):
+        return np.ones_like(g)
+
+    def clamped_gate(self, g):
+        limit = self.p["limit"]
+        return np.where(g >= -limit, np.fmin(g, limit), -limit) + self.p["glu_linear_offset"]
+
+
+class Formulas(Gates):
     """Scalar functions of activations in float32, in TE's order (docs/spec/activations.md, 1.2)."""
 
     def __init__(self, arithmetic, parameters):
@@ -331,16 +345,6 @@ class Formulas:
         t, s = self.a.tanh(x / self.p["beta1"]), self.sigmoid(x)
         return self.a.mad2(self.a.one_minus_square(t), s, (self.p["beta1"] * t) * s, ONE - s)
 
-    def gate(self, g):
-        return g
-
-    def gate_slope(self, g):
-        return np.ones_like(g)
-
-    def clamped_gate(self, g):
-        limit = self.p["limit"]
-        return np.where(g >= -limit, np.fmin(g, limit), -limit) + self.p["glu_linear_offset"]
-
     def clamped_gate_slope(self, g):
         return np.where((g <= self.p["limit"]) & (g >= -self.p["limit"]), ONE, F(0))
 
@@ -393,7 +397,7 @@ class Algebraic(Formulas):
     scaled_dsilu = dsilu
 
 
-class Exact:
+class Exact(Gates):
     """The same functions in extended precision, without cancellation: what a correctly rounded kernel rounds."""
 
     def __init__(self, parameters):
@@ -451,16 +455,6 @@ class Exact:
     def dsitu(self, x):
         b = self.p["beta1"]
         return self.tanh_slope(x / b) * self.sigmoid(x) + b * np.tanh(x / b) * self.dsigmoid(x)
-
-    def gate(self, g):
-        return g
-
-    def gate_slope(self, g):
-        return np.ones_like(g)
-
-    def clamped_gate(self, g):
-        limit = self.p["limit"]
-        return np.where(g >= -limit, np.fmin(g, limit), -limit) + self.p["glu_linear_offset"]
 
     def clamped_gate_slope(self, g):
         return np.where((g <= self.p["limit"]) & (g >= -self.p["limit"]), L(1), L(0))
