@@ -1,5 +1,91 @@
 """cuda_kernels: readable Numba CUDA kernels for the operations of `refops`, and their functions compiled for the CPU.
 
-To come: this package is still empty. It will import from `refops` only descriptions (formats, settings), never
-arithmetic: two implementations that share arithmetic cannot check each other.
+    import cuda_kernels
+    q = cuda_kernels.activation_quantize("swiglu", x, MXFP8Scaling(E4M3), columnwise=True)     x on a GPU
+    q = cuda_kernels.host.activation_quantize("swiglu", x, MXFP8Scaling(E4M3), columnwise=True)     x on the CPU
+
+The calls, their results and their errors are those of `refops`. Arrays on a GPU may be torch tensors, CuPy or Numba
+arrays or anything with a CUDA array interface; results are of the same kind. Work goes to the current stream of the
+library on the array's device. `fast_math=True` takes approximate exponentials and reciprocals (at most 8 ulp of
+float32); scales and casts never change. With NUMBA_ENABLE_CUDASIM=1, set before the import, NumPy arrays go through the
+same kernels in a simulator.
+
+The package imports from `refops` only descriptions (formats, settings, layouts, checks of arguments), never arithmetic:
+two implementations that share arithmetic cannot check each other.
 """
+
+import functools
+import importlib
+import inspect
+
+from cuda_kernels.interface import Interface
+
+__all__ = [
+    "activation",
+    "activation_grad",
+    "activation_grad_quantize",
+    "activation_quantize",
+    "amax",
+    "decode",
+    "dequantize",
+    "encode",
+    "hadamard_transform",
+    "host",
+    "quantize",
+    "scaled_activation",
+    "scaled_activation_grad",
+    "update_delayed_scale",
+]
+
+
+def __getattr__(name):
+    if name == "host":
+        return importlib.import_module("cuda_kernels.host")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _on_gpu(method):
+    """The public function of an `Interface` method: on the device and in the library of its first array."""
+
+    @functools.wraps(method)
+    def call(*args, fast_math=False, **options):
+        from cuda_kernels.arrays import memory_of
+        from cuda_kernels.gpu import GPU
+
+        position = 1 if takes_name else 0
+        first = args[position] if len(args) > position else options.get(parameters[position])
+        arrays = getattr(first, "arrays", None)
+        memory = memory_of(next(iter(arrays.values())) if arrays else first, parameters[position])
+        return _owners(method(Interface(GPU(memory, fast_math)), *args, **options))
+
+    parameters = list(inspect.signature(method).parameters)[1:]
+    takes_name = parameters[0] == "name"
+    del call.__wrapped__
+    signature = inspect.signature(method)
+    extra = inspect.Parameter("fast_math", inspect.Parameter.KEYWORD_ONLY, default=False)
+    kept = [p for p in signature.parameters.values() if p.name != "self"]
+    last = len(kept) - (kept[-1].kind is inspect.Parameter.VAR_KEYWORD)
+    call.__signature__ = signature.replace(parameters=[*kept[:last], extra, *kept[last:]])
+    return call
+
+
+def _owners(result):
+    """Arrays of the caller's library in place of `arrays.Array`."""
+    if isinstance(result, tuple):
+        return tuple(_owners(one) for one in result)
+    return getattr(result, "owner", result)
+
+
+activation = _on_gpu(Interface.activation)
+activation_grad = _on_gpu(Interface.activation_grad)
+activation_grad_quantize = _on_gpu(Interface.activation_grad_quantize)
+activation_quantize = _on_gpu(Interface.activation_quantize)
+amax = _on_gpu(Interface.amax)
+decode = _on_gpu(Interface.decode)
+dequantize = _on_gpu(Interface.dequantize)
+encode = _on_gpu(Interface.encode)
+hadamard_transform = _on_gpu(Interface.hadamard_transform)
+quantize = _on_gpu(Interface.quantize)
+scaled_activation = _on_gpu(Interface.scaled_activation)
+scaled_activation_grad = _on_gpu(Interface.scaled_activation_grad)
+update_delayed_scale = _on_gpu(Interface.update_delayed_scale)

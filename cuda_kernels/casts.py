@@ -1,0 +1,299 @@
+"""Casts between float32 and the stored formats, one element (or one register) at a time, with the bits of the hardware.
+
+Each format has an integer version that runs everywhere. Where a GPU has the instruction, `pairs_for` gives that: E4M3
+and E5M2 from sm_89, E2M1 on sm_100a and its kin. Rules (OCP OFP8 1.0, OCP MX 1.0; `cvt.rn.satfinite`): round to nearest
+even, saturate, NaN becomes the format's canonical NaN (+6 in E2M1), -0 keeps its sign.
+
+16-bit floats travel as uint16, FP8, FP4 and E8M0 codes as uint8 or in the low bits of uint32.
+"""
+
+from collections import namedtuple
+
+import numpy as np
+
+from cuda_kernels.simt import U16, U32, U64, F, as_f32, as_u32, device, ptx, select
+
+SIGN, MAGNITUDE, INFINITE = U32(0x80000000), U32(0x7FFFFFFF), U32(0x7F800000)
+CANONICAL_NAN = U32(0x7FFFFFFF)
+TWO = F(2)
+
+
+# --- small floats -----------------------------------------------------------------------------------
+
+
+def make_encoder(mantissa_bits, bias, limit, nan_code, sign_shift):
+    """Return `encode(x)`: float32 to a code with `mantissa_bits` and `bias`, in uint32.
+
+    Args:
+        limit: the value to saturate at; for a format with infinity the value that infinity's code would have.
+        nan_code: what NaN becomes, without its sign.
+        sign_shift: how far the sign bit moves down from bit 31.
+    """
+    low = 23 - mantissa_bits  # bits that are rounded off
+    shift, odd = U32(low), U32((1 << (low - 1)) - 1)
+    rebias = U32(127 - bias << 23)
+    smallest_normal = U32(127 + 1 - bias << 23)
+    magic = F(2.0 ** (23 + 1 - bias - mantissa_bits))  # its ulp is the smallest subnormal: adding it rounds
+    magic_bits, limit_bits = np.uint32(magic.view(np.uint32)), np.uint32(F(limit).view(np.uint32))
+    nan, down, sign_mask = U32(nan_code), U32(sign_shift), U32(1 << (31 - sign_shift))
+
+    @device
+    def encode(x):
+        bits = as_u32(x)
+        exact = np.uint32(bits & MAGNITUDE)
+        m = select(exact > limit_bits, limit_bits, exact)
+        rounded = np.uint32(m + odd + np.uint32(np.uint32(m >> shift) & U32(1)))
+        normal = np.uint32(np.uint32(rounded - rebias) >> shift)
+        subnormal = np.uint32(as_u32(as_f32(m) + magic) - magic_bits)
+        code = np.uint32(
+            (select(m >= smallest_normal, normal, subnormal)) | np.uint32(np.uint32(bits >> down) & sign_mask)
+        )
+        return select(exact > INFINITE, nan, code)
+
+    return encode
+
+
+def make_decoder(mantissa_bits, bias, special, sign_shift):
+    """Return `decode(code)`: a code in uint32 to its float32, exact.
+
+    Args:
+        special: from this magnitude on codes are infinity (if it is a power of two in float32) and NaN; None: no such.
+    """
+    shift, scale = U32(23 - mantissa_bits), F(2.0 ** (127 - bias))
+    up, sign_mask = U32(sign_shift), U32(1 << (31 - sign_shift))
+    magnitude_mask = U32((1 << (31 - sign_shift)) - 1)
+    first_special = U32(special if special is not None else 0xFFFFFFFF)
+
+    @device
+    def decode(code):
+        magnitude = np.uint32(code & magnitude_mask)
+        sign = np.uint32(np.uint32(code & sign_mask) << up)
+        value = as_f32(np.uint32(magnitude << shift)) * scale  # also right for subnormals
+        bits = as_u32(value)
+        bits = select(magnitude >= first_special, np.uint32(np.uint32(magnitude << shift) | INFINITE), bits)
+        return as_f32(np.uint32(bits | sign))
+
+    return decode
+
+
+e4m3 = make_encoder(3, 7, 448.0, 0x7F, 24)
+e5m2 = make_encoder(2, 15, 57344.0, 0x7F, 24)
+e3m2 = make_encoder(2, 3, 28.0, 0x1F, 26)
+e2m3 = make_encoder(3, 1, 7.5, 0x1F, 26)
+e2m1 = make_encoder(1, 1, 6.0, 0x7, 28)
+decode_e4m3 = make_decoder(3, 7, 0x7F, 24)
+decode_e5m2 = make_decoder(2, 15, 0x7C, 24)
+decode_e3m2 = make_decoder(2, 3, None, 26)
+decode_e2m3 = make_decoder(3, 1, None, 26)
+decode_e2m1 = make_decoder(1, 1, None, 28)
+
+ENCODERS = {"e4m3": e4m3, "e5m2": e5m2, "e3m2": e3m2, "e2m3": e2m3, "e2m1": e2m1}
+DECODERS = {"e4m3": decode_e4m3, "e5m2": decode_e5m2, "e3m2": decode_e3m2, "e2m3": decode_e2m3, "e2m1": decode_e2m1}
+
+
+# --- two codes at once: what the casting instructions make ------------------------------------------
+
+
+def make_pair(encode, width):
+    """Return `pair(low, high)`: two codes of `width` bits side by side, in uint16."""
+    shift = U32(width)
+
+    @device
+    def pair(low, high):
+        return np.uint16(np.uint32(encode(low) | np.uint32(encode(high) << shift)))
+
+    return pair
+
+
+e4m3_pair, e5m2_pair, e2m1_pair = make_pair(e4m3, 8), make_pair(e5m2, 8), make_pair(e2m1, 4)
+e3m2_pair, e2m3_pair = make_pair(e3m2, 8), make_pair(e2m3, 8)
+
+
+@ptx("cvt.rn.satfinite.e4m3x2.f32 $0, $2, $1;", "=h,f,f", U16, F, F)
+def e4m3_pair_instruction(low, high):
+    """Two E4M3 codes in one instruction."""
+    return e4m3_pair(low, high)
+
+
+@ptx("cvt.rn.satfinite.e5m2x2.f32 $0, $2, $1;", "=h,f,f", U16, F, F)
+def e5m2_pair_instruction(low, high):
+    """Two E5M2 codes in one instruction."""
+    return e5m2_pair(low, high)
+
+
+@ptx("{ .reg .b8 t; cvt.rn.satfinite.e2m1x2.f32 t, $2, $1; cvt.u16.u8 $0, t; }", "=h,f,f", U16, F, F)
+def e2m1_pair_instruction(low, high):
+    """Two E2M1 codes in one instruction."""
+    return e2m1_pair(low, high)
+
+
+def pairs_for(fmt, target):
+    """Return the two-at-once encoder of a format for a GPU.
+
+    Args:
+        fmt: "e4m3", "e5m2", "e3m2", "e2m3" or "e2m1".
+        target: compute capability, for example (9, 0) or (10, 0, "a"); None for code that runs anywhere.
+    """
+    if target is not None and fmt in ("e4m3", "e5m2") and target[:2] >= (8, 9):
+        return {"e4m3": e4m3_pair_instruction, "e5m2": e5m2_pair_instruction}[fmt]
+    if target is not None and fmt == "e2m1" and target[0] >= 10 and target[2:] in (("a",), ("f",)):
+        return e2m1_pair_instruction
+    return {"e4m3": e4m3_pair, "e5m2": e5m2_pair, "e3m2": e3m2_pair, "e2m3": e2m3_pair, "e2m1": e2m1_pair}[fmt]
+
+
+# --- 16-bit floats ----------------------------------------------------------------------------------
+
+
+@device
+def widen_bf16(half):
+    """bfloat16 bits to float32."""
+    return as_f32(np.uint32(np.uint32(half) << U32(16)))
+
+
+@device
+def narrow_bf16(x):
+    """float32 to bfloat16 bits, nearest even; NaN becomes 0x7FFF."""
+    bits = as_u32(x)
+    rounded = np.uint32(np.uint32(bits + U32(0x7FFF) + np.uint32(np.uint32(bits >> U32(16)) & U32(1))) >> U32(16))
+    return np.uint16(select(np.uint32(bits & MAGNITUDE) > INFINITE, U32(0x7FFF), rounded))
+
+
+_f16_decode = make_decoder(10, 15, 0x7C00, 16)
+_f16_encode = make_encoder(10, 15, 65536.0, 0x7FFF, 16)
+
+
+@ptx("cvt.f32.f16 $0, $1;", "=f,h", F, U16)
+def widen_f16(half):
+    """float16 bits to float32."""
+    return _f16_decode(np.uint32(half))
+
+
+@ptx("cvt.rn.f16.f32 $0, $1;", "=h,f", U16, F)
+def narrow_f16(x):
+    """float32 to float16 bits, nearest even, overflow to infinity; NaN becomes 0x7FFF."""
+    return np.uint16(_f16_encode(x))
+
+
+@device
+def widen_f32(x):
+    """float32 as it is, a signalling NaN made quiet."""
+    return x * F(1)
+
+
+@device
+def narrow_f32(x):
+    """float32 as it is stored: every NaN as CUDA's canonical one."""
+    return select(x != x, as_f32(CANONICAL_NAN), x)
+
+
+@device
+def bf16_pair(low, high):
+    """Two bfloat16 in one register."""
+    return np.uint32(np.uint32(narrow_bf16(low)) | np.uint32(np.uint32(narrow_bf16(high)) << U32(16)))
+
+
+@ptx("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", U32, F, F)
+def bf16_pair_instruction(low, high):
+    """Two bfloat16 in one register by one instruction (sm_80 on)."""
+    return bf16_pair(low, high)
+
+
+@device
+def f16_pair(low, high):
+    """Two float16 in one register."""
+    return np.uint32(np.uint32(narrow_f16(low)) | np.uint32(np.uint32(narrow_f16(high)) << U32(16)))
+
+
+@device
+def round_f32(x):
+    """x: float32 needs no rounding to float32."""
+    return x
+
+
+@device
+def round_bf16(x):
+    """x rounded to bfloat16."""
+    return widen_bf16(narrow_bf16(x))
+
+
+@device
+def round_f16(x):
+    """x rounded to float16."""
+    return widen_f16(narrow_f16(x))
+
+
+#: A dtype of unquantized tensors: name, bytes, the NumPy dtype that carries it, stored -> float32, float32 -> stored,
+#: float32 rounded to it.
+Storage = namedtuple("Storage", "name size carrier widen narrow round")
+STORAGES = {
+    "float32": Storage("float32", 4, np.dtype(np.float32), widen_f32, narrow_f32, round_f32),
+    "bfloat16": Storage("bfloat16", 2, np.dtype(np.uint16), widen_bf16, narrow_bf16, round_bf16),
+    "float16": Storage("float16", 2, np.dtype(np.uint16), widen_f16, narrow_f16, round_f16),
+}
+
+
+# --- scales -----------------------------------------------------------------------------------------
+
+
+@device
+def e8m0_up(x):
+    """E8M0 code of the smallest power of two >= x >= 0 (no NaN): 0 up to 2^-127, 254 beyond 2^127 and for infinity."""
+    bits = as_u32(x)
+    code = np.uint32(np.uint32(bits + U32(0x7FFFFF)) >> U32(23))
+    code = select(bits <= U32(0x400000), U32(0), code)
+    return select(code > U32(254), U32(254), code)
+
+
+@device
+def e8m0_value(code):
+    """2^(code - 127); 255 is NaN."""
+    bits = np.uint32(code << U32(23))
+    bits = select(code == U32(0), U32(0x400000), bits)
+    return as_f32(select(code == U32(255), CANONICAL_NAN, bits))
+
+
+@device
+def e8m0_multiplier(code):
+    """2^(127 - code), what elements are multiplied with before the cast. code <= 254."""
+    bits = np.uint32(np.uint32(U32(254) - code) << U32(23))
+    return as_f32(select(code == U32(254), U32(0x400000), bits))
+
+
+# --- random bits ------------------------------------------------------------------------------------
+
+PHILOX_A, PHILOX_B = U64(0xD2511F53), U64(0xCD9E8D57)
+PHILOX_KEY_A, PHILOX_KEY_B = U32(0x9E3779B9), U32(0xBB67AE85)
+LOW_WORD, WORD = U64(0xFFFFFFFF), U64(32)
+
+
+@device
+def philox(seed, offset, subsequence):
+    """Four random uint32 by Philox 4x32-10 (Salmon et al. 2011); uint64 key `seed`, counter (offset, subsequence)."""
+    a, b = np.uint32(offset & LOW_WORD), np.uint32(offset >> WORD)
+    c, d = np.uint32(subsequence & LOW_WORD), np.uint32(subsequence >> WORD)
+    key_a, key_b = np.uint32(seed & LOW_WORD), np.uint32(seed >> WORD)
+    for _ in range(10):
+        first, second = np.uint64(a) * PHILOX_A, np.uint64(c) * PHILOX_B
+        a, c = (
+            np.uint32(np.uint32(np.uint32(second >> WORD) ^ b) ^ key_a),
+            np.uint32(np.uint32(np.uint32(first >> WORD) ^ d) ^ key_b),
+        )
+        b, d = np.uint32(second & LOW_WORD), np.uint32(first & LOW_WORD)
+        key_a, key_b = np.uint32(key_a + PHILOX_KEY_A), np.uint32(key_b + PHILOX_KEY_B)
+    return a, b, c, d
+
+
+@device
+def e2m1_stochastic(x, random_byte):
+    """E2M1 code of x, rounded stochastically: add random_byte / 256 of a step to |x|, then truncate.
+
+    The step is that of |x|'s binade: 0.5 below 2, 1 below 4, 2 above. The sum is rounded to float32 once.
+    """
+    bits = as_u32(x)
+    m = as_f32(np.uint32(bits & MAGNITUDE))
+    m = select(m > F(6), F(6), m)
+    step = select(m >= F(4), F(2), select(m >= F(2), F(1), F(0.5)))
+    d = m + step * (F(random_byte) * F(1.0 / 256))
+    high = select(d >= F(6), U32(7), select(d >= F(4), U32(6), select(d >= F(3), U32(5), U32(4))))
+    code = select(d >= F(2), high, np.uint32(d * TWO))
+    return select(x != x, U32(7), np.uint32(code | np.uint32(np.uint32(bits >> U32(28)) & U32(8))))

@@ -1,0 +1,171 @@
+"""Every kernel once: what `compile_report` compiles and measures, with the budgets that tests assert.
+
+Bytes are those that a thread of the full case reads and writes in global memory. Budgets are instructions for each of
+these bytes, of kernels without loops; (9, 0) is an H100, (10, 0, "a") a B200.
+"""
+
+from collections import namedtuple
+
+from cuda_kernels.activations import ACTIVATIONS
+from cuda_kernels.launch import numba_type
+from cuda_kernels.recipes import (
+    Prologue,
+    Recipe,
+    ScaledGradient,
+    activation_is_gated,
+    arguments_of,
+    build,
+    build_scaled_gradient,
+)
+
+#: name; build(target, fast_math) -> kernel; signature; bytes_per_thread; limits: "instr_per_byte" and
+#: "instr_per_byte_fast_math", target -> budget, None: no claim; wide_loads, wide_stores: 128-bit accesses, or None.
+Entry = namedtuple("Entry", "name build signature bytes_per_thread limits wide_loads wide_stores")
+
+BF16 = "bfloat16"
+SIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
+MXFP8 = ("mxfp8", "e4m3", "up", False, False)
+NVFP4 = ("nvfp4", 448, False, False, "nearest", False)
+BLOCK = ("block", "e4m3", False, True)
+DELAYED = ("per tensor+amax", "e4m3", True)
+IDENTITY = Prologue("identity", None, BF16)
+
+
+def _entry(name, recipe, bytes_per_thread, limits=None, wide_loads=None, wide_stores=None):
+    def build_for(target, fast_math):
+        if isinstance(recipe, ScaledGradient):
+            return build_scaled_gradient(recipe.__class__(**{**vars(recipe), "fast_math": fast_math}), target)
+        return build(recipe.__class__(**{**vars(recipe), "fast_math": fast_math}), target)
+
+    signature = tuple(numba_type(one) for one in arguments_of(recipe))
+    return Entry(name, build_for, signature, bytes_per_thread, limits or {}, wide_loads, wide_stores)
+
+
+def _budget(h100, b200, h100_fast=None, b200_fast=None):
+    accurate = {(9, 0): h100, (10, 0, "a"): b200}
+    fast = {(9, 0): h100_fast or h100, (10, 0, "a"): b200_fast or b200}
+    return {"instr_per_byte": accurate, "instr_per_byte_fast_math": fast}
+
+
+def _casts():
+    """Casts of a tensor as it is, one direction."""
+    row = lambda storage, key, **options: Recipe(  # noqa: E731
+        "row", Prologue("identity", None, storage), key, storage=storage, **options
+    )
+    for storage, size in SIZES.items():
+        loads = size // 2
+        yield _entry(f"{storage} -> MXFP8", row(storage, MXFP8), 8 * size + 8.25, _budget(5, 4), loads, 0)
+    yield _entry("bf16 -> MXFP8 E5M2", row(BF16, ("mxfp8", "e5m2", "up", False, False)), 24.25, _budget(5, 4), 1, 0)
+    yield _entry("bf16 -> MXFP8, swizzled", row(BF16, (*MXFP8[:4], True)), 24.25, None, 1, 0)
+    yield _entry("bf16 -> MXFP8, guarded", row(BF16, MXFP8, whole=False), 24.25)
+    yield _entry("bf16 -> delayed FP8", row(BF16, DELAYED), 24, _budget(5, 4), 1, 0)
+    yield _entry("bf16 -> FP8, scale in memory", row(BF16, ("per tensor", "e4m3", False)), 24, _budget(5, 4), 1, 0)
+    yield _entry("bf16 -> 1x128 blocks", row(BF16, BLOCK), 24.25, None, 1, 0)
+    yield _entry("bf16 -> NVFP4", row(BF16, NVFP4), 20.5, None, 1, 0)
+    for name, key in {
+        "stochastic": ("nvfp4", 448, False, False, "philox", False),
+        "row-scaled": ("nvfp4", 448, False, True, "nearest", False),
+        "4over6": ("nvfp4 4over6", 448, False, False, False),
+    }.items():
+        yield _entry(f"bf16 -> NVFP4, {name}", row(BF16, key), 20.5, None, 1, 0)
+    yield _entry("amax of bf16", row(BF16, ("amax",)), 16, None, 1, 0)
+    yield _entry("Hadamard of bf16", row(BF16, ("plain", BF16), transform=(0xD7E8, False)), 32, None, 1, 1)
+
+
+def _activations():
+    """Activations and gradients, to MXFP8 rowwise."""
+    for name in ACTIVATIONS:
+        gated, parts = activation_is_gated(name), 2 if activation_is_gated(name) else 1
+        fused = {"storage": BF16, "rounded": True}
+        limits = {**_budget(15.1, 14.1, 7, 5.5)} if not gated else {**_budget(9.7, 8.9, 5, 4)}
+        if name == "situglu":
+            limits = {}
+        forward = Recipe("row", Prologue("forward", name, BF16), MXFP8, **fused)
+        yield _entry(f"{name} bf16 -> MXFP8", forward, 16 * parts + 8.25, limits, parts, 0)
+        part = "pair" if gated else "both"
+        backward = Recipe("row", Prologue("backward", name, BF16, part=part), MXFP8, **fused)
+        yield _entry(f"d{name} bf16 -> MXFP8", backward, 16 * (parts + 1) + 8.25 * parts, None, parts + 1, 0)
+    for storage in ("float16", "float32"):
+        recipe = Recipe("row", Prologue("forward", "swiglu", storage), MXFP8, storage=storage, rounded=True)
+        yield _entry(f"swiglu {storage} -> MXFP8", recipe, 16 * SIZES[storage] + 8.25, None, SIZES[storage], 0)
+    for name in ("gelu", "swiglu"):
+        read = 32 if name == "swiglu" else 16
+        recipe = Recipe("row", Prologue("forward", name, BF16), ("plain", BF16), storage=BF16)
+        yield _entry(f"{name} bf16 -> bf16", recipe, read + 16, None, read // 16, 1)
+        recipe = Recipe("row", Prologue("forward", name, BF16), ("plain+amax", BF16), storage=BF16)
+        yield _entry(f"{name} bf16 -> bf16 + amax", recipe, read + 16, None, read // 16, 1)
+        recipe = Recipe("row", Prologue("forward", name, BF16), DELAYED, storage=BF16)
+        yield _entry(f"{name} bf16 -> delayed FP8", recipe, read + 8, None, read // 16, 0)
+    recipe = Recipe("row", Prologue("forward", "swiglu", BF16, scaled=True), ("plain", BF16), storage=BF16)
+    yield _entry("scaled swiglu bf16 -> bf16", recipe, 48.5, None, 2, 1)
+    recipe = Recipe("row", Prologue("backward", "swiglu", BF16), MXFP8, storage=BF16, rounded=True, whole=False)
+    yield _entry("dswiglu bf16 -> MXFP8, guarded", recipe, 40.25)
+    for name in ("swiglu", "srelu"):
+        yield _entry(f"scaled d{name} bf16", ScaledGradient(name, BF16, BF16, "float32"), 80)
+
+
+def _sums():
+    """Gradients with column sums."""
+    for name in ("gelu", "silu"):
+        prologue = Prologue("backward", name, BF16)
+        recipe = Recipe("band", prologue, MXFP8, storage=BF16, rounded=True, dbias="exact")
+        yield _entry(f"d{name} + dbias bf16 -> MXFP8", recipe, 32 * 40.25 + 32)
+    recipe = Recipe("band", Prologue("backward", "gelu", BF16), DELAYED, storage=BF16, dbias="exact")
+    yield _entry("dgelu + dbias bf16 -> delayed FP8", recipe, 32 * 40 + 32)
+    recipe = Recipe("mxfp8", Prologue("backward", "gelu", BF16), MXFP8, ("e4m3", "up", False), BF16, True)
+    yield _entry("dgelu + dbias bf16 -> MXFP8 both", Recipe(**{**vars(recipe), "dbias": "exact"}), 32 * 6.06 + 4)
+
+
+def _tiles():
+    """Both directions, squares and columns."""
+    columns = ("e4m3", "up", False)
+    limits = _budget(5, 4)
+    yield _entry("bf16 -> MXFP8 both", Recipe("mxfp8", IDENTITY, MXFP8, columns, BF16), 32 * 4.0625, limits, 4, 0)
+    yield _entry("bf16 -> MXFP8 columnwise", Recipe("mxfp8", IDENTITY, None, columns, BF16), 32 * 3.03125, None, 4, 0)
+    swiglu = Prologue("forward", "swiglu", BF16)
+    yield _entry(
+        "swiglu bf16 -> MXFP8 both", Recipe("mxfp8", swiglu, MXFP8, columns, BF16, True), 32 * 6.0625, None, 8, 0
+    )
+    tile = 128 * 128 / 256
+    for name, key, size, more in (
+        ("delayed FP8", DELAYED, 4, {}),
+        ("1x128 blocks", BLOCK, 4.0625, {}),
+        ("NVFP4", NVFP4, 3.125, {}),
+        ("NVFP4 + RHT", NVFP4, 3.125, {"transform": (0xD7E8, False)}),
+    ):
+        recipe = Recipe("tile", IDENTITY, key, key, BF16, stage=BF16, **more)
+        yield _entry(f"bf16 -> {name} both", recipe, tile * size)
+    recipe = Recipe("tile", Prologue("forward", "gelu", BF16), DELAYED, DELAYED, BF16)
+    yield _entry("gelu bf16 -> delayed FP8 both", recipe, tile / 2 * 4)
+    recipe = Recipe("tile", Prologue("backward", "gelu", BF16), DELAYED, DELAYED, BF16, dbias="exact")
+    yield _entry("dgelu + dbias bf16 -> delayed FP8 both", recipe, tile / 2 * 6)
+    square = ("block", "e4m3", True, True)
+    yield _entry("bf16 -> 128x128 both", Recipe("square", IDENTITY, square, square, BF16, stage=BF16), tile * 4)
+    key, columns = ("mxfp8", "e4m3", "up", True, False), ("mxfp8 square columns", "e4m3", "up", False)
+    recipe = Recipe("square", IDENTITY, key, columns, BF16, stage=BF16, transposed=False)
+    yield _entry("bf16 -> MXFP8 32x32 both", recipe, tile * 4.0625)
+    key = ("nvfp4", 448, True, False, "nearest", False)
+    yield _entry("bf16 -> NVFP4 16x16 both", Recipe("square", IDENTITY, key, key, BF16, stage=BF16), tile * 3.125)
+    key = ("nvfp4 4over6", 448, False, False, False)
+    recipe = Recipe("square choice", IDENTITY, key, key, BF16, stage=BF16)
+    yield _entry("bf16 -> NVFP4 16x16 4over6 both", recipe, tile * 3.125)
+
+
+def _dequantization():
+    plain = ("plain", BF16)
+    for name, fmt, kind, options, size in (
+        ("FP8", "e4m3", "tensor", {}, 24),
+        ("1x128 blocks", "e4m3", "row_block", {}, 24.25),
+        ("MXFP8", "e4m3", "mx_row", {}, 24.25),
+        ("MXFP8 columnwise", "e4m3", "mx_columns", {}, 32),
+        ("NVFP4", "e2m1", "nvfp4", {"top": 2688.0}, 20.5),
+    ):
+        recipe = Recipe("row", Prologue("decoded", kind, fmt, **options), plain)
+        yield _entry(f"{name} -> bf16", recipe, size, None, None, 1)
+    prologue = Prologue("decoded", "nvfp4", "e2m1", top=2688.0, transform=(0xD7E8, True))
+    yield _entry("NVFP4 columnwise + RHT -> bf16", Recipe("tile", prologue, None, plain), 128 * 64 / 256 * 2.6)
+
+
+def catalogue():
+    """Return the `Entry` of every kernel."""
+    return [*_casts(), *_activations(), *_sums(), *_tiles(), *_dequantization()]

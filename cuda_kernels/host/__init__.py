@@ -1,0 +1,54 @@
+"""The calls of `refops` at the speed of the CPU: the scalar functions of the kernels, compiled by Numba.
+
+    from cuda_kernels import host
+    q = host.activation_quantize("swiglu", x, refops.MXFP8Scaling(refops.E4M3))
+
+Same signatures, results and errors as `refops`, for NumPy arrays and CPU tensors of PyTorch, which are viewed without a
+copy; results hold NumPy arrays. Quantizing calls also take `swizzled_scales=True`; `amax(x)` is the largest magnitude.
+Bits equal those of `refops` except where an activation or the Hadamard transform is computed: there they lie inside
+`refops.oracle.check`.
+
+Loops are compiled on first use and kept on disk (`host.compile`). Calls share the CPUs of the process
+(`set_num_threads`); results do not depend on how many there are.
+"""
+
+from cuda_kernels.host.backend import HostBackend
+from cuda_kernels.host.threads import get_num_threads, set_num_threads
+from cuda_kernels.interface import Interface
+from refops.quantization.layout import swizzle, unswizzle
+
+_interface = Interface(HostBackend())
+
+activation = _interface.activation
+activation_grad = _interface.activation_grad
+scaled_activation = _interface.scaled_activation
+scaled_activation_grad = _interface.scaled_activation_grad
+quantize = _interface.quantize
+activation_quantize = _interface.activation_quantize
+activation_grad_quantize = _interface.activation_grad_quantize
+dequantize = _interface.dequantize
+update_delayed_scale = _interface.update_delayed_scale
+hadamard_transform = _interface.hadamard_transform
+encode = _interface.encode
+decode = _interface.decode
+amax = _interface.amax
+
+__all__ = [
+    "activation",
+    "activation_grad",
+    "activation_grad_quantize",
+    "activation_quantize",
+    "amax",
+    "decode",
+    "dequantize",
+    "encode",
+    "get_num_threads",
+    "hadamard_transform",
+    "quantize",
+    "scaled_activation",
+    "scaled_activation_grad",
+    "set_num_threads",
+    "swizzle",
+    "unswizzle",
+    "update_delayed_scale",
+]

@@ -1,0 +1,81 @@
+"""Tensors of callers as flat bytes: NumPy arrays and CPU tensors of PyTorch, viewed without a copy."""
+
+import ml_dtypes
+import numpy as np
+
+from cuda_kernels.interface import Operand
+from refops.arguments import require_high_precision, require_high_precision_dtype, require_tensor
+from refops.formats import require_codes
+
+#: Name -> the NumPy dtype that results have.
+DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16)} | {
+    name: np.dtype(name) for name in ("float32", "float16", "uint8", "uint32")
+}
+NO_BYTES, NO_FLOATS, NO_WORDS = np.empty(0, np.uint8), np.empty(0, np.float32), np.empty(0, np.uint32)
+
+
+class _Memory:
+    """Memory that NumPy can view as writable bytes, whatever its owner says; compiled loops take no other arrays."""
+
+    def __init__(self, address, size, owner):
+        self.owner = owner
+        self.__array_interface__ = {"data": (address, False), "shape": (size,), "typestr": "|u1", "version": 3}
+
+
+def as_bytes(array):
+    """The elements of a C-contiguous array as flat uint8, sharing its memory."""
+    if array.size == 0:
+        return NO_BYTES
+    return np.asarray(_Memory(array.ctypes.data, array.nbytes, array))
+
+
+def _is_torch(value):
+    return type(value).__module__.partition(".")[0] == "torch" and hasattr(value, "data_ptr")
+
+
+def _from_torch(tensor, name):
+    """View a tensor of PyTorch as a NumPy array: strides as they are, no gradient."""
+    if tensor.device.type != "cpu":
+        raise TypeError(f"{name} must be a CPU tensor here; got one on {tensor.device}")
+    tensor = tensor.detach().resolve_neg()
+    kind = str(tensor.dtype).removeprefix("torch.")
+    if kind != "bfloat16":
+        return tensor.numpy()
+    strides = tuple(2 * stride for stride in tensor.stride())
+    if tensor.numel() == 0:
+        return np.empty(tuple(tensor.shape), DTYPES["bfloat16"])
+    owner = _Memory(tensor.data_ptr(), 0, tensor)
+    owner.__array_interface__ |= {"shape": tuple(tensor.shape), "strides": strides, "typestr": "<u2"}
+    return np.asarray(owner).view(DTYPES["bfloat16"])
+
+
+def as_array(value, name):
+    """Return a caller's argument as something that refops' checks take: a tensor of PyTorch as a NumPy view."""
+    return _from_torch(value, name) if _is_torch(value) else value
+
+
+def operand(array):
+    """Return an array as a contiguous, aligned `Operand`."""
+    return Operand(np.require(array, requirements=["C", "A"]), array.shape, array.dtype.name)
+
+
+def tensor_operand(value, name):
+    """Return an argument with at least one dimension as an `Operand`."""
+    return operand(require_tensor(as_array(value, name), name))
+
+
+def elements_operand(value, name):
+    """Return an argument of any shape as an `Operand`."""
+    return operand(require_high_precision(as_array(value, name), name))
+
+
+def codes_operand(value, name):
+    """Return uint8 codes of any shape as an `Operand`."""
+    return operand(require_codes(as_array(value, name), name))
+
+
+def storage_of(dtype, name):
+    """Return the name of a high-precision dtype, NumPy's or PyTorch's."""
+    if type(dtype).__module__ == "torch":
+        dtype = DTYPES.get(str(dtype).removeprefix("torch."), dtype)
+    return require_high_precision_dtype(dtype, name).name

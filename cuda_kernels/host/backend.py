@@ -1,0 +1,375 @@
+"""The CPU backend: which prologue and which stages make an operation, and the memory that they work on."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from cuda_kernels.host import arrays, dequantize, epilogues, pointwise, rows, stages, tiles
+from cuda_kernels.host.arrays import DTYPES, NO_BYTES, NO_FLOATS, NO_WORDS, as_bytes
+from cuda_kernels.host.prologues import prologue_for
+from cuda_kernels.host.threads import share
+from cuda_kernels.interface import Backend, front_of
+from cuda_kernels.operands import PARAMETERS, Inputs, Outputs
+from refops import Quantized
+from refops.ops import DequantizedSource
+from refops.scaling import BlockScaling, CurrentScaling, DelayedScaling, MXFP8Scaling
+
+F = np.float32
+#: Up to this many elements a call runs in the caller's thread.
+SMALL = 1 << 15
+#: Rows and columns of a tile: along rows where nothing is stored columnwise, else tall enough for every block.
+WIDE, TALL, BLOCKS = (8, 1024), (64, 256), (128, 128)
+#: What an overflowing scale of block scaling becomes: the largest value of the input's dtype.
+LARGEST_SCALE = {"float32": F(np.finfo(F).max), "float16": F(65504), "bfloat16": F(3.3895313892515355e38)}
+
+_NOTHING = Outputs(
+    data=NO_BYTES,
+    scales=NO_BYTES,
+    amax=NO_WORDS,
+    given=NO_FLOATS,
+    random_bits=NO_BYTES,
+    seed=np.uint64(0),
+    offset=np.uint64(0),
+    first_block=0,
+    epsilon=F(0),
+    largest_scale=F(0),
+    outer=0,
+    inner=0,
+    scale_stride=0,
+)
+
+
+@dataclass
+class Pipeline:
+    """A prologue and the stages that follow it over one matrix.
+
+    Attributes:
+        front: what is computed.
+        tile: rows and columns of a tile.
+        steps: (stage, Outputs) in order.
+    """
+
+    front: object
+    tile: tuple = WIDE
+    steps: list = field(default_factory=list)
+
+    def add(self, stage, **outputs):
+        """Append a stage; fields of `Outputs` that it uses by name, the matrix's shape is added."""
+        m, k = self.front.matrix_shape
+        self.steps.append((stage, _NOTHING._replace(outer=m, inner=k, **outputs)))
+
+    def round(self):
+        """Append the rounding to the nominal dtype, if it changes anything."""
+        if self.front.kind != "identity" and self.front.storage != "float32":
+            self.add(stages.rounding(self.front.storage))
+
+    def run(self):
+        """Walk over the matrix with the front half's own prologue."""
+        self.walk(prologue_for(self.front), inputs_of(self.front))
+
+    def walk(self, prologue, inputs):
+        """Walk over the matrix."""
+        (m, k), walk = self.front.matrix_shape, tiles.compiled_walk()
+        padding = tiles.STAGES - len(self.steps)
+        addresses, outs = zip(*self.steps, *[(tiles.nothing(), _NOTHING)] * padding, strict=True)
+
+        def work(first, last):
+            walk(prologue, addresses, inputs, outs, m, k, *self.tile, first, last)
+
+        share(work, tiles.pieces(m, k), inline=m * k <= SMALL)
+
+
+def inputs_of(front):
+    """Return the `Inputs` of a front half."""
+    return Inputs(
+        x=as_bytes(front.x),
+        dy=NO_BYTES if front.dy is None else as_bytes(front.dy),
+        row_scales=NO_FLOATS if front.row_scales is None else _floats(front.row_scales),
+        **{name: F(front.parameters[name]) for name in PARAMETERS},
+        rows=front.matrix_shape[0],
+        width=front.width,
+        interleave=front.interleave,
+    )
+
+
+def _floats(array):
+    return as_bytes(array).view(np.float32)
+
+
+class ColumnSum:
+    """The bias gradient of a pipeline: float32 sums of pieces of 128 rows, then of all pieces, in order."""
+
+    def __init__(self, pipeline, out):
+        m, k = pipeline.front.matrix_shape
+        self._out = out
+        self._partial = np.zeros((-(-m // tiles.PIECE_ROWS), k), np.float32)
+        pipeline.add(stages.summing(), data=as_bytes(self._partial))
+
+    def finish(self, storage):
+        """Store the sums, rounded to a dtype."""
+        total = np.zeros(len(self._out), np.float32)
+        with np.errstate(all="ignore"):
+            for partial in self._partial:
+                total += partial
+        pointwise.narrow(total, storage, self._out)
+
+
+class Maxima:
+    """The maxima that a pipeline finds: of the tensor, of its rows or of its columns."""
+
+    def __init__(self, pipeline, axis):
+        m, k = pipeline.front.matrix_shape
+        spans, bands = tiles.spans(k), -(-m // tiles.PIECE_ROWS)
+        shape = {"tensor": (bands * spans, 1), "rows": (spans, m), "columns": (bands, k)}[axis]
+        self._partial = np.zeros(shape, np.uint32)
+        pipeline.add(stages.maxima(axis), amax=self._partial.reshape(-1), scale_stride=spans)
+
+    def value(self):
+        """float32 (1,), (M,) or (K,); 0 where there is nothing."""
+        return np.maximum.reduce(self._partial, axis=0, initial=np.uint32(0)).view(np.float32)
+
+
+class HostBackend(Backend):
+    """Compiled loops over NumPy arrays, shared among threads."""
+
+    tensor = staticmethod(arrays.tensor_operand)
+    elements = staticmethod(arrays.elements_operand)
+    codes = staticmethod(arrays.codes_operand)
+    storage = staticmethod(arrays.storage_of)
+    encode = staticmethod(pointwise.encode)
+    decode = staticmethod(pointwise.decode)
+    largest_code = staticmethod(pointwise.largest_code)
+    update_delayed_scale = staticmethod(pointwise.update_delayed_scale)
+
+    def empty(self, shape, dtype):
+        """A NumPy array to be filled."""
+        return np.empty(shape, DTYPES[dtype])
+
+    def zeros(self, shape, dtype):
+        """A NumPy array of zeros."""
+        return np.zeros(shape, DTYPES[dtype])
+
+    def widened(self, operand):
+        """The operand in float32, exact."""
+        if operand.storage == "float32":
+            return operand
+        with np.errstate(all="ignore"):
+            return arrays.operand(operand.array.astype(np.float32))
+
+    # --- values ---------------------------------------------------------------------------------------
+
+    def materialize(self, front, out, storage, dbias):
+        """Fill `out` with the result of `front`, `dbias` with the column sums of what is stored."""
+        pipeline = Pipeline(front)
+        if dbias is not None:
+            if storage != "float32":
+                pipeline.add(stages.rounding(storage))
+            sums = ColumnSum(pipeline, dbias)
+        pipeline.add(stages.storing(storage), data=as_bytes(out))
+        pipeline.run()
+        if dbias is not None:
+            sums.finish(front.storage)
+
+    def scaled_gradient(self, front, out, storage, scales_gradient, scales_storage):
+        """Fill the gradients of a row-scaled activation."""
+        sums = np.empty(scales_gradient.size, np.float32)
+        rows.scaled_gradient(front, inputs_of(front), as_bytes(out), storage, sums)
+        pointwise.narrow(sums, scales_storage, scales_gradient)
+
+    def amax(self, front):
+        """Largest magnitude, float32 (1,)."""
+        pipeline = Pipeline(front)
+        found = Maxima(pipeline, "tensor")
+        pipeline.run()
+        return found.value()
+
+    def hadamard(self, operand, sign_mask, inverse, out):
+        """Transform groups of 16 along the last dimension."""
+        front = identity_front(operand)
+        pipeline = Pipeline(front)
+        pipeline.add(stages.hadamard_along(inverse), seed=np.uint64(sign_mask))
+        pipeline.add(stages.storing(operand.storage), data=as_bytes(out))
+        pipeline.run()
+
+    def dequantize(self, q, out, storage):
+        """Fill `out` with the values that `q` stands for."""
+        prologue, inputs, undo_mask = dequantize.source_of(q)
+        pipeline = Pipeline(q, TALL)
+        if undo_mask is not None:
+            pipeline.add(stages.hadamard_down(inverse=True), seed=np.uint64(undo_mask))
+        pipeline.add(stages.storing(storage), data=as_bytes(out))
+        pipeline.walk(prologue, inputs)
+
+    # --- quantization ---------------------------------------------------------------------------------
+
+    def require_quantized(self, q):
+        """Return `q` with its scales in order; refops makes the checks."""
+        DequantizedSource(q)
+        return q.unswizzled() if q.with_gemm_swizzled_scales else q
+
+    def quantized(self, fields, scaling, shape, storage, swizzled):
+        """Return a `refops.Quantized`."""
+        return Quantized(
+            **fields, scaling=scaling, shape=shape, dtype=DTYPES[storage], with_gemm_swizzled_scales=swizzled
+        )
+
+    def quantize(self, job):
+        """Fill the arrays of a `Job`."""
+        tile = WIDE
+        if isinstance(job.scaling, BlockScaling) and (job.columnwise or job.scaling.block_dim == 2):
+            tile = BLOCKS
+        elif job.columnwise or getattr(job.scaling, "two_d", False):
+            tile = TALL
+        pipeline = Pipeline(job.front, tile)
+        sums = None
+        if job.dbias is not None and not job.path.dbias_rounded:
+            sums = ColumnSum(pipeline, job.dbias)
+        if job.path.casts_rounded:
+            pipeline.round()
+        if job.dbias is not None and job.path.dbias_rounded:
+            sums = ColumnSum(pipeline, job.dbias)
+        self._add_casts(pipeline, job)
+        if sums is not None:
+            sums.finish(job.front.storage)
+
+    def _add_casts(self, pipeline, job):
+        """Append the stages of the scaling, run the pipeline and store what is known only then."""
+        if isinstance(job.scaling, DelayedScaling | CurrentScaling):
+            _quantize_per_tensor(pipeline, job)
+        elif isinstance(job.scaling, BlockScaling):
+            _quantize_blocks(pipeline, job)
+        elif isinstance(job.scaling, MXFP8Scaling):
+            _quantize_mx(pipeline, job)
+        else:
+            _quantize_nvfp4(pipeline, job)
+
+
+def identity_front(operand):
+    """Return the front half that is a tensor itself."""
+    return front_of("identity", None, {}, operand, operand.shape[-1], operand.shape)
+
+
+def _directions(job):
+    """The directions to make: (columnwise, prefix of the field names)."""
+    return [
+        (c, name) for c, name, made in ((False, "rowwise", job.rowwise), (True, "columnwise", job.columnwise)) if made
+    ]
+
+
+def _amax_of(job, axis, *, transformed=False):
+    """Maxima of the values that the path takes the amax of, in a pass of its own."""
+    pipeline = Pipeline(job.front, TALL if transformed else WIDE)
+    if transformed or job.path.amax_rounded:
+        pipeline.round()
+    if transformed:
+        _add_hadamard(pipeline, job)
+    found = Maxima(pipeline, axis)
+    pipeline.run()
+    return found.value()
+
+
+def _quantize_per_tensor(pipeline, job):
+    scaling, found = job.scaling, None
+    limit = scaling.fmt.max
+    if isinstance(scaling, DelayedScaling):
+        scale = F(scaling.scale)
+        found = Maxima(pipeline, "tensor")
+    else:
+        amax = _amax_of(job, "tensor")
+        scale = pointwise.current_scale(amax[0], limit, F(scaling.amax_epsilon), scaling.power_2_scale)
+    for columnwise, prefix in _directions(job):
+        stage = epilogues.per_tensor(scaling.fmt.name, columnwise)
+        pipeline.add(stage, data=as_bytes(job.fields[f"{prefix}_data"]), given=np.full(1, scale, F))
+    pipeline.run()
+    amax = amax if found is None else found.value()
+    for _, prefix in _directions(job):
+        job.fields[f"{prefix}_scale_inv"][:], job.fields[f"amax_{prefix}"][:] = F(1) / scale, amax
+
+
+def _quantize_blocks(pipeline, job):
+    scaling = job.scaling
+    for columnwise, prefix in _directions(job):
+        scales = job.fields[f"{prefix}_scale_inv"]
+        pipeline.add(
+            epilogues.fp8_blocks(
+                scaling.fmt.name, float(scaling.fmt.max), scaling.power_2_scale, scaling.block_dim == 2, columnwise
+            ),
+            data=as_bytes(job.fields[f"{prefix}_data"]),
+            scales=as_bytes(scales),
+            scale_stride=scales.shape[1],
+            epsilon=F(scaling.amax_epsilon),
+            largest_scale=LARGEST_SCALE[job.front.storage],
+        )
+    pipeline.run()
+
+
+def _quantize_mx(pipeline, job):
+    scaling, fmt = job.scaling, job.scaling.fmt
+    for columnwise, prefix in _directions(job):
+        scales = job.fields[f"{prefix}_scale_inv"]
+        stage = epilogues.mx(
+            fmt.name, float(fmt.max), fmt.mantissa_bits, scaling.scale_rounding, scaling.two_d, columnwise, job.swizzled
+        )
+        pipeline.add(
+            stage,
+            data=as_bytes(job.fields[f"{prefix}_data"]),
+            scales=as_bytes(scales),
+            scale_stride=scales.shape[0 if columnwise and job.swizzled else 1],
+        )
+    pipeline.run()
+
+
+def _add_hadamard(pipeline, job):
+    pipeline.add(stages.hadamard_down(), seed=np.uint64(job.scaling.sign_mask))
+    if job.front.storage != "float32":
+        pipeline.add(stages.rounding(job.front.storage))
+
+
+def _quantize_nvfp4(pipeline, job):
+    scaling, (m, k) = job.scaling, job.front.matrix_shape
+    _fill_nvfp4_amax(job)
+    source = None
+    if scaling.stochastic_rounding:
+        source = "philox" if scaling.random_bits is None else "given"
+    for columnwise, prefix in _directions(job):
+        if columnwise and scaling.rht:
+            _add_hadamard(pipeline, job)
+        scales, bits = job.fields[f"{prefix}_scale_inv"], job.random_bits[columnwise]
+        pipeline.add(
+            epilogues.nvfp4(
+                scaling.e4m3_max,
+                scaling.two_d,
+                columnwise,
+                scaling.row_scaled,
+                source,
+                scaling.four_over_six,
+                job.swizzled,
+            ),
+            data=as_bytes(job.fields[f"{prefix}_data"]),
+            scales=as_bytes(scales),
+            scale_stride=scales.shape[1],
+            given=_floats(job.fields[f"amax_{prefix}"]),
+            random_bits=NO_BYTES if bits is None else as_bytes(np.ascontiguousarray(bits)),
+            seed=np.uint64(scaling.seed),
+            offset=np.uint64(scaling.offset),
+            first_block=m * (k // 16) if columnwise else 0,
+        )
+    pipeline.run()
+
+
+def _fill_nvfp4_amax(job):
+    """Fill the amaxes: of the tensor, of rows and of columns if row-scaled; columnwise after the transform with RHT."""
+    row, column = job.fields.get("amax_rowwise"), job.fields.get("amax_columnwise")
+    scaling = job.scaling
+    if scaling.row_scaled:
+        for amax, axis in ((row, "rows"), (column, "columns")):
+            if amax is not None:
+                amax[:] = _amax_of(job, axis)
+        return
+    if row is not None or not scaling.rht:
+        shared = _amax_of(job, "tensor")
+        for amax in (row, None if scaling.rht else column):
+            if amax is not None:
+                amax[:] = shared
+    if column is not None and scaling.rht:
+        column[:] = _amax_of(job, "tensor", transformed=True)

@@ -1,0 +1,152 @@
+"""Compile one loop for this CPU, once: the machine code is kept on disk and says so when it is made.
+
+`compiled(name, function, signature)` is all that others use. Numba's own cache looks at the file of a function alone;
+this one is keyed by a digest of every source file of `cuda_kernels`, because a loop inlines scalar functions of other
+modules. Files go to NUMBA_CACHE_DIR, else ~/.cache/cuda_kernels; where neither can be written nothing is kept.
+
+Compiling takes about a second a loop and prints a line to stderr;
+`logging.getLogger("cuda_kernels").setLevel("WARNING")`
+silences that.
+"""
+
+import hashlib
+import logging
+import os
+import pickle
+import sys
+import uuid
+from functools import lru_cache
+from pathlib import Path
+
+import llvmlite
+import numba
+from llvmlite import ir
+from numba import types
+from numba.core.caching import NullCache
+from numba.core.compiler import CompileResult
+from numba.core.serialize import dumps
+from numba.extending import intrinsic
+
+PACKAGE = Path(__file__).resolve().parent.parent
+logger = logging.getLogger("cuda_kernels")
+
+
+class _StandardError(logging.StreamHandler):
+    """Writes to whatever sys.stderr is at that moment."""
+
+    def __init__(self):
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self):
+        return sys.stderr
+
+
+def _show_messages():
+    """Show compile messages unless the program has set the logger up itself."""
+    if not logger.handlers and logger.level == logging.NOTSET:
+        handler = _StandardError()
+        handler.setFormatter(logging.Formatter("cuda_kernels: %(message)s"))
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+        logger.propagate = False
+
+
+@lru_cache(maxsize=1)
+def source_digest():
+    """Digest of everything that machine code depends on besides its name: sources and compiler versions."""
+    digest = hashlib.sha256(f"{sys.version_info[:2]} {numba.__version__} {llvmlite.__version__}".encode())
+    for path in sorted(PACKAGE.rglob("*.py")):
+        digest.update(str(path.relative_to(PACKAGE)).encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def cache_directory():
+    """The directory that machine code is kept in."""
+    given = numba.config.CACHE_DIR
+    if given:
+        return Path(given) / "cuda_kernels"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cuda_kernels"
+
+
+class DiskCache(NullCache):
+    """Machine code of one named loop, one file for each digest of sources, compiler and CPU.
+
+    Files are written under another name and then moved, so that processes which compile the same loop at once are safe.
+    Whatever goes wrong with a file means compiling again.
+    """
+
+    def __init__(self, name):
+        self._name = name
+
+    def _path(self, signature, codegen):
+        key = f"{source_digest()} {signature} {codegen.magic_tuple()}"
+        return cache_directory() / f"{self._name}-{hashlib.sha256(key.encode()).hexdigest()[:20]}.nbc"
+
+    def load_overload(self, sig, target_context):
+        """Return the compiled function, or None (and say that it is being compiled)."""
+        target_context.refresh()
+        try:
+            payload = pickle.loads(self._path(sig, target_context.codegen()).read_bytes())
+            return CompileResult._rebuild(target_context, *payload)
+        except Exception:  # no file, no home, or one that a crash cut short
+            logger.info("compiling %s for this CPU, once", self._name)
+            return None
+
+    def save_overload(self, sig, data):
+        """Keep a compiled function; a directory that cannot be written is no error."""
+        try:
+            path = self._path(sig, data.codegen)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
+            temporary.write_bytes(dumps(data._reduce()))
+            os.replace(temporary, path)
+        except (OSError, RuntimeError):
+            return
+
+
+def compiled(name, function, signature):
+    """Compile a Python function for one signature, or load it.
+
+    Args:
+        name: what is compiled, unique in the package: letters, digits, "-" and "_".
+        function: the function; it runs without the GIL.
+        signature: Numba signature.
+
+    Returns:
+        The dispatcher, callable.
+    """
+    _show_messages()
+    dispatcher = numba.njit(nogil=True, error_model="numpy")(function)
+    dispatcher._cache = DiskCache(name)
+    dispatcher.compile(signature)
+    dispatcher.disable_compile()
+    return dispatcher
+
+
+#: Dispatchers whose addresses were given out: they keep the machine code.
+_addressed = []
+
+
+def address_of(name, function, signature):
+    """Compile as `compiled` does and return the address of the machine code, for `call_address`."""
+    dispatcher = compiled(name, function, signature)
+    result = dispatcher.get_compile_result(signature)
+    _addressed.append(dispatcher)
+    return result.library.get_pointer_to_function(result.fndesc.llvm_cfunc_wrapper_name)
+
+
+@intrinsic
+def call_address(typingctx, address, arguments):
+    """Call the compiled function at `address` with a tuple of arguments of exactly the types that it takes."""
+
+    def emit(context, builder, signature, values):
+        function = ir.FunctionType(
+            context.get_value_type(types.none), [context.get_value_type(argument) for argument in arguments]
+        )
+        pointer = builder.inttoptr(values[0], ir.PointerType(function))
+        builder.call(pointer, [builder.extract_value(values[1], k) for k in range(len(arguments))])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, arguments), emit

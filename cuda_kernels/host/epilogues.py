@@ -1,0 +1,471 @@
+"""Epilogues: scale a tile, cast it, store codes and scales. One compiled stage for each format and rule.
+
+A tile is cut into groups of `height` rows, and those into blocks of `width` columns that share a scale:
+
+    rowwise            1 x B        columnwise         B x 1        square         B x B
+    per tensor         1 x 1 with the scale that is given
+
+For each group of rows, in this order: the blocks' maxima, what is stored for each block and what its elements are
+multiplied with (`Scales`), the products, their codes. The scalar functions are those of the GPU's epilogues.
+"""
+
+from collections import namedtuple
+from functools import cache
+
+import numba
+import numpy as np
+
+from cuda_kernels import casts
+from cuda_kernels.epilogues import (
+    FLT_MAX,
+    block_byte,
+    encode_multiplier,
+    four_over_six_byte,
+    global_encode_scale,
+    make_e8m0_byte,
+    scale_block_major,
+    scale_row_major,
+    scale_swizzled,
+)
+from cuda_kernels.host.compile import address_of
+from cuda_kernels.host.stages import magnitude_bits
+from cuda_kernels.host.tiles import STAGE
+from cuda_kernels.simt import U32, U64, F, as_f32, as_u32, device, select
+
+ZERO, ONE = F(0), F(1)
+FP4_BLOCK = 16
+
+#: A part of a stage that is compiled as a function of its own and inlined by LLVM if it likes.
+routine = numba.njit(error_model="numpy", nogil=True)
+
+#: How a scaling finds its scales. Field, meaning:
+#:   tensor(out, outer)                     what all blocks share: the tensor's scale, of `outer` if row-scaled
+#:   block(amax, shared, out)               (stored, multiplier) of a block
+#:   stored                                 dtype of stored scales
+Scales = namedtuple("Scales", "tensor block stored")
+
+#: Where a stage stores. Field, meaning:
+#:   name           part of the stage's name
+#:   height, width  edges of a block
+#:   transposed     codes are stored [column, row]
+#:   scale_index    index(out, outer, block) of a scale
+#:   by_column      scales are numbered by (column, block of rows), else by (row, block of columns)
+#:   repeat         a square's scale is stored for every row (or column), not once
+Place = namedtuple("Place", "name height width transposed scale_index by_column repeat")
+
+
+# --- scales -----------------------------------------------------------------------------------------
+
+
+@device
+def unused(out, outer):
+    """No scale is shared."""
+    return ZERO
+
+
+def mx_scales(fmt, limit, mantissa_bits, rounding):
+    """E8M0 bytes."""
+    byte_of = make_e8m0_byte(limit, mantissa_bits, rounding)
+
+    @device
+    def block(amax, shared, out):
+        byte = byte_of(amax)
+        return np.uint8(byte), casts.e8m0_multiplier(byte)
+
+    return Scales(unused, block, np.uint8)
+
+
+@device
+def fp8_scale(amax, limit, epsilon, largest, mask):
+    """limit / amax, its mantissa masked; `largest` where that overflows, 1 where amax is 0 or infinite."""
+    amax = select(amax < epsilon, epsilon, amax)
+    scale = limit / amax
+    scale = select(scale > FLT_MAX, largest, scale)
+    scale = as_f32(np.uint32(as_u32(scale) & mask))
+    return select((amax > ZERO) & (amax <= FLT_MAX), scale, ONE)
+
+
+def scale_mask(power_2):
+    """The bits of a scale that are kept: all, or sign and exponent."""
+    return U32(0xFF800000 if power_2 else 0xFFFFFFFF)
+
+
+def block_scales(limit, power_2):
+    """Float32 scales of 128 elements."""
+    largest_code, mask = F(limit), scale_mask(power_2)
+
+    @device
+    def block(amax, shared, out):
+        scale = fp8_scale(amax, largest_code, out.epsilon, out.largest_scale, mask)
+        return ONE / scale, scale
+
+    return Scales(unused, block, np.float32)
+
+
+def nvfp4_tensor(top, row_scaled):
+    """Return `tensor(out, outer)`: S_enc, from the amax of the tensor or of an outer index."""
+    top = F(top)
+
+    @device
+    def tensor(out, outer):
+        return global_encode_scale(out.given[outer if row_scaled else 0], top)
+
+    return tensor
+
+
+def nvfp4_scales(top, row_scaled):
+    """E4M3 bytes under a scale of the tensor, or of an outer index."""
+
+    @device
+    def block(amax, shared, out):
+        byte = block_byte(amax, shared)
+        return np.uint8(byte), encode_multiplier(byte, F(1) / shared)
+
+    return Scales(nvfp4_tensor(top, row_scaled), block, np.uint8)
+
+
+@device
+def larger(a, b):
+    """The larger of two uint32."""
+    return select(a > b, a, b)
+
+
+# --- the steps of a group of rows -------------------------------------------------------------------
+
+
+def make_find_maxima(width):
+    """Return `find(tile, first, last, columns, maxima)`: the maximum of each block of rows `first` to `last`."""
+
+    halvings = width.bit_length() - 1
+
+    @routine
+    def of_blocks(tile, first, last, columns, maxima):
+        blocks = (columns + width - 1) // width
+        folded = np.empty(blocks * width, np.uint32)
+        for k in range(columns, blocks * width):
+            folded[k] = U32(0)
+        for r in range(first, last):
+            line = tile[r]
+            for c in range(columns):
+                folded[c] = magnitude_bits(line[c])
+            # Neighbours meet until one value a block is left: LLVM vectorises that, but not short loops with a maximum.
+            n = blocks * width
+            for _ in range(halvings):
+                n //= 2
+                for i in range(n):
+                    folded[i] = larger(folded[2 * i], folded[2 * i + 1])
+            for b in range(blocks):
+                maxima[b] = folded[b] if r == first else larger(maxima[b], folded[b])
+            for k in range(columns, blocks * width):
+                folded[k] = U32(0)
+
+    @routine
+    def of_columns(tile, first, last, columns, maxima):
+        for c in range(columns):
+            maxima[c] = U32(0)
+        for r in range(first, last):
+            line = tile[r]
+            for c in range(columns):
+                maxima[c] = max(maxima[c], magnitude_bits(line[c]))
+
+    return of_columns if width == 1 else of_blocks
+
+
+def make_choose(scales, place):
+    """Return `choose(tile, first, last, columns, row, column, maxima, out, stored, multipliers)`."""
+    tensor, block, width, by_column = scales.tensor, scales.block, place.width, place.by_column
+
+    @routine
+    def choose(tile, first, last, columns, row, column, maxima, out, stored, multipliers):
+        blocks = (columns + width - 1) // width
+        if by_column and width == 1:
+            for b in range(blocks):
+                stored[b], multipliers[b] = block(as_f32(maxima[b]), tensor(out, column + b), out)
+        else:
+            shared = tensor(out, row)
+            for b in range(blocks):
+                stored[b], multipliers[b] = block(as_f32(maxima[b]), shared, out)
+
+    return choose
+
+
+def make_place_scales(place):
+    """Return `put(stored, scales, row, column, rows, columns, out)`: store a group's scales where they belong."""
+    height, width, index = place.height, place.width, place.scale_index
+    by_column, repeat = place.by_column, place.repeat
+
+    @routine
+    def by_rows(stored, scales, row, column, rows, columns, out):
+        first = column // width
+        blocks = (columns + width - 1) // width
+        outer = row if repeat or height == 1 else row // height
+        for r in range(rows if repeat else 1):
+            for b in range(blocks):
+                scales[index(out, outer + r, first + b)] = stored[b]
+
+    @routine
+    def by_columns(stored, scales, row, column, rows, columns, out):
+        block = row // height
+        if repeat or width == 1:
+            for c in range(columns):
+                scales[index(out, column + c, block)] = stored[c // width]
+        else:
+            for b in range((columns + width - 1) // width):
+                scales[index(out, column // width + b, block)] = stored[b]
+
+    return by_columns if by_column else by_rows
+
+
+def make_multiply(width):
+    """Return `multiply(line, multipliers, columns, products)`: scale a row."""
+
+    @routine
+    def by_blocks(line, multipliers, columns, products):
+        whole = columns // width
+        for b in range(whole):
+            factor, block, target = multipliers[b], line[b * width :], products[b * width :]
+            for k in range(width):
+                target[k] = block[k] * factor
+        for k in range(whole * width, columns):
+            products[k] = line[k] * multipliers[whole]
+
+    @routine
+    def by_columns(line, multipliers, columns, products):
+        for c in range(columns):
+            products[c] = line[c] * multipliers[c]
+
+    return by_columns if width == 1 else by_blocks
+
+
+def make_encode(fmt, packed, stochastic):
+    """Return `encode(products, random, columns, target)`: the codes of a row, FP4 two a byte if `packed`."""
+    scalar = casts.ENCODERS[fmt]
+
+    @device
+    def code(products, random, c):
+        if stochastic:
+            return casts.e2m1_stochastic(products[c], np.uint32(random[c]))
+        return scalar(products[c])
+
+    @routine
+    def one_a_byte(products, random, columns, target):
+        for c in range(columns):
+            target[c] = np.uint8(code(products, random, c))
+
+    @routine
+    def two_a_byte(products, random, columns, target):
+        for c in range(columns // 2):
+            low, high = code(products, random, 2 * c), code(products, random, 2 * c + 1)
+            target[c] = np.uint8(np.uint32(low | np.uint32(high << U32(4))))
+
+    return two_a_byte if packed else one_a_byte
+
+
+def make_transpose(fp4):
+    """Return `transpose(codes, rows, columns, row, column, out)`: store a tile's codes [column, row]."""
+
+    @routine
+    def bytes_(codes, rows, columns, row, column, out):
+        for c in range(columns):
+            start = (column + c) * out.outer + row
+            target = out.data[start : start + rows]
+            for r in range(rows):
+                target[r] = codes[r, c]
+
+    @routine
+    def pairs(codes, rows, columns, row, column, out):
+        for c in range(columns):
+            start = ((column + c) * out.outer + row) // 2
+            target = out.data[start : start + rows // 2]
+            for r in range(rows // 2):
+                target[r] = codes[2 * r, c] | (codes[2 * r + 1, c] << np.uint8(4))
+
+    return pairs if fp4 else bytes_
+
+
+def make_random(source, by_column):
+    """Return `fill(tile, rows, columns, row, column, out)`: the random bytes of a tile's elements.
+
+    Args:
+        source: "philox", "given" or None.
+        by_column: the 16 elements of a block, and `random_bits`, run down the columns.
+    """
+
+    @routine
+    def none(random, rows, columns, row, column, out):
+        pass
+
+    @routine
+    def given_rows(random, rows, columns, row, column, out):
+        for r in range(rows):
+            for c in range(columns):
+                random[r, c] = out.random_bits[(row + r) * out.inner + column + c]
+
+    @routine
+    def given_columns(random, rows, columns, row, column, out):
+        for c in range(columns):
+            for r in range(rows):
+                random[r, c] = out.random_bits[(column + c) * out.outer + row + r]
+
+    @routine
+    def philox_rows(random, rows, columns, row, column, out):
+        for r in range(rows):
+            first = out.first_block + (row + r) * (out.inner // FP4_BLOCK) + column // FP4_BLOCK
+            for b in range(columns // FP4_BLOCK):
+                words = casts.philox(out.seed, out.offset, U64(first + b))
+                for k in range(FP4_BLOCK):
+                    random[r, b * FP4_BLOCK + k] = np.uint8(words[k // 4] >> U32(8 * (k % 4)))
+
+    @routine
+    def philox_columns(random, rows, columns, row, column, out):
+        for c in range(columns):
+            first = out.first_block + (column + c) * (out.outer // FP4_BLOCK) + row // FP4_BLOCK
+            for b in range(rows // FP4_BLOCK):
+                words = casts.philox(out.seed, out.offset, U64(first + b))
+                for k in range(FP4_BLOCK):
+                    random[b * FP4_BLOCK + k, c] = np.uint8(words[k // 4] >> U32(8 * (k % 4)))
+
+    if source is None:
+        return none
+    rows, columns = (philox_rows, philox_columns) if source == "philox" else (given_rows, given_columns)
+    return columns if by_column else rows
+
+
+# --- stages -----------------------------------------------------------------------------------------
+
+
+def block_stage(fmt, scales, place, random_source=None, choose=None):
+    """Return the stage (a Python function) that scales and casts by blocks."""
+    fp4, transposed, height, width = fmt == "e2m1", place.transposed, place.height, place.width
+    find_maxima, choose = make_find_maxima(width), choose or make_choose(scales, place)
+    place_scales, multiply = make_place_scales(place), make_multiply(width)
+    encode = make_encode(fmt, fp4 and not transposed, random_source is not None)
+    transpose, fill_random = make_transpose(fp4), make_random(random_source, place.by_column)
+    stored_type, random_rows = scales.stored, 1 << 20 if random_source else 1
+    code_rows, a_byte = (1 << 20 if transposed else 1), 2 if fp4 else 1
+
+    def stage(tile, rows, columns, row, column, out):
+        stored, multipliers = np.empty(columns, stored_type), np.empty(columns, np.float32)
+        maxima, products = np.empty(columns, np.uint32), np.empty(columns, np.float32)
+        random = np.empty((min(rows, random_rows), columns), np.uint8)
+        codes = np.empty((min(rows, code_rows), columns), np.uint8)
+        stored_scales = out.scales.view(stored_type)
+        fill_random(random, rows, columns, row, column, out)
+        for first in range(0, rows, height):
+            last = min(first + height, rows)
+            find_maxima(tile, first, last, columns, maxima)
+            choose(tile, first, last, columns, row + first, column, maxima, out, stored, multipliers)
+            place_scales(stored, stored_scales, row + first, column, last - first, columns, out)
+            for r in range(first, last):
+                multiply(tile[r], multipliers, columns, products)
+                start = ((row + r) * out.inner + column) // a_byte
+                target = codes[r] if transposed else out.data[start : start + columns // a_byte]
+                encode(products, random[min(r, random_rows - 1)], columns, target)
+        if transposed:
+            transpose(codes, rows, columns, row, column, out)
+
+    return stage
+
+
+@cache
+def per_tensor(fmt, transposed):
+    """The stage that casts x * given[0] to FP8."""
+    encode, transpose = casts.ENCODERS[fmt], make_transpose(False)
+
+    def stage(tile, rows, columns, row, column, out):
+        codes = np.empty((rows if transposed else 1, columns), np.uint8)
+        scale = out.given[0]
+        for r in range(rows):
+            start, line = (row + r) * out.inner + column, tile[r]
+            target = codes[r] if transposed else out.data[start : start + columns]
+            for c in range(columns):
+                target[c] = np.uint8(encode(line[c] * scale))
+        if transposed:
+            transpose(codes, rows, columns, row, column, out)
+
+    return address_of(f"cast-{fmt}{'-transposed' * transposed}", stage, STAGE)
+
+
+def _place(block, square, columnwise, transposed, layout, repeat):
+    height, width = (block, block) if square else ((block, 1) if columnwise else (1, block))
+    index = {"row": scale_row_major, "block": scale_block_major, "swizzled": scale_swizzled}[layout]
+    words = ["square" * square, "columnwise" if columnwise else "rowwise", "swizzled" * (layout == "swizzled")]
+    return Place("-".join(filter(None, words)), height, width, transposed, index, columnwise, repeat)
+
+
+@cache
+def mx(fmt, limit, mantissa_bits, rounding, square, columnwise, swizzled):
+    """The stage of an MX format: E8M0 scales of 32 elements or squares."""
+    layout = "swizzled" if swizzled else "block" if columnwise else "row"
+    place = _place(32, square, columnwise, False, layout, True)
+    stage = block_stage(fmt, mx_scales(fmt, limit, mantissa_bits, rounding), place)
+    return address_of(f"mx-{fmt}-{rounding}-{place.name}", stage, STAGE)
+
+
+@cache
+def fp8_blocks(fmt, limit, power_2, square, columnwise):
+    """The stage of FP8 block scaling: float32 scales of 128 elements or squares."""
+    place = _place(128, square, columnwise, columnwise, "row" if square else "block", False)
+    stage = block_stage(fmt, block_scales(limit, power_2), place)
+    return address_of(f"block-{fmt}-{place.name}{'-power2' * power_2}", stage, STAGE)
+
+
+@cache
+def nvfp4(e4m3_max, square, columnwise, row_scaled, random_source, four_over_six, swizzled):
+    """The stage of NVFP4: E4M3 scales of 16 elements or squares, under a scale of the tensor or of an outer index."""
+    place = _place(FP4_BLOCK, square, columnwise, columnwise, "swizzled" if swizzled else "row", True)
+    scales, choose = nvfp4_scales(6 * e4m3_max, row_scaled), None
+    if four_over_six:
+        choose = make_choose_four_or_six(e4m3_max, row_scaled, four_over_six, place)
+    stage = block_stage("e2m1", scales, place, random_source, choose)
+    words = ["nvfp4", str(e4m3_max), place.name, "row_scaled" * row_scaled, random_source, four_over_six]
+    return address_of("-".join(filter(None, words)), stage, STAGE)
+
+
+# --- 4over6 -----------------------------------------------------------------------------------------
+
+
+def make_choose_four_or_six(e4m3_max, row_scaled, metric, place):
+    """Return the `choose` that maps each block's maximum to 6 or to 4, whichever errs less (6 if equal).
+
+    An element's error is (code * scale * amax) / (6 e4m3_max) - x, its magnitude or its square. Errors of 16 elements
+    along the block are added one after another, those of a square's rows as a tree: row i and i + 8, then 4, 2, 1.
+    """
+    top, by_column, width = F(6 * e4m3_max), place.by_column, place.width
+    tensor = nvfp4_tensor(top, row_scaled)
+
+    @device
+    def error(x, byte, shared, amax):
+        code = casts.e2m1(x * encode_multiplier(byte, F(1) / shared))
+        difference = ((casts.decode_e2m1(code) * casts.decode_e4m3(byte)) * amax) / top - x
+        if metric == "mse":
+            return difference * difference
+        return as_f32(np.uint32(as_u32(difference) & casts.MAGNITUDE))
+
+    @routine
+    def block_error(tile, first, last, left, byte, shared, amax):
+        sums = np.zeros(FP4_BLOCK, np.float32)
+        for r in range(first, last):
+            at = r - first if width > 1 else 0
+            for k in range(width):
+                sums[at] += error(tile[r, left + k], byte, shared, amax)
+        half = FP4_BLOCK // 2 if last - first > 1 and width > 1 else 0
+        while half > 0:
+            for i in range(half):
+                sums[i] += sums[i + half]
+            half //= 2
+        return sums[0]
+
+    @routine
+    def choose(tile, first, last, columns, row, column, maxima, out, stored, multipliers):
+        for b in range(columns // width):
+            outer = column + b if by_column and width == 1 else row
+            shared, amax = tensor(out, outer), out.given[outer if row_scaled else 0]
+            largest, left = as_f32(maxima[b]), b * width
+            six, four = four_over_six_byte(largest, shared, ONE), four_over_six_byte(largest, shared, F(1.5))
+            error6 = block_error(tile, first, last, left, six, shared, amax)
+            error4 = block_error(tile, first, last, left, four, shared, amax)
+            byte = four if error4 < error6 else six
+            stored[b], multipliers[b] = np.uint8(byte), encode_multiplier(byte, F(1) / shared)
+
+    return choose

@@ -1,0 +1,165 @@
+"""Stages without scales: round a tile, sum it, find its maxima, transform it, store it.
+
+`operands.Outputs` of a stage: what it fills is in `data` (stored values, or float32 partial sums) or in `amax` (maxima
+as uint32 bits). `epilogues` holds the stages that cast.
+"""
+
+from functools import cache, lru_cache
+
+import numpy as np
+
+from cuda_kernels.casts import INFINITE, MAGNITUDE, STORAGES
+from cuda_kernels.host.compile import address_of
+from cuda_kernels.host.tiles import PIECE_ROWS, SPAN, STAGE
+from cuda_kernels.simt import U32, F, as_f32, as_u32, device, select
+
+HADAMARD = 16
+QUARTER, ZERO = F(0.25), F(0)
+
+
+@device
+def magnitude_bits(x):
+    """The bits of |x|, 0 for NaN: their order as integers is that of the magnitudes."""
+    bits = np.uint32(as_u32(x) & MAGNITUDE)
+    return select(bits > INFINITE, U32(0), bits)
+
+
+@cache
+def rounding(storage):
+    """The stage that rounds a tile to a dtype."""
+    round_value = STORAGES[storage].round
+
+    def stage(tile, rows, columns, row, column, out):
+        for r in range(rows):
+            line = tile[r]
+            for c in range(columns):
+                line[c] = round_value(line[c])
+
+    return address_of(f"round-{storage}", stage, STAGE)
+
+
+@cache
+def storing(storage):
+    """The stage that stores values in a dtype."""
+    carrier, narrow = STORAGES[storage].carrier.type, STORAGES[storage].narrow
+
+    def stage(tile, rows, columns, row, column, out):
+        data = out.data.view(carrier)
+        for r in range(rows):
+            start = (row + r) * out.inner + column
+            target, line = data[start : start + columns], tile[r]
+            for c in range(columns):
+                target[c] = narrow(line[c])
+
+    return address_of(f"store-{storage}", stage, STAGE)
+
+
+@lru_cache(maxsize=1)
+def summing():
+    """The stage that adds rows to the partial sums of their piece: float32 `data` (pieces of 128 rows, K)."""
+
+    def stage(tile, rows, columns, row, column, out):
+        start = row // PIECE_ROWS * out.inner + column
+        sums = out.data.view(np.float32)[start : start + columns]
+        for r in range(rows):
+            line = tile[r]
+            for c in range(columns):
+                sums[c] += line[c]
+
+    return address_of("column-sum", stage, STAGE)
+
+
+@cache
+def maxima(axis):
+    """The stage that keeps maxima in `amax`: of each piece ("tensor"), of each row of a piece ("rows": amax[span, row])
+    or of each column of a piece ("columns": amax[piece, column])."""
+
+    def tensor(tile, rows, columns, row, column, out):
+        found = U32(0)
+        for r in range(rows):
+            line = tile[r]
+            for c in range(columns):
+                found = max(found, magnitude_bits(line[c]))
+        slot = row // PIECE_ROWS * out.scale_stride + column // SPAN
+        out.amax[slot] = max(out.amax[slot], found)
+
+    def of_rows(tile, rows, columns, row, column, out):
+        start = column // SPAN * out.outer + row
+        for r in range(rows):
+            line, found = tile[r], out.amax[start + r]
+            for c in range(columns):
+                found = max(found, magnitude_bits(line[c]))
+            out.amax[start + r] = found
+
+    def of_columns(tile, rows, columns, row, column, out):
+        start = row // PIECE_ROWS * out.inner + column
+        found = out.amax[start : start + columns]
+        for r in range(rows):
+            line = tile[r]
+            for c in range(columns):
+                found[c] = max(found[c], magnitude_bits(line[c]))
+
+    function = {"tensor": tensor, "rows": of_rows, "columns": of_columns}[axis]
+    return address_of(f"amax-{axis}", function, STAGE)
+
+
+@device
+def signed(x, mask, i):
+    """x with its sign changed where bit `i` of the mask is set."""
+    return as_f32(np.uint32(as_u32(x) ^ np.uint32(np.uint32(np.uint32(mask >> U32(i)) & U32(1)) << U32(31))))
+
+
+@cache
+def hadamard_down(inverse=False):
+    """The stage that transforms groups of 16 rows in place; the sign mask is in `seed`.
+
+    Four butterfly stages in float32, then a factor 1/4; adding 0 leaves no -0, like a matrix product.
+    """
+
+    def stage(tile, rows, columns, row, column, out):
+        mask = np.uint32(out.seed)
+        for top in range(0, rows, HADAMARD):
+            for i in range(HADAMARD):
+                line = tile[top + i]
+                for c in range(columns):
+                    line[c] = line[c] if inverse else signed(line[c], mask, i)
+            for level in range(4):
+                stride = 1 << level
+                for i in range(HADAMARD):
+                    if i & stride == 0:
+                        upper, lower = tile[top + i], tile[top + i + stride]
+                        for c in range(columns):
+                            a, b = upper[c], lower[c]
+                            upper[c], lower[c] = a + b, a - b
+            for i in range(HADAMARD):
+                line = tile[top + i]
+                for c in range(columns):
+                    value = line[c] * QUARTER
+                    line[c] = (signed(value, mask, i) if inverse else value) + ZERO
+
+    return address_of("hadamard-inverse-down" if inverse else "hadamard-down", stage, STAGE)
+
+
+@cache
+def hadamard_along(inverse=False):
+    """The stage that transforms groups of 16 columns in place, as `hadamard_down` does rows."""
+
+    def stage(tile, rows, columns, row, column, out):
+        mask = np.uint32(out.seed)
+        for r in range(rows):
+            for left in range(0, columns, HADAMARD):
+                group = tile[r, left : left + HADAMARD]
+                if not inverse:
+                    for i in range(HADAMARD):
+                        group[i] = signed(group[i], mask, i)
+                for level in range(4):
+                    stride = 1 << level
+                    for i in range(HADAMARD):
+                        if i & stride == 0:
+                            a, b = group[i], group[i + stride]
+                            group[i], group[i + stride] = a + b, a - b
+                for i in range(HADAMARD):
+                    value = group[i] * QUARTER
+                    group[i] = (signed(value, mask, i) if inverse else value) + ZERO
+
+    return address_of("hadamard-inverse-along" if inverse else "hadamard-along", stage, STAGE)

@@ -1,0 +1,409 @@
+"""The public calls of every backend: what is checked, rounded where, allocated. No arithmetic on tensors.
+
+`Interface(backend)` has the calls of `refops` with the same signatures, checks and messages. A backend (`host` on the
+CPU, kernels on a GPU) computes; `Backend` lists what it must offer. Which values TE's kernel path rounds before the
+amax, the cast and the sum is read from `refops.ops.path_of`, and handed to the backend as a `Job`.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from cuda_kernels.operands import PARAMETERS, Front
+from refops.activations import DEFAULT_PARAMETERS, bind_activation
+from refops.arguments import require_choice, require_flag, require_integer, shown
+from refops.formats import require_format
+from refops.ops import PATHS, SCALED_ACTIVATIONS, Path, check_fusable, path_of
+from refops.quantization import nvfp4
+from refops.quantization.result import stored_layout
+from refops.rounding import ROUNDING_MODES, STOCHASTIC
+from refops.scaling import TE_SIGN_MASK, BlockScaling, CurrentScaling, DelayedScaling, NVFP4Scaling, require_scaling
+
+HADAMARD_GROUP = 16
+_NOT_GIVEN = object()
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A tensor argument as a backend sees it.
+
+    Attributes:
+        array: the backend's contiguous array of the tensor's elements, any shape; only the backend looks inside.
+        shape: the tensor's shape.
+        storage: "float32", "float16" or "bfloat16".
+    """
+
+    array: Any
+    shape: tuple
+    storage: str
+
+    @property
+    def dtype(self):
+        """The dtype as an error message shows it."""
+        return self.storage
+
+
+@dataclass(frozen=True)
+class Job:
+    """A quantization: the front half, the settings, and the arrays to fill.
+
+    Attributes:
+        front: `operands.Front`, what is computed.
+        path: `refops.ops.Path`, which values are rounded to `front.storage` before they are used.
+        scaling: the settings, a `refops` scaling.
+        rowwise, columnwise: which copies to make.
+        fields: name -> array by the names of `refops.Quantized`: data (not initialised), scale_inv (zero: padding),
+            amax where the scaling keeps one. Only those of the directions to make.
+        random_bits: (rowwise (M, K), columnwise (K, M)) uint8 NumPy arrays, or (None, None).
+        dbias: array (K,) of `front.storage` to fill with the column sums, or None.
+        swizzled: store scales in the order that tensor-core GEMMs read (MXFP8 and NVFP4).
+    """
+
+    front: Front
+    path: Path
+    scaling: Any
+    rowwise: bool
+    columnwise: bool
+    fields: dict
+    random_bits: tuple
+    dbias: Any
+    swizzled: bool
+
+
+class Backend:
+    """What `Interface` needs of a backend. Arrays are the backend's own; dtypes are names ("bfloat16", "uint8")."""
+
+    def tensor(self, value, name):
+        """Return the argument as an `Operand`, contiguous; TypeError or ValueError as `refops.arguments.require_tensor`
+        (at least one dimension; float32, float16 or bfloat16)."""
+        raise NotImplementedError
+
+    def elements(self, value, name):
+        """As `tensor`, but scalars are allowed."""
+        raise NotImplementedError
+
+    def codes(self, value, name):
+        """Return uint8 codes as an `Operand` with storage "uint8"; TypeError otherwise."""
+        raise NotImplementedError
+
+    def storage(self, dtype, name):
+        """Return the name of a high-precision dtype that a caller gave, raising TypeError for others."""
+        raise NotImplementedError
+
+    def empty(self, shape, dtype):
+        """Return an array to be filled, `dtype` a name."""
+        raise NotImplementedError
+
+    def zeros(self, shape, dtype):
+        """Return an array of zeros."""
+        raise NotImplementedError
+
+    def widened(self, operand):
+        """Return an `Operand` as one of float32, exact; itself if it is."""
+        raise NotImplementedError
+
+    def materialize(self, front, out, storage, dbias):
+        """Fill `out`, of dtype `storage`, with the result of `front`, rounded once; NaN becomes the canonical NaN.
+
+        `dbias`, unless None, is an array (K,) of `front.storage` for the column sums of the values as stored.
+        """
+        raise NotImplementedError
+
+    def scaled_gradient(self, front, out, storage, scales_gradient, scales_storage):
+        """Fill `out` (like x, of dtype `storage`) with the gradient of a row-scaled activation, and `scales_gradient`
+        (M entries, of dtype `scales_storage`) with that of its row scales. `front.storage` is that of x and dy."""
+        raise NotImplementedError
+
+    def amax(self, front):
+        """Return float32 (1,): the largest magnitude, NaN ignored, 0 for an empty tensor."""
+        raise NotImplementedError
+
+    def quantize(self, job):
+        """Fill every array of a `Job`."""
+        raise NotImplementedError
+
+    def quantized(self, fields, scaling, shape, storage, swizzled):
+        """Return the result object: `refops.Quantized` or the backend's own with the same attributes."""
+        raise NotImplementedError
+
+    def require_quantized(self, q):
+        """Return the backend's quantized tensor `q`, scales in order; errors as `refops.dequantize`."""
+        raise NotImplementedError
+
+    def dequantize(self, q, out, storage):
+        """Fill `out` with the values that `q` stands for."""
+        raise NotImplementedError
+
+    def hadamard(self, operand, sign_mask, inverse, out):
+        """Fill `out` with groups of 16 along the last dimension transformed."""
+        raise NotImplementedError
+
+    def encode(self, operand, fmt, saturate, rounding, random_bits, out):
+        """Fill uint8 `out` with codes; `random_bits` an `Operand` or None."""
+        raise NotImplementedError
+
+    def largest_code(self, codes):
+        """Return the largest of an `Operand` of codes as int, 0 if it is empty."""
+        raise NotImplementedError
+
+    def decode(self, codes, fmt, out):
+        """Fill float32 `out` with the values of `codes`."""
+        raise NotImplementedError
+
+    def update_delayed_scale(self, amax_history, scale, fmt, **options):
+        """As `refops.update_delayed_scale`."""
+        raise NotImplementedError
+
+
+def front_of(kind, bound, parameters, x, width, shape, *, dy=None, row_scales=None, interleave=0):
+    """Return the `Front` of an `Operand` x; `bound` is a `refops.activations.BoundActivation` or None."""
+    return Front(
+        kind=kind,
+        name=None if bound is None else bound.activation.name,
+        parameters={name: float(parameters.get(name, DEFAULT_PARAMETERS[name])) for name in PARAMETERS},
+        x=x.array,
+        dy=None if dy is None else dy.array,
+        row_scales=row_scales,
+        interleave=interleave,
+        gated=bound is not None and bound.gated,
+        width=width,
+        tensor_shape=tuple(shape),
+        storage=x.storage,
+    )
+
+
+class Interface:
+    """The public calls over one backend. Signatures, results and errors are those of `refops`."""
+
+    def __init__(self, backend):
+        self.backend = backend
+
+    # --- front halves ---------------------------------------------------------------------------------
+
+    def _identity(self, x):
+        return front_of("identity", None, {}, x, x.shape[-1], x.shape)
+
+    def _forward(self, name, x, params):
+        bound = bind_activation(name, params)
+        x = self.backend.tensor(x, "x")
+        width = _output_width(x, bound.gated)
+        return front_of("forward", bound, bound.parameters, x, width, (*x.shape[:-1], width))
+
+    def _backward(self, name, dy, x, params):
+        bound = bind_activation(name, params)
+        dy, x = self.backend.tensor(dy, "dy"), self.backend.tensor(x, "x")
+        width = _output_width(x, bound.gated)
+        _require_output_shape(dy, x, width)
+        if dy.storage != x.storage:
+            raise TypeError(f"dy and x must have the same dtype; got {dy.dtype} and {x.dtype}")
+        return front_of("backward", bound, bound.parameters, x, width, x.shape, dy=dy)
+
+    def _scaled(self, name, dy, x, row_scales, glu_interleave_size, params):
+        """Return the front of a row-scaled activation (no `dy`) or its gradient, and x and row_scales as they came."""
+        if not isinstance(name, str) or name not in SCALED_ACTIVATIONS:
+            raise ValueError(f"name must be one of {', '.join(SCALED_ACTIVATIONS)}; got {shown(name)}")
+        bound = bind_activation(name, params)
+        x, row_scales = self.backend.tensor(x, "x"), self.backend.tensor(row_scales, "row_scales")
+        width, m = _output_width(x, bound.gated), math.prod(x.shape[:-1])
+        if math.prod(row_scales.shape) != m:
+            raise ValueError(f"row_scales must have one entry a row, {m}; got shape {row_scales.shape}")
+        g = _require_interleave(glu_interleave_size, bound.gated, width)
+        options = {"row_scales": self.backend.widened(row_scales).array, "interleave": g}
+        if dy is _NOT_GIVEN:
+            front = front_of("forward", bound, bound.parameters, x, width, (*x.shape[:-1], width), **options)
+            return front, x, row_scales
+        dy = self.backend.tensor(dy, "dy")
+        _require_output_shape(dy, x, width)
+        read = x
+        if dy.storage != x.storage:
+            dy, read = self.backend.widened(dy), self.backend.widened(x)
+        front = front_of("backward", bound, bound.parameters, read, width, x.shape, dy=dy, **options)
+        return front, x, row_scales
+
+    # --- activations ----------------------------------------------------------------------------------
+
+    def activation(self, name, x, *, out_dtype=None, **params):
+        """As `refops.activation`: float32 arithmetic, one rounding to the output dtype."""
+        return self._materialized(self._forward(name, x, params), out_dtype)
+
+    def activation_grad(self, name, dy, x, *, out_dtype=None, dbias=False, **params):
+        """As `refops.activation_grad`: dx, or (dx, dbias), dbias the sum of dx as stored."""
+        require_flag(dbias, "dbias")
+        return self._materialized(self._backward(name, dy, x, params), out_dtype, dbias)
+
+    def scaled_activation(self, name, x, row_scales, *, glu_interleave_size=0, out_dtype=None, **params):
+        """As `refops.scaled_activation`: the activation with each row multiplied by its scale."""
+        front, _, _ = self._scaled(name, _NOT_GIVEN, x, row_scales, glu_interleave_size, params)
+        return self._materialized(front, out_dtype)
+
+    def scaled_activation_grad(self, name, dy, x, row_scales, *, glu_interleave_size=0, out_dtype=None, **params):
+        """As `refops.scaled_activation_grad`: (dx, drow_scales)."""
+        front, x, row_scales = self._scaled(name, dy, x, row_scales, glu_interleave_size, params)
+        storage = self._output_storage(out_dtype, x.storage)
+        out = self.backend.empty(x.shape, storage)
+        scales_gradient = self.backend.empty(row_scales.shape, row_scales.storage)
+        self.backend.scaled_gradient(front, out, storage, scales_gradient, row_scales.storage)
+        return out, scales_gradient
+
+    def _materialized(self, front, out_dtype, dbias=False):
+        storage = self._output_storage(out_dtype, front.storage)
+        out = self.backend.empty(front.tensor_shape, storage)
+        sums = self.backend.empty(front.tensor_shape[-1:], front.storage) if dbias else None
+        self.backend.materialize(front, out, storage, sums)
+        return (out, sums) if dbias else out
+
+    def _output_storage(self, dtype, default):
+        return default if dtype is None else self.backend.storage(dtype, "out_dtype")
+
+    # --- quantization ---------------------------------------------------------------------------------
+
+    def quantize(self, x, scaling, *, rowwise=True, columnwise=False, dbias=False, swizzled_scales=False):
+        """As `refops.quantize`; `swizzled_scales` stores scales as `Quantized.swizzled` would."""
+        front = self._identity(self.backend.tensor(x, "x"))
+        return self._quantized(front, PATHS["unfused"], scaling, rowwise, columnwise, dbias, swizzled_scales)
+
+    def activation_quantize(self, name, x, scaling, *, rowwise=True, columnwise=False, swizzled_scales=False, **params):
+        """As `refops.activation_quantize`: the activation, quantized, rounded where TE's kernels round."""
+        front = self._forward(name, x, params)
+        check_fusable(front, scaling)
+        return self._quantized(front, path_of(scaling), scaling, rowwise, columnwise, False, swizzled_scales)
+
+    def activation_grad_quantize(
+        self,
+        name,
+        dy,
+        x,
+        scaling,
+        *,
+        rowwise=True,
+        columnwise=False,
+        dbias=False,
+        swizzled_scales=False,
+        **params,
+    ):
+        """As `refops.activation_grad_quantize`: the gradient, quantized, with `dbias` also its column sums."""
+        front = self._backward(name, dy, x, params)
+        check_fusable(front, scaling)
+        return self._quantized(front, path_of(scaling), scaling, rowwise, columnwise, dbias, swizzled_scales)
+
+    def _quantized(self, front, path, scaling, rowwise, columnwise, dbias, swizzled):
+        require_scaling(scaling)
+        flags = {"rowwise": rowwise, "columnwise": columnwise, "dbias": dbias, "swizzled_scales": swizzled}
+        for name, flag in flags.items():
+            require_flag(flag, name)
+        if not (rowwise or columnwise):
+            raise ValueError("rowwise or columnwise must be True; got rowwise=False, columnwise=False")
+        _check_swizzled(scaling, swizzled)
+        swizzled = swizzled and not isinstance(scaling, DelayedScaling | CurrentScaling)
+        bits, (m, k) = (None, None), front.matrix_shape
+        if isinstance(scaling, NVFP4Scaling):
+            nvfp4.check_shape(front.tensor_shape, m, k, scaling, columnwise)
+            bits = nvfp4.given_bits(scaling, m, k, rowwise, columnwise)
+        fields = {}
+        for name, (shape, dtype) in stored_layout(scaling, front.tensor_shape).items():
+            if columnwise if "columnwise" in name else rowwise:
+                allocate = self.backend.empty if name.endswith("_data") else self.backend.zeros
+                fields[name] = allocate(shape, dtype.name)
+        sums = self.backend.empty((k,), front.storage) if dbias else None
+        self.backend.quantize(Job(front, path, scaling, rowwise, columnwise, fields, bits, sums, swizzled))
+        q = self.backend.quantized(fields, scaling, front.tensor_shape, front.storage, swizzled)
+        return (q, sums) if dbias else q
+
+    def dequantize(self, q, *, dtype="float32"):
+        """As `refops.dequantize`."""
+        storage = self.backend.storage(dtype, "dtype")
+        q = self.backend.require_quantized(q)
+        out = self.backend.empty(q.shape, storage)
+        self.backend.dequantize(q, out, storage)
+        return out
+
+    def amax(self, x):
+        """Return the largest magnitude of `x`, float32 (1,); NaN is ignored, an empty tensor gives 0."""
+        return self.backend.amax(self._identity(self.backend.tensor(x, "x")))
+
+    def update_delayed_scale(self, amax_history, scale, fmt, *, margin=0, algorithm="max", keep_unused=True):
+        """As `refops.update_delayed_scale`: (new_history, new_scale)."""
+        return self.backend.update_delayed_scale(
+            amax_history, scale, fmt, margin=margin, algorithm=algorithm, keep_unused=keep_unused
+        )
+
+    # --- elements -------------------------------------------------------------------------------------
+
+    def hadamard_transform(self, x, sign_mask=TE_SIGN_MASK, *, inverse=False):
+        """As `refops.hadamard_transform`, summed in float32 in four butterfly stages."""
+        x = self.backend.tensor(x, "x")
+        sign_mask = require_integer(sign_mask, "sign_mask", low=0, high=1 << 16)
+        require_flag(inverse, "inverse")
+        if x.shape[-1] % HADAMARD_GROUP:
+            raise ValueError(f"x must have a last dimension divisible by 16; got shape {x.shape}")
+        out = self.backend.empty(x.shape, x.storage)
+        self.backend.hadamard(x, sign_mask, inverse, out)
+        return out
+
+    def encode(self, x, fmt, *, saturate=True, rounding="nearest_even", random_bits=None):
+        """As `refops.encode`: the codes of `x` in `fmt`, uint8."""
+        x = self.backend.elements(x, "x")
+        require_format(fmt)
+        saturate = require_flag(saturate, "saturate")
+        rounding = require_choice(rounding, "rounding", (*ROUNDING_MODES, STOCHASTIC))
+        if rounding == STOCHASTIC:
+            random_bits = self._require_random_bits(random_bits, x.shape, fmt)
+        elif random_bits is not None:
+            raise ValueError(f"random_bits needs rounding='stochastic'; got rounding={rounding!r}")
+        out = self.backend.empty(x.shape, "uint8")
+        self.backend.encode(x, fmt, saturate, rounding, random_bits, out)
+        return out
+
+    def _require_random_bits(self, random_bits, shape, fmt):
+        if random_bits is None:
+            raise ValueError("random_bits is required with rounding='stochastic'; got None")
+        random_bits = self.backend.codes(random_bits, "random_bits")
+        if random_bits.shape != shape:
+            raise ValueError(f"random_bits must have the shape of x, {shape}; got {random_bits.shape}")
+        if not fmt.has_subnormals:
+            raise ValueError(f"rounding='stochastic' needs a format with a zero; got {fmt!r}")
+        return random_bits
+
+    def decode(self, codes, fmt):
+        """As `refops.decode`: the float32 values of `codes` in `fmt`, exact."""
+        codes = self.backend.codes(codes, "codes")
+        require_format(fmt)
+        largest = self.backend.largest_code(codes) if fmt.bits < 8 else 0
+        if largest >= len(fmt.values):
+            raise ValueError(f"codes must be below {len(fmt.values)} in {fmt!r}; got {largest}")
+        out = self.backend.empty(codes.shape, "float32")
+        self.backend.decode(codes, fmt, out)
+        return out
+
+
+# --- checks -----------------------------------------------------------------------------------------
+
+
+def _output_width(x, gated):
+    if not gated:
+        return x.shape[-1]
+    if x.shape[-1] % 2:
+        raise ValueError(f"x must have an even last dimension, [act | gate]; got shape {x.shape}")
+    return x.shape[-1] // 2
+
+
+def _require_output_shape(dy, x, width):
+    expected = (*x.shape[:-1], width)
+    if dy.shape != expected:
+        raise ValueError(f"dy must have the shape of the activation's output, {expected}; got {dy.shape}")
+
+
+def _require_interleave(glu_interleave_size, gated, width):
+    g = require_integer(glu_interleave_size, "glu_interleave_size", low=0, high=1 << 62)
+    if g and (not gated or g % 32 or width % g):
+        raise ValueError(
+            f"glu_interleave_size must be 0, or for gated activations a multiple of 32 that divides H={width}; got {g}"
+        )
+    return g
+
+
+def _check_swizzled(scaling, swizzled):
+    if swizzled and isinstance(scaling, BlockScaling):
+        raise ValueError(
+            "swizzled_scales must be False with block scaling, whose float32 scales are in GEMM order already; got True"
+        )

@@ -1,0 +1,693 @@
+"""Kernels: where a prologue and an epilogue meet in registers.
+
+    make_row_kernel     one direction; a thread owns 8 columns of one row
+    make_pair_kernel    the same for gated gradients, whose halves share what they read
+    make_band_kernel    the same, and column sums (dbias): a thread owns 8 columns of 32 rows
+    make_tile_kernel    both directions, columnwise copies transposed, or square blocks: a block of threads owns a tile
+    make_mxfp8_kernel   MXFP8 columnwise, or both directions: 32 x 256 values in registers
+
+and small ones at the end: sums of partial sums, scales, swizzling. All take `Inputs` and `Outputs` tuples of pointers;
+offsets are 64-bit. Launch shapes are `launch`'s.
+"""
+
+import numpy as np
+
+from cuda_kernels import casts
+from cuda_kernels.epilogues import global_encode_scale
+from cuda_kernels.simt import (
+    I32,
+    I64,
+    F,
+    as_f32,
+    as_i32,
+    as_u32,
+    cuda,
+    device,
+    kernel,
+    larger_magnitude,
+    maximum,
+    offset,
+    select,
+)
+from cuda_kernels.vectors import (
+    HALVES,
+    VECTOR,
+    WARP,
+    ZERO,
+    ZEROS,
+    add,
+    amax,
+    make_group_max,
+    make_map2,
+    multiply,
+    pair_of,
+)
+
+THREADS = 256
+BAND = 32
+TILE_ROWS = 128
+ONE, FLT_MAX = F(1), F(np.finfo(np.float32).max)
+
+
+@device
+def no_transform(v, upper):
+    """Leave the values as they are."""
+    return v
+
+
+@device
+def first_row(rows_of_a_block):
+    """First row of this thread block's part of the grid; rows may be folded over y and z."""
+    return I32((cuda.blockIdx.z * cuda.gridDim.y + cuda.blockIdx.y) * rows_of_a_block)
+
+
+@device
+def first_column(columns_of_a_block):
+    """First column of this thread block's part of the grid."""
+    return I32(cuda.blockIdx.x * columns_of_a_block)
+
+
+# --- one direction ----------------------------------------------------------------------------------
+
+
+def make_row_kernel(prologue, epilogue, rounded, transform=no_transform):
+    """Return the kernel for one direction.
+
+    A thread computes 8 neighbouring columns of one row in registers; `epilogue.lanes` threads share a scale and find
+    its amax by shuffles. Thread blocks are (x threads along a row) x (y rows), x a multiple of the lanes.
+
+    Args:
+        prologue: of `prologues`. epilogue: of `epilogues`.
+        rounded: `vectors.make_round` where TE rounds before it casts, else the identity.
+        transform: `hadamard.make_hadamard`, or none.
+    """
+    group_max, store, lanes = make_group_max(epilogue.lanes), epilogue.store, epilogue.lanes
+
+    @kernel
+    def row_kernel(inputs, out):
+        row = I32(first_row(cuda.blockDim.y) + cuda.threadIdx.y)
+        column = I32((first_column(cuda.blockDim.x) + cuda.threadIdx.x) * VECTOR)
+        valid = select(row < out.outer, I32(out.inner - column), I32(0))
+        values = transform(rounded(prologue(inputs, row, column, valid)), (column & 15) == 8)
+        block_amax = group_max(amax(values)) if lanes else ZERO
+        store(values, block_amax, out, row, column, valid)
+
+    return row_kernel
+
+
+def make_pair_kernel(prologue, epilogue, rounded):
+    """Return the kernel for one direction of a gated gradient, both halves from one read of dy, act and gate.
+
+    As `make_row_kernel`; a thread owns 8 columns of each half. Blocks must not reach across the middle.
+    """
+    group_max, store, lanes = make_group_max(epilogue.lanes), epilogue.store, epilogue.lanes
+
+    @kernel
+    def pair_kernel(inputs, out):
+        row = I32(first_row(cuda.blockDim.y) + cuda.threadIdx.y)
+        column = I32((first_column(cuda.blockDim.x) + cuda.threadIdx.x) * VECTOR)
+        valid = select(row < out.outer, I32(inputs.width - column), I32(0))
+        act, gate = prologue(inputs, row, column, valid)
+        act, gate = rounded(act), rounded(gate)
+        act_amax = group_max(amax(act)) if lanes else ZERO
+        gate_amax = group_max(amax(gate)) if lanes else ZERO
+        store(act, act_amax, out, row, column, valid)
+        store(gate, gate_amax, out, row, I32(column + inputs.width), valid)
+
+    return pair_kernel
+
+
+def make_band_kernel(prologue, epilogue, rounded, sums_rounded):
+    """Return the kernel for one direction that also sums columns: `partial` (bands, K) gets each band's sums.
+
+    A thread walks down 8 columns of 32 rows; rows are added in order. Thread blocks are one-dimensional.
+
+    Args:
+        sums_rounded: sum the rounded values, not the float32 ones. Others as for `make_row_kernel`.
+    """
+    group_max, store, lanes = make_group_max(epilogue.lanes), epilogue.store, epilogue.lanes
+
+    @kernel
+    def band_kernel(inputs, out, partial):
+        band = first_row(1)
+        column = I32((first_column(cuda.blockDim.x) + cuda.threadIdx.x) * VECTOR)
+        sums = ZEROS
+        for i in range(BAND):
+            row = I32(band * BAND + i)
+            valid = select(row < out.outer, I32(out.inner - column), I32(0))
+            exact = prologue(inputs, row, column, valid)
+            values = rounded(exact)
+            sums = add(sums, values if sums_rounded else exact, ZERO)
+            block_amax = group_max(amax(values)) if lanes else ZERO
+            store(values, block_amax, out, row, column, valid)
+        if band * BAND < out.outer:
+            for k in range(VECTOR):
+                if column + k < out.inner:
+                    partial[I64(band) * out.inner + column + k] = sums[k]
+
+    return band_kernel
+
+
+# --- both directions --------------------------------------------------------------------------------
+
+
+def make_stage(storage, columns):
+    """Return (put, value, words): how a tile of `columns` columns lies in shared memory, `words` uint32 a row.
+
+    "float32" keeps one value a word; 16-bit dtypes keep two neighbouring columns, of values that they hold exactly.
+    """
+    if storage == "float32":
+
+        @device
+        def put(tile, r, c, v):
+            for k in range(VECTOR):
+                tile[r, c + k] = as_u32(v[k])
+
+        @device
+        def value(tile, r, c):
+            return as_f32(tile[r, c])
+
+        return put, value, columns
+
+    low, high = HALVES[storage]
+    pair = pair_of(storage, None)
+
+    @device
+    def put_pairs(tile, r, c, v):
+        tile[r, (c >> 1)] = pair(v[0], v[1])
+        tile[r, (c >> 1) + 1] = pair(v[2], v[3])
+        tile[r, (c >> 1) + 2] = pair(v[4], v[5])
+        tile[r, (c >> 1) + 3] = pair(v[6], v[7])
+
+    @device
+    def value_of_pair(tile, r, c):
+        word = tile[r, (c >> 1)]
+        return select((c & 1) == 1, high(word), low(word))
+
+    return put_pairs, value_of_pair, columns // 2
+
+
+def tile_shape(columns):
+    """How 256 threads walk over a tile: threads along a row, their base-2 logarithm, rows a step, steps; down the
+    columns 16 threads share each, columns a step, steps."""
+    across, down = columns // VECTOR, TILE_ROWS // VECTOR
+    along = (across, across.bit_length() - 1, THREADS // across, TILE_ROWS * across // THREADS)
+    return *along, THREADS // down, columns * down // THREADS
+
+
+def make_readers(value):
+    """Return (along, down): eight values of a staged tile from (r, c) on, along the row or down the column."""
+
+    @device
+    def along(tile, r, c):
+        return (
+            value(tile, r, c),
+            value(tile, r, c + 1),
+            value(tile, r, c + 2),
+            value(tile, r, c + 3),
+            value(tile, r, c + 4),
+            value(tile, r, c + 5),
+            value(tile, r, c + 6),
+            value(tile, r, c + 7),
+        )
+
+    @device
+    def down(tile, r, c):
+        return (
+            value(tile, r, c),
+            value(tile, r + 1, c),
+            value(tile, r + 2, c),
+            value(tile, r + 3, c),
+            value(tile, r + 4, c),
+            value(tile, r + 5, c),
+            value(tile, r + 6, c),
+            value(tile, r + 7, c),
+        )
+
+    return along, down
+
+
+def make_tile_kernel(prologue, row, column, rounded, stage, transform=no_transform, dbias=False):
+    """Return the kernel for both directions (or the columnwise one), whose columnwise copy is stored transposed.
+
+    256 threads own a tile of 128 rows x 128 columns (x 64 if staged as float32). Along the rows, a thread computes
+    eight values, casts them rowwise and puts them into shared memory; down the columns it reads eight values of one
+    column and casts them with the same kind of epilogue, rows and columns exchanged.
+
+    Args:
+        row, column: the epilogues of the two directions; `epilogues.nothing()` for one that is not wanted.
+        rounded: as for `make_row_kernel`. transform: applied to columns before the columnwise cast.
+        stage: dtype of the tile in shared memory, "float32" or a 16-bit one that holds the rounded values exactly.
+        dbias: also write the column sums of each tile's 128 rows to `partial` (tiles, K), added in order.
+    """
+    columns = 64 if stage == "float32" else 128
+    put, value, words = make_stage(stage, columns)
+    _, down = make_readers(value)
+    across, across_bits, row_step, row_steps, column_step, column_steps = tile_shape(columns)
+    row_max, column_max = make_group_max(row.lanes), make_group_max(column.lanes)
+    store_row, store_column, row_lanes, column_lanes = row.store, column.store, row.lanes, column.lanes
+    pitch = words + 1  # one word more: the rows of a column lie in different banks
+
+    @kernel
+    def tile_kernel(inputs, row_out, column_out, partial):
+        tile = cuda.shared.array((TILE_ROWS, pitch), np.uint32)
+        thread = cuda.threadIdx.x
+        row0, column0 = first_row(TILE_ROWS), first_column(columns)
+        rows, width = column_out.inner, column_out.outer
+        for i in range(row_steps):
+            r = i * row_step + (thread >> across_bits)
+            c = (thread & (across - 1)) * VECTOR
+            valid = select(row0 + r < rows, I32(width - column0 - c), I32(0))
+            v = rounded(prologue(inputs, row0 + r, column0 + c, valid))
+            put(tile, r, c, v)
+            block_amax = row_max(amax(v)) if row_lanes else ZERO
+            store_row(v, block_amax, row_out, row0 + r, column0 + c, valid)
+        cuda.syncthreads()
+        for i in range(column_steps):
+            c = i * column_step + (thread >> 4)
+            r = (thread & 15) * VECTOR
+            valid = select(column0 + c < width, I32(rows - row0 - r), I32(0))
+            v = transform(down(tile, r, c), (r & 15) == 8)
+            block_amax = column_max(amax(v)) if column_lanes else ZERO
+            store_column(v, block_amax, column_out, column0 + c, row0 + r, valid)
+        if dbias:
+            sum_tile(tile, value, row0, column0, rows, width, columns, partial)
+
+    return tile_kernel
+
+
+@device
+def sum_tile(tile, value, row0, column0, rows, width, columns, partial):
+    """Write the sum of each column of a staged tile, added from the first row on."""
+    c = cuda.threadIdx.x
+    if c < columns and column0 + c < width and row0 < rows:
+        total = ZERO
+        for r in range(TILE_ROWS):
+            total = total + value(tile, r, c)
+        partial[I64(row0 // TILE_ROWS) * width + column0 + c] = total
+
+
+def make_square_kernel(prologue, row, column, rounded, stage, transposed):
+    """Return the kernel for blocks that are squares of `row.block_rows`: one scale serves both directions.
+
+    Tiles as in `make_tile_kernel`. First all values go to shared memory and raise the maxima of their blocks, then each
+    direction is cast with these maxima. `transposed` False (MXFP8) stores the columnwise copy along the rows as well.
+    """
+    columns = 64 if stage == "float32" else 128
+    edge, edge_bits = row.block_rows, row.block_rows.bit_length() - 1
+    if edge > columns:
+        raise ValueError(f"a tile staged as {stage} is {columns} columns wide: too narrow for blocks of {edge}")
+    put, value, words = make_stage(stage, columns)
+    along, down = make_readers(value)
+    across, across_bits, row_step, row_steps, column_step, column_steps = tile_shape(columns)
+    blocks_across = columns // edge
+    lane_max, lanes = make_group_max(row.lanes), row.lanes
+    store_row, store_column = row.store, column.store
+    pitch = words + 1
+
+    @kernel
+    def square_kernel(inputs, row_out, column_out):
+        tile = cuda.shared.array((TILE_ROWS, pitch), np.uint32)
+        maxima = cuda.shared.array(64, np.int32)
+        thread = cuda.threadIdx.x
+        row0, column0 = first_row(TILE_ROWS), first_column(columns)
+        rows, width = row_out.outer, row_out.inner
+        c = (thread & (across - 1)) * VECTOR
+        if thread < 64:
+            maxima[thread] = 0
+        cuda.syncthreads()
+        for i in range(row_steps):
+            r = i * row_step + (thread >> across_bits)
+            valid = select(row0 + r < rows, I32(width - column0 - c), I32(0))
+            v = rounded(prologue(inputs, row0 + r, column0 + c, valid))
+            put(tile, r, c, v)
+            block_amax = lane_max(amax(v))
+            if (thread & (lanes - 1)) == 0:
+                cuda.atomic.max(maxima, (r >> edge_bits) * blocks_across + (c >> edge_bits), as_i32(block_amax))
+        cuda.syncthreads()
+        for i in range(row_steps):
+            r = i * row_step + (thread >> across_bits)
+            valid = select(row0 + r < rows, I32(width - column0 - c), I32(0))
+            v, block_amax = along(tile, r, c), as_f32(maxima[(r >> edge_bits) * blocks_across + (c >> edge_bits)])
+            store_row(v, block_amax, row_out, row0 + r, column0 + c, valid)
+            if not transposed:
+                store_column(v, block_amax, column_out, row0 + r, column0 + c, valid)
+        if transposed:
+            for i in range(column_steps):
+                down_c = i * column_step + (thread >> 4)
+                r = (thread & 15) * VECTOR
+                valid = select(column0 + down_c < width, I32(rows - row0 - r), I32(0))
+                v, block_amax = (
+                    down(tile, r, down_c),
+                    as_f32(maxima[(r >> edge_bits) * blocks_across + (down_c >> edge_bits)]),
+                )
+                store_column(v, block_amax, column_out, column0 + down_c, row0 + r, valid)
+
+    return square_kernel
+
+
+def make_square_choice_kernel(prologue, errors, store_row, store_column, rounded, stage):
+    """Return the kernel of NVFP4 with 4over6 in squares of 16 x 16: both directions take the same choice.
+
+    As `make_square_kernel`; before anything is cast, each row of a square sums the errors of both choices, and the 16
+    rows' sums are added as a tree.
+
+    Args:
+        errors, store_row, store_column: `epilogues.make_row_errors`; `epilogues.make_store_choice`, or None.
+    """
+    columns = 64 if stage == "float32" else 128
+    put, value, words = make_stage(stage, columns)
+    along, down = make_readers(value)
+    across, across_bits, row_step, row_steps, column_step, column_steps = tile_shape(columns)
+    lane_max, pitch, blocks_across = make_group_max(2), words + 1, columns // 16
+
+    @kernel
+    def square_choice_kernel(inputs, row_out, column_out):
+        tile = cuda.shared.array((TILE_ROWS, pitch), np.uint32)
+        maxima = cuda.shared.array(64, np.int32)
+        sums = cuda.shared.array((2, TILE_ROWS, blocks_across), np.float32)
+        thread = cuda.threadIdx.x
+        row0, column0, amax_of_all = first_row(TILE_ROWS), first_column(columns), row_out.given[0]
+        c = (thread & (across - 1)) * VECTOR
+        if thread < 64:
+            maxima[thread] = 0
+        cuda.syncthreads()
+        for i in range(row_steps):
+            r = i * row_step + (thread >> across_bits)
+            valid = select(row0 + r < row_out.outer, I32(row_out.inner - column0 - c), I32(0))
+            v = rounded(prologue(inputs, row0 + r, column0 + c, valid))
+            put(tile, r, c, v)
+            block_amax = lane_max(amax(v))
+            if (thread & 1) == 0:
+                cuda.atomic.max(maxima, (r >> 4) * blocks_across + (c >> 4), as_i32(block_amax))
+        cuda.syncthreads()
+        for i in range(row_steps):
+            r = i * row_step + (thread >> across_bits)
+            block_amax = as_f32(maxima[(r >> 4) * blocks_across + (c >> 4)])
+            six, four = errors(along(tile, r, c), block_amax, amax_of_all, (c & 15) == 8)
+            sums[0, r, (c >> 4)], sums[1, r, (c >> 4)] = six, four
+        cuda.syncthreads()
+        for i in range(row_steps):
+            r = i * row_step + (thread >> across_bits)
+            valid = select(row0 + r < row_out.outer, I32(row_out.inner - column0 - c), I32(0))
+            block_amax, choice = as_f32(maxima[(r >> 4) * blocks_across + (c >> 4)]), four_errs_less(sums, r, c)
+            if store_row is not None:
+                store_row(along(tile, r, c), block_amax, choice, amax_of_all, row_out, row0 + r, column0 + c, valid)
+        if store_column is not None:
+            for i in range(column_steps):
+                c = i * column_step + (thread >> 4)
+                r = (thread & 15) * VECTOR
+                valid = select(column0 + c < row_out.inner, I32(row_out.outer - row0 - r), I32(0))
+                block_amax, choice = as_f32(maxima[(r >> 4) * blocks_across + (c >> 4)]), four_errs_less(sums, r, c)
+                store_column(
+                    down(tile, r, c), block_amax, choice, amax_of_all, column_out, column0 + c, row0 + r, valid
+                )
+
+    return square_choice_kernel
+
+
+@device
+def four_errs_less(sums, r, c):
+    """Whether mapping to 4 errs less in the square of (r, c): the sums of its 16 rows are added as a tree."""
+    first, block = (r >> 4) << 4, (c >> 4)
+    return tree_sum(sums, 1, first, block) < tree_sum(sums, 0, first, block)
+
+
+@device
+def tree_sum(sums, which, first, block):
+    """Sum of 16 rows: row i with i + 8, then 4, 2, 1 apart."""
+    a0, a1 = eighth(sums, which, first, block), eighth(sums, which, first + 1, block)
+    a2, a3 = eighth(sums, which, first + 2, block), eighth(sums, which, first + 3, block)
+    a4, a5 = eighth(sums, which, first + 4, block), eighth(sums, which, first + 5, block)
+    a6, a7 = eighth(sums, which, first + 6, block), eighth(sums, which, first + 7, block)
+    return ((a0 + a4) + (a2 + a6)) + ((a1 + a5) + (a3 + a7))
+
+
+@device
+def eighth(sums, which, row, block):
+    """The sums of a row and of the one eight further."""
+    return sums[which, row, block] + sums[which, row + 8, block]
+
+
+# --- MXFP8 down the columns -------------------------------------------------------------------------
+
+MX_ROWS, MX_COLUMNS, WARPS = 32, 256, 8
+
+
+def make_mxfp8_kernel(prologue, row, byte_of, store_codes, scale_index, rounded, dbias=False):
+    """Return the kernel for MXFP8 columnwise, or both directions, in one read.
+
+    8 warps own 32 rows x 256 columns. A thread keeps 4 rows (warp, warp + 8, ...) x 8 columns in registers. Only the
+    maxima (and sums) of its rows go through shared memory, [warp, lane + 32 k] for column 8 lane + k, which is free of
+    bank conflicts.
+
+    Args:
+        row: the rowwise epilogue, or `epilogues.nothing()`.
+        byte_of, store_codes, scale_index: the columnwise scale of an amax, how codes are stored, where the scale goes.
+        rounded: as for `make_row_kernel`.
+        dbias: also write the column sums of the unrounded values to `partial` (M/32, K).
+    """
+    row_max, store_row, row_lanes = make_group_max(row.lanes), row.store, row.lanes
+    sum_columns = MX_COLUMNS if dbias else 1
+
+    @kernel
+    def mxfp8_kernel(inputs, row_out, column_out, partial):
+        maxima = cuda.shared.array((WARPS, MX_COLUMNS), np.float32)
+        sums = cuda.shared.array((WARPS, sum_columns), np.float32)
+        lane, warp = cuda.threadIdx.x & 31, cuda.threadIdx.x >> 5
+        row0, column = first_row(MX_ROWS), I32(first_column(MX_COLUMNS) + lane * VECTOR)
+        rows, width = column_out.outer, column_out.inner
+        v = cuda.local.array((4, VECTOR), np.float32)
+        column_maxima, column_sums = ZEROS, ZEROS
+        for i in range(4):
+            r = I32(row0 + warp + WARPS * i)
+            valid = select(r < rows, I32(width - column), I32(0))
+            exact = prologue(inputs, r, column, valid)
+            values = rounded(exact)
+            block_amax = row_max(amax(values)) if row_lanes else ZERO
+            store_row(values, block_amax, row_out, r, column, valid)
+            column_maxima = larger(column_maxima, values, ZERO)
+            if dbias:
+                column_sums = add(column_sums, exact, ZERO)
+            for k in range(VECTOR):
+                v[i, k] = values[k]
+        for k in range(VECTOR):
+            maxima[warp, lane + 32 * k] = column_maxima[k]
+            if dbias:
+                sums[warp, lane + 32 * k] = column_sums[k]
+        cuda.syncthreads()
+        finish_columns(maxima, sums, row0, byte_of, scale_index, column_out, partial, dbias)
+        cuda.syncthreads()
+        for i in range(4):
+            r = I32(row0 + warp + WARPS * i)
+            valid = select(r < rows, I32(width - column), I32(0))
+            codes = scaled_by_column(v[i], maxima, lane)
+            store_codes(codes, column_out.data, offset(r, width, column), valid)
+
+    return mxfp8_kernel
+
+
+#: The larger magnitude of each pair; NaN in the second is ignored.
+larger = make_map2(device(lambda x, y, p: larger_magnitude(x, y)))
+
+
+@device
+def finish_columns(maxima, sums, row0, byte_of, scale_index, out, partial, dbias):
+    """One thread for each column: its scale, stored and (as multiplier) put back in `maxima`; its sum."""
+    t = cuda.threadIdx.x
+    m = maxima[0, t]
+    for w in range(1, WARPS):
+        m = maximum(m, maxima[w, t])
+    byte = byte_of(m)
+    maxima[0, t] = casts.e8m0_multiplier(byte)
+    column = I32(first_column(MX_COLUMNS) + (t & 31) * VECTOR + (t >> 5))
+    if column < out.inner and row0 < out.outer:
+        out.scales[scale_index(out, column, row0 >> 5)] = np.uint8(byte)
+        if dbias:
+            total = sums[0, t]
+            for w in range(1, WARPS):
+                total = total + sums[w, t]
+            partial[I64(row0 >> 5) * out.inner + column] = total
+
+
+@device
+def scaled_by_column(v, multipliers, lane):
+    """Eight values times the multipliers of their columns."""
+    return (
+        v[0] * multipliers[0, lane],
+        v[1] * multipliers[0, lane + 32],
+        v[2] * multipliers[0, lane + 64],
+        v[3] * multipliers[0, lane + 96],
+        v[4] * multipliers[0, lane + 128],
+        v[5] * multipliers[0, lane + 160],
+        v[6] * multipliers[0, lane + 192],
+        v[7] * multipliers[0, lane + 224],
+    )
+
+
+# --- gradients of row-scaled activations ------------------------------------------------------------
+
+
+def make_scaled_gradient_kernel(loads, gradients, forward, stores, gated):
+    """Return the kernel that writes dx and drow_scales of a row-scaled activation: a warp owns a row.
+
+    Args:
+        loads: (`halves` of `prologues`, `load` of dy); gradients: (d_act, d_gate) maps of (act, gate, scaled dy, p).
+        forward: map of (act, gate, dy, p) to dy times the unscaled activation, whose row sum is the scale's gradient.
+        stores: (store of dx, narrow of the scales' gradient).
+    """
+    halves, load_dy = loads
+    d_act, d_gate = gradients
+    store, narrow = stores
+
+    @kernel
+    def scaled_gradient_kernel(inputs, out, drow_scales):
+        row = I32(first_row(cuda.blockDim.y) + cuda.threadIdx.y)
+        inside = row < inputs.rows
+        scale = inputs.row_scales[row] if inside else ZERO
+        total = ZERO
+        for start in range(0, inputs.width, 32 * VECTOR):
+            column = I32(start + cuda.threadIdx.x * VECTOR)
+            valid = select(inside, I32(inputs.width - column), I32(0))
+            act, gate = halves(inputs, row, column, valid)
+            dy = load_dy(inputs.dy, offset(row, inputs.width, column), valid)
+            scaled = multiply(dy, scale)
+            first = act_offset(inputs, row, column, gated)
+            store(d_act(act, gate, scaled, inputs), out, first, valid)
+            if gated:
+                store(d_gate(act, gate, scaled, inputs), out, first + gate_distance(inputs), valid)
+            total = total + sum_of(forward(act, gate, dy, inputs))
+        total = warp_sum(total)
+        if inside and cuda.threadIdx.x == 0:
+            drow_scales[row] = narrow(total)
+
+    return scaled_gradient_kernel
+
+
+@device
+def act_offset(inputs, row, column, gated):
+    """Where a row's activated value of output `column` lies in x."""
+    if not gated:
+        return offset(row, inputs.width, column)
+    g = inputs.interleave
+    first = I64(row) * (2 * inputs.width)
+    return first + column if g == 0 else first + column // g * (2 * g) + column % g
+
+
+@device
+def gate_distance(inputs):
+    """From an activated value to its gate."""
+    return inputs.width if inputs.interleave == 0 else inputs.interleave
+
+
+@device
+def sum_of(v):
+    """Sum of the eight, from the first on."""
+    return ((((((v[0] + v[1]) + v[2]) + v[3]) + v[4]) + v[5]) + v[6]) + v[7]
+
+
+@device
+def warp_sum(x):
+    """Sum over a warp, the same in every lane."""
+    x = x + cuda.shfl_xor_sync(WARP, x, 16)
+    x = x + cuda.shfl_xor_sync(WARP, x, 8)
+    x = x + cuda.shfl_xor_sync(WARP, x, 4)
+    x = x + cuda.shfl_xor_sync(WARP, x, 2)
+    return x + cuda.shfl_xor_sync(WARP, x, 1)
+
+
+# --- one thread for each result ---------------------------------------------------------------------
+
+
+@device
+def thread_number():
+    """This thread's number in a one-dimensional launch of 256 threads a block."""
+    return I32(cuda.blockIdx.x * THREADS + cuda.threadIdx.x)
+
+
+def make_finish_sums(narrow):
+    """Return the kernel that adds the partial sums (count, K) of each column, from the first on."""
+
+    @kernel
+    def finish_sums(partial, out, count, columns):
+        column = thread_number()
+        if column < columns:
+            total = ZERO
+            for i in range(count):
+                total = total + partial[I64(i) * columns + column]
+            out[column] = narrow(total)
+
+    return finish_sums
+
+
+@kernel
+def copy_one(source, target, index):
+    """target[0] = source[index]. One thread."""
+    target[0] = source[index]
+
+
+@kernel
+def current_scale(amax, scale, limit, epsilon, power_2):
+    """scale = limit / max(amax, epsilon), safe, and its reciprocal; `power_2` masks the mantissa. One thread."""
+    a = select(amax[0] < epsilon, epsilon, amax[0])
+    s = limit / a
+    s = select(s > FLT_MAX, FLT_MAX, s)
+    s = as_f32(np.uint32(as_u32(s) & power_2))
+    s = select((a > ZERO) & (a <= FLT_MAX), s, ONE)
+    scale[0], scale[1] = s, ONE / s
+
+
+@kernel
+def nvfp4_scale(amax, scale, top):
+    """scale = S_enc = top / amax, safe, and S_dec = 1 / S_enc. One thread."""
+    s = global_encode_scale(amax[0], top)
+    scale[0], scale[1] = s, ONE / s
+
+
+@kernel
+def delayed_scale(history, scale, amax, new_history, new_scale, numerator, length, columns, mode, keep_unused):
+    """The next delayed scale of each column, and the history rolled by one with a cleared first row.
+
+    `mode` 0 takes the history's maximum, 1 its newest entry, 2 the entry of `amax`. `numerator` is fmt.max / 2^margin.
+    """
+    column = thread_number()
+    if column < columns:
+        newest = history[column]
+        a = newest if mode == 1 else (amax[column] if mode == 2 else history_max(history, column, length, columns))
+        unused = keep_unused != 0 and mode != 2 and newest == ZERO
+        fresh = numerator / a
+        fresh = select(fresh > FLT_MAX, FLT_MAX, fresh)
+        usable = a > ZERO and a <= FLT_MAX and not unused
+        new_scale[column] = fresh if usable else scale[column]
+        for i in range(length):
+            source = i if unused else (0 if i == length - 1 else i + 1)
+            cleared = i == 0 and not unused
+            new_history[i * columns + column] = ZERO if cleared else history[source * columns + column]
+
+
+@device
+def history_max(history, column, length, columns):
+    """The largest entry of a column, NaN ignored (NaN if there is nothing else)."""
+    largest = history[column]
+    for i in range(1, length):
+        entry = history[i * columns + column]
+        largest = entry if (entry > largest or largest != largest) else largest
+    return largest
+
+
+@kernel
+def swizzle(source, target, rows, columns, transposed, undo):
+    """Move one-byte scales (rows, columns) into the order that GEMMs read, or back.
+
+    `transposed` ones are stored [block, outer]; in GEMM order they have no other place than their transpose.
+    """
+    i = thread_number()
+    if i < rows * columns:
+        outer, block = i // columns, i % columns
+        tile = (outer // 128) * (columns // 4) + block // 4
+        swizzled = tile * 512 + (outer % 32) * 16 + (outer % 128) // 32 * 4 + block % 4
+        plain = block * rows + outer if transposed else i
+        if undo:
+            target[plain] = source[swizzled]
+        else:
+            target[swizzled] = source[plain]

@@ -1,0 +1,185 @@
+"""Launching: grids, argument types, compiled kernels and the way they are started.
+
+A kernel takes raw pointers, so a launch costs no typing or viewing of arrays. Compiled kernels are cached in memory by
+recipe and compute capability, and as PTX on disk under a digest of this package's sources and of the compilers'
+versions. In the simulator the same calls run the kernels as Python.
+
+    launch(function_key, build, types, values, grid, block, stream)
+"""
+
+import ctypes
+import math
+
+import numpy as np
+
+from cuda_kernels import ptx_cache, simt
+from cuda_kernels.errors import explain_missing
+from cuda_kernels.kernels import BAND, MX_COLUMNS, MX_ROWS, THREADS, TILE_ROWS
+from cuda_kernels.vectors import VECTOR
+
+#: Rows and columns must stay below this: the last block of a folded grid may reach past the end.
+LARGEST_DIMENSION = 2**31 - 2**20
+LARGEST_GRID_Y = 65535
+
+
+# --- grids ------------------------------------------------------------------------------------------
+
+
+def fold(blocks):
+    """Spread a number of blocks over the grid's y and z, whose sizes are limited to 65535."""
+    z = max(1, math.ceil(blocks / LARGEST_GRID_Y))
+    return math.ceil(blocks / z), z
+
+
+def row_shape(outer, inner, lanes):
+    """(grid, block) of a row kernel: 256 threads, as many along a row as it needs, at least `lanes` and 4."""
+    along = 1 << max(0, math.ceil(inner / VECTOR) - 1).bit_length()
+    along = min(128, max(along, lanes, 4))
+    down = THREADS // along
+    return (math.ceil(inner / (along * VECTOR)), *fold(math.ceil(outer / down))), (along, down, 1)
+
+
+def band_shape(outer, inner):
+    """(grid, block) of a band kernel: whole warps along the columns."""
+    along = min(128, max(32, math.ceil(inner / (32 * VECTOR)) * 32))
+    return (math.ceil(inner / (along * VECTOR)), *fold(math.ceil(outer / BAND))), (along, 1, 1)
+
+
+def tile_grid(rows, columns, tile_columns):
+    """(grid, block) of a tile or square kernel."""
+    return (math.ceil(columns / tile_columns), *fold(math.ceil(rows / TILE_ROWS))), (THREADS, 1, 1)
+
+
+def mxfp8_grid(rows, columns):
+    """(grid, block) of the MXFP8 kernel."""
+    return (math.ceil(columns / MX_COLUMNS), *fold(math.ceil(rows / MX_ROWS))), (THREADS, 1, 1)
+
+
+# --- types of arguments -----------------------------------------------------------------------------
+
+
+def numba_type(described):
+    """The Numba type of an argument as `recipes.arguments_of` describes it."""
+    import numba
+    from numba import types
+
+    first, second = described
+    if isinstance(first, str):
+        element = numba.from_dtype(np.dtype(second))
+        return types.CPointer(element) if first == "pointer" else element
+    return types.NamedTuple(tuple(numba_type(one) for one in second.values()), first)
+
+
+# --- compiling --------------------------------------------------------------------------------------
+
+
+def compile_ptx(function, described, target):
+    """Return the PTX of a kernel function for argument descriptions and a compute capability."""
+    from numba import cuda
+
+    signature = tuple(numba_type(one) for one in described)
+    text, _ = cuda.compile_ptx(function, signature, cc=target)
+    return text
+
+
+def architecture(target):
+    """(9, 0, "a") -> "sm_90a"."""
+    return "sm_" + "".join(str(part) for part in target)
+
+
+class Launcher:
+    """Compiles kernels for one device and starts them."""
+
+    def __init__(self, device_number):
+        with explain_missing():
+            from cuda.core import Device
+
+            self.device = Device(device_number)
+            self.device.set_current()
+            major, minor = self.device.compute_capability
+        self.target = (major, minor, "a") if major >= 9 else (major, minor)
+        self._kernels = {}
+
+    def launch(self, key, build, described, values, grid, block, stream):
+        """Start a kernel.
+
+        Args:
+            key: what it is cached by. build: function of the target that returns the Python function.
+            described: argument descriptions. values: the flat arguments, pointers as int.
+            grid, block: shapes. stream: handle of the CUDA stream, int.
+        """
+        from cuda.core import LaunchConfig, Stream, launch
+
+        kernel = self._kernels.get(key)
+        if kernel is None:
+            kernel = self._kernels[key] = self._compile(key, build, described)
+        converted = [convert(one) for one, convert in zip(values, converters(described), strict=True)]
+        launch(Stream.from_handle(stream), LaunchConfig(grid=grid, block=block), kernel, *converted)
+
+    def _compile(self, key, build, described):
+        from cuda.core import Linker, LinkerOptions, ObjectCode
+
+        text = ptx_cache.get(key, self.target, lambda: compile_ptx(build(self.target), described, self.target))
+        options = LinkerOptions(arch=architecture(self.target))
+        cubin = Linker(ObjectCode.from_ptx(text.encode()), options=options).link("cubin")
+        return cubin.get_kernel(ptx_cache.entry_name(text))
+
+
+_CTYPES = {
+    np.float32: ctypes.c_float,
+    np.int32: ctypes.c_int32,
+    np.int64: ctypes.c_int64,
+    np.uint64: ctypes.c_uint64,
+    np.uint32: ctypes.c_uint32,
+}
+
+
+def converters(described):
+    """One function for each flat argument: what makes it the C value that the driver copies."""
+    flat = []
+    for first, second in described:
+        kinds = [(first, second)] if isinstance(first, str) else second.values()
+        flat += [int if kind == "pointer" else _CTYPES[scalar] for kind, scalar in kinds]
+    return flat
+
+
+# --- the simulator ----------------------------------------------------------------------------------
+
+
+class Simulated:
+    """Runs kernels in the simulator; the same calls as `Launcher`, with arrays in place of pointers."""
+
+    target = None
+    order = "forward"
+
+    def launch(self, key, build, described, values, grid, block, stream):
+        """Run a kernel as Python, for every thread of the grid."""
+        from cuda_kernels import simulator
+
+        values, arguments = iter(values), []
+        for first, second in described:
+            if isinstance(first, str):
+                arguments.append(_as_argument(first, second, next(values)))
+            else:
+                fields = [_as_argument(*one, next(values)) for one in second.values()]
+                arguments.append(first(*fields))
+        simulator.launch(build(None), grid, block, arguments, order=self.order)
+
+
+def _as_argument(kind, scalar, value):
+    from cuda_kernels.simulator import Pointer
+
+    if kind == "scalar":
+        return scalar(value)
+    array = None if isinstance(value, int) else value.reshape(-1).view(scalar)
+    return Pointer(array)
+
+
+_launchers = {}
+
+
+def launcher_for(device_number):
+    """The launcher of a device; in the simulator there is one."""
+    if device_number not in _launchers:
+        _launchers[device_number] = Simulated() if simt.SIMULATED else Launcher(device_number)
+    return _launchers[device_number]

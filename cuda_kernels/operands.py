@@ -1,0 +1,73 @@
+"""What goes into a kernel and what it fills: the tuples of prologues and epilogues, and the front half of an operation.
+
+The same field names serve GPU kernels (fields are pointers), the simulator (checked pointers) and CPU code (arrays).
+"""
+
+from collections import namedtuple
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+#: What a prologue reads. Field, meaning:
+#:   x, dy             the input (M, width, or 2 * width for gated activations), the output's gradient (M, width)
+#:   row_scales        float32 (M,), or unused
+#:   limit ... beta2   the activations' parameters, float32
+#:   rows, width       M, and the columns of the activation's output
+#:   interleave        0, or g: rows are [act 0:g | gate 0:g | act g:2g | ...]
+Inputs = namedtuple("Inputs", "x dy row_scales limit alpha glu_linear_offset beta1 beta2 rows width interleave")
+
+#: What an epilogue reads and fills, for one direction: rowwise copies have M as the outer dimension, transposed
+#: columnwise ones K. Field, meaning:
+#:   data              codes, or values of the output dtype
+#:   scales            the scales as stored (E8M0, E4M3 bytes or float32)
+#:   amax              float32 as int32 bits, the running maximum: (1,), or one for each outer index
+#:   given             float32, computed before: the tensor's scale, NVFP4's (S_enc, S_dec), or amaxes
+#:   random_bits       one byte an element, or unused
+#:   seed, offset      Philox key and counter; first_block: the number of the direction's first 16-element block
+#:   epsilon, largest_scale     float32: of block scaling the lower bound of amax and what an overflowing scale becomes;
+#:                     of delayed scaling the scale and its reciprocal
+#:   outer, inner      the matrix as this direction sees it
+#:   scale_stride      stored scales in a row of `scales`
+Outputs = namedtuple(
+    "Outputs",
+    "data scales amax given random_bits seed offset first_block epsilon largest_scale outer inner scale_stride",
+)
+
+PARAMETERS = ("limit", "alpha", "glu_linear_offset", "beta1", "beta2")
+
+
+@dataclass(frozen=True)
+class Front:
+    """The front half of an operation: what is computed before anything is cast or stored.
+
+    Attributes:
+        kind: "identity", "forward" (an activation) or "backward" (its gradient).
+        name: the activation, None for identity.
+        parameters: name -> float, every one of `PARAMETERS`.
+        x, dy: the backend's contiguous arrays; dy None unless backward.
+        row_scales: float32 (M,) array, or None.
+        interleave: glu_interleave_size.
+        gated: whether x has rows [act | gate].
+        width: columns of the activation's output (H for gated ones).
+        tensor_shape: shape of the result; `matrix_shape` is it with leading dimensions flattened.
+        storage: name of the nominal dtype, "float32", "float16" or "bfloat16".
+    """
+
+    kind: str
+    name: str | None
+    parameters: dict
+    x: Any
+    dy: Any
+    row_scales: Any
+    interleave: int
+    gated: bool
+    width: int
+    tensor_shape: tuple
+    storage: str
+
+    @property
+    def matrix_shape(self):
+        """(M, K) of the result."""
+        *leading, k = self.tensor_shape
+        return int(np.prod(leading, dtype=np.int64)), k

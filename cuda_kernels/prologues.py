@@ -1,0 +1,397 @@
+"""Prologues: what a thread loads and computes before anything is cast. Eight output values in registers.
+
+A prologue is `prologue(inputs, row, column, valid)`: the float32 values of the result in `row` from `column` on, zeros
+from the `valid`-th (valid <= 0: nothing is loaded). `inputs` is an `operands.Inputs`. Nothing is rounded here;
+`vectors.make_round` does where TE rounds before it casts.
+
+    identity            x
+    unary               f(x)
+    gated               f(act) * gate(gate)                                 x is [act | gate], 2 * width wide
+    unary_gradient      f'(x) * dy
+    act_gradient        (f'(act) * dy) * gate(gate)                         columns 0 to width of the gradient
+    gate_gradient       (gate'(gate) * dy) * f(act)                         columns width to 2 * width
+
+The order of operations is that of TE's `vectorized_pointwise.h`; with row scales that of `scaled_activation.cu`.
+"""
+
+import numpy as np
+
+from cuda_kernels import casts
+from cuda_kernels.activations import ACCURATE, FAST, functions_of
+from cuda_kernels.simt import I64, U32, F, device, offset, select
+from cuda_kernels.vectors import make_load, make_map, make_map2, make_map3, multiply
+
+ONE, ZERO = F(1), F(0)
+
+
+def identity(storage, whole):
+    """Return the prologue that gives x itself."""
+    load = make_load(storage, whole)
+
+    @device
+    def prologue(inputs, row, column, valid):
+        return load(inputs.x, offset(row, inputs.width, column), valid)
+
+    return prologue
+
+
+def unary(name, storage, whole, fast_math):
+    """Return the prologue f(x)."""
+    load, values = make_load(storage, whole), make_map(functions_of(name, fast_math=fast_math).value)
+
+    @device
+    def prologue(inputs, row, column, valid):
+        return values(load(inputs.x, offset(row, inputs.width, column), valid), inputs)
+
+    return prologue
+
+
+def make_halves(storage, whole, interleaved):
+    """Return `halves(inputs, row, column, valid)`: the activated values and the gates at output `column`."""
+    load = make_load(storage, whole)
+
+    @device
+    def contiguous(inputs, row, column, valid):
+        first = offset(row, 2 * inputs.width, column)
+        return load(inputs.x, first, valid), load(inputs.x, first + inputs.width, valid)
+
+    @device
+    def alternating(inputs, row, column, valid):
+        g = inputs.interleave
+        first = offset(row, 2 * inputs.width, column) // g * (2 * g) + column % g
+        return load(inputs.x, first, valid), load(inputs.x, first + g, valid)
+
+    return alternating if interleaved else contiguous
+
+
+def gated(name, storage, whole, fast_math, interleaved=False):
+    """Return the prologue f(act) * gate(gate)."""
+    f = functions_of(name, fast_math=fast_math)
+    value, gate = f.value, f.gate
+    halves = make_halves(storage, whole, interleaved)
+    products = make_map2(device(lambda act, g, p: value(act, p) * gate(g, p)))
+
+    @device
+    def prologue(inputs, row, column, valid):
+        act, gates = halves(inputs, row, column, valid)
+        return products(act, gates, inputs)
+
+    return prologue
+
+
+def unary_gradient(name, storage, whole, fast_math):
+    """Return the prologue f'(x) * dy."""
+    load, derivative = make_load(storage, whole), functions_of(name, fast_math=fast_math).derivative
+    products = make_map2(device(lambda x, dy, p: derivative(x, p) * dy))
+
+    @device
+    def prologue(inputs, row, column, valid):
+        i = offset(row, inputs.width, column)
+        return products(load(inputs.x, i, valid), load(inputs.dy, i, valid), inputs)
+
+    return prologue
+
+
+def gradient_maps(name, fast_math):
+    """Return (act part, gate part) of a gated gradient, each of eight (act, gate, dy) and p, in TE's order."""
+    f = functions_of(name, fast_math=fast_math)
+    value, derivative, gate, slope = f.value, f.derivative, f.gate, f.gate_slope
+    act_part = device(lambda act, g, dy, p: (derivative(act, p) * dy) * gate(g, p))
+    gate_part = device(lambda act, g, dy, p: (slope(g, p) * dy) * value(act, p))
+    return make_map3(act_part), make_map3(gate_part)
+
+
+def half_gradients(name, storage, whole, fast_math):
+    """Return the prologues (act_gradient, gate_gradient) of a gated gradient's halves, columns counted from 0."""
+    load, halves = make_load(storage, whole), make_halves(storage, whole, False)
+    act_part, gate_part = gradient_maps(name, fast_math)
+
+    @device
+    def act_gradient(inputs, row, column, valid):
+        act, gates = halves(inputs, row, column, valid)
+        return act_part(act, gates, load(inputs.dy, offset(row, inputs.width, column), valid), inputs)
+
+    @device
+    def gate_gradient(inputs, row, column, valid):
+        act, gates = halves(inputs, row, column, valid)
+        return gate_part(act, gates, load(inputs.dy, offset(row, inputs.width, column), valid), inputs)
+
+    return act_gradient, gate_gradient
+
+
+def pair_of_gradients(name, storage, whole, fast_math):
+    """Return the prologue that gives both halves of a gated gradient at `column`: (act part, gate part)."""
+    load, halves = make_load(storage, whole), make_halves(storage, whole, False)
+    act_part, gate_part = gradient_maps(name, fast_math)
+
+    @device
+    def prologue(inputs, row, column, valid):
+        act, gates = halves(inputs, row, column, valid)
+        dy = load(inputs.dy, offset(row, inputs.width, column), valid)
+        return act_part(act, gates, dy, inputs), gate_part(act, gates, dy, inputs)
+
+    return prologue
+
+
+def both_gradients(name, storage, whole, fast_math):
+    """Return the prologue of the whole gated gradient, 2 * width wide."""
+    act_gradient, gate_gradient = half_gradients(name, storage, whole, fast_math)
+
+    @device
+    def prologue(inputs, row, column, valid):
+        if column < inputs.width:
+            return act_gradient(inputs, row, column, valid)
+        return gate_gradient(inputs, row, column - inputs.width, valid)
+
+    return prologue if whole else guarded_gradients(name, storage, fast_math)
+
+
+def guarded_gradients(name, storage, fast_math):
+    """Return `both_gradients` for any width: a vector may reach across the middle, so each element finds its place."""
+    act_part, gate_part = gradient_maps(name, fast_math)
+    load = make_wrapped_load(storage)
+
+    @device
+    def prologue(inputs, row, column, valid):
+        width = inputs.width
+        act = load(inputs.x, I64(row) * (2 * width), column, width, valid)
+        gate = load(inputs.x, I64(row) * (2 * width) + width, column, width, valid)
+        dy = load(inputs.dy, I64(row) * width, column, width, valid)
+        return join(act_part(act, gate, dy, inputs), gate_part(act, gate, dy, inputs), width - column)
+
+    return prologue
+
+
+def make_wrapped_load(storage):
+    """Return `load(pointer, first, column, width, valid)`: elements at columns modulo the width, one at a time."""
+    widen = casts.STORAGES[storage].widen
+
+    @device
+    def element(pointer, first, column, k, width, valid):
+        c = column + k
+        return widen(pointer[first + (c if c < width else c - width)]) if k < valid else ZERO
+
+    @device
+    def load(p, first, column, width, valid):
+        return (
+            element(p, first, column, 0, width, valid),
+            element(p, first, column, 1, width, valid),
+            element(p, first, column, 2, width, valid),
+            element(p, first, column, 3, width, valid),
+            element(p, first, column, 4, width, valid),
+            element(p, first, column, 5, width, valid),
+            element(p, first, column, 6, width, valid),
+            element(p, first, column, 7, width, valid),
+        )
+
+    return load
+
+
+@device
+def join(first, second, left):
+    """The elements of `first` before the `left`-th, those of `second` from there."""
+    return (
+        select(left > 0, first[0], second[0]),
+        select(left > 1, first[1], second[1]),
+        select(left > 2, first[2], second[2]),
+        select(left > 3, first[3], second[3]),
+        select(left > 4, first[4], second[4]),
+        select(left > 5, first[5], second[5]),
+        select(left > 6, first[6], second[6]),
+        select(left > 7, first[7], second[7]),
+    )
+
+
+def scaled(prologue):
+    """Return `prologue` with each row multiplied by its scale."""
+
+    @device
+    def scaled_prologue(inputs, row, column, valid):
+        factor = inputs.row_scales[row] if valid > 0 else ONE
+        return multiply(prologue(inputs, row, column, valid), factor)
+
+    return scaled_prologue
+
+
+# --- gradients with row scales ----------------------------------------------------------------------
+
+
+def make_scaled_gradient(name, fast_math):
+    """Return (d_act, d_gate): functions of (act, gate, scaled dy, p) in the order of TE's scaled kernels.
+
+    It is not that of the plain kernels: dy * (f' * gate) and dy * (f * gate'), f' factored otherwise, and the mask of
+    clamped_swiglu lets a NaN gate pass.
+    """
+    f = functions_of(name, fast_math=fast_math)
+    derivative, value, gate, slope = _scaled_derivative(name, f, fast_math), f.value, f.gate, f.gate_slope
+    if gate is None:
+        return device(lambda act, g, dy, p: dy * derivative(act, p)), None
+    if name == "clamped_swiglu":
+        plain_slope = f.gate_slope
+        slope = device(lambda g, p: select(g != g, ONE, plain_slope(g, p)))
+    return (
+        device(lambda act, g, dy, p: dy * (derivative(act, p) * gate(g, p))),
+        device(lambda act, g, dy, p: dy * (value(act, p) * slope(g, p))),
+    )
+
+
+def make_forward_product(name, fast_math):
+    """Return the function of (act, gate, dy, p): dy times the unscaled activation."""
+    f = functions_of(name, fast_math=fast_math)
+    value, gate = f.value, f.gate
+    if gate is None:
+        return device(lambda act, g, dy, p: dy * value(act, p))
+    return device(lambda act, g, dy, p: dy * (value(act, p) * gate(g, p)))
+
+
+def make_single(storage, whole):
+    """As `make_halves` for unary activations: x twice."""
+    load = make_load(storage, whole)
+
+    @device
+    def single(inputs, row, column, valid):
+        v = load(inputs.x, offset(row, inputs.width, column), valid)
+        return v, v
+
+    return single
+
+
+def _scaled_derivative(name, functions, fast_math):
+    sigmoid = (FAST if fast_math else ACCURATE)["sigmoid"]
+
+    @device
+    def silu_slope(x, p):
+        s = sigmoid(x)
+        return s + (x * s) * (ONE - s)
+
+    @device
+    def clamped_slope(x, p):
+        z = p.alpha * select(x <= p.limit, x, p.limit)
+        s = sigmoid(z)
+        return select(x <= p.limit, s + (z * s) * (ONE - s), F(0))
+
+    return {"swiglu": silu_slope, "clamped_swiglu": clamped_slope}.get(name, functions.derivative)
+
+
+# --- dequantization: x holds codes, dy the scales as stored, row_scales the amax ---------------------
+
+
+def make_load_codes(fmt, packed):
+    """Return `load(pointer, i, valid)`: the float32 values of eight codes from element `i` on; `packed` two a byte."""
+    decode = casts.e8m0_value if fmt == "e8m0" else casts.DECODERS[fmt]
+
+    @device
+    def byte(pointer, i, k, valid):
+        return decode(np.uint32(pointer[i + k])) if k < valid else ZERO
+
+    @device
+    def nibble(pointer, i, k, valid):
+        return decode(np.uint32(np.uint32(pointer[(i + k) // 2]) >> U32(4 * (k % 2))) & U32(15)) if k < valid else ZERO
+
+    element = nibble if packed else byte
+
+    @device
+    def load(p, i, n):
+        return (
+            element(p, i, 0, n),
+            element(p, i, 1, n),
+            element(p, i, 2, n),
+            element(p, i, 3, n),
+            element(p, i, 4, n),
+            element(p, i, 5, n),
+            element(p, i, 6, n),
+            element(p, i, 7, n),
+        )
+
+    return load
+
+
+def decoded(fmt, scale_of):
+    """Return the prologue of dequantization: codes times `scale_of(inputs, row, column)`; without, codes one a byte."""
+    load = make_load_codes(fmt, packed=fmt == "e2m1" and scale_of is not no_scale)
+
+    @device
+    def prologue(inputs, row, column, valid):
+        scale = scale_of(inputs, row, column) if valid > 0 else ONE
+        return multiply(load(inputs.x, offset(row, inputs.width, column), valid), scale)
+
+    return prologue
+
+
+@device
+def no_scale(inputs, row, column):
+    """1: codes as they are."""
+    return ONE
+
+
+@device
+def tensor_scale(inputs, row, column):
+    """The decode scale of the whole tensor."""
+    return inputs.dy[0]
+
+
+@device
+def row_block_scale(inputs, row, column):
+    """Block scaling 1x128: [block, row]."""
+    return inputs.dy[offset(column >> 7, inputs.interleave, row)]
+
+
+@device
+def square_block_scale(inputs, row, column):
+    """Block scaling 128x128: [row block, column block]."""
+    return inputs.dy[offset(row >> 7, inputs.interleave, column >> 7)]
+
+
+@device
+def mx_row_scale(inputs, row, column):
+    """MXFP8 rowwise: [row, block]."""
+    return casts.e8m0_value(np.uint32(inputs.dy[offset(row, inputs.interleave, column >> 5)]))
+
+
+def make_nvfp4_scale(top, row_scaled):
+    """Return NVFP4's factor: (E4M3 scale * amax) * (1 / top), `top` = 6 e4m3_max."""
+    inverse = ONE / F(top)
+
+    @device
+    def nvfp4_scale(inputs, row, column):
+        amax = inputs.row_scales[row if row_scaled else 0]
+        scale = casts.decode_e4m3(np.uint32(inputs.dy[offset(row, inputs.interleave, column >> 4)]))
+        return (scale * amax) * inverse
+
+    return nvfp4_scale
+
+
+def transformed(prologue, transform):
+    """Return `prologue` with a Hadamard transform of groups of 16 along the row."""
+
+    @device
+    def transformed_prologue(inputs, row, column, valid):
+        return transform(prologue(inputs, row, column, valid), column % 16 == 8)
+
+    return transformed_prologue
+
+
+def decoded_mx_columns(fmt):
+    """Return the prologue of MXFP8 columnwise data: [M, K] codes, scales [row block, column]."""
+    load, scaled_values = make_load_codes(fmt, packed=False), make_map2(device(lambda code, scale, p: code * scale))
+
+    @device
+    def scale(inputs, row, column, k, valid):
+        i = offset(row >> 5, inputs.interleave, column + k)
+        return casts.e8m0_value(np.uint32(inputs.dy[i])) if k < valid else ONE
+
+    @device
+    def prologue(inputs, row, column, valid):
+        scales = (
+            scale(inputs, row, column, 0, valid),
+            scale(inputs, row, column, 1, valid),
+            scale(inputs, row, column, 2, valid),
+            scale(inputs, row, column, 3, valid),
+            scale(inputs, row, column, 4, valid),
+            scale(inputs, row, column, 5, valid),
+            scale(inputs, row, column, 6, valid),
+            scale(inputs, row, column, 7, valid),
+        )
+        return scaled_values(load(inputs.x, offset(row, inputs.width, column), valid), scales, ZERO)
+
+    return prologue

@@ -1,0 +1,53 @@
+"""PTX on disk: a kernel is translated once for each compute capability, not once in each process.
+
+Files lie under NUMBA_CACHE_DIR, XDG_CACHE_HOME or ~/.cache, in a folder named by a digest of this package's sources
+and of the compilers' versions: an edit anywhere in the package is never missed. Where writing fails, nothing is kept.
+"""
+
+import hashlib
+import os
+import re
+import tempfile
+from contextlib import suppress
+from functools import lru_cache
+from pathlib import Path
+
+
+@lru_cache(maxsize=1)
+def digest():
+    """Digest of the sources and of the versions of Numba, numba-cuda and NVVM."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    state = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.rglob("*.py")):
+        state.update(path.read_bytes())
+    for package in ("numba", "numba-cuda", "llvmlite", "numpy", "nvidia-nvvm"):
+        with suppress(PackageNotFoundError):
+            state.update(f"{package}{version(package)}".encode())
+    return state.hexdigest()[:24]
+
+
+def folder():
+    """Where the files lie."""
+    base = os.environ.get("NUMBA_CACHE_DIR") or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "cuda_kernels" / digest()
+
+
+def get(key, target, make):
+    """Return the PTX for a key (whose repr identifies it) and a target, made by `make` if it is not on disk."""
+    name = hashlib.sha256(f"{key!r} {target!r}".encode()).hexdigest()[:32]
+    path = folder() / f"{name}.ptx"
+    with suppress(OSError):
+        return path.read_text()
+    text = make()
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+            file.write(text)
+        os.replace(file.name, path)  # at once: another process never reads half a file
+    return text
+
+
+def entry_name(text):
+    """The name of the kernel in PTX."""
+    return re.search(r"\.visible \.entry (\w+)\(", text).group(1)

@@ -1,0 +1,254 @@
+"""The vocabulary that kernels and scalar functions are written in, with one meaning in three homes.
+
+    on a GPU          Numba compiles to PTX; `ptx` functions are one instruction, `load_words` one 16-byte access
+    on a CPU          Numba compiles the same `device` functions with LLVM (`cuda_kernels.host`)
+    in the simulator  everything is plain Python (`cuda_kernels.simulator`, chosen by NUMBA_ENABLE_CUDASIM=1)
+
+    device            scalar helper, inlined wherever it is called
+    ptx               one instruction on a GPU; the decorated Python body is its meaning elsewhere
+    on_gpu            another function on a GPU; the decorated Python body is its meaning elsewhere
+    kernel            a function that a grid of threads runs
+    load_words, store_words    16-byte (or 8-byte) accesses to global memory
+    select            a choice without a branch
+    atomic_max        a running maximum that all threads share
+
+This is the only file that knows Numba's internals. Numbers: `F`, `U32`... make constants of a fixed width; one Python
+float or int literal where a float32 or uint32 belongs would turn a kernel into float64 or int64 arithmetic.
+"""
+
+import inspect
+import os
+
+import numpy as np
+
+F, U16, U32, U64, I32, I64 = np.float32, np.uint16, np.uint32, np.uint64, np.int32, np.int64
+
+#: Whether kernels run in the simulator; decided once, when this module is imported.
+SIMULATED = os.environ.get("NUMBA_ENABLE_CUDASIM", "0") == "1"
+
+if SIMULATED:
+    from cuda_kernels.simulator import cuda
+
+    def device(function):
+        """A scalar helper: in the simulator the Python function itself."""
+        return function
+
+    def kernel(function):
+        """A kernel: in the simulator the Python function itself; `simulator.launch` runs it for each thread."""
+        return function
+
+    def on_gpu(replacement):
+        """Decorate the meaning of `replacement` off the GPU; here the meaning is used."""
+        return lambda meaning: meaning
+
+    def ptx(asm, constraints, result, *arguments):
+        """Decorate the meaning of one instruction; here the meaning is used."""
+        return lambda meaning: meaning
+
+    def select(condition, a, b):
+        """`a` where the condition holds, else `b`; both are evaluated, nothing branches."""
+        return a if condition else b
+
+    def load_words(pointer, i):
+        """The 16 bytes at element `i`, a multiple of 16 bytes from an aligned base, as four uint32."""
+        return tuple(pointer.read(i, 16).view(np.uint32))
+
+    def store_words(pointer, i, words):
+        """Store a tuple of two or four uint32 at element `i` in one 8- or 16-byte access, aligned alike."""
+        pointer.write(i, np.array(words, np.uint32))
+
+    def atomic_max(pointer, i, value):
+        """Raise element `i` of int32 memory to `value`, undisturbed by other threads."""
+        pointer[i] = max(pointer[i], value)
+
+else:
+    import numba
+    from llvmlite import ir
+    from numba import types
+
+    if not hasattr(np, "row_stack"):  # numba-cuda 0.30.4 looks it up; NumPy 2.5 has only the other name
+        np.row_stack = np.vstack
+
+    from numba import cuda as cuda
+    from numba.extending import overload
+
+    def device(function):
+        """A scalar helper: the Python function itself, compiled for whichever target calls it.
+
+        Its calls are left to LLVM, which inlines them all: inlining in Numba's own representation loses variables that
+        are assigned in branches.
+        """
+        names = ", ".join(inspect.signature(function).parameters)
+        choose = eval(f"lambda {names}: function", {"function": function})
+        overload(function, target="cuda", jit_options={"forceinline": True})(choose)
+        overload(function, target="cpu", jit_options={"error_model": "numpy"})(choose)
+        return function
+
+    def kernel(function):
+        """A kernel: the Python function itself; `launch` and `compile_report` compile it for a signature."""
+        return function
+
+    def on_gpu(replacement):
+        """Decorate the meaning of `replacement` off the GPU: on a GPU `replacement` is called instead.
+
+        Args:
+            replacement: what CUDA code calls: a `math` function, an intrinsic, a device function.
+        """
+
+        def decorate(meaning):
+            names = ", ".join(inspect.signature(meaning).parameters)
+            scope = {"replacement": replacement, "meaning": meaning}
+            exec(f"def on_cuda({names}):\n    return replacement({names})", scope)
+            exec(f"def choose_cuda({names}):\n    return on_cuda", scope)
+            exec(f"def choose_cpu({names}):\n    return meaning", scope)
+            overload(meaning, target="cuda")(scope["choose_cuda"])
+            overload(meaning, target="cpu", inline="always")(scope["choose_cpu"])
+            return meaning
+
+        return decorate
+
+    def ptx(asm, constraints, result, *arguments):
+        """Decorate the meaning of one PTX instruction (or a few) off the GPU.
+
+        Args:
+            asm: the text, with $0 for the result and $1, $2, ... for the arguments.
+            constraints: LLVM's: a letter for each operand, f float32, r 32 bits, h 16 bits, l 64 bits.
+            result, *arguments: NumPy scalar types.
+        """
+        result, arguments = numba.from_dtype(np.dtype(result)), [numba.from_dtype(np.dtype(a)) for a in arguments]
+
+        def emit(context, builder, signature, values):
+            llvm = context.get_value_type
+            function = ir.FunctionType(llvm(signature.return_type), [llvm(a) for a in signature.args])
+            return builder.call(ir.InlineAsm(function, asm, constraints), values)
+
+        def decorate(meaning):
+            names = ", ".join(inspect.signature(meaning).parameters)
+            scope = {"signature": result(*arguments), "emit": emit}
+            exec(f"def {meaning.__name__}(typingctx, {names}):\n    return signature, emit", scope)
+            return on_gpu(_intrinsic(scope[meaning.__name__]))(meaning)
+
+        return decorate
+
+    def _intrinsic(function):
+        from numba.cuda.extending import intrinsic
+
+        return intrinsic(function)
+
+    def _select(typingctx, condition, a, b):
+        unified = typingctx.unify_types(a, b)
+
+        def emit(context, builder, signature, values):
+            return builder.select(*values)
+
+        return unified(types.boolean, unified, unified), emit
+
+    _select_on_cuda, _select_on_cpu = _intrinsic(_select), numba.extending.intrinsic(_select)
+
+    def select(condition, a, b):
+        """`a` where the condition holds, else `b`; both are evaluated, nothing branches."""
+        return a if condition else b
+
+    overload(select, target="cuda", inline="always")(lambda condition, a, b: _call_select_on_cuda)
+    overload(select, target="cpu", inline="always")(lambda condition, a, b: _call_select_on_cpu)
+
+    def _call_select_on_cuda(condition, a, b):
+        return _select_on_cuda(condition, a, b)
+
+    def _call_select_on_cpu(condition, a, b):
+        return _select_on_cpu(condition, a, b)
+
+    _WORD = ir.IntType(32)
+
+    def _vector_address(builder, pointer, i, lanes):
+        return builder.bitcast(builder.gep(pointer, [i]), ir.PointerType(ir.VectorType(_WORD, lanes)))
+
+    @_intrinsic
+    def load_words(typingctx, pointer, i):
+        """The 16 bytes at element `i`, a multiple of 16 bytes from an aligned base, as four uint32."""
+
+        def emit(context, builder, signature, values):
+            vector = builder.load(_vector_address(builder, *values, 4), align=16)
+            words = [builder.extract_element(vector, _WORD(k)) for k in range(4)]
+            return context.make_tuple(builder, signature.return_type, words)
+
+        return types.UniTuple(types.uint32, 4)(pointer, types.intp), emit
+
+    @_intrinsic
+    def store_words(typingctx, pointer, i, words):
+        """Store a tuple of two or four uint32 at element `i` in one 8- or 16-byte access, aligned alike."""
+        lanes = len(words)
+
+        def emit(context, builder, signature, values):
+            address, index, given = values
+            packed = context.cast(builder, given, signature.args[2], types.UniTuple(types.uint32, lanes))
+            vector = ir.Constant(ir.VectorType(_WORD, lanes), ir.Undefined)
+            for k in range(lanes):
+                vector = builder.insert_element(vector, builder.extract_value(packed, k), _WORD(k))
+            builder.store(vector, _vector_address(builder, address, index, lanes), align=4 * lanes)
+            return context.get_dummy_value()
+
+        return types.void(pointer, types.intp, words), emit
+
+    @_intrinsic
+    def atomic_max(typingctx, pointer, i, value):
+        """Raise element `i` of int32 memory to `value`, undisturbed by other threads."""
+
+        def emit(context, builder, signature, values):
+            address = builder.gep(values[0], [values[1]])
+            builder.atomic_rmw("max", address, values[2], "monotonic")
+            return context.get_dummy_value()
+
+        return types.void(pointer, types.intp, types.int32), emit
+
+
+# --- reinterpretation -----------------------------------------------------------------------------
+
+
+@device
+def as_f32(bits):
+    """The float32 with these bits."""
+    return np.uint32(bits).view(np.float32)
+
+
+@device
+def as_u32(x):
+    """The bits of a float32."""
+    return np.float32(x).view(np.uint32)
+
+
+@device
+def as_i32(x):
+    """The bits of a float32 as a signed integer: the order of non-negative floats."""
+    return np.float32(x).view(np.int32)
+
+
+# --- offsets ----------------------------------------------------------------------------------------
+
+
+@ptx("{ .reg .u64 t; cvt.u64.u32 t, $3; mad.wide.u32 $0, $1, $2, t; }", "=l,r,r,r", I64, I32, I32, I32)
+def offset(row, stride, column):
+    """row * stride + column in 64 bits, of numbers from 0 to 2^31 - 1: one instruction on a GPU."""
+    return I64(row) * I64(stride) + I64(column)
+
+
+# --- float32 instructions ---------------------------------------------------------------------------
+
+
+@ptx("max.f32 $0, $1, $2;", "=f,f,f", F, F, F)
+def maximum(a, b):
+    """The larger of two; a NaN `b` loses. `a` is no NaN."""
+    return select(b > a, b, a)
+
+
+@ptx("{ .reg .f32 t; abs.f32 t, $2; max.f32 $0, $1, t; }", "=f,f,f", F, F, F)
+def larger_magnitude(a, x):
+    """The larger of `a` and |x|; a NaN `x` loses. `a` is no NaN. One instruction on a GPU."""
+    m = as_f32(np.uint32(as_u32(x) & U32(0x7FFFFFFF)))
+    return select(m > a, m, a)
+
+
+@device
+def magnitude(x):
+    """|x|."""
+    return as_f32(as_u32(x) & U32(0x7FFFFFFF))

@@ -1,0 +1,259 @@
+"""Eight neighbouring values in a thread's registers: how they are loaded, stored and reduced.
+
+A vector is a tuple of eight float32. `load` and `store` functions come in two kinds: whole ones use 16-byte accesses,
+need bases aligned to 16 bytes and offsets divisible by 8; guarded ones go by element and take any address and
+fewer than eight valid elements.
+"""
+
+import numpy as np
+
+from cuda_kernels import casts
+from cuda_kernels.simt import (
+    U32,
+    F,
+    as_f32,
+    as_u32,
+    cuda,
+    device,
+    larger_magnitude,
+    load_words,
+    maximum,
+    store_words,
+)
+
+#: Elements in a vector, and what stands for all lanes of a warp.
+VECTOR, WARP = 8, 0xFFFFFFFF
+ZERO = F(0)
+HALF_WORD = U32(16)
+ZEROS = (ZERO,) * VECTOR
+NO_WORDS = (U32(0),) * 4
+
+
+def make_map(function):
+    """Return `mapped(v, p)`: function(x, p) of each of the eight."""
+
+    @device
+    def mapped(v, p):
+        return (
+            function(v[0], p),
+            function(v[1], p),
+            function(v[2], p),
+            function(v[3], p),
+            function(v[4], p),
+            function(v[5], p),
+            function(v[6], p),
+            function(v[7], p),
+        )
+
+    return mapped
+
+
+def make_map2(function):
+    """Return `mapped(a, b, p)`: function(x, y, p) of each of the eight pairs."""
+
+    @device
+    def mapped(a, b, p):
+        return (
+            function(a[0], b[0], p),
+            function(a[1], b[1], p),
+            function(a[2], b[2], p),
+            function(a[3], b[3], p),
+            function(a[4], b[4], p),
+            function(a[5], b[5], p),
+            function(a[6], b[6], p),
+            function(a[7], b[7], p),
+        )
+
+    return mapped
+
+
+def make_map3(function):
+    """Return `mapped(a, b, c, p)`: function(x, y, z, p) of each of the eight triples."""
+
+    @device
+    def mapped(a, b, c, p):
+        return (
+            function(a[0], b[0], c[0], p),
+            function(a[1], b[1], c[1], p),
+            function(a[2], b[2], c[2], p),
+            function(a[3], b[3], c[3], p),
+            function(a[4], b[4], c[4], p),
+            function(a[5], b[5], c[5], p),
+            function(a[6], b[6], c[6], p),
+            function(a[7], b[7], c[7], p),
+        )
+
+    return mapped
+
+
+multiply = make_map(device(lambda x, factor: x * factor))
+add = make_map2(device(lambda x, y, p: x + y))
+times = make_map2(device(lambda x, y, p: x * y))
+
+
+# --- memory -----------------------------------------------------------------------------------------
+
+
+@device
+def low_bf16(word):
+    """The float32 of a word's low bfloat16."""
+    return as_f32(np.uint32(word << HALF_WORD))
+
+
+@device
+def high_bf16(word):
+    """The float32 of a word's high bfloat16."""
+    return as_f32(np.uint32(word & U32(0xFFFF0000)))
+
+
+@device
+def low_f16(word):
+    """The float32 of a word's low float16."""
+    return casts.widen_f16(np.uint16(word & U32(0xFFFF)))
+
+
+@device
+def high_f16(word):
+    """The float32 of a word's high float16."""
+    return casts.widen_f16(np.uint16(word >> HALF_WORD))
+
+
+HALVES = {"bfloat16": (low_bf16, high_bf16), "float16": (low_f16, high_f16)}
+
+
+def pair_of(storage, target):
+    """Return the function that rounds two float32 to a 16-bit dtype in one register (0 for float32)."""
+    if storage == "float16":
+        return casts.f16_pair
+    native = target is not None and target[:2] >= (8, 0)
+    return casts.bf16_pair_instruction if native else casts.bf16_pair
+
+
+def make_load(storage, whole):
+    """Return `load(pointer, i, valid)`: eight elements of a stored dtype from `i` on, zeros from the `valid`-th."""
+    if not whole:
+        widen = casts.STORAGES[storage].widen
+
+        @device
+        def element(pointer, i, k, valid):
+            return widen(pointer[i + k]) if k < valid else ZERO
+
+        return device(
+            lambda p, i, n: (
+                element(p, i, 0, n),
+                element(p, i, 1, n),
+                element(p, i, 2, n),
+                element(p, i, 3, n),
+                element(p, i, 4, n),
+                element(p, i, 5, n),
+                element(p, i, 6, n),
+                element(p, i, 7, n),
+            )
+        )
+    if storage == "float32":
+
+        @device
+        def load_float32(pointer, i, valid):
+            a = load_words(pointer, i) if valid > 0 else NO_WORDS
+            b = load_words(pointer, i + 4) if valid > 0 else NO_WORDS
+            return (
+                as_f32(a[0]),
+                as_f32(a[1]),
+                as_f32(a[2]),
+                as_f32(a[3]),
+                as_f32(b[0]),
+                as_f32(b[1]),
+                as_f32(b[2]),
+                as_f32(b[3]),
+            )
+
+        return load_float32
+    low, high = HALVES[storage]
+
+    @device
+    def load_halves(pointer, i, valid):
+        w = load_words(pointer, i) if valid > 0 else NO_WORDS
+        return low(w[0]), high(w[0]), low(w[1]), high(w[1]), low(w[2]), high(w[2]), low(w[3]), high(w[3])
+
+    return load_halves
+
+
+def make_store(storage, whole, target):
+    """Return `store(v, pointer, i, valid)`: eight values rounded to a dtype."""
+    narrow, pair = casts.STORAGES[storage].narrow, pair_of(storage, target)
+    if not whole:
+
+        @device
+        def store_elements(v, pointer, i, valid):
+            for k in range(VECTOR):
+                if k < valid:
+                    pointer[i + k] = narrow(v[k])
+
+        return store_elements
+    if storage == "float32":
+
+        @device
+        def store_float32(v, pointer, i, valid):
+            if valid > 0:
+                w = canonical(v, ZERO)
+                store_words(pointer, i, (as_u32(w[0]), as_u32(w[1]), as_u32(w[2]), as_u32(w[3])))
+                store_words(pointer, i + 4, (as_u32(w[4]), as_u32(w[5]), as_u32(w[6]), as_u32(w[7])))
+
+        return store_float32
+
+    @device
+    def store_halves(v, pointer, i, valid):
+        if valid > 0:
+            store_words(pointer, i, (pair(v[0], v[1]), pair(v[2], v[3]), pair(v[4], v[5]), pair(v[6], v[7])))
+
+    return store_halves
+
+
+canonical = make_map(device(lambda x, p: casts.narrow_f32(x)))
+
+
+def make_round(storage, target):
+    """Return `rounded(v)`: eight float32 as if stored in a dtype and read back."""
+    if storage == "float32":
+        return device(lambda v: v)
+    low, high = HALVES[storage]
+    pair = pair_of(storage, target)
+
+    @device
+    def rounded(v):
+        a, b, c, d = pair(v[0], v[1]), pair(v[2], v[3]), pair(v[4], v[5]), pair(v[6], v[7])
+        return low(a), high(a), low(b), high(b), low(c), high(c), low(d), high(d)
+
+    return rounded
+
+
+# --- maxima -----------------------------------------------------------------------------------------
+
+
+@device
+def amax(v):
+    """Largest magnitude of the eight; NaN is ignored."""
+    a = larger_magnitude(larger_magnitude(ZERO, v[0]), v[1])
+    a = larger_magnitude(larger_magnitude(a, v[2]), v[3])
+    a = larger_magnitude(larger_magnitude(a, v[4]), v[5])
+    return larger_magnitude(larger_magnitude(a, v[6]), v[7])
+
+
+def make_group_max(lanes):
+    """Return `group_max(x)`: the largest x in each aligned group of `lanes` threads; all lanes of a warp call it."""
+
+    @device
+    def group_max(x):
+        if lanes > 16:
+            x = maximum(x, cuda.shfl_xor_sync(WARP, x, 16))
+        if lanes > 8:
+            x = maximum(x, cuda.shfl_xor_sync(WARP, x, 8))
+        if lanes > 4:
+            x = maximum(x, cuda.shfl_xor_sync(WARP, x, 4))
+        if lanes > 2:
+            x = maximum(x, cuda.shfl_xor_sync(WARP, x, 2))
+        if lanes > 1:
+            x = maximum(x, cuda.shfl_xor_sync(WARP, x, 1))
+        return x
+
+    return group_max

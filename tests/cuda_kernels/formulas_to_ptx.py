@@ -1,0 +1,42 @@
+"""Prints PTX for compute capability 9.0 of every formula and elementary function as JSON: run by test_formulas.py.
+
+A process of its own: what a process compiled for the CPU before does not matter then.
+"""
+
+import inspect
+import json
+from types import SimpleNamespace
+from unittest import mock
+
+import numba
+from numba import cuda
+
+from cuda_kernels import elementary
+from cuda_kernels.activations import ACCURATE, FAST
+
+
+def ptx_of(function):
+    """PTX of a kernel that applies a scalar function to numbers in memory."""
+    count = len(inspect.signature(getattr(function, "py_func", function)).parameters)
+    scope = {"function": function}
+    exec(f"def kernel(a):\n    a[0] = function({', '.join(f'a[{i + 1}]' for i in range(count))})", scope)
+    return cuda.compile_ptx(scope["kernel"], numba.void(numba.types.CPointer(numba.float32)), cc=(9, 0))[0]
+
+
+def main():
+    """Compile everything."""
+    functions = {
+        "accurate": dict(ACCURATE),
+        "fast": dict(FAST),
+        "elementary": {name: getattr(elementary, name) for name in ("exp", "tanh", "reciprocal")},
+    }
+    for formulas in functions.values():
+        formulas.pop("sigmoid_pair", None)  # gives two numbers; part of the others
+    capability = SimpleNamespace(compute_capability=(9, 0))
+    with mock.patch("numba.cuda.dispatcher.get_current_device", lambda: capability):
+        texts = {kind: {name: ptx_of(f) for name, f in formulas.items()} for kind, formulas in functions.items()}
+    print(json.dumps(texts))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,215 @@
+"""Casts of single elements: the bits of `refops` and ml_dtypes, compiled for the CPU and in the simulator.
+
+Inputs: every bfloat16 with five settings of the lower half, which puts values on, just below and just above every
+16-bit tie; random bits; values where the small formats have their codes.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import ml_dtypes
+import numba
+import numpy as np
+import pytest
+from scalars import F, over_arrays
+
+import refops
+from cuda_kernels import casts
+from refops import rounding
+from refops.quantization.mxfp8 import ENCODE_MULTIPLIER
+
+FORMATS = ("e4m3", "e5m2", "e3m2", "e2m3", "e2m1")
+PEERS = {
+    "e4m3": ml_dtypes.float8_e4m3fn,
+    "e5m2": ml_dtypes.float8_e5m2,
+    "e3m2": ml_dtypes.float6_e3m2fn,
+    "e2m3": ml_dtypes.float6_e2m3fn,
+    "e2m1": ml_dtypes.float4_e2m1fn,
+}
+HALVES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
+WIDTHS = {"e2m1": 4}
+
+
+def inputs():
+    """A million float32 values of every kind, NaN among them."""
+    rng = np.random.default_rng(0)
+    upper = np.arange(1 << 16, dtype=np.uint32) << np.uint32(16)
+    lower = np.array([0, 1, 0x7FFF, 0x8000, 0x8001], np.uint32)
+    patterns = np.concatenate([(upper[:, None] | lower).ravel(), rng.integers(0, 1 << 32, 400_000, dtype=np.uint32)])
+    scales = np.exp2(rng.uniform(-20, 17, 300_000))
+    return np.concatenate([patterns.view(F), (rng.standard_normal(300_000) * scales).astype(F)])
+
+
+X = inputs()
+NUMBERS = X[~np.isnan(X)]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_encoders_give_the_reference_s_codes(name):
+    np.testing.assert_array_equal(
+        over_arrays(casts.ENCODERS[name], np.uint32)(X), refops.encode(X, refops.FORMATS[name])
+    )
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_encoders_give_ml_dtypes_codes_within_the_range(name):
+    limit = float(ml_dtypes.finfo(PEERS[name]).max)
+    theirs = np.clip(NUMBERS, F(-limit), F(limit)).astype(PEERS[name]).view(np.uint8)
+    np.testing.assert_array_equal(over_arrays(casts.ENCODERS[name], np.uint32)(NUMBERS), theirs)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_decoders_give_every_code_its_value(name):
+    expected = refops.FORMATS[name].values
+    got = over_arrays(casts.DECODERS[name])(np.arange(len(expected), dtype=np.uint32))
+    np.testing.assert_array_equal(got, expected)
+    np.testing.assert_array_equal(np.signbit(got)[~np.isnan(got)], np.signbit(expected)[~np.isnan(got)])
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_pairs_are_two_codes(name):
+    """Also the versions with an instruction on a GPU: their meaning elsewhere is the same."""
+    low, high = X[:-1], X[1:]
+    fmt = refops.FORMATS[name]
+    expected = refops.encode(low, fmt).astype(np.uint16) | refops.encode(high, fmt).astype(np.uint16) << WIDTHS.get(
+        name, 8
+    )
+    functions = {casts.pairs_for(name, target) for target in (None, (8, 0), (9, 0), (10, 0, "a"))}
+    assert len(functions) == (2 if name in ("e4m3", "e5m2", "e2m1") else 1)
+    for function in functions:
+        np.testing.assert_array_equal(over_arrays(function, np.uint16)(low, high), expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "target", "native"),
+    [
+        ("e4m3", (8, 0), False),
+        ("e4m3", (8, 9), True),
+        ("e5m2", (9, 0), True),
+        ("e2m1", (9, 0), False),
+        ("e2m1", (10, 0), False),
+        ("e2m1", (10, 0, "a"), True),
+        ("e2m1", (12, 0, "a"), True),
+        ("e2m1", (12, 0, "f"), True),
+        ("e3m2", (10, 0, "a"), False),
+        ("e4m3", None, False),
+    ],
+)
+def test_instructions_only_where_the_gpu_has_them(name, target, native):
+    assert (casts.pairs_for(name, target) is not casts.pairs_for(name, None)) == native
+
+
+@pytest.mark.parametrize("name", HALVES)
+def test_narrow_gives_the_reference_s_bits(name):
+    with np.errstate(all="ignore"):
+        expected = rounding.stored(X, np.dtype(HALVES[name])).view(np.uint16)
+    np.testing.assert_array_equal(over_arrays(casts.STORAGES[name].narrow, np.uint16)(X), expected)
+
+
+@pytest.mark.parametrize("name", HALVES)
+def test_narrow_gives_ml_dtypes_and_numpy_s_bits_of_numbers(name):
+    with np.errstate(over="ignore"):
+        expected = NUMBERS.astype(HALVES[name]).view(np.uint16)
+    np.testing.assert_array_equal(over_arrays(casts.STORAGES[name].narrow, np.uint16)(NUMBERS), expected)
+
+
+@pytest.mark.parametrize("name", HALVES)
+def test_widen_is_exact_for_every_pattern(name):
+    patterns = np.arange(1 << 16, dtype=np.uint16)
+    expected = patterns.view(HALVES[name]).astype(F)
+    got = over_arrays(casts.STORAGES[name].widen)(patterns)
+    number = ~np.isnan(expected)
+    np.testing.assert_array_equal(got[number].view(np.uint32), expected[number].view(np.uint32))
+    assert np.all(np.isnan(got[~number]))
+
+
+@pytest.mark.parametrize("name", HALVES)
+def test_round_is_narrow_then_widen(name):
+    row = casts.STORAGES[name]
+    expected = over_arrays(row.widen)(over_arrays(row.narrow, np.uint16)(X))
+    np.testing.assert_array_equal(over_arrays(row.round)(X).view(np.uint32), expected.view(np.uint32))
+
+
+@pytest.mark.parametrize(
+    "pair, name", [("bf16_pair", "bfloat16"), ("bf16_pair_instruction", "bfloat16"), ("f16_pair", "float16")]
+)
+def test_halves_in_one_register(pair, name):
+    narrow = over_arrays(casts.STORAGES[name].narrow, np.uint32)
+    got = over_arrays(getattr(casts, pair), np.uint32)(X[:-1], X[1:])
+    np.testing.assert_array_equal(got, narrow(X[:-1]) | narrow(X[1:]) << np.uint32(16))
+
+
+def test_float32_is_stored_as_it_is_but_for_nan():
+    got = over_arrays(casts.narrow_f32)(X).view(np.uint32)
+    np.testing.assert_array_equal(got, np.where(np.isnan(X), np.uint32(0x7FFFFFFF), X.view(np.uint32)))
+
+
+def test_float32_is_read_as_it_is():
+    got = over_arrays(casts.widen_f32)(X)
+    np.testing.assert_array_equal(got[~np.isnan(X)].view(np.uint32), NUMBERS.view(np.uint32))
+    assert np.all(np.isnan(got[np.isnan(X)]))
+
+
+def test_e8m0_rounds_up():
+    x = np.abs(NUMBERS)
+    expected = refops.encode(x, refops.E8M0, rounding="up")
+    np.testing.assert_array_equal(over_arrays(casts.e8m0_up, np.uint32)(x), expected)
+
+
+def test_e8m0_values_and_multipliers():
+    codes = np.arange(256, dtype=np.uint32)
+    np.testing.assert_array_equal(over_arrays(casts.e8m0_value)(codes), refops.E8M0.values)
+    np.testing.assert_array_equal(over_arrays(casts.e8m0_multiplier)(codes[:255]), ENCODE_MULTIPLIER[:255])
+
+
+@pytest.mark.parametrize("seed, offset", [(0, 0), (0x123456789ABCDEF1, 0xFEDCBA9876543210), (2**64 - 1, 2**64 - 1)])
+def test_philox_gives_the_reference_s_words(seed, offset):
+    subsequences = np.random.default_rng(1).integers(0, 1 << 63, 1000, dtype=np.uint64)
+    subsequences[:3] = 0, 1, 2**64 - 1
+
+    @numba.njit
+    def words(seed, offset, subsequences, out):
+        for i in range(len(subsequences)):
+            out[i, 0], out[i, 1], out[i, 2], out[i, 3] = casts.philox(seed, offset, subsequences[i])
+
+    got = np.empty((1000, 4), np.uint32)
+    words(np.uint64(seed), np.uint64(offset), subsequences, got)
+    np.testing.assert_array_equal(got, rounding.philox(seed, offset, subsequences))
+
+
+def test_philox_gives_the_published_words():
+    """Random123's known answers for philox4x32-10: all zero, and all ones."""
+    for fill, expected in [
+        (0, (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+        (2**64 - 1, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+    ]:
+        assert numba.njit(lambda a: casts.philox(a, a, a))(np.uint64(fill)) == expected
+
+
+def test_stochastic_rounding_gives_the_reference_s_codes():
+    rng = np.random.default_rng(2)
+    x = np.concatenate([X, (rng.standard_normal(500_000) * 3).astype(F)])
+    random_bytes = rng.integers(0, 256, x.size, dtype=np.uint8)
+    expected = refops.encode(x, refops.E2M1, rounding="stochastic", random_bits=random_bytes)
+    np.testing.assert_array_equal(over_arrays(casts.e2m1_stochastic, np.uint32)(x, random_bytes), expected)
+
+
+def test_stochastic_rounding_of_every_grid_value_and_byte():
+    """All steps of 1/512 from -7 to 7 with all 256 bytes."""
+    x = np.repeat(np.arange(-7 * 512, 7 * 512 + 1, dtype=F) / F(512), 256)
+    random_bytes = np.tile(np.arange(256, dtype=np.uint8), 7 * 1024 + 1)
+    expected = refops.encode(x, refops.E2M1, rounding="stochastic", random_bits=random_bytes)
+    np.testing.assert_array_equal(over_arrays(casts.e2m1_stochastic, np.uint32)(x, random_bytes), expected)
+
+
+def test_the_simulator_s_plain_python_gives_the_same_bits():
+    run = subprocess.run(
+        [sys.executable, Path(__file__).parent / "casts_in_the_simulator.py"],
+        env={**os.environ, "NUMBA_ENABLE_CUDASIM": "1", "PYTHONPATH": str(Path(__file__).parents[2])},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.split() == ["352", "values", "agree"]

@@ -1,0 +1,200 @@
+"""exp, tanh and 1 / x: the bounds that `cuda_kernels.elementary` claims, off the GPU and for the GPU's instructions.
+
+tests/exhaustive/elementary_all_float32.py does exp and tanh at all 2^32 float32 values.
+"""
+
+import platform
+import re
+
+import numba
+import numpy as np
+import pytest
+import units
+from scalars import (
+    SPECIAL,
+    F,
+    all_16_bit_values,
+    error_in_ulp,
+    exact_fma,
+    moved,
+    ordered,
+    over_arrays,
+    ulp_of,
+    with_instructions,
+)
+
+from cuda_kernels import elementary
+
+INF, NAN = np.inf, np.nan
+#: Where float64 results round to infinity.
+OVERFLOW = 2.0**128 - 2.0**103
+MANTISSAS = np.arange(1 << 23, dtype=np.uint32)
+FUNCTIONS = {
+    "exp": (over_arrays(elementary.exp), np.exp),
+    "tanh": (over_arrays(elementary.tanh), np.tanh),
+}
+
+
+def sweep(seed=0):
+    """Two million values: any pattern, and many where the functions are neither flat nor linear. No NaN."""
+    rng = np.random.default_rng(seed)
+    anything = rng.integers(0, 1 << 32, 500_000, dtype=np.uint32).view(F)
+    curved = np.concatenate([rng.uniform(-104, 89, 600_000), rng.uniform(-10, 10, 600_000)]).astype(F)
+    small = (np.exp2(rng.uniform(-30, 3, 300_000)) * rng.choice([-1, 1], 300_000)).astype(F)
+    x = np.concatenate([anything, curved, small, all_16_bit_values()])
+    return x[~np.isnan(x)]
+
+
+# --- off the GPU ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "bound"), [("exp", 0.99), ("tanh", 1.07)])
+def test_error_over_two_million_values_and_every_16_bit_value(name, bound):
+    """Bounds are the exhaustive scan's largest errors, rounded up; the module promises 1 and 1.5 ulp."""
+    function, truth = FUNCTIONS[name]
+    x = sweep()
+    with np.errstate(all="ignore"):
+        true = truth(x.astype(np.float64))
+    got, finite = function(x), true < OVERFLOW
+    assert error_in_ulp(got[finite], true[finite]).max() <= bound
+    assert np.all(np.isinf(got[~finite]))
+
+
+def test_ends_of_exp():
+    x = np.array([NAN, INF, -INF, 0.0, -0.0, 88.72284, -103.97207, -104.0, -3.4e38, 3.4e38], F)
+    expected = np.array([NAN, INF, 0, 1, 1, INF, 2.0**-149, 0, 0, INF], F)
+    np.testing.assert_array_equal(FUNCTIONS["exp"][0](x), expected)
+
+
+def test_ends_of_tanh():
+    x = np.array([NAN, INF, -INF, 0.0, -0.0, 2.0**-149, -(2.0**-149), 9.1, -9.1, 3.4e38], F)
+    expected = np.array([NAN, 1, -1, 0, -0.0, 2.0**-149, -(2.0**-149), 1, -1, 1], F)
+    got = FUNCTIONS["tanh"][0](x)
+    np.testing.assert_array_equal(got, expected)
+    np.testing.assert_array_equal(np.signbit(got[1:]), np.signbit(expected[1:]))
+
+
+def test_tanh_is_odd():
+    x, tanh = sweep(1), FUNCTIONS["tanh"][0]
+    np.testing.assert_array_equal(tanh(-x).view(np.uint32), tanh(x).view(np.uint32) ^ np.uint32(0x80000000))
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_larger_x_never_gives_less(name):
+    """The exhaustive scan found both monotone."""
+    function, _ = FUNCTIONS[name]
+    x = np.sort(sweep(2))
+    assert np.diff(ordered(function(x))).min() >= 0
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="looks for x86 instructions")
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_loop_over_arrays_is_vectorised(name):
+    """Packed multiplications and no call: scalar code would be 4 to 16 times slower."""
+    function = getattr(elementary, name)
+
+    @numba.njit("void(float32[::1], float32[::1])", error_model="numpy")
+    def loop(x, out):
+        for i in range(x.size):
+            out[i] = function(x[i])
+
+    text = loop.inspect_asm(loop.signatures[0])
+    assert len(re.findall(r"\bv?mulps\b", text)) >= 8
+    assert not re.search(r"call\w*\s.*\b(expf?|tanhf?)\b", text)
+
+
+# --- 1 / x on a GPU ---------------------------------------------------------------------------------
+
+
+def seed_off_by(places):
+    """`reciprocal_seed` that gives the float32 `places` from the nearest to 1 / x."""
+    return numba.njit(lambda x: moved(F(1) / x, places), inline="always", error_model="numpy")
+
+
+def with_seed(places):
+    return over_arrays(
+        with_instructions(elementary.newton_reciprocal, reciprocal_seed=seed_off_by(places), fma=exact_fma)
+    )
+
+
+def plain_step(places):
+    """One Newton step as CUDA's own rcp.rn makes it where 1 / x is normal."""
+    seed = seed_off_by(places)
+
+    @numba.njit(error_model="numpy")
+    def step(x):
+        start = seed(x)
+        return exact_fma(start, exact_fma(-x, start, F(1)), start)
+
+    return over_arrays(step)
+
+
+@pytest.mark.parametrize("places", [-1, 0, 1])
+def test_newton_reciprocal_rounds_correctly_for_every_mantissa_and_seed(places):
+    """The result depends on x's exponent only where 1 / x is subnormal (the next test), so one binade stands for all.
+
+    A seed within 1 ulp is the nearest float32 or a neighbour of it. Neighbours further off than 1 ulp are tried too;
+    they may fail, and 3 do. The one failure within 1 ulp, the all-ones mantissa with a seed below 1 / x, is rcp.rn's.
+    """
+    x = (MANTISSAS | np.uint32(127 << 23)).view(F)
+    got = with_seed(places)(x)
+    wrong = np.flatnonzero(got != F(1) / x)
+    seeds = (F(1) / x[wrong]).view(np.uint32).astype(np.int64) + places
+    true = 1.0 / x[wrong].astype(np.float64)
+    far = np.abs(seeds.astype(np.uint32).view(F).astype(np.float64) - true) / ulp_of(true) > 1
+    assert far.sum() == (3 if places == 1 else 0)
+    assert list(wrong[~far]) == ([(1 << 23) - 1] if places == -1 else [])
+    np.testing.assert_array_equal(got[wrong[~far]], plain_step(places)(x[wrong[~far]]))
+
+
+@pytest.mark.parametrize("exponent", [125, 126, 127])
+@pytest.mark.parametrize("places", [-1, 0, 1])
+def test_newton_reciprocal_where_the_result_is_subnormal(places, exponent):
+    """x from 2^126 on; 2^125 is the last binade of normal results."""
+    x = (MANTISSAS | np.uint32(127 + exponent << 23)).view(F)
+    wrong = np.flatnonzero(with_seed(places)(x) != F(1) / x)
+    assert len(wrong) == (0 if exponent > 125 else {-1: 1, 0: 0, 1: 3}[places])
+
+
+def test_every_binade_scales_alike():
+    """One thousand mantissas in every binade from 1 on."""
+    mantissas = np.random.default_rng(3).integers(0, 1 << 23, 1000, dtype=np.uint32)
+    x = (mantissas | (np.arange(127, 255, dtype=np.uint32) << np.uint32(23))[:, None]).view(F)
+    np.testing.assert_array_equal(with_seed(0)(x), F(1) / x)
+
+
+def test_ends_of_newton_reciprocal():
+    """What 1 + e^x can be besides."""
+    np.testing.assert_array_equal(
+        with_seed(0)(np.array([1, INF, NAN, 2.0**126, 2.0**127], F)), [1, 0, NAN, 2**-126, 2**-127]
+    )
+
+
+# --- the approximate units --------------------------------------------------------------------------
+
+
+def normal_exponentials():
+    """x with e^x a normal float32, and e^x in float64."""
+    x = sweep(4)
+    x = np.concatenate([x, np.linspace(-87.3, 88.7, 1_000_000).astype(F)])
+    x = x[(x > -87.33) & (x < 88.72)]
+    return x, np.exp(x.astype(np.float64))
+
+
+@pytest.mark.parametrize(("ulps", "bound"), [(-2, 2.57), (0, 1.0), (2, 2.57)])
+def test_fast_exp_within_three_units(ulps, bound):
+    """Relative error in units of 2^-23, for an ex2 as far off as allowed (nearest: two roundings)."""
+    x, true = normal_exponentials()
+    got = over_arrays(units.fast_exp(ulps))(x).astype(np.float64)
+    assert np.max(np.abs(got / true - 1)) * 2**23 <= bound
+
+
+@pytest.mark.parametrize("ulps", [-2, 0, 2])
+def test_ends_of_fast_exp(ulps):
+    """NaN stays, overflow and infinity give infinity, small results 0; no infinity times 0 in between."""
+    x = np.concatenate([SPECIAL[:3], F([88.73, 89, 100, 1e10, 3.4e38, -88, -104, -1e10, -3.4e38])])
+    expected = F([NAN, INF, 0, INF, INF, INF, INF, INF, 0, 0, 0, 0])
+    np.testing.assert_array_equal(over_arrays(units.fast_exp(ulps))(x), expected)
+    large = np.linspace(88.73, 1000, 100_000).astype(F)
+    assert np.all(over_arrays(units.fast_exp(ulps))(large) == INF)
+    assert np.all(over_arrays(units.fast_exp(ulps))(-large) == 0)

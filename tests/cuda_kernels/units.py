@@ -1,0 +1,62 @@
+"""The GPU's approximate units as their documentation bounds them: results as far off as they may be, for the tests.
+
+PTX ISA: `ex2.approx.ftz.f32` is within 2 ulp, `rcp.approx.ftz.f32` within 1; subnormal results are 0. No exactness at
+powers of two is promised, so none is assumed.
+"""
+
+from functools import cache
+
+import numba
+import numpy as np
+from scalars import TINY, F, exact_fma, with_instructions
+
+from cuda_kernels import activations, elementary
+
+#: (ex2's, rcp's) error in ulp: nearest results, and the four corners.
+ERRORS = [(0, 0), (2, 1), (2, -1), (-2, 1), (-2, -1)]
+
+
+@numba.njit(error_model="numpy")
+def off(true, ulps):
+    """The float32 as far from float64 `true` >= 0 as `ulps` ulp allow on that side; subnormal results are 0."""
+    if not true >= TINY:
+        return F(true) if true != true else F(0)
+    if not true < 3.4028235677973366e38:
+        return F(np.inf)
+    ulp = 2.0 ** (((np.float64(true).view(np.int64) >> 52) & 0x7FF) - 1023 - 23)
+    y = F(true + ulps * ulp)
+    if ulps != 0 and abs(np.float64(y) - true) > abs(ulps) * ulp:
+        y = np.uint32(y.view(np.uint32) + np.uint32(1 if ulps < 0 else 0xFFFFFFFF)).view(F)
+    return y if y >= TINY else F(0)
+
+
+def exp2_unit(ulps):
+    """ex2.approx.ftz.f32 with this error."""
+    return numba.njit(lambda x: off(np.exp2(np.float64(x)), ulps), inline="always", error_model="numpy")
+
+
+def reciprocal_unit(ulps):
+    """rcp.approx.ftz.f32 of x >= 1 with this error."""
+    return numba.njit(lambda x: off(1.0 / np.float64(x), ulps), inline="always", error_model="numpy")
+
+
+@cache
+def fast_exp(exp2_ulps):
+    """`elementary.two_term_exp` on such a unit."""
+    return with_instructions(elementary.two_term_exp, exp2_unit=exp2_unit(exp2_ulps), fma=exact_fma)
+
+
+@cache
+def fast_formulas(exp2_ulps, reciprocal_ulps):
+    """The formulas of `activations.FAST` on such units."""
+    units = {"fast_exp": fast_exp(exp2_ulps), "fast_reciprocal": reciprocal_unit(reciprocal_ulps)}
+    sigmoid = with_instructions(activations.fast_sigmoid, **units)
+    pair = with_instructions(activations.fast_sigmoid_pair, **units)
+    return activations.make_formulas(
+        sigmoid,
+        pair,
+        with_instructions(activations.fast_tanh, **units),
+        with_instructions(activations.fast_gelu, fast_sigmoid=sigmoid),
+        with_instructions(activations.fast_dgelu, fast_sigmoid_pair=pair),
+        activations.fast_quotient,
+    )

@@ -1,0 +1,162 @@
+"""Offsets of tensors beyond 2^31 elements, and grids: exact 64-bit indices, every element covered once, limits kept."""
+
+import numpy as np
+import pytest
+from simulated_cases import F
+
+from cuda_kernels import epilogues, kernels, launch, prologues
+from cuda_kernels.operands import Inputs, Outputs
+from cuda_kernels.simt import I32
+
+#: The last row that a tensor may have, and a width that is legal beside it.
+LAST, WIDTH = launch.LARGEST_DIMENSION - 1, launch.LARGEST_DIMENSION - 8
+VALUES = (F(1),) * 8
+
+
+class Recorder:
+    """A pointer that notes the indices of its accesses and holds the same value everywhere."""
+
+    def __init__(self, value):
+        self.value, self.seen = value, []
+
+    def note(self, i):
+        self.seen.append(int(i))
+
+    def __getitem__(self, i):
+        self.note(i)
+        return self.value
+
+    def __setitem__(self, i, value):
+        self.note(i)
+
+    def read(self, i, size):
+        self.note(i)
+        return np.zeros(size, np.uint8)
+
+    def write(self, i, words):
+        self.note(i)
+
+
+def indices(make, column=WIDTH - 8, row=LAST, width=WIDTH, interleave=0, value=np.uint16(0)):
+    """(indices into x, into dy) of a prologue at a place."""
+    x, dy = Recorder(value), Recorder(value)
+    scalars = [F(1)] * 5 + [I32(LAST + 1), I32(width), I32(interleave)]
+    with np.errstate(all="ignore"):  # casts wrap on purpose; an index that wraps is seen
+        make(Inputs(x, dy, Recorder(F(1)), *scalars), I32(row), I32(column), I32(8))
+    return x.seen, dy.seen
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_prologues(whole):
+    steps = [0] if whole else list(range(8))
+    width = launch.LARGEST_DIMENSION // 2 - 8  # of gated ones: x has 2 * width columns
+    column = width - 8
+    at, first = LAST * WIDTH + WIDTH - 8, LAST * 2 * width + column
+    one, two = [at + k for k in steps], [first + k for k in steps] + [first + width + k for k in steps]
+    bf16 = ("bfloat16", whole)
+    assert indices(prologues.identity(*bf16)) == (one, [])
+    assert indices(prologues.unary("relu", *bf16, False)) == (one, [])
+    assert indices(prologues.unary_gradient("relu", *bf16, False)) == (one, one)
+    place = {"column": column, "width": width}
+    assert indices(prologues.gated("reglu", *bf16, False), **place) == (two, [])
+    dy = [LAST * width + column + k for k in steps]
+    for half in prologues.half_gradients("reglu", *bf16, False):
+        assert indices(half, **place) == (two, dy)
+    got = indices(prologues.both_gradients("reglu", *bf16, False), column=column + width, width=width)
+    assert [sorted(i) for i in got] == [sorted(two), sorted(dy)]
+    g = 32
+    first = LAST * 2 * width + column // g * 2 * g + column % g
+    alternating = [first + k for k in steps] + [first + g + k for k in steps]
+    gated = prologues.gated("reglu", *bf16, False, True)
+    assert indices(gated, interleave=g, **place) == (alternating, [])
+
+
+def test_dequantization():
+    codes = [LAST * WIDTH + WIDTH - 8 + k for k in range(8)]
+    stride = 2**26 + 4
+    for scale, expected in (
+        (prologues.tensor_scale, 0),
+        (prologues.row_block_scale, (WIDTH - 8) // 128 * stride + LAST),
+        (prologues.square_block_scale, LAST // 128 * stride + (WIDTH - 8) // 128),
+        (prologues.mx_row_scale, LAST * stride + (WIDTH - 8) // 32),
+        (prologues.make_nvfp4_scale(2688.0, False), LAST * stride + (WIDTH - 8) // 16),
+    ):
+        got = indices(prologues.decoded("e4m3", scale), interleave=stride, value=np.uint8(0))
+        assert (got[0], got[1]) == (codes, [expected])
+    halves = [i // 2 for i in codes]
+    assert indices(prologues.decoded("e2m1", prologues.no_scale), value=np.uint8(0))[0] == halves
+    got = indices(prologues.decoded_mx_columns("e4m3"), interleave=stride, value=np.uint8(0))
+    assert got == (codes, [LAST // 32 * stride + WIDTH - 8 + k for k in range(8)])
+
+
+def stored(epilogue, outer=LAST, inner=WIDTH - 16, stride=2**27):
+    """field -> indices that an epilogue stores at, in the last row."""
+    fields = {name: 0 for name in Outputs._fields}
+    seen = {name: Recorder(F(1)) for name in ("data", "scales", "given", "random_bits")}
+    seen["random_bits"].value = np.uint8(0)
+    fields |= seen | {"seed": np.uint64(1), "offset": np.uint64(0), "first_block": np.int64(0), "epsilon": F(1)}
+    fields |= {"largest_scale": F(1), "outer": I32(LAST + 1), "inner": I32(WIDTH), "scale_stride": I32(stride)}
+    with np.errstate(all="ignore"):
+        epilogue.store(VALUES, F(1), Outputs(**fields), I32(outer), I32(inner), I32(8))
+    return {name: recorder.seen for name, recorder in seen.items()}
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_epilogues(whole):
+    inner, stride = WIDTH // 128 * 128 - 128, 2**27
+    at = LAST * WIDTH + inner
+    bytes_at = [at] if whole else [at + k for k in range(8)]
+    halves_at = [at // 2] if whole else [at // 2 + k for k in range(4)]
+    plain, major, swizzled = epilogues.scale_row_major, epilogues.scale_block_major, epilogues.scale_swizzled
+    mx = ("e4m3", 448.0, 3, "up", False)
+    tile = (LAST // 128 * (stride // 4) + inner // 32 // 4) * 512 + LAST % 32 * 16 + LAST % 128 // 32 * 4
+    cases = (
+        (epilogues.plain("bfloat16", whole, None), bytes_at, []),
+        (epilogues.codes("e4m3", whole, None), bytes_at, []),
+        (epilogues.per_tensor("e4m3", False, whole, None), bytes_at, []),
+        (epilogues.block_fp8("e4m3", 448.0, False, True, whole, None), bytes_at, [inner // 128 * stride + LAST]),
+        (epilogues.mxfp8(*mx, plain, whole, None), bytes_at, [LAST * stride + inner // 32]),
+        (epilogues.mxfp8(*mx, major, whole, None), bytes_at, [inner // 32 * stride + LAST]),
+        (epilogues.mxfp8(*mx, swizzled, whole, None), bytes_at, [tile + inner // 32 % 4]),
+        (epilogues.nvfp4(2688.0, False, False, "nearest", plain, whole, None), halves_at, [LAST * stride + inner // 16]),
+        (epilogues.nvfp4(2688.0, False, True, "given", plain, False, None), None, [LAST * stride + inner // 16]),
+    )
+    for epilogue, data, scales in cases:
+        got = stored(epilogue, inner=inner, stride=stride)
+        assert got["data"] == (data if data is not None else [at // 2 + k for k in range(4)])
+        assert got["scales"] == scales
+    assert got["given"][0] == LAST and got["random_bits"] == [at + k for k in range(8)]
+
+
+# --- grids ------------------------------------------------------------------------------------------
+
+SIZES = [1, 2, 7, 8, 9, 31, 33, 127, 128, 129, 1024, 1025, 65535 * 2 + 1, 65535 * 128 + 1, 2**27 + 5, LAST]
+GRIDS = {
+    "row": (lambda m, k: launch.row_shape(m, k, 16), lambda b: (b[1], b[0] * 8)),
+    "row, warps": (lambda m, k: launch.row_shape(m, k, 32), lambda b: (b[1], b[0] * 8)),
+    "band": (launch.band_shape, lambda b: (kernels.BAND, b[0] * 8)),
+    "tile 64": (lambda m, k: launch.tile_grid(m, k, 64), lambda b: (kernels.TILE_ROWS, 64)),
+    "tile 128": (lambda m, k: launch.tile_grid(m, k, 128), lambda b: (kernels.TILE_ROWS, 128)),
+    "mxfp8": (launch.mxfp8_grid, lambda b: (kernels.MX_ROWS, kernels.MX_COLUMNS)),
+}
+
+
+@pytest.mark.parametrize("kind", GRIDS)
+def test_grids_cover_every_element_within_the_limits(kind):
+    """Row r is that of block r // rows, so one block a step and no block less covers each row once."""
+    make, owned_by = GRIDS[kind]
+    for m in SIZES:
+        for k in SIZES:
+            (x, y, z), block = make(m, k)
+            rows, columns = owned_by(block)
+            assert block[0] * block[1] * block[2] <= 1024 and block[0] * block[1] % 32 == 0
+            assert 1 <= x < 2**31 and 1 <= y <= 65535 and 1 <= z <= 65535
+            assert (x - 1) * columns < k <= x * columns
+            assert m <= y * z * rows < m + z * rows, "at most one surplus block for each z"
+            assert y * z * rows + 128 < 2**31 and x * columns + 256 < 2**31, "row and column numbers fit int32"
+
+
+def test_fold():
+    for blocks in (0, 1, 65535, 65536, 65537, 2**24 - 1, 2**31):
+        y, z = launch.fold(blocks)
+        assert blocks <= y * z < blocks + z + 1 and y <= 65535 and z >= 1
