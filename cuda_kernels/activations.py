@@ -164,10 +164,10 @@ def make_formulas(sigmoid, sigmoid_pair, tanh, gelu, dgelu, quotient):
 
     @device
     def dclamped_silu(x, limit, alpha):
-        c = select(x <= limit, x, limit)
-        z = alpha * c
+        below = x <= limit
+        z = alpha * select(below, x, limit)
         s, rest = sigmoid_pair(z)
-        return select(x <= limit, z * (s * rest) + s, ZERO)
+        return select(below, z * (s * rest) + s, ZERO)
 
     @device
     def situ(x, beta1):

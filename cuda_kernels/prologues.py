@@ -58,7 +58,7 @@ def make_halves(storage, whole, interleaved):
     @device
     def alternating(inputs, row, column, valid):
         g = inputs.interleave
-        first = offset(row, 2 * inputs.width, column) // g * (2 * g) + column % g
+        first = offset(row, 2 * inputs.width, column // g * (2 * g) + column % g)
         return load(inputs.x, first, valid), load(inputs.x, first + g, valid)
 
     return alternating if interleaved else contiguous

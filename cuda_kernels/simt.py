@@ -102,7 +102,7 @@ else:
             exec(f"def choose_cuda({names}):\n    return on_cuda", scope)
             exec(f"def choose_cpu({names}):\n    return meaning", scope)
             overload(meaning, target="cuda")(scope["choose_cuda"])
-            overload(meaning, target="cpu", inline="always")(scope["choose_cpu"])
+            overload(meaning, target="cpu", jit_options={"error_model": "numpy"})(scope["choose_cpu"])
             return meaning
 
         return decorate
@@ -149,8 +149,8 @@ else:
         """`a` where the condition holds, else `b`; both are evaluated, nothing branches."""
         return a if condition else b
 
-    overload(select, target="cuda", inline="always")(lambda condition, a, b: _call_select_on_cuda)
-    overload(select, target="cpu", inline="always")(lambda condition, a, b: _call_select_on_cpu)
+    overload(select, target="cuda", jit_options={"forceinline": True})(lambda condition, a, b: _call_select_on_cuda)
+    overload(select, target="cpu")(lambda condition, a, b: _call_select_on_cpu)
 
     def _call_select_on_cuda(condition, a, b):
         return _select_on_cuda(condition, a, b)
@@ -239,6 +239,13 @@ def offset(row, stride, column):
 def maximum(a, b):
     """The larger of two; a NaN `b` loses. `a` is no NaN."""
     return select(b > a, b, a)
+
+
+@ptx("{ .reg .f32 t; abs.f32 t, $2; min.f32 $0, $1, t; }", "=f,f,f", F, F, F)
+def smaller_magnitude(a, x):
+    """The smaller of `a` and |x|; a NaN `x` loses. `a` is no NaN. One instruction on a GPU."""
+    m = as_f32(np.uint32(as_u32(x) & U32(0x7FFFFFFF)))
+    return select(m < a, m, a)
 
 
 @ptx("{ .reg .f32 t; abs.f32 t, $2; max.f32 $0, $1, t; }", "=f,f,f", F, F, F)

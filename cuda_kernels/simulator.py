@@ -167,21 +167,38 @@ class _Block:
             self.threads.append(thread)
 
     def run(self, backward):
-        """Run every thread to its next barrier, again and again, until all have ended."""
-        live = self.threads[::-1] if backward else self.threads
-        while live:
-            for thread in live:
+        """Run warp after warp to the next block-wide barrier, again and again, until all threads have ended.
+
+        A shuffle holds up its own warp only: what one warp has not done yet when another goes on needs a barrier.
+        """
+        warps = [self.threads[i : i + 32] for i in range(0, len(self.threads), 32)]
+        if backward:
+            warps = [warp[::-1] for warp in reversed(warps)]
+        while warps:
+            still = [warp for warp in warps if self._run_warp(warp)]
+            if still and len(still) != len(warps):
+                self._missed(sum(map(len, still)), sum(map(len, warps)), {"syncthreads"})
+            warps = still
+
+    def _run_warp(self, warp):
+        """Run the threads of a warp to a block-wide barrier (True) or to their end (False)."""
+        while True:
+            for thread in warp:
                 thread.switch()
-            still = [thread for thread in live if not thread.dead]
+            still = [thread for thread in warp if not thread.dead]
             places = {thread.waiting_at for thread in still}
-            if still and (len(still) != len(live) or len(places) != 1):
-                raise RuntimeError(
-                    f"{len(still)} of {len(live)} threads of block {self.threads[0].block_index} wait at "
-                    f"{' and '.join(sorted(places))}: every thread of a block must reach every barrier and shuffle"
-                )
+            if still and (len(still) != len(warp) or len(places) != 1):
+                self._missed(len(still), len(warp), places)
             for thread in still:
                 thread.offered_before = thread.offered
-            live = still
+            if not still or "syncthreads" in places:
+                return bool(still)
+
+    def _missed(self, waiting, count, places):
+        raise RuntimeError(
+            f"{waiting} of {count} threads of block {self.threads[0].block_index} wait at "
+            f"{' and '.join(sorted(places))}: every thread of a block must reach every barrier and shuffle"
+        )
 
 
 class _Thread(greenlet or object):

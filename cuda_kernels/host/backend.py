@@ -17,8 +17,9 @@ from refops.scaling import BlockScaling, CurrentScaling, DelayedScaling, MXFP8Sc
 F = np.float32
 #: Up to this many elements a call runs in the caller's thread.
 SMALL = 1 << 15
-#: Rows and columns of a tile: along rows where nothing is stored columnwise, else tall enough for every block.
-WIDE, TALL, BLOCKS = (8, 1024), (64, 256), (128, 128)
+#: Rows and columns of a tile: along rows where nothing is stored columnwise, else tall enough for every block. Wide
+#: ones, 512 KiB at most: memory is read and written in long runs, and what a row costs besides its elements counts less.
+WIDE, TALL, BLOCKS = (2, 4096), (64, 2048), (128, 1024)
 #: What an overflowing scale of block scaling becomes: the largest value of the input's dtype.
 LARGEST_SCALE = {"float32": F(np.finfo(F).max), "float16": F(65504), "bfloat16": F(3.3895313892515355e38)}
 

@@ -30,7 +30,7 @@ from cuda_kernels.epilogues import (
 from cuda_kernels.host.compile import address_of
 from cuda_kernels.host.stages import magnitude_bits
 from cuda_kernels.host.tiles import STAGE
-from cuda_kernels.simt import U32, U64, F, as_f32, as_u32, device, select
+from cuda_kernels.simt import U16, U32, U64, F, as_f32, as_u32, device, select
 
 ZERO, ONE = F(0), F(1)
 FP4_BLOCK = 16
@@ -133,40 +133,55 @@ def larger(a, b):
 # --- the steps of a group of rows -------------------------------------------------------------------
 
 
-def make_find_maxima(width):
-    """Return `find(tile, first, last, columns, maxima)`: the maximum of each block of rows `first` to `last`."""
+@routine
+def column_maxima(tile, first, last, columns, maxima):
+    """The maximum of each column of rows `first` to `last`."""
+    line = tile[first]
+    for c in range(columns):
+        maxima[c] = magnitude_bits(line[c])
+    for r in range(first + 1, last):
+        line = tile[r]
+        for c in range(columns):
+            maxima[c] = larger(maxima[c], magnitude_bits(line[c]))
 
+
+@routine
+def pairwise_maxima(values, n, maxima):
+    """The larger of each of `n` pairs of neighbours."""
+    for i in range(n):
+        maxima[i] = larger(values[2 * i], values[2 * i + 1])
+
+
+def make_find_maxima(height, width):
+    """Return `find(tile, first, last, columns, lanes)`: the maximum of each block of rows `first` to `last`.
+
+    Neighbours meet until one value a block is left, from one row of `lanes` to the other: LLVM vectorises that, but not
+    short loops with a maximum. The result is one of these rows.
+    """
     halvings = width.bit_length() - 1
 
     @routine
-    def of_blocks(tile, first, last, columns, maxima):
-        blocks = (columns + width - 1) // width
-        folded = np.empty(blocks * width, np.uint32)
-        for k in range(columns, blocks * width):
-            folded[k] = U32(0)
-        for r in range(first, last):
-            line = tile[r]
-            for c in range(columns):
-                folded[c] = magnitude_bits(line[c])
-            # Neighbours meet until one value a block is left: LLVM vectorises that, but not short loops with a maximum.
-            n = blocks * width
-            for _ in range(halvings):
-                n //= 2
-                for i in range(n):
-                    folded[i] = larger(folded[2 * i], folded[2 * i + 1])
-            for b in range(blocks):
-                maxima[b] = folded[b] if r == first else larger(maxima[b], folded[b])
-            for k in range(columns, blocks * width):
-                folded[k] = U32(0)
+    def of_columns(tile, first, last, columns, lanes):
+        column_maxima(tile, first, last, columns, lanes[0])
+        return lanes[0]
 
     @routine
-    def of_columns(tile, first, last, columns, maxima):
-        for c in range(columns):
-            maxima[c] = U32(0)
-        for r in range(first, last):
-            line = tile[r]
-            for c in range(columns):
-                maxima[c] = max(maxima[c], magnitude_bits(line[c]))
+    def of_blocks(tile, first, last, columns, lanes):
+        n = (columns + width - 1) // width * width
+        if height > 1:
+            column_maxima(tile, first, last, columns, lanes[1])
+            lanes[1, columns:n] = U32(0)
+            pairwise_maxima(lanes[1], n // 2, lanes[0])
+        else:
+            line, halves, pairs = tile[first], lanes[0], columns // 2
+            for i in range(pairs):
+                halves[i] = larger(magnitude_bits(line[2 * i]), magnitude_bits(line[2 * i + 1]))
+            halves[pairs : n // 2] = U32(0)
+            if columns % 2:
+                halves[pairs] = magnitude_bits(line[columns - 1])
+        for step in range(1, halvings):
+            pairwise_maxima(lanes[(step + 1) % 2], n >> (step + 1), lanes[step % 2])
+        return lanes[(halvings + 1) % 2]
 
     return of_columns if width == 1 else of_blocks
 
@@ -216,71 +231,124 @@ def make_place_scales(place):
     return by_columns if by_column else by_rows
 
 
-def make_multiply(width):
-    """Return `multiply(line, multipliers, columns, products)`: scale a row."""
+def make_cast(fmt, width, stochastic):
+    """Return `cast(line, multipliers, random, columns, codes)`: the codes of a row times its multipliers."""
+    encode = casts.ENCODERS[fmt]
+
+    @device
+    def code(x, random, c):
+        return np.uint8(casts.e2m1_stochastic(x, np.uint32(random[c])) if stochastic else encode(x))
 
     @routine
-    def by_blocks(line, multipliers, columns, products):
+    def by_blocks(line, multipliers, random, columns, codes):
         whole = columns // width
         for b in range(whole):
-            factor, block, target = multipliers[b], line[b * width :], products[b * width :]
+            factor, left = multipliers[b], b * width
             for k in range(width):
-                target[k] = block[k] * factor
-        for k in range(whole * width, columns):
-            products[k] = line[k] * multipliers[whole]
+                codes[left + k] = code(line[left + k] * factor, random, left + k)
+        for c in range(whole * width, columns):
+            codes[c] = code(line[c] * multipliers[whole], random, c)
 
     @routine
-    def by_columns(line, multipliers, columns, products):
+    def by_columns(line, multipliers, random, columns, codes):
         for c in range(columns):
-            products[c] = line[c] * multipliers[c]
+            codes[c] = code(line[c] * multipliers[c], random, c)
 
     return by_columns if width == 1 else by_blocks
 
 
-def make_encode(fmt, packed, stochastic):
-    """Return `encode(products, random, columns, target)`: the codes of a row, FP4 two a byte if `packed`."""
-    scalar = casts.ENCODERS[fmt]
+@routine
+def pack(codes, columns, target):
+    """Store the FP4 codes of a row two a byte."""
+    pairs = codes.view(np.uint16)
+    for i in range(columns // 2):
+        target[i] = np.uint8(pairs[i] | (pairs[i] >> U16(4)))
 
-    @device
-    def code(products, random, c):
-        if stochastic:
-            return casts.e2m1_stochastic(products[c], np.uint32(random[c]))
-        return scalar(products[c])
 
-    @routine
-    def one_a_byte(products, random, columns, target):
-        for c in range(columns):
-            target[c] = np.uint8(code(products, random, c))
+@device
+def exchange(low, high, shift, mask):
+    """Swap the upper parts of fields of `low` with the lower parts of those of `high`; `mask` selects lower parts."""
+    moved = np.uint64(np.uint64(low >> shift) ^ high) & mask
+    return np.uint64(low ^ np.uint64(moved << shift)), np.uint64(high ^ moved)
 
-    @routine
-    def two_a_byte(products, random, columns, target):
-        for c in range(columns // 2):
-            low, high = code(products, random, 2 * c), code(products, random, 2 * c + 1)
-            target[c] = np.uint8(np.uint32(low | np.uint32(high << U32(4))))
 
-    return two_a_byte if packed else one_a_byte
+@device
+def transpose_8x8(a, b, c, d, e, f, g, h):
+    """Eight words of eight bytes as their columns."""
+    a, e = exchange(a, e, U64(32), U64(0x00000000FFFFFFFF))
+    b, f = exchange(b, f, U64(32), U64(0x00000000FFFFFFFF))
+    c, g = exchange(c, g, U64(32), U64(0x00000000FFFFFFFF))
+    d, h = exchange(d, h, U64(32), U64(0x00000000FFFFFFFF))
+    a, c = exchange(a, c, U64(16), U64(0x0000FFFF0000FFFF))
+    b, d = exchange(b, d, U64(16), U64(0x0000FFFF0000FFFF))
+    e, g = exchange(e, g, U64(16), U64(0x0000FFFF0000FFFF))
+    f, h = exchange(f, h, U64(16), U64(0x0000FFFF0000FFFF))
+    a, b = exchange(a, b, U64(8), U64(0x00FF00FF00FF00FF))
+    c, d = exchange(c, d, U64(8), U64(0x00FF00FF00FF00FF))
+    e, f = exchange(e, f, U64(8), U64(0x00FF00FF00FF00FF))
+    g, h = exchange(g, h, U64(8), U64(0x00FF00FF00FF00FF))
+    return a, b, c, d, e, f, g, h
+
+
+@routine
+def transpose_eights(codes, rows, columns):
+    """Replace 8 x 8 bytes of `codes` by their transposes: eight rows at a time, vectorised along them."""
+    for r in range(0, rows, 8):
+        w0, w1, w2, w3 = codes[r].view(np.uint64), codes[r + 1].view(np.uint64), codes[r + 2].view(np.uint64), codes[r + 3].view(np.uint64)
+        w4, w5, w6, w7 = codes[r + 4].view(np.uint64), codes[r + 5].view(np.uint64), codes[r + 6].view(np.uint64), codes[r + 7].view(np.uint64)
+        for i in range(columns // 8):
+            w0[i], w1[i], w2[i], w3[i], w4[i], w5[i], w6[i], w7[i] = transpose_8x8(
+                w0[i], w1[i], w2[i], w3[i], w4[i], w5[i], w6[i], w7[i]
+            )
+
+
+@routine
+def transpose_words(codes, rows, columns, row, column, outer, data):
+    """Store codes [column, row]; rows, columns, row and outer are multiples of 8."""
+    transpose_eights(codes, rows, columns)
+    words, target = codes.view(np.uint64), data.view(np.uint64)
+    for c in range(columns):
+        start = ((column + c) * outer + row) // 8
+        for i in range(rows // 8):
+            target[start + i] = words[8 * i + c % 8, c // 8]
+
+
+@routine
+def transpose_bytes(codes, rows, columns, row, column, outer, data):
+    """Store codes [column, row]."""
+    for c in range(columns):
+        start = (column + c) * outer + row
+        for r in range(rows):
+            data[start + r] = codes[r, c]
 
 
 def make_transpose(fp4):
-    """Return `transpose(codes, rows, columns, row, column, out)`: store a tile's codes [column, row]."""
+    """Return `transpose(codes, rows, columns, row, column, out)`: store a tile's codes [column, row], FP4 two a byte.
+
+    `codes` is overwritten.
+    """
 
     @routine
-    def bytes_(codes, rows, columns, row, column, out):
-        for c in range(columns):
-            start = (column + c) * out.outer + row
-            target = out.data[start : start + rows]
+    def transpose(codes, rows, columns, row, column, out):
+        outer = out.outer
+        if fp4:
+            rows, row, outer = rows // 2, row // 2, outer // 2
             for r in range(rows):
-                target[r] = codes[r, c]
+                low, high, target = codes[2 * r], codes[2 * r + 1], codes[r]
+                for c in range(columns):
+                    target[c] = low[c] | (high[c] << np.uint8(4))
+        if (rows | row | columns | outer) % 8 == 0:
+            transpose_words(codes, rows, columns, row, column, outer, out.data)
+        else:
+            transpose_bytes(codes, rows, columns, row, column, outer, out.data)
 
-    @routine
-    def pairs(codes, rows, columns, row, column, out):
-        for c in range(columns):
-            start = ((column + c) * out.outer + row) // 2
-            target = out.data[start : start + rows // 2]
-            for r in range(rows // 2):
-                target[r] = codes[2 * r, c] | (codes[2 * r + 1, c] << np.uint8(4))
+    return transpose
 
-    return pairs if fp4 else bytes_
+
+@device
+def code_columns(columns):
+    """Columns to allocate for codes that are transposed: whole words, and rows that do not share a set of the cache."""
+    return (columns + 7) // 8 * 8 + 64
 
 
 def make_random(source, by_column):
@@ -336,31 +404,34 @@ def make_random(source, by_column):
 
 def block_stage(fmt, scales, place, random_source=None, choose=None):
     """Return the stage (a Python function) that scales and casts by blocks."""
-    fp4, transposed, height, width = fmt == "e2m1", place.transposed, place.height, place.width
-    find_maxima, choose = make_find_maxima(width), choose or make_choose(scales, place)
-    place_scales, multiply = make_place_scales(place), make_multiply(width)
-    encode = make_encode(fmt, fp4 and not transposed, random_source is not None)
-    transpose, fill_random = make_transpose(fp4), make_random(random_source, place.by_column)
-    stored_type, random_rows = scales.stored, 1 << 20 if random_source else 1
-    code_rows, a_byte = (1 << 20 if transposed else 1), 2 if fp4 else 1
+    transposed, height, width = place.transposed, place.height, place.width
+    find_maxima, choose = make_find_maxima(height, width), choose or make_choose(scales, place)
+    place_scales, cast = make_place_scales(place), make_cast(fmt, width, random_source is not None)
+    transpose, fill_random = make_transpose(fmt == "e2m1"), make_random(random_source, place.by_column)
+    packed, stored_type, random_rows = fmt == "e2m1" and not transposed, scales.stored, 1 << 20 if random_source else 1
 
     def stage(tile, rows, columns, row, column, out):
         stored, multipliers = np.empty(columns, stored_type), np.empty(columns, np.float32)
-        maxima, products = np.empty(columns, np.uint32), np.empty(columns, np.float32)
-        random = np.empty((min(rows, random_rows), columns), np.uint8)
-        codes = np.empty((min(rows, code_rows), columns), np.uint8)
+        lanes = np.empty((2, columns + width), np.uint32)
+        random = np.empty((min(rows, random_rows), code_columns(columns)), np.uint8)
+        codes = np.empty((rows if transposed else 1, code_columns(columns)), np.uint8)
         stored_scales = out.scales.view(stored_type)
         fill_random(random, rows, columns, row, column, out)
         for first in range(0, rows, height):
             last = min(first + height, rows)
-            find_maxima(tile, first, last, columns, maxima)
+            maxima = find_maxima(tile, first, last, columns, lanes)
             choose(tile, first, last, columns, row + first, column, maxima, out, stored, multipliers)
             place_scales(stored, stored_scales, row + first, column, last - first, columns, out)
             for r in range(first, last):
-                multiply(tile[r], multipliers, columns, products)
-                start = ((row + r) * out.inner + column) // a_byte
-                target = codes[r] if transposed else out.data[start : start + columns // a_byte]
-                encode(products, random[min(r, random_rows - 1)], columns, target)
+                start = (row + r) * out.inner + column
+                target = out.data[start : start + columns]
+                if transposed:
+                    target = codes[r, :columns]
+                elif packed:
+                    target = codes[0, :columns]
+                cast(tile[r], multipliers, random[min(r, random_rows - 1)], columns, target)
+                if packed:
+                    pack(target, columns, out.data[start // 2 : (start + columns) // 2])
         if transposed:
             transpose(codes, rows, columns, row, column, out)
 
@@ -373,11 +444,11 @@ def per_tensor(fmt, transposed):
     encode, transpose = casts.ENCODERS[fmt], make_transpose(False)
 
     def stage(tile, rows, columns, row, column, out):
-        codes = np.empty((rows if transposed else 1, columns), np.uint8)
+        codes = np.empty((rows if transposed else 1, code_columns(columns)), np.uint8)
         scale = out.given[0]
         for r in range(rows):
             start, line = (row + r) * out.inner + column, tile[r]
-            target = codes[r] if transposed else out.data[start : start + columns]
+            target = codes[r, :columns] if transposed else out.data[start : start + columns]
             for c in range(columns):
                 target[c] = np.uint8(encode(line[c] * scale))
         if transposed:

@@ -1,4 +1,4 @@
-"""These tests run the real kernels in the simulator: a pytest invocation of its own, `python -m pytest tests/simulated`.
+"""These tests run the real kernels in the simulator, by an invocation of their own: `pytest tests/simulated`.
 
 Whether kernels are simulated is decided when `cuda_kernels` is first imported, so the variable is set here, before any
 test module; a process that has imported the package unsimulated cannot run them.

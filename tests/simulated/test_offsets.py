@@ -10,7 +10,7 @@ from cuda_kernels.simt import I32
 
 #: The last row that a tensor may have, and a width that is legal beside it.
 LAST, WIDTH = launch.LARGEST_DIMENSION - 1, launch.LARGEST_DIMENSION - 8
-VALUES = (F(1),) * 8
+VALUES, NOTHING = (F(1),) * 8, np.uint16(0)
 
 
 class Recorder:
@@ -37,7 +37,7 @@ class Recorder:
         self.note(i)
 
 
-def indices(make, column=WIDTH - 8, row=LAST, width=WIDTH, interleave=0, value=np.uint16(0)):
+def indices(make, column=WIDTH - 8, row=LAST, width=WIDTH, interleave=0, value=NOTHING):
     """(indices into x, into dy) of a prologue at a place."""
     x, dy = Recorder(value), Recorder(value)
     scalars = [F(1)] * 5 + [I32(LAST + 1), I32(width), I32(interleave)]
@@ -84,7 +84,7 @@ def test_dequantization():
         got = indices(prologues.decoded("e4m3", scale), interleave=stride, value=np.uint8(0))
         assert (got[0], got[1]) == (codes, [expected])
     halves = [i // 2 for i in codes]
-    assert indices(prologues.decoded("e2m1", prologues.no_scale), value=np.uint8(0))[0] == halves
+    assert indices(prologues.decoded("e2m1", prologues.make_nvfp4_scale(2688.0, False)), value=np.uint8(0))[0] == halves
     got = indices(prologues.decoded_mx_columns("e4m3"), interleave=stride, value=np.uint8(0))
     assert got == (codes, [LAST // 32 * stride + WIDTH - 8 + k for k in range(8)])
 
@@ -118,7 +118,11 @@ def test_epilogues(whole):
         (epilogues.mxfp8(*mx, plain, whole, None), bytes_at, [LAST * stride + inner // 32]),
         (epilogues.mxfp8(*mx, major, whole, None), bytes_at, [inner // 32 * stride + LAST]),
         (epilogues.mxfp8(*mx, swizzled, whole, None), bytes_at, [tile + inner // 32 % 4]),
-        (epilogues.nvfp4(2688.0, False, False, "nearest", plain, whole, None), halves_at, [LAST * stride + inner // 16]),
+        (
+            epilogues.nvfp4(2688.0, False, False, "nearest", plain, whole, None),
+            halves_at,
+            [LAST * stride + inner // 16],
+        ),
         (epilogues.nvfp4(2688.0, False, True, "given", plain, False, None), None, [LAST * stride + inner // 16]),
     )
     for epilogue, data, scales in cases:

@@ -1,4 +1,4 @@
-"""The other calls in the simulator: dequantize, swizzling, amax, delayed scales, Hadamard, codes; and wrong arguments."""
+"""The other calls in the simulator: dequantize, swizzling, amax, delayed scales, Hadamard, codes; wrong arguments."""
 
 import importlib.util
 import pathlib
@@ -170,7 +170,17 @@ def bad_input():
 
 
 BAD = bad_input()
-CALLS = ("quantize(", "activation", "scaled_", "encode(", "decode(", "hadamard_", "dequantize(", "update(", "nvfp4_bits(")
+CALLS = (
+    "quantize(",
+    "activation",
+    "scaled_",
+    "encode(",
+    "decode(",
+    "hadamard_",
+    "dequantize(",
+    "update(",
+    "nvfp4_bits(",
+)
 #: Said otherwise: of the package's own result type, of what is no array at all.
 OWN_WORDS = ("dequantize(X)", "dequantize(replace(", "quantize('abc'", "update(algorithm=lambda h: ['a'")
 OWN_WORDS += ("update(HISTORY[:, 0], f32(1), algorithm=lambda h: None)",)

@@ -1,4 +1,4 @@
-"""`quantize` in the simulator has the bits of `refops`: every scaling, direction, dtype, shape, layout and special value."""
+"""`quantize` in the simulator has the bits of `refops`: scalings, directions, dtypes, shapes, special values."""
 
 import numpy as np
 import pytest
@@ -45,10 +45,10 @@ def shapes(scaling):
 
 @pytest.mark.parametrize("name", SCALINGS)
 def test_every_shape(name):
-    """Dtypes and directions take turns: every pair of them is seen by each family of scalings."""
+    """Shapes, dtypes and directions take turns among the settings of a scaling."""
     scaling, number = SCALINGS[name], list(SCALINGS).index(name)
     directions = directions_of(scaling)
-    for i, shape in enumerate(shapes(scaling)):
+    for i, shape in list(enumerate(shapes(scaling)))[number % 2 :: 2]:
         x = tensor(shape, DTYPES[(number + i) % 3], seed=i)
         check_quantize(x, scaling, *directions[(number + i + i // 3) % len(directions)])
 
@@ -104,9 +104,9 @@ def test_empty_tensors(shape):
 @pytest.mark.parametrize("name", SCALINGS | RHT)
 def test_column_sums_of_exact_inputs(name):
     scaling = (SCALINGS | RHT)[name]
-    for number, directions in enumerate(directions_of(scaling)[::2]):
-        shape = (35, 70) if granularity(scaling) == 1 else (32, 32)
-        check_quantize(integers(shape, DTYPES[number], seed=number), scaling, *directions, dbias=True)
+    number, directions = list(SCALINGS | RHT).index(name), directions_of(scaling)
+    shape = (35, 70) if granularity(scaling) == 1 else (32, 32)
+    check_quantize(integers(shape, DTYPES[number % 3]), scaling, *directions[number % len(directions)], dbias=True)
 
 
 @pytest.mark.parametrize("name", ["delayed-scale-1", "current", "mxfp8", "mxfp8-2d", "block-1x128", "nvfp4-1x16"])
@@ -121,9 +121,7 @@ def test_column_sums_of_any_input(name):
 @pytest.mark.parametrize("name", RHT)
 def test_hadamard_transformed(name):
     """Bit for bit where the transform's sums are exact, judged by the oracle elsewhere."""
-    for dtype, directions, shape in zip(
-        DTYPES, directions_of(RHT[name]), ((144, 48), (32, 64), (16, 80)), strict=True
-    ):
+    for dtype, directions, shape in zip(DTYPES, directions_of(RHT[name]), ((144, 48), (32, 64), (16, 80)), strict=True):
         check_quantize(integers(shape, dtype), RHT[name], *directions)
     for change in (np.asarray, misaligned):
         x = change(tensor((48, 32), BF16))
@@ -158,6 +156,7 @@ ENDS = np.array([0x7F7FFFFF, 0xFF7FFFFF, 1, 0x80000001, 0x007FFFFF, 0x00800000, 
 
 
 def halves(*bits):
+    """Bits of 16-bit floats."""
     return np.array(bits, np.uint16)
 
 
@@ -200,8 +199,8 @@ def filled(dtype, what):
 SPECIALS = ("mixed", "no infinities", "huge and tiny", "tiny", "all NaN", "all infinite", "zero")
 
 
-#: Each scaling with "mixed" and with half of the others.
-PAIRS = [(n, w) for i, n in enumerate(SCALINGS) for j, w in enumerate(SPECIALS) if not j or (i + j) % 2]
+#: Each scaling with "mixed" and with a third of the others.
+PAIRS = [(n, w) for i, n in enumerate(SCALINGS) for j, w in enumerate(SPECIALS) if not j or (i + j) % 3 == 0]
 
 
 @pytest.mark.parametrize(("name", "what"), PAIRS)

@@ -72,7 +72,7 @@ def test_a_thread_that_misses_a_barrier_raises(order):
         if cuda.threadIdx.x != 5:
             cuda.syncthreads()
 
-    with pytest.raises(RuntimeError, match="31 of 32 threads .* every thread of a block must reach every barrier"):
+    with pytest.raises(RuntimeError, match=r"31 of 32 threads .* every thread of a block must reach every barrier"):
         run(kernel, order=order)
 
 
@@ -85,6 +85,31 @@ def test_threads_at_different_barriers_raise():
 
     with pytest.raises(RuntimeError, match="shuffle and syncthreads"):
         run(kernel)
+
+
+def test_a_warp_that_misses_a_barrier_raises():
+    def kernel():
+        if cuda.threadIdx.x < 32:
+            cuda.syncthreads()
+
+    with pytest.raises(RuntimeError, match="32 of 64 threads"):
+        run(kernel, block=(64,))
+
+
+def test_a_shuffle_is_no_barrier_for_the_block():
+    """The other warp's value is there in neither order: forward the second warp has not run, backward the first."""
+    for order in ("forward", "backward"):
+        out = np.zeros(64, np.uint32)
+
+        def kernel(out):
+            tile = cuda.shared.array(64, np.uint32)
+            i = cuda.threadIdx.x
+            tile[i] = i
+            cuda.shfl_xor_sync(0xFFFFFFFF, i, 1)
+            out[i] = tile[63 - i]
+
+        run(kernel, Pointer(out), block=(64,), order=order)
+        assert (out == SHARED_FILL).sum() == 32
 
 
 def test_shared_memory_that_nobody_wrote_shows():
