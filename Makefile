@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help report test lint bench oracle-score exhaustive peers clean
+.PHONY: help report test lint bench kernel-report gpu-check oracle-score exhaustive peers clean
 
 help:
 	@sed -n 's/^## //p' $(MAKEFILE_LIST)
@@ -14,9 +14,10 @@ help:
 report: $(INSTALLED)
 	$(BIN)/refops report
 
-## test        the tests
+## test        the tests; the kernels run as Python in a simulator in the second run
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -n auto
+	NUMBA_ENABLE_CUDASIM=1 $(BIN)/python -m pytest -n auto tests/simulated
 
 ## lint        linter and formatter
 lint: $(INSTALLED)
@@ -27,6 +28,14 @@ lint: $(INSTALLED)
 bench: $(INSTALLED)
 	$(BIN)/python -m pytest tests/benchmarks -n 0 --benchmark-group-by=group --benchmark-sort=name \
 	    --benchmark-columns=median,iqr,rounds
+
+## kernel-report  every GPU kernel compiled, no GPU needed: registers, spills, accesses, instructions per byte
+kernel-report: $(INSTALLED)
+	$(BIN)/python -m cuda_kernels report
+
+## gpu-check   on a machine with a GPU: every kernel against the reference, compute-sanitizer, benchmark; one JSON
+gpu-check:
+	$(PYTHON) tests/gpu/gpu_check.py --json gpu_check.json
 
 ## oracle-score  the oracle's evidence: faults found and named, false alarms, other implementations' arrays, speed
 oracle-score: $(INSTALLED)

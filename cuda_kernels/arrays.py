@@ -148,11 +148,13 @@ class CupyMemory(Memory):
         return value.device.id
 
     def _array(self, array, name):
-        array = self.cupy.ascontiguousarray(array)
+        with self.scope():
+            array = self.cupy.ascontiguousarray(array)
         return Array(array, array.data.ptr, array.shape, np.dtype(array.dtype).name)
 
     def _new(self, how, shape, dtype):
-        return getattr(self.cupy, how)(shape, dtype=numpy_dtype(dtype))
+        with self.scope():
+            return getattr(self.cupy, how)(shape, dtype=numpy_dtype(dtype))
 
     def stream(self):
         """Handle of CuPy's current stream."""
@@ -164,7 +166,8 @@ class CupyMemory(Memory):
 
     def from_numpy(self, array):
         """A copy on the device."""
-        return self._array(self.cupy.asarray(array), "array")
+        with self.scope():
+            return self._array(self.cupy.asarray(array), "array")
 
     def to_numpy(self, array):
         """A copy on the host."""

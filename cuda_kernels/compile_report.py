@@ -19,6 +19,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import warnings
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
@@ -134,10 +135,12 @@ def to_ptx(kernel, signature, target):
     """
     require_compiler()
     from numba import cuda
+    from numba.core.errors import NumbaIRAssumptionWarning
     from numba.cuda.cudadrv.error import NvvmSupportError
 
     try:
-        with pretended_device(target):
+        with pretended_device(target), warnings.catch_warnings():
+            warnings.simplefilter("error", NumbaIRAssumptionWarning)  # code that Numba lost, not a matter of style
             return cuda.compile_ptx(kernel, signature, cc=target)[0]
     except (NvvmSupportError, FileNotFoundError) as error:
         raise MissingToolError(f"NVVM is missing ({_first_line(str(error))}): {INSTALL}") from error
@@ -172,6 +175,7 @@ class Measured:
         loops: backward branches; with any, `instructions` says little.
         float64: whether the PTX computes in float64.
         bytes_per_thread: memory traffic of one thread, as the catalogue says.
+        unused: arguments that the kernel should read and does not.
     """
 
     name: str
@@ -189,6 +193,7 @@ class Measured:
     loops: int = 0
     float64: bool = False
     bytes_per_thread: float = 0.0
+    unused: list = field(default_factory=list)
 
     @property
     def instr_per_byte(self):
@@ -265,7 +270,13 @@ def _number(pattern, text):
     return int(match[1]) if match else 0
 
 
-def measure(ptx, target, *, name="", fast_math=False, bytes_per_thread=1.0, max_registers=None):
+def unused_arguments(ptx, used):
+    """Names of the arguments of `used` (number -> name) that the kernel never reads: what they were for is lost."""
+    read = {int(number) for number in re.findall(r"ld\.param\.\w+\s+%\w+, \[\w+_param_(\d+)\]", ptx)}
+    return [name for number, name in used.items() if number not in read]
+
+
+def measure(ptx, target, *, name="", fast_math=False, bytes_per_thread=1.0, max_registers=None, used=None):
     """`Measured` of a kernel's PTX."""
     usage, sass = to_sass(ptx, target, max_registers=max_registers)
     instructions, labels = instructions_of(sass)
@@ -290,6 +301,7 @@ def measure(ptx, target, *, name="", fast_math=False, bytes_per_thread=1.0, max_
         loops=count_loops(instructions, labels),
         float64=".f64" in ptx,
         bytes_per_thread=bytes_per_thread,
+        unused=unused_arguments(ptx, used or {}),
     )
 
 
@@ -305,6 +317,8 @@ def problems(measured, entry=None):
         found.append(f"has a stack of {measured.stack} bytes and {measured.local} local accesses")
     if measured.float64:
         found.append("computes in float64 (a Python number where a constant of fixed width belongs?)")
+    if measured.unused:
+        found.append(f"never reads {', '.join(measured.unused)}: what it should load or store is lost")
     return found if entry is None else found + _broken_promises(measured, entry)
 
 
@@ -346,7 +360,14 @@ def compile_entry(entry, target, fast_math):
 
     def compile_and_measure():
         ptx = to_ptx(entry.build(target, fast_math), entry.signature, target)
-        measured = measure(ptx, target, name=entry.name, fast_math=fast_math, bytes_per_thread=entry.bytes_per_thread)
+        measured = measure(
+            ptx,
+            target,
+            name=entry.name,
+            fast_math=fast_math,
+            bytes_per_thread=entry.bytes_per_thread,
+            used=entry.used,
+        )
         return json.dumps(asdict(measured))
 
     key = ("report", entry.name, fast_math, find_tool("ptxas"), tool_version("ptxas"))

@@ -8,7 +8,10 @@ versions. In the simulator the same calls run the kernels as Python.
 """
 
 import ctypes
+import importlib
 import math
+import threading
+from functools import lru_cache
 
 import numpy as np
 
@@ -87,18 +90,37 @@ def architecture(target):
     return "sm_" + "".join(str(part) for part in target)
 
 
+def cuda_core():
+    """The module `cuda.core`, by its older name where it is older than 0.5."""
+    core = importlib.import_module("cuda.core")
+    return core if hasattr(core, "launch") else importlib.import_module("cuda.core.experimental")
+
+
+@lru_cache(maxsize=256)
+def stream_of(handle):
+    """The stream of a handle, 0 for the default one; making one costs as much as a launch."""
+    return cuda_core().Stream.from_handle(handle)
+
+
+#: Numba registers overloads while a kernel is built: one thread at a time.
+_compiling = threading.RLock()
+
+
 class Launcher:
-    """Compiles kernels for one device and starts them."""
+    """Compiles kernels for one device and starts them, from any thread."""
 
     def __init__(self, device_number):
         with explain_missing():
-            from cuda.core import Device
+            self.core, self.number = cuda_core(), device_number
+            major, minor = self.core.Device(device_number).compute_capability
+        self.target = (major, minor, "a") if major >= 10 else (major, minor)
+        self._kernels, self._thread = {}, threading.local()
 
-            self.device = Device(device_number)
-            self.device.set_current()
-            major, minor = self.device.compute_capability
-        self.target = (major, minor, "a") if major >= 9 else (major, minor)
-        self._kernels = {}
+    def _make_current(self):
+        """Give a thread that has no CUDA context yet the device's: libraries do so at their first call only."""
+        if not hasattr(self._thread, "ready"):
+            self.core.Device(self.number).set_current()
+            self._thread.ready = True
 
     def launch(self, key, build, described, values, grid, block, stream):
         """Start a kernel.
@@ -106,22 +128,27 @@ class Launcher:
         Args:
             key: what it is cached by. build: function of the target that returns the Python function.
             described: argument descriptions. values: the flat arguments, pointers as int.
-            grid, block: shapes. stream: handle of the CUDA stream, int.
+            grid, block: shapes; nothing runs where one is 0. stream: handle of the CUDA stream, int.
         """
-        from cuda.core import LaunchConfig, Stream, launch
+        if 0 in grid:
+            return
+        self._make_current()
+        found = self._kernels.get(key)
+        kernel, converts = found or self._compiled(key, build, described)
+        converted = [convert(one) for one, convert in zip(values, converts, strict=True)]
+        self.core.launch(stream_of(stream), self.core.LaunchConfig(grid=grid, block=block), kernel, *converted)
 
-        kernel = self._kernels.get(key)
-        if kernel is None:
-            kernel = self._kernels[key] = self._compile(key, build, described)
-        converted = [convert(one) for one, convert in zip(values, converters(described), strict=True)]
-        launch(Stream.from_handle(stream), LaunchConfig(grid=grid, block=block), kernel, *converted)
+    def _compiled(self, key, build, described):
+        with _compiling:
+            if key not in self._kernels:
+                self._kernels[key] = self._compile(key, build, described), converters(described)
+            return self._kernels[key]
 
     def _compile(self, key, build, described):
-        from cuda.core import Linker, LinkerOptions, ObjectCode
-
+        core = self.core
         text = ptx_cache.get(key, self.target, lambda: compile_ptx(build(self.target), described, self.target))
-        options = LinkerOptions(arch=architecture(self.target))
-        cubin = Linker(ObjectCode.from_ptx(text.encode()), options=options).link("cubin")
+        options = core.LinkerOptions(arch=architecture(self.target))
+        cubin = core.Linker(core.ObjectCode.from_ptx(text.encode()), options=options).link("cubin")
         return cubin.get_kernel(ptx_cache.entry_name(text))
 
 
@@ -181,5 +208,7 @@ _launchers = {}
 def launcher_for(device_number):
     """The launcher of a device; in the simulator there is one."""
     if device_number not in _launchers:
-        _launchers[device_number] = Simulated() if simt.SIMULATED else Launcher(device_number)
+        with _compiling:
+            if device_number not in _launchers:
+                _launchers[device_number] = Simulated() if simt.SIMULATED else Launcher(device_number)
     return _launchers[device_number]

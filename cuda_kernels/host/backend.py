@@ -17,9 +17,10 @@ from refops.scaling import BlockScaling, CurrentScaling, DelayedScaling, MXFP8Sc
 F = np.float32
 #: Up to this many elements a call runs in the caller's thread.
 SMALL = 1 << 15
-#: Rows and columns of a tile: along rows where nothing is stored columnwise, else tall enough for every block. Wide
-#: ones, 512 KiB at most: memory is read and written in long runs, and what a row costs besides its elements counts less.
-WIDE, TALL, BLOCKS = (2, 4096), (64, 2048), (128, 1024)
+#: Rows and columns of a tile: along rows where nothing is stored columnwise, else tall enough for every block; `TALL`
+#: and `BLOCKS` store codes transposed, 64 or 128 in a run. At most 512 KiB, and wide: memory is read and written in
+#: long runs, and what a row costs besides its elements counts less.
+WIDE, BOTH, TALL, BLOCKS = (8, 4096), (32, 4096), (64, 2048), (128, 1024)
 #: What an overflowing scale of block scaling becomes: the largest value of the input's dtype.
 LARGEST_SCALE = {"float32": F(np.finfo(F).max), "float16": F(65504), "bfloat16": F(3.3895313892515355e38)}
 
@@ -71,11 +72,11 @@ class Pipeline:
     def walk(self, prologue, inputs):
         """Walk over the matrix."""
         (m, k), walk = self.front.matrix_shape, tiles.compiled_walk()
-        padding = tiles.STAGES - len(self.steps)
-        addresses, outs = zip(*self.steps, *[(tiles.nothing(), _NOTHING)] * padding, strict=True)
+        count = len(self.steps)
+        addresses, outs = zip(*self.steps, *[(0, _NOTHING)] * (tiles.STAGES - count), strict=True)
 
         def work(first, last):
-            walk(prologue, addresses, inputs, outs, m, k, *self.tile, first, last)
+            walk(prologue, addresses, count, inputs, outs, m, k, *self.tile, first, last)
 
         share(work, tiles.pieces(m, k), inline=m * k <= SMALL)
 
@@ -216,12 +217,7 @@ class HostBackend(Backend):
 
     def quantize(self, job):
         """Fill the arrays of a `Job`."""
-        tile = WIDE
-        if isinstance(job.scaling, BlockScaling) and (job.columnwise or job.scaling.block_dim == 2):
-            tile = BLOCKS
-        elif job.columnwise or getattr(job.scaling, "two_d", False):
-            tile = TALL
-        pipeline = Pipeline(job.front, tile)
+        pipeline = Pipeline(job.front, _tile_of(job))
         sums = None
         if job.dbias is not None and not job.path.dbias_rounded:
             sums = ColumnSum(pipeline, job.dbias)
@@ -248,6 +244,15 @@ class HostBackend(Backend):
 def identity_front(operand):
     """Return the front half that is a tensor itself."""
     return front_of("identity", None, {}, operand, operand.shape[-1], operand.shape)
+
+
+def _tile_of(job):
+    """The rows and columns of a tile that suit a scaling."""
+    if isinstance(job.scaling, BlockScaling):
+        return BLOCKS if job.columnwise or job.scaling.block_dim == 2 else WIDE
+    if not (job.columnwise or getattr(job.scaling, "two_d", False)):
+        return WIDE
+    return BOTH if isinstance(job.scaling, MXFP8Scaling) else TALL
 
 
 def _directions(job):

@@ -2,18 +2,20 @@
 
 `compiled(name, function, signature)` is all that others use. Numba's own cache looks at the file of a function alone;
 this one is keyed by a digest of every source file of `cuda_kernels`, because a loop inlines scalar functions of other
-modules. Files go to NUMBA_CACHE_DIR, else ~/.cache/cuda_kernels; where neither can be written nothing is kept.
+modules. Files go to NUMBA_CACHE_DIR, else ~/.cache/cuda_kernels, in a folder for each version of the sources; folders
+that got nothing new for 30 days are removed when another is made. Where neither can be written nothing is kept.
 
-Compiling takes about a second a loop and prints a line to stderr;
-`logging.getLogger("cuda_kernels").setLevel("WARNING")`
-silences that.
+Compiling takes about a second a loop and logs a line, to stderr unless the program handles it;
+`logging.getLogger("cuda_kernels").setLevel("WARNING")` silences that.
 """
 
 import hashlib
 import logging
 import os
 import pickle
+import shutil
 import sys
+import time
 import uuid
 from functools import lru_cache
 from pathlib import Path
@@ -28,6 +30,8 @@ from numba.core.serialize import dumps
 from numba.extending import intrinsic
 
 PACKAGE = Path(__file__).resolve().parent.parent
+#: Days that machine code of other versions of the sources is kept.
+KEPT_DAYS = 30
 logger = logging.getLogger("cuda_kernels")
 
 
@@ -70,6 +74,13 @@ def cache_directory():
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cuda_kernels"
 
 
+def remove_old_folders(folder):
+    """Remove the folders of other versions beside `folder` that got nothing new for `KEPT_DAYS`."""
+    for other in folder.parent.glob("host-*"):
+        if other != folder and time.time() - other.stat().st_mtime > KEPT_DAYS * 86400:
+            shutil.rmtree(other, ignore_errors=True)
+
+
 class DiskCache(NullCache):
     """Machine code of one named loop, one file for each digest of sources, compiler and CPU.
 
@@ -82,7 +93,8 @@ class DiskCache(NullCache):
 
     def _path(self, signature, codegen):
         key = f"{source_digest()} {signature} {codegen.magic_tuple()}"
-        return cache_directory() / f"{self._name}-{hashlib.sha256(key.encode()).hexdigest()[:20]}.nbc"
+        folder = cache_directory() / f"host-{source_digest()[:20]}"
+        return folder / f"{self._name}-{hashlib.sha256(key.encode()).hexdigest()[:20]}.nbc"
 
     def load_overload(self, sig, target_context):
         """Return the compiled function, or None (and say that it is being compiled)."""
@@ -98,10 +110,13 @@ class DiskCache(NullCache):
         """Keep a compiled function; a directory that cannot be written is no error."""
         try:
             path = self._path(sig, data.codegen)
+            is_new = not path.parent.exists()
             path.parent.mkdir(parents=True, exist_ok=True)
             temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
             temporary.write_bytes(dumps(data._reduce()))
             os.replace(temporary, path)
+            if is_new:
+                remove_old_folders(path.parent)
         except (OSError, RuntimeError):
             return
 

@@ -293,12 +293,13 @@ def transpose_8x8(a, b, c, d, e, f, g, h):
 @routine
 def transpose_eights(codes, rows, columns):
     """Replace 8 x 8 bytes of `codes` by their transposes: eight rows at a time, vectorised along them."""
+    words = codes.view(np.uint64)
     for r in range(0, rows, 8):
-        w0, w1, w2, w3 = codes[r].view(np.uint64), codes[r + 1].view(np.uint64), codes[r + 2].view(np.uint64), codes[r + 3].view(np.uint64)
-        w4, w5, w6, w7 = codes[r + 4].view(np.uint64), codes[r + 5].view(np.uint64), codes[r + 6].view(np.uint64), codes[r + 7].view(np.uint64)
+        a, b, c, d = words[r], words[r + 1], words[r + 2], words[r + 3]
+        e, f, g, h = words[r + 4], words[r + 5], words[r + 6], words[r + 7]
         for i in range(columns // 8):
-            w0[i], w1[i], w2[i], w3[i], w4[i], w5[i], w6[i], w7[i] = transpose_8x8(
-                w0[i], w1[i], w2[i], w3[i], w4[i], w5[i], w6[i], w7[i]
+            a[i], b[i], c[i], d[i], e[i], f[i], g[i], h[i] = transpose_8x8(
+                a[i], b[i], c[i], d[i], e[i], f[i], g[i], h[i]
             )
 
 
@@ -514,8 +515,8 @@ def make_choose_four_or_six(e4m3_max, row_scaled, metric, place):
         return as_f32(np.uint32(as_u32(difference) & casts.MAGNITUDE))
 
     @routine
-    def block_error(tile, first, last, left, byte, shared, amax):
-        sums = np.zeros(FP4_BLOCK, np.float32)
+    def block_error(tile, first, last, left, byte, shared, amax, sums):
+        sums[:] = ZERO
         for r in range(first, last):
             at = r - first if width > 1 else 0
             for k in range(width):
@@ -529,13 +530,14 @@ def make_choose_four_or_six(e4m3_max, row_scaled, metric, place):
 
     @routine
     def choose(tile, first, last, columns, row, column, maxima, out, stored, multipliers):
+        sums = np.empty(FP4_BLOCK, np.float32)
         for b in range(columns // width):
             outer = column + b if by_column and width == 1 else row
             shared, amax = tensor(out, outer), out.given[outer if row_scaled else 0]
             largest, left = as_f32(maxima[b]), b * width
             six, four = four_over_six_byte(largest, shared, ONE), four_over_six_byte(largest, shared, F(1.5))
-            error6 = block_error(tile, first, last, left, six, shared, amax)
-            error4 = block_error(tile, first, last, left, four, shared, amax)
+            error6 = block_error(tile, first, last, left, six, shared, amax, sums)
+            error4 = block_error(tile, first, last, left, four, shared, amax, sums)
             byte = four if error4 < error6 else six
             stored[b], multipliers[b] = np.uint8(byte), encode_multiplier(byte, F(1) / shared)
 

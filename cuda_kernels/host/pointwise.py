@@ -17,7 +17,7 @@ from cuda_kernels.host.tiles import BYTES
 from cuda_kernels.simt import U32, F, as_f32, as_u32, device
 from refops.arguments import require_choice, require_flag, require_integer
 from refops.formats import E2M1, E2M3, E3M2, E4M3, E5M2, FORMATS, require_format
-from refops.quantization.per_tensor import _call_algorithm, _check_history
+from refops.quantization.per_tensor import call_algorithm, check_history
 from refops.rounding import STOCHASTIC
 from refops.scaling import FP8_FORMATS
 
@@ -214,13 +214,13 @@ def largest_code(codes):
 def update_delayed_scale(amax_history, scale, fmt, *, margin, algorithm, keep_unused):
     """Roll the history and compute the next scale: a few numbers, in NumPy."""
     amax_history, scale = as_array(amax_history, "amax_history"), as_array(scale, "scale")
-    history, scale, shape = _check_history(amax_history, scale)
+    history, scale, shape = check_history(amax_history, scale)
     require_format(fmt, FP8_FORMATS)
     margin = require_integer(margin, "margin", low=-126, high=127)
     require_flag(keep_unused, "keep_unused")
     rolls_always = callable(algorithm) or not keep_unused
     if callable(algorithm):
-        amax = _call_algorithm(algorithm, np.asarray(amax_history), scale.size)
+        amax = call_algorithm(algorithm, np.asarray(amax_history), scale.size)
     elif require_choice(algorithm, "algorithm", ("max", "most_recent")) == "max":
         amax = np.fmax.reduce(history, axis=0)
     else:

@@ -16,12 +16,12 @@ from functools import lru_cache
 import numpy as np
 from numba import types
 
-from cuda_kernels.host.compile import address_of, call_address, compiled
+from cuda_kernels.host.compile import call_address, compiled
 from cuda_kernels.operands import Inputs, Outputs
 
 #: Rows and columns of a piece. Column sums add 128 rows in order, then the sums of all pieces in order.
 PIECE_ROWS, SPAN = 128, 8192
-#: Stages of a walk, filled up with `nothing`.
+#: Stages that a walk has room for.
 STAGES = 6
 
 BYTES, FLOATS = types.Array(types.uint8, 1, "C"), types.Array(types.float32, 1, "C")
@@ -46,8 +46,8 @@ def pieces(rows, columns):
     return -(-rows // PIECE_ROWS) * spans(columns)
 
 
-def walk(prologue, stages, inputs, outs, rows, columns, tile_rows, tile_columns, first, last):
-    """Run a prologue and its stages over the pieces `first` to `last` of a (rows, columns) matrix."""
+def walk(prologue, stages, count, inputs, outs, rows, columns, tile_rows, tile_columns, first, last):
+    """Run a prologue and the first `count` of `stages` over pieces `first` to `last` of a (rows, columns) matrix."""
     tile = np.empty((tile_rows, tile_columns), np.float32)
     spans_in_row = (columns + SPAN - 1) // SPAN
     for piece in range(first, last):
@@ -57,22 +57,14 @@ def walk(prologue, stages, inputs, outs, rows, columns, tile_rows, tile_columns,
             for column in range(left, right, tile_columns):
                 height, width = min(tile_rows, bottom - row), min(tile_columns, right - column)
                 call_address(prologue, (inputs, tile, height, width, row, column))
-                for i in range(STAGES):
+                for i in range(count):
                     call_address(stages[i], (tile, height, width, row, column, outs[i]))
 
 
 @lru_cache(maxsize=1)
 def compiled_walk():
     """`walk`, compiled: the one loop that all operations share."""
-    signature = types.void(_INT, types.UniTuple(_INT, STAGES), INPUTS, types.UniTuple(OUTPUTS, STAGES), *[_INT] * 6)
+    signature = types.void(
+        _INT, types.UniTuple(_INT, STAGES), _INT, INPUTS, types.UniTuple(OUTPUTS, STAGES), *[_INT] * 6
+    )
     return compiled("walk", walk, signature)
-
-
-@lru_cache(maxsize=1)
-def nothing():
-    """The stage that does nothing."""
-
-    def stage(tile, rows, columns, row, column, out):
-        pass
-
-    return address_of("nothing", stage, STAGE)

@@ -124,7 +124,7 @@ def update_delayed_scale(amax_history, scale, fmt, *, margin=0, algorithm="max",
         TypeError: dtype other than float32, or algorithm neither string nor callable.
         ValueError: shapes that do not belong together, empty history, unknown algorithm or format.
     """
-    history, scale, shape = _check_history(amax_history, scale)
+    history, scale, shape = check_history(amax_history, scale)
     require_format(fmt, FP8_FORMATS)
     margin = require_integer(margin, "margin", low=-126, high=127)
     require_flag(keep_unused, "keep_unused")
@@ -132,7 +132,7 @@ def update_delayed_scale(amax_history, scale, fmt, *, margin=0, algorithm="max",
         algorithm = require_choice(algorithm, "algorithm", ("max", "most_recent"))
     newest = history[0]
     if callable(algorithm):
-        amax = _call_algorithm(algorithm, np.asarray(amax_history), scale.size)
+        amax = call_algorithm(algorithm, np.asarray(amax_history), scale.size)
     else:
         amax = np.fmax.reduce(history, axis=0) if algorithm == "max" else newest
     rolled = np.concatenate([np.zeros_like(history[:1]), history[2:], history[:1]])[: len(history)]
@@ -145,7 +145,7 @@ def update_delayed_scale(amax_history, scale, fmt, *, margin=0, algorithm="max",
     return np.where(unused, history, rolled).reshape(np.shape(amax_history)), new_scale.reshape(shape)[()]
 
 
-def _check_history(amax_history, scale):
+def check_history(amax_history, scale):
     """Return history as (L, n), scale as (n,), and the scale's own shape."""
     history = as_array(amax_history, "amax_history")
     if isinstance(scale, int | float) and not isinstance(scale, bool):
@@ -163,7 +163,7 @@ def _check_history(amax_history, scale):
     return history.reshape(len(history), -1), scale.reshape(-1), scale.shape
 
 
-def _call_algorithm(algorithm, amax_history, columns):
+def call_algorithm(algorithm, amax_history, columns):
     """Return what a callable makes of the history as float32 (n,)."""
     returned = algorithm(amax_history)
     amax = as_array(returned, "the result of algorithm")

@@ -110,6 +110,13 @@ def test_loops_are_seen_and_straight_code_has_none(small):
     assert {name for name, one in small.items() if one["measured"]["loops"]} == {"loop", "local"}
 
 
+def test_an_output_that_the_kernel_lost_is_seen():
+    text = "ld.param.u64 %rd1, [kernel_param_0];\n ld.param.u64 %rd2, [kernel_param_2];"
+    assert compile_report.unused_arguments(text, {0: "x of Inputs", 1: "scales of Outputs", 2: "data of Outputs"}) == [
+        "scales of Outputs"
+    ]
+
+
 # --- reading disassembly ----------------------------------------------------------------------------
 
 SASS = """

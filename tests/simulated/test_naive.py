@@ -1,0 +1,129 @@
+"""The teaching kernels: bits of `refops` in the simulator; PTX for a GPU; short enough for a slide."""
+
+import inspect
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from simulated_cases import BF16, F, assert_same, integers, judge, tensor
+
+import refops
+from cuda_kernels import naive
+from cuda_kernels.simulator import Pointer, launch
+from refops import E4M3
+
+
+def run(name, order="forward", **arrays):
+    """Run a kernel of `NAIVE` on arrays by argument name; `rows` and `columns` by value."""
+    row = naive.NAIVE[name]
+    values = []
+    for argument, (kind, scalar) in row.arguments.items():
+        value = arrays[argument]
+        values.append(scalar(value) if kind == "scalar" else Pointer(value.reshape(-1).view(scalar)))
+    launch(row.kernel, *row.shape(arrays["rows"], arrays["columns"]), values, order=order)
+
+
+def empty(shape, dtype=np.uint8):
+    """What nobody writes shows."""
+    array = np.empty(shape, dtype)
+    array.reshape(-1).view(np.uint8)[...] = 0xA5
+    return array
+
+
+@pytest.fixture(params=["forward", "backward"])
+def order(request):
+    """The order of the threads."""
+    return request.param
+
+
+def test_swiglu(order):
+    x, y = tensor((5, 128)), empty((5, 64), BF16)
+    run("swiglu naive", order, x=x, y=y, rows=5, columns=64)
+    judge("swiglu", x, y)
+
+
+def test_an_exact_activation():
+    x, y = tensor((5, 128)), empty((5, 64), BF16)
+    arguments = [Pointer(x.reshape(-1).view(np.uint16)), Pointer(y.reshape(-1).view(np.uint16)), 5, 64]
+    launch(naive.make_gated("reglu"), (2,), (256,), arguments)
+    assert_same(y, refops.activation("reglu", x))
+
+
+@pytest.mark.parametrize("name", ["mxfp8 naive", "mxfp8 coalesced"])
+def test_mxfp8(name, order):
+    x, expected = tensor((9, 128)), refops.quantize(tensor((9, 128)), refops.MXFP8Scaling(E4M3))
+    codes, scales = empty(x.shape), empty((9, 4))
+    run(name, order, x=x, codes=codes, scales=scales, rows=9, columns=128)
+    assert_same(codes, expected.rowwise_data)
+    assert_same(scales, np.ascontiguousarray(expected.rowwise_scale_inv[: len(scales)]).view(np.uint8))
+
+
+@pytest.mark.parametrize("name", ["fp8 transpose naive", "fp8 transpose coalesced"])
+def test_fp8_transpose(name, order):
+    x = tensor((40, 64))
+    expected = refops.quantize(x, refops.DelayedScaling(E4M3, 3.0), columnwise=True)
+    rowwise, columnwise = empty(x.shape), empty((64, 40))
+    arrays = {"x": x, "scale": F([3]), "rowwise": rowwise, "columnwise": columnwise}
+    run(name, order, **arrays, rows=40, columns=64)
+    assert_same(rowwise, expected.rowwise_data)
+    assert_same(columnwise, expected.columnwise_data)
+
+
+@pytest.mark.parametrize("name", ["nvfp4 naive", "nvfp4 coalesced"])
+def test_nvfp4(name, order):
+    x = tensor((16, 64))
+    expected = refops.quantize(x, refops.NVFP4Scaling())
+    encode = F(448 * 6) / expected.amax_rowwise[0]
+    codes, scales = empty((16, 32)), empty((16, 4))
+    arrays = {"x": x, "tensor_scales": np.array([encode, F(1) / encode], F), "codes": codes, "scales": scales}
+    run(name, order, **arrays, rows=16, columns=64)
+    assert_same(codes, expected.rowwise_data)
+    assert_same(scales, np.ascontiguousarray(expected.rowwise_scale_inv[: len(scales)]).view(np.uint8))
+
+
+@pytest.mark.parametrize("name", ["dbias naive", "dbias coalesced"])
+def test_dbias(name, order):
+    x, sums = integers((70, 64)), empty((64,), BF16)
+    run(name, order, x=x, sums=sums, rows=70, columns=64)
+    assert_same(sums, refops.quantize(x, refops.DelayedScaling(E4M3), dbias=True)[1])
+
+
+@pytest.mark.parametrize("name", naive.NAIVE)
+def test_each_fits_on_a_slide(name):
+    """Twenty lines of code, docstring apart; a coalesced kernel follows the naive one of its family."""
+    lines = inspect.getsource(naive.NAIVE[name].kernel).splitlines()
+    quotes = [i for i, line in enumerate(lines) if '"""' in line]
+    docstring = quotes[-1] - quotes[0] + 1 if quotes else 0
+    assert len(lines) - docstring <= 20
+    family, kind = name.rsplit(" ", 1)
+    names = list(naive.NAIVE)
+    assert kind == "naive" or names.index(f"{family} naive") == names.index(name) - 1
+
+
+COMPILE = """
+import json
+from cuda_kernels.compile_report import MissingToolError, measure, problems, to_ptx
+from cuda_kernels.launch import numba_type
+from cuda_kernels.naive import NAIVE
+found = {}
+try:
+    for name, row in NAIVE.items():
+        ptx = to_ptx(row.kernel, tuple(numba_type(one) for one in row.arguments.values()), (9, 0))
+        found[name] = problems(measure(ptx, (9, 0)))
+except MissingToolError as error:
+    found = {"missing": str(error)}
+print(json.dumps(found))
+"""
+
+
+def test_they_compile_without_spills_or_float64():
+    environment = {k: v for k, v in os.environ.items() if k != "NUMBA_ENABLE_CUDASIM"}
+    done = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    if "missing" in found:
+        pytest.skip(found["missing"])
+    assert found == {name: [] for name in naive.NAIVE}
