@@ -23,11 +23,15 @@ def ptx_of(function):
     return cuda.compile_ptx(scope["kernel"], numba.void(numba.types.CPointer(numba.float32)), cc=(9, 0))[0]
 
 
+def compile_for_cpu(function):
+    """Compile a formula of one argument for this machine."""
+    numba.njit("float32(float32)", error_model="numpy")(lambda x: function(x))
+
+
 def main():
     """Compile everything."""
     for name in ("silu", "gelu", "relu"):
-        formula = ACCURATE[name]
-        numba.njit("float32(float32)", error_model="numpy")(lambda x, formula=formula: formula(x))
+        compile_for_cpu(ACCURATE[name])
     functions = {
         "accurate": dict(ACCURATE),
         "fast": dict(FAST),
