@@ -18,7 +18,7 @@ Short names of outputs: data, scale_inv (or scale), amax stand for rowwise_data,
 
 import difflib
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -296,11 +296,11 @@ class Case:
             ValueError: no output, an unknown name, a shape that contradicts the operation.
             TypeError: a dtype that does.
         """
-        if isinstance(outputs, Quantized):
+        if isinstance(outputs, Quantized) or hasattr(outputs, "rowwise_data"):  # a kernel package's own result type
             theirs, ours = outputs.scaling, self.scaling
             if type(theirs) is not type(ours) or theirs.fmt != ours.fmt:
                 raise ValueError(f"outputs must be of the kind of {ours}; got a Quantized with {theirs}")
-            arrays = {f.name: getattr(outputs, f.name) for f in fields(outputs) if f.name in QUANTIZED_ARRAYS}
+            arrays = {name: getattr(outputs, name, None) for name in QUANTIZED_ARRAYS}
             outputs = {name: array for name, array in arrays.items() if array is not None}
         elif not isinstance(outputs, dict):
             if len(self.slots) > 1 and self.operation.kind not in ("activation_grad", "scaled_activation_grad"):

@@ -1,7 +1,7 @@
 """The cases of `gpu_check`: what is called on which arrays, and what the result must be.
 
 A case is a name and a function of (device, rng) that raises where a result is wrong. The same cases run on a GPU with
-torch tensors and, at smaller shapes, in the simulator with NumPy arrays. Inputs are drawn from `rng`, anew in every run.
+torch tensors and, at smaller shapes, in the simulator with NumPy arrays. Inputs come from `rng`, new in every run.
 """
 
 import sys
@@ -26,7 +26,9 @@ PARAMETERS = {
     "situglu": {"beta1": 0.5, "beta2": 3.0},
 }
 WITH_ROW_SCALES = ("swiglu", "situglu", "clamped_swiglu", "srelu")
-SPECIALS = np.array([0, 0x80000000, 0x7F800000, 0xFF800000, 0x7FC00000, 1, 0x80000001, 0x7F7F0000, 0x00800000], np.uint32)
+SPECIALS = np.array(
+    [0, 0x80000000, 0x7F800000, 0xFF800000, 0x7FC00000, 1, 0x80000001, 0x7F7F0000, 0x00800000], np.uint32
+)
 
 
 # --- devices ----------------------------------------------------------------------------------------
@@ -204,7 +206,9 @@ def quantize_cases():
             kind = ("whole", "ragged")[turn % 2] if layout != "misaligned" else "whole"
             yield quantize_case(name, kind, layout, DTYPES[turn % 3], directions[(turn // 2) % len(directions)])
         yield quantize_case(name, "ragged", "plain", DTYPES[(number + 1) % 3], directions[-1], special=True)
-        yield quantize_case(name, "ragged", "plain", DTYPES[number % 3], directions[number % len(directions)], dbias=True)
+        yield quantize_case(
+            name, "ragged", "plain", DTYPES[number % 3], directions[number % len(directions)], dbias=True
+        )
     for name in MAIN:
         for dtype in DTYPES:
             for directions in directions_of(SCALINGS[name]):
@@ -218,7 +222,9 @@ def quantize_cases():
 
 def fronts(device, rng, name, kind, dtype, fast, special):
     """(dy, x) of an activation."""
-    m, h = ((5, 32) if kind == "whole" else (3, 27)) if device.small else ((256, 512) if kind == "whole" else (131, 397))
+    m, h = (
+        ((5, 32) if kind == "whole" else (3, 27)) if device.small else ((256, 512) if kind == "whole" else (131, 397))
+    )
     width = 2 * h if gated(name) else h
     if fast:
         return draw_moderate(rng, (m, h), dtype), draw_moderate(rng, (m, width), dtype)
@@ -298,7 +304,9 @@ def activation_cases():
     for number, name in enumerate(BOTH):
         directions = directions_of(BOTH[name])[-1]
         for i, activation in enumerate(("swiglu", "gelu")):
-            yield fused_case(activation, name, ("whole", "ragged")[i], LAYOUTS[number % 2], DTYPES[number % 3], directions)
+            yield fused_case(
+                activation, name, ("whole", "ragged")[i], LAYOUTS[number % 2], DTYPES[number % 3], directions
+            )
     for number, name in enumerate(WITH_ROW_SCALES):
         for interleave in (0, 32) if gated(name) else (0,):
             yield scaled_case(name, DTYPES[number % 3], DTYPES[(number + 1) % 3], interleave)

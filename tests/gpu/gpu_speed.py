@@ -157,12 +157,20 @@ def naive_call(torch, name):
     row, device = NAIVE[name], Torch()
     shape = row.shape(ROWS, COLUMNS)
     make = partial(torch.zeros, device="cuda", dtype=torch.uint8)
-    sizes = {"codes": ROWS * COLUMNS, "rowwise": ROWS * COLUMNS, "columnwise": ROWS * COLUMNS, "scales": ROWS * COLUMNS // 32}
+    sizes = {
+        "codes": ROWS * COLUMNS,
+        "rowwise": ROWS * COLUMNS,
+        "columnwise": ROWS * COLUMNS,
+        "scales": ROWS * COLUMNS // 32,
+    }
     if name.startswith("nvfp4"):
         sizes |= {"codes": ROWS * COLUMNS // 2, "scales": ROWS * COLUMNS // 16}
     sizes |= {"y": 2 * ROWS * COLUMNS, "sums": 2 * COLUMNS}
     results = {n: make(sizes[n]) for n in row.arguments if n in sizes}
-    given = {"scale": torch.full((1,), 2.0, device="cuda"), "tensor_scales": torch.tensor([500.0, 0.002], device="cuda")}
+    given = {
+        "scale": torch.full((1,), 2.0, device="cuda"),
+        "tensor_scales": torch.tensor([500.0, 0.002], device="cuda"),
+    }
     fixed = results | given | {"rows": ROWS, "columns": COLUMNS}
 
     def call(x):
