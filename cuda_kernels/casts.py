@@ -11,11 +11,11 @@ from collections import namedtuple
 
 import numpy as np
 
-from cuda_kernels.simt import U16, U32, U64, F, as_f32, as_u32, device, ptx, select
+from cuda_kernels.simt import U16, U32, U64, F, as_f32, as_u32, device, maximum, ptx, select, smaller_magnitude
 
 SIGN, MAGNITUDE, INFINITE = U32(0x80000000), U32(0x7FFFFFFF), U32(0x7F800000)
 CANONICAL_NAN = U32(0x7FFFFFFF)
-TWO = F(2)
+TWO, SIX = F(2), F(6)
 
 
 # --- small floats -----------------------------------------------------------------------------------
@@ -109,6 +109,23 @@ e4m3_pair, e5m2_pair, e2m1_pair = make_pair(e4m3, 8), make_pair(e5m2, 8), make_p
 e3m2_pair, e2m3_pair = make_pair(e3m2, 8), make_pair(e2m3, 8)
 
 
+@device
+def e2m1_by_addition(x):
+    """E2M1 code in ten instructions, for GPUs that have none; a NaN must be positive, as arithmetic makes it there.
+
+    Adding 2^22 times the power of two at or below |x| rounds |x| to one mantissa bit and leaves 0 to 4 steps in the sum's
+    low bits; the exponent of the sum gives the two codes that each doubling adds.
+    """
+    m = smaller_magnitude(SIX, x)
+    power = as_f32(np.uint32(as_u32(maximum(F(1), m)) & INFINITE))
+    s = as_u32(power * F(2.0**22) + m)
+    code = np.uint32(np.uint32(np.uint32(s >> U32(22)) + s - U32(2)) & U32(7))
+    return np.uint32(code | np.uint32(np.uint32(as_u32(x) >> U32(28)) & U32(8)))
+
+
+e2m1_pair_by_addition = make_pair(e2m1_by_addition, 4)
+
+
 @ptx("cvt.rn.satfinite.e4m3x2.f32 $0, $2, $1;", "=h,f,f", U16, F, F)
 def e4m3_pair_instruction(low, high):
     """Two E4M3 codes in one instruction."""
@@ -136,8 +153,9 @@ def pairs_for(fmt, target):
     """
     if target is not None and fmt in ("e4m3", "e5m2") and target[:2] >= (8, 9):
         return {"e4m3": e4m3_pair_instruction, "e5m2": e5m2_pair_instruction}[fmt]
-    if target is not None and fmt == "e2m1" and target[0] >= 10 and target[2:] in (("a",), ("f",)):
-        return e2m1_pair_instruction
+    if target is not None and fmt == "e2m1":
+        native = target[0] >= 10 and target[2:] in (("a",), ("f",))
+        return e2m1_pair_instruction if native else e2m1_pair_by_addition
     return {"e4m3": e4m3_pair, "e5m2": e5m2_pair, "e3m2": e3m2_pair, "e2m3": e2m3_pair, "e2m1": e2m1_pair}[fmt]
 
 
