@@ -70,14 +70,18 @@ def test_decoders_give_every_code_its_value(name):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_pairs_are_two_codes(name):
-    """Also the versions with an instruction on a GPU: their meaning elsewhere is the same."""
+    """Also the versions for GPUs: their meaning elsewhere is the same, for NaN of the sign that a GPU makes."""
     low, high = X[:-1], X[1:]
     fmt = refops.FORMATS[name]
     expected = refops.encode(low, fmt).astype(np.uint16) | refops.encode(high, fmt).astype(np.uint16) << WIDTHS.get(
         name, 8
     )
     functions = {casts.pairs_for(name, target) for target in (None, (8, 0), (9, 0), (10, 0, "a"))}
-    assert len(functions) == (2 if name in ("e4m3", "e5m2", "e2m1") else 1)
+    assert len(functions) == {"e4m3": 2, "e5m2": 2, "e2m1": 3}.get(name, 1)
+    negative_nan = np.isnan(X) & np.signbit(X)  # no arithmetic on a GPU makes one
+    keep = ~(negative_nan[:-1] | negative_nan[1:])
+    np.testing.assert_array_equal(over_arrays(casts.pairs_for(name, None), np.uint16)(low, high), expected)
+    low, high, expected = low[keep], high[keep], expected[keep]
     for function in functions:
         np.testing.assert_array_equal(over_arrays(function, np.uint16)(low, high), expected)
 
@@ -98,7 +102,8 @@ def test_pairs_are_two_codes(name):
     ],
 )
 def test_instructions_only_where_the_gpu_has_them(name, target, native):
-    assert (casts.pairs_for(name, target) is not casts.pairs_for(name, None)) == native
+    without = {casts.pairs_for(name, None), casts.pairs_for(name, (8, 0))}
+    assert (casts.pairs_for(name, target) not in without) == native
 
 
 @pytest.mark.parametrize("name", HALVES)
