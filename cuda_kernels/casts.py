@@ -111,7 +111,7 @@ e3m2_pair, e2m3_pair = make_pair(e3m2, 8), make_pair(e2m3, 8)
 
 @device
 def e2m1_by_addition(x):
-    """E2M1 code in ten instructions, for GPUs that have none; a NaN must be positive, as arithmetic makes it there.
+    """E2M1 code in ten instructions, for GPUs without one. A NaN must be positive, as GPU arithmetic makes it.
 
     Adding 2^22 times the power of two at or below |x| rounds |x| to one mantissa bit and leaves 0 to 4 steps in the sum's
     low bits; the exponent of the sum gives the two codes that each doubling adds.
