@@ -35,7 +35,7 @@ kernel-report: $(INSTALLED)
 
 ## gpu-check   on a machine with a GPU: every kernel against the reference, compute-sanitizer, benchmark; one JSON
 gpu-check:
-	$(PYTHON) tests/gpu/gpu_check.py --json gpu_check.json
+	$(PYTHON) tests/gpu/gpu_check.py --json gpu-check.json --seconds 420
 
 ## oracle-score  the oracle's evidence: faults found and named, false alarms, other implementations' arrays, speed
 oracle-score: $(INSTALLED)

@@ -96,7 +96,8 @@ class TorchMemory(Memory):
     @staticmethod
     def holds(value):
         """Whether a value is a CUDA tensor."""
-        return type(value).__module__.split(".")[0] == "torch" and getattr(value, "is_cuda", False)
+        torch = sys.modules.get("torch")
+        return torch is not None and isinstance(value, torch.Tensor) and value.is_cuda
 
     @staticmethod
     def device_of(value):

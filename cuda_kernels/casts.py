@@ -113,8 +113,8 @@ e3m2_pair, e2m3_pair = make_pair(e3m2, 8), make_pair(e2m3, 8)
 def e2m1_by_addition(x):
     """E2M1 code in ten instructions, for GPUs without one. A NaN must be positive, as GPU arithmetic makes it.
 
-    Adding 2^22 times the power of two at or below |x| rounds |x| to one mantissa bit and leaves 0 to 4 steps in the sum's
-    low bits; the exponent of the sum gives the two codes that each doubling adds.
+    Adding 2^22 times the power of two at or below |x| rounds |x| to one mantissa bit and leaves 0 to 4 steps in the
+    sum's low bits; the exponent of the sum gives the two codes that each doubling adds.
     """
     m = smaller_magnitude(SIX, x)
     power = as_f32(np.uint32(as_u32(maximum(F(1), m)) & INFINITE))

@@ -34,3 +34,15 @@ def require_numba_cuda():
             f"numba.cuda is numba's own outdated copy (implementation {implementation!r}), numba-cuda is not installed "
             f"or was not activated: {INSTALL}. {ALTERNATIVE}."
         )
+
+
+@contextmanager
+def explain_linking():
+    """Turn a refusal of the linker into a `NoGPUError`: mostly an nvJitLink older than the NVVM that wrote the PTX."""
+    try:
+        yield
+    except Exception as error:  # cuda.core's linker errors have no public class
+        raise NoGPUError(
+            f"linking failed: {type(error).__name__}: {error}. PTX of a newer NVVM needs an nvJitLink as new: install "
+            "nvidia-nvvm and nvidia-nvjitlink of one CUDA release (pip install --upgrade 'numba-cuda[cu13]')."
+        ) from error

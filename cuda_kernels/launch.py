@@ -11,13 +11,15 @@ import ctypes
 import importlib
 import math
 import threading
+import warnings
 from functools import lru_cache
 
 import numpy as np
 
 from cuda_kernels import ptx_cache, simt
-from cuda_kernels.errors import explain_missing
+from cuda_kernels.errors import explain_linking, explain_missing
 from cuda_kernels.kernels import BAND, MX_COLUMNS, MX_ROWS, THREADS, TILE_ROWS
+from cuda_kernels.messages import announce
 from cuda_kernels.vectors import VECTOR
 
 #: Rows and columns must stay below this: the last block of a folded grid may reach past the end.
@@ -79,9 +81,12 @@ def numba_type(described):
 def compile_ptx(function, described, target):
     """Return the PTX of a kernel function for argument descriptions and a compute capability."""
     from numba import cuda
+    from numba.core.errors import NumbaIRAssumptionWarning
 
     signature = tuple(numba_type(one) for one in described)
-    text, _ = cuda.compile_ptx(function, signature, cc=target)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", NumbaIRAssumptionWarning)  # code that Numba lost, not a matter of style
+        text, _ = cuda.compile_ptx(function, signature, cc=target)
     return text
 
 
@@ -145,10 +150,14 @@ class Launcher:
             return self._kernels[key]
 
     def _compile(self, key, build, described):
-        core = self.core
-        text = ptx_cache.get(key, self.target, lambda: compile_ptx(build(self.target), described, self.target))
+        def translate():
+            announce(f"compiling a kernel for {architecture(self.target)}, once")
+            return compile_ptx(build(self.target), described, self.target)
+
+        core, text = self.core, ptx_cache.get(key, self.target, translate)
         options = core.LinkerOptions(arch=architecture(self.target))
-        cubin = core.Linker(core.ObjectCode.from_ptx(text.encode()), options=options).link("cubin")
+        with explain_linking():
+            cubin = core.Linker(core.ObjectCode.from_ptx(text.encode()), options=options).link("cubin")
         return cubin.get_kernel(ptx_cache.entry_name(text))
 
 

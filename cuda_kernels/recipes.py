@@ -317,11 +317,12 @@ def carrier(storage):
     return casts.STORAGES[storage].carrier if storage in casts.STORAGES else np.dtype(np.uint8)
 
 
+@cache
 def arguments_of(recipe):
     """Descriptions of the arguments of a recipe's kernel: each (kind, fields) of a tuple, a pointer or a number."""
     if isinstance(recipe, ScaledGradient):
         x, out, scales = (carrier(s) for s in (recipe.storage, recipe.out_storage, recipe.scales_storage))
-        return [tuple_of(Inputs, x=x, dy=x), pointer(out), pointer(scales)]
+        return tuple_of(Inputs, x=x, dy=x), pointer(out), pointer(scales)
     prologue = recipe.prologue
     x = second = carrier(prologue.storage)
     if prologue.kind == "decoded":
@@ -331,7 +332,7 @@ def arguments_of(recipe):
         arguments.append(_outputs_of(None if recipe.kernel == "mxfp8" else recipe.column))
     if recipe.kernel in ("band", "tile", "mxfp8"):
         arguments.append(pointer(np.float32))
-    return arguments
+    return tuple(arguments)
 
 
 def _outputs_of(key):

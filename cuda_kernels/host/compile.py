@@ -10,7 +10,6 @@ Compiling takes about a second a loop and logs a line, to stderr unless the prog
 """
 
 import hashlib
-import logging
 import os
 import pickle
 import shutil
@@ -29,31 +28,11 @@ from numba.core.compiler import CompileResult
 from numba.core.serialize import dumps
 from numba.extending import intrinsic
 
+from cuda_kernels.messages import announce
+
 PACKAGE = Path(__file__).resolve().parent.parent
 #: Days that machine code of other versions of the sources is kept.
 KEPT_DAYS = 30
-logger = logging.getLogger("cuda_kernels")
-
-
-class _StandardError(logging.StreamHandler):
-    """Writes to whatever sys.stderr is at that moment."""
-
-    def __init__(self):
-        logging.Handler.__init__(self)
-
-    @property
-    def stream(self):
-        return sys.stderr
-
-
-def _show_messages():
-    """Show compile messages unless the program has set the logger up itself."""
-    if not logger.handlers and logger.level == logging.NOTSET:
-        handler = _StandardError()
-        handler.setFormatter(logging.Formatter("cuda_kernels: %(message)s"))
-        logger.addHandler(handler)
-        logger.setLevel(logging.INFO)
-        logger.propagate = False
 
 
 @lru_cache(maxsize=1)
@@ -103,7 +82,7 @@ class DiskCache(NullCache):
             payload = pickle.loads(self._path(sig, target_context.codegen()).read_bytes())
             return CompileResult._rebuild(target_context, *payload)
         except Exception:  # no file, no home, or one that a crash cut short
-            logger.info("compiling %s for this CPU, once", self._name)
+            announce(f"compiling {self._name} for this CPU, once")
             return None
 
     def save_overload(self, sig, data):
@@ -132,7 +111,6 @@ def compiled(name, function, signature):
     Returns:
         The dispatcher, callable.
     """
-    _show_messages()
     dispatcher = numba.njit(nogil=True, error_model="numpy")(function)
     dispatcher._cache = DiskCache(name)
     dispatcher.compile(signature)

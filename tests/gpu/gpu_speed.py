@@ -141,6 +141,20 @@ def inputs_of(torch, kind):
     return randoms(torch, 2 * COLUMNS if kind == "gated" else COLUMNS, 2 if kind == "dy x" else 1)
 
 
+def warming_cases():
+    """Each operation on small tensors, as cases of `gpu_check`: the same kernels, whose PTX is on disk afterwards."""
+    for fast_math in (False, True):
+        for name, (kind, call) in operations(fast_math).items():
+
+            def run(device, rng, kind=kind, call=call):
+                width = 512 if "gated" in kind else 256
+                make = partial(device.torch.randn, device=device.device, dtype=device.torch.bfloat16)
+                given = [make((256, 256))] * kind.startswith("dy") + [make((256, width))]
+                assert all(bytes_of([one]) for one in tensors_in(call(*given)))
+
+            yield f"{name}{' fast' * fast_math}", run
+
+
 def measured(clock, call, inputs, rate):
     """Seconds, bytes and share of the copy's rate of a call."""
     moved = bytes_of(inputs[0]) + bytes_of(tensors_in(call(*inputs[0])))
@@ -149,7 +163,7 @@ def measured(clock, call, inputs, rate):
 
 
 def naive_call(torch, name):
-    """(kind of input, call) of a teaching kernel; `call` returns its results."""
+    """The call of a teaching kernel; it returns the kernel's results."""
     from gpu_cases import Torch
 
     from cuda_kernels.naive import NAIVE
@@ -178,7 +192,7 @@ def naive_call(torch, name):
         device.run(("naive", name), row.kernel, list(row.arguments.values()), values, *shape)
         return tuple(results.values())
 
-    return "gated" if name.startswith("swiglu") else "x", call
+    return call
 
 
 # --- what others would write ------------------------------------------------------------------------
@@ -257,15 +271,15 @@ def run(record, deadline):
     record.attempt("overheads", lambda: results.__setitem__("host us", overheads(torch, clock)))
     jobs = [("accurate", name, *job) for name, job in operations(False).items()]
     jobs += [("fast", name, *job) for name, job in operations(True).items()]
-    jobs += [("naive", name, None, name) for name in NAIVE]
-    jobs.sort(key=lambda job: str(job[2]))
+    jobs += [("naive", name, "gated" if name.startswith("swiglu") else "x", None) for name in NAIVE]
+    jobs.sort(key=lambda job: ("gated", "x", "dy x", "dy gated").index(job[2]))
     kept = None, None
     for group, name, kind, call in jobs:
         if time.monotonic() > deadline:
             record.skip(f"{group} {name}")
             continue
         if group == "naive":
-            kind, call = naive_call(torch, name)
+            call = naive_call(torch, name)
         if kept[0] != kind:
             kept = None, None
             torch.cuda.empty_cache()

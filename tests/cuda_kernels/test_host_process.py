@@ -1,0 +1,310 @@
+"""`cuda_kernels.host` in its process: threads, forks, the cache on disk, memory; seeded faults in a copy of it."""
+
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from test_host import ALL_SCALINGS, E4M3, MXFP8, F, assert_same, same_bits, tensor
+
+import refops
+from cuda_kernels import host
+from cuda_kernels.host import compile as compiling
+from cuda_kernels.host import threads
+
+ROOT = Path(__file__).parents[2]
+
+
+# --- threads ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def restored():
+    """The number of threads as it was, after the test."""
+    before = host.get_num_threads()
+    yield before
+    host.set_num_threads(before)
+
+
+def everything(x, dy, scales):
+    """Results of calls that are shared among threads in different ways, as bytes."""
+    q, dbias = host.activation_grad_quantize("silu", dy, x, MXFP8, columnwise=True, dbias=True)
+    current = host.quantize(x, ALL_SCALINGS["current"])
+    results = [q.rowwise_data, q.columnwise_data, q.columnwise_scale_inv, dbias, current.rowwise_data, host.amax(x)]
+    results += host.activation_grad("silu", dy, x, dbias=True) + host.scaled_activation_grad("srelu", dy, x, scales)
+    results += [host.hadamard_transform(x), host.encode(x, E4M3), host.dequantize(q)]
+    return b"".join(result.tobytes() for result in results)
+
+
+def test_no_result_depends_on_the_number_of_threads(restored):
+    x, dy, scales = tensor((700, 160)), tensor((700, 160), seed=1), tensor((700,), F, seed=2)
+    host.set_num_threads(1)
+    want = everything(x, dy, scales)
+    for n in (2, 3, 16):
+        host.set_num_threads(n)
+        assert host.get_num_threads() == n
+        assert everything(x, dy, scales) == want, n
+    for wrong in (0, -1, 1.5, True, None):
+        with pytest.raises((TypeError, ValueError), match="n must"):
+            host.set_num_threads(wrong)
+
+
+def test_different_calls_may_overlap_and_the_number_of_threads_may_change_meanwhile(restored):
+    inputs = [
+        (tensor((300 + 64 * i, 160)), tensor((300 + 64 * i, 160), seed=1), np.ones(300 + 64 * i, F)) for i in range(3)
+    ]
+    want, wrong, stop = [everything(*one) for one in inputs], [], threading.Event()
+
+    def call(i):
+        try:
+            wrong.extend(i for _ in range(8) if everything(*inputs[i]) != want[i])
+        except BaseException as error:
+            wrong.append(error)
+
+    def disturb():
+        n = 0
+        while not stop.is_set():
+            n += 1
+            host.set_num_threads(1 + n % 4)
+            time.sleep(0.01)
+
+    workers, other = [threading.Thread(target=call, args=(i,)) for i in range(3)], threading.Thread(target=disturb)
+    for thread in (*workers, other):
+        thread.start()
+    for thread in workers:
+        thread.join()
+    stop.set()
+    other.join()
+    assert not wrong
+
+
+@pytest.mark.parametrize("failing", [0, 1, 3])
+def test_an_exception_in_any_range_reaches_the_caller_after_all_ranges_ended(restored, failing):
+    host.set_num_threads(4)
+    ended = []
+
+    def work(first, last):
+        if first == failing:
+            raise ValueError(f"range {first}")
+        time.sleep(0.02)
+        ended.append(first)
+
+    with pytest.raises(ValueError, match=f"range {failing}"):
+        threads.share(work, 4)
+    assert sorted([*ended, failing]) == [0, 1, 2, 3]
+
+
+def test_flushed_subnormals_are_refused(restored):
+    torch = pytest.importorskip("torch")
+    host.set_num_threads(2)
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this CPU cannot flush subnormals")
+    try:
+        for shape in ((3, 5), (700, 160)):
+            with pytest.raises(RuntimeError, match="subnormals are flushed"):
+                host.quantize(np.ones(shape, F), MXFP8)
+    finally:
+        torch.set_flush_denormal(False)
+        host.set_num_threads(2)  # threads that were started meanwhile flush too
+    x = np.full((700, 160), 1e-42, F)
+    assert_same(host.quantize(x, MXFP8), refops.quantize(x, MXFP8))
+
+
+# --- processes --------------------------------------------------------------------------------------
+
+
+def python(code, *, folder=ROOT, **environment):
+    """Run code in a process of its own with the package of `folder`; return what it wrote to (stdout, stderr)."""
+    path = os.pathsep.join(map(str, (folder, ROOT / "tests" / "cuda_kernels", ROOT)))
+    environment = os.environ | {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"} | environment
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=folder, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout, done.stderr
+
+
+FORK = """
+import os, sys, numpy as np, refops
+from cuda_kernels import host
+host.set_num_threads(3)
+x, scaling = np.random.default_rng(0).standard_normal((700, 160), np.float32), refops.MXFP8Scaling(refops.E4M3)
+want = host.quantize(x, scaling).rowwise_data.tobytes()
+child = os.fork()
+same = host.quantize(x, scaling).rowwise_data.tobytes() == want
+if child == 0:
+    sys.exit(7 if same else 1)  # the usual way, with everything that runs at exit
+_, status = os.waitpid(child, 0)
+assert same and os.waitstatus_to_exitcode(status) == 7, status
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_forked_process_has_threads_of_its_own():
+    python(FORK)
+
+
+MEMORY = """
+import resource, sys, numpy as np, ml_dtypes, refops
+from cuda_kernels import host
+unit = 1 if sys.platform == "darwin" else 1024
+scaling, bf16 = refops.MXFP8Scaling(refops.E4M3), ml_dtypes.bfloat16
+x = np.empty((8192, 4096), bf16)
+x.view(np.uint16)[:] = 0x3FC0
+small, outputs = x[:512], 0
+q, _ = host.quantize(small, scaling, columnwise=True, dbias=True)
+host.dequantize(q, dtype=bf16), host.activation("silu", small)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+q, _ = host.quantize(x, scaling, columnwise=True, dbias=True)
+y, z = host.dequantize(q, dtype=bf16), host.activation("silu", x)
+grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit - before
+outputs = sum(a.nbytes for a in (q.rowwise_data, q.columnwise_data, q.rowwise_scale_inv, q.columnwise_scale_inv, y, z))
+assert outputs / 2 < grown < outputs + (8 << 20), (grown, outputs)
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no resource module")
+def test_memory_besides_outputs_does_not_grow_with_the_tensor():
+    python(MEMORY)
+
+
+# --- the cache on disk ------------------------------------------------------------------------------
+
+CACHED = """
+import logging, numpy as np, refops, cuda_kernels, sys
+from cuda_kernels import host
+assert cuda_kernels.__file__.startswith(sys.path[1] or sys.path[0]), (cuda_kernels.__file__, sys.path)
+if len(sys.argv) > 1:
+    logging.getLogger("cuda_kernels").setLevel("WARNING")
+print(host.encode(np.linspace(-9, 9, 999, dtype=np.float32), refops.E4M3).tobytes().hex())
+"""
+
+
+def copied(folder):
+    """A copy of the package in `folder`; returns its folder."""
+    shutil.copytree(ROOT / "cuda_kernels", folder / "cuda_kernels", ignore=shutil.ignore_patterns("__pycache__"))
+    return folder / "cuda_kernels"
+
+
+def edit(path, text, becomes):
+    """Change one place in a file."""
+    source = path.read_text()
+    assert text in source, f"{path.name} says it otherwise by now: {text}"
+    path.write_text(source.replace(text, becomes, 1))
+
+
+def test_machine_code_is_kept_until_a_source_changes(tmp_path):
+    package, cache = copied(tmp_path), tmp_path / "cache"
+    old = cache / "cuda_kernels" / "host-old"
+    old.mkdir(parents=True)
+    os.utime(old, (time.time() - 31 * 86400,) * 2)
+
+    def start():
+        return python(CACHED, folder=tmp_path, NUMBA_CACHE_DIR=str(cache))
+
+    want, said = start()
+    assert [line.split()[:2] for line in said.splitlines()] == [["cuda_kernels:", "compiling"]]
+    assert len(said) < 100 and not old.exists()
+    assert start() == (want, "")
+    for file in cache.rglob("*.nbc"):
+        file.write_bytes(file.read_bytes()[:100])  # as a crash would leave it
+    assert start() == (want, said)
+    assert start() == (want, "")
+    edit(package / "casts.py", "m + odd + np.uint32(", "m + np.uint32(")
+    other, again = start()
+    assert other != want and again == said, "a loop follows the scalar functions that it inlines"
+    assert start() == (other, "")
+
+
+def test_a_cache_that_cannot_be_written_and_a_program_that_wants_no_messages(tmp_path):
+    (tmp_path / "file").write_text("")
+    quiet = "import sys; sys.argv.append('quiet')\n" + CACHED
+    for _ in range(2):
+        said, errors = python(quiet, NUMBA_CACHE_DIR=str(tmp_path / "file" / "below"))
+        assert len(said) == 2 * 999 + 1 and errors == ""
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_the_cache_s_folder(monkeypatch, tmp_path):
+    monkeypatch.setattr("numba.config.CACHE_DIR", "")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert compiling.cache_directory() == tmp_path / "cuda_kernels"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", lambda: tmp_path / "home")
+    assert compiling.cache_directory() == tmp_path / "home" / ".cache" / "cuda_kernels"
+    monkeypatch.setattr("numba.config.CACHE_DIR", str(tmp_path / "given"))
+    assert compiling.cache_directory() == tmp_path / "given" / "cuda_kernels"
+
+
+# --- seeded faults ----------------------------------------------------------------------------------
+
+
+def check(x, scaling, **options):
+    """`quantize` and `dequantize` have the reference's bits; a probe of faults."""
+    mine, reference = (
+        host.quantize(x, scaling, dbias=True, **options),
+        refops.quantize(x, scaling, dbias=True, **options),
+    )
+    assert_same(mine[0], reference[0])
+    assert same_bits(mine[1], reference[1]), "dbias"
+    assert same_bits(host.dequantize(reference[0]), refops.dequantize(reference[0])), "dequantize"
+
+
+def judge(op, inputs, *arguments, scaling=None, **options):
+    """A call lies in the oracle's enclosure; a probe of faults."""
+    name = op.removeprefix("scaled_")
+    function = (
+        host.scaled_activation if name != op else host.activation if scaling is None else host.activation_quantize
+    )
+    mine = function(name, *inputs.values(), *([scaling] if scaling else []), **options)
+    mine = mine if scaling is None else {"rowwise_data": mine.rowwise_data, "rowwise_scale_inv": mine.rowwise_scale_inv}
+    refops.oracle.check(op, inputs, mine, scaling=scaling, params=options, diagnose=False).raise_for_mismatch()
+
+
+#: name -> a probe.
+PROBES = {
+    "mxfp8": "check(tensor((300, 72)), MXFP8)",
+    "sums": "check(tensor((300, 72), F), MXFP8)",
+    "current": "check(tensor((35, 4700), F), ALL_SCALINGS['current'])",
+    "nvfp4": "check(tensor((32, 64)), ALL_SCALINGS['nvfp4-1x16'])",
+    "stochastic": "check(tensor((32, 64)), ALL_SCALINGS['nvfp4-sr'], columnwise=True)",
+    "fused": "judge('silu', {'x': tensor((64, 64))}, scaling=MXFP8)",
+    "scaled": "judge('scaled_swiglu', {'x': tensor((3, 384)), 'row_scales': np.ones(3, F)}, glu_interleave_size=96)",
+    "threads": "threads.set_num_threads(3); check(tensor((700, 160)), MXFP8)",
+}
+#: file, text, what it becomes, the probe that finds it
+FAULTS = (
+    ("casts.py", "m + odd + np.uint32(", "m + odd + U32(1) - np.uint32(", "mxfp8"),
+    ("epilogues.py", "* (s_enc * ONE_SIXTH)", "* s_enc * ONE_SIXTH", "nvfp4"),
+    ("host/stages.py", "bits > INFINITE", "bits > MAGNITUDE", "current"),
+    ("host/stages.py", "row // PIECE_ROWS * out.inner + column", "column", "sums"),
+    ("host/backend.py", "m * (k // 16) if columnwise else 0", "0", "stochastic"),
+    ("host/backend.py", "if job.path.casts_rounded:", "if False:", "fused"),
+    ("host/prologues.py", "min(columns, g - column % g)", "min(columns, g)", "scaled"),
+    ("host/dequantize.py", "4 * (i % 2)", "4 * (1 - i % 2)", "nvfp4"),
+    ("host/threads.py", "range(1, parts)", "range(2, parts)", "threads"),
+)
+
+
+def probe(folder, cache, *names):
+    """Run probes on the copy in `folder`."""
+    code = "; ".join(
+        ["from test_host_process import *", f"assert {str(folder)!r} in host.__file__", *map(PROBES.get, names)]
+    )
+    python(code, folder=folder, NUMBA_CACHE_DIR=str(cache))
+
+
+def test_a_copy_without_a_fault_passes(tmp_path):
+    copied(tmp_path)
+    probe(tmp_path, tmp_path, *PROBES)
+
+
+@pytest.mark.parametrize(("file", "text", "becomes", "name"), FAULTS, ids=[f"{f[0]}-{f[3]}" for f in FAULTS])
+def test_a_fault_is_found(tmp_path, file, text, becomes, name):
+    edit(copied(tmp_path) / file, text, becomes)
+    with pytest.raises(AssertionError, match=r"AssertionError|MismatchError"):
+        probe(tmp_path, tmp_path, name)
