@@ -18,7 +18,9 @@ import functools
 import importlib
 import inspect
 
+from cuda_kernels.errors import explain_missing_numba
 from cuda_kernels.interface import Interface
+from refops.arguments import require_flag
 
 __all__ = [
     "activation",
@@ -40,8 +42,13 @@ __all__ = [
 
 def __getattr__(name):
     if name == "host":
-        return importlib.import_module("cuda_kernels.host")
+        with explain_missing_numba():
+            return importlib.import_module("cuda_kernels.host")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__():
+    return sorted({*globals(), *__all__})
 
 
 def _on_gpu(method):
@@ -49,9 +56,11 @@ def _on_gpu(method):
 
     @functools.wraps(method)
     def call(*args, fast_math=False, **options):
-        from cuda_kernels.arrays import memory_of
-        from cuda_kernels.gpu import GPU
-
+        with explain_missing_numba():
+            from cuda_kernels.arrays import memory_of
+            from cuda_kernels.gpu import GPU
+        require_flag(fast_math, "fast_math")
+        inspect.signature(method).bind(None, *args, **options)  # a missing argument is no question of devices
         position = 1 if takes_name else 0
         first = args[position] if len(args) > position else options.get(parameters[position])
         arrays = getattr(first, "arrays", None)

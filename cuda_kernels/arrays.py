@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from cuda_kernels import simt
-from cuda_kernels.errors import ALTERNATIVE
+from cuda_kernels.errors import ALTERNATIVE, explain_missing
 from refops.arguments import BFLOAT16, as_array, describe_array
 
 HIGH_PRECISION = ("float32", "float16", "bfloat16")
@@ -184,9 +184,10 @@ class InterfaceMemory(Memory):
     description = "an array with a CUDA array interface"
 
     def __init__(self, value):
-        from numba import cuda
+        with explain_missing():
+            from numba import cuda
 
-        self.cuda, self.device = cuda, cuda.get_current_device().id
+            self.cuda, self.device = cuda, cuda.get_current_device().id
 
     @staticmethod
     def holds(value):

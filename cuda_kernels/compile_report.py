@@ -480,7 +480,8 @@ def main(arguments=None):
         print(f"report: {error}", file=sys.stderr)
         return 2
     if not results:
-        print(f"report: no kernel's name has {options.kernel!r}", file=sys.stderr)
+        names = "; ".join(entry.name for entry in catalogue())
+        print(f"report: no kernel's name has {options.kernel!r}; names: {names}", file=sys.stderr)
         return 2
     if options.json:
         print(json.dumps([{**measured.as_dict(), "problems": wrong} for measured, wrong in results], indent=1))

@@ -32,8 +32,9 @@ from cuda_kernels.simt import (
 )
 from cuda_kernels.vectors import VECTOR, WARP, ZERO, make_store, multiply
 
-#: What 4over6 multiplies a scale with that maps the block's maximum to 4 instead of 6.
-ONE, FOUR = F(1), F(1.5)
+ONE = F(1)
+#: What 4over6 multiplies a scale with to map the block's maximum to 4 instead of 6.
+FOUR_FACTOR = F(1.5)
 FLT_MAX, INFINITE = F(np.finfo(np.float32).max), casts.INFINITE
 ONE_SIXTH = F(1) / F(6)
 
@@ -402,7 +403,7 @@ def make_row_errors(e4m3_max, mse):
     def errors(v, block_amax, amax, upper):
         s_enc = global_encode_scale(amax, top)
         six = sixteen(v, four_over_six_byte(block_amax, s_enc, ONE), s_enc, amax, upper)
-        return six, sixteen(v, four_over_six_byte(block_amax, s_enc, FOUR), s_enc, amax, upper)
+        return six, sixteen(v, four_over_six_byte(block_amax, s_enc, FOUR_FACTOR), s_enc, amax, upper)
 
     return errors
 
@@ -414,7 +415,7 @@ def make_store_choice(e4m3_max, scale_index, whole, target):
     @device
     def store(v, block_amax, four, amax, out, outer, inner, valid):
         s_enc = global_encode_scale(amax, top)
-        byte = four_over_six_byte(block_amax, s_enc, select(four, FOUR, ONE))
+        byte = four_over_six_byte(block_amax, s_enc, select(four, FOUR_FACTOR, ONE))
         if valid > 0 and (inner & 15) == 0:
             out.scales[scale_index(out, outer, inner >> 4)] = np.uint8(byte)
         values = multiply(v, encode_multiplier(byte, ONE / s_enc))

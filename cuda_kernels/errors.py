@@ -11,6 +11,20 @@ class NoGPUError(RuntimeError):
 
 
 @contextmanager
+def explain_missing_numba():
+    """Say what to install where Numba is missing."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name not in ("numba", "llvmlite"):
+            raise
+        raise ImportError(
+            "cuda_kernels needs Numba: pip install '.[host]' for CPUs, '.[gpu]' for GPUs (or '.[simulator]' with "
+            "NUMBA_ENABLE_CUDASIM=1 to run kernels as Python)"
+        ) from error
+
+
+@contextmanager
 def explain_missing():
     """Turn what a missing package or driver raises into a `NoGPUError` that says what to do."""
     try:

@@ -5,10 +5,12 @@ CPU, kernels on a GPU) computes; `Backend` lists what it must offer. Which value
 amax, the cast and the sum is read from `refops.ops.path_of`, and handed to the backend as a `Job`.
 """
 
+import inspect
 import math
 from dataclasses import dataclass
 from typing import Any
 
+import refops
 from cuda_kernels.operands import PARAMETERS, Front
 from refops.activations import DEFAULT_PARAMETERS, bind_activation
 from refops.arguments import require_choice, require_flag, require_integer, shown
@@ -374,6 +376,17 @@ class Interface:
         out = self.backend.empty(codes.shape, "float32")
         self.backend.decode(codes, fmt, out)
         return out
+
+
+def _with_the_reference_s_docstrings(interface):
+    """Let help() on a call show the arguments, results and errors, which are those of the call of the same name."""
+    for name, method in vars(interface).items():
+        reference = getattr(refops, name, None)
+        if reference is not None and not name.startswith("_"):
+            method.__doc__ = f"{method.__doc__}\n\n{inspect.getdoc(reference)}"
+
+
+_with_the_reference_s_docstrings(Interface)
 
 
 # --- checks -----------------------------------------------------------------------------------------

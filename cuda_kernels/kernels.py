@@ -4,7 +4,9 @@
     make_pair_kernel    the same for gated gradients, whose halves share what they read
     make_band_kernel    the same, and column sums (dbias): a thread owns 8 columns of 32 rows
     make_tile_kernel    both directions, columnwise copies transposed, or square blocks: a block of threads owns a tile
+    make_square_kernel  square blocks (128 x 128, 32 x 32, 16 x 16); make_square_choice_kernel: with 4over6
     make_mxfp8_kernel   MXFP8 columnwise, or both directions: 32 x 256 values in registers
+    make_scaled_gradient_kernel     gradients of row-scaled activations: a warp owns a row
 
 and small ones at the end: sums of partial sums, scales, swizzling. All take `Inputs` and `Outputs` tuples of pointers;
 offsets are 64-bit. Launch shapes are `launch`'s.
@@ -450,45 +452,56 @@ def make_mxfp8_kernel(prologue, row, byte_of, store_codes, scale_index, rounded,
     row_max, store_row, row_lanes = make_group_max(row.lanes), row.store, row.lanes
     sum_columns = MX_COLUMNS if dbias else 1
 
+    @device
+    def along_row(inputs, out, row, column):
+        valid = select(row < out.outer, I32(out.inner - column), I32(0))
+        exact = prologue(inputs, row, column, valid)
+        values = rounded(exact)
+        block_amax = row_max(amax(values)) if row_lanes else ZERO
+        store_row(values, block_amax, out, row, column, valid)
+        return values, exact
+
+    @device
+    def down_columns(out, values, multipliers, lane, row, column):
+        valid = select(row < out.outer, I32(out.inner - column), I32(0))
+        codes = scaled_by_column(values, multipliers, lane)
+        store_codes(codes, out.data, offset(row, out.inner, column), valid)
+
     @kernel
     def mxfp8_kernel(inputs, row_out, column_out, partial):
         maxima = cuda.shared.array((WARPS, MX_COLUMNS), np.float32)
         sums = cuda.shared.array((WARPS, sum_columns), np.float32)
         lane, warp = cuda.threadIdx.x & 31, cuda.threadIdx.x >> 5
         row0, column = first_row(MX_ROWS), I32(first_column(MX_COLUMNS) + lane * VECTOR)
-        rows, width = column_out.outer, column_out.inner
-        v = cuda.local.array((4, VECTOR), np.float32)
-        column_maxima, column_sums = ZEROS, ZEROS
-        for i in range(4):
-            r = I32(row0 + warp + WARPS * i)
-            valid = select(r < rows, I32(width - column), I32(0))
-            exact = prologue(inputs, r, column, valid)
-            values = rounded(exact)
-            block_amax = row_max(amax(values)) if row_lanes else ZERO
-            store_row(values, block_amax, row_out, r, column, valid)
-            column_maxima = larger(column_maxima, values, ZERO)
-            if dbias:
-                column_sums = add(column_sums, exact, ZERO)
-            for k in range(VECTOR):
-                v[i, k] = values[k]
-        for k in range(VECTOR):
-            maxima[warp, lane + 32 * k] = column_maxima[k]
-            if dbias:
-                sums[warp, lane + 32 * k] = column_sums[k]
+        row = I32(row0 + warp)
+        # Four rows, written out: registers have no index.
+        a, exact_a = along_row(inputs, row_out, row, column)
+        b, exact_b = along_row(inputs, row_out, I32(row + WARPS), column)
+        c, exact_c = along_row(inputs, row_out, I32(row + 2 * WARPS), column)
+        d, exact_d = along_row(inputs, row_out, I32(row + 3 * WARPS), column)
+        put_columns(maxima, warp, lane, larger(larger(larger(larger(ZEROS, a, ZERO), b, ZERO), c, ZERO), d, ZERO))
+        if dbias:
+            put_columns(sums, warp, lane, add(add(add(exact_a, exact_b, ZERO), exact_c, ZERO), exact_d, ZERO))
         cuda.syncthreads()
         finish_columns(maxima, sums, row0, byte_of, scale_index, column_out, partial, dbias)
         cuda.syncthreads()
-        for i in range(4):
-            r = I32(row0 + warp + WARPS * i)
-            valid = select(r < rows, I32(width - column), I32(0))
-            codes = scaled_by_column(v[i], maxima, lane)
-            store_codes(codes, column_out.data, offset(r, width, column), valid)
+        down_columns(column_out, a, maxima, lane, row, column)
+        down_columns(column_out, b, maxima, lane, I32(row + WARPS), column)
+        down_columns(column_out, c, maxima, lane, I32(row + 2 * WARPS), column)
+        down_columns(column_out, d, maxima, lane, I32(row + 3 * WARPS), column)
 
     return mxfp8_kernel
 
 
 #: The larger magnitude of each pair; NaN in the second is ignored.
 larger = make_map2(device(lambda x, y, p: larger_magnitude(x, y)))
+
+
+@device
+def put_columns(shared, warp, lane, v):
+    """Put eight columns' values where no two lanes share a bank: column 8 lane + k at lane + 32 k."""
+    for k in range(VECTOR):
+        shared[warp, lane + 32 * k] = v[k]
 
 
 @device

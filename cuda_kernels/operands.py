@@ -15,6 +15,8 @@ import numpy as np
 #:   limit ... beta2   the activations' parameters, float32
 #:   rows, width       M, and the columns of the activation's output
 #:   interleave        0, or g: rows are [act 0:g | gate 0:g | act g:2g | ...]
+#: To dequantize, the same fields hold: x the codes, dy the scales as stored, row_scales the amax, rows and width the
+#: matrix as it is stored, interleave the scales in a row.
 Inputs = namedtuple("Inputs", "x dy row_scales limit alpha glu_linear_offset beta1 beta2 rows width interleave")
 
 #: What an epilogue reads and fills, for one direction: rowwise copies have M as the outer dimension, transposed
@@ -26,7 +28,8 @@ Inputs = namedtuple("Inputs", "x dy row_scales limit alpha glu_linear_offset bet
 #:   random_bits       one byte an element, or unused
 #:   seed, offset      Philox key and counter; first_block: the number of the direction's first 16-element block
 #:   epsilon, largest_scale     float32: of block scaling the lower bound of amax and what an overflowing scale becomes;
-#:                     of delayed scaling the scale and its reciprocal
+#:                     of delayed scaling the scale and its reciprocal (first_block, under given 128 x 128 maxima: their
+#:                     row stride)
 #:   outer, inner      the matrix as this direction sees it
 #:   scale_stride      stored scales in a row of `scales`
 Outputs = namedtuple(

@@ -8,8 +8,13 @@ from the `valid`-th (valid <= 0: nothing is loaded). `inputs` is an `operands.In
     unary               f(x)
     gated               f(act) * gate(gate)                                 x is [act | gate], 2 * width wide
     unary_gradient      f'(x) * dy
-    act_gradient        (f'(act) * dy) * gate(gate)                         columns 0 to width of the gradient
-    gate_gradient       (gate'(gate) * dy) * f(act)                         columns width to 2 * width
+    both_gradients      (f'(act) * dy) * gate(gate)                         columns 0 to width of the gradient
+                        (gate'(gate) * dy) * f(act)                         columns width to 2 * width
+    pair_of_gradients   both of these from one read
+    decoded             codes times their scale, for dequantization
+
+`storage` is the dtype of what is read, `whole` says that rows are whole aligned vectors (see `vectors`), `p` in the
+functions of one element is `inputs`, which holds the activation's parameters.
 
 The order of operations is that of TE's `vectorized_pointwise.h`; with row scales that of `scaled_activation.cu`.
 """

@@ -2,7 +2,8 @@
 
 A vector is a tuple of eight float32. `load` and `store` functions come in two kinds: whole ones use 16-byte accesses,
 need bases aligned to 16 bytes and offsets divisible by 8; guarded ones go by element and take any address and
-fewer than eight valid elements.
+fewer than eight valid elements. `valid` counts the elements from here to the end of the row: it may be more than 8, or
+not positive, and then nothing is touched. Tuples are written out, not looped over: registers have no index.
 """
 
 import numpy as np

@@ -12,6 +12,11 @@ Loops are compiled on first use and kept on disk (`host.compile`). Calls share t
 (`set_num_threads`); results do not depend on how many there are.
 """
 
+from cuda_kernels import simt
+
+if simt.SIMULATED:
+    raise ImportError("cuda_kernels.host is compiled, but NUMBA_ENABLE_CUDASIM=1 asks for the simulator: unset it")
+
 from cuda_kernels.host.backend import HostBackend
 from cuda_kernels.host.threads import get_num_threads, set_num_threads
 from cuda_kernels.interface import Interface
