@@ -16,6 +16,7 @@ This is the only file that knows Numba's internals. Numbers: `F`, `U32`... make 
 float or int literal where a float32 or uint32 belongs would turn a kernel into float64 or int64 arithmetic.
 """
 
+import hashlib
 import inspect
 import os
 
@@ -72,16 +73,39 @@ else:
     from numba import cuda as cuda
     from numba.extending import overload
 
+    def named_by_content(function):
+        """Give a function a qualified name that says what it closes over, and return it.
+
+        Numba names machine code by the qualified name and a number that each process counts anew. Functions of one
+        factory that different processes kept on disk would share a symbol, and the first to be loaded would serve for
+        all.
+        """
+        function.__qualname__ = (
+            f"{function.__qualname__}_{hashlib.sha256(_content(function).encode()).hexdigest()[:12]}"
+        )
+        return function
+
+    def _content(value):
+        value = getattr(value, "py_func", value)
+        cells = getattr(value, "__closure__", None)
+        if callable(value) and hasattr(value, "__code__"):
+            kept = [_content(cell.cell_contents) for cell in cells or () if cell.cell_contents is not value]
+            return f"{value.__module__}.{value.__qualname__}({', '.join(kept)})"
+        if isinstance(value, tuple):
+            return f"({', '.join(map(_content, value))})"
+        return f"{value.dtype} {value.tobytes().hex()}" if isinstance(value, np.ndarray) else repr(value)
+
     def device(function):
         """A scalar helper: the Python function itself, compiled for whichever target calls it.
 
         Its calls are left to LLVM, which inlines them all: inlining in Numba's own representation loses variables that
         are assigned in branches.
         """
+        named_by_content(function)
         names = ", ".join(inspect.signature(function).parameters)
         choose = eval(f"lambda {names}: function", {"function": function})
         overload(function, target="cuda", jit_options={"forceinline": True})(choose)
-        overload(function, target="cpu", jit_options={"error_model": "numpy"})(choose)
+        overload(function, target="cpu", jit_options={"error_model": "numpy", "forceinline": True})(choose)
         return function
 
     def kernel(function):
@@ -102,7 +126,9 @@ else:
             exec(f"def choose_cuda({names}):\n    return on_cuda", scope)
             exec(f"def choose_cpu({names}):\n    return meaning", scope)
             overload(meaning, target="cuda")(scope["choose_cuda"])
-            overload(meaning, target="cpu", jit_options={"error_model": "numpy"})(scope["choose_cpu"])
+            overload(meaning, target="cpu", jit_options={"error_model": "numpy", "forceinline": True})(
+                scope["choose_cpu"]
+            )
             return meaning
 
         return decorate
@@ -150,7 +176,7 @@ else:
         return a if condition else b
 
     overload(select, target="cuda", jit_options={"forceinline": True})(lambda condition, a, b: _call_select_on_cuda)
-    overload(select, target="cpu")(lambda condition, a, b: _call_select_on_cpu)
+    overload(select, target="cpu", jit_options={"forceinline": True})(lambda condition, a, b: _call_select_on_cpu)
 
     def _call_select_on_cuda(condition, a, b):
         return _select_on_cuda(condition, a, b)

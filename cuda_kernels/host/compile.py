@@ -29,6 +29,7 @@ from numba.core.serialize import dumps
 from numba.extending import intrinsic
 
 from cuda_kernels.messages import announce
+from cuda_kernels.simt import named_by_content
 
 PACKAGE = Path(__file__).resolve().parent.parent
 #: Days that machine code of other versions of the sources is kept.
@@ -111,7 +112,7 @@ def compiled(name, function, signature):
     Returns:
         The dispatcher, callable.
     """
-    dispatcher = numba.njit(nogil=True, error_model="numpy")(function)
+    dispatcher = numba.njit(nogil=True, error_model="numpy")(named_by_content(function))
     dispatcher._cache = DiskCache(name)
     dispatcher.compile(signature)
     dispatcher.disable_compile()

@@ -30,13 +30,18 @@ from cuda_kernels.epilogues import (
 from cuda_kernels.host.compile import address_of
 from cuda_kernels.host.stages import magnitude_bits
 from cuda_kernels.host.tiles import STAGE
-from cuda_kernels.simt import U16, U32, U64, F, as_f32, as_u32, device, select
+from cuda_kernels.simt import U16, U32, U64, F, as_f32, as_u32, device, named_by_content, select
 
 ZERO, ONE = F(0), F(1)
 FP4_BLOCK = 16
 
 #: A part of a stage that is compiled as a function of its own and inlined by LLVM if it likes.
-routine = numba.njit(error_model="numpy", nogil=True)
+
+
+def routine(function):
+    """A helper that is called, not inlined; its machine code is kept with every loop that calls it."""
+    return numba.njit(error_model="numpy", nogil=True)(named_by_content(function))
+
 
 #: How a scaling finds its scales. Field, meaning:
 #:   tensor(out, outer)                     what all blocks share: the tensor's scale, of `outer` if row-scaled

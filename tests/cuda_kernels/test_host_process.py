@@ -308,12 +308,12 @@ PROBES = {
 #: file, text, what it becomes, the probe that finds it
 FAULTS = (
     ("casts.py", "m + odd + np.uint32(", "m + odd + U32(1) - np.uint32(", "mxfp8"),
-    ("epilogues.py", "* (s_enc * ONE_SIXTH)", "* s_enc * ONE_SIXTH", "nvfp4"),
+    ("epilogues.py", "amax * (s_enc * ONE_SIXTH)", "amax * (s_enc * ONE_SIXTH) * F(1.01)", "nvfp4"),
     ("host/stages.py", "bits > INFINITE", "bits > MAGNITUDE", "current"),
     ("host/stages.py", "row // PIECE_ROWS * out.inner + column", "column", "sums"),
     ("host/backend.py", "m * (k // 16) if columnwise else 0", "0", "stochastic"),
     ("host/backend.py", "if job.path.casts_rounded:", "if False:", "fused"),
-    ("host/prologues.py", "min(columns, g - column % g)", "min(columns, g)", "scaled"),
+    ("host/prologues.py", "return start, start + g, min", "return start, start + 2 * g, min", "scaled"),
     ("host/dequantize.py", "4 * (i % 2)", "4 * (1 - i % 2)", "nvfp4"),
     ("host/threads.py", "range(1, parts)", "range(2, parts)", "threads"),
 )
