@@ -12,15 +12,26 @@ from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 
+import refops
+
+
+@lru_cache(maxsize=1)
+def sources():
+    """Digest of the sources of this package and of refops, whose formats and settings become constants in the code."""
+    state = hashlib.sha256()
+    for package in (Path(__file__).parent, Path(refops.__file__).parent):
+        for path in sorted(package.rglob("*.py")):
+            state.update(str(path.relative_to(package)).encode())
+            state.update(path.read_bytes())
+    return state.hexdigest()
+
 
 @lru_cache(maxsize=1)
 def digest():
     """Digest of the sources and of the versions of Numba, numba-cuda and NVVM."""
     from importlib.metadata import PackageNotFoundError, version
 
-    state = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.rglob("*.py")):
-        state.update(path.read_bytes())
+    state = hashlib.sha256(sources().encode())
     for package in ("numba", "numba-cuda", "llvmlite", "numpy", "nvidia-nvvm"):
         with suppress(PackageNotFoundError):
             state.update(f"{package}{version(package)}".encode())
@@ -37,8 +48,10 @@ def get(key, target, make):
     """Return the PTX for a key (whose repr identifies it) and a target, made by `make` if it is not on disk."""
     name = hashlib.sha256(f"{key!r} {target!r}".encode()).hexdigest()[:32]
     path = folder() / f"{name}.ptx"
-    with suppress(OSError):
-        return path.read_text()
+    with suppress(OSError, UnicodeDecodeError):
+        text = path.read_text()
+        if text:  # an empty file is one that something broke
+            return text
     text = make()
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)

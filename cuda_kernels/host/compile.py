@@ -21,6 +21,7 @@ from pathlib import Path
 
 import llvmlite
 import numba
+import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core.caching import NullCache
@@ -28,22 +29,22 @@ from numba.core.compiler import CompileResult
 from numba.core.serialize import dumps
 from numba.extending import intrinsic
 
+from cuda_kernels import ptx_cache
 from cuda_kernels.messages import announce
 from cuda_kernels.simt import named_by_content
 
-PACKAGE = Path(__file__).resolve().parent.parent
+#: Numba's variables that change machine code.
+CODE_OPTIONS = ("NUMBA_OPT", "NUMBA_BOUNDSCHECK", "NUMBA_DEBUGINFO", "NUMBA_LOOP_VECTORIZE", "NUMBA_SLP_VECTORIZE")
 #: Days that machine code of other versions of the sources is kept.
 KEPT_DAYS = 30
 
 
 @lru_cache(maxsize=1)
 def source_digest():
-    """Digest of everything that machine code depends on besides its name: sources and compiler versions."""
-    digest = hashlib.sha256(f"{sys.version_info[:2]} {numba.__version__} {llvmlite.__version__}".encode())
-    for path in sorted(PACKAGE.rglob("*.py")):
-        digest.update(str(path.relative_to(PACKAGE)).encode())
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
+    """Digest of everything that machine code depends on besides its name: sources, compiler versions and options."""
+    versions = (sys.version_info[:2], numba.__version__, llvmlite.__version__, np.__version__)
+    options = sorted((name, value) for name, value in os.environ.items() if name in CODE_OPTIONS)
+    return hashlib.sha256(f"{versions} {options} {ptx_cache.sources()}".encode()).hexdigest()
 
 
 def cache_directory():
@@ -112,6 +113,8 @@ def compiled(name, function, signature):
     Returns:
         The dispatcher, callable.
     """
+    if numba.config.DISABLE_JIT:
+        raise RuntimeError("cuda_kernels.host is compiled code, but NUMBA_DISABLE_JIT=1 turns Numba off: unset it")
     dispatcher = numba.njit(nogil=True, error_model="numpy")(named_by_content(function))
     dispatcher._cache = DiskCache(name)
     dispatcher.compile(signature)

@@ -41,14 +41,24 @@ if hasattr(os, "register_at_fork"):
 def _shared_pool():
     global _pool
     with _lock:
-        if _pool is None:
-            _pool = ThreadPoolExecutor(_threads, thread_name_prefix="cuda_kernels")
-        return _pool
+        pool = _pool
+        if pool is None:
+            pool = _pool = ThreadPoolExecutor(_threads, thread_name_prefix="cuda_kernels")
+        return pool
 
 
 def require_subnormals():
     """Raise RuntimeError if this thread flushes float32 subnormals to zero: the check that refops makes."""
     for_each([], None)
+
+
+def _submitted(futures, work, cut):
+    """Hand a range to the pool; False where it takes no more: the interpreter is ending, or no thread can start."""
+    try:
+        futures.append(_shared_pool().submit(work, *cut))
+    except RuntimeError:
+        return False
+    return True
 
 
 def share(work, count, *, inline=False):
@@ -66,8 +76,11 @@ def share(work, count, *, inline=False):
         checked(0, count)
         return
     cuts = [count * i // parts for i in range(parts + 1)]
-    futures = [_shared_pool().submit(checked, *cuts[i : i + 2]) for i in range(1, parts)]
+    futures = []
     try:
+        for i in range(1, parts):
+            if not _submitted(futures, checked, cuts[i : i + 2]):
+                checked(*cuts[i : i + 2])
         checked(*cuts[:2])
     finally:
         errors = [future.exception() for future in futures]
