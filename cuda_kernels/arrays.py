@@ -20,7 +20,6 @@ from cuda_kernels.errors import ALTERNATIVE, explain_missing
 from refops.arguments import BFLOAT16, as_array, describe_array
 
 HIGH_PRECISION = ("float32", "float16", "bfloat16")
-ITEM_SIZES = {"float32": 4, "float16": 2, "bfloat16": 2, "uint8": 1, "int32": 4}
 
 
 @dataclass(frozen=True)

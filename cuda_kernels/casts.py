@@ -249,6 +249,9 @@ STORAGES = {
     "float16": Storage("float16", 2, np.dtype(np.uint16), widen_f16, narrow_f16, round_f16),
 }
 
+#: The largest finite value of each: what an overflowing scale of block scaling becomes.
+LARGEST_FINITE = {"float32": as_f32(U32(0x7F7FFFFF)), "bfloat16": as_f32(U32(0x7F7F0000)), "float16": F(65504)}
+
 
 # --- scales -----------------------------------------------------------------------------------------
 

@@ -225,23 +225,30 @@ def power_of_two_inverse(scale):
     return as_f32(select(bits == U32(0x7F000000), U32(0x400000), np.uint32(U32(0x7F000000) - bits)))
 
 
+def scale_mask(power_2):
+    """The bits of a scale that are kept: all, or sign and exponent, which rounds down to a power of two."""
+    return U32(0xFF800000 if power_2 else 0xFFFFFFFF)
+
+
+@device
+def fp8_scale(amax, limit, epsilon, largest, mask):
+    """limit / amax, its mantissa masked; `largest` where that overflows, 1 where amax is 0 or infinite."""
+    amax = select(amax < epsilon, epsilon, amax)
+    scale = limit / amax
+    scale = select(scale > FLT_MAX, largest, scale)
+    scale = as_f32(np.uint32(as_u32(scale) & mask))
+    return select((amax > ZERO) & (amax <= FLT_MAX), scale, ONE)
+
+
 def block_fp8(fmt, limit, square, power_2, whole, target):
     """FP8 with one float32 scale for 128 elements of a row, or for a square of 128 x 128."""
     store_codes, edge = make_store_codes(fmt, whole, target), 128
-    largest_code_value, mask = F(limit), U32(0xFF800000 if power_2 else 0xFFFFFFFF)
+    limit, mask = F(limit), scale_mask(power_2)
     inverse = power_of_two_inverse if power_2 else device(lambda scale: ONE / scale)
 
     @device
-    def encode_scale(amax, epsilon, largest):
-        amax = select(amax < epsilon, epsilon, amax)
-        scale = largest_code_value / amax
-        scale = select(scale > FLT_MAX, largest, scale)
-        scale = as_f32(np.uint32(as_u32(scale) & mask))
-        return select((amax > ZERO) & (amax <= FLT_MAX), scale, ONE)
-
-    @device
     def store(values, block_amax, out, outer, inner, valid):
-        scale = encode_scale(block_amax, out.epsilon, out.largest_scale)
+        scale = fp8_scale(block_amax, limit, out.epsilon, out.largest_scale, mask)
         if valid > 0 and (inner & 127) == 0:
             if square and (outer & 127) == 0:
                 out.scales[scale_row_major(out, outer >> 7, inner >> 7)] = inverse(scale)

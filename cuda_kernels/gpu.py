@@ -15,7 +15,7 @@ import numpy as np
 
 from cuda_kernels import kernels
 from cuda_kernels.arrays import HIGH_PRECISION, Array, memory_of
-from cuda_kernels.casts import STORAGES
+from cuda_kernels.casts import LARGEST_FINITE, STORAGES
 from cuda_kernels.interface import Backend, Operand
 from cuda_kernels.launch import (
     LARGEST_DIMENSION,
@@ -43,8 +43,6 @@ from refops.arguments import require_choice, require_flag, require_high_precisio
 from refops.formats import require_format
 from refops.quantization.layout import ceil_div
 from refops.scaling import FP8_FORMATS, BlockScaling, CurrentScaling, DelayedScaling, MXFP8Scaling
-
-LARGEST_VALUES = {"float32": np.finfo(np.float32).max, "float16": 65504.0, "bfloat16": 3.3895313892515355e38}
 
 
 class GPU(Backend):
@@ -108,12 +106,13 @@ class GPU(Backend):
         one_direction = recipe.kernel in ("row", "band")
         inner = front.width if recipe.prologue.part == "pair" else k
         lanes = 32 if recipe.row and "amax" in recipe.row[0] else 16
+        tiles = lambda: tile_grid(m, k, kernels.tile_columns(recipe.stage))  # noqa: E731
         grid, block = {
             "row": lambda: row_shape(m, inner, lanes),
             "band": lambda: band_shape(m, inner),
-            "tile": lambda: tile_grid(m, k, 64 if recipe.stage == "float32" else 128),
-            "square": lambda: tile_grid(m, k, 64 if recipe.stage == "float32" else 128),
-            "square choice": lambda: tile_grid(m, k, 64 if recipe.stage == "float32" else 128),
+            "tile": tiles,
+            "square": tiles,
+            "square choice": tiles,
             "mxfp8": lambda: mxfp8_grid(m, k),
         }[recipe.kernel]()
         if 0 in grid:
@@ -211,9 +210,9 @@ class GPU(Backend):
         self._tensor_amax(front, out)
         return out
 
-    def _tensor_amax(self, front, out, rounded=False):
+    def _tensor_amax(self, front, out):
         if 0 not in front.matrix_shape:
-            self._rows(front, ("amax",), {"amax": out}, rounded)
+            self._rows(front, ("amax",), {"amax": out}, False)
 
     # --- quantization -----------------------------------------------------------------------------
 
@@ -286,20 +285,18 @@ class GPU(Backend):
         elif not job.columnwise:
             self._column_sums(front, dbias, epilogue, row, sums_rounded=sums_rounded)
         else:
-            self._tiles(job, front, epilogue, epilogue, row, column, dbias=dbias, rounded=False)
+            self._tiles(job, front, epilogue, epilogue, row, column, dbias=dbias)
 
-    def _tiles(self, job, front, row_key, column_key, row, column, *, dbias=None, rounded, transform=None):
+    def _tiles(self, job, front, row_key, column_key, row, column, *, dbias=None, transform=None):
         """Run the tile kernel: columnwise copies transposed; sums of 128 rows each."""
         m, k = front.matrix_shape
-        exact = rounded or front.kind == "identity"
-        stage = front.storage if exact else "float32"
+        stage = front.storage if front.kind == "identity" else "float32"
         partial = None if dbias is None else self.empty((ceil_div(m, kernels.TILE_ROWS), k), "float32")
         recipe = self._recipe(
             "tile",
             front,
             row_key if job.rowwise and row is not None else None,
             column_key,
-            rounded=rounded,
             stage=stage,
             transform=transform,
             dbias=None if dbias is None else "exact",
@@ -385,7 +382,7 @@ class GPU(Backend):
             self._column_sums(front, job.dbias)
         if 0 in front.matrix_shape:
             return
-        largest = float(np.float32(LARGEST_VALUES[front.storage]))
+        largest = float(LARGEST_FINITE[front.storage])
         directions = direction_fields(job, epsilon=scaling.amax_epsilon, largest_scale=largest)
         row, column = directions["rowwise"], directions["columnwise"]
         key = ("block", scaling.fmt.name, scaling.block_dim == 2, scaling.power_2_scale)
@@ -397,9 +394,9 @@ class GPU(Backend):
             if job.rowwise:
                 self._rows(front, key, row, False, lanes=16)
             if job.columnwise:
-                self._tiles(job, front, None, key, None, column, rounded=False)
+                self._tiles(job, front, None, key, None, column)
         else:
-            self._tiles(job, front, key, key, row, column, rounded=False)
+            self._tiles(job, front, key, key, row, column)
 
     def _wide_squares(self, job, front, row, column):
         """128 x 128 blocks of float32: their maxima first, then each direction with them."""
@@ -412,7 +409,7 @@ class GPU(Backend):
         if job.rowwise:
             self._rows(front, (*key, False), row | given, False)
         if job.columnwise:
-            self._tiles(job, front, None, (*key, True), None, column | given, rounded=False)
+            self._tiles(job, front, None, (*key, True), None, column | given)
 
     def _nvfp4(self, job):
         scaling, fields = job.scaling, job.fields
@@ -443,7 +440,7 @@ class GPU(Backend):
             self._rows(front, key, row, False, lanes=2)
         else:
             transform = (scaling.sign_mask, False) if scaling.rht else None
-            self._tiles(job, front, key, key, row, column, rounded=False, transform=transform)
+            self._tiles(job, front, key, key, row, column, transform=transform)
 
     def _nvfp4_scales(self, scaling, *directions):
         """Replace each direction's amax by the tensor's scales (S_enc, S_dec)."""
@@ -471,7 +468,7 @@ class GPU(Backend):
         if job.columnwise:
             transform = (scaling.sign_mask, False) if scaling.rht else None
             column = {"amax": fields["amax_columnwise"]}
-            self._tiles(job, front, None, epilogue, None, column, rounded=False, transform=transform)
+            self._tiles(job, front, None, epilogue, None, column, transform=transform)
 
     def quantized(self, fields, scaling, shape, storage, swizzled):
         return Quantized(

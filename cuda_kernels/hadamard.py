@@ -50,6 +50,7 @@ def across(x, upper):
     return select(upper, other - x, x + other) * QUARTER + ZERO
 
 
+all_across = make_map(across)
 positive_zeros = make_map(device(lambda x, p: x + ZERO))
 
 
@@ -68,16 +69,7 @@ def make_hadamard(sign_mask, inverse=False):
     def transform(v, upper):
         mask = select(upper, high_mask, low_mask)
         b = butterflies(v if inverse else with_signs(v, mask))
-        c = (
-            across(b[0], upper),
-            across(b[1], upper),
-            across(b[2], upper),
-            across(b[3], upper),
-            across(b[4], upper),
-            across(b[5], upper),
-            across(b[6], upper),
-            across(b[7], upper),
-        )
+        c = all_across(b, upper)
         return positive_zeros(with_signs(c, mask), ZERO) if inverse else c
 
     return transform

@@ -3,7 +3,7 @@
     make_row_kernel     one direction; a thread owns 8 columns of one row
     make_pair_kernel    the same for gated gradients, whose halves share what they read
     make_band_kernel    the same, and column sums (dbias): a thread owns 8 columns of 32 rows
-    make_tile_kernel    both directions, columnwise copies transposed, or square blocks: a block of threads owns a tile
+    make_tile_kernel    both directions, columnwise copies transposed: a block of threads owns a tile
     make_square_kernel  square blocks (128 x 128, 32 x 32, 16 x 16); make_square_choice_kernel: with 4over6
     make_mxfp8_kernel   MXFP8 columnwise, or both directions: 32 x 256 values in registers
     make_scaled_gradient_kernel     gradients of row-scaled activations: a warp owns a row
@@ -15,7 +15,7 @@ offsets are 64-bit. Launch shapes are `launch`'s.
 import numpy as np
 
 from cuda_kernels import casts
-from cuda_kernels.epilogues import global_encode_scale
+from cuda_kernels.epilogues import fp8_scale, global_encode_scale
 from cuda_kernels.simt import (
     I32,
     I64,
@@ -153,6 +153,11 @@ def make_band_kernel(prologue, epilogue, rounded, sums_rounded):
 # --- both directions --------------------------------------------------------------------------------
 
 
+def tile_columns(stage):
+    """Columns of a tile: what fits 48 KiB of shared memory with 128 rows."""
+    return 64 if stage == "float32" else 128
+
+
 def make_stage(storage, columns):
     """Return (put, value, words): how a tile of `columns` columns lies in shared memory, `words` uint32 a row.
 
@@ -176,14 +181,14 @@ def make_stage(storage, columns):
 
     @device
     def put_pairs(tile, r, c, v):
-        tile[r, (c >> 1)] = pair(v[0], v[1])
+        tile[r, c >> 1] = pair(v[0], v[1])
         tile[r, (c >> 1) + 1] = pair(v[2], v[3])
         tile[r, (c >> 1) + 2] = pair(v[4], v[5])
         tile[r, (c >> 1) + 3] = pair(v[6], v[7])
 
     @device
     def value_of_pair(tile, r, c):
-        word = tile[r, (c >> 1)]
+        word = tile[r, c >> 1]
         return select((c & 1) == 1, high(word), low(word))
 
     return put_pairs, value_of_pair, columns // 2
@@ -242,7 +247,7 @@ def make_tile_kernel(prologue, row, column, rounded, stage, transform=no_transfo
         stage: dtype of the tile in shared memory, "float32" or a 16-bit one that holds the rounded values exactly.
         dbias: also write the column sums of each tile's 128 rows to `partial` (tiles, K), added in order.
     """
-    columns = 64 if stage == "float32" else 128
+    columns = tile_columns(stage)
     put, value, words = make_stage(stage, columns)
     _, down = make_readers(value)
     across, across_bits, row_step, row_steps, column_step, column_steps = tile_shape(columns)
@@ -295,7 +300,7 @@ def make_square_kernel(prologue, row, column, rounded, stage, transposed):
     Tiles as in `make_tile_kernel`. First all values go to shared memory and raise the maxima of their blocks, then each
     direction is cast with these maxima. `transposed` False (MXFP8) stores the columnwise copy along the rows as well.
     """
-    columns = 64 if stage == "float32" else 128
+    columns = tile_columns(stage)
     edge, edge_bits = row.block_rows, row.block_rows.bit_length() - 1
     if edge > columns:
         raise ValueError(f"a tile staged as {stage} is {columns} columns wide: too narrow for blocks of {edge}")
@@ -357,7 +362,7 @@ def make_square_choice_kernel(prologue, errors, store_row, store_column, rounded
     Args:
         errors, store_row, store_column: `epilogues.make_row_errors`; `epilogues.make_store_choice`, or None.
     """
-    columns = 64 if stage == "float32" else 128
+    columns = tile_columns(stage)
     put, value, words = make_stage(stage, columns)
     along, down = make_readers(value)
     across, across_bits, row_step, row_steps, column_step, column_steps = tile_shape(columns)
@@ -387,7 +392,7 @@ def make_square_choice_kernel(prologue, errors, store_row, store_column, rounded
             r = i * row_step + (thread >> across_bits)
             block_amax = as_f32(maxima[(r >> 4) * blocks_across + (c >> 4)])
             six, four = errors(along(tile, r, c), block_amax, amax_of_all, (c & 15) == 8)
-            sums[0, r, (c >> 4)], sums[1, r, (c >> 4)] = six, four
+            sums[0, r, c >> 4], sums[1, r, c >> 4] = six, four
         cuda.syncthreads()
         for i in range(row_steps):
             r = i * row_step + (thread >> across_bits)
@@ -642,11 +647,7 @@ def copy_one(source, target, index):
 @kernel
 def current_scale(amax, scale, limit, epsilon, power_2):
     """scale = limit / max(amax, epsilon), safe, and its reciprocal; `power_2` masks the mantissa. One thread."""
-    a = select(amax[0] < epsilon, epsilon, amax[0])
-    s = limit / a
-    s = select(s > FLT_MAX, FLT_MAX, s)
-    s = as_f32(np.uint32(as_u32(s) & power_2))
-    s = select((a > ZERO) & (a <= FLT_MAX), s, ONE)
+    s = fp8_scale(amax[0], limit, epsilon, FLT_MAX, power_2)
     scale[0], scale[1] = s, ONE / s
 
 

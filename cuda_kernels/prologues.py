@@ -23,8 +23,8 @@ import numpy as np
 
 from cuda_kernels import casts
 from cuda_kernels.activations import ACCURATE, FAST, functions_of
-from cuda_kernels.simt import I64, U32, F, device, offset, select
-from cuda_kernels.vectors import make_load, make_map, make_map2, make_map3, multiply
+from cuda_kernels.simt import I32, I64, U32, F, device, offset, select
+from cuda_kernels.vectors import by_element, make_load, make_map, make_map2, make_map3, multiply
 
 ONE, ZERO = F(1), F(0)
 
@@ -106,24 +106,6 @@ def gradient_maps(name, fast_math):
     return make_map3(act_part), make_map3(gate_part)
 
 
-def half_gradients(name, storage, whole, fast_math):
-    """Return the prologues (act_gradient, gate_gradient) of a gated gradient's halves, columns counted from 0."""
-    load, halves = make_load(storage, whole), make_halves(storage, whole, False)
-    act_part, gate_part = gradient_maps(name, fast_math)
-
-    @device
-    def act_gradient(inputs, row, column, valid):
-        act, gates = halves(inputs, row, column, valid)
-        return act_part(act, gates, load(inputs.dy, offset(row, inputs.width, column), valid), inputs)
-
-    @device
-    def gate_gradient(inputs, row, column, valid):
-        act, gates = halves(inputs, row, column, valid)
-        return gate_part(act, gates, load(inputs.dy, offset(row, inputs.width, column), valid), inputs)
-
-    return act_gradient, gate_gradient
-
-
 def pair_of_gradients(name, storage, whole, fast_math):
     """Return the prologue that gives both halves of a gated gradient at `column`: (act part, gate part)."""
     load, halves = make_load(storage, whole), make_halves(storage, whole, False)
@@ -140,56 +122,46 @@ def pair_of_gradients(name, storage, whole, fast_math):
 
 def both_gradients(name, storage, whole, fast_math):
     """Return the prologue of the whole gated gradient, 2 * width wide."""
-    act_gradient, gate_gradient = half_gradients(name, storage, whole, fast_math)
+    if not whole:
+        return guarded_gradients(name, storage, fast_math)
+    load, halves = make_load(storage, whole), make_halves(storage, whole, False)
+    act_part, gate_part = gradient_maps(name, fast_math)
 
     @device
     def prologue(inputs, row, column, valid):
-        if column < inputs.width:
-            return act_gradient(inputs, row, column, valid)
-        return gate_gradient(inputs, row, column - inputs.width, valid)
+        in_act = column < inputs.width
+        column = select(in_act, column, I32(column - inputs.width))
+        act, gates = halves(inputs, row, column, valid)
+        dy = load(inputs.dy, offset(row, inputs.width, column), valid)
+        if in_act:
+            return act_part(act, gates, dy, inputs)
+        return gate_part(act, gates, dy, inputs)
 
-    return prologue if whole else guarded_gradients(name, storage, fast_math)
+    return prologue
 
 
 def guarded_gradients(name, storage, fast_math):
     """Return `both_gradients` for any width: a vector may reach across the middle, so each element finds its place."""
     act_part, gate_part = gradient_maps(name, fast_math)
-    load = make_wrapped_load(storage)
+    widen = casts.STORAGES[storage].widen
+
+    @device
+    def wrapped(pointer, place, k, valid):
+        first, column, width = place
+        c = column + k
+        return widen(pointer[first + (c if c < width else c - width)]) if k < valid else ZERO
+
+    load = by_element(wrapped)
 
     @device
     def prologue(inputs, row, column, valid):
         width = inputs.width
-        act = load(inputs.x, I64(row) * (2 * width), column, width, valid)
-        gate = load(inputs.x, I64(row) * (2 * width) + width, column, width, valid)
-        dy = load(inputs.dy, I64(row) * width, column, width, valid)
+        act = load(inputs.x, (I64(row) * (2 * width), column, width), valid)
+        gate = load(inputs.x, (I64(row) * (2 * width) + width, column, width), valid)
+        dy = load(inputs.dy, (I64(row) * width, column, width), valid)
         return join(act_part(act, gate, dy, inputs), gate_part(act, gate, dy, inputs), width - column)
 
     return prologue
-
-
-def make_wrapped_load(storage):
-    """Return `load(pointer, first, column, width, valid)`: elements at columns modulo the width, one at a time."""
-    widen = casts.STORAGES[storage].widen
-
-    @device
-    def element(pointer, first, column, k, width, valid):
-        c = column + k
-        return widen(pointer[first + (c if c < width else c - width)]) if k < valid else ZERO
-
-    @device
-    def load(p, first, column, width, valid):
-        return (
-            element(p, first, column, 0, width, valid),
-            element(p, first, column, 1, width, valid),
-            element(p, first, column, 2, width, valid),
-            element(p, first, column, 3, width, valid),
-            element(p, first, column, 4, width, valid),
-            element(p, first, column, 5, width, valid),
-            element(p, first, column, 6, width, valid),
-            element(p, first, column, 7, width, valid),
-        )
-
-    return load
 
 
 @device
@@ -293,22 +265,7 @@ def make_load_codes(fmt, packed):
     def nibble(pointer, i, k, valid):
         return decode(np.uint32(np.uint32(pointer[(i + k) // 2]) >> U32(4 * (k % 2))) & U32(15)) if k < valid else ZERO
 
-    element = nibble if packed else byte
-
-    @device
-    def load(p, i, n):
-        return (
-            element(p, i, 0, n),
-            element(p, i, 1, n),
-            element(p, i, 2, n),
-            element(p, i, 3, n),
-            element(p, i, 4, n),
-            element(p, i, 5, n),
-            element(p, i, 6, n),
-            element(p, i, 7, n),
-        )
-
-    return load
+    return by_element(nibble if packed else byte)
 
 
 def decoded(fmt, scale_of):
@@ -381,22 +338,16 @@ def decoded_mx_columns(fmt):
     load, scaled_values = make_load_codes(fmt, packed=False), make_map2(device(lambda code, scale, p: code * scale))
 
     @device
-    def scale(inputs, row, column, k, valid):
+    def scale(inputs, place, k, valid):
+        row, column = place
         i = offset(row >> 5, inputs.interleave, column + k)
         return casts.e8m0_value(np.uint32(inputs.dy[i])) if k < valid else ONE
 
+    scales_of = by_element(scale)
+
     @device
     def prologue(inputs, row, column, valid):
-        scales = (
-            scale(inputs, row, column, 0, valid),
-            scale(inputs, row, column, 1, valid),
-            scale(inputs, row, column, 2, valid),
-            scale(inputs, row, column, 3, valid),
-            scale(inputs, row, column, 4, valid),
-            scale(inputs, row, column, 5, valid),
-            scale(inputs, row, column, 6, valid),
-            scale(inputs, row, column, 7, valid),
-        )
-        return scaled_values(load(inputs.x, offset(row, inputs.width, column), valid), scales, ZERO)
+        values = load(inputs.x, offset(row, inputs.width, column), valid)
+        return scaled_values(values, scales_of(inputs, (row, column), valid), ZERO)
 
     return prologue

@@ -87,9 +87,27 @@ def make_map3(function):
     return mapped
 
 
+def by_element(element):
+    """Return `gather(source, place, valid)`: element(source, place, k, valid) for k from 0 to 7."""
+
+    @device
+    def gather(s, i, n):
+        return (
+            element(s, i, 0, n),
+            element(s, i, 1, n),
+            element(s, i, 2, n),
+            element(s, i, 3, n),
+            element(s, i, 4, n),
+            element(s, i, 5, n),
+            element(s, i, 6, n),
+            element(s, i, 7, n),
+        )
+
+    return gather
+
+
 multiply = make_map(device(lambda x, factor: x * factor))
 add = make_map2(device(lambda x, y, p: x + y))
-times = make_map2(device(lambda x, y, p: x * y))
 
 
 # --- memory -----------------------------------------------------------------------------------------
@@ -139,18 +157,7 @@ def make_load(storage, whole):
         def element(pointer, i, k, valid):
             return widen(pointer[i + k]) if k < valid else ZERO
 
-        return device(
-            lambda p, i, n: (
-                element(p, i, 0, n),
-                element(p, i, 1, n),
-                element(p, i, 2, n),
-                element(p, i, 3, n),
-                element(p, i, 4, n),
-                element(p, i, 5, n),
-                element(p, i, 6, n),
-                element(p, i, 7, n),
-            )
-        )
+        return by_element(element)
     if storage == "float32":
 
         @device

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from cuda_kernels.casts import LARGEST_FINITE
 from cuda_kernels.host import arrays, dequantize, epilogues, pointwise, rows, stages, tiles
 from cuda_kernels.host.arrays import DTYPES, NO_BYTES, NO_FLOATS, NO_WORDS, as_bytes
 from cuda_kernels.host.prologues import prologue_for
@@ -21,8 +22,6 @@ SMALL = 1 << 15
 #: and `BLOCKS` store codes transposed, 64 or 128 in a run. At most 512 KiB, and wide: memory is read and written in
 #: long runs, and what a row costs besides its elements counts less.
 WIDE, BOTH, TALL, BLOCKS = (8, 4096), (32, 4096), (64, 2048), (128, 1024)
-#: What an overflowing scale of block scaling becomes: the largest value of the input's dtype.
-LARGEST_SCALE = {"float32": F(np.finfo(F).max), "float16": F(65504), "bfloat16": F(3.3895313892515355e38)}
 
 _NOTHING = Outputs(
     data=NO_BYTES,
@@ -304,7 +303,7 @@ def _quantize_blocks(pipeline, job):
             scales=as_bytes(scales),
             scale_stride=scales.shape[1],
             epsilon=F(scaling.amax_epsilon),
-            largest_scale=LARGEST_SCALE[job.front.storage],
+            largest_scale=LARGEST_FINITE[job.front.storage],
         )
     pipeline.run()
 

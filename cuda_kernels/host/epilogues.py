@@ -17,13 +17,14 @@ import numpy as np
 
 from cuda_kernels import casts
 from cuda_kernels.epilogues import (
-    FLT_MAX,
     block_byte,
     encode_multiplier,
     four_over_six_byte,
+    fp8_scale,
     global_encode_scale,
     make_e8m0_byte,
     scale_block_major,
+    scale_mask,
     scale_row_major,
     scale_swizzled,
 )
@@ -35,11 +36,9 @@ from cuda_kernels.simt import U16, U32, U64, F, as_f32, as_u32, device, named_by
 ZERO, ONE = F(0), F(1)
 FP4_BLOCK = 16
 
-#: A part of a stage that is compiled as a function of its own and inlined by LLVM if it likes.
-
 
 def routine(function):
-    """A helper that is called, not inlined; its machine code is kept with every loop that calls it."""
+    """A part of a stage that is compiled as a function of its own and inlined by LLVM if it likes."""
     return numba.njit(error_model="numpy", nogil=True)(named_by_content(function))
 
 
@@ -78,21 +77,6 @@ def mx_scales(fmt, limit, mantissa_bits, rounding):
         return np.uint8(byte), casts.e8m0_multiplier(byte)
 
     return Scales(unused, block, np.uint8)
-
-
-@device
-def fp8_scale(amax, limit, epsilon, largest, mask):
-    """limit / amax, its mantissa masked; `largest` where that overflows, 1 where amax is 0 or infinite."""
-    amax = select(amax < epsilon, epsilon, amax)
-    scale = limit / amax
-    scale = select(scale > FLT_MAX, largest, scale)
-    scale = as_f32(np.uint32(as_u32(scale) & mask))
-    return select((amax > ZERO) & (amax <= FLT_MAX), scale, ONE)
-
-
-def scale_mask(power_2):
-    """The bits of a scale that are kept: all, or sign and exponent."""
-    return U32(0xFF800000 if power_2 else 0xFFFFFFFF)
 
 
 def block_scales(limit, power_2):

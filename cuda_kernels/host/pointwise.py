@@ -9,9 +9,9 @@ import numpy as np
 from numba import types
 
 from cuda_kernels import casts
+from cuda_kernels.epilogues import fp8_scale, scale_mask
 from cuda_kernels.host.arrays import NO_BYTES, as_array, as_bytes
 from cuda_kernels.host.compile import compiled
-from cuda_kernels.host.epilogues import fp8_scale, scale_mask
 from cuda_kernels.host.threads import share
 from cuda_kernels.host.tiles import BYTES
 from cuda_kernels.simt import U32, F, as_f32, as_u32, device

@@ -9,9 +9,10 @@ from functools import cache, lru_cache
 import numpy as np
 
 from cuda_kernels.casts import INFINITE, MAGNITUDE, STORAGES
+from cuda_kernels.hadamard import signed
 from cuda_kernels.host.compile import address_of
 from cuda_kernels.host.tiles import PIECE_ROWS, SPAN, STAGE
-from cuda_kernels.simt import U32, F, as_f32, as_u32, device, select
+from cuda_kernels.simt import U32, F, as_u32, device, select
 
 HADAMARD = 16
 QUARTER, ZERO = F(0.25), F(0)
@@ -101,12 +102,6 @@ def maxima(axis):
 
     function = {"tensor": tensor, "rows": of_rows, "columns": of_columns}[axis]
     return address_of(f"amax-{axis}", function, STAGE)
-
-
-@device
-def signed(x, mask, i):
-    """x with its sign changed where bit `i` of the mask is set."""
-    return as_f32(np.uint32(as_u32(x) ^ np.uint32(np.uint32(np.uint32(mask >> U32(i)) & U32(1)) << U32(31))))
 
 
 @cache

@@ -60,10 +60,10 @@ def test_prologues(whole):
     place = {"column": column, "width": width}
     assert indices(prologues.gated("reglu", *bf16, False), **place) == (two, [])
     dy = [LAST * width + column + k for k in steps]
-    for half in prologues.half_gradients("reglu", *bf16, False):
-        assert indices(half, **place) == (two, dy)
-    got = indices(prologues.both_gradients("reglu", *bf16, False), column=column + width, width=width)
-    assert [sorted(i) for i in got] == [sorted(two), sorted(dy)]
+    assert indices(prologues.pair_of_gradients("reglu", *bf16, False), **place) == (two, dy)
+    for half in (column, column + width):
+        got = indices(prologues.both_gradients("reglu", *bf16, False), column=half, width=width)
+        assert [sorted(i) for i in got] == [sorted(two), sorted(dy)]
     g = 32
     first = LAST * 2 * width + column // g * 2 * g + column % g
     alternating = [first + k for k in steps] + [first + g + k for k in steps]
