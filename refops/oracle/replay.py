@@ -21,7 +21,7 @@ from refops.quantization import mxfp8, nvfp4
 from refops.quantization.block import LARGEST_SCALE
 from refops.quantization.hadamard import transform_groups
 from refops.quantization.layout import block_amax, block_view, ceil_div, pad_to_blocks
-from refops.quantization.per_tensor import FLT_MAX
+from refops.quantization.per_tensor import FLT_MAX, quieted
 from refops.rounding import philox_bytes, stored
 from refops.scaling import BlockScaling, DelayedScaling, MXFP8Scaling, NVFP4Scaling
 from refops.tiles import SUM_CHUNK, Matrix, column_chunks, row_sum, sum_in_order
@@ -795,7 +795,7 @@ class UpdateKernel(Kernel):
         if callable(self.algorithm):
             made = np.asarray(self.algorithm(np.asarray(self.case.inputs["amax_history"])))
             return made.reshape(self.scale.shape).astype(F)
-        return np.fmax.reduce(history, axis=0) if self.algorithm == "max" else history[0]
+        return np.fmax.reduce(quieted(history), axis=0) if self.algorithm == "max" else history[0]
 
     def roll(self, history):
         """Stage: the history moved by one, row 0 cleared."""

@@ -134,7 +134,7 @@ def update_delayed_scale(amax_history, scale, fmt, *, margin=0, algorithm="max",
     if callable(algorithm):
         amax = call_algorithm(algorithm, np.asarray(amax_history), scale.size)
     else:
-        amax = np.fmax.reduce(history, axis=0) if algorithm == "max" else newest
+        amax = np.fmax.reduce(quieted(history), axis=0) if algorithm == "max" else newest
     rolled = np.concatenate([np.zeros_like(history[:1]), history[2:], history[:1]])[: len(history)]
     unused = (newest == 0) & keep_unused & (not callable(algorithm))
     with np.errstate(all="ignore"):
@@ -143,6 +143,12 @@ def update_delayed_scale(amax_history, scale, fmt, *, margin=0, algorithm="max",
     usable = np.isfinite(amax) & (amax > 0) & ~unused
     new_scale = np.where(usable, fresh, scale).astype(np.float32)
     return np.where(unused, history, rolled).reshape(np.shape(amax_history)), new_scale.reshape(shape)[()]
+
+
+def quieted(history):
+    """The history with quiet NaNs: `np.fmax` passes a signalling one on, or not, by its place in the array."""
+    with np.errstate(invalid="ignore"):
+        return history + F(0)
 
 
 def check_history(amax_history, scale):

@@ -91,6 +91,17 @@ def test_columns_are_independent(keep_unused):
             assert_same_bits(together[1][column : column + 1], alone[1].reshape(1))
 
 
+@pytest.mark.parametrize("nan", [0x7FC00000, 0x7F800001, 0xFFC00000], ids=hex)
+def test_a_nan_of_any_kind_is_ignored_in_any_column(nan):
+    """np.fmax drops what stands before a signalling NaN, or not, by its place in the array."""
+    column = np.array([nan, 0x40000000, 0], np.uint32).view(F)[:, None]
+    for rows in ([0, 1, 2], [1, 0, 2], [1, 2, 0]):
+        for columns in (1, 3, 40):
+            history = np.repeat(column[rows], columns, axis=1)
+            _, scale = update_delayed_scale(history, np.full(columns, 7, F), E4M3, keep_unused=False)
+            assert (scale == 224).all()
+
+
 @pytest.mark.parametrize("history_shape", [(4,), (4, 1), (4, 3), (1, 3), (1,), (4, 0)])
 def test_shapes_are_kept(history_shape):
     scale_shape = history_shape[1:]

@@ -5,7 +5,7 @@ import numpy as np
 from refops.formats import E4M3, E5M2
 from refops.oracle.conventions.registry import computing
 from refops.oracle.replay import UpdateKernel, power_of_two_below
-from refops.quantization.per_tensor import FLT_MAX
+from refops.quantization.per_tensor import FLT_MAX, quieted
 
 F = np.float32
 
@@ -155,7 +155,7 @@ def scale_from_old_history(kernel, choice):
         "last": "the last row of the history",
     }[choice]
     kernel.amax = {
-        "older": lambda history: np.fmax.reduce(history[1:], axis=0),
+        "older": lambda history: np.fmax.reduce(quieted(history[1:]), axis=0),
         "second": lambda history: history[1],
         "last": lambda history: history[-1],
     }[choice]
