@@ -26,6 +26,7 @@ from llvmlite import ir
 from numba import types
 from numba.core.caching import NullCache
 from numba.core.compiler import CompileResult
+from numba.core.compiler_lock import global_compiler_lock
 from numba.core.serialize import dumps
 from numba.extending import intrinsic
 
@@ -37,6 +38,13 @@ from cuda_kernels.simt import named_by_content
 CODE_OPTIONS = ("NUMBA_OPT", "NUMBA_BOUNDSCHECK", "NUMBA_DEBUGINFO", "NUMBA_LOOP_VECTORIZE", "NUMBA_SLP_VECTORIZE")
 #: Days that machine code of other versions of the sources is kept.
 KEPT_DAYS = 30
+
+if hasattr(os, "register_at_fork"):  # a process forked while another thread compiles would find the lock held for ever
+    os.register_at_fork(
+        before=global_compiler_lock.acquire,
+        after_in_parent=global_compiler_lock.release,
+        after_in_child=global_compiler_lock.release,
+    )
 
 
 @lru_cache(maxsize=1)
@@ -115,10 +123,11 @@ def compiled(name, function, signature):
     """
     if numba.config.DISABLE_JIT:
         raise RuntimeError("cuda_kernels.host is compiled code, but NUMBA_DISABLE_JIT=1 turns Numba off: unset it")
-    dispatcher = numba.njit(nogil=True, error_model="numpy")(named_by_content(function))
-    dispatcher._cache = DiskCache(name)
-    dispatcher.compile(signature)
-    dispatcher.disable_compile()
+    with global_compiler_lock:
+        dispatcher = numba.njit(nogil=True, error_model="numpy")(named_by_content(function))
+        dispatcher._cache = DiskCache(name)
+        dispatcher.compile(signature)
+        dispatcher.disable_compile()
     return dispatcher
 
 
@@ -128,10 +137,11 @@ _addressed = []
 
 def address_of(name, function, signature):
     """Compile as `compiled` does and return the address of the machine code, for `call_address`."""
-    dispatcher = compiled(name, function, signature)
-    result = dispatcher.get_compile_result(signature)
-    _addressed.append(dispatcher)
-    return result.library.get_pointer_to_function(result.fndesc.llvm_cfunc_wrapper_name)
+    with global_compiler_lock:
+        dispatcher = compiled(name, function, signature)
+        result = dispatcher.get_compile_result(signature)
+        _addressed.append(dispatcher)
+        return result.library.get_pointer_to_function(result.fndesc.llvm_cfunc_wrapper_name)
 
 
 @intrinsic

@@ -1,19 +1,66 @@
 """Share a range of work among the CPU's cores.
 
-A pool of threads that lives as long as the process, shared by all callers; the calling thread takes part. Work is cut
-into equal ranges, so which thread does what never shows in a result. Compiled loops run without the GIL.
+Threads that live as long as the process, shared by all callers; the calling thread takes part. Work is cut into equal
+ranges, so which thread does what never shows in a result. Compiled loops run without the GIL.
+
+Work and its outcomes travel through `SimpleQueue`, threads are started by `_thread`: all of it C code, which a
+KeyboardInterrupt finds done or not begun. `ThreadPoolExecutor`, `Future` and `Thread.start` hold locks of Python code
+that an interrupt can leave locked for ever.
 """
 
+import _thread
+import atexit
 import os
-from concurrent.futures import ThreadPoolExecutor
-from threading import Lock
+from queue import SimpleQueue
 
 from refops.arguments import require_integer
 from refops.tiles import for_each
 
-_lock = Lock()
-_pool = None
 _threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class _Workers:
+    """Threads that take (work, range, outcomes) from `tasks`, and how many there are."""
+
+    def __init__(self):
+        self.tasks, self.started, self.ended = SimpleQueue(), [], False
+
+    def start(self, wanted):
+        """Have at least `wanted` threads; False where none can start, or the interpreter is ending."""
+        try:
+            while len(self.started) < wanted and not self.ended:
+                self.started.append(_thread.start_new_thread(_serve, (self.tasks,)))
+        except RuntimeError:
+            return False
+        return not self.ended
+
+    def end(self):
+        """Give no more work to threads: they stop when the interpreter does."""
+        self.ended = True
+
+
+def _serve(tasks):
+    while True:
+        work, first, last, outcomes = tasks.get()
+        try:
+            work(first, last)
+        except BaseException as error:
+            outcomes.put(error)
+        else:
+            outcomes.put(None)
+        del work, outcomes  # a caller's arrays are not kept until the next task
+
+
+def _new_workers():
+    """Start anew: at first, and in a forked process, which has no threads."""
+    global _workers
+    _workers = _Workers()
+
+
+_new_workers()
+atexit.register(lambda: _workers.end())
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_new_workers)
 
 
 def get_num_threads():
@@ -25,40 +72,11 @@ def set_num_threads(n):
     """Share the work of later calls among `n` threads; results do not depend on it. ValueError unless n >= 1."""
     global _threads
     _threads = require_integer(n, "n", low=1, high=1 << 16)
-    _forget_pool()
-
-
-def _forget_pool():
-    """Start anew with the next call: another number of threads, or a forked process, which has no threads."""
-    global _pool, _lock
-    _lock, _pool = Lock(), None
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_pool)
-
-
-def _shared_pool():
-    global _pool
-    with _lock:
-        pool = _pool
-        if pool is None:
-            pool = _pool = ThreadPoolExecutor(_threads, thread_name_prefix="cuda_kernels")
-        return pool
 
 
 def require_subnormals():
     """Raise RuntimeError if this thread flushes float32 subnormals to zero: the check that refops makes."""
     for_each([], None)
-
-
-def _submitted(futures, work, cut):
-    """Hand a range to the pool; False where it takes no more: the interpreter is ending, or no thread can start."""
-    try:
-        futures.append(_shared_pool().submit(work, *cut))
-    except RuntimeError:
-        return False
-    return True
 
 
 def share(work, count, *, inline=False):
@@ -71,18 +89,19 @@ def share(work, count, *, inline=False):
         require_subnormals()
         work(first, last)
 
+    require_subnormals()  # threads that are started now inherit the caller's mode
     parts = 1 if inline else min(_threads, count)
-    if parts <= 1:
+    if parts <= 1 or not _workers.start(parts - 1):
         checked(0, count)
         return
     cuts = [count * i // parts for i in range(parts + 1)]
-    futures = []
+    outcomes, handed, errors = SimpleQueue(), 0, []
     try:
         for i in range(1, parts):
-            if not _submitted(futures, checked, cuts[i : i + 2]):
-                checked(*cuts[i : i + 2])
+            _workers.tasks.put((checked, cuts[i], cuts[i + 1], outcomes))
+            handed += 1
         checked(*cuts[:2])
     finally:
-        errors = [future.exception() for future in futures]
+        errors.extend(outcomes.get() for _ in range(handed))
     for error in filter(None, errors):
         raise error

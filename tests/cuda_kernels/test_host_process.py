@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -146,6 +147,79 @@ assert same and os.waitstatus_to_exitcode(status) == 7, status
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 def test_a_forked_process_has_threads_of_its_own():
     python(FORK)
+
+
+FORK_WHILE_COMPILING = """
+import os, threading, time
+from numba import types
+from cuda_kernels.host.compile import compiled
+
+def compile_some():
+    for i in range(4):
+        compiled(f"sum-{i}", lambda a, i=i: a[i:].sum() + a.max(), types.float64(types.float64[::1]))
+
+thread, children = threading.Thread(target=compile_some), 0
+thread.start()
+while thread.is_alive():
+    time.sleep(0.1)
+    child = os.fork()
+    if child == 0:
+        compiled("one", lambda a: a + 1, types.int64(types.int64))
+        os._exit(7)
+    deadline = time.monotonic() + 60
+    while (done := os.waitpid(child, os.WNOHANG))[0] == 0 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    if done[0] == 0:
+        os.kill(child, 9)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(done[1]) == 7
+    children += 1
+assert children
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_process_forked_while_a_thread_compiles_can_compile(tmp_path):
+    python(FORK_WHILE_COMPILING, NUMBA_CACHE_DIR=str(tmp_path))
+
+
+INTERRUPT = """
+import os, random, signal, threading, time, numpy as np, refops
+from cuda_kernels import host
+
+host.set_num_threads(3)
+x, scaling = np.random.default_rng(0).standard_normal((256, 256), np.float32), refops.MXFP8Scaling(refops.E4M3)
+want = host.quantize(x, scaling).rowwise_data.tobytes()
+progress = [time.monotonic()]
+
+def watch():
+    while time.monotonic() - progress[0] < 20:
+        time.sleep(0.1)
+    os._exit(1)  # a call hangs
+
+threading.Thread(target=watch, daemon=True).start()
+signal.signal(signal.SIGALRM, signal.default_int_handler)
+random.seed(0)
+interrupts, end = 0, time.monotonic() + 4
+while time.monotonic() < end:
+    try:
+        signal.setitimer(signal.ITIMER_REAL, random.uniform(0.0001, 0.001))
+        while True:
+            host.quantize(x, scaling)
+    except KeyboardInterrupt:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        interrupts += 1
+    progress[0] = time.monotonic()
+    if interrupts % 100 == 0:
+        assert host.quantize(x, scaling).rowwise_data.tobytes() == want
+assert interrupts > 100, interrupts
+"""
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no interval timers here")
+def test_interrupts_at_any_moment_leave_later_calls_working():
+    """With `ThreadPoolExecutor` one in a few hundred left a lock behind, and a later call waited for ever."""
+    python(INTERRUPT)
 
 
 MEMORY = """
