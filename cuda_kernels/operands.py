@@ -3,11 +3,10 @@
 The same field names serve GPU kernels (fields are pointers), the simulator (checked pointers) and CPU code (arrays).
 """
 
+import math
 from collections import namedtuple
 from dataclasses import dataclass
 from typing import Any
-
-import numpy as np
 
 #: What a prologue reads. Field, meaning:
 #:   x, dy             the input (M, width, or 2 * width for gated activations), the output's gradient (M, width)
@@ -73,4 +72,4 @@ class Front:
     def matrix_shape(self):
         """(M, K) of the result."""
         *leading, k = self.tensor_shape
-        return int(np.prod(leading, dtype=np.int64)), k
+        return math.prod(leading), k

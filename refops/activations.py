@@ -13,7 +13,7 @@ is kept: gelu(-inf) is NaN, relu(NaN) is 0, a large finite x gives dgelu(x) = Na
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 
 import numpy as np
 
@@ -416,7 +416,18 @@ def bind_activation(name, params):
     """
     if not isinstance(name, str) or name not in ACTIVATIONS:
         raise ValueError(f"name must be one of {', '.join(ACTIVATIONS)}; got {shown(name)}")
-    activation = ACTIVATIONS[name]
+    if not params:
+        return _with_defaults(name)
+    return _bound(ACTIVATIONS[name], params)
+
+
+@cache
+def _with_defaults(name):
+    return _bound(ACTIVATIONS[name], {})
+
+
+def _bound(activation, params):
+    name = activation.name
     unknown = sorted(set(params) - set(activation.parameters))
     if unknown:
         takes = ", ".join(activation.parameters) or "none"

@@ -11,6 +11,7 @@ from refops.formats import require_codes
 DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16)} | {
     name: np.dtype(name) for name in ("float32", "float16", "uint8", "uint32")
 }
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 NO_BYTES, NO_FLOATS, NO_WORDS = np.empty(0, np.uint8), np.empty(0, np.float32), np.empty(0, np.uint32)
 
 
@@ -26,6 +27,8 @@ def as_bytes(array):
     """The elements of a C-contiguous array as flat uint8, sharing its memory."""
     if array.size == 0:
         return NO_BYTES
+    if array.flags.writeable:
+        return array.reshape(-1).view(np.uint8)
     return np.asarray(_Memory(array.ctypes.data, array.nbytes, array))
 
 
@@ -56,7 +59,10 @@ def as_array(value, name):
 
 def operand(array):
     """Return an array as a contiguous, aligned `Operand`."""
-    return Operand(np.require(array, requirements=["C", "A"]), array.shape, array.dtype.name)
+    flags = array.flags
+    if not (flags.c_contiguous and flags.aligned):
+        array = np.require(array, requirements=["C", "A"])
+    return Operand(array, array.shape, _NAMES.get(array.dtype) or array.dtype.name)
 
 
 def tensor_operand(value, name):

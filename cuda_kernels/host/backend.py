@@ -70,9 +70,11 @@ class Pipeline:
 
     def walk(self, prologue, inputs):
         """Walk over the matrix."""
-        (m, k), walk = self.front.matrix_shape, tiles.compiled_walk()
+        m, k = self.front.matrix_shape
         count = len(self.steps)
-        addresses, outs = zip(*self.steps, *[(0, _NOTHING)] * (tiles.STAGES - count), strict=True)
+        room = next(room for room in tiles.ROOM if room >= count)
+        walk = tiles.compiled_walk(room)
+        addresses, outs = zip(*self.steps, *[(0, _NOTHING)] * (room - count), strict=True)
 
         def work(first, last):
             walk(prologue, addresses, count, inputs, outs, m, k, *self.tile, first, last)

@@ -11,7 +11,7 @@ The matrix is cut into pieces of 128 rows x `SPAN` columns: what a thread takes 
 depends on how pieces are shared out.
 """
 
-from functools import lru_cache
+from functools import cache
 
 import numpy as np
 from numba import types
@@ -22,7 +22,7 @@ from cuda_kernels.operands import Inputs, Outputs
 #: Rows and columns of a piece. Column sums add 128 rows in order, then the sums of all pieces in order.
 PIECE_ROWS, SPAN = 128, 8192
 #: Stages that a walk has room for.
-STAGES = 6
+ROOM = (1, 3, 6)
 
 BYTES, FLOATS = types.Array(types.uint8, 1, "C"), types.Array(types.float32, 1, "C")
 WORDS = types.Array(types.uint32, 1, "C")
@@ -61,10 +61,8 @@ def walk(prologue, stages, count, inputs, outs, rows, columns, tile_rows, tile_c
                     call_address(stages[i], (tile, height, width, row, column, outs[i]))
 
 
-@lru_cache(maxsize=1)
-def compiled_walk():
-    """`walk`, compiled: the one loop that all operations share."""
-    signature = types.void(
-        _INT, types.UniTuple(_INT, STAGES), _INT, INPUTS, types.UniTuple(OUTPUTS, STAGES), *[_INT] * 6
-    )
-    return compiled("walk", walk, signature)
+@cache
+def compiled_walk(room):
+    """`walk`, compiled for tuples of `room` stages: the one loop that all operations share."""
+    signature = types.void(_INT, types.UniTuple(_INT, room), _INT, INPUTS, types.UniTuple(OUTPUTS, room), *[_INT] * 6)
+    return compiled(f"walk-{room}", walk, signature)
