@@ -7,8 +7,9 @@
 The calls, their results and their errors are those of `refops`. Arrays on a GPU may be torch tensors, CuPy or Numba
 arrays or anything with a CUDA array interface; results are of the same kind. Work goes to the current stream of the
 library on the array's device. `fast_math=True` takes approximate exponentials and reciprocals (at most 8 ulp of
-float32); scales and casts never change. With NUMBA_ENABLE_CUDASIM=1, set before the import, NumPy arrays go through the
-same kernels in a simulator.
+float32; a sigmoid below 2^-126 is flushed to 0, a gradient of infinity may be infinite where it is NaN); scales and
+casts never change. With NUMBA_ENABLE_CUDASIM=1, set before the import, NumPy arrays go through the same kernels in a
+simulator.
 
 The package imports from `refops` only descriptions (formats, settings, layouts, checks of arguments), never arithmetic:
 two implementations that share arithmetic cannot check each other.

@@ -13,7 +13,7 @@ from collections import namedtuple
 import numpy as np
 
 from cuda_kernels.elementary import exp, fast_exp, fast_reciprocal, reciprocal, tanh
-from cuda_kernels.simt import U32, F, as_f32, as_u32, device, magnitude, maximum, select
+from cuda_kernels.simt import U32, F, as_f32, as_u32, at_least, at_most, device, magnitude, maximum, select
 
 ZERO, HALF, ONE, TWO = F(0), F(0.5), F(1), F(2)
 SQRT_2_OVER_PI = F(0.79788456)
@@ -85,7 +85,7 @@ def fast_tanh(x):
 @device
 def fast_gelu(x):
     """`gelu` as x sigmoid(2 u), which equals x (0.5 + 0.5 tanh(u))."""
-    return x * fast_sigmoid((TWO * x) * (SQRT_2_OVER_PI + (GELU_CUBIC * x) * x))
+    return x * fast_sigmoid(x * (TWO_SQRT_2_OVER_PI + (TWO_GELU_CUBIC * x) * x))
 
 
 @device
@@ -103,7 +103,7 @@ def fast_quotient(x, divisor):
 
 
 HUGE = F(np.finfo(np.float32).max)
-TWO_SQRT_2_OVER_PI = TWO * SQRT_2_OVER_PI
+TWO_SQRT_2_OVER_PI, TWO_GELU_CUBIC = TWO * SQRT_2_OVER_PI, TWO * GELU_CUBIC
 THIRD = F(0.044715 / 0.1070322243)  # back from the slope's constant to the formula's
 TANH_SMALL = F(0.55)
 # (tanh(x)/x - 1) / x^2 as a polynomial in x^2 on |x| <= 0.625: minimax, relative error of tanh below 2^-27.
@@ -159,13 +159,13 @@ def make_formulas(sigmoid, sigmoid_pair, tanh, gelu, dgelu, quotient):
 
     @device
     def clamped_silu(x, limit, alpha):
-        c = select(x <= limit, x, limit)  # NaN gives the value at the limit, as fminf does
+        c = at_most(x, limit)  # NaN gives the value at the limit, as fminf does
         return c * sigmoid(alpha * c)
 
     @device
     def dclamped_silu(x, limit, alpha):
         below = x <= limit
-        z = alpha * select(below, x, limit)
+        z = alpha * at_most(x, limit)
         s, rest = sigmoid_pair(z)
         return select(below, z * (s * rest) + s, ZERO)
 
@@ -189,8 +189,7 @@ def make_formulas(sigmoid, sigmoid_pair, tanh, gelu, dgelu, quotient):
 
     @device
     def clamped_gate(g, limit, glu_linear_offset):
-        low = select(g >= -limit, g, -limit)  # NaN gives -limit
-        return select(low <= limit, low, limit) + glu_linear_offset
+        return at_most(at_least(g, -limit), limit) + glu_linear_offset  # NaN gives -limit
 
     @device
     def clamped_gate_slope(g, limit):

@@ -14,8 +14,11 @@ import numpy as np
 from cuda_kernels.simt import U16, U32, U64, F, as_f32, as_u32, device, maximum, ptx, select, smaller_magnitude
 
 SIGN, MAGNITUDE, INFINITE = U32(0x80000000), U32(0x7FFFFFFF), U32(0x7F800000)
-CANONICAL_NAN = U32(0x7FFFFFFF)
+SIGN_AND_EXPONENT, CANONICAL_NAN = U32(0xFF800000), U32(0x7FFFFFFF)
 TWO, SIX = F(2), F(6)
+#: PTX of four FP8 codes.
+FOUR_CODES = """{{ .reg .b16 s, t;
+cvt.rn.satfinite.{0}.f32 s, $2, $1; cvt.rn.satfinite.{0}.f32 t, $4, $3; mov.b32 $0, {{s, t}}; }}"""
 
 
 # --- small floats -----------------------------------------------------------------------------------
@@ -105,8 +108,59 @@ def make_pair(encode, width):
     return pair
 
 
+def make_quad(pair, width):
+    """Return `quad(a, b, c, d)`: what `pair` gives of two and two, `width` bits apart in uint32."""
+    shift = U32(width)
+
+    @device
+    def quad(a, b, c, d):
+        return np.uint32(np.uint32(pair(a, b)) | np.uint32(np.uint32(pair(c, d)) << shift))
+
+    return quad
+
+
 e4m3_pair, e5m2_pair, e2m1_pair = make_pair(e4m3, 8), make_pair(e5m2, 8), make_pair(e2m1, 4)
 e3m2_pair, e2m3_pair = make_pair(e3m2, 8), make_pair(e2m3, 8)
+
+
+@ptx("min.xorsign.abs.f32 $0, $1, $2;", "=f,f,f", F, F, F)
+def limited(x, limit):
+    """The smaller of |x| and `limit` > 0 with the sign of x, `limit` where x is NaN: one instruction from sm_86 on."""
+    m = as_f32(np.uint32(as_u32(x) & MAGNITUDE))
+    return as_f32(np.uint32(as_u32(select(m < limit, m, limit)) | np.uint32(as_u32(x) & SIGN)))
+
+
+@ptx("max.xorsign.abs.f32 $0, $1, $2;", "=f,f,f", F, F, F)
+def raised(x, limit):
+    """The larger of |x| and `limit` > 0 with the sign of x, `limit` where x is NaN: one instruction from sm_86 on."""
+    m = as_f32(np.uint32(as_u32(x) & MAGNITUDE))
+    return as_f32(np.uint32(as_u32(select(m > limit, m, limit)) | np.uint32(as_u32(x) & SIGN)))
+
+
+@device
+def e2m1_by_signed_addition(x):
+    """E2M1 code in six instructions from sm_86 on; only its four bits count. As `e2m1_by_addition`.
+
+    Everything keeps the sign of x. The low bits of the sum are 2 + steps, of the exponent 10 + 2 for each doubling, of
+    the top four bits 4 + 8 for the sign: together, modulo 16, the code.
+    """
+    m = limited(x, SIX)
+    power = as_f32(np.uint32(as_u32(raised(m, F(1))) & SIGN_AND_EXPONENT))
+    s = as_u32(power * F(2.0**22 + 1) + m)
+    return np.uint32(np.uint32(s + np.uint32(s >> U32(22))) + np.uint32(s >> U32(28)))
+
+
+@device
+def e2m1_pair_by_signed_addition(low, high):
+    """Two E2M1 codes by `e2m1_by_signed_addition`."""
+    return np.uint16(e2m1_byte(low, high))
+
+
+@device
+def e2m1_byte(low, high):
+    """Two E2M1 codes by `e2m1_by_signed_addition` in the lowest byte."""
+    first, second = e2m1_by_signed_addition(low), e2m1_by_signed_addition(high)
+    return np.uint32(np.uint32(first & U32(15)) | np.uint32(np.uint32(second << U32(4)) & U32(0xF0)))
 
 
 @device
@@ -144,6 +198,52 @@ def e2m1_pair_instruction(low, high):
     return e2m1_pair(low, high)
 
 
+e4m3_quad, e5m2_quad = make_quad(e4m3_pair, 16), make_quad(e5m2_pair, 16)
+
+
+@ptx(FOUR_CODES.format("e4m3x2"), "=r,f,f,f,f", U32, F, F, F, F)
+def e4m3_quad_instructions(a, b, c, d):
+    """Four E4M3 codes in one register: the second conversion merges with the first."""
+    return e4m3_quad(a, b, c, d)
+
+
+@ptx(FOUR_CODES.format("e5m2x2"), "=r,f,f,f,f", U32, F, F, F, F)
+def e5m2_quad_instructions(a, b, c, d):
+    """Four E5M2 codes in one register."""
+    return e5m2_quad(a, b, c, d)
+
+
+@device
+def e4m3_by_pair(x):
+    """E4M3 code of one number by the instruction for two."""
+    return np.uint32(e4m3_pair_instruction(x, F(0)))
+
+
+@ptx(
+    "{ .reg .b16 s, t; .reg .b32 u; cvt.u16.u32 s, $1;"
+    " cvt.rn.f16x2.e4m3x2 u, s; mov.b32 {s, t}, u; cvt.f32.f16 $0, s; }",
+    "=f,r",
+    F,
+    U32,
+)
+def decode_e4m3_instructions(code):
+    """`decode_e4m3` by the GPU's conversions (sm_89 on)."""
+    return decode_e4m3(code)
+
+
+def e4m3_for(target):
+    """Return (encode, decode) of single E4M3 numbers."""
+    native = target is not None and target[:2] >= (8, 9)
+    return (e4m3_by_pair, decode_e4m3_instructions) if native else (e4m3, decode_e4m3)
+
+
+def quads_for(fmt, target):
+    """Return the four-at-once encoder that belongs to `pairs_for(fmt, target)`: uint32, FP8 one a byte, FP4 two."""
+    if target is not None and fmt in ("e4m3", "e5m2") and target[:2] >= (8, 9):
+        return {"e4m3": e4m3_quad_instructions, "e5m2": e5m2_quad_instructions}[fmt]
+    return make_quad(pairs_for(fmt, target), 8 if fmt == "e2m1" else 16)
+
+
 def pairs_for(fmt, target):
     """Return the two-at-once encoder of a format for a GPU.
 
@@ -155,7 +255,8 @@ def pairs_for(fmt, target):
         return {"e4m3": e4m3_pair_instruction, "e5m2": e5m2_pair_instruction}[fmt]
     if target is not None and fmt == "e2m1":
         native = target[0] >= 10 and target[2:] in (("a",), ("f",))
-        return e2m1_pair_instruction if native else e2m1_pair_by_addition
+        by_addition = e2m1_pair_by_signed_addition if target[:2] >= (8, 6) else e2m1_pair_by_addition
+        return e2m1_pair_instruction if native else by_addition
     return {"e4m3": e4m3_pair, "e5m2": e5m2_pair, "e3m2": e3m2_pair, "e2m3": e2m3_pair, "e2m1": e2m1_pair}[fmt]
 
 
@@ -256,6 +357,29 @@ LARGEST_FINITE = {"float32": as_f32(U32(0x7F7FFFFF)), "bfloat16": as_f32(U32(0x7
 # --- scales -----------------------------------------------------------------------------------------
 
 
+@ptx("max.u32 $0, $1, $2;", "=r,r,r", U32, U32, U32)
+def larger_integer(a, b):
+    """The larger of two uint32."""
+    return select(a > b, a, b)
+
+
+@ptx(
+    "{ .reg .b16 t; cvt.rp.satfinite.ue8m0x2.f32 t, 0f00000000, $1; cvt.u32.u16 $0, t; }",
+    "=r,f",
+    U32,
+    F,
+)
+def e8m0_up_instruction(x):
+    """`e8m0_up` in one instruction (sm_100a and its kin)."""
+    return e8m0_up(x)
+
+
+def e8m0_up_for(target):
+    """Return `e8m0_up` as a GPU has it."""
+    native = target is not None and target[0] >= 10 and target[2:] in (("a",), ("f",))
+    return e8m0_up_instruction if native else e8m0_up
+
+
 @device
 def e8m0_up(x):
     """E8M0 code of the smallest power of two >= x >= 0 (no NaN): 0 up to 2^-127, 254 beyond 2^127 and for infinity."""
@@ -276,8 +400,7 @@ def e8m0_value(code):
 @device
 def e8m0_multiplier(code):
     """2^(127 - code), what elements are multiplied with before the cast. code <= 254."""
-    bits = np.uint32(np.uint32(U32(254) - code) << U32(23))
-    return as_f32(select(code == U32(254), U32(0x400000), bits))
+    return as_f32(larger_integer(np.uint32(np.uint32(U32(254) - code) << U32(23)), U32(0x400000)))
 
 
 # --- random bits ------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from cuda_kernels.simt import U32, F, as_f32, as_u32, device, magnitude, on_gpu,
 ONE, TWO = F(1), F(2)
 INF = F(np.inf)
 LOG2_E = F(1.4426950408889634)
-LN_2 = F(0.6931471805599453)
+LN_2, MINUS_LN_2 = F(0.6931471805599453), F(-0.6931471805599453)
 #: ln 2 in two parts: the first has 15 zero bits at its end, so that n * LN_2_HIGH is exact for |n| < 2^15.
 LN_2_HIGH = F(0.693359375)
 LN_2_LOW = F(0.6931471805599453 - 0.693359375)
@@ -38,6 +38,8 @@ T3, T4, T5 = F(0.0214520376175642), F(-0.007657259702682495), F(0.00173693860415
 
 #: What `newton_reciprocal` scales with.
 DOWN, MINUS_UP = F(2.0**-24), F(-(2.0**24))
+#: What `reciprocal_of_small` scales with, and the largest x whose reciprocal overflows.
+SMALLEST_NORMAL, UP, OVERFLOWING, LARGEST = F(2.0**-126), F(2.0**24), F(2.0**-128), F(np.finfo(np.float32).max)
 
 
 # --- accurate ---------------------------------------------------------------------------------------
@@ -108,6 +110,22 @@ def reciprocal(x):
     return ONE / x
 
 
+@device
+def reciprocal_of_small(x):
+    """`reciprocal_to_scale` on a GPU: CUDA's own steps where 1 / x is normal, x scaled up if subnormal."""
+    up = select(x < SMALLEST_NORMAL, UP, ONE)
+    start = reciprocal_seed(x * up)
+    inverse = fma(start, fma(-(x * up), start, ONE), start) * up
+    return select(x <= OVERFLOWING, LARGEST, inverse)
+
+
+@on_gpu(reciprocal_of_small)
+def reciprocal_to_scale(x):
+    """1 / x correctly rounded, at most the largest float32, for 0 <= x < 2^126 or NaN, without a division's calls."""
+    inverse = ONE / x
+    return select(inverse > LARGEST, LARGEST, inverse)
+
+
 # --- fast -------------------------------------------------------------------------------------------
 
 
@@ -124,7 +142,7 @@ def two_term_exp(x):
     Far out, where the power is 0 or infinity, the factor is cut to a number in [0, 2]; NaN stays in the power.
     """
     product = x * LOG2_E
-    return exp2_unit(product) * smaller_magnitude(TWO, ONE + fma(-product, LN_2, x))
+    return exp2_unit(product) * smaller_magnitude(TWO, ONE + fma(product, MINUS_LN_2, x))
 
 
 @on_gpu(two_term_exp)

@@ -14,6 +14,7 @@ from collections import namedtuple
 import numpy as np
 
 from cuda_kernels import casts
+from cuda_kernels.elementary import reciprocal_to_scale
 from cuda_kernels.simt import (
     I32,
     I64,
@@ -30,13 +31,14 @@ from cuda_kernels.simt import (
     select,
     store_words,
 )
-from cuda_kernels.vectors import VECTOR, WARP, ZERO, make_store, multiply
+from cuda_kernels.vectors import VECTOR, WARP, ZERO, make_store, multiply_for
 
 ONE = F(1)
 #: What 4over6 multiplies a scale with to map the block's maximum to 4 instead of 6.
 FOUR_FACTOR = F(1.5)
 FLT_MAX, INFINITE = F(np.finfo(np.float32).max), casts.INFINITE
 ONE_SIXTH = F(1) / F(6)
+SIGN_AND_EXPONENT = U32(0xFF800000)
 
 #: store       the epilogue function
 #: lanes       threads along a row whose vectors make one block; 0: no block amax is needed
@@ -49,16 +51,11 @@ Epilogue = namedtuple("Epilogue", "store lanes block_rows")
 
 def make_store_codes(fmt, whole, target):
     """Return `store(v, pointer, i, valid)`: eight codes from element i on; FP8 one a byte, FP4 two."""
-    pair = casts.pairs_for(fmt, target)
-    width = U32(8 if fmt == "e2m1" else 16)
-    return _make_store_fp4(pair, whole, width) if fmt == "e2m1" else _make_store_fp8(pair, whole, width)
+    pair, word = casts.pairs_for(fmt, target), casts.quads_for(fmt, target)
+    return _make_store_fp4(pair, word, whole) if fmt == "e2m1" else _make_store_fp8(pair, word, whole)
 
 
-def _make_store_fp8(pair, whole, width):
-    @device
-    def word(a, b, c, d):
-        return np.uint32(np.uint32(pair(a, b)) | np.uint32(np.uint32(pair(c, d)) << width))
-
+def _make_store_fp8(pair, word, whole):
     @device
     def store_whole(v, pointer, i, valid):
         if valid > 0:
@@ -73,14 +70,13 @@ def _make_store_fp8(pair, whole, width):
     return store_whole if whole else store_guarded
 
 
-def _make_store_fp4(pair, whole, width):
+def _make_store_fp4(pair, word, whole):
     """FP4 rows are whole blocks of 16, so `valid` is 0 or 8; guarded means an address that may be unaligned."""
 
     @device
     def store_whole(v, pointer, i, valid):
         if valid > 0:
-            a = np.uint32(np.uint32(pair(v[0], v[1])) | np.uint32(np.uint32(pair(v[2], v[3])) << width))
-            b = np.uint32(np.uint32(pair(v[4], v[5])) | np.uint32(np.uint32(pair(v[6], v[7])) << width))
+            a, b = word(v[0], v[1], v[2], v[3]), word(v[4], v[5], v[6], v[7])
             store_words(pointer, i >> 1, (np.uint32(a | np.uint32(b << U32(16))),))
 
     @device
@@ -167,7 +163,8 @@ def recording(epilogue, lanes):
 
 def codes(fmt, whole, target):
     """Store codes of the values as they are, one a byte."""
-    one_a_byte = _make_store_fp8(casts.make_pair(casts.ENCODERS[fmt], 8), whole, U32(16))
+    pair = casts.make_pair(casts.ENCODERS[fmt], 8)
+    one_a_byte = _make_store_fp8(pair, casts.make_quad(pair, 16), whole)
     store_codes = one_a_byte if fmt == "e2m1" else make_store_codes(fmt, whole, target)
 
     @device
@@ -182,7 +179,7 @@ def per_tensor(fmt, known, whole, target):
 
     A known scale is in `epsilon`, its reciprocal, which is stored as scale_inv, in `largest_scale`.
     """
-    store_codes = make_store_codes(fmt, whole, target)
+    store_codes, multiply = make_store_codes(fmt, whole, target), multiply_for(target)
 
     @device
     def store(values, block_amax, out, outer, inner, valid):
@@ -240,15 +237,37 @@ def fp8_scale(amax, limit, epsilon, largest, mask):
     return select((amax > ZERO) & (amax <= FLT_MAX), scale, ONE)
 
 
+def make_power_of_two_scale(limit):
+    """Return `scale(amax, epsilon, largest)`: `fp8_scale` with the mantissa masked, without a division.
+
+    The bits of two positive floats differ by the bits of their quotient, but for its mantissa: where the mantissa of
+    `limit` is the smaller one, the difference borrows from the exponent, which is one less, as the quotient's is. Its
+    rounding does not matter: a quotient below a power of two is at least 2^-24 of it below, so rounds below it.
+    """
+    bits_for_one, overflowing = U32(int(as_u32(limit)) + 0x3F800000), as_u32(F(limit * F(2.0**-64) * F(2.0**-64)))
+
+    @device
+    def scale(amax, epsilon, largest):
+        amax = select(amax < epsilon, epsilon, amax)
+        bits = as_u32(amax)
+        quotient = select(bits <= overflowing, as_u32(largest), np.uint32(bits_for_one - bits))
+        power = as_f32(np.uint32(quotient & SIGN_AND_EXPONENT))
+        return select((amax > ZERO) & (amax <= FLT_MAX), power, ONE)
+
+    return scale
+
+
 def block_fp8(fmt, limit, square, power_2, whole, target):
     """FP8 with one float32 scale for 128 elements of a row, or for a square of 128 x 128."""
-    store_codes, edge = make_store_codes(fmt, whole, target), 128
+    store_codes, multiply, edge = make_store_codes(fmt, whole, target), multiply_for(target), 128
     limit, mask = F(limit), scale_mask(power_2)
+    divided = device(lambda amax, epsilon, largest: fp8_scale(amax, limit, epsilon, largest, mask))
+    scale_of = make_power_of_two_scale(limit) if power_2 else divided
     inverse = power_of_two_inverse if power_2 else device(lambda scale: ONE / scale)
 
     @device
     def store(values, block_amax, out, outer, inner, valid):
-        scale = fp8_scale(block_amax, limit, out.epsilon, out.largest_scale, mask)
+        scale = scale_of(block_amax, out.epsilon, out.largest_scale)
         if valid > 0 and (inner & 127) == 0:
             if square and (outer & 127) == 0:
                 out.scales[scale_row_major(out, outer >> 7, inner >> 7)] = inverse(scale)
@@ -259,15 +278,16 @@ def block_fp8(fmt, limit, square, power_2, whole, target):
     return Epilogue(store, edge // VECTOR, edge if square else 1)
 
 
-def make_e8m0_byte(limit, mantissa_bits, rounding):
+def make_e8m0_byte(limit, mantissa_bits, rounding, target=None):
     """Return `byte(amax)`: the E8M0 code of a block; `rounding` is that of `MXFP8Scaling`."""
     inverse, emax = F(1) / F(limit), U32(int(np.floor(np.log2(limit))))
     half = U32(1 << (22 - mantissa_bits)) if rounding == "even" else U32(0)
     round_up = U32(0x7FFFFF) if rounding == "ceil_ocp" else U32(0)
+    round_up_to_power = casts.e8m0_up_for(target)
 
     @device
     def up(amax):
-        return casts.e8m0_up(amax * inverse)
+        return round_up_to_power(amax * inverse)
 
     @device
     def relative(amax):
@@ -281,7 +301,8 @@ def make_e8m0_byte(limit, mantissa_bits, rounding):
 
 def mxfp8(fmt, limit, mantissa_bits, rounding, square, scale_index, whole, target):
     """MX formats: one E8M0 byte for 32 elements of a row, or for a square of 32 x 32."""
-    store_codes, byte_of = make_store_codes(fmt, whole, target), make_e8m0_byte(limit, mantissa_bits, rounding)
+    store_codes, byte_of = make_store_codes(fmt, whole, target), make_e8m0_byte(limit, mantissa_bits, rounding, target)
+    multiply = multiply_for(target)
 
     @device
     def store(values, block_amax, out, outer, inner, valid):
@@ -293,9 +314,29 @@ def mxfp8(fmt, limit, mantissa_bits, rounding, square, scale_index, whole, targe
     return Epilogue(store, 32 // VECTOR, 32 if square else 1)
 
 
+def mxfp8_wide(fmt, limit, mantissa_bits, rounding, scale_index, target):
+    """`mxfp8` for threads that hold 16 neighbours as two vectors: `store(first, second, ...)`, 16 codes at once."""
+    word, byte_of = casts.quads_for(fmt, target), make_e8m0_byte(limit, mantissa_bits, rounding, target)
+    multiply = multiply_for(target)
+
+    @device
+    def store(first, second, block_amax, out, outer, inner, valid):
+        byte = byte_of(block_amax)
+        a, b = multiply(first, casts.e8m0_multiplier(byte)), multiply(second, casts.e8m0_multiplier(byte))
+        if valid > 0:
+            if (inner & 31) == 0:
+                out.scales[scale_index(out, outer, inner >> 5)] = np.uint8(byte)
+            low, high = word(a[0], a[1], a[2], a[3]), word(a[4], a[5], a[6], a[7])
+            codes = low, high, word(b[0], b[1], b[2], b[3]), word(b[4], b[5], b[6], b[7])
+            store_words(out.data, offset(outer, out.inner, inner), codes)
+
+    return Epilogue(store, 32 // (2 * VECTOR), 1)
+
+
 def mxfp8_square_columns(fmt, limit, mantissa_bits, rounding, scale_index, whole, target):
     """The columnwise copy under 32 x 32 blocks: the rowwise codes, and the scale of each column of the block."""
-    store_codes, byte_of = make_store_codes(fmt, whole, target), make_e8m0_byte(limit, mantissa_bits, rounding)
+    store_codes, byte_of = make_store_codes(fmt, whole, target), make_e8m0_byte(limit, mantissa_bits, rounding, target)
+    multiply = multiply_for(target)
 
     @device
     def store(values, block_amax, out, outer, inner, valid):
@@ -321,16 +362,57 @@ def global_encode_scale(amax, top):
 
 
 @device
+def block_scale(amax, s_enc):
+    """A block's scale before it is rounded to E4M3: amax * (S_enc / 6)."""
+    return amax * (s_enc * ONE_SIXTH)
+
+
+@device
 def block_byte(amax, s_enc):
-    """E4M3 code of a block's scale: amax * (S_enc / 6), at most 448."""
-    return casts.e4m3(amax * (s_enc * ONE_SIXTH))
+    """E4M3 code of a block's scale, at most 448."""
+    return casts.e4m3(block_scale(amax, s_enc))
 
 
 @device
 def encode_multiplier(byte, s_dec):
     """1 / (scale * S_dec), at most FLT_MAX: what elements are multiplied with. S_dec = 1 / S_enc."""
-    inverse = ONE / (casts.decode_e4m3(byte) * s_dec)
-    return select(inverse > FLT_MAX, FLT_MAX, inverse)
+    return reciprocal_to_scale(casts.decode_e4m3(byte) * s_dec)
+
+
+def make_nvfp4_scales(top, row_scaled, target):
+    """Return `scales(block_amax, out, outer, valid)`: a block's E4M3 code and the multiplier of its elements."""
+    encode, decode = casts.e4m3_for(target)
+
+    @device
+    def scales(block_amax, out, outer, valid):
+        if row_scaled:
+            s_enc = global_encode_scale(out.given[outer] if valid > 0 else ZERO, top)
+            s_dec = ONE / s_enc
+        else:
+            s_enc, s_dec = out.given[0], out.given[1]
+        byte = encode(block_scale(block_amax, s_enc))
+        return byte, reciprocal_to_scale(decode(byte) * s_dec)
+
+    return scales
+
+
+def nvfp4_wide(top, row_scaled, scale_index, target):
+    """`nvfp4` for threads that hold a block of 16 as two vectors, rounded to nearest: as `mxfp8_wide`."""
+    word, multiply = casts.quads_for("e2m1", target), multiply_for(target)
+    scales = make_nvfp4_scales(F(top), row_scaled, target)
+
+    @device
+    def store(first, second, block_amax, out, outer, inner, valid):
+        byte, multiplier = scales(block_amax, out, outer, valid)
+        a, b = multiply(first, multiplier), multiply(second, multiplier)
+        if valid > 0:
+            out.scales[scale_index(out, outer, inner >> 4)] = np.uint8(byte)
+            low = word(a[0], a[1], a[2], a[3]), word(a[4], a[5], a[6], a[7])
+            high = word(b[0], b[1], b[2], b[3]), word(b[4], b[5], b[6], b[7])
+            codes = np.uint32(low[0] | np.uint32(low[1] << U32(16))), np.uint32(high[0] | np.uint32(high[1] << U32(16)))
+            store_words(out.data, offset(outer, out.inner, inner) >> 1, codes)
+
+    return Epilogue(store, 1, 1)
 
 
 def nvfp4(top, square, row_scaled, rounding, scale_index, whole, target):
@@ -341,20 +423,15 @@ def nvfp4(top, square, row_scaled, rounding, scale_index, whole, target):
         row_scaled: `given` has an amax for each outer index; else it holds S_enc and S_dec = 1 / S_enc.
         rounding: "nearest", "philox" or "given" (random_bits).
     """
-    top = F(top)
+    scales, multiply = make_nvfp4_scales(F(top), row_scaled, target), multiply_for(target)
     store_nearest, store_random = make_store_codes("e2m1", whole, target), make_store_random(rounding)
 
     @device
     def store(values, block_amax, out, outer, inner, valid):
-        if row_scaled:
-            s_enc = global_encode_scale(out.given[outer] if valid > 0 else ZERO, top)
-            s_dec = ONE / s_enc
-        else:
-            s_enc, s_dec = out.given[0], out.given[1]
-        byte = block_byte(block_amax, s_enc)
+        byte, multiplier = scales(block_amax, out, outer, valid)
         if valid > 0 and (inner & 15) == 0:
             out.scales[scale_index(out, outer, inner >> 4)] = np.uint8(byte)
-        v = multiply(values, encode_multiplier(byte, s_dec))
+        v = multiply(values, multiplier)
         if rounding == "nearest":
             store_nearest(v, out.data, offset(outer, out.inner, inner), valid)
         elif valid > 0:
@@ -417,7 +494,7 @@ def make_row_errors(e4m3_max, mse):
 
 def make_store_choice(e4m3_max, scale_index, whole, target):
     """Return `store(v, block_amax, four, amax, out, outer, inner, valid)`: NVFP4 with the maximum mapped to 4 or 6."""
-    top, store_codes = F(6 * e4m3_max), make_store_codes("e2m1", whole, target)
+    top, store_codes, multiply = F(6 * e4m3_max), make_store_codes("e2m1", whole, target), multiply_for(target)
 
     @device
     def store(v, block_amax, four, amax, out, outer, inner, valid):

@@ -33,6 +33,7 @@ from cuda_kernels.recipes import (
     arguments_of,
     build,
     build_scaled_gradient,
+    can_be_wide,
     carrier,
     pointer,
     scalar,
@@ -103,12 +104,13 @@ class GPU(Backend):
     def run(self, recipe, front, row=None, column=None, partial=None):
         """Launch a recipe for a front; `row` and `column` are dicts of the fields of `Outputs` that matter."""
         m, k = front.matrix_shape
-        one_direction = recipe.kernel in ("row", "band")
+        one_direction = recipe.kernel in ("row", "wide row", "band")
         inner = front.width if recipe.prologue.part == "pair" else k
         lanes = 32 if recipe.row and "amax" in recipe.row[0] else 16
         tiles = lambda: tile_grid(m, k, kernels.tile_columns(recipe.stage))  # noqa: E731
         grid, block = {
             "row": lambda: row_shape(m, inner, lanes),
+            "wide row": lambda: row_shape(m, inner, 2, 2 * VECTOR),
             "band": lambda: band_shape(m, inner),
             "tile": tiles,
             "square": tiles,
@@ -154,6 +156,8 @@ class GPU(Backend):
         block = max(lanes, 1) * VECTOR
         if front.kind == "backward" and front.gated and whole and front.width % block == 0:
             recipe = replaced(recipe, prologue=replaced(recipe.prologue, part="pair"))
+        if can_be_wide(recipe) and front.width % (2 * VECTOR) == 0:
+            recipe = replaced(recipe, kernel="wide row")
         self.run(recipe, front, fields)
 
     def _column_sums(self, front, out, epilogue=None, fields=None, rounded=False, sums_rounded=False, storage=None):

@@ -2,6 +2,7 @@
 
     make_row_kernel     one direction; a thread owns 8 columns of one row
     make_pair_kernel    the same for gated gradients, whose halves share what they read
+    make_wide_row_kernel, make_wide_pair_kernel     MXFP8 in whole rows: a thread owns 16 columns
     make_band_kernel    the same, and column sums (dbias): a thread owns 8 columns of 32 rows
     make_tile_kernel    both directions, columnwise copies transposed: a block of threads owns a tile
     make_square_kernel  square blocks (128 x 128, 32 x 32, 16 x 16); make_square_choice_kernel: with 4over6
@@ -39,6 +40,7 @@ from cuda_kernels.vectors import (
     ZEROS,
     add,
     amax,
+    amax_with,
     make_group_max,
     make_map2,
     multiply,
@@ -95,6 +97,50 @@ def make_row_kernel(prologue, epilogue, rounded, transform=no_transform):
         store(values, block_amax, out, row, column, valid)
 
     return row_kernel
+
+
+def make_wide_row_kernel(prologues, epilogue, rounded):
+    """Return the kernel for one direction of MXFP8 in which a thread owns 16 columns: two vectors, one address.
+
+    What a thread computes once, its place and its block's scale, then serves twice the elements.
+
+    Args:
+        prologues: that of columns 0 to 7 and that of columns 8 to 15. epilogue: `epilogues.mxfp8_wide`.
+        rounded: as for `make_row_kernel`.
+    """
+    (first_prologue, second_prologue), group_max, store = prologues, make_group_max(epilogue.lanes), epilogue.store
+
+    @kernel
+    def wide_row_kernel(inputs, out):
+        row = I32(first_row(cuda.blockDim.y) + cuda.threadIdx.y)
+        column = I32((first_column(cuda.blockDim.x) + cuda.threadIdx.x) * (2 * VECTOR))
+        valid = select(row < out.outer, I32(out.inner - column), I32(0))
+        first = rounded(first_prologue(inputs, row, column, valid))
+        second = rounded(second_prologue(inputs, row, column, valid))
+        block_amax = group_max(amax_with(amax(first), second))
+        store(first, second, block_amax, out, row, column, valid)
+
+    return wide_row_kernel
+
+
+def make_wide_pair_kernel(prologues, epilogue, rounded):
+    """Return the kernel for gated gradients that is to `make_pair_kernel` what `make_wide_row_kernel` is to rows."""
+    (first_prologue, second_prologue), group_max, store = prologues, make_group_max(epilogue.lanes), epilogue.store
+
+    @kernel
+    def wide_pair_kernel(inputs, out):
+        row = I32(first_row(cuda.blockDim.y) + cuda.threadIdx.y)
+        column = I32((first_column(cuda.blockDim.x) + cuda.threadIdx.x) * (2 * VECTOR))
+        valid = select(row < out.outer, I32(inputs.width - column), I32(0))
+        act, gate = first_prologue(inputs, row, column, valid)
+        act2, gate2 = second_prologue(inputs, row, column, valid)
+        act, gate, act2, gate2 = rounded(act), rounded(gate), rounded(act2), rounded(gate2)
+        act_amax = group_max(amax_with(amax(act), act2))
+        gate_amax = group_max(amax_with(amax(gate), gate2))
+        store(act, act2, act_amax, out, row, column, valid)
+        store(gate, gate2, gate_amax, out, row, I32(column + inputs.width), valid)
+
+    return wide_pair_kernel
 
 
 def make_pair_kernel(prologue, epilogue, rounded):
@@ -441,7 +487,7 @@ def eighth(sums, which, row, block):
 MX_ROWS, MX_COLUMNS, WARPS = 32, 256, 8
 
 
-def make_mxfp8_kernel(prologue, row, byte_of, store_codes, scale_index, rounded, dbias=False):
+def make_mxfp8_kernel(prologue, row, byte_of, store_codes, scale_index, rounded, products, dbias=False):
     """Return the kernel for MXFP8 columnwise, or both directions, in one read.
 
     8 warps own 32 rows x 256 columns. A thread keeps 4 rows (warp, warp + 8, ...) x 8 columns in registers. Only the
@@ -451,7 +497,7 @@ def make_mxfp8_kernel(prologue, row, byte_of, store_codes, scale_index, rounded,
     Args:
         row: the rowwise epilogue, or `epilogues.nothing()`.
         byte_of, store_codes, scale_index: the columnwise scale of an amax, how codes are stored, where the scale goes.
-        rounded: as for `make_row_kernel`.
+        rounded: as for `make_row_kernel`. products: of two vectors.
         dbias: also write the column sums of the unrounded values to `partial` (M/32, K).
     """
     row_max, store_row, row_lanes = make_group_max(row.lanes), row.store, row.lanes
@@ -469,7 +515,7 @@ def make_mxfp8_kernel(prologue, row, byte_of, store_codes, scale_index, rounded,
     @device
     def down_columns(out, values, multipliers, lane, row, column):
         valid = select(row < out.outer, I32(out.inner - column), I32(0))
-        codes = scaled_by_column(values, multipliers, lane)
+        codes = products(values, multipliers_of_columns(multipliers, lane), ZERO)
         store_codes(codes, out.data, offset(row, out.inner, column), valid)
 
     @kernel
@@ -529,17 +575,17 @@ def finish_columns(maxima, sums, row0, byte_of, scale_index, out, partial, dbias
 
 
 @device
-def scaled_by_column(v, multipliers, lane):
-    """Eight values times the multipliers of their columns."""
+def multipliers_of_columns(multipliers, lane):
+    """The multipliers of a thread's eight columns."""
     return (
-        v[0] * multipliers[0, lane],
-        v[1] * multipliers[0, lane + 32],
-        v[2] * multipliers[0, lane + 64],
-        v[3] * multipliers[0, lane + 96],
-        v[4] * multipliers[0, lane + 128],
-        v[5] * multipliers[0, lane + 160],
-        v[6] * multipliers[0, lane + 192],
-        v[7] * multipliers[0, lane + 224],
+        multipliers[0, lane],
+        multipliers[0, lane + 32],
+        multipliers[0, lane + 64],
+        multipliers[0, lane + 96],
+        multipliers[0, lane + 128],
+        multipliers[0, lane + 160],
+        multipliers[0, lane + 192],
+        multipliers[0, lane + 224],
     )
 
 

@@ -36,12 +36,15 @@ def fold(blocks):
     return math.ceil(blocks / z), z
 
 
-def row_shape(outer, inner, lanes):
-    """(grid, block) of a row kernel: 256 threads, as many along a row as it needs, at least `lanes` and 4."""
-    along = 1 << max(0, math.ceil(inner / VECTOR) - 1).bit_length()
+def row_shape(outer, inner, lanes, owned=VECTOR):
+    """(grid, block) of a row kernel: 256 threads, as many along a row as it needs, at least `lanes` and 4.
+
+    A thread has `owned` columns.
+    """
+    along = 1 << max(0, math.ceil(inner / owned) - 1).bit_length()
     along = min(128, max(along, lanes, 4))
     down = THREADS // along
-    return (math.ceil(inner / (along * VECTOR)), *fold(math.ceil(outer / down))), (along, down, 1)
+    return (math.ceil(inner / (along * owned)), *fold(math.ceil(outer / down))), (along, down, 1)
 
 
 def band_shape(outer, inner):

@@ -13,8 +13,9 @@ from the `valid`-th (valid <= 0: nothing is loaded). `inputs` is an `operands.In
     pair_of_gradients   both of these from one read
     decoded             codes times their scale, for dequantization
 
-`storage` is the dtype of what is read, `whole` says that rows are whole aligned vectors (see `vectors`), `p` in the
-functions of one element is `inputs`, which holds the activation's parameters.
+`storage` is the dtype of what is read, `whole` says that rows are whole aligned vectors (see `vectors`), `skip` how
+many elements after `column` the eight begin (8 for the second vector of a thread that has two); `p` in the functions of
+one element is `inputs`, which holds the activation's parameters.
 
 The order of operations is that of TE's `vectorized_pointwise.h`; with row scales that of `scaled_activation.cu`.
 """
@@ -22,16 +23,26 @@ The order of operations is that of TE's `vectorized_pointwise.h`; with row scale
 import numpy as np
 
 from cuda_kernels import casts
-from cuda_kernels.activations import ACCURATE, FAST, functions_of
-from cuda_kernels.simt import I32, I64, U32, F, device, offset, select
-from cuda_kernels.vectors import by_element, make_load, make_map, make_map2, make_map3, multiply
+from cuda_kernels.activations import ACCURATE, ACTIVATIONS, FAST, functions_of
+from cuda_kernels.pairs import FAST_PAIRS, has_pairs
+from cuda_kernels.simt import I32, I64, U32, F, at_most, device, offset, select
+from cuda_kernels.vectors import (
+    by_element,
+    make_load,
+    make_map,
+    make_map2,
+    make_map3,
+    make_map_of_pairs,
+    multiply,
+    products_for,
+)
 
 ONE, ZERO = F(1), F(0)
 
 
-def identity(storage, whole):
+def identity(storage, whole, skip=0):
     """Return the prologue that gives x itself."""
-    load = make_load(storage, whole)
+    load = make_load(storage, whole, skip)
 
     @device
     def prologue(inputs, row, column, valid):
@@ -40,9 +51,17 @@ def identity(storage, whole):
     return prologue
 
 
-def unary(name, storage, whole, fast_math):
+def map_of(part, name, fast_math, target):
+    """Return `mapped(v, inputs)`: the "value" or "gate" of an activation of eight, on pairs where that is written."""
+    formula = getattr(ACTIVATIONS[name], part)
+    if fast_math and has_pairs(target) and formula in FAST_PAIRS:
+        return make_map_of_pairs(FAST_PAIRS[formula])
+    return make_map(getattr(functions_of(name, fast_math=fast_math), part))
+
+
+def unary(name, storage, whole, fast_math, skip=0, target=None):
     """Return the prologue f(x)."""
-    load, values = make_load(storage, whole), make_map(functions_of(name, fast_math=fast_math).value)
+    load, values = make_load(storage, whole, skip), map_of("value", name, fast_math, target)
 
     @device
     def prologue(inputs, row, column, valid):
@@ -51,9 +70,9 @@ def unary(name, storage, whole, fast_math):
     return prologue
 
 
-def make_halves(storage, whole, interleaved):
+def make_halves(storage, whole, interleaved, skip=0):
     """Return `halves(inputs, row, column, valid)`: the activated values and the gates at output `column`."""
-    load = make_load(storage, whole)
+    load = make_load(storage, whole, skip)
 
     @device
     def contiguous(inputs, row, column, valid):
@@ -69,24 +88,23 @@ def make_halves(storage, whole, interleaved):
     return alternating if interleaved else contiguous
 
 
-def gated(name, storage, whole, fast_math, interleaved=False):
+def gated(name, storage, whole, fast_math, interleaved=False, skip=0, target=None):
     """Return the prologue f(act) * gate(gate)."""
-    f = functions_of(name, fast_math=fast_math)
-    value, gate = f.value, f.gate
-    halves = make_halves(storage, whole, interleaved)
-    products = make_map2(device(lambda act, g, p: value(act, p) * gate(g, p)))
+    values, gates_of = map_of("value", name, fast_math, target), map_of("gate", name, fast_math, target)
+    halves = make_halves(storage, whole, interleaved, skip)
+    products = products_for(target)
 
     @device
     def prologue(inputs, row, column, valid):
         act, gates = halves(inputs, row, column, valid)
-        return products(act, gates, inputs)
+        return products(values(act, inputs), gates_of(gates, inputs), inputs)
 
     return prologue
 
 
-def unary_gradient(name, storage, whole, fast_math):
+def unary_gradient(name, storage, whole, fast_math, skip=0):
     """Return the prologue f'(x) * dy."""
-    load, derivative = make_load(storage, whole), functions_of(name, fast_math=fast_math).derivative
+    load, derivative = make_load(storage, whole, skip), functions_of(name, fast_math=fast_math).derivative
     products = make_map2(device(lambda x, dy, p: derivative(x, p) * dy))
 
     @device
@@ -106,9 +124,9 @@ def gradient_maps(name, fast_math):
     return make_map3(act_part), make_map3(gate_part)
 
 
-def pair_of_gradients(name, storage, whole, fast_math):
+def pair_of_gradients(name, storage, whole, fast_math, skip=0):
     """Return the prologue that gives both halves of a gated gradient at `column`: (act part, gate part)."""
-    load, halves = make_load(storage, whole), make_halves(storage, whole, False)
+    load, halves = make_load(storage, whole, skip), make_halves(storage, whole, False, skip)
     act_part, gate_part = gradient_maps(name, fast_math)
 
     @device
@@ -243,7 +261,7 @@ def _scaled_derivative(name, functions, fast_math):
 
     @device
     def clamped_slope(x, p):
-        z = p.alpha * select(x <= p.limit, x, p.limit)
+        z = p.alpha * at_most(x, p.limit)
         s = sigmoid(z)
         return select(x <= p.limit, s + (z * s) * (ONE - s), F(0))
 

@@ -14,7 +14,7 @@ from cuda_kernels.activations import ACTIVATIONS
 from cuda_kernels.hadamard import make_hadamard
 from cuda_kernels.operands import Inputs, Outputs
 from cuda_kernels.simt import device
-from cuda_kernels.vectors import make_load, make_map3, make_round, make_store
+from cuda_kernels.vectors import VECTOR, make_load, make_map3, make_round, make_store, products_for
 from refops.formats import FORMATS
 
 
@@ -57,7 +57,7 @@ class Recipe:
     """One kernel.
 
     Attributes:
-        kernel: "row", "band", "tile", "square", "square choice" or "mxfp8".
+        kernel: "row", "wide row", "band", "tile", "square", "square choice" or "mxfp8".
         prologue: what is computed.
         row, column: epilogues as tuples, a name of `EPILOGUES` and its options; None for a direction that is not made.
         storage: nominal dtype, to which `rounded` rounds before the cast.
@@ -103,23 +103,33 @@ class ScaledGradient:
     fast_math: bool = False
 
 
-def make_prologue(key, whole, fast_math):
-    """Return the prologue function of a `Prologue`; for part "pair" it gives two vectors."""
+def make_prologue(key, whole, fast_math, target, skip=0):
+    """Return the prologue function of a `Prologue`; for part "pair" it gives two vectors.
+
+    With `skip`, which whole rows of all but decoded values and gradients of part "both" can have, it begins so many
+    elements after its column.
+    """
     if key.kind == "decoded" and key.transform:
         return prologues.transformed(_decoded(key), make_hadamard(*key.transform))
     if key.kind == "decoded":
         return _decoded(key)
     if key.kind == "identity":
-        return prologues.identity(key.storage, whole)
+        return prologues.identity(key.storage, whole, skip)
     options = (key.name, key.storage, whole, fast_math)
     if key.kind == "forward":
-        made = prologues.gated(*options, key.interleaved) if key.gated else prologues.unary(*options)
+        made = _forward(key, options, skip, target)
         return prologues.scaled(made) if key.scaled else made
     if not key.gated:
-        return prologues.unary_gradient(*options)
+        return prologues.unary_gradient(*options, skip)
     if key.part == "pair":
-        return prologues.pair_of_gradients(*options)
+        return prologues.pair_of_gradients(*options, skip)
     return prologues.both_gradients(*options)
+
+
+def _forward(key, options, skip, target):
+    if key.gated:
+        return prologues.gated(*options, key.interleaved, skip, target)
+    return prologues.unary(*options, skip, target)
 
 
 def _decoded(key):
@@ -216,8 +226,10 @@ def make_epilogue(key, whole, target):
 @cache
 def build(recipe, target):
     """Return the kernel function of a `Recipe` for a compute capability, (major, minor[, "a"]), or None (simulator)."""
-    prologue = make_prologue(recipe.prologue, recipe.whole, recipe.fast_math)
+    prologue = make_prologue(recipe.prologue, recipe.whole, recipe.fast_math, target)
     rounded = make_round(recipe.storage if recipe.rounded else "float32", target)
+    if recipe.kernel == "wide row":
+        return _wide_row_kernel(recipe, prologue, rounded, target)
     row = make_epilogue(None if recipe.kernel == "square choice" else recipe.row, recipe.whole, target)
     transform = make_transform(recipe, target)
     if recipe.kernel == "row" and recipe.prologue.part == "pair":
@@ -235,6 +247,33 @@ def build(recipe, target):
         return kernels.make_square_kernel(prologue, row, column, rounded, recipe.stage, recipe.transposed)
     dbias = recipe.dbias is not None
     return kernels.make_tile_kernel(prologue, row, column, rounded, recipe.stage, transform, dbias)
+
+
+def can_be_wide(recipe):
+    """Whether a row kernel has a "wide row" twin, for rows of whole 16 elements."""
+    prologue, (name, *options) = recipe.prologue, recipe.row
+    stored_wide = name == "mxfp8" or (name == "nvfp4" and options[3] == "nearest")
+    if prologue.kind == "backward" and prologue.gated and prologue.part != "pair":
+        return False  # 16 neighbours may reach from one half into the other
+    return stored_wide and prologue.kind != "decoded" and recipe.whole and recipe.transform is None
+
+
+def _mxfp8_wide(target, fmt, rounding, square, swizzled):
+    index = _scale_index(swizzled, epilogues.scale_row_major)
+    return epilogues.mxfp8_wide(fmt, *_limit(fmt), rounding, index, target)
+
+
+def _nvfp4_wide(target, e4m3_max, square, row_scaled, rounding, swizzled):
+    index = _scale_index(swizzled, epilogues.scale_row_major)
+    return epilogues.nvfp4_wide(6.0 * e4m3_max, row_scaled, index, target)
+
+
+def _wide_row_kernel(recipe, prologue, rounded, target):
+    name, *options = recipe.row
+    epilogue = {"mxfp8": _mxfp8_wide, "nvfp4": _nvfp4_wide}[name](target, *options)
+    both = prologue, make_prologue(recipe.prologue, recipe.whole, recipe.fast_math, target, VECTOR)
+    make = kernels.make_wide_pair_kernel if recipe.prologue.part == "pair" else kernels.make_wide_row_kernel
+    return make(both, epilogue, rounded)
 
 
 def _square_choice_kernel(recipe, prologue, rounded, target):
@@ -257,11 +296,12 @@ def make_transform(recipe, target):
 
 def _mxfp8_kernel(recipe, prologue, row, rounded, target):
     fmt, rounding, swizzled = recipe.column
-    byte_of = epilogues.make_e8m0_byte(*_limit(fmt), rounding)
+    byte_of = epilogues.make_e8m0_byte(*_limit(fmt), rounding, target)
     store_codes = epilogues.make_store_codes(fmt, recipe.whole, target)
     index = _scale_index(swizzled, epilogues.scale_block_major)
     dbias = recipe.dbias is not None
-    return kernels.make_mxfp8_kernel(prologue, row, byte_of, store_codes, index, rounded, dbias)
+    products = products_for(target)
+    return kernels.make_mxfp8_kernel(prologue, row, byte_of, store_codes, index, rounded, products, dbias)
 
 
 @cache
@@ -328,7 +368,7 @@ def arguments_of(recipe):
     if prologue.kind == "decoded":
         second = np.float32 if prologue.name in ("tensor", "row_block", "square_block", "none") else np.uint8
     arguments = [tuple_of(Inputs, x=x, dy=second), _outputs_of(recipe.row)]
-    if recipe.kernel not in ("row", "band"):
+    if recipe.kernel not in ("row", "wide row", "band"):
         arguments.append(_outputs_of(None if recipe.kernel == "mxfp8" else recipe.column))
     if recipe.kernel in ("band", "tile", "mxfp8"):
         arguments.append(pointer(np.float32))

@@ -267,6 +267,18 @@ def maximum(a, b):
     return select(b > a, b, a)
 
 
+@ptx("min.f32 $0, $1, $2;", "=f,f,f", F, F, F)
+def at_most(x, limit):
+    """x, but `limit` where it is larger or NaN."""
+    return select(x <= limit, x, limit)
+
+
+@ptx("max.f32 $0, $1, $2;", "=f,f,f", F, F, F)
+def at_least(x, limit):
+    """x, but `limit` where it is smaller or NaN."""
+    return select(x >= limit, x, limit)
+
+
 @ptx("{ .reg .f32 t; abs.f32 t, $2; min.f32 $0, $1, t; }", "=f,f,f", F, F, F)
 def smaller_magnitude(a, x):
     """The smaller of `a` and |x|; a NaN `x` loses. `a` is no NaN. One instruction on a GPU."""

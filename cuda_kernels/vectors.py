@@ -9,6 +9,7 @@ not positive, and then nothing is touched. Tuples are written out, not looped ov
 import numpy as np
 
 from cuda_kernels import casts
+from cuda_kernels.pairs import first, has_pairs, mul2, pair, second
 from cuda_kernels.simt import (
     U32,
     F,
@@ -107,7 +108,50 @@ def by_element(element):
 
 
 multiply = make_map(device(lambda x, factor: x * factor))
+products = make_map2(device(lambda x, y, p: x * y))
 add = make_map2(device(lambda x, y, p: x + y))
+
+
+# --- in pairs ---------------------------------------------------------------------------------------
+
+
+def make_map_of_pairs(function):
+    """Return `mapped(v, p)`: function(pair, p) of each of the four pairs."""
+
+    @device
+    def mapped(v, p):
+        a, b = function(pair(v[0], v[1]), p), function(pair(v[2], v[3]), p)
+        c, d = function(pair(v[4], v[5]), p), function(pair(v[6], v[7]), p)
+        return first(a), second(a), first(b), second(b), first(c), second(c), first(d), second(d)
+
+    return mapped
+
+
+multiply_pairs_with = make_map_of_pairs(mul2)
+
+
+@device
+def multiply_pairs(v, factor):
+    """`multiply` in four instructions."""
+    return multiply_pairs_with(v, pair(factor, factor))
+
+
+@device
+def products_of_pairs(x, y, p):
+    """`products` in four instructions."""
+    a, b = mul2(pair(x[0], x[1]), pair(y[0], y[1])), mul2(pair(x[2], x[3]), pair(y[2], y[3]))
+    c, d = mul2(pair(x[4], x[5]), pair(y[4], y[5])), mul2(pair(x[6], x[7]), pair(y[6], y[7]))
+    return first(a), second(a), first(b), second(b), first(c), second(c), first(d), second(d)
+
+
+def multiply_for(target):
+    """Return `multiply(v, factor)`: each of the eight times a number."""
+    return multiply_pairs if has_pairs(target) else multiply
+
+
+def products_for(target):
+    """Return `products(x, y, p)`: the eight products of two vectors; p is not used."""
+    return products_of_pairs if has_pairs(target) else products
 
 
 # --- memory -----------------------------------------------------------------------------------------
@@ -148,8 +192,11 @@ def pair_of(storage, target):
     return casts.bf16_pair_instruction if native else casts.bf16_pair
 
 
-def make_load(storage, whole):
-    """Return `load(pointer, i, valid)`: eight elements of a stored dtype from `i` on, zeros from the `valid`-th."""
+def make_load(storage, whole, skip=0):
+    """Return `load(pointer, i, valid)`: eight elements of a stored dtype from `i` on, zeros from the `valid`-th.
+
+    Whole vectors can be read `skip` elements further on, at the same address plus a constant.
+    """
     if not whole:
         widen = casts.STORAGES[storage].widen
 
@@ -162,8 +209,8 @@ def make_load(storage, whole):
 
         @device
         def load_float32(pointer, i, valid):
-            a = load_words(pointer, i) if valid > 0 else NO_WORDS
-            b = load_words(pointer, i + 4) if valid > 0 else NO_WORDS
+            a = load_words(pointer, i + skip) if valid > 0 else NO_WORDS
+            b = load_words(pointer, i + (skip + 4)) if valid > 0 else NO_WORDS
             return (
                 as_f32(a[0]),
                 as_f32(a[1]),
@@ -180,7 +227,7 @@ def make_load(storage, whole):
 
     @device
     def load_halves(pointer, i, valid):
-        w = load_words(pointer, i) if valid > 0 else NO_WORDS
+        w = load_words(pointer, i + skip) if valid > 0 else NO_WORDS
         return low(w[0]), high(w[0]), low(w[1]), high(w[1]), low(w[2]), high(w[2]), low(w[3]), high(w[3])
 
     return load_halves
@@ -241,7 +288,13 @@ def make_round(storage, target):
 @device
 def amax(v):
     """Largest magnitude of the eight; NaN is ignored."""
-    a = larger_magnitude(larger_magnitude(ZERO, v[0]), v[1])
+    return amax_with(ZERO, v)
+
+
+@device
+def amax_with(a, v):
+    """Largest of `a` >= 0 and the magnitudes of the eight; NaN in them is ignored."""
+    a = larger_magnitude(larger_magnitude(a, v[0]), v[1])
     a = larger_magnitude(larger_magnitude(a, v[2]), v[3])
     a = larger_magnitude(larger_magnitude(a, v[4]), v[5])
     return larger_magnitude(larger_magnitude(a, v[6]), v[7])

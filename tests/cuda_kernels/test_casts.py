@@ -16,7 +16,7 @@ import pytest
 from scalars import F, over_arrays
 
 import refops
-from cuda_kernels import casts
+from cuda_kernels import casts, epilogues
 from refops import rounding
 from refops.quantization.mxfp8 import ENCODE_MULTIPLIER
 
@@ -77,7 +77,7 @@ def test_pairs_are_two_codes(name):
         name, 8
     )
     functions = {casts.pairs_for(name, target) for target in (None, (8, 0), (9, 0), (10, 0, "a"))}
-    assert len(functions) == {"e4m3": 2, "e5m2": 2, "e2m1": 3}.get(name, 1)
+    assert len(functions) == {"e4m3": 2, "e5m2": 2, "e2m1": 4}.get(name, 1)
     negative_nan = np.isnan(X) & np.signbit(X)  # no arithmetic on a GPU makes one
     keep = ~(negative_nan[:-1] | negative_nan[1:])
     np.testing.assert_array_equal(over_arrays(casts.pairs_for(name, None), np.uint16)(low, high), expected)
@@ -102,8 +102,40 @@ def test_pairs_are_two_codes(name):
     ],
 )
 def test_instructions_only_where_the_gpu_has_them(name, target, native):
-    without = {casts.pairs_for(name, None), casts.pairs_for(name, (8, 0))}
+    without = {casts.pairs_for(name, None), casts.pairs_for(name, (8, 0)), casts.e2m1_pair_by_signed_addition}
     assert (casts.pairs_for(name, target) not in without) == native
+
+
+@pytest.mark.parametrize("target", [None, (8, 0), (9, 0), (10, 0, "a")])
+@pytest.mark.parametrize("name", ["e4m3", "e5m2", "e3m2", "e2m1"])
+def test_four_codes_are_two_pairs(name, target):
+    numbers = [np.roll(NUMBERS, k) for k in range(4)]
+    pair = over_arrays(casts.pairs_for(name, None), np.uint16)
+    width = np.uint32(8 if name == "e2m1" else 16)
+    expected = pair(*numbers[:2]).astype(np.uint32) | pair(*numbers[2:]).astype(np.uint32) << width
+    np.testing.assert_array_equal(over_arrays(casts.quads_for(name, target), np.uint32)(*numbers), expected)
+
+
+@pytest.mark.parametrize("target", [(8, 0), (9, 0)])
+def test_e4m3_of_one_number_and_back(target):
+    encode, decode = casts.e4m3_for(target)
+    codes = np.arange(256, dtype=np.uint32)
+    np.testing.assert_array_equal(over_arrays(encode, np.uint32)(NUMBERS), over_arrays(casts.e4m3, np.uint32)(NUMBERS))
+    np.testing.assert_array_equal(over_arrays(decode)(codes), over_arrays(casts.decode_e4m3)(codes))
+
+
+@pytest.mark.parametrize("limit", [448.0, 57344.0])
+def test_a_power_of_two_scale_without_a_division_is_that_with_one(limit):
+    """Every exponent with mantissas about the limit's, about 1 and 2, and random ones; subnormal numbers, infinity."""
+    near = np.concatenate([np.arange(-9, 10) + at for at in (0, 0x600000, 0x800000)])
+    mantissas = np.concatenate([near, np.random.default_rng(2).integers(0, 1 << 23, 1000)])
+    bits = ((np.arange(256)[:, None] << 23) + mantissas).ravel()
+    x = bits[(bits >= 0) & (bits <= 0x7F800000)].astype(np.uint32).view(F)
+    scale, mask = epilogues.make_power_of_two_scale(F(limit)), epilogues.scale_mask(True)
+    for epsilon, largest in ((F(0), F(np.finfo(F).max)), (F(1e-20), F(65504))):
+        with np.errstate(all="ignore"):
+            expected = over_arrays(epilogues.fp8_scale)(x, F(limit), epsilon, largest, mask)
+        np.testing.assert_array_equal(over_arrays(scale)(x, epsilon, largest), expected)
 
 
 @pytest.mark.parametrize("name", HALVES)

@@ -163,6 +163,23 @@ def test_every_binade_scales_alike():
     np.testing.assert_array_equal(with_seed(0)(x), F(1) / x)
 
 
+@pytest.mark.parametrize("places", [-1, 0, 1])
+def test_reciprocal_to_scale_is_the_division_s(places):
+    """Every exponent below 2^126 with random mantissas, and every mantissa above 2^-128, where subnormal x begin.
+
+    The seeds tried and what fails are those of the test of every mantissa above.
+    """
+    seed = seed_off_by(places)
+    got_of = over_arrays(with_instructions(elementary.reciprocal_of_small, reciprocal_seed=seed, fma=exact_fma))
+    mantissas = np.random.default_rng(5).integers(0, (1 << 23) - 4, 1000, dtype=np.uint32)
+    binades = (mantissas | (np.arange(0, 253, dtype=np.uint32) << np.uint32(23))[:, None]).ravel()
+    x = np.concatenate([binades, np.arange(0, 1 << 23, 7, dtype=np.uint32)]).view(F)
+    x = np.concatenate([x, F([0, 2.0**-149, 2.0**-128, 2.0**-126, 1, 2.0**125, np.nan])])
+    with np.errstate(all="ignore"):
+        expected = np.minimum(F(1) / x, np.finfo(F).max)
+    np.testing.assert_array_equal(got_of(x), expected)
+
+
 def test_ends_of_newton_reciprocal():
     """What 1 + e^x can be besides."""
     np.testing.assert_array_equal(

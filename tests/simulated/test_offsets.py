@@ -138,6 +138,7 @@ SIZES = [1, 2, 7, 8, 9, 31, 33, 127, 128, 129, 1024, 1025, 65535 * 2 + 1, 65535 
 GRIDS = {
     "row": (lambda m, k: launch.row_shape(m, k, 16), lambda b: (b[1], b[0] * 8)),
     "row, warps": (lambda m, k: launch.row_shape(m, k, 32), lambda b: (b[1], b[0] * 8)),
+    "wide row": (lambda m, k: launch.row_shape(m, k, 2, 16), lambda b: (b[1], b[0] * 16)),
     "band": (launch.band_shape, lambda b: (kernels.BAND, b[0] * 8)),
     "tile 64": (lambda m, k: launch.tile_grid(m, k, 64), lambda b: (kernels.TILE_ROWS, 64)),
     "tile 128": (lambda m, k: launch.tile_grid(m, k, 128), lambda b: (kernels.TILE_ROWS, 128)),

@@ -18,6 +18,7 @@ BACKWARD = "from cuda_kernels.launch import Simulated; Simulated.order = 'backwa
 #: name -> a check of `simulated_cases`, run on the copy.
 PROBES = {
     "mxfp8": "check_quantize(tensor((33, 72)), SCALINGS['mxfp8'])",
+    "mxfp8 wide": "check_quantize(tensor((33, 112)), SCALINGS['mxfp8'])",
     "mxfp8 both": "check_quantize(tensor((33, 72)), SCALINGS['mxfp8'], True, True)",
     "mxfp8 swizzled": "check_quantize(tensor((130, 136)), SCALINGS['mxfp8'], swizzled_scales=True)",
     "mxfp8 sums": "check_quantize(integers((33, 72)), SCALINGS['mxfp8'], True, True, dbias=True)",
@@ -25,6 +26,7 @@ PROBES = {
     "square": "check_quantize(tensor((35, 70)), SCALINGS['block-128x128'], True, True)",
     "delayed": "check_quantize(tensor((35, 70)), SCALINGS['delayed-e5m2'], True, True)",
     "current": "check_quantize(tensor((35, 70)), SCALINGS['current'])",
+    "nvfp4 wide": "check_quantize(tensor((32, 80)), SCALINGS['nvfp4-1x16'])",
     "nvfp4": "check_quantize(tensor((32, 64)), SCALINGS['nvfp4-1x16'], True, True)",
     "stochastic": "check_quantize(tensor((16, 64)), SCALINGS['nvfp4-stochastic'], True, True)",
     "row-scaled": "check_quantize(tensor((32, 64)), SCALINGS['nvfp4-row-scaled'])",
@@ -53,10 +55,15 @@ FAULTS = (
     ("kernels.py", "def make_finish_sums", "range(count)", "range(1, count)", "sums"),
     ("kernels.py", "def gate_distance", "inputs.interleave == 0", "True", "scaled"),
     ("kernels.py", "def four_errs_less", ") < tree_sum", ") > tree_sum", "4over6 2d"),
+    ("kernels.py", "def wide_row_kernel", "amax_with(amax(first), second)", "amax(first)", "mxfp8 wide"),
+    ("kernels.py", "def wide_row_kernel", "second_prologue(", "first_prologue(", "nvfp4 wide"),
+    ("epilogues.py", "def mxfp8_wide(", "(inner & 31) == 0", "(inner & 31) == 16", "mxfp8 wide"),
+    ("epilogues.py", "def nvfp4_wide(", "low[1] << U32(16)", "low[1] << U32(8)", "nvfp4 wide"),
+    ("gpu.py", "def _rows", "% (2 * VECTOR) == 0", "% VECTOR == 0", "mxfp8"),
     ("epilogues.py", "def mxfp8(", "(inner & 31) == 0", "(inner & 31) == 8", "mxfp8"),
     ("epilogues.py", "def scale_swizzled", "block & 3", "block & 1", "mxfp8 swizzled"),
-    ("epilogues.py", "def nvfp4(", "out.given[outer]", "out.given[0]", "row-scaled"),
-    ("epilogues.py", "def block_byte", "(s_enc * ONE_SIXTH)", "s_enc * ONE_SIXTH", "nvfp4"),
+    ("epilogues.py", "def make_nvfp4_scales", "out.given[outer]", "out.given[0]", "row-scaled"),
+    ("epilogues.py", "def block_scale", "(s_enc * ONE_SIXTH)", "s_enc * ONE_SIXTH", "nvfp4"),
     ("epilogues.py", "def make_store_random", "select(first, a, c)", "select(first, c, a)", "stochastic"),
     ("prologues.py", "def guarded_gradients", "width - column)", "width - column + 1)", "gated"),
     ("hadamard.py", "def across", "other - x", "x - other", "rht"),
@@ -96,4 +103,5 @@ def test_a_fault_is_found(tmp_path, file, after, text, becomes, probe):
     path.write_text(source[:at] + becomes + source[at + len(text) :])
     passed, said = run(tmp_path, PROBES[probe])
     assert not passed, f"{becomes!r} in {after} was not found"
-    assert any(e in said for e in ("AssertionError", "MismatchError", "IndexError", "RuntimeError")), said
+    found = ("AssertionError", "MismatchError", "IndexError", "RuntimeError", "is not aligned")
+    assert any(e in said for e in found), said
