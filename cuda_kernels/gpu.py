@@ -25,7 +25,7 @@ from cuda_kernels.launch import (
     row_shape,
     tile_grid,
 )
-from cuda_kernels.operands import PARAMETERS, Front, Inputs, Outputs
+from cuda_kernels.operands import NO_PARAMETERS, Front, Inputs, Outputs
 from cuda_kernels.recipes import (
     Prologue,
     Recipe,
@@ -137,8 +137,7 @@ class GPU(Backend):
     def _inputs(front):
         rows = front.matrix_shape[0]
         pointers = [0 if array is None else array.pointer for array in (front.x, front.dy, front.row_scales)]
-        parameters = [front.parameters.get(name, 0.0) for name in PARAMETERS]
-        return Inputs(*pointers, *parameters, rows, front.width, front.interleave)
+        return Inputs(*pointers, *map(float, front.parameters), rows, front.width, front.interleave)
 
     def _recipe(self, kernel, front, row, column=None, **options):
         key = Prologue(front.kind, front.name, front.storage, front.row_scales is not None, front.interleave > 0)
@@ -506,7 +505,17 @@ class GPU(Backend):
         amax = None if getattr(q, f"amax_{direction}") is None else wrap(f"amax_{direction}")
         stride = scales.shape[-1]
         front = Front(
-            "decoded", name, {}, wrap(f"{direction}_data"), scales, amax, stride, False, inner, (outer, inner), storage
+            "decoded",
+            name,
+            NO_PARAMETERS,
+            wrap(f"{direction}_data"),
+            scales,
+            amax,
+            stride,
+            False,
+            inner,
+            (outer, inner),
+            storage,
         )
         if columnwise and getattr(q.scaling, "rht", False):
             options = {**options, "transform": (q.scaling.sign_mask, True)}
@@ -544,7 +553,9 @@ class GPU(Backend):
         if not out.size:
             return
         width = codes.shape[-1] if codes.shape else 1
-        front = Front("decoded", "none", {}, codes.array, None, None, 0, False, width, codes.shape or (1,), "float32")
+        front = Front(
+            "decoded", "none", NO_PARAMETERS, codes.array, None, None, 0, False, width, codes.shape or (1,), "float32"
+        )
         recipe = Recipe("row", Prologue("decoded", "none", fmt.name), ("plain", "float32"), whole=False)
         self.run(recipe, front, {"data": out})
 
@@ -627,7 +638,7 @@ def _history_shape(history, scale):
 def identity_of(array, storage):
     """The front that is a tensor itself."""
     shape = array.shape or (1,)
-    return Front("identity", None, {}, array, None, None, 0, False, shape[-1], shape, storage)
+    return Front("identity", None, NO_PARAMETERS, array, None, None, 0, False, shape[-1], shape, storage)
 
 
 def outputs(**fields):

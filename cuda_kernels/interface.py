@@ -8,10 +8,12 @@ amax, the cast and the sum is read from `refops.ops.path_of`, and handed to the 
 import inspect
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 import refops
-from cuda_kernels.operands import PARAMETERS, Front
+from cuda_kernels.operands import NO_PARAMETERS, PARAMETERS, Front
 from refops.activations import DEFAULT_PARAMETERS, bind_activation
 from refops.arguments import require_choice, require_flag, require_integer, shown
 from refops.formats import require_format
@@ -25,8 +27,7 @@ HADAMARD_GROUP = 16
 _NOT_GIVEN = object()
 
 
-@dataclass(frozen=True)
-class Operand:
+class Operand(NamedTuple):
     """A tensor argument as a backend sees it.
 
     Attributes:
@@ -159,10 +160,13 @@ class Backend:
 
 def front_of(kind, bound, parameters, x, width, shape, *, dy=None, row_scales=None, interleave=0):
     """Return the `Front` of an `Operand` x; `bound` is a `refops.activations.BoundActivation` or None."""
+    if parameters:
+        given = DEFAULT_PARAMETERS | parameters
+        parameters = tuple(np.float32(given[name]) for name in PARAMETERS)
     return Front(
         kind=kind,
         name=None if bound is None else bound.activation.name,
-        parameters={name: float(parameters.get(name, DEFAULT_PARAMETERS[name])) for name in PARAMETERS},
+        parameters=parameters or NO_PARAMETERS,
         x=x.array,
         dy=None if dy is None else dy.array,
         row_scales=row_scales,

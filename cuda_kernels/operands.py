@@ -6,7 +6,10 @@ The same field names serve GPU kernels (fields are pointers), the simulator (che
 import math
 from collections import namedtuple
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
+
+import numpy as np
 
 #: What a prologue reads. Field, meaning:
 #:   x, dy             the input (M, width, or 2 * width for gated activations), the output's gradient (M, width)
@@ -37,16 +40,17 @@ Outputs = namedtuple(
 )
 
 PARAMETERS = ("limit", "alpha", "glu_linear_offset", "beta1", "beta2")
+NO_PARAMETERS = (np.float32(0),) * len(PARAMETERS)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Front:
     """The front half of an operation: what is computed before anything is cast or stored.
 
     Attributes:
         kind: "identity", "forward" (an activation) or "backward" (its gradient).
         name: the activation, None for identity.
-        parameters: name -> float, every one of `PARAMETERS`.
+        parameters: float32 of each of `PARAMETERS`.
         x, dy: the backend's contiguous arrays; dy None unless backward.
         row_scales: float32 (M,) array, or None.
         interleave: glu_interleave_size.
@@ -58,7 +62,7 @@ class Front:
 
     kind: str
     name: str | None
-    parameters: dict
+    parameters: tuple
     x: Any
     dy: Any
     row_scales: Any
@@ -68,7 +72,7 @@ class Front:
     tensor_shape: tuple
     storage: str
 
-    @property
+    @cached_property
     def matrix_shape(self):
         """(M, K) of the result."""
         *leading, k = self.tensor_shape

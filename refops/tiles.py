@@ -19,6 +19,7 @@ ALIGNMENT = 128
 #: Rows that a partial column sum covers, as in TE's kernels; also the columns of a partial row sum.
 SUM_CHUNK = 128
 _tile_elements = 1 << 17
+_SMALLEST, _ONE = np.float32(2.0**-149), np.float32(1)
 
 
 @contextmanager
@@ -128,13 +129,18 @@ def tile_slices(shape):
 
 def for_each(items, work):
     """Return `work(*item)` for every item, in order and in one thread: speed is the business of `cuda_kernels`."""
+    require_subnormals()
     with np.errstate(all="ignore"):  # inf and NaN are ordinary inputs here
-        if np.float32(2.0**-149) * np.float32(1) == 0:
-            raise RuntimeError(
-                "float32 subnormals are flushed to zero in this thread (torch.set_flush_denormal(True), or a library "
-                "built with -ffast-math); results would not be exact: turn that off"
-            )
         return [work(*item) for item in items]
+
+
+def require_subnormals():
+    """Raise RuntimeError if this thread flushes float32 subnormals to zero."""
+    if _SMALLEST * _ONE == 0:
+        raise RuntimeError(
+            "float32 subnormals are flushed to zero in this thread (torch.set_flush_denormal(True), or a library "
+            "built with -ffast-math); results would not be exact: turn that off"
+        )
 
 
 def row_slices(shape):

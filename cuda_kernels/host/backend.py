@@ -10,7 +10,7 @@ from cuda_kernels.host.arrays import DTYPES, NO_BYTES, NO_FLOATS, NO_WORDS, as_b
 from cuda_kernels.host.prologues import prologue_for
 from cuda_kernels.host.threads import share
 from cuda_kernels.interface import Backend, front_of
-from cuda_kernels.operands import PARAMETERS, Inputs, Outputs
+from cuda_kernels.operands import Inputs, Outputs
 from refops import Quantized
 from refops.ops import DequantizedSource
 from refops.scaling import BlockScaling, CurrentScaling, DelayedScaling, MXFP8Scaling
@@ -85,13 +85,13 @@ class Pipeline:
 def inputs_of(front):
     """Return the `Inputs` of a front half."""
     return Inputs(
-        x=as_bytes(front.x),
-        dy=NO_BYTES if front.dy is None else as_bytes(front.dy),
-        row_scales=NO_FLOATS if front.row_scales is None else _floats(front.row_scales),
-        **{name: F(front.parameters[name]) for name in PARAMETERS},
-        rows=front.matrix_shape[0],
-        width=front.width,
-        interleave=front.interleave,
+        as_bytes(front.x),
+        NO_BYTES if front.dy is None else as_bytes(front.dy),
+        NO_FLOATS if front.row_scales is None else _floats(front.row_scales),
+        *front.parameters,
+        front.matrix_shape[0],
+        front.width,
+        front.interleave,
     )
 
 

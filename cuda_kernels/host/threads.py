@@ -14,7 +14,7 @@ import os
 from queue import SimpleQueue
 
 from refops.arguments import require_integer
-from refops.tiles import for_each
+from refops.tiles import require_subnormals
 
 _threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
@@ -74,11 +74,6 @@ def set_num_threads(n):
     _threads = require_integer(n, "n", low=1, high=1 << 16)
 
 
-def require_subnormals():
-    """Raise RuntimeError if this thread flushes float32 subnormals to zero: the check that refops makes."""
-    for_each([], None)
-
-
 def share(work, count, *, inline=False):
     """Call `work(first, last)` so that the ranges cover range(count), on several threads unless `inline`.
 
@@ -92,7 +87,7 @@ def share(work, count, *, inline=False):
     require_subnormals()  # threads that are started now inherit the caller's mode
     parts = 1 if inline else min(_threads, count)
     if parts <= 1 or not _workers.start(parts - 1):
-        checked(0, count)
+        work(0, count)
         return
     cuts = [count * i // parts for i in range(parts + 1)]
     outcomes, handed, errors = SimpleQueue(), 0, []
@@ -100,7 +95,7 @@ def share(work, count, *, inline=False):
         for i in range(1, parts):
             _workers.tasks.put((checked, cuts[i], cuts[i + 1], outcomes))
             handed += 1
-        checked(*cuts[:2])
+        work(*cuts[:2])
     finally:
         errors.extend(outcomes.get() for _ in range(handed))
     for error in filter(None, errors):

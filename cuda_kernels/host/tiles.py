@@ -48,7 +48,8 @@ def pieces(rows, columns):
 
 def walk(prologue, stages, count, inputs, outs, rows, columns, tile_rows, tile_columns, first, last):
     """Run a prologue and the first `count` of `stages` over pieces `first` to `last` of a (rows, columns) matrix."""
-    tile = np.empty((tile_rows, tile_columns), np.float32)
+    whole_blocks = (columns + 127) // 128 * 128
+    tile = np.empty((tile_rows, min(tile_columns, whole_blocks)), np.float32)
     spans_in_row = (columns + SPAN - 1) // SPAN
     for piece in range(first, last):
         top, left = piece // spans_in_row * PIECE_ROWS, piece % spans_in_row * SPAN
