@@ -1,0 +1,547 @@
+"""Where a tensor's work goes: torch tensors in, torch tensors out.
+
+| backend     | CPU tensors                    | CUDA tensors                  |
+|-------------|--------------------------------|-------------------------------|
+| "auto"      | `cuda_kernels.host`, no copies | `cuda_kernels`, no copies     |
+| "reference" | `refops`, no copies            | `refops`, through host memory |
+| "float64"   | as "auto"                      | as "auto"                     |
+
+Under "float64" activations also take float64 tensors, and compute the true formulas of `refops`: for gradcheck.
+
+The backend is that of the innermost `with backend(name)` around the call, else of the environment variable
+FUSER_BACKEND, else "auto". Every function is that of `refops` with the same name; its docstring has the details.
+Memory is shared between torch and NumPy in both directions, bfloat16 as 16-bit integers. No autograd in here.
+"""
+
+import functools
+import os
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import torch
+
+import refops
+from fuser.dtypes import HIGH_PRECISION
+from refops.activations import bind_activation
+from refops.arguments import require_tensor
+from refops.quantization.result import Quantized
+from refops.tiles import InputSource, tensor_amax
+
+BACKENDS = ("auto", "reference", "float64")
+VARIABLE = "FUSER_BACKEND"
+
+_BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+_NUMPY = {
+    torch.bfloat16: _BFLOAT16,
+    torch.float16: np.dtype(np.float16),
+    torch.float32: np.dtype(np.float32),
+}
+_selected = ContextVar("fuser_backend", default=None)
+
+
+# --- which backend --------------------------------------------------------------------------------
+
+
+def backend(name):
+    """Return a context manager (and decorator) that sends the work of its block to a backend.
+
+    It nests, and holds for the current thread or task alone (a `contextvars.ContextVar`).
+
+    Args:
+        name: "auto", "reference" or "float64"; the module's table says what each does.
+
+    Raises:
+        ValueError: another name.
+    """
+    return _scope(_require_backend(name, "name"))
+
+
+@contextmanager
+def _scope(name):
+    token = _selected.set(name)
+    try:
+        yield name
+    finally:
+        _selected.reset(token)
+
+
+def _require_backend(name, argument):
+    if not isinstance(name, str) or name not in BACKENDS:
+        raise ValueError(f"{argument} must be one of {', '.join(map(repr, BACKENDS))}; got {name!r}")
+    return name
+
+
+def current_backend():
+    """Return the name of the backend that a call would use now; ValueError if FUSER_BACKEND holds another name."""
+    selected = _selected.get()
+    if selected is not None:
+        return selected
+    return _require_backend(os.environ.get(VARIABLE) or "auto", VARIABLE)
+
+
+# --- torch and NumPy ------------------------------------------------------------------------------
+
+
+def as_numpy(tensor):
+    """View a CPU tensor as a NumPy array: the same memory, strides as they are; bfloat16 as ml_dtypes.bfloat16."""
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    if tensor.is_neg():
+        tensor = tensor.resolve_neg()
+    if tensor.dtype is torch.bfloat16:
+        return tensor.view(torch.int16).numpy().view(_BFLOAT16)
+    return tensor.numpy()
+
+
+def as_torch(array):
+    """View a NumPy array (bfloat16 as ml_dtypes.bfloat16) as a CPU tensor of the same memory."""
+    if array.dtype == _BFLOAT16:
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+#: The fields of `Buffers` that hold tensors.
+TENSOR_FIELDS = (
+    "rowwise_data",
+    "rowwise_scale_inv",
+    "columnwise_data",
+    "columnwise_scale_inv",
+    "amax_rowwise",
+    "amax_columnwise",
+)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Buffers:
+    """A quantized tensor as plain torch tensors, with the attributes and layouts of `refops.Quantized`.
+
+    Attributes:
+        rowwise_data, rowwise_scale_inv: uint8 codes and decode scales with blocks along the last dimension, or None.
+        columnwise_data, columnwise_scale_inv: the same with blocks along the rows, or None.
+        amax_rowwise, amax_columnwise: float32, where the scaling keeps one.
+        scaling: the `refops` settings used.
+        shape: shape of the unquantized tensor.
+        dtype: its torch dtype.
+        with_gemm_swizzled_scales: whether the scales are in GEMM order.
+    """
+
+    rowwise_data: torch.Tensor | None = None
+    rowwise_scale_inv: torch.Tensor | None = None
+    columnwise_data: torch.Tensor | None = None
+    columnwise_scale_inv: torch.Tensor | None = None
+    amax_rowwise: torch.Tensor | None = None
+    amax_columnwise: torch.Tensor | None = None
+    scaling: Any
+    shape: tuple
+    dtype: torch.dtype
+    with_gemm_swizzled_scales: bool = False
+
+    @property
+    def tensors(self):
+        """name -> tensor, of those that are there."""
+        return {name: getattr(self, name) for name in TENSOR_FIELDS if getattr(self, name) is not None}
+
+    @property
+    def device(self):
+        """Where the tensors are; None without any."""
+        return next((tensor.device for tensor in self.tensors.values()), None)
+
+
+# --- torch.compile --------------------------------------------------------------------------------
+
+
+def _call(function, *args, **kwargs):
+    return function(*args, **kwargs)
+
+
+_untraced_call = None
+
+
+def _call_untraced(function, *args, **kwargs):
+    """`_call` as torch.compile does not trace it: one object for all calls, or it would compile anew for each."""
+    global _untraced_call
+    if _untraced_call is None:
+        import torch._dynamo  # slow to import, and needed by those who compile alone
+
+        _untraced_call = torch._dynamo.disable(_call)
+    return _untraced_call(function, *args, **kwargs)
+
+
+def untraced(function):
+    """Decorate a function that torch.compile shall call as it is: it can't trace memory shared with NumPy."""
+
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        if torch.compiler.is_compiling():
+            return _call_untraced(function, *args, **kwargs)
+        return function(*args, **kwargs)
+
+    return call
+
+
+# --- engines --------------------------------------------------------------------------------------
+
+
+class Engine:
+    """A library with the calls of `refops`, and how torch tensors become its arrays and back."""
+
+    def __init__(self, library):
+        self.library = library
+
+    def array(self, tensor):
+        """The library's view of a tensor."""
+        return as_numpy(tensor)
+
+    def tensor(self, array):
+        """The tensor of an array that the library made."""
+        return as_torch(array)
+
+    def dtype(self, dtype):
+        """The library's name of a torch dtype."""
+        return dtype if dtype is None else _NUMPY.get(dtype, dtype)
+
+    def quantized(self, arrays, buffers):
+        """The library's quantized tensor."""
+        return Quantized(
+            **arrays,
+            scaling=buffers.scaling,
+            shape=tuple(buffers.shape),
+            dtype=_NUMPY[buffers.dtype],
+            with_gemm_swizzled_scales=buffers.with_gemm_swizzled_scales,
+        )
+
+    def amax(self, tensor):
+        """Largest magnitude, float32 (1,)."""
+        return self.tensor(self.library.amax(self.array(tensor)))
+
+
+class Reference(Engine):
+    """`refops`; tensors of other devices go through host memory."""
+
+    def __init__(self, device):
+        super().__init__(refops)
+        self._device = device
+
+    def array(self, tensor):
+        return as_numpy(tensor.cpu())
+
+    def tensor(self, array):
+        return as_torch(array).to(self._device)
+
+    def amax(self, tensor):
+        return self.tensor(tensor_amax(InputSource(require_tensor(self.array(tensor), "x"))))
+
+
+class Kernels(Engine):
+    """`cuda_kernels` on a GPU: it takes and returns torch tensors."""
+
+    def array(self, tensor):
+        return tensor.detach()
+
+    def tensor(self, array):
+        return array
+
+    def dtype(self, dtype):
+        return dtype
+
+    def quantized(self, arrays, buffers):
+        from cuda_kernels.result import Quantized as DeviceQuantized
+
+        return DeviceQuantized(
+            **arrays,
+            scaling=buffers.scaling,
+            shape=tuple(buffers.shape),
+            dtype=str(buffers.dtype).removeprefix("torch."),
+            with_gemm_swizzled_scales=buffers.with_gemm_swizzled_scales,
+        )
+
+
+@functools.cache
+def _automatic(device_type):
+    """The engine of a device; the libraries load when they are first needed."""
+    if device_type == "cpu":
+        from cuda_kernels import host
+
+        return Engine(host)
+    import cuda_kernels
+
+    return Kernels(cuda_kernels)
+
+
+def _engine(tensor, name="x"):
+    """Return the engine for the work on a tensor; TypeError as `_require_plain`."""
+    selected = current_backend()
+    _require_plain(tensor, name)
+    return _engine_on(tensor.device, selected)
+
+
+def _require_plain(tensor, name):
+    """Raise TypeError unless it is a tensor with elements of its own, float32, float16 or bfloat16, on a CPU or GPU."""
+    if not _is_plain(tensor):
+        raise TypeError(f"{name} must be a plain torch tensor; got {type(tensor).__name__}")
+    if tensor.dtype not in HIGH_PRECISION:
+        raise TypeError(
+            f"{name} must be float32, float16 or bfloat16 (float64 only in activations under backend('float64')); "
+            f"got {tensor.dtype} of shape {tuple(tensor.shape)}"
+        )
+    if tensor.device.type not in ("cpu", "cuda"):
+        raise TypeError(f"{name} must be on a CPU or CUDA device; got one on {tensor.device}")
+
+
+def _is_plain(tensor):
+    """Whether it is a tensor with elements of its own; quantized tensors offer `buffers`."""
+    if type(tensor) is torch.Tensor:
+        return True
+    return isinstance(tensor, torch.Tensor) and not hasattr(tensor, "buffers")
+
+
+def _engine_on(device, selected):
+    return Reference(device) if selected == "reference" else _automatic(device.type)
+
+
+def _is_true(*tensors):
+    """Whether the work is that of `backend("float64")` on float64 tensors."""
+    return any(getattr(t, "dtype", None) is torch.float64 for t in tensors) and current_backend() == "float64"
+
+
+# --- activations ----------------------------------------------------------------------------------
+
+
+@untraced
+def activation(name, x, *, out_dtype=None, **params):
+    """Apply an activation: float32 arithmetic, one rounding to `out_dtype`, by default the dtype of `x`.
+
+    Args:
+        name: a key of `refops.ACTIVATIONS`; gated ones read rows [act | gate].
+        x: (..., K), or (..., 2H) for gated activations.
+        **params: limit, alpha, glu_linear_offset, beta1, beta2.
+
+    Returns:
+        (..., K) or (..., H).
+    """
+    if _is_true(x):
+        return _true_forward(bind_activation(name, params), x)
+    engine = _engine(x)
+    return engine.tensor(engine.library.activation(name, engine.array(x), out_dtype=engine.dtype(out_dtype), **params))
+
+
+@untraced
+def activation_grad(name, dy, x, *, out_dtype=None, dbias=False, **params):
+    """Return the gradient of `activation` like `x`, with `dbias` also its column sums (K,), of the values as stored."""
+    if _is_true(dy, x):
+        dx = _true_backward(bind_activation(name, params), dy, x)
+        return (dx, dx.reshape(dx.shape[:-1].numel(), dx.shape[-1]).sum(0)) if dbias else dx
+    engine = _engine(x)
+    _require_plain(dy, "dy")
+    result = engine.library.activation_grad(
+        name, engine.array(dy), engine.array(x), out_dtype=engine.dtype(out_dtype), dbias=dbias, **params
+    )
+    return tuple(map(engine.tensor, result)) if dbias else engine.tensor(result)
+
+
+@untraced
+def scaled_activation(name, x, scales, *, glu_interleave_size=0, out_dtype=None, **params):
+    """Apply an activation and multiply each row by its scale (M entries in any shape), one rounding at the end."""
+    if _is_true(x, scales):
+        forward = _true_forward(bind_activation(name, params), _deinterleaved(x, glu_interleave_size))
+        return forward * scales.reshape(*x.shape[:-1], 1)
+    engine = _engine(x)
+    _require_plain(scales, "scales")
+    y = engine.library.scaled_activation(
+        name,
+        engine.array(x),
+        engine.array(scales),
+        glu_interleave_size=glu_interleave_size,
+        out_dtype=engine.dtype(out_dtype),
+        **params,
+    )
+    return engine.tensor(y)
+
+
+@untraced
+def scaled_activation_grad(name, dy, x, scales, *, glu_interleave_size=0, out_dtype=None, **params):
+    """Return (dx like `x`, dscales like `scales`), the gradients of `scaled_activation`."""
+    if _is_true(dy, x, scales):
+        return _true_scaled_backward(bind_activation(name, params), dy, x, scales, glu_interleave_size)
+    engine = _engine(x)
+    for tensor, argument in ((dy, "dy"), (scales, "scales")):
+        _require_plain(tensor, argument)
+    result = engine.library.scaled_activation_grad(
+        name,
+        engine.array(dy),
+        engine.array(x),
+        engine.array(scales),
+        glu_interleave_size=glu_interleave_size,
+        out_dtype=engine.dtype(out_dtype),
+        **params,
+    )
+    return tuple(map(engine.tensor, result))
+
+
+# --- activations in float64 -----------------------------------------------------------------------
+
+
+def _true_halves(bound, x):
+    array = as_numpy(x.double().cpu())
+    return np.split(array, 2, axis=-1) if bound.gated else (array, None)
+
+
+def _true_forward(bound, x):
+    with np.errstate(all="ignore"):
+        return as_torch(np.ascontiguousarray(bound.truth(*_true_halves(bound, x)))).to(x.device)
+
+
+def _true_backward(bound, dy, x):
+    with np.errstate(all="ignore"):
+        gradient = bound.truth_grad(as_numpy(dy.double().cpu()), *_true_halves(bound, x))
+    if bound.gated:
+        gradient = np.concatenate(gradient, axis=-1)
+    return as_torch(np.ascontiguousarray(gradient)).to(x.device)
+
+
+def _true_scaled_backward(bound, dy, x, scales, interleave):
+    halves = _deinterleaved(x, interleave)
+    dx = _true_backward(bound, dy * scales.reshape(*x.shape[:-1], 1), halves)
+    dscales = (dy * _true_forward(bound, halves)).sum(-1).reshape(scales.shape)
+    return _interleaved(dx, interleave), dscales
+
+
+def _deinterleaved(x, g):
+    """Rows [act 0:g | gate 0:g | act g:2g | ...] as [act | gate]."""
+    return x if not g else x.unflatten(-1, (-1, 2, g)).transpose(-3, -2).reshape(x.shape)
+
+
+def _interleaved(x, g):
+    """Undo `_deinterleaved`."""
+    return x if not g else x.unflatten(-1, (2, -1, g)).transpose(-3, -2).reshape(x.shape)
+
+
+# --- quantization ---------------------------------------------------------------------------------
+
+
+@untraced
+def quantize(x, scaling, *, rowwise=True, columnwise=False, dbias=False):
+    """Quantize a tensor: `Buffers`, with `dbias` also the float32 column sums of `x` rounded to its dtype, (K,)."""
+    engine = _engine(x)
+    q = engine.library.quantize(engine.array(x), scaling, rowwise=rowwise, columnwise=columnwise, dbias=dbias)
+    return _result(engine, q, x.dtype, dbias)
+
+
+@untraced
+def activation_quantize(name, x, scaling, *, rowwise=True, columnwise=False, **params):
+    """Apply an activation and quantize the result along TE's path for the scaling (`refops.ops.PATHS`): `Buffers`."""
+    engine = _engine(x)
+    q = engine.library.activation_quantize(
+        name, engine.array(x), scaling, rowwise=rowwise, columnwise=columnwise, **params
+    )
+    return _result(engine, q, x.dtype)
+
+
+@untraced
+def activation_grad_quantize(name, dy, x, scaling, *, rowwise=True, columnwise=False, dbias=False, **params):
+    """Quantize the gradient of an activation along TE's path: `Buffers`, with `dbias` also the bias gradient (K,)."""
+    engine = _engine(x)
+    _require_plain(dy, "dy")
+    q = engine.library.activation_grad_quantize(
+        name,
+        engine.array(dy),
+        engine.array(x),
+        scaling,
+        rowwise=rowwise,
+        columnwise=columnwise,
+        dbias=dbias,
+        **params,
+    )
+    return _result(engine, q, x.dtype, dbias)
+
+
+def _result(engine, q, dtype, dbias=False):
+    if dbias:
+        return _result(engine, q[0], dtype), engine.tensor(q[1])
+    arrays = {name: getattr(q, name) for name in TENSOR_FIELDS}
+    return Buffers(
+        **{name: None if array is None else engine.tensor(array) for name, array in arrays.items()},
+        scaling=q.scaling,
+        shape=tuple(q.shape),
+        dtype=dtype,
+        with_gemm_swizzled_scales=q.with_gemm_swizzled_scales,
+    )
+
+
+@untraced
+def dequantize(buffers, *, dtype=torch.float32, columnwise=False):
+    """Return the tensor that `Buffers` stand for, in its own shape: float32 arithmetic, one rounding to `dtype`.
+
+    Args:
+        buffers: `Buffers` with at least one copy.
+        dtype: float32, float16 or bfloat16.
+        columnwise: read the columnwise copy; otherwise the rowwise one, or the columnwise where there is no other.
+            NVFP4's Hadamard transform of columnwise copies is undone.
+
+    Raises:
+        TypeError: no `Buffers`, or another dtype. ValueError: the copy is not there.
+    """
+    if not isinstance(buffers, Buffers):
+        raise TypeError(f"buffers must be Buffers; got {type(buffers).__name__}")
+    if dtype not in HIGH_PRECISION:
+        raise TypeError(f"dtype must be torch.float32, torch.float16 or torch.bfloat16; got {dtype!r}")
+    if columnwise and buffers.columnwise_data is None:
+        raise ValueError("columnwise needs columnwise_data; got buffers without it")
+    if buffers.device is None:
+        raise ValueError("buffers must hold rowwise_data or columnwise_data; got neither")
+    engine = _engine_on(buffers.device, current_backend())
+    direction = "columnwise" if columnwise or buffers.rowwise_data is None else "rowwise"
+    names = (f"{direction}_data", f"{direction}_scale_inv", f"amax_{direction}")
+    arrays = {name: getattr(buffers, name) for name in names}
+    arrays = {name: None if tensor is None else engine.array(tensor) for name, tensor in arrays.items()}
+    q = engine.quantized(arrays, buffers)
+    return engine.tensor(engine.library.dequantize(q, dtype=engine.dtype(dtype)))
+
+
+@untraced
+def swizzled(buffers):
+    """Return `Buffers` with MXFP8 and NVFP4 scales in the order that GEMMs read; see `refops.Quantized.swizzled`."""
+    engine = _engine_on(buffers.device, current_backend())
+    q = engine.quantized({name: engine.array(tensor) for name, tensor in buffers.tensors.items()}, buffers)
+    return _result(engine, q.swizzled(), buffers.dtype)
+
+
+@untraced
+def amax(x):
+    """Return the largest magnitude of `x`, float32 (1,) on its device; NaN is ignored, an empty tensor gives 0."""
+    return _engine(x).amax(x)
+
+
+@untraced
+def update_delayed_scale(history, scale, fmt, *, margin=0, algorithm="max", keep_unused=True):
+    """Roll an amax history and compute the next delayed scale; see `refops.update_delayed_scale`.
+
+    Args:
+        history: float32 (L,) or (L, n); row 0 holds the newest amax.
+        scale: float32, one entry a column.
+        fmt: a `refops` format.
+        algorithm: "max", "most_recent", or a callable from the history (a tensor) to the amaxes, one a column.
+
+    Returns:
+        (new history, new scale), new tensors of the same shapes.
+    """
+    engine = _engine(history, "history")
+    _require_plain(scale, "scale")
+    if callable(algorithm):
+        function = algorithm
+        algorithm = lambda array: engine.array(function(engine.tensor(array)))  # noqa: E731
+    new_history, new_scale = engine.library.update_delayed_scale(
+        engine.array(history),
+        engine.array(scale),
+        fmt,
+        margin=margin,
+        algorithm=algorithm,
+        keep_unused=keep_unused,
+    )
+    if not isinstance(new_scale, torch.Tensor):
+        new_scale = engine.tensor(np.asarray(new_scale))
+    return engine.tensor(new_history), new_scale.reshape(scale.shape)

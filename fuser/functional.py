@@ -1,0 +1,350 @@
+"""The functions of TE's PyTorch extension (`transformer_engine_torch`): activations, gradients, casts, with quantizers.
+
+    y = gelu(x)                              like x
+    q = swiglu(x, MXFP8Quantizer(...))       what the quantizer makes: a quantized tensor, or its bare storage
+    dx = dswiglu(dy, x)
+    dbias, dx = dbias_dgelu(dy, x, quantizer)
+
+Tensors in, tensors out; autograd is the ops' business. Which values are rounded before they are quantized depends on
+the quantizer, as in TE (`refops.ops.PATHS`); f is the activation in float32:
+
+| quantizer                                     | path                         | amax of   | cast of   | dbias of  |
+|-----------------------------------------------|------------------------------|-----------|-----------|-----------|
+| None                                          | FULLY_FUSED                  |           | f         | rounded f |
+| Float8Quantizer (delayed)                     | FULLY_FUSED                  | f         | f         | f         |
+| MXFP8Quantizer                                | FULLY_FUSED                  | rounded f | rounded f | f         |
+| Float8CurrentScalingQuantizer                 | FUSED_ACTIVATION_AMAX_FP8    | f         | rounded f | rounded f |
+| NVFP4Quantizer                                | FUSED_ACTIVATION_AMAX_NVFP4  | f         | rounded f | rounded f |
+| NVFP4Quantizer with RHT or row scaling, Float8BlockQuantizer | UNFUSED       | rounded f | rounded f | rounded f |
+| with an amax reduction group, custom quantizers              | UNFUSED       | rounded f | rounded f | rounded f |
+
+"rounded" means: to the dtype of the input.
+
+Errors: TypeError for what is no plain tensor, for dtypes other than float32, float16 and bfloat16, and for gradient and
+input of different dtypes; ValueError for shapes that do not belong together, odd gated widths, parameters out of range.
+Unlike in TE quantizers are optional everywhere, `dbias_*` without one return an unquantized gradient, and there is a
+`dbias_*` for every activation.
+"""
+
+import inspect
+
+import torch
+
+from fuser import dispatch
+from fuser.dispatch import untraced
+from fuser.dtypes import DType, torch_dtype
+from fuser.quantization.quantizer import Quantizer
+from fuser.quantization.storage import QuantizedTensorStorage
+from refops.activations import ACTIVATIONS, DEFAULT_PARAMETERS
+from refops.ops import SCALED_ACTIVATIONS
+
+# --- checks, in the words of the arguments here -----------------------------------------------------
+
+
+def _require_input(tensor, name):
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name} must be a torch tensor; got {type(tensor).__name__}")
+    if tensor.dim() == 0:
+        raise ValueError(f"{name} must have at least one dimension; got a scalar")
+
+
+def _output_shape(name, x, argument):
+    """Shape of an activation's output."""
+    if not ACTIVATIONS[name].gated:
+        return x.shape
+    if x.shape[-1] % 2:
+        raise ValueError(
+            f"Wrong input shape. Expected (after flattening) last dimension to be even: "
+            f"{argument} has shape {tuple(x.shape)}, and {name} reads rows [act | gate]"
+        )
+    return torch.Size((*x.shape[:-1], x.shape[-1] // 2))
+
+
+def _require_name(name):
+    if not isinstance(name, str) or name not in ACTIVATIONS:
+        raise ValueError(f"name must be one of {', '.join(ACTIVATIONS)}; got {name!r}")
+
+
+def _check_forward(name, x):
+    _require_name(name)
+    _require_input(x, "input")
+    _output_shape(name, x, "input")
+
+
+def _check_backward(name, grad, x, *, same_dtype=True):
+    """Check a gradient of an activation's output; TE wants its elements in the input's order, not its very shape."""
+    _require_name(name)
+    _require_input(grad, "grad")
+    _require_input(x, "fwd_input")
+    if same_dtype and grad.dtype is not x.dtype:
+        raise TypeError(f"Types of both inputs must match. grad is {grad.dtype}, fwd_input is {x.dtype}")
+    expected = _output_shape(name, x, "fwd_input")
+    if grad.shape == expected:
+        return grad
+    if grad.shape[-1] != expected[-1] or grad.numel() != expected.numel():
+        raise ValueError(
+            f"Wrong Grad shape. Expected (after flattening) that of the activation's output, {tuple(expected)}, for "
+            f"fwd_input of shape {tuple(x.shape)}; grad has shape {tuple(grad.shape)}"
+        )
+    return grad.reshape(expected)
+
+
+def _require_quantizer(quantizer):
+    if not isinstance(quantizer, Quantizer):
+        raise TypeError(
+            f"Unexpected type for quantizer: it must be a Quantizer or None; got {type(quantizer).__name__}"
+        )
+
+
+def _fusable(quantizer):
+    """Whether an activation may run together with the cast: the quantizer offers the settings of one, and the amax
+    doesn't come from other processes too."""
+    _require_quantizer(quantizer)
+    kind = type(quantizer)
+    offers_settings = kind.scaling is not Quantizer.scaling and kind.quantize_impl is Quantizer.quantize_impl
+    return offers_settings and not getattr(quantizer, "with_amax_reduction", False)
+
+
+# --- by the name of the activation ------------------------------------------------------------------
+
+
+@untraced
+def activation(name, input, quantizer=None, **params):
+    """Apply an activation.
+
+    Args:
+        name: a key of `refops.ACTIVATIONS`.
+        input: (..., K), or (..., 2H) as [act | gate] for gated activations; float32, float16 or bfloat16.
+        quantizer: what to quantize the result with.
+        **params: limit, alpha, glu_linear_offset (clamped_swiglu), beta1, beta2 (situglu).
+
+    Returns:
+        (..., K) or (..., H) in the dtype of `input`; with a quantizer what it makes of that.
+    """
+    _check_forward(name, input)
+    if quantizer is None:
+        return dispatch.activation(name, input, **params)
+    if not _fusable(quantizer):
+        return quantizer(dispatch.activation(name, input, **params))
+    return quantizer.wrap(
+        dispatch.activation_quantize(name, input, quantizer.scaling(), **_copies(quantizer), **params)
+    )
+
+
+@untraced
+def activation_grad(name, grad, fwd_input, quantizer=None, **params):
+    """Return the gradient of `activation` with respect to its input, like `fwd_input`; quantized if asked.
+
+    Args:
+        grad: gradient of the output, in the dtype of `fwd_input`.
+        Others as for `activation`.
+    """
+    grad = _check_backward(name, grad, fwd_input)
+    if quantizer is None:
+        return dispatch.activation_grad(name, grad, fwd_input, **params)
+    if not _fusable(quantizer):
+        return quantizer(dispatch.activation_grad(name, grad, fwd_input, **params))
+    return quantizer.wrap(
+        dispatch.activation_grad_quantize(name, grad, fwd_input, quantizer.scaling(), **_copies(quantizer), **params)
+    )
+
+
+@untraced
+def dbias_activation_grad(name, grad, fwd_input, quantizer=None, **params):
+    """Return [bias gradient, gradient of the activation]: the column sums (K,) or (2H,), in the dtype of `grad`, and
+    what `activation_grad` returns.
+
+    The sums are those of the unrounded float32 gradient where TE fuses them with the cast (delayed scaling, MXFP8), and
+    those of the gradient rounded to its dtype elsewhere.
+    """
+    grad = _check_backward(name, grad, fwd_input)
+    if quantizer is not None and _fusable(quantizer):
+        buffers, dbias = dispatch.activation_grad_quantize(
+            name, grad, fwd_input, quantizer.scaling(), dbias=True, **_copies(quantizer), **params
+        )
+        return [dbias, quantizer.wrap(buffers)]
+    gradient, dbias = dispatch.activation_grad(name, grad, fwd_input, dbias=True, **params)
+    return [dbias, gradient if quantizer is None else quantizer(gradient)]
+
+
+@untraced
+def scaled_activation(name, input, act_scales, quantizer=None, *, glu_interleave_size=0, **params):
+    """Apply an activation and multiply each row by its scale, in float32, rounded once; then quantize if asked.
+
+    Args:
+        name: one of `refops.SCALED_ACTIVATIONS`.
+        input: (..., 2H), or (..., K) for srelu.
+        act_scales: one scale a row of `input`, in any shape and dtype of the three.
+        glu_interleave_size: 0, or g: rows are [act 0:g | gate 0:g | act g:2g | ...], g a multiple of 32 that divides H.
+    """
+    _check_scaled(name, input, act_scales, "input")
+    y = dispatch.scaled_activation(name, input, act_scales, glu_interleave_size=glu_interleave_size, **params)
+    return _maybe_quantized(y, quantizer)
+
+
+@untraced
+def scaled_activation_grad(
+    name, grad, fwd_input, act_scales, quantizer=None, *, glu_interleave_size=0, compute_scale_grad=True, **params
+):
+    """Return (gradient of the input, gradient of the scales): like `fwd_input`, quantized if asked, and like
+    `act_scales`, or None unless `compute_scale_grad`. `grad` may have another dtype than `fwd_input`."""
+    _check_scaled(name, fwd_input, act_scales, "fwd_input")
+    grad = _check_backward(name, grad, fwd_input, same_dtype=False)
+    dx, dscales = dispatch.scaled_activation_grad(
+        name, grad, fwd_input, act_scales, glu_interleave_size=glu_interleave_size, **params
+    )
+    return _maybe_quantized(dx, quantizer), dscales if compute_scale_grad else None
+
+
+def _check_scaled(name, x, act_scales, argument):
+    if not isinstance(name, str) or name not in SCALED_ACTIVATIONS:
+        raise ValueError(f"name must be one of {', '.join(SCALED_ACTIVATIONS)}; got {name!r}")
+    _require_input(x, argument)
+    if ACTIVATIONS[name].gated and x.shape[-1] % 2:
+        raise ValueError(
+            f"scaled activation input width is not compatible with activation: {argument} has shape {tuple(x.shape)}, "
+            f"and {name} needs an even last dimension"
+        )
+    _require_input(act_scales, "act_scales")
+    rows = x.shape[:-1].numel()
+    if act_scales.numel() != rows:
+        raise ValueError(
+            f"scaled activation expects one scale per input row: {argument} has {rows} rows, act_scales has shape "
+            f"{tuple(act_scales.shape)}"
+        )
+
+
+def _maybe_quantized(tensor, quantizer):
+    if quantizer is None:
+        return tensor
+    _require_quantizer(quantizer)
+    return quantizer(tensor)
+
+
+def _copies(quantizer):
+    return {"rowwise": quantizer.rowwise_usage, "columnwise": quantizer.columnwise_usage}
+
+
+# --- casts ------------------------------------------------------------------------------------------
+
+
+@untraced
+def quantize(tensor, quantizer, output=None, noop=None):
+    """Quantize a tensor.
+
+    Args:
+        tensor: float32, float16 or bfloat16.
+        quantizer: a `Quantizer`.
+        output: a quantized tensor to overwrite, and to return.
+        noop: flag (1,), needs an output; other than 0 it leaves `output` as it is.
+
+    Returns:
+        What the quantizer makes.
+    """
+    _require_quantizer(quantizer)
+    if noop is not None and output is None:
+        raise ValueError("noop needs output, the tensor that it leaves as it is; got output=None")
+    if output is None:
+        return quantizer(tensor)
+    return quantizer.update_quantized(tensor, output, noop_flag=noop)
+
+
+@untraced
+def dequantize(input, otype):
+    """Return the values of a quantized tensor in `otype`, a `DType` or torch dtype."""
+    if not isinstance(input, QuantizedTensorStorage):
+        raise TypeError(f"input must be a quantized tensor or its storage; got {type(input).__name__}")
+    return input.dequantize(dtype=torch_dtype(otype))
+
+
+@untraced
+def bgrad_quantize(input, quantizer=None):
+    """Return [bias gradient, quantized `input`]: the sums over all but the last dimension, in float32, rounded to the
+    dtype of `input`; without a quantizer `input` itself, contiguous."""
+    _require_input(input, "input")
+    if quantizer is not None and _fusable(quantizer):
+        buffers, dbias = dispatch.quantize(input, quantizer.scaling(), dbias=True, **_copies(quantizer))
+        return [dbias, quantizer.wrap(buffers)]
+    accumulator = torch.float64 if input.dtype is torch.float64 else torch.float32
+    dbias = input.reshape(input.shape[:-1].numel(), input.shape[-1]).sum(0, dtype=accumulator).to(input.dtype)
+    return [dbias, input.contiguous() if quantizer is None else quantizer(input)]
+
+
+# --- by TE's names ----------------------------------------------------------------------------------
+#
+# One function for each activation and direction, made from the table of activations:
+#   gelu(input, quantizer)                                      situglu(input, quantizer, beta1, beta2)
+#   dgelu(grad, fwd_input, quantizer)                           dbias_dgelu(grad, fwd_input, quantizer)
+#   scaled_swiglu(input, act_scales, quantizer, glu_interleave_size)
+#   scaled_dswiglu(grad, fwd_input, act_scales, quantizer, glu_interleave_size, compute_scale_grad)
+# Parameters of an activation stand after the quantizer, in TE's order.
+
+
+def gradient_name(name):
+    """TE's name of an activation's gradient: dgelu for gelu, clamped_dswiglu for clamped_swiglu."""
+    prefix, separator, last = name.rpartition("_")
+    return f"{prefix}{separator}d{last}"
+
+
+def _named(public_name, helper, name, tensors, options):
+    """Return the public function `public_name`: `helper` for the activation `name`, with positional parameters.
+
+    `tensors` are its required arguments, `options` those after the quantizer with their defaults.
+    """
+    required = len(tensors)
+
+    def function(*args, **kwargs):
+        if kwargs or not required <= len(args) <= required + 1:
+            args, kwargs = (), signature.bind(*args, **kwargs).arguments
+        return helper(name, *args, **kwargs)
+
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    defaults = {"quantizer": None, **options}
+    signature = inspect.Signature(
+        [inspect.Parameter(tensor, kind) for tensor in tensors]
+        + [inspect.Parameter(option, kind, default=default) for option, default in defaults.items()]
+    )
+    function.__name__ = function.__qualname__ = public_name
+    function.__signature__ = signature
+    function.__doc__ = f"`{helper.__name__}` of {name}: {ACTIVATIONS[name].formula}.\n\n{inspect.getdoc(helper)}"
+    return function
+
+
+def _functions():
+    """Return public name -> function."""
+    made = {}
+
+    def add(public_name, helper, tensors, **options):
+        made[public_name] = _named(public_name, helper, name, tensors, options)
+
+    for name, row in ACTIVATIONS.items():
+        parameters = {parameter: DEFAULT_PARAMETERS[parameter] for parameter in row.parameters}
+        gradient = gradient_name(name)
+        add(name, activation, ("input",), **parameters)
+        add(gradient, activation_grad, ("grad", "fwd_input"), **parameters)
+        add(f"dbias_{gradient}", dbias_activation_grad, ("grad", "fwd_input"), **parameters)
+        if name in SCALED_ACTIVATIONS:
+            layout = {"glu_interleave_size": 0} if row.gated else {}
+            tensors = ("grad", "fwd_input", "act_scales")
+            add(f"scaled_{name}", scaled_activation, ("input", "act_scales"), **parameters, **layout)
+            options = {**parameters, **layout, "compute_scale_grad": True}
+            add(f"scaled_{gradient}", scaled_activation_grad, tensors, **options)
+    return made
+
+
+_NAMED = _functions()
+globals().update(_NAMED)
+
+__all__ = [
+    "DType",
+    "activation",
+    "activation_grad",
+    "bgrad_quantize",
+    "dbias_activation_grad",
+    "dequantize",
+    "gradient_name",
+    "quantize",
+    "scaled_activation",
+    "scaled_activation_grad",
+    *_NAMED,
+]

@@ -1,0 +1,304 @@
+"""Matrix products of plain and quantized operands, accumulated in float32 and rounded once.
+
+    y  = linear_forward(x, w, bias=b)      x w^T + b       reads rowwise copies
+    dx = linear_dgrad(dy, w)               dy w            dy's rowwise copy, w's columnwise copy
+    dw = linear_wgrad(dy, x)               dy^T x          columnwise copies
+
+What runs natively and what is emulated:
+
+| operands                             | CPU                              | GPU                                       |
+|--------------------------------------|----------------------------------|-------------------------------------------|
+| float32, float16, bfloat16           | float32 products of exact copies | torch's matmul in their dtype             |
+| FP8 per tensor (delayed and current) | dequantized, float32 products    | `torch._scaled_mm` from sm_89 on          |
+| MXFP8                                | dequantized, float32 products    | `torch._scaled_mm` from sm_100 on         |
+| FP8 blocks, NVFP4, mixed formats     | dequantized, float32 products    | dequantized to float32, float32 products  |
+
+Where a native product does not fit (`native_obstacle` says why), operands are dequantized there too. A dequantized
+operand is exactly what its codes and scales stand for, so an emulated product differs from a tensor core's only in the
+order of its float32 sums. Under `backend("float64")` operands may be float64; then products are float64.
+"""
+
+import math
+
+import torch
+
+from fuser import dispatch
+from fuser.dispatch import Buffers
+from fuser.dtypes import HIGH_PRECISION
+from refops.formats import E4M3, E5M2
+from refops.scaling import CurrentScaling, DelayedScaling, MXFP8Scaling
+
+LAYOUTS = ("TN", "NN", "NT")
+_PER_TENSOR = (DelayedScaling, CurrentScaling)
+_FP8 = {E4M3: torch.float8_e4m3fn, E5M2: torch.float8_e5m2}
+#: Whether torch.mm of 16-bit CUDA tensors can store its float32 sums.
+_MM_STORES_FLOAT32 = hasattr(torch.ops.aten.mm, "dtype")
+
+
+# --- public -----------------------------------------------------------------------------------------
+
+
+def linear_forward(x, w, **options):
+    """Return x w^T, (..., out), of x (..., in) and w (out, in); options as for `gemm`."""
+    return gemm(w, x, layout="TN", **options)
+
+
+def linear_dgrad(dy, w, **options):
+    """Return dy w, (..., in), of dy (..., out) and w (out, in); options as for `gemm`."""
+    return gemm(w, dy, layout="NN", **options)
+
+
+def linear_wgrad(dy, x, **options):
+    """Return dy^T x, (out, in), of dy (..., out) and x (..., in); options as for `gemm`."""
+    return gemm(x, dy, layout="NT", **options)
+
+
+def gemm(a, b, *, layout="TN", out_dtype=None, bias=None, alpha=1.0, beta=None, out=None, accumulate=False):
+    """Return alpha op(b) op(a) + bias, with TE's order of operands and names of layouts.
+
+    Args:
+        a, b: plain tensors (float32, float16 or bfloat16), quantized tensors, their storages, or `Buffers`.
+            Leading dimensions are flattened to rows.
+        layout: "TN" is b a^T, "NN" is b a, "NT" is b^T a. The rowwise copies of a transposed a and of a plain b are
+            read, else the columnwise ones; of FP8 per tensor whichever there is.
+        out_dtype: dtype of the result; by default that of `out`, else the nominal dtype of `b`.
+        bias: added to every row, (columns of the result,).
+        alpha: number that multiplies the product.
+        out: tensor to write to, and to return.
+        accumulate: add to what `out` holds.
+        beta: what `out` is multiplied with when accumulating, 1 if None.
+
+    Sums are float32, and all of the expression is rounded once, to the dtype of the result.
+
+    Returns:
+        (..., n) with the leading dimensions of `b`; for "NT" two dimensions.
+
+    Raises:
+        TypeError: an operand of another kind or dtype. ValueError: shapes that do not fit, a quantized operand without
+            the copy that the layout reads, `accumulate` without `out`, `beta` without `accumulate`, another layout.
+    """
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout must be one of {', '.join(map(repr, LAYOUTS))}; got {layout!r}")
+    a, b = _operand(a, "a"), _operand(b, "b")
+    shape = _result_shape(a, b, layout)
+    out_dtype = _result_dtype(out_dtype, out, b)
+    _check_options(shape, bias, beta, out, accumulate)
+    dtype = torch.promote_types(out_dtype, torch.float32) if accumulate else out_dtype
+    if torch.is_autocast_enabled(a.device.type):  # torch.autocast would multiply in 16 bits what is float32 here
+        with torch.autocast(a.device.type, enabled=False):
+            result = _product(a, b, layout, dtype, bias, alpha)
+    else:
+        result = _product(a, b, layout, dtype, bias, alpha)
+    if len(shape) != 2:
+        result = result.reshape(shape)
+    if out is None:
+        return result
+    if accumulate:
+        result = result.add_(out.to(dtype), alpha=1.0 if beta is None else beta)
+    return out.copy_(result)
+
+
+def native_obstacle(a, b, *, layout="TN"):
+    """Return why `gemm(a, b)` dequantizes its operands, in words; None where a tensor core takes them as they are."""
+    a, b = _operand(a, "a"), _operand(b, "b")
+    if not (isinstance(a, Buffers) and isinstance(b, Buffers)):
+        return "an operand is not quantized"
+    if a.device.type != "cuda" or b.device.type != "cuda":
+        return "an operand is on a CPU"
+    if dispatch.current_backend() == "reference":
+        return "backend('reference') is selected"
+    if not hasattr(torch, "_scaled_mm"):
+        return "this torch has no _scaled_mm"
+    return _format_obstacle(a, b, torch.cuda.get_device_capability(a.device)) or _size_obstacle(a, b, layout)
+
+
+def _format_obstacle(a, b, capability):
+    """Why tensor cores of a capability cannot multiply these formats, or None."""
+    per_tensor = all(isinstance(q.scaling, _PER_TENSOR) for q in (a, b))
+    mx = all(isinstance(q.scaling, MXFP8Scaling) and q.scaling.fmt in _FP8 for q in (a, b))
+    if not (per_tensor or mx):
+        return f"no native product of {type(a.scaling).__name__} and {type(b.scaling).__name__}"
+    if a.scaling.fmt == b.scaling.fmt == E5M2:
+        return "no native product of E5M2 and E5M2"
+    needed = (10, 0) if mx else (8, 9)
+    if capability < needed:
+        return f"needs compute capability {needed[0]}.{needed[1]}; the GPU has {capability[0]}.{capability[1]}"
+    if mx and not hasattr(torch, "float8_e8m0fnu"):
+        return "this torch has no float8_e8m0fnu"
+    return None
+
+
+def _size_obstacle(a, b, layout):
+    """Why sizes keep `torch._scaled_mm` from multiplying, or None."""
+    multiple = 32 if isinstance(a.scaling, MXFP8Scaling) else 16
+    (rows, inner), (columns, _) = _k_major_shape(b, layout[1] == "T"), _k_major_shape(a, layout[0] == "N")
+    if not rows or not inner or not columns:
+        return "an operand is empty"
+    if inner % multiple or columns % 16:
+        return (
+            f"sizes: the contracted dimension must be a multiple of {multiple} and the result's last one of 16; "
+            f"they are {inner} and {columns}"
+        )
+    return None
+
+
+# --- arguments --------------------------------------------------------------------------------------
+
+
+def _operand(value, name):
+    """Return a plain tensor as it is, anything quantized as its `Buffers`."""
+    if type(value) in (torch.Tensor, torch.nn.Parameter):
+        return value
+    buffers = value if isinstance(value, Buffers) else getattr(value, "buffers", None)
+    if isinstance(buffers, Buffers):
+        return buffers
+    if isinstance(value, torch.Tensor):
+        return value
+    raise TypeError(f"{name} must be a tensor, a quantized tensor or its storage; got {type(value).__name__}")
+
+
+def _matrix_shape(operand):
+    shape = operand.shape
+    return shape if len(shape) == 2 else (math.prod(shape[:-1]), shape[-1])
+
+
+def _k_major_shape(operand, transposed):
+    """Shape of the operand with the contracted dimension last."""
+    rows, columns = _matrix_shape(operand)
+    return (columns, rows) if transposed else (rows, columns)
+
+
+def _result_shape(a, b, layout):
+    for operand, name in ((a, "a"), (b, "b")):
+        if not operand.shape:
+            raise ValueError(f"{name} must have at least one dimension; got a scalar")
+    n, inner = _k_major_shape(a, layout[0] == "N")
+    m, other = _k_major_shape(b, layout[1] == "T")
+    if inner != other:
+        raise ValueError(
+            f"a of shape {tuple(a.shape)} and b of shape {tuple(b.shape)} do not fit with layout {layout!r}: "
+            f"contracted sizes {inner} and {other}"
+        )
+    return (m, n) if layout == "NT" else (*b.shape[:-1], n)
+
+
+def _result_dtype(out_dtype, out, b):
+    if out is not None and out_dtype not in (None, out.dtype):
+        raise ValueError(f"out_dtype must be the dtype of out, {out.dtype}; got {out_dtype}")
+    dtype = out_dtype or (b.dtype if out is None else out.dtype)
+    if dtype not in HIGH_PRECISION and not (dtype is torch.float64 and dispatch.current_backend() == "float64"):
+        raise TypeError(
+            f"out_dtype must be float32, float16 or bfloat16 (float64 only under backend('float64')); got {dtype}"
+        )
+    return dtype
+
+
+def _check_options(shape, bias, beta, out, accumulate):
+    if bias is not None and tuple(bias.shape) != shape[-1:]:
+        raise ValueError(f"bias must have shape {shape[-1:]}; got {tuple(bias.shape)}")
+    if accumulate and out is None:
+        raise ValueError("accumulate needs out, the tensor to add to; got out=None")
+    if beta is not None and not accumulate:
+        raise ValueError(f"beta needs accumulate=True; got beta={beta}, accumulate=False")
+    if out is not None and tuple(out.shape) != tuple(shape):
+        raise ValueError(f"out must have shape {tuple(shape)}; got {tuple(out.shape)}")
+
+
+# --- products ---------------------------------------------------------------------------------------
+
+
+def _product(a, b, layout, dtype, bias, alpha):
+    """Return alpha op(b) op(a) + bias as a matrix of `dtype`, rounded once."""
+    quantized = isinstance(a, Buffers) and isinstance(b, Buffers)
+    if quantized and native_obstacle(a, b, layout=layout) is None:
+        return _native_product(a, b, layout, dtype, bias, alpha)
+    left, right = _matrix(b, "b", layout[1] == "T"), _matrix(a, "a", layout[0] == "N")
+    left, right = (left.t() if layout[1] == "T" else left), (right.t() if layout[0] == "T" else right)
+    compute = _compute_dtype(left, right, dtype)
+    if left.dtype is not compute or right.dtype is not compute:
+        left, right = left.to(compute), right.to(compute)
+    if dtype is torch.float32 and compute in (torch.float16, torch.bfloat16):  # on a GPU
+        return _finished(torch.mm(left, right, out_dtype=dtype), dtype, bias, alpha)
+    if bias is None:
+        product = torch.mm(left, right)
+        product = product if alpha == 1.0 else product.mul_(alpha)
+    else:
+        product = torch.addmm(bias.to(compute), left, right, alpha=alpha)
+    return product if compute is dtype else product.to(dtype)
+
+
+def _matrix(operand, name, columnwise):
+    """Return a plain operand, or the dequantized float32 copy of another, as a matrix."""
+    if isinstance(operand, Buffers):
+        operand = dispatch.dequantize(operand, columnwise=_reads_columnwise(operand, name, columnwise))
+    elif operand.dtype not in HIGH_PRECISION and not (
+        operand.dtype is torch.float64 and dispatch.current_backend() == "float64"
+    ):
+        raise TypeError(
+            f"{name} must be float32, float16 or bfloat16 (float64 only under backend('float64')); got {operand.dtype}"
+        )
+    return operand if operand.dim() == 2 else operand.reshape(_matrix_shape(operand))
+
+
+def _reads_columnwise(buffers, name, columnwise):
+    """Whether to read the columnwise copy; ValueError where the copy that the product needs is not there."""
+    wanted, other = ("columnwise", "rowwise") if columnwise else ("rowwise", "columnwise")
+    if getattr(buffers, f"{wanted}_data") is not None:
+        return columnwise
+    if isinstance(buffers.scaling, _PER_TENSOR) and getattr(buffers, f"{other}_data") is not None:
+        return not columnwise
+    raise ValueError(f"{name} must hold a {wanted} copy for this product; got {type(buffers.scaling).__name__} without")
+
+
+def _compute_dtype(left, right, dtype):
+    """The dtype to multiply in: float32; on GPUs that of 16-bit operands whose sums are float32 there anyway."""
+    if left.dtype is right.dtype is dtype is torch.float32:
+        return dtype
+    if torch.float64 in (left.dtype, right.dtype, dtype):
+        return torch.float64
+    native = left.is_cuda and left.dtype is right.dtype
+    if native and (dtype is left.dtype or (dtype is torch.float32 and _MM_STORES_FLOAT32)):
+        return left.dtype
+    return torch.float32
+
+
+def _finished(product, dtype, bias, alpha):
+    """alpha product + bias of a float32 product, rounded once to `dtype`."""
+    if alpha != 1.0:
+        product = product * alpha
+    if bias is not None:
+        product = product + bias.to(product.dtype)
+    return product.to(dtype)
+
+
+def _native_product(a, b, layout, dtype, bias, alpha):
+    """The product of a tensor core: `torch._scaled_mm` of K-major codes and their scales."""
+    left, left_scale = _k_major_codes(b, layout[1] == "T")
+    right, right_scale = _k_major_codes(a, layout[0] == "N")
+    plain = bias is None and alpha == 1.0
+    product = torch._scaled_mm(
+        left, right.t(), scale_a=left_scale, scale_b=right_scale, out_dtype=dtype if plain else torch.float32
+    )
+    return product if plain else _finished(product, dtype, bias, alpha)
+
+
+def _k_major_codes(buffers, transposed):
+    """Return codes as a contiguous FP8 matrix with the contracted dimension last, and scales as a GEMM reads them."""
+    rows, columns = _matrix_shape(buffers)
+    columnwise = _reads_columnwise(buffers, "operand", transposed)
+    direction = "columnwise" if columnwise else "rowwise"
+    codes, scales = getattr(buffers, f"{direction}_data"), getattr(buffers, f"{direction}_scale_inv")
+    fp8 = _FP8[buffers.scaling.fmt]
+    if isinstance(buffers.scaling, MXFP8Scaling):  # columnwise codes are stored like the tensor
+        codes = codes.reshape(rows, columns)
+        codes = codes.t().contiguous() if transposed else codes
+        return codes.view(fp8), _swizzled(buffers, direction).view(torch.float8_e8m0fnu).flatten()
+    codes = codes.reshape((columns, rows) if columnwise else (rows, columns))
+    return (codes if columnwise == transposed else codes.t().contiguous()).view(fp8), scales
+
+
+def _swizzled(buffers, direction):
+    """The scales of one copy in the order that tensor cores read."""
+    if not buffers.with_gemm_swizzled_scales:
+        buffers = dispatch.swizzled(buffers)
+    return getattr(buffers, f"{direction}_scale_inv")
