@@ -1,0 +1,567 @@
+"""The five concrete quantizers, with TE's names and arguments.
+
+| class                         | scale                                   | shapes                              |
+|-------------------------------|-----------------------------------------|-------------------------------------|
+| Float8Quantizer               | given (delayed scaling)                 | any                                 |
+| Float8CurrentScalingQuantizer | from the tensor's amax                  | any                                 |
+| Float8BlockQuantizer          | from the amax of 1x128 or 128x128       | any (TE's GEMMs: multiples of 128)  |
+| MXFP8Quantizer                | E8M0 for 32 elements                    | M % 32 == 0 and K % 32 == 0         |
+| NVFP4Quantizer                | E4M3 for 16 elements and the amax       | M % 16 == 0 and K % 16 == 0         |
+
+K is the last dimension, M the product of the others. A shape that is not allowed raises `ValueError`, as TE's extension
+refuses it. Results are bit for bit those of `refops.quantize` with `quantizer.scaling()`.
+"""
+
+import contextlib
+import functools
+import math
+import threading
+import warnings
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from fuser import dispatch
+from fuser import recipe as recipes
+from fuser.dispatch import Buffers
+from fuser.distributed import reduce_amax
+from fuser.dtypes import DType
+from fuser.quantization.quantizer import Quantizer, ValueQuantizer
+from fuser.quantization.storage import (
+    Float8BlockwiseQTensorStorage,
+    Float8TensorStorage,
+    MXFP8TensorStorage,
+    NVFP4TensorStorage,
+)
+from fuser.quantization.tensor import Float8BlockwiseQTensor, Float8Tensor, MXFP8Tensor, NVFP4Tensor
+from refops.quantization.per_tensor import scale_from_amax
+from refops.quantization.result import stored_layout
+from refops.scaling import (
+    TE_SIGN_MASK,
+    BlockScaling,
+    CurrentScaling,
+    DelayedScaling,
+    MXFP8Scaling,
+    NVFP4Scaling,
+)
+
+
+@functools.lru_cache(maxsize=256)
+def _cached(cls, **settings):
+    """A `refops` scaling; equal settings are checked once."""
+    return cls(**settings)
+
+
+class _Tape(threading.local):
+    """The delayed scales of a forward pass that will be computed again (`fuser.recompute`)."""
+
+    scales: dict[int, tuple[torch.Tensor, float]] | None = None
+    replaying: bool = False
+
+
+_tape = _Tape()
+
+
+@contextlib.contextmanager
+def delayed_scales(scales: dict[int, tuple[torch.Tensor, float]], *, replay: bool):
+    """Keep in `scales` what delayed-scaling quantizers of this thread cast with; `replay`: cast with that again.
+
+    A replayed pass records no amaxes: it belongs to a step that was recorded.
+    """
+    outer, outer_replaying = _tape.scales, _tape.replaying
+    for address, entry in (outer or {}).items():
+        scales.setdefault(address, entry)
+    _tape.scales, _tape.replaying = scales, replay or outer_replaying
+    try:
+        yield
+    finally:
+        _tape.scales, _tape.replaying = outer, outer_replaying
+        if outer is not None:
+            outer.update(scales)
+
+
+def _fp8_dtype(value):
+    dtype = DType.of(value)
+    if dtype not in (DType.kFloat8E4M3, DType.kFloat8E5M2):
+        raise ValueError(f"fp8_dtype must be DType.kFloat8E4M3 or DType.kFloat8E5M2; got {dtype!r}")
+    return dtype
+
+
+def _matrix_shape(shape):
+    shape = tuple(shape)
+    return (math.prod(shape[:-1]), shape[-1]) if shape else (1, 1)
+
+
+def _require_divisible(shape, multiple, name):
+    m, k = _matrix_shape(shape)
+    if len(tuple(shape)) == 0 or m % multiple or k % multiple:
+        raise ValueError(
+            f"{name} needs M % {multiple} == 0 and K % {multiple} == 0 (K the last dimension, M the product of the "
+            f"others); got a tensor of shape {tuple(shape)}"
+        )
+
+
+class Float8Quantizer(Quantizer):
+    """FP8 with a given scale for the whole tensor: delayed scaling.
+
+    Args:
+        scale: float32, one element: the multiplier before the cast. Read at every call.
+        amax: float32, one element: every call raises it to the largest magnitude seen.
+        fp8_dtype: `DType.kFloat8E4M3` or `DType.kFloat8E5M2`.
+        rowwise, columnwise: which copies results have.
+    """
+
+    tensor_class, storage_class = Float8Tensor, Float8TensorStorage
+
+    def __init__(
+        self,
+        scale: torch.Tensor,
+        amax: torch.Tensor,
+        fp8_dtype: DType,
+        *,
+        rowwise: bool = True,
+        columnwise: bool = True,
+    ):
+        super().__init__(rowwise=rowwise, columnwise=columnwise)
+        self.scale, self.amax, self.dtype = scale, amax, _fp8_dtype(fp8_dtype)
+        self._read_scale = None
+
+    def settings(self):
+        """The settings; scale and amax are tensors that belong to someone else."""
+        return {"fp8_dtype": self.dtype, **super().settings()}
+
+    def scaling(self):
+        """`DelayedScaling` with the present scale."""
+        return DelayedScaling(self.dtype.format, self._scale_value())
+
+    def _scale_value(self):
+        """The scale as a number: the present one, or in a pass that is computed again the one of that time."""
+        scales = _tape.scales
+        if scales is None:
+            return self._present_scale()
+        address = self.scale.data_ptr()
+        if address not in scales:
+            scales[address] = (self.scale, self._present_scale())  # alive, the address is not used again
+        elif not _tape.replaying and scales[address][1] != self._present_scale():
+            raise RuntimeError(
+                "Scales were updated inside of a function given to fuser.checkpoint, which has to run twice with the "
+                "same ones: enter autocast around checkpoint, or once inside of the function"
+            )
+        return scales[address][1]
+
+    def _present_scale(self):
+        """A GPU is waited for only after the scale was written."""
+        if self.scale.device.type == "cpu" or self.scale.is_inference():  # cheap to read; no version to tell writes by
+            return self.scale.item()
+        key = (self.scale.data_ptr(), self.scale._version)
+        if self._read_scale is None or self._read_scale[0] != key:
+            self._read_scale = (key, self.scale.item())
+        return self._read_scale[1]
+
+    def _record(self, buffers):
+        amax = buffers.amax_rowwise if buffers.amax_rowwise is not None else buffers.amax_columnwise
+        if amax is not None and not _tape.replaying:  # gathered pieces were recorded where they were made
+            with torch.no_grad():
+                torch.fmax(self.amax, amax.to(self.amax.device).view(self.amax.shape), out=self.amax)
+
+    def calibrate(self, tensor):
+        """Set the amax to that of a tensor."""
+        self.amax.copy_(dispatch.amax(tensor).reshape(self.amax.shape))
+
+    def create_tensor_from_data(self, data, fake_dtype=torch.float32, requires_grad=False, internal=False):
+        """Wrap uint8 codes, rowwise, that were cast with the present scale; `fake_dtype` is the nominal dtype."""
+        scale_inv = (1 / self.scale.detach().float()).reshape(1).to(data.device)
+        buffers = Buffers(
+            rowwise_data=data,
+            rowwise_scale_inv=scale_inv,
+            scaling=self.scaling(),
+            shape=tuple(data.shape),
+            dtype=fake_dtype,
+        )
+        if internal:
+            return Float8TensorStorage(buffers, quantizer=self.copy())
+        return Float8Tensor(buffers, quantizer=self.copy(), requires_grad=requires_grad)
+
+    def supports_only_rowwise_all_gather(self):
+        """True: the transpose follows from the data."""
+        return True
+
+    def _get_compatible_recipe(self):
+        return recipes.DelayedScaling
+
+
+class _AmaxReducing(ValueQuantizer):
+    """A quantizer whose tensor amax can be the largest over a process group, so that all ranks scale alike."""
+
+    with_amax_reduction: bool
+    amax_reduction_group: Any
+
+    def copy_for_result(self):
+        duplicate = self.copy()
+        duplicate.with_amax_reduction, duplicate.amax_reduction_group = False, None
+        return duplicate
+
+
+class Float8CurrentScalingQuantizer(_AmaxReducing):
+    """FP8 with one scale from the tensor's own amax.
+
+    Args:
+        fp8_dtype: `DType.kFloat8E4M3` or `DType.kFloat8E5M2`.
+        device: accepted for TE's sake; results are on the device of their input.
+        rowwise, columnwise: which copies results have.
+        with_amax_reduction, amax_reduction_group: take the largest amax of the ranks of a process group.
+        force_pow_2_scales: round the scale down to a power of two.
+        amax_epsilon: lower bound of the amax.
+        use_existing_amax, scale, amax: ignored, with a `DeprecationWarning`, as in TE.
+    """
+
+    tensor_class, storage_class = Float8Tensor, Float8TensorStorage
+
+    def __init__(
+        self,
+        fp8_dtype: DType,
+        device: Any = None,
+        *,
+        rowwise: bool = True,
+        columnwise: bool = True,
+        use_existing_amax: bool = False,
+        with_amax_reduction: bool = False,
+        amax_reduction_group: Any = None,
+        force_pow_2_scales: bool = False,
+        amax_epsilon: float = 0.0,
+        scale: torch.Tensor | None = None,
+        amax: torch.Tensor | None = None,
+    ):
+        super().__init__(rowwise=rowwise, columnwise=columnwise)
+        if use_existing_amax or scale is not None or amax is not None:
+            message = "use_existing_amax, scale and amax have no effect on Float8CurrentScalingQuantizer"
+            warnings.warn(message, DeprecationWarning, stacklevel=2)
+        self.dtype = _fp8_dtype(fp8_dtype)
+        self.with_amax_reduction, self.amax_reduction_group = with_amax_reduction, amax_reduction_group
+        self.force_pow_2_scales, self.amax_epsilon = force_pow_2_scales, amax_epsilon
+
+    def settings(self):
+        """Constructor arguments without the process group."""
+        return {
+            "fp8_dtype": self.dtype,
+            **super().settings(),
+            "force_pow_2_scales": self.force_pow_2_scales,
+            "amax_epsilon": self.amax_epsilon,
+        }
+
+    def scaling(self):
+        """`CurrentScaling`."""
+        return _cached(
+            CurrentScaling,
+            fmt=self.dtype.format,
+            power_2_scale=bool(self.force_pow_2_scales),
+            amax_epsilon=self.amax_epsilon,
+        )
+
+    def _cast(self, tensor, rowwise, columnwise):
+        if not self.with_amax_reduction:
+            return super()._cast(tensor, rowwise, columnwise)
+        scaling = self.scaling()
+        amax = reduce_amax(dispatch.amax(tensor), self.amax_reduction_group)
+        scale = scale_from_amax(
+            np.float32([amax.item()]), scaling.fmt, epsilon=scaling.amax_epsilon, power_2=scaling.power_2_scale
+        )
+        given = DelayedScaling(scaling.fmt, float(scale[0]))
+        buffers = dispatch.quantize(tensor, given, rowwise=rowwise, columnwise=columnwise)
+        amaxes = {"amax_rowwise": amax if rowwise else None, "amax_columnwise": amax.clone() if columnwise else None}
+        return replace(buffers, scaling=scaling, **amaxes)
+
+    def supports_only_rowwise_all_gather(self):
+        """True: the transpose follows from the data."""
+        return True
+
+    def _get_compatible_recipe(self):
+        return recipes.Float8CurrentScaling
+
+
+class Float8BlockQuantizer(ValueQuantizer):
+    """FP8 with a float32 scale for 1x128 elements or a 128x128 tile.
+
+    Args:
+        fp8_dtype: `DType.kFloat8E4M3` or `DType.kFloat8E5M2`.
+        rowwise, columnwise: which copies results have.
+        amax_epsilon: lower bound of each block's amax.
+        force_pow_2_scales: round scales down to powers of two.
+        block_scaling_dim: 1 or 2.
+    """
+
+    tensor_class, storage_class = Float8BlockwiseQTensor, Float8BlockwiseQTensorStorage
+    block_len = BlockScaling.block_size
+
+    def __init__(
+        self,
+        fp8_dtype: DType,
+        *,
+        rowwise: bool = True,
+        columnwise: bool = True,
+        amax_epsilon: float = 0.0,
+        force_pow_2_scales: bool = True,
+        block_scaling_dim: int = 2,
+    ):
+        super().__init__(rowwise=rowwise, columnwise=columnwise)
+        self.dtype = _fp8_dtype(fp8_dtype)
+        self.amax_epsilon, self.force_pow_2_scales = amax_epsilon, force_pow_2_scales
+        self.block_scaling_dim = block_scaling_dim
+        self.scaling()  # a wrong value raises here
+
+    def settings(self):
+        """Constructor arguments."""
+        return {
+            "fp8_dtype": self.dtype,
+            **super().settings(),
+            "amax_epsilon": self.amax_epsilon,
+            "force_pow_2_scales": self.force_pow_2_scales,
+            "block_scaling_dim": self.block_scaling_dim,
+        }
+
+    def scaling(self):
+        """`BlockScaling`."""
+        return _cached(
+            BlockScaling,
+            fmt=self.dtype.format,
+            block_dim=self.block_scaling_dim,
+            power_2_scale=bool(self.force_pow_2_scales),
+            amax_epsilon=self.amax_epsilon,
+        )
+
+    def is_quantizable(self, tensor):
+        """Whether TE's GEMMs take it: at least 2-D, both sizes multiples of 128. Quantizing here needs neither."""
+        m, k = _matrix_shape(tensor.shape)
+        return len(tensor.shape) >= 2 and m % self.block_len == 0 and k % self.block_len == 0
+
+    def _get_compatible_recipe(self):
+        return recipes.Float8BlockScaling
+
+
+class MXFP8Quantizer(ValueQuantizer):
+    """FP8 with an E8M0 scale for 32 elements, along rows and along columns.
+
+    Args:
+        fp8_dtype: `DType.kFloat8E4M3` or `DType.kFloat8E5M2`.
+        rowwise, columnwise: which copies results have.
+        with_2d_quantization: one scale for a 32x32 tile.
+    """
+
+    tensor_class, storage_class = MXFP8Tensor, MXFP8TensorStorage
+
+    def __init__(
+        self, fp8_dtype: DType, *, rowwise: bool = True, columnwise: bool = True, with_2d_quantization: bool = False
+    ):
+        super().__init__(rowwise=rowwise, columnwise=columnwise)
+        self.dtype = _fp8_dtype(fp8_dtype)
+        self.with_2d_quantization = with_2d_quantization
+
+    def settings(self):
+        """Constructor arguments."""
+        return {"fp8_dtype": self.dtype, **super().settings(), "with_2d_quantization": self.with_2d_quantization}
+
+    def scaling(self):
+        """`MXFP8Scaling`."""
+        return _cached(MXFP8Scaling, fmt=self.dtype.format, two_d=bool(self.with_2d_quantization))
+
+    def check_shape(self, shape):
+        """Raise `ValueError` unless both sizes divide by 32."""
+        _require_divisible(shape, MXFP8Scaling.block_size, "MXFP8")
+
+    def is_quantizable(self, tensor):
+        """Whether both sizes divide by 32."""
+        m, k = _matrix_shape(tensor.shape)
+        return len(tensor.shape) >= 2 and m % MXFP8Scaling.block_size == 0 and k % MXFP8Scaling.block_size == 0
+
+    def is_requantization_safe(self):
+        """True: scales are powers of two, and the values that one gave fit the next."""
+        return True
+
+    def _get_compatible_recipe(self):
+        return recipes.MXFP8BlockScaling
+
+
+class NVFP4Quantizer(_AmaxReducing):
+    """E2M1 with an E4M3 scale for 16 elements and a float32 amax for the tensor.
+
+    Args:
+        fp4_dtype: `DType.kFloat4E2M1`.
+        rowwise, columnwise: which copies results have.
+        with_amax_reduction, amax_reduction_group: take the largest amax of the ranks of a process group.
+        with_rht, with_post_rht_amax: random Hadamard transform of the columnwise copy, whose amax is then that of the
+            transformed values. Both or neither. (TE takes bfloat16 alone; here float16 and float32 too.)
+        with_2d_quantization: one scale for a 16x16 tile.
+        stochastic_rounding: round elements stochastically; the seed comes from torch's default CPU generator, so that
+            `torch.manual_seed` makes runs repeat (TE: from the GPU's, whose mapping to elements differs).
+        row_scaled_nvfp4: an amax for each row instead of one for the tensor.
+        nvfp4_use_4over6, nvfp4_e4m3_max, nvfp4_4over6_err_mode: try mapping a block's maximum to 4 besides 6, largest
+            block scale 448 or 256 (448 without 4over6), error "MAE" or "MSE".
+        with_random_sign_mask: the transform's fixed signs (0xD7E8), or none.
+
+    Raises:
+        ValueError: settings that exclude each other; the message names them.
+    """
+
+    tensor_class, storage_class = NVFP4Tensor, NVFP4TensorStorage
+
+    def __init__(
+        self,
+        fp4_dtype: DType = DType.kFloat4E2M1,
+        rowwise: bool = True,
+        columnwise: bool = True,
+        with_amax_reduction: bool = False,
+        amax_reduction_group: Any = None,
+        with_rht: bool = False,
+        with_post_rht_amax: bool = False,
+        with_2d_quantization: bool = False,
+        stochastic_rounding: bool = False,
+        row_scaled_nvfp4: bool = False,
+        nvfp4_use_4over6: bool = False,
+        nvfp4_e4m3_max: int = 448,
+        nvfp4_4over6_err_mode: str = "MAE",
+        with_random_sign_mask: bool = True,
+    ):
+        super().__init__(rowwise=rowwise, columnwise=columnwise)
+        if DType.of(fp4_dtype) is not DType.kFloat4E2M1:
+            raise ValueError(f"fp4_dtype must be DType.kFloat4E2M1; got {fp4_dtype!r}")
+        self.dtype = DType.kFloat4E2M1
+        self.with_amax_reduction, self.amax_reduction_group = with_amax_reduction, amax_reduction_group
+        self.with_rht, self.with_post_rht_amax = with_rht, with_post_rht_amax
+        self.with_2d_quantization, self.stochastic_rounding = with_2d_quantization, stochastic_rounding
+        self.row_scaled_nvfp4, self.nvfp4_use_4over6 = row_scaled_nvfp4, nvfp4_use_4over6
+        self.nvfp4_e4m3_max = nvfp4_e4m3_max if nvfp4_use_4over6 else 448
+        self.nvfp4_4over6_err_mode = nvfp4_4over6_err_mode.upper()
+        if self.nvfp4_4over6_err_mode not in ("MAE", "MSE"):
+            raise ValueError(f"nvfp4_4over6_err_mode must be 'MAE' or 'MSE'; got {nvfp4_4over6_err_mode!r}")
+        if row_scaled_nvfp4 and with_amax_reduction:
+            raise ValueError("row_scaled_nvfp4 excludes with_amax_reduction; got both")
+        self.with_random_sign_mask = with_random_sign_mask
+        self._settings_of_calls()  # combinations that exclude each other raise here
+
+    @property
+    def rht_matrix_random_sign_mask_t(self) -> int:
+        """The 16 signs of the transform: bit i set means -1."""
+        return TE_SIGN_MASK if self.with_random_sign_mask else 0
+
+    @property
+    def rht_matrix(self) -> torch.Tensor:
+        """diag(signs) H / 4 in bfloat16, (16, 16): a row vector of 16 values times it is their transform."""
+        bits = torch.arange(16)
+        parity = torch.tensor([[(int(i) & int(j)).bit_count() & 1 for j in bits] for i in bits])
+        return (self._signs()[:, None] * (1 - 2 * parity) / 4).to(torch.bfloat16)
+
+    def _signs(self):
+        return 1.0 - 2.0 * ((self.rht_matrix_random_sign_mask_t >> torch.arange(16)) & 1)
+
+    def settings(self):
+        """Constructor arguments without the process group."""
+        return {
+            **super().settings(),
+            "with_rht": self.with_rht,
+            "with_post_rht_amax": self.with_post_rht_amax,
+            "with_2d_quantization": self.with_2d_quantization,
+            "stochastic_rounding": self.stochastic_rounding,
+            "row_scaled_nvfp4": self.row_scaled_nvfp4,
+            "nvfp4_use_4over6": self.nvfp4_use_4over6,
+            "nvfp4_e4m3_max": self.nvfp4_e4m3_max,
+            "nvfp4_4over6_err_mode": self.nvfp4_4over6_err_mode,
+            "with_random_sign_mask": self.with_random_sign_mask,
+        }
+
+    def _settings_of_calls(self):
+        return _cached(
+            NVFP4Scaling,
+            two_d=bool(self.with_2d_quantization),
+            rht=bool(self.with_rht),
+            sign_mask=self.rht_matrix_random_sign_mask_t,
+            stochastic_rounding=bool(self.stochastic_rounding),
+            four_over_six=self.nvfp4_4over6_err_mode.lower() if self.nvfp4_use_4over6 else None,
+            e4m3_max=self.nvfp4_e4m3_max,
+            row_scaled=bool(self.row_scaled_nvfp4),
+        )
+
+    def scaling(self):
+        """`NVFP4Scaling`; with stochastic rounding every call draws a seed.
+
+        Raises:
+            ValueError: `with_rht` and `with_post_rht_amax` differ.
+        """
+        if bool(self.with_rht) != bool(self.with_post_rht_amax):
+            raise ValueError(
+                "with_rht and with_post_rht_amax must be equal; "
+                f"got with_rht={self.with_rht}, with_post_rht_amax={self.with_post_rht_amax}"
+            )
+        settings = self._settings_of_calls()
+        if not self.stochastic_rounding:
+            return settings
+        seed = torch.randint(0, torch.iinfo(torch.int64).max, (), dtype=torch.int64, device="cpu").item()
+        return replace(settings, seed=seed)
+
+    def layout_scaling(self):
+        """`scaling()` without a seed: for shapes alone."""
+        return self._settings_of_calls()
+
+    def check_shape(self, shape):
+        """Raise `ValueError` unless both sizes divide by 16."""
+        _require_divisible(shape, NVFP4Scaling.block_size, "NVFP4")
+
+    def is_quantizable(self, tensor):
+        """Whether both sizes divide by 16; False for row scaling, as in TE."""
+        m, k = _matrix_shape(tensor.shape)
+        divides = m % NVFP4Scaling.block_size == 0 and k % NVFP4Scaling.block_size == 0
+        return len(tensor.shape) >= 2 and divides and not self.row_scaled_nvfp4
+
+    def _cast(self, tensor, rowwise, columnwise):
+        if not self.with_amax_reduction:
+            return super()._cast(tensor, rowwise, columnwise)
+        return _quantize_with_amax(
+            tensor, self.scaling(), self._reduced_amaxes(tensor, columnwise), rowwise, columnwise
+        )
+
+    def _reduced_amaxes(self, tensor, columnwise):
+        """(amax of the tensor, amax of its transform or None), the largest over the ranks."""
+        amaxes = [dispatch.amax(tensor)]
+        if self.with_rht and columnwise:
+            plain = replace(self._settings_of_calls(), stochastic_rounding=False)
+            amaxes.append(dispatch.quantize(tensor, plain, rowwise=False, columnwise=True).amax_columnwise)
+        reduced = reduce_amax(torch.cat(amaxes), self.amax_reduction_group)
+        return reduced[0], reduced[1] if len(amaxes) > 1 else None
+
+    def _get_compatible_recipe(self):
+        return recipes.NVFP4BlockScaling
+
+
+def _quantize_with_amax(x, scaling, amaxes, rowwise, columnwise):
+    """Quantize in NVFP4 as part of a tensor whose amaxes are larger than those of `x`.
+
+    Kernels take the amax from the tensor. So 16 rows are appended that hold the given amax, and with the Hadamard
+    transform 16 more whose transform has the given maximum in one place; their codes and scales are cut off again.
+    Blocks are 16 rows high, so that no other block changes. (The transform of the first 16 rows is amax / 4, which the
+    other maximum never falls below; and a transform is at most 4 times the largest value, so the reverse holds too.)
+    """
+    amax, transformed_amax = amaxes
+    m, k = _matrix_shape(x.shape)
+    rows = x.new_zeros(16 if transformed_amax is None else 32, k)
+    rows[0, 0] = amax
+    if transformed_amax is not None:
+        signs = 1.0 - 2.0 * ((scaling.sign_mask >> torch.arange(16, device=x.device)) & 1)
+        rows[16:, 0] = transformed_amax / 4 * signs
+    extended = torch.cat((x.reshape(m, k), rows))
+    buffers = dispatch.quantize(extended, scaling, rowwise=rowwise, columnwise=columnwise)
+    layout = stored_layout(scaling, tuple(x.shape))
+
+    def cut(name, tensor, last_dim):
+        """The leading part of `tensor`, `last_dim` long or `m` rows high, with zeros up to the stored shape."""
+        shape = layout[name][0]
+        kept = tensor[:, :last_dim] if "columnwise" in name else tensor[:m]
+        if name.endswith("_data"):
+            return kept.contiguous().view(shape)
+        return torch.nn.functional.pad(kept, (0, shape[1] - kept.shape[1], 0, shape[0] - kept.shape[0])).contiguous()
+
+    columns = {"columnwise_data": m // 2, "columnwise_scale_inv": m // 16}
+    cut_fields = {
+        name: cut(name, tensor, columns.get(name)) for name, tensor in buffers.tensors.items() if "amax" not in name
+    }
+    return replace(buffers, **cut_fields, shape=tuple(x.shape))

@@ -1,0 +1,476 @@
+"""Quantized tensors as `torch.Tensor`s: what autograd, modules, optimizers and `torch.save` see.
+
+Every operation that is not listed in `_HANDLERS` works on the dequantized values and gives a plain tensor; one that
+writes into a quantized tensor quantizes the new values into its memory. Views, clones, copies and moves between devices
+keep the format.
+
+Behaviour: TE's quantized_tensor.py and tensor/*.py, without its patch of `torch.nn.Module` (see
+`KeepsQuantizedParameters`) and without its hooks for FSDP (`fsdp_pre_all_gather`, `fsdp_post_all_gather`), which are
+not offered: give FSDP parameters in high precision.
+"""
+
+import copy
+from dataclasses import fields, replace
+
+import torch
+from torch.utils._pytree import tree_map
+
+from fuser.dispatch import Buffers, untraced
+from fuser.dtypes import HIGH_PRECISION, DType
+from fuser.quantization.quantizer import Quantizer, ValueQuantizer
+from fuser.quantization.storage import (
+    Float8BlockwiseQTensorStorage,
+    Float8TensorStorage,
+    MXFP8TensorStorage,
+    NVFP4TensorStorage,
+    QuantizedTensorStorage,
+)
+from fuser.torch_load import rebuild_quantized_tensor, register
+from refops import scaling as scalings
+from refops.formats import FORMATS
+
+aten = torch.ops.aten
+register()
+
+
+class QuantizedTensor(torch.Tensor):
+    """Base of tensors with quantized data: shape, nominal dtype and device of a contiguous tensor, without its memory.
+
+    Concrete classes join it with a storage class, whose attributes they have. `float()`, `half()`, `bfloat16()` and
+    `to(dtype=...)` with another dtype give plain tensors; `cpu()`, `to(device=...)`, `detach()`, `clone()`, `view(...)`
+    keep the data quantized. Gradients are plain tensors of the nominal dtype.
+    """
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    def __new__(cls, buffers: Buffers, *, quantizer: Quantizer | None = None, requires_grad: bool = False):
+        """Wrap `buffers` without a copy."""
+        shape = tuple(buffers.shape)
+        strides = [1] * len(shape)
+        for dim in range(len(shape) - 1, 0, -1):
+            strides[dim - 1] = strides[dim] * max(shape[dim], 1)
+        self = torch.Tensor._make_wrapper_subclass(
+            cls,
+            shape,
+            strides=strides,
+            dtype=buffers.dtype,
+            layout=torch.strided,
+            device=buffers.device,
+            requires_grad=requires_grad,
+        )
+        self.buffers, self._quantizer = buffers, quantizer
+        return self
+
+    def __init__(self, *args, **kwargs):
+        """Everything is done by `__new__`."""
+
+    @classmethod
+    def make_like(cls, tensor, *, shape=None, dtype=None, requires_grad=False):
+        """A tensor of the same data, with another nominal dtype or (like a view) another shape."""
+        buffers = tensor.buffers if shape is None else tensor.viewed_buffers(tuple(shape))
+        buffers = buffers if dtype is None else replace(buffers, dtype=dtype)
+        return type(tensor)(buffers, quantizer=tensor._quantizer, requires_grad=requires_grad)
+
+    def to_dtype(self, dtype: torch.dtype):
+        """A tensor of the same data with another nominal dtype."""
+        return self.make_like(self, dtype=dtype)
+
+    @untraced
+    def dequantize(self, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The plain tensor that is stood for, in the nominal dtype or `dtype`. Gradients pass straight through."""
+        if torch.is_grad_enabled() and self.requires_grad:
+            return _Dequantize.apply(self, dtype)
+        return QuantizedTensorStorage.dequantize(self, dtype=dtype)
+
+    def float(self) -> torch.Tensor:
+        """Dequantize to float32."""
+        return self.dequantize(dtype=torch.float32)
+
+    def half(self) -> torch.Tensor:
+        """Dequantize to float16."""
+        return self.dequantize(dtype=torch.float16)
+
+    def bfloat16(self) -> torch.Tensor:
+        """Dequantize to bfloat16."""
+        return self.dequantize(dtype=torch.bfloat16)
+
+    def quantize_(self, tensor, *, noop_flag=None):
+        """As the storage's; autograd sees an in-place change."""
+        with torch.no_grad():
+            QuantizedTensorStorage.quantize_(self, tensor, noop_flag=noop_flag)
+        if not self.is_inference():
+            torch.autograd.graph.increment_version(self)
+        return self
+
+    def expand_as(self, other):
+        """An identity in the graph for `x.expand_as(x)`, the idiom that finds a parameter's gradient accumulator."""
+        return _Identity.apply(self) if other is self else super().expand_as(other)
+
+    @property
+    def data(self):
+        """As `torch.Tensor.data`: detached, of the same data. Assigning a plain tensor quantizes its values.
+
+        The values that are there already, in any dtype (what a module's `half()` assigns), leave codes and scales.
+        """
+        return self.detach()
+
+    @data.setter
+    def data(self, value):
+        with torch.no_grad():
+            if isinstance(value, QuantizedTensor):
+                if type(value) is not type(self):
+                    raise TypeError(
+                        f"data must be a {type(self).__name__} or a plain tensor; got {type(value).__name__}"
+                    )
+                if (value.shape, value.dtype, value.device) != (self.shape, self.dtype, self.device):
+                    torch._C.TensorBase.data.__set__(self, value.detach())
+                self.buffers = value.buffers
+                self._quantizer = self._quantizer if value._quantizer is None else value._quantizer
+            elif self._stands_for(value):
+                if value.dtype != self.dtype:
+                    self.data = self.to_dtype(value.dtype)
+            elif value.shape != self.shape or value.device != self.device or value.dtype != self.dtype:
+                quantizer = self._get_quantizer().copy()
+                quantizer.set_usage(**self.get_usages())
+                quantizer.internal = False
+                self.data = quantizer(value)
+            else:
+                QuantizedTensorStorage.quantize_(self, value)
+
+    def _stands_for(self, value):
+        if value.shape != self.shape or value.device != self.device or value.device.type == "meta":
+            return False
+        if value.dtype not in HIGH_PRECISION or not any(self.get_usages().values()):
+            return False
+        return torch.equal(value, QuantizedTensorStorage.dequantize(self, dtype=value.dtype))
+
+    def untyped_storage(self):
+        """Empty: the data are in the buffers."""
+        return torch.UntypedStorage(0, device=self.device)
+
+    def __repr__(self, *, tensor_contents=None):
+        copies = " + ".join(d for d, made in self.get_usages().items() if made) or "no data"
+        readable = any(self.get_usages().values()) and self.device.type in ("cpu", "cuda")
+        values = QuantizedTensorStorage.dequantize(self) if readable else f"shape={tuple(self.shape)}, {self.device}"
+        return f"{type(self).__name__}({values}, {copies}, {self.buffers.scaling}, requires_grad={self.requires_grad})"
+
+    def __deepcopy__(self, memo):
+        if id(self) in memo:
+            return memo[id(self)]
+        if not self.is_leaf:
+            raise RuntimeError(
+                "Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol at the moment"
+            )
+        duplicate = type(self)(
+            self.map_buffers(lambda tensor: copy.deepcopy(tensor, memo)),
+            quantizer=copy.deepcopy(self._quantizer, memo),
+            requires_grad=self.requires_grad,
+        )
+        memo[id(self)] = duplicate
+        if self.grad is not None:
+            duplicate.grad = copy.deepcopy(self.grad, memo)
+        own = {name: value for name, value in self.__dict__.items() if name not in ("buffers", "_quantizer")}
+        duplicate.__dict__.update(copy.deepcopy(own, memo))
+        return duplicate
+
+    def __reduce_ex__(self, protocol):
+        return rebuild_quantized_tensor, (
+            type(self).__name__,
+            dict(self.buffers.tensors),
+            _scaling_as_plain(self.buffers.scaling),
+            tuple(self.shape),
+            self.dtype,
+            self.buffers.with_gemm_swizzled_scales,
+            _quantizer_as_plain(self._quantizer),
+            self.requires_grad,
+            getattr(self, "_is_param", False),
+        )
+
+    @property
+    def __tensor_flatten__(self):
+        """Hidden from torch (storages have it): torch.compile would trace into buffers that only kernels understand.
+
+        Without it the compiler leaves code that touches a quantized tensor to Python, with the same results.
+        """
+        raise AttributeError("__tensor_flatten__: quantized tensors are not traced by torch.compile")
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args, kwargs=None):
+        kwargs = kwargs or {}
+        handler = _HANDLERS.get(func)
+        if handler is not None:
+            return handler(func, args, kwargs)
+        if func._schema.is_mutable:
+            return _run_in_place(func, args, kwargs)
+        return _run_plain(func, args, kwargs)
+
+
+# --- autograd -------------------------------------------------------------------------------------
+
+
+class _Dequantize(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tensor, dtype):
+        return QuantizedTensorStorage.dequantize(tensor, dtype=dtype)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+class _Identity(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tensor):
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+# --- dispatch -------------------------------------------------------------------------------------
+
+
+def _plain(value):
+    return QuantizedTensorStorage.dequantize(value) if isinstance(value, QuantizedTensor) else value
+
+
+def _run_plain(func, args, kwargs):
+    """Run an operation on dequantized values."""
+    return func(*tree_map(_plain, args), **tree_map(_plain, kwargs))
+
+
+def _run_in_place(func, args, kwargs):
+    """Run an operation that writes on dequantized values, and quantize what it wrote into its quantized arguments."""
+    written = []
+
+    def unwrap(argument, value):
+        writes = argument.alias_info is not None and argument.alias_info.is_write
+
+        def unwrap_one(item):
+            plain = _plain(item)
+            if writes and plain is not item:
+                written.append((item, plain))
+            return plain
+
+        return tree_map(unwrap_one, value)
+
+    parameters = func._schema.arguments
+    named = {parameter.name: parameter for parameter in parameters}
+    plain_args = [unwrap(parameter, value) for parameter, value in zip(parameters, args, strict=False)]
+    plain_kwargs = {name: unwrap(named[name], value) for name, value in kwargs.items()}
+    result = func(*plain_args, **plain_kwargs)
+    for quantized, plain in written:
+        QuantizedTensorStorage.quantize_(quantized, plain)
+    owners = {id(plain): quantized for quantized, plain in written}
+    return tree_map(lambda item: owners.get(id(item), item), result)
+
+
+def _detach(func, args, kwargs):
+    return QuantizedTensor.make_like(args[0])
+
+
+def _view(func, args, kwargs):
+    tensor, shape = args
+    try:
+        return QuantizedTensor.make_like(tensor, shape=shape)
+    except ValueError:  # a last dimension that blocks don't allow: the values in that shape
+        return _run_plain(func, args, kwargs)
+
+
+def _clone(func, args, kwargs):
+    return type(args[0])(args[0].map_buffers(torch.clone), quantizer=args[0]._quantizer)
+
+
+def _pin_memory(func, args, kwargs):
+    return type(args[0])(args[0].map_buffers(torch.Tensor.pin_memory), quantizer=args[0]._quantizer)
+
+
+def _to_copy(func, args, kwargs):
+    (tensor,) = args
+    if kwargs.get("dtype") not in (None, tensor.dtype):
+        return _run_plain(func, args, kwargs)
+    device, non_blocking = kwargs.get("device") or tensor.device, kwargs.get("non_blocking", False)
+    moved = tensor.map_buffers(lambda t: t.to(device, non_blocking=non_blocking, copy=True))
+    return type(tensor)(moved, quantizer=tensor._quantizer)
+
+
+def _empty_like(func, args, kwargs):
+    """`empty_like(tensor)` and `tensor.new_empty(shape)`: quantized where the format takes shape and dtype."""
+    tensor = args[0]
+    shape = tuple(args[1]) if len(args) > 1 else tuple(tensor.shape)
+    dtype = kwargs.get("dtype") or tensor.dtype
+    if tensor._quantizer is None or dtype not in HIGH_PRECISION:
+        return _run_plain(func, args, kwargs)
+    quantizer = tensor._quantizer.copy()
+    quantizer.set_usage(**tensor.get_usages())
+    quantizer.internal = False
+    try:
+        return quantizer.make_empty(shape, dtype=dtype, device=kwargs.get("device") or tensor.device)
+    except ValueError:
+        return _run_plain(func, args, kwargs)
+
+
+def _copy(func, args, kwargs):
+    destination, source = args[:2]
+    if not isinstance(destination, QuantizedTensor):
+        dtype = destination.dtype if destination.dtype in HIGH_PRECISION else torch.float32
+        destination.copy_(QuantizedTensorStorage.dequantize(source, dtype=dtype))
+        return destination
+    buffers = _buffers_for(destination, source) if isinstance(source, QuantizedTensor) else None
+    if buffers is not None:
+        destination.set_buffers(buffers)
+    else:
+        values = _plain(source)
+        QuantizedTensorStorage.quantize_(destination, values.expand(destination.shape))
+    return destination
+
+
+def _buffers_for(destination, source):
+    """The data of `source` in the copies that `destination` has; None if they can't be taken as they are.
+
+    TE takes them from a tensor with a quantizer of the same type and with the same copies. One from a file may have no
+    quantizer, and a copy more or less (where one follows from the other) changes no code: both are taken too.
+    """
+    types = {type(t._quantizer) for t in (destination, source) if t._quantizer is not None}
+    usages = destination.get_usages()
+    if len(types) > 1 or not any(usages.values()) or source.shape != destination.shape:
+        return None
+    if type(source) is not type(destination) or source.stored_format() != destination.stored_format():
+        return None
+    view = QuantizedTensor.make_like(source)
+    try:
+        view.update_usage(rowwise_usage=usages["rowwise"], columnwise_usage=usages["columnwise"])
+    except RuntimeError:  # a copy is missing and its codes can't be told from the other's
+        return None
+    return view.buffers
+
+
+_HANDLERS = {
+    aten.detach.default: _detach,
+    aten.alias.default: _detach,
+    aten.view.default: _view,
+    aten._unsafe_view.default: _view,
+    aten.clone.default: _clone,
+    aten._pin_memory.default: _pin_memory,
+    aten._to_copy.default: _to_copy,
+    aten.empty_like.default: _empty_like,
+    aten.new_empty.default: _empty_like,
+    aten.copy_.default: _copy,
+    aten.numel.default: lambda func, args, kwargs: args[0].shape.numel(),
+    aten.is_pinned.default: lambda func, args, kwargs: all(t.is_pinned() for t in args[0].buffers.tensors.values()),
+}
+
+
+# --- formats --------------------------------------------------------------------------------------
+
+
+class Float8Tensor(QuantizedTensor, Float8TensorStorage):
+    """FP8 with one scale (delayed or current scaling)."""
+
+
+class MXFP8Tensor(QuantizedTensor, MXFP8TensorStorage):
+    """FP8 with an E8M0 scale for 32 elements."""
+
+
+class Float8BlockwiseQTensor(QuantizedTensor, Float8BlockwiseQTensorStorage):
+    """FP8 with float32 scales for 1x128 elements or 128x128 tiles."""
+
+
+class NVFP4Tensor(QuantizedTensor, NVFP4TensorStorage):
+    """E2M1 with an E4M3 scale for 16 elements and a float32 amax for the tensor."""
+
+
+_CLASSES = {cls.__name__: cls for cls in (Float8Tensor, MXFP8Tensor, Float8BlockwiseQTensor, NVFP4Tensor)}
+
+
+# --- files ----------------------------------------------------------------------------------------
+
+
+def _scaling_as_plain(scaling):
+    """The settings as a dict of strings and numbers."""
+    plain = {f.name: getattr(scaling, f.name) for f in fields(scaling) if f.name != "random_bits"}
+    if "fmt" in plain:
+        plain["fmt"] = plain["fmt"].name
+    return {"class": type(scaling).__name__, **plain}
+
+
+def _scaling_from_plain(plain):
+    settings = dict(plain)
+    by_name = {cls.__name__: cls for cls in scalings.SCALINGS}
+    cls = by_name[settings.pop("class")]
+    if "fmt" in settings:
+        settings["fmt"] = FORMATS[settings["fmt"]]
+    return cls(**settings)
+
+
+def _quantizer_as_plain(quantizer):
+    """Class and settings; None for delayed scaling (its scale and amax belong to the model's recipe state) and for
+    quantizers that are not of this package."""
+    known = type(quantizer) is Quantizer.registry.get(type(quantizer).__name__)
+    if not known or not isinstance(quantizer, ValueQuantizer):
+        return None
+    settings = {name: int(v) if isinstance(v, DType) else v for name, v in quantizer.settings().items()}
+    return {"class": type(quantizer).__name__, **settings}
+
+
+def _quantizer_from_plain(plain):
+    if plain is None:
+        return None
+    from fuser.quantization import quantizers  # noqa: F401 (fills the registry)
+
+    settings = dict(plain)
+    return Quantizer.registry[settings.pop("class")](**settings)
+
+
+def rebuild(name, tensors, scaling, shape, dtype, with_gemm_swizzled_scales, quantizer, requires_grad, is_parameter):
+    """The tensor that `__reduce_ex__` took apart, for `torch.load`. The arguments are tensors, strings and numbers."""
+    buffers = Buffers(
+        **tensors,
+        scaling=_scaling_from_plain(scaling),
+        shape=tuple(shape),
+        dtype=dtype,
+        with_gemm_swizzled_scales=with_gemm_swizzled_scales,
+    )
+    tensor = _CLASSES[name](buffers, quantizer=_quantizer_from_plain(quantizer), requires_grad=requires_grad)
+    return torch.nn.Parameter(tensor, requires_grad=requires_grad) if is_parameter else tensor
+
+
+# --- modules --------------------------------------------------------------------------------------
+
+
+class KeepsQuantizedParameters:
+    """Mixin for a `torch.nn.Module` (before it in the bases): casts and moves keep quantized parameters quantized.
+
+    `module.half()` gives a quantized parameter another nominal dtype, `module.to(device)` moves its buffers; the
+    parameter stays the same object and its codes the same. TE replaces `torch.nn.Module.half` and its kin for all
+    modules of the process; here `_apply`, through which all of them go (also those of a containing module), is
+    overridden where it matters. In a module without the mixin a cast assigns the plain tensor of the new dtype to
+    `parameter.data`, which keeps codes and scales too, but dequantizes to see that it may.
+    """
+
+    def _apply(self, fn, recurse=True):
+        quantized = {name: p for name, p in self._parameters.items() if isinstance(p, QuantizedTensor)}
+        self._parameters.update(dict.fromkeys(quantized))
+        try:
+            super()._apply(fn, recurse)
+        finally:
+            self._parameters.update(quantized)
+        for parameter in quantized.values():
+            _apply_to_quantized(parameter, fn)
+        return self
+
+
+def _apply_to_quantized(parameter, fn):
+    """Give `parameter` the dtype and device that `fn` gives a plain tensor like it."""
+    with torch.no_grad():
+        target = fn(torch.empty(0, dtype=parameter.dtype, device=parameter.device))
+        if (target.dtype, target.device) == (parameter.dtype, parameter.device):
+            return
+        grad, parameter.grad = parameter.grad, None
+        converted = parameter.to(device=target.device).to_dtype(target.dtype)
+        if torch._has_compatible_shallow_copy_type(parameter, converted):
+            parameter.data = converted
+        else:  # to or from the meta device
+            torch.utils.swap_tensors(parameter, torch.nn.Parameter(converted, requires_grad=parameter.requires_grad))
+        parameter.grad = None if grad is None else fn(grad)

@@ -1,0 +1,377 @@
+"""Recipes: which format and scaling each tensor of a model gets, by the names of `transformer_engine.common.recipe`.
+
+    with fuser.autocast(recipe=fuser.recipe.MXFP8BlockScaling()):
+        y = model(x)
+
+A recipe is plain data. Quantizers read it when they are made (`fuser.quantization.state`); changing a field of a recipe
+in use takes effect at the next call of the model, because its `fingerprint()` changes. Environment variables give
+defaults and are read when a recipe is made (TE: when the module is imported).
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from enum import Enum
+from typing import Any, NamedTuple
+
+
+class _Maxima(NamedTuple):
+    """Largest magnitudes of a format's forward and backward types."""
+
+    max_fwd: float
+    max_bwd: float
+
+
+class Format(Enum):
+    """Element types of forward and backward tensors; the value is `(max_fwd, max_bwd)`.
+
+    HYBRID is E4M3 forward and E5M2 backward.
+    """
+
+    E2M1 = _Maxima(max_fwd=6, max_bwd=6)
+    E4M3 = _Maxima(max_fwd=448, max_bwd=448)
+    E5M2 = _Maxima(max_fwd=57344, max_bwd=57344)
+    HYBRID = _Maxima(max_fwd=E4M3.max_fwd, max_bwd=E5M2.max_bwd)
+
+
+@dataclass(frozen=True)
+class MMParams:
+    """Settings of a matrix product.
+
+    Attributes:
+        use_split_accumulator: on GPUs, add partial sums in float32 registers. Products here always sum in float32.
+    """
+
+    use_split_accumulator: bool = True
+
+
+@dataclass(frozen=True)
+class QParams:
+    """Settings of the quantization of one kind of tensor.
+
+    Attributes:
+        power_2_scale: scales are powers of two.
+        amax_epsilon: lower bound of an amax.
+        random_hadamard_transform, stochastic_rounding, fp4_2d_quantization: NVFP4's.
+    """
+
+    power_2_scale: bool = False
+    amax_epsilon: float = 0.0
+    random_hadamard_transform: bool = False
+    stochastic_rounding: bool = False
+    fp4_2d_quantization: bool = False
+
+
+def _flag(variable: str, default: str = "0"):
+    """A field whose default is an environment variable's truth."""
+    return field(default_factory=lambda: os.getenv(variable, default) == "1")
+
+
+def _backward_override():
+    return field(default_factory=lambda: os.getenv("NVTE_BACKWARD_OVERRIDE") or None)
+
+
+class _Derived:
+    """Value of a field that follows from others until it is assigned: computed when read, so that edits of its sources
+    count. Has no setter: an assigned value hides it.
+    """
+
+    def __init__(self, derive: Callable[[Any], QParams]):
+        self.derive = derive
+
+    def __get__(self, recipe, owner=None):
+        return self if recipe is None else self.derive(recipe)
+
+
+_CURRENT_SCALING_QPARAMS = _Derived(lambda recipe: QParams(power_2_scale=bool(recipe.use_power_2_scales)))
+_BLOCK_SCALING_QPARAMS = _Derived(lambda recipe: QParams(power_2_scale=not recipe.use_f32_scales))
+_NVFP4_INPUT_QPARAMS = _Derived(lambda recipe: QParams(random_hadamard_transform=not recipe.disable_rht))
+_NVFP4_WEIGHT_QPARAMS = _Derived(lambda recipe: QParams(fp4_2d_quantization=not recipe.disable_2d_quantization))
+_NVFP4_GRADIENT_QPARAMS = _Derived(
+    lambda recipe: QParams(
+        random_hadamard_transform=not recipe.disable_rht,
+        stochastic_rounding=not recipe.disable_stochastic_rounding,
+    )
+)
+
+
+def _require(condition: bool, message: str) -> None:
+    """TE's recipes assert; an explicit raise survives `python -O`."""
+    if not condition:
+        raise AssertionError(message)
+
+
+class Recipe:
+    """Base of all recipes. The predicates are classmethods: they answer for a recipe and for its class."""
+
+    @classmethod
+    def nvfp4(cls) -> bool:
+        """Whether it is NVFP4 block scaling."""
+        return issubclass(cls, NVFP4BlockScaling)
+
+    @classmethod
+    def mxfp8(cls) -> bool:
+        """Whether it is MXFP8 block scaling."""
+        return issubclass(cls, MXFP8BlockScaling)
+
+    @classmethod
+    def delayed(cls) -> bool:
+        """Whether it is delayed scaling."""
+        return issubclass(cls, DelayedScaling)
+
+    @classmethod
+    def float8_current_scaling(cls) -> bool:
+        """Whether it is per-tensor current scaling."""
+        return issubclass(cls, Float8CurrentScaling)
+
+    @classmethod
+    def float8_per_tensor_scaling(cls) -> bool:
+        """Whether a tensor has one scale: delayed or current scaling."""
+        return issubclass(cls, DelayedScaling | Float8CurrentScaling)
+
+    @classmethod
+    def float8_block_scaling(cls) -> bool:
+        """Whether it is FP8 with float32 block scales."""
+        return issubclass(cls, Float8BlockScaling)
+
+    @classmethod
+    def custom(cls) -> bool:
+        """Whether quantizers come from a function of the user's."""
+        return issubclass(cls, CustomRecipe)
+
+    def __setattr__(self, name, value):
+        self.__dict__.pop("_fingerprint", None)
+        object.__setattr__(self, name, value)
+
+    def fingerprint(self) -> str:
+        """A string that is equal for recipes of equal class and values. It is kept until a field is assigned."""
+        text = self.__dict__.get("_fingerprint")
+        if text is None:
+            values = ", ".join(f"{f.name}={_shown(getattr(self, f.name))}" for f in fields(self))
+            text = self.__dict__["_fingerprint"] = f"{type(self).__name__}({values})"
+        return text
+
+    def __repr__(self):
+        return self.fingerprint()
+
+    def __getstate__(self):
+        return {name: value for name, value in self.__dict__.items() if name != "_fingerprint"}
+
+    def _check_backward_override(self):
+        _require(
+            self.backward_override in (None, "high_precision", "dequantized"),
+            f"backward_override must be None, 'high_precision' or 'dequantized'; got {self.backward_override!r}",
+        )
+
+    def _check_not_e5m2(self):
+        _require(self.fp8_format != Format.E5M2, "Pure E5M2 training is not supported.")
+
+
+def _shown(value: Any) -> str:
+    return value.name if isinstance(value, Format) else repr(value)
+
+
+@dataclass(repr=False)
+class DelayedScaling(Recipe):
+    """FP8 with one scale for each tensor, taken from the amaxes of earlier steps.
+
+    Attributes:
+        margin: scales are made smaller by 2^margin.
+        fp8_format: HYBRID or E4M3.
+        amax_history_len: steps remembered.
+        amax_compute_algo: "max", "most_recent", or a function from the history, (L, n), to amaxes (n,).
+        scaling_factor_compute_algo: None, or a function `(amax, scale, fp8_max, recipe)` to new scales (n,).
+        reduce_amax: take the largest amax over the amax reduction group of `autocast`.
+        fp8_dpa, fp8_mha: attention's; unused here.
+        backward_override: must be None.
+    """
+
+    margin: int = 0
+    fp8_format: Format = Format.HYBRID
+    amax_history_len: int = 1024
+    amax_compute_algo: str | Callable = "max"
+    scaling_factor_compute_algo: Callable | None = None
+    reduce_amax: bool = True
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+    backward_override: str | None = _backward_override()
+
+    def __post_init__(self):
+        self._check_not_e5m2()
+        _require(
+            self.backward_override is None,
+            f"Delayed scaling does not support backward_override; got {self.backward_override!r}",
+        )
+        _require(
+            callable(self.amax_compute_algo) or self.amax_compute_algo in ("max", "most_recent"),
+            f"amax_compute_algo must be 'max', 'most_recent' or a callable; got {self.amax_compute_algo!r}",
+        )
+        _require(self.amax_history_len >= 1, f"amax_history_len must be at least 1; got {self.amax_history_len!r}")
+
+
+@dataclass(repr=False)
+class Float8CurrentScaling(Recipe):
+    """FP8 with one scale for each tensor, from its own amax.
+
+    Attributes:
+        use_power_2_scales: round scales down to powers of two.
+        fp8_format: HYBRID or E4M3.
+        fp8_gemm_fprop, fp8_gemm_dgrad, fp8_gemm_wgrad: settings of the products.
+        fp8_quant_fwd_inp, fp8_quant_fwd_weight, fp8_quant_bwd_grad: `QParams` of inputs, weights, gradients; they
+            follow `use_power_2_scales` (in TE only the environment variable) until they are assigned.
+        backward_override: None, "high_precision" or "dequantized": how backward products are computed.
+    """
+
+    use_power_2_scales: bool = _flag("NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES")
+    fp8_format: Format = Format.HYBRID
+    fp8_gemm_fprop: MMParams = MMParams(use_split_accumulator=False)
+    fp8_gemm_dgrad: MMParams = MMParams(use_split_accumulator=True)
+    fp8_gemm_wgrad: MMParams = MMParams(use_split_accumulator=True)
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+    backward_override: str | None = _backward_override()
+    fp8_quant_fwd_inp: QParams = field(init=False, default=_CURRENT_SCALING_QPARAMS)
+    fp8_quant_fwd_weight: QParams = field(init=False, default=_CURRENT_SCALING_QPARAMS)
+    fp8_quant_bwd_grad: QParams = field(init=False, default=_CURRENT_SCALING_QPARAMS)
+
+    def __post_init__(self):
+        self._check_not_e5m2()
+        self._check_backward_override()
+
+
+@dataclass(repr=False)
+class MXFP8BlockScaling(Recipe):
+    """FP8 with a power-of-two scale for 32 elements.
+
+    Attributes:
+        margin: stored, without effect, as in TE.
+        fp8_format: E4M3 (E5M2 is refused; HYBRID gives E5M2 gradients).
+        enable_2d_quantization: one scale for 32x32 elements of a weight.
+        backward_override: None, "high_precision" or "dequantized".
+    """
+
+    margin: int = 0
+    fp8_format: Format = Format.E4M3
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+    enable_2d_quantization: bool = False
+    backward_override: str | None = _backward_override()
+
+    def __post_init__(self):
+        self._check_not_e5m2()
+        self._check_backward_override()
+
+
+@dataclass(repr=False)
+class Float8BlockScaling(Recipe):
+    """FP8 with a float32 scale for 1x128 elements (inputs, gradients) or 128x128 (weights).
+
+    Attributes:
+        use_f32_scales: scales are any float32 instead of powers of two.
+        fp8_format: E4M3 (E5M2 is refused).
+        x_block_scaling_dim, w_block_scaling_dim, grad_block_scaling_dim: 1 or 2; no two operands of a product can be 2.
+        fp8_gemm_fprop, fp8_gemm_dgrad, fp8_gemm_wgrad: settings of the products.
+        fp8_quant_fwd_inp, fp8_quant_fwd_weight, fp8_quant_bwd_grad: `QParams`; they follow `use_f32_scales` (in TE only
+            the environment variable) until they are assigned.
+        backward_override: None, "high_precision" or "dequantized".
+    """
+
+    use_f32_scales: bool = _flag("NVTE_FP8_BLOCK_SCALING_FP32_SCALES")
+    fp8_format: Format = Format.E4M3
+    x_block_scaling_dim: int = 1
+    w_block_scaling_dim: int = 2
+    grad_block_scaling_dim: int = 1
+    fp8_gemm_fprop: MMParams = MMParams(use_split_accumulator=True)
+    fp8_gemm_dgrad: MMParams = MMParams(use_split_accumulator=True)
+    fp8_gemm_wgrad: MMParams = MMParams(use_split_accumulator=True)
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+    backward_override: str | None = _backward_override()
+    fp8_quant_fwd_inp: QParams = field(init=False, default=_BLOCK_SCALING_QPARAMS)
+    fp8_quant_fwd_weight: QParams = field(init=False, default=_BLOCK_SCALING_QPARAMS)
+    fp8_quant_bwd_grad: QParams = field(init=False, default=_BLOCK_SCALING_QPARAMS)
+
+    def __post_init__(self):
+        dims = {name: getattr(self, f"{name}_block_scaling_dim") for name in ("x", "w", "grad")}
+        for name, dim in dims.items():
+            _require(dim in (1, 2), f"Only 1D or 2D blocks supported for {name}; got {name}_block_scaling_dim={dim!r}")
+        two_d = [name for name, dim in dims.items() if dim == 2]
+        _require(len(two_d) < 2, f"2D by 2D block gemm not supported; got 2D blocks for {' and '.join(two_d)}")
+        self._check_not_e5m2()
+        self._check_backward_override()
+        _require(not (self.fp8_dpa or self.fp8_mha), "FP8 attention is not supported with Float8BlockScaling")
+
+
+_SCOPES = ("none", "weights", "activations", "all")
+
+
+@dataclass(repr=False)
+class NVFP4BlockScaling(Recipe):
+    """FP4 (E2M1) with an E4M3 scale for 16 elements and a float32 amax for the tensor.
+
+    Attributes:
+        disable_rht: no random Hadamard transform of inputs and gradients.
+        disable_stochastic_rounding: round gradients to nearest.
+        disable_2d_quantization: weights get a scale for 16 elements instead of 16x16.
+        fp4_format, fp8_format: E2M1 and E4M3.
+        row_scaled_activation: an amax for each row of forward tensors other than weights.
+        nvfp4_4over6: which forward tensors try a block maximum of 4 besides 6: "none", "weights", "activations", "all".
+        nvfp4_4over6_e4m3_use_256: which of those limit block scales to 256.
+        nvfp4_4over6_err_mode: "MAE" or "MSE".
+        fp4_quant_fwd_inp, fp4_quant_fwd_weight, fp4_quant_bwd_grad: the `QParams` that follow, until they are assigned.
+        backward_override: None, "high_precision" or "dequantized".
+    """
+
+    disable_rht: bool = _flag("NVTE_NVFP4_DISABLE_RHT")
+    disable_stochastic_rounding: bool = _flag("NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING")
+    disable_2d_quantization: bool = _flag("NVTE_NVFP4_DISABLE_2D_QUANTIZATION")
+    fp4_format: Format = Format.E2M1
+    fp8_format: Format = Format.E4M3
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+    row_scaled_activation: bool = _flag("NVTE_NVFP4_ROW_SCALED_ACTIVATION")
+    nvfp4_4over6: str = field(default_factory=lambda: os.getenv("NVTE_NVFP4_4OVER6", "none").lower())
+    nvfp4_4over6_e4m3_use_256: str = field(
+        default_factory=lambda: os.getenv("NVTE_NVFP4_4OVER6_E4M3_USE_256", "all").lower()
+    )
+    nvfp4_4over6_err_mode: str = field(default_factory=lambda: os.getenv("NVTE_NVFP4_4OVER6_ERR_MODE", "MAE").upper())
+    backward_override: str | None = _backward_override()
+    fp4_quant_fwd_inp: QParams = field(init=False, default=_NVFP4_INPUT_QPARAMS)
+    fp4_quant_fwd_weight: QParams = field(init=False, default=_NVFP4_WEIGHT_QPARAMS)
+    fp4_quant_bwd_grad: QParams = field(init=False, default=_NVFP4_GRADIENT_QPARAMS)
+
+    def __post_init__(self):
+        _require(self.fp4_format == Format.E2M1, "Only E2M1 is supported for NVFP4 scaling")
+        _require(self.fp8_format == Format.E4M3, "Only E4M3 is supported for NVFP4 scaling")
+        for name in ("nvfp4_4over6", "nvfp4_4over6_e4m3_use_256"):
+            scope = getattr(self, name)
+            _require(scope in _SCOPES, f"{name} must be one of {', '.join(_SCOPES)}; got {scope!r}")
+        mode = self.nvfp4_4over6_err_mode
+        _require(mode in ("MAE", "MSE"), f"nvfp4_4over6_err_mode must be MAE or MSE; got {mode!r}")
+        _require(
+            self.disable_rht or self.nvfp4_4over6 not in ("activations", "all"),
+            f"nvfp4_4over6={self.nvfp4_4over6!r} can't be combined with the random Hadamard transform of activations: "
+            "set disable_rht=True",
+        )
+        self._check_backward_override()
+
+
+@dataclass(repr=False)
+class CustomRecipe(Recipe):
+    """Quantizers from a function of the user's.
+
+    Attributes:
+        qfactory: `qfactory(role: QuantizerRole) -> Quantizer | DelayedScalingRequest`.
+        quantization_alignment: what padded sizes must divide by.
+        backward_override: None, "high_precision" or "dequantized".
+    """
+
+    qfactory: Callable[..., Any]
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+    quantization_alignment: int = 128
+    backward_override: str | None = _backward_override()
+
+    def __post_init__(self):
+        _require(callable(self.qfactory), f"qfactory must be a function of a QuantizerRole; got {self.qfactory!r}")
+        self._check_backward_override()

@@ -1,0 +1,221 @@
+"""`fuser.checkpoint`: gradients, scales and histories of a run that keeps everything, bit for bit."""
+
+import contextlib
+
+import pytest
+import torch
+import torch.utils.checkpoint
+
+import fuser
+from fuser import ops
+from fuser.quantization.state import FP8GlobalStateManager as Manager
+from fuser.recipe import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+)
+
+SIZE = 32
+RECIPES = {
+    "delayed": lambda: DelayedScaling(amax_history_len=3),
+    # Counts the updates: those of the default leave alone what they have not seen.
+    "rolling": lambda: DelayedScaling(amax_history_len=3, amax_compute_algo=lambda history: history.amax(dim=0)),
+    "current": Float8CurrentScaling,
+    "mxfp8": MXFP8BlockScaling,
+    "block": Float8BlockScaling,
+    "nvfp4": NVFP4BlockScaling,
+    "none": lambda: None,
+}
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    Manager.reset()
+    yield
+    Manager.reset()
+
+
+def blocks():
+    return torch.nn.ModuleList(
+        ops.Sequential(ops.Linear(SIZE, SIZE), ops.GELU(), ops.Dropout(0.25), ops.BasicLinear(SIZE, SIZE))
+        for _ in range(2)
+    )
+
+
+def train(recipe, call, *, backward_inside=False, steps=3):
+    """Gradients and outputs of every step, then the delayed-scaling states; `call(block, x)` runs a block."""
+    Manager.reset()
+    torch.manual_seed(0)
+    model = blocks()
+    seen = []
+    for step in range(steps):
+        x = (torch.randn(SIZE, SIZE) * 10.0**step).requires_grad_()
+        dy = torch.randn(SIZE, SIZE) * 10.0**step
+        with contextlib.ExitStack() as stack:
+            context = fuser.autocast(enabled=recipe is not None, recipe=recipe)
+            stack.enter_context(context)
+            y = x
+            for block in model:
+                y = call(block, y)
+            if not backward_inside:
+                stack.close()
+            y.backward(dy)
+        seen += [y.detach(), x.grad, *(parameter.grad.clone() for parameter in model.parameters())]
+        model.zero_grad()
+    for forward in (True, False):
+        for state in Manager.registered_states(forward):
+            seen += [state.scale.clone(), state.amax_history.clone()]
+    return seen
+
+
+def plain(block, x):
+    return block(x)
+
+
+def same(one, other):
+    return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("name", RECIPES)
+def test_as_without_checkpoint(name, use_reentrant):
+    def call(block, x):
+        return fuser.checkpoint(block, x, use_reentrant=use_reentrant)
+
+    for backward_inside in (False, True):
+        kept = train(RECIPES[name](), plain, backward_inside=backward_inside)
+        assert same(train(RECIPES[name](), call, backward_inside=backward_inside), kept)
+    assert not Manager.is_fp8_enabled() and Manager.quantization_state.autocast_depth == 0
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_part_of_a_model(use_reentrant):
+    """Which module is the first of its context, and so updates the scales of gradients, does not change."""
+    for checkpointed in (0, 1):
+        calls = iter(range(100))
+
+        def call(block, x, checkpointed=checkpointed, calls=calls):
+            if next(calls) % 2 == checkpointed:
+                return fuser.checkpoint(block, x, use_reentrant=use_reentrant)
+            return block(x)
+
+        assert same(train(RECIPES["rolling"](), call), train(RECIPES["rolling"](), plain))
+
+
+@pytest.mark.parametrize("inner", [False, True])
+@pytest.mark.parametrize("outer", [False, True])
+def test_nested(outer, inner):
+    def call(block, x):
+        def half(x):
+            return fuser.checkpoint(block, x, use_reentrant=inner)
+
+        return fuser.checkpoint(half, x, use_reentrant=outer)
+
+    assert same(train(RECIPES["rolling"](), call), train(RECIPES["rolling"](), plain))
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_autocast_inside_of_the_function(use_reentrant):
+    recipe = RECIPES["rolling"]()
+
+    def quantized(block, x):
+        with fuser.autocast(recipe=recipe):
+            return block(x)
+
+    def train_one(call):
+        Manager.reset()
+        torch.manual_seed(0)
+        block, seen = blocks()[0], []
+        for step in range(3):
+            x = (torch.randn(SIZE, SIZE) * 10.0**step).requires_grad_()
+            call(block, x).sum().backward()
+            seen += [x.grad, *(parameter.grad.clone() for parameter in block.parameters())]
+        for forward in (True, False):
+            for state in Manager.registered_states(forward):
+                seen += [state.scale.clone(), state.amax_history.clone()]
+        return seen
+
+    def checkpointed(block, x):
+        return fuser.checkpoint(quantized, block, x, use_reentrant=use_reentrant)
+
+    assert same(train_one(checkpointed), train_one(quantized))
+
+
+def test_scales_that_change_in_between_are_an_error():
+    block, recipe = ops.BasicLinear(SIZE, SIZE), RECIPES["delayed"]()
+
+    def twice(x):
+        for _ in range(2):
+            with fuser.autocast(recipe=recipe):
+                x = block(x)
+        return x
+
+    with pytest.raises(RuntimeError, match="enter autocast around checkpoint"):
+        fuser.checkpoint(twice, torch.randn(SIZE, SIZE, requires_grad=True))
+
+
+def test_backward_twice_and_the_backend():
+    torch.manual_seed(0)
+    block = ops.Sequential(ops.Linear(SIZE, SIZE), ops.GELU())
+    x = torch.randn(SIZE, SIZE, requires_grad=True)
+    with fuser.backend("reference"), fuser.autocast(recipe=RECIPES["current"]()):
+        y = fuser.checkpoint(block, x)
+    used = []
+
+    def note(*_):
+        used.append((fuser.dispatch.current_backend(), Manager.is_fp8_enabled()))
+
+    block.register_forward_pre_hook(note)
+    y.sum().backward(retain_graph=True)
+    first, x.grad = x.grad, None
+    y.sum().backward()
+    assert used == [("reference", True)] * 2 and torch.equal(x.grad, first)
+
+
+def test_torchs_own_reentrant_checkpoint_warns():
+    block, x = ops.Linear(SIZE, SIZE), torch.randn(SIZE, SIZE, requires_grad=True)
+    with fuser.autocast(recipe=MXFP8BlockScaling()):
+        y = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=True)
+    with pytest.warns(UserWarning, match=r"use fuser\.checkpoint"):
+        y.sum().backward()
+    block(x)  # no warning: nothing is computed again
+
+
+def test_in_compiled_code():
+    recipe = RECIPES["delayed"]()
+
+    def quantized(block, x):
+        with fuser.autocast(recipe=recipe):
+            return fuser.checkpoint(block, x) + 1
+
+    seen = []
+    for function in (quantized, torch.compile(quantized, backend="eager")):
+        torch.manual_seed(0)
+        block, x = ops.Linear(SIZE, SIZE), torch.randn(SIZE, SIZE, requires_grad=True)
+        for _ in range(2):
+            function(block, x).square().sum().backward()
+        seen.append([x.grad, *(parameter.grad for parameter in block.parameters())])
+    assert same(*seen)
+
+
+def test_keywords_reach_the_function_and_torch():
+    x = torch.ones(2, requires_grad=True)
+    y = fuser.checkpoint(lambda x, *, factor: x * factor, x, factor=3.0, preserve_rng_state=False)
+    y.sum().backward()
+    assert x.grad.tolist() == [3.0, 3.0]
+
+
+def test_memory_is_what_torch_keeps():
+    """Nothing of the block is kept but its input."""
+    kept = []
+
+    def pack(tensor):
+        kept.append(tensor)
+        return tensor
+
+    block, x = blocks()[0], torch.randn(SIZE, SIZE, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), fuser.autocast():
+        fuser.checkpoint(block, x)
+    assert all(tensor.data_ptr() == x.data_ptr() for tensor in kept if tensor.numel())
