@@ -1,0 +1,83 @@
+"""Named extra-tensor channels: where each operation's extra inputs come from and where its extra outputs go.
+
+Behaviour: TE's ops/fuser.py, constructor of `OperationFuser`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fuser.op import BasicOperation
+
+Slot = tuple[int, int]  # (basic operation, which of its extra tensors)
+
+
+@dataclass
+class Routes:
+    """Where each basic operation's extra tensors come from and go to. Slots are counted per basic operation."""
+
+    input_sources: list[list[Slot | None]]  # producer of each extra input; None: the caller
+    output_consumers: list[list[list[int]]]  # operations that take each extra output
+    external_inputs: list[Slot]
+    public_outputs: list[Slot]
+
+    @classmethod
+    def of(cls, basic_ops: Sequence[BasicOperation]) -> Routes:
+        """Resolve the channel names. `ValueError` for a channel with several producers, none, or a later one."""
+        producers: dict[str, Slot] = {}
+        for i, op in enumerate(basic_ops):
+            for slot, channel in enumerate(op._extra_output_channels):
+                if channel is None:
+                    continue
+                if channel in producers:
+                    raise ValueError(
+                        f"Extra tensor channel {channel!r} has multiple producers (ops {producers[channel][0]} and {i})"
+                    )
+                producers[channel] = (i, slot)
+        sources: list[list[Slot | None]] = []
+        consumers: list[list[list[int]]] = [[[] for _ in op._extra_output_channels] for op in basic_ops]
+        for i, op in enumerate(basic_ops):
+            sources.append([])
+            for channel in op._extra_input_channels:
+                source = None if channel is None else producers.get(channel)
+                if channel is not None and source is None:
+                    raise ValueError(f"Extra tensor channel {channel!r} (consumed by op {i}) has no producer")
+                if source is not None and source[0] >= i:
+                    raise ValueError(f"Extra tensor channel {channel!r} (consumed by op {i}) has no earlier producer")
+                sources[i].append(source)
+                if source is not None:
+                    consumers[source[0]][source[1]].append(i)
+        external = [(i, slot) for i, row in enumerate(sources) for slot, source in enumerate(row) if source is None]
+        public = [
+            (i, slot)
+            for i, op in enumerate(basic_ops)
+            for slot, to_caller in enumerate(op._extra_output_to_caller)
+            if to_caller
+        ]
+        return cls(sources, consumers, external, public)
+
+    def part(self, start: int, stop: int) -> Routes:
+        """The routes of operations `start` to `stop` alone: what crosses the border goes through the caller."""
+        sources = [
+            [None if source is None or source[0] < start else (source[0] - start, source[1]) for source in row]
+            for row in self.input_sources[start:stop]
+        ]
+        consumers = [
+            [[i - start for i in group if i < stop] for group in row] for row in self.output_consumers[start:stop]
+        ]
+        external = [(i, slot) for i, row in enumerate(sources) for slot, source in enumerate(row) if source is None]
+        public = [
+            (i - start, slot)
+            for i in range(start, stop)
+            for slot, group in enumerate(self.output_consumers[i])
+            if (i, slot) in self.public_outputs or any(consumer >= stop for consumer in group)
+        ]
+        return Routes(sources, consumers, external, public)
+
+    def place_external_inputs(self, extra_inputs: Sequence[Any]) -> list[list[Any]]:
+        placed: list[list[Any]] = [[None] * len(row) for row in self.input_sources]
+        for (i, slot), tensor in zip(self.external_inputs, extra_inputs, strict=True):
+            placed[i][slot] = tensor
+        return placed

@@ -1,0 +1,152 @@
+"""Small helpers that the operations share: dtypes, devices, dequantization, caller-owned gradient buffers.
+
+Not for the arithmetic (`fuser.functional`, `fuser.gemm`) and not for choosing a backend (`fuser.dispatch`).
+Behaviour: TE's ops/_common.py, without its forced clearing of tensors: here memory is freed by dropping references, so
+a second backward pass works and no mark is left on a caller's tensor.
+"""
+
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from fuser.quantization.storage import QuantizedTensorStorage
+
+SUPPORTED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def is_quantized_tensor(tensor: Any) -> bool:
+    """Whether `tensor` holds quantized data (a `QuantizedTensor` or a bare storage)."""
+    return isinstance(tensor, QuantizedTensorStorage)
+
+
+def maybe_dequantize(tensor: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """`tensor` as a contiguous plain tensor, in `dtype` if given. No copy if it is one already."""
+    if isinstance(tensor, QuantizedTensorStorage):
+        return tensor.dequantize(dtype=dtype)
+    if dtype is not None and tensor.dtype != dtype:
+        tensor = tensor.to(dtype)
+    return tensor if tensor.is_contiguous() else tensor.contiguous()
+
+
+def reject_forward_kwargs(op: Any, kwargs: dict[str, Any]) -> None:
+    """Raise Python's own TypeError for keyword arguments to an operation whose forward takes none."""
+    if kwargs:
+        raise TypeError(f"{type(op).__name__}.forward() got an unexpected keyword argument {next(iter(kwargs))!r}")
+
+
+def canonicalize_dtype(dtype: torch.dtype | None) -> torch.dtype:
+    """`dtype`, or torch's default dtype."""
+    return torch.get_default_dtype() if dtype is None else dtype
+
+
+def canonicalize_device(device: torch.device | str | int | None) -> torch.device:
+    """`device` with its index, or torch's default device (TE: the current GPU)."""
+    device = torch.get_default_device() if device is None else torch.device(device)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def devices_match(device1: torch.device, device2: torch.device) -> bool:
+    """Whether both are the same device; a CUDA device without index is the current one."""
+    device1, device2 = torch.device(device1), torch.device(device2)
+    if device1.type == device2.type == "cuda":
+        return canonicalize_device(device1) == canonicalize_device(device2)
+    return device1.type == device2.type
+
+
+def maybe_autocast_dtype(*, device_type: str = "cuda", default_dtype: torch.dtype | None = None) -> torch.dtype:
+    """The dtype of `torch.autocast` where it is on for `device_type`, else `default_dtype` (or torch's default)."""
+    if device_type != "meta" and torch.is_autocast_enabled(device_type):
+        return torch.get_autocast_dtype(device_type)
+    return canonicalize_dtype(default_dtype)
+
+
+def get_fused_normalization_quantizer(quantizer: Any) -> Any:
+    """`quantizer` if a normalization can emit its data directly (one of the five concrete classes), else None."""
+    from fuser.quantization import quantizers
+
+    fused = (
+        quantizers.Float8Quantizer,
+        quantizers.Float8CurrentScalingQuantizer,
+        quantizers.MXFP8Quantizer,
+        quantizers.Float8BlockQuantizer,
+        quantizers.NVFP4Quantizer,
+    )
+    return quantizer if isinstance(quantizer, fused) else None
+
+
+def validate_or_alloc_output(
+    buffer: torch.Tensor | None, shape: Iterable[int], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """`buffer` if it can take the result, a new tensor if it is None. `ValueError` says what does not fit."""
+    shape = tuple(shape)
+    if buffer is None:
+        return torch.empty(shape, dtype=dtype, device=device)
+    problems = {
+        f"shape {tuple(buffer.shape)}, expected {shape}": tuple(buffer.shape) != shape,
+        f"dtype {buffer.dtype}, expected {dtype}": buffer.dtype != dtype,
+        f"device {buffer.device}, expected {device}": not devices_match(buffer.device, device),
+        "strides of a non-contiguous tensor, expected a contiguous one": not buffer.is_contiguous(),
+        "requires_grad=True, expected False": buffer.requires_grad,
+    }
+    for problem, found in problems.items():
+        if found:
+            raise ValueError(f"The output buffer has {problem}")
+    return buffer
+
+
+def get_main_grad_from_param(param: torch.nn.Parameter, *, op_label: str = "") -> torch.Tensor:
+    """The `main_grad` buffer of a parameter (refreshed first if FSDP manages it). `RuntimeError` if there is none."""
+    if hasattr(param, "__fsdp_param__"):
+        param.main_grad = param.get_main_grad()
+    main_grad = getattr(param, "main_grad", None)
+    if main_grad is None:
+        label = f"{op_label}: " if op_label else ""
+        raise RuntimeError(
+            f"{label}a parameter (shape={tuple(param.shape)}) does not have a valid main_grad attribute, "
+            "which accumulate_into_main_grad=True writes the weight gradient to"
+        )
+    return main_grad
+
+
+def get_accumulate_flag_in_param(param: torch.nn.Parameter) -> bool:
+    """Whether weight gradients are added to `main_grad` (True) or overwrite it (`param.overwrite_main_grad`)."""
+    return not getattr(param, "overwrite_main_grad", False)
+
+
+@functools.lru_cache(maxsize=64)
+def _dummy_wgrad(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
+def get_dummy_wgrads_for_params(params: Iterable[torch.nn.Parameter]) -> list[torch.Tensor | None]:
+    """For gradients that are already in `main_grad`: a stand-in that fires the parameter's autograd hooks, else None.
+
+    A parameter with attribute `grad_added_to_main_grad` gets it set and a tensor (cached per shape and dtype; its
+    values mean nothing, or zeros where `param.zero_out_wgrad`).
+    """
+    grads: list[torch.Tensor | None] = []
+    for param in params:
+        if not hasattr(param, "grad_added_to_main_grad"):
+            grads.append(None)
+            continue
+        param.grad_added_to_main_grad = True
+        grad = _dummy_wgrad(tuple(param.shape), param.dtype, param.device)
+        grads.append(grad.zero_() if getattr(param, "zero_out_wgrad", False) else grad)
+    return grads
+
+
+def view_main_grad_as_grouped_buffer(
+    main_grad: torch.Tensor, num_groups: int, weight_shape: Iterable[int], *, label: str = ""
+) -> torch.Tensor:
+    """`main_grad` seen as (num_groups, *weight_shape), not copied; `RuntimeError` if size or strides forbid that."""
+    shape = (num_groups, *weight_shape)
+    try:
+        return main_grad.view(shape)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"{label + ': ' if label else ''}main_grad (shape={tuple(main_grad.shape)}) can't be viewed as {shape}"
+        ) from error

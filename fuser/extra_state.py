@@ -1,0 +1,193 @@
+"""Extra state of operations in a checkpoint: JSON and raw tensors in one uint8 tensor. Nothing is pickled or unpickled.
+
+The bytes are those of a safetensors file: 8 bytes of header length, a JSON header with each tensor's dtype, shape and
+byte range (and under `__metadata__` one string, the JSON of what the tensors belong to), then the tensors. So
+`safetensors.torch.load` reads them too. TE stores a pickle here; such payloads are recognised without being unpickled,
+and refused if they carry state.
+"""
+
+import dataclasses
+import enum
+import json
+import math
+import pickletools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+UNSAFE_PICKLE_EXTRA_STATE_ENV = "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"
+
+_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "U8": torch.uint8, "I64": torch.int64}
+_DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+_STATEFUL_KEYS = ("scale_fwd", "scale_bwd", "amax_history_fwd", "amax_history_bwd")
+_STATELESS_RECIPES = (
+    "Float8CurrentScaling",
+    "MXFP8BlockScaling",
+    "Float8BlockScaling",
+    "NVFP4BlockScaling",
+    "CustomRecipe",
+)
+
+
+def pack(metadata: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """A 1-D uint8 CPU tensor with JSON-able `metadata` and copies of `tensors`."""
+    header: dict[str, Any] = {"__metadata__": {"state": json.dumps(metadata)}}
+    chunks, position = [], 0
+    for name, tensor in tensors.items():
+        data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        header[name] = {
+            "dtype": _DTYPE_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [position, position + len(data)],
+        }
+        chunks.append(data)
+        position += len(data)
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    head = bytearray(len(text).to_bytes(8, "little") + text)
+    return torch.cat([torch.frombuffer(head, dtype=torch.uint8), *chunks])
+
+
+def unpack(state: torch.Tensor | None) -> tuple[dict[str, Any], dict[str, torch.Tensor]] | None:
+    """What `pack` got, or None for an empty state and for a pickled one that carries nothing.
+
+    `RuntimeError` for a pickled state that carries something and for bytes of another format.
+    """
+    if state is None or state.numel() == 0:
+        return None
+    state = state.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    data = state.numpy().tobytes()
+    size = int.from_bytes(data[:8], "little")
+    if data[8:9] != b"{" or 8 + size > len(data):
+        _check_pickle_is_empty(data)
+        return None
+    try:
+        header = json.loads(data[8 : 8 + size])
+        metadata = json.loads(header.pop("__metadata__")["state"])
+        return dict(metadata), _unpack_tensors(header, state[8 + size :])
+    except Exception as error:  # whatever a damaged header provokes, deep down in JSON or torch
+        raise RuntimeError(f"Extra state is damaged: {error!r}") from error
+
+
+def _unpack_tensors(header: Mapping[str, Any], data: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The tensors that `header` describes, which lie in `data` one after the other; `ValueError` if they don't."""
+    tensors, position = {}, 0
+    for name, entry in header.items():
+        dtype, shape, (start, stop) = _DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
+        if min(shape, default=0) < 0 or (start, stop) != (position, position + math.prod(shape) * dtype.itemsize):
+            raise ValueError(f"{name} is {entry}, but should start at byte {position}")
+        # clone: the slice may start at any byte, a tensor of wider elements may not
+        tensors[name] = data[start:stop].clone().view(dtype).reshape(shape)
+        position = stop
+    if position != len(data):
+        raise ValueError(f"there are {len(data)} bytes of tensors, not {position}")
+    return tensors
+
+
+def _check_pickle_is_empty(data: bytes) -> None:
+    """Return if the pickle `data` holds no quantization state, judged by its opcodes alone."""
+    try:
+        opcodes = list(pickletools.genops(data))
+        if opcodes[0][0].name != "PROTO" or opcodes[-1][2] != len(data) - 1:
+            raise ValueError("not one whole pickle")
+    except Exception as error:  # pickletools raises whatever a damaged stream provokes
+        raise RuntimeError("Extra state is neither in this package's format nor a readable pickle") from error
+    names = [argument for _, argument, _ in opcodes if isinstance(argument, str)]
+    has_globals = any(code.name in ("GLOBAL", "STACK_GLOBAL", "INST") for code, _, _ in opcodes)
+    words = {word for name in names for word in name.replace(".", " ").split()}
+    has_state = bool(words.intersection(_STATEFUL_KEYS)) or "DelayedScaling" in words
+    if not has_state and (not has_globals or words.intersection(_STATELESS_RECIPES)):
+        return
+    raise RuntimeError(
+        "Refusing to load pickled Transformer Engine extra state: unpickling can run code from the checkpoint. "
+        f"This package never unpickles, whatever {UNSAFE_PICKLE_EXTRA_STATE_ENV} says. Load the checkpoint with "
+        "Transformer Engine, read scale and amax_history from its recipe states and store them with "
+        "`fuser.extra_state.pack`; or drop the `_extra_state` keys to start with fresh scales."
+    )
+
+
+def recipe_to_json(recipe: Any) -> dict[str, Any]:
+    """A recipe as JSON: the class in `fuser.recipe` that it is or derives from, and that class's plain fields.
+
+    A function is stored by name; a subclass's name is stored beside its base's. `TypeError` for fields of other types.
+    """
+    base = _library_class(type(recipe))
+    fields = {}
+    for field in dataclasses.fields(base):
+        value = getattr(recipe, field.name)
+        if isinstance(value, enum.Enum):
+            value = value.name
+        elif callable(value):
+            value = {"function": _name_of(value if hasattr(value, "__qualname__") else type(value))}
+        elif value is not None and not isinstance(value, (bool, int, float, str)):
+            if value == field.default or not field.init:
+                continue
+            raise TypeError(
+                f"{type(recipe).__name__}.{field.name} = {value!r} can't be stored in a checkpoint: "
+                "extra state is tensors and JSON, so use one of the named settings"
+            )
+        if field.init:
+            fields[field.name] = value
+    entry = {"class": base.__name__, "fields": fields}
+    return entry if base is type(recipe) else {**entry, "subclass": _name_of(type(recipe))}
+
+
+def recipe_from_json(entry: Mapping[str, Any], present: Any = None) -> Any:
+    """The recipe that `recipe_to_json` described; `RuntimeError` for one that `fuser.recipe` does not have.
+
+    `present`: the recipe in use where the state goes. Functions are taken from it, as names in a file are never looked
+    up; without one the default takes their place (see `differences`).
+    """
+    from fuser import recipe
+
+    try:
+        name, given = entry["class"], dict(entry["fields"])
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise RuntimeError(f"Extra state has no readable recipe: {entry!r}") from error
+    kind = getattr(recipe, str(name), None)
+    if not (isinstance(kind, type) and issubclass(kind, recipe.Recipe)):
+        raise RuntimeError(f"Extra state names the recipe {name!r}, which fuser.recipe does not have")
+    known = {field.name: field for field in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else {}
+    fields = {}
+    try:
+        for field, value in given.items():
+            if field not in known:
+                raise RuntimeError(f"Extra state gives the recipe {name} a field {field!r}, which it does not have")
+            if isinstance(value, Mapping):
+                own = getattr(present, field, None)
+                if callable(own):
+                    fields[field] = own
+            else:
+                is_format = isinstance(getattr(kind, field, known[field].default), recipe.Format)
+                fields[field] = recipe.Format[value] if is_format else value
+        return kind(**fields)
+    except (KeyError, TypeError, ValueError, AssertionError) as error:  # an unknown format, the recipe's own checks
+        raise RuntimeError(f"Extra state has values that the recipe {name} refuses: {error!r}") from error
+
+
+def differences(entry: Mapping[str, Any], recipe: Any) -> list[str]:
+    """What `recipe`, made from `entry`, lacks of the recipe that was stored: its own class, its functions."""
+    name = type(recipe).__name__
+    lost = [f"it was a {entry['subclass']}, now it is a {name} with its fields"] if "subclass" in entry else []
+    for field, value in entry["fields"].items():
+        if isinstance(value, Mapping) and not callable(getattr(recipe, field)):
+            lost.append(
+                f"{name}.{field} was the function {value.get('function')}, now it is {getattr(recipe, field)!r}"
+            )
+    return lost
+
+
+def _library_class(kind: type) -> type:
+    """`kind`, or the nearest of its bases, as `fuser.recipe` has it; `TypeError` if there is none."""
+    from fuser import recipe
+
+    for base in kind.__mro__:
+        if dataclasses.is_dataclass(base) and vars(recipe).get(base.__name__) is base:
+            return base
+    raise TypeError(f"{kind.__name__} can't be stored in a checkpoint: it derives from no recipe of fuser.recipe")
+
+
+def _name_of(what: Any) -> str:
+    return f"{what.__module__}.{what.__qualname__}"

@@ -1,0 +1,581 @@
+"""The manager that runs a list of operations: it fuses them, routes extra tensors, and is one node of autograd's graph.
+
+`OperationFuser(ops)` is called like a function of the input. `register_*_fusion` adds a fusion for all fusers,
+`fusions` for a scope. Behaviour: TE's ops/fuser.py, except: parameters are read at every call and operations are fused
+again when anything changes that can change a fusion or a quantizer (`OperationFuser.maybe_fuse_ops`); hooks of
+operations run; no mark stays on a caller's tensor; a second backward works with `retain_graph=True`; under a recipe
+with `backward_override` no operation is asked for a quantized gradient (TE's activations emit one); memory that an
+operation works on in place is copied first if it is that of another tensor that the caller gave; outputs in memory of
+their own are no views, so the caller may change them in place.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.modules import module as torch_module
+
+from fuser.channels import Routes, Slot
+from fuser.op import BasicOperation, FusedOperation, FusibleOperation
+from fuser.passes import (
+    FuserFunction,
+    copy_of_gradient,
+    forward_observers,
+    overlap,
+    own_copy,
+    run_forward,
+    tensors_in,
+    works_in_place,
+    writable,
+)
+from fuser.quantization.state import FP8GlobalStateManager
+
+FusionFunction = Callable[..., list[FusibleOperation]]
+
+
+def _has_hooks(module: torch.nn.Module) -> bool:
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )
+
+
+def _parameters_of(op: BasicOperation) -> list[torch.nn.Parameter]:
+    """`list(op.parameters())`, without its cost for an operation that has no submodules."""
+    if "parametrizations" in op._modules:
+        raise RuntimeError(
+            f"{op.__class__.__name__} has parametrized parameters (torch.nn.utils.parametrize): its backward "
+            "gives gradients of its own parameters, not of those that they are computed from"
+        )
+    if op._modules or len(op._parameters) > 1:
+        return list(op.parameters())
+    return [param for param in op._parameters.values() if param is not None]
+
+
+def _modules_with_tensors(ops: Iterable[BasicOperation]) -> list[torch.nn.Module]:
+    """Those among operations and their parts that have a plain tensor as attribute."""
+    modules = (module for op in ops for module in (op.modules() if op._modules else (op,)))
+    return [module for module in modules if torch.Tensor in map(type, module.__dict__.values())]
+
+
+def _reject_computed_parameters(op: torch.nn.Module) -> None:
+    """`RuntimeError` for a tensor in an attribute that should get a gradient: an operation's backward knows parameters.
+
+    torch.nn.utils.prune, spectral_norm and weight_norm put one in a parameter's place.
+    """
+    for name, value in op.__dict__.items():
+        if type(value) is torch.Tensor and value.requires_grad and op._parameters.get(name) is not value:
+            raise RuntimeError(
+                f"{op.__class__.__name__}.{name} is a tensor that requires a gradient but no parameter (as "
+                "torch.nn.utils.prune, spectral_norm and weight_norm make it): the operation's backward gives "
+                "gradients of its own parameters, not of those that they are computed from"
+            )
+
+
+def fusion_steps(
+    functions: Iterable[FusionFunction], ops: list[FusibleOperation], recipe: Any
+) -> Iterator[tuple[FusionFunction, list[FusibleOperation], list[FusibleOperation]]]:
+    """Apply fusion functions in order; yields each function with the operations before and after it.
+
+    `RuntimeError` for a function that returns anything but a list of operations.
+    """
+    for function in functions:
+        before, ops = ops, function(ops, recipe=recipe)
+        returned = ops if isinstance(ops, (list, tuple)) else [ops]
+        wrong = [type(op).__name__ for op in returned if not isinstance(op, FusibleOperation)]
+        if wrong or returned is not ops:
+            name = getattr(function, "__name__", repr(function))
+            got = f"{wrong[0]} in it" if returned is ops else type(ops).__name__
+            raise RuntimeError(f"Expected fusion function {name} to return a list of operations, but got {got}")
+        yield function, before, ops
+
+
+def _fuse(functions: Iterable[FusionFunction], ops: list[FusibleOperation], recipe: Any) -> list[FusibleOperation]:
+    fused = ops
+    for _, _, after in fusion_steps(functions, ops, recipe):
+        fused = after
+    return fused
+
+
+class OperationFuser:
+    """Runs a list of operations, fused as the registered fusion functions decide.
+
+    `ops`: basic or fused operations; fused ones are expanded to their basic operations and fused anew. Building a fuser
+    locks the channels of its operations. Not a module: `fuser.ops.Sequential` is the module that uses it.
+    """
+
+    forward_backward_fusion_functions: list[FusionFunction] = []  # noqa: RUF012 (global registry, as in TE)
+    forward_fusion_functions: list[FusionFunction] = []  # noqa: RUF012
+    backward_fusion_functions: list[FusionFunction] = []  # noqa: RUF012
+
+    def __init__(self, ops: Sequence[FusibleOperation]) -> None:
+        basic_ops: list[BasicOperation] = []
+        for op in ops:
+            basic_ops.extend(op.basic_ops if op.is_fused_op else [op])
+        self._setup(list(ops), basic_ops, Routes.of(basic_ops))
+        for op in basic_ops:
+            op._extra_tensor_channels_locked = True
+
+    def _setup(self, ops: list[FusibleOperation], basic_ops: list[BasicOperation], routes: Routes) -> None:
+        self._ops = ops
+        self._basic_ops = basic_ops
+        self._num_basic_ops = len(basic_ops)
+        self._routes = routes
+        self.num_extra_inputs = len(routes.external_inputs)
+        self._basic_op_params = [_parameters_of(op) for op in basic_ops]
+        # Modules whose hooks must run. An operation run alone is called by its own hooks, so it is taken off this list.
+        self._hook_owners = list(dict.fromkeys([*ops, *basic_ops]))
+        self._parts: dict[tuple[bool, ...], list[_Part]] = {}
+        self._members_of_fused = [(op, list(op.basic_ops)) for op in ops if op.is_fused_op]
+        self._with_tensors: list[torch.nn.Module] = []
+        self._all_may_pass_through = all("passed_through" in vars(type(op)) for op in basic_ops)
+        self._quantizes_gradients = True
+        self._prepared = [
+            (i, op)
+            for i, op in enumerate(basic_ops)
+            if getattr(op.pre_fuser_forward, "__func__", None) is not FusibleOperation.pre_fuser_forward
+        ]
+        unfused = [(op, [i]) for i, op in enumerate(basic_ops)]
+        self._forward_ops: list[tuple[FusibleOperation, list[int]]] = unfused
+        self._backward_ops: list[tuple[FusibleOperation, list[int]]] = unfused
+        self.first_op_requiring_backward = 0
+        self._fuse_key: tuple[Any, ...] | None = None
+        self._fused_params: list[torch.nn.Parameter] = []
+
+    @property
+    def _basic_op_extra_input_sources(self) -> list[list[Slot | None]]:
+        return self._routes.input_sources
+
+    @property
+    def _basic_op_extra_output_consumers(self) -> list[list[list[int]]]:
+        return self._routes.output_consumers
+
+    @property
+    def _external_extra_input_slots(self) -> list[Slot]:
+        return self._routes.external_inputs
+
+    @property
+    def _public_extra_output_slots(self) -> list[Slot]:
+        return self._routes.public_outputs
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies are fused anew: plans and keys refer to the original's operations."""
+        return (type(self), (self._ops,))
+
+    # ------------------------------------------------------------------ running
+
+    def __call__(
+        self,
+        input: torch.Tensor,
+        *extra_inputs: torch.Tensor,
+        basic_op_kwargs: list[dict[str, Any]] | None = None,
+    ) -> Any:
+        """The output of the last operation, or `(output, *extra_outputs)`.
+
+        `extra_inputs`: one for each extra input that no channel feeds, in order (`ValueError` otherwise).
+        `basic_op_kwargs`: keyword arguments for each basic operation's forward.
+        """
+        if torch.compiler.is_compiling():
+            return outside_compile(self, input, *extra_inputs, basic_op_kwargs=basic_op_kwargs)
+        if self._members_of_fused and not self.is_current():
+            self.__init__(self._ops)
+        if len(extra_inputs) != self.num_extra_inputs:
+            raise ValueError(f"Expected {self.num_extra_inputs} extra inputs but got {len(extra_inputs)}")
+        if basic_op_kwargs is None:
+            basic_op_kwargs = [{}] * self._num_basic_ops
+        elif len(basic_op_kwargs) != self._num_basic_ops:
+            raise ValueError(
+                f"basic_op_kwargs has {len(basic_op_kwargs)} dicts for {self._num_basic_ops} basic operations"
+            )
+        if extra_inputs:
+            extra_inputs = self._safe_in_place(input, extra_inputs, basic_op_kwargs)
+        if torch_module._has_any_global_hook() or any(map(_has_hooks, self._hook_owners)):
+            return self._run_in_parts(input, extra_inputs, basic_op_kwargs)
+        return self._run(input, extra_inputs, basic_op_kwargs)
+
+    def is_current(self) -> bool:
+        """Whether the fused operations given still stand for the basic operations that they did then."""
+        return all(
+            len(members) == len(op.basic_ops) and all(map(operator.is_, members, op.basic_ops))
+            for op, members in self._members_of_fused
+        )
+
+    def _safe_in_place(
+        self, input_: torch.Tensor, extra_inputs: Sequence[Any], basic_op_kwargs: list[dict[str, Any]]
+    ) -> list[Any]:
+        """The extra inputs; one that is worked on in place as a copy, if its memory was given as something else too.
+
+        Operations read, or saved for backward, what would change: autograd notes versions only when all have run.
+        """
+        safe = list(extra_inputs)
+        for position, (i, _) in enumerate(self._routes.external_inputs):
+            if not works_in_place(self._basic_ops[i]):
+                continue
+            params = (param for op in self._basic_ops for param in op._parameters.values())
+            others = [*extra_inputs[:position], *extra_inputs[position + 1 :], *tensors_in(basic_op_kwargs), *params]
+            if overlap(extra_inputs[position], [input_, *others]):
+                safe[position] = own_copy(extra_inputs[position])
+        return safe
+
+    def _run(
+        self, input_: torch.Tensor, extra_inputs: Sequence[torch.Tensor], basic_op_kwargs: list[dict[str, Any]]
+    ) -> Any:
+        recipe = FP8GlobalStateManager.get_fp8_recipe() if FP8GlobalStateManager.is_fp8_enabled() else None
+        is_grad_enabled = torch.is_grad_enabled()
+        self.maybe_fuse_ops(is_grad_enabled, recipe, input_, extra_inputs)
+        first = self.first_op_requiring_backward
+        for i, op in self._prepared:
+            op.pre_fuser_forward(requires_grad=i >= first)
+        if not is_grad_enabled:
+            return run_forward(None, self, input_, (), extra_inputs, basic_op_kwargs)
+        if self._all_may_pass_through and not any(basic_op_kwargs) and not forward_observers:
+            passed = self._passed_through(input_)
+            if passed is not None:
+                return passed
+        return FuserFunction.apply(input_, self, basic_op_kwargs, *self._fused_params, *extra_inputs)
+
+    def _passed_through(self, input_: torch.Tensor) -> torch.Tensor | None:
+        """The output as a view of the input in autograd's eyes, if no operation does more; else None.
+
+        Changing that in place works as with `torch.nn.Identity`. A node of our own could not offer it.
+        """
+        steps = [*self._forward_ops, *self._backward_ops]
+        if type(input_) not in (torch.Tensor, torch.nn.Parameter) or any(op.is_fused_op for op, _ in steps):
+            return None
+        output = input_.view_as(input_)
+        for op in self._basic_ops:
+            output = op.passed_through(output)
+            if output is None:
+                return None
+        return output
+
+    # ------------------------------------------------------------------ hooks
+
+    def _run_in_parts(
+        self, input_: torch.Tensor, extra_inputs: Sequence[torch.Tensor], basic_op_kwargs: list[dict[str, Any]]
+    ) -> Any:
+        """Call operations that have hooks as modules, for torch to run the hooks, and fuse what lies between them.
+
+        Data that crosses from one part to the next is in high precision.
+        """
+        tensors: dict[Slot, Any] = {}
+        external = dict(zip(self._routes.external_inputs, extra_inputs, strict=True))
+        x = input_
+        for part in self._hooked_parts():
+            part_inputs = []
+            for i, slot in part.fuser._routes.external_inputs:
+                index = part.start + i
+                source = self._routes.input_sources[index][slot]
+                outside = source is None
+                part_inputs.append(
+                    external[index, slot] if outside else writable(tensors[source], self._basic_ops[index])
+                )
+            kwargs = basic_op_kwargs[part.start : part.start + part.fuser._num_basic_ops]
+            result = part.run(x, part_inputs, kwargs)
+            public = part.fuser._routes.public_outputs
+            if public:
+                x, *outputs = result
+                for (i, slot), y in zip(public, outputs, strict=True):
+                    tensors[part.start + i, slot] = y
+                    if y.requires_grad and works_in_place(self._basic_ops[part.start + i]):
+                        y.register_hook(copy_of_gradient)  # its backward adds to a gradient that others may hold
+            else:
+                x = result
+        outputs = [tensors[slot] for slot in self._routes.public_outputs]
+        return (x, *outputs) if outputs else x
+
+    def parts(self) -> list[OperationFuser]:
+        """The fusers that a call uses: this one, or with hooks those of its parts."""
+        if torch_module._has_any_global_hook() or any(map(_has_hooks, self._hook_owners)):
+            return [sub_fuser for part in self._hooked_parts() for sub_fuser in part.fuser.parts()]
+        return [self]
+
+    def _hooked_parts(self) -> list[_Part]:
+        everywhere = bool(torch_module._has_any_global_hook())
+        hooked = tuple(everywhere or _has_hooks(op) for op in self._hook_owners)
+        if hooked not in self._parts:
+            self._parts[hooked] = self._make_parts(
+                {op for op, has in zip(self._hook_owners, hooked, strict=True) if has}
+            )
+        return self._parts[hooked]
+
+    def _make_parts(self, hooked: set[FusibleOperation]) -> list[_Part]:
+        parts: list[_Part] = []
+        plain_start = start = 0
+
+        def end_plain(stop: int) -> None:
+            if stop > plain_start:
+                parts.append(_Part(self._sub_fuser(self._basic_ops[plain_start:stop], plain_start), plain_start))
+
+        for op in self._ops:
+            members = list(op.basic_ops) if op.is_fused_op else [op]
+            for callee in [op] if op in hooked else members:
+                count = len(members) if callee is op else 1
+                if callee in hooked:
+                    end_plain(start)
+                    sub_fuser = self._sub_fuser(self._basic_ops[start : start + count], start)
+                    if callee is op and op.is_fused_op:
+                        sub_fuser._hook_owners = members
+                    parts.append(_Part(sub_fuser, start, callee))
+                    plain_start = start + count
+                start += count
+        end_plain(start)
+        return parts
+
+    def _sub_fuser(self, basic_ops: list[BasicOperation], start: int) -> OperationFuser:
+        fuser = OperationFuser.__new__(OperationFuser)
+        fuser._setup(list(basic_ops), list(basic_ops), self._routes.part(start, start + len(basic_ops)))
+        fuser._hook_owners = []
+        return fuser
+
+    # ------------------------------------------------------------------ fusing
+
+    def maybe_fuse_ops(
+        self, is_grad_enabled: bool, recipe: Any, input_: torch.Tensor, extra_inputs: Sequence[Any]
+    ) -> None:
+        """Fuse the operations and set up their quantizers if a change since the last call can make a difference.
+
+        That is: the recipe's type and values and its process group, the input's device, the first operation that takes
+        part in backward, the parameters (which objects, their dtype, device, requires_grad), training mode, the
+        registered fusions, and the recipe state that another fuser left in a shared operation.
+        """
+        self._basic_op_params = [_parameters_of(op) for op in self._basic_ops]
+        first = self._find_first_op_requiring_backward(is_grad_enabled, input_, extra_inputs)
+        self.first_op_requiring_backward = first
+        params = [param for group in self._basic_op_params for param in group]
+        for module in self._with_tensors:
+            _reject_computed_parameters(module)
+        if (
+            self._fuse_key is not None
+            and self._fuse_key == self._current_key(recipe, first, input_.device, params)
+            and len(params) == len(self._fused_params)
+            and all(map(operator.is_, params, self._fused_params))
+        ):
+            return
+
+        self._with_tensors = _modules_with_tensors(self._basic_ops)  # to replace a parameter is to get here
+        for module in self._with_tensors:
+            _reject_computed_parameters(module)
+        with torch.device(input_.device):  # where new scales and amax histories go
+            for op in self._basic_ops:
+                op.reset_recipe_state(recipe=recipe)
+        if self._fuse_key is None:
+            for op in self._basic_ops:
+                op.pre_first_fuser_forward()
+        self._quantizes_gradients = getattr(recipe, "backward_override", None) is None
+        self.fuse_ops(recipe)
+
+        # Read again: deferred parameters exist only now.
+        self._basic_op_params = [_parameters_of(op) for op in self._basic_ops]
+        self._fused_params = [param for group in self._basic_op_params for param in group]
+        self._fuse_key = self._current_key(recipe, first, input_.device, self._fused_params)
+
+    def _current_key(
+        self, recipe: Any, first: int, device: torch.device, params: Sequence[torch.nn.Parameter]
+    ) -> tuple[Any, ...]:
+        return (
+            first,
+            device,
+            None if recipe is None else (type(recipe), repr(recipe), FP8GlobalStateManager.get_fp8_group()),
+            [(op.training, op._recipe_key) for op in self._basic_ops],
+            [(param.dtype, param.device, param.requires_grad) for param in params],
+            tuple(self.forward_backward_fusion_functions),
+            tuple(self.forward_fusion_functions),
+            tuple(self.backward_fusion_functions),
+        )
+
+    def _find_first_op_requiring_backward(
+        self, is_grad_enabled: bool, input_: torch.Tensor, extra_inputs: Sequence[Any]
+    ) -> int:
+        if not is_grad_enabled:
+            return self._num_basic_ops
+        if input_.requires_grad:
+            return 0
+        first = self._num_basic_ops
+        for i, params in enumerate(self._basic_op_params):
+            if any(param.requires_grad for param in params):
+                first = i
+                break
+        for (i, _), tensor in zip(self._routes.external_inputs, extra_inputs, strict=True):
+            if i < first and getattr(tensor, "requires_grad", False):
+                return i
+        return first
+
+    def fuse_ops(self, recipe: Any) -> None:
+        """Apply the registered fusions: joint ones first, then those of each pass on their result."""
+        joint = _fuse(self.forward_backward_fusion_functions, list(self._basic_ops), recipe)
+        forward = _fuse(self.forward_fusion_functions, list(joint), recipe)
+        backward = _fuse(self.backward_fusion_functions, list(joint), recipe)
+        self._forward_ops = self._map_to_basic_ops(forward)
+        self._backward_ops = self._map_to_basic_ops(backward)
+
+    def _map_to_basic_ops(self, ops: Sequence[FusibleOperation]) -> list[tuple[FusibleOperation, list[int]]]:
+        """Each operation with the indices of its basic operations. `RuntimeError` unless all are there, in order."""
+        mapped, basic_ops = [], []
+        for op in ops:
+            members = list(op.basic_ops) if isinstance(op, FusedOperation) else [op]
+            mapped.append((op, list(range(len(basic_ops), len(basic_ops) + len(members)))))
+            basic_ops.extend(members)
+        if len(basic_ops) != self._num_basic_ops or not all(map(operator.is_, basic_ops, self._basic_ops)):
+            raise RuntimeError(
+                "Found mismatch after fusing operations "
+                f"(basic_ops={[op.__class__.__name__ for op in self._basic_ops]}, "
+                f"fused_ops={[op.__class__.__name__ for op in ops]})"
+            )
+        return mapped
+
+
+@dataclass
+class _Part:
+    """A stretch of operations that runs by itself; `callee`: the operation with hooks that it is, if it is one."""
+
+    fuser: OperationFuser
+    start: int
+    callee: FusibleOperation | None = None
+
+    def run(self, x: torch.Tensor, extra_inputs: list[Any], basic_op_kwargs: list[dict[str, Any]]) -> Any:
+        if self.callee is None:
+            return self.fuser._run(x, extra_inputs, basic_op_kwargs)
+        self.callee.__dict__["_fuser_of_this_call"] = self.fuser
+        try:
+            if self.callee.is_fused_op:
+                return self.callee(x, *extra_inputs, basic_op_kwargs=basic_op_kwargs)
+            return self.callee(x, *extra_inputs, **basic_op_kwargs[0])
+        finally:
+            self.callee.__dict__.pop("_fuser_of_this_call", None)
+
+
+def run_alone(
+    op: FusibleOperation,
+    input_: torch.Tensor,
+    extra_inputs: Sequence[Any],
+    basic_op_kwargs: list[dict[str, Any]] | None,
+) -> Any:
+    """Forward of an operation called as a module: by a fuser of its own, or that of the pipeline that calls it."""
+    fuser = op.__dict__.pop("_fuser_of_this_call", None)
+    if fuser is None:
+        fuser = OperationFuser([op])
+        fuser._hook_owners = list(op.basic_ops) if op.is_fused_op else []
+        fuser._ops = list(op.basic_ops) if op.is_fused_op else [op]
+    return fuser(input_, *extra_inputs, basic_op_kwargs=basic_op_kwargs)
+
+
+def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return function(*args, **kwargs)
+
+
+_call_uncompiled: Callable[..., Any] | None = None
+
+
+def outside_compile(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call `function` untraced, although torch.compile is tracing: fused operations are kernels already."""
+    global _call_uncompiled
+    if _call_uncompiled is None:  # one object for all calls: torch.compile would compile anew for another
+        import torch._dynamo
+
+        _call_uncompiled = torch._dynamo.disable(_call)
+    return _call_uncompiled(function, *args, **kwargs)
+
+
+# ---------------------------------------------------------------------- registering fusions
+
+
+def _register(kind: str, func: FusionFunction, prepend: bool) -> FusionFunction:
+    functions = getattr(OperationFuser, f"{kind}_fusion_functions")
+    functions.insert(0 if prepend else len(functions), func)
+    return func
+
+
+def register_forward_backward_fusion(func: FusionFunction, prepend: bool = False) -> FusionFunction:
+    """Register `func(ops, *, recipe) -> ops` for both passes; its fused operations run in both. Returns `func`."""
+    return _register("forward_backward", func, prepend)
+
+
+def register_forward_fusion(func: FusionFunction, prepend: bool = False) -> FusionFunction:
+    """Register `func(ops, *, recipe) -> ops` for forward (`prepend`: before all others). Returns `func`."""
+    return _register("forward", func, prepend)
+
+
+def register_backward_fusion(func: FusionFunction, prepend: bool = False) -> FusionFunction:
+    """Register `func(ops, *, recipe) -> ops` for the backward pass of every fuser. Returns `func`."""
+    return _register("backward", func, prepend)
+
+
+class fusions:  # noqa: N801 (used like a function)
+    """Fusions for a scope: `with fusions(forward=f): ...`, or `handle = fusions(...).register()`, `handle.remove()`.
+
+    `forward`, `backward`, `forward_backward`: fusion functions (one or several). `prepend`: before those registered
+    already.
+    `only`: without those registered already. Fusers follow at their next call.
+    """
+
+    _KINDS = ("forward_backward", "forward", "backward")
+    _numbers = itertools.count()
+    _hiding: list[fusions] = []  # noqa: RUF012 (scopes with `only` in force, in order of registration)
+
+    def __init__(
+        self,
+        *,
+        forward: FusionFunction | Iterable[FusionFunction] = (),
+        backward: FusionFunction | Iterable[FusionFunction] = (),
+        forward_backward: FusionFunction | Iterable[FusionFunction] = (),
+        prepend: bool = False,
+        only: bool = False,
+    ) -> None:
+        given = {"forward_backward": forward_backward, "forward": forward, "backward": backward}
+        self._functions = {kind: [value] if callable(value) else list(value) for kind, value in given.items()}
+        self._prepend = prepend
+        self._only = only
+        self._hidden: dict[str, list[FusionFunction]] = {}
+        self._registered = False
+        self._number = 0
+
+    def register(self) -> fusions:
+        """Put the fusions in force until `remove`. Returns self. `RuntimeError` if they are already."""
+        if self._registered:
+            raise RuntimeError("These fusions are registered already")
+        self._registered = True
+        self._number = next(self._numbers)
+        if self._only:
+            self._hiding.append(self)
+        for kind in self._KINDS:
+            functions = getattr(OperationFuser, f"{kind}_fusion_functions")
+            if self._only:
+                self._hidden[kind] = list(functions)
+                functions.clear()
+            position = 0 if self._prepend else len(functions)
+            functions[position:position] = self._functions[kind]
+        return self
+
+    def remove(self) -> None:
+        """Take the fusions out again (and bring back those that `only` hid), in any order. Once more does nothing."""
+        if not self._registered:
+            return
+        self._registered = False
+        if self._only:
+            self._hiding.remove(self)
+        for kind in self._KINDS:
+            functions = self._functions_beside(kind)
+            for function in self._functions[kind]:
+                # by identity, and the latest one: the same function may be registered outside this scope too
+                position = max((i for i, other in enumerate(functions) if other is function), default=None)
+                if position is not None:
+                    del functions[position]
+            functions[:0] = self._hidden.pop(kind, [])
+
+    def _functions_beside(self, kind: str) -> list[FusionFunction]:
+        """The list that this scope's functions are in: that of a later scope that hides them, else the registry."""
+        for scope in self._hiding:
+            if scope._number > self._number:
+                return scope._hidden[kind]
+        return getattr(OperationFuser, f"{kind}_fusion_functions")
+
+    def __enter__(self) -> fusions:
+        return self.register()
+
+    def __exit__(self, *exc_info: Any) -> None:
+        self.remove()

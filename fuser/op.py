@@ -1,0 +1,514 @@
+"""The base classes of operations: what an operation is, before anything is fused.
+
+`BasicOperation`: one step of a model with a hand-written backward, e.g. a bias. `FusedOperation`: several basic
+operations computed at once. `OperationContext`: what a basic operation keeps from forward to backward. `fuser.fuser`
+runs them. Behaviour: TE's ops/op.py (names, errors, recipe state), except: extra state is tensors and JSON instead of a
+pickle, a recipe whose values change rebuilds the quantizers without losing amax histories, running once without a
+recipe does not lose them either, and an operation without parameters may return the bare gradient from `op_backward`.
+"""
+
+from __future__ import annotations
+
+import abc
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fuser import extra_state
+from fuser.common import devices_match
+from fuser.quantization.state import FP8GlobalStateManager, RecipeState
+from fuser.quantization.storage import QuantizedTensorStorage
+from fuser.quantization.tensor import KeepsQuantizedParameters
+
+_BUFFER_POSITION = "buffer_index_and_autocast_key"
+_META_KEYS = {"forward": "scaling_fwd", "backward": "scaling_bwd"}
+
+
+@dataclass
+class OperationContext:
+    """What one basic operation keeps from one forward call to its backward. Operations may set further attributes.
+
+    `saved_tensors`: in backward, the tensors given to `save_for_backward`. `requires_grad`: whether the operation takes
+    part in backward, set before its forward.
+    """
+
+    saved_tensors: Any = None
+    to_save: tuple[Any, ...] | None = None
+    _saved_tensors_range: tuple[int, int] | None = None
+    requires_grad: bool = True
+
+    def save_for_backward(self, *tensors: Any) -> None:
+        """Keep tensors (or quantized storages, or None) for backward. A second call replaces the first."""
+        self.to_save = tensors
+
+
+class FusibleOperation(KeepsQuantizedParameters, torch.nn.Module, metaclass=abc.ABCMeta):
+    """A step that an `OperationFuser` can run: a basic operation or a fused one."""
+
+    @property
+    @abc.abstractmethod
+    def is_fused_op(self) -> bool:
+        """Whether it stands for several basic operations."""
+
+    def pre_first_fuser_forward(self) -> None:
+        """Called once before the first forward of a fuser, e.g. to materialize deferred parameters."""
+
+    def pre_fuser_forward(self, *, requires_grad: bool) -> None:
+        """Called before every forward of a fuser, e.g. to set what the quantizers must produce."""
+
+    def get_input_quantizer(self) -> Any:
+        """The quantizer whose format this operation wants its input in, or None."""
+        return None
+
+    def get_grad_output_quantizer(self) -> Any:
+        """The quantizer whose format this operation wants its output gradient in, or None."""
+        return None
+
+    def fuser_forward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        input_: Any,
+        *,
+        basic_op_extra_inputs: list[tuple[torch.Tensor, ...]],
+        prev_op_grad_output_quantizer: Any,
+        next_op_input_quantizer: Any,
+        basic_op_kwargs: list[dict[str, Any]],
+    ) -> tuple[Any, Iterable[Iterable[torch.Tensor]]]:
+        """Forward. Lists have one entry per basic operation.
+
+        `prev_op_grad_output_quantizer`: format that the previous operation wants this one's input gradient in.
+        `next_op_input_quantizer`: format that the next operation wants this one's output in.
+        Returns the output and the extra outputs of each basic operation.
+        """
+        raise NotImplementedError(f"Forward pass is not implemented for operation ({self.__class__.__name__})")
+
+    def fuser_backward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        grad_output: Any,
+        *,
+        basic_op_grad_extra_outputs: list[tuple[torch.Tensor | None, ...]],
+    ) -> tuple[Any, Iterable[Iterable[torch.Tensor | None]], Iterable[Iterable[torch.Tensor | None]]]:
+        """Backward. Returns the gradients of the input and, per basic operation, of parameters and extra inputs."""
+        raise NotImplementedError(f"Backward pass is not implemented for operation ({self.__class__.__name__})")
+
+
+class BasicOperation(FusibleOperation, metaclass=abc.ABCMeta):
+    """A single step with its own parameters, quantizers and backward.
+
+    A subclass gives `op_forward` and `op_backward`; with extra inputs or outputs (`num_extra_inputs`,
+    `num_extra_outputs`, set on the class or before `__init__`) it gives `fuser_forward` and `fuser_backward` instead.
+    """
+
+    num_extra_inputs: int = 0
+    num_extra_outputs: int = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._extra_input_channels: list[str | None] = [None] * self.num_extra_inputs
+        self._extra_output_channels: list[str | None] = [None] * self.num_extra_outputs
+        self._extra_output_to_caller: list[bool] = [True] * self.num_extra_outputs
+        self._extra_tensor_channels_locked = False
+        self._fp8_metas: dict[str, dict[str, Any] | None] | None = None
+        self._quantizers: dict[str, list[Any]] | None = None
+        self._suspended_recipe_state: tuple[Any, Any] | None = None
+        self._recipe_key: tuple[str, Any] | None = None  # what the quantizers follow; fusers compare it
+
+    @property
+    def is_fused_op(self) -> bool:
+        return False
+
+    # ------------------------------------------------------------------ named channels of extra tensors
+
+    def set_extra_input_channel(self, index: int, channel: str | None) -> BasicOperation:
+        """Take extra input `index` from the extra output that an earlier operation sends to `channel`. Returns self.
+
+        `None`: from the caller again. `IndexError`, `ValueError`, or `RuntimeError` once a fuser has captured the
+        routing.
+        """
+        self._check_channel("input", index, len(self._extra_input_channels), channel)
+        self._check_channels_unlocked()
+        self._extra_input_channels[index] = channel
+        return self
+
+    def set_extra_output_channel(
+        self, index: int, channel: str | None, *, output_to_caller: bool = True
+    ) -> BasicOperation:
+        """Send extra output `index` to `channel`, and to the caller if `output_to_caller`. Returns self."""
+        self._check_channel("output", index, len(self._extra_output_channels), channel)
+        if not isinstance(output_to_caller, bool):
+            raise TypeError(f"output_to_caller must be a bool (got {output_to_caller!r})")
+        self._check_channels_unlocked()
+        self._extra_output_channels[index] = channel
+        self._extra_output_to_caller[index] = output_to_caller or channel is None
+        return self
+
+    def _check_channel(self, direction: str, index: int, count: int, channel: Any) -> None:
+        if not 0 <= index < count:
+            raise IndexError(
+                f"Extra {direction} index {index} is out of range: "
+                f"{self.__class__.__name__} has {count} extra {direction}s"
+            )
+        if channel is not None and not (isinstance(channel, str) and channel):
+            raise ValueError(f"Extra tensor channel must be None or a non-empty string (got {channel!r})")
+
+    def _check_channels_unlocked(self) -> None:
+        if self._extra_tensor_channels_locked:
+            raise RuntimeError(
+                f"Can't change extra tensor channels of {self.__class__.__name__}: "
+                "an operation fuser has already captured its channel routing"
+            )
+
+    # ------------------------------------------------------------------ quantizers and recipe state
+
+    def num_quantizers(self, mode: str) -> int:
+        """Number of quantizers in `mode` ("forward" or "backward")."""
+        return 0
+
+    def get_quantizer_roles(self, mode: str) -> list[Any] | None:
+        """What each quantizer of `mode` quantizes, for recipes that tell tensors apart. None: by position."""
+        return None
+
+    def get_quantizer(self, mode: str, index: int) -> Any:
+        """Quantizer `index` of `mode`, or None where no recipe is in force."""
+        return None if self._quantizers is None else self._quantizers[mode][index]
+
+    def get_input_quantizer(self) -> Any:
+        if self._quantizers is None:
+            return None
+        return self.get_quantizer("forward", 0) if self.num_quantizers("forward") > 0 else None
+
+    def get_grad_output_quantizer(self) -> Any:
+        if self._quantizers is None:
+            return None
+        return self.get_quantizer("backward", 0) if self.num_quantizers("backward") > 0 else None
+
+    def reset_recipe_state(self, *, recipe: Any) -> None:
+        """Make the quantizers follow `recipe` (None: no quantizers).
+
+        Amax histories survive a change of the recipe's values and calls without a recipe; another type of recipe starts
+        anew.
+        """
+        if recipe is None:
+            if self._fp8_metas is not None:
+                _warn_if_recomputing(self)
+                self._suspended_recipe_state = (self._fp8_metas, self._quantizers)
+            self._fp8_metas = self._quantizers = self._recipe_key = None
+            return
+        if self._fp8_metas is None and self._suspended_recipe_state is not None:
+            self._fp8_metas, self._quantizers = self._suspended_recipe_state
+        self._suspended_recipe_state = None
+
+        if self._fp8_metas is None or any(
+            not isinstance(recipe, type(meta["recipe"])) for meta in self._fp8_metas.values() if meta
+        ):
+            self._fp8_metas, self._quantizers = {}, {}
+            for mode in _META_KEYS:
+                self._create_recipe_state(mode, recipe)
+        else:
+            for mode in _META_KEYS:
+                self._update_recipe_state(mode, recipe)
+        self._recipe_key = (repr(recipe), FP8GlobalStateManager.get_fp8_group())
+
+        if FP8GlobalStateManager.is_fp8_enabled() and not FP8GlobalStateManager.fp8_graph_capturing():
+            for mode, meta in self._fp8_metas.items():
+                if meta:
+                    FP8GlobalStateManager.add_fp8_tensors_to_global_buffer(self._fp8_metas[mode])
+
+    def _create_recipe_state(self, mode: str, recipe: Any) -> None:
+        count = self.num_quantizers(mode)
+        if count == 0:
+            self._fp8_metas[mode], self._quantizers[mode] = None, []
+            return
+        roles = self._checked_roles(mode, count)
+        state = RecipeState.create(recipe, mode=mode, num_quantizers=count, roles=roles)
+        self._quantizers[mode] = state.make_quantizers()
+        self._fp8_metas[mode] = {
+            _META_KEYS[mode]: state,
+            "recipe": recipe,
+            "recipe_values": repr(recipe),
+            "fp8_group": FP8GlobalStateManager.get_fp8_group(),
+        }
+
+    def _checked_roles(self, mode: str, count: int) -> list[Any] | None:
+        roles = self.get_quantizer_roles(mode)
+        if roles is not None and len(roles) != count:
+            raise AssertionError(
+                f"{self.__class__.__name__} has {count} quantizers in mode {mode!r}, but {len(roles)} quantizer roles"
+            )
+        return roles
+
+    def _update_recipe_state(self, mode: str, recipe: Any) -> None:
+        """Follow a recipe of the same type: for other values, new quantizers on the old amax history."""
+        meta = self._fp8_metas[mode]
+        if not meta:
+            return
+        meta["recipe"] = recipe
+        meta["fp8_group"] = FP8GlobalStateManager.get_fp8_group()
+        values = repr(recipe)
+        state = meta[_META_KEYS[mode]]
+        if values == meta["recipe_values"] and devices_match(state.device, torch.get_default_device()):
+            return
+        count = self.num_quantizers(mode)
+        if count != state.num_quantizers:
+            self._create_recipe_state(mode, recipe)
+            return
+        # The same state: gradients of earlier forward passes may still be on their way to its history.
+        state.follow(recipe, device=torch.get_default_device())
+        state.roles = self._checked_roles(mode, count)
+        self._quantizers[mode] = state.make_quantizers()
+        meta["recipe_values"] = values
+
+    def _save_fp8_metas(self) -> dict[str, Any] | None:
+        """Copies of scales and amax histories, for `_load_fp8_metas`."""
+        if self._fp8_metas is None:
+            return None
+        with torch.no_grad():
+            return {
+                mode: {_META_KEYS[mode]: tuple(tensor.clone() for tensor in _delayed_tensors(meta, mode).values())}
+                for mode, meta in self._fp8_metas.items()
+                if meta and _delayed_tensors(meta, mode)
+            }
+
+    def _load_fp8_metas(self, fp8_metas: dict[str, Any] | None) -> None:
+        """Put back what `_save_fp8_metas` copied."""
+        assert (self._fp8_metas is None) == (fp8_metas is None), "Saved and current FP8 state do not match"
+        with torch.no_grad():
+            for mode, saved in (fp8_metas or {}).items():
+                tensors = _delayed_tensors(self._fp8_metas[mode], mode)
+                for tensor, copy in zip(tensors.values(), saved[_META_KEYS[mode]], strict=True):
+                    tensor.copy_(copy)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies: their amax histories are their own, so they are not registered for amax reduction yet."""
+        state = dict(self.__dict__)
+        state["_recipe_key"] = None  # makes the next fuser call register them
+        if self._fp8_metas is not None:
+            state["_fp8_metas"] = {mode: _unregistered(meta) for mode, meta in self._fp8_metas.items()}
+        if self._suspended_recipe_state is not None:
+            metas, quantizers = self._suspended_recipe_state
+            state["_suspended_recipe_state"] = ({mode: _unregistered(meta) for mode, meta in metas.items()}, quantizers)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        of_weights = [parameter._quantizer for parameter in self.parameters() if hasattr(parameter, "_quantizer")]
+        for metas, quantizers in ((self._fp8_metas, self._quantizers), self._suspended_recipe_state or (None, None)):
+            for mode, meta in (metas or {}).items():
+                if meta:
+                    meta[_META_KEYS[mode]].reconnect(quantizers[mode], of_weights)
+
+    # ------------------------------------------------------------------ compute
+
+    @abc.abstractmethod
+    def op_forward(
+        self,
+        ctx: OperationContext,
+        input_: Any,
+        *,
+        prev_op_grad_output_quantizer: Any,
+        next_op_input_quantizer: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """The output for `input_`. Tensors for backward go to `ctx.save_for_backward`, the rest on `ctx` itself."""
+
+    @abc.abstractmethod
+    def op_backward(self, ctx: OperationContext, grad_output: Any) -> Any:
+        """`(input gradient, parameter gradients)`, one for each of `self.parameters()` in order (None allowed).
+
+        An operation without parameters may return the bare input gradient.
+        """
+
+    def fuser_forward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        input_: Any,
+        *,
+        basic_op_extra_inputs: list[tuple[torch.Tensor, ...]],
+        prev_op_grad_output_quantizer: Any,
+        next_op_input_quantizer: Any,
+        basic_op_kwargs: list[dict[str, Any]],
+    ) -> tuple[Any, list[tuple[()]]]:
+        self._check_no_extra_tensors("fuser_forward")
+        output = self.op_forward(
+            basic_op_ctxs[0],
+            input_,
+            prev_op_grad_output_quantizer=prev_op_grad_output_quantizer,
+            next_op_input_quantizer=next_op_input_quantizer,
+            **basic_op_kwargs[0],
+        )
+        return output, [()]
+
+    def fuser_backward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        grad_output: Any,
+        *,
+        basic_op_grad_extra_outputs: list[tuple[torch.Tensor | None, ...]],
+    ) -> tuple[Any, list[Iterable[torch.Tensor | None]], list[tuple[()]]]:
+        self._check_no_extra_tensors("fuser_backward")
+        grads = self.op_backward(basic_op_ctxs[0], grad_output)
+        is_bare = grads is None or isinstance(grads, torch.Tensor | QuantizedTensorStorage)
+        grad_input, grad_params = (grads, ()) if is_bare else grads
+        return grad_input, [grad_params], [()]
+
+    def _check_no_extra_tensors(self, method: str) -> None:
+        if self.num_extra_inputs > 0 or self.num_extra_outputs > 0:
+            raise RuntimeError(
+                f"{self.__class__.__name__} operation has {self.num_extra_inputs} extra tensor inputs and "
+                f"{self.num_extra_outputs} extra tensor outputs. It should override `{method}` "
+                f"instead of `op_{method.removeprefix('fuser_')}`."
+            )
+
+    def forward(self, input: torch.Tensor, *extra_inputs: torch.Tensor, **kwargs: Any) -> Any:
+        """Run this operation by itself. Returns the output, or `(output, *extra_outputs)`."""
+        from fuser.fuser import run_alone
+
+        return run_alone(self, input, extra_inputs, [kwargs])
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def get_extra_state(self) -> torch.Tensor:
+        """The delayed-scaling state as a 1-D uint8 CPU tensor (see `fuser.extra_state`), else an empty one."""
+        metas = self._fp8_metas
+        if metas is None and self._suspended_recipe_state is not None:
+            metas = self._suspended_recipe_state[0]
+        header, tensors = {}, {}
+        for mode, meta in (metas or {}).items():
+            state_tensors = _delayed_tensors(meta, mode) if meta else {}
+            if state_tensors:
+                header[mode] = {"recipe": extra_state.recipe_to_json(meta["recipe"])}
+                tensors.update({f"{mode}.{name}": tensor for name, tensor in state_tensors.items()})
+        return extra_state.pack(header, tensors) if tensors else torch.empty(0, dtype=torch.uint8)
+
+    def set_extra_state(self, state: torch.Tensor | None) -> None:
+        """Restore what `get_extra_state` returned. Empty: nothing to do. Pickled: `RuntimeError`."""
+        unpacked = extra_state.unpack(state)
+        if unpacked is None:
+            return
+        header, tensors = unpacked
+        for mode, entry in header.items():
+            if mode not in _META_KEYS:
+                raise RuntimeError(f"{self.__class__.__name__}: saved state is of mode {mode!r}")
+            if self.num_quantizers(mode) == 0:
+                continue
+            self._ensure_recipe_state(mode, entry.get("recipe") if isinstance(entry, Mapping) else None)
+            current = _delayed_tensors(self._fp8_metas[mode], mode)
+            with torch.no_grad():
+                for name, tensor in current.items():
+                    saved = tensors.get(f"{mode}.{name}")
+                    if saved is None or saved.shape != tensor.shape:
+                        found = "is missing" if saved is None else f"has shape {tuple(saved.shape)}"
+                        raise RuntimeError(
+                            f"{self.__class__.__name__}: saved {mode} {name} {found}, "
+                            f"the operation needs {tuple(tensor.shape)}"
+                        )
+                    tensor.copy_(saved)
+
+    def _ensure_recipe_state(self, mode: str, saved_recipe: Any) -> None:
+        """Make the state of `mode` one of a recipe in JSON; one that follows it stays, its quantizers may be in use."""
+        if self._fp8_metas is None and self._suspended_recipe_state is not None:
+            self._fp8_metas, self._quantizers = self._suspended_recipe_state
+            self._suspended_recipe_state = None
+        meta = (self._fp8_metas or {}).get(mode)
+        present = meta["recipe"] if meta else None
+        is_followed = meta and present.delayed() and meta["recipe_values"] == repr(present)
+        if is_followed and extra_state.recipe_to_json(present) == saved_recipe:
+            return
+        recipe = extra_state.recipe_from_json(saved_recipe, present)
+        if meta and meta["recipe_values"] == repr(recipe):
+            return
+        from fuser.quantization.contexts import autocast
+
+        with torch.no_grad(), autocast(enabled=True, recipe=recipe):
+            self.reset_recipe_state(recipe=recipe)
+        for difference in extra_state.differences(saved_recipe, recipe):
+            warnings.warn(
+                f"{self.__class__.__name__}: the recipe of the extra state can't be restored as it was: {difference}. "
+                "Scales and amax histories are restored, and used by the recipe of the next call",
+                UserWarning,
+                stacklevel=2,
+            )
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        """Load the extra state first: quantized parameters need their scales."""
+        key = prefix + "_extra_state"
+        if key in state_dict:
+            self.set_extra_state(state_dict[key])
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+
+def _delayed_tensors(meta: Mapping[str, Any], mode: str) -> dict[str, torch.Tensor]:
+    """Scale and amax history of a delayed-scaling state; empty for recipes without such state."""
+    if not meta["recipe"].delayed():
+        return {}
+    state = meta[_META_KEYS[mode]]
+    return {"scale": state.scale, "amax_history": state.amax_history}
+
+
+def _warn_if_recomputing(op: BasicOperation) -> None:
+    """`op` is about to run without the quantization of its last call: a mistake if autograd calls it."""
+    if torch._C._current_graph_task_id() != -1:
+        warnings.warn(
+            f"{op.__class__.__name__} is computed again in the backward pass, outside of the autocast of its forward "
+            "pass, so without quantization: use fuser.checkpoint instead of torch.utils.checkpoint",
+            UserWarning,
+            stacklevel=2,
+        )
+
+
+def _unregistered(meta: dict[str, Any] | None) -> dict[str, Any] | None:
+    """State of a mode without its place in the global buffers and without its process group, which can't be copied."""
+    if meta is None:
+        return None
+    kept = {name: value for name, value in meta.items() if name != _BUFFER_POSITION}
+    return {**kept, "fp8_group": None}
+
+
+class FusedOperation(FusibleOperation):
+    """Several basic operations computed at once.
+
+    It holds no state of its own. A fusion of only one pass must be interchangeable with the unfused operations: forward
+    leaves in each context what the basic operation's backward reads.
+    `basic_ops`: what it stands for, in order; `ValueError` if empty.
+    """
+
+    def __init__(self, basic_ops: Iterable[FusibleOperation]) -> None:
+        super().__init__()
+        self.basic_ops = torch.nn.ModuleList(basic_ops)
+        if len(self.basic_ops) == 0:
+            raise ValueError(
+                "Attempted to construct a fused operation without specifying its corresponding basic operations"
+            )
+
+    @property
+    def is_fused_op(self) -> bool:
+        return True
+
+    def get_input_quantizer(self) -> Any:
+        return self.basic_ops[0].get_input_quantizer()
+
+    def get_grad_output_quantizer(self) -> Any:
+        return self.basic_ops[-1].get_grad_output_quantizer()
+
+    def pre_first_fuser_forward(self) -> None:
+        for op in self.basic_ops:
+            op.pre_first_fuser_forward()
+
+    def pre_fuser_forward(self, *, requires_grad: bool) -> None:
+        for op in self.basic_ops:
+            op.pre_fuser_forward(requires_grad=requires_grad)
+
+    def forward(
+        self,
+        input: torch.Tensor,
+        *extra_inputs: torch.Tensor,
+        basic_op_kwargs: list[dict[str, Any]] | None = None,
+    ) -> Any:
+        """Run the basic operations by themselves, fused as the registered fusions decide."""
+        from fuser.fuser import run_alone
+
+        return run_alone(self, input, extra_inputs, basic_op_kwargs)

@@ -1,0 +1,438 @@
+"""The forward and the backward pass of a pipeline: one node of autograd's graph, operations in order and in reverse.
+
+`OperationFuser` (fuser.py) decides what runs; here it runs. Nothing on the node is used up, so a retained graph runs
+again; gradients can't be differentiated themselves. Behaviour: TE's ops/fuser.py, autograd function.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fuser.channels import Slot
+from fuser.common import is_quantized_tensor
+from fuser.dispatch import backend, current_backend
+from fuser.op import BasicOperation, FusibleOperation, OperationContext
+from fuser.quantization.quantizer import Quantizer
+from fuser.quantization.saving import prepare_for_saving, restore_from_saved
+from fuser.quantization.state import FP8GlobalStateManager
+
+if TYPE_CHECKING:
+    from fuser.fuser import OperationFuser
+
+# Called as observer(fuser, step) after each step of a forward pass; `fuser.explain` listens here.
+forward_observers: list[Callable[[OperationFuser, ForwardStep], None]] = []
+
+
+@dataclass
+class ForwardStep:
+    """One operation of a forward pass as it ran, for observers. The contexts still hold their tensors in `to_save`."""
+
+    op: FusibleOperation
+    basic_op_indices: list[int]
+    contexts: list[OperationContext]
+    input: Any
+    output: Any
+    prev_op_grad_output_quantizer: Any
+    next_op_input_quantizer: Any
+
+
+def is_callers(tensor: Any, callers: Sequence[Any]) -> bool:
+    return any(tensor is other for other in callers)
+
+
+def works_in_place(op: BasicOperation) -> bool:
+    """Whether `op` writes into its extra input, or into the gradient of its extra output."""
+    return getattr(op, "in_place", False)
+
+
+def overlap(tensor: Any, others: Iterable[Any]) -> bool:
+    """Whether `tensor` is one of `others` or shares memory with one."""
+    span = _memory_span(tensor)
+    for other in others:
+        if tensor is other:
+            return True
+        other_span = _memory_span(other)
+        if span and other_span and span[0] < other_span[1] and other_span[0] < span[1]:
+            return True
+    return False
+
+
+def _memory_span(tensor: Any) -> tuple[int, int] | None:
+    """First address and end of a plain tensor's elements; None if there are none."""
+    if not isinstance(tensor, torch.Tensor) or is_quantized_tensor(tensor) or tensor.is_meta or not tensor.numel():
+        return None
+    start = tensor.data_ptr()
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return start, start + (last + 1) * tensor.element_size()
+
+
+def own_copy(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def copy_of_gradient(grad: torch.Tensor | None) -> torch.Tensor | None:
+    """A hook. An output that nobody used has no gradient."""
+    return None if grad is None else own_copy(grad)
+
+
+def _copy_shell(shell: Any) -> Any:
+    """A storage object of the same kind, also without data."""
+    copy = object.__new__(type(shell))
+    copy.__dict__.update(shell.__dict__)
+    return copy
+
+
+class FuserFunction(torch.autograd.Function):
+    """Forward and backward of a whole pipeline as one autograd node."""
+
+    @staticmethod
+    def forward(
+        func_ctx: Any,
+        input_: torch.Tensor,
+        fuser: OperationFuser,
+        basic_op_kwargs: list[dict[str, Any]],
+        *params_and_extra_inputs: torch.Tensor,
+    ) -> Any:
+        extra_inputs = params_and_extra_inputs[len(params_and_extra_inputs) - fuser.num_extra_inputs :]
+        return run_forward(func_ctx, fuser, input_, params_and_extra_inputs, extra_inputs, basic_op_kwargs)
+
+    @staticmethod
+    def backward(func_ctx: Any, grad_output: torch.Tensor, *grad_extra_outputs: torch.Tensor | None) -> Any:
+        # The backend of the forward pass: a GPU's autograd thread sees no context variables.
+        with torch.no_grad(), _without_torch_autocast(grad_output.device.type), backend(func_ctx.backend):
+            grad_input, grad_params, grad_extra_inputs = run_backward(func_ctx, grad_output, grad_extra_outputs)
+        grads = (grad_input, None, None, *grad_params, *grad_extra_inputs)
+        return _only_once_differentiable(grads) if torch.is_grad_enabled() else grads
+
+
+def _without_torch_autocast(device_type: str) -> contextlib.AbstractContextManager[Any]:
+    """Operations chose their dtypes in forward; `torch.autocast` around `backward()` must not choose others."""
+    if device_type != "meta" and torch.is_autocast_enabled(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return contextlib.nullcontext()
+
+
+class _OnlyOnceDifferentiable(torch.autograd.Function):
+    """The identity; an error in backward. torch's `once_differentiable` lets constant output gradients pass."""
+
+    @staticmethod
+    def forward(func_ctx: Any, anchor: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(tensor.detach() for tensor in tensors)
+
+    @staticmethod
+    def backward(func_ctx: Any, *grads: torch.Tensor) -> None:
+        raise RuntimeError(
+            "Double backward: fused operations have hand-written gradients, which can't be differentiated again"
+        )
+
+
+def _only_once_differentiable(grads: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
+    """Gradients of a backward pass with `create_graph=True`: right values, an error if they are differentiated."""
+    present = [grad for grad in grads if grad is not None]
+    marked = iter(_OnlyOnceDifferentiable.apply(torch.empty(0, requires_grad=True), *present))
+    return tuple(None if grad is None else next(marked) for grad in grads)
+
+
+def run_forward(
+    func_ctx: Any,
+    fuser: OperationFuser,
+    input_: torch.Tensor,
+    callers: Sequence[torch.Tensor],
+    extra_inputs: Sequence[torch.Tensor],
+    basic_op_kwargs: list[dict[str, Any]],
+) -> Any:
+    """Run the operations in order. `func_ctx` is None without grad mode; `callers`: tensors that must not be marked."""
+    basic_ops, routes = fuser._basic_ops, fuser._routes
+    first_requiring_backward = fuser.first_op_requiring_backward
+    contexts = [OperationContext(requires_grad=i >= first_requiring_backward) for i in range(len(basic_ops))]
+    all_extra_inputs = routes.place_external_inputs(extra_inputs)
+    all_extra_outputs: list[Sequence[Any]] = [()] * len(basic_ops)
+
+    x = input_
+    for op, indices in fuser._forward_ops:
+        first, last = indices[0], indices[-1]
+        for i in indices:
+            if routes.input_sources[i]:
+                for slot, source in enumerate(routes.input_sources[i]):
+                    if source is not None and source[0] < first:
+                        all_extra_inputs[i][slot] = writable(all_extra_outputs[source[0]][source[1]], basic_ops[i])
+        prev_quantizer = (
+            basic_ops[first - 1].get_grad_output_quantizer() if first > 0 and fuser._quantizes_gradients else None
+        )
+        next_quantizer = basic_ops[last + 1].get_input_quantizer() if last + 1 < len(basic_ops) else None
+        step_input = x
+        result = op.fuser_forward(
+            [contexts[i] for i in indices],
+            x,
+            basic_op_extra_inputs=[all_extra_inputs[i] for i in indices],
+            prev_op_grad_output_quantizer=prev_quantizer,
+            next_op_input_quantizer=next_quantizer,
+            basic_op_kwargs=[basic_op_kwargs[i] for i in indices],
+        )
+        if type(result) is not tuple or len(result) != 2 or type(result[1]) is not list:
+            _check_results(op, "fuser_forward", result, _FORWARD_RESULTS)
+        x, extra_outputs = result
+        if not _is_tensor(x):
+            raise _wrong_output(op, "its output", x)
+        if extra_outputs != _NO_EXTRA_OUTPUTS or first != last or routes.output_consumers[first]:
+            extra_outputs = _as_lists(op, "extra outputs", extra_outputs)
+            _check_extra_outputs(fuser, op, indices, extra_outputs)
+            for i, outputs in zip(indices, extra_outputs, strict=True):
+                if func_ctx is not None and outputs and i >= first_requiring_backward:
+                    outputs[:] = [_requiring_grad(y, (input_, *callers)) for y in outputs]
+                all_extra_outputs[i] = outputs
+        for observer in forward_observers:
+            step_contexts = [contexts[i] for i in indices]
+            observer(fuser, ForwardStep(op, indices, step_contexts, step_input, x, prev_quantizer, next_quantizer))
+        if func_ctx is None:
+            for i in indices:
+                contexts[i].to_save = None  # there is no backward to keep it for
+
+    public = [all_extra_outputs[i][slot] for i, slot in routes.public_outputs]
+    if any(type(y) is torch.Tensor and y._is_view() for y in (x, *public)):
+        given = [input_, *callers, *extra_inputs, *tensors_in(basic_op_kwargs)]
+        x, *public = (_without_view(y, given) for y in (x, *public))
+    # Autograd needs an object of its own for each output.
+    for i, tensor in enumerate(public):
+        if is_callers(tensor, (x, *public[:i])):
+            public[i] = tensor.detach().requires_grad_(tensor.requires_grad)
+    if func_ctx is not None:
+        _save_for_backward(func_ctx, fuser, contexts)
+        frozen = [y for (i, _), y in zip(routes.public_outputs, public, strict=True) if i < first_requiring_backward]
+        func_ctx.mark_non_differentiable(*frozen)
+    return (x, *public) if public else x
+
+
+_NO_EXTRA_OUTPUTS = [()]
+_FORWARD_RESULTS = "(output, extra outputs of each basic operation)"
+_BACKWARD_RESULTS = (
+    "(input gradient, parameter gradients of each basic operation, extra input gradients of each basic operation)"
+)
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) or is_quantized_tensor(value)
+
+
+def _wrong_output(op: FusibleOperation, what: str, value: Any) -> RuntimeError:
+    return RuntimeError(
+        f"Expected {op.__class__.__name__} to return a tensor as {what}, but got {type(value).__name__}"
+    )
+
+
+def _check_results(op: FusibleOperation, method: str, result: Any, expected: str) -> None:
+    """`RuntimeError` unless an operation's `method` returned a tensor and the lists that `expected` names."""
+    count = 2 if expected is _FORWARD_RESULTS else 3
+    got = None
+    if not isinstance(result, (tuple, list)):
+        got = type(result).__name__
+    elif len(result) != count:
+        got = f"{len(result)} values"
+    else:
+        for lists in result[1:]:
+            if not isinstance(lists, (tuple, list)):
+                got = f"{type(lists).__name__} in place of a list"
+    if got is not None:
+        raise RuntimeError(f"Expected {op.__class__.__name__}.{method} to return {expected}, but got {got}")
+
+
+def _as_lists(op: FusibleOperation, what: str, groups: Sequence[Any]) -> list[list[Any]]:
+    """One list for each basic operation. `RuntimeError` for a group that can't be a list of tensors."""
+    for group in groups:
+        if type(group) not in (tuple, list) and (isinstance(group, torch.Tensor) or not isinstance(group, Iterable)):
+            raise RuntimeError(
+                f"Expected {op.__class__.__name__} to return {what} as a list for each basic operation, "
+                f"but got {type(group).__name__} in place of a list"
+            )
+    return [list(group) for group in groups]
+
+
+def tensors_in(basic_op_kwargs: Iterable[dict[str, Any]]) -> list[torch.Tensor]:
+    return [value for kwargs in basic_op_kwargs for value in kwargs.values() if isinstance(value, torch.Tensor)]
+
+
+def _without_view(output: Any, given: Sequence[Any]) -> Any:
+    """`output` as autograd lets the caller change it in place: no view, unless of memory that the caller gave.
+
+    The alias shares the version counter, so that a change of what an operation saved is still an error in backward.
+    """
+    if type(output) is not torch.Tensor or not output._is_view() or overlap(output, given):
+        return output
+    return output.detach().requires_grad_(output.requires_grad)
+
+
+def _requiring_grad(extra_output: Any, callers: Sequence[Any]) -> Any:
+    """Let consumers of an extra output see that it takes part in backward. A caller's tensor stays as it is."""
+    if extra_output is None or not extra_output.is_floating_point():
+        return extra_output
+    if is_callers(extra_output, callers):
+        extra_output = extra_output.detach()
+    return extra_output.requires_grad_(True)
+
+
+def writable(tensor: torch.Tensor, op: BasicOperation) -> torch.Tensor:
+    """What a channel carries, as `op` may use it: a copy if it works in place. Others hold, or saved, the same memory.
+
+    TE hands over the memory itself; an in-place residual then changes what the operations in between saved.
+    """
+    return own_copy(tensor).requires_grad_(tensor.requires_grad) if works_in_place(op) else tensor
+
+
+def _check_extra_outputs(
+    fuser: OperationFuser, op: FusibleOperation, indices: list[int], extra_outputs: list[list[Any]]
+) -> None:
+    name = op.__class__.__name__
+    if len(extra_outputs) != len(indices):
+        raise RuntimeError(
+            f"Expected {name} to generate extra outputs for {len(indices)} basic operations, "
+            f"but got {len(extra_outputs)}"
+        )
+    for i, outputs in zip(indices, extra_outputs, strict=True):
+        expected = fuser._basic_ops[i].num_extra_outputs
+        if len(outputs) != expected:
+            raise RuntimeError(f"Expected op {i} to generate {expected} extra outputs, but got {len(outputs)}")
+        for slot, output in enumerate(outputs):
+            if _is_tensor(output):
+                continue
+            if output is not None:
+                raise _wrong_output(op, f"extra output {slot} of op {i}", output)
+            if (i, slot) in fuser._routes.public_outputs:
+                raise RuntimeError(f"Extra output {slot} of op {i} is public, but {name} returned None")
+            if any(consumer not in indices for consumer in fuser._routes.output_consumers[i][slot]):
+                raise RuntimeError(
+                    f"Extra output {slot} of op {i} is required by an operation outside its forward fusion, "
+                    f"but {name} returned None"
+                )
+
+
+def _save_for_backward(func_ctx: Any, fuser: OperationFuser, contexts: list[OperationContext]) -> None:
+    """Hand all operations' saved tensors to autograd as one flat list, and keep what backward needs besides."""
+    to_save: list[Any] = []
+    for context in contexts:
+        start = len(to_save)
+        to_save.extend(context.to_save or ())
+        context._saved_tensors_range = (start, len(to_save))
+        context.to_save = None
+    tensors, func_ctx.tensor_objects = prepare_for_saving(*to_save)
+    func_ctx.save_for_backward(*tensors)
+
+    needs_backward = fuser.first_op_requiring_backward < len(contexts)
+    # Backward may run in another thread, where no settings are in force: what it needs is kept here.
+    is_first_module = needs_backward and FP8GlobalStateManager.is_first_fp8_module()
+    func_ctx.is_first_module = is_first_module and not FP8GlobalStateManager.quantization_state.fp8_graph_capturing
+    func_ctx.backward_ops = fuser._backward_ops
+    func_ctx.basic_ops = fuser._basic_ops
+    func_ctx.routes = fuser._routes
+    func_ctx.contexts = contexts
+    func_ctx.backend = current_backend()
+    func_ctx.num_params = [len(params) for params in fuser._basic_op_params]
+    func_ctx.quantizer_usages = _quantizer_usages(fuser._basic_ops)
+
+
+def _quantizer_usages(basic_ops: Sequence[BasicOperation]) -> list[tuple[Quantizer, dict[str, bool]]]:
+    """The operations' quantizers and the copies that forward left them to make.
+
+    Backward restores them: later calls of the same operations, e.g. on a validation batch, choose their own.
+    """
+    quantizers = [op.get_grad_output_quantizer() for op in basic_ops]  # of its own making, perhaps
+    for op in basic_ops:
+        for of_mode in (op._quantizers or {}).values():
+            quantizers.extend(of_mode)
+    return [(quantizer, quantizer.get_usages()) for quantizer in quantizers if quantizer is not None]
+
+
+def run_backward(
+    func_ctx: Any, grad_output: torch.Tensor, grad_extra_outputs: Sequence[torch.Tensor | None]
+) -> tuple[torch.Tensor | None, list[Any], list[Any]]:
+    """Run the operations' backward in reverse. Nothing on `func_ctx` is used up: a retained graph runs again."""
+    basic_ops, contexts, routes = func_ctx.basic_ops, func_ctx.contexts, func_ctx.routes
+    for quantizer, usages in func_ctx.quantizer_usages:
+        quantizer.set_usage(**usages)
+    # The shells stay empty for the next backward; copies of them get the buffers, and go when this one is done.
+    shells = [None if shell is None else _copy_shell(shell) for shell in func_ctx.tensor_objects]
+    saved = restore_from_saved(shells, list(func_ctx.saved_tensors))
+    for context in contexts:
+        context.saved_tensors = saved[slice(*context._saved_tensors_range)]
+    del saved, shells
+
+    if len(grad_extra_outputs) != len(routes.public_outputs):
+        raise ValueError(
+            f"Expected grads for {len(routes.public_outputs)} extra tensor outputs, but got {len(grad_extra_outputs)}"
+        )
+    all_grad_outputs: list[list[Any]] = [[None] * op.num_extra_outputs for op in basic_ops]
+    for position, ((i, slot), grad) in enumerate(zip(routes.public_outputs, grad_extra_outputs, strict=True)):
+        if grad is not None and works_in_place(basic_ops[i]):
+            # Operations behind may have returned any of these gradients as one of theirs.
+            others = [grad_output, *grad_extra_outputs[:position], *grad_extra_outputs[position + 1 :]]
+            grad = own_copy(grad) if overlap(grad, others) else grad
+        all_grad_outputs[i][slot] = grad
+
+    grad_params: list[Any] = [None] * len(basic_ops)
+    grad_extra_inputs: list[Any] = [None] * len(basic_ops)
+    channel_grads: dict[Slot, torch.Tensor] = {}
+    dx: torch.Tensor | None = grad_output
+    for op, indices in reversed(func_ctx.backward_ops):
+        if not any(contexts[i].requires_grad for i in indices):
+            dx = None
+            break
+        for i in indices:
+            for slot in range(basic_ops[i].num_extra_outputs):
+                grad = channel_grads.pop((i, slot), None)
+                if grad is not None:
+                    own = all_grad_outputs[i][slot]
+                    all_grad_outputs[i][slot] = writable(grad, basic_ops[i]) if own is None else own + grad
+        result = op.fuser_backward(
+            [contexts[i] for i in indices],
+            dx,
+            basic_op_grad_extra_outputs=[all_grad_outputs[i] for i in indices],
+        )
+        _check_results(op, "fuser_backward", result, _BACKWARD_RESULTS)
+        dx, *groups = result
+        if not _is_tensor(dx) and (dx is not None or any(context.requires_grad for context in contexts[: indices[0]])):
+            raise _wrong_output(op, "the gradient of its input", dx)
+        for what, group in zip(("parameter gradients", "extra input gradients"), groups, strict=True):
+            if len(group) != len(indices):
+                raise RuntimeError(
+                    f"Expected {op.__class__.__name__} to generate {what} for {len(indices)} basic operations, "
+                    f"but got {len(group)}"
+                )
+        step_grad_params, step_grad_extra_inputs = (_as_lists(op, "gradients", group) for group in groups)
+        for i, grads, extra_grads in zip(indices, step_grad_params, step_grad_extra_inputs, strict=True):
+            grad_params[i] = grads
+            grad_extra_inputs[i] = extra_grads
+            contexts[i].saved_tensors = None
+            for source, grad in zip(routes.input_sources[i], grad_extra_inputs[i], strict=False):
+                if source is not None and source[0] not in indices and grad is not None:
+                    previous = channel_grads.get(source)
+                    channel_grads[source] = grad if previous is None else previous + grad
+    for context in contexts:
+        context.saved_tensors = None
+
+    flat_grad_params = _flatten_grads(grad_params, func_ctx.num_params, "Expected op {} to generate {} param grads")
+    counts = [op.num_extra_inputs for op in basic_ops]
+    flat_grad_extra = _flatten_grads(grad_extra_inputs, counts, "Expected op {} to generate grads for {} extra inputs")
+    is_external = [source is None for sources in routes.input_sources for source in sources]
+    if func_ctx.is_first_module and not FP8GlobalStateManager.fp8_graph_capturing():
+        FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=False)
+    return (
+        dx,
+        flat_grad_params,
+        [grad for grad, external in zip(flat_grad_extra, is_external, strict=True) if external],
+    )
+
+
+def _flatten_grads(grads: list[list[Any] | None], counts: list[int], complaint: str) -> list[Any]:
+    """One list of all operations' gradients; operations that backward did not reach contribute None."""
+    flat: list[Any] = []
+    for i, (op_grads, count) in enumerate(zip(grads, counts, strict=True)):
+        if op_grads is None:
+            op_grads = [None] * count
+        if len(op_grads) != count:
+            raise RuntimeError(f"{complaint.format(i, count)}, but got {len(op_grads)}")
+        flat.extend(op_grads)
+    return flat

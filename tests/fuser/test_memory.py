@@ -1,0 +1,66 @@
+"""1 000 training steps leave no memory behind: neither Python objects nor tensors."""
+
+import gc
+import sys
+
+import pytest
+import torch
+
+import fuser
+from fuser import ops
+from fuser.quantization.state import FP8GlobalStateManager
+from fuser.recipe import DelayedScaling, NVFP4BlockScaling
+
+RECIPES = {
+    "none": None,
+    "delayed": DelayedScaling(amax_history_len=4),
+    "nvfp4": NVFP4BlockScaling(),
+}
+
+
+@pytest.fixture(autouse=True)
+def clean_global_state():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # tiny products: threads would only wait for each other
+    FP8GlobalStateManager.reset()
+    yield
+    FP8GlobalStateManager.reset()
+    torch.set_num_threads(threads)
+
+
+def pipeline():
+    return ops.Sequential(
+        ops.MakeExtraOutput().set_extra_output_channel(0, "residual", output_to_caller=False),
+        ops.RMSNorm(32),
+        ops.Linear(32, 64),
+        ops.SwiGLU(),
+        ops.Linear(32, 32),
+        ops.AddExtraInput().set_extra_input_channel(0, "residual"),
+    )
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_no_growth_over_1000_steps(name):
+    model, recipe = pipeline(), RECIPES[name]
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    x = torch.randn(32, 32)
+
+    def step():
+        with fuser.autocast(enabled=recipe is not None, recipe=recipe):
+            y = model(x)
+        optimizer.zero_grad()
+        y.square().mean().backward()
+        optimizer.step()
+
+    def alive():
+        gc.collect()
+        return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects()), sys.getallocatedblocks()
+
+    for _ in range(500):  # Python's and torch's own caches fill
+        step()
+    tensors, blocks = alive()
+    for _ in range(1000):
+        step()
+    tensors_after, blocks_after = alive()
+    assert tensors_after == tensors
+    assert blocks_after - blocks < 500, f"{blocks_after - blocks} blocks of memory in 1000 steps"  # half of one a step
