@@ -1,0 +1,65 @@
+"""Basic operations: one step each, with a hand-written backward. Families of activations share a file."""
+
+from fuser.basic.activation import GEGLU, GELU, GLU, QGEGLU, QGELU, ReGLU, ReLU, SiLU, SReGLU, SReLU
+from fuser.basic.add_extra_input import AddExtraInput
+from fuser.basic.all_gather import AllGather
+from fuser.basic.all_reduce import AllReduce
+from fuser.basic.basic_linear import BasicLinear
+from fuser.basic.bias import Bias
+from fuser.basic.constant_scale import ConstantScale
+from fuser.basic.dropout import Dropout
+from fuser.basic.grouped_linear import GroupedLinear, is_op_fuser_grouped_tensor_path_supported
+from fuser.basic.identity import Identity
+from fuser.basic.l2_normalization import L2Normalization
+from fuser.basic.layer_norm import LayerNorm
+from fuser.basic.make_extra_output import MakeExtraOutput
+from fuser.basic.quantize import Quantize
+from fuser.basic.reduce_scatter import ReduceScatter
+from fuser.basic.reshape import Reshape
+from fuser.basic.rms_norm import RMSNorm
+from fuser.basic.swiglu import (
+    ClampedSwiGLU,
+    ScaledClampedQGeGLU,
+    ScaledSiTUGLU,
+    ScaledSReLU,
+    ScaledSwiGLU,
+    SiTUGLU,
+    SwiGLU,
+)
+
+__all__ = [
+    "GEGLU",
+    "GELU",
+    "GLU",
+    "QGEGLU",
+    "QGELU",
+    "AddExtraInput",
+    "AllGather",
+    "AllReduce",
+    "BasicLinear",
+    "Bias",
+    "ClampedSwiGLU",
+    "ConstantScale",
+    "Dropout",
+    "GroupedLinear",
+    "Identity",
+    "L2Normalization",
+    "LayerNorm",
+    "MakeExtraOutput",
+    "Quantize",
+    "RMSNorm",
+    "ReGLU",
+    "ReLU",
+    "ReduceScatter",
+    "Reshape",
+    "SReGLU",
+    "SReLU",
+    "ScaledClampedQGeGLU",
+    "ScaledSReLU",
+    "ScaledSiTUGLU",
+    "ScaledSwiGLU",
+    "SiLU",
+    "SiTUGLU",
+    "SwiGLU",
+    "is_op_fuser_grouped_tensor_path_supported",
+]

@@ -1,0 +1,579 @@
+"""`y = x W^T`: the linear layer without bias, with low-precision operands and tensor parallelism.
+
+The bias, the communication after a row-parallel product and everything else around the product are ops of their own;
+the fusions of `fuser.fused` bring them together by calling `BasicLinear.fused_forward` and `fused_backward`.
+
+Where this differs from TransformerEngine on purpose:
+
+* a product that should be emitted through a quantizer other than delayed scaling's (`Linear -> Linear` under current,
+  block, MXFP8 or NVFP4 scaling) comes out in high precision, and the next op quantizes it. TE raises.
+* with `overwrite_main_grad`, autograd gets the dummy gradient as it does when gradients accumulate. TE hands it
+  `main_grad` itself, which then counts twice.
+* quantized tensors that the caller can see keep both their copies; only storages made inside the pipeline lose one.
+  One that lacks the copy for the backward pass is quantized again there. TE raises.
+* under sequence parallelism, formats that scale blocks are gathered in high precision and quantized as a whole, so the
+  op before hands over high precision. What ranks gather in FP8 is saved in FP8; TE saves it in high precision.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from fuser.basic.linear_parts import (
+    PER_TENSOR_QUANTIZERS,
+    adopt_weight_quantizer,
+    check_buffer,
+    check_gradients,
+    check_linear_dtype,
+    check_out,
+    check_quantized_buffer,
+    compute_dtype,
+    deliver,
+    emitting_quantizer,
+    keep_columnwise,
+    linear_quantizer_roles,
+    prepare_operand,
+    quantize_new_weight,
+    replace_parameter,
+    set_current_scaling_params,
+)
+from fuser.common import (
+    canonicalize_device,
+    canonicalize_dtype,
+    get_accumulate_flag_in_param,
+    get_dummy_wgrads_for_params,
+    get_main_grad_from_param,
+    is_quantized_tensor,
+    maybe_autocast_dtype,
+    maybe_dequantize,
+)
+from fuser.distributed import (
+    all_reduce,
+    get_distributed_world_size,
+    reduce_scatter_along_first_dim,
+)
+from fuser.gemm import linear_dgrad, linear_forward, linear_wgrad
+from fuser.op import BasicOperation, OperationContext
+from fuser.quantization.quantizer import Quantizer
+from fuser.quantization.quantizers import Float8CurrentScalingQuantizer
+from fuser.quantization.state import FP8GlobalStateManager, QuantizerRole
+from fuser.recipe import Recipe
+
+
+class BasicLinear(BasicOperation):
+    """`y = x W^T` with `weight` of shape `(out_features, in_features)`.
+
+    Args:
+        in_features, out_features: inner sizes of the whole layer, over all tensor-parallel ranks.
+        device: where the weight lives; `"meta"` defers its initialisation to the first forward pass.
+        dtype: float32, float16 or bfloat16 (`ValueError` otherwise).
+        tensor_parallel_mode: `None`, `"column"` (ranks share `out_features`) or `"row"` (ranks share `in_features`).
+        tensor_parallel_group: the ranks; `None` is the default group. A group of one switches tensor parallelism off.
+        sequence_parallel: the activations outside the tensor-parallel region are sharded along dimension 0, so that a
+            column-parallel layer gathers its input and a row-parallel one reduce-scatters its output.
+        rng_state_tracker_function: returns a tracker whose `fork()` surrounds the initialisation.
+        accumulate_into_main_grad: weight gradients go to `weight.main_grad` rather than `weight.grad`.
+        userbuffers_options: accepted for TE's signature; communication isn't overlapped here.
+
+    Shapes: `(..., in_features)` to `(..., out_features)`, local sizes under tensor parallelism. The output has
+    autocast's dtype, else the weight's.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        tensor_parallel_mode: str | None = None,
+        tensor_parallel_group: torch.distributed.ProcessGroup | None = None,
+        sequence_parallel: bool = False,
+        rng_state_tracker_function: Callable[[], Any] | None = None,
+        accumulate_into_main_grad: bool = False,
+        userbuffers_options: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        self.in_features = in_features
+        self.out_features = out_features
+        (
+            self.tensor_parallel_mode,
+            self.tensor_parallel_group,
+            self.tensor_parallel_size,
+            self.sequence_parallel,
+            self.local_in_features,
+            self.local_out_features,
+        ) = self._canonicalize_tensor_parallelism(
+            mode=tensor_parallel_mode,
+            process_group=tensor_parallel_group,
+            sequence_parallel=sequence_parallel,
+            in_features=in_features,
+            out_features=out_features,
+        )
+        self._rng_state_tracker_function = rng_state_tracker_function
+        self._accumulate_into_main_grad = accumulate_into_main_grad
+        self._userbuffers_options = userbuffers_options
+
+        deferred = device is not None and torch.device(device).type == "meta"
+        self._with_quantized_weight = FP8GlobalStateManager.with_fp8_parameters()
+        if self._with_quantized_weight:
+            self.reset_recipe_state(recipe=FP8GlobalStateManager.get_fp8_recipe())
+        self.weight = torch.nn.Parameter(
+            torch.empty(
+                self.local_out_features,
+                self.local_in_features,
+                device="meta" if deferred else canonicalize_device(device),
+                dtype=check_linear_dtype(canonicalize_dtype(dtype)),
+            )
+        )
+        if not deferred:
+            self.reset_parameters()
+
+    @classmethod
+    def _canonicalize_tensor_parallelism(
+        cls,
+        *,
+        mode: str | None,
+        process_group: torch.distributed.ProcessGroup | None,
+        sequence_parallel: bool,
+        in_features: int,
+        out_features: int,
+    ) -> tuple[str | None, torch.distributed.ProcessGroup | None, int, bool, int, int]:
+        """`(mode, group, group size, sequence parallel, local in_features, local out_features)`, checked."""
+        size = 1 if mode is None else get_distributed_world_size(process_group)
+        if size == 1:
+            return None, None, 1, False, in_features, out_features
+        if mode not in ("column", "row"):
+            raise ValueError(f"Supported modes for tensor parallelism are 'row' and 'column' (got {mode!r})")
+        name, features = ("out_features", out_features) if mode == "column" else ("in_features", in_features)
+        if features % size:
+            raise ValueError(
+                "Invalid configuration for tensor parallelism: "
+                f"mode={mode!r} needs {name} divisible by the number of ranks (got {name}={features}, ranks={size})"
+            )
+        if mode == "column":
+            return mode, process_group, size, sequence_parallel, in_features, out_features // size
+        return mode, process_group, size, sequence_parallel, in_features // size, out_features
+
+    def extra_repr(self) -> str:
+        parallel = f", tensor_parallel_mode={self.tensor_parallel_mode!r}" if self.tensor_parallel_mode else ""
+        return f"in_features={self.in_features}, out_features={self.out_features}{parallel}"
+
+    # Quantizers
+
+    def num_quantizers(self, mode: str) -> int:
+        return {"forward": 2, "backward": 1}.get(mode, 0)
+
+    def get_quantizer_roles(self, mode: str) -> list[QuantizerRole] | None:
+        return linear_quantizer_roles(self, mode)
+
+    def get_input_quantizer(self) -> Quantizer | None:
+        """The input's quantizer, unless the input must be gathered in high precision before it is quantized."""
+        quantizer = super().get_input_quantizer()
+        if self._gathers("column") and not isinstance(quantizer, PER_TENSOR_QUANTIZERS):
+            return None
+        return quantizer
+
+    def get_grad_output_quantizer(self) -> Quantizer | None:
+        """The output gradient's quantizer, unless that gradient must be gathered in high precision first."""
+        quantizer = super().get_grad_output_quantizer()
+        if self._gathers("row") and not isinstance(quantizer, PER_TENSOR_QUANTIZERS):
+            return None
+        return quantizer
+
+    def _gathers(self, mode: str) -> bool:
+        return self.sequence_parallel and self.tensor_parallel_mode == mode
+
+    def reset_recipe_state(self, *, recipe: Recipe | None) -> None:
+        """See `BasicOperation.reset_recipe_state`; sets what a matrix product's operands need on the new quantizers."""
+        super().reset_recipe_state(recipe=recipe)
+        input_quantizer = self.get_quantizer("forward", 0)
+        weight_quantizer = self.get_quantizer("forward", 1)
+        grad_output_quantizer = self.get_quantizer("backward", 0)
+        if input_quantizer is None:
+            return
+        for quantizer, gathered in ((input_quantizer, "column"), (grad_output_quantizer, "row")):
+            quantizer.internal = True
+            quantizer.optimize_for_gemm = not self._gathers(gathered)
+            # NVFP4 has an amax of the tensor too, but is quantized after gathering: all ranks see the whole
+            if self._gathers(gathered) and isinstance(quantizer, Float8CurrentScalingQuantizer):
+                quantizer.with_amax_reduction = True
+                quantizer.amax_reduction_group = self.tensor_parallel_group
+        weight = getattr(self, "weight", None)
+        weight_quantizer.internal = not is_quantized_tensor(weight) and not self._with_quantized_weight
+        if recipe is not None and recipe.float8_current_scaling():
+            set_current_scaling_params(recipe, [input_quantizer], [weight_quantizer], [grad_output_quantizer])
+        if is_quantized_tensor(weight):
+            adopt_weight_quantizer(weight, weight_quantizer)
+
+    # Parameters
+
+    def reset_parameters(self) -> None:
+        """(Re)initialise the weight as `torch.nn.Linear` does, on a real device, quantized where it was asked for."""
+        old = self.weight
+        device = canonicalize_device(None) if old.device.type == "meta" else old.device
+        weight = torch.empty(old.shape, dtype=old.dtype, device=device)
+        tracker = self._rng_state_tracker_function
+        with contextlib.nullcontext() if tracker is None else tracker().fork():
+            torch.nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
+        if self._with_quantized_weight:
+            weight = quantize_new_weight(weight, self.get_quantizer("forward", 1))
+        self.weight = replace_parameter(old, weight)
+
+    def pre_first_fuser_forward(self) -> None:
+        super().pre_first_fuser_forward()
+        if self.weight.device.type == "meta":
+            self.reset_parameters()
+
+    def pre_fuser_forward(self, *, requires_grad: bool) -> None:
+        """Sets quantizer usages before any op of the pipeline runs, since the op before may emit through them."""
+        super().pre_fuser_forward(requires_grad=requires_grad)
+        if not FP8GlobalStateManager.is_fp8_enabled():
+            return
+        quantized_backward = FP8GlobalStateManager.get_fp8_recipe().backward_override is None
+        wgrad = requires_grad and self.weight.requires_grad
+        self.get_quantizer("forward", 0).set_usage(rowwise=True, columnwise=wgrad and quantized_backward)
+        self.get_quantizer("forward", 1).set_usage(rowwise=True, columnwise=requires_grad)
+        self.get_quantizer("backward", 0).set_usage(rowwise=True, columnwise=wgrad and quantized_backward)
+
+    # Compute: the functional forms
+
+    @staticmethod
+    def _forward_product(
+        input: torch.Tensor,
+        weight: torch.Tensor,
+        *,
+        alpha: float = 1.0,
+        bias: torch.Tensor | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        out: torch.Tensor | None = None,
+        beta: float | None = None,
+        accumulate_into_out: bool = False,
+        tensor_parallel_mode: str | None = None,
+        tensor_parallel_group: torch.distributed.ProcessGroup | None = None,
+        sequence_parallel: bool = False,
+        with_quantized_compute: bool = False,
+        backward_override: str | None = None,
+        input_quantizer: Quantizer | None = None,
+        weight_quantizer: Quantizer | None = None,
+        output_quantizer: Quantizer | None = None,
+        input_requires_grad: bool = True,
+        weight_requires_grad: bool = True,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """`y = alpha * x W^T (+ bias) (+ beta * out)`, summed in float32 and rounded once.
+
+        Args:
+            input: `(..., in_features)`, plain or quantized. Column + sequence parallel gathers it along dimension 0.
+            weight: `(out_features, in_features)`, plain or quantized.
+            alpha: factor of the product.
+            bias: `(out_features,)`, added before the rounding.
+            device: where `out` must live; default: the weight's device.
+            dtype: of the compute and of the output; default: that of `out`, else of `weight`.
+            out: receives the result in place.
+            beta, accumulate_into_out: add `beta` (default 1) times the previous values of `out`.
+            tensor_parallel_mode, tensor_parallel_group, sequence_parallel: as in the constructor.
+            with_quantized_compute: multiply quantized operands; each that isn't quantized needs its quantizer
+                (`ValueError`), one that is quantized is used as it is.
+            backward_override: `"high_precision"` keeps the original operands for the backward pass, `"dequantized"`
+                the quantized copies that the forward pass multiplied (to be dequantized there).
+            output_quantizer: emits the output, if it is delayed scaling's; ignored otherwise.
+            input_requires_grad, weight_requires_grad: which gradients the backward pass will compute.
+
+        Returns:
+            `(y, input for wgrad or None, weight for dgrad or None)`.
+        """
+        dtype = compute_dtype(dtype, out, weight)
+        row_parallel = tensor_parallel_mode == "row"
+        check_out(out, accumulate_into_out, row_parallel, with_quantized_compute, output_quantizer)
+        check_buffer("output", out, dtype, weight.device if device is None else device)
+
+        quantized_backward = with_quantized_compute and backward_override is None
+        gather_group = (tensor_parallel_group,) if tensor_parallel_mode == "column" and sequence_parallel else None
+        x, x_local = prepare_operand(
+            "input tensor",
+            input,
+            dtype,
+            input_quantizer,
+            quantized=with_quantized_compute,
+            rowwise=True,
+            columnwise=weight_requires_grad and quantized_backward,
+            reads="rowwise",
+            gather_group=gather_group,
+        )
+        w, _ = prepare_operand(
+            "weight tensor",
+            weight,
+            dtype,
+            weight_quantizer,
+            quantized=with_quantized_compute,
+            rowwise=True,
+            columnwise=input_requires_grad and quantized_backward,
+            reads="rowwise",
+        )
+
+        emit = emitting_quantizer(output_quantizer, out, with_quantized_compute and not row_parallel)
+        direct_out = out if emit is None and not row_parallel else None
+        y = linear_forward(
+            x,
+            w,
+            out_dtype=torch.float32 if emit is not None else dtype,
+            bias=bias,
+            alpha=alpha,
+            beta=(1.0 if beta is None else beta) if accumulate_into_out else None,
+            out=direct_out,
+            accumulate=accumulate_into_out,
+        )
+        if row_parallel:
+            reduce = reduce_scatter_along_first_dim if sequence_parallel else all_reduce
+            y = reduce(y, tensor_parallel_group)
+        y = deliver(y, out if direct_out is None else None, emit, dtype)
+
+        x_for_wgrad = w_for_dgrad = None
+        if weight_requires_grad:
+            x_for_wgrad = input if backward_override == "high_precision" else x_local
+        if input_requires_grad:
+            w_for_dgrad = weight if backward_override == "high_precision" else w
+        if quantized_backward:
+            if gather_group is None:
+                keep_columnwise(x_for_wgrad)
+            keep_columnwise(w_for_dgrad)
+        return y, x_for_wgrad, w_for_dgrad
+
+    _functional_forward = staticmethod(torch.no_grad()(_forward_product))
+
+    @staticmethod
+    @torch.no_grad()
+    def _functional_backward(
+        grad_output: torch.Tensor,
+        input: torch.Tensor | None,
+        weight: torch.Tensor | None,
+        *,
+        grad_input_alpha: float | None = None,
+        input_requires_grad: bool = True,
+        grad_weight_alpha: float | None = None,
+        weight_requires_grad: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        grad_weight: torch.Tensor | None = None,
+        grad_weight_beta: float | None = None,
+        accumulate_into_grad_weight: bool = False,
+        grad_input: torch.Tensor | None = None,
+        grad_input_beta: float | None = None,
+        accumulate_into_grad_input: bool = False,
+        tensor_parallel_mode: str | None = None,
+        tensor_parallel_group: torch.distributed.ProcessGroup | None = None,
+        sequence_parallel: bool = False,
+        with_quantized_compute: bool = False,
+        input_quantizer: Quantizer | None = None,
+        weight_quantizer: Quantizer | None = None,
+        grad_output_quantizer: Quantizer | None = None,
+        grad_input_quantizer: Quantizer | None = None,
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """`dx = alpha * dy W (+ beta * grad_input)` and `dW = alpha * dy^T x (+ beta * grad_weight)`.
+
+        Sums run over all leading dimensions, in float32, rounded once. `input` and `weight` are what
+        `_functional_forward` returned for the backward pass. Buffers are written in place; alphas and betas default
+        to 1. `dx` is emitted through `grad_input_quantizer` only if that is delayed scaling's and the layer isn't
+        column parallel. Returns `(dx or None, dW or None)`; `dW` has the buffer's dtype, else `dtype`.
+        """
+        if dtype is None:
+            source = weight if weight is not None else grad_output
+            dtype = canonicalize_dtype(None) if source is None else source.dtype
+        dtype = check_linear_dtype(dtype)
+        column_parallel = tensor_parallel_mode == "column"
+        check_gradients(
+            input if weight_requires_grad else grad_output,
+            weight if input_requires_grad else grad_output,
+            grad_input if accumulate_into_grad_input else grad_output,
+            grad_weight if accumulate_into_grad_weight else grad_output,
+        )
+        if accumulate_into_grad_input and column_parallel:
+            raise ValueError("Accumulating into grad input tensor is not supported with column tensor parallelism")
+        check_quantized_buffer(
+            "grad input", grad_input, with_quantized_compute, column_parallel, "column", grad_input_quantizer
+        )
+        buffer_device = grad_output.device if device is None else device
+        check_buffer("grad input", grad_input, dtype, buffer_device)
+        check_buffer("grad weight", grad_weight, None, buffer_device)
+        if not input_requires_grad and not weight_requires_grad:
+            return None, None
+
+        gather_group = (tensor_parallel_group,)
+        dy, _ = prepare_operand(
+            "grad output tensor",
+            grad_output,
+            dtype,
+            grad_output_quantizer,
+            quantized=with_quantized_compute,
+            rowwise=input_requires_grad,
+            columnwise=weight_requires_grad,
+            gather_group=gather_group if tensor_parallel_mode == "row" and sequence_parallel else None,
+        )
+
+        dx = dw = None
+        if input_requires_grad:
+            w, _ = prepare_operand(
+                "weight tensor",
+                weight,
+                dtype,
+                weight_quantizer,
+                quantized=with_quantized_compute,
+                rowwise=False,
+                columnwise=True,
+            )
+            emit = emitting_quantizer(grad_input_quantizer, grad_input, with_quantized_compute and not column_parallel)
+            direct_out = grad_input if emit is None and not column_parallel else None
+            dx = linear_dgrad(
+                dy,
+                w,
+                out_dtype=torch.float32 if emit is not None else dtype,
+                alpha=1.0 if grad_input_alpha is None else grad_input_alpha,
+                beta=(1.0 if grad_input_beta is None else grad_input_beta) if accumulate_into_grad_input else None,
+                out=direct_out,
+                accumulate=accumulate_into_grad_input,
+            )
+            if column_parallel:
+                reduce = reduce_scatter_along_first_dim if sequence_parallel else all_reduce
+                dx = reduce(dx, tensor_parallel_group)
+            dx = deliver(dx, grad_input if direct_out is None else None, emit, dtype)
+        if weight_requires_grad:
+            x, _ = prepare_operand(
+                "input tensor",
+                input,
+                dtype,
+                input_quantizer,
+                quantized=with_quantized_compute,
+                rowwise=False,
+                columnwise=True,
+                gather_group=gather_group if column_parallel and sequence_parallel else None,
+            )
+            dw = linear_wgrad(
+                dy,
+                x,
+                out_dtype=dtype if grad_weight is None else grad_weight.dtype,
+                alpha=1.0 if grad_weight_alpha is None else grad_weight_alpha,
+                beta=(1.0 if grad_weight_beta is None else grad_weight_beta) if accumulate_into_grad_weight else None,
+                out=grad_weight,
+                accumulate=accumulate_into_grad_weight,
+            )
+        return dx, dw
+
+    # Compute: as an op of a pipeline
+
+    def fused_forward(
+        self,
+        ctx: OperationContext,
+        input_: torch.Tensor,
+        *,
+        prev_op_grad_output_quantizer: Quantizer | None,
+        output_quantizer: Quantizer | None = None,
+        dtype: torch.dtype | None = None,
+        **product: Any,
+    ) -> torch.Tensor:
+        """The forward product of this op or of a fusion with it, leaving in `ctx` what `op_backward` reads.
+
+        `product` holds arguments of `_functional_forward` (`alpha`, `bias`, `out`, `beta`, `accumulate_into_out`).
+        """
+        quantized = FP8GlobalStateManager.is_fp8_enabled()
+        override = FP8GlobalStateManager.get_fp8_recipe().backward_override if quantized else None
+        quantized_backward = quantized and override is None
+        if dtype is None:
+            dtype = maybe_autocast_dtype(device_type=self.weight.device.type, default_dtype=self.weight.dtype)
+
+        ctx.with_quantized_compute = quantized_backward
+        ctx.backward_override = override
+        ctx.input_quantizer = self.get_quantizer("forward", 0) if quantized else None
+        ctx.weight_quantizer = self.get_quantizer("forward", 1) if quantized else None
+        ctx.grad_output_quantizer = self.get_quantizer("backward", 0) if quantized_backward else None
+        ctx.grad_input_quantizer = prev_op_grad_output_quantizer if quantized_backward else None
+        ctx.dtype = dtype
+        ctx.input_requires_grad = ctx.requires_grad
+        ctx.weight_requires_grad = ctx.requires_grad and self.weight.requires_grad
+        if not quantized and not product and self.tensor_parallel_mode is None:  # a plain product has nothing to decide
+            x, w = maybe_dequantize(input_, dtype), maybe_dequantize(self.weight, dtype)
+            ctx.save_for_backward(x if ctx.weight_requires_grad else None, w if ctx.input_requires_grad else None)
+            return linear_forward(x, w, out_dtype=dtype)
+        output, x, w = BasicLinear._forward_product(  # there is no grad mode in a fuser's forward
+            input_,
+            self.weight,
+            dtype=dtype,
+            tensor_parallel_mode=self.tensor_parallel_mode,
+            tensor_parallel_group=self.tensor_parallel_group,
+            sequence_parallel=self.sequence_parallel,
+            with_quantized_compute=quantized,
+            backward_override=override,
+            input_quantizer=ctx.input_quantizer,
+            weight_quantizer=ctx.weight_quantizer,
+            output_quantizer=output_quantizer if quantized else None,
+            input_requires_grad=ctx.input_requires_grad,
+            weight_requires_grad=ctx.weight_requires_grad,
+            **product,
+        )
+        ctx.save_for_backward(x, w)
+        return output
+
+    def fused_backward(
+        self,
+        ctx: OperationContext,
+        grad_output: torch.Tensor,
+        *,
+        dtype: torch.dtype | None = None,
+        **product: Any,
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Both gradient products of this op or of a fusion with it: `(dx, what autograd gets for the weight)`.
+
+        `product` holds arguments of `_functional_backward` (`grad_input_alpha`, `grad_input`, ...). With
+        `accumulate_into_main_grad` the weight's gradient goes to `weight.main_grad`.
+        """
+        x, w = ctx.saved_tensors
+        into_main_grad = self._accumulate_into_main_grad and ctx.weight_requires_grad
+        if into_main_grad:
+            product["grad_weight"] = get_main_grad_from_param(self.weight, op_label="BasicLinear")
+            product["accumulate_into_grad_weight"] = get_accumulate_flag_in_param(self.weight)
+        grad_input, grad_weight = BasicLinear._functional_backward(
+            grad_output,
+            x,
+            w,
+            input_requires_grad=ctx.input_requires_grad,
+            weight_requires_grad=ctx.weight_requires_grad,
+            dtype=ctx.dtype if dtype is None else dtype,
+            tensor_parallel_mode=self.tensor_parallel_mode,
+            tensor_parallel_group=self.tensor_parallel_group,
+            sequence_parallel=self.sequence_parallel,
+            with_quantized_compute=ctx.with_quantized_compute,
+            input_quantizer=ctx.input_quantizer,
+            weight_quantizer=ctx.weight_quantizer,
+            grad_output_quantizer=ctx.grad_output_quantizer,
+            grad_input_quantizer=ctx.grad_input_quantizer,
+            **product,
+        )
+        if into_main_grad:
+            (grad_weight,) = get_dummy_wgrads_for_params([self.weight])
+        return grad_input, grad_weight
+
+    def op_forward(
+        self,
+        ctx: OperationContext,
+        input_: torch.Tensor,
+        *,
+        prev_op_grad_output_quantizer: Quantizer | None = None,
+        next_op_input_quantizer: Quantizer | None = None,
+    ) -> torch.Tensor:
+        return self.fused_forward(
+            ctx,
+            input_,
+            prev_op_grad_output_quantizer=prev_op_grad_output_quantizer,
+            output_quantizer=next_op_input_quantizer,
+        )
+
+    def op_backward(
+        self, ctx: OperationContext, grad_output: torch.Tensor
+    ) -> tuple[torch.Tensor | None, Iterable[torch.Tensor | None]]:
+        grad_input, grad_weight = self.fused_backward(ctx, grad_output)
+        return grad_input, [grad_weight]

@@ -1,0 +1,88 @@
+"""Addition of a bias."""
+
+from typing import Any
+
+import torch
+
+from fuser import functional
+from fuser.common import canonicalize_device, canonicalize_dtype, maybe_dequantize
+from fuser.op import BasicOperation, OperationContext
+from fuser.quantization.state import FP8GlobalStateManager
+
+
+class Bias(BasicOperation):
+    """`x + bias` over the last dimension.
+
+    `size`: of the bias over all ranks. `bias`: parameter of shape (local size,), zeros at first. `device="meta"`: the
+    parameter is allocated in the first forward. `tensor_parallel`: each rank of the group holds a part; `ValueError` if
+    `size` is not divisible. The output has the dtype that torch gives the sum. In backward the gradient may leave
+    quantized, for a preceding linear.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        tensor_parallel: bool = False,
+        tensor_parallel_group: torch.distributed.ProcessGroup | None = None,
+    ) -> None:
+        super().__init__()
+        self._size = size
+        group_size = torch.distributed.get_world_size(tensor_parallel_group) if tensor_parallel else 1
+        self.tensor_parallel = tensor_parallel and group_size > 1
+        self.tensor_parallel_group = tensor_parallel_group if self.tensor_parallel else None
+        self.tensor_parallel_size = group_size if self.tensor_parallel else 1
+        if size % self.tensor_parallel_size != 0:
+            raise ValueError(
+                "Invalid configuration for tensor parallelism: "
+                f"size={size} is not divisible by tensor_parallel_size={self.tensor_parallel_size}"
+            )
+        self.local_size = size // self.tensor_parallel_size
+
+        device = canonicalize_device(device)
+        self.bias: torch.nn.Parameter
+        self.register_parameter(
+            "bias", torch.nn.Parameter(torch.empty(self.local_size, device=device, dtype=canonicalize_dtype(dtype)))
+        )
+        if device.type != "meta":
+            self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set the bias to zero, allocating it on torch's default device if it is on the meta device."""
+        if self.bias.device.type == "meta":
+            device = canonicalize_device(None)
+            self.bias = torch.nn.Parameter(torch.empty_like(self.bias, device=device), self.bias.requires_grad)
+        with torch.no_grad():
+            self.bias.zero_()
+
+    def pre_first_fuser_forward(self) -> None:
+        super().pre_first_fuser_forward()
+        if self.bias.device.type == "meta":
+            self.reset_parameters()
+
+    def op_forward(
+        self,
+        ctx: OperationContext,
+        input_: Any,
+        *,
+        prev_op_grad_output_quantizer: Any,
+        next_op_input_quantizer: Any,
+    ) -> torch.Tensor:
+        if ctx.requires_grad:
+            ctx.grad_input_quantizer = prev_op_grad_output_quantizer
+            if FP8GlobalStateManager.is_fp8_enabled():
+                recipe = FP8GlobalStateManager.get_fp8_recipe()
+                if recipe.backward_override is not None:
+                    ctx.grad_input_quantizer = None
+        return maybe_dequantize(input_) + self.bias
+
+    def op_backward(self, ctx: OperationContext, grad_output: Any) -> tuple[Any, tuple[torch.Tensor]]:
+        grad_output = maybe_dequantize(grad_output)
+        if grad_output.dim() <= 1:
+            return grad_output, (grad_output,)
+        if ctx.grad_input_quantizer is None:
+            return grad_output, (grad_output.sum(tuple(range(grad_output.dim() - 1))),)
+        grad_bias, grad_input = functional.bgrad_quantize(grad_output, ctx.grad_input_quantizer)
+        return grad_input, (grad_bias,)

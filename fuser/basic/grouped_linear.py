@@ -1,0 +1,475 @@
+"""Several linear layers side by side, each applied to its own run of rows: the experts of a mixture of experts.
+
+TE has a second implementation, with one grouped cuBLASLt product over tensors packed into one buffer. Here every group
+is a product of its own (TE's "split path"), which gives the same numbers on any device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import operator
+import os
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from fuser.basic.basic_linear import BasicLinear
+from fuser.basic.linear_parts import (
+    adopt_weight_quantizer,
+    check_linear_dtype,
+    linear_quantizer_roles,
+    quantize_new_weight,
+    quantize_operand,
+    replace_parameter,
+    set_current_scaling_params,
+)
+from fuser.common import (
+    canonicalize_device,
+    canonicalize_dtype,
+    get_accumulate_flag_in_param,
+    get_dummy_wgrads_for_params,
+    get_main_grad_from_param,
+    is_quantized_tensor,
+    maybe_autocast_dtype,
+    maybe_dequantize,
+    validate_or_alloc_output,
+)
+from fuser.op import BasicOperation, OperationContext
+from fuser.quantization.quantizer import Quantizer
+from fuser.quantization.state import FP8GlobalStateManager, QuantizerRole
+from fuser.recipe import Recipe
+
+#: Keyword arguments of a forward call: caller's buffers for the output and for the input's gradient.
+OUTPUT_BUFFER_KEY = "output"
+GRAD_INPUT_BUFFER_KEY = "grad_input"
+
+
+def is_op_fuser_grouped_tensor_path_supported(recipe: Recipe | None, dtype: torch.dtype) -> bool:
+    """Whether `GroupedLinear` uses one grouped product over packed tensors: never, groups are multiplied singly."""
+    return False
+
+
+class GroupedLinear(BasicOperation):
+    """`y_i = x_i W_i^T (+ b_i)` for each of `num_groups` runs of rows of one input.
+
+    Args:
+        num_groups, in_features, out_features: at least 1 each (`ValueError`).
+        bias: whether there are biases.
+        device, dtype, rng_state_tracker_function, accumulate_into_main_grad: as in `BasicLinear`.
+        single_grouped_weight, single_grouped_bias: TE's packed parameters; forced off with a `UserWarning`.
+        delay_wgrad_compute: weight gradients wait for `backward_dw`, which adds them to each weight's `grad`.
+        scale_bias: the second extra input scales the bias in each row.
+
+    Parameters: `weight0` ... of shape `(out_features, in_features)`, then `bias0` ... of shape `(out_features,)`.
+    Extra inputs: `split_sizes`, integers `(num_groups,)` that sum to the number of rows (0 is fine); with `scale_bias`
+    and biases also `scales`, `(rows,)`.
+    Forward keyword arguments: `output` and `grad_input`, buffers that receive the results.
+    Input and gradients are quantized a group at a time, so neighbouring ops hand over high precision.
+    """
+
+    def __init__(
+        self,
+        num_groups: int,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        rng_state_tracker_function: Callable[[], Any] | None = None,
+        accumulate_into_main_grad: bool = False,
+        single_grouped_weight: bool = False,
+        single_grouped_bias: bool = False,
+        delay_wgrad_compute: bool = False,
+        scale_bias: bool = False,
+    ) -> None:
+        self._scale_bias = bool(scale_bias and bias)
+        self.num_extra_inputs = 2 if self._scale_bias else 1
+        super().__init__()
+        for name, size in (("num_groups", num_groups), ("in_features", in_features), ("out_features", out_features)):
+            if size <= 0:
+                raise ValueError(f"{name} must be positive (got {size})")
+        _warn_about_packed_parameters(single_grouped_weight, single_grouped_bias)
+        self.num_groups = num_groups
+        self.in_features = in_features
+        self.out_features = out_features
+        self.single_grouped_weight = False
+        self.single_grouped_bias = False
+        self._has_bias = bias
+        self._rng_state_tracker_function = rng_state_tracker_function
+        self._accumulate_into_main_grad = accumulate_into_main_grad
+        self._delay_wgrad_compute = delay_wgrad_compute
+        self._pending_wgrads: deque[Callable[[], None]] = deque()
+        self._wgrad_hooks: list[Callable[[], None]] = []
+
+        dtype = check_linear_dtype(canonicalize_dtype(dtype))
+        deferred = device is not None and torch.device(device).type == "meta"
+        device = torch.device("meta") if deferred else canonicalize_device(device)
+        self._with_quantized_weight = FP8GlobalStateManager.with_fp8_parameters()
+        if self._with_quantized_weight:
+            self.reset_recipe_state(recipe=FP8GlobalStateManager.get_fp8_recipe())
+        for i in range(num_groups):
+            weight = torch.empty(out_features, in_features, dtype=dtype, device="meta")
+            self.register_parameter(f"weight{i}", torch.nn.Parameter(weight))
+        for i in range(num_groups):
+            value = torch.zeros(out_features, dtype=dtype, device=device) if bias else None
+            self.register_parameter(f"bias{i}", torch.nn.Parameter(value) if bias else None)
+        if not deferred:
+            self._materialize(device)
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether the groups have biases."""
+        return self._has_bias
+
+    @property
+    def weights(self) -> list[torch.nn.Parameter]:
+        """The weight of each group."""
+        return [getattr(self, f"weight{i}") for i in range(self.num_groups)]
+
+    @property
+    def biases(self) -> list[torch.nn.Parameter | None]:
+        """The bias of each group, `None` without biases."""
+        return [getattr(self, f"bias{i}") for i in range(self.num_groups)]
+
+    def extra_repr(self) -> str:
+        return (
+            f"num_groups={self.num_groups}, in_features={self.in_features}, out_features={self.out_features}, "
+            f"bias={self.has_bias}"
+        )
+
+    # Quantizers
+
+    def num_quantizers(self, mode: str) -> int:
+        return {"forward": 2 * self.num_groups, "backward": self.num_groups}.get(mode, 0)
+
+    def get_quantizer_roles(self, mode: str) -> list[QuantizerRole] | None:
+        return linear_quantizer_roles(self, mode, self.num_groups)
+
+    def get_input_quantizer(self) -> None:
+        """None: each group quantizes its own rows."""
+
+    def get_grad_output_quantizer(self) -> None:
+        """None: each group quantizes its own rows."""
+
+    def _group_quantizers(self) -> list[tuple[Quantizer | None, Quantizer | None, Quantizer | None]]:
+        """`(input, weight, grad_output)` quantizers of each group."""
+        return [
+            (
+                self.get_quantizer("forward", 2 * i),
+                self.get_quantizer("forward", 2 * i + 1),
+                self.get_quantizer("backward", i),
+            )
+            for i in range(self.num_groups)
+        ]
+
+    def reset_recipe_state(self, *, recipe: Recipe | None) -> None:
+        """See `BasicOperation.reset_recipe_state`; sets what a matrix product's operands need on the new quantizers."""
+        super().reset_recipe_state(recipe=recipe)
+        quantizers = self._group_quantizers()
+        if recipe is None:
+            return
+        for i, (input_quantizer, weight_quantizer, grad_output_quantizer) in enumerate(quantizers):
+            weight = getattr(self, f"weight{i}", None)
+            for quantizer in (input_quantizer, grad_output_quantizer):
+                quantizer.internal = True
+                quantizer.optimize_for_gemm = True
+            weight_quantizer.internal = not is_quantized_tensor(weight) and not self._with_quantized_weight
+        if recipe.float8_current_scaling():
+            set_current_scaling_params(recipe, *zip(*quantizers, strict=True))
+        for i, (_, weight_quantizer, _) in enumerate(quantizers):
+            weight = getattr(self, f"weight{i}", None)
+            if is_quantized_tensor(weight):
+                adopt_weight_quantizer(weight, weight_quantizer)
+
+    # Parameters
+
+    def reset_parameters(self) -> None:
+        """(Re)initialise as `torch.nn.Linear` does, biases with zeros, on a real device, quantized where asked for."""
+        device = self.weight0.device
+        self._materialize(canonicalize_device(None) if device.type == "meta" else device)
+
+    def _materialize(self, device: torch.device) -> None:
+        weights, biases = self.weights, self.biases
+        # One buffer for all weights: a grouped product, or an optimizer that works on flat memory, finds them in order
+        packed = torch.empty(
+            self.num_groups, self.out_features, self.in_features, dtype=weights[0].dtype, device=device
+        )
+        tracker = self._rng_state_tracker_function
+        with contextlib.nullcontext() if tracker is None else tracker().fork():
+            for weight in packed:
+                torch.nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
+        for i, (old, weight) in enumerate(zip(weights, packed, strict=True)):
+            if self._with_quantized_weight:
+                weight = quantize_new_weight(weight, self.get_quantizer("forward", 2 * i + 1))
+            setattr(self, f"weight{i}", replace_parameter(old, weight))
+        for i, old in enumerate(biases):
+            if old is not None:
+                zeros = torch.zeros(old.shape, dtype=old.dtype, device=device)
+                setattr(self, f"bias{i}", replace_parameter(old, zeros))
+
+    def pre_first_fuser_forward(self) -> None:
+        """Materialise deferred parameters."""
+        super().pre_first_fuser_forward()
+        if any(param.device.type == "meta" for param in self.parameters()):
+            self.reset_parameters()
+
+    def pre_fuser_forward(self, *, requires_grad: bool) -> None:
+        """Choose the copies to quantize; `RuntimeError` if the groups' parameters don't match each other."""
+        super().pre_fuser_forward(requires_grad=requires_grad)
+        _check_alike("weight", self.weights)
+        if self.has_bias:
+            _check_alike("bias", self.biases)
+        if not FP8GlobalStateManager.is_fp8_enabled():
+            return
+        quantized_backward = FP8GlobalStateManager.get_fp8_recipe().backward_override is None
+        wgrad = requires_grad and self.weight0.requires_grad and quantized_backward
+        for input_quantizer, weight_quantizer, grad_output_quantizer in self._group_quantizers():
+            input_quantizer.set_usage(rowwise=True, columnwise=wgrad)
+            weight_quantizer.set_usage(rowwise=True, columnwise=requires_grad)
+            grad_output_quantizer.set_usage(rowwise=True, columnwise=wgrad)
+
+    # Compute
+
+    def op_forward(self, *args: Any, **kwargs: Any) -> None:
+        raise RuntimeError(
+            f"{type(self).__name__} operation has {self.num_extra_inputs} extra tensor inputs. "
+            "It overrides `fuser_forward` instead of `op_forward`."
+        )
+
+    def op_backward(self, *args: Any, **kwargs: Any) -> None:
+        raise RuntimeError(
+            f"{type(self).__name__} operation has {self.num_extra_inputs} extra tensor inputs. "
+            "It overrides `fuser_backward` instead of `op_backward`."
+        )
+
+    def fuser_forward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        input_: torch.Tensor,
+        *,
+        basic_op_extra_inputs: list[tuple[torch.Tensor, ...]],
+        prev_op_grad_output_quantizer: Quantizer | None,
+        next_op_input_quantizer: Quantizer | None,
+        basic_op_kwargs: list[dict[str, Any]],
+    ) -> tuple[torch.Tensor, list[tuple[()]]]:
+        (ctx,), (kwargs,), (extra_inputs,) = basic_op_ctxs, basic_op_kwargs, basic_op_extra_inputs
+        _check_kwargs(kwargs)
+        device = self.weight0.device
+        dtype = maybe_autocast_dtype(device_type=device.type, default_dtype=self.weight0.dtype)
+        rows = math.prod(input_.shape[:-1])
+        splits = self._split_sizes(extra_inputs[0], rows)
+        scales = extra_inputs[1] if self._scale_bias else None
+
+        quantized = FP8GlobalStateManager.is_fp8_enabled()
+        override = FP8GlobalStateManager.get_fp8_recipe().backward_override if quantized else None
+        ctx.with_quantized_compute = quantized and override is None
+        ctx.quantizers = self._group_quantizers() if quantized else [(None, None, None)] * self.num_groups
+        ctx.dtype = dtype
+        ctx.split_sizes = splits
+        ctx.grad_input_buffer = kwargs.get(GRAD_INPUT_BUFFER_KEY)
+        ctx.input_requires_grad = ctx.requires_grad
+        ctx.weight_requires_grad = ctx.requires_grad and self.weight0.requires_grad
+        ctx.scales_require_grad = ctx.requires_grad and scales is not None and scales.requires_grad
+
+        out_shape = (*input_.shape[:-1], self.out_features)
+        output = validate_or_alloc_output(kwargs.get(OUTPUT_BUFFER_KEY), out_shape, dtype, device)
+        xs = maybe_dequantize(input_, dtype).reshape(rows, input_.shape[-1]).split(splits)
+        ys = output.view(rows, self.out_features).split(splits)
+        saved_xs, saved_ws = [], []
+        for i, (x, y, weight, bias) in enumerate(zip(xs, ys, self.weights, self.biases, strict=True)):
+            input_quantizer, weight_quantizer, _ = ctx.quantizers[i]
+            _, saved_x, saved_w = BasicLinear._functional_forward(
+                x,
+                weight,
+                dtype=dtype,
+                bias=None if self._scale_bias else bias,
+                out=y,
+                with_quantized_compute=quantized,
+                backward_override=override,
+                input_quantizer=input_quantizer,
+                weight_quantizer=weight_quantizer,
+                input_requires_grad=ctx.input_requires_grad,
+                weight_requires_grad=ctx.weight_requires_grad,
+            )
+            saved_xs.append(saved_x)
+            saved_ws.append(saved_w)
+        if scales is not None:
+            for y, bias, scale in zip(ys, self.biases, scales.reshape(-1).split(splits), strict=True):
+                y += _for_sums(scale).unsqueeze(1) * _for_sums(bias)
+        if ctx.requires_grad:
+            biases = [] if scales is None else self.biases  # their gradient's other factor
+            ctx.save_for_backward(scales, *saved_xs, *saved_ws, *biases)
+        return output, [()]
+
+    def fuser_backward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        grad_output: torch.Tensor,
+        *,
+        basic_op_grad_extra_outputs: list[tuple[torch.Tensor | None, ...]],
+    ) -> tuple[torch.Tensor, list[list[torch.Tensor | None]], list[tuple[torch.Tensor | None, ...]]]:
+        (ctx,) = basic_op_ctxs
+        scales, *saved = ctx.saved_tensors
+        xs, ws = saved[: self.num_groups], saved[self.num_groups : 2 * self.num_groups]
+        biases = saved[2 * self.num_groups :]
+        grad_output = maybe_dequantize(grad_output, ctx.dtype)
+        dys = grad_output.reshape(-1, self.out_features).split(ctx.split_sizes)
+
+        dx_shape = (*grad_output.shape[:-1], self.in_features)
+        grad_input = validate_or_alloc_output(ctx.grad_input_buffer, dx_shape, ctx.dtype, grad_output.device)
+        dxs = grad_input.view(-1, self.in_features).split(ctx.split_sizes)
+        delayed = self._delay_wgrad_compute and ctx.weight_requires_grad
+        grad_weights, operands = [None] * self.num_groups, []
+        for i, (dy, x, w, dx) in enumerate(zip(dys, xs, ws, dxs, strict=True)):
+            wgrad = ctx.weight_requires_grad and not delayed
+            if ctx.with_quantized_compute:
+                # Once for both products, even if the weight's gradient waits
+                dy = quantize_operand(dy, ctx.quantizers[i][2], rowwise=True, columnwise=ctx.weight_requires_grad)
+            operands.append(dy)
+            grad_weights[i] = self._group_backward(ctx, i, dy, x, w, grad_input=dx, wgrad=wgrad)
+        if delayed:
+            self._pending_wgrads.append(lambda: self._delayed_wgrads(ctx, operands, xs))
+        elif self._accumulate_into_main_grad and ctx.weight_requires_grad:
+            grad_weights = get_dummy_wgrads_for_params(self.weights)
+        grad_biases, grad_scales = self._bias_backward(ctx, dys, scales, biases)
+        grad_extra = (None, grad_scales) if self._scale_bias else (None,)
+        return grad_input, [[*grad_weights, *grad_biases]], [grad_extra]
+
+    def _group_backward(
+        self,
+        ctx: OperationContext,
+        i: int,
+        dy: torch.Tensor,
+        x: torch.Tensor | None,
+        w: torch.Tensor | None,
+        *,
+        grad_input: torch.Tensor | None,
+        wgrad: bool,
+    ) -> torch.Tensor | None:
+        """Write the input gradient of group `i` to its buffer, if there is one, and return its weight gradient."""
+        input_quantizer, weight_quantizer, grad_output_quantizer = ctx.quantizers[i]
+        destination = {}
+        if wgrad and self._accumulate_into_main_grad:
+            weight = self.weights[i]
+            destination["grad_weight"] = get_main_grad_from_param(weight, op_label="GroupedLinear")
+            destination["accumulate_into_grad_weight"] = get_accumulate_flag_in_param(weight)
+        _, grad_weight = BasicLinear._functional_backward(
+            dy,
+            x,
+            w,
+            input_requires_grad=grad_input is not None,
+            weight_requires_grad=wgrad,
+            dtype=ctx.dtype,
+            grad_input=grad_input,
+            with_quantized_compute=ctx.with_quantized_compute,
+            input_quantizer=input_quantizer,
+            weight_quantizer=weight_quantizer,
+            grad_output_quantizer=grad_output_quantizer,
+            **destination,
+        )
+        return grad_weight
+
+    def _bias_backward(
+        self,
+        ctx: OperationContext,
+        dys: Iterable[torch.Tensor],
+        scales: torch.Tensor | None,
+        biases: list[torch.Tensor],
+    ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+        """Bias gradients of all groups, summed in float32, and the gradient of the bias scales."""
+        if not self.has_bias:
+            return [], None
+        if scales is None:
+            return [_for_sums(dy).sum(0).to(bias.dtype) for dy, bias in zip(dys, self.biases, strict=True)], None
+        grad_biases, grad_scales = [], []
+        for dy, bias, scale in zip(dys, biases, scales.reshape(-1).split(ctx.split_sizes), strict=True):
+            dy = _for_sums(dy)
+            grad_biases.append((dy * _for_sums(scale).unsqueeze(1)).sum(0).to(bias.dtype))
+            grad_scales.append((dy * _for_sums(bias)).sum(1))
+        if not ctx.scales_require_grad:
+            return grad_biases, None
+        return grad_biases, torch.cat(grad_scales).to(scales.dtype).view(scales.shape)
+
+    # Delayed weight gradients
+
+    def need_backward_dw(self) -> bool:
+        """Whether weight gradients wait for `backward_dw`."""
+        return self._delay_wgrad_compute
+
+    def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], None]) -> None:
+        """Call `hook()` after each `backward_dw`."""
+        self._wgrad_hooks.append(hook)
+
+    def backward_dw(self) -> None:
+        """Compute the weight gradients of the oldest backward pass that waits for them, adding to each `weight.grad`.
+
+        Nothing happens without `delay_wgrad_compute`; `RuntimeError` if no backward pass is waiting.
+        """
+        if not self.need_backward_dw():
+            return
+        if not self._pending_wgrads:
+            raise RuntimeError("GroupedLinear.backward_dw was called, but no backward pass waits for weight gradients")
+        self._pending_wgrads.popleft()()
+        for hook in self._wgrad_hooks:
+            hook()
+
+    @torch.no_grad()
+    def _delayed_wgrads(self, ctx: OperationContext, dys: list[torch.Tensor], xs: list[torch.Tensor]) -> None:
+        for i, (dy, x, weight) in enumerate(zip(dys, xs, self.weights, strict=True)):
+            grad = self._group_backward(ctx, i, dy, x, None, grad_input=None, wgrad=True)
+            if self._accumulate_into_main_grad:
+                continue
+            weight.grad = grad.to(weight.dtype) if weight.grad is None else weight.grad.add_(grad)
+        if self._accumulate_into_main_grad:
+            get_dummy_wgrads_for_params(self.weights)
+
+    def _split_sizes(self, split_sizes: torch.Tensor, rows: int) -> list[int]:
+        if split_sizes.numel() != self.num_groups:
+            raise ValueError(f"Expected {self.num_groups} splits, but got {split_sizes.numel()}")
+        if split_sizes.is_floating_point() or split_sizes.is_complex():
+            raise ValueError(f"split_sizes must be integers (got {split_sizes.dtype})")
+        splits = split_sizes.reshape(-1).to(torch.int64).tolist()
+        if min(splits) < 0 or sum(splits) != rows:
+            raise ValueError(f"split_sizes must be non-negative and sum to the {rows} rows of the input (got {splits})")
+        return splits
+
+
+def _for_sums(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` in the dtype in which sums run: float32, or the float64 of `backend("float64")`."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def _check_kwargs(kwargs: dict[str, Any]) -> None:
+    unknown = sorted(set(kwargs) - {OUTPUT_BUFFER_KEY, GRAD_INPUT_BUFFER_KEY})
+    if unknown:
+        raise TypeError(f"GroupedLinear got unexpected keyword arguments {unknown}")
+
+
+#: What the parameters of one kind have in common. Checked at every call: each can be changed at any time.
+_ALIKE = {"dtype": "dtype", "device": "device", "requires_grad": "requires_grad", "type": "__class__"}
+_get_alike = operator.attrgetter(*_ALIKE.values())
+
+
+def _check_alike(kind: str, params: list[torch.Tensor]) -> None:
+    first = _get_alike(params[0])
+    for i, param in enumerate(params):
+        present = _get_alike(param)
+        if present != first:
+            name, expected, found = next(c for c in zip(_ALIKE, first, present, strict=True) if c[1] != c[2])
+            raise RuntimeError(f"{kind}{i} has invalid {name} (expected {expected} as {kind}0, got {found})")
+
+
+def _warn_about_packed_parameters(single_grouped_weight: bool, single_grouped_bias: bool) -> None:
+    for name, asked in (
+        ("single_grouped_weight", single_grouped_weight),
+        ("single_grouped_bias", single_grouped_bias),
+    ):
+        if asked:
+            enabled = int(os.environ.get("NVTE_GROUPED_LINEAR_SINGLE_PARAM", "0")) > 0
+            reason = "groups are multiplied singly here" if enabled else "NVTE_GROUPED_LINEAR_SINGLE_PARAM is not set"
+            warnings.warn(f"{name}=True is ignored: {reason}", UserWarning, stacklevel=3)

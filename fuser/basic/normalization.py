@@ -1,0 +1,164 @@
+"""What LayerNorm and RMSNorm share: parameters, checks, and their arithmetic over the rows of a matrix.
+
+Statistics and products are float32 (float64 for float64 tensors) whatever the dtype; results are rounded once.
+Sources: TE behaviour, `ops/basic/layer_norm.py`, `ops/basic/rms_norm.py`, `csrc/extensions/normalization.cpp`.
+"""
+
+import math
+import os
+from collections.abc import Iterable
+from numbers import Integral
+from typing import ClassVar
+
+import torch
+
+from fuser.common import (
+    canonicalize_device,
+    canonicalize_dtype,
+    get_fused_normalization_quantizer,
+    maybe_autocast_dtype,
+    maybe_dequantize,
+)
+from fuser.op import BasicOperation, OperationContext
+from fuser.quantization.quantizers import Float8Quantizer
+
+#: Elements that one step works on, on a CPU: float32 temporaries of this size stay in its cache.
+STEP = 1 << 20
+
+_MARGIN_VARIABLES = {
+    "forward": "NVTE_FWD_LAYERNORM_SM_MARGIN",
+    "backward": "NVTE_BWD_LAYERNORM_SM_MARGIN",
+    "inference": "NVTE_INF_LAYERNORM_SM_MARGIN",
+}
+
+
+class Normalization(BasicOperation):
+    """Base of LayerNorm and RMSNorm over the trailing dimensions `normalized_shape`.
+
+    The dtype of output and gradients is autocast's for the tensor's own device, else that of the weight, not of the
+    input. The output is emitted with the next operation's input quantizer, if it is one of the five concrete classes;
+    the input's gradient is never quantized.
+
+    Args:
+        normalized_shape: an integer or integers.
+        eps: added to the variance or mean square.
+        device, dtype: of the parameters. `device="meta"` defers them to the first forward.
+        zero_centered_gamma: the weight's deviation from 1 is the parameter; 1 is added in float32.
+        sm_margin: multiprocessors that a kernel leaves free, an integer or a dict with "forward", "backward" and
+            "inference"; NVTE_{FWD,BWD,INF}_LAYERNORM_SM_MARGIN override an integer, and stand in for missing keys.
+            Accepted for TE's sake: it has no effect here, and none on numbers anywhere.
+
+    Raises:
+        ValueError: at forward, for an input whose trailing dimensions aren't `normalized_shape`.
+    """
+
+    #: Names of the parameters, in order.
+    parameter_names: ClassVar[tuple[str, ...]]
+
+    def __init__(
+        self,
+        normalized_shape: Iterable[int] | int,
+        *,
+        eps: float = 1e-5,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        zero_centered_gamma: bool = False,
+        sm_margin: int | dict[str, int] = 0,
+    ) -> None:
+        super().__init__()
+        self.eps = eps
+        self.zero_centered_gamma = zero_centered_gamma
+        self._sm_margins = _sm_margins(sm_margin)
+        shape = (normalized_shape,) if isinstance(normalized_shape, Integral) else tuple(normalized_shape)
+        device = canonicalize_device(device)
+        for name in self.parameter_names:
+            self.register_parameter(
+                name, torch.nn.Parameter(torch.empty(shape, device=device, dtype=canonicalize_dtype(dtype)))
+            )
+        if device.type != "meta":
+            self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Initialize the parameters to the identity; meta parameters move to the default device."""
+        for name in self.parameter_names:
+            parameter = getattr(self, name)
+            if parameter.is_meta:
+                parameter = torch.nn.Parameter(
+                    torch.empty_like(parameter, device=canonicalize_device(None)), requires_grad=parameter.requires_grad
+                )
+                setattr(self, name, parameter)
+            ones = name == "weight" and not self.zero_centered_gamma
+            with torch.no_grad():
+                parameter.fill_(1.0 if ones else 0.0)
+
+    def pre_first_fuser_forward(self) -> None:
+        super().pre_first_fuser_forward()
+        if any(getattr(self, name).is_meta for name in self.parameter_names):
+            self.reset_parameters()
+
+    def op_forward(self, ctx: OperationContext, input_, *, prev_op_grad_output_quantizer, next_op_input_quantizer):
+        parameters = [getattr(self, name) for name in self.parameter_names]
+        weight = parameters[0]
+        shape, inner = tuple(input_.shape), tuple(weight.shape)
+        if shape[len(shape) - len(inner) :] != inner or len(shape) < len(inner):
+            raise ValueError(f"Input tensor (shape={shape}) and weight tensor (shape={inner}) are not compatible")
+        dtype = maybe_autocast_dtype(device_type=weight.device.type, default_dtype=weight.dtype)
+        x = maybe_dequantize(input_, dtype)
+        is_matrix = len(shape) == 2 and len(inner) == 1
+        if not is_matrix:
+            x = x.reshape(math.prod(shape[: len(shape) - len(inner)]), math.prod(inner))
+
+        quantizer = get_fused_normalization_quantizer(next_op_input_quantizer)
+        # TE's kernel writes delayed-scaling FP8 from the float32 value; other formats take the rounded output.
+        out_dtype = wide(dtype) if isinstance(quantizer, Float8Quantizer) else dtype
+        y, *statistics = self.normalize(x, self._flat_and_wide(parameters, dtype), out_dtype)
+        y = y if is_matrix else y.view(shape)
+        if quantizer is not None:
+            y = quantizer.quantize(y, dtype=dtype)
+        if ctx.requires_grad:
+            # The parameters too: autograd notices if they are overwritten before backward.
+            ctx.save_for_backward(x, *statistics, *parameters)
+            ctx.dtype = dtype
+        return y
+
+    def op_backward(self, ctx: OperationContext, grad_output, **options):
+        """As of every operation; `options` are those of `normalize_grad`."""
+        x, *saved = ctx.saved_tensors
+        count = len(self.parameter_names)
+        statistics, parameters = saved[:-count], self._flat_and_wide(saved[-count:], ctx.dtype)
+        dy = maybe_dequantize(grad_output, ctx.dtype)
+        dx, *gradients = self.normalize_grad(dy.view(x.shape), x, statistics, parameters, **options)
+        return dx.view(dy.shape), [gradient.to(ctx.dtype).view(self.weight.shape) for gradient in gradients]
+
+    def normalize(self, x, parameters, out_dtype):
+        """(y of `out_dtype`, statistics...) for a matrix x and flat wide parameters."""
+        raise NotImplementedError
+
+    def normalize_grad(self, dy, x, statistics, parameters):
+        """(dx like x, wide gradients of the parameters...)."""
+        raise NotImplementedError
+
+    def _flat_and_wide(self, parameters, dtype):
+        """Parameters rounded to `dtype`, then flat and wide, the weight with its 1 if zero-centred."""
+        weight, *rest = (
+            maybe_dequantize(parameter.detach(), dtype).reshape(-1).to(wide(dtype)) for parameter in parameters
+        )
+        return [weight + 1 if self.zero_centered_gamma else weight, *rest]
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that tensors of `dtype` are computed in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def steps(matrix: torch.Tensor):
+    """Slices of rows to work on one after the other: as many as fit into the cache on a CPU, all elsewhere."""
+    rows, width = matrix.shape
+    count = max(1, STEP // max(1, width)) if matrix.device.type == "cpu" else max(1, rows)
+    return (slice(first, first + count) for first in range(0, rows, count))
+
+
+def _sm_margins(sm_margin):
+    if isinstance(sm_margin, dict):
+        return {key: int(sm_margin.get(key, os.getenv(name, "0"))) for key, name in _MARGIN_VARIABLES.items()}
+    return {key: int(os.getenv(name, sm_margin)) for key, name in _MARGIN_VARIABLES.items()}

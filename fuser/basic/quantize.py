@@ -1,0 +1,49 @@
+"""Quantization as an operation of its own, mostly to see or to test what the others fuse."""
+
+from typing import Any
+
+from fuser.common import is_quantized_tensor
+from fuser.op import BasicOperation, OperationContext
+from fuser.quantization.state import FP8GlobalStateManager
+
+
+class Quantize(BasicOperation):
+    """Quantizes its input (`forward`) and the gradient coming back (`backward`) under `autocast`; else the identity.
+
+    Data that is quantized already stays as it is. Neighbours see its quantizers, so they may emit quantized data
+    themselves. Backward is not quantized under a recipe with `backward_override`.
+    """
+
+    def __init__(self, forward: bool = True, backward: bool = False) -> None:
+        super().__init__()
+        self._quantize_forward = forward
+        self._quantize_backward = backward
+
+    def num_quantizers(self, mode: str) -> int:
+        return int(self._quantize_forward if mode == "forward" else self._quantize_backward)
+
+    def op_forward(
+        self,
+        ctx: OperationContext,
+        input_: Any,
+        *,
+        prev_op_grad_output_quantizer: Any,
+        next_op_input_quantizer: Any,
+    ) -> Any:
+        enabled = FP8GlobalStateManager.is_fp8_enabled()
+        override = FP8GlobalStateManager.get_fp8_recipe().backward_override if enabled else None
+        # Not asked for in backward: by then the operation may have run under another recipe, or none
+        quantizes_backward = enabled and self._quantize_backward and override is None
+        ctx.grad_output_quantizer = self.get_quantizer("backward", 0) if quantizes_backward else None
+        if enabled and self._quantize_forward and not is_quantized_tensor(input_):
+            return self.get_quantizer("forward", 0)(input_)
+        return input_
+
+    def passed_through(self, input_: Any) -> Any:
+        """The input, if that is all that comes out; else None."""
+        return None if FP8GlobalStateManager.is_fp8_enabled() else input_
+
+    def op_backward(self, ctx: OperationContext, grad_output: Any) -> tuple[Any, tuple[()]]:
+        if ctx.grad_output_quantizer is not None and not is_quantized_tensor(grad_output):
+            grad_output = ctx.grad_output_quantizer(grad_output)
+        return grad_output, ()

@@ -1,0 +1,44 @@
+"""Root mean square normalization as a fusible operation. Source: TE behaviour, `ops/basic/rms_norm.py`."""
+
+import torch
+
+from fuser.basic.normalization import STEP, Normalization, steps, wide
+from fuser.common import maybe_dequantize
+
+
+class RMSNorm(Normalization):
+    """y = x / sqrt(mean(x^2) + eps) * weight over the trailing dimensions.
+
+    See `Normalization` for arguments, dtypes, quantized outputs and errors. Kept for backward: x in the compute dtype
+    and 1 / sqrt(mean(x^2) + eps) of every row in float32.
+    """
+
+    parameter_names = ("weight",)
+
+    def normalize(self, x, parameters, out_dtype):
+        (weight,) = parameters
+        if x.dtype is out_dtype is wide(x.dtype) and x.numel() <= STEP:
+            rstd = torch.rsqrt(x.square().mean(-1, keepdim=True).add_(self.eps))
+            return (x * rstd).mul_(weight), rstd
+        y = torch.empty_like(x, dtype=out_dtype)
+        rstd = x.new_empty((len(x), 1), dtype=wide(x.dtype))
+        for rows in steps(x):
+            step = x[rows].to(wide(x.dtype))
+            torch.rsqrt(step.square().mean(-1, keepdim=True).add_(self.eps), out=rstd[rows])
+            y[rows] = (step * rstd[rows]).mul_(weight)
+        return y, rstd
+
+    def normalize_grad(self, dy, x, statistics, parameters, *, extra_gradient=None):
+        """As of every normalization; `extra_gradient`, shaped like the input, is added before dx is rounded."""
+        extra = None if extra_gradient is None else maybe_dequantize(extra_gradient).view(x.shape)
+        (rstd,), (weight,) = statistics, parameters
+        dx, weight_grad = torch.empty_like(x), torch.zeros_like(weight)
+        for rows in steps(x):
+            normalized = x[rows].to(wide(x.dtype)) * rstd[rows]
+            step_dy = dy[rows].to(wide(x.dtype))
+            product = step_dy * normalized
+            weight_grad += product.sum(0)
+            slope = product.mul_(weight).mean(-1, keepdim=True)  # of the row's length
+            step_dx = (step_dy * weight).addcmul_(normalized, slope, value=-1).mul_(rstd[rows])
+            dx[rows] = step_dx if extra is None else step_dx.add_(extra[rows])
+        return dx, weight_grad

@@ -1,0 +1,29 @@
+"""Fused operations. Importing this package registers them, in TransformerEngine's order.
+
+Order matters: the first fusion that claims an operation keeps it. TE's Userbuffers fusions (communication overlapped
+with products) have no counterpart here, and its grouped MLP is only fused by cuDNN on SM 10.x.
+"""
+
+from fuser.fused.backward_activation_bias import BackwardActivationBias
+from fuser.fused.backward_add_rmsnorm import BackwardAddRMSNorm
+from fuser.fused.backward_linear_add import BackwardLinearAdd
+from fuser.fused.backward_linear_scale import BackwardLinearScale
+from fuser.fused.forward_linear_bias_activation import ForwardLinearBiasActivation
+from fuser.fused.forward_linear_bias_add import ForwardLinearBiasAdd
+from fuser.fused.forward_linear_scale_add import ForwardLinearScaleAdd
+from fuser.fuser import register_backward_fusion, register_forward_fusion
+
+__all__ = [
+    "BackwardActivationBias",
+    "BackwardAddRMSNorm",
+    "BackwardLinearAdd",
+    "BackwardLinearScale",
+    "ForwardLinearBiasActivation",
+    "ForwardLinearBiasAdd",
+    "ForwardLinearScaleAdd",
+]
+
+for _fused_op in (ForwardLinearBiasAdd, ForwardLinearBiasActivation, ForwardLinearScaleAdd):
+    register_forward_fusion(_fused_op.fuse_forward_ops)
+for _fused_op in (BackwardLinearAdd, BackwardLinearScale, BackwardActivationBias, BackwardAddRMSNorm):
+    register_backward_fusion(_fused_op.fuse_backward_ops)

@@ -1,0 +1,67 @@
+"""Backward of a bias and the activation behind it, in one pass that also quantizes.
+
+Source: TE behaviour, `ops/fused/backward_activation_bias.py`.
+"""
+
+from fuser import functional
+from fuser.basic.activation import _ActivationOperation
+from fuser.basic.bias import Bias
+from fuser.common import maybe_dequantize
+from fuser.fused_pattern import WindowFusion
+from fuser.op import FusedOperation, FusibleOperation
+
+
+class BackwardActivationBias(FusedOperation):
+    """Bias gradient and quantized input gradient of `Bias, activation`, by one kernel.
+
+    TE fuses GELU and ReLU; here every activation is fused, gated ones included. The bias gradient follows TE's path for
+    the quantizer: sums of unrounded float32 products for delayed scaling and MXFP8, of rounded ones for the rest.
+
+    Args:
+        bias, activation: the operations that it stands for.
+
+    Raises:
+        RuntimeError: in backward, if there is no quantizer for the input's gradient.
+    """
+
+    def __init__(self, *, bias: Bias, activation: _ActivationOperation) -> None:
+        super().__init__((bias, activation))
+
+    def fuser_backward(self, basic_op_ctxs, grad_output, *, basic_op_grad_extra_outputs):
+        activation = self.basic_ops[1]
+        bias_ctx, activation_ctx = basic_op_ctxs
+        quantizer = bias_ctx.grad_input_quantizer
+        if quantizer is None:
+            raise RuntimeError(
+                "BackwardActivationBias requires a quantizer for the gradient of its input, but there is none"
+            )
+        (x,) = activation_ctx.saved_tensors
+        dbias, dx = functional.dbias_activation_grad(
+            activation.activation,
+            maybe_dequantize(grad_output, activation_ctx.dtype),
+            maybe_dequantize(x, activation_ctx.dtype),
+            quantizer,
+            **activation.activation_parameters(),
+        )
+        return dx, [(dbias,), ()], [(), ()]
+
+
+def _objection(previous: FusibleOperation, bias, activation, *, recipe):
+    if recipe is None:
+        return "there is no recipe: nothing to quantize"
+    if recipe.backward_override is not None:
+        return f"the recipe's backward_override is {recipe.backward_override!r}: gradients are not quantized"
+    if previous.get_grad_output_quantizer() is None:
+        return f"{type(previous).__name__} before the bias takes no quantized gradient"
+    if getattr(activation, "glu_interleave_size", None) is not None:
+        return "glu_interleave_size is set: the gradient is permuted before it is quantized"
+    return None
+
+
+BackwardActivationBias.fuse_backward_ops = WindowFusion(
+    BackwardActivationBias,
+    patterns=[(FusibleOperation, Bias, _ActivationOperation)],
+    objection=_objection,
+    build=lambda bias, activation: BackwardActivationBias(bias=bias, activation=activation),
+    keep=1,
+)
