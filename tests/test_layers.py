@@ -41,6 +41,14 @@ def test_no_import_against_the_layers(package):
         assert not wrong, f"{name} imports {wrong}"
 
 
+def test_the_two_front_ends_are_apart():
+    """JAX in fuser/xla alone, which in turn needs no torch: each is an extra of its own."""
+    for path in (ROOT / "fuser").rglob("*.py"):
+        in_xla = path.relative_to(ROOT / "fuser").parts[0] == "xla"
+        found = set(imports(path))
+        assert not found & ({"torch"} if in_xla else {"jax", "jaxlib"}), path
+
+
 def test_the_reference_itself_needs_numpy_and_ml_dtypes_alone():
     everywhere = {"refops", "numpy", "ml_dtypes"} | sys.stdlib_module_names
     more = {}

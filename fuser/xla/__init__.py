@@ -1,0 +1,85 @@
+"""Activations as XLA custom calls in JAX: TE's JAX interface on `cuda_kernels` and `refops`. Needs `jax`.
+
+    from fuser import xla
+    y = xla.activation(x, ("silu", "linear"))                   # x (..., 2, n) -> (..., n); jit, grad, vmap, ...
+    q = xla.act_lu(x, ("gelu",), xla.QuantizerFactory.create(scaling_mode=xla.ScalingMode.MXFP8_1D_SCALING))
+
+| module        | TE's module                          | what                                                  |
+|---------------|--------------------------------------|-------------------------------------------------------|
+| activations   | jax.cpp_extensions.activation, jax.activation | act_lu, dact_lu, quantize_dact_dbias, activation |
+| settings      | csrc/extensions/misc.h, jax.quantize | activation types, parameters, scaling modes, layouts  |
+| quantizers    | jax.quantize.quantizer               | quantizers                                            |
+| tensors       | jax.quantize.tensor                  | results                                               |
+| calls         |                                      | the routes: XLA's FFI, or a callback                  |
+| ffi, cuda     | csrc/extensions                      | FFI handlers in ctypes, for the CPU and for CUDA      |
+| compute       |                                      | what a call computes                                  |
+"""
+
+try:
+    import jax as _jax
+except ImportError as error:
+    raise ImportError("fuser.xla needs JAX: pip install jax") from error
+
+from fuser.xla.activations import act_lu, activation, dact_lu, quantize_dact_dbias
+from fuser.xla.calls import current_route, route
+from fuser.xla.quantizers import (
+    BlockScaleQuantizer,
+    CurrentScaleQuantizer,
+    DelayedScaleQuantizer,
+    NVFP4Quantizer,
+    Quantizer,
+    QuantizerFactory,
+    compute_scale_from_amax,
+)
+from fuser.xla.settings import (
+    ActivationConfig,
+    ActivationEnum,
+    ActivationParams,
+    AmaxScope,
+    ClampedSwigluConfig,
+    ClampedSwigluParams,
+    QuantizeLayout,
+    ScalingMode,
+)
+from fuser.xla.tensors import (
+    AbstractBaseTensor,
+    NoScaleTensor,
+    ScaledTensor,
+    ScaledTensor1x,
+    ScaledTensor2x,
+    ScaledTensorFactory,
+    TensorUsage,
+)
+
+del _jax
+
+__all__ = [
+    "AbstractBaseTensor",
+    "ActivationConfig",
+    "ActivationEnum",
+    "ActivationParams",
+    "AmaxScope",
+    "BlockScaleQuantizer",
+    "ClampedSwigluConfig",
+    "ClampedSwigluParams",
+    "CurrentScaleQuantizer",
+    "DelayedScaleQuantizer",
+    "NVFP4Quantizer",
+    "NoScaleTensor",
+    "QuantizeLayout",
+    "Quantizer",
+    "QuantizerFactory",
+    "ScaledTensor",
+    "ScaledTensor1x",
+    "ScaledTensor2x",
+    "ScaledTensorFactory",
+    "ScalingMode",
+    "TensorUsage",
+    "act_lu",
+    "activation",
+    "compute_scale_from_amax",
+    "current_route",
+    "dact_lu",
+    "quantize_dact_dbias",
+    "route",
+]

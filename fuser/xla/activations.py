@@ -1,0 +1,196 @@
+"""Activations in JAX with TE's names: forward, gradient, fused with a quantizer, and differentiable.
+
+Inputs have the shape (..., 1, n), or (..., 2, n) for gated activations, whose first half is activated and whose second
+is the gate: byte for byte the rows [act | gate] of the other front ends. float32, float16 or bfloat16; float32
+arithmetic, one rounding. Values are those of `cuda_kernels.host`, or of `cuda_kernels` on a GPU.
+
+All functions work under jit, grad, vmap, scan, checkpoint and shard_map. Under vmap each example is quantized for
+itself. Errors in arguments are raised when a function is traced; what only the computation finds, such as a scale that
+is not positive, is an XLA error with the same message.
+
+Differences from TE: gated gradients may be quantized together with bias sums, which follow the rule of unary ones; the
+second axis from the end is checked instead of the last one.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fuser.xla.calls import execute
+from fuser.xla.compute import ACTIVATION, GRADIENT, Call
+from fuser.xla.quantizers import Quantizer
+from fuser.xla.settings import ActivationParams, AmaxScope, ScalingMode, activation_enum
+from fuser.xla.tensors import NoScaleTensor
+
+_HIGH_PRECISION = tuple(np.dtype(dtype) for dtype in (jnp.float32, jnp.float16, jnp.bfloat16))
+
+
+def act_lu(
+    x,
+    activation_type,
+    quantizer=None,
+    act_params=None,
+    amax_scope=AmaxScope.LOCAL,
+    transpose_batch_sequence=False,
+    output_amax_when_no_scaling=False,
+):
+    """Apply an activation, and quantize the result if asked.
+
+    Args:
+        x: (..., 1 or 2, n).
+        activation_type: a key of `ActivationEnum`, ("gelu",) or ("silu", "linear").
+        quantizer: a `Quantizer`, or None.
+        act_params: `ActivationParams` for ("clamped_silu", "clamped_linear").
+        amax_scope: LOCAL: the amax is that of this device.
+        transpose_batch_sequence: which axis is which, for TE's reductions of the amax among devices; no effect.
+        output_amax_when_no_scaling: without a quantizer also the amax of the unrounded result.
+
+    Returns:
+        `NoScaleTensor`, or `ScaledTensor1x` or `ScaledTensor2x`, of shape (..., n).
+
+    Raises:
+        KeyError: activation_type. TypeError: dtype of x, kind of quantizer. ValueError: shape of x.
+    """
+    enum = _check(x, activation_type, quantizer, amax_scope)
+    call = _call(ACTIVATION, enum, act_params, quantizer, output_amax_when_no_scaling)
+    shape = (*x.shape[:-2], x.shape[-1])
+    if quantizer is not None:
+        quantizer.check_shape(shape, len(shape) - 1)
+    return _finish(call, quantizer, (x,), shape, len(shape) - 1, x.dtype)[0]
+
+
+def quantize_dact_dbias(
+    dz,
+    x,
+    activation_type=("gelu",),
+    is_dbias=True,
+    quantizer=None,
+    act_params=None,
+    amax_scope=AmaxScope.LOCAL,
+    transpose_batch_sequence=False,
+    output_amax_when_no_scaling=False,
+):
+    """Return the gradient of an activation, quantized if asked, and the gradient of a bias added before it.
+
+    Args:
+        dz: gradient of the output, (..., n), in the dtype of x.
+        is_dbias: whether to sum the gradient over the leading axes. The sums add unrounded float32 values with delayed
+            scaling and MXFP8, and values as stored elsewhere.
+        Others as for `act_lu`.
+
+    Returns:
+        (`NoScaleTensor` or scaled tensor of the shape of x, sums (1 or 2, n) in the dtype of dz or None).
+    """
+    enum = _check(x, activation_type, quantizer, amax_scope)
+    if dz.shape != (*x.shape[:-2], x.shape[-1]) or dz.dtype != x.dtype:
+        raise ValueError(
+            f"dz must be {x.dtype} of shape {(*x.shape[:-2], x.shape[-1])} for x of shape {x.shape}; got {dz.dtype} of "
+            f"shape {dz.shape}"
+        )
+    call = _call(GRADIENT, enum, act_params, quantizer, output_amax_when_no_scaling, is_dbias=bool(is_dbias))
+    if quantizer is not None:
+        quantizer.check_shape(x.shape, x.ndim - 2)
+    return _finish(call, quantizer, (dz, x), x.shape, x.ndim - 2, x.dtype)
+
+
+def dact_lu(
+    dz,
+    x,
+    activation_type,
+    quantizer=None,
+    act_params=None,
+    amax_scope=AmaxScope.LOCAL,
+    transpose_batch_sequence=False,
+    output_amax_when_no_scaling=False,
+):
+    """Return the gradient of an activation, quantized if asked: `quantize_dact_dbias` without sums."""
+    return quantize_dact_dbias(
+        dz,
+        x,
+        activation_type,
+        False,
+        quantizer,
+        act_params,
+        amax_scope,
+        transpose_batch_sequence,
+        output_amax_when_no_scaling,
+    )[0]
+
+
+def activation(x, activation_type, quantizer=None, act_params=None):
+    """Apply an activation, differentiable.
+
+    Args:
+        x: (..., 1 or 2, n).
+        activation_type: a key of `ActivationEnum`.
+        quantizer: the result goes through it and back, so that it has its noise; the gradient doesn't.
+        act_params: `ActivationParams`.
+
+    Returns:
+        (..., n) in the dtype of x.
+    """
+    key = (activation_type,) if isinstance(activation_type, str) else tuple(activation_type)
+    return _activation(x, key, quantizer, act_params)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 3))
+def _activation(x, activation_type, quantizer, act_params):
+    return _activation_forward(x, activation_type, quantizer, act_params)[0]
+
+
+def _activation_forward(x, activation_type, quantizer, act_params):
+    return act_lu(x, activation_type, quantizer, act_params).dequantize(), x
+
+
+def _activation_backward(activation_type, act_params, x, g):
+    return dact_lu(g, x, activation_type, act_params=act_params).dequantize(), None
+
+
+_activation.defvjp(_activation_forward, _activation_backward)
+
+
+# --- calls ----------------------------------------------------------------------------------------------
+
+
+def _check(x, activation_type, quantizer, amax_scope):
+    """Return the activation's number."""
+    enum = activation_enum(activation_type)
+    halves = 1 if isinstance(activation_type, str) else len(activation_type)
+    if np.dtype(x.dtype) not in _HIGH_PRECISION:
+        raise TypeError(f"x must be float32, float16 or bfloat16; got {x.dtype} of shape {x.shape}")
+    if x.ndim < 2 or x.shape[-2] != halves:
+        raise ValueError(f"x must have the shape (..., {halves}, n) for {activation_type}; got {x.shape}")
+    if quantizer is not None and not isinstance(quantizer, Quantizer):
+        raise TypeError(f"quantizer must be a Quantizer or None; got {type(quantizer).__name__}")
+    if amax_scope is not None and amax_scope is not AmaxScope.LOCAL:
+        raise ValueError(f"amax_scope must be AmaxScope.LOCAL; got {amax_scope!r}")
+    return enum
+
+
+def _call(kind, enum, act_params, quantizer, output_amax, is_dbias=False):
+    clamped = (ActivationParams() if act_params is None else act_params).clamped_swiglu
+    mode = ScalingMode.NO_SCALING if quantizer is None else quantizer.scaling_mode
+    return Call(
+        kind,
+        enum,
+        int(mode),
+        0 if quantizer is None else int(quantizer.q_layout),
+        bool(output_amax) and quantizer is None,
+        is_dbias,
+        *(float(np.float32(v)) for v in (clamped.limit, clamped.alpha, clamped.glu_linear_offset)),
+    )
+
+
+def _finish(call, quantizer, tensors, shape, axis, dtype):
+    """Run a call, and return (tensor, dbias or None)."""
+    zero = jnp.zeros((1,), jnp.float32)
+    if quantizer is None:
+        results = execute(call, dtype, *tensors, zero, zero)
+        tensor = NoScaleTensor(results[0], results[4] if call.amax_when_no_scaling else None)
+    else:
+        results = execute(call, quantizer.q_dtype, *tensors, quantizer.call_scale(), zero)
+        quantizer.update(results[4])
+        tensor = quantizer.tensor(results, shape, axis, dtype)
+    return tensor, results[5] if call.is_dbias else None

@@ -1,0 +1,213 @@
+"""One custom call in JAX, by either of two routes.
+
+| route      | how                                          | where           | a call costs                        |
+|------------|----------------------------------------------|-----------------|-------------------------------------|
+| "ffi"      | XLA's typed FFI, `fuser.xla.ffi`; no copies  | CPU, CUDA       | some 30 microseconds                |
+| "callback" | `jax.pure_callback`, through host memory     | every platform  | some 200 microseconds, and copies   |
+
+The route is that of the innermost `with route(name)` around the trace, else of the environment variable
+FUSER_XLA_ROUTE, else "ffi" on CPUs and NVIDIA GPUs and "callback" elsewhere. `fuser.backend("reference")`, or
+FUSER_BACKEND=reference, computes with `refops`, by the callback. Both are read when a function is traced: what jit has
+compiled stays as it is.
+"""
+
+import functools
+import os
+import sys
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from fuser.xla import ffi
+from fuser.xla.compute import (
+    ACTIVATION,
+    CLAMPED_PARAMETERS,
+    GRADIENT,
+    QUANTIZE,
+    Buffer,
+    HostPlace,
+    plan_of,
+    run,
+    run_reference,
+    scaling_of,
+)
+from fuser.xla.settings import ScalingMode
+from refops.quantization.result import stored_layout
+
+ROUTES = ("ffi", "callback")
+VARIABLE = "FUSER_XLA_ROUTE"
+_selected = ContextVar("fuser_xla_route", default=None)
+
+
+@contextmanager
+def route(name):
+    """Trace the functions of the block for a route, "ffi" or "callback"; ValueError for other names."""
+    token = _selected.set(_require_route(name, "name"))
+    try:
+        yield name
+    finally:
+        _selected.reset(token)
+
+
+def _require_route(name, argument):
+    if name not in ROUTES:
+        raise ValueError(f"{argument} must be one of {', '.join(map(repr, ROUTES))}; got {name!r}")
+    return name
+
+
+def current_route():
+    """Return the route of a call that is traced now."""
+    selected = _selected.get()
+    if selected is not None:
+        return selected
+    named = os.environ.get(VARIABLE)
+    if named:
+        return _require_route(named, VARIABLE)
+    return "ffi" if jax.default_backend() in ("cpu", "gpu", "cuda") else "callback"
+
+
+def _is_reference():
+    """Whether `fuser.backend` or its environment variable asks for `refops`.
+
+    `fuser.dispatch` loads torch, which JAX programs need not have: nobody has selected a backend before it was loaded.
+    """
+    dispatch = sys.modules.get("fuser.dispatch")
+    name = os.environ.get("FUSER_BACKEND") if dispatch is None else dispatch.current_backend()
+    return name == "reference"
+
+
+# --- results ------------------------------------------------------------------------------------------
+
+
+def _result_shapes(call, operands, dtype):
+    """(shape, dtype) of every result, for operands as they are, batch axes included."""
+    x, scale = operands[-3], operands[-2]
+    plan = plan_of(call)
+    out = (*x.shape[:-2], x.shape[-1]) if call.kind == ACTIVATION else x.shape
+    unused, f32 = (*scale.shape[:-1], 1), jnp.float32
+    results = [(out, dtype), (unused, dtype), (unused, f32), (unused, f32)]
+    if plan.mode is not ScalingMode.NO_SCALING:
+        results = _scaled_shapes(call, plan, out, x.shape, dtype)
+    results.append((unused, f32))
+    if call.kind == GRADIENT:
+        results.append((x.shape[-2:] if call.is_dbias else unused, x.dtype))
+    return [(tuple(shape), np.dtype(dtype)) for shape, dtype in results]
+
+
+def _scaled_shapes(call, plan, out, x_shape, dtype):
+    columns = x_shape[-2] * x_shape[-1] if call.kind == GRADIENT else out[-1]
+    matrix = (int(np.prod(out, dtype=np.int64)) // columns if columns else 0, columns)
+    layout = stored_layout(scaling_of(plan.mode, "float8_e4m3fn", 1.0), matrix)  # the same for every format and scale
+    shapes = []
+    for copy, wanted in (("rowwise", plan.rowwise), ("columnwise", plan.columnwise)):
+        data = layout[f"{copy}_data"][0]
+        if plan.mode.is_nvfp4_scaling:
+            data = (*data[:-1], data[-1] * 2)
+        scales = layout[f"{copy}_scale_inv"][0]
+        shapes.append((data, scales) if wanted else ((1,), (1,)))
+    scale_dtype = plan.mode.get_scale_dtype()
+    (row, row_scales), (column, column_scales) = shapes
+    return [(row, dtype), (column, dtype), (row_scales, scale_dtype), (column_scales, scale_dtype)]
+
+
+# --- routes -------------------------------------------------------------------------------------------
+
+
+def execute(call, dtype, *operands):
+    """Run a `Call`.
+
+    Args:
+        call: a `Call`.
+        dtype: dtype of the output.
+        *operands: as the table of `fuser.xla.compute` lists them.
+
+    Returns:
+        The results of that table; data and scales of quantized tensors as padded matrices.
+    """
+    reference = _is_reference()
+    return _execute(call, np.dtype(dtype).name, "callback" if reference else current_route(), reference, *operands)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _execute(call, dtype, name, reference, *operands):
+    shapes = _result_shapes(call, operands, jnp.dtype(dtype))
+    structs = [jax.ShapeDtypeStruct(*one) for one in shapes]
+    elementwise = call.scaling_mode == 0 and not call.amax_when_no_scaling and not call.is_dbias
+    vmap_method = "broadcast_all" if elementwise else "sequential"
+    if name == "callback":
+        results = jax.pure_callback(_callback(call, dtype, reference), structs, *operands, vmap_method=vmap_method)
+        return _varying_with(operands[-3], results)
+    ffi.register()
+    attributes = {"scaling_mode": np.int64(call.scaling_mode), "quantize_layout": np.int64(call.quantize_layout)}
+    if call.kind != QUANTIZE:
+        attributes |= {
+            "act_enum": np.int64(call.act_enum),
+            "output_amax_when_no_scaling": np.bool_(call.amax_when_no_scaling),
+        }
+        if plan_of(call).bound.parameters:  # each attribute costs a microsecond a call
+            attributes["act_params"] = {p: np.float32(getattr(call, p)) for p in CLAMPED_PARAMETERS}
+    if call.kind == GRADIENT:
+        attributes["is_dbias"] = np.bool_(call.is_dbias)
+    function = jax.ffi.ffi_call(
+        ffi.TARGET_OF[call.kind], structs, vmap_method=vmap_method, input_output_aliases={len(operands) - 1: 4}
+    )
+    return _varying_with(operands[-3], function(*operands, **attributes))
+
+
+def _varying_with(x, results):
+    """Tell shard_map that results vary over the same axes of its mesh as x; else gradients would be summed over them.
+
+    JAX says where a value varies by its type, since 0.10 as `manual_axis_type`, before as `vma`.
+    """
+
+    def axes_of(value):
+        kind = jax.typeof(value)
+        return kind.manual_axis_type.varying if hasattr(kind, "manual_axis_type") else kind.vma
+
+    def cast(result):
+        axes = tuple(axes_of(x) - axes_of(result))
+        if not axes:
+            return result
+        return jax.lax.pcast(result, axes, to="varying") if hasattr(jax.lax, "pcast") else jax.lax.pvary(result, axes)
+
+    return [cast(result) for result in results]
+
+
+@functools.lru_cache(maxsize=1024)
+def _callback(call, dtype, reference):
+    """The host function of a call: arrays to a list of new NumPy arrays."""
+    data_dtype = np.dtype(getattr(ml_dtypes, dtype, dtype))
+
+    def compute(*operands):
+        operands = [np.asarray(o) for o in operands]
+        shapes = _result_shapes(call, operands, data_dtype)
+        memory = [np.zeros(_bytes(shape, dtype), np.uint8) for shape, dtype in shapes]
+        results = [Buffer(m, shape, dtype.name) for m, (shape, dtype) in zip(memory, shapes, strict=True)]
+        memory[4][:] = np.ascontiguousarray(operands[-1]).reshape(-1).view(np.uint8)
+        buffers = [Buffer(np.ascontiguousarray(o).reshape(-1).view(np.uint8), o.shape, o.dtype.name) for o in operands]
+        if reference:
+            run_reference(call, buffers, results)
+        else:
+            run(call, HostPlace(), buffers, results)
+        return [_as_array(m, *one) for m, one in zip(memory, shapes, strict=True)]
+
+    return compute
+
+
+_FP4 = np.dtype(ml_dtypes.float4_e2m1fn)
+
+
+def _bytes(shape, dtype):
+    elements = int(np.prod(shape, dtype=np.int64))
+    return (elements + 1) // 2 if dtype == _FP4 else elements * dtype.itemsize
+
+
+def _as_array(memory, shape, dtype):
+    """Bytes as an array; FP4 one element a byte, as NumPy has it."""
+    if dtype == _FP4:
+        memory = np.stack([memory & 15, memory >> 4], axis=-1).reshape(-1)[: int(np.prod(shape, dtype=np.int64))]
+    return memory.view(dtype).reshape(shape)

@@ -1,0 +1,264 @@
+"""What TE's JAX interface is told with: activation types and parameters, scaling modes, layouts; and scale shapes.
+
+Numbers are those that cross TE's FFI (`csrc/extensions/misc.h`, `activation.h`). No JAX in here.
+"""
+
+import math
+from dataclasses import dataclass, field
+from enum import Enum, IntEnum
+
+import ml_dtypes
+import numpy as np
+
+from refops.arguments import require_number
+from refops.quantization.layout import round_up
+
+#: Activation type, as TE spells it -> (number in TE's FFI, name in `refops.ACTIVATIONS`).
+ActivationEnum = {
+    ("gelu",): 0,
+    ("gelu", "linear"): 1,
+    ("sigmoid", "linear"): 2,
+    ("silu",): 3,
+    ("silu", "linear"): 4,
+    ("relu",): 5,
+    ("relu", "linear"): 6,
+    ("quick_gelu",): 7,
+    ("quick_gelu", "linear"): 8,
+    ("squared_relu",): 9,
+    ("squared_relu", "linear"): 10,
+    ("clamped_silu", "clamped_linear"): 11,
+}
+#: Number in TE's FFI -> name in `refops.ACTIVATIONS`. SiTU-GLU has none: TE's JAX interface does not offer it.
+ACTIVATION_NAMES = (
+    "gelu",
+    "geglu",
+    "glu",
+    "silu",
+    "swiglu",
+    "relu",
+    "reglu",
+    "qgelu",
+    "qgeglu",
+    "srelu",
+    "sreglu",
+    "clamped_swiglu",
+)
+
+
+def activation_enum(activation_type):
+    """Return the number of an activation type, a tuple (or list) of names, or one name.
+
+    Raises:
+        KeyError: no such combination; order matters, ("gelu", "linear") is (activation, gate).
+    """
+    key = (activation_type,) if isinstance(activation_type, str) else tuple(activation_type)
+    if key not in ActivationEnum:
+        raise KeyError(f"activation_type must be one of {', '.join(map(str, ActivationEnum))}; got {activation_type!r}")
+    return ActivationEnum[key]
+
+
+@dataclass(frozen=True)
+class ClampedSwigluParams:
+    """Parameters of ("clamped_silu", "clamped_linear"): c sigmoid(alpha c) (clamp(gate) + glu_linear_offset).
+
+    Attributes:
+        limit: upper bound of the activated half, c = min(act, limit); the gate is clamped to [-limit, limit].
+        alpha: factor inside the sigmoid.
+        glu_linear_offset: added to the clamped gate.
+    """
+
+    limit: float = 7.0
+    alpha: float = 1.702
+    glu_linear_offset: float = 1.0
+
+    def __post_init__(self):
+        for name in ("limit", "alpha", "glu_linear_offset"):
+            require_number(getattr(self, name), name)
+            object.__setattr__(self, name, float(getattr(self, name)))
+
+
+@dataclass(frozen=True)
+class ActivationParams:
+    """Parameters of the activations that have some; hashable, so that it may be a static argument."""
+
+    clamped_swiglu: ClampedSwigluParams = field(default_factory=ClampedSwigluParams)
+
+    @classmethod
+    def create(cls, activation_type=("clamped_silu", "clamped_linear"), **params):
+        """Return the parameters of an activation type.
+
+        Args:
+            **params: limit, alpha, glu_linear_offset; only ("clamped_silu", "clamped_linear") takes any.
+
+        Raises:
+            TypeError: parameters of an activation that takes none, or of other names.
+        """
+        clamped = ACTIVATION_NAMES[activation_enum(activation_type)] == "clamped_swiglu"
+        if params and not clamped:
+            raise TypeError(f"{activation_type} takes no parameters; got {', '.join(params)}")
+        return cls(ClampedSwigluParams(**params))
+
+
+#: Names of the structures that TE's FFI decodes the same parameters to.
+ClampedSwigluConfig, ActivationConfig = ClampedSwigluParams, ActivationParams
+
+
+class AmaxScope(Enum):
+    """Over which devices an amax is taken. Here: the one that computes."""
+
+    LOCAL = 1
+
+
+class QuantizeLayout(IntEnum):
+    """Which copies of a quantized tensor to make."""
+
+    ROWWISE = 0
+    COLWISE = 1
+    ROWWISE_COLWISE = 2
+
+    @property
+    def has_rowwise(self):
+        """Whether the rowwise copy is made."""
+        return self is not QuantizeLayout.COLWISE
+
+    @property
+    def has_colwise(self):
+        """Whether the columnwise copy is made."""
+        return self is not QuantizeLayout.ROWWISE
+
+    @property
+    def is_rowwise_colwise(self):
+        """Whether both are."""
+        return self is QuantizeLayout.ROWWISE_COLWISE
+
+
+class ScalingMode(IntEnum):
+    """How a tensor is scaled.
+
+    | mode                     | data dtypes      | scale dtype     | scales of (rowwise data)     | columnwise data |
+    |--------------------------|------------------|-----------------|------------------------------|-----------------|
+    | NO_SCALING               | float32, 16, bf16| float32         | none, shape (0,)             | as rowwise      |
+    | DELAYED_, CURRENT_TENSOR | e4m3fn, e5m2     | float32         | the tensor, shape (1,)       | transposed      |
+    | MXFP8_1D                 | e4m3fn, e5m2     | float8_e8m0fnu  | 32 elements of a row         | as rowwise      |
+    | NVFP4_1D                 | float4_e2m1fn    | float8_e4m3fn   | 16 elements of a row         | transposed      |
+    | NVFP4_2D                 | float4_e2m1fn    | float8_e4m3fn   | 16 x 16 elements             | transposed      |
+    """
+
+    NO_SCALING = 0
+    DELAYED_TENSOR_SCALING = 1
+    MXFP8_1D_SCALING = 2
+    CURRENT_TENSOR_SCALING = 3
+    NVFP4_1D_SCALING = 4
+    NVFP4_2D_SCALING = 5
+
+    @property
+    def is_tensor_scaling(self):
+        """Whether one scale serves the tensor."""
+        return self in (ScalingMode.DELAYED_TENSOR_SCALING, ScalingMode.CURRENT_TENSOR_SCALING)
+
+    @property
+    def is_nvfp4_scaling(self):
+        """Whether elements are E2M1."""
+        return self in (ScalingMode.NVFP4_1D_SCALING, ScalingMode.NVFP4_2D_SCALING)
+
+    @property
+    def is_block_scaling(self):
+        """Whether blocks have scales of their own."""
+        return self is ScalingMode.MXFP8_1D_SCALING or self.is_nvfp4_scaling
+
+    def is_colwise_transposed(self):
+        """Whether columnwise data are transposed."""
+        return self.is_tensor_scaling or self.is_nvfp4_scaling
+
+    @property
+    def block_size(self):
+        """Elements along a block's edge."""
+        return 32 if self is ScalingMode.MXFP8_1D_SCALING else 16
+
+    def get_scale_dtype(self):
+        """NumPy (or ml_dtypes) dtype of the scales."""
+        if self is ScalingMode.MXFP8_1D_SCALING:
+            return np.dtype(ml_dtypes.float8_e8m0fnu)
+        return np.dtype(ml_dtypes.float8_e4m3fn if self.is_nvfp4_scaling else np.float32)
+
+    def get_scale_shape(
+        self,
+        data_shape,
+        data_layout="N",
+        is_colwise=False,
+        is_padded=True,
+        flatten_axis=-1,
+        broadcast_2d_scale_shape_to_1d=True,
+    ):
+        """Return the shape of the scales of a tensor.
+
+        Args:
+            data_shape: shape of the data; with `data_layout` "T" that of transposed data.
+            data_layout: "N", or "T" for transposed data.
+            is_colwise: scales of blocks along the rows instead of along columns.
+            is_padded: the shape in memory: (rows, blocks) rounded up to multiples of (128, 4), of (4, 128) for
+                columnwise scales that are not transposed. What rounding adds goes to the first axis before, and the
+                first at or after `flatten_axis`.
+            flatten_axis: the axes before it make the rows of the matrix that is scaled, the others its columns.
+            broadcast_2d_scale_shape_to_1d: repeat NVFP4_2D's scales, one for each row.
+
+        Raises:
+            ValueError: an axis that blocks do not divide, padding that has no N-dimensional shape.
+        """
+        data_shape = tuple(data_shape)
+        if self is ScalingMode.NO_SCALING:
+            return (0,)
+        if self.is_tensor_scaling:
+            return (1,) if math.prod(data_shape) else (0,)
+        axis = normalized_axis(flatten_axis, data_shape)
+        if data_layout == "T":
+            data_shape, axis = data_shape[axis:] + data_shape[:axis], len(data_shape) - axis
+        transposed = is_colwise and self.is_colwise_transposed()
+        both = self is ScalingMode.NVFP4_2D_SCALING and not broadcast_2d_scale_shape_to_1d
+        shape = list(data_shape)
+        for along, wanted in ((axis - 1, is_colwise or both), (len(shape) - 1, not is_colwise or both)):
+            if wanted:
+                shape[along] = self._blocks(data_shape, along)
+        rows, columns = tuple(shape[:axis]), tuple(shape[axis:])
+        if transposed:
+            rows, columns = columns, rows
+        if is_padded:
+            alignments = (4, 128) if is_colwise and not transposed else (128, 4)
+            rows, columns = (_padded(part, n, data_shape) for part, n in zip((rows, columns), alignments, strict=True))
+        return rows + columns
+
+    def get_scale_shape_2x(self, data_shape, is_padded=True, flatten_axis=-1, broadcast_2d_scale_shape_to_1d=True):
+        """Return (rowwise, columnwise) shapes, as `get_scale_shape` for data in layout "N"."""
+        options = {
+            "is_padded": is_padded,
+            "flatten_axis": flatten_axis,
+            "broadcast_2d_scale_shape_to_1d": broadcast_2d_scale_shape_to_1d,
+        }
+        return tuple(self.get_scale_shape(data_shape, is_colwise=colwise, **options) for colwise in (False, True))
+
+    def _blocks(self, data_shape, axis):
+        if data_shape[axis] % self.block_size:
+            raise ValueError(
+                f"{self.name} needs a multiple of {self.block_size} along axis {axis}; got shape {data_shape}"
+            )
+        return data_shape[axis] // self.block_size
+
+
+def normalized_axis(flatten_axis, shape):
+    """Return `flatten_axis` counted from the front: at least one axis before it, one from it on."""
+    axis = flatten_axis + len(shape) if flatten_axis < 0 else flatten_axis
+    if not 0 < axis < len(shape):
+        raise ValueError(f"flatten_axis must leave axes on both sides; got {flatten_axis} for shape {tuple(shape)}")
+    return axis
+
+
+def _padded(part, multiple, data_shape):
+    """Round the product of some axes up to a multiple by enlarging the first of them."""
+    trailing = math.prod(part[1:])
+    total = round_up(math.prod(part), multiple)
+    if trailing == 0 or total % trailing:
+        raise ValueError(
+            f"padded scales of a tensor of shape {data_shape} have no shape: {total} entries along {part} are not "
+            f"divisible by {trailing}"
+        )
+    return (total // trailing, *part[1:])
