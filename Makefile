@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help report test lint bench kernel-report gpu-check oracle-score exhaustive peers clean
+.PHONY: help report train minilm test lint bench kernel-report gpu-check oracle-score exhaustive peers clean
 
 help:
 	@sed -n 's/^## //p' $(MAKEFILE_LIST)
@@ -13,6 +13,14 @@ help:
 ## report      every operation and path checked; a real model's tensors measured under every scaling
 report: $(INSTALLED)
 	$(BIN)/refops report
+
+## train       train a small language model under every recipe; table and loss curves in train_char_lm/
+train: $(INSTALLED)
+	$(BIN)/python examples/train_char_lm.py
+
+## minilm      a real model's feed-forward block under every recipe: error of output and gradients
+minilm: $(INSTALLED)
+	$(BIN)/python examples/minilm_feed_forward.py --explain
 
 ## test        the tests; the kernels run as Python in a simulator in the second run
 test: $(INSTALLED)

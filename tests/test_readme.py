@@ -3,26 +3,41 @@
 import contextlib
 import io
 import re
+import sys
 from pathlib import Path
+
+import pytest
 
 from refops import ACTIVATIONS
 
-README = (Path(__file__).resolve().parent.parent / "README.md").read_text()
-EXAMPLES = re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", README, re.DOTALL)
+ROOT = Path(__file__).resolve().parent.parent
+READMES = {path: (ROOT / path).read_text() for path in ("README.md", "fuser/README.md")}
+README = READMES["README.md"]
 
 
-def test_examples_print_what_the_readme_says():
+def examples(text):
+    """(code, output) of each Python block."""
+    return re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", text, re.DOTALL)
+
+
+@pytest.mark.parametrize("path", READMES)
+def test_examples_print_what_the_readme_says(path):
     """In their order and one namespace, as pasted into a shell."""
     names = {}
-    for code, output in EXAMPLES:
-        printed = io.StringIO()
-        with contextlib.redirect_stdout(printed):
-            exec(compile(code, "README.md", "exec"), names)
-        assert printed.getvalue() == output
+    try:
+        for code, output in examples(READMES[path]):
+            printed = io.StringIO()
+            with contextlib.redirect_stdout(printed):
+                exec(compile(code, path, "exec"), names)
+            assert printed.getvalue() == output
+    finally:
+        if "fuser.compat" in sys.modules:
+            sys.modules["fuser.compat"].uninstall()
 
 
-def test_every_python_block_has_its_output_checked():
-    assert len(EXAMPLES) == README.count("```python") >= 1
+@pytest.mark.parametrize("path", READMES)
+def test_every_python_block_has_its_output_checked(path):
+    assert len(examples(READMES[path])) == READMES[path].count("```python") >= 1
 
 
 def test_table_of_activations_is_the_codes():

@@ -1,0 +1,141 @@
+"""`fuser.compat`: te.ops scripts run unchanged, in processes of their own because sys.modules is the subject."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+USAGE = (Path(__file__).parent / "usage.py").read_text()
+
+#: spec/fuser.md, section 9: what an aliased package must offer.
+NAMES = {
+    "transformer_engine.common.recipe": "Recipe Format DelayedScaling Float8CurrentScaling MXFP8BlockScaling "
+    "Float8BlockScaling NVFP4BlockScaling CustomRecipe",
+    "transformer_engine.pytorch": "QuantizedTensor Float8BlockQuantizer Float8CurrentScalingQuantizer Float8Quantizer "
+    "MXFP8Quantizer NVFP4Quantizer QuantizerRole DType autocast quantized_model_init fp8_autocast fp8_model_init "
+    "is_bf16_available is_fp8_available is_mxfp8_available is_nvfp4_available is_fp8_block_scaling_available ops "
+    "QuantizedTensorStorage Quantizer prepare_for_saving restore_from_saved restore_from_func_ctx",
+    "transformer_engine.pytorch.ops": "Sequential Linear BasicLinear Bias Identity Reshape Quantize LayerNorm RMSNorm "
+    "L2Normalization AddExtraInput MakeExtraOutput ConstantScale Dropout AllGather AllReduce ReduceScatter "
+    "GroupedLinear GELU GEGLU GLU QGELU QGEGLU ReLU ReGLU SReLU SReGLU SiLU SwiGLU SiTUGLU ClampedSwiGLU ScaledSwiGLU "
+    "ScaledSiTUGLU ScaledSReLU ScaledClampedQGeGLU BasicOperation FusedOperation FusibleOperation "
+    "register_forward_fusion register_backward_fusion register_forward_backward_fusion basic fused fuser op",
+    "transformer_engine.pytorch.ops.basic": "GELU BasicLinear Bias is_op_fuser_grouped_tensor_path_supported",
+    "transformer_engine.pytorch.ops.basic.grouped_linear": "OUTPUT_BUFFER_KEY GRAD_INPUT_BUFFER_KEY GroupedLinear",
+    "transformer_engine.pytorch.ops.fuser": "OperationFuser register_forward_fusion register_backward_fusion",
+    "transformer_engine.pytorch.ops.op": "BasicOperation FusedOperation FusibleOperation OperationContext",
+    "transformer_engine.pytorch.ops.fused": "BackwardActivationBias BackwardAddRMSNorm BackwardLinearAdd "
+    "BackwardLinearScale ForwardLinearBiasActivation ForwardLinearBiasAdd ForwardLinearScaleAdd",
+    "transformer_engine.pytorch._extra_state": "UNSAFE_PICKLE_EXTRA_STATE_ENV",
+    "transformer_engine.pytorch.quantization": "FP8GlobalStateManager autocast RecipeState",
+    "transformer_engine_torch": "DType gelu geglu glu qgelu qgeglu relu reglu srelu sreglu silu swiglu situglu "
+    "clamped_swiglu dgelu dgeglu dglu dqgelu dqgeglu drelu dreglu dsrelu dsreglu dsilu dswiglu dsituglu "
+    "clamped_dswiglu scaled_swiglu scaled_situglu scaled_clamped_swiglu scaled_srelu scaled_dswiglu scaled_dsituglu "
+    "scaled_clamped_dswiglu scaled_dsrelu dbias_dgelu dbias_dsilu dbias_drelu dbias_dqgelu dbias_dsrelu "
+    "bgrad_quantize quantize dequantize",
+}
+
+
+def run(code):
+    """Run code in a new interpreter; return what it printed. A failure shows its traceback."""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=300)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+WITHOUT_JAX = "import sys\nsys.modules['jax'] = None\n"
+
+
+@pytest.mark.parametrize("before", ["", WITHOUT_JAX], ids=["as installed", "without jax"])
+def test_the_usage_script_runs(before):
+    printed = run(f"{before}exec(compile({USAGE!r}, 'usage.py', 'exec'))")
+    assert printed == "all five components answered\n"
+
+
+def test_jax_names_without_jax_are_an_import_error():
+    run(
+        f"{WITHOUT_JAX}import fuser.compat\nfuser.compat.install()\n"
+        "import transformer_engine.jax\n"
+        "try: from transformer_engine.jax.cpp_extensions.activation import act_lu\n"
+        "except ImportError as error: assert 'jax' in str(error)\n"
+        "else: raise AssertionError"
+    )
+
+
+def test_star_imports():
+    run(
+        "import fuser.compat\nfuser.compat.install()\n"
+        "from transformer_engine.pytorch.ops import *\n"
+        "from transformer_engine.common.recipe import *\n"
+        "Linear, Sequential, DelayedScaling, Format"
+    )
+
+
+def test_fp8_is_deprecated():
+    run(
+        "import warnings, fuser.compat\nfuser.compat.install()\n"
+        "with warnings.catch_warnings(record=True) as caught:\n"
+        "    warnings.simplefilter('always')\n"
+        "    from transformer_engine.pytorch.fp8 import DelayedScaling, autocast\n"
+        "assert [w.category for w in caught] == [DeprecationWarning], caught"
+    )
+
+
+def test_every_name_is_there():
+    checks = "\n".join(f"from {module} import {', '.join(names.split())}" for module, names in NAMES.items())
+    run(f"import fuser.compat\nfuser.compat.install()\n{checks}")
+
+
+def test_objects_are_this_package_s_own():
+    run(
+        "import fuser, fuser.compat, fuser.ops\n"
+        "fuser.compat.install(); fuser.compat.install()\n"
+        "import transformer_engine, transformer_engine.pytorch as te\n"
+        "from transformer_engine.pytorch.ops.basic import BasicLinear\n"
+        "assert transformer_engine.pytorch is te\n"
+        "assert te.ops.BasicLinear is BasicLinear is fuser.ops.BasicLinear\n"
+        "assert 'Linear' in dir(te.ops)\n"
+        "import importlib.util\n"
+        "assert importlib.util.find_spec('transformer_engine').origin == 'fuser.compat'"
+    )
+
+
+def test_uninstall_restores():
+    run(
+        "import sys, fuser.compat\n"
+        "before = set(sys.modules)\n"
+        "fuser.compat.install()\n"
+        "import transformer_engine.pytorch as te\n"
+        "fuser.compat.uninstall()\n"
+        "assert not [name for name in set(sys.modules) - before if name.startswith('transformer_engine')]\n"
+        "try:\n    import transformer_engine\n"
+        "except ModuleNotFoundError: pass\n"
+        "else: raise AssertionError\n"
+        "assert te.ops.Linear(16, 16)\n"
+        "fuser.compat.install()\n"
+        "import transformer_engine.pytorch"
+    )
+
+
+def test_a_real_transformer_engine_is_an_error():
+    run(
+        "import sys, types, fuser.compat\n"
+        "sys.modules['transformer_engine'] = types.ModuleType('transformer_engine')\n"
+        "try: fuser.compat.install()\n"
+        "except RuntimeError as error: assert 'transformer_engine is already imported' in str(error)\n"
+        "else: raise AssertionError\n"
+        "assert not isinstance(sys.modules['transformer_engine'], fuser.compat._Alias)\n"
+        "assert 'transformer_engine_torch' not in sys.modules"
+    )
+
+
+@pytest.mark.parametrize("name", ["transformer_engine.pytorch.no_such_module", "transformer_engine.no_such_package"])
+def test_a_module_that_is_not_offered_is_not_found(name):
+    run(
+        f"import fuser.compat\nfuser.compat.install()\n"
+        f"try:\n    import {name}\n"
+        f"except ModuleNotFoundError as error: assert {name!r} in str(error)\n"
+        f"else: raise AssertionError"
+    )
