@@ -37,6 +37,10 @@ MODULES = {
     "transformer_engine.pytorch.quantization": "fuser.quantization",
     "transformer_engine.pytorch.quantized_tensor": "fuser.quantization",
     "transformer_engine.pytorch.tensor": "fuser.quantization",
+    "transformer_engine.pytorch.tensor.float8_blockwise_tensor": "fuser.quantization",
+    "transformer_engine.pytorch.tensor.float8_tensor": "fuser.quantization",
+    "transformer_engine.pytorch.tensor.mxfp8_tensor": "fuser.quantization",
+    "transformer_engine.pytorch.tensor.nvfp4_tensor": "fuser.quantization",
     "transformer_engine_torch": "fuser.functional",
     "transformer_engine.jax": "fuser.xla",
     "transformer_engine.jax.activation": "fuser.xla",
@@ -66,7 +70,12 @@ class _Alias(ModuleType):
         target = importlib.import_module(self._target)
         if attribute == "__all__":
             return getattr(target, "__all__", [name for name in dir(target) if not name.startswith("_")])
-        return getattr(target, attribute)
+        try:
+            return getattr(target, attribute)
+        except AttributeError:
+            ops = importlib.import_module("fuser.ops") if self._target == "fuser" else None
+            hint = f"; transformer_engine.pytorch.ops has {attribute}" if hasattr(ops, attribute) else ""
+            raise AttributeError(f"fuser.compat offers no {self.__name__}.{attribute}{hint}") from None
 
     def __dir__(self):
         target = [] if self._target is None else dir(importlib.import_module(self._target))

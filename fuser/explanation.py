@@ -452,7 +452,11 @@ def _text_of(number: int, pipeline: PipelineReport) -> str:
         lines.append(f"  saved for backward: {_bytes(pipeline.saved_bytes)}")
         for index, tensors in sorted(pipeline.saved.items()):
             for tensor in tensors:
-                size = "shared memory" if tensor.shared else f"{_bytes(tensor.bytes)} (theory {_bytes(tensor.theory)})"
+                size = (
+                    "no memory of its own"
+                    if tensor.shared
+                    else f"{_bytes(tensor.bytes)} (theory {_bytes(tensor.theory)})"
+                )
                 lines.append(f"    {_names(pipeline, [index])}: {tensor.shape} {tensor.format}, {size}")
     return "\n".join(lines)
 

@@ -91,9 +91,8 @@ def _check_backward(name, grad, x, *, same_dtype=True):
 
 def _require_quantizer(quantizer):
     if not isinstance(quantizer, Quantizer):
-        raise TypeError(
-            f"Unexpected type for quantizer: it must be a Quantizer or None; got {type(quantizer).__name__}"
-        )
+        got = f"the class {quantizer.__name__}" if isinstance(quantizer, type) else type(quantizer).__name__
+        raise TypeError(f"Unexpected type for quantizer: it must be a Quantizer or None; got {got}")
 
 
 def _fusable(quantizer):

@@ -164,6 +164,10 @@ class Recipe:
         )
 
     def _check_not_e5m2(self):
+        _require(
+            isinstance(self.fp8_format, Format),
+            f"fp8_format must be a Format, as Format.E4M3; got {self.fp8_format!r}",
+        )
         _require(self.fp8_format != Format.E5M2, "Pure E5M2 training is not supported.")
 
 

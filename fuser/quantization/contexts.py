@@ -57,6 +57,8 @@ class autocast:  # noqa: N801 (TE's name)
         amax_reduction_group: Any = None,
         _graph: bool = False,
     ):
+        if not isinstance(enabled, bool):  # a recipe given by position, for one
+            raise TypeError(f"enabled must be a bool; got {enabled!r}. A recipe is given as autocast(recipe=...)")
         self.enabled, self.calibrating, self.recipe = enabled, calibrating, recipe
         self.amax_reduction_group, self._graph = amax_reduction_group, _graph
         self._snapshot = None
@@ -124,7 +126,8 @@ def fp8_model_init(enabled: bool = True, recipe: Recipe | None = None, preserve_
 def check_recipe_support(recipe: Recipe) -> None:
     """Raise `RuntimeError` unless operations can work under `recipe`: any recipe of `fuser.recipe` or a subclass."""
     if not isinstance(recipe, Recipe):
-        raise RuntimeError(f"recipe must be a recipe of fuser.recipe; got {recipe!r}")
+        hint = f"; make one of the class: {recipe.__name__}()" if isinstance(recipe, type) else ""
+        raise RuntimeError(f"recipe must be an instance of a recipe of fuser.recipe; got {recipe!r}{hint}")
 
 
 # --- what is native -------------------------------------------------------------------------------

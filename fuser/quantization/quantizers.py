@@ -125,6 +125,9 @@ class Float8Quantizer(Quantizer):
         columnwise: bool = True,
     ):
         super().__init__(rowwise=rowwise, columnwise=columnwise)
+        for name, tensor in (("scale", scale), ("amax", amax)):
+            if isinstance(tensor, int | float):
+                raise TypeError(f"{name} must be a float32 tensor of one element, as torch.ones(1); got {tensor!r}")
         self.scale, self.amax, self.dtype = scale, amax, _fp8_dtype(fp8_dtype)
         self._read_scale = None
 

@@ -741,3 +741,9 @@ def test_quantized_operand_without_the_copy_that_is_read():
         BasicLinear._functional_backward(*bare, **options)
     with pytest.raises(ValueError, match="Missing quantizer for weight tensor"):
         BasicLinear._functional_backward(dy, x, bare[2], **options)
+
+
+@pytest.mark.parametrize("shape", [(4, 96), (64, 1), ()])
+def test_an_input_of_another_width_is_named(shape):
+    with pytest.raises(ValueError, match=r"Input tensor .* and weight tensor .* are not compatible.*in_features"):
+        _linear()(torch.zeros(shape))

@@ -139,3 +139,13 @@ def test_a_module_that_is_not_offered_is_not_found(name):
         f"except ModuleNotFoundError as error: assert {name!r} in str(error)\n"
         f"else: raise AssertionError"
     )
+
+
+def test_a_missing_name_says_where_to_look():
+    run(
+        "import fuser.compat\nfuser.compat.install()\n"
+        "import transformer_engine.pytorch as te\n"
+        "try: te.Linear\n"
+        "except AttributeError as error: assert 'transformer_engine.pytorch.ops has Linear' in str(error)\n"
+        "else: raise AssertionError"
+    )

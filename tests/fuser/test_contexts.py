@@ -205,3 +205,17 @@ def test_alignment():
     assert all(q.get_align_size_for_quantization(cls()) == size for cls, size in sizes.items())
     assert q.get_align_size_for_quantization(NVFP4BlockScaling()) == 128
     assert q.get_align_size_for_quantization(CustomRecipe(print, quantization_alignment=48)) == 48
+
+
+def test_a_recipe_by_position_is_an_error():
+    """`enabled` comes first: a recipe there would be true, and the default recipe would run."""
+    with pytest.raises(TypeError, match=r"enabled must be a bool.*autocast\(recipe=\.\.\.\)"):
+        q.autocast(MXFP8BlockScaling())
+
+
+def test_a_class_for_a_recipe_is_named():
+    with (
+        pytest.raises(RuntimeError, match=r"instance of a recipe.*MXFP8BlockScaling\(\)"),
+        q.autocast(recipe=MXFP8BlockScaling),
+    ):
+        pass

@@ -631,3 +631,9 @@ def test_reference_backend_gives_the_same_bits():
             expected = quantizer(x)
         for name, tensor in expected.buffers.tensors.items():
             assert torch.equal(tensor, made.buffers.tensors[name]), name
+
+
+@pytest.mark.parametrize("arguments", [(1.0, torch.zeros(1)), (torch.ones(1), 0.0)])
+def test_delayed_scaling_needs_tensors(arguments):
+    with pytest.raises(TypeError, match="must be a float32 tensor of one element"):
+        q.Float8Quantizer(*arguments, DType.kFloat8E4M3)

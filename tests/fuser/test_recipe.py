@@ -170,3 +170,11 @@ def test_an_edited_field_leaves_assigned_qparams_alone():
     recipe.fp4_quant_fwd_inp = mine = QParams(amax_epsilon=0.5)
     recipe.disable_rht = True
     assert recipe.fp4_quant_fwd_inp is mine and not recipe.fp4_quant_bwd_grad.random_hadamard_transform
+
+
+@pytest.mark.parametrize("kind", ["DelayedScaling", "Float8CurrentScaling", "Float8BlockScaling", "MXFP8BlockScaling"])
+@pytest.mark.parametrize("value", ["E4M3", "HYBRID", None, 3])
+def test_a_format_is_a_format(kind, value):
+    """A string would compare unequal to every format and quantize in some other."""
+    with pytest.raises(AssertionError, match=f"fp8_format must be a Format, as Format.E4M3; got {value!r}"):
+        getattr(r, kind)(fp8_format=value)
