@@ -62,5 +62,5 @@ def test_no_growth_over_1000_steps(name):
     for _ in range(1000):
         step()
     tensors_after, blocks_after = alive()
-    assert tensors_after == tensors
+    assert tensors_after <= tensors
     assert blocks_after - blocks < 500, f"{blocks_after - blocks} blocks of memory in 1000 steps"  # half of one a step
