@@ -19,7 +19,7 @@ import inspect
 import os
 import threading
 import warnings
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 
 import torch
@@ -118,7 +118,7 @@ class _Compiled:
     """A function, its compiled form once there is one, and whether compiling it has failed."""
 
     def __init__(self, function):
-        self.function, self.compiled, self.failed = function, None, False
+        self.function, self.compiled, self.failed = function, None, set()  # device types where compiling failed
         self.lock = threading.Lock()
 
     def wrapper(self, wanted):
@@ -133,7 +133,8 @@ class _Compiled:
         return call
 
     def run(self, args, kwargs):
-        if self.failed or (_without_compiler and _device_type(args, kwargs) in _without_compiler):
+        device_type = _device_type(args, kwargs)
+        if device_type == "meta" or device_type in self.failed or device_type in _without_compiler:
             return self.function(*args, **kwargs)
         if self.compiled is None:
             _load_compiler()
@@ -144,13 +145,17 @@ class _Compiled:
             raise
         except Exception as error:
             failure = error
-        result = self.function(*args, **kwargs)  # a mistake of the caller's raises here, in plain words
-        self.give_up(failure, _device_type(args, kwargs))
+        try:
+            result = self.function(*args, **kwargs)  # a mistake of the caller's raises here, in plain words
+            self.give_up(failure, device_type)
+        finally:
+            del failure  # its traceback holds the caller's tensors
         return result
 
     def give_up(self, error, device_type):
         with self.lock:
-            first, self.failed = not self.failed, True
+            first = device_type not in self.failed
+            self.failed.add(device_type)
         if first and device_type not in _without_compiler:
             name = getattr(self.function, "__qualname__", repr(self.function))
             warnings.warn(_explanation(error, name, device_type), RuntimeWarning, stacklevel=4)
@@ -170,7 +175,8 @@ def _explanation(error, name, device_type):
             f"torch.compile needs a C++ compiler for {name} on {device_type}, and there is none (install g++, or name "
             f"one in CXX): it and all other jitted functions run eagerly on {device_type} from now on"
         )
-    reason = (str(error).strip() or "no message").splitlines()[0]
+    lines = (str(error).strip() or "no message").splitlines()
+    reason = next((line for line in lines if line.strip() and not line.endswith("raised:")), lines[0])
     return f"torch.compile failed for {name}, which runs eagerly from now on: {type(error).__name__}: {reason}"
 
 
@@ -305,6 +311,8 @@ def _narrow(tensor, *inputs):
 
 
 def _without_autocast(tensor):
+    if not torch.amp.is_autocast_available(tensor.device.type):  # meta, for one
+        return nullcontext()
     return torch.amp.autocast(device_type=tensor.device.type, enabled=False)
 
 
@@ -366,6 +374,8 @@ class _Family:
 def _name(function, name, text):
     function.__name__ = function.__qualname__ = name
     function.__module__, function.__doc__ = __name__, text
+    # Code of its own: torch.compile counts recompilations by code object, which closures of one function share.
+    function.__code__ = function.__code__.replace(co_name=name)
 
 
 _ACTIVATIONS = {

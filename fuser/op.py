@@ -332,7 +332,8 @@ class BasicOperation(FusibleOperation, metaclass=abc.ABCMeta):
         next_op_input_quantizer: Any,
         basic_op_kwargs: list[dict[str, Any]],
     ) -> tuple[Any, list[tuple[()]]]:
-        self._check_no_extra_tensors("fuser_forward")
+        if self.num_extra_inputs or self.num_extra_outputs:
+            self._check_no_extra_tensors("fuser_forward")
         output = self.op_forward(
             basic_op_ctxs[0],
             input_,

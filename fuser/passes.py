@@ -167,12 +167,12 @@ def run_forward(
         next_quantizer = basic_ops[last + 1].get_input_quantizer() if last + 1 < len(basic_ops) else None
         step_input = x
         result = op.fuser_forward(
-            [contexts[i] for i in indices],
+            contexts[first : last + 1],
             x,
-            basic_op_extra_inputs=[all_extra_inputs[i] for i in indices],
+            basic_op_extra_inputs=all_extra_inputs[first : last + 1],
             prev_op_grad_output_quantizer=prev_quantizer,
             next_op_input_quantizer=next_quantizer,
-            basic_op_kwargs=[basic_op_kwargs[i] for i in indices],
+            basic_op_kwargs=basic_op_kwargs[first : last + 1],
         )
         if type(result) is not tuple or len(result) != 2 or type(result[1]) is not list:
             _check_results(op, "fuser_forward", result, _FORWARD_RESULTS)

@@ -141,7 +141,16 @@ def _activation(x, activation_type, quantizer, act_params):
 
 
 def _activation_forward(x, activation_type, quantizer, act_params):
-    return act_lu(x, activation_type, quantizer, act_params).dequantize(), x
+    return _values(act_lu(x, activation_type, quantizer, act_params)), x
+
+
+def _values(tensor):
+    """The values of a result, laid out as the unquantized one: a columnwise copy may be transposed."""
+    values = tensor.dequantize()
+    if getattr(tensor, "data_layout", "N") == "N":
+        return values
+    axis = tensor.flatten_axis
+    return values.transpose(*range(axis, values.ndim), *range(axis))
 
 
 def _activation_backward(activation_type, act_params, x, g):

@@ -289,7 +289,10 @@ def _error(api, error):
         code = INVALID_ARGUMENT
     elif isinstance(error, NotImplementedError):
         code = UNIMPLEMENTED
-    message = f"{type(error).__name__}: {error}".encode()
+    try:
+        message = f"{type(error).__name__}: {error}".encode(errors="replace")
+    except Exception:  # an error that can't be shown must not leave the handler without an answer
+        message = f"{type(error).__name__}, whose message can't be shown".encode()
     request = ErrorCreate(struct_size=ctypes.sizeof(ErrorCreate), message=message, code=code)
     return _FUNCTION(Api.from_address(api).error_create)(ctypes.addressof(request))
 

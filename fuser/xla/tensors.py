@@ -226,7 +226,7 @@ class ScaledTensorFactory:
     ):
         """Return a `ScaledTensor1x` or `ScaledTensor2x` of the copies that `q_layout` names.
 
-        `data_layout` has one letter for the rowwise and one for the columnwise copy.
+        `data_layout` has a letter for each copy, as a quantizer's `get_data_layout` gives them: the rowwise one first.
         """
         create, tensors = ScaledTensorFactory.create_1x, []
         q_layout = QuantizeLayout(q_layout)
@@ -241,7 +241,7 @@ class ScaledTensorFactory:
                     scaling_mode,
                     dq_dtype,
                     True,
-                    data_layout[1],
+                    data_layout[-1],
                     flatten_axis,
                 )
             )

@@ -1,9 +1,10 @@
 """Speed of `cuda_kernels.host` at 4096 x 4096 bfloat16 beside `refops` and PyTorch: one run, the same bits.
 
 Rounds alternate between the competitors, the best of each counts. In `extra_info`: wall and CPU milliseconds of each,
-and both ratios to `host`. Asserted are ratios of CPU time (`BOUNDS`), which other work on the machine disturbs less,
-with about a fifth of slack; `refops` runs on one thread, so its wall ratio is larger by the number of CPUs. PyTorch
-runs the same formulas, eager and compiled (left out where it or g++ is missing).
+and both ratios to `host`. Asserted is the larger ratio (`BOUNDS`), with about a fifth of slack: other work on the
+machine disturbs CPU time less, but what PyTorch's threads count as such depends on how long they spin. `refops` runs on
+one thread, so its wall ratio is larger by the number of CPUs. PyTorch runs the same formulas, eager and compiled (left
+out where it or g++ is missing).
 """
 
 import shutil
@@ -149,4 +150,4 @@ def test_speed(benchmark, tensors, name):
     ratios = {other: tuple(times[other] / times["host"]) for other in others}
     benchmark.extra_info |= {"wall and CPU, ms": {n: tuple(t) for n, t in times.items()}, "wall and CPU ratio": ratios}
     for other, bound in zip(("refops", "PyTorch eager", "PyTorch compiled"), BOUNDS[name], strict=True):
-        assert other not in ratios or ratios[other][1] >= bound, f"{other}: {ratios[other]}"
+        assert other not in ratios or max(ratios[other]) >= bound, f"{other}: {ratios[other]}"

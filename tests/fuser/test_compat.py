@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent.parent
 USAGE = (Path(__file__).parent / "usage.py").read_text()
 
-#: spec/fuser.md, section 9: what an aliased package must offer.
+#: docs/spec/fuser.md, section 9: what an aliased package must offer.
 NAMES = {
     "transformer_engine.common.recipe": "Recipe Format DelayedScaling Float8CurrentScaling MXFP8BlockScaling "
     "Float8BlockScaling NVFP4BlockScaling CustomRecipe",

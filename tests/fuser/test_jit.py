@@ -1,5 +1,6 @@
 """`fuser.jit`: formulas against float64, when and whether functions are compiled, what happens when they cannot be."""
 
+import inspect
 import os
 import subprocess
 import sys
@@ -511,3 +512,33 @@ def test_warm_ups(monkeypatch, name):
 
 def test_warm_ups_without_compiling(eager):
     jit.warmup_jit_bias_gelu(8, torch.float32, 2, 2)
+
+
+def test_meta_tensors_compile_nothing_and_break_nothing():
+    """A warm-up on meta must not turn compilation off elsewhere."""
+    x, bias = torch.empty(4, 8, device="meta", requires_grad=True), torch.empty(8, device="meta")
+    with warnings.catch_warnings(), jit.compilation(True):
+        warnings.simplefilter("error")
+        assert jit.gelu_fused_(x).shape == x.shape
+        assert jit.bias_gelu_fused(x, bias).shape == x.shape
+        assert jit.l2normalization_fused(x, 1e-6).shape == x.shape
+        assert jit.bias_dropout_add_fused_train(x, bias, x, 0.1).shape == x.shape
+
+
+def test_each_function_has_code_of_its_own():
+    """torch.compile counts recompilations by code object: functions that share one use up each other's budget."""
+    names = [f"{prefix}{name}_fused_" for name in ("gelu", "silu", "relu", "qgelu", "srelu") for prefix in ("", "d")]
+    codes = {id(inspect.unwrap(getattr(jit, name)).__code__) for name in names}
+    assert len(codes) == len(names)
+
+
+def test_a_failed_compile_says_why_and_stays_on_its_device(monkeypatch):
+    compiled = jit._Compiled(lambda x: x + 1)
+
+    def fail(*args):
+        raise RuntimeError("backend='inductor' raised:\nthe reason")
+
+    compiled.compiled = fail
+    with pytest.warns(RuntimeWarning, match="the reason"):
+        assert torch.equal(compiled.run((torch.ones(2),), {}), torch.full((2,), 2.0))
+    assert compiled.failed == {"cpu"}

@@ -863,3 +863,48 @@ def test_the_route_is_chosen_by_scope_then_environment(monkeypatch):
     monkeypatch.setenv("FUSER_XLA_ROUTE", "carrier pigeon")
     with pytest.raises(ValueError, match="FUSER_XLA_ROUTE must be one of"):
         xla.current_route()
+
+
+@pytest.mark.parametrize("layout", list(xla.QuantizeLayout))
+@pytest.mark.parametrize(
+    "mode", ["DELAYED_TENSOR_SCALING", "CURRENT_TENSOR_SCALING", "MXFP8_1D_SCALING", "NVFP4_1D_SCALING"]
+)
+def test_activation_has_one_layout_whatever_the_quantizer_makes(mode, layout):
+    """Columnwise copies may be transposed; the activation's result and its gradient are not."""
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((32, 32, 1, 32)), jnp.float32)
+    quantizer = xla.QuantizerFactory.create(scaling_mode=xla.ScalingMode[mode], q_layout=layout)
+    want = xla.activation(x, ("gelu",))
+    y = xla.activation(x, ("gelu",), quantizer)
+    assert y.shape == want.shape
+    assert float(jnp.linalg.norm(y - want) / jnp.linalg.norm(want)) < (0.15 if "NVFP4" in mode else 0.06)
+    assert jax.grad(lambda v: xla.activation(v, ("gelu",), quantizer).sum())(x).shape == x.shape
+
+
+def test_one_columnwise_copy_takes_the_quantizer_s_own_layout():
+    x = jnp.ones((16, 1, 32), jnp.float32)
+    quantizer = xla.CurrentScaleQuantizer(q_layout=xla.QuantizeLayout.COLWISE)
+    q = xla.act_lu(x, ("gelu",), quantizer)
+    again = xla.ScaledTensorFactory.create(
+        None,
+        None,
+        q.data,
+        q.scale_inv,
+        scaling_mode=q.scaling_mode,
+        data_layout=quantizer.get_data_layout(),
+        q_layout=xla.QuantizeLayout.COLWISE,
+    )
+    assert again.data_layout == q.data_layout == "T"
+
+
+@pytest.mark.parametrize("error", ["surrogate", "unprintable"])
+def test_an_error_that_cannot_be_shown_is_an_error_all_the_same(monkeypatch, error):
+    class UnprintableError(ValueError):
+        def __str__(self):
+            raise RuntimeError("no words")
+
+    def fail(*args, **kwargs):
+        raise ValueError("sur\udcff") if error == "surrogate" else UnprintableError()
+
+    monkeypatch.setattr(xla.ffi, "run", fail)
+    with xla.route("ffi"), pytest.raises(jax.errors.JaxRuntimeError, match=r"ValueError|UnprintableError"):
+        xla.act_lu(jnp.ones((4, 1, 24), jnp.float32), ("gelu",)).data.block_until_ready()
