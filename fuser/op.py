@@ -469,6 +469,20 @@ def _unregistered(meta: dict[str, Any] | None) -> dict[str, Any] | None:
     return {**kept, "fp8_group": None}
 
 
+class ExtraTensorOperation(BasicOperation):
+    """A basic operation with extra inputs or outputs: it computes in `fuser_forward` and `fuser_backward` alone."""
+
+    def op_forward(self, *args: Any, **kwargs: Any) -> None:
+        raise RuntimeError(
+            f"{type(self).__name__} has extra tensors. It overrides `fuser_forward` instead of `op_forward`."
+        )
+
+    def op_backward(self, *args: Any, **kwargs: Any) -> None:
+        raise RuntimeError(
+            f"{type(self).__name__} has extra tensors. It overrides `fuser_backward` instead of `op_backward`."
+        )
+
+
 class FusedOperation(FusibleOperation):
     """Several basic operations computed at once.
 

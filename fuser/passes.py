@@ -166,14 +166,18 @@ def run_forward(
         )
         next_quantizer = basic_ops[last + 1].get_input_quantizer() if last + 1 < len(basic_ops) else None
         step_input = x
-        result = op.fuser_forward(
-            contexts[first : last + 1],
-            x,
-            basic_op_extra_inputs=all_extra_inputs[first : last + 1],
-            prev_op_grad_output_quantizer=prev_quantizer,
-            next_op_input_quantizer=next_quantizer,
-            basic_op_kwargs=basic_op_kwargs[first : last + 1],
-        )
+        try:
+            result = op.fuser_forward(
+                contexts[first : last + 1],
+                x,
+                basic_op_extra_inputs=all_extra_inputs[first : last + 1],
+                prev_op_grad_output_quantizer=prev_quantizer,
+                next_op_input_quantizer=next_quantizer,
+                basic_op_kwargs=basic_op_kwargs[first : last + 1],
+            )
+        except Exception as error:
+            _say_where(error, "forward", op, indices)
+            raise
         if type(result) is not tuple or len(result) != 2 or type(result[1]) is not list:
             _check_results(op, "fuser_forward", result, _FORWARD_RESULTS)
         x, extra_outputs = result
@@ -206,6 +210,13 @@ def run_forward(
         frozen = [y for (i, _), y in zip(routes.public_outputs, public, strict=True) if i < first_requiring_backward]
         func_ctx.mark_non_differentiable(*frozen)
     return (x, *public) if public else x
+
+
+def _say_where(error: Exception, direction: str, op: FusibleOperation, indices: list[int]) -> None:
+    """Add to an error, below its message, in which operation it arose (from Python 3.11 on)."""
+    if hasattr(error, "add_note"):
+        place = f"operation {indices[0]}" if len(indices) == 1 else f"operations {indices[0]} to {indices[-1]}"
+        error.add_note(f"In {direction} of {place} of the pipeline: {op}")
 
 
 _NO_EXTRA_OUTPUTS = [()]
@@ -386,11 +397,15 @@ def run_backward(
                 if grad is not None:
                     own = all_grad_outputs[i][slot]
                     all_grad_outputs[i][slot] = writable(grad, basic_ops[i]) if own is None else own + grad
-        result = op.fuser_backward(
-            [contexts[i] for i in indices],
-            dx,
-            basic_op_grad_extra_outputs=[all_grad_outputs[i] for i in indices],
-        )
+        try:
+            result = op.fuser_backward(
+                [contexts[i] for i in indices],
+                dx,
+                basic_op_grad_extra_outputs=[all_grad_outputs[i] for i in indices],
+            )
+        except Exception as error:
+            _say_where(error, "backward", op, indices)
+            raise
         _check_results(op, "fuser_backward", result, _BACKWARD_RESULTS)
         dx, *groups = result
         if not _is_tensor(dx) and (dx is not None or any(context.requires_grad for context in contexts[: indices[0]])):

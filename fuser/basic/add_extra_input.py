@@ -5,10 +5,10 @@ from typing import Any
 import torch
 
 from fuser.common import maybe_dequantize, reject_forward_kwargs
-from fuser.op import BasicOperation, OperationContext
+from fuser.op import ExtraTensorOperation, OperationContext
 
 
-class AddExtraInput(BasicOperation):
+class AddExtraInput(ExtraTensorOperation):
     """`extra + x` for an extra input of the shape of `x`; both get the output's gradient.
 
     `in_place`: adds into the extra input's memory and returns a view of it, so that a preceding linear can accumulate
@@ -25,16 +25,6 @@ class AddExtraInput(BasicOperation):
     @property
     def in_place(self) -> bool:
         return self._in_place
-
-    def op_forward(self, *args: Any, **kwargs: Any) -> None:
-        raise RuntimeError(
-            "AddExtraInput has an extra tensor input. It overrides `fuser_forward` instead of `op_forward`."
-        )
-
-    def op_backward(self, *args: Any, **kwargs: Any) -> None:
-        raise RuntimeError(
-            "AddExtraInput has an extra tensor input. It overrides `fuser_backward` instead of `op_backward`."
-        )
 
     def fuser_forward(
         self,

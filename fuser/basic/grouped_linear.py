@@ -38,7 +38,7 @@ from fuser.common import (
     maybe_dequantize,
     validate_or_alloc_output,
 )
-from fuser.op import BasicOperation, OperationContext
+from fuser.op import ExtraTensorOperation, OperationContext
 from fuser.quantization.quantizer import Quantizer
 from fuser.quantization.state import FP8GlobalStateManager, QuantizerRole
 from fuser.recipe import Recipe
@@ -53,7 +53,7 @@ def is_op_fuser_grouped_tensor_path_supported(recipe: Recipe | None, dtype: torc
     return False
 
 
-class GroupedLinear(BasicOperation):
+class GroupedLinear(ExtraTensorOperation):
     """`y_i = x_i W_i^T (+ b_i)` for each of `num_groups` runs of rows of one input.
 
     Args:
@@ -234,18 +234,6 @@ class GroupedLinear(BasicOperation):
             grad_output_quantizer.set_usage(rowwise=True, columnwise=wgrad)
 
     # Compute
-
-    def op_forward(self, *args: Any, **kwargs: Any) -> None:
-        raise RuntimeError(
-            f"{type(self).__name__} operation has {self.num_extra_inputs} extra tensor inputs. "
-            "It overrides `fuser_forward` instead of `op_forward`."
-        )
-
-    def op_backward(self, *args: Any, **kwargs: Any) -> None:
-        raise RuntimeError(
-            f"{type(self).__name__} operation has {self.num_extra_inputs} extra tensor inputs. "
-            "It overrides `fuser_backward` instead of `op_backward`."
-        )
 
     def fuser_forward(
         self,

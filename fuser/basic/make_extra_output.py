@@ -5,10 +5,10 @@ from typing import Any
 import torch
 
 from fuser.common import reject_forward_kwargs
-from fuser.op import BasicOperation, OperationContext
+from fuser.op import ExtraTensorOperation, OperationContext
 
 
-class MakeExtraOutput(BasicOperation):
+class MakeExtraOutput(ExtraTensorOperation):
     """Returns `(x, x)`: the input for the next operation, and again as an extra output. Their gradients add up.
 
     `in_place`: adds into the memory of the extra output's gradient, so that a following linear can accumulate there.
@@ -25,16 +25,6 @@ class MakeExtraOutput(BasicOperation):
     @property
     def in_place(self) -> bool:
         return self._in_place
-
-    def op_forward(self, *args: Any, **kwargs: Any) -> None:
-        raise RuntimeError(
-            "MakeExtraOutput has an extra tensor output. It overrides `fuser_forward` instead of `op_forward`."
-        )
-
-    def op_backward(self, *args: Any, **kwargs: Any) -> None:
-        raise RuntimeError(
-            "MakeExtraOutput has an extra tensor output. It overrides `fuser_backward` instead of `op_backward`."
-        )
 
     def fuser_forward(
         self,

@@ -12,7 +12,7 @@ import torch
 from fuser import dispatch
 from fuser.basic.activation import _ActivationOperation, activation_dtype
 from fuser.common import maybe_dequantize, reject_forward_kwargs
-from fuser.op import BasicOperation, OperationContext
+from fuser.op import ExtraTensorOperation, OperationContext
 
 
 class _InterleavedGLU(_ActivationOperation):
@@ -122,7 +122,7 @@ def _require_betas(beta1, beta2):
 # --- with a scale for every row -------------------------------------------------------------------
 
 
-class _ScaledActivation(BasicOperation):
+class _ScaledActivation(ExtraTensorOperation):
     """y[row] = act(x[row]) * scales[row], float32 inside, one rounding: the middle of a grouped MLP.
 
     The extra input `scales` has the shape of the input without its last dimension. It is converted to the compute
@@ -143,16 +143,6 @@ class _ScaledActivation(BasicOperation):
     def activation_parameters(self) -> dict:
         """Keyword arguments of the activation besides its inputs."""
         return {}
-
-    def op_forward(self, *args, **kwargs):
-        raise RuntimeError(
-            f"{type(self).__name__} has an extra input. It overrides `fuser_forward` instead of `op_forward`."
-        )
-
-    def op_backward(self, *args, **kwargs):
-        raise RuntimeError(
-            f"{type(self).__name__} has an extra input. It overrides `fuser_backward` instead of `op_backward`."
-        )
 
     def fuser_forward(self, basic_op_ctxs, input_, *, basic_op_extra_inputs, basic_op_kwargs, **quantizers):
         reject_forward_kwargs(self, basic_op_kwargs[0])

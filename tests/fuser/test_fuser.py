@@ -1096,8 +1096,10 @@ def test_fused_and_unfused_agree(names, seed, kind):
             assert a is b
             continue
         error = (a.double() - b.double()).norm() / b.double().norm().clamp(min=1e-3)
-        products = sum("linear" in name for name in names)  # with a recipe each has its E5M2 gradient
-        assert error < (0.02 if kind is None else 0.1 * max(1, products / 2))
+        # With a recipe each product rounds its gradient to E5M2, fused before the scale, unfused after it: 5 % rms each
+        # time, 7 % between both, independently in each product; 10 % leaves room for tensors of a few numbers.
+        products = sum("linear" in name for name in names)
+        assert error < (0.02 if kind is None else 0.1 * max(1, products) ** 0.5)
 
 
 def test_public_names():

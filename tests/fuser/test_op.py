@@ -1,6 +1,7 @@
 """Base classes of operations: contexts, channels, quantizers and their recipe state, the interface to the fuser."""
 
 import copy
+import sys
 
 import pytest
 import torch
@@ -196,6 +197,23 @@ class TestCompute:
     def test_operations_with_extra_tensors_refuse_the_simple_methods(self, op_class, pass_):
         with pytest.raises(RuntimeError, match=f"overrides `fuser_{pass_}`"):
             getattr(op_class(), f"op_{pass_}")(OperationContext(), torch.ones(2))
+
+    @pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have no notes")
+    def test_an_error_says_in_which_operation_it_arose(self):
+        """Rows of 16 are too few for MXFP8's columnwise copy; the shape alone does not say whose."""
+        model = ops.Sequential(ops.ReLU(), ops.Reshape((-1, 64)), ops.Linear(64, 64, bias=False))
+        with fuser.autocast(recipe=recipe.MXFP8BlockScaling()), pytest.raises(ValueError, match="M % 32") as caught:
+            model(torch.ones(16, 64))
+        (note,) = caught.value.__notes__
+        assert note.startswith("In forward of operation 2 of the pipeline: BasicLinear(in_features=64")
+
+        class Fails(Double):
+            def op_backward(self, ctx, grad_output):
+                raise ArithmeticError("no")
+
+        with pytest.raises(ArithmeticError) as caught:
+            ops.Sequential(Double(), Fails())(torch.ones(2, requires_grad=True)).sum().backward()
+        assert caught.value.__notes__ == ["In backward of operation 1 of the pipeline: Fails()"]
 
     def test_unknown_keyword(self):
         with pytest.raises(TypeError, match="color"):
