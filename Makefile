@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help report train minilm test lint bench kernel-report gpu-check oracle-score exhaustive peers clean
+.PHONY: help report train minilm notebooks lab test lint bench kernel-report gpu-check oracle-score exhaustive peers clean
 
 help:
 	@sed -n 's/^## //p' $(MAKEFILE_LIST)
@@ -21,6 +21,15 @@ train: $(INSTALLED)
 ## minilm      a real model's feed-forward block under every recipe: error of output and gradients
 minilm: $(INSTALLED)
 	$(BIN)/python examples/minilm_feed_forward.py --explain
+
+## notebooks   run all notebooks; fails on an error or where one shows something else than is committed
+notebooks: $(INSTALLED)
+	$(BIN)/python notebooks/execute.py
+
+## lab         work through the notebooks in JupyterLab
+lab: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test,notebooks]'
+	$(BIN)/jupyter lab notebooks
 
 ## test        the tests; the kernels run as Python in a simulator in the second run
 test: $(INSTALLED)

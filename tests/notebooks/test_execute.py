@@ -1,0 +1,159 @@
+"""What `make notebooks` notices: an error, a warning, a slow cell, and outputs that are no longer the committed ones.
+
+Each test writes a small notebook beside a plots module of its own folder, keeps its outputs, and changes one thing.
+"""
+
+import asyncio
+import base64
+import importlib.util
+import io
+import json
+import re
+from pathlib import Path
+
+import nbformat
+import numpy as np
+import pytest
+from matplotlib import image
+from nbformat.v4 import new_code_cell, new_notebook
+
+NOTEBOOKS = Path(__file__).resolve().parent.parent.parent / "notebooks"
+FIGURE = """
+from matplotlib import pyplot as plt
+HEIGHT = 1
+plt.figure(figsize=(2, 1))
+plt.plot([0, HEIGHT, 3]);
+""".strip()
+
+spec = importlib.util.spec_from_file_location("execute", NOTEBOOKS / "execute.py")
+execute = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(execute)
+
+
+def check(path, write):
+    """(seconds, problems) of one notebook."""
+    return asyncio.run(execute.check(path, write))
+
+
+def tagged(source, *tags):
+    """A code cell with tags."""
+    return new_code_cell(source, metadata={"tags": list(tags)})
+
+
+@pytest.fixture
+def notebook(tmp_path):
+    """`write(*cells)` -> path of a notebook whose first cell draws its picture."""
+
+    def write(*cells, name="notebook.ipynb"):
+        path = tmp_path / "notebooks" / name
+        path.parent.mkdir(exist_ok=True)
+        nbformat.write(new_notebook(cells=[tagged(FIGURE, "picture"), *cells]), path)
+        return path
+
+    return write
+
+
+def problems_after(path, change):
+    """Keep the outputs of a notebook, change its JSON text, and check it."""
+    assert check(path, write=True)[1] == []
+    assert check(path, write=False)[1] == []
+    path.write_text(change(path.read_text()))
+    return check(path, write=False)[1]
+
+
+@pytest.mark.parametrize(
+    "old, new, problem",
+    [
+        ('"3\\n"', '"4\\n"', "cell 2 is stale in its stdout"),
+        ("HEIGHT = 1", "HEIGHT = 2", "cell 1 is stale in its image/png"),
+        ("print(1 + 2)", "1 + 2", "cell 2 is stale: stdout committed, text/plain shown"),
+        ("print(1 + 2)", "raise ValueError(5)", "fails"),
+        ("print(1 + 2)", "import warnings; warnings.warn('old'); print(3)", "cell 2 writes to stderr"),
+        ("print(1 + 2)", "import os; print(os.getcwd())", "cell 2 shows a path of this machine"),
+    ],
+)
+def test_one_change_is_noticed(notebook, old, new, problem):
+    def change(text):
+        assert old in text
+        return text.replace(old, new)
+
+    found = problems_after(notebook(new_code_cell("print(1 + 2)")), change)
+    assert found and found[0].startswith(problem), found
+
+
+def test_what_varies_is_compared_in_kind_alone(notebook):
+    path = notebook(tagged("import time\nprint(time.time())", "varies"))
+    assert problems_after(path, lambda text: text) == []
+    assert "stale" in problems_after(path, lambda text: text.replace("print(time.time())", "time.time()"))[0]
+
+
+def test_an_error_on_purpose_is_an_output(notebook):
+    path = notebook(tagged("raise ValueError(5)", "raises-exception"))
+    assert problems_after(path, lambda text: text) == []
+    assert "ValueError: 5" in problems_after(path, lambda text: text.replace("ValueError(5)", "ValueError(6)"))[0]
+
+
+def test_a_slow_notebook_is_a_problem(notebook):
+    _, problems = asyncio.run(execute.execute(notebook(new_code_cell("import time; time.sleep(1)")), limit=1))
+    assert len(problems) == 1 and problems[0].startswith("takes") and problems[0].endswith("more than 1")
+
+
+def test_a_failing_notebook_is_not_written(notebook):
+    path = notebook(new_code_cell("raise ValueError(5)"))
+    before = path.read_text()
+    assert check(path, write=True)[1][0].startswith("fails")
+    assert path.read_text() == before and not (path.parent / "pictures").exists()
+
+
+def test_two_pictures_or_none_are_a_problem(notebook):
+    path = notebook(tagged(FIGURE, "picture"))
+    assert check(path, write=True)[1] == ["has no figure of a cell tagged picture, or several"]
+
+
+def test_a_figure_may_differ_by_a_last_bit_alone():
+    def png(level):
+        stream = io.BytesIO()
+        image.imsave(stream, np.full((2, 2, 3), level, np.uint8), format="png")
+        return base64.b64encode(stream.getvalue()).decode()
+
+    assert execute.same_part("image/png", png(100), png(102))
+    assert not execute.same_part("image/png", png(100), png(103))
+
+
+def test_command_line(monkeypatch, notebook, capsys):
+    path = notebook(new_code_cell("1"), name="00_one.ipynb")
+    monkeypatch.setattr(execute, "FOLDER", path.parent)
+    assert execute.main([]) == 1 and "FAILED" in capsys.readouterr().out
+    assert execute.main(["--write"]) == 0
+    assert execute.main(["00"]) == 0 and "ok" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as stop:
+        execute.main(["7"])
+    assert stop.value.code == 2
+
+
+# --- the notebooks themselves -----------------------------------------------------------------------
+
+
+def committed():
+    """Paths of the notebooks."""
+    return sorted(NOTEBOOKS.glob("*.ipynb"))
+
+
+def test_the_index_has_every_notebook_and_its_picture():
+    index = (NOTEBOOKS / "README.md").read_text()
+    names = re.findall(r"\((\d\d_\w+\.ipynb)\)", index)
+    assert sorted(set(names)) == [path.name for path in committed()]
+    for path in committed():
+        assert f"pictures/{path.stem}.png" in index and (NOTEBOOKS / "pictures" / f"{path.stem}.png").exists()
+
+
+@pytest.mark.parametrize("path", committed(), ids=lambda path: path.stem)
+def test_cells_are_short_and_were_run(path):
+    """At most 25 lines; run from top to bottom; no path of a machine; the first cell is the title."""
+    cells = json.loads(path.read_text())["cells"]
+    assert "".join(cells[0]["source"]).startswith(f"# {path.name[:2]} ")
+    code = [cell for cell in cells if cell["cell_type"] == "code"]
+    assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))
+    for cell in code:
+        folded = cell["metadata"].get("jupyter", {}).get("source_hidden")
+        assert folded or len("".join(cell["source"]).splitlines()) <= 25
