@@ -1,13 +1,26 @@
-"""`python -m cuda_kernels report`: every kernel compiled without a GPU, see `compile_report`."""
+"""`python -m cuda_kernels report` and `python -m cuda_kernels puzzles`: see `compile_report` and `puzzles`."""
 
+import os
 import sys
 
-from cuda_kernels import compile_report
+USAGE = """usage: python -m cuda_kernels report [--kernel PATTERN] [--target sm_90] [--fast-math] [--json]
+       python -m cuda_kernels puzzles [FILE] [--only N] [--solutions]"""
 
-USAGE = "usage: python -m cuda_kernels report [--kernel PATTERN] [--target sm_90] [--fast-math] [--json]"
+
+def main(arguments):
+    """Run a command; return the exit code."""
+    if arguments[:1] == ["report"]:
+        from cuda_kernels import compile_report
+
+        return compile_report.main(arguments[1:])
+    if arguments[:1] == ["puzzles"]:
+        os.environ["NUMBA_ENABLE_CUDASIM"] = "1"  # decided when the kernels' vocabulary is imported
+        from cuda_kernels.puzzles import command
+
+        return command.main(arguments[1:])
+    print(USAGE, file=sys.stderr)
+    return 0 if arguments in (["-h"], ["--help"]) else 2
+
 
 if __name__ == "__main__":
-    if sys.argv[1:2] != ["report"]:
-        print(USAGE, file=sys.stderr)
-        sys.exit(0 if sys.argv[1:2] in (["-h"], ["--help"]) else 2)
-    sys.exit(compile_report.main(sys.argv[2:]))
+    sys.exit(main(sys.argv[1:]))

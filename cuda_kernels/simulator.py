@@ -93,7 +93,7 @@ class _Shared:
         if place not in block.shared:
             array = np.empty(shape, _as_dtype(dtype))
             array.view(np.uint8)[...] = 0xA5  # what nobody wrote shows
-            block.shared[place] = array
+            block.shared[place] = block.watch(array)
         return block.shared[place]
 
 
@@ -132,7 +132,7 @@ class _Cuda:
     def syncthreads():
         """Wait for all threads of the block."""
         thread = _thread()
-        thread.waiting_at = "syncthreads"
+        thread.waiting_at, thread.barriers = "syncthreads", thread.barriers + 1
         thread.parent.switch()
 
     @staticmethod
@@ -153,8 +153,8 @@ def _run_quietly(kernel, arguments):
 
 
 class _Block:
-    def __init__(self, kernel, arguments, block_index, block_shape, grid_shape):
-        self.shared, self.threads = {}, []
+    def __init__(self, kernel, arguments, block_index, block_shape, grid_shape, watch):
+        self.shared, self.threads, self.watch = {}, [], watch
         for number in range(block_shape[0] * block_shape[1] * block_shape[2]):
             thread = _Thread(lambda: _run_quietly(kernel, arguments))
             thread.block, thread.number = self, number
@@ -205,9 +205,15 @@ class _Thread(greenlet or object):
     """One CUDA thread."""
 
     offered = offered_before = waiting_at = None
+    barriers = 0
 
 
-def launch(kernel, grid, block, arguments, *, order="forward"):
+def current_thread():
+    """The running thread: its number in the block, thread_index, block_index, and how many barriers it has reached."""
+    return _thread()
+
+
+def launch(kernel, grid, block, arguments, *, order="forward", watch=lambda shared: shared):
     """Run `kernel` for every thread of a grid.
 
     Args:
@@ -215,6 +221,7 @@ def launch(kernel, grid, block, arguments, *, order="forward"):
         grid, block: (x, y, z) or shorter.
         arguments: its arguments; arrays as `Pointer`.
         order: "forward" or "backward", the order of the threads within a block and of the blocks.
+        watch: function(array of shared memory) -> what the threads of a block get for it; for recording accesses.
 
     Raises:
         ImportError: greenlet is missing. IndexError, ValueError: a wrong access. RuntimeError: a missed barrier.
@@ -225,4 +232,4 @@ def launch(kernel, grid, block, arguments, *, order="forward"):
     backward = order == "backward"
     points = [(x, y, z) for z in range(grid[2]) for y in range(grid[1]) for x in range(grid[0])]
     for point in reversed(points) if backward else points:
-        _Block(kernel, arguments, point, block, grid).run(backward)
+        _Block(kernel, arguments, point, block, grid, watch).run(backward)

@@ -1,0 +1,475 @@
+"""The puzzles: solutions are solved and compile for a GPU, holes are not yet, wrong fillings are named."""
+
+import ast
+import inspect
+import json
+import os
+import re
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cuda_kernels import accesses, puzzles
+from cuda_kernels.puzzles import checker, command, holes, solutions
+from cuda_kernels.simulator import launch
+
+ROOT = Path(__file__).resolve().parents[2]
+NAMES = list(puzzles.PUZZLES)
+
+#: (puzzle, what goes into its holes, what the verdict must say). "" leaves a line out.
+WRONG_FILLINGS = [
+    (
+        "add_bias",
+        ["y[i] = x[i] + bias[i % columns]"],
+        r"out of bounds: load of x\[300\], which has 300.*thread 44 of block 1",
+    ),
+    ("add_bias", ["y[i] = x[i] + bias[i % columns]"], r"The grid has more threads than there are elements"),
+    ("add_bias", ["if i < rows * columns:\n    y[i] = x[i] + bias[i // columns]"], r"the bias of its row's number"),
+    ("add_bias", ["if i < rows * columns:\n    y[i] = x[i]"], r"y\[0, 0\]: got .*The bias is not added"),
+    (
+        "add_bias",
+        ["if i < rows:\n    y[i] = x[i] + bias[i % columns]"],
+        r"248 elements of y were never written",
+    ),
+    ("widen_bf16", ["x[i]"], r"read as a whole number"),
+    ("widen_bf16", ["as_f32(x[i] << 16)"], r"a uint16 shifted by 16 is 0"),
+    ("widen_bf16", ["as_f32(np.uint32(x[i]))"], r"must move up by 16"),
+    ("swiglu", ["x[row * 2 * columns + columns + column]", "x[row * 2 * columns + column]"], r"gate-order"),
+    ("swiglu", ["x[i]", "x[i + columns]"], r"y\[1, 0\]: got"),
+    ("swiglu", ["x[row, column]", "x[row, column]"], r"x is flat, its index one integer"),
+    (
+        "absolute",
+        ["8 * cuda.threadIdx.x + k"],
+        r"the result is right, but one load of x touches 16 sectors where 2 would do",
+    ),
+    ("absolute", ["k * 64"], r"never written|race|two threads"),
+    ("block_amax", ["largest = maximum(largest, cuda.shfl_xor_sync(WARP, largest, 16))"], r"amax\[0\]: got"),
+    (
+        "block_amax",
+        ["for d in (16, 8, 2, 1):\n    largest = maximum(largest, cuda.shfl_xor_sync(WARP, largest, d))"],
+        r"The step of distance 4 is missing",
+    ),
+    (
+        "block_amax",
+        [
+            "if i < count:\n    for d in (16, 8, 4, 2, 1):\n"
+            "        largest = maximum(largest, cuda.shfl_xor_sync(WARP, largest, d))"
+        ],
+        r"12 of 32 threads of block \(1, 0, 0\) wait at shuffle.*A shuffle stands outside every `if`",
+    ),
+    ("block_amax", [""], r"knows its own element only"),
+    ("scale_byte", ["bits >> U32(23)"], r"The exponent is rounded down"),
+    ("scale_byte", ["(as_u32(amax[i]) >> U32(23)) - U32(8)"], r"scale-floor"),
+    ("scale_byte", ["np.uint32(bits + U32(0x400000)) >> U32(23)"], r"scale-nearest"),
+    ("scale_byte", ["(bits >> U32(23)) + U32(1)"], r"scale\[\d+, 0\]: got 0x\w+ .*A mantissa of zero needs no more"),
+    (
+        "mxfp8",
+        ["np.uint8(casts.e4m3(value * casts.e8m0_value(byte)))", "scales[i // 32] = np.uint8(byte)"],
+        r"inverted-scale",
+    ),
+    (
+        "mxfp8",
+        ["np.uint8(casts.e4m3(value * casts.e8m0_multiplier(byte)))", ""],
+        r"8 elements of scales were never written",
+    ),
+    (
+        "mxfp8",
+        ["np.uint8(casts.e5m2(value * casts.e8m0_multiplier(byte)))", "scales[i // 32] = np.uint8(byte)"],
+        r"other-format",
+    ),
+    ("mxfp8", ["casts.e4m3(value)", "scales[i // 32] = np.uint8(byte)"], r"cast as they are"),
+    ("pack_fp4", ["np.uint8(second | first << U32(4))"], r"swapped-nibbles"),
+    ("pack_fp4", ["np.uint8(first | second)"], r"codes\[0, 0\].*: got .*must move up by four bits"),
+    ("transpose", ["32", "cuda.syncthreads()", "TURN"], r"result is right, but 32 threads of a warp meet in one bank"),
+    ("transpose", ["33", "", "TURN"], r"reads tile\[.*\] before any thread has written it: is a barrier missing"),
+    (
+        "transpose",
+        [
+            "33",
+            "cuda.syncthreads()",
+            "row, column = row0 + ty + k, column0 + tx\nif row < rows and column < columns:\n"
+            "    y[column * rows + row] = np.uint8(tile[ty + k, tx])",
+        ],
+        r"one store of y touches 32 sectors where 1 would do",
+    ),
+    (
+        "transpose",
+        ["33", "if row0 + ty < rows:\n    cuda.syncthreads()", "TURN"],
+        r"every thread of a block must reach.*BARRIER",
+    ),
+    (
+        "dbias",
+        ["partial[ty, tx] = total\nif ty == 0 and column < columns:\n    FINISH"],
+        r"before any thread has written it",
+    ),
+    (
+        "dbias",
+        ["if ty == 0 and column < columns:\n    sums[column] = total"],
+        r"Only the rows of the threads with ty == 0",
+    ),
+    (
+        "dbias",
+        ["if column < columns:\n    sums[column] = sums[column] + total"],
+        r"two threads store different values in sums\[0\]",
+    ),
+    (
+        "dbias",
+        ["partial[ty, tx] = total\nif ty == 0 and column < columns:\n    cuda.syncthreads()\n    FINISH"],
+        r"32 of 256 threads .* wait at syncthreads",
+    ),
+]
+SHORT = {
+    "TURN": "row, column = row0 + tx, column0 + ty + k\nif row < rows and column < columns:\n"
+    "    y[column * rows + row] = np.uint8(tile[tx, ty + k])",
+    "FINISH": "for k in range(1, 8):\n        total = total + partial[k, tx]\n    sums[column] = total",
+}
+
+
+def filled(name, fillings):
+    """The text of `holes` with the holes of one kernel filled."""
+    source = Path(holes.__file__).read_text()
+    node = next(n for n in ast.parse(source).body if isinstance(n, ast.FunctionDef) and n.name == name)
+    lines, left = source.splitlines(), list(fillings)
+    for number in range(node.lineno - 1, node.end_lineno):
+        line = lines[number]
+        while "..." in line:
+            filling = left.pop(0)
+            for word, text in SHORT.items():
+                filling = filling.replace(word, text)
+            alone = line.strip() == "..."
+            line = (
+                textwrap.indent(filling or "pass", line[: -len(line.lstrip())])
+                if alone
+                else line.replace("...", filling, 1)
+            )
+        lines[number] = line
+    assert not left
+    return "\n".join(lines) + "\n"
+
+
+def verdict_of(tmp_path, name, fillings):
+    """The verdict on a kernel whose holes are filled so."""
+    path = tmp_path / "puzzles.py"
+    path.write_text(filled(name, fillings))
+    return puzzles.check(command.load(path, path.read_text())[name])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_solution(name):
+    verdict = puzzles.check(getattr(solutions, name))
+    assert verdict.solved, str(verdict)
+    assert verdict.accesses
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_holes_are_not_yet(name):
+    verdict = puzzles.check(getattr(holes, name))
+    assert verdict.status == checker.NOT_YET
+    line = int(re.search(r"hole in line (\d+)", str(verdict))[1])
+    assert "..." in Path(holes.__file__).read_text().splitlines()[line - 1]
+
+
+@pytest.mark.parametrize(("name", "fillings", "said"), WRONG_FILLINGS)
+def test_wrong_filling(tmp_path, name, fillings, said):
+    verdict = verdict_of(tmp_path, name, fillings)
+    assert verdict.status == checker.WRONG
+    said = said.replace("BARRIER", "A barrier stands outside every `if`")
+    assert re.search(said, str(verdict), re.DOTALL), str(verdict)
+
+
+@pytest.mark.parametrize(
+    ("name", "fillings"),
+    [
+        ("dbias", ["ATOMIC"]),
+        ("dbias", ["partial[ty, tx] = total\ncuda.syncthreads()\nif ty == 7 and column < columns:\n    LAST"]),
+        ("absolute", ["k * 64 + 63 - cuda.threadIdx.x"]),
+        (
+            "block_amax",
+            ["for d in (1, 2, 4, 8, 16):\n    largest = maximum(cuda.shfl_xor_sync(WARP, largest, d), largest)"],
+        ),
+        ("mxfp8", ["casts.e4m3(value * casts.e8m0_multiplier(byte))", "scales[i // 32] = byte"]),
+        ("transpose", ["35", "cuda.syncthreads()", "TURN"]),
+        ("pack_fp4", ["np.uint8(first + second * 16)"]),
+    ],
+)
+def test_other_solutions(tmp_path, name, fillings):
+    """Atomic adds, another thread that finishes, threads the other way round, 32 threads that store the same byte."""
+    texts = {
+        "ATOMIC": "if ty == 0 and column < columns:\n    sums[column] = F(0)\ncuda.syncthreads()\n"
+        "if column < columns:\n    cuda.atomic.add(sums, column, total)",
+        "LAST": "for k in range(7):\n        total = total + partial[k, tx]\n    sums[column] = total",
+    }
+    for word, text in texts.items():
+        fillings = [filling.replace(word, text) for filling in fillings]
+    verdict = verdict_of(tmp_path, name, fillings)
+    assert verdict.solved, str(verdict)
+
+
+def test_each_puzzle_has_wrong_fillings():
+    for name in NAMES:
+        assert sum(row[0] == name for row in WRONG_FILLINGS) >= 2, name
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_solution_fills_the_holes_and_changes_nothing_else(name):
+    before, after = (inspect.getsource(getattr(module, name)) for module in (holes, solutions))
+    pattern = r"[\s\S]+?".join(re.escape(part) for part in before.split("..."))
+    assert re.fullmatch(pattern, after)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_spec_is_what_the_judge_accepts(name):
+    """NumPy's exp and refops' may differ in the last bits, so the oracle decides."""
+    puzzle = puzzles.PUZZLES[name]
+    for case in puzzle.cases():
+        assert puzzle.judge is None or puzzle.judge(case.arrays, puzzle.expected(case)).ok
+
+
+def test_specs_have_three_lines_at_most_and_every_puzzle_its_rule():
+    source = Path(holes.__file__).read_text()
+    for puzzle in puzzles.PUZZLES.values():
+        assert len(inspect.getsource(puzzle.spec).strip().splitlines()) <= 4  # with its `def`
+        assert f"# --- {puzzle.number}. {puzzle.title} ---" in source
+        assert len(inspect.getsource(getattr(solutions, puzzle.name)).splitlines()) <= 20  # fits on a slide
+
+
+COMPILE = """
+import importlib.util, json, sys
+from cuda_kernels.compile_report import MissingToolError, measure, problems, to_ptx
+from cuda_kernels.launch import numba_type
+from cuda_kernels.recipes import pointer, scalar
+from cuda_kernels.puzzles import solutions
+found = {}
+try:
+    for name, arguments in json.loads(sys.argv[1]).items():
+        types = tuple(numba_type(scalar("int32") if one == "size" else pointer(one)) for one in arguments)
+        found[name] = problems(measure(to_ptx(getattr(solutions, name), types, (9, 0)), (9, 0)))
+except MissingToolError as error:
+    found = {"missing": str(error)}
+print(json.dumps(found))
+"""
+
+
+def test_solutions_compile_without_spills_or_float64():
+    """What runs on a GPU is compiled as well as simulated."""
+    described = {}
+    for name, puzzle in puzzles.PUZZLES.items():
+        case = next(iter(puzzle.cases()))
+        arrays = {**case.arrays, **puzzle.expected(case)}
+        carried = {key: "uint16" if a.dtype.name == "bfloat16" else a.dtype.name for key, a in arrays.items()}
+        described[name] = [carried.get(argument, "size") for argument in puzzle.arguments]
+    environment = {**os.environ, "NUMBA_ENABLE_CUDASIM": "0"}
+    command_line = [sys.executable, "-c", COMPILE, json.dumps(described)]
+    done = subprocess.run(command_line, capture_output=True, text=True, env=environment, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    if "missing" in found:
+        pytest.skip(found["missing"])
+    assert found == {name: [] for name in NAMES}
+
+
+# --- what users do ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("filling", "said"),
+    [
+        ("raise ValueError('mine')", "ValueError: mine\n  line"),
+        ("undefined + 1", "NameError: name 'undefined' is not defined"),
+        ("raise SystemExit(0)", "a kernel cannot end the program"),
+        ("x[0] = 0", "x is an input"),
+        ("y[0.5] = 0", "its index one integer"),
+        ("y[-1] = 0", "out of bounds: store of y[-1]"),
+        ("def f():\n    return f()\nf()", "RecursionError"),
+    ],
+)
+def test_errors_of_kernels_are_reported(tmp_path, filling, said):
+    verdict = verdict_of(tmp_path, "add_bias", [filling])
+    assert verdict.status == checker.WRONG
+    assert said in str(verdict)
+
+
+@pytest.mark.parametrize("filling", ["while True:\n        pass", "while True:\n        y[0] = 1"])
+def test_a_loop_without_end_is_stopped(tmp_path, monkeypatch, filling):
+    monkeypatch.setattr(checker, "SECONDS", 0.5)
+    verdict = verdict_of(tmp_path, "add_bias", [filling])
+    assert (verdict.status, verdict.reason) == (checker.WRONG, "stopped after 0.5 s: does a loop never end?")
+    assert re.match(r"line \d+: ", verdict.details[0])
+    time.sleep(0.1)  # nothing is left behind
+
+
+def test_what_is_no_puzzle():
+    with pytest.raises(TypeError, match="a kernel is a function; got int"):
+        puzzles.check(3)
+    with pytest.raises(KeyError, match="no puzzle has the name 'launch'"):
+        puzzles.check(launch)
+
+
+def test_a_missing_barrier_that_only_one_order_shows(tmp_path):
+    """The threads of one warp hand on to the next: forward it works by chance."""
+    finish = "if ty == 7 and column < columns:\n    FINISH".replace("range(1, 8)", "range(7)")
+    text = SHORT["FINISH"].replace("range(1, 8)", "range(7)")
+    verdict = verdict_of(tmp_path, "dbias", ["partial[ty, tx] = total\n" + finish.replace("FINISH", text)])
+    assert "Right when the threads run from the first to the last, wrong in the other order." in verdict.details
+
+
+# --- accesses ---------------------------------------------------------------------------------------
+
+
+def test_sectors_and_banks_are_counted(tmp_path):
+    bad = verdict_of(tmp_path, "absolute", ["8 * cuda.threadIdx.x + k"])
+    load = next(request for request in bad.accesses if request.kind == "load")
+    assert (len(load.sectors), load.asked, load.repeats, len(load.lanes)) == (16, 64, 8, 32)
+    assert str(load).startswith("load x, line") and "64 bytes in 16 sectors, 512 bytes move" in str(load)
+    drawn = puzzles.draw([load]).splitlines()
+    assert drawn[2] == "  sector     0        ##.............................."
+    assert drawn[-1] == "  ... and 8 more sectors"
+    good = puzzles.check(solutions.transpose).accesses
+    assert [(r.kind, r.array, r.memory, r.ways if r.memory == "shared" else len(r.sectors)) for r in good] == [
+        ("load", "x", "global", 1),
+        ("store", "tile", "shared", 1),
+        ("load", "tile", "shared", 1),
+        ("store", "y", "global", 1),
+    ]
+
+
+def test_a_wide_access_is_one():
+    from cuda_kernels.simt import cuda, load_words
+
+    buffer = np.zeros(256 + 8, np.uint16)
+    x = buffer[-buffer.ctypes.data % 16 // 2 :][:256]
+
+    def kernel(x):
+        load_words(x, 8 * cuda.threadIdx.x)
+
+    recorder = accesses.Recorder()
+    launch(kernel, (1,), (32,), [recorder.array("x", x)], watch=recorder.shared)
+    (request,) = recorder.requests()
+    assert (request.code, len(request.sectors), request.asked) == ("load_words(x, 8 * cuda.threadIdx.x)", 16, 512)
+
+
+def test_plot():
+    matplotlib = pytest.importorskip("matplotlib")
+    matplotlib.use("Agg")
+    figure = puzzles.plot(puzzles.check(solutions.transpose).accesses, "transpose")
+    assert [axis.get_title() for axis in figure.axes][1] == "store tile: 1 in one bank"
+    matplotlib.pyplot.close(figure)
+
+
+def test_accesses_of_the_teaching_kernels_here_and_from_an_unsimulated_process():
+    naive, coalesced = (accesses.of_naive(f"mxfp8 {kind}", 32, 128) for kind in ("naive", "coalesced"))
+    assert [len(request.sectors) for request in naive] == [32, 1, 32, 32]
+    assert [len(request.sectors) for request in coalesced] == [2, 1, 1]
+    code = "from cuda_kernels import accesses; print(accesses.draw(accesses.of_naive('mxfp8 naive', 32, 128)))"
+    environment = {k: v for k, v in os.environ.items() if k != "NUMBA_ENABLE_CUDASIM"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, cwd=ROOT)
+    assert done.stdout.strip() == accesses.draw(naive), done.stderr
+
+
+# --- the command ------------------------------------------------------------------------------------
+
+
+def run(folder, *arguments, environment=None):
+    """Run `python -m cuda_kernels puzzles` in a folder."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **(environment or {})}
+    return subprocess.run(
+        [sys.executable, "-m", "cuda_kernels", "puzzles", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        env=environment,
+        timeout=120,
+    )
+
+
+def test_the_command_writes_the_file_and_then_checks_it(tmp_path):
+    first = run(tmp_path, environment={"NUMBA_ENABLE_CUDASIM": "0"})
+    path = tmp_path / "puzzles.py"
+    assert (first.returncode, first.stderr) == (1, "") and first.stdout.startswith("puzzles.py is written: 10 kernels")
+    assert path.read_text() == Path(holes.__file__).read_text()
+    second = run(tmp_path)
+    assert second.returncode == 1 and second.stdout.count("not yet") == 11 and "0 of 10 solved." in second.stdout
+    path.write_text(filled("add_bias", ["if i < rows * columns:\n    y[i] = x[i] + bias[i % columns]"]))
+    kept = path.read_text()
+    third = run(tmp_path)
+    assert "1  add_bias     solved" in third.stdout and "1 of 10 solved." in third.stdout
+    assert "2. bfloat16 is the upper half of float32 (puzzles.py)" in third.stdout
+    assert path.read_text() == kept
+    only = run(tmp_path, "--only", "1")
+    assert only.returncode == 0 and "1 of 1 solved." in only.stdout and "sector     0        ########" in only.stdout
+    assert run(tmp_path, "--only", "widen_bf16").returncode == 1
+
+
+def test_the_command_says_which_hole_fails_and_why(tmp_path):
+    (tmp_path / "mine.py").write_text(filled("scale_byte", ["(as_u32(amax[i]) >> U32(23)) - U32(8)"]))
+    done = run(tmp_path, "mine.py", "--only", "6")
+    assert done.returncode == 1
+    assert re.search(r"scale\[0, 0\].*: got 0x\w+ .*, acceptable 0x\w+", done.stdout)
+    assert "scale-floor: The scale bytes follow the OCP floor rule" in done.stdout
+
+
+def test_the_command_checks_the_solutions(tmp_path):
+    done = run(tmp_path, "--solutions")
+    assert (done.returncode, done.stderr) == (0, "") and "10 of 10 solved." in done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("def add_bias(:\n", "puzzles.py cannot be run: line 1: SyntaxError"),
+        ("\nimport nowhere\n", "puzzles.py cannot be run: line 2: ModuleNotFoundError"),
+        ("raise SystemExit(0)\n", "puzzles.py cannot be run: line 1: SystemExit"),
+        ("", "puzzles.py has no function add_bias"),
+        ("add_bias = 3\n", "add_bias is no function but int"),
+        ("def add_bias(x):\n    pass\n", "TypeError: add_bias() takes 1 positional argument but 5 were given"),
+    ],
+)
+def test_a_broken_file_is_reported(tmp_path, text, said):
+    (tmp_path / "puzzles.py").write_text(text)
+    done = run(tmp_path)
+    assert done.returncode == 1 and said in done.stdout and done.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--only", "11"], "no puzzle has the number or name '11'"),
+        (["--nonsense"], "unrecognized arguments"),
+        (["--solutions", "mine.py"], "leave FILE out"),
+        (["nowhere/mine.py"], "No such file or directory"),
+        (["."], "Is a directory"),
+    ],
+)
+def test_bad_use(tmp_path, arguments, said):
+    done = run(tmp_path, *arguments)
+    assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr
+
+
+def test_an_unsimulated_process_is_told(tmp_path):
+    code = "from cuda_kernels import simt, puzzles; puzzles.check(puzzles.PUZZLES['dbias'].spec)"
+    environment = {k: v for k, v in os.environ.items() if k != "NUMBA_ENABLE_CUDASIM"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, cwd=ROOT)
+    assert "RuntimeError: cuda_kernels was imported unsimulated in this process" in done.stderr
+
+
+# --- the notebook -----------------------------------------------------------------------------------
+
+
+def test_the_notebook_has_the_same_kernels():
+    cells = json.loads((ROOT / "notebooks" / "06_write_the_kernel.ipynb").read_text())["cells"]
+    functions = [
+        ast.unparse(node)
+        for cell in cells
+        if cell["cell_type"] == "code"
+        for node in ast.parse("".join(cell["source"])).body
+        if isinstance(node, ast.FunctionDef)
+    ]
+    for name in NAMES:
+        for function in (puzzles.PUZZLES[name].spec, getattr(holes, name), getattr(solutions, name)):
+            assert ast.unparse(ast.parse(inspect.getsource(function))) in functions, name
