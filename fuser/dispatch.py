@@ -15,6 +15,7 @@ Memory is shared between torch and NumPy in both directions, bfloat16 as 16-bit 
 
 import functools
 import os
+import sys
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -93,8 +94,13 @@ def as_numpy(tensor):
     if tensor.is_neg():
         tensor = tensor.resolve_neg()
     if tensor.dtype is torch.bfloat16:
-        return tensor.view(torch.int16).numpy().view(_BFLOAT16)
-    return tensor.numpy()
+        return _shared(tensor.view(torch.int16)).view(_BFLOAT16)
+    return _shared(tensor)
+
+
+def _shared(tensor):
+    """`tensor.numpy()`; without the lock that it puts on storages where FSDP, which frees them by resizing, may be."""
+    return np.from_dlpack(tensor) if "torch.distributed.fsdp" in sys.modules else tensor.numpy()
 
 
 def as_torch(array):
