@@ -87,6 +87,26 @@ def take_rows(buffers: Buffers, start: int, stop: int) -> Buffers:
     return _put_together(buffers, (stop - start, buffers.shape[1]), parts)
 
 
+def put_rows(buffers: Buffers, start: int, part: Buffers) -> None:
+    """Write the rows of `part` over those of `buffers` from `start` on; `RuntimeError` if scales of all rows differ."""
+    rows, targets, sources = _rows_of(buffers.scaling), _rows_first(buffers), _rows_first(part)
+    for name in _shared(part):
+        if not torch.equal(targets[name], sources[name]):
+            raise RuntimeError(
+                f"{part.shape[0]} of {buffers.shape[0]} rows can't be written alone: {name} is of all rows together, "
+                f"and would have to change from {targets[name].tolist()} to {sources[name].tolist()}"
+            )
+    for name in rows.keys() & sources.keys():
+        first = start // rows[name][1]
+        targets[name][first : first + len(sources[name])].copy_(sources[name])
+
+
+def _shared(buffers: Buffers) -> list[str]:
+    """The arrays of all rows together that codes mean something with. (FP8's amax is a record.)"""
+    kept = "amax" if isinstance(buffers.scaling, NVFP4Scaling) else "scale_inv"
+    return [name for name in buffers.tensors if name not in _rows_of(buffers.scaling) and kept in name]
+
+
 def _rows_first(buffers: Buffers) -> dict[str, torch.Tensor]:
     """Views of the arrays with rows along dimension 0, without padding there."""
     views = dict(buffers.tensors)
@@ -132,7 +152,7 @@ def pre_all_gather(shard: Any, mesh: Any, outer_size: torch.Size, module: Any) -
         raise ValueError(f"{label} can't be gathered quantized: {obstacle}. Shard a weight in high precision instead")
     names = _travelling(shard)
     if ranks > 1:
-        _share_scales(shard, [name for name in names if name not in _rows_of(shard.buffers.scaling)], mesh.get_group())
+        _share_scales(shard, mesh.get_group())
     parts = _rows_first(shard.buffers)
     return tuple(parts[name].contiguous() for name in names), (label, names, tuple(outer_size))
 
@@ -145,7 +165,7 @@ def post_all_gather(shard: Any, gathered: Sequence[torch.Tensor], metadata: Any,
         buffers = replace(shard.buffers, dtype=dtype)
     else:
         parts = dict(zip(names, gathered, strict=True))
-        for name in parts.keys() - _rows_of(shard.buffers.scaling).keys():
+        for name in parts.keys() & _shared(shard.buffers):
             shared = (parts[name].view(torch.int32) == parts[name][:1].view(torch.int32)).all()
             torch._assert_async(shared, f"shards of {label} differ in {name}: they were quantized with other scales")
             parts[name] = parts[name][:1]
@@ -173,17 +193,17 @@ def _travelling(shard: Any) -> list[str]:
     usages = shard.get_usages()
     if all(usages.values()) and shard._copies_hold_the_same_codes():
         usages["columnwise"] = False
-    skipped = () if isinstance(shard.buffers.scaling, NVFP4Scaling) else ("amax_rowwise", "amax_columnwise")
-    present = shard.buffers.tensors
-    return [n for d in DIRECTIONS if usages[d] for n in fields_of(d) if n in present and n not in skipped]
+    travelling = {*_rows_of(shard.buffers.scaling), *_shared(shard.buffers)} & shard.buffers.tensors.keys()
+    return [name for d in DIRECTIONS if usages[d] for name in fields_of(d) if name in travelling]
 
 
-def _share_scales(shard: Any, names: list[str], group: Any) -> None:
+def _share_scales(shard: Any, group: Any) -> None:
     """Have the shards' quantizer reduce amaxes from now on; quantize anew if the shards differ by now."""
     quantizer = shard._quantizer
     if getattr(quantizer, "with_amax_reduction", True):  # it does, or scales aren't its own to choose
         return
     quantizer.with_amax_reduction, quantizer.amax_reduction_group = True, group
+    names = _shared(shard.buffers)
     if names:
         common = torch.cat([getattr(shard.buffers, name) for name in names])
         largest, smallest = reduce_amax(torch.stack((common, -common)), group)

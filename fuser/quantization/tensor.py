@@ -10,11 +10,12 @@ Behaviour: TE's quantized_tensor.py and tensor/*.py, without its patch of `torch
 """
 
 import copy
+import itertools
 import warnings
 from dataclasses import fields, replace
 
 import torch
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from fuser.dispatch import Buffers, untraced
 from fuser.dtypes import HIGH_PRECISION, DType
@@ -44,8 +45,8 @@ class QuantizedTensor(torch.Tensor):
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl
-    #: What a copy of some rows was taken of, in words: writes would be lost, and raise.
-    _rows_of: str | None = None
+    #: Of a slice: the tensor that it was taken from, and where it starts. Writes go there too.
+    _rows_of: tuple["QuantizedTensor", int] | None = None
 
     def __new__(cls, buffers: Buffers, *, quantizer: Quantizer | None = None, requires_grad: bool = False):
         """Wrap `buffers` without a copy."""
@@ -74,7 +75,7 @@ class QuantizedTensor(torch.Tensor):
         buffers = tensor.buffers if shape is None else tensor.viewed_buffers(tuple(shape))
         buffers = buffers if dtype is None else replace(buffers, dtype=dtype)
         made = type(tensor)(buffers, quantizer=tensor._quantizer, requires_grad=requires_grad)
-        if tensor._rows_of is not None:
+        if tensor._rows_of is not None and shape is None:
             made._rows_of = tensor._rows_of
         return made
 
@@ -110,10 +111,19 @@ class QuantizedTensor(torch.Tensor):
         return self
 
     def set_buffers(self, new):
-        """As the storage's; `RuntimeError` for a slice: it is a copy, which the write would not leave."""
-        if self._rows_of is not None:
-            raise RuntimeError(f"A slice of a quantized tensor can't be written to: it is a copy of {self._rows_of}")
+        """As the storage's. Of a slice the rows are also written where they were taken from.
+
+        Raises:
+            RuntimeError: a scale of the whole tensor would have to change, and with it the other rows.
+        """
         QuantizedTensorStorage.set_buffers(self, new)
+        self._write_through()
+
+    def _write_through(self):
+        if self._rows_of is not None:
+            whole, start = self._rows_of
+            sharding.put_rows(whole.buffers, start, self.buffers)
+            whole._write_through()
 
     def expand_as(self, other):
         """An identity in the graph for `x.expand_as(x)`, the idiom that finds a parameter's gradient accumulator."""
@@ -182,7 +192,8 @@ class QuantizedTensor(torch.Tensor):
         memo[id(self)] = duplicate
         if self.grad is not None:
             duplicate.grad = copy.deepcopy(self.grad, memo)
-        own = {name: value for name, value in self.__dict__.items() if name not in ("buffers", "_quantizer")}
+        not_own = ("buffers", "_quantizer", "_rows_of")
+        own = {name: value for name, value in self.__dict__.items() if name not in not_own}
         duplicate.__dict__.update(copy.deepcopy(own, memo))
         return duplicate
 
@@ -218,7 +229,7 @@ class QuantizedTensor(torch.Tensor):
         return sharding.pre_all_gather(self, mesh, outer_size, module)
 
     def fsdp_post_all_gather(self, all_gather_outputs, metadata, param_dtype, *, out=None):
-        """Called by FSDP2 with what was gathered: (the whole tensor, its arrays that are no views of what was gathered).
+        """Called by FSDP2 with what was gathered: (the whole tensor, its arrays that are no views of that).
 
         `out`: the tensor of an earlier call. It takes the new data, in its own memory; nothing is returned.
 
@@ -347,30 +358,34 @@ def _empty_like(func, args, kwargs):
 
 
 def _new_zeros(func, args, kwargs):
+    """Quantized in the shape of a part that `_split` gives, else plain."""
+    tensor, (rows, *others) = args[0], args[1] or (0,)
+    fits = rows and tuple(others) == tuple(tensor.shape[1:]) and tensor.shape[0] % rows == 0
+    if not fits or sharding.cut_obstacle(tensor.buffers, [rows]) is not None:
+        return torch.zeros(args[1], **{"dtype": tensor.dtype, "device": tensor.device} | kwargs)
     made = _empty_like(func, args, kwargs)
     if isinstance(made, QuantizedTensor):
-        for tensor in made.buffers.tensors.values():
-            tensor.zero_()
+        for array in made.buffers.tensors.values():
+            array.zero_()
     return made
 
 
 def _split(func, args, kwargs):
-    """Parts along dimension 0 stay quantized where each ends between blocks; they are copies."""
+    """Parts along dimension 0 stay quantized where all end between blocks and are equal; they are copies."""
     tensor, sizes, dim = (*args, kwargs.get("dim", 0))[:3]
+    count = tensor.shape[dim]
     if isinstance(sizes, int):
-        count = tensor.shape[dim]
-        sizes = [min(sizes, count - start) for start in range(0, count, sizes)] if sizes else [0]
+        sizes = [sizes] * (count // sizes) + [count % sizes] * (count % sizes > 0) if sizes else [0]
     obstacle = sharding.cut_obstacle(tensor.buffers, sizes, dim)
+    if obstacle is None and len(set(sizes)) > 1:
+        obstacle = f"parts must have the same number of rows; they have {', '.join(map(str, sizes))}"
     if obstacle is not None:
         if isinstance(tensor, torch.nn.Parameter):
             message = f"{type(tensor).__name__} of shape {tuple(tensor.shape)} is split in high precision: {obstacle}"
             warnings.warn(message, UserWarning, stacklevel=2)
         return _run_plain(func, args, kwargs)
-    parts, start = [], 0
-    for size in sizes:
-        parts.append(_rows(tensor, start, start + size))
-        start += size
-    return parts
+    ends = list(itertools.accumulate(sizes))
+    return [_rows(tensor, end - size, end) for size, end in zip(sizes, ends, strict=True)]
 
 
 def _rows(tensor, start, stop):
@@ -388,7 +403,7 @@ def _slice(func, args, kwargs):
     if step != 1 or stop < start or sharding.cut_obstacle(tensor.buffers, [start, stop - start], dim) is not None:
         return _run_plain(func, args, kwargs)
     part = _rows(tensor, start, stop)
-    part._rows_of = f"rows {start} to {stop} of a {type(tensor).__name__} of shape {tuple(tensor.shape)}"
+    part._rows_of = tensor, start
     return part
 
 
@@ -413,6 +428,18 @@ def _copy(func, args, kwargs):
         values = _plain(source)
         QuantizedTensorStorage.quantize_(destination, values.expand(destination.shape))
     return destination
+
+
+def _collective(func, args, kwargs):
+    """A collective of torch.distributed on values; what it writes to, its first argument, is quantized anew."""
+    outputs, *inputs = args
+    plain = tree_map(_plain, outputs)
+    _, work = func(plain, *tree_map(_plain, inputs), **kwargs)
+    work.wait()
+    for quantized, values in zip(tree_leaves(outputs), tree_leaves(plain), strict=True):
+        if quantized is not values:
+            QuantizedTensorStorage.quantize_(quantized, values)
+    return outputs, work
 
 
 def _buffers_for(destination, source):
@@ -454,6 +481,10 @@ _HANDLERS = {
     aten.numel.default: lambda func, args, kwargs: args[0].shape.numel(),
     aten.is_pinned.default: lambda func, args, kwargs: all(t.is_pinned() for t in args[0].buffers.tensors.values()),
 }
+
+if torch.distributed.is_available():
+    _COLLECTIVES = "broadcast_", "allreduce_", "allgather_", "_allgather_base_", "scatter_", "reduce_scatter_"
+    _HANDLERS.update((getattr(torch.ops.c10d, name).default, _collective) for name in _COLLECTIVES)
 
 
 # --- formats --------------------------------------------------------------------------------------
