@@ -99,8 +99,10 @@ def as_numpy(tensor):
 
 
 def _shared(tensor):
-    """`tensor.numpy()`; without the lock that it puts on storages where FSDP, which frees them by resizing, may be."""
-    return np.from_dlpack(tensor) if "torch.distributed.fsdp" in sys.modules else tensor.numpy()
+    """`tensor.numpy()`; under FSDP without the lock that this puts on storages, which FSDP frees by resizing them."""
+    if "torch.distributed.fsdp" in sys.modules and torch.distributed.is_initialized():
+        return np.from_dlpack(tensor)
+    return tensor.numpy()
 
 
 def as_torch(array):

@@ -150,16 +150,16 @@ def pre_all_gather(shard: Any, mesh: Any, outer_size: torch.Size, module: Any) -
         obstacle = f"its {outer_size[0]} rows don't divide among {ranks} ranks"
     if obstacle is not None:
         raise ValueError(f"{label} can't be gathered quantized: {obstacle}. Shard a weight in high precision instead")
-    names = _travelling(shard)
-    if ranks > 1:
-        _share_scales(shard, mesh.get_group())
+    names, group = _travelling(shard), mesh.get_group() if ranks > 1 else None
+    if group is not None:
+        _share_scales(shard, group)
     parts = _rows_first(shard.buffers)
-    return tuple(parts[name].contiguous() for name in names), (label, names, tuple(outer_size))
+    return tuple(parts[name].contiguous() for name in names), (label, names, tuple(outer_size), group)
 
 
 def post_all_gather(shard: Any, gathered: Sequence[torch.Tensor], metadata: Any, dtype: torch.dtype, out: Any) -> Any:
     """The whole tensor, or None with `out`; and its arrays that are no views of `gathered`."""
-    label, names, shape = metadata
+    label, names, shape, group = metadata
     memory = None if out is None else out.buffers
     if len(gathered) < len(names):  # of one process alone torch hands over the first array
         buffers = replace(shard.buffers, dtype=dtype)
@@ -182,6 +182,8 @@ def post_all_gather(shard: Any, gathered: Sequence[torch.Tensor], metadata: Any,
         out.buffers = whole.buffers
         if out._quantizer is not shard._quantizer:  # the operation follows another recipe now
             shard._quantizer = out._quantizer
+            if group is not None:
+                _share_scales(shard, group)
         return None
     arrays = whole.buffers.tensors.values()
     views = {tensor.untyped_storage().data_ptr() for tensor in (*gathered, *shard.buffers.tensors.values())}

@@ -46,7 +46,7 @@ class QuantizedTensor(torch.Tensor):
 
     __torch_function__ = torch._C._disabled_torch_function_impl
     #: Of a slice: the tensor that it was taken from, and where it starts. Writes go there too.
-    _rows_of: tuple["QuantizedTensor", int] | None = None
+    _slice_of: tuple["QuantizedTensor", int] | None = None
 
     def __new__(cls, buffers: Buffers, *, quantizer: Quantizer | None = None, requires_grad: bool = False):
         """Wrap `buffers` without a copy."""
@@ -75,8 +75,8 @@ class QuantizedTensor(torch.Tensor):
         buffers = tensor.buffers if shape is None else tensor.viewed_buffers(tuple(shape))
         buffers = buffers if dtype is None else replace(buffers, dtype=dtype)
         made = type(tensor)(buffers, quantizer=tensor._quantizer, requires_grad=requires_grad)
-        if tensor._rows_of is not None and shape is None:
-            made._rows_of = tensor._rows_of
+        if tensor._slice_of is not None and shape is None:
+            made._slice_of = tensor._slice_of
         return made
 
     def to_dtype(self, dtype: torch.dtype):
@@ -120,8 +120,8 @@ class QuantizedTensor(torch.Tensor):
         self._write_through()
 
     def _write_through(self):
-        if self._rows_of is not None:
-            whole, start = self._rows_of
+        if self._slice_of is not None:
+            whole, start = self._slice_of
             sharding.put_rows(whole.buffers, start, self.buffers)
             whole._write_through()
 
@@ -192,7 +192,7 @@ class QuantizedTensor(torch.Tensor):
         memo[id(self)] = duplicate
         if self.grad is not None:
             duplicate.grad = copy.deepcopy(self.grad, memo)
-        not_own = ("buffers", "_quantizer", "_rows_of")
+        not_own = ("buffers", "_quantizer", "_slice_of")
         own = {name: value for name, value in self.__dict__.items() if name not in not_own}
         duplicate.__dict__.update(copy.deepcopy(own, memo))
         return duplicate
@@ -403,7 +403,7 @@ def _slice(func, args, kwargs):
     if step != 1 or stop < start or sharding.cut_obstacle(tensor.buffers, [start, stop - start], dim) is not None:
         return _run_plain(func, args, kwargs)
     part = _rows(tensor, start, stop)
-    part._rows_of = tensor, start
+    part._slice_of = tensor, start
     return part
 
 

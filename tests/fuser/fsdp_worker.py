@@ -170,6 +170,20 @@ def ways_to_shard(rank, size):
     assert mixed[1].weight.dtype == torch.bfloat16 and isinstance(mixed[1].weight, QuantizedTensor)
 
 
+@check
+def models_built_on_the_meta_device(rank, size):
+    model = te_ops.Sequential(te_ops.RMSNorm(64, device="meta"), te_ops.Linear(64, 8 * size, device="meta"))
+    fully_shard(model)
+    model.to_empty(device="cpu")
+    torch.manual_seed(rank)
+    for module in model.modules():
+        getattr(module, "reset_parameters", lambda: None)()
+    model(torch.ones(3, 64)).sum().backward()
+    torch.manual_seed(0)
+    weight, bias = model[1].weight.full_tensor(), model[1].bias.full_tensor()
+    assert torch.equal(weight, te_ops.Linear(64, 8 * size).weight) and not bias.any()
+
+
 # --- data -------------------------------------------------------------------------------------------
 
 
@@ -271,6 +285,23 @@ def weights_that_can_not_be_sharded(rank, size):
         y = model(x)
         torch.testing.assert_close(y[0], 128 * (1.0 + torch.arange(size)).repeat_interleave(32), rtol=0.1, atol=0)
     FP8GlobalStateManager.reset()
+
+
+@check
+def shards_follow_the_recipe_of_autocast(rank, size):
+    model = shard(build(r.Float8CurrentScaling()))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    recipe = r.Float8CurrentScaling(use_power_2_scales=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it says that the quantizers are replaced
+        for i in range(2):
+            step(model, optimizer, recipe, i, rank, size)
+    for weight in weights(model):
+        scale = weight.buffers.rowwise_scale_inv
+        assert torch.frexp(scale)[0] == 0.5 and weight._quantizer.with_amax_reduction
+        scales = [torch.empty_like(scale) for _ in range(size)]
+        dist.all_gather(scales, scale)
+        assert all(torch.equal(s, scale) for s in scales)
 
 
 @check

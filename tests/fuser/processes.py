@@ -1,8 +1,8 @@
 """Checks that several gloo processes run together, as tests: the side that starts them, and theirs.
 
 A worker is a script of functions of (rank, size) decorated with `check`, which ends in `main()`. Starting processes
-takes longest, so each number of processes starts once, runs every check in order and reports; each check is a test.
-After a failure the rest is not run: a process that left a check early would answer its peers' next collectives wrongly.
+takes longest, so they start once, run every check in order and report. After a failure the rest is not run: a process
+that left a check early would answer its peers' next collectives wrongly.
 """
 
 import ast
@@ -64,7 +64,7 @@ def assert_no_errors(reports, name):
         for rank, report in enumerate(reports)
         if name not in report or report[name]["error"]
     ]
-    assert not problems, "\n".join(problems)
+    assert not problems, f"{name}\n" + "\n".join(problems)
 
 
 def main():

@@ -249,24 +249,24 @@ def test_clones_quantize_without_other_processes():
 def test_numpy_does_not_lock_what_fsdp_resizes():
     import torch.distributed.fsdp
 
-    for dtype in (torch.float32, torch.bfloat16):
-        tensor = torch.ones(4, 32, dtype=dtype)
-        array = dispatch.as_numpy(tensor)
-        array[0] = 2
-        assert tensor[0, 0] == 2 and array.ctypes.data == tensor.data_ptr()
-        tensor.untyped_storage().resize_(0)
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        for dtype in (torch.float32, torch.bfloat16):
+            tensor = torch.ones(4, 32, dtype=dtype)
+            array = dispatch.as_numpy(tensor)
+            array[0] = 2
+            assert tensor[0, 0] == 2 and array.ctypes.data == tensor.data_ptr()
+            tensor.untyped_storage().resize_(0)
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 # --- with processes ---------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def reports(tmp_path_factory):
-    """A function from a number of processes to what they report."""
-    return functools.cache(lambda size: processes.run(WORKER, size, tmp_path_factory.mktemp(f"{size}_processes")))
-
-
-@pytest.mark.parametrize("name", processes.checks_in(WORKER))
 @pytest.mark.parametrize("size", [2, 4])
-def test_with_processes(reports, size, name):
-    processes.assert_no_errors(reports(size), name)
+def test_with_processes(tmp_path, size):
+    """One test for all checks: with pytest-xdist, each worker that gets one starts the processes anew."""
+    reports = processes.run(WORKER, size, tmp_path)
+    for name in processes.checks_in(WORKER):
+        processes.assert_no_errors(reports, name)
