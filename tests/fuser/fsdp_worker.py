@@ -27,7 +27,7 @@ RECIPES = {
     "mxfp8": r.MXFP8BlockScaling(),
     "nvfp4": r.NVFP4BlockScaling(disable_stochastic_rounding=True),  # else gradients differ by the processes' seeds
 }
-WIDTH, HIDDEN, OUT, ROWS, STEPS = 128, 256, 512, 256, 4
+WIDTH, HIDDEN, OUT, ROWS, STEPS = 128, 256, 512, 128, 4
 
 
 def build(recipe, *, quantized=True, seed=0):
