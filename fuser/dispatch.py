@@ -93,16 +93,15 @@ def as_numpy(tensor):
         tensor = tensor.detach()
     if tensor.is_neg():
         tensor = tensor.resolve_neg()
-    if tensor.dtype is torch.bfloat16:
-        return _shared(tensor.view(torch.int16)).view(_BFLOAT16)
-    return _shared(tensor)
-
-
-def _shared(tensor):
-    """`tensor.numpy()`; under FSDP without the lock that this puts on storages, which FSDP frees by resizing them."""
+    is_bfloat16 = tensor.dtype is torch.bfloat16
+    if is_bfloat16:
+        tensor = tensor.view(torch.int16)
+    # numpy() locks the storage, which FSDP frees by resizing it
     if "torch.distributed.fsdp" in sys.modules and torch.distributed.is_initialized():
-        return np.from_dlpack(tensor)
-    return tensor.numpy()
+        array = np.from_dlpack(tensor)
+    else:
+        array = tensor.numpy()
+    return array.view(_BFLOAT16) if is_bfloat16 else array
 
 
 def as_torch(array):
