@@ -15,6 +15,7 @@ Memory is shared between torch and NumPy in both directions, bfloat16 as 16-bit 
 
 import functools
 import os
+import sys
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -92,9 +93,15 @@ def as_numpy(tensor):
         tensor = tensor.detach()
     if tensor.is_neg():
         tensor = tensor.resolve_neg()
-    if tensor.dtype is torch.bfloat16:
-        return tensor.view(torch.int16).numpy().view(_BFLOAT16)
-    return tensor.numpy()
+    is_bfloat16 = tensor.dtype is torch.bfloat16
+    if is_bfloat16:
+        tensor = tensor.view(torch.int16)
+    # numpy() locks the storage, which FSDP frees by resizing it
+    if "torch.distributed.fsdp" in sys.modules and torch.distributed.is_initialized():
+        array = np.from_dlpack(tensor)
+    else:
+        array = tensor.numpy()
+    return array.view(_BFLOAT16) if is_bfloat16 else array
 
 
 def as_torch(array):

@@ -96,7 +96,15 @@ def quantize_new_weight(weight: torch.Tensor, quantizer: Quantizer | None) -> Qu
 
 
 def replace_parameter(old: torch.nn.Parameter, value: torch.Tensor) -> torch.nn.Parameter:
-    """`value` as a parameter that keeps the flags and attributes (`main_grad`, ...) of the one it replaces."""
+    """`value` as a parameter that keeps the flags and attributes (`main_grad`, ...) of the one it replaces.
+
+    One that FSDP has sharded stays the same object, and takes the values of rank 0.
+    """
+    if hasattr(old, "placements"):
+        with torch.no_grad():
+            value = torch.distributed.tensor.distribute_tensor(maybe_dequantize(value), old.device_mesh, old.placements)
+            old.copy_(value)
+        return old
     new = torch.nn.Parameter(value, requires_grad=old.requires_grad)
     for name, attribute in vars(old).items():
         if name not in vars(new):

@@ -2,21 +2,24 @@
 
 Every operation that is not listed in `_HANDLERS` works on the dequantized values and gives a plain tensor; one that
 writes into a quantized tensor quantizes the new values into its memory. Views, clones, copies and moves between devices
-keep the format.
+keep the format; so do parts along dimension 0 that end between blocks, which is how FSDP shards them
+(`fuser.quantization.sharding`).
 
 Behaviour: TE's quantized_tensor.py and tensor/*.py, without its patch of `torch.nn.Module` (see
-`KeepsQuantizedParameters`) and without its hooks for FSDP (`fsdp_pre_all_gather`, `fsdp_post_all_gather`), which are
-not offered: give FSDP parameters in high precision.
+`KeepsQuantizedParameters`).
 """
 
 import copy
+import itertools
+import warnings
 from dataclasses import fields, replace
 
 import torch
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from fuser.dispatch import Buffers, untraced
 from fuser.dtypes import HIGH_PRECISION, DType
+from fuser.quantization import sharding
 from fuser.quantization.quantizer import Quantizer, ValueQuantizer
 from fuser.quantization.storage import (
     Float8BlockwiseQTensorStorage,
@@ -42,6 +45,8 @@ class QuantizedTensor(torch.Tensor):
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl
+    #: Of a slice: the tensor that it was taken from, and where it starts. Writes go there too.
+    _slice_of: tuple["QuantizedTensor", int] | None = None
 
     def __new__(cls, buffers: Buffers, *, quantizer: Quantizer | None = None, requires_grad: bool = False):
         """Wrap `buffers` without a copy."""
@@ -69,7 +74,10 @@ class QuantizedTensor(torch.Tensor):
         """A tensor of the same data, with another nominal dtype or (like a view) another shape."""
         buffers = tensor.buffers if shape is None else tensor.viewed_buffers(tuple(shape))
         buffers = buffers if dtype is None else replace(buffers, dtype=dtype)
-        return type(tensor)(buffers, quantizer=tensor._quantizer, requires_grad=requires_grad)
+        made = type(tensor)(buffers, quantizer=tensor._quantizer, requires_grad=requires_grad)
+        if tensor._slice_of is not None and shape is None:
+            made._slice_of = tensor._slice_of
+        return made
 
     def to_dtype(self, dtype: torch.dtype):
         """A tensor of the same data with another nominal dtype."""
@@ -101,6 +109,21 @@ class QuantizedTensor(torch.Tensor):
         if not self.is_inference():
             torch.autograd.graph.increment_version(self)
         return self
+
+    def set_buffers(self, new):
+        """As the storage's. Of a slice the rows are also written where they were taken from.
+
+        Raises:
+            RuntimeError: a scale of the whole tensor would have to change, and with it the other rows.
+        """
+        QuantizedTensorStorage.set_buffers(self, new)
+        self._write_through()
+
+    def _write_through(self):
+        if self._slice_of is not None:
+            whole, start = self._slice_of
+            sharding.put_rows(whole.buffers, start, self.buffers)
+            whole._write_through()
 
     def expand_as(self, other):
         """An identity in the graph for `x.expand_as(x)`, the idiom that finds a parameter's gradient accumulator."""
@@ -169,7 +192,8 @@ class QuantizedTensor(torch.Tensor):
         memo[id(self)] = duplicate
         if self.grad is not None:
             duplicate.grad = copy.deepcopy(self.grad, memo)
-        own = {name: value for name, value in self.__dict__.items() if name not in ("buffers", "_quantizer")}
+        not_own = ("buffers", "_quantizer", "_slice_of")
+        own = {name: value for name, value in self.__dict__.items() if name not in not_own}
         duplicate.__dict__.update(copy.deepcopy(own, memo))
         return duplicate
 
@@ -193,6 +217,26 @@ class QuantizedTensor(torch.Tensor):
         Without it the compiler leaves code that touches a quantized tensor to Python, with the same results.
         """
         raise AttributeError("__tensor_flatten__: quantized tensors are not traced by torch.compile")
+
+    def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
+        """Called by FSDP2 on a shard: (arrays to gather along dimension 0, metadata for `fsdp_post_all_gather`).
+
+        At the first call the quantizer begins to take amaxes over the ranks of `mesh`, where scales are per tensor.
+
+        Raises:
+            ValueError: `outer_size` can't be sharded in this format; the message names parameter and rule.
+        """
+        return sharding.pre_all_gather(self, mesh, outer_size, module)
+
+    def fsdp_post_all_gather(self, all_gather_outputs, metadata, param_dtype, *, out=None):
+        """Called by FSDP2 with what was gathered: (the whole tensor, its arrays that are no views of that).
+
+        `out`: the tensor of an earlier call. It takes the new data, in its own memory; nothing is returned.
+
+        Raises:
+            RuntimeError: shards were quantized with different scales.
+        """
+        return sharding.post_all_gather(self, all_gather_outputs, metadata, param_dtype, out)
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args, kwargs=None):
@@ -279,7 +323,9 @@ def _view(func, args, kwargs):
 
 
 def _clone(func, args, kwargs):
-    return type(args[0])(args[0].map_buffers(torch.clone), quantizer=args[0]._quantizer)
+    quantizer = args[0]._quantizer
+    copied = None if quantizer is None else quantizer.copy_for_result()  # ranks may clone, and write, alone
+    return type(args[0])(args[0].map_buffers(torch.clone), quantizer=copied)
 
 
 def _pin_memory(func, args, kwargs):
@@ -311,6 +357,64 @@ def _empty_like(func, args, kwargs):
         return _run_plain(func, args, kwargs)
 
 
+def _new_zeros(func, args, kwargs):
+    """Quantized in the shape of a part that `_split` gives, else plain."""
+    tensor, (rows, *others) = args[0], args[1] or (0,)
+    fits = rows and tuple(others) == tuple(tensor.shape[1:]) and tensor.shape[0] % rows == 0
+    if not fits or sharding.cut_obstacle(tensor.buffers, [rows]) is not None:
+        return torch.zeros(args[1], **{"dtype": tensor.dtype, "device": tensor.device} | kwargs)
+    made = _empty_like(func, args, kwargs)
+    if isinstance(made, QuantizedTensor):
+        for array in made.buffers.tensors.values():
+            array.zero_()
+    return made
+
+
+def _split(func, args, kwargs):
+    """Parts along dimension 0 stay quantized where all end between blocks and are equal; they are copies."""
+    tensor, sizes, dim = (*args, kwargs.get("dim", 0))[:3]
+    count = tensor.shape[dim]
+    if isinstance(sizes, int):
+        sizes = [sizes] * (count // sizes) + [count % sizes] * (count % sizes > 0) if sizes else [0]
+    obstacle = sharding.cut_obstacle(tensor.buffers, sizes, dim)
+    if obstacle is None and len(set(sizes)) > 1:
+        obstacle = f"parts must have the same number of rows; they have {', '.join(map(str, sizes))}"
+    if obstacle is not None:
+        if isinstance(tensor, torch.nn.Parameter):
+            message = f"{type(tensor).__name__} of shape {tuple(tensor.shape)} is split in high precision: {obstacle}"
+            warnings.warn(message, UserWarning, stacklevel=2)
+        return _run_plain(func, args, kwargs)
+    ends = list(itertools.accumulate(sizes))
+    return [_rows(tensor, end - size, end) for size, end in zip(sizes, ends, strict=True)]
+
+
+def _rows(tensor, start, stop):
+    quantizer = None if tensor._quantizer is None else tensor._quantizer.copy_for_result()
+    return type(tensor)(sharding.take_rows(tensor.buffers, start, stop), quantizer=quantizer)
+
+
+def _slice(func, args, kwargs):
+    tensor, *given = args
+    given = dict(zip(("dim", "start", "end", "step"), given, strict=False)) | kwargs
+    dim = given.get("dim", 0)
+    start, stop, step = slice(given.get("start"), given.get("end"), given.get("step")).indices(tensor.shape[dim])
+    if (start, stop, step) == (0, tensor.shape[dim], 1):
+        return QuantizedTensor.make_like(tensor)
+    if step != 1 or stop < start or sharding.cut_obstacle(tensor.buffers, [start, stop - start], dim) is not None:
+        return _run_plain(func, args, kwargs)
+    part = _rows(tensor, start, stop)
+    part._slice_of = tensor, start
+    return part
+
+
+def _as_strided(func, args, kwargs):
+    tensor, shape, strides = args[:3]
+    same = (tuple(shape), tuple(strides)) == (tuple(tensor.shape), tensor.stride())
+    if same and not (args[3] if len(args) > 3 else kwargs.get("storage_offset")):
+        return QuantizedTensor.make_like(tensor)
+    return _run_plain(func, args, kwargs)
+
+
 def _copy(func, args, kwargs):
     destination, source = args[:2]
     if not isinstance(destination, QuantizedTensor):
@@ -324,6 +428,18 @@ def _copy(func, args, kwargs):
         values = _plain(source)
         QuantizedTensorStorage.quantize_(destination, values.expand(destination.shape))
     return destination
+
+
+def _collective(func, args, kwargs):
+    """A collective of torch.distributed on values; what it writes to, its first argument, is quantized anew."""
+    outputs, *inputs = args
+    plain = tree_map(_plain, outputs)
+    _, work = func(plain, *tree_map(_plain, inputs), **kwargs)
+    work.wait()
+    for quantized, values in zip(tree_leaves(outputs), tree_leaves(plain), strict=True):
+        if quantized is not values:
+            QuantizedTensorStorage.quantize_(quantized, values)
+    return outputs, work
 
 
 def _buffers_for(destination, source):
@@ -356,10 +472,19 @@ _HANDLERS = {
     aten._to_copy.default: _to_copy,
     aten.empty_like.default: _empty_like,
     aten.new_empty.default: _empty_like,
+    aten.new_zeros.default: _new_zeros,
+    aten.split.Tensor: _split,
+    aten.split_with_sizes.default: _split,
+    aten.slice.Tensor: _slice,
+    aten.as_strided.default: _as_strided,
     aten.copy_.default: _copy,
     aten.numel.default: lambda func, args, kwargs: args[0].shape.numel(),
     aten.is_pinned.default: lambda func, args, kwargs: all(t.is_pinned() for t in args[0].buffers.tensors.values()),
 }
+
+if torch.distributed.is_available():
+    _COLLECTIVES = "broadcast_", "allreduce_", "allgather_", "_allgather_base_", "scatter_", "reduce_scatter_"
+    _HANDLERS.update((getattr(torch.ops.c10d, name).default, _collective) for name in _COLLECTIVES)
 
 
 # --- formats --------------------------------------------------------------------------------------

@@ -1,21 +1,10 @@
-"""One process of `test_distributed.py`: runs every check with its peers and writes what failed as JSON.
-
-    python distributed_worker.py RANK WORLD_SIZE RENDEZVOUS_FILE RESULT_FILE
-
-A check is a function of (rank, size). All processes run all checks in order; after a failure the rest is not run, since
-a process that left a check early would answer its peers' next collectives wrongly.
-"""
-
-import datetime
-import json
-import sys
-import time
-import traceback
+"""The checks of `test_distributed.py`, which processes of `processes.py` run together."""
 
 import torch
 import torch.distributed as dist
 from linear_cases import RECIPES, assert_product, exact_linear, linear_quantizers, plan, seeded
 from one_rounding import DTYPES, same_bits
+from processes import check, main
 
 import fuser.ops as te_ops
 from fuser import distributed
@@ -25,13 +14,6 @@ from fuser.quantization.contexts import autocast
 from fuser.quantization.quantizers import Float8CurrentScalingQuantizer
 from fuser.quantization.state import FP8GlobalStateManager
 from fuser.recipe import DelayedScaling, Float8CurrentScaling
-
-CHECKS = {}
-
-
-def check(function):
-    CHECKS[function.__name__] = function
-    return function
 
 
 def expect_error(error, message, function, *args):
@@ -482,31 +464,6 @@ def training_under_delayed_scaling(rank, size):
 def training_under_current_scaling(rank, size):
     # Shards have scales of their own; powers of 2 leave the codes' values the same but for underflow
     _compare_losses(rank, size, Float8CurrentScaling(use_power_2_scales=True), 1e-4)
-
-
-def main():
-    rank, size = int(sys.argv[1]), int(sys.argv[2])
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{sys.argv[3]}",
-        rank=rank,
-        world_size=size,
-        timeout=datetime.timedelta(seconds=30),
-    )
-    results = {}
-    for name, function in CHECKS.items():
-        start = time.perf_counter()
-        try:
-            function(rank, size)
-            results[name] = {"error": None, "seconds": time.perf_counter() - start}
-        except Exception:
-            results[name] = {"error": traceback.format_exc(), "seconds": time.perf_counter() - start}
-            break
-    with open(sys.argv[4], "w") as file:
-        json.dump(results, file)
-    if all(result["error"] is None for result in results.values()):
-        dist.destroy_process_group()
 
 
 if __name__ == "__main__":
