@@ -139,28 +139,37 @@ def raised(x, limit):
 
 @device
 def e2m1_by_signed_addition(x):
-    """E2M1 code in six instructions from sm_86 on; only its four bits count. As `e2m1_by_addition`.
+    """E2M1 code in five instructions from sm_86 on, in the top four bits; those below mean nothing.
 
-    Everything keeps the sign of x. The low bits of the sum are 2 + steps, of the exponent 10 + 2 for each doubling, of
-    the top four bits 4 + 8 for the sign: together, modulo 16, the code.
+    Everything keeps the sign of x. A NaN must be positive, as in `e2m1_by_addition`. The sum's low bits are 2 + steps, its
+    bits from 22 on 42 + 2 for each doubling, the top four bits 4 + 8 for the sign. The product adds the three in its top
+    four bits, modulo 16: together the code. Nothing carries into them.
     """
     m = limited(x, SIX)
     power = as_f32(np.uint32(as_u32(raised(m, F(1))) & SIGN_AND_EXPONENT))
-    s = as_u32(power * F(2.0**22 + 1) + m)
-    return np.uint32(np.uint32(s + np.uint32(s >> U32(22))) + np.uint32(s >> U32(28)))
+    return np.uint32(as_u32(power * F(2.0**22 + 1) + m) * U32(2**28 + 2**6 + 1))
+
+
+@ptx("shf.l.wrap.b32 $0, $2, $1, 4;", "=r,r,r", U32, U32, U32)
+def append(codes, code):
+    """`codes` moved up by four bits, and the top four bits of `code` below them: one instruction."""
+    return np.uint32(np.uint32(codes << U32(4)) | np.uint32(code >> U32(28)))
 
 
 @device
 def e2m1_pair_by_signed_addition(low, high):
     """Two E2M1 codes by `e2m1_by_signed_addition`."""
-    return np.uint16(e2m1_byte(low, high))
+    return np.uint16(append(np.uint32(e2m1_by_signed_addition(high) >> U32(28)), e2m1_by_signed_addition(low)))
 
 
 @device
-def e2m1_byte(low, high):
-    """Two E2M1 codes by `e2m1_by_signed_addition` in the lowest byte."""
-    first, second = e2m1_by_signed_addition(low), e2m1_by_signed_addition(high)
-    return np.uint32(np.uint32(first & U32(15)) | np.uint32(np.uint32(second << U32(4)) & U32(0xF0)))
+def e2m1_eight_by_signed_addition(v):
+    """Eight E2M1 codes by `e2m1_by_signed_addition`, the first in the lowest bits."""
+    codes = np.uint32(e2m1_by_signed_addition(v[7]) >> U32(28))
+    codes = append(append(codes, e2m1_by_signed_addition(v[6])), e2m1_by_signed_addition(v[5]))
+    codes = append(append(codes, e2m1_by_signed_addition(v[4])), e2m1_by_signed_addition(v[3]))
+    codes = append(append(codes, e2m1_by_signed_addition(v[2])), e2m1_by_signed_addition(v[1]))
+    return append(codes, e2m1_by_signed_addition(v[0]))
 
 
 @device
@@ -242,6 +251,23 @@ def quads_for(fmt, target):
     if target is not None and fmt in ("e4m3", "e5m2") and target[:2] >= (8, 9):
         return {"e4m3": e4m3_quad_instructions, "e5m2": e5m2_quad_instructions}[fmt]
     return make_quad(pairs_for(fmt, target), 8 if fmt == "e2m1" else 16)
+
+
+def make_eight(quad):
+    """Return `eight(v)`: what `quad` gives of the first and of the last four of eight, in uint32."""
+
+    @device
+    def eight(v):
+        return np.uint32(quad(v[0], v[1], v[2], v[3]) | np.uint32(quad(v[4], v[5], v[6], v[7]) << U32(16)))
+
+    return eight
+
+
+def eights_for(target):
+    """Return the eight-at-once encoder of E2M1: a tuple of eight to uint32, the first in the lowest bits."""
+    if pairs_for("e2m1", target) is e2m1_pair_by_signed_addition:
+        return e2m1_eight_by_signed_addition
+    return make_eight(quads_for("e2m1", target))
 
 
 def pairs_for(fmt, target):

@@ -126,10 +126,13 @@ def _casts():
     yield _entry("bf16 -> delayed FP8", row(BF16, DELAYED), 24, _budget(3.85, 3.7), 1, 0)
     yield _entry("bf16 -> FP8, scale in memory", row(BF16, in_memory), 24, _budget(2.45, 2.45), 1, 0)
     yield _entry("bf16 -> 1x128 blocks", row(BF16, BLOCK), 24.25, _budget(4.1, 4), 1, 0)
-    yield _entry("bf16 -> NVFP4", wide(BF16, NVFP4), 41, _budget(6, 3.15), 2, 0)
+    blocks = lambda key, kernel: replace(row(BF16, key), kernel=kernel)  # noqa: E731
+    yield _entry("bf16 -> NVFP4", blocks(NVFP4, "two block row"), 82, _budget(5, 3.15), 4, 1)
+    yield _entry("bf16 -> NVFP4, K of odd blocks", blocks(NVFP4, "block row"), 41, _budget(5, 3.15), 2, 0)
+    by_row = ("nvfp4", 448, False, True, "nearest", False)
+    yield _entry("bf16 -> NVFP4, row-scaled", blocks(by_row, "two block row"), 82, _budget(5, 3.15), 4, 1)
     for name, key in {
         "stochastic": ("nvfp4", 448, False, False, "philox", False),
-        "row-scaled": ("nvfp4", 448, False, True, "nearest", False),
         "4over6": ("nvfp4 4over6", 448, False, False, False),
     }.items():
         yield _entry(f"bf16 -> NVFP4, {name}", row(BF16, key), 20.5, None, 1, 0)

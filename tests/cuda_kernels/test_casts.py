@@ -17,6 +17,7 @@ from scalars import F, over_arrays
 
 import refops
 from cuda_kernels import casts, epilogues
+from cuda_kernels.simt import device
 from refops import rounding
 from refops.quantization.mxfp8 import ENCODE_MULTIPLIER
 
@@ -114,6 +115,20 @@ def test_four_codes_are_two_pairs(name, target):
     width = np.uint32(8 if name == "e2m1" else 16)
     expected = pair(*numbers[:2]).astype(np.uint32) | pair(*numbers[2:]).astype(np.uint32) << width
     np.testing.assert_array_equal(over_arrays(casts.quads_for(name, target), np.uint32)(*numbers), expected)
+
+
+@pytest.mark.parametrize("target", [None, (8, 0), (9, 0), (10, 0, "a")])
+def test_eight_codes_are_four_pairs(target):
+    """Of E2M1, with the halfway points of its grid and their neighbours among the eight."""
+    halfway = F([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5])
+    x = np.concatenate(
+        [NUMBERS, np.nextafter(halfway, F(0)), halfway, np.nextafter(halfway, F(9)), -halfway, -F([6, 7])]
+    )
+    numbers = [np.roll(x, k) for k in range(8)]
+    pair, eight = over_arrays(casts.pairs_for("e2m1", None), np.uint16), casts.eights_for(target)
+    pairs = [pair(*numbers[k : k + 2]).astype(np.uint32) << np.uint32(4 * k) for k in range(0, 8, 2)]
+    of_eight = device(lambda a, b, c, d, e, f, g, h: eight((a, b, c, d, e, f, g, h)))
+    np.testing.assert_array_equal(over_arrays(of_eight, np.uint32)(*numbers), np.bitwise_or.reduce(pairs))
 
 
 @pytest.mark.parametrize("target", [(8, 0), (9, 0)])
