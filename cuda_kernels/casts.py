@@ -21,6 +21,16 @@ FOUR_CODES = """{{ .reg .b16 s, t;
 cvt.rn.satfinite.{0}.f32 s, $2, $1; cvt.rn.satfinite.{0}.f32 t, $4, $3; mov.b32 $0, {{s, t}}; }}"""
 
 
+def has_fp8(target):
+    """Whether a compute capability converts to and from E4M3 and E5M2 by instruction."""
+    return target is not None and target[:2] >= (8, 9)
+
+
+def has_e2m1(target):
+    """Whether a compute capability converts to and from E2M1 and E8M0 by instruction: sm_100a and its kin."""
+    return target is not None and target[0] >= 10 and target[2:] in (("a",), ("f",))
+
+
 # --- small floats -----------------------------------------------------------------------------------
 
 
@@ -141,9 +151,9 @@ def raised(x, limit):
 def e2m1_by_signed_addition(x):
     """E2M1 code in five instructions from sm_86 on, in the top four bits; those below mean nothing.
 
-    Everything keeps the sign of x. A NaN must be positive, as in `e2m1_by_addition`. The sum's low bits are 2 + steps, its
-    bits from 22 on 42 + 2 for each doubling, the top four bits 4 + 8 for the sign. The product adds the three in its top
-    four bits, modulo 16: together the code. Nothing carries into them.
+    Everything keeps the sign of x. A NaN must be positive, as in `e2m1_by_addition`. The sum's low bits are 2 + steps,
+    its bits from 22 on 42 + 2 for each doubling, the top four bits 4 + 8 for the sign. The product adds the three in
+    its top four bits, modulo 16: together the code. Nothing carries into them.
     """
     m = limited(x, SIX)
     power = as_f32(np.uint32(as_u32(raised(m, F(1))) & SIGN_AND_EXPONENT))
@@ -242,13 +252,80 @@ def decode_e4m3_instructions(code):
 
 def e4m3_for(target):
     """Return (encode, decode) of single E4M3 numbers."""
-    native = target is not None and target[:2] >= (8, 9)
+    native = has_fp8(target)
     return (e4m3_by_pair, decode_e4m3_instructions) if native else (e4m3, decode_e4m3)
+
+
+def make_halves(fmt, which):
+    """Return `halves(codes)`: two FP8 codes of four, the `which` (0 low, 1 high) two, as two float16 (sm_89 on)."""
+    decode, shift = DECODERS[fmt], U32(16 * which)
+    asm = f"{{ .reg .b16 s, t; mov.b32 {{s, t}}, $1; cvt.rn.f16x2.{fmt}x2 $0, {'st'[which]}; }}"
+
+    @ptx(asm, "=r,r", U32, U32)
+    def halves(codes):
+        two = np.uint32(codes >> shift)
+        return f16_pair(decode(np.uint32(two & U32(0xFF))), decode(np.uint32(np.uint32(two >> U32(8)) & U32(0xFF))))
+
+    return halves
+
+
+def make_e2m1_halves(which):
+    """Return `halves(codes)`: two neighbours of eight E2M1 codes, those of byte `which`, as two float16 (sm_100a)."""
+    shift = U32(8 * which)
+    asm = f"{{ .reg .b8 t0, t1, t2, t3; mov.b32 {{t0, t1, t2, t3}}, $1; cvt.rn.f16x2.e2m1x2 $0, t{which}; }}"
+
+    @ptx(asm, "=r,r", U32, U32)
+    def halves(codes):
+        two = np.uint32(codes >> shift)
+        low, high = np.uint32(two & U32(15)), np.uint32(np.uint32(two >> U32(4)) & U32(15))
+        return f16_pair(decode_e2m1(low), decode_e2m1(high))
+
+    return halves
+
+
+@ptx("mul.rn.f16x2 $0, $1, $2;", "=r,r,r", U32, U32, U32)
+def multiply_halves(a, b):
+    """The products of two times two float16."""
+    low = widen_f16(np.uint16(a & U32(0xFFFF))) * widen_f16(np.uint16(b & U32(0xFFFF)))
+    return f16_pair(low, widen_f16(np.uint16(a >> U32(16))) * widen_f16(np.uint16(b >> U32(16))))
+
+
+def make_e2m1_halves_by_shifts(first):
+    """Return `halves(codes)`: two E2M1 codes of eight, numbers `first` and `first` + 4, as two float16.
+
+    These two are 16 bits apart as they are. Exponent and mantissa are shifted to the lowest of float16's exponent bits
+    and its highest mantissa bit; what is then 2^14 too small, 0.5 as a subnormal number, is exact.
+    """
+    up, down, sign_up = U32(max(9 - 4 * first, 0)), U32(max(4 * first - 9, 0)), U32(12 - 4 * first)
+
+    @device
+    def halves(codes):
+        magnitudes = np.uint32(np.uint32(np.uint32(codes << up) >> down) & U32(0x0E000E00))
+        signs = np.uint32(np.uint32(codes << sign_up) & U32(0x80008000))
+        return multiply_halves(np.uint32(magnitudes | signs), U32(0x74007400))
+
+    return halves
+
+
+def has_halves(fmt, target):
+    """Whether two codes at a time become float16: E2M1 everywhere, E4M3 and E5M2 by instruction."""
+    return fmt == "e2m1" or (fmt in ("e4m3", "e5m2") and has_fp8(target))
+
+
+def halves_of(fmt, target):
+    """Return four functions that decode two codes each, neighbours, but without an instruction for E2M1 four apart.
+
+    E2M1's eight codes are in one word, others, one a byte, in two.
+    """
+    if fmt == "e2m1":
+        make = make_e2m1_halves if has_e2m1(target) else make_e2m1_halves_by_shifts
+        return tuple(make(k) for k in range(4))
+    return (make_halves(fmt, 0), make_halves(fmt, 1)) * 2
 
 
 def quads_for(fmt, target):
     """Return the four-at-once encoder that belongs to `pairs_for(fmt, target)`: uint32, FP8 one a byte, FP4 two."""
-    if target is not None and fmt in ("e4m3", "e5m2") and target[:2] >= (8, 9):
+    if fmt in ("e4m3", "e5m2") and has_fp8(target):
         return {"e4m3": e4m3_quad_instructions, "e5m2": e5m2_quad_instructions}[fmt]
     return make_quad(pairs_for(fmt, target), 8 if fmt == "e2m1" else 16)
 
@@ -277,12 +354,11 @@ def pairs_for(fmt, target):
         fmt: "e4m3", "e5m2", "e3m2", "e2m3" or "e2m1".
         target: compute capability, for example (9, 0) or (10, 0, "a"); None for code that runs anywhere.
     """
-    if target is not None and fmt in ("e4m3", "e5m2") and target[:2] >= (8, 9):
+    if fmt in ("e4m3", "e5m2") and has_fp8(target):
         return {"e4m3": e4m3_pair_instruction, "e5m2": e5m2_pair_instruction}[fmt]
     if target is not None and fmt == "e2m1":
-        native = target[0] >= 10 and target[2:] in (("a",), ("f",))
         by_addition = e2m1_pair_by_signed_addition if target[:2] >= (8, 6) else e2m1_pair_by_addition
-        return e2m1_pair_instruction if native else by_addition
+        return e2m1_pair_instruction if has_e2m1(target) else by_addition
     return {"e4m3": e4m3_pair, "e5m2": e5m2_pair, "e3m2": e3m2_pair, "e2m3": e2m3_pair, "e2m1": e2m1_pair}[fmt]
 
 
@@ -402,8 +478,7 @@ def e8m0_up_instruction(x):
 
 def e8m0_up_for(target):
     """Return `e8m0_up` as a GPU has it."""
-    native = target is not None and target[0] >= 10 and target[2:] in (("a",), ("f",))
-    return e8m0_up_instruction if native else e8m0_up
+    return e8m0_up_instruction if has_e2m1(target) else e8m0_up
 
 
 @device

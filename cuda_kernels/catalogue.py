@@ -220,14 +220,16 @@ def _tiles():
 def _dequantization():
     plain = ("plain", BF16)
     for name, fmt, kind, options, size in (
-        ("FP8", "e4m3", "tensor", {}, 24),
-        ("1x128 blocks", "e4m3", "row_block", {}, 24.25),
-        ("MXFP8", "e4m3", "mx_row", {}, 24.25),
-        ("MXFP8 columnwise", "e4m3", "mx_columns", {}, 32),
-        ("NVFP4", "e2m1", "nvfp4", {"top": 2688.0}, 20.5),
+        ("FP8", "e4m3", "tensor", {}, 48),
+        ("1x128 blocks", "e4m3", "row_block", {}, 48.5),
+        ("MXFP8", "e4m3", "mx_row", {}, 48.5),
+        ("MXFP8 columnwise", "e4m3", "mx_columns", {}, 64),
+        ("NVFP4", "e2m1", "nvfp4", {"top": 2688.0}, 41),
     ):
-        recipe = Recipe("row", Prologue("decoded", kind, fmt, **options), plain)
-        yield _entry(f"{name} -> bf16", recipe, size, None, None, 1)
+        recipe = Recipe("decode row", Prologue("decoded", kind, fmt, **options), plain)
+        yield _entry(f"{name} -> bf16", recipe, size, None, None, 2)
+    recipe = Recipe("row", Prologue("decoded", "mx_row", "e4m3"), plain)
+    yield _entry("MXFP8 -> bf16, any K", recipe, 24.25, None, None, 1)
     prologue = Prologue("decoded", "nvfp4", "e2m1", top=2688.0, transform=(0xD7E8, True))
     yield _entry("NVFP4 columnwise + RHT -> bf16", Recipe("tile", prologue, None, plain), 128 * 64 / 256 * 2.6)
 

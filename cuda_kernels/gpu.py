@@ -111,6 +111,7 @@ class GPU(Backend):
             "row": lambda: row_shape(m, inner, lanes),
             "wide row": lambda: row_shape(m, inner, 2, 2 * VECTOR),
             "block row": lambda: row_shape(m, inner, 1, 2 * VECTOR),
+            "decode row": lambda: row_shape(m, inner, 1, 2 * VECTOR),
             "two block row": lambda: row_shape(m, inner, 1, 4 * VECTOR),
             "band": lambda: band_shape(m, inner),
             "tile": tiles,
@@ -519,8 +520,9 @@ class GPU(Backend):
         )
         if columnwise and getattr(q.scaling, "rht", False):
             options = {**options, "transform": (q.scaling.sign_mask, True)}
+        along_rows = "decode row" if k % (2 * VECTOR) == 0 and _readable(front, out) else "row"
         recipe = Recipe(
-            "tile" if transposed else "row",
+            "tile" if transposed else along_rows,
             Prologue("decoded", name, fmt, **options),
             None if transposed else ("plain", storage),
             ("plain", storage) if transposed else None,
@@ -620,6 +622,12 @@ def reordered_scales(q, swizzled):
             transposed = name.startswith("column") and isinstance(q.scaling, MXFP8Scaling)
             moved[name] = backend.swizzle(memory.wrap(getattr(q, name), name), not swizzled, transposed).owner
     return moved
+
+
+def _readable(front, out):
+    """Whether rows of whole 16 codes can be read 16 at a time; of MXFP8 columns their scales too."""
+    scales_too = front.name != "mx_columns" or (front.dy.aligned and front.interleave % (2 * VECTOR) == 0)
+    return front.x.aligned and out.aligned and scales_too
 
 
 def _history_shape(history, scale):

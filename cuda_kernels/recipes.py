@@ -57,7 +57,8 @@ class Recipe:
     """One kernel.
 
     Attributes:
-        kernel: "row", "wide row", "block row", "two block row", "band", "tile", "square", "square choice" or "mxfp8".
+        kernel: "row", "wide row", "block row", "two block row", "decode row", "band", "tile", "square", "square choice"
+            or "mxfp8".
         prologue: what is computed.
         row, column: epilogues as tuples, a name of `EPILOGUES` and its options; None for a direction that is not made.
         storage: nominal dtype, to which `rounded` rounds before the cast.
@@ -140,6 +141,16 @@ def _forward(key, options, skip, target):
 def _decoded(key):
     if key.name == "mx_columns":
         return prologues.decoded_mx_columns(key.storage)
+    return prologues.decoded(key.storage, _scale_of(key, None))
+
+
+def _decoded_wide(key, target):
+    if key.name == "mx_columns":
+        return prologues.decoded_mx_columns_wide(key.storage, target)
+    return prologues.decoded_wide(key.storage, _scale_of(key, target), target)
+
+
+def _scale_of(key, target):
     scales = {
         "tensor": prologues.tensor_scale,
         "row_block": prologues.row_block_scale,
@@ -147,9 +158,7 @@ def _decoded(key):
         "mx_row": prologues.mx_row_scale,
         "none": prologues.no_scale,
     }
-    if key.name not in scales:
-        return prologues.decoded(key.storage, prologues.make_nvfp4_scale(key.top, key.name == "nvfp4_rows"))
-    return prologues.decoded(key.storage, scales[key.name])
+    return scales.get(key.name) or prologues.make_nvfp4_scale(key.top, key.name == "nvfp4_rows", target)
 
 
 # --- epilogues by name ------------------------------------------------------------------------------
@@ -231,6 +240,9 @@ def make_epilogue(key, whole, target):
 @cache
 def build(recipe, target):
     """Return the kernel function of a `Recipe` for a compute capability, (major, minor[, "a"]), or None (simulator)."""
+    if recipe.kernel == "decode row":
+        store = make_store(recipe.row[1], True, target)
+        return kernels.make_decode_row_kernel(_decoded_wide(recipe.prologue, target), store)
     prologue = make_prologue(recipe.prologue, recipe.whole, recipe.fast_math, target)
     rounded = make_round(recipe.storage if recipe.rounded else "float32", target)
     if recipe.kernel == "wide row":

@@ -16,7 +16,7 @@ import pytest
 from scalars import F, over_arrays
 
 import refops
-from cuda_kernels import casts, epilogues
+from cuda_kernels import casts, epilogues, vectors
 from cuda_kernels.simt import device
 from refops import rounding
 from refops.quantization.mxfp8 import ENCODE_MULTIPLIER
@@ -129,6 +129,30 @@ def test_eight_codes_are_four_pairs(target):
     pairs = [pair(*numbers[k : k + 2]).astype(np.uint32) << np.uint32(4 * k) for k in range(0, 8, 2)]
     of_eight = device(lambda a, b, c, d, e, f, g, h: eight((a, b, c, d, e, f, g, h)))
     np.testing.assert_array_equal(over_arrays(of_eight, np.uint32)(*numbers), np.bitwise_or.reduce(pairs))
+
+
+@pytest.mark.parametrize("target", [None, (8, 0), (9, 0), (10, 0, "a")])
+@pytest.mark.parametrize("name", FORMATS)
+def test_eight_codes_of_words_have_their_values(name, target):
+    """Every code in each of the eight places."""
+    fmt, width = refops.FORMATS[name], WIDTHS.get(name, 8)
+    codes = np.stack([np.roll(np.arange(len(fmt.values)), k) for k in range(8)]).astype(np.uint64)
+    packed = np.bitwise_or.reduce(codes << (np.arange(8, dtype=np.uint64)[:, None] * np.uint64(width)))
+    low = packed.astype(np.uint32)
+    high = low if name == "e2m1" else (packed >> np.uint64(32)).astype(np.uint32)
+    decode = vectors.make_decode(name, target)
+
+    @numba.njit
+    def decode_all(low, high, out):
+        for i in range(low.size):
+            values = decode(low[i], high[i])
+            for k in range(8):
+                out[k, i] = values[k]
+
+    got, expected = np.empty(codes.shape, F), fmt.values[codes]
+    decode_all(low, high, got)
+    np.testing.assert_array_equal(got, expected)
+    np.testing.assert_array_equal(np.signbit(got)[~np.isnan(got)], np.signbit(expected)[~np.isnan(got)])
 
 
 @pytest.mark.parametrize("target", [(8, 0), (9, 0)])

@@ -89,6 +89,24 @@ def test_dequantization():
     assert got == (codes, [LAST // 32 * stride + WIDTH - 8 + k for k in range(8)])
 
 
+def test_dequantization_of_whole_rows():
+    """One access for 16 codes, one scale for them, or one access for the scales of their columns."""
+    column, stride = WIDTH // 128 * 128 - 128, 2**26 + 16
+    at = LAST * WIDTH + column
+    for make, codes, scales in (
+        (prologues.decoded_wide("e4m3", prologues.mx_row_scale, None), at, LAST * stride + column // 32),
+        (
+            prologues.decoded_wide("e2m1", prologues.make_nvfp4_scale(2688.0, True), None),
+            at // 2,
+            LAST * stride + column // 16,
+        ),
+        (prologues.decoded_mx_columns_wide("e4m3", None), at, LAST // 32 * stride + column),
+    ):
+        prologue = lambda inputs, row, column, valid, make=make: make(inputs, row, column, np.int64(at))  # noqa: E731
+        got = indices(prologue, column=column, interleave=stride, value=np.uint8(0))
+        assert got == ([codes], [scales])
+
+
 def stored(epilogue, outer=LAST, inner=WIDTH - 16, stride=2**27):
     """field -> indices that an epilogue stores at, in the last row."""
     fields = {name: 0 for name in Outputs._fields}
