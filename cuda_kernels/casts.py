@@ -542,3 +542,65 @@ def e2m1_stochastic(x, random_byte):
     high = select(d >= F(6), U32(7), select(d >= F(4), U32(6), select(d >= F(3), U32(5), U32(4))))
     code = select(d >= F(2), high, np.uint32(d * TWO))
     return select(x != x, U32(7), np.uint32(code | np.uint32(np.uint32(bits >> U32(28)) & U32(8))))
+
+
+@ptx("fma.rz.f32 $0, $1, $2, $3;", "=f,f,f,f", F, F, F, F)
+def fma_truncated(a, b, c):
+    """a * b + c, rounded towards 0."""
+    exact = np.float64(a) * np.float64(b) + np.float64(c)
+    nearest = F(exact)
+    return as_f32(np.uint32(as_u32(nearest) - select(abs(np.float64(nearest)) > abs(exact), U32(1), U32(0))))
+
+
+def make_fraction(k):
+    """Return `fraction(word)`: byte `k` of a word, divided by 512: the byte in a number between 64 and 65, less 64."""
+    shift = U32(8 * k)
+
+    @ptx(f"prmt.b32 $0, $1, $2, 0x76{k}4;", "=r,r,r", U32, U32, U32)
+    def byte_in_second_place(word, others):
+        return np.uint32(np.uint32(np.uint32(np.uint32(word >> shift) & U32(0xFF)) << U32(8)) | others)
+
+    @device
+    def fraction(word):
+        return as_f32(byte_in_second_place(word, U32(0x42800000))) - F(64)
+
+    return fraction
+
+
+@device
+def e2m1_stochastic_by_addition(x, fraction):
+    """`e2m1_stochastic` of random_byte / 512 from sm_86 on, in the top four bits as in `e2m1_by_signed_addition`.
+
+    The step is half the power of two. Where adding a part of it reaches the next power, the steps counted are 4, which
+    is as many codes as that power's own 2 steps and doubling.
+    """
+    m = limited(x, SIX)
+    power = as_f32(np.uint32(as_u32(raised(m, F(1))) & SIGN_AND_EXPONENT))
+    s = fma_truncated(power, F(2.0**22 + 1), power * fraction + m)
+    return np.uint32(as_u32(s) * U32(2**28 + 2**6 + 1))
+
+
+def stochastic_eights_for(target):
+    """Return `eight(v, low, high)`: eight E2M1 codes rounded with the random bytes of two words, in uint32."""
+    signed = target is not None and target[:2] >= (8, 6)
+    fractions = [make_fraction(k) for k in range(4)]
+
+    def code_of(k):
+        """The code of element k and its random byte, in the top four bits."""
+        fraction, shift = fractions[k % 4], U32(8 * (k % 4))
+        if signed:
+            return device(lambda x, w: e2m1_stochastic_by_addition(x, fraction(w)))
+        byte = device(lambda w: np.uint32(np.uint32(w >> shift) & U32(0xFF)))
+        return device(lambda x, w: np.uint32(e2m1_stochastic(x, byte(w)) << U32(28)))
+
+    first, second, third, fourth = [code_of(k) for k in range(4)]
+
+    @device
+    def four(codes, a, b, c, d, w):
+        return append(append(append(append(codes, fourth(d, w)), third(c, w)), second(b, w)), first(a, w))
+
+    @device
+    def eight(v, low, high):
+        return four(four(U32(0), v[4], v[5], v[6], v[7], high), v[0], v[1], v[2], v[3], low)
+
+    return eight

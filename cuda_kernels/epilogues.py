@@ -394,32 +394,37 @@ def make_nvfp4_scales(row_scaled, target):
     return scales
 
 
-def make_block_codes(row_scaled, target):
-    """Return `codes(first, second, out, outer)`: a block's E4M3 code, and its 16 E2M1 codes in two words."""
-    word, multiply, scales = casts.eights_for(target), multiply_for(target), make_nvfp4_scales(row_scaled, target)
+def make_block_codes(row_scaled, rounding, target):
+    """Return `codes(first, second, out, outer, inner)`: a block's E4M3 code, and its 16 E2M1 codes in two words."""
+    scales, multiply = make_nvfp4_scales(row_scaled, target), multiply_for(target)
+    nearest, stochastic = casts.eights_for(target), casts.stochastic_eights_for(target)
 
     @device
-    def codes(first, second, out, outer):
+    def codes(first, second, out, outer, inner):
         byte, multiplier = scales(amax_with(amax(first), second), out, outer, 1)
-        return np.uint8(byte), word(multiply(first, multiplier)), word(multiply(second, multiplier))
+        a, b = multiply(first, multiplier), multiply(second, multiplier)
+        if rounding == "nearest":
+            return np.uint8(byte), nearest(a), nearest(b)
+        w = random_words(out, outer, inner)
+        return np.uint8(byte), stochastic(a, w[0], w[1]), stochastic(b, w[2], w[3])
 
     return codes
 
 
-def nvfp4_blocks(row_scaled, scale_index, target):
-    """`nvfp4` for threads that hold whole blocks, rounded to nearest: (`store` of one block, `store` of two)."""
-    codes = make_block_codes(row_scaled, target)
+def nvfp4_blocks(row_scaled, rounding, scale_index, target):
+    """`nvfp4` for threads that hold whole blocks, but for given random bits: (`store` of one block, `store` of two)."""
+    codes = make_block_codes(row_scaled, rounding, target)
 
     @device
     def store_one(v, out, outer, inner):
-        byte, a, b = codes(v[0], v[1], out, outer)
+        byte, a, b = codes(v[0], v[1], out, outer, inner)
         out.scales[scale_index(out, outer, inner >> 4)] = byte
         store_words(out.data, offset(outer, out.inner, inner) >> 1, (a, b))
 
     @device
     def store_two(v, out, outer, inner):
-        byte, a, b = codes(v[0], v[1], out, outer)
-        next_byte, c, d = codes(v[2], v[3], out, outer)
+        byte, a, b = codes(v[0], v[1], out, outer, inner)
+        next_byte, c, d = codes(v[2], v[3], out, outer, I32(inner + 16))
         i = scale_index(out, outer, inner >> 4)  # the block's number is even: in every order the next one follows it
         out.scales[i], out.scales[i + 1] = byte, next_byte
         store_words(out.data, offset(outer, out.inner, inner) >> 1, (a, b, c, d))
@@ -539,13 +544,19 @@ def four_over_six_byte(amax, s_enc, factor):
     return casts.e4m3(((amax / F(6)) * s_enc) * factor)
 
 
+@device
+def random_words(out, outer, inner):
+    """The random bytes of the block of 16 that holds an element, four in a word."""
+    block = out.first_block + offset(outer, out.inner >> 4, inner >> 4)
+    return casts.philox(np.uint64(out.seed), np.uint64(out.offset), np.uint64(block))
+
+
 def make_store_random(rounding):
     """Return `store(v, out, outer, inner)`: eight E2M1 codes rounded stochastically, from Philox or with given bits."""
 
     @device
     def philox_word(out, outer, inner, k):
-        block = out.first_block + offset(outer, out.inner >> 4, inner >> 4)
-        a, b, c, d = casts.philox(np.uint64(out.seed), np.uint64(out.offset), np.uint64(block))
+        a, b, c, d = random_words(out, outer, inner)
         first = (inner & 15) == 0
         low, high = select(first, a, c), select(first, b, d)
         return low if k == 0 else high

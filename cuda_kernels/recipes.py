@@ -273,7 +273,7 @@ def widest(recipe, width):
     prologue, (name, *options) = recipe.prologue, recipe.row
     if not recipe.whole or recipe.transform is not None or width % (2 * VECTOR):
         return recipe
-    if name == "nvfp4" and options[3] == "nearest" and prologue.kind == "identity":
+    if name == "nvfp4" and options[3] in ("nearest", "philox") and prologue.kind == "identity":
         return replace(recipe, kernel="two block row" if width % (4 * VECTOR) == 0 else "block row")
     reaches_across = prologue.kind == "backward" and prologue.gated and prologue.part != "pair"  # from half to half
     return replace(recipe, kernel="wide row") if name == "mxfp8" and not reaches_across else recipe
@@ -292,9 +292,9 @@ def _wide_row_kernel(recipe, prologue, rounded, target):
 
 
 def _block_row_kernel(recipe, target):
-    _, _, row_scaled, _, swizzled = recipe.row[1:]
+    _, _, row_scaled, rounding, swizzled = recipe.row[1:]
     index = _scale_index(swizzled, epilogues.scale_row_major)
-    one, two = epilogues.nvfp4_blocks(row_scaled, index, target)
+    one, two = epilogues.nvfp4_blocks(row_scaled, rounding, index, target)
     vectors, store = (2, one) if recipe.kernel == "block row" else (4, two)
     skips = range(0, vectors * VECTOR, VECTOR)
     return kernels.make_block_row_kernel([make_prologue(recipe.prologue, True, False, target, k) for k in skips], store)

@@ -280,6 +280,29 @@ def test_stochastic_rounding_of_every_grid_value_and_byte():
     np.testing.assert_array_equal(over_arrays(casts.e2m1_stochastic, np.uint32)(x, random_bytes), expected)
 
 
+@pytest.mark.parametrize("target", [None, (8, 0), (9, 0), (10, 0, "a")])
+def test_eight_codes_rounded_stochastically(target):
+    """All steps of 1/512 from -7 to 7, their neighbours in float32 and random numbers, with many bytes in each place."""
+    steps = np.arange(-7 * 512, 7 * 512 + 1, dtype=F) / F(512)
+    x = np.concatenate([steps, np.nextafter(steps, F(0)), np.nextafter(steps, F(9)), X[:400_000:2], X[-100_000:]])
+    x = np.repeat(x[~(np.isnan(x) & np.signbit(x))], 8)
+    random_bytes = np.random.default_rng(3).integers(0, 256, x.size, dtype=np.uint8)
+    eight = casts.stochastic_eights_for(target)
+
+    @numba.njit
+    def encode_all(x, words, out):
+        for i in range(len(x)):
+            v = x[i]
+            out[i] = eight((v[0], v[1], v[2], v[3], v[4], v[5], v[6], v[7]), words[i, 0], words[i, 1])
+
+    got = np.empty(x.size // 8, np.uint32)
+    order = np.random.default_rng(4).permutation(x.size)
+    encode_all(x[order].reshape(-1, 8), random_bytes[order].view(np.uint32).reshape(-1, 2), got)
+    expected = refops.encode(x[order], refops.E2M1, rounding="stochastic", random_bits=random_bytes[order])
+    codes = (got[:, None] >> (4 * np.arange(8, dtype=np.uint32))) & np.uint32(15)
+    np.testing.assert_array_equal(codes.ravel(), expected)
+
+
 def test_the_simulator_s_plain_python_gives_the_same_bits():
     run = subprocess.run(
         [sys.executable, Path(__file__).parent / "casts_in_the_simulator.py"],

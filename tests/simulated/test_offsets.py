@@ -157,7 +157,7 @@ def test_whole_blocks(swizzled):
     block, at = inner // 16, LAST * WIDTH + inner
     tile = (LAST // 128 * (stride // 4) + block // 4) * 512 + LAST % 32 * 16 + LAST % 128 // 32 * 4 + block % 4
     first = tile if swizzled else LAST * stride + block
-    for blocks, store in zip((1, 2), epilogues.nvfp4_blocks(True, index, None), strict=True):
+    for blocks, store in zip((1, 2), epilogues.nvfp4_blocks(True, "philox", index, None), strict=True):
         call = lambda v, amax, out, outer, inner, valid, store=store: store((v,) * 4, out, outer, inner)  # noqa: E731
         got = stored(epilogues.Epilogue(call, 1, 1), inner=inner, stride=stride)
         assert (got["data"], got["scales"]) == ([at // 2], [first + k for k in range(blocks)])
