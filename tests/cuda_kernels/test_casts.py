@@ -282,7 +282,7 @@ def test_stochastic_rounding_of_every_grid_value_and_byte():
 
 @pytest.mark.parametrize("target", [None, (8, 0), (9, 0), (10, 0, "a")])
 def test_eight_codes_rounded_stochastically(target):
-    """All steps of 1/512 from -7 to 7, their neighbours in float32 and random numbers, with many bytes in each place."""
+    """All steps of 1/512 from -7 to 7, their neighbours in float32, random numbers; many bytes in each place."""
     steps = np.arange(-7 * 512, 7 * 512 + 1, dtype=F) / F(512)
     x = np.concatenate([steps, np.nextafter(steps, F(0)), np.nextafter(steps, F(9)), X[:400_000:2], X[-100_000:]])
     x = np.repeat(x[~(np.isnan(x) & np.signbit(x))], 8)
