@@ -21,6 +21,16 @@ FOUR_CODES = """{{ .reg .b16 s, t;
 cvt.rn.satfinite.{0}.f32 s, $2, $1; cvt.rn.satfinite.{0}.f32 t, $4, $3; mov.b32 $0, {{s, t}}; }}"""
 
 
+def has_fp8(target):
+    """Whether a compute capability converts to and from E4M3 and E5M2 by instruction."""
+    return target is not None and target[:2] >= (8, 9)
+
+
+def has_e2m1(target):
+    """Whether a compute capability converts to and from E2M1 and E8M0 by instruction: sm_100a and its kin."""
+    return target is not None and target[0] >= 10 and target[2:] in (("a",), ("f",))
+
+
 # --- small floats -----------------------------------------------------------------------------------
 
 
@@ -139,28 +149,37 @@ def raised(x, limit):
 
 @device
 def e2m1_by_signed_addition(x):
-    """E2M1 code in six instructions from sm_86 on; only its four bits count. As `e2m1_by_addition`.
+    """E2M1 code in five instructions from sm_86 on, in the top four bits; those below mean nothing.
 
-    Everything keeps the sign of x. The low bits of the sum are 2 + steps, of the exponent 10 + 2 for each doubling, of
-    the top four bits 4 + 8 for the sign: together, modulo 16, the code.
+    Everything keeps the sign of x. A NaN must be positive, as in `e2m1_by_addition`. The sum's low bits are 2 + steps,
+    its bits from 22 on 42 + 2 for each doubling, the top four bits 4 + 8 for the sign. The product adds the three in
+    its top four bits, modulo 16: together the code. Nothing carries into them.
     """
     m = limited(x, SIX)
     power = as_f32(np.uint32(as_u32(raised(m, F(1))) & SIGN_AND_EXPONENT))
-    s = as_u32(power * F(2.0**22 + 1) + m)
-    return np.uint32(np.uint32(s + np.uint32(s >> U32(22))) + np.uint32(s >> U32(28)))
+    return np.uint32(as_u32(power * F(2.0**22 + 1) + m) * U32(2**28 + 2**6 + 1))
+
+
+@ptx("shf.l.wrap.b32 $0, $2, $1, 4;", "=r,r,r", U32, U32, U32)
+def append(codes, code):
+    """`codes` moved up by four bits, and the top four bits of `code` below them: one instruction."""
+    return np.uint32(np.uint32(codes << U32(4)) | np.uint32(code >> U32(28)))
 
 
 @device
 def e2m1_pair_by_signed_addition(low, high):
     """Two E2M1 codes by `e2m1_by_signed_addition`."""
-    return np.uint16(e2m1_byte(low, high))
+    return np.uint16(append(np.uint32(e2m1_by_signed_addition(high) >> U32(28)), e2m1_by_signed_addition(low)))
 
 
 @device
-def e2m1_byte(low, high):
-    """Two E2M1 codes by `e2m1_by_signed_addition` in the lowest byte."""
-    first, second = e2m1_by_signed_addition(low), e2m1_by_signed_addition(high)
-    return np.uint32(np.uint32(first & U32(15)) | np.uint32(np.uint32(second << U32(4)) & U32(0xF0)))
+def e2m1_eight_by_signed_addition(v):
+    """Eight E2M1 codes by `e2m1_by_signed_addition`, the first in the lowest bits."""
+    codes = np.uint32(e2m1_by_signed_addition(v[7]) >> U32(28))
+    codes = append(append(codes, e2m1_by_signed_addition(v[6])), e2m1_by_signed_addition(v[5]))
+    codes = append(append(codes, e2m1_by_signed_addition(v[4])), e2m1_by_signed_addition(v[3]))
+    codes = append(append(codes, e2m1_by_signed_addition(v[2])), e2m1_by_signed_addition(v[1]))
+    return append(codes, e2m1_by_signed_addition(v[0]))
 
 
 @device
@@ -233,15 +252,99 @@ def decode_e4m3_instructions(code):
 
 def e4m3_for(target):
     """Return (encode, decode) of single E4M3 numbers."""
-    native = target is not None and target[:2] >= (8, 9)
+    native = has_fp8(target)
     return (e4m3_by_pair, decode_e4m3_instructions) if native else (e4m3, decode_e4m3)
+
+
+def make_halves(fmt, which):
+    """Return `halves(codes)`: two FP8 codes of four, the `which` (0 low, 1 high) two, as two float16 (sm_89 on)."""
+    decode, shift = DECODERS[fmt], U32(16 * which)
+    asm = f"{{ .reg .b16 s, t; mov.b32 {{s, t}}, $1; cvt.rn.f16x2.{fmt}x2 $0, {'st'[which]}; }}"
+
+    @ptx(asm, "=r,r", U32, U32)
+    def halves(codes):
+        two = np.uint32(codes >> shift)
+        return f16_pair(decode(np.uint32(two & U32(0xFF))), decode(np.uint32(np.uint32(two >> U32(8)) & U32(0xFF))))
+
+    return halves
+
+
+def make_e2m1_halves(which):
+    """Return `halves(codes)`: two neighbours of eight E2M1 codes, those of byte `which`, as two float16 (sm_100a)."""
+    shift = U32(8 * which)
+    asm = f"{{ .reg .b8 t0, t1, t2, t3; mov.b32 {{t0, t1, t2, t3}}, $1; cvt.rn.f16x2.e2m1x2 $0, t{which}; }}"
+
+    @ptx(asm, "=r,r", U32, U32)
+    def halves(codes):
+        two = np.uint32(codes >> shift)
+        low, high = np.uint32(two & U32(15)), np.uint32(np.uint32(two >> U32(4)) & U32(15))
+        return f16_pair(decode_e2m1(low), decode_e2m1(high))
+
+    return halves
+
+
+@ptx("mul.rn.f16x2 $0, $1, $2;", "=r,r,r", U32, U32, U32)
+def multiply_halves(a, b):
+    """The products of two times two float16."""
+    low = widen_f16(np.uint16(a & U32(0xFFFF))) * widen_f16(np.uint16(b & U32(0xFFFF)))
+    return f16_pair(low, widen_f16(np.uint16(a >> U32(16))) * widen_f16(np.uint16(b >> U32(16))))
+
+
+def make_e2m1_halves_by_shifts(first):
+    """Return `halves(codes)`: two E2M1 codes of eight, numbers `first` and `first` + 4, as two float16.
+
+    These two are 16 bits apart as they are. Exponent and mantissa are shifted to the lowest of float16's exponent bits
+    and its highest mantissa bit; what is then 2^14 too small, 0.5 as a subnormal number, is exact.
+    """
+    up, down, sign_up = U32(max(9 - 4 * first, 0)), U32(max(4 * first - 9, 0)), U32(12 - 4 * first)
+
+    @device
+    def halves(codes):
+        magnitudes = np.uint32(np.uint32(np.uint32(codes << up) >> down) & U32(0x0E000E00))
+        signs = np.uint32(np.uint32(codes << sign_up) & U32(0x80008000))
+        return multiply_halves(np.uint32(magnitudes | signs), U32(0x74007400))
+
+    return halves
+
+
+def has_halves(fmt, target):
+    """Whether two codes at a time become float16: E2M1 everywhere, E4M3 and E5M2 by instruction."""
+    return fmt == "e2m1" or (fmt in ("e4m3", "e5m2") and has_fp8(target))
+
+
+def halves_of(fmt, target):
+    """Return four functions that decode two codes each, neighbours, but without an instruction for E2M1 four apart.
+
+    E2M1's eight codes are in one word, others, one a byte, in two.
+    """
+    if fmt == "e2m1":
+        make = make_e2m1_halves if has_e2m1(target) else make_e2m1_halves_by_shifts
+        return tuple(make(k) for k in range(4))
+    return (make_halves(fmt, 0), make_halves(fmt, 1)) * 2
 
 
 def quads_for(fmt, target):
     """Return the four-at-once encoder that belongs to `pairs_for(fmt, target)`: uint32, FP8 one a byte, FP4 two."""
-    if target is not None and fmt in ("e4m3", "e5m2") and target[:2] >= (8, 9):
+    if fmt in ("e4m3", "e5m2") and has_fp8(target):
         return {"e4m3": e4m3_quad_instructions, "e5m2": e5m2_quad_instructions}[fmt]
     return make_quad(pairs_for(fmt, target), 8 if fmt == "e2m1" else 16)
+
+
+def make_eight(quad):
+    """Return `eight(v)`: what `quad` gives of the first and of the last four of eight, in uint32."""
+
+    @device
+    def eight(v):
+        return np.uint32(quad(v[0], v[1], v[2], v[3]) | np.uint32(quad(v[4], v[5], v[6], v[7]) << U32(16)))
+
+    return eight
+
+
+def eights_for(target):
+    """Return the eight-at-once encoder of E2M1: a tuple of eight to uint32, the first in the lowest bits."""
+    if pairs_for("e2m1", target) is e2m1_pair_by_signed_addition:
+        return e2m1_eight_by_signed_addition
+    return make_eight(quads_for("e2m1", target))
 
 
 def pairs_for(fmt, target):
@@ -251,12 +354,11 @@ def pairs_for(fmt, target):
         fmt: "e4m3", "e5m2", "e3m2", "e2m3" or "e2m1".
         target: compute capability, for example (9, 0) or (10, 0, "a"); None for code that runs anywhere.
     """
-    if target is not None and fmt in ("e4m3", "e5m2") and target[:2] >= (8, 9):
+    if fmt in ("e4m3", "e5m2") and has_fp8(target):
         return {"e4m3": e4m3_pair_instruction, "e5m2": e5m2_pair_instruction}[fmt]
     if target is not None and fmt == "e2m1":
-        native = target[0] >= 10 and target[2:] in (("a",), ("f",))
         by_addition = e2m1_pair_by_signed_addition if target[:2] >= (8, 6) else e2m1_pair_by_addition
-        return e2m1_pair_instruction if native else by_addition
+        return e2m1_pair_instruction if has_e2m1(target) else by_addition
     return {"e4m3": e4m3_pair, "e5m2": e5m2_pair, "e3m2": e3m2_pair, "e2m3": e2m3_pair, "e2m1": e2m1_pair}[fmt]
 
 
@@ -376,8 +478,7 @@ def e8m0_up_instruction(x):
 
 def e8m0_up_for(target):
     """Return `e8m0_up` as a GPU has it."""
-    native = target is not None and target[0] >= 10 and target[2:] in (("a",), ("f",))
-    return e8m0_up_instruction if native else e8m0_up
+    return e8m0_up_instruction if has_e2m1(target) else e8m0_up
 
 
 @device
@@ -441,3 +542,65 @@ def e2m1_stochastic(x, random_byte):
     high = select(d >= F(6), U32(7), select(d >= F(4), U32(6), select(d >= F(3), U32(5), U32(4))))
     code = select(d >= F(2), high, np.uint32(d * TWO))
     return select(x != x, U32(7), np.uint32(code | np.uint32(np.uint32(bits >> U32(28)) & U32(8))))
+
+
+@ptx("fma.rz.f32 $0, $1, $2, $3;", "=f,f,f,f", F, F, F, F)
+def fma_truncated(a, b, c):
+    """a * b + c, rounded towards 0."""
+    exact = np.float64(a) * np.float64(b) + np.float64(c)
+    nearest = F(exact)
+    return as_f32(np.uint32(as_u32(nearest) - select(abs(np.float64(nearest)) > abs(exact), U32(1), U32(0))))
+
+
+def make_fraction(k):
+    """Return `fraction(word)`: byte `k` of a word, divided by 512: the byte in a number between 64 and 65, less 64."""
+    shift = U32(8 * k)
+
+    @ptx(f"prmt.b32 $0, $1, $2, 0x76{k}4;", "=r,r,r", U32, U32, U32)
+    def byte_in_second_place(word, others):
+        return np.uint32(np.uint32(np.uint32(np.uint32(word >> shift) & U32(0xFF)) << U32(8)) | others)
+
+    @device
+    def fraction(word):
+        return as_f32(byte_in_second_place(word, U32(0x42800000))) - F(64)
+
+    return fraction
+
+
+@device
+def e2m1_stochastic_by_addition(x, fraction):
+    """`e2m1_stochastic` of random_byte / 512 from sm_86 on, in the top four bits as in `e2m1_by_signed_addition`.
+
+    The step is half the power of two. Where adding a part of it reaches the next power, the steps counted are 4, which
+    is as many codes as that power's own 2 steps and doubling.
+    """
+    m = limited(x, SIX)
+    power = as_f32(np.uint32(as_u32(raised(m, F(1))) & SIGN_AND_EXPONENT))
+    s = fma_truncated(power, F(2.0**22 + 1), power * fraction + m)
+    return np.uint32(as_u32(s) * U32(2**28 + 2**6 + 1))
+
+
+def stochastic_eights_for(target):
+    """Return `eight(v, low, high)`: eight E2M1 codes rounded with the random bytes of two words, in uint32."""
+    signed = target is not None and target[:2] >= (8, 6)
+    fractions = [make_fraction(k) for k in range(4)]
+
+    def code_of(k):
+        """The code of element k and its random byte, in the top four bits."""
+        fraction, shift = fractions[k % 4], U32(8 * (k % 4))
+        if signed:
+            return device(lambda x, w: e2m1_stochastic_by_addition(x, fraction(w)))
+        byte = device(lambda w: np.uint32(np.uint32(w >> shift) & U32(0xFF)))
+        return device(lambda x, w: np.uint32(e2m1_stochastic(x, byte(w)) << U32(28)))
+
+    first, second, third, fourth = [code_of(k) for k in range(4)]
+
+    @device
+    def four(codes, a, b, c, d, w):
+        return append(append(append(append(codes, fourth(d, w)), third(c, w)), second(b, w)), first(a, w))
+
+    @device
+    def eight(v, low, high):
+        return four(four(U32(0), v[4], v[5], v[6], v[7], high), v[0], v[1], v[2], v[3], low)
+
+    return eight

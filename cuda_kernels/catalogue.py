@@ -126,13 +126,16 @@ def _casts():
     yield _entry("bf16 -> delayed FP8", row(BF16, DELAYED), 24, _budget(3.85, 3.7), 1, 0)
     yield _entry("bf16 -> FP8, scale in memory", row(BF16, in_memory), 24, _budget(2.45, 2.45), 1, 0)
     yield _entry("bf16 -> 1x128 blocks", row(BF16, BLOCK), 24.25, _budget(4.1, 4), 1, 0)
-    yield _entry("bf16 -> NVFP4", wide(BF16, NVFP4), 41, _budget(6, 3.15), 2, 0)
-    for name, key in {
-        "stochastic": ("nvfp4", 448, False, False, "philox", False),
-        "row-scaled": ("nvfp4", 448, False, True, "nearest", False),
-        "4over6": ("nvfp4 4over6", 448, False, False, False),
-    }.items():
-        yield _entry(f"bf16 -> NVFP4, {name}", row(BF16, key), 20.5, None, 1, 0)
+    blocks = lambda key, kernel="two block row", storage=BF16: replace(row(storage, key), kernel=kernel)  # noqa: E731
+    random, by_row = ("nvfp4", 448, False, False, "philox", False), ("nvfp4", 448, False, True, "nearest", False)
+    yield _entry("bf16 -> NVFP4", blocks(NVFP4), 82, _budget(4.55, 2.3), 4, 1)
+    yield _entry("bf16 -> NVFP4, one block", blocks(NVFP4, "block row"), 41, _budget(5.1, 2.85), 2, 0)
+    yield _entry("bf16 -> NVFP4, row-scaled", blocks(by_row), 82, _budget(4.6, 2.35), 4, 1)
+    yield _entry("bf16 -> NVFP4, stochastic", blocks(random), 82, _budget(8.1, 7.85), 4, 1)
+    yield _entry("float16 -> NVFP4", blocks(NVFP4, storage="float16"), 82, _budget(4.55, 2.3), 4, 1)
+    yield _entry("float32 -> NVFP4", blocks(NVFP4, storage="float32"), 146, _budget(2.4, 1.1), 8, 1)
+    four_over_six = ("nvfp4 4over6", 448, False, False, False)
+    yield _entry("bf16 -> NVFP4, 4over6", row(BF16, four_over_six), 20.5, None, 1, 0)
     yield _entry("amax of bf16", row(BF16, ("amax",)), 16, None, 1, 0)
     yield _entry("Hadamard of bf16", row(BF16, ("plain", BF16), transform=(0xD7E8, False)), 32, None, 1, 1)
 
@@ -216,15 +219,17 @@ def _tiles():
 
 def _dequantization():
     plain = ("plain", BF16)
-    for name, fmt, kind, options, size in (
-        ("FP8", "e4m3", "tensor", {}, 24),
-        ("1x128 blocks", "e4m3", "row_block", {}, 24.25),
-        ("MXFP8", "e4m3", "mx_row", {}, 24.25),
-        ("MXFP8 columnwise", "e4m3", "mx_columns", {}, 32),
-        ("NVFP4", "e2m1", "nvfp4", {"top": 2688.0}, 20.5),
+    for name, fmt, kind, options, size, limits in (
+        ("FP8", "e4m3", "tensor", {}, 48, (1.7, 1.55)),
+        ("1x128 blocks", "e4m3", "row_block", {}, 48.5, (1.85, 1.65)),
+        ("MXFP8", "e4m3", "mx_row", {}, 48.5, (1.9, 1.7)),
+        ("MXFP8 columnwise", "e4m3", "mx_columns", {}, 64, (3.2, 3.05)),
+        ("NVFP4", "e2m1", "nvfp4", {"top": 2688.0}, 41, (3.05, 2.1)),
     ):
-        recipe = Recipe("row", Prologue("decoded", kind, fmt, **options), plain)
-        yield _entry(f"{name} -> bf16", recipe, size, None, None, 1)
+        recipe = Recipe("decode row", Prologue("decoded", kind, fmt, **options), plain)
+        yield _entry(f"{name} -> bf16", recipe, size, _budget(*limits), None, 2)
+    recipe = Recipe("row", Prologue("decoded", "mx_row", "e4m3"), plain)
+    yield _entry("MXFP8 -> bf16, any K", recipe, 24.25, None, None, 1)
     prologue = Prologue("decoded", "nvfp4", "e2m1", top=2688.0, transform=(0xD7E8, True))
     yield _entry("NVFP4 columnwise + RHT -> bf16", Recipe("tile", prologue, None, plain), 128 * 64 / 256 * 2.6)
 

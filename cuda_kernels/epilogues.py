@@ -31,7 +31,7 @@ from cuda_kernels.simt import (
     select,
     store_words,
 )
-from cuda_kernels.vectors import VECTOR, WARP, ZERO, make_store, multiply_for
+from cuda_kernels.vectors import VECTOR, WARP, ZERO, amax, amax_with, make_store, multiply_for
 
 ONE = F(1)
 #: What 4over6 multiplies a scale with to map the block's maximum to 4 instead of 6.
@@ -51,8 +51,10 @@ Epilogue = namedtuple("Epilogue", "store lanes block_rows")
 
 def make_store_codes(fmt, whole, target):
     """Return `store(v, pointer, i, valid)`: eight codes from element i on; FP8 one a byte, FP4 two."""
-    pair, word = casts.pairs_for(fmt, target), casts.quads_for(fmt, target)
-    return _make_store_fp4(pair, word, whole) if fmt == "e2m1" else _make_store_fp8(pair, word, whole)
+    pair = casts.pairs_for(fmt, target)
+    if fmt == "e2m1":
+        return _make_store_fp4(pair, casts.eights_for(target), whole)
+    return _make_store_fp8(pair, casts.quads_for(fmt, target), whole)
 
 
 def _make_store_fp8(pair, word, whole):
@@ -76,8 +78,7 @@ def _make_store_fp4(pair, word, whole):
     @device
     def store_whole(v, pointer, i, valid):
         if valid > 0:
-            a, b = word(v[0], v[1], v[2], v[3]), word(v[4], v[5], v[6], v[7])
-            store_words(pointer, i >> 1, (np.uint32(a | np.uint32(b << U32(16))),))
+            store_words(pointer, i >> 1, (word(v),))
 
     @device
     def store_guarded(v, pointer, i, valid):
@@ -379,51 +380,66 @@ def encode_multiplier(byte, s_dec):
     return reciprocal_to_scale(casts.decode_e4m3(byte) * s_dec)
 
 
-def make_nvfp4_scales(top, row_scaled, target):
+def make_nvfp4_scales(row_scaled, target):
     """Return `scales(block_amax, out, outer, valid)`: a block's E4M3 code and the multiplier of its elements."""
     encode, decode = casts.e4m3_for(target)
 
     @device
     def scales(block_amax, out, outer, valid):
-        if row_scaled:
-            s_enc = global_encode_scale(out.given[outer] if valid > 0 else ZERO, top)
-            s_dec = ONE / s_enc
-        else:
-            s_enc, s_dec = out.given[0], out.given[1]
+        i = offset(outer, I32(2), I32(0)) if row_scaled and valid > 0 else I64(0)
+        s_enc, s_dec = out.given[i], out.given[i + 1]
         byte = encode(block_scale(block_amax, s_enc))
         return byte, reciprocal_to_scale(decode(byte) * s_dec)
 
     return scales
 
 
-def nvfp4_wide(top, row_scaled, scale_index, target):
-    """`nvfp4` for threads that hold a block of 16 as two vectors, rounded to nearest: as `mxfp8_wide`."""
-    word, multiply = casts.quads_for("e2m1", target), multiply_for(target)
-    scales = make_nvfp4_scales(F(top), row_scaled, target)
+def make_block_codes(row_scaled, rounding, target):
+    """Return `codes(first, second, out, outer, inner)`: a block's E4M3 code, and its 16 E2M1 codes in two words."""
+    scales, multiply = make_nvfp4_scales(row_scaled, target), multiply_for(target)
+    nearest, stochastic = casts.eights_for(target), casts.stochastic_eights_for(target)
 
     @device
-    def store(first, second, block_amax, out, outer, inner, valid):
-        byte, multiplier = scales(block_amax, out, outer, valid)
+    def codes(first, second, out, outer, inner):
+        byte, multiplier = scales(amax_with(amax(first), second), out, outer, 1)
         a, b = multiply(first, multiplier), multiply(second, multiplier)
-        if valid > 0:
-            out.scales[scale_index(out, outer, inner >> 4)] = np.uint8(byte)
-            low = word(a[0], a[1], a[2], a[3]), word(a[4], a[5], a[6], a[7])
-            high = word(b[0], b[1], b[2], b[3]), word(b[4], b[5], b[6], b[7])
-            codes = np.uint32(low[0] | np.uint32(low[1] << U32(16))), np.uint32(high[0] | np.uint32(high[1] << U32(16)))
-            store_words(out.data, offset(outer, out.inner, inner) >> 1, codes)
+        if rounding == "nearest":
+            return np.uint8(byte), nearest(a), nearest(b)
+        w = random_words(out, outer, inner)
+        return np.uint8(byte), stochastic(a, w[0], w[1]), stochastic(b, w[2], w[3])
 
-    return Epilogue(store, 1, 1)
+    return codes
 
 
-def nvfp4(top, square, row_scaled, rounding, scale_index, whole, target):
+def nvfp4_blocks(row_scaled, rounding, scale_index, target):
+    """`nvfp4` for threads that hold whole blocks, but for given random bits: (`store` of one block, `store` of two)."""
+    codes = make_block_codes(row_scaled, rounding, target)
+
+    @device
+    def store_one(v, out, outer, inner):
+        byte, a, b = codes(v[0], v[1], out, outer, inner)
+        out.scales[scale_index(out, outer, inner >> 4)] = byte
+        store_words(out.data, offset(outer, out.inner, inner) >> 1, (a, b))
+
+    @device
+    def store_two(v, out, outer, inner):
+        byte, a, b = codes(v[0], v[1], out, outer, inner)
+        next_byte, c, d = codes(v[2], v[3], out, outer, I32(inner + 16))
+        i = scale_index(out, outer, inner >> 4)  # the block's number is even: in every order the next one follows it
+        out.scales[i], out.scales[i + 1] = byte, next_byte
+        store_words(out.data, offset(outer, out.inner, inner) >> 1, (a, b, c, d))
+
+    return store_one, store_two
+
+
+def nvfp4(square, row_scaled, rounding, scale_index, whole, target):
     """E2M1 with an E4M3 scale for 16 elements (or a square of 16 x 16) under the tensor's scale.
 
     Args:
-        top: e4m3_max * 6.
-        row_scaled: `given` has an amax for each outer index; else it holds S_enc and S_dec = 1 / S_enc.
+        row_scaled: `given` holds S_enc and S_dec = 1 / S_enc for each outer index, else those of the tensor.
         rounding: "nearest", "philox" or "given" (random_bits).
     """
-    scales, multiply = make_nvfp4_scales(F(top), row_scaled, target), multiply_for(target)
+    scales, multiply = make_nvfp4_scales(row_scaled, target), multiply_for(target)
     store_nearest, store_random = make_store_codes("e2m1", whole, target), make_store_random(rounding)
 
     @device
@@ -528,13 +544,19 @@ def four_over_six_byte(amax, s_enc, factor):
     return casts.e4m3(((amax / F(6)) * s_enc) * factor)
 
 
+@device
+def random_words(out, outer, inner):
+    """The random bytes of the block of 16 that holds an element, four in a word."""
+    block = out.first_block + offset(outer, out.inner >> 4, inner >> 4)
+    return casts.philox(np.uint64(out.seed), np.uint64(out.offset), np.uint64(block))
+
+
 def make_store_random(rounding):
     """Return `store(v, out, outer, inner)`: eight E2M1 codes rounded stochastically, from Philox or with given bits."""
 
     @device
     def philox_word(out, outer, inner, k):
-        block = out.first_block + offset(outer, out.inner >> 4, inner >> 4)
-        a, b, c, d = casts.philox(np.uint64(out.seed), np.uint64(out.offset), np.uint64(block))
+        a, b, c, d = random_words(out, outer, inner)
         first = (inner & 15) == 0
         low, high = select(first, a, c), select(first, b, d)
         return low if k == 0 else high

@@ -33,10 +33,10 @@ from cuda_kernels.recipes import (
     arguments_of,
     build,
     build_scaled_gradient,
-    can_be_wide,
     carrier,
     pointer,
     scalar,
+    widest,
 )
 from cuda_kernels.result import Quantized
 from cuda_kernels.vectors import VECTOR
@@ -104,13 +104,15 @@ class GPU(Backend):
     def run(self, recipe, front, row=None, column=None, partial=None):
         """Launch a recipe for a front; `row` and `column` are dicts of the fields of `Outputs` that matter."""
         m, k = front.matrix_shape
-        one_direction = recipe.kernel in ("row", "wide row", "band")
         inner = front.width if recipe.prologue.part == "pair" else k
         lanes = 32 if recipe.row and "amax" in recipe.row[0] else 16
         tiles = lambda: tile_grid(m, k, kernels.tile_columns(recipe.stage))  # noqa: E731
         grid, block = {
             "row": lambda: row_shape(m, inner, lanes),
             "wide row": lambda: row_shape(m, inner, 2, 2 * VECTOR),
+            "block row": lambda: row_shape(m, inner, 1, 2 * VECTOR),
+            "decode row": lambda: row_shape(m, inner, 1, 2 * VECTOR),
+            "two block row": lambda: row_shape(m, inner, 1, 4 * VECTOR),
             "band": lambda: band_shape(m, inner),
             "tile": tiles,
             "square": tiles,
@@ -120,7 +122,7 @@ class GPU(Backend):
         if 0 in grid:
             grid, block = (1, 1, 1), (block[0], 1, 1)
         values = [*self._inputs(front), *outputs(outer=m, inner=k, **(row or {}))]
-        if not one_direction:
+        if not recipe.one_direction:
             transposed = recipe.kernel != "mxfp8" and recipe.transposed
             outer, inner = (k, m) if transposed else (m, k)
             values += outputs(outer=outer, inner=inner, **(column or {}))
@@ -155,9 +157,7 @@ class GPU(Backend):
         block = max(lanes, 1) * VECTOR
         if front.kind == "backward" and front.gated and whole and front.width % block == 0:
             recipe = replaced(recipe, prologue=replaced(recipe.prologue, part="pair"))
-        if can_be_wide(recipe) and front.width % (2 * VECTOR) == 0:
-            recipe = replaced(recipe, kernel="wide row")
-        self.run(recipe, front, fields)
+        self.run(widest(recipe, front.width), front, fields)
 
     def _column_sums(self, front, out, epilogue=None, fields=None, rounded=False, sums_rounded=False, storage=None):
         """Run the band kernel: an epilogue (or nothing) and the sums of columns."""
@@ -431,7 +431,7 @@ class GPU(Backend):
                 directions[name]["random_bits"] = self.memory.from_numpy(np.ascontiguousarray(bits))
             directions[name]["given"] = fields.get(f"amax_{name}")
         row, column = directions["rowwise"], directions["columnwise"]
-        if not scaling.row_scaled and not scaling.four_over_six:
+        if not scaling.four_over_six:
             self._nvfp4_scales(scaling, row, column)
         column["first_block"] = m * (k // scaling.block_size)
         key = nvfp4_key(job)
@@ -446,18 +446,19 @@ class GPU(Backend):
             self._tiles(job, front, key, key, row, column, transform=transform)
 
     def _nvfp4_scales(self, scaling, *directions):
-        """Replace each direction's amax by the tensor's scales (S_enc, S_dec)."""
+        """Replace each direction's amax, of the tensor or of its rows, by the scales (S_enc, S_dec)."""
         made = {}
         for direction in directions:
             amax = direction.get("given")
             if amax is None:
                 continue
             if id(amax) not in made:
-                scales = made[id(amax)] = self.empty((2,), "float32")
-                described = [pointer(np.float32)] * 2 + [scalar(np.float32)]
-                values = [amax.pointer, scales.pointer, 6.0 * scaling.e4m3_max]
-                make = lambda target: kernels.nvfp4_scale  # noqa: E731
-                self._launch("nvfp4 scale", make, described, values, (1, 1, 1), (1, 1, 1))
+                scales = made[id(amax)] = self.empty((amax.size, 2), "float32")
+                described = [pointer(np.float32)] * 2 + [scalar(np.float32), scalar(np.int32)]
+                values = [amax.pointer, scales.pointer, 6.0 * scaling.e4m3_max, amax.size]
+                grid = (ceil_div(amax.size, kernels.THREADS), 1, 1)
+                make = lambda target: kernels.nvfp4_scales  # noqa: E731
+                self._launch("nvfp4 scales", make, described, values, grid, (kernels.THREADS, 1, 1))
             direction["given"] = made[id(amax)]
 
     def _separate_amaxes(self, job, front):
@@ -519,8 +520,9 @@ class GPU(Backend):
         )
         if columnwise and getattr(q.scaling, "rht", False):
             options = {**options, "transform": (q.scaling.sign_mask, True)}
+        along_rows = "decode row" if k % (2 * VECTOR) == 0 and _readable(front, out) else "row"
         recipe = Recipe(
-            "tile" if transposed else "row",
+            "tile" if transposed else along_rows,
             Prologue("decoded", name, fmt, **options),
             None if transposed else ("plain", storage),
             ("plain", storage) if transposed else None,
@@ -620,6 +622,12 @@ def reordered_scales(q, swizzled):
             transposed = name.startswith("column") and isinstance(q.scaling, MXFP8Scaling)
             moved[name] = backend.swizzle(memory.wrap(getattr(q, name), name), not swizzled, transposed).owner
     return moved
+
+
+def _readable(front, out):
+    """Whether rows of whole 16 codes can be read 16 at a time; of MXFP8 columns their scales too."""
+    scales_too = front.name != "mx_columns" or (front.dy.aligned and front.interleave % (2 * VECTOR) == 0)
+    return front.x.aligned and out.aligned and scales_too
 
 
 def _history_shape(history, scale):

@@ -3,6 +3,8 @@
     make_row_kernel     one direction; a thread owns 8 columns of one row
     make_pair_kernel    the same for gated gradients, whose halves share what they read
     make_wide_row_kernel, make_wide_pair_kernel     MXFP8 in whole rows: a thread owns 16 columns
+    make_block_row_kernel     NVFP4 in whole rows: a thread owns 16 or 32 columns
+    make_decode_row_kernel    dequantization of whole rows: a thread owns 16 columns
     make_band_kernel    the same, and column sums (dbias): a thread owns 8 columns of 32 rows
     make_tile_kernel    both directions, columnwise copies transposed: a block of threads owns a tile
     make_square_kernel  square blocks (128 x 128, 32 x 32, 16 x 16); make_square_choice_kernel: with 4over6
@@ -121,6 +123,51 @@ def make_wide_row_kernel(prologues, epilogue, rounded):
         store(first, second, block_amax, out, row, column, valid)
 
     return wide_row_kernel
+
+
+def make_block_row_kernel(prologues, store):
+    """Return the kernel for one direction of NVFP4 in which a thread owns whole blocks of 16 columns, one or two.
+
+    No thread shares a scale, so one outside the matrix does nothing at all. Two blocks need one place and one load of
+    the tensor's scales.
+
+    Args:
+        prologues: those of columns 0 to 7, 8 to 15 and so on, two or four. store: of `epilogues.nvfp4_blocks`.
+    """
+    columns, last = len(prologues) * VECTOR, len(prologues) - 2
+    first_prologue, second_prologue, third_prologue, fourth_prologue = *prologues[:2], *prologues[last:]
+
+    @kernel
+    def block_row_kernel(inputs, out):
+        row = I32(first_row(cuda.blockDim.y) + cuda.threadIdx.y)
+        column = I32((first_column(cuda.blockDim.x) + cuda.threadIdx.x) * columns)
+        valid = select(row < out.outer, I32(out.inner - column), I32(0))
+        if valid > 0:
+            a, b = first_prologue(inputs, row, column, valid), second_prologue(inputs, row, column, valid)
+            c, d = third_prologue(inputs, row, column, valid), fourth_prologue(inputs, row, column, valid)
+            store((a, b, c, d), out, row, column)
+
+    return block_row_kernel
+
+
+def make_decode_row_kernel(prologue, store):
+    """Return the kernel that dequantizes whole rows of 16: a thread owns 16 columns, of which no other needs anything.
+
+    Args:
+        prologue: `prologues.decoded_wide` or `decoded_mx_columns_wide`. store: of `vectors.make_store`.
+    """
+
+    @kernel
+    def decode_row_kernel(inputs, out):
+        row = I32(first_row(cuda.blockDim.y) + cuda.threadIdx.y)
+        column = I32((first_column(cuda.blockDim.x) + cuda.threadIdx.x) * (2 * VECTOR))
+        if row < out.outer and column < out.inner:
+            at = offset(row, out.inner, column)
+            first, second = prologue(inputs, row, column, at)
+            store(first, out.data, at, VECTOR)
+            store(second, out.data, at + VECTOR, VECTOR)
+
+    return decode_row_kernel
 
 
 def make_wide_pair_kernel(prologues, epilogue, rounded):
@@ -698,10 +745,12 @@ def current_scale(amax, scale, limit, epsilon, power_2):
 
 
 @kernel
-def nvfp4_scale(amax, scale, top):
-    """scale = S_enc = top / amax, safe, and S_dec = 1 / S_enc. One thread."""
-    s = global_encode_scale(amax[0], top)
-    scale[0], scale[1] = s, ONE / s
+def nvfp4_scales(amax, scales, top, count):
+    """scales (count, 2): S_enc = top / amax, safe, and S_dec = 1 / S_enc, of the tensor or of each row."""
+    i = thread_number()
+    if i < count:
+        s = global_encode_scale(amax[i], top)
+        scales[I64(i) * 2], scales[I64(i) * 2 + 1] = s, ONE / s
 
 
 @kernel

@@ -26,7 +26,7 @@ Inputs = namedtuple("Inputs", "x dy row_scales limit alpha glu_linear_offset bet
 #:   data              codes, or values of the output dtype
 #:   scales            the scales as stored (E8M0, E4M3 bytes or float32)
 #:   amax              float32 as int32 bits, the running maximum: (1,), or one for each outer index
-#:   given             float32, computed before: the tensor's scale, NVFP4's (S_enc, S_dec), or amaxes
+#:   given             float32, computed before: the tensor's scale, NVFP4's (S_enc, S_dec) of it or of rows, or amaxes
 #:   random_bits       one byte an element, or unused
 #:   seed, offset      Philox key and counter; first_block: the number of the direction's first 16-element block
 #:   epsilon, largest_scale     float32: of block scaling the lower bound of amax and what an overflowing scale becomes;

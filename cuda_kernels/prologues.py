@@ -25,15 +25,18 @@ import numpy as np
 from cuda_kernels import casts
 from cuda_kernels.activations import ACCURATE, ACTIVATIONS, FAST, functions_of
 from cuda_kernels.pairs import FAST_PAIRS, has_pairs
-from cuda_kernels.simt import I32, I64, U32, F, at_most, device, offset, select
+from cuda_kernels.simt import I32, I64, U32, F, at_most, device, load_two_words, load_words, offset, select
 from cuda_kernels.vectors import (
     by_element,
+    make_decode,
+    make_decode_bytes,
     make_load,
     make_map,
     make_map2,
     make_map3,
     make_map_of_pairs,
     multiply,
+    multiply_for,
     products_for,
 )
 
@@ -328,17 +331,45 @@ def mx_row_scale(inputs, row, column):
     return casts.e8m0_value(np.uint32(inputs.dy[offset(row, inputs.interleave, column >> 5)]))
 
 
-def make_nvfp4_scale(top, row_scaled):
+def make_nvfp4_scale(top, row_scaled, target=None):
     """Return NVFP4's factor: (E4M3 scale * amax) * (1 / top), `top` = 6 e4m3_max."""
-    inverse = ONE / F(top)
+    inverse, (_, decode) = ONE / F(top), casts.e4m3_for(target)
 
     @device
     def nvfp4_scale(inputs, row, column):
         amax = inputs.row_scales[row if row_scaled else 0]
-        scale = casts.decode_e4m3(np.uint32(inputs.dy[offset(row, inputs.interleave, column >> 4)]))
+        scale = decode(np.uint32(inputs.dy[offset(row, inputs.interleave, column >> 4)]))
         return (scale * amax) * inverse
 
     return nvfp4_scale
+
+
+def decoded_wide(fmt, scale_of, target):
+    """Return `prologue(inputs, row, column, at)`: 16 values in two vectors, from whole rows of 16; `at` is their place.
+
+    The codes are one access, and all 16 have one scale.
+    """
+    decode, multiply = make_decode(fmt, target), multiply_for(target)
+
+    @device
+    def codes(x, at):
+        w = load_words(x, at)
+        return decode(w[0], w[1]), decode(w[2], w[3])
+
+    @device
+    def packed_codes(x, at):
+        w = load_two_words(x, at >> 1)
+        return decode(w[0], w[0]), decode(w[1], w[1])
+
+    load = packed_codes if fmt == "e2m1" else codes
+
+    @device
+    def prologue(inputs, row, column, at):
+        first, second = load(inputs.x, at)
+        scale = scale_of(inputs, row, column)
+        return multiply(first, scale), multiply(second, scale)
+
+    return prologue
 
 
 def transformed(prologue, transform):
@@ -367,5 +398,22 @@ def decoded_mx_columns(fmt):
     def prologue(inputs, row, column, valid):
         values = load(inputs.x, offset(row, inputs.width, column), valid)
         return scaled_values(values, scales_of(inputs, (row, column), valid), ZERO)
+
+    return prologue
+
+
+def decoded_mx_columns_wide(fmt, target):
+    """Return `decoded_mx_columns` as `decoded_wide`; the scales of 16 columns are one access as well."""
+    decode, decode_scales, products = (
+        make_decode(fmt, target),
+        make_decode_bytes(casts.e8m0_value),
+        products_for(target),
+    )
+
+    @device
+    def prologue(inputs, row, column, at):
+        w, s = load_words(inputs.x, at), load_words(inputs.dy, offset(row >> 5, inputs.interleave, column))
+        first = products(decode(w[0], w[1]), decode_scales(s[0], s[1]), ZERO)
+        return first, products(decode(w[2], w[3]), decode_scales(s[2], s[3]), ZERO)
 
     return prologue

@@ -4,7 +4,7 @@ A `Recipe` is what a compiled kernel is cached by. `build` turns it into the Pyt
 `signature` into the types of its arguments. Nothing here touches a GPU.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
@@ -57,7 +57,8 @@ class Recipe:
     """One kernel.
 
     Attributes:
-        kernel: "row", "wide row", "band", "tile", "square", "square choice" or "mxfp8".
+        kernel: "row", "wide row", "block row", "two block row", "decode row", "band", "tile", "square", "square choice"
+            or "mxfp8".
         prologue: what is computed.
         row, column: epilogues as tuples, a name of `EPILOGUES` and its options; None for a direction that is not made.
         storage: nominal dtype, to which `rounded` rounds before the cast.
@@ -83,6 +84,11 @@ class Recipe:
     whole_columns: bool = True
     transposed: bool = True
     fast_math: bool = False
+
+    @property
+    def one_direction(self):
+        """Whether the kernel has one `Outputs` only."""
+        return self.kernel.endswith("row") or self.kernel == "band"
 
 
 @dataclass(frozen=True)
@@ -135,6 +141,16 @@ def _forward(key, options, skip, target):
 def _decoded(key):
     if key.name == "mx_columns":
         return prologues.decoded_mx_columns(key.storage)
+    return prologues.decoded(key.storage, _scale_of(key, None))
+
+
+def _decoded_wide(key, target):
+    if key.name == "mx_columns":
+        return prologues.decoded_mx_columns_wide(key.storage, target)
+    return prologues.decoded_wide(key.storage, _scale_of(key, target), target)
+
+
+def _scale_of(key, target):
     scales = {
         "tensor": prologues.tensor_scale,
         "row_block": prologues.row_block_scale,
@@ -142,9 +158,7 @@ def _decoded(key):
         "mx_row": prologues.mx_row_scale,
         "none": prologues.no_scale,
     }
-    if key.name not in scales:
-        return prologues.decoded(key.storage, prologues.make_nvfp4_scale(key.top, key.name == "nvfp4_rows"))
-    return prologues.decoded(key.storage, scales[key.name])
+    return scales.get(key.name) or prologues.make_nvfp4_scale(key.top, key.name == "nvfp4_rows", target)
 
 
 # --- epilogues by name ------------------------------------------------------------------------------
@@ -183,7 +197,7 @@ def _mxfp8_square_columns(whole, target, fmt, rounding, swizzled):
 
 def _nvfp4(whole, target, e4m3_max, square, row_scaled, rounding, swizzled):
     index = _scale_index(swizzled, epilogues.scale_row_major)
-    return epilogues.nvfp4(6.0 * e4m3_max, square, row_scaled, rounding, index, whole, target)
+    return epilogues.nvfp4(square, row_scaled, rounding, index, whole, target)
 
 
 def _four_over_six(whole, target, e4m3_max, mse, row_scaled, swizzled):
@@ -226,10 +240,15 @@ def make_epilogue(key, whole, target):
 @cache
 def build(recipe, target):
     """Return the kernel function of a `Recipe` for a compute capability, (major, minor[, "a"]), or None (simulator)."""
+    if recipe.kernel == "decode row":
+        store = make_store(recipe.row[1], True, target)
+        return kernels.make_decode_row_kernel(_decoded_wide(recipe.prologue, target), store)
     prologue = make_prologue(recipe.prologue, recipe.whole, recipe.fast_math, target)
     rounded = make_round(recipe.storage if recipe.rounded else "float32", target)
     if recipe.kernel == "wide row":
         return _wide_row_kernel(recipe, prologue, rounded, target)
+    if recipe.kernel in ("block row", "two block row"):
+        return _block_row_kernel(recipe, target)
     row = make_epilogue(None if recipe.kernel == "square choice" else recipe.row, recipe.whole, target)
     transform = make_transform(recipe, target)
     if recipe.kernel == "row" and recipe.prologue.part == "pair":
@@ -249,13 +268,15 @@ def build(recipe, target):
     return kernels.make_tile_kernel(prologue, row, column, rounded, recipe.stage, transform, dbias)
 
 
-def can_be_wide(recipe):
-    """Whether a row kernel has a "wide row" twin, for rows of whole 16 elements."""
+def widest(recipe, width):
+    """A row recipe, or its twin whose threads own 16 or 32 neighbours of rows that are so many columns wide."""
     prologue, (name, *options) = recipe.prologue, recipe.row
-    stored_wide = name == "mxfp8" or (name == "nvfp4" and options[3] == "nearest")
-    if prologue.kind == "backward" and prologue.gated and prologue.part != "pair":
-        return False  # 16 neighbours may reach from one half into the other
-    return stored_wide and prologue.kind != "decoded" and recipe.whole and recipe.transform is None
+    if not recipe.whole or recipe.transform is not None or width % (2 * VECTOR):
+        return recipe
+    if name == "nvfp4" and options[3] in ("nearest", "philox") and prologue.kind == "identity":
+        return replace(recipe, kernel="two block row" if width % (4 * VECTOR) == 0 else "block row")
+    reaches_across = prologue.kind == "backward" and prologue.gated and prologue.part != "pair"  # from half to half
+    return replace(recipe, kernel="wide row") if name == "mxfp8" and not reaches_across else recipe
 
 
 def _mxfp8_wide(target, fmt, rounding, square, swizzled):
@@ -263,17 +284,20 @@ def _mxfp8_wide(target, fmt, rounding, square, swizzled):
     return epilogues.mxfp8_wide(fmt, *_limit(fmt), rounding, index, target)
 
 
-def _nvfp4_wide(target, e4m3_max, square, row_scaled, rounding, swizzled):
-    index = _scale_index(swizzled, epilogues.scale_row_major)
-    return epilogues.nvfp4_wide(6.0 * e4m3_max, row_scaled, index, target)
-
-
 def _wide_row_kernel(recipe, prologue, rounded, target):
-    name, *options = recipe.row
-    epilogue = {"mxfp8": _mxfp8_wide, "nvfp4": _nvfp4_wide}[name](target, *options)
+    epilogue = _mxfp8_wide(target, *recipe.row[1:])
     both = prologue, make_prologue(recipe.prologue, recipe.whole, recipe.fast_math, target, VECTOR)
     make = kernels.make_wide_pair_kernel if recipe.prologue.part == "pair" else kernels.make_wide_row_kernel
     return make(both, epilogue, rounded)
+
+
+def _block_row_kernel(recipe, target):
+    _, _, row_scaled, rounding, swizzled = recipe.row[1:]
+    index = _scale_index(swizzled, epilogues.scale_row_major)
+    one, two = epilogues.nvfp4_blocks(row_scaled, rounding, index, target)
+    vectors, store = (2, one) if recipe.kernel == "block row" else (4, two)
+    skips = range(0, vectors * VECTOR, VECTOR)
+    return kernels.make_block_row_kernel([make_prologue(recipe.prologue, True, False, target, k) for k in skips], store)
 
 
 def _square_choice_kernel(recipe, prologue, rounded, target):
@@ -368,7 +392,7 @@ def arguments_of(recipe):
     if prologue.kind == "decoded":
         second = np.float32 if prologue.name in ("tensor", "row_block", "square_block", "none") else np.uint8
     arguments = [tuple_of(Inputs, x=x, dy=second), _outputs_of(recipe.row)]
-    if recipe.kernel not in ("row", "wide row", "band"):
+    if not recipe.one_direction:
         arguments.append(_outputs_of(None if recipe.kernel == "mxfp8" else recipe.column))
     if recipe.kernel in ("band", "tile", "mxfp8"):
         arguments.append(pointer(np.float32))

@@ -8,7 +8,7 @@
     ptx               one instruction on a GPU; the decorated Python body is its meaning elsewhere
     on_gpu            another function on a GPU; the decorated Python body is its meaning elsewhere
     kernel            a function that a grid of threads runs
-    load_words, store_words    16-byte (or 8-byte) accesses to global memory
+    load_words, load_two_words, store_words    16-byte (or 8-byte) accesses to global memory
     select            a choice without a branch
     atomic_max        a running maximum that all threads share
 
@@ -53,6 +53,10 @@ if SIMULATED:
     def load_words(pointer, i):
         """The 16 bytes at element `i`, a multiple of 16 bytes from an aligned base, as four uint32."""
         return tuple(pointer.read(i, 16).view(np.uint32))
+
+    def load_two_words(pointer, i):
+        """The 8 bytes at element `i`, aligned alike, as two uint32."""
+        return tuple(pointer.read(i, 8).view(np.uint32))
 
     def store_words(pointer, i, words):
         """Store a tuple of two or four uint32 at element `i` in one 8- or 16-byte access, aligned alike."""
@@ -189,16 +193,23 @@ else:
     def _vector_address(builder, pointer, i, lanes):
         return builder.bitcast(builder.gep(pointer, [i]), ir.PointerType(ir.VectorType(_WORD, lanes)))
 
+    def _load(lanes):
+        def emit(context, builder, signature, values):
+            vector = builder.load(_vector_address(builder, *values, lanes), align=4 * lanes)
+            words = [builder.extract_element(vector, _WORD(k)) for k in range(lanes)]
+            return context.make_tuple(builder, signature.return_type, words)
+
+        return emit
+
     @_intrinsic
     def load_words(typingctx, pointer, i):
         """The 16 bytes at element `i`, a multiple of 16 bytes from an aligned base, as four uint32."""
+        return types.UniTuple(types.uint32, 4)(pointer, types.intp), _load(4)
 
-        def emit(context, builder, signature, values):
-            vector = builder.load(_vector_address(builder, *values, 4), align=16)
-            words = [builder.extract_element(vector, _WORD(k)) for k in range(4)]
-            return context.make_tuple(builder, signature.return_type, words)
-
-        return types.UniTuple(types.uint32, 4)(pointer, types.intp), emit
+    @_intrinsic
+    def load_two_words(typingctx, pointer, i):
+        """The 8 bytes at element `i`, aligned alike, as two uint32."""
+        return types.UniTuple(types.uint32, 2)(pointer, types.intp), _load(2)
 
     @_intrinsic
     def store_words(typingctx, pointer, i, words):

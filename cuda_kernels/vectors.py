@@ -282,6 +282,43 @@ def make_round(storage, target):
     return rounded
 
 
+# --- codes ------------------------------------------------------------------------------------------
+
+
+def make_decode(fmt, target):
+    """Return `decode(low, high)`: the values of eight codes, one a byte; E2M1's are in one word, which is both."""
+    if not casts.has_halves(fmt, target):
+        return make_decode_bytes(casts.DECODERS[fmt])
+    first, second, third, fourth = casts.halves_of(fmt, target)
+
+    @device
+    def neighbours(low, high):
+        a, b, c, d = first(low), second(low), third(high), fourth(high)
+        return low_f16(a), high_f16(a), low_f16(b), high_f16(b), low_f16(c), high_f16(c), low_f16(d), high_f16(d)
+
+    @device
+    def four_apart(low, high):
+        a, b, c, d = first(low), second(low), third(low), fourth(low)
+        return low_f16(a), low_f16(b), low_f16(c), low_f16(d), high_f16(a), high_f16(b), high_f16(c), high_f16(d)
+
+    return four_apart if fmt == "e2m1" and not casts.has_e2m1(target) else neighbours
+
+
+def make_decode_bytes(one):
+    """Return `decode(low, high)`: one(code) of each byte."""
+
+    @device
+    def byte(words, k):
+        return one(np.uint32(np.uint32(words[k // 4] >> U32(8 * (k % 4))) & U32(0xFF)))
+
+    @device
+    def decode(low, high):
+        w = low, high
+        return byte(w, 0), byte(w, 1), byte(w, 2), byte(w, 3), byte(w, 4), byte(w, 5), byte(w, 6), byte(w, 7)
+
+    return decode
+
+
 # --- maxima -----------------------------------------------------------------------------------------
 
 

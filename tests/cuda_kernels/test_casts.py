@@ -16,7 +16,8 @@ import pytest
 from scalars import F, over_arrays
 
 import refops
-from cuda_kernels import casts, epilogues
+from cuda_kernels import casts, epilogues, vectors
+from cuda_kernels.simt import device
 from refops import rounding
 from refops.quantization.mxfp8 import ENCODE_MULTIPLIER
 
@@ -114,6 +115,44 @@ def test_four_codes_are_two_pairs(name, target):
     width = np.uint32(8 if name == "e2m1" else 16)
     expected = pair(*numbers[:2]).astype(np.uint32) | pair(*numbers[2:]).astype(np.uint32) << width
     np.testing.assert_array_equal(over_arrays(casts.quads_for(name, target), np.uint32)(*numbers), expected)
+
+
+@pytest.mark.parametrize("target", [None, (8, 0), (9, 0), (10, 0, "a")])
+def test_eight_codes_are_four_pairs(target):
+    """Of E2M1, with the halfway points of its grid and their neighbours among the eight."""
+    halfway = F([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5])
+    x = np.concatenate(
+        [NUMBERS, np.nextafter(halfway, F(0)), halfway, np.nextafter(halfway, F(9)), -halfway, -F([6, 7])]
+    )
+    numbers = [np.roll(x, k) for k in range(8)]
+    pair, eight = over_arrays(casts.pairs_for("e2m1", None), np.uint16), casts.eights_for(target)
+    pairs = [pair(*numbers[k : k + 2]).astype(np.uint32) << np.uint32(4 * k) for k in range(0, 8, 2)]
+    of_eight = device(lambda a, b, c, d, e, f, g, h: eight((a, b, c, d, e, f, g, h)))
+    np.testing.assert_array_equal(over_arrays(of_eight, np.uint32)(*numbers), np.bitwise_or.reduce(pairs))
+
+
+@pytest.mark.parametrize("target", [None, (8, 0), (9, 0), (10, 0, "a")])
+@pytest.mark.parametrize("name", FORMATS)
+def test_eight_codes_of_words_have_their_values(name, target):
+    """Every code in each of the eight places."""
+    fmt, width = refops.FORMATS[name], WIDTHS.get(name, 8)
+    codes = np.stack([np.roll(np.arange(len(fmt.values)), k) for k in range(8)]).astype(np.uint64)
+    packed = np.bitwise_or.reduce(codes << (np.arange(8, dtype=np.uint64)[:, None] * np.uint64(width)))
+    low = packed.astype(np.uint32)
+    high = low if name == "e2m1" else (packed >> np.uint64(32)).astype(np.uint32)
+    decode = vectors.make_decode(name, target)
+
+    @numba.njit
+    def decode_all(low, high, out):
+        for i in range(low.size):
+            values = decode(low[i], high[i])
+            for k in range(8):
+                out[k, i] = values[k]
+
+    got, expected = np.empty(codes.shape, F), fmt.values[codes]
+    decode_all(low, high, got)
+    np.testing.assert_array_equal(got, expected)
+    np.testing.assert_array_equal(np.signbit(got)[~np.isnan(got)], np.signbit(expected)[~np.isnan(got)])
 
 
 @pytest.mark.parametrize("target", [(8, 0), (9, 0)])
@@ -239,6 +278,29 @@ def test_stochastic_rounding_of_every_grid_value_and_byte():
     random_bytes = np.tile(np.arange(256, dtype=np.uint8), 7 * 1024 + 1)
     expected = refops.encode(x, refops.E2M1, rounding="stochastic", random_bits=random_bytes)
     np.testing.assert_array_equal(over_arrays(casts.e2m1_stochastic, np.uint32)(x, random_bytes), expected)
+
+
+@pytest.mark.parametrize("target", [None, (8, 0), (9, 0), (10, 0, "a")])
+def test_eight_codes_rounded_stochastically(target):
+    """All steps of 1/512 from -7 to 7, their neighbours in float32, random numbers; many bytes in each place."""
+    steps = np.arange(-7 * 512, 7 * 512 + 1, dtype=F) / F(512)
+    x = np.concatenate([steps, np.nextafter(steps, F(0)), np.nextafter(steps, F(9)), X[:400_000:2], X[-100_000:]])
+    x = np.repeat(x[~(np.isnan(x) & np.signbit(x))], 8)
+    random_bytes = np.random.default_rng(3).integers(0, 256, x.size, dtype=np.uint8)
+    eight = casts.stochastic_eights_for(target)
+
+    @numba.njit
+    def encode_all(x, words, out):
+        for i in range(len(x)):
+            v = x[i]
+            out[i] = eight((v[0], v[1], v[2], v[3], v[4], v[5], v[6], v[7]), words[i, 0], words[i, 1])
+
+    got = np.empty(x.size // 8, np.uint32)
+    order = np.random.default_rng(4).permutation(x.size)
+    encode_all(x[order].reshape(-1, 8), random_bytes[order].view(np.uint32).reshape(-1, 2), got)
+    expected = refops.encode(x[order], refops.E2M1, rounding="stochastic", random_bits=random_bytes[order])
+    codes = (got[:, None] >> (4 * np.arange(8, dtype=np.uint32))) & np.uint32(15)
+    np.testing.assert_array_equal(codes.ravel(), expected)
 
 
 def test_the_simulator_s_plain_python_gives_the_same_bits():

@@ -89,6 +89,24 @@ def test_dequantization():
     assert got == (codes, [LAST // 32 * stride + WIDTH - 8 + k for k in range(8)])
 
 
+def test_dequantization_of_whole_rows():
+    """One access for 16 codes, one scale for them, or one access for the scales of their columns."""
+    column, stride = WIDTH // 128 * 128 - 128, 2**26 + 16
+    at = LAST * WIDTH + column
+    for make, codes, scales in (
+        (prologues.decoded_wide("e4m3", prologues.mx_row_scale, None), at, LAST * stride + column // 32),
+        (
+            prologues.decoded_wide("e2m1", prologues.make_nvfp4_scale(2688.0, True), None),
+            at // 2,
+            LAST * stride + column // 16,
+        ),
+        (prologues.decoded_mx_columns_wide("e4m3", None), at, LAST // 32 * stride + column),
+    ):
+        prologue = lambda inputs, row, column, valid, make=make: make(inputs, row, column, np.int64(at))  # noqa: E731
+        got = indices(prologue, column=column, interleave=stride, value=np.uint8(0))
+        assert got == ([codes], [scales])
+
+
 def stored(epilogue, outer=LAST, inner=WIDTH - 16, stride=2**27):
     """field -> indices that an epilogue stores at, in the last row."""
     fields = {name: 0 for name in Outputs._fields}
@@ -119,17 +137,31 @@ def test_epilogues(whole):
         (epilogues.mxfp8(*mx, major, whole, None), bytes_at, [inner // 32 * stride + LAST]),
         (epilogues.mxfp8(*mx, swizzled, whole, None), bytes_at, [tile + inner // 32 % 4]),
         (
-            epilogues.nvfp4(2688.0, False, False, "nearest", plain, whole, None),
+            epilogues.nvfp4(False, False, "nearest", plain, whole, None),
             halves_at,
             [LAST * stride + inner // 16],
         ),
-        (epilogues.nvfp4(2688.0, False, True, "given", plain, False, None), None, [LAST * stride + inner // 16]),
+        (epilogues.nvfp4(False, True, "given", plain, False, None), None, [LAST * stride + inner // 16]),
     )
     for epilogue, data, scales in cases:
         got = stored(epilogue, inner=inner, stride=stride)
         assert got["data"] == (data if data is not None else [at // 2 + k for k in range(4)])
         assert got["scales"] == scales
-    assert got["given"][0] == LAST and got["random_bits"] == [at + k for k in range(8)]
+    assert got["given"] == [2 * LAST, 2 * LAST + 1] and got["random_bits"] == [at + k for k in range(8)]
+
+
+@pytest.mark.parametrize("swizzled", [True, False])
+def test_whole_blocks(swizzled):
+    inner, stride = WIDTH // 128 * 128 - 64, 2**27
+    index = epilogues.scale_swizzled if swizzled else epilogues.scale_row_major
+    block, at = inner // 16, LAST * WIDTH + inner
+    tile = (LAST // 128 * (stride // 4) + block // 4) * 512 + LAST % 32 * 16 + LAST % 128 // 32 * 4 + block % 4
+    first = tile if swizzled else LAST * stride + block
+    for blocks, store in zip((1, 2), epilogues.nvfp4_blocks(True, "philox", index, None), strict=True):
+        call = lambda v, amax, out, outer, inner, valid, store=store: store((v,) * 4, out, outer, inner)  # noqa: E731
+        got = stored(epilogues.Epilogue(call, 1, 1), inner=inner, stride=stride)
+        assert (got["data"], got["scales"]) == ([at // 2], [first + k for k in range(blocks)])
+        assert got["given"] == [2 * LAST, 2 * LAST + 1] * blocks
 
 
 # --- grids ------------------------------------------------------------------------------------------
@@ -139,6 +171,7 @@ GRIDS = {
     "row": (lambda m, k: launch.row_shape(m, k, 16), lambda b: (b[1], b[0] * 8)),
     "row, warps": (lambda m, k: launch.row_shape(m, k, 32), lambda b: (b[1], b[0] * 8)),
     "wide row": (lambda m, k: launch.row_shape(m, k, 2, 16), lambda b: (b[1], b[0] * 16)),
+    "two block row": (lambda m, k: launch.row_shape(m, k, 1, 32), lambda b: (b[1], b[0] * 32)),
     "band": (launch.band_shape, lambda b: (kernels.BAND, b[0] * 8)),
     "tile 64": (lambda m, k: launch.tile_grid(m, k, 64), lambda b: (kernels.TILE_ROWS, 64)),
     "tile 128": (lambda m, k: launch.tile_grid(m, k, 128), lambda b: (kernels.TILE_ROWS, 128)),

@@ -3,6 +3,7 @@
 import importlib.util
 import pathlib
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -51,6 +52,32 @@ def test_dequantize(name):
         else:
             assert_same(y, refops.dequantize(expected, dtype=dtype))
         assert y.dtype == dtype and cuda_kernels.dequantize(q).dtype == np.float32
+
+
+ANY_SCALES = ("delayed-e5m2", "current", "block-1x128-f32", "block-128x128", "mxfp8", "mxfp6-e3m2", "nvfp4-1x16")
+
+
+@pytest.mark.parametrize("width", [112, 104], ids=["whole 16", "whole 8"])
+@pytest.mark.parametrize("name", [*ANY_SCALES, "nvfp4-row-scaled", "mxfp8 columns"])
+def test_dequantize_any_codes_and_scales(name, width):
+    """Every byte as a code and as an E8M0 or E4M3 scale, NaN among them; with whole 16 codes a thread reads 16."""
+    name, columns = name.removesuffix(" columns"), name.endswith(" columns")
+    scaling = SCALINGS[name]
+    width = width if granularity(scaling) == 1 else 160 if width == 112 else 96
+    shape, direction = (64, width), "columnwise" if columns else "rowwise"
+    random = np.random.default_rng(5)
+    largest = 64 if name == "mxfp6-e3m2" else 256
+    for change in (np.asarray, misaligned):
+        q, expected = both(tensor(shape), scaling, not columns, columns)
+        for kind in (f"{direction}_data", f"{direction}_scale_inv"):
+            array = getattr(expected, kind)
+            if array.dtype == np.uint8:
+                top = largest if kind.endswith("data") else 128 if "nvfp4" in name else 256
+                array[...] = random.permutation(np.arange(array.size) % top).reshape(array.shape)
+            q = replace(q, **{kind: change(array)})
+        for dtype in DTYPES:
+            y, theirs = cuda_kernels.dequantize(q, dtype=dtype), refops.dequantize(expected, dtype=dtype)
+            assert_same(one_nan(y.astype(F)), one_nan(theirs.astype(F)))
 
 
 @pytest.mark.parametrize("name", ["mxfp8", "mxfp8-2d", "nvfp4-1x16", "nvfp4-16x16", "nvfp4-mae-2d", "nvfp4-row-scaled"])
