@@ -112,11 +112,15 @@ def reciprocal(x):
 
 @device
 def reciprocal_of_small(x):
-    """`reciprocal_to_scale` on a GPU: CUDA's own steps where 1 / x is normal, x scaled up if subnormal."""
-    up = select(x < SMALLEST_NORMAL, UP, ONE)
-    start = reciprocal_seed(x * up)
-    inverse = fma(start, fma(-(x * up), start, ONE), start) * up
-    return select(x <= OVERFLOWING, LARGEST, inverse)
+    """`reciprocal_to_scale` on a GPU: CUDA's own steps where 1 / x is normal, x scaled up if subnormal.
+
+    Scaling adds so many x to x: 0 needs no register, as a factor of 1 would.
+    """
+    more = select(x < SMALLEST_NORMAL, UP - ONE, F(0))
+    scaled = fma(x, more, x)
+    start = reciprocal_seed(scaled)
+    inverse = fma(start, fma(-scaled, start, ONE), start)
+    return select(x <= OVERFLOWING, LARGEST, fma(inverse, more, inverse))
 
 
 @on_gpu(reciprocal_of_small)

@@ -26,6 +26,7 @@ from cuda_kernels.simt import (
     atomic_max,
     cuda,
     device,
+    load_two_words,
     offset,
     ptx,
     select,
@@ -387,9 +388,9 @@ def make_nvfp4_scales(row_scaled, target):
     @device
     def scales(block_amax, out, outer, valid):
         i = offset(outer, I32(2), I32(0)) if row_scaled and valid > 0 else I64(0)
-        s_enc, s_dec = out.given[i], out.given[i + 1]
-        byte = encode(block_scale(block_amax, s_enc))
-        return byte, reciprocal_to_scale(decode(byte) * s_dec)
+        s_enc, s_dec = load_two_words(out.given, i)
+        byte = encode(block_scale(block_amax, as_f32(s_enc)))
+        return byte, reciprocal_to_scale(decode(byte) * as_f32(s_dec))
 
     return scales
 
@@ -419,7 +420,7 @@ def nvfp4_blocks(row_scaled, rounding, scale_index, target):
     def store_one(v, out, outer, inner):
         byte, a, b = codes(v[0], v[1], out, outer, inner)
         out.scales[scale_index(out, outer, inner >> 4)] = byte
-        store_words(out.data, offset(outer, out.inner, inner) >> 1, (a, b))
+        store_words(out.data, offset(outer, out.inner >> 1, inner >> 1), (a, b))
 
     @device
     def store_two(v, out, outer, inner):
@@ -427,7 +428,7 @@ def nvfp4_blocks(row_scaled, rounding, scale_index, target):
         next_byte, c, d = codes(v[2], v[3], out, outer, I32(inner + 16))
         i = scale_index(out, outer, inner >> 4)  # the block's number is even: in every order the next one follows it
         out.scales[i], out.scales[i + 1] = byte, next_byte
-        store_words(out.data, offset(outer, out.inner, inner) >> 1, (a, b, c, d))
+        store_words(out.data, offset(outer, out.inner >> 1, inner >> 1), (a, b, c, d))
 
     return store_one, store_two
 

@@ -141,10 +141,10 @@ def make_block_row_kernel(prologues, store):
     def block_row_kernel(inputs, out):
         row = I32(first_row(cuda.blockDim.y) + cuda.threadIdx.y)
         column = I32((first_column(cuda.blockDim.x) + cuda.threadIdx.x) * columns)
-        valid = select(row < out.outer, I32(out.inner - column), I32(0))
-        if valid > 0:
-            a, b = first_prologue(inputs, row, column, valid), second_prologue(inputs, row, column, valid)
-            c, d = third_prologue(inputs, row, column, valid), fourth_prologue(inputs, row, column, valid)
+        if row < out.outer and column < out.inner:
+            whole = I32(columns)
+            a, b = first_prologue(inputs, row, column, whole), second_prologue(inputs, row, column, whole)
+            c, d = third_prologue(inputs, row, column, whole), fourth_prologue(inputs, row, column, whole)
             store((a, b, c, d), out, row, column)
 
     return block_row_kernel
