@@ -121,11 +121,11 @@ class Quantizer:
         return self.tensor(results, x.shape, axis, x.dtype if dq_dtype is None else dq_dtype, layout)
 
     def check_shape(self, shape, axis, layout=None):
-        """Raise ValueError where blocks do not divide a tensor whose columns begin at `axis`."""
+        """Raise ValueError where blocks do not divide a tensor whose columns begin at `axis`, for NVFP4 both ways."""
         layout = self.q_layout if layout is None else layout
         normalized_axis(axis, shape)
         for colwise, wanted in ((False, layout.has_rowwise), (True, layout.has_colwise)):
-            if wanted:
+            if wanted or self.scaling_mode.is_nvfp4_scaling:
                 self.scaling_mode.get_scale_shape(shape, is_colwise=colwise, is_padded=False, flatten_axis=axis)
 
     def call_scale(self):

@@ -419,6 +419,8 @@ def test_errors_when_traced():
         xla.act_lu(jnp.ones((1, 32)), ("gelu",), quantizer_of(MX))
     with pytest.raises(ValueError, match="NVFP4_1D_SCALING needs a multiple of 16 along axis 0; got shape"):
         quantizer_of(FP4, xla.QuantizeLayout.COLWISE).quantize(jnp.ones((8, 32)))
+    with pytest.raises(ValueError, match="NVFP4_1D_SCALING needs a multiple of 16 along axis 0; got shape"):
+        quantizer_of(FP4, xla.QuantizeLayout.ROWWISE).quantize(jnp.ones((8, 32)))
     with pytest.raises(ValueError, match=r"amax_scope must be AmaxScope\.LOCAL"):
         xla.act_lu(x, ("gelu", "linear"), amax_scope="everywhere")
     with pytest.raises(ValueError, match="name must be one of 'ffi', 'callback'; got 'tvm'"), xla.route("tvm"):
