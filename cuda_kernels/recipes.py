@@ -120,10 +120,10 @@ def make_prologue(key, whole, fast_math, target, skip=0):
         made = _forward(key, options, skip, target)
         return prologues.scaled(made) if key.scaled else made
     if not key.gated:
-        return prologues.unary_gradient(*options, skip)
+        return prologues.unary_gradient(*options, skip, target)
     if key.part == "pair":
-        return prologues.pair_of_gradients(*options, skip)
-    return prologues.both_gradients(*options)
+        return prologues.pair_of_gradients(*options, skip, target)
+    return prologues.both_gradients(*options, target)
 
 
 def _forward(key, options, skip, target):
