@@ -61,9 +61,16 @@ def fast_quotient(x, divisor):
 
 def make_fast_formulas(fast):
     """Return every formula by name, of what `fast.make_fast` made of numbers."""
-    gelu_both = fast["gelu_both"]
+    gelu_both, situ_both, situ_gate_both = fast["gelu_both"], fast["situ_both"], fast["situ_gate_both"]
     dgelu = device(lambda x: gelu_both(x)[1])
-    return make_formulas(fast["sigmoid"], fast["sigmoid_pair"], fast["tanh"], fast["gelu"], dgelu, fast_quotient)
+    six = fast["sigmoid"], fast["sigmoid_pair"], fast["tanh"], fast["gelu"], dgelu, fast_quotient
+    return {
+        **make_formulas(*six),
+        "situ": device(lambda x, beta1: situ_both(x, beta1)[0]),
+        "dsitu": device(lambda x, beta1: situ_both(x, beta1)[1]),
+        "situ_gate": device(lambda g, beta2: situ_gate_both(g, beta2)[0]),
+        "situ_gate_slope": device(lambda g, beta2: situ_gate_both(g, beta2)[1]),
+    }
 
 
 # --- the formulas -----------------------------------------------------------------------------------

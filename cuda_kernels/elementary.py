@@ -2,8 +2,8 @@
 
     accurate    `exp`, `tanh`, `reciprocal`: CUDA's expf and tanhf (at most 2 ulp) and the correctly rounded 1 / x, as
                 TransformerEngine's kernels have them. Off the GPU: float32 polynomials, at most 1 and 1.5 ulp.
-    fast        `exp2_unit`, `reciprocal_seed`: the GPU's approximate units, within 2 and 1 ulp; nearest results stand for
-                them off the GPU. `fast` makes formulas of them.
+    fast        `exp2_unit`, `reciprocal_seed`: the GPU's approximate units, within 2 and 1 ulp, off the GPU nearest
+                results. `fast` makes formulas of them.
 
 No multiply-add is contracted off the GPU, so every machine gets the same bits. An ulp here is the spacing of float32 at
 the true value, down to 2^-149. tests/cuda_kernels/test_elementary_functions.py measures these bounds.

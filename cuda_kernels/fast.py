@@ -1,15 +1,15 @@
-"""Fast formulas, each written once for single numbers and for pairs of them: approximate units, within 8 ulp of float32.
+"""Fast formulas, written once for single numbers and for pairs of them: approximate units, within 8 ulp of float32.
 
 `make_fast(n)` returns formulas by the names that they have in `activations`; `n` is an `Arithmetic`, of numbers
-(`NUMBERS`) or of pairs (`pairs.PAIRS`). Every multiply-add is written out, so the same operations are rounded everywhere.
+(`NUMBERS`) or of pairs (`pairs.make_pairs`). Every multiply-add is written out: the same is rounded everywhere.
 
 What a gradient needs is computed together: "NAME_both" gives the value and the derivative of x, "NAME_gradients" both
 halves of a gated gradient, of (act, gate, dy, p) with the parameters as fields of p. "situglu_product" is the gated
 value of (act, gate, p), three quotients over one reciprocal.
 
-Where a derivative is s + m (1 - s), s = sigmoid, 1 - s is (d - 1) s for the denominator d = 1 / s: then the error of the
-approximate reciprocal is a factor; 1 - s would magnify it. Where d overflows s is 0 and so is this product, which only
-ever multiplies s.
+Where a derivative is s + m (1 - s), s = sigmoid, 1 - s is (d - 1) s for the denominator d = 1 / s: then the error of
+the approximate reciprocal is a factor; 1 - s would magnify it. Where d overflows s is 0 and so is this product, which
+only ever multiplies s.
 """
 
 from collections import namedtuple
@@ -17,13 +17,18 @@ from collections import namedtuple
 from cuda_kernels.elementary import LN_2, LOG2_E, exp2_unit, fma, full_range_reciprocal, reciprocal_seed
 from cuda_kernels.simt import F, at_least, at_most, clipped, device, fma_sat, is_at_most, is_within, smaller_magnitude
 
-#: What formulas are made of. constant(x) is of a Python number, when the formula is made; spread(x) and inverse(x), 1 / x
-#: within 2 ulp, of a parameter. The others are of numbers or pairs: mul, sub, fma, at_most, at_least, smaller_magnitude(limit, x); clipped(x, limit): x cut to [-limit, limit], NaN stays;
-#: is_at_most(x, limit), is_within(x, limit): 1 where x, |x| <= limit, else 0; less_one(d, s): (d - 1) s cut to [0, 1],
-#: NaN gives 0; exp2, reciprocal: the approximate units.
+#: What formulas are made of, of numbers or of pairs:
+#:   constant(x)       of a Python number, when the formula is made
+#:   spread(x), inverse(x)     x, and 1 / x within 2 ulp, of a float32 parameter
+#:   mul sub fma at_most at_least smaller_magnitude    as in `simt` and `elementary`
+#:   clipped(x, limit)         x cut to [-limit, limit]; NaN stays
+#:   is_at_most, is_within     (x, limit): 1 where x, |x| <= limit, else 0
+#:   less_one(d, s)    (d - 1) s cut to [0, 1]; NaN gives 0
+#:   exp2, reciprocal  the approximate units
 Arithmetic = namedtuple(
     "Arithmetic",
-    "constant spread inverse mul sub fma at_most at_least smaller_magnitude clipped is_at_most is_within less_one exp2 reciprocal",
+    "constant spread inverse mul sub fma at_most at_least smaller_magnitude clipped is_at_most is_within less_one exp2"
+    " reciprocal",
 )
 
 
@@ -77,8 +82,8 @@ def make_sigmoids(n):
     def denominator(x):
         """1 + e^-x; what rounding y = -x log2(e) lost comes back as a factor 1 - (x + y ln 2).
 
-        Far out, where the power is 0 or infinity, the factor is cut to a number; it is never 0: `almost_one` is no value
-        of x + y ln 2 beyond |x| = 2^8.
+        Far out, where the power is 0 or infinity, the factor is cut to a number; it is never 0: no float32 x below
+        -2^8 gives `almost_one` as x + y ln 2 (several give 1).
         """
         y = mul(x, minus_log2_e)
         factor = smaller_magnitude(two, sub(almost_one, fma(y, ln_2, x)))
@@ -194,7 +199,7 @@ def make_situ(n, denominator, both):
     x P(y^2) / Q(y^2), all quotients over one reciprocal; gradients need each tanh by itself.
     """
     mul, sub, fma, reciprocal, spread, inverse = n.mul, n.sub, n.fma, n.reciprocal, n.spread, n.inverse
-    at_most, at_least, clipped, is_within = n.at_most, n.at_least, n.clipped, n.is_within
+    clipped, is_within = n.clipped, n.is_within
     (p0, p1, p2, p3), (q0, q1, q2, q3, q4) = map(n.constant, TANH_P), map(n.constant, TANH_Q)
     r0, r1, r2, r3, r4 = (n.constant(c * SMALLER) for c in TANH_Q)
     one, end, smaller_2 = n.constant(1), n.constant(TANH_END), n.constant(SMALLER * SMALLER)
@@ -225,18 +230,25 @@ def make_situ(n, denominator, both):
         return mul(t, spread(beta)), mul(sub(one, mul(t, t)), is_within(y, end))
 
     @device
+    def situ_both(x, beta1):
+        s, rest = both(x)
+        t, slope = scaled_tanh(x, beta1)
+        value = mul(t, s)
+        return value, fma(value, rest, mul(slope, s))
+
+    @device
     def product(act, g, p):
         (a, b), (c, d) = quotient(act, p.beta1), quotient(g, p.beta2)
         return mul(mul(mul(a, reciprocal(mul(mul(b, d), denominator(act)))), c), smaller_2)
 
     @device
     def gradients(act, g, dy, p):
-        s, rest = both(act)
-        (t1, slope1), (t2, slope2) = scaled_tanh(act, p.beta1), scaled_tanh(g, p.beta2)
-        value = mul(t1, s)
-        return mul(mul(fma(value, rest, mul(slope1, s)), dy), t2), mul(mul(slope2, dy), value)
+        value, derivative = situ_both(act, p.beta1)
+        t, slope = scaled_tanh(g, p.beta2)
+        return mul(mul(derivative, dy), t), mul(mul(slope, dy), value)
 
-    return {"situglu_product": product, "situglu_gradients": gradients, "tanh": tanh}
+    gated = {"situglu_product": product, "situglu_gradients": gradients}
+    return {"tanh": tanh, "situ_both": situ_both, "situ_gate_both": scaled_tanh, **gated}
 
 
 def make_gated(n, unary):

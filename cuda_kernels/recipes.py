@@ -14,7 +14,7 @@ from cuda_kernels.activations import ACTIVATIONS
 from cuda_kernels.hadamard import make_hadamard
 from cuda_kernels.operands import Inputs, Outputs
 from cuda_kernels.simt import device
-from cuda_kernels.vectors import VECTOR, make_load, make_map3, make_round, make_store, products_for
+from cuda_kernels.vectors import VECTOR, make_kept, make_load, make_map3, make_round, make_store, products_for
 from refops.formats import FORMATS
 
 
@@ -229,7 +229,7 @@ def build(recipe, target):
     prologue = make_prologue(recipe.prologue, recipe.whole, recipe.fast_math, target)
     rounded = make_round(recipe.storage if recipe.rounded else "float32", target)
     if recipe.kernel == "wide row":
-        return _wide_row_kernel(recipe, prologue, rounded, target)
+        return _wide_row_kernel(recipe, prologue, target)
     row = make_epilogue(None if recipe.kernel == "square choice" else recipe.row, recipe.whole, target)
     transform = make_transform(recipe, target)
     if recipe.kernel == "row" and recipe.prologue.part == "pair":
@@ -258,22 +258,24 @@ def can_be_wide(recipe):
     return stored_wide and prologue.kind != "decoded" and recipe.whole and recipe.transform is None
 
 
-def _mxfp8_wide(target, fmt, rounding, square, swizzled):
+def _mxfp8_wide(storage, target, fmt, rounding, square, swizzled):
+    index, kept = _scale_index(swizzled, epilogues.scale_row_major), make_kept(storage, fmt, target)
+    return epilogues.mxfp8_wide(*_limit(fmt), rounding, index, target, kept.fp8), kept
+
+
+def _nvfp4_wide(storage, target, e4m3_max, square, row_scaled, rounding, swizzled):
     index = _scale_index(swizzled, epilogues.scale_row_major)
-    return epilogues.mxfp8_wide(fmt, *_limit(fmt), rounding, index, target)
+    kept = make_kept(storage, "e4m3", None)._replace(rounded=make_round(storage, target))
+    return epilogues.nvfp4_wide(6.0 * e4m3_max, row_scaled, index, target), kept
 
 
-def _nvfp4_wide(target, e4m3_max, square, row_scaled, rounding, swizzled):
-    index = _scale_index(swizzled, epilogues.scale_row_major)
-    return epilogues.nvfp4_wide(6.0 * e4m3_max, row_scaled, index, target)
-
-
-def _wide_row_kernel(recipe, prologue, rounded, target):
+def _wide_row_kernel(recipe, prologue, target):
     name, *options = recipe.row
-    epilogue = {"mxfp8": _mxfp8_wide, "nvfp4": _nvfp4_wide}[name](target, *options)
+    storage = recipe.storage if recipe.rounded else "float32"
+    epilogue, kept = {"mxfp8": _mxfp8_wide, "nvfp4": _nvfp4_wide}[name](storage, target, *options)
     both = prologue, make_prologue(recipe.prologue, recipe.whole, recipe.fast_math, target, VECTOR)
     make = kernels.make_wide_pair_kernel if recipe.prologue.part == "pair" else kernels.make_wide_row_kernel
-    return make(both, epilogue, rounded)
+    return make(both, epilogue, kept)
 
 
 def _square_choice_kernel(recipe, prologue, rounded, target):

@@ -6,6 +6,8 @@ fewer than eight valid elements. `valid` counts the elements from here to the en
 not positive, and then nothing is touched. Tuples are written out, not looped over: registers have no index.
 """
 
+from collections import namedtuple
+
 import numpy as np
 
 from cuda_kernels import casts
@@ -20,6 +22,7 @@ from cuda_kernels.simt import (
     larger_magnitude,
     load_words,
     maximum,
+    ptx,
     store_words,
 )
 
@@ -360,6 +363,70 @@ def amax_with(a, v):
     a = larger_magnitude(larger_magnitude(a, v[2]), v[3])
     a = larger_magnitude(larger_magnitude(a, v[4]), v[5])
     return larger_magnitude(larger_magnitude(a, v[6]), v[7])
+
+
+@ptx("max.xorsign.abs.bf16x2 $0, $1, $2;", "=r,r,r", U32, U32, U32)
+def larger_magnitudes(a, b):
+    """The larger magnitudes of two words of two bfloat16, of any sign; NaN loses (two NaN: NaN, or here 0)."""
+    low = larger_magnitude(larger_magnitude(ZERO, low_bf16(a)), low_bf16(b))
+    return casts.bf16_pair(low, larger_magnitude(larger_magnitude(ZERO, high_bf16(a)), high_bf16(b)))
+
+
+@ptx("mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", U32, U32, U32)
+def products_of_halves(a, b):
+    """The products of two words of two bfloat16, rounded to bfloat16."""
+    return casts.bf16_pair(low_bf16(a) * low_bf16(b), high_bf16(a) * high_bf16(b))
+
+
+#: What a thread keeps of eight values that were rounded: rounded(v) -> kept; amax(kept, kept) of 16; fp8(kept, factor):
+#: their products with a power of two as two words of codes.
+Kept = namedtuple("Kept", "rounded amax fp8")
+
+
+def make_kept(storage, fmt, target):
+    """Return the `Kept` of values rounded to a dtype ("float32": not rounded) that are cast to an FP8 format."""
+    word = casts.quads_for(fmt, target)
+    if storage == "bfloat16" and target is not None and target[0] == 9:
+        return kept_words(word, pair_of(storage, target))
+    scaled = multiply_for(target)
+
+    @device
+    def fp8(v, factor):
+        v = scaled(v, factor)
+        return word(v[0], v[1], v[2], v[3]), word(v[4], v[5], v[6], v[7])
+
+    return Kept(make_round(storage, target), device(lambda first, second: amax_with(amax(first), second)), fp8)
+
+
+def kept_words(word, pair):
+    """Return the `Kept` of bfloat16 as words of two: a maximum and a product of both halves are one instruction.
+
+    A product is exact but where it is subnormal, which FP8 rounds to 0 all the same.
+    """
+
+    @device
+    def rounded(v):
+        return pair(v[0], v[1]), pair(v[2], v[3]), pair(v[4], v[5]), pair(v[6], v[7])
+
+    @device
+    def largest(w):
+        return larger_magnitudes(larger_magnitudes(w[0], w[1]), larger_magnitudes(w[2], w[3]))
+
+    @device
+    def amax_of_words(first, second):
+        w = larger_magnitudes(largest(first), largest(second))
+        return larger_magnitude(larger_magnitude(ZERO, low_bf16(w)), high_bf16(w))
+
+    @device
+    def fp8(w, factor):
+        half = np.uint32(as_u32(factor) >> HALF_WORD)
+        both = np.uint32(as_u32(factor) | half)
+        a, b = products_of_halves(w[0], both), products_of_halves(w[1], both)
+        c, d = products_of_halves(w[2], both), products_of_halves(w[3], both)
+        low = word(low_bf16(a), high_bf16(a), low_bf16(b), high_bf16(b))
+        return low, word(low_bf16(c), high_bf16(c), low_bf16(d), high_bf16(d))
+
+    return Kept(rounded, amax_of_words, fp8)
 
 
 def make_group_max(lanes):

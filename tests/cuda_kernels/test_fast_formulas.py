@@ -25,12 +25,12 @@ P = Parameters(**PARAMETERS)
 SLOPES = {"qgelu": 1.702, "qgeglu": 1.702, "clamped_swiglu": 1.702, "silu": 1, "glu": 1, "swiglu": 1, "situglu": 1}
 #: Those that have fast formulas of their own.
 SMOOTH = [name for name, row in ACTIVATIONS.items() if row.value not in ("relu", "srelu")]
-SPECIAL = F([np.nan, np.inf, -np.inf, 0.0, -0.0, 1e-45, -1e-42, 1e-38, 3e38, -3.4e38, 3e19, -5e19, 88.8, -104, 0.5, -7.5])
+SPECIAL = F([np.nan, np.inf, -np.inf, 0, -0.0, 1e-45, -1e-42, 1e-38, 3e38, -3.4e38, 3e19, -5e19, 88.8, -104, 0.5, -7.5])
 
 
 @cache
 def inputs():
-    """(x, gate, dy): bfloat16, float16 and float32; gates near 0, near their limits and beyond; gradients of any size."""
+    """(x, gate, dy): bfloat16, float16 and float32; gates near 0, near limits and beyond; gradients of any size."""
     rng = np.random.default_rng(0)
     every = np.arange(1 << 16, dtype=np.uint16)
     x = np.concatenate(
@@ -55,7 +55,7 @@ def kept(name, x):
 
 
 def functions(name, formulas, lift, drop):
-    """(value(x, g), (dx(x, g, dy), dgate(x, g, dy))) of an activation; `lift` makes what `formulas` take of a number."""
+    """(value(x, g), (dx(x, g, dy), dgate(x, g, dy))) of an activation; `lift` makes what `formulas` take."""
     row = ACTIVATIONS[name]
     if row.gate is None:
         value, both = formulas[row.value], formulas[f"{row.value}_both"]

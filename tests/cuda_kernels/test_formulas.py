@@ -29,7 +29,7 @@ from cuda_kernels.activations import ACCURATE, ACTIVATIONS, FAST
 from refops.activations import bind_activation
 
 PARAMETERS = {"limit": F(7), "alpha": F(1.702), "glu_linear_offset": F(1), "beta1": F(4), "beta2": F(25)}
-NAMES = [name for name in ACCURATE if name != "sigmoid_pair"]  # a pair; part of the others
+NAMES = [name for name in ACCURATE if name != "sigmoid_pair" and not name.endswith("_both")]  # pairs
 NAMES.remove("tanh")  # by itself in "elementary"
 
 
@@ -186,13 +186,14 @@ def test_every_formula_has_a_row():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_fast_formulas_use_the_approximate_units(ptx, name):
-    """As many exponentials and reciprocals as the formula has; a division only for a shared divisor."""
+    """As many reciprocals as the formula has and exponentials as it has sigmoids; only parameters are divided by."""
     accurate = EXPECTED[name][0]
     found = float_instructions(ptx["fast"][name])
     assert ".f64" not in ptx["fast"][name]
-    assert found["ex2.approx.ftz"] == accurate["ex2.approx.ftz"]
+    assert found["ex2.approx.ftz"] == accurate["ex2.approx.ftz"] - ("situ" in name)  # tanh is a quotient of polynomials
     assert found["rcp.approx.ftz"] == accurate["rcp.approx.ftz"]
-    assert found["div.rn"] + found["rcp.rn"] == ("situ" in name or name == "quotient")
+    assert found["div.rn"] + found["rcp.rn"] == 0
+    assert found["div.full"] == ("situ" in name or name == "quotient")
 
 
 # --- accuracy ---------------------------------------------------------------------------------------
@@ -249,4 +250,4 @@ def test_fast_formulas_treat_nan_and_infinity_as_accurate_ones(name):
     accurate = over_arrays(ACCURATE[name])(x, *arguments)
     fast = over_arrays(units.fast_formulas(0, 0)[name])(x, *arguments)
     free = np.isnan(accurate) & np.isinf(x)
-    np.testing.assert_array_equal(fast[~free], accurate[~free])
+    np.testing.assert_allclose(fast[~free], accurate[~free], rtol=8 * 2.0**-24)
