@@ -1,9 +1,9 @@
 """Activations and their derivatives: scalar float32 functions in the evaluation order of TransformerEngine's math.h.
 
 `ACCURATE` and `FAST` hold the same formulas by name. Accurate ones call CUDA's expf and tanhf and the correctly rounded
-reciprocal, as TE's default build does; fast ones call the approximate units and stay within 8 ulp of float32 (`oracle.
-check(..., ulp=8)`), except that a sigmoid below 2^-126 (of x < -87.3) is 0. A compiler may contract a product and a sum
-into a multiply-add on a GPU; off the GPU none is.
+reciprocal, as TE's default build does; fast ones (of `fast`) call the approximate units and stay within 8 ulp of
+float32 (`oracle.check(..., ulp=8)`), except that a sigmoid below 2^-126 (of x < -87.3) is 0. A compiler may contract a
+product and a sum into a multiply-add on a GPU; off the GPU none is.
 
 A function takes x, then its parameters; `ACTIVATIONS` says which functions an activation is made of.
 """
