@@ -138,12 +138,11 @@ def test_far_left_everything_is_0(name):
             assert np.all(output == 0)
 
 
-def test_activations_have_the_same_values():
-    """`activations.FAST` has the values of `fast`: what the simulator and scaled kernels call."""
-    x, g, _ = inputs()
-    x, g = x[kept("silu", x)], g[kept("silu", x)]
-    for name in ("swiglu", "geglu", "qgeglu"):
-        f = functions_of(name, fast_math=True)
-        value = over_arrays(f.value)(x, P)
-        own = over_arrays(numba.njit(lambda x, h=pairs.FAST_NATIVE[ACTIVATIONS[name].value]: h(x)))(x)
-        np.testing.assert_array_equal(value, own)
+@pytest.mark.parametrize("name", ["swiglu", "geglu", "qgeglu"])
+def test_activations_have_the_same_values(name):
+    """`activations.FAST` has the values of `fast`: what scaled kernels and kernels without pairs call."""
+    x, _, _ = inputs()
+    own = pairs.FAST_NATIVE[ACTIVATIONS[name].value]
+    value = functions_of(name, fast_math=True).value
+    got = over_arrays(numba.njit(lambda x: value(x, P), error_model="numpy"))(x)
+    np.testing.assert_array_equal(got, over_arrays(numba.njit(lambda x: own(x), error_model="numpy"))(x))
