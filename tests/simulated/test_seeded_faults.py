@@ -55,7 +55,7 @@ FAULTS = (
     ("kernels.py", "def make_finish_sums", "range(count)", "range(1, count)", "sums"),
     ("kernels.py", "def gate_distance", "inputs.interleave == 0", "True", "scaled"),
     ("kernels.py", "def four_errs_less", ") < tree_sum", ") > tree_sum", "4over6 2d"),
-    ("kernels.py", "def wide_row_kernel", "amax_with(amax(first), second)", "amax(first)", "mxfp8 wide"),
+    ("kernels.py", "def wide_row_kernel", "amax_of(first, second)", "amax_of(first, first)", "mxfp8 wide"),
     ("kernels.py", "def wide_row_kernel", "second_prologue(", "first_prologue(", "nvfp4 wide"),
     ("epilogues.py", "def mxfp8_wide(", "(inner & 31) == 0", "(inner & 31) == 16", "mxfp8 wide"),
     ("epilogues.py", "def nvfp4_wide(", "low[1] << U32(16)", "low[1] << U32(8)", "nvfp4 wide"),
