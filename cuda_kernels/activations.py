@@ -1,26 +1,21 @@
 """Activations and their derivatives: scalar float32 functions in the evaluation order of TransformerEngine's math.h.
 
 `ACCURATE` and `FAST` hold the same formulas by name. Accurate ones call CUDA's expf and tanhf and the correctly rounded
-reciprocal, as TE's default build does; fast ones call the approximate units and stay within 8 ulp of float32 (`oracle.
-check(..., ulp=8)`), except that a sigmoid below 2^-126 (of x < -87.3) is 0. A compiler may contract a product and a sum
-into a multiply-add on a GPU; off the GPU none is.
+reciprocal, as TE's default build does; fast ones (of `fast`) call the approximate units and stay within 8 ulp of
+float32 (`oracle.check(..., ulp=8)`), except that a sigmoid below 2^-126 (of x < -87.3) is 0. A compiler may contract a
+product and a sum into a multiply-add on a GPU; off the GPU none is.
 
 A function takes x, then its parameters; `ACTIVATIONS` says which functions an activation is made of.
 """
 
 from collections import namedtuple
 
-import numpy as np
-
-from cuda_kernels.elementary import exp, fast_exp, fast_reciprocal, reciprocal, tanh
-from cuda_kernels.simt import U32, F, as_f32, as_u32, at_least, at_most, device, magnitude, maximum, select
+from cuda_kernels.elementary import exp, full_range_reciprocal, reciprocal, tanh
+from cuda_kernels.fast import FAST_NUMBERS, GELU_CUBIC, GELU_CUBIC_SLOPE, QGELU_ALPHA, SQRT_2_OVER_PI
+from cuda_kernels.simt import F, at_least, at_most, device, maximum, select
 
 ZERO, HALF, ONE, TWO = F(0), F(0.5), F(1), F(2)
-SQRT_2_OVER_PI = F(0.79788456)
-GELU_CUBIC = F(0.03567741)  # sqrt(2/pi) * 0.044715, the factoring of TE's forward formula
-GELU_CUBIC_RATIO = F(0.044715)  # ... and of its backward formula
-GELU_CUBIC_SLOPE = F(0.1070322243)  # 3 * sqrt(2/pi) * 0.044715
-QGELU_ALPHA = F(1.702)
+GELU_CUBIC_RATIO = F(0.044715)  # of TE's backward formula; GELU_CUBIC has the factoring of the forward one
 
 
 # --- what differs between accurate and fast ---------------------------------------------------------
@@ -59,63 +54,33 @@ def quotient(x, divisor):
 
 
 @device
-def fast_sigmoid(x):
-    """1 / (1 + e^-x) with approximate units."""
-    return fast_reciprocal(ONE + fast_exp(-x))
-
-
-@device
-def fast_sigmoid_pair(x):
-    """sigmoid(x) = s and sigmoid(-x) = e^-x s: 1 - s would magnify the error of s. The cap keeps inf * 0 away."""
-    e = fast_exp(-x)
-    s = fast_reciprocal(ONE + e)
-    return s, -maximum(-HUGE, -e) * s
-
-
-@device
-def fast_tanh(x):
-    """tanh(x): an odd polynomial up to 0.55, 1 - 2 / (1 + e^2|x|) beyond."""
-    a = magnitude(x)
-    s = a * a
-    small = a + a * (s * ((((P4 * s + P3) * s + P2) * s + P1) * s + P0))
-    large = ONE - TWO * fast_reciprocal(ONE + fast_exp(a + a))
-    return as_f32(as_u32(select(a < TANH_SMALL, small, large)) | (as_u32(x) & U32(0x80000000)))
-
-
-@device
-def fast_gelu(x):
-    """`gelu` as x sigmoid(2 u), which equals x (0.5 + 0.5 tanh(u))."""
-    return x * fast_sigmoid(x * (TWO_SQRT_2_OVER_PI + (TWO_GELU_CUBIC * x) * x))
-
-
-@device
-def fast_dgelu(x):
-    """Derivative of `fast_gelu`: s + (2 x s) (1 - s) u'. The cubic terms overflow where TE's do."""
-    cubic = (GELU_CUBIC_SLOPE * x) * x
-    s, rest = fast_sigmoid_pair((TWO_SQRT_2_OVER_PI * x) * (ONE + THIRD * cubic))
-    return s + (((TWO * x) * s) * rest) * (SQRT_2_OVER_PI + cubic)
-
-
-@device
 def fast_quotient(x, divisor):
     """x / divisor with one division for all x that share a divisor."""
-    return x * (ONE / divisor)
+    return x * full_range_reciprocal(divisor)
 
 
-HUGE = F(np.finfo(np.float32).max)
-TWO_SQRT_2_OVER_PI, TWO_GELU_CUBIC = TWO * SQRT_2_OVER_PI, TWO * GELU_CUBIC
-THIRD = F(0.044715 / 0.1070322243)  # back from the slope's constant to the formula's
-TANH_SMALL = F(0.55)
-# (tanh(x)/x - 1) / x^2 as a polynomial in x^2 on |x| <= 0.625: minimax, relative error of tanh below 2^-27.
-P0, P1, P2 = F(-0.3333328068256378), F(0.13331441581249237), F(-0.05373971536755562)
-P3, P4 = F(0.02063908614218235), F(-0.005704987794160843)
+def make_fast_formulas(fast):
+    """Return every formula by name, of what `fast.make_fast` made of numbers."""
+    gelu_both, situ_both, situ_gate_both = fast["gelu_both"], fast["situ_both"], fast["situ_gate_both"]
+    dgelu = device(lambda x: gelu_both(x)[1])
+    six = fast["sigmoid"], fast["sigmoid_pair"], fast["tanh"], fast["gelu"], dgelu, fast_quotient
+    return {
+        **make_formulas(*six),
+        "situ": device(lambda x, beta1: situ_both(x, beta1)[0]),
+        "dsitu": device(lambda x, beta1: situ_both(x, beta1)[1]),
+        "situ_gate": device(lambda g, beta2: situ_gate_both(g, beta2)[0]),
+        "situ_gate_slope": device(lambda g, beta2: situ_gate_both(g, beta2)[1]),
+    }
 
 
 # --- the formulas -----------------------------------------------------------------------------------
 
 
 def make_formulas(sigmoid, sigmoid_pair, tanh, gelu, dgelu, quotient):
-    """Return every formula by name, made from these six."""
+    """Return every formula by name, made from these six.
+
+    "NAME_both" is (value, derivative) where compilers do not see that they share a sigmoid.
+    """
 
     @device
     def dsigmoid(x):
@@ -131,6 +96,12 @@ def make_formulas(sigmoid, sigmoid_pair, tanh, gelu, dgelu, quotient):
         z = QGELU_ALPHA * x
         s, rest = sigmoid_pair(z)
         return z * (s * rest) + s
+
+    @device
+    def qgelu_both(x):
+        z = QGELU_ALPHA * x
+        s, rest = sigmoid_pair(z)
+        return x * s, z * (s * rest) + s
 
     @device
     def relu(x):
@@ -168,6 +139,13 @@ def make_formulas(sigmoid, sigmoid_pair, tanh, gelu, dgelu, quotient):
         z = alpha * at_most(x, limit)
         s, rest = sigmoid_pair(z)
         return select(below, z * (s * rest) + s, ZERO)
+
+    @device
+    def clamped_silu_both(x, limit, alpha):
+        c = at_most(x, limit)
+        z = alpha * c
+        s, rest = sigmoid_pair(z)
+        return c * s, select(x <= limit, z * (s * rest) + s, ZERO)
 
     @device
     def situ(x, beta1):
@@ -208,7 +186,7 @@ def make_formulas(sigmoid, sigmoid_pair, tanh, gelu, dgelu, quotient):
 
 
 ACCURATE = make_formulas(sigmoid, sigmoid_pair, tanh, gelu, dgelu, quotient)
-FAST = make_formulas(fast_sigmoid, fast_sigmoid_pair, fast_tanh, fast_gelu, fast_dgelu, fast_quotient)
+FAST = make_fast_formulas(FAST_NUMBERS)
 
 #: Names of the functions of an activation: of x or of the activated half, and of the gate (None for unary).
 Activation = namedtuple("Activation", "value derivative gate gate_slope parameters gate_parameters slope_parameters")
@@ -259,8 +237,9 @@ def with_parameters(function, names):
     return device(lambda x, p: function(x))
 
 
-#: The functions of one activation, each of (x, p): value and derivative of x, gate and its slope (None for unary).
-Functions = namedtuple("Functions", "value derivative gate gate_slope")
+#: The functions of one activation, each of (x, p): value and derivative of x, both (or None), gate and its slope (None
+#: for unary).
+Functions = namedtuple("Functions", "value derivative both gate gate_slope")
 
 
 def functions_of(name, *, fast_math=False):
@@ -268,8 +247,10 @@ def functions_of(name, *, fast_math=False):
     row, formulas = ACTIVATIONS[name], FAST if fast_math else ACCURATE
     value = with_parameters(formulas[row.value], row.parameters)
     derivative = with_parameters(formulas[row.derivative], row.parameters)
+    both = formulas.get(f"{row.value}_both")
+    both = both and with_parameters(both, row.parameters)
     if row.gate is None:
-        return Functions(value, derivative, None, None)
+        return Functions(value, derivative, both, None, None)
     gate = with_parameters(formulas[row.gate], row.gate_parameters)
     gate_slope = with_parameters(formulas[row.gate_slope], row.slope_parameters)
-    return Functions(value, derivative, gate, gate_slope)
+    return Functions(value, derivative, both, gate, gate_slope)

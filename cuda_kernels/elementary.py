@@ -2,8 +2,8 @@
 
     accurate    `exp`, `tanh`, `reciprocal`: CUDA's expf and tanhf (at most 2 ulp) and the correctly rounded 1 / x, as
                 TransformerEngine's kernels have them. Off the GPU: float32 polynomials, at most 1 and 1.5 ulp.
-    fast        `fast_exp`, `fast_reciprocal`: the GPU's approximate units, with the rounding error of the argument put
-                back; relative errors below 5 * 2^-23 and 2^-23. Off the GPU the accurate ones stand for them.
+    fast        `exp2_unit`, `reciprocal_seed`: the GPU's approximate units, within 2 and 1 ulp, off the GPU nearest
+                results. `fast` makes formulas of them.
 
 No multiply-add is contracted off the GPU, so every machine gets the same bits. An ulp here is the spacing of float32 at
 the true value, down to 2^-149. tests/cuda_kernels/test_elementary_functions.py measures these bounds.
@@ -13,7 +13,7 @@ import math
 
 import numpy as np
 
-from cuda_kernels.simt import U32, F, as_f32, as_u32, device, magnitude, on_gpu, ptx, select, smaller_magnitude
+from cuda_kernels.simt import U32, F, as_f32, as_u32, device, magnitude, on_gpu, ptx, select
 
 ONE, TWO = F(1), F(2)
 INF = F(np.inf)
@@ -136,26 +136,16 @@ def reciprocal_to_scale(x):
 @ptx("ex2.approx.ftz.f32 $0, $1;", "=f,f", F, F)
 def exp2_unit(x):
     """2^x by the special function unit, within 2 ulp; subnormal results are flushed to 0."""
-    return exp(x * LN_2)
+    return F(np.exp2(np.float64(x)))
+
+
+@ptx("div.full.f32 $0, $1, $2;", "=f,f,f", F, F, F)
+def full_range_quotient(x, y):
+    """x / y within 2 ulp, without the calls that a correctly rounded division makes."""
+    return x / y
 
 
 @device
-def two_term_exp(x):
-    """e^x by `exp2_unit`: what rounding y = x * log2(e) lost comes back as a factor 1 + (x - y ln 2).
-
-    Far out, where the power is 0 or infinity, the factor is cut to a number in [0, 2]; NaN stays in the power.
-    """
-    product = x * LOG2_E
-    return exp2_unit(product) * smaller_magnitude(TWO, ONE + fma(product, MINUS_LN_2, x))
-
-
-@on_gpu(two_term_exp)
-def fast_exp(x):
-    """e^x with a relative error below 5 * 2^-23 while e^x is a normal number; smaller results may be 0."""
-    return exp(x)
-
-
-@on_gpu(reciprocal_seed)
-def fast_reciprocal(x):
-    """1 / x within 1 ulp for x >= 1; 0 for x > 2^126."""
-    return ONE / x
+def full_range_reciprocal(x):
+    """1 / x within 2 ulp."""
+    return full_range_quotient(ONE, x)

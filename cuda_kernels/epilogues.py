@@ -316,21 +316,18 @@ def mxfp8(fmt, limit, mantissa_bits, rounding, square, scale_index, whole, targe
     return Epilogue(store, 32 // VECTOR, 32 if square else 1)
 
 
-def mxfp8_wide(fmt, limit, mantissa_bits, rounding, scale_index, target):
-    """`mxfp8` for threads that hold 16 neighbours as two vectors: `store(first, second, ...)`, 16 codes at once."""
-    word, byte_of = casts.quads_for(fmt, target), make_e8m0_byte(limit, mantissa_bits, rounding, target)
-    multiply = multiply_for(target)
+def mxfp8_wide(limit, mantissa_bits, rounding, scale_index, target, fp8):
+    """`mxfp8` for threads that hold 16 neighbours as `vectors.Kept` says: `store(first, second, ...)`, 16 codes."""
+    byte_of = make_e8m0_byte(limit, mantissa_bits, rounding, target)
 
     @device
     def store(first, second, block_amax, out, outer, inner, valid):
         byte = byte_of(block_amax)
-        a, b = multiply(first, casts.e8m0_multiplier(byte)), multiply(second, casts.e8m0_multiplier(byte))
+        a, b = fp8(first, casts.e8m0_multiplier(byte)), fp8(second, casts.e8m0_multiplier(byte))
         if valid > 0:
             if (inner & 31) == 0:
                 out.scales[scale_index(out, outer, inner >> 5)] = np.uint8(byte)
-            low, high = word(a[0], a[1], a[2], a[3]), word(a[4], a[5], a[6], a[7])
-            codes = low, high, word(b[0], b[1], b[2], b[3]), word(b[4], b[5], b[6], b[7])
-            store_words(out.data, offset(outer, out.inner, inner), codes)
+            store_words(out.data, offset(outer, out.inner, inner), (a[0], a[1], b[0], b[1]))
 
     return Epilogue(store, 32 // (2 * VECTOR), 1)
 

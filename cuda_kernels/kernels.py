@@ -42,7 +42,6 @@ from cuda_kernels.vectors import (
     ZEROS,
     add,
     amax,
-    amax_with,
     make_group_max,
     make_map2,
     multiply,
@@ -101,16 +100,17 @@ def make_row_kernel(prologue, epilogue, rounded, transform=no_transform):
     return row_kernel
 
 
-def make_wide_row_kernel(prologues, epilogue, rounded):
+def make_wide_row_kernel(prologues, epilogue, kept):
     """Return the kernel for one direction of MXFP8 in which a thread owns 16 columns: two vectors, one address.
 
     What a thread computes once, its place and its block's scale, then serves twice the elements.
 
     Args:
         prologues: that of columns 0 to 7 and that of columns 8 to 15. epilogue: `epilogues.mxfp8_wide`.
-        rounded: as for `make_row_kernel`.
+        kept: `vectors.Kept`, what eight rounded values are kept as.
     """
     (first_prologue, second_prologue), group_max, store = prologues, make_group_max(epilogue.lanes), epilogue.store
+    rounded, amax_of = kept.rounded, kept.amax
 
     @kernel
     def wide_row_kernel(inputs, out):
@@ -119,7 +119,7 @@ def make_wide_row_kernel(prologues, epilogue, rounded):
         valid = select(row < out.outer, I32(out.inner - column), I32(0))
         first = rounded(first_prologue(inputs, row, column, valid))
         second = rounded(second_prologue(inputs, row, column, valid))
-        block_amax = group_max(amax_with(amax(first), second))
+        block_amax = group_max(amax_of(first, second))
         store(first, second, block_amax, out, row, column, valid)
 
     return wide_row_kernel
@@ -170,9 +170,10 @@ def make_decode_row_kernel(prologue, store):
     return decode_row_kernel
 
 
-def make_wide_pair_kernel(prologues, epilogue, rounded):
+def make_wide_pair_kernel(prologues, epilogue, kept):
     """Return the kernel for gated gradients that is to `make_pair_kernel` what `make_wide_row_kernel` is to rows."""
     (first_prologue, second_prologue), group_max, store = prologues, make_group_max(epilogue.lanes), epilogue.store
+    rounded, amax_of = kept.rounded, kept.amax
 
     @kernel
     def wide_pair_kernel(inputs, out):
@@ -182,8 +183,7 @@ def make_wide_pair_kernel(prologues, epilogue, rounded):
         act, gate = first_prologue(inputs, row, column, valid)
         act2, gate2 = second_prologue(inputs, row, column, valid)
         act, gate, act2, gate2 = rounded(act), rounded(gate), rounded(act2), rounded(gate2)
-        act_amax = group_max(amax_with(amax(act), act2))
-        gate_amax = group_max(amax_with(amax(gate), gate2))
+        act_amax, gate_amax = group_max(amax_of(act, act2)), group_max(amax_of(gate, gate2))
         store(act, act2, act_amax, out, row, column, valid)
         store(gate, gate2, gate_amax, out, row, I32(column + inputs.width), valid)
 

@@ -1,14 +1,14 @@
 """Two float32 in one 64-bit register: from sm_100 on, one instruction multiplies or adds both.
 
 The arithmetic is that of two float32, bit for bit. Pairs are uint64, the first number in the low half. `has_pairs` says
-where they pay; `vectors.make_multiply` and `FAST_PAIRS`, the fast formulas of two numbers, are what uses them.
+where they pay; `vectors.multiply_for` and `fast_formulas`, which chooses what `fast` is made of, are what uses them.
 """
 
 import numpy as np
 
-from cuda_kernels.activations import QGELU_ALPHA, TWO_GELU_CUBIC, TWO_SQRT_2_OVER_PI
-from cuda_kernels.elementary import LN_2, LOG2_E, ONE, TWO, exp2_unit, fma, reciprocal_seed
-from cuda_kernels.simt import U32, U64, F, as_f32, as_u32, at_least, at_most, device, ptx, smaller_magnitude
+from cuda_kernels.elementary import fma
+from cuda_kernels.fast import FAST_NUMBERS, NUMBERS, Arithmetic, make_fast
+from cuda_kernels.simt import U32, U64, F, as_f32, as_u32, clipped_natively, device, ptx
 
 WORD = U64(32)
 
@@ -42,6 +42,12 @@ def mul2(a, b):
     return pair(first(a) * first(b), second(a) * second(b))
 
 
+@ptx("sub.rn.f32x2 $0, $1, $2;", "=l,l,l", U64, U64, U64)
+def sub2(a, b):
+    """The differences of two pairs."""
+    return pair(first(a) - first(b), second(a) - second(b))
+
+
 @ptx("fma.rn.f32x2 $0, $1, $2, $3;", "=l,l,l,l", U64, U64, U64, U64)
 def fma2(a, b, c):
     """a * b + c of three pairs, each rounded once."""
@@ -54,59 +60,50 @@ def both(x):
     return U64(bits << 32 | bits)
 
 
-MINUS_LOG2_E, LN_2S, ONES, MINUS_ONES = both(-LOG2_E), both(LN_2), both(ONE), both(-ONE)
-CUBICS, LINEARS, ALPHAS = both(TWO_GELU_CUBIC), both(TWO_SQRT_2_OVER_PI), both(QGELU_ALPHA)
-
-
 @device
-def sigmoid2(x, p):
-    """`activations.fast_sigmoid` of a pair."""
-    product = mul2(x, MINUS_LOG2_E)
-    factor = fma2(fma2(product, LN_2S, x), MINUS_ONES, ONES)
-    factor = pair(smaller_magnitude(TWO, first(factor)), smaller_magnitude(TWO, second(factor)))
-    sums = fma2(pair(exp2_unit(first(product)), exp2_unit(second(product))), factor, ONES)
-    return pair(reciprocal_seed(first(sums)), reciprocal_seed(second(sums)))
+def twice(x):
+    """A pair of one number twice."""
+    return pair(x, x)
 
 
-@device
-def silu2(x, p):
-    """x sigmoid(x) of a pair."""
-    return mul2(x, sigmoid2(x, p))
+def each(function):
+    """Return the function of one pair that applies `function` to each half."""
+    return device(lambda x: pair(function(first(x)), function(second(x))))
 
 
-@device
-def gelu2(x, p):
-    """`activations.fast_gelu` of a pair."""
-    return mul2(x, sigmoid2(mul2(x, fma2(mul2(CUBICS, x), x, LINEARS)), p))
+def each_of_two(function):
+    """Return the function of two pairs that applies `function` to their halves."""
+    return device(lambda x, y: pair(function(first(x), first(y)), function(second(x), second(y))))
 
 
-@device
-def qgelu2(x, p):
-    """x sigmoid(1.702 x) of a pair."""
-    return mul2(x, sigmoid2(mul2(ALPHAS, x), p))
+def make_pairs(n, fma2):
+    """Return the `Arithmetic` of pairs of the numbers of `n`."""
+    inverse = n.inverse
+    return Arithmetic(
+        constant=both,
+        spread=twice,
+        inverse=device(lambda x: twice(inverse(x))),
+        mul=mul2,
+        sub=sub2,
+        fma=fma2,
+        at_most=each_of_two(n.at_most),
+        at_least=each_of_two(n.at_least),
+        smaller_magnitude=each_of_two(n.smaller_magnitude),
+        clipped=each_of_two(n.clipped),
+        is_at_most=each_of_two(n.is_at_most),
+        is_within=each_of_two(n.is_within),
+        less_one=each_of_two(n.less_one),
+        exp2=each(n.exp2),
+        reciprocal=each(n.reciprocal),
+    )
 
 
-@device
-def clamped_silu2(x, p):
-    """`clamped_silu` of a pair."""
-    c = pair(at_most(first(x), p.limit), at_most(second(x), p.limit))
-    return mul2(c, sigmoid2(mul2(pair(p.alpha, p.alpha), c), p))
+NATIVE = NUMBERS._replace(clipped=clipped_natively)
+FAST_NATIVE, FAST_PAIRS = make_fast(NATIVE), make_fast(make_pairs(NATIVE, fma2))
 
 
-@device
-def clamped_gate2(g, p):
-    """`clamped_gate` of a pair."""
-    low = at_most(at_least(first(g), -p.limit), p.limit)
-    high = at_most(at_least(second(g), -p.limit), p.limit)
-    return fma2(pair(low, high), ONES, pair(p.glu_linear_offset, p.glu_linear_offset))
-
-
-#: Fast formulas of (pair, parameters) by the name that they have in `activations.FAST`.
-FAST_PAIRS = {
-    "sigmoid": sigmoid2,
-    "silu": silu2,
-    "gelu": gelu2,
-    "qgelu": qgelu2,
-    "clamped_silu": clamped_silu2,
-    "clamped_gate": clamped_gate2,
-}
+def fast_formulas(target):
+    """Return the fast formulas by name that suit a target: of pairs where `has_pairs`, else of numbers."""
+    if has_pairs(target):
+        return FAST_PAIRS
+    return FAST_NATIVE if target is not None and target[0] >= 8 else FAST_NUMBERS

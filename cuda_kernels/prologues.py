@@ -23,8 +23,8 @@ The order of operations is that of TE's `vectorized_pointwise.h`; with row scale
 import numpy as np
 
 from cuda_kernels import casts
-from cuda_kernels.activations import ACCURATE, ACTIVATIONS, FAST, functions_of
-from cuda_kernels.pairs import FAST_PAIRS, has_pairs
+from cuda_kernels.activations import ACCURATE, ACTIVATIONS, FAST, functions_of, with_parameters
+from cuda_kernels.pairs import fast_formulas, has_pairs
 from cuda_kernels.simt import I32, I64, U32, F, at_most, device, load_two_words, load_words, offset, select
 from cuda_kernels.vectors import (
     by_element,
@@ -34,9 +34,13 @@ from cuda_kernels.vectors import (
     make_map,
     make_map2,
     make_map3,
+    make_map3_to_two,
     make_map_of_pairs,
+    map2_for,
+    map3_to_two_for,
     multiply,
     multiply_for,
+    product_for,
     products_for,
 )
 
@@ -56,9 +60,10 @@ def identity(storage, whole, skip=0):
 
 def map_of(part, name, fast_math, target):
     """Return `mapped(v, inputs)`: the "value" or "gate" of an activation of eight, on pairs where that is written."""
-    formula = getattr(ACTIVATIONS[name], part)
-    if fast_math and has_pairs(target) and formula in FAST_PAIRS:
-        return make_map_of_pairs(FAST_PAIRS[formula])
+    row = ACTIVATIONS[name]
+    formula, parameters = (row.value, row.parameters) if part == "value" else (row.gate, row.gate_parameters)
+    if fast_math and has_pairs(target) and formula in fast_formulas(target):
+        return make_map_of_pairs(with_parameters(fast_formulas(target)[formula], parameters))
     return make_map(getattr(functions_of(name, fast_math=fast_math), part))
 
 
@@ -93,22 +98,29 @@ def make_halves(storage, whole, interleaved, skip=0):
 
 def gated(name, storage, whole, fast_math, interleaved=False, skip=0, target=None):
     """Return the prologue f(act) * gate(gate)."""
-    values, gates_of = map_of("value", name, fast_math, target), map_of("gate", name, fast_math, target)
-    halves = make_halves(storage, whole, interleaved, skip)
-    products = products_for(target)
+    gated_values, halves = gated_map(name, fast_math, target), make_halves(storage, whole, interleaved, skip)
 
     @device
     def prologue(inputs, row, column, valid):
         act, gates = halves(inputs, row, column, valid)
-        return products(values(act, inputs), gates_of(gates, inputs), inputs)
+        return gated_values(act, gates, inputs)
 
     return prologue
 
 
-def unary_gradient(name, storage, whole, fast_math, skip=0):
+def gated_map(name, fast_math, target):
+    """Return `mapped(act, gates, inputs)`: eight f(act) * gate(gate)."""
+    fused = fast_formulas(target).get(f"{name}_product") if fast_math else None
+    if fused is not None:
+        return map2_for(target)(fused)
+    values, gates_of = map_of("value", name, fast_math, target), map_of("gate", name, fast_math, target)
+    products = products_for(target)
+    return device(lambda act, gates, p: products(values(act, p), gates_of(gates, p), p))
+
+
+def unary_gradient(name, storage, whole, fast_math, skip=0, target=None):
     """Return the prologue f'(x) * dy."""
-    load, derivative = make_load(storage, whole, skip), functions_of(name, fast_math=fast_math).derivative
-    products = make_map2(device(lambda x, dy, p: derivative(x, p) * dy))
+    load, products = make_load(storage, whole, skip), unary_gradient_map(name, fast_math, target)
 
     @device
     def prologue(inputs, row, column, valid):
@@ -118,35 +130,55 @@ def unary_gradient(name, storage, whole, fast_math, skip=0):
     return prologue
 
 
-def gradient_maps(name, fast_math):
-    """Return (act part, gate part) of a gated gradient, each of eight (act, gate, dy) and p, in TE's order."""
+def unary_gradient_map(name, fast_math, target):
+    """Return `mapped(x, dy, inputs)`: eight f'(x) * dy."""
+    both, product = fast_formulas(target).get(f"{name}_both") if fast_math else None, product_for(target)
+    if both is not None:
+        return map2_for(target)(device(lambda x, dy, p: product(both(x)[1], dy)))
+    derivative = functions_of(name, fast_math=fast_math).derivative
+    return make_map2(device(lambda x, dy, p: derivative(x, p) * dy))
+
+
+def gradients_map(name, fast_math, target):
+    """Return `mapped(act, gate, dy, p)`: both parts of a gated gradient of eight, in TE's order unless fast."""
+    fused = fast_formulas(target).get(f"{name}_gradients") if fast_math else None
+    if fused is not None:
+        return map3_to_two_for(target)(fused)
     f = functions_of(name, fast_math=fast_math)
-    value, derivative, gate, slope = f.value, f.derivative, f.gate, f.gate_slope
-    act_part = device(lambda act, g, dy, p: (derivative(act, p) * dy) * gate(g, p))
-    gate_part = device(lambda act, g, dy, p: (slope(g, p) * dy) * value(act, p))
-    return make_map3(act_part), make_map3(gate_part)
+    value, derivative, both, gate, slope = f
+    if both is None:
+        act_parts = make_map3(device(lambda act, g, dy, p: (derivative(act, p) * dy) * gate(g, p)))
+        gate_parts = make_map3(device(lambda act, g, dy, p: (slope(g, p) * dy) * value(act, p)))
+        return device(lambda act, g, dy, p: (act_parts(act, g, dy, p), gate_parts(act, g, dy, p)))
+
+    @device
+    def parts(act, g, dy, p):
+        value, derivative = both(act, p)
+        return (derivative * dy) * gate(g, p), (slope(g, p) * dy) * value
+
+    return make_map3_to_two(parts)
 
 
-def pair_of_gradients(name, storage, whole, fast_math, skip=0):
+def pair_of_gradients(name, storage, whole, fast_math, skip=0, target=None):
     """Return the prologue that gives both halves of a gated gradient at `column`: (act part, gate part)."""
     load, halves = make_load(storage, whole, skip), make_halves(storage, whole, False, skip)
-    act_part, gate_part = gradient_maps(name, fast_math)
+    gradients = gradients_map(name, fast_math, target)
 
     @device
     def prologue(inputs, row, column, valid):
         act, gates = halves(inputs, row, column, valid)
         dy = load(inputs.dy, offset(row, inputs.width, column), valid)
-        return act_part(act, gates, dy, inputs), gate_part(act, gates, dy, inputs)
+        return gradients(act, gates, dy, inputs)
 
     return prologue
 
 
-def both_gradients(name, storage, whole, fast_math):
+def both_gradients(name, storage, whole, fast_math, target=None):
     """Return the prologue of the whole gated gradient, 2 * width wide."""
     if not whole:
-        return guarded_gradients(name, storage, fast_math)
+        return guarded_gradients(name, storage, fast_math, target)
     load, halves = make_load(storage, whole), make_halves(storage, whole, False)
-    act_part, gate_part = gradient_maps(name, fast_math)
+    gradients = gradients_map(name, fast_math, target)
 
     @device
     def prologue(inputs, row, column, valid):
@@ -155,15 +187,15 @@ def both_gradients(name, storage, whole, fast_math):
         act, gates = halves(inputs, row, column, valid)
         dy = load(inputs.dy, offset(row, inputs.width, column), valid)
         if in_act:
-            return act_part(act, gates, dy, inputs)
-        return gate_part(act, gates, dy, inputs)
+            return gradients(act, gates, dy, inputs)[0]
+        return gradients(act, gates, dy, inputs)[1]
 
     return prologue
 
 
-def guarded_gradients(name, storage, fast_math):
+def guarded_gradients(name, storage, fast_math, target=None):
     """Return `both_gradients` for any width: a vector may reach across the middle, so each element finds its place."""
-    act_part, gate_part = gradient_maps(name, fast_math)
+    gradients = gradients_map(name, fast_math, target)
     widen = casts.STORAGES[storage].widen
 
     @device
@@ -180,7 +212,8 @@ def guarded_gradients(name, storage, fast_math):
         act = load(inputs.x, (I64(row) * (2 * width), column, width), valid)
         gate = load(inputs.x, (I64(row) * (2 * width) + width, column, width), valid)
         dy = load(inputs.dy, (I64(row) * width, column, width), valid)
-        return join(act_part(act, gate, dy, inputs), gate_part(act, gate, dy, inputs), width - column)
+        act_part, gate_part = gradients(act, gate, dy, inputs)
+        return join(act_part, gate_part, width - column)
 
     return prologue
 

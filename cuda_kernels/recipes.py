@@ -14,7 +14,7 @@ from cuda_kernels.activations import ACTIVATIONS
 from cuda_kernels.hadamard import make_hadamard
 from cuda_kernels.operands import Inputs, Outputs
 from cuda_kernels.simt import device
-from cuda_kernels.vectors import VECTOR, make_load, make_map3, make_round, make_store, products_for
+from cuda_kernels.vectors import VECTOR, make_kept, make_load, make_map3, make_round, make_store, products_for
 from refops.formats import FORMATS
 
 
@@ -126,10 +126,10 @@ def make_prologue(key, whole, fast_math, target, skip=0):
         made = _forward(key, options, skip, target)
         return prologues.scaled(made) if key.scaled else made
     if not key.gated:
-        return prologues.unary_gradient(*options, skip)
+        return prologues.unary_gradient(*options, skip, target)
     if key.part == "pair":
-        return prologues.pair_of_gradients(*options, skip)
-    return prologues.both_gradients(*options)
+        return prologues.pair_of_gradients(*options, skip, target)
+    return prologues.both_gradients(*options, target)
 
 
 def _forward(key, options, skip, target):
@@ -246,7 +246,7 @@ def build(recipe, target):
     prologue = make_prologue(recipe.prologue, recipe.whole, recipe.fast_math, target)
     rounded = make_round(recipe.storage if recipe.rounded else "float32", target)
     if recipe.kernel == "wide row":
-        return _wide_row_kernel(recipe, prologue, rounded, target)
+        return _wide_row_kernel(recipe, prologue, target)
     if recipe.kernel in ("block row", "two block row"):
         return _block_row_kernel(recipe, target)
     row = make_epilogue(None if recipe.kernel == "square choice" else recipe.row, recipe.whole, target)
@@ -279,16 +279,17 @@ def widest(recipe, width):
     return replace(recipe, kernel="wide row") if name == "mxfp8" and not reaches_across else recipe
 
 
-def _mxfp8_wide(target, fmt, rounding, square, swizzled):
-    index = _scale_index(swizzled, epilogues.scale_row_major)
-    return epilogues.mxfp8_wide(fmt, *_limit(fmt), rounding, index, target)
+def _mxfp8_wide(storage, target, fmt, rounding, square, swizzled):
+    index, kept = _scale_index(swizzled, epilogues.scale_row_major), make_kept(storage, fmt, target)
+    return epilogues.mxfp8_wide(*_limit(fmt), rounding, index, target, kept.fp8), kept
 
 
-def _wide_row_kernel(recipe, prologue, rounded, target):
-    epilogue = _mxfp8_wide(target, *recipe.row[1:])
+def _wide_row_kernel(recipe, prologue, target):
+    storage = recipe.storage if recipe.rounded else "float32"
+    epilogue, kept = _mxfp8_wide(storage, target, *recipe.row[1:])
     both = prologue, make_prologue(recipe.prologue, recipe.whole, recipe.fast_math, target, VECTOR)
     make = kernels.make_wide_pair_kernel if recipe.prologue.part == "pair" else kernels.make_wide_row_kernel
-    return make(both, epilogue, rounded)
+    return make(both, epilogue, kept)
 
 
 def _block_row_kernel(recipe, target):

@@ -304,7 +304,39 @@ def larger_magnitude(a, x):
     return select(m > a, m, a)
 
 
+@ptx("set.le.f32.f32 $0, $1, $2;", "=f,f,f", F, F, F)
+def is_at_most(x, limit):
+    """1 where x <= limit, else 0: a mask to multiply with."""
+    return select(x <= limit, F(1), F(0))
+
+
+@ptx("{ .reg .f32 t; abs.f32 t, $1; set.le.f32.f32 $0, t, $2; }", "=f,f,f", F, F, F)
+def is_within(x, limit):
+    """1 where |x| <= limit, else 0."""
+    return is_at_most(as_f32(as_u32(x) & U32(0x7FFFFFFF)), limit)
+
+
+@ptx("fma.rn.sat.f32 $0, $1, $2, $3;", "=f,f,f,f", F, F, F, F)
+def fma_sat(a, b, c):
+    """a * b + c, rounded once and cut to [0, 1]; NaN gives 0."""
+    total = np.float64(a) * np.float64(b) + np.float64(c)
+    return select(total > 0, F(select(total < 1, total, np.float64(1))), F(0))
+
+
 @device
 def magnitude(x):
     """|x|."""
     return as_f32(as_u32(x) & U32(0x7FFFFFFF))
+
+
+@device
+def clipped(x, limit):
+    """x cut to [-limit, limit]; NaN stays."""
+    x = select(x > limit, limit, x)
+    return select(x < -limit, -limit, x)
+
+
+@ptx("{ .reg .f32 t; neg.f32 t, $2; min.NaN.f32 $0, $1, $2; max.NaN.f32 $0, $0, t; }", "=&f,f,f", F, F, F)
+def clipped_natively(x, limit):
+    """`clipped` in two instructions, from sm_80 on."""
+    return clipped(x, limit)

@@ -6,6 +6,8 @@ fewer than eight valid elements. `valid` counts the elements from here to the en
 not positive, and then nothing is touched. Tuples are written out, not looped over: registers have no index.
 """
 
+from collections import namedtuple
+
 import numpy as np
 
 from cuda_kernels import casts
@@ -20,6 +22,7 @@ from cuda_kernels.simt import (
     larger_magnitude,
     load_words,
     maximum,
+    ptx,
     store_words,
 )
 
@@ -88,6 +91,23 @@ def make_map3(function):
     return mapped
 
 
+def make_map3_to_two(function):
+    """Return `mapped(a, b, c, p)`: function(x, y, z, p) gives two numbers for each triple, `mapped` two vectors."""
+
+    @device
+    def halves(a, b, c, p):
+        (d, e), (f, g) = function(a[0], b[0], c[0], p), function(a[1], b[1], c[1], p)
+        (h, i), (j, k) = function(a[2], b[2], c[2], p), function(a[3], b[3], c[3], p)
+        return (d, f, h, j), (e, g, i, k)
+
+    @device
+    def mapped(a, b, c, p):
+        low, high = halves(a[:4], b[:4], c[:4], p), halves(a[4:], b[4:], c[4:], p)
+        return low[0] + high[0], low[1] + high[1]
+
+    return mapped
+
+
 def by_element(element):
     """Return `gather(source, place, valid)`: element(source, place, k, valid) for k from 0 to 7."""
 
@@ -115,14 +135,49 @@ add = make_map2(device(lambda x, y, p: x + y))
 # --- in pairs ---------------------------------------------------------------------------------------
 
 
+@device
+def paired(v):
+    """Eight numbers as four pairs."""
+    return pair(v[0], v[1]), pair(v[2], v[3]), pair(v[4], v[5]), pair(v[6], v[7])
+
+
+@device
+def unpaired(a, b, c, d):
+    """Four pairs as eight numbers."""
+    return first(a), second(a), first(b), second(b), first(c), second(c), first(d), second(d)
+
+
 def make_map_of_pairs(function):
     """Return `mapped(v, p)`: function(pair, p) of each of the four pairs."""
 
     @device
     def mapped(v, p):
-        a, b = function(pair(v[0], v[1]), p), function(pair(v[2], v[3]), p)
-        c, d = function(pair(v[4], v[5]), p), function(pair(v[6], v[7]), p)
-        return first(a), second(a), first(b), second(b), first(c), second(c), first(d), second(d)
+        a, b, c, d = paired(v)
+        return unpaired(function(a, p), function(b, p), function(c, p), function(d, p))
+
+    return mapped
+
+
+def make_map2_of_pairs(function):
+    """Return `mapped(x, y, p)`: function(pair, pair, p) of the four pairs of both vectors."""
+
+    @device
+    def mapped(x, y, p):
+        (a, b, c, d), (e, f, g, h) = paired(x), paired(y)
+        return unpaired(function(a, e, p), function(b, f, p), function(c, g, p), function(d, h, p))
+
+    return mapped
+
+
+def make_map3_of_pairs_to_two(function):
+    """Return `mapped(x, y, z, p)`: function(pair, pair, pair, p) gives two pairs, `mapped` two vectors."""
+
+    @device
+    def mapped(x, y, z, p):
+        x, y, z = paired(x), paired(y), paired(z)
+        a, b = function(x[0], y[0], z[0], p), function(x[1], y[1], z[1], p)
+        c, d = function(x[2], y[2], z[2], p), function(x[3], y[3], z[3], p)
+        return unpaired(a[0], b[0], c[0], d[0]), unpaired(a[1], b[1], c[1], d[1])
 
     return mapped
 
@@ -136,17 +191,27 @@ def multiply_pairs(v, factor):
     return multiply_pairs_with(v, pair(factor, factor))
 
 
-@device
-def products_of_pairs(x, y, p):
-    """`products` in four instructions."""
-    a, b = mul2(pair(x[0], x[1]), pair(y[0], y[1])), mul2(pair(x[2], x[3]), pair(y[2], y[3]))
-    c, d = mul2(pair(x[4], x[5]), pair(y[4], y[5])), mul2(pair(x[6], x[7]), pair(y[6], y[7]))
-    return first(a), second(a), first(b), second(b), first(c), second(c), first(d), second(d)
+products_of_pairs = make_map2_of_pairs(device(lambda x, y, p: mul2(x, y)))
 
 
 def multiply_for(target):
     """Return `multiply(v, factor)`: each of the eight times a number."""
     return multiply_pairs if has_pairs(target) else multiply
+
+
+def map2_for(target):
+    """Return what makes maps of two vectors from fast formulas."""
+    return make_map2_of_pairs if has_pairs(target) else make_map2
+
+
+def map3_to_two_for(target):
+    """Return what makes maps of three vectors to two from fast formulas."""
+    return make_map3_of_pairs_to_two if has_pairs(target) else make_map3_to_two
+
+
+def product_for(target):
+    """Return the product of what `map2_for` maps."""
+    return mul2 if has_pairs(target) else device(lambda x, y: x * y)
 
 
 def products_for(target):
@@ -335,6 +400,70 @@ def amax_with(a, v):
     a = larger_magnitude(larger_magnitude(a, v[2]), v[3])
     a = larger_magnitude(larger_magnitude(a, v[4]), v[5])
     return larger_magnitude(larger_magnitude(a, v[6]), v[7])
+
+
+@ptx("max.xorsign.abs.bf16x2 $0, $1, $2;", "=r,r,r", U32, U32, U32)
+def larger_magnitudes(a, b):
+    """The larger magnitudes of two words of two bfloat16, of any sign; NaN loses (two NaN: NaN, or here 0)."""
+    low = larger_magnitude(larger_magnitude(ZERO, low_bf16(a)), low_bf16(b))
+    return casts.bf16_pair(low, larger_magnitude(larger_magnitude(ZERO, high_bf16(a)), high_bf16(b)))
+
+
+@ptx("mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", U32, U32, U32)
+def products_of_halves(a, b):
+    """The products of two words of two bfloat16, rounded to bfloat16."""
+    return casts.bf16_pair(low_bf16(a) * low_bf16(b), high_bf16(a) * high_bf16(b))
+
+
+#: What a thread keeps of eight values that were rounded: rounded(v) -> kept; amax(kept, kept) of 16; fp8(kept, factor):
+#: their products with a power of two as two words of codes.
+Kept = namedtuple("Kept", "rounded amax fp8")
+
+
+def make_kept(storage, fmt, target):
+    """Return the `Kept` of values rounded to a dtype ("float32": not rounded) that are cast to an FP8 format."""
+    word = casts.quads_for(fmt, target)
+    if storage == "bfloat16" and target is not None and target[0] == 9:
+        return kept_words(word, pair_of(storage, target))
+    scaled = multiply_for(target)
+
+    @device
+    def fp8(v, factor):
+        v = scaled(v, factor)
+        return word(v[0], v[1], v[2], v[3]), word(v[4], v[5], v[6], v[7])
+
+    return Kept(make_round(storage, target), device(lambda first, second: amax_with(amax(first), second)), fp8)
+
+
+def kept_words(word, pair):
+    """Return the `Kept` of bfloat16 as words of two: a maximum and a product of both halves are one instruction.
+
+    A product is exact but where it is subnormal, which FP8 rounds to 0 all the same.
+    """
+
+    @device
+    def rounded(v):
+        return pair(v[0], v[1]), pair(v[2], v[3]), pair(v[4], v[5]), pair(v[6], v[7])
+
+    @device
+    def largest(w):
+        return larger_magnitudes(larger_magnitudes(w[0], w[1]), larger_magnitudes(w[2], w[3]))
+
+    @device
+    def amax_of_words(first, second):
+        w = larger_magnitudes(largest(first), largest(second))
+        return larger_magnitude(larger_magnitude(ZERO, low_bf16(w)), high_bf16(w))
+
+    @device
+    def fp8(w, factor):
+        half = np.uint32(as_u32(factor) >> HALF_WORD)
+        both = np.uint32(as_u32(factor) | half)
+        a, b = products_of_halves(w[0], both), products_of_halves(w[1], both)
+        c, d = products_of_halves(w[2], both), products_of_halves(w[3], both)
+        low = word(low_bf16(a), high_bf16(a), low_bf16(b), high_bf16(b))
+        return low, word(low_bf16(c), high_bf16(c), low_bf16(d), high_bf16(d))
+
+    return Kept(rounded, amax_of_words, fp8)
 
 
 def make_group_max(lanes):

@@ -33,9 +33,10 @@ exact, the values that are rounded before a cast are those of TE's path.
 
 Tightness: at ulp=2 the interval of a value is 3 to 5 float32 ulp wide where nothing cancels (silu and its kin below
 -5: up to 10), 12 for situglu with its three elementary functions, 0 without exp and tanh. One ulp of bfloat16 is 65536
-of them, so nearly every bfloat16 result and FP8 code has one right value; where TE's formula cancels (gelu far left, dgelu and dsilu at their roots) the
-interval is as wide as that formula's own error. Between its ends every float32 is accepted. The bound of sums grows
-with n: a missing row shows up only while n^2 u is below 1 (n below 4096 for terms of equal size).
+of them, so nearly every bfloat16 result and FP8 code has one right value; where TE's formula cancels (gelu far left,
+dgelu and dsilu at their roots) the interval is as wide as that formula's own error. Between its ends every float32 is
+accepted. The bound of sums grows with n: a missing row shows up only while n^2 u is below 1 (n below 4096 for terms of
+equal size).
 """
 
 from dataclasses import dataclass

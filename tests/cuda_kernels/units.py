@@ -10,7 +10,7 @@ import numba
 import numpy as np
 from scalars import TINY, F, exact_fma, with_instructions
 
-from cuda_kernels import activations, elementary
+from cuda_kernels import activations, fast, pairs
 
 #: (ex2's, rcp's) error in ulp: nearest results, and the four corners.
 ERRORS = [(0, 0), (2, 1), (2, -1), (-2, 1), (-2, -1)]
@@ -40,23 +40,44 @@ def reciprocal_unit(ulps):
     return numba.njit(lambda x: off(1.0 / np.float64(x), ulps), inline="always", error_model="numpy")
 
 
+def quotient_unit(ulps):
+    """div.full.f32 of 1 and a parameter, as far off as its documentation allows."""
+    return numba.njit(lambda x: off(1.0 / np.float64(x), ulps), inline="always", error_model="numpy")
+
+
+@numba.njit(error_model="numpy")
+def less_one(d, s):
+    """`fast.less_one` with one rounding."""
+    total = exact_fma(d, s, -s)
+    return min(max(total, F(0)), F(1)) if total == total else F(0)
+
+
 @cache
-def fast_exp(exp2_ulps):
-    """`elementary.two_term_exp` on such a unit."""
-    return with_instructions(elementary.two_term_exp, exp2_unit=exp2_unit(exp2_ulps), fma=exact_fma)
+def numbers(exp2_ulps, reciprocal_ulps):
+    """The `fast.Arithmetic` of numbers on such units."""
+    return fast.NUMBERS._replace(
+        exp2=exp2_unit(exp2_ulps),
+        reciprocal=reciprocal_unit(reciprocal_ulps),
+        inverse=quotient_unit(2 * reciprocal_ulps),
+        fma=exact_fma,
+        less_one=less_one,
+    )
+
+
+@cache
+def fast_numbers(exp2_ulps, reciprocal_ulps):
+    """What `fast.make_fast` makes of them."""
+    return fast.make_fast(numbers(exp2_ulps, reciprocal_ulps))
+
+
+@cache
+def fast_pairs(exp2_ulps, reciprocal_ulps):
+    """... and of pairs of them."""
+    fma2 = with_instructions(pairs.fma2, fma=exact_fma)
+    return fast.make_fast(pairs.make_pairs(numbers(exp2_ulps, reciprocal_ulps), fma2))
 
 
 @cache
 def fast_formulas(exp2_ulps, reciprocal_ulps):
     """The formulas of `activations.FAST` on such units."""
-    units = {"fast_exp": fast_exp(exp2_ulps), "fast_reciprocal": reciprocal_unit(reciprocal_ulps)}
-    sigmoid = with_instructions(activations.fast_sigmoid, **units)
-    pair = with_instructions(activations.fast_sigmoid_pair, **units)
-    return activations.make_formulas(
-        sigmoid,
-        pair,
-        with_instructions(activations.fast_tanh, **units),
-        with_instructions(activations.fast_gelu, fast_sigmoid=sigmoid),
-        with_instructions(activations.fast_dgelu, fast_sigmoid_pair=pair),
-        activations.fast_quotient,
-    )
+    return activations.make_fast_formulas(fast_numbers(exp2_ulps, reciprocal_ulps))

@@ -70,15 +70,17 @@ def test_column_sums_of_exact_gradients(name):
         assert_same(one, expected)
 
 
+@pytest.mark.parametrize("fast", [False, True], ids=["", "fast_math"])
 @pytest.mark.parametrize("name", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_special_values(name, dtype):
+def test_special_values(name, dtype, fast):
+    ulp = 8 if fast else 2
     special = np.float32([0, -0.0, np.inf, -np.inf, np.nan, 1e-45, -1e-42, 3e38, -3.4e38, 6e4, 88.8, -104, 0.5, -0.5])
     with np.errstate(over="ignore"):
         a, b = (v.reshape(14, 14).astype(dtype) for v in np.meshgrid(special, special))
     x = np.concatenate([a, b], axis=1) if refops.ACTIVATIONS[name].gated else a
-    judge(name, x, cuda_kernels.activation(name, x))
-    judge(f"d{name}", {"dy": b, "x": x}, cuda_kernels.activation_grad(name, b, x))
+    judge(name, x, cuda_kernels.activation(name, x, fast_math=fast), ulp=ulp)
+    judge(f"d{name}", {"dy": b, "x": x}, cuda_kernels.activation_grad(name, b, x, fast_math=fast), ulp=ulp)
 
 
 # --- row scales -------------------------------------------------------------------------------------
