@@ -29,7 +29,7 @@ notebooks: $(INSTALLED)
 ## lab         work through the notebooks in JupyterLab
 lab: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test,notebooks]'
-	$(BIN)/jupyter lab notebooks
+	$(BIN)/jupyter lab --LabApp.default_url=/lab/tree/notebooks/README.md $(LAB)
 
 ## test        the tests; the kernels run as Python in a simulator in the second run
 test: $(INSTALLED)
