@@ -214,9 +214,11 @@ def run_forward(
 
 def _say_where(error: Exception, direction: str, op: FusibleOperation, indices: list[int]) -> None:
     """Add to an error, below its message, in which operation it arose (from Python 3.11 on)."""
-    if hasattr(error, "add_note"):
+    with contextlib.suppress(Exception):  # an operation's own __repr__ may fail; the error is what matters
         place = f"operation {indices[0]}" if len(indices) == 1 else f"operations {indices[0]} to {indices[-1]}"
-        error.add_note(f"In {direction} of {place} of the pipeline: {op}")
+        note = f"In {direction} of {place} of the pipeline: {op}"
+        if note not in getattr(error, "__notes__", ()):
+            error.add_note(note)
 
 
 _NO_EXTRA_OUTPUTS = [()]

@@ -181,6 +181,7 @@ def post_all_gather(shard: Any, gathered: Sequence[torch.Tensor], metadata: Any,
     if out is not None:
         out.buffers = whole.buffers
         if out._quantizer is not shard._quantizer:  # the operation follows another recipe now
+            _require_same_blocks(label, shard, out._quantizer)
             shard._quantizer = out._quantizer
             if group is not None:
                 _share_scales(shard, group)
@@ -211,6 +212,15 @@ def _share_scales(shard: Any, group: Any) -> None:
         largest, smallest = reduce_amax(torch.stack((common, -common)), group)
         if not torch.equal(largest, -smallest):
             shard.quantize_(shard.dequantize())
+
+
+def _require_same_blocks(label: str, shard: Any, quantizer: Any) -> None:
+    made = quantizer.make_empty(tuple(shard.shape), dtype=shard.dtype, device="meta")
+    if made.stored_format() != shard.stored_format():
+        raise ValueError(
+            f"{label} is kept in {shard.buffers.scaling}, and autocast's recipe would write {made.buffers.scaling}: "
+            "give quantized_model_init and autocast recipes with the same blocks"
+        )
 
 
 def _name_in(module: Any, shard: Any) -> str:

@@ -45,7 +45,7 @@ class QuantizedTensor(torch.Tensor):
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl
-    #: Of a slice: the tensor that it was taken from, and where it starts. Writes go there too.
+    #: Of a slice: the tensor that it was taken from, and where it starts. Writes to the slice go there too.
     _slice_of: tuple["QuantizedTensor", int] | None = None
 
     def __new__(cls, buffers: Buffers, *, quantizer: Quantizer | None = None, requires_grad: bool = False):
@@ -111,19 +111,26 @@ class QuantizedTensor(torch.Tensor):
         return self
 
     def set_buffers(self, new):
-        """As the storage's. Of a slice the rows are also written where they were taken from.
+        """As the storage's. Of a slice the rows are also written where they were taken from, before anything changes.
 
         Raises:
-            RuntimeError: a scale of the whole tensor would have to change, and with it the other rows.
+            RuntimeError: a scale of the whole tensor would have to change, and with it the other rows; or the whole
+                tensor has a copy that can't be made for these rows.
         """
+        self._write_through(new)
         QuantizedTensorStorage.set_buffers(self, new)
-        self._write_through()
 
-    def _write_through(self):
-        if self._slice_of is not None:
-            whole, start = self._slice_of
-            sharding.put_rows(whole.buffers, start, self.buffers)
-            whole._write_through()
+    def _write_through(self, new):
+        """A slice remembers where it was taken from. It does not see what is written there later."""
+        if self._slice_of is None or self.numel() == 0:
+            return
+        whole, start = self._slice_of
+        part = type(self)(new, quantizer=self._quantizer)
+        if part.stored_format() != whole.stored_format():
+            raise RuntimeError(f"rows in {part.buffers.scaling} can't be written into {whole.buffers.scaling}")
+        part.update_usage(**{f"{direction}_usage": used for direction, used in whole.get_usages().items()})
+        sharding.put_rows(whole.buffers, start, part.buffers)
+        whole._write_through(whole.buffers)
 
     def expand_as(self, other):
         """An identity in the graph for `x.expand_as(x)`, the idiom that finds a parameter's gradient accumulator."""
@@ -139,6 +146,7 @@ class QuantizedTensor(torch.Tensor):
 
     @data.setter
     def data(self, value):
+        self._slice_of = None  # other memory now, as of a plain tensor
         with torch.no_grad():
             if isinstance(value, QuantizedTensor):
                 if type(value) is not type(self):
@@ -244,6 +252,8 @@ class QuantizedTensor(torch.Tensor):
         handler = _HANDLERS.get(func)
         if handler is not None:
             return handler(func, args, kwargs)
+        if func.namespace == "c10d":
+            raise NotImplementedError(f"{func} on a {cls.__name__}: give it the tensor's buffers, or dequantize() it")
         if func._schema.is_mutable:
             return _run_in_place(func, args, kwargs)
         return _run_plain(func, args, kwargs)
@@ -576,6 +586,7 @@ class KeepsQuantizedParameters:
 
     def _apply(self, fn, recurse=True):
         quantized = {name: p for name, p in self._parameters.items() if isinstance(p, QuantizedTensor)}
+        _reject_cast_of_shards(self, fn)
         self._parameters.update(dict.fromkeys(quantized))
         try:
             super()._apply(fn, recurse)
@@ -584,6 +595,18 @@ class KeepsQuantizedParameters:
         for parameter in quantized.values():
             _apply_to_quantized(parameter, fn)
         return self
+
+
+def _reject_cast_of_shards(module, fn):
+    for name, parameter in module._parameters.items():
+        shard = getattr(parameter, "_local_tensor", None)
+        if isinstance(shard, QuantizedTensor):
+            dtype = fn(torch.empty(0, dtype=shard.dtype, device=shard.device)).dtype
+            if dtype != shard.dtype:
+                raise RuntimeError(
+                    f"{type(module).__name__}.{name} is sharded and quantized: cast it from {shard.dtype} to {dtype} "
+                    "before fully_shard"
+                )
 
 
 def _apply_to_quantized(parameter, fn):

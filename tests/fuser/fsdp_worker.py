@@ -305,6 +305,25 @@ def shards_follow_the_recipe_of_autocast(rank, size):
 
 
 @check
+def blocks_of_another_recipe_are_refused(rank, size):
+    model = shard(build(r.NVFP4BlockScaling()))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with expected(ValueError, ".weight", "two_d=True", "two_d=False", "the same blocks"):
+            for i in range(2):
+                step(model, optimizer, r.NVFP4BlockScaling(disable_2d_quantization=True), i, rank, size)
+    FP8GlobalStateManager.reset()
+
+
+@check
+def casts_after_sharding_are_refused(rank, size):
+    model = shard(build(r.MXFP8BlockScaling()))
+    with expected(RuntimeError, ".weight", "sharded and quantized", "before fully_shard"):
+        model.half()
+
+
+@check
 def collectives_of_quantized_tensors(rank, size):
     for recipe in RECIPES.values():
         others = [build(recipe, seed=i)[1].weight.detach() for i in range(size)]

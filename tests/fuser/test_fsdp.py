@@ -217,6 +217,37 @@ def test_writes_to_a_slice_reach_the_whole(make):
     assert not whole[rows : 2 * rows].dequantize().any()
 
 
+def test_a_slice_writes_all_copies_of_the_whole_or_nothing(make):
+    whole, rows = matrix(make), block(make)
+    part = whole[:rows]
+    assert all(whole.get_usages().values())
+    part.update_usage(columnwise_usage=False)
+    before, part_before = whole.clone(), part.clone()
+    try:
+        part.copy_(torch.zeros(part.shape))
+    except RuntimeError:  # the whole's other copy can't be made, or its scale would change
+        assert_same_data(whole, before)
+        assert_same_data(part, part_before)
+    else:
+        assert not whole[:rows].dequantize().any()
+        torch.testing.assert_close(whole.dequantize(), whole.dequantize_columnwise())
+
+
+def test_a_slice_with_other_data_is_no_slice(make):
+    whole, rows = matrix(make), block(make)
+    before = whole.clone()
+    part = whole[:rows]
+    part.data = matrix(make, seed=1)[: 2 * rows]
+    part.zero_()
+    assert_same_data(whole, before)
+
+
+def test_collectives_without_a_handler_are_refused(make):
+    whole = matrix(make)
+    with pytest.raises(NotImplementedError, match="alltoall_base"):
+        type(whole).__torch_dispatch__(torch.ops.c10d.alltoall_base_.default, (), (whole, whole))
+
+
 def test_a_whole_slice_and_the_same_strides_are_the_tensor(make):
     whole = matrix(make)
     shape = whole.shape
