@@ -9,6 +9,17 @@ USAGE = """usage: python -m cuda_kernels report [--kernel PATTERN] [--target sm_
 
 def main(arguments):
     """Run a command; return the exit code."""
+    try:
+        code = run(arguments)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # the reader has seen enough: `... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still buffered goes nowhere
+        return 1
+
+
+def run(arguments):
+    """Choose the command."""
     if arguments[:1] == ["report"]:
         from cuda_kernels import compile_report
 

@@ -15,7 +15,7 @@ import linecache
 import os
 import subprocess
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from itertools import islice
@@ -98,10 +98,12 @@ class Recorder:
         unwritten: (name, index, line) of the first read of shared memory that no thread had written, or None.
         race: (name, index) of the first element that two threads wrote with different values, neither by an atomic
             operation nor with a barrier between them, or None.
+        twice: (name, index, first thread, second thread, line) of the first element that two threads wrote, neither by
+            an atomic operation, or None; a thread is (thread_index, block_index).
     """
 
     def __init__(self):
-        self.unwritten = self.race = None
+        self.unwritten = self.race = self.twice = None
         self._requests, self._visits, self._arrays = {}, Counter(), {}
 
     def array(self, name, array, *, writable=False):
@@ -112,6 +114,10 @@ class Recorder:
     def untouched(self, name):
         """Bool for each element of an array: whether no thread has stored there."""
         return self._arrays[name].untouched
+
+    def stores_of_each(self, name):
+        """(thread_index, block_index) of each thread that stored into an array -> how many of its elements."""
+        return {_who(thread): len(elements) for thread, elements in self._arrays[name].stored.items()}
 
     def shared(self, array):
         """Shared memory as a kernel sees it; for `launch`'s `watch`."""
@@ -150,6 +156,10 @@ class Recorder:
         return chosen
 
 
+def _who(thread):
+    return thread.thread_index, thread.block_index
+
+
 @lru_cache(maxsize=4096)
 def _instruction(code, offset):
     """Which expression of the source an offset in the bytecode belongs to: CPython moves within it in warm code."""
@@ -171,7 +181,7 @@ class _Global(Pointer):
     def __init__(self, recorder, name, array, writable):
         super().__init__(array)
         self._recorder, self._name, self._writable, self._writer = recorder, name, writable, {}
-        self.untouched = np.ones(len(self.array), bool)
+        self.untouched, self.stored = np.ones(len(self.array), bool), defaultdict(set)
 
     def _note(self, kind, i, count):
         if not isinstance(i, int | np.integer):
@@ -201,6 +211,9 @@ class _Global(Pointer):
         apart = block == place[0] and barriers < place[1]
         if writer is not thread and not apart and before != bits and self._recorder.race is None:
             self._recorder.race = (self._name, i)
+        if writer is not thread and self._recorder.twice is None:
+            self._recorder.twice = (self._name, i, _who(writer), _who(thread), _kernel_frame().f_lineno)
+        self.stored[thread].add(i)
         self._writer[i] = (thread, *place, bits)
 
     def read(self, i, size):

@@ -19,6 +19,10 @@ except ImportError:  # said when a kernel is launched: importing must not fail
     greenlet = None
 
 
+#: Threads of a warp.
+WARP = 32
+
+
 class Pointer:
     """A flat array as a kernel sees it: no shape, no bounds; here out-of-bounds raises.
 
@@ -138,6 +142,8 @@ class _Cuda:
     @staticmethod
     def shfl_xor_sync(mask, value, lane_mask):
         """The value of the lane whose number differs in the bits of `lane_mask`; all lanes of the warp take part."""
+        if not 0 <= lane_mask < WARP:
+            raise ValueError(f"a shuffle's distance must be below {WARP}, the threads of a warp; got {lane_mask}")
         thread = _thread()
         thread.offered, thread.waiting_at = value, "shuffle"
         thread.parent.switch()
@@ -171,34 +177,36 @@ class _Block:
 
         A shuffle holds up its own warp only: what one warp has not done yet when another goes on needs a barrier.
         """
-        warps = [self.threads[i : i + 32] for i in range(0, len(self.threads), 32)]
+        warps = [self.threads[i : i + WARP] for i in range(0, len(self.threads), WARP)]
         if backward:
             warps = [warp[::-1] for warp in reversed(warps)]
         while warps:
             still = [warp for warp in warps if self._run_warp(warp)]
-            if still and len(still) != len(warps):
-                self._missed(sum(map(len, still)), sum(map(len, warps)), {"syncthreads"})
+            waiting = sum(not thread.dead for thread in self.threads)
+            if waiting not in (0, len(self.threads)):
+                raise RuntimeError(
+                    f"{waiting} of {len(self.threads)} threads of block {self.threads[0].block_index} wait at "
+                    "syncthreads: every thread of a block must reach every barrier"
+                )
             warps = still
 
     def _run_warp(self, warp):
-        """Run the threads of a warp to a block-wide barrier (True) or to their end (False)."""
+        """Run a warp's threads until some wait at a block-wide barrier (True) or all have ended (False)."""
         while True:
             for thread in warp:
                 thread.switch()
             still = [thread for thread in warp if not thread.dead]
             places = {thread.waiting_at for thread in still}
-            if still and (len(still) != len(warp) or len(places) != 1):
-                self._missed(len(still), len(warp), places)
+            if "shuffle" in places and (len(still) != len(warp) or len(places) != 1):
+                raise RuntimeError(
+                    f"{len(still)} of the {len(warp)} threads of warp {warp[0].number // WARP} of block "
+                    f"{warp[0].block_index} wait at {' and '.join(sorted(places))}: every thread of a warp must reach "
+                    "every shuffle"
+                )
             for thread in still:
                 thread.offered_before = thread.offered
-            if not still or "syncthreads" in places:
+            if "shuffle" not in places:
                 return bool(still)
-
-    def _missed(self, waiting, count, places):
-        raise RuntimeError(
-            f"{waiting} of {count} threads of block {self.threads[0].block_index} wait at "
-            f"{' and '.join(sorted(places))}: every thread of a block must reach every barrier and shuffle"
-        )
 
 
 class _Thread(greenlet or object):

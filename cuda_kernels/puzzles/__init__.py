@@ -2,10 +2,10 @@
 
 After GPU-Puzzles (Sasha Rush): one new idea each.
 
-    python -m cuda_kernels puzzles          in a terminal: writes puzzles.py, then checks it
+    .venv/bin/python -m cuda_kernels puzzles    in a terminal: writes puzzles.py, then checks it
 
-    from cuda_kernels import puzzles        in a notebook
-    verdict = puzzles.check(add_bias)       a kernel by the name that it has in `holes`
+    from cuda_kernels import puzzles            in a notebook
+    verdict = puzzles.check(add_bias)           a kernel by the name that it has in `holes`
     print(verdict)
     puzzles.plot(verdict.accesses)
 

@@ -27,6 +27,15 @@ SECONDS = 20
 FILL = 0xA5
 SOLVED, NOT_YET, WRONG = "solved", "not yet", "wrong"
 
+#: What to think of where a kernel raises.
+INDEX = "On this input every thread has an element, so no guard is missing: the index is wrong."
+GUARD = "A thread that has no element must not touch memory: is a guard missing? If there is one, the index is wrong."
+SHARED = "Each index must be below the number in its place in the shape: are the indices in the right order?"
+BARRIER = "A barrier stands outside every `if` that only some threads of the block enter."
+ALL_LANES = (
+    "A shuffle stands outside every `if`: threads without an element take part too, with a value that changes nothing."
+)
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -80,13 +89,17 @@ def check(kernel):
 
     Raises:
         RuntimeError: `cuda_kernels` was imported unsimulated. ImportError: greenlet is missing.
-        KeyError, TypeError: no puzzle has this name; not a function.
+        ValueError, TypeError: no puzzle has this name; not a function.
     """
     require_simulator()
     if not inspect.isfunction(kernel):
         raise TypeError(f"a kernel is a function; got {type(kernel).__name__}")
     if kernel.__name__ not in PUZZLES:
-        raise KeyError(f"no puzzle has the name {kernel.__name__!r}; names: {', '.join(PUZZLES)}")
+        names = ", ".join(PUZZLES)
+        raise ValueError(
+            f"no puzzle has the name {kernel.__name__!r}: a kernel is known by its puzzle's name, "
+            f"so do not change it; names: {names}"
+        )
     puzzle, recorder = PUZZLES[kernel.__name__], Recorder()
     holes = list(_holes(kernel))
     if holes:
@@ -135,7 +148,7 @@ def _check_all(puzzle, kernel, recorder):
     for case in cases:
         for order in ("forward", "backward"):
             mine = recorder if case is cases[0] and order == "forward" else Recorder()
-            got = _run(puzzle, kernel, case, order, mine)
+            got = _run(puzzle, kernel, case, order, mine, exact=case is cases[0])
             try:
                 _compare(puzzle, case, got, mine)
             except _WrongError as failure:
@@ -143,12 +156,13 @@ def _check_all(puzzle, kernel, recorder):
                     raise
                 note = "Right when the threads run from the first to the last, wrong in the other order."
                 raise _WrongError(failure.reason, note, *failure.details) from None
+            _judge_stores(puzzle, kernel, case, mine)
     _judge_accesses(puzzle, recorder)
     return len(cases)
 
 
-def _run(puzzle, kernel, case, order, recorder):
-    """Launch a kernel; return name -> array of what it wrote."""
+def _run(puzzle, kernel, case, order, recorder, *, exact):
+    """Launch a kernel; return name -> array of what it wrote. exact: every thread has an element."""
     got, values = {}, dict(case.sizes)
     for name, array in case.arrays.items():
         values[name] = recorder.array(name, _carried(array).copy())
@@ -169,20 +183,35 @@ def _run(puzzle, kernel, case, order, recorder):
         simulator.launch(attributed, grid, block, arguments, order=order, watch=recorder.shared)
     except _ThreadError as raised:
         kind = "" if isinstance(raised.error, IndexError) else f"{type(raised.error).__name__}: "
-        where = f"thread {_index(raised.thread)} of block {_index(raised.block)}, input {case.what}"
-        hint = puzzle.hint if isinstance(raised.error, IndexError) else ""
+        where = f"{_named(raised.thread, raised.block)}, input {case.what}"
+        hint = _hint(raised.error, exact)
         raise _WrongError(f"{kind}{raised.error}", _place(kernel, raised.error), where, hint) from None
     except RuntimeError as error:  # a missed barrier
-        raise _WrongError(str(error), f"input {case.what}", puzzle.hint) from None
+        hint = ALL_LANES if "shuffle" in str(error) else BARRIER
+        raise _WrongError(str(error), f"input {case.what}", hint) from None
     except SystemExit as error:
         raise _WrongError("SystemExit: a kernel cannot end the program", _place(kernel, error)) from None
     return got
+
+
+def _hint(error, exact):
+    """What to think of where an index is out of bounds."""
+    if not isinstance(error, IndexError):
+        return ""
+    if "in shared memory" in str(error):
+        return SHARED
+    return INDEX if exact else GUARD
 
 
 def _carried(array):
     """A flat view with elements as kernels see them: bfloat16 as uint16."""
     flat = np.ascontiguousarray(array).reshape(-1)
     return flat.view(np.uint16) if array.dtype.name == "bfloat16" else flat
+
+
+def _named(thread, block):
+    """A thread in words."""
+    return f"thread {_index(thread)} of block {_index(block)}"
 
 
 def _index(index):
@@ -210,24 +239,29 @@ def _compare(puzzle, case, got, recorder):
             "Which of them remains is chance.",
         )
     expected = puzzle.expected(case)
+    for name in puzzle.outputs:
+        left = recorder.untouched(name).reshape(expected[name].shape)
+        if left.any():
+            first = ", ".join(map(str, np.argwhere(left)[0]))
+            reason = f"never written: {left.sum()} of {left.size} elements of {name}, the first {name}[{first}]"
+            raise _WrongError(reason, f"input {case.what}", _read_unwritten(recorder), _only_writer(name, recorder))
     if puzzle.judge is not None:
-        _ask_oracle(puzzle, case, got, expected, recorder)
+        _ask_oracle(puzzle, case, got, recorder)
         return
     for name in puzzle.outputs:
         wrong = _differs(got[name], expected[name])
         if wrong.any():
             reason = _first_wrong(name, got[name], expected[name], wrong)
-            why = _unwritten(name, wrong, recorder) or _known(puzzle, case, got)
+            why = _read_unwritten(recorder) or _known(puzzle, case, got)
             raise _WrongError(reason, f"{wrong.sum()} of {wrong.size} elements of {name} wrong, input {case.what}", why)
 
 
-def _ask_oracle(puzzle, case, got, expected, recorder):
+def _ask_oracle(puzzle, case, got, recorder):
     """Raise _WrongError unless the oracle accepts the outputs."""
     report = puzzle.judge(case.arrays, got)
     if report.ok:
         return
-    faults = [_unwritten(name, _differs(got[name], expected[name]), recorder) for name in puzzle.outputs]
-    why = next(filter(None, faults), "") or _known(puzzle, case, got)
+    why = _read_unwritten(recorder) or _known(puzzle, case, got)
     why = why or "".join(f"Why: {found.names[0]}: {found.sentence}" for found in report.diagnosis[:1])
     counts = [
         f"{array.wrong} of {array.entries} entries of {array.name} wrong" for array in report.arrays if array.wrong
@@ -256,13 +290,18 @@ def _first_wrong(name, got, expected, wrong):
     return f"{name}[{', '.join(map(str, index))}]: got {shown[0]}, expected {shown[1]}"
 
 
-def _unwritten(name, wrong, recorder):
-    """What was read or left as nobody had written it, in words, or ""."""
-    if recorder.unwritten is not None and wrong.any():
-        shared, index, line = recorder.unwritten
-        return f"Line {line} reads {shared}{list(index)} before any thread has written it: is a barrier missing?"
-    count = np.count_nonzero(recorder.untouched(name).reshape(wrong.shape) & wrong)
-    return f"{count} elements of {name} were never written." if count else ""
+def _read_unwritten(recorder):
+    """What was read from shared memory before anybody had written it, in words, or ""."""
+    if recorder.unwritten is None:
+        return ""
+    shared, index, line = recorder.unwritten
+    return f"Line {line} reads {shared}{list(index)} before any thread has written it: is a barrier missing?"
+
+
+def _only_writer(name, recorder):
+    """Which thread stores into an output, if it is one only, or ""."""
+    threads = list(recorder.stores_of_each(name))
+    return f"Only {_named(*threads[0])} stores in {name}." if len(threads) == 1 else ""
 
 
 def _known(puzzle, case, got):
@@ -275,6 +314,23 @@ def _known(puzzle, case, got):
         if not any(_differs(mine, other).any() for mine, other in pairs):
             return f"Why: {sentence}"
     return ""
+
+
+def _judge_stores(puzzle, kernel, case, recorder):
+    """Raise _WrongError where an element is stored by two threads, or a thread stores more than its part."""
+    if recorder.twice is not None:
+        name, i, first, second, line = recorder.twice
+        raise _WrongError(
+            f"the result is right, but two threads store {name}[{i}]: {_named(*first)} and {_named(*second)}",
+            f"line {line}: {linecache.getline(kernel.__code__.co_filename, line).strip()}",
+            f"input {case.what}",
+            "Each element is stored by one thread.",
+        )
+    for name in puzzle.outputs:
+        for thread, count in recorder.stores_of_each(name).items():
+            if count > puzzle.stores:
+                reason = f"the result is right, but {_named(*thread)} stores {count} elements of {name}"
+                raise _WrongError(reason, f"input {case.what}", f"The part of one thread is {puzzle.stores}.")
 
 
 def _judge_accesses(puzzle, recorder):

@@ -34,6 +34,8 @@ def main(arguments=None):
         if not path.exists():
             return write(path)
         source = path.read_text(encoding="utf-8")
+    except BrokenPipeError:  # `... | head`: nothing to report, and nobody who reads it
+        raise
     except (OSError, ImportError, RuntimeError, UnicodeDecodeError) as error:
         print(f"puzzles: {error}", file=sys.stderr)
         return 2

@@ -1,20 +1,26 @@
 """Ten kernels with holes. Replace each `...`, then run
 
-    python -m cuda_kernels puzzles
+    .venv/bin/python -m cuda_kernels puzzles
 
-in this folder: it runs every kernel in a simulator, no GPU needed, and says which hole fails, where and why. A puzzle
-has its rule in words, its rule in NumPy (`..._spec`), and the kernel. Change nothing but the holes; a hole may take
-several lines.
+in this folder (`make` creates .venv; in an activated environment `python` is enough): it runs every kernel in a
+simulator, no GPU needed, and says which hole fails, where and why. A puzzle has its rule in words, its rule in NumPy
+(`..._spec`), and the kernel. Change nothing but the holes, not even the kernels' names; a hole may take several lines.
 
-A kernel is a function that many threads run at the same time. Arrays are flat: x[row * columns + column]. bfloat16
-lies there as uint16, FP8, FP4 and scale bytes as uint8. What you may use besides Python's operators:
+A kernel is a function that many threads run at the same time. Every element of its output is stored, by one thread.
+Arrays are flat: x[row * columns + column]. bfloat16 lies there as uint16, FP8, FP4 and scale bytes as uint8. What you
+may use besides Python's operators (^ is the exclusive or of the bits, XOR: 5 ^ 1 is 4):
 
     cuda.threadIdx.x, cuda.blockIdx.x, cuda.blockDim.x      which thread this is; also .y
     cuda.shared.array(shape, dtype), cuda.syncthreads()     memory of a block of threads, and its barrier
     cuda.shfl_xor_sync(WARP, value, d)                      the value of the thread whose number is this one's ^ d
-    maximum(a, b), magnitude(x), select(condition, a, b)    of float32; a where the condition holds, else b
+    WARP                                                    the mask of a shuffle: all 32 threads of the warp take part
+    amax_of_warp(x)                                         the largest magnitude of the warp's 32 values, by shuffles
+    maximum(a, b), magnitude(x), silu(x)                    the larger one, |x|, x / (1 + e^-x), of float32
+    select(condition, a, b)                                 a where the condition holds, else b
     as_u32(x), as_f32(bits)                                 the bits of a float32, and back
-    F(1), U32(1), np.uint8(a), np.uint16(a), np.uint32(a)   numbers of a fixed width
+    F(1), U16(1), U32(1)                                    constants of a fixed width; F is float32, U unsigned
+    np.uint8(a), np.uint16(a), np.uint32(a)                 a as an unsigned number of that width
+    INVERSE_448                                             1 / 448, float32; 448 is E4M3's largest number
     casts.widen_bf16, casts.narrow_bf16                     bfloat16 bits to float32, and rounded back
     casts.e4m3, casts.e2m1                                  float32 to the code of FP8 E4M3, of FP4 E2M1, saturating
     casts.e8m0_up, casts.e8m0_value, casts.e8m0_multiplier  amax / 448 to a scale byte b; 2^(b - 127); 2^(127 - b)
@@ -111,9 +117,9 @@ def absolute(x, y, count):
 
 
 # --- 5. A maximum goes round the warp ---------------------------------------------------------------
-# amax of each block of 32 elements, float32 without NaN; the last block may be short. A warp owns a block, a thread one
-# element. A shuffle by d = 16, 8, 4, 2, 1 gives every thread what another one knows: after five, each knows the maximum
-# of all 32. Every thread of a warp must reach every shuffle.
+# amax (largest magnitude) of each block of 32 elements, float32 without NaN; the last block may be short. A warp owns a
+# block, a thread one element. A shuffle by d = 16, 8, 4, 2, 1 gives every thread what another one knows: after five,
+# each knows the maximum of all 32. Every thread of a warp must reach every shuffle.
 
 
 def block_amax_spec(x):

@@ -42,12 +42,13 @@ class Puzzle:
         number, name, title: of the puzzle; `name` is the kernel's.
         spec: function of the case's arrays: what must come out, an array or a tuple of them.
         outputs: names of the arguments that the kernel writes.
-        cases: function that returns the inputs; the first is the one whose accesses are drawn and judged.
+        cases: function that returns the inputs; the first is the one whose accesses are drawn and judged, and on it
+            every thread has an element.
         shape: function of the sizes: (grid, block).
         judge: function(arrays, got: name -> array) -> `refops.oracle.Report`; None: the spec's bits.
         wrong: what a wrong answer means -> function of the case's arrays that gives it.
         sectors: most sectors that one step may touch, for each array whose accesses are judged.
-        hint: what to think of where the kernel raises.
+        stores: most elements of one output that a thread may store.
     """
 
     number: int
@@ -60,7 +61,7 @@ class Puzzle:
     judge: object = None
     wrong: dict = field(default_factory=dict)
     sectors: dict | None = None
-    hint: str = ""
+    stores: int = 1
 
     @property
     def arguments(self):
@@ -239,6 +240,22 @@ def signed_maximum(x):
     return np.pad(x, (0, -len(x) % 32)).reshape(-1, 32).max(axis=1)
 
 
+def block_sum(x):
+    """What five shuffles with + leave in the first thread of each warp, added in that order."""
+    sums = np.pad(np.abs(x), (0, -len(x) % 32)).reshape(-1, 32)
+    for distance in (16, 8, 4, 2, 1):
+        sums = sums + sums[:, np.arange(32) ^ distance]
+    return sums[:, 0]
+
+
+def rows_too_short(x):
+    """`swiglu` where a row of x is taken to be as long as one of y."""
+    columns = x.shape[1] // 2
+    first = columns * np.arange(len(x))[:, None] + np.arange(columns)
+    flat = x.reshape(-1)
+    return refops.activation("swiglu", np.concatenate([flat[first], flat[first + columns]], axis=1))
+
+
 def exponent_and(more):
     """`scale_byte` where the exponent takes so many more whatever the mantissa is."""
 
@@ -258,6 +275,19 @@ def one_over_the_other(x, multiplier):
     return codes & 15 | codes >> 4
 
 
+def both_moved(x, multiplier):
+    codes = holes.pack_fp4_spec(x, multiplier)
+    return (codes & 15) + (codes >> 4) << 4
+
+
+def tiles_not_turned(x):
+    """`transpose` where a tile goes to its place as it is."""
+    rows, columns = x.shape
+    padded = np.pad(x, ((0, -rows % 32), (0, -columns % 32)))
+    tiles = padded.reshape(len(padded) // 32, 32, -1, 32)
+    return tiles.transpose(2, 1, 0, 3).reshape(padded.shape[::-1])[:columns, :rows]
+
+
 WRONG = {
     "add_bias": {
         "The bias is not added.": lambda x, bias: x + 0 * bias,
@@ -273,7 +303,11 @@ WRONG = {
         ),
         "The bits were read as float16.": lambda x: x.view(np.float16).astype(F),
     },
+    "swiglu": {
+        "A row of x has 2 * columns elements: act and gate of row r start at r * 2 * columns.": rows_too_short,
+    },
     "block_amax": {
+        "The shuffled values are added; the rule asks for the larger of two.": block_sum,
         "The sign still counts: magnitudes are compared.": signed_maximum,
         **{f"The step of distance {d} is missing.": amax_without(d) for d in (16, 8, 4, 2, 1)},
         "Each thread still knows its own element only.": lambda x: np.abs(x[::32]),
@@ -283,11 +317,22 @@ WRONG = {
         "A mantissa of zero needs no more: that power of two is the scale itself.": exponent_and(1),
     },
     "mxfp8": {"The elements are cast as they are, without 2^(127 - byte).": unscaled_mxfp8},
-    "pack_fp4": {"The second code must move up by four bits.": one_over_the_other},
-    "transpose": {"The codes are copied, not transposed.": lambda x: x.reshape(x.shape[::-1])},
+    "pack_fp4": {
+        "The second code must move up by four bits.": one_over_the_other,
+        "Both codes moved up by four bits: + binds tighter than <<, | does not.": both_moved,
+    },
+    "transpose": {
+        "The codes are copied, not transposed.": lambda x: x.reshape(x.shape[::-1]),
+        "The tiles are in their places, but not turned: the tile is read with its indices the other way round.": (
+            tiles_not_turned
+        ),
+    },
     "dbias": {
         "Only the rows of the threads with ty == 0 are counted: the other partial sums are missing.": lambda dy: (
             dy[::8].astype(F).sum(axis=0)
+        ),
+        "The part of the thread with ty == 0 is counted twice: it is in `total` and in `partial[0, tx]`.": lambda dy: (
+            dy.astype(F).sum(axis=0) + dy[::8].astype(F).sum(axis=0)
         ),
         "The sums run along the rows.": lambda dy: np.resize(dy.astype(F).sum(axis=1), dy.shape[1]),
     },
@@ -296,26 +341,20 @@ WRONG = {
 
 # --- the table --------------------------------------------------------------------------------------
 
-GUARD = "The grid has more threads than there are elements: a thread without one must not touch memory."
-ALL_LANES = (
-    "A shuffle stands outside every `if`: threads without an element take part too, with a value that changes nothing."
-)
-BARRIER = "A barrier stands outside every `if` that only some threads of the block enter."
-
 
 def _puzzles():
     titles = re.findall(r"^# --- (\d+)\. (.*?) -+$", inspect.getsource(holes), re.MULTILINE)
     rows = (
-        ("add_bias", ("y",), add_bias_cases, one_thread_each, {"hint": GUARD}),
+        ("add_bias", ("y",), add_bias_cases, one_thread_each, {}),
         ("widen_bf16", ("y",), widen_bf16_cases, one_thread_each, {}),
         ("swiglu", ("y",), swiglu_cases, one_thread_each, {"judge": judge_swiglu}),
-        ("absolute", ("y",), absolute_cases, eight_each, {"sectors": {"x": 2, "y": 2}, "hint": GUARD}),
-        ("block_amax", ("amax",), block_amax_cases, one_thread_each, {"hint": ALL_LANES}),
+        ("absolute", ("y",), absolute_cases, eight_each, {"sectors": {"x": 2, "y": 2}, "stores": 8}),
+        ("block_amax", ("amax",), block_amax_cases, one_thread_each, {}),
         ("scale_byte", ("scale",), scale_byte_cases, one_thread_each, {"judge": judge_scale_byte}),
         ("mxfp8", ("codes", "scales"), mxfp8_cases, one_thread_each, {"judge": judge_mxfp8}),
         ("pack_fp4", ("codes",), pack_fp4_cases, one_thread_each, {"judge": judge_pack_fp4}),
-        ("transpose", ("y",), transpose_cases, tiles, {"sectors": {"x": 1, "y": 1}, "hint": BARRIER}),
-        ("dbias", ("sums",), dbias_cases, strips, {"hint": BARRIER}),
+        ("transpose", ("y",), transpose_cases, tiles, {"sectors": {"x": 1, "y": 1}, "stores": 4}),
+        ("dbias", ("sums",), dbias_cases, strips, {}),
     )
     for (number, title), (name, outputs, cases, shape, more) in zip(titles, rows, strict=True):
         spec, wrong = getattr(holes, f"{name}_spec"), WRONG.get(name, {})

@@ -28,19 +28,39 @@ WRONG_FILLINGS = [
         ["y[i] = x[i] + bias[i % columns]"],
         r"out of bounds: load of x\[300\], which has 300.*thread 44 of block 1",
     ),
-    ("add_bias", ["y[i] = x[i] + bias[i % columns]"], r"The grid has more threads than there are elements"),
+    ("add_bias", ["y[i] = x[i] + bias[i % columns]"], r"is a guard missing\?"),
+    (
+        "add_bias",
+        ["if i < rows * columns:\n    y[i] = x[i * columns] + bias[i % columns]"],
+        r"out of bounds: load of x\[256\].*every thread has an element, so no guard is missing",
+    ),
+    (
+        "add_bias",
+        ["for j in range(rows * columns):\n    y[j] = x[j] + bias[j % columns]"],
+        r"result is right, but two threads store y\[0\]: thread 0 of block 0 and thread 1 of block 0.*line \d+: y\[j\]",
+    ),
+    (
+        "add_bias",
+        ["if i == 0:\n    for j in range(rows * columns):\n        y[j] = x[j] + bias[j % columns]"],
+        r"the result is right, but thread 0 of block 0 stores 256 elements of y.*The part of one thread is 1",
+    ),
     ("add_bias", ["if i < rows * columns:\n    y[i] = x[i] + bias[i // columns]"], r"the bias of its row's number"),
     ("add_bias", ["if i < rows * columns:\n    y[i] = x[i]"], r"y\[0, 0\]: got .*The bias is not added"),
     (
         "add_bias",
         ["if i < rows:\n    y[i] = x[i] + bias[i % columns]"],
-        r"248 elements of y were never written",
+        r"never written: 248 of 256 elements of y, the first y\[0, 8\]",
     ),
     ("widen_bf16", ["x[i]"], r"read as a whole number"),
     ("widen_bf16", ["as_f32(x[i] << 16)"], r"a uint16 shifted by 16 is 0"),
     ("widen_bf16", ["as_f32(np.uint32(x[i]))"], r"must move up by 16"),
     ("swiglu", ["x[row * 2 * columns + columns + column]", "x[row * 2 * columns + column]"], r"gate-order"),
     ("swiglu", ["x[i]", "x[i + columns]"], r"y\[1, 0\]: got"),
+    (
+        "swiglu",
+        ["x[row * columns + column]", "x[row * columns + columns + column]"],
+        r"A row of x has 2 \* columns elements",
+    ),
     ("swiglu", ["x[row, column]", "x[row, column]"], r"x is flat, its index one integer"),
     (
         "absolute",
@@ -60,9 +80,19 @@ WRONG_FILLINGS = [
             "if i < count:\n    for d in (16, 8, 4, 2, 1):\n"
             "        largest = maximum(largest, cuda.shfl_xor_sync(WARP, largest, d))"
         ],
-        r"12 of 32 threads of block \(1, 0, 0\) wait at shuffle.*A shuffle stands outside every `if`",
+        r"12 of the 32 threads of warp 1 of block \(1, 0, 0\) wait at shuffle.*A shuffle stands outside every `if`",
     ),
     ("block_amax", [""], r"knows its own element only"),
+    (
+        "block_amax",
+        ["for d in (16, 8, 4, 2, 1):\n    largest = largest + cuda.shfl_xor_sync(WARP, largest, d)"],
+        r"The shuffled values are added",
+    ),
+    (
+        "block_amax",
+        ["largest = maximum(largest, cuda.shfl_xor_sync(WARP, largest, 32))"],
+        r"a shuffle's distance must be below 32.*got 32\n  line \d+: largest",
+    ),
     ("scale_byte", ["bits >> U32(23)"], r"The exponent is rounded down"),
     ("scale_byte", ["(as_u32(amax[i]) >> U32(23)) - U32(8)"], r"scale-floor"),
     ("scale_byte", ["np.uint32(bits + U32(0x400000)) >> U32(23)"], r"scale-nearest"),
@@ -75,7 +105,20 @@ WRONG_FILLINGS = [
     (
         "mxfp8",
         ["np.uint8(casts.e4m3(value * casts.e8m0_multiplier(byte)))", ""],
-        r"8 elements of scales were never written",
+        r"never written: 8 of 8 elements of scales, the first scales\[0, 0\]",
+    ),
+    (
+        "mxfp8",
+        [
+            "np.uint8(casts.e4m3(value * casts.e8m0_multiplier(byte)))",
+            "if cuda.threadIdx.x == 0:\n    scales[i // 32] = np.uint8(byte)",
+        ],
+        r"wrong: never written: 7 of 8 elements of scales.*Only thread 0 of block 0 stores in scales",
+    ),
+    (
+        "mxfp8",
+        ["np.uint8(casts.e4m3(value * casts.e8m0_multiplier(byte)))", "scales[i // 32] = np.uint8(byte)"],
+        r"the result is right, but two threads store scales\[0\].*Each element is stored by one thread",
     ),
     (
         "mxfp8",
@@ -85,6 +128,13 @@ WRONG_FILLINGS = [
     ("mxfp8", ["casts.e4m3(value)", "scales[i // 32] = np.uint8(byte)"], r"cast as they are"),
     ("pack_fp4", ["np.uint8(second | first << U32(4))"], r"swapped-nibbles"),
     ("pack_fp4", ["np.uint8(first | second)"], r"codes\[0, 0\].*: got .*must move up by four bits"),
+    ("pack_fp4", ["np.uint8(first + second << U32(4))"], r"\+ binds tighter than <<"),
+    ("pack_fp4", ["first + second << 4"], r"\+ binds tighter than <<"),
+    (
+        "transpose",
+        ["33", "cuda.syncthreads()", "AS_IT_IS"],
+        r"The tiles are in their places, but not turned",
+    ),
     ("transpose", ["32", "cuda.syncthreads()", "TURN"], r"result is right, but 32 threads of a warp meet in one bank"),
     ("transpose", ["33", "", "TURN"], r"reads tile\[.*\] before any thread has written it: is a barrier missing"),
     (
@@ -120,12 +170,42 @@ WRONG_FILLINGS = [
     (
         "dbias",
         ["partial[ty, tx] = total\nif ty == 0 and column < columns:\n    cuda.syncthreads()\n    FINISH"],
-        r"32 of 256 threads .* wait at syncthreads",
+        r"32 of 256 threads .* wait at syncthreads.*BARRIER",
+    ),
+    (
+        "dbias",
+        ["partial[ty, tx] = total\nif column < columns:\n    cuda.syncthreads()\n    if ty == 0:\n        FINAL"],
+        r"64 of 256 threads of block \(1, 0, 0\) wait at syncthreads.*BARRIER",
+    ),
+    (
+        "dbias",
+        ["partial[ty, tx] = total\ncuda.syncthreads()\nif column < columns:\n    ALL"],
+        r"the result is right, but two threads store sums\[0\]: thread 0 of block 0 and thread \(0, 1\) of block 0",
+    ),
+    (
+        "dbias",
+        ["partial[ty, tx] = total\ncuda.syncthreads()\nif ty == 0 and column < columns:\n    TWICE"],
+        r"counted twice",
+    ),
+    (
+        "dbias",
+        ["partial[tx, ty] = total\ncuda.syncthreads()"],
+        r"out of bounds: store of \[8, 0\] in shared memory of shape \[8, 32\].*in the right order",
+    ),
+    (
+        "dbias",
+        ["partial[ty, tx] = total\ncuda.syncthreads()\nif ty == 0:\n    FINISH"],
+        r"out of bounds: store of sums\[40\].*is a guard missing",
     ),
 ]
 SHORT = {
     "TURN": "row, column = row0 + tx, column0 + ty + k\nif row < rows and column < columns:\n"
     "    y[column * rows + row] = np.uint8(tile[tx, ty + k])",
+    "FINAL": "for k in range(1, 8):\n            total = total + partial[k, tx]\n        sums[column] = total",
+    "TWICE": "for k in range(8):\n        total = total + partial[k, tx]\n    sums[column] = total",
+    "ALL": "total = F(0)\n    for k in range(8):\n        total = total + partial[k, tx]\n    sums[column] = total",
+    "AS_IT_IS": "row, column = row0 + tx, column0 + ty + k\nif row < rows and column < columns:\n"
+    "    y[column * rows + row] = np.uint8(tile[ty + k, tx])",
     "FINISH": "for k in range(1, 8):\n        total = total + partial[k, tx]\n    sums[column] = total",
 }
 
@@ -192,13 +272,13 @@ def test_wrong_filling(tmp_path, name, fillings, said):
             "block_amax",
             ["for d in (1, 2, 4, 8, 16):\n    largest = maximum(cuda.shfl_xor_sync(WARP, largest, d), largest)"],
         ),
-        ("mxfp8", ["casts.e4m3(value * casts.e8m0_multiplier(byte))", "scales[i // 32] = byte"]),
+        ("mxfp8", ["casts.e4m3(value * casts.e8m0_multiplier(byte))", "if i % 32 == 31:\n    scales[i // 32] = byte"]),
         ("transpose", ["35", "cuda.syncthreads()", "TURN"]),
         ("pack_fp4", ["np.uint8(first + second * 16)"]),
     ],
 )
 def test_other_solutions(tmp_path, name, fillings):
-    """Atomic adds, another thread that finishes, threads the other way round, 32 threads that store the same byte."""
+    """Atomic adds, another thread that finishes, threads the other way round, the last thread that stores the byte."""
     texts = {
         "ATOMIC": "if ty == 0 and column < columns:\n    sums[column] = F(0)\ncuda.syncthreads()\n"
         "if column < columns:\n    cuda.atomic.add(sums, column, total)",
@@ -306,7 +386,7 @@ def test_a_loop_without_end_is_stopped(tmp_path, monkeypatch, filling):
 def test_what_is_no_puzzle():
     with pytest.raises(TypeError, match="a kernel is a function; got int"):
         puzzles.check(3)
-    with pytest.raises(KeyError, match="no puzzle has the name 'launch'"):
+    with pytest.raises(ValueError, match="no puzzle has the name 'launch': a kernel is known by its puzzle's name"):
         puzzles.check(launch)
 
 
@@ -417,6 +497,16 @@ def test_the_command_checks_the_solutions(tmp_path):
     done = run(tmp_path, "--solutions")
     assert (done.returncode, done.stderr) == (0, "") and "10 of 10 solved." in done.stdout
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_closed_pipe_is_no_error(tmp_path):
+    code = (
+        "import os, sys; read, write = os.pipe(); os.close(read); os.dup2(write, 1); "
+        "from cuda_kernels.__main__ import main; sys.exit(main(['puzzles']))"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (1, "")
 
 
 @pytest.mark.parametrize(

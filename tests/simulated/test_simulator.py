@@ -87,6 +87,31 @@ def test_threads_at_different_barriers_raise():
         run(kernel)
 
 
+@pytest.mark.parametrize("order", ["forward", "backward"])
+def test_those_who_wait_are_counted_over_the_whole_block(order):
+    def kernel():
+        if cuda.threadIdx.x % 32 < 8:
+            cuda.syncthreads()
+
+    with pytest.raises(RuntimeError, match=r"^64 of 256 threads of block \(0, 0, 0\) wait at syncthreads"):
+        run(kernel, block=(256,), order=order)
+
+
+def test_a_shuffle_that_some_threads_miss_names_the_warp():
+    def kernel():
+        if cuda.threadIdx.x < 44:
+            cuda.shfl_xor_sync(0xFFFFFFFF, 1, 1)
+
+    with pytest.raises(RuntimeError, match=r"^12 of the 32 threads of warp 1 of block \(0, 0, 0\) wait at shuffle: "):
+        run(kernel, block=(64,))
+
+
+@pytest.mark.parametrize("distance", [32, -1])
+def test_a_shuffle_reaches_the_own_warp_only(distance):
+    with pytest.raises(ValueError, match="distance must be below 32"):
+        run(lambda: cuda.shfl_xor_sync(0xFFFFFFFF, 1, distance), block=(64,))
+
+
 def test_a_warp_that_misses_a_barrier_raises():
     def kernel():
         if cuda.threadIdx.x < 32:
