@@ -31,6 +31,7 @@ from cuda_kernels.simt import (
     ptx,
     select,
     store_words,
+    store_words_if,
 )
 from cuda_kernels.vectors import VECTOR, WARP, ZERO, amax, amax_with, make_store, multiply_for
 
@@ -61,8 +62,7 @@ def make_store_codes(fmt, whole, target):
 def _make_store_fp8(pair, word, whole):
     @device
     def store_whole(v, pointer, i, valid):
-        if valid > 0:
-            store_words(pointer, i, (word(v[0], v[1], v[2], v[3]), word(v[4], v[5], v[6], v[7])))
+        store_words_if(valid > 0, pointer, i, (word(v[0], v[1], v[2], v[3]), word(v[4], v[5], v[6], v[7])))
 
     @device
     def store_guarded(v, pointer, i, valid):

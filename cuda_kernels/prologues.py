@@ -132,9 +132,9 @@ def unary_gradient(name, storage, whole, fast_math, skip=0, target=None):
 
 def unary_gradient_map(name, fast_math, target):
     """Return `mapped(x, dy, inputs)`: eight f'(x) * dy."""
-    both, product = fast_formulas(target).get(f"{name}_both") if fast_math else None, product_for(target)
-    if both is not None:
-        return map2_for(target)(device(lambda x, dy, p: product(both(x)[1], dy)))
+    fast, product = fast_formulas(target).get(f"{name}_derivative") if fast_math else None, product_for(target)
+    if fast is not None:
+        return map2_for(target)(device(lambda x, dy, p: product(fast(x), dy)))
     derivative = functions_of(name, fast_math=fast_math).derivative
     return make_map2(device(lambda x, dy, p: derivative(x, p) * dy))
 

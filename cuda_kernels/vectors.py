@@ -20,7 +20,7 @@ from cuda_kernels.simt import (
     cuda,
     device,
     larger_magnitude,
-    load_words,
+    load_words_if,
     maximum,
     ptx,
     store_words,
@@ -31,7 +31,6 @@ VECTOR, WARP = 8, 0xFFFFFFFF
 ZERO = F(0)
 HALF_WORD = U32(16)
 ZEROS = (ZERO,) * VECTOR
-NO_WORDS = (U32(0),) * 4
 
 
 def make_map(function):
@@ -274,8 +273,8 @@ def make_load(storage, whole, skip=0):
 
         @device
         def load_float32(pointer, i, valid):
-            a = load_words(pointer, i + skip) if valid > 0 else NO_WORDS
-            b = load_words(pointer, i + (skip + 4)) if valid > 0 else NO_WORDS
+            a = load_words_if(valid > 0, pointer, i + skip)
+            b = load_words_if(valid > 0, pointer, i + (skip + 4))
             return (
                 as_f32(a[0]),
                 as_f32(a[1]),
@@ -292,7 +291,7 @@ def make_load(storage, whole, skip=0):
 
     @device
     def load_halves(pointer, i, valid):
-        w = load_words(pointer, i + skip) if valid > 0 else NO_WORDS
+        w = load_words_if(valid > 0, pointer, i + skip)
         return low(w[0]), high(w[0]), low(w[1]), high(w[1]), low(w[2]), high(w[2]), low(w[3]), high(w[3])
 
     return load_halves
