@@ -59,18 +59,18 @@ if SIMULATED:
         """The 8 bytes at element `i`, aligned alike, as two uint32."""
         return tuple(pointer.read(i, 8).view(np.uint32))
 
-    def load_words_if(wanted, pointer, i):
-        """`load_words`, but four zeros unless `wanted`; nothing branches."""
-        return load_words(pointer, i) if wanted else (U32(0),) * 4
+    def load_words_if(wanted, pointer, row, stride, column, skip):
+        """`load_words` at row * stride + column + skip, but four zeros unless `wanted`; nothing branches."""
+        return load_words(pointer, offset(row, stride, column) + skip) if wanted else (U32(0),) * 4
 
     def store_words(pointer, i, words):
         """Store a tuple of two or four uint32 at element `i` in one 8- or 16-byte access, aligned alike."""
         pointer.write(i, np.array(words, np.uint32))
 
-    def store_words_if(wanted, pointer, i, words):
-        """`store_words` if `wanted`; nothing branches."""
+    def store_words_if(wanted, pointer, row, stride, column, words):
+        """`store_words` at row * stride + column if `wanted`; nothing branches."""
         if wanted:
-            store_words(pointer, i, words)
+            store_words(pointer, offset(row, stride, column), words)
 
     def atomic_max(pointer, i, value):
         """Raise element `i` of int32 memory to `value`, undisturbed by other threads."""
@@ -228,26 +228,34 @@ else:
         " mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0; @p ld.global.v4.b32 {$0, $1, $2, $3}, [a]; }"
     )
 
-    def _flag_and_address(builder, wanted, pointer, i):
-        return builder.zext(wanted, _WORD), builder.ptrtoint(builder.gep(pointer, [i]), _ADDRESS)
+    def _address(builder, size, pointer, row, stride, column):
+        """Of pointer[row * stride + column], elements of 1, 2 or 4 bytes: a column's address is found once."""
+        base = builder.ptrtoint(builder.gep(pointer, [builder.zext(column, _ADDRESS)]), _ADDRESS)
+        factors = builder.shl(row, _WORD(size // 4)), builder.shl(stride, _WORD(min(size // 2, 1)))  # below 2^32
+        function = ir.FunctionType(_ADDRESS, [_WORD, _WORD, _ADDRESS])
+        return builder.call(ir.InlineAsm(function, "mad.wide.u32 $0, $1, $2, $3;", "=l,r,r,l"), [*factors, base])
+
+    _PLACE = (types.int32,) * 3
 
     @_intrinsic
-    def load_words_if(typingctx, wanted, pointer, i):
-        """`load_words`, but four zeros unless `wanted`; nothing branches."""
+    def load_words_if(typingctx, wanted, pointer, row, stride, column, skip):
+        """`load_words` at row * stride + column + skip, but four zeros unless `wanted`; nothing branches."""
         function = ir.FunctionType(ir.LiteralStructType([_WORD] * 4), [_WORD, _ADDRESS])
-        asm = ir.InlineAsm(function, _LOAD_IF, "=&r,=&r,=&r,=&r,r,l")
+        asm, size = ir.InlineAsm(function, _LOAD_IF, "=&r,=&r,=&r,=&r,r,l"), pointer.dtype.bitwidth // 8
 
         def emit(context, builder, signature, values):
-            loaded = builder.call(asm, _flag_and_address(builder, *values))
+            further = builder.mul(values[-1], _ADDRESS(size))
+            address = builder.add(_address(builder, size, *values[1:-1]), further)
+            loaded = builder.call(asm, [builder.zext(values[0], _WORD), address])
             words = [builder.extract_value(loaded, k) for k in range(4)]
             return context.make_tuple(builder, signature.return_type, words)
 
-        return types.UniTuple(types.uint32, 4)(types.boolean, pointer, types.intp), emit
+        return types.UniTuple(types.uint32, 4)(types.boolean, pointer, *_PLACE, types.intp), emit
 
     @_intrinsic
-    def store_words_if(typingctx, wanted, pointer, i, words):
-        """`store_words` if `wanted`; nothing branches."""
-        lanes = len(words)
+    def store_words_if(typingctx, wanted, pointer, row, stride, column, words):
+        """`store_words` at row * stride + column if `wanted`; nothing branches."""
+        lanes, size = len(words), pointer.dtype.bitwidth // 8
         operands = ", ".join(f"${2 + k}" for k in range(lanes))
         text = "{ .reg .pred p; .reg .b64 a; setp.ne.u32 p, $0, 0; cvta.to.global.u64 a, $1;"
         text += f" @p st.global.v{lanes}.b32 [a], {{{operands}}}; }}"
@@ -255,12 +263,13 @@ else:
         asm = ir.InlineAsm(function, text, "r,l" + ",r" * lanes + ",~{memory}", side_effect=True)
 
         def emit(context, builder, signature, values):
-            packed = context.cast(builder, values[3], signature.args[3], types.UniTuple(types.uint32, lanes))
-            words = [builder.extract_value(packed, k) for k in range(lanes)]
-            builder.call(asm, [*_flag_and_address(builder, *values[:3]), *words])
+            packed = context.cast(builder, values[-1], signature.args[-1], types.UniTuple(types.uint32, lanes))
+            given = [builder.extract_value(packed, k) for k in range(lanes)]
+            address = _address(builder, size, *values[1:-1])
+            builder.call(asm, [builder.zext(values[0], _WORD), address, *given])
             return context.get_dummy_value()
 
-        return types.void(types.boolean, pointer, types.intp, words), emit
+        return types.void(types.boolean, pointer, *_PLACE, words), emit
 
     @_intrinsic
     def store_words(typingctx, pointer, i, words):
