@@ -37,32 +37,32 @@ IDENTITY = Prologue("identity", None, BF16)
 #: Instructions for each byte of bf16 -> MXFP8 rowwise, as measured, rounded up to the next twentieth: accurate on
 #: (9, 0) and (10, 0, "a"), fast_math on both.
 ROW_BUDGETS = {
-    "gelu": (9.35, 9.2, 5.0, 4.0),
+    "gelu": (9.3, 9.15, 5.0, 4.0),
     "dgelu": (7.55, 7.45, 4.35, 3.35),
-    "qgelu": (9.0, 8.85, 5.65, 4.5),
+    "qgelu": (8.95, 8.8, 5.65, 4.5),
     "dqgelu": (6.55, 6.25, 4.3, 3.45),
     "relu": (3.0, 2.85, 3.0, 2.85),
     "drelu": (2.35, 2.25, 2.35, 2.25),
     "srelu": (3.65, 3.5, 3.65, 3.5),
     "dsrelu": (2.55, 2.45, 2.55, 2.45),
-    "silu": (8.7, 8.5, 5.3, 4.3),
-    "dsilu": (6.2, 6.05, 4.1, 3.35),
-    "glu": (5.6, 5.35, 3.55, 2.95),
-    "dglu": (4.85, 4.7, 3.5, 2.9),
-    "geglu": (6.2, 5.95, 3.55, 2.85),
-    "dgeglu": (8.35, 8.2, 3.9, 3.05),
-    "qgeglu": (6.0, 5.75, 3.95, 3.15),
-    "dqgeglu": (5.35, 5.05, 3.9, 3.1),
+    "silu": (8.65, 8.5, 5.3, 4.3),
+    "dsilu": (6.15, 6.05, 4.1, 3.35),
+    "glu": (5.55, 5.35, 3.55, 2.95),
+    "dglu": (4.8, 4.65, 3.5, 2.9),
+    "geglu": (6.15, 5.95, 3.55, 2.85),
+    "dgeglu": (8.25, 8.15, 3.9, 3.05),
+    "qgeglu": (5.95, 5.75, 3.95, 3.15),
+    "dqgeglu": (5.3, 5.0, 3.9, 3.1),
     "reglu": (2.35, 2.15, 2.35, 2.15),
-    "dreglu": (2.7, 2.6, 2.65, 2.55),
+    "dreglu": (2.65, 2.55, 2.65, 2.55),
     "sreglu": (2.75, 2.55, 2.75, 2.55),
-    "dsreglu": (3.1, 2.95, 3.0, 2.9),
-    "swiglu": (5.8, 5.55, 3.75, 3.05),
-    "dswiglu": (5.1, 4.95, 3.65, 2.95),
+    "dsreglu": (3.0, 2.9, 3.0, 2.9),
+    "swiglu": (5.75, 5.55, 3.75, 3.05),
+    "dswiglu": (5.05, 4.9, 3.65, 2.95),
     "clamped_swiglu": (6.8, 6.6, 4.75, 3.85),
-    "dclamped_swiglu": (6.5, 6.35, 4.9, 3.9),
-    "situglu": (21.45, 21.15, 9.5, 6.4),
-    "dsituglu": (16.7, 15.25, 8.65, 6.15),
+    "dclamped_swiglu": (6.45, 6.3, 4.9, 3.9),
+    "situglu": (21.4, 21.15, 9.5, 6.4),
+    "dsituglu": (16.6, 15.25, 8.65, 6.15),
 }
 
 
@@ -192,7 +192,7 @@ def _tiles():
     yield _entry("bf16 -> MXFP8 both", Recipe("mxfp8", IDENTITY, MXFP8, columns, BF16), 32 * 4.0625, limits, 4, 0)
     yield _entry("bf16 -> MXFP8 columnwise", Recipe("mxfp8", IDENTITY, None, columns, BF16), 32 * 3.03125, None, 4, 0)
     swiglu = Prologue("forward", "swiglu", BF16)
-    recipe, limits = Recipe("mxfp8", swiglu, MXFP8, columns, BF16, True), _budget(5.9, 5.5, 4.25, 3.45)
+    recipe, limits = Recipe("mxfp8", swiglu, MXFP8, columns, BF16, True), _budget(5.95, 5.5, 4.25, 3.4)
     yield _entry("swiglu bf16 -> MXFP8 both", recipe, 32 * 6.0625, limits, 8, 0)
     tile = 128 * 128 / 256
     for name, key, size, more in (
