@@ -61,9 +61,8 @@ def fast_quotient(x, divisor):
 
 def make_fast_formulas(fast):
     """Return every formula by name, of what `fast.make_fast` made of numbers."""
-    gelu_both, situ_both, situ_gate_both = fast["gelu_both"], fast["situ_both"], fast["situ_gate_both"]
-    dgelu = device(lambda x: gelu_both(x)[1])
-    six = fast["sigmoid"], fast["sigmoid_pair"], fast["tanh"], fast["gelu"], dgelu, fast_quotient
+    situ_both, situ_gate_both = fast["situ_both"], fast["situ_gate_both"]
+    six = (*(fast[name] for name in ("sigmoid", "sigmoid_pair", "tanh", "gelu", "gelu_derivative")), fast_quotient)
     return {
         **make_formulas(*six),
         "situ": device(lambda x, beta1: situ_both(x, beta1)[0]),

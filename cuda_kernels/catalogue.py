@@ -37,32 +37,32 @@ IDENTITY = Prologue("identity", None, BF16)
 #: Instructions for each byte of bf16 -> MXFP8 rowwise, as measured, rounded up to the next twentieth: accurate on
 #: (9, 0) and (10, 0, "a"), fast_math on both.
 ROW_BUDGETS = {
-    "gelu": (9.3, 9.3, 5.0, 4.15),
-    "dgelu": (7.5, 7.65, 4.55, 3.65),
-    "qgelu": (8.95, 8.95, 5.65, 4.6),
-    "dqgelu": (6.5, 6.45, 4.3, 3.65),
-    "relu": (3.0, 2.95, 3.0, 2.95),
-    "drelu": (2.3, 2.45, 2.3, 2.45),
-    "srelu": (3.65, 3.65, 3.65, 3.65),
-    "dsrelu": (2.5, 2.65, 2.5, 2.65),
-    "silu": (8.65, 8.6, 5.3, 4.45),
-    "dsilu": (6.1, 6.25, 4.1, 3.55),
-    "glu": (5.55, 5.5, 3.55, 3.1),
-    "dglu": (4.85, 4.9, 3.6, 3.15),
-    "geglu": (6.2, 6.15, 3.55, 3.0),
-    "dgeglu": (8.3, 8.35, 4.0, 3.3),
-    "qgeglu": (5.95, 5.9, 3.95, 3.35),
-    "dqgeglu": (5.35, 5.25, 3.95, 3.35),
-    "reglu": (2.35, 2.3, 2.35, 2.3),
-    "dreglu": (2.7, 2.75, 2.7, 2.75),
-    "sreglu": (2.75, 2.7, 2.75, 2.7),
-    "dsreglu": (3.1, 3.1, 3.1, 3.1),
-    "swiglu": (5.75, 5.75, 3.75, 3.2),
-    "dswiglu": (5.1, 5.1, 3.7, 3.2),
-    "clamped_swiglu": (6.8, 6.75, 4.75, 4.05),
-    "dclamped_swiglu": (6.5, 6.55, 4.95, 4.15),
-    "situglu": (21.5, 21.05, 9.55, 6.6),
-    "dsituglu": (16.75, 15.45, 8.7, 6.4),
+    "gelu": (9.3, 9.15, 5.0, 4.0),
+    "dgelu": (7.55, 7.45, 4.35, 3.35),
+    "qgelu": (8.95, 8.8, 5.65, 4.5),
+    "dqgelu": (6.55, 6.25, 4.3, 3.45),
+    "relu": (3.0, 2.85, 3.0, 2.85),
+    "drelu": (2.35, 2.25, 2.35, 2.25),
+    "srelu": (3.65, 3.5, 3.65, 3.5),
+    "dsrelu": (2.55, 2.45, 2.55, 2.45),
+    "silu": (8.65, 8.5, 5.3, 4.3),
+    "dsilu": (6.15, 6.05, 4.1, 3.35),
+    "glu": (5.55, 5.35, 3.55, 2.95),
+    "dglu": (4.8, 4.65, 3.5, 2.9),
+    "geglu": (6.15, 5.95, 3.55, 2.85),
+    "dgeglu": (8.25, 8.15, 3.9, 3.05),
+    "qgeglu": (5.95, 5.75, 3.95, 3.15),
+    "dqgeglu": (5.3, 5.0, 3.9, 3.1),
+    "reglu": (2.35, 2.15, 2.35, 2.15),
+    "dreglu": (2.65, 2.55, 2.65, 2.55),
+    "sreglu": (2.75, 2.55, 2.75, 2.55),
+    "dsreglu": (3.0, 2.9, 3.0, 2.9),
+    "swiglu": (5.75, 5.55, 3.75, 3.05),
+    "dswiglu": (5.05, 4.9, 3.65, 2.95),
+    "clamped_swiglu": (6.8, 6.6, 4.75, 3.85),
+    "dclamped_swiglu": (6.45, 6.3, 4.9, 3.9),
+    "situglu": (21.4, 21.15, 9.5, 6.4),
+    "dsituglu": (16.6, 15.25, 8.65, 6.15),
 }
 
 
@@ -181,18 +181,18 @@ def _sums():
     recipe = Recipe("band", Prologue("backward", "gelu", BF16), DELAYED, storage=BF16, dbias="exact")
     yield _entry("dgelu + dbias bf16 -> delayed FP8", recipe, 32 * 40 + 32)
     recipe = Recipe("mxfp8", Prologue("backward", "gelu", BF16), MXFP8, ("e4m3", "up", False), BF16, True)
-    recipe, limits = Recipe(**{**vars(recipe), "dbias": "exact"}), _budget(7.95, 7.7, 5.5, 4.45)
+    recipe, limits = Recipe(**{**vars(recipe), "dbias": "exact"}), _budget(7.55, 7.3, 5, 4)
     yield _entry("dgelu + dbias bf16 -> MXFP8 both", recipe, 32 * 6.06 + 4, limits)
 
 
 def _tiles():
     """Both directions, squares and columns."""
     columns = ("e4m3", "up", False)
-    limits = _budget(3.75, 3.25)
+    limits = _budget(3.45, 2.8)
     yield _entry("bf16 -> MXFP8 both", Recipe("mxfp8", IDENTITY, MXFP8, columns, BF16), 32 * 4.0625, limits, 4, 0)
     yield _entry("bf16 -> MXFP8 columnwise", Recipe("mxfp8", IDENTITY, None, columns, BF16), 32 * 3.03125, None, 4, 0)
     swiglu = Prologue("forward", "swiglu", BF16)
-    recipe, limits = Recipe("mxfp8", swiglu, MXFP8, columns, BF16, True), _budget(6.3, 5.95, 4.65, 3.9)
+    recipe, limits = Recipe("mxfp8", swiglu, MXFP8, columns, BF16, True), _budget(5.95, 5.5, 4.25, 3.4)
     yield _entry("swiglu bf16 -> MXFP8 both", recipe, 32 * 6.0625, limits, 8, 0)
     tile = 128 * 128 / 256
     for name, key, size, more in (

@@ -80,7 +80,8 @@ def tanh(x):
 @ptx("rcp.approx.ftz.f32 $0, $1;", "=f,f", F, F)
 def reciprocal_seed(x):
     """1 / x within 1 ulp; subnormal results are flushed to 0."""
-    return ONE / x
+    y = ONE / x
+    return select(magnitude(y) >= SMALLEST_NORMAL, y, y * F(0))
 
 
 @ptx("fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", F, F, F, F)

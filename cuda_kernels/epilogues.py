@@ -31,6 +31,7 @@ from cuda_kernels.simt import (
     ptx,
     select,
     store_words,
+    store_words_if,
 )
 from cuda_kernels.vectors import VECTOR, WARP, ZERO, amax, amax_with, make_store, multiply_for
 
@@ -51,7 +52,7 @@ Epilogue = namedtuple("Epilogue", "store lanes block_rows")
 
 
 def make_store_codes(fmt, whole, target):
-    """Return `store(v, pointer, i, valid)`: eight codes from element i on; FP8 one a byte, FP4 two."""
+    """Return `store(v, pointer, (row, stride, column), valid)`: eight codes; FP8 one a byte, FP4 two."""
     pair = casts.pairs_for(fmt, target)
     if fmt == "e2m1":
         return _make_store_fp4(pair, casts.eights_for(target), whole)
@@ -60,12 +61,13 @@ def make_store_codes(fmt, whole, target):
 
 def _make_store_fp8(pair, word, whole):
     @device
-    def store_whole(v, pointer, i, valid):
-        if valid > 0:
-            store_words(pointer, i, (word(v[0], v[1], v[2], v[3]), word(v[4], v[5], v[6], v[7])))
+    def store_whole(v, pointer, place, valid):
+        words = word(v[0], v[1], v[2], v[3]), word(v[4], v[5], v[6], v[7])
+        store_words_if(valid > 0, pointer, place[0], place[1], place[2], words)
 
     @device
-    def store_guarded(v, pointer, i, valid):
+    def store_guarded(v, pointer, place, valid):
+        i = offset(place[0], place[1], place[2])
         for k in range(VECTOR):
             if k < valid:
                 pointer[i + k] = np.uint8(pair(v[k], ZERO) & np.uint16(0xFF))
@@ -77,15 +79,16 @@ def _make_store_fp4(pair, word, whole):
     """FP4 rows are whole blocks of 16, so `valid` is 0 or 8; guarded means an address that may be unaligned."""
 
     @device
-    def store_whole(v, pointer, i, valid):
+    def store_whole(v, pointer, place, valid):
         if valid > 0:
-            store_words(pointer, i >> 1, (word(v),))
+            store_words(pointer, offset(place[0], place[1], place[2]) >> 1, (word(v),))
 
     @device
-    def store_guarded(v, pointer, i, valid):
+    def store_guarded(v, pointer, place, valid):
         if valid > 0:
+            i = offset(place[0], place[1], place[2]) >> 1
             for k in range(VECTOR // 2):
-                pointer[(i >> 1) + k] = np.uint8(pair(v[2 * k], v[2 * k + 1]) & np.uint16(0xFF))
+                pointer[i + k] = np.uint8(pair(v[2 * k], v[2 * k + 1]) & np.uint16(0xFF))
 
     return store_whole if whole else store_guarded
 
@@ -171,7 +174,7 @@ def codes(fmt, whole, target):
 
     @device
     def store(values, block_amax, out, outer, inner, valid):
-        store_codes(values, out.data, offset(outer, out.inner, inner), valid)
+        store_codes(values, out.data, (outer, out.inner, inner), valid)
 
     return Epilogue(store, 0, 1)
 
@@ -188,7 +191,7 @@ def per_tensor(fmt, known, whole, target):
         scale = out.epsilon if known else out.given[0]
         if known and outer == 0 and inner == 0:
             out.scales[0] = out.largest_scale
-        store_codes(multiply(values, scale), out.data, offset(outer, out.inner, inner), valid)
+        store_codes(multiply(values, scale), out.data, (outer, out.inner, inner), valid)
 
     return Epilogue(store, 0, 1)
 
@@ -275,7 +278,7 @@ def block_fp8(fmt, limit, square, power_2, whole, target):
                 out.scales[scale_row_major(out, outer >> 7, inner >> 7)] = inverse(scale)
             if not square:
                 out.scales[scale_block_major(out, outer, inner >> 7)] = inverse(scale)
-        store_codes(multiply(values, scale), out.data, offset(outer, out.inner, inner), valid)
+        store_codes(multiply(values, scale), out.data, (outer, out.inner, inner), valid)
 
     return Epilogue(store, edge // VECTOR, edge if square else 1)
 
@@ -311,7 +314,7 @@ def mxfp8(fmt, limit, mantissa_bits, rounding, square, scale_index, whole, targe
         byte = byte_of(block_amax)
         if valid > 0 and (inner & 31) == 0:
             out.scales[scale_index(out, outer, inner >> 5)] = np.uint8(byte)
-        store_codes(multiply(values, casts.e8m0_multiplier(byte)), out.data, offset(outer, out.inner, inner), valid)
+        store_codes(multiply(values, casts.e8m0_multiplier(byte)), out.data, (outer, out.inner, inner), valid)
 
     return Epilogue(store, 32 // VECTOR, 32 if square else 1)
 
@@ -324,10 +327,9 @@ def mxfp8_wide(limit, mantissa_bits, rounding, scale_index, target, fp8):
     def store(first, second, block_amax, out, outer, inner, valid):
         byte = byte_of(block_amax)
         a, b = fp8(first, casts.e8m0_multiplier(byte)), fp8(second, casts.e8m0_multiplier(byte))
-        if valid > 0:
-            if (inner & 31) == 0:
-                out.scales[scale_index(out, outer, inner >> 5)] = np.uint8(byte)
-            store_words(out.data, offset(outer, out.inner, inner), (a[0], a[1], b[0], b[1]))
+        if valid > 0 and (inner & 31) == 0:
+            out.scales[scale_index(out, outer, inner >> 5)] = np.uint8(byte)
+        store_words_if(valid > 0, out.data, outer, out.inner, inner, (a[0], a[1], b[0], b[1]))
 
     return Epilogue(store, 32 // (2 * VECTOR), 1)
 
@@ -344,7 +346,7 @@ def mxfp8_square_columns(fmt, limit, mantissa_bits, rounding, scale_index, whole
             for k in range(VECTOR):
                 if k < valid:
                     out.scales[scale_index(out, inner + k, outer >> 5)] = np.uint8(byte)
-        store_codes(multiply(values, casts.e8m0_multiplier(byte)), out.data, offset(outer, out.inner, inner), valid)
+        store_codes(multiply(values, casts.e8m0_multiplier(byte)), out.data, (outer, out.inner, inner), valid)
 
     return Epilogue(store, 32 // VECTOR, 32)
 
@@ -447,7 +449,7 @@ def nvfp4(square, row_scaled, rounding, scale_index, whole, target):
             out.scales[scale_index(out, outer, inner >> 4)] = np.uint8(byte)
         v = multiply(values, multiplier)
         if rounding == "nearest":
-            store_nearest(v, out.data, offset(outer, out.inner, inner), valid)
+            store_nearest(v, out.data, (outer, out.inner, inner), valid)
         elif valid > 0:
             store_random(v, out, outer, inner)
 
@@ -517,7 +519,7 @@ def make_store_choice(e4m3_max, scale_index, whole, target):
         if valid > 0 and (inner & 15) == 0:
             out.scales[scale_index(out, outer, inner >> 4)] = np.uint8(byte)
         values = multiply(v, encode_multiplier(byte, ONE / s_enc))
-        store_codes(values, out.data, offset(outer, out.inner, inner), valid)
+        store_codes(values, out.data, (outer, out.inner, inner), valid)
 
     return store
 

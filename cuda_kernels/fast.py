@@ -3,9 +3,9 @@
 `make_fast(n)` returns formulas by the names that they have in `activations`; `n` is an `Arithmetic`, of numbers
 (`NUMBERS`) or of pairs (`pairs.make_pairs`). Every multiply-add is written out: the same is rounded everywhere.
 
-What a gradient needs is computed together: "NAME_both" gives the value and the derivative of x, "NAME_gradients" both
-halves of a gated gradient, of (act, gate, dy, p) with the parameters as fields of p. "situglu_product" is the gated
-value of (act, gate, p), three quotients over one reciprocal.
+"NAME_derivative" is the derivative of x. What a gated gradient needs is computed together: "NAME_both" gives the value
+and the derivative, "NAME_gradients" both halves, of (act, gate, dy, p) with the parameters as fields of p.
+"situglu_product" is the gated value of (act, gate, p), three quotients over one reciprocal.
 
 Where a derivative is s + m (1 - s), s = sigmoid, 1 - s is (d - 1) s for the denominator d = 1 / s: then the error of
 the approximate reciprocal is a factor; 1 - s would magnify it. Where d overflows s is 0 and so is this product, which
@@ -15,7 +15,18 @@ only ever multiplies s.
 from collections import namedtuple
 
 from cuda_kernels.elementary import LN_2, LOG2_E, exp2_unit, fma, full_range_reciprocal, reciprocal_seed
-from cuda_kernels.simt import F, at_least, at_most, clipped, device, fma_sat, is_at_most, is_within, smaller_magnitude
+from cuda_kernels.simt import (
+    F,
+    at_least,
+    at_most,
+    clipped,
+    device,
+    fma_sat,
+    is_at_most,
+    is_within,
+    mul_sat,
+    smaller_magnitude,
+)
 
 #: What formulas are made of, of numbers or of pairs:
 #:   constant(x)       of a Python number, when the formula is made
@@ -24,11 +35,12 @@ from cuda_kernels.simt import F, at_least, at_most, clipped, device, fma_sat, is
 #:   clipped(x, limit)         x cut to [-limit, limit]; NaN stays
 #:   is_at_most, is_within     (x, limit): 1 where x, |x| <= limit, else 0
 #:   less_one(d, s)    (d - 1) s cut to [0, 1]; NaN gives 0
+#:   mul_sat(x, y)     x y cut to [0, 1]; NaN gives 0
 #:   exp2, reciprocal  the approximate units
 Arithmetic = namedtuple(
     "Arithmetic",
-    "constant spread inverse mul sub fma at_most at_least smaller_magnitude clipped is_at_most is_within less_one exp2"
-    " reciprocal",
+    "constant spread inverse mul sub fma at_most at_least smaller_magnitude clipped is_at_most is_within less_one"
+    " mul_sat exp2 reciprocal",
 )
 
 
@@ -36,6 +48,11 @@ Arithmetic = namedtuple(
 def less_one(d, s):
     """(d - 1) s for s = 1 / d; 0 where d is infinite."""
     return fma_sat(d, s, -s)
+
+
+def second_of(both):
+    """Return the function of x that is the second of the two that `both` gives."""
+    return device(lambda x: both(x)[1])
 
 
 NUMBERS = Arithmetic(
@@ -52,6 +69,7 @@ NUMBERS = Arithmetic(
     is_at_most=is_at_most,
     is_within=is_within,
     less_one=less_one,
+    mul_sat=mul_sat,
     exp2=exp2_unit,
     reciprocal=reciprocal_seed,
 )
@@ -132,7 +150,9 @@ def make_unary(n, sigmoid, both):
         return mul(x, s), fma(mul(z, s), rest, s)
 
     values = {"sigmoid": sigmoid, "silu": silu, "qgelu": qgelu}
-    return {**values, "sigmoid_both": sigmoid_both, "silu_both": silu_both, "qgelu_both": qgelu_both}
+    pairs = {"sigmoid": sigmoid_both, "silu": silu_both, "qgelu": qgelu_both}
+    derivatives = {f"{name}_derivative": second_of(f) for name, f in pairs.items()}
+    return {**values, **{f"{name}_both": f for name, f in pairs.items()}, **derivatives}
 
 
 def make_gelu(n):
@@ -140,9 +160,10 @@ def make_gelu(n):
 
     Nothing that rounding 2 u lost needs to come back: TE's formula cancels where the sigmoid is small.
     """
-    mul, fma, exp2, reciprocal, less_one = n.mul, n.fma, n.exp2, n.reciprocal, n.less_one
+    mul, sub, fma, exp2, reciprocal, less_one = n.mul, n.sub, n.fma, n.exp2, n.reciprocal, n.less_one
     constants = 1, 2, MINUS_2_LOG2_E * SQRT_2_OVER_PI, MINUS_2_LOG2_E * GELU_CUBIC, SQRT_2_OVER_PI, GELU_CUBIC_SLOPE
     one, two, linear, cubic, slope_linear, slope_cubic = (n.constant(c) for c in constants)
+    half, minus_half, minus_one, mul_sat = n.constant(0.5), n.constant(-0.5), n.constant(-1), n.mul_sat
     # -2 log2(e) u / x from u' = a + 3 b x^2: a third of it and two thirds of a.
     third, two_thirds = n.constant(MINUS_2_LOG2_E / 3), n.constant(MINUS_2_LOG2_E * SQRT_2_OVER_PI * 2 / 3)
 
@@ -163,7 +184,15 @@ def make_gelu(n):
         value = mul(x, s)
         return value, fma(mul(mul(value, less_one(d, s)), slope), two, s)
 
-    return {"gelu": gelu, "gelu_both": gelu_both}
+    @device
+    def derivative(x):
+        """The same as 2 s (1/2 + x (1 - s) u'), from half of e^-2u: nothing is doubled."""
+        slope = fma(mul(slope_cubic, x), x, slope_linear)
+        power = exp2(fma(x, fma(slope, third, two_thirds), minus_one))
+        twice_s = reciprocal(sub(power, minus_half))
+        return mul(fma(mul(x, mul_sat(power, twice_s)), slope, half), twice_s)
+
+    return {"gelu": gelu, "gelu_both": gelu_both, "gelu_derivative": derivative}
 
 
 def make_clamped(n, sigmoid, both):

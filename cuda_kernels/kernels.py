@@ -15,6 +15,8 @@ and small ones at the end: sums of partial sums, scales, swizzling. All take `In
 offsets are 64-bit. Launch shapes are `launch`'s.
 """
 
+from collections import namedtuple
+
 import numpy as np
 
 from cuda_kernels import casts
@@ -42,6 +44,9 @@ from cuda_kernels.vectors import (
     ZEROS,
     add,
     amax,
+    high_bf16,
+    larger_magnitudes,
+    low_bf16,
     make_group_max,
     make_map2,
     multiply,
@@ -534,7 +539,7 @@ def eighth(sums, which, row, block):
 MX_ROWS, MX_COLUMNS, WARPS = 32, 256, 8
 
 
-def make_mxfp8_kernel(prologue, row, byte_of, store_codes, scale_index, rounded, products, dbias=False):
+def make_mxfp8_kernel(prologue, row, byte_of, store_codes, scale_index, products, columns, dbias=False):
     """Return the kernel for MXFP8 columnwise, or both directions, in one read.
 
     8 warps own 32 rows x 256 columns. A thread keeps 4 rows (warp, warp + 8, ...) x 8 columns in registers. Only the
@@ -544,30 +549,32 @@ def make_mxfp8_kernel(prologue, row, byte_of, store_codes, scale_index, rounded,
     Args:
         row: the rowwise epilogue, or `epilogues.nothing()`.
         byte_of, store_codes, scale_index: the columnwise scale of an amax, how codes are stored, where the scale goes.
-        rounded: as for `make_row_kernel`. products: of two vectors.
+        products: of two vectors. columns: of `column_maxima_for`.
         dbias: also write the column sums of the unrounded values to `partial` (M/32, K).
     """
     row_max, store_row, row_lanes = make_group_max(row.lanes), row.store, row.lanes
-    sum_columns = MX_COLUMNS if dbias else 1
+    sum_columns, (kept, values_of, largest, of_column) = MX_COLUMNS if dbias else 1, columns
 
     @device
     def along_row(inputs, out, row, column):
         valid = select(row < out.outer, I32(out.inner - column), I32(0))
         exact = prologue(inputs, row, column, valid)
-        values = rounded(exact)
+        rounded = kept(exact)
+        values = values_of(rounded)
         block_amax = row_max(amax(values)) if row_lanes else ZERO
         store_row(values, block_amax, out, row, column, valid)
-        return values, exact
+        return rounded, exact
 
     @device
-    def down_columns(out, values, multipliers, lane, row, column):
+    def down_columns(out, rounded, multipliers, lane, row, column):
         valid = select(row < out.outer, I32(out.inner - column), I32(0))
-        codes = products(values, multipliers_of_columns(multipliers, lane), ZERO)
-        store_codes(codes, out.data, offset(row, out.inner, column), valid)
+        codes = products(values_of(rounded), multipliers_of_columns(multipliers, lane), ZERO)
+        store_codes(codes, out.data, (row, out.inner, column), valid)
 
     @kernel
     def mxfp8_kernel(inputs, row_out, column_out, partial):
         maxima = cuda.shared.array((WARPS, MX_COLUMNS), np.float32)
+        multipliers = cuda.shared.array(MX_COLUMNS, np.float32)
         sums = cuda.shared.array((WARPS, sum_columns), np.float32)
         lane, warp = cuda.threadIdx.x & 31, cuda.threadIdx.x >> 5
         row0, column = first_row(MX_ROWS), I32(first_column(MX_COLUMNS) + lane * VECTOR)
@@ -577,40 +584,102 @@ def make_mxfp8_kernel(prologue, row, byte_of, store_codes, scale_index, rounded,
         b, exact_b = along_row(inputs, row_out, I32(row + WARPS), column)
         c, exact_c = along_row(inputs, row_out, I32(row + 2 * WARPS), column)
         d, exact_d = along_row(inputs, row_out, I32(row + 3 * WARPS), column)
-        put_columns(maxima, warp, lane, larger(larger(larger(larger(ZEROS, a, ZERO), b, ZERO), c, ZERO), d, ZERO))
+        put_columns(maxima, warp, lane, largest(a, b, c, d))
         if dbias:
             put_columns(sums, warp, lane, add(add(add(exact_a, exact_b, ZERO), exact_c, ZERO), exact_d, ZERO))
         cuda.syncthreads()
-        finish_columns(maxima, sums, row0, byte_of, scale_index, column_out, partial, dbias)
+        byte = byte_of(of_column(maxima))
+        finish_columns(byte, multipliers, sums, row0, scale_index, column_out, partial, dbias)
         cuda.syncthreads()
-        down_columns(column_out, a, maxima, lane, row, column)
-        down_columns(column_out, b, maxima, lane, I32(row + WARPS), column)
-        down_columns(column_out, c, maxima, lane, I32(row + 2 * WARPS), column)
-        down_columns(column_out, d, maxima, lane, I32(row + 3 * WARPS), column)
+        down_columns(column_out, a, multipliers, lane, row, column)
+        down_columns(column_out, b, multipliers, lane, I32(row + WARPS), column)
+        down_columns(column_out, c, multipliers, lane, I32(row + 2 * WARPS), column)
+        down_columns(column_out, d, multipliers, lane, I32(row + 3 * WARPS), column)
 
     return mxfp8_kernel
 
 
-#: The larger magnitude of each pair; NaN in the second is ignored.
+#: How the maxima of columns are found: kept(exact), what a thread keeps of a row of eight; values(kept), rounded;
+#: largest(a, b, c, d) of four rows; of_column(maxima): of what all warps put into shared memory, a thread's number.
+ColumnMaxima = namedtuple("ColumnMaxima", "kept values largest of_column")
+
 larger = make_map2(device(lambda x, y, p: larger_magnitude(x, y)))
+
+
+def column_maxima_for(storage, rounded, target):
+    """Return the `ColumnMaxima` of values that `rounded` rounds to a dtype ("float32": not at all)."""
+    if storage == "bfloat16" and target is not None and target[0] == 9:
+        return column_maxima_in_words(pair_of(storage, target))
+
+    @device
+    def largest(a, b, c, d):
+        return larger(larger(larger(larger(ZEROS, a, ZERO), b, ZERO), c, ZERO), d, ZERO)
+
+    @device
+    def of_column(maxima):
+        m = maxima[0, cuda.threadIdx.x]
+        for w in range(1, WARPS):
+            m = maximum(m, maxima[w, cuda.threadIdx.x])
+        return m
+
+    return ColumnMaxima(rounded, device(lambda v: v), largest, of_column)
+
+
+def column_maxima_in_words(pair):
+    """Return the `ColumnMaxima` of bfloat16 in words of two: one instruction for both, half the shared memory."""
+
+    @device
+    def kept(v):
+        return pair(v[0], v[1]), pair(v[2], v[3]), pair(v[4], v[5]), pair(v[6], v[7])
+
+    @device
+    def values(w):
+        a, b, c, d = w
+        return (
+            low_bf16(a),
+            high_bf16(a),
+            low_bf16(b),
+            high_bf16(b),
+            low_bf16(c),
+            high_bf16(c),
+            low_bf16(d),
+            high_bf16(d),
+        )
+
+    @device
+    def of_rows(a, b, c, d):
+        return as_f32(larger_magnitudes(larger_magnitudes(a, b), larger_magnitudes(c, d)))
+
+    @device
+    def largest(a, b, c, d):
+        low = of_rows(a[0], b[0], c[0], d[0]), of_rows(a[1], b[1], c[1], d[1])
+        high = of_rows(a[2], b[2], c[2], d[2]), of_rows(a[3], b[3], c[3], d[3])
+        return low + high
+
+    @device
+    def of_column(maxima):
+        t = cuda.threadIdx.x
+        i = (t >> 6 << 5) + (t & 31)  # columns 2 k and 2 k + 1 of a lane are one word
+        m = as_u32(maxima[0, i])
+        for w in range(1, WARPS):
+            m = larger_magnitudes(m, as_u32(maxima[w, i]))
+        return larger_magnitude(ZERO, select((t & 32) == 0, low_bf16(m), high_bf16(m)))
+
+    return ColumnMaxima(kept, values, largest, of_column)
 
 
 @device
 def put_columns(shared, warp, lane, v):
-    """Put eight columns' values where no two lanes share a bank: column 8 lane + k at lane + 32 k."""
-    for k in range(VECTOR):
+    """Put values of neighbouring columns where no two lanes share a bank: the k-th at lane + 32 k."""
+    for k in range(len(v)):
         shared[warp, lane + 32 * k] = v[k]
 
 
 @device
-def finish_columns(maxima, sums, row0, byte_of, scale_index, out, partial, dbias):
-    """One thread for each column: its scale, stored and (as multiplier) put back in `maxima`; its sum."""
+def finish_columns(byte, multipliers, sums, row0, scale_index, out, partial, dbias):
+    """One thread for each column: its scale, stored and (as multiplier) put into shared memory; its sum."""
     t = cuda.threadIdx.x
-    m = maxima[0, t]
-    for w in range(1, WARPS):
-        m = maximum(m, maxima[w, t])
-    byte = byte_of(m)
-    maxima[0, t] = casts.e8m0_multiplier(byte)
+    multipliers[t] = casts.e8m0_multiplier(byte)
     column = I32(first_column(MX_COLUMNS) + (t & 31) * VECTOR + (t >> 5))
     if column < out.inner and row0 < out.outer:
         out.scales[scale_index(out, column, row0 >> 5)] = np.uint8(byte)
@@ -625,14 +694,14 @@ def finish_columns(maxima, sums, row0, byte_of, scale_index, out, partial, dbias
 def multipliers_of_columns(multipliers, lane):
     """The multipliers of a thread's eight columns."""
     return (
-        multipliers[0, lane],
-        multipliers[0, lane + 32],
-        multipliers[0, lane + 64],
-        multipliers[0, lane + 96],
-        multipliers[0, lane + 128],
-        multipliers[0, lane + 160],
-        multipliers[0, lane + 192],
-        multipliers[0, lane + 224],
+        multipliers[lane],
+        multipliers[lane + 32],
+        multipliers[lane + 64],
+        multipliers[lane + 96],
+        multipliers[lane + 128],
+        multipliers[lane + 160],
+        multipliers[lane + 192],
+        multipliers[lane + 224],
     )
 
 
@@ -661,7 +730,7 @@ def make_scaled_gradient_kernel(loads, gradients, forward, stores, gated):
             column = I32(start + cuda.threadIdx.x * VECTOR)
             valid = select(inside, I32(inputs.width - column), I32(0))
             act, gate = halves(inputs, row, column, valid)
-            dy = load_dy(inputs.dy, offset(row, inputs.width, column), valid)
+            dy = load_dy(inputs.dy, (row, inputs.width, column), valid)
             scaled = multiply(dy, scale)
             first = act_offset(inputs, row, column, gated)
             store(d_act(act, gate, scaled, inputs), out, first, valid)

@@ -93,6 +93,7 @@ def make_pairs(n, fma2):
         is_at_most=each_of_two(n.is_at_most),
         is_within=each_of_two(n.is_within),
         less_one=each_of_two(n.less_one),
+        mul_sat=each_of_two(n.mul_sat),
         exp2=each(n.exp2),
         reciprocal=each(n.reciprocal),
     )

@@ -53,7 +53,7 @@ def identity(storage, whole, skip=0):
 
     @device
     def prologue(inputs, row, column, valid):
-        return load(inputs.x, offset(row, inputs.width, column), valid)
+        return load(inputs.x, (row, inputs.width, column), valid)
 
     return prologue
 
@@ -73,7 +73,7 @@ def unary(name, storage, whole, fast_math, skip=0, target=None):
 
     @device
     def prologue(inputs, row, column, valid):
-        return values(load(inputs.x, offset(row, inputs.width, column), valid), inputs)
+        return values(load(inputs.x, (row, inputs.width, column), valid), inputs)
 
     return prologue
 
@@ -84,14 +84,14 @@ def make_halves(storage, whole, interleaved, skip=0):
 
     @device
     def contiguous(inputs, row, column, valid):
-        first = offset(row, 2 * inputs.width, column)
-        return load(inputs.x, first, valid), load(inputs.x, first + inputs.width, valid)
+        stride, second = I32(2 * inputs.width), I32(column + inputs.width)
+        return load(inputs.x, (row, stride, column), valid), load(inputs.x, (row, stride, second), valid)
 
     @device
     def alternating(inputs, row, column, valid):
-        g = inputs.interleave
-        first = offset(row, 2 * inputs.width, column // g * (2 * g) + column % g)
-        return load(inputs.x, first, valid), load(inputs.x, first + g, valid)
+        g, stride = inputs.interleave, I32(2 * inputs.width)
+        first = I32(column // g * (2 * g) + column % g)
+        return load(inputs.x, (row, stride, first), valid), load(inputs.x, (row, stride, I32(first + g)), valid)
 
     return alternating if interleaved else contiguous
 
@@ -124,17 +124,17 @@ def unary_gradient(name, storage, whole, fast_math, skip=0, target=None):
 
     @device
     def prologue(inputs, row, column, valid):
-        i = offset(row, inputs.width, column)
-        return products(load(inputs.x, i, valid), load(inputs.dy, i, valid), inputs)
+        place = row, inputs.width, column
+        return products(load(inputs.x, place, valid), load(inputs.dy, place, valid), inputs)
 
     return prologue
 
 
 def unary_gradient_map(name, fast_math, target):
     """Return `mapped(x, dy, inputs)`: eight f'(x) * dy."""
-    both, product = fast_formulas(target).get(f"{name}_both") if fast_math else None, product_for(target)
-    if both is not None:
-        return map2_for(target)(device(lambda x, dy, p: product(both(x)[1], dy)))
+    fast, product = fast_formulas(target).get(f"{name}_derivative") if fast_math else None, product_for(target)
+    if fast is not None:
+        return map2_for(target)(device(lambda x, dy, p: product(fast(x), dy)))
     derivative = functions_of(name, fast_math=fast_math).derivative
     return make_map2(device(lambda x, dy, p: derivative(x, p) * dy))
 
@@ -167,7 +167,7 @@ def pair_of_gradients(name, storage, whole, fast_math, skip=0, target=None):
     @device
     def prologue(inputs, row, column, valid):
         act, gates = halves(inputs, row, column, valid)
-        dy = load(inputs.dy, offset(row, inputs.width, column), valid)
+        dy = load(inputs.dy, (row, inputs.width, column), valid)
         return gradients(act, gates, dy, inputs)
 
     return prologue
@@ -185,7 +185,7 @@ def both_gradients(name, storage, whole, fast_math, target=None):
         in_act = column < inputs.width
         column = select(in_act, column, I32(column - inputs.width))
         act, gates = halves(inputs, row, column, valid)
-        dy = load(inputs.dy, offset(row, inputs.width, column), valid)
+        dy = load(inputs.dy, (row, inputs.width, column), valid)
         if in_act:
             return gradients(act, gates, dy, inputs)[0]
         return gradients(act, gates, dy, inputs)[1]
@@ -281,7 +281,7 @@ def make_single(storage, whole):
 
     @device
     def single(inputs, row, column, valid):
-        v = load(inputs.x, offset(row, inputs.width, column), valid)
+        v = load(inputs.x, (row, inputs.width, column), valid)
         return v, v
 
     return single

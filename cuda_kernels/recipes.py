@@ -325,8 +325,9 @@ def _mxfp8_kernel(recipe, prologue, row, rounded, target):
     store_codes = epilogues.make_store_codes(fmt, recipe.whole, target)
     index = _scale_index(swizzled, epilogues.scale_block_major)
     dbias = recipe.dbias is not None
+    columns = kernels.column_maxima_for(recipe.storage if recipe.rounded else "float32", rounded, target)
     products = products_for(target)
-    return kernels.make_mxfp8_kernel(prologue, row, byte_of, store_codes, index, rounded, products, dbias)
+    return kernels.make_mxfp8_kernel(prologue, row, byte_of, store_codes, index, products, columns, dbias)
 
 
 @cache

@@ -9,6 +9,7 @@
     on_gpu            another function on a GPU; the decorated Python body is its meaning elsewhere
     kernel            a function that a grid of threads runs
     load_words, load_two_words, store_words    16-byte (or 8-byte) accesses to global memory
+    load_words_if, store_words_if    the same where a condition holds, without a branch
     select            a choice without a branch
     atomic_max        a running maximum that all threads share
 
@@ -58,9 +59,18 @@ if SIMULATED:
         """The 8 bytes at element `i`, aligned alike, as two uint32."""
         return tuple(pointer.read(i, 8).view(np.uint32))
 
+    def load_words_if(wanted, pointer, row, stride, column, skip):
+        """`load_words` at row * stride + column + skip, but four zeros unless `wanted`; nothing branches."""
+        return load_words(pointer, offset(row, stride, column) + skip) if wanted else (U32(0),) * 4
+
     def store_words(pointer, i, words):
         """Store a tuple of two or four uint32 at element `i` in one 8- or 16-byte access, aligned alike."""
         pointer.write(i, np.array(words, np.uint32))
+
+    def store_words_if(wanted, pointer, row, stride, column, words):
+        """`store_words` at row * stride + column if `wanted`; nothing branches."""
+        if wanted:
+            store_words(pointer, offset(row, stride, column), words)
 
     def atomic_max(pointer, i, value):
         """Raise element `i` of int32 memory to `value`, undisturbed by other threads."""
@@ -211,6 +221,56 @@ else:
         """The 8 bytes at element `i`, aligned alike, as two uint32."""
         return types.UniTuple(types.uint32, 2)(pointer, types.intp), _load(2)
 
+    _ADDRESS = ir.IntType(64)
+    #: Zeros, and over them what lies at an address if a flag is set: as PTX, no copy joins the two.
+    _LOAD_IF = (
+        "{ .reg .pred p; .reg .b64 a; setp.ne.u32 p, $4, 0; cvta.to.global.u64 a, $5;"
+        " mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0; @p ld.global.v4.b32 {$0, $1, $2, $3}, [a]; }"
+    )
+
+    def _address(builder, size, pointer, row, stride, column):
+        """Of pointer[row * stride + column], elements of 1, 2 or 4 bytes: a column's address is found once."""
+        base = builder.ptrtoint(builder.gep(pointer, [builder.zext(column, _ADDRESS)]), _ADDRESS)
+        factors = builder.shl(row, _WORD(size // 4)), builder.shl(stride, _WORD(min(size // 2, 1)))  # below 2^32
+        function = ir.FunctionType(_ADDRESS, [_WORD, _WORD, _ADDRESS])
+        return builder.call(ir.InlineAsm(function, "mad.wide.u32 $0, $1, $2, $3;", "=l,r,r,l"), [*factors, base])
+
+    _PLACE = (types.int32,) * 3
+
+    @_intrinsic
+    def load_words_if(typingctx, wanted, pointer, row, stride, column, skip):
+        """`load_words` at row * stride + column + skip, but four zeros unless `wanted`; nothing branches."""
+        function = ir.FunctionType(ir.LiteralStructType([_WORD] * 4), [_WORD, _ADDRESS])
+        asm, size = ir.InlineAsm(function, _LOAD_IF, "=&r,=&r,=&r,=&r,r,l"), pointer.dtype.bitwidth // 8
+
+        def emit(context, builder, signature, values):
+            further = builder.mul(values[-1], _ADDRESS(size))
+            address = builder.add(_address(builder, size, *values[1:-1]), further)
+            loaded = builder.call(asm, [builder.zext(values[0], _WORD), address])
+            words = [builder.extract_value(loaded, k) for k in range(4)]
+            return context.make_tuple(builder, signature.return_type, words)
+
+        return types.UniTuple(types.uint32, 4)(types.boolean, pointer, *_PLACE, types.intp), emit
+
+    @_intrinsic
+    def store_words_if(typingctx, wanted, pointer, row, stride, column, words):
+        """`store_words` at row * stride + column if `wanted`; nothing branches."""
+        lanes, size = len(words), pointer.dtype.bitwidth // 8
+        operands = ", ".join(f"${2 + k}" for k in range(lanes))
+        text = "{ .reg .pred p; .reg .b64 a; setp.ne.u32 p, $0, 0; cvta.to.global.u64 a, $1;"
+        text += f" @p st.global.v{lanes}.b32 [a], {{{operands}}}; }}"
+        function = ir.FunctionType(ir.VoidType(), [_WORD, _ADDRESS, *[_WORD] * lanes])
+        asm = ir.InlineAsm(function, text, "r,l" + ",r" * lanes + ",~{memory}", side_effect=True)
+
+        def emit(context, builder, signature, values):
+            packed = context.cast(builder, values[-1], signature.args[-1], types.UniTuple(types.uint32, lanes))
+            given = [builder.extract_value(packed, k) for k in range(lanes)]
+            address = _address(builder, size, *values[1:-1])
+            builder.call(asm, [builder.zext(values[0], _WORD), address, *given])
+            return context.get_dummy_value()
+
+        return types.void(types.boolean, pointer, *_PLACE, words), emit
+
     @_intrinsic
     def store_words(typingctx, pointer, i, words):
         """Store a tuple of two or four uint32 at element `i` in one 8- or 16-byte access, aligned alike."""
@@ -321,6 +381,13 @@ def fma_sat(a, b, c):
     """a * b + c, rounded once and cut to [0, 1]; NaN gives 0."""
     total = np.float64(a) * np.float64(b) + np.float64(c)
     return select(total > 0, F(select(total < 1, total, np.float64(1))), F(0))
+
+
+@ptx("mul.rn.sat.f32 $0, $1, $2;", "=f,f,f", F, F, F)
+def mul_sat(a, b):
+    """a * b cut to [0, 1]; NaN gives 0."""
+    product = a * b
+    return select(product > 0, select(product < 1, product, F(1)), F(0))
 
 
 @device

@@ -20,8 +20,9 @@ from cuda_kernels.simt import (
     cuda,
     device,
     larger_magnitude,
-    load_words,
+    load_words_if,
     maximum,
+    offset,
     ptx,
     store_words,
 )
@@ -31,7 +32,6 @@ VECTOR, WARP = 8, 0xFFFFFFFF
 ZERO = F(0)
 HALF_WORD = U32(16)
 ZEROS = (ZERO,) * VECTOR
-NO_WORDS = (U32(0),) * 4
 
 
 def make_map(function):
@@ -258,7 +258,7 @@ def pair_of(storage, target):
 
 
 def make_load(storage, whole, skip=0):
-    """Return `load(pointer, i, valid)`: eight elements of a stored dtype from `i` on, zeros from the `valid`-th.
+    """Return `load(pointer, (row, stride, column), valid)`: eight elements of a dtype, zeros from the `valid`-th.
 
     Whole vectors can be read `skip` elements further on, at the same address plus a constant.
     """
@@ -266,16 +266,16 @@ def make_load(storage, whole, skip=0):
         widen = casts.STORAGES[storage].widen
 
         @device
-        def element(pointer, i, k, valid):
-            return widen(pointer[i + k]) if k < valid else ZERO
+        def element(pointer, place, k, valid):
+            return widen(pointer[offset(place[0], place[1], place[2]) + k]) if k < valid else ZERO
 
         return by_element(element)
     if storage == "float32":
 
         @device
-        def load_float32(pointer, i, valid):
-            a = load_words(pointer, i + skip) if valid > 0 else NO_WORDS
-            b = load_words(pointer, i + (skip + 4)) if valid > 0 else NO_WORDS
+        def load_float32(pointer, place, valid):
+            a = load_words_if(valid > 0, pointer, place[0], place[1], place[2], skip)
+            b = load_words_if(valid > 0, pointer, place[0], place[1], place[2], skip + 4)
             return (
                 as_f32(a[0]),
                 as_f32(a[1]),
@@ -291,8 +291,8 @@ def make_load(storage, whole, skip=0):
     low, high = HALVES[storage]
 
     @device
-    def load_halves(pointer, i, valid):
-        w = load_words(pointer, i + skip) if valid > 0 else NO_WORDS
+    def load_halves(pointer, place, valid):
+        w = load_words_if(valid > 0, pointer, place[0], place[1], place[2], skip)
         return low(w[0]), high(w[0]), low(w[1]), high(w[1]), low(w[2]), high(w[2]), low(w[3]), high(w[3])
 
     return load_halves

@@ -58,8 +58,8 @@ def functions(name, formulas, lift, drop):
     """(value(x, g), (dx(x, g, dy), dgate(x, g, dy))) of an activation; `lift` makes what `formulas` take."""
     row = ACTIVATIONS[name]
     if row.gate is None:
-        value, both = formulas[row.value], formulas[f"{row.value}_both"]
-        return (lambda x, g: drop(value(lift(x)))), (lambda x, g, dy: drop(both(lift(x))[1]) * dy,)
+        value, derivative = formulas[row.value], formulas[f"{row.value}_derivative"]
+        return (lambda x, g: drop(value(lift(x)))), (lambda x, g, dy: drop(derivative(lift(x))) * dy,)
     gradients = formulas[f"{name}_gradients"]
     parts = (
         lambda x, g, dy: drop(gradients(lift(x), lift(g), lift(dy), P)[0]),

@@ -206,7 +206,9 @@ def test_the_oracle_accepts_accurate_formulas_at_2_ulp(name):
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_fast_formulas_off_the_gpu_at_8_ulp(name):
-    raise_unless_accepted(evaluate(FAST, name, *bfloat16_and_random()), ulp=8)
+    x, gate = bfloat16_and_random()
+    keep = ~flushed(name, x)
+    raise_unless_accepted(evaluate(FAST, name, x[keep], gate[keep]), ulp=8)
 
 
 def slope_of(name):

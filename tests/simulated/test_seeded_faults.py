@@ -52,7 +52,7 @@ FAULTS = (
     ("kernels.py", "def square_kernel", "cuda.syncthreads()\n        for", "pass\n        for", "square backward"),
     ("kernels.py", "def square_kernel", "_amax))\n        cuda.syncthreads()", "_amax))", "square"),
     ("kernels.py", "def mxfp8_kernel", "cuda.syncthreads()", "pass", "mxfp8 both"),
-    ("kernels.py", "def finish_columns", "range(1, WARPS)", "range(2, WARPS)", "mxfp8 both"),
+    ("kernels.py", "def of_column", "range(1, WARPS)", "range(2, WARPS)", "mxfp8 both"),
     ("kernels.py", "def make_finish_sums", "range(count)", "range(1, count)", "sums"),
     ("kernels.py", "def gate_distance", "inputs.interleave == 0", "True", "scaled"),
     ("kernels.py", "def four_errs_less", ") < tree_sum", ") > tree_sum", "4over6 2d"),
