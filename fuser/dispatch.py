@@ -81,7 +81,8 @@ def current_backend():
     selected = _selected.get()
     if selected is not None:
         return selected
-    return _require_backend(os.environ.get(VARIABLE) or "auto", VARIABLE)
+    given = os.environ.get(VARIABLE)
+    return _require_backend(given, VARIABLE) if given else "auto"
 
 
 # --- torch and NumPy ------------------------------------------------------------------------------

@@ -354,8 +354,9 @@ def _quantizer_usages(basic_ops: Sequence[BasicOperation]) -> list[tuple[Quantiz
     """
     quantizers = [op.get_grad_output_quantizer() for op in basic_ops]  # of its own making, perhaps
     for op in basic_ops:
-        for of_mode in (op._quantizers or {}).values():
-            quantizers.extend(of_mode)
+        if op._quantizers:
+            for of_mode in op._quantizers.values():
+                quantizers.extend(of_mode)
     return [(quantizer, quantizer.get_usages()) for quantizer in quantizers if quantizer is not None]
 
 
