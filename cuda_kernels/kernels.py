@@ -49,6 +49,7 @@ from cuda_kernels.vectors import (
     low_bf16,
     make_group_max,
     make_map2,
+    make_words,
     multiply,
     pair_of,
 )
@@ -629,10 +630,6 @@ def column_maxima_in_words(pair):
     """Return the `ColumnMaxima` of bfloat16 in words of two: one instruction for both, half the shared memory."""
 
     @device
-    def kept(v):
-        return pair(v[0], v[1]), pair(v[2], v[3]), pair(v[4], v[5]), pair(v[6], v[7])
-
-    @device
     def values(w):
         a, b, c, d = w
         return (
@@ -665,7 +662,7 @@ def column_maxima_in_words(pair):
             m = larger_magnitudes(m, as_u32(maxima[w, i]))
         return larger_magnitude(ZERO, select((t & 32) == 0, low_bf16(m), high_bf16(m)))
 
-    return ColumnMaxima(kept, values, largest, of_column)
+    return ColumnMaxima(make_words(pair), values, largest, of_column)
 
 
 @device

@@ -435,15 +435,21 @@ def make_kept(storage, fmt, target):
     return Kept(make_round(storage, target), device(lambda first, second: amax_with(amax(first), second)), fp8)
 
 
+def make_words(pair):
+    """Return `words(v)`: eight values, rounded two at a time by `pair` of `pair_of`, as four words."""
+
+    @device
+    def words(v):
+        return pair(v[0], v[1]), pair(v[2], v[3]), pair(v[4], v[5]), pair(v[6], v[7])
+
+    return words
+
+
 def kept_words(word, pair):
     """Return the `Kept` of bfloat16 as words of two: a maximum and a product of both halves are one instruction.
 
     A product is exact but where it is subnormal, which FP8 rounds to 0 all the same.
     """
-
-    @device
-    def rounded(v):
-        return pair(v[0], v[1]), pair(v[2], v[3]), pair(v[4], v[5]), pair(v[6], v[7])
 
     @device
     def largest(w):
@@ -463,7 +469,7 @@ def kept_words(word, pair):
         low = word(low_bf16(a), high_bf16(a), low_bf16(b), high_bf16(b))
         return low, word(low_bf16(c), high_bf16(c), low_bf16(d), high_bf16(d))
 
-    return Kept(rounded, amax_of_words, fp8)
+    return Kept(make_words(pair), amax_of_words, fp8)
 
 
 def make_group_max(lanes):

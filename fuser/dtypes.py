@@ -93,8 +93,3 @@ HIGH_PRECISION = (torch.float32, torch.float16, torch.bfloat16)
 def torch_dtype(value):
     """Return the torch dtype of a torch dtype, `DType` or number; TypeError or ValueError as `DType.of`."""
     return value if isinstance(value, torch.dtype) else DType.of(value).torch
-
-
-def format_of(value):
-    """Return the `refops` format of a format, `DType`, number or torch dtype; TypeError or ValueError as `DType.of`."""
-    return value if isinstance(value, refops.FloatFormat) else DType.of(value).format

@@ -140,13 +140,14 @@ class Normalization(BasicOperation):
 
     def _flat_and_wide(self, parameters, dtype):
         """Parameters rounded to `dtype`, then flat and wide, the weight with its 1 if zero-centred."""
-        weight, *rest = (_flat_and_wide(parameter.detach(), dtype) for parameter in parameters)
+        weight, *rest = (flat_parameter(parameter.detach(), dtype) for parameter in parameters)
         return [weight + 1 if self.zero_centered_gamma else weight, *rest]
 
 
-def _flat_and_wide(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def flat_parameter(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A parameter rounded to `dtype`, then flat and wide; itself where nothing is to be done."""
     if parameter.ndim == 1 and type(parameter) is torch.Tensor and parameter.dtype is dtype is torch.float32:
-        return parameter  # nothing to do, in no time
+        return parameter
     return maybe_dequantize(parameter, dtype).reshape(-1).to(wide(dtype))
 
 

@@ -18,7 +18,7 @@ class RMSNorm(Normalization):
     def normalize(self, x, parameters, out_dtype):
         (weight,) = parameters
         if x.dtype is out_dtype is wide(x.dtype) and x.numel() <= STEP:
-            # the sum and the quotient are what mean() computes, in half its time
+            # what mean() computes, with less to dispatch
             rstd = x.square().sum(-1, keepdim=True).div_(x.shape[-1]).add_(self.eps).rsqrt_()
             return (x * rstd).mul_(weight), rstd
         y = torch.empty_like(x, dtype=out_dtype)
