@@ -243,6 +243,7 @@ class QuantizedTensor(torch.Tensor):
 
         Raises:
             RuntimeError: shards were quantized with different scales.
+            ValueError: the operation follows a recipe with other blocks now.
         """
         return sharding.post_all_gather(self, all_gather_outputs, metadata, param_dtype, out)
 
