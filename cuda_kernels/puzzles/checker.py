@@ -360,24 +360,24 @@ def time_limit(seconds):
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    lock, state = threading.Lock(), {"done": False, "fired": False}
+    lock, finished, state = threading.Lock(), threading.Event(), {"fired": False}
 
     def fire():
-        with lock:
-            if not state["done"]:
-                state["fired"] = True
-                _thread.interrupt_main()
+        """Interrupt, and again each second: an interrupt that arrives in a finalizer is lost."""
+        pause = seconds
+        while not finished.wait(pause):
+            with lock:
+                if not finished.is_set():
+                    state["fired"], pause = True, 1
+                    _thread.interrupt_main()
 
-    timer = threading.Timer(seconds, fire)
-    timer.daemon = True
-    timer.start()
+    threading.Thread(target=fire, daemon=True).start()
     try:
         try:
             yield
         finally:
             with lock:
-                state["done"] = True
-            timer.cancel()
+                finished.set()
             if state["fired"]:
                 time.sleep(0.05)  # an interrupt that is under way arrives here
     except KeyboardInterrupt as error:
