@@ -4,8 +4,11 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+PEERS := $(VENV)/.peers
+BOUNDS := tests/benchmarks -n 0 --benchmark-group-by=group --benchmark-sort=name --benchmark-columns=median,iqr,rounds
 
-.PHONY: help report train minilm notebooks lab test lint bench kernel-report gpu-check oracle-score exhaustive peers clean
+.PHONY: help report train minilm notebooks lab test lint bench bench-bounds kernel-report gpu-check oracle-score \
+    exhaustive peers conformance clean
 
 help:
 	@sed -n 's/^## //p' $(MAKEFILE_LIST)
@@ -41,10 +44,15 @@ lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-## bench       speed of the reference beside ml_dtypes' cast and a copy of the same bytes
-bench: $(INSTALLED)
-	$(BIN)/python -m pytest tests/benchmarks -n 0 --benchmark-group-by=group --benchmark-sort=name \
-	    --benchmark-columns=median,iqr,rounds
+## bench       install the peers; speed and memory of every operation beside theirs, on 1 and 2 threads; writes a JSON
+bench: $(PEERS)
+	$(BIN)/python -m pytest $(BOUNDS)
+	PYTHONPATH=tests $(BIN)/python tests/benchmarks/compare.py
+
+## bench-bounds  the asserted bounds on speed, and that every operation of bench runs, with the right bits
+bench-bounds: $(INSTALLED)
+	$(BIN)/python -m pytest $(BOUNDS)
+	PYTHONPATH=tests $(BIN)/python tests/benchmarks/compare.py --short
 
 ## kernel-report  every GPU kernel compiled, no GPU needed: registers, spills, accesses, instructions per byte
 kernel-report: $(INSTALLED)
@@ -62,15 +70,22 @@ oracle-score: $(INSTALLED)
 exhaustive: $(INSTALLED)
 	$(BIN)/python tests/exhaustive/encode_all_float32.py
 
-## peers       install gfloat, torch and torchao and compare with them live; read .pt files
-peers: $(INSTALLED)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test,peers]'
-	$(BIN)/python -m pytest tests/refops/test_peers.py -rs
+## peers       install the peers and run the tests that compare with them live; read .pt files
+peers: $(PEERS)
+	$(BIN)/python -m pytest tests/refops/test_peers.py tests/peers -rs
 	$(BIN)/python -m pytest tests/refops/test_cli.py -k pytorch -rs
+
+## conformance  install the peers; how many elements of each agree bit for bit, and what the others are; writes a JSON
+conformance: $(PEERS)
+	PYTHONPATH=tests $(BIN)/python -m peers.conformance
 
 ## clean       remove the environment and caches
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .hypothesis .benchmarks
+
+$(PEERS): $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test,peers]'
+	touch $@
 
 $(INSTALLED): setup.cfg pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -7,7 +7,6 @@ one thread, so its wall ratio is larger by the number of CPUs. PyTorch runs the 
 out where it or g++ is missing).
 """
 
-import shutil
 import time
 
 import ml_dtypes
@@ -16,68 +15,18 @@ import pytest
 
 import refops
 from cuda_kernels import host
+from peers import registry
+from peers.subjects import SUBJECTS, TIMED, comparable, read
 
 N = 4096
-MXFP8, NVFP4 = refops.MXFP8Scaling(refops.E4M3), refops.NVFP4Scaling()
-#: name -> operation of a module on (x, square).
-OPERATIONS = {
-    "swiglu -> MXFP8": lambda m, x, square: m.activation_quantize("swiglu", x, MXFP8),
-    "MXFP8 both directions": lambda m, x, square: m.quantize(square, MXFP8, columnwise=True),
-    "MXFP8 rowwise": lambda m, x, square: m.quantize(square, MXFP8),
-    "NVFP4 1x16": lambda m, x, square: m.quantize(square, NVFP4),
-}
-#: name -> least ratio of CPU time to (refops, PyTorch eager, PyTorch compiled).
+#: Operation -> least ratio of CPU time to (refops, PyTorch eager, PyTorch compiled).
 BOUNDS = {
     "swiglu -> MXFP8": (9, 10, 2.5),
     "MXFP8 both directions": (5, 25, 2.5),
     "MXFP8 rowwise": (5, 15, 1.2),
     "NVFP4 1x16": (4, 10, 1.5),
 }
-FIELDS = ("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv")
-
-
-# --- the formulas in PyTorch ------------------------------------------------------------------------
-
-
-def torch_operations(torch):
-    """Return name -> function of (x, square), tensors, to the `FIELDS` that the operation makes, as uint8."""
-    f32, integer = torch.float32, torch.int32
-
-    def mxfp8(values, dim):
-        """Codes and scales of blocks along `dim` of values that are cut into blocks there."""
-        amax = values.abs().amax(dim)
-        scale = ((amax * float(np.float32(1 / 448))).view(integer) + 0x7FFFFF) >> 23
-        factor = ((254 - scale) << 23).view(f32)
-        codes = (values * factor.unsqueeze(dim)).clamp(-448, 448).to(torch.float8_e4m3fn)
-        return codes.view(torch.uint8).view(N, N), scale.to(torch.uint8)
-
-    def swiglu(x, square):
-        """TE rounds the product to the input's dtype before the cast."""
-        act, gate = x[:, :N].to(f32), x[:, N:].to(f32)
-        product = (act * torch.sigmoid(act) * gate).to(x.dtype).to(f32)
-        return mxfp8(product.view(N, N // 32, 32), 2)
-
-    def rowwise(x, square):
-        return mxfp8(square.to(f32).view(N, N // 32, 32), 2)
-
-    def both(x, square):
-        return *rowwise(x, square), *mxfp8(square.to(f32).view(N // 32, 32, N), 1)
-
-    def nvfp4(x, square):
-        """TE's formula (docs/spec/quantization.md, 6.1 to 6.3); the tensor is neither zero nor extreme."""
-        values = square.to(f32).view(N, N // 16, 16)
-        encode = 2688 / values.abs().amax()
-        raw = values.abs().amax(2) * (encode * float(np.float32(1 / 6)))
-        scale = raw.clamp(max=448).to(torch.float8_e4m3fn)
-        factor = 1 / (scale.to(f32) * (1 / encode))
-        scaled = values * factor.clamp(max=float(np.finfo(np.float32).max)).unsqueeze(2)
-        m, codes = scaled.abs(), torch.signbit(scaled).to(torch.uint8) * 8
-        for step in (m > 0.25, m >= 0.75, m > 1.25, m >= 1.75, m > 2.5, m >= 3.5, m > 5):
-            codes = codes + step.to(torch.uint8)
-        codes = codes.view(N, N)
-        return codes[:, ::2] | (codes[:, 1::2] << 4), scale.view(torch.uint8)
-
-    return dict(zip(OPERATIONS, (swiglu, both, rowwise, nvfp4), strict=True))
+OTHERS = {"PyTorch eager": "torch_eager", "PyTorch compiled": "torch_compiled"}
 
 
 # --- measurements -----------------------------------------------------------------------------------
@@ -90,33 +39,25 @@ def tensors():
     return x, np.ascontiguousarray(x[:, :N])
 
 
-def competitors(name, tensors):
-    """Return competitor -> function without arguments that runs the operation."""
-    operation = OPERATIONS[name]
-    found = {"refops": lambda: operation(refops, *tensors), "copy": tensors["swiglu" not in name].copy}
-    try:
-        import torch
-    except ImportError:
-        return found
-    arguments = [torch.from_numpy(t.view(np.int16)).view(torch.bfloat16) for t in tensors]
-    formula = torch_operations(torch)[name]
-    found["PyTorch eager"] = lambda: formula(*arguments)
-    if shutil.which("g++"):
-        torch.compiler.reset()
-        exact = {"emulate_precision_casts": True}  # else a rounding to bfloat16 between float32 values is dropped
-        compiled = torch.compile(formula, fullgraph=True, dynamic=False, options=exact)
-        found["PyTorch compiled"] = lambda: compiled(*arguments)
+def competitors(subject, x):
+    """Return competitor -> (function without arguments that runs the subject, function that reads its result)."""
+    found = {"refops": (lambda: subject.call(refops, x), read), "copy": (x.copy, None)}
+    for name, module in OTHERS.items():
+        (peer,) = registry.load(module)
+        if not peer.absent:
+            offer = peer.offer(subject.name)
+            prepared = offer.prepare(x)
+            found[name] = (lambda o=offer, p=prepared: o.run(p), offer.arrays)
     return found
 
 
-def check_same_bits(name, mine, result):
+def check_same_bits(subject, mine, arrays):
     """The arrays of a competitor against those of `host`; where an activation is computed a few may differ."""
-    if hasattr(result, "rowwise_data"):
-        result = [getattr(result, field) for field in FIELDS if getattr(result, field) is not None]
-    arrays = [getattr(mine, field) for field in FIELDS if getattr(mine, field) is not None]
-    for a, b in zip(arrays, result, strict=True):
-        differing = np.count_nonzero(a != np.asarray(b).view(np.uint8).reshape(a.shape))
-        assert differing <= (a.size * 1e-4 if "swiglu" in name else 0)
+    mine = read(mine)
+    assert mine.keys() == arrays.keys()
+    for name, fmt in subject.formats.items():
+        differing = np.count_nonzero(comparable(mine[name], fmt) != comparable(arrays[name], fmt))
+        assert differing <= (0 if subject.exact else mine[name].size * 1e-4), name
 
 
 def timed(operation):
@@ -136,18 +77,21 @@ def best_times(operations, rounds):
 
 
 @pytest.mark.filterwarnings("ignore")  # PyTorch's compiler has some of its own
-@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize("name", BOUNDS)
 def test_speed(benchmark, tensors, name):
-    operation, others = OPERATIONS[name], competitors(name, tensors)
-    mine = operation(host, *tensors)
-    for other, run in others.items():
-        if other != "copy":
-            check_same_bits(name, mine, run())
+    subject = SUBJECTS[TIMED[name][0]]
+    x = tensors[subject.inputs != ("pair",)]
+    others = competitors(subject, x)
+    mine = subject.call(host, x)
+    for run, arrays in others.values():
+        if arrays is not None:
+            check_same_bits(subject, mine, arrays(run()))
     del mine
     benchmark.group, benchmark.name = "4096 x 4096 bfloat16, host", name
-    benchmark.pedantic(operation, (host, *tensors), rounds=9, warmup_rounds=1)
-    times = best_times({"host": lambda: operation(host, *tensors), **others}, rounds=7)
+    benchmark.pedantic(subject.call, (host, x), rounds=9, warmup_rounds=1)
+    runs = {other: run for other, (run, _) in others.items()}
+    times = best_times({"host": lambda: subject.call(host, x), **runs}, rounds=7)
     ratios = {other: tuple(times[other] / times["host"]) for other in others}
     benchmark.extra_info |= {"wall and CPU, ms": {n: tuple(t) for n, t in times.items()}, "wall and CPU ratio": ratios}
-    for other, bound in zip(("refops", "PyTorch eager", "PyTorch compiled"), BOUNDS[name], strict=True):
+    for other, bound in zip(("refops", *OTHERS), BOUNDS[name], strict=True):
         assert other not in ratios or max(ratios[other]) >= bound, f"{other}: {ratios[other]}"

@@ -1,0 +1,283 @@
+"""Tables and the plot of what `compare.py` measured.
+
+    python tests/benchmarks/tables.py results/cpu_<model>.json                       # both tables, Markdown
+    python tests/benchmarks/tables.py results/cpu_<model>.json --plot speed.svg
+
+`host` is cuda_kernels.host. The best peer is the fastest of those with the bits of refops; a faster one with other bits
+is named besides.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+MAIN_SIZE = [4096, 4096]
+HOST, REFOPS, MEMCPY = "cuda_kernels.host", "refops", "memcpy"
+#: Shorter names for columns.
+SHORT_NAMES = {
+    "torch formulas, eager": "torch eager",
+    "torch formulas, torch.compile": "torch.compile",
+    "jnp formulas, jit": "jnp",
+    "cuda_kernels.host": "host",
+    "jnp": "jnp cast",
+    "torch": "torch cast",
+}
+
+
+def shown(name):
+    """A competitor's name in tables."""
+    return SHORT_NAMES.get(name, name)
+
+
+def number(ms):
+    """Milliseconds with two or three digits."""
+    if ms is None:
+        return "-"
+    return f"{ms:.0f}" if ms >= 100 else f"{ms:.1f}" if ms >= 10 else f"{ms:.2f}"
+
+
+class Cell:
+    """All competitors of one operation at one size and number of threads."""
+
+    def __init__(self, rows):
+        self.rows = {row["competitor"]: row for row in rows}
+
+    def ms(self, name):
+        """Best time of a competitor, or None."""
+        return self.rows.get(name, {}).get("best_ms")
+
+    @property
+    def best(self):
+        """Fastest peer with the bits of refops, or None."""
+        return self.rows[HOST].get("best_equal_peer")
+
+    @property
+    def faster_with_other_bits(self):
+        """A peer that is faster than that one, with other bits, or None."""
+        fastest = self.rows[HOST].get("best_peer")
+        return fastest if fastest != self.best else None
+
+    @property
+    def lead(self):
+        """How many times the best peer's time is the host's; None without a peer."""
+        to_peer = self.rows[HOST].get("to_best_equal_peer")
+        return 1 / to_peer if to_peer else None
+
+    @property
+    def standing(self):
+        """`lead` in words."""
+        if self.lead is None:
+            return "no peer"
+        return f"{self.lead:.1f}x" if self.lead >= 1 else f"**{self.lead:.2f}x, behind**"
+
+
+def cells(document, size, threads):
+    """Operation -> `Cell`, in the order of the document."""
+    found = {}
+    for row in document["rows"]:
+        if row["size"] == size and row["threads"] == threads:
+            found.setdefault(row["operation"], []).append(row)
+    return {operation: Cell(rows) for operation, rows in found.items()}
+
+
+def sizes_and_threads(document):
+    """Sizes and numbers of threads in the document, each in order."""
+    return (
+        [list(size) for size in dict.fromkeys(tuple(row["size"]) for row in document["rows"])],
+        list(dict.fromkeys(row["threads"] for row in document["rows"])),
+    )
+
+
+def markdown_table(header, rows):
+    """A Markdown table; the first column is text, the others are numbers."""
+    rule = ["---", *["---:"] * (len(header) - 1)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in (header, rule, *rows)) + "\n"
+
+
+def caption(document):
+    """One sentence on where and when."""
+    machine = document["machine"]
+    return (
+        f"{machine['cpu']}, {machine['cpus']} CPUs, {machine['memory_gib']} GiB, Python {document['python']}, "
+        f"{document['date']}; milliseconds, best of up to {document['method']['most_rounds']} alternating rounds."
+    )
+
+
+def short(document, size=None):
+    """Host, the best peer and memcpy at 4096 x 4096, with each number of threads."""
+    size = size or MAIN_SIZE
+    _, threads = sizes_and_threads(document)
+    by_threads = {n: cells(document, size, n) for n in threads}
+    header = ["bfloat16, " + " x ".join(map(str, size))]
+    for n in threads:
+        words = f"{n} thread{'s' * (n > 1)}"
+        header += [f"memcpy, {words}", *(["refops"] if n == 1 else []), "host", "best peer", "host is faster by"]
+    rows = []
+    for operation in by_threads[threads[0]]:
+        line = [operation]
+        for n in threads:
+            cell = by_threads[n][operation]
+            best = f"{number(cell.ms(cell.best))} ({shown(cell.best)})" if cell.best else "-"
+            ours = [number(cell.ms(REFOPS))] if n == 1 else []
+            line += [number(cell.ms(MEMCPY)), *ours, number(cell.ms(HOST)), best, cell.standing]
+        rows.append(line)
+    return markdown_table(header, rows) + _remarks(document, size, by_threads)
+
+
+def _remarks(document, size, by_threads):
+    """Where a peer is faster, with the same bits or with others."""
+    lines = []
+    for n, found in by_threads.items():
+        behind = [operation for operation, cell in found.items() if cell.lead is not None and cell.lead < 1]
+        if behind:
+            lines.append(f"host is behind, {n} thread{'s' * (n > 1)}: {'; '.join(behind)}.")
+        other = [
+            f"{operation} ({shown(cell.faster_with_other_bits)}, {number(cell.ms(cell.faster_with_other_bits))} ms)"
+            for operation, cell in found.items()
+            if cell.faster_with_other_bits
+        ]
+        if other:
+            lines.append(f"Faster than the best peer, but other bits, {n} thread{'s' * (n > 1)}: {'; '.join(other)}.")
+    return "".join(f"\n{line}\n" for line in lines)
+
+
+def full(document):
+    """Every competitor at every size and number of threads; peak memory; who was left out or absent."""
+    sizes, threads = sizes_and_threads(document)
+    parts = [caption(document) + "\n"]
+    for size in sizes:
+        for n in threads:
+            found = cells(document, size, n)
+            names = list(dict.fromkeys(name for cell in found.values() for name in cell.rows))
+            names.sort(key=lambda name: (name not in (MEMCPY, "copy into new memory"), name not in (REFOPS, HOST)))
+            rows = [[operation, *(_time(cell, name) for name in names)] for operation, cell in found.items()]
+            title = f"{' x '.join(map(str, size))}, {n} thread{'s' * (n > 1)}"
+            parts.append(markdown_table([title, *map(shown, names)], rows))
+    parts.append('"~": other bits than refops, or not comparable. "-": not offered, or left out because it is slow.\n')
+    memory = _memory(document)
+    if memory:
+        parts.append(memory)
+    absent = [f"{peer['name']} ({peer['absent']})" for peer in document["peers"] if peer["absent"]]
+    if absent:
+        parts.append(f"Absent: {', '.join(absent)}.\n")
+    return "\n".join(parts)
+
+
+def _time(cell, name):
+    row = cell.rows.get(name, {})
+    other_bits = "equal" in row and not row["equal"]
+    return number(row.get("best_ms")) + ("~" if other_bits and "best_ms" in row else "")
+
+
+def _memory(document):
+    """Peak memory beyond the inputs, in MiB."""
+    rows = [row for row in document["rows"] if "peak_bytes" in row]
+    if not rows:
+        return ""
+    size, n = rows[0]["size"], rows[0]["threads"]
+    found = cells(document, size, n)
+    names = [m for m in dict.fromkeys(row["competitor"] for row in rows) if m not in (MEMCPY, "copy into new memory")]
+    lines = []
+    for operation, cell in found.items():
+        peaks = [cell.rows.get(name, {}).get("peak_bytes") for name in names]
+        lines.append([operation, *("-" if peak is None else f"{peak / 2**20:.0f}" for peak in peaks)])
+    title = f"peak MiB beyond the inputs, {' x '.join(map(str, size))}"
+    return markdown_table([title, *map(shown, names)], lines)
+
+
+def plain(document):
+    """For a terminal: host beside the best peer and memcpy, every size and number of threads."""
+    sizes, threads = sizes_and_threads(document)
+    lines = [caption(document)]
+    for size in sizes:
+        for n in threads:
+            lines += ["", f"{' x '.join(map(str, size))}, {n} thread{'s' * (n > 1)}"]
+            lines.append(
+                f"{'':28}{'memcpy':>9}{'refops':>9}{'host':>9}{'best peer with the same bits':>42}  host leads"
+            )
+            for operation, cell in cells(document, size, n).items():
+                best = f"{shown(cell.best)} {number(cell.ms(cell.best)):>8}" if cell.best else "-"
+                times = "".join(f"{number(cell.ms(name)):>9}" for name in (MEMCPY, REFOPS, HOST))
+                lines.append(f"{operation:28}{times}{best:>42}  {cell.standing.replace('*', '')}")
+    return "\n".join(lines) + "\n"
+
+
+#: Competitor -> (label, marker, filled): told apart without colour.
+MARKERS = {
+    MEMCPY: ("memcpy of the same bytes", "|", True),
+    HOST: ("cuda_kernels.host", "o", True),
+    REFOPS: ("refops", "D", True),
+    "torch formulas, torch.compile": ("torch.compile", "^", False),
+    "torch formulas, eager": ("torch eager", "v", False),
+    "jnp formulas, jit": ("jax.numpy, jit", "s", False),
+    "torchao": ("torchao", "P", False),
+    "ml_dtypes": ("ml_dtypes", "X", False),
+}
+
+
+def plot(document, path, size=None):
+    """Draw the times at 4096 x 4096, a panel for each number of threads, readable in grey."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    plt.rcParams.update({"font.size": 9, "svg.fonttype": "none", "svg.hashsalt": "refops"})
+    size = size or MAIN_SIZE
+    _, threads = sizes_and_threads(document)
+    operations = list(cells(document, size, threads[0]))
+    height = 1.3 + 0.27 * len(operations)
+    figure, axes = plt.subplots(1, len(threads), figsize=(9, height), sharey=True, squeeze=False, facecolor="white")
+    for axis, n in zip(axes[0], threads, strict=True):
+        found = cells(document, size, n)
+        for y, operation in enumerate(operations):
+            axis.axhline(y, color="0.9", linewidth=0.8, zorder=0)
+            for name, row in found[operation].rows.items():
+                key = "torchao" if name.startswith("torchao") else name
+                if key in MARKERS and "best_ms" in row:
+                    _, marker, filled = MARKERS[key]
+                    face = ("black" if name in (HOST, MEMCPY) else "0.55") if filled else "white"
+                    axis.scatter(
+                        row["best_ms"], y, s=70 if marker == "|" else 30, marker=marker, facecolor=face,
+                        edgecolor="black", linewidth=1.6 if marker == "|" else 0.8, zorder=4 if name == HOST else 3,
+                    )  # fmt: skip
+        axis.set_xscale("log")
+        axis.set_xlabel(f"milliseconds, {n} thread{'s' * (n > 1)}")
+        axis.grid(axis="x", color="0.85", linewidth=0.6, zorder=0)
+        axis.spines[["top", "right", "left"]].set_visible(False)
+        axis.tick_params(axis="y", length=0)
+    axes[0][0].set_yticks(range(len(operations)), operations)
+    axes[0][0].invert_yaxis()
+    handles = [
+        plt.Line2D(
+            [], [], linestyle="", marker=marker, markersize=8 if marker == "|" else 5.5, label=label, color="black",
+            markerfacecolor=("black" if name in (HOST, MEMCPY) else "0.55") if filled else "white",
+            markeredgewidth=1.6 if marker == "|" else 0.8,
+        )
+        for name, (label, marker, filled) in MARKERS.items()
+    ]  # fmt: skip
+    figure.legend(handles=handles, loc="upper center", ncol=4, frameon=False, fontsize=8)
+    figure.tight_layout(rect=(0, 0, 1, 1 - 0.55 / height))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=160, metadata={"Date": None} if path.suffix == ".svg" else None)
+    plt.close(figure)
+
+
+def main():
+    """Print the tables, draw the plot where asked to."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("json", type=Path)
+    parser.add_argument("--plot", type=Path, help="write it there instead: .svg or .png")
+    options = parser.parse_args()
+    document = json.loads(options.json.read_text())
+    if options.plot:
+        plot(document, options.plot)
+        return 0
+    print(short(document))
+    print(full(document))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,133 @@
+"""nvidia-modelopt: the quantized tensors of `modelopt.torch.quantization.qtensor`."""
+
+import numpy as np
+
+import refops
+from peers import rules
+from peers.registry import Divergence, Offer, as_numpy, as_torch
+from refops.formats import encode
+from refops.quantization import mxfp8
+
+NAME, PACKAGES = "modelopt", ("nvidia-modelopt", "torch")
+F = np.float32
+
+
+def offers():
+    from modelopt.torch.quantization.qtensor import FP8QTensor, MXFP8QTensor, NVFP4QTensor
+
+    found = [
+        Offer(
+            "MXFP8 E4M3, TE's rule",
+            MXFP8QTensor.quantize,
+            lambda y: {"rowwise codes": as_numpy(y[0]._quantized_data), "rowwise scales": as_numpy(y[1])},
+            as_torch,
+            divergences=(
+                Divergence(
+                    "log2",
+                    "The scale is ceil(log2(amax / 448)) with a float32 log2: one too small just above a power of two.",
+                    _mxfp8(False),
+                ),
+                Divergence("NaN", "A block with NaN gets scale byte 0; refops ignores NaN.", _mxfp8(True)),
+            ),
+        ),
+        Offer(
+            "NVFP4 1x16",
+            lambda x: NVFP4QTensor.quantize(x, 16),
+            lambda y: {
+                "rowwise codes": refops.unpack_fp4(as_numpy(y[0]._quantized_data)),
+                "rowwise scales": as_numpy(y[1]),
+            },
+            as_torch,
+            divergences=(
+                Divergence(
+                    "divides by scales",
+                    "Scales are amax / (6 amax_tensor / 2688), at least 2^-9; elements are divided by the product.",
+                    _nvfp4(False, False),
+                ),
+                Divergence("zero blocks", "A block of zeros gets scale 1.", _nvfp4(True, False)),
+                Divergence("-0 and NaN", "-0 loses its sign, NaN becomes 6.", _nvfp4(True, True)),
+            ),
+        ),
+    ]
+    for subject, block in (
+        ("FP8 current E4M3", None),
+        ("FP8 1x128 E4M3, any scale", (1, 128)),
+        ("FP8 128x128 E4M3, any scale", (128, 128)),
+    ):
+        sizes = {
+            None: None,
+            (1, 128): {-1: 128},
+            (128, 128): {-1: 128, -2: 128},
+        }[block]
+
+        def run(x, sizes=sizes):
+            return FP8QTensor.quantize(x, block_sizes=sizes)
+
+        def read(y, block=block):
+            scales = as_numpy(y[1].float())
+            return {
+                "rowwise codes": as_numpy(y[0]._quantized_data),
+                "rowwise scales": scales.reshape(1) if block is None else scales,
+            }
+
+        found.append(
+            Offer(
+                subject,
+                run,
+                read,
+                as_torch,
+                divergences=(
+                    Divergence(
+                        "divides by amax / 448",
+                        "scale_inv is amax / 448 and elements are divided by it; TE multiplies by 448 / amax.",
+                        _fp8(block, np.float32),
+                    ),
+                    Divergence(
+                        "arithmetic in the input's dtype",
+                        "Scale and quotient are rounded to the dtype of the input (bfloat16, float16) before the cast.",
+                        _fp8(block, None),
+                    ),
+                ),
+            )
+        )
+    return found
+
+
+def _mxfp8(special):
+    @rules.quiet
+    def arrays(x):
+        byte = rules.ceil_log2_byte(rules.block_amax(x, 32, keep_nan=special), 448)
+        return rules.mx(x, refops.E4M3, byte, mxfp8.ENCODE_MULTIPLIER[byte])
+
+    return arrays
+
+
+def _nvfp4(zero_blocks, signs):
+    @rules.quiet
+    def arrays(x):
+        tensor_scale = rules.tensor_amax(x) / F(2688)
+        amax = rules.block_amax(x, 16)
+        relative = amax / (F(6) * tensor_scale)
+        if zero_blocks:
+            relative = np.where(relative == 0, F(1), relative)
+        byte = encode(np.clip(relative, F(2.0**-9), F(448)), refops.E4M3)
+        scaled = rules.blocks(x, 16) / (refops.E4M3.values[byte] * tensor_scale)[..., None]
+        codes = encode(scaled, refops.E2M1)
+        if signs:
+            codes = np.where((scaled == 0) | np.isnan(scaled), codes & 7, codes)
+        return {"rowwise codes": codes.reshape(x.shape), "rowwise scales": byte}
+
+    return arrays
+
+
+def _fp8(block, dtype):
+    @rules.quiet
+    def arrays(x):
+        kind = dtype or x.dtype
+        amax = rules.tensor_amax(x).reshape(1, 1) if block is None else rules.tile_amax(x, block)
+        scale = rules.rounded(amax / F(448), kind)
+        quotient = rules.rounded(x.astype(F) / rules.spread(scale, block or x.shape, x.shape), kind)
+        codes = encode(quotient, refops.E4M3)
+        return {"rowwise codes": codes, "rowwise scales": scale.reshape(1) if block is None else scale}
+
+    return arrays

@@ -1,0 +1,261 @@
+"""The adapters of the peers that are installed, their accounts of what differs, and the committed table.
+
+Tensors are few here; `make conformance` has the whole set.
+"""
+
+import dataclasses
+import json
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import refops
+from peers import conformance, formulas, inputs, registry
+from peers.subjects import MXFP8, NVFP4, SUBJECTS, TIMED, comparable, read
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of the peers' own making
+
+#: Never absent.
+ALWAYS = ("torch_casts", "torch_eager", "ml_dtypes_casts")
+OWN = [m for m in registry.MODULES if not m.endswith(("formulas", "eager", "compiled"))]
+
+
+def present(module):
+    """The peer of a module, or skip with the reason."""
+    (peer,) = registry.load(module)
+    if peer.absent:
+        assert module not in ALWAYS, peer.absent
+        pytest.skip(f"{peer.name}: {peer.absent}")
+    return peer
+
+
+def few(peer, offer):
+    """The row of an offer on few tensors."""
+    return conformance.compare(peer, offer, real=False, dtypes=("bfloat16",))
+
+
+# --- every difference is accounted for -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("module", OWN)
+def test_every_difference_is_explained(module):
+    peer = present(module)
+    for offer in peer.offers:
+        if not conformance.is_compared(peer, offer):
+            continue
+        row = few(peer, offer)
+        assert conformance.unexplained(row) == 0, (offer.subject, offer.variant, row["examples"])
+        assert row["ordinary"]["elements"] > 0
+
+
+def test_own_casts_agree_where_they_should():
+    """ml_dtypes' non-saturating casts and torch's E5M2 have no divergence to name: all bits equal."""
+    (peer,) = registry.load("ml_dtypes_casts")
+    for fmt in ("E4M3", "E5M2"):
+        row = conformance.compare(peer, peer.offer(f"{fmt} cast, not saturating"))
+        for kind in conformance.KINDS:
+            assert row[kind]["agree"] == row[kind]["elements"] > 0
+
+
+# --- the comparison notices ------------------------------------------------------------------------------------------
+
+
+def with_fault(offer, fault):
+    """The offer with its arrays changed by `fault`."""
+    return dataclasses.replace(offer, arrays=lambda result: fault(offer.arrays(result)))
+
+
+def a_flipped_bit(arrays):
+    name = next(iter(arrays))
+    array = arrays[name].copy()
+    array.reshape(-1)[5] ^= 1
+    return {**arrays, name: array}
+
+
+def swapped_elements(arrays):
+    name = next(iter(arrays))
+    return {**arrays, name: np.roll(arrays[name], 1)}
+
+
+@pytest.mark.parametrize("fault", [a_flipped_bit, swapped_elements])
+@pytest.mark.parametrize("module", ["torch_casts", "ml_dtypes_casts", "jnp_casts"])
+def test_a_wrong_adapter_is_noticed(module, fault):
+    peer = present(module)
+    for subject in ("E4M3 cast, saturating", "E5M2 cast, saturating"):
+        row = few(peer, with_fault(peer.offer(subject), fault))
+        assert conformance.unexplained(row) > 0
+        assert row["examples"]
+        assert "UNEXPLAINED" in conformance.difference(row)
+
+
+def test_a_wrong_account_is_noticed():
+    """Where the account predicts what the peer does not do, though refops and the peer agree there."""
+    (peer,) = registry.load("ml_dtypes_casts")
+    offer = peer.offer("E4M3 cast, not saturating")
+    wrong = registry.Divergence("made up", "Saturates.", lambda x: {"codes": refops.encode(x, refops.E4M3)})
+    row = few(peer, dataclasses.replace(offer, divergences=(wrong,)))
+    assert row["ordinary"]["agree"] == row["ordinary"]["elements"]
+    assert conformance.unexplained(row) > 0
+
+
+def test_a_wrong_shape_is_an_error():
+    (peer,) = registry.load("ml_dtypes_casts")
+    offer = with_fault(peer.offer("E4M3 cast, saturating"), lambda arrays: {"codes": arrays["codes"][:-1]})
+    with pytest.raises(ValueError, match="codes of the peer must have shape"):
+        few(peer, offer)
+
+
+def test_exit_code_tells_of_unexplained_differences(monkeypatch, capsys, tmp_path):
+    out = tmp_path / "made" / "rows.json"
+    assert conformance.main(["torch_casts", "--out", str(out)]) == 0
+    assert conformance.unexplained(json.loads(out.read_text())["rows"][0]) == 0
+    (peer,) = registry.load("torch_casts")
+    faulty = dataclasses.replace(peer, offers=(with_fault(peer.offers[0], a_flipped_bit),))
+    monkeypatch.setattr(registry, "load", lambda *names: [faulty])
+    assert conformance.main(["torch_casts"]) == 1
+    assert "unexplained" in capsys.readouterr().out
+
+
+def test_unknown_peers_are_refused(capsys):
+    with pytest.raises(SystemExit):
+        conformance.main(["nobody"])
+    assert "peers must be of" in capsys.readouterr().err
+
+
+# --- absent peers ----------------------------------------------------------------------------------------------------
+
+
+def test_absent_peers_are_listed_with_their_reason(monkeypatch):
+    from peers import microxcaling_blocks
+
+    def offers():
+        raise ImportError("No module named 'mx'")
+
+    monkeypatch.setattr(microxcaling_blocks, "offers", offers)
+    (peer,) = registry.load("microxcaling_blocks")
+    assert (peer.absent, peer.offers) == ("ImportError: No module named 'mx'", ())
+    document = conformance.conformance([peer])
+    assert document["rows"] == []
+    assert document["peers"] == [{"name": "microxcaling", "versions": peer.packages, "absent": peer.absent}]
+    assert "microxcaling | not installed" in conformance.markdown(document)
+
+
+# --- formulas --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def timed_inputs():
+    rng = np.random.default_rng(0)
+    pair, dy = (rng.standard_normal((128, k), np.float32).astype(ml_dtypes.bfloat16) for k in (768, 384))
+    x = np.ascontiguousarray(pair[:, :384])
+    return {
+        "x": x,
+        "pair": pair,
+        "dy": dy,
+        "mxfp8": refops.quantize(x, MXFP8),
+        "nvfp4": refops.quantize(x, NVFP4),
+    }
+
+
+@pytest.mark.parametrize("module", ["torch_eager", "jnp_formulas"])
+def test_formulas_have_the_bits_of_refops(module, timed_inputs):
+    """Where exp and tanh are another library's, a few codes may differ: one in a thousand here."""
+    peer = present(module)
+    assert {offer.subject for offer in peer.offers} >= {subjects[0] for subjects in TIMED.values()}
+    for offer in peer.offers:
+        subject = SUBJECTS[offer.subject]
+        arguments = [timed_inputs[name] for name in subject.inputs]
+        ours, theirs = subject.arrays(refops, *arguments), offer.compute(*arguments)
+        assert set(ours) == set(theirs) == set(subject.formats)
+        for name, mine in ours.items():
+            fmt = subject.formats[name]
+            differing = np.count_nonzero(comparable(mine, fmt) != comparable(theirs[name], fmt))
+            assert differing <= (0 if subject.exact else max(1, 1e-3 * mine.size)), (offer.subject, name)
+
+
+def test_the_formulas_matrix_is_the_transform():
+    x = np.random.default_rng(1).standard_normal((4, 16), np.float32)
+    theirs = x.astype(np.float64) @ formulas.hadamard_matrix().astype(np.float64)
+    np.testing.assert_allclose(theirs, refops.hadamard_transform(x), rtol=1e-6, atol=1e-6)
+
+
+# --- inputs ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", inputs.DTYPES)
+def test_inputs_are_ordinary_or_special(dtype):
+    for dataset in inputs.tensors(inputs.DTYPES[dtype]):
+        assert dataset.x.shape == (inputs.ROWS, inputs.COLUMNS)
+        assert dataset.x.dtype == inputs.DTYPES[dtype]
+        assert dataset.special == (not np.isfinite(dataset.x.astype(np.float32)).all()), dataset.name
+    ordinary, special = inputs.values_for_casts(refops.E4M3, inputs.DTYPES[dtype])
+    assert np.isfinite(ordinary.x.astype(np.float32)).all()
+    assert not np.isfinite(special.x.astype(np.float32)).any()
+
+
+def test_real_tensors_are_among_the_inputs():
+    names = [name for name, _ in inputs.real_pieces()]
+    assert len(names) == len(set(names)) >= 30
+    assert sum(dataset.real for dataset in inputs.tensors(inputs.BFLOAT16)) == len(names)
+
+
+def test_nan_codes_compare_as_one():
+    codes = np.array([0x7F, 0xFF, 0x7E], np.uint8)
+    assert len(set(comparable(codes, refops.E4M3))) == 2
+    values = np.array([np.nan, -np.nan, 1], np.float32)
+    assert len(set(comparable(values, None))) == 2
+
+
+def test_reading_leaves_padding_out():
+    x = np.ones((3, 64), np.float32)
+    arrays = read(refops.quantize(x, MXFP8, columnwise=True))
+    assert {name: array.shape for name, array in arrays.items()} == {
+        "rowwise codes": (3, 64),
+        "rowwise scales": (3, 2),
+        "columnwise codes": (3, 64),
+        "columnwise scales": (1, 64),
+    }
+
+
+# --- the committed table ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def committed():
+    return json.loads(conformance.RESULTS.read_text())
+
+
+def test_committed_table_has_the_present_peers_and_rows(committed):
+    """`make conformance` writes it anew."""
+    peers = {peer.name: peer for peer in registry.load(*OWN)}
+    assert [peer["name"] for peer in committed["peers"]] == list(peers)
+    for recorded in committed["peers"]:
+        rows = {(row["subject"], row["variant"]) for row in committed["rows"] if row["peer"] == recorded["name"]}
+        peer = peers[recorded["name"]]
+        assert bool(rows) == (not recorded["absent"])
+        if rows and not peer.absent:
+            assert rows == {(o.subject, o.variant) for o in peer.offers if conformance.is_compared(peer, o)}
+            names = {(o.subject, o.variant): {d.name: d.sentence for d in o.divergences} for o in peer.offers}
+            for row in committed["rows"]:
+                if row["peer"] == peer.name:
+                    known = names[row["subject"], row["variant"]]
+                    assert all(known.get(d["name"]) == d["sentence"] for d in row["divergences"]), row
+
+
+def test_committed_table_explains_everything(committed):
+    for row in committed["rows"]:
+        assert conformance.unexplained(row) == 0
+        for kind in conformance.KINDS:
+            explained = sum(d[kind] for d in row["divergences"])
+            assert row[kind]["agree"] + explained == row[kind]["elements"]
+            assert sum(array[kind]["elements"] for array in row["arrays"].values()) == row[kind]["elements"]
+
+
+def test_markdown_has_every_peer_and_count(committed):
+    text = conformance.markdown(committed)
+    for peer in committed["peers"]:
+        assert f"| {peer['name']} " in text
+    for row in committed["rows"]:
+        assert conformance.title(row) in text
+    assert all(line.count(" | ") == 5 for line in text.splitlines() if "not installed" not in line)
