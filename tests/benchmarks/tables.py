@@ -30,6 +30,11 @@ def shown(name):
     return SHORT_NAMES.get(name, name)
 
 
+def base(name):
+    """A competitor's name without its variant."""
+    return name.split(" (")[0]
+
+
 def number(ms):
     """Milliseconds with two or three digits."""
     if ms is None:
@@ -42,6 +47,11 @@ class Cell:
 
     def __init__(self, rows):
         self.rows = {row["competitor"]: row for row in rows}
+
+    def of(self, peer):
+        """The row of a peer: of its variants the fastest, those with the bits of refops first; {} without one."""
+        rows = [row for name, row in self.rows.items() if base(name) == peer and "best_ms" in row]
+        return min(rows, key=lambda row: (not row.get("equal"), row["best_ms"]), default={})
 
     def ms(self, name):
         """Best time of a competitor, or None."""
@@ -149,9 +159,8 @@ def full(document):
     for size in sizes:
         for n in threads:
             found = cells(document, size, n)
-            names = list(dict.fromkeys(name for cell in found.values() for name in cell.rows))
-            names.sort(key=lambda name: (name not in (MEMCPY, "copy into new memory"), name not in (REFOPS, HOST)))
-            rows = [[operation, *(_time(cell, name) for name in names)] for operation, cell in found.items()]
+            names = columns(found)
+            rows = [[operation, *(_time(cell.of(name)) for name in names)] for operation, cell in found.items()]
             title = f"{' x '.join(map(str, size))}, {n} thread{'s' * (n > 1)}"
             parts.append(markdown_table([title, *map(shown, names)], rows))
     parts.append('"~": other bits than refops, or not comparable. "-": not offered, or left out because it is slow.\n')
@@ -164,8 +173,13 @@ def full(document):
     return "\n".join(parts)
 
 
-def _time(cell, name):
-    row = cell.rows.get(name, {})
+def columns(found):
+    """Peers, whatever their variants, the copies and ours first."""
+    names = list(dict.fromkeys(base(name) for cell in found.values() for name in cell.rows))
+    return sorted(names, key=lambda name: (name not in (MEMCPY, "copy into new memory"), name not in (REFOPS, HOST)))
+
+
+def _time(row):
     other_bits = "equal" in row and not row["equal"]
     return number(row.get("best_ms")) + ("~" if other_bits and "best_ms" in row else "")
 
@@ -175,12 +189,12 @@ def _memory(document):
     rows = [row for row in document["rows"] if "peak_bytes" in row]
     if not rows:
         return ""
-    size, n = rows[0]["size"], rows[0]["threads"]
-    found = cells(document, size, n)
-    names = [m for m in dict.fromkeys(row["competitor"] for row in rows) if m not in (MEMCPY, "copy into new memory")]
+    size = rows[0]["size"]
+    found = cells(document, size, rows[0]["threads"])
+    names = [name for name in columns(found) if name not in (MEMCPY, "copy into new memory")]
     lines = []
     for operation, cell in found.items():
-        peaks = [cell.rows.get(name, {}).get("peak_bytes") for name in names]
+        peaks = [cell.of(name).get("peak_bytes") for name in names]
         lines.append([operation, *("-" if peak is None else f"{peak / 2**20:.0f}" for peak in peaks)])
     title = f"peak MiB beyond the inputs, {' x '.join(map(str, size))}"
     return markdown_table([title, *map(shown, names)], lines)
@@ -233,10 +247,9 @@ def plot(document, path, size=None):
         found = cells(document, size, n)
         for y, operation in enumerate(operations):
             axis.axhline(y, color="0.9", linewidth=0.8, zorder=0)
-            for name, row in found[operation].rows.items():
-                key = "torchao" if name.startswith("torchao") else name
-                if key in MARKERS and "best_ms" in row:
-                    _, marker, filled = MARKERS[key]
+            for name, (_, marker, filled) in MARKERS.items():
+                row = found[operation].of(name)
+                if row:
                     face = ("black" if name in (HOST, MEMCPY) else "0.55") if filled else "white"
                     axis.scatter(
                         row["best_ms"], y, s=70 if marker == "|" else 30, marker=marker, facecolor=face,
