@@ -230,6 +230,21 @@ MARKERS = {
 }
 
 
+def line_style(name, style):
+    """How matplotlib draws a competitor's mark."""
+    _, marker, filled = style
+    face = ("black" if name in (HOST, MEMCPY) else "0.55") if filled else "white"
+    stroke = marker == "|"
+    return {
+        "linestyle": "",
+        "marker": marker,
+        "color": "black",
+        "markerfacecolor": face,
+        "markersize": 9 if stroke else 5.5,
+        "markeredgewidth": 1.6 if stroke else 0.8,
+    }
+
+
 def plot(document, path, size=None):
     """Draw the times at 4096 x 4096, a panel for each number of threads, readable in grey."""
     import matplotlib
@@ -247,29 +262,19 @@ def plot(document, path, size=None):
         found = cells(document, size, n)
         for y, operation in enumerate(operations):
             axis.axhline(y, color="0.9", linewidth=0.8, zorder=0)
-            for name, (_, marker, filled) in MARKERS.items():
+            for name, style in MARKERS.items():
                 row = found[operation].of(name)
                 if row:
-                    face = ("black" if name in (HOST, MEMCPY) else "0.55") if filled else "white"
-                    axis.scatter(
-                        row["best_ms"], y, s=70 if marker == "|" else 30, marker=marker, facecolor=face,
-                        edgecolor="black", linewidth=1.6 if marker == "|" else 0.8, zorder=4 if name == HOST else 3,
-                    )  # fmt: skip
+                    axis.plot(row["best_ms"], y, zorder=4 if name == HOST else 3, **line_style(name, style))
         axis.set_xscale("log")
+        axis.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
         axis.set_xlabel(f"milliseconds, {n} thread{'s' * (n > 1)}")
+        axis.set_ylim(len(operations) - 0.4, -0.6)
         axis.grid(axis="x", color="0.85", linewidth=0.6, zorder=0)
         axis.spines[["top", "right", "left"]].set_visible(False)
         axis.tick_params(axis="y", length=0)
     axes[0][0].set_yticks(range(len(operations)), operations)
-    axes[0][0].invert_yaxis()
-    handles = [
-        plt.Line2D(
-            [], [], linestyle="", marker=marker, markersize=8 if marker == "|" else 5.5, label=label, color="black",
-            markerfacecolor=("black" if name in (HOST, MEMCPY) else "0.55") if filled else "white",
-            markeredgewidth=1.6 if marker == "|" else 0.8,
-        )
-        for name, (label, marker, filled) in MARKERS.items()
-    ]  # fmt: skip
+    handles = [plt.Line2D([], [], label=style[0], **line_style(name, style)) for name, style in MARKERS.items()]
     figure.legend(handles=handles, loc="upper center", ncol=4, frameon=False, fontsize=8)
     figure.tight_layout(rect=(0, 0, 1, 1 - 0.55 / height))
     path.parent.mkdir(parents=True, exist_ok=True)
