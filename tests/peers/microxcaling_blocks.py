@@ -39,12 +39,13 @@ def offers():
                         "log2",
                         "The exponents of scale and elements are floor(log2) in float32: one too large just below a "
                         "power of two.",
-                        _values(fmt, False),
+                        _values(fmt, False, False),
                     ),
+                    Divergence("-0", "-0 loses its sign.", _values(fmt, True, False)),
                     Divergence(
-                        "scale above 2^127",
-                        "A scale above 2^127 makes the block NaN, and infinity stays infinite.",
-                        _values(fmt, True),
+                        "NaN and inf",
+                        "NaN, or a scale above 2^127, makes the whole block NaN; infinity stays infinite.",
+                        _values(fmt, True, True),
                     ),
                 ),
             )
@@ -56,13 +57,13 @@ def _floor_log2(values):
     return np.floor(rules.log2_float32(values))
 
 
-def _values(fmt, special):
+def _values(fmt, zeros, special):
     emax = int(np.log2(fmt.max))
 
     @rules.quiet
     def arrays(x):
         values = rules.blocks(x, 32)
-        amax = rules.block_amax(x, 32)
+        amax = rules.block_amax(x, 32, keep_nan=special)
         exponent = _floor_log2(np.where(amax == 0, rules.SMALLEST_NORMAL, amax)) - F(emax)
         if special:
             exponent = np.where(exponent > 127, F(np.nan), exponent)
@@ -72,6 +73,8 @@ def _values(fmt, special):
         private = np.maximum(_floor_log2(np.where(magnitude == 0, F(1), magnitude)), F(1 - fmt.bias))
         step = np.exp2(private - F(fmt.mantissa_bits)).astype(F)
         rounded = np.clip(np.rint(scaled / step) * step, -fmt.max, fmt.max)
+        if zeros:
+            rounded = np.where(scaled == 0, F(0), rounded)
         if special:
             rounded = np.where(np.isinf(scaled), scaled, rounded)
         return {"values": (rounded * scale).astype(F).reshape(x.shape)}
