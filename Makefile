@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help report train minilm notebooks lab test lint bench kernel-report gpu-check oracle-score exhaustive peers clean
+.PHONY: help report train minilm notebooks lab test lint bench tables kernel-report gpu-check oracle-score exhaustive peers clean
 
 help:
 	@sed -n 's/^## //p' $(MAKEFILE_LIST)
@@ -45,6 +45,11 @@ lint: $(INSTALLED)
 bench: $(INSTALLED)
 	$(BIN)/python -m pytest tests/benchmarks -n 0 --benchmark-group-by=group --benchmark-sort=name \
 	    --benchmark-columns=median,iqr,rounds
+
+## tables      measure what each backend offers, and bring the tables of README and the guide up to date
+tables: $(INSTALLED)
+	$(BIN)/python docs/capabilities.py --write
+	$(BIN)/python docs/generate.py --write
 
 ## kernel-report  every GPU kernel compiled, no GPU needed: registers, spills, accesses, instructions per byte
 kernel-report: $(INSTALLED)
