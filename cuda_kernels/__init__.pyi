@@ -1,6 +1,6 @@
 """The types of the calls on a GPU, which `__init__.py` makes from `Interface` while it is imported.
 
-Arrays are those of the caller's library, so they are `Any` here. `make lint` compares this file with the package.
+Arrays are those of the caller's library, so they are `Any` here. A test compares this file with the package.
 """
 
 from typing import Any, Literal, overload

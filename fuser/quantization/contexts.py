@@ -5,11 +5,12 @@ are computed exactly as the hardware would and products in float32 (`fuser.gemm`
 """
 
 import warnings
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from fuser.quantization.state import FP8GlobalStateManager, _compute_capability, get_default_recipe
-from fuser.recipe import Recipe
+from fuser.recipe import CustomRecipe, Recipe
 
 __all__ = [
     "autocast",
@@ -94,7 +95,7 @@ def fp8_autocast(
 @contextmanager
 def quantized_model_init(
     enabled: bool = True, recipe: Recipe | None = None, preserve_high_precision_init_val: bool = False
-):
+) -> Iterator[None]:
     """Make the weights of operations that are constructed in this context quantized.
 
     Args:
@@ -117,7 +118,9 @@ def quantized_model_init(
             setattr(state, name, value)
 
 
-def fp8_model_init(enabled: bool = True, recipe: Recipe | None = None, preserve_high_precision_init_val: bool = False):
+def fp8_model_init(
+    enabled: bool = True, recipe: Recipe | None = None, preserve_high_precision_init_val: bool = False
+) -> AbstractContextManager[None]:
     """Deprecated name of `quantized_model_init`."""
     warnings.warn("fp8_model_init is deprecated; use quantized_model_init", DeprecationWarning, stacklevel=2)
     return quantized_model_init(enabled, recipe, preserve_high_precision_init_val)
@@ -175,4 +178,4 @@ def get_align_size_for_quantization(recipe: Recipe) -> int:
         return 32
     if recipe.nvfp4():
         return 128
-    return recipe.quantization_alignment if recipe.custom() else 16
+    return recipe.quantization_alignment if isinstance(recipe, CustomRecipe) else 16

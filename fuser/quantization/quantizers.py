@@ -65,7 +65,7 @@ _tape = _Tape()
 
 
 @contextlib.contextmanager
-def delayed_scales(scales: dict[int, tuple[torch.Tensor, float]], *, replay: bool):
+def delayed_scales(scales: dict[int, tuple[torch.Tensor, float]], *, replay: bool) -> Any:
     """Keep in `scales` what delayed-scaling quantizers of this thread cast with; `replay`: cast with that again.
 
     A replayed pass records no amaxes: it belongs to a step that was recorded.

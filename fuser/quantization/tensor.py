@@ -13,6 +13,7 @@ import copy
 import itertools
 import warnings
 from dataclasses import fields, replace
+from typing import Any, ClassVar
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
@@ -44,11 +45,11 @@ class QuantizedTensor(torch.Tensor):
     keep the data quantized. Gradients are plain tensors of the nominal dtype.
     """
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__: ClassVar[Any] = torch._C._disabled_torch_function_impl
     #: Of a slice: the tensor that it was taken from, and where it starts. Writes to the slice go there too.
     _slice_of: tuple["QuantizedTensor", int] | None = None
 
-    def __new__(cls, buffers: Buffers, *, quantizer: Quantizer | None = None, requires_grad: bool = False):
+    def __new__(cls, buffers: Buffers, *, quantizer: Quantizer | None = None, requires_grad: bool = False) -> Any:
         """Wrap `buffers` without a copy."""
         shape = tuple(buffers.shape)
         strides = [1] * len(shape)
@@ -79,7 +80,7 @@ class QuantizedTensor(torch.Tensor):
             made._slice_of = tensor._slice_of
         return made
 
-    def to_dtype(self, dtype: torch.dtype):
+    def to_dtype(self, dtype: torch.dtype) -> Any:
         """A tensor of the same data with another nominal dtype."""
         return self.make_like(self, dtype=dtype)
 
@@ -500,20 +501,22 @@ if torch.distributed.is_available():
 
 # --- formats --------------------------------------------------------------------------------------
 
+# Ignored: `size` and `view` have two definitions, torch's (more overloads than hints here can say) is the one in force.
 
-class Float8Tensor(QuantizedTensor, Float8TensorStorage):
+
+class Float8Tensor(QuantizedTensor, Float8TensorStorage):  # type: ignore[misc]
     """FP8 with one scale (delayed or current scaling)."""
 
 
-class MXFP8Tensor(QuantizedTensor, MXFP8TensorStorage):
+class MXFP8Tensor(QuantizedTensor, MXFP8TensorStorage):  # type: ignore[misc]
     """FP8 with an E8M0 scale for 32 elements."""
 
 
-class Float8BlockwiseQTensor(QuantizedTensor, Float8BlockwiseQTensorStorage):
+class Float8BlockwiseQTensor(QuantizedTensor, Float8BlockwiseQTensorStorage):  # type: ignore[misc]
     """FP8 with float32 scales for 1x128 elements or 128x128 tiles."""
 
 
-class NVFP4Tensor(QuantizedTensor, NVFP4TensorStorage):
+class NVFP4Tensor(QuantizedTensor, NVFP4TensorStorage):  # type: ignore[misc]
     """E2M1 with an E4M3 scale for 16 elements and a float32 amax for the tensor."""
 
 

@@ -10,7 +10,7 @@ Source: TE's `jax/quantize/quantizer.py`.
 """
 
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -48,7 +48,9 @@ class Quantizer:
     q_layout: QuantizeLayout = QuantizeLayout.ROWWISE_COLWISE
 
     #: Modes, and dtypes of the data, that a class takes; fields that are arrays.
-    modes, dtypes, children = (), _FP8, ()
+    modes: ClassVar[tuple[ScalingMode, ...]] = ()
+    dtypes: ClassVar[tuple[Any, ...]] = _FP8
+    children: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls):
         jax.tree_util.register_pytree_node(cls, lambda q: q._flatten(), cls._unflatten)
