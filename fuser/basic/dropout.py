@@ -62,7 +62,7 @@ class Dropout(BasicOperation):
             ctx.scale = self._scale()
         return y
 
-    def passed_through(self, input_):
+    def passed_through(self, input_: torch.Tensor) -> Any:
         """The input, if that is all that comes out; else None."""
         return None if self.training else input_
 

@@ -131,11 +131,11 @@ class Normalization(BasicOperation):
         dx, *gradients = self.normalize_grad(dy.view(x.shape), x, statistics, parameters, **options)
         return dx.view(dy.shape), [gradient.to(ctx.dtype).view(self.weight.shape) for gradient in gradients]
 
-    def normalize(self, x, parameters, out_dtype):
+    def normalize(self, x: Any, parameters: Any, out_dtype: Any) -> Any:
         """(y of `out_dtype`, statistics...) for a matrix x and flat wide parameters."""
         raise NotImplementedError
 
-    def normalize_grad(self, dy, x, statistics, parameters):
+    def normalize_grad(self, dy: Any, x: Any, statistics: Any, parameters: Any) -> Any:
         """(dx like x, wide gradients of the parameters...)."""
         raise NotImplementedError
 

@@ -62,9 +62,9 @@ class autocast:  # noqa: N801 (TE's name)
             raise TypeError(f"enabled must be a bool; got {enabled!r}. A recipe is given as autocast(recipe=...)")
         self.enabled, self.calibrating, self.recipe = enabled, calibrating, recipe
         self.amax_reduction_group, self._graph = amax_reduction_group, _graph
-        self._snapshot = None
+        self._snapshot: Any = None
 
-    def __enter__(self):
+    def __enter__(self) -> None:
         if self._snapshot is not None:
             raise RuntimeError("autocast context manager cannot be entered more than once concurrently")
         if self.enabled and self.recipe is not None:
@@ -74,7 +74,7 @@ class autocast:  # noqa: N801 (TE's name)
             self.enabled, self.calibrating, self.recipe, self.amax_reduction_group, self._graph
         )
 
-    def __exit__(self, *exception):
+    def __exit__(self, *exception: Any) -> None:
         snapshot, self._snapshot = self._snapshot, None
         FP8GlobalStateManager.set_autocast_state(snapshot)
         FP8GlobalStateManager.autocast_exit(self.enabled, self._graph)

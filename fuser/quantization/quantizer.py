@@ -261,13 +261,13 @@ class Quantizer:
 
     # --- copies, equality ----------------------------------------------------------------------------
 
-    def copy(self):
+    def copy(self) -> Any:
         """A shallow copy: usages are its own, scale and amax tensors are shared."""
         duplicate = object.__new__(type(self))
         duplicate.__dict__.update(self.__dict__)
         return duplicate
 
-    def copy_for_result(self):
+    def copy_for_result(self) -> Any:
         """The copy that a quantized tensor keeps: without an amax reduction group."""
         return self.copy()
 

@@ -291,7 +291,7 @@ class QuantizedTensorStorage:
         """The same data in another shape, without a copy; errors as `viewed_buffers`."""
         return type(self)(self.viewed_buffers(shape), quantizer=self._quantizer)
 
-    def clear(self):
+    def clear(self) -> None:
         """Drop all data: the memory is freed once nothing else holds the buffers."""
         self.buffers = replace(self.buffers, **dict.fromkeys(TENSOR_FIELDS))
 
@@ -382,7 +382,7 @@ class Float8TensorStorage(QuantizedTensorStorage):
             super()._without_blocks(shape)
         return replace(self.buffers, **dict.fromkeys(fields_of("columnwise")))
 
-    def stored_format(self):
+    def stored_format(self) -> Any:
         """Delayed and current scaling store the same."""
         return Float8TensorStorage, self.buffers.scaling.fmt
 
@@ -407,7 +407,7 @@ class MXFP8TensorStorage(QuantizedTensorStorage):
     def _with_gemm_swizzled_scales(self) -> bool:
         return self.buffers.with_gemm_swizzled_scales
 
-    def stored_format(self):
+    def stored_format(self) -> Any:
         return *super().stored_format(), self.buffers.scaling.two_d
 
     def _copies_hold_the_same_codes(self):
@@ -438,7 +438,7 @@ class Float8BlockwiseQTensorStorage(QuantizedTensorStorage):
     def _is_2D_scaled(self) -> bool:  # noqa: N802 (TE's name)
         return self.buffers.scaling.block_dim == 2
 
-    def stored_format(self):
+    def stored_format(self) -> Any:
         return *super().stored_format(), self.buffers.scaling.block_dim
 
     def _copies_hold_the_same_codes(self):
@@ -474,7 +474,7 @@ class NVFP4TensorStorage(QuantizedTensorStorage):
     def _nvfp4_e4m3_max(self) -> int:
         return self.buffers.scaling.e4m3_max
 
-    def stored_format(self):
+    def stored_format(self) -> Any:
         scaling = self.buffers.scaling
         return *super().stored_format(), scaling.two_d, scaling.row_scaled, scaling.sign_mask if scaling.rht else None
 

@@ -37,6 +37,10 @@ aten = torch.ops.aten
 register()
 
 
+#: The methods of storages, called on tensors: concrete classes are both.
+_STORAGE: Any = QuantizedTensorStorage
+
+
 class QuantizedTensor(torch.Tensor):
     """Base of tensors with quantized data: shape, nominal dtype and device of a contiguous tensor, without its memory.
 
@@ -67,11 +71,11 @@ class QuantizedTensor(torch.Tensor):
         self.buffers, self._quantizer = buffers, quantizer
         return self
 
-    def __init__(self, *args, **kwargs):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Everything is done by `__new__`."""
 
     @classmethod
-    def make_like(cls, tensor, *, shape=None, dtype=None, requires_grad=False):
+    def make_like(cls, tensor: Any, *, shape: Any = None, dtype: Any = None, requires_grad: bool = False) -> Any:
         """A tensor of the same data, with another nominal dtype or (like a view) another shape."""
         buffers = tensor.buffers if shape is None else tensor.viewed_buffers(tuple(shape))
         buffers = buffers if dtype is None else replace(buffers, dtype=dtype)
@@ -89,7 +93,7 @@ class QuantizedTensor(torch.Tensor):
         """The plain tensor that is stood for, in the nominal dtype or `dtype`. Gradients pass straight through."""
         if torch.is_grad_enabled() and self.requires_grad:
             return _Dequantize.apply(self, dtype)
-        return QuantizedTensorStorage.dequantize(self, dtype=dtype)
+        return _STORAGE.dequantize(self, dtype=dtype)
 
     def float(self) -> torch.Tensor:
         """Dequantize to float32."""
@@ -103,15 +107,15 @@ class QuantizedTensor(torch.Tensor):
         """Dequantize to bfloat16."""
         return self.dequantize(dtype=torch.bfloat16)
 
-    def quantize_(self, tensor, *, noop_flag=None):
+    def quantize_(self, tensor: torch.Tensor, *, noop_flag: Any = None) -> Any:
         """As the storage's; autograd sees an in-place change."""
         with torch.no_grad():
-            QuantizedTensorStorage.quantize_(self, tensor, noop_flag=noop_flag)
+            _STORAGE.quantize_(self, tensor, noop_flag=noop_flag)
         if not self.is_inference():
             torch.autograd.graph.increment_version(self)
         return self
 
-    def set_buffers(self, new):
+    def set_buffers(self, new: Any) -> None:
         """As the storage's. Of a slice the rows are also written where they were taken from, before anything changes.
 
         Raises:
@@ -119,7 +123,7 @@ class QuantizedTensor(torch.Tensor):
                 tensor has a copy that can't be made for these rows.
         """
         self._write_through(new)
-        QuantizedTensorStorage.set_buffers(self, new)
+        _STORAGE.set_buffers(self, new)
 
     def _write_through(self, new):
         """A slice remembers where it was taken from. It does not see what is written there later."""
@@ -133,12 +137,12 @@ class QuantizedTensor(torch.Tensor):
         sharding.put_rows(whole.buffers, start, part.buffers)
         whole._write_through(whole.buffers)
 
-    def expand_as(self, other):
+    def expand_as(self, other: Any) -> Any:
         """An identity in the graph for `x.expand_as(x)`, the idiom that finds a parameter's gradient accumulator."""
         return _Identity.apply(self) if other is self else super().expand_as(other)
 
     @property
-    def data(self):
+    def data(self) -> Any:
         """As `torch.Tensor.data`: detached, of the same data. Assigning a plain tensor quantizes its values.
 
         The values that are there already, in any dtype (what a module's `half()` assigns), leave codes and scales.
@@ -176,7 +180,7 @@ class QuantizedTensor(torch.Tensor):
             return False
         return torch.equal(value, QuantizedTensorStorage.dequantize(self, dtype=value.dtype))
 
-    def untyped_storage(self):
+    def untyped_storage(self) -> Any:
         """Empty: the data are in the buffers."""
         return torch.UntypedStorage(0, device=self.device)
 
@@ -227,7 +231,7 @@ class QuantizedTensor(torch.Tensor):
         """
         raise AttributeError("__tensor_flatten__: quantized tensors are not traced by torch.compile")
 
-    def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
+    def fsdp_pre_all_gather(self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any) -> Any:
         """Called by FSDP2 on a shard: (arrays to gather along dimension 0, metadata for `fsdp_post_all_gather`).
 
         At the first call the quantizer begins to take amaxes over the ranks of `mesh`, where scales are per tensor.
@@ -237,7 +241,7 @@ class QuantizedTensor(torch.Tensor):
         """
         return sharding.pre_all_gather(self, mesh, outer_size, module)
 
-    def fsdp_post_all_gather(self, all_gather_outputs, metadata, param_dtype, *, out=None):
+    def fsdp_post_all_gather(self, all_gather_outputs: Any, metadata: Any, param_dtype: Any, *, out: Any = None) -> Any:
         """Called by FSDP2 with what was gathered: (the whole tensor, its arrays that are no views of that).
 
         `out`: the tensor of an earlier call. It takes the new data, in its own memory; nothing is returned.
