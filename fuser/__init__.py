@@ -109,12 +109,17 @@ _torch_load.register()
 
 
 def __getattr__(name: str) -> Any:
-    if name in _SUBMODULES:
-        return importlib.import_module(f"fuser.{name}")
-    if name in _HOME_OF:
-        value = getattr(importlib.import_module(_HOME_OF[name]), name)
-        globals()[name] = value
-        return value
+    try:
+        if name in _SUBMODULES:
+            return importlib.import_module(f"fuser.{name}")
+        if name in _HOME_OF:
+            value = getattr(importlib.import_module(_HOME_OF[name]), name)
+            globals()[name] = value
+            return value
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise ImportError(f"fuser.{name} needs PyTorch: pip install '.[fuser]' (fuser.xla needs JAX alone)") from error
     raise AttributeError(f"module 'fuser' has no attribute {name!r}")
 
 
