@@ -47,14 +47,14 @@ def say(what, start=None):
     print(what + (f" ({time.perf_counter() - start:.1f} s)" if start else ""), flush=True)
 
 
-def run(*command, cwd, code=0, clean=True):
-    """Output of a command, which must end with an exit code; `clean`: with nothing of this process's Python."""
-    dropped = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "NUMBA_ENABLE_CUDASIM") if clean else ()
+def run(*command, cwd, code=0):
+    """What a command prints, errors included where it must end with one, without this process's Python settings."""
+    dropped = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "NUMBA_ENABLE_CUDASIM")
     environment = {name: value for name, value in os.environ.items() if name not in dropped}
     done = subprocess.run([*map(str, command)], cwd=cwd, env=environment, capture_output=True, text=True)
     shown = " ".join(map(str, command))
     require(done.returncode == code, f"`{shown}` ended with {done.returncode}:\n{done.stdout}{done.stderr}")
-    return done.stdout + done.stderr
+    return done.stdout + (done.stderr if code else "")
 
 
 # --- what is in it ----------------------------------------------------------------------------------
