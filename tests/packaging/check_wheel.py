@@ -21,6 +21,7 @@ import tarfile
 import tempfile
 import time
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from configparser import ConfigParser
 from email import message_from_string
 from pathlib import Path
@@ -141,6 +142,7 @@ class Machine:
         run(interpreter, "-m", "venv", folder / "env", cwd=folder)
         self.python = folder / "env" / "bin" / "python"
         self.install(distribution)
+        self.name = self("--version").strip()
 
     def install(self, what, *options):
         """Install a distribution, its extra or a package."""
@@ -232,7 +234,7 @@ def check_interpreter(interpreter, folder, wheel):
     before = machine.installed_files()
     check_use(machine)
     require(machine.installed_files() == before, "using the package wrote into site-packages")
-    say(f"  {machine('--version').strip()}: the reference and its command line", start)
+    say(f"{machine.name}: the reference and its command line", start)
     return machine
 
 
@@ -260,32 +262,47 @@ def check(folder, full):
     check_metadata(wheel)
     say(f"{wheel.name}, {sdist.name}: every file of the packages, metadata", start)
 
-    machine = check_interpreter(sys.executable, folder / "default", wheel)
+    others = other_interpreters()
+    jobs = [(check_default, (folder / "default", wheel, sdist))]
+    jobs += [(check_other, (path, folder / version, wheel, full)) for version, path in sorted(others.items())]
+    with ThreadPoolExecutor(max_workers=min(2, os.cpu_count() or 1)) as pool:
+        for outcome in [pool.submit(work, *arguments) for work, arguments in jobs]:
+            outcome.result()
+    if not others:
+        say("no other interpreter of 3.10 to 3.13 found")
+
+
+def check_default(folder, wheel, sdist):
+    """This interpreter: also types, the CPU kernels and the sdist."""
+    machine = check_interpreter(sys.executable, folder, wheel)
     start = time.perf_counter()
     check_types(machine)
-    say("  types: those of a user's file, and objections to its misuses", start)
+    say(f"{machine.name}: the types of a user's file, and objections to its misuses", start)
     start = time.perf_counter()
     machine.install(f"{wheel}[host]")
     before = machine.installed_files()
     check_examples(machine, 3)
     require(machine.installed_files() == before, "compiled functions were kept in site-packages")
-    say("  [host]: the README's examples on the CPU kernels", start)
+    say(f"{machine.name}: with [host] the README's examples on the CPU kernels", start)
     start = time.perf_counter()
-    files = {name for name in machine.installed_files() if name.split("/")[0] in PACKAGES}
+    files = own_files(machine)
     machine.install(sdist, "--force-reinstall", "--no-deps")
-    again = {name for name in machine.installed_files() if name.split("/")[0] in PACKAGES}
-    differing = {name for name in files ^ again if "__pycache__" not in name}
+    differing = files ^ own_files(machine)
     require(not differing, f"wheel and sdist do not install the same: {differing}")
     check_examples(machine, 2)
-    say("  the sdist installs the same", start)
+    say(f"{machine.name}: the sdist installs the same", start)
 
-    others = other_interpreters()
-    for version, interpreter in sorted(others.items()):
-        machine = check_interpreter(interpreter, folder / version, wheel)
-        if full:
-            run_tests(machine, wheel)
-    if not others:
-        say("  no other interpreter of 3.10 to 3.13 found")
+
+def own_files(machine):
+    """Files of the packages that are installed."""
+    return {n for n in machine.installed_files() if n.split("/")[0] in PACKAGES and "__pycache__" not in n}
+
+
+def check_other(interpreter, folder, wheel, full):
+    """Another interpreter; `full`: with the tests."""
+    machine = check_interpreter(interpreter, folder, wheel)
+    if full:
+        run_tests(machine, wheel)
 
 
 def run_tests(machine, wheel):
@@ -295,7 +312,7 @@ def run_tests(machine, wheel):
     for package in ("hypothesis", "mpmath", "psutil", "pytest", "pytest-benchmark", "pytest-xdist"):
         machine.install(package)
     printed = run(machine.python, "-m", "pytest", "-q", "-n", "auto", "-p", "no:cacheprovider", *TESTS, cwd=ROOT)
-    say(f"  {printed.strip().splitlines()[-1]}", start)
+    say(f"{machine.name}: {printed.strip().splitlines()[-1]}", start)
 
 
 if __name__ == "__main__":
