@@ -7,8 +7,8 @@ INSTALLED := $(VENV)/.installed
 PEERS := $(VENV)/.peers
 BOUNDS := tests/benchmarks -n 0 --benchmark-group-by=group --benchmark-sort=name --benchmark-columns=median,iqr,rounds
 
-.PHONY: help report train minilm notebooks lab test lint bench bench-bounds kernel-report gpu-check oracle-score \
-    exhaustive peers conformance clean
+.PHONY: help report train minilm notebooks lab test lint package bench bench-bounds tables kernel-report gpu-check \
+    oracle-score exhaustive peers conformance clean
 
 help:
 	@sed -n 's/^## //p' $(MAKEFILE_LIST)
@@ -39,10 +39,15 @@ test: $(INSTALLED)
 	$(BIN)/python -m pytest -n auto
 	NUMBA_ENABLE_CUDASIM=1 $(BIN)/python -m pytest -n auto tests/simulated
 
-## lint        linter and formatter
+## lint        linter, formatter, type checker
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+## package     wheel and sdist: contents, metadata, hints, use on a clean machine; FULL=1: tests on every Python found
+package: $(INSTALLED)
+	$(BIN)/python tests/packaging/check_wheel.py $(if $(FULL),--full)
 
 ## bench       install the peers; speed and memory of every operation beside theirs, on 1 and 2 threads; writes a JSON
 bench: $(PEERS)
@@ -53,6 +58,11 @@ bench: $(PEERS)
 bench-bounds: $(INSTALLED)
 	$(BIN)/python -m pytest $(BOUNDS)
 	PYTHONPATH=tests $(BIN)/python tests/benchmarks/compare.py --short
+
+## tables      measure what each backend offers, and bring the tables of README and the guide up to date
+tables: $(INSTALLED)
+	$(BIN)/python docs/capabilities.py --write
+	$(BIN)/python docs/generate.py --write
 
 ## kernel-report  every GPU kernel compiled, no GPU needed: registers, spills, accesses, instructions per byte
 kernel-report: $(INSTALLED)
@@ -81,7 +91,7 @@ conformance: $(PEERS)
 
 ## clean       remove the environment and caches
 clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .hypothesis .benchmarks
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis .benchmarks
 
 $(PEERS): $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test,peers]'

@@ -1,6 +1,7 @@
 """The other calls in the simulator: dequantize, swizzling, amax, delayed scales, Hadamard, codes; wrong arguments."""
 
 import importlib.util
+import json
 import pathlib
 import sys
 from dataclasses import replace
@@ -226,6 +227,18 @@ def scope(module):
     }
 
 
+@pytest.mark.parametrize("name", ["e3m4", "e4m3"])
+def test_formats_that_no_kernel_knows_are_refused(name):
+    """Also one that has the name of another: IEEE's e4m3 ends at 240."""
+    fmt = refops.FloatFormat(name, 4, 3, bias=7, largest_code=0x77, infinity_code=0x78, nan_code=0x7C)
+    for call in (
+        lambda: cuda_kernels.encode(np.ones(8, F), fmt),
+        lambda: cuda_kernels.decode(np.ones(8, np.uint8), fmt),
+    ):
+        with pytest.raises(ValueError, match=r"^fmt must be one of refops\.FORMATS on a GPU"):
+            call()
+
+
 @pytest.mark.parametrize("call", WRONG)
 def test_errors_are_those_of_refops(call):
     with pytest.raises((TypeError, ValueError)) as expected:
@@ -233,3 +246,11 @@ def test_errors_are_those_of_refops(call):
     with pytest.raises((TypeError, ValueError)) as got:
         eval(call, scope(cuda_kernels))
     assert (got.type, str(got.value)) == (expected.type, str(expected.value))
+
+
+def test_the_kernels_offer_what_readme_s_table_says():
+    folder = pathlib.Path(__file__).resolve().parent.parent.parent / "docs"
+    spec = importlib.util.spec_from_file_location("capabilities", folder / "capabilities.py")
+    capabilities = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(capabilities)
+    assert capabilities.measure("kernels") == json.loads(capabilities.RESULTS.read_text())["kernels"]
