@@ -33,6 +33,9 @@ def formulas(a):
         a: the array library.
     """
 
+    transform = a.array(hadamard_matrix())  # here, where no compiler traces
+    e2m1_values = a.array(np.array([*E2M1_VALUES, *(-v for v in E2M1_VALUES)], F))
+
     def divide(number, v):
         """A rounded quotient: in torch `number / v` is a reciprocal times the number."""
         return a.constant(number) / v
@@ -121,7 +124,7 @@ def formulas(a):
     def nvfp4_both_rht(x):
         m, k = x.shape
         groups = a.f32(x.T.reshape(k * m // 16, 16))
-        transformed = a.like(a.matmul(groups, a.array(hadamard_matrix())), x).reshape(k, m)
+        transformed = a.like(a.matmul(groups, transform), x).reshape(k, m)
         return *nvfp4(x), *nvfp4(transformed)
 
     def dequantize_mxfp8(codes, scale):
@@ -132,7 +135,7 @@ def formulas(a):
     def dequantize_nvfp4(packed, scale, amax):
         m, half = packed.shape
         codes = a.stack((packed & 15, packed >> 4)).reshape(m, half // 8, 16)
-        values = a.take(a.array(np.array([*E2M1_VALUES, *(-v for v in E2M1_VALUES)], F)), codes)
+        values = a.take(e2m1_values, codes)
         factor = (a.from_e4m3(scale) * amax) * ONE_2688TH
         return (a.bf16((values * factor[..., None]).reshape(m, 2 * half)),)
 
