@@ -33,7 +33,7 @@ RESULTS = HERE / "results"
 SIZES = ((1024, 1024), (4096, 4096), (8192, 4096))
 SHORT = ((256, 512),)
 #: Seconds for the rounds of one operation, by elements; the bits are compared up to CHECKED elements.
-SECONDS = {1024 * 1024: 0.5, 4096 * 4096: 2.0, 8192 * 4096: 1.5}
+SECONDS = {1024 * 1024: 0.5, 4096 * 4096: 1.5, 8192 * 4096: 1.0}
 CHECKED = 4096 * 4096
 ROUNDS = 25
 #: Part of those seconds that one competitor may use before it is passed over, and seconds that a call may take.
@@ -204,7 +204,7 @@ def time_operation(operation, tensors, peers, threads, earlier, check):
         row = {"operation": operation, "competitor": name, "subject": of_subject}
         rows.append(row)
         predicted = earlier.get((operation, name), 0.0) * elements
-        if predicted > SLOWEST:
+        if predicted > SLOWEST and name not in OURS:
             row["left_out"] = f"would take {predicted:.0f} s a call, more than {SLOWEST} s"
             continue
         runs[name] = run
