@@ -46,20 +46,6 @@ MEMORY_SIZE = (4096, 4096)
 OURS, COPIES = ("refops", "cuda_kernels.host"), ("memcpy", "copy into new memory")
 #: Share of equal elements from which an operation with exp or tanh counts as having the bits of refops.
 NEARLY = 0.999
-#: Peers whose offers are timed: modules of `peers`.
-MODULES = (
-    "torch_casts",
-    "torch_eager",
-    "torch_compiled",
-    "torchao_tensors",
-    "compressed_tensors_schemes",
-    "modelopt_tensors",
-    "microxcaling_blocks",
-    "gfloat_rounding",
-    "ml_dtypes_casts",
-    "jnp_casts",
-    "jnp_formulas",
-)
 
 
 # --- what runs -------------------------------------------------------------------------------------------------------
@@ -509,6 +495,7 @@ def slug(name):
 
 def main():
     """Run, write, print the short table; exit code 1 where bits are wrong or a competitor failed."""
+    from peers import registry
     from peers.subjects import TIMED
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -525,7 +512,7 @@ def main():
         return 0
     sizes = [tuple(map(int, size.split("x"))) for size in options.size or ()] or (SHORT if options.short else SIZES)
     threads = options.threads or ([1] if options.short else [1, 2])
-    modules = [module for module in MODULES if not (options.short and module == "torch_compiled")]
+    modules = [module for module in registry.MODULES if not (options.short and module == "torch_compiled")]
     memory = None if options.short or options.no_memory or MEMORY_SIZE not in sizes else MEMORY_SIZE
     document = run(sizes, threads, options.operation or TIMED, modules, memory)
     whole = not (options.short or options.size or options.threads or options.operation or options.no_memory)
