@@ -11,7 +11,7 @@ import numpy as np
 
 from refops.arguments import require_choice, require_flag, require_high_precision_dtype, require_number
 from refops.formats import E2M1, unpack_fp4
-from refops.hints import Number
+from refops.hints import DTypeLike, Number
 from refops.oracle import enclosure
 from refops.oracle.enclosure import Bounds
 from refops.oracle.geometry import DIRECTIONS, stored_index
@@ -121,7 +121,14 @@ class Acceptable(NamedTuple):
     nan: np.ndarray
 
 
-def acceptable(op, inputs, *, params=None, ulp=2, dtype=None):
+def acceptable(
+    op: str,
+    inputs: Any,
+    *,
+    params: Mapping[str, Number] | None = None,
+    ulp: float = 2,
+    dtype: DTypeLike | None = None,
+) -> Acceptable:
     """Return what `check` accepts of each element of an operation that writes values: `Acceptable`.
 
     Codes have no such interval before there is a dump: `check` judges each under the scale that the dump itself has.
