@@ -181,7 +181,7 @@ class Case:
                 raise ValueError("scaling is required for quantize: a setting such as refops.MXFP8Scaling; got None")
             return None
         if not (self.operation.takes_scaling or needs):
-            raise ValueError(f"scaling must be None for {name}, which does not quantize; got {scaling!r}")
+            raise ValueError(f"scaling must be None for {name}, which does not quantize; got {shown(scaling)}")
         return require_scaling(scaling)
 
     def _check_inputs(self, inputs):

@@ -6,7 +6,7 @@ results; intervals are computed for the other tiles alone. That is what makes th
 
 import numpy as np
 
-from refops.arguments import require_choice, require_flag, require_number
+from refops.arguments import require_choice, require_flag, require_number, shown
 from refops.formats import E2M1, unpack_fp4
 from refops.oracle import enclosure
 from refops.oracle.enclosure import Bounds
@@ -83,7 +83,7 @@ def check(
     random_bits = require_choice(random_bits, "random_bits", ("given", "any"))
     require_flag(diagnose, "diagnose")
     if random_bits == "any" and (ulp == 0 or not getattr(scaling, "stochastic_rounding", False)):
-        got = f"ulp={ulp:g}, scaling={scaling!r}"
+        got = f"ulp={ulp:g}, scaling={shown(scaling)}"
         raise ValueError(f"random_bits='any' needs ulp > 0 and a scaling with stochastic_rounding; got {got}")
     case = Case(op, inputs, scaling, params, swizzled_scales=swizzled_scales or is_swizzled(outputs))
     arrays, unpadded = case.fit_outputs(outputs)

@@ -95,9 +95,15 @@ class Quantized:
     def __post_init__(self):
         require_scaling(self.scaling)
         if not isinstance(self.shape, tuple) or not self.shape:
-            raise ValueError(f"shape must be a tuple of at least one size; got {self.shape!r}")
+            raise ValueError(f"shape must be a tuple of at least one size; got {shown(self.shape)}")
         for size in self.shape:
             require_integer(size, "shape", low=0, high=1 << 62)
+        m, k = self.matrix_shape
+        if isinstance(self.scaling, NVFP4Scaling) and (m % self.scaling.block_size or k % self.scaling.block_size):
+            raise ValueError(
+                f"shape must have M % 16 == 0 and K % 16 == 0 with NVFP4Scaling (K the last dimension, M the product of "
+                f"the others); got {self.shape}"
+            )
         object.__setattr__(self, "dtype", require_high_precision_dtype(self.dtype, "dtype"))
         layout = stored_layout(self.scaling, self.shape)
         for name, (shape, dtype) in layout.items():

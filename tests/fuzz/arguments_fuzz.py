@@ -67,6 +67,7 @@ LAYOUTS = ("plain", "fortran", "strided", "reversed", "readonly", "misaligned", 
 def laid_out(case, x, layout=None):
     """The same values in another place: order, strides, alignment, writability or class of the array differ."""
     layout = layout or case.choose(LAYOUTS)
+    x = np.asarray(x)
     if layout == "fortran":
         return np.asfortranarray(x).reshape(x.shape)
     if layout == "strided" and x.ndim:
@@ -76,7 +77,7 @@ def laid_out(case, x, layout=None):
     if layout == "reversed" and x.ndim:
         return np.ascontiguousarray(x[..., ::-1])[..., ::-1]
     if layout == "readonly":
-        x = x.copy()
+        x = np.array(x)
         x.flags.writeable = False
         return x
     if layout == "misaligned":

@@ -88,17 +88,15 @@ def seed_of(seed, name, number):
 
 
 def resolve(name):
-    """The object of a dotted name: the longest prefix that is a module, then attributes."""
-    parts = name.split(".")
-    for count in range(len(parts), 0, -1):
-        try:
-            found = importlib.import_module(".".join(parts[:count]))
-        except ModuleNotFoundError:
-            continue
-        for part in parts[count:]:
-            found = getattr(found, part)
-        return found
-    raise LookupError(name)
+    """The object of a dotted name. A function is taken before a module of the same name."""
+    first, *rest = name.split(".")
+    found, path = importlib.import_module(first), first
+    for part in rest:
+        path = f"{path}.{part}"
+        if not hasattr(found, part):
+            importlib.import_module(path)
+        found = getattr(found, part)
+    return found
 
 
 def require(condition, message, *values):
