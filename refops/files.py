@@ -28,6 +28,8 @@ STARTS = {".safetensors": rb".{8}\{", ".npy": _NUMPY, ".npz": _NUMPY, ".pt": _TO
 SUFFIXES = tuple(STARTS)
 #: A .pt file that names more is refused.
 MOST_TENSORS = 1_000_000
+#: Characters of a parser's own words that an error repeats.
+MOST_OF_A_REASON = 400
 
 
 class FileError(Exception):
@@ -231,6 +233,8 @@ def _one_line_errors(path):
         reason = " ".join(str(error).split())
         if "pickle" in reason or "Python objects" in reason:
             reason = "it holds pickled Python objects, and those are never loaded"
+        elif len(reason) > MOST_OF_A_REASON:  # some quote the file
+            reason = f"{reason[:MOST_OF_A_REASON]} ..."
         elif " " not in reason:  # such as KeyError: 101
             reason = f"it is damaged ({type(error).__name__})"
         raise FileError(f"must be a readable {path.suffix} file; got {str(path)!r}: {reason}") from error

@@ -145,7 +145,7 @@ class Case:
 
     # --- calls --------------------------------------------------------------------------------------------------------
 
-    def call(self, name, *args, documented=(ValueError, TypeError), says="got", changes=(), **kwargs):
+    def call(self, name, /, *args, documented=(ValueError, TypeError), says="got", changes=(), **kwargs):
         """Call a public function by its dotted name.
 
         Args:
@@ -172,7 +172,7 @@ class Case:
         self.calls[name, RESULT] += 1
         return result
 
-    def attempt(self, name, *args, **kwargs):
+    def attempt(self, name, /, *args, **kwargs):
         """As `call`; returns (True, result) or (False, the documented error)."""
         try:
             return True, self.call(name, *args, **kwargs)

@@ -53,7 +53,7 @@ def input_file(case, name, suffix=None):
             hostile.whole_pt(case, path)
     else:
         hostile.make(case, path, suffix)
-    more = case.choose(["", "", "", "", "@bfloat16", ":x", ":", "@", ":nothing", "@float32:2x2"])
+    more = case.choose([*[""] * 14, "@bfloat16", ":x", ":", "@", ":nothing", "@float32:2x2"])
     return f"{path}{more}"
 
 
@@ -69,21 +69,60 @@ def scaling_words(case):
     return words + some(case, 0.25, "--set", case.choose(fields)) + some(case, 0.05, "--set", case.choose(fields))
 
 
+def right_check(case):
+    """Words of a check that compares: a right dump, or one with a wrong byte."""
+    op, scaling = case.choose(
+        [("quantize", "mxfp8"), ("quantize", "nvfp4-1x16"), ("swiglu", "mxfp8"), ("gelu", None), ("dgelu", None)]
+    )
+    x = contents(case, case.choose([(32, 64), (64, 128)]), case.choose([np.float32, np.float16]))
+    np.save(case.folder / "x.npy", x)
+    words = ["--op", op, "--input", f"x={case.folder / 'x.npy'}"]
+    if op == "dgelu":
+        np.save(case.folder / "dy.npy", x)
+        words += ["--input", f"dy={case.folder / 'dy.npy'}"]
+        made = {"dx": refops.activation_grad("gelu", x, x)}
+    elif op == "gelu":
+        made = {"y": refops.activation("gelu", x)}
+    else:
+        words += ["--scaling", scaling]
+        settings = SCALINGS[scaling].scaling
+        q = refops.quantize(x, settings) if op == "quantize" else refops.activation_quantize(op, x, settings)
+        made = {"rowwise_data": q.rowwise_data, "rowwise_scale_inv": q.rowwise_scale_inv}
+    for name, array in made.items():
+        data = bytearray(array.tobytes())
+        if case.chance(0.3):
+            data[case.below(len(data))] ^= 1 << case.below(8)
+        (case.folder / f"{name}.bin").write_bytes(data)
+        words += ["--output", f"{name}={case.folder / name}.bin"]
+    return words
+
+
+def right_golden(case):
+    """Words of a golden file that can be written."""
+    op = case.choose(["quantize", "swiglu", "dgelu", "relu", "dequantize"])
+    scaling = ["--scaling", case.choose(["mxfp8", "nvfp4-1x16", "fp8-current", "mxfp8"])]
+    return ["--op", op, *scaling, "--shape", case.choose(["32x64", "2x16x64"]), "--out", str(case.folder / "out")]
+
+
 def arguments(case, command):
     """The words of one command, mostly of its grammar."""
     words = [command]
+    if command in ("check", "golden") and case.chance(0.45):
+        words += right_check(case) if command == "check" else right_golden(case)
+        words += some(case, 0.35, "--json") + some(case, 0.1, word(case))
+        return [w.replace("\x00", "") for w in words]
     if command == "formats":
         words += some(case, 0.7, case.choose([*refops.FORMATS, "E2M1", word(case)]))
     elif command == "inspect":
         words += some(case, 0.95, input_file(case, "t"))
-        words += some(case, 0.4, "--tensor", case.choose(["*", "x", "w*", "data", "[", word(case)]))
-        words += some(case, 0.9, "--scaling", case.choose([*SCALINGS, "mxfp8*", word(case)]))
+        words += some(case, 0.2, "--tensor", case.choose(["*", "x", "w*", "data", "[", word(case)]))
+        words += some(case, 0.9, "--scaling", case.choose([*SCALINGS, "mxfp8*", "nvfp4*", word(case)]))
         words += some(case, 0.2, "--summary") + some(case, 0.1, "--dtype", case.choose(["bfloat16", "float32", word(case)]))
         words += some(case, 0.03, "--plot", str(case.folder / case.choose(["p.png", "p.svg", "p.xyz", "no/p.png", "p", "\n.png"])))
     elif command == "explain":
         source = case.choose(["values", "values", "file", "both", "neither"])
         if source in ("values", "both"):
-            listed = ["0.1,-0.25,1,3", "nan", "inf,-inf", "1e39,-1e-46", ",,1,", ";", "1;2;3", "-1", ",".join(["1"] * 300), "0x10", "1_000", "\u0661", word(case)]
+            listed = ["0.1,-0.25,1,3", "0.1,-0.25,1,3", "3;2;1", "nan", "inf,-inf", "1e39,-1e-46", ",,1,", ";", "1;2;3", "-1", ",".join(["1"] * 300), "0x10", "1_000", "\u0661", word(case)]
             words += ["--values", case.choose(listed)]
         if source in ("file", "both"):
             words += [input_file(case, "t")]
@@ -149,7 +188,7 @@ def run_in_process(case, words):
 def judge(code, out, err, words, allowed=(0, 1, 2)):
     """The rules of the module's docstring."""
     require(code in allowed, "another exit code", code, words)
-    for text in (out, err):
+    for text in (out or "", err):
         require("Traceback" not in text, "a traceback", text[-2000:], words)
         found = CONTROL.search(text)
         require(found is None, "a control character", words, text[max(0, found.start() - 60) : found.end() + 20] if found else "")
@@ -160,7 +199,7 @@ def judge(code, out, err, words, allowed=(0, 1, 2)):
     elif code in (0, 1):
         require(err == "", "something on stderr", err, words)
         require(code == 0 or words[0] in ("check", "report"), "a mismatch of what is not compared", words)
-    if "--json" in words and code in (0, 1) and not {"--help", "-h", "--version"} & set(words):
+    if "--json" in words and code in (0, 1) and out is not None and not {"--help", "-h", "--version"} & set(words):
         json.loads(out, parse_constant=lambda constant: require(False, "not JSON", constant))
 
 
@@ -276,7 +315,7 @@ def cli_process(case):
         return
     if how == "interrupt" and code != 130 and "KeyboardInterrupt" in err and "refops/cli.py" not in err:
         return  # during the interpreter's own start, before the first line of the program
-    judge(code, "", err, words, allowed)
+    judge(code, None, err, words, allowed)
     if code == 2 or code == 130:
         require(not (case.folder / "p.png").exists() or (case.folder / "p.png").read_bytes()[-8:-4] == b"IEND", "half a picture")
     whole_outputs(case)

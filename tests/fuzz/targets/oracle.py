@@ -16,7 +16,14 @@ NEEDS = ("refops.oracle.diagnosis",)
 
 
 def right(case):
-    """(op, inputs, outputs, options) of a dump that is right."""
+    """(op, inputs, outputs, options) of a dump that is right; `Refused` where the arguments do not fit."""
+    try:
+        return _right(case)
+    except (ValueError, TypeError) as error:
+        raise Refused(str(error)) from error
+
+
+def _right(case):
     name = case.choose(tuple(ACTIVATIONS))
     kind = case.choose(["activation", "grad", "quantize", "quantize", "fused", "dequantize", "update", "scaled"])
     scaling, options = case.draw(SCALINGS), {}
@@ -43,13 +50,10 @@ def right(case):
     flags = directions(case)
     if getattr(scaling, "row_scaled", False):
         flags = {}
-    try:
-        if kind == "fused":
-            q, op = refops.activation_quantize(name, x, scaling, **flags), name
-        else:
-            q, op = refops.quantize(x, scaling, **flags), "quantize"
-    except ValueError as error:
-        raise Refused(str(error)) from error
+    if kind == "fused":
+        q, op = refops.activation_quantize(name, x, scaling, **flags), name
+    else:
+        q, op = refops.quantize(x, scaling, **flags), "quantize"
     if kind == "dequantize":
         return "dequantize", q, refops.dequantize(q), {}
     return op, x, q, {"scaling": scaling}

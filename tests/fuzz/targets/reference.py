@@ -332,7 +332,8 @@ def quantize(case, host):
     dtype = case.choose([*FLOAT_DTYPES, "float32", np.float64, wrong(case)])
     (values, theirs) = either(case, "dequantize", host)(q, dtype=dtype)
     require_array(values, x.shape, np.dtype(dtype), "dequantized values")
-    require(theirs is None or same_values(values, theirs), "host dequantizes otherwise")
+    transformed = q.rowwise_data is None and getattr(scaling, "rht", False)
+    require(theirs is None or transformed or same_values(values, theirs), "host dequantizes otherwise")
 
 
 @both("activation_quantize", ["activation_quantize"], cases=350)
@@ -445,7 +446,7 @@ def host_amax(case):
     result = case.call("cuda_kernels.host.amax", given)
     if given is x:
         wide = np.abs(plain(x).astype(np.float32))
-        expected = np.fmax.reduce(wide, axis=None, initial=np.float32(0))
+        expected = np.max(np.where(np.isnan(wide), np.float32(0), wide), initial=np.float32(0))
         require(same_bits(np.asarray(result).reshape(()), np.float32(expected)), "another amax", result, expected)
 
 
