@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help report train minilm notebooks lab test lint bench kernel-report gpu-check oracle-score exhaustive peers clean
+.PHONY: help report train minilm notebooks lab test lint bench kernel-report gpu-check oracle-score exhaustive fuzz peers clean
 
 help:
 	@sed -n 's/^## //p' $(MAKEFILE_LIST)
@@ -61,6 +61,10 @@ oracle-score: $(INSTALLED)
 ## exhaustive  all 2^32 float32 values through the casts, against ml_dtypes
 exhaustive: $(INSTALLED)
 	$(BIN)/python tests/exhaustive/encode_all_float32.py
+
+## fuzz        every public function, the command line and the file readers with random and hostile arguments
+fuzz: $(INSTALLED)
+	$(BIN)/python tests/fuzz/run.py --json tests/fuzz/results/fuzz.json
 
 ## peers       install gfloat, torch and torchao and compare with them live; read .pt files
 peers: $(INSTALLED)

@@ -24,6 +24,8 @@ from contextvars import ContextVar
 
 import torch
 
+from refops.arguments import shown
+
 VARIABLE = "NVTE_TORCH_COMPILE"
 _selected = ContextVar("fuser_jit_compilation", default=None)
 #: Whether `onnx_export(True)` is in force: a plain variable, since torch.compile does not trace a ContextVar.
@@ -40,7 +42,7 @@ def compilation(enabled):
     It nests, and holds for the current thread or task alone.
     """
     if not isinstance(enabled, bool):
-        raise TypeError(f"enabled must be a bool; got {enabled!r}")
+        raise TypeError(f"enabled must be a bool; got {shown(enabled)}")
     token = _selected.set(enabled)
     try:
         yield
@@ -57,7 +59,7 @@ def compilation_enabled():
     try:
         return bool(int(text))
     except ValueError:
-        raise ValueError(f"{VARIABLE} must be 0 or 1; got {text!r}") from None
+        raise ValueError(f"{VARIABLE} must be 0 or 1; got {shown(text)}") from None
 
 
 @contextmanager

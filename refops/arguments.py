@@ -36,7 +36,9 @@ def as_array(x, name):
         return np.asarray(x)
     except ValueError as error:
         raise TypeError(f"{name} must be an array; got {shown(x)}") from error
-    except Exception as error:  # torch.bfloat16, for one: NumPy has no such type, ml_dtypes has; or what __array__ raises
+    except (
+        Exception
+    ) as error:  # torch.bfloat16, for one: NumPy has no such type, ml_dtypes has; or what __array__ raises
         raise TypeError(
             f"{name} must convert to a NumPy array; got {type(x).__name__}: {error}. "
             f"A bfloat16 torch tensor t does as t.view(torch.int16).numpy().view(ml_dtypes.bfloat16)"

@@ -101,8 +101,8 @@ class Quantized:
         m, k = self.matrix_shape
         if isinstance(self.scaling, NVFP4Scaling) and (m % self.scaling.block_size or k % self.scaling.block_size):
             raise ValueError(
-                f"shape must have M % 16 == 0 and K % 16 == 0 with NVFP4Scaling (K the last dimension, M the product of "
-                f"the others); got {self.shape}"
+                f"shape must have M % 16 == 0 and K % 16 == 0 with NVFP4Scaling (K the last dimension, M the product "
+                f"of the others); got {self.shape}"
             )
         object.__setattr__(self, "dtype", require_high_precision_dtype(self.dtype, "dtype"))
         layout = stored_layout(self.scaling, self.shape)

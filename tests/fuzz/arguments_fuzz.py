@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 import refops
-from refops.activations import ACTIVATIONS, DEFAULT_PARAMETERS
+from refops.activations import ACTIVATIONS
 
 FLOAT_DTYPES = (np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))
 FP8 = (refops.E4M3, refops.E5M2)
@@ -139,7 +139,12 @@ SCALINGS = st.one_of(
     ),
     st.builds(refops.NVFP4Scaling, two_d=FLAGS, stochastic_rounding=FLAGS, seed=SEEDS, offset=SEEDS),
     st.builds(refops.NVFP4Scaling, rht=st.just(True), sign_mask=st.integers(0, 0xFFFF), stochastic_rounding=FLAGS),
-    st.builds(refops.NVFP4Scaling, two_d=FLAGS, four_over_six=st.sampled_from(["mae", "mse"]), e4m3_max=st.sampled_from([448, 256])),
+    st.builds(
+        refops.NVFP4Scaling,
+        two_d=FLAGS,
+        four_over_six=st.sampled_from(["mae", "mse"]),
+        e4m3_max=st.sampled_from([448, 256]),
+    ),
     st.builds(refops.NVFP4Scaling, row_scaled=st.just(True), four_over_six=st.sampled_from([None, "mae", "mse"])),
 )
 

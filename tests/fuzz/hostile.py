@@ -17,7 +17,25 @@ import numpy as np
 from arguments_fuzz import FLOAT_DTYPES, contents, shape
 
 SAFETENSORS_NAMES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "uint8": "U8", "float64": "F64"}
-NAMES = ("x", "dy", "data", "scale", "rowwise_data", "layers.10.w", "layers.2.w", "a b", "ü", "日本", "x\n", "\x1b[31m", "", "w" * 300, "[bold]", "../up", "__proto__")
+NAMES = (
+    "x",
+    "dy",
+    "data",
+    "scale",
+    "rowwise_data",
+    "layers.10.w",
+    "layers.2.w",
+    "a b",
+    "ü",
+    "日本",
+    "x\n",
+    "\x1b[31m",
+    "",
+    "w" * 300,
+    "[bold]",
+    "../up",
+    "__proto__",
+)
 
 
 def arrays(case, most=3):
@@ -94,20 +112,98 @@ def hostile_safetensors(case, path):
     headers = (
         lambda: ({"x": entry}, case.choose([0, 1, 7, 2**31, 2**32, 2**63, 2**64 - 1, 10**6])),
         lambda: {"x": entry, "y": entry},
-        lambda: {"x": entry | {"data_offsets": case.choose([[0, 63], [64, 0], [-64, 0], [0, big], [big, big + 64], [32, 96], [0.0, 64.0], ["0", "64"], [], [0], None, [True, 64]])}},
-        lambda: {"x": entry | {"shape": case.choose([[big, big], [0, big], [-4, -4], [4.0, 4], [16], [], [2] * 4, [1] * 70, [1] * 20 + [16], [0], None, "44", [[4], [4]], [big], [4, True]])}},
+        lambda: {
+            "x": entry
+            | {
+                "data_offsets": case.choose(
+                    [
+                        [0, 63],
+                        [64, 0],
+                        [-64, 0],
+                        [0, big],
+                        [big, big + 64],
+                        [32, 96],
+                        [0.0, 64.0],
+                        ["0", "64"],
+                        [],
+                        [0],
+                        None,
+                        [True, 64],
+                    ]
+                )
+            }
+        },
+        lambda: {
+            "x": entry
+            | {
+                "shape": case.choose(
+                    [
+                        [big, big],
+                        [0, big],
+                        [-4, -4],
+                        [4.0, 4],
+                        [16],
+                        [],
+                        [2] * 4,
+                        [1] * 70,
+                        [1] * 20 + [16],
+                        [0],
+                        None,
+                        "44",
+                        [[4], [4]],
+                        [big],
+                        [4, True],
+                    ]
+                )
+            }
+        },
         lambda: {"x": entry | {"shape": [0, case.choose([0, 5, big])], "data_offsets": [0, 0]}},
-        lambda: {"x": entry | {"dtype": case.choose(["F31", "f32", "", None, 32, "BOOL", "U8", "F4", "F8_E4M3", "F8_E5M2", "F8_E8M0", "C64", "F64", "I64", "F6_E2M3", "O", "V4"])}},
-        lambda: {"x": entry | {"dtype": "F4", "shape": case.choose([[8, 16], [128], [127, 1], [1, 129], []]), "data_offsets": [0, 64]}},
+        lambda: {
+            "x": entry
+            | {
+                "dtype": case.choose(
+                    [
+                        "F31",
+                        "f32",
+                        "",
+                        None,
+                        32,
+                        "BOOL",
+                        "U8",
+                        "F4",
+                        "F8_E4M3",
+                        "F8_E5M2",
+                        "F8_E8M0",
+                        "C64",
+                        "F64",
+                        "I64",
+                        "F6_E2M3",
+                        "O",
+                        "V4",
+                    ]
+                )
+            }
+        },
+        lambda: {
+            "x": entry
+            | {"dtype": "F4", "shape": case.choose([[8, 16], [128], [127, 1], [1, 129], []]), "data_offsets": [0, 64]}
+        },
         lambda: b'{"x":' + json.dumps(entry).encode() + b',"x":' + json.dumps(entry).encode() + b"}",
         lambda: b'{"x":' * 5000 + b"1" + b"}" * 5000,
         lambda: b"[" * case.choose([100, 100000]) + b"]" * 100,
         lambda: b'{"x":{"dtype":"F32","shape":' + b"[" * 20000 + b"]" * 20000 + b',"data_offsets":[0,64]}}',
         lambda: json.dumps({"x": entry}).encode() + b" " * case.choose([10**5, 10**6]),
-        lambda: json.dumps({f"x{i}": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for i in range(20000)}).encode(),
+        lambda: json.dumps(
+            {f"x{i}": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for i in range(20000)}
+        ).encode(),
         lambda: b'{"\xff\xfe":' + json.dumps(entry).encode() + b"}",
         lambda: b'{"\\ud800":' + json.dumps(entry).encode() + b"}",
-        lambda: {"__metadata__": case.choose([None, 1, [], {"a": 1}, {"refops": "{}"}, {"refops": "null"}, {"refops": "[" * 50000}, "text"]), "x": entry},
+        lambda: {
+            "__metadata__": case.choose(
+                [None, 1, [], {"a": 1}, {"refops": "{}"}, {"refops": "null"}, {"refops": "[" * 50000}, "text"]
+            ),
+            "x": entry,
+        },
         lambda: {"x": case.choose([None, 1, [], {}, "x", {"dtype": "F32"}])},
         lambda: b"{}",
         lambda: b"{",
@@ -157,7 +253,9 @@ class Payload:
 
 def whole_npy(case, path):
     """An npy file that is right."""
-    array = contents(case, shape(case, low=0), case.choose([np.dtype(np.float32), np.dtype(np.float16), np.dtype(np.float64)]))
+    array = contents(
+        case, shape(case, low=0), case.choose([np.dtype(np.float32), np.dtype(np.float16), np.dtype(np.float64)])
+    )
     np.save(path, np.asfortranarray(array) if array.ndim and case.chance(0.3) else array)
     return {path.stem: array}
 
@@ -177,11 +275,80 @@ def hostile_npy_bytes(case):
         lambda: npy_with_header(header(payload), data),
         lambda: npy_with_header(header(sizes=f"({payload},)"), data),
         lambda: npy_with_header(header(sizes=f"({big}, {case.choose([1, 2, big])})"), data),
-        lambda: npy_with_header(header(sizes=case.choose(["(-4, -4)", "(0, -1)", "4", "(4.0, 4)", "None", "(True, 4)", "[4, 4]", "('4', 4)", "()", "(0,)", "(1,) * 65", "(" + "1," * 65 + ")", "(16,)"])), data),
-        lambda: npy_with_header(header(case.choose(["'O'", "'|O'", "'<f3'", "'V1000000000'", "'V0'", "'U1000000000'", "''", "None", "1", "'<M8[s]'", "'f4,f4'", "[('a', '<f4'), ('a', '<f4')]", "[('a', 'O')]", "'>f4'", "'<c8'", "'V2'", "'|b1'", "'<f16'", "'S0'", "('<f4', (4, 4))", "'<f4' * 1000000"])), data),
+        lambda: npy_with_header(
+            header(
+                sizes=case.choose(
+                    [
+                        "(-4, -4)",
+                        "(0, -1)",
+                        "4",
+                        "(4.0, 4)",
+                        "None",
+                        "(True, 4)",
+                        "[4, 4]",
+                        "('4', 4)",
+                        "()",
+                        "(0,)",
+                        "(1,) * 65",
+                        "(" + "1," * 65 + ")",
+                        "(16,)",
+                    ]
+                )
+            ),
+            data,
+        ),
+        lambda: npy_with_header(
+            header(
+                case.choose(
+                    [
+                        "'O'",
+                        "'|O'",
+                        "'<f3'",
+                        "'V1000000000'",
+                        "'V0'",
+                        "'U1000000000'",
+                        "''",
+                        "None",
+                        "1",
+                        "'<M8[s]'",
+                        "'f4,f4'",
+                        "[('a', '<f4'), ('a', '<f4')]",
+                        "[('a', 'O')]",
+                        "'>f4'",
+                        "'<c8'",
+                        "'V2'",
+                        "'|b1'",
+                        "'<f16'",
+                        "'S0'",
+                        "('<f4', (4, 4))",
+                        "'<f4' * 1000000",
+                    ]
+                )
+            ),
+            data,
+        ),
         lambda: npy_with_header(header(order=case.choose(["1", "None", "'yes'", "[]"])), data),
-        lambda: npy_with_header(case.choose(["", "{", "{}", "[]", "1", "(" * 5000, "-" * 9000 + "1", "{'descr': '<f4'}", "{'a': 1, 'b': 2, 'c': 3}", "\0" * 30, "{" * 100 + "}" * 100]), data),
-        lambda: npy_with_header(header(), data, version=case.choose([(0, 0), (1, 1), (2, 0), (3, 0), (4, 0), (255, 255)])),
+        lambda: npy_with_header(
+            case.choose(
+                [
+                    "",
+                    "{",
+                    "{}",
+                    "[]",
+                    "1",
+                    "(" * 5000,
+                    "-" * 9000 + "1",
+                    "{'descr': '<f4'}",
+                    "{'a': 1, 'b': 2, 'c': 3}",
+                    "\0" * 30,
+                    "{" * 100 + "}" * 100,
+                ]
+            ),
+            data,
+        ),
+        lambda: npy_with_header(
+            header(), data, version=case.choose([(0, 0), (1, 1), (2, 0), (3, 0), (4, 0), (255, 255)])
+        ),
         lambda: npy_with_header(header(), data, length=case.choose([0, 1, 10, 65535])),
         lambda: npy_with_header(header(), data, version=(2, 0), length=case.choose([2**31, 2**32 - 1])),
         lambda: npy_with_header(header() + " " * 60000, data),
@@ -201,7 +368,9 @@ def whole_npz(case, path):
     """An npz file that is right."""
     made = {}
     for name in ("x", "dy", "scale")[: case.below(4, 1)]:
-        made[name] = contents(case, shape(case, low=0), case.choose([np.dtype(np.float32), np.dtype(np.float16), np.dtype(np.uint8)]))
+        made[name] = contents(
+            case, shape(case, low=0), case.choose([np.dtype(np.float32), np.dtype(np.float16), np.dtype(np.uint8)])
+        )
     (np.savez_compressed if case.chance(0.5) else np.savez)(path, **made)
     return made
 
@@ -279,7 +448,9 @@ def whole_pt(case, path):
 
     made = {f"t{i}": array for i, array in enumerate(arrays(case).values())}
     torch.save(
-        {name: torch_tensor(array) for name, array in made.items()}, path, _use_new_zipfile_serialization=case.chance(0.7)
+        {name: torch_tensor(array) for name, array in made.items()},
+        path,
+        _use_new_zipfile_serialization=case.chance(0.7),
     )
     return made
 
@@ -295,7 +466,9 @@ def hostile_pt(case, path):
     elif how == 1:
         torch.save({"x": value, "evil": Payload(case.canary, case.below(3))}, path)
     elif how == 2:
-        torch.save({"x": value, "evil": Payload(case.canary, case.below(3))}, path, _use_new_zipfile_serialization=False)
+        torch.save(
+            {"x": value, "evil": Payload(case.canary, case.below(3))}, path, _use_new_zipfile_serialization=False
+        )
     elif how == 3:  # the payload in the pickle of a good archive
         torch.save({"x": value}, path)
         _replace_member(path, "data.pkl", lambda data: pickle.dumps(Payload(case.canary), protocol=2))
@@ -317,15 +490,55 @@ def hostile_pt(case, path):
             content = [content]
         torch.save(content, path)
     elif how == 8:
-        content = case.choose([value.to_sparse(), value.double(), value.to(torch.complex64), value.bool(), torch.tensor(1.0), torch.empty(0), value.requires_grad_(), torch.nn.Parameter(value), value.to(torch.float8_e4m3fn), torch.quantize_per_tensor(value, 1.0, 0, torch.qint8) if False else value.long(), value.expand(1 << 12, 16), value.as_strided((3, 3), (0, 1)), "text", None, 1, {}, [], {1: value, (2, 3): value}, torch.conj(value.to(torch.complex64)), value.to("meta")])
+        content = case.choose(
+            [
+                value.to_sparse(),
+                value.double(),
+                value.to(torch.complex64),
+                value.bool(),
+                torch.tensor(1.0),
+                torch.empty(0),
+                value.requires_grad_(),
+                torch.nn.Parameter(value),
+                value.to(torch.float8_e4m3fn),
+                value.long(),
+                value.expand(1 << 12, 16),
+                value.as_strided((3, 3), (0, 1)),
+                "text",
+                None,
+                1,
+                {},
+                [],
+                {1: value, (2, 3): value},
+                torch.conj(value.to(torch.complex64)),
+                value.to("meta"),
+            ]
+        )
         torch.save({"x": content} if case.chance(0.5) else content, path)
     elif how == 9:  # sizes and strides beyond the storage
         torch.save({"x": value}, path)
-        _replace_member(path, "data.pkl", lambda data: data.replace(b"K\x10\x85", case.choose([b"K\xff\x85", b"J\xff\xff\xff\x7f\x85", b"J\xff\xff\xff\xff\x85"])))
+        _replace_member(
+            path,
+            "data.pkl",
+            lambda data: data.replace(
+                b"K\x10\x85", case.choose([b"K\xff\x85", b"J\xff\xff\xff\x7f\x85", b"J\xff\xff\xff\xff\x85"])
+            ),
+        )
     elif how == 10:
         torch.save(torch.nn.Linear(2, 2), path)
     elif how == 11:
-        path.write_bytes(case.choose([b"\x80\x02.", b"\x80\x02N.", b"\x80\x05" + b"(" * 100000, b"\x80\x02" + b"]" * 50000 + b".", b"PK\x03\x04", b"\x80\x02cos\nsystem\n(S'touch %s'\ntR." % str(case.canary).encode()]))
+        path.write_bytes(
+            case.choose(
+                [
+                    b"\x80\x02.",
+                    b"\x80\x02N.",
+                    b"\x80\x05" + b"(" * 100000,
+                    b"\x80\x02" + b"]" * 50000 + b".",
+                    b"PK\x03\x04",
+                    b"\x80\x02cos\nsystem\n(S'touch %s'\ntR." % str(case.canary).encode(),
+                ]
+            )
+        )
     else:
         with zipfile.ZipFile(path, "w") as archive:
             archive.writestr("a/data.pkl", pickle.dumps(Payload(case.canary), protocol=2))

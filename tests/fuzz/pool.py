@@ -1,5 +1,6 @@
 """Worker processes: hands out cases, watches each one's time, and names the case that a worker died in."""
 
+import contextlib
 import json
 import os
 import selectors
@@ -81,10 +82,8 @@ class Worker:
 
     def kill(self):
         """End the process and what it started."""
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         self.process.wait()
         self.process.stdin.close()
         os.close(self.answers)
@@ -122,7 +121,9 @@ class Pool:
         chunks = {False: deque(), True: deque()}
         for name, wanted in numbers.items():
             for first in range(0, len(wanted), CHUNK):
-                chunks[TARGETS[name].simulated].append({"target": name, "seed": self.seed, "numbers": list(wanted[first : first + CHUNK])})
+                chunks[TARGETS[name].simulated].append(
+                    {"target": name, "seed": self.seed, "numbers": list(wanted[first : first + CHUNK])}
+                )
         folder = Path(tempfile.mkdtemp(prefix="fuzz-"))
         workers, selector = [], selectors.DefaultSelector()
         try:

@@ -1,7 +1,7 @@
 """Targets of the command line: words of every kind, in process; and whole processes with broken surroundings.
 
-An exit code is 0, 1 or 2 (130 and 141 after Ctrl-C and a closed pipe); bad use is one line on stderr; `--json` gives one
-JSON document; nothing prints a traceback or a control character; an output file is whole or absent.
+An exit code is 0, 1 or 2 (130 and 141 after Ctrl-C and a closed pipe); bad use is one line on stderr; `--json` gives
+one JSON document; nothing prints a traceback or a control character; an output file is whole or absent.
 """
 
 import json
@@ -16,17 +16,60 @@ import time
 import hostile
 import numpy as np
 from arguments_fuzz import contents, laid_out
-from harness import ROOT, Refused, require, target
+from harness import ROOT, DocumentedError, require, target
 
 import refops
 from refops.commands.arguments import DTYPES
 from refops.oracle import OPERATIONS
-from refops.report import SECTIONS
 from refops.survey import SCALINGS
 
 #: Besides line ends, nothing that a terminal would obey.
 CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")
-ODD_WORDS = ("", " ", "-", "--", "-1", "--help", "nan", "1e999", "0x10", "9" * 400, "ü", "日本", "\x1b[31mred", "a\nb", "\u202e", "*", "[", "[bold]", "%s", "{}", "x" * 5000, "/dev/null", "/", ".", "..", "~", "@", ":", "=", "x=", "=x", "a=b=c", "\udcff", "None", "true", "1,2", "0", "-0", "--json", "$(id)", "'", '"', "\\")
+ODD_WORDS = (
+    "",
+    " ",
+    "-",
+    "--",
+    "-1",
+    "--help",
+    "nan",
+    "1e999",
+    "0x10",
+    "9" * 400,
+    "ü",
+    "日本",
+    "\x1b[31mred",
+    "a\nb",
+    "\u202e",
+    "*",
+    "[",
+    "[bold]",
+    "%s",
+    "{}",
+    "x" * 5000,
+    "/dev/null",
+    "/",
+    ".",
+    "..",
+    "~",
+    "@",
+    ":",
+    "=",
+    "x=",
+    "=x",
+    "a=b=c",
+    "\udcff",
+    "None",
+    "true",
+    "1,2",
+    "0",
+    "-0",
+    "--json",
+    "$(id)",
+    "'",
+    '"',
+    "\\",
+)
 
 
 def word(case):
@@ -40,7 +83,20 @@ def input_file(case, name, suffix=None):
     path = case.folder / f"{name}{suffix}"
     if suffix == ".bin":
         path.write_bytes(contents(case, (32, 64), np.float32).tobytes()[: case.choose([8192, 8192, 4096, 0, 100])])
-        return str(path) + case.choose(["", "@float32:32x64", "@bfloat16:64x64", "@uint8:8192", "@float32", "@float64:1", "@float32:1x2x3", "@float32:", "@float32:99999999999x9999999999", "@bfloat16:0x5"])
+        return str(path) + case.choose(
+            [
+                "",
+                "@float32:32x64",
+                "@bfloat16:64x64",
+                "@uint8:8192",
+                "@float32",
+                "@float64:1",
+                "@float32:1x2x3",
+                "@float32:",
+                "@float32:99999999999x9999999999",
+                "@bfloat16:0x5",
+            ]
+        )
     if case.chance(0.65):
         array = contents(case, case.choose([(32, 64), (64, 128), (1, 32), (32,), (2, 16, 64)]), np.float32)
         if suffix == ".npy":
@@ -65,7 +121,29 @@ def some(case, probability, *words):
 def scaling_words(case):
     """--scaling and --set, right or wrong."""
     words = some(case, 0.85, "--scaling", case.choose([*SCALINGS, *SCALINGS, "mxfp", "nvfp4", "MXFP8", word(case)]))
-    fields = ("two_d=true", "scale=2", "fmt=e5m2", "fmt=e8m0", "scale_rounding=floor", "seed=0x10", "seed=-1", "seed=1e3", "block_dim=2", "four_over_six=mae", "four_over_six=none", "rht=true", "scale=nan", "scale=1e-45", "amax_epsilon=inf", "sign_mask=0", "random_bits=/dev/null", "random_bits=nothing.bin", "two_d=", "=", word(case))
+    fields = (
+        "two_d=true",
+        "scale=2",
+        "fmt=e5m2",
+        "fmt=e8m0",
+        "scale_rounding=floor",
+        "seed=0x10",
+        "seed=-1",
+        "seed=1e3",
+        "block_dim=2",
+        "four_over_six=mae",
+        "four_over_six=none",
+        "rht=true",
+        "scale=nan",
+        "scale=1e-45",
+        "amax_epsilon=inf",
+        "sign_mask=0",
+        "random_bits=/dev/null",
+        "random_bits=nothing.bin",
+        "two_d=",
+        "=",
+        word(case),
+    )
     return words + some(case, 0.25, "--set", case.choose(fields)) + some(case, 0.05, "--set", case.choose(fields))
 
 
@@ -117,29 +195,55 @@ def arguments(case, command):
         words += some(case, 0.95, input_file(case, "t"))
         words += some(case, 0.2, "--tensor", case.choose(["*", "x", "w*", "data", "[", word(case)]))
         words += some(case, 0.9, "--scaling", case.choose([*SCALINGS, "mxfp8*", "nvfp4*", word(case)]))
-        words += some(case, 0.2, "--summary") + some(case, 0.1, "--dtype", case.choose(["bfloat16", "float32", word(case)]))
-        words += some(case, 0.03, "--plot", str(case.folder / case.choose(["p.png", "p.svg", "p.xyz", "no/p.png", "p", "\n.png"])))
+        words += some(case, 0.2, "--summary") + some(
+            case, 0.1, "--dtype", case.choose(["bfloat16", "float32", word(case)])
+        )
+        words += some(
+            case, 0.03, "--plot", str(case.folder / case.choose(["p.png", "p.svg", "p.xyz", "no/p.png", "p", "\n.png"]))
+        )
     elif command == "explain":
         source = case.choose(["values", "values", "file", "both", "neither"])
         if source in ("values", "both"):
-            listed = ["0.1,-0.25,1,3", "0.1,-0.25,1,3", "3;2;1", "nan", "inf,-inf", "1e39,-1e-46", ",,1,", ";", "1;2;3", "-1", ",".join(["1"] * 300), "0x10", "1_000", "\u0661", word(case)]
+            listed = [
+                "0.1,-0.25,1,3",
+                "0.1,-0.25,1,3",
+                "3;2;1",
+                "nan",
+                "inf,-inf",
+                "1e39,-1e-46",
+                ",,1,",
+                ";",
+                "1;2;3",
+                "-1",
+                ",".join(["1"] * 300),
+                "0x10",
+                "1_000",
+                "\u0661",
+                word(case),
+            ]
             words += ["--values", case.choose(listed)]
         if source in ("file", "both"):
             words += [input_file(case, "t")]
         words += scaling_words(case)[:2]
         for option in ("--row", "--block"):
             words += some(case, 0.3, option, case.choose(["0", "1", "31", "1000000", "-1", "9" * 30, word(case)]))
-        words += some(case, 0.2, "--columnwise") + some(case, 0.2, "--dtype", case.choose(["float32", "float16", "bfloat16", "x"]))
+        words += some(case, 0.2, "--columnwise") + some(
+            case, 0.2, "--dtype", case.choose(["float32", "float16", "bfloat16", "x"])
+        )
         words += some(case, 0.2, "--tensor", case.choose(["x", "*", word(case)]))
     elif command == "check":
         words += some(case, 0.95, "--op", case.choose([*OPERATIONS, "quantize", "swiglu", "gelu", word(case)]))
         words += scaling_words(case)
         for _ in range(case.choose([0, 1, 1, 1, 2, 3])):
-            name = case.choose(["", "", "x=", "dy=", "row_scales=", "data=", "rowwise_data=", "amax_history=", "nothing="])
+            name = case.choose(
+                ["", "", "x=", "dy=", "row_scales=", "data=", "rowwise_data=", "amax_history=", "nothing="]
+            )
             words += ["--input", name + input_file(case, f"i{len(words)}")]
         for option in ("--data", "--scale", "--amax", "--outputs"):
             words += some(case, 0.35, option, input_file(case, f"o{len(words)}"))
-        words += some(case, 0.4, "--output", case.choose(["y=", "dx=", "dbias=", "", "z="]) + input_file(case, f"o{len(words)}"))
+        words += some(
+            case, 0.4, "--output", case.choose(["y=", "dx=", "dbias=", "", "z="]) + input_file(case, f"o{len(words)}")
+        )
         words += some(case, 0.1, "--golden", input_file(case, "g", ".safetensors"))
         words += some(case, 0.2, "--ulp", case.choose(["0", "2", "1e400", "-1", "nan", word(case)]))
         words += some(case, 0.1, "--param", case.choose(["limit=3", "alpha=x", "fmt=e4m3", "margin=1", word(case)]))
@@ -148,16 +252,50 @@ def arguments(case, command):
     elif command == "golden":
         words += some(case, 0.95, "--op", case.choose([*OPERATIONS, "quantize", "swiglu", word(case)]))
         words += scaling_words(case)
-        words += some(case, 0.95, "--shape", case.choose(["32x64", "64x128", "2x16x64", "1", "0x32", "x", "1x", "-1x2", "99999999999x2", "x".join(["1"] * 65), "65536x65536", "３2x2", word(case)]))
+        words += some(
+            case,
+            0.95,
+            "--shape",
+            case.choose(
+                [
+                    "32x64",
+                    "64x128",
+                    "2x16x64",
+                    "1",
+                    "0x32",
+                    "x",
+                    "1x",
+                    "-1x2",
+                    "99999999999x2",
+                    "x".join(["1"] * 65),
+                    "65536x65536",
+                    "\uff132x2",
+                    word(case),
+                ]
+            ),
+        )
         words += some(case, 0.4, "--dtype", case.choose(["float32", "float16", "bfloat16", "uint8"]))
-        words += some(case, 0.3, "--seed", case.choose(["0", "0xffffffffffffffff", str(2**64), "-1", "1.5", word(case)]))
+        words += some(
+            case, 0.3, "--seed", case.choose(["0", "0xffffffffffffffff", str(2**64), "-1", "1.5", word(case)])
+        )
         words += some(case, 0.3, "--inputs", case.choose(["mixed", "extreme", "special", "none"]))
-        words += some(case, 0.2, "--columnwise") + some(case, 0.05, "--param", case.choose(["limit=3", "fmt=e4m3", word(case)]))
-        words += some(case, 0.95, "--out", str(case.folder / case.choose(["out", "out", "a/b/c", "file", "x" * 300, "ü\n", "\x1b[31m"])))
+        words += some(case, 0.2, "--columnwise") + some(
+            case, 0.05, "--param", case.choose(["limit=3", "fmt=e4m3", word(case)])
+        )
+        words += some(
+            case,
+            0.95,
+            "--out",
+            str(case.folder / case.choose(["out", "out", "a/b/c", "file", "x" * 300, "ü\n", "\x1b[31m"])),
+        )
         if case.chance(0.1):
             (case.folder / "file").write_text("a file")
     elif command == "report":  # whole reports take minutes: only what ends before them
-        words += ["--section", case.choose(["nothing", "", word(case)])] if case.chance(0.5) else ["--vectors", str(case.folder)]
+        words += (
+            ["--section", case.choose(["nothing", "", word(case)])]
+            if case.chance(0.5)
+            else ["--vectors", str(case.folder)]
+        )
         words += some(case, 0.5, "--data", str(case.folder / "missing.safetensors"))
     words += some(case, 0.35, "--json")
     if case.chance(0.12):
@@ -191,7 +329,12 @@ def judge(code, out, err, words, allowed=(0, 1, 2)):
     for text in (out or "", err):
         require("Traceback" not in text, "a traceback", text[-2000:], words)
         found = CONTROL.search(text)
-        require(found is None, "a control character", words, text[max(0, found.start() - 60) : found.end() + 20] if found else "")
+        require(
+            found is None,
+            "a control character",
+            words,
+            text[max(0, found.start() - 60) : found.end() + 20] if found else "",
+        )
     if code == 2:
         lines = err.strip("\n").split("\n")
         require(len(lines) == 1 and lines[0].startswith("refops: error: "), "not one line of error", err, words)
@@ -224,10 +367,18 @@ def in_process(command, cases):
         judge(code, out, err, words)
         whole_outputs(case)
         if code == 2:
-            raise Refused(err)
+            raise DocumentedError(err)
 
 
-for _command, _cases in (("formats", 150), ("inspect", 350), ("explain", 450), ("check", 600), ("golden", 350), ("report", 60), ("", 60)):
+for _command, _cases in (
+    ("formats", 150),
+    ("inspect", 350),
+    ("explain", 450),
+    ("check", 600),
+    ("golden", 350),
+    ("report", 60),
+    ("", 60),
+):
     if _command:
         in_process(_command, _cases)
 
@@ -236,7 +387,12 @@ for _command, _cases in (("formats", 150), ("inspect", 350), ("explain", 450), (
 def cli_words(case):
     """Words without grammar."""
     words = [case.choose(["inspect", "explain", "check", "golden", "formats", "report", word(case)])]
-    words += [word(case) if case.chance(0.6) else case.choose(["--op", "--out", "--json", "--values", "--scaling", "--shape", "--set"]) for _ in range(case.below(6))]
+    words += [
+        word(case)
+        if case.chance(0.6)
+        else case.choose(["--op", "--out", "--json", "--values", "--scaling", "--shape", "--set"])
+        for _ in range(case.below(6))
+    ]
     if words[0] == "report" or "--all" in words:
         words = ["formats"]
     words = [w.replace("\x00", "") for w in words]
@@ -248,7 +404,7 @@ def cli_words(case):
         os.chdir(kept)
     judge(code, out, err, words)
     if code == 2:
-        raise Refused(err)
+        raise DocumentedError(err)
 
 
 # --- whole processes --------------------------------------------------------------------------------------------------
@@ -271,7 +427,17 @@ def commands(case):
             ["inspect", str(path), "--scaling", "mxfp8", "--json"],
             ["inspect", str(path), "--summary"],
             ["explain", "--scaling", "mxfp8", "--values", "1,2,3"],
-            ["golden", "--op", "swiglu", "--scaling", "mxfp8", "--shape", "256x1024", "--out", str(case.folder / "out")],
+            [
+                "golden",
+                "--op",
+                "swiglu",
+                "--scaling",
+                "mxfp8",
+                "--shape",
+                "256x1024",
+                "--out",
+                str(case.folder / "out"),
+            ],
             ["inspect", str(path), "--scaling", "mxfp8", "--plot", str(case.folder / "p.png")],
         ]
     )
@@ -280,14 +446,18 @@ def commands(case):
 def start(words, **options):
     """`python -m refops` as a process."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.Popen([sys.executable, "-m", "refops", *words], env=environment, stderr=subprocess.PIPE, **options)
+    return subprocess.Popen(
+        [sys.executable, "-m", "refops", *words], env=environment, stderr=subprocess.PIPE, **options
+    )
 
 
 @target("cli_process", cases=60, seconds=60, needs=("refops.cli",))
 def cli_process(case):
     """Nobody reads stdout, or it is closed, or the disk is full, or Ctrl-C comes at any moment."""
     words = commands(case)
-    how = case.choose(["closed pipe", "no stdout", "full device", "file size", "file size", "interrupt", "interrupt", "interrupt"])
+    how = case.choose(
+        ["closed pipe", "no stdout", "full device", "file size", "file size", "interrupt", "interrupt", "interrupt"]
+    )
     options, allowed = {"stdout": subprocess.DEVNULL}, (0, 1, 2)
     if how == "closed pipe":
         options, allowed = {"stdout": subprocess.PIPE}, (0, 1, 2, 141)
@@ -317,10 +487,13 @@ def cli_process(case):
         return  # during the interpreter's own start, before the first line of the program
     judge(code, None, err, words, allowed)
     if code == 2 or code == 130:
-        require(not (case.folder / "p.png").exists() or (case.folder / "p.png").read_bytes()[-8:-4] == b"IEND", "half a picture")
+        require(
+            not (case.folder / "p.png").exists() or (case.folder / "p.png").read_bytes()[-8:-4] == b"IEND",
+            "half a picture",
+        )
     whole_outputs(case)
     if code:
-        raise Refused(f"{code} {err}")
+        raise DocumentedError(f"{code} {err}")
 
 
 def limit_files(limit):

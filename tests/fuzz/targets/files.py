@@ -3,7 +3,7 @@
 import hostile
 import numpy as np
 from arguments_fuzz import wrong
-from harness import Failure, Refused, require, target
+from harness import CheckError, DocumentedError, require, target
 from judge import same_bits
 
 from refops.files import FileError, UnsupportedTensorError, open_tensors, read_safetensors
@@ -24,7 +24,11 @@ def read(case, path):
                     continue
                 if isinstance(array, tuple):
                     array, note = array
-                    require(array.ndim and array.size and array.dtype.isnative and isinstance(note, str), "not loaded", array)
+                    require(
+                        array.ndim and array.size and array.dtype.isnative and isinstance(note, str),
+                        "not loaded",
+                        array,
+                    )
                 else:
                     found[tensor.name] = array
                 array.sum(dtype=np.float64) if array.dtype.kind == "f" else array.tobytes()[:1]
@@ -40,7 +44,9 @@ def require_one_line(error):
 def reading(suffix, cases):
     """A target of one format."""
 
-    @target(f"read_{suffix[1:]}", cases=cases, seconds=30, needs=("refops.files", *(("torch",) if suffix == ".pt" else ())))
+    @target(
+        f"read_{suffix[1:]}", cases=cases, seconds=30, needs=("refops.files", *(("torch",) if suffix == ".pt" else ()))
+    )
     def run(case):
         path = case.folder / f"file{suffix}"
         expected = hostile.make(case, path, suffix)
@@ -51,7 +57,7 @@ def reading(suffix, cases):
         except FileError as error:
             require_one_line(error)
             require(expected is None, "a whole file is refused", error)
-            raise Refused(str(error)) from error
+            raise DocumentedError(str(error)) from error
         require(path.read_bytes() == before, "the file was changed")
         if expected is not None:
             require(set(found) == set(expected), "other names", set(found), set(expected))
@@ -73,7 +79,7 @@ def read_safetensors_arrays(case):
     except FileError as error:
         require_one_line(error)
         require(expected is None, "a whole file is refused", error)
-        raise Refused(str(error)) from error
+        raise DocumentedError(str(error)) from error
     require(isinstance(metadata, dict), "metadata is no dict", metadata)
     for name, array in (expected or {}).items():
         require(same_bits(found[name], array), "other values", name)
@@ -81,7 +87,18 @@ def read_safetensors_arrays(case):
 
 # --- golden files -----------------------------------------------------------------------------------------------------
 
-OPS = ("quantize", "swiglu", "dgelu", "gelu", "dequantize", "scaled_swiglu", "scaled_dsrelu", "update_delayed_scale", "dsituglu", "relu")
+OPS = (
+    "quantize",
+    "swiglu",
+    "dgelu",
+    "gelu",
+    "dequantize",
+    "scaled_swiglu",
+    "scaled_dsrelu",
+    "update_delayed_scale",
+    "dsituglu",
+    "relu",
+)
 
 
 def golden_arguments(case):
@@ -124,12 +141,15 @@ def golden(case):
     folder = case.folder / "out"
     try:
         path = case.call("refops.golden.write_golden", folder, op, scaling, **options)
-    except Refused:
+    except DocumentedError:
         require(not folder.exists(), "something was left", list(case.folder.iterdir()))
         raise
     require({p.name for p in folder.iterdir()} == {path.name, "manifest.json"}, "other files", list(folder.iterdir()))
     made = case.call("refops.golden.read_golden", path, documented=FileError)
-    require(isinstance(made, Golden) and case.call("refops.golden.Golden", made.header, made.arrays) is not None, "no Golden")
+    require(
+        isinstance(made, Golden) and case.call("refops.golden.Golden", made.header, made.arrays) is not None,
+        "no Golden",
+    )
     whole = path.read_bytes()
     changed = hostile.mutated(case, whole, whole)
     path.write_bytes(changed)
@@ -151,10 +171,14 @@ def golden_in_memory(case):
     recipe = case.call("refops.golden.Recipe", op, scaling, **options)
     require("/" not in recipe.file_name and len(recipe.file_name) < 250, "a file name that is none", recipe.file_name)
     data = case.call("refops.golden.golden_bytes", case.call("refops.golden.build_golden", recipe))
-    require(data == case.call("refops.golden.golden_bytes", case.call("refops.golden.build_golden", recipe)), "other bytes")
+    require(
+        data == case.call("refops.golden.golden_bytes", case.call("refops.golden.build_golden", recipe)), "other bytes"
+    )
 
 
-@target("golden_writer", ["refops.golden.GoldenWriter", "refops.golden.golden_matrix"], cases=120, needs=("refops.golden",))
+@target(
+    "golden_writer", ["refops.golden.GoldenWriter", "refops.golden.golden_matrix"], cases=120, needs=("refops.golden",)
+)
 def golden_writer(case):
     """A folder changes as a whole: an error inside of the block, a full disk or a hostile manifest changes nothing."""
     recipes = list(case.call("refops.golden.golden_matrix", case.choose([0, 5, 2**64 - 1])))
@@ -166,7 +190,21 @@ def golden_writer(case):
         folder.write_text("a file")
     if how == "manifest":
         folder.mkdir(parents=True)
-        text = case.choose([b"", b"{", b"[]", b"null", b'{"files": 1}', b'{"files": {"x": 1}}', b"\xff\xfe", b'{"files": {"x": {"sha256": 1, "bytes": 1e400}}}', b"[" * 100000, b'{"files": {}}', b'{"files": {"x": {"sha256": "", "bytes": ' + b"9" * 5000 + b"}}}"])
+        text = case.choose(
+            [
+                b"",
+                b"{",
+                b"[]",
+                b"null",
+                b'{"files": 1}',
+                b'{"files": {"x": 1}}',
+                b"\xff\xfe",
+                b'{"files": {"x": {"sha256": 1, "bytes": 1e400}}}',
+                b"[" * 100000,
+                b'{"files": {}}',
+                b'{"files": {"x": {"sha256": "", "bytes": ' + b"9" * 5000 + b"}}}",
+            ]
+        )
         (folder / "manifest.json").write_bytes(text)
     before = {p: p.read_bytes() if p.is_file() else None for p in case.folder.rglob("*")}
     broken = None
@@ -181,11 +219,11 @@ def golden_writer(case):
         broken = error
         require(how != "fine", "a good folder is refused", error)
     except Exception as error:
-        raise Failure(f"an undocumented error: {error!r}") from error
+        raise CheckError(f"an undocumented error: {error!r}") from error
     after = {p: p.read_bytes() if p.is_file() else None for p in case.folder.rglob("*")}
     require(not any(".golden-" in str(p) for p in after), "a hidden folder was left", list(after))
     if broken is not None:
         require(after == before, "a failed write left something", list(after))
-        raise Refused(repr(broken))
+        raise DocumentedError(repr(broken))
     for recipe in chosen:
         case.call("refops.golden.read_golden", writer.path_of(recipe), documented=FileError)

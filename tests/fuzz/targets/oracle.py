@@ -3,8 +3,21 @@
 import json
 
 import numpy as np
-from arguments_fuzz import FP8, SCALINGS, contents, directions, fits_of, laid_out, parameters, plain, shape, spoiled, tensor, wrong
-from harness import Refused, require, target
+from arguments_fuzz import (
+    FP8,
+    SCALINGS,
+    contents,
+    directions,
+    fits_of,
+    laid_out,
+    parameters,
+    plain,
+    shape,
+    spoiled,
+    tensor,
+    wrong,
+)
+from harness import DocumentedError, require, target
 from hypothesis import strategies as st
 
 import refops
@@ -16,11 +29,11 @@ NEEDS = ("refops.oracle.diagnosis",)
 
 
 def right(case):
-    """(op, inputs, outputs, options) of a dump that is right; `Refused` where the arguments do not fit."""
+    """(op, inputs, outputs, options) of a dump that is right; `DocumentedError` where the arguments do not fit."""
     try:
         return _right(case)
     except (ValueError, TypeError) as error:
-        raise Refused(str(error)) from error
+        raise DocumentedError(str(error)) from error
 
 
 def _right(case):
@@ -43,7 +56,12 @@ def _right(case):
         if kind == "scaled":
             name = case.choose(refops.SCALED_ACTIVATIONS)
             row_scales = tensor(case, (int(np.prod(x.shape[:-1])),), np.dtype(np.float32))
-            return f"scaled_{name}", {"x": x, "row_scales": row_scales}, refops.scaled_activation(name, x, row_scales), {}
+            return (
+                f"scaled_{name}",
+                {"x": x, "row_scales": row_scales},
+                refops.scaled_activation(name, x, row_scales),
+                {},
+            )
         dy = tensor(case, (*x.shape[:-1], x.shape[-1] // (1 + ACTIVATIONS[name].gated)), x.dtype)
         dx, dbias = refops.activation_grad(name, dy, x, dbias=True, **params)
         return f"d{name}", {"dy": dy, "x": x}, {"dx": dx, "dbias": dbias}, options
@@ -72,7 +90,12 @@ def require_report(report):
     require(report.ok == (not report.mismatches), "the verdict contradicts the mismatches")
 
 
-@target("oracle_right", ["refops.oracle.check", "refops.oracle.Report", "refops.oracle.ArrayVerdict"], cases=400, needs=NEEDS)
+@target(
+    "oracle_right",
+    ["refops.oracle.check", "refops.oracle.Report", "refops.oracle.ArrayVerdict"],
+    cases=400,
+    needs=NEEDS,
+)
 def oracle_right(case):
     """What refops writes is right, at any ulp, however the arrays lie in memory."""
     op, inputs, outputs, options = right(case)
@@ -96,7 +119,13 @@ def rebuild(case, name, value):
     require(repr(made) == repr(value), "another object", made, value)
 
 
-@target("oracle_wrong", ["refops.oracle.check", "refops.oracle.Mismatch", "refops.oracle.MismatchError", "refops.oracle.Explanation"], cases=350, seconds=60, needs=NEEDS)
+@target(
+    "oracle_wrong",
+    ["refops.oracle.check", "refops.oracle.Mismatch", "refops.oracle.MismatchError", "refops.oracle.Explanation"],
+    cases=350,
+    seconds=60,
+    needs=NEEDS,
+)
 def oracle_wrong(case):
     """Changed dumps are judged and diagnosed without an error; a report of mismatches raises one."""
     op, inputs, outputs, options = right(case)
@@ -151,14 +180,23 @@ def oracle_nonsense(case):
     if how == 0:
         op = case.choose([wrong(case), "dswiglu", "quantize", "dequantize", "gelu", "scaled_swiglu", "clamped_dswiglu"])
     elif how == 1:
-        inputs = case.choose([wrong(case), {}, {"x": wrong(case)}, {"x": tensor(case), "dy": tensor(case)}, {"q": inputs}])
+        inputs = case.choose(
+            [wrong(case), {}, {"x": wrong(case)}, {"x": tensor(case), "dy": tensor(case)}, {"q": inputs}]
+        )
     elif how == 2:
-        outputs = case.choose([wrong(case), {}, {"y": wrong(case)}, {"data": wrong(case)}, {"nothing": tensor(case)}, {1: 2}])
+        outputs = case.choose(
+            [wrong(case), {}, {"y": wrong(case)}, {"data": wrong(case)}, {"nothing": tensor(case)}, {1: 2}]
+        )
     elif how == 3 and isinstance(outputs, dict):
         name = case.choose(list(outputs))
         outputs = {**outputs, name: case.choose([tensor(case), wrong(case), np.zeros(shape(case), np.uint8)])}
     else:
-        extra = {"ulp": case.choose([-1, np.nan, "2", None]), "padding": "x", "random_bits": "none", "swizzled_scales": 1}
+        extra = {
+            "ulp": case.choose([-1, np.nan, "2", None]),
+            "padding": "x",
+            "random_bits": "none",
+            "swizzled_scales": 1,
+        }
         name = case.choose([*extra, "scaling", "params", "diagnose"])
         options[name] = extra.get(name, wrong(case)) if case.chance(0.6) else wrong(case)
     require_report(case.call("refops.oracle.check", op, inputs, outputs, **spoiled(case, options, 0.1)))

@@ -23,7 +23,7 @@ from arguments_fuzz import (
     tensor,
     wrong,
 )
-from harness import Refused, require, target
+from harness import DocumentedError, require, target
 from hypothesis import strategies as st
 from judge import (
     agree,
@@ -44,7 +44,7 @@ HOST = ("cuda_kernels.host",)
 
 
 def either(case, name, host):
-    """Call arguments on `refops` and, where `host`, on the compiled kernels: (reference's result, the other or None)."""
+    """A function that calls `refops`, and the compiled kernels where `host`: (reference's result, theirs or None)."""
 
     def call(*args, **kwargs):
         if not host:
@@ -59,9 +59,9 @@ def both(name, covers, *, cases):
 
     def register(run):
         target(name, [f"refops.{c}" for c in covers], cases=cases)(lambda case: run(case, False))
-        target(
-            f"host_{name}", [f"cuda_kernels.host.{c}" for c in covers], cases=cases, seconds=120, needs=HOST
-        )(lambda case: run(case, True))
+        target(f"host_{name}", [f"cuda_kernels.host.{c}" for c in covers], cases=cases, seconds=120, needs=HOST)(
+            lambda case: run(case, True)
+        )
         return run
 
     return register
@@ -103,14 +103,20 @@ def settings(case):
     cls = case.choose(tuple(FIELDS))
     fields = {name: case.draw(strategy) for name, strategy in FIELDS[cls].items() if name == "fmt" or case.chance(0.5)}
     if cls is refops.NVFP4Scaling and case.chance(0.2):
-        fields["random_bits"] = case.choose([np.zeros((16, 16), np.uint8), (np.zeros((16, 16), np.uint8),) * 2, wrong(case)])
+        fields["random_bits"] = case.choose(
+            [np.zeros((16, 16), np.uint8), (np.zeros((16, 16), np.uint8),) * 2, wrong(case)]
+        )
     fields = spoiled(case, fields, 0.3)
     made = case.call(f"refops.{cls.__name__}", **fields)
     again = dataclasses.replace(made)
     require(made == again and hash(made) == hash(again) and repr(made) == repr(again), "a copy differs", made)
     for name in fields:
         value = getattr(made, name)
-        require(name == "random_bits" or type(value) in (bool, int, float, str, type(None), refops.FloatFormat), "not plain", value)
+        require(
+            name == "random_bits" or type(value) in (bool, int, float, str, type(None), refops.FloatFormat),
+            "not plain",
+            value,
+        )
 
 
 @target("float_format", ["refops.FloatFormat"], cases=300)
@@ -152,7 +158,15 @@ def encode(case, host):
     require(other is None or same_bits(codes, other), "host encodes otherwise", options)
     require(codes.dtype == np.uint8 and (not codes.size or int(codes.max()) < 1 << fmt.bits), "codes beyond the format")
     if arguments.keys() <= options.keys() and codes.shape == x.shape:
-        require(same_bits(codes, refops.encode(plain(x), fmt, **{k: plain(v) if isinstance(v, np.ndarray) else v for k, v in arguments.items()})), "the layout of x counts")
+        require(
+            same_bits(
+                codes,
+                refops.encode(
+                    plain(x), fmt, **{k: plain(v) if isinstance(v, np.ndarray) else v for k, v in arguments.items()}
+                ),
+            ),
+            "the layout of x counts",
+        )
 
 
 @both("decode", ["decode"], cases=250)
@@ -180,7 +194,12 @@ def fp4_packing(case):
     require(same_bits(case.call("refops.pack_fp4", unpacked), np.asarray(given)), "unpacking loses codes")
 
 
-@target("swizzling", ["refops.swizzle", "refops.unswizzle", "cuda_kernels.host.swizzle", "cuda_kernels.host.unswizzle"], cases=200, needs=HOST)
+@target(
+    "swizzling",
+    ["refops.swizzle", "refops.unswizzle", "cuda_kernels.host.swizzle", "cuda_kernels.host.unswizzle"],
+    cases=200,
+    needs=HOST,
+)
 def swizzling(case):
     """Both directions undo each other and only move bytes."""
     sizes = (128 * case.below(4), 4 * case.below(5)) if case.chance(0.7) else shape(case)
@@ -190,7 +209,10 @@ def swizzling(case):
     moved = case.call(f"{package}.swizzle", given)
     back = case.call(f"{package}.unswizzle", moved)
     require(same_bits(back, np.asarray(given)), "unswizzle does not undo swizzle")
-    require(same_bits(case.call(f"{package}.swizzle", case.call(f"{package}.unswizzle", given)), np.asarray(given)), "nor the reverse")
+    require(
+        same_bits(case.call(f"{package}.swizzle", case.call(f"{package}.unswizzle", given)), np.asarray(given)),
+        "nor the reverse",
+    )
 
 
 # --- activations ------------------------------------------------------------------------------------------------------
@@ -374,7 +396,9 @@ def quantized(case):
     fields = {}
     for name, (stored, dtype) in refops.quantization.result.stored_layout(scaling, sizes).items():
         if case.chance(0.75):
-            array = contents(case, stored, dtype) if dtype == np.float32 else case.rng.integers(0, 256, stored, np.uint8)
+            array = (
+                contents(case, stored, dtype) if dtype == np.float32 else case.rng.integers(0, 256, stored, np.uint8)
+            )
             fields[name] = laid_out(case, array)
     fields |= {"scaling": scaling, "shape": sizes, "dtype": case.choose(FLOAT_DTYPES)}
     if case.chance(0.1):
@@ -384,8 +408,9 @@ def quantized(case):
     values = case.call("refops.dequantize", q)
     require_array(values, q.shape, np.float32, "values")
     if isinstance(scaling, refops.BlockScaling):
-        data, scales = case.call("refops.block_scales_as_mxfp8", q)[:2] if False else (None, case.call("refops.block_scales_as_mxfp8", q))
-        require(scales is not None, "no scales")
+        scales = case.call("refops.block_scales_as_mxfp8", q)
+        there = [q.rowwise_data is not None, q.columnwise_data is not None]
+        require([s is not None for s in scales] == there, "scales of a direction that is not there", scales)
     elif not q.with_gemm_swizzled_scales:
         require_same_quantized(q, q.swizzled().unswizzled())
 
@@ -435,7 +460,9 @@ def hadamard_transform(case, host):
     y, other = either(case, "hadamard_transform", host)(given, **arguments)
     if given is x:
         require(y.shape == x.shape, "another shape", y.shape)
-        require(other is None or (other.shape, other.dtype) == (y.shape, y.dtype), "host differs in shape or dtype", other)
+        require(
+            other is None or (other.shape, other.dtype) == (y.shape, y.dtype), "host differs in shape or dtype", other
+        )
 
 
 @target("host_amax", ["cuda_kernels.host.amax"], cases=250, needs=HOST)
@@ -450,7 +477,9 @@ def host_amax(case):
         require(same_bits(np.asarray(result).reshape(()), np.float32(expected)), "another amax", result, expected)
 
 
-@target("host_threads", ["cuda_kernels.host.get_num_threads", "cuda_kernels.host.set_num_threads"], cases=100, needs=HOST)
+@target(
+    "host_threads", ["cuda_kernels.host.get_num_threads", "cuda_kernels.host.set_num_threads"], cases=100, needs=HOST
+)
 def host_threads(case):
     """The number of threads is refused, or what `get_num_threads` returns; results do not depend on it."""
     before = case.call("cuda_kernels.host.get_num_threads")
@@ -465,4 +494,4 @@ def host_threads(case):
         case.call("cuda_kernels.host.set_num_threads", before)
 
 
-__all__ = ["POSITIVE", "Refused"]
+__all__ = ["POSITIVE", "DocumentedError"]
