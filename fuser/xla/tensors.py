@@ -125,15 +125,15 @@ class ScaledTensor1x(ScaledTensor):
             )
             for broadcast in (True, False)
         }
-        if self.scale_inv.dtype != self.scaling_mode.get_scale_dtype():
-            raise TypeError(
-                f"scale_inv must be {self.scaling_mode.get_scale_dtype()} in {self.scaling_mode.name}; got "
-                f"{self.scale_inv.dtype}"
-            )
         if self.scale_inv.shape not in allowed:
             raise ValueError(
                 f"scale_inv must have shape {' or '.join(map(str, allowed))} for data of shape {self.data.shape} in "
                 f"{self.scaling_mode.name}, layout {self.data_layout!r}; got {self.scale_inv.shape}"
+            )
+        if self.scale_inv.dtype != self.scaling_mode.get_scale_dtype():
+            raise TypeError(
+                f"scale_inv must be {self.scaling_mode.get_scale_dtype()} in {self.scaling_mode.name}; got "
+                f"{self.scale_inv.dtype}"
             )
 
     @property

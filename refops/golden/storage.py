@@ -116,7 +116,7 @@ def write_golden(directory, op, scaling=None, *, shape, dtype=None, seed=0, inpu
     Raises:
         ValueError, TypeError: arguments that do not fit together. OSError: it cannot be written. Nothing is left then.
     """
-    recipe = Recipe(op, scaling, shape, dtype, seed, inputs, params or {})
+    recipe = Recipe(op, scaling, shape, dtype, seed, inputs, {} if params is None else params)
     with GoldenWriter(directory) as writer:
         writer.add(recipe)
     return writer.path_of(recipe)

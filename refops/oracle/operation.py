@@ -274,6 +274,11 @@ class Case:
         return slots
 
     @property
+    def is_empty(self):
+        """Whether an input has no elements."""
+        return any(math.prod(array.shape) == 0 for array in self.inputs.values())
+
+    @property
     def gated(self):
         """Whether the input row is [act | gate]."""
         name = self.operation.activation

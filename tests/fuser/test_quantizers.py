@@ -633,7 +633,24 @@ def test_reference_backend_gives_the_same_bits():
             assert torch.equal(tensor, made.buffers.tensors[name]), name
 
 
-@pytest.mark.parametrize("arguments", [(1.0, torch.zeros(1)), (torch.ones(1), 0.0)])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (1.0, torch.zeros(1)),
+        (torch.ones(1), 0.0),
+        (None, torch.zeros(1)),
+        (torch.ones(1), np.zeros(1)),
+        (torch.ones(2), torch.zeros(1)),
+    ],
+)
 def test_delayed_scaling_needs_tensors(arguments):
     with pytest.raises(TypeError, match="must be a float32 tensor of one element"):
         q.Float8Quantizer(*arguments, DType.kFloat8E4M3)
+
+
+@pytest.mark.parametrize("name", QUANTIZERS)
+def test_what_is_no_tensor_is_named(name):
+    quantizer, _ = QUANTIZERS[name]()
+    for wrong in (np.zeros((32, 32), np.float32), [1.0], None, 1.0):
+        with pytest.raises(TypeError, match=f"tensor must be a torch tensor .*; got {type(wrong).__name__}"):
+            quantizer(wrong)

@@ -380,14 +380,16 @@ def hostile_npz(case, path):
     good = npy_bytes(np.arange(12, dtype=np.float32))
     how = case.below(14)
     compression = case.choose([zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+    if how == 1:
+        compression = zipfile.ZIP_DEFLATED
     with zipfile.ZipFile(path, "w", compression) as archive:
         if how == 0:
             for name in ("../../evil.npy", "/etc/evil.npy", "a/../b.npy", "C:\\evil.npy", ".npy", "a//b.npy"):
                 archive.writestr(name, good)
-        elif how == 1:  # a bomb: 256 MB of zeros
+        elif how == 1:  # a bomb: 64 MB of zeros in 64 KB
             with archive.open("x.npy", "w", force_zip64=True) as member:
-                member.write(npy_with_header("{'descr': '<f4', 'fortran_order': False, 'shape': (67108864,), }", b""))
-                for _ in range(256):
+                member.write(npy_with_header("{'descr': '<f4', 'fortran_order': False, 'shape': (16777216,), }", b""))
+                for _ in range(64):
                     member.write(bytes(1 << 20))
         elif how == 2:
             inner = io.BytesIO()

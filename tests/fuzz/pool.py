@@ -119,8 +119,11 @@ class Pool:
         """
         self.tallies = {name: Tally() for name in numbers}
         chunks = {False: deque(), True: deque()}
-        for name, wanted in numbers.items():
-            for first in range(0, len(wanted), CHUNK):
+        longest = max(map(len, numbers.values()), default=0)
+        for first in range(0, longest, CHUNK):  # in turns, so that each has had some where time is short
+            for name, wanted in numbers.items():
+                if first >= len(wanted):
+                    continue
                 chunks[TARGETS[name].simulated].append(
                     {"target": name, "seed": self.seed, "numbers": list(wanted[first : first + CHUNK])}
                 )

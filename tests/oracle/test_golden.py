@@ -618,3 +618,11 @@ def test_ctrl_c_leaves_nothing(tmp_path):
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out, err) == (130, "", "")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("shape", [(0, 64), (64, 0), (2, 0, 32)])
+@pytest.mark.parametrize("op", ["quantize", "relu", "dequantize"])
+def test_empty_tensors_under_stochastic_rounding(op, shape, tmp_path):
+    """The random bits of no element are a golden array too; a dump of it can be checked and diagnosed."""
+    golden = read_golden(write_golden(tmp_path, op, "nvfp4-stochastic", shape=shape))
+    assert oracle.check(golden.op, golden.inputs, golden.outputs, scaling=golden.scaling).ok

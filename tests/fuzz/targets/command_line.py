@@ -77,40 +77,51 @@ def word(case):
     return case.choose(ODD_WORDS)
 
 
-def input_file(case, name, suffix=None):
-    """Path of a file of tensors, whole or not."""
+def input_file(case, name, suffix=None, *, plain=False):
+    """A file of tensors, whole or not, and words about what is in it; `plain`: mostly without such words."""
+    if plain and case.chance(0.9):
+        return str(tensor_file(case, name, case.choose([".npy", ".npz", ".safetensors"])))
     suffix = suffix or case.choose([".npy", ".npz", ".safetensors", ".pt" if case.chance(0.1) else ".npy", ".bin"])
-    path = case.folder / f"{name}{suffix}"
     if suffix == ".bin":
-        path.write_bytes(contents(case, (32, 64), np.float32).tobytes()[: case.choose([8192, 8192, 4096, 0, 100])])
-        return str(path) + case.choose(
-            [
-                "",
-                "@float32:32x64",
-                "@bfloat16:64x64",
-                "@uint8:8192",
-                "@float32",
-                "@float64:1",
-                "@float32:1x2x3",
-                "@float32:",
-                "@float32:99999999999x9999999999",
-                "@bfloat16:0x5",
-            ]
-        )
-    if case.chance(0.65):
-        array = contents(case, case.choose([(32, 64), (64, 128), (1, 32), (32,), (2, 16, 64)]), np.float32)
-        if suffix == ".npy":
-            np.save(path, laid_out(case, array, "fortran" if case.chance(0.2) else "plain"))
-        elif suffix == ".npz":
-            np.savez(path, **{case.choose(["x", "data", "w"]): array})
-        elif suffix == ".safetensors":
-            hostile.whole_safetensors(case, path, {case.choose(hostile.NAMES[:8]): array})
-        else:
-            hostile.whole_pt(case, path)
-    else:
-        hostile.make(case, path, suffix)
+        path = case.folder / f"{name}.bin"
+        size = case.choose([8192, 8192, 4096, 0, 100])
+        path.write_bytes(contents(case, (32, 64), np.float32).tobytes()[:size])
+        return str(path) + case.choose(RAW_WORDS)
     more = case.choose([*[""] * 14, "@bfloat16", ":x", ":", "@", ":nothing", "@float32:2x2"])
-    return f"{path}{more}"
+    return f"{tensor_file(case, name, suffix)}{more}"
+
+
+#: What may stand behind the name of a raw file.
+RAW_WORDS = (
+    "",
+    "@float32:32x64",
+    "@bfloat16:64x64",
+    "@uint8:8192",
+    "@float32",
+    "@float64:1",
+    "@float32:1x2x3",
+    "@float32:",
+    "@float32:99999999999x9999999999",
+    "@bfloat16:0x5",
+)
+
+
+def tensor_file(case, name, suffix):
+    """Path of a file of tensors: two of three are whole."""
+    path = case.folder / f"{name}{suffix}"
+    if case.chance(0.35):
+        hostile.make(case, path, suffix)
+        return path
+    array = contents(case, case.choose([(32, 64), (64, 128), (1, 32), (32,), (2, 16, 64)]), np.float32)
+    if suffix == ".npy":
+        np.save(path, laid_out(case, array, "fortran" if case.chance(0.2) else "plain"))
+    elif suffix == ".npz":
+        np.savez(path, **{case.choose(["x", "data", "w"]): array})
+    elif suffix == ".safetensors":
+        hostile.whole_safetensors(case, path, {case.choose(hostile.NAMES[:8]): array})
+    else:
+        hostile.whole_pt(case, path)
+    return path
 
 
 def some(case, probability, *words):
@@ -192,7 +203,7 @@ def arguments(case, command):
     if command == "formats":
         words += some(case, 0.7, case.choose([*refops.FORMATS, "E2M1", word(case)]))
     elif command == "inspect":
-        words += some(case, 0.95, input_file(case, "t"))
+        words += some(case, 0.95, input_file(case, "t", plain=True))
         words += some(case, 0.2, "--tensor", case.choose(["*", "x", "w*", "data", "[", word(case)]))
         words += some(case, 0.9, "--scaling", case.choose([*SCALINGS, "mxfp8*", "nvfp4*", word(case)]))
         words += some(case, 0.2, "--summary") + some(
@@ -223,7 +234,7 @@ def arguments(case, command):
             ]
             words += ["--values", case.choose(listed)]
         if source in ("file", "both"):
-            words += [input_file(case, "t")]
+            words += [input_file(case, "t", plain=True)]
         words += scaling_words(case)[:2]
         for option in ("--row", "--block"):
             words += some(case, 0.3, option, case.choose(["0", "1", "31", "1000000", "-1", "9" * 30, word(case)]))

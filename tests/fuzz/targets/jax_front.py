@@ -66,7 +66,7 @@ def jax_array(case, sizes, dtype):
             )
         ),
     ],
-    cases=220,
+    cases=120,
     seconds=180,
     needs=NEEDS,
 )
@@ -166,6 +166,19 @@ def xla_settings(case):
     data = jnp.asarray(case.rng.standard_normal((32, 64)), jnp.float8_e4m3fn)
     case.call("fuser.xla.NoScaleTensor", data)
     mode = case.choose(list(xla.ScalingMode))
+    if case.chance(0.6):
+        mode, sizes, kind = case.choose(
+            [
+                (xla.ScalingMode.CURRENT_TENSOR_SCALING, (1,), jnp.float32),
+                (xla.ScalingMode.MXFP8_1D_SCALING, (32, 2), jnp.float8_e8m0fnu),
+                (xla.ScalingMode.NVFP4_1D_SCALING, (32, 4), jnp.float8_e4m3fn),
+                (xla.ScalingMode.NO_SCALING, (0,), jnp.float32),
+            ]
+        )
+        made = case.call("fuser.xla.ScaledTensor1x", data, jnp.ones((1,)), jnp.ones(sizes, kind), mode, jnp.float32)
+        require(made.dequantize().shape == data.shape, "another shape")
+        case.call("fuser.xla.ScaledTensor2x", made, made)
+        return
     sizes = case.choose([(1,), (32, 2), (1, 64), (32, 4), (0,), (5, 5)])
     scales = jnp.ones(sizes, case.choose([jnp.float32, jnp.float8_e4m3fn]))
     axis = case.choose([-1, 1, 0, 5, -3])
