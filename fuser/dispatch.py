@@ -296,6 +296,8 @@ def _require_plain(tensor, name):
             f"{name} must be float32, float16 or bfloat16 (float64 only in activations under backend('float64')); "
             f"got {tensor.dtype} of shape {tuple(tensor.shape)}"
         )
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"{name} must be a dense tensor; got {tensor.layout} of shape {tuple(tensor.shape)}")
     if tensor.device.type not in ("cpu", "cuda"):
         raise TypeError(f"{name} must be on a CPU or CUDA device; got one on {tensor.device}")
 

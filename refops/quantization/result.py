@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from refops.arguments import require_high_precision_dtype, require_integer, shown
+from refops.arguments import require_flag, require_high_precision_dtype, require_integer, shown
 from refops.quantization.layout import ceil_div, round_up, swizzle, unswizzle
 from refops.scaling import BlockScaling, MXFP8Scaling, NVFP4Scaling, Scaling, require_scaling
 
@@ -103,6 +103,11 @@ class Quantized:
             raise ValueError(
                 f"shape must have M % 16 == 0 and K % 16 == 0 with NVFP4Scaling (K the last dimension, M the product "
                 f"of the others); got {self.shape}"
+            )
+        swizzled = require_flag(self.with_gemm_swizzled_scales, "with_gemm_swizzled_scales")
+        if swizzled and isinstance(self.scaling, BlockScaling):
+            raise ValueError(
+                "with_gemm_swizzled_scales must be False with BlockScaling, whose scales have one order; got True"
             )
         object.__setattr__(self, "dtype", require_high_precision_dtype(self.dtype, "dtype"))
         layout = stored_layout(self.scaling, self.shape)

@@ -12,7 +12,6 @@ A target is a function of a `Case`. It makes arguments from the case's seed, cal
 The same seed, target and number give the same case, in any process.
 """
 
-import copy
 import hashlib
 import importlib
 import shutil
@@ -157,18 +156,18 @@ class Case:
             DocumentedError: it raised a documented error. CheckError: another one, or it changed an argument.
         """
         function = resolve(name)
-        given_ = {**dict(enumerate(args)), **kwargs}
-        before = {key: snapshot(value) for key, value in given_.items() if key not in changes}
+        passed = {**dict(enumerate(args)), **kwargs}
+        before = {key: snapshot(value) for key, value in passed.items() if key not in changes}
         try:
             result = function(*args, **kwargs)
         except documented as error:
-            self._check_unchanged(name, before, given_)
+            self._check_unchanged(name, before, passed)
             problem = undocumented(error, says)
             if problem:
                 raise CheckError(f"{name}: {problem}: {type(error).__name__}: {error}") from error
             self.calls[name, REFUSED] += 1
             raise DocumentedError(f"{name}: {type(error).__name__}: {error}") from error
-        self._check_unchanged(name, before, given_)
+        self._check_unchanged(name, before, passed)
         self.calls[name, RESULT] += 1
         return result
 
@@ -180,9 +179,9 @@ class Case:
             return False, refused.__cause__
 
     @staticmethod
-    def _check_unchanged(name, before, given_):
+    def _check_unchanged(name, before, passed):
         for key, taken in before.items():
-            require(same_snapshot(taken, snapshot(given_[key])), f"{name} changed its argument", key)
+            require(same_snapshot(taken, snapshot(passed[key])), f"{name} changed its argument", key)
 
     # --- the case -----------------------------------------------------------------------------------------------------
 
@@ -285,8 +284,3 @@ def same_snapshot(one, other):
     if isinstance(one, list):
         return len(one) == len(other) and all(map(same_snapshot, one, other))
     return one == other
-
-
-def copied(value):
-    """A deep copy, for calls that may write to an argument."""
-    return copy.deepcopy(value)

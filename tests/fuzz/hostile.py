@@ -10,7 +10,6 @@ import os
 import pickle
 import struct
 import zipfile
-import zlib
 
 import ml_dtypes
 import numpy as np
@@ -577,8 +576,3 @@ def make(case, path, suffix):
     WHOLE[another](case, other)
     path.write_bytes(mutated(case, whole, other.read_bytes()))
     return None if path.read_bytes() != whole else made
-
-
-def checksum(data):
-    """A short name for bytes."""
-    return zlib.crc32(data)

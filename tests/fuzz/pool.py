@@ -14,7 +14,7 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from harness import FAILURE, PACKAGES, ROOT, TARGETS
+from harness import FAILURE, ROOT, TARGETS
 
 HERE = Path(__file__).resolve().parent
 #: Seconds for the imports before the first case of a target.
@@ -215,6 +215,3 @@ class Pool:
         if worker.left:
             chunks[worker.simulated].appendleft({**worker.order, "numbers": list(worker.left)})
         self._remove(worker, workers, selector)
-
-
-__all__ = ["PACKAGES", "Pool", "Tally"]

@@ -401,6 +401,8 @@ def test_a_scaling_without_a_columnwise_copy_of_the_shape_has_none():
         ({"op": "update_delayed_scale", "dtype": "float16"}, ["dtype must be float32", "float16"]),
         ({"seed": 1 << 64}, ["seed must be an integer in [0, 18446744073709551616)"]),
         ({"inputs": "odd"}, ["inputs must be one of 'mixed', 'extreme', 'special'", "'odd'"]),
+        ({"op": "gelu", "params": np.ones((2, 2))}, ["params must be a dict", "float64 of shape (2, 2)"]),
+        ({"op": "gelu", "params": int}, ["params must be a dict", "<class 'int'>"]),
         ({"op": "gelu", "params": {"limit": 1.0}}, ["params must be among those of gelu", "'limit'"]),
         (
             {

@@ -121,6 +121,11 @@ def test_nvfp4_of_a_shape_that_blocks_do_not_divide_is_refused(shape):
         Quantized(scaling=refops.NVFP4Scaling(), shape=shape, dtype=np.dtype(np.float32))
 
 
+def test_block_scales_have_one_order():
+    with pytest.raises(ValueError, match=r"with_gemm_swizzled_scales must be False with BlockScaling, .*; got True"):
+        replace(quantize(X, refops.BlockScaling(refops.E4M3)), with_gemm_swizzled_scales=True)
+
+
 @pytest.mark.parametrize("direction", ["rowwise", "columnwise"])
 @pytest.mark.parametrize("fmt", [refops.E3M2, refops.E2M3])
 def test_codes_beyond_the_format_are_refused(fmt, direction):

@@ -7,7 +7,6 @@ one JSON document; nothing prints a traceback or a control character; an output 
 import json
 import os
 import re
-import resource
 import signal
 import subprocess
 import sys
@@ -454,8 +453,8 @@ def commands(case):
     )
 
 
-def start(words, **options):
-    """`python -m refops` as a process."""
+def start(words, prefix=(), **options):
+    """`python -m refops` as a process, behind the words of a shell."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.Popen(
         [sys.executable, "-m", "refops", *words], env=environment, stderr=subprocess.PIPE, **options
@@ -469,19 +468,20 @@ def cli_process(case):
     how = case.choose(
         ["closed pipe", "no stdout", "full device", "file size", "file size", "interrupt", "interrupt", "interrupt"]
     )
-    options, allowed = {"stdout": subprocess.DEVNULL}, (0, 1, 2)
+    options, allowed, prefix = {"stdout": subprocess.DEVNULL}, (0, 1, 2), []
     if how == "closed pipe":
         options, allowed = {"stdout": subprocess.PIPE}, (0, 1, 2, 141)
     elif how == "no stdout":
-        options = {"stdout": None, "preexec_fn": lambda: os.close(1)}
+        prefix = ["sh", "-c", 'exec "$@" >&-', "sh"]  # no preexec_fn: this process may have threads of JAX
     elif how == "full device":
         options = {"stdout": open("/dev/full", "wb")}  # noqa: SIM115 (the process's end closes it)
     elif how == "file size":
-        limit = case.choose([0, 100, 5000, 200_000])
-        options = {"stdout": open(case.folder / "stdout", "wb"), "preexec_fn": lambda: limit_files(limit)}  # noqa: SIM115
+        blocks = case.choose([0, 1, 10, 400])
+        prefix = ["sh", "-c", f"trap '' XFSZ; ulimit -f {blocks}; exec \"$@\"", "sh"]
+        options = {"stdout": open(case.folder / "stdout", "wb")}  # noqa: SIM115
     else:
         allowed = (0, 1, 2, 130)
-    process = start(words, **options)
+    process = start(words, prefix, **options)
     if how == "closed pipe":
         process.stdout.close()
     if how == "interrupt":
@@ -505,9 +505,3 @@ def cli_process(case):
     whole_outputs(case)
     if code:
         raise DocumentedError(f"{code} {err}")
-
-
-def limit_files(limit):
-    """Let writes beyond `limit` bytes fail, as on a full disk."""
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))

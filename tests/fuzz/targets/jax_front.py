@@ -1,7 +1,7 @@
 """Targets of `fuser.xla`: functions with and without quantizers, under jit and grad, and what they are told with."""
 
 import numpy as np
-from arguments_fuzz import FLOAT_DTYPES, NUMBERS, contents, wrong
+from arguments_fuzz import FLOAT_DTYPES, NUMBERS, contents
 from harness import DocumentedError, require, target
 
 import refops
@@ -201,6 +201,3 @@ def xla_settings(case):
         "fuser.xla.compute_scale_from_amax", amax, jnp.float8_e4m3fn, case.choose([0.0, 2.0, -3.0]), **ERRORS
     )
     require(scale.shape == (1,) and scale.dtype == jnp.float32, "another shape or dtype", scale)
-
-
-__all__ = ["wrong"]

@@ -8,7 +8,6 @@ from arguments_fuzz import (
     FORMATS,
     FP8,
     NUMBERS,
-    POSITIVE,
     SCALINGS,
     SEEDS,
     activation_name,
@@ -23,7 +22,7 @@ from arguments_fuzz import (
     tensor,
     wrong,
 )
-from harness import DocumentedError, require, target
+from harness import require, target
 from hypothesis import strategies as st
 from judge import (
     agree,
@@ -492,6 +491,3 @@ def host_threads(case):
         require_same_quantized(expected, case.call("cuda_kernels.host.quantize", x, refops.MXFP8Scaling(refops.E4M3)))
     finally:
         case.call("cuda_kernels.host.set_num_threads", before)
-
-
-__all__ = ["POSITIVE", "DocumentedError"]
