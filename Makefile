@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .PHONY: help report train minilm notebooks lab test lint package bench tables kernel-report gpu-check oracle-score \
-    exhaustive peers clean
+    exhaustive fuzz peers clean
 
 help:
 	@sed -n 's/^## //p' $(MAKEFILE_LIST)
@@ -72,6 +72,10 @@ oracle-score: $(INSTALLED)
 ## exhaustive  all 2^32 float32 values through the casts, against ml_dtypes
 exhaustive: $(INSTALLED)
 	$(BIN)/python tests/exhaustive/encode_all_float32.py
+
+## fuzz        every public function, the command line and the file readers with random and hostile arguments
+fuzz: $(INSTALLED)
+	$(BIN)/python tests/fuzz/run.py --json tests/fuzz/results/fuzz.json
 
 ## peers       install gfloat, torch and torchao and compare with them live; read .pt files
 peers: $(INSTALLED)

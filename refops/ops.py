@@ -568,6 +568,11 @@ class DequantizedSource(Source):
             raise TypeError(f"q must be a Quantized; got {type(q).__name__}")
         if q.rowwise_data is None and q.columnwise_data is None:
             raise ValueError("q must hold rowwise_data or columnwise_data; got neither")
+        for name in ("rowwise_data", "columnwise_data"):
+            codes, codes_of_format = getattr(q, name), 1 << q.scaling.fmt.bits
+            if 4 < q.scaling.fmt.bits < 8 and codes is not None and codes.size and codes.max() >= codes_of_format:
+                fmt = q.scaling.fmt
+                raise ValueError(f"q must hold codes below {codes_of_format} in {fmt!r}; got {codes.max()} in {name}")
         self._q = q.unswizzled() if q.with_gemm_swizzled_scales else q
         self._columnwise = q.rowwise_data is None
         self._dequantize_tile = {
