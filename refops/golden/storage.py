@@ -9,7 +9,6 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
 from contextlib import suppress
 from hashlib import sha256
 from os import PathLike
