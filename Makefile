@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help report train minilm notebooks lab test lint bench kernel-report gpu-check oracle-score exhaustive peers clean
+.PHONY: help report train minilm notebooks lab test lint docs bench kernel-report gpu-check oracle-score exhaustive peers clean
 
 help:
 	@sed -n 's/^## //p' $(MAKEFILE_LIST)
@@ -40,6 +40,12 @@ test: $(INSTALLED)
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+## docs        the site in build/docs: guide, specifications, reference from the docstrings; warnings are errors
+docs: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test,docs]'
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --fresh-env --quiet docs build/docs
+	$(BIN)/python -m pytest -q tests/docs/test_site.py
 
 ## bench       speed of the reference beside ml_dtypes' cast and a copy of the same bytes
 bench: $(INSTALLED)

@@ -136,7 +136,7 @@ def activation_grad(name, grad, fwd_input, quantizer=None, **params):
 
     Args:
         grad: gradient of the output, in the dtype of `fwd_input`.
-        Others as for `activation`.
+        name, fwd_input, quantizer, **params: as for `activation`.
     """
     grad = _check_backward(name, grad, fwd_input)
     if quantizer is None:
