@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help report train minilm notebooks lab test lint docs bench kernel-report gpu-check oracle-score exhaustive peers clean
+.PHONY: help report train minilm notebooks lab test lint docs bench tables kernel-report gpu-check oracle-score exhaustive peers clean
 
 help:
 	@sed -n 's/^## //p' $(MAKEFILE_LIST)
@@ -45,12 +45,17 @@ lint: $(INSTALLED)
 docs: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test,docs]'
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --fresh-env --quiet docs build/docs
-	$(BIN)/python -m pytest -q tests/docs/test_site.py
+	$(BIN)/python -m pytest -q tests/site
 
 ## bench       speed of the reference beside ml_dtypes' cast and a copy of the same bytes
 bench: $(INSTALLED)
 	$(BIN)/python -m pytest tests/benchmarks -n 0 --benchmark-group-by=group --benchmark-sort=name \
 	    --benchmark-columns=median,iqr,rounds
+
+## tables      measure what each backend offers, and bring the tables of README and the guide up to date
+tables: $(INSTALLED)
+	$(BIN)/python docs/capabilities.py --write
+	$(BIN)/python docs/generate.py --write
 
 ## kernel-report  every GPU kernel compiled, no GPU needed: registers, spills, accesses, instructions per byte
 kernel-report: $(INSTALLED)

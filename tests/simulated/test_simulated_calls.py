@@ -1,6 +1,7 @@
 """The other calls in the simulator: dequantize, swizzling, amax, delayed scales, Hadamard, codes; wrong arguments."""
 
 import importlib.util
+import json
 import pathlib
 import sys
 from dataclasses import replace
@@ -233,3 +234,11 @@ def test_errors_are_those_of_refops(call):
     with pytest.raises((TypeError, ValueError)) as got:
         eval(call, scope(cuda_kernels))
     assert (got.type, str(got.value)) == (expected.type, str(expected.value))
+
+
+def test_the_kernels_offer_what_readme_s_table_says():
+    folder = pathlib.Path(__file__).resolve().parent.parent.parent / "docs"
+    spec = importlib.util.spec_from_file_location("capabilities", folder / "capabilities.py")
+    capabilities = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(capabilities)
+    assert capabilities.measure("kernels") == json.loads(capabilities.RESULTS.read_text())["kernels"]

@@ -1,0 +1,490 @@
+"""What each backend can do, found by doing it: every operation with every scaling, called and judged.
+
+    python docs/capabilities.py --write         # capabilities.json, beside this file
+
+A backend is credited where its call returns and the result is right: the bits of `refops` for casts, scales and
+dequantization, the oracle's verdict for activations. It is not credited where the call is refused with an error that it
+documents. Anything else, a wrong bit or another error, ends this program. The GPU kernels run in the simulator, as
+Python, in a process of their own. `docs/generate.py` makes README's table of it.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+
+import refops
+from refops import oracle
+from refops.survey import SCALINGS
+
+#: Backend -> what README calls it.
+BACKENDS = {
+    "refops": "refops",
+    "host": "cuda_kernels.host",
+    "kernels": "cuda_kernels, GPU kernels (simulated)",
+    "torch": "fuser, PyTorch",
+    "jax": "fuser.xla, JAX",
+}
+#: Row of the table -> its head.
+TITLES = {
+    "none": "no scaling: float32, float16, bfloat16",
+    "delayed-scale-1": "FP8 per tensor, delayed",
+    "current": "FP8 per tensor, current, E4M3",
+    "current-e5m2": "the same, E5M2",
+    "current-pow2": "the same, scale a power of two",
+    "block-1x128": "FP8 in blocks of 1x128",
+    "block-128x128": "FP8 in tiles of 128x128",
+    "mxfp8": "MXFP8, E4M3, TE's scale rule",
+    "mxfp8-e5m2": "the same, E5M2",
+    "mxfp8-floor": "the same, the OCP specification's rule",
+    "nvfp4-1x16": "NVFP4 1x16",
+    "nvfp4-16x16": "NVFP4 16x16",
+    "nvfp4-rht": "NVFP4 with random Hadamard transform",
+    "nvfp4-4over6": "NVFP4, maximum mapped to 4 or 6",
+    "nvfp4-stochastic": "NVFP4, stochastic rounding",
+    "nvfp4-row-scaled": "NVFP4, one amax a row",
+}
+RESULTS = Path(__file__).with_name("capabilities.json")
+#: What a backend raises where it does not offer something.
+REFUSALS = (ValueError, NotImplementedError, LookupError)
+ROWS, COLUMNS = 32, 128
+#: An activation of each kind for the table; all of them have a line of their own.
+UNARY, GATED = "gelu", "swiglu"
+FIELDS = ("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv")
+
+
+class WrongResultError(AssertionError):
+    """A backend returned something that is not right."""
+
+
+def inputs(name):
+    """(x, dy) in bfloat16 of an activation whose output is (ROWS, COLUMNS)."""
+    random = np.random.default_rng(0)
+    width = COLUMNS * (1 + refops.ACTIVATIONS[name].gated)
+    return [random.standard_normal((ROWS, w), np.float32).astype(ml_dtypes.bfloat16) for w in (width, COLUMNS)]
+
+
+# --- judging ----------------------------------------------------------------------------------------
+
+
+def require_equal(result, expected, what):
+    """Raise `WrongResultError` where two arrays differ in a bit, or one is missing."""
+    if (result is None) != (expected is None):
+        raise WrongResultError(f"{what}: one of the two is missing")
+    if expected is not None:
+        result = np.asarray(result)
+        if result.shape != expected.shape or result.tobytes() != expected.tobytes():
+            raise WrongResultError(f"{what}: other bits than refops")
+
+
+def require_same(q, expected):
+    """Raise `WrongResultError` where a quantized tensor, with TE's attribute names, is not `expected` to the bit."""
+    for field in FIELDS:
+        require_equal(getattr(q, field), getattr(expected, field), field)
+
+
+def require_right(operation, tensors, outputs, scaling=None):
+    """Raise `WrongResultError` where the oracle does not accept `outputs`."""
+    report = oracle.check(operation, tensors, outputs, scaling=scaling)
+    if not report.ok:
+        raise WrongResultError(str(report))
+
+
+def arrays_of(q):
+    """TE's name -> array, of those that `q` has."""
+    return {field: getattr(q, field) for field in FIELDS if getattr(q, field) is not None}
+
+
+# --- the operations, for the backends whose calls are those of refops ---------------------------------
+
+
+def used(q, scaling):
+    """The settings that made `q`: those that were asked for, but for a seed that the backend may draw."""
+    if isinstance(scaling, refops.NVFP4Scaling) and scaling.stochastic_rounding:
+        scaling = replace(scaling, seed=q.scaling.seed, offset=q.scaling.offset)
+    if q.scaling != scaling:
+        raise WrongResultError(f"quantized with {q.scaling} instead of {scaling}")
+    return scaling
+
+
+def quantize(library, scaling, **copies):
+    x, _ = inputs(UNARY)
+    q = library.quantize(x, scaling, **copies)
+    require_same(q, refops.quantize(x, used(q, scaling), **copies))
+
+
+def dequantize(library, scaling):
+    """The columnwise copy of RHT is undone in another order of sums: the rowwise copy is compared."""
+    x, _ = inputs(UNARY)
+    q = library.quantize(x, scaling)
+    expected = refops.dequantize(refops.quantize(x, used(q, scaling)))
+    require_equal(library.dequantize(q), expected, "dequantized")
+
+
+def swizzle(library, scaling):
+    x, _ = inputs(UNARY)
+    q = library.quantize(x, scaling)
+    require_same(q.swizzled(), refops.quantize(x, used(q, scaling)).swizzled())
+
+
+def evaluate(library, name):
+    """An activation and its gradient, in high precision."""
+    x, dy = inputs(name)
+    require_right(name, x, library.activation(name, x))
+    dx, dbias = library.activation_grad(name, dy, x, dbias=True)
+    require_right(f"d{name}", {"x": x, "dy": dy}, {"dx": dx, "dbias": dbias})
+
+
+def activate(library, scaling):
+    for name in (UNARY, GATED):
+        x, _ = inputs(name)
+        if scaling is None:
+            require_right(name, x, library.activation(name, x))
+        else:
+            q = library.activation_quantize(name, x, scaling)
+            require_right(name, x, arrays_of(q), used(q, scaling))
+
+
+def differentiate(library, scaling):
+    for name in (UNARY, GATED):
+        if scaling is None:
+            evaluate(library, name)
+            continue
+        x, dy = inputs(name)
+        q, dbias = library.activation_grad_quantize(name, dy, x, scaling, dbias=True)
+        require_right(f"d{name}", {"x": x, "dy": dy}, arrays_of(q) | {"dbias": dbias}, used(q, scaling))
+
+
+@dataclass(frozen=True)
+class Operation:
+    """A column of the table.
+
+    Attributes:
+        title: its head.
+        run: function of (library, scaling) that raises `WrongResultError` or a refusal.
+        unscaled: whether it exists without a scaling, too.
+        blocks: whether only blocks with one-byte scales have it: other scales are read by GEMMs as they are stored.
+    """
+
+    title: str
+    run: Callable
+    unscaled: bool = False
+    blocks: bool = False
+
+
+OPERATIONS = {
+    "rowwise": Operation("cast, rowwise", quantize),
+    "columnwise": Operation("both directions", lambda library, s: quantize(library, s, columnwise=True)),
+    "dequantize": Operation("dequantize", dequantize),
+    "activation": Operation("activation + cast", activate, unscaled=True),
+    "gradient": Operation("gradient + bias gradient + cast", differentiate, unscaled=True),
+    "swizzle": Operation("scales in GEMM order", swizzle, blocks=True),
+}
+
+
+# --- backends whose calls are others --------------------------------------------------------------------
+
+
+class Torch:
+    """`fuser` by its quantizers and TE's functions, with the calls and results of `refops`."""
+
+    def __init__(self):
+        import torch
+
+        from fuser import DType, functional, quantization
+        from fuser.dispatch import as_numpy, as_torch, swizzled
+
+        self.torch, self.functional, self.quantization, self.dtype = torch, functional, quantization, DType
+        self.as_numpy, self.as_torch, self.swizzled = as_numpy, as_torch, swizzled
+
+    def quantizer(self, scaling, rowwise=True, columnwise=False):
+        """The quantizer that has these settings.
+
+        Raises:
+            NotImplementedError: none has, TE offers no such settings.
+        """
+        made = self._quantizer(scaling)
+        made.set_usage(rowwise=rowwise, columnwise=columnwise)
+        found = made.scaling()
+        if type(scaling) is refops.NVFP4Scaling and scaling.stochastic_rounding:
+            found = scaling  # each call draws a seed
+        if found != scaling:
+            raise NotImplementedError(f"no quantizer has the settings {scaling}")
+        return made
+
+    def _quantizer(self, scaling):
+        quantizers, fmt = self.quantization, self.dtype.kFloat8E4M3
+        if getattr(scaling, "fmt", None) is refops.E5M2:
+            fmt = self.dtype.kFloat8E5M2
+        match scaling:
+            case refops.DelayedScaling():
+                scale = self.torch.full((1,), scaling.scale)
+                return quantizers.Float8Quantizer(scale, self.torch.zeros(1), fmt)
+            case refops.CurrentScaling():
+                return quantizers.Float8CurrentScalingQuantizer(fmt, force_pow_2_scales=scaling.power_2_scale)
+            case refops.BlockScaling():
+                return quantizers.Float8BlockQuantizer(
+                    fmt, rowwise=True, columnwise=False, block_scaling_dim=scaling.block_dim
+                )
+            case refops.MXFP8Scaling():
+                return quantizers.MXFP8Quantizer(fmt)
+        return quantizers.NVFP4Quantizer(
+            with_rht=scaling.rht,
+            with_post_rht_amax=scaling.rht,
+            with_2d_quantization=scaling.two_d,
+            stochastic_rounding=scaling.stochastic_rounding,
+            row_scaled_nvfp4=scaling.row_scaled,
+            nvfp4_use_4over6=scaling.four_over_six is not None,
+            nvfp4_e4m3_max=scaling.e4m3_max,
+            nvfp4_4over6_err_mode=scaling.four_over_six or "mae",
+        )
+
+    def quantize(self, x, scaling, **copies):
+        return TorchResult(self, self.functional.quantize(self.as_torch(x), self.quantizer(scaling, **copies)))
+
+    def dequantize(self, q):
+        return self.as_numpy(self.functional.dequantize(q.tensor, self.torch.float32))
+
+    def activation(self, name, x):
+        return self.as_numpy(getattr(self.functional, name)(self.as_torch(x)))
+
+    def activation_quantize(self, name, x, scaling):
+        return TorchResult(self, getattr(self.functional, name)(self.as_torch(x), self.quantizer(scaling)))
+
+    def activation_grad(self, name, dy, x, dbias):
+        return self._gradient(name, dy, x, None, self.as_numpy)
+
+    def activation_grad_quantize(self, name, dy, x, scaling, dbias):
+        return self._gradient(name, dy, x, self.quantizer(scaling), lambda tensor: TorchResult(self, tensor))
+
+    def _gradient(self, name, dy, x, quantizer, result):
+        function = getattr(self.functional, f"dbias_{self.functional.gradient_name(name)}")
+        dbias, dx = function(self.as_torch(dy), self.as_torch(x), quantizer)
+        return result(dx), self.as_numpy(dbias)
+
+
+class TorchResult:
+    """A quantized tensor's arrays by TE's names, as NumPy arrays."""
+
+    def __init__(self, library, tensor, buffers=None):
+        self.library, self.tensor, self.buffers = library, tensor, buffers or tensor.buffers
+
+    def __getattr__(self, name):
+        found = self.buffers.tensors.get(name)
+        return None if found is None else self.library.as_numpy(found)
+
+    @property
+    def scaling(self):
+        return self.buffers.scaling
+
+    def swizzled(self):
+        return TorchResult(self.library, None, self.library.swizzled(self.buffers))
+
+
+class Jax:
+    """`fuser.xla` by its quantizers and TE's functions, with the calls and results of `refops`."""
+
+    def __init__(self):
+        import jax
+
+        jax.config.update("jax_platforms", "cpu")
+        from fuser import xla
+        from fuser.xla.settings import ACTIVATION_NAMES
+
+        self.jnp, self.xla = jax.numpy, xla
+        self.types = {ACTIVATION_NAMES[number]: key for key, number in xla.ActivationEnum.items()}
+
+    def quantizer(self, scaling, rowwise=True, columnwise=False):
+        """As `Torch.quantizer`."""
+        mode, options = self._mode(scaling)
+        layout = self.xla.QuantizeLayout.ROWWISE_COLWISE if columnwise else self.xla.QuantizeLayout.ROWWISE
+        return self.xla.QuantizerFactory.create(scaling_mode=mode, q_layout=layout, **options)
+
+    def _mode(self, scaling):
+        mode, one = self.xla.ScalingMode, self.jnp.ones((1,), self.jnp.float32)
+        dtype = self.jnp.float8_e5m2 if getattr(scaling, "fmt", None) is refops.E5M2 else self.jnp.float8_e4m3fn
+        for fmt in (refops.E4M3, refops.E5M2):
+            table = {
+                refops.DelayedScaling(fmt): (mode.DELAYED_TENSOR_SCALING, {"q_dtype": dtype, "scale": one}),
+                refops.CurrentScaling(fmt): (mode.CURRENT_TENSOR_SCALING, {"q_dtype": dtype}),
+                refops.MXFP8Scaling(fmt): (mode.MXFP8_1D_SCALING, {"q_dtype": dtype}),
+                refops.NVFP4Scaling(): (mode.NVFP4_1D_SCALING, {}),
+                refops.NVFP4Scaling(two_d=True): (mode.NVFP4_2D_SCALING, {}),
+            }
+            if scaling in table:
+                return table[scaling]
+        raise NotImplementedError(f"no scaling mode has the settings {scaling}")
+
+    def quantize(self, x, scaling, **copies):
+        quantizer = self.quantizer(scaling, **copies)
+        return JaxResult(quantizer.quantize(self.jnp.asarray(x), dq_dtype=self.jnp.float32), scaling)
+
+    def dequantize(self, q):
+        return np.asarray(q.tensor.dequantize())
+
+    def activation(self, name, x):
+        return np.asarray(self.xla.act_lu(*self._activation(name, x)).data)
+
+    def activation_quantize(self, name, x, scaling):
+        return JaxResult(self.xla.act_lu(*self._activation(name, x), self.quantizer(scaling)), scaling)
+
+    def activation_grad(self, name, dy, x, dbias):
+        dx, dbias = self._gradient(name, dy, x, None)
+        return np.asarray(dx.data).reshape(x.shape), np.asarray(dbias).ravel()
+
+    def activation_grad_quantize(self, name, dy, x, scaling, dbias):
+        dx, dbias = self._gradient(name, dy, x, self.quantizer(scaling))
+        return JaxResult(dx, scaling), np.asarray(dbias).ravel()
+
+    def _activation(self, name, x):
+        if name not in self.types:
+            raise NotImplementedError(f"TE's JAX interface has no {name}")
+        halves = 1 + refops.ACTIVATIONS[name].gated
+        return self.jnp.asarray(x.reshape(ROWS, halves, -1)), self.types[name]
+
+    def _gradient(self, name, dy, x, quantizer):
+        x, kind = self._activation(name, x)
+        return self.xla.quantize_dact_dbias(self.jnp.asarray(dy), x, kind, True, quantizer)
+
+
+class JaxResult:
+    """A scaled tensor's arrays by TE's names, in TE's C layout: scales padded, FP4 packed."""
+
+    def __init__(self, tensor, scaling):
+        self.tensor, self.scaling = tensor, scaling
+        copies = [tensor] if hasattr(tensor, "is_colwise") else [tensor.rowwise_tensor, tensor.colwise_tensor]
+        self.arrays = dict.fromkeys(FIELDS)
+        for copy in copies:
+            self._add("columnwise" if copy.is_colwise else "rowwise", copy, scaling)
+
+    def _add(self, name, copy, scaling):
+        data = np.asarray(copy.data)
+        axis = copy.flatten_axis
+        data = data.reshape(int(np.prod(data.shape[:axis])), -1).view(np.uint8)
+        scales = np.asarray(copy.scale_inv)
+        if copy.scaling_mode.is_block_scaling:
+            scales = scales.reshape(int(np.prod(scales.shape[:axis])), -1).view(np.uint8)
+            rows, columns = scales.shape
+            row_tile, column_tile = (
+                (4, 128) if name == "columnwise" and type(scaling) is refops.MXFP8Scaling else (128, 4)
+            )
+            scales = np.pad(scales, ((0, -rows % row_tile), (0, -columns % column_tile)))
+        if copy.scaling_mode.is_nvfp4_scaling:
+            data = refops.pack_fp4(data)
+        self.arrays[f"{name}_data"], self.arrays[f"{name}_scale_inv"] = data, scales
+
+    def __getattr__(self, name):
+        if name in FIELDS:
+            return self.arrays[name]
+        raise AttributeError(name)
+
+    def swizzled(self):
+        raise NotImplementedError("TE's JAX interface has no scales in GEMM order")
+
+
+# --- the table ------------------------------------------------------------------------------------------
+
+
+def library_of(backend):
+    """What has the calls of `refops` for a backend."""
+    if backend == "refops":
+        return refops
+    if backend == "host":
+        from cuda_kernels import host
+
+        return host
+    if backend == "kernels":
+        import cuda_kernels
+
+        return cuda_kernels
+    return {"torch": Torch, "jax": Jax}[backend]()
+
+
+def offered(call):
+    """Whether a call is offered: it returns, or is refused."""
+    try:
+        call()
+    except REFUSALS:
+        return False
+    return True
+
+
+def operations_of(scaling):
+    """The names of the operations that exist with a scaling, None without one."""
+    blocks = isinstance(scaling, refops.MXFP8Scaling | refops.NVFP4Scaling)
+    return [k for k, op in OPERATIONS.items() if (op.unscaled if scaling is None else blocks or not op.blocks)]
+
+
+def measure(backend):
+    """Return {"scalings": {scaling: [operations]}, "activations": [names]} of one backend, in this process."""
+    library = library_of(backend)
+    scalings = {"none": None} | {name: row.scaling for name, row in SCALINGS.items()}
+    found = {
+        name: [k for k in operations_of(scaling) if offered(lambda k=k, s=scaling: OPERATIONS[k].run(library, s))]
+        for name, scaling in scalings.items()
+    }
+
+    names = [name for name in refops.ACTIVATIONS if offered(lambda name=name: evaluate(library, name))]
+    return {"scalings": found, "activations": names}
+
+
+def measure_all():
+    """Return backend -> what `measure` finds, each in its own process."""
+    found = {}
+    for backend in BACKENDS:
+        environment = os.environ | ({"NUMBA_ENABLE_CUDASIM": "1"} if backend == "kernels" else {})
+        command = [sys.executable, __file__, "--backend", backend]
+        run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        if run.returncode:
+            raise SystemExit(f"{backend}:\n{run.stderr}")
+        found[backend] = json.loads(run.stdout)
+    return found
+
+
+def table(found):
+    """Markdown: scalings down, backends across; a cell says which operations are offered.
+
+    Args:
+        found: what `measure_all` returns.
+    """
+    lines = ["| | " + " | ".join(BACKENDS.values()) + " |", "|---" * (1 + len(BACKENDS)) + "|"]
+    for name in ("none", *SCALINGS):
+        expected = operations_of(SCALINGS[name].scaling if name in SCALINGS else None)
+        cells = [_cell(expected, found[backend]["scalings"][name]) for backend in BACKENDS]
+        lines.append(f"| {TITLES[name]} | {' | '.join(cells)} |")
+    cells = [_cell(list(refops.ACTIVATIONS), found[backend]["activations"]) for backend in BACKENDS]
+    lines.append(f"| the {len(refops.ACTIVATIONS)} activations and their gradients | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _cell(expected, found):
+    missing = [OPERATIONS[name].title if name in OPERATIONS else name for name in expected if name not in found]
+    if not missing:
+        return "all"
+    return "-" if not found else f"all but {', '.join(missing)}"
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--backend", choices=BACKENDS, help="measure this one, in this process, and print what it offers"
+    )
+    parser.add_argument("--write", action="store_true", help=f"measure all and write {RESULTS.name}")
+    arguments = parser.parse_args()
+    if arguments.backend:
+        print(json.dumps(measure(arguments.backend)))
+    elif arguments.write:
+        RESULTS.write_text(json.dumps(measure_all(), indent=1) + "\n")
+    else:
+        print(table(json.loads(RESULTS.read_text())))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""Generated parts of README and of the guide: tables of what the code does and of what was measured.
+
+    python docs/generate.py            # exit code 1 where a document is not up to date
+    python docs/generate.py --write    # brings the documents up to date
+
+A part stands between `<!-- generated: NAME -->` and `<!-- end -->` and is replaced as a whole. Tables are made of the
+code or of committed measurements; the programs that measure are named beside the tables.
+"""
+
+import argparse
+import json
+import re
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "docs")]
+
+import capabilities  # noqa: E402
+
+from refops import ACTIVATIONS  # noqa: E402
+
+REGION = re.compile(r"(<!-- generated: (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+
+
+def what_is_covered():
+    """Operations x scalings x backends, as `docs/capabilities.py --write` found them."""
+    return capabilities.table(json.loads(capabilities.RESULTS.read_text()))
+
+
+def activations():
+    """Names and formulas."""
+    rows = [f"| `{name}` | {row.formula} |" for name, row in ACTIVATIONS.items()]
+    return "\n".join(["| name | formula |", "|---|---|", *rows])
+
+
+#: Name -> function without arguments that returns Markdown.
+PARTS = {"capabilities": what_is_covered, "activations": activations}
+
+
+def generated(text):
+    """Return a document with its generated parts made anew.
+
+    Raises:
+        ValueError: a part of an unknown name, or one that does not end.
+    """
+    unknown = set(re.findall(r"<!-- generated: (\w+) -->", text)) - set(PARTS)
+    if unknown:
+        raise ValueError(f"no part is called {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
+    if text.count("<!-- generated: ") != len(REGION.findall(text)):
+        raise ValueError("a generated part has no <!-- end -->")
+    return REGION.sub(lambda match: f"{match[1]}\n{PARTS[match[2]]()}\n\n{match[4]}", text)
+
+
+def documents():
+    """Markdown files with generated parts."""
+    files = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    return [path for path in files if "<!-- generated: " in path.read_text(encoding="utf-8")]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--write", action="store_true", help="write the documents, else only compare")
+    write = parser.parse_args().write
+    stale = [path for path in documents() if path.read_text(encoding="utf-8") != generated(path.read_text("utf-8"))]
+    for path in stale:
+        print(f"{'written' if write else 'not up to date'}: {path.relative_to(ROOT)}")
+        if write:
+            path.write_text(generated(path.read_text(encoding="utf-8")), encoding="utf-8")
+    return int(bool(stale) and not write)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
