@@ -230,8 +230,8 @@ class Document:
         raise DocumentError(f"{self.path}:{block.line}: {what}")
 
     def compare(self, block, expected, printed):
-        same = doctest.OutputChecker().check_output(expected, printed, doctest.ELLIPSIS)
-        if not same:
+        expected, printed = expected.rstrip("\n"), printed.rstrip("\n")
+        if not doctest.OutputChecker().check_output(expected, printed, doctest.ELLIPSIS):
             self.fail(block, f"printed\n{printed}\nwhere the document has\n{expected}")
 
     def run_python(self, block):
