@@ -9,9 +9,9 @@
                 stands for anything: numbers that differ from machine to machine
 
 All run in one folder that looks like a clone: links to what the repository has, and what earlier blocks wrote. A block
-whose first line is a comment with nothing but a file name is saved there under that name before it runs. `needs=NAME`
-after the language names a program or module without which the block is skipped, and the test says so. The environment
-is clean but for PATH (this interpreter's folder first), HOME and caches. In sh, `make` only looks up the targets
+whose first line is a comment with nothing but a file name is saved there under that name; a later block must use it,
+and Python is then run by that block alone. `needs=NAME` after the language names a program or module without which the
+block is skipped, and the test says so. The environment is clean but for PATH (this interpreter's folder first), HOME and caches. In sh, `make` only looks up the targets
 (--dry-run) and `pip` only the extras: what they install is CI's first step.
 """
 
@@ -171,8 +171,10 @@ class Document:
         tools = self.folder / ".venv" / "bin"
         tools.mkdir(parents=True)
         for path in Path(sysconfig.get_path("scripts")).iterdir():
-            if not path.name.startswith("pip"):
+            if not path.name.startswith(("pip", "python")):
                 (tools / path.name).symlink_to(path)
+        for name in ("python", "python3"):  # a link would look for its environment beside itself
+            self.write_tool(tools / name, f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n')
         make = shutil.which("make")
         self.write_tool(tools / "pip", f"#!{sys.executable}\n" + PIP.format(setup=str(ROOT / "setup.cfg")))
         if make:
@@ -186,8 +188,8 @@ class Document:
         self.environment = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
         self.environment |= {
             "PATH": os.pathsep.join([str(tools), os.environ.get("PATH", os.defpath)]),
-            "PYTHONPATH": os.pathsep.join(p for p in [str(ROOT), os.environ.get("PYTHONPATH", "")] if p),
-            "PYTHONSAFEPATH": "1",
+            "PYTHONPATH": os.pathsep.join(p for p in [str(ROOT), os.environ.get("PYTHONPATH"), str(self.folder)] if p),
+            "PYTHONSAFEPATH": "1",  # the packages of ROOT, not the links to them: machine code is kept by path
             "OMP_NUM_THREADS": "1",  # torch's and Numba's threads would wait for each other on a busy machine
             "COLUMNS": "120",
             "TERM": "dumb",
@@ -195,22 +197,32 @@ class Document:
 
     @staticmethod
     def write_tool(path, text):
-        path.unlink(missing_ok=True)
+        path.unlink(missing_ok=True)  # a link to the tool that it stands for
         path.write_text(text)
         path.chmod(0o755)
 
     def run_block(self, block):
         needed = self.missing(block)
         if block.language != "text" and block.file_name:
-            (self.folder / block.file_name).write_text(block.text)
+            self.save(block)
+        if block.language == "python" and (needed or block.file_name):
+            compile(block.text, self.path, "exec")
+            if not needed:
+                return
         if needed:
-            if block.language == "python":
-                compile(block.text, self.path, "exec")
             self.skipped.append(f"{self.path}:{block.line}: {block.language} not run: no {needed} here")
             return
         printed = getattr(self, f"run_{block.language}")(block)
         if block.language == "python" or (block.language == "sh" and block.output is not None):
             self.compare(block, block.output or "", printed)
+
+    def save(self, block):
+        """Write a block to the file that it names; some later block must use the file."""
+        (self.folder / block.file_name).write_text(block.text)
+        used = rf"\b{re.escape(block.file_name)}|(from|import) {re.escape(Path(block.file_name).stem)}\b"
+        later = self.blocks[self.blocks.index(block) + 1 :]
+        if not any(re.search(used, other.text) for other in later if other.language != "text"):
+            self.fail(block, f"saved as {block.file_name}, and no later block uses it")
 
     def missing(self, block):
         """The name of what the block needs and is not here, or None."""

@@ -54,6 +54,7 @@ WRONG = {
     "target": ("```sh\nmake no_such_target\n```\n", "no_such_target"),
     "extra": ("```sh\npip install '.[no_such_extra]'\n```\n", "no_such_extra"),
     "cpp": ("```cpp\nint main() { int unused = 3; }\n```\n", "unused"),
+    "unused": ("```python\n# tool.py\nprint(1)\n```\n", "no later block uses it"),
     "fragment": ("```cpp\nint a;\n```\n", "without a harness"),
     "language": ("```py\nx\n```\n", "a block of 'py'"),
     "no_language": ("```\nx\n```\n", "a block of ''"),
