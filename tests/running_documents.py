@@ -16,6 +16,7 @@ block is skipped, and the test says so. The environment is clean but for PATH (t
 """
 
 import doctest
+import importlib.util
 import json
 import os
 import re
@@ -230,11 +231,7 @@ class Document:
         names = [name for name in block.attributes.get("needs", "").split(",") if name]
         names += [tools[block.language]] if block.language in tools else []
         for name in names:
-            if block.language == "python":
-                here = subprocess.run([sys.executable, "-c", f"import {name}"], capture_output=True).returncode == 0
-            else:
-                here = shutil.which(name)
-            if not here:
+            if not shutil.which(name) and importlib.util.find_spec(name) is None:
                 return name
         return "nvcc" if block.language == "cuda" and nvcc() is None else None
 
