@@ -11,8 +11,9 @@
 All run in one folder that looks like a clone: links to what the repository has, and what earlier blocks wrote. A block
 whose first line is a comment with nothing but a file name is saved there under that name; a later block must use it,
 and Python is then run by that block alone. `needs=NAME` after the language names a program or module without which the
-block is skipped, and the test says so. The environment is clean but for PATH (this interpreter's folder first), HOME and caches. In sh, `make` only looks up the targets
-(--dry-run) and `pip` only the extras: what they install is CI's first step.
+block is skipped, and the test says so. The environment is clean but for PATH (this interpreter's folder first), HOME
+and caches. In sh, `make` only looks up the targets (--dry-run) and `pip` only the extras: what they install is CI's
+first step.
 """
 
 import doctest

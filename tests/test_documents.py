@@ -11,6 +11,8 @@ from markdown_it import MarkdownIt
 from running_documents import ROOT, Document, DocumentError, blocks_of, documents, extras, make_targets
 
 from refops import ACTIVATIONS
+from refops.oracle.conventions import CONVENTIONS
+from refops.survey import SCALINGS
 
 DOCUMENTS = documents()
 README = (ROOT / "README.md").read_text()
@@ -77,8 +79,12 @@ def test_a_right_document_runs(tmp_path):
 
   ```python
   # tool.py
-  import sys
+  print(MAJOR)  # never run here: MAJOR is not defined
   ```
+
+```python
+import sys
+```
 
 ```python
 print(sys.version_info.major, 0.123)
@@ -89,11 +95,11 @@ print(sys.version_info.major, 0.123)
 ```
 
 ```sh
-python tool.py && make test && pip install '.[test]' && ls setup.cfg
+ls tool.py && make test && pip install '.[test]' && .venv/bin/python -c "import refops"
 ```
 
 ```text
-setup.cfg
+tool.py
 ```
 
 ```sh needs=no_such_program
@@ -155,15 +161,27 @@ def test_commands_in_the_text_exist(path):
             assert set(asked[1].split(",")) <= extras(), f"{path}: {token.content}"
 
 
+#: Hyphenated names of other things in the guide.
+PROGRAMS = ("nvidia-cuda-nvcc",)
 FOLDERS = "tests|docs|examples|notebooks|refops|cuda_kernels|fuser"
 
 
 @pytest.mark.parametrize("path", [path for path in DOCUMENTS if not path.startswith("docs/spec/")])  # those name TE's
 def test_files_named_in_the_text_exist(path):
-    """`folder/file.py` in the text, from the repository's root."""
+    """`folder/file.py` in the text, from the repository's root; `folder/file.py::function` with the function."""
     for token in inline_tokens(read(path)):
-        if token.type == "code_inline" and re.fullmatch(rf"({FOLDERS})/[\w/]+\.\w+", token.content):
-            assert (ROOT / token.content).exists(), f"{path}: {token.content}"
+        found = token.type == "code_inline" and re.fullmatch(rf"((?:{FOLDERS})/[\w/]+\.\w+)(?:::(\w+))?", token.content)
+        if found:
+            assert (ROOT / found[1]).exists(), f"{path}: {token.content}"
+            assert not found[2] or f"\ndef {found[2]}(" in read(found[1]), f"{path}: {token.content}"
+
+
+@pytest.mark.parametrize("path", [path for path in DOCUMENTS if path.startswith("docs/guide/")])
+def test_conventions_named_in_the_guide_exist(path):
+    """`kebab-case` in a guide page is the name of a convention of the oracle, or of a scaling of the command line."""
+    for token in inline_tokens(read(path)):
+        if token.type == "code_inline" and re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)+", token.content):
+            assert token.content in {*CONVENTIONS, *SCALINGS, *PROGRAMS}, f"{path}: {token.content}"
 
 
 def test_table_of_activations_is_the_codes():
