@@ -4,6 +4,7 @@ Sphinx with autodoc imports the packages as they are installed. Nothing is fetch
 are the reader's, formulas are plain text.
 """
 
+import re
 import sys
 from pathlib import Path
 
@@ -33,4 +34,18 @@ napoleon_use_rtype = False
 smartquotes = False  # "max" is a string of the code
 
 myst_heading_anchors = 4
-myst_enable_extensions = ["colon_fence"]
+
+
+def link_files(app, name, source):
+    """Links to Markdown files outside of docs/, which are no pages of the site, lead to the files themselves."""
+    folder = (HERE / name).parent
+
+    def replacement(match):
+        outside = not (folder / match[1]).resolve().is_relative_to(HERE)
+        return f"](path:{match[1]})" if outside else match[0]
+
+    source[0] = re.sub(r"\]\(((?:\.\./)+[\w/.]+\.md)\)", replacement, source[0])
+
+
+def setup(app):
+    app.connect("source-read", link_files)
