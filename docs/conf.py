@@ -26,7 +26,6 @@ source_suffix = {".md": "markdown"}
 #: `name` in a docstring is code, and a link where it names something of the reference.
 default_role = "py:obj"
 autodoc_member_order = "bysource"
-autodoc_default_options = {"show-inheritance": True}
 maximum_signature_line_length = 100
 python_use_unqualified_type_names = True
 napoleon_numpy_docstring = False
