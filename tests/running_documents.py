@@ -26,6 +26,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import threading
 from configparser import ConfigParser
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,9 +52,9 @@ HARNESSES = {
 
 #: The process that runs a document's python blocks: a JSON line in and out for each.
 CHILD = """
-import contextlib, io, json, sys, traceback
-answers, names = sys.stdout, {"__name__": "__main__"}
-sys.stdout = sys.stderr
+import contextlib, io, json, os, sys, traceback
+answers, names = os.fdopen(os.dup(1), "w"), {"__name__": "__main__"}
+os.dup2(2, 1)  # what a library writes by itself is no answer
 for line in sys.stdin:
     path, number, code = json.loads(line)
     printed, error = io.StringIO(), None
@@ -256,9 +257,12 @@ class Document:
             )
         self.child.stdin.write(json.dumps([self.path, block.line, block.text]) + "\n")
         self.child.stdin.flush()
+        alarm = threading.Timer(TIMEOUT, self.child.kill)
+        alarm.start()
         answer = self.child.stdout.readline()
+        alarm.cancel()
         if not answer:
-            self.fail(block, "the interpreter ended")
+            self.fail(block, f"the interpreter ended, or took more than {TIMEOUT} s")
         printed, error = json.loads(answer)
         if error:
             self.fail(block, f"{error}\nprinted before: {printed!r}")
