@@ -111,6 +111,11 @@ def _budget(h100, b200, h100_fast=None, b200_fast=None):
     return {"instr_per_byte": accurate, "instr_per_byte_fast_math": fast}
 
 
+def _row_budget(name):
+    """The budget in `ROW_BUDGETS`; none yet for an activation that is only about to be measured."""
+    return _budget(*ROW_BUDGETS[name]) if name in ROW_BUDGETS else None
+
+
 def _casts():
     """Casts of a tensor as it is, one direction."""
     row = lambda storage, key, **options: Recipe(  # noqa: E731
@@ -146,11 +151,11 @@ def _activations():
         gated, parts = activation_is_gated(name), 2 if activation_is_gated(name) else 1
         fused = {"storage": BF16, "rounded": True}
         forward = Recipe("wide row", Prologue("forward", name, BF16), MXFP8, **fused)
-        limits = _budget(*ROW_BUDGETS[name])
+        limits = _row_budget(name)
         yield _entry(f"{name} bf16 -> MXFP8", forward, 32 * parts + 16.5, limits, 2 * parts, 1)
         part = "pair" if gated else "both"
         backward = Recipe("wide row", Prologue("backward", name, BF16, part=part), MXFP8, **fused)
-        limits, size = _budget(*ROW_BUDGETS[f"d{name}"]), 32 * (parts + 1) + 16.5 * parts
+        limits, size = _row_budget(f"d{name}"), 32 * (parts + 1) + 16.5 * parts
         yield _entry(f"d{name} bf16 -> MXFP8", backward, size, limits, 2 * (parts + 1), parts)
     for storage in ("float16", "float32"):
         recipe = Recipe("wide row", Prologue("forward", "swiglu", storage), MXFP8, storage=storage, rounded=True)

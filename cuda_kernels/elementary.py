@@ -18,7 +18,7 @@ from cuda_kernels.simt import U32, F, as_f32, as_u32, device, magnitude, on_gpu,
 ONE, TWO = F(1), F(2)
 INF = F(np.inf)
 LOG2_E = F(1.4426950408889634)
-LN_2, MINUS_LN_2 = F(0.6931471805599453), F(-0.6931471805599453)
+LN_2 = F(0.6931471805599453)
 #: ln 2 in two parts: the first has 15 zero bits at its end, so that n * LN_2_HIGH is exact for |n| < 2^15.
 LN_2_HIGH = F(0.693359375)
 LN_2_LOW = F(0.6931471805599453 - 0.693359375)

@@ -41,7 +41,7 @@ from cuda_kernels.recipes import (
 from cuda_kernels.result import Quantized
 from cuda_kernels.vectors import VECTOR
 from refops.arguments import require_choice, require_flag, require_high_precision_dtype, require_integer, require_tensor
-from refops.formats import require_format
+from refops.formats import FORMATS, require_format
 from refops.quantization.layout import ceil_div
 from refops.scaling import FP8_FORMATS, BlockScaling, CurrentScaling, DelayedScaling, MXFP8Scaling
 
@@ -538,6 +538,7 @@ class GPU(Backend):
             self._rows(front, ("plain", operand.storage), {"data": out}, False, transform=(sign_mask, inverse))
 
     def encode(self, operand, fmt, saturate, rounding, random_bits, out):
+        _require_known_format(fmt)
         if not saturate or rounding != "nearest_even" or fmt.name == "e8m0":
             raise ValueError(
                 "encode on a GPU must be saturating, rounding='nearest_even', with a signed format (refops.encode has "
@@ -552,6 +553,7 @@ class GPU(Backend):
         return 0 if not codes.array.size else int(self.memory.to_numpy(codes.array).max())
 
     def decode(self, codes, fmt, out):
+        _require_known_format(fmt)
         if not out.size:
             return
         width = codes.shape[-1] if codes.shape else 1
@@ -694,6 +696,12 @@ def nvfp4_key(job):
     if s.stochastic_rounding:
         rounding = "philox" if s.random_bits is None else "given"
     return ("nvfp4", s.e4m3_max, s.two_d, s.row_scaled, rounding, job.swizzled)
+
+
+def _require_known_format(fmt):
+    """Raise ValueError for a format of the caller's own: kernels know `refops.FORMATS`, by name."""
+    if FORMATS.get(fmt.name) != fmt:
+        raise ValueError(f"fmt must be one of refops.FORMATS on a GPU (cuda_kernels.host takes any); got {fmt!r}")
 
 
 def decoder_of(scaling, columnwise):

@@ -21,7 +21,15 @@ from refops.ops import PATHS, SCALED_ACTIVATIONS, Path, check_fusable, path_of
 from refops.quantization import nvfp4
 from refops.quantization.result import stored_layout
 from refops.rounding import ROUNDING_MODES, STOCHASTIC
-from refops.scaling import TE_SIGN_MASK, BlockScaling, CurrentScaling, DelayedScaling, NVFP4Scaling, require_scaling
+from refops.scaling import (
+    TE_SIGN_MASK,
+    BlockScaling,
+    CurrentScaling,
+    DelayedScaling,
+    MXFP8Scaling,
+    NVFP4Scaling,
+    require_scaling,
+)
 
 HADAMARD_GROUP = 16
 _NOT_GIVEN = object()
@@ -293,7 +301,7 @@ class Interface:
         return self._quantized(front, path_of(scaling), scaling, rowwise, columnwise, dbias, swizzled_scales)
 
     def _quantized(self, front, path, scaling, rowwise, columnwise, dbias, swizzled):
-        require_scaling(scaling)
+        _require_kernels(scaling)
         flags = {"rowwise": rowwise, "columnwise": columnwise, "dbias": dbias, "swizzled_scales": swizzled}
         for name, flag in flags.items():
             require_flag(flag, name)
@@ -319,6 +327,7 @@ class Interface:
         """As `refops.dequantize`."""
         storage = self.backend.storage(dtype, "dtype")
         q = self.backend.require_quantized(q)
+        _require_kernels(q.scaling)
         out = self.backend.empty(q.shape, storage)
         self.backend.dequantize(q, out, storage)
         return out
@@ -394,6 +403,16 @@ _with_the_reference_s_docstrings(Interface)
 
 
 # --- checks -----------------------------------------------------------------------------------------
+
+#: The scalings that have kernels, on a GPU and on a CPU.
+SCALINGS = (DelayedScaling, CurrentScaling, BlockScaling, MXFP8Scaling, NVFP4Scaling)
+
+
+def _require_kernels(scaling):
+    """Raise TypeError for what is no scaling, or one of `refops` that no kernel knows."""
+    if not isinstance(require_scaling(scaling), SCALINGS):
+        names = ", ".join(cls.__name__ for cls in SCALINGS)
+        raise TypeError(f"scaling must be one that has kernels, {names}; got {scaling!r}")
 
 
 def _output_width(x, gated):

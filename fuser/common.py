@@ -137,16 +137,3 @@ def get_dummy_wgrads_for_params(params: Iterable[torch.nn.Parameter]) -> list[to
         grad = _dummy_wgrad(tuple(param.shape), param.dtype, param.device)
         grads.append(grad.zero_() if getattr(param, "zero_out_wgrad", False) else grad)
     return grads
-
-
-def view_main_grad_as_grouped_buffer(
-    main_grad: torch.Tensor, num_groups: int, weight_shape: Iterable[int], *, label: str = ""
-) -> torch.Tensor:
-    """`main_grad` seen as (num_groups, *weight_shape), not copied; `RuntimeError` if size or strides forbid that."""
-    shape = (num_groups, *weight_shape)
-    try:
-        return main_grad.view(shape)
-    except RuntimeError as error:
-        raise RuntimeError(
-            f"{label + ': ' if label else ''}main_grad (shape={tuple(main_grad.shape)}) can't be viewed as {shape}"
-        ) from error

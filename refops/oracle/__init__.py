@@ -5,12 +5,24 @@
     print(report)                  # the verdict, the first and the worst wrong entries, where they are, and why
     report.raise_for_mismatch()    # in a test
 
+`refops.oracle.acceptable("silu", x)` gives the interval that each element may lie in.
+
 How a result is judged is derived in `refops.oracle.enclosure`; README.md beside this file shows how to dump from CUDA
 C++, Triton and Rust.
 """
 
 from refops.oracle.operation import OPERATIONS
 from refops.oracle.report import ArrayVerdict, Explanation, Mismatch, MismatchError, Report
-from refops.oracle.verdict import check
+from refops.oracle.verdict import Acceptable, acceptable, check
 
-__all__ = ["OPERATIONS", "ArrayVerdict", "Explanation", "Mismatch", "MismatchError", "Report", "check"]
+__all__ = [
+    "OPERATIONS",
+    "Acceptable",
+    "ArrayVerdict",
+    "Explanation",
+    "Mismatch",
+    "MismatchError",
+    "Report",
+    "acceptable",
+    "check",
+]

@@ -35,6 +35,11 @@ WHOLE_TENSOR_WORK = 1 << 26
 AMAX_NOISE = 2.0**-19
 
 
+def amax_is_near(amax, other):
+    """Where two amaxes differ by no more than the noise of float32 arithmetic."""
+    return np.abs(amax.astype(np.float64) - other) <= AMAX_NOISE * np.abs(other.astype(np.float64))
+
+
 class NotApplicable(Exception):  # noqa: N818 (an answer, not an error)
     """A convention has no meaning for this operation, or would cost too much to try."""
 
@@ -111,8 +116,7 @@ class Setting:
         if dumped is None or (part is None) != (dumped.size == 1):
             return amax
         dumped = dumped if part is None else dumped[part]
-        near = np.abs(dumped.astype(np.float64) - amax) <= AMAX_NOISE * np.abs(amax.astype(np.float64))
-        return np.where(near, dumped, amax)
+        return np.where(amax_is_near(dumped, amax), dumped, amax)
 
     def dumped_amax(self, direction):
         """The tensor's amax as the dump has it (or as its scale implies), float32 (1,), or None."""

@@ -4,14 +4,16 @@ A tile that equals the reference, under a scale that does, is right, because the
 results; intervals are computed for the other tiles alone. That is what makes the check of a right dump fast.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 
-from refops.arguments import require_choice, require_flag, require_number
+from refops.arguments import require_choice, require_flag, require_high_precision_dtype, require_number
 from refops.formats import E2M1, unpack_fp4
 from refops.oracle import enclosure
 from refops.oracle.enclosure import Bounds
 from refops.oracle.geometry import DIRECTIONS, stored_index
-from refops.oracle.operation import Case
+from refops.oracle.operation import Case, require_operation
 from refops.oracle.quantized import QuantizedJudge
 from refops.oracle.report import Explanation, Mismatch, Report
 from refops.oracle.show import shown_code, shown_entry, shown_range
@@ -102,6 +104,60 @@ def check(
         if not explanations:
             explanations = coarser_functions(judge)
     return judge.report(explanations, diagnosed)
+
+
+class Acceptable(NamedTuple):
+    """What a right kernel may write for each element: anything in [lower, upper], and NaN where `nan` says so.
+
+    Attributes:
+        lower, upper: the least and the greatest right value, in the dtype that is stored; NaN where only NaN is right.
+        nan: bool, whether NaN is right.
+    """
+
+    lower: np.ndarray
+    upper: np.ndarray
+    nan: np.ndarray
+
+
+def acceptable(op, inputs, *, params=None, ulp=2, dtype=None):
+    """Return what `check` accepts of each element of an operation that writes values: `Acceptable`.
+
+    Codes have no such interval before there is a dump: `check` judges each under the scale that the dump itself has.
+
+    Args:
+        op, inputs, params, ulp: as for `check`, ulp above 0; `op` is an activation, its gradient, either of them scaled
+            by row, or "dequantize".
+        dtype: in which the result is stored: float32, float16 or bfloat16. Default: that of x (of the `Quantized`).
+
+    Returns:
+        Arrays of the shape of y or dx. Derived in `refops.oracle.enclosure`.
+
+    Raises:
+        TypeError, ValueError: as `check`; an operation that writes no values.
+    """
+    require_number(ulp, "ulp", positive=True)
+    kind = require_operation(op).kind
+    if kind in ("quantize", "update_delayed_scale"):
+        raise ValueError(f"op must be an activation, its gradient or dequantize, which write values; got {op!r}")
+    case = Case(op, inputs, None, params)
+    own = case.inputs["q" if kind == "dequantize" else "x"].dtype
+    dtype = own if dtype is None else require_high_precision_dtype(dtype, "dtype")
+    stored_float32 = dtype == np.float32
+    if kind == "dequantize":
+        source = enclosure.DequantizedBounds(case.inputs["q"], float(ulp), stored_float32=stored_float32)
+    else:
+        source = enclosure.bounds_of(case, float(ulp), stored_float32=stored_float32)
+    lower, upper = np.empty((2, *source.shape), dtype)
+    nan = np.empty(source.shape, bool)
+
+    def work(rows, columns):
+        bounds = source.read(rows, columns).rounded(dtype)
+        nan[rows, columns] = bounds.nan
+        lower[rows, columns], upper[rows, columns] = bounds.lo, bounds.hi
+
+    with np.errstate(all="ignore"):
+        for_each(tile_slices(source.shape), work)
+    return Acceptable(*(array.reshape(case.result_shape) for array in (lower, upper, nan)))
 
 
 def coarser_functions(judge):

@@ -349,3 +349,26 @@ def test_tensors_of_pytorch_in_every_argument():
     for wrong in (tx.double(), torch.ones(4, dtype=torch.int32), torch.ones(4, device="meta"), torch.tensor(1.0)):
         with pytest.raises((TypeError, ValueError), match="x must"):
             host.quantize(wrong, MXFP8)
+
+
+# --- what has no kernels ----------------------------------------------------------------------------
+
+
+def test_a_scaling_of_refops_without_kernels_is_refused(monkeypatch):
+    """A class that `refops` has learnt, and no kernel: an error, not what some other scaling would give."""
+
+    class LaterScaling(refops.CurrentScaling):
+        pass
+
+    later = LaterScaling(E4M3)
+    monkeypatch.setattr("cuda_kernels.interface.SCALINGS", (refops.DelayedScaling, refops.MXFP8Scaling))
+    x = tensor((32, 64), FP32)
+    for call in (
+        lambda: host.quantize(x, later),
+        lambda: host.activation_quantize("gelu", x, later),
+        lambda: host.dequantize(refops.quantize(x, refops.CurrentScaling(E4M3))),
+    ):
+        with pytest.raises(
+            TypeError, match=r"^scaling must be one that has kernels, .*MXFP8Scaling; got .*(Later|Current)Scaling"
+        ):
+            call()

@@ -15,6 +15,7 @@ from one_rounding import (
     same_bits,
 )
 
+import refops
 from fuser import functional
 from fuser.basic import activation, swiglu
 from fuser.basic.quantize import Quantize
@@ -114,6 +115,11 @@ def _check_against_float64(name, x, y, dy, dx):
 
 def _random(shape, dtype, scale=2.0):
     return (torch.randn(shape) * scale).to(dtype)
+
+
+def test_every_activation_is_compared_with_torch():
+    classes = [cls for cls, _ in ALL.values() if isinstance(cls, type)]
+    assert {cls.activation for cls in classes} == set(refops.ACTIVATIONS), "UNARY, GATED: 'Add an activation'"
 
 
 # --- plain ------------------------------------------------------------------------------------------

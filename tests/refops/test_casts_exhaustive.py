@@ -20,7 +20,7 @@ from independent import BF16, FP16, ML_DTYPES, NAN_CODE, F, all_values, assert_s
 from refops import E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, FORMATS, FloatFormat, decode, encode, pack_fp4, unpack_fp4
 from refops.formats import encode_by_definition
 
-SIGNED = [E4M3, E5M2, E2M1, E3M2, E2M3]
+SIGNED = [fmt for fmt in FORMATS.values() if fmt.signed]
 MODES = ["nearest_even", "nearest_away", "toward_zero", "up", "down"]
 INF = math.inf
 

@@ -227,6 +227,18 @@ def scope(module):
     }
 
 
+@pytest.mark.parametrize("name", ["e3m4", "e4m3"])
+def test_formats_that_no_kernel_knows_are_refused(name):
+    """Also one that has the name of another: IEEE's e4m3 ends at 240."""
+    fmt = refops.FloatFormat(name, 4, 3, bias=7, largest_code=0x77, infinity_code=0x78, nan_code=0x7C)
+    for call in (
+        lambda: cuda_kernels.encode(np.ones(8, F), fmt),
+        lambda: cuda_kernels.decode(np.ones(8, np.uint8), fmt),
+    ):
+        with pytest.raises(ValueError, match=r"^fmt must be one of refops\.FORMATS on a GPU"):
+            call()
+
+
 @pytest.mark.parametrize("call", WRONG)
 def test_errors_are_those_of_refops(call):
     with pytest.raises((TypeError, ValueError)) as expected:

@@ -310,6 +310,32 @@ def sign_lost(kernel):
 
 
 @computing(
+    "sign-inverted",
+    "The signs are inverted: {what}.",
+    stage=lambda choice: {"result": "result", "dy": "upstream", "codes": "sign"}[choice],
+    choices=("result", "dy", "codes"),
+)
+def sign_inverted(kernel, choice):
+    if isinstance(kernel, DequantizeKernel):
+        kernel.require(choice == "codes")
+        kernel.facts["what"] = "a set sign bit is read as +"
+        kernel.after("decode", np.negative)
+        return
+    kernel.require(isinstance(kernel, TensorKernel))
+    if choice == "result":
+        kernel.facts["what"] = f"the kernel writes -{(kernel.operation.outputs or ('x',))[0]}"
+        kernel.after("compute", np.negative)
+    elif choice == "dy":
+        kernel.require(kernel.gradient and kernel.scaled)  # else it is the gradient of x that is negated
+        kernel.facts["what"] = "dy enters negated"
+        kernel.after("load_upstream", np.negative)
+    else:
+        require_scaling(kernel)
+        kernel.facts["what"] = "the sign bit of every code is flipped"
+        kernel.after("encode", lambda codes: codes ^ np.uint8(1 << (kernel.fmt.bits - 1)))
+
+
+@computing(
     "zero-sign-lost",
     "{what} written as +0, where TE keeps the sign.",
     stage="sign",

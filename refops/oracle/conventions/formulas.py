@@ -5,7 +5,6 @@ from dataclasses import replace
 import numpy as np
 
 from refops.activations import ACTIVATIONS, DEFAULT_PARAMETERS, BoundActivation
-from refops.arguments import BFLOAT16
 from refops.ops import SCALED_ACTIVATIONS
 from refops.oracle.conventions.arithmetic import (
     LowPrecisionArithmetic,
@@ -388,6 +387,3 @@ def row_scale_gradient_scaled(kernel):
         "row_gradient_terms",
         lambda inner, dy, act, gate, rows: inner(dy, act, gate, rows) * kernel.row_scale(rows),
     )
-
-
-LOW_PRECISION = {"bfloat16": BFLOAT16, "float16": np.dtype(np.float16)}

@@ -5,8 +5,9 @@ import numpy as np
 from refops.formats import E2M1, E4M3
 from refops.oracle.conventions.registry import computing
 from refops.oracle.conventions.scales import require_scaling
+from refops.oracle.geometry import Geometry
 from refops.oracle.replay import DequantizeKernel
-from refops.quantization.hadamard import sign_vector, transform_groups
+from refops.quantization.hadamard import sign_vector, transform_exactly, transform_groups
 from refops.scaling import TE_SIGN_MASK, NVFP4Scaling
 
 F = np.float32
@@ -62,16 +63,22 @@ def hadamard_signs_missing(kernel):
     "hadamard-other-signs",
     "The signs of the Hadamard transform are {what}.",
     stage="hadamard",
-    choices=("reversed", "inverted", "TE's", "after"),
+    choices=("reversed", "inverted", "TE's", "after", "dumped"),
 )
 def hadamard_other_signs(kernel, choice):
     require_transform(kernel)
     mask = kernel.scaling.sign_mask
+    changed = {"reversed": int(f"{mask:016b}"[::-1], 2), "inverted": mask ^ 0xFFFF, "TE's": TE_SIGN_MASK}
+    if choice == "dumped":
+        found = _dumped_mask(kernel)
+        kernel.require(found not in (0, *changed.values()))  # those have names of their own
+        changed["dumped"] = found
     kernel.facts["what"] = {
         "reversed": "taken from the mask's bits in the opposite order",
         "inverted": "inverted: a set bit means +1 instead of -1",
         "TE's": f"TE's 0x{TE_SIGN_MASK:04X}, not the mask of the settings",
         "after": "applied after the transform, not before",
+        "dumped": f"those of the mask 0x{changed.get(choice, mask):04X}, where 0x{mask:04X} was asked for",
     }[choice]
     if choice == "after":
         signs, dtype = sign_vector(mask)[:, None].astype(F), kernel.dtype
@@ -82,8 +89,34 @@ def hadamard_other_signs(kernel, choice):
             lambda groups: transform_groups(groups, 0, dtype).astype(F) * signs,
         )
         return
-    changed = {"reversed": int(f"{mask:016b}"[::-1], 2), "inverted": mask ^ 0xFFFF, "TE's": TE_SIGN_MASK}[choice]
-    _with_mask(kernel, changed)
+    _with_mask(kernel, changed[choice])
+
+
+def _dumped_mask(kernel):
+    """The mask whose signs the dump has: where the plain transform, which is its own inverse, gives -x back for x.
+
+    Each sign is that of a sum over the probe, so neither rounding nor the scales of the codes matter.
+    """
+    setting = kernel.setting
+    region = setting.probe
+    kernel.require(region is not None)
+    if isinstance(kernel, DequantizeKernel):
+        after = setting.outputs["y"].reshape(setting.shape)[region.rows, region.columns]
+        undo, kernel.inverse_hadamard = kernel.inverse_hadamard, lambda values: values
+        before = kernel.run(region, ("y",))["y"]
+        kernel.inverse_hadamard = undo
+    else:
+        kernel.require("columnwise_data" in setting.outputs)
+        codes = Geometry.of(kernel.scaling, "columnwise").codes(
+            setting.outputs["columnwise_data"], setting.shape, region.rows, region.columns
+        )
+        before, after = E2M1.values[codes], kernel.values(region.rows, region.columns)
+    groups = []
+    for values in (before, after):
+        finite = np.where(np.isfinite(values), values, 0).astype(np.float64)
+        groups.append(finite.reshape(-1, 16, values.shape[1]))
+    products = transform_exactly(groups[0], 0) * groups[1]
+    return int(((products.sum(axis=(0, 2)) < 0) << np.arange(16)).sum())
 
 
 @computing(

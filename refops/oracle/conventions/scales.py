@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 
 from refops.arguments import BFLOAT16
-from refops.formats import E4M3, E5M2, E8M0, encode_tile
+from refops.formats import E4M3, E8M0, encode_tile
 from refops.oracle.conventions.registry import computing
 from refops.oracle.geometry import DIRECTIONS, Geometry, Region, crop, whole
 from refops.oracle.replay import DequantizeKernel, NotApplicable, TensorKernel, UpdateKernel, power_of_two_below
@@ -17,7 +17,6 @@ from refops.quantization.per_tensor import FLT_MAX
 from refops.scaling import BlockScaling, CurrentScaling, DelayedScaling, MXFP8Scaling, NVFP4Scaling
 
 F = np.float32
-OTHER_FP8 = {E4M3: E5M2, E5M2: E4M3}
 
 
 def require_scaling(kernel, *kinds):

@@ -421,6 +421,12 @@ def block_scales_read_row_major(k):
     return k.outputs(scales_read=lambda s: np.ascontiguousarray(s.reshape(s.shape[1], s.shape[0]).T))
 
 
+@convention("sign-inverted", "dequantize", MX_E5M2, shape=SIZE)
+def mx_read_with_inverted_signs(k):
+    """A set sign bit is read as plus."""
+    return k.outputs(codes_read=lambda data: -decode(data, "e5m2"))
+
+
 @convention("other-format", "dequantize", MX_E5M2, shape=SIZE)
 def mx_e5m2_read_as_e4m3(k):
     """The codes' table is E4M3's."""

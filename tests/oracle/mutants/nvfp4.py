@@ -3,7 +3,7 @@
 import numpy as np
 
 from mutants.blocks import before, pairwise
-from mutants.kernels import F, Kernel, cast, decode, gemm_order, read_in_gemm_order, spread, unpack
+from mutants.kernels import F, Kernel, cast, decode, gemm_order, hadamard_matrix, read_in_gemm_order, spread, unpack
 from mutants.registry import convention
 from mutants.values import swapped_split
 from refops import NVFP4Scaling
@@ -224,6 +224,13 @@ def nv_magnitudes(k):
     return k.outputs(cast=lambda v: cast(np.abs(v), "e2m1"))
 
 
+@convention("sign-inverted", "quantize", NV, shape=SIZE, columnwise=True)
+def nv_negated(k):
+    """-x is quantized: scales and amaxes are right."""
+    load = k.load
+    return k.outputs(load=lambda array: -load(array))
+
+
 @convention("zero-sign-lost", "quantize", NV, shape=SIZE)
 def nv_negative_zero_lost(k):
     """What rounds to -0 is written as +0."""
@@ -284,6 +291,20 @@ def rht_without_signs(k):
     """The plain Hadamard transform."""
     signs = np.where(k.scaling.sign_mask >> np.arange(16) & 1, -1.0, 1.0)[:, None]
     matrix = k.hadamard_matrix() * signs
+    return k.outputs(hadamard_matrix=lambda: matrix)
+
+
+@convention("hadamard-other-signs", "quantize", NV_RHT, **RHT)
+def rht_with_a_mask_of_its_own(k):
+    """Signs drawn by the kernel's author instead of the mask of the settings."""
+    matrix = hadamard_matrix(0x1B7C)
+    return k.outputs(hadamard_matrix=lambda: matrix)
+
+
+@convention("hadamard-other-signs", "quantize", NVFP4Scaling(rht=True, sign_mask=0x2A5F), **RHT)
+def rht_with_one_sign_wrong(k):
+    """Bit 9 of the mask flipped."""
+    matrix = hadamard_matrix(0x2A5F ^ 1 << 9)
     return k.outputs(hadamard_matrix=lambda: matrix)
 
 
@@ -384,3 +405,10 @@ def nv_gemm_order_read(k):
 def rht_not_undone(k):
     """Columnwise data come back without the inverse transform."""
     return k.outputs(inverse_hadamard=lambda v: v)
+
+
+@convention("hadamard-other-signs", "dequantize", NV_RHT, shape=SIZE, data="coarse", rowwise=False, columnwise=True)
+def rht_undone_with_another_mask(k):
+    """The inverse transform takes another layer's mask."""
+    matrix = hadamard_matrix(0x1B7C)
+    return k.outputs(hadamard_matrix=lambda: matrix)

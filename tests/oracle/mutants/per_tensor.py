@@ -86,6 +86,12 @@ def magnitudes_cast(k):
     return k.outputs(cast=lambda v: cast(np.abs(v), "e4m3"))
 
 
+@convention("sign-inverted", "quantize", DELAYED, shape=SIZE)
+def sign_bit_set_for_positive(k):
+    """The sign bit is 1 for values above zero."""
+    return k.outputs(cast=lambda v: cast(v, "e4m3") ^ np.uint8(0x80))
+
+
 @convention("zero-sign-lost", "quantize", DELAYED, shape=SIZE)
 def negative_zero_lost(k):
     """-0 written as +0."""

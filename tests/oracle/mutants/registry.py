@@ -1,5 +1,6 @@
-"""What a mutant is, and the two decorators that make one of a function. (`seed` follows the order of definition.)"""
+"""What a mutant is, and the two decorators that make one of a function. Its name seeds it: none changes another."""
 
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -166,7 +167,7 @@ def _register(
     def add(write):
         name = write.__name__.replace("_", "-")
         assert name not in MUTANTS, f"{name} twice"
-        seed, sentence = 1000 + len(MUTANTS), (write.__doc__ or "").strip()
+        seed, sentence = zlib.crc32(name.encode()), (write.__doc__ or "").strip()
         MUTANTS[name] = Mutant(
             name=name,
             op=op,

@@ -264,6 +264,13 @@ def sreglu_rounded_square(k):
     return k.outputs(between=k.rounded)
 
 
+@convention("sign-inverted", "gelu", shape=SIZE)
+def gelu_negated(k):
+    """-gelu(x): a subtraction with its operands exchanged."""
+    out = k.outputs()
+    return {"y": -out["y"]}
+
+
 # --- gradients --------------------------------------------------------------------------------------------------------
 
 
@@ -359,6 +366,14 @@ def dbias_without_the_tail(k):
     return k.outputs(column_sum=lambda v: v[: len(v) // 128 * 128].sum(axis=0, dtype=F))
 
 
+@convention("sign-inverted", "dswiglu", shape=(256, 1024), dbias=True)
+def dswiglu_of_the_negative_loss(k):
+    """The loss's gradient has the wrong sign: dx and dbias are negated."""
+    upstream = -k.load(k.inputs["dy"])
+    backward = k.backward
+    return k.outputs(backward=lambda dy, x: backward(upstream, x))
+
+
 # --- scaled activations -----------------------------------------------------------------------------------------------
 
 
@@ -404,3 +419,10 @@ def drow_scales_scaled(k):
 def scaled_dsrelu_unscaled(k):
     """dx lacks the row's scale."""
     return k.outputs(row_scale=lambda f: f)
+
+
+@convention("sign-inverted", "scaled_dswiglu", shape=PAIR)
+def scaled_dswiglu_of_the_negative_loss(k):
+    """dy is negated: dx and the scales' gradients change sign."""
+    k.inputs = {name: -array if name == "dy" else array for name, array in k.inputs.items()}
+    return k.outputs()

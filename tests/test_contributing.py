@@ -1,0 +1,68 @@
+"""What a row of one table needs in the others: a failure names the file, CONTRIBUTING.md has the steps."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+import refops
+from cuda_kernels import activations, casts, catalogue, interface
+from refops import scaling, survey
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def assert_none_missing(wanted, found, where, section):
+    missing = sorted(set(wanted) - set(found))
+    assert not missing, f"{where} lacks {', '.join(missing)}: CONTRIBUTING.md, '{section}'"
+
+
+def test_every_signed_format_has_casts():
+    names = [fmt.name for fmt in refops.FORMATS.values() if fmt.signed]
+    for table in ("ENCODERS", "DECODERS"):
+        assert_none_missing(names, getattr(casts, table), f"cuda_kernels/casts.py: {table}", "Add a format")
+
+
+def test_every_activation_has_kernels_and_budgets():
+    names, section = refops.ACTIVATIONS, "Add an activation"
+    assert_none_missing(names, activations.ACTIVATIONS, "cuda_kernels/activations.py: ACTIVATIONS", section)
+    both = [*names, *(f"d{name}" for name in names)]
+    assert_none_missing(both, catalogue.ROW_BUDGETS, "cuda_kernels/catalogue.py: ROW_BUDGETS", section)
+
+
+def test_every_activation_has_an_operation():
+    pytest.importorskip("torch")
+    from fuser import ops
+
+    classes = [getattr(ops, name) for name in ops.__all__]
+    found = [getattr(cls, "activation", None) for cls in classes]
+    assert_none_missing(refops.ACTIVATIONS, found, "fuser.ops", "Add an activation")
+
+
+def test_every_scaling_is_public_shown_and_has_kernels():
+    names, section = [cls.__name__ for cls in scaling.SCALINGS], "Add a scaling"
+    shown = [type(row.scaling).__name__ for row in survey.SCALINGS.values()]
+    assert_none_missing(names, refops.__all__, "refops/__init__.py: __all__", section)
+    assert_none_missing(names, shown, "refops/survey.py: SCALINGS", section)
+    kernels = [cls.__name__ for cls in interface.SCALINGS]
+    assert_none_missing(names, kernels, "cuda_kernels/interface.py: SCALINGS", section)
+
+
+def test_every_operation_is_in_the_readme():
+    pytest.importorskip("torch")
+    from fuser import ops
+
+    names = [*ops.fused.__all__, *(name for name in ops.basic.__all__ if isinstance(getattr(ops, name), type))]
+    words = re.findall(r"\w+", (ROOT / "fuser/README.md").read_text(encoding="utf-8"))
+    assert_none_missing(names, words, "fuser/README.md", "Add an operation")
+
+
+def test_the_sections_that_failures_name_exist():
+    """In this file and in the other tests."""
+    headings = re.findall(r"^## (.*)$", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"), re.MULTILINE)
+    named = {
+        name
+        for path in (ROOT / "tests").rglob("*.py")
+        for name in re.findall(r"[\"'](Add an? \w+)[\"']", path.read_text(encoding="utf-8"))
+    }
+    assert named and named <= set(headings)
