@@ -43,7 +43,7 @@ def link_files(app, name, source):
         outside = not (folder / match[1]).resolve().is_relative_to(HERE)
         return f"](path:{match[1]})" if outside else match[0]
 
-    source[0] = re.sub(r"\]\(((?:\.\./)+[\w/.]+\.md)\)", replacement, source[0])
+    source[0] = re.sub(r"\]\(((?:\.\./)+[\w/.]+\.md)(?:#[\w-]+)?\)", replacement, source[0])
 
 
 def setup(app):

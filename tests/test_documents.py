@@ -171,7 +171,7 @@ def test_files_named_in_the_text_exist(path):
     """`folder/file.py` in the text, from the repository's root; `folder/file.py::function` with the function."""
     for token in inline_tokens(read(path)):
         found = token.type == "code_inline" and re.fullmatch(rf"((?:{FOLDERS})/[\w/]+\.\w+)(?:::(\w+))?", token.content)
-        if found:
+        if found and "NAME" not in found[1]:  # which the reader replaces
             assert (ROOT / found[1]).exists(), f"{path}: {token.content}"
             assert not found[2] or f"\ndef {found[2]}(" in read(found[1]), f"{path}: {token.content}"
 
