@@ -18,11 +18,17 @@ NEXT_ERROR = re.compile(r"(?<=\.) (?=\w+Error(?:, \w+Error)*: )")
 
 def setup(app):
     app.connect("autodoc-process-docstring", convert, priority=100)
+    app.connect("autodoc-skip-member", skip_tuple_fields)
     return {"parallel_read_safe": True}
 
 
 def convert(app, what, name, obj, options, lines):
     lines[:] = to_rst(lines)
+
+
+def skip_tuple_fields(app, what, name, obj, skip, options):
+    """Fields of a named tuple are described under its Attributes."""
+    return True if (getattr(obj, "__doc__", "") or "").startswith("Alias for field number") else None
 
 
 def to_rst(lines):
