@@ -5,7 +5,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help report train minilm notebooks lab test lint docs bench tables kernel-report gpu-check oracle-score exhaustive peers clean
+.PHONY: help report train minilm notebooks lab test lint package docs bench tables kernel-report gpu-check oracle-score \
+    exhaustive peers clean
 
 help:
 	@sed -n 's/^## //p' $(MAKEFILE_LIST)
@@ -36,10 +37,15 @@ test: $(INSTALLED)
 	$(BIN)/python -m pytest -n auto
 	NUMBA_ENABLE_CUDASIM=1 $(BIN)/python -m pytest -n auto tests/simulated
 
-## lint        linter and formatter
+## lint        linter, formatter, type checker
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+## package     wheel and sdist: contents, metadata, hints, use on a clean machine; FULL=1: tests on every Python found
+package: $(INSTALLED)
+	$(BIN)/python tests/packaging/check_wheel.py $(if $(FULL),--full)
 
 ## docs        the site in build/docs: guide, specifications, reference from the docstrings; warnings are errors
 docs: $(INSTALLED)
@@ -81,7 +87,7 @@ peers: $(INSTALLED)
 
 ## clean       remove the environment and caches
 clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .hypothesis .benchmarks
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis .benchmarks
 
 $(INSTALLED): setup.cfg pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -18,6 +18,7 @@ two implementations that share arithmetic cannot check each other.
 import functools
 import importlib
 import inspect
+from typing import Any
 
 from cuda_kernels.errors import explain_missing_numba
 from cuda_kernels.interface import Interface
@@ -41,14 +42,14 @@ __all__ = [
 ]
 
 
-def __getattr__(name):
+def __getattr__(name: str) -> Any:
     if name == "host":
         with explain_missing_numba():
             return importlib.import_module("cuda_kernels.host")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def __dir__():
+def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
@@ -71,8 +72,9 @@ def _on_gpu(method):
     parameters = list(inspect.signature(method).parameters)[1:]
     takes_name = parameters[0] == "name"
     del call.__wrapped__
+    call.__annotations__ = {**method.__annotations__, "fast_math": bool}
     signature = inspect.signature(method)
-    extra = inspect.Parameter("fast_math", inspect.Parameter.KEYWORD_ONLY, default=False)
+    extra = inspect.Parameter("fast_math", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=bool)
     kept = [p for p in signature.parameters.values() if p.name != "self"]
     last = len(kept) - (kept[-1].kind is inspect.Parameter.VAR_KEYWORD)
     call.__signature__ = signature.replace(parameters=[*kept[:last], extra, *kept[last:]])

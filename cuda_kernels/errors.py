@@ -19,8 +19,8 @@ def explain_missing_numba():
         if error.name not in ("numba", "llvmlite"):
             raise
         raise ImportError(
-            "cuda_kernels needs Numba: pip install '.[host]' for CPUs, '.[gpu]' for GPUs (or '.[simulator]' with "
-            "NUMBA_ENABLE_CUDASIM=1 to run kernels as Python)"
+            "cuda_kernels needs Numba: pip install '.[host]' for CPUs, '.[cuda13]' or '.[cuda12]' for GPUs, by their "
+            "driver's CUDA version (or '.[simulator]' with NUMBA_ENABLE_CUDASIM=1 to run kernels as Python)"
         ) from error
 
 

@@ -8,7 +8,7 @@ amax, the cast and the sum is read from `refops.ops.path_of`, and handed to the 
 import inspect
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Generic, Literal, NamedTuple, TypeVar, overload
 
 import numpy as np
 
@@ -16,9 +16,11 @@ import refops
 from cuda_kernels.operands import NO_PARAMETERS, PARAMETERS, Front
 from refops.activations import DEFAULT_PARAMETERS, bind_activation
 from refops.arguments import require_choice, require_flag, require_integer, shown
-from refops.formats import require_format
+from refops.formats import FloatFormat, require_format
+from refops.hints import DTypeLike, Number
 from refops.ops import PATHS, SCALED_ACTIVATIONS, Path, check_fusable, path_of
 from refops.quantization import nvfp4
+from refops.quantization.per_tensor import Algorithm
 from refops.quantization.result import stored_layout
 from refops.rounding import ROUNDING_MODES, STOCHASTIC
 from refops.scaling import (
@@ -28,11 +30,15 @@ from refops.scaling import (
     DelayedScaling,
     MXFP8Scaling,
     NVFP4Scaling,
+    Scaling,
     require_scaling,
 )
 
 HADAMARD_GROUP = 16
 _NOT_GIVEN = object()
+#: What a backend returns: its arrays, its quantized tensors.
+ArrayT = TypeVar("ArrayT")
+QuantizedT = TypeVar("QuantizedT")
 
 
 class Operand(NamedTuple):
@@ -161,7 +167,7 @@ class Backend:
         """Fill float32 `out` with the values of `codes`."""
         raise NotImplementedError
 
-    def update_delayed_scale(self, amax_history, scale, fmt, **options):
+    def update_delayed_scale(self, amax_history, scale, fmt, *, margin, algorithm, keep_unused):
         """As `refops.update_delayed_scale`."""
         raise NotImplementedError
 
@@ -186,10 +192,10 @@ def front_of(kind, bound, parameters, x, width, shape, *, dy=None, row_scales=No
     )
 
 
-class Interface:
+class Interface(Generic[ArrayT, QuantizedT]):
     """The public calls over one backend. Signatures, results and errors are those of `refops`."""
 
-    def __init__(self, backend):
+    def __init__(self, backend: Backend) -> None:
         self.backend = backend
 
     # --- front halves ---------------------------------------------------------------------------------
@@ -236,21 +242,68 @@ class Interface:
 
     # --- activations ----------------------------------------------------------------------------------
 
-    def activation(self, name, x, *, out_dtype=None, **params):
+    def activation(self, name: str, x: Any, *, out_dtype: DTypeLike | None = None, **params: Number) -> ArrayT:
         """As `refops.activation`: float32 arithmetic, one rounding to the output dtype."""
         return self._materialized(self._forward(name, x, params), out_dtype)
 
-    def activation_grad(self, name, dy, x, *, out_dtype=None, dbias=False, **params):
+    @overload
+    def activation_grad(
+        self,
+        name: str,
+        dy: Any,
+        x: Any,
+        *,
+        out_dtype: DTypeLike | None = ...,
+        dbias: Literal[False] = ...,
+        **params: Number,
+    ) -> ArrayT: ...
+    @overload
+    def activation_grad(
+        self, name: str, dy: Any, x: Any, *, out_dtype: DTypeLike | None = ..., dbias: Literal[True], **params: Number
+    ) -> tuple[ArrayT, ArrayT]: ...
+    @overload
+    def activation_grad(
+        self, name: str, dy: Any, x: Any, *, out_dtype: DTypeLike | None = ..., dbias: bool, **params: Number
+    ) -> ArrayT | tuple[ArrayT, ArrayT]: ...
+    def activation_grad(
+        self,
+        name: str,
+        dy: Any,
+        x: Any,
+        *,
+        out_dtype: DTypeLike | None = None,
+        dbias: bool = False,
+        **params: Number,
+    ) -> ArrayT | tuple[ArrayT, ArrayT]:
         """As `refops.activation_grad`: dx, or (dx, dbias), dbias the sum of dx as stored."""
         require_flag(dbias, "dbias")
         return self._materialized(self._backward(name, dy, x, params), out_dtype, dbias)
 
-    def scaled_activation(self, name, x, row_scales, *, glu_interleave_size=0, out_dtype=None, **params):
+    def scaled_activation(
+        self,
+        name: str,
+        x: Any,
+        row_scales: Any,
+        *,
+        glu_interleave_size: int = 0,
+        out_dtype: DTypeLike | None = None,
+        **params: Number,
+    ) -> ArrayT:
         """As `refops.scaled_activation`: the activation with each row multiplied by its scale."""
         front, _, _ = self._scaled(name, _NOT_GIVEN, x, row_scales, glu_interleave_size, params)
         return self._materialized(front, out_dtype)
 
-    def scaled_activation_grad(self, name, dy, x, row_scales, *, glu_interleave_size=0, out_dtype=None, **params):
+    def scaled_activation_grad(
+        self,
+        name: str,
+        dy: Any,
+        x: Any,
+        row_scales: Any,
+        *,
+        glu_interleave_size: int = 0,
+        out_dtype: DTypeLike | None = None,
+        **params: Number,
+    ) -> tuple[ArrayT, ArrayT]:
         """As `refops.scaled_activation_grad`: (dx, drow_scales)."""
         front, x, row_scales = self._scaled(name, dy, x, row_scales, glu_interleave_size, params)
         storage = self._output_storage(out_dtype, x.storage)
@@ -271,30 +324,124 @@ class Interface:
 
     # --- quantization ---------------------------------------------------------------------------------
 
-    def quantize(self, x, scaling, *, rowwise=True, columnwise=False, dbias=False, swizzled_scales=False):
+    @overload
+    def quantize(
+        self,
+        x: Any,
+        scaling: Scaling,
+        *,
+        rowwise: bool = ...,
+        columnwise: bool = ...,
+        dbias: Literal[False] = ...,
+        swizzled_scales: bool = ...,
+    ) -> QuantizedT: ...
+    @overload
+    def quantize(
+        self,
+        x: Any,
+        scaling: Scaling,
+        *,
+        rowwise: bool = ...,
+        columnwise: bool = ...,
+        dbias: Literal[True],
+        swizzled_scales: bool = ...,
+    ) -> tuple[QuantizedT, ArrayT]: ...
+    @overload
+    def quantize(
+        self,
+        x: Any,
+        scaling: Scaling,
+        *,
+        rowwise: bool = ...,
+        columnwise: bool = ...,
+        dbias: bool,
+        swizzled_scales: bool = ...,
+    ) -> QuantizedT | tuple[QuantizedT, ArrayT]: ...
+    def quantize(
+        self,
+        x: Any,
+        scaling: Scaling,
+        *,
+        rowwise: bool = True,
+        columnwise: bool = False,
+        dbias: bool = False,
+        swizzled_scales: bool = False,
+    ) -> QuantizedT | tuple[QuantizedT, ArrayT]:
         """As `refops.quantize`; `swizzled_scales` stores scales as `Quantized.swizzled` would."""
         front = self._identity(self.backend.tensor(x, "x"))
         return self._quantized(front, PATHS["unfused"], scaling, rowwise, columnwise, dbias, swizzled_scales)
 
-    def activation_quantize(self, name, x, scaling, *, rowwise=True, columnwise=False, swizzled_scales=False, **params):
+    def activation_quantize(
+        self,
+        name: str,
+        x: Any,
+        scaling: Scaling,
+        *,
+        rowwise: bool = True,
+        columnwise: bool = False,
+        swizzled_scales: bool = False,
+        **params: Number,
+    ) -> QuantizedT:
         """As `refops.activation_quantize`: the activation, quantized, rounded where TE's kernels round."""
         front = self._forward(name, x, params)
         check_fusable(front, scaling)
         return self._quantized(front, path_of(scaling), scaling, rowwise, columnwise, False, swizzled_scales)
 
+    @overload
     def activation_grad_quantize(
         self,
-        name,
-        dy,
-        x,
-        scaling,
+        name: str,
+        dy: Any,
+        x: Any,
+        scaling: Scaling,
         *,
-        rowwise=True,
-        columnwise=False,
-        dbias=False,
-        swizzled_scales=False,
-        **params,
-    ):
+        rowwise: bool = ...,
+        columnwise: bool = ...,
+        dbias: Literal[False] = ...,
+        swizzled_scales: bool = ...,
+        **params: Number,
+    ) -> QuantizedT: ...
+    @overload
+    def activation_grad_quantize(
+        self,
+        name: str,
+        dy: Any,
+        x: Any,
+        scaling: Scaling,
+        *,
+        rowwise: bool = ...,
+        columnwise: bool = ...,
+        dbias: Literal[True],
+        swizzled_scales: bool = ...,
+        **params: Number,
+    ) -> tuple[QuantizedT, ArrayT]: ...
+    @overload
+    def activation_grad_quantize(
+        self,
+        name: str,
+        dy: Any,
+        x: Any,
+        scaling: Scaling,
+        *,
+        rowwise: bool = ...,
+        columnwise: bool = ...,
+        dbias: bool,
+        swizzled_scales: bool = ...,
+        **params: Number,
+    ) -> QuantizedT | tuple[QuantizedT, ArrayT]: ...
+    def activation_grad_quantize(
+        self,
+        name: str,
+        dy: Any,
+        x: Any,
+        scaling: Scaling,
+        *,
+        rowwise: bool = True,
+        columnwise: bool = False,
+        dbias: bool = False,
+        swizzled_scales: bool = False,
+        **params: Number,
+    ) -> QuantizedT | tuple[QuantizedT, ArrayT]:
         """As `refops.activation_grad_quantize`: the gradient, quantized, with `dbias` also its column sums."""
         front = self._backward(name, dy, x, params)
         check_fusable(front, scaling)
@@ -323,7 +470,7 @@ class Interface:
         q = self.backend.quantized(fields, scaling, front.tensor_shape, front.storage, swizzled)
         return (q, sums) if dbias else q
 
-    def dequantize(self, q, *, dtype="float32"):
+    def dequantize(self, q: Any, *, dtype: DTypeLike = "float32") -> ArrayT:
         """As `refops.dequantize`."""
         storage = self.backend.storage(dtype, "dtype")
         q = self.backend.require_quantized(q)
@@ -332,11 +479,20 @@ class Interface:
         self.backend.dequantize(q, out, storage)
         return out
 
-    def amax(self, x):
+    def amax(self, x: Any) -> ArrayT:
         """Return the largest magnitude of `x`, float32 (1,); NaN is ignored, an empty tensor gives 0."""
         return self.backend.amax(self._identity(self.backend.tensor(x, "x")))
 
-    def update_delayed_scale(self, amax_history, scale, fmt, *, margin=0, algorithm="max", keep_unused=True):
+    def update_delayed_scale(
+        self,
+        amax_history: Any,
+        scale: Any,
+        fmt: FloatFormat,
+        *,
+        margin: int = 0,
+        algorithm: Algorithm = "max",
+        keep_unused: bool = True,
+    ) -> tuple[ArrayT, Any]:
         """As `refops.update_delayed_scale`: (new_history, new_scale)."""
         return self.backend.update_delayed_scale(
             amax_history, scale, fmt, margin=margin, algorithm=algorithm, keep_unused=keep_unused
@@ -344,7 +500,7 @@ class Interface:
 
     # --- elements -------------------------------------------------------------------------------------
 
-    def hadamard_transform(self, x, sign_mask=TE_SIGN_MASK, *, inverse=False):
+    def hadamard_transform(self, x: Any, sign_mask: int = TE_SIGN_MASK, *, inverse: bool = False) -> ArrayT:
         """As `refops.hadamard_transform`, summed in float32 in four butterfly stages."""
         x = self.backend.tensor(x, "x")
         sign_mask = require_integer(sign_mask, "sign_mask", low=0, high=1 << 16)
@@ -355,7 +511,15 @@ class Interface:
         self.backend.hadamard(x, sign_mask, inverse, out)
         return out
 
-    def encode(self, x, fmt, *, saturate=True, rounding="nearest_even", random_bits=None):
+    def encode(
+        self,
+        x: Any,
+        fmt: FloatFormat,
+        *,
+        saturate: bool = True,
+        rounding: str = "nearest_even",
+        random_bits: Any = None,
+    ) -> ArrayT:
         """As `refops.encode`: the codes of `x` in `fmt`, uint8."""
         x = self.backend.elements(x, "x")
         require_format(fmt)
@@ -379,7 +543,7 @@ class Interface:
             raise ValueError(f"rounding='stochastic' needs a format with a zero; got {fmt!r}")
         return random_bits
 
-    def decode(self, codes, fmt):
+    def decode(self, codes: Any, fmt: FloatFormat) -> ArrayT:
         """As `refops.decode`: the float32 values of `codes` in `fmt`, exact."""
         codes = self.backend.codes(codes, "codes")
         require_format(fmt)

@@ -13,6 +13,7 @@ import math
 import threading
 import warnings
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -214,7 +215,7 @@ def _as_argument(kind, scalar, value):
     return Pointer(array)
 
 
-_launchers = {}
+_launchers: dict[int, Any] = {}
 
 
 def launcher_for(device_number):

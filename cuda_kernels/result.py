@@ -43,15 +43,15 @@ class Quantized:
         return f"Quantized(shape={self.shape}, dtype={self.dtype}, {' + '.join(made)}{swizzled}, {self.scaling})"
 
     @property
-    def arrays(self):
+    def arrays(self) -> dict[str, Any]:
         """name -> array, of those that are there."""
         return {name: getattr(self, name) for name in ARRAYS if getattr(self, name) is not None}
 
-    def swizzled(self):
+    def swizzled(self) -> "Quantized":
         """Return the same tensor with its scales in the order that GEMMs read; as `refops.Quantized.swizzled`."""
         return self._with_order(True)
 
-    def unswizzled(self):
+    def unswizzled(self) -> "Quantized":
         """Undo `swizzled`."""
         return self._with_order(False)
 
@@ -67,7 +67,7 @@ class Quantized:
 
         return replace(self, **reordered_scales(self, swizzled), with_gemm_swizzled_scales=swizzled)
 
-    def to_host(self):
+    def to_host(self) -> result.Quantized:
         """Return a copy as `refops.Quantized`, NumPy arrays."""
         arrays = self.arrays
         memory = memory_of(next(iter(arrays.values())))

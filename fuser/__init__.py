@@ -6,9 +6,57 @@ quantized tensors; and this package's own: `backend` (where the work goes), `exp
 """
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fuser import torch_load as _torch_load
+
+if TYPE_CHECKING:  # the same names, for type checkers
+    from fuser import compat as compat
+    from fuser import dispatch as dispatch
+    from fuser import distributed as distributed
+    from fuser import functional as functional
+    from fuser import gemm as gemm
+    from fuser import jit as jit
+    from fuser import ops as ops
+    from fuser import quantization as quantization
+    from fuser import recipe as recipe
+    from fuser import xla as xla
+    from fuser.dispatch import backend as backend
+    from fuser.dtypes import DType as DType
+    from fuser.explanation import explain as explain
+    from fuser.fuser import OperationFuser as OperationFuser
+    from fuser.fuser import fusions as fusions
+    from fuser.fuser import register_backward_fusion as register_backward_fusion
+    from fuser.fuser import register_forward_backward_fusion as register_forward_backward_fusion
+    from fuser.fuser import register_forward_fusion as register_forward_fusion
+    from fuser.quantization import Float8BlockQuantizer as Float8BlockQuantizer
+    from fuser.quantization import Float8BlockwiseQTensor as Float8BlockwiseQTensor
+    from fuser.quantization import Float8CurrentScalingQuantizer as Float8CurrentScalingQuantizer
+    from fuser.quantization import Float8Quantizer as Float8Quantizer
+    from fuser.quantization import Float8Tensor as Float8Tensor
+    from fuser.quantization import MXFP8Quantizer as MXFP8Quantizer
+    from fuser.quantization import MXFP8Tensor as MXFP8Tensor
+    from fuser.quantization import NVFP4Quantizer as NVFP4Quantizer
+    from fuser.quantization import NVFP4Tensor as NVFP4Tensor
+    from fuser.quantization import QuantizedTensor as QuantizedTensor
+    from fuser.quantization import QuantizedTensorStorage as QuantizedTensorStorage
+    from fuser.quantization import Quantizer as Quantizer
+    from fuser.quantization import QuantizerRole as QuantizerRole
+    from fuser.quantization import autocast as autocast
+    from fuser.quantization import fp8_autocast as fp8_autocast
+    from fuser.quantization import fp8_model_init as fp8_model_init
+    from fuser.quantization import get_align_size_for_quantization as get_align_size_for_quantization
+    from fuser.quantization import get_default_recipe as get_default_recipe
+    from fuser.quantization import is_bf16_available as is_bf16_available
+    from fuser.quantization import is_fp8_available as is_fp8_available
+    from fuser.quantization import is_fp8_block_scaling_available as is_fp8_block_scaling_available
+    from fuser.quantization import is_mxfp8_available as is_mxfp8_available
+    from fuser.quantization import is_nvfp4_available as is_nvfp4_available
+    from fuser.quantization import prepare_for_saving as prepare_for_saving
+    from fuser.quantization import quantized_model_init as quantized_model_init
+    from fuser.quantization import restore_from_func_ctx as restore_from_func_ctx
+    from fuser.quantization import restore_from_saved as restore_from_saved
+    from fuser.recompute import checkpoint as checkpoint
 
 _HOMES = {
     "fuser.quantization": (
@@ -61,12 +109,17 @@ _torch_load.register()
 
 
 def __getattr__(name: str) -> Any:
-    if name in _SUBMODULES:
-        return importlib.import_module(f"fuser.{name}")
-    if name in _HOME_OF:
-        value = getattr(importlib.import_module(_HOME_OF[name]), name)
-        globals()[name] = value
-        return value
+    try:
+        if name in _SUBMODULES:
+            return importlib.import_module(f"fuser.{name}")
+        if name in _HOME_OF:
+            value = getattr(importlib.import_module(_HOME_OF[name]), name)
+            globals()[name] = value
+            return value
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise ImportError(f"fuser.{name} needs PyTorch: pip install '.[fuser]' (fuser.xla needs JAX alone)") from error
     raise AttributeError(f"module 'fuser' has no attribute {name!r}")
 
 

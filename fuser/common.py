@@ -98,7 +98,7 @@ def validate_or_alloc_output(
     return buffer
 
 
-def get_main_grad_from_param(param: torch.nn.Parameter, *, op_label: str = "") -> torch.Tensor:
+def get_main_grad_from_param(param: Any, *, op_label: str = "") -> torch.Tensor:
     """The `main_grad` buffer of a parameter (refreshed first if FSDP manages it). `RuntimeError` if there is none."""
     if hasattr(param, "__fsdp_param__"):
         param.main_grad = param.get_main_grad()

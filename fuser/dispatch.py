@@ -16,10 +16,11 @@ Memory is shared between torch and NumPy in both directions, bfloat16 as 16-bit 
 import functools
 import os
 import sys
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import ml_dtypes
 import numpy as np
@@ -42,12 +43,13 @@ _NUMPY = {
     torch.float32: np.dtype(np.float32),
 }
 _selected = ContextVar("fuser_backend", default=None)
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 # --- which backend --------------------------------------------------------------------------------
 
 
-def backend(name):
+def backend(name: str) -> AbstractContextManager[str]:
     """Return a context manager (and decorator) that sends the work of its block to a backend.
 
     It nests, and holds for the current thread or task alone (a `contextvars.ContextVar`).
@@ -179,7 +181,7 @@ def _call_untraced(function, *args, **kwargs):
     return _untraced_call(function, *args, **kwargs)
 
 
-def untraced(function):
+def untraced(function: _Function) -> _Function:
     """Decorate a function that torch.compile shall call as it is: it can't trace memory shared with NumPy."""
 
     @functools.wraps(function)
@@ -188,7 +190,7 @@ def untraced(function):
             return _call_untraced(function, *args, **kwargs)
         return function(*args, **kwargs)
 
-    return call
+    return call  # type: ignore[return-value]
 
 
 # --- engines --------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@
 # ruff: noqa: N815  (the names are TE's)
 
 from enum import IntEnum
+from typing import Any
 
 import torch
 
@@ -32,7 +33,7 @@ class DType(IntEnum):
     kFloat4E2M1 = 10
 
     @classmethod
-    def of(cls, value):
+    def of(cls, value: Any) -> Any:
         """Return the `DType` of a `DType`, its number, a torch dtype or a `refops` format.
 
         Raises:
@@ -50,12 +51,12 @@ class DType(IntEnum):
         return found
 
     @property
-    def torch(self):
+    def torch(self) -> torch.dtype:
         """The torch dtype; for kFloat4E2M1 the packed one, two elements a byte."""
         return _TORCH[self]
 
     @property
-    def format(self):
+    def format(self) -> Any:
         """The `refops` format of an 8- or 4-bit float; ValueError for other types."""
         if self not in _FORMATS:
             raise ValueError(f"dtype must be one of {', '.join(d.name for d in _FORMATS)}; got {self.name}")

@@ -177,7 +177,7 @@ def _undisturbed(target: torch.nn.Module | OperationFuser) -> Iterator[None]:
     modules = _modules_of(target)
     ops = [module for module in modules if isinstance(module, BasicOperation)]
     containers = [module for module in modules if isinstance(module, Sequential)]
-    weights = [param for op in ops for param in op.parameters(recurse=False) if is_quantized_tensor(param)]
+    weights: list[Any] = [param for op in ops for param in op.parameters(recurse=False) if is_quantized_tensor(param)]
     states = [{name: op.__dict__[name] for name in names} for op in ops]
     groups = [container._module_groups for container in containers]
     quantizers = [weight._quantizer for weight in weights]
@@ -417,7 +417,7 @@ def _names(pipeline: PipelineReport, indices: Sequence[int]) -> str:
     return ", ".join(f"{i} {pipeline.basic_ops[i]}" for i in indices)
 
 
-def _bytes(count: int) -> str:
+def _bytes(count: float) -> str:
     for unit in ("B", "KiB", "MiB"):
         if count < 1024:
             return f"{count:.4g} {unit}"

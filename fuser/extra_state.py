@@ -149,7 +149,9 @@ def recipe_from_json(entry: Mapping[str, Any], present: Any = None) -> Any:
     kind = getattr(recipe, str(name), None)
     if not (isinstance(kind, type) and issubclass(kind, recipe.Recipe)):
         raise RuntimeError(f"Extra state names the recipe {name!r}, which fuser.recipe does not have")
-    known = {field.name: field for field in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else {}
+    known: dict[str, Any] = {}
+    if dataclasses.is_dataclass(kind):
+        known = {field.name: field for field in dataclasses.fields(kind)}
     fields = {}
     try:
         for field, value in given.items():

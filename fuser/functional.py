@@ -27,6 +27,7 @@ Unlike in TE quantizers are optional everywhere, `dbias_*` without one return an
 """
 
 import inspect
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -108,7 +109,7 @@ def _fusable(quantizer):
 
 
 @untraced
-def activation(name, input, quantizer=None, **params):
+def activation(name: str, input: torch.Tensor, quantizer: Quantizer | None = None, **params: float) -> Any:
     """Apply an activation.
 
     Args:
@@ -131,7 +132,9 @@ def activation(name, input, quantizer=None, **params):
 
 
 @untraced
-def activation_grad(name, grad, fwd_input, quantizer=None, **params):
+def activation_grad(
+    name: str, grad: torch.Tensor, fwd_input: torch.Tensor, quantizer: Quantizer | None = None, **params: float
+) -> Any:
     """Return the gradient of `activation` with respect to its input, like `fwd_input`; quantized if asked.
 
     Args:
@@ -149,7 +152,9 @@ def activation_grad(name, grad, fwd_input, quantizer=None, **params):
 
 
 @untraced
-def dbias_activation_grad(name, grad, fwd_input, quantizer=None, **params):
+def dbias_activation_grad(
+    name: str, grad: torch.Tensor, fwd_input: torch.Tensor, quantizer: Quantizer | None = None, **params: float
+) -> list[Any]:
     """Return [bias gradient, gradient of the activation]: the column sums (K,) or (2H,), in the dtype of `grad`, and
     what `activation_grad` returns.
 
@@ -167,7 +172,15 @@ def dbias_activation_grad(name, grad, fwd_input, quantizer=None, **params):
 
 
 @untraced
-def scaled_activation(name, input, act_scales, quantizer=None, *, glu_interleave_size=0, **params):
+def scaled_activation(
+    name: str,
+    input: torch.Tensor,
+    act_scales: torch.Tensor,
+    quantizer: Quantizer | None = None,
+    *,
+    glu_interleave_size: int = 0,
+    **params: float,
+) -> Any:
     """Apply an activation and multiply each row by its scale, in float32, rounded once; then quantize if asked.
 
     Args:
@@ -183,8 +196,16 @@ def scaled_activation(name, input, act_scales, quantizer=None, *, glu_interleave
 
 @untraced
 def scaled_activation_grad(
-    name, grad, fwd_input, act_scales, quantizer=None, *, glu_interleave_size=0, compute_scale_grad=True, **params
-):
+    name: str,
+    grad: torch.Tensor,
+    fwd_input: torch.Tensor,
+    act_scales: torch.Tensor,
+    quantizer: Quantizer | None = None,
+    *,
+    glu_interleave_size: int = 0,
+    compute_scale_grad: bool = True,
+    **params: float,
+) -> tuple[Any, torch.Tensor | None]:
     """Return (gradient of the input, gradient of the scales): like `fwd_input`, quantized if asked, and like
     `act_scales`, or None unless `compute_scale_grad`. `grad` may have another dtype than `fwd_input`."""
     _check_scaled(name, fwd_input, act_scales, "fwd_input")
@@ -228,7 +249,7 @@ def _copies(quantizer):
 
 
 @untraced
-def quantize(tensor, quantizer, output=None, noop=None):
+def quantize(tensor: torch.Tensor, quantizer: Quantizer, output: Any = None, noop: torch.Tensor | None = None) -> Any:
     """Quantize a tensor.
 
     Args:
@@ -249,7 +270,7 @@ def quantize(tensor, quantizer, output=None, noop=None):
 
 
 @untraced
-def dequantize(input, otype):
+def dequantize(input: Any, otype: DType | torch.dtype) -> torch.Tensor:
     """Return the values of a quantized tensor in `otype`, a `DType` or torch dtype."""
     if not isinstance(input, QuantizedTensorStorage):
         raise TypeError(f"input must be a quantized tensor or its storage; got {type(input).__name__}")
@@ -257,7 +278,7 @@ def dequantize(input, otype):
 
 
 @untraced
-def bgrad_quantize(input, quantizer=None):
+def bgrad_quantize(input: torch.Tensor, quantizer: Quantizer | None = None) -> list[Any]:
     """Return [bias gradient, quantized `input`]: the sums over all but the last dimension, in float32, rounded to the
     dtype of `input`; without a quantizer `input` itself, contiguous."""
     _require_input(input, "input")
@@ -279,7 +300,7 @@ def bgrad_quantize(input, quantizer=None):
 # Parameters of an activation stand after the quantizer, in TE's order.
 
 
-def gradient_name(name):
+def gradient_name(name: str) -> str:
     """TE's name of an activation's gradient: dgelu for gelu, clamped_dswiglu for clamped_swiglu."""
     prefix, separator, last = name.rpartition("_")
     return f"{prefix}{separator}d{last}"
@@ -299,12 +320,16 @@ def _named(public_name, helper, name, tensors, options):
 
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     defaults = {"quantizer": None, **options}
+    hints: dict[str, Any] = dict.fromkeys(tensors, torch.Tensor)
+    hints |= {option: type(default) for option, default in options.items()}
+    hints |= {"quantizer": Quantizer | None, "return": inspect.signature(helper).return_annotation}
     signature = inspect.Signature(
-        [inspect.Parameter(tensor, kind) for tensor in tensors]
-        + [inspect.Parameter(option, kind, default=default) for option, default in defaults.items()]
+        [inspect.Parameter(tensor, kind, annotation=hints[tensor]) for tensor in tensors]
+        + [inspect.Parameter(o, kind, default=default, annotation=hints[o]) for o, default in defaults.items()],
+        return_annotation=hints["return"],
     )
     function.__name__ = function.__qualname__ = public_name
-    function.__signature__ = signature
+    function.__signature__, function.__annotations__ = signature, hints
     function.__doc__ = f"`{helper.__name__}` of {name}: {ACTIVATIONS[name].formula}.\n\n{inspect.getdoc(helper)}"
     return function
 
@@ -333,6 +358,11 @@ def _functions():
 
 _NAMED = _functions()
 globals().update(_NAMED)
+
+if TYPE_CHECKING:  # the functions of `_NAMED`
+
+    def __getattr__(name: str) -> Any: ...
+
 
 __all__ = [
     "DType",

@@ -109,7 +109,8 @@ class WindowFusion:
 
     def __call__(self, ops: Sequence[Any], *, recipe: Any = None, **unused: Any) -> list[Any]:
         """`ops` with every window that fires replaced by its fused operation. `ops` itself is not changed."""
-        fused, taken = [], 0
+        fused: list[Any] = []
+        taken = 0
         for candidate in self.candidates(ops, recipe):
             if candidate.fired:
                 fused.extend(ops[taken : candidate.start])

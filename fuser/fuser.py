@@ -113,7 +113,10 @@ class OperationFuser:
     backward_fusion_functions: list[FusionFunction] = []  # noqa: RUF012
 
     def __init__(self, ops: Sequence[FusibleOperation]) -> None:
-        basic_ops: list[BasicOperation] = []
+        self._build(ops)
+
+    def _build(self, ops: Sequence[FusibleOperation]) -> None:
+        basic_ops: list[Any] = []
         for op in ops:
             basic_ops.extend(op.basic_ops if op.is_fused_op else [op])
         self._setup(list(ops), basic_ops, Routes.of(basic_ops))
@@ -139,9 +142,9 @@ class OperationFuser:
             for i, op in enumerate(basic_ops)
             if getattr(op.pre_fuser_forward, "__func__", None) is not FusibleOperation.pre_fuser_forward
         ]
-        unfused = [(op, [i]) for i, op in enumerate(basic_ops)]
-        self._forward_ops: list[tuple[FusibleOperation, list[int]]] = unfused
-        self._backward_ops: list[tuple[FusibleOperation, list[int]]] = unfused
+        unfused: list[tuple[FusibleOperation, list[int]]] = [(op, [i]) for i, op in enumerate(basic_ops)]
+        self._forward_ops = unfused
+        self._backward_ops = unfused
         self.first_op_requiring_backward = 0
         self._fuse_key: tuple[Any, ...] | None = None
         self._fused_params: list[torch.nn.Parameter] = []
@@ -171,7 +174,7 @@ class OperationFuser:
     def __call__(
         self,
         input: torch.Tensor,
-        *extra_inputs: torch.Tensor,
+        *extra_inputs: Any,
         basic_op_kwargs: list[dict[str, Any]] | None = None,
     ) -> Any:
         """The output of the last operation, or `(output, *extra_outputs)`.
@@ -182,7 +185,7 @@ class OperationFuser:
         if torch.compiler.is_compiling():
             return outside_compile(self, input, *extra_inputs, basic_op_kwargs=basic_op_kwargs)
         if self._members_of_fused and not self.is_current():
-            self.__init__(self._ops)
+            self._build(self._ops)
         if len(extra_inputs) != self.num_extra_inputs:
             raise ValueError(f"Expected {self.num_extra_inputs} extra inputs but got {len(extra_inputs)}")
         if basic_op_kwargs is None:
@@ -192,7 +195,7 @@ class OperationFuser:
                 f"basic_op_kwargs has {len(basic_op_kwargs)} dicts for {self._num_basic_ops} basic operations"
             )
         if extra_inputs:
-            extra_inputs = self._safe_in_place(input, extra_inputs, basic_op_kwargs)
+            extra_inputs = tuple(self._safe_in_place(input, extra_inputs, basic_op_kwargs))
         if torch_module._has_any_global_hook() or any(map(_has_hooks, self._hook_owners)):
             return self._run_in_parts(input, extra_inputs, basic_op_kwargs)
         return self._run(input, extra_inputs, basic_op_kwargs)
@@ -415,7 +418,8 @@ class OperationFuser:
 
     def _map_to_basic_ops(self, ops: Sequence[FusibleOperation]) -> list[tuple[FusibleOperation, list[int]]]:
         """Each operation with the indices of its basic operations. `RuntimeError` unless all are there, in order."""
-        mapped, basic_ops = [], []
+        mapped: list[tuple[FusibleOperation, list[int]]] = []
+        basic_ops: list[FusibleOperation] = []
         for op in ops:
             members = list(op.basic_ops) if isinstance(op, FusedOperation) else [op]
             mapped.append((op, list(range(len(basic_ops), len(basic_ops) + len(members)))))

@@ -21,6 +21,7 @@ import threading
 import warnings
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
+from typing import Any
 
 import torch
 
@@ -84,7 +85,7 @@ def set_jit_fusion_options():
 
 
 #: Device types on which a C++ compiler was found missing: functions stay eager there without another warning.
-_without_compiler = set()
+_without_compiler: set[Any] = set()
 
 
 def lazy_compile(func):
@@ -385,7 +386,7 @@ _ACTIVATIONS = {
     "qgelu": (_qgelu, _dqgelu),
     "srelu": (_srelu, _dsrelu),
 }
-_FUNCTIONS = {}
+_FUNCTIONS: dict[Any, Any] = {}
 for _key, _formulas in _ACTIVATIONS.items():
     _FUNCTIONS |= _Family(_key, *_formulas).functions
 globals().update(_FUNCTIONS)

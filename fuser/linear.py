@@ -14,7 +14,7 @@ from fuser.basic.all_reduce import AllReduce
 from fuser.basic.basic_linear import BasicLinear
 from fuser.basic.bias import Bias
 from fuser.basic.reduce_scatter import ReduceScatter
-from fuser.op import FusedOperation
+from fuser.op import BasicOperation, FusedOperation
 
 _PARAMETERS = ("weight", "bias")
 
@@ -49,7 +49,7 @@ class Linear(FusedOperation):
             in_features=in_features,
             out_features=out_features,
         )
-        linear_kwargs = {
+        linear_kwargs: dict[str, Any] = {
             "in_features": in_features,
             "out_features": out_features,
             "device": device,
@@ -60,7 +60,7 @@ class Linear(FusedOperation):
             "rng_state_tracker_function": rng_state_tracker_function,
             "accumulate_into_main_grad": accumulate_into_main_grad,
         }
-        bias_kwargs = {
+        bias_kwargs: dict[str, Any] = {
             "size": out_features,
             "device": device,
             "dtype": dtype,
@@ -77,7 +77,7 @@ class Linear(FusedOperation):
                 sequence_parallel=False,
             )
             bias_kwargs["size"] = out_features * size
-        ops = [BasicLinear(**linear_kwargs)]
+        ops: list[BasicOperation] = [BasicLinear(**linear_kwargs)]
         if bias:
             ops.append(Bias(**bias_kwargs))
         if mode == "row":
@@ -89,7 +89,7 @@ class Linear(FusedOperation):
     # The aliases are looked up at every access: they follow when a basic operation replaces a deferred parameter, and
     # when `to_empty` does.
 
-    def _basic_op(self, index: int) -> torch.nn.Module:
+    def _basic_op(self, index: int) -> Any:
         """`self.basic_ops[index]` without `__getattr__`, which looks into `_parameters` first."""
         return self.__dict__["_modules"]["basic_ops"]._modules[str(index)]
 
@@ -145,7 +145,7 @@ class Linear(FusedOperation):
         elif param is not None:
             raise ValueError("Attempted to set bias parameter in Linear operation that does not have bias enabled")
 
-    def state_dict(self, *, prefix: str = "", **kwargs: Any) -> dict[str, Any]:
+    def state_dict(self, *, prefix: str = "", **kwargs: Any) -> Any:
         """The state without the aliases."""
         state_dict = super().state_dict(prefix=prefix, **kwargs)
         for name in _PARAMETERS:

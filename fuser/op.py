@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import abc
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -44,9 +44,21 @@ class OperationContext:
         """Keep tensors (or quantized storages, or None) for backward. A second call replaces the first."""
         self.to_save = tensors
 
+    if TYPE_CHECKING:  # the attributes that operations set
+
+        def __getattr__(self, name: str) -> Any: ...
+
+        def __setattr__(self, name: str, value: Any) -> None: ...
+
 
 class FusibleOperation(KeepsQuantizedParameters, torch.nn.Module, metaclass=abc.ABCMeta):
     """A step that an `OperationFuser` can run: a basic operation or a fused one."""
+
+    # What some operations have, which a module's `__getattr__` would hide from a type checker
+    basic_ops: Any  # of a fused one, a ModuleList of operations
+    passed_through: Callable[[torch.Tensor], torch.Tensor | None]
+    fuse_forward_ops: ClassVar[Callable[..., list[Any]]]
+    fuse_backward_ops: ClassVar[Callable[..., list[Any]]]
 
     @property
     @abc.abstractmethod
@@ -311,7 +323,6 @@ class BasicOperation(FusibleOperation, metaclass=abc.ABCMeta):
         *,
         prev_op_grad_output_quantizer: Any,
         next_op_input_quantizer: Any,
-        **kwargs: Any,
     ) -> Any:
         """The output for `input_`. Tensors for backward go to `ctx.save_for_backward`, the rest on `ctx` itself."""
 
@@ -331,7 +342,7 @@ class BasicOperation(FusibleOperation, metaclass=abc.ABCMeta):
         prev_op_grad_output_quantizer: Any,
         next_op_input_quantizer: Any,
         basic_op_kwargs: list[dict[str, Any]],
-    ) -> tuple[Any, list[tuple[()]]]:
+    ) -> tuple[Any, Iterable[Iterable[torch.Tensor]]]:
         if self.num_extra_inputs or self.num_extra_outputs:
             self._check_no_extra_tensors("fuser_forward")
         output = self.op_forward(
@@ -349,7 +360,7 @@ class BasicOperation(FusibleOperation, metaclass=abc.ABCMeta):
         grad_output: Any,
         *,
         basic_op_grad_extra_outputs: list[tuple[torch.Tensor | None, ...]],
-    ) -> tuple[Any, list[Iterable[torch.Tensor | None]], list[tuple[()]]]:
+    ) -> tuple[Any, Iterable[Iterable[torch.Tensor | None]], Iterable[Iterable[torch.Tensor | None]]]:
         self._check_no_extra_tensors("fuser_backward")
         grads = self.op_backward(basic_op_ctxs[0], grad_output)
         is_bare = grads is None or isinstance(grads, torch.Tensor | QuantizedTensorStorage)
@@ -472,12 +483,12 @@ def _unregistered(meta: dict[str, Any] | None) -> dict[str, Any] | None:
 class ExtraTensorOperation(BasicOperation):
     """A basic operation with extra inputs or outputs: it computes in `fuser_forward` and `fuser_backward` alone."""
 
-    def op_forward(self, *args: Any, **kwargs: Any) -> None:
+    def op_forward(self, *args: Any, **kwargs: Any) -> Any:
         raise RuntimeError(
             f"{type(self).__name__} has extra tensors. It overrides `fuser_forward` instead of `op_forward`."
         )
 
-    def op_backward(self, *args: Any, **kwargs: Any) -> None:
+    def op_backward(self, *args: Any, **kwargs: Any) -> Any:
         raise RuntimeError(
             f"{type(self).__name__} has extra tensors. It overrides `fuser_backward` instead of `op_backward`."
         )

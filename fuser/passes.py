@@ -150,7 +150,7 @@ def run_forward(
     basic_ops, routes = fuser._basic_ops, fuser._routes
     first_requiring_backward = fuser.first_op_requiring_backward
     contexts = [OperationContext(requires_grad=i >= first_requiring_backward) for i in range(len(basic_ops))]
-    all_extra_inputs = routes.place_external_inputs(extra_inputs)
+    all_extra_inputs: Any = routes.place_external_inputs(extra_inputs)
     all_extra_outputs: list[Sequence[Any]] = [()] * len(basic_ops)
 
     x = input_
@@ -218,7 +218,7 @@ def _say_where(error: Exception, direction: str, op: FusibleOperation, indices: 
         place = f"operation {indices[0]}" if len(indices) == 1 else f"operations {indices[0]} to {indices[-1]}"
         note = f"In {direction} of {place} of the pipeline: {op}"
         if note not in getattr(error, "__notes__", ()):
-            error.add_note(note)
+            error.add_note(note)  # type: ignore[attr-defined]
 
 
 _NO_EXTRA_OUTPUTS = [()]
@@ -254,7 +254,7 @@ def _check_results(op: FusibleOperation, method: str, result: Any, expected: str
         raise RuntimeError(f"Expected {op.__class__.__name__}.{method} to return {expected}, but got {got}")
 
 
-def _as_lists(op: FusibleOperation, what: str, groups: Sequence[Any]) -> list[list[Any]]:
+def _as_lists(op: FusibleOperation, what: str, groups: Any) -> list[list[Any]]:
     """One list for each basic operation. `RuntimeError` for a group that can't be a list of tensors."""
     for group in groups:
         if type(group) not in (tuple, list) and (isinstance(group, torch.Tensor) or not isinstance(group, Iterable)):

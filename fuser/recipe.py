@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 
 class _Maxima(NamedTuple):
@@ -62,12 +62,12 @@ class QParams:
     fp4_2d_quantization: bool = False
 
 
-def _flag(variable: str, default: str = "0"):
+def _flag(variable: str, default: str = "0") -> Any:
     """A field whose default is an environment variable's truth."""
     return field(default_factory=lambda: os.getenv(variable, default) == "1")
 
 
-def _backward_override():
+def _backward_override() -> Any:
     return field(default_factory=lambda: os.getenv("NVTE_BACKWARD_OVERRIDE") or None)
 
 
@@ -83,11 +83,11 @@ class _Derived:
         return self if recipe is None else self.derive(recipe)
 
 
-_CURRENT_SCALING_QPARAMS = _Derived(lambda recipe: QParams(power_2_scale=bool(recipe.use_power_2_scales)))
-_BLOCK_SCALING_QPARAMS = _Derived(lambda recipe: QParams(power_2_scale=not recipe.use_f32_scales))
-_NVFP4_INPUT_QPARAMS = _Derived(lambda recipe: QParams(random_hadamard_transform=not recipe.disable_rht))
-_NVFP4_WEIGHT_QPARAMS = _Derived(lambda recipe: QParams(fp4_2d_quantization=not recipe.disable_2d_quantization))
-_NVFP4_GRADIENT_QPARAMS = _Derived(
+_CURRENT_SCALING_QPARAMS: Any = _Derived(lambda recipe: QParams(power_2_scale=bool(recipe.use_power_2_scales)))
+_BLOCK_SCALING_QPARAMS: Any = _Derived(lambda recipe: QParams(power_2_scale=not recipe.use_f32_scales))
+_NVFP4_INPUT_QPARAMS: Any = _Derived(lambda recipe: QParams(random_hadamard_transform=not recipe.disable_rht))
+_NVFP4_WEIGHT_QPARAMS: Any = _Derived(lambda recipe: QParams(fp4_2d_quantization=not recipe.disable_2d_quantization))
+_NVFP4_GRADIENT_QPARAMS: Any = _Derived(
     lambda recipe: QParams(
         random_hadamard_transform=not recipe.disable_rht,
         stochastic_rounding=not recipe.disable_stochastic_rounding,
@@ -103,6 +103,9 @@ def _require(condition: bool, message: str) -> None:
 
 class Recipe:
     """Base of all recipes. The predicates are classmethods: they answer for a recipe and for its class."""
+
+    if TYPE_CHECKING:  # fields that every recipe has
+        backward_override: str | None
 
     @classmethod
     def nvfp4(cls) -> bool:
@@ -147,7 +150,8 @@ class Recipe:
         """A string that is equal for recipes of equal class and values. It is kept until a field is assigned."""
         text = self.__dict__.get("_fingerprint")
         if text is None:
-            values = ", ".join(f"{f.name}={_shown(getattr(self, f.name))}" for f in fields(self))
+            settings: Any = self  # a dataclass, as every recipe is
+            values = ", ".join(f"{f.name}={_shown(getattr(self, f.name))}" for f in fields(settings))
             text = self.__dict__["_fingerprint"] = f"{type(self).__name__}({values})"
         return text
 

@@ -22,7 +22,7 @@ class Sequential(torch.nn.Module):
     same modules), `append`, `extend`, `insert`, `pop`, `del`, `+`, `+=`.
     """
 
-    def __init__(self, *args: torch.nn.Module | dict[str, torch.nn.Module]) -> None:
+    def __init__(self, *args: Any) -> None:
         super().__init__()
         self._module_groups: list[OperationFuser | torch.nn.Module] | None = None
         self._grouped_modules: list[torch.nn.Module] = []

@@ -19,6 +19,7 @@ import numpy as np
 
 from refops.arguments import require_number, shown
 from refops.elementary import exp, tanh
+from refops.hints import Array
 
 F = np.float32
 ZERO, HALF, ONE, TWO = F(0), F(0.5), F(1), F(2)
@@ -245,10 +246,10 @@ class Formula:
         value_parameters, derivative_parameters: names of the keywords that each takes.
     """
 
-    value: Callable
-    derivative: Callable
-    true_value: Callable
-    true_derivative: Callable
+    value: Callable[..., Array]
+    derivative: Callable[..., Array]
+    true_value: Callable[..., Array]
+    true_derivative: Callable[..., Array]
     value_parameters: tuple[str, ...] = ()
     derivative_parameters: tuple[str, ...] = ()
 
@@ -273,12 +274,12 @@ class Activation:
         return f"<{self.name}: {self.formula}>"
 
     @property
-    def gated(self):
+    def gated(self) -> bool:
         """Whether the input row is [act | gate]."""
         return self.gate is not None
 
     @property
-    def parameters(self):
+    def parameters(self) -> tuple[str, ...]:
         """Names of the parameters that the activation accepts."""
         return tuple(p for p in DEFAULT_PARAMETERS if p in self._all_parameters())
 
@@ -347,7 +348,7 @@ class BoundActivation:
     parameters: dict
 
     @property
-    def gated(self):
+    def gated(self) -> bool:
         """Whether the input row is [act | gate]."""
         return self.activation.gated
 

@@ -2,9 +2,12 @@
 
 import math
 import numbers
+from typing import Any
 
 import ml_dtypes
 import numpy as np
+
+from refops.hints import Array
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
@@ -22,7 +25,7 @@ def describe_array(x):
     return f"{x.dtype} of shape {x.shape}"
 
 
-def as_array(x, name):
+def as_array(x: Any, name: str) -> Array:
     """Return `x` as a NumPy array, raising TypeError where it is none (a ragged list) or would lose its mask."""
     if isinstance(x, np.ma.MaskedArray):
         raise TypeError(f"{name} must be a plain array; got a masked array of shape {x.shape}")
@@ -37,7 +40,7 @@ def as_array(x, name):
         ) from error
 
 
-def require_high_precision(x, name):
+def require_high_precision(x: Any, name: str) -> Array:
     """Return `x` as a NumPy array, raising TypeError unless it is float32, float16 or bfloat16."""
     array = as_array(x, name)
     if array.dtype not in HIGH_PRECISION:
@@ -46,7 +49,7 @@ def require_high_precision(x, name):
     return array
 
 
-def require_tensor(x, name):
+def require_tensor(x: Any, name: str) -> Array:
     """Return `x` as an array with at least one dimension and a high-precision dtype."""
     array = require_high_precision(x, name)
     if array.ndim == 0:

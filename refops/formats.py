@@ -13,10 +13,13 @@ Rules of `encode` (each is what NVIDIA's `cvt.*.satfinite` does):
 
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from refops.arguments import as_array, describe_array, require_choice, require_flag, require_high_precision
+from refops.hints import ArrayLike
 from refops.rounding import (
     ROUNDING_MODES,
     STOCHASTIC,
@@ -70,27 +73,27 @@ class FloatFormat:
         return self.name.upper()
 
     @property
-    def bits(self):
+    def bits(self) -> int:
         """Width of a code in bits."""
         return self.signed + self.exponent_bits + self.mantissa_bits
 
     @property
-    def max(self):
+    def max(self) -> np.float32:
         """Largest finite value, np.float32."""
         return np.float32(self.grid[-1])
 
     @property
-    def smallest_normal(self):
+    def smallest_normal(self) -> np.float32:
         """Smallest positive value with a full mantissa, np.float32."""
         return np.float32(2.0 ** (self.has_subnormals - self.bias))
 
     @property
-    def smallest_subnormal(self):
+    def smallest_subnormal(self) -> np.float32:
         """Smallest positive value, np.float32."""
         return np.float32(self.grid[1] if self.has_subnormals else self.grid[0])
 
     @cached_property
-    def grid(self):
+    def grid(self) -> NDArray[np.float64]:
         """Finite magnitudes in ascending order, float64; the index is the code without its sign."""
         code = np.arange(self.largest_code + 1)
         exponent = code >> self.mantissa_bits
@@ -102,7 +105,7 @@ class FloatFormat:
         return grid
 
     @cached_property
-    def values(self):
+    def values(self) -> NDArray[np.float32]:
         """Value of every code, float32 (2**bits,), with NaN and inf where the format has them."""
         magnitudes = np.full(1 << (self.bits - self.signed), np.nan)
         magnitudes[: self.largest_code + 1] = self.grid
@@ -125,7 +128,14 @@ E2M3 = FloatFormat("e2m3", 2, 3, bias=1, largest_code=0x1F)
 FORMATS = {fmt.name: fmt for fmt in (E4M3, E5M2, E2M1, E8M0, E3M2, E2M3)}
 
 
-def encode(x, fmt, *, saturate=True, rounding="nearest_even", random_bits=None):
+def encode(
+    x: ArrayLike,
+    fmt: FloatFormat,
+    *,
+    saturate: bool = True,
+    rounding: str = "nearest_even",
+    random_bits: ArrayLike | None = None,
+) -> NDArray[np.uint8]:
     """Return the codes of `x` in `fmt`.
 
     Args:
@@ -173,7 +183,7 @@ def encode_tile(values, fmt, *, saturate=True, rounding="nearest_even", random_b
     return _code_table(fmt, saturate, rounding).take(_odd_rounded_key(values), mode="clip")
 
 
-def decode(codes, fmt):
+def decode(codes: ArrayLike, fmt: FloatFormat) -> NDArray[np.float32]:
     """Return the float32 values of `codes` in `fmt`, exact.
 
     Args:
@@ -198,7 +208,7 @@ def decode(codes, fmt):
     return values
 
 
-def pack_fp4(codes):
+def pack_fp4(codes: ArrayLike) -> NDArray[np.uint8]:
     """Pack 4-bit codes two a byte along the last dimension: the even element takes the low nibble.
 
     Args:
@@ -220,7 +230,7 @@ def pack_fp4(codes):
     return packed
 
 
-def unpack_fp4(packed):
+def unpack_fp4(packed: ArrayLike) -> NDArray[np.uint8]:
     """Undo `pack_fp4`: uint8 (..., n/2) -> uint8 (..., n), codes below 16.
 
     Raises:
@@ -242,7 +252,7 @@ def encode_by_definition(x, fmt, saturate, rounding):
     return _finish_codes(magnitude_code, x, fmt, saturate)
 
 
-def _require_random_bits(random_bits, shape, fmt):
+def _require_random_bits(random_bits: ArrayLike | None, shape: tuple[int, ...], fmt: FloatFormat) -> NDArray[np.uint8]:
     """Return `random_bits` as an array, raising unless they serve a stochastic cast of `shape` to `fmt`."""
     if random_bits is None:
         raise ValueError("random_bits is required with rounding='stochastic'; got None")
@@ -289,7 +299,7 @@ def _odd_rounded_key(values):
     return key
 
 
-def require_format(fmt, allowed=None, name="fmt"):
+def require_format(fmt: Any, allowed: tuple[FloatFormat, ...] | None = None, name: str = "fmt") -> None:
     """Raise unless `fmt` is a FloatFormat (and one of `allowed`)."""
     if not isinstance(fmt, FloatFormat):
         raise TypeError(f"{name} must be a FloatFormat such as refops.E4M3; got {fmt!r}")
@@ -297,7 +307,7 @@ def require_format(fmt, allowed=None, name="fmt"):
         raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}; got {fmt!r}")
 
 
-def require_codes(codes, name):
+def require_codes(codes: ArrayLike, name: str) -> NDArray[np.uint8]:
     """Return `codes` as an array, raising unless it is uint8."""
     codes = as_array(codes, name)
     if codes.dtype != np.uint8:

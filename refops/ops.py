@@ -10,6 +10,7 @@ flattened to M; the last one is K. Gated activations read rows [act | gate] of w
 """
 
 from dataclasses import dataclass
+from typing import Literal, overload
 
 import numpy as np
 
@@ -21,6 +22,7 @@ from refops.arguments import (
     require_tensor,
     shown,
 )
+from refops.hints import Array, ArrayLike, DTypeLike, Number
 from refops.quantization import block, mxfp8, nvfp4, per_tensor
 from refops.quantization.result import Quantized
 from refops.rounding import stored
@@ -30,6 +32,7 @@ from refops.scaling import (
     DelayedScaling,
     MXFP8Scaling,
     NVFP4Scaling,
+    Scaling,
     require_scaling,
 )
 from refops.tiles import (
@@ -149,7 +152,7 @@ def _require_even_width(x):
 # --- activations without quantization -------------------------------------------------------------
 
 
-def activation(name, x, *, out_dtype=None, **params):
+def activation(name: str, x: ArrayLike, *, out_dtype: DTypeLike | None = None, **params: Number) -> Array:
     """Apply an activation: float32 arithmetic, one rounding to the output dtype.
 
     Args:
@@ -169,7 +172,33 @@ def activation(name, x, *, out_dtype=None, **params):
     return materialize(source, out_dtype)
 
 
-def activation_grad(name, dy, x, *, out_dtype=None, dbias=False, **params):
+@overload
+def activation_grad(
+    name: str,
+    dy: ArrayLike,
+    x: ArrayLike,
+    *,
+    out_dtype: DTypeLike | None = ...,
+    dbias: Literal[False] = ...,
+    **params: Number,
+) -> Array: ...
+@overload
+def activation_grad(
+    name: str, dy: ArrayLike, x: ArrayLike, *, out_dtype: DTypeLike | None = ..., dbias: Literal[True], **params: Number
+) -> tuple[Array, Array]: ...
+@overload
+def activation_grad(
+    name: str, dy: ArrayLike, x: ArrayLike, *, out_dtype: DTypeLike | None = ..., dbias: bool, **params: Number
+) -> Array | tuple[Array, Array]: ...
+def activation_grad(
+    name: str,
+    dy: ArrayLike,
+    x: ArrayLike,
+    *,
+    out_dtype: DTypeLike | None = None,
+    dbias: bool = False,
+    **params: Number,
+) -> Array | tuple[Array, Array]:
     """Gradient of `activation` with respect to x.
 
     Args:
@@ -206,7 +235,15 @@ def _dbias(source, dtype):
 SCALED_ACTIVATIONS = ("swiglu", "situglu", "clamped_swiglu", "srelu")
 
 
-def scaled_activation(name, x, row_scales, *, glu_interleave_size=0, out_dtype=None, **params):
+def scaled_activation(
+    name: str,
+    x: ArrayLike,
+    row_scales: ArrayLike,
+    *,
+    glu_interleave_size: int = 0,
+    out_dtype: DTypeLike | None = None,
+    **params: Number,
+) -> Array:
     """Apply an activation and multiply each row by its scale, all in float32, one rounding at the end.
 
     Args:
@@ -235,7 +272,16 @@ def scaled_activation(name, x, row_scales, *, glu_interleave_size=0, out_dtype=N
     return out.reshape(*work.x.shape[:-1], work.shape[1])
 
 
-def scaled_activation_grad(name, dy, x, row_scales, *, glu_interleave_size=0, out_dtype=None, **params):
+def scaled_activation_grad(
+    name: str,
+    dy: ArrayLike,
+    x: ArrayLike,
+    row_scales: ArrayLike,
+    *,
+    glu_interleave_size: int = 0,
+    out_dtype: DTypeLike | None = None,
+    **params: Number,
+) -> tuple[Array, Array]:
     """Gradients of `scaled_activation` with respect to x and row_scales.
 
     Args:
@@ -345,7 +391,21 @@ def _output_dtype(out_dtype, default):
 # --- quantization ---------------------------------------------------------------------------------
 
 
-def quantize(x, scaling, *, rowwise=True, columnwise=False, dbias=False):
+@overload
+def quantize(
+    x: ArrayLike, scaling: Scaling, *, rowwise: bool = ..., columnwise: bool = ..., dbias: Literal[False] = ...
+) -> Quantized: ...
+@overload
+def quantize(
+    x: ArrayLike, scaling: Scaling, *, rowwise: bool = ..., columnwise: bool = ..., dbias: Literal[True]
+) -> tuple[Quantized, Array]: ...
+@overload
+def quantize(
+    x: ArrayLike, scaling: Scaling, *, rowwise: bool = ..., columnwise: bool = ..., dbias: bool
+) -> Quantized | tuple[Quantized, Array]: ...
+def quantize(
+    x: ArrayLike, scaling: Scaling, *, rowwise: bool = True, columnwise: bool = False, dbias: bool = False
+) -> Quantized | tuple[Quantized, Array]:
     """Quantize a tensor.
 
     Args:
@@ -365,7 +425,9 @@ def quantize(x, scaling, *, rowwise=True, columnwise=False, dbias=False):
     return _quantize_source(source, PATHS["unfused"], scaling, rowwise, columnwise, dbias)
 
 
-def activation_quantize(name, x, scaling, *, rowwise=True, columnwise=False, **params):
+def activation_quantize(
+    name: str, x: ArrayLike, scaling: Scaling, *, rowwise: bool = True, columnwise: bool = False, **params: Number
+) -> Quantized:
     """Apply an activation and quantize the result, rounded where TE's kernels for `scaling` round.
 
     Delayed scaling casts the unrounded float32 result. MXFP8 rounds it to the dtype of `x` first. Current scaling and
@@ -383,7 +445,53 @@ def activation_quantize(name, x, scaling, *, rowwise=True, columnwise=False, **p
     return _quantize_source(source, path_of(scaling), scaling, rowwise, columnwise, False)
 
 
-def activation_grad_quantize(name, dy, x, scaling, *, rowwise=True, columnwise=False, dbias=False, **params):
+@overload
+def activation_grad_quantize(
+    name: str,
+    dy: ArrayLike,
+    x: ArrayLike,
+    scaling: Scaling,
+    *,
+    rowwise: bool = ...,
+    columnwise: bool = ...,
+    dbias: Literal[False] = ...,
+    **params: Number,
+) -> Quantized: ...
+@overload
+def activation_grad_quantize(
+    name: str,
+    dy: ArrayLike,
+    x: ArrayLike,
+    scaling: Scaling,
+    *,
+    rowwise: bool = ...,
+    columnwise: bool = ...,
+    dbias: Literal[True],
+    **params: Number,
+) -> tuple[Quantized, Array]: ...
+@overload
+def activation_grad_quantize(
+    name: str,
+    dy: ArrayLike,
+    x: ArrayLike,
+    scaling: Scaling,
+    *,
+    rowwise: bool = ...,
+    columnwise: bool = ...,
+    dbias: bool,
+    **params: Number,
+) -> Quantized | tuple[Quantized, Array]: ...
+def activation_grad_quantize(
+    name: str,
+    dy: ArrayLike,
+    x: ArrayLike,
+    scaling: Scaling,
+    *,
+    rowwise: bool = True,
+    columnwise: bool = False,
+    dbias: bool = False,
+    **params: Number,
+) -> Quantized | tuple[Quantized, Array]:
     """Gradient of an activation, quantized; with `dbias` also the bias gradient.
 
     The bias gradient sums float32 values before they are rounded where TE fuses it with the cast (delayed scaling,
@@ -433,7 +541,7 @@ def _quantize_source(source, path, scaling, rowwise, columnwise, dbias):
     return result, _dbias(rounded if path.dbias_rounded else source, source.dtype)
 
 
-def dequantize(q, *, dtype=np.float32):
+def dequantize(q: Quantized, *, dtype: DTypeLike = np.float32) -> Array:
     """Return the high-precision tensor that a `Quantized` stands for: float32 arithmetic, one rounding to `dtype`.
 
     Rowwise data are used if present. Columnwise data alone come back in the tensor's own orientation, with NVFP4's

@@ -15,6 +15,7 @@ from refops.arguments import (
     require_number,
 )
 from refops.formats import E2M1, E2M3, E3M2, E4M3, E5M2, FloatFormat, require_format
+from refops.hints import Array, Number
 
 FP8_FORMATS = (E4M3, E5M2)
 MX_FORMATS = (E4M3, E5M2, E3M2, E2M3)
@@ -35,7 +36,7 @@ class DelayedScaling:
     """
 
     fmt: FloatFormat
-    scale: float = 1.0
+    scale: Number = 1.0
 
     def __post_init__(self):
         require_format(self.fmt, FP8_FORMATS)
@@ -61,7 +62,7 @@ class CurrentScaling:
 
     fmt: FloatFormat
     power_2_scale: bool = False
-    amax_epsilon: float = 0.0
+    amax_epsilon: Number = 0.0
 
     def __post_init__(self):
         require_format(self.fmt, FP8_FORMATS)
@@ -85,7 +86,7 @@ class BlockScaling:
     fmt: FloatFormat
     block_dim: int = 2
     power_2_scale: bool = True
-    amax_epsilon: float = 0.0
+    amax_epsilon: Number = 0.0
 
     #: Elements along a block's edge.
     block_size = 128
@@ -155,7 +156,7 @@ class NVFP4Scaling:
     stochastic_rounding: bool = False
     seed: int = 0
     offset: int = 0
-    random_bits: np.ndarray | tuple | None = field(default=None, compare=False, repr=False)
+    random_bits: Array | tuple[Array, Array] | None = field(default=None, compare=False, repr=False)
     four_over_six: str | None = None
     e4m3_max: int = 448
     row_scaled: bool = False
@@ -213,7 +214,7 @@ Scaling = DelayedScaling | CurrentScaling | BlockScaling | MXFP8Scaling | NVFP4S
 SCALINGS = (DelayedScaling, CurrentScaling, BlockScaling, MXFP8Scaling, NVFP4Scaling)
 
 
-def require_scaling(scaling):
+def require_scaling(scaling: Scaling) -> Scaling:
     """Return `scaling`, raising TypeError unless it is one of the settings above."""
     if not isinstance(scaling, SCALINGS):
         names = ", ".join(cls.__name__ for cls in SCALINGS)

@@ -67,7 +67,8 @@ class Matrix:
         leading = np.unravel_index(np.arange(rows.start, rows.stop), self.tensor.shape[:-1])
         if not isinstance(columns, slice):
             leading = tuple(index[:, None] for index in leading)
-        return self.tensor[(*leading, columns)]
+        index = (*leading, columns)
+        return self.tensor[index]
 
 
 class Source:

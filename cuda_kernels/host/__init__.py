@@ -20,9 +20,11 @@ if simt.SIMULATED:
 from cuda_kernels.host.backend import HostBackend
 from cuda_kernels.host.threads import get_num_threads, set_num_threads
 from cuda_kernels.interface import Interface
+from refops.hints import Array
 from refops.quantization.layout import swizzle, unswizzle
+from refops.quantization.result import Quantized
 
-_interface = Interface(HostBackend())
+_interface: Interface[Array, Quantized] = Interface(HostBackend())
 
 activation = _interface.activation
 activation_grad = _interface.activation_grad

@@ -18,6 +18,7 @@ import time
 import uuid
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import llvmlite
 import numba
@@ -132,7 +133,7 @@ def compiled(name, function, signature):
 
 
 #: Dispatchers whose addresses were given out: they keep the machine code.
-_addressed = []
+_addressed: list[Any] = []
 
 
 def address_of(name, function, signature):

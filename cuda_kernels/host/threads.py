@@ -51,6 +51,9 @@ def _serve(tasks):
         del work, outcomes  # a caller's arrays are not kept until the next task
 
 
+_workers: _Workers
+
+
 def _new_workers():
     """Start anew: at first, and in a forked process, which has no threads."""
     global _workers
@@ -63,12 +66,12 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_new_workers)
 
 
-def get_num_threads():
+def get_num_threads() -> int:
     """Return how many threads share the work of a call; at first the CPUs that the process may use."""
     return _threads
 
 
-def set_num_threads(n):
+def set_num_threads(n: int) -> None:
     """Share the work of later calls among `n` threads; results do not depend on it. ValueError unless n >= 1."""
     global _threads
     _threads = require_integer(n, "n", low=1, high=1 << 16)

@@ -4,7 +4,7 @@ The arithmetic is that of `fuser.functional`: float32 inside, one rounding of th
 output is quantized. Source: TE behaviour, `ops/basic/activation.py`.
 """
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -15,7 +15,7 @@ from fuser.op import BasicOperation, OperationContext
 from fuser.quantization.quantizers import Float8CurrentScalingQuantizer
 
 
-def activation_dtype(input_) -> torch.dtype:
+def activation_dtype(input_: Any) -> torch.dtype:
     """The dtype in which an activation of `input_` is stored: autocast's for the tensor's own device, else its own.
 
     Raises:
@@ -53,7 +53,9 @@ class _ActivationOperation(BasicOperation):
         """Keyword arguments of the activation besides its input."""
         return {}
 
-    def op_forward(self, ctx: OperationContext, input_, *, prev_op_grad_output_quantizer, next_op_input_quantizer):
+    def op_forward(
+        self, ctx: OperationContext, input_: Any, *, prev_op_grad_output_quantizer: Any, next_op_input_quantizer: Any
+    ) -> Any:
         dtype = activation_dtype(input_)
         x = maybe_dequantize(input_, dtype)
         y = self._activation_forward(x, next_op_input_quantizer)
@@ -63,7 +65,7 @@ class _ActivationOperation(BasicOperation):
             ctx.prev_op_grad_output_quantizer = prev_op_grad_output_quantizer
         return y
 
-    def op_backward(self, ctx: OperationContext, grad_output):
+    def op_backward(self, ctx: OperationContext, grad_output: Any) -> Any:
         (x,) = ctx.saved_tensors
         x = maybe_dequantize(x, ctx.dtype)
         dy = maybe_dequantize(grad_output, ctx.dtype)
@@ -76,7 +78,7 @@ class _ActivationOperation(BasicOperation):
         return functional.activation_grad(self.activation, dy, x, quantizer, **self.activation_parameters())
 
 
-def _quantized_cache(x: torch.Tensor):
+def _quantized_cache(x: torch.Tensor) -> Any:
     quantizer = Float8CurrentScalingQuantizer(DType.kFloat8E4M3, device=x.device, rowwise=True, columnwise=False)
     quantizer.internal = True
     return quantizer(x)

@@ -1,6 +1,7 @@
 """Dropout as a fusible operation. Source: TE behaviour, `ops/basic/dropout.py` and `common/dropout/dropout.cu`."""
 
 import math
+from typing import Any
 
 import torch
 
@@ -38,7 +39,9 @@ class Dropout(BasicOperation):
             raise ValueError(f"p must be a probability, from 0 to 1; got {p}")
         self.dropout_probability = p
 
-    def op_forward(self, ctx: OperationContext, input_, *, prev_op_grad_output_quantizer, next_op_input_quantizer):
+    def op_forward(
+        self, ctx: OperationContext, input_: Any, *, prev_op_grad_output_quantizer: Any, next_op_input_quantizer: Any
+    ) -> Any:
         dtype = maybe_autocast_dtype(device_type=input_.device.type, default_dtype=input_.dtype)
         mask = None
         if not self.training:
@@ -59,11 +62,11 @@ class Dropout(BasicOperation):
             ctx.scale = self._scale()
         return y
 
-    def passed_through(self, input_):
+    def passed_through(self, input_: torch.Tensor) -> Any:
         """The input, if that is all that comes out; else None."""
         return None if self.training else input_
 
-    def op_backward(self, ctx: OperationContext, grad_output):
+    def op_backward(self, ctx: OperationContext, grad_output: Any) -> Any:
         (mask,) = ctx.saved_tensors
         if ctx.impl == "evaluation":
             return grad_output, ()

@@ -12,7 +12,7 @@ import operator
 import os
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -70,6 +70,8 @@ class GroupedLinear(ExtraTensorOperation):
     Forward keyword arguments: `output` and `grad_input`, buffers that receive the results.
     Input and gradients are quantized a group at a time, so neighbouring ops hand over high precision.
     """
+
+    weight0: torch.nn.Parameter
 
     def __init__(
         self,
@@ -312,7 +314,8 @@ class GroupedLinear(ExtraTensorOperation):
         grad_input = validate_or_alloc_output(ctx.grad_input_buffer, dx_shape, ctx.dtype, grad_output.device)
         dxs = grad_input.view(-1, self.in_features).split(ctx.split_sizes)
         delayed = self._delay_wgrad_compute and ctx.weight_requires_grad
-        grad_weights, operands = [None] * self.num_groups, []
+        grad_weights: list[torch.Tensor | None] = [None] * self.num_groups
+        operands = []
         for i, (dy, x, w, dx) in enumerate(zip(dys, xs, ws, dxs, strict=True)):
             wgrad = ctx.weight_requires_grad and not delayed
             if ctx.with_quantized_compute:
@@ -341,7 +344,7 @@ class GroupedLinear(ExtraTensorOperation):
     ) -> torch.Tensor | None:
         """Write the input gradient of group `i` to its buffer, if there is one, and return its weight gradient."""
         input_quantizer, weight_quantizer, grad_output_quantizer = ctx.quantizers[i]
-        destination = {}
+        destination: dict[str, Any] = {}
         if wgrad and self._accumulate_into_main_grad:
             weight = self.weights[i]
             destination["grad_weight"] = get_main_grad_from_param(weight, op_label="GroupedLinear")
@@ -443,7 +446,7 @@ _ALIKE = {"dtype": "dtype", "device": "device", "requires_grad": "requires_grad"
 _get_alike = operator.attrgetter(*_ALIKE.values())
 
 
-def _check_alike(kind: str, params: list[torch.Tensor]) -> None:
+def _check_alike(kind: str, params: Sequence[torch.Tensor]) -> None:
     first = _get_alike(params[0])
     for i, param in enumerate(params):
         present = _get_alike(param)

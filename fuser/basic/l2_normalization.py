@@ -1,5 +1,7 @@
 """L2 normalization as a fusible operation. Source: TE behaviour, `ops/basic/l2_normalization.py` and `jit.py`."""
 
+from typing import Any
+
 import torch
 
 from fuser.common import maybe_dequantize
@@ -25,7 +27,9 @@ class L2Normalization(BasicOperation):
         self.seq_length = seq_length
         self.micro_batch_size = micro_batch_size
 
-    def op_forward(self, ctx: OperationContext, input_, *, prev_op_grad_output_quantizer, next_op_input_quantizer):
+    def op_forward(
+        self, ctx: OperationContext, input_: Any, *, prev_op_grad_output_quantizer: Any, next_op_input_quantizer: Any
+    ) -> Any:
         x = maybe_dequantize(input_)
         wide = _wide(x)
         rsqrt_norm = wide.square().sum(-1, keepdim=True).add_(self.eps).rsqrt_()
@@ -33,7 +37,7 @@ class L2Normalization(BasicOperation):
             ctx.save_for_backward(x, rsqrt_norm)
         return (wide * rsqrt_norm).to(x.dtype)
 
-    def op_backward(self, ctx: OperationContext, grad_output):
+    def op_backward(self, ctx: OperationContext, grad_output: Any) -> Any:
         x, rsqrt_norm = ctx.saved_tensors
         wide, dy = _wide(x), _wide(maybe_dequantize(grad_output))
         squared_norm = wide.square().sum(-1, keepdim=True).add_(self.eps)

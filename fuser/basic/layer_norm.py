@@ -1,5 +1,7 @@
 """Layer normalization as a fusible operation. Source: TE behaviour, `ops/basic/layer_norm.py`."""
 
+from typing import Any
+
 import torch
 
 from fuser.basic.normalization import Normalization, steps, wide
@@ -14,14 +16,14 @@ class LayerNorm(Normalization):
 
     parameter_names = ("weight", "bias")
 
-    def normalize(self, x, parameters, out_dtype):
+    def normalize(self, x: Any, parameters: Any, out_dtype: Any) -> Any:
         # On a CPU torch's kernel takes 16-bit rows with float32 parameters: float32 statistics, one rounding. Elsewhere
         # it wants one dtype for all.
         source = x if x.device.type == "cpu" and out_dtype == x.dtype else x.to(wide(x.dtype))
-        y, mean, rstd = torch.native_layer_norm(source, x.shape[1:], *parameters, self.eps)
+        y, mean, rstd = torch.native_layer_norm(source, x.shape[1:], parameters[0], parameters[1], self.eps)
         return y.to(out_dtype), mean, rstd
 
-    def normalize_grad(self, dy, x, statistics, parameters):
+    def normalize_grad(self, dy: Any, x: Any, statistics: Any, parameters: Any) -> Any:
         dx = torch.empty_like(x)
         weight_grad, bias_grad = (torch.zeros_like(parameter) for parameter in parameters)
         for rows in steps(x):

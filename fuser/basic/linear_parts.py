@@ -25,7 +25,6 @@ from fuser.quantization.quantizers import Float8CurrentScalingQuantizer, Float8Q
 from fuser.quantization.state import QuantizerRole
 from fuser.quantization.storage import Float8TensorStorage
 from fuser.quantization.tensor import QuantizedTensor
-from fuser.recipe import Recipe
 
 PER_TENSOR_QUANTIZERS = (Float8Quantizer, Float8CurrentScalingQuantizer)
 
@@ -49,7 +48,7 @@ def linear_quantizer_roles(op: torch.nn.Module, mode: str, num_groups: int = 1) 
 
 
 def set_current_scaling_params(
-    recipe: Recipe, inputs: Iterable[Quantizer], weights: Iterable[Quantizer], grad_outputs: Iterable[Quantizer]
+    recipe: Any, inputs: Iterable[Any], weights: Iterable[Any], grad_outputs: Iterable[Any]
 ) -> None:
     """Copy each tensor's `power_2_scale` and `amax_epsilon` from a current-scaling recipe to its quantizers."""
     for quantizers, params in (
@@ -62,7 +61,7 @@ def set_current_scaling_params(
             quantizer.amax_epsilon = params.amax_epsilon
 
 
-def adopt_weight_quantizer(weight: QuantizedTensor, quantizer: Quantizer) -> None:
+def adopt_weight_quantizer(weight: Any, quantizer: Quantizer) -> None:
     """Make a quantized weight requantize as `quantizer` does, in the copies that it holds.
 
     A weight whose quantizer means something else gets a copy of this one, with a `UserWarning`. A weight of another
@@ -95,7 +94,7 @@ def quantize_new_weight(weight: torch.Tensor, quantizer: Quantizer | None) -> Qu
         return quantizer(weight)
 
 
-def replace_parameter(old: torch.nn.Parameter, value: torch.Tensor) -> torch.nn.Parameter:
+def replace_parameter(old: Any, value: torch.Tensor) -> torch.nn.Parameter:
     """`value` as a parameter that keeps the flags and attributes (`main_grad`, ...) of the one it replaces.
 
     One that FSDP has sharded stays the same object, and takes the values of rank 0.
@@ -183,7 +182,7 @@ def check_gradients(input: torch.Tensor | None, weight: torch.Tensor | None, gra
 
 def prepare_operand(
     name: str,
-    tensor: torch.Tensor,
+    tensor: Any,
     dtype: torch.dtype,
     quantizer: Quantizer | None,
     *,
@@ -223,7 +222,7 @@ def prepare_operand(
 
 
 def quantize_operand(
-    tensor: torch.Tensor,
+    tensor: Any,
     quantizer: Quantizer | None,
     *,
     rowwise: bool,
@@ -250,7 +249,7 @@ def quantize_operand(
 
 
 def gather_per_tensor(
-    local: torch.Tensor, quantizer: Quantizer, group: tuple[torch.distributed.ProcessGroup | None]
+    local: Any, quantizer: Quantizer, group: tuple[torch.distributed.ProcessGroup | None]
 ) -> torch.Tensor:
     """The FP8 codes of all ranks as one tensor, with the scale that they share."""
     buffers = local.buffers
@@ -267,7 +266,7 @@ def gather_per_tensor(
     return quantizer.wrap(gathered)
 
 
-def keep_columnwise(tensor: torch.Tensor | None) -> None:
+def keep_columnwise(tensor: Any) -> None:
     """Drop the row-wise copy that the backward pass won't read, from storages made inside the pipeline."""
     if not is_quantized_tensor(tensor) or isinstance(tensor, QuantizedTensor):
         return

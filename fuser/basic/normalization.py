@@ -6,9 +6,8 @@ Sources: TE behaviour, `ops/basic/layer_norm.py`, `ops/basic/rms_norm.py`, `csrc
 
 import math
 import os
-from collections.abc import Iterable
-from numbers import Integral
-from typing import ClassVar
+from collections.abc import Iterable, Iterator
+from typing import Any, ClassVar
 
 import torch
 
@@ -69,7 +68,7 @@ class Normalization(BasicOperation):
         self.eps = eps
         self.zero_centered_gamma = zero_centered_gamma
         self._sm_margins = _sm_margins(sm_margin)
-        shape = (normalized_shape,) if isinstance(normalized_shape, Integral) else tuple(normalized_shape)
+        shape = tuple(normalized_shape) if isinstance(normalized_shape, Iterable) else (normalized_shape,)
         device = canonicalize_device(device)
         for name in self.parameter_names:
             self.register_parameter(
@@ -96,7 +95,9 @@ class Normalization(BasicOperation):
         if any(getattr(self, name).is_meta for name in self.parameter_names):
             self.reset_parameters()
 
-    def op_forward(self, ctx: OperationContext, input_, *, prev_op_grad_output_quantizer, next_op_input_quantizer):
+    def op_forward(
+        self, ctx: OperationContext, input_: Any, *, prev_op_grad_output_quantizer: Any, next_op_input_quantizer: Any
+    ) -> Any:
         parameters = [getattr(self, name) for name in self.parameter_names]
         weight = parameters[0]
         shape, inner = tuple(input_.shape), tuple(weight.shape)
@@ -121,7 +122,7 @@ class Normalization(BasicOperation):
             ctx.dtype = dtype
         return y
 
-    def op_backward(self, ctx: OperationContext, grad_output, **options):
+    def op_backward(self, ctx: OperationContext, grad_output: Any, **options: Any) -> Any:
         """As of every operation; `options` are those of `normalize_grad`."""
         x, *saved = ctx.saved_tensors
         count = len(self.parameter_names)
@@ -130,11 +131,11 @@ class Normalization(BasicOperation):
         dx, *gradients = self.normalize_grad(dy.view(x.shape), x, statistics, parameters, **options)
         return dx.view(dy.shape), [gradient.to(ctx.dtype).view(self.weight.shape) for gradient in gradients]
 
-    def normalize(self, x, parameters, out_dtype):
+    def normalize(self, x: Any, parameters: Any, out_dtype: Any) -> Any:
         """(y of `out_dtype`, statistics...) for a matrix x and flat wide parameters."""
         raise NotImplementedError
 
-    def normalize_grad(self, dy, x, statistics, parameters):
+    def normalize_grad(self, dy: Any, x: Any, statistics: Any, parameters: Any) -> Any:
         """(dx like x, wide gradients of the parameters...)."""
         raise NotImplementedError
 
@@ -156,7 +157,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def steps(matrix: torch.Tensor):
+def steps(matrix: torch.Tensor) -> Iterator[slice]:
     """Slices of rows to work on one after the other: as many as fit into the cache on a CPU, all elsewhere."""
     rows, width = matrix.shape
     count = max(1, STEP // max(1, width)) if matrix.device.type == "cpu" else max(1, rows)

@@ -1,5 +1,7 @@
 """Root mean square normalization as a fusible operation. Source: TE behaviour, `ops/basic/rms_norm.py`."""
 
+from typing import Any
+
 import torch
 
 from fuser.basic.normalization import STEP, Normalization, steps, wide
@@ -15,7 +17,7 @@ class RMSNorm(Normalization):
 
     parameter_names = ("weight",)
 
-    def normalize(self, x, parameters, out_dtype):
+    def normalize(self, x: Any, parameters: Any, out_dtype: Any) -> Any:
         (weight,) = parameters
         if x.dtype is out_dtype is wide(x.dtype) and x.numel() <= STEP:
             # what mean() computes, with less to dispatch
@@ -29,7 +31,7 @@ class RMSNorm(Normalization):
             y[rows] = (step * rstd[rows]).mul_(weight)
         return y, rstd
 
-    def normalize_grad(self, dy, x, statistics, parameters, *, extra_gradient=None):
+    def normalize_grad(self, dy: Any, x: Any, statistics: Any, parameters: Any, *, extra_gradient: Any = None) -> Any:
         """As of every normalization; `extra_gradient`, shaped like the input, is added before dx is rounded."""
         extra = None if extra_gradient is None else maybe_dequantize(extra_gradient).view(x.shape)
         (rstd,), (weight,) = statistics, parameters

@@ -5,7 +5,7 @@ A row is [a | b] of width 2H: a goes through the activation, b is the linear par
 """
 
 import math
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -144,7 +144,15 @@ class _ScaledActivation(ExtraTensorOperation):
         """Keyword arguments of the activation besides its inputs."""
         return {}
 
-    def fuser_forward(self, basic_op_ctxs, input_, *, basic_op_extra_inputs, basic_op_kwargs, **quantizers):
+    def fuser_forward(
+        self,
+        basic_op_ctxs: Any,
+        input_: torch.Tensor,
+        *,
+        basic_op_extra_inputs: Any,
+        basic_op_kwargs: Any,
+        **quantizers: Any,
+    ) -> Any:
         reject_forward_kwargs(self, basic_op_kwargs[0])
         ctx: OperationContext = basic_op_ctxs[0]
         scales = basic_op_extra_inputs[0][0]
@@ -163,7 +171,7 @@ class _ScaledActivation(ExtraTensorOperation):
             ctx.extra_input_requires_grad = scales.requires_grad
         return y, [()]
 
-    def fuser_backward(self, basic_op_ctxs, grad_output, **unused):
+    def fuser_backward(self, basic_op_ctxs: Any, grad_output: Any, **unused: Any) -> Any:
         ctx: OperationContext = basic_op_ctxs[0]
         x, scales = ctx.saved_tensors
         dy = maybe_dequantize(grad_output, ctx.dtype)
@@ -256,11 +264,11 @@ class ScaledSReLU(_ScaledActivation):
         super().__init__()
         self.activation_recompute_in_mlp = activation_recompute_in_mlp
 
-    def fuser_forward(self, *args, **kwargs):
+    def fuser_forward(self, *args: Any, **kwargs: Any) -> Any:
         self._require_no_recompute()
         return super().fuser_forward(*args, **kwargs)
 
-    def fuser_backward(self, *args, **kwargs):
+    def fuser_backward(self, *args: Any, **kwargs: Any) -> Any:
         self._require_no_recompute()
         return super().fuser_backward(*args, **kwargs)
 

@@ -12,6 +12,7 @@ from fuser.fused.forward_linear_bias_activation import ForwardLinearBiasActivati
 from fuser.fused.forward_linear_bias_add import ForwardLinearBiasAdd
 from fuser.fused.forward_linear_scale_add import ForwardLinearScaleAdd
 from fuser.fuser import register_backward_fusion, register_forward_fusion
+from fuser.op import FusedOperation
 
 __all__ = [
     "BackwardActivationBias",
@@ -23,7 +24,14 @@ __all__ = [
     "ForwardLinearScaleAdd",
 ]
 
-for _fused_op in (ForwardLinearBiasAdd, ForwardLinearBiasActivation, ForwardLinearScaleAdd):
+_FORWARD: tuple[type[FusedOperation], ...] = (ForwardLinearBiasAdd, ForwardLinearBiasActivation, ForwardLinearScaleAdd)
+_BACKWARD: tuple[type[FusedOperation], ...] = (
+    BackwardLinearAdd,
+    BackwardLinearScale,
+    BackwardActivationBias,
+    BackwardAddRMSNorm,
+)
+for _fused_op in _FORWARD:
     register_forward_fusion(_fused_op.fuse_forward_ops)
-for _fused_op in (BackwardLinearAdd, BackwardLinearScale, BackwardActivationBias, BackwardAddRMSNorm):
+for _fused_op in _BACKWARD:
     register_backward_fusion(_fused_op.fuse_backward_ops)

@@ -3,6 +3,8 @@
 Source: TE behaviour, `ops/fused/backward_activation_bias.py`.
 """
 
+from typing import Any
+
 from fuser import functional
 from fuser.basic.activation import _ActivationOperation
 from fuser.basic.bias import Bias
@@ -46,7 +48,7 @@ class BackwardActivationBias(FusedOperation):
         return dx, [(dbias,), ()], [(), ()]
 
 
-def _objection(previous: FusibleOperation, bias, activation, *, recipe):
+def _objection(previous: FusibleOperation, bias: Bias, activation: FusibleOperation, *, recipe: Any) -> str | None:
     if recipe is None:
         return "there is no recipe: nothing to quantize"
     if recipe.backward_override is not None:

@@ -1,5 +1,7 @@
 """Backward of an extra output and the RMSNorm behind it. Source: TE behaviour, `ops/fused/backward_add_rmsnorm.py`."""
 
+from typing import Any
+
 from fuser.basic.make_extra_output import MakeExtraOutput
 from fuser.basic.rms_norm import RMSNorm
 from fuser.fused_pattern import WindowFusion
@@ -25,7 +27,7 @@ class BackwardAddRMSNorm(FusedOperation):
         return dx, [(), gradients], [(), ()]
 
 
-def _objection(add: MakeExtraOutput, rmsnorm: RMSNorm, *, recipe):
+def _objection(add: MakeExtraOutput, rmsnorm: RMSNorm, *, recipe: Any) -> str | None:
     if add.in_place:
         return "the MakeExtraOutput is in place"
     return None

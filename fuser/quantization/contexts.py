@@ -5,11 +5,12 @@ are computed exactly as the hardware would and products in float32 (`fuser.gemm`
 """
 
 import warnings
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from fuser.quantization.state import FP8GlobalStateManager, _compute_capability, get_default_recipe
-from fuser.recipe import Recipe
+from fuser.recipe import CustomRecipe, Recipe
 
 __all__ = [
     "autocast",
@@ -61,9 +62,9 @@ class autocast:  # noqa: N801 (TE's name)
             raise TypeError(f"enabled must be a bool; got {enabled!r}. A recipe is given as autocast(recipe=...)")
         self.enabled, self.calibrating, self.recipe = enabled, calibrating, recipe
         self.amax_reduction_group, self._graph = amax_reduction_group, _graph
-        self._snapshot = None
+        self._snapshot: Any = None
 
-    def __enter__(self):
+    def __enter__(self) -> None:
         if self._snapshot is not None:
             raise RuntimeError("autocast context manager cannot be entered more than once concurrently")
         if self.enabled and self.recipe is not None:
@@ -73,7 +74,7 @@ class autocast:  # noqa: N801 (TE's name)
             self.enabled, self.calibrating, self.recipe, self.amax_reduction_group, self._graph
         )
 
-    def __exit__(self, *exception):
+    def __exit__(self, *exception: Any) -> None:
         snapshot, self._snapshot = self._snapshot, None
         FP8GlobalStateManager.set_autocast_state(snapshot)
         FP8GlobalStateManager.autocast_exit(self.enabled, self._graph)
@@ -94,7 +95,7 @@ def fp8_autocast(
 @contextmanager
 def quantized_model_init(
     enabled: bool = True, recipe: Recipe | None = None, preserve_high_precision_init_val: bool = False
-):
+) -> Iterator[None]:
     """Make the weights of operations that are constructed in this context quantized.
 
     Args:
@@ -117,7 +118,9 @@ def quantized_model_init(
             setattr(state, name, value)
 
 
-def fp8_model_init(enabled: bool = True, recipe: Recipe | None = None, preserve_high_precision_init_val: bool = False):
+def fp8_model_init(
+    enabled: bool = True, recipe: Recipe | None = None, preserve_high_precision_init_val: bool = False
+) -> AbstractContextManager[None]:
     """Deprecated name of `quantized_model_init`."""
     warnings.warn("fp8_model_init is deprecated; use quantized_model_init", DeprecationWarning, stacklevel=2)
     return quantized_model_init(enabled, recipe, preserve_high_precision_init_val)
@@ -175,4 +178,4 @@ def get_align_size_for_quantization(recipe: Recipe) -> int:
         return 32
     if recipe.nvfp4():
         return 128
-    return recipe.quantization_alignment if recipe.custom() else 16
+    return recipe.quantization_alignment if isinstance(recipe, CustomRecipe) else 16

@@ -36,8 +36,8 @@ class Quantizer:
         optimize_for_gemm: results are only read by GEMMs. A hint: scales keep their plain order here.
     """
 
-    tensor_class: ClassVar[type | None] = None
-    storage_class: ClassVar[type | None] = None
+    tensor_class: ClassVar[Any] = None
+    storage_class: ClassVar[Any] = None
     #: name -> concrete class, for what is saved to files.
     registry: ClassVar[dict[str, type]] = {}
 
@@ -126,12 +126,12 @@ class Quantizer:
 
     # --- quantizing ---------------------------------------------------------------------------------
 
-    def __call__(self, tensor: torch.Tensor):
+    def __call__(self, tensor: torch.Tensor) -> Any:
         """`quantize(tensor)`."""
         return self.quantize(tensor)
 
     @dispatch.untraced
-    def quantize(self, tensor: torch.Tensor, *, out: Any = None, dtype: torch.dtype | None = None):
+    def quantize(self, tensor: torch.Tensor, *, out: Any = None, dtype: torch.dtype | None = None) -> Any:
         """Quantize a tensor.
 
         Args:
@@ -158,11 +158,13 @@ class Quantizer:
             return result
         return type(result)(replace(result.buffers, dtype=dtype), quantizer=result._quantizer)
 
-    def quantize_impl(self, tensor: torch.Tensor):
+    def quantize_impl(self, tensor: torch.Tensor) -> Any:
         """Quantize a plain tensor, without autograd."""
         return self.wrap(self.quantize_buffers(tensor))
 
-    def quantize_buffers(self, tensor: torch.Tensor, *, rowwise: bool | None = None, columnwise: bool | None = None):
+    def quantize_buffers(
+        self, tensor: torch.Tensor, *, rowwise: bool | None = None, columnwise: bool | None = None
+    ) -> Buffers:
         """The `Buffers` of a plain tensor; the copies asked for, by default those of this quantizer's usage."""
         rowwise = self.rowwise_usage if rowwise is None else rowwise
         columnwise = self.columnwise_usage if columnwise is None else columnwise
@@ -171,10 +173,10 @@ class Quantizer:
         self.check_shape(tensor.shape)
         return self._cast(tensor.detach(), rowwise, columnwise)
 
-    def _cast(self, tensor, rowwise, columnwise) -> Buffers:
+    def _cast(self, tensor: torch.Tensor, rowwise: bool, columnwise: bool) -> Buffers:
         return dispatch.quantize(tensor, self.scaling(), rowwise=rowwise, columnwise=columnwise)
 
-    def wrap(self, buffers: Buffers):
+    def wrap(self, buffers: Buffers) -> Any:
         """Make buffers, quantized with `scaling()`, a tensor (a storage if `internal`) that knows this quantizer.
 
         The tensor keeps a copy of the quantizer without its amax reduction group: later changes of usage don't reach
@@ -192,7 +194,7 @@ class Quantizer:
         """Keep statistics of what was quantized."""
 
     @dispatch.untraced
-    def update_quantized(self, src: torch.Tensor, dst: Any, *, noop_flag: torch.Tensor | None = None):
+    def update_quantized(self, src: torch.Tensor, dst: Any, *, noop_flag: torch.Tensor | None = None) -> Any:
         """Quantize `src` into `dst`, in place: the copies that `dst` has, in its memory.
 
         Args:
@@ -237,7 +239,7 @@ class Quantizer:
         device: torch.device | str | None = None,
         requires_grad: bool = False,
         pin_memory: bool = False,
-    ):
+    ) -> Any:
         """A tensor (a storage if `internal`) of `shape` whose codes are unset and whose scales and amaxes are 0.
 
         Args:
@@ -246,7 +248,7 @@ class Quantizer:
         shape = tuple(int(size) for size in shape)
         self.check_shape(shape)
         scaling, usages = self.layout_scaling(), self.get_usages()
-        arrays = {}
+        arrays: dict[str, Any] = {}
         for name, (array_shape, array_dtype) in stored_layout(scaling, shape).items():
             if any(usages[d] and d in name for d in DIRECTIONS):
                 make = torch.empty if name.endswith("_data") else torch.zeros
@@ -259,13 +261,13 @@ class Quantizer:
 
     # --- copies, equality ----------------------------------------------------------------------------
 
-    def copy(self):
+    def copy(self) -> Any:
         """A shallow copy: usages are its own, scale and amax tensors are shared."""
         duplicate = object.__new__(type(self))
         duplicate.__dict__.update(self.__dict__)
         return duplicate
 
-    def copy_for_result(self):
+    def copy_for_result(self) -> Any:
         """The copy that a quantized tensor keeps: without an amax reduction group."""
         return self.copy()
 

@@ -45,6 +45,7 @@ from refops.scaling import (
     DelayedScaling,
     MXFP8Scaling,
     NVFP4Scaling,
+    Scaling,
 )
 
 
@@ -65,7 +66,7 @@ _tape = _Tape()
 
 
 @contextlib.contextmanager
-def delayed_scales(scales: dict[int, tuple[torch.Tensor, float]], *, replay: bool):
+def delayed_scales(scales: dict[int, tuple[torch.Tensor, float]], *, replay: bool) -> Any:
     """Keep in `scales` what delayed-scaling quantizers of this thread cast with; `replay`: cast with that again.
 
     A replayed pass records no amaxes: it belongs to a step that was recorded.
@@ -131,11 +132,11 @@ class Float8Quantizer(Quantizer):
         self.scale, self.amax, self.dtype = scale, amax, _fp8_dtype(fp8_dtype)
         self._read_scale = None
 
-    def settings(self):
+    def settings(self) -> Any:
         """The settings; scale and amax are tensors that belong to someone else."""
         return {"fp8_dtype": self.dtype, **super().settings()}
 
-    def scaling(self):
+    def scaling(self) -> Scaling:
         """`DelayedScaling` with the present scale."""
         return DelayedScaling(self.dtype.format, self._scale_value())
 
@@ -169,11 +170,13 @@ class Float8Quantizer(Quantizer):
             with torch.no_grad():
                 torch.fmax(self.amax, amax.to(self.amax.device).view(self.amax.shape), out=self.amax)
 
-    def calibrate(self, tensor):
+    def calibrate(self, tensor: torch.Tensor) -> None:
         """Set the amax to that of a tensor."""
         self.amax.copy_(dispatch.amax(tensor).reshape(self.amax.shape))
 
-    def create_tensor_from_data(self, data, fake_dtype=torch.float32, requires_grad=False, internal=False):
+    def create_tensor_from_data(
+        self, data: Any, fake_dtype: Any = torch.float32, requires_grad: bool = False, internal: bool = False
+    ) -> Any:
         """Wrap uint8 codes, rowwise, that were cast with the present scale; `fake_dtype` is the nominal dtype."""
         scale_inv = (1 / self.scale.detach().float()).reshape(1).to(data.device)
         buffers = Buffers(
@@ -187,7 +190,7 @@ class Float8Quantizer(Quantizer):
             return Float8TensorStorage(buffers, quantizer=self.copy())
         return Float8Tensor(buffers, quantizer=self.copy(), requires_grad=requires_grad)
 
-    def supports_only_rowwise_all_gather(self):
+    def supports_only_rowwise_all_gather(self) -> bool:
         """True: the transpose follows from the data."""
         return True
 
@@ -201,7 +204,7 @@ class _AmaxReducing(ValueQuantizer):
     with_amax_reduction: bool
     amax_reduction_group: Any
 
-    def copy_for_result(self):
+    def copy_for_result(self) -> Any:
         duplicate = self.copy()
         duplicate.with_amax_reduction, duplicate.amax_reduction_group = False, None
         return duplicate
@@ -245,7 +248,7 @@ class Float8CurrentScalingQuantizer(_AmaxReducing):
         self.with_amax_reduction, self.amax_reduction_group = with_amax_reduction, amax_reduction_group
         self.force_pow_2_scales, self.amax_epsilon = force_pow_2_scales, amax_epsilon
 
-    def settings(self):
+    def settings(self) -> Any:
         """Constructor arguments without the process group."""
         return {
             "fp8_dtype": self.dtype,
@@ -254,7 +257,7 @@ class Float8CurrentScalingQuantizer(_AmaxReducing):
             "amax_epsilon": self.amax_epsilon,
         }
 
-    def scaling(self):
+    def scaling(self) -> Scaling:
         """`CurrentScaling`."""
         return _cached(
             CurrentScaling,
@@ -276,7 +279,7 @@ class Float8CurrentScalingQuantizer(_AmaxReducing):
         amaxes = {"amax_rowwise": amax if rowwise else None, "amax_columnwise": amax.clone() if columnwise else None}
         return replace(buffers, scaling=scaling, **amaxes)
 
-    def supports_only_rowwise_all_gather(self):
+    def supports_only_rowwise_all_gather(self) -> bool:
         """True: the transpose follows from the data."""
         return True
 
@@ -314,7 +317,7 @@ class Float8BlockQuantizer(ValueQuantizer):
         self.block_scaling_dim = block_scaling_dim
         self.scaling()  # a wrong value raises here
 
-    def settings(self):
+    def settings(self) -> Any:
         """Constructor arguments."""
         return {
             "fp8_dtype": self.dtype,
@@ -324,7 +327,7 @@ class Float8BlockQuantizer(ValueQuantizer):
             "block_scaling_dim": self.block_scaling_dim,
         }
 
-    def scaling(self):
+    def scaling(self) -> Scaling:
         """`BlockScaling`."""
         return _cached(
             BlockScaling,
@@ -334,7 +337,7 @@ class Float8BlockQuantizer(ValueQuantizer):
             amax_epsilon=self.amax_epsilon,
         )
 
-    def is_quantizable(self, tensor):
+    def is_quantizable(self, tensor: torch.Tensor) -> bool:
         """Whether TE's GEMMs take it: at least 2-D, both sizes multiples of 128. Quantizing here needs neither."""
         m, k = _matrix_shape(tensor.shape)
         return len(tensor.shape) >= 2 and m % self.block_len == 0 and k % self.block_len == 0
@@ -361,24 +364,24 @@ class MXFP8Quantizer(ValueQuantizer):
         self.dtype = _fp8_dtype(fp8_dtype)
         self.with_2d_quantization = with_2d_quantization
 
-    def settings(self):
+    def settings(self) -> Any:
         """Constructor arguments."""
         return {"fp8_dtype": self.dtype, **super().settings(), "with_2d_quantization": self.with_2d_quantization}
 
-    def scaling(self):
+    def scaling(self) -> Scaling:
         """`MXFP8Scaling`."""
         return _cached(MXFP8Scaling, fmt=self.dtype.format, two_d=bool(self.with_2d_quantization))
 
-    def check_shape(self, shape):
+    def check_shape(self, shape: Any) -> None:
         """Raise `ValueError` unless both sizes divide by 32."""
         _require_divisible(shape, MXFP8Scaling.block_size, "MXFP8")
 
-    def is_quantizable(self, tensor):
+    def is_quantizable(self, tensor: torch.Tensor) -> bool:
         """Whether both sizes divide by 32."""
         m, k = _matrix_shape(tensor.shape)
         return len(tensor.shape) >= 2 and m % MXFP8Scaling.block_size == 0 and k % MXFP8Scaling.block_size == 0
 
-    def is_requantization_safe(self):
+    def is_requantization_safe(self) -> bool:
         """True: scales are powers of two, and the values that one gave fit the next."""
         return True
 
@@ -458,7 +461,7 @@ class NVFP4Quantizer(_AmaxReducing):
     def _signs(self):
         return 1.0 - 2.0 * ((self.rht_matrix_random_sign_mask_t >> torch.arange(16)) & 1)
 
-    def settings(self):
+    def settings(self) -> Any:
         """Constructor arguments without the process group."""
         return {
             **super().settings(),
@@ -485,7 +488,7 @@ class NVFP4Quantizer(_AmaxReducing):
             row_scaled=bool(self.row_scaled_nvfp4),
         )
 
-    def scaling(self):
+    def scaling(self) -> Scaling:
         """`NVFP4Scaling`; with stochastic rounding every call draws a seed.
 
         Raises:
@@ -502,15 +505,15 @@ class NVFP4Quantizer(_AmaxReducing):
         seed = torch.randint(0, torch.iinfo(torch.int64).max, (), dtype=torch.int64, device="cpu").item()
         return replace(settings, seed=seed)
 
-    def layout_scaling(self):
+    def layout_scaling(self) -> Scaling:
         """`scaling()` without a seed: for shapes alone."""
         return self._settings_of_calls()
 
-    def check_shape(self, shape):
+    def check_shape(self, shape: Any) -> None:
         """Raise `ValueError` unless both sizes divide by 16."""
         _require_divisible(shape, NVFP4Scaling.block_size, "NVFP4")
 
-    def is_quantizable(self, tensor):
+    def is_quantizable(self, tensor: torch.Tensor) -> bool:
         """Whether both sizes divide by 16; False for row scaling, as in TE."""
         m, k = _matrix_shape(tensor.shape)
         divides = m % NVFP4Scaling.block_size == 0 and k % NVFP4Scaling.block_size == 0

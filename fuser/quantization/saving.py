@@ -23,7 +23,8 @@ def prepare_for_saving(*tensors: Any) -> tuple[list[torch.Tensor | None], list[A
     Raises:
         TypeError: an argument of another type.
     """
-    flat, objects = [], []
+    flat: list[Any] = []
+    objects: list[Any] = []
     for tensor in tensors:
         if tensor is None or isinstance(tensor, torch.Tensor):
             flat.append(tensor)
@@ -37,7 +38,7 @@ def prepare_for_saving(*tensors: Any) -> tuple[list[torch.Tensor | None], list[A
     return flat, objects
 
 
-def restore_from_saved(objects: list[Any], saved: list[torch.Tensor | None], return_saved_tensors: bool = False):
+def restore_from_saved(objects: list[Any], saved: list[torch.Tensor | None], return_saved_tensors: bool = False) -> Any:
     """Undo `prepare_for_saving`.
 
     Args:
@@ -57,7 +58,7 @@ def restore_from_saved(objects: list[Any], saved: list[torch.Tensor | None], ret
     return (restored, rest) if return_saved_tensors else restored
 
 
-def restore_from_func_ctx(ctx: Any, return_saved_tensors: bool = False):
+def restore_from_func_ctx(ctx: Any, return_saved_tensors: bool = False) -> Any:
     """`restore_from_saved(ctx.tensor_objects, ctx.saved_tensors)`, then `ctx.tensor_objects = None` to free memory.
 
     Raises:

@@ -73,7 +73,7 @@ class DelayedScalingRequest:
         return DelayedScaling(**{f.name: getattr(self, f.name) for f in fields(self)}, backward_override=None)
 
 
-def get_fp8_dtype(recipe: Recipe, *, forward: bool) -> DType:
+def get_fp8_dtype(recipe: Any, *, forward: bool) -> DType:
     """Element type of forward or backward tensors under a recipe's `fp8_format`."""
     if recipe.fp8_format == Format.E4M3 or (recipe.fp8_format == Format.HYBRID and forward):
         return DType.kFloat8E4M3
@@ -91,7 +91,7 @@ class RecipeState(ABC):
         mode: "forward" or "backward".
     """
 
-    recipe: Recipe
+    recipe: Any
     mode: str
 
     @staticmethod
@@ -193,6 +193,8 @@ class DelayedScalingRecipeState(RecipeState):
         amax_history: float32 (amax_history_len, num_quantizers), zeros at first. Row 0 collects the present amaxes.
         group: the process group of the amax reduction, as of the last registration.
     """
+
+    _serial: int  # in the registry; unset until it is put there
 
     def __init__(self, recipe, *, mode, num_quantizers=1, device=None, roles=None):
         super().__init__(recipe, mode=mode, num_quantizers=num_quantizers, device=device, roles=roles)
@@ -418,7 +420,7 @@ class CustomRecipeState(RecipeState):
 
 
 #: Predicate of a recipe -> its state.
-_STATE_CLASSES = {
+_STATE_CLASSES: dict[str, Callable[..., RecipeState]] = {
     "delayed": DelayedScalingRecipeState,
     "mxfp8": MXFP8BlockScalingRecipeState,
     "float8_current_scaling": Float8CurrentScalingRecipeState,
@@ -495,6 +497,8 @@ class _StateOfThread(threading.local):
 
 
 class _ManagerType(type):
+    _of_thread: Any
+
     @property
     def quantization_state(cls) -> FP8GlobalState:
         """The state of the calling thread."""

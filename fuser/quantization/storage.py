@@ -8,6 +8,7 @@ Behaviour: TE's quantized_tensor.py and tensor/storage/*.py.
 """
 
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -78,10 +79,10 @@ class QuantizedTensorStorage:
     The methods work for every format that sets `buffers`; in a subclass that doesn't they raise `NotImplementedError`.
     """
 
-    buffers: Buffers = _NoBuffers()
+    buffers: Any = _NoBuffers()
     _quantizer: Any = None
 
-    def __new__(cls, buffers: Buffers, *, quantizer: Any = None):
+    def __new__(cls, buffers: Buffers, *, quantizer: Any = None) -> "QuantizedTensorStorage":
         """Wrap `buffers` without a copy."""
         self = object.__new__(cls)
         self.buffers, self._quantizer = buffers, quantizer
@@ -101,7 +102,7 @@ class QuantizedTensorStorage:
         return self.buffers.dtype
 
     @_dtype.setter
-    def _dtype(self, dtype: torch.dtype):
+    def _dtype(self, dtype: torch.dtype) -> None:
         self.buffers = replace(self.buffers, dtype=dtype)
 
     @property
@@ -114,7 +115,7 @@ class QuantizedTensorStorage:
         """Shape of the tensor that is stood for."""
         return torch.Size(self.buffers.shape)
 
-    def size(self, dim: int | None = None):
+    def size(self, dim: int | None = None) -> Any:
         """`shape`, or its entry `dim`."""
         return self.shape if dim is None else self.shape[dim]
 
@@ -173,7 +174,7 @@ class QuantizedTensorStorage:
         supported = dtype if dtype in HIGH_PRECISION else torch.float32
         return dispatch.dequantize(self.buffers, dtype=supported, columnwise=columnwise).to(dtype)
 
-    def quantize_(self, tensor: torch.Tensor, *, noop_flag: torch.Tensor | None = None):
+    def quantize_(self, tensor: torch.Tensor, *, noop_flag: torch.Tensor | None = None) -> Any:
         """Quantize `tensor` into this object, in place; nothing happens if `noop_flag` holds a value other than 0."""
         self._get_quantizer().update_quantized(tensor, self, noop_flag=noop_flag)
         return self
@@ -183,7 +184,7 @@ class QuantizedTensorStorage:
             raise RuntimeError(f"{type(self).__name__} has no quantizer, so that no values can be quantized into it")
         return self._quantizer
 
-    def update_quantizer(self, quantizer: Any):
+    def update_quantizer(self, quantizer: Any) -> None:
         """Replace the quantizer. `RuntimeError` if there was none, `UserWarning` if it changes."""
         if self._quantizer is None:
             raise RuntimeError(f"Attempted to update the quantizer of {type(self).__name__}, which has none")
@@ -194,7 +195,7 @@ class QuantizedTensorStorage:
 
     # --- copies -----------------------------------------------------------------------------------
 
-    def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None):
+    def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
         """Keep, make or drop copies: None leaves one as it is, True makes it if it is missing, False drops it.
 
         A copy can be made from the other where both hold the same codes: per-tensor FP8, and 2-D scaling of
@@ -258,7 +259,7 @@ class QuantizedTensorStorage:
 
     # --- buffers ----------------------------------------------------------------------------------
 
-    def map_buffers(self, function, **changes) -> Buffers:
+    def map_buffers(self, function: Callable[[Any], Any], **changes: Any) -> Buffers:
         """`buffers` with every tensor replaced by `function(tensor)`, and fields in `changes` replaced."""
         mapped = {name: function(tensor) for name, tensor in self.buffers.tensors.items()}
         return replace(self.buffers, **mapped, **changes)
@@ -286,15 +287,15 @@ class QuantizedTensorStorage:
             f"got {shape} for a tensor of shape {tuple(self.buffers.shape)}"
         )
 
-    def view(self, *shape) -> "QuantizedTensorStorage":
+    def view(self, *shape: Any) -> "QuantizedTensorStorage":
         """The same data in another shape, without a copy; errors as `viewed_buffers`."""
         return type(self)(self.viewed_buffers(shape), quantizer=self._quantizer)
 
-    def clear(self):
+    def clear(self) -> None:
         """Drop all data: the memory is freed once nothing else holds the buffers."""
         self.buffers = replace(self.buffers, **dict.fromkeys(TENSOR_FIELDS))
 
-    def copy_from_storage(self, src: "QuantizedTensorStorage"):
+    def copy_from_storage(self, src: "QuantizedTensorStorage") -> None:
         """Copy the data of `src` into the buffers of this object, which keep their memory where sizes agree.
 
         Raises:
@@ -312,7 +313,7 @@ class QuantizedTensorStorage:
         """What tensors must agree on for one to take the buffers of the other. Not how scales are chosen."""
         return type(self.buffers.scaling), self.buffers.scaling.fmt
 
-    def set_buffers(self, new: Buffers):
+    def set_buffers(self, new: Buffers) -> None:
         """Take the contents of `new`, into the present memory where shapes agree. Shape and nominal dtype stay."""
         taken, device = {}, self.buffers.device
         for name in TENSOR_FIELDS:
@@ -381,7 +382,7 @@ class Float8TensorStorage(QuantizedTensorStorage):
             super()._without_blocks(shape)
         return replace(self.buffers, **dict.fromkeys(fields_of("columnwise")))
 
-    def stored_format(self):
+    def stored_format(self) -> Any:
         """Delayed and current scaling store the same."""
         return Float8TensorStorage, self.buffers.scaling.fmt
 
@@ -406,7 +407,7 @@ class MXFP8TensorStorage(QuantizedTensorStorage):
     def _with_gemm_swizzled_scales(self) -> bool:
         return self.buffers.with_gemm_swizzled_scales
 
-    def stored_format(self):
+    def stored_format(self) -> Any:
         return *super().stored_format(), self.buffers.scaling.two_d
 
     def _copies_hold_the_same_codes(self):
@@ -437,7 +438,7 @@ class Float8BlockwiseQTensorStorage(QuantizedTensorStorage):
     def _is_2D_scaled(self) -> bool:  # noqa: N802 (TE's name)
         return self.buffers.scaling.block_dim == 2
 
-    def stored_format(self):
+    def stored_format(self) -> Any:
         return *super().stored_format(), self.buffers.scaling.block_dim
 
     def _copies_hold_the_same_codes(self):
@@ -473,7 +474,7 @@ class NVFP4TensorStorage(QuantizedTensorStorage):
     def _nvfp4_e4m3_max(self) -> int:
         return self.buffers.scaling.e4m3_max
 
-    def stored_format(self):
+    def stored_format(self) -> Any:
         scaling = self.buffers.scaling
         return *super().stored_format(), scaling.two_d, scaling.row_scaled, scaling.sign_mask if scaling.rht else None
 

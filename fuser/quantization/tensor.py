@@ -13,6 +13,7 @@ import copy
 import itertools
 import warnings
 from dataclasses import fields, replace
+from typing import Any, ClassVar
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
@@ -36,6 +37,10 @@ aten = torch.ops.aten
 register()
 
 
+#: The methods of storages, called on tensors: concrete classes are both.
+_STORAGE: Any = QuantizedTensorStorage
+
+
 class QuantizedTensor(torch.Tensor):
     """Base of tensors with quantized data: shape, nominal dtype and device of a contiguous tensor, without its memory.
 
@@ -44,11 +49,11 @@ class QuantizedTensor(torch.Tensor):
     keep the data quantized. Gradients are plain tensors of the nominal dtype.
     """
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__: ClassVar[Any] = torch._C._disabled_torch_function_impl
     #: Of a slice: the tensor that it was taken from, and where it starts. Writes to the slice go there too.
     _slice_of: tuple["QuantizedTensor", int] | None = None
 
-    def __new__(cls, buffers: Buffers, *, quantizer: Quantizer | None = None, requires_grad: bool = False):
+    def __new__(cls, buffers: Buffers, *, quantizer: Quantizer | None = None, requires_grad: bool = False) -> Any:
         """Wrap `buffers` without a copy."""
         shape = tuple(buffers.shape)
         strides = [1] * len(shape)
@@ -66,11 +71,11 @@ class QuantizedTensor(torch.Tensor):
         self.buffers, self._quantizer = buffers, quantizer
         return self
 
-    def __init__(self, *args, **kwargs):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Everything is done by `__new__`."""
 
     @classmethod
-    def make_like(cls, tensor, *, shape=None, dtype=None, requires_grad=False):
+    def make_like(cls, tensor: Any, *, shape: Any = None, dtype: Any = None, requires_grad: bool = False) -> Any:
         """A tensor of the same data, with another nominal dtype or (like a view) another shape."""
         buffers = tensor.buffers if shape is None else tensor.viewed_buffers(tuple(shape))
         buffers = buffers if dtype is None else replace(buffers, dtype=dtype)
@@ -79,7 +84,7 @@ class QuantizedTensor(torch.Tensor):
             made._slice_of = tensor._slice_of
         return made
 
-    def to_dtype(self, dtype: torch.dtype):
+    def to_dtype(self, dtype: torch.dtype) -> Any:
         """A tensor of the same data with another nominal dtype."""
         return self.make_like(self, dtype=dtype)
 
@@ -88,7 +93,7 @@ class QuantizedTensor(torch.Tensor):
         """The plain tensor that is stood for, in the nominal dtype or `dtype`. Gradients pass straight through."""
         if torch.is_grad_enabled() and self.requires_grad:
             return _Dequantize.apply(self, dtype)
-        return QuantizedTensorStorage.dequantize(self, dtype=dtype)
+        return _STORAGE.dequantize(self, dtype=dtype)
 
     def float(self) -> torch.Tensor:
         """Dequantize to float32."""
@@ -102,15 +107,15 @@ class QuantizedTensor(torch.Tensor):
         """Dequantize to bfloat16."""
         return self.dequantize(dtype=torch.bfloat16)
 
-    def quantize_(self, tensor, *, noop_flag=None):
+    def quantize_(self, tensor: torch.Tensor, *, noop_flag: Any = None) -> Any:
         """As the storage's; autograd sees an in-place change."""
         with torch.no_grad():
-            QuantizedTensorStorage.quantize_(self, tensor, noop_flag=noop_flag)
+            _STORAGE.quantize_(self, tensor, noop_flag=noop_flag)
         if not self.is_inference():
             torch.autograd.graph.increment_version(self)
         return self
 
-    def set_buffers(self, new):
+    def set_buffers(self, new: Any) -> None:
         """As the storage's. Of a slice the rows are also written where they were taken from, before anything changes.
 
         Raises:
@@ -118,7 +123,7 @@ class QuantizedTensor(torch.Tensor):
                 tensor has a copy that can't be made for these rows.
         """
         self._write_through(new)
-        QuantizedTensorStorage.set_buffers(self, new)
+        _STORAGE.set_buffers(self, new)
 
     def _write_through(self, new):
         """A slice remembers where it was taken from. It does not see what is written there later."""
@@ -132,12 +137,12 @@ class QuantizedTensor(torch.Tensor):
         sharding.put_rows(whole.buffers, start, part.buffers)
         whole._write_through(whole.buffers)
 
-    def expand_as(self, other):
+    def expand_as(self, other: Any) -> Any:
         """An identity in the graph for `x.expand_as(x)`, the idiom that finds a parameter's gradient accumulator."""
         return _Identity.apply(self) if other is self else super().expand_as(other)
 
     @property
-    def data(self):
+    def data(self) -> Any:
         """As `torch.Tensor.data`: detached, of the same data. Assigning a plain tensor quantizes its values.
 
         The values that are there already, in any dtype (what a module's `half()` assigns), leave codes and scales.
@@ -175,7 +180,7 @@ class QuantizedTensor(torch.Tensor):
             return False
         return torch.equal(value, QuantizedTensorStorage.dequantize(self, dtype=value.dtype))
 
-    def untyped_storage(self):
+    def untyped_storage(self) -> Any:
         """Empty: the data are in the buffers."""
         return torch.UntypedStorage(0, device=self.device)
 
@@ -226,7 +231,7 @@ class QuantizedTensor(torch.Tensor):
         """
         raise AttributeError("__tensor_flatten__: quantized tensors are not traced by torch.compile")
 
-    def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
+    def fsdp_pre_all_gather(self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any) -> Any:
         """Called by FSDP2 on a shard: (arrays to gather along dimension 0, metadata for `fsdp_post_all_gather`).
 
         At the first call the quantizer begins to take amaxes over the ranks of `mesh`, where scales are per tensor.
@@ -236,7 +241,7 @@ class QuantizedTensor(torch.Tensor):
         """
         return sharding.pre_all_gather(self, mesh, outer_size, module)
 
-    def fsdp_post_all_gather(self, all_gather_outputs, metadata, param_dtype, *, out=None):
+    def fsdp_post_all_gather(self, all_gather_outputs: Any, metadata: Any, param_dtype: Any, *, out: Any = None) -> Any:
         """Called by FSDP2 with what was gathered: (the whole tensor, its arrays that are no views of that).
 
         `out`: the tensor of an earlier call. It takes the new data, in its own memory; nothing is returned.
@@ -500,20 +505,22 @@ if torch.distributed.is_available():
 
 # --- formats --------------------------------------------------------------------------------------
 
+# Ignored: `size` and `view` have two definitions, torch's (more overloads than hints here can say) is the one in force.
 
-class Float8Tensor(QuantizedTensor, Float8TensorStorage):
+
+class Float8Tensor(QuantizedTensor, Float8TensorStorage):  # type: ignore[misc]
     """FP8 with one scale (delayed or current scaling)."""
 
 
-class MXFP8Tensor(QuantizedTensor, MXFP8TensorStorage):
+class MXFP8Tensor(QuantizedTensor, MXFP8TensorStorage):  # type: ignore[misc]
     """FP8 with an E8M0 scale for 32 elements."""
 
 
-class Float8BlockwiseQTensor(QuantizedTensor, Float8BlockwiseQTensorStorage):
+class Float8BlockwiseQTensor(QuantizedTensor, Float8BlockwiseQTensorStorage):  # type: ignore[misc]
     """FP8 with float32 scales for 1x128 elements or 128x128 tiles."""
 
 
-class NVFP4Tensor(QuantizedTensor, NVFP4TensorStorage):
+class NVFP4Tensor(QuantizedTensor, NVFP4TensorStorage):  # type: ignore[misc]
     """E2M1 with an E4M3 scale for 16 elements and a float32 amax for the tensor."""
 
 

@@ -13,6 +13,7 @@ second axis from the end is checked instead of the last one.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,14 +29,14 @@ _HIGH_PRECISION = tuple(np.dtype(dtype) for dtype in (jnp.float32, jnp.float16, 
 
 
 def act_lu(
-    x,
-    activation_type,
-    quantizer=None,
-    act_params=None,
-    amax_scope=AmaxScope.LOCAL,
-    transpose_batch_sequence=False,
-    output_amax_when_no_scaling=False,
-):
+    x: Any,
+    activation_type: Any,
+    quantizer: Any = None,
+    act_params: Any = None,
+    amax_scope: Any = AmaxScope.LOCAL,
+    transpose_batch_sequence: bool = False,
+    output_amax_when_no_scaling: bool = False,
+) -> Any:
     """Apply an activation, and quantize the result if asked.
 
     Args:
@@ -62,16 +63,16 @@ def act_lu(
 
 
 def quantize_dact_dbias(
-    dz,
-    x,
-    activation_type=("gelu",),
-    is_dbias=True,
-    quantizer=None,
-    act_params=None,
-    amax_scope=AmaxScope.LOCAL,
-    transpose_batch_sequence=False,
-    output_amax_when_no_scaling=False,
-):
+    dz: Any,
+    x: Any,
+    activation_type: Any = ("gelu",),
+    is_dbias: bool = True,
+    quantizer: Any = None,
+    act_params: Any = None,
+    amax_scope: Any = AmaxScope.LOCAL,
+    transpose_batch_sequence: bool = False,
+    output_amax_when_no_scaling: bool = False,
+) -> Any:
     """Return the gradient of an activation, quantized if asked, and the gradient of a bias added before it.
 
     Args:
@@ -96,15 +97,15 @@ def quantize_dact_dbias(
 
 
 def dact_lu(
-    dz,
-    x,
-    activation_type,
-    quantizer=None,
-    act_params=None,
-    amax_scope=AmaxScope.LOCAL,
-    transpose_batch_sequence=False,
-    output_amax_when_no_scaling=False,
-):
+    dz: Any,
+    x: Any,
+    activation_type: Any,
+    quantizer: Any = None,
+    act_params: Any = None,
+    amax_scope: Any = AmaxScope.LOCAL,
+    transpose_batch_sequence: bool = False,
+    output_amax_when_no_scaling: bool = False,
+) -> Any:
     """Return the gradient of an activation, quantized if asked: `quantize_dact_dbias` without sums."""
     return quantize_dact_dbias(
         dz,
@@ -119,7 +120,7 @@ def dact_lu(
     )[0]
 
 
-def activation(x, activation_type, quantizer=None, act_params=None):
+def activation(x: Any, activation_type: Any, quantizer: Any = None, act_params: Any = None) -> Any:
     """Apply an activation, differentiable.
 
     Args:

@@ -14,6 +14,7 @@ compiled stays as it is.
 import functools
 import os
 import sys
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
@@ -44,7 +45,7 @@ _selected = ContextVar("fuser_xla_route", default=None)
 
 
 @contextmanager
-def route(name):
+def route(name: str) -> Iterator[str]:
     """Trace the functions of the block for a route, "ffi" or "callback"; ValueError for other names."""
     token = _selected.set(_require_route(name, "name"))
     try:
@@ -59,7 +60,7 @@ def _require_route(name, argument):
     return name
 
 
-def current_route():
+def current_route() -> str:
     """Return the route of a call that is traced now."""
     selected = _selected.get()
     if selected is not None:

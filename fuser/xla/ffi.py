@@ -13,6 +13,7 @@ import functools
 import struct
 import threading
 from ctypes import POINTER, Structure, c_char_p, c_int32, c_int64, c_size_t, c_uint32, c_void_p
+from typing import Any
 
 import numpy as np
 
@@ -343,7 +344,7 @@ TARGET_OF = {kind: target for target, kind in TARGETS.items()}
 PLATFORMS = {"cpu": on_cpu, "CUDA": on_cuda}
 
 #: Registered handlers, alive as long as the process: XLA keeps their addresses.
-_registered = {}
+_registered: dict[Any, Any] = {}
 _registering = threading.Lock()
 
 

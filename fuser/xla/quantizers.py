@@ -10,7 +10,7 @@ Source: TE's `jax/quantize/quantizer.py`.
 """
 
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ _FP8 = (np.dtype(jnp.float8_e4m3fn), np.dtype(jnp.float8_e5m2))
 _FP4 = (np.dtype(jnp.float4_e2m1fn),)
 
 
-def compute_scale_from_amax(amax, q_dtype, margin=0.0, scale=None):
+def compute_scale_from_amax(amax: Any, q_dtype: Any, margin: float = 0.0, scale: Any = None) -> Any:
     """Return (largest value / amax) / 2^margin, float32 like `amax`; where amax is 0 or not finite, `scale` or 1."""
     largest = jnp.astype(jnp.finfo(q_dtype).max, jnp.float32)
     previous = jnp.ones((1,), jnp.float32) if scale is None else scale
@@ -48,7 +48,9 @@ class Quantizer:
     q_layout: QuantizeLayout = QuantizeLayout.ROWWISE_COLWISE
 
     #: Modes, and dtypes of the data, that a class takes; fields that are arrays.
-    modes, dtypes, children = (), _FP8, ()
+    modes: ClassVar[tuple[ScalingMode, ...]] = ()
+    dtypes: ClassVar[tuple[Any, ...]] = _FP8
+    children: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls):
         jax.tree_util.register_pytree_node(cls, lambda q: q._flatten(), cls._unflatten)
@@ -75,27 +77,29 @@ class Quantizer:
         return quantizer
 
     @property
-    def data_layout(self):
+    def data_layout(self) -> str:
         """One letter for the rowwise and one for the columnwise copy: N, or T for transposed."""
         return "NT" if self.scaling_mode.is_colwise_transposed() else "NN"
 
-    def get_data_layout(self):
+    def get_data_layout(self) -> str:
         """The letters of the copies that are made."""
-        row, column = self.data_layout
+        row, column = tuple(self.data_layout)
         return {0: row, 1: column, 2: row + column}[int(self.q_layout)]
 
-    def get_scale_dtype(self):
+    def get_scale_dtype(self) -> Any:
         """dtype of the scales."""
         return self.scaling_mode.get_scale_dtype()
 
-    def is_2x2x(self):
+    def is_2x2x(self) -> bool:
         """Whether both copies are made."""
         return self.q_layout.is_rowwise_colwise
 
-    def update(self, *args, **kwargs):
+    def update(self, *args: Any, **kwargs: Any) -> None:
         """Take note of an amax; only delayed scaling does."""
 
-    def quantize(self, x, is_rowwise=None, is_colwise=None, dq_dtype=None, flatten_axis=-1):
+    def quantize(
+        self, x: Any, is_rowwise: Any = None, is_colwise: Any = None, dq_dtype: Any = None, flatten_axis: int = -1
+    ) -> Any:
         """Quantize a tensor.
 
         Args:
@@ -120,7 +124,7 @@ class Quantizer:
         self.update(results[4])
         return self.tensor(results, x.shape, axis, x.dtype if dq_dtype is None else dq_dtype, layout)
 
-    def check_shape(self, shape, axis, layout=None):
+    def check_shape(self, shape: Any, axis: Any, layout: Any = None) -> None:
         """Raise ValueError where blocks do not divide a tensor whose columns begin at `axis`, for NVFP4 both ways."""
         layout = self.q_layout if layout is None else layout
         normalized_axis(axis, shape)
@@ -128,11 +132,11 @@ class Quantizer:
             if wanted or self.scaling_mode.is_nvfp4_scaling:
                 self.scaling_mode.get_scale_shape(shape, is_colwise=colwise, is_padded=False, flatten_axis=axis)
 
-    def call_scale(self):
+    def call_scale(self) -> Any:
         """The scale that a call takes, float32 (1,)."""
         return jnp.ones((1,), jnp.float32)
 
-    def tensor(self, results, shape, axis, dq_dtype, layout=None):
+    def tensor(self, results: Any, shape: Any, axis: Any, dq_dtype: Any, layout: Any = None) -> Any:
         """Make the scaled tensor of a custom call's results, padded matrices.
 
         Args:
@@ -204,11 +208,11 @@ class DelayedScaleQuantizer(Quantizer):
         if self.amax_compute_algo not in ("max", "most_recent"):
             raise ValueError(f"amax_compute_algo must be 'max' or 'most_recent'; got {self.amax_compute_algo!r}")
 
-    def call_scale(self):
+    def call_scale(self) -> Any:
         """The scale, float32 (1,)."""
         return jnp.asarray(self.scale, jnp.float32).reshape(1)
 
-    def update(self, new_amax):
+    def update(self, new_amax: Any) -> None:
         """Put an amax in the history, and take the next scale from it."""
         history = self.amax_history.at[0].set(jnp.asarray(new_amax, jnp.float32).reshape(-1)[0])
         amax = jnp.max(history, keepdims=True) if self.amax_compute_algo == "max" else history[:1]
@@ -245,7 +249,13 @@ class QuantizerFactory:
     }
 
     @staticmethod
-    def create(n_quantizers=1, scaling_mode=None, q_dtype=None, q_layout=QuantizeLayout.ROWWISE, **options):
+    def create(
+        n_quantizers: int = 1,
+        scaling_mode: Any = None,
+        q_dtype: Any = None,
+        q_layout: Any = QuantizeLayout.ROWWISE,
+        **options: Any,
+    ) -> Any:
         """Return `n_quantizers` quantizers of a mode: one alone, several as a tuple; None for NO_SCALING.
 
         Args:

@@ -6,6 +6,7 @@ Numbers are those that cross TE's FFI (`csrc/extensions/misc.h`, `activation.h`)
 import math
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -84,7 +85,7 @@ class ActivationParams:
     clamped_swiglu: ClampedSwigluParams = field(default_factory=ClampedSwigluParams)
 
     @classmethod
-    def create(cls, activation_type=("clamped_silu", "clamped_linear"), **params):
+    def create(cls, activation_type: Any = ("clamped_silu", "clamped_linear"), **params: float) -> Any:
         """Return the parameters of an activation type.
 
         Args:
@@ -117,17 +118,17 @@ class QuantizeLayout(IntEnum):
     ROWWISE_COLWISE = 2
 
     @property
-    def has_rowwise(self):
+    def has_rowwise(self) -> bool:
         """Whether the rowwise copy is made."""
         return self is not QuantizeLayout.COLWISE
 
     @property
-    def has_colwise(self):
+    def has_colwise(self) -> bool:
         """Whether the columnwise copy is made."""
         return self is not QuantizeLayout.ROWWISE
 
     @property
-    def is_rowwise_colwise(self):
+    def is_rowwise_colwise(self) -> bool:
         """Whether both are."""
         return self is QuantizeLayout.ROWWISE_COLWISE
 
@@ -152,30 +153,30 @@ class ScalingMode(IntEnum):
     NVFP4_2D_SCALING = 5
 
     @property
-    def is_tensor_scaling(self):
+    def is_tensor_scaling(self) -> bool:
         """Whether one scale serves the tensor."""
         return self in (ScalingMode.DELAYED_TENSOR_SCALING, ScalingMode.CURRENT_TENSOR_SCALING)
 
     @property
-    def is_nvfp4_scaling(self):
+    def is_nvfp4_scaling(self) -> bool:
         """Whether elements are E2M1."""
         return self in (ScalingMode.NVFP4_1D_SCALING, ScalingMode.NVFP4_2D_SCALING)
 
     @property
-    def is_block_scaling(self):
+    def is_block_scaling(self) -> bool:
         """Whether blocks have scales of their own."""
         return self is ScalingMode.MXFP8_1D_SCALING or self.is_nvfp4_scaling
 
-    def is_colwise_transposed(self):
+    def is_colwise_transposed(self) -> bool:
         """Whether columnwise data are transposed."""
         return self.is_tensor_scaling or self.is_nvfp4_scaling
 
     @property
-    def block_size(self):
+    def block_size(self) -> int:
         """Elements along a block's edge."""
         return 32 if self is ScalingMode.MXFP8_1D_SCALING else 16
 
-    def get_scale_dtype(self):
+    def get_scale_dtype(self) -> Any:
         """NumPy (or ml_dtypes) dtype of the scales."""
         if self is ScalingMode.MXFP8_1D_SCALING:
             return np.dtype(ml_dtypes.float8_e8m0fnu)
@@ -183,13 +184,13 @@ class ScalingMode(IntEnum):
 
     def get_scale_shape(
         self,
-        data_shape,
-        data_layout="N",
-        is_colwise=False,
-        is_padded=True,
-        flatten_axis=-1,
-        broadcast_2d_scale_shape_to_1d=True,
-    ):
+        data_shape: Any,
+        data_layout: str = "N",
+        is_colwise: bool = False,
+        is_padded: bool = True,
+        flatten_axis: int = -1,
+        broadcast_2d_scale_shape_to_1d: bool = True,
+    ) -> Any:
         """Return the shape of the scales of a tensor.
 
         Args:
@@ -227,9 +228,15 @@ class ScalingMode(IntEnum):
             rows, columns = (_padded(part, n, data_shape) for part, n in zip((rows, columns), alignments, strict=True))
         return rows + columns
 
-    def get_scale_shape_2x(self, data_shape, is_padded=True, flatten_axis=-1, broadcast_2d_scale_shape_to_1d=True):
+    def get_scale_shape_2x(
+        self,
+        data_shape: Any,
+        is_padded: bool = True,
+        flatten_axis: int = -1,
+        broadcast_2d_scale_shape_to_1d: bool = True,
+    ) -> Any:
         """Return (rowwise, columnwise) shapes, as `get_scale_shape` for data in layout "N"."""
-        options = {
+        options: dict[str, Any] = {
             "is_padded": is_padded,
             "flatten_axis": flatten_axis,
             "broadcast_2d_scale_shape_to_1d": broadcast_2d_scale_shape_to_1d,

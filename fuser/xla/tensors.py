@@ -48,7 +48,7 @@ def _pytree(*children):
 class AbstractBaseTensor:
     """What all results have: `dequantize()`, and `get_tensor(usage)`, itself unless there are two copies."""
 
-    def get_tensor(self, usage):
+    def get_tensor(self, usage: Any) -> Any:
         """Return the copy that a matrix product takes for a `TensorUsage`."""
         return self
 
@@ -62,21 +62,21 @@ class NoScaleTensor(AbstractBaseTensor):
     amax: Any = None
 
     @property
-    def shape(self):
+    def shape(self) -> Any:
         """Shape of the data."""
         return self.data.shape
 
     @property
-    def ndim(self):
+    def ndim(self) -> int:
         """Number of axes."""
         return self.data.ndim
 
     @property
-    def dtype(self):
+    def dtype(self) -> Any:
         """dtype of the data."""
         return self.data.dtype
 
-    def dequantize(self):
+    def dequantize(self) -> Any:
         """Return the data."""
         return self.data
 
@@ -132,16 +132,16 @@ class ScaledTensor1x(ScaledTensor):
             )
 
     @property
-    def shape(self):
+    def shape(self) -> Any:
         """Shape of the data, as they lie."""
         return self.data.shape
 
     @property
-    def ndim(self):
+    def ndim(self) -> int:
         """Number of axes."""
         return self.data.ndim
 
-    def dequantize(self):
+    def dequantize(self) -> Any:
         """Return the values in `dq_dtype`, in the layout of `data`: float32 arithmetic, one rounding."""
         values = self.data.astype(jnp.float32)
         if self.scaling_mode.is_tensor_scaling and self.data.size:
@@ -170,20 +170,20 @@ class ScaledTensor2x(ScaledTensor):
     colwise_tensor: ScaledTensor1x
 
     @property
-    def shape(self):
+    def shape(self) -> Any:
         """Shape of the tensor."""
         return self.rowwise_tensor.shape
 
     @property
-    def ndim(self):
+    def ndim(self) -> int:
         """Number of axes."""
         return self.rowwise_tensor.ndim
 
-    def dequantize(self):
+    def dequantize(self) -> Any:
         """Return the values of the rowwise copy."""
         return self.rowwise_tensor.dequantize()
 
-    def get_tensor(self, usage):
+    def get_tensor(self, usage: Any) -> Any:
         """Return the rowwise copy for LHS and RHS_TRANS, the columnwise one for RHS and LHS_TRANS."""
         return self.rowwise_tensor if TensorUsage(usage) in _ROWWISE_USAGES else self.colwise_tensor
 
@@ -193,16 +193,16 @@ class ScaledTensorFactory:
 
     @staticmethod
     def create_1x(
-        data,
-        scale_inv,
-        amax=None,
-        scaling_mode=ScalingMode.NO_SCALING,
-        dq_dtype=jnp.bfloat16,
-        is_colwise=False,
-        data_layout="N",
-        flatten_axis=-1,
-        has_rht_applied=False,
-    ):
+        data: Any,
+        scale_inv: Any,
+        amax: Any = None,
+        scaling_mode: Any = ScalingMode.NO_SCALING,
+        dq_dtype: Any = jnp.bfloat16,
+        is_colwise: bool = False,
+        data_layout: str = "N",
+        flatten_axis: int = -1,
+        has_rht_applied: bool = False,
+    ) -> Any:
         """Return a `ScaledTensor1x`; `flatten_axis` is that of the tensor, also where `data` are transposed."""
         axis = normalized_axis(flatten_axis, data.shape)
         axis = data.ndim - axis if data_layout == "T" else axis
@@ -212,18 +212,18 @@ class ScaledTensorFactory:
 
     @staticmethod
     def create(
-        data,
-        scale_inv,
-        colwise_data=None,
-        colwise_scale_inv=None,
-        amax=None,
-        colwise_amax=None,
-        scaling_mode=ScalingMode.NO_SCALING,
-        dq_dtype=jnp.bfloat16,
-        data_layout="NN",
-        q_layout=QuantizeLayout.ROWWISE,
-        flatten_axis=-1,
-    ):
+        data: Any,
+        scale_inv: Any,
+        colwise_data: Any = None,
+        colwise_scale_inv: Any = None,
+        amax: Any = None,
+        colwise_amax: Any = None,
+        scaling_mode: Any = ScalingMode.NO_SCALING,
+        dq_dtype: Any = jnp.bfloat16,
+        data_layout: str = "NN",
+        q_layout: Any = QuantizeLayout.ROWWISE,
+        flatten_axis: int = -1,
+    ) -> Any:
         """Return a `ScaledTensor1x` or `ScaledTensor2x` of the copies that `q_layout` names.
 
         `data_layout` has a letter for each copy, as a quantizer's `get_data_layout` gives them: the rowwise one first.

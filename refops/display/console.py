@@ -103,11 +103,19 @@ class ProgressBar:
         self._task = self._bar.add_task("", total=None)
 
     def __enter__(self):
-        self._bar.start()
+        self._start()
         return self
 
     def __exit__(self, *error):
-        self._bar.stop()
+        self._stop()
+
+    def _start(self):
+        if not self._bar.disable:  # before rich 15 a bar that is not shown ends with an empty line
+            self._bar.start()
+
+    def _stop(self):
+        if not self._bar.disable:
+            self._bar.stop()
 
     def __call__(self, done, total, what):
         """Show how far the work is."""
@@ -116,6 +124,6 @@ class ProgressBar:
     @contextmanager
     def hidden(self):
         """Out of the way of what the caller prints to the same terminal."""
-        self._bar.stop()
+        self._stop()
         yield
-        self._bar.start()
+        self._start()

@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -14,7 +15,8 @@ import refops
 from refops.activations import bind_activation
 from refops.formats import FORMATS, FloatFormat
 from refops.golden.inputs import make_amaxes, make_row_scales, make_tensor
-from refops.golden.recipe import settings_fields
+from refops.golden.recipe import Recipe, settings_fields
+from refops.hints import Array
 from refops.ops import ActivationGradSource, ActivationSource, path_of, quantize
 from refops.oracle.geometry import Geometry
 from refops.oracle.operation import QUANTIZED_ARRAYS, Case, require_operation
@@ -24,7 +26,7 @@ from refops.quantization.mxfp8 import ENCODE_MULTIPLIER
 from refops.quantization.nvfp4 import BLOCK as NVFP4_BLOCK
 from refops.quantization.nvfp4 import HadamardSource, encode_multiplier, global_encode_scale, tile_bits
 from refops.quantization.per_tensor import scale_from_amax
-from refops.scaling import SCALINGS, BlockScaling, DelayedScaling, MXFP8Scaling, NVFP4Scaling
+from refops.scaling import SCALINGS, BlockScaling, DelayedScaling, MXFP8Scaling, NVFP4Scaling, Scaling
 from refops.survey import as_matrix
 from refops.tiles import InputSource
 
@@ -42,55 +44,55 @@ class Golden:
         arrays: full name ("input.x", "output.rowwise_data", "intermediate.rowwise_encode_scale") -> array.
     """
 
-    header: dict
-    arrays: dict
+    header: dict[str, Any]
+    arrays: dict[str, Array]
 
     def _group(self, group):
         prefix = f"{group}."
         return {name.removeprefix(prefix): a for name, a in self.arrays.items() if name.startswith(prefix)}
 
     @property
-    def inputs(self):
+    def inputs(self) -> dict[str, Array]:
         """Input name -> array."""
         return self._group("input")
 
     @property
-    def outputs(self):
+    def outputs(self) -> dict[str, Array]:
         """Output name -> what the reference writes."""
         return self._group("output")
 
     @property
-    def intermediates(self):
+    def intermediates(self) -> dict[str, Array]:
         """Name -> amax or scale on the way."""
         return self._group("intermediate")
 
     @property
-    def op(self):
+    def op(self) -> str:
         """Name of the operation."""
         return self.header["operation"]
 
     @property
-    def scaling(self):
+    def scaling(self) -> Scaling | None:
         """The settings, or None."""
         return settings_from_dict(self.header["scaling"])
 
     @property
-    def params(self):
+    def params(self) -> dict[str, Any]:
         """Parameters of the operation."""
         return {name: _from_json(name, value) for name, value in self.header["parameters"].items()}
 
-    def case(self):
+    def case(self) -> Case:
         """The `Case` that the file is about."""
         return Case(self.op, self.inputs, self.scaling, self.params)
 
-    def stale_outputs(self):
+    def stale_outputs(self) -> list[str]:
         """Names of the outputs that this version of refops would write otherwise."""
         outputs = self.outputs
         reference = self.case().reference(outputs)
         return [name for name, a in outputs.items() if np.asarray(reference[name]).tobytes() != a.tobytes()]
 
 
-def build_golden(recipe):
+def build_golden(recipe: Recipe) -> Golden:
     """Return the `Golden` of a `Recipe`.
 
     Raises:

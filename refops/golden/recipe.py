@@ -1,7 +1,9 @@
 """What a golden file is made from, its name, and the matrix that covers every operation and scaling."""
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 import numpy as np
 
@@ -37,10 +39,10 @@ class Recipe:
     op: str
     scaling: Scaling | str | None = None
     shape: tuple[int, ...] = (64, 128)
-    dtype: np.dtype | str | None = None
+    dtype: Any = None
     seed: int = 0
     inputs: str = "mixed"
-    params: dict = field(default_factory=dict)
+    params: dict[str, Any] = field(default_factory=dict)
     columnwise: bool = False
 
     def __post_init__(self):
@@ -82,7 +84,7 @@ class Recipe:
             object.__setattr__(self, name, value)
 
     @property
-    def file_name(self):
+    def file_name(self) -> str:
         """Name of the file: every argument is in it, so two recipes never share one."""
         parts = [self.op]
         if self.scaling is not None:
@@ -114,7 +116,7 @@ def _plain_text(value):
     return value.name if isinstance(value, FloatFormat) else str(value)
 
 
-def golden_matrix(seed=0):
+def golden_matrix(seed: int = 0) -> Iterator[Recipe]:
     """Yield the `Recipe` of every golden file of the whole matrix.
 
     Every operation under every scaling that it takes and in every dtype, with both copies and all sums; shapes of more

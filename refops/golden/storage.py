@@ -9,9 +9,12 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Mapping
 from contextlib import suppress
 from hashlib import sha256
+from os import PathLike
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -19,6 +22,8 @@ from refops.arguments import BFLOAT16
 from refops.files import FileError, read_safetensors
 from refops.golden.build import LAYOUT, Golden, build_golden, canonical_json, digest
 from refops.golden.recipe import Recipe
+from refops.hints import DTypeLike
+from refops.scaling import Scaling
 
 #: Key of the header in the file's `__metadata__`.
 HEADER_KEY = "refops"
@@ -36,7 +41,7 @@ _HEADER_FIELDS = {"operation": str, "parameters": dict, "scaling": dict | None, 
 # --- bytes -----------------------------------------------------------------------------------------------------------
 
 
-def golden_bytes(golden):
+def golden_bytes(golden: Golden) -> bytes:
     """Return the bytes of a golden file.
 
     safetensors: 8 bytes length of a JSON text (little-endian), the text padded with spaces to a multiple of 8, the
@@ -60,7 +65,7 @@ def golden_bytes(golden):
     return b"".join([len(text).to_bytes(8, "little"), text, *chunks])
 
 
-def read_golden(path):
+def read_golden(path: str | PathLike[str]) -> Golden:
     """Return the `Golden` in a file, every array and the header verified against its digest.
 
     Raises:
@@ -97,7 +102,17 @@ def _parse_header(text, path):
 # --- files -----------------------------------------------------------------------------------------------------------
 
 
-def write_golden(directory, op, scaling=None, *, shape, dtype=None, seed=0, inputs="mixed", params=None):
+def write_golden(
+    directory: str | PathLike[str],
+    op: str,
+    scaling: Scaling | str | None = None,
+    *,
+    shape: tuple[int, ...],
+    dtype: DTypeLike | None = None,
+    seed: int = 0,
+    inputs: str = "mixed",
+    params: Mapping[str, Any] | None = None,
+) -> Path:
     """Write one golden file and list it in the directory's manifest.
 
     Args:
@@ -116,7 +131,7 @@ def write_golden(directory, op, scaling=None, *, shape, dtype=None, seed=0, inpu
     Raises:
         ValueError, TypeError: arguments that do not fit together. OSError: it cannot be written. Nothing is left then.
     """
-    recipe = Recipe(op, scaling, shape, dtype, seed, inputs, params or {})
+    recipe = Recipe(op, scaling, shape, dtype, seed, inputs, dict(params or {}))
     with GoldenWriter(directory) as writer:
         writer.add(recipe)
     return writer.path_of(recipe)
@@ -133,12 +148,13 @@ class GoldenWriter:
         written: file name -> {"sha256", "bytes"} of what was added.
     """
 
-    def __init__(self, directory):
+    def __init__(self, directory: str | PathLike[str]) -> None:
         self._directory = Path(directory)
-        self._made, self._staging = [], None
-        self.written = {}
+        self._made: list[Path] = []
+        self._staging: Path | None = None
+        self.written: dict[str, dict[str, Any]] = {}
 
-    def __enter__(self):
+    def __enter__(self) -> "GoldenWriter":
         try:
             self._make_directory()
             self._manifest = self._read_manifest()
@@ -148,14 +164,14 @@ class GoldenWriter:
             raise
         return self
 
-    def __exit__(self, kind, error, traceback):
+    def __exit__(self, kind: type[BaseException] | None, error: object, traceback: object) -> None:
         try:
             if kind is None:
                 self._commit()
         finally:
             self._clean_up()
 
-    def add(self, recipe):
+    def add(self, recipe: Recipe) -> Golden:
         """Build the file of `recipe` and stage it; returns its `Golden`."""
         golden = build_golden(recipe)
         data = golden_bytes(golden)
@@ -163,7 +179,7 @@ class GoldenWriter:
         self.written[recipe.file_name] = {"sha256": sha256(data).hexdigest(), "bytes": len(data)}
         return golden
 
-    def path_of(self, recipe):
+    def path_of(self, recipe: Recipe) -> Path:
         """Where the file of `recipe` is once the `with` block has ended."""
         return self._directory / recipe.file_name
 

@@ -13,6 +13,9 @@ which CUDA's exp and tanh keep, division may be off by the rest (Triton's `/`, b
 float64 carries the ends; its own rounding, 2^-53, is accounted for where it could decide a float32 rounding.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
@@ -231,7 +234,7 @@ def _compare(ufunc):
     return compare
 
 
-_UFUNCS = {
+_UFUNCS: dict[np.ufunc, Callable[..., Any]] = {
     np.add: _add,
     np.subtract: _subtract,
     np.multiply: _multiply,

@@ -6,6 +6,7 @@ Nothing is judged here.
 import math
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
+from typing import Any
 
 #: Cells of a picture, at most: rows and columns.
 PICTURE_ROWS, PICTURE_COLUMNS = 8, 48
@@ -38,7 +39,7 @@ class Mismatch:
     got: str
     acceptable: str
     distance: float
-    inputs: dict
+    inputs: dict[str, float]
     amax: str = ""
     scale: str = ""
 
@@ -79,13 +80,13 @@ class ArrayVerdict:
     blocks_touched: int = 0
     first: tuple[Mismatch, ...] = ()
     worst: tuple[Mismatch, ...] = ()
-    box: tuple = ()
+    box: tuple[tuple[int, int], ...] = ()
     picture: tuple[str, ...] = ()
     shape: tuple[int, int] = (0, 0)
     bias: str = ""
 
     @property
-    def ok(self):
+    def ok(self) -> bool:
         """Whether nothing is wrong."""
         return self.wrong == 0 and not self.bias
 
@@ -137,20 +138,20 @@ class Report:
     diagnosed: bool = field(default=True)
 
     @property
-    def ok(self):
+    def ok(self) -> bool:
         """Whether every entry of every output is acceptable."""
         return all(array.ok for array in self.arrays)
 
     @property
-    def mismatches(self):
+    def mismatches(self) -> list[Mismatch]:
         """The mismatches that are shown: the first ones of each array, then its worst."""
-        shown = []
+        shown: list[Mismatch] = []
         for array in self.arrays:
             shown += array.first
             shown += [mismatch for mismatch in array.worst if mismatch not in array.first]
         return shown
 
-    def raise_for_mismatch(self):
+    def raise_for_mismatch(self) -> None:
         """Raise MismatchError with the report unless everything is right."""
         if not self.ok:
             raise MismatchError(f"\n{self}")
@@ -167,7 +168,7 @@ class Report:
             lines += [f"  {n}. {explanation}" for n, explanation in enumerate(self.diagnosis, 1)]
         return "\n".join(lines)
 
-    def as_dict(self):
+    def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
         return {
             "ok": self.ok,

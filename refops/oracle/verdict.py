@@ -4,12 +4,14 @@ A tile that equals the reference, under a scale that does, is right, because the
 results; intervals are computed for the other tiles alone. That is what makes the check of a right dump fast.
 """
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from refops.arguments import require_choice, require_flag, require_high_precision_dtype, require_number
 from refops.formats import E2M1, unpack_fp4
+from refops.hints import DTypeLike, Number
 from refops.oracle import enclosure
 from refops.oracle.enclosure import Bounds
 from refops.oracle.geometry import DIRECTIONS, stored_index
@@ -20,7 +22,7 @@ from refops.oracle.show import shown_code, shown_entry, shown_range
 from refops.oracle.tally import Tally, bits_of, distance_of
 from refops.quantization.layout import unswizzle
 from refops.quantization.result import reorder_transposed
-from refops.scaling import MXFP8Scaling, NVFP4Scaling
+from refops.scaling import MXFP8Scaling, NVFP4Scaling, Scaling
 from refops.tiles import Matrix, for_each, tile_slices
 
 F = np.float32
@@ -34,18 +36,18 @@ LONG_SUM = 1024
 
 
 def check(
-    op,
-    inputs,
-    outputs,
+    op: str,
+    inputs: Any,
+    outputs: Any,
     *,
-    scaling=None,
-    params=None,
-    ulp=2,
-    swizzled_scales=False,
-    padding=None,
-    random_bits="given",
-    diagnose=True,
-):
+    scaling: Scaling | None = None,
+    params: Mapping[str, Any] | None = None,
+    ulp: Number = 2,
+    swizzled_scales: bool = False,
+    padding: str | None = None,
+    random_bits: str = "given",
+    diagnose: bool = True,
+) -> Report:
     """Judge what a kernel wrote.
 
     Args:
@@ -119,7 +121,14 @@ class Acceptable(NamedTuple):
     nan: np.ndarray
 
 
-def acceptable(op, inputs, *, params=None, ulp=2, dtype=None):
+def acceptable(
+    op: str,
+    inputs: Any,
+    *,
+    params: Mapping[str, Number] | None = None,
+    ulp: float = 2,
+    dtype: DTypeLike | None = None,
+) -> Acceptable:
     """Return what `check` accepts of each element of an operation that writes values: `Acceptable`.
 
     Codes have no such interval before there is a dump: `check` judges each under the scale that the dump itself has.

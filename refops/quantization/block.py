@@ -7,6 +7,7 @@ Sources: TE `common/transpose/quantize_transpose_vector_blockwise.cu` (1x128), `
 import numpy as np
 
 from refops.arguments import BFLOAT16
+from refops.hints import Array
 from refops.quantization.blocks import blocks_of, quantize_blocks
 from refops.quantization.layout import ceil_div, pad_to_blocks, swizzle
 from refops.quantization.per_tensor import scale_from_amax
@@ -85,7 +86,7 @@ def dequantize_tile(q, rows, columns, columnwise):
     return values.T if columnwise else values
 
 
-def block_scales_as_mxfp8(q):
+def block_scales_as_mxfp8(q: Quantized) -> tuple[Array | None, Array | None]:
     """Return a block-scaled tensor's scales as the swizzled E8M0 scales that Blackwell's GEMM emulation reads.
 
     Each float32 power of two becomes its exponent byte, repeated for the four 32-element blocks (and, for 128x128, the
@@ -103,10 +104,10 @@ def block_scales_as_mxfp8(q):
     if not q.scaling.power_2_scale:
         raise ValueError(f"q must have power_2_scale=True: E8M0 holds powers of two; got {q.scaling}")
     m, k = q.matrix_shape
-    return tuple(
-        None if data is None else _scales_as_bytes(valid_scales(q, columnwise), outer, q.scaling.block_dim)
-        for data, columnwise, outer in ((q.rowwise_data, False, m), (q.columnwise_data, True, k))
-    )
+    block_dim = q.scaling.block_dim
+    rowwise = None if q.rowwise_data is None else _scales_as_bytes(valid_scales(q), m, block_dim)
+    columnwise = None if q.columnwise_data is None else _scales_as_bytes(valid_scales(q, True), k, block_dim)
+    return rowwise, columnwise
 
 
 def _scales_as_bytes(scales, outer, block_dim):

@@ -8,6 +8,7 @@ group before they meet a 16-element scale (Ashkboos et al., "QuaRot", 2024; TE `
 import numpy as np
 
 from refops.arguments import require_flag, require_integer, require_tensor
+from refops.hints import Array, ArrayLike
 from refops.rounding import round_once
 from refops.scaling import TE_SIGN_MASK
 from refops.tiles import Matrix, for_each, tile_slices
@@ -15,7 +16,7 @@ from refops.tiles import Matrix, for_each, tile_slices
 GROUP = 16
 
 
-def hadamard_transform(x, sign_mask=TE_SIGN_MASK, *, inverse=False):
+def hadamard_transform(x: ArrayLike, sign_mask: int = TE_SIGN_MASK, *, inverse: bool = False) -> Array:
     """Transform groups of 16 along the last dimension.
 
     Args:

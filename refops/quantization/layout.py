@@ -6,6 +6,7 @@ Padding holds zeros. (TE leaves it uninitialised: compare the valid part only.)
 import numpy as np
 
 from refops.arguments import as_array
+from refops.hints import Array, ArrayLike
 
 #: MXFP8 and NVFP4 scales are padded to multiples of (128, 4): the tile that a GEMM loads at once.
 SCALE_TILE = (128, 4)
@@ -48,7 +49,7 @@ def block_amax(blocks):
     return np.fmax(by_column[..., 0], np.float32(0))
 
 
-def swizzle(scales):
+def swizzle(scales: ArrayLike) -> Array:
     """Reorder padded (R, C) scales into the order that tensor-core GEMMs read: 512-byte tiles of 128 x 4.
 
     Element (i, j) moves to the flat position (cuBLAS "1D block scaling factors layout"; TE
@@ -72,7 +73,7 @@ def swizzle(scales):
     return np.ascontiguousarray(tiles.transpose(0, 3, 2, 1, 4)).reshape(rows, columns)
 
 
-def unswizzle(scales):
+def unswizzle(scales: ArrayLike) -> Array:
     """Undo `swizzle`."""
     scales = _require_padded(scales)
     rows, columns = scales.shape
@@ -80,7 +81,7 @@ def unswizzle(scales):
     return np.ascontiguousarray(tiles.transpose(0, 3, 2, 1, 4)).reshape(rows, columns)
 
 
-def _require_padded(scales):
+def _require_padded(scales: ArrayLike) -> Array:
     scales = as_array(scales, "scales")
     if scales.ndim != 2 or scales.shape[0] % SCALE_TILE[0] or scales.shape[1] % SCALE_TILE[1]:
         raise ValueError(f"scales must be 2-D with rows % 128 == 0 and columns % 4 == 0; got shape {scales.shape}")

@@ -4,7 +4,11 @@ Sources: TE `common/recipe/recipe_common.cuh` (scale from amax), `common/cast/fp
 `common/recipe/delayed_scaling.cu` (history).
 """
 
+from collections.abc import Callable
+from typing import Any, TypeAlias, overload
+
 import numpy as np
+from numpy.typing import NDArray
 
 from refops.arguments import (
     HIGH_PRECISION,
@@ -15,13 +19,16 @@ from refops.arguments import (
     require_integer,
     require_number,
 )
-from refops.formats import encode_tile, require_format
+from refops.formats import FloatFormat, encode_tile, require_format
+from refops.hints import Array, ArrayLike, Number
 from refops.quantization.result import Quantized
 from refops.scaling import FP8_FORMATS, DelayedScaling
 from refops.tiles import for_each, magnitude_max, tensor_amax, tile_slices
 
 F = np.float32
 FLT_MAX = np.finfo(np.float32).max
+#: How the amax comes from the history: by name, or a callable.
+Algorithm: TypeAlias = str | Callable[[Any], Any]
 
 
 def scale_from_amax(amax, fmt, *, epsilon=0.0, power_2=False, value_for_inf=FLT_MAX):
@@ -95,7 +102,35 @@ def dequantize_tile(q, rows, columns, columnwise):
     return q.scaling.fmt.values[codes] * scale_inv
 
 
-def update_delayed_scale(amax_history, scale, fmt, *, margin=0, algorithm="max", keep_unused=True):
+@overload
+def update_delayed_scale(
+    amax_history: ArrayLike,
+    scale: Number,
+    fmt: FloatFormat,
+    *,
+    margin: int = ...,
+    algorithm: Algorithm = ...,
+    keep_unused: bool = ...,
+) -> tuple[NDArray[np.float32], np.float32]: ...
+@overload
+def update_delayed_scale(
+    amax_history: ArrayLike,
+    scale: Array,
+    fmt: FloatFormat,
+    *,
+    margin: int = ...,
+    algorithm: Algorithm = ...,
+    keep_unused: bool = ...,
+) -> tuple[NDArray[np.float32], NDArray[np.float32]]: ...
+def update_delayed_scale(
+    amax_history: ArrayLike,
+    scale: Number | Array,
+    fmt: FloatFormat,
+    *,
+    margin: int = 0,
+    algorithm: Algorithm = "max",
+    keep_unused: bool = True,
+) -> tuple[NDArray[np.float32], Any]:
     """Roll the amax history and compute the next delayed scale.
 
     Row 0 of the history holds the newest amax. Per column: the scale becomes fmt.max * 2^-margin / amax, where
@@ -124,7 +159,7 @@ def update_delayed_scale(amax_history, scale, fmt, *, margin=0, algorithm="max",
         TypeError: dtype other than float32, or algorithm neither string nor callable.
         ValueError: shapes that do not belong together, empty history, unknown algorithm or format.
     """
-    history, scale, shape = check_history(amax_history, scale)
+    history, scales, shape = check_history(amax_history, scale)
     require_format(fmt, FP8_FORMATS)
     margin = require_integer(margin, "margin", low=-126, high=127)
     require_flag(keep_unused, "keep_unused")
@@ -132,7 +167,7 @@ def update_delayed_scale(amax_history, scale, fmt, *, margin=0, algorithm="max",
         algorithm = require_choice(algorithm, "algorithm", ("max", "most_recent"))
     newest = history[0]
     if callable(algorithm):
-        amax = call_algorithm(algorithm, np.asarray(amax_history), scale.size)
+        amax = call_algorithm(algorithm, np.asarray(amax_history), scales.size)
     else:
         amax = np.fmax.reduce(quieted(history), axis=0) if algorithm == "max" else newest
     rolled = np.concatenate([np.zeros_like(history[:1]), history[2:], history[:1]])[: len(history)]
@@ -141,7 +176,7 @@ def update_delayed_scale(amax_history, scale, fmt, *, margin=0, algorithm="max",
         fresh = (fmt.max * F(2.0**-margin)) / amax
     fresh = np.where(np.isinf(fresh), FLT_MAX, fresh)
     usable = np.isfinite(amax) & (amax > 0) & ~unused
-    new_scale = np.where(usable, fresh, scale).astype(np.float32)
+    new_scale = np.where(usable, fresh, scales).astype(np.float32)
     return np.where(unused, history, rolled).reshape(np.shape(amax_history)), new_scale.reshape(shape)[()]
 
 

@@ -2,10 +2,12 @@
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from refops.arguments import require_high_precision_dtype, require_integer, shown
+from refops.hints import Array
 from refops.quantization.layout import ceil_div, round_up, swizzle, unswizzle
 from refops.scaling import BlockScaling, MXFP8Scaling, NVFP4Scaling, Scaling, require_scaling
 
@@ -81,15 +83,15 @@ class Quantized:
         with_gemm_swizzled_scales: whether the scales are in GEMM order.
     """
 
-    rowwise_data: np.ndarray | None = None
-    rowwise_scale_inv: np.ndarray | None = None
-    columnwise_data: np.ndarray | None = None
-    columnwise_scale_inv: np.ndarray | None = None
-    amax_rowwise: np.ndarray | None = None
-    amax_columnwise: np.ndarray | None = None
+    rowwise_data: Array | None = None
+    rowwise_scale_inv: Array | None = None
+    columnwise_data: Array | None = None
+    columnwise_scale_inv: Array | None = None
+    amax_rowwise: Array | None = None
+    amax_columnwise: Array | None = None
     scaling: Scaling
     shape: tuple[int, ...]
-    dtype: np.dtype
+    dtype: np.dtype[Any]
     with_gemm_swizzled_scales: bool = False
 
     def __post_init__(self):
@@ -117,9 +119,9 @@ class Quantized:
                 raise ValueError(f"{direction}_data needs {missing[0]} with {self.scaling}; got None")
 
     @classmethod
-    def allocate(cls, source, scaling, rowwise, columnwise):
+    def allocate(cls, source: Any, scaling: Scaling, rowwise: bool, columnwise: bool) -> "Quantized":
         """Return a tensor for the result of `source` whose arrays wait to be filled: data unset, the rest zero."""
-        arrays = {}
+        arrays: dict[str, Any] = {}
         for name, (shape, dtype) in stored_layout(scaling, source.tensor_shape).items():
             if columnwise if "columnwise" in name else rowwise:
                 arrays[name] = (np.empty if name.endswith("_data") else np.zeros)(shape, dtype)
@@ -131,25 +133,25 @@ class Quantized:
         return f"Quantized(shape={self.shape}, dtype={self.dtype}, {' + '.join(directions)}{swizzled}, {self.scaling})"
 
     @property
-    def matrix_shape(self):
+    def matrix_shape(self) -> tuple[int, int]:
         """(M, K): the shape with leading dimensions flattened."""
         return math.prod(self.shape[:-1]), self.shape[-1]
 
     @property
-    def row_matrix(self):
+    def row_matrix(self) -> Array | None:
         """`rowwise_data` as a 2-D view, (M, K) or packed (M, K/2); None without it."""
         data = self.rowwise_data
         return None if data is None else data.reshape(self.matrix_shape[0], data.shape[-1])
 
     @property
-    def column_matrix(self):
+    def column_matrix(self) -> Array | None:
         """`columnwise_data` as a 2-D view, (M, K) for MXFP8, (K, M) or packed (K, M/2) else; None without it."""
         data, (m, k) = self.columnwise_data, self.matrix_shape
         if data is None or isinstance(self.scaling, NVFP4Scaling):
             return data
         return data.reshape((m, k) if isinstance(self.scaling, MXFP8Scaling) else (k, m))
 
-    def swizzled(self):
+    def swizzled(self) -> "Quantized":
         """Return the same tensor with its scales in the order that GEMMs read (`refops.swizzle`).
 
         Shapes stay, bytes move. MXFP8's columnwise scales, stored [block, column], are swizzled along their transpose:
@@ -158,7 +160,7 @@ class Quantized:
         """
         return self._reorder_scales(swizzle, True)
 
-    def unswizzled(self):
+    def unswizzled(self) -> "Quantized":
         """Undo `swizzled`."""
         return self._reorder_scales(unswizzle, False)
 

@@ -1,11 +1,11 @@
 """The settings that are checked: those that the command line shows, and every other branch of the arithmetic."""
 
 from refops.formats import E2M3, E3M2, E4M3, E5M2
-from refops.scaling import BlockScaling, CurrentScaling, DelayedScaling, MXFP8Scaling, NVFP4Scaling
+from refops.scaling import BlockScaling, CurrentScaling, DelayedScaling, MXFP8Scaling, NVFP4Scaling, Scaling
 from refops.survey import SCALINGS, NamedScaling
 
 #: Settings that no survey needs: name -> scaling. Together with the survey's they reach every branch.
-_MORE = {
+_MORE: dict[str, Scaling] = {
     "delayed-e5m2": DelayedScaling(E5M2, 3.7),
     "current-epsilon": CurrentScaling(E4M3, amax_epsilon=0.01),
     "block-1x128-f32": BlockScaling(E5M2, 1, power_2_scale=False),

@@ -392,7 +392,8 @@ def test_names_and_signatures_of_te():
         "dequantize": "(input, otype)",
     }
     for name, signature in wanted.items():
-        assert str(inspect.signature(getattr(F, name))) == signature
+        parameters = inspect.signature(getattr(F, name)).parameters.values()
+        assert str(inspect.Signature([p.replace(annotation=p.empty) for p in parameters])) == signature
     assert F.dgelu.__name__ == "dgelu" and "gelu" in F.dgelu.__doc__
 
 

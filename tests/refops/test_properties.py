@@ -193,7 +193,8 @@ def test_encode_is_monotone_and_idempotent(fmt, rounding, patterns):
 # --- symmetries -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [n for n in SCALINGS if n != "nvfp4-row"])
+# 4over6 of a tile chooses by a sum of errors in the tensor's own order: the transposed tile's may round otherwise.
+@pytest.mark.parametrize("name", [n for n in SCALINGS if n not in ("nvfp4-row", "nvfp4-mse-2d")])
 @profile
 @given(data=st.data())
 def test_columnwise_of_x_is_rowwise_of_its_transpose(name, data):

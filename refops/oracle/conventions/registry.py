@@ -20,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 #: Every convention by name, the common ones first.
-CONVENTIONS = {}
+CONVENTIONS: dict[str, "Convention"] = {}
 
 
 @dataclass(frozen=True)
