@@ -5,8 +5,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help report train minilm notebooks lab test lint package docs bench tables kernel-report gpu-check oracle-score \
-    exhaustive peers clean
+.PHONY: help report train minilm notebooks lab test lint package docs bench tables kernel-report gpu-check \
+    oracle-score exhaustive peers clean
 
 help:
 	@sed -n 's/^## //p' $(MAKEFILE_LIST)
