@@ -5,8 +5,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help report train minilm notebooks lab test lint package bench tables kernel-report gpu-check oracle-score \
-    exhaustive fuzz peers clean
+.PHONY: help report train minilm notebooks lab test lint package docs bench tables kernel-report gpu-check \
+    oracle-score exhaustive fuzz peers clean
 
 help:
 	@sed -n 's/^## //p' $(MAKEFILE_LIST)
@@ -46,6 +46,12 @@ lint: $(INSTALLED)
 ## package     wheel and sdist: contents, metadata, hints, use on a clean machine; FULL=1: tests on every Python found
 package: $(INSTALLED)
 	$(BIN)/python tests/packaging/check_wheel.py $(if $(FULL),--full)
+
+## docs        the site in build/docs: guide, specifications, reference from the docstrings; warnings are errors
+docs: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test,docs]'
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --fresh-env --quiet docs build/docs
+	$(BIN)/python -m pytest -q tests/site
 
 ## bench       speed of the reference beside ml_dtypes' cast and a copy of the same bytes
 bench: $(INSTALLED)

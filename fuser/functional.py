@@ -140,7 +140,7 @@ def activation_grad(
 
     Args:
         grad: gradient of the output, in the dtype of `fwd_input`.
-        Others as for `activation`.
+        name, fwd_input, quantizer, **params: as for `activation`.
     """
     grad = _check_backward(name, grad, fwd_input)
     if quantizer is None:

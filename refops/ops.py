@@ -212,7 +212,7 @@ def activation_grad(
         dx of the shape of `x`, or (dx, dbias) with dbias (K,) in the dtype of `dy`.
 
     Raises:
-        As `activation`; ValueError or TypeError where the shape or dtype of `dy` does not fit.
+        TypeError, ValueError: as `activation`; the shape or dtype of `dy` does not fit.
     """
     require_flag(dbias, "dbias")
     source = _grad_source(name, dy, x, params)
@@ -258,7 +258,7 @@ def scaled_activation(
         (..., H) or (..., K).
 
     Raises:
-        As `activation`; ValueError where `row_scales` or `glu_interleave_size` does not fit.
+        TypeError, ValueError: as `activation`; `row_scales` or `glu_interleave_size` does not fit.
     """
     work = ScaledRows(name, x, row_scales, glu_interleave_size, params)
     out_dtype = _output_dtype(out_dtype, work.x.dtype)
@@ -286,14 +286,14 @@ def scaled_activation_grad(
 
     Args:
         dy: gradient of the output, its shape; any high-precision dtype (TE's scaled kernels take each on its own).
-        Others as for `scaled_activation`.
+        name, x, row_scales, glu_interleave_size, out_dtype, **params: as for `scaled_activation`.
 
     Returns:
         (dx, drow_scales): dx like `x` (in `out_dtype` if given), drow_scales like `row_scales`. A scale's gradient is
         the float32 sum over its row, in chunks of 128 columns, of dy times the unscaled activation.
 
     Raises:
-        As `scaled_activation`; ValueError where the shape of `dy` does not fit.
+        TypeError, ValueError: as `scaled_activation`; the shape of `dy` does not fit.
     """
     work = ScaledRows(name, x, row_scales, glu_interleave_size, params)
     dy = require_tensor(dy, "dy")

@@ -88,7 +88,8 @@ class RecipeState(ABC):
     """The state of one operation in one direction, and the maker of its quantizers.
 
     Attributes:
-        recipe, mode ("forward" or "backward"), num_quantizers, device, roles.
+        recipe, num_quantizers, device, roles: what it was made with.
+        mode: "forward" or "backward".
     """
 
     recipe: Any

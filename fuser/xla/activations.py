@@ -80,7 +80,7 @@ def quantize_dact_dbias(
         dz: gradient of the output, (..., n), in the dtype of x.
         is_dbias: whether to sum the gradient over the leading axes. The sums add unrounded float32 values with delayed
             scaling and MXFP8, and values as stored elsewhere.
-        Others as for `act_lu`.
+        x, activation_type, quantizer and the others: as for `act_lu`.
 
     Returns:
         (`NoScaleTensor` or scaled tensor of the shape of x, sums (1 or 2, n) in the dtype of dz or None).
