@@ -7,8 +7,8 @@ INSTALLED := $(VENV)/.installed
 PEERS := $(VENV)/.peers
 BOUNDS := tests/benchmarks -n 0 --benchmark-group-by=group --benchmark-sort=name --benchmark-columns=median,iqr,rounds
 
-.PHONY: help report train minilm notebooks lab test lint package bench bench-bounds tables kernel-report gpu-check \
-    oracle-score exhaustive peers conformance clean
+.PHONY: help report train minilm notebooks lab test lint package docs bench bench-bounds tables kernel-report gpu-check \
+    oracle-score exhaustive fuzz peers conformance clean
 
 help:
 	@sed -n 's/^## //p' $(MAKEFILE_LIST)
@@ -49,6 +49,12 @@ lint: $(INSTALLED)
 package: $(INSTALLED)
 	$(BIN)/python tests/packaging/check_wheel.py $(if $(FULL),--full)
 
+## docs        the site in build/docs: guide, specifications, reference from the docstrings; warnings are errors
+docs: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test,docs]'
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --fresh-env --quiet docs build/docs
+	$(BIN)/python -m pytest -q tests/site
+
 ## bench       install the peers; speed and memory of every operation beside theirs, on 1 and 2 threads; writes a JSON
 bench: $(PEERS)
 	$(BIN)/python -m pytest $(BOUNDS)
@@ -79,6 +85,10 @@ oracle-score: $(INSTALLED)
 ## exhaustive  all 2^32 float32 values through the casts, against ml_dtypes
 exhaustive: $(INSTALLED)
 	$(BIN)/python tests/exhaustive/encode_all_float32.py
+
+## fuzz        every public function, the command line and the file readers with random and hostile arguments
+fuzz: $(INSTALLED)
+	$(BIN)/python tests/fuzz/run.py --json tests/fuzz/results/fuzz.json
 
 ## peers       install the peers and run the tests that compare with them live; read .pt files
 peers: $(PEERS)

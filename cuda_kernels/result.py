@@ -23,7 +23,7 @@ class Quantized:
 
     Attributes:
         rowwise_data ... amax_columnwise: arrays of the caller's library, or None: uint8 codes and scales, float32.
-        scaling, shape, dtype (a name), with_gemm_swizzled_scales: as in `refops.Quantized`.
+        scaling, shape, dtype, with_gemm_swizzled_scales: dtype is a name; else as in `refops.Quantized`.
     """
 
     rowwise_data: Any = None

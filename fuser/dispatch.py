@@ -29,7 +29,7 @@ import torch
 import refops
 from fuser.dtypes import HIGH_PRECISION
 from refops.activations import bind_activation
-from refops.arguments import require_tensor
+from refops.arguments import require_tensor, shown
 from refops.quantization.result import Quantized
 from refops.tiles import InputSource, tensor_amax
 
@@ -74,7 +74,7 @@ def _scope(name):
 
 def _require_backend(name, argument):
     if not isinstance(name, str) or name not in BACKENDS:
-        raise ValueError(f"{argument} must be one of {', '.join(map(repr, BACKENDS))}; got {name!r}")
+        raise ValueError(f"{argument} must be one of {', '.join(map(repr, BACKENDS))}; got {shown(name)}")
     return name
 
 
@@ -298,6 +298,8 @@ def _require_plain(tensor, name):
             f"{name} must be float32, float16 or bfloat16 (float64 only in activations under backend('float64')); "
             f"got {tensor.dtype} of shape {tuple(tensor.shape)}"
         )
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"{name} must be a dense tensor; got {tensor.layout} of shape {tuple(tensor.shape)}")
     if tensor.device.type not in ("cpu", "cuda"):
         raise TypeError(f"{name} must be on a CPU or CUDA device; got one on {tensor.device}")
 
@@ -498,7 +500,7 @@ def dequantize(buffers, *, dtype=torch.float32, columnwise=False):
     if not isinstance(buffers, Buffers):
         raise TypeError(f"buffers must be Buffers; got {type(buffers).__name__}")
     if dtype not in HIGH_PRECISION:
-        raise TypeError(f"dtype must be torch.float32, torch.float16 or torch.bfloat16; got {dtype!r}")
+        raise TypeError(f"dtype must be torch.float32, torch.float16 or torch.bfloat16; got {shown(dtype)}")
     if columnwise and buffers.columnwise_data is None:
         raise ValueError("columnwise needs columnwise_data; got buffers without it")
     if buffers.device is None:

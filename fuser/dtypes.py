@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 import refops
+from refops.arguments import shown
 
 
 class DType(IntEnum):
@@ -47,7 +48,7 @@ class DType(IntEnum):
             return cls(value)
         found = _FROM.get(value) if isinstance(value, torch.dtype | refops.FloatFormat) else None
         if found is None:
-            raise TypeError(f"dtype must be a DType, a torch dtype or a refops format that TE has; got {value!r}")
+            raise TypeError(f"dtype must be a DType, a torch dtype or a refops format that TE has; got {shown(value)}")
         return found
 
     @property

@@ -37,6 +37,7 @@ from fuser.dtypes import DType, torch_dtype
 from fuser.quantization.quantizer import Quantizer
 from fuser.quantization.storage import QuantizedTensorStorage
 from refops.activations import ACTIVATIONS, DEFAULT_PARAMETERS
+from refops.arguments import shown
 from refops.ops import SCALED_ACTIVATIONS
 
 # --- checks, in the words of the arguments here -----------------------------------------------------
@@ -63,7 +64,7 @@ def _output_shape(name, x, argument):
 
 def _require_name(name):
     if not isinstance(name, str) or name not in ACTIVATIONS:
-        raise ValueError(f"name must be one of {', '.join(ACTIVATIONS)}; got {name!r}")
+        raise ValueError(f"name must be one of {', '.join(ACTIVATIONS)}; got {shown(name)}")
 
 
 def _check_forward(name, x):
@@ -139,7 +140,7 @@ def activation_grad(
 
     Args:
         grad: gradient of the output, in the dtype of `fwd_input`.
-        Others as for `activation`.
+        name, fwd_input, quantizer, **params: as for `activation`.
     """
     grad = _check_backward(name, grad, fwd_input)
     if quantizer is None:
@@ -218,7 +219,7 @@ def scaled_activation_grad(
 
 def _check_scaled(name, x, act_scales, argument):
     if not isinstance(name, str) or name not in SCALED_ACTIVATIONS:
-        raise ValueError(f"name must be one of {', '.join(SCALED_ACTIVATIONS)}; got {name!r}")
+        raise ValueError(f"name must be one of {', '.join(SCALED_ACTIVATIONS)}; got {shown(name)}")
     _require_input(x, argument)
     if ACTIVATIONS[name].gated and x.shape[-1] % 2:
         raise ValueError(

@@ -34,6 +34,7 @@ from fuser.passes import (
     writable,
 )
 from fuser.quantization.state import FP8GlobalStateManager
+from fuser.quantization.storage import QuantizedTensorStorage
 
 FusionFunction = Callable[..., list[FusibleOperation]]
 
@@ -188,6 +189,10 @@ class OperationFuser:
             self._build(self._ops)
         if len(extra_inputs) != self.num_extra_inputs:
             raise ValueError(f"Expected {self.num_extra_inputs} extra inputs but got {len(extra_inputs)}")
+        for name, given in (("input", (input,)), ("extra_inputs", extra_inputs)):
+            for tensor in given:
+                if not isinstance(tensor, torch.Tensor | QuantizedTensorStorage):
+                    raise TypeError(f"{name} must hold torch tensors; got {type(tensor).__name__}")
         if basic_op_kwargs is None:
             basic_op_kwargs = [{}] * self._num_basic_ops
         elif len(basic_op_kwargs) != self._num_basic_ops:

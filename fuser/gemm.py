@@ -19,12 +19,14 @@ order of its float32 sums. Under `backend("float64")` operands may be float64; t
 """
 
 import math
+import numbers
 
 import torch
 
 from fuser import dispatch
 from fuser.dispatch import Buffers
 from fuser.dtypes import HIGH_PRECISION
+from refops.arguments import shown
 from refops.formats import E4M3, E5M2
 from refops.scaling import CurrentScaling, DelayedScaling, MXFP8Scaling
 
@@ -78,11 +80,14 @@ def gemm(a, b, *, layout="TN", out_dtype=None, bias=None, alpha=1.0, beta=None, 
             the copy that the layout reads, `accumulate` without `out`, `beta` without `accumulate`, another layout.
     """
     if layout not in LAYOUTS:
-        raise ValueError(f"layout must be one of {', '.join(map(repr, LAYOUTS))}; got {layout!r}")
+        raise ValueError(f"layout must be one of {', '.join(map(repr, LAYOUTS))}; got {shown(layout)}")
     a, b = _operand(a, "a"), _operand(b, "b")
     shape = _result_shape(a, b, layout)
     out_dtype = _result_dtype(out_dtype, out, b)
     _check_options(shape, bias, beta, out, accumulate)
+    for name, number in (("alpha", alpha), ("beta", 1.0 if beta is None else beta)):
+        if not isinstance(number, numbers.Real):
+            raise TypeError(f"{name} must be a number; got {shown(number)}")
     dtype = torch.promote_types(out_dtype, torch.float32) if accumulate else out_dtype
     if torch.is_autocast_enabled(a.device.type):  # torch.autocast would multiply in 16 bits what is float32 here
         with torch.autocast(a.device.type, enabled=False):

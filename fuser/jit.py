@@ -25,6 +25,8 @@ from typing import Any
 
 import torch
 
+from refops.arguments import shown
+
 VARIABLE = "NVTE_TORCH_COMPILE"
 _selected = ContextVar("fuser_jit_compilation", default=None)
 #: Whether `onnx_export(True)` is in force: a plain variable, since torch.compile does not trace a ContextVar.
@@ -41,7 +43,7 @@ def compilation(enabled):
     It nests, and holds for the current thread or task alone.
     """
     if not isinstance(enabled, bool):
-        raise TypeError(f"enabled must be a bool; got {enabled!r}")
+        raise TypeError(f"enabled must be a bool; got {shown(enabled)}")
     token = _selected.set(enabled)
     try:
         yield
@@ -58,7 +60,7 @@ def compilation_enabled():
     try:
         return bool(int(text))
     except ValueError:
-        raise ValueError(f"{VARIABLE} must be 0 or 1; got {text!r}") from None
+        raise ValueError(f"{VARIABLE} must be 0 or 1; got {shown(text)}") from None
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from fuser.common import devices_match
 from fuser.quantization.state import FP8GlobalStateManager, RecipeState
 from fuser.quantization.storage import QuantizedTensorStorage
 from fuser.quantization.tensor import KeepsQuantizedParameters
+from refops.arguments import shown
 
 _BUFFER_POSITION = "buffer_index_and_autocast_key"
 _META_KEYS = {"forward": "scaling_fwd", "backward": "scaling_bwd"}
@@ -152,7 +153,7 @@ class BasicOperation(FusibleOperation, metaclass=abc.ABCMeta):
         """Send extra output `index` to `channel`, and to the caller if `output_to_caller`. Returns self."""
         self._check_channel("output", index, len(self._extra_output_channels), channel)
         if not isinstance(output_to_caller, bool):
-            raise TypeError(f"output_to_caller must be a bool (got {output_to_caller!r})")
+            raise TypeError(f"output_to_caller must be a bool (got {shown(output_to_caller)})")
         self._check_channels_unlocked()
         self._extra_output_channels[index] = channel
         self._extra_output_to_caller[index] = output_to_caller or channel is None
@@ -165,7 +166,7 @@ class BasicOperation(FusibleOperation, metaclass=abc.ABCMeta):
                 f"{self.__class__.__name__} has {count} extra {direction}s"
             )
         if channel is not None and not (isinstance(channel, str) and channel):
-            raise ValueError(f"Extra tensor channel must be None or a non-empty string (got {channel!r})")
+            raise ValueError(f"Extra tensor channel must be None or a non-empty string (got {shown(channel)})")
 
     def _check_channels_unlocked(self) -> None:
         if self._extra_tensor_channels_locked:

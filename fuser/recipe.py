@@ -14,6 +14,8 @@ from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from refops.arguments import shown
+
 
 class _Maxima(NamedTuple):
     """Largest magnitudes of a format's forward and backward types."""
@@ -164,13 +166,13 @@ class Recipe:
     def _check_backward_override(self):
         _require(
             self.backward_override in (None, "high_precision", "dequantized"),
-            f"backward_override must be None, 'high_precision' or 'dequantized'; got {self.backward_override!r}",
+            f"backward_override must be None, 'high_precision' or 'dequantized'; got {shown(self.backward_override)}",
         )
 
     def _check_not_e5m2(self):
         _require(
             isinstance(self.fp8_format, Format),
-            f"fp8_format must be a Format, as Format.E4M3; got {self.fp8_format!r}",
+            f"fp8_format must be a Format, as Format.E4M3; got {shown(self.fp8_format)}",
         )
         _require(self.fp8_format != Format.E5M2, "Pure E5M2 training is not supported.")
 
@@ -208,13 +210,13 @@ class DelayedScaling(Recipe):
         self._check_not_e5m2()
         _require(
             self.backward_override is None,
-            f"Delayed scaling does not support backward_override; got {self.backward_override!r}",
+            f"Delayed scaling does not support backward_override; got {shown(self.backward_override)}",
         )
         _require(
             callable(self.amax_compute_algo) or self.amax_compute_algo in ("max", "most_recent"),
-            f"amax_compute_algo must be 'max', 'most_recent' or a callable; got {self.amax_compute_algo!r}",
+            f"amax_compute_algo must be 'max', 'most_recent' or a callable; got {shown(self.amax_compute_algo)}",
         )
-        _require(self.amax_history_len >= 1, f"amax_history_len must be at least 1; got {self.amax_history_len!r}")
+        _require(self.amax_history_len >= 1, f"amax_history_len must be at least 1; got {shown(self.amax_history_len)}")
 
 
 @dataclass(repr=False)
@@ -353,9 +355,9 @@ class NVFP4BlockScaling(Recipe):
         _require(self.fp8_format == Format.E4M3, "Only E4M3 is supported for NVFP4 scaling")
         for name in ("nvfp4_4over6", "nvfp4_4over6_e4m3_use_256"):
             scope = getattr(self, name)
-            _require(scope in _SCOPES, f"{name} must be one of {', '.join(_SCOPES)}; got {scope!r}")
+            _require(scope in _SCOPES, f"{name} must be one of {', '.join(_SCOPES)}; got {shown(scope)}")
         mode = self.nvfp4_4over6_err_mode
-        _require(mode in ("MAE", "MSE"), f"nvfp4_4over6_err_mode must be MAE or MSE; got {mode!r}")
+        _require(mode in ("MAE", "MSE"), f"nvfp4_4over6_err_mode must be MAE or MSE; got {shown(mode)}")
         _require(
             self.disable_rht or self.nvfp4_4over6 not in ("activations", "all"),
             f"nvfp4_4over6={self.nvfp4_4over6!r} can't be combined with the random Hadamard transform of activations: "
@@ -381,5 +383,5 @@ class CustomRecipe(Recipe):
     backward_override: str | None = _backward_override()
 
     def __post_init__(self):
-        _require(callable(self.qfactory), f"qfactory must be a function of a QuantizerRole; got {self.qfactory!r}")
+        _require(callable(self.qfactory), f"qfactory must be a function of a QuantizerRole; got {shown(self.qfactory)}")
         self._check_backward_override()

@@ -14,10 +14,16 @@ BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 #: The dtypes of unquantized tensors.
 HIGH_PRECISION = (np.dtype(np.float32), np.dtype(np.float16), BFLOAT16)
 
+#: Characters of a value that an error message shows.
+MOST_SHOWN = 300
+
 
 def shown(value):
-    """`value` as an error message shows it: an array by dtype and shape, others by repr."""
-    return describe_array(value) if isinstance(value, np.ndarray) else repr(value)
+    """`value` as an error message shows it: an array by dtype and shape, others by repr, in one line of some length."""
+    if isinstance(value, np.ndarray):
+        return describe_array(value)
+    text = " ".join(repr(value).split())
+    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}... ({type(value).__name__})"
 
 
 def describe_array(x):
@@ -33,7 +39,9 @@ def as_array(x: Any, name: str) -> Array:
         return np.asarray(x)
     except ValueError as error:
         raise TypeError(f"{name} must be an array; got {shown(x)}") from error
-    except TypeError as error:  # torch.bfloat16, for one: NumPy has no such type, ml_dtypes has
+    except (
+        Exception
+    ) as error:  # torch.bfloat16, for one: NumPy has no such type, ml_dtypes has; or what __array__ raises
         raise TypeError(
             f"{name} must convert to a NumPy array; got {type(x).__name__}: {error}. "
             f"A bfloat16 torch tensor t does as t.view(torch.int16).numpy().view(ml_dtypes.bfloat16)"

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 
 import ml_dtypes
@@ -26,8 +26,10 @@ _NUMPY, _TORCH = rb"\x93NUMPY|PK[\x03\x05]|\x80", rb"PK[\x03\x05]|\x80"
 #: Suffix -> what the bytes of such a file start with; 0x80 starts a pickle.
 STARTS = {".safetensors": rb".{8}\{", ".npy": _NUMPY, ".npz": _NUMPY, ".pt": _TORCH, ".pth": _TORCH}
 SUFFIXES = tuple(STARTS)
-#: A .pt file that names more is refused.
-MOST_TENSORS = 1_000_000
+#: A .pt file that names more is refused; and one that holds more of anything, tensors or not.
+MOST_TENSORS, MOST_ENTRIES = 1_000_000, 3_000_000
+#: Characters of a parser's own words that an error repeats.
+MOST_OF_A_REASON = 400
 
 
 class FileError(Exception):
@@ -231,6 +233,8 @@ def _one_line_errors(path):
         reason = " ".join(str(error).split())
         if "pickle" in reason or "Python objects" in reason:
             reason = "it holds pickled Python objects, and those are never loaded"
+        elif len(reason) > MOST_OF_A_REASON:  # some quote the file
+            reason = f"{reason[:MOST_OF_A_REASON]} ..."
         elif " " not in reason:  # such as KeyError: 101
             reason = f"it is damaged ({type(error).__name__})"
         raise FileError(f"must be a readable {path.suffix} file; got {str(path)!r}: {reason}") from error
@@ -321,7 +325,7 @@ def _open_torch(path):
 
         return read
 
-    named = list(islice(_named_tensors(content, "", torch.Tensor), MOST_TENSORS + 1))
+    named = list(islice(_named_tensors(content, "", torch.Tensor, count()), MOST_TENSORS + 1))
     if len(named) > MOST_TENSORS:  # a few kilobytes can name one tensor a hundred million times
         raise ValueError(f"it names more than {MOST_TENSORS} tensors")
     return [
@@ -334,10 +338,12 @@ def _open_torch(path):
     ]
 
 
-def _named_tensors(content, name, tensor_type):
-    """Yield (dotted name, tensor) for every tensor in nested dicts and lists."""
+def _named_tensors(content, name, tensor_type, visited):
+    """Yield (dotted name, tensor) for every tensor in nested dicts and lists; `visited` counts what is in them."""
+    if next(visited) > MOST_ENTRIES:  # or one empty list
+        raise ValueError(f"it holds more than {MOST_ENTRIES} entries")
     if isinstance(content, tensor_type):
         yield name, content
     elif isinstance(content, dict | list | tuple):
         for key, value in content.items() if isinstance(content, dict) else enumerate(content):
-            yield from _named_tensors(value, f"{name}.{key}" if name else str(key), tensor_type)
+            yield from _named_tensors(value, f"{name}.{key}" if name else str(key), tensor_type, visited)

@@ -18,7 +18,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from refops.arguments import as_array, describe_array, require_choice, require_flag, require_high_precision
+from refops.arguments import (
+    as_array,
+    describe_array,
+    require_choice,
+    require_flag,
+    require_high_precision,
+    require_integer,
+    shown,
+)
 from refops.hints import ArrayLike
 from refops.rounding import (
     ROUNDING_MODES,
@@ -56,6 +64,7 @@ class FloatFormat:
     has_subnormals: bool = True
 
     def __post_init__(self):
+        self._check_fields()
         if self.bits > 8:
             raise ValueError(f"a format must have at most 8 bits; got {self.bits} bits in {self.name!r}")
         extended = np.append(self.grid, value_after_largest(self.grid))
@@ -68,6 +77,20 @@ class FloatFormat:
                 f"exact (up to 5 mantissa bits, inside bfloat16's range); got {self.bits} bits in {self.name!r}, "
                 f"mantissa_bits={self.mantissa_bits}, bias={self.bias}"
             )
+
+    def _check_fields(self):
+        """Raise unless each field alone has a value of its kind, and codes fit the widths."""
+        if not isinstance(self.name, str):
+            raise TypeError(f"name must be a string; got {shown(self.name)}")
+        require_flag(self.signed, "signed")
+        require_flag(self.has_subnormals, "has_subnormals")
+        for field, high in (("exponent_bits", 9), ("mantissa_bits", 8), ("bias", 256)):
+            require_integer(getattr(self, field), field, low=-256 if field == "bias" else 0, high=high)
+        codes = 1 << (self.exponent_bits + self.mantissa_bits)
+        require_integer(self.largest_code, "largest_code", low=1, high=codes)
+        for field in ("infinity_code", "nan_code"):
+            if getattr(self, field) is not None:
+                require_integer(getattr(self, field), field, low=self.largest_code + 1, high=codes)
 
     def __repr__(self):
         return self.name.upper()
@@ -302,7 +325,7 @@ def _odd_rounded_key(values):
 def require_format(fmt: Any, allowed: tuple[FloatFormat, ...] | None = None, name: str = "fmt") -> None:
     """Raise unless `fmt` is a FloatFormat (and one of `allowed`)."""
     if not isinstance(fmt, FloatFormat):
-        raise TypeError(f"{name} must be a FloatFormat such as refops.E4M3; got {fmt!r}")
+        raise TypeError(f"{name} must be a FloatFormat such as refops.E4M3; got {shown(fmt)}")
     if allowed is not None and fmt not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}; got {fmt!r}")
 

@@ -212,7 +212,7 @@ def activation_grad(
         dx of the shape of `x`, or (dx, dbias) with dbias (K,) in the dtype of `dy`.
 
     Raises:
-        As `activation`; ValueError or TypeError where the shape or dtype of `dy` does not fit.
+        TypeError, ValueError: as `activation`; the shape or dtype of `dy` does not fit.
     """
     require_flag(dbias, "dbias")
     source = _grad_source(name, dy, x, params)
@@ -258,7 +258,7 @@ def scaled_activation(
         (..., H) or (..., K).
 
     Raises:
-        As `activation`; ValueError where `row_scales` or `glu_interleave_size` does not fit.
+        TypeError, ValueError: as `activation`; `row_scales` or `glu_interleave_size` does not fit.
     """
     work = ScaledRows(name, x, row_scales, glu_interleave_size, params)
     out_dtype = _output_dtype(out_dtype, work.x.dtype)
@@ -286,14 +286,14 @@ def scaled_activation_grad(
 
     Args:
         dy: gradient of the output, its shape; any high-precision dtype (TE's scaled kernels take each on its own).
-        Others as for `scaled_activation`.
+        name, x, row_scales, glu_interleave_size, out_dtype, **params: as for `scaled_activation`.
 
     Returns:
         (dx, drow_scales): dx like `x` (in `out_dtype` if given), drow_scales like `row_scales`. A scale's gradient is
         the float32 sum over its row, in chunks of 128 columns, of dy times the unscaled activation.
 
     Raises:
-        As `scaled_activation`; ValueError where the shape of `dy` does not fit.
+        TypeError, ValueError: as `scaled_activation`; the shape of `dy` does not fit.
     """
     work = ScaledRows(name, x, row_scales, glu_interleave_size, params)
     dy = require_tensor(dy, "dy")
@@ -568,6 +568,11 @@ class DequantizedSource(Source):
             raise TypeError(f"q must be a Quantized; got {type(q).__name__}")
         if q.rowwise_data is None and q.columnwise_data is None:
             raise ValueError("q must hold rowwise_data or columnwise_data; got neither")
+        for name in ("rowwise_data", "columnwise_data"):
+            codes, codes_of_format = getattr(q, name), 1 << q.scaling.fmt.bits
+            if 4 < q.scaling.fmt.bits < 8 and codes is not None and codes.size and codes.max() >= codes_of_format:
+                fmt = q.scaling.fmt
+                raise ValueError(f"q must hold codes below {codes_of_format} in {fmt!r}; got {codes.max()} in {name}")
         self._q = q.unswizzled() if q.with_gemm_swizzled_scales else q
         self._columnwise = q.rowwise_data is None
         self._dequantize_tile = {

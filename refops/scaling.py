@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from refops.arguments import (
-    describe_array,
     require_choice,
     require_flag,
     require_integer,
     require_number,
+    shown,
 )
 from refops.formats import E2M1, E2M3, E3M2, E4M3, E5M2, FloatFormat, require_format
 from refops.hints import Array, Number
@@ -199,8 +199,7 @@ class NVFP4Scaling:
             raise ValueError(f"random_bits must be one array or a (rowwise, columnwise) pair; got {len(pair)} arrays")
         for bits in pair:
             if not isinstance(bits, np.ndarray) or bits.dtype != np.uint8:
-                got = describe_array(bits) if isinstance(bits, np.ndarray) else repr(bits)
-                raise TypeError(f"random_bits must hold uint8 arrays; got {got}")
+                raise TypeError(f"random_bits must hold uint8 arrays; got {shown(bits)}")
 
 
 def _normalise(settings, **fields):
@@ -218,5 +217,5 @@ def require_scaling(scaling: Scaling) -> Scaling:
     """Return `scaling`, raising TypeError unless it is one of the settings above."""
     if not isinstance(scaling, SCALINGS):
         names = ", ".join(cls.__name__ for cls in SCALINGS)
-        raise TypeError(f"scaling must be one of {names}; got {scaling!r}")
+        raise TypeError(f"scaling must be one of {names}; got {shown(scaling)}")
     return scaling

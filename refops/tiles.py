@@ -57,7 +57,8 @@ class Matrix:
         `np.fmax` passes a signalling NaN on, or not, by its place in the array; any arithmetic makes it a quiet one.
         """
         values = self.raw(rows, columns).astype(np.float32)
-        values *= np.float32(1)
+        with np.errstate(invalid="ignore"):
+            values *= np.float32(1)
         return values
 
     def raw(self, rows, columns):

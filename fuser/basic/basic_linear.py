@@ -63,6 +63,7 @@ from fuser.quantization.quantizer import Quantizer
 from fuser.quantization.quantizers import Float8CurrentScalingQuantizer
 from fuser.quantization.state import FP8GlobalStateManager, QuantizerRole
 from fuser.recipe import Recipe
+from refops.arguments import shown
 
 
 class BasicLinear(BasicOperation):
@@ -149,7 +150,7 @@ class BasicLinear(BasicOperation):
         if size == 1:
             return None, None, 1, False, in_features, out_features
         if mode not in ("column", "row"):
-            raise ValueError(f"Supported modes for tensor parallelism are 'row' and 'column' (got {mode!r})")
+            raise ValueError(f"Supported modes for tensor parallelism are 'row' and 'column' (got {shown(mode)})")
         name, features = ("out_features", out_features) if mode == "column" else ("in_features", in_features)
         if features % size:
             raise ValueError(

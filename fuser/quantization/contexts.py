@@ -11,6 +11,7 @@ from typing import Any
 
 from fuser.quantization.state import FP8GlobalStateManager, _compute_capability, get_default_recipe
 from fuser.recipe import CustomRecipe, Recipe
+from refops.arguments import shown
 
 __all__ = [
     "autocast",
@@ -59,7 +60,7 @@ class autocast:  # noqa: N801 (TE's name)
         _graph: bool = False,
     ):
         if not isinstance(enabled, bool):  # a recipe given by position, for one
-            raise TypeError(f"enabled must be a bool; got {enabled!r}. A recipe is given as autocast(recipe=...)")
+            raise TypeError(f"enabled must be a bool; got {shown(enabled)}. A recipe is given as autocast(recipe=...)")
         self.enabled, self.calibrating, self.recipe = enabled, calibrating, recipe
         self.amax_reduction_group, self._graph = amax_reduction_group, _graph
         self._snapshot: Any = None
@@ -130,7 +131,7 @@ def check_recipe_support(recipe: Recipe) -> None:
     """Raise `RuntimeError` unless operations can work under `recipe`: any recipe of `fuser.recipe` or a subclass."""
     if not isinstance(recipe, Recipe):
         hint = f"; make one of the class: {recipe.__name__}()" if isinstance(recipe, type) else ""
-        raise RuntimeError(f"recipe must be an instance of a recipe of fuser.recipe; got {recipe!r}{hint}")
+        raise RuntimeError(f"recipe must be an instance of a recipe of fuser.recipe; got {shown(recipe)}{hint}")
 
 
 # --- what is native -------------------------------------------------------------------------------

@@ -145,6 +145,8 @@ class Quantizer:
         Raises:
             TypeError: another dtype. ValueError: a shape that the format does not take, or neither copy asked for.
         """
+        if not isinstance(tensor, torch.Tensor | QuantizedTensorStorage):
+            raise TypeError(f"tensor must be a torch tensor or a quantized storage; got {type(tensor).__name__}")
         if out is not None:
             return self.update_quantized(tensor, out)
         needs_grad = isinstance(tensor, torch.Tensor) and tensor.requires_grad

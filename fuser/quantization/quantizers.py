@@ -36,6 +36,7 @@ from fuser.quantization.storage import (
     NVFP4TensorStorage,
 )
 from fuser.quantization.tensor import Float8BlockwiseQTensor, Float8Tensor, MXFP8Tensor, NVFP4Tensor
+from refops.arguments import shown
 from refops.quantization.per_tensor import scale_from_amax
 from refops.quantization.result import stored_layout
 from refops.scaling import (
@@ -86,7 +87,7 @@ def delayed_scales(scales: dict[int, tuple[torch.Tensor, float]], *, replay: boo
 def _fp8_dtype(value):
     dtype = DType.of(value)
     if dtype not in (DType.kFloat8E4M3, DType.kFloat8E5M2):
-        raise ValueError(f"fp8_dtype must be DType.kFloat8E4M3 or DType.kFloat8E5M2; got {dtype!r}")
+        raise ValueError(f"fp8_dtype must be DType.kFloat8E4M3 or DType.kFloat8E5M2; got {shown(dtype)}")
     return dtype
 
 
@@ -127,8 +128,9 @@ class Float8Quantizer(Quantizer):
     ):
         super().__init__(rowwise=rowwise, columnwise=columnwise)
         for name, tensor in (("scale", scale), ("amax", amax)):
-            if isinstance(tensor, int | float):
-                raise TypeError(f"{name} must be a float32 tensor of one element, as torch.ones(1); got {tensor!r}")
+            if not isinstance(tensor, torch.Tensor) or tensor.numel() != 1:
+                got = f"shape {tuple(tensor.shape)}" if isinstance(tensor, torch.Tensor) else shown(tensor)
+                raise TypeError(f"{name} must be a float32 tensor of one element, as torch.ones(1); got {got}")
         self.scale, self.amax, self.dtype = scale, amax, _fp8_dtype(fp8_dtype)
         self._read_scale = None
 
@@ -431,7 +433,7 @@ class NVFP4Quantizer(_AmaxReducing):
     ):
         super().__init__(rowwise=rowwise, columnwise=columnwise)
         if DType.of(fp4_dtype) is not DType.kFloat4E2M1:
-            raise ValueError(f"fp4_dtype must be DType.kFloat4E2M1; got {fp4_dtype!r}")
+            raise ValueError(f"fp4_dtype must be DType.kFloat4E2M1; got {shown(fp4_dtype)}")
         self.dtype = DType.kFloat4E2M1
         self.with_amax_reduction, self.amax_reduction_group = with_amax_reduction, amax_reduction_group
         self.with_rht, self.with_post_rht_amax = with_rht, with_post_rht_amax
@@ -440,7 +442,7 @@ class NVFP4Quantizer(_AmaxReducing):
         self.nvfp4_e4m3_max = nvfp4_e4m3_max if nvfp4_use_4over6 else 448
         self.nvfp4_4over6_err_mode = nvfp4_4over6_err_mode.upper()
         if self.nvfp4_4over6_err_mode not in ("MAE", "MSE"):
-            raise ValueError(f"nvfp4_4over6_err_mode must be 'MAE' or 'MSE'; got {nvfp4_4over6_err_mode!r}")
+            raise ValueError(f"nvfp4_4over6_err_mode must be 'MAE' or 'MSE'; got {shown(nvfp4_4over6_err_mode)}")
         if row_scaled_nvfp4 and with_amax_reduction:
             raise ValueError("row_scaled_nvfp4 excludes with_amax_reduction; got both")
         self.with_random_sign_mask = with_random_sign_mask

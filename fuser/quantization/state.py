@@ -34,6 +34,7 @@ from fuser.quantization.quantizers import (
     NVFP4Quantizer,
 )
 from fuser.recipe import DelayedScaling, Float8CurrentScaling, Format, MXFP8BlockScaling, Recipe
+from refops.arguments import shown
 
 _INPUT_LIKE = ("input", "weight", "output")
 _GRADIENTS = ("grad_output", "grad_input")
@@ -87,7 +88,8 @@ class RecipeState(ABC):
     """The state of one operation in one direction, and the maker of its quantizers.
 
     Attributes:
-        recipe, mode ("forward" or "backward"), num_quantizers, device, roles.
+        recipe, num_quantizers, device, roles: what it was made with.
+        mode: "forward" or "backward".
     """
 
     recipe: Any
@@ -121,7 +123,7 @@ class RecipeState(ABC):
 
     def __init__(self, recipe, *, mode, num_quantizers=1, device=None, roles=None):
         if mode not in ("forward", "backward"):
-            raise ValueError(f"mode must be 'forward' or 'backward'; got {mode!r}")
+            raise ValueError(f"mode must be 'forward' or 'backward'; got {shown(mode)}")
         if roles is not None and len(roles) != num_quantizers:
             raise ValueError(f"roles must have one entry a quantizer, {num_quantizers}; got {len(roles)}")
         self.recipe, self.mode, self.num_quantizers, self.roles = recipe, mode, num_quantizers, roles
@@ -387,7 +389,7 @@ class CustomRecipeState(RecipeState):
             if not isinstance(quantizer, Quantizer | DelayedScalingRequest):
                 raise ValueError(
                     "CustomRecipe's qfactory must return a Quantizer or a DelayedScalingRequest for every role; "
-                    f"got {quantizer!r} for {self._role(i)}"
+                    f"got {shown(quantizer)} for {self._role(i)}"
                 )
         return self._with_delayed_scaling(made)
 

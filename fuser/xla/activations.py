@@ -24,6 +24,7 @@ from fuser.xla.compute import ACTIVATION, GRADIENT, Call
 from fuser.xla.quantizers import Quantizer
 from fuser.xla.settings import ActivationParams, AmaxScope, ScalingMode, activation_enum
 from fuser.xla.tensors import NoScaleTensor
+from refops.arguments import shown
 
 _HIGH_PRECISION = tuple(np.dtype(dtype) for dtype in (jnp.float32, jnp.float16, jnp.bfloat16))
 
@@ -79,7 +80,7 @@ def quantize_dact_dbias(
         dz: gradient of the output, (..., n), in the dtype of x.
         is_dbias: whether to sum the gradient over the leading axes. The sums add unrounded float32 values with delayed
             scaling and MXFP8, and values as stored elsewhere.
-        Others as for `act_lu`.
+        x, activation_type, quantizer and the others: as for `act_lu`.
 
     Returns:
         (`NoScaleTensor` or scaled tensor of the shape of x, sums (1 or 2, n) in the dtype of dz or None).
@@ -175,7 +176,7 @@ def _check(x, activation_type, quantizer, amax_scope):
     if quantizer is not None and not isinstance(quantizer, Quantizer):
         raise TypeError(f"quantizer must be a Quantizer or None; got {type(quantizer).__name__}")
     if amax_scope is not None and amax_scope is not AmaxScope.LOCAL:
-        raise ValueError(f"amax_scope must be AmaxScope.LOCAL; got {amax_scope!r}")
+        raise ValueError(f"amax_scope must be AmaxScope.LOCAL; got {shown(amax_scope)}")
     return enum
 
 

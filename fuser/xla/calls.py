@@ -37,6 +37,7 @@ from fuser.xla.compute import (
     scaling_of,
 )
 from fuser.xla.settings import ScalingMode
+from refops.arguments import shown
 from refops.quantization.result import stored_layout
 
 ROUTES = ("ffi", "callback")
@@ -56,7 +57,7 @@ def route(name: str) -> Iterator[str]:
 
 def _require_route(name, argument):
     if name not in ROUTES:
-        raise ValueError(f"{argument} must be one of {', '.join(map(repr, ROUTES))}; got {name!r}")
+        raise ValueError(f"{argument} must be one of {', '.join(map(repr, ROUTES))}; got {shown(name)}")
     return name
 
 

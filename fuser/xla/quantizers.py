@@ -20,6 +20,7 @@ from fuser.xla.calls import execute
 from fuser.xla.compute import QUANTIZE, Call
 from fuser.xla.settings import QuantizeLayout, ScalingMode, normalized_axis
 from fuser.xla.tensors import ScaledTensorFactory
+from refops.arguments import shown
 
 _FP8 = (np.dtype(jnp.float8_e4m3fn), np.dtype(jnp.float8_e5m2))
 _FP4 = (np.dtype(jnp.float4_e2m1fn),)
@@ -206,7 +207,7 @@ class DelayedScaleQuantizer(Quantizer):
     def __post_init__(self):
         super().__post_init__()
         if self.amax_compute_algo not in ("max", "most_recent"):
-            raise ValueError(f"amax_compute_algo must be 'max' or 'most_recent'; got {self.amax_compute_algo!r}")
+            raise ValueError(f"amax_compute_algo must be 'max' or 'most_recent'; got {shown(self.amax_compute_algo)}")
 
     def call_scale(self) -> Any:
         """The scale, float32 (1,)."""

@@ -11,7 +11,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from refops.arguments import require_number
+from refops.arguments import require_number, shown
 from refops.quantization.layout import round_up
 
 #: Activation type, as TE spells it -> (number in TE's FFI, name in `refops.ACTIVATIONS`).
@@ -54,7 +54,9 @@ def activation_enum(activation_type):
     """
     key = (activation_type,) if isinstance(activation_type, str) else tuple(activation_type)
     if key not in ActivationEnum:
-        raise KeyError(f"activation_type must be one of {', '.join(map(str, ActivationEnum))}; got {activation_type!r}")
+        raise KeyError(
+            f"activation_type must be one of {', '.join(map(str, ActivationEnum))}; got {shown(activation_type)}"
+        )
     return ActivationEnum[key]
 
 

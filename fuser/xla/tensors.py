@@ -130,6 +130,11 @@ class ScaledTensor1x(ScaledTensor):
                 f"scale_inv must have shape {' or '.join(map(str, allowed))} for data of shape {self.data.shape} in "
                 f"{self.scaling_mode.name}, layout {self.data_layout!r}; got {self.scale_inv.shape}"
             )
+        if self.scale_inv.dtype != self.scaling_mode.get_scale_dtype():
+            raise TypeError(
+                f"scale_inv must be {self.scaling_mode.get_scale_dtype()} in {self.scaling_mode.name}; got "
+                f"{self.scale_inv.dtype}"
+            )
 
     @property
     def shape(self) -> Any:

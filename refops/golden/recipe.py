@@ -71,6 +71,8 @@ class Recipe:
         shape = tuple(require_integer(size, "shape", low=0, high=1 << 31) for size in self.shape)
         if np.prod(shape, dtype=object) > MOST_ELEMENTS:
             raise ValueError(f"shape must have at most 2^26 elements; got {shape}")
+        if not isinstance(self.params, dict):
+            raise TypeError(f"params must be a dict of parameter names and values; got {shown(self.params)}")
         # The dataclass is frozen for its users; these are the same values in one form.
         for name, value in (
             ("op", operation.name),

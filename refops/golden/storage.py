@@ -9,7 +9,6 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
 from contextlib import suppress
 from hashlib import sha256
 from os import PathLike
@@ -111,7 +110,7 @@ def write_golden(
     dtype: DTypeLike | None = None,
     seed: int = 0,
     inputs: str = "mixed",
-    params: Mapping[str, Any] | None = None,
+    params: dict[str, Any] | None = None,
 ) -> Path:
     """Write one golden file and list it in the directory's manifest.
 
@@ -131,7 +130,7 @@ def write_golden(
     Raises:
         ValueError, TypeError: arguments that do not fit together. OSError: it cannot be written. Nothing is left then.
     """
-    recipe = Recipe(op, scaling, shape, dtype, seed, inputs, dict(params or {}))
+    recipe = Recipe(op, scaling, shape, dtype, seed, inputs, {} if params is None else params)
     with GoldenWriter(directory) as writer:
         writer.add(recipe)
     return writer.path_of(recipe)

@@ -181,7 +181,7 @@ class Case:
                 raise ValueError("scaling is required for quantize: a setting such as refops.MXFP8Scaling; got None")
             return None
         if not (self.operation.takes_scaling or needs):
-            raise ValueError(f"scaling must be None for {name}, which does not quantize; got {scaling!r}")
+            raise ValueError(f"scaling must be None for {name}, which does not quantize; got {shown(scaling)}")
         return require_scaling(scaling)
 
     def _check_inputs(self, inputs):
@@ -272,6 +272,11 @@ class Case:
             row_scales = self.inputs["row_scales"]
             slots["drow_scales"] = _values_slot("drow_scales", row_scales.shape, row_scales.dtype)
         return slots
+
+    @property
+    def is_empty(self):
+        """Whether an input has no elements."""
+        return any(math.prod(array.shape) == 0 for array in self.inputs.values())
 
     @property
     def gated(self):

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from refops.arguments import require_choice, require_flag, require_high_precision_dtype, require_number
+from refops.arguments import require_choice, require_flag, require_high_precision_dtype, require_number, shown
 from refops.formats import E2M1, unpack_fp4
-from refops.hints import Number
+from refops.hints import DTypeLike, Number
 from refops.oracle import enclosure
 from refops.oracle.enclosure import Bounds
 from refops.oracle.geometry import DIRECTIONS, stored_index
@@ -86,15 +86,17 @@ def check(
     padding = require_choice(padding, "padding", (None, "zero", "ignore"))
     random_bits = require_choice(random_bits, "random_bits", ("given", "any"))
     require_flag(diagnose, "diagnose")
+    require_flag(swizzled_scales, "swizzled_scales")
     if random_bits == "any" and (ulp == 0 or not getattr(scaling, "stochastic_rounding", False)):
-        got = f"ulp={ulp:g}, scaling={scaling!r}"
+        got = f"ulp={ulp:g}, scaling={shown(scaling)}"
         raise ValueError(f"random_bits='any' needs ulp > 0 and a scaling with stochastic_rounding; got {got}")
     case = Case(op, inputs, scaling, params, swizzled_scales=swizzled_scales or is_swizzled(outputs))
     arrays, unpadded = case.fit_outputs(outputs)
     judge = Judge(case, arrays, unpadded, ulp, padding or ("zero" if ulp == 0 else "ignore"), random_bits)
     with np.errstate(all="ignore"):
         judge.run()
-    explanations, diagnosed = (), diagnose and judge.wrong > 0
+    # No convention explains what was written for a tensor of no elements.
+    explanations, diagnosed = (), diagnose and judge.wrong > 0 and not case.is_empty
     if diagnosed:
         from refops.oracle.diagnosis import diagnose as explain  # a right dump does not pay for its import
 
@@ -121,7 +123,14 @@ class Acceptable(NamedTuple):
     nan: np.ndarray
 
 
-def acceptable(op, inputs, *, params=None, ulp=2, dtype=None):
+def acceptable(
+    op: str,
+    inputs: Any,
+    *,
+    params: Mapping[str, Number] | None = None,
+    ulp: float = 2,
+    dtype: DTypeLike | None = None,
+) -> Acceptable:
     """Return what `check` accepts of each element of an operation that writes values: `Acceptable`.
 
     Codes have no such interval before there is a dump: `check` judges each under the scale that the dump itself has.

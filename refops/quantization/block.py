@@ -6,7 +6,7 @@ Sources: TE `common/transpose/quantize_transpose_vector_blockwise.cu` (1x128), `
 
 import numpy as np
 
-from refops.arguments import BFLOAT16
+from refops.arguments import BFLOAT16, shown
 from refops.hints import Array
 from refops.quantization.blocks import blocks_of, quantize_blocks
 from refops.quantization.layout import ceil_div, pad_to_blocks, swizzle
@@ -100,7 +100,7 @@ def block_scales_as_mxfp8(q: Quantized) -> tuple[Array | None, Array | None]:
         TypeError: `q` is not block-scaled. ValueError: its scales are not powers of two.
     """
     if not isinstance(q, Quantized) or not isinstance(q.scaling, BlockScaling):
-        raise TypeError(f"q must be a Quantized made with BlockScaling; got {q!r}")
+        raise TypeError(f"q must be a Quantized made with BlockScaling; got {shown(q)}")
     if not q.scaling.power_2_scale:
         raise ValueError(f"q must have power_2_scale=True: E8M0 holds powers of two; got {q.scaling}")
     m, k = q.matrix_shape

@@ -52,9 +52,10 @@ def block_amax(blocks):
 def swizzle(scales: ArrayLike) -> Array:
     """Reorder padded (R, C) scales into the order that tensor-core GEMMs read: 512-byte tiles of 128 x 4.
 
-    Element (i, j) moves to the flat position
+    Element (i, j) moves to the flat position (cuBLAS "1D block scaling factors layout"; TE
+    `common/cast/mxfp8/swizzle.cuh`)
+
         ((i // 128) * (C / 4) + j // 4) * 512 + (i % 32) * 16 + ((i % 128) // 32) * 4 + j % 4
-    (cuBLAS "1D block scaling factors layout"; TE `common/cast/mxfp8/swizzle.cuh`).
 
     Args:
         scales: (R, C) array with R % 128 == 0 and C % 4 == 0; i runs over the outer dimension, j over blocks. MXFP8's

@@ -207,7 +207,7 @@ def tile_bits(scaling, given, outer, inner, blocks_per_row, first):
         return given[outer, inner]
     block = np.arange(inner.start // BLOCK, inner.stop // BLOCK)
     number = first + np.arange(outer.start, outer.stop)[:, None] * blocks_per_row + block
-    return philox_bytes(scaling.seed, scaling.offset, number.ravel()).reshape(number.shape[0], -1)
+    return philox_bytes(scaling.seed, scaling.offset, number.ravel()).reshape(number.shape[0], number.shape[1] * BLOCK)
 
 
 def _half(elements):

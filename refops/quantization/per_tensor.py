@@ -18,6 +18,7 @@ from refops.arguments import (
     require_flag,
     require_integer,
     require_number,
+    shown,
 )
 from refops.formats import FloatFormat, encode_tile, require_format
 from refops.hints import Array, ArrayLike, Number
@@ -209,7 +210,7 @@ def call_algorithm(algorithm, amax_history, columns):
     returned = algorithm(amax_history)
     amax = as_array(returned, "the result of algorithm")
     if amax.dtype.kind not in "fiu" and amax.dtype not in HIGH_PRECISION:
-        raise TypeError(f"algorithm must return numbers; got {returned!r}")
+        raise TypeError(f"algorithm must return numbers; got {shown(returned)}")
     if amax.size != columns:
         raise ValueError(f"algorithm must return one amax a column ({columns}); got shape {amax.shape}")
     with np.errstate(over="ignore"):  # beyond float32 is inf, which keeps the scale

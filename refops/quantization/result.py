@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from refops.arguments import require_high_precision_dtype, require_integer, shown
+from refops.arguments import require_flag, require_high_precision_dtype, require_integer, shown
 from refops.hints import Array
 from refops.quantization.layout import ceil_div, round_up, swizzle, unswizzle
 from refops.scaling import BlockScaling, MXFP8Scaling, NVFP4Scaling, Scaling, require_scaling
@@ -97,9 +97,20 @@ class Quantized:
     def __post_init__(self):
         require_scaling(self.scaling)
         if not isinstance(self.shape, tuple) or not self.shape:
-            raise ValueError(f"shape must be a tuple of at least one size; got {self.shape!r}")
+            raise ValueError(f"shape must be a tuple of at least one size; got {shown(self.shape)}")
         for size in self.shape:
             require_integer(size, "shape", low=0, high=1 << 62)
+        m, k = self.matrix_shape
+        if isinstance(self.scaling, NVFP4Scaling) and (m % self.scaling.block_size or k % self.scaling.block_size):
+            raise ValueError(
+                f"shape must have M % 16 == 0 and K % 16 == 0 with NVFP4Scaling (K the last dimension, M the product "
+                f"of the others); got {self.shape}"
+            )
+        swizzled = require_flag(self.with_gemm_swizzled_scales, "with_gemm_swizzled_scales")
+        if swizzled and isinstance(self.scaling, BlockScaling):
+            raise ValueError(
+                "with_gemm_swizzled_scales must be False with BlockScaling, whose scales have one order; got True"
+            )
         object.__setattr__(self, "dtype", require_high_precision_dtype(self.dtype, "dtype"))
         layout = stored_layout(self.scaling, self.shape)
         for name, (shape, dtype) in layout.items():

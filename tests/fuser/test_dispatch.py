@@ -570,3 +570,13 @@ def test_float64_is_the_true_function():
         assert single.dtype is torch.float32
         with pytest.raises(TypeError, match="float64 only in activations"):
             dispatch.quantize(x, refops.CurrentScaling(refops.E4M3))
+
+
+def test_sparse_tensors_are_refused_by_name():
+    x = torch.eye(4).to_sparse()
+    for call in (
+        lambda: dispatch.activation("gelu", x),
+        lambda: dispatch.quantize(x, refops.MXFP8Scaling(refops.E4M3)),
+    ):
+        with pytest.raises(TypeError, match=r"x must be a dense tensor; got torch.sparse_coo of shape \(4, 4\)"):
+            call()

@@ -273,6 +273,8 @@ def test_wrong_arguments():
             {"out": torch.zeros(4, 8), "out_dtype": torch.bfloat16},
         ),
         "out_dtype must be float32, float16 or bfloat16": (TypeError, {"out_dtype": torch.int32}),
+        "alpha must be a number; got 'two'": (TypeError, {"alpha": "two"}),
+        "beta must be a number; got 'two'": (TypeError, {"beta": "two", "accumulate": True, "out": torch.zeros(4, 8)}),
     }
     for text, (error, options) in cases.items():
         with pytest.raises(error, match=text):

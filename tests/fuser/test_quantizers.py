@@ -229,7 +229,8 @@ def test_a_gpu_is_waited_for_only_after_its_scale_was_written():
             return self.tensor.item()
 
     scale = DeviceScale()
-    quantizer = q.Float8Quantizer(scale, torch.zeros(1), F8)
+    quantizer = delayed()
+    quantizer.scale = scale
     assert [quantizer.scaling().scale for _ in range(3)] == [2.0] * 3 and scale.reads == 1
     scale.tensor.fill_(4.0)
     assert [quantizer.scaling().scale for _ in range(3)] == [4.0] * 3 and scale.reads == 2
@@ -633,7 +634,24 @@ def test_reference_backend_gives_the_same_bits():
             assert torch.equal(tensor, made.buffers.tensors[name]), name
 
 
-@pytest.mark.parametrize("arguments", [(1.0, torch.zeros(1)), (torch.ones(1), 0.0)])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (1.0, torch.zeros(1)),
+        (torch.ones(1), 0.0),
+        (None, torch.zeros(1)),
+        (torch.ones(1), np.zeros(1)),
+        (torch.ones(2), torch.zeros(1)),
+    ],
+)
 def test_delayed_scaling_needs_tensors(arguments):
     with pytest.raises(TypeError, match="must be a float32 tensor of one element"):
         q.Float8Quantizer(*arguments, DType.kFloat8E4M3)
+
+
+@pytest.mark.parametrize("name", QUANTIZERS)
+def test_what_is_no_tensor_is_named(name):
+    quantizer, _ = QUANTIZERS[name]()
+    for wrong in (np.zeros((32, 32), np.float32), [1.0], None, 1.0):
+        with pytest.raises(TypeError, match=f"tensor must be a torch tensor .*; got {type(wrong).__name__}"):
+            quantizer(wrong)

@@ -2,6 +2,7 @@
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 
@@ -251,3 +252,12 @@ class TestKeywords:
     def test_unknown_operation(self):
         with pytest.raises(ValueError, match="op_kwargs contains keys that are not in this Sequential"):
             ops.Sequential(Recorder())(torch.ones(2), op_kwargs={Recorder(): {}})
+
+
+def test_inputs_that_are_no_tensors_are_named():
+    model = ops.Sequential(ops.Linear(32, 32), ops.GELU())
+    for wrong in (np.zeros((4, 32), np.float32), [1.0], None):
+        with pytest.raises(TypeError, match=f"input must hold torch tensors; got {type(wrong).__name__}"):
+            model(wrong)
+    with pytest.raises(TypeError, match="extra_inputs must hold torch tensors; got float"):
+        ops.AddExtraInput()(torch.zeros(4, 32), 1.0)

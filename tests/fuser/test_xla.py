@@ -290,6 +290,8 @@ def test_results_are_pytrees():
     assert again.rowwise_tensor.scaling_mode is MX and again.rowwise_tensor.dq_dtype == np.float32
     with pytest.raises(ValueError, match="scale_inv must have shape"):
         xla.ScaledTensorFactory.create_1x(jnp.zeros((32, 32)), jnp.zeros((2, 1)), scaling_mode=MX)
+    with pytest.raises(TypeError, match="scale_inv must be float8_e8m0fnu in MXFP8_1D_SCALING; got float32"):
+        xla.ScaledTensorFactory.create_1x(jnp.zeros((32, 32)), jnp.zeros((32, 1)), scaling_mode=MX)
     plain = xla.ScaledTensorFactory.create_1x(jnp.zeros((2, 2)), None, dq_dtype=jnp.float32)
     assert plain.scale_inv.shape == (0,)
 

@@ -691,6 +691,12 @@ BAD_CALLS = {
         TypeError,
         "dbias must be float32",
     ),
+    "swizzled array": (
+        ("gelu", X, X),
+        {"swizzled_scales": X},
+        TypeError,
+        r"swizzled_scales must be True or False; got float32 of shape \(32, 64\)",
+    ),
     "swizzled": (("gelu", X, X), {"swizzled_scales": "yes"}, TypeError, "swizzled_scales must be True or False"),
     "dequantize inputs": (("dequantize", X, X), {}, TypeError, "inputs must be a Quantized or a dict of its arrays"),
     "dequantize scaling": (("dequantize", {"data": X}, X), {}, ValueError, "scaling is required to dequantize"),
@@ -701,6 +707,23 @@ BAD_CALLS = {
         "rowwise_data needs rowwise_scale_inv",
     ),
 }
+
+
+@pytest.mark.parametrize("shape", [(0, 64), (64, 0), (0, 64, 1), (2, 0, 128)])
+@pytest.mark.parametrize("scaling", [None, MXFP8, refops.DelayedScaling(E4M3), refops.NVFP4Scaling()])
+def test_a_wrong_dump_of_no_elements_is_judged_without_a_diagnosis(shape, scaling):
+    if isinstance(scaling, refops.NVFP4Scaling) and shape[-1] == 1:
+        shape = shape[:-1]
+    x = np.zeros(shape, np.float32)
+    if scaling is None:
+        report = oracle.check("drelu", {"dy": x, "x": x}, {"dx": x, "dbias": np.ones(shape[-1], np.float32)})
+    else:
+        q = refops.quantize(x, scaling)
+        outputs = {name: getattr(q, name) for name in ("rowwise_data", "rowwise_scale_inv", "amax_rowwise")}
+        changed = {n: np.full_like(a, 3) for n, a in outputs.items() if a is not None}
+        report = oracle.check("quantize", x, changed, scaling=scaling, padding="zero")
+    assert not report.diagnosis and not any("failed" in note for note in report.notes)
+    assert str(report)
 
 
 @pytest.mark.parametrize("name", BAD_CALLS)

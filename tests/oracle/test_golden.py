@@ -401,6 +401,8 @@ def test_a_scaling_without_a_columnwise_copy_of_the_shape_has_none():
         ({"op": "update_delayed_scale", "dtype": "float16"}, ["dtype must be float32", "float16"]),
         ({"seed": 1 << 64}, ["seed must be an integer in [0, 18446744073709551616)"]),
         ({"inputs": "odd"}, ["inputs must be one of 'mixed', 'extreme', 'special'", "'odd'"]),
+        ({"op": "gelu", "params": np.ones((2, 2))}, ["params must be a dict", "float64 of shape (2, 2)"]),
+        ({"op": "gelu", "params": int}, ["params must be a dict", "<class 'int'>"]),
         ({"op": "gelu", "params": {"limit": 1.0}}, ["params must be among those of gelu", "'limit'"]),
         (
             {
@@ -618,3 +620,11 @@ def test_ctrl_c_leaves_nothing(tmp_path):
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out, err) == (130, "", "")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("shape", [(0, 64), (64, 0), (2, 0, 32)])
+@pytest.mark.parametrize("op", ["quantize", "relu", "dequantize"])
+def test_empty_tensors_under_stochastic_rounding(op, shape, tmp_path):
+    """The random bits of no element are a golden array too; a dump of it can be checked and diagnosed."""
+    golden = read_golden(write_golden(tmp_path, op, "nvfp4-stochastic", shape=shape))
+    assert oracle.check(golden.op, golden.inputs, golden.outputs, scaling=golden.scaling).ok

@@ -238,6 +238,19 @@ CASES = [
     ("activation_quantize('gelu', X, None)", TypeError, "scaling", "None", SETTINGS),
     ("activation_grad_quantize('gelu', X, X, 'mxfp8')", TypeError, "scaling", "'mxfp8'", SETTINGS),
     ("DelayedScaling(E2M1)", ValueError, "fmt", "E2M1", "one of E4M3, E5M2"),
+    ("encode(X, U8)", TypeError, "fmt", "uint8 of shape .32, 64.", "FloatFormat"),
+    ("quantize(X, U8)", TypeError, "scaling", "uint8 of shape .32, 64.", SETTINGS),
+    ("block_scales_as_mxfp8(U8)", TypeError, "q", "uint8 of shape .32, 64.", "BlockScaling"),
+    # formats
+    ("FloatFormat(1, 4, 3, 7, 126)", TypeError, "name", "1", "string"),
+    ("FloatFormat('f', 4, 3, 7, 0)", ValueError, "largest_code", "0", "integer in .1, 128."),
+    ("FloatFormat('f', 4, 3, 7, 200)", ValueError, "largest_code", "200", "integer in .1, 128."),
+    ("FloatFormat('f', 4, 3, 7, 126, infinity_code=128)", ValueError, "infinity_code", "128", "integer in .127, 128."),
+    ("FloatFormat('f', 4, 3, 7, 126, nan_code=3)", ValueError, "nan_code", "3", "integer in .127, 128."),
+    ("FloatFormat('f', X, 3, 7, 126)", TypeError, "exponent_bits", "float32 of shape", "integer"),
+    ("FloatFormat('f', 4, -1, 7, 126)", ValueError, "mantissa_bits", "-1", "integer in"),
+    ("FloatFormat('f', 4, 3, 1000, 126)", ValueError, "bias", "1000", "integer in"),
+    ("FloatFormat('f', 4, 3, 7, 126, signed=None)", TypeError, "signed", "None", FLAG),
     ("CurrentScaling('e4m3')", TypeError, "fmt", "'e4m3'", "FloatFormat"),
     ("BlockScaling(E8M0)", ValueError, "fmt", "E8M0", "one of E4M3, E5M2"),
     ("MXFP8Scaling(E2M1)", ValueError, "fmt", "E2M1", "one of E4M3, E5M2, E3M2, E2M3"),
@@ -323,7 +336,7 @@ CASES = [
         r"columnwise output must have shape \(64, 32\)",
     ),
     ("nvfp4_bits(U8, columnwise=True)", ValueError, "random_bits", "one array", "pair for both directions"),
-    ("block_scales_as_mxfp8(X)", TypeError, "q", "array", "BlockScaling"),
+    ("block_scales_as_mxfp8(X)", TypeError, "q", "float32 of shape .32, 64.", "BlockScaling"),
     ("block_scales_as_mxfp8(quantize(X, MX))", TypeError, "q", "MXFP8Scaling", "BlockScaling"),
     (
         "block_scales_as_mxfp8(quantize(X, BlockScaling(E4M3, power_2_scale=False)))",
@@ -449,3 +462,39 @@ def test_numbers_that_are_one_float32_make_equal_settings(make, kind):
     assert same_setting(make(kind(0.1)), make(0.1))
     assert make(0.1) != make(np.nextafter(np.float32(0.1), np.float32(1)))
     assert len({make(0.1), make(kind(0.1)), make(np.float32(0.1))}) == 1
+
+
+class RaisesInArray:
+    """As a torch tensor that needs a gradient: its conversion raises an error of its own kind."""
+
+    def __array__(self, dtype=None, copy=None):
+        raise RuntimeError("no array today")
+
+
+def test_an_argument_whose_conversion_raises_is_named():
+    with pytest.raises(TypeError, match="x must convert to a NumPy array; got RaisesInArray: no array today"):
+        refops.quantize(RaisesInArray(), refops.CurrentScaling(E4M3))
+
+
+class ManyLines:
+    """An object that prints over many lines."""
+
+    def __repr__(self):
+        return "line\n" * 10_000
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda value: refops.encode(X, value),
+        lambda value: refops.quantize(X, value),
+        lambda value: refops.activation(value, X),
+        lambda value: refops.DelayedScaling(E4M3, value),
+        lambda value: refops.NVFP4Scaling(stochastic_rounding=True, random_bits=value),
+        lambda value: refops.Quantized(scaling=refops.MXFP8Scaling(E4M3), shape=value, dtype=np.float32),
+    ],
+)
+def test_messages_have_one_line_of_some_length(call):
+    with pytest.raises((TypeError, ValueError), match=r"got line line .*ManyLines") as error:
+        call(ManyLines())
+    assert "\n" not in str(error.value) and len(str(error.value)) < 600

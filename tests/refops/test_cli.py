@@ -896,3 +896,38 @@ def test_core_imports_no_command_line_module():
         [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
     )
     assert done.stdout.strip() == "[]"
+
+
+def test_an_error_does_not_repeat_a_long_header(run, tmp_path):
+    """NumPy quotes the header that it cannot parse, whatever its length."""
+    header = b"{'descr': '<f4', 'fortran_order': False, 'shape': (" + b"9" * 5000 + b",)}\n"
+    path = tmp_path / "long.npy"
+    path.write_bytes(b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header + bytes(64))
+    code, out, err = run("inspect", path)
+    assert (code, out, err.count("\n")) == (2, "", 1) and len(err) < 1000
+    assert err.startswith(f"refops: error: FILE must be a readable .npy file; got {str(path)!r}")
+
+
+def test_a_signalling_nan_is_no_warning(run, tmp_path):
+    """Other programs write them; arithmetic on one raises a floating-point flag, which NumPy would warn of."""
+    x = MATRIX.copy()
+    x.view(np.uint32)[3, 5] = 0x7F800001
+    np.save(tmp_path / "x.npy", x)
+    code, out, err = run("inspect", tmp_path / "x.npy", "--scaling", "mxfp8")
+    assert (code, err) == (0, "") and "NaN" in out
+
+
+def nested(value, depth=10):
+    """Ten lists of ten lists of ... of one value: a few bytes in a file."""
+    for _ in range(depth):
+        value = [value] * 10
+    return value
+
+
+@pytest.mark.parametrize("filled", [False, True])
+def test_pytorch_lists_without_end_are_refused(run, tmp_path, filled):
+    torch = pytest.importorskip("torch")
+    path = tmp_path / "laughs.pt"
+    torch.save(nested([torch.zeros(4)] if filled else []), path)
+    code, out, err = run("inspect", path)
+    assert (code, out, err.count("\n")) == (2, "", 1) and re.search("names|holds", err)

@@ -113,3 +113,26 @@ def test_every_nan_is_stored_as_cudas_canonical_one(dtype):
         assert nan.sum() == 14 and (result.view(bits)[nan] == canonical).all()
     transformed = refops.hadamard_transform(np.resize(x, (2, 16)))
     assert (transformed.view(bits) == canonical).all()
+
+
+@pytest.mark.parametrize("shape", [(32, 8), (8, 32), (2, 4, 32), (17,)])
+def test_nvfp4_of_a_shape_that_blocks_do_not_divide_is_refused(shape):
+    with pytest.raises(ValueError, match=r"shape must have M % 16 == 0 and K % 16 == 0 .*; got \("):
+        Quantized(scaling=refops.NVFP4Scaling(), shape=shape, dtype=np.dtype(np.float32))
+
+
+def test_block_scales_have_one_order():
+    with pytest.raises(ValueError, match=r"with_gemm_swizzled_scales must be False with BlockScaling, .*; got True"):
+        replace(quantize(X, refops.BlockScaling(refops.E4M3)), with_gemm_swizzled_scales=True)
+
+
+@pytest.mark.parametrize("direction", ["rowwise", "columnwise"])
+@pytest.mark.parametrize("fmt", [refops.E3M2, refops.E2M3])
+def test_codes_beyond_the_format_are_refused(fmt, direction):
+    """A byte holds more than a six-bit code."""
+    only = {"rowwise": direction == "rowwise", "columnwise": direction == "columnwise"}
+    q = quantize(X, refops.MXFP8Scaling(fmt), **only)
+    codes = getattr(q, f"{direction}_data").copy()
+    codes[0, 0, 0] = 64
+    with pytest.raises(ValueError, match=f"q must hold codes below 64 in {fmt!r}; got 64 in {direction}_data"):
+        dequantize(replace(q, **{f"{direction}_data": codes}))

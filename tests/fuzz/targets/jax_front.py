@@ -1,0 +1,203 @@
+"""Targets of `fuser.xla`: functions with and without quantizers, under jit and grad, and what they are told with."""
+
+import numpy as np
+from arguments_fuzz import FLOAT_DTYPES, NUMBERS, contents
+from harness import DocumentedError, require, target
+
+import refops
+
+NEEDS = ("fuser.xla", "cuda_kernels.host")
+ERRORS = {"documented": (ValueError, TypeError, KeyError), "says": ""}
+QUANTIZERS = ("CurrentScaleQuantizer", "DelayedScaleQuantizer", "BlockScaleQuantizer", "NVFP4Quantizer")
+
+
+def activation_type(case):
+    """An activation type, mostly one that there is."""
+    from fuser.xla.settings import ActivationEnum
+
+    if case.chance(0.1):
+        return case.choose(
+            [("nothing",), (), "gelu", ["gelu"], ("linear", "gelu"), ("gelu", "linear", "linear"), None, 1]
+        )
+    return case.choose(list(ActivationEnum))
+
+
+def quantizer(case):
+    """A quantizer or None."""
+    from fuser import xla
+
+    if case.chance(0.4):
+        return None
+    name = case.choose([*QUANTIZERS, "factory"])
+    options = {"q_layout": case.choose([0, 1, 2, xla.QuantizeLayout.ROWWISE])}
+    if case.chance(0.1):
+        options["q_layout"] = case.choose([3, -1, "N", None])
+    if case.chance(0.2):
+        options["q_dtype"] = case.choose(["float8_e5m2", "float32", None, 1])
+    if name == "factory":
+        return case.call("fuser.xla.QuantizerFactory", changes=()) and case.call(
+            "fuser.xla.QuantizerFactory.create", 1, case.choose([*xla.ScalingMode, 9]), **options, **ERRORS
+        )
+    if name == "DelayedScaleQuantizer":
+        options["amax_compute_algo"] = case.choose(["max", "most_recent", "mean"])
+    return case.call(f"fuser.xla.{name}", **options, **ERRORS)
+
+
+def jax_array(case, sizes, dtype):
+    import jax.numpy as jnp
+
+    return jnp.asarray(contents(case, sizes, dtype))
+
+
+@target(
+    "xla_functions",
+    [
+        *(
+            f"fuser.xla.{n}"
+            for n in (
+                "act_lu",
+                "dact_lu",
+                "quantize_dact_dbias",
+                "activation",
+                "route",
+                "current_route",
+                "QuantizerFactory",
+                *QUANTIZERS,
+            )
+        ),
+    ],
+    cases=120,
+    seconds=180,
+    needs=NEEDS,
+)
+def xla_functions(case):
+    """Forward and gradient: shape, dtype, the oracle's verdict; jit gives the same."""
+    import jax
+    import numpy as np
+
+    from fuser.xla.settings import ACTIVATION_NAMES, ActivationEnum
+
+    kind = activation_type(case)
+    halves = len(kind) if isinstance(kind, tuple | list) else 1
+    dtype = case.choose(FLOAT_DTYPES)
+    sizes = (
+        *case.choose([(32,), (2, 16), (1,), (0,), (64,)]),
+        halves if case.chance(0.93) else 3,
+        case.choose([32, 64, 33]),
+    )
+    x = jax_array(case, sizes, dtype)
+    if case.chance(0.05):
+        x = jax.numpy.zeros((4, 2, 32), jax.numpy.int32)
+    chosen = quantizer(case)
+    name = case.choose(["act_lu", "dact_lu", "quantize_dact_dbias", "activation"])
+    args = [x, kind]
+    if name in ("dact_lu", "quantize_dact_dbias"):
+        args.insert(0, jax_array(case, (*x.shape[:-2], x.shape[-1]), dtype))
+    if case.chance(0.05):
+        try:
+            with case.call("fuser.xla.route", case.choose(["x", None, 1, b"ffi"]), **ERRORS):
+                require(False, "a route that there is not")
+        except (ValueError, TypeError) as error:
+            raise DocumentedError(str(error)) from error
+    with case.call("fuser.xla.route", case.choose(["ffi", "ffi", "callback"])):
+        require(case.call("fuser.xla.current_route") in ("ffi", "callback"), "another route")
+        try:
+            y = case.call(f"fuser.xla.{name}", *args, quantizer=chosen, changes=("quantizer",), **ERRORS)
+            jax.block_until_ready(y)
+        except jax.errors.JaxRuntimeError as error:
+            raise DocumentedError(str(error)) from error
+    result = y[0] if name == "quantize_dact_dbias" else y
+    expected = x.shape if name in ("dact_lu", "quantize_dact_dbias") else (*x.shape[:-2], x.shape[-1])
+    values = result.dequantize() if hasattr(result, "dequantize") else result
+    if chosen is None:
+        require(
+            values.shape == expected and values.dtype == x.dtype, "another shape or dtype", values.shape, values.dtype
+        )
+        if name in ("act_lu", "activation"):
+            op = ACTIVATION_NAMES[ActivationEnum[tuple(kind) if not isinstance(kind, str) else (kind,)]]
+            rows = np.asarray(x).reshape(*x.shape[:-2], halves * x.shape[-1])
+            report = refops.oracle.check(op, rows, np.asarray(values), diagnose=False)
+            require(report.ok, f"the oracle rejects it: {report}")
+    elif name != "activation":
+        require(values.size == int(np.prod(expected)), "another size", values.shape)
+
+
+SETTINGS = (
+    "ActivationParams",
+    "ActivationConfig",
+    "ClampedSwigluParams",
+    "ClampedSwigluConfig",
+    "AmaxScope",
+    "QuantizeLayout",
+    "ScalingMode",
+    "TensorUsage",
+)
+TENSORS = (
+    "NoScaleTensor",
+    "ScaledTensor1x",
+    "ScaledTensor2x",
+    "ScaledTensorFactory",
+    "AbstractBaseTensor",
+    "ScaledTensor",
+)
+
+
+@target(
+    "xla_settings",
+    [*(f"fuser.xla.{n}" for n in (*SETTINGS, *TENSORS, "compute_scale_from_amax"))],
+    cases=300,
+    seconds=60,
+    needs=NEEDS,
+)
+def xla_settings(case):
+    """What the functions are told with, and the tensors that they return, made by hand."""
+    import jax.numpy as jnp
+
+    from fuser import xla
+
+    for name in ("AmaxScope", "QuantizeLayout", "ScalingMode", "TensorUsage"):
+        members = list(getattr(xla, name))
+        case.call(f"fuser.xla.{name}", case.choose(members).value)
+    for name in ("AbstractBaseTensor", "ScaledTensor", "ScaledTensorFactory"):
+        case.call(f"fuser.xla.{name}")
+    fields = {f: case.draw(NUMBERS) if case.chance(0.3) else 1.5 for f in ("limit", "alpha", "glu_linear_offset")}
+    clamped = case.call(f"fuser.xla.{case.choose(['ClampedSwigluParams', 'ClampedSwigluConfig'])}", **fields, **ERRORS)
+    case.call(f"fuser.xla.{case.choose(['ActivationParams', 'ActivationConfig'])}", clamped)
+    data = jnp.asarray(case.rng.standard_normal((32, 64)), jnp.float8_e4m3fn)
+    case.call("fuser.xla.NoScaleTensor", data)
+    mode = case.choose(list(xla.ScalingMode))
+    if case.chance(0.6):
+        mode, sizes, kind = case.choose(
+            [
+                (xla.ScalingMode.CURRENT_TENSOR_SCALING, (1,), jnp.float32),
+                (xla.ScalingMode.MXFP8_1D_SCALING, (32, 2), jnp.float8_e8m0fnu),
+                (xla.ScalingMode.NVFP4_1D_SCALING, (32, 4), jnp.float8_e4m3fn),
+                (xla.ScalingMode.NO_SCALING, (0,), jnp.float32),
+            ]
+        )
+        made = case.call("fuser.xla.ScaledTensor1x", data, jnp.ones((1,)), jnp.ones(sizes, kind), mode, jnp.float32)
+        require(made.dequantize().shape == data.shape, "another shape")
+        case.call("fuser.xla.ScaledTensor2x", made, made)
+        return
+    sizes = case.choose([(1,), (32, 2), (1, 64), (32, 4), (0,), (5, 5)])
+    scales = jnp.ones(sizes, case.choose([jnp.float32, jnp.float8_e4m3fn]))
+    axis = case.choose([-1, 1, 0, 5, -3])
+    made = case.call(
+        "fuser.xla.ScaledTensor1x",
+        data,
+        jnp.ones((1,)),
+        scales,
+        mode,
+        jnp.float32,
+        case.chance(0.3),
+        case.choose(["N", "T"]),
+        axis,
+        **ERRORS,
+    )
+    require(made.dequantize().shape == data.shape, "another shape")
+    case.call("fuser.xla.ScaledTensor2x", made, made)
+    amax = jnp.asarray(contents(case, (1,), np.float32))
+    scale = case.call(
+        "fuser.xla.compute_scale_from_amax", amax, jnp.float8_e4m3fn, case.choose([0.0, 2.0, -3.0]), **ERRORS
+    )
+    require(scale.shape == (1,) and scale.dtype == jnp.float32, "another shape or dtype", scale)

@@ -1,0 +1,202 @@
+"""Targets of `refops.oracle`: right dumps are right, changed ones are judged, nonsense is refused."""
+
+import json
+
+import numpy as np
+from arguments_fuzz import (
+    FP8,
+    SCALINGS,
+    contents,
+    directions,
+    fits_of,
+    laid_out,
+    parameters,
+    plain,
+    shape,
+    spoiled,
+    tensor,
+    wrong,
+)
+from harness import DocumentedError, require, target
+from hypothesis import strategies as st
+
+import refops
+from refops import oracle
+from refops.activations import ACTIVATIONS
+from refops.oracle.operation import QUANTIZED_ARRAYS
+
+NEEDS = ("refops.oracle.diagnosis",)
+
+
+def right(case):
+    """(op, inputs, outputs, options) of a dump that is right; `DocumentedError` where the arguments do not fit."""
+    try:
+        return _right(case)
+    except (ValueError, TypeError) as error:
+        raise DocumentedError(str(error)) from error
+
+
+def _right(case):
+    name = case.choose(tuple(ACTIVATIONS))
+    kind = case.choose(["activation", "grad", "quantize", "quantize", "fused", "dequantize", "update", "scaled"])
+    scaling, options = case.draw(SCALINGS), {}
+    x = tensor(case, fits=2 * (fits_of(scaling) or 16))
+    if kind == "update":
+        history = np.abs(contents(case, (4, 3), np.float32))
+        scale = np.abs(contents(case, (3,), np.float32)) + np.float32(1)
+        fmt = case.choose(FP8)
+        new = refops.update_delayed_scale(history, scale, fmt)
+        inputs = {"amax_history": history, "scale": scale}
+        return "update_delayed_scale", inputs, dict(zip(inputs, new, strict=True)), {"params": {"fmt": fmt}}
+    if kind in ("activation", "grad", "scaled"):
+        params = parameters(case, name)
+        options["params"] = params
+        if kind == "activation":
+            return name, x, refops.activation(name, x, **params), options
+        if kind == "scaled":
+            name = case.choose(refops.SCALED_ACTIVATIONS)
+            row_scales = tensor(case, (int(np.prod(x.shape[:-1])),), np.dtype(np.float32))
+            return (
+                f"scaled_{name}",
+                {"x": x, "row_scales": row_scales},
+                refops.scaled_activation(name, x, row_scales),
+                {},
+            )
+        dy = tensor(case, (*x.shape[:-1], x.shape[-1] // (1 + ACTIVATIONS[name].gated)), x.dtype)
+        dx, dbias = refops.activation_grad(name, dy, x, dbias=True, **params)
+        return f"d{name}", {"dy": dy, "x": x}, {"dx": dx, "dbias": dbias}, options
+    flags = directions(case)
+    if getattr(scaling, "row_scaled", False):
+        flags = {}
+    if kind == "fused":
+        q, op = refops.activation_quantize(name, x, scaling, **flags), name
+    else:
+        q, op = refops.quantize(x, scaling, **flags), "quantize"
+    if kind == "dequantize":
+        return "dequantize", q, refops.dequantize(q), {}
+    return op, x, q, {"scaling": scaling}
+
+
+def as_dict(outputs):
+    """Outputs by name, as a dump of files has them."""
+    if isinstance(outputs, refops.Quantized):
+        return {name: getattr(outputs, name) for name in QUANTIZED_ARRAYS if getattr(outputs, name) is not None}
+    return outputs
+
+
+def require_report(report):
+    """A report prints, and its numbers fit together."""
+    require(str(report) and json.dumps(report.ok) and repr(report), "a report without text")
+    require(report.ok == (not report.mismatches), "the verdict contradicts the mismatches")
+
+
+@target(
+    "oracle_right",
+    ["refops.oracle.check", "refops.oracle.Report", "refops.oracle.ArrayVerdict"],
+    cases=400,
+    needs=NEEDS,
+)
+def oracle_right(case):
+    """What refops writes is right, at any ulp, however the arrays lie in memory."""
+    op, inputs, outputs, options = right(case)
+    options["ulp"] = case.choose([0, 2, 2, 4, 0.5, np.float32(2)])
+    if case.chance(0.5):
+        outputs = as_dict(outputs)
+        if isinstance(outputs, dict):
+            outputs = {name: laid_out(case, plain(array)) for name, array in outputs.items()}
+    report = case.call("refops.oracle.check", op, inputs, outputs, **options)
+    require_report(report)
+    require(report.ok, f"the reference is rejected: {report}")
+    report.raise_for_mismatch()
+    rebuild(case, "ArrayVerdict", report.arrays[0])
+    rebuild(case, "Report", report)
+
+
+def rebuild(case, name, value):
+    """The class called with the fields of one of its objects gives an equal one."""
+    fields = {field: getattr(value, field) for field in value.__dataclass_fields__}
+    made = case.call(f"refops.oracle.{name}", **fields)
+    require(repr(made) == repr(value), "another object", made, value)
+
+
+@target(
+    "oracle_wrong",
+    ["refops.oracle.check", "refops.oracle.Mismatch", "refops.oracle.MismatchError", "refops.oracle.Explanation"],
+    cases=350,
+    seconds=60,
+    needs=NEEDS,
+)
+def oracle_wrong(case):
+    """Changed dumps are judged and diagnosed without an error; a report of mismatches raises one."""
+    op, inputs, outputs, options = right(case)
+    outputs = as_dict(outputs)
+    if not isinstance(outputs, dict):
+        outputs = {case.choose(["y"]): outputs}
+    outputs = {name: np.array(array) for name, array in outputs.items()}
+    chosen = outputs[case.choose(list(outputs))]
+    flat = chosen.reshape(-1).view(np.uint8)
+    how = case.below(4)
+    if how == 0:
+        flat[...] = case.rng.integers(0, 256, flat.shape)
+    elif how == 1:
+        flat[...] = case.choose([0, 255, 0x7F])
+    elif flat.size:
+        for _ in range(case.below(20, 1)):
+            flat[case.below(flat.size)] ^= 1 << case.below(8)
+    report = case.call("refops.oracle.check", op, inputs, outputs, diagnose=case.chance(0.7), **options)
+    require_report(report)
+    require(not any("the diagnosis failed" in note for note in report.notes), "the diagnosis failed", report.notes)
+    if report.ok:
+        return
+    try:
+        report.raise_for_mismatch()
+        require(False, "no error is raised")
+    except oracle.MismatchError as error:
+        require(str(error), "an error without text")
+        case.call("refops.oracle.MismatchError", *error.args)
+    rebuild(case, "Mismatch", report.mismatches[0])
+    for explanation in report.diagnosis[:1]:
+        rebuild(case, "Explanation", explanation)
+
+
+@target("oracle_explanation", ["refops.oracle.Explanation"], cases=30, needs=NEEDS)
+def oracle_explanation(case):
+    """A dump of a known convention is named."""
+    x = contents(case, (64, 128), np.float32)
+    x = np.where(np.isfinite(x), x, np.float32(1))
+    q = refops.quantize(x, refops.MXFP8Scaling(refops.E4M3, scale_rounding="floor"))
+    report = refops.oracle.check("quantize", x, as_dict(q), scaling=refops.MXFP8Scaling(refops.E4M3))
+    require_report(report)
+    fields = {"names": ("a",), "sentence": case.draw(st.text(max_size=20)), "explained": case.rng.random()}
+    case.call("refops.oracle.Explanation", **fields)
+
+
+@target("oracle_nonsense", ["refops.oracle.check"], cases=500, needs=NEEDS)
+def oracle_nonsense(case):
+    """Arguments that do not fit are refused by name."""
+    op, inputs, outputs, options = right(case)
+    outputs = as_dict(outputs)
+    how = case.below(6)
+    if how == 0:
+        op = case.choose([wrong(case), "dswiglu", "quantize", "dequantize", "gelu", "scaled_swiglu", "clamped_dswiglu"])
+    elif how == 1:
+        inputs = case.choose(
+            [wrong(case), {}, {"x": wrong(case)}, {"x": tensor(case), "dy": tensor(case)}, {"q": inputs}]
+        )
+    elif how == 2:
+        outputs = case.choose(
+            [wrong(case), {}, {"y": wrong(case)}, {"data": wrong(case)}, {"nothing": tensor(case)}, {1: 2}]
+        )
+    elif how == 3 and isinstance(outputs, dict):
+        name = case.choose(list(outputs))
+        outputs = {**outputs, name: case.choose([tensor(case), wrong(case), np.zeros(shape(case), np.uint8)])}
+    else:
+        extra = {
+            "ulp": case.choose([-1, np.nan, "2", None]),
+            "padding": "x",
+            "random_bits": "none",
+            "swizzled_scales": 1,
+        }
+        name = case.choose([*extra, "scaling", "params", "diagnose"])
+        options[name] = extra.get(name, wrong(case)) if case.chance(0.6) else wrong(case)
+    require_report(case.call("refops.oracle.check", op, inputs, outputs, **spoiled(case, options, 0.1)))

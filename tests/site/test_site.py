@@ -1,0 +1,67 @@
+"""The built site: all names are in it, no page asks the network for anything, every link leads somewhere.
+
+`make docs` builds it and runs this.
+"""
+
+import re
+import sys
+from functools import cache
+from pathlib import Path
+from urllib.parse import unquote
+
+import pytest
+
+TESTS = Path(__file__).resolve().parents[1]
+sys.path.append(str(TESTS / "docs"))
+
+from reference_pages import PUBLIC, described, public_names  # noqa: E402
+
+SITE = TESTS.parent / "build" / "docs"
+PAGES = sorted(str(path.relative_to(SITE)) for path in SITE.rglob("*.html"))
+
+
+def test_there_is_a_site():
+    assert {"index.html", "reference/refops.html", "guide/numerical_policy.html", "search.html"} <= set(PAGES)
+
+
+def test_the_inventory_has_every_public_name():
+    inventory = pytest.importorskip("sphinx.util.inventory").InventoryFile
+    names = {
+        name
+        for kind, objects in inventory.loads((SITE / "objects.inv").read_bytes(), uri="").data.items()
+        if kind.startswith("py:")
+        for name in objects
+    }
+    wanted = {f"{module}.{name}" for module, name in described() if module in PUBLIC and name in public_names(module)}
+    missing = sorted(wanted - names)
+    assert not missing
+
+
+@cache
+def anchors(path):
+    return set(re.findall(r'\bid="([^"]+)"', path.read_text()))
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_of_a_page_lead_somewhere(page):
+    path = SITE / page
+    for target in re.findall(r'\b(?:href|src)="([^"]+)"', path.read_text()):
+        if target.startswith(("https://", "http://", "mailto:", "data:", "javascript:")):
+            continue
+        name, _, fragment = unquote(target.replace("&amp;", "&")).partition("#")
+        file = (path.parent / name.split("?")[0]).resolve() if name else path
+        assert file.exists(), f"{page} links to {target}"
+        if fragment and file.suffix == ".html":
+            assert fragment in anchors(file), f"{page} links to {target}"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_loads_nothing_from_the_network(page):
+    """Links may lead out; scripts, styles, fonts and pictures are the site's own."""
+    loading = r'<(?:script|link|img|iframe)\b[^>]*\b(?:src|href)="((?:https?:)?//[^"]+)"'
+    assert not re.findall(loading, (SITE / page).read_text())
+
+
+def test_styles_load_nothing_from_the_network():
+    for path in SITE.rglob("*.css"):
+        assert not re.findall(r"(?:url\(|@import)\s*['\"]?(?:https?:)?//", path.read_text()), path
