@@ -8,11 +8,11 @@ from urllib.parse import unquote
 
 import pytest
 from markdown_it import MarkdownIt
-from running_documents import ROOT, Document, DocumentError, blocks_of, documents, extras, make_targets
 
 from refops import ACTIVATIONS
 from refops.oracle.conventions import CONVENTIONS
 from refops.survey import SCALINGS
+from running_documents import ROOT, Document, DocumentError, blocks_of, documents, extras, make_targets
 
 DOCUMENTS = documents()
 README = (ROOT / "README.md").read_text()
