@@ -13,7 +13,7 @@ from cuda_kernels.host.arrays import NO_BYTES, NO_FLOATS, as_bytes
 from cuda_kernels.host.compile import address_of
 from cuda_kernels.host.tiles import PROLOGUE
 from cuda_kernels.operands import Inputs
-from cuda_kernels.simt import F, device
+from cuda_kernels.simt import U32, F, device
 from refops.scaling import BlockScaling, MXFP8Scaling, NVFP4Scaling
 
 ONE = F(1)
@@ -85,47 +85,56 @@ def _factor_of(kind, columnwise, row_scaled):
     return {"tensor": tensor, "square": square, "block": block_major, "mx": mx, "nvfp4": nvfp4}[kind]
 
 
-def _code_of(fp4):
-    """Return `code(data, i)`: the code of element `i` in uint32."""
+def _run_of(fmt):
+    """Return `run(data, start, count, scale, out)`: elements `start` on of codes, times a scale, to out[:count]."""
+    decode = casts.DECODERS[fmt]
 
     @device
-    def whole(data, i):
-        return np.uint32(data[i])
+    def whole(data, start, count, scale, out):
+        codes = data[start : start + count]
+        for i in range(count):
+            out[i] = decode(np.uint32(codes[i])) * scale
 
     @device
-    def half(data, i):
-        return np.uint32((data[i // 2] >> (4 * (i % 2))) & np.uint8(15))
+    def halves(data, start, count, scale, out):
+        pairs = data[start // 2 : (start + count) // 2]
+        for i in range(count // 2):
+            pair = np.uint32(pairs[i])
+            out[2 * i] = decode(np.uint32(pair & U32(15))) * scale
+            out[2 * i + 1] = decode(np.uint32(pair >> U32(4))) * scale
 
-    return half if fp4 else whole
+    return halves if fmt == "e2m1" else whole
 
 
 @cache
 def prologue(kind, fmt, columnwise, row_scaled):
     """Return the address of the prologue that decodes one direction of one scaling."""
-    code, factor, decode = _code_of(fmt == "e2m1"), _factor_of(kind, columnwise, row_scaled), casts.DECODERS[fmt]
+    run, factor, decode = _run_of(fmt), _factor_of(kind, columnwise, row_scaled), casts.DECODERS[fmt]
     block = {"mx": 32, "nvfp4": 16}.get(kind, 128)
 
     def along_rows(inputs, tile, rows, columns, row, column):
         for r in range(rows):
             start, line = (row + r) * inputs.width + column, tile[r]
             for first in range(0, columns, block):
-                scale = factor(inputs, row + r, (column + first) // block)
-                for c in range(first, min(first + block, columns)):
-                    line[c] = decode(code(inputs.x, start + c)) * scale
+                scale, count = factor(inputs, row + r, (column + first) // block), min(block, columns - first)
+                run(inputs.x, start + first, count, scale, line[first : first + count])
 
     def mx_columns(inputs, tile, rows, columns, row, column):
         for r in range(rows):
             start, line = (row + r) * inputs.width + column, tile[r]
+            codes = inputs.x[start : start + columns]
             for c in range(columns):
-                line[c] = decode(code(inputs.x, start + c)) * factor(inputs, column + c, (row + r) // block)
+                line[c] = decode(np.uint32(codes[c])) * factor(inputs, column + c, (row + r) // block)
 
     def transposed(inputs, tile, rows, columns, row, column):
+        part = np.empty(block, np.float32)
         for c in range(columns):
             start = (column + c) * inputs.rows + row
             for first in range(0, rows, block):
-                scale = factor(inputs, column + c, (row + first) // block)
-                for r in range(first, min(first + block, rows)):
-                    tile[r, c] = decode(code(inputs.x, start + r)) * scale
+                scale, count = factor(inputs, column + c, (row + first) // block), min(block, rows - first)
+                run(inputs.x, start + first, count, scale, part)
+                for r in range(count):
+                    tile[first + r, c] = part[r]
 
     function = along_rows if not columnwise else mx_columns if kind == "mx" else transposed
     words = ["dequantize", kind, fmt, "columnwise" if columnwise else "rowwise", "row_scaled" * row_scaled]
