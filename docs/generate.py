@@ -14,10 +14,12 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "docs")]
+sys.path[:0] = [str(ROOT), *(str(ROOT / folder) for folder in ("docs", "tests", "tests/benchmarks"))]
 
 import capabilities  # noqa: E402
+import tables  # noqa: E402
 
+from peers import conformance  # noqa: E402
 from refops import ACTIVATIONS  # noqa: E402
 
 REGION = re.compile(r"(<!-- generated: (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
@@ -34,8 +36,42 @@ def activations():
     return "\n".join(["| name | formula |", "|---|---|", *rows])
 
 
+def measured(pattern):
+    """The committed measurement whose path under tests/ matches."""
+    (path,) = sorted((ROOT / "tests").glob(pattern))
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def speed():
+    """The host kernels beside the best peer and a copy, as `make bench` measured them."""
+    document = measured("benchmarks/results/cpu_*.json")
+    return f"{tables.caption(document)}\n\n{tables.short(document)}"
+
+
+def speed_of_all():
+    """Every competitor at every size, and peak memory."""
+    return tables.full(measured("benchmarks/results/cpu_*.json"))
+
+
+def peers():
+    """What agrees with each peer, in short, as `make conformance` found it."""
+    return conformance.summary(measured("peers/results/conformance.json"))
+
+
+def peers_in_full():
+    """What agrees with each peer, and what the differences are."""
+    return conformance.markdown(measured("peers/results/conformance.json"))
+
+
 #: Name -> function without arguments that returns Markdown.
-PARTS = {"capabilities": what_is_covered, "activations": activations}
+PARTS = {
+    "capabilities": what_is_covered,
+    "activations": activations,
+    "speed": speed,
+    "speed_of_all": speed_of_all,
+    "peers": peers,
+    "peers_in_full": peers_in_full,
+}
 
 
 def generated(text):
@@ -49,7 +85,7 @@ def generated(text):
         raise ValueError(f"no part is called {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
     if text.count("<!-- generated: ") != len(REGION.findall(text)):
         raise ValueError("a generated part has no <!-- end -->")
-    return REGION.sub(lambda match: f"{match[1]}\n{PARTS[match[2]]()}\n\n{match[4]}", text)
+    return REGION.sub(lambda match: f"{match[1]}\n{PARTS[match[2]]().strip()}\n\n{match[4]}", text)
 
 
 def documents():

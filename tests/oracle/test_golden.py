@@ -610,7 +610,10 @@ def test_a_file_that_cannot_grow_leaves_nothing(tmp_path):
 
 
 def test_ctrl_c_leaves_nothing(tmp_path):
-    process = command("golden", "--all", "--out", tmp_path / "golden")
+    def heed_ctrl_c():
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's background jobs ignore it
+
+    process = command("golden", "--all", "--out", tmp_path / "golden", preexec_fn=heed_ctrl_c)
     for _ in range(600):
         if list(tmp_path.glob("golden/.golden-*/*.safetensors")):
             break

@@ -12,6 +12,7 @@ import datetime
 import json
 import platform
 import sys
+from operator import itemgetter
 from pathlib import Path
 
 import numpy as np
@@ -225,6 +226,37 @@ def markdown(document):
         if peer["absent"]:
             lines.append(f"| {peer['name']} | not installed | | | | {peer['absent']} |")
     return "\n".join(lines) + "\n"
+
+
+def summary(document):
+    """Formats down, peers across: the share of codes and scales that agree.
+
+    Of a scaling: of real tensors, then of all ordinary data, constructed to differ; of a cast: of every finite number.
+    Of a peer's several ways, the one that agrees best.
+    """
+    present = [peer["name"] for peer in document["peers"] if not peer["absent"]]
+    shares = {}
+    for row in document["rows"]:
+        found = [percent(row[kind]) for kind in ("real", "ordinary") if row[kind]["elements"]]
+        key = (row["subject"], row["peer"])
+        best = max(
+            shares.get(key, (0, "")), (row["ordinary"]["agree"] / row["ordinary"]["elements"], found), key=itemgetter(0)
+        )
+        shares[key] = best
+    lines = ["| | " + " | ".join(present) + " |", "|---" * (1 + len(present)) + "|"]
+    for subject in dict.fromkeys(row["subject"] for row in document["rows"]):
+        cells = [" / ".join(dict.fromkeys(shares.get((subject, peer), (0, "-"))[1])) for peer in present]
+        lines.append(f"| {subject} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def percent(counts):
+    """The share that agrees, never rounded up to everything."""
+    if not counts["elements"]:
+        return "-"
+    if counts["agree"] == counts["elements"]:
+        return "all"
+    return f"{min(99.99, 100 * counts['agree'] / counts['elements']):.4g} %"
 
 
 def print_rows(document):
