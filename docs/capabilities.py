@@ -2,10 +2,11 @@
 
     python docs/capabilities.py --write         # capabilities.json, beside this file
 
-A backend is credited where its call returns and the result is right: the bits of `refops` for casts, scales and
-dequantization, the oracle's verdict for activations. It is not credited where the call is refused with an error that it
-documents. Anything else, a wrong bit or another error, ends this program. The GPU kernels run in the simulator, as
-Python, in a process of their own. `docs/generate.py` makes README's table of it.
+A backend is credited where its call returns and the result is right: the bits of `refops` for casts, scales, amaxes and
+dequantization (for `refops` itself `make report` has other judges), the oracle's verdict for activations. It is not
+credited where nothing has the settings (NotImplementedError). Anything else, a wrong bit or an error, ends this program.
+The GPU kernels run in the simulator, as Python, in a process of their own. README's table is made of it by
+`docs/generate.py`, and the tests measure again.
 """
 
 import argparse
@@ -52,23 +53,23 @@ TITLES = {
     "nvfp4-row-scaled": "NVFP4, one amax a row",
 }
 RESULTS = Path(__file__).with_name("capabilities.json")
-#: What a backend raises where it does not offer something.
-REFUSALS = (ValueError, NotImplementedError, LookupError)
 ROWS, COLUMNS = 32, 128
 #: An activation of each kind for the table; all of them have a line of their own.
 UNARY, GATED = "gelu", "swiglu"
-FIELDS = ("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv")
+DTYPES = (np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))
+FIELDS = tuple(f"{copy}_{name}" for copy in ("rowwise", "columnwise") for name in ("data", "scale_inv"))
+AMAXES = ("amax_rowwise", "amax_columnwise")
 
 
 class WrongResultError(AssertionError):
     """A backend returned something that is not right."""
 
 
-def inputs(name):
-    """(x, dy) in bfloat16 of an activation whose output is (ROWS, COLUMNS)."""
+def inputs(name, dtype=ml_dtypes.bfloat16):
+    """(x, dy) of an activation whose output is (ROWS, COLUMNS)."""
     random = np.random.default_rng(0)
     width = COLUMNS * (1 + refops.ACTIVATIONS[name].gated)
-    return [random.standard_normal((ROWS, w), np.float32).astype(ml_dtypes.bfloat16) for w in (width, COLUMNS)]
+    return [random.standard_normal((ROWS, w), np.float32).astype(dtype) for w in (width, COLUMNS)]
 
 
 # --- judging ----------------------------------------------------------------------------------------
@@ -86,7 +87,7 @@ def require_equal(result, expected, what):
 
 def require_same(q, expected):
     """Raise `WrongResultError` where a quantized tensor, with TE's attribute names, is not `expected` to the bit."""
-    for field in FIELDS:
+    for field in (*FIELDS, *AMAXES):
         require_equal(getattr(q, field), getattr(expected, field), field)
 
 
@@ -135,11 +136,12 @@ def swizzle(library, scaling):
 
 
 def evaluate(library, name):
-    """An activation and its gradient, in high precision."""
-    x, dy = inputs(name)
-    require_right(name, x, library.activation(name, x))
-    dx, dbias = library.activation_grad(name, dy, x, dbias=True)
-    require_right(f"d{name}", {"x": x, "dy": dy}, {"dx": dx, "dbias": dbias})
+    """An activation and its gradient in high precision, of every dtype."""
+    for dtype in DTYPES:
+        x, dy = inputs(name, dtype)
+        require_right(name, x, library.activation(name, x))
+        dx, dbias = library.activation_grad(name, dy, x, dbias=True)
+        require_right(f"d{name}", {"x": x, "dy": dy}, {"dx": dx, "dbias": dbias})
 
 
 def activate(library, scaling):
@@ -360,7 +362,7 @@ class JaxResult:
     def __init__(self, tensor, scaling):
         self.tensor, self.scaling = tensor, scaling
         copies = [tensor] if hasattr(tensor, "is_colwise") else [tensor.rowwise_tensor, tensor.colwise_tensor]
-        self.arrays = dict.fromkeys(FIELDS)
+        self.arrays = dict.fromkeys((*FIELDS, *AMAXES))
         for copy in copies:
             self._add("columnwise" if copy.is_colwise else "rowwise", copy, scaling)
 
@@ -379,9 +381,11 @@ class JaxResult:
         if copy.scaling_mode.is_nvfp4_scaling:
             data = refops.pack_fp4(data)
         self.arrays[f"{name}_data"], self.arrays[f"{name}_scale_inv"] = data, scales
+        if copy.amax is not None and copy.amax.size:
+            self.arrays[f"amax_{name}"] = np.asarray(copy.amax)
 
     def __getattr__(self, name):
-        if name in FIELDS:
+        if name in (*FIELDS, *AMAXES):
             return self.arrays[name]
         raise AttributeError(name)
 
@@ -411,7 +415,7 @@ def offered(call):
     """Whether a call is offered: it returns, or is refused."""
     try:
         call()
-    except REFUSALS:
+    except NotImplementedError:
         return False
     return True
 
