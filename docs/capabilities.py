@@ -4,7 +4,7 @@
 
 A backend is credited where its call returns and the result is right: the bits of `refops` for casts, scales, amaxes and
 dequantization (for `refops` itself `make report` has other judges), the oracle's verdict for activations. It is not
-credited where nothing has the settings (NotImplementedError). Anything else, a wrong bit or an error, ends this program.
+credited where nothing has the settings (NotImplementedError). Anything else, a wrong bit or an error, ends it.
 The GPU kernels run in the simulator, as Python, in a process of their own. README's table is made of it by
 `docs/generate.py`, and the tests measure again.
 """

@@ -37,9 +37,11 @@ def activations():
 
 
 def measured(pattern):
-    """The committed measurement whose path under tests/ matches."""
-    (path,) = sorted((ROOT / "tests").glob(pattern))
-    return json.loads(path.read_text(encoding="utf-8"))
+    """The newest committed measurement whose path under tests/ matches."""
+    documents = [json.loads(path.read_text(encoding="utf-8")) for path in sorted((ROOT / "tests").glob(pattern))]
+    if not documents:
+        raise ValueError(f"there is no tests/{pattern}; `make bench` and `make conformance` write them")
+    return max(documents, key=lambda document: document["date"])
 
 
 def speed():
