@@ -39,7 +39,9 @@ LANGUAGES = ("python", "sh", "cpp", "rust", "cuda", "text")
 DIRECTIVES = ("{eval-rst}", "{toctree}")
 #: Code that would be shown and not run: in HTML, and in reStructuredText.
 HTML_CODE = re.compile(r"<(?:pre|code|samp|textarea|xmp)\b|```|~~~", re.IGNORECASE)
-RST_CODE = re.compile(r"\.\. (?:code|code-block|sourcecode|testcode|doctest|parsed-literal|raw)::|::$|>>> ", re.MULTILINE)
+RST_CODE = re.compile(
+    r"\.\. (?:code|code-block|sourcecode|testcode|doctest|parsed-literal|raw)::|::$|>>> ", re.MULTILINE
+)
 KEPT_VARIABLES = ("HOME", "LANG", "TMPDIR", "NUMBA_CACHE_DIR", "LD_LIBRARY_PATH", "RUSTUP_HOME", "CARGO_HOME")
 TIMEOUT = 300
 
