@@ -1,8 +1,8 @@
 """cuda_kernels: readable Numba CUDA kernels for the operations of `refops`, and their functions compiled for the CPU.
 
     import cuda_kernels
-    q = cuda_kernels.activation_quantize("swiglu", x, MXFP8Scaling(E4M3), columnwise=True)     x on a GPU
-    q = cuda_kernels.host.activation_quantize("swiglu", x, MXFP8Scaling(E4M3), columnwise=True)     x on the CPU
+    q = cuda_kernels.activation_quantize("swiglu", x, MXFP8Scaling(E4M3), columnwise=True)  # x on a GPU
+    q = cuda_kernels.host.activation_quantize("swiglu", x, MXFP8Scaling(E4M3), columnwise=True)  # x on the CPU
 
 The calls, their results and their errors are those of `refops`. Arrays on a GPU may be torch tensors, CuPy or Numba
 arrays or anything with a CUDA array interface; results are of the same kind. Work goes to the current stream of the

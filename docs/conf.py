@@ -11,6 +11,9 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
+import signatures  # noqa: E402
+
+signatures.keep_short_hints()
 import refops  # noqa: E402
 
 project = "refops"
@@ -18,7 +21,7 @@ copyright = "the authors of refops, Apache-2.0"
 release = refops.__version__
 html_title = f"refops {release}"
 
-extensions = ["sphinx.ext.autodoc", "sphinx.ext.napoleon", "myst_parser", "markdown_docstrings"]
+extensions = ["sphinx.ext.autodoc", "sphinx.ext.napoleon", "myst_parser", "markdown_docstrings", "signatures"]
 html_theme = "furo"
 html_copy_source = False
 source_suffix = {".md": "markdown"}
@@ -26,6 +29,7 @@ source_suffix = {".md": "markdown"}
 #: `name` in a docstring is code, and a link where it names something of the reference.
 default_role = "py:obj"
 autodoc_member_order = "bysource"
+autodoc_typehints_format = "short"
 maximum_signature_line_length = 100
 python_use_unqualified_type_names = True
 napoleon_numpy_docstring = False

@@ -34,8 +34,14 @@ from pathlib import Path
 from markdown_it import MarkdownIt
 
 ROOT = Path(__file__).resolve().parent.parent
-#: What may stand after ``` besides MyST's directives in braces, which Sphinx builds.
+#: What may stand after ```: these, and MyST's directives that hold no code, which Sphinx builds.
 LANGUAGES = ("python", "sh", "cpp", "rust", "cuda", "text")
+DIRECTIVES = ("{eval-rst}", "{toctree}")
+#: Code that would be shown and not run: in HTML, and in reStructuredText.
+HTML_CODE = re.compile(r"<(?:pre|code|samp|textarea|xmp)\b|```|~~~", re.IGNORECASE)
+RST_CODE = re.compile(
+    r"\.\. (?:code|code-block|sourcecode|testcode|doctest|parsed-literal|raw)::|::$|>>> ", re.MULTILINE
+)
 KEPT_VARIABLES = ("HOME", "LANG", "TMPDIR", "NUMBA_CACHE_DIR", "LD_LIBRARY_PATH", "RUSTUP_HOME", "CARGO_HOME")
 TIMEOUT = 300
 
@@ -127,19 +133,30 @@ def blocks_of(text):
     blocks, before = [], None
     for token in MarkdownIt().parse(text):
         before, last = token, before
+        line = token.map[0] + 1 if token.map else 0
         if token.type == "code_block":
-            raise DocumentError(f"line {token.map[0] + 1}: an indented block; fence it and say what it is")
-        if token.type != "fence" or token.info.startswith("{"):
+            raise DocumentError(f"line {line}: an indented block; fence it and say what it is")
+        html = [part.content for part in (token, *(token.children or ())) if part.type in ("html_block", "html_inline")]
+        if any(map(HTML_CODE.search, html)):
+            raise DocumentError(f"line {line}: code in HTML; fence it, with an empty line before")
+        if token.type != "fence":
+            continue
+        if token.info.startswith("{"):
+            if token.info.strip() not in DIRECTIVES or RST_CODE.search(token.content):
+                raise DocumentError(f"line {line}: a directive with code, or not one of {', '.join(DIRECTIVES)}")
+            before = None  # what follows is no output
             continue
         language, *attributes = token.info.split() or [""]
         if language not in LANGUAGES:
-            raise DocumentError(f"line {token.map[0] + 1}: a block of {token.info!r}; known are {', '.join(LANGUAGES)}")
+            raise DocumentError(f"line {line}: a block of {token.info!r}; known are {', '.join(LANGUAGES)}")
         attributes = dict(attribute.partition("=")[::2] for attribute in attributes)
         if set(attributes) - {"needs"}:
-            raise DocumentError(f"line {token.map[0] + 1}: unknown attribute in {token.info!r}; known is needs=NAME")
+            raise DocumentError(f"line {line}: unknown attribute in {token.info!r}; known is needs=NAME")
         if language == "text" and last is not None and last.type == "fence" and blocks:
+            if not token.content.replace("...", "").strip():
+                raise DocumentError(f"line {line}: an output of nothing but '...', which any output would match")
             blocks[-1].output = token.content
-        blocks.append(Block(language, attributes, token.content, token.map[0] + 1))
+        blocks.append(Block(language, attributes, token.content, line))
     return blocks
 
 

@@ -57,6 +57,19 @@ def test_every_operation_is_in_the_readme():
     assert_none_missing(names, words, "fuser/README.md", "Add an operation")
 
 
+def test_names_in_files_exist():
+    """`name` of `file.py`, or in it, in CONTRIBUTING.md: some file of that name has the word."""
+    text = " ".join((ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").split())
+    folders = ("refops", "cuda_kernels", "fuser", "tests", "docs")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    pattern = r"((?:`\w+`(?:, | and )?)+) (?:there )?(?:of|in) `([\w/]+\.py)`"
+    found = [(name, file) for names, file in re.findall(pattern, text) for name in re.findall(r"`(\w+)`", names)]
+    assert len(found) > 30
+    for name, file in found:
+        texts = [path.read_text(encoding="utf-8") for path in files if path.as_posix().endswith(f"/{file}")]
+        assert any(re.search(rf"\b{name}\b", text) for text in texts), f"CONTRIBUTING.md: {name} of {file}"
+
+
 def test_the_sections_that_failures_name_exist():
     """In this file and in the other tests."""
     headings = re.findall(r"^## (.*)$", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"), re.MULTILINE)

@@ -30,7 +30,15 @@ def test_every_block_is_of_a_kind_that_is_run(path):
     blocks_of(read(path))
 
 
-WITH_CODE = [path for path in DOCUMENTS if re.search(r"^ *```(?!text|\{|$)", read(path), re.MULTILINE)]
+def has_code(text):
+    """Whether there is something to run, or a block that nothing would run, for which the run fails."""
+    try:
+        return any(block.language != "text" for block in blocks_of(text))
+    except DocumentError:
+        return True
+
+
+WITH_CODE = [path for path in DOCUMENTS if has_code(read(path))]
 
 
 @pytest.mark.parametrize("path", WITH_CODE)
@@ -62,6 +70,18 @@ WRONG = {
     "no_language": ("```\nx\n```\n", "a block of ''"),
     "attribute": ("```python skip\nx\n```\n", "unknown attribute"),
     "indented": ("Text:\n\n    code\n", "an indented block"),
+    "indented_by_a_tab": ("Text:\n\n\tcode\n", "an indented block"),
+    "tildes": ("~~~python\n1 / 0\n~~~\n", "ZeroDivisionError"),
+    "in_a_quote": ("> ```python\n> 1 / 0\n> ```\n", "ZeroDivisionError"),
+    "in_a_list": ("- ```python\n  1 / 0\n  ```\n", "ZeroDivisionError"),
+    "in_a_list_by_a_tab": ("1. Text:\n\n\t```python\n\t1 / 0\n\t```\n", "ZeroDivisionError"),
+    "directive": ("```{code-block} python\n1 / 0\n```\n", "a directive"),
+    "directive_that_tests": ("```{testcode}\n1 / 0\n```\n", "a directive"),
+    "directive_within": ("```{eval-rst}\n.. code-block:: python\n\n   1 / 0\n```\n", "a directive with code"),
+    "html": ("<pre><code>1 / 0</code></pre>\n", "code in HTML"),
+    "html_in_a_line": ("Text <code>1 / 0</code>.\n", "code in HTML"),
+    "html_before": ("<details>\n```python\n1 / 0\n```\n</details>\n", "code in HTML"),
+    "anything": ("```python\nprint(2)\n```\n\n```text\n...\n```\n", "nothing but '...'"),
 }
 
 
@@ -70,6 +90,11 @@ def test_a_wrong_document_fails(name, tmp_path):
     text, message = WRONG[name]
     with pytest.raises(DocumentError, match=re.escape(message)):
         Document("document.md", text, tmp_path).run()
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_document_is_not_passed_over(name):
+    assert has_code(WRONG[name][0])
 
 
 def test_a_right_document_runs(tmp_path):

@@ -617,8 +617,7 @@ class Search:
             sentences.append(sentence[0].upper() + sentence[1:])
         text = sentences[0]
         if len(sentences) > 1:
-            second = sentences[1]
-            text = f"{text[:-1]}; besides: {second[0].lower() if second[1:2].islower() else second[0]}{second[1:]}"
+            text = f"{text[:-1]}; besides: {_uncapitalized(sentences[1])}"
         if not result.enough:
             text = f"{text[:-1]}; but that explains a part only."
         names = tuple(convention.name for convention, _ in result.candidate)
@@ -760,6 +759,12 @@ class _Facts(dict):
 
 def _solves_an_array(result):
     return any(c.wrong and c.share > 0.9 for c in result.counts.values())
+
+
+def _uncapitalized(sentence):
+    """A sentence as it goes on after a semicolon: a name, a number or an abbreviation keeps its capitals."""
+    word = sentence.split()[0]
+    return sentence[0].lower() + sentence[1:] if word[1:].islower() or word == "A" else sentence
 
 
 def unique(results, each=1):

@@ -30,7 +30,7 @@ class Mismatch:
         distance: how far outside: steps of the format for codes and scales, units in the last place for values.
         inputs: input name -> value there; empty for scales and sums.
         amax: amax of the block that the element belongs to, as text, or "".
-        scale: the scale that the dump holds for it, as text, or "".
+        scale: the scale that the dump holds for it, or "encode scale" and that of its tensor, as text, or "".
     """
 
     array: str
@@ -49,7 +49,8 @@ class Mismatch:
             where += f" (element {self.element[0]}, {self.element[1]})"
         text = f"{where}: got {self.got}, acceptable {self.acceptable}"
         details = [f"{name} {_number(value)}" for name, value in self.inputs.items()]
-        details += [f"block amax {self.amax}"] * bool(self.amax) + [f"scale {self.scale}"] * bool(self.scale)
+        details += [f"block amax {self.amax}"] * bool(self.amax)
+        details += [self.scale if "scale" in self.scale else f"scale {self.scale}"] * bool(self.scale)
         return text + (f"   [{', '.join(details)}]" if details else "")
 
 

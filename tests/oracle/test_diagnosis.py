@@ -139,6 +139,31 @@ def test_two_faults_are_found_together(names):
     assert "besides" in report.diagnosis[0].sentence
 
 
+@pytest.mark.parametrize(
+    ("sentence", "goes_on"),
+    [
+        ("The scales are swizzled.", "the scales are swizzled."),
+        ("A block of zeros has scale 1.", "a block of zeros has scale 1."),
+        ("NaN counts in the amax.", "NaN counts in the amax."),
+        ("E5M2 codes are stored.", "E5M2 codes are stored."),
+    ],
+)
+def test_the_second_sentence_of_a_pair_goes_on(sentence, goes_on):
+    from refops.oracle.diagnosis import _uncapitalized
+
+    assert _uncapitalized(sentence) == goes_on
+
+
+def test_an_element_under_one_scale_for_the_tensor_says_so_once():
+    x = normal((32, 64))
+    scaling = refops.DelayedScaling(E4M3)  # scale 1
+    codes = refops.quantize(x, scaling).rowwise_data.copy()
+    codes[3, 5] ^= 0x40
+    report = oracle.check("quantize", x, {"data": codes}, scaling=scaling)
+    shown = next(line for line in str(report).splitlines() if "[3, 5]" in line)
+    assert "encode scale 1" in shown and shown.count("scale ") == 1, shown
+
+
 def test_each_of_a_pair_keeps_its_own_words():
     """Both sentences have a {what}."""
     from refops.oracle.conventions.registry import Convention

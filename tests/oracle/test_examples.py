@@ -172,9 +172,9 @@ def test_read_golden_compares_a_dump(programs, tmp_path):
         assert done.returncode == 2 and done.stderr.count(b"\n") == 1
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
-def test_write_raw_is_right(programs, tmp_path, capsys, seed):
-    golden = write_golden(tmp_path, "swiglu", "mxfp8", shape=(96, 512), seed=seed)
+@pytest.mark.parametrize(("inputs", "seed"), [("mixed", 0), ("mixed", 1), ("mixed", 2), ("extreme", 0), ("special", 0)])
+def test_write_raw_is_right(programs, tmp_path, capsys, inputs, seed):
+    golden = write_golden(tmp_path, "swiglu", "mxfp8", shape=(96, 512), inputs=inputs, seed=seed)
     x = extract(programs[1], golden, "input.x", tmp_path / "x.bin")
     q, s = tmp_path / "q.bin", tmp_path / "s.bin"
     assert call(programs[1]["write_raw"], x, 96, 256, q, s).returncode == 0

@@ -3,6 +3,7 @@
 `make docs` builds it and runs this.
 """
 
+import html
 import re
 import sys
 from functools import cache
@@ -35,6 +36,29 @@ def test_the_inventory_has_every_public_name():
     wanted = {f"{module}.{name}" for module, name in described() if module in PUBLIC and name in public_names(module)}
     missing = sorted(wanted - names)
     assert not missing
+
+
+def signatures():
+    """name -> signature as text, of every object of the reference."""
+    found = {}
+    for page in (SITE / "reference").glob("*.html"):
+        for name, inside in re.findall(r'<dt class="sig [^"]*" id="([^"]*)">(.*?)</dt>', page.read_text(), re.DOTALL):
+            found[name] = " ".join(html.unescape(re.sub(r"<[^>]+>", "", inside)).split())
+    return found
+
+
+def test_signatures_are_readable():
+    """Names as the source has them, not what Python makes of them; long lists of parameters stand one in a line."""
+    found = signatures()
+    assert len(found) > 300 and "x: ArrayLike" in found["refops.quantize"]
+    assert "fp8_dtype: DType" in found["fuser.Float8Quantizer"]
+    for name, text in found.items():
+        raw = re.search(
+            r"~\w|_Buffer|_SupportsArray|_DTypeDict|<(factory|class|function|object)|\*args, \*\*kwargs", text
+        )
+        assert not raw, f"{name}: {raw[0]}"
+        parameters = re.split(r", (?=\*?\*?\w+: )", text)
+        assert max(map(len, parameters)) <= 160 and len(text) <= 480, f"{name}: {text}"
 
 
 @cache

@@ -12,7 +12,7 @@ static float from_bits(uint32_t b) { float v; std::memcpy(&v, &b, 4); return v; 
 static float widen(uint16_t bf16) { return from_bits(uint32_t(bf16) << 16); }
 static float round_bf16(float v) { return from_bits((bits_of(v) + 0x7FFF + (bits_of(v) >> 16 & 1)) & 0xFFFF0000u); }
 static uint8_t encode_e4m3(float v) {  // saturating, to nearest, ties to even
-    const float magnitude = std::fmin(std::fabs(v), 448.0f);
+    const float magnitude = std::isnan(v) ? 480 : std::fmin(std::fabs(v), 448.0f);  // NaN is where 480 would be
     const int e = magnitude < 0x1p-6f ? -6 : std::ilogb(magnitude);
     return uint8_t((std::signbit(v) << 7) | ((e + 6) * 8 + int(std::nearbyint(std::ldexp(magnitude, 3 - e)))));
 }
@@ -32,7 +32,7 @@ int main(int argc, char** argv) {
         }
         const uint32_t b = bits_of(amax * (1 / 448.0f));  // the scale is this, rounded up to a power of two
         const bool up = (b & 0x7FFFFF) > (b >> 23 ? 0u : 0x400000u);
-        const uint8_t scale = uint8_t((b >> 23) + up);
+        const uint8_t scale = uint8_t((b >> 23) + up - (b >> 23 == 255));  // an infinite amax: 254
         s.put(char(scale));
         for (float v : y) q.put(char(encode_e4m3(std::ldexp(v, 127 - scale))));
     }
