@@ -199,10 +199,53 @@ def test_wrong_bits_of_ours_or_of_a_formula_fail():
 
 def test_short_table_says_where_host_is_behind():
     text = tables.short(document())
-    assert "| MXFP8 rowwise | 2.00 | 40.0 | 5.00 | 10.0 (torch.compile) | 2.0x |" in text
+    assert "| MXFP8 rowwise | 2.00 | 40.0 | 5.00 | 2.50x | 10.0 (torch.compile) | 2.0x |" in text
     assert "8.00 (torch eager) | **0.89x, behind** |" in text
     assert "host is behind, 1 thread: NVFP4 1x16." in text
     assert "other bits, 2 threads: NVFP4 1x16 (torchao (one level), 4.00 ms)." in text
+
+
+def test_tables_without_an_operation_at_one_number_of_threads_and_without_host():
+    made = document()
+    made["rows"] = [
+        r for r in made["rows"] if (r["threads"], r["operation"]) != (1, "MXFP8 rowwise") and r["competitor"] != HOST
+    ]
+    made["rows"].append(row("FP8 1x128", "memcpy", 3.0))
+    compare.ratios(made["rows"])
+    text = tables.short(made)
+    assert "| MXFP8 rowwise | - | - | - | - | - | - | 2.00 | - | - | - | - |" in text
+    assert "| FP8 1x128 | 3.00 |" in text
+    assert tables.full(made)
+    assert tables.plain(made)
+
+
+def test_tables_of_nothing_are_an_error():
+    empty = {**document(), "rows": []}
+    for make in (tables.short, tables.full, tables.plain):
+        with pytest.raises(ValueError, match="document must have rows; got none"):
+            make(empty)
+    with pytest.raises(ValueError, match="size must be one that was measured"):
+        tables.short(document(), (64, 64))
+
+
+def test_the_plot_has_every_peer_that_is_the_fastest():
+    made = document()
+    made["rows"].append(row("NVFP4 1x16", "newcomer (one level)", 0.5, 0.5))
+    compare.mark_equal(made["rows"])
+    compare.ratios(made["rows"])
+    found = tables.plotted(tables.at_size(made, tables.MAIN_SIZE))
+    assert {"newcomer", "torchao", HOST} <= set(found)
+    assert len({marker for _, marker, _ in found.values()}) == len(found)
+
+
+def test_results_are_the_newest_or_those_asked_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    with pytest.raises(FileNotFoundError, match="must hold a cpu_"):
+        tables.results()
+    for name, date in (("a", "2026-02-01"), ("b", "2026-01-01")):
+        (tmp_path / f"cpu_{name}.json").write_text(json.dumps({**document(), "date": date}))
+    assert tables.results()["date"] == "2026-02-01"
+    assert tables.results(tmp_path / "cpu_b.json")["date"] == "2026-01-01"
 
 
 def test_full_table_has_every_peer_and_marks_other_bits():
