@@ -151,7 +151,7 @@ def at_size(document, size):
     sizes, threads = sizes_and_threads(document)
     if list(size) not in sizes:
         raise ValueError(f"size must be one that was measured, of {sizes}; got {list(size)}")
-    return {n: cells(document, list(size), n) for n in threads}
+    return {n: found for n in threads if (found := cells(document, list(size), n))}
 
 
 def operations_of(by_threads):
@@ -205,6 +205,8 @@ def full(document):
     for size in sizes:
         for n in threads:
             found = cells(document, size, n)
+            if not found:
+                continue  # the largest is not measured on one thread
             names = columns(found)
             rows = [
                 [operation, *(_time(cell.of(name)) for name in names), cell.to_memcpy]
@@ -259,6 +261,8 @@ def plain(document):
     lines = [caption(document)]
     for size in sizes:
         for n in threads:
+            if not cells(document, size, n):
+                continue
             lines += ["", f"{' x '.join(map(str, size))}, {n} thread{'s' * (n > 1)}"]
             lines.append(
                 f"{'':28}{'memcpy':>9}{'refops':>9}{'host':>9}{'x memcpy':>10}{'best peer with the same bits':>42}"
