@@ -16,7 +16,7 @@ NAME, PACKAGES, FORMULAS = "torch formulas, torch.compile", ("torch",), True
 #: Else a rounding to bfloat16 between float32 values is dropped.
 OPTIONS = {"emulate_precision_casts": True}
 #: Calls of each that decide, after one that compiles.
-TRIALS = 3
+TRIALS = 2
 
 
 class Faster:
