@@ -1,7 +1,7 @@
 """Tables and the plot of what `compare.py` measured.
 
-    python tests/benchmarks/tables.py results/cpu_<model>.json                       # both tables, Markdown
-    python tests/benchmarks/tables.py results/cpu_<model>.json --plot speed.svg
+    python tests/benchmarks/tables.py                                                # both tables, Markdown
+    python tests/benchmarks/tables.py results/cpu_<model>.json --plot speed.svg      # of another run than the newest
 
 `host` is cuda_kernels.host. The best peer is the fastest of those with the bits of refops; a faster one with other bits
 is named besides.
@@ -12,6 +12,7 @@ import json
 import sys
 from pathlib import Path
 
+RESULTS = Path(__file__).resolve().parent / "results"
 MAIN_SIZE = [4096, 4096]
 HOST, REFOPS, MEMCPY = "cuda_kernels.host", "refops", "memcpy"
 #: Shorter names for columns.
@@ -42,6 +43,11 @@ def number(ms):
     return f"{ms:.0f}" if ms >= 100 else f"{ms:.1f}" if ms >= 10 else f"{ms:.2f}"
 
 
+def times(ratio):
+    """A ratio with two or three digits."""
+    return "-" if ratio is None else f"{number(ratio)}x"
+
+
 class Cell:
     """All competitors of one operation at one size and number of threads."""
 
@@ -58,27 +64,37 @@ class Cell:
         return self.rows.get(name, {}).get("best_ms")
 
     @property
+    def host(self):
+        """The row of the host kernels; {} where they were not timed."""
+        return self.rows.get(HOST, {})
+
+    @property
     def best(self):
         """Fastest peer with the bits of refops, or None."""
-        return self.rows[HOST].get("best_equal_peer")
+        return self.host.get("best_equal_peer")
 
     @property
     def faster_with_other_bits(self):
         """A peer that is faster than that one, with other bits, or None."""
-        fastest = self.rows[HOST].get("best_peer")
+        fastest = self.host.get("best_peer")
         return fastest if fastest != self.best else None
+
+    @property
+    def to_memcpy(self):
+        """How many times memcpy's time is the host's, in words."""
+        return times(self.host.get("to_memcpy"))
 
     @property
     def lead(self):
         """How many times the best peer's time is the host's; None without a peer."""
-        to_peer = self.rows[HOST].get("to_best_equal_peer")
+        to_peer = self.host.get("to_best_equal_peer")
         return 1 / to_peer if to_peer else None
 
     @property
     def standing(self):
         """`lead` in words."""
         if self.lead is None:
-            return "no peer"
+            return "no peer" if self.host else "-"
         return f"{self.lead:.1f}x" if self.lead >= 1 else f"**{self.lead:.2f}x, behind**"
 
 
@@ -91,8 +107,20 @@ def cells(document, size, threads):
     return {operation: Cell(rows) for operation, rows in found.items()}
 
 
+def results(path=None):
+    """The document at `path`; without one the newest that `compare.py` wrote."""
+    if path is None:
+        documents = [json.loads(found.read_text()) for found in sorted(RESULTS.glob("cpu_*.json"))]
+        if not documents:
+            raise FileNotFoundError(f"{RESULTS} must hold a cpu_*.json; `make bench` writes one")
+        return max(documents, key=lambda document: document["date"])
+    return json.loads(Path(path).read_text())
+
+
 def sizes_and_threads(document):
-    """Sizes and numbers of threads in the document, each in order."""
+    """Sizes and numbers of threads in the document, each in order; ValueError without rows."""
+    if not document["rows"]:
+        raise ValueError("document must have rows; got none")
     return (
         [list(size) for size in dict.fromkeys(tuple(row["size"]) for row in document["rows"])],
         list(dict.fromkeys(row["threads"] for row in document["rows"])),
@@ -114,23 +142,41 @@ def caption(document):
     )
 
 
+#: Over the fastest of the peers; formulas are in `tests/peers/formulas.py`.
+BEST_PEER = "best peer (torch and jnp: the same formula, written for this comparison)"
+
+
+def at_size(document, size):
+    """Number of threads -> operation -> `Cell` at one size; ValueError where nothing was measured there."""
+    sizes, threads = sizes_and_threads(document)
+    if list(size) not in sizes:
+        raise ValueError(f"size must be one that was measured, of {sizes}; got {list(size)}")
+    return {n: found for n in threads if (found := cells(document, list(size), n))}
+
+
+def operations_of(by_threads):
+    """Operations that any number of threads has, in order."""
+    return list(dict.fromkeys(operation for found in by_threads.values() for operation in found))
+
+
 def short(document, size=None):
     """Host, the best peer and memcpy at 4096 x 4096, with each number of threads."""
     size = size or MAIN_SIZE
-    _, threads = sizes_and_threads(document)
-    by_threads = {n: cells(document, size, n) for n in threads}
+    by_threads = at_size(document, size)
+    first = next(iter(by_threads))
     header = ["bfloat16, " + " x ".join(map(str, size))]
-    for n in threads:
+    for n in by_threads:
         words = f"{n} thread{'s' * (n > 1)}"
-        header += [f"memcpy, {words}", *(["refops"] if n == 1 else []), "host", "best peer", "host is faster by"]
+        header += [f"memcpy, {words}", *(["refops"] if n == first else []), "host", "x memcpy"]
+        header += [BEST_PEER if n == first else "best peer", "host is faster by"]
     rows = []
-    for operation in by_threads[threads[0]]:
+    for operation in operations_of(by_threads):
         line = [operation]
-        for n in threads:
-            cell = by_threads[n][operation]
+        for n, found in by_threads.items():
+            cell = found.get(operation) or Cell([])
             best = f"{number(cell.ms(cell.best))} ({shown(cell.best)})" if cell.best else "-"
-            ours = [number(cell.ms(REFOPS))] if n == 1 else []
-            line += [number(cell.ms(MEMCPY)), *ours, number(cell.ms(HOST)), best, cell.standing]
+            ours = [number(cell.ms(REFOPS))] if n == first else []
+            line += [number(cell.ms(MEMCPY)), *ours, number(cell.ms(HOST)), cell.to_memcpy, best, cell.standing]
         rows.append(line)
     return markdown_table(header, rows) + _remarks(document, size, by_threads)
 
@@ -159,10 +205,19 @@ def full(document):
     for size in sizes:
         for n in threads:
             found = cells(document, size, n)
+            if not found:
+                continue  # the largest is not measured on one thread
             names = columns(found)
-            rows = [[operation, *(_time(cell.of(name)) for name in names)] for operation, cell in found.items()]
+            rows = [
+                [operation, *(_time(cell.of(name)) for name in names), cell.to_memcpy]
+                for operation, cell in found.items()
+            ]
             title = f"{' x '.join(map(str, size))}, {n} thread{'s' * (n > 1)}"
-            parts.append(markdown_table([title, *map(shown, names)], rows))
+            parts.append(markdown_table([title, *map(shown, names), "host x memcpy"], rows))
+    parts.append(
+        "torch eager, torch.compile and jnp are the same formulas, written for this comparison (`tests/peers`). "
+        '"x memcpy": time of host over that of memcpy.\n'
+    )
     parts.append('"~": other bits than refops, or not comparable. "-": not offered, or left out because it is slow.\n')
     memory = _memory(document)
     if memory:
@@ -206,14 +261,19 @@ def plain(document):
     lines = [caption(document)]
     for size in sizes:
         for n in threads:
+            if not cells(document, size, n):
+                continue
             lines += ["", f"{' x '.join(map(str, size))}, {n} thread{'s' * (n > 1)}"]
             lines.append(
-                f"{'':28}{'memcpy':>9}{'refops':>9}{'host':>9}{'best peer with the same bits':>42}  host leads"
+                f"{'':28}{'memcpy':>9}{'refops':>9}{'host':>9}{'x memcpy':>10}{'best peer with the same bits':>42}"
+                "  host leads"
             )
             for operation, cell in cells(document, size, n).items():
                 best = f"{shown(cell.best)} {number(cell.ms(cell.best)):>8}" if cell.best else "-"
-                times = "".join(f"{number(cell.ms(name)):>9}" for name in (MEMCPY, REFOPS, HOST))
-                lines.append(f"{operation:28}{times}{best:>42}  {cell.standing.replace('*', '')}")
+                shown_times = "".join(f"{number(cell.ms(name)):>9}" for name in (MEMCPY, REFOPS, HOST))
+                lines.append(
+                    f"{operation:28}{shown_times}{cell.to_memcpy:>10}{best:>42}  {cell.standing.replace('*', '')}"
+                )
     return "\n".join(lines) + "\n"
 
 
@@ -228,6 +288,17 @@ MARKERS = {
     "torchao": ("torchao", "P", False),
     "ml_dtypes": ("ml_dtypes", "X", False),
 }
+#: Marks for peers besides, that are the fastest somewhere.
+MORE_MARKS = ("<", ">", "p", "h", "*", "d", "8", "H")
+
+
+def plotted(by_threads):
+    """Competitor -> (label, marker, filled): those of `MARKERS` that were timed, and each peer that is the fastest."""
+    found = [cell for operations in by_threads.values() for cell in operations.values()]
+    there = {name: style for name, style in MARKERS.items() if any(cell.of(name) for cell in found)}
+    fastest = [base(name) for cell in found for name in (cell.best, cell.host.get("best_peer")) if name]
+    others = [name for name in dict.fromkeys(fastest) if name not in MARKERS]
+    return there | {name: (shown(name), mark, False) for name, mark in zip(others, MORE_MARKS, strict=False)}
 
 
 def line_style(name, style):
@@ -254,18 +325,21 @@ def plot(document, path, size=None):
 
     plt.rcParams.update({"font.size": 9, "svg.fonttype": "none", "svg.hashsalt": "refops"})
     size = size or MAIN_SIZE
-    _, threads = sizes_and_threads(document)
-    operations = list(cells(document, size, threads[0]))
+    by_threads = at_size(document, size)
+    operations, threads = operations_of(by_threads), list(by_threads)
+    markers = plotted(by_threads)
     height = 1.3 + 0.27 * len(operations)
     figure, axes = plt.subplots(1, len(threads), figsize=(9, height), sharey=True, squeeze=False, facecolor="white")
     for axis, n in zip(axes[0], threads, strict=True):
-        found = cells(document, size, n)
+        found = by_threads[n]
         for y, operation in enumerate(operations):
             axis.axhline(y, color="0.9", linewidth=0.8, zorder=0)
-            for name, style in MARKERS.items():
-                row = found[operation].of(name)
+            for name, style in markers.items():
+                row = found[operation].of(name) if operation in found else {}
                 if row:
                     axis.plot(row["best_ms"], y, zorder=4 if name == HOST else 3, **line_style(name, style))
+                if row.get("equal") is False:
+                    axis.annotate("~", (row["best_ms"], y), (0, 4), textcoords="offset points", ha="center", fontsize=8)
         axis.set_xscale("log")
         axis.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
         axis.set_xlabel(f"milliseconds, {n} thread{'s' * (n > 1)}")
@@ -274,8 +348,9 @@ def plot(document, path, size=None):
         axis.spines[["top", "right", "left"]].set_visible(False)
         axis.tick_params(axis="y", length=0)
     axes[0][0].set_yticks(range(len(operations)), operations)
-    handles = [plt.Line2D([], [], label=style[0], **line_style(name, style)) for name, style in MARKERS.items()]
-    figure.legend(handles=handles, loc="upper center", ncol=4, frameon=False, fontsize=8)
+    handles = [plt.Line2D([], [], label=style[0], **line_style(name, style)) for name, style in markers.items()]
+    handles.append(plt.Line2D([], [], label="other bits than refops", linestyle="", marker="$\\sim$", color="black"))
+    figure.legend(handles=handles, loc="upper center", ncol=5, frameon=False, fontsize=8)
     figure.tight_layout(rect=(0, 0, 1, 1 - 0.55 / height))
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=160, metadata={"Date": None} if path.suffix == ".svg" else None)
@@ -285,10 +360,10 @@ def plot(document, path, size=None):
 def main():
     """Print the tables, draw the plot where asked to."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("json", type=Path)
+    parser.add_argument("json", type=Path, nargs="?", help="the newest in results/ by default")
     parser.add_argument("--plot", type=Path, help="write it there instead: .svg or .png")
     options = parser.parse_args()
-    document = json.loads(options.json.read_text())
+    document = results(options.json)
     if options.plot:
         plot(document, options.plot)
         return 0

@@ -113,20 +113,27 @@ def offers():
                 subject,
                 run,
                 read(shape_one=block is None),
-                Divergence(
-                    "divides by amax / 448",
-                    "scale_inv is amax / 448 and elements are divided by it; TE multiplies by 448 / amax.",
-                    _fp8(block, np.float32),
-                ),
-                Divergence(
-                    "arithmetic in the input's dtype",
-                    "Scale and quotient are rounded to the dtype of the input (bfloat16) before the cast.",
-                    _fp8(block, None),
-                ),
-                Divergence(
-                    "zero scales",
-                    "A scale of 0 becomes the epsilon of the input's dtype.",
-                    _fp8(block, None, epsilon=True),
+                *rules.with_special_apart(
+                    subject,
+                    block,
+                    (
+                        Divergence(
+                            "divides by amax / 448",
+                            "scale_inv is amax / 448 and elements are divided by it; TE multiplies by 448 / amax.",
+                            _fp8(block, np.float32),
+                        ),
+                        Divergence(
+                            "arithmetic in the input's dtype",
+                            "Scale and quotient are rounded to the dtype of the input (bfloat16) before the cast.",
+                            _fp8(block, None),
+                        ),
+                        Divergence(
+                            "zero scales",
+                            "A scale of 0 becomes the epsilon of the input's dtype.",
+                            _fp8(block, None, epsilon=True),
+                        ),
+                    ),
+                    rules.FP8_SPECIAL,
                 ),
             )
         )

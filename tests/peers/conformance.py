@@ -35,24 +35,35 @@ class Tally:
         self.counts = {kind: {"elements": 0, "agree": 0, "unexplained": 0} for kind in KINDS}
         self.real = {"elements": 0, "agree": 0}
         self.arrays, self.credited = {}, {kind: [0] * len(offer.divergences) for kind in KINDS}
-        self.examples, self.refused = [], ""
+        self.examples, self.refused = [], {}
 
     def add(self, dataset):
         """Compare on one dataset."""
         x, kind = dataset.x[: self._offer.rows], KINDS[dataset.special]
-        try:
-            with np.errstate(all="ignore"):
-                theirs = self._offer.compute(x)
-        except (ValueError, AssertionError, OverflowError, RuntimeError) as error:
-            if not dataset.special:
-                raise
-            self.refused = self.refused or f"{type(error).__name__}: {error}".splitlines()[0].strip(": ")
+        refused = {name: self._offer.refuses[name] for name in inputs.special_values(x) if name in self._offer.refuses}
+        if refused:
+            self._refusal(x, refused)
             return
+        with np.errstate(all="ignore"):
+            theirs = self._offer.compute(x)
         with np.errstate(all="ignore"):
             ours = self._ours(x, theirs)
         models = [divergence.predict(x) for divergence in self._offer.divergences]
         for name, mine in ours.items():
             self._count(kind, dataset, name, mine, theirs[name], [model[name] for model in models])
+
+    def _refusal(self, x, refused):
+        """The peer has to raise what its offer says, and nothing else."""
+        try:
+            with np.errstate(all="ignore"):
+                self._offer.compute(x)
+        except Exception as error:
+            if type(error) not in refused.values():
+                raise
+            message = f"{type(error).__name__}: {error}".splitlines()[0].strip(": ")
+            self.refused |= {name: message for name in refused if name not in self.refused}
+        else:
+            raise ValueError(f"{self._offer.subject}: the peer must refuse {', '.join(refused)}; it took it")
 
     def _ours(self, x, theirs):
         if set(theirs) == {"values"} and "values" not in self._subject.formats:
@@ -182,17 +193,16 @@ def share(counts):
 def difference(*rows):
     """What differs, in sentences with the number of elements, over rows of one peer that differ alike.
 
-    What shows with NaN and infinity alone says so.
+    Behind a sentence stands the number of elements of ordinary data, and of data with NaN and infinity.
     """
     sentences = []
     for i, divergence in enumerate(rows[0]["divergences"]):
         ordinary, special = (sum(row["divergences"][i][kind] for row in rows) for kind in KINDS)
-        text = f"{divergence['sentence'].rstrip('.')} ({grouped(ordinary or special)})."
-        if not ordinary and "NaN" not in text:
-            text = f"NaN and infinity: {text}"
-        sentences.append(text)
-    if rows[0]["refuses"]:
-        sentences.append(f"Refuses NaN and infinity ({rows[0]['refuses']}).")
+        counts = [grouped(ordinary)] if ordinary else []
+        counts += [f"with NaN, inf: {grouped(special)}"] if special else []
+        sentences.append(f"{divergence['sentence'].rstrip('.')} ({'; '.join(counts)}).")
+    for kind, message in rows[0]["refuses"].items():
+        sentences.append(f"Refuses {kind} ({message}).")
     wrong = sum(unexplained(row) for row in rows)
     if wrong:
         sentences.append(f"UNEXPLAINED: {grouped(wrong)}.")
@@ -213,7 +223,7 @@ def markdown(document):
     merged = {}
     for row in document["rows"]:
         alike = tuple((d["sentence"], bool(d["ordinary"])) for d in row["divergences"])
-        merged.setdefault((row["peer"], alike, row["refuses"], bool(unexplained(row))), []).append(row)
+        merged.setdefault((row["peer"], alike, tuple(row["refuses"].items()), bool(unexplained(row))), []).append(row)
     versions = {peer["name"]: next(iter(peer["versions"].values()), "") for peer in document["peers"]}
     lines = ["| peer | format | agree | real tensors | with NaN, inf | difference |", "|---|---|---|---|---|---|"]
     for (peer, *_), rows in merged.items():

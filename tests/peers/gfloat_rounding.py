@@ -18,7 +18,7 @@ def offers():
         even = gfloat.RoundMode.TiesToEven
         return lambda x: gfloat.encode_ndarray(info, gfloat.round_ndarray(info, x, even, saturate))
 
-    def cast(subject, fmt, saturate, *divergences):
+    def cast(subject, fmt, saturate, *divergences, refuses=()):
         info = getattr(gfloat.formats, f"format_info_ocp_{fmt.name}")
         return Offer(
             subject,
@@ -26,6 +26,7 @@ def offers():
             lambda y: {"codes": y.astype(np.uint8)},
             lambda x: x.astype(np.float64),
             divergences=divergences,
+            refuses=dict(refuses),
         )
 
     found = []
@@ -33,7 +34,7 @@ def offers():
         found.append(cast(f"{fmt!r} cast, saturating", fmt, True))
         found.append(cast(f"{fmt!r} cast, not saturating", fmt, False))
     for fmt in (refops.E2M1, refops.E3M2, refops.E2M3):
-        found.append(cast(f"{fmt!r} cast", fmt, True))
+        found.append(cast(f"{fmt!r} cast", fmt, True, refuses={"NaN": AssertionError}))
     found.append(
         cast(
             "E8M0 cast, to nearest",
@@ -67,6 +68,7 @@ def _blocks(gfloat, fmt):
         lambda x: x.astype(np.float64),
         divergences=(Divergence("NaN", "NaN makes its whole block NaN; refops ignores NaN.", _nan_blocks(fmt)),),
         rows=8,
+        refuses={"NaN": ValueError} if fmt.bits < 8 else {},
     )
 
 

@@ -28,14 +28,23 @@ class Dataset:
     Attributes:
         name: what it is.
         x: the tensor.
-        special: whether it holds NaN or infinity.
         real: whether it is a trained model's.
     """
 
     name: str
     x: np.ndarray
-    special: bool = False
     real: bool = False
+
+    @property
+    def special(self):
+        """Whether it holds NaN or infinity."""
+        return bool(special_values(self.x))
+
+
+def special_values(x):
+    """Which special values a tensor holds: "NaN", "infinity"."""
+    values = x.astype(F)
+    return [name for name, found in (("NaN", np.isnan), ("infinity", np.isinf)) if found(values).any()]
 
 
 # --- casts ---------------------------------------------------------------------------------------
@@ -59,8 +68,7 @@ def values_for_casts(fmt, dtype, seed=0):
         x = np.concatenate([around, -around, bits, subnormal, -subnormal, normal, *halves])
     if not fmt.signed:
         x = x[~np.signbit(x)]
-    finite = np.isfinite(x)
-    return [Dataset("finite", x[finite]), Dataset("NaN and infinity", x[~finite], special=True)]
+    return [Dataset("finite", x[np.isfinite(x)]), Dataset("NaN", x[np.isnan(x)]), Dataset("infinity", x[np.isinf(x)])]
 
 
 # --- scalings ------------------------------------------------------------------------------------
@@ -87,7 +95,7 @@ def tensors(dtype, *, real=True, seed=1):
     found = [Dataset(name, _cast(x, dtype)) for name, x in made.items()]
     if real and dtype == BFLOAT16:
         found += [Dataset(name, piece, real=True) for name, piece in real_pieces()]
-    return found + [Dataset(f"NaN and infinity, {name}", x, special=True) for name, x in _special(rng, dtype)]
+    return found + [Dataset(f"NaN and infinity, {name}", x) for name, x in _special(rng, dtype)]
 
 
 @np.errstate(all="ignore")

@@ -76,17 +76,23 @@ def offers():
                 run,
                 read,
                 as_torch,
-                divergences=(
-                    Divergence(
-                        "divides by amax / 448",
-                        "scale_inv is amax / 448 and elements are divided by it; TE multiplies by 448 / amax.",
-                        _fp8(block, np.float32),
+                divergences=rules.with_special_apart(
+                    subject,
+                    block,
+                    (
+                        Divergence(
+                            "divides by amax / 448",
+                            "scale_inv is amax / 448 and elements are divided by it; TE multiplies by 448 / amax.",
+                            _fp8(block, np.float32),
+                        ),
+                        Divergence(
+                            "arithmetic in the input's dtype",
+                            "Scale and quotient are rounded to the dtype of the input (bfloat16, float16) before the "
+                            "cast.",
+                            _fp8(block, None),
+                        ),
                     ),
-                    Divergence(
-                        "arithmetic in the input's dtype",
-                        "Scale and quotient are rounded to the dtype of the input (bfloat16, float16) before the cast.",
-                        _fp8(block, None),
-                    ),
+                    rules.FP8_SPECIAL,
                 ),
             )
         )

@@ -56,6 +56,7 @@ class Offer:
         dtypes: names of the input dtypes that it takes.
         divergences: from the widest to the full account.
         rows: how many rows of a tensor are compared, None for all: slow peers.
+        refuses: kind of special value, "NaN" or "infinity" -> type of the exception that the peer raises for it.
     """
 
     subject: str
@@ -66,6 +67,7 @@ class Offer:
     dtypes: tuple[str, ...] = ("bfloat16", "float16", "float32")
     divergences: tuple[Divergence, ...] = ()
     rows: int | None = None
+    refuses: dict = field(default_factory=dict)
 
     def compute(self, *inputs):
         """Prepare, run and read."""

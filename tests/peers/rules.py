@@ -3,9 +3,13 @@
 Each function takes the NumPy input and returns arrays named as refops names them.
 """
 
+from dataclasses import replace
+
 import numpy as np
 
 import refops
+from peers.registry import Divergence
+from peers.subjects import SUBJECTS
 from refops.formats import encode
 from refops.quantization import mxfp8
 
@@ -21,6 +25,44 @@ def quiet(function):
             return function(*arguments)
 
     return wrapped
+
+
+def with_special_apart(subject, block, divergences, sentence):
+    """The divergences for tiles with a finite amax alone, and one more for tiles with NaN or infinity in them.
+
+    Without the last, such tiles are taken to be as refops has them. The last prediction in `divergences` is the full
+    account.
+
+    Args:
+        subject: name of the subject.
+        block: (rows, columns) that an amax is taken of, None for the whole tensor.
+        divergences: from the widest to the full account.
+        sentence: what the peer does with NaN and infinity, and what refops does.
+    """
+
+    def finite_alone(predict):
+        @quiet
+        def arrays(x):
+            theirs, ours = predict(x), SUBJECTS[subject].arrays(refops, x)
+            tile = block or x.shape
+            strange = ~np.isfinite(tile_amax(x, tile))
+            found = {}
+            for name, array in theirs.items():
+                whole = spread(strange, tile, x.shape) if array.shape == x.shape else strange
+                where = whole.reshape(array.shape) if whole.size == array.size else whole.any()
+                found[name] = np.where(where, ours[name], array)
+            return found
+
+        return arrays
+
+    finite = [replace(divergence, predict=finite_alone(divergence.predict)) for divergence in divergences]
+    return (*finite, Divergence("NaN and inf", sentence, divergences[-1].predict))
+
+
+#: Of FP8 scalings that put a NaN or infinite amax into the scale.
+FP8_SPECIAL = (
+    "NaN or inf in the amax is in the scale too: codes are 0 or NaN; refops ignores NaN, and takes scale 1 for inf."
+)
 
 
 # --- casts ---------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import refops
-from peers import registry
+from peers import registry, subjects, torch_compiled
 from peers.subjects import MXFP8, SUBJECTS, TIMED
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
@@ -29,7 +29,7 @@ HOST, EAGER, COMPILED, AO = (
 def row(operation, competitor, ms, share=None, threads=1, size=(4096, 4096)):
     made = {"operation": operation, "competitor": competitor, "size": list(size), "threads": threads}
     made |= {"traffic_bytes": 10**6, "best_ms": ms}
-    return made if share is None else {**made, "equal_share": share}
+    return made if share is None else {**made, "equal_shares": {"rowwise codes": share}}
 
 
 def document():
@@ -75,18 +75,48 @@ def test_everybody_has_one_round_even_without_time():
     assert all(samples.values())
 
 
-def test_equal_share_counts_all_arrays():
+def test_equal_shares_are_of_each_array():
     subject = SUBJECTS["MXFP8 E4M3, TE's rule"]
     x = np.random.default_rng(0).standard_normal((64, 64), np.float32)
     q = refops.quantize(x, MXFP8)
     arrays = subject.arrays(refops, x)
-    assert compare.equal_share(subject, q, arrays) == 1.0
+    assert compare.equal_shares(subject, q, arrays) == {"rowwise codes": 1.0, "rowwise scales": 1.0}
     codes = arrays["rowwise codes"].copy()
     codes[0, :8] ^= 1
-    total = sum(array.size for array in arrays.values())
-    assert compare.equal_share(subject, q, {**arrays, "rowwise codes": codes}) == 1 - 8 / total
-    assert compare.equal_share(subject, q, {"values": refops.dequantize(q)}) == 1.0
-    assert compare.equal_share(subject, q, {"rowwise codes": codes[:2]}) is None
+    found = compare.equal_shares(subject, q, {**arrays, "rowwise codes": codes})
+    assert found == {"rowwise codes": 1 - 8 / codes.size, "rowwise scales": 1.0}
+    assert compare.equal_shares(subject, q, {"values": refops.dequantize(q)}) == {"values": 1.0}
+    assert compare.equal_shares(subject, q, {"rowwise codes": codes[:2]}) is None
+
+
+def test_a_small_wrong_array_is_not_hidden_by_a_large_right_one():
+    """A dbias of zeros is one element in 2000."""
+    operation = "dswiglu -> MXFP8, dbias"
+    subject = SUBJECTS[operation]
+    tensors = compare.make_inputs(1024, 64)
+    right = subject.call(refops, *(tensors[name] for name in subject.inputs))
+    arrays = subjects.read(right)
+    arrays["dbias"] = np.zeros_like(arrays["dbias"])
+    rows = [{**row(operation, EAGER, 1.0), "equal_shares": compare.equal_shares(subject, right, arrays)}]
+    compare.mark_equal(rows)
+    assert rows[0]["equal"] is False
+    assert compare.failures({"rows": rows}) == [f"{EAGER}, {operation}, [4096, 4096]: 0.0000% of dbias equal"]
+
+
+def test_what_no_transform_touches_is_exact():
+    operation = "NVFP4 both directions, RHT"
+    for name, equal in (("rowwise scales", False), ("columnwise scales", True)):
+        rows = [{**row(operation, EAGER, 1.0), "equal_shares": {name: 0.9999}}]
+        compare.mark_equal(rows)
+        assert rows[0]["equal"] is equal
+
+
+def test_results_that_cannot_be_compared_fail():
+    rows = [{**row("gelu", EAGER, 1.0), "equal_shares": None}]
+    compare.mark_equal(rows)
+    assert compare.failures({"rows": rows}) == [
+        f"{EAGER}, gelu, [4096, 4096]: other arrays or shapes than those of refops"
+    ]
 
 
 def test_stand_ins_only_where_a_peer_has_nothing_closer():
@@ -110,10 +140,29 @@ def test_every_timed_operation_exists_and_runs():
 
 def test_copies_copy_all_bytes_with_any_number_of_threads():
     for threads in (1, 2, 3):
-        memcpy = compare.copies(1001, threads)["memcpy"]
-        memcpy()
-        cells = dict(zip(memcpy.__code__.co_freevars, (c.cell_contents for c in memcpy.__closure__), strict=True))
-        assert (cells["target"] == 1).all()
+        source, target = np.arange(1001, dtype=np.uint16), np.zeros(1001, np.uint16)
+        compare.copier(source, target, threads)()
+        assert (source == target).all()
+        compare.copies(1001, threads)["memcpy"]()
+
+
+def test_the_fastest_of_several_ways():
+    def slow():
+        time.sleep(0.01)
+
+    def quick():
+        time.sleep(0.001)
+
+    assert compare.fastest([slow, quick]) is compare.fastest([quick, slow]) is quick
+
+
+def test_torch_compile_keeps_the_faster_version_for_each_shape():
+    small, large = np.ones(2), np.ones(9)
+    versions = {name: lambda x, slow=slow: time.sleep(0.005 * (len(x) == slow)) for name, slow in (("a", 2), ("b", 9))}
+    function = torch_compiled.Faster(versions)
+    for x in (small, large, small):
+        function(x)
+    assert function.chosen == {((2,),): "b", ((9,),): "a"}
 
 
 def test_a_confined_process_has_one_thread_everywhere():
@@ -150,10 +199,53 @@ def test_wrong_bits_of_ours_or_of_a_formula_fail():
 
 def test_short_table_says_where_host_is_behind():
     text = tables.short(document())
-    assert "| MXFP8 rowwise | 2.00 | 40.0 | 5.00 | 10.0 (torch.compile) | 2.0x |" in text
+    assert "| MXFP8 rowwise | 2.00 | 40.0 | 5.00 | 2.50x | 10.0 (torch.compile) | 2.0x |" in text
     assert "8.00 (torch eager) | **0.89x, behind** |" in text
     assert "host is behind, 1 thread: NVFP4 1x16." in text
     assert "other bits, 2 threads: NVFP4 1x16 (torchao (one level), 4.00 ms)." in text
+
+
+def test_tables_without_an_operation_at_one_number_of_threads_and_without_host():
+    made = document()
+    made["rows"] = [
+        r for r in made["rows"] if (r["threads"], r["operation"]) != (1, "MXFP8 rowwise") and r["competitor"] != HOST
+    ]
+    made["rows"].append(row("FP8 1x128", "memcpy", 3.0))
+    compare.ratios(made["rows"])
+    text = tables.short(made)
+    assert "| MXFP8 rowwise | - | - | - | - | - | - | 2.00 | - | - | - | - |" in text
+    assert "| FP8 1x128 | 3.00 |" in text
+    assert tables.full(made)
+    assert tables.plain(made)
+
+
+def test_tables_of_nothing_are_an_error():
+    empty = {**document(), "rows": []}
+    for make in (tables.short, tables.full, tables.plain):
+        with pytest.raises(ValueError, match="document must have rows; got none"):
+            make(empty)
+    with pytest.raises(ValueError, match="size must be one that was measured"):
+        tables.short(document(), (64, 64))
+
+
+def test_the_plot_has_every_peer_that_is_the_fastest():
+    made = document()
+    made["rows"].append(row("NVFP4 1x16", "newcomer (one level)", 0.5, 0.5))
+    compare.mark_equal(made["rows"])
+    compare.ratios(made["rows"])
+    found = tables.plotted(tables.at_size(made, tables.MAIN_SIZE))
+    assert {"newcomer", "torchao", HOST} <= set(found)
+    assert len({marker for _, marker, _ in found.values()}) == len(found)
+
+
+def test_results_are_the_newest_or_those_asked_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    with pytest.raises(FileNotFoundError, match="must hold a cpu_"):
+        tables.results()
+    for name, date in (("a", "2026-02-01"), ("b", "2026-01-01")):
+        (tmp_path / f"cpu_{name}.json").write_text(json.dumps({**document(), "date": date}))
+    assert tables.results()["date"] == "2026-02-01"
+    assert tables.results(tmp_path / "cpu_b.json")["date"] == "2026-01-01"
 
 
 def test_full_table_has_every_peer_and_marks_other_bits():

@@ -53,14 +53,25 @@ def offers():
     def two_levels(x):
         return nvfp4_quantize(x, per_tensor_scale=per_tensor_amax_to_scale(x.abs().amax()))
 
-    for variant, run, predict in (
-        ("two levels", two_levels, _nvfp4_two_levels),
-        ("one level", one_level, _nvfp4_one_level),
+    for variant, run, predict, block, sentence, special in (
+        (
+            "two levels",
+            two_levels,
+            _nvfp4_two_levels,
+            None,
+            "Block scales below 2^-6 are raised to it; the tensor's scale is 1 / (amax / 2688).",
+            "One NaN makes every block scale NaN (0x7F), one inf the scale of its block, and all others 2^-6; "
+            "refops ignores NaN, and inf counts as the largest float32.",
+        ),
+        (
+            "one level",
+            one_level,
+            _nvfp4_one_level,
+            (1, 16),
+            "No scale for the tensor: block scales are E4M3(amax / 6), at least 2^-6.",
+            "A block with NaN gets scale NaN (0x7F); refops ignores NaN.",
+        ),
     ):
-        sentence = {
-            "two levels": "Block scales below 2^-6 are raised to it; the tensor's scale is 1 / (amax / 2688).",
-            "one level": "No scale for the tensor: block scales are E4M3(amax / 6), at least 2^-6.",
-        }[variant]
         found.append(
             Offer(
                 "NVFP4 1x16",
@@ -72,7 +83,9 @@ def offers():
                 as_torch,
                 variant=variant,
                 dtypes=("bfloat16", "float32"),
-                divergences=(Divergence(variant, sentence, predict),),
+                divergences=rules.with_special_apart(
+                    "NVFP4 1x16", block, (Divergence(variant, sentence, predict),), special
+                ),
             )
         )
     return [*found, *_fp8(torch), *_dequantize(torch, mx_tensor)]
@@ -217,12 +230,22 @@ def _fp8(torch):
         lambda y: arrays(y._data, (1 / y._scale).reshape(1)),
         as_torch,
         variant="training",
-        divergences=(
-            Divergence(
-                "scale in float64",
-                "The scale is 448 / max(amax, 1e-12) in float64, rounded once more; NaN and inf are not replaced.",
-                _current_training,
+        divergences=rules.with_special_apart(
+            "FP8 current E4M3",
+            None,
+            (
+                Divergence(
+                    "scale in float64",
+                    "The scale is 448 / amax in float64, rounded once more.",
+                    _current_training(0.0),
+                ),
+                Divergence(
+                    "amax at least 1e-12",
+                    "An amax below 1e-12, zero too, counts as 1e-12; refops takes scale 1 for zero.",
+                    _current_training(1e-12),
+                ),
             ),
+            rules.FP8_SPECIAL,
         ),
     )
     for subject, granularity, block in (
@@ -243,27 +266,41 @@ def _fp8(torch):
             read,
             as_torch,
             variant="inference",
-            divergences=(
-                Divergence(
-                    "divides by amax / 448",
-                    "scale_inv is amax / 448 and elements are divided by it; TE multiplies by 448 / amax.",
-                    _inference(block, np.float32),
+            divergences=rules.with_special_apart(
+                subject,
+                block,
+                (
+                    Divergence(
+                        "divides by amax / 448",
+                        "scale_inv is amax / 448 and elements are divided by it; TE multiplies by 448 / amax.",
+                        _inference(block, np.float32),
+                    ),
+                    Divergence(
+                        "scale in the input's dtype",
+                        "amax / 448 is rounded to the dtype of the input (bfloat16, float16).",
+                        _inference(block, None),
+                    ),
                 ),
-                Divergence(
-                    "scale in the input's dtype",
-                    "amax / 448 is rounded to the dtype of the input (bfloat16, float16).",
-                    _inference(block, None),
-                ),
+                rules.FP8_SPECIAL,
             ),
         )
 
 
-@rules.quiet
-def _current_training(x):
-    amax = rules.tensor_amax(x).astype(np.float64)
-    scale = (448.0 / np.maximum(amax, 1e-12)).astype(F)
-    codes = encode(x.astype(F) * scale, refops.E4M3)
-    return {"rowwise codes": codes, "rowwise scales": (F(1) / scale).reshape(1)}
+def _current_training(least):
+    """`least` is what the amax is raised to; without one the scale is that of TE where the quotient overflows."""
+
+    @rules.quiet
+    def arrays(x):
+        amax = rules.tensor_amax(x).astype(np.float64)
+        if not least and amax == 0:
+            scale = F(1)
+        else:
+            scale = (448.0 / np.maximum(amax, least)).astype(F)
+            scale = scale if least else np.minimum(scale, np.finfo(F).max)
+        codes = encode(x.astype(F) * scale, refops.E4M3)
+        return {"rowwise codes": codes, "rowwise scales": (F(1) / scale).reshape(1)}
+
+    return arrays
 
 
 def _inference(block, dtype):
