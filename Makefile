@@ -45,7 +45,7 @@ lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-## package     wheel and sdist: contents, metadata, hints, use on a clean machine; FULL=1: tests on every Python found
+## package     wheel and sdist: contents, metadata, hints, use on a clean machine; FULL=1: extras, tests on every Python
 package: $(INSTALLED)
 	$(BIN)/python tests/packaging/check_wheel.py $(if $(FULL),--full)
 
@@ -107,7 +107,9 @@ $(PEERS): $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test,peers]'
 	touch $@
 
+# pip first: pip 23 takes the newest CUDA and then finds no way back to the one that PyTorch asks for.
 $(INSTALLED): setup.cfg pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --upgrade pip
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test]'
 	touch $@

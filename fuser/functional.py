@@ -27,7 +27,7 @@ Unlike in TE quantizers are optional everywhere, `dbias_*` without one return an
 """
 
 import inspect
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 
@@ -109,6 +109,14 @@ def _fusable(quantizer):
 # --- by the name of the activation ------------------------------------------------------------------
 
 
+@overload
+def activation(name: str, input: torch.Tensor, quantizer: None = ..., **params: float) -> torch.Tensor: ...
+
+
+@overload
+def activation(name: str, input: torch.Tensor, quantizer: Quantizer | None = ..., **params: float) -> Any: ...
+
+
 @untraced
 def activation(name: str, input: torch.Tensor, quantizer: Quantizer | None = None, **params: float) -> Any:
     """Apply an activation.
@@ -130,6 +138,18 @@ def activation(name: str, input: torch.Tensor, quantizer: Quantizer | None = Non
     return quantizer.wrap(
         dispatch.activation_quantize(name, input, quantizer.scaling(), **_copies(quantizer), **params)
     )
+
+
+@overload
+def activation_grad(
+    name: str, grad: torch.Tensor, fwd_input: torch.Tensor, quantizer: None = ..., **params: float
+) -> torch.Tensor: ...
+
+
+@overload
+def activation_grad(
+    name: str, grad: torch.Tensor, fwd_input: torch.Tensor, quantizer: Quantizer | None = ..., **params: float
+) -> Any: ...
 
 
 @untraced
@@ -170,6 +190,30 @@ def dbias_activation_grad(
         return [dbias, quantizer.wrap(buffers)]
     gradient, dbias = dispatch.activation_grad(name, grad, fwd_input, dbias=True, **params)
     return [dbias, gradient if quantizer is None else quantizer(gradient)]
+
+
+@overload
+def scaled_activation(
+    name: str,
+    input: torch.Tensor,
+    act_scales: torch.Tensor,
+    quantizer: None = ...,
+    *,
+    glu_interleave_size: int = ...,
+    **params: float,
+) -> torch.Tensor: ...
+
+
+@overload
+def scaled_activation(
+    name: str,
+    input: torch.Tensor,
+    act_scales: torch.Tensor,
+    quantizer: Quantizer | None = ...,
+    *,
+    glu_interleave_size: int = ...,
+    **params: float,
+) -> Any: ...
 
 
 @untraced

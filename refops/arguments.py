@@ -18,7 +18,7 @@ HIGH_PRECISION = (np.dtype(np.float32), np.dtype(np.float16), BFLOAT16)
 MOST_SHOWN = 300
 
 
-def shown(value):
+def shown(value: object) -> str:
     """`value` as an error message shows it: an array by dtype and shape, others by repr, in one line of some length."""
     if isinstance(value, np.ndarray):
         return describe_array(value)

@@ -4,8 +4,9 @@
 
 The wheel is built from the sdist. Each is installed into a new environment outside of the clone, with the constraints
 that the tests run with: the wheel for this interpreter and each other of 3.10 to 3.13 that is found (PYTHONS: paths
-separated by ":"; else PATH and pyenv's folder), the sdist for this one. `--full` runs the tests of the reference, the
-oracle and the host kernels on each of the others. Exit code 1 with the first thing that is wrong.
+separated by ":"; else PATH and pyenv's folder), the sdist for this one. `--full` also resolves every extra on each
+interpreter, with the packages that its index has, and runs the tests of the reference, the oracle and the host kernels
+on each of the others. Needs the network. Exit code 1 with the first thing that is wrong.
 """
 
 import argparse
@@ -85,17 +86,24 @@ def check_contents(wheel, sdist):
     require(more <= {"PKG-INFO", "MANIFEST.in"}, f"the sdist has more: {more}")
 
 
+def metadata_of(wheel):
+    """The metadata of a wheel."""
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        return message_from_string(archive.read(name).decode())
+
+
 def check_metadata(wheel):
     """Name, version, interpreters, extras; the long description renders."""
     from readme_renderer import markdown
 
     import refops
 
+    metadata = metadata_of(wheel)
     with zipfile.ZipFile(wheel) as archive:
-        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
-        metadata = message_from_string(archive.read(name).decode())
-        tops = archive.read(name.replace("METADATA", "top_level.txt")).decode().split()
-        entries = archive.read(name.replace("METADATA", "entry_points.txt")).decode()
+        (info,) = {name.split("/")[0] for name in archive.namelist() if ".dist-info/" in name}
+        tops = archive.read(f"{info}/top_level.txt").decode().split()
+        entries = archive.read(f"{info}/entry_points.txt").decode()
     settings = ConfigParser()
     settings.read(ROOT / "setup.cfg")
     require(metadata["Name"] == "refops" and metadata["Version"] == refops.__version__, "name or version is wrong")
@@ -241,7 +249,7 @@ def check_interpreter(interpreter, folder, wheel):
 def main():
     """Run every check; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--full", action="store_true", help="also the tests on every other interpreter")
+    parser.add_argument("--full", action="store_true", help="also every extra and the tests on every interpreter")
     full = parser.parse_args().full
     sys.path.insert(0, str(ROOT))
     try:
@@ -263,7 +271,7 @@ def check(folder, full):
     say(f"{wheel.name}, {sdist.name}: every file of the packages, metadata", start)
 
     others = other_interpreters()
-    jobs = [(check_default, (folder / "default", wheel, sdist))]
+    jobs = [(check_default, (folder / "default", wheel, sdist, full))]
     jobs += [(check_other, (path, folder / version, wheel, full)) for version, path in sorted(others.items())]
     with ThreadPoolExecutor(max_workers=min(2, os.cpu_count() or 1)) as pool:
         for outcome in [pool.submit(work, *arguments) for work, arguments in jobs]:
@@ -272,7 +280,7 @@ def check(folder, full):
         say("no other interpreter of 3.10 to 3.13 found")
 
 
-def check_default(folder, wheel, sdist):
+def check_default(folder, wheel, sdist, full):
     """This interpreter: also types, the CPU kernels and the sdist."""
     machine = check_interpreter(sys.executable, folder, wheel)
     start = time.perf_counter()
@@ -291,6 +299,18 @@ def check_default(folder, wheel, sdist):
     require(not differing, f"wheel and sdist do not install the same: {differing}")
     check_examples(machine, 2)
     say(f"{machine.name}: the sdist installs the same", start)
+    if full:
+        check_extras(machine, wheel)
+
+
+def check_extras(machine, wheel):
+    """Each extra can be installed with the constraints; nothing is. `make` upgrades pip first, so this does."""
+    start = time.perf_counter()
+    machine.install("pip", "--upgrade")
+    extras = metadata_of(wheel).get_all("Provides-Extra")
+    for extra in extras:
+        machine.install(f"{wheel}[{extra}]", "--dry-run")
+    say(f"{machine.name}: every extra resolves: {', '.join(extras)}", start)
 
 
 def own_files(machine):
@@ -299,9 +319,10 @@ def own_files(machine):
 
 
 def check_other(interpreter, folder, wheel, full):
-    """Another interpreter; `full`: with the tests."""
+    """Another interpreter; `full`: with every extra and the tests."""
     machine = check_interpreter(interpreter, folder, wheel)
     if full:
+        check_extras(machine, wheel)
         run_tests(machine, wheel)
 
 

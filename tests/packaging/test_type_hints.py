@@ -97,7 +97,8 @@ def test_stub_of_the_calls_on_a_gpu_is_the_package():
 
 def test_overloads_are_the_implementation():
     """Each overload takes the implementation's parameters in its order, and leaves out the same ones' defaults."""
-    for path in ("refops/ops.py", "refops/quantization/per_tensor.py", "cuda_kernels/interface.py"):
+    paths = ("refops/ops.py", "refops/quantization/per_tensor.py", "cuda_kernels/interface.py", "fuser/functional.py")
+    for path in paths:
         functions = {}
         for node in ast.walk(ast.parse((ROOT / path).read_text())):
             if isinstance(node, ast.FunctionDef):
