@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import time
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -480,6 +481,58 @@ def test_pytorch_file_with_code_is_refused(run, tmp_path):
     torch.save({"x": Code()}, tmp_path / "x.pt")
     code, out, err = run("inspect", tmp_path / "x.pt")
     assert (code, out, err.count("\n")) == (2, "", 1)
+
+
+def test_legacy_pytorch_file_with_code_is_refused_in_our_words(run, tmp_path):
+    torch = pytest.importorskip("torch")
+    content = {"x": torch.ones(2), "code": Unknown()}
+    torch.save(content, tmp_path / "x.pt", _use_new_zipfile_serialization=False)
+    code, out, err = run("inspect", tmp_path / "x.pt")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "pickled Python objects, and those are never loaded" in err and "weights_only" not in err
+
+
+class Unknown:
+    """An object that no weights-only load makes."""
+
+
+@pytest.mark.parametrize("shape", [(1 << 17, 1 << 17), (1 << 30, 1 << 30), (2, 1)])
+def test_pytorch_tensor_of_more_elements_than_are_stored_is_refused(run, tmp_path, shape):
+    """A file of a kilobyte would keep the command busy for ever."""
+    torch = pytest.importorskip("torch")
+    torch.save({"fine": torch.ones(32, 64), "w": torch.ones(1).expand(shape)}, tmp_path / "x.pt")
+    code, out, err = run("inspect", tmp_path / "x.pt", "--scaling", "mxfp8", "--json")
+    document = json.loads(out)
+    assert (code, err, [t["tensor"] for t in document["tensors"]]) == (0, "", ["fine"])
+    (skipped,) = document["skipped"]
+    assert skipped["tensor"] == "w" and "of which the file stores 1; a tensor must be stored whole" in str(skipped)
+    for words in (
+        ["explain", "--scaling", "mxfp8", "--tensor", "w"],
+        ["check", "--op", "gelu", "--output", "y=x.npy", "--input"],
+    ):
+        code, out, err = run(*words, tmp_path / "x.pt")
+        assert (code, out, err.count("\n")) == (2, "", 1) and "'w'" in err and "stored whole" in err
+
+
+def test_pytorch_file_that_names_one_large_tensor_often_is_refused(run, tmp_path):
+    torch = pytest.importorskip("torch")
+    torch.save([torch.ones(1 << 14)] * 20000, tmp_path / "x.pt")
+    code, out, err = run("inspect", tmp_path / "x.pt", "--scaling", "mxfp8")
+    assert (code, out, err.count("\n")) == (2, "", 1) and f"more than {files.MOST_SHARING} times" in err
+    tied = torch.ones(32, 64)
+    torch.save({"embedding": tied, "head": tied}, tmp_path / "tied.pt")
+    assert run("inspect", tmp_path / "tied.pt", "--scaling", "mxfp8")[0] == 0
+
+
+def test_nested_pytorch_tensor_is_skipped_without_a_warning(tmp_path):
+    torch = pytest.importorskip("torch")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        nested_tensor = torch.nested.nested_tensor([torch.ones(3), torch.ones(4)])
+    torch.save({"fine": torch.ones(32, 64), "x": nested_tensor}, tmp_path / "x.pt")
+    done = shell("inspect", tmp_path / "x.pt", "--scaling", "mxfp8")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "skipped x: nested torch.float32" in done.stdout
 
 
 def test_damaged_pytorch_files(run, tmp_path, bad_files):
