@@ -102,7 +102,7 @@ def as_high_precision(array, *, raw_bfloat16=False):
     if dtype in HIGH_PRECISION:
         return array, ""
     if dtype == np.float64:
-        with np.errstate(over="ignore"):
+        with np.errstate(over="ignore", invalid="ignore"):  # a signalling NaN is invalid, and becomes a quiet one
             rounded = array.astype(np.float32)
         overflowed = int(np.count_nonzero(np.isinf(rounded) & np.isfinite(array)))
         return rounded, "float64 rounded to float32" + (f" ({overflowed} overflowed to inf)" if overflowed else "")

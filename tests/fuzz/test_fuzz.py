@@ -21,6 +21,7 @@ FAULTS = {
     "wrong_result": "zero is not one",
     "unpickles": "code in a file was executed",
     "leaves_a_partial_file": "FileError",
+    "leaves_half_a_picture": "half a picture",
     "leaves_a_temporary_file": "temporary files were left",
     "prints_a_traceback": "a traceback",
     "prints_control_characters": "a control character",

@@ -21,6 +21,7 @@ from refops import cli, conformance, files, report
 from refops.display.console import PIPE_WIDTH
 from refops.display.plot import MOST_TENSORS_DRAWN
 from refops.quantization import blocks, hadamard, mxfp8, nvfp4, per_tensor
+from refops.replacing import replacing
 from refops.selfcheck.tally import Tally
 from refops.survey import SCALINGS
 
@@ -260,6 +261,49 @@ def test_plot_that_fails_at_the_end(run, tmp_path, monkeypatch, error):
     assert "--plot" in err and "a.png" in err and ("Permission denied" in err or "xelatex" in err)
 
 
+def test_plot_on_a_full_disk_keeps_the_old_one(tmp_path):
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("resource")  # ulimit
+    (tmp_path / "a.png").write_bytes(b"the old one")
+    limited = ["sh", "-c", 'ulimit -f 8; exec "$@"', "sh"]
+    words = [*limited, sys.executable, "-m", "refops", "inspect", REAL, "--tensor", "*bias", "--scaling", "mxfp8"]
+    done = subprocess.run(
+        [*map(str, words), "--plot", str(tmp_path / "a.png")],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        timeout=120,
+    )
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1) and "--plot" in done.stderr
+    assert [(p.name, p.read_bytes()) for p in tmp_path.iterdir()] == [("a.png", b"the old one")]
+
+
+def test_ctrl_c_while_the_plot_is_written_keeps_the_old_one(run, tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+
+    def savefig(self, path, **options):
+        Path(path).write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    (tmp_path / "a.png").write_bytes(b"the old one")
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", savefig)
+    code, _, _ = run("inspect", REAL, "--tensor", "*bias", "--scaling", "mxfp8", "--plot", tmp_path / "a.png")
+    assert code == 130
+    assert [(p.name, p.read_bytes()) for p in tmp_path.iterdir()] == [("a.png", b"the old one")]
+
+
+def test_a_replaced_file_keeps_its_mode_and_its_link(tmp_path):
+    path, link = tmp_path / "a.txt", tmp_path / "link.txt"
+    path.write_text("old")
+    path.chmod(0o640)
+    link.symlink_to(path)
+    with replacing(link) as new:
+        new.write_text("new")
+        (new.parent / "a-img0.png").write_text("an image of it")
+    assert link.is_symlink() and path.read_text() == "new" and path.stat().st_mode & 0o777 == 0o640
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a-img0.png", "a.txt", "link.txt"]
+
+
 def test_plot_of_too_many_tensors_is_refused_before_the_work(run, tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(cli, "measure", None)
@@ -481,6 +525,14 @@ def test_pytorch_file_with_code_is_refused(run, tmp_path):
     torch.save({"x": Code()}, tmp_path / "x.pt")
     code, out, err = run("inspect", tmp_path / "x.pt")
     assert (code, out, err.count("\n")) == (2, "", 1)
+
+
+@pytest.mark.filterwarnings("error")
+def test_float64_with_a_signalling_nan_is_read(run_json, tmp_path):
+    x = MATRIX.astype(np.float64)
+    x.view(np.uint64)[0, 0] = 0x7FF0000000000001
+    np.save(tmp_path / "x.npy", x)
+    assert run_json("inspect", tmp_path / "x.npy", "--scaling", "mxfp8")["tensors"]
 
 
 def test_legacy_pytorch_file_with_code_is_refused_in_our_words(run, tmp_path):
