@@ -353,7 +353,9 @@ def judge(code, out, err, words, allowed=(0, 1, 2)):
         require(err == "", "something on stderr", err, words)
         require(code == 0 or words[0] in ("check", "report"), "a mismatch of what is not compared", words)
     if "--json" in words and code in (0, 1) and out is not None and not {"--help", "-h", "--version"} & set(words):
-        json.loads(out, parse_constant=lambda constant: require(False, "not JSON", constant))
+        document = json.loads(out, parse_constant=lambda constant: require(False, "not JSON", constant))
+        if words[0] == "check":
+            require(document["ok"] == (code == 0), "the exit code contradicts the verdict", code, words)
 
 
 def whole_outputs(case):
@@ -419,6 +421,26 @@ for _command, _cases in (
 ):
     if _command:
         in_process(_command, _cases)
+
+
+@target("cli_sqnr", cases=60, seconds=60, needs=("refops.cli",))
+def cli_sqnr(case):
+    """`inspect` reports the SQNR that NumPy computes from the dequantized tensor."""
+    x = case.rng.standard_normal(case.choose([(32, 64), (16, 128), (128, 256)])).astype(np.float32)
+    x *= np.float32(2.0 ** case.below(20, -20))
+    np.save(case.folder / "x.npy", x)
+    name = case.choose(list(SCALINGS))
+    words = ["inspect", str(case.folder / "x.npy"), "--scaling", name, "--json"]
+    code, out, err = run_in_process(case, words)
+    judge(code, out, err, words)
+    if code == 2:  # shapes that the scaling does not take
+        raise DocumentedError(err)
+    ((measured,),) = (tensor["scalings"] for tensor in json.loads(out)["tensors"])
+    columnwise = SCALINGS[name].columnwise
+    q = refops.quantize(x, SCALINGS[name].scaling, rowwise=not columnwise, columnwise=columnwise)
+    error = x.astype(np.float64) - refops.dequantize(q)
+    expected = 10 * np.log10(np.square(x, dtype=np.float64).sum() / np.square(error).sum())
+    require(abs(measured["sqnr_db"] - expected) < 1e-6, "another SQNR", measured["sqnr_db"], expected)
 
 
 @target("cli_words", cases=200, needs=("refops.cli",))
