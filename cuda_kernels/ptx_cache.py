@@ -55,9 +55,13 @@ def get(key, target, make):
     text = make()
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-            file.write(text)
-        os.replace(file.name, path)  # at once: another process never reads half a file
+        file = tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False)  # noqa: SIM115  closed below
+        try:
+            with file:
+                file.write(text)
+            os.replace(file.name, path)  # at once: another process never reads half a file
+        finally:
+            Path(file.name).unlink(missing_ok=True)
     return text
 
 

@@ -29,6 +29,7 @@ from fuser.recipe import (
     MXFP8BlockScaling,
     NVFP4BlockScaling,
 )
+from refops.replacing import replacing
 
 ROOT = Path(__file__).resolve().parent.parent
 TEXT = ("docs/spec/quantization.md", "docs/spec/activations.md")
@@ -151,7 +152,8 @@ def plot(results, path):
     below.set_xlabel("step (mean of the last 20)")
     above.legend()
     figure.tight_layout()
-    figure.savefig(path, dpi=150)
+    with replacing(path) as new:
+        figure.savefig(new, dpi=150)
 
 
 def table_of(results):
@@ -209,7 +211,8 @@ def main(arguments=None):
             results[name] = {"losses": losses, "seconds": seconds}
     console.print(table_of(results))
     options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "losses.json").write_text(json.dumps(results))
+    with replacing(options.out / "losses.json") as new:
+        new.write_text(json.dumps(results))
     plot(results, options.out / "losses.png")
     console.print(f"wrote {options.out / 'losses.json'} and {options.out / 'losses.png'}")
 

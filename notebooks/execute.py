@@ -26,6 +26,8 @@ from matplotlib import image
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 
+from refops.replacing import replacing
+
 FOLDER = Path(__file__).resolve().parent
 #: Seconds that a notebook may take, on a laptop's cores, once its kernels are compiled.
 LIMIT = 60
@@ -157,8 +159,10 @@ async def check(path, write):
             problems.append("has no figure of a cell tagged picture, or several")
         elif write:
             kept.parent.mkdir(exist_ok=True)
-            kept.write_bytes(base64.b64decode(shown))
-            nbformat.write(executed, path)
+            with replacing(kept) as new:
+                new.write_bytes(base64.b64decode(shown))
+            with replacing(path) as new:
+                nbformat.write(executed, new)
         else:
             problems += stale_cells(committed, executed)
             if not kept.exists() or not same_part("image/png", base64.b64encode(kept.read_bytes()).decode(), shown):

@@ -28,6 +28,8 @@ STARTS = {".safetensors": rb".{8}\{", ".npy": _NUMPY, ".npz": _NUMPY, ".pt": _TO
 SUFFIXES = tuple(STARTS)
 #: A .pt file that names more is refused; and one that holds more of anything, tensors or not.
 MOST_TENSORS, MOST_ENTRIES = 1_000_000, 3_000_000
+#: The tensors of a .pt file may take this many times the file's bytes: tied weights do, some name one storage often.
+MOST_SHARING = 64
 #: Characters of a parser's own words that an error repeats.
 MOST_OF_A_REASON = 400
 
@@ -100,7 +102,7 @@ def as_high_precision(array, *, raw_bfloat16=False):
     if dtype in HIGH_PRECISION:
         return array, ""
     if dtype == np.float64:
-        with np.errstate(over="ignore"):
+        with np.errstate(over="ignore", invalid="ignore"):  # a signalling NaN is invalid, and becomes a quiet one
             rounded = array.astype(np.float32)
         overflowed = int(np.count_nonzero(np.isinf(rounded) & np.isfinite(array)))
         return rounded, "float64 rounded to float32" + (f" ({overflowed} overflowed to inf)" if overflowed else "")
@@ -231,7 +233,7 @@ def _one_line_errors(path):
         raise
     except Exception as error:  # parsers of bytes that nobody vouches for raise anything, SyntaxError included
         reason = " ".join(str(error).split())
-        if "pickle" in reason or "Python objects" in reason:
+        if any(words in reason for words in ("pickle", "Python objects", "Weights only load failed")):
             reason = "it holds pickled Python objects, and those are never loaded"
         elif len(reason) > MOST_OF_A_REASON:  # some quote the file
             reason = f"{reason[:MOST_OF_A_REASON]} ..."
@@ -240,11 +242,19 @@ def _one_line_errors(path):
         raise FileError(f"must be a readable {path.suffix} file; got {str(path)!r}: {reason}") from error
 
 
+@contextmanager
+def _silent():
+    """Drop warnings: of old pickle protocols, of torch's prototypes; what a reader has to say is in its errors."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
 def _guarded(path, read):
-    """`read` with its errors in one line."""
+    """`read` with its errors in one line, and a library's warnings about what a file holds dropped."""
 
     def guarded():
-        with _one_line_errors(path):
+        with _one_line_errors(path), _silent():
             return read()
 
     return guarded
@@ -304,8 +314,7 @@ def _open_torch(path):
             f"needs PyTorch to be read; got {str(path)!r}: install torch, or save the tensors as safetensors"
         ) from None
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about the pickle protocol
+        with _silent():
             # Only the zip format (torch >= 1.6) can be mapped.
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except RuntimeError:  # pages of text about the inside of zip files
@@ -313,9 +322,7 @@ def _open_torch(path):
 
     def reader(tensor):
         def read():
-            value = tensor.detach()
-            if value.layout != torch.strided or value.is_quantized:
-                raise UnsupportedTensorError(f"{value.layout} {value.dtype}; refops quantizes dense tensors")
+            value = _dense(tensor)
             if value.dtype == torch.bfloat16:
                 return value.contiguous().view(torch.int16).numpy().view(BFLOAT16)
             try:
@@ -325,17 +332,51 @@ def _open_torch(path):
 
         return read
 
-    named = list(islice(_named_tensors(content, "", torch.Tensor, count()), MOST_TENSORS + 1))
-    if len(named) > MOST_TENSORS:  # a few kilobytes can name one tensor a hundred million times
-        raise ValueError(f"it names more than {MOST_TENSORS} tensors")
+    with _silent():  # asking a tensor of a prototype for its size warns
+        named = list(islice(_named_tensors(content, "", torch.Tensor, count()), MOST_TENSORS + 1))
+        if len(named) > MOST_TENSORS:  # a few kilobytes can name one tensor a hundred million times
+            raise ValueError(f"it names more than {MOST_TENSORS} tensors")
+        held = sum(tensor.nbytes for _, tensor in named if _is_dense(tensor) and not _lacks_elements(tensor))
+    if held > MOST_SHARING * path.stat().st_size:  # or one large tensor some thousand times
+        raise ValueError(f"its tensors take {held} bytes in all, more than {MOST_SHARING} times those of the file")
     return [
         StoredTensor(
             name or path.stem,
             _guarded(path, reader(tensor)),
-            _guarded(path, lambda tensor=tensor, name=name: as_numpy(tensor, name)),
+            _guarded(path, lambda tensor=tensor, name=name: as_numpy(_dense(tensor), name)),
         )
         for name, tensor in named
     ]
+
+
+def _is_dense(tensor):
+    """Whether a torch tensor's elements lie in memory by strides, as NumPy's do."""
+    strided = str(tensor.layout) == "torch.strided" and not tensor.is_nested
+    return strided and not tensor.is_quantized and tensor.device.type == "cpu"
+
+
+def _lacks_elements(tensor):
+    """Whether a tensor has more elements than its storage, as `expand` makes them: one float can stand for 1e15."""
+    return tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes()
+
+
+def _dense(tensor):
+    """A torch tensor without its history.
+
+    Raises:
+        UnsupportedTensorError: sparse, nested, quantized by torch, without data, or more elements than are stored.
+    """
+    value = tensor.detach()
+    if not _is_dense(value):
+        kind = "nested" if value.is_nested else "meta" if value.device.type == "meta" else value.layout
+        raise UnsupportedTensorError(f"{kind} {value.dtype}; refops quantizes dense tensors")
+    if _lacks_elements(value):
+        stored = value.untyped_storage().nbytes() // value.element_size()
+        raise UnsupportedTensorError(
+            f"{value.numel()} elements, of which the file stores {stored}; a tensor must be stored whole: "
+            "save its .contiguous()"
+        )
+    return value
 
 
 def _named_tensors(content, name, tensor_type, visited):

@@ -166,7 +166,9 @@ def activation(name: str, x: ArrayLike, *, out_dtype: DTypeLike | None = None, *
 
     Raises:
         TypeError: dtype of `x` or `out_dtype`; a parameter that `name` does not take.
-        ValueError: unknown name, scalar `x`, odd gated width, parameter out of range.
+        ValueError: unknown name, scalar `x`, odd gated width, beta1 or beta2 that is not positive and finite. limit,
+            alpha and glu_linear_offset may be any number, as in TE, which checks the betas alone: with a limit below 0
+            the formula is computed as written, every gate becomes limit.
     """
     source = ActivationSource(bind_activation(name, params), require_tensor(x, "x"))
     return materialize(source, out_dtype)

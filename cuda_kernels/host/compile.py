@@ -103,8 +103,11 @@ class DiskCache(NullCache):
             is_new = not path.parent.exists()
             path.parent.mkdir(parents=True, exist_ok=True)
             temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
-            temporary.write_bytes(dumps(data._reduce()))
-            os.replace(temporary, path)
+            try:
+                temporary.write_bytes(dumps(data._reduce()))
+                os.replace(temporary, path)
+            finally:
+                temporary.unlink(missing_ok=True)
             if is_new:
                 remove_old_folders(path.parent)
         except (OSError, RuntimeError):

@@ -44,8 +44,14 @@ def main(arguments=None):
 
 def write(path):
     """Write the file with the holes."""
+    text = Path(holes.__file__).read_text(encoding="utf-8")
     with path.open("x", encoding="utf-8") as file:  # never over another one
-        file.write(Path(holes.__file__).read_text(encoding="utf-8"))
+        try:
+            file.write(text)
+            file.flush()
+        except BaseException:  # half a file would be judged by the next run
+            path.unlink()
+            raise
     print(f"{path} is written: {len(PUZZLES)} kernels with holes. Open it, replace the `...` of the first kernel,")
     print("and run this command again.")
     return 1

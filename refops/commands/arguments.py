@@ -253,11 +253,19 @@ def read_file(spec, argument, name=None):
                 raise UsageError(f"{argument} must name one of {listed(by_name)} after :; got {spec.tensor!r}")
             chosen = spec.tensor or (name if name in by_name else None)
             wanted = by_name if chosen is None else {chosen: by_name[chosen]}
-            return {n: _as_dtype(tensor.read_bits(), spec, argument) for n, tensor in wanted.items()}
+            return {n: _as_dtype(_bits_of(tensor), spec, argument) for n, tensor in wanted.items()}
     except FileError as error:
         raise UsageError(f"{argument} {error}") from None
     except UnsupportedTensorError as reason:
         raise UsageError(f"{argument} must hold arrays of numbers; got {spec.text!r}: {reason}") from None
+
+
+def _bits_of(tensor):
+    """The array of a stored tensor, whose name is in the error where there is none."""
+    try:
+        return tensor.read_bits()
+    except UnsupportedTensorError as reason:
+        raise UnsupportedTensorError(f"{tensor.name!r} is {reason}") from None
 
 
 def _as_dtype(array, spec, argument):

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from refops.display.console import printable
+from refops.replacing import replacing
 
 #: More rows than this do not fit a page.
 MOST_TENSORS_DRAWN = 60
@@ -48,7 +49,7 @@ def draw(path, surveys):
     """Draw SQNR and flushed share of every tensor (row) under every scaling (column) as two heat maps.
 
     Args:
-        path: file to write; the suffix gives the format (png, pdf, svg). See `require_drawable`.
+        path: file to write, whole or not at all; the suffix gives the format (png, pdf, svg). See `require_drawable`.
         surveys: list of (tensor name, list of `Measurement`), 1 to `MOST_TENSORS_DRAWN`.
 
     Raises:
@@ -80,7 +81,8 @@ def draw(path, surveys):
     lower.set_xticks(range(len(scalings)), scalings, rotation=45, ha="right", rotation_mode="anchor", fontsize=8)
     lower.set_xlabel("scaling", fontsize=9)
     try:
-        figure.savefig(path, dpi=160, bbox_inches="tight")
+        with replacing(path) as new:
+            figure.savefig(new, dpi=160, bbox_inches="tight")
     except (OSError, RuntimeError) as error:  # RuntimeError: .pgf without LaTeX
         reason = getattr(error, "strerror", None) or error
         raise PlotError(f"--plot must name a file that can be written; got {path!r}: {reason}") from None

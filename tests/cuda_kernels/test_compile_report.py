@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from cuda_kernels import compile_report
+from cuda_kernels import compile_report, ptx_cache
 from cuda_kernels.compile_report import Measured, MissingToolError, instructions_of, problems
 
 TARGETS = compile_report.TARGETS if os.environ.get("EVERY_TARGET") == "1" else ((9, 0),)
@@ -256,3 +256,13 @@ def test_the_command_prints_json_and_fails_for_unknown_kernels():
     run = subprocess.run([*command, "no such"], capture_output=True, text=True, cwd=Path(__file__).parents[2])
     assert (run.returncode, run.stdout) == (2, "")
     assert "no such" in run.stderr
+
+
+def test_a_cache_that_cannot_be_replaced_keeps_no_temporary_file(tmp_path, monkeypatch):
+    def replace(old, new):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(ptx_cache.os, "replace", replace)
+    assert ptx_cache.get("key", "target", lambda: "ptx") == "ptx"
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]

@@ -98,6 +98,15 @@ def leaves_a_partial_file(case):
     whole_outputs(case)
 
 
+@target("leaves_half_a_picture", cases=1, seconds=20, needs=("refops.cli",))
+def leaves_half_a_picture(case):
+    """The first bytes of a PNG file."""
+    from targets.command_line import whole_outputs
+
+    (case.folder / "p.png").write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(100))
+    whole_outputs(case)
+
+
 @target("leaves_a_temporary_file", cases=1, seconds=20, needs=("refops.cli",))
 def leaves_a_temporary_file(case):
     """A hidden folder beside the output."""

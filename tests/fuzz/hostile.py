@@ -9,6 +9,7 @@ import json
 import os
 import pickle
 import struct
+import warnings
 import zipfile
 
 import ml_dtypes
@@ -443,6 +444,15 @@ def torch_tensor(array):
     return torch.from_numpy(np.ascontiguousarray(array))
 
 
+def nested_tensor():
+    """A tensor of rows of several lengths; torch warns that these are a prototype."""
+    import torch
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.nested.nested_tensor([torch.ones(3), torch.ones(4)])
+
+
 def whole_pt(case, path):
     """A pt file that is right, in the zip or the legacy format."""
     import torch
@@ -504,6 +514,10 @@ def hostile_pt(case, path):
                 value.to(torch.float8_e4m3fn),
                 value.long(),
                 value.expand(1 << 12, 16),
+                torch.ones(1).expand(1 << 17, 1 << 17),
+                torch.ones(1).expand(1 << 30, 1 << 30),
+                [torch.ones(1 << 14)] * 20000,
+                nested_tensor(),
                 value.as_strided((3, 3), (0, 1)),
                 "text",
                 None,

@@ -1,26 +1,13 @@
-"""The public surface: every function and class in the `__all__` of each package, and which of it no target calls."""
+"""The public surface: every function and class that docs/reference promises, and which of it no target calls."""
 
 import importlib
-import inspect
+import sys
 
-from harness import TARGETS, resolve
+from harness import ROOT, TARGETS, resolve
 
-#: Modules whose `__all__` is public.
-MODULES = (
-    "refops",
-    "refops.oracle",
-    "refops.golden",
-    "cuda_kernels.host",
-    "cuda_kernels",
-    "fuser",
-    "fuser.functional",
-    "fuser.ops",
-    "fuser.quantization",
-    "fuser.jit",
-    "fuser.xla",
-)
-#: Modules without `__all__`, whose own functions and classes are public.
-OPEN_MODULES = ("fuser.recipe", "fuser.gemm", "fuser.distributed")
+sys.path.append(str(ROOT / "tests" / "docs"))
+import reference_pages
+
 #: Public names that have no target of their own, and why.
 EXEMPT = {
     "fuser.DType": "an enumeration",
@@ -33,6 +20,16 @@ EXEMPT = {
     "fuser.ops.FusedOperation": "a base class, used through the fusions of pipelines",
     "fuser.ops.FusibleOperation": "a base class, used through its subclasses",
     "fuser.xla.Quantizer": "a base class, used through its subclasses",
+    "fuser.dispatch.Engine": "a base class, used through its subclasses",
+    "fuser.dispatch.Reference": "what the functions of fuser.dispatch choose themselves",
+    "fuser.dispatch.Kernels": "the same for tensors on a GPU",
+    "fuser.fused.BackwardActivationBias": "made by the fusions of pipelines",
+    "fuser.fused.BackwardAddRMSNorm": "made by the fusions of pipelines",
+    "fuser.fused.BackwardLinearAdd": "made by the fusions of pipelines",
+    "fuser.fused.BackwardLinearScale": "made by the fusions of pipelines",
+    "fuser.fused.ForwardLinearBiasActivation": "made by the fusions of pipelines",
+    "fuser.fused.ForwardLinearBiasAdd": "made by the fusions of pipelines",
+    "fuser.fused.ForwardLinearScaleAdd": "made by the fusions of pipelines",
     "fuser.fp8_autocast": "a deprecated name: it warns, and calls autocast",
     "fuser.fp8_model_init": "a deprecated name: it warns, and calls quantized_model_init",
 }
@@ -41,13 +38,11 @@ EXEMPT = {
 def public_names():
     """Dotted name -> object of every public function and class; an object of several names under the first."""
     found, seen = {}, set()
-    for module_name in (*MODULES, *OPEN_MODULES):
+    for module_name in reference_pages.PUBLIC:
         module = importlib.import_module(module_name)
-        names = getattr(module, "__all__", None) or [n for n in vars(module) if not n.startswith("_")]
-        for name in names:
+        for name in reference_pages.public_names(module_name):
             value = getattr(module, name)
-            own = module_name in MODULES or getattr(value, "__module__", None) == module_name
-            if own and callable(value) and not inspect.ismodule(value) and id(value) not in seen:
+            if callable(value) and id(value) not in seen:
                 seen.add(id(value))
                 found[f"{module_name}.{name}"] = value
     return found

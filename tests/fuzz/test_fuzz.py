@@ -21,6 +21,7 @@ FAULTS = {
     "wrong_result": "zero is not one",
     "unpickles": "code in a file was executed",
     "leaves_a_partial_file": "FileError",
+    "leaves_half_a_picture": "half a picture",
     "leaves_a_temporary_file": "temporary files were left",
     "prints_a_traceback": "a traceback",
     "prints_control_characters": "a control character",
@@ -103,8 +104,17 @@ print(len({str(one) for one in first}) > 10)
 def test_smoke(tmp_path):
     """A few cases of the targets that need no compiler."""
     names = ["settings", "encode", "quantize", "quantized", "activation_grad", "update_delayed_scale", "oracle_right"]
-    names += ["oracle_wrong", "oracle_nonsense", "read_safetensors", "read_npy", "read_npz", "golden", "cli_explain"]
-    names += ["cli_check", "cli_golden", "cli_inspect", "cli_words"]
+    names += [
+        "oracle_wrong",
+        "oracle_nonsense",
+        "oracle_acceptable",
+        "read_safetensors",
+        "read_npy",
+        "read_npz",
+        "golden",
+        "cli_explain",
+    ]
+    names += ["cli_check", "cli_golden", "cli_inspect", "cli_words", "cli_sqnr"]
     counts = tmp_path / "counts.json"
     arguments = [word for name in names for word in ("--only", name)]
     options = ["--share", "0.04", "--seed", "11", "--json", str(counts)]

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import time
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from refops import cli, conformance, files, report
 from refops.display.console import PIPE_WIDTH
 from refops.display.plot import MOST_TENSORS_DRAWN
 from refops.quantization import blocks, hadamard, mxfp8, nvfp4, per_tensor
+from refops.replacing import replacing
 from refops.selfcheck.tally import Tally
 from refops.survey import SCALINGS
 
@@ -259,6 +261,49 @@ def test_plot_that_fails_at_the_end(run, tmp_path, monkeypatch, error):
     assert "--plot" in err and "a.png" in err and ("Permission denied" in err or "xelatex" in err)
 
 
+def test_plot_on_a_full_disk_keeps_the_old_one(tmp_path):
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("resource")  # ulimit
+    (tmp_path / "a.png").write_bytes(b"the old one")
+    limited = ["sh", "-c", 'ulimit -f 8; exec "$@"', "sh"]
+    words = [*limited, sys.executable, "-m", "refops", "inspect", REAL, "--tensor", "*bias", "--scaling", "mxfp8"]
+    done = subprocess.run(
+        [*map(str, words), "--plot", str(tmp_path / "a.png")],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        timeout=120,
+    )
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1) and "--plot" in done.stderr
+    assert [(p.name, p.read_bytes()) for p in tmp_path.iterdir()] == [("a.png", b"the old one")]
+
+
+def test_ctrl_c_while_the_plot_is_written_keeps_the_old_one(run, tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+
+    def savefig(self, path, **options):
+        Path(path).write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    (tmp_path / "a.png").write_bytes(b"the old one")
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", savefig)
+    code, _, _ = run("inspect", REAL, "--tensor", "*bias", "--scaling", "mxfp8", "--plot", tmp_path / "a.png")
+    assert code == 130
+    assert [(p.name, p.read_bytes()) for p in tmp_path.iterdir()] == [("a.png", b"the old one")]
+
+
+def test_a_replaced_file_keeps_its_mode_and_its_link(tmp_path):
+    path, link = tmp_path / "a.txt", tmp_path / "link.txt"
+    path.write_text("old")
+    path.chmod(0o640)
+    link.symlink_to(path)
+    with replacing(link) as new:
+        new.write_text("new")
+        (new.parent / "a-img0.png").write_text("an image of it")
+    assert link.is_symlink() and path.read_text() == "new" and path.stat().st_mode & 0o777 == 0o640
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a-img0.png", "a.txt", "link.txt"]
+
+
 def test_plot_of_too_many_tensors_is_refused_before_the_work(run, tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(cli, "measure", None)
@@ -480,6 +525,66 @@ def test_pytorch_file_with_code_is_refused(run, tmp_path):
     torch.save({"x": Code()}, tmp_path / "x.pt")
     code, out, err = run("inspect", tmp_path / "x.pt")
     assert (code, out, err.count("\n")) == (2, "", 1)
+
+
+@pytest.mark.filterwarnings("error")
+def test_float64_with_a_signalling_nan_is_read(run_json, tmp_path):
+    x = MATRIX.astype(np.float64)
+    x.view(np.uint64)[0, 0] = 0x7FF0000000000001
+    np.save(tmp_path / "x.npy", x)
+    assert run_json("inspect", tmp_path / "x.npy", "--scaling", "mxfp8")["tensors"]
+
+
+def test_legacy_pytorch_file_with_code_is_refused_in_our_words(run, tmp_path):
+    torch = pytest.importorskip("torch")
+    content = {"x": torch.ones(2), "code": Unknown()}
+    torch.save(content, tmp_path / "x.pt", _use_new_zipfile_serialization=False)
+    code, out, err = run("inspect", tmp_path / "x.pt")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "pickled Python objects, and those are never loaded" in err and "weights_only" not in err
+
+
+class Unknown:
+    """An object that no weights-only load makes."""
+
+
+@pytest.mark.parametrize("shape", [(1 << 17, 1 << 17), (1 << 30, 1 << 30), (2, 1)])
+def test_pytorch_tensor_of_more_elements_than_are_stored_is_refused(run, tmp_path, shape):
+    """A file of a kilobyte would keep the command busy for ever."""
+    torch = pytest.importorskip("torch")
+    torch.save({"fine": torch.ones(32, 64), "w": torch.ones(1).expand(shape)}, tmp_path / "x.pt")
+    code, out, err = run("inspect", tmp_path / "x.pt", "--scaling", "mxfp8", "--json")
+    document = json.loads(out)
+    assert (code, err, [t["tensor"] for t in document["tensors"]]) == (0, "", ["fine"])
+    (skipped,) = document["skipped"]
+    assert skipped["tensor"] == "w" and "of which the file stores 1; a tensor must be stored whole" in str(skipped)
+    for words in (
+        ["explain", "--scaling", "mxfp8", "--tensor", "w"],
+        ["check", "--op", "gelu", "--output", "y=x.npy", "--input"],
+    ):
+        code, out, err = run(*words, tmp_path / "x.pt")
+        assert (code, out, err.count("\n")) == (2, "", 1) and "'w'" in err and "stored whole" in err
+
+
+def test_pytorch_file_that_names_one_large_tensor_often_is_refused(run, tmp_path):
+    torch = pytest.importorskip("torch")
+    torch.save([torch.ones(1 << 14)] * 20000, tmp_path / "x.pt")
+    code, out, err = run("inspect", tmp_path / "x.pt", "--scaling", "mxfp8")
+    assert (code, out, err.count("\n")) == (2, "", 1) and f"more than {files.MOST_SHARING} times" in err
+    tied = torch.ones(32, 64)
+    torch.save({"embedding": tied, "head": tied}, tmp_path / "tied.pt")
+    assert run("inspect", tmp_path / "tied.pt", "--scaling", "mxfp8")[0] == 0
+
+
+def test_nested_pytorch_tensor_is_skipped_without_a_warning(tmp_path):
+    torch = pytest.importorskip("torch")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        nested_tensor = torch.nested.nested_tensor([torch.ones(3), torch.ones(4)])
+    torch.save({"fine": torch.ones(32, 64), "x": nested_tensor}, tmp_path / "x.pt")
+    done = shell("inspect", tmp_path / "x.pt", "--scaling", "mxfp8")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "skipped x: nested torch.float32" in done.stdout
 
 
 def test_damaged_pytorch_files(run, tmp_path, bad_files):

@@ -5,11 +5,13 @@ import inspect
 import json
 import os
 import re
+import resource
 import subprocess
 import sys
 import textwrap
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -483,6 +485,19 @@ def test_the_command_writes_the_file_and_then_checks_it(tmp_path):
     only = run(tmp_path, "--only", "1")
     assert only.returncode == 0 and "1 of 1 solved." in only.stdout and "sector     0        ########" in only.stdout
     assert run(tmp_path, "--only", "widen_bf16").returncode == 1
+
+
+def test_a_full_disk_leaves_no_half_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(command, "holes", SimpleNamespace(__file__=str(tmp_path / "holes.py")))
+    (tmp_path / "holes.py").write_text("x" * 100_000)
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, limit[1]))
+    try:
+        with pytest.raises(OSError, match="too large"):
+            command.write(tmp_path / "puzzles.py")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert not (tmp_path / "puzzles.py").exists()
 
 
 def test_the_command_says_which_hole_fails_and_why(tmp_path):

@@ -20,6 +20,7 @@ from harness import ROOT, DocumentedError, require, target
 import refops
 from refops.commands.arguments import DTYPES
 from refops.oracle import OPERATIONS
+from refops.replacing import STAGING
 from refops.survey import SCALINGS
 
 #: Besides line ends, nothing that a terminal would obey.
@@ -208,9 +209,8 @@ def arguments(case, command):
         words += some(case, 0.2, "--summary") + some(
             case, 0.1, "--dtype", case.choose(["bfloat16", "float32", word(case)])
         )
-        words += some(
-            case, 0.03, "--plot", str(case.folder / case.choose(["p.png", "p.svg", "p.xyz", "no/p.png", "p", "\n.png"]))
-        )
+        if case.chance(0.05):
+            words += picture_words(case, "p.png", "p.png", "p.svg", "p.xyz", "no/p.png", "p", "\n.png")
     elif command == "explain":
         source = case.choose(["values", "values", "file", "both", "neither"])
         if source in ("values", "both"):
@@ -353,18 +353,48 @@ def judge(code, out, err, words, allowed=(0, 1, 2)):
         require(err == "", "something on stderr", err, words)
         require(code == 0 or words[0] in ("check", "report"), "a mismatch of what is not compared", words)
     if "--json" in words and code in (0, 1) and out is not None and not {"--help", "-h", "--version"} & set(words):
-        json.loads(out, parse_constant=lambda constant: require(False, "not JSON", constant))
+        document = json.loads(out, parse_constant=lambda constant: require(False, "not JSON", constant))
+        if words[0] == "check":
+            require(document["ok"] == (code == 0), "the exit code contradicts the verdict", code, words)
 
 
 def whole_outputs(case):
-    """Golden folders hold whole files and a manifest, or nothing; no temporary files."""
+    """Golden folders hold whole files and a manifest, or nothing; a picture is whole; no temporary files."""
     from refops.golden import read_golden
 
-    left = [p for p in case.folder.rglob("*") if ".golden-" in p.name or p.name.endswith((".tmp", "~"))]
+    left = [
+        p for p in case.folder.rglob("*") if p.name.startswith((".golden-", STAGING)) or p.name.endswith((".tmp", "~"))
+    ]
     require(not left, "temporary files were left", left)
     for manifest in case.folder.rglob("manifest.json"):
         for name in json.loads(manifest.read_text())["files"]:
             read_golden(manifest.parent / name)
+    for picture in case.folder.rglob("*.png"):
+        require(picture.read_bytes() == OLD or is_whole(picture), "half a picture", picture)
+    for picture in case.folder.rglob("*.svg"):
+        require(picture.read_bytes() == OLD or picture.read_text().rstrip().endswith("</svg>"), "half a picture")
+
+
+#: What stands where a picture is to be drawn.
+OLD = b"the old picture"
+
+
+def is_whole(picture):
+    """Whether a PNG file is complete: matplotlib reads every pixel."""
+    from matplotlib import image
+
+    try:
+        return image.imread(picture).size > 0
+    except Exception:  # whatever a decoder says of half a file
+        return False
+
+
+def picture_words(case, *names):
+    """--plot, now and then over an old picture."""
+    path = case.folder / case.choose(names)
+    if case.chance(0.5) and path.parent.is_dir() and path.suffix in (".png", ".svg"):
+        path.write_bytes(OLD)
+    return ["--plot", str(path)]
 
 
 def in_process(command, cases):
@@ -391,6 +421,26 @@ for _command, _cases in (
 ):
     if _command:
         in_process(_command, _cases)
+
+
+@target("cli_sqnr", cases=60, seconds=60, needs=("refops.cli",))
+def cli_sqnr(case):
+    """`inspect` reports the SQNR that NumPy computes from the dequantized tensor."""
+    x = case.rng.standard_normal(case.choose([(32, 64), (16, 128), (128, 256)])).astype(np.float32)
+    x *= np.float32(2.0 ** case.below(20, -20))
+    np.save(case.folder / "x.npy", x)
+    name = case.choose(list(SCALINGS))
+    words = ["inspect", str(case.folder / "x.npy"), "--scaling", name, "--json"]
+    code, out, err = run_in_process(case, words)
+    judge(code, out, err, words)
+    if code == 2:  # shapes that the scaling does not take
+        raise DocumentedError(err)
+    ((measured,),) = (tensor["scalings"] for tensor in json.loads(out)["tensors"])
+    columnwise = SCALINGS[name].columnwise
+    q = refops.quantize(x, SCALINGS[name].scaling, rowwise=not columnwise, columnwise=columnwise)
+    error = x.astype(np.float64) - refops.dequantize(q)
+    expected = 10 * np.log10(np.square(x, dtype=np.float64).sum() / np.square(error).sum())
+    require(abs(measured["sqnr_db"] - expected) < 1e-6, "another SQNR", measured["sqnr_db"], expected)
 
 
 @target("cli_words", cases=200, needs=("refops.cli",))
@@ -448,7 +498,7 @@ def commands(case):
                 "--out",
                 str(case.folder / "out"),
             ],
-            ["inspect", str(path), "--scaling", "mxfp8", "--plot", str(case.folder / "p.png")],
+            ["inspect", str(path), "--scaling", "mxfp8", *picture_words(case, "p.png")],
         ]
     )
 
@@ -497,11 +547,6 @@ def cli_process(case):
     if how == "interrupt" and code != 130 and "KeyboardInterrupt" in err and "refops/cli.py" not in err:
         return  # during the interpreter's own start, before the first line of the program
     judge(code, None, err, words, allowed)
-    if code == 2 or code == 130:
-        require(
-            not (case.folder / "p.png").exists() or (case.folder / "p.png").read_bytes()[-8:-4] == b"IEND",
-            "half a picture",
-        )
     whole_outputs(case)
     if code:
         raise DocumentedError(f"{code} {err}")

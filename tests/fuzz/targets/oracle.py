@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 import refops
 from refops import oracle
 from refops.activations import ACTIVATIONS
+from refops.oracle import testing  # noqa: F401  oracle.testing
 from refops.oracle.operation import QUANTIZED_ARRAYS
 
 NEEDS = ("refops.oracle.diagnosis",)
@@ -121,7 +122,13 @@ def rebuild(case, name, value):
 
 @target(
     "oracle_wrong",
-    ["refops.oracle.check", "refops.oracle.Mismatch", "refops.oracle.MismatchError", "refops.oracle.Explanation"],
+    [
+        "refops.oracle.check",
+        "refops.oracle.Mismatch",
+        "refops.oracle.MismatchError",
+        "refops.oracle.Explanation",
+        "refops.oracle.testing.assert_matches",
+    ],
     cases=350,
     seconds=60,
     needs=NEEDS,
@@ -147,9 +154,14 @@ def oracle_wrong(case):
     require_report(report)
     require(not any("the diagnosis failed" in note for note in report.notes), "the diagnosis failed", report.notes)
     if report.ok:
+        again = case.call("refops.oracle.testing.assert_matches", op, inputs, outputs, diagnose=False, **options)
+        require(again.ok, "another verdict")
         return
     try:
-        report.raise_for_mismatch()
+        if case.chance(0.5):
+            oracle.testing.assert_matches(op, inputs, outputs, diagnose=False, **options)
+        else:
+            report.raise_for_mismatch()
         require(False, "no error is raised")
     except oracle.MismatchError as error:
         require(str(error), "an error without text")
@@ -200,3 +212,43 @@ def oracle_nonsense(case):
         name = case.choose([*extra, "scaling", "params", "diagnose"])
         options[name] = extra.get(name, wrong(case)) if case.chance(0.6) else wrong(case)
     require_report(case.call("refops.oracle.check", op, inputs, outputs, **spoiled(case, options, 0.1)))
+
+
+@target("oracle_acceptable", ["refops.oracle.acceptable", "refops.oracle.Acceptable"], cases=350, needs=NEEDS)
+def oracle_acceptable(case):
+    """What refops writes lies inside of the bounds, which are ordered; nonsense is refused."""
+    op, inputs, outputs, options = right(case)
+    options = {"params": options.get("params"), "ulp": case.choose([2, 2, 0.5, 4, np.float32(1)])}
+    if case.chance(0.15):
+        options[case.choose(["ulp", "params", "dtype"])] = case.choose([0, -1, np.nan, np.uint8, wrong(case)])
+        judge_bounds(case.call("refops.oracle.acceptable", op, inputs, **options), None)
+        return
+    found = case.call("refops.oracle.acceptable", op, inputs, **options)  # codes have no bounds: refused
+    if isinstance(outputs, dict):
+        outputs = outputs["dx"]
+    elif op == "dequantize":
+        outputs = refops.dequantize(inputs, dtype=inputs.dtype)
+    elif isinstance(outputs, refops.Quantized):  # the bounds are of what is quantized
+        outputs = refops.activation(op, inputs)
+    judge_bounds(found, outputs)
+    fields = case.call("refops.oracle.Acceptable", *found)
+    require(fields._asdict().keys() == found._asdict().keys(), "another tuple")
+
+
+def judge_bounds(found, written):
+    """Bounds of one shape and dtype, ordered; with what refops wrote inside."""
+    lower, upper = (np.asarray(bound, np.float64) for bound in (found.lower, found.upper))
+    require(lower.shape == upper.shape == found.nan.shape and found.nan.dtype == bool, "shapes or dtypes differ")
+    require(found.lower.dtype == found.upper.dtype, "the bounds' dtypes differ", found.lower.dtype, found.upper.dtype)
+    none = np.isnan(lower)
+    require(np.array_equal(none, np.isnan(upper)), "one bound is NaN, the other is not")
+    require(bool(found.nan[none].all()), "no value is right, and NaN is not either")
+    require(bool((none | (lower <= upper)).all()), "a lower bound lies above the upper one")
+    if written is None:
+        return
+    require(
+        written.shape == lower.shape and written.dtype == found.lower.dtype, "another shape or dtype", written.dtype
+    )
+    wide = written.astype(np.float64)
+    inside = np.where(np.isnan(wide), found.nan, (lower <= wide) & (wide <= upper))
+    require(bool(inside.all()), "the reference lies outside of its bounds", np.argwhere(~inside)[:3].tolist())

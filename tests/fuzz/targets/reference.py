@@ -200,13 +200,16 @@ def fp4_packing(case):
     needs=HOST,
 )
 def swizzling(case):
-    """Both directions undo each other and only move bytes."""
+    """Bytes move to the place that the layout's formula gives them, and back."""
     sizes = (128 * case.below(4), 4 * case.below(5)) if case.chance(0.7) else shape(case)
     scales = laid_out(case, case.rng.integers(0, 256, sizes, np.uint8))
     (given,) = spoiled(case, {"scales": scales}).values()
     package = case.choose(["refops", "cuda_kernels.host"])
     moved = case.call(f"{package}.swizzle", given)
     back = case.call(f"{package}.unswizzle", moved)
+    i, j = np.indices(given.shape)
+    place = (i // 128 * (given.shape[1] // 4) + j // 4) * 512 + i % 32 * 16 + i % 128 // 32 * 4 + j % 4
+    require(np.array_equal(moved.reshape(-1)[place], given), "a scale lies at another place than the formula's")
     require(same_bits(back, np.asarray(given)), "unswizzle does not undo swizzle")
     require(
         same_bits(case.call(f"{package}.swizzle", case.call(f"{package}.unswizzle", given)), np.asarray(given)),

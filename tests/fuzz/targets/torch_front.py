@@ -493,6 +493,7 @@ def recipe_state(kind, mode, count, case):
 
 # --- pipelines --------------------------------------------------------------------------------------------------------
 
+REPORTS = ("PlannedOp", "FusionReport", "EdgeReport", "SavedTensor", "PipelineReport", "Explanation")
 ACTIVATION_OPS = ("GELU", "ReLU", "SiLU", "SReLU", "QGELU")
 GATED_OPS = ("SwiGLU", "GEGLU", "GLU", "ReGLU", "SReGLU", "QGEGLU", "ClampedSwiGLU", "SiTUGLU")
 OTHER_OPS = (
@@ -561,6 +562,7 @@ def group_of_one():
             for n in ("Linear", "BasicLinear", "Sequential", "MakeExtraOutput", *ACTIVATION_OPS, *GATED_OPS, *OTHER_OPS)
         ),
         "fuser.explain",
+        *(f"fuser.explanation.{name}" for name in REPORTS),
         "fuser.checkpoint",
         "fuser.OperationFuser",
     ],
@@ -621,7 +623,210 @@ def pipelines(case):
         "fuser.explain", model, x.detach() if case.chance(0.5) else None, quiet=True, changes=(0,), **ERRORS
     )
     require(str(explanation) and explanation.mermaid() and explanation.to_dict(), "an explanation without text")
+    rebuild_reports(case, explanation)
     case.call("fuser.OperationFuser", ops, changes=(0,), **ERRORS)
+
+
+PLAIN_OPS = ("Linear", "BasicLinear", "Bias", "ConstantScale", "Identity", "LayerNorm", "RMSNorm", "L2Normalization")
+SMOOTH_OPS = ("GELU", "SiLU", "SReLU", "QGELU", "SwiGLU", "GEGLU", "GLU", "SReGLU", "QGEGLU")
+
+
+def plain_operation(name, op, constant):
+    """The same operation in plain torch, as a function of x and of the operation's parameters by name."""
+    import torch
+    from torch.nn import functional
+
+    unary = {
+        "GELU": lambda x: functional.gelu(x, approximate="tanh"),
+        "SiLU": functional.silu,
+        "SReLU": lambda x: functional.relu(x).square(),
+        "QGELU": lambda x: x * torch.sigmoid(1.702 * x),
+        "ReLU": functional.relu,
+    }
+    gates = {"SwiGLU": "SiLU", "GEGLU": "GELU", "SReGLU": "SReLU", "QGEGLU": "QGELU", "ReGLU": "ReLU"}
+
+    def gated(x):
+        act, gate = x.chunk(2, -1)
+        return (torch.sigmoid(act) if name == "GLU" else unary[gates[name]](act)) * gate
+
+    def of(x, p):
+        if name in ("Linear", "BasicLinear"):
+            return functional.linear(x, p["weight"], p.get("bias"))
+        if name == "LayerNorm":
+            return functional.layer_norm(x, x.shape[-1:], p["weight"], p["bias"], op.eps)
+        if name == "RMSNorm":
+            return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + op.eps) * p["weight"]
+        if name == "L2Normalization":
+            return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + op.eps)
+        if name == "Bias":
+            return x + p["bias"]
+        return x * constant if name == "ConstantScale" else x if name == "Identity" else unary.get(name, gated)(x)
+
+    return of
+
+
+@target(
+    "plain_pipelines",
+    [f"fuser.ops.{name}" for name in (*PLAIN_OPS, *SMOOTH_OPS, "ReLU", "ReGLU")],
+    cases=200,
+    needs=NEEDS,
+)
+def plain_pipelines(case):
+    """Without a recipe a pipeline computes what plain torch computes in float64: values and every gradient."""
+    import torch
+
+    torch.manual_seed(case.number)
+    width = first = case.choose([32, 64])
+    names = [case.choose([*PLAIN_OPS, *SMOOTH_OPS]) for _ in range(case.below(5, 1))]
+    if case.chance(0.2):  # first alone: behind an operation the sign at the corner is a matter of rounding
+        names[0] = case.choose(["ReLU", "ReGLU"])
+    ops, functions = [], []
+    for name in names:
+        if width < 8:
+            break
+        arguments = {"Linear": (width, 64), "BasicLinear": (width, 64), "ConstantScale": (1.5,)}.get(name, ())
+        if name in ("Bias", "LayerNorm", "RMSNorm"):
+            arguments = (width,)
+        op = case.call(f"fuser.ops.{name}", *arguments)
+        ops.append(op)
+        functions.append(plain_operation(name, op, 1.5))
+        width = 64 if arguments[1:] else width // (1 + (name in GATED_OPS))
+    with torch.no_grad():
+        for op in ops:
+            for parameter in op.parameters():
+                parameter.copy_(torch.randn(parameter.shape) * 0.3)
+    x = torch.randn(16, first, requires_grad=True)
+    y = case.call("fuser.ops.Sequential", *ops)(x)
+    dy = torch.randn(y.shape)
+    y.backward(dy)
+    exact = x.detach().double().requires_grad_()
+    parameters_ = [{n: p.detach().double().requires_grad_() for n, p in op.named_parameters()} for op in ops]
+    expected = exact
+    for function, values in zip(functions, parameters_, strict=True):
+        expected = function(expected, values)
+    expected.backward(dy.double())
+    pairs = [("y", y, expected), ("the gradient of x", x.grad, exact.grad)]
+    for op, values in zip(ops, parameters_, strict=True):
+        pairs += [(f"the gradient of {n}", p.grad, values[n].grad) for n, p in op.named_parameters()]
+    for what, got, wanted in pairs:
+        error = float((got.detach().double() - wanted.detach()).norm())
+        # float32's 2**-24 a few hundred times: of products of up to 64 terms and of chained derivatives
+        require(error <= 1e-4 * float(wanted.detach().norm()) + 1e-6, f"{what} is another than torch's", names, error)
+
+
+DISPATCH = (
+    "as_numpy",
+    "as_torch",
+    "current_backend",
+    "Buffers",
+    "untraced",
+    "activation",
+    "activation_grad",
+    "scaled_activation",
+    "scaled_activation_grad",
+    "quantize",
+    "activation_quantize",
+    "activation_grad_quantize",
+    "dequantize",
+    "swizzled",
+    "amax",
+    "update_delayed_scale",
+)
+
+
+@target("dispatch", [f"fuser.dispatch.{name}" for name in DISPATCH], cases=400, seconds=60, needs=NEEDS)
+def dispatch(case):
+    """Under the backend "reference" every function of `fuser.dispatch` gives refops' bits; views share memory."""
+    import torch
+
+    name = DISPATCH[case.number % len(DISPATCH)]
+    path, dtype = f"fuser.dispatch.{name}", case.choose(FLOAT_DTYPES)
+    act = case.choose([n for n in ACTIVATIONS if "scaled" not in name or n in refops.SCALED_ACTIVATIONS])
+    x = contents(case, (128, 256), dtype)
+    dy = contents(case, (128, 256 // (1 + ACTIVATIONS[act].gated)), dtype)
+    tensor, scaling = hostile.torch_tensor(x), refops.MXFP8Scaling(case.choose([refops.E4M3, refops.E5M2]))
+    with case.call("fuser.backend", "reference"):
+        if name == "current_backend":
+            require(case.call(path) == "reference", "another backend")
+        elif name == "untraced":
+            require(case.call(path, lambda value: value + 1)(1) == 2, "a wrapped function differs")
+        elif name == "as_numpy":
+            require(case.call(path, tensor).ctypes.data == tensor.data_ptr(), "a copy")
+            require(same_bits(case.call(path, tensor), x), "other bits")
+        elif name == "as_torch":
+            back = case.call(path, x)
+            require(back.data_ptr() == x.ctypes.data and same_bits(to_numpy(back), x), "a copy, or other bits")
+        elif name == "amax":
+            finite = np.abs(x.astype(np.float32))
+            wanted = np.fmax.reduce(finite, axis=None, initial=0)
+            require(float(case.call(path, tensor)) == float(wanted), "another amax")
+        elif name == "update_delayed_scale":
+            history, scale = np.abs(contents(case, (4, 3), np.float32)), np.full(3, 2, np.float32)
+            got = case.call(path, torch.from_numpy(history), torch.from_numpy(scale), refops.E4M3)
+            wanted = refops.update_delayed_scale(history, scale, refops.E4M3)
+            require(all(map(same_bits, map(to_numpy, got), wanted)), "another history or scale")
+        elif name in ("Buffers", "dequantize", "swizzled"):
+            buffers = case.call("fuser.dispatch.quantize", tensor, scaling, columnwise=case.chance(0.5))
+            fields = {field: getattr(buffers, field) for field in buffers.__dataclass_fields__}
+            buffers = case.call("fuser.dispatch.Buffers", **fields)
+            q = refops.quantize(x, scaling, columnwise=buffers.columnwise_data is not None)
+            if name == "swizzled":
+                same_buffers(case.call(path, buffers), q.swizzled())
+            elif name == "dequantize":
+                require(same_bits(to_numpy(case.call(path, buffers)), refops.dequantize(q)), "other values")
+            else:
+                same_buffers(buffers, q)
+        else:
+            names = () if name == "quantize" else (act, "dy") if "grad" in name else (act,)
+            scales = (np.linspace(0.5, 2, 128, dtype=np.float32),) if "scaled" in name else ()
+            arrays = (*((dy,) if len(names) == 2 else ()), x, *scales)
+            last = (scaling,) if "quantize" in name else ()
+            got = case.call(path, *names[:1], *map(hostile.torch_tensor, arrays), *last)
+            wanted = getattr(refops, name)(*names[:1], *arrays, *last)
+            if last:
+                same_buffers(got, wanted)
+            else:
+                pairs = zip(got, wanted, strict=True) if isinstance(wanted, tuple) else [(got, wanted)]
+                require(all(same_bits(to_numpy(one), two) for one, two in pairs), "other values", act)
+
+
+def same_buffers(buffers, q):
+    """`Buffers` of refops' bits."""
+    for name in ("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv"):
+        one, two = getattr(buffers, name), getattr(q, name)
+        require((one is None) == (two is None), f"{name} is in one result alone")
+        require(one is None or same_bits(to_numpy(one), two), f"{name} differs")
+    require(buffers.with_gemm_swizzled_scales == q.with_gemm_swizzled_scales, "another order of the scales")
+
+
+@target("compat", ["fuser.compat.install", "fuser.compat.uninstall"], cases=4, needs=NEEDS)
+def compat(case):
+    """TE's names are there between the two calls, however often each is called, and are this package's objects."""
+    import sys
+
+    import fuser
+
+    for _ in range(case.below(3, 1)):
+        case.call("fuser.compat.install")
+    import transformer_engine.pytorch as te
+
+    require(te.ops.Linear is fuser.ops.Linear and te.autocast is fuser.autocast, "other objects")
+    for _ in range(case.below(3, 1)):
+        case.call("fuser.compat.uninstall")
+    require(not any(name.startswith("transformer_engine") for name in sys.modules), "names were left")
+
+
+def rebuild_reports(case, explanation):
+    """Each class of `fuser.explanation`, called with the fields of one of its objects, gives an equal one."""
+    pipelines = explanation.pipelines
+    found = [explanation, *pipelines]
+    for pipeline in pipelines:
+        saved = [tensor for tensors in (pipeline.saved or {}).values() for tensor in tensors]
+        for some in (pipeline.forward, pipeline.fusions, pipeline.edges, saved):
+            found += some[:1]
+    for value in found:
+        fields = {name: getattr(value, name) for name in value.__dataclass_fields__}
+        require(case.call(f"fuser.explanation.{type(value).__name__}", **fields) == value, "another object", value)
 
 
 SCALED_OPS = ("ScaledSwiGLU", "ScaledSReLU", "ScaledClampedQGeGLU", "ScaledSiTUGLU")
