@@ -6,7 +6,7 @@ all competitors, in an order that moves on with each round; a competitor that ha
 rounds, and one that would take too long is left out, which the results say. The bits of every competitor are compared
 with those of refops. Then each competitor has a process in which the peak of resident memory is taken, call by call.
 
-    PYTHONPATH=tests python tests/benchmarks/compare.py             # everything, eight to nine minutes; writes the JSON
+    PYTHONPATH=tests python tests/benchmarks/compare.py             # everything, some ten minutes; writes the JSON
     PYTHONPATH=tests python tests/benchmarks/compare.py --short     # does all of it run, with the right bits?
 
 `tables.py` makes tables and a plot from the JSON.
@@ -32,8 +32,6 @@ HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
 SIZES = ((1024, 1024), (4096, 4096), (8192, 4096))
 SHORT = ((256, 512),)
-#: The size that a run of everything leaves out on one thread, where it says nothing new and takes minutes.
-LARGEST = (8192, 4096)
 #: Seconds for the rounds of one operation, by elements. The bits are compared up to CHECKED elements; from MOST on only
 #: those of ours and of code that is compiled for the size.
 SECONDS = {1024 * 1024: 0.4, 4096 * 4096: 1.2, 8192 * 4096: 0.5}
@@ -464,15 +462,10 @@ def run(sizes, threads, operations, modules, memory_size):
         },
     }
 
-    def sizes_on(n):
-        """All sizes, or those without the largest on one thread."""
-        everything = tuple(sizes) == SIZES and len(threads) > 1
-        return [size for size in sizes if not (everything and n == 1 and size == LARGEST)]
-
     with tempfile.TemporaryDirectory() as folder:
         common = {"operations": list(operations)}
         made = [
-            child("timing", folder, threads=n, check=n == threads[0], sizes=sizes_on(n), modules=modules, **common)
+            child("timing", folder, threads=n, check=n == threads[0], sizes=sizes, modules=modules, **common)
             for n in threads
         ]
         rows = [row for part in made for row in part["rows"]]
