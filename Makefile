@@ -58,12 +58,12 @@ docs: $(INSTALLED)
 ## bench       install the peers; speed and memory of every operation beside theirs, on 1 and 2 threads; writes a JSON
 bench: $(PEERS)
 	$(BIN)/python -m pytest $(BOUNDS)
-	PYTHONPATH=tests $(BIN)/python tests/benchmarks/compare.py
+	PYTHONPATH=.:tests $(BIN)/python tests/benchmarks/compare.py
 
 ## bench-bounds  the asserted bounds on speed, and that every operation of bench runs, with the right bits
 bench-bounds: $(INSTALLED)
 	$(BIN)/python -m pytest $(BOUNDS)
-	PYTHONPATH=tests $(BIN)/python tests/benchmarks/compare.py --short
+	PYTHONPATH=.:tests $(BIN)/python tests/benchmarks/compare.py --short
 
 ## tables      measure what each backend offers, and bring the tables of README and the guide up to date
 tables: $(INSTALLED)
@@ -97,7 +97,7 @@ peers: $(PEERS)
 
 ## conformance  install the peers; how many elements of each agree bit for bit, and what the others are; writes a JSON
 conformance: $(PEERS)
-	PYTHONPATH=tests $(BIN)/python -m peers.conformance
+	PYTHONPATH=.:tests $(BIN)/python -m peers.conformance
 
 ## clean       remove the environment and caches
 clean:

@@ -6,8 +6,8 @@ all competitors, in an order that moves on with each round; a competitor that ha
 rounds, and one that would take too long is left out, which the results say. The bits of every competitor are compared
 with those of refops. Then each competitor has a process in which the peak of resident memory is taken, call by call.
 
-    PYTHONPATH=tests python tests/benchmarks/compare.py             # everything, some ten minutes; writes the JSON
-    PYTHONPATH=tests python tests/benchmarks/compare.py --short     # does all of it run, with the right bits?
+    PYTHONPATH=.:tests python tests/benchmarks/compare.py             # everything, some ten minutes; writes the JSON
+    PYTHONPATH=.:tests python tests/benchmarks/compare.py --short     # does all of it run, with the right bits?
 
 `tables.py` makes tables and a plot from the JSON.
 """

@@ -4,7 +4,7 @@ Every peer that can be imported gets the same inputs (`inputs`). A difference co
 own rule, re-derived (`Divergence.predict`), gives exactly what the peer gave; and the full account must reproduce the
 peer's output everywhere, where it agrees with refops too. Whatever is left is unexplained, and the exit code is 1.
 
-    PYTHONPATH=tests python -m peers.conformance [--out FILE] [PEER_MODULE ...]
+    PYTHONPATH=.:tests python -m peers.conformance [--out FILE] [PEER_MODULE ...]
 """
 
 import argparse
