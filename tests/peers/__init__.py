@@ -8,6 +8,7 @@ To add a peer:
 1. A module with `NAME`, `PACKAGES` and `offers()`, which imports the peer and returns an `Offer` for each subject; its
    name in `registry.MODULES`.
 2. `PYTHONPATH=.:tests python -m peers.conformance MODULE`: what is unexplained gets a `Divergence`, its rule
-   written from the peer's source with the parts of refops; the last divergence of an offer must give all that the peer gives.
+   written from the peer's source with the parts of refops; the last divergence of an offer must
+   give all that the peer gives.
 3. Its package in extra `peers` of setup.cfg and in constraints.txt; `make conformance` writes the table.
 """
