@@ -43,6 +43,14 @@ def test_parts_that_cannot_be_made(text, message):
         generate.generated(text)
 
 
+def test_the_counts_of_fuzzing_are_those_measured():
+    counts = json.loads((ROOT / "tests/fuzz/results/fuzz.json").read_text())
+    assert counts["failures"] == counts["not_run"] == 0
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    for name in ("cases", "results", "documented_errors"):
+        assert f"{counts[name]:,}".replace(",", " ") in readme, name
+
+
 # --- what the backends offer ------------------------------------------------------------------------
 
 
