@@ -128,23 +128,17 @@ def versions(packages):
 
 def as_torch(x):
     """A NumPy array, bfloat16 included, as a torch tensor that shares its memory; a `Quantized` as it is."""
-    import torch
+    from fuser import dispatch
 
-    if not isinstance(x, np.ndarray):
-        return x
-    if x.dtype.name == "bfloat16":
-        return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(x)
+    return dispatch.as_torch(x) if isinstance(x, np.ndarray) else x
 
 
 def as_numpy(tensor):
     """A torch tensor as NumPy: 8-bit floats as their codes, bfloat16 as ml_dtypes'."""
-    import ml_dtypes
     import torch
 
-    tensor = tensor.detach()
-    if tensor.dtype == torch.bfloat16:
-        return tensor.contiguous().view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    from fuser import dispatch
+
     if tensor.dtype.is_floating_point and tensor.dtype.itemsize == 1:
-        return tensor.contiguous().view(torch.uint8).numpy()
-    return tensor.numpy()
+        tensor = tensor.view(torch.uint8)
+    return dispatch.as_numpy(tensor)
