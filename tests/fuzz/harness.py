@@ -214,7 +214,7 @@ class Case:
                 outcome = RESULT, ""
             except DocumentedError as refused:
                 outcome = REFUSED, str(refused)
-            except (CheckError, Exception) as error:
+            except Exception as error:
                 return FAILURE, "".join(traceback.format_exception(error))
         for warning in caught:
             where = f"{warning.filename}:{warning.lineno}"
