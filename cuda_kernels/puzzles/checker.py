@@ -4,21 +4,18 @@ A kernel runs on every input of its puzzle, with the threads in both orders. Not
 errors are reported with thread and line, and one that does not end is stopped.
 """
 
-import _thread
 import ast
 import inspect
 import linecache
 import textwrap
-import threading
-import time
 import traceback
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
 
 from cuda_kernels import simt, simulator
 from cuda_kernels.accesses import Recorder
+from cuda_kernels.puzzles.stopping import TooLongError, call_within
 from cuda_kernels.puzzles.table import PUZZLES
 
 #: Seconds that a kernel may take on all of its inputs; the solutions take less than one.
@@ -105,8 +102,7 @@ def check(kernel):
     if holes:
         return Verdict(puzzle.name, NOT_YET, f"hole in {holes[0]}", tuple(f"hole in {hole}" for hole in holes[1:]))
     try:
-        with time_limit(SECONDS):
-            inputs = _check_all(puzzle, kernel, recorder)
+        inputs = call_within(SECONDS, lambda: _check_all(puzzle, kernel, recorder))
     except _WrongError as failure:
         return Verdict(puzzle.name, WRONG, failure.reason, failure.details, tuple(recorder.first_of_each()))
     except TooLongError as error:
@@ -345,42 +341,3 @@ def _judge_accesses(puzzle, recorder):
         if request.memory == "global" and len(request.sectors) > most:
             touched = f"{request.kind} of {request.array} touches {len(request.sectors)} sectors"
             raise _WrongError(f"the result is right, but one {touched} where {most} would do", line)
-
-
-# --- time -------------------------------------------------------------------------------------------
-
-
-class TooLongError(Exception):
-    """A kernel was stopped."""
-
-
-@contextmanager
-def time_limit(seconds):
-    """Raise TooLongError in the main thread after so many seconds; elsewhere there is no limit."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    lock, finished, state = threading.Lock(), threading.Event(), {"fired": False}
-
-    def fire():
-        """Interrupt, and again each second: an interrupt that arrives in a finalizer is lost."""
-        pause = seconds
-        while not finished.wait(pause):
-            with lock:
-                if not finished.is_set():
-                    state["fired"], pause = True, 1
-                    _thread.interrupt_main()
-
-    threading.Thread(target=fire, daemon=True).start()
-    try:
-        try:
-            yield
-        finally:
-            with lock:
-                finished.set()
-            if state["fired"]:
-                time.sleep(0.05)  # an interrupt that is under way arrives here
-    except KeyboardInterrupt as error:
-        if not state["fired"]:
-            raise
-        raise TooLongError(f"stopped after {seconds} s").with_traceback(error.__traceback__) from None

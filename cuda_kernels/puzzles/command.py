@@ -9,8 +9,11 @@ from pathlib import Path
 from cuda_kernels.accesses import draw
 from cuda_kernels.puzzles import checker, holes, solutions
 from cuda_kernels.puzzles.checker import WRONG, Verdict
+from cuda_kernels.puzzles.stopping import call_within, ended_within
 from cuda_kernels.puzzles.table import PUZZLES
 
+#: Seconds beyond the limit of a kernel after which one that cannot be stopped ends the command.
+GRACE = 10
 DESCRIPTION = """Ten kernels with holes, checked on any machine. The first time, FILE is written; open it, fill a hole,
 and run the command again: it says which hole fails, for which element, and why. FILE is never overwritten.
 Exit code 0: all solved, 1: not yet, 2: bad use."""
@@ -93,8 +96,9 @@ def load(path, source):
     """Names of a file's functions -> functions."""
     module = types.ModuleType("puzzles")
     module.__file__ = str(path)
-    with checker.time_limit(checker.SECONDS):
-        exec(compile(source, str(path), "exec"), module.__dict__)
+    program = compile(source, str(path), "exec")
+    with ended_within(checker.SECONDS + GRACE):
+        call_within(checker.SECONDS, lambda: exec(program, module.__dict__))
     return module.__dict__
 
 
@@ -105,7 +109,8 @@ def verdict_on(puzzle, functions, path):
         return Verdict(puzzle.name, WRONG, f"{path} has no function {puzzle.name}")
     if not isinstance(kernel, types.FunctionType):
         return Verdict(puzzle.name, WRONG, f"{puzzle.name} is no function but {type(kernel).__name__}")
-    return checker.check(kernel)
+    with ended_within(checker.SECONDS + GRACE):
+        return checker.check(kernel)
 
 
 def explain(path, error):

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -376,13 +377,64 @@ def test_errors_of_kernels_are_reported(tmp_path, filling, said):
     assert said in str(verdict)
 
 
-@pytest.mark.parametrize("filling", ["while True:\n        pass", "while True:\n        y[0] = 1"])
-def test_a_loop_without_end_is_stopped(tmp_path, monkeypatch, filling):
-    monkeypatch.setattr(checker, "SECONDS", 0.5)
-    verdict = verdict_of(tmp_path, "add_bias", [filling])
+ENDLESS = ["while True:\n        pass", "while True:\n        y[0] = 1"]
+
+
+def assert_stopped(verdict):
     assert (verdict.status, verdict.reason) == (checker.WRONG, "stopped after 0.5 s: does a loop never end?")
     assert re.match(r"line \d+: ", verdict.details[0])
     time.sleep(0.1)  # nothing is left behind
+
+
+@pytest.mark.parametrize("filling", ENDLESS)
+def test_a_loop_without_end_is_stopped(tmp_path, monkeypatch, filling):
+    monkeypatch.setattr(checker, "SECONDS", 0.5)
+    assert_stopped(verdict_of(tmp_path, "add_bias", [filling]))
+
+
+@pytest.mark.parametrize("filling", ENDLESS)
+def test_a_loop_without_end_is_stopped_in_a_thread(tmp_path, monkeypatch, filling):
+    monkeypatch.setattr(checker, "SECONDS", 0.5)
+    with ThreadPoolExecutor(1) as pool:
+        assert_stopped(pool.submit(verdict_of, tmp_path, "add_bias", [filling]).result(timeout=60))
+
+
+#: What the shell's `nohup ... &`, cron and some service managers leave to their children.
+DISPOSITIONS = {
+    "SIGINT ignored": "signal.signal(signal.SIGINT, signal.SIG_IGN)",
+    "all ignored": "[signal.signal(s, signal.SIG_IGN) for s in signal.valid_signals() - {9, 17, 19, 32, 33}]",
+    "all blocked": "signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())",
+}
+
+
+@pytest.mark.parametrize("disposition", DISPOSITIONS)
+def test_a_loop_without_end_is_stopped_whatever_signals_do(tmp_path, disposition):
+    """The whole command, in a process that started with them so: Python leaves an ignored SIGINT ignored."""
+    (tmp_path / "puzzles.py").write_text(filled("add_bias", [ENDLESS[0]]))
+    code = (
+        "import sys; from cuda_kernels.puzzles import checker, command; checker.SECONDS = 0.5; sys.exit(command.main())"
+    )
+    start = f"import os, signal, sys; {DISPOSITIONS[disposition]}; os.execv(sys.executable, sys.argv[1:])"
+    command_line = [sys.executable, "-c", start, sys.executable, "-c", code, "--only", "1"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command_line, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=60)
+    assert (done.returncode, done.stderr) == (1, "")
+    assert "1  add_bias     wrong    stopped after 0.5 s: does a loop never end?" in done.stdout
+
+
+def test_the_command_ends_even_if_the_kernel_cannot_be_stopped(tmp_path):
+    """One call into C that never returns: no Python runs that an exception could stop."""
+    (tmp_path / "puzzles.py").write_text(filled("add_bias", ["sum(iter(int, 1))"]))
+    code = (
+        "import sys; from cuda_kernels.puzzles import checker, command; checker.SECONDS = 0.2; command.GRACE = 1.5; "
+        "sys.exit(command.main(['--only', '1']))"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=60
+    )
+    assert done.returncode == 1
+    assert re.search(r'Timeout.*\n(.*\n)* *File ".*puzzles.py", line \d+ in add_bias', done.stderr)
 
 
 def test_what_is_no_puzzle():

@@ -1,0 +1,98 @@
+"""Stop a call that does not end, in any thread and whatever the process does with signals.
+
+A watching thread raises an exception in the thread that runs the call (CPython's `PyThreadState_SetAsyncExc`). No
+signal is sent, so the limit also holds where SIGINT is ignored (`nohup make test &`, cron), in a thread and in a
+notebook. Python code is stopped between two of its steps. What cannot be stopped so is a single call into C that never
+returns, and code that catches every exception and goes on; `ended_within` ends the process then.
+"""
+
+import ctypes
+import faulthandler
+import sys
+import threading
+from contextlib import contextmanager
+
+#: Seconds after which the call is interrupted again: an exception that arrives in a finalizer is lost.
+AGAIN = 1.0
+
+
+class TooLongError(Exception):
+    """A call was stopped."""
+
+
+class _Interrupt(BaseException):
+    """Raised in the call; no Exception, so that `except Exception` in a kernel does not catch it."""
+
+
+def call_within(seconds, function):
+    """Return what `function()`, called in this thread, returns.
+
+    Args:
+        seconds: the limit, wall time.
+        function: called without arguments.
+
+    Raises:
+        TooLongError: the call was stopped; the traceback leads to the place. Else what `function` raises.
+    """
+    watch = _Watch(seconds)
+    try:
+        try:
+            watch.start()
+            return function()
+        finally:
+            watch.end()
+    except _Interrupt as error:
+        raise TooLongError(f"stopped after {seconds} s").with_traceback(error.__traceback__) from None
+
+
+class _Watch:
+    """Interrupts the thread that made it, from `seconds` after `start` until `end`."""
+
+    def __init__(self, seconds):
+        self.seconds, self.watched = seconds, threading.get_ident()
+        self.lock, self.ended = threading.Lock(), threading.Event()
+
+    def start(self):
+        threading.Thread(target=self._run, name="time limit", daemon=True).start()
+
+    def end(self):
+        """Stop watching. No interrupt arrives after this; one that arrives meanwhile is raised at the end."""
+        late = None
+        while not self.ended.is_set():
+            try:
+                with self.lock:
+                    self._raise(None)
+                    self.ended.set()
+            except BaseException as error:
+                late = error
+        if late is not None:
+            raise late
+
+    def _run(self):
+        pause = self.seconds
+        while not self.ended.wait(pause):
+            with self.lock:
+                if not self.ended.is_set():
+                    self._raise(_Interrupt)
+            pause = AGAIN
+
+    def _raise(self, error):
+        """Have an exception raised in the watched thread; None takes back one that has not been raised yet."""
+        kind = None if error is None else ctypes.py_object(error)
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self.watched), kind)
+
+
+@contextmanager
+def ended_within(seconds):
+    """End the process, with its tracebacks on stderr and exit code 1, if the body takes longer. For a command alone.
+
+    The clock is one of C, which needs no cooperation from Python. Without a stderr there is no such limit.
+    """
+    if sys.__stderr__ is None:
+        yield
+        return
+    faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
