@@ -40,7 +40,7 @@ from refops.display.survey import TENSORS_ACROSS
 from refops.explain import BlockError, as_tensor_of, explain_block
 from refops.files import SUFFIXES, FileError, UnsupportedTensorError, open_tensors
 from refops.formats import FORMATS
-from refops.report import REAL_TENSORS, SECTIONS, VECTORS, has_vectors, make_report
+from refops.report import SECTIONS, has_vectors, make_report
 from refops.survey import SCALINGS, measure, tensor_facts
 
 #: What a shell reports for a program that Ctrl-C or a closed pipe ended.
@@ -158,8 +158,15 @@ def _parser():
         return added
 
     p = command("report", run_report, "Check every operation and path, survey real tensors, end with a verdict.")
-    p.add_argument("--vectors", metavar="DIR", help="golden vectors (default: the repository's)")
-    p.add_argument("--data", metavar="FILE", help="real tensors (default: the repository's)")
+    p.add_argument("--vectors", metavar="DIR", help="golden vectors (default: the clone's)")
+    p.add_argument("--data", metavar="FILE", help="real tensors (default: the clone's)")
+    p.add_argument(
+        "--processes",
+        type=_at_least(1),
+        default=_available_cpus(),
+        metavar="N",
+        help="share the work (default: one a CPU)",
+    )
     p.add_argument(
         "--section",
         action="append",
@@ -196,9 +203,9 @@ def _parser():
     p.add_argument("--scaling", metavar="NAME", type=str.lower, required=True, help="one of the scalings below")
     p.add_argument("--tensor", metavar="NAME", help="which tensor of the file; a glob that matches one")
     p.add_argument(
-        "--row", type=_index, default=0, metavar="R", help="row of the (M, K) tensor; with --columnwise a column"
+        "--row", type=_at_least(0), default=0, metavar="R", help="row of the (M, K) tensor; with --columnwise a column"
     )
-    p.add_argument("--block", type=_index, default=0, metavar="B", help="number of the block along it")
+    p.add_argument("--block", type=_at_least(0), default=0, metavar="B", help="number of the block along it")
     p.add_argument("--columnwise", action="store_true", help="the columnwise copy, blocks along M (nvfp4-rht: always)")
     p.add_argument(
         "--dtype",
@@ -214,15 +221,24 @@ def _parser():
     return parser
 
 
-def _index(text):
-    """argparse type: an integer >= 0."""
-    try:
-        value = int(text)
-    except ValueError:
-        value = -1
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"must be an integer >= 0; got {text!r}")
-    return value
+def _at_least(least):
+    """argparse type: an integer >= `least`."""
+
+    def parse(text):
+        try:
+            value = int(text)
+        except ValueError:
+            value = least - 1
+        if value < least:
+            raise argparse.ArgumentTypeError(f"must be an integer >= {least}; got {text!r}")
+        return value
+
+    return parse
+
+
+def _available_cpus():
+    """How many CPUs this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 # --- report ----------------------------------------------------------------------------------------------------------
@@ -238,10 +254,11 @@ def run_report(arguments):
     try:
         with ProgressBar() as show:
             report = make_report(
-                vectors=VECTORS if vectors is None else vectors,
-                data=REAL_TENSORS if data is None else data,
+                vectors=vectors,
+                data=data,
                 sections=[s for s in SECTIONS if not arguments.section or s in arguments.section],
                 progress=show,
+                processes=arguments.processes,
             )
     except FileError as error:
         raise UsageError(f"--data {error}") from None

@@ -2,12 +2,17 @@
 
 Three parts: golden vectors made by other implementations (`refops.conformance`), checks of each operation against an
 independent statement of what it must give (`refops.selfcheck`), and a survey of real tensors (`refops.survey`). This
-module runs them and adds up what they found; `refops.display.report` prints it.
+module runs them, in several processes if asked, and adds up what they found; `refops.display.report` prints it.
 """
 
-import itertools
+import multiprocessing
+import signal
 import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import refops
@@ -19,9 +24,9 @@ from refops.survey import SCALINGS, measure, tensor_facts
 
 #: Name -> module with refops' calls: what is checked.
 BACKENDS = {"refops": refops}
-REPOSITORY = Path(refops.__file__).parent.parent
-VECTORS = REPOSITORY / "tests" / "vectors"
-REAL_TENSORS = REPOSITORY / "tests" / "data" / "minilm_ffn.safetensors"
+#: Where a clone has the golden vectors and the real tensors.
+VECTORS = Path("tests", "vectors")
+REAL_TENSORS = Path("tests", "data", "minilm_ffn.safetensors")
 
 #: Section -> what it shows, in the order of the report.
 SECTIONS = {
@@ -36,6 +41,8 @@ SECTIONS = {
 #: What may be absent -> the option that says where it is.
 MISSING = {"golden vectors": "--vectors DIR", "real tensors": "--data FILE"}
 _WITHOUT_REAL_TENSORS = {"vectors", "casts", "helpers"}
+#: Up to so many steps are run in this process: others take a second to start.
+_FEW_STEPS = 50
 
 
 @dataclass(frozen=True)
@@ -74,17 +81,28 @@ class Report:
         return self.unexplained == 0 and (self.values > 0 or (self.sections == ["survey"] and bool(self.survey)))
 
     @property
+    def result(self):
+        """PASS only where all that was asked for was there; INCOMPLETE is right as far as it could be checked."""
+        if not self.values:
+            return "NOTHING COMPARED"
+        if not self.ok:
+            return "FAIL"
+        return "INCOMPLETE" if self.missing else "PASS"
+
+    @property
     def verdict(self):
         """The report in one line."""
+        line = self.result
         if self.values:
             comparisons = spaced(sum(c.comparisons for c in self.checks))
             explained = sum(c.explained for c in self.checks)
-            line = f"{'PASS' if self.ok else 'FAIL'}: {spaced(self.values)} values checked in {comparisons} comparisons"
+            line += f": {spaced(self.values)} values checked in {comparisons} comparisons"
             line += f", {spaced(self.unexplained)} unexplained difference{'' if self.unexplained == 1 else 's'}"
             line += f", {spaced(explained)} documented" if explained else ""
-        else:
-            line = "NOTHING COMPARED" + (f", {len(self.survey)} tensors surveyed" if self.survey else "")
-        return "; ".join([f"{line} ({self.seconds:.1f} s)", *(f"{what} not found" for what in self.missing)])
+        elif self.survey:
+            line += f", {len(self.survey)} tensors surveyed"
+        line += f"; NOT CHECKED, for they were not found: {', '.join(self.missing)}" if self.missing else ""
+        return f"{line} ({self.seconds:.1f} s)"
 
     def as_dict(self):
         """Plain data for JSON."""
@@ -113,49 +131,118 @@ def has_vectors(path):
     return any(Path(path).glob("*.npz"))
 
 
-def make_report(backend="refops", *, vectors=VECTORS, data=REAL_TENSORS, sections=tuple(SECTIONS), progress=None):
+def find_clone():
+    """The clone that this package lies in, else the one that the current directory lies in, else None.
+
+    An installed package does not carry the golden vectors and the real tensors; a clone has them.
+    """
+    for start in (Path(refops.__file__).resolve().parent, Path.cwd()):
+        for folder in (start, *start.parents):
+            if (folder / "refops").is_dir() and has_vectors(folder / VECTORS):
+                return folder
+    return None
+
+
+def make_report(backend="refops", *, vectors=None, data=None, sections=tuple(SECTIONS), progress=None, processes=1):
     """Run the report.
 
     Args:
         backend: key of `BACKENDS`.
-        vectors: directory of golden vectors; absent is noted, not an error.
-        data: file of real tensors; absent is noted, not an error.
+        vectors: directory of golden vectors; absent is noted, not an error. None: that of `find_clone`.
+        data: file of real tensors; absent is noted, not an error. None: that of `find_clone`.
         sections: which sections to run.
         progress: called as progress(done, total, what) before each step and once at the end.
+        processes: how many share the work. More than one are started anew (`spawn`), so a script that asks for them
+            guards its main part with `if __name__ == "__main__"`.
 
     Raises:
         FileError: `data` is there but cannot be read or holds nothing to quantize.
     """
     start = time.perf_counter()
-    vectors, data = Path(vectors), Path(data)
+    clone = find_clone()
+    if clone is not None:
+        vectors = clone / VECTORS if vectors is None else vectors
+        data = clone / REAL_TENSORS if data is None else data
     real, missing = {}, []
     if set(sections) - _WITHOUT_REAL_TENSORS:
-        real = real_tensors(data)
+        real = {} if data is None else real_tensors(data)
         if not real:
             missing.append("real tensors")
-    tasks = [t for t in all_tasks(BACKENDS[backend], real) if t.section in sections]
-    surveyed = real if "survey" in sections else {}
-    total, done = len(tasks) + len(surveyed) + 1, itertools.count()
-
-    def step(what):
-        if progress is not None:
-            progress(next(done), total, what)
-
-    checks, survey = [], []
-    step("golden vectors")
-    if "vectors" in sections:
-        if has_vectors(vectors):
-            checks += _vector_checks(vectors)
-        else:
-            missing.append("golden vectors")
-    for task in tasks:
-        step(f"{task.section}: {task.subject}")
-        checks.append(run_task(task))
-    for name, x in surveyed.items():
-        step(f"survey: {name}")
-        survey.append((name, tensor_facts(x), [measure(x, named) for named in SCALINGS.values()]))
-    step("done")
+    if "vectors" in sections and (vectors is None or not has_vectors(vectors)):
+        missing.append("golden vectors")
+    asked = (backend, None if "golden vectors" in missing else vectors, real, tuple(sections))
+    steps, checks, survey = _steps(*asked), [], []
+    show = progress or (lambda done, total, what: None)
+    with _running(steps, asked, processes) as results:
+        for done, step in enumerate(steps):
+            show(done, len(steps), step.what)
+            found = next(results)
+            if step.section == "survey":
+                survey.append(found)
+            else:
+                checks += found
+    show(len(steps), len(steps), "done")
     return Report(backend, list(sections), checks, survey, missing, time.perf_counter() - start)
+
+
+# --- steps -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A part of the report; `run()` returns a list of `Check`, or for the survey its row."""
+
+    section: str
+    what: str
+    run: Callable
+
+
+def _steps(backend, vectors, real, sections):
+    """All steps in the order of the report, the same in every process."""
+    steps = []
+    if "vectors" in sections and vectors is not None:
+        steps.append(_Step("vectors", "golden vectors", partial(_vector_checks, vectors)))
+    for task in all_tasks(BACKENDS[backend], real):
+        if task.section in sections:
+            steps.append(_Step(task.section, f"{task.section}: {task.subject}", partial(_checked, task)))
+    if "survey" in sections:
+        steps += [_Step("survey", f"survey: {name}", partial(_surveyed, name, x)) for name, x in real.items()]
+    return steps
+
+
+@contextmanager
+def _running(steps, asked, processes):
+    """An iterator over the results of the steps, in their order. `asked`: the arguments of `_steps`."""
+    if processes == 1 or len(steps) <= _FEW_STEPS:
+        yield (step.run() for step in steps)
+        return
+    spawn = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(processes, spawn, _start_worker, asked)
+    try:
+        yield pool.map(_run_step, range(len(steps)))
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+#: The steps of a worker process.
+_worker_steps: list[_Step] = []
+
+
+def _start_worker(*asked):
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then ends the workers
+    _worker_steps[:] = _steps(*asked)
+
+
+def _run_step(number):
+    return _worker_steps[number].run()
+
+
+def _checked(task):
+    return [run_task(task)]
+
+
+def _surveyed(name, x):
+    return name, tensor_facts(x), [measure(x, named) for named in SCALINGS.values()]
 
 
 def _vector_checks(directory):

@@ -41,7 +41,7 @@ def print_report(report):
         console.print()
     for what in report.missing:
         console.print(f"{what} not found: run from a clone, or pass {MISSING[what]}")
-    color = "red" if not report.ok else "green" if report.values else "yellow"
+    color = {"PASS": "green", "FAIL": "red"}.get(report.result, "yellow")
     console.print(Text(report.verdict, style=f"bold {color}"), soft_wrap=True)
 
 

@@ -161,9 +161,9 @@ class Machine:
         """Output of this machine's Python in a folder that is not the clone."""
         return run(self.python, *arguments, cwd=self.work, code=code)
 
-    def command(self, *arguments, code=0):
+    def command(self, *arguments, code=0, cwd=None):
         """Output of the command refops."""
-        return run(self.python.with_name("refops"), *arguments, cwd=self.work, code=code)
+        return run(self.python.with_name("refops"), *arguments, cwd=cwd or self.work, code=code)
 
     def installed_files(self):
         """Path -> time of last change of everything that is installed."""
@@ -207,6 +207,7 @@ def check_use(machine):
     require("WRONG" in machine.command(*judge, code=1), "refops check of a wrong dump")
     machine.command("golden", "--op", "swiglu", "--scaling", "mxfp8", "--shape", "64x256", "--out", "golden")
     require((machine.work / "golden" / "manifest.json").exists(), "refops golden wrote no manifest")
+    check_report(machine)
     for code, hint in (
         ("import cuda_kernels; cuda_kernels.host", "pip install '.[host]'"),
         ("import cuda_kernels; cuda_kernels.amax([1.0])", "pip install '.[host]'"),
@@ -218,6 +219,17 @@ def check_use(machine):
     for command in ("report", "puzzles"):
         printed = machine("-m", "cuda_kernels", command, code=2)
         require("pip install" in printed and "Traceback" not in printed, f"python -m cuda_kernels {command}: {printed}")
+
+
+def check_report(machine):
+    """`refops report` finds the arrays of the clone that it is called in, and says where it has none."""
+    sections = ("report", "--section", "vectors", "--section", "survey", "--section", "helpers")
+    for folder in (ROOT, ROOT / "docs"):
+        verdict = machine.command(*sections, cwd=folder).splitlines()[-1]
+        require(verdict.startswith("PASS: "), f"refops report in {folder} ends with {verdict!r}")
+    verdict = machine.command(*sections).splitlines()[-1]
+    missing = "real tensors, golden vectors"
+    require(verdict.startswith("INCOMPLETE: ") and missing in verdict, f"outside of a clone it ends with {verdict!r}")
 
 
 def check_types(machine):

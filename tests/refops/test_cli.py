@@ -24,6 +24,7 @@ from refops.quantization import blocks, hadamard, mxfp8, nvfp4, per_tensor
 from refops.replacing import replacing
 from refops.selfcheck.tally import Tally
 from refops.survey import SCALINGS
+from tiers import sampled
 
 F = np.float32
 ROOT = Path(refops.__file__).parent.parent
@@ -271,7 +272,8 @@ def test_plot_on_a_full_disk_keeps_the_old_one(tmp_path):
         [*map(str, words), "--plot", str(tmp_path / "a.png")],
         capture_output=True,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        # No bytecode: written under the limit it would be cut short, and nobody would notice.
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"},
         timeout=120,
     )
     assert (done.returncode, done.stderr.count("\n")) == (2, 1) and "--plot" in done.stderr
@@ -690,6 +692,7 @@ def test_every_code_of_a_format(run, run_json, name):
 # --- report ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_full_report_passes_in_time(run_json):
     start = time.process_time()
     document = run_json("report")
@@ -715,9 +718,11 @@ def test_report_text_ends_with_one_line_of_verdict(run):
 
 @pytest.fixture
 def installed(tmp_path, monkeypatch):
-    """As in an installed package: no golden vectors and no real tensors beside it."""
-    monkeypatch.setattr(cli, "VECTORS", tmp_path / "no vectors")
-    monkeypatch.setattr(cli, "REAL_TENSORS", tmp_path / "none.safetensors")
+    """As in an installed package outside of a clone: no golden vectors and no real tensors beside it."""
+    package = tmp_path / "site-packages" / "refops"
+    package.mkdir(parents=True)
+    monkeypatch.setattr(refops, "__file__", str(package / "__init__.py"))
+    monkeypatch.chdir(tmp_path)
 
 
 def sections(*names):
@@ -731,14 +736,41 @@ def test_report_without_vectors_and_data_says_so_and_goes_on(run, installed, tmp
     assert "real tensors not found: run from a clone, or pass --data FILE\n" in out
     assert str(tmp_path) not in out
     verdict = out.splitlines()[-1]
-    assert verdict.startswith("PASS: ") and verdict.endswith("; real tensors not found; golden vectors not found")
+    assert verdict.startswith("INCOMPLETE: ")
+    assert "; NOT CHECKED, for they were not found: real tensors, golden vectors (" in verdict
+
+
+@sampled("start", [".", "tests", "docs/guide"], 3)
+def test_report_of_an_installed_package_finds_the_clone(run, installed, monkeypatch, start):
+    """`pip install .` and then `refops report` in the clone, or in a folder of it."""
+    monkeypatch.chdir(ROOT / start)
+    assert report.find_clone() == ROOT
+    code, out, _ = run("report", *sections("vectors", "survey"))
+    verdict = out.splitlines()[-1]
+    assert code == 0 and verdict.startswith("PASS: ") and "NOT CHECKED" not in verdict
+
+
+def test_no_folder_is_taken_for_the_clone(installed, tmp_path):
+    (tmp_path / "tests" / "vectors").mkdir(parents=True)
+    (tmp_path / "refops").mkdir()
+    assert report.find_clone() is None
+
+
+@pytest.mark.full
+def test_processes_find_the_same(run_json):
+    """Two processes share the steps; order, counts and survey are those of one."""
+    documents = [run_json("report", *sections("fused", "helpers"), "--processes", n) for n in (1, 2)]
+    assert len(documents[0]["checks"]) > report._FEW_STEPS
+    for document in documents:
+        document["verdict"], document["seconds"] = document["verdict"].rpartition(" (")[0], 0
+    assert documents[0] == documents[1]
 
 
 @pytest.mark.parametrize("names", [["vectors"], ["vectors", "survey"], ["survey"]], ids=" ".join)
 def test_report_that_compared_nothing_does_not_pass(run, run_json, installed, names):
     code, out, err = run("report", *sections(*names))
     assert (code, err) == (2, "") and "PASS" not in out
-    assert out.splitlines()[-1].startswith("NOTHING COMPARED (")
+    assert out.splitlines()[-1].startswith("NOTHING COMPARED; NOT CHECKED, for they were not found: ")
     assert run_json("report", *sections(*names), code=2)["ok"] is False
 
 
@@ -803,11 +835,11 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@sampled("fault", FAULTS, 7)
 def test_report_notices_a_seeded_fault(run, installed, monkeypatch, fault):
     section, module, attribute, make_fault = FAULTS[fault]
     monkeypatch.setattr(module, attribute, make_fault(getattr(module, attribute)))
-    code, out, err = run("report", "--section", section)
+    code, out, err = run("report", "--section", section, "--processes", 1)  # others would not have the fault
     assert (code, err) == (1, "")
     assert "Unexplained differences" in out
     assert re.match(r"FAIL: .* [1-9]\d* .*unexplained difference", out.splitlines()[-1])
@@ -867,8 +899,9 @@ def test_progress_reaches_the_end(tmp_path):
 
 
 def test_verdict_names_what_was_missing():
-    made = report.make_report(sections=["helpers"])
-    assert replace(made, missing=["golden vectors"]).verdict.endswith("; golden vectors not found")
+    made = replace(report.make_report(sections=["helpers"]), missing=["golden vectors"])
+    assert made.ok and made.result == "INCOMPLETE"
+    assert "; NOT CHECKED, for they were not found: golden vectors (" in made.verdict
 
 
 # --- the process -----------------------------------------------------------------------------------------------------
@@ -907,6 +940,7 @@ def test_help_fits_a_terminal(run, monkeypatch, command):
         assert any("million elements a second and scaling" in line for line in lines)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -1029,6 +1063,7 @@ def nested(value, depth=10):
     return value
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("filled", [False, True])
 def test_pytorch_lists_without_end_are_refused(run, tmp_path, filled):
     torch = pytest.importorskip("torch")
