@@ -505,9 +505,10 @@ def commands(case):
 
 def start(words, prefix=(), **options):
     """`python -m refops` as a process, behind the words of a shell."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    # No bytecode: written under a limit of the file size it would be cut short, and nobody would notice.
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
     return subprocess.Popen(
-        [sys.executable, "-m", "refops", *words], env=environment, stderr=subprocess.PIPE, **options
+        [*prefix, sys.executable, "-m", "refops", *words], env=environment, stderr=subprocess.PIPE, **options
     )
 
 
@@ -531,6 +532,7 @@ def cli_process(case):
         options = {"stdout": open(case.folder / "stdout", "wb")}  # noqa: SIM115
     else:
         allowed = (0, 1, 2, 130)
+        prefix = ["env", "--default-signal=INT"]  # a shell's background jobs ignore it, and their children too
     process = start(words, prefix, **options)
     if how == "closed pipe":
         process.stdout.close()
