@@ -3,19 +3,45 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+BASE := $(VENV)/.base
 INSTALLED := $(VENV)/.installed
 PEERS := $(VENV)/.peers
+# pytest of the tests as they are, and of those that run the kernels as Python in a simulator
+PYTEST := $(BIN)/python -m pytest -n auto
+SIMULATED := NUMBA_ENABLE_CUDASIM=1 $(PYTEST) tests/simulated
 BOUNDS := tests/benchmarks -n 0 --benchmark-group-by=group --benchmark-sort=name --benchmark-columns=median,iqr,rounds
 
-.PHONY: help report train minilm notebooks lab test lint package docs bench bench-bounds tables kernel-report gpu-check \
+# Where this is set each of the tests' many processes would compile the sources again.
+export PYTHONDONTWRITEBYTECODE :=
+
+.PHONY: help report check test test-all test-full train minilm notebooks lab lint package docs bench bench-bounds tables kernel-report gpu-check \
     oracle-score exhaustive fuzz peers conformance clean
 
 help:
 	@sed -n 's/^## //p' $(MAKEFILE_LIST)
 
 ## report      every operation and path checked; a real model's tensors measured under every scaling
-report: $(INSTALLED)
+report: $(BASE)
 	$(BIN)/refops report
+
+## check       in a minute: each operation once with each scaling on each backend, layers, linter
+check: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(PYTEST) -m check
+	$(SIMULATED) -m check
+
+## test        the tests, in a few minutes
+test: $(INSTALLED)
+	$(PYTEST) -m "not full"
+	$(SIMULATED) -m "not full"
+
+## test-all    everything, as CI does: the tests with all of their cases, linter, notebooks, site, package, bounds on speed
+test-all: test test-full lint notebooks docs package bench-bounds
+
+test-full: $(INSTALLED)
+	$(PYTEST) -m full
+	$(SIMULATED) -m full
 
 ## train       train a small language model under every recipe; table and loss curves in train_char_lm/
 train: $(INSTALLED)
@@ -33,11 +59,6 @@ notebooks: $(INSTALLED)
 lab: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test,notebooks]'
 	$(BIN)/jupyter lab --LabApp.default_url=/lab/tree/notebooks/README.md $(LAB)
-
-## test        the tests; the kernels run as Python in a simulator in the second run
-test: $(INSTALLED)
-	$(BIN)/python -m pytest -n auto
-	NUMBA_ENABLE_CUDASIM=1 $(BIN)/python -m pytest -n auto tests/simulated
 
 ## lint        linter, formatter, type checker
 lint: $(INSTALLED)
@@ -107,9 +128,14 @@ $(PEERS): $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test,peers]'
 	touch $@
 
-# pip first: pip 23 takes the newest CUDA and then finds no way back to the one that PyTorch asks for.
-$(INSTALLED): setup.cfg pyproject.toml constraints.txt
+# What the report needs.
+$(BASE): setup.cfg pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable .
+	touch $@
+
+# What the tests need. pip first: pip 23 takes the newest CUDA and finds no way back to the one that PyTorch asks for.
+$(INSTALLED): $(BASE)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --upgrade pip
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test]'
 	touch $@
