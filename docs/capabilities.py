@@ -411,10 +411,10 @@ def library_of(backend):
     return {"torch": Torch, "jax": Jax}[backend]()
 
 
-def offered(call):
+def offered(call, *arguments):
     """Whether a call is offered: it returns, or is refused."""
     try:
-        call()
+        call(*arguments)
     except NotImplementedError:
         return False
     return True
@@ -430,13 +430,14 @@ def measure(backend):
     """Return {"scalings": {scaling: [operations]}, "activations": [names]} of one backend, in this process."""
     library = library_of(backend)
     scalings = {"none": None} | {name: row.scaling for name, row in SCALINGS.items()}
-    found = {
-        name: [k for k in operations_of(scaling) if offered(lambda k=k, s=scaling: OPERATIONS[k].run(library, s))]
-        for name, scaling in scalings.items()
-    }
-
-    names = [name for name in refops.ACTIVATIONS if offered(lambda name=name: evaluate(library, name))]
+    found = {name: offered_operations(library, scaling) for name, scaling in scalings.items()}
+    names = [name for name in refops.ACTIVATIONS if offered(evaluate, library, name)]
     return {"scalings": found, "activations": names}
+
+
+def offered_operations(library, scaling):
+    """The names of the operations that a backend has with a scaling, None without one; each was called and judged."""
+    return [k for k in operations_of(scaling) if offered(OPERATIONS[k].run, library, scaling)]
 
 
 def measure_all():

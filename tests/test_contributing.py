@@ -9,6 +9,8 @@ import refops
 from cuda_kernels import activations, casts, catalogue, interface
 from refops import scaling, survey
 
+pytestmark = pytest.mark.check
+
 ROOT = Path(__file__).resolve().parent.parent
 
 

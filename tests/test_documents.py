@@ -41,7 +41,13 @@ def has_code(text):
 WITH_CODE = [path for path in DOCUMENTS if has_code(read(path))]
 
 
-@pytest.mark.parametrize("path", WITH_CODE)
+#: Whose code `make test` runs; `make test-all` runs that of all documents.
+MAIN = ("README.md",)
+
+
+@pytest.mark.parametrize(
+    "path", [path if path in MAIN else pytest.param(path, marks=pytest.mark.full) for path in WITH_CODE]
+)
 def test_document_runs(path, tmp_path):
     skipped = Document(path, read(path), tmp_path).run()
     if skipped:

@@ -20,6 +20,7 @@ from cuda_kernels import casts, epilogues, vectors
 from cuda_kernels.simt import device
 from refops import rounding
 from refops.quantization.mxfp8 import ENCODE_MULTIPLIER
+from tiers import sampled
 
 FORMATS = ("e4m3", "e5m2", "e3m2", "e2m3", "e2m1")
 PEERS = {
@@ -107,7 +108,7 @@ def test_instructions_only_where_the_gpu_has_them(name, target, native):
     assert (casts.pairs_for(name, target) not in without) == native
 
 
-@pytest.mark.parametrize("target", [None, (8, 0), (9, 0), (10, 0, "a")])
+@sampled("target", [None, (8, 0), (9, 0), (10, 0, "a")], 3)
 @pytest.mark.parametrize("name", ["e4m3", "e5m2", "e3m2", "e2m1"])
 def test_four_codes_are_two_pairs(name, target):
     numbers = [np.roll(NUMBERS, k) for k in range(4)]
@@ -132,7 +133,7 @@ def test_eight_codes_are_four_pairs(target):
 
 
 @pytest.mark.parametrize("target", [None, (8, 0), (9, 0), (10, 0, "a")])
-@pytest.mark.parametrize("name", FORMATS)
+@sampled("name", FORMATS, 4)
 def test_eight_codes_of_words_have_their_values(name, target):
     """Every code in each of the eight places."""
     fmt, width = refops.FORMATS[name], WIDTHS.get(name, 8)
@@ -280,7 +281,7 @@ def test_stochastic_rounding_of_every_grid_value_and_byte():
     np.testing.assert_array_equal(over_arrays(casts.e2m1_stochastic, np.uint32)(x, random_bytes), expected)
 
 
-@pytest.mark.parametrize("target", [None, (8, 0), (9, 0), (10, 0, "a")])
+@sampled("target", [None, (8, 0), (9, 0), (10, 0, "a")], 3)
 def test_eight_codes_rounded_stochastically(target):
     """All steps of 1/512 from -7 to 7, their neighbours in float32, random numbers; many bytes in each place."""
     steps = np.arange(-7 * 512, 7 * 512 + 1, dtype=F) / F(512)

@@ -45,12 +45,14 @@ def results():
     return compile_report.report(targets=TARGETS)
 
 
+@pytest.mark.full
 @needs_compiler
 def test_no_kernel_has_a_problem(results):
     wrong = [f"{m.name} for {compile_report.architecture(m.target)}: {p}" for m, found in results for p in found]
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.full
 @needs_compiler
 def test_the_report_has_every_kernel_once_for_each_target(results):
     names = [entry.name for entry in compile_report.catalogue()]

@@ -17,6 +17,7 @@ from scalars import F, over_arrays
 import refops.oracle
 from cuda_kernels import pairs
 from cuda_kernels.activations import ACTIVATIONS, FAST, functions_of, with_parameters
+from tiers import sampled
 
 PARAMETERS = {"limit": F(7), "alpha": F(1.702), "glu_linear_offset": F(1), "beta1": F(4), "beta2": F(25)}
 Parameters = namedtuple("Parameters", list(PARAMETERS))
@@ -108,8 +109,8 @@ def kinds(errors):
     yield units.fast_pairs(*errors), *halves(1)
 
 
-@pytest.mark.parametrize("errors", units.ERRORS, ids=str)
-@pytest.mark.parametrize("name", SMOOTH)
+@sampled("errors", units.ERRORS, 5, ids=str)
+@sampled("name", SMOOTH, 9)
 def test_the_oracle_accepts_them_at_8_ulp(name, errors):
     x, g, dy = (v[kept(name, inputs()[0])] for v in inputs())
     for formulas, lift, drop in kinds(errors):
@@ -117,7 +118,7 @@ def test_the_oracle_accepts_them_at_8_ulp(name, errors):
             refops.oracle.check(op, given, output, ulp=8, diagnose=False).raise_for_mismatch()
 
 
-@pytest.mark.parametrize("name", SMOOTH)
+@sampled("name", SMOOTH, 9)
 def test_special_values(name):
     """Each with each: the oracle accepts them, but where both formulas are 0 times infinity."""
     x, g, dy = (v.ravel() for v in np.meshgrid(SPECIAL, SPECIAL, SPECIAL))
@@ -127,7 +128,7 @@ def test_special_values(name):
             refops.oracle.check(op, given, output, ulp=8, diagnose=False).raise_for_mismatch()
 
 
-@pytest.mark.parametrize("name", ["silu", "swiglu", "glu", "situglu"])
+@sampled("name", ["silu", "swiglu", "glu", "situglu"], 4)
 def test_far_left_everything_is_0(name):
     """Also where the correction of e^-x is -1 but for a rounding: first found at -24711794."""
     x = np.concatenate([np.linspace(-1000, -88.8, 10_000), -(2.0 ** np.linspace(10, 127.9, 10_000)), [-24711794.0]])

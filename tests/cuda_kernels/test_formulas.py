@@ -27,6 +27,7 @@ import refops.oracle
 from cuda_kernels import activations
 from cuda_kernels.activations import ACCURATE, ACTIVATIONS, FAST
 from refops.activations import bind_activation
+from tiers import sampled
 
 PARAMETERS = {"limit": F(7), "alpha": F(1.702), "glu_linear_offset": F(1), "beta1": F(4), "beta2": F(25)}
 NAMES = [name for name in ACCURATE if name != "sigmoid_pair" and not name.endswith("_both")]  # pairs
@@ -201,12 +202,12 @@ def test_fast_formulas_use_the_approximate_units(ptx, name):
 # --- accuracy ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ACTIVATIONS)
+@sampled("name", ACTIVATIONS, 4)
 def test_the_oracle_accepts_accurate_formulas_at_2_ulp(name):
     raise_unless_accepted(evaluate(ACCURATE, name, *bfloat16_and_random()), ulp=2)
 
 
-@pytest.mark.parametrize("name", ACTIVATIONS)
+@sampled("name", ACTIVATIONS, 4)
 def test_fast_formulas_off_the_gpu_at_8_ulp(name):
     x, gate = bfloat16_and_random()
     keep = ~flushed(name, x)
@@ -229,8 +230,8 @@ def flushed(name, x):
     return (argument < -87.33) & (argument > -88.73)
 
 
-@pytest.mark.parametrize("errors", units.ERRORS, ids=str)
-@pytest.mark.parametrize("name", ACTIVATIONS)
+@sampled("errors", units.ERRORS, 5, ids=str)
+@sampled("name", ACTIVATIONS, 4)
 def test_fast_formulas_on_the_worst_units_at_8_ulp(name, errors):
     x, gate = bfloat16_and_random()
     keep = ~flushed(name, x)

@@ -5,15 +5,17 @@ from dataclasses import replace
 import ml_dtypes
 import numpy as np
 import pytest
+from host_cases import ALL_SCALINGS, BF16, DTYPES, E4M3, E5M2, MXFP8, NAMES, F, takes, tensor
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays_of
-from test_host import ALL_SCALINGS, ARRAYS, BF16, DTYPES, E4M3, E5M2, MXFP8, F, assert_same, same_bits, takes, tensor
 
 import refops
+from arrays import ARRAYS, assert_same_quantized, same_bits
 from cuda_kernels import host
 from cuda_kernels.host import arrays
 from refops import oracle
+from tiers import sampled
 
 FP32, FP16, _ = DTYPES
 RHT = {
@@ -86,7 +88,7 @@ def test_rht_has_the_reference_s_bits_where_sums_are_exact_and_lies_in_the_enclo
     for rowwise in (False, True):
         options, x = {"rowwise": rowwise, "columnwise": True}, integers((96, 160), dtype)
         q = host.quantize(x, scaling, **options)
-        assert_same(q, refops.quantize(x, scaling, **options))
+        assert_same_quantized(q, refops.quantize(x, scaling, **options))
         x = tame((160, 96), dtype)
         q = host.quantize(x, scaling, **options)
         judge("quantize", x, arrays_in(q), scaling=scaling)
@@ -129,23 +131,23 @@ def test_the_largest_value_counts_wherever_it_lies():
         x[where] = before
 
 
-@pytest.mark.parametrize("name", ["mxfp8", "mxfp8-2d", "nvfp4-1x16", "nvfp4-16x16", "nvfp4-mse-2d", "nvfp4-row-scaled"])
+@sampled("name", ["mxfp8", "mxfp8-2d", "nvfp4-1x16", "nvfp4-16x16", "nvfp4-mse-2d", "nvfp4-row-scaled"], 3)
 def test_swizzled_scales(name):
     """Swizzled afterwards or as they are stored; 160 rows and 5 or 10 blocks: two tiles each way."""
     scaling, x = ALL_SCALINGS[name], tensor((160, 160))
     expected = refops.quantize(x, scaling, columnwise=True)
-    assert_same(host.quantize(x, scaling, columnwise=True).swizzled(), expected.swizzled())
+    assert_same_quantized(host.quantize(x, scaling, columnwise=True).swizzled(), expected.swizzled())
     direct = host.quantize(x, scaling, columnwise=True, swizzled_scales=True)
     assert direct.with_gemm_swizzled_scales and direct.swizzled() is direct
-    assert_same(direct, expected.swizzled())
-    assert_same(direct.unswizzled(), expected)
+    assert_same_quantized(direct, expected.swizzled())
+    assert_same_quantized(direct.unswizzled(), expected)
     assert same_bits(host.dequantize(direct), refops.dequantize(expected))
 
 
 def test_fused_scales_are_swizzled_and_per_tensor_scales_have_no_order():
     x = integers((160, 96))
     mine = host.activation_quantize("relu", x, MXFP8, swizzled_scales=True)
-    assert_same(mine, refops.activation_quantize("relu", x, MXFP8).swizzled())
+    assert_same_quantized(mine, refops.activation_quantize("relu", x, MXFP8).swizzled())
     q = host.quantize(x, ALL_SCALINGS["current"], swizzled_scales=True)
     assert not q.with_gemm_swizzled_scales and q.swizzled() is q
     with pytest.raises(ValueError, match="swizzled_scales must be False with block scaling"):
@@ -210,14 +212,15 @@ def test_sums_of_a_large_tensor():
 # --- values -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("two_d", [False, True])
 def test_given_random_bits(two_d):
     x, rng = tensor((96, 160), FP32), np.random.default_rng(3)
     bits = rng.integers(0, 256, (96, 160), np.uint8), rng.integers(0, 256, (160, 96), np.uint8)
     scaling = refops.NVFP4Scaling(stochastic_rounding=True, two_d=two_d, random_bits=bits)
-    assert_same(host.quantize(x, scaling, columnwise=True), refops.quantize(x, scaling, columnwise=True))
+    assert_same_quantized(host.quantize(x, scaling, columnwise=True), refops.quantize(x, scaling, columnwise=True))
     one = replace(scaling, random_bits=np.asfortranarray(bits[0]))
-    assert_same(host.quantize(x, one), refops.quantize(x, one))
+    assert_same_quantized(host.quantize(x, one), refops.quantize(x, one))
     assert not same_bits(host.quantize(x, one).rowwise_data, host.quantize(x[::-1], one).rowwise_data[::-1])
 
 
@@ -226,7 +229,7 @@ def test_random_bits_follow_seed_and_offset():
     for seed, offset in ((0, 0), (1, 0), (0, 1), (2**64 - 1, 2**64 - 1), (2**32, 2**32)):
         scaling = refops.NVFP4Scaling(stochastic_rounding=True, seed=seed, offset=offset)
         q = host.quantize(x, scaling, columnwise=True)
-        assert_same(q, refops.quantize(x, scaling, columnwise=True))
+        assert_same_quantized(q, refops.quantize(x, scaling, columnwise=True))
         seen.add(q.rowwise_data.tobytes())
     assert len(seen) == 5
 
@@ -255,13 +258,13 @@ def extremes(dtype):
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered in cast")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", ALL_SCALINGS)
+@pytest.mark.parametrize("name", NAMES)
 def test_special_values_have_the_reference_s_bits(name, dtype):
     scaling = ALL_SCALINGS[name]
     for x in extremes(dtype):
         columnwise = takes(scaling, x.shape, True) and not getattr(scaling, "rht", False)
         mine, reference = (m.quantize(x, scaling, columnwise=columnwise) for m in (host, refops))
-        assert_same(mine, reference)
+        assert_same_quantized(mine, reference)
         assert same_bits(host.dequantize(mine), refops.dequantize(mine))
 
 
@@ -284,6 +287,7 @@ def calls(draw):
     return x, scaling, {"columnwise": columnwise, "rowwise": not columnwise or draw(st.booleans())}
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:invalid value encountered in cast")
 @settings(deadline=None, max_examples=150, derandomize=True, database=None)
 @given(calls())
@@ -291,7 +295,7 @@ def test_any_tensor_has_the_reference_s_bits(call):
     x, scaling, options = call
     mine, dbias = host.quantize(x, scaling, dbias=True, **options)
     reference, reference_dbias = refops.quantize(x, scaling, dbias=True, **options)
-    assert_same(mine, reference)
+    assert_same_quantized(mine, reference)
     assert same_bits(dbias, reference_dbias)
     assert same_bits(host.dequantize(mine), refops.dequantize(mine))
 
@@ -314,13 +318,15 @@ def test_tensors_of_pytorch_are_taken_without_a_copy(dtype):
     assert arrays.tensor_operand(t, "x").array.ctypes.data == t.data_ptr()
     want = refops.quantize(x, MXFP8, columnwise=True)
     q = host.quantize(t, MXFP8, columnwise=True)
-    assert_same(q, want)
+    assert_same_quantized(q, want)
     assert all(isinstance(array, np.ndarray) for array in arrays_in(q).values()) and q.dtype == dtype
     assert same_bits(arrays.as_array(t, "x"), x), "arguments stay as they were"
     for view, same in ((t.t(), x.T), (t[1::2, 3::5], x[1::2, 3::5]), (t[:0], x[:0]), (t[5], x[5])):
-        assert_same(host.quantize(view, MXFP8, columnwise=True), refops.quantize(same, MXFP8, columnwise=True))
+        assert_same_quantized(
+            host.quantize(view, MXFP8, columnwise=True), refops.quantize(same, MXFP8, columnwise=True)
+        )
     expanded = t[:1].expand(64, 96)
-    assert_same(host.quantize(expanded, MXFP8), refops.quantize(np.broadcast_to(x[:1], (64, 96)), MXFP8))
+    assert_same_quantized(host.quantize(expanded, MXFP8), refops.quantize(np.broadcast_to(x[:1], (64, 96)), MXFP8))
 
 
 def test_tensors_of_pytorch_in_every_argument():

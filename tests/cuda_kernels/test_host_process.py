@@ -11,12 +11,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_host import ALL_SCALINGS, BF16, E4M3, MXFP8, F, assert_same, same_bits, tensor
+from host_cases import ALL_SCALINGS, BF16, E4M3, MXFP8, F, tensor
 
 import refops
+from arrays import assert_same_quantized, same_bits
 from cuda_kernels import host
 from cuda_kernels.host import compile as compiling
 from cuda_kernels.host import threads
+from refops import oracle
 
 ROOT = Path(__file__).parents[2]
 
@@ -113,7 +115,7 @@ def test_flushed_subnormals_are_refused(restored):
         torch.set_flush_denormal(False)
         host.set_num_threads(2)  # threads that were started meanwhile flush too
     x = np.full((700, 160), 1e-42, F)
-    assert_same(host.quantize(x, MXFP8), refops.quantize(x, MXFP8))
+    assert_same_quantized(host.quantize(x, MXFP8), refops.quantize(x, MXFP8))
 
 
 # --- processes --------------------------------------------------------------------------------------
@@ -121,7 +123,7 @@ def test_flushed_subnormals_are_refused(restored):
 
 def python(code, *, folder=ROOT, **environment):
     """Run code in a process of its own with the package of `folder`; return what it wrote to (stdout, stderr)."""
-    path = os.pathsep.join(map(str, (folder, ROOT / "tests" / "cuda_kernels", ROOT)))
+    path = os.pathsep.join(map(str, (folder, ROOT / "tests" / "cuda_kernels", ROOT, ROOT / "tests")))
     environment = os.environ | {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"} | environment
     command = [sys.executable, "-W", "ignore", "-c", code]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=folder, timeout=300)
@@ -199,6 +201,7 @@ def watch():
 
 threading.Thread(target=watch, daemon=True).start()
 signal.signal(signal.SIGALRM, signal.default_int_handler)
+signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
 random.seed(0)
 interrupts, end = 0, time.monotonic() + 4
 while time.monotonic() < end:
@@ -216,6 +219,7 @@ assert interrupts > 100, interrupts
 """
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no interval timers here")
 def test_interrupts_at_any_moment_leave_later_calls_working():
     """With `ThreadPoolExecutor` one in a few hundred left a lock behind, and a later call waited for ever."""
@@ -246,6 +250,7 @@ assert outputs * 0.9 < grown < outputs + (8 << 20), (grown, outputs)
 """
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="the peak cannot be read here")
 def test_memory_besides_outputs_does_not_grow_with_the_tensor():
     python(MEMORY)
@@ -276,6 +281,7 @@ def edit(path, text, becomes):
     path.write_text(source.replace(text, becomes, 1))
 
 
+@pytest.mark.full
 def test_machine_code_is_kept_until_a_source_changes(tmp_path):
     package, cache = copied(tmp_path), tmp_path / "cache"
     old = cache / "cuda_kernels" / "host-old"
@@ -312,12 +318,14 @@ for i in sys.argv[1]:
 """
 
 
+@pytest.mark.full
 def test_machine_code_that_several_processes_kept_works_together(tmp_path):
     """Each loop of its own process has inner functions like those of the others, which other code must not call."""
     for order in ("", "0", "1", "2", "012", "210"):
         python(f"import sys; sys.argv.append({order!r})\n{LOADED}", NUMBA_CACHE_DIR=str(tmp_path))
 
 
+@pytest.mark.full
 def test_a_cache_that_cannot_be_written_and_a_program_that_wants_no_messages(tmp_path):
     (tmp_path / "file").write_text("")
     quiet = "import sys; sys.argv.append('quiet')\n" + CACHED
@@ -347,7 +355,7 @@ def check(x, scaling, **options):
         host.quantize(x, scaling, dbias=True, **options),
         refops.quantize(x, scaling, dbias=True, **options),
     )
-    assert_same(mine[0], reference[0])
+    assert_same_quantized(mine[0], reference[0])
     assert same_bits(mine[1], reference[1]), "dbias"
     assert same_bits(host.dequantize(reference[0]), refops.dequantize(reference[0])), "dequantize"
 
@@ -365,7 +373,7 @@ def judge(op, inputs, *arguments, scaling=None, **options):
     )
     mine = function(name, *inputs.values(), *([scaling] if scaling else []), **options)
     mine = mine if scaling is None else {"rowwise_data": mine.rowwise_data, "rowwise_scale_inv": mine.rowwise_scale_inv}
-    refops.oracle.check(op, inputs, mine, scaling=scaling, params=options, diagnose=False).raise_for_mismatch()
+    oracle.check(op, inputs, mine, scaling=scaling, params=options, diagnose=False).raise_for_mismatch()
 
 
 #: name -> a probe.
@@ -401,11 +409,13 @@ def probe(folder, cache, *names):
     python(code, folder=folder, NUMBA_CACHE_DIR=str(cache))
 
 
+@pytest.mark.full
 def test_a_copy_without_a_fault_passes(tmp_path):
     copied(tmp_path)
     probe(tmp_path, tmp_path, *PROBES)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("file", "text", "becomes", "name"), FAULTS, ids=[f"{f[0]}-{f[3]}" for f in FAULTS])
 def test_a_fault_is_found(tmp_path, file, text, becomes, name):
     edit(copied(tmp_path) / file, text, becomes)

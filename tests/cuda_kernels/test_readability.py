@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.check
+
 PACKAGE = Path(__file__).resolve().parents[2] / "cuda_kernels"
 LIMITS = {"kernel": 40, "device": 15, "ptx": 15, "on_gpu": 15}
 

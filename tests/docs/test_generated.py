@@ -1,9 +1,7 @@
 """The generated parts of README and of the guide are those of the code and of the committed measurements."""
 
 import json
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,6 +13,7 @@ sys.path.insert(0, str(ROOT / "docs"))
 import capabilities  # noqa: E402
 import generate  # noqa: E402
 
+from refops import ACTIVATIONS  # noqa: E402
 from refops.survey import SCALINGS  # noqa: E402
 
 
@@ -54,18 +53,33 @@ def test_the_counts_of_fuzzing_are_those_measured():
 # --- what the backends offer ------------------------------------------------------------------------
 
 
-def measured(backend, **variables):
-    command = [sys.executable, "docs/capabilities.py", "--backend", backend]
-    run = subprocess.run(command, cwd=ROOT, env=os.environ | variables, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
-    return json.loads(run.stdout)
+#: tests/simulated/test_simulated_calls.py has the simulated kernels.
+IN_THIS_PROCESS = ("refops", "host", "torch", "jax")
 
 
-@pytest.mark.parametrize("backend", ["refops", "host", "torch", "jax"])
-def test_backends_offer_what_the_table_says(backend):
-    """The simulated kernels' column is measured by tests/simulated/test_simulated_calls.py."""
-    pytest.importorskip({"host": "numba"}.get(backend, backend))
-    assert measured(backend) == json.loads(capabilities.RESULTS.read_text())[backend]
+@pytest.fixture(scope="module", params=IN_THIS_PROCESS)
+def backend(request):
+    """(what the table says of a backend, what has its calls)"""
+    pytest.importorskip({"host": "numba"}.get(request.param, request.param))
+    told = json.loads(capabilities.RESULTS.read_text())[request.param]
+    return told, capabilities.library_of(request.param)
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("scaling", ["none", *SCALINGS])
+def test_operations_are_offered_as_the_table_says(backend, scaling):
+    """Each operation once with each scaling on each backend, called and judged."""
+    told, library = backend
+    settings = SCALINGS[scaling].scaling if scaling in SCALINGS else None
+    assert capabilities.offered_operations(library, settings) == told["scalings"][scaling]
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations_are_offered_as_the_table_says(backend, name):
+    """Value and gradient in every dtype, called and judged."""
+    told, library = backend
+    assert capabilities.offered(capabilities.evaluate, library, name) == (name in told["activations"])
 
 
 def test_table_has_every_scaling_and_backend():

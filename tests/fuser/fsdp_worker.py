@@ -284,7 +284,6 @@ def weights_that_can_not_be_sharded(rank, size):
             continue
         y = model(x)
         torch.testing.assert_close(y[0], 128 * (1.0 + torch.arange(size)).repeat_interleave(32), rtol=0.1, atol=0)
-    FP8GlobalStateManager.reset()
 
 
 @check
@@ -313,7 +312,6 @@ def blocks_of_another_recipe_are_refused(rank, size):
         with expected(ValueError, ".weight", "two_d=True", "two_d=False", "the same blocks"):
             for i in range(2):
                 step(model, optimizer, r.NVFP4BlockScaling(disable_2d_quantization=True), i, rank, size)
-    FP8GlobalStateManager.reset()
 
 
 @check

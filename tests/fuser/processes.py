@@ -72,6 +72,8 @@ def main():
     import torch
     import torch.distributed as dist
 
+    from fuser.quantization.state import FP8GlobalStateManager
+
     rank, size = int(sys.argv[1]), int(sys.argv[2])
     torch.set_num_threads(1)
     dist.init_process_group(
@@ -84,6 +86,7 @@ def main():
     results = {}
     for name, function in CHECKS.items():
         start = time.perf_counter()
+        FP8GlobalStateManager.reset()
         try:
             function(rank, size)
             results[name] = {"error": None, "seconds": time.perf_counter() - start}

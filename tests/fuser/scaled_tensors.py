@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import refops
+from arrays import raw
 from fuser import xla
 from fuser.xla.tensors import ScaledTensor1x
 
@@ -28,10 +29,9 @@ def quantizer_of(mode, layout=xla.QuantizeLayout.ROWWISE, **options):
     return xla.QuantizerFactory.create(scaling_mode=mode, q_layout=layout, **options)
 
 
-def same_bits(a, b):
-    a, b = np.asarray(a), np.asarray(b)
-    kind = f"u{a.dtype.itemsize}"
-    np.testing.assert_array_equal(np.ascontiguousarray(a).view(kind), np.ascontiguousarray(b).view(kind))
+def assert_same_raw(a, b):
+    """The same bits, whatever they are called: codes may be uint8 or a float8."""
+    np.testing.assert_array_equal(raw(a), raw(b))
 
 
 def rows(x):

@@ -26,6 +26,7 @@ from fuser.quantization.quantizers import Float8CurrentScalingQuantizer
 from fuser.quantization.storage import QuantizedTensorStorage
 from fuser.recipe import MXFP8BlockScaling
 from fuser.sequential import Sequential
+from tiers import sampled
 
 # --- float64 references, written with torch alone ---------------------------------------------------
 
@@ -437,7 +438,7 @@ def _check_scaled(name, x, scales, y, dy, dx, dscales):
 
 @pytest.mark.parametrize("shape", [(6, 64), (2, 3, 128), (128,)], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", SCALED)
+@sampled("name", SCALED, 3)
 def test_scaled_forward_and_backward(name, dtype, shape):
     torch.manual_seed(13)
     x, scales = _random(shape, dtype).requires_grad_(), _random(shape[:-1], dtype).requires_grad_()

@@ -28,6 +28,8 @@ from fuser.recipe import (
     NVFP4BlockScaling,
 )
 
+pytestmark = pytest.mark.check
+
 ACTIVATIONS = {
     "dgelu": ops.GELU,
     "dqgelu": ops.QGELU,

@@ -12,13 +12,6 @@ from fuser.quantization.contexts import autocast
 from fuser.quantization.state import FP8GlobalStateManager
 
 
-@pytest.fixture(autouse=True)
-def fresh_global_state():
-    FP8GlobalStateManager.reset()
-    yield
-    FP8GlobalStateManager.reset()
-
-
 def _linear(in_features=64, out_features=64, **options):
     torch.manual_seed(1)
     return te_ops.Linear(in_features, out_features, **options)

@@ -29,13 +29,6 @@ from fuser.recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling
 from fuser.sequential import Sequential
 
 
-@pytest.fixture(autouse=True)
-def fresh_global_state():
-    FP8GlobalStateManager.reset()
-    yield
-    FP8GlobalStateManager.reset()
-
-
 def _linear(in_features=64, out_features=96, **options):
     torch.manual_seed(1)
     return BasicLinear(in_features, out_features, **options)

@@ -48,6 +48,7 @@ def run(code):
 WITHOUT_JAX = "import sys\nsys.modules['jax'] = None\n"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("before", ["", WITHOUT_JAX], ids=["as installed", "without jax"])
 def test_the_usage_script_runs(before):
     printed = run(f"{before}exec(compile({USAGE!r}, 'usage.py', 'exec'))")

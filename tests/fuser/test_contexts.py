@@ -18,15 +18,10 @@ from fuser.recipe import (
     NVFP4BlockScaling,
 )
 
+pytestmark = pytest.mark.check
+
 #: `q.autocast` is the class of the same name.
 module = sys.modules["fuser.quantization.contexts"]
-
-
-@pytest.fixture(autouse=True)
-def fresh():
-    Manager.reset()
-    yield
-    Manager.reset()
 
 
 def registered(recipe, mode="forward"):

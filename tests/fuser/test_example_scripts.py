@@ -22,6 +22,7 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
+@pytest.mark.full
 def test_a_language_model_learns_under_every_recipe(tmp_path, capsys):
     """40 steps: every loss falls below what equal probabilities give, and none is far from float32's."""
     small = ["--steps", "40", "--batch", "4", "--context", "32", "--width", "64", "--hidden", "64", "--layers", "1"]

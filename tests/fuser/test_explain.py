@@ -14,12 +14,7 @@ from fuser.fuser import OperationFuser, fusions
 from fuser.op import FusedOperation
 from fuser.quantization.state import FP8GlobalStateManager
 
-
-@pytest.fixture(autouse=True)
-def clean_global_state():
-    FP8GlobalStateManager.reset()
-    yield
-    FP8GlobalStateManager.reset()
+pytestmark = pytest.mark.check
 
 
 def names(steps):

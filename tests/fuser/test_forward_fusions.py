@@ -15,13 +15,6 @@ from fuser.recipe import DelayedScaling
 HALVES = [torch.bfloat16, torch.float16]
 
 
-@pytest.fixture(autouse=True)
-def fresh_global_state():
-    FP8GlobalStateManager.reset()
-    yield
-    FP8GlobalStateManager.reset()
-
-
 def _linear(in_features=64, out_features=64, **options):
     torch.manual_seed(1)
     linear = te_ops.Linear(in_features, out_features, **options)

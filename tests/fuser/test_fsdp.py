@@ -295,6 +295,7 @@ def test_numpy_does_not_lock_what_fsdp_resizes():
 # --- with processes ---------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("size", [2, 4])
 def test_with_processes(tmp_path, size):
     """One test for all checks: with pytest-xdist, each worker that gets one starts the processes anew."""

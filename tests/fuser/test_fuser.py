@@ -19,14 +19,6 @@ from fuser import ops, recipe
 from fuser.dispatch import backend, current_backend
 from fuser.fuser import OperationFuser, fusions, register_backward_fusion, register_forward_fusion
 from fuser.op import BasicOperation, FusedOperation
-from fuser.quantization.state import FP8GlobalStateManager
-
-
-@pytest.fixture(autouse=True)
-def clean_global_state():
-    FP8GlobalStateManager.reset()
-    yield
-    FP8GlobalStateManager.reset()
 
 
 def plan(pairs):

@@ -23,13 +23,6 @@ GROUPS, ROWS, IN, OUT = len(SPLITS), sum(SPLITS), 64, 96
 HALF_PRECISION_ERROR = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 
 
-@pytest.fixture(autouse=True)
-def fresh_global_state():
-    FP8GlobalStateManager.reset()
-    yield
-    FP8GlobalStateManager.reset()
-
-
 def _grouped(num_groups=GROUPS, in_features=IN, out_features=OUT, **options):
     torch.manual_seed(1)
     op = GroupedLinear(num_groups, in_features, out_features, **options)

@@ -317,6 +317,7 @@ def test_the_caller_s_mistakes_are_the_caller_s(monkeypatch):
     assert len(ran) == 2
 
 
+@pytest.mark.full
 def test_without_a_cpp_compiler(tmp_path):
     """One warning for all functions, and right results; with an empty PATH, and with CXX naming nothing."""
     code = """

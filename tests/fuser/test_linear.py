@@ -8,6 +8,8 @@ import torch
 import fuser
 from fuser import ops, recipe
 
+pytestmark = pytest.mark.check
+
 
 def expected(x, linear):
     bias = None if linear.bias is None else linear.bias.double()

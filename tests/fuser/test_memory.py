@@ -8,7 +8,6 @@ import torch
 
 import fuser
 from fuser import ops
-from fuser.quantization.state import FP8GlobalStateManager
 from fuser.recipe import DelayedScaling, NVFP4BlockScaling
 
 RECIPES = {
@@ -19,12 +18,10 @@ RECIPES = {
 
 
 @pytest.fixture(autouse=True)
-def clean_global_state():
+def one_thread():
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # tiny products: threads would only wait for each other
-    FP8GlobalStateManager.reset()
     yield
-    FP8GlobalStateManager.reset()
     torch.set_num_threads(threads)
 
 
@@ -39,6 +36,7 @@ def pipeline():
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", RECIPES)
 def test_no_growth_over_1000_steps(name):
     model, recipe = pipeline(), RECIPES[name]

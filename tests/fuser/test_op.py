@@ -11,12 +11,7 @@ from fuser import ops, recipe
 from fuser.op import BasicOperation, FusedOperation, FusibleOperation, OperationContext
 from fuser.quantization.state import FP8GlobalStateManager
 
-
-@pytest.fixture(autouse=True)
-def clean_global_state():
-    FP8GlobalStateManager.reset()
-    yield
-    FP8GlobalStateManager.reset()
+pytestmark = pytest.mark.check
 
 
 class Double(BasicOperation):

@@ -716,6 +716,7 @@ def test_a_storage_without_buffers_says_what_is_missing(call):
 # --- processes that only load -----------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("imports", ["import torch, fuser", "import fuser, torch; fuser.autocast"])
 def test_importing_fuser_is_enough_to_load(tmp_path, imports):
     path = tmp_path / "tensors.pt"

@@ -546,6 +546,7 @@ def _reduce_over_two(rank, port):
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.full
 def test_two_processes():
     import socket
 

@@ -19,6 +19,8 @@ from fuser.recipe import (
     Recipe,
 )
 
+pytestmark = pytest.mark.check
+
 PREDICATES = {
     DelayedScaling: {"delayed", "float8_per_tensor_scaling"},
     Float8CurrentScaling: {"float8_current_scaling", "float8_per_tensor_scaling"},

@@ -27,13 +27,6 @@ from fuser.recipe import (
 SIZE = 16
 
 
-@pytest.fixture(autouse=True)
-def fresh():
-    Manager.reset()
-    yield
-    Manager.reset()
-
-
 def delayed(**values):
     return DelayedScaling(amax_history_len=4, **values)
 

@@ -30,13 +30,6 @@ RECIPES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def fresh():
-    Manager.reset()
-    yield
-    Manager.reset()
-
-
 def blocks():
     return torch.nn.ModuleList(
         ops.Sequential(ops.Linear(SIZE, SIZE), ops.GELU(), ops.Dropout(0.25), ops.BasicLinear(SIZE, SIZE))

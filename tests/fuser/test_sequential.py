@@ -10,6 +10,8 @@ from fuser import ops
 from fuser.fuser import OperationFuser
 from fuser.op import BasicOperation
 
+pytestmark = pytest.mark.check
+
 
 def keys(module):
     return list(module._modules)

@@ -33,13 +33,6 @@ from fuser.recipe import (
 E4M3, E5M2 = DType.kFloat8E4M3, DType.kFloat8E5M2
 
 
-@pytest.fixture(autouse=True)
-def fresh():
-    Manager.reset()
-    yield
-    Manager.reset()
-
-
 def quantizers(recipe, mode="forward", count=3, roles=None):
     return RecipeState.create(recipe, mode=mode, num_quantizers=count, roles=roles).make_quantizers()
 

@@ -7,6 +7,8 @@ import fuser
 from fuser import ops, recipe
 from fuser.fuser import OperationFuser
 
+pytestmark = pytest.mark.check
+
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 

@@ -7,10 +7,12 @@ given the same activation, for the casts. With backend "reference": `fuser.funct
 import numpy as np
 import pytest
 
+from tiers import sampled
+
 pytest.importorskip("jax").config.update("jax_platforms", "cpu")
 import jax.numpy as jnp  # noqa: E402
 import torch  # noqa: E402
-from scaled_tensors import SCALE, SETTINGS, assert_same_quantized, quantizer_of, same_bits  # noqa: E402
+from scaled_tensors import SCALE, SETTINGS, assert_same_quantized, assert_same_raw, quantizer_of  # noqa: E402
 
 import refops  # noqa: E402
 from cuda_kernels import host  # noqa: E402
@@ -82,26 +84,26 @@ def assert_all_same(name, form, scaling, x, dy, library):
     wanted, sums = by_numpy(library, name, form, scaling, x, dy)
     from_torch, torch_sums = by_torch(name, form, scaling, x, dy)
     if scaling == "none":
-        same_bits(as_numpy(from_torch), wanted)
+        assert_same_raw(as_numpy(from_torch), wanted)
     else:
         for field, tensor in from_torch.buffers.tensors.items():
-            same_bits(as_numpy(tensor), getattr(wanted, field))
+            assert_same_raw(as_numpy(tensor), getattr(wanted, field))
     if form == "gradient":
-        same_bits(as_numpy(torch_sums), sums)
+        assert_same_raw(as_numpy(torch_sums), sums)
     if name not in TYPE_OF:
         return  # SiTU-GLU: TE's JAX interface has no number for it
     from_jax, jax_sums = by_jax(name, form, scaling, x, dy)
     if scaling == "none":
-        same_bits(np.asarray(from_jax.data).reshape(wanted.shape), wanted)
+        assert_same_raw(np.asarray(from_jax.data).reshape(wanted.shape), wanted)
     else:
         assert_same_quantized(from_jax, wanted)
     if form == "gradient":
-        same_bits(np.asarray(jax_sums).ravel(), sums)
+        assert_same_raw(np.asarray(jax_sums).ravel(), sums)
 
 
 @pytest.mark.parametrize("route", ["ffi", "callback"])
 @pytest.mark.parametrize("scaling", SCALINGS)
-@pytest.mark.parametrize("name", NAMES)
+@sampled("name", NAMES, 4)
 def test_kernels(name, scaling, route):
     dtypes = (np.float32, jnp.bfloat16, np.float16) if route == "ffi" else (jnp.bfloat16,)
     for dtype in dtypes:
@@ -112,7 +114,7 @@ def test_kernels(name, scaling, route):
 
 
 @pytest.mark.parametrize("scaling", SCALINGS)
-@pytest.mark.parametrize("name", NAMES)
+@sampled("name", NAMES, 4)
 def test_reference(name, scaling):
     x, dy = tensors(name, jnp.bfloat16)
     for form in FORMS:
@@ -128,5 +130,5 @@ def test_casts_are_those_of_refops(scaling):
     wanted = refops.quantize(host.activation("swiglu", x), settings, columnwise=True)
     from_torch, _ = by_torch("swiglu", "forward", scaling, x, dy)
     for field, tensor in from_torch.buffers.tensors.items():
-        same_bits(as_numpy(tensor), getattr(wanted, field))
+        assert_same_raw(as_numpy(tensor), getattr(wanted, field))
     assert_same_quantized(by_jax("swiglu", "forward", scaling, x, dy)[0], wanted)

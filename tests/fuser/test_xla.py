@@ -10,10 +10,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from tiers import sampled
+
 jax = pytest.importorskip("jax")
 jax.config.update("jax_platforms", "cpu")
 import jax.numpy as jnp  # noqa: E402
-from scaled_tensors import SCALE, SETTINGS, assert_same_quantized, quantizer_of, random, rows, same_bits  # noqa: E402
+from scaled_tensors import SCALE, SETTINGS, assert_same_quantized, assert_same_raw, quantizer_of, random, rows  # noqa: E402
 
 import refops  # noqa: E402
 from cuda_kernels import host  # noqa: E402
@@ -100,7 +102,7 @@ def test_scale_shapes_of_tensors_squares_and_what_blocks_do_not_divide():
 # --- values ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("activation_type", TYPES, ids="-".join)
+@sampled("activation_type", TYPES, 3, ids="-".join)
 def test_unscaled_bits(route, activation_type):
     name = ACTIVATION_NAMES[xla.ActivationEnum[activation_type]]
     params = xla.ActivationParams.create(limit=2.5, alpha=1.5, glu_linear_offset=0.5)
@@ -109,18 +111,18 @@ def test_unscaled_bits(route, activation_type):
         x, dz = random((3, 5, len(activation_type), 24), dtype), random((3, 5, 24), dtype, seed=1)
         y = xla.act_lu(x, activation_type, act_params=params, output_amax_when_no_scaling=True)
         assert isinstance(y, xla.NoScaleTensor) and y.shape == (3, 5, 24) and y.dtype == dtype
-        same_bits(y.data, host.activation(name, rows(x), **kernel_params).reshape(y.shape))
+        assert_same_raw(y.data, host.activation(name, rows(x), **kernel_params).reshape(y.shape))
         exact = host.activation(name, rows(x), out_dtype=np.float32, **kernel_params)
         np.testing.assert_array_equal(np.asarray(y.amax), [np.abs(exact).max()])  # of the unrounded values
         assert xla.act_lu(x, activation_type, act_params=params).amax is None
         dx, dbias = xla.quantize_dact_dbias(dz, x, activation_type, act_params=params)
         wanted, sums = host.activation_grad(name, rows(dz[..., None, :]), rows(x), dbias=True, **kernel_params)
-        same_bits(dx.data, wanted.reshape(x.shape))
-        same_bits(dbias, sums.reshape(x.shape[-2:]))
-        same_bits(xla.dact_lu(dz, x, activation_type, act_params=params).data, dx.data)
+        assert_same_raw(dx.data, wanted.reshape(x.shape))
+        assert_same_raw(dbias, sums.reshape(x.shape[-2:]))
+        assert_same_raw(xla.dact_lu(dz, x, activation_type, act_params=params).data, dx.data)
 
 
-@pytest.mark.parametrize("mode", SCALED, ids=lambda m: m.name)
+@sampled("mode", SCALED, 2, ids=lambda m: m.name)
 @pytest.mark.parametrize("layout", xla.QuantizeLayout, ids=lambda v: v.name)
 def test_scaled_bits(route, mode, layout):
     copies = {"rowwise": layout.has_rowwise, "columnwise": layout.has_colwise}
@@ -134,13 +136,13 @@ def test_scaled_bits(route, mode, layout):
         values = host.dequantize(q, dtype="bfloat16").reshape(2, 32, 64)
         if layout is xla.QuantizeLayout.COLWISE and mode.is_colwise_transposed():
             values = values.transpose(2, 0, 1)
-        same_bits(y.dequantize(), values)
+        assert_same_raw(y.dequantize(), values)
         dx, dbias = xla.quantize_dact_dbias(dz, x, activation_type, True, quantizer_of(mode, layout))
         q, sums = host.activation_grad_quantize(
             name, rows(dz[..., None, :]), rows(x), SETTINGS[mode], dbias=True, **copies
         )
         assert_same_quantized(dx, q)
-        same_bits(dbias, sums.reshape(x.shape[-2:]))
+        assert_same_raw(dbias, sums.reshape(x.shape[-2:]))
         alone = xla.dact_lu(dz, x, activation_type, quantizer_of(mode, layout))
         assert_same_quantized(alone, q)
 
@@ -154,18 +156,18 @@ def test_the_reference_backend_is_refops(mode):
         y = xla.act_lu(x, ("gelu", "linear"), q, output_amax_when_no_scaling=True)
         dx, dbias = xla.quantize_dact_dbias(dz, x, ("gelu", "linear"), True, p)
     if mode is None:
-        same_bits(y.data, refops.activation("geglu", rows(x)))
+        assert_same_raw(y.data, refops.activation("geglu", rows(x)))
         exact = refops.activation("geglu", rows(x), out_dtype=np.float32)
         np.testing.assert_array_equal(np.asarray(y.amax), [np.abs(exact).max()])
         wanted, sums = refops.activation_grad("geglu", np.asarray(dz), rows(x), dbias=True)
-        same_bits(dx.data, wanted.reshape(x.shape))
+        assert_same_raw(dx.data, wanted.reshape(x.shape))
     else:
         assert_same_quantized(y, refops.activation_quantize("geglu", rows(x), SETTINGS[mode], columnwise=True))
         wanted, sums = refops.activation_grad_quantize(
             "geglu", np.asarray(dz), rows(x), SETTINGS[mode], columnwise=True, dbias=True
         )
         assert_same_quantized(dx, wanted)
-    same_bits(dbias, sums.reshape(2, 64))
+    assert_same_raw(dbias, sums.reshape(2, 64))
 
 
 @pytest.mark.parametrize("mode", SCALED, ids=lambda m: m.name)
@@ -189,7 +191,7 @@ def test_e5m2():
 def test_subnormals_are_kept(route):
     """XLA's threads flush them; relu is exact, so its result is the input."""
     x = jnp.asarray(np.array([[1e-40, -1e-40, 2.0**-149, 1.0]], np.float32))
-    same_bits(xla.act_lu(x, ("relu",)).data, np.array([1e-40, 0, 2.0**-149, 1], np.float32))
+    assert_same_raw(xla.act_lu(x, ("relu",)).data, np.array([1e-40, 0, 2.0**-149, 1], np.float32))
 
 
 @pytest.mark.parametrize("mode", SCALED, ids=lambda m: m.name)
@@ -322,20 +324,20 @@ def test_transformations(route):
         return apply(v).astype(jnp.float32).sum()
 
     wanted, gradient = apply(x), jax.grad(loss)(x)
-    same_bits(jax.jit(apply)(x), wanted)
-    same_bits(jax.vmap(apply)(x), wanted)
-    same_bits(jax.vmap(jax.vmap(apply))(x), wanted)
-    same_bits(jax.vmap(apply, in_axes=1, out_axes=1)(x), wanted)
-    same_bits(jax.lax.scan(lambda c, v: (c, apply(v)), 0, x)[1], wanted)
-    same_bits(jax.vmap(jax.grad(loss))(x), gradient)
-    same_bits(jax.jit(jax.grad(lambda v: jax.checkpoint(apply)(v).astype(jnp.float32).sum()))(x), gradient)
+    assert_same_raw(jax.jit(apply)(x), wanted)
+    assert_same_raw(jax.vmap(apply)(x), wanted)
+    assert_same_raw(jax.vmap(jax.vmap(apply))(x), wanted)
+    assert_same_raw(jax.vmap(apply, in_axes=1, out_axes=1)(x), wanted)
+    assert_same_raw(jax.lax.scan(lambda c, v: (c, apply(v)), 0, x)[1], wanted)
+    assert_same_raw(jax.vmap(jax.grad(loss))(x), gradient)
+    assert_same_raw(jax.jit(jax.grad(lambda v: jax.checkpoint(apply)(v).astype(jnp.float32).sum()))(x), gradient)
     scanned = jax.grad(lambda v: jax.lax.scan(lambda c, u: (c + loss(u), None), jnp.float32(0), v)[0])(x)
-    same_bits(scanned, gradient)
+    assert_same_raw(scanned, gradient)
     with pytest.raises(TypeError, match="custom_vjp"):
         jax.jvp(apply, (x,), (x,))
 
 
-@pytest.mark.parametrize("mode", SCALED, ids=lambda m: m.name)
+@sampled("mode", SCALED, 2, ids=lambda m: m.name)
 def test_transformations_of_quantizing_calls(route, mode):
     """Each example is quantized for itself; a quantizer adds its noise forward, and none backward."""
     x = random((3, 32, 1, 32))
@@ -348,10 +350,10 @@ def test_transformations_of_quantizing_calls(route, mode):
         alone = jax.tree_util.tree_leaves(apply(x[i]))
         for many in (together, scanned):
             for a, b in zip(jax.tree_util.tree_leaves(many), alone, strict=True):
-                same_bits(a[i], b)
+                assert_same_raw(a[i], b)
     value, pull = jax.vjp(lambda v: xla.activation(v, ("gelu",), quantizer_of(mode)), x)
-    same_bits(value, xla.act_lu(x, ("gelu",), quantizer_of(mode)).dequantize())
-    same_bits(pull(value)[0], xla.dact_lu(value, x, ("gelu",)).data)
+    assert_same_raw(value, xla.act_lu(x, ("gelu",), quantizer_of(mode)).dequantize())
+    assert_same_raw(pull(value)[0], xla.dact_lu(value, x, ("gelu",)).data)
 
 
 def run_python(code, **environment):
@@ -363,6 +365,7 @@ def run_python(code, **environment):
     return done.stdout
 
 
+@pytest.mark.full
 def test_shard_map_over_two_devices():
     code = """
 import jax, jax.numpy as jnp, numpy as np
@@ -459,7 +462,7 @@ def test_te_s_target_keeps_te_s_contract():
     ffi.register()
     x = random((32, 1, 64))
     out = te_act_lu(x)
-    same_bits(out[0], host.activation("gelu", rows(x)))
+    assert_same_raw(out[0], host.activation("gelu", rows(x)))
     assert float(out[4][0]) == 7.0  # no amax was asked for: the operand's memory, as it was
     out = te_act_lu(x, output_amax_when_no_scaling=np.bool_(True))
     assert float(out[4][0]) == np.abs(host.activation("gelu", rows(x))).max()
@@ -473,7 +476,7 @@ def test_te_s_target_keeps_te_s_contract():
     gated = random((4, 2, 64))
     params = {"limit": np.float32(2), "alpha": np.float32(1.5), "glu_linear_offset": np.float32(0.5)}
     wanted = host.activation("clamped_swiglu", rows(gated), limit=2.0, alpha=1.5, glu_linear_offset=0.5)
-    same_bits(te_act_lu(gated, 11, act_params=params)[0], wanted)
+    assert_same_raw(te_act_lu(gated, 11, act_params=params)[0], wanted)
 
 
 def test_te_s_gradient_target_keeps_te_s_contract():
@@ -502,7 +505,7 @@ def test_te_s_gradient_target_keeps_te_s_contract():
         np.testing.assert_array_equal(np.asarray(out[1]).view(np.uint8).ravel(), q.columnwise_data.ravel())
         assert float(out[3][0]) == 0.5 and float(out[4][0]) == float(q.amax_rowwise[0])
         if is_dbias:
-            same_bits(np.asarray(out[5]).ravel(), sums)
+            assert_same_raw(np.asarray(out[5]).ravel(), sums)
 
 
 @pytest.mark.parametrize(

@@ -4,23 +4,9 @@ import numpy as np
 from harness import CheckError, DocumentedError, require
 
 import refops
+from arrays import ARRAYS, same_bits
 from refops import oracle
 from refops.quantization.result import stored_layout
-
-ARRAYS = (
-    "rowwise_data",
-    "rowwise_scale_inv",
-    "columnwise_data",
-    "columnwise_scale_inv",
-    "amax_rowwise",
-    "amax_columnwise",
-)
-
-
-def same_bits(one, other):
-    """Whether two arrays have the same dtype, shape and bytes."""
-    one, other = np.asarray(one), np.asarray(other)
-    return one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()
 
 
 def same_values(one, other):

@@ -21,7 +21,7 @@ from importlib import metadata
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parent.parent)]
+sys.path[:0] = [str(HERE), str(HERE.parent.parent), str(HERE.parent)]
 
 from harness import FAILURE, REFUSED, RESULT, TARGETS  # noqa: E402
 from pool import Pool  # noqa: E402

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.full
 HERE = Path(__file__).resolve().parent
 #: Target with a fault -> what its failure says.
 FAULTS = {
@@ -30,7 +31,7 @@ FAULTS = {
 
 def python(code, *arguments, timeout=300):
     """Run code that may import the modules of this folder; targets and limits stay out of this process."""
-    script = f"import sys; sys.path.insert(0, {str(HERE)!r})\n{code}"
+    script = f"import sys; sys.path[:0] = {[str(HERE), str(HERE.parent.parent), str(HERE.parent)]!r}\n{code}"
     done = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True, timeout=timeout)
     assert done.returncode == 0, done.stderr
     return done.stdout

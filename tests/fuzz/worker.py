@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parent.parent)]
+sys.path[:0] = [str(HERE), str(HERE.parent.parent), str(HERE.parent)]
 
 #: Bytes that a case may map beyond what the imports took.
 MARGIN = 3 << 30

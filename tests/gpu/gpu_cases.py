@@ -4,17 +4,12 @@ A case is a name and a function of (device, rng) that raises where a result is w
 torch tensors and, at smaller shapes, in the simulator with NumPy arrays. Inputs come from `rng`, new in every run.
 """
 
-import sys
-from pathlib import Path
-
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "simulated"))
-
-from simulated_cases import DTYPES, RHT, SCALINGS, assert_same, directions_of, gated, granularity, misaligned
+from simulated_cases import DTYPES, RHT, SCALINGS, directions_of, gated, granularity, misaligned
 
 import cuda_kernels
 import refops
+from arrays import assert_same_bits
 from refops import oracle
 
 F = np.float32
@@ -162,7 +157,7 @@ def same_quantized(device, q, expected):
     names = {name for name in host.arrays if getattr(expected, name) is not None}
     assert names == set(host.arrays), f"arrays {sorted(host.arrays)}"
     for name, array in host.arrays.items():
-        assert_same(array, getattr(expected, name), name)
+        assert_same_bits(array, getattr(expected, name), name)
 
 
 def judge(op, inputs, outputs, **options):
@@ -190,7 +185,7 @@ def quantize_case(name, kind, layout, dtype, directions, *, special=False, dbias
         got = cuda_kernels.quantize(given, scaling, swizzled_scales=swizzled, **flags)
         expected = refops.quantize(x, scaling, **flags)
         if dbias:
-            assert_same(device.get(got[1]), expected[1], "dbias")
+            assert_same_bits(device.get(got[1]), expected[1], "dbias")
             got, expected = got[0], expected[0]
         same_quantized(device, got, expected.swizzled() if swizzled else expected)
 
@@ -329,7 +324,7 @@ def dequantize_case(name, dtype):
             if name in RHT and columnwise:
                 judge("dequantize", OnHost(device, q).arrays, y, scaling=scaling)
             else:
-                assert_same(y, refops.dequantize(expected, dtype=dtype), "dequantized")
+                assert_same_bits(y, refops.dequantize(expected, dtype=dtype), "dequantized")
             if isinstance(scaling, refops.MXFP8Scaling | refops.NVFP4Scaling):
                 same_quantized(device, q.swizzled(), expected.swizzled())
                 same_quantized(device, q.swizzled().unswizzled(), expected)
@@ -342,11 +337,13 @@ def all_16_bits(device, rng):
     for dtype in DTYPES[1:]:
         x = np.arange(1 << 16, dtype=np.uint16)[:: 97 if device.small else 1].view(dtype)
         for fmt in (refops.E4M3, refops.E5M2, refops.E3M2, refops.E2M3, refops.E2M1):
-            assert_same(device.get(cuda_kernels.encode(device.put(x), fmt)), refops.encode(x, fmt), f"{dtype} to {fmt}")
+            assert_same_bits(
+                device.get(cuda_kernels.encode(device.put(x), fmt)), refops.encode(x, fmt), f"{dtype} to {fmt}"
+            )
     for fmt in (refops.E4M3, refops.E5M2, refops.E3M2, refops.E2M3, refops.E2M1, refops.E8M0):
         codes = np.arange(len(fmt.values), dtype=np.uint8)
         got, expected = device.get(cuda_kernels.decode(device.put(codes), fmt)), refops.decode(codes, fmt)
-        assert_same(np.where(got != got, F(0), got), np.where(got != got, F(0), expected), f"values of {fmt}")
+        assert_same_bits(np.where(got != got, F(0), got), np.where(got != got, F(0), expected), f"values of {fmt}")
         assert np.array_equal(got != got, expected != expected), f"NaN codes of {fmt}"
 
 
@@ -356,7 +353,9 @@ def amax_of_tensors(device, rng):
         for shape in ((1,), (37, 3), (33, 264)):
             x = draw(rng, shape, dtype, special=True)
             expected = np.fmax.reduce(np.abs(x).astype(F), axis=None, initial=F(0))[None]
-            assert_same(device.get(cuda_kernels.amax(device.put(x, "misaligned"))), expected, f"amax {dtype} {shape}")
+            assert_same_bits(
+                device.get(cuda_kernels.amax(device.put(x, "misaligned"))), expected, f"amax {dtype} {shape}"
+            )
 
 
 def hadamard(device, rng):
@@ -364,7 +363,7 @@ def hadamard(device, rng):
     for dtype, inverse in ((DTYPES[0], False), (DTYPES[1], True), (DTYPES[2], False)):
         x = draw_exact(rng, (5, 80), dtype)
         got = device.get(cuda_kernels.hadamard_transform(device.put(x), 0xD7E8, inverse=inverse))
-        assert_same(got, refops.hadamard_transform(x, 0xD7E8, inverse=inverse), f"hadamard {dtype}")
+        assert_same_bits(got, refops.hadamard_transform(x, 0xD7E8, inverse=inverse), f"hadamard {dtype}")
 
 
 def delayed_update(device, rng):
@@ -375,7 +374,7 @@ def delayed_update(device, rng):
         got = cuda_kernels.update_delayed_scale(device.put(history), device.put(scale), refops.E4M3, **options)
         expected = refops.update_delayed_scale(history, scale, refops.E4M3, **options)
         for one, other in zip(got, expected, strict=True):
-            assert_same(device.get(one), other, f"delayed scale {algorithm}")
+            assert_same_bits(device.get(one), other, f"delayed scale {algorithm}")
 
 
 def empty_tensors(device, rng):
@@ -408,14 +407,14 @@ def naive_kernels(device, rng):
         row, codes, scales = NAIVE[name], device.put(np.zeros((m, k), np.uint8)), device.put(np.zeros((m, 4), np.uint8))
         values = [device.put(x), codes, scales, m, k]
         device.run(("naive", name), row.kernel, list(row.arguments.values()), values, *row.shape(m, k))
-        assert_same(device.get(codes), reference.rowwise_data, name)
+        assert_same_bits(device.get(codes), reference.rowwise_data, name)
     reference = refops.quantize(x, refops.DelayedScaling(refops.E4M3, 3.0), columnwise=True)
     for name in ("fp8 transpose naive", "fp8 transpose coalesced"):
         row, rows, columns = NAIVE[name], *(device.put(np.zeros(s, np.uint8)) for s in ((m, k), (k, m)))
         values = [device.put(x), device.put(F([3])), rows, columns, m, k]
         device.run(("naive", name), row.kernel, list(row.arguments.values()), values, *row.shape(m, k))
-        assert_same(device.get(rows), reference.rowwise_data, name)
-        assert_same(device.get(columns), reference.columnwise_data, name)
+        assert_same_bits(device.get(rows), reference.rowwise_data, name)
+        assert_same_bits(device.get(columns), reference.columnwise_data, name)
 
 
 def call_cases():

@@ -35,7 +35,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-for folder in (str(HERE), str(ROOT)):
+for folder in map(str, (ROOT / "tests" / "simulated", ROOT / "tests", HERE, ROOT)):
     if folder not in sys.path:
         sys.path.insert(0, folder)
 

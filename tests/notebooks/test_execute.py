@@ -17,6 +17,7 @@ import pytest
 from matplotlib import image
 from nbformat.v4 import new_code_cell, new_notebook
 
+pytestmark = pytest.mark.full
 NOTEBOOKS = Path(__file__).resolve().parent.parent.parent / "notebooks"
 FIGURE = """
 from matplotlib import pyplot as plt

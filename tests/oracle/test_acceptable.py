@@ -3,10 +3,12 @@
 import ml_dtypes
 import numpy as np
 import pytest
-from test_check import ALL_SCALINGS, call, every_call
+from reference_calls import ALL_SCALINGS, call, every_call
 
 import refops
 from refops import oracle
+
+pytestmark = pytest.mark.check
 
 F = np.float32
 BF16 = np.dtype(ml_dtypes.bfloat16)

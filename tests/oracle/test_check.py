@@ -5,77 +5,14 @@ import json
 import ml_dtypes
 import numpy as np
 import pytest
+from reference_calls import ALL_SCALINGS, BF16, E4M3, E5M2, FP16, FP32, MXFP8, F, call, every_call
 
 import refops
+from arrays import heavy_tailed
 from refops import oracle
 from refops.activations import bind_activation
 from refops.oracle.operation import OPERATIONS, QUANTIZED_ARRAYS, Case
-from refops.survey import SCALINGS
-
-F = np.float32
-FP32, FP16, BF16 = np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)
-E4M3, E5M2 = refops.E4M3, refops.E5M2
-MXFP8 = refops.MXFP8Scaling(E4M3)
-#: Settings beyond the named ones: every branch of the enclosure.
-MORE_SCALINGS = {
-    "block-1x128-f32": refops.BlockScaling(E4M3, 1, power_2_scale=False, amax_epsilon=1e-3),
-    "block-128x128-f32-e5m2": refops.BlockScaling(E5M2, 2, power_2_scale=False),
-    "mxfp8-2d": refops.MXFP8Scaling(E4M3, two_d=True),
-    "mxfp8-even": refops.MXFP8Scaling(E4M3, scale_rounding="even"),
-    "mxfp8-ceil": refops.MXFP8Scaling(E5M2, scale_rounding="ceil_ocp"),
-    "mxfp6-e3m2": refops.MXFP8Scaling(refops.E3M2),
-    "mxfp6-e2m3-2d": refops.MXFP8Scaling(refops.E2M3, two_d=True),
-    "nvfp4-mse": refops.NVFP4Scaling(four_over_six="mse"),
-    "nvfp4-mse-2d": refops.NVFP4Scaling(four_over_six="mse", e4m3_max=256, two_d=True),
-    "nvfp4-sr-2d": refops.NVFP4Scaling(stochastic_rounding=True, two_d=True, seed=7),
-    "nvfp4-sr-rht": refops.NVFP4Scaling(stochastic_rounding=True, rht=True, seed=7),
-}
-ALL_SCALINGS = {name: row.scaling for name, row in SCALINGS.items()} | MORE_SCALINGS
-
-
-def tensor(shape, dtype=BF16, seed=0):
-    """Heavy-tailed values with zeros of both signs."""
-    x = np.random.default_rng(seed).standard_t(2, shape).astype(F)
-    x.reshape(-1)[::97] = 0
-    x.reshape(-1)[5::211] = -0.0
-    return x.astype(dtype)
-
-
-def call(op, scaling=None, dtype=BF16, shape=(96, 160), params=None):
-    """(inputs, everything the reference writes, keyword arguments of check) of a call."""
-    operation = OPERATIONS[op]
-    params = dict(params or {})
-    m, k = shape
-    gated = operation.activation is not None and refops.ACTIVATIONS[operation.activation].gated
-    if operation.kind == "dequantize":
-        inputs = refops.quantize(tensor(shape, dtype), scaling)
-        outputs, scaling = {"y": refops.dequantize(inputs)}, None
-    elif operation.kind == "update_delayed_scale":
-        params.setdefault("fmt", E4M3)
-        inputs = {"amax_history": np.abs(tensor((8, 5), FP32)), "scale": np.full(5, 2, F)}
-        history, scale = refops.update_delayed_scale(*inputs.values(), **params)
-        outputs = {"amax_history": history, "scale": scale}
-    else:
-        inputs = {"x": tensor((m, 2 * k if gated else k), dtype)}
-        if "row_scales" in operation.inputs:
-            inputs["row_scales"] = tensor((m,), FP32, seed=2)
-        if "dy" in operation.inputs:
-            inputs["dy"] = tensor(shape, dtype, seed=1)
-        case = Case(op, inputs, scaling, params)
-        outputs = {name: np.zeros(slot.shape, slot.dtype) for name, slot in case.slots.items()}
-        outputs = case.reference(outputs)
-    return inputs, {k: np.array(v) for k, v in outputs.items()}, {"scaling": scaling, "params": params}
-
-
-def every_call():
-    for op, operation in OPERATIONS.items():
-        if operation.kind == "dequantize":
-            yield from ((op, name) for name in ALL_SCALINGS)
-            continue
-        if operation.kind != "quantize":
-            yield op, None
-        if operation.takes_scaling and operation.activation in (None, "gelu", "swiglu", "srelu", "situglu"):
-            yield from ((op, name) for name in ALL_SCALINGS)
+from tiers import sampled
 
 
 def refuses_columnwise(scaling):
@@ -85,7 +22,7 @@ def refuses_columnwise(scaling):
 # --- the reference is right, a change is not ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("op", "name"), list(every_call()))
+@sampled(("op", "name"), list(every_call()), 4)
 def test_the_reference_is_right_and_one_changed_entry_is_found(op, name):
     scaling = ALL_SCALINGS.get(name)
     inputs, outputs, options = call(op, scaling)
@@ -113,7 +50,7 @@ def test_the_reference_is_right_and_one_changed_entry_is_found(op, name):
 @pytest.mark.parametrize("dtype", [FP32, FP16, BF16], ids=str)
 def test_specials_are_judged_like_the_reference(name, dtype):
     """NaN, infinities, subnormals, huge and tiny values; the tile is evaluated because one code is changed."""
-    x = tensor((64, 128), FP32)
+    x = heavy_tailed((64, 128), FP32)
     specials = np.float32([0, -0.0, np.inf, -np.inf, np.nan, 1e-45, -1e-42, 3e38, -3.4e38, 6e4, 448, 1e-30, 7, -7])
     for row, start in ((3, 0), (4, 50), (37, 101)):
         x[row, start : start + len(specials)] = specials
@@ -131,7 +68,7 @@ def test_specials_are_judged_like_the_reference(name, dtype):
 
 
 def test_scales_are_judged_first_and_codes_under_the_scale_that_was_written():
-    x = tensor((128, 256))
+    x = heavy_tailed((128, 256))
     floor = refops.quantize(x, refops.MXFP8Scaling(E4M3, scale_rounding="floor"), columnwise=True)
     report = oracle.check("quantize", x, floor, scaling=MXFP8, diagnose=False)
     wrong = {verdict.name: verdict.wrong for verdict in report.arrays}
@@ -140,7 +77,7 @@ def test_scales_are_judged_first_and_codes_under_the_scale_that_was_written():
 
 
 def test_a_wrong_amax_is_reported_once():
-    x = tensor((128, 256))
+    x = heavy_tailed((128, 256))
     for scaling in (refops.CurrentScaling(E4M3), refops.NVFP4Scaling()):
         stale = np.concatenate([x, 4 * np.abs(x).max(initial=0, keepdims=True).repeat(256, 1).repeat(128, 0)])
         q = refops.quantize(stale, scaling)
@@ -164,7 +101,7 @@ def test_every_subset_of_the_outputs(name):
 
 
 def test_two_d_blocks_store_one_scale_several_times():
-    x = tensor((64, 64))
+    x = heavy_tailed((64, 64))
     scaling = refops.MXFP8Scaling(E4M3, two_d=True)
     q = refops.activation_quantize("silu", x, scaling)
     scales = q.rowwise_scale_inv.copy()
@@ -173,7 +110,7 @@ def test_two_d_blocks_store_one_scale_several_times():
     assert report.arrays[0].wrong == 1 and report.arrays[0].blocks_touched == 1 and report.arrays[0].blocks == 4
 
 
-@pytest.mark.parametrize(("op", "name"), list(every_call()))
+@sampled(("op", "name"), list(every_call()), 4)
 def test_the_reference_is_right_without_the_shortcut(op, name, monkeypatch):
     """Nothing equals the reference when its bits are flipped: intervals alone judge every entry."""
     inputs, outputs, options = call(op, ALL_SCALINGS.get(name))
@@ -194,7 +131,7 @@ def test_the_reference_is_right_without_the_shortcut(op, name, monkeypatch):
 
 
 def test_four_over_six_without_dumped_scales_and_with_extreme_errors():
-    x = tensor((64, 256))
+    x = heavy_tailed((64, 256))
     scaling = refops.NVFP4Scaling(four_over_six="mse")
     always6 = refops.quantize(x, refops.NVFP4Scaling())
     outputs = {"data": always6.rowwise_data, "amax": always6.amax_rowwise}
@@ -210,7 +147,7 @@ def test_four_over_six_without_dumped_scales_and_with_extreme_errors():
 
 
 def test_a_wrong_amax_beside_right_scales_is_the_only_thing_wrong():
-    x = tensor((64, 256))
+    x = heavy_tailed((64, 256))
     for scaling in (refops.CurrentScaling(E4M3), refops.NVFP4Scaling()):
         q = refops.quantize(x, scaling)
         for amax in (q.amax_rowwise * F(1.25), F([np.nan]), F([0])):
@@ -220,7 +157,7 @@ def test_a_wrong_amax_beside_right_scales_is_the_only_thing_wrong():
 
 
 def test_a_scale_that_says_nothing_does_not_condemn_its_codes():
-    x = tensor((64, 256))
+    x = heavy_tailed((64, 256))
     cases = (MXFP8, np.uint8(255)), (refops.BlockScaling(E4M3, 1), F(np.nan)), (refops.NVFP4Scaling(), np.uint8(0x7F))
     for scaling, unusable in cases:
         q = refops.quantize(x, scaling)
@@ -232,7 +169,7 @@ def test_a_scale_that_says_nothing_does_not_condemn_its_codes():
 
 
 def test_infinite_inputs_leave_no_freedom():
-    x = tensor((64, 256))
+    x = heavy_tailed((64, 256))
     x[3, 3] = -np.inf
     for op in ("silu", "qgelu", "gelu"):
         y = refops.activation(op, x)
@@ -243,7 +180,7 @@ def test_infinite_inputs_leave_no_freedom():
 
 
 def test_dequantized_products_are_rounded_once():
-    q = refops.quantize(tensor((64, 256), FP32), refops.CurrentScaling(E4M3))
+    q = refops.quantize(heavy_tailed((64, 256), FP32), refops.CurrentScaling(E4M3))
     y = refops.dequantize(q)
     exact = E4M3.values[q.rowwise_data].astype(np.float64) * float(q.rowwise_scale_inv[0])
     truncated = np.where(np.abs(y) > np.abs(exact), np.nextafter(y, F(0)), y)
@@ -252,7 +189,7 @@ def test_dequantized_products_are_rounded_once():
 
 
 def test_notes_say_what_was_not_judged():
-    x, dy = tensor((2048, 64)), tensor((2048, 64), seed=1)
+    x, dy = heavy_tailed((2048, 64)), heavy_tailed((2048, 64), seed=1)
     q = refops.quantize(x, MXFP8)
     assert "not given, not judged: rowwise_scale_inv" in str(
         oracle.check("quantize", x, {"data": q.rowwise_data}, scaling=MXFP8)
@@ -269,7 +206,7 @@ def test_notes_say_what_was_not_judged():
 
 
 def test_outputs_come_in_their_own_dtype_or_as_raw_bits():
-    x = tensor((64, 128))
+    x = heavy_tailed((64, 128))
     q = refops.quantize(x, MXFP8)
     for data in (
         q.rowwise_data,
@@ -313,7 +250,7 @@ class _Interface:
 
 @pytest.mark.parametrize("protocol", ["__array__", "__array_interface__", "__dlpack__"])
 def test_any_array_protocol(protocol):
-    x = tensor((32, 64), FP32)
+    x = heavy_tailed((32, 64), FP32)
     y = refops.activation("silu", x)
     given = _Interface(y, protocol)
     if protocol == "__dlpack__":
@@ -346,7 +283,7 @@ def test_torch_tensors():
 
 def test_jax_arrays():
     jax = pytest.importorskip("jax")
-    x = jax.numpy.asarray(tensor((64, 128)))
+    x = jax.numpy.asarray(heavy_tailed((64, 128)))
     q = refops.quantize(np.asarray(x), MXFP8)
     data = jax.numpy.asarray(q.rowwise_data.view(ml_dtypes.float8_e4m3fn))
     assert oracle.check(
@@ -385,7 +322,7 @@ def test_padding_is_noted_or_judged():
 @pytest.mark.parametrize("name", ["mxfp8", "nvfp4-1x16"])
 def test_swizzled_scales(name):
     scaling = ALL_SCALINGS[name]
-    x = tensor((144, 320))
+    x = heavy_tailed((144, 320))
     q = refops.quantize(x, scaling, columnwise=True).swizzled()
     assert oracle.check("quantize", x, q, scaling=scaling).ok, "a Quantized says itself that it is swizzled"
     scales = {k: getattr(q, k) for k in ("rowwise_scale_inv", "columnwise_scale_inv")}
@@ -403,7 +340,7 @@ def test_swizzled_scales(name):
 
 @pytest.mark.parametrize("name", ALL_SCALINGS)
 def test_leading_dimensions_and_strides(name):
-    x = tensor((4, 2 * 16, 128))[:, ::2]
+    x = heavy_tailed((4, 2 * 16, 128))[:, ::2]
     scaling = ALL_SCALINGS[name]
     q = refops.quantize(x, scaling, columnwise=True)
     assert oracle.check("quantize", x, q, scaling=scaling).ok
@@ -430,7 +367,7 @@ def test_empty_and_ragged_tensors(op, shape):
 
 
 def test_nan_is_one_class_unless_bits_are_asked_for():
-    x = tensor((8, 32), FP32)
+    x = heavy_tailed((8, 32), FP32)
     x[2, 3] = np.nan
     y = refops.activation("silu", x)
     y[2, 3] = np.uint32(0xFFC00001).view(F)
@@ -461,7 +398,7 @@ def test_zero_keeps_its_sign_in_a_cast_but_a_computed_zero_may_have_either():
 
 
 def test_sums_are_accepted_in_any_order_but_not_with_a_row_missing():
-    x, dy = tensor((512, 64)), tensor((512, 64), seed=1)
+    x, dy = heavy_tailed((512, 64)), heavy_tailed((512, 64), seed=1)
     inputs = {"dy": dy, "x": x}
     dx = refops.activation_grad("gelu", dy, x)
     terms = dx.astype(F)
@@ -481,7 +418,7 @@ def test_sums_are_accepted_in_any_order_but_not_with_a_row_missing():
 
 
 def test_stochastic_rounding_with_bits_of_its_own():
-    x = tensor((256, 512), FP32)
+    x = heavy_tailed((256, 512), FP32)
     scaling = refops.NVFP4Scaling(stochastic_rounding=True, seed=1)
     own = refops.quantize(x, refops.NVFP4Scaling(stochastic_rounding=True, seed=2), columnwise=True)
     assert not oracle.check("quantize", x, own, scaling=scaling, diagnose=False).ok
@@ -504,7 +441,7 @@ def test_stochastic_rounding_with_bits_of_its_own():
 @pytest.mark.parametrize("name", ALL_SCALINGS)
 def test_dequantize_from_a_dict_of_arrays_and_columnwise(name):
     scaling = ALL_SCALINGS[name]
-    q = refops.quantize(tensor((64, 128)), scaling, columnwise=True)
+    q = refops.quantize(heavy_tailed((64, 128)), scaling, columnwise=True)
     for direction in ("rowwise", "columnwise"):
         arrays = {k: getattr(q, k) for k in QUANTIZED_ARRAYS if direction in k and getattr(q, k, None) is not None}
         y = refops.dequantize(refops.Quantized(**arrays, scaling=scaling, shape=q.shape, dtype=q.dtype), dtype=BF16)
@@ -516,11 +453,11 @@ def test_dequantize_from_a_dict_of_arrays_and_columnwise(name):
 
 
 def test_parameters_reach_the_formula():
-    x = tensor((64, 128), FP32)
+    x = heavy_tailed((64, 128), FP32)
     y = refops.activation("clamped_swiglu", x, limit=2.0, alpha=1.0)
     assert oracle.check("clamped_swiglu", x, y, params={"limit": 2.0, "alpha": 1.0}).ok
     assert not oracle.check("clamped_swiglu", x, y, diagnose=False).ok
-    scales = tensor((64,), FP32)
+    scales = heavy_tailed((64,), FP32)
     y = refops.scaled_activation("swiglu", x, scales, glu_interleave_size=32)
     inputs = {"x": x, "row_scales": scales}
     assert oracle.check("scaled_swiglu", inputs, y, params={"glu_interleave_size": 32}).ok
@@ -536,7 +473,7 @@ def test_te_spellings_of_gradients():
 
 
 def test_the_report_says_what_where_and_how_far():
-    x = tensor((96, 160), FP32, seed=3)
+    x = heavy_tailed((96, 160), FP32, seed=3)
     q = refops.activation_quantize("silu", x, MXFP8)
     data = q.rowwise_data.copy()
     data[40:44, 64:96] = 0
@@ -563,7 +500,7 @@ def test_the_report_says_what_where_and_how_far():
 
 
 def test_the_worst_entry_is_the_farthest():
-    x = tensor((64, 64), FP32)
+    x = heavy_tailed((64, 64), FP32)
     y = refops.activation("silu", x)
     y[1, 1] *= F(1.001)
     y[60, 60] = 1e30
@@ -576,7 +513,7 @@ def test_the_worst_entry_is_the_farthest():
 
 
 def test_a_right_report_counts_other_bits():
-    x = tensor((64, 64), FP32)
+    x = heavy_tailed((64, 64), FP32)
     y = bind_activation("silu", {}).truth(x.astype(np.float64)).astype(F)
     report = oracle.check("silu", x, y)
     report.raise_for_mismatch()

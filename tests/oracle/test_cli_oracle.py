@@ -555,6 +555,7 @@ def test_golden_file_of_another_reference(run, files, monkeypatch):
     assert "--golden must hold what this refops writes" in err and "whose rowwise_data differs" in err
 
 
+@pytest.mark.full
 def test_all_golden_files(run, tmp_path):
     """The whole matrix, in less than a minute of processor time."""
     import time

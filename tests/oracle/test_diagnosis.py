@@ -7,7 +7,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from mutants import MUTANTS
-from test_check import ALL_SCALINGS, call, every_call
+from reference_calls import ALL_SCALINGS, call, every_call
 
 import refops
 from refops import oracle
@@ -16,6 +16,7 @@ from refops.oracle.geometry import crop, whole
 from refops.oracle.operation import Case
 from refops.oracle.replay import Setting
 from refops.oracle.tally import bits_of
+from tiers import sampled
 
 F = np.float32
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -129,7 +130,8 @@ PAIRS = {
 }
 
 
-@pytest.mark.parametrize("names", PAIRS, ids=" + ".join)
+@pytest.mark.full
+@sampled("names", PAIRS, 3, ids=" + ".join)
 def test_two_faults_are_found_together(names):
     x = normal((128, 512))
     q = PAIRS[names](x)
@@ -192,7 +194,7 @@ def test_a_diagnosis_that_fails_does_not_cost_the_verdict(monkeypatch):
     assert not report.ok and any("the diagnosis failed" in note and "broken" in note for note in report.notes)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@sampled("seed", range(6), 6)
 def test_the_diagnosis_never_fails(seed):
     """Every kind of call, outputs at random, any subset, specials among the inputs."""
     rng = np.random.default_rng(seed)

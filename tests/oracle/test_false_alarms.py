@@ -13,6 +13,7 @@ from variants import Variant
 
 import refops
 from refops.oracle.operation import OPERATIONS, Case
+from tiers import sampled
 
 TENSORS, CHUNK = 1000, 50
 ROWS = variants.combinations()
@@ -27,7 +28,7 @@ def reject(task, variant, rng, **check):
 # --- 1000 tensors ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("first", range(0, TENSORS, CHUNK))
+@sampled("first", range(0, TENSORS, CHUNK), 5)
 def test_no_false_alarm(first):
     """Zero rejected; every operation under every scaling comes in turn, all else is drawn."""
     rejected = [r for _, r in (variants.judge(0, index) for index in range(first, first + CHUNK)) if r]
@@ -72,7 +73,7 @@ def test_counting():
 # --- each way to be right -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("op", [*refops.ACTIVATIONS, *(f"d{name}" for name in refops.ACTIVATIONS)])
+@sampled("op", [*refops.ACTIVATIONS, *(f"d{name}" for name in refops.ACTIVATIONS)], 3)
 def test_every_arithmetic_in_float32(op):
     """float32 output hides nothing: every elementary error, contraction and formula, around every corner."""
     for number, tensor_class in enumerate(("normal", "corners", "student", "ties")):
@@ -182,7 +183,7 @@ def test_any_variant_of_any_tensor(row, tensor_class, dtype, variant, seed):
 # --- the variants are right, the test can fail, the oracle is tight -------------------------------
 
 
-@pytest.mark.parametrize("scaling", [None, *variants.SCALINGS], ids=str)
+@sampled("scaling", [None, *variants.SCALINGS], 4, ids=str)
 def test_without_freedom_a_variant_is_the_reference(scaling):
     """Nearest exp and tanh, nothing contracted, sums in order: bit for bit, NaN as a class.
 

@@ -5,9 +5,10 @@ lengths are bounded. That the mutants can tell a blunt oracle from a sharp one i
 """
 
 import numpy as np
-import pytest
 from mutants import MUTANTS
 from mutants.outcome import check, outcome
+
+from tiers import sampled
 
 CONVENTIONS = [name for name, mutant in MUTANTS.items() if mutant.kind == "convention"]
 CORRUPTIONS = [name for name, mutant in MUTANTS.items() if mutant.kind == "corruption"]
@@ -59,7 +60,7 @@ def test_the_library_is_large_enough():
         assert mutant.expected or mutant.kind == "corruption", mutant.name
 
 
-@pytest.mark.parametrize("name", MUTANTS)
+@sampled("name", MUTANTS, 8)
 def test_the_fault_is_in_the_dump(name):
     """The dump differs from that of the right kernel and from the reference; the right kernel's is accepted."""
     mutant = MUTANTS[name]
@@ -71,7 +72,7 @@ def test_the_fault_is_in_the_dump(name):
     assert report.ok, str(report)
 
 
-@pytest.mark.parametrize("name", MUTANTS)
+@sampled("name", MUTANTS, 8)
 def test_detected_and_named(name):
     result = outcome(name)
     assert result.detected

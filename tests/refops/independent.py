@@ -13,6 +13,7 @@ import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
 import refops
+from arrays import ARRAYS
 from refops import activations
 
 F = np.float32
@@ -70,51 +71,6 @@ def from_bits(*patterns):
 def bits(x):
     """The bit pattern of a float32 scalar or one-element array, as int."""
     return int(np.asarray(x, np.float32).reshape(-1)[0].view(np.uint32))
-
-
-def raw(array):
-    """The array's elements as unsigned integers of their size."""
-    array = np.ascontiguousarray(array)
-    return array.view({1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}[array.dtype.itemsize])
-
-
-def assert_same_bits(actual, expected, what="array"):
-    """Same kind, dtype, shape and bits (signs of zero and NaN payloads included)."""
-    if expected is None or actual is None:
-        assert actual is None and expected is None, f"{what}: {type(actual)} versus {type(expected)}"
-        return
-    assert isinstance(actual, np.ndarray), what
-    assert actual.dtype == expected.dtype, f"{what}: {actual.dtype} versus {expected.dtype}"
-    assert actual.shape == expected.shape, f"{what}: {actual.shape} versus {expected.shape}"
-    different = np.flatnonzero(raw(actual).ravel() != raw(expected).ravel())
-    assert different.size == 0, (
-        f"{what}: {different.size} of {actual.size} differ, first at {different[0]}: "
-        f"{actual.ravel()[different[0]]!r} versus {expected.ravel()[different[0]]!r}"
-    )
-
-
-def assert_same_values(actual, expected, what="array"):
-    """As `assert_same_bits`, but all NaN are one."""
-    assert actual.dtype == expected.dtype and actual.shape == expected.shape, what
-    a, e = np.isnan(actual.astype(F)), np.isnan(expected.astype(F))
-    assert_same_bits(np.where(a, actual.dtype.type(0), actual), np.where(e, actual.dtype.type(0), expected), what)
-    assert np.array_equal(a, e), f"{what}: NaN in other places"
-
-
-ARRAYS = (
-    "rowwise_data",
-    "rowwise_scale_inv",
-    "columnwise_data",
-    "columnwise_scale_inv",
-    "amax_rowwise",
-    "amax_columnwise",
-)
-
-
-def assert_same_quantized(actual, expected, what=""):
-    """Every array of two results has the same bits; `expected` may be a `Quantized` or what `expect` returns."""
-    for name in ARRAYS:
-        assert_same_bits(getattr(actual, name), getattr(expected, name), f"{what} {name}")
 
 
 def random_tensor(shape, dtype, seed=0, spread=3.0):

@@ -20,8 +20,6 @@ from independent import (
     F,
     Tracked,
     all_values,
-    assert_same_bits,
-    assert_same_values,
     bits,
     from_bits,
     round_float64,
@@ -29,6 +27,7 @@ from independent import (
 )
 
 import refops
+from arrays import assert_same_bits, assert_same_values
 from refops import elementary
 from refops.activations import bind_activation
 

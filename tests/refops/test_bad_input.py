@@ -11,6 +11,8 @@ from independent import BF16
 import refops
 from refops import E4M3
 
+pytestmark = pytest.mark.check
+
 X = np.ones((32, 64), np.float32)
 U8 = np.zeros((32, 64), np.uint8)
 HISTORY, SCALE = np.ones((4, 3), np.float32), np.ones(3, np.float32)

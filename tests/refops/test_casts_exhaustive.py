@@ -15,8 +15,9 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from independent import BF16, FP16, ML_DTYPES, NAN_CODE, F, all_values, assert_same_bits, from_bits, ml_cast
+from independent import BF16, FP16, ML_DTYPES, NAN_CODE, F, all_values, from_bits, ml_cast
 
+from arrays import assert_same_bits
 from refops import E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, FORMATS, FloatFormat, decode, encode, pack_fp4, unpack_fp4
 from refops.formats import encode_by_definition
 

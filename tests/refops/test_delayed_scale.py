@@ -2,10 +2,13 @@
 
 import numpy as np
 import pytest
-from independent import FLT_MAX, F, assert_same_bits, bits
+from independent import FLT_MAX, F, bits
 
 import refops
+from arrays import assert_same_bits
 from refops import E4M3, E5M2, update_delayed_scale
+
+pytestmark = pytest.mark.check
 
 INF, NAN = np.inf, np.nan
 

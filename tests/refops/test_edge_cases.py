@@ -17,8 +17,6 @@ from independent import (
     SCALINGS,
     F,
     all_values,
-    assert_same_bits,
-    assert_same_quantized,
     bits,
     expect,
     from_bits,
@@ -30,6 +28,7 @@ from independent import (
 )
 
 import refops
+from arrays import assert_same_bits, assert_same_quantized
 from refops import E2M1, E4M3, E5M2, E8M0, decode, dequantize, encode, quantize
 from refops.quantization.block import LARGEST_SCALE
 from refops.quantization.mxfp8 import ENCODE_MULTIPLIER, scale_byte

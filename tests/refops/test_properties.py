@@ -10,14 +10,16 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from independent import BF16, DTYPES, FP32, SCALINGS, F, assert_same_bits, assert_same_quantized, random_tensor
+from independent import BF16, DTYPES, FP32, SCALINGS, F, random_tensor
 
 import refops
+from arrays import assert_same_bits, assert_same_quantized
 from refops import E2M1, E4M3, E8M0, decode, dequantize, encode, quantize
 from refops.quantization.mxfp8 import scale_byte
 from refops.quantization.nvfp4 import block_scale_byte, global_encode_scale
 from refops.quantization.per_tensor import scale_from_amax
 from refops.tiles import tile_elements
+from tiers import sampled
 
 #: Same examples on every run; no time limits, since a busy machine is no fault.
 profile = settings(
@@ -79,7 +81,7 @@ def roundings(scaling):
     return 3  # x * scale, 1 / scale, times the code's value
 
 
-@pytest.mark.parametrize("name", NEAREST)
+@sampled("name", NEAREST, 3)
 @profile
 @given(data=st.data())
 def test_dequantized_is_within_half_a_step(name, data):
@@ -194,7 +196,7 @@ def test_encode_is_monotone_and_idempotent(fmt, rounding, patterns):
 
 
 # 4over6 of a tile chooses by a sum of errors in the tensor's own order: the transposed tile's may round otherwise.
-@pytest.mark.parametrize("name", [n for n in SCALINGS if n not in ("nvfp4-row", "nvfp4-mse-2d")])
+@sampled("name", [n for n in SCALINGS if n not in ("nvfp4-row", "nvfp4-mse-2d")], 3)
 @profile
 @given(data=st.data())
 def test_columnwise_of_x_is_rowwise_of_its_transpose(name, data):
@@ -330,7 +332,7 @@ def test_nvfp4_blocks_depend_on_others_through_the_amax_only(name, seed, dtype):
     assert np.array_equal(a.columnwise_scale_inv[:, :2], b.columnwise_scale_inv[:, :2])
 
 
-@pytest.mark.parametrize("name", [n for n in NEAREST if n not in ("delayed", "delayed-e5m2")])
+@sampled("name", [n for n in NEAREST if n not in ("delayed", "delayed-e5m2")], 3)
 @profile
 @given(data=st.data(), shift=st.integers(-12, 12))
 def test_a_power_of_two_moves_the_scales_and_no_code(name, data, shift):
@@ -346,7 +348,7 @@ def test_a_power_of_two_moves_the_scales_and_no_code(name, data, shift):
     assert_same_bits(np.ldexp(dequantize(a), shift).astype(F), dequantize(b))
 
 
-@pytest.mark.parametrize("name", SCALINGS)
+@sampled("name", SCALINGS, 3)
 @profile
 @given(data=st.data())
 def test_negation_flips_the_sign_bits(name, data):

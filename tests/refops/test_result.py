@@ -9,6 +9,8 @@ import pytest
 import refops
 from refops import E4M3, Quantized, dequantize, quantize
 
+pytestmark = pytest.mark.check
+
 X = np.random.default_rng(0).standard_normal((4, 48, 96)).astype(ml_dtypes.bfloat16)
 SCALINGS = {
     "delayed": refops.DelayedScaling(E4M3),

@@ -6,20 +6,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from independent import (
-    BF16,
-    FP32,
-    SCALINGS,
-    F,
-    assert_same_bits,
-    assert_same_quantized,
-    assert_same_values,
-    random_tensor,
-    special_tensor,
-)
+from independent import BF16, FP32, SCALINGS, F, random_tensor, special_tensor
 
 import refops
+from arrays import assert_same_bits, assert_same_quantized, assert_same_values
 from refops.tiles import tile_elements
+from tiers import sampled
 
 TILE_SIZES = [1 << 14, 1 << 15, 1 << 17, 1 << 22]
 #: Spans several tiles both ways at the smaller sizes, ends inside a tile at each, and divides by 32.
@@ -80,7 +72,7 @@ def assert_same_results(actual, expected, what):
         (assert_same_values if isinstance(a, np.ndarray) else assert_same_quantized)(a, e, what)
 
 
-@pytest.mark.parametrize(("name", "kind"), OPERATIONS)
+@sampled(("name", "kind"), OPERATIONS, 3)
 def test_tile_size_never_changes_a_bit(name, kind):
     """float32, whose sums round at every step; bfloat16 where the path of a fused operation rounds to it."""
     dy, x, scales = tensors(name, dtype=BF16 if name and kind in SCALINGS else FP32)
@@ -170,7 +162,7 @@ LAYOUT_OPERATIONS = [
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: getattr(layout, "__name__", layout))
-@pytest.mark.parametrize(("name", "kind"), LAYOUT_OPERATIONS)
+@sampled(("name", "kind"), LAYOUT_OPERATIONS, 3)
 def test_memory_layout_never_changes_a_bit(name, kind, layout, tmp_path):
     """And the operation reads its inputs only: they are the same bits afterwards."""
     extremes = "rht" not in kind
@@ -270,7 +262,7 @@ SHAPES = {"wide": (128, ELEMENTS // 128), "tall": (ELEMENTS // 128, 128)}
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("work", WORK)
+@sampled("work", WORK, 2)
 def test_extra_memory_does_not_grow_with_the_tensor(work, shape, tmp_path):
     """A memory-mapped bfloat16 tensor (a sparse file of zeros with values at its corners)."""
     x = np.memmap(tmp_path / "x", BF16, "w+", shape=SHAPES[shape])

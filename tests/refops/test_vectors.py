@@ -10,6 +10,8 @@ from refops import conformance
 from refops.conformance import compare_file, compare_vectors
 from refops.quantization import block, blocks, mxfp8, nvfp4, per_tensor
 
+pytestmark = pytest.mark.check
+
 VECTORS = Path(__file__).resolve().parent.parent / "vectors"
 FILES = sorted(VECTORS.glob("*.npz"))
 

@@ -5,6 +5,7 @@ import numpy as np
 
 import cuda_kernels
 import refops
+from arrays import assert_same_bits, assert_same_quantized, heavy_tailed
 from refops import E2M3, E3M2, E4M3, E5M2, oracle
 from refops.survey import SCALINGS as NAMED
 
@@ -13,14 +14,6 @@ FP32, FP16, BF16 = np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtype
 DTYPES = (FP32, FP16, BF16)
 #: (rowwise, columnwise)
 DIRECTIONS = ((True, False), (False, True), (True, True))
-ARRAYS = (
-    "rowwise_data",
-    "rowwise_scale_inv",
-    "columnwise_data",
-    "columnwise_scale_inv",
-    "amax_rowwise",
-    "amax_columnwise",
-)
 
 #: Every branch of every scaling; RHT is apart, because its sums are exact for some inputs only.
 SCALINGS = {name: row.scaling for name, row in NAMED.items() if "rht" not in name} | {
@@ -60,14 +53,6 @@ def granularity(scaling):
     return 32 if scaling.row_scaled else 16
 
 
-def tensor(shape, dtype=BF16, seed=0):
-    """Heavy-tailed values with zeros of both signs."""
-    x = np.random.default_rng(seed).standard_t(2, shape).astype(F)
-    x.reshape(-1)[::97] = 0
-    x.reshape(-1)[5::211] = -0.0
-    return x.astype(dtype)
-
-
 def integers(shape, dtype=BF16, seed=0):
     """Small multiples of 1/4: every sum of them is exact."""
     return (np.random.default_rng(seed).integers(-16, 17, shape) / 4).astype(dtype)
@@ -91,24 +76,9 @@ def transposed(x):
     return np.asfortranarray(x)
 
 
-def assert_same(got, expected, what=""):
-    """The same dtype, shape and bits."""
-    assert isinstance(got, np.ndarray), (what, type(got))
-    assert (got.dtype, got.shape) == (expected.dtype, expected.shape), what
-    a, b = (np.ascontiguousarray(v).reshape(-1).view(np.uint8).reshape(v.size, v.itemsize) for v in (got, expected))
-    wrong = np.flatnonzero((a != b).any(axis=1))
-    if wrong.size:
-        i = np.unravel_index(wrong[0], got.shape)
-        raise AssertionError(
-            f"{what}: {wrong.size} of {got.size} wrong, first {i}: {got[i]!r}, expected {expected[i]!r}"
-        )
-
-
-def assert_same_quantized(q, expected):
+def assert_same_result(q, expected):
     """Every array of two quantized tensors has the same bits, padding included."""
-    assert set(q.arrays) == {name for name in ARRAYS if getattr(expected, name) is not None}
-    for name, array in q.arrays.items():
-        assert_same(array, getattr(expected, name), name)
+    assert_same_quantized(q, expected)
     assert (q.shape, q.scaling, np.dtype(q.to_host().dtype)) == (expected.shape, expected.scaling, expected.dtype)
 
 
@@ -120,9 +90,9 @@ def check_quantize(x, scaling, rowwise=True, columnwise=False, **options):
     expected = refops.quantize(x, scaling, **flags)
     expected = expected.swizzled() if swizzled else expected
     if flags.get("dbias"):
-        assert_same(got[1], expected[1], "dbias")
+        assert_same_bits(got[1], expected[1], "dbias")
         got, expected = got[0], expected[0]
-    assert_same_quantized(got, expected)
+    assert_same_result(got, expected)
 
 
 def judge(op, inputs, outputs, **options):
@@ -138,7 +108,7 @@ def gated(name):
 def front(name, shape, dtype=BF16, seed=0):
     """(dy, x) of an activation whose output has this shape."""
     *leading, h = shape
-    return tensor(shape, dtype, seed + 1), tensor((*leading, 2 * h if gated(name) else h), dtype, seed)
+    return heavy_tailed(shape, dtype, seed + 1), heavy_tailed((*leading, 2 * h if gated(name) else h), dtype, seed)
 
 
 def check_activation(name, shape, dtype=BF16, *, out_dtype=None, dbias=True, change=lambda x: x, fast=False, **params):
@@ -169,7 +139,7 @@ def check_scaled(name, shape, dtype=BF16, *, dy_dtype=None, scales_dtype=FP32, o
     """A row-scaled activation and its gradients lie in the oracle's enclosure."""
     dy, x = front(name, shape, dtype)
     dy = dy.astype(dy_dtype or dtype)
-    scales = tensor(shape[:-1], scales_dtype, seed=5)
+    scales = heavy_tailed(shape[:-1], scales_dtype, seed=5)
     options = {"glu_interleave_size": interleave, "out_dtype": out_dtype, **params}
     inputs = {"x": x, "row_scales": scales}
     told = {"glu_interleave_size": interleave, **params}

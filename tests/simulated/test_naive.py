@@ -8,9 +8,10 @@ import sys
 
 import numpy as np
 import pytest
-from simulated_cases import BF16, F, assert_same, integers, judge, tensor
+from simulated_cases import BF16, F, integers, judge
 
 import refops
+from arrays import assert_same_bits, heavy_tailed
 from cuda_kernels import naive
 from cuda_kernels.simulator import Pointer, launch
 from refops import E4M3
@@ -40,55 +41,55 @@ def order(request):
 
 
 def test_swiglu(order):
-    x, y = tensor((5, 128)), empty((5, 64), BF16)
+    x, y = heavy_tailed((5, 128)), empty((5, 64), BF16)
     run("swiglu naive", order, x=x, y=y, rows=5, columns=64)
     judge("swiglu", x, y)
 
 
 def test_an_exact_activation():
-    x, y = tensor((5, 128)), empty((5, 64), BF16)
+    x, y = heavy_tailed((5, 128)), empty((5, 64), BF16)
     arguments = [Pointer(x.reshape(-1).view(np.uint16)), Pointer(y.reshape(-1).view(np.uint16)), 5, 64]
     launch(naive.make_gated("reglu"), (2,), (256,), arguments)
-    assert_same(y, refops.activation("reglu", x))
+    assert_same_bits(y, refops.activation("reglu", x))
 
 
 @pytest.mark.parametrize("name", ["mxfp8 naive", "mxfp8 coalesced"])
 def test_mxfp8(name, order):
-    x, expected = tensor((9, 128)), refops.quantize(tensor((9, 128)), refops.MXFP8Scaling(E4M3))
+    x, expected = heavy_tailed((9, 128)), refops.quantize(heavy_tailed((9, 128)), refops.MXFP8Scaling(E4M3))
     codes, scales = empty(x.shape), empty((9, 4))
     run(name, order, x=x, codes=codes, scales=scales, rows=9, columns=128)
-    assert_same(codes, expected.rowwise_data)
-    assert_same(scales, np.ascontiguousarray(expected.rowwise_scale_inv[: len(scales)]).view(np.uint8))
+    assert_same_bits(codes, expected.rowwise_data)
+    assert_same_bits(scales, np.ascontiguousarray(expected.rowwise_scale_inv[: len(scales)]).view(np.uint8))
 
 
 @pytest.mark.parametrize("name", ["fp8 transpose naive", "fp8 transpose coalesced"])
 def test_fp8_transpose(name, order):
-    x = tensor((40, 64))
+    x = heavy_tailed((40, 64))
     expected = refops.quantize(x, refops.DelayedScaling(E4M3, 3.0), columnwise=True)
     rowwise, columnwise = empty(x.shape), empty((64, 40))
     arrays = {"x": x, "scale": F([3]), "rowwise": rowwise, "columnwise": columnwise}
     run(name, order, **arrays, rows=40, columns=64)
-    assert_same(rowwise, expected.rowwise_data)
-    assert_same(columnwise, expected.columnwise_data)
+    assert_same_bits(rowwise, expected.rowwise_data)
+    assert_same_bits(columnwise, expected.columnwise_data)
 
 
 @pytest.mark.parametrize("name", ["nvfp4 naive", "nvfp4 coalesced"])
 def test_nvfp4(name, order):
-    x = tensor((16, 64))
+    x = heavy_tailed((16, 64))
     expected = refops.quantize(x, refops.NVFP4Scaling())
     encode = F(448 * 6) / expected.amax_rowwise[0]
     codes, scales = empty((16, 32)), empty((16, 4))
     arrays = {"x": x, "tensor_scales": np.array([encode, F(1) / encode], F), "codes": codes, "scales": scales}
     run(name, order, **arrays, rows=16, columns=64)
-    assert_same(codes, expected.rowwise_data)
-    assert_same(scales, np.ascontiguousarray(expected.rowwise_scale_inv[: len(scales)]).view(np.uint8))
+    assert_same_bits(codes, expected.rowwise_data)
+    assert_same_bits(scales, np.ascontiguousarray(expected.rowwise_scale_inv[: len(scales)]).view(np.uint8))
 
 
 @pytest.mark.parametrize("name", ["dbias naive", "dbias coalesced"])
 def test_dbias(name, order):
     x, sums = integers((70, 64)), empty((64,), BF16)
     run(name, order, x=x, sums=sums, rows=70, columns=64)
-    assert_same(sums, refops.quantize(x, refops.DelayedScaling(E4M3), dbias=True)[1])
+    assert_same_bits(sums, refops.quantize(x, refops.DelayedScaling(E4M3), dbias=True)[1])
 
 
 @pytest.mark.parametrize("name", naive.NAIVE)

@@ -17,21 +17,21 @@ ROOT = pathlib.Path(__file__).parents[2]
 BACKWARD = "from cuda_kernels.launch import Simulated; Simulated.order = 'backward'; "
 #: name -> a check of `simulated_cases`, run on the copy.
 PROBES = {
-    "mxfp8": "check_quantize(tensor((33, 72)), SCALINGS['mxfp8'])",
-    "mxfp8 wide": "check_quantize(tensor((33, 112)), SCALINGS['mxfp8'])",
-    "mxfp8 both": "check_quantize(tensor((33, 72)), SCALINGS['mxfp8'], True, True)",
-    "mxfp8 swizzled": "check_quantize(tensor((130, 136)), SCALINGS['mxfp8'], swizzled_scales=True)",
+    "mxfp8": "check_quantize(heavy_tailed((33, 72)), SCALINGS['mxfp8'])",
+    "mxfp8 wide": "check_quantize(heavy_tailed((33, 112)), SCALINGS['mxfp8'])",
+    "mxfp8 both": "check_quantize(heavy_tailed((33, 72)), SCALINGS['mxfp8'], True, True)",
+    "mxfp8 swizzled": "check_quantize(heavy_tailed((130, 136)), SCALINGS['mxfp8'], swizzled_scales=True)",
     "mxfp8 sums": "check_quantize(integers((33, 72)), SCALINGS['mxfp8'], True, True, dbias=True)",
-    "block": "check_quantize(tensor((35, 200)), SCALINGS['block-1x128'])",
-    "square": "check_quantize(tensor((35, 70)), SCALINGS['block-128x128'], True, True)",
-    "delayed": "check_quantize(tensor((35, 70)), SCALINGS['delayed-e5m2'], True, True)",
-    "current": "check_quantize(tensor((35, 70)), SCALINGS['current'])",
-    "nvfp4 block": "check_quantize(tensor((32, 80)), SCALINGS['nvfp4-1x16'])",
-    "nvfp4 two blocks": "check_quantize(tensor((32, 96)), SCALINGS['nvfp4-1x16'])",
-    "nvfp4": "check_quantize(tensor((32, 64)), SCALINGS['nvfp4-1x16'], True, True)",
-    "stochastic": "check_quantize(tensor((16, 64)), SCALINGS['nvfp4-stochastic'], True, True)",
-    "row-scaled": "check_quantize(tensor((32, 64)), SCALINGS['nvfp4-row-scaled'])",
-    "4over6 2d": "check_quantize(tensor((32, 32)), SCALINGS['nvfp4-mae-2d'])",
+    "block": "check_quantize(heavy_tailed((35, 200)), SCALINGS['block-1x128'])",
+    "square": "check_quantize(heavy_tailed((35, 70)), SCALINGS['block-128x128'], True, True)",
+    "delayed": "check_quantize(heavy_tailed((35, 70)), SCALINGS['delayed-e5m2'], True, True)",
+    "current": "check_quantize(heavy_tailed((35, 70)), SCALINGS['current'])",
+    "nvfp4 block": "check_quantize(heavy_tailed((32, 80)), SCALINGS['nvfp4-1x16'])",
+    "nvfp4 two blocks": "check_quantize(heavy_tailed((32, 96)), SCALINGS['nvfp4-1x16'])",
+    "nvfp4": "check_quantize(heavy_tailed((32, 64)), SCALINGS['nvfp4-1x16'], True, True)",
+    "stochastic": "check_quantize(heavy_tailed((16, 64)), SCALINGS['nvfp4-stochastic'], True, True)",
+    "row-scaled": "check_quantize(heavy_tailed((32, 64)), SCALINGS['nvfp4-row-scaled'])",
+    "4over6 2d": "check_quantize(heavy_tailed((32, 32)), SCALINGS['nvfp4-mae-2d'])",
     "rht": "check_quantize(integers((32, 32)), RHT['nvfp4-rht'], False, True)",
     "ragged": "check_activation('relu', (5, 27))",
     "sums": "check_activation('relu', (130, 24))",
@@ -40,7 +40,7 @@ PROBES = {
     "scaled": "check_scaled('swiglu', (3, 64), interleave=32)",
     "fused current": "check_fused('silu', (9, 40), SCALINGS['current'], True, False)",
     "fused mxfp8": "check_fused('silu', (9, 64), SCALINGS['mxfp8'], True, False)",
-    "square backward": BACKWARD + "check_quantize(tensor((35, 70)), SCALINGS['block-128x128'], True, True)",
+    "square backward": BACKWARD + "check_quantize(heavy_tailed((35, 70)), SCALINGS['block-128x128'], True, True)",
 }
 #: Lines that occur more than once are named by the function (or maker) before them.
 FAULTS = (
@@ -81,7 +81,7 @@ FAULTS = (
 def run(folder, probe):
     """Whether a probe passes on the package copied to `folder`, and what it says."""
     code = f"from simulated_cases import *; assert {str(folder)!r} in cuda_kernels.__file__; {probe}"
-    path = os.pathsep.join(map(str, (folder, ROOT / "tests" / "simulated", ROOT)))
+    path = os.pathsep.join(map(str, (folder, ROOT / "tests" / "simulated", ROOT / "tests", ROOT)))
     environment = os.environ | {"NUMBA_ENABLE_CUDASIM": "1", "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, cwd=folder)
     return done.returncode == 0, done.stderr
@@ -93,12 +93,14 @@ def copied(folder):
     return folder / "cuda_kernels"
 
 
+@pytest.mark.full
 def test_a_copy_without_a_fault_passes(tmp_path):
     copied(tmp_path)
     passed, said = run(tmp_path, "; ".join(PROBES.values()))
     assert passed, said
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("file", "after", "text", "becomes", "probe"), FAULTS, ids=[f"{f[1]}: {f[2]}" for f in FAULTS])
 def test_a_fault_is_found(tmp_path, file, after, text, becomes, probe):
     path = copied(tmp_path) / file

@@ -16,19 +16,20 @@ from simulated_cases import (
     RHT,
     SCALINGS,
     F,
-    assert_same,
-    assert_same_quantized,
+    assert_same_result,
     directions_of,
     granularity,
     integers,
     judge,
     misaligned,
-    tensor,
 )
 
 import cuda_kernels
 import refops
+from arrays import assert_same_bits, heavy_tailed
 from refops import E2M1, E2M3, E3M2, E4M3, E5M2, E8M0
+from refops.survey import SCALINGS as NAMED
+from tiers import sampled
 
 BOTH = SCALINGS | RHT
 
@@ -39,19 +40,19 @@ def both(x, scaling, rowwise, columnwise):
     return cuda_kernels.quantize(x, scaling, **flags), refops.quantize(x, scaling, **flags)
 
 
-@pytest.mark.parametrize("name", BOTH)
+@sampled("name", BOTH, 3)
 def test_dequantize(name):
     """From each direction to two dtypes; undoing RHT rounds, so the oracle judges it."""
     scaling, number = BOTH[name], list(BOTH).index(name)
     shape = (35, 40) if granularity(scaling) == 1 else (32, 64)
     for rowwise, columnwise in directions_of(scaling)[:2]:
-        q, expected = both((integers if name in RHT else tensor)(shape), scaling, rowwise, columnwise)
+        q, expected = both((integers if name in RHT else heavy_tailed)(shape), scaling, rowwise, columnwise)
         dtype = DTYPES[(number + columnwise) % 3]
         y = cuda_kernels.dequantize(q, dtype=dtype)
         if name in RHT and columnwise:
             judge("dequantize", q.arrays, y, scaling=scaling)
         else:
-            assert_same(y, refops.dequantize(expected, dtype=dtype))
+            assert_same_bits(y, refops.dequantize(expected, dtype=dtype))
         assert y.dtype == dtype and cuda_kernels.dequantize(q).dtype == np.float32
 
 
@@ -59,7 +60,7 @@ ANY_SCALES = ("delayed-e5m2", "current", "block-1x128-f32", "block-128x128", "mx
 
 
 @pytest.mark.parametrize("width", [112, 104], ids=["whole 16", "whole 8"])
-@pytest.mark.parametrize("name", [*ANY_SCALES, "nvfp4-row-scaled", "mxfp8 columns"])
+@sampled("name", [*ANY_SCALES, "nvfp4-row-scaled", "mxfp8 columns"], 3)
 def test_dequantize_any_codes_and_scales(name, width):
     """Every byte as a code and as an E8M0 or E4M3 scale, NaN among them; with whole 16 codes a thread reads 16."""
     name, columns = name.removesuffix(" columns"), name.endswith(" columns")
@@ -69,7 +70,7 @@ def test_dequantize_any_codes_and_scales(name, width):
     random = np.random.default_rng(5)
     largest = 64 if name == "mxfp6-e3m2" else 256
     for change in (np.asarray, misaligned):
-        q, expected = both(tensor(shape), scaling, not columns, columns)
+        q, expected = both(heavy_tailed(shape), scaling, not columns, columns)
         for kind in (f"{direction}_data", f"{direction}_scale_inv"):
             array = getattr(expected, kind)
             if array.dtype == np.uint8:
@@ -78,45 +79,47 @@ def test_dequantize_any_codes_and_scales(name, width):
             q = replace(q, **{kind: change(array)})
         for dtype in DTYPES:
             y, theirs = cuda_kernels.dequantize(q, dtype=dtype), refops.dequantize(expected, dtype=dtype)
-            assert_same(one_nan(y.astype(F)), one_nan(theirs.astype(F)))
+            assert_same_bits(one_nan(y.astype(F)), one_nan(theirs.astype(F)))
 
 
-@pytest.mark.parametrize("name", ["mxfp8", "mxfp8-2d", "nvfp4-1x16", "nvfp4-16x16", "nvfp4-mae-2d", "nvfp4-row-scaled"])
+@sampled("name", ["mxfp8", "mxfp8-2d", "nvfp4-1x16", "nvfp4-16x16", "nvfp4-mae-2d", "nvfp4-row-scaled"], 3)
 def test_swizzled_scales(name):
     """Swizzled afterwards or when they are stored, and back; 160 rows and 5 or 10 blocks: two tiles each way."""
     scaling = SCALINGS[name]
-    x = tensor((160, 160))
+    x = heavy_tailed((160, 160))
     directions = dict(zip(("rowwise", "columnwise"), directions_of(scaling)[-1], strict=True))
     plain, expected = both(x, scaling, **directions)
-    assert_same_quantized(plain.swizzled(), expected.swizzled())
-    assert_same_quantized(plain.swizzled().unswizzled(), expected)
+    assert_same_result(plain.swizzled(), expected.swizzled())
+    assert_same_result(plain.swizzled().unswizzled(), expected)
     assert plain.unswizzled() is plain and plain.swizzled().with_gemm_swizzled_scales
     direct = cuda_kernels.quantize(x, scaling, **directions, swizzled_scales=True)
-    assert_same_quantized(direct, expected.swizzled())
+    assert_same_result(direct, expected.swizzled())
     assert direct.with_gemm_swizzled_scales and direct.swizzled() is direct
-    assert_same(cuda_kernels.dequantize(direct), refops.dequantize(expected))
+    assert_same_bits(cuda_kernels.dequantize(direct), refops.dequantize(expected))
 
 
 def test_per_tensor_scales_have_no_order():
-    q = cuda_kernels.quantize(tensor((4, 8)), SCALINGS["current"], swizzled_scales=True)
+    q = cuda_kernels.quantize(heavy_tailed((4, 8)), SCALINGS["current"], swizzled_scales=True)
     assert not q.with_gemm_swizzled_scales and q.swizzled() is q
     with pytest.raises(ValueError, match="block_scales_as_mxfp8"):
-        cuda_kernels.quantize(tensor((4, 8)), SCALINGS["block-1x128"]).swizzled()
+        cuda_kernels.quantize(heavy_tailed((4, 8)), SCALINGS["block-1x128"]).swizzled()
 
 
 @pytest.mark.parametrize("shape", [(1,), (37,), (3, 5, 7), (70, 3), (2, 1040), (0, 4), (4, 0)], ids=str)
 def test_amax(shape):
     for dtype in DTYPES:
-        x = tensor(shape, dtype)
-        assert_same(cuda_kernels.amax(x), np.fmax.reduce(np.abs(x).astype(F), axis=None, initial=F(0))[None])
+        x = heavy_tailed(shape, dtype)
+        assert_same_bits(cuda_kernels.amax(x), np.fmax.reduce(np.abs(x).astype(F), axis=None, initial=F(0))[None])
     x.reshape(-1)[::3] = np.nan
-    assert_same(cuda_kernels.amax(misaligned(x)), np.fmax.reduce(np.abs(x).astype(F), axis=None, initial=F(0))[None])
+    assert_same_bits(
+        cuda_kernels.amax(misaligned(x)), np.fmax.reduce(np.abs(x).astype(F), axis=None, initial=F(0))[None]
+    )
 
 
 @pytest.mark.parametrize("keep_unused", [True, False])
 @pytest.mark.parametrize("algorithm", ["max", "most_recent", lambda h: h.mean(0)], ids=["max", "most_recent", "mean"])
 def test_update_delayed_scale(algorithm, keep_unused):
-    history = np.abs(tensor((4, 300), FP32))
+    history = np.abs(heavy_tailed((4, 300), FP32))
     history[0, :20], history[1, 3], history[2, 4], history[:, 5], history[:, 6] = 0, np.inf, np.nan, np.nan, 1e-45
     scale = np.linspace(0.5, 2, 300, dtype=F)
     for fmt, margin in ((E4M3, 0), (E5M2, 3), (E4M3, -126)):
@@ -124,15 +127,15 @@ def test_update_delayed_scale(algorithm, keep_unused):
         before = history.copy()
         got = cuda_kernels.update_delayed_scale(history, scale, fmt, **options)
         for one, expected in zip(got, refops.update_delayed_scale(history, scale, fmt, **options), strict=True):
-            assert_same(one, expected)
-        assert_same(history, before)
+            assert_same_bits(one, expected)
+        assert_same_bits(history, before)
 
 
 def test_update_delayed_scale_of_one_tensor():
     for history, scale in ((F([3, 1, 4]), F([2])), (F([[3]]), F([2])), (F([0, 1]), F([2]))):
         got = cuda_kernels.update_delayed_scale(history, scale, E4M3)
         for one, expected in zip(got, refops.update_delayed_scale(history, scale, E4M3), strict=True):
-            assert_same(one, expected)
+            assert_same_bits(one, expected)
 
 
 @pytest.mark.parametrize("mask", [0, 0x8001, 0xD7E8, 0xFFFF])
@@ -141,7 +144,7 @@ def test_hadamard_transform(mask, inverse):
     for shape, dtype in (((3, 5, 16), FP32), ((4, 80), FP16), ((16,), BF16), ((0, 16), BF16)):
         x = integers(shape, dtype)
         got = cuda_kernels.hadamard_transform(misaligned(x), mask, inverse=inverse)
-        assert_same(got, refops.hadamard_transform(x, mask, inverse=inverse))
+        assert_same_bits(got, refops.hadamard_transform(x, mask, inverse=inverse))
 
 
 def one_nan(x):
@@ -152,29 +155,29 @@ def one_nan(x):
 @pytest.mark.parametrize("fmt", [E4M3, E5M2, E3M2, E2M3], ids=str)
 def test_codes(fmt):
     codes = np.arange(len(fmt.values), dtype=np.uint8)
-    assert_same(one_nan(cuda_kernels.decode(codes, fmt)), one_nan(refops.decode(codes, fmt)))
-    assert_same(cuda_kernels.decode(codes[:0], fmt), refops.decode(codes[:0], fmt))
-    values = np.concatenate([fmt.values, tensor((50,), FP32), F([np.nan, np.inf, -np.inf, 1e-45, 3e38])])
+    assert_same_bits(one_nan(cuda_kernels.decode(codes, fmt)), one_nan(refops.decode(codes, fmt)))
+    assert_same_bits(cuda_kernels.decode(codes[:0], fmt), refops.decode(codes[:0], fmt))
+    values = np.concatenate([fmt.values, heavy_tailed((50,), FP32), F([np.nan, np.inf, -np.inf, 1e-45, 3e38])])
     midpoints = (fmt.values[:-1].astype(np.float64) + fmt.values[1:]) / 2
     values = np.concatenate([values, midpoints[np.isfinite(midpoints)].astype(F)])
     for dtype in DTYPES:
         with np.errstate(over="ignore"):
             x = values.astype(dtype)
-        assert_same(cuda_kernels.encode(x, fmt), refops.encode(x, fmt))
-    assert_same(cuda_kernels.encode(values[3], fmt), refops.encode(values[3], fmt))
+        assert_same_bits(cuda_kernels.encode(x, fmt), refops.encode(x, fmt))
+    assert_same_bits(cuda_kernels.encode(values[3], fmt), refops.encode(values[3], fmt))
 
 
 def test_codes_of_e2m1_and_e8m0():
     codes = np.arange(16, dtype=np.uint8)[None, :9]
-    x = tensor((3, 7), FP32)
-    assert_same(cuda_kernels.encode(x, E2M1), refops.encode(x, E2M1))
-    assert_same(cuda_kernels.decode(codes, E2M1), refops.decode(codes, E2M1))
+    x = heavy_tailed((3, 7), FP32)
+    assert_same_bits(cuda_kernels.encode(x, E2M1), refops.encode(x, E2M1))
+    assert_same_bits(cuda_kernels.decode(codes, E2M1), refops.decode(codes, E2M1))
     codes = np.arange(256, dtype=np.uint8)
-    assert_same(one_nan(cuda_kernels.decode(codes, E8M0)), one_nan(refops.decode(codes, E8M0)))
+    assert_same_bits(one_nan(cuda_kernels.decode(codes, E8M0)), one_nan(refops.decode(codes, E8M0)))
 
 
 def test_calls_do_not_change_their_arguments():
-    x, dy = tensor((32, 64)), tensor((32, 64), seed=1)
+    x, dy = heavy_tailed((32, 64)), heavy_tailed((32, 64), seed=1)
     before = x.tobytes(), dy.tobytes()
     cuda_kernels.activation_grad_quantize("silu", dy, x, SCALINGS["nvfp4-1x16"], columnwise=True, dbias=True)
     cuda_kernels.quantize(x, SCALINGS["current"], columnwise=True, dbias=True)
@@ -248,9 +251,34 @@ def test_errors_are_those_of_refops(call):
     assert (got.type, str(got.value)) == (expected.type, str(expected.value))
 
 
-def test_the_kernels_offer_what_readme_s_table_says():
+# --- what README's table says ---------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def capabilities():
     folder = pathlib.Path(__file__).resolve().parent.parent.parent / "docs"
     spec = importlib.util.spec_from_file_location("capabilities", folder / "capabilities.py")
-    capabilities = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(capabilities)
-    assert capabilities.measure("kernels") == json.loads(capabilities.RESULTS.read_text())["kernels"]
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def told(capabilities):
+    """What the table says of the simulated kernels."""
+    return json.loads(capabilities.RESULTS.read_text())["kernels"]
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("scaling", ["none", *NAMED])
+def test_operations_are_offered_as_the_table_says(capabilities, told, scaling):
+    """Each operation once with each scaling, called and judged."""
+    settings = NAMED[scaling].scaling if scaling in NAMED else None
+    assert capabilities.offered_operations(cuda_kernels, settings) == told["scalings"][scaling]
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("name", refops.ACTIVATIONS)
+def test_activations_are_offered_as_the_table_says(capabilities, told, name):
+    """Value and gradient in every dtype, called and judged."""
+    assert capabilities.offered(capabilities.evaluate, cuda_kernels, name) == (name in told["activations"])

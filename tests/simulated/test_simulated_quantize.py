@@ -17,12 +17,13 @@ from simulated_cases import (
     judge,
     misaligned,
     strided,
-    tensor,
     transposed,
 )
 
 import cuda_kernels
 import refops
+from arrays import heavy_tailed
+from tiers import sampled
 
 #: Shapes in units of what the scaling's rows and columns must divide by: with 1 (any shape), 16 and 32.
 SHAPES = {
@@ -43,35 +44,35 @@ def shapes(scaling):
     return [by_unit[unit] for by_unit in SHAPES.values() if unit in by_unit]
 
 
-@pytest.mark.parametrize("name", SCALINGS)
+@sampled("name", SCALINGS, 2)
 def test_every_shape(name):
     """Shapes, dtypes and directions take turns among the settings of a scaling."""
     scaling, number = SCALINGS[name], list(SCALINGS).index(name)
     directions = directions_of(scaling)
     for i, shape in list(enumerate(shapes(scaling)))[number % 2 :: 2]:
-        x = tensor(shape, DTYPES[(number + i) % 3], seed=i)
+        x = heavy_tailed(shape, DTYPES[(number + i) % 3], seed=i)
         check_quantize(x, scaling, *directions[(number + i + i // 3) % len(directions)])
 
 
 @pytest.mark.parametrize("name", ["delayed-e5m2", "current", "block-1x128", "block-128x128", "mxfp8", "nvfp4-1x16"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@sampled("dtype", DTYPES, 3, ids=str)
 def test_every_dtype_and_direction(name, dtype):
     for directions in directions_of(SCALINGS[name]):
-        check_quantize(tensor((16, 48), dtype), SCALINGS[name], *directions)
+        check_quantize(heavy_tailed((16, 48), dtype), SCALINGS[name], *directions)
 
 
-@pytest.mark.parametrize("name", SCALINGS)
+@sampled("name", SCALINGS, 4)
 def test_just_over_the_edges_of_tiles(name):
     scaling, number = SCALINGS[name], list(SCALINGS).index(name)
     directions = directions_of(scaling)
     shapes = OVER_AN_EDGE[granularity(scaling)]
     shape = shapes[isinstance(scaling, refops.MXFP8Scaling)] if len(shapes) > 1 else shapes[0]
-    check_quantize(tensor(shape, DTYPES[number % 3]), scaling, *directions[-1])
+    check_quantize(heavy_tailed(shape, DTYPES[number % 3]), scaling, *directions[-1])
 
 
-@pytest.mark.parametrize("name", SCALINGS)
+@sampled("name", SCALINGS, 2)
 def test_misaligned_input(name):
-    x = misaligned(tensor((32, 64), DTYPES[list(SCALINGS).index(name) % 3]))
+    x = misaligned(heavy_tailed((32, 64), DTYPES[list(SCALINGS).index(name) % 3]))
     assert x.ctypes.data % 16 and x.flags.c_contiguous
     check_quantize(x, SCALINGS[name], *directions_of(SCALINGS[name])[-1])
 
@@ -79,7 +80,7 @@ def test_misaligned_input(name):
 @pytest.mark.parametrize("change", [strided, transposed])
 @pytest.mark.parametrize("name", ["delayed-e5m2", "block-1x128", "mxfp8", "nvfp4-1x16"])
 def test_input_that_is_not_contiguous(name, change):
-    x = change(tensor((32, 64), FP16))
+    x = change(heavy_tailed((32, 64), FP16))
     assert not x.flags.c_contiguous
     check_quantize(x, SCALINGS[name], *directions_of(SCALINGS[name])[0])
 
@@ -101,7 +102,7 @@ def test_empty_tensors(shape):
                 check_quantize(x, scaling, *directions, dbias=True)
 
 
-@pytest.mark.parametrize("name", SCALINGS | RHT)
+@sampled("name", SCALINGS | RHT, 3)
 def test_column_sums_of_exact_inputs(name):
     scaling = (SCALINGS | RHT)[name]
     number, directions = list(SCALINGS | RHT).index(name), directions_of(scaling)
@@ -109,22 +110,22 @@ def test_column_sums_of_exact_inputs(name):
     check_quantize(integers(shape, DTYPES[number % 3]), scaling, *directions[number % len(directions)], dbias=True)
 
 
-@pytest.mark.parametrize("name", ["delayed-scale-1", "current", "mxfp8", "mxfp8-2d", "block-1x128", "nvfp4-1x16"])
+@sampled("name", ["delayed-scale-1", "current", "mxfp8", "mxfp8-2d", "block-1x128", "nvfp4-1x16"], 3)
 def test_column_sums_of_any_input(name):
     """130 rows: more than one band and one tile; the oracle judges any order."""
-    x = tensor((130 if granularity(SCALINGS[name]) == 1 else 144, 48))
+    x = heavy_tailed((130 if granularity(SCALINGS[name]) == 1 else 144, 48))
     for rowwise, columnwise in directions_of(SCALINGS[name])[:2]:
         q, dbias = cuda_kernels.quantize(x, SCALINGS[name], rowwise=rowwise, columnwise=columnwise, dbias=True)
         judge("quantize", x, q.arrays | {"dbias": dbias}, scaling=SCALINGS[name])
 
 
-@pytest.mark.parametrize("name", RHT)
+@sampled("name", RHT, 3)
 def test_hadamard_transformed(name):
     """Bit for bit where the transform's sums are exact, judged by the oracle elsewhere."""
     for dtype, directions, shape in zip(DTYPES, directions_of(RHT[name]), ((144, 48), (32, 64), (16, 80)), strict=True):
         check_quantize(integers(shape, dtype), RHT[name], *directions)
     for change in (np.asarray, misaligned):
-        x = change(tensor((48, 32), BF16))
+        x = change(heavy_tailed((48, 32), BF16))
         q = cuda_kernels.quantize(x, RHT[name], rowwise=False, columnwise=True)
         judge("quantize", x, q.arrays, scaling=RHT[name])
 
@@ -133,7 +134,7 @@ def test_hadamard_transformed(name):
 @pytest.mark.parametrize("change", [np.asarray, misaligned], ids=["aligned", "misaligned"])
 def test_given_random_bits(two_d, change):
     """One array for one direction, a pair for both."""
-    x, random = change(tensor((32, 96), FP32)), np.random.default_rng(3)
+    x, random = change(heavy_tailed((32, 96), FP32)), np.random.default_rng(3)
     rows, columns = (random.integers(0, 256, shape).astype(np.uint8) for shape in ((32, 96), (96, 32)))
     for bits, directions in ((rows, (True, False)), (columns, (False, True)), ((rows, columns[:, ::-1]), (True, True))):
         scaling = refops.NVFP4Scaling(stochastic_rounding=True, two_d=two_d, random_bits=bits)
@@ -143,10 +144,10 @@ def test_given_random_bits(two_d, change):
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2**32, 2**64 - 1])
-@pytest.mark.parametrize("offset", [0, 2**32 - 1, 2**64 - 1])
+@sampled("offset", [0, 2**32 - 1, 2**64 - 1], 2)
 def test_philox_keys_and_counters(seed, offset):
     scaling = refops.NVFP4Scaling(stochastic_rounding=True, seed=seed, offset=offset)
-    check_quantize(tensor((16, 32), FP16), scaling, True, True)
+    check_quantize(heavy_tailed((16, 32), FP16), scaling, True, True)
 
 
 # --- special values ---------------------------------------------------------------------------------
@@ -173,7 +174,7 @@ def specials(dtype):
 
 def filled(dtype, what):
     """(32, 64) of a dtype: blocks of 16 whose contents are `what`."""
-    x, values = tensor((32, 64), dtype, seed=4), specials(dtype)
+    x, values = heavy_tailed((32, 64), dtype, seed=4), specials(dtype)
     if what == "mixed":
         x.reshape(-1)[3 : 3 + 11 * values.size : 11] = values
         x[20, 16 : 16 + values.size] = values
@@ -203,7 +204,7 @@ SPECIALS = ("mixed", "no infinities", "huge and tiny", "tiny", "all NaN", "all i
 PAIRS = [(n, w) for i, n in enumerate(SCALINGS) for j, w in enumerate(SPECIALS) if not j or (i + j) % 3 == 0]
 
 
-@pytest.mark.parametrize(("name", "what"), PAIRS)
+@sampled(("name", "what"), PAIRS, 3)
 def test_special_values(name, what):
     scaling, number = SCALINGS[name], list(SCALINGS).index(name)
     directions = directions_of(scaling)
@@ -212,7 +213,7 @@ def test_special_values(name, what):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("what", SPECIALS)
+@sampled("what", SPECIALS, 2)
 def test_special_values_of_every_dtype(dtype, what):
     for name in ("current", "block-1x128", "mxfp8"):
         check_quantize(filled(dtype, what), SCALINGS[name])
@@ -228,7 +229,7 @@ def test_special_values_in_one_block_and_in_two(name, what):
 
 
 @pytest.mark.parametrize("what", ["all NaN", "all infinite", "zero"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@sampled("dtype", DTYPES, 3, ids=str)
 def test_special_values_transformed(dtype, what):
     check_quantize(filled(dtype, what), RHT["nvfp4-rht"], True, True)
 
@@ -236,7 +237,7 @@ def test_special_values_transformed(dtype, what):
 # --- the order of threads ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", SCALINGS | RHT)
+@sampled("name", SCALINGS | RHT, 3)
 def test_threads_in_any_order(name, backward):
     """From the last thread to the first: a missing barrier shows."""
     scaling = (SCALINGS | RHT)[name]

@@ -7,6 +7,8 @@ from cuda_kernels import simt, simulator
 from cuda_kernels.simt import cuda, load_words, store_words
 from cuda_kernels.simulator import Pointer, launch
 
+pytestmark = pytest.mark.check
+
 SHARED_FILL = 0xA5A5A5A5
 
 

@@ -4,8 +4,8 @@ import hostile
 import numpy as np
 from arguments_fuzz import wrong
 from harness import CheckError, DocumentedError, require, target
-from judge import same_bits
 
+from arrays import same_bits
 from refops.files import FileError, UnsupportedTensorError, open_tensors, read_safetensors
 from refops.golden import Golden
 

@@ -31,11 +31,11 @@ from judge import (
     require_finite_dequantized,
     require_quantized,
     require_same_quantized,
-    same_bits,
     same_values,
 )
 
 import refops
+from arrays import same_bits
 from refops.activations import ACTIVATIONS
 
 ROUNDINGS = ("nearest_even", "nearest_away", "toward_zero", "up", "down", "stochastic", "nearest", "")

@@ -15,9 +15,10 @@ from arguments_fuzz import (
     spoiled,
 )
 from harness import DocumentedError, require, target
-from judge import agree, judged_by_the_oracle, same_bits, same_values
+from judge import agree, judged_by_the_oracle, same_values
 
 import refops
+from arrays import same_bits
 from refops.activations import ACTIVATIONS
 
 NEEDS = ("cuda_kernels.gpu",)

@@ -9,9 +9,9 @@ import hostile
 import numpy as np
 from arguments_fuzz import FLOAT_DTYPES, contents, parameters, shape, spoiled, wrong
 from harness import CheckError, DocumentedError, require, target
-from judge import same_bits
 
 import refops
+from arrays import same_bits
 from refops.activations import ACTIVATIONS, DEFAULT_PARAMETERS
 
 NEEDS = ("fuser.functional", "fuser.ops", "fuser.gemm", "fuser.jit", "fuser.distributed", "cuda_kernels.host")
