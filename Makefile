@@ -33,6 +33,7 @@ check: $(INSTALLED)
 
 ## test        the tests, in a few minutes
 test: $(INSTALLED)
+	$(BIN)/python tests/prewarm.py
 	$(PYTEST) -m "not full"
 	$(SIMULATED) -m "not full"
 

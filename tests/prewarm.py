@@ -6,6 +6,7 @@ The calls are shared among the CPUs. What they compile is kept on disk (`cuda_ke
 the same sources finds a mark there and does nothing.
 """
 
+import logging
 import multiprocessing
 import os
 import sys
@@ -66,6 +67,7 @@ CALLS = [
 
 
 def call(number):
+    logging.getLogger("cuda_kernels").setLevel("WARNING")  # a line for each of some hundred loops
     CALLS[number]()
 
 
@@ -73,6 +75,7 @@ def main():
     mark = cache_directory() / f"host-{source_digest()[:20]}" / "prewarmed"
     if mark.exists():
         return
+    print("compiling the kernels for this CPU, once: about a minute on two cores", flush=True)
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(len(os.sched_getaffinity(0)), spawn) as pool:
         for _ in pool.map(call, range(len(CALLS))):

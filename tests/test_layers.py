@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from cuda_kernels import ptx_cache
+
 pytestmark = pytest.mark.check
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -74,3 +76,30 @@ def test_import_refops_is_quick_and_light():
         for _ in range(5)
     ]
     assert min(float(run.stdout) for run in runs) < 0.3
+
+
+def test_what_is_compiled_imports_nothing_that_its_digest_leaves_out():
+    """Else an edit there would leave wrong machine code on disk."""
+    for package, left_out in ptx_cache.UNCOMPILED.items():
+        for name in left_out:
+            assert (ROOT / package / name).exists(), f"{package}/{name}"
+    paths = {path for package in ptx_cache.UNCOMPILED for path in (ROOT / package).rglob("*.py")}
+    compiled = {path for path in paths if not _left_out(path.relative_to(ROOT).parts)}
+    assert {ROOT / "cuda_kernels" / "casts.py", ROOT / "refops" / "formats.py"} <= compiled < paths
+    for path in compiled:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom):
+                found = {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+            else:
+                found = {alias.name for alias in node.names} if isinstance(node, ast.Import) else set()
+            wrong = {name for name in found if _left_out((*name.split(".")[:1], *_file_of(name.split(".")[1:2])))}
+            assert not wrong, f"{path.relative_to(ROOT)} imports {wrong}"
+
+
+def _file_of(names):
+    return [n for name in names for n in (name, f"{name}.py")]
+
+
+def _left_out(parts):
+    """Whether a file of a package, as its folders and name, is in a part that the digest leaves out."""
+    return bool(set(parts[1:]) & ptx_cache.UNCOMPILED.get(parts[0], set()))

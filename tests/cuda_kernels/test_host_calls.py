@@ -64,7 +64,7 @@ SCALED = [
 ]
 
 
-@pytest.mark.parametrize(("name", "shape", "x", "dy", "scales", "out", "interleave"), SCALED)
+@sampled(("name", "shape", "x", "dy", "scales", "out", "interleave"), SCALED, 4)
 def test_scaled_activations_lie_in_the_enclosure(name, shape, x, dy, scales, out, interleave):
     width = shape[-1] * (1 + refops.ACTIVATIONS[name].gated)
     inputs = {"x": tensor((*shape[:-1], width), x), "row_scales": tensor(shape[:-1], scales, seed=5)}

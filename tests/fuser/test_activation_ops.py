@@ -437,7 +437,7 @@ def _check_scaled(name, x, scales, y, dy, dx, dscales):
 
 
 @pytest.mark.parametrize("shape", [(6, 64), (2, 3, 128), (128,)], ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@sampled("dtype", DTYPES, 2, ids=str)
 @sampled("name", SCALED, 3)
 def test_scaled_forward_and_backward(name, dtype, shape):
     torch.manual_seed(13)

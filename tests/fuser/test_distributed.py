@@ -12,7 +12,6 @@ import torch
 
 import fuser.ops as te_ops
 from fuser import distributed
-from tiers import sampled
 
 WORKER = Path(__file__).with_name("distributed_worker.py")
 
@@ -24,7 +23,8 @@ def reports(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", processes.checks_in(WORKER))
-@sampled("size", [2, 4], 2)
+@pytest.mark.full
+@pytest.mark.parametrize("size", [2, 4])
 def test_with_processes(reports, size, name):
     processes.assert_no_errors(reports(size), name)
 

@@ -19,6 +19,7 @@ from fuser import ops, recipe
 from fuser.dispatch import backend, current_backend
 from fuser.fuser import OperationFuser, fusions, register_backward_fusion, register_forward_fusion
 from fuser.op import BasicOperation, FusedOperation
+from tiers import sampled
 
 
 def plan(pairs):
@@ -1179,7 +1180,7 @@ class TestForwardBetweenForwardAndBackward:
         y.sum().backward()
         model.requires_grad_(True)
 
-    @pytest.mark.parametrize("own", RECIPES, ids=lambda own: type(own).__name__)
+    @sampled("own", RECIPES, 2, ids=lambda own: type(own).__name__)
     @pytest.mark.parametrize(
         "between", ["without_grad", "without_recipe", "under_another_recipe", "with_frozen_weights", "another_backward"]
     )

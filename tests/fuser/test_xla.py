@@ -723,6 +723,7 @@ def test_a_handler_answers_metadata_and_reports_errors():
         assert runtime.errors == [(code, f"{error.__name__}: because")]
 
 
+@pytest.mark.full
 def test_the_handler_on_a_gpu_s_memory_simulated():
     """The CUDA path in the kernels' simulator: XLA's buffers filled in place, temporaries given back."""
     pytest.importorskip("greenlet")

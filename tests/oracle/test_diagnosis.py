@@ -16,7 +16,6 @@ from refops.oracle.geometry import crop, whole
 from refops.oracle.operation import Case
 from refops.oracle.replay import Setting
 from refops.oracle.tally import bits_of
-from tiers import sampled
 
 F = np.float32
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -131,7 +130,7 @@ PAIRS = {
 
 
 @pytest.mark.full
-@sampled("names", PAIRS, 3, ids=" + ".join)
+@pytest.mark.parametrize("names", PAIRS, ids=" + ".join)
 def test_two_faults_are_found_together(names):
     x = normal((128, 512))
     q = PAIRS[names](x)
@@ -194,7 +193,8 @@ def test_a_diagnosis_that_fails_does_not_cost_the_verdict(monkeypatch):
     assert not report.ok and any("the diagnosis failed" in note and "broken" in note for note in report.notes)
 
 
-@sampled("seed", range(6), 6)
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(6))
 def test_the_diagnosis_never_fails(seed):
     """Every kind of call, outputs at random, any subset, specials among the inputs."""
     rng = np.random.default_rng(seed)

@@ -120,6 +120,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.full
 def test_they_compile_without_spills_or_float64():
     environment = {k: v for k, v in os.environ.items() if k != "NUMBA_ENABLE_CUDASIM"}
     done = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, env=environment)

@@ -338,6 +338,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.full
 def test_solutions_compile_without_spills_or_float64():
     """What runs on a GPU is compiled as well as simulated."""
     described = {}

@@ -40,7 +40,7 @@ def both(x, scaling, rowwise, columnwise):
     return cuda_kernels.quantize(x, scaling, **flags), refops.quantize(x, scaling, **flags)
 
 
-@sampled("name", BOTH, 3)
+@sampled("name", BOTH, 6)
 def test_dequantize(name):
     """From each direction to two dtypes; undoing RHT rounds, so the oracle judges it."""
     scaling, number = BOTH[name], list(BOTH).index(name)
@@ -60,7 +60,7 @@ ANY_SCALES = ("delayed-e5m2", "current", "block-1x128-f32", "block-128x128", "mx
 
 
 @pytest.mark.parametrize("width", [112, 104], ids=["whole 16", "whole 8"])
-@sampled("name", [*ANY_SCALES, "nvfp4-row-scaled", "mxfp8 columns"], 3)
+@sampled("name", [*ANY_SCALES, "nvfp4-row-scaled", "mxfp8 columns"], 9)
 def test_dequantize_any_codes_and_scales(name, width):
     """Every byte as a code and as an E8M0 or E4M3 scale, NaN among them; with whole 16 codes a thread reads 16."""
     name, columns = name.removesuffix(" columns"), name.endswith(" columns")
@@ -82,7 +82,7 @@ def test_dequantize_any_codes_and_scales(name, width):
             assert_same_bits(one_nan(y.astype(F)), one_nan(theirs.astype(F)))
 
 
-@sampled("name", ["mxfp8", "mxfp8-2d", "nvfp4-1x16", "nvfp4-16x16", "nvfp4-mae-2d", "nvfp4-row-scaled"], 3)
+@sampled("name", ["mxfp8", "mxfp8-2d", "nvfp4-1x16", "nvfp4-16x16", "nvfp4-mae-2d", "nvfp4-row-scaled"], 6)
 def test_swizzled_scales(name):
     """Swizzled afterwards or when they are stored, and back; 160 rows and 5 or 10 blocks: two tiles each way."""
     scaling = SCALINGS[name]

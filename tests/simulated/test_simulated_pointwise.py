@@ -112,7 +112,7 @@ def test_scaled_shapes(name):
 # --- fused with a quantization ----------------------------------------------------------------------
 
 
-@sampled("name", SCALINGS | RHT, 4)
+@sampled("name", SCALINGS | RHT, 16)
 def test_fused_with_every_scaling(name):
     scaling, number = (SCALINGS | RHT)[name], list(SCALINGS | RHT).index(name)
     unit, directions = granularity(scaling), directions_of(scaling)
@@ -136,7 +136,7 @@ def test_fused_layouts(name):
 
 
 @pytest.mark.parametrize("columnwise", [False, True])
-@sampled("name", ["delayed-scale-1", "mxfp8", "mxfp8-2d", "nvfp4-1x16", "nvfp4-mae-2d"], 2)
+@sampled("name", ["delayed-scale-1", "mxfp8", "mxfp8-2d", "nvfp4-1x16", "nvfp4-mae-2d"], 5)
 def test_exact_fused_results(name, columnwise):
     """relu and its gradient are exact, so every bit is known, sums too."""
     shape, scaling = ((130, 40) if granularity(SCALINGS[name]) == 1 else (32, 48)), SCALINGS[name]
@@ -149,6 +149,7 @@ def test_exact_fused_results(name, columnwise):
         assert_same_bits(values, getattr(expected, array), array)
 
 
+@pytest.mark.full
 def test_fused_threads_in_any_order(backward):
     check_fused("swiglu", (33, 32), refops.MXFP8Scaling(refops.E4M3), True, True)
     check_fused("geglu", (33, 27), refops.DelayedScaling(refops.E4M3), True, True)

@@ -44,7 +44,7 @@ def shapes(scaling):
     return [by_unit[unit] for by_unit in SHAPES.values() if unit in by_unit]
 
 
-@sampled("name", SCALINGS, 2)
+@sampled("name", SCALINGS, 8)
 def test_every_shape(name):
     """Shapes, dtypes and directions take turns among the settings of a scaling."""
     scaling, number = SCALINGS[name], list(SCALINGS).index(name)
@@ -61,7 +61,7 @@ def test_every_dtype_and_direction(name, dtype):
         check_quantize(heavy_tailed((16, 48), dtype), SCALINGS[name], *directions)
 
 
-@sampled("name", SCALINGS, 4)
+@sampled("name", SCALINGS, 15)
 def test_just_over_the_edges_of_tiles(name):
     scaling, number = SCALINGS[name], list(SCALINGS).index(name)
     directions = directions_of(scaling)
@@ -70,7 +70,7 @@ def test_just_over_the_edges_of_tiles(name):
     check_quantize(heavy_tailed(shape, DTYPES[number % 3]), scaling, *directions[-1])
 
 
-@sampled("name", SCALINGS, 2)
+@sampled("name", SCALINGS, 5)
 def test_misaligned_input(name):
     x = misaligned(heavy_tailed((32, 64), DTYPES[list(SCALINGS).index(name) % 3]))
     assert x.ctypes.data % 16 and x.flags.c_contiguous
@@ -102,7 +102,7 @@ def test_empty_tensors(shape):
                 check_quantize(x, scaling, *directions, dbias=True)
 
 
-@sampled("name", SCALINGS | RHT, 3)
+@sampled("name", SCALINGS | RHT, 5)
 def test_column_sums_of_exact_inputs(name):
     scaling = (SCALINGS | RHT)[name]
     number, directions = list(SCALINGS | RHT).index(name), directions_of(scaling)
@@ -119,7 +119,8 @@ def test_column_sums_of_any_input(name):
         judge("quantize", x, q.arrays | {"dbias": dbias}, scaling=SCALINGS[name])
 
 
-@sampled("name", RHT, 3)
+@pytest.mark.full
+@pytest.mark.parametrize("name", RHT)
 def test_hadamard_transformed(name):
     """Bit for bit where the transform's sums are exact, judged by the oracle elsewhere."""
     for dtype, directions, shape in zip(DTYPES, directions_of(RHT[name]), ((144, 48), (32, 64), (16, 80)), strict=True):
@@ -130,6 +131,7 @@ def test_hadamard_transformed(name):
         judge("quantize", x, q.arrays, scaling=RHT[name])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("two_d", [False, True])
 @pytest.mark.parametrize("change", [np.asarray, misaligned], ids=["aligned", "misaligned"])
 def test_given_random_bits(two_d, change):
@@ -204,7 +206,7 @@ SPECIALS = ("mixed", "no infinities", "huge and tiny", "tiny", "all NaN", "all i
 PAIRS = [(n, w) for i, n in enumerate(SCALINGS) for j, w in enumerate(SPECIALS) if not j or (i + j) % 3 == 0]
 
 
-@sampled(("name", "what"), PAIRS, 3)
+@sampled(("name", "what"), PAIRS, 6)
 def test_special_values(name, what):
     scaling, number = SCALINGS[name], list(SCALINGS).index(name)
     directions = directions_of(scaling)
@@ -237,7 +239,7 @@ def test_special_values_transformed(dtype, what):
 # --- the order of threads ---------------------------------------------------------------------------
 
 
-@sampled("name", SCALINGS | RHT, 3)
+@sampled("name", SCALINGS | RHT, 5)
 def test_threads_in_any_order(name, backward):
     """From the last thread to the first: a missing barrier shows."""
     scaling = (SCALINGS | RHT)[name]
