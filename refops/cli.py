@@ -55,7 +55,7 @@ examples:
   refops golden --op swiglu --scaling mxfp8 --shape 64x256 --out golden
   refops formats e2m1
 
-exit codes: 0 fine, 1 a mismatch, 2 bad use or nothing measured"""
+exit codes: 0 fine or INCOMPLETE, 1 a mismatch, 2 bad use or nothing measured"""
 #: Columns of a help text, and of the names of scalings in it.
 HELP_WIDTH, NAME_WIDTH = 80, 20
 SCALING_LIST = "scalings:\n" + "\n".join(

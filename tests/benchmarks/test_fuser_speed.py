@@ -69,14 +69,6 @@ class AddBias(torch.nn.Module):
         return x + self.bias
 
 
-@pytest.fixture
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.mark.parametrize("pipeline", [feed_forward, structural])
 def test_python_beyond_torch(benchmark, one_thread, pipeline):
     ours, torchs = pipeline()

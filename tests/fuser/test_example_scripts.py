@@ -13,13 +13,7 @@ sys.path.insert(0, str(ROOT / "examples"))
 import minilm_feed_forward  # noqa: E402
 import train_char_lm  # noqa: E402
 
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # small products: threads would only wait for each other
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.full

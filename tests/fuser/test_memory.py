@@ -10,19 +10,12 @@ import fuser
 from fuser import ops
 from fuser.recipe import DelayedScaling, NVFP4BlockScaling
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 RECIPES = {
     "none": None,
     "delayed": DelayedScaling(amax_history_len=4),
     "nvfp4": NVFP4BlockScaling(),
 }
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # tiny products: threads would only wait for each other
-    yield
-    torch.set_num_threads(threads)
 
 
 def pipeline():

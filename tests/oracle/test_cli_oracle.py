@@ -25,18 +25,6 @@ NV = refops.quantize(X, refops.NVFP4Scaling(), columnwise=True)
 NO_DIAGNOSIS = "--no-diagnosis"
 
 
-@pytest.fixture
-def run(capsys):
-    """Call run(*arguments) -> (exit code, stdout, stderr)."""
-
-    def call(*arguments):
-        code = cli.main([str(a) for a in arguments])
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return call
-
-
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
     """A folder of inputs and right outputs of swiglu -> MXFP8 and its neighbours, in every kind of file."""

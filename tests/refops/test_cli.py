@@ -33,18 +33,6 @@ MATRIX = np.random.default_rng(0).standard_normal((32, 64)).astype(F)
 
 
 @pytest.fixture
-def run(capsys):
-    """Call run(*arguments) -> (exit code, stdout, stderr)."""
-
-    def call(*arguments):
-        code = cli.main([str(a) for a in arguments])
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return call
-
-
-@pytest.fixture
 def run_json(run):
     """Call run_json(*arguments) -> the one JSON document on stdout, NaN and Infinity refused."""
 

@@ -1,0 +1,27 @@
+"""Fixtures of all tests. What is imported only when a fixture is used need not be there for the others."""
+
+import pytest
+
+
+@pytest.fixture
+def run(capsys):
+    """Call run(*arguments) -> (exit code, stdout, stderr) of the `refops` command, in this process."""
+    from refops import cli
+
+    def call(*arguments):
+        code = cli.main([str(a) for a in arguments])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return call
+
+
+@pytest.fixture
+def one_thread():
+    """torch with one thread: in small products others would only wait for each other."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
