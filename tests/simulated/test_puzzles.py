@@ -9,6 +9,7 @@ import resource
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,7 +19,7 @@ import numpy as np
 import pytest
 
 from cuda_kernels import accesses, puzzles
-from cuda_kernels.puzzles import checker, command, holes, solutions
+from cuda_kernels.puzzles import checker, command, holes, solutions, stopping
 from cuda_kernels.simulator import launch
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -436,6 +437,47 @@ def test_the_command_ends_even_if_the_kernel_cannot_be_stopped(tmp_path):
     )
     assert done.returncode == 1
     assert re.search(r'Timeout.*\n(.*\n)* *File ".*puzzles.py", line \d+ in add_bias', done.stderr)
+
+
+def test_results_and_errors_pass_through_a_time_limit():
+    assert stopping.call_within(5, lambda: 7) == 7
+    with pytest.raises(ZeroDivisionError):
+        stopping.call_within(5, lambda: 1 / 0)
+
+
+def test_calls_that_end_at_the_limit_leave_nothing_behind():
+    """An interrupt that arrives while the call ends is raised by it, or never."""
+    stopped = 0
+    for number in range(300):
+        end = time.perf_counter() + 0.002 + 0.0001 * (number % 7)
+        try:
+            stopping.call_within(0.002, lambda end=end: [None for _ in iter(lambda: time.perf_counter() < end, False)])
+        except stopping.TooLongError:
+            stopped += 1
+    assert stopped > 0
+    assert sum(thread.name == "time limit" for thread in threading.enumerate()) <= 1
+    for _ in range(100):  # would raise here
+        time.sleep(0.001)
+
+
+def test_an_interrupt_that_a_finalizer_loses_comes_again(monkeypatch):
+    lost = []
+    monkeypatch.setattr(stopping, "AGAIN", 0.05)
+    monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: lost.append(unraisable.exc_type))
+
+    class Endless:
+        def __del__(self):
+            while True:
+                pass
+
+    def run():
+        Endless()
+        while True:
+            pass
+
+    with pytest.raises(stopping.TooLongError, match=r"stopped after 0\.1 s"):
+        stopping.call_within(0.1, run)
+    assert len(lost) == 1
 
 
 def test_what_is_no_puzzle():
