@@ -1,8 +1,8 @@
 """Launching: grids, argument types, compiled kernels and the way they are started.
 
 A kernel takes raw pointers, so a launch costs no typing or viewing of arrays. Compiled kernels are cached in memory by
-recipe and compute capability, and as PTX on disk under a digest of this package's sources and of the compilers'
-versions. In the simulator the same calls run the kernels as Python.
+recipe and compute capability, and as PTX on disk under a digest of the sources and of the compilers' versions. In the
+simulator the same calls run the kernels as Python.
 
     launch(function_key, build, types, values, grid, block, stream)
 """

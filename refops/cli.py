@@ -165,7 +165,7 @@ def _parser():
         type=_at_least(1),
         default=_available_cpus(),
         metavar="N",
-        help="share the work (default: one a CPU)",
+        help="how many share the work (default: one for each CPU)",
     )
     p.add_argument(
         "--section",

@@ -7,6 +7,7 @@ module runs them, in several processes if asked, and adds up what they found; `r
 
 import multiprocessing
 import signal
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -110,6 +111,7 @@ class Report:
             "backend": self.backend,
             "version": refops.__version__,
             "ok": self.ok,
+            "result": self.result,
             "verdict": self.verdict,
             "seconds": self.seconds,
             "missing": self.missing,
@@ -136,7 +138,11 @@ def find_clone():
 
     An installed package does not carry the golden vectors and the real tensors; a clone has them.
     """
-    for start in (Path(refops.__file__).resolve().parent, Path.cwd()):
+    for start in (Path(refops.__file__).parent, Path()):
+        try:
+            start = start.resolve()
+        except FileNotFoundError:  # the current directory was removed
+            continue
         for folder in (start, *start.parents):
             if (folder / "refops").is_dir() and has_vectors(folder / VECTORS):
                 return folder
@@ -151,7 +157,8 @@ def make_report(backend="refops", *, vectors=None, data=None, sections=tuple(SEC
         vectors: directory of golden vectors; absent is noted, not an error. None: that of `find_clone`.
         data: file of real tensors; absent is noted, not an error. None: that of `find_clone`.
         sections: which sections to run.
-        progress: called as progress(done, total, what) before each step and once at the end.
+        progress: called as progress(done, total, what) before each step is run or, where others run it, waited for,
+            and once at the end.
         processes: how many share the work. More than one are started anew (`spawn`), so a script that asks for them
             guards its main part with `if __name__ == "__main__"`.
 
@@ -219,9 +226,24 @@ def _running(steps, asked, processes):
     spawn = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(processes, spawn, _start_worker, asked)
     try:
-        yield pool.map(_run_step, range(len(steps)))
+        with _interrupts_ignored():
+            results = pool.map(_run_step, range(len(steps)))
+        yield results
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+@contextmanager
+def _interrupts_ignored():
+    """Processes that are started meanwhile ignore Ctrl-C from their first moment on: it is for their parent."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 #: The steps of a worker process.
@@ -229,7 +251,6 @@ _worker_steps: list[_Step] = []
 
 
 def _start_worker(*asked):
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then ends the workers
     _worker_steps[:] = _steps(*asked)
 
 

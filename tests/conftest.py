@@ -1,4 +1,4 @@
-"""Fixtures of all tests. What is imported only when a fixture is used need not be there for the others."""
+"""Fixtures of all tests. Each imports what it needs when it is used: tests that do not use it run without that."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Compile the loops of `cuda_kernels.host` that the tests call, before their processes would compile the same ones.
+"""Compile most loops of `cuda_kernels.host` that `make test` calls, before its processes would compile the same ones.
 
     python tests/prewarm.py
 
@@ -23,7 +23,7 @@ from host_cases import DTYPES, tensor  # noqa: E402
 
 import refops  # noqa: E402
 from cuda_kernels import host  # noqa: E402
-from cuda_kernels.host.compile import cache_directory, source_digest  # noqa: E402
+from cuda_kernels.host.compile import folder_of_these_sources  # noqa: E402
 from refops.survey import SCALINGS  # noqa: E402
 
 #: Every scaling takes it.
@@ -72,7 +72,7 @@ def call(number):
 
 
 def main():
-    mark = cache_directory() / f"host-{source_digest()[:20]}" / "prewarmed"
+    mark = folder_of_these_sources() / "prewarmed"
     if mark.exists():
         return
     print("compiling the kernels for this CPU, once: about a minute on two cores", flush=True)

@@ -84,7 +84,7 @@ def test_what_is_compiled_imports_nothing_that_its_digest_leaves_out():
         for name in left_out:
             assert (ROOT / package / name).exists(), f"{package}/{name}"
     paths = {path for package in ptx_cache.UNCOMPILED for path in (ROOT / package).rglob("*.py")}
-    compiled = {path for path in paths if not _left_out(path.relative_to(ROOT).parts)}
+    compiled = {path for path in paths if not module_left_out(".".join(path.relative_to(ROOT).with_suffix("").parts))}
     assert {ROOT / "cuda_kernels" / "casts.py", ROOT / "refops" / "formats.py"} <= compiled < paths
     for path in compiled:
         for node in ast.walk(ast.parse(path.read_text())):
@@ -92,14 +92,11 @@ def test_what_is_compiled_imports_nothing_that_its_digest_leaves_out():
                 found = {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
             else:
                 found = {alias.name for alias in node.names} if isinstance(node, ast.Import) else set()
-            wrong = {name for name in found if _left_out((*name.split(".")[:1], *_file_of(name.split(".")[1:2])))}
+            wrong = {name for name in found if module_left_out(name)}
             assert not wrong, f"{path.relative_to(ROOT)} imports {wrong}"
 
 
-def _file_of(names):
-    return [n for name in names for n in (name, f"{name}.py")]
-
-
-def _left_out(parts):
-    """Whether a file of a package, as its folders and name, is in a part that the digest leaves out."""
-    return bool(set(parts[1:]) & ptx_cache.UNCOMPILED.get(parts[0], set()))
+def module_left_out(name):
+    """Whether the digest leaves out a module, or the part of a package that it lies in."""
+    package, part, *_ = [*name.split("."), ""]
+    return bool({part, f"{part}.py"} & ptx_cache.UNCOMPILED.get(package, set()))

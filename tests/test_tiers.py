@@ -74,9 +74,9 @@ def test_sampled_drops_no_case():
     assert [bool(case.marks) for case in made] == [False, True, False, True, False]
 
 
-def checked(path, **variables):
-    """Ids of the tests of a file that `make check` runs."""
-    words = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "check", path]
+def collected(marks, path, **variables):
+    """Ids of the tests of a file or folder that `pytest -m` takes."""
+    words = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", marks, path]
     done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, env=os.environ | variables)
     return re.findall(r"::(.*)", done.stdout)
 
@@ -84,10 +84,16 @@ def checked(path, **variables):
 @pytest.mark.full
 def test_check_has_every_operation_scaling_and_backend():
     scalings, backends = ["none", *SCALINGS], ["refops", "host", "torch", "jax"]
-    found = checked("tests/docs/test_generated.py")
+    found = collected("check", "tests/docs/test_generated.py")
     for backend in backends:
         assert {f"test_operations_are_offered_as_the_table_says[{backend}-{s}]" for s in scalings} <= set(found)
         assert {f"test_activations_are_offered_as_the_table_says[{backend}-{a}]" for a in ACTIVATIONS} <= set(found)
-    simulated = checked("tests/simulated/test_simulated_calls.py", NUMBA_ENABLE_CUDASIM="1")
+    simulated = collected("check", "tests/simulated/test_simulated_calls.py", NUMBA_ENABLE_CUDASIM="1")
     assert {f"test_operations_are_offered_as_the_table_says[{s}]" for s in scalings} <= set(simulated)
     assert {f"test_activations_are_offered_as_the_table_says[{a}]" for a in ACTIVATIONS} <= set(simulated)
+
+
+@pytest.mark.full
+def test_no_test_is_for_the_first_and_the_last_alone():
+    assert collected("check and full", ".") == []
+    assert collected("check and full", "tests/simulated", NUMBA_ENABLE_CUDASIM="1") == []

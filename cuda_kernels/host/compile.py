@@ -1,9 +1,10 @@
 """Compile one loop for this CPU, once: the machine code is kept on disk and says so when it is made.
 
 `compiled(name, function, signature)` is all that others use. Numba's own cache looks at the file of a function alone;
-this one is keyed by a digest of every source file of `cuda_kernels`, because a loop inlines scalar functions of other
-modules. Files go to NUMBA_CACHE_DIR, else ~/.cache/cuda_kernels, in a folder for each version of the sources; folders
-that got nothing new for 30 days are removed when another is made. Where neither can be written nothing is kept.
+this one is keyed by a digest of all source files that become code (`ptx_cache.sources`), because a loop inlines scalar
+functions of other modules. Files go to NUMBA_CACHE_DIR, else ~/.cache/cuda_kernels, in a folder for each version of
+the sources; folders that got nothing new for 30 days are removed when another is made. Where neither can be written
+nothing is kept.
 
 Compiling takes about a second a loop and logs a line, to stderr unless the program handles it;
 `logging.getLogger("cuda_kernels").setLevel("WARNING")` silences that.
@@ -64,6 +65,11 @@ def cache_directory():
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cuda_kernels"
 
 
+def folder_of_these_sources():
+    """The folder in it for the sources as they are."""
+    return cache_directory() / f"host-{source_digest()[:20]}"
+
+
 def remove_old_folders(folder):
     """Remove the folders of other versions beside `folder` that got nothing new for `KEPT_DAYS`."""
     for other in folder.parent.glob("host-*"):
@@ -83,8 +89,7 @@ class DiskCache(NullCache):
 
     def _path(self, signature, codegen):
         key = f"{source_digest()} {signature} {codegen.magic_tuple()}"
-        folder = cache_directory() / f"host-{source_digest()[:20]}"
-        return folder / f"{self._name}-{hashlib.sha256(key.encode()).hexdigest()[:20]}.nbc"
+        return folder_of_these_sources() / f"{self._name}-{hashlib.sha256(key.encode()).hexdigest()[:20]}.nbc"
 
     def load_overload(self, sig, target_context):
         """Return the compiled function, or None (and say that it is being compiled)."""

@@ -1,7 +1,7 @@
 """Runs a puzzle's kernel in the simulator and says whether it is right: which element is wrong, and why.
 
-A kernel runs on every input of its puzzle, with the threads in both orders. Nothing that it does ends the checker:
-errors are reported with thread and line, and one that does not end is stopped.
+A kernel runs on every input of its puzzle, with the threads in both orders. Errors are reported with thread and line,
+and a kernel that does not end is stopped (`stopping` says what cannot be).
 """
 
 import ast

@@ -63,7 +63,8 @@ def write(path):
 def judge(path, source, chosen, *, draw_all):
     """Check a file's kernels; print a line for each, and the first one that is not solved in detail."""
     try:
-        functions = load(path, source)
+        with ended_within(checker.SECONDS + GRACE):
+            functions = load(path, source)
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # whatever the user's file does
@@ -71,7 +72,8 @@ def judge(path, source, chosen, *, draw_all):
         return 1
     verdicts = []
     for puzzle in chosen:
-        verdicts.append(verdict_on(puzzle, functions, path))
+        with ended_within(checker.SECONDS + GRACE):
+            verdicts.append(verdict_on(puzzle, functions, path))
         line = f"{puzzle.number:3}  {puzzle.name:12} {verdicts[-1].status:8}"
         print(line if verdicts[-1].solved else f"{line} {verdicts[-1].reason}", flush=True)
     solved = sum(verdict.solved for verdict in verdicts)
@@ -97,8 +99,7 @@ def load(path, source):
     module = types.ModuleType("puzzles")
     module.__file__ = str(path)
     program = compile(source, str(path), "exec")
-    with ended_within(checker.SECONDS + GRACE):
-        call_within(checker.SECONDS, lambda: exec(program, module.__dict__))
+    call_within(checker.SECONDS, lambda: exec(program, module.__dict__))
     return module.__dict__
 
 
@@ -109,8 +110,7 @@ def verdict_on(puzzle, functions, path):
         return Verdict(puzzle.name, WRONG, f"{path} has no function {puzzle.name}")
     if not isinstance(kernel, types.FunctionType):
         return Verdict(puzzle.name, WRONG, f"{puzzle.name} is no function but {type(kernel).__name__}")
-    with ended_within(checker.SECONDS + GRACE):
-        return checker.check(kernel)
+    return checker.check(kernel)
 
 
 def explain(path, error):

@@ -1,9 +1,9 @@
 """Stop a call that does not end, in any thread and whatever the process does with signals.
 
 A watching thread raises an exception in the thread that runs the call (CPython's `PyThreadState_SetAsyncExc`). No
-signal is sent, so the limit also holds where SIGINT is ignored (`nohup make test &`, cron), in a thread and in a
-notebook. Python code is stopped between two of its steps. What cannot be stopped so is a single call into C that never
-returns, and code that catches every exception and goes on; `ended_within` ends the process then.
+signal is sent, so the limit also holds where SIGINT is ignored, as in a script's background job, in a thread and in a
+notebook. Python code is stopped between two of its steps. Two things cannot be stopped like this: a single call into C
+that never returns, and code that catches every exception and goes on. A command uses `ended_within` against them.
 """
 
 import ctypes
@@ -41,7 +41,10 @@ def call_within(seconds, function):
             return function()
         finally:
             watch.end()
-    except _Interrupt as error:
+    except BaseException as error:
+        watch.end()  # again: what was raised on the way into the first may have kept it from its work
+        if not isinstance(error, _Interrupt):
+            raise
         raise TooLongError(f"stopped after {seconds} s").with_traceback(error.__traceback__) from None
 
 
@@ -56,7 +59,7 @@ class _Watch:
         threading.Thread(target=self._run, name="time limit", daemon=True).start()
 
     def end(self):
-        """Stop watching. No interrupt arrives after this; one that arrives meanwhile is raised at the end."""
+        """Stop watching. No interrupt arrives afterwards; one that arrives meanwhile is raised at the end."""
         late = None
         while not self.ended.is_set():
             try:

@@ -12,8 +12,10 @@ import textwrap
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -401,7 +403,7 @@ def test_a_loop_without_end_is_stopped_in_a_thread(tmp_path, monkeypatch, fillin
         assert_stopped(pool.submit(verdict_of, tmp_path, "add_bias", [filling]).result(timeout=60))
 
 
-#: What the shell's `nohup ... &`, cron and some service managers leave to their children.
+#: What a parent may leave to its children; a script's background jobs have the first.
 DISPOSITIONS = {
     "SIGINT ignored": "signal.signal(signal.SIGINT, signal.SIG_IGN)",
     "all ignored": "[signal.signal(s, signal.SIG_IGN) for s in signal.valid_signals() - {9, 17, 19, 32, 33}]",
@@ -445,19 +447,50 @@ def test_results_and_errors_pass_through_a_time_limit():
         stopping.call_within(5, lambda: 1 / 0)
 
 
-def test_calls_that_end_at_the_limit_leave_nothing_behind():
+def watching():
+    """How many threads watch a call."""
+    return sum(thread.name == "time limit" for thread in threading.enumerate())
+
+
+def spin(seconds):
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        pass
+
+
+def test_calls_that_end_at_the_limit_leave_nothing_behind(monkeypatch):
     """An interrupt that arrives while the call ends is raised by it, or never."""
-    stopped = 0
-    for number in range(300):
-        end = time.perf_counter() + 0.002 + 0.0001 * (number % 7)
-        try:
-            stopping.call_within(0.002, lambda end=end: [None for _ in iter(lambda: time.perf_counter() < end, False)])
-        except stopping.TooLongError:
-            stopped += 1
-    assert stopped > 0
-    assert sum(thread.name == "time limit" for thread in threading.enumerate()) <= 1
-    for _ in range(100):  # would raise here
+    monkeypatch.setattr(stopping, "AGAIN", 0.01)
+    before, stopped, count = sys.getswitchinterval(), 0, 400
+    sys.setswitchinterval(1e-5)  # the watching thread gets its turn at once
+    try:
+        for number in range(count):
+            try:
+                stopping.call_within(0.002, partial(spin, 0.002 + 0.00002 * (number % 20 - 10)))
+            except stopping.TooLongError:
+                stopped += 1
+    finally:
+        sys.setswitchinterval(before)
+    assert 0 < stopped < count
+    for _ in range(100):  # an interrupt that was left behind is raised here
         time.sleep(0.001)
+    assert watching() == 0
+
+
+def test_a_limit_ends_with_its_call_whatever_interrupts_that():
+    """Also an error on the way into the end, as Ctrl-C may be one."""
+    real, calls = stopping._Watch.end, []
+
+    def end(watch):
+        calls.append(watch)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        real(watch)
+
+    with mock.patch.object(stopping._Watch, "end", end), pytest.raises(KeyboardInterrupt):
+        stopping.call_within(0.05, lambda: None)
+    time.sleep(0.1)
+    assert len(calls) == 2 and watching() == 0
 
 
 def test_an_interrupt_that_a_finalizer_loses_comes_again(monkeypatch):
