@@ -76,12 +76,19 @@ def functions(name, formulas, lift, drop):
     return (lambda x, g: drop(act(lift(x), P)) * gate(g, P)), parts
 
 
-def results(name, formulas, lift, drop, x, g, dy):
-    """[(op, inputs, output)] of an activation and its gradient."""
+def compiled(name, formulas, lift, drop):
+    """The functions of an activation, over arrays: (value, [dx, dgate])."""
     value, parts = functions(name, formulas, lift, drop)
+    over = [over_arrays(numba.njit(function, error_model="numpy")) for function in (value, *parts)]
+    return over[0], over[1:]
+
+
+def results(name, functions, x, g, dy):
+    """[(op, inputs, output)] of an activation and its gradient, by what `compiled` returns."""
+    value, parts = functions
     with np.errstate(all="ignore"):
-        y = over_arrays(numba.njit(value, error_model="numpy"))(x, g)[:, None]
-        slopes = [over_arrays(numba.njit(part, error_model="numpy"))(x, g, dy) for part in parts]
+        y = value(x, g)[:, None]
+        slopes = [part(x, g, dy) for part in parts]
     gated = ACTIVATIONS[name].gate is not None
     x = np.stack([x, g], axis=1) if gated else x[:, None]
     return [(name, x, y), (f"d{name}", {"x": x, "dy": dy[:, None]}, np.stack(slopes, axis=1))]
@@ -102,20 +109,41 @@ def halves(which):
 SAME = numba.njit(same)
 
 
-def kinds(errors):
-    """(formulas, lift, drop) of numbers, of first and of second halves."""
-    yield units.fast_numbers(*errors), SAME, SAME
-    yield units.fast_pairs(*errors), *halves(0)
-    yield units.fast_pairs(*errors), *halves(1)
+def kinds(name):
+    """What `compiled` returns for numbers, for first and for second halves."""
+    yield compiled(name, units.fast_varying_numbers(), SAME, SAME)
+    for which in (0, 1):
+        yield compiled(name, units.fast_varying_pairs(), *halves(which))
 
 
-@sampled("errors", units.ERRORS, 5, ids=str)
+@pytest.fixture(autouse=True)
+def nearest():
+    """Units without an error, before and after each test."""
+    units.ERRORS_NOW[:] = 0
+    yield
+    units.ERRORS_NOW[:] = 0
+
+
 @sampled("name", SMOOTH, 9)
-def test_the_oracle_accepts_them_at_8_ulp(name, errors):
+def test_the_oracle_accepts_them_at_8_ulp(name):
+    """On units with each of the errors."""
     x, g, dy = (v[kept(name, inputs()[0])] for v in inputs())
-    for formulas, lift, drop in kinds(errors):
-        for op, given, output in results(name, formulas, lift, drop, x, g, dy):
-            refops.oracle.check(op, given, output, ulp=8, diagnose=False).raise_for_mismatch()
+    for of_kind in kinds(name):
+        for errors in units.ERRORS:
+            units.ERRORS_NOW[:] = errors
+            for op, given, output in results(name, of_kind, x, g, dy):
+                refops.oracle.check(op, given, output, ulp=8, diagnose=False).raise_for_mismatch()
+
+
+def test_the_errors_count():
+    """Other errors, other results of the same compiled function."""
+    x, g, dy = (v[kept("swiglu", inputs()[0])] for v in inputs())
+    of_numbers = compiled("swiglu", units.fast_varying_numbers(), SAME, SAME)
+    found = set()
+    for errors in units.ERRORS:
+        units.ERRORS_NOW[:] = errors
+        found.add(results("swiglu", of_numbers, x, g, dy)[0][2].tobytes())
+    assert len(found) == len(units.ERRORS)
 
 
 @sampled("name", SMOOTH, 9)
@@ -123,8 +151,8 @@ def test_special_values(name):
     """Each with each: the oracle accepts them, but where both formulas are 0 times infinity."""
     x, g, dy = (v.ravel() for v in np.meshgrid(SPECIAL, SPECIAL, SPECIAL))
     x, g, dy = (v[kept(name, x) | ~np.isfinite(x)] for v in (x, g, dy))
-    for formulas, lift, drop in kinds((0, 0)):
-        for op, given, output in results(name, formulas, lift, drop, x, g, dy):
+    for of_kind in kinds(name):
+        for op, given, output in results(name, of_kind, x, g, dy):
             refops.oracle.check(op, given, output, ulp=8, diagnose=False).raise_for_mismatch()
 
 
@@ -134,8 +162,8 @@ def test_far_left_everything_is_0(name):
     x = np.concatenate([np.linspace(-1000, -88.8, 10_000), -(2.0 ** np.linspace(10, 127.9, 10_000)), [-24711794.0]])
     x = x.astype(F)
     one = np.ones_like(x)
-    for formulas, lift, drop in kinds((0, 0)):
-        for _, _, output in results(name, formulas, lift, drop, x, one, one):
+    for of_kind in kinds(name):
+        for _, _, output in results(name, of_kind, x, one, one):
             assert np.all(output == 0)
 
 

@@ -8,6 +8,9 @@ from functools import cache
 
 import numba
 import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
 from scalars import TINY, F, exact_fma, with_instructions
 
 from cuda_kernels import activations, fast, pairs
@@ -64,17 +67,58 @@ def numbers(exp2_ulps, reciprocal_ulps):
     )
 
 
+# --- errors that change while the code stays --------------------------------------------------------
+
+#: (ex2's, rcp's) error in ulp of the functions below: they read it each time, so compiled once they serve all `ERRORS`.
+ERRORS_NOW = np.zeros(2)
+EXP2_NOW, RECIPROCAL_NOW = (ERRORS_NOW[i:].ctypes.data for i in range(2))
+
+
+@intrinsic
+def float64_at(typingctx, address):
+    """The float64 at an address."""
+
+    def emit(context, builder, signature, values):
+        return builder.load(builder.inttoptr(values[0], ir.PointerType(ir.DoubleType())))
+
+    return types.float64(types.int64), emit
+
+
+@cache
+def varying_numbers():
+    """As `numbers`, with the errors of the moment."""
+    return fast.NUMBERS._replace(
+        exp2=_varying(lambda x: off(np.exp2(np.float64(x)), float64_at(EXP2_NOW))),
+        reciprocal=_varying(lambda x: off(1.0 / np.float64(x), float64_at(RECIPROCAL_NOW))),
+        inverse=_varying(lambda x: off(1.0 / np.float64(x), 2 * float64_at(RECIPROCAL_NOW))),
+        fma=exact_fma,
+        less_one=less_one,
+    )
+
+
+def _varying(function):
+    return numba.njit(function, inline="always", error_model="numpy")
+
+
+@cache
+def fast_varying_numbers():
+    """What `fast.make_fast` makes of `varying_numbers`."""
+    return fast.make_fast(varying_numbers())
+
+
+@cache
+def fast_varying_pairs():
+    """... and of pairs of them."""
+    return fast.make_fast(pairs.make_pairs(varying_numbers(), with_instructions(pairs.fma2, fma=exact_fma)))
+
+
+# --- errors that are constants of the code ----------------------------------------------------------
+
+
 @cache
 def fast_numbers(exp2_ulps, reciprocal_ulps):
     """What `fast.make_fast` makes of them."""
     return fast.make_fast(numbers(exp2_ulps, reciprocal_ulps))
-
-
-@cache
-def fast_pairs(exp2_ulps, reciprocal_ulps):
-    """... and of pairs of them."""
-    fma2 = with_instructions(pairs.fma2, fma=exact_fma)
-    return fast.make_fast(pairs.make_pairs(numbers(exp2_ulps, reciprocal_ulps), fma2))
 
 
 @cache
