@@ -14,6 +14,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
+from multiprocessing import resource_tracker
 from pathlib import Path
 
 import refops
@@ -85,7 +86,7 @@ class Report:
     def result(self):
         """PASS only where all that was asked for was there; INCOMPLETE is right as far as it could be checked."""
         if not self.values:
-            return "NOTHING COMPARED"
+            return "SURVEY" if self.ok else "NOTHING COMPARED"
         if not self.ok:
             return "FAIL"
         return "INCOMPLETE" if self.missing else "PASS"
@@ -101,7 +102,7 @@ class Report:
             line += f", {spaced(self.unexplained)} unexplained difference{'' if self.unexplained == 1 else 's'}"
             line += f", {spaced(explained)} documented" if explained else ""
         elif self.survey:
-            line += f", {len(self.survey)} tensors surveyed"
+            line += f": {len(self.survey)} tensors measured, nothing compared"
         line += f"; NOT CHECKED, for they were not found: {', '.join(self.missing)}" if self.missing else ""
         return f"{line} ({self.seconds:.1f} s)"
 
@@ -226,7 +227,7 @@ def _running(steps, asked, processes):
     spawn = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(processes, spawn, _start_worker, asked)
     try:
-        with _interrupts_ignored():
+        with _interrupts_wait():
             results = pool.map(_run_step, range(len(steps)))
         yield results
     finally:
@@ -234,16 +235,25 @@ def _running(steps, asked, processes):
 
 
 @contextmanager
-def _interrupts_ignored():
-    """Processes that are started meanwhile ignore Ctrl-C from their first moment on: it is for their parent."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+def _interrupts_wait():
+    """Ctrl-C in the body is raised at its end; processes that are started in the body never see one.
+
+    Raised in between, it would leave a process half started, for which the end would wait for ever.
+    """
+    resource_tracker.ensure_running()  # its start would unblock SIGINT
+    in_main = threading.current_thread() is threading.main_thread()
+    received = []
+    if in_main:
+        handler = signal.signal(signal.SIGINT, lambda *arguments: received.append(arguments))
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        if in_main:
+            signal.signal(signal.SIGINT, handler)
+        if received:
+            signal.raise_signal(signal.SIGINT)
 
 
 #: The steps of a worker process.

@@ -85,12 +85,15 @@ def collected(marks, path, **variables):
 def test_check_has_every_operation_scaling_and_backend():
     scalings, backends = ["none", *SCALINGS], ["refops", "host", "torch", "jax"]
     found = collected("check", "tests/docs/test_generated.py")
+    operations, activations = (
+        f"test_{what}_are_right_where_the_table_has_them" for what in ("operations", "activations")
+    )
     for backend in backends:
-        assert {f"test_operations_are_offered_as_the_table_says[{backend}-{s}]" for s in scalings} <= set(found)
-        assert {f"test_activations_are_offered_as_the_table_says[{backend}-{a}]" for a in ACTIVATIONS} <= set(found)
+        assert {f"{operations}[{backend}-{scaling}]" for scaling in scalings} <= set(found)
+        assert {f"{activations}[{backend}-{name}]" for name in ACTIVATIONS} <= set(found)
     simulated = collected("check", "tests/simulated/test_simulated_calls.py", NUMBA_ENABLE_CUDASIM="1")
-    assert {f"test_operations_are_offered_as_the_table_says[{s}]" for s in scalings} <= set(simulated)
-    assert {f"test_activations_are_offered_as_the_table_says[{a}]" for a in ACTIVATIONS} <= set(simulated)
+    assert {f"{operations}[{scaling}]" for scaling in scalings} <= set(simulated)
+    assert {f"{activations}[{name}]" for name in ACTIVATIONS} <= set(simulated)
 
 
 @pytest.mark.full

@@ -63,7 +63,7 @@ def write(path):
 def judge(path, source, chosen, *, draw_all):
     """Check a file's kernels; print a line for each, and the first one that is not solved in detail."""
     try:
-        with ended_within(checker.SECONDS + GRACE):
+        with ended_within(checker.SECONDS + GRACE, path):
             functions = load(path, source)
     except KeyboardInterrupt:
         raise
@@ -72,7 +72,7 @@ def judge(path, source, chosen, *, draw_all):
         return 1
     verdicts = []
     for puzzle in chosen:
-        with ended_within(checker.SECONDS + GRACE):
+        with ended_within(checker.SECONDS + GRACE, puzzle.name):
             verdicts.append(verdict_on(puzzle, functions, path))
         line = f"{puzzle.number:3}  {puzzle.name:12} {verdicts[-1].status:8}"
         print(line if verdicts[-1].solved else f"{line} {verdicts[-1].reason}", flush=True)

@@ -8,6 +8,7 @@ that never returns, and code that catches every exception and goes on. A command
 
 import ctypes
 import faulthandler
+import os
 import sys
 import threading
 from contextlib import contextmanager
@@ -86,16 +87,29 @@ class _Watch:
 
 
 @contextmanager
-def ended_within(seconds):
-    """End the process, with its tracebacks on stderr and exit code 1, if the body takes longer. For a command alone.
+def ended_within(seconds, what):
+    """End the process with a message on stdout and exit code 1 if the body takes longer. For a command alone.
 
-    The clock is one of C, which needs no cooperation from Python. Without a stderr there is no such limit.
+    Where not even another thread of Python runs, a clock of C ends it two seconds later, with the tracebacks on stderr.
+
+    Args:
+        seconds: the limit, wall time.
+        what: the name of what runs, for the message.
     """
-    if sys.__stderr__ is None:
-        yield
-        return
-    faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__)
+
+    def end():
+        print(
+            f"{what} cannot be stopped: a call that never returns, or a loop that catches every exception", flush=True
+        )
+        os._exit(1)
+
+    clock = threading.Timer(seconds, end)
+    clock.daemon = True
+    clock.start()
+    if sys.__stderr__ is not None:
+        faulthandler.dump_traceback_later(seconds + 2, exit=True, file=sys.__stderr__)
     try:
         yield
     finally:
+        clock.cancel()
         faulthandler.cancel_dump_traceback_later()

@@ -67,7 +67,7 @@ def backend(request):
 
 @pytest.mark.check
 @pytest.mark.parametrize("scaling", ["none", *SCALINGS])
-def test_operations_are_offered_as_the_table_says(backend, scaling):
+def test_operations_are_right_where_the_table_has_them(backend, scaling):
     """Each operation once with each scaling on each backend, called and judged."""
     told, library = backend
     settings = SCALINGS[scaling].scaling if scaling in SCALINGS else None
@@ -76,7 +76,7 @@ def test_operations_are_offered_as_the_table_says(backend, scaling):
 
 @pytest.mark.check
 @pytest.mark.parametrize("name", ACTIVATIONS)
-def test_activations_are_offered_as_the_table_says(backend, name):
+def test_activations_are_right_where_the_table_has_them(backend, name):
     """Value and gradient in every dtype, called and judged."""
     told, library = backend
     assert capabilities.offered(capabilities.evaluate, library, name) == (name in told["activations"])

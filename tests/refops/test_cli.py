@@ -4,6 +4,7 @@ import json
 import os
 import pickle
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -765,7 +766,7 @@ def test_report_that_compared_nothing_does_not_pass(run, run_json, installed, na
 def test_survey_alone_compares_nothing_and_is_fine(run):
     code, out, err = run("report", "--section", "survey", "--data", REAL)
     assert (code, err) == (0, "")
-    assert out.splitlines()[-1].startswith("NOTHING COMPARED, 10 tensors surveyed (")
+    assert out.splitlines()[-1].startswith("SURVEY: 10 tensors measured, nothing compared (")
 
 
 def wrong_code(encode):
@@ -884,6 +885,23 @@ def test_progress_reaches_the_end(tmp_path):
     )
     assert [done for done, _, _ in seen] == list(range(len(seen)))
     assert seen[-1][:2] == (len(seen) - 1, len(seen) - 1)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seconds", [0.6, 0.8, 1.0, 1.2, 1.5, 2, 4])
+def test_ctrl_c_ends_a_report_that_others_share(seconds):
+    """To the whole group, as a terminal sends it, also while the other processes start: no traceback of theirs."""
+    words = ["env", "--default-signal=INT", sys.executable, "-m", "refops", "report", "--processes", "3"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(
+        words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True
+    )
+    time.sleep(seconds)
+    os.killpg(process.pid, signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    if "refops/cli.py" in err and "main" not in err:  # this process was still importing: Python's own answer
+        return
+    assert (process.returncode, out, err) == (130, "", "")
 
 
 def test_verdict_names_what_was_missing():

@@ -426,11 +426,12 @@ def test_a_loop_without_end_is_stopped_whatever_signals_do(tmp_path, disposition
     assert "1  add_bias     wrong    stopped after 0.5 s: does a loop never end?" in done.stdout
 
 
-def test_the_command_ends_even_if_the_kernel_cannot_be_stopped(tmp_path):
-    """One call into C that never returns: no Python runs that an exception could stop."""
-    (tmp_path / "puzzles.py").write_text(filled("add_bias", ["sum(iter(int, 1))"]))
+@pytest.mark.parametrize("filling", ["__import__('time').sleep(1e6)", "sum(iter(int, 1))"], ids=["waits", "in C"])
+def test_the_command_ends_even_if_the_kernel_cannot_be_stopped(tmp_path, filling):
+    """In the second one no Python runs at all: a clock of C ends it."""
+    (tmp_path / "puzzles.py").write_text(filled("add_bias", [filling]))
     code = (
-        "import sys; from cuda_kernels.puzzles import checker, command; checker.SECONDS = 0.2; command.GRACE = 1.5; "
+        "import sys; from cuda_kernels.puzzles import checker, command; checker.SECONDS = 0.2; command.GRACE = 0.5; "
         "sys.exit(command.main(['--only', '1']))"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -438,7 +439,10 @@ def test_the_command_ends_even_if_the_kernel_cannot_be_stopped(tmp_path):
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=60
     )
     assert done.returncode == 1
-    assert re.search(r'Timeout.*\n(.*\n)* *File ".*puzzles.py", line \d+ in add_bias', done.stderr)
+    if "sleep" in filling:
+        assert done.stdout.startswith("add_bias cannot be stopped: a call that never returns") and done.stderr == ""
+    else:
+        assert re.search(r'Timeout.*\n(.*\n)* *File ".*puzzles.py", line \d+ in add_bias', done.stderr)
 
 
 def test_results_and_errors_pass_through_a_time_limit():

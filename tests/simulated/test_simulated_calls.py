@@ -271,7 +271,7 @@ def told(capabilities):
 
 @pytest.mark.check
 @pytest.mark.parametrize("scaling", ["none", *NAMED])
-def test_operations_are_offered_as_the_table_says(capabilities, told, scaling):
+def test_operations_are_right_where_the_table_has_them(capabilities, told, scaling):
     """Each operation once with each scaling, called and judged."""
     settings = NAMED[scaling].scaling if scaling in NAMED else None
     assert capabilities.offered_operations(cuda_kernels, settings) == told["scalings"][scaling]
@@ -279,6 +279,6 @@ def test_operations_are_offered_as_the_table_says(capabilities, told, scaling):
 
 @pytest.mark.check
 @pytest.mark.parametrize("name", refops.ACTIVATIONS)
-def test_activations_are_offered_as_the_table_says(capabilities, told, name):
+def test_activations_are_right_where_the_table_has_them(capabilities, told, name):
     """Value and gradient in every dtype, called and judged."""
     assert capabilities.offered(capabilities.evaluate, cuda_kernels, name) == (name in told["activations"])
