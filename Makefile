@@ -14,6 +14,8 @@ BOUNDS := tests/benchmarks -n 0 --benchmark-group-by=group --benchmark-sort=name
 # Where this is set each of the tests' many processes would compile the sources again.
 export PYTHONDONTWRITEBYTECODE :=
 
+# Goals share the environment and the CPUs: one after another, also under -j.
+.NOTPARALLEL:
 .PHONY: help report check test test-all test-full train minilm notebooks lab lint package docs bench bench-bounds tables kernel-report gpu-check \
     oracle-score exhaustive fuzz peers conformance clean
 

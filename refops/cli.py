@@ -12,6 +12,7 @@ import os
 import shutil
 import sys
 import textwrap
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from pathlib import Path
 
@@ -262,6 +263,9 @@ def run_report(arguments):
             )
     except FileError as error:
         raise UsageError(f"--data {error}") from None
+    except BrokenProcessPool:
+        rule = "each must live until its work is done (is memory short?); try --processes 1"
+        raise UsageError(f"--processes {arguments.processes}: one of them was ended: {rule}") from None
     if arguments.json:
         print_json(report.as_dict())
     else:

@@ -145,7 +145,7 @@ def find_clone():
         except FileNotFoundError:  # the current directory was removed
             continue
         for folder in (start, *start.parents):
-            if (folder / "refops").is_dir() and has_vectors(folder / VECTORS):
+            if all((folder / part).exists() for part in (VECTORS, REAL_TENSORS, "refops/__init__.py")):
                 return folder
     return None
 

@@ -1,6 +1,20 @@
 """Fixtures of all tests. Each imports what it needs when it is used: tests that do not use it run without that."""
 
+import faulthandler
+
 import pytest
+from _pytest.faulthandler import fault_handler_stderr_fd_key
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection(session):
+    """A file that hangs when it is imported ends the process with a traceback: setup.cfg limits tests alone."""
+    seconds = float(session.config.getini("faulthandler_timeout"))
+    faulthandler.dump_traceback_later(seconds, exit=True, file=session.config.stash[fault_handler_stderr_fd_key])
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.fixture

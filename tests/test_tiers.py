@@ -58,6 +58,22 @@ def test_a_test_that_hangs_fails_with_a_traceback(tmp_path, workers):
         assert "3 failed, 1 passed" in done.stdout
 
 
+@pytest.mark.full
+def test_a_file_that_hangs_when_it_is_imported_ends_the_run(tmp_path):
+    (tmp_path / "test_hanging.py").write_text("while True:\n    pass\n")
+    words = [sys.executable, "-m", "pytest", "-c", ROOT / "setup.cfg", "-p", "no:cacheprovider", "-p", "conftest"]
+    done = subprocess.run(
+        [*map(str, words), "-o", "faulthandler_timeout=3", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT / "tests")},
+        timeout=100,
+    )
+    assert done.returncode == 1
+    assert re.search(r'File ".*test_hanging.py", line \d in <module>', done.stderr)
+
+
 def test_every_test_has_a_limit():
     settings = ConfigParser(interpolation=None)
     settings.read(ROOT / "setup.cfg")
@@ -74,10 +90,11 @@ def test_sampled_drops_no_case():
     assert [bool(case.marks) for case in made] == [False, True, False, True, False]
 
 
-def collected(marks, path, **variables):
-    """Ids of the tests of a file or folder that `pytest -m` takes."""
-    words = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", marks, path]
+def collected(marks, *path, **variables):
+    """Ids of the tests of a file or folder, or of all but the simulated ones, that `pytest -m` takes."""
+    words = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", marks, *path]
     done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, env=os.environ | variables)
+    assert done.returncode in (0, 5), done.stdout  # 5: no tests
     return re.findall(r"::(.*)", done.stdout)
 
 
@@ -98,5 +115,5 @@ def test_check_has_every_operation_scaling_and_backend():
 
 @pytest.mark.full
 def test_no_test_is_for_the_first_and_the_last_alone():
-    assert collected("check and full", ".") == []
+    assert collected("check and full") == []
     assert collected("check and full", "tests/simulated", NUMBA_ENABLE_CUDASIM="1") == []

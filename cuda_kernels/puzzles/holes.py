@@ -2,8 +2,8 @@
 
     .venv/bin/python -m cuda_kernels puzzles
 
-in this folder (`make` creates .venv; in an activated environment `python` is enough): it runs every kernel in a
-simulator, no GPU needed, and says which hole fails, where and why. A puzzle has its rule in words, its rule in NumPy
+in this folder (`make check` creates .venv; in an activated environment `python` is enough): it runs every kernel in
+a simulator, no GPU needed, and says which hole fails, where and why. A puzzle has its rule in words, its rule in NumPy
 (`..._spec`), and the kernel. Change nothing but the holes, not even the kernels' names; a hole may take several lines.
 
 A kernel is a function that many threads run at the same time. Every element of its output is stored, by one thread.

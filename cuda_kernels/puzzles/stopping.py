@@ -2,10 +2,12 @@
 
 A watching thread raises an exception in the thread that runs the call (CPython's `PyThreadState_SetAsyncExc`). No
 signal is sent, so the limit also holds where SIGINT is ignored, as in a script's background job, in a thread and in a
-notebook. Python code is stopped between two of its steps. Two things cannot be stopped like this: a single call into C
-that never returns, and code that catches every exception and goes on. A command uses `ended_within` against them.
+notebook. Python code is stopped between two of its steps. Some code cannot be stopped like this: a single call into C
+that never returns, a loop that catches every exception, a wait for a thread that was just born when the interrupt came.
+A command uses `ended_within` against them.
 """
 
+import _thread
 import ctypes
 import faulthandler
 import os
@@ -14,7 +16,7 @@ import threading
 from contextlib import contextmanager
 
 #: Seconds after which the call is interrupted again: an exception that arrives in a finalizer is lost.
-AGAIN = 1.0
+AGAIN = 0.1
 
 
 class TooLongError(Exception):
@@ -22,7 +24,7 @@ class TooLongError(Exception):
 
 
 class _Interrupt(BaseException):
-    """Raised in the call; no Exception, so that `except Exception` in a kernel does not catch it."""
+    """Raised in the call, a subclass for each limit; no Exception, so that `except Exception` does not catch it."""
 
 
 def call_within(seconds, function):
@@ -44,7 +46,7 @@ def call_within(seconds, function):
             watch.end()
     except BaseException as error:
         watch.end()  # again: what was raised on the way into the first may have kept it from its work
-        if not isinstance(error, _Interrupt):
+        if not isinstance(error, watch.interrupt):
             raise
         raise TooLongError(f"stopped after {seconds} s").with_traceback(error.__traceback__) from None
 
@@ -53,11 +55,13 @@ class _Watch:
     """Interrupts the thread that made it, from `seconds` after `start` until `end`."""
 
     def __init__(self, seconds):
-        self.seconds, self.watched = seconds, threading.get_ident()
+        self.seconds, self.watched = min(seconds, threading.TIMEOUT_MAX), threading.get_ident()
+        self.interrupt = type("_Interrupt", (_Interrupt,), {})
         self.lock, self.ended = threading.Lock(), threading.Event()
 
     def start(self):
-        threading.Thread(target=self._run, name="time limit", daemon=True).start()
+        # No `threading.Thread`: that waits for the new thread, which an outer limit's interrupt may hit at its birth.
+        _thread.start_new_thread(self._run, ())
 
     def end(self):
         """Stop watching. No interrupt arrives afterwards; one that arrives meanwhile is raised at the end."""
@@ -77,7 +81,7 @@ class _Watch:
         while not self.ended.wait(pause):
             with self.lock:
                 if not self.ended.is_set():
-                    self._raise(_Interrupt)
+                    self._raise(self.interrupt)
             pause = AGAIN
 
     def _raise(self, error):

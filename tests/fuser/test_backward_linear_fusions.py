@@ -11,6 +11,8 @@ from fuser.fuser import OperationFuser, fusions
 from fuser.quantization.contexts import autocast
 from fuser.quantization.state import FP8GlobalStateManager
 
+pytestmark = pytest.mark.check
+
 
 def _linear(in_features=64, out_features=64, **options):
     torch.manual_seed(1)

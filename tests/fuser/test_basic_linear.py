@@ -28,6 +28,8 @@ from fuser.quantization.tensor import QuantizedTensor
 from fuser.recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, QParams
 from fuser.sequential import Sequential
 
+pytestmark = pytest.mark.check
+
 
 def _linear(in_features=64, out_features=96, **options):
     torch.manual_seed(1)

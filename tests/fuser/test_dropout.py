@@ -6,6 +6,8 @@ from one_rounding import call_backward, call_forward, new_quantizer, same_bits
 
 from fuser.basic.dropout import Dropout
 
+pytestmark = pytest.mark.check
+
 HALVES = [torch.bfloat16, torch.float16]
 
 

@@ -77,6 +77,7 @@ def _check(op, x, y, dy):
         assert_one_rounding(actual.grad.reshape(-1).to(dtype), parameter.grad, total)
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("zero_centered", [False, True])
 @pytest.mark.parametrize(
     ("shape", "normalized"),
@@ -246,6 +247,7 @@ def test_gradcheck_in_float64(name):
 # --- quantized outputs ------------------------------------------------------------------------------
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("quantizer", QUANTIZERS)
 @pytest.mark.parametrize("name", NORMS)
 def test_quantized_output(name, quantizer):

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import warnings
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from pathlib import Path
 
@@ -739,20 +740,51 @@ def test_report_of_an_installed_package_finds_the_clone(run, installed, monkeypa
     assert code == 0 and verdict.startswith("PASS: ") and "NOT CHECKED" not in verdict
 
 
-def test_no_folder_is_taken_for_the_clone(installed, tmp_path):
+def test_no_folder_is_taken_for_the_clone(installed, tmp_path, monkeypatch):
     (tmp_path / "tests" / "vectors").mkdir(parents=True)
+    (tmp_path / "tests" / "vectors" / "somebody.npz").touch()
     (tmp_path / "refops").mkdir()
+    assert report.find_clone() is None
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
     assert report.find_clone() is None
 
 
+def test_the_clone_of_the_package_comes_first(tmp_path, monkeypatch):
+    for part in (report.VECTORS / "x.npz", report.REAL_TENSORS, Path("refops", "__init__.py")):
+        (tmp_path / part).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / part).touch()
+    monkeypatch.chdir(tmp_path)
+    assert report.find_clone() == ROOT
+
+
 @pytest.mark.full
-def test_processes_find_the_same(run_json):
+def test_a_process_that_was_killed_is_told_in_a_line(run, monkeypatch):
+    def ended(number):
+        raise BrokenProcessPool("A process in the process pool was terminated abruptly")
+
+    monkeypatch.setattr(report.ProcessPoolExecutor, "map", lambda pool, *work: map(ended, work[1]))
+    code, out, err = run("report", *sections("fused"), "--processes", 2)
+    assert (code, out, err.count("\n")) == (2, "", 1) and "--processes 2: one of them was ended" in err
+
+
+@pytest.mark.full
+def test_processes_find_the_same(run_json, monkeypatch):
     """Two processes share the steps; order, counts and survey are those of one."""
+    pools = []
+
+    class Pool(report.ProcessPoolExecutor):
+        def __init__(self, processes, *arguments):
+            pools.append(processes)
+            super().__init__(processes, *arguments)
+
+    monkeypatch.setattr(report, "ProcessPoolExecutor", Pool)
     documents = [run_json("report", *sections("fused", "helpers"), "--processes", n) for n in (1, 2)]
     assert len(documents[0]["checks"]) > report._FEW_STEPS
     for document in documents:
         document["verdict"], document["seconds"] = document["verdict"].rpartition(" (")[0], 0
-    assert documents[0] == documents[1]
+    assert documents[0] == documents[1] and pools == [2]
 
 
 @pytest.mark.parametrize("names", [["vectors"], ["vectors", "survey"], ["survey"]], ids=" ".join)

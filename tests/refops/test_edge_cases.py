@@ -330,6 +330,7 @@ def test_swizzled_result_follows_the_offset_formula(name):
     assert_same_bits(dequantize(only), dequantize(replace(q, rowwise_data=None)))
 
 
+@pytest.mark.check
 def test_block_scales_as_e8m0():
     """Section 4.4: scale_inv 2^-7 is byte 120, repeated over the four MX blocks (and 128 rows) that it covers."""
     x = np.full((256, 384), 3.0, BF16)

@@ -9,8 +9,8 @@ import resource
 import subprocess
 import sys
 import textwrap
-import threading
 import time
+import traceback
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -453,7 +453,8 @@ def test_results_and_errors_pass_through_a_time_limit():
 
 def watching():
     """How many threads watch a call."""
-    return sum(thread.name == "time limit" for thread in threading.enumerate())
+    frames = list(sys._current_frames().values())
+    return sum(any(f.f_code is stopping._Watch._run.__code__ for f, _ in traceback.walk_stack(one)) for one in frames)
 
 
 def spin(seconds):
@@ -495,6 +496,17 @@ def test_a_limit_ends_with_its_call_whatever_interrupts_that():
         stopping.call_within(0.05, lambda: None)
     time.sleep(0.1)
     assert len(calls) == 2 and watching() == 0
+
+
+def test_a_limit_in_a_limit_is_told_apart(monkeypatch):
+    """Also while inner ones start and end without a pause."""
+    with pytest.raises(stopping.TooLongError, match=r"stopped after 0\.2 s"):
+        stopping.call_within(0.2, lambda: stopping.call_within(60, partial(spin, 60)))
+    with pytest.raises(stopping.TooLongError, match=r"stopped after 0\.2 s"):
+        stopping.call_within(60, lambda: stopping.call_within(0.2, partial(spin, 60)))
+    for _ in range(5):
+        with pytest.raises(stopping.TooLongError, match=r"stopped after 0\.1 s"):
+            stopping.call_within(0.1, lambda: [stopping.call_within(1e12, int) for _ in iter(int, 1)])
 
 
 def test_an_interrupt_that_a_finalizer_loses_comes_again(monkeypatch):
