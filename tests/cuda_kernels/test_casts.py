@@ -70,7 +70,7 @@ def test_decoders_give_every_code_its_value(name):
     np.testing.assert_array_equal(np.signbit(got)[~np.isnan(got)], np.signbit(expected)[~np.isnan(got)])
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@sampled("name", FORMATS, 3)
 def test_pairs_are_two_codes(name):
     """Also the versions for GPUs: their meaning elsewhere is the same, for NaN of the sign that a GPU makes."""
     low, high = X[:-1], X[1:]

@@ -76,6 +76,7 @@ def small():
     return json.loads(run.stdout)
 
 
+@pytest.mark.full
 @needs_compiler
 @pytest.mark.parametrize(
     ("name", "accesses"),

@@ -1180,7 +1180,7 @@ class TestForwardBetweenForwardAndBackward:
         y.sum().backward()
         model.requires_grad_(True)
 
-    @sampled("own", RECIPES, 2, ids=lambda own: type(own).__name__)
+    @sampled("own", RECIPES, 5, ids=lambda own: type(own).__name__)
     @pytest.mark.parametrize(
         "between", ["without_grad", "without_recipe", "under_another_recipe", "with_frozen_weights", "another_backward"]
     )

@@ -98,6 +98,7 @@ def test_forward_and_backward(name, dtype, shape, normalized, zero_centered):
     _check(op, x, y, dy)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", NORMS)
 def test_many_rows(name, dtype, monkeypatch):

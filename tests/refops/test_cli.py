@@ -433,6 +433,7 @@ def test_tensors_are_printed_as_soon_as_they_are_measured(run, tmp_path, monkeyp
         assert shown in out if shown else out == ""
 
 
+@pytest.mark.full
 def test_summary_is_the_survey_of_the_report(run):
     _, of_report, _ = run("report", "--section", "survey")
     code, out, err = run("inspect", REAL, "--summary")
@@ -856,7 +857,7 @@ FAULTS = {
 }
 
 
-@sampled("fault", FAULTS, 7)
+@sampled("fault", FAULTS, 19)
 def test_report_notices_a_seeded_fault(run, installed, monkeypatch, fault):
     section, module, attribute, make_fault = FAULTS[fault]
     monkeypatch.setattr(module, attribute, make_fault(getattr(module, attribute)))

@@ -262,7 +262,7 @@ SHAPES = {"wide": (128, ELEMENTS // 128), "tall": (ELEMENTS // 128, 128)}
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@sampled("work", WORK, 2)
+@sampled("work", WORK, 5)
 def test_extra_memory_does_not_grow_with_the_tensor(work, shape, tmp_path):
     """A memory-mapped bfloat16 tensor (a sparse file of zeros with values at its corners)."""
     x = np.memmap(tmp_path / "x", BF16, "w+", shape=SHAPES[shape])

@@ -25,7 +25,7 @@ CASES = [(part, *case) for part in ("quantize", "activations", "calls") for case
 ALL = {part: gpu_check.cases_of(part) for part in gpu_check.PARTS if part not in ("speed", "warm", "launches")}
 
 
-@sampled(("part", "name", "function"), CASES, 3, ids=[f"{part} {name}" for part, name, _ in CASES])
+@sampled(("part", "name", "function"), CASES, 8, ids=[f"{part} {name}" for part, name, _ in CASES])
 def test_some_cases(part, name, function):
     function(gpu_cases.Simulated(), np.random.default_rng(1))
 

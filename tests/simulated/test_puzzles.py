@@ -23,6 +23,7 @@ import pytest
 from cuda_kernels import accesses, puzzles
 from cuda_kernels.puzzles import checker, command, holes, solutions, stopping
 from cuda_kernels.simulator import launch
+from tiers import sampled
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = list(puzzles.PUZZLES)
@@ -260,7 +261,7 @@ def test_holes_are_not_yet(name):
     assert "..." in Path(holes.__file__).read_text().splitlines()[line - 1]
 
 
-@pytest.mark.parametrize(("name", "fillings", "said"), WRONG_FILLINGS)
+@sampled(("name", "fillings", "said"), WRONG_FILLINGS, 4)
 def test_wrong_filling(tmp_path, name, fillings, said):
     verdict = verdict_of(tmp_path, name, fillings)
     assert verdict.status == checker.WRONG

@@ -34,7 +34,7 @@ WITH_ROW_SCALES = ("swiglu", "situglu", "clamped_swiglu", "srelu")
 
 
 @pytest.mark.parametrize("fast", [False, True], ids=["", "fast_math"])
-@pytest.mark.parametrize("name", ACTIVATIONS)
+@sampled("name", ACTIVATIONS, 3)
 def test_activations_and_gradients(name, fast):
     """Rows of whole vectors, and ragged ones, whose middle lies within a vector."""
     number = ACTIVATIONS.index(name) + fast
@@ -71,7 +71,7 @@ def test_column_sums_of_exact_gradients(name):
 
 
 @pytest.mark.parametrize("fast", [False, True], ids=["", "fast_math"])
-@pytest.mark.parametrize("name", ACTIVATIONS)
+@sampled("name", ACTIVATIONS, 3)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_special_values(name, dtype, fast):
     ulp = 8 if fast else 2
@@ -86,7 +86,7 @@ def test_special_values(name, dtype, fast):
 # --- row scales -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", WITH_ROW_SCALES)
+@sampled("name", WITH_ROW_SCALES, 2)
 @pytest.mark.parametrize("number", range(9))
 def test_scaled(name, number):
     """Dtypes of x, of dy, of the scales and of the result; contiguous and interleaved halves."""
@@ -121,7 +121,7 @@ def test_fused_with_every_scaling(name):
         check_fused(activation, shape, scaling, *directions[-1 - i % len(directions)], DTYPES[(number + i) % 3])
 
 
-@pytest.mark.parametrize("name", ACTIVATIONS)
+@sampled("name", ACTIVATIONS, 4)
 def test_every_activation_fused(name):
     check_fused(name, (4, 32), refops.MXFP8Scaling(refops.E4M3), True, False, **PARAMETERS.get(name, {}))
     check_fused(name, (5, 27), refops.DelayedScaling(refops.E5M2, 4.0), True, False, FP32, dbias=False)
