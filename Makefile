@@ -6,8 +6,9 @@ BIN := $(VENV)/bin
 BASE := $(VENV)/.base
 INSTALLED := $(VENV)/.installed
 PEERS := $(VENV)/.peers
-# pytest of the tests as they are, and of those that run the kernels as Python in a simulator
-PYTEST := $(BIN)/python -m pytest -n auto
+# pytest of the tests as they are, and of those that run the kernels as Python in a simulator. Work is stolen, for the
+# tests differ by a factor of a thousand: else one process has many long ones left when the other is done.
+PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
 SIMULATED := NUMBA_ENABLE_CUDASIM=1 $(PYTEST) tests/simulated
 BOUNDS := tests/benchmarks -n 0 --benchmark-group-by=group --benchmark-sort=name --benchmark-columns=median,iqr,rounds
 
