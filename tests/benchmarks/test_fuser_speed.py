@@ -14,8 +14,9 @@ from fuser import ops
 
 WIDTH, ROWS = 16, 4
 CALLS, ROUNDS = 200, 15
-#: Microseconds beyond torch.
-BOUND = 150
+#: How many times torch's own time may come on top of it: 5 were measured, where torch took 29 us and where, on the same
+#: machine in a slow hour, it took 71.
+BOUND = 6
 
 
 class Scale(torch.nn.Module):
@@ -84,4 +85,4 @@ def test_python_beyond_torch(benchmark, one_thread, pipeline):
     rounds = benchmark.pedantic(lambda: [(once(ours), once(torchs)) for _ in range(ROUNDS)], rounds=1)
     ours_us, torch_us = map(min, zip(*rounds, strict=True))
     benchmark.extra_info.update({"fuser us": round(ours_us, 1), "torch us": round(torch_us, 1)})
-    assert ours_us - torch_us < BOUND
+    assert ours_us - torch_us < BOUND * torch_us
