@@ -15,7 +15,7 @@ import numpy as np
 
 from cuda_kernels import simt, simulator
 from cuda_kernels.accesses import Recorder
-from cuda_kernels.puzzles.stopping import TooLongError, call_within
+from cuda_kernels.puzzles.stopping import Interrupt, TooLongError, call_within
 from cuda_kernels.puzzles.table import PUZZLES
 
 #: Seconds that a kernel may take on all of its inputs; the solutions take less than one.
@@ -185,6 +185,8 @@ def _run(puzzle, kernel, case, order, recorder, *, exact):
     except RuntimeError as error:  # a missed barrier
         hint = ALL_LANES if "shuffle" in str(error) else BARRIER
         raise _WrongError(str(error), f"input {case.what}", hint) from None
+    except Interrupt:
+        raise
     except SystemExit as error:
         raise _WrongError("SystemExit: a kernel cannot end the program", _place(kernel, error)) from None
     return got

@@ -23,8 +23,12 @@ class TooLongError(Exception):
     """A call was stopped."""
 
 
-class _Interrupt(BaseException):
-    """Raised in the call, a subclass for each limit; no Exception, so that `except Exception` does not catch it."""
+class Interrupt(SystemExit):
+    """Raised in the call, a subclass for each limit; no Exception, so that `except Exception` does not catch it.
+
+    It is a SystemExit, which ends a thread without a message: until a new thread runs, CPython gives it the identity
+    of the thread that starts it, so that it may get the interrupt instead. The call is interrupted again.
+    """
 
 
 def call_within(seconds, function):
@@ -52,12 +56,18 @@ def call_within(seconds, function):
 
 
 class _Watch:
-    """Interrupts the thread that made it, from `seconds` after `start` until `end`."""
+    """Interrupts the thread that made it, from `seconds` after `start` until `end`.
+
+    An interrupt may come between any two steps of Python. So only locks are used that are C's own: `with` one of them
+    takes it and is bound to give it back in one step, which no lock that is written in Python does.
+    """
 
     def __init__(self, seconds):
         self.seconds, self.watched = min(seconds, threading.TIMEOUT_MAX), threading.get_ident()
-        self.interrupt = type("_Interrupt", (_Interrupt,), {})
-        self.lock, self.ended = threading.Lock(), threading.Event()
+        self.interrupt = type("Interrupt", (Interrupt,), {})
+        self.turn, self.ended = _thread.allocate_lock(), False
+        self.pause = _thread.allocate_lock()
+        self.pause.acquire()  # the watching thread waits for it
 
     def start(self):
         # No `threading.Thread`: that waits for the new thread, which an outer limit's interrupt may hit at its birth.
@@ -65,24 +75,27 @@ class _Watch:
 
     def end(self):
         """Stop watching. No interrupt arrives afterwards; one that arrives meanwhile is raised at the end."""
-        late = None
-        while not self.ended.is_set():
+        late, done = None, False
+        while not done:
             try:
-                with self.lock:
+                with self.turn:
                     self._raise(None)
-                    self.ended.set()
+                    self.ended = True
+                    if self.pause.locked():  # not where an interrupt came just after
+                        self.pause.release()
+                done = True
             except BaseException as error:
                 late = error
         if late is not None:
             raise late
 
     def _run(self):
-        pause = self.seconds
-        while not self.ended.wait(pause):
-            with self.lock:
-                if not self.ended.is_set():
+        seconds = self.seconds
+        while not self.pause.acquire(timeout=seconds):
+            with self.turn:
+                if not self.ended:
                     self._raise(self.interrupt)
-            pause = AGAIN
+            seconds = AGAIN
 
     def _raise(self, error):
         """Have an exception raised in the watched thread; None takes back one that has not been raised yet."""

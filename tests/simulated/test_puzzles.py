@@ -472,7 +472,7 @@ def test_calls_that_end_at_the_limit_leave_nothing_behind(monkeypatch):
     try:
         for number in range(count):
             try:
-                stopping.call_within(0.002, partial(spin, 0.002 + 0.00002 * (number % 20 - 10)))
+                stopping.call_within(0.002, partial(spin, 0.001 + 0.0001 * (number % 40)))
             except stopping.TooLongError:
                 stopped += 1
     finally:
