@@ -11,7 +11,20 @@ from collections import namedtuple
 
 import numpy as np
 
-from cuda_kernels.simt import U16, U32, U64, F, as_f32, as_u32, device, maximum, ptx, select, smaller_magnitude
+from cuda_kernels.simt import (
+    U16,
+    U32,
+    U64,
+    F,
+    as_f32,
+    as_u32,
+    device,
+    device_of_code,
+    maximum,
+    ptx,
+    select,
+    smaller_magnitude,
+)
 
 SIGN, MAGNITUDE, INFINITE = U32(0x80000000), U32(0x7FFFFFFF), U32(0x7F800000)
 SIGN_AND_EXPONENT, CANONICAL_NAN = U32(0xFF800000), U32(0x7FFFFFFF)
@@ -77,7 +90,7 @@ def make_decoder(mantissa_bits, bias, special, sign_shift):
     magnitude_mask = U32((1 << (31 - sign_shift)) - 1)
     first_special = U32(special if special is not None else 0xFFFFFFFF)
 
-    @device
+    @device_of_code
     def decode(code):
         magnitude = np.uint32(code & magnitude_mask)
         sign = np.uint32(np.uint32(code & sign_mask) << up)

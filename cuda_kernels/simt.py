@@ -5,12 +5,14 @@
     in the simulator  everything is plain Python (`cuda_kernels.simulator`, chosen by NUMBA_ENABLE_CUDASIM=1)
 
     device            scalar helper, inlined wherever it is called
+    device_of_code    the same, of one code of a few bits
     ptx               one instruction on a GPU; the decorated Python body is its meaning elsewhere
     on_gpu            another function on a GPU; the decorated Python body is its meaning elsewhere
     kernel            a function that a grid of threads runs
     load_words, load_two_words, store_words    16-byte (or 8-byte) accesses to global memory
     load_words_if, store_words_if    the same where a condition holds, without a branch
     select            a choice without a branch
+    as_f32, as_u32, as_i32    the same bits as another type
     atomic_max        a running maximum that all threads share
 
 This is the only file that knows Numba's internals. Numbers: `F`, `U32`... make constants of a fixed width; one Python
@@ -20,6 +22,7 @@ float or int literal where a float32 or uint32 belongs would turn a kernel into 
 import hashlib
 import inspect
 import os
+from functools import lru_cache
 
 import numpy as np
 
@@ -29,11 +32,15 @@ F, U16, U32, U64, I32, I64 = np.float32, np.uint16, np.uint32, np.uint64, np.int
 SIMULATED = os.environ.get("NUMBA_ENABLE_CUDASIM", "0") == "1"
 
 if SIMULATED:
-    from cuda_kernels.simulator import cuda
+    from cuda_kernels.simulator import as_f32, as_i32, as_u32, cuda
 
     def device(function):
         """A scalar helper: in the simulator the Python function itself."""
         return function
+
+    def device_of_code(function):
+        """A scalar helper of one code of up to 16 bits: in the simulator each code's result is computed once."""
+        return lru_cache(1 << 16)(function)
 
     def kernel(function):
         """A kernel: in the simulator the Python function itself; `simulator.launch` runs it for each thread."""
@@ -121,6 +128,8 @@ else:
         overload(function, target="cuda", jit_options={"forceinline": True})(choose)
         overload(function, target="cpu", jit_options={"error_model": "numpy", "forceinline": True})(choose)
         return function
+
+    device_of_code = device
 
     def kernel(function):
         """A kernel: the Python function itself; `launch` and `compile_report` compile it for a signature."""
@@ -298,26 +307,22 @@ else:
 
         return types.void(pointer, types.intp, types.int32), emit
 
+    # --- reinterpretation -------------------------------------------------------------------------
 
-# --- reinterpretation -----------------------------------------------------------------------------
+    @device
+    def as_f32(bits):
+        """The float32 with these bits."""
+        return np.uint32(bits).view(np.float32)
 
+    @device
+    def as_u32(x):
+        """The bits of a float32."""
+        return np.float32(x).view(np.uint32)
 
-@device
-def as_f32(bits):
-    """The float32 with these bits."""
-    return np.uint32(bits).view(np.float32)
-
-
-@device
-def as_u32(x):
-    """The bits of a float32."""
-    return np.float32(x).view(np.uint32)
-
-
-@device
-def as_i32(x):
-    """The bits of a float32 as a signed integer: the order of non-negative floats."""
-    return np.float32(x).view(np.int32)
+    @device
+    def as_i32(x):
+        """The bits of a float32 as a signed integer: the order of non-negative floats."""
+        return np.float32(x).view(np.int32)
 
 
 # --- offsets ----------------------------------------------------------------------------------------

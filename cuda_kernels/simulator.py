@@ -10,6 +10,7 @@ What it is not: a model of timing, of caches or of the order of concurrent warps
 """
 
 import sys
+import threading
 
 import numpy as np
 
@@ -34,6 +35,7 @@ class Pointer:
         self.array = array.reshape(-1) if array is not None else np.empty(0, np.uint8)
         if array is not None and not array.flags.c_contiguous:
             raise ValueError(f"a kernel's array must be contiguous; got strides {array.strides}")
+        self._address = self.array.ctypes.data
 
     def _check(self, i, count):
         if not 0 <= i <= len(self.array) - count:
@@ -58,7 +60,7 @@ class Pointer:
     def _vector(self, i, size):
         count = size // self.array.itemsize
         self._check(i, count)
-        if (self.array.ctypes.data + int(i) * self.array.itemsize) % size:
+        if (self._address + int(i) * self.array.itemsize) % size:
             raise ValueError(f"a {size}-byte access at element {i} is not aligned")
         return slice(i, i + count)
 
@@ -151,6 +153,41 @@ class _Cuda:
 
 
 cuda = _Cuda()
+
+
+class _Register(threading.local):
+    """32 bits, one such register for each thread of the operating system: written as one type and read as another.
+
+    A view of a NumPy scalar says the same in five times the time, and kernels run millions.
+    """
+
+    def __init__(self):
+        self.u32 = np.zeros((), np.uint32)
+        self.f32, self.i32 = self.u32.view(np.float32), self.u32.view(np.int32)
+
+
+_register = _Register()
+
+
+def as_f32(bits):
+    """The float32 with these bits."""
+    register = _register
+    register.u32[()] = bits
+    return register.f32[()]
+
+
+def as_u32(x):
+    """The bits of a float32."""
+    register = _register
+    register.f32[()] = x
+    return register.u32[()]
+
+
+def as_i32(x):
+    """The bits of a float32 as a signed integer: the order of non-negative floats."""
+    register = _register
+    register.f32[()] = x
+    return register.i32[()]
 
 
 def _run_quietly(kernel, arguments):
