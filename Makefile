@@ -17,7 +17,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 # Goals share the environment and the CPUs: one after another, also under -j.
 .NOTPARALLEL:
-.PHONY: help report check test test-all test-full train minilm notebooks lab lint package docs bench bench-bounds tables kernel-report gpu-check \
+.PHONY: help report check test test-full test-all train minilm notebooks lab lint package docs bench bench-bounds tables kernel-report gpu-check \
     oracle-score exhaustive fuzz peers conformance clean
 
 help:
@@ -40,12 +40,13 @@ test: $(INSTALLED)
 	$(PYTEST) -m "not full"
 	$(SIMULATED) -m "not full"
 
-## test-all    everything, as CI does: the tests with all of their cases, linter, notebooks, site, package, bounds on speed
-test-all: test test-full lint notebooks docs package bench-bounds
+## test-all    everything, as CI does: the tests with all cases, linter, notebooks, site, package, bounds on speed
+test-all: test-full lint notebooks docs package bench-bounds
 
 test-full: $(INSTALLED)
-	$(PYTEST) -m full
-	$(SIMULATED) -m full
+	$(BIN)/python tests/prewarm.py
+	$(PYTEST)
+	$(SIMULATED)
 
 ## train       train a small language model under every recipe; table and loss curves in train_char_lm/
 train: $(INSTALLED)
