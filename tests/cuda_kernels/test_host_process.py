@@ -402,11 +402,11 @@ FAULTS = (
 
 
 def probe(folder, cache, *names):
-    """Run probes on the copy in `folder`."""
+    """Run probes on the copy in `folder`, which is compiled anew: in less time without LLVM's optimizations."""
     code = "; ".join(
         ["from test_host_process import *", f"assert {str(folder)!r} in host.__file__", *map(PROBES.get, names)]
     )
-    python(code, folder=folder, NUMBA_CACHE_DIR=str(cache))
+    python(code, folder=folder, NUMBA_CACHE_DIR=str(cache), NUMBA_OPT="0")
 
 
 @pytest.mark.full

@@ -4,6 +4,7 @@ PTX ISA: `ex2.approx.ftz.f32` is within 2 ulp, `rcp.approx.ftz.f32` within 1; su
 powers of two is promised, so none is assumed.
 """
 
+from contextlib import contextmanager
 from functools import cache
 
 import numba
@@ -74,6 +75,16 @@ ERRORS_NOW = np.zeros(2)
 EXP2_NOW, RECIPROCAL_NOW = (ERRORS_NOW[i:].ctypes.data for i in range(2))
 
 
+@contextmanager
+def errors(exp2_ulps, reciprocal_ulps):
+    """Units with these errors; without one afterwards."""
+    ERRORS_NOW[:] = exp2_ulps, reciprocal_ulps
+    try:
+        yield
+    finally:
+        ERRORS_NOW[:] = 0
+
+
 @intrinsic
 def float64_at(typingctx, address):
     """The float64 at an address."""
@@ -107,8 +118,14 @@ def fast_varying_numbers():
 
 
 @cache
+def fast_varying_formulas():
+    """The formulas of `activations.FAST` on such units."""
+    return activations.make_fast_formulas(fast_varying_numbers())
+
+
+@cache
 def fast_varying_pairs():
-    """... and of pairs of them."""
+    """What it makes of pairs of them."""
     return fast.make_fast(pairs.make_pairs(varying_numbers(), with_instructions(pairs.fma2, fma=exact_fma)))
 
 
@@ -119,9 +136,3 @@ def fast_varying_pairs():
 def fast_numbers(exp2_ulps, reciprocal_ulps):
     """What `fast.make_fast` makes of them."""
     return fast.make_fast(numbers(exp2_ulps, reciprocal_ulps))
-
-
-@cache
-def fast_formulas(exp2_ulps, reciprocal_ulps):
-    """The formulas of `activations.FAST` on such units."""
-    return activations.make_fast_formulas(fast_numbers(exp2_ulps, reciprocal_ulps))

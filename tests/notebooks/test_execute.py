@@ -9,6 +9,7 @@ import importlib.util
 import io
 import json
 import re
+import shutil
 from pathlib import Path
 
 import nbformat
@@ -55,11 +56,26 @@ def notebook(tmp_path):
 
 
 def problems_after(path, change):
-    """Keep the outputs of a notebook, change its JSON text, and check it."""
-    assert check(path, write=True)[1] == []
-    assert check(path, write=False)[1] == []
+    """Change the JSON text of a notebook that was run, and check it."""
     path.write_text(change(path.read_text()))
     return check(path, write=False)[1]
+
+
+def run_once(path):
+    """Keep the outputs of a notebook; they are found again."""
+    assert check(path, write=True)[1] == []
+    assert check(path, write=False)[1] == []
+    return path
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory):
+    """Path of a notebook that was run: its picture, and a cell that prints 3."""
+    folder = tmp_path_factory.mktemp("kept") / "notebooks"
+    folder.mkdir()
+    cells = [tagged(FIGURE, "picture"), new_code_cell("print(1 + 2)")]
+    nbformat.write(new_notebook(cells=cells), folder / "notebook.ipynb")
+    return run_once(folder / "notebook.ipynb")
 
 
 @pytest.mark.parametrize(
@@ -73,24 +89,23 @@ def problems_after(path, change):
         ("print(1 + 2)", "import os; print(os.getcwd())", "cell 2 shows a path of this machine"),
     ],
 )
-def test_one_change_is_noticed(notebook, old, new, problem):
+def test_one_change_is_noticed(kept, tmp_path, old, new, problem):
     def change(text):
         assert old in text
         return text.replace(old, new)
 
-    found = problems_after(notebook(new_code_cell("print(1 + 2)")), change)
+    shutil.copytree(kept.parent, tmp_path / "notebooks")
+    found = problems_after(tmp_path / "notebooks" / kept.name, change)
     assert found and found[0].startswith(problem), found
 
 
 def test_what_varies_is_compared_in_kind_alone(notebook):
-    path = notebook(tagged("import time\nprint(time.time())", "varies"))
-    assert problems_after(path, lambda text: text) == []
+    path = run_once(notebook(tagged("import time\nprint(time.time())", "varies")))
     assert "stale" in problems_after(path, lambda text: text.replace("print(time.time())", "time.time()"))[0]
 
 
 def test_an_error_on_purpose_is_an_output(notebook):
-    path = notebook(tagged("raise ValueError(5)", "raises-exception"))
-    assert problems_after(path, lambda text: text) == []
+    path = run_once(notebook(tagged("raise ValueError(5)", "raises-exception")))
     assert "ValueError: 5" in problems_after(path, lambda text: text.replace("ValueError(5)", "ValueError(6)"))[0]
 
 
