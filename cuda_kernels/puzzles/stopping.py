@@ -26,9 +26,11 @@ class TooLongError(Exception):
 class Interrupt(SystemExit):
     """Raised in the call, a subclass for each limit; no Exception, so that `except Exception` does not catch it.
 
-    It is a SystemExit, which ends a thread without a message: until a new thread runs, CPython gives it the identity
-    of the thread that starts it, so that it may get the interrupt instead. The call is interrupted again.
+    It is a SystemExit, which ends a thread of `_thread` without a message: up to Python 3.11 a new thread has the
+    identity of the thread that starts it until it runs, and may get the interrupt instead. The call then gets the next.
     """
+
+    code = 1  # should one ever reach the interpreter
 
 
 def call_within(seconds, function):
@@ -49,7 +51,10 @@ def call_within(seconds, function):
         finally:
             watch.end()
     except BaseException as error:
-        watch.end()  # again: what was raised on the way into the first may have kept it from its work
+        try:
+            watch.end()  # again: an interrupt on the way into the first may have kept it from its work
+        finally:
+            watch.end()
         if not isinstance(error, watch.interrupt):
             raise
         raise TooLongError(f"stopped after {seconds} s").with_traceback(error.__traceback__) from None
@@ -63,7 +68,7 @@ class _Watch:
     """
 
     def __init__(self, seconds):
-        self.seconds, self.watched = min(seconds, threading.TIMEOUT_MAX), threading.get_ident()
+        self.seconds, self.watched = min(max(seconds, 0), threading.TIMEOUT_MAX), threading.get_ident()
         self.interrupt = type("Interrupt", (Interrupt,), {})
         self.turn, self.ended = _thread.allocate_lock(), False
         self.pause = _thread.allocate_lock()
@@ -74,18 +79,25 @@ class _Watch:
         _thread.start_new_thread(self._run, ())
 
     def end(self):
-        """Stop watching. No interrupt arrives afterwards; one that arrives meanwhile is raised at the end."""
-        late, done = None, False
+        """Stop watching. No interrupt arrives afterwards.
+
+        What arrives meanwhile is raised at the end, but for an interrupt of this watch while another exception is on
+        its way: Ctrl-C and an outer limit come first.
+        """
+        before, late, done = sys.exc_info()[1], None, False
         while not done:
             try:
                 with self.turn:
-                    self._raise(None)
                     self.ended = True
-                    if self.pause.locked():  # not where an interrupt came just after
+                    if self.pause.locked():  # else the watching thread was told in a round that an interrupt cut short
                         self.pause.release()
+                    self._raise(None)
                 done = True
+            except RecursionError:  # too deep for `_raise`: it would be so each time
+                raise
             except BaseException as error:
-                late = error
+                if not isinstance(error, self.interrupt) or (late is None and before is None):
+                    late = error
         if late is not None:
             raise late
 

@@ -468,11 +468,12 @@ def test_calls_that_end_at_the_limit_leave_nothing_behind(monkeypatch):
     """An interrupt that arrives while the call ends is raised by it, or never."""
     monkeypatch.setattr(stopping, "AGAIN", 0.01)
     before, stopped, count = sys.getswitchinterval(), 0, 400
+    steps = 0.00002, 0.0001  # close to the limit, and so far from it that some calls end and some are stopped
     sys.setswitchinterval(1e-5)  # the watching thread gets its turn at once
     try:
         for number in range(count):
             try:
-                stopping.call_within(0.002, partial(spin, 0.001 + 0.0001 * (number % 40)))
+                stopping.call_within(0.002, partial(spin, 0.002 + steps[number % 2] * (number % 40 - 10)))
             except stopping.TooLongError:
                 stopped += 1
     finally:
@@ -496,7 +497,50 @@ def test_a_limit_ends_with_its_call_whatever_interrupts_that():
     with mock.patch.object(stopping._Watch, "end", end), pytest.raises(KeyboardInterrupt):
         stopping.call_within(0.05, lambda: None)
     time.sleep(0.1)
-    assert len(calls) == 2 and watching() == 0
+    assert len(calls) > 1 and watching() == 0
+
+
+@pytest.mark.parametrize("first", [KeyboardInterrupt, ValueError])
+def test_an_interrupt_while_an_error_is_raised_does_not_replace_it(first):
+    real, calls = stopping._Watch._raise, []
+
+    def late(watch, error):
+        calls.append(error)
+        if len(calls) == 1:
+            raise watch.interrupt
+        real(watch, error)
+
+    def call():
+        raise first
+
+    with mock.patch.object(stopping._Watch, "_raise", late), pytest.raises(first):
+        stopping.call_within(60, call)
+    time.sleep(0.1)
+    assert len(calls) > 1 and watching() == 0
+
+
+@pytest.mark.parametrize("seconds", [0, -1, -1e9])
+def test_a_limit_in_the_past_stops_at_once(seconds):
+    with pytest.raises(stopping.TooLongError):
+        stopping.call_within(seconds, partial(spin, 60))
+
+
+def test_calls_near_the_recursion_limit_end():
+    """At each depth the call returns or raises RecursionError, and nothing watches afterwards."""
+    ended = []
+
+    def deeper():
+        try:
+            ended.append(stopping.call_within(60, lambda: True))
+        except RecursionError:
+            ended.append(False)
+        deeper()
+
+    with pytest.raises(RecursionError):
+        deeper()
+    assert set(ended) == {True, False}
+    time.sleep(0.1)
+    assert watching() == 0
 
 
 def test_a_limit_in_a_limit_is_told_apart(monkeypatch):
