@@ -5,7 +5,7 @@
     in the simulator  everything is plain Python (`cuda_kernels.simulator`, chosen by NUMBA_ENABLE_CUDASIM=1)
 
     device            scalar helper, inlined wherever it is called
-    device_of_code    the same, of one code of a few bits
+    device_of_code    the same, of one code of up to 16 bits
     ptx               one instruction on a GPU; the decorated Python body is its meaning elsewhere
     on_gpu            another function on a GPU; the decorated Python body is its meaning elsewhere
     kernel            a function that a grid of threads runs
@@ -40,7 +40,7 @@ if SIMULATED:
 
     def device_of_code(function):
         """A scalar helper of one code of up to 16 bits: in the simulator each code's result is computed once."""
-        return lru_cache(1 << 16)(function)
+        return lru_cache(1 << 16, typed=True)(function)
 
     def kernel(function):
         """A kernel: in the simulator the Python function itself; `simulator.launch` runs it for each thread."""

@@ -158,7 +158,7 @@ cuda = _Cuda()
 class _Register(threading.local):
     """32 bits, one such register for each thread of the operating system: written as one type and read as another.
 
-    A view of a NumPy scalar says the same in five times the time, and kernels run millions.
+    A view of a NumPy scalar gives the same bits but takes five times as long, and a kernel needs millions.
     """
 
     def __init__(self):

@@ -53,7 +53,7 @@ TITLES = {
     "nvfp4-row-scaled": "NVFP4, one amax a row",
 }
 RESULTS = Path(__file__).with_name("capabilities.json")
-ROWS, COLUMNS = 32, 64
+ROWS, COLUMNS = 32, 128
 #: An activation of each kind for the table; all of them have a line of their own.
 UNARY, GATED = "gelu", "swiglu"
 DTYPES = (np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))

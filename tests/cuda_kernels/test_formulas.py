@@ -235,6 +235,7 @@ def test_fast_formulas_on_the_worst_units_at_8_ulp(name):
     x, gate = bfloat16_and_random()
     keep = ~flushed(name, x)
     for errors in units.ERRORS:
+        print("units off by", errors)
         with units.errors(*errors):
             raise_unless_accepted(evaluate(units.fast_varying_formulas(), name, x[keep], gate[keep]), ulp=8)
 

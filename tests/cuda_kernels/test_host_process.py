@@ -402,7 +402,7 @@ FAULTS = (
 
 
 def probe(folder, cache, *names):
-    """Run probes on the copy in `folder`, which is compiled anew: in less time without LLVM's optimizations."""
+    """Run probes on the copy in `folder`, compiled anew without LLVM's optimizations, to save time."""
     code = "; ".join(
         ["from test_host_process import *", f"assert {str(folder)!r} in host.__file__", *map(PROBES.get, names)]
     )

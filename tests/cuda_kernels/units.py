@@ -77,7 +77,7 @@ EXP2_NOW, RECIPROCAL_NOW = (ERRORS_NOW[i:].ctypes.data for i in range(2))
 
 @contextmanager
 def errors(exp2_ulps, reciprocal_ulps):
-    """Units with these errors; without one afterwards."""
+    """Units with these errors, and afterwards without."""
     ERRORS_NOW[:] = exp2_ulps, reciprocal_ulps
     try:
         yield
@@ -125,7 +125,7 @@ def fast_varying_formulas():
 
 @cache
 def fast_varying_pairs():
-    """What it makes of pairs of them."""
+    """What `fast.make_fast` makes of pairs of `varying_numbers`."""
     return fast.make_fast(pairs.make_pairs(varying_numbers(), with_instructions(pairs.fma2, fma=exact_fma)))
 
 

@@ -1,6 +1,6 @@
 """What `make notebooks` notices: an error, a warning, a slow cell, and outputs that are no longer the committed ones.
 
-Each test writes a small notebook beside a plots module of its own folder, keeps its outputs, and changes one thing.
+A test keeps the outputs of a small notebook in a folder of its own, and changes one thing.
 """
 
 import asyncio
