@@ -21,7 +21,7 @@ from peers.subjects import SUBJECTS, TIMED, comparable, read
 N = 4096
 #: Operation -> least ratio of CPU time to (refops, PyTorch eager, PyTorch compiled).
 BOUNDS = {
-    "swiglu -> MXFP8": (9, 10, 2.5),
+    "swiglu -> MXFP8": (9, 10, 1.8),  # compiled: 2.2 to 3.9 were measured in one hour, as fast as its memory came
     "MXFP8 both directions": (5, 18, 2.5),  # eager: 21 to 30 were measured, as fast as memory was
     "MXFP8 rowwise": (5, 15, 1.2),
     "NVFP4 1x16": (4, 10, 1.5),
