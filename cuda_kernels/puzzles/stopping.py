@@ -57,7 +57,16 @@ def call_within(seconds, function):
             watch.end()
         if not isinstance(error, watch.interrupt):
             raise
+        if pressed := _ctrl_c_before(error):
+            raise pressed from None
         raise TooLongError(f"stopped after {seconds} s").with_traceback(error.__traceback__) from None
+
+
+def _ctrl_c_before(error):
+    """The KeyboardInterrupt that was on its way when `error` was raised, or None."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__context__
+    return error
 
 
 class _Watch:

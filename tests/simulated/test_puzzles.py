@@ -519,6 +519,25 @@ def test_an_interrupt_while_an_error_is_raised_does_not_replace_it(first):
     assert len(calls) > 1 and watching() == 0
 
 
+def test_ctrl_c_just_before_the_limit_is_ctrl_c():
+    """The limit's interrupt arrives on the way into the end, while KeyboardInterrupt is raised."""
+    real, calls = stopping._Watch.end, []
+
+    def end(watch):
+        calls.append(watch)
+        if len(calls) == 1:
+            raise watch.interrupt
+        real(watch)
+
+    def call():
+        raise KeyboardInterrupt
+
+    with mock.patch.object(stopping._Watch, "end", end), pytest.raises(KeyboardInterrupt):
+        stopping.call_within(60, call)
+    time.sleep(0.1)
+    assert watching() == 0
+
+
 @pytest.mark.parametrize("seconds", [0, -1, -1e9])
 def test_a_limit_in_the_past_stops_at_once(seconds):
     with pytest.raises(stopping.TooLongError):
