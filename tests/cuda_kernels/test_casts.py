@@ -48,6 +48,7 @@ X = inputs()
 NUMBERS = X[~np.isnan(X)]
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("name", FORMATS)
 def test_encoders_give_the_reference_s_codes(name):
     np.testing.assert_array_equal(
@@ -62,6 +63,7 @@ def test_encoders_give_ml_dtypes_codes_within_the_range(name):
     np.testing.assert_array_equal(over_arrays(casts.ENCODERS[name], np.uint32)(NUMBERS), theirs)
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("name", FORMATS)
 def test_decoders_give_every_code_its_value(name):
     expected = refops.FORMATS[name].values
