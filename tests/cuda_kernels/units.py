@@ -34,41 +34,12 @@ def off(true, ulps):
     return y if y >= TINY else F(0)
 
 
-def exp2_unit(ulps):
-    """ex2.approx.ftz.f32 with this error."""
-    return numba.njit(lambda x: off(np.exp2(np.float64(x)), ulps), inline="always", error_model="numpy")
-
-
-def reciprocal_unit(ulps):
-    """rcp.approx.ftz.f32 of x >= 1 with this error."""
-    return numba.njit(lambda x: off(1.0 / np.float64(x), ulps), inline="always", error_model="numpy")
-
-
-def quotient_unit(ulps):
-    """div.full.f32 of 1 and a parameter, as far off as its documentation allows."""
-    return numba.njit(lambda x: off(1.0 / np.float64(x), ulps), inline="always", error_model="numpy")
-
-
 @numba.njit(error_model="numpy")
 def less_one(d, s):
     """`fast.less_one` with one rounding."""
     total = exact_fma(d, s, -s)
     return min(max(total, F(0)), F(1)) if total == total else F(0)
 
-
-@cache
-def numbers(exp2_ulps, reciprocal_ulps):
-    """The `fast.Arithmetic` of numbers on such units."""
-    return fast.NUMBERS._replace(
-        exp2=exp2_unit(exp2_ulps),
-        reciprocal=reciprocal_unit(reciprocal_ulps),
-        inverse=quotient_unit(2 * reciprocal_ulps),
-        fma=exact_fma,
-        less_one=less_one,
-    )
-
-
-# --- errors that change while the code stays --------------------------------------------------------
 
 #: (ex2's, rcp's) error in ulp of the functions below: they read it each time, so compiled once they serve all `ERRORS`.
 ERRORS_NOW = np.zeros(2)
@@ -97,7 +68,11 @@ def float64_at(typingctx, address):
 
 @cache
 def varying_numbers():
-    """As `numbers`, with the errors of the moment."""
+    """The `fast.Arithmetic` of numbers on units with the errors of the moment.
+
+    `exp2` is ex2.approx.ftz.f32, `reciprocal` rcp.approx.ftz.f32 of x >= 1, `inverse` div.full.f32 of 1 and a
+    parameter.
+    """
     return fast.NUMBERS._replace(
         exp2=_varying(lambda x: off(np.exp2(np.float64(x)), float64_at(EXP2_NOW))),
         reciprocal=_varying(lambda x: off(1.0 / np.float64(x), float64_at(RECIPROCAL_NOW))),
@@ -127,12 +102,3 @@ def fast_varying_formulas():
 def fast_varying_pairs():
     """What `fast.make_fast` makes of pairs of `varying_numbers`."""
     return fast.make_fast(pairs.make_pairs(varying_numbers(), with_instructions(pairs.fma2, fma=exact_fma)))
-
-
-# --- errors that are constants of the code ----------------------------------------------------------
-
-
-@cache
-def fast_numbers(exp2_ulps, reciprocal_ulps):
-    """What `fast.make_fast` makes of them."""
-    return fast.make_fast(numbers(exp2_ulps, reciprocal_ulps))
