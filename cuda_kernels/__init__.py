@@ -8,8 +8,8 @@ The calls, their results and their errors are those of `refops`. Arrays on a GPU
 arrays or anything with a CUDA array interface; results are of the same kind. Work goes to the current stream of the
 library on the array's device. `fast_math=True` takes approximate exponentials and reciprocals (at most 8 ulp of
 float32; a sigmoid below 2^-126 is flushed to 0, a gradient of infinity may be infinite where it is NaN); scales and
-casts never change. With NUMBA_ENABLE_CUDASIM=1, set before the import, NumPy arrays go through the same kernels in a
-simulator.
+casts never change. NumPy arrays go through the same kernels, compiled, within `emulated(target="sm_90")`, on a software
+GPU; and with NUMBA_ENABLE_CUDASIM=1, set before the import, as Python in a simulator.
 
 The package imports from `refops` only descriptions (formats, settings, layouts, checks of arguments), never arithmetic:
 two implementations that share arithmetic cannot check each other.
@@ -22,7 +22,6 @@ from typing import Any
 
 from cuda_kernels.errors import explain_missing_numba
 from cuda_kernels.interface import Interface
-from refops.arguments import require_flag
 
 __all__ = [
     "activation",
@@ -32,6 +31,7 @@ __all__ = [
     "amax",
     "decode",
     "dequantize",
+    "emulated",
     "encode",
     "hadamard_transform",
     "host",
@@ -46,6 +46,9 @@ def __getattr__(name: str) -> Any:
     if name == "host":
         with explain_missing_numba():
             return importlib.import_module("cuda_kernels.host")
+    if name == "emulated":
+        with explain_missing_numba():
+            return importlib.import_module("cuda_kernels.emulator").emulated
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -53,39 +56,28 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
+@functools.lru_cache(maxsize=1)
+def _gpu():
+    """The module that runs the calls; imported with the first one, for it needs Numba."""
+    with explain_missing_numba():
+        return importlib.import_module("cuda_kernels.gpu")
+
+
 def _on_gpu(method):
     """The public function of an `Interface` method: on the device and in the library of its first array."""
 
     @functools.wraps(method)
     def call(*args, fast_math=False, **options):
-        with explain_missing_numba():
-            from cuda_kernels.arrays import memory_of
-            from cuda_kernels.gpu import GPU
-        require_flag(fast_math, "fast_math")
-        inspect.signature(method).bind(None, *args, **options)  # a missing argument is no question of devices
-        position = 1 if takes_name else 0
-        first = args[position] if len(args) > position else options.get(parameters[position])
-        arrays = getattr(first, "arrays", None)
-        memory = memory_of(next(iter(arrays.values())) if arrays else first, parameters[position])
-        return _owners(method(Interface(GPU(memory, fast_math)), *args, **options))
+        return _gpu().call(method, signature, args, options, fast_math)
 
-    parameters = list(inspect.signature(method).parameters)[1:]
-    takes_name = parameters[0] == "name"
+    signature = inspect.signature(method)
     del call.__wrapped__
     call.__annotations__ = {**method.__annotations__, "fast_math": bool}
-    signature = inspect.signature(method)
     extra = inspect.Parameter("fast_math", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=bool)
     kept = [p for p in signature.parameters.values() if p.name != "self"]
     last = len(kept) - (kept[-1].kind is inspect.Parameter.VAR_KEYWORD)
     call.__signature__ = signature.replace(parameters=[*kept[:last], extra, *kept[last:]])
     return call
-
-
-def _owners(result):
-    """Arrays of the caller's library in place of `arrays.Array`."""
-    if isinstance(result, tuple):
-        return tuple(_owners(one) for one in result)
-    return getattr(result, "owner", result)
 
 
 activation = _on_gpu(Interface.activation)

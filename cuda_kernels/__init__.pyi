@@ -6,6 +6,7 @@ Arrays are those of the caller's library, so they are `Any` here. A test compare
 from typing import Any, Literal, overload
 
 from cuda_kernels import host as host
+from cuda_kernels.emulator import emulated as emulated
 from cuda_kernels.result import Quantized
 from refops.formats import FloatFormat
 from refops.hints import DTypeLike, Number
@@ -20,6 +21,7 @@ __all__ = [
     "amax",
     "decode",
     "dequantize",
+    "emulated",
     "encode",
     "hadamard_transform",
     "host",

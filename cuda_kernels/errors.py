@@ -1,9 +1,22 @@
 """What is missing, said so that the reader knows what to install or change."""
 
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from importlib import metadata
+from pathlib import Path
 
+from cuda_kernels import ptx_cache
+
+#: Wheels that NVVM lies in: that of CUDA 13, that of CUDA 12.
+COMPILER_PACKAGES = ("nvidia-nvvm", "nvidia-cuda-nvcc-cu12")
 INSTALL = "pip install 'numba-cuda[cu13]' (or [cu12] for a CUDA 12 driver)"
 ALTERNATIVE = "CPU arrays go to cuda_kernels.host; NUMBA_ENABLE_CUDASIM=1 runs kernels in the simulator"
+#: What a linker or a driver says that is older than the compiler: of the PTX, or of an architecture it does not know.
+TOO_OLD = (
+    "Unsupported .version",
+    "UNSUPPORTED_PTX_VERSION",
+    "is not defined for option 'gpu-name'",
+    "UNRECOGNIZED_ARCH",
+)
 
 
 class NoGPUError(RuntimeError):
@@ -51,12 +64,67 @@ def require_numba_cuda():
 
 
 @contextmanager
-def explain_linking():
-    """Turn a refusal of the linker into a `NoGPUError`: mostly an nvJitLink older than the NVVM that wrote the PTX."""
+def explain_linking(ptx, architecture):
+    """Turn a refusal of the linker or of the driver into a `NoGPUError` that says which part is too old.
+
+    Args:
+        ptx: text of the kernel. architecture: what it is linked for, such as "sm_90".
+    """
     try:
         yield
-    except Exception as error:  # cuda.core's linker errors have no public class
-        raise NoGPUError(
-            f"linking failed: {type(error).__name__}: {error}. PTX of a newer NVVM needs an nvJitLink as new: install "
-            "nvidia-nvvm and nvidia-nvjitlink of one CUDA release (pip install --upgrade 'numba-cuda[cu13]')."
-        ) from error
+    except Exception as error:  # the classes of cuda.core's, nvJitLink's and the driver's errors are not public
+        said = f"{type(error).__name__}: {error}".rstrip("\n\0")
+        raise NoGPUError(f"a kernel for {architecture} cannot be loaded. {_remedy(said, ptx)} ({said})") from error
+
+
+def _remedy(said, ptx):
+    """What to install, from what was said and from what is installed."""
+    if any(words in said for words in TOO_OLD):
+        return _newer_linker(ptx_cache.version_of(ptx))
+    if "NO_BINARY_FOR_GPU" in said or "INVALID_IMAGE" in said or "DRIVER_MISMATCH" in said:
+        return (
+            f"The driver does not read what {_linker()} links: update the driver, or install the packages of its CUDA "
+            "version: pip install 'numba-cuda[cu12]' for a CUDA 12 driver, 'numba-cuda[cu13]' for a CUDA 13 driver."
+        )
+    return f"It was linked by {_linker()}."
+
+
+def _newer_linker(version):
+    """Of PTX that the linker is too old for."""
+    compiler, linker, release = _compiler_package(), _linker_version(), ""
+    if compiler:
+        release = ">=" + ".".join(compiler[1].split(".")[:2])
+    written = f"{compiler[0]} {compiler[1]}" if compiler else f"the NVVM at {ptx_cache.compiler_paths().get('nvvm')}"
+    cuda12 = (compiler and compiler[0].endswith("cu12")) or (not compiler and linker and linker[0] == 12)
+    package = "nvidia-nvjitlink-cu12" if cuda12 else "nvidia-nvjitlink"
+    return (
+        f"Its PTX {version}, written by {written}, is newer than what {_linker()} reads: "
+        f"pip install --upgrade '{package}{release}'."
+    )
+
+
+def _compiler_package():
+    """(name, version) of the wheel that NVVM lies in, None where it is of no wheel."""
+    path = ptx_cache.compiler_paths().get("nvvm")
+    for package in COMPILER_PACKAGES:
+        with suppress(metadata.PackageNotFoundError):
+            wheel = metadata.distribution(package)
+            if path and any(Path(wheel.locate_file(file)) == Path(path) for file in wheel.files or ()):
+                return package, wheel.version
+    return None
+
+
+def _linker_version():
+    """(major, minor) of nvJitLink, None where there is none that cuda.core uses."""
+    try:
+        from cuda.bindings import nvjitlink
+
+        return tuple(nvjitlink.version())
+    except Exception:  # too old to say, or not there: each version of the bindings has its own error
+        return None
+
+
+def _linker():
+    """What links: nvJitLink, or the driver where that is missing."""
+    version = _linker_version()
+    return f"nvJitLink {version[0]}.{version[1]}" if version else "the driver (there is no nvJitLink)"

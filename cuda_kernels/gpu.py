@@ -13,10 +13,10 @@ from dataclasses import replace as replaced
 
 import numpy as np
 
-from cuda_kernels import kernels
+from cuda_kernels import kernels, plans, simt
 from cuda_kernels.arrays import HIGH_PRECISION, Array, memory_of
 from cuda_kernels.casts import LARGEST_FINITE, STORAGES
-from cuda_kernels.interface import Backend, Operand
+from cuda_kernels.interface import Backend, Interface, Operand
 from cuda_kernels.launch import (
     LARGEST_DIMENSION,
     band_shape,
@@ -46,12 +46,42 @@ from refops.quantization.layout import ceil_div
 from refops.scaling import FP8_FORMATS, BlockScaling, CurrentScaling, DelayedScaling, MXFP8Scaling
 
 
+def call(method, signature, args, options, fast_math):
+    """Call a method of `Interface` on the device and in the library of its first array.
+
+    Args:
+        method, signature: the method and its signature, `self` first.
+        args, options: its arguments but for `self`. fast_math: bool.
+
+    Returns:
+        Its result, arrays as those of the caller's library.
+    """
+    known = plans.seen(method, args, options, fast_math)
+    plan = known and plans.plan_of(known)
+    if plan:
+        return plan.run(known)
+    require_flag(fast_math, "fast_math")
+    given = signature.bind(None, *args, **options).arguments  # a missing argument is no question of devices
+    name = next(name for name in signature.parameters if name not in ("self", "name"))
+    arrays = getattr(given[name], "arrays", None)
+    memory = memory_of(next(iter(arrays.values())) if arrays else given[name], name)
+    with memory.scope():
+        known = plans.seen(method, args, options, fast_math)  # the memory may be the first of its kind
+        if known is None or simt.SIMULATED:
+            return memory.returned(method(Interface(GPU(memory, fast_math)), *args, **options))
+        recording = plans.Recording(known, memory, launcher_for(memory.device))
+        backend = GPU(recording.memory, fast_math, recording.launcher)
+        result = method(Interface(backend), *args, **options)
+        recording.keep(result)
+        return memory.returned(result)
+
+
 class GPU(Backend):
     """Kernels on the device and in the library of one array; `fast_math` allows approximate exp and reciprocal."""
 
-    def __init__(self, memory, fast_math=False):
+    def __init__(self, memory, fast_math=False, launcher=None):
         self.memory, self.fast_math = memory, fast_math
-        self.launcher = launcher_for(memory.device)
+        self.launcher = launcher or launcher_for(memory.device)
 
     # --- arrays -----------------------------------------------------------------------------------
 
@@ -132,8 +162,7 @@ class GPU(Backend):
         self._launch(recipe, make, arguments_of(recipe), values, grid, block)
 
     def _launch(self, key, make, described, values, grid, block):
-        with self.memory.scope():
-            self.launcher.launch(key, make, described, values, grid, block, self.memory.stream())
+        self.launcher.launch(key, make, described, values, grid, block, self.memory.stream())
 
     @staticmethod
     def _inputs(front):
@@ -618,12 +647,13 @@ def finish_sums_of(dtype):
 def reordered_scales(q, swizzled):
     """field -> array: the scales of a GPU `Quantized` in GEMM order, or back in rows."""
     memory, moved = memory_of(next(iter(q.arrays.values()))), {}
-    backend = GPU(memory)
-    for name in ("rowwise_scale_inv", "columnwise_scale_inv"):
-        if getattr(q, name) is not None:
-            transposed = name.startswith("column") and isinstance(q.scaling, MXFP8Scaling)
-            moved[name] = backend.swizzle(memory.wrap(getattr(q, name), name), not swizzled, transposed).owner
-    return moved
+    with memory.scope():
+        backend = GPU(memory)
+        for name in ("rowwise_scale_inv", "columnwise_scale_inv"):
+            if getattr(q, name) is not None:
+                transposed = name.startswith("column") and isinstance(q.scaling, MXFP8Scaling)
+                moved[name] = backend.swizzle(memory.wrap(getattr(q, name), name), not swizzled, transposed)
+        return memory.returned(moved)
 
 
 def _readable(front, out):

@@ -1,23 +1,22 @@
 """Launching: grids, argument types, compiled kernels and the way they are started.
 
 A kernel takes raw pointers, so a launch costs no typing or viewing of arrays. Compiled kernels are cached in memory by
-recipe and compute capability, and as PTX on disk under a digest of the sources and of the compilers' versions. In the
-simulator the same calls run the kernels as Python.
+recipe and compute capability, and as PTX on disk under a digest of the sources and of the compiler. In the simulator
+the same calls run the kernels as Python.
 
-    launch(function_key, build, types, values, grid, block, stream)
+    launcher_for(device).launch(key, build, described, values, grid, block, stream)
 """
 
-import ctypes
-import importlib
 import math
+import re
 import threading
 import warnings
-from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from cuda_kernels import ptx_cache, simt
+from cuda_kernels.contexts import LEGACY_STREAM, NO_STREAM, PER_THREAD_STREAM, cuda_core, device_scope
 from cuda_kernels.errors import explain_linking, explain_missing
 from cuda_kernels.kernels import BAND, MX_COLUMNS, MX_ROWS, THREADS, TILE_ROWS
 from cuda_kernels.messages import announce
@@ -82,37 +81,61 @@ def numba_type(described):
 # --- compiling --------------------------------------------------------------------------------------
 
 
-def compile_ptx(function, described, target):
-    """Return the PTX of a kernel function for argument descriptions and a compute capability."""
+#: Arithmetic of PTX whose rounding is left open: a multiplication and an addition, either of which says nothing.
+_OPEN_ROUNDING = re.compile(r"(?<![\w.])(add|sub|mul)((?:\.ftz)?(?:\.sat)?\.(?:f16|f16x2|bf16|bf16x2|f32|f32x2|f64)\s)")
+
+
+def compile_ptx(function, signature, target):
+    """Return the PTX of a kernel function for a tuple of Numba types and a compute capability.
+
+    NVVM leaves it to ptxas whether a multiplication and an addition become one fused operation, which would be another
+    rounding than the reference's. Here every one says that it rounds to nearest, which forbids that to any linker.
+    """
     from numba import cuda
     from numba.core.errors import NumbaIRAssumptionWarning
 
-    signature = tuple(numba_type(one) for one in described)
     with warnings.catch_warnings():
         warnings.simplefilter("error", NumbaIRAssumptionWarning)  # code that Numba lost, not a matter of style
-        text, _ = cuda.compile_ptx(function, signature, cc=target)
-    return text
+        text, _ = cuda.compile_ptx(function, signature, cc=target, debug=False, opt=True)
+    return _OPEN_ROUNDING.sub(r"\1.rn\2", text)
 
 
 def architecture(target):
-    """(9, 0, "a") -> "sm_90a"."""
+    """(10, 0, "a") -> "sm_100a"."""
     return "sm_" + "".join(str(part) for part in target)
 
 
-def cuda_core():
-    """The module `cuda.core`, by its older name where it is older than 0.5."""
-    core = importlib.import_module("cuda.core")
-    return core if hasattr(core, "launch") else importlib.import_module("cuda.core.experimental")
-
-
-@lru_cache(maxsize=256)
 def stream_of(handle):
-    """The stream of a handle, 0 for the default one; making one costs as much as a launch."""
-    return cuda_core().Stream.from_handle(handle)
+    """The stream of a handle; 0 and 1 are the legacy default stream, 2 is that of the thread.
+
+    The default ones are those of whichever context is current. Others are made at every call: the driver gives the
+    handle of a stream that was destroyed to another one, of any device.
+    """
+    name = _DEFAULT_STREAMS.get(handle)
+    found = getattr(cuda_core(), name, None) if name else None
+    return cuda_core().Stream.from_handle(handle) if found is None else found
 
 
+_DEFAULT_STREAMS = {
+    NO_STREAM: "LEGACY_DEFAULT_STREAM",
+    LEGACY_STREAM: "LEGACY_DEFAULT_STREAM",
+    PER_THREAD_STREAM: "PER_THREAD_DEFAULT_STREAM",
+}
 #: Numba registers overloads while a kernel is built: one thread at a time.
 _compiling = threading.RLock()
+
+
+class Prepared(NamedTuple):
+    """A launch but for its stream.
+
+    Attributes:
+        kernel, config: as `cuda.core.launch` takes them.
+        values: the arguments as NumPy numbers, pointers as int.
+    """
+
+    kernel: Any
+    config: Any
+    values: list
 
 
 class Launcher:
@@ -123,29 +146,33 @@ class Launcher:
             self.core, self.number = cuda_core(), device_number
             major, minor = self.core.Device(device_number).compute_capability
         self.target = (major, minor, "a") if major >= 10 else (major, minor)
-        self._kernels, self._thread = {}, threading.local()
-
-    def _make_current(self):
-        """Give a thread that has no CUDA context yet the device's: libraries do so at their first call only."""
-        if not hasattr(self._thread, "ready"):
-            self.core.Device(self.number).set_current()
-            self._thread.ready = True
+        self._kernels = {}
 
     def launch(self, key, build, described, values, grid, block, stream):
-        """Start a kernel.
+        """Start a kernel on this launcher's device, whichever is current.
 
         Args:
             key: what it is cached by. build: function of the target that returns the Python function.
             described: argument descriptions. values: the flat arguments, pointers as int.
             grid, block: shapes; nothing runs where one is 0. stream: handle of the CUDA stream, int.
         """
+        with device_scope(self.number):
+            prepared = self.prepared(key, build, described, values, grid, block)
+            if prepared is not None:
+                self.start(stream_of(stream), *prepared)
+
+    def prepared(self, key, build, described, values, grid, block):
+        """Return the `Prepared` launch, None where the grid is empty; arguments as those of `launch`."""
         if 0 in grid:
-            return
-        self._make_current()
-        found = self._kernels.get(key)
-        kernel, converts = found or self._compiled(key, build, described)
-        converted = [convert(one) for one, convert in zip(values, converts, strict=True)]
-        self.core.launch(stream_of(stream), self.core.LaunchConfig(grid=grid, block=block), kernel, *converted)
+            return None
+        kernel, converts = self._kernels.get(key) or self._compiled(key, build, described)
+        with np.errstate(over="ignore"):  # a lower bound above every float32 is infinity
+            converted = [convert(one) for one, convert in zip(values, converts, strict=True)]
+        return Prepared(kernel, self.core.LaunchConfig(grid=grid, block=block), converted)
+
+    def start(self, stream, kernel, config, values):
+        """Start what is `Prepared` in a stream of `stream_of`; the device must be current."""
+        self.core.launch(stream, config, kernel, *values)
 
     def _compiled(self, key, build, described):
         with _compiling:
@@ -156,31 +183,33 @@ class Launcher:
     def _compile(self, key, build, described):
         def translate():
             announce(f"compiling a kernel for {architecture(self.target)}, once")
-            return compile_ptx(build(self.target), described, self.target)
+            signature = tuple(numba_type(one) for one in described)
+            return compile_ptx(build(self.target), signature, self.target)
 
         core, text = self.core, ptx_cache.get(key, self.target, translate)
         options = core.LinkerOptions(arch=architecture(self.target))
-        with explain_linking():
+        with explain_linking(text, architecture(self.target)):  # a driver may also refuse what was linked
             cubin = core.Linker(core.ObjectCode.from_ptx(text.encode()), options=options).link("cubin")
-        return cubin.get_kernel(ptx_cache.entry_name(text))
+            return cubin.get_kernel(ptx_cache.entry_name(text))
 
 
-_CTYPES = {
-    np.float32: ctypes.c_float,
-    np.int32: ctypes.c_int32,
-    np.int64: ctypes.c_int64,
-    np.uint64: ctypes.c_uint64,
-    np.uint32: ctypes.c_uint32,
-}
+def kinds_of(described):
+    """ "pointer" or "scalar" of each flat argument."""
+    return [kind for kind, _ in _flat(described)]
 
 
 def converters(described):
-    """One function for each flat argument: what makes it the C value that the driver copies."""
-    flat = []
+    """One function for each flat argument: what makes it the value that the driver copies.
+
+    Numbers are NumPy's: `cuda.core` takes four times as long for those of ctypes.
+    """
+    return [int if kind == "pointer" else scalar for kind, scalar in _flat(described)]
+
+
+def _flat(described):
+    """(kind, NumPy scalar type) of each flat argument."""
     for first, second in described:
-        kinds = [(first, second)] if isinstance(first, str) else second.values()
-        flat += [int if kind == "pointer" else _CTYPES[scalar] for kind, scalar in kinds]
-    return flat
+        yield from [(first, second)] if isinstance(first, str) else second.values()
 
 
 # --- the simulator ----------------------------------------------------------------------------------

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from cuda_kernels.arrays import memory_of, numpy_dtype
 from refops.quantization import result
 from refops.scaling import BlockScaling, MXFP8Scaling, NVFP4Scaling, Scaling
@@ -47,6 +49,12 @@ class Quantized:
         """name -> array, of those that are there."""
         return {name: getattr(self, name) for name in ARRAYS if getattr(self, name) is not None}
 
+    def with_arrays(self, arrays: dict[str, Any]) -> "Quantized":
+        """Return a tensor of the same settings, shape and dtype with other arrays, by the names of `arrays`."""
+        made = object.__new__(Quantized)  # every field is there and checked
+        vars(made).update(vars(self), **arrays)
+        return made
+
     def swizzled(self) -> "Quantized":
         """Return the same tensor with its scales in the order that GEMMs read; as `refops.Quantized.swizzled`."""
         return self._with_order(True)
@@ -69,9 +77,12 @@ class Quantized:
 
     def to_host(self) -> result.Quantized:
         """Return a copy as `refops.Quantized`, NumPy arrays."""
-        arrays = self.arrays
-        memory = memory_of(next(iter(arrays.values())))
-        host = {name: memory.to_numpy(memory.wrap(array, name)) for name, array in arrays.items()}
+        host = self.arrays
+        first = next(iter(host.values()))
+        if not isinstance(first, np.ndarray):
+            memory = memory_of(first)
+            with memory.scope():
+                host = {name: memory.to_numpy(memory.wrap(array, name)) for name, array in host.items()}
         return result.Quantized(
             **host,
             scaling=self.scaling,
