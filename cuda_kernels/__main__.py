@@ -1,9 +1,10 @@
-"""`python -m cuda_kernels report` and `python -m cuda_kernels puzzles`: see `compile_report` and `puzzles`."""
+"""`python -m cuda_kernels report`, `profile` and `puzzles`: see `compile_report`, `emulator.profile` and `puzzles`."""
 
 import os
 import sys
 
 USAGE = """usage: python -m cuda_kernels report [--kernel PATTERN] [--target sm_90] [--fast-math] [--json]
+       python -m cuda_kernels profile --op NAME [--scaling NAME] [--target sm_90] [--shape MxK] [--columnwise] [--json]
        python -m cuda_kernels puzzles [FILE] [--only N] [--solutions]"""
 
 
@@ -24,6 +25,10 @@ def run(arguments):
         from cuda_kernels import compile_report
 
         return compile_report.main(arguments[1:])
+    if arguments[:1] == ["profile"]:
+        from cuda_kernels.emulator import profile
+
+        return profile.main(arguments[1:])
     if arguments[:1] == ["puzzles"]:
         os.environ["NUMBA_ENABLE_CUDASIM"] = "1"  # decided when the kernels' vocabulary is imported
         from cuda_kernels.puzzles import command

@@ -9,6 +9,7 @@ A function takes x, then its parameters; `ACTIVATIONS` says which functions an a
 """
 
 from collections import namedtuple
+from functools import cache
 
 from cuda_kernels.elementary import exp, full_range_reciprocal, reciprocal, tanh
 from cuda_kernels.fast import FAST_NUMBERS, GELU_CUBIC, GELU_CUBIC_SLOPE, QGELU_ALPHA, SQRT_2_OVER_PI
@@ -75,6 +76,7 @@ def make_fast_formulas(fast):
 # --- the formulas -----------------------------------------------------------------------------------
 
 
+@cache
 def make_formulas(sigmoid, sigmoid_pair, tanh, gelu, dgelu, quotient):
     """Return every formula by name, made from these six.
 

@@ -8,6 +8,7 @@ even, saturate, NaN becomes the format's canonical NaN (+6 in E2M1), -0 keeps it
 """
 
 from collections import namedtuple
+from functools import cache
 
 import numpy as np
 
@@ -47,6 +48,7 @@ def has_e2m1(target):
 # --- small floats -----------------------------------------------------------------------------------
 
 
+@cache
 def make_encoder(mantissa_bits, bias, limit, nan_code, sign_shift):
     """Return `encode(x)`: float32 to a code with `mantissa_bits` and `bias`, in uint32.
 
@@ -79,6 +81,7 @@ def make_encoder(mantissa_bits, bias, limit, nan_code, sign_shift):
     return encode
 
 
+@cache
 def make_decoder(mantissa_bits, bias, special, sign_shift):
     """Return `decode(code)`: a code in uint32 to its float32, exact.
 
@@ -120,6 +123,7 @@ DECODERS = {"e4m3": decode_e4m3, "e5m2": decode_e5m2, "e3m2": decode_e3m2, "e2m3
 # --- two codes at once: what the casting instructions make ------------------------------------------
 
 
+@cache
 def make_pair(encode, width):
     """Return `pair(low, high)`: two codes of `width` bits side by side, in uint16."""
     shift = U32(width)
@@ -131,6 +135,7 @@ def make_pair(encode, width):
     return pair
 
 
+@cache
 def make_quad(pair, width):
     """Return `quad(a, b, c, d)`: what `pair` gives of two and two, `width` bits apart in uint32."""
     shift = U32(width)
@@ -269,6 +274,7 @@ def e4m3_for(target):
     return (e4m3_by_pair, decode_e4m3_instructions) if native else (e4m3, decode_e4m3)
 
 
+@cache
 def make_halves(fmt, which):
     """Return `halves(codes)`: two FP8 codes of four, the `which` (0 low, 1 high) two, as two float16 (sm_89 on)."""
     decode, shift = DECODERS[fmt], U32(16 * which)
@@ -282,6 +288,7 @@ def make_halves(fmt, which):
     return halves
 
 
+@cache
 def make_e2m1_halves(which):
     """Return `halves(codes)`: two neighbours of eight E2M1 codes, those of byte `which`, as two float16 (sm_100a)."""
     shift = U32(8 * which)
@@ -303,6 +310,7 @@ def multiply_halves(a, b):
     return f16_pair(low, widen_f16(np.uint16(a >> U32(16))) * widen_f16(np.uint16(b >> U32(16))))
 
 
+@cache
 def make_e2m1_halves_by_shifts(first):
     """Return `halves(codes)`: two E2M1 codes of eight, numbers `first` and `first` + 4, as two float16.
 
@@ -343,6 +351,7 @@ def quads_for(fmt, target):
     return make_quad(pairs_for(fmt, target), 8 if fmt == "e2m1" else 16)
 
 
+@cache
 def make_eight(quad):
     """Return `eight(v)`: what `quad` gives of the first and of the last four of eight, in uint32."""
 
@@ -565,6 +574,7 @@ def fma_truncated(a, b, c):
     return as_f32(np.uint32(as_u32(nearest) - select(abs(np.float64(nearest)) > abs(exact), U32(1), U32(0))))
 
 
+@cache
 def make_fraction(k):
     """Return `fraction(word)`: byte `k` of a word, divided by 512: the byte in a number between 64 and 65, less 64."""
     shift = U32(8 * k)

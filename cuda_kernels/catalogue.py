@@ -20,10 +20,10 @@ from cuda_kernels.recipes import (
     build_scaled_gradient,
 )
 
-#: name; build(target, fast_math) -> kernel; signature; bytes_per_thread; limits: "instr_per_byte" and
-#: "instr_per_byte_fast_math", target -> budget, None: no claim; wide_loads, wide_stores: 128-bit accesses, or None;
-#: used: number -> name of the flat arguments that the kernel must read.
-Entry = namedtuple("Entry", "name build signature bytes_per_thread limits wide_loads wide_stores used")
+#: name; recipe, a `Recipe` or `ScaledGradient`; build(target, fast_math) -> kernel; signature; bytes_per_thread;
+#: limits: "instr_per_byte" and "instr_per_byte_fast_math", target -> budget, None: no claim; wide_loads, wide_stores:
+#: 128-bit accesses, or None; used: number -> name of the flat arguments that the kernel must read.
+Entry = namedtuple("Entry", "name recipe build signature bytes_per_thread limits wide_loads wide_stores used")
 
 BF16 = "bfloat16"
 SIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -38,7 +38,7 @@ IDENTITY = Prologue("identity", None, BF16)
 #: (9, 0) and (10, 0, "a"), fast_math on both.
 ROW_BUDGETS = {
     "gelu": (9.3, 9.15, 5.0, 4.0),
-    "dgelu": (7.55, 7.45, 4.35, 3.35),
+    "dgelu": (7.75, 7.65, 4.35, 3.35),
     "qgelu": (8.95, 8.8, 5.65, 4.5),
     "dqgelu": (6.55, 6.25, 4.3, 3.45),
     "relu": (3.0, 2.85, 3.0, 2.85),
@@ -50,7 +50,7 @@ ROW_BUDGETS = {
     "glu": (5.55, 5.35, 3.55, 2.95),
     "dglu": (4.8, 4.65, 3.5, 2.9),
     "geglu": (6.15, 5.95, 3.55, 2.85),
-    "dgeglu": (8.25, 8.15, 3.9, 3.05),
+    "dgeglu": (8.4, 8.25, 3.9, 3.05),
     "qgeglu": (5.95, 5.75, 3.95, 3.15),
     "dqgeglu": (5.3, 5.0, 3.9, 3.1),
     "reglu": (2.35, 2.15, 2.35, 2.15),
@@ -62,7 +62,7 @@ ROW_BUDGETS = {
     "clamped_swiglu": (6.8, 6.6, 4.75, 3.85),
     "dclamped_swiglu": (6.45, 6.3, 4.9, 3.9),
     "situglu": (21.4, 21.15, 9.5, 6.4),
-    "dsituglu": (16.6, 15.25, 8.65, 6.15),
+    "dsituglu": (16.85, 15.45, 8.9, 6.15),
 }
 
 
@@ -74,7 +74,7 @@ def _entry(name, recipe, bytes_per_thread, limits=None, wide_loads=None, wide_st
     arguments = arguments_of(recipe)
     signature = tuple(numba_type(one) for one in arguments)
     used = _must_be_used(recipe, arguments) if isinstance(recipe, Recipe) else {}
-    return Entry(name, build_for, signature, bytes_per_thread, limits or {}, wide_loads, wide_stores, used)
+    return Entry(name, recipe, build_for, signature, bytes_per_thread, limits or {}, wide_loads, wide_stores, used)
 
 
 def _must_be_used(recipe, arguments):
@@ -186,7 +186,7 @@ def _sums():
     recipe = Recipe("band", Prologue("backward", "gelu", BF16), DELAYED, storage=BF16, dbias="exact")
     yield _entry("dgelu + dbias bf16 -> delayed FP8", recipe, 32 * 40 + 32)
     recipe = Recipe("mxfp8", Prologue("backward", "gelu", BF16), MXFP8, ("e4m3", "up", False), BF16, True)
-    recipe, limits = Recipe(**{**vars(recipe), "dbias": "exact"}), _budget(7.55, 7.3, 5, 4)
+    recipe, limits = Recipe(**{**vars(recipe), "dbias": "exact"}), _budget(7.7, 7.45, 5, 4)
     yield _entry("dgelu + dbias bf16 -> MXFP8 both", recipe, 32 * 6.06 + 4, limits)
 
 

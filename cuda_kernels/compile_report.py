@@ -19,7 +19,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import warnings
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
@@ -134,14 +133,13 @@ def to_ptx(kernel, signature, target):
         MissingToolError: NVVM is missing.
     """
     require_compiler()
-    from numba import cuda
-    from numba.core.errors import NumbaIRAssumptionWarning
     from numba.cuda.cudadrv.error import NvvmSupportError
 
+    from cuda_kernels.launch import compile_ptx
+
     try:
-        with pretended_device(target), warnings.catch_warnings():
-            warnings.simplefilter("error", NumbaIRAssumptionWarning)  # code that Numba lost, not a matter of style
-            return cuda.compile_ptx(kernel, signature, cc=target)[0]
+        with pretended_device(target):
+            return compile_ptx(kernel, signature, target)
     except (NvvmSupportError, FileNotFoundError) as error:
         raise MissingToolError(f"NVVM is missing ({_first_line(str(error))}): {INSTALL}") from error
 
@@ -356,11 +354,11 @@ def catalogue(pattern="*"):
 
 
 def compile_entry(entry, target, fast_math):
-    """`Measured` of a catalogue entry; it comes from the disk where sources and compilers are unchanged."""
+    """`Measured` of a catalogue entry."""
 
     def compile_and_measure():
         ptx = to_ptx(entry.build(target, fast_math), entry.signature, target)
-        measured = measure(
+        return measure(
             ptx,
             target,
             name=entry.name,
@@ -368,10 +366,14 @@ def compile_entry(entry, target, fast_math):
             bytes_per_thread=entry.bytes_per_thread,
             used=entry.used,
         )
-        return json.dumps(asdict(measured))
 
-    key = ("report", entry.name, fast_math, find_tool("ptxas"), tool_version("ptxas"))
-    plain = json.loads(ptx_cache.get(key, target, compile_and_measure))
+    return on_disk(("report", entry.name, fast_math), target, compile_and_measure)
+
+
+def on_disk(key, target, make):
+    """`Measured` for a key, made by `make`, or from the disk where sources and compilers are unchanged."""
+    key = (*key, find_tool("ptxas"), tool_version("ptxas"))
+    plain = json.loads(ptx_cache.get(key, target, lambda: json.dumps(asdict(make()))))
     return Measured(**{**plain, "target": tuple(target)})
 
 
@@ -450,19 +452,33 @@ HEADINGS = ("kernel", "target", "regs", "spill", "shared", "128", "64", "instr",
 
 
 def show(results):
-    """Print a table: with rich if it is installed, else columns of text."""
+    """Print the results as a table."""
+    caption = "128, 64: wide loads/stores. issue: of the rate where memory is the limit, static estimate."
+    rows = list(_rows(results))
+    print_table(HEADINGS, rows, left=(0, 1, len(HEADINGS) - 1), caption=caption, red=lambda row: bool(row[-1]))
+
+
+def print_table(headings, rows, *, left=(0,), caption="", red=lambda row: False):
+    """Print a table: with rich if it is installed, else columns of text.
+
+    Args:
+        headings, rows: text of the cells. left: numbers of the columns that are not flush right. red: of which rows.
+    """
     try:
         from rich.console import Console
         from rich.table import Table
     except ImportError:
-        for row in (HEADINGS, *_rows(results)):
-            print("  ".join(cell.ljust(34 if i == 0 else 7) for i, cell in enumerate(row)).rstrip())
+        widths = [max(len(row[i]) for row in (headings, *rows)) for i in range(len(headings))]
+        for row in (headings, *rows):
+            cells = zip(row, widths, strict=True)
+            print("  ".join(c.ljust(w) if i in left else c.rjust(w) for i, (c, w) in enumerate(cells)).rstrip())
+        print(caption)
         return
-    table = Table(caption="128, 64: wide loads/stores. issue: of the rate where memory is the limit, static estimate.")
-    for i, heading in enumerate(HEADINGS):
-        table.add_column(heading, justify="left" if i in (0, 1, len(HEADINGS) - 1) else "right")
-    for row in _rows(results):
-        table.add_row(*row, style="red" if row[-1] else None)
+    table = Table(caption=caption)
+    for i, heading in enumerate(headings):
+        table.add_column(heading, justify="left" if i in left else "right")
+    for row in rows:
+        table.add_row(*row, style="red" if red(row) else None)
     Console(width=None if sys.stdout.isatty() else 160).print(table)
 
 

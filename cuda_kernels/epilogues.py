@@ -10,6 +10,7 @@ The order of float32 operations is that of TE's `recipe_common.cuh`, `quantize_m
 """
 
 from collections import namedtuple
+from functools import cache
 
 import numpy as np
 
@@ -51,6 +52,7 @@ Epilogue = namedtuple("Epilogue", "store lanes block_rows")
 # --- storing codes ----------------------------------------------------------------------------------
 
 
+@cache
 def make_store_codes(fmt, whole, target):
     """Return `store(v, pointer, (row, stride, column), valid)`: eight codes; FP8 one a byte, FP4 two."""
     pair = casts.pairs_for(fmt, target)
@@ -242,6 +244,7 @@ def fp8_scale(amax, limit, epsilon, largest, mask):
     return select((amax > ZERO) & (amax <= FLT_MAX), scale, ONE)
 
 
+@cache
 def make_power_of_two_scale(limit):
     """Return `scale(amax, epsilon, largest)`: `fp8_scale` with the mantissa masked, without a division.
 
@@ -283,6 +286,7 @@ def block_fp8(fmt, limit, square, power_2, whole, target):
     return Epilogue(store, edge // VECTOR, edge if square else 1)
 
 
+@cache
 def make_e8m0_byte(limit, mantissa_bits, rounding, target=None):
     """Return `byte(amax)`: the E8M0 code of a block; `rounding` is that of `MXFP8Scaling`."""
     inverse, emax = F(1) / F(limit), U32(int(np.floor(np.log2(limit))))
@@ -380,6 +384,7 @@ def encode_multiplier(byte, s_dec):
     return reciprocal_to_scale(casts.decode_e4m3(byte) * s_dec)
 
 
+@cache
 def make_nvfp4_scales(row_scaled, target):
     """Return `scales(block_amax, out, outer, valid)`: a block's E4M3 code and the multiplier of its elements."""
     encode, decode = casts.e4m3_for(target)
@@ -394,6 +399,7 @@ def make_nvfp4_scales(row_scaled, target):
     return scales
 
 
+@cache
 def make_block_codes(row_scaled, rounding, target):
     """Return `codes(first, second, out, outer, inner)`: a block's E4M3 code, and its 16 E2M1 codes in two words."""
     scales, multiply = make_nvfp4_scales(row_scaled, target), multiply_for(target)
@@ -462,6 +468,7 @@ def product(a, b):
     return a * b
 
 
+@cache
 def make_four_over_six_error(top, mse):
     """Return `error(v, multiplier, scale, amax, start)`: `start` plus the errors of eight elements, one after another.
 
@@ -484,6 +491,7 @@ def make_four_over_six_error(top, mse):
     return error
 
 
+@cache
 def make_row_errors(e4m3_max, mse):
     """Return `errors(v, block_amax, amax, upper)`: of 16 elements that two threads hold, mapped to 6 and to 4.
 
@@ -508,6 +516,7 @@ def make_row_errors(e4m3_max, mse):
     return errors
 
 
+@cache
 def make_store_choice(e4m3_max, scale_index, whole, target):
     """Return `store(v, block_amax, four, amax, out, outer, inner, valid)`: NVFP4 with the maximum mapped to 4 or 6."""
     top, store_codes, multiply = F(6 * e4m3_max), make_store_codes("e2m1", whole, target), multiply_for(target)
@@ -551,6 +560,7 @@ def random_words(out, outer, inner):
     return casts.philox(np.uint64(out.seed), np.uint64(out.offset), np.uint64(block))
 
 
+@cache
 def make_store_random(rounding):
     """Return `store(v, out, outer, inner)`: eight E2M1 codes rounded stochastically, from Philox or with given bits."""
 

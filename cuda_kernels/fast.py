@@ -13,6 +13,7 @@ only ever multiplies s.
 """
 
 from collections import namedtuple
+from functools import cache
 
 from cuda_kernels.elementary import LN_2, LOG2_E, exp2_unit, fma, full_range_reciprocal, reciprocal_seed
 from cuda_kernels.simt import (
@@ -90,6 +91,7 @@ TANH_Q = 1.0, 0.4625887870788574, 0.02381555177271366, 0.00023866906121838838, 2
 SMALLER = 2.0**-8
 
 
+@cache
 def make_sigmoids(n):
     """Return (sigmoid, both): 1 / (1 + e^-x), and with it 1 - that."""
     mul, sub, fma, exp2, reciprocal = n.mul, n.sub, n.fma, n.exp2, n.reciprocal
@@ -120,6 +122,7 @@ def make_sigmoids(n):
     return denominator, sigmoid, both
 
 
+@cache
 def make_unary(n, sigmoid, both):
     """Return the formulas of sigmoid, silu and qgelu; "NAME_both" gives (value, derivative)."""
     mul, fma, alpha = n.mul, n.fma, n.constant(QGELU_ALPHA)
@@ -155,6 +158,7 @@ def make_unary(n, sigmoid, both):
     return {**values, **{f"{name}_both": f for name, f in pairs.items()}, **derivatives}
 
 
+@cache
 def make_gelu(n):
     """Return gelu as x sigmoid(2 u), which equals x (0.5 + 0.5 tanh(u)), and its gradient.
 
@@ -195,6 +199,7 @@ def make_gelu(n):
     return {"gelu": gelu, "gelu_both": gelu_both, "gelu_derivative": derivative}
 
 
+@cache
 def make_clamped(n, sigmoid, both):
     """Return the formulas of clamped_swiglu and its gradients, TE's masks as factors."""
     mul, fma, at_most, at_least, spread = n.mul, n.fma, n.at_most, n.at_least, n.spread
@@ -221,6 +226,7 @@ def make_clamped(n, sigmoid, both):
     return {"clamped_silu": clamped_silu, "clamped_gate": clamped_gate, "clamped_swiglu_gradients": gradients}
 
 
+@cache
 def make_situ(n, denominator, both):
     """Return the fused value and gradients of situglu.
 
@@ -296,6 +302,7 @@ def make_gated(n, unary):
     return {f"{name}_gradients": gradients_of(unary[f"{value}_both"]) for name, value in names.items()}
 
 
+@cache
 def make_fast(n):
     """Return the fast formulas of an `Arithmetic` by name."""
     denominator, sigmoid, both = make_sigmoids(n)

@@ -4,6 +4,8 @@ Four butterfly stages in float32, three within a thread and one across two lanes
 float32 too, in an order that it leaves open; the two agree while the values of a group span less than about 2^12.
 """
 
+from functools import cache
+
 import numpy as np
 
 from cuda_kernels.simt import U32, F, as_f32, as_u32, cuda, device, select
@@ -54,6 +56,7 @@ all_across = make_map(across)
 positive_zeros = make_map(device(lambda x, p: x + ZERO))
 
 
+@cache
 def make_hadamard(sign_mask, inverse=False):
     """Return `transform(v, upper)`: the thread's eight values of the transformed group.
 

@@ -16,6 +16,7 @@ offsets are 64-bit. Launch shapes are `launch`'s.
 """
 
 from collections import namedtuple
+from functools import cache
 
 import numpy as np
 
@@ -48,6 +49,7 @@ from cuda_kernels.vectors import (
     larger_magnitudes,
     low_bf16,
     make_group_max,
+    make_map,
     make_map2,
     make_words,
     multiply,
@@ -257,80 +259,134 @@ def tile_columns(stage):
     return 64 if stage == "float32" else 128
 
 
-def make_stage(storage, columns):
-    """Return (put, value, words): how a tile of `columns` columns lies in shared memory, `words` uint32 a row.
+#: A row of a staged tile has 64 words. They lie in two panels of 32, one round through the banks of shared memory.
+PANEL_WORDS = 32
+#: In a panel, two words that nobody uses follow every eight rows; one such word lies between the panels.
+GROUP_ROWS, GROUP_GAP = 8, 2
+PANEL_PITCH = TILE_ROWS * PANEL_WORDS + TILE_ROWS // GROUP_ROWS * GROUP_GAP + 1
+TILE_WORDS = 2 * PANEL_PITCH
 
-    "float32" keeps one value a word; 16-bit dtypes keep two neighbouring columns, of values that they hold exactly.
+
+@device
+def place_in_tile(row, word):
+    """Where a word of a row of the tile lies in shared memory.
+
+    Its bank is word + word // 32 + 2 (row // 8), modulo 32. So no two threads of a warp that `make_tile_walk` leads
+    want different words of one bank. Along the rows, threads are 4 words apart (float32: 8); in the second panel they
+    lie one bank further, and in each next row of the warp, 8 below, two banks: in the banks that the others leave free.
+    Down the columns, 16 rows, 8 apart, take every second bank, and the neighbouring word of each the other ones.
     """
+    return (word >> 5) * PANEL_PITCH + row * PANEL_WORDS + (row >> 3) * GROUP_GAP + (word & 31)
+
+
+@device
+def unsigned(place):
+    """An index that is not negative as Numba sees it too, which would wrap a signed one around at 0."""
+    return np.uint64(place)
+
+
+@device
+def neighbours(tile, place):
+    """Four words of a row."""
+    return (
+        tile[unsigned(place)],
+        tile[unsigned(place + 1)],
+        tile[unsigned(place + 2)],
+        tile[unsigned(place + 3)],
+    )
+
+
+@device
+def words_below(tile, place):
+    """The words of eight rows from a multiple of 8 on, one below the other."""
+    return (
+        tile[unsigned(place)],
+        tile[unsigned(place + PANEL_WORDS)],
+        tile[unsigned(place + 2 * PANEL_WORDS)],
+        tile[unsigned(place + 3 * PANEL_WORDS)],
+        tile[unsigned(place + 4 * PANEL_WORDS)],
+        tile[unsigned(place + 5 * PANEL_WORDS)],
+        tile[unsigned(place + 6 * PANEL_WORDS)],
+        tile[unsigned(place + 7 * PANEL_WORDS)],
+    )
+
+
+#: How values lie in a tile: put(tile, r, c, v) stores eight neighbours of a row, along(tile, r, c) reads them, c a
+#: multiple of 8; down(tile, r, c) reads eight of a column, r a multiple of 8; value(tile, r, c) reads one.
+Stage = namedtuple("Stage", "put along down value")
+
+
+@cache
+def make_stage(storage):
+    """Return the `Stage` of a dtype: a float32 a word, or two neighbours of a 16-bit dtype that holds them exactly."""
     if storage == "float32":
+        floats = make_map(device(lambda word, p: as_f32(word)))
 
         @device
         def put(tile, r, c, v):
+            place = place_in_tile(r, c)
             for k in range(VECTOR):
-                tile[r, c + k] = as_u32(v[k])
+                tile[unsigned(place + k)] = as_u32(v[k])
 
         @device
-        def value(tile, r, c):
-            return as_f32(tile[r, c])
+        def along(tile, r, c):
+            i = place_in_tile(r, c)
+            return floats((*neighbours(tile, i), *neighbours(tile, i + 4)), ZERO)
 
-        return put, value, columns
+        @device
+        def down(tile, r, c):
+            return floats(words_below(tile, place_in_tile(r, c)), ZERO)
+
+        return Stage(put, along, down, device(lambda tile, r, c: as_f32(tile[unsigned(place_in_tile(r, c))])))
 
     low, high = HALVES[storage]
-    pair = pair_of(storage, None)
+    words = make_words(pair_of(storage, None))
+    half_of = device(lambda word, odd: select(odd, high(word), low(word)))
+    halves = make_map(half_of)
 
     @device
     def put_pairs(tile, r, c, v):
-        tile[r, c >> 1] = pair(v[0], v[1])
-        tile[r, (c >> 1) + 1] = pair(v[2], v[3])
-        tile[r, (c >> 1) + 2] = pair(v[4], v[5])
-        tile[r, (c >> 1) + 3] = pair(v[6], v[7])
+        place, w = place_in_tile(r, c >> 1), words(v)
+        for k in range(VECTOR // 2):
+            tile[unsigned(place + k)] = w[k]
+
+    @device
+    def pairs_along(tile, r, c):
+        w = neighbours(tile, place_in_tile(r, c >> 1))
+        return low(w[0]), high(w[0]), low(w[1]), high(w[1]), low(w[2]), high(w[2]), low(w[3]), high(w[3])
+
+    @device
+    def pairs_down(tile, r, c):
+        return halves(words_below(tile, place_in_tile(r, c >> 1)), (c & 1) == 1)
 
     @device
     def value_of_pair(tile, r, c):
-        word = tile[r, c >> 1]
-        return select((c & 1) == 1, high(word), low(word))
+        return half_of(tile[unsigned(place_in_tile(r, c >> 1))], (c & 1) == 1)
 
-    return put_pairs, value_of_pair, columns // 2
-
-
-def tile_shape(columns):
-    """How 256 threads walk over a tile: threads along a row, their base-2 logarithm, rows a step, steps; down the
-    columns 16 threads share each, columns a step, steps."""
-    across, down = columns // VECTOR, TILE_ROWS // VECTOR
-    along = (across, across.bit_length() - 1, THREADS // across, TILE_ROWS * across // THREADS)
-    return *along, THREADS // down, columns * down // THREADS
+    return Stage(put_pairs, pairs_along, pairs_down, value_of_pair)
 
 
-def make_readers(value):
-    """Return (along, down): eight values of a staged tile from (r, c) on, along the row or down the column."""
+#: How 256 threads walk over a tile: along(thread, i), the first (row, column) of a thread's i-th eight values of a row,
+#: in `row_steps` steps; down(thread, i), of eight values of a column, in `column_steps`.
+Walk = namedtuple("Walk", "along row_steps down column_steps")
 
-    @device
-    def along(tile, r, c):
-        return (
-            value(tile, r, c),
-            value(tile, r, c + 1),
-            value(tile, r, c + 2),
-            value(tile, r, c + 3),
-            value(tile, r, c + 4),
-            value(tile, r, c + 5),
-            value(tile, r, c + 6),
-            value(tile, r, c + 7),
-        )
+
+@cache
+def make_tile_walk(columns):
+    """Return the `Walk` over a tile of so many columns: the rows of a warp are 8 apart; 16 threads share a column."""
+    across, down_threads = columns // VECTOR, TILE_ROWS // VECTOR
+    across_bits, row_step, column_step = across.bit_length() - 1, THREADS // across, THREADS // down_threads
 
     @device
-    def down(tile, r, c):
-        return (
-            value(tile, r, c),
-            value(tile, r + 1, c),
-            value(tile, r + 2, c),
-            value(tile, r + 3, c),
-            value(tile, r + 4, c),
-            value(tile, r + 5, c),
-            value(tile, r + 6, c),
-            value(tile, r + 7, c),
-        )
+    def along(thread, i):
+        r = i * row_step + ((thread & 31) >> across_bits) * GROUP_ROWS + (thread >> 5)
+        return r, (thread & (across - 1)) * VECTOR
 
-    return along, down
+    @device
+    def down(thread, i):
+        return (thread & (down_threads - 1)) * VECTOR, i * column_step + (thread >> 4)
+
+    return Walk(along, TILE_ROWS // row_step, down, columns // column_step)
 
 
 def make_tile_kernel(prologue, row, column, rounded, stage, transform=no_transform, dbias=False):
@@ -347,22 +403,19 @@ def make_tile_kernel(prologue, row, column, rounded, stage, transform=no_transfo
         dbias: also write the column sums of each tile's 128 rows to `partial` (tiles, K), added in order.
     """
     columns = tile_columns(stage)
-    put, value, words = make_stage(stage, columns)
-    _, down = make_readers(value)
-    across, across_bits, row_step, row_steps, column_step, column_steps = tile_shape(columns)
+    put, _, down, value = make_stage(stage)
+    place_along, row_steps, place_down, column_steps = make_tile_walk(columns)
     row_max, column_max = make_group_max(row.lanes), make_group_max(column.lanes)
     store_row, store_column, row_lanes, column_lanes = row.store, column.store, row.lanes, column.lanes
-    pitch = words + 1  # one word more: the rows of a column lie in different banks
 
     @kernel
     def tile_kernel(inputs, row_out, column_out, partial):
-        tile = cuda.shared.array((TILE_ROWS, pitch), np.uint32)
+        tile = cuda.shared.array(TILE_WORDS, np.uint32)
         thread = cuda.threadIdx.x
         row0, column0 = first_row(TILE_ROWS), first_column(columns)
         rows, width = column_out.inner, column_out.outer
         for i in range(row_steps):
-            r = i * row_step + (thread >> across_bits)
-            c = (thread & (across - 1)) * VECTOR
+            r, c = place_along(thread, i)
             valid = select(row0 + r < rows, I32(width - column0 - c), I32(0))
             v = rounded(prologue(inputs, row0 + r, column0 + c, valid))
             put(tile, r, c, v)
@@ -370,8 +423,7 @@ def make_tile_kernel(prologue, row, column, rounded, stage, transform=no_transfo
             store_row(v, block_amax, row_out, row0 + r, column0 + c, valid)
         cuda.syncthreads()
         for i in range(column_steps):
-            c = i * column_step + (thread >> 4)
-            r = (thread & 15) * VECTOR
+            r, c = place_down(thread, i)
             valid = select(column0 + c < width, I32(rows - row0 - r), I32(0))
             v = transform(down(tile, r, c), (r & 15) == 8)
             block_amax = column_max(amax(v)) if column_lanes else ZERO
@@ -400,56 +452,60 @@ def make_square_kernel(prologue, row, column, rounded, stage, transposed):
     direction is cast with these maxima. `transposed` False (MXFP8) stores the columnwise copy along the rows as well.
     """
     columns = tile_columns(stage)
-    edge, edge_bits = row.block_rows, row.block_rows.bit_length() - 1
+    edge = row.block_rows
     if edge > columns:
         raise ValueError(f"a tile staged as {stage} is {columns} columns wide: too narrow for blocks of {edge}")
-    put, value, words = make_stage(stage, columns)
-    along, down = make_readers(value)
-    across, across_bits, row_step, row_steps, column_step, column_steps = tile_shape(columns)
-    blocks_across = columns // edge
+    put, along, down, _ = make_stage(stage)
+    place_along, row_steps, place_down, column_steps = make_tile_walk(columns)
     lane_max, lanes = make_group_max(row.lanes), row.lanes
     store_row, store_column = row.store, column.store
-    pitch = words + 1
+    number_of, squares = make_square_numbers(edge, columns)
 
     @kernel
     def square_kernel(inputs, row_out, column_out):
-        tile = cuda.shared.array((TILE_ROWS, pitch), np.uint32)
-        maxima = cuda.shared.array(64, np.int32)
+        tile = cuda.shared.array(TILE_WORDS, np.uint32)
+        maxima = cuda.shared.array(squares, np.int32)
         thread = cuda.threadIdx.x
         row0, column0 = first_row(TILE_ROWS), first_column(columns)
         rows, width = row_out.outer, row_out.inner
-        c = (thread & (across - 1)) * VECTOR
-        if thread < 64:
+        if thread < squares:
             maxima[thread] = 0
         cuda.syncthreads()
         for i in range(row_steps):
-            r = i * row_step + (thread >> across_bits)
+            r, c = place_along(thread, i)
             valid = select(row0 + r < rows, I32(width - column0 - c), I32(0))
             v = rounded(prologue(inputs, row0 + r, column0 + c, valid))
             put(tile, r, c, v)
             block_amax = lane_max(amax(v))
             if (thread & (lanes - 1)) == 0:
-                cuda.atomic.max(maxima, (r >> edge_bits) * blocks_across + (c >> edge_bits), as_i32(block_amax))
+                cuda.atomic.max(maxima, number_of(r, c), as_i32(block_amax))
         cuda.syncthreads()
         for i in range(row_steps):
-            r = i * row_step + (thread >> across_bits)
+            r, c = place_along(thread, i)
             valid = select(row0 + r < rows, I32(width - column0 - c), I32(0))
-            v, block_amax = along(tile, r, c), as_f32(maxima[(r >> edge_bits) * blocks_across + (c >> edge_bits)])
+            v, block_amax = along(tile, r, c), as_f32(maxima[number_of(r, c)])
             store_row(v, block_amax, row_out, row0 + r, column0 + c, valid)
             if not transposed:
                 store_column(v, block_amax, column_out, row0 + r, column0 + c, valid)
         if transposed:
             for i in range(column_steps):
-                down_c = i * column_step + (thread >> 4)
-                r = (thread & 15) * VECTOR
-                valid = select(column0 + down_c < width, I32(rows - row0 - r), I32(0))
-                v, block_amax = (
-                    down(tile, r, down_c),
-                    as_f32(maxima[(r >> edge_bits) * blocks_across + (down_c >> edge_bits)]),
-                )
-                store_column(v, block_amax, column_out, column0 + down_c, row0 + r, valid)
+                r, c = place_down(thread, i)
+                valid = select(column0 + c < width, I32(rows - row0 - r), I32(0))
+                v, block_amax = down(tile, r, c), as_f32(maxima[number_of(r, c)])
+                store_column(v, block_amax, column_out, column0 + c, row0 + r, valid)
 
     return square_kernel
+
+
+@cache
+def make_square_numbers(edge, columns):
+    """Return (number(r, c), count): the square of an edge that an element of the tile lies in.
+
+    One number follows each row of squares unused. The squares of a column, up to 8 below each other, would
+    otherwise lie in every eighth bank; 9 apart they lie in different ones.
+    """
+    bits, pitch = edge.bit_length() - 1, columns // edge + 1
+    return device(lambda r, c: unsigned((r >> bits) * pitch + (c >> bits))), TILE_ROWS // edge * pitch
 
 
 def make_square_choice_kernel(prologue, errors, store_row, store_column, rounded, stage):
@@ -462,49 +518,49 @@ def make_square_choice_kernel(prologue, errors, store_row, store_column, rounded
         errors, store_row, store_column: `epilogues.make_row_errors`; `epilogues.make_store_choice`, or None.
     """
     columns = tile_columns(stage)
-    put, value, words = make_stage(stage, columns)
-    along, down = make_readers(value)
-    across, across_bits, row_step, row_steps, column_step, column_steps = tile_shape(columns)
-    lane_max, pitch, blocks_across = make_group_max(2), words + 1, columns // 16
+    put, along, down, _ = make_stage(stage)
+    place_along, row_steps, place_down, column_steps = make_tile_walk(columns)
+    lane_max, (number_of, squares) = make_group_max(2), make_square_numbers(16, columns)
+    place_of_sum, count = make_places_of_sums(columns // 16)
+    four_errs_less = make_comparison(place_of_sum)
 
     @kernel
     def square_choice_kernel(inputs, row_out, column_out):
-        tile = cuda.shared.array((TILE_ROWS, pitch), np.uint32)
-        maxima = cuda.shared.array(64, np.int32)
-        sums = cuda.shared.array((2, TILE_ROWS, blocks_across), np.float32)
+        tile = cuda.shared.array(TILE_WORDS, np.uint32)
+        maxima = cuda.shared.array(squares, np.int32)
+        sums = cuda.shared.array((2, count), np.float32)
         thread = cuda.threadIdx.x
         row0, column0, amax_of_all = first_row(TILE_ROWS), first_column(columns), row_out.given[0]
-        c = (thread & (across - 1)) * VECTOR
-        if thread < 64:
+        if thread < squares:
             maxima[thread] = 0
         cuda.syncthreads()
         for i in range(row_steps):
-            r = i * row_step + (thread >> across_bits)
+            r, c = place_along(thread, i)
             valid = select(row0 + r < row_out.outer, I32(row_out.inner - column0 - c), I32(0))
             v = rounded(prologue(inputs, row0 + r, column0 + c, valid))
             put(tile, r, c, v)
             block_amax = lane_max(amax(v))
             if (thread & 1) == 0:
-                cuda.atomic.max(maxima, (r >> 4) * blocks_across + (c >> 4), as_i32(block_amax))
+                cuda.atomic.max(maxima, number_of(r, c), as_i32(block_amax))
         cuda.syncthreads()
         for i in range(row_steps):
-            r = i * row_step + (thread >> across_bits)
-            block_amax = as_f32(maxima[(r >> 4) * blocks_across + (c >> 4)])
+            r, c = place_along(thread, i)
+            block_amax = as_f32(maxima[number_of(r, c)])
             six, four = errors(along(tile, r, c), block_amax, amax_of_all, (c & 15) == 8)
-            sums[0, r, c >> 4], sums[1, r, c >> 4] = six, four
+            place = place_of_sum(r, c >> 4)
+            sums[0, place], sums[1, place] = six, four
         cuda.syncthreads()
         for i in range(row_steps):
-            r = i * row_step + (thread >> across_bits)
+            r, c = place_along(thread, i)
             valid = select(row0 + r < row_out.outer, I32(row_out.inner - column0 - c), I32(0))
-            block_amax, choice = as_f32(maxima[(r >> 4) * blocks_across + (c >> 4)]), four_errs_less(sums, r, c)
+            block_amax, choice = as_f32(maxima[number_of(r, c)]), four_errs_less(sums, r, c)
             if store_row is not None:
                 store_row(along(tile, r, c), block_amax, choice, amax_of_all, row_out, row0 + r, column0 + c, valid)
         if store_column is not None:
             for i in range(column_steps):
-                c = i * column_step + (thread >> 4)
-                r = (thread & 15) * VECTOR
+                r, c = place_down(thread, i)
                 valid = select(column0 + c < row_out.inner, I32(row_out.outer - row0 - r), I32(0))
-                block_amax, choice = as_f32(maxima[(r >> 4) * blocks_across + (c >> 4)]), four_errs_less(sums, r, c)
+                block_amax, choice = as_f32(maxima[number_of(r, c)]), four_errs_less(sums, r, c)
                 store_column(
                     down(tile, r, c), block_amax, choice, amax_of_all, column_out, column0 + c, row0 + r, valid
                 )
@@ -512,27 +568,44 @@ def make_square_choice_kernel(prologue, errors, store_row, store_column, rounded
     return square_choice_kernel
 
 
-@device
-def four_errs_less(sums, r, c):
-    """Whether mapping to 4 errs less in the square of (r, c): the sums of its 16 rows are added as a tree."""
-    first, block = (r >> 4) << 4, (c >> 4)
-    return tree_sum(sums, 1, first, block) < tree_sum(sums, 0, first, block)
+@cache
+def make_places_of_sums(blocks_across):
+    """Return (place(r, block), count): where the sum of a row of a square lies, of so many squares side by side.
+
+    Nine words that nobody uses follow every eight rows. The rows of a warp, 8 apart, store their sums 9 banks apart,
+    more than the up to 8 squares side by side; squares below each other are read 18 banks apart.
+    """
+    place = device(lambda r, block: unsigned(r * blocks_across + (r >> 3) * 9 + block))
+    return place, TILE_ROWS * blocks_across + TILE_ROWS // GROUP_ROWS * 9
 
 
-@device
-def tree_sum(sums, which, first, block):
-    """Sum of 16 rows: row i with i + 8, then 4, 2, 1 apart."""
-    a0, a1 = eighth(sums, which, first, block), eighth(sums, which, first + 1, block)
-    a2, a3 = eighth(sums, which, first + 2, block), eighth(sums, which, first + 3, block)
-    a4, a5 = eighth(sums, which, first + 4, block), eighth(sums, which, first + 5, block)
-    a6, a7 = eighth(sums, which, first + 6, block), eighth(sums, which, first + 7, block)
-    return ((a0 + a4) + (a2 + a6)) + ((a1 + a5) + (a3 + a7))
+@cache
+def make_comparison(place_of_sum):
+    """Return `four_errs_less(sums, r, c)`: whether mapping to 4 errs less in the square of (r, c).
 
+    The sums of its 16 rows are added as a tree; sums[0] are those of mapping to 6, sums[1] of mapping to 4.
+    """
 
-@device
-def eighth(sums, which, row, block):
-    """The sums of a row and of the one eight further."""
-    return sums[which, row, block] + sums[which, row + 8, block]
+    @device
+    def eighth(sums, which, row, block):
+        """The sums of a row and of the one eight further."""
+        return sums[which, place_of_sum(row, block)] + sums[which, place_of_sum(row + 8, block)]
+
+    @device
+    def tree_sum(sums, which, first, block):
+        """Sum of 16 rows: row i with i + 8, then 4, 2, 1 apart."""
+        a0, a1 = eighth(sums, which, first, block), eighth(sums, which, first + 1, block)
+        a2, a3 = eighth(sums, which, first + 2, block), eighth(sums, which, first + 3, block)
+        a4, a5 = eighth(sums, which, first + 4, block), eighth(sums, which, first + 5, block)
+        a6, a7 = eighth(sums, which, first + 6, block), eighth(sums, which, first + 7, block)
+        return ((a0 + a4) + (a2 + a6)) + ((a1 + a5) + (a3 + a7))
+
+    @device
+    def four_errs_less(sums, r, c):
+        first, block = (r >> 4) << 4, c >> 4
+        return tree_sum(sums, 1, first, block) < tree_sum(sums, 0, first, block)
+
+    return four_errs_less
 
 
 # --- MXFP8 down the columns -------------------------------------------------------------------------
@@ -782,6 +855,7 @@ def thread_number():
     return I32(cuda.blockIdx.x * THREADS + cuda.threadIdx.x)
 
 
+@cache
 def make_finish_sums(narrow):
     """Return the kernel that adds the partial sums (count, K) of each column, from the first on."""
 

@@ -4,6 +4,8 @@ The arithmetic is that of two float32, bit for bit. Pairs are uint64, the first 
 where they pay; `vectors.multiply_for` and `fast_formulas`, which chooses what `fast` is made of, are what uses them.
 """
 
+from functools import cache
+
 import numpy as np
 
 from cuda_kernels.elementary import fma
@@ -76,6 +78,7 @@ def each_of_two(function):
     return device(lambda x, y: pair(function(first(x), first(y)), function(second(x), second(y))))
 
 
+@cache
 def make_pairs(n, fma2):
     """Return the `Arithmetic` of pairs of the numbers of `n`."""
     inverse = n.inverse

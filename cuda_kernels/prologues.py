@@ -20,6 +20,8 @@ one element is `inputs`, which holds the activation's parameters.
 The order of operations is that of TE's `vectorized_pointwise.h`; with row scales that of `scaled_activation.cu`.
 """
 
+from functools import cache
+
 import numpy as np
 
 from cuda_kernels import casts
@@ -78,6 +80,7 @@ def unary(name, storage, whole, fast_math, skip=0, target=None):
     return prologue
 
 
+@cache
 def make_halves(storage, whole, interleaved, skip=0):
     """Return `halves(inputs, row, column, valid)`: the activated values and the gates at output `column`."""
     load = make_load(storage, whole, skip)
@@ -247,6 +250,7 @@ def scaled(prologue):
 # --- gradients with row scales ----------------------------------------------------------------------
 
 
+@cache
 def make_scaled_gradient(name, fast_math):
     """Return (d_act, d_gate): functions of (act, gate, scaled dy, p) in the order of TE's scaled kernels.
 
@@ -266,6 +270,7 @@ def make_scaled_gradient(name, fast_math):
     )
 
 
+@cache
 def make_forward_product(name, fast_math):
     """Return the function of (act, gate, dy, p): dy times the unscaled activation."""
     f = functions_of(name, fast_math=fast_math)
@@ -275,6 +280,7 @@ def make_forward_product(name, fast_math):
     return device(lambda act, g, dy, p: dy * (value(act, p) * gate(g, p)))
 
 
+@cache
 def make_single(storage, whole):
     """As `make_halves` for unary activations: x twice."""
     load = make_load(storage, whole)
@@ -307,6 +313,7 @@ def _scaled_derivative(name, functions, fast_math):
 # --- dequantization: x holds codes, dy the scales as stored, row_scales the amax ---------------------
 
 
+@cache
 def make_load_codes(fmt, packed):
     """Return `load(pointer, i, valid)`: the float32 values of eight codes from element `i` on; `packed` two a byte."""
     decode = casts.e8m0_value if fmt == "e8m0" else casts.DECODERS[fmt]
@@ -364,6 +371,7 @@ def mx_row_scale(inputs, row, column):
     return casts.e8m0_value(np.uint32(inputs.dy[offset(row, inputs.interleave, column >> 5)]))
 
 
+@cache
 def make_nvfp4_scale(top, row_scaled, target=None):
     """Return NVFP4's factor: (E4M3 scale * amax) * (1 / top), `top` = 6 e4m3_max."""
     inverse, (_, decode) = ONE / F(top), casts.e4m3_for(target)

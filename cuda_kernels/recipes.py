@@ -109,6 +109,7 @@ class ScaledGradient:
     fast_math: bool = False
 
 
+@cache
 def make_prologue(key, whole, fast_math, target, skip=0):
     """Return the prologue function of a `Prologue`; for part "pair" it gives two vectors.
 
@@ -228,6 +229,7 @@ EPILOGUES = {
 }
 
 
+@cache
 def make_epilogue(key, whole, target):
     """Return the `epilogues.Epilogue` of a tuple (name, *options); None stores nothing."""
     name, *options = key or ("nothing",)
@@ -311,6 +313,7 @@ def _square_choice_kernel(recipe, prologue, rounded, target):
     return kernels.make_square_choice_kernel(prologue, errors, *made, rounded, recipe.stage)
 
 
+@cache
 def make_transform(recipe, target):
     """Return the Hadamard transform, rounded to the nominal dtype, or what leaves values as they are."""
     if recipe.transform is None:

@@ -15,6 +15,9 @@
     as_f32, as_u32, as_i32    the same bits as another type
     atomic_max        a running maximum that all threads share
 
+Factories of device functions (`make_...`) are cached: the same arguments give the same function, which Numba then
+compiles once for all kernels of a process.
+
 This is the only file that knows Numba's internals. Numbers: `F`, `U32`... make constants of a fixed width; one Python
 float or int literal where a float32 or uint32 belongs would turn a kernel into float64 or int64 arithmetic.
 """

@@ -7,6 +7,7 @@ not positive, and then nothing is touched. Tuples are written out, not looped ov
 """
 
 from collections import namedtuple
+from functools import cache
 
 import numpy as np
 
@@ -34,6 +35,7 @@ HALF_WORD = U32(16)
 ZEROS = (ZERO,) * VECTOR
 
 
+@cache
 def make_map(function):
     """Return `mapped(v, p)`: function(x, p) of each of the eight."""
 
@@ -53,6 +55,7 @@ def make_map(function):
     return mapped
 
 
+@cache
 def make_map2(function):
     """Return `mapped(a, b, p)`: function(x, y, p) of each of the eight pairs."""
 
@@ -72,6 +75,7 @@ def make_map2(function):
     return mapped
 
 
+@cache
 def make_map3(function):
     """Return `mapped(a, b, c, p)`: function(x, y, z, p) of each of the eight triples."""
 
@@ -91,6 +95,7 @@ def make_map3(function):
     return mapped
 
 
+@cache
 def make_map3_to_two(function):
     """Return `mapped(a, b, c, p)`: function(x, y, z, p) gives two numbers for each triple, `mapped` two vectors."""
 
@@ -147,6 +152,7 @@ def unpaired(a, b, c, d):
     return first(a), second(a), first(b), second(b), first(c), second(c), first(d), second(d)
 
 
+@cache
 def make_map_of_pairs(function):
     """Return `mapped(v, p)`: function(pair, p) of each of the four pairs."""
 
@@ -158,6 +164,7 @@ def make_map_of_pairs(function):
     return mapped
 
 
+@cache
 def make_map2_of_pairs(function):
     """Return `mapped(x, y, p)`: function(pair, pair, p) of the four pairs of both vectors."""
 
@@ -169,6 +176,7 @@ def make_map2_of_pairs(function):
     return mapped
 
 
+@cache
 def make_map3_of_pairs_to_two(function):
     """Return `mapped(x, y, z, p)`: function(pair, pair, pair, p) gives two pairs, `mapped` two vectors."""
 
@@ -257,6 +265,7 @@ def pair_of(storage, target):
     return casts.bf16_pair_instruction if native else casts.bf16_pair
 
 
+@cache
 def make_load(storage, whole, skip=0):
     """Return `load(pointer, (row, stride, column), valid)`: eight elements of a dtype, zeros from the `valid`-th.
 
@@ -298,6 +307,7 @@ def make_load(storage, whole, skip=0):
     return load_halves
 
 
+@cache
 def make_store(storage, whole, target):
     """Return `store(v, pointer, i, valid)`: eight values rounded to a dtype."""
     narrow, pair = casts.STORAGES[storage].narrow, pair_of(storage, target)
@@ -332,6 +342,7 @@ def make_store(storage, whole, target):
 canonical = make_map(device(lambda x, p: casts.narrow_f32(x)))
 
 
+@cache
 def make_round(storage, target):
     """Return `rounded(v)`: eight float32 as if stored in a dtype and read back."""
     if storage == "float32":
@@ -350,6 +361,7 @@ def make_round(storage, target):
 # --- codes ------------------------------------------------------------------------------------------
 
 
+@cache
 def make_decode(fmt, target):
     """Return `decode(low, high)`: the values of eight codes, one a byte; E2M1's are in one word, which is both."""
     if not casts.has_halves(fmt, target):
@@ -369,6 +381,7 @@ def make_decode(fmt, target):
     return four_apart if fmt == "e2m1" and not casts.has_e2m1(target) else neighbours
 
 
+@cache
 def make_decode_bytes(one):
     """Return `decode(low, high)`: one(code) of each byte."""
 
@@ -420,6 +433,7 @@ def products_of_halves(a, b):
 Kept = namedtuple("Kept", "rounded amax fp8")
 
 
+@cache
 def make_kept(storage, fmt, target):
     """Return the `Kept` of values rounded to a dtype ("float32": not rounded) that are cast to an FP8 format."""
     word = casts.quads_for(fmt, target)
@@ -435,6 +449,7 @@ def make_kept(storage, fmt, target):
     return Kept(make_round(storage, target), device(lambda first, second: amax_with(amax(first), second)), fp8)
 
 
+@cache
 def make_words(pair):
     """Return `words(v)`: eight values, rounded two at a time by `pair` of `pair_of`, as four words."""
 
@@ -472,6 +487,7 @@ def kept_words(word, pair):
     return Kept(make_words(pair), amax_of_words, fp8)
 
 
+@cache
 def make_group_max(lanes):
     """Return `group_max(x)`: the largest x in each aligned group of `lanes` threads; all lanes of a warp call it."""
 
