@@ -1,4 +1,7 @@
-"""`refops check`: the verdict on what a kernel wrote. What is right is the business of `refops.oracle`."""
+"""`refops check`: the verdict on what a kernel wrote. What is right is the business of `refops.oracle`.
+
+The kernel's outputs are files, or the kernel itself is given and runs here (`refops.commands.kernel`).
+"""
 
 import math
 from contextlib import contextmanager
@@ -20,9 +23,10 @@ from refops.commands.arguments import (
     read_raw,
     scaling_of,
 )
+from refops.commands.kernel import KERNELS, add_kernel, gives_kernel, run_kernel
 from refops.commands.usage import EXIT_FINE, EXIT_MISMATCH, UsageError, listed
 from refops.display.console import print_json
-from refops.display.oracle import print_check
+from refops.display.oracle import print_check, print_fault, print_launch
 from refops.files import SUFFIXES, FileError
 from refops.golden import read_golden
 from refops.oracle.operation import ALIASES, OPERATIONS, QUANTIZED_ARRAYS, Case
@@ -35,6 +39,9 @@ examples:
   refops check --op quantize --scaling nvfp4-1x16 --set two_d=true
       --input x.bin@bfloat16:64x128 --outputs out.safetensors
   refops check --golden golden/FILE.safetensors --outputs out.safetensors
+  refops check --op swiglu --scaling mxfp8 --input x.npy --cuda kernel.cu
+      --entry swiglu_mxfp8 --grid 128 --block 256 --argument x
+      --argument rowwise_data --argument rowwise_scale_inv --argument 128
 
 """
 ARRAYS = """\
@@ -55,7 +62,7 @@ def add_check(command, scaling_list):
         run_check,
         "Judge what a kernel wrote: right or wrong, where, and why.",
         "\nExit code 0: right. 1: wrong. 2: bad use.",
-        epilog=EXAMPLES + FILES + ARRAYS + scaling_list,
+        epilog=EXAMPLES + FILES + ARRAYS + KERNELS + scaling_list,
     )
     add_operation(p)
     p.add_argument("--input", action="append", default=[], metavar="[NAME=]FILE", help="what the kernel read")
@@ -65,6 +72,7 @@ def add_check(command, scaling_list):
     p.add_argument("--amax", metavar="FILE", help="output amax_rowwise")
     p.add_argument("--output", action="append", default=[], metavar="NAME=FILE", help="any output")
     p.add_argument("--outputs", metavar="FILE", help="a file that holds outputs under their names")
+    add_kernel(p)
     p.add_argument("--out-dtype", choices=VALUE_DTYPES, help="dtype of y or dx in raw files (default: that of x)")
     p.add_argument(
         "--ulp",
@@ -102,7 +110,13 @@ def run_check(arguments):
     with _usage_errors(option_of):
         case = Case(op, inputs, scaling, params, swizzled_scales=swizzled)
     given = _outputs_given(arguments, case)
-    outputs = _read_outputs(arguments, case, given)
+    if gives_kernel(arguments):
+        written = _run_given_kernel(arguments, case, given)
+        if written.fault:
+            return _say_fault(arguments, written.fault)
+        outputs = _with_out_dtype(arguments, case, written.outputs)
+    else:
+        written, outputs = None, _read_outputs(arguments, case, given)
     with _usage_errors(lambda name: given[name][0] if name in given else f"--outputs {name}"):
         case.fit_outputs(outputs)
     with _usage_errors(option_of):
@@ -118,11 +132,31 @@ def run_check(arguments):
             random_bits=arguments.random_bits,
             diagnose=not arguments.no_diagnosis,
         )
+    ran = {} if written is None else {"ran": written.described}
     if arguments.json:
-        print_json(report.as_dict())
+        print_json(report.as_dict() | ran)
     else:
         print_check(report)
+        if written is not None:
+            print_launch(written.described)
     return EXIT_FINE if report.ok else EXIT_MISMATCH
+
+
+def _run_given_kernel(arguments, case, given):
+    """What the kernel of --ptx or --cuda wrote; no other option may give outputs."""
+    if given or arguments.outputs is not None:
+        files = "--outputs" if arguments.outputs is not None else next(iter(given.values()))[0]
+        raise UsageError(f"{files} must not be given with a kernel, which writes the outputs itself")
+    return run_kernel(arguments, case)
+
+
+def _say_fault(arguments, fault):
+    """Print what a kernel did wrong while it ran, and return the exit code."""
+    if arguments.json:
+        print_json({"ok": False, "fault": fault})
+    else:
+        print_fault(fault)
+    return EXIT_MISMATCH
 
 
 def _operation_given(arguments):

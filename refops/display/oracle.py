@@ -10,6 +10,16 @@ def print_check(report):
         print(printable(line))
 
 
+def print_launch(described):
+    """Print the line that says what a kernel did while it ran."""
+    print(printable(described))
+
+
+def print_fault(fault):
+    """Print what a kernel did wrong while it ran."""
+    print(printable(f"WRONG: the kernel failed: {fault}"))
+
+
 def print_golden(path, golden):
     """Print where a golden file is and what it holds."""
     console = stdout_console()
