@@ -1,7 +1,8 @@
 """The cases of `gpu_check`: what is called on which arrays, and what the result must be.
 
 A case is a name and a function of (device, rng) that raises where a result is wrong. The same cases run on a GPU with
-torch tensors and, at smaller shapes, in the simulator with NumPy arrays. Inputs come from `rng`, new in every run.
+torch tensors, on the software GPU with NumPy arrays in its memory and, at smaller shapes, in the simulator. Inputs come
+from `rng`, new in every run.
 """
 
 import numpy as np
@@ -29,10 +30,27 @@ SPECIALS = np.array(
 # --- devices ----------------------------------------------------------------------------------------
 
 
-class Simulated:
+class Sized:
+    """A device whose cases have the size that it has time for: `size` is "small", "medium" or "large"."""
+
+    size = "large"
+
+    def __enter__(self):
+        """Ready for cases."""
+        return self
+
+    def __exit__(self, *error):
+        """Nothing to give back."""
+
+    def sized(self, *, small, medium, large):
+        """The one that goes with the device's size."""
+        return {"small": small, "medium": medium, "large": large}[self.size]
+
+
+class Simulated(Sized):
     """NumPy arrays and small shapes."""
 
-    name, small = "simulated", True
+    name, size = "simulated", "small"
 
     def put(self, array, layout="plain"):
         """The array with another layout in memory."""
@@ -54,10 +72,63 @@ class Simulated:
         launcher_for(0).launch(key, lambda target: kernel, described, values, grid, block, 0)
 
 
-class Torch:
+class Emulated(Sized):
+    """NumPy arrays in the memory of the software GPU, at shapes of a few tiles."""
+
+    name, size = "emulated", "medium"
+
+    def __init__(self, target, **behaviour):
+        from cuda_kernels.emulator import device_for
+
+        self.context, self.number = cuda_kernels.emulated(target=target, **behaviour), device_for(target)
+
+    def __enter__(self):
+        """From here on the public calls take NumPy arrays."""
+        self.context.__enter__()
+        return self
+
+    def __exit__(self, *error):
+        """The public calls are as before."""
+        self.context.__exit__(*error)
+
+    def put(self, array, layout="plain"):
+        """A copy in device memory, contiguous ("plain"), or not, or at an address that is not aligned."""
+        array = np.ascontiguousarray(array)
+        if layout == "misaligned":
+            buffer = self._copy(np.concatenate([array.reshape(-1)[:1], array.reshape(-1)]))
+            return buffer[1:].reshape(array.shape)
+        if layout == "strided":
+            return self._copy(np.repeat(array, 2, axis=-1))[..., ::2]
+        if layout == "transposed" and array.ndim > 1:
+            return self._copy(np.swapaxes(array, -1, -2)).swapaxes(-1, -2)
+        return self._copy(array)
+
+    def _copy(self, array):
+        from cuda_kernels.emulator import driver_calls
+
+        return driver_calls.to_device(array, self.number)
+
+    def get(self, array):
+        """A copy outside of device memory."""
+        from cuda_kernels.emulator import driver_calls
+
+        return driver_calls.to_host(array, self.number) if driver_calls.is_on_device(array) else array
+
+    def poison(self):
+        """Nothing: device memory is poisoned where it is allocated."""
+
+    def run(self, key, kernel, described, values, grid, block):
+        """Launch a kernel on arrays and numbers."""
+        from cuda_kernels.launch import launcher_for
+
+        flat = [value.ctypes.data if isinstance(value, np.ndarray) else value for value in values]
+        launcher_for(self.number).launch(key, lambda target: kernel, described, flat, grid, block, 0)
+
+
+class Torch(Sized):
     """CUDA tensors of torch."""
 
-    name, small = "cuda", False
+    name, size = "cuda", "large"
 
     def __init__(self, number=0):
         import torch
@@ -142,10 +213,13 @@ def draw_exact(rng, shape, dtype):
 def shapes_of(device, scaling, kind):
     """A shape that the scaling allows: "whole" vectors and tiles, or "ragged"."""
     unit = granularity(scaling)
-    if device.small:
-        return {1: (33, 40), 16: (32, 48), 32: (32, 32)}[unit] if kind == "ragged" else (32, 64)
-    ragged = {1: (259, 397), 16: (272, 400), 32: (288, 416)}[unit]
-    return ragged if kind == "ragged" else (512, 768)
+    if kind == "whole":
+        return device.sized(small=(32, 64), medium=(128, 512), large=(512, 768))
+    return device.sized(
+        small={1: (33, 40), 16: (32, 48), 32: (32, 32)},
+        medium={1: (131, 277), 16: (144, 272), 32: (160, 288)},
+        large={1: (259, 397), 16: (272, 400), 32: (288, 416)},
+    )[unit]
 
 
 # --- comparisons ------------------------------------------------------------------------------------
@@ -218,7 +292,9 @@ def quantize_cases():
 def fronts(device, rng, name, kind, dtype, fast, special):
     """(dy, x) of an activation."""
     m, h = (
-        ((5, 32) if kind == "whole" else (3, 27)) if device.small else ((256, 512) if kind == "whole" else (131, 397))
+        device.sized(small=(5, 32), medium=(64, 256), large=(256, 512))
+        if kind == "whole"
+        else device.sized(small=(3, 27), medium=(67, 141), large=(131, 397))
     )
     width = 2 * h if gated(name) else h
     if fast:
@@ -271,7 +347,7 @@ def scaled_case(name, dtype, scales_dtype, interleave):
     """A row-scaled activation and its gradients, judged."""
 
     def run(device, rng):
-        m, h = (3, 64) if device.small else (131, 512)
+        m, h = device.sized(small=(3, 64), medium=(67, 256), large=(131, 512))
         dy, x = draw(rng, (m, h), dtype), draw(rng, (m, 2 * h if gated(name) else h), dtype)
         scales = draw(rng, (m,), scales_dtype)
         given = device.put(x), device.put(scales)
@@ -335,7 +411,7 @@ def dequantize_case(name, dtype):
 def all_16_bits(device, rng):
     """`encode` of every bfloat16 and float16, and `decode` of every code."""
     for dtype in DTYPES[1:]:
-        x = np.arange(1 << 16, dtype=np.uint16)[:: 97 if device.small else 1].view(dtype)
+        x = np.arange(1 << 16, dtype=np.uint16)[:: device.sized(small=97, medium=1, large=1)].view(dtype)
         for fmt in (refops.E4M3, refops.E5M2, refops.E3M2, refops.E2M3, refops.E2M1):
             assert_same_bits(
                 device.get(cuda_kernels.encode(device.put(x), fmt)), refops.encode(x, fmt), f"{dtype} to {fmt}"
@@ -388,7 +464,7 @@ def empty_tensors(device, rng):
 
 def given_random_bits(device, rng):
     """NVFP4 rounded stochastically with given bits."""
-    m, k = (32, 48) if device.small else (288, 400)
+    m, k = device.sized(small=(32, 48), medium=(144, 272), large=(288, 400))
     bits = [rng.integers(0, 256, shape).astype(np.uint8) for shape in ((m, k), (k, m))]
     scaling = refops.NVFP4Scaling(stochastic_rounding=True, random_bits=tuple(bits))
     x = draw(rng, (m, k), DTYPES[2])

@@ -1,7 +1,8 @@
 """Everything that only a GPU can show, in one run: `python tests/gpu/gpu_check.py --json FILE [--seconds 420]`.
 
-Run it from the root of a clone on a machine with Python, NumPy, ml_dtypes, torch, numba and numba-cuda. Without a GPU,
-or without one of them, it says "no GPU" and why, and exits with 0. With one:
+Run it from the root of a clone on a machine with Python, NumPy, ml_dtypes, torch, numba and numba-cuda. It says first
+on what it runs: a card; without one the software GPU (`cuda_kernels.emulator`); where neither is there it says why, and
+exits with 0. On a card:
 
     quantize, activations, calls     every public call against `refops`, bit for bit or judged by `refops.oracle`
     warm                             what `speed` times, once, in several processes: it leaves the PTX on disk
@@ -14,7 +15,9 @@ Every part runs in processes of its own with a share of the time, so that none h
 broken CUDA context end with it. The JSON holds the environment, and for each part its cases, failures and times. The
 exit code is 1 where a result was wrong, a case raised or a part broke off. Inputs are new; `--seed` repeats a run.
 
-    --device simulated      quantize, activations, calls and units in the simulator, at small shapes, without a GPU
+    --device emulated       quantize, activations, calls and units on the software GPU: the compiled kernels, checked,
+                            at shapes of a few tiles. --target sm_100a; --deferred: work is done late and backwards
+    --device simulated      the same parts in the simulator: the kernels as Python, at small shapes
     --parts A,B             some parts; --only TEXT: cases whose name has the text
 """
 
@@ -51,7 +54,8 @@ PARTS = {
     "racecheck": (0.07, False),
     "speed": (0.19, False),
 }
-SIMULATED_PARTS = ("quantize", "activations", "calls", "units")
+#: Those that need no card.
+PARTS_WITHOUT_CARD = ("quantize", "activations", "calls", "units")
 SANITIZERS = ("memcheck", "racecheck")
 WORKERS = 10
 #: Exit code by which compute-sanitizer says that it found something.
@@ -75,8 +79,8 @@ PACKAGES = (
 # --- what there is ----------------------------------------------------------------------------------
 
 
-def missing():
-    """Why nothing can be run on a GPU here; None if it can."""
+def missing_card():
+    """Why nothing can be run on a card here; None if it can."""
     try:
         import torch
     except Exception as error:
@@ -90,6 +94,32 @@ def missing():
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return None
+
+
+def missing_emulator():
+    """Why nothing can be run on the software GPU here; None if it can."""
+    try:
+        from cuda_kernels.emulator import build, loading
+
+        build.libraries()
+        loading.find_linker()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def choose_device(options):
+    """(what the cases run on, one line that says so); (None, why) where there is nothing."""
+    if options.device == "simulated":
+        return "simulated", "the simulator: kernels as Python"
+    no_card = "not asked for" if options.device == "emulated" else missing_card()
+    if no_card is None:
+        return "cuda", "a card"
+    no_emulator = "not asked for" if options.device == "cuda" else missing_emulator()
+    if no_emulator is None:
+        late = ", deferred and backwards" if options.deferred else ""
+        return "emulated", f"the software GPU, {options.target}{late}; a card: {no_card}"
+    return None, f"no GPU: {no_card}; the software GPU: {no_emulator}"
 
 
 def environment(device):
@@ -190,11 +220,13 @@ def cases_of(part):
     return list(made.get(part, gpu_cases.sanitized_cases)())
 
 
-def make_device(name):
+def make_device(options):
     """The device that cases run on."""
     import gpu_cases
 
-    return gpu_cases.Simulated() if name == "simulated" else gpu_cases.Torch()
+    if options.device == "emulated":
+        return gpu_cases.Emulated(options.target, deferred=options.deferred, backward=options.deferred)
+    return gpu_cases.Simulated() if options.device == "simulated" else gpu_cases.Torch()
 
 
 def run_cases(record, device, cases, seed, deadline):
@@ -236,10 +268,12 @@ def run_part(options):
         record.attempt("speed", lambda: gpu_speed.run(record, deadline))
     else:
         share, of = options.share
+        device = make_device(options)  # first: cases look for numba.cuda, which keeps the driver that it finds
         cases = [case for case in cases_of(options.part) if options.only in case[0]][share::of]
-        device = make_device(options.device)
-        device.small |= options.part in SANITIZERS
-        run_cases(record, device, cases, options.seed, deadline)
+        if options.part in SANITIZERS:
+            device.size = "small"
+        with device:
+            run_cases(record, device, cases, options.seed, deadline)
     record.done = True
     record.write()
     return 1 if record.failures else 0
@@ -252,7 +286,8 @@ def command_of(options, part, json_file, seconds, share=(0, 1)):
     """The command line of one process."""
     own = [sys.executable, str(HERE / "gpu_check.py"), "--part", part, "--json", json_file, "--device", options.device]
     own += ["--seconds", str(int(seconds)), "--seed", str(options.seed), "--only", options.only]
-    own += ["--share", f"{share[0]}/{share[1]}"]
+    own += ["--share", f"{share[0]}/{share[1]}", "--target", options.target]
+    own += ["--deferred"] if options.deferred else []
     if part not in SANITIZERS:
         return own
     tool = find_sanitizer()
@@ -279,7 +314,8 @@ def environment_of(options, part):
 
 def run_parts(options, parts):
     """Run parts one after another; return part -> summary."""
-    workers = max(1, min(WORKERS, (os.cpu_count() or 2) - 1))
+    spare = 1 if options.device == "cuda" else 0  # a card's processes wait for it
+    workers = max(1, min(WORKERS, (os.cpu_count() or 2) - spare))
     end, summaries = time.monotonic() + options.seconds, {}
     for i, part in enumerate(parts):
         left = sum(PARTS[later][0] for later in parts[i:])
@@ -310,7 +346,8 @@ def run_processes(options, part, seconds, count):
     """Run a part in `count` processes at a time; return what they found together."""
     with tempfile.TemporaryDirectory() as folder:
         files = [str(Path(folder, f"{i}.json")) for i in range(count)]
-        inner = seconds * 0.85 - 5 if options.device == "cuda" else seconds
+        # compiled kernels: some of it is for the start, and for a last case that compiles several
+        inner = seconds if options.device == "simulated" else seconds * 0.85 - 5
         commands = [command_of(options, part, file, max(5, inner), (i, count)) for i, file in enumerate(files)]
         logs = [Path(folder, f"{i}.log") for i in range(count)]
         running = []
@@ -376,8 +413,8 @@ def combined(part, codes, found, tails):
 def write_json(options, summaries, **more):
     """Write the file, whatever is known."""
     if options.json:
-        plain = {"gpu": True, "environment": options.environment, "seed": options.seed, "parts": summaries, **more}
-        Path(options.json).write_text(json.dumps(plain, indent=1))
+        plain = {"gpu": options.device == "cuda", "environment": options.environment, "seed": options.seed}
+        Path(options.json).write_text(json.dumps(plain | {"parts": summaries, **more}, indent=1))
 
 
 def parse(arguments):
@@ -385,7 +422,9 @@ def parse(arguments):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", help="where the record goes")
     parser.add_argument("--seconds", type=float, default=420)
-    parser.add_argument("--device", choices=("cuda", "simulated"), default="cuda")
+    parser.add_argument("--device", choices=("any", "cuda", "emulated", "simulated"), default="any")
+    parser.add_argument("--target", default="sm_90", help="of the software GPU")
+    parser.add_argument("--deferred", action="store_true", help="the software GPU works late, and backwards")
     parser.add_argument("--parts", default="", help="names with commas between")
     parser.add_argument("--only", default="", metavar="TEXT", help="cases whose name has this text")
     parser.add_argument("--seed", type=int, default=None)
@@ -405,17 +444,16 @@ def main(arguments=None):
     options = parse(arguments)
     if options.part:
         return run_part(options)
-    simulated = options.device == "simulated"
-    reason = None if simulated else missing()
-    if reason:
-        print(f"no GPU: {reason}")
+    options.device, said = choose_device(options)
+    print(said if options.device is None else f"runs on {said}", flush=True)
+    if options.device is None:
         if options.json:
-            Path(options.json).write_text(json.dumps({"gpu": False, "reason": reason}, indent=1))
+            Path(options.json).write_text(json.dumps({"gpu": False, "reason": said}, indent=1))
         return 0
-    options.environment = environment(options.device)
+    options.environment = environment(options.device) | {"runs on": said}
     print(json.dumps(options.environment), flush=True)
     wanted = [part for part in PARTS if not options.parts or part in options.parts.split(",")]
-    parts = [part for part in wanted if not simulated or part in SIMULATED_PARTS]
+    parts = [part for part in wanted if options.device == "cuda" or part in PARTS_WITHOUT_CARD]
     summaries = run_parts(options, parts)
     wrong = [part for part, summary in summaries.items() if summary["status"] in ("failed", "broken")]
     write_json(options, summaries, ok=not wrong)

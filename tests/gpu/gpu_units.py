@@ -46,15 +46,15 @@ def evaluate(device, name, x):
 
 
 def mantissas(device, exponent):
-    """Every float32 of a binade; in the simulator some."""
+    """Every float32 of a binade; without a GPU some, and the last 200."""
     every = np.arange(1 << 23, dtype=np.uint32)
-    every = np.concatenate([every[:: 1 << 15], every[-200:]]) if device.small else every
-    return (every + np.uint32(127 + exponent << 23)).view(F)
+    some = np.concatenate([every[:: device.sized(small=1 << 15, medium=1 << 8, large=1)], every[-200:]])
+    return (some + np.uint32(127 + exponent << 23)).view(F)
 
 
 def every_bfloat16(device):
     """All bfloat16 values as float32."""
-    return (np.arange(1 << 16, dtype=np.uint32)[:: 61 if device.small else 1] << np.uint32(16)).view(F)
+    return (np.arange(1 << 16, dtype=np.uint32)[:: device.sized(small=61, medium=1, large=1)] << np.uint32(16)).view(F)
 
 
 def ulps(got, true):

@@ -5,7 +5,7 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -97,19 +97,46 @@ def test_summaries(part, codes, found, tail, status):
 @pytest.mark.parametrize("part", gpu_check.PARTS)
 def test_the_command_of_a_part_can_be_parsed(part, monkeypatch):
     monkeypatch.setattr(gpu_check, "find_sanitizer", lambda: "compute-sanitizer")
-    options = gpu_check.parse(["--seed", "5", "--only", "mxfp8"])
+    options = gpu_check.parse(["--seed", "5", "--only", "mxfp8", "--target", "sm_100a", "--deferred"])
     command = gpu_check.command_of(options, part, "x.json", 9.7, (1, 3))
     parsed = gpu_check.parse(command[command.index("--part") :])
     expected = (part, (1, 3), 5, "mxfp8", 9)
     assert (parsed.part, parsed.share, parsed.seed, parsed.only, parsed.seconds) == expected
+    assert (parsed.target, parsed.deferred) == ("sm_100a", True)
     assert command[0] == ("compute-sanitizer" if part in gpu_check.SANITIZERS else sys.executable)
 
 
-def test_without_a_gpu_it_says_so(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(gpu_check, "missing", lambda: "torch sees no CUDA device")
+NO_CARD, NO_EMULATOR = "torch sees no CUDA device", "CompilerMissingError: no compiler"
+
+
+def test_without_any_gpu_it_says_so(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(gpu_check, "missing_card", lambda: NO_CARD)
+    monkeypatch.setattr(gpu_check, "missing_emulator", lambda: NO_EMULATOR)
     assert gpu_check.main(["--json", str(tmp_path / "g.json")]) == 0
-    assert capsys.readouterr().out == "no GPU: torch sees no CUDA device\n"
-    assert json.loads((tmp_path / "g.json").read_text()) == {"gpu": False, "reason": "torch sees no CUDA device"}
+    said = f"no GPU: {NO_CARD}; the software GPU: {NO_EMULATOR}"
+    assert capsys.readouterr().out == f"{said}\n"
+    assert json.loads((tmp_path / "g.json").read_text()) == {"gpu": False, "reason": said}
+
+
+@pytest.mark.parametrize(
+    ("given", "card", "emulator", "device", "said"),
+    [
+        ([], None, None, "cuda", "a card"),
+        ([], NO_CARD, None, "emulated", f"the software GPU, sm_90; a card: {NO_CARD}"),
+        (["--device", "cuda"], NO_CARD, None, None, f"no GPU: {NO_CARD}; the software GPU: not asked for"),
+        (
+            ["--device", "emulated", "--target", "sm_100a", "--deferred"],
+            None,
+            None,
+            "emulated",
+            "the software GPU, sm_100a, deferred and backwards; a card: not asked for",
+        ),
+    ],
+)
+def test_it_says_on_what_it_runs(given, card, emulator, device, said, monkeypatch):
+    monkeypatch.setattr(gpu_check, "missing_card", lambda: card)
+    monkeypatch.setattr(gpu_check, "missing_emulator", lambda: emulator)
+    assert gpu_check.choose_device(gpu_check.parse(given)) == (device, said)
 
 
 def test_the_whole_command_in_the_simulator(tmp_path):
@@ -140,13 +167,18 @@ def test_tensors_keep_their_values_in_every_layout(layout):
 
 
 class FakeCore:
-    """The part of `cuda.core` that the launcher uses; remembers what was launched."""
+    """The part of `cuda.core` that the launcher uses; remembers what was launched, and on which devices."""
 
     def __init__(self):
         self.launched, self.made_current = [], []
 
     def Device(self, number):  # noqa: N802
-        return SimpleNamespace(compute_capability=(9, 0), set_current=lambda: self.made_current.append(number))
+        return SimpleNamespace(compute_capability=(9, 0))
+
+    @contextmanager
+    def device_scope(self, number):
+        self.made_current.append(number)
+        yield
 
     def LaunchConfig(self, **shape):  # noqa: N802
         return shape
@@ -168,6 +200,7 @@ def launcher(monkeypatch):
         return key
 
     monkeypatch.setattr(launch, "cuda_core", lambda: core)
+    monkeypatch.setattr(launch, "device_scope", core.device_scope)
     monkeypatch.setattr(launch, "explain_missing", nullcontext)
     monkeypatch.setattr(launch, "stream_of", lambda handle: handle)
     monkeypatch.setattr(launch.Launcher, "_compile", compile_slowly)
@@ -184,8 +217,8 @@ def test_a_launcher_converts_and_compiles_once(launcher):
         launcher.launch("key", None, DESCRIBED, [64, 3, 0.5], (2, 1, 1), (256, 1, 1), 7)
     stream, config, kernel, values = launcher.core.launched[-1]
     assert (stream, config, kernel) == (7, {"grid": (2, 1, 1), "block": (256, 1, 1)}, "key")
-    assert values[0] == 64 and values[1].value == 3 and values[2].value == 0.5
-    assert launcher.compiled == ["key"] and launcher.core.made_current == [0] and launcher.target == (9, 0)
+    assert values == (64, np.int32(3), np.float32(0.5)) and [type(v) for v in values] == [int, np.int32, np.float32]
+    assert launcher.compiled == ["key"] and launcher.core.made_current == [0] * 3 and launcher.target == (9, 0)
 
 
 def test_an_empty_grid_launches_nothing(launcher):
@@ -193,7 +226,7 @@ def test_an_empty_grid_launches_nothing(launcher):
     assert not launcher.core.launched
 
 
-def test_threads_share_a_kernel_and_each_gets_a_context(launcher):
+def test_threads_share_a_kernel_and_each_has_its_device_current(launcher):
     def work():
         launcher.launch("key", None, DESCRIBED, [64, 3, 0.5], (1, 1, 1), (32, 1, 1), 0)
 
