@@ -6,10 +6,12 @@ BIN := $(VENV)/bin
 BASE := $(VENV)/.base
 INSTALLED := $(VENV)/.installed
 PEERS := $(VENV)/.peers
-# pytest of the tests as they are, and of those that run the kernels as Python in a simulator. Work is stolen, for the
-# tests differ by a factor of a thousand: else one process has many long ones left when the other is done.
+# pytest of the tests as they are, of those that run the kernels as Python in a simulator, and of those that run the
+# compiled kernels on the software GPU, which a process keeps once it has loaded it. Work is stolen, for the tests differ
+# by a factor of a thousand: else one process has many long ones left when the other is done.
 PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
 SIMULATED := NUMBA_ENABLE_CUDASIM=1 $(PYTEST) tests/simulated
+EMULATED := $(PYTEST) tests/emulator
 BOUNDS := tests/benchmarks -n 0 --benchmark-group-by=group --benchmark-sort=name --benchmark-columns=median,iqr,rounds
 
 # Where this is set each of the tests' many processes would compile the sources again.
@@ -17,7 +19,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 # Goals share the environment and the CPUs: one after another, also under -j.
 .NOTPARALLEL:
-.PHONY: help report check test test-full test-all train minilm notebooks lab lint package docs bench bench-bounds tables kernel-report gpu-check \
+.PHONY: help report check test test-full test-others test-all train minilm notebooks lab lint package docs bench bench-bounds tables gate kernel-report gpu-check \
     oracle-score exhaustive fuzz peers conformance clean
 
 help:
@@ -33,20 +35,29 @@ check: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(PYTEST) -m check
 	$(SIMULATED) -m check
+	$(EMULATED) -m check
 
 ## test        the tests, in a few minutes
 test: $(INSTALLED)
 	$(BIN)/python tests/prewarm.py
 	$(PYTEST) -m "not full"
 	$(SIMULATED) -m "not full"
+	$(EMULATED) -m "not full"
 
 ## test-all    everything, as CI does: the tests with all cases, linter, notebooks, site, package, bounds on speed
-test-all: test-full lint notebooks docs package bench-bounds
+test-all: test-full test-others bench-bounds
+
+# What mostly waits for pip and for single processes, side by side. The bounds on speed need the machine for themselves.
+test-others: $(INSTALLED)
+	mkdir -p build
+	$(MAKE) package > build/package.log 2>&1 & package=$$!; $(MAKE) lint notebooks docs; others=$$?; \
+	wait $$package; packaged=$$?; cat build/package.log; exit $$((others + packaged))
 
 test-full: $(INSTALLED)
 	$(BIN)/python tests/prewarm.py
 	$(PYTEST)
 	$(SIMULATED)
+	$(EMULATED)
 
 ## train       train a small language model under every recipe; table and loss curves in train_char_lm/
 train: $(INSTALLED)
@@ -96,11 +107,15 @@ tables: $(INSTALLED)
 	$(BIN)/python docs/capabilities.py --write
 	$(BIN)/python docs/generate.py --write
 
+## gate        every GPU check on a software GPU: the compiled kernels through the whole launch path, bit for bit
+gate: $(INSTALLED)
+	$(EMULATED)
+
 ## kernel-report  every GPU kernel compiled, no GPU needed: registers, spills, accesses, instructions per byte
 kernel-report: $(INSTALLED)
 	$(BIN)/python -m cuda_kernels report
 
-## gpu-check   on a machine with a GPU: every kernel against the reference, compute-sanitizer, benchmark; one JSON
+## gpu-check   every kernel against the reference, compute-sanitizer, benchmark; one JSON; without a card on the software GPU
 gpu-check:
 	$(PYTHON) tests/gpu/gpu_check.py --json gpu-check.json --seconds 420
 

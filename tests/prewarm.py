@@ -1,9 +1,9 @@
-"""Compile most loops of `cuda_kernels.host` that `make test` calls, before its processes would compile the same ones.
+"""Compile what the processes of `make test` would each compile: the software GPU, most loops of `cuda_kernels.host`.
 
     python tests/prewarm.py
 
-The calls are shared among the CPUs. What they compile is kept on disk (`cuda_kernels.host.compile`): a second run for
-the same sources finds a mark there and does nothing.
+The work is shared among the CPUs. What it makes is kept on disk (`cuda_kernels.emulator.build`,
+`cuda_kernels.host.compile`): a second run for the same sources finds it there and does nothing.
 """
 
 import logging
@@ -24,6 +24,7 @@ from host_cases import DTYPES, tensor  # noqa: E402
 
 import refops  # noqa: E402
 from cuda_kernels import host  # noqa: E402
+from cuda_kernels.emulator import build  # noqa: E402
 from cuda_kernels.host.compile import folder_of_these_sources  # noqa: E402
 from refops.survey import SCALINGS  # noqa: E402
 
@@ -73,6 +74,7 @@ def call(number):
 
 
 def main():
+    build.libraries()
     mark = folder_of_these_sources() / "prewarmed"
     if mark.exists():
         return

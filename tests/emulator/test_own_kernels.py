@@ -1,0 +1,48 @@
+"""Every kernel of this project, as it is compiled for a target, is code that the software GPU knows.
+
+The target is a B200's, for `test_gate.py` runs most kernels on an H100's and samples of them on others. With
+EVERY_TARGET=1 in the environment it is each of all targets, which takes minutes where the disk has no PTX yet. Each
+target is a process of its own (`load_own_kernels.py`).
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cuda_kernels.compile_report import TARGETS, architecture, catalogue
+
+EVERY = TARGETS if os.environ.get("EVERY_TARGET") == "1" else ((10, 0, "a"),)
+SCRIPT = Path(__file__).with_name("load_own_kernels.py")
+ROOT = SCRIPT.parent.parent.parent
+
+
+def loaded(target, part=""):
+    """{name: what is unknown} of the kernels for a target whose names have `part`."""
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "NUMBA_ENABLE_CUDASIM": "0", "PYTHONPATH": path}
+    command = [sys.executable, str(SCRIPT), target, part]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    if "missing" in found:
+        pytest.skip(found["missing"])
+    return found
+
+
+@pytest.mark.parametrize("part", ["puzzle", "naive"])
+def test_kernels_for_beginners(part):
+    found = loaded("sm_90", part)
+    assert len(found) >= 5
+    assert found == dict.fromkeys(found)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("target", [architecture(target) for target in EVERY])
+def test_every_kernel(target):
+    found = loaded(target)
+    assert len(found) > 2 * len(catalogue())
+    assert found == dict.fromkeys(found)
