@@ -13,6 +13,7 @@ PUBLIC = (
     "refops.oracle.testing",
     "refops.golden",
     "cuda_kernels",
+    "cuda_kernels.emulator",
     "cuda_kernels.host",
     "fuser",
     "fuser.compat",
