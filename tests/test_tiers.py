@@ -91,7 +91,7 @@ def test_sampled_drops_no_case():
 
 
 def collected(marks, *path, **variables):
-    """Ids of the tests of a file or folder, or of all but the simulated ones, that `pytest -m` takes."""
+    """Ids of the tests of a file or folder, or of all but the simulated and emulated ones, that `pytest -m` takes."""
     words = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", marks, *path]
     done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, env=os.environ | variables)
     assert done.returncode in (0, 5), done.stdout  # 5: no tests
@@ -111,9 +111,13 @@ def test_check_has_every_operation_scaling_and_backend():
     simulated = collected("check", "tests/simulated/test_simulated_calls.py", NUMBA_ENABLE_CUDASIM="1")
     assert {f"{operations}[{scaling}]" for scaling in scalings} <= set(simulated)
     assert {f"{activations}[{name}]" for name in ACTIVATIONS} <= set(simulated)
+    emulated = collected("check", "tests/emulator/test_emulated.py")
+    assert {f"test_activation[{name}]" for name in ACTIVATIONS} <= set(emulated)
+    assert any("test_quantize" in name for name in emulated)
 
 
 @pytest.mark.full
 def test_no_test_is_for_the_first_and_the_last_alone():
     assert collected("check and full") == []
     assert collected("check and full", "tests/simulated", NUMBA_ENABLE_CUDASIM="1") == []
+    assert collected("check and full", "tests/emulator") == []

@@ -74,6 +74,7 @@ def judged(name, inputs, outputs):
 # --- every call -------------------------------------------------------------------------------------
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("scaling", SCALINGS.values(), ids=SCALINGS)
 @pytest.mark.parametrize("columnwise", [False, True])
 def test_quantize(scaling, columnwise, rng, context):
@@ -83,6 +84,7 @@ def test_quantize(scaling, columnwise, rng, context):
     same(q.to_host(), refops.quantize(x, scaling, columnwise=columnwise))
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("scaling", SCALINGS.values(), ids=SCALINGS)
 def test_dequantize(scaling, rng, context):
     x = numbers(rng)
@@ -100,6 +102,7 @@ def test_quantize_with_bias_sums(scaling, rng, context):
     assert_same_bits(sums, expected_sums, "dbias")
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("name", refops.ACTIVATIONS)
 def test_activation(name, rng, context):
     x = numbers(rng)
@@ -107,6 +110,7 @@ def test_activation(name, rng, context):
     judged(name, x.astype(F), cuda_kernels.activation(name, x.astype(F)))
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("name", ["silu", "swiglu", "gelu", "relu"])
 def test_activation_grad(name, rng, context):
     x = numbers(rng)
