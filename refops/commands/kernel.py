@@ -101,7 +101,7 @@ class Written:
 
     Attributes:
         outputs: output name -> array.
-        described: one line of what the kernel did.
+        described: one line of what the kernel did, and a second one where it changed an input.
         fault: what it did wrong, "" for nothing; then there are no outputs.
     """
 
@@ -156,7 +156,14 @@ def run_kernel(arguments, case):
         raise UsageError(_as_option(str(error), arguments)) from None
     arrays = [word for word in words if word.is_array]
     written = {word.output: array for word, array in zip(arrays, ran.arrays, strict=True) if word.output is not None}
-    return Written(written, ran.described())
+    changed = [
+        name
+        for name, given in case.inputs.items()
+        for word, array in zip(arrays, ran.arrays, strict=True)
+        if word.text == name and array.tobytes() != np.ascontiguousarray(given).tobytes()
+    ]
+    note = f"\nnote: the kernel changed its input {', '.join(changed)}" if changed else ""
+    return Written(written, ran.described() + note)
 
 
 def _source_of(arguments):
@@ -212,11 +219,12 @@ class _Argument:
     """One argument of the kernel.
 
     Attributes:
-        value: what the runner takes.
+        text: the word. value: what the runner takes.
         is_array: whether the runner gives an array back for it.
         output: the output of the operation that it is, None for everything else.
     """
 
+    text: str
     value: Any
     is_array: bool
     output: str | None = None
@@ -225,9 +233,9 @@ class _Argument:
 def _argument_of(text, case, runner):
     """The argument that a word of --argument stands for."""
     if text == "null":
-        return _Argument(None, False)
+        return _Argument(text, None, False)
     if text in case.inputs:
-        return _Argument(np.ascontiguousarray(case.inputs[text]), True)
+        return _Argument(text, np.ascontiguousarray(case.inputs[text]), True)
     name, zeroed, initial = text.partition("=")
     full = name if name in case.slots else ALIASES.get(name, name)
     if full in case.slots:
@@ -235,16 +243,16 @@ def _argument_of(text, case, runner):
             raise UsageError(f"--argument {name} must be {name}, or {name}=0 for zeros at first; got {text!r}")
         slot = case.slots[full]
         array = np.zeros(slot.shape, slot.dtype) if zeroed else runner.Unwritten(slot.shape, slot.dtype)
-        return _Argument(array, True, full)
+        return _Argument(text, array, True, full)
     scratch = re.fullmatch(r"scratch:(\d+)", text, re.ASCII)
     if scratch:
         try:
-            return _Argument(np.zeros(int(scratch[1]), np.uint8), True)
+            return _Argument(text, np.zeros(int(scratch[1]), np.uint8), True)
         except (ValueError, MemoryError) as error:
             raise UsageError(f"--argument scratch must fit into memory; got {text!r}: {error}") from None
     for number in (lambda word: int(word, 0), float):
         try:
-            return _Argument(number(text), False)
+            return _Argument(text, number(text), False)
         except ValueError:
             continue
     known = [*case.inputs, *case.slots, "null", "scratch:BYTES"]

@@ -11,8 +11,9 @@ def print_check(report):
 
 
 def print_launch(described):
-    """Print the line that says what a kernel did while it ran."""
-    print(printable(described))
+    """Print what a kernel did while it ran."""
+    for line in described.split("\n"):
+        print(printable(line))
 
 
 def print_fault(fault):

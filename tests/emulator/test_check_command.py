@@ -95,6 +95,13 @@ def test_what_nobody_wrote_shows(check):
     assert check(reads, *LAUNCH, *zeroed)[0] == 0
 
 
+def test_a_kernel_that_changes_its_input_is_told(check):
+    changes = CUDA.replace("RULE", UP).replace("const __nv_bfloat16* x", "__nv_bfloat16* x")
+    changes = changes.replace("if (lane == 0)", "x[32 * block + lane] = 0;\n    if (lane == 0)")
+    code, out, _ = check(changes, *LAUNCH, *ARGUMENTS)
+    assert code == 0 and out.endswith("note: the kernel changed its input x\n")
+
+
 def test_an_activation_on_another_target(run, tmp_path):
     X.tofile(tmp_path / "x.bin")
     source = """
