@@ -9,7 +9,10 @@ from cuda_kernels import ptx_cache
 #: Wheels that NVVM lies in: that of CUDA 13, that of CUDA 12.
 COMPILER_PACKAGES = ("nvidia-nvvm", "nvidia-cuda-nvcc-cu12")
 INSTALL = "pip install 'numba-cuda[cu13]' (or [cu12] for a CUDA 12 driver)"
-ALTERNATIVE = "CPU arrays go to cuda_kernels.host; NUMBA_ENABLE_CUDASIM=1 runs kernels in the simulator"
+ALTERNATIVE = (
+    "CPU arrays go to cuda_kernels.host; the kernels run on a software GPU in `with cuda_kernels.emulated():`, and as "
+    "Python, in the simulator, with NUMBA_ENABLE_CUDASIM=1"
+)
 #: What a linker or a driver says that is older than the compiler: of the PTX, or of an architecture it does not know.
 TOO_OLD = (
     "Unsupported .version",

@@ -27,7 +27,7 @@ from cuda_kernels.emulator.settings import TARGETS
 
 __all__ = ["TARGETS", "DeviceError", "Ran", "Unwritten", "compile_cuda", "is_ptx", "run"]
 
-#: Instructions of a warp in a block, after which `run` takes its loop to be endless: some seconds.
+#: Instructions of a warp in a block, after which `run` takes its loop to be endless: half a minute at most.
 LONGEST = 1 << 24
 #: C++ standard that CUDA C++ is compiled with.
 STANDARD = "c++17"
