@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, fields
 
+from refops.arguments import require_choice, require_flag, require_integer, shown
+
 #: Target -> (major, minor) of its compute capability. A letter behind the number is of code and not of a device: code
 #: for sm_90 and for sm_90a runs on the same device.
 TARGETS = {
@@ -55,15 +57,15 @@ class Settings:
 
     def __post_init__(self):
         if not isinstance(self.targets, tuple):
-            raise TypeError(f"targets must be a tuple of names, one for each device; got {self.targets!r}")
+            raise TypeError(f"targets must be a tuple of names, one for each device; got {shown(self.targets)}")
         for place, target in enumerate(self.targets):
             require_target(target, f"targets[{place}]")
         if not 1 <= len(self.targets) <= MOST_DEVICES:
             raise ValueError(f"targets must name 1 to {MOST_DEVICES} devices; got {len(self.targets)}")
-        _require_integer(self.perturb, "perturb", low=0, high=LARGEST_SEED)
-        _require_integer(self.longest, "longest", low=1, high=LARGEST_NUMBER)
+        require_integer(self.perturb, "perturb", low=0, high=LARGEST_SEED + 1)
+        require_integer(self.longest, "longest", low=1, high=LARGEST_NUMBER + 1)
         for name in ("deferred", "backward", "contract", "uninitialised"):
-            _require_flag(getattr(self, name), name)
+            require_flag(getattr(self, name), name)
 
     @property
     def capabilities(self) -> tuple[tuple[int, int], ...]:
@@ -95,17 +97,4 @@ def targets_with(target: str) -> tuple[str, ...]:
 
 def require_target(value: str, name: str) -> None:
     """Raise ValueError for what is not in `TARGETS`."""
-    if value not in TARGETS:
-        raise ValueError(f"{name} must be one of {', '.join(TARGETS)}; got {value!r}")
-
-
-def _require_integer(value, name, *, low, high):
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an int; got {value!r}")
-    if not low <= value <= high:
-        raise ValueError(f"{name} must be from {low} to {high}; got {value}")
-
-
-def _require_flag(value, name):
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} must be True or False; got {value!r}")
+    require_choice(value, name, TARGETS)
