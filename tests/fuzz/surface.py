@@ -10,6 +10,12 @@ import reference_pages
 
 #: Public names that have no target of their own, and why.
 EXEMPT = {
+    "cuda_kernels.emulator.CompilerMissingError": "an error",
+    "cuda_kernels.emulator.DeviceError": "an error",
+    "cuda_kernels.emulator.KernelCounters": "what counters returns",
+    "cuda_kernels.emulator.Ran": "what run returns",
+    "cuda_kernels.emulator.Unordered": "what unordered returns",
+    "cuda_kernels.emulator.load": "what the first call of the others does",
     "fuser.DType": "an enumeration",
     "fuser.Quantizer": "a base class, used through its subclasses",
     "fuser.QuantizedTensor": "a base class, used through its subclasses",
