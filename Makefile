@@ -19,7 +19,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 # Goals share the environment and the CPUs: one after another, also under -j.
 .NOTPARALLEL:
-.PHONY: help report check test test-full test-others test-all train minilm notebooks lab lint package docs bench bench-bounds tables gate kernel-report gpu-check \
+.PHONY: help report check test test-full test-others test-all train minilm notebooks lab lint package docs bench bench-bounds tables simulated gate kernel-report gpu-check \
     oracle-score exhaustive fuzz peers conformance clean
 
 help:
@@ -56,7 +56,7 @@ test-others: $(INSTALLED)
 test-full: $(INSTALLED)
 	$(BIN)/python tests/prewarm.py
 	$(PYTEST)
-	$(SIMULATED)
+	$(SIMULATED) -m "not (full and sweep)"
 	$(EMULATED)
 
 ## train       train a small language model under every recipe; table and loss curves in train_char_lm/
@@ -106,6 +106,10 @@ bench-bounds: $(INSTALLED)
 tables: $(INSTALLED)
 	$(BIN)/python docs/capabilities.py --write
 	$(BIN)/python docs/generate.py --write
+
+## simulated   every test of the kernels as Python, its sweeps whole
+simulated: $(INSTALLED)
+	$(SIMULATED)
 
 ## gate        every GPU check on a software GPU: the compiled kernels through the whole launch path, bit for bit
 gate: $(INSTALLED)

@@ -31,6 +31,8 @@ from refops import E2M1, E2M3, E3M2, E4M3, E5M2, E8M0
 from refops.survey import SCALINGS as NAMED
 from tiers import sampled
 
+pytestmark = pytest.mark.sweep
+
 BOTH = SCALINGS | RHT
 
 

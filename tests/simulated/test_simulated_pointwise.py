@@ -25,6 +25,8 @@ import refops
 from arrays import assert_same_bits, heavy_tailed
 from tiers import sampled
 
+pytestmark = pytest.mark.sweep
+
 ACTIVATIONS = tuple(refops.ACTIVATIONS)
 PARAMETERS = {
     "clamped_swiglu": {"limit": 1.5, "alpha": 0.5, "glu_linear_offset": -0.25},

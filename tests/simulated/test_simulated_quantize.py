@@ -25,6 +25,8 @@ import refops
 from arrays import heavy_tailed
 from tiers import sampled
 
+pytestmark = pytest.mark.sweep
+
 #: Shapes in units of what the scaling's rows and columns must divide by: with 1 (any shape), 16 and 32.
 SHAPES = {
     "one row": {1: (1, 200), 16: (16, 144), 32: (32, 160)},
