@@ -353,9 +353,9 @@ def test_as_a_decorator(rng):
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"target": "sm_1"}, ValueError, "target must be one of sm_75"),
+        ({"target": "sm_1"}, ValueError, "target must be one of 'sm_75'"),
         ({"deferred": 1}, TypeError, "deferred must be True or False; got 1"),
-        ({"perturb": -1}, ValueError, "perturb must be from 0"),
+        ({"perturb": -1}, ValueError, "perturb must be an integer in"),
         ({"colour": True}, TypeError, "colour"),
     ],
 )

@@ -9,7 +9,7 @@ import gate
 from tiers import sampled
 
 #: Targets on which every n-th case runs.
-EVERY = {"sm_90": 1, "sm_100a": 3, "sm_80": 24, "sm_120a": 24}
+EVERY = {"sm_90": 1, "sm_100a": 4, "sm_80": 32, "sm_120a": 32}
 CASES = gate.sample(every=1)
 RUNS = [(target, *case) for target, every in EVERY.items() for case in CASES[::every]]
 
