@@ -202,7 +202,7 @@ EVERY_COMPILER = "EVERY_COMPILER"
 
 
 def compilers():
-    """The compilers of this machine, as parameters, but for the one that the libraries of this session are made with."""
+    """The compilers of this machine, as parameters, but for the one that this session's libraries are made with."""
     for name in ("g++", "clang++"):
         if shutil.which(name) and build.find_compiler().command != (shutil.which(name),):
             yield pytest.param(name, id=name)
