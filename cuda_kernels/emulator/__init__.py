@@ -29,10 +29,9 @@ from cuda_kernels.emulator.loading import (
 )
 from cuda_kernels.emulator.numpy_calls import emulated
 from cuda_kernels.emulator.programs import Ran, Unwritten, run
-from cuda_kernels.emulator.settings import TARGETS, Settings
+from cuda_kernels.emulator.settings import Settings
 
 __all__ = [
-    "TARGETS",
     "CompilerMissingError",
     "DeviceError",
     "KernelCounters",
