@@ -18,7 +18,7 @@ def profile_recipe(recipe, shape, target) -> KernelProfile:
 
     Args:
         recipe: a `Recipe` or `ScaledGradient`. shape: (M, K) of the result as the rowwise direction sees it.
-        target: a name of `emulator.TARGETS`.
+        target: a name of `emulator.settings.TARGETS`.
     """
     (profiled,) = profile(lambda: _launch(recipe, shape), target=target, elements=shape[0] * shape[1])
     return profiled
