@@ -88,8 +88,10 @@ def seen(method, args, options, fast_math):
         key.append(description)
         addresses.append(address)
         streams.append(stream)
-    first: dict[int, int] = {}  # which arguments are one array: a plan finds them by what they are
-    key += device, *(first.setdefault(id(array), number) for number, array in enumerate(arrays))
+    key.append(device)
+    if len(arrays) > 1:  # which of them are one array: a plan finds them by what they are
+        first: dict[int, int] = {}
+        key += [first.setdefault(id(array), number) for number, array in enumerate(arrays)]
     return Call(tuple(key), kind, device, arrays, addresses, streams)
 
 

@@ -418,17 +418,18 @@ def test_ptx_leaves_no_rounding_open(fast_math):
 MOST_LAUNCHES = 10
 
 
-def seconds_of(work, times=50, rounds=30):
-    """Seconds of one call, in the best round."""
-    best = float("inf")
+def seconds_of(work, times=300, rounds=5):
+    """Seconds of the median call, in the best round: calls right after a wait find the processor's caches cold."""
+    medians = []
     for _ in range(rounds):
         cuda.synchronize()
-        start = time.perf_counter()
+        stamps = [time.perf_counter()]
         for _ in range(times):
             work()
-        best = min(best, (time.perf_counter() - start) / times)
+            stamps.append(time.perf_counter())
+        medians.append(np.median(np.diff(stamps)))
     cuda.synchronize()
-    return best
+    return min(medians)
 
 
 def launched_by(work, monkeypatch):
