@@ -1,6 +1,7 @@
 """numba.cuda and cuda.core on the software GPU: unchanged libraries, as their users call them."""
 
 import ctypes
+import gc
 import weakref
 
 import numpy as np
@@ -79,8 +80,10 @@ def test_numba_streams_and_events():
 def test_numba_streams_without_an_order_are_reported():
     x, y = cuda.to_device(np.zeros(100, np.float32)), cuda.device_array(100, np.float32)
     streams = cuda.stream(), cuda.stream()
-    for stream in streams:
-        add_one[1, 128, stream](x, y)
+    gc.collect()  # whatever is freed between the launches would order them
+    with cuda.defer_cleanup():
+        for stream in streams:
+            add_one[1, 128, stream](x, y)
     cuda.synchronize()
     (found,) = loading.unordered()
     assert "add_one" in found.first
