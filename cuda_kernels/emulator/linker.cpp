@@ -15,13 +15,13 @@
 #include <string>
 #include <vector>
 
+#include "mark.h"
+
 // Values of nvJitLink.h, whose macros would rename the functions.
 constexpr int SUCCESS = 0;
 constexpr int INTERNAL_ERROR = 6;
 constexpr int PTX = 2;
 constexpr int LTO_IR = 3;
-
-static const char MARK[] = "EMULATOR-PTX:";  // modules.cpp reads it, with its terminating zero
 
 namespace {
 

@@ -358,6 +358,11 @@ HALVES = [
     case("neg.f16", f"mov.b16 %h1, {halves(0, 1)}; neg.f16 %h2, %h1; cvt.u32.u16 %d, %h2;", halves(0, -1)),
     case("abs.bf16x2", f"abs.bf16x2 %d, {brains(-3, -0.0)};", brains(3, 0)),
     case(
+        "setp.ftz.f16x2",  # the smallest subnormal is 0
+        "setp.lt.ftz.f16x2 %p1|%p2, 0, 0x00010001; @%p1 add.u32 %d, %d, 1; @!%p2 add.u32 %d, %d, 2;",
+        2,
+    ),
+    case(
         "setp.f16x2",
         f"setp.lt.f16x2 %p1|%p2, {halves(5, 1)}, {halves(4, 2)}; @%p1 add.u32 %d, %d, 1; @%p2 add.u32 %d, %d, 2;",
         1,

@@ -73,7 +73,7 @@ class Contraction {
         instruction.sources[1] = code_[product].sources[1];
         instruction.sources[2] = other;
         std::string form = sum.operation == "add" ? "fma" : side == 0 ? "fms" : "fnma";
-        instruction.run = choose_contracted(form, sum.type, sum.flush, instruction);
+        instruction.run = choose_contracted(form, sum.type, sum.flush);
         code_[product].run = do_nothing;
         code_[product].counted = false;
     }

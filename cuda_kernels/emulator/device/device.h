@@ -1,13 +1,9 @@
 // The software device as its driver sees it: settings, memory, code, launches. No other header is for the driver.
 #pragma once
-#include <array>
-#include <bit>
 #include <cstdint>
 #include <cstring>
 #include <map>
 #include <memory>
-#include <mutex>
-#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -18,14 +14,13 @@
 
 namespace device {
 
-// All but `touched` have the name of an attribute of Python's Settings.
+// Each has the name of an attribute of Python's Settings.
 struct Options {
     bool contract = false;       // fuse what PTX allows to be fused: mul.f32 and add.f32 without a rounding
     int perturb = 0;             // a seed; approximate instructions err within their documented bounds
     bool backward = false;       // order of blocks and of warps
     bool deferred = false;       // the driver does work when somebody waits for it, not before
     bool uninitialised = false;  // a read of bytes that nobody wrote is a fault; holds for what is allocated afterwards
-    bool touched = true;         // kernels note which bytes of global memory they use: touched_ranges
     uint64_t longest = uint64_t(1) << 28;  // instructions of a warp in one block; more are an endless loop
 };
 

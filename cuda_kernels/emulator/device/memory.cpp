@@ -128,7 +128,6 @@ uint64_t Heap::allocate(size_t size, const std::string& label, int device) {
     span = {begin, begin + size, true, label, device};
     if (options().uninitialised) span.written.start(size);
     last_ = nullptr;
-    used_ += size;
     return begin;
 }
 
@@ -154,7 +153,6 @@ void Heap::release(uint64_t address) {
     span.live = false;
     span.written.stop();
     last_ = nullptr;
-    used_ -= size;
     kept_ += size;
     std::memset(reinterpret_cast<void*>(address), FREED, size);
     quarantine_.push_back(address);

@@ -78,7 +78,6 @@ class Heap {
     std::string describe(uint64_t address, size_t size) const;
     // What `describe` calls the allocation that an address lies in.
     void label(uint64_t address, const std::string& text);
-    size_t used() const { return used_; }
 
     // For Options::uninitialised. Copies and fills that the host makes must be marked by who makes them.
     void mark_written(uint64_t address, size_t size);
@@ -87,7 +86,7 @@ class Heap {
     // The contents of an allocation are lost: nobody wrote it.
     void forget_written(uint64_t address);
 
-    // For Options::touched: what a kernel used since it was last asked, merged, in the order of addresses.
+    // What a kernel used since it was last asked, merged, in the order of addresses.
     void note_touched(uint64_t address, size_t size, bool written);
     std::vector<TouchedRange> take_touched();
 
@@ -100,7 +99,6 @@ class Heap {
 
     mutable std::map<uint64_t, Span> spans_;
     std::deque<uint64_t> quarantine_;
-    size_t used_ = 0;
     size_t kept_ = 0;
     std::set<uint64_t> touched_;    // allocations
     mutable Span* last_ = nullptr;  // where the last access was: most lie there again

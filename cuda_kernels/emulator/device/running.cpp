@@ -587,8 +587,7 @@ void run(Kernel& kernel, Shape grid, Shape shape, unsigned dynamic_shared, const
     block.dynamic_shared = dynamic_shared;
     block.perturb = options().perturb;
     block.check_written = options().uninitialised;
-    block.note_touched = options().touched;
-    if (block.note_touched) heap().take_touched();  // what a kernel used that failed
+    heap().take_touched();  // what a kernel used that failed
     block.shared.start_launch(size_t(kernel.shared_bytes) + dynamic_shared, kernel.shared_grain, block.check_written);
     int warps = (block.threads + LANES - 1) / LANES;
     RegisterFile registers(kernel.words, warps);

@@ -43,7 +43,7 @@ void Meetings::some(uint32_t givers, uint32_t takers) {
 void SharedMemory::start_launch(size_t bytes, int grain, bool check_written) {
     bytes_.resize(bytes);
     grain_shift_ = std::countr_zero(unsigned(grain));
-    touched_.assign((bytes >> grain_shift_) + 1, Touched{});
+    users_.assign((bytes >> grain_shift_) + 1, Users{});
     check_written_ = check_written;
 }
 
@@ -62,49 +62,49 @@ static std::string race(uint64_t offset, const std::string& other, const char* d
            (same_warp ? "; no barrier or __syncwarp between" : "; no barrier between");
 }
 
-bool SharedMemory::races_with_write(const Touched& touched, const Warp& warp, const Instruction& instruction,
+bool SharedMemory::races_with_write(const Users& users, const Warp& warp, const Instruction& instruction,
                                     int lane) const {
-    if (touched.writer == NOBODY || (touched.strong && instruction.strong)) return false;
-    if (touched.writer != warp.number) return !warps.ordered(touched.writer, touched.write_round, warp.number);
-    if (touched.writing_lane == lane) return false;
-    return !warp.lanes.ordered(touched.writing_lane, touched.write_turn, lane);
+    if (users.writer == NOBODY || (users.strong && instruction.strong)) return false;
+    if (users.writer != warp.number) return !warps.ordered(users.writer, users.write_round, warp.number);
+    if (users.writing_lane == lane) return false;
+    return !warp.lanes.ordered(users.writing_lane, users.write_turn, lane);
 }
 
-int SharedMemory::racing_reader(const Touched& touched, const Warp& warp, int lane) const {
-    for (uint32_t rest = touched.reading_warps & ~(1u << warp.number); rest; rest &= rest - 1) {
+int SharedMemory::racing_reader(const Users& users, const Warp& warp, int lane) const {
+    for (uint32_t rest = users.reading_warps & ~(1u << warp.number); rest; rest &= rest - 1) {
         int other = std::countr_zero(rest);
-        if (!warps.ordered(other, touched.read_round, warp.number)) return other * LANES;
+        if (!warps.ordered(other, users.read_round, warp.number)) return other * LANES;
     }
-    if (touched.reader != warp.number) return -1;
-    for (uint32_t rest = touched.reading_lanes & ~(1u << lane); rest; rest &= rest - 1) {
+    if (users.reader != warp.number) return -1;
+    for (uint32_t rest = users.reading_lanes & ~(1u << lane); rest; rest &= rest - 1) {
         int other = std::countr_zero(rest);
-        if (!warp.lanes.ordered(other, touched.read_turn, lane)) return warp.number * LANES + other;
+        if (!warp.lanes.ordered(other, users.read_turn, lane)) return warp.number * LANES + other;
     }
     return -1;
 }
 
 // Readers of an earlier round are forgotten: between two partial barriers a race with them may go unseen.
-void SharedMemory::remember_read(Touched& touched, const Warp& warp, int lane) const {
-    if (touched.read_round != warps.round()) {
-        touched.read_round = warps.round();
-        touched.reading_warps = 0;
+void SharedMemory::remember_read(Users& users, const Warp& warp, int lane) const {
+    if (users.read_round != warps.round()) {
+        users.read_round = warps.round();
+        users.reading_warps = 0;
     }
-    touched.reading_warps |= 1u << warp.number;
-    if (touched.reader != warp.number || touched.read_turn != warp.lanes.round()) {
-        touched.reader = uint8_t(warp.number);
-        touched.read_turn = warp.lanes.round();
-        touched.reading_lanes = 0;
+    users.reading_warps |= 1u << warp.number;
+    if (users.reader != warp.number || users.read_turn != warp.lanes.round()) {
+        users.reader = uint8_t(warp.number);
+        users.read_turn = warp.lanes.round();
+        users.reading_lanes = 0;
     }
-    touched.reading_lanes |= 1u << lane;
+    users.reading_lanes |= 1u << lane;
 }
 
-void SharedMemory::remember_write(Touched& touched, const Warp& warp, const Instruction& instruction, int lane) const {
-    touched.writer = uint8_t(warp.number);
-    touched.writing_lane = uint8_t(lane);
-    touched.write_round = warps.round();
-    touched.write_turn = warp.lanes.round();
-    touched.serial = serial_;
-    touched.strong = instruction.strong;
+void SharedMemory::remember_write(Users& users, const Warp& warp, const Instruction& instruction, int lane) const {
+    users.writer = uint8_t(warp.number);
+    users.writing_lane = uint8_t(lane);
+    users.write_round = warps.round();
+    users.write_turn = warp.lanes.round();
+    users.serial = serial_;
+    users.strong = instruction.strong;
 }
 
 void SharedMemory::note_read(const Warp& warp, const Instruction& instruction, int lane, uint64_t offset, int bytes) {
@@ -112,12 +112,12 @@ void SharedMemory::note_read(const Warp& warp, const Instruction& instruction, i
         fail(warp, instruction, lane, "read of shared memory that nobody wrote, at byte " + std::to_string(offset));
     uint64_t end = (offset + bytes - 1) >> grain_shift_;
     for (uint64_t at = offset >> grain_shift_; at <= end; at++) {
-        Touched& touched = touched_[at];
-        if (races_with_write(touched, warp, instruction, lane))
+        Users& users = users_[at];
+        if (races_with_write(users, warp, instruction, lane))
             fail(warp, instruction, lane,
-                 race(at << grain_shift_, thread_name(touched.writer, touched.writing_lane), "wrote it",
-                      touched.writer == warp.number));
-        if (!instruction.strong) remember_read(touched, warp, lane);
+                 race(at << grain_shift_, thread_name(users.writer, users.writing_lane), "wrote it",
+                      users.writer == warp.number));
+        if (!instruction.strong) remember_read(users, warp, lane);
     }
 }
 
@@ -126,26 +126,26 @@ void SharedMemory::note_write(const Warp& warp, const Instruction& instruction, 
     if (check_written_) written_.mark(offset, bytes);
     uint64_t end = (offset + bytes - 1) >> grain_shift_;
     for (uint64_t at = offset >> grain_shift_; at <= end; at++) {
-        Touched& touched = touched_[at];
-        bool same_instruction = touched.writer == warp.number && touched.serial == serial_;
-        if (same_instruction && touched.writing_lane != lane && !instruction.strong) {
+        Users& users = users_[at];
+        bool same_instruction = users.writer == warp.number && users.serial == serial_;
+        if (same_instruction && users.writing_lane != lane && !instruction.strong) {
             if (!value || std::memcmp(bytes_.data() + offset, value, bytes))
                 fail(warp, instruction, lane,
                      "race in shared memory at byte " + std::to_string(at << grain_shift_) + ": " +
-                         thread_name(warp.number, touched.writing_lane) +
+                         thread_name(warp.number, users.writing_lane) +
                          " writes another value there in the same instruction");
-        } else if (races_with_write(touched, warp, instruction, lane)) {
+        } else if (races_with_write(users, warp, instruction, lane)) {
             fail(warp, instruction, lane,
-                 race(at << grain_shift_, thread_name(touched.writer, touched.writing_lane), "wrote it",
-                      touched.writer == warp.number));
+                 race(at << grain_shift_, thread_name(users.writer, users.writing_lane), "wrote it",
+                      users.writer == warp.number));
         }
-        int reader = racing_reader(touched, warp, lane);
+        int reader = racing_reader(users, warp, lane);
         if (reader >= 0) {
             bool same_warp = reader / LANES == warp.number;
             std::string who = same_warp ? "thread " + std::to_string(reader) : "warp " + std::to_string(reader / LANES);
             fail(warp, instruction, lane, race(at << grain_shift_, who, "read it", same_warp));
         }
-        remember_write(touched, warp, instruction, lane);
+        remember_write(users, warp, instruction, lane);
     }
 }
 

@@ -57,7 +57,7 @@ class SharedMemory {
     static constexpr uint8_t NOBODY = 255;
 
     // The last users of a grain. Rounds are those of the block's warps, turns those of a warp's lanes.
-    struct Touched {
+    struct Users {
         uint32_t write_round = 0, write_turn = 0;
         uint32_t read_round = 0, read_turn = 0;
         uint32_t reading_warps = 0;   // in read_round
@@ -68,13 +68,13 @@ class SharedMemory {
         bool strong = false;          // the write was atomic
     };
 
-    bool races_with_write(const Touched& touched, const Warp& warp, const Instruction& instruction, int lane) const;
-    int racing_reader(const Touched& touched, const Warp& warp, int lane) const;  // a thread, -1: none
-    void remember_read(Touched& touched, const Warp& warp, int lane) const;
-    void remember_write(Touched& touched, const Warp& warp, const Instruction& instruction, int lane) const;
+    bool races_with_write(const Users& users, const Warp& warp, const Instruction& instruction, int lane) const;
+    int racing_reader(const Users& users, const Warp& warp, int lane) const;  // a thread, -1: none
+    void remember_read(Users& users, const Warp& warp, int lane) const;
+    void remember_write(Users& users, const Warp& warp, const Instruction& instruction, int lane) const;
 
     std::vector<uint8_t> bytes_;
-    std::vector<Touched> touched_;
+    std::vector<Users> users_;
     Shadow written_;
     bool check_written_ = false;
     int grain_shift_ = 0;

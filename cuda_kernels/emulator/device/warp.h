@@ -75,7 +75,6 @@ struct Block {
     std::map<uint64_t, MemoryBarrier> memory_barriers;  // offset in shared memory ->
     std::vector<BulkCopy> bulk_copies;
     uint64_t phases = 0;            // of mbarriers that ended
-    bool note_touched = false;      // Options::touched
 };
 
 struct Warp {

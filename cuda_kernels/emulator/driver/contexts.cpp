@@ -395,16 +395,6 @@ CUresult cuCtxResetPersistingL2Cache() {
     return call([] {});
 }
 
-CUresult cuCtxSynchronize() {
-    return call([] {
-        auto context = require_context();
-        require_unbroken(*context);
-        require_no_capture(context, "cuCtxSynchronize");
-        wait_for_all(context);
-        require_unbroken(*context);
-    });
-}
-
 // From CUDA 13 on.
 CUresult cuCtxSynchronize_v2(CUcontext handle) {
     return call([&] {
@@ -414,6 +404,10 @@ CUresult cuCtxSynchronize_v2(CUcontext handle) {
         wait_for_all(context);
         require_unbroken(*context);
     });
+}
+
+CUresult cuCtxSynchronize() {
+    return cuCtxSynchronize_v2(nullptr);
 }
 
 CUresult cuProfilerStart() {

@@ -50,7 +50,6 @@ static std::shared_ptr<Node> add_node(const std::shared_ptr<Graph>& graph, Task 
     auto node = std::make_shared<Node>();
     node->task = std::move(task);
     node->before = std::move(before);
-    node->graph = graph;
     graph->nodes.push_back(node);
     state().nodes.add(node);
     return node;
@@ -894,14 +893,29 @@ CUresult cuGraphRetainUserObject(CUgraph graph, CUuserObject object, unsigned co
         if (!(flags & CU_GRAPH_USER_OBJECT_MOVE)) {
             kept->references += count;
         }
-        graph_of(graph)->objects.emplace_back(kept, count);
+        auto& objects = graph_of(graph)->objects;
+        auto held = std::find_if(objects.begin(), objects.end(), [&](const auto& one) { return one.first == kept; });
+        if (held == objects.end()) {
+            objects.emplace_back(kept, count);
+        } else {
+            held->second += count;
+        }
     });
 }
 
 CUresult cuGraphReleaseUserObject(CUgraph graph, CUuserObject object, unsigned count) {
     return releasing_call([&] {
         auto kept = state().objects.find(object);
-        std::erase_if(graph_of(graph)->objects, [&](const auto& one) { return one.first == kept; });
+        auto& objects = graph_of(graph)->objects;
+        auto held = std::find_if(objects.begin(), objects.end(), [&](const auto& one) { return one.first == kept; });
+        if (held == objects.end() || held->second < count) {
+            throw Refusal{CUDA_ERROR_INVALID_VALUE,
+                          "count must be at most what the graph holds; got " + std::to_string(count)};
+        }
+        held->second -= count;
+        if (held->second == 0) {
+            objects.erase(held);
+        }
         release_object(kept, count);
     });
 }

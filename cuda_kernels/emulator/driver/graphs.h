@@ -13,7 +13,6 @@ struct Node {
     uint64_t handle = 0;
     Task task;
     std::vector<std::shared_ptr<Node>> before;
-    std::weak_ptr<Graph> graph;
 };
 
 // A pointer that a graph keeps alive for its user; `destroy` is called when nobody refers to it any more.

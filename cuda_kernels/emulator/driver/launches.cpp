@@ -190,8 +190,8 @@ static void launch(CUfunction function, Shape grid, Shape block, unsigned shared
 static void check_launch_attributes(const CUlaunchConfig& config) {
     for (unsigned n = 0; n < config.numAttrs; n++) {
         auto which = config.attrs[n].id;
-        bool unknown = which == CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION || which == CU_LAUNCH_ATTRIBUTE_COOPERATIVE;
-        if (unknown) {
+        bool cooperative = which == CU_LAUNCH_ATTRIBUTE_COOPERATIVE && config.attrs[n].value.cooperative;
+        if (cooperative || which == CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION) {
             throw Refusal{CUDA_ERROR_NOT_SUPPORTED, "cuLaunchKernelEx: the software GPU runs no clusters and nothing "
                                                     "cooperative; got launch attribute " + std::to_string(int(which))};
         }

@@ -15,13 +15,12 @@
 
 #include "attributes.h"
 #include "graphs.h"
+#include "mark.h"
 #include "memory.h"
 
 namespace driver {
 
 using device::Kernel;
-
-const char MARK[] = "EMULATOR-PTX:";  // linker.cpp writes it, with its terminating zero
 
 // --- ELF ----------------------------------------------------------------------------------------------
 
@@ -166,7 +165,7 @@ static void read_image(const uint8_t* image, Library& library) {
     }
     Cubin cubin(image);
     const char* behind = text + cubin.size();
-    if (std::memcmp(behind, MARK, sizeof MARK) != 0) {
+    if (std::strncmp(behind, MARK, sizeof MARK) != 0) {  // it ends where they differ: a cubin may lie at the end
         refuse_code(CUDA_ERROR_NO_BINARY_FOR_GPU,
                     "a cubin has no PTX behind it: load the software GPU before anything links, or pass PTX");
     }

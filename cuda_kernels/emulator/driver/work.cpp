@@ -22,10 +22,6 @@ struct Entry {
     Access access;
 };
 
-struct Lane {
-    uint64_t given = 0;  // how many pieces of work it had
-};
-
 // The lane of a stream that was destroyed, whose work goes on.
 struct Returned {
     uint64_t lane;
@@ -41,7 +37,7 @@ constexpr size_t LARGEST_HISTORY = 256;
 
 // Everything that is remembered of work. Never destroyed: threads and finalizers may end later than statics.
 struct Ledger {
-    std::map<uint64_t, Lane> lanes;
+    std::map<uint64_t, uint64_t> given;  // lane -> how many pieces of work it had
     std::vector<Returned> returned_lanes;
     uint64_t lanes_made = 0;
     Clock host_clock;  // what the host knows to be finished
@@ -328,8 +324,8 @@ Step enqueue_after(const std::shared_ptr<Stream>& stream, uint64_t lane, Task ta
     step->stream = stream->name;
     step->context = stream->context;
     step->lane = lane;
-    ledger().lanes[lane].given += 1;
-    step->number = ledger().lanes[lane].given;
+    ledger().given[lane] += 1;
+    step->number = ledger().given[lane];
     step->clock = ledger().host_clock;
     for (const Step& earlier : before) {
         advance(step->clock, earlier->clock);

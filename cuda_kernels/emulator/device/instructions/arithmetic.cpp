@@ -417,13 +417,8 @@ Action choose_half(Opcode& opcode, const Operands& operands, bool packed) {
 }
 
 // Contracted forms.
-template <int FORM>
-f32 contracted(f32 a, f32 b, f32 c) {
-    return FORM == 0 ? std::fma(a, b, c) : FORM == 1 ? std::fma(a, b, -c) : std::fma(-a, b, c);
-}
-
-template <int FORM>
-f64 contracted(f64 a, f64 b, f64 c) {
+template <int FORM, class T>
+T contracted(T a, T b, T c) {
     return FORM == 0 ? std::fma(a, b, c) : FORM == 1 ? std::fma(a, b, -c) : std::fma(-a, b, c);
 }
 
@@ -456,7 +451,7 @@ Action choose_floating(Opcode& opcode, const Operands& operands, Instruction& in
     return in_rounding(rounding, pair_arithmetic(opcode, flush), instruction);
 }
 
-Action choose_contracted(const std::string& form, const std::string& type, bool flush, Instruction&) {
+Action choose_contracted(const std::string& form, const std::string& type, bool flush) {
     Cast cast;
     cast.flush = flush;
     if (form == "fma") return contracted_form<0>(type == "f64", cast);

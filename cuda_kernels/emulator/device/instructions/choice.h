@@ -34,7 +34,7 @@ Action choose_warp_wide(Opcode& opcode, const Operands& operands, Instruction& i
 Action choose_asynchronous(Opcode& opcode, const Operands& operands, Instruction& instruction);
 
 // mul and add in one: "fms" is a*b - c, "fnma" c - a*b. PTX has no such opcodes; contraction.cpp makes them.
-Action choose_contracted(const std::string& form, const std::string& type, bool flush, Instruction& instruction);
+Action choose_contracted(const std::string& form, const std::string& type, bool flush);
 
 // The rounding that an opcode names, nearest where it names none.
 inline Rounding take_rounding(Opcode& opcode) {

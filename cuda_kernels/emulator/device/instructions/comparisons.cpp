@@ -56,11 +56,11 @@ struct FlushedComparison {
 };
 
 // Bit 0: of the lower half, bit 1: of the upper.
-template <How HOW, class T>
-struct PackedComparison {
+template <class COMPARISON, class T>
+struct Packed {
     u32 operator()(u32 a, u32 b) const {
-        u32 low = compared<HOW>(T{u16(a)}, T{u16(b)});
-        u32 high = compared<HOW>(T{u16(a >> 16)}, T{u16(b >> 16)});
+        u32 low = COMPARISON{}(T{u16(a)}, T{u16(b)});
+        u32 high = COMPARISON{}(T{u16(a >> 16)}, T{u16(b >> 16)});
         return high << 1 | low;
     }
 };
@@ -73,8 +73,9 @@ Action comparison(bool flush) {
 }
 
 template <How HOW, class T>
-Action packed_comparison(bool) {
-    return binary<u32>(PackedComparison<HOW, T>{});
+Action packed_comparison(bool flush) {
+    if (flush) return binary<u32>(Packed<FlushedComparison<HOW, T>, T>{});
+    return binary<u32>(Packed<Comparison<HOW, T>, T>{});
 }
 
 // A table by comparison of what a template makes for each.

@@ -112,7 +112,7 @@ void check_global(Warp& warp, const Instruction& instruction, const Access& acce
     });
     if (!heap().holds(lowest, highest - lowest + access.bytes))  // not all in one allocation
         each_set_lane(access.mask, [&](int lane) { check_global_lane(warp, instruction, access, lane); });
-    if (warp.block->note_touched) note_touched(access, lowest, highest);
+    note_touched(access, lowest, highest);
     if (!warp.block->check_written) return;
     each_set_lane(access.mask, [&](int lane) {
         u64 address = access.addresses[lane];
