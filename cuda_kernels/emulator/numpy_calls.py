@@ -19,18 +19,23 @@ from cuda_kernels.emulator.settings import Settings, targets_with
 
 @dataclass(eq=False)
 class _Entered:
-    """A context that is entered: its device, its settings, and whether it still holds."""
+    """A context that is entered.
+
+    Attributes:
+        device, settings: its own. before: the settings before the first context of the process was entered.
+        holds: whether it was not left yet.
+    """
 
     device: int
     settings: Settings
+    before: Settings
     holds: bool = True
 
 
 #: The contexts of this thread (or task), the innermost last.
 _of_thread: ContextVar[tuple[_Entered, ...]] = ContextVar("emulated", default=())
-#: Those of all threads, the one entered last at the end, and the settings before the first of them.
+#: Those of all threads, the one entered last at the end.
 _of_process: list[_Entered] = []
-_before: list[Settings] = []
 _changing = threading.RLock()
 
 
@@ -70,17 +75,21 @@ def _settings_for(target, behaviour):
     return Settings(targets=targets, **behaviour)
 
 
+def _before_all(target):
+    """The settings before the first context that is entered now."""
+    if _of_process:
+        return _of_process[0].before
+    return loading.settings() if loading.is_loaded() else _settings_for(target, {})
+
+
 def _enter(target, behaviour):
     with _changing:
         wanted = _settings_for(target, behaviour)
-        entered = _Entered(wanted.device_of(target), wanted)
-        before = loading.settings() if loading.is_loaded() else _settings_for(target, {})
+        entered = _Entered(wanted.device_of(target), wanted, _before_all(target))
         loading.load(wanted)
-        if not _of_process:
-            _before[:] = [before]
-        _of_process.append(entered)
-    from cuda_kernels import arrays  # only here, for it needs the extras of the GPU calls
+        from cuda_kernels import arrays  # only now: it lets Numba look for a driver
 
+        _of_process.append(entered)
     _of_thread.set((*_of_thread.get(), entered))
     arrays.numpy_memory.set(_innermost)
     return entered
@@ -92,7 +101,7 @@ def _leave(entered):
         _of_process.remove(entered)
         if loading.fault():
             loading.reset()
-        loading.load(_of_process[-1].settings if _of_process else _before[0])
+        loading.load(_of_process[-1].settings if _of_process else entered.before)
     _of_thread.set(tuple(one for one in _of_thread.get() if one.holds))
 
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from cuda_kernels import ptx_cache
 from cuda_kernels.emulator import build, driver_calls, loading
 from cuda_kernels.emulator.counting import KernelCounters, counters
 from cuda_kernels.emulator.driver_calls import DeviceError
@@ -180,7 +181,7 @@ def _on_device(argument, name, device):
 
 def is_ptx(source: str) -> bool:
     """Whether a text is PTX: it says which version of PTX it has."""
-    return re.search(r"^\s*\.version\s+\d", source, re.MULTILINE) is not None
+    return ptx_cache.version_of(source) != ""
 
 
 def compile_cuda(

@@ -132,13 +132,13 @@ def run_check(arguments):
             random_bits=arguments.random_bits,
             diagnose=not arguments.no_diagnosis,
         )
-    ran = {} if written is None else {"ran": written.described}
+    ran = {} if written is None else {"ran": written.described, "changed_inputs": list(written.changed)}
     if arguments.json:
         print_json(report.as_dict() | ran)
     else:
         print_check(report)
         if written is not None:
-            print_launch(written.described)
+            print_launch(written.described, written.changed)
     return EXIT_FINE if report.ok else EXIT_MISMATCH
 
 

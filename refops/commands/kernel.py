@@ -5,6 +5,7 @@ refops has no such GPU. A package that has one names a module as an entry point 
     run(source, entry, grid, block, arguments, *, shared, target, options, name, longest)
         -> what has `arrays`, the array arguments in their order as the kernel left them, and `described()`, one line of
         what it did
+    is_ptx(text)                 whether a text is PTX
     Unwritten(shape, dtype)      an argument: an array that the kernel is to write
     DeviceError                  what `run` raises for a kernel that does something wrong
     TARGETS                      names of the GPUs that there are
@@ -101,12 +102,14 @@ class Written:
 
     Attributes:
         outputs: output name -> array.
-        described: one line of what the kernel did, and a second one where it changed an input.
+        described: one line of what the kernel did.
+        changed: names of the inputs that it changed.
         fault: what it did wrong, "" for nothing; then there are no outputs.
     """
 
     outputs: dict[str, np.ndarray]
     described: str = ""
+    changed: tuple[str, ...] = ()
     fault: str = ""
 
 
@@ -122,11 +125,11 @@ def run_kernel(arguments, case):
     Raises:
         UsageError: an option that does not fit, or nothing on this machine to run it with.
     """
-    path, source = _source_of(arguments)
     for name in ("entry", "grid", "block"):
         if getattr(arguments, name) is None:
             raise UsageError(f"--{name} is needed with --ptx and --cuda; got none")
     runner = _runner()
+    path, source = _source_of(arguments, runner)
     target = arguments.target or "sm_90"
     if target not in runner.TARGETS:
         raise UsageError(f"--target must be one of {', '.join(runner.TARGETS)}; got {target!r}")
@@ -156,17 +159,15 @@ def run_kernel(arguments, case):
         raise UsageError(_as_option(str(error), arguments)) from None
     arrays = [word for word in words if word.is_array]
     written = {word.output: array for word, array in zip(arrays, ran.arrays, strict=True) if word.output is not None}
-    changed = [
-        name
-        for name, given in case.inputs.items()
+    changed = tuple(
+        word.text
         for word, array in zip(arrays, ran.arrays, strict=True)
-        if word.text == name and array.tobytes() != np.ascontiguousarray(given).tobytes()
-    ]
-    note = f"\nnote: the kernel changed its input {', '.join(changed)}" if changed else ""
-    return Written(written, ran.described() + note)
+        if word.text in case.inputs and array.tobytes() != word.value.tobytes()
+    )
+    return Written(written, ran.described(), changed)
 
 
-def _source_of(arguments):
+def _source_of(arguments, runner):
     """(path, text) of the kernel's file."""
     if arguments.ptx is not None and arguments.cuda is not None:
         raise UsageError("give either --ptx or --cuda; got both")
@@ -178,10 +179,9 @@ def _source_of(arguments):
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{option} must be a text file that can be read; got {given!r}: {error}") from None
-    is_ptx = re.search(r"^\s*\.version\s+\d", text, re.MULTILINE) is not None
-    if option == "--ptx" and not is_ptx:
+    if option == "--ptx" and not runner.is_ptx(text):
         raise UsageError(f"--ptx must be PTX, which has a line .version; got {given!r}, which has none")
-    if option == "--cuda" and is_ptx:
+    if option == "--cuda" and runner.is_ptx(text):
         raise UsageError(f"--cuda must be CUDA C++; got {given!r}, which is PTX: give it with --ptx")
     return path, text
 

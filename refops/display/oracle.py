@@ -10,10 +10,11 @@ def print_check(report):
         print(printable(line))
 
 
-def print_launch(described):
-    """Print what a kernel did while it ran."""
-    for line in described.split("\n"):
-        print(printable(line))
+def print_launch(described, changed):
+    """Print what a kernel did while it ran, and which inputs it changed."""
+    print(printable(described))
+    if changed:
+        print(f"note: the kernel changed its input {', '.join(changed)}")
 
 
 def print_fault(fault):
