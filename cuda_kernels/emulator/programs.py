@@ -209,7 +209,8 @@ def compile_cuda(
         _checked(nvrtc.nvrtcAddNameExpression(program, entry.encode()))
         (code,) = nvrtc.nvrtcCompileProgram(program, len(given), [one.encode() for one in given])
         if int(code):
-            raise ValueError(f"NVRTC refuses {name}:\n{_log(nvrtc, program)}")
+            log = _log(nvrtc, program)
+            raise ValueError(f"source must be CUDA C++ that NVRTC compiles, with a kernel {entry}; got {name}:\n{log}")
         text = b" " * _checked(nvrtc.nvrtcGetPTXSize(program))
         _checked(nvrtc.nvrtcGetPTX(program, text))
         mangled = _checked(nvrtc.nvrtcGetLoweredName(program, entry.encode()))

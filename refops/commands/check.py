@@ -4,7 +4,6 @@ The kernel's outputs are files, or the kernel itself is given and runs here (`re
 """
 
 import math
-from contextlib import contextmanager
 
 import numpy as np
 
@@ -24,7 +23,7 @@ from refops.commands.arguments import (
     scaling_of,
 )
 from refops.commands.kernel import KERNELS, add_kernel, gives_kernel, run_kernel
-from refops.commands.usage import EXIT_FINE, EXIT_MISMATCH, UsageError, listed
+from refops.commands.usage import EXIT_FINE, EXIT_MISMATCH, UsageError, listed, usage_errors
 from refops.display.console import print_json
 from refops.display.oracle import print_check, print_fault, print_launch
 from refops.files import SUFFIXES, FileError
@@ -107,7 +106,7 @@ def run_check(arguments):
         op, scaling, params = operation.name, scaling_of(arguments), params_of(arguments, operation)
         inputs = _read_inputs(arguments, operation)
     swizzled, option_of = arguments.swizzled_scales, _option_of(arguments, op)
-    with _usage_errors(option_of):
+    with usage_errors(option_of):
         case = Case(op, inputs, scaling, params, swizzled_scales=swizzled)
     given = _outputs_given(arguments, case)
     if gives_kernel(arguments):
@@ -117,9 +116,9 @@ def run_check(arguments):
         outputs = _with_out_dtype(arguments, case, written.outputs)
     else:
         written, outputs = None, _read_outputs(arguments, case, given)
-    with _usage_errors(lambda name: given[name][0] if name in given else f"--outputs {name}"):
+    with usage_errors(lambda name: given[name][0] if name in given else f"--outputs {name}"):
         case.fit_outputs(outputs)
-    with _usage_errors(option_of):
+    with usage_errors(option_of):
         report = oracle.check(
             op,
             inputs,
@@ -310,26 +309,6 @@ def _with_out_dtype(arguments, case, outputs):
     if array.dtype != dtype:
         raise UsageError(f"--out-dtype must be that of {values[0]}, {array.dtype}; got {arguments.out_dtype!r}")
     return outputs | {values[0]: array}
-
-
-@contextmanager
-def _usage_errors(option_of):
-    """Turn an error about an argument ("x must be ...; got ...") into bad use of the option that gave it.
-
-    Args:
-        option_of: function from the argument's name to what stands for it in the message.
-    """
-    try:
-        yield
-    except (ValueError, TypeError) as error:
-        message = " ".join(str(error).split())
-        if "; got" not in message:  # none of the caller's doing
-            raise
-        name, _, rest = message.partition(" ")
-        raise UsageError(f"{option_of(name)} {rest}{_BFLOAT16_HINT if 'got uint16' in rest else ''}") from None
-
-
-_BFLOAT16_HINT = "; if its elements are bfloat16, add @bfloat16 to the file"
 
 
 def _option_of(arguments, op):

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from refops.commands.arguments import integer_argument
-from refops.commands.usage import UsageError, listed
+from refops.commands.usage import UsageError, listed, usage_errors
 from refops.oracle.operation import ALIASES
 
 GROUP = "refops.runners"
@@ -141,22 +141,23 @@ def run_kernel(arguments, case):
     if repeated is not None:
         raise UsageError(f"--argument must give {repeated} once; got it {names.count(repeated)} times")
     try:
-        ran = runner.run(
-            source,
-            arguments.entry,
-            arguments.grid,
-            arguments.block,
-            [word.value for word in words],
-            shared=arguments.shared or 0,
-            target=target,
-            options=tuple(arguments.compile_option),
-            name=path.name,
-            **({} if arguments.longest is None else {"longest": arguments.longest}),
-        )
+        with usage_errors(_option_of(arguments)):
+            ran = runner.run(
+                source,
+                arguments.entry,
+                arguments.grid,
+                arguments.block,
+                [word.value for word in words],
+                shared=arguments.shared or 0,
+                target=target,
+                options=tuple(arguments.compile_option),
+                name=path.name,
+                **({} if arguments.longest is None else {"longest": arguments.longest}),
+            )
     except runner.DeviceError as error:
         return Written({}, fault=re.sub(r"arguments\[(\d+)\]", lambda m: arguments.argument[int(m[1])], str(error)))
-    except (ValueError, TypeError, RuntimeError, ImportError, OSError) as error:
-        raise UsageError(_as_option(str(error), arguments)) from None
+    except (RuntimeError, ImportError, OSError) as error:  # nothing here to run it with
+        raise UsageError(" ".join(str(error).split())) from None
     arrays = [word for word in words if word.is_array]
     written = {word.output: array for word, array in zip(arrays, ran.arrays, strict=True) if word.output is not None}
     changed = tuple(
@@ -198,17 +199,16 @@ def _runner():
     raise UsageError("--ptx and --cuda need a package that runs kernels; got none: install this one, pip install .")
 
 
-def _as_option(message, arguments):
-    """The runner's sentence about one of its arguments, as one about an option."""
-    message = " ".join(message.split())
-    match = re.match(r"arguments\[(\d+)\](.*)", message)
-    if match:
-        return f"--argument {arguments.argument[int(match[1])]!r}{match[2]}"
-    for name in ("entry", "grid", "block", "shared", "target", "arguments"):
-        if message.startswith(f"{name} "):
-            option = "argument" if name == "arguments" else name
-            return f"--{option}{message[len(name) :]}"
-    return message
+def _option_of(arguments):
+    """Function from the name of an argument of the runner to the option that gave it."""
+
+    def option(name):
+        place = re.fullmatch(r"arguments\[(\d+)\]", name)
+        if place:
+            return f"--argument {arguments.argument[int(place[1])]!r}"
+        return {"arguments": "--argument", "source": "--cuda", "options": "--compile-option"}.get(name, f"--{name}")
+
+    return option
 
 
 # --- arguments -------------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """What the commands share: exit codes, bad use, and names that a user spelled almost right."""
 
 import difflib
+from contextlib import contextmanager
 
 from refops.survey import SCALINGS, match_names
 
@@ -48,3 +49,23 @@ def listed(names, most=MOST_LISTED):
     if not names:
         return "no names (there are none)"
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+@contextmanager
+def usage_errors(option_of):
+    """Turn an error about an argument ("x must be ...; got ...") into bad use of the option that gave it.
+
+    Args:
+        option_of: function from the argument's name to what stands for it in the message.
+    """
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        message = " ".join(str(error).split())
+        if "; got" not in message:  # none of the caller's doing
+            raise
+        name, _, rest = message.partition(" ")
+        raise UsageError(f"{option_of(name)} {rest}{_BFLOAT16_HINT if 'got uint16' in rest else ''}") from None
+
+
+_BFLOAT16_HINT = "; if its elements are bfloat16, add @bfloat16 to the file"
