@@ -92,6 +92,7 @@ def test_wavefronts_of_one_access(name, accesses):
     table = np.array([offset(lane) for lane in range(32)], np.int32)
     ran = run(ONE_ACCESS.format(access=accesses[size]), "touch", 1, 32, [table], target=TARGET, uninitialised=False)
     assert (ran.counters.shared_wavefronts, ran.counters.shared_ideal) == (wavefronts, ideal)
+    assert ran.counters.shared_accesses == (wavefronts > 0)
 
 
 # --- budgets ----------------------------------------------------------------------------------------

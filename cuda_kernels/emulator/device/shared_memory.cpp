@@ -185,6 +185,7 @@ class Banks {
 void count_wavefronts(Counters& counters, uint32_t mask, const uint64_t* offsets, int bytes) {
     int together = std::min(LANES, LANES * BANK_BYTES / std::max(bytes, BANK_BYTES));
     int words = std::max(1, bytes / BANK_BYTES);
+    counters.shared_accesses += mask != 0;
     for (int first = 0; first < LANES; first += together) {
         Banks banks;
         for (int lane = first; lane < first + together; lane++) {
@@ -192,7 +193,6 @@ void count_wavefronts(Counters& counters, uint32_t mask, const uint64_t* offsets
             for (int n = 0; n < words; n++) banks.add(uint32_t(offsets[lane] / BANK_BYTES) + n);
         }
         if (!banks.wavefronts()) continue;
-        counters.shared_accesses++;
         counters.shared_wavefronts += banks.wavefronts();
         counters.shared_ideal++;
     }
