@@ -1,0 +1,208 @@
+"""What a declaration of an activation is: scalar functions with their slopes, the names and parameters they have.
+
+A file of this folder declares a function of x once, as a factory of a vocabulary (see `arithmetic`), and the
+activations that are made of it:
+
+    def silu(words):
+        sigmoid, sigmoid_pair = words.sigmoid, words.sigmoid_pair
+
+        def value(x, p):
+            return x * sigmoid(x)
+
+        def slope(x, p):
+            s, rest = sigmoid_pair(x)
+            return x * (s * rest) + s
+
+        return value, slope
+
+    SILU = Function("silu", silu, jax="silu")
+    ROWS = (
+        unary("silu", SILU, formula="x sigmoid(x)", op="SiLU", order=4, number=3),
+        gated("swiglu", SILU, formula="silu(act) gate", op="SwiGLU", order=10, number=4),
+    )
+
+Where value and slope have a costly part in common, the factory names it: it returns (shared, value, slope), and the
+latter two take what `shared(x, p)` gave as a third argument.
+"""
+
+from collections import namedtuple
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+#: The functions of (x, p) that a factory makes: value, slope, and both as a tuple where they share a part, else None.
+Forms = namedtuple("Forms", "value slope both")
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter of an activation.
+
+    Attributes:
+        name: its name, a field of `p` in formulas.
+        default: TE's default.
+        other: an ordinary value that is not the default, for golden files and tests.
+        positive: whether it must be above 0 and finite. The others may be any number, as in TE.
+        neutral: values that leave it out of the formula; `nothing` among them is called "no NAME".
+        nothing: the neutral value that is so large that it has no effect, or None.
+    """
+
+    name: str
+    default: float
+    other: float
+    positive: bool = False
+    neutral: tuple[float, ...] = ()
+    nothing: float | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Function:
+    """A function of one number and its slope.
+
+    Attributes:
+        name: what it is called.
+        body: factory of a vocabulary: (value, slope) or (shared, value, slope), in the float32 order of the kernels.
+        parameters: what it reads of `p`.
+        truth: a factory of its own for float64 where `body` would cancel there.
+        fast: factory of the vocabulary of `cuda_kernels.fast`: (value, both) or (value, both, slope) with approximate
+            units, for numbers and pairs at once; `both` gives the two together. Without one fast math has `body`.
+        row_scaled: factory of the slope in the order of the kernels with a scale for each row, where that differs.
+        jax: TE's name in its JAX interface; None where it has none and needs none.
+    """
+
+    name: str
+    body: Callable[[Any], tuple]
+    parameters: tuple[Parameter, ...] = ()
+    truth: Callable[[Any], tuple] | None = None
+    fast: Callable[[Any], tuple] | None = None
+    row_scaled: Callable[[Any], Callable] | None = None
+    jax: str | None = None
+
+    def __repr__(self):
+        return f"<function {self.name}>"
+
+    @cached_property
+    def words(self):
+        """Names of the words that `body` asks for."""
+        listener = _Listener()
+        self.body(listener)
+        return frozenset(listener.words)
+
+    @property
+    def elementary(self):
+        """Whether it has an exponential in it: what is only rounded is its own truth."""
+        return bool(self.words & {"exp", "tanh", "sigmoid", "sigmoid_pair", "tanh_pair"})
+
+
+class _Listener:
+    """A vocabulary whose words do nothing, and which notes them."""
+
+    def __init__(self):
+        self.words = set()
+
+    def __getattr__(self, word):
+        self.words.add(word)
+        return lambda *arguments: 1.0
+
+
+def forms(factory, words, wrap=lambda function: function):
+    """Return the `Forms` that a factory makes of a vocabulary; `wrap` is applied to each function."""
+    made = [wrap(function) for function in factory(words)]
+    if len(made) == 2:
+        return Forms(*made, None)
+    shared, value_of, slope_of = made
+
+    def value(x, p):
+        return value_of(x, p, shared(x, p))
+
+    def slope(x, p):
+        return slope_of(x, p, shared(x, p))
+
+    def both(x, p):
+        part = shared(x, p)
+        return value_of(x, p, part), slope_of(x, p, part)
+
+    return Forms(wrap(value), wrap(slope), wrap(both))
+
+
+@dataclass(frozen=True, eq=False)
+class Activation:
+    """A row of `refops.ACTIVATIONS`.
+
+    Attributes:
+        name: TE's name.
+        formula: what it computes, in words of mathematics; the order of operations is the functions'.
+        act: the function of x, or of the activated half.
+        gate: the function of the gate half, None for unary activations.
+        op: name of its class in `fuser.ops`.
+        order: its place in the table, which users see; None: after those that have one, by name.
+        number: TE's `NVTE_Activation_Type`, None where TE has none.
+        row_scaled: whether there is a kernel with a scale for each row.
+        product: factory of the vocabulary of `cuda_kernels.fast`: the gated value of (act, gate, p) in one piece.
+    """
+
+    name: str
+    formula: str
+    act: Function
+    gate: Function | None
+    op: str
+    order: int | None = None
+    number: int | None = None
+    row_scaled: bool = False
+    product: Callable[[Any], Any] | None = None
+
+    def __repr__(self):
+        return f"<{self.name}: {self.formula}>"
+
+    @property
+    def gated(self) -> bool:
+        """Whether the input row is [act | gate]."""
+        return self.gate is not None
+
+    @property
+    def functions(self):
+        """The one or two functions."""
+        return (self.act,) if self.gate is None else (self.act, self.gate)
+
+    @cached_property
+    def declared(self) -> tuple[Parameter, ...]:
+        """The parameters that it accepts, each once."""
+        return tuple(dict.fromkeys(p for function in self.functions for p in function.parameters))
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """Names of the parameters that the activation accepts."""
+        return tuple(p.name for p in self.declared)
+
+    @property
+    def jax(self) -> tuple[str, ...] | None:
+        """Its type in TE's JAX interface, ("gelu",) or ("silu", "linear"); None where that has no such function."""
+        names = tuple(function.jax for function in self.functions)
+        return None if None in names else names
+
+
+def _identity(words):
+    one_like = words.one_like
+
+    def value(g, p):
+        return g
+
+    def slope(g, p):
+        return one_like(g)
+
+    return value, slope
+
+
+#: The gate of most gated activations: itself.
+IDENTITY = Function("identity", _identity, jax="linear")
+
+
+def unary(name, act, *, formula, op, **attributes):
+    """Declare the activation f(x); see `Activation`."""
+    return Activation(name, formula, act, None, op, **attributes)
+
+
+def gated(name, act, gate=IDENTITY, *, formula, op, **attributes):
+    """Declare the activation f(act) gate(gate) of rows [act | gate]; see `Activation`."""
+    return Activation(name, formula, act, gate, op, **attributes)
