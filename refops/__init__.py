@@ -18,7 +18,11 @@ from refops.formats import (
     E5M2,
     E8M0,
     FORMATS,
+    INT8,
+    UE5M3,
+    ElementFormat,
     FloatFormat,
+    IntegerFormat,
     decode,
     encode,
     pack_fp4,
@@ -35,12 +39,13 @@ from refops.ops import (
     scaled_activation,
     scaled_activation_grad,
 )
-from refops.quantization.block import block_scales_as_mxfp8
+from refops.quantization.block_scales import block_scales_as_mxfp8
+from refops.quantization.delayed import update_delayed_scale
 from refops.quantization.hadamard import hadamard_transform
 from refops.quantization.layout import swizzle, unswizzle
-from refops.quantization.per_tensor import update_delayed_scale
 from refops.quantization.result import Quantized
-from refops.scaling import (
+from refops.scalings import (
+    SCALINGS,
     BlockScaling,
     CurrentScaling,
     DelayedScaling,
@@ -60,11 +65,15 @@ __all__ = [
     "E5M2",
     "E8M0",
     "FORMATS",
+    "INT8",
     "SCALED_ACTIVATIONS",
+    "UE5M3",
     "BlockScaling",
     "CurrentScaling",
     "DelayedScaling",
+    "ElementFormat",
     "FloatFormat",
+    "IntegerFormat",
     "MXFP8Scaling",
     "NVFP4Scaling",
     "Quantized",
@@ -86,3 +95,7 @@ __all__ = [
     "unswizzle",
     "update_delayed_scale",
 ]
+
+# A scaling whose file was added is public too.
+globals().update({cls.__name__: cls for cls in SCALINGS})
+__all__.extend(cls.__name__ for cls in SCALINGS if cls.__name__ not in __all__)

@@ -8,14 +8,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from refops.formats import E4M3, E8M0, FloatFormat
+from refops.formats import ElementFormat
 from refops.ops import DequantizedSource, quantize
-from refops.quantization.block import LARGEST_SCALE, valid_scales
-from refops.quantization.mxfp8 import ENCODE_MULTIPLIER, scale_byte
-from refops.quantization.nvfp4 import encode_multiplier, global_encode_scale
-from refops.quantization.per_tensor import scale_from_amax
-from refops.rounding import philox_bytes
-from refops.scaling import BlockScaling, CurrentScaling, DelayedScaling, MXFP8Scaling, NVFP4Scaling
+from refops.quantization.quantize import random_bytes
+from refops.scalings.arithmetic import REFERENCE
 from refops.survey import cast_dequantized_source, cast_source, decode_scale_source, element_codes, has_transform
 from refops.tiles import InputSource, magnitude_max
 
@@ -37,7 +33,7 @@ class Step:
     name: str
     value: np.float32 | int
     formula: str
-    fmt: FloatFormat | None = None
+    fmt: ElementFormat | None = None
 
     @property
     def bits(self):
@@ -94,7 +90,7 @@ class BlockWalk:
 
     direction: str
     where: str
-    fmt: FloatFormat
+    fmt: ElementFormat
     transformed: bool
     steps: list
     elements: list
@@ -139,9 +135,9 @@ def explain_block(x, scaling, *, columnwise=False, row=0, block=0):
     with np.errstate(all="ignore"):
         tile, here = tile_of(cast_source(x, q)), row - first_row
         steps, multiplier = _scale_steps(q, magnitude_max(tile), columnwise, row, block)
-        steps.append(Step("decode scale", tile_of(decode_scale_source(q))[here, 0], _decode_formula(scaling)))
+        steps.append(Step("decode scale", tile_of(decode_scale_source(q))[here, 0], scaling.formulas.decode))
         codes = oriented(element_codes(q))[row, along]
-        random_bytes = _random_bytes(scaling, q.matrix_shape, columnwise, row, block)
+        random_bytes = _random_bytes(scaling, q.matrix_shape, columnwise, row, along)
         columns = zip(
             [(i, row) if columnwise else (row, i) for i in range(along.start, along.stop)],
             tile_of(InputSource(x))[here],
@@ -167,10 +163,7 @@ def explain_block(x, scaling, *, columnwise=False, row=0, block=0):
 
 def _block_shape(scaling):
     """(rows, elements along a row) of a block in the direction walked."""
-    if isinstance(scaling, DelayedScaling | CurrentScaling):
-        return 1, PER_TENSOR_BLOCK
-    two_d = scaling.block_dim == 2 if isinstance(scaling, BlockScaling) else scaling.two_d
-    return (scaling.block_size if two_d else 1), scaling.block_size
+    return scaling.layout.block or (1, PER_TENSOR_BLOCK)
 
 
 def _require_index(value, name, count, what):
@@ -182,129 +175,58 @@ def _where(scaling, columnwise, row, first, stop, block):
     line, along = ("column", "rows") if columnwise else ("row", "columns")
     place = f"{line} {row}, {along} {first}..{stop - 1}"
     rows, length = _block_shape(scaling)
-    if isinstance(scaling, DelayedScaling | CurrentScaling):
+    if scaling.layout.block is None:
         return f"{place} (the scale is the whole tensor's)"
     return f"{place} (block {block})" if rows == 1 else f"{place} (of a {rows}x{length} tile, block {block})"
 
 
 def _scale_steps(q, block_amax, columnwise, row, block):
     """The steps to the encode multiplier, and the multiplier."""
-    scaling = q.scaling
-    if isinstance(scaling, DelayedScaling | CurrentScaling):
-        return _per_tensor_steps(q, columnwise)
-    if isinstance(scaling, BlockScaling):
-        return _block_steps(q, block_amax, columnwise, row, block)
-    if isinstance(scaling, MXFP8Scaling):
-        return _mxfp8_steps(scaling, block_amax)
-    return _nvfp4_steps(q, block_amax, columnwise, row, block)
-
-
-def _per_tensor_steps(q, columnwise):
-    scaling = q.scaling
-    amax = (q.amax_columnwise if columnwise else q.amax_rowwise)[0]
-    if isinstance(scaling, DelayedScaling):
-        scale = np.float32(scaling.scale)
-        return [
-            Step("tensor amax", amax, "max |x|, NaN ignored; for the history, not for this scale"),
-            Step("encode multiplier", scale, "the scale, known before the tensor was seen"),
-        ], scale
-    (scale,) = scale_from_amax(
-        np.array([amax]), scaling.fmt, epsilon=scaling.amax_epsilon, power_2=scaling.power_2_scale
-    )
-    return [
-        Step("tensor amax", amax, "max |x|, NaN ignored"),
-        Step("encode multiplier", scale, _scale_formula(scaling)),
-    ], scale
-
-
-def _scale_formula(scaling):
-    cleared = ", mantissa cleared" if scaling.power_2_scale else ""
-    return f"{float(scaling.fmt.max):g} / amax (0 or inf: 1){cleared}"
-
-
-def _block_steps(q, block_amax, columnwise, row, block):
-    scaling = q.scaling
-    (scale,) = scale_from_amax(
-        np.array([block_amax]),
-        scaling.fmt,
-        epsilon=scaling.amax_epsilon,
-        power_2=scaling.power_2_scale,
-        value_for_inf=LARGEST_SCALE[q.dtype],
-    )
-    stored = valid_scales(q, columnwise)[row // _block_shape(scaling)[0], block]
-    return [
-        Step("block amax", block_amax, "max |x| of the block, NaN ignored"),
-        Step("encode multiplier", scale, _scale_formula(scaling)),
-        Step("stored scale", stored, "1 / encode multiplier, float32"),
-    ], scale
-
-
-_MXFP8_RULES = {
-    "up": "amax * f32(1/{max:g}), up to the next 2^(byte-127)",
-    "floor": "127 + floor(log2 amax) - {emax}",
-    "even": "127 + floor(log2 of amax rounded to the element's mantissa) - {emax}",
-    "ceil_ocp": "127 + ceil(log2 amax) - {emax}",
-}
-
-
-def _mxfp8_steps(scaling, block_amax):
-    byte = int(scale_byte(np.array([block_amax]), scaling.fmt, scaling.scale_rounding)[0])
-    rule = _MXFP8_RULES[scaling.scale_rounding].format(max=scaling.fmt.max, emax=int(np.log2(scaling.fmt.max)))
-    return [
-        Step("block amax", block_amax, "max |x| of the block, NaN ignored"),
-        Step("scale byte", byte, rule, E8M0),
-        Step("encode multiplier", ENCODE_MULTIPLIER[byte], "2^(127 - byte)"),
-    ], ENCODE_MULTIPLIER[byte]
-
-
-def _nvfp4_steps(q, block_amax, columnwise, row, block):
-    scaling = q.scaling
-    amaxes = q.amax_columnwise if columnwise else q.amax_rowwise
-    amax = amaxes[row if scaling.row_scaled else 0]
-    s_enc = global_encode_scale(amax, scaling.e4m3_max)[()]
-    byte = int((q.columnwise_scale_inv if columnwise else q.rowwise_scale_inv)[row, block])
-    multiplier = encode_multiplier(byte, s_enc)
-    what = "transformed " if scaling.rht and columnwise else ""
-    whose = ("column" if columnwise else "row") if scaling.row_scaled else "tensor"
-    steps = [
-        Step(f"{whose} amax", amax, f"max |{what}x| of the {whose}, NaN ignored"),
-        Step("S_enc", s_enc, f"{scaling.e4m3_max} * 6 / {whose} amax (0 or inf: 1)"),
-        Step("block amax", block_amax, f"max |{what}x| of the block, NaN ignored"),
-    ]
-    if scaling.four_over_six:
-        error = {"mae": "absolute", "mse": "squared"}[scaling.four_over_six]
-        rule = f"E4M3(block amax / 6 * S_enc), or of 1.5 times that: smaller {error} error"
-    else:
-        rule = "E4M3(block amax * (S_enc * f32(1/6)))"
-    steps += [
-        Step("scale byte", byte, rule, E4M3),
-        Step("block scale", E4M3.values[byte], "the byte's value"),
-        Step("encode multiplier", multiplier, "1 / (block scale * (1 / S_enc)), at most FLT_MAX"),
-    ]
+    scaling, layout, formulas = q.scaling, q.scaling.layout, q.scaling.formulas
+    what, steps = "transformed " if columnwise and scaling.hadamard is not None else "", []
+    amax, tensor_scale = block_amax, np.float32(0)
+    if layout.amax is not None:
+        rows = layout.amax == "rows"
+        whose = ("column" if columnwise else "row") if rows else "tensor"
+        tensor_amax = (q.amax_columnwise if columnwise else q.amax_rowwise)[row if rows else 0]
+        of_whom = "" if layout.block is None else f" of the {whose}"
+        steps.append(Step(f"{whose} amax", tensor_amax, f"max |{what}x|{of_whom}, NaN ignored{formulas.amax}"))
+        amax = tensor_amax if layout.block is None else block_amax
+    if layout.two_level:
+        tensor_scale = scaling.tensor_scale(REFERENCE)(tensor_amax)
+        steps.append(Step("S_enc", tensor_scale[0][()], formulas.tensor_scale.format(whose=whose)))
+    if layout.block is not None:
+        steps.append(Step("block amax", block_amax, f"max |{what}x| of the block, NaN ignored"))
+    stored = _stored_scale(q, columnwise, row, block)
+    if layout.scale_format is None:
+        _, multiplier = scaling.block_scale(REFERENCE)(np.array([amax]), tensor_scale, scaling.numbers(q.dtype))
+        multiplier = np.ravel(multiplier)[0]
+        steps.append(Step("encode multiplier", multiplier, formulas.multiplier))
+        if layout.block is not None:
+            steps.append(Step("stored scale", stored, formulas.stored))
+        return steps, multiplier
+    steps.append(Step("scale byte", int(stored), formulas.stored, layout.scale_format))
+    if layout.two_level:
+        steps.append(Step("block scale", layout.scale_format.values[stored], "the byte's value"))
+    multiplier = scaling.multiplier(REFERENCE)(stored, tensor_scale)
+    steps.append(Step("encode multiplier", multiplier, formulas.multiplier))
     return steps, multiplier
 
 
-def _decode_formula(scaling):
-    if isinstance(scaling, MXFP8Scaling):
-        return "2^(byte - 127)"
-    if isinstance(scaling, NVFP4Scaling):
-        return f"(block scale * amax) * f32(1/{6 * scaling.e4m3_max})"
-    return "the stored scale" if isinstance(scaling, BlockScaling) else "1 / encode multiplier, float32"
+def _stored_scale(q, columnwise, row, block):
+    """The stored scale of a block of a row, in the direction walked."""
+    layout = q.scaling.layout
+    scales = layout.scales_by_outer(q.columnwise_scale_inv if columnwise else q.rowwise_scale_inv, columnwise)
+    return scales[0, 0] if layout.block is None else scales[row // layout.run[0], block]
 
 
-def _random_bytes(scaling, matrix_shape, columnwise, row, block):
-    """The block's random bytes under stochastic rounding, the caller's or Philox's; None without it."""
-    if not (isinstance(scaling, NVFP4Scaling) and scaling.stochastic_rounding):
+def _random_bytes(scaling, matrix_shape, columnwise, row, along):
+    """The random bytes of a row's elements under stochastic rounding, the caller's or Philox's; None without it."""
+    if scaling.random is None:
         return None
-    if scaling.random_bits is not None:
-        bits = scaling.random_bits
-        direction = bits[columnwise] if isinstance(bits, tuple) else bits
-        return direction[row, block * scaling.block_size : (block + 1) * scaling.block_size]
-    m, k = matrix_shape
-    first, blocks = (
-        (m * (k // scaling.block_size), m // scaling.block_size) if columnwise else (0, k // scaling.block_size)
-    )
-    return philox_bytes(scaling.seed, scaling.offset, [first + row * blocks + block])[0]
+    bits = scaling.random.bits
+    given = bits[columnwise] if isinstance(bits, tuple) else bits
+    return random_bytes(scaling.random, given, slice(row, row + 1), along, matrix_shape, columnwise)[0]
 
 
 def as_tensor_of(values, scaling, *, columnwise=False):
@@ -312,11 +234,11 @@ def as_tensor_of(values, scaling, *, columnwise=False):
 
     Args:
         values: float32, float16 or bfloat16 (n,).
-        scaling: any of the settings. NVFP4 needs multiples of 16 (row-scaled columnwise: 32): zeros are added.
+        scaling: any of the settings. Where it needs sizes that divide by something, zeros are added.
         columnwise: place them down the first column instead of along the first row.
     """
     n = len(values)
-    edge = (32 if scaling.row_scaled and columnwise else 16) if isinstance(scaling, NVFP4Scaling) else 1
+    edge = scaling.layout.columnwise_multiple if columnwise else scaling.layout.shape_multiple
     tensor = np.zeros((edge, -(-n // edge) * edge), values.dtype)
     tensor[0, :n] = values
     if columnwise:
@@ -325,5 +247,5 @@ def as_tensor_of(values, scaling, *, columnwise=False):
     line = "column" if columnwise else "row"
     note = f"the first {line} of a {m}x{k} tensor"
     if tensor.size > n:
-        note += f", the rest zero: NVFP4 needs both sizes divisible by {edge}"
+        note += f", the rest zero: {scaling.title} needs both sizes divisible by {edge}"
     return tensor, note

@@ -1,6 +1,6 @@
 """The operations: activations, gradients and quantization, alone and composed as TE's kernels compose them.
 
-What a composed operation quantizes depends on the kernel path that TE takes for the scaling (`PATHS`). The difference
+What a composed operation quantizes depends on the kernel path that TE takes for the scaling (`Path`). The difference
 is where the float32 activation is rounded to the input's dtype: before the amax, between amax and cast, or not at all.
 Sources: TE `pytorch/csrc/extensions/activation.cpp` and `bias.cpp` (which path), `common/util/vectorized_pointwise.h`,
 `common/cast/mxfp8/quantize_mxfp8.cuh`, `common/activation/scaled_activation.cu` (the order of operations).
@@ -9,12 +9,11 @@ Tensors are NumPy arrays of float32, float16 or ml_dtypes.bfloat16 with at least
 flattened to M; the last one is K. Gated activations read rows [act | gate] of width 2H and write rows of width H.
 """
 
-from dataclasses import dataclass
 from typing import Literal, overload
 
 import numpy as np
 
-from refops.activations import ONE, ZERO, bind_activation, sigmoid
+from refops.activations import ROW_SCALED, bind_activation
 from refops.arguments import (
     require_flag,
     require_high_precision_dtype,
@@ -23,18 +22,11 @@ from refops.arguments import (
     shown,
 )
 from refops.hints import Array, ArrayLike, DTypeLike, Number
-from refops.quantization import block, mxfp8, nvfp4, per_tensor
+from refops.quantization.dequantize import DequantizedSource
+from refops.quantization.quantize import quantize_source
 from refops.quantization.result import Quantized
 from refops.rounding import stored
-from refops.scaling import (
-    BlockScaling,
-    CurrentScaling,
-    DelayedScaling,
-    MXFP8Scaling,
-    NVFP4Scaling,
-    Scaling,
-    require_scaling,
-)
+from refops.scalings import UNFUSED, Path, Scaling, require_scaling
 from refops.tiles import (
     InputSource,
     Matrix,
@@ -49,43 +41,9 @@ from refops.tiles import (
 )
 
 
-@dataclass(frozen=True)
-class Path:
-    """Which values a composed operation uses for what; f is the unrounded float32 result of the activation.
-
-    Attributes:
-        name: TE's name of the path.
-        casts_rounded: elements (and block amaxes) come from f rounded to the input's dtype, else from f itself.
-        amax_rounded: the amax of the whole tensor comes from the rounded values.
-        dbias_rounded: the bias gradient sums the rounded values.
-    """
-
-    name: str
-    casts_rounded: bool
-    amax_rounded: bool
-    dbias_rounded: bool
-
-
-PATHS = {
-    "delayed": Path("FULLY_FUSED", casts_rounded=False, amax_rounded=False, dbias_rounded=False),
-    "mxfp8": Path("FULLY_FUSED", casts_rounded=True, amax_rounded=True, dbias_rounded=False),
-    "current": Path("FUSED_ACTIVATION_AMAX_FP8", casts_rounded=True, amax_rounded=False, dbias_rounded=True),
-    "nvfp4": Path("FUSED_ACTIVATION_AMAX_NVFP4", casts_rounded=True, amax_rounded=False, dbias_rounded=True),
-    "unfused": Path("UNFUSED", casts_rounded=True, amax_rounded=True, dbias_rounded=True),
-}
-
-
-def path_of(scaling):
+def path_of(scaling: Scaling) -> Path:
     """Return the `Path` that TE takes to fuse an activation with `scaling`."""
-    if isinstance(scaling, DelayedScaling):
-        return PATHS["delayed"]
-    if isinstance(scaling, MXFP8Scaling):
-        return PATHS["mxfp8"]
-    if isinstance(scaling, CurrentScaling):
-        return PATHS["current"]
-    if isinstance(scaling, NVFP4Scaling) and not (scaling.row_scaled or scaling.rht):
-        return PATHS["nvfp4"]
-    return PATHS["unfused"]
+    return require_scaling(scaling).path
 
 
 # --- the front halves -----------------------------------------------------------------------------
@@ -234,7 +192,7 @@ def _dbias(source, dtype):
 # --- activations scaled by row --------------------------------------------------------------------
 
 #: Activations that TE offers with a scale for each row (token probabilities in mixtures of experts).
-SCALED_ACTIVATIONS = ("swiglu", "situglu", "clamped_swiglu", "srelu")
+SCALED_ACTIVATIONS = ROW_SCALED
 
 
 def scaled_activation(
@@ -249,7 +207,7 @@ def scaled_activation(
     """Apply an activation and multiply each row by its scale, all in float32, one rounding at the end.
 
     Args:
-        name: one of "swiglu", "situglu", "clamped_swiglu", "srelu".
+        name: one of `refops.SCALED_ACTIVATIONS`.
         x: (..., 2H), or (..., K) for srelu.
         row_scales: one scale a row, M entries in any shape; float32, float16 or bfloat16.
         glu_interleave_size: 0 for rows [act | gate]; g for rows [act 0:g | gate 0:g | act g:2g | ...], g a multiple
@@ -311,7 +269,7 @@ def scaled_activation_grad(
         for columns in column_chunks(work.shape[1]):
             g = gradient.read(rows, columns)
             act, gate = work.read(rows, columns)
-            d_act, d_gate = scaled_backward(work.bound, g * work.scales[rows], act, gate)
+            d_act, d_gate = work.bound.scaled_backward(g * work.scales[rows], act, gate)
             dx[rows, work.act_columns(columns)] = stored(d_act, out_dtype)
             if work.bound.gated:
                 dx[rows, work.gate_columns(columns)] = stored(d_gate, out_dtype)
@@ -366,26 +324,6 @@ class ScaledRows:
         return act, self.input.read(rows, self.gate_columns(columns)) if self.bound.gated else None
 
 
-def scaled_backward(bound, scaled_dy, act, gate):
-    """(d_act, d_gate) in the order of TE's scaled kernels, which differs from the plain ones' in the last bits."""
-    if not bound.gated:
-        return scaled_dy * bound.derivative(act), None
-    name, p = bound.activation.name, bound.parameters
-    gate_slope = bound.gate_slope(gate)
-    if name == "swiglu":
-        s = sigmoid(act)
-        value, derivative = act * s, s + (act * s) * (ONE - s)
-    elif name == "clamped_swiglu":
-        clamped = np.where(act <= p["limit"], act, p["limit"])
-        s = sigmoid(p["alpha"] * clamped)
-        slope = s + ((p["alpha"] * clamped) * s) * (ONE - s)
-        value, derivative = clamped * s, np.where(act <= p["limit"], slope, ZERO)
-        gate_slope = np.where(np.isnan(gate), ONE, gate_slope)  # this kernel's mask lets a NaN gate pass
-    else:
-        value, derivative = bound.value(act), bound.derivative(act)
-    return scaled_dy * (derivative * bound.gate(gate)), scaled_dy * (value * gate_slope)
-
-
 def _output_dtype(out_dtype, default):
     return default if out_dtype is None else require_high_precision_dtype(out_dtype, "out_dtype")
 
@@ -412,7 +350,7 @@ def quantize(
 
     Args:
         x: (..., K), float32, float16 or bfloat16.
-        scaling: DelayedScaling, CurrentScaling, BlockScaling, MXFP8Scaling or NVFP4Scaling.
+        scaling: settings of any declared scaling, such as DelayedScaling, MXFP8Scaling or MXFP4Scaling.
         rowwise, columnwise: which copies to make: blocks along K, blocks along M. At least one.
         dbias: also return the float32 column sum of `x`, rounded to its dtype: (K,).
 
@@ -424,7 +362,7 @@ def quantize(
         ValueError: scalar `x`, neither direction, or a shape that the scaling does not allow (NVFP4: M and K % 16).
     """
     source = InputSource(require_tensor(x, "x"))
-    return _quantize_source(source, PATHS["unfused"], scaling, rowwise, columnwise, dbias)
+    return _quantize_source(source, UNFUSED, scaling, rowwise, columnwise, dbias)
 
 
 def activation_quantize(
@@ -515,9 +453,11 @@ def activation_grad_quantize(
 
 def check_fusable(source, scaling):
     """TE's MXFP8 kernel for gated activations works on whole blocks: a block never straddles act and gate."""
-    if isinstance(require_scaling(scaling), MXFP8Scaling) and source.gated and source.width % MXFP8Scaling.block_size:
+    multiple = require_scaling(scaling).gate_multiple
+    if source.gated and source.width % multiple:
         raise ValueError(
-            f"x must have a width 2H with H % 32 == 0 for a gated activation in MXFP8; got H={source.width}"
+            f"x must have a width 2H with H % {multiple} == 0 for a gated activation in {scaling.title}; "
+            f"got H={source.width}"
         )
 
 
@@ -530,14 +470,7 @@ def _quantize_source(source, path, scaling, rowwise, columnwise, dbias):
     rounded = source.rounded()
     values = rounded if path.casts_rounded else source
     amax_values = rounded if path.amax_rounded else source
-    if isinstance(scaling, DelayedScaling | CurrentScaling):
-        result = per_tensor.quantize_per_tensor(values, amax_values, scaling, rowwise, columnwise)
-    elif isinstance(scaling, BlockScaling):
-        result = block.quantize_block(values, scaling, rowwise, columnwise)
-    elif isinstance(scaling, MXFP8Scaling):
-        result = mxfp8.quantize_mxfp8(values, scaling, rowwise, columnwise)
-    else:
-        result = nvfp4.quantize_nvfp4(values, amax_values, scaling, rowwise, columnwise)
+    result = quantize_source(values, amax_values, scaling, rowwise, columnwise)
     if not dbias:
         return result
     return result, _dbias(rounded if path.dbias_rounded else source, source.dtype)
@@ -560,31 +493,3 @@ def dequantize(q: Quantized, *, dtype: DTypeLike = np.float32) -> Array:
         TypeError: `q` is no Quantized, or another dtype. ValueError: `q` holds no data.
     """
     return materialize(DequantizedSource(q), require_high_precision_dtype(dtype, "dtype"))
-
-
-class DequantizedSource(Source):
-    """The float32 values that a `Quantized` stands for, before rounding to an output dtype."""
-
-    def __init__(self, q):
-        if not isinstance(q, Quantized):
-            raise TypeError(f"q must be a Quantized; got {type(q).__name__}")
-        if q.rowwise_data is None and q.columnwise_data is None:
-            raise ValueError("q must hold rowwise_data or columnwise_data; got neither")
-        for name in ("rowwise_data", "columnwise_data"):
-            codes, codes_of_format = getattr(q, name), 1 << q.scaling.fmt.bits
-            if 4 < q.scaling.fmt.bits < 8 and codes is not None and codes.size and codes.max() >= codes_of_format:
-                fmt = q.scaling.fmt
-                raise ValueError(f"q must hold codes below {codes_of_format} in {fmt!r}; got {codes.max()} in {name}")
-        self._q = q.unswizzled() if q.with_gemm_swizzled_scales else q
-        self._columnwise = q.rowwise_data is None
-        self._dequantize_tile = {
-            DelayedScaling: per_tensor.dequantize_tile,
-            CurrentScaling: per_tensor.dequantize_tile,
-            BlockScaling: block.dequantize_tile,
-            MXFP8Scaling: mxfp8.dequantize_tile,
-            NVFP4Scaling: nvfp4.dequantize_tile,
-        }[type(q.scaling)]
-        super().__init__(q.shape, q.matrix_shape, q.dtype)
-
-    def read(self, rows, columns):
-        return self._dequantize_tile(self._q, rows, columns, self._columnwise)

@@ -111,6 +111,8 @@ def round_once(x, dtype):
 _PHILOX_MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
 _PHILOX_KEY_INCREMENTS = (0x9E3779B9, 0xBB67AE85)
 _PHILOX_ROUNDS = 10
+#: Random bytes that one subsequence gives.
+PHILOX_BYTES = 16
 _LOW_WORD = np.uint64(0xFFFFFFFF)
 _WORD = np.uint64(32)
 

@@ -11,93 +11,15 @@ from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
-from refops.formats import E4M3, E5M2, encode, unpack_fp4
+from refops.formats import encode
 from refops.ops import DequantizedSource, quantize
-from refops.quantization import block
-from refops.quantization.layout import ceil_div
-from refops.quantization.nvfp4 import HadamardSource
-from refops.scaling import BlockScaling, CurrentScaling, DelayedScaling, MXFP8Scaling, NVFP4Scaling, Scaling
+from refops.quantization.dequantize import code_tile
+from refops.quantization.hadamard import HadamardSource
+from refops.scalings import NAMED
 from refops.tiles import InputSource, Matrix, materialize, tile_slices
 
-
-@dataclass(frozen=True)
-class NamedScaling:
-    """One row of `SCALINGS`.
-
-    Attributes:
-        name: what `--scaling` takes.
-        scaling: the settings.
-        description: one sentence.
-        columnwise: whether the columnwise copy is the one to look at (RHT changes only that).
-    """
-
-    name: str
-    scaling: Scaling
-    description: str
-    columnwise: bool = False
-
-
 #: The scalings that the command line shows, by name.
-SCALINGS = {
-    row.name: row
-    for row in (
-        NamedScaling(
-            "delayed-scale-1",
-            DelayedScaling(E4M3),
-            "FP8 E4M3 with scale 1: the first step of delayed scaling, before any amax is known. Says nothing about "
-            "later steps, whose scale comes from the amaxes of earlier ones.",
-        ),
-        NamedScaling("current", CurrentScaling(E4M3), "FP8 E4M3, one scale from the tensor's own amax."),
-        NamedScaling("current-e5m2", CurrentScaling(E5M2), "FP8 E5M2, one scale from the tensor's own amax."),
-        NamedScaling(
-            "current-pow2",
-            CurrentScaling(E4M3, power_2_scale=True),
-            "FP8 E4M3, one scale from the tensor's own amax, rounded down to a power of two.",
-        ),
-        NamedScaling(
-            "block-1x128", BlockScaling(E4M3, 1), "FP8 E4M3, one power-of-two float32 scale per 1x128 elements."
-        ),
-        NamedScaling(
-            "block-128x128", BlockScaling(E4M3, 2), "FP8 E4M3, one power-of-two float32 scale per 128x128 tile."
-        ),
-        NamedScaling(
-            "mxfp8", MXFP8Scaling(E4M3), "MXFP8: E4M3, one E8M0 scale byte per 32 elements, rounded up (TE's rule)."
-        ),
-        NamedScaling("mxfp8-e5m2", MXFP8Scaling(E5M2), "MXFP8 with E5M2 elements."),
-        NamedScaling(
-            "mxfp8-floor",
-            MXFP8Scaling(E4M3, scale_rounding="floor"),
-            "MXFP8 with the OCP specification's scale rule, rounded down: the largest elements may saturate.",
-        ),
-        NamedScaling(
-            "nvfp4-1x16",
-            NVFP4Scaling(),
-            "NVFP4: E2M1, one E4M3 scale per 16 elements, one float32 amax for the tensor.",
-        ),
-        NamedScaling(
-            "nvfp4-16x16", NVFP4Scaling(two_d=True), "NVFP4 with one E4M3 scale per 16x16 tile (TE's weights)."
-        ),
-        NamedScaling(
-            "nvfp4-rht",
-            NVFP4Scaling(rht=True),
-            "NVFP4 after a random Hadamard transform of 16 rows: the columnwise copy, transform undone.",
-            columnwise=True,
-        ),
-        NamedScaling(
-            "nvfp4-4over6",
-            NVFP4Scaling(four_over_six="mae", e4m3_max=256),
-            "NVFP4 that maps each block's maximum to 6 or to 4, whichever has the smaller absolute error.",
-        ),
-        NamedScaling(
-            "nvfp4-stochastic",
-            NVFP4Scaling(stochastic_rounding=True),
-            "NVFP4 with stochastic rounding (TE's gradients), seed 0.",
-        ),
-        NamedScaling(
-            "nvfp4-row-scaled", NVFP4Scaling(row_scaled=True), "NVFP4 with one float32 amax per row (per token)."
-        ),
-    )
-}
+SCALINGS = NAMED
 
 
 def match_names(patterns, names):
@@ -264,9 +186,8 @@ def saturates(values, restored, codes, fmt):
         codes: uint8 array of codes.
         fmt: their format.
     """
-    sign = np.uint8(1 << (fmt.bits - 1))
     half_step = (fmt.grid[-1] - fmt.grid[-2]) / 2
-    largest = (codes & ~sign) == fmt.largest_code
+    largest = fmt.magnitude_code(codes) == fmt.largest_code
     # |values| > |restored| * (max + half_step) / max; both products are exact in float64.
     beyond = np.abs(values.astype(np.float64)) * fmt.grid[-1] > np.abs(restored.astype(np.float64)) * (
         fmt.grid[-1] + half_step
@@ -292,30 +213,27 @@ def _saturated_share(x, q):
 
 def has_transform(q):
     """Whether `q`'s columnwise copy, the one to look at, went through the Hadamard transform."""
-    return isinstance(q.scaling, NVFP4Scaling) and q.scaling.rht and q.rowwise_data is None
+    return q.scaling.hadamard is not None and q.rowwise_data is None
 
 
 def cast_source(x, q):
     """Source of what was cast to codes: `x`, or under RHT its transform, rounded to the dtype of `x`."""
     source = InputSource(x)
-    return HadamardSource(source, q.scaling.sign_mask) if has_transform(q) else source
+    return HadamardSource(source, q.scaling.hadamard) if has_transform(q) else source
 
 
 def cast_dequantized_source(q):
     """Source of each code times its decode scale, any Hadamard transform left in place."""
-    if has_transform(q):
-        q = replace(q, scaling=replace(q.scaling, rht=False))
-    return DequantizedSource(q)
+    return DequantizedSource(q, undo_transform=False)
 
 
 def decode_scale_source(q):
     """Source of what the value of each element's code is multiplied with, read off as what a code of 1 gives."""
     one = int(encode(np.float32([1]), q.scaling.fmt)[0])
-    if isinstance(q.scaling, NVFP4Scaling):
-        one |= one << 4
+    byte = sum(one << (8 // q.scaling.layout.packed * i) for i in range(q.scaling.layout.packed))
     field = "columnwise_data" if q.rowwise_data is None else "rowwise_data"
     data = getattr(q, field)
-    return cast_dequantized_source(replace(q, **{field: np.broadcast_to(np.uint8(one), data.shape)}))
+    return cast_dequantized_source(replace(q, **{field: np.broadcast_to(np.uint8(byte), data.shape)}))
 
 
 def as_matrix(source):
@@ -326,25 +244,12 @@ def as_matrix(source):
 def element_codes(q):
     """uint8 (M, K): the code of each element, unpacked and in the tensor's orientation; rowwise if present."""
     m, k = q.matrix_shape
-    columnwise = q.rowwise_data is None
-    codes = q.columnwise_data if columnwise else q.rowwise_data
-    if isinstance(q.scaling, NVFP4Scaling):
-        codes = unpack_fp4(codes)
-    transposed = columnwise and not isinstance(q.scaling, MXFP8Scaling)
-    return codes.reshape(k, m).T if transposed else codes.reshape(m, k)
+    return code_tile(q, slice(0, m), slice(0, k), q.rowwise_data is None)
 
 
 def stored_bits(q, columnwise=False):
     """Bits of one direction: data, scales without padding, 32 for each float32 amax or scale of the tensor or a row."""
-    m, k = q.matrix_shape
-    outer, inner = (k, m) if columnwise else (m, k)
-    data = q.columnwise_data if columnwise else q.rowwise_data
-    bits = 8 * data.nbytes
-    if isinstance(q.scaling, BlockScaling):
-        return bits + 32 * block.valid_scales(q, columnwise).size
-    if isinstance(q.scaling, MXFP8Scaling):
-        return bits + 8 * outer * ceil_div(inner, MXFP8Scaling.block_size)
-    if isinstance(q.scaling, NVFP4Scaling):
-        amax = q.amax_columnwise if columnwise else q.amax_rowwise
-        return bits + 8 * outer * (inner // NVFP4Scaling.block_size) + 32 * amax.size
-    return bits + 32
+    layout, prefix = q.scaling.layout, "columnwise" if columnwise else "rowwise"
+    bits = 8 * getattr(q, f"{prefix}_data").nbytes
+    bits += 8 * layout.scale_dtype.itemsize * math.prod(layout.scale_counts(q.matrix_shape, columnwise))
+    return bits + (32 * getattr(q, f"amax_{prefix}").size if layout.two_level else 0)

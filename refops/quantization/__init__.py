@@ -1,4 +1,5 @@
-"""The arithmetic of each scaling mode, one module a mode.
+"""The machinery that reads the declarations of `refops.scalings`: it knows no scaling by name.
 
-Every mode is the back half of an operation: it takes a `refops.tiles.Source` and fills a `Quantized`.
+`quantize` walks a `refops.tiles.Source` and fills a `Quantized` (`result`), `dequantize` reads one. `blocks` cuts
+tiles, `layout` pads and swizzles, `hadamard` transforms; `delayed` has the scale of later steps.
 """

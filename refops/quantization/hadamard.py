@@ -10,8 +10,8 @@ import numpy as np
 from refops.arguments import require_flag, require_integer, require_tensor
 from refops.hints import Array, ArrayLike
 from refops.rounding import round_once
-from refops.scaling import TE_SIGN_MASK
-from refops.tiles import Matrix, for_each, tile_slices
+from refops.scalings import TE_SIGN_MASK
+from refops.tiles import Matrix, Source, for_each, tile_slices
 
 GROUP = 16
 
@@ -47,6 +47,19 @@ def hadamard_transform(x: ArrayLike, sign_mask: int = TE_SIGN_MASK, *, inverse: 
 
     for_each(tile_slices(matrix.shape), work)
     return transformed
+
+
+class HadamardSource(Source):
+    """A source whose groups of 16 rows went through the Hadamard transform and were rounded to the nominal dtype."""
+
+    def __init__(self, source, sign_mask):
+        super().__init__(source.tensor_shape, source.shape, source.dtype)
+        self._source, self._sign_mask = source, sign_mask
+
+    def read(self, rows, columns):
+        tile = self._source.read(rows, columns)
+        groups = tile.reshape(-1, GROUP, tile.shape[1])
+        return transform_groups(groups, self._sign_mask, self.dtype).astype(np.float32).reshape(tile.shape)
 
 
 def transform_groups(groups, sign_mask, dtype, *, inverse=False):

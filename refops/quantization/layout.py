@@ -86,3 +86,13 @@ def _require_padded(scales: ArrayLike) -> Array:
     if scales.ndim != 2 or scales.shape[0] % SCALE_TILE[0] or scales.shape[1] % SCALE_TILE[1]:
         raise ValueError(f"scales must be 2-D with rows % 128 == 0 and columns % 4 == 0; got shape {scales.shape}")
     return scales
+
+
+def one_order(scaling):
+    """What an error says of scales that have no GEMM order of their own."""
+    if scaling.layout.scale_format is not None:
+        return f"{scaling.layout.scale_format!r} scales of {type(scaling).__name__} have one order, that of their array"
+    return (
+        "block scaling stores float32 scales in GEMM order already; "
+        "use refops.block_scales_as_mxfp8 for the E8M0 scales of Blackwell GEMMs"
+    )

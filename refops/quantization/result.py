@@ -2,14 +2,17 @@
 
 import math
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
 from refops.arguments import require_flag, require_high_precision_dtype, require_integer, shown
 from refops.hints import Array
-from refops.quantization.layout import ceil_div, round_up, swizzle, unswizzle
-from refops.scaling import BlockScaling, MXFP8Scaling, NVFP4Scaling, Scaling, require_scaling
+from refops.quantization.layout import one_order, swizzle, unswizzle
+from refops.scalings import Scaling, require_scaling
+
+DIRECTIONS = ("rowwise", "columnwise")
 
 
 def stored_layout(scaling, shape):
@@ -17,41 +20,19 @@ def stored_layout(scaling, shape):
 
     Data and scales as in the table of `Quantized`; amax_* only where the scaling keeps one.
     """
-    *leading, k = shape
-    m = math.prod(leading)
-    amax_shapes = ((1,), (1,))
-    if isinstance(scaling, BlockScaling):
-        block, amax_shapes = scaling.block_size, None
-        m_blocks, k_blocks = ceil_div(m, block), ceil_div(k, block)
-        scale_dtype, data_shapes = np.float32, (shape, (k, *leading))
-        if scaling.block_dim == 2:
-            scale_shapes = ((m_blocks, round_up(k_blocks, 4)), (k_blocks, round_up(m_blocks, 4)))
-        else:
-            scale_shapes = ((k_blocks, round_up(m, 4)), (m_blocks, round_up(k, 4)))
-    elif isinstance(scaling, MXFP8Scaling):
-        block, amax_shapes = scaling.block_size, None
-        scale_dtype, data_shapes = np.uint8, (shape, shape)
-        scale_shapes = (
-            (round_up(m, 128), round_up(ceil_div(k, block), 4)),
-            (round_up(ceil_div(m, block), 4), round_up(k, 128)),
-        )
-    elif isinstance(scaling, NVFP4Scaling):
-        block = scaling.block_size
-        scale_dtype, data_shapes = np.uint8, ((*leading, k // 2), (k, m // 2))
-        scale_shapes = (
-            (round_up(m, 128), round_up(k // block, 4)),
-            (round_up(k, 128), round_up(m // block, 4)),
-        )
-        amax_shapes = ((m,), (k,)) if scaling.row_scaled else amax_shapes
-    else:
-        scale_dtype, data_shapes, scale_shapes = np.float32, (shape, (k, *leading)), ((1,), (1,))
-    layout = {}
-    for i, direction in enumerate(("rowwise", "columnwise")):
-        layout[f"{direction}_data"] = (tuple(data_shapes[i]), np.dtype(np.uint8))
-        layout[f"{direction}_scale_inv"] = (scale_shapes[i], np.dtype(scale_dtype))
-        if amax_shapes is not None:
-            layout[f"amax_{direction}"] = (amax_shapes[i], np.dtype(np.float32))
-    return layout
+    return dict(_stored_layout(scaling.layout, tuple(shape)))
+
+
+@lru_cache(maxsize=1024)
+def _stored_layout(layout, shape):
+    matrix, arrays = (math.prod(shape[:-1]), shape[-1]), {}
+    for direction in DIRECTIONS:
+        columnwise = direction == "columnwise"
+        arrays[f"{direction}_data"] = layout.data_shape(shape, columnwise), np.dtype(np.uint8)
+        arrays[f"{direction}_scale_inv"] = layout.scale_shape(matrix, columnwise), layout.scale_dtype
+        if layout.amax is not None:
+            arrays[f"amax_{direction}"] = layout.amax_shape(matrix, columnwise), np.dtype(np.float32)
+    return arrays
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -100,20 +81,21 @@ class Quantized:
             raise ValueError(f"shape must be a tuple of at least one size; got {shown(self.shape)}")
         for size in self.shape:
             require_integer(size, "shape", low=0, high=1 << 62)
-        m, k = self.matrix_shape
-        if isinstance(self.scaling, NVFP4Scaling) and (m % self.scaling.block_size or k % self.scaling.block_size):
+        layout, (m, k) = self.scaling.layout, self.matrix_shape
+        multiple = layout.shape_multiple
+        if m % multiple or k % multiple:
             raise ValueError(
-                f"shape must have M % 16 == 0 and K % 16 == 0 with NVFP4Scaling (K the last dimension, M the product "
-                f"of the others); got {self.shape}"
+                f"shape must have M % {multiple} == 0 and K % {multiple} == 0 with {type(self.scaling).__name__} "
+                f"(K the last dimension, M the product of the others); got {self.shape}"
             )
         swizzled = require_flag(self.with_gemm_swizzled_scales, "with_gemm_swizzled_scales")
-        if swizzled and isinstance(self.scaling, BlockScaling):
+        if swizzled and layout.scale_order == "fixed":
             raise ValueError(
-                "with_gemm_swizzled_scales must be False with BlockScaling, whose scales have one order; got True"
+                f"with_gemm_swizzled_scales must be False with {type(self.scaling).__name__}, whose scales have one "
+                f"order; got True"
             )
         object.__setattr__(self, "dtype", require_high_precision_dtype(self.dtype, "dtype"))
-        layout = stored_layout(self.scaling, self.shape)
-        for name, (shape, dtype) in layout.items():
+        for name, (shape, dtype) in stored_layout(self.scaling, self.shape).items():
             array = getattr(self, name)
             if array is None:
                 continue
@@ -122,9 +104,8 @@ class Quantized:
                     f"{name} must be {dtype} of shape {shape} for a tensor of shape {self.shape} with {self.scaling}; "
                     f"got {shown(array)}"
                 )
-        needs_amax = isinstance(self.scaling, NVFP4Scaling)
-        for direction in ("rowwise", "columnwise"):
-            needed = [f"{direction}_scale_inv"] + [f"amax_{direction}"] * needs_amax
+        for direction in DIRECTIONS:
+            needed = [f"{direction}_scale_inv"] + [f"amax_{direction}"] * layout.two_level
             missing = [name for name in needed if getattr(self, name) is None]
             if getattr(self, f"{direction}_data") is not None and missing:
                 raise ValueError(f"{direction}_data needs {missing[0]} with {self.scaling}; got None")
@@ -139,7 +120,7 @@ class Quantized:
         return cls(**arrays, scaling=scaling, shape=source.tensor_shape, dtype=source.dtype)
 
     def __repr__(self):
-        directions = [d for d in ("rowwise", "columnwise") if getattr(self, f"{d}_data") is not None]
+        directions = [d for d in DIRECTIONS if getattr(self, f"{d}_data") is not None]
         swizzled = ", swizzled scales" if self.with_gemm_swizzled_scales else ""
         return f"Quantized(shape={self.shape}, dtype={self.dtype}, {' + '.join(directions)}{swizzled}, {self.scaling})"
 
@@ -156,11 +137,12 @@ class Quantized:
 
     @property
     def column_matrix(self) -> Array | None:
-        """`columnwise_data` as a 2-D view, (M, K) for MXFP8, (K, M) or packed (K, M/2) else; None without it."""
-        data, (m, k) = self.columnwise_data, self.matrix_shape
-        if data is None or isinstance(self.scaling, NVFP4Scaling):
-            return data
-        return data.reshape((m, k) if isinstance(self.scaling, MXFP8Scaling) else (k, m))
+        """`columnwise_data` as a 2-D view, (K, M), packed (K, M/2), or (M, K) where it is not transposed; or None."""
+        data, layout = self.columnwise_data, self.scaling.layout
+        if data is None:
+            return None
+        outer, inner = self.matrix_shape[:: -1 if layout.columnwise_transposed else 1]
+        return data.reshape(outer, inner // layout.packed)
 
     def swizzled(self) -> "Quantized":
         """Return the same tensor with its scales in the order that GEMMs read (`refops.swizzle`).
@@ -176,23 +158,19 @@ class Quantized:
         return self._reorder_scales(unswizzle, False)
 
     def _reorder_scales(self, reorder, target):
-        if isinstance(self.scaling, BlockScaling):
-            raise ValueError(
-                "block scaling stores float32 scales in GEMM order already; "
-                "use refops.block_scales_as_mxfp8 for the E8M0 scales of Blackwell GEMMs"
-            )
-        if not isinstance(self.scaling, MXFP8Scaling | NVFP4Scaling) or self.with_gemm_swizzled_scales == target:
+        layout = self.scaling.layout
+        if layout.scale_order == "fixed":
+            raise ValueError(one_order(self.scaling))
+        if layout.scale_order == "none" or self.with_gemm_swizzled_scales == target:
             return self
-        rowwise, columnwise = self.rowwise_scale_inv, self.columnwise_scale_inv
-        if rowwise is not None:
-            rowwise = reorder(rowwise)
-        if columnwise is not None and isinstance(self.scaling, NVFP4Scaling):
-            columnwise = reorder(columnwise)
-        elif columnwise is not None:  # MXFP8 stores [block, column]; a GEMM's outer dimension is the column
-            columnwise = reorder_transposed(reorder, columnwise, target)
-        return replace(
-            self, rowwise_scale_inv=rowwise, columnwise_scale_inv=columnwise, with_gemm_swizzled_scales=target
-        )
+        fields: dict[str, Any] = {"with_gemm_swizzled_scales": target}
+        for direction, inner_first in zip(DIRECTIONS, layout.scales_inner_first, strict=True):
+            scales = getattr(self, f"{direction}_scale_inv")
+            if scales is not None:  # a GEMM's outer dimension comes first, whatever is stored first
+                fields[f"{direction}_scale_inv"] = (
+                    reorder_transposed(reorder, scales, target) if inner_first else reorder(scales)
+                )
+        return replace(self, **fields)
 
 
 def reorder_transposed(reorder, scales, to_swizzled):

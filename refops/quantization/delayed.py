@@ -1,8 +1,4 @@
-"""FP8 with one scale for the whole tensor: delayed and current scaling, and the delayed scale's update.
-
-Sources: TE `common/recipe/recipe_common.cuh` (scale from amax), `common/cast/fp8/quantize_fp8.cuh` (cast),
-`common/recipe/delayed_scaling.cu` (history).
-"""
+"""The scale of delayed scaling from the amax history. Source: TE `common/recipe/delayed_scaling.cu`."""
 
 from collections.abc import Callable
 from typing import Any, TypeAlias, overload
@@ -20,87 +16,14 @@ from refops.arguments import (
     require_number,
     shown,
 )
-from refops.formats import FloatFormat, encode_tile, require_format
+from refops.formats import FloatFormat, require_format
 from refops.hints import Array, ArrayLike, Number
-from refops.quantization.result import Quantized
-from refops.scaling import FP8_FORMATS, DelayedScaling
-from refops.tiles import for_each, magnitude_max, tensor_amax, tile_slices
+from refops.scalings import FP8_FORMATS
 
 F = np.float32
 FLT_MAX = np.finfo(np.float32).max
 #: How the amax comes from the history: by name, or a callable.
 Algorithm: TypeAlias = str | Callable[[Any], Any]
-
-
-def scale_from_amax(amax, fmt, *, epsilon=0.0, power_2=False, value_for_inf=FLT_MAX):
-    """Return the FP8 encode scale for each amax: fmt.max / amax, made safe.
-
-    Args:
-        amax: float32 array, >= 0 (inf and NaN allowed).
-        fmt: E4M3 or E5M2.
-        epsilon: amax below it counts as it.
-        power_2: clear the mantissa, rounding down to a power of two.
-        value_for_inf: what an overflowing quotient becomes (FLT_MAX per tensor, the input dtype's maximum per block).
-
-    Returns:
-        float32 array of the shape of `amax`; 1 where amax is 0, inf or NaN.
-    """
-    amax = np.where(amax < F(epsilon), F(epsilon), amax).astype(np.float32)
-    with np.errstate(all="ignore"):
-        scale = fmt.max / amax
-    scale = np.where(np.isinf(scale), F(value_for_inf), scale)
-    if power_2:
-        scale = (scale.view(np.uint32) & np.uint32(0xFF800000)).view(np.float32)
-    return np.where((amax == 0) | ~np.isfinite(amax), F(1), scale)
-
-
-def quantize_per_tensor(values, amax_values, scaling, rowwise, columnwise):
-    """Quantize under `DelayedScaling` or `CurrentScaling`.
-
-    Args:
-        values: source of what is cast.
-        amax_values: source of the amax that current scaling derives its scale from.
-
-    Delayed scaling reports the amax of `values`, for the history; merging it into a running amax is the caller's.
-    """
-    q = Quantized.allocate(values, scaling, rowwise, columnwise)
-    row_data, column_data = q.row_matrix, q.column_matrix
-    delayed = isinstance(scaling, DelayedScaling)
-    if delayed:
-        amax, scale = None, F(scaling.scale)
-    else:
-        amax = tensor_amax(amax_values)
-        scale = scale_from_amax(amax, scaling.fmt, epsilon=scaling.amax_epsilon, power_2=scaling.power_2_scale)[0]
-
-    def work(rows, columns):
-        tile = values.read(rows, columns)
-        tile_amax = magnitude_max(tile) if delayed else F(0)
-        codes = encode_tile(tile * scale, scaling.fmt)
-        if rowwise:
-            row_data[rows, columns] = codes
-        if columnwise:
-            column_data[columns, rows] = codes.T
-        return tile_amax
-
-    maxima = for_each(tile_slices(values.shape), work)
-    if delayed:
-        amax = np.fmax.reduce(np.array(maxima, np.float32), initial=F(0))
-    for made, scale_inv, stored_amax in (
-        (rowwise, q.rowwise_scale_inv, q.amax_rowwise),
-        (columnwise, q.columnwise_scale_inv, q.amax_columnwise),
-    ):
-        if made:
-            scale_inv[:], stored_amax[:] = F(1) / scale, amax
-    return q
-
-
-def dequantize_tile(q, rows, columns, columnwise):
-    """float32 values of a rectangle of the (M, K) matrix: element * scale_inv."""
-    if columnwise:
-        codes, scale_inv = q.column_matrix[columns, rows].T, q.columnwise_scale_inv
-    else:
-        codes, scale_inv = q.row_matrix[rows, columns], q.rowwise_scale_inv
-    return q.scaling.fmt.values[codes] * scale_inv
 
 
 @overload

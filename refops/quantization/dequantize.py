@@ -1,0 +1,88 @@
+"""Dequantization: the float32 values of a `Quantized`, code times decode factor, as its scaling declares."""
+
+import numpy as np
+
+from refops.formats import unpack_fp4
+from refops.quantization.blocks import blocks_of
+from refops.quantization.hadamard import GROUP, transform_groups
+from refops.quantization.quantize import amax_of_tile
+from refops.quantization.result import Quantized
+from refops.scalings.arithmetic import REFERENCE
+from refops.tiles import Source
+
+
+class DequantizedSource(Source):
+    """The float32 values that a `Quantized` stands for, before rounding to an output dtype.
+
+    As in TE, a factor of two levels may overflow (NVFP4: amax above FLT_MAX / 448): such a block comes back as inf, its
+    zeros as NaN. Columnwise data come back in (M, K) orientation, a Hadamard transform undone in float64 unless
+    `undo_transform` is False.
+    """
+
+    def __init__(self, q, undo_transform=True):
+        if not isinstance(q, Quantized):
+            raise TypeError(f"q must be a Quantized; got {type(q).__name__}")
+        if q.rowwise_data is None and q.columnwise_data is None:
+            raise ValueError("q must hold rowwise_data or columnwise_data; got neither")
+        _require_codes(q)
+        self._q = q.unswizzled() if q.with_gemm_swizzled_scales else q
+        self._columnwise = q.rowwise_data is None
+        self._undone = q.scaling.hadamard if undo_transform and self._columnwise else None
+        self._decode_factor = q.scaling.decode_factor(REFERENCE)
+        super().__init__(q.shape, q.matrix_shape, q.dtype)
+
+    def read(self, rows, columns):
+        codes = code_tile(self._q, rows, columns, self._columnwise)
+        values = self._q.scaling.fmt.values[codes] * self._factors(rows, columns)
+        return values if self._undone is None else _untransformed(values, self._undone)
+
+    def _factors(self, rows, columns):
+        """What the codes of a rectangle are multiplied with, of its shape or (1, 1)."""
+        q, layout, columnwise = self._q, self._q.scaling.layout, self._columnwise
+        name = "columnwise" if columnwise else "rowwise"
+        scales = layout.scales_by_outer(getattr(q, f"{name}_scale_inv"), columnwise)
+        amax = getattr(q, f"amax_{name}") if layout.two_level else None
+        if layout.block is None:
+            return self._decode_factor(scales, amax)
+        outer, inner = layout.oriented((rows, columns), columnwise)
+        parts = blocks_of(outer, layout.run[0]), blocks_of(inner, layout.run[1])
+        amax = amax_of_tile(layout, amax, outer, outer, False)
+        factors = self._decode_factor(scales[parts], amax)
+        for axis, (elements, edge) in enumerate(zip((outer, inner), layout.run, strict=True)):
+            if edge > 1:
+                skipped, count = elements.start % edge, elements.stop - elements.start
+                factors = np.repeat(factors, edge, axis=axis)
+                factors = factors[skipped:][:count] if axis == 0 else factors[:, skipped:][:, :count]
+        return factors.T if columnwise else factors
+
+
+def code_tile(q, rows, columns, columnwise):
+    """uint8 codes (R, C) of a rectangle in the tensor's orientation, one a byte."""
+    layout = q.scaling.layout
+    if layout.data_transposed(columnwise):
+        return _unpacked(q.column_matrix, columns, rows, layout.packed).T
+    return _unpacked(q.column_matrix if columnwise else q.row_matrix, rows, columns, layout.packed)
+
+
+def _unpacked(matrix, outer, inner, per_byte):
+    if per_byte == 1:
+        return matrix[outer, inner]
+    codes = unpack_fp4(matrix[outer, blocks_of(inner, per_byte)])
+    return codes[:, inner.start % per_byte :][:, : inner.stop - inner.start]
+
+
+def _untransformed(values, sign_mask):
+    """`values` with groups of 16 rows transformed back; tile edges are multiples of 16."""
+    values = np.ascontiguousarray(values)
+    groups = values.reshape(-1, GROUP, values.shape[1])
+    return transform_groups(groups, sign_mask, np.float32, inverse=True).reshape(values.shape)
+
+
+def _require_codes(q):
+    """Raise ValueError where a byte holds no code of the element format."""
+    fmt = q.scaling.fmt
+    for name in ("rowwise_data", "columnwise_data"):
+        codes, codes_of_format = getattr(q, name), 1 << fmt.bits
+        spare = q.scaling.layout.packed == 1 and fmt.bits < 8
+        if spare and codes is not None and codes.size and codes.max() >= codes_of_format:
+            raise ValueError(f"q must hold codes below {codes_of_format} in {fmt!r}; got {codes.max()} in {name}")

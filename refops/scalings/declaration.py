@@ -1,0 +1,390 @@
+"""What the declaration of a scaling is: settings, layout, path and rule, and the default of every hook.
+
+A scaling is one file of this folder: a frozen dataclass that derives from `Scaling`, and its rows of the command line
+in `NAMED`. Whatever quantizes, dequantizes, judges, explains or compiles reads the attributes below and never asks for
+a class. Directions: seen along a direction, the *inner* dimension is the one that blocks run along (K rowwise, M
+columnwise), the other one is *outer*.
+"""
+
+import math
+from collections import namedtuple
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import Any, ClassVar, TypeAlias
+
+import numpy as np
+
+from refops.arguments import BFLOAT16, require_choice, require_flag, require_number
+from refops.formats import E4M3, E5M2, FloatFormat
+from refops.hints import Array
+
+#: The vocabulary of `refops.scalings.arithmetic`, NumPy's or a compiler's.
+Words: TypeAlias = Any
+#: A function of a rule: of arrays, or of numbers that a compiler takes.
+Rule: TypeAlias = Callable[..., Any]
+F = np.float32
+FLT_MAX = np.finfo(np.float32).max
+FP8_FORMATS = (E4M3, E5M2)
+
+#: The largest finite value of each dtype of unquantized tensors, as float32.
+LARGEST_FINITE = {
+    np.dtype(np.float32): FLT_MAX,
+    np.dtype(np.float16): F(65504),
+    BFLOAT16: np.uint32(0x7F7F0000).view(np.float32),
+}
+
+#: What a rule reads as `p`, because code must not be compiled anew for it. Field, meaning:
+#:   epsilon        an amax below it counts as it
+#:   largest_scale  what an overflowing encode scale becomes
+Numbers = namedtuple("Numbers", "epsilon largest_scale")
+
+
+@dataclass(frozen=True)
+class Path:
+    """Which values a composed operation uses for what; f is the unrounded float32 result of the activation.
+
+    Attributes:
+        name: TE's name of the path.
+        casts_rounded: elements (and block amaxes) come from f rounded to the input's dtype, else from f itself.
+        amax_rounded: the amax of the whole tensor comes from the rounded values.
+        dbias_rounded: the bias gradient sums the rounded values.
+    """
+
+    name: str
+    casts_rounded: bool
+    amax_rounded: bool
+    dbias_rounded: bool
+
+
+#: The activation is stored, and what is stored is quantized: TE's path without a fused kernel.
+UNFUSED = Path("UNFUSED", casts_rounded=True, amax_rounded=True, dbias_rounded=True)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where codes and scales are stored, as data; sizes and blocks are (outer, inner), seen along a direction.
+
+    Attributes:
+        block: elements that share a scale, (1, B) or (B, B); None: the whole tensor.
+        scale_format: format of stored scales, uint8 codes; None: float32 decode scales.
+        repeated: a (B, B) block's scale is stored for each of its B outer indices, not once.
+        scales_inner_first: (rowwise, columnwise): scales are stored [block, outer] instead of [outer, block].
+        padding: multiples that the (outer, block) counts of stored scales are padded to, with zeros.
+        columnwise_transposed: columnwise data are stored (K, M) instead of (M, K).
+        packed: codes in a byte, along the last dimension.
+        amax: which float32 amax is kept: "tensor", "rows" (one for each outer index) or None.
+        two_level: decoding needs that amax.
+        scale_order: "gemm" where scales have an order of their own for GEMMs (`refops.swizzle`), "fixed" where GEMMs
+            read them as they are stored, "none" where there is one scale.
+        shape_multiple: what M and K must divide by to be stored.
+        columnwise_multiple: what M and K must divide by for a columnwise copy to be made; at least `shape_multiple`.
+    """
+
+    block: tuple[int, int] | None = None
+    scale_format: FloatFormat | None = None
+    repeated: bool = False
+    scales_inner_first: tuple[bool, bool] = (False, False)
+    padding: tuple[int, int] = (1, 1)
+    columnwise_transposed: bool = True
+    packed: int = 1
+    amax: str | None = None
+    two_level: bool = False
+    scale_order: str = "none"
+    shape_multiple: int = 1
+    columnwise_multiple: int = 1
+
+    def __post_init__(self):
+        normalise(self, columnwise_multiple=max(self.columnwise_multiple, self.shape_multiple))
+
+    @property
+    def scale_dtype(self) -> Any:
+        """np.dtype of stored scales."""
+        return np.dtype(np.float32 if self.scale_format is None else np.uint8)
+
+    @property
+    def is_square(self) -> bool:
+        """Whether both directions share their blocks."""
+        return self.block is None or self.block[0] == self.block[1]
+
+    @property
+    def run(self) -> tuple[int, int] | None:
+        """(outer, inner) elements that one stored scale covers: less than `block` where scales are repeated."""
+        if self.block is None:
+            return None
+        return (1 if self.repeated else self.block[0], self.block[1])
+
+    def oriented(self, shape: Any, columnwise: bool) -> tuple[Any, Any]:
+        """(outer, inner) of an (M, K) pair, whatever it holds; its own inverse."""
+        m, k = shape
+        return (k, m) if columnwise else (m, k)
+
+    def data_transposed(self, columnwise: bool) -> bool:
+        """Whether a direction's data are stored (K, M)."""
+        return columnwise and self.columnwise_transposed
+
+    def scale_counts(self, shape: tuple[int, int], columnwise: bool) -> tuple[int, int]:
+        """(outer, block) counts of the stored scales of an (M, K) tensor, without padding; (1, 1) per tensor."""
+        if self.run is None:
+            return (1, 1)
+        outer, inner = self.oriented(shape, columnwise)
+        return -(-outer // self.run[0]), -(-inner // self.run[1])
+
+    def scale_shape(self, shape: tuple[int, int], columnwise: bool) -> tuple[int, ...]:
+        """Shape of the stored scales of an (M, K) tensor, padding and order included."""
+        if self.block is None:
+            return (1,)
+        counts = self.scale_counts(shape, columnwise)
+        outer, blocks = (-(-n // multiple) * multiple for n, multiple in zip(counts, self.padding, strict=True))
+        return (blocks, outer) if self.scales_inner_first[columnwise] else (outer, blocks)
+
+    def data_shape(self, shape: tuple[int, ...], columnwise: bool) -> tuple[int, ...]:
+        """Shape of the stored data of a tensor of any `shape`: packed codes flatten what is transposed."""
+        *leading, k = shape
+        if not self.data_transposed(columnwise):
+            return (*leading, k // self.packed)
+        return (k, math.prod(leading) // self.packed) if self.packed > 1 else (k, *leading)
+
+    def amax_shape(self, shape: tuple[int, int], columnwise: bool) -> tuple[int] | None:
+        """Shape of the kept amax of an (M, K) tensor, None without one."""
+        if self.amax is None:
+            return None
+        return (self.oriented(shape, columnwise)[0] if self.amax == "rows" else 1,)
+
+    def scales_by_outer(self, stored: Array, columnwise: bool) -> Array:
+        """Stored scales as an [outer, block] view, padding included; per tensor (1, 1)."""
+        if self.block is None:
+            return stored.reshape(1, 1)
+        return stored.T if self.scales_inner_first[columnwise] else stored
+
+
+@dataclass(frozen=True)
+class RandomBits:
+    """Where the bits of stochastic rounding come from.
+
+    Attributes:
+        seed, offset: Philox key and counter; a block's subsequence is its number in the stored layout, columnwise
+            blocks counted after all rowwise ones.
+        bits: the bits themselves instead, one uint8 array or a (rowwise, columnwise) pair; None: Philox.
+    """
+
+    seed: int
+    offset: int
+    bits: Array | tuple[Array, Array] | None
+
+    def given(self, columnwise: bool) -> Array | None:
+        """The bits of a direction in its stored orientation; None: Philox."""
+        return self.bits[columnwise] if isinstance(self.bits, tuple) else self.bits
+
+
+@dataclass(frozen=True)
+class Formulas:
+    """The rule of a scaling in words, one formula for each number on the way from an amax to the decode factor.
+
+    Attributes:
+        multiplier: what elements are multiplied with before the cast.
+        decode: what the values of codes are multiplied with.
+        stored: the stored scale; float32 scales store 1 / multiplier.
+        tensor_scale: what all blocks share; "{whose}" is "tensor", "row" or "column".
+        amax: what more there is to say of the tensor's amax.
+    """
+
+    multiplier: str
+    decode: str = "the stored scale"
+    stored: str = "1 / encode multiplier, float32"
+    tensor_scale: str = ""
+    amax: str = ""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Several scales for a block, of which the one with the smallest error is kept; the first wins a tie.
+
+    Attributes:
+        candidates: functions as `Scaling.block_scale` gives.
+        error: f(value, scale, amax, x): an element's error, from its code's value, the stored scale's value, the
+            tensor's (or row's) amax and the element. Errors along a line are added one after the other; those of a
+            square along its rows, whose sums then meet as a tree: row i with i + B/2, then B/4, ... 1.
+    """
+
+    candidates: tuple[Any, ...]
+    error: Any
+
+
+class Scaling:
+    """Any of the settings: what machinery may ask of a scaling.
+
+    Class attributes:
+        order: place in `SCALINGS`: TE's in TE's order, then others by name.
+        title: what sentences and tables call it.
+        gate_multiple: what H must divide by where a gated activation [act | gate] is fused with the cast.
+        at_run_time: names of fields that no compiled code depends on.
+
+    Attributes:
+        fmt: the element format.
+        block_size: elements along a block's edge; 0 per tensor.
+        power_2_scale: whether float32 scales are powers of two.
+
+    Rules are factories: functions of the vocabulary `words` (`refops.scalings.arithmetic`) that return a function of
+    arrays or of numbers, as `words` is. They see float32 and codes, and are total over both:
+
+        tensor_scale(words)     f(amax) -> what all blocks of a tensor (or row) share; None: nothing
+        block_scale(words)      f(amax, tensor_scale, p) -> (stored, multiplier) of a block, or of the tensor where that
+                                is one block. tensor_scale: what the rule above gave, float32 0 without one. p:
+                                `Numbers`. Monotone in amax. Coded scales declare the next two instead, from which it is
+                                composed; float32 scales store 1 / multiplier.
+        scale_code(words)       f(amax, tensor_scale, p) -> code in the scale format
+        multiplier(words)       f(code, tensor_scale) -> what elements are multiplied with; None: float32 scales
+        decode_factor(words)    f(stored, amax) -> what the value of a code is multiplied with; amax: the tensor's, or
+                                the row's
+        choice(words)           `Choice` of several scales for a block, or None: `block_scale` alone
+    """
+
+    order: ClassVar[int] = 100
+    title: ClassVar[str]
+    gate_multiple: ClassVar[int] = 1
+    at_run_time: ClassVar[tuple[str, ...]] = ()
+    power_2_scale: bool = False
+
+    fmt: Any
+    block_size: int = 0
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Make a layout that is a property one that is computed once: every call asks for it several times."""
+        super().__init_subclass__(**options)
+        made = vars(cls).get("layout")
+        if isinstance(made, property) and made.fget is not None:
+            once = cached_property(made.fget)
+            once.__set_name__(cls, "layout")
+            cls.layout = once  # type: ignore[method-assign,assignment]
+
+    @property
+    def layout(self) -> Layout:
+        """Where codes and scales are stored."""
+        raise NotImplementedError
+
+    @property
+    def formulas(self) -> Formulas:
+        """The rule in words."""
+        raise NotImplementedError
+
+    @property
+    def path(self) -> Path:
+        """Of an activation fused with the cast."""
+        return UNFUSED
+
+    @property
+    def given(self) -> np.float32 | None:
+        """The encode scale, where it is known before the tensor is seen."""
+        return None
+
+    @property
+    def hadamard(self) -> int | None:
+        """Sign mask of the Hadamard transform that the columnwise copy goes through."""
+        return None
+
+    @property
+    def random(self) -> RandomBits | None:
+        """The bits of stochastic rounding."""
+        return None
+
+    @property
+    def only_rowwise(self) -> str:
+        """Why no columnwise copy can be made, in the words of an error; "" if one can."""
+        return ""
+
+    @property
+    def compiled_as(self) -> "Scaling":
+        """The same settings with every field of `at_run_time` at its default: the key of compiled code."""
+        defaults = {f.name: f.default for f in fields(self) if f.name in self.at_run_time}  # type: ignore[arg-type]
+        return replace(self, **defaults)  # type: ignore[type-var]
+
+    def numbers(self, dtype: Any) -> Numbers:
+        """The `Numbers` of a tensor of `dtype`."""
+        return Numbers(F(0), FLT_MAX)
+
+    def tensor_scale(self, words: Words) -> Rule | None:
+        return None
+
+    def block_scale(self, words: Words) -> Rule:
+        return coded_scale(words, self.scale_code(words), self.multiplier(words))
+
+    def scale_code(self, words: Words) -> Rule:
+        raise NotImplementedError
+
+    def multiplier(self, words: Words) -> Rule | None:
+        return None
+
+    def decode_factor(self, words: Words) -> Rule:
+        @words.function
+        def factor(stored, amax):
+            return stored
+
+        return factor
+
+    def choice(self, words: Words) -> Choice | None:
+        return None
+
+
+def accepts(scaling: Scaling, **values: Any) -> bool:
+    """Whether a scaling may have these values of its fields, the others being as they are."""
+    try:
+        replace(scaling, **values)  # type: ignore[type-var]
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def coded_scale(words, scale_code, multiplier):
+    """Return the rule of a block whose multiplier follows from its code."""
+
+    @words.function
+    def scale(amax, tensor_scale, p):
+        code = scale_code(amax, tensor_scale, p)
+        return code, multiplier(code, tensor_scale)
+
+    return scale
+
+
+@dataclass(frozen=True)
+class NamedScaling:
+    """A scaling that the command line knows by name.
+
+    Attributes:
+        name: what `--scaling` takes.
+        scaling: the settings.
+        description: one sentence.
+        columnwise: whether the columnwise copy is the one to look at (RHT changes only that).
+        title: the head of its row in tables; the description without one.
+    """
+
+    name: str
+    scaling: Scaling
+    description: str
+    columnwise: bool = False
+    title: str = ""
+
+    def __post_init__(self):
+        normalise(self, title=self.title or self.description.removesuffix("."))
+
+
+def normalise(settings: Any, **values: Any) -> None:
+    """Store plain Python values in frozen `settings`: equal settings hash alike, and integers never overflow."""
+    for name, value in values.items():
+        object.__setattr__(settings, name, value)
+
+
+def flags(settings: Any, *names: str) -> None:
+    """Store each named field as the bool that it is; TypeError if it is none."""
+    normalise(settings, **{name: require_flag(getattr(settings, name), name) for name in names})
+
+
+def choose(settings: Any, **choices: tuple[Any, ...]) -> None:
+    """Store each named field as the one of its choices that it equals; ValueError without one."""
+    normalise(settings, **{name: require_choice(getattr(settings, name), name, of) for name, of in choices.items()})
+
+
+def non_negative(settings: Any, *names: str) -> None:
+    """Store each named field as the finite float >= 0 that it is; TypeError or ValueError if it is none."""
+    for name in names:
+        normalise(settings, **{name: float(require_number(getattr(settings, name), name, non_negative=True))})

@@ -1,0 +1,199 @@
+"""Rules that several scalings share, in the vocabulary of `refops.scalings.arithmetic`, and classes that have them.
+
+Sources: TE `common/recipe/recipe_common.cuh` (float32 scales), `common/cast/mxfp8/quantize_mxfp8.cuh` and
+`common/util/ptx_arch_spec.cuh` (E8M0, "up"), OCP Microscaling Formats (MX) 1.0, section 6.3 (E8M0, "floor"),
+`common/cast/nvfp4/core_nvfp4.cuh` (small floats).
+"""
+
+from typing import Any
+
+import numpy as np
+
+from refops.formats import E8M0
+from refops.hints import Number
+from refops.scalings.declaration import FLT_MAX, LARGEST_FINITE, F, Formulas, Numbers, Rule, Scaling, Words
+
+U32 = np.uint32
+ZERO, ONE, INFINITE = F(0), F(1), U32(0x7F800000)
+
+#: How amax / max becomes a power of two.
+E8M0_ROUNDINGS = ("up", "floor", "even", "ceil_ocp")
+
+
+class Float32Scaling(Scaling):
+    """Scales in float32: fmt.max / max(amax, amax_epsilon), 1 where amax is 0, infinite or NaN, the largest value of
+    the input dtype where the quotient overflows; what is stored is 1 / scale.
+
+    Attributes:
+        power_2_scale: clear the mantissa, which rounds down to a power of two.
+        amax_epsilon: an amax below it counts as it.
+    """
+
+    amax_epsilon: Number = 0.0
+    at_run_time = ("amax_epsilon",)
+
+    @property
+    def formulas(self) -> Formulas:
+        """The quotient."""
+        return Formulas(f"{float(self.fmt.max):g} / amax (0 or inf: 1){', mantissa cleared' * self.power_2_scale}")
+
+    def numbers(self, dtype: Any) -> Numbers:
+        return Numbers(F(self.amax_epsilon), LARGEST_FINITE[dtype])
+
+    def block_scale(self, words: Words) -> Rule:
+        where, quotient = words.where, words.quotient(F(self.fmt.max), self.power_2_scale)
+        reciprocal = words.reciprocal(self.power_2_scale)
+
+        @words.function
+        def scale(amax, tensor_scale, p):
+            amax = where(amax < p.epsilon, p.epsilon, amax)
+            usable = (amax > ZERO) & (amax <= FLT_MAX)
+            multiplier = where(usable, quotient(amax, p.largest_scale), ONE)
+            return reciprocal(multiplier), multiplier
+
+        return scale
+
+
+class E8M0Scaling(Scaling):
+    """Scales that are powers of two, as E8M0 bytes. An amax of zero gives 0x00, infinity 0xFE.
+
+    Attributes:
+        scale_rounding: how amax / fmt.max becomes a power of two. "up" is TE's, cuBLAS's and PTX's rule: amax *
+            float32(1 / fmt.max) up to a power of two, so that nothing saturates. The others give 2^(e - emax), emax
+            the exponent of fmt.max: "floor" e = floor(log2 amax), the OCP specification's example; "even" the same
+            after rounding amax half up to the mantissa width of `fmt`; "ceil_ocp" ceil(log2 amax).
+        amax_epsilon: an amax below it counts as it. Only where it is in `at_run_time`.
+    """
+
+    scale_rounding: str
+    amax_epsilon: Number = 0.0
+
+    @property
+    def formulas(self) -> Formulas:
+        """Powers of two."""
+        limit, emax = self.fmt.max, int(np.floor(np.log2(self.fmt.max)))
+        shift = f" - {emax}" if emax else ""
+        byte = {
+            "up": f"amax * f32(1/{limit:g}), up to the next 2^(byte-127)",
+            "floor": f"127 + floor(log2 amax){shift}",
+            "even": f"127 + floor(log2 of amax rounded to the element's mantissa){shift}",
+            "ceil_ocp": f"127 + ceil(log2 amax){shift}",
+        }
+        return Formulas("2^(127 - byte)", decode="2^(byte - 127)", stored=byte[self.scale_rounding])
+
+    def numbers(self, dtype: Any) -> Numbers:
+        return Numbers(F(self.amax_epsilon), FLT_MAX)
+
+    def scale_code(self, words: Words) -> Rule:
+        where, bits_of, u32, round_up = words.where, words.bits_of, words.u32, words.encode(E8M0, "up")
+        inverse, emax = ONE / F(self.fmt.max), U32(int(np.floor(np.log2(self.fmt.max))))
+        none, largest, shift = U32(0), U32(254), U32(23)
+        half = U32(1 << (22 - self.fmt.mantissa_bits))
+        added = {"even": half, "ceil_ocp": U32(0x7FFFFF)}.get(self.scale_rounding, none)
+
+        @words.function
+        def up(amax, tensor_scale, p):
+            return round_up(amax * inverse)
+
+        @words.function
+        def relative(amax, tensor_scale, p):
+            exponent = u32(u32(bits_of(amax) + added) >> shift)
+            byte = where(exponent > emax, u32(exponent - emax), none)
+            return where((bits_of(amax) >= INFINITE) | (byte > largest), largest, byte)
+
+        byte = up if self.scale_rounding == "up" else relative
+
+        @words.function
+        def bounded(amax, tensor_scale, p):
+            return byte(where(amax < p.epsilon, p.epsilon, amax), tensor_scale, p)
+
+        return bounded if "amax_epsilon" in self.at_run_time else byte
+
+    def multiplier(self, words: Words) -> Rule | None:
+        inverse_power = words.inverse_power
+
+        @words.function
+        def multiplier(code, tensor_scale):
+            return inverse_power(code)
+
+        return multiplier
+
+    def decode_factor(self, words: Words) -> Rule:
+        decode = words.decode(E8M0)
+
+        @words.function
+        def factor(stored, amax):
+            return decode(stored)
+
+        return factor
+
+
+class MinifloatScaling(Scaling):
+    """Scales in a small float format, the layout's, alone or under a float32 scale of the tensor (or row).
+
+    In float32, in this order: S_enc = top / amax (at most FLT_MAX; 1 where amax is 0 or inf), byte = format(block
+    amax * (S_enc * float32(1 / fmt.max))), multiplier = min(1 / (value of the byte * (1 / S_enc)), FLT_MAX). Without a
+    second level (`Layout.two_level`) both are what they are at S_enc = 1.
+
+    Attributes:
+        top: what the tensor's amax becomes: the largest scale times fmt.max.
+    """
+
+    @property
+    def top(self) -> float:
+        """The largest scale times fmt.max."""
+        raise NotImplementedError
+
+    def tensor_scale(self, words: Words) -> Rule | None:
+        if not self.layout.two_level:
+            return None
+        top, where, at_most = F(self.top), words.where, words.at_most
+
+        @words.function
+        def encode_scale(amax):
+            scale = at_most(top / amax, FLT_MAX)
+            scale = where((amax != ZERO) & (scale != ZERO), scale, ONE)
+            return scale, ONE / scale
+
+        return encode_scale
+
+    def scale_code(self, words: Words) -> Rule:
+        encode, inverse = words.encode(self.layout.scale_format), ONE / F(self.fmt.max)
+
+        @words.function
+        def two_levels(amax, tensor_scale, p):
+            s_enc, _ = tensor_scale
+            return encode(amax * (s_enc * inverse))
+
+        @words.function
+        def one_level(amax, tensor_scale, p):
+            return encode(amax * inverse)
+
+        return two_levels if self.layout.two_level else one_level
+
+    def multiplier(self, words: Words) -> Rule | None:
+        decode, reciprocal_to_scale = words.decode(self.layout.scale_format), words.reciprocal_to_scale
+
+        @words.function
+        def two_levels(code, tensor_scale):
+            _, s_dec = tensor_scale
+            return reciprocal_to_scale(decode(code) * s_dec)
+
+        @words.function
+        def one_level(code, tensor_scale):
+            return reciprocal_to_scale(decode(code))
+
+        return two_levels if self.layout.two_level else one_level
+
+    def decode_factor(self, words: Words) -> Rule:
+        decode, down = words.decode(self.layout.scale_format), ONE / F(self.top)
+
+        @words.function
+        def two_levels(stored, amax):
+            return (decode(stored) * amax) * down
+
+        @words.function
+        def one_level(stored, amax):
+            return decode(stored)
+
+        return two_levels if self.layout.two_level else one_level
