@@ -17,13 +17,11 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from refops.formats import E2M1
 from refops.oracle.conventions import CONVENTIONS
 from refops.oracle.conventions.reading import Dump
 from refops.oracle.geometry import VALUES, Geometry, Region, crop, whole
-from refops.oracle.replay import FORMULA_STAGES, DequantizeKernel, NotApplicable, Setting, amax_is_near
+from refops.oracle.replay import FORMULA_STAGES, NotApplicable, Setting, amax_is_near
 from refops.oracle.report import Explanation
-from refops.scaling import BlockScaling
 
 F = np.float32
 TILE = 128
@@ -399,7 +397,7 @@ class Search:
 
     def _format(self, name):
         slot = self.case.slots[name]
-        return None if slot.fmt == E2M1 else slot.fmt
+        return None if slot.packed > 1 else slot.fmt
 
     def _common_wrong_scales(self):
         """The scale that most of the wrong scales of the dump have, for each array of scales."""
@@ -437,52 +435,52 @@ class Search:
             cache[key] = crop(self.case, name, self.reference[name], region)
         return cache[key]
 
-    def kernel(self, candidate):
+    def replay(self, candidate):
         """A replay with the computing conventions of a candidate; NotApplicable where one means nothing."""
-        kernel = self.setting.kernel()
+        replay = self.setting.replay()
         for convention, choice in candidate:
             if convention.reads:
-                if isinstance(kernel, DequantizeKernel):
-                    self._read_input(kernel, convention, choice)
+                if replay.dequantizes:
+                    self._read_input(replay, convention, choice)
                 continue
-            convention.apply(kernel, choice)
-        return kernel
+            convention.apply(replay, choice)
+        return replay
 
-    def _read_input(self, kernel, convention, choice):
-        """Let a dequantizing kernel read its input as if it were laid out another way."""
-        direction = kernel.direction
+    def _read_input(self, replay, convention, choice):
+        """Let a dequantizing replay read its input as if it were laid out another way."""
+        direction = replay.direction
         names = [f"{direction}_{what}" for what in ("data", "scale_inv")]
-        dump = Dump(self.case, {name: getattr(kernel.q, name) for name in names})
+        dump = Dump(self.case, {name: getattr(replay.q, name) for name in names})
         convention.apply(dump, choice)
-        kernel.q = replace(kernel.q, **dump.arrays)
-        kernel.facts.update(dump.facts)
-        kernel.applied, kernel.changed = (*kernel.applied, (convention, choice)), kernel.changed | {"layout"}
+        replay.q = replace(replay.q, **dump.arrays)
+        replay.facts.update(dump.facts)
+        replay.applied, replay.changed = (*replay.applied, (convention, choice)), replay.changed | {"layout"}
 
     def evaluate(self, candidate, regions, *, keep=False, sums=1 << 16, until_hopeless=True):
         """Return the `Result` of a candidate on regions; NotApplicable where it means nothing."""
-        kernel = self.kernel(candidate)
-        reads = [item for item in candidate if item[0].reads and not isinstance(kernel, DequantizeKernel)]
+        replay = self.replay(candidate)
+        reads = [item for item in candidate if item[0].reads and not replay.dequantizes]
         arrays, facts = self.relaid(tuple(reads)) if reads else (None, {})
         result = Result(candidate, {}, {})
         for number, region in enumerate(regions):
-            made = self.run(kernel, region)
+            made = self.run(replay, region)
             parts = self.parts(region, arrays, tuple((c.name, repr(choice)) for c, choice in reads))
             counts = {name: part.compare(made[name]) for name, part in parts.items()}
             result += Result(candidate, counts, {}, [made] if keep else [])
             if until_hopeless and number == 0 and len(regions) > 1 and result.share < 0.2 and result._wrong:
                 break
         if self.sum_names:
-            result += self._evaluate_sums(kernel, sums, arrays)
-        result.facts = {**kernel.facts, **facts}
+            result += self._evaluate_sums(replay, sums, arrays)
+        result.facts = {**replay.facts, **facts}
         return result
 
-    def run(self, kernel, region):
+    def run(self, replay, region):
         """What a replay writes of a region; the reference where nothing that it writes there is changed."""
-        if not kernel.changed - SUM_STAGES - {"layout"} and not isinstance(kernel, DequantizeKernel):
+        if not replay.changed - SUM_STAGES - {"layout"} and not replay.dequantizes:
             return {name: self._reference_crop(name, region) for name in self.matrix_names}
-        return kernel.run(region, self.matrix_names)
+        return replay.run(region, self.matrix_names)
 
-    def _evaluate_sums(self, kernel, elements, arrays):
+    def _evaluate_sums(self, replay, elements, arrays):
         counts = {}
         for name in self.sum_names:
             got = (arrays or self.outputs)[name]
@@ -491,11 +489,11 @@ class Search:
             reference = self.reference[name].reshape(-1)[window]
             relaid = got is not self.outputs[name]
             part = Part(flat[window], mask[window], reference, None, relaid)
-            if not kernel.changed & (TERM_STAGES | STORE_STAGES):
+            if not replay.changed & (TERM_STAGES | STORE_STAGES):
                 counts[name] = part.compare(reference)
                 continue
-            counts[name] = part.compare(self._sums(name, kernel, window))
-            if not kernel.changed & TERM_STAGES:  # summed before or after the store that is at fault
+            counts[name] = part.compare(self._sums(name, replay, window))
+            if not replay.changed & TERM_STAGES:  # summed before or after the store that is at fault
                 before = part.compare(reference)
                 counts[name] = min(counts[name], before, key=lambda count: (count.damaged, -count.explained))
         return Result((), counts)
@@ -505,13 +503,13 @@ class Search:
         m, k = self.shape
         return m if name == "dbias" else k
 
-    def _sums(self, name, kernel, window):
+    def _sums(self, name, replay, window):
         relevant = tuple(
-            (c.name, repr(choice)) for c, choice in kernel.applied if c.stage_of(choice) in TERM_STAGES | STORE_STAGES
+            (c.name, repr(choice)) for c, choice in replay.applied if c.stage_of(choice) in TERM_STAGES | STORE_STAGES
         )
         key = (name, relevant, window.start, window.stop)
         if key not in self._sum_cache:
-            self._sum_cache[key] = getattr(kernel, name)(window)
+            self._sum_cache[key] = getattr(replay, name)(window)
         return self._sum_cache[key]
 
     def relaid(self, reads):
@@ -532,7 +530,7 @@ class Search:
         """Every convention with every choice, as candidates of one."""
         for convention in CONVENTIONS.values():
             try:
-                target = Dump(self.case, self.outputs) if convention.reads else self.setting.kernel()
+                target = Dump(self.case, self.outputs) if convention.reads else self.setting.replay()
                 choices = convention.choices_for(target)
             except NotApplicable:
                 continue
@@ -653,8 +651,9 @@ class Search:
         region = self.places.probes[0]
         rows, columns = region.shape
         wrong = sum(p.wrong_count for p in self.parts(region).values())
-        blocks_of_rows = isinstance(self.case.scaling, BlockScaling)
-        if rows * columns > 8192 and not blocks_of_rows and wrong > 0.05 * rows * columns:
+        block = self.case.scaling.layout.block if self.case.quantizes else None
+        small = block is None or max(block) <= 32  # blocks end where the cut region does
+        if rows * columns > 8192 and small and wrong > 0.05 * rows * columns:
             height = max(32, 8192 // columns // 32 * 32)
             return Region(slice(region.rows.start, min(region.rows.start + height, region.rows.stop)), region.columns)
         return region
@@ -719,7 +718,7 @@ class Search:
                 if self.sum_names:
                     sums = {n: c for n, c in other.counts.items() if n in SUM_ARRAYS}
                     if any(arrays[n] is not self.outputs[n] for n in sums):
-                        sums = self._evaluate_sums(self.kernel(other.candidate), 1 << 14, arrays).counts
+                        sums = self._evaluate_sums(self.replay(other.candidate), 1 << 14, arrays).counts
                     result.counts.update(sums)
                 if result.promising:
                     results.append(result)

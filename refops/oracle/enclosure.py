@@ -14,14 +14,14 @@ Derivation
 3. *Amax.* The magnitude of an element lies in [mig, mag]: least and greatest |v| in its interval. max is monotone, so
    a block's amax lies between the largest mig and the largest mag. NaN is ignored, and an element that may be NaN may
    be missing.
-4. *Scales.* Bytes of MXFP8 and NVFP4 grow with the amax, so the bytes of the ends bound them, and every code between
-   belongs to some amax between. A float32 scale_inv is traced back: it is right if some amax in the interval gives
-   exactly it.
+4. *Scales.* A scaling declares its rule, which is monotone in the amax. Codes grow with it, so those of the ends bound
+   them, and every code between belongs to some amax between. A float32 scale_inv is traced back: it is right if some
+   amax in the interval gives exactly it.
 5. *Codes given the scale that was written.* Elements are judged with the multiplier that the dump's own scale implies,
    right or wrong: a wrong scale is reported once, not 32 times, and a code is wrong only if no right value gives it
    under that scale. Where scales were not dumped, or say nothing (NaN, 0), the multipliers of all acceptable scales
-   bound the codes. A cast keeps the sign of zero; in MXFP8 -0 may come out as +0, as from TE's specialised kernels, and
-   a computed zero may have either sign.
+   bound the codes. A cast keeps the sign of zero; under coded scales of one level -0 may come out as +0, as from TE's
+   specialised MXFP8 kernels, and a computed zero may have either sign.
 6. *Sums* of n terms in any order: |sum - exact| <= (n - 1) u sum |terms|, u = 2^-24 (Jeannerod and Rump, "Improved
    error bounds for inner products in floating-point arithmetic", 2013; no higher-order term). A matrix unit may
    truncate instead of round: u = 2^-23 for the Hadamard transform. The exact sum of terms in [lo, hi] lies in
@@ -40,18 +40,17 @@ equal size).
 """
 
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
-from refops import ops
 from refops.activations import bind_activation
-from refops.formats import E4M3, E8M0, encode_tile
+from refops.formats import encode_tile
 from refops.oracle.geometry import Geometry
-from refops.oracle.interval import CUDA_ULP, Interval, ulp_of
-from refops.quantization import block, nvfp4, per_tensor
+from refops.oracle.interval import CUDA_ULP, INTERVALS, Interval, ulp_of
 from refops.quantization.hadamard import transform_exactly
 from refops.quantization.layout import block_view, pad_to_blocks
-from refops.scaling import BlockScaling, MXFP8Scaling, NVFP4Scaling
+from refops.scalings.arithmetic import REFERENCE, Reference
 from refops.tiles import InputSource, Matrix, for_each, tile_slices
 
 F = np.float32
@@ -175,11 +174,9 @@ class FormulaBounds(BoundsSource):
         kind, inputs = case.operation.kind, case.inputs
         self._gradient, self._scaled = kind.endswith("grad"), kind.startswith("scaled")
         params = {name: value for name, value in case.params.items() if name != "glu_interleave_size"}
-        self._bound = bind_activation(case.operation.activation, params)
-        row = self._bound.activation
-        formulas = (row.act, row.gate) if row.gated else (row.act,)
+        self._bound = bind_activation(case.operation.activation, params).using(INTERVALS)
         # A formula without exp or tanh is its own truth; nothing in it is free but rounding.
-        self._elementary = any(formula.true_value is not formula.value for formula in formulas)
+        self._elementary = any(function.elementary for function in self._bound.activation.functions)
         self._input = Matrix(inputs["x"])
         self._dy = Matrix(inputs["dy"]) if "dy" in inputs else None
         m, width = self._input.shape
@@ -261,7 +258,7 @@ class FormulaBounds(BoundsSource):
         truth = bound.truth_grad(*exact)
         if self._scaled:
             row_scales = self._row_scales[rows]
-            pair = ops.scaled_backward(bound, d * Interval.point(row_scales, self._ulp), a, g)
+            pair = bound.scaled_backward(d * Interval.point(row_scales, self._ulp), a, g)
             truth = truth if bound.gated else (truth, None)
             at = which == "gate"
             return pair[at], truth[at] * row_scales.astype(np.float64)
@@ -321,7 +318,7 @@ def bounds_of(case, ulp, *, stored_float32=False):
 
 
 class DequantizedBounds(BoundsSource):
-    """Results of dequantize: the formula's own products, rounded or not; NVFP4's also within `ulp` of the truth."""
+    """Results of dequantize: products as the formula has them, rounded or not; of two levels also near the truth."""
 
     def __init__(self, q, ulp, *, stored_float32=False):
         self._q = q.unswizzled() if q.with_gemm_swizzled_scales else q
@@ -338,28 +335,25 @@ class DequantizedBounds(BoundsSource):
         codes = geometry.codes(data, self.shape, rows, columns)
         scales = geometry.expand(geometry.scales(scale_inv, rows, columns), codes.shape)
         element = Interval.point(fmt.values[codes], self._ulp)
-        if isinstance(q.scaling, MXFP8Scaling):
-            product = Interval.point(E8M0.values[scales], self._ulp) * element
-        elif isinstance(q.scaling, NVFP4Scaling):
-            amax = q.amax_columnwise if columnwise else q.amax_rowwise
-            if q.scaling.row_scaled:
-                amax = amax[None, columns] if columnwise else amax[rows, None]
-            inverse = F(1) / F(6 * q.scaling.e4m3_max)
-            scale = Interval.point(E4M3.values[scales], self._ulp)
-            product = element * ((scale * amax) * inverse)
-            truth = element.lo * scale.lo * amax.astype(np.float64) / (6.0 * q.scaling.e4m3_max)
+        amax = self._amax(rows, columns)
+        product = element * q.scaling.decode_factor(IntervalWords(self._ulp))(scales, amax)
+        if q.scaling.layout.two_level:  # other orders of the products are as good
+            truth = element.lo * q.scaling.decode_factor(REFERENCE)(scales, amax.astype(np.float64))
             slack = self._ulp * ulp_of(truth)
             product = product.widened_to(truth - slack, truth + slack)
-        else:
-            product = element * scales
         bounds = Bounds(*product.as_float32(inward=self._stored_float32))
-        if columnwise and isinstance(q.scaling, NVFP4Scaling) and q.scaling.rht:
-            return self._untransformed(bounds)
+        if columnwise and q.scaling.hadamard is not None:
+            return hadamard_bounds(bounds, q.scaling.hadamard, inverse=True)
         return bounds
 
-    def _untransformed(self, bounds):
-        """Undo the Hadamard transform: its inverse, sums in any order."""
-        return hadamard_bounds(bounds, self._q.scaling.sign_mask, inverse=True)
+    def _amax(self, rows, columns):
+        """The amax that decoding needs, to meet a rectangle; None where it needs none."""
+        amax, layout = self._q.amax_columnwise if self._columnwise else self._q.amax_rowwise, self._q.scaling.layout
+        if not layout.two_level:
+            return None
+        if layout.amax != "rows":
+            return amax
+        return amax[None, columns] if self._columnwise else amax[rows, None]
 
 
 # --- sums -----------------------------------------------------------------------------------------
@@ -459,12 +453,28 @@ def float_scale_inverses(written, least, greatest, scale_of, fmt):
     return right, np.where(right, scale_lo, own), np.where(right, scale_hi, own)
 
 
+class IntervalWords(Reference):
+    """The vocabulary of scale rules where operands are `Interval`s."""
+
+    def __init__(self, ulp):
+        self.ulp = ulp
+
+    def decode(self, fmt):
+        """f(code) -> its value, exact."""
+        return lambda code: Interval.point(fmt.values[code], self.ulp)
+
+
+def ordinary_ends(least, greatest):
+    """The ends of ranges of amaxes without the special cases of scale rules: 0 and inf become their neighbours."""
+    smallest = np.where((least == 0) & (greatest > 0), np.minimum(F(2.0**-149), greatest), least)
+    finite = np.minimum(greatest, np.finfo(F).max)
+    return smallest, np.where(np.isinf(greatest) & (least < greatest), finite, greatest)
+
+
 def float_scale_range(least, greatest, scale_of):
     """(scale_lo, scale_hi) over all amaxes in [least, greatest], its special cases 0 and inf included."""
-    finite = np.minimum(greatest, np.finfo(F).max)
     with np.errstate(all="ignore"):
-        smallest = np.where((least == 0) & (greatest > 0), np.minimum(F(2.0**-149), greatest), least)
-        largest = np.where(np.isinf(greatest) & (least < greatest), finite, greatest)
+        smallest, largest = ordinary_ends(least, greatest)
         # Just above the amax whose quotient overflows: float16 caps that at 65504, less than the scales beside it.
         finite_quotient = np.clip(F(2) * scale_of(F(1)) / np.finfo(F).max, least, greatest)
         ends = [scale_of(amax.astype(F)) for amax in (least, greatest, smallest, largest, finite_quotient)]
@@ -472,36 +482,33 @@ def float_scale_range(least, greatest, scale_of):
 
 
 def encode_scale_of(scaling, dtype):
-    """Function from amax to the encode scale of `BlockScaling` or `CurrentScaling`."""
-    largest = block.LARGEST_SCALE[dtype] if isinstance(scaling, BlockScaling) else per_tensor.FLT_MAX
-
-    def scale_of(amax):
-        return per_tensor.scale_from_amax(
-            np.asarray(amax, F),
-            scaling.fmt,
-            epsilon=scaling.amax_epsilon,
-            power_2=scaling.power_2_scale,
-            value_for_inf=largest,
-        )
-
-    return scale_of
-
-
-def global_scale_range(least, greatest, e4m3_max):
-    """(least, greatest) encode scale of NVFP4 over the global amaxes in [least, greatest]."""
-    return float_scale_range(least, greatest, lambda amax: nvfp4.global_encode_scale(amax, e4m3_max))
+    """Function from amax to the encode scale of a scaling with float32 scales; tensors are of `dtype`."""
+    scale, numbers = scaling.block_scale(REFERENCE), scaling.numbers(dtype)
+    return lambda amax: scale(np.asarray(amax, F), F(0), numbers)[1]
 
 
 # --- codes ----------------------------------------------------------------------------------------
 
 
 def code_order(codes, fmt):
-    """Integers in the order of the codes' values, -0 just below +0; NaN and inf codes beyond the largest."""
+    """Integers in the order of the codes' values, -0 just below +0; NaN codes beyond the largest, by their sign bit."""
+    return _orders(fmt)[codes]
+
+
+@cache
+def _orders(fmt):
+    """`code_order` of every code, int16; 0 is that of +0 (of the least value without one)."""
+    values, codes = fmt.values, np.arange(len(fmt.values))
     if not fmt.signed:
         return codes.astype(np.int16)
-    sign = np.uint8(1 << (fmt.bits - 1))
-    magnitude = (codes & (sign - np.uint8(1))).astype(np.int16)
-    return np.where(codes & sign, -1 - magnitude, magnitude)
+    negative = codes >= len(codes) // 2
+    below = np.where(np.isnan(values), negative, np.signbit(values))
+    size = np.where(np.isnan(values), np.inf, np.abs(values))
+    orders = np.zeros(len(codes), np.int16)
+    for side, first, step in ((~below, 0, 1), (below, -1, -1)):
+        ascending = codes[side][np.lexsort((codes[side], size[side]))]
+        orders[ascending] = first + step * np.arange(len(ascending))
+    return orders
 
 
 def code_bounds(bounds, least, greatest, fmt, random_bits=None):
@@ -522,12 +529,12 @@ def code_bounds(bounds, least, greatest, fmt, random_bits=None):
 
 
 def codes_inside(codes, lowest, highest, nan, fmt):
-    """Whether each code lies between the ends, or is NaN (E2M1: what NaN is cast to) where NaN is possible."""
+    """Whether each code lies between the ends, or is NaN (without one: what NaN is cast to) where NaN is possible."""
     exist = codes < len(fmt.values)
     codes = codes & np.uint8(len(fmt.values) - 1)
     order = code_order(codes, fmt)
     inside = exist & (code_order(lowest, fmt) <= order) & (order <= code_order(highest, fmt))
     if fmt.nan_code is None:
-        return inside | (nan & exist & (codes == fmt.largest_code))
+        return inside | (nan & exist & (codes == fmt.code_of_nan))
     is_nan = np.isnan(fmt.values[codes])
     return np.where(is_nan, nan, inside & ~np.isnan(fmt.values[lowest]))

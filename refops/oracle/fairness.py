@@ -25,7 +25,7 @@ class Fairness:
         judged[judged] &= magnitude[judged] != fmt.grid[position[judged]]
         lower = position[judged]
         p = (magnitude[judged] - fmt.grid[lower]) / (fmt.grid[lower + 1] - fmt.grid[lower])
-        up = (codes[judged] & np.uint8((len(fmt.values) - 1) >> 1)) > lower
+        up = fmt.magnitude_code(codes[judged]) > lower
         self._count += p.size
         self._up += float(up.sum())
         self._probability += float(p.sum())

@@ -1,7 +1,7 @@
-"""Where the codes and scales of a quantized tensor lie, seen from the tensor: the one place that knows the layouts.
+"""Rectangles of a tensor in the arrays that a quantized one is stored in: `Layout`, seen from the tensor.
 
-Everything is addressed by a rectangle of the (M, K) tensor, rows and columns as slices whose edges are multiples of a
-block or the tensor's own. Not for padding: what is read or stored here is the part that holds data.
+A `Layout` speaks of outer and inner dimensions; here everything is rows and columns of the (M, K) tensor, slices whose
+edges are multiples of a block or the tensor's own. Not for padding: what is read or stored is the part that holds data.
 """
 
 import math
@@ -12,7 +12,6 @@ import numpy as np
 from refops.formats import pack_fp4, unpack_fp4
 from refops.quantization.blocks import blocks_of
 from refops.quantization.layout import ceil_div
-from refops.scaling import BlockScaling, CurrentScaling, DelayedScaling, MXFP8Scaling, NVFP4Scaling
 
 DIRECTIONS = ("rowwise", "columnwise")
 #: Outputs that are the (M, K) result itself.
@@ -39,41 +38,33 @@ def whole(shape):
 
 
 class Geometry:
-    """Where the codes and scales of one direction lie.
+    """How the codes and scales of one direction lie in the tensor.
 
     Attributes:
-        scaling, columnwise: whose, and which direction.
+        layout, columnwise: whose, and which direction.
         block: (rows, columns) of a block, in the orientation of the tensor; None per tensor.
         run: (rows, columns) that one stored scale covers: less than a block where 2-D block scales are repeated.
+        packed: codes that share a byte.
+        transposed: whether data are stored transposed.
+        scales_transposed: whether stored scales run along the tensor's columns first.
     """
 
     def __init__(self, scaling, columnwise):
-        self.scaling, self.columnwise = scaling, columnwise
+        layout = scaling.layout
+        self.layout, self.columnwise = layout, columnwise
         self.block = self.run = None
-        if isinstance(scaling, DelayedScaling | CurrentScaling):
-            return
-        size = scaling.block_size
-        line, tile = ((size, 1) if columnwise else (1, size)), (size, size)
-        two_d = scaling.block_dim == 2 if isinstance(scaling, BlockScaling) else scaling.two_d
-        self.block = tile if two_d else line
-        self.run = self.block if isinstance(scaling, BlockScaling) else line  # others repeat 2-D scales
+        if layout.block is not None:
+            self.block = layout.oriented(layout.block, columnwise)
+            self.run = layout.oriented(layout.run, columnwise)
+        self.packed, self.transposed = layout.packed, layout.data_transposed(columnwise)
+        self.scales_transposed = layout.scales_inner_first[columnwise] != columnwise
 
     @classmethod
     def of(cls, scaling, direction):
         """Of a direction by name, or of an array of a `Quantized` by its name."""
         return cls(scaling, "columnwise" in direction)
 
-    @property
-    def packed(self):
-        """Codes that share a byte."""
-        return 2 if isinstance(self.scaling, NVFP4Scaling) else 1
-
     # --- data -------------------------------------------------------------------------------------
-
-    @property
-    def transposed(self):
-        """Whether data are stored transposed."""
-        return self.columnwise and not isinstance(self.scaling, MXFP8Scaling)
 
     def matrix(self, data, shape):
         """Stored data of a tensor of (M, K) `shape` as a 2-D view."""
@@ -83,7 +74,7 @@ class Geometry:
     def data_index(self, rows, columns):
         """Index of a rectangle into that view."""
         outer, inner = (columns, rows) if self.transposed else (rows, columns)
-        return outer, inner if self.packed == 1 else blocks_of(inner, 2)
+        return outer, inner if self.packed == 1 else blocks_of(inner, self.packed)
 
     def codes(self, data, shape, rows, columns):
         """uint8 codes (R, C) of a rectangle, in the tensor's orientation, one a byte."""
@@ -102,13 +93,6 @@ class Geometry:
         return stored_index((outer, inner // self.packed), shape, first_is_outer=self.transposed)
 
     # --- scales -----------------------------------------------------------------------------------
-
-    @property
-    def scales_transposed(self):
-        """Whether stored scales run along the tensor's columns first."""
-        if isinstance(self.scaling, BlockScaling):
-            return self.columnwise == (self.scaling.block_dim == 2)
-        return self.columnwise and isinstance(self.scaling, NVFP4Scaling)
 
     def scale_index(self, rows, columns):
         """Index of a rectangle into the stored scales; all of them per tensor."""
@@ -146,8 +130,8 @@ class Geometry:
         """Shape of the stored scales of a tensor of (M, K) `shape`, without padding."""
         if self.run is None:
             return (1,)
-        runs = tuple(ceil_div(size, edge) for size, edge in zip(shape, self.run, strict=True))
-        return runs[::-1] if self.scales_transposed else runs
+        outer, blocks = self.layout.scale_counts(shape, self.columnwise)
+        return (blocks, outer) if self.layout.scales_inner_first[self.columnwise] else (outer, blocks)
 
     def expand(self, runs, shape):
         """Repeat an array over runs to the elements of a tile of `shape`; (1, 1) per tensor."""
@@ -204,8 +188,8 @@ def part_of(scaling, name, array, region):
     """The part of a stored matrix that belongs to a rectangle of the tensor; `array` begins at the tensor's (0, 0)."""
     if name in VALUES:
         return array[region.rows, region.columns]
-    if name.startswith("amax_"):
-        if not (isinstance(scaling, NVFP4Scaling) and scaling.row_scaled):
+    if name in ("amax_rowwise", "amax_columnwise"):
+        if scaling.layout.amax != "rows":
             return array
         return array[region.columns if name == "amax_columnwise" else region.rows]
     if name.endswith("_data"):

@@ -1,7 +1,7 @@
 """Intervals of float32 results: everything that a formula may give on hardware that is free in its last bits.
 
-An `Interval` stands in for a float32 array in the formulas of `refops.activations`, which run on it unchanged. Every
-operation maps the interval of its operands to one that holds, for any operands inside:
+An `Interval` stands in for a float32 array in the formulas of `refops.activations`, which run on it in the vocabulary
+`INTERVALS`. Every operation maps the interval of its operands to one that holds, for any operands inside:
 
     - the exact result (the kernel works in higher precision, or contracts a product into a multiply-add), and
     - the result rounded to float32 (it does not).
@@ -18,6 +18,8 @@ from typing import Any
 
 import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
+
+from refops.activations import Arithmetic
 
 #: Largest error of CUDA's expf and tanhf, in units in the last place.
 CUDA_ULP = 2
@@ -243,3 +245,37 @@ _UFUNCS: dict[np.ufunc, Callable[..., Any]] = {
     np.isnan: lambda a: np.isnan(a.lo) if a.is_point else np.isnan(a.lo) | a.nan,
     **{ufunc: _compare(ufunc) for ufunc in (np.less, np.less_equal, np.greater, np.greater_equal)},
 }
+
+
+class IntervalArithmetic(Arithmetic):
+    """The words of `refops.activations` on intervals: the reference's, but limits are those of both ends."""
+
+    def maximum(self, a, x):
+        """The larger one; where x may be NaN also a."""
+        a = as_interval(a, x.ulp)
+        return _monotone(super().maximum, a, x, a)
+
+    def at_most(self, x, limit):
+        """x up to the limit; where x may be NaN also the limit."""
+        limit = as_interval(limit, x.ulp)
+        return _monotone(super().at_most, x, limit, limit)
+
+    def at_least(self, x, limit):
+        """x from the limit on; where x may be NaN also the limit."""
+        limit = as_interval(limit, x.ulp)
+        return _monotone(super().at_least, x, limit, limit)
+
+
+def _monotone(choice, a, b, other):
+    """The interval of a choice that grows with both operands, and that is `other` where one is NaN."""
+    ulp = max(a.ulp, b.ulp)
+    lo = choice(a.lo, b.lo)
+    hi = lo if a.is_point and b.is_point else choice(a.hi, b.hi)
+    may_be_nan = a.nan | b.nan
+    if np.any(may_be_nan):
+        lo = np.where(may_be_nan, np.minimum(lo, other.lo), lo)
+        hi = np.where(may_be_nan, np.maximum(hi, other.hi), hi)
+    return Interval(lo, hi, False, ulp)
+
+
+INTERVALS = IntervalArithmetic()

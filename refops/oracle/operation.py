@@ -25,13 +25,12 @@ import numpy as np
 from refops import ops
 from refops.activations import ACTIVATIONS, bind_activation
 from refops.arguments import BFLOAT16, require_flag, require_high_precision_dtype, require_tensor, shown
-from refops.formats import E4M3, E8M0
-from refops.oracle.arrays import Slot, as_numpy, fit, native
+from refops.oracle.dumps import Slot, as_numpy, fit, native
 from refops.oracle.geometry import Geometry
-from refops.quantization import nvfp4
-from refops.quantization.per_tensor import update_delayed_scale
+from refops.quantization.delayed import update_delayed_scale
+from refops.quantization.quantize import check_shape
 from refops.quantization.result import Quantized, stored_layout
-from refops.scaling import MXFP8Scaling, NVFP4Scaling, require_scaling
+from refops.scalings import require_scaling
 from refops.tiles import InputSource
 
 #: Every array of a `Quantized`, rowwise first.
@@ -171,8 +170,8 @@ class Case:
             )
             if self.scaling is not None:
                 ops.check_fusable(source, self.scaling)
-        if isinstance(self.scaling, NVFP4Scaling):
-            nvfp4.check_shape(source.tensor_shape, *source.shape, self.scaling, columnwise=False)
+        if self.scaling is not None:
+            check_shape(self.scaling, source.tensor_shape, source.shape, columnwise=False)
 
     def _check_scaling(self, scaling):
         name, needs = self.operation.name, self.operation.kind in ("quantize", "dequantize")
@@ -404,13 +403,12 @@ def quantized_slots(scaling, shape):
             continue
         stored, dtype = layout[name]
         if name.endswith("_data"):
-            slots[name] = Slot(name, "codes", stored, stored, dtype, scaling.fmt)
+            slots[name] = Slot(name, "codes", stored, stored, dtype, scaling.fmt, scaling.layout.packed)
         elif name.startswith("amax"):
             slots[name] = Slot(name, "amax", stored, stored, dtype)
         else:
-            fmt = {MXFP8Scaling: E8M0, NVFP4Scaling: E4M3}.get(type(scaling))
             valid = Geometry.of(scaling, name).scale_shape((math.prod(shape[:-1]), shape[-1]))
-            slots[name] = Slot(name, "scales", stored, valid, dtype, fmt)
+            slots[name] = Slot(name, "scales", stored, valid, dtype, scaling.layout.scale_format)
     return slots
 
 
@@ -418,9 +416,8 @@ def _shape_of_data(stored, scaling, direction):
     """Return the tensor's shape from that of its data."""
     if not stored:
         raise ValueError(f"{direction}_data must have at least one dimension; got a scalar")
-    if direction == "columnwise" and not isinstance(scaling, MXFP8Scaling):
-        k, *leading = stored
-        if isinstance(scaling, NVFP4Scaling):
-            leading = [2 * size for size in leading]
-        return (*leading, k)
-    return (*stored[:-1], 2 * stored[-1]) if isinstance(scaling, NVFP4Scaling) else tuple(stored)
+    layout = scaling.layout
+    if not layout.data_transposed(direction == "columnwise"):
+        return (*stored[:-1], layout.packed * stored[-1])
+    k, *leading = stored
+    return (*(layout.packed * size for size in leading), k)

@@ -1,4 +1,4 @@
-"""A kernel written out in stages whose rules can be exchanged: what another convention would have written.
+"""An operation evaluated in stages whose rules can be exchanged: what another convention would have written.
 
 Each operation is evaluated on a rectangle of its result: load -> formula -> rounding -> amax -> scale -> multiply ->
 cast -> store. Every stage is a method; a convention (`refops.oracle.conventions`) replaces or wraps one on an instance,
@@ -8,22 +8,22 @@ This is no second reference: it shares `refops`' arithmetic on purpose. Its outp
 *which* rule a kernel follows; whether the dump is right is decided by the enclosure.
 """
 
+import dataclasses
 import math
 from dataclasses import dataclass
 
 import numpy as np
 
-from refops.activations import ONE, ZERO, bind_activation, sigmoid
-from refops.formats import E2M1, E4M3, E8M0, encode_tile
-from refops.ops import PATHS, path_of
+from refops.activations import bind_activation
+from refops.formats import encode_tile
 from refops.oracle.geometry import DIRECTIONS, Geometry, Region, part_of
-from refops.quantization import mxfp8, nvfp4
-from refops.quantization.block import LARGEST_SCALE
+from refops.quantization.delayed import FLT_MAX, quieted
 from refops.quantization.hadamard import transform_groups
 from refops.quantization.layout import block_amax, block_view, ceil_div, pad_to_blocks
-from refops.quantization.per_tensor import FLT_MAX, quieted
+from refops.quantization.quantize import philox_groups
 from refops.rounding import philox_bytes, stored
-from refops.scaling import BlockScaling, DelayedScaling, MXFP8Scaling, NVFP4Scaling
+from refops.scalings import UNFUSED
+from refops.scalings.arithmetic import Reference
 from refops.tiles import SUM_CHUNK, Matrix, column_chunks, row_sum, sum_in_order
 
 F = np.float32
@@ -94,12 +94,12 @@ class Setting:
             params = {n: v for n, v in case.params.items() if n != "glu_interleave_size"}
             self.bound = bind_activation(case.operation.activation, params)
 
-    def kernel(self):
+    def replay(self):
         """A new replay with no rule exchanged."""
         kind = self.case.operation.kind
         if kind == "update_delayed_scale":
-            return UpdateKernel(self)
-        return DequantizeKernel(self) if kind == "dequantize" else TensorKernel(self)
+            return UpdateReplay(self)
+        return DequantizeReplay(self) if kind == "dequantize" else TensorReplay(self)
 
     def spend(self, elements):
         """Account for an evaluation of a whole tensor; NotApplicable when too much was spent."""
@@ -129,26 +129,90 @@ class Setting:
         return amax if amax is not None and amax.shape == (1,) else None
 
 
-class Kernel:
+class StagedWords(Reference):
+    """The vocabulary of scale rules whose casts are stages of a replay."""
+
+    def __init__(self, replay):
+        self._replay = replay
+
+    def encode(self, fmt, rounding="nearest_even"):
+        """f(x) -> code, by the stage."""
+        return lambda x: self._replay.cast_scale(x, fmt, rounding)
+
+    def decode(self, fmt):
+        """f(code) -> value, by the stage."""
+        return lambda code: self._replay.read_scale(code, fmt)
+
+
+class Rule:
+    """What a scaling declares about its scales, as functions of arrays.
+
+    Attributes:
+        scaling: whose.
+        tensor_scale, block_scale, scale_code, multiplier, decode_factor, choice: as of `Scaling`; scale_code is None
+            with float32 scales.
+    """
+
+    def __init__(self, scaling, words):
+        coded = scaling.layout.scale_format is not None
+        self.scaling = scaling
+        self.tensor_scale, self.choice = scaling.tensor_scale(words), scaling.choice(words)
+        self.block_scale, self.scale_code = scaling.block_scale(words), scaling.scale_code(words) if coded else None
+        self.multiplier, self.decode_factor = scaling.multiplier(words), scaling.decode_factor(words)
+
+
+class Replay:
     """What the replays have in common: the stages' exchange, and the record of what was exchanged.
 
     Attributes:
         setting: the `Setting`.
-        case, operation, scaling: shortcuts; scaling is None where nothing is quantized.
+        case, operation, layout: shortcuts; layout is None where nothing is quantized.
+        scaling: the settings that are followed, None where nothing is quantized; the case's unless `vary` changed them.
+        computes, dequantizes, updates: which of the three kinds it is: a tensor is computed (and perhaps quantized),
+            dequantized, or delayed scales are updated.
         applied: (convention, choice) pairs, in order.
         changed: stages that they changed.
         facts: words that their sentences use.
     """
 
+    computes = dequantizes = updates = False
+
     def __init__(self, setting):
         self.setting, self.case, self.operation = setting, setting.case, setting.case.operation
         self.scaling = self.case.scaling
+        self.layout = None if self.scaling is None else self.scaling.layout
+        self._rule, self._varied = None, {}
         self.applied, self.changed, self.facts = (), set(), {}
 
     def require(self, condition):
         """Raise NotApplicable unless `condition` holds."""
         if not condition:
             raise NotApplicable
+
+    def vary(self, **fields):
+        """Follow other settings, also such as cannot be combined; NotApplicable where the scaling has no such field."""
+        settings = self.scaling
+        self.require(all(hasattr(settings, name) for name in fields))
+        self._varied |= fields
+        self.scaling = object.__new__(type(settings))  # no copy: what it derives from its fields may be kept in it
+        own = {field.name: getattr(settings, field.name) for field in dataclasses.fields(settings)}
+        for name, value in (own | self._varied).items():
+            object.__setattr__(self.scaling, name, value)
+
+    @property
+    def rule(self):
+        """The `Rule` of the settings that are followed."""
+        if self._rule is None or self._rule.scaling is not self.scaling:
+            self._rule = Rule(self.scaling, StagedWords(self))
+        return self._rule
+
+    def cast_scale(self, values, fmt, rounding):
+        """Stage: the cast of scales to their format."""
+        return encode_tile(values, fmt, rounding=rounding)
+
+    def read_scale(self, codes, fmt):
+        """Stage: the values of scale codes; float32 scales, without a format, are their own."""
+        return codes if fmt is None else fmt.values[codes]
 
     def wrap(self, stage, around):
         """Replace method `stage` by one that calls `around` with the present method first, then its arguments."""
@@ -172,7 +236,7 @@ class Kernel:
         return stored(values, dtype)
 
 
-class TensorKernel(Kernel):
+class TensorReplay(Replay):
     """An activation, its gradient (scaled by row or not) or the identity; written as values or quantized.
 
     Attributes (knobs beside the methods):
@@ -181,10 +245,13 @@ class TensorKernel(Kernel):
         block_amax_rounded: the same for block amaxes; None: as casts_rounded.
         hadamard: direction -> whether its values go through the Hadamard transform.
         hadamard_amax: whether the columnwise amax is taken after it.
-        fmt, scale_max: element format, and the value that amax is mapped to.
+        fmt: format of the cast.
+        numbers: run-time numbers of the scale rule.
         block_shapes: direction -> (rows, columns) of the elements that share a scale.
         halo: whether the replay of a rectangle needs the blocks beside it.
     """
+
+    computes = True
 
     def __init__(self, setting):
         super().__init__(setting)
@@ -198,23 +265,23 @@ class TensorKernel(Kernel):
         self.width = self.shape[1] // 2 if self.gated and self.gradient else self.shape[1]
         interleave = self.case.params.get("glu_interleave_size", 0)
         self.x_layout = self.dx_layout = RowLayout(interleave or max(self.width, 1))
-        path = PATHS["unfused"]
+        path = UNFUSED
         if self.kind != "quantize" and self.scaling is not None:
-            path = path_of(self.scaling)
+            path = self.scaling.path
         self.casts_rounded, self.amax_rounded = path.casts_rounded, path.amax_rounded
         self.dbias_rounded, self.block_amax_rounded = path.dbias_rounded, None
         self.halo = False
         if self.scaling is not None:
-            self.fmt = self.scaling.fmt
-            self.scale_max = self.fmt.max
+            self.fmt, self.numbers = self.scaling.fmt, self.scaling.numbers(self.dtype)
             self.block_shapes = {direction: Geometry.of(self.scaling, direction).block for direction in DIRECTIONS}
-            rht = isinstance(self.scaling, NVFP4Scaling) and self.scaling.rht
-            self.hadamard = {"rowwise": False, "columnwise": rht}
+            self.hadamard = {"rowwise": False, "columnwise": self.scaling.hadamard is not None}
             self.hadamard_amax = True
             self.rounding, self.saturate = "nearest_even", True
-            if isinstance(self.scaling, NVFP4Scaling):
-                self.sign_mask, self.four_over_six = self.scaling.sign_mask, self.scaling.four_over_six
-                self.e4m3_max = self.scaling.e4m3_max
+
+    @property
+    def scale_max(self):
+        """The value that amax is mapped to, where that is the largest of the element format."""
+        return F(self.scaling.fmt.max)
 
     # --- the formula ------------------------------------------------------------------------------
 
@@ -235,28 +302,16 @@ class TensorKernel(Kernel):
         return self.bound.value(act)
 
     def derivative(self, act):
-        """Stage: its derivative. The scaled kernels evaluate two of them in an order of their own."""
-        name, p = self.bound.activation.name, self.bound.parameters
-        if self.scaled and name == "swiglu":
-            s = sigmoid(act)
-            return s + (act * s) * (ONE - s)
-        if self.scaled and name == "clamped_swiglu":
-            limit, alpha = F(p["limit"]), F(p["alpha"])
-            clamped = np.where(act <= limit, act, limit)
-            s = sigmoid(alpha * clamped)
-            return np.where(act <= limit, s + ((alpha * clamped) * s) * (ONE - s), ZERO)
-        return self.bound.derivative(act)
+        """Stage: its derivative."""
+        return self.bound.scaled_derivative(act) if self.scaled else self.bound.derivative(act)
 
     def gate(self, gate):
         """Stage: what the activation is multiplied with."""
         return self.bound.gate(gate)
 
     def gate_slope(self, gate):
-        """Stage: its derivative; the scaled kernel of clamped_swiglu lets a NaN gate pass."""
-        slope = self.bound.gate_slope(gate)
-        if self.scaled and self.bound.activation.name == "clamped_swiglu":
-            slope = np.where(np.isnan(gate), ONE, slope)
-        return slope
+        """Stage: its derivative."""
+        return self.bound.scaled_gate_slope(gate) if self.scaled else self.bound.gate_slope(gate)
 
     def forward(self, act, gate, scale):
         """Stage: the output from act, gate (or None) and the row's scale (or None)."""
@@ -347,8 +402,7 @@ class TensorKernel(Kernel):
 
     def tensor_amax(self, direction, region):
         """Stage: the tensor's amax, (1, 1), or with row scaling that of rows (R, 1) or columns (1, C)."""
-        per_row = isinstance(self.scaling, NVFP4Scaling) and self.scaling.row_scaled
-        if not per_row:
+        if self.layout.amax != "rows":
             return self.whole_amax(direction, None, None).reshape(1, 1)
         if direction == "rowwise":
             return self.whole_amax(direction, region.rows, 1).reshape(-1, 1)
@@ -373,18 +427,17 @@ class TensorKernel(Kernel):
         return self.setting.settled_amax(direction, self.setting.cache[key], part)
 
     def _reference_transformed(self, direction):
-        return direction == "columnwise" and isinstance(self.scaling, NVFP4Scaling) and self.scaling.rht
+        return direction == "columnwise" and self.case.scaling.hadamard is not None
 
     def _reference_amax(self, direction):
         """The reference's amax if it is that of the values that this replay takes it of, else None."""
         amax = self.setting.reference.get(f"amax_{direction}")
         if amax is None and not self._reference_transformed("columnwise"):
             other = "columnwise" if direction == "rowwise" else "rowwise"
-            per_row = isinstance(self.scaling, NVFP4Scaling) and self.scaling.row_scaled
-            amax = None if per_row else self.setting.reference.get(f"amax_{other}")
+            amax = None if self.layout.amax == "rows" else self.setting.reference.get(f"amax_{other}")
         if amax is None:
             return None
-        path = PATHS["unfused"] if self.kind == "quantize" else path_of(self.scaling)
+        path = UNFUSED if self.kind == "quantize" else self.case.scaling.path
         exact = self.kind == "quantize" or self.dtype == F
         if path.amax_rounded == self.amax_rounded or exact:
             return amax
@@ -413,59 +466,36 @@ class TensorKernel(Kernel):
 
     # --- scales -----------------------------------------------------------------------------------
 
-    def encode_scale(self, amax):
-        """Stage (per tensor, block): the encode scale of each amax."""
-        amax = np.where(amax < F(self.scaling.amax_epsilon), F(self.scaling.amax_epsilon), amax).astype(F)
-        per_block = isinstance(self.scaling, BlockScaling)
-        scale = self.scale_max / amax
-        scale = np.where(np.isinf(scale), LARGEST_SCALE[self.dtype] if per_block else FLT_MAX, scale)
-        if self.scaling.power_2_scale:
-            scale = power_of_two_below(scale)
-        return np.where((amax == 0) | ~np.isfinite(amax), F(1), scale).astype(F)
+    def tensor_scale(self, amax):
+        """Stage (two levels): what the blocks of a tensor (or row) of that amax share: (encode scale, its inverse)."""
+        return F(0) if self.rule.tensor_scale is None else self.rule.tensor_scale(amax)
 
-    def given_scale(self):
-        """Stage (delayed): the encode scale."""
-        return np.full((1, 1), self.scaling.scale, F)
+    def scale_code(self, rule, amax, tensor_scale):
+        """Stage (coded scales): the code of each block amax by the declared `rule`, or by that of a candidate."""
+        return rule(amax, tensor_scale, self.numbers)
+
+    def code_multiplier(self, code, tensor_scale):
+        """Stage (coded scales): what elements are multiplied with."""
+        return self.rule.multiplier(code, tensor_scale)
+
+    def encode_scale(self, amax):
+        """Stage (float32 scales): the encode scale of each amax; amax is None where the scale is given."""
+        if amax is None:
+            return np.full((1, 1), self.scaling.given, F)
+        return self.rule.block_scale(amax, F(0), self.numbers)[1]
 
     def decode_scale(self, scale):
-        """Stage (per tensor, block): what is stored for an encode scale."""
+        """Stage (float32 scales): what is stored for an encode scale."""
         return F(1) / scale
-
-    def scale_byte(self, amax):
-        """Stage (MXFP8): the scale byte of each block amax."""
-        return mxfp8.scale_byte(amax, self.scaling.fmt, self.scaling.scale_rounding)
-
-    def byte_multiplier(self, byte):
-        """Stage (MXFP8): what elements are multiplied with."""
-        return mxfp8.ENCODE_MULTIPLIER[byte]
-
-    def global_scale(self, amax):
-        """Stage (NVFP4): S_enc of each tensor (or row) amax."""
-        return nvfp4.global_encode_scale(amax, self.e4m3_max)
-
-    def block_byte(self, amax, s_enc):
-        """Stage (NVFP4): the E4M3 scale byte of each block amax."""
-        return self.encode_block_scale(np.fmin(amax * (s_enc * nvfp4.ONE_SIXTH), FLT_MAX))
-
-    def encode_block_scale(self, scale):
-        """Stage (NVFP4): the cast of a block scale to E4M3."""
-        return encode_tile(scale, E4M3)
-
-    def nvfp4_multiplier(self, byte, s_enc):
-        """Stage (NVFP4): what elements are multiplied with."""
-        return nvfp4.encode_multiplier(byte, s_enc)
 
     def scales(self, amax, tensor_amax):
         """Stage: (what is stored, what elements are multiplied with) for each block."""
-        if isinstance(self.scaling, MXFP8Scaling):
-            byte = self.scale_byte(amax)
-            return byte, self.byte_multiplier(byte)
-        if isinstance(self.scaling, NVFP4Scaling):
-            s_enc = self.global_scale(tensor_amax)
-            byte = self.block_byte(amax, s_enc)
-            return byte, self.nvfp4_multiplier(byte, s_enc)
-        scale = self.given_scale() if isinstance(self.scaling, DelayedScaling) else self.encode_scale(amax)
-        return self.decode_scale(scale), scale
+        if self.rule.scale_code is None:
+            scale = self.encode_scale(amax)
+            return self.decode_scale(scale), scale
+        tensor_scale = self.tensor_scale(tensor_amax)
+        code = self.scale_code(self.rule.scale_code, amax, tensor_scale)
+        return code, self.code_multiplier(code, tensor_scale)
 
     def stored_scale(self, scale):
         """Stage: the scales as they are written."""
@@ -489,41 +519,32 @@ class TensorKernel(Kernel):
 
     def random_bits(self, direction, region):
         """Stage: random bits of a rectangle, (R, C), or None without stochastic rounding."""
-        scaling = self.scaling
-        if not (isinstance(scaling, NVFP4Scaling) and scaling.stochastic_rounding):
+        if self.scaling.random is None:
             return None
         columnwise = direction == "columnwise"
-        outer, inner = (region.columns, region.rows) if columnwise else (region.rows, region.columns)
-        if scaling.random_bits is not None:
-            given = scaling.random_bits
-            bits = (given[columnwise] if isinstance(given, tuple) else given)[outer, inner]
-        else:
-            bits = self._philox_bits(columnwise, outer, inner)
-        return bits.T if columnwise else bits
-
-    def _philox_bits(self, columnwise, outer, inner):
-        """Random bits of a rectangle in its stored orientation; those of the call are kept for other replays."""
-        key = ("bits", columnwise, outer.start, outer.stop, inner.start, inner.stop)
+        given = self.scaling.random.given(columnwise)
+        outer, inner = self.layout.oriented((region.rows, region.columns), columnwise)
+        if given is not None:
+            return given[outer, inner].T if columnwise else given[outer, inner]
+        key = ("bits", direction, region.rows.start, region.rows.stop, region.columns.start, region.columns.stop)
         cache = self.setting.values_cache
         usual = "random" not in self.changed
-        if usual and key in cache:
+        if usual and key in cache:  # those of the call are kept for other replays
             return cache[key]
-        m, k = self.shape
-        blocks_per_row = (m if columnwise else k) // 16
-        block = np.arange(inner.start // 16, inner.stop // 16)
-        number = columnwise * m * (k // 16) + np.arange(outer.start, outer.stop)[:, None] * blocks_per_row + block
-        bits = self.philox(number.ravel()).reshape(number.shape[0], -1)
+        number = philox_groups(outer, inner, self.shape, columnwise)
+        bits = self.philox(number.ravel()).reshape(len(number), -1)[:, : inner.stop - inner.start]
+        bits = bits.T if columnwise else bits
         if usual:
             cache[key] = bits
         return bits
 
     def philox(self, number):
-        """Stage: random bytes of each 16-element block."""
-        return philox_bytes(self.scaling.seed, self.scaling.offset, number)
+        """Stage: random bytes of each Philox subsequence."""
+        return philox_bytes(self.scaling.random.seed, self.scaling.random.offset, number)
 
     def hadamard_groups(self, groups):
         """Stage: the transform of (n, 16, C) along axis 1."""
-        return transform_groups(groups, self.sign_mask, self.dtype).astype(F)
+        return transform_groups(groups, self.case.scaling.hadamard, self.dtype).astype(F)
 
     def transform(self, values, direction):
         """The Hadamard transform along a direction's blocks: of groups of 16 rows for columnwise copies."""
@@ -532,12 +553,13 @@ class TensorKernel(Kernel):
         transformed = self.hadamard_groups(groups).reshape(along_rows.shape)
         return transformed if direction == "columnwise" else np.ascontiguousarray(transformed.T)
 
-    def block_error(self, codes, scales, blocks, tensor_amax):
-        """Stage (4over6): the error of each block in TE's order of additions."""
-        scale = E4M3.values[scales][:, None, :, None]
-        amax = tensor_amax[:, None, :, None]
-        difference = ((E2M1.values[codes] * scale) * amax) / F(6 * self.e4m3_max) - blocks
-        error = np.abs(difference) if self.four_over_six == "mae" else difference * difference
+    def element_error(self, codes, scales, blocks, tensor_amax):
+        """Stage (choice of scales): the error of each element."""
+        scale = self.layout.scale_format.values[scales][:, None, :, None]
+        return self.rule.choice.error(self.fmt.values[codes], scale, tensor_amax[:, None, :, None], blocks)
+
+    def sum_errors(self, error):
+        """Stage (choice of scales): the error of each block in TE's order of additions."""
         if error.shape[3] == 1:
             return sum_in_order(np.moveaxis(error, 1, 0))[..., 0]
         rows = sum_in_order(np.moveaxis(error, 3, 0))
@@ -546,23 +568,25 @@ class TensorKernel(Kernel):
             rows = rows[:, :half] + rows[:, half:]
         return rows[:, 0]
 
-    def take_four(self, error_of_four, error_of_six):
-        """Stage (4over6): where the block maximum becomes 4."""
-        return error_of_four < error_of_six
+    def is_better(self, error, best):
+        """Stage (choice of scales): where a candidate replaces those before it."""
+        return error < best
 
-    def choose_four_or_six(self, blocks, amax, tensor_amax):
-        """(codes, scale bytes) of 4over6."""
-        s_enc = self.global_scale(tensor_amax)
-        base = (amax / F(6)) * s_enc
-        made = []
-        for factor in (F(1), F(1.5)):
-            scales = self.encode_block_scale(np.fmin(base * factor, F(448)))
-            multiplier = self.nvfp4_multiplier(scales, s_enc)[:, None, :, None]
+    def choose_scales(self, blocks, amax, tensor_amax):
+        """(codes, scale codes) of the candidates with the smallest error."""
+        tensor_scale, best = self.tensor_scale(tensor_amax), None
+        for candidate in self.rule.choice.candidates:
+            scales = self.scale_code(lambda *arguments, c=candidate: c(*arguments)[0], amax, tensor_scale)
+            multiplier = self.code_multiplier(scales, tensor_scale)[:, None, :, None]
             codes = self.encode(self.multiply(blocks, multiplier), None)
-            made.append((codes, scales, self.block_error(codes, scales, blocks, tensor_amax)))
-        (codes6, scales6, error6), (codes4, scales4, error4) = made
-        four = self.take_four(error4, error6)
-        return np.where(four[:, None, :, None], codes4, codes6), np.where(four, scales4, scales6)
+            error = self.sum_errors(self.element_error(codes, scales, blocks, tensor_amax))
+            if best is None:
+                best = codes, scales, error
+                continue
+            better = self.is_better(error, best[2])
+            made = (better[:, None, :, None], codes), (better, scales), (better, error)
+            best = tuple(np.where(where, new, old) for (where, new), old in zip(made, best, strict=True))
+        return best[:2]
 
     def quantize_blocks(self, values, amax_values, direction, region):
         """Return (codes (R, C), stored scales, one for each block)."""
@@ -570,19 +594,18 @@ class TensorKernel(Kernel):
         blocks = block_view(pad_to_blocks(values, rows, columns), rows, columns)
         tensor_amax = None
         if self.block_shapes[direction] is None:  # per tensor
-            delayed = isinstance(self.scaling, DelayedScaling)
-            amax = None if delayed else self.tensor_amax(direction, region)
+            amax = self.tensor_amax(direction, region) if self.scaling.given is None else None
         else:
             amax_blocks = blocks
             if amax_values is not values:
                 amax_blocks = block_view(pad_to_blocks(amax_values, rows, columns), rows, columns)
             amax = self.block_amax(amax_blocks)
-            if isinstance(self.scaling, NVFP4Scaling):  # with row scaling one for each row (column) of a block
+            if self.rule.tensor_scale is not None:  # with row scaling one for each row (column) of a block
                 tensor_amax = self.tensor_amax(direction, region)
                 tensor_amax = tensor_amax[:: rows if len(tensor_amax) > 1 else 1]
                 tensor_amax = tensor_amax[:, :: columns if tensor_amax.shape[1] > 1 else 1]
-        if isinstance(self.scaling, NVFP4Scaling) and self.four_over_six:
-            codes, scales = self.choose_four_or_six(blocks, amax, tensor_amax)
+        if self.rule.choice is not None:
+            codes, scales = self.choose_scales(blocks, amax, tensor_amax)
         else:
             scales, multiplier = self.scales(amax, tensor_amax)
             bits = self.random_bits(direction, region)
@@ -607,7 +630,7 @@ class TensorKernel(Kernel):
                 slice(region.columns.start - wide.columns.start, region.columns.stop - wide.columns.start),
             )
             for name, array in self._run(wide, mine).items():
-                made[name] = part_of(self.scaling, name, array, inside)
+                made[name] = part_of(self.case.scaling, name, array, inside)
         return made
 
     def _with_halo(self, region, direction):
@@ -638,7 +661,7 @@ class TensorKernel(Kernel):
 
     def _quantized(self, direction, region, names):
         made = {}
-        geometry = Geometry.of(self.scaling, direction)
+        geometry = Geometry.of(self.case.scaling, direction)
         needed = {n for n in names if direction in n}
         if not needed <= {f"amax_{direction}"}:
             unrounded = self.values(region.rows, region.columns)
@@ -705,19 +728,21 @@ class TensorKernel(Kernel):
         return row_sum(terms)
 
 
-class DequantizeKernel(Kernel):
+class DequantizeReplay(Replay):
     """The high-precision tensor that a Quantized stands for."""
+
+    dequantizes = True
 
     def __init__(self, setting):
         super().__init__(setting)
         q = self.case.inputs["q"]
         self.q = q.unswizzled() if q.with_gemm_swizzled_scales else q
-        self.scaling = q.scaling
+        self.scaling, self.layout = q.scaling, q.scaling.layout
         self.direction = "rowwise" if self.q.rowwise_data is not None else "columnwise"
         self.geometry = Geometry.of(self.scaling, self.direction)
         self.shape, self.dtype = setting.shape, q.dtype
         self.fmt = self.scaling.fmt
-        self.hadamard = self.direction == "columnwise" and isinstance(self.scaling, NVFP4Scaling) and self.scaling.rht
+        self.hadamard = self.direction == "columnwise" and self.scaling.hadamard is not None
 
     def codes(self, region):
         """Stage: codes of a rectangle, (R, C)."""
@@ -731,28 +756,20 @@ class DequantizeKernel(Kernel):
         """Stage: values of codes."""
         return self.fmt.values[codes]
 
-    def decode_scale(self, scales):
-        """Stage: values of stored scales."""
-        if isinstance(self.scaling, MXFP8Scaling):
-            return E8M0.values[scales]
-        return E4M3.values[scales] if isinstance(self.scaling, NVFP4Scaling) else scales
-
     def amax(self, region):
-        """Stage (NVFP4): the amax, broadcast against (R, C)."""
+        """Stage (two levels): the amax, broadcast against (R, C); None where decoding needs none."""
+        if not self.layout.two_level:
+            return None
         amax = getattr(self.q, f"amax_{self.direction}")
-        if not self.scaling.row_scaled:
+        if self.layout.amax != "rows":
             return amax.reshape(1, 1)
         return amax[region.columns][None] if self.direction == "columnwise" else amax[region.rows][:, None]
 
-    def factor(self):
-        """Stage (NVFP4): the constant."""
-        return F(1) / F(6 * self.scaling.e4m3_max)
-
     def block_factor(self, scales, region):
-        """Stage: what elements are multiplied with; `scales` are values, one an element or broadcast."""
-        if isinstance(self.scaling, NVFP4Scaling):
-            return (scales * self.amax(region)) * self.factor()
-        return scales
+        """Stage: what elements are multiplied with; `scales` as stored, one an element or broadcast."""
+        if self.layout.scale_format is None:
+            scales = self.read_scale(scales, None)
+        return self.rule.decode_factor(scales, self.amax(region))
 
     def multiply(self, values, factor):
         """Stage: element times factor."""
@@ -765,25 +782,26 @@ class DequantizeKernel(Kernel):
     def inverse_hadamard(self, values):
         """Stage: the transform undone, along groups of 16 rows."""
         groups = values.reshape(-1, 16, values.shape[1])
-        mask = self.scaling.sign_mask
+        mask = self.scaling.hadamard
         return transform_groups(np.ascontiguousarray(groups), mask, F, inverse=True).reshape(values.shape)
 
     def run(self, region, names):
         """Return {"y": what is written of `region`}."""
         with np.errstate(all="ignore"):
-            scales = self.decode_scale(self.spread(self.whole_scales(), region))
-            factor = self.block_factor(scales, region)
+            factor = self.block_factor(self.spread(self.whole_scales(), region), region)
             values = self.multiply(self.decode(self.codes(region)), factor)
             if self.hadamard:
                 values = self.inverse_hadamard(values)
             return {"y": self.to_dtype(values, self.out_dtype)}
 
 
-class UpdateKernel(Kernel):
+class UpdateReplay(Replay):
     """The update of delayed scales.
 
     Attributes (knobs): fmt, margin, algorithm, keep_unused as in `refops.update_delayed_scale`.
     """
+
+    updates = True
 
     def __init__(self, setting):
         super().__init__(setting)

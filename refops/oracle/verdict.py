@@ -10,19 +10,19 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from refops.arguments import require_choice, require_flag, require_high_precision_dtype, require_number, shown
-from refops.formats import E2M1, unpack_fp4
+from refops.formats import unpack_fp4
 from refops.hints import DTypeLike, Number
 from refops.oracle import enclosure
 from refops.oracle.enclosure import Bounds
+from refops.oracle.entries import shown_code, shown_entry, shown_range
 from refops.oracle.geometry import DIRECTIONS, stored_index
 from refops.oracle.operation import Case, require_operation
-from refops.oracle.quantized import QuantizedJudge
+from refops.oracle.quantized_verdict import QuantizedJudge
 from refops.oracle.report import Explanation, Mismatch, Report
-from refops.oracle.show import shown_code, shown_entry, shown_range
 from refops.oracle.tally import Tally, bits_of, distance_of
 from refops.quantization.layout import unswizzle
 from refops.quantization.result import reorder_transposed
-from refops.scaling import MXFP8Scaling, NVFP4Scaling, Scaling
+from refops.scalings import Scaling
 from refops.tiles import Matrix, for_each, tile_slices
 
 F = np.float32
@@ -264,14 +264,14 @@ class Judge:
     # --- common -----------------------------------------------------------------------------------
 
     def _plain_order(self, name, array):
-        """Undo the GEMM order of scales: MXFP8's columnwise ones are swizzled along their transpose."""
-        scaled = isinstance(self.case.scaling, MXFP8Scaling | NVFP4Scaling) and self.case.quantizes
-        if not (self.case.swizzled_scales and scaled and name.endswith("scale_inv")):
+        """Undo the GEMM order of scales: those stored [block, outer] are swizzled along their transpose."""
+        layout = self.case.scaling.layout if self.case.quantizes else None
+        if not (self.case.swizzled_scales and layout and name.endswith("scale_inv") and layout.scale_order == "gemm"):
             return array
         self.notes.append(f"{name} was put in plain order: indices are those of the plain order")
         if name in self.unpadded:
             raise ValueError(f"{name} must have its padding when swizzled, {self.case.slots[name].shape}; got without")
-        if isinstance(self.case.scaling, MXFP8Scaling) and name.startswith("columnwise"):
+        if layout.scales_inner_first[name.startswith("columnwise")]:
             return reorder_transposed(unswizzle, array, to_swizzled=False)
         return unswizzle(array)
 
@@ -279,7 +279,7 @@ class Judge:
         tally, slot = self.tallies[name], self.case.slots[name]
         got, expected = self.outputs[name][slot.valid_slices], self.reference[name][slot.valid_slices]
         differs = bits_of(got) != bits_of(expected)
-        if slot.kind == "codes" and slot.fmt == E2M1:
+        if slot.packed == 2:
             tally.entries = 2 * got.size
             tally.differing = int(np.count_nonzero((got ^ expected) & 15) + np.count_nonzero((got ^ expected) >> 4))
         else:
@@ -290,7 +290,7 @@ class Judge:
         slot, tally = self.case.slots[name], self.tallies[name]
         got, expected = self.outputs[name][slot.valid_slices], self.reference[name][slot.valid_slices]
         tally.wrong[slot.valid_slices] = bits_of(got) != bits_of(expected)
-        packed = slot.kind == "codes" and slot.fmt == E2M1
+        packed = slot.packed == 2
         if packed:
             got, expected = unpack_fp4(got), unpack_fp4(expected)
         wrong = bits_of(got) != bits_of(expected)

@@ -4,15 +4,15 @@ import ml_dtypes
 import numpy as np
 
 from refops.arguments import BFLOAT16
-from refops.formats import E2M1, E2M3, E3M2, E4M3, E5M2, encode_tile
+from refops.formats import E4M3, E5M2, FORMATS, encode_tile
 from refops.oracle.conventions.registry import computing
-from refops.oracle.conventions.scales import require_scaling, set_scale_max
+from refops.oracle.conventions.scales import require_scaling, require_two_levels, set_scale_max
 from refops.oracle.geometry import Geometry
-from refops.oracle.replay import DequantizeKernel, TensorKernel, UpdateKernel
-from refops.quantization import mxfp8
+from refops.oracle.replay import TensorReplay
 from refops.quantization.layout import block_view, pad_to_blocks
+from refops.quantization.quantize import philox_groups
 from refops.rounding import philox
-from refops.scaling import BlockScaling, CurrentScaling, DelayedScaling, MXFP8Scaling, NVFP4Scaling
+from refops.scalings.declaration import FP8_FORMATS, accepts
 
 F = np.float32
 DTYPES = {"float16": np.dtype(np.float16), "bfloat16": BFLOAT16}
@@ -26,30 +26,30 @@ DTYPES = {"float16": np.dtype(np.float16), "bfloat16": BFLOAT16}
     "The product x * scale is rounded to {dtype} before the cast, where TE casts the float32 product.",
     stage="product-rounding",
 )
-def product_rounded(kernel):
-    require_scaling(kernel)
-    kernel.require(kernel.dtype != F)
-    kernel.facts["dtype"] = kernel.dtype
-    kernel.after("multiply", lambda scaled: scaled.astype(kernel.dtype).astype(F))
+def product_rounded(replay):
+    require_scaling(replay)
+    replay.require(replay.dtype != F)
+    replay.facts["dtype"] = replay.dtype
+    replay.after("multiply", lambda scaled: scaled.astype(replay.dtype).astype(F))
 
 
-def _double_rounding(kernel, name, choice):
-    kernel.require(not isinstance(kernel, UpdateKernel))
+def _double_rounding(replay, name, choice):
+    replay.require(not replay.updates)
     dtype = DTYPES[name]
     if choice == "scaled":
-        require_scaling(kernel)
-        kernel.after("multiply", lambda scaled: scaled.astype(dtype).astype(F))
-        kernel.facts["where"] = "The scaled values pass through"
+        require_scaling(replay)
+        replay.after("multiply", lambda scaled: scaled.astype(dtype).astype(F))
+        replay.facts["where"] = "The scaled values pass through"
     else:
-        quantizes = isinstance(kernel, TensorKernel) and kernel.scaling is not None
-        kernel.require(not (isinstance(kernel, TensorKernel) and kernel.kind == "quantize" and choice == "result"))
-        kernel.facts["where"] = "The result of the formula passes through"
+        quantizes = replay.computes and replay.scaling is not None
+        replay.require(not (replay.computes and replay.kind == "quantize" and choice == "result"))
+        replay.facts["where"] = "The result of the formula passes through"
         if quantizes:
-            kernel.require(dtype != kernel.dtype)  # that is extra-rounding
-            kernel.after("compute", lambda values: values.astype(dtype).astype(F))
+            replay.require(dtype != replay.dtype)  # that is extra-rounding
+            replay.after("compute", lambda values: values.astype(dtype).astype(F))
         else:
-            kernel.require(dtype != kernel.out_dtype)
-            kernel.wrap("to_dtype", lambda inner, values, to: inner(values.astype(dtype).astype(F), to))
+            replay.require(dtype != replay.out_dtype)
+            replay.wrap("to_dtype", lambda inner, values, to: inner(values.astype(dtype).astype(F), to))
 
 
 @computing(
@@ -58,8 +58,8 @@ def _double_rounding(kernel, name, choice):
     stage=lambda choice: "product-rounding" if choice == "scaled" else "result",
     choices=("scaled", "result"),
 )
-def double_rounding_bf16(kernel, choice):
-    _double_rounding(kernel, "bfloat16", choice)
+def double_rounding_bf16(replay, choice):
+    _double_rounding(replay, "bfloat16", choice)
 
 
 @computing(
@@ -68,8 +68,8 @@ def double_rounding_bf16(kernel, choice):
     stage=lambda choice: "product-rounding" if choice == "scaled" else "result",
     choices=("scaled", "result"),
 )
-def double_rounding_fp16(kernel, choice):
-    _double_rounding(kernel, "float16", choice)
+def double_rounding_fp16(replay, choice):
+    _double_rounding(replay, "float16", choice)
 
 
 # --- rounding -------------------------------------------------------------------------------------
@@ -95,16 +95,16 @@ def _round_values(values, dtype, rounding):
     return bits.view(dtype)
 
 
-def _other_rounding(kernel, rounding):
-    if isinstance(kernel, TensorKernel) and kernel.scaling is not None:
-        kernel.rounding = rounding
-        kernel.require(kernel.random_bits.__func__ is TensorKernel.random_bits)
-        kernel.require(not getattr(kernel.scaling, "stochastic_rounding", False))
-        kernel.facts["what"] = kernel.fmt
+def _other_rounding(replay, rounding):
+    if replay.computes and replay.scaling is not None:
+        replay.rounding = rounding
+        replay.require(replay.random_bits.__func__ is TensorReplay.random_bits)
+        replay.require(replay.scaling.random is None)
+        replay.facts["what"] = replay.fmt
         return
-    kernel.require(not isinstance(kernel, UpdateKernel) and kernel.out_dtype != F)
-    kernel.facts["what"] = kernel.out_dtype
-    kernel.to_dtype = lambda values, dtype: _round_values(values, dtype, rounding)
+    replay.require(not replay.updates and replay.out_dtype != F)
+    replay.facts["what"] = replay.out_dtype
+    replay.to_dtype = lambda values, dtype: _round_values(values, dtype, rounding)
 
 
 @computing(
@@ -113,12 +113,12 @@ def _other_rounding(kernel, rounding):
     stage=lambda choice: "cast" if choice == "cast" else "casts",
     choices=("cast", "cast and scales"),
 )
-def truncation(kernel, choice):
-    _other_rounding(kernel, "toward_zero")
+def truncation(replay, choice):
+    _other_rounding(replay, "toward_zero")
     if choice == "cast and scales":
-        require_scaling(kernel, NVFP4Scaling)
-        kernel.facts["what"] = "E2M1 and that of the scales to E4M3"
-        kernel.encode_block_scale = lambda scale: encode_tile(scale, E4M3, rounding="toward_zero")
+        require_two_levels(replay)
+        replay.facts["what"] = f"{replay.fmt} and that of the scales to {replay.layout.scale_format}"
+        replay.wrap("cast_scale", lambda inner, scale, fmt, rounding: inner(scale, fmt, "toward_zero"))
 
 
 @computing(
@@ -126,8 +126,8 @@ def truncation(kernel, choice):
     "The cast to {what} rounds ties away from zero, where TE rounds them to even.",
     stage="cast",
 )
-def ties_away(kernel):
-    _other_rounding(kernel, "nearest_away")
+def ties_away(replay):
+    _other_rounding(replay, "nearest_away")
 
 
 @computing(
@@ -137,34 +137,37 @@ def ties_away(kernel):
     choices=("up", "down", "away", "ties to zero"),
     last=True,
 )
-def rounded_directed(kernel, choice):
-    require_scaling(kernel)
-    kernel.require(not getattr(kernel.scaling, "stochastic_rounding", False))
-    kernel.facts["how"] = {
+def rounded_directed(replay, choice):
+    require_scaling(replay)
+    replay.require(replay.scaling.random is None)
+    replay.facts["how"] = {
         "up": "up",
         "down": "down",
         "away": "away from zero",
         "ties to zero": "to nearest with ties towards zero",
     }[choice]
     if choice in ("up", "down"):
-        kernel.rounding = choice
+        replay.rounding = choice
     elif choice == "away":
-        kernel.encode = lambda values, bits: (
-            encode_tile(np.abs(values), kernel.fmt, rounding="up") | _sign(values, kernel.fmt)
-        )
+        replay.encode = lambda values, bits: _encode_magnitudes(values, replay.fmt, "up")
     else:
-        inner = kernel.encode
+        inner = replay.encode
 
         def encode(values, bits):
             below = np.nextafter(np.abs(values), F(0))
-            codes = encode_tile(below, kernel.fmt, rounding="nearest_away") | _sign(values, kernel.fmt)
+            codes = _encode_magnitudes(np.copysign(below, values), replay.fmt, "nearest_away")
             return np.where(np.isnan(values), inner(values, bits), codes)
 
-        kernel.encode = encode
+        replay.encode = encode
 
 
-def _sign(values, fmt):
-    return np.signbit(values).astype(np.uint8) << np.uint8(fmt.bits - 1)
+def _encode_magnitudes(values, fmt, rounding):
+    """Codes of values whose magnitudes are rounded, then given their sign."""
+    return fmt.signed_code(encode_tile(np.abs(values), fmt, rounding=rounding), np.signbit(values))
+
+
+def _negated(codes, fmt):
+    return fmt.signed_code(fmt.magnitude_code(codes), ~np.signbit(fmt.values[codes]))
 
 
 @computing(
@@ -173,12 +176,12 @@ def _sign(values, fmt):
     stage="saturation",
     choices=("special", "signless NaN", "wrapped"),
 )
-def no_saturation(kernel, choice):
-    require_scaling(kernel)
-    fmt = kernel.fmt
+def no_saturation(replay, choice):
+    require_scaling(replay)
+    fmt = replay.fmt
     if choice == "wrapped":
-        kernel.facts["what"] = "whatever the low bits of the exponent are"
-        inner = kernel.encode
+        replay.facts["what"] = "whatever the low bits of the exponent are"
+        inner = replay.encode
 
         def encode(values, bits):
             extended = fmt.grid[-1] * 2.0 ** (1 + np.arange(3))
@@ -189,16 +192,16 @@ def no_saturation(kernel, choice):
                 reduced = np.where(reduced > fmt.max, reduced / F(2.0 ** (1 << (fmt.exponent_bits))), reduced)
             return np.where(beyond & np.isfinite(values), inner(np.copysign(reduced, values), bits), codes)
 
-        kernel.encode = encode
+        replay.encode = encode
         return
-    kernel.require(fmt.infinity_code is not None or fmt.nan_code is not None)
-    kernel.saturate = False
-    kernel.facts["what"] = "NaN" if fmt.infinity_code is None else "infinity"
+    replay.require(fmt.infinity_code is not None or fmt.nan_code is not None)
+    replay.saturate = False
+    replay.facts["what"] = "NaN" if fmt.infinity_code is None else "infinity"
     if choice == "signless NaN":
-        kernel.require(fmt.infinity_code is not None)
-        kernel.facts["what"] = "NaN"
-        kernel.after(
-            "encode", lambda codes: np.where(codes & 0x7F == fmt.infinity_code, fmt.nan_code, codes).astype(np.uint8)
+        replay.require(fmt.infinity_code is not None)
+        replay.facts["what"] = "NaN"
+        replay.after(
+            "encode", lambda codes: np.where(np.isinf(fmt.values[codes]), fmt.nan_code, codes).astype(np.uint8)
         )
 
 
@@ -208,18 +211,18 @@ def no_saturation(kernel, choice):
     stage="saturation",
     choices=("special", "zero"),
 )
-def infinity_kept(kernel, choice):
-    require_scaling(kernel)
-    fmt = kernel.fmt
-    kernel.require(choice == "zero" or fmt.nan_code is not None)
-    kernel.facts["what"] = "zero" if choice == "zero" else ("NaN" if fmt.infinity_code is None else "infinity")
+def infinity_kept(replay, choice):
+    require_scaling(replay)
+    fmt = replay.fmt
+    replay.require(choice == "zero" or fmt.nan_code is not None)
+    replay.facts["what"] = "zero" if choice == "zero" else ("NaN" if fmt.infinity_code is None else "infinity")
     code = 0 if choice == "zero" else (fmt.infinity_code or fmt.nan_code)
 
     def encode(inner, values, bits):
         codes = inner(values, bits)
-        return np.where(np.isinf(values), np.uint8(code) | _sign(values, fmt), codes)
+        return np.where(np.isinf(values), fmt.signed_code(code, np.signbit(values)), codes)
 
-    kernel.wrap("encode", encode)
+    replay.wrap("encode", encode)
 
 
 # --- formats --------------------------------------------------------------------------------------
@@ -233,80 +236,79 @@ FNUZ = {E4M3: (ml_dtypes.float8_e4m3fnuz, 240), E5M2: (ml_dtypes.float8_e5m2fnuz
     stage="format",
     choices=("scaled to it", "same scale", "same scale, unsaturated"),
 )
-def e4m3fnuz(kernel, choice):
-    if isinstance(kernel, DequantizeKernel):
-        kernel.require(kernel.fmt in FNUZ and choice == "same scale")
-        kernel.facts["fmt"], kernel.facts["how"] = kernel.fmt, ", as they are read"
-        values = np.arange(256, dtype=np.uint8).view(FNUZ[kernel.fmt][0]).astype(F)
-        kernel.decode = lambda codes: values[codes]
+def e4m3fnuz(replay, choice):
+    if replay.dequantizes:
+        replay.require(replay.fmt in FNUZ and choice == "same scale")
+        replay.facts["fmt"], replay.facts["how"] = replay.fmt, ", as they are read"
+        values = np.arange(256, dtype=np.uint8).view(FNUZ[replay.fmt][0]).astype(F)
+        replay.decode = lambda codes: values[codes]
         return
-    require_scaling(kernel)
-    kernel.require(kernel.fmt in FNUZ)
-    dtype, largest = FNUZ[kernel.fmt]
-    kernel.facts["fmt"] = kernel.fmt
-    kernel.facts["how"] = {
+    require_scaling(replay)
+    replay.require(replay.fmt in FNUZ)
+    dtype, largest = FNUZ[replay.fmt]
+    replay.facts["fmt"] = replay.fmt
+    replay.facts["how"] = {
         "scaled to it": ", and the scales map to its maximum",
         "same scale": "",
         "same scale, unsaturated": ", and overflow is NaN",
     }[choice]
     if choice == "scaled to it":
-        kernel.require(largest != kernel.fmt.max and not isinstance(kernel.scaling, DelayedScaling))
-        set_scale_max(kernel, largest)
+        replay.require(largest != replay.fmt.max and replay.scaling.given is None)
+        set_scale_max(replay, largest)
 
     def encode(values, bits):
         clipped = values if choice.endswith("unsaturated") else np.clip(values, F(-largest), F(largest))
         return clipped.astype(dtype).view(np.uint8)
 
-    kernel.encode = encode
+    replay.encode = encode
 
 
 @computing(
     "other-format",
     "The codes are {found}, where {own} was asked for{how}.",
     stage="format",
-    choices=[(fmt, how) for fmt in (E4M3, E5M2, E3M2, E2M3) for how in ("scaled to it", "same scale")],
+    fields=("fmt",),
+    choices=[(fmt, how) for fmt in FORMATS.values() if fmt.signed for how in ("scaled to it", "same scale")],
 )
-def other_format(kernel, choice):
+def other_format(replay, choice):
     fmt, how = choice
-    if isinstance(kernel, UpdateKernel):
-        kernel.require(fmt in (E4M3, E5M2) and kernel.fmt != fmt and how == "scaled to it")
-        kernel.facts["own"], kernel.facts["found"], kernel.facts["how"] = (
-            kernel.fmt,
+    if replay.updates:
+        replay.require(fmt in FP8_FORMATS and replay.fmt != fmt and how == "scaled to it")
+        replay.facts["own"], replay.facts["found"], replay.facts["how"] = (
+            replay.fmt,
             fmt,
             " (the scale maps to its maximum)",
         )
-        kernel.fmt = fmt
+        replay.fmt = fmt
         return
-    if not isinstance(kernel, DequantizeKernel):
-        require_scaling(kernel)
-    kernel.require(kernel.fmt != fmt and kernel.fmt != E2M1)
-    kernel.require(fmt in (E4M3, E5M2) or isinstance(kernel.scaling, MXFP8Scaling))
-    kernel.facts["own"], kernel.facts["found"], kernel.facts["how"] = kernel.fmt, fmt, ""
-    if isinstance(kernel, DequantizeKernel):
-        kernel.require(how == "same scale" and fmt.bits == kernel.fmt.bits)
-        kernel.facts["how"] = ", as they are read"
+    if not replay.dequantizes:
+        require_scaling(replay)
+    accepted = replay.scaling is not None and accepts(replay.scaling, fmt=fmt)
+    replay.require(replay.fmt != fmt and (accepted or fmt.bits == replay.fmt.bits))
+    replay.facts["own"], replay.facts["found"], replay.facts["how"] = replay.fmt, fmt, ""
+    if replay.dequantizes:
+        replay.require(how == "same scale" and fmt.bits == replay.fmt.bits)
+        replay.facts["how"] = ", as they are read"
     elif how == "scaled to it":
-        kernel.require(isinstance(kernel.scaling, CurrentScaling | BlockScaling | MXFP8Scaling))
-        kernel.facts["how"] = ", and the scales map to its maximum"
-        kernel.scale_max = fmt.max
-        if isinstance(kernel.scaling, MXFP8Scaling):
-            kernel.scale_byte = lambda amax: mxfp8.scale_byte(amax, fmt, kernel.scaling.scale_rounding)
-    kernel.fmt = fmt
+        replay.require(accepted and replay.scaling.given is None)
+        replay.facts["how"] = ", and the scales map to its maximum"
+        replay.vary(fmt=fmt)
+    replay.fmt = fmt
 
 
 # --- signs, NaN, subnormals -----------------------------------------------------------------------
 
 
 @computing("sign-lost", "The sign bits are missing: the codes are those of magnitudes.", stage="sign")
-def sign_lost(kernel):
-    if isinstance(kernel, TensorKernel) and kernel.scaling is None:
-        kernel.after("to_dtype", np.abs)
+def sign_lost(replay):
+    if replay.computes and replay.scaling is None:
+        replay.after("to_dtype", np.abs)
         return
-    if isinstance(kernel, DequantizeKernel):
-        kernel.after("decode", np.abs)
+    if replay.dequantizes:
+        replay.after("decode", np.abs)
         return
-    require_scaling(kernel)
-    kernel.after("encode", lambda codes: codes & np.uint8((1 << (kernel.fmt.bits - 1)) - 1))
+    require_scaling(replay)
+    replay.after("encode", replay.fmt.magnitude_code)
 
 
 @computing(
@@ -315,24 +317,24 @@ def sign_lost(kernel):
     stage=lambda choice: {"result": "result", "dy": "upstream", "codes": "sign"}[choice],
     choices=("result", "dy", "codes"),
 )
-def sign_inverted(kernel, choice):
-    if isinstance(kernel, DequantizeKernel):
-        kernel.require(choice == "codes")
-        kernel.facts["what"] = "a set sign bit is read as +"
-        kernel.after("decode", np.negative)
+def sign_inverted(replay, choice):
+    if replay.dequantizes:
+        replay.require(choice == "codes")
+        replay.facts["what"] = "a set sign bit is read as +"
+        replay.after("decode", np.negative)
         return
-    kernel.require(isinstance(kernel, TensorKernel))
+    replay.require(replay.computes)
     if choice == "result":
-        kernel.facts["what"] = f"the kernel writes -{(kernel.operation.outputs or ('x',))[0]}"
-        kernel.after("compute", np.negative)
+        replay.facts["what"] = f"the kernel writes -{(replay.operation.outputs or ('x',))[0]}"
+        replay.after("compute", np.negative)
     elif choice == "dy":
-        kernel.require(kernel.gradient and kernel.scaled)  # else it is the gradient of x that is negated
-        kernel.facts["what"] = "dy enters negated"
-        kernel.after("load_upstream", np.negative)
+        replay.require(replay.gradient and replay.scaled)  # else it is the gradient of x that is negated
+        replay.facts["what"] = "dy enters negated"
+        replay.after("load_upstream", np.negative)
     else:
-        require_scaling(kernel)
-        kernel.facts["what"] = "the sign bit of every code is flipped"
-        kernel.after("encode", lambda codes: codes ^ np.uint8(1 << (kernel.fmt.bits - 1)))
+        require_scaling(replay)
+        replay.facts["what"] = "the sign of every code is flipped"
+        replay.after("encode", lambda codes: _negated(codes, replay.fmt))
 
 
 @computing(
@@ -341,22 +343,23 @@ def sign_inverted(kernel, choice):
     stage="sign",
     choices=("all", "exact"),
 )
-def zero_sign_lost(kernel, choice):
-    kernel.facts["what"] = "-0 is" if choice == "exact" else "-0, and negative values that round to zero, are"
-    if isinstance(kernel, DequantizeKernel) or (isinstance(kernel, TensorKernel) and kernel.scaling is None):
-        kernel.require(choice == "all")
-        kernel.facts["what"] = "-0 is"
-        kernel.after("to_dtype", lambda values: values + values.dtype.type(0))
+def zero_sign_lost(replay, choice):
+    replay.facts["what"] = "-0 is" if choice == "exact" else "-0, and negative values that round to zero, are"
+    if replay.dequantizes or (replay.computes and replay.scaling is None):
+        replay.require(choice == "all")
+        replay.facts["what"] = "-0 is"
+        replay.after("to_dtype", lambda values: values + values.dtype.type(0))
         return
-    require_scaling(kernel)
-    negative_zero = 1 << (kernel.fmt.bits - 1)
+    require_scaling(replay)
+    negative_zero = replay.fmt.signed_code(0, True)
+    replay.require(negative_zero != 0)
 
     def encode(inner, values, bits):
         codes = inner(values, bits)
         lost = (codes == negative_zero) if choice == "all" else (values == 0)
         return np.where(lost, np.uint8(0), codes)
 
-    kernel.wrap("encode", encode)
+    replay.wrap("encode", encode)
 
 
 @computing(
@@ -365,20 +368,21 @@ def zero_sign_lost(kernel, choice):
     stage="nan",
     choices=("0", "largest", "negative largest", "0x80", "signed NaN"),
 )
-def nan_as_zero(kernel, choice):
-    if not (isinstance(kernel, TensorKernel) and kernel.scaling is not None):
-        kernel.require(not isinstance(kernel, UpdateKernel) and choice == "0")
-        kernel.facts["what"], kernel.facts["own"] = "0", "NaN"
-        kernel.after("to_dtype", lambda values: np.where(np.isnan(values), values.dtype.type(0), values))
+def nan_as_zero(replay, choice):
+    if not (replay.computes and replay.scaling is not None):
+        replay.require(not replay.updates and choice == "0")
+        replay.facts["what"], replay.facts["own"] = "0", "NaN"
+        replay.after("to_dtype", lambda values: np.where(np.isnan(values), values.dtype.type(0), values))
         return
-    fmt = kernel.fmt
-    kernel.facts["own"] = "largest value" if fmt.nan_code is None else "NaN"
-    sign = 1 << (fmt.bits - 1)
-    kernel.require(choice != "signed NaN")
-    code = {"0": 0, "largest": fmt.largest_code, "negative largest": fmt.largest_code | sign, "0x80": sign}[choice]
-    kernel.require(code != (fmt.largest_code if fmt.nan_code is None else fmt.nan_code))
-    kernel.facts["what"] = {"0": "0", "largest": "the largest value", "0x80": "-0"}.get(choice, "the least value")
-    kernel.wrap("encode", lambda inner, values, bits: np.where(np.isnan(values), np.uint8(code), inner(values, bits)))
+    fmt = replay.fmt
+    replay.facts["own"] = {fmt.nan_code: "NaN", fmt.largest_code: "largest value"}.get(fmt.code_of_nan, "0")
+    replay.require(choice != "signed NaN")
+    largest, top_bit = fmt.largest_code, 1 << (fmt.bits - 1)
+    code = {"0": 0, "largest": largest, "negative largest": fmt.signed_code(largest, True), "0x80": top_bit}[choice]
+    replay.require(code != fmt.code_of_nan)
+    alone = "-0" if fmt.values[top_bit] == 0 else "the least value"
+    replay.facts["what"] = {"0": "0", "largest": "the largest value", "0x80": alone}.get(choice, "the least value")
+    replay.wrap("encode", lambda inner, values, bits: np.where(np.isnan(values), np.uint8(code), inner(values, bits)))
 
 
 @computing(
@@ -387,54 +391,56 @@ def nan_as_zero(kernel, choice):
     stage="subnormals",
     choices=("codes", "values", "unsigned"),
 )
-def subnormal_codes_flushed(kernel, choice):
-    if isinstance(kernel, DequantizeKernel):
-        kernel.require(choice == "codes")
-        kernel.facts["fmt"] = kernel.fmt
-        kernel.after(
-            "decode", lambda values: np.where(np.abs(values) < kernel.fmt.smallest_normal, F(0) * values, values)
+def subnormal_codes_flushed(replay, choice):
+    if replay.dequantizes:
+        replay.require(choice == "codes")
+        replay.facts["fmt"] = replay.fmt
+        replay.after(
+            "decode", lambda values: np.where(np.abs(values) < replay.fmt.smallest_normal, F(0) * values, values)
         )
         return
-    require_scaling(kernel)
-    fmt = kernel.fmt
-    kernel.facts["fmt"] = fmt
-    sign = np.uint8(1 << (fmt.bits - 1))
+    require_scaling(replay)
+    fmt = replay.fmt
+    replay.require("exponent" in fmt.fields)
+    replay.facts["fmt"] = fmt
 
     def encode(inner, values, bits):
         codes = inner(values, bits)
         if choice == "values":
             small = np.abs(values) < fmt.smallest_normal
         else:
-            small = (codes & (sign - np.uint8(1))) < (1 << fmt.mantissa_bits)
-        return np.where(small, np.uint8(0) if choice == "unsigned" else codes & sign, codes)
+            small = fmt.magnitude_code(codes) < (1 << fmt.mantissa_bits)
+        zero = fmt.signed_code(0, np.signbit(fmt.values[codes]) & (choice != "unsigned"))
+        return np.where(small, zero, codes)
 
-    kernel.wrap("encode", encode)
+    replay.wrap("encode", encode)
 
 
 # --- stochastic rounding --------------------------------------------------------------------------
 
 
-def require_stochastic(kernel):
+def require_stochastic(replay):
     """NotApplicable without stochastic rounding."""
-    require_scaling(kernel, NVFP4Scaling)
-    kernel.require(kernel.scaling.stochastic_rounding)
+    require_scaling(replay)
+    replay.require(replay.scaling.random is not None)
 
 
 @computing(
     "nearest-for-stochastic",
     "The data are rounded {how}, where stochastic rounding was asked for.",
     stage="random",
+    fields=("stochastic_rounding",),
     choices=("nearest_even", "toward_zero", "nearest_away"),
 )
-def nearest_for_stochastic(kernel, choice):
-    require_stochastic(kernel)
-    kernel.facts["how"] = {
+def nearest_for_stochastic(replay, choice):
+    require_stochastic(replay)
+    replay.facts["how"] = {
         "nearest_even": "to nearest even",
         "toward_zero": "towards zero",
         "nearest_away": "to nearest, ties away from zero",
     }[choice]
-    kernel.random_bits = lambda direction, region: None
-    kernel.rounding = choice
+    replay.random_bits = lambda direction, region: None
+    replay.rounding = choice
 
 
 PHILOX_CHANGES = {
@@ -457,69 +463,70 @@ PHILOX_CHANGES = {
     stage="random",
     choices=("inverted", "columnwise restarts", "zero", *PHILOX_CHANGES, "any"),
 )
-def other_random_bits(kernel, choice):
-    require_stochastic(kernel)
-    scaling, given = kernel.scaling, kernel.scaling.random_bits is not None
-    kernel.facts["how"] = {
+def other_random_bits(replay, choice):
+    require_stochastic(replay)
+    random, given = replay.scaling.random, replay.scaling.random.bits is not None
+    replay.facts["how"] = {
         "any": "",
         "inverted": ": the complement of them",
         "zero": ": all zero",
         "columnwise restarts": ": the columnwise copy counts its blocks from 0 again",
     }.get(choice, f": Philox with {choice}")
     if choice == "any":
-        _either_neighbour(kernel)
+        _either_neighbour(replay)
     elif choice == "zero":
-        kernel.after("random_bits", np.zeros_like)
+        replay.after("random_bits", np.zeros_like)
     elif choice == "inverted":
-        kernel.after("random_bits", np.invert)
+        replay.after("random_bits", np.invert)
     elif choice == "columnwise restarts":
-        kernel.require(not given)
-        first = kernel.shape[0] * (kernel.shape[1] // 16)
+        replay.require(not given)
+        m, k = replay.shape
+        first = philox_groups(slice(0, 1), slice(0, k), (m, k), True)[0, 0]
 
         def restart(inner, number):
             return inner(np.where(number >= first, number - first, number))
 
-        kernel.wrap("philox", restart)
+        replay.wrap("philox", restart)
     else:
-        kernel.require(not given)
+        replay.require(not given)
 
         def changed(number):
-            words = PHILOX_CHANGES[choice](scaling.seed, scaling.offset, np.asarray(number, np.uint64))
+            words = PHILOX_CHANGES[choice](random.seed, random.offset, np.asarray(number, np.uint64))
             return np.ascontiguousarray(words).astype("<u4").view(np.uint8)
 
-        kernel.philox = changed
+        replay.philox = changed
 
 
-def _either_neighbour(kernel):
+def _either_neighbour(replay):
     """Take the dump's code where it is one of the two neighbours of the scaled value."""
-    outputs = kernel.setting.outputs
-    kernel.require(all(_much_differs(kernel, name) for name in outputs if name.endswith("_data")))
+    outputs = replay.setting.outputs
+    replay.require(all(_much_differs(replay, name) for name in outputs if name.endswith("_data")))
     state = {}
 
     def quantize_blocks(inner, values, amax_values, direction, region):
         state["dump"] = None
         name = f"{direction}_data"
         if name in outputs:
-            codes = Geometry.of(kernel.scaling, name).codes(outputs[name], kernel.shape, region.rows, region.columns)
+            codes = Geometry.of(replay.scaling, name).codes(outputs[name], replay.shape, region.rows, region.columns)
             codes = np.ascontiguousarray(codes)
-            shape = kernel.block_shapes[direction]
+            shape = replay.block_shapes[direction]
             state["dump"] = block_view(pad_to_blocks(codes, *shape), *shape)
         return inner(values, amax_values, direction, region)
 
     def encode(inner, values, bits):
         if state["dump"] is None:
             return inner(values, bits)
-        below = encode_tile(values, E2M1, rounding="toward_zero")
-        above = encode_tile(np.abs(values), E2M1, rounding="up") | _sign(values, E2M1)
+        below = encode_tile(values, replay.fmt, rounding="toward_zero")
+        above = _encode_magnitudes(values, replay.fmt, "up")
         dump = state["dump"]
         return np.where((dump == below) | (dump == above), dump, inner(values, bits))
 
-    kernel.wrap("quantize_blocks", quantize_blocks)
-    kernel.wrap("encode", encode)
+    replay.wrap("quantize_blocks", quantize_blocks)
+    replay.wrap("encode", encode)
 
 
-def _much_differs(kernel, name):
+def _much_differs(replay, name):
     """Whether a tenth of the bytes differs from the reference: what other bits do, and what no damage does."""
-    ours, dump = kernel.setting.reference[name].reshape(-1), kernel.setting.outputs[name].reshape(-1)
+    ours, dump = replay.setting.reference[name].reshape(-1), replay.setting.outputs[name].reshape(-1)
     part = slice(0, 1 << 20)
     return (ours[part] != dump[part]).mean() > 0.1

@@ -11,22 +11,22 @@ from refops.formats import pack_fp4, unpack_fp4
 from refops.oracle.conventions.registry import reading
 from refops.oracle.geometry import DIRECTIONS, Geometry
 from refops.oracle.replay import NotApplicable
-from refops.quantization.layout import swizzle, unswizzle
-from refops.scaling import BlockScaling, MXFP8Scaling, NVFP4Scaling
+from refops.quantization.layout import SCALE_TILE, swizzle, unswizzle
 
 
 class Dump:
     """The arrays of a dump (or of dequantization's input) while they are laid out anew.
 
     Attributes:
-        case, scaling: the case and its settings, None where nothing is quantized.
+        case, scaling, layout: the case, its settings and their layout, None where nothing is quantized.
         arrays: output name -> array; functions assign new ones.
-        applied, changed, facts: as of a kernel.
+        applied, changed, facts: as of a replay.
     """
 
     def __init__(self, case, arrays):
         self.case, self.arrays = case, dict(arrays)
         self.scaling = case.scaling
+        self.layout = None if case.scaling is None else case.scaling.layout
         self.applied, self.changed, self.facts = (), set(), {}
         shape = () if case.operation.kind == "update_delayed_scale" else case.result_shape
         self.shape = (math.prod(shape[:-1]), shape[-1]) if shape else ()
@@ -42,6 +42,18 @@ class Dump:
         self.require(names)
         return names
 
+    def require_gemm_order(self):
+        """NotApplicable unless GEMMs read scales in an order of their own."""
+        self.require(self.layout is not None and self.layout.scale_order == "gemm")
+
+    def inner_first(self, name):
+        """Whether an array of scales is stored [block, outer]."""
+        return self.layout.scales_inner_first["columnwise" in name]
+
+    def data_transposed(self, name):
+        """Whether values or data are stored by columns of the tensor."""
+        return name.endswith("_data") and self.layout.data_transposed("columnwise" in name)
+
     def valid(self, name):
         """Shape of the part of scales that is no padding."""
         *leading, k = self.case.result_shape
@@ -53,7 +65,7 @@ class Dump:
     "The two FP4 codes of each byte are exchanged: TE puts the even element into the low nibble.",
 )
 def swapped_nibbles(dump):
-    dump.require(isinstance(dump.scaling, NVFP4Scaling))
+    dump.require(dump.layout is not None and dump.layout.packed == 2)
     for name in dump.names("_data"):
         data = dump.arrays[name]
         dump.arrays[name] = (data >> np.uint8(4)) | (data << np.uint8(4))
@@ -61,7 +73,7 @@ def swapped_nibbles(dump):
 
 @reading("scales-swizzled", "The scales are {order}.")
 def scales_swizzled(dump):
-    dump.require(isinstance(dump.scaling, MXFP8Scaling | NVFP4Scaling))
+    dump.require_gemm_order()
     if dump.case.swizzled_scales:
         dump.facts["order"] = "in plain row-major order, not swizzled as said"
     else:
@@ -69,7 +81,7 @@ def scales_swizzled(dump):
     reorder = swizzle if dump.case.swizzled_scales else unswizzle
     for name in dump.names("_scale_inv"):
         scales = dump.arrays[name]
-        if "columnwise" in name and isinstance(dump.scaling, MXFP8Scaling):  # stored [block, column]
+        if dump.inner_first(name):
             if dump.case.swizzled_scales:
                 scales = reorder(np.ascontiguousarray(scales.T)).reshape(scales.shape)
             else:
@@ -84,15 +96,15 @@ def scales_swizzled(dump):
     "The columnwise scales are swizzled along their stored order [block, column], where TE swizzles their transpose.",
 )
 def scales_swizzled_as_stored(dump):
-    dump.require(isinstance(dump.scaling, MXFP8Scaling) and "columnwise_scale_inv" in dump.arrays)
-    scales = dump.arrays["columnwise_scale_inv"]
-    dump.require(scales.shape[0] % 128 == 0)
-    if dump.case.swizzled_scales:
-        blocks, columns = scales.shape
-        written = swizzle(np.ascontiguousarray(scales.T)).reshape(blocks, columns)
-        dump.arrays["columnwise_scale_inv"] = unswizzle(written)
-    else:
-        dump.arrays["columnwise_scale_inv"] = unswizzle(scales)
+    dump.require_gemm_order()
+    names = [name for name in dump.names("_scale_inv") if dump.inner_first(name)]
+    dump.require(names)
+    for name in names:
+        scales = dump.arrays[name]
+        dump.require(scales.shape[0] % SCALE_TILE[0] == 0)
+        if dump.case.swizzled_scales:
+            scales = swizzle(np.ascontiguousarray(scales.T)).reshape(scales.shape)
+        dump.arrays[name] = unswizzle(scales)
 
 
 @reading(
@@ -175,10 +187,10 @@ def data_transposed(dump, choice):
     dump.require(names and (choice == "all" or len(dump.arrays) > 1))
     for name in names:
         array = dump.arrays[name]
-        transposed = name == "columnwise_data" and not isinstance(dump.scaling, MXFP8Scaling)
+        transposed = dump.data_transposed(name)
         rows, columns = (k, m) if transposed else (m, k)
         dump.facts["expected"] = f"rows of {columns}" if not transposed else f"the columns as {rows} rows of {columns}"
-        if name.endswith("_data") and isinstance(dump.scaling, NVFP4Scaling):
+        if name.endswith("_data") and dump.layout.packed == 2:
             dump.require(rows % 2 == 0)
             codes = unpack_fp4(array.reshape(columns, rows // 2)).T
             dump.arrays[name] = pack_fp4(codes).reshape(array.shape)
@@ -210,15 +222,14 @@ def swapped_halves(dump, choice):
         elif name == "dbias" and choice == "columns":
             dump.arrays[name] = _roll_half(array, 0)
         elif name.endswith("_data"):
-            transposed = name == "columnwise_data" and not isinstance(dump.scaling, MXFP8Scaling)
+            transposed = dump.data_transposed(name)
             matrix = array.reshape(k if transposed else m, -1)
             along = axis ^ transposed
             dump.require(matrix.shape[along] % 2 == 0)
             dump.arrays[name] = _roll_half(matrix, along).reshape(array.shape)
         elif name.endswith("_scale_inv") and array.ndim == 2:
             valid = dump.valid(name)
-            transposed = _scales_by_column(dump.scaling, name)
-            along = axis ^ transposed
+            along = axis ^ Geometry.of(dump.scaling, name).scales_transposed
             dump.require(valid[along] % 2 == 0)
             dump.arrays[name] = _into(array, _roll_half(array[: valid[0], : valid[1]], along))
         else:
@@ -229,14 +240,6 @@ def swapped_halves(dump, choice):
 
 def _roll_half(matrix, axis):
     return np.roll(matrix, matrix.shape[axis] // 2, axis=axis)
-
-
-def _scales_by_column(scaling, name):
-    """Whether the rows of a scale array follow the columns of the tensor."""
-    columnwise = "columnwise" in name
-    if isinstance(scaling, BlockScaling):
-        return columnwise == (scaling.block_dim == 2)
-    return columnwise and isinstance(scaling, NVFP4Scaling)
 
 
 @reading(

@@ -3,17 +3,17 @@
 A convention is a function with a name and a sentence that the user reads. Two kinds:
 
     @computing("scale-floor", "The scale bytes follow ...", stage="scale")
-    def scale_floor(kernel):           # exchanges one stage of a replay (`refops.oracle.replay`)
-        kernel.require(isinstance(kernel.scaling, MXFP8Scaling))
-        kernel.scale_byte = lambda amax: ...
+    def scale_floor(replay):           # exchanges one stage of a replay (`refops.oracle.replay`)
+        replay.require(replay.layout.scale_format == E8M0)
+        replay.scale_code = lambda rule, amax, tensor_scale: ...
 
     @reading("swapped-nibbles", "Each byte holds ...")
     def swapped_nibbles(dump):         # lays the dump out as it should be
         ...
 
 `require` (NotApplicable) says where a convention means nothing. A convention with parameters names its choices: a
-function from the kernel (or dump) to a list; the convention then takes one of them as a second argument. Words that a
-sentence needs go into `kernel.facts` (`dump.facts`). The order of registration breaks ties: common ones come first.
+function from the replay (or dump) to a list; the convention then takes one of them as a second argument. Words that a
+sentence needs go into `replay.facts` (`dump.facts`). The order of registration breaks ties: common ones come first.
 """
 
 from collections.abc import Callable
@@ -32,7 +32,8 @@ class Convention:
         sentence: one sentence, with {words} from `facts`.
         function: what applies it.
         stage: the stage that it changes, or a function from the choice to it; "layout" for readings.
-        choices: function from a kernel or dump to the parameters to try, or None.
+        choices: function from a replay or dump to the parameters to try, or None.
+        fields: fields of settings that it exchanges; `other-setting` stands for those that no convention names.
         last: whether any other that explains as much is named first: it is rare, or fits a number to the dump.
     """
 
@@ -41,6 +42,7 @@ class Convention:
     function: Callable
     stage: str | Callable
     choices: Callable | None = None
+    fields: tuple[str, ...] = ()
     last: bool = False
 
     @property
@@ -57,7 +59,7 @@ class Convention:
         return [None] if self.choices is None else list(self.choices(target))
 
     def apply(self, target, choice=None):
-        """Change a kernel or dump in place; NotApplicable where it means nothing."""
+        """Change a replay or dump in place; NotApplicable where it means nothing."""
         target.applied = (*target.applied, (self, choice))
         target.changed.add(self.stage_of(choice))
         before = dict(target.facts)
@@ -72,17 +74,17 @@ class Convention:
         return f"<{self.name}>"
 
 
-def computing(name, sentence, *, stage, choices=None, last=False):
+def computing(name, sentence, *, stage, choices=None, fields=(), last=False):
     """Register a function that exchanges one stage of a replay."""
-    return _register(name, sentence, stage, choices, last)
+    return _register(name, sentence, stage, choices, fields, last)
 
 
 def reading(name, sentence, *, choices=None):
     """Register a function that lays out a dump as it should be."""
-    return _register(name, sentence, "layout", choices, False)
+    return _register(name, sentence, "layout", choices, (), False)
 
 
-def _register(name, sentence, stage, choices, last):
+def _register(name, sentence, stage, choices, fields, last):
     if choices is not None and not callable(choices):
         fixed = tuple(choices)
         choices = lambda target: fixed  # noqa: E731
@@ -90,7 +92,7 @@ def _register(name, sentence, stage, choices, last):
     def register(function):
         if name in CONVENTIONS:
             raise ValueError(f"name must be new; got {name!r} a second time")
-        CONVENTIONS[name] = Convention(name, sentence, function, stage, choices, last)
+        CONVENTIONS[name] = Convention(name, sentence, function, stage, choices, fields, last)
         return function
 
     return register

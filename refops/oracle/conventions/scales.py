@@ -1,48 +1,97 @@
 """Conventions of amax and scale: which maximum, of what, and how it becomes a scale."""
 
+import dataclasses
 import math
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 
 from refops.arguments import BFLOAT16
-from refops.formats import E4M3, E8M0, encode_tile
+from refops.formats import E4M3, E8M0, FORMATS, encode_tile
+from refops.oracle.conventions import registry
 from refops.oracle.conventions.registry import computing
 from refops.oracle.geometry import DIRECTIONS, Geometry, Region, crop, whole
-from refops.oracle.replay import DequantizeKernel, NotApplicable, TensorKernel, UpdateKernel, power_of_two_below
-from refops.quantization import mxfp8
-from refops.quantization.block import LARGEST_SCALE
+from refops.oracle.replay import NotApplicable, power_of_two_below
 from refops.quantization.layout import block_amax, block_view
-from refops.quantization.per_tensor import FLT_MAX
-from refops.scaling import BlockScaling, CurrentScaling, DelayedScaling, MXFP8Scaling, NVFP4Scaling
+from refops.scalings import NAMED
+from refops.scalings.arithmetic import REFERENCE
+from refops.scalings.declaration import FLT_MAX, FP8_FORMATS, LARGEST_FINITE, Numbers, accepts
+from refops.scalings.rules import E8M0_ROUNDINGS, E8M0Scaling
 
 F = np.float32
 
 
-def require_scaling(kernel, *kinds):
-    """NotApplicable unless a tensor is quantized with one of these settings (any, without)."""
-    kernel.require(isinstance(kernel, TensorKernel) and kernel.scaling is not None)
-    kernel.require(not kinds or isinstance(kernel.scaling, kinds))
+def require_scaling(replay):
+    """NotApplicable unless a tensor is quantized."""
+    replay.require(replay.computes and replay.scaling is not None)
 
 
-def require_blocks(kernel):
+def require_blocks(replay):
     """NotApplicable unless blocks have scales of their own."""
-    require_scaling(kernel, BlockScaling, MXFP8Scaling, NVFP4Scaling)
+    require_scaling(replay)
+    replay.require(replay.layout.block is not None)
 
 
-def require_own_amax(kernel):
+def require_own_amax(replay):
     """NotApplicable unless the scales come from the tensor's amax."""
-    require_scaling(kernel, CurrentScaling, BlockScaling, MXFP8Scaling, NVFP4Scaling)
+    require_scaling(replay)
+    replay.require(replay.scaling.given is None)
+
+
+def require_float_scales(replay):
+    """NotApplicable unless scales are float32."""
+    require_scaling(replay)
+    replay.require(replay.layout.scale_format is None)
+
+
+def require_float_scales_of_amax(replay):
+    """NotApplicable unless scales are float32 and come from the tensor's amax."""
+    require_float_scales(replay)
+    require_own_amax(replay)
+
+
+def require_coded_scales(replay):
+    """NotApplicable unless scales are codes."""
+    require_scaling(replay)
+    replay.require(replay.layout.scale_format is not None)
+
+
+def require_powers_of_two(replay):
+    """NotApplicable unless scales are E8M0 bytes."""
+    require_scaling(replay)
+    replay.require(replay.layout.scale_format == E8M0)
+
+
+def require_two_levels(replay):
+    """NotApplicable unless block scales are relative to a scale of the tensor."""
+    require_scaling(replay)
+    replay.require(replay.layout.two_level)
+
+
+def tensor_limit(replay):
+    """What a scaling of two levels maps the tensor's amax to: the largest element times the largest block scale."""
+    return replay.rule.tensor_scale(F(1))[0]
+
+
+def set_encode_scale(replay, change):
+    """Let the tensor's encode scale be `change(encode scale, amax)`, the decode scale its inverse."""
+
+    def tensor_scale(inner, amax):
+        encode = change(inner(amax)[0], amax).astype(F)
+        return encode, F(1) / encode
+
+    replay.wrap("tensor_scale", tensor_scale)
 
 
 # --- rounding before amax and cast ----------------------------------------------------------------
 
 
-def require_activation_output(kernel):
+def require_activation_output(replay):
     """NotApplicable unless values are quantized that a dtype could have rounded."""
-    require_scaling(kernel)
-    kernel.require(kernel.kind != "quantize" and kernel.dtype != F)
-    kernel.facts["dtype"] = kernel.dtype
+    require_scaling(replay)
+    replay.require(replay.kind != "quantize" and replay.dtype != F)
+    replay.facts["dtype"] = replay.dtype
 
 
 @computing(
@@ -51,15 +100,15 @@ def require_activation_output(kernel):
     stage="rounding",
     choices=("amax too", "cast alone"),
 )
-def missing_rounding(kernel, choice):
-    require_activation_output(kernel)
-    kernel.require(kernel.casts_rounded)
-    kernel.casts_rounded = False
+def missing_rounding(replay, choice):
+    require_activation_output(replay)
+    replay.require(replay.casts_rounded)
+    replay.casts_rounded = False
     if choice == "amax too":
-        kernel.amax_rounded = False
+        replay.amax_rounded = False
     else:
-        kernel.require(isinstance(kernel.scaling, BlockScaling | MXFP8Scaling | NVFP4Scaling))
-        kernel.block_amax_rounded = True
+        require_blocks(replay)
+        replay.block_amax_rounded = True
 
 
 @computing(
@@ -68,11 +117,11 @@ def missing_rounding(kernel, choice):
     stage="rounding",
     choices=("amax too", "cast alone"),
 )
-def extra_rounding(kernel, choice):
-    require_activation_output(kernel)
-    kernel.require(not kernel.casts_rounded)
-    kernel.casts_rounded = True
-    kernel.amax_rounded = choice == "amax too"
+def extra_rounding(replay, choice):
+    require_activation_output(replay)
+    replay.require(not replay.casts_rounded)
+    replay.casts_rounded = True
+    replay.amax_rounded = choice == "amax too"
 
 
 @computing(
@@ -80,10 +129,10 @@ def extra_rounding(kernel, choice):
     "The amax is taken of values rounded to {dtype}, where TE takes that of the float32 values.",
     stage="amax-rounding",
 )
-def amax_rounded(kernel):
-    require_activation_output(kernel)
-    kernel.require(not kernel.amax_rounded)
-    kernel.amax_rounded = True
+def amax_rounded(replay):
+    require_activation_output(replay)
+    replay.require(not replay.amax_rounded)
+    replay.amax_rounded = True
 
 
 @computing(
@@ -92,16 +141,16 @@ def amax_rounded(kernel):
     stage="amax-rounding",
     choices=("tensor", "block", "both"),
 )
-def amax_unrounded(kernel, choice):
-    require_activation_output(kernel)
+def amax_unrounded(replay, choice):
+    require_activation_output(replay)
     if choice in ("tensor", "both"):
-        kernel.require(kernel.amax_rounded and isinstance(kernel.scaling, NVFP4Scaling))
-        kernel.amax_rounded = False
+        replay.require(replay.amax_rounded and replay.layout.amax is not None)
+        replay.amax_rounded = False
     if choice in ("block", "both"):
-        require_blocks(kernel)
-        kernel.require(kernel.casts_rounded)
-        kernel.block_amax_rounded = False
-    kernel.facts["what"] = "block amaxes are" if choice == "block" else "amax is"
+        require_blocks(replay)
+        replay.require(replay.casts_rounded)
+        replay.block_amax_rounded = False
+    replay.facts["what"] = "block amaxes are" if choice == "block" else "amax is"
 
 
 # --- which maximum --------------------------------------------------------------------------------
@@ -112,9 +161,9 @@ def amax_unrounded(kernel, choice):
     "The amax is the maximum of the values, not of their magnitudes.",
     stage="magnitude",
 )
-def signed_amax(kernel):
-    require_scaling(kernel)
-    kernel.magnitude = lambda values: values
+def signed_amax(replay):
+    require_scaling(replay)
+    replay.magnitude = lambda values: values
 
 
 @computing(
@@ -122,9 +171,9 @@ def signed_amax(kernel):
     "A NaN makes the amax NaN, and with it every scale that depends on it; TE's maximum ignores NaN.",
     stage="maximum",
 )
-def nan_in_amax(kernel):
-    require_scaling(kernel)
-    kernel.maximum = lambda a, axis: np.maximum.reduce(a, axis=axis, initial=F(0))
+def nan_in_amax(replay):
+    require_scaling(replay)
+    replay.maximum = lambda a, axis: np.maximum.reduce(a, axis=axis, initial=F(0))
 
 
 @computing(
@@ -134,36 +183,36 @@ def nan_in_amax(kernel):
     choices=("dump", "scale", "codes"),
     last=True,
 )
-def stale_amax(kernel, choice):
-    require_scaling(kernel, CurrentScaling, NVFP4Scaling)
-    kernel.require(not getattr(kernel.scaling, "row_scaled", False))
-    setting = kernel.setting
-    kernel.facts["what"] = "scales follow"
+def stale_amax(replay, choice):
+    require_own_amax(replay)
+    replay.require(replay.layout.amax == "tensor")
+    setting = replay.setting
+    replay.facts["what"] = "scales follow"
     region = Region(slice(0, 0), slice(0, 0))
     found = {}
     for direction in DIRECTIONS:
         amax = None
         if choice == "dump" and _something_follows(setting, direction):
             amax = setting.outputs.get(f"amax_{direction}")
-        elif choice == "scale" and isinstance(kernel.scaling, CurrentScaling):
+        elif choice == "scale" and replay.layout.block is None:
             scale_inv = setting.outputs.get(f"{direction}_scale_inv")
-            amax = None if scale_inv is None else scale_inv * kernel.scale_max
+            amax = None if scale_inv is None else scale_inv * replay.scale_max
         if amax is not None:
             found[direction] = amax.reshape(1, 1)
     if choice == "codes":
-        found = dict.fromkeys(DIRECTIONS, _amax_of_scales(kernel))
-    kernel.require(found)
+        found = dict.fromkeys(DIRECTIONS, _amax_of_scales(replay))
+    replay.require(found)
     first = next(iter(found))
-    kernel.facts["found"] = float(found[first][0, 0])
-    kernel.facts["own"] = float(kernel.tensor_amax(first, region)[0, 0])
-    kernel.require(np.isfinite(kernel.facts["found"]) and kernel.facts["found"] > 0)
-    kernel.require(kernel.facts["found"] != kernel.facts["own"])
+    replay.facts["found"] = float(found[first][0, 0])
+    replay.facts["own"] = float(replay.tensor_amax(first, region)[0, 0])
+    replay.require(np.isfinite(replay.facts["found"]) and replay.facts["found"] > 0)
+    replay.require(replay.facts["found"] != replay.facts["own"])
     for direction in DIRECTIONS:
         found.setdefault(direction, found[first])
-    own = kernel.tensor_amax
-    kernel.tensor_amax = lambda direction, region: found[direction]
+    own = replay.tensor_amax
+    replay.tensor_amax = lambda direction, region: found[direction]
     if choice != "dump":
-        kernel.stored_amax = lambda amax, direction: own(direction, region).reshape(-1)
+        replay.stored_amax = lambda amax, direction: own(direction, region).reshape(-1)
 
 
 def _something_follows(setting, direction):
@@ -172,31 +221,31 @@ def _something_follows(setting, direction):
     return not beside or any(not np.array_equal(setting.outputs[n], setting.reference[n]) for n in beside)
 
 
-def _amax_of_scales(kernel):
-    """The one amax that the written block scales (NVFP4) or codes (per tensor) agree with, or NotApplicable."""
-    setting = kernel.setting
+def _amax_of_scales(replay):
+    """The one amax that the written block scales (two levels) or codes (per tensor) agree with, or NotApplicable."""
+    setting = replay.setting
     region = setting.probe
-    kernel.require(region is not None)
-    values = kernel.values(region.rows, region.columns)
-    values = kernel.round(values) if kernel.casts_rounded else values
+    replay.require(region is not None)
+    values = replay.values(region.rows, region.columns)
+    values = replay.round(values) if replay.casts_rounded else values
     direction = next((d for d in DIRECTIONS if f"{d}_data" in setting.outputs), None)
-    kernel.require(direction is not None)
-    if isinstance(kernel.scaling, NVFP4Scaling):
-        kernel.require(f"{direction}_scale_inv" in setting.outputs and not kernel.hadamard[direction])
-        shape = kernel.block_shapes[direction]
+    replay.require(direction is not None)
+    if replay.layout.two_level:
+        replay.require(f"{direction}_scale_inv" in setting.outputs and not replay.hadamard[direction])
+        shape = replay.block_shapes[direction]
         amax = block_amax(block_view(values, *shape))
-        amax = Geometry.of(kernel.scaling, direction).store_scales(amax, shape, region.shape)
-        written = crop(kernel.case, f"{direction}_scale_inv", setting.outputs[f"{direction}_scale_inv"], region)
-        factor = common_factor(amax, written, E4M3)
-        return np.full((1, 1), F(kernel.e4m3_max * 6) / (factor * F(6)), F)
-    factor = _factor_of_codes(kernel, values, direction, region)
-    return np.full((1, 1), kernel.scale_max / factor, F)
+        amax = Geometry.of(replay.scaling, direction).store_scales(amax, shape, region.shape)
+        written = crop(replay.case, f"{direction}_scale_inv", setting.outputs[f"{direction}_scale_inv"], region)
+        factor = common_factor(amax, written, replay.layout.scale_format)
+        return np.full((1, 1), tensor_limit(replay) / (factor * replay.fmt.max), F)
+    factor = _factor_of_codes(replay, values, direction, region)
+    return np.full((1, 1), replay.scale_max / factor, F)
 
 
-def _factor_of_codes(kernel, values, direction, region):
-    geometry = Geometry.of(kernel.scaling, direction)
-    written = geometry.codes(kernel.setting.outputs[f"{direction}_data"], kernel.shape, region.rows, region.columns)
-    return common_factor(values, written, kernel.fmt)
+def _factor_of_codes(replay, values, direction, region):
+    geometry = Geometry.of(replay.scaling, direction)
+    written = geometry.codes(replay.setting.outputs[f"{direction}_data"], replay.shape, region.rows, region.columns)
+    return common_factor(values, written, replay.fmt)
 
 
 def common_factor(values, codes, fmt):
@@ -205,8 +254,7 @@ def common_factor(values, codes, fmt):
     Each element allows an interval of factors, from the midpoints around its code; the intervals must have a common
     point (a few elements may miss it).
     """
-    half = 1 << (fmt.bits - 1)
-    index = (codes.ravel() & np.uint8(half - 1)).astype(np.int64)
+    index = fmt.magnitude_code(codes.ravel()).astype(np.int64)
     grid = fmt.grid
     magnitude = np.abs(values.ravel().astype(np.float64))
     usable = (index > 0) & (index < fmt.largest_code) & np.isfinite(magnitude) & (magnitude > 0)
@@ -233,30 +281,31 @@ def common_factor(values, codes, fmt):
     choices=("scale_inv", "codes"),
     last=True,
 )
-def stale_scale(kernel, choice):
-    require_scaling(kernel, DelayedScaling)
-    outputs = kernel.setting.outputs
+def stale_scale(replay, choice):
+    require_scaling(replay)
+    replay.require(replay.scaling.given is not None)
+    outputs = replay.setting.outputs
     direction = next((d for d in DIRECTIONS if f"{d}_data" in outputs or f"{d}_scale_inv" in outputs), None)
-    kernel.require(direction is not None)
-    own = F(kernel.scaling.scale)
+    replay.require(direction is not None)
+    own = replay.scaling.given
     if choice == "scale_inv":
-        kernel.require(f"{direction}_scale_inv" in outputs)
+        replay.require(f"{direction}_scale_inv" in outputs)
         inverse = outputs[f"{direction}_scale_inv"][0]
-        kernel.require(np.isfinite(inverse) and inverse > 0)
+        replay.require(np.isfinite(inverse) and inverse > 0)
         found = F(1) / inverse
-        kernel.decode_scale = lambda scale: np.full_like(scale, inverse)
+        replay.decode_scale = lambda scale: np.full_like(scale, inverse)
     else:
-        region = kernel.setting.probe
-        kernel.require(region is not None and f"{direction}_data" in outputs)
-        values = kernel.values(region.rows, region.columns)
-        values = kernel.round(values) if kernel.casts_rounded else values
-        found = _factor_of_codes(kernel, values, direction, region)
+        region = replay.setting.probe
+        replay.require(region is not None and f"{direction}_data" in outputs)
+        values = replay.values(region.rows, region.columns)
+        values = replay.round(values) if replay.casts_rounded else values
+        found = _factor_of_codes(replay, values, direction, region)
         if abs(found / own - 1) < 1e-3:
             found = own
-        kernel.decode_scale = lambda scale: np.full_like(scale, F(1) / own)
-    kernel.require(found != own)
-    kernel.facts["found"], kernel.facts["own"] = float(found), float(own)
-    kernel.given_scale = lambda: np.full((1, 1), found, F)
+        replay.decode_scale = lambda scale: np.full_like(scale, F(1) / own)
+    replay.require(found != own)
+    replay.facts["found"], replay.facts["own"] = float(found), float(own)
+    replay.encode_scale = lambda amax: np.full((1, 1), found, F)
 
 
 @computing(
@@ -265,48 +314,47 @@ def stale_scale(kernel, choice):
     stage=lambda choice: {"both": "block-amax", "stored": "stored", "cast": "multiplier"}[choice[0]],
     choices=[(what, by) for what in ("both", "cast", "stored") for by in (1, -1)],
 )
-def neighbour_block_scale(kernel, choice):
+def neighbour_block_scale(replay, choice):
     what, by = choice
-    if isinstance(kernel, DequantizeKernel):
-        _neighbour_scale_read(kernel, what, by)
+    if replay.dequantizes:
+        _neighbour_scale_read(replay, what, by)
         return
-    require_blocks(kernel)
-    kernel.facts["which"] = "next" if by == 1 else "previous"
-    kernel.facts["what"] = {
+    require_blocks(replay)
+    replay.facts["which"] = "next" if by == 1 else "previous"
+    replay.facts["what"] = {
         "both": "Each block is scaled by the amax",
         "cast": "Each block is cast with the scale",
         "stored": "Each block's stored scale is that",
     }[what]
-    kernel.halo = 1
+    replay.halo = 1
     inner = {}
 
     def quantize_blocks(own, values, amax_values, direction, region):
         inner["axis"] = int(direction == "rowwise")
         return own(values, amax_values, direction, region)
 
-    kernel.wrap("quantize_blocks", quantize_blocks)
+    replay.wrap("quantize_blocks", quantize_blocks)
 
     def shifted(array):
         axis = inner["axis"]
         return np.roll(array, -by, axis=axis) if array.shape[axis] > 1 else array
 
     if what == "both":
-        kernel.after("block_amax", shifted)
+        replay.after("block_amax", shifted)
     else:
         index = 1 if what == "cast" else 0
-        kernel.after("scales", lambda pair: tuple(shifted(a) if i == index else a for i, a in enumerate(pair)))
+        replay.after("scales", lambda pair: tuple(shifted(a) if i == index else a for i, a in enumerate(pair)))
 
 
-def _neighbour_scale_read(kernel, what, by):
-    kernel.require(what == "both" and kernel.whole_scales().shape != (1,))
-    kernel.facts["which"], kernel.facts["what"] = (
+def _neighbour_scale_read(replay, what, by):
+    replay.require(what == "both" and replay.layout.block is not None)
+    replay.facts["which"], replay.facts["what"] = (
         ("next" if by == 1 else "previous"),
         "Each block is read with the scale",
     )
-    scaling, direction = kernel.scaling, kernel.direction
-    b = scaling.block_size
-    m, k = kernel.shape
-    own = kernel.spread
+    direction, b = replay.direction, replay.layout.block[1]
+    m, k = replay.shape
+    own = replay.spread
 
     def spread(scales, region):
         rows, columns = region.rows, region.columns
@@ -319,7 +367,7 @@ def _neighbour_scale_read(kernel, what, by):
         index = np.clip(np.arange(rows.start, rows.stop) + by * b, 0, m - 1)
         return own(scales, Region(slice(start, min(m, rows.stop + b)), columns))[index - start]
 
-    kernel.spread = spread
+    replay.spread = spread
 
 
 @computing(
@@ -328,19 +376,19 @@ def _neighbour_scale_read(kernel, what, by):
     stage="blocks",
     choices=[(how, d) for how in ("tile", "first", "element") for d in ("all", *DIRECTIONS)],
 )
-def wrong_axis_amax(kernel, choice):
+def wrong_axis_amax(replay, choice):
     how, which = choice
-    require_blocks(kernel)
+    require_blocks(replay)
     chosen = DIRECTIONS if which == "all" else (which,)
-    kernel.require(kernel.block_shapes["rowwise"][0] == 1)
-    kernel.facts["axis"] = "the other axis" if which == "all" else {"rowwise": "M", "columnwise": "K"}[which]
-    kernel.facts["directions"] = "rowwise and columnwise" if which == "all" else which
+    replay.require(replay.block_shapes["rowwise"][0] == 1)
+    replay.facts["axis"] = "the other axis" if which == "all" else {"rowwise": "M", "columnwise": "K"}[which]
+    replay.facts["directions"] = "rowwise and columnwise" if which == "all" else which
     if how == "element":
         other = {"rowwise": "columnwise", "columnwise": "rowwise"}
-        shapes = kernel.block_shapes
-        kernel.block_shapes = {d: shapes[other[d]] if d in chosen else shapes[d] for d in DIRECTIONS}
+        shapes = replay.block_shapes
+        replay.block_shapes = {d: shapes[other[d]] if d in chosen else shapes[d] for d in DIRECTIONS}
         return
-    b = kernel.scaling.block_size
+    b = replay.layout.block[1]
     state = {}
 
     def quantize_blocks(own, values, amax_values, direction, region):
@@ -365,82 +413,92 @@ def wrong_axis_amax(kernel, choice):
             result = np.repeat(tiles[:, :, 0], b, axis=0)[:count]
         return np.ascontiguousarray(result.T if state["direction"] == "columnwise" else result)
 
-    kernel.wrap("quantize_blocks", quantize_blocks)
-    kernel.wrap("block_amax", across)
+    replay.wrap("quantize_blocks", quantize_blocks)
+    replay.wrap("block_amax", across)
 
 
 @computing(
     "wrong-block-size",
     "A scale covers {found} elements, where {own} were asked for.",
     stage="blocks",
-    choices=(16, 32, 64, 128),
+    choices=lambda replay: _other_block_sizes(replay),
 )
-def wrong_block_size(kernel, choice):
-    require_blocks(kernel)
-    own = kernel.scaling.block_size
-    kernel.require(choice != own)
-    kernel.facts["found"], kernel.facts["own"] = choice, own
-    kernel.block_shapes = {
+def wrong_block_size(replay, choice):
+    own = replay.layout.block[1]
+    replay.facts["found"], replay.facts["own"] = choice, own
+    replay.block_shapes = {
         direction: tuple(choice if edge == own else edge for edge in shape)
-        for direction, shape in kernel.block_shapes.items()
+        for direction, shape in replay.block_shapes.items()
     }
+
+
+def _other_block_sizes(replay):
+    """Those of the scalings that there are, half the own one, twice it; no more than a replay's region."""
+    require_blocks(replay)
+    own = replay.layout.block[1]
+    sizes = dict.fromkeys((16, 32, 64, 128, own // 2, 2 * own))
+    return [size for size in sizes if size != own and size <= 128]
 
 
 @computing(
     "two-d-ignored",
     "A scale covers one row of a block, where one scale for a square tile was asked for.",
     stage="blocks",
+    fields=("two_d", "block_dim"),
 )
-def two_d_ignored(kernel):
-    require_blocks(kernel)
-    b = kernel.scaling.block_size
-    kernel.require(kernel.block_shapes["rowwise"] == (b, b))
-    kernel.block_shapes = {"rowwise": (1, b), "columnwise": (b, 1)}
+def two_d_ignored(replay):
+    require_blocks(replay)
+    b = replay.layout.block[1]
+    replay.require(replay.block_shapes["rowwise"] == (b, b))
+    replay.block_shapes = {"rowwise": (1, b), "columnwise": (b, 1)}
 
 
 @computing(
     "two-d-scales", "A scale covers a square tile, where one for each row of a block was asked for.", stage="blocks"
 )
-def two_d_scales(kernel):
-    require_blocks(kernel)
-    b = kernel.scaling.block_size
-    kernel.require(kernel.block_shapes["rowwise"] == (1, b))
-    kernel.block_shapes = dict.fromkeys(DIRECTIONS, (b, b))
+def two_d_scales(replay):
+    require_blocks(replay)
+    b = replay.layout.block[1]
+    replay.require(replay.block_shapes["rowwise"] == (1, b))
+    replay.block_shapes = dict.fromkeys(DIRECTIONS, (b, b))
 
 
 @computing("tensor-scale-for-blocks", "All blocks share the scale of the whole tensor's amax.", stage="block-amax")
-def tensor_scale_for_blocks(kernel):
-    require_blocks(kernel)
-    kernel.require(not getattr(kernel.scaling, "row_scaled", False))
+def tensor_scale_for_blocks(replay):
+    require_blocks(replay)
+    replay.require(replay.layout.amax != "rows")
     for direction in DIRECTIONS:
-        scales = kernel.setting.outputs.get(f"{direction}_scale_inv")
+        scales = replay.setting.outputs.get(f"{direction}_scale_inv")
         if scales is not None:
-            valid = crop(kernel.case, f"{direction}_scale_inv", scales, whole(kernel.shape))
-            kernel.require((valid == valid.flat[0]).all() if valid.size else True)
-    if not isinstance(kernel.scaling, NVFP4Scaling):
-        kernel.amax_rounded = kernel.casts_rounded
-    amax = kernel.whole_amax("rowwise", None, None)
-    kernel.after("block_amax", lambda own: np.full_like(own, amax[0]))
+            valid = crop(replay.case, f"{direction}_scale_inv", scales, whole(replay.shape))
+            replay.require((valid == valid.flat[0]).all() if valid.size else True)
+    if replay.layout.amax is None:
+        replay.amax_rounded = replay.casts_rounded
+    amax = replay.whole_amax("rowwise", None, None)
+    replay.after("block_amax", lambda own: np.full_like(own, amax[0]))
 
 
 @computing(
-    "row-amax-missing", "All rows share the tensor's amax, where each row (column) has its own.", stage="tensor-amax"
+    "row-amax-missing",
+    "All rows share the tensor's amax, where each row (column) has its own.",
+    stage="tensor-amax",
+    fields=("row_scaled",),
 )
-def row_amax_missing(kernel):
-    require_scaling(kernel, NVFP4Scaling)
-    kernel.require(kernel.scaling.row_scaled)
-    own = kernel.tensor_amax
+def row_amax_missing(replay):
+    require_scaling(replay)
+    replay.require(replay.layout.amax == "rows")
+    own = replay.tensor_amax
 
     def tensor_amax(direction, region):
-        amax = kernel.whole_amax(
-            direction, slice(0, kernel.shape[direction == "columnwise"]), int(direction == "rowwise")
+        amax = replay.whole_amax(
+            direction, slice(0, replay.shape[direction == "columnwise"]), int(direction == "rowwise")
         )
         return np.full_like(own(direction, region), np.fmax.reduce(amax, initial=F(0)))
 
-    kernel.tensor_amax = tensor_amax
+    replay.tensor_amax = tensor_amax
 
 
-# --- MXFP8's byte ---------------------------------------------------------------------------------
+# --- E8M0 bytes -----------------------------------------------------------------------------------
 
 RULE_NAMES = {
     "up": "round-up rule, amax / max rounded up to a power of two",
@@ -450,21 +508,44 @@ RULE_NAMES = {
 }
 
 
-def _other_rule(kernel, rule):
-    require_scaling(kernel, MXFP8Scaling)
-    own = kernel.scaling.scale_rounding
-    kernel.require(own != rule)
-    kernel.facts["expected"] = ("TE has the " if own == "up" else "the settings ask for the ") + RULE_NAMES[own]
-    kernel.scale_byte = lambda amax: mxfp8.scale_byte(amax, kernel.fmt, rule)
+@cache
+def rule_of(scaling):
+    """Which of `E8M0_ROUNDINGS` gives the bytes that a scaling declares, None for a rule of its own."""
+    mantissas = np.arange(0, 1 << 23, 1 << 18, dtype=np.uint32)  # the formats' own, their midpoints, and beside them
+    mantissas = np.concatenate([mantissas, mantissas + np.uint32(1), (mantissas - np.uint32(1)) & np.uint32(0x7FFFFF)])
+    amax = ((np.arange(255, dtype=np.uint32) << np.uint32(23))[:, None] + mantissas).view(F)
+    with np.errstate(all="ignore"):
+        own = scaling.scale_code(REFERENCE)(amax, F(0), Numbers(F(0), FLT_MAX))
+        same = [rule for rule in E8M0_ROUNDINGS if np.array_equal(own, other_byte(scaling.fmt, rule)(amax))]
+    return same[0] if same else None
+
+
+def other_byte(fmt, rule):
+    """f(amax) -> byte by one of `E8M0_ROUNDINGS`, for elements of `fmt`."""
+    settings = E8M0Scaling()
+    settings.fmt, settings.scale_rounding = fmt, rule
+    byte = settings.scale_code(REFERENCE)
+    return lambda amax: byte(amax, F(0), None)
+
+
+def _other_rule(replay, rule):
+    require_powers_of_two(replay)
+    own = rule_of(replay.case.scaling)
+    replay.require(own != rule)
+    expected = "TE has the " if own == "up" else "the settings ask for the "
+    replay.facts["expected"] = expected + RULE_NAMES[own] if own else "the settings have a rule of their own"
+    if rule in RULE_NAMES:
+        replay.scale_code = lambda declared, amax, tensor_scale: other_byte(replay.fmt, rule)(amax)
 
 
 @computing(
     "scale-floor",
     "The scale bytes follow the OCP floor rule, 2^floor(log2 amax), where {expected}.",
     stage="scale",
+    fields=("scale_rounding",),
 )
-def scale_floor(kernel):
-    _other_rule(kernel, "floor")
+def scale_floor(replay):
+    _other_rule(replay, "floor")
 
 
 @computing(
@@ -472,8 +553,8 @@ def scale_floor(kernel):
     "The scale bytes follow the OCP even rule (amax rounded to the format's mantissa first), where {expected}.",
     stage="scale",
 )
-def scale_even(kernel):
-    _other_rule(kernel, "even")
+def scale_even(replay):
+    _other_rule(replay, "even")
 
 
 @computing(
@@ -481,15 +562,15 @@ def scale_even(kernel):
     "The scale bytes follow the OCP ceil rule, 2^ceil(log2 amax), where {expected}.",
     stage="scale",
 )
-def scale_ceil_ocp(kernel):
-    _other_rule(kernel, "ceil_ocp")
+def scale_ceil_ocp(replay):
+    _other_rule(replay, "ceil_ocp")
 
 
 @computing(
     "scale-up", "The scale bytes round amax / max up to a power of two, TE's rule, where {expected}.", stage="scale"
 )
-def scale_up(kernel):
-    _other_rule(kernel, "up")
+def scale_up(replay):
+    _other_rule(replay, "up")
 
 
 @computing(
@@ -498,24 +579,24 @@ def scale_up(kernel):
     stage="scale",
     choices=("value", "logarithm"),
 )
-def scale_nearest(kernel, choice):
-    _other_rule(kernel, "nearest")
-    kernel.facts["how"] = "" if choice == "value" else " by its logarithm"
+def scale_nearest(replay, choice):
+    _other_rule(replay, "nearest")
+    replay.facts["how"] = "" if choice == "value" else " by its logarithm"
 
-    def scale_byte(amax):
-        ratio = amax * (F(1) / kernel.scale_max)
+    def scale_code(declared, amax, tensor_scale):
+        ratio = amax * (F(1) / replay.scale_max)
         if choice == "value":
             return encode_tile(ratio, E8M0, rounding="nearest_even")
         return log_byte(np.rint(np.log2(ratio)), amax)
 
-    kernel.scale_byte = scale_byte
+    replay.scale_code = scale_code
 
 
 def log_byte(exponent, amax):
-    """Scale byte of a float exponent; 0 for amax 0, 0xFE for inf."""
-    exponent = np.where(np.isfinite(exponent), exponent, -127)
-    byte = np.clip(exponent + 127, 0, 254).astype(np.uint8)
-    return np.where(np.isinf(amax), np.uint8(254), byte)
+    """Scale byte of a float exponent; 0 for amax 0, the largest for inf."""
+    exponent = np.where(np.isfinite(exponent), exponent, -E8M0.bias)
+    byte = np.clip(exponent + E8M0.bias, 0, E8M0.largest_code).astype(np.uint8)
+    return np.where(np.isinf(amax), np.uint8(E8M0.largest_code), byte)
 
 
 @computing(
@@ -524,24 +605,23 @@ def log_byte(exponent, amax):
     stage="scale",
     choices=("ceil, divided", "ceil, multiplied", "floor", "ceil of difference"),
 )
-def scale_log2(kernel, choice):
-    require_scaling(kernel, MXFP8Scaling)
+def scale_log2(replay, choice):
+    require_powers_of_two(replay)
 
-    def scale_byte(amax):
-        emax = F(math.floor(math.log2(kernel.scale_max)))
+    def scale_code(declared, amax, tensor_scale):
+        emax = F(math.floor(math.log2(replay.scale_max)))
         if choice == "floor":
             exponent = np.floor(np.log2(amax)) - emax
         elif choice == "ceil, divided":
-            exponent = np.ceil(np.log2(amax / kernel.scale_max))
+            exponent = np.ceil(np.log2(amax / replay.scale_max))
         elif choice == "ceil, multiplied":
-            exponent = np.ceil(np.log2(amax * (F(1) / kernel.scale_max)))
+            exponent = np.ceil(np.log2(amax * (F(1) / replay.scale_max)))
         else:
-            exponent = np.ceil(np.log2(amax) - np.log2(kernel.scale_max))
+            exponent = np.ceil(np.log2(amax) - np.log2(replay.scale_max))
         return log_byte(exponent, amax)
 
-    kernel.require(choice != "floor" or kernel.scaling.scale_rounding == "floor")
-    kernel.require(choice == "floor" or kernel.scaling.scale_rounding == "up")
-    kernel.scale_byte = scale_byte
+    replay.require(rule_of(replay.case.scaling) == ("floor" if choice == "floor" else "up"))
+    replay.scale_code = scale_code
 
 
 @computing(
@@ -550,10 +630,10 @@ def scale_log2(kernel, choice):
     "quotient is a power of two.",
     stage="scale",
 )
-def scale_divided(kernel):
-    require_scaling(kernel, MXFP8Scaling)
-    kernel.require(kernel.scaling.scale_rounding == "up")
-    kernel.scale_byte = lambda amax: encode_tile(amax / kernel.scale_max, E8M0, rounding="up")
+def scale_divided(replay):
+    require_powers_of_two(replay)
+    replay.require(rule_of(replay.case.scaling) == "up")
+    replay.scale_code = lambda declared, amax, tensor_scale: encode_tile(amax / replay.scale_max, E8M0, rounding="up")
 
 
 @computing(
@@ -562,54 +642,57 @@ def scale_divided(kernel):
     stage=lambda choice: {"both": "scale", "stored": "stored", "cast": "multiplier"}[choice[1]],
     choices=[(by, what) for by in (1, -1) for what in ("both", "stored", "cast")],
 )
-def scale_off_by_one(kernel, choice):
+def scale_off_by_one(replay, choice):
     by, what = choice
-    if isinstance(kernel, DequantizeKernel):
-        kernel.require(isinstance(kernel.scaling, MXFP8Scaling) and what == "both")
-        kernel.facts["high"], kernel.facts["how"] = ("high" if by == 1 else "low"), " as it is read (the bias is off)"
-        kernel.wrap("decode_scale", lambda inner, s: inner(np.clip(s.astype(int) + by, 0, 254).astype(np.uint8)))
+    if replay.dequantizes:
+        replay.require(replay.layout.scale_format is not None and what == "both")
+        replay.facts["high"], replay.facts["how"] = ("high" if by == 1 else "low"), " as it is read (the bias is off)"
+        replay.wrap("read_scale", lambda inner, codes, fmt: inner(_moved(codes, by, fmt), fmt))
         return
-    require_scaling(kernel, MXFP8Scaling, NVFP4Scaling)
-    kernel.facts["high"] = "high" if by == 1 else "low"
-    kernel.facts["how"] = {
+    require_coded_scales(replay)
+    replay.facts["high"] = "high" if by == 1 else "low"
+    replay.facts["how"] = {
         "both": "",
         "stored": ", though the data are cast with the right one",
         "cast": " for the cast, though the right one is stored",
     }[what]
-
-    def moved(byte):
-        top = 254 if isinstance(kernel.scaling, MXFP8Scaling) else 0x7E
-        return np.clip(byte.astype(int) + by, 0, top).astype(np.uint8)
-
-    if isinstance(kernel.scaling, MXFP8Scaling):
-        if what == "both":
-            kernel.after("scale_byte", moved)
-        elif what == "cast":
-            kernel.wrap("byte_multiplier", lambda inner, byte: inner(moved(byte)))
+    fmt = replay.layout.scale_format
+    if what == "both":
+        replay.after("scale_code", lambda code: _moved(code, by, fmt))
+    elif what == "cast":
+        replay.wrap("code_multiplier", lambda inner, code, tensor_scale: inner(_moved(code, by, fmt), tensor_scale))
     else:
-        kernel.require(what != "cast")
-        if what == "both":
-            kernel.after("encode_block_scale", moved)
-    if what == "stored":
-        kernel.after("stored_scale", moved)
+        replay.after("stored_scale", lambda code: _moved(code, by, fmt))
+
+
+def _moved(code, by, fmt):
+    return np.clip(code.astype(int) + by, 0, fmt.largest_code).astype(np.uint8)
 
 
 # --- which limits ---------------------------------------------------------------------------------
 
 
-def set_scale_max(kernel, value):
+#: Formats that scales may have: all, and those of the scalings that there are.
+SCALE_FORMATS = list(dict.fromkeys([*FORMATS.values(), *(row.scaling.layout.scale_format for row in NAMED.values())]))
+SCALE_FORMATS.remove(None)
+#: The largest values of the element formats, those of FP8 among them.
+ELEMENT_MAXIMA = [float(fmt.max) for fmt in FORMATS.values() if fmt.signed]
+FP8_MAXIMA = [float(fmt.max) for fmt in FP8_FORMATS]
+
+
+class WithMaximum:
+    """A format as a scale rule sees it, with another largest value."""
+
+    def __init__(self, fmt, largest):
+        self._fmt, self.max = fmt, F(largest)
+
+    def __getattr__(self, name):
+        return getattr(self._fmt, name)
+
+
+def set_scale_max(replay, value):
     """Let the amax be mapped to `value` instead of the element format's maximum."""
-    kernel.scale_max = F(value)
-    if isinstance(kernel.scaling, MXFP8Scaling):
-        rule = kernel.scaling.scale_rounding
-        if rule == "up":
-            kernel.scale_byte = lambda amax: encode_tile(amax * (F(1) / F(value)), E8M0, rounding="up")
-        else:
-            shift = int(np.floor(np.log2(value))) - int(np.floor(np.log2(kernel.fmt.max)))
-            own = kernel.scale_byte
-            kernel.scale_byte = lambda amax: np.where(
-                (amax == 0) | np.isinf(amax), own(amax), np.clip(own(amax).astype(int) - shift, 0, 254)
-            ).astype(np.uint8)
+    replay.vary(fmt=WithMaximum(replay.fmt, value))
 
 
 @computing(
@@ -617,65 +700,67 @@ def set_scale_max(kernel, value):
     "The amax is mapped to 240, the maximum of IEEE-like E4M3 (and E4M3FNUZ), where OCP's E4M3 has 448.",
     stage="limit",
 )
-def e4m3_max_240(kernel):
-    if isinstance(kernel, UpdateKernel):
-        kernel.require(kernel.fmt == E4M3)
-        kernel.after("fresh_scale", lambda scale: scale * F(240 / 448))
+def e4m3_max_240(replay):
+    if replay.updates:
+        replay.require(replay.fmt == E4M3)
+        replay.after("fresh_scale", lambda scale: scale * F(240 / 448))
         return
-    require_own_amax(kernel)
-    kernel.require(kernel.fmt == E4M3)
-    set_scale_max(kernel, 240)
+    require_own_amax(replay)
+    replay.require(replay.fmt == E4M3)
+    set_scale_max(replay, 240)
 
 
 @computing(
     "other-format-max",
     "The amax is mapped to {found:g}, where the maximum is {own:g}.",
     stage="limit",
-    choices=(448, 57344, 256, 6, 28, 7.5, 4, 1, 127, 464, 512),
+    fields=("e4m3_max",),
+    choices=lambda replay: dict.fromkeys([*ELEMENT_MAXIMA, 256, 4, 1, 127, 464, 512]),
 )
-def other_format_max(kernel, choice):
-    if isinstance(kernel, UpdateKernel):
-        kernel.require(choice in (448, 57344, 1, 127))
-        own = kernel.fmt.max
-        kernel.require(choice != own)
-        kernel.after("fresh_scale", lambda scale: scale * (F(choice) / own))
-    elif isinstance(kernel, DequantizeKernel):
-        kernel.require(isinstance(kernel.scaling, NVFP4Scaling) and choice in (448, 256))
-        own = kernel.scaling.e4m3_max
-        kernel.require(choice != own)
-        kernel.factor = lambda: F(1) / F(6 * choice)
-    elif isinstance(kernel.scaling, NVFP4Scaling):
-        require_own_amax(kernel)
-        kernel.require(choice in (448, 256) and choice != kernel.e4m3_max)
-        own, kernel.e4m3_max = kernel.e4m3_max, choice
+def other_format_max(replay, choice):
+    if replay.updates:
+        replay.require(choice in (*FP8_MAXIMA, 1, 127))
+        own = replay.fmt.max
+        replay.require(choice != own)
+        replay.after("fresh_scale", lambda scale: scale * (F(choice) / own))
+    elif replay.layout is not None and replay.layout.two_level:
+        if not replay.dequantizes:
+            require_own_amax(replay)
+        replay.require(hasattr(replay.scaling, "e4m3_max") and choice in (448, 256))
+        own = replay.scaling.e4m3_max
+        replay.require(choice != own)
+        replay.vary(e4m3_max=choice)
     else:
-        require_own_amax(kernel)
-        own = kernel.fmt.max
-        kernel.require(choice != own)
-        set_scale_max(kernel, choice)
-    kernel.facts["found"], kernel.facts["own"] = float(choice), float(own)
+        require_own_amax(replay)
+        own = replay.fmt.max
+        replay.require(choice != own)
+        set_scale_max(replay, choice)
+    replay.facts["found"], replay.facts["own"] = float(choice), float(own)
 
 
 @computing(
     "element-max-4",
-    "Block maxima are mapped to 4, where TE maps them to 6, the largest E2M1 value.",
+    "Block maxima are mapped to {found:g}, where TE maps them to {own:g}, the largest {fmt} value.",
     stage="limit",
 )
-def element_max_4(kernel):
-    require_scaling(kernel, NVFP4Scaling)
-    kernel.require(not kernel.four_over_six)
-    kernel.wrap("block_byte", lambda inner, amax, s_enc: inner(amax * F(1.5), s_enc))
+def element_max_4(replay):
+    require_two_levels(replay)
+    replay.require(replay.rule.choice is None)
+    found, own = replay.fmt.grid[-2:]
+    replay.facts["found"], replay.facts["own"], replay.facts["fmt"] = found, own, replay.fmt
+    larger = F(own / found)
+    replay.wrap("scale_code", lambda inner, rule, amax, tensor_scale: inner(rule, amax * larger, tensor_scale))
 
 
 @computing(
     "power-of-two-missing",
     "The scales are not rounded to powers of two.",
     stage="power-of-two",
+    fields=("power_2_scale",),
 )
-def power_of_two_missing(kernel):
-    require_scaling(kernel, CurrentScaling, BlockScaling)
-    kernel.require(kernel.scaling.power_2_scale)
-    _power_of_two(kernel, False)
+def power_of_two_missing(replay):
+    _require_power_of_two(replay, True)
+    replay.vary(power_2_scale=False)
 
 
 @computing(
@@ -684,23 +769,29 @@ def power_of_two_missing(kernel):
     stage="power-of-two",
     choices=("down", "up"),
 )
-def power_of_two_extra(kernel, choice):
-    kernel.facts["what"] = "scales are"
-    kernel.facts["how"] = "down" if choice == "down" else "up"
-    if isinstance(kernel, UpdateKernel):
-        kernel.require(choice == "down")
-        kernel.after("fresh_scale", power_of_two_below)
+def power_of_two_extra(replay, choice):
+    replay.facts["what"] = "scales are"
+    replay.facts["how"] = "down" if choice == "down" else "up"
+    if replay.updates:
+        replay.require(choice == "down")
+        replay.after("fresh_scale", power_of_two_below)
         return
-    require_scaling(kernel, CurrentScaling, BlockScaling, DelayedScaling)
-    if isinstance(kernel.scaling, DelayedScaling):
-        kernel.require(choice == "down")
-        kernel.after("given_scale", power_of_two_below)
-    elif choice == "down":
-        kernel.require(not kernel.scaling.power_2_scale)
-        _power_of_two(kernel, True)
+    if replay.scaling is not None and replay.scaling.given is not None:
+        require_scaling(replay)
+        replay.require(choice == "down")
+        replay.after("encode_scale", power_of_two_below)
+        return
+    _require_power_of_two(replay, False)
+    if choice == "down":
+        replay.vary(power_2_scale=True)
     else:
-        kernel.require(not kernel.scaling.power_2_scale)
-        kernel.after("encode_scale", power_of_two_above)
+        replay.after("encode_scale", power_of_two_above)
+
+
+def _require_power_of_two(replay, wanted):
+    """NotApplicable unless float32 scales may be rounded to powers of two, and are (or are not)."""
+    require_float_scales_of_amax(replay)
+    replay.require(replay.scaling.power_2_scale is wanted)
 
 
 def power_of_two_above(scale):
@@ -715,26 +806,21 @@ def power_of_two_above(scale):
     stage="power-of-two",
     choices=("up", "nearest"),
 )
-def power_of_two_up(kernel, choice):
-    require_scaling(kernel, CurrentScaling, BlockScaling)
-    kernel.require(kernel.scaling.power_2_scale)
-    _power_of_two(kernel, False)
-    kernel.facts["how"] = {"up": "up to the next", "nearest": "to the nearest"}[choice]
+def power_of_two_up(replay, choice):
+    _require_power_of_two(replay, True)
+    replay.vary(power_2_scale=False)
+    replay.facts["how"] = {"up": "up to the next", "nearest": "to the nearest"}[choice]
     if choice == "up":
-        kernel.after("encode_scale", power_of_two_above)
+        replay.after("encode_scale", power_of_two_above)
     else:
-        kernel.after("encode_scale", lambda scale: np.exp2(np.rint(np.log2(scale))).astype(F))
+        replay.after("encode_scale", lambda scale: np.exp2(np.rint(np.log2(scale))).astype(F))
 
 
-def _power_of_two(kernel, wanted):
-    kernel.scaling = replace(kernel.scaling, power_2_scale=wanted)
-
-
-@computing("epsilon-missing", "amax_epsilon is ignored.", stage="epsilon")
-def epsilon_missing(kernel):
-    require_scaling(kernel, CurrentScaling, BlockScaling)
-    kernel.require(kernel.scaling.amax_epsilon > 0)
-    kernel.scaling = replace(kernel.scaling, amax_epsilon=0.0)
+@computing("epsilon-missing", "amax_epsilon is ignored.", stage="epsilon", fields=("amax_epsilon",))
+def epsilon_missing(replay):
+    require_own_amax(replay)
+    replay.require(replay.numbers.epsilon > 0)
+    replay.numbers = replay.numbers._replace(epsilon=F(0))
 
 
 @computing(
@@ -744,22 +830,22 @@ def epsilon_missing(kernel):
     last=True,
     choices=[(e, how) for e in (1e-12, 1e-10, 1e-8, 1e-6, 1e-5, 1e-4, 2.0**-126) for how in ("bound", "sum")],
 )
-def epsilon_extra(kernel, choice):
+def epsilon_extra(replay, choice):
     epsilon, how = choice
-    require_own_amax(kernel)
-    kernel.facts["epsilon"] = epsilon
-    kernel.facts["what"] = "is at least" if how == "bound" else "has an addend of"
-    kernel.facts["own"] = "TE does not have"
-    own = getattr(kernel.scaling, "amax_epsilon", 0.0)
-    kernel.require(F(own) != F(epsilon))
+    require_own_amax(replay)
+    replay.facts["epsilon"] = epsilon
+    replay.facts["what"] = "is at least" if how == "bound" else "has an addend of"
+    replay.facts["own"] = "TE does not have"
+    own = replay.numbers.epsilon
+    replay.require(own != F(epsilon))
     if own:
-        kernel.facts["own"] = f"is not the amax_epsilon of the settings, {own:g}"
-        kernel.scaling = replace(kernel.scaling, amax_epsilon=0.0)
+        replay.facts["own"] = f"is not the amax_epsilon of the settings, {own:g}"
+        replay.numbers = replay.numbers._replace(epsilon=F(0))
     change = (lambda amax: np.maximum(amax, F(epsilon))) if how == "bound" else (lambda amax: amax + F(epsilon))
-    if isinstance(kernel.scaling, CurrentScaling):
-        kernel.wrap("encode_scale", lambda inner, amax: inner(change(amax)))
+    if replay.layout.block is None:
+        replay.wrap("encode_scale", lambda inner, amax: inner(change(amax)))
     else:
-        kernel.after("block_amax", change)
+        replay.after("block_amax", change)
 
 
 # --- what is stored, what is multiplied -----------------------------------------------------------
@@ -771,45 +857,37 @@ def epsilon_extra(kernel, choice):
     stage=lambda choice: {"both": "scale", "stored": "stored", "multiplied": "multiplier"}[choice],
     choices=("stored", "multiplied", "both"),
 )
-def inverted_scale(kernel, choice):
-    if isinstance(kernel, UpdateKernel):
-        kernel.require(choice == "both")
-        kernel.facts["what"] = "The scale is amax / max"
-        kernel.after("fresh_scale", lambda scale: F(1) / scale)
+def inverted_scale(replay, choice):
+    if replay.updates:
+        replay.require(choice == "both")
+        replay.facts["what"] = "The scale is amax / max"
+        replay.after("fresh_scale", lambda scale: F(1) / scale)
         return
-    if isinstance(kernel, DequantizeKernel):
-        kernel.require(choice == "both")
-        kernel.facts["what"] = "Elements are divided by the stored scale"
-        kernel.after("decode_scale", lambda scale: F(1) / scale)
+    if replay.dequantizes:
+        replay.require(choice == "both")
+        replay.facts["what"] = "Elements are divided by the stored scale"
+        replay.after("read_scale", lambda scale: F(1) / scale)
         return
-    require_scaling(kernel)
-    kernel.facts["what"] = {
+    require_scaling(replay)
+    replay.facts["what"] = {
         "stored": "The stored scales are encode scales, max / amax",
         "multiplied": "Elements are multiplied with the decode scale",
         "both": "Elements are multiplied with amax / max and its reciprocal is stored",
     }[choice]
-    if isinstance(kernel.scaling, MXFP8Scaling):
-        flipped = lambda byte: np.clip(254 - byte.astype(int), 0, 254).astype(np.uint8)  # noqa: E731
+    fmt = replay.layout.scale_format
+    if fmt is None:
         if choice == "both":
-            kernel.after("scale_byte", flipped)
+            replay.after("encode_scale", lambda scale: F(1) / scale)
         elif choice == "stored":
-            kernel.after("stored_scale", flipped)
+            replay.decode_scale = lambda scale: scale
         else:
-            kernel.wrap("byte_multiplier", lambda inner, byte: inner(flipped(byte)))
-    elif isinstance(kernel.scaling, NVFP4Scaling):
-        kernel.require(choice != "both")
-        if choice == "stored":
-            kernel.after("stored_scale", lambda byte: encode_tile(F(1) / E4M3.values[byte], E4M3))
-        else:
-            kernel.after("nvfp4_multiplier", lambda multiplier: F(1) / multiplier)
+            replay.wrap("multiply", lambda inner, values, scale: inner(values, F(1) / scale))
+    elif choice == "multiplied":
+        replay.after("code_multiplier", lambda multiplier: F(1) / multiplier)
     else:
-        stage = "given_scale" if isinstance(kernel.scaling, DelayedScaling) else "encode_scale"
-        if choice == "both":
-            kernel.after(stage, lambda scale: F(1) / scale)
-        elif choice == "stored":
-            kernel.decode_scale = lambda scale: scale
-        else:
-            kernel.wrap("multiply", lambda inner, values, scale: inner(values, F(1) / scale))
+        replay.require(choice == "stored" or not replay.layout.two_level)
+        stage = "scale_code" if choice == "both" else "stored_scale"
+        replay.after(stage, lambda code: encode_tile(F(1) / fmt.values[code], fmt))
 
 
 @computing(
@@ -818,22 +896,21 @@ def inverted_scale(kernel, choice):
     stage="stored",
     choices=("amax / max", "amax * (1 / max)", "amax / max, multiplied with its reciprocal"),
 )
-def scale_inverse_separate(kernel, choice):
-    require_scaling(kernel, CurrentScaling, BlockScaling)
-    kernel.require(not kernel.scaling.power_2_scale)
-    kernel.facts["what"] = choice.partition(",")[0]
-    inner = kernel.encode_scale
+def scale_inverse_separate(replay, choice):
+    _require_power_of_two(replay, False)
+    replay.facts["what"] = choice.partition(",")[0]
+    inner = replay.encode_scale
     state = {}
 
     def encode_scale(amax):
         scale = inner(amax)
-        quotient = amax * (F(1) / kernel.scale_max) if "*" in choice else amax / kernel.scale_max
+        quotient = amax * (F(1) / replay.scale_max) if "*" in choice else amax / replay.scale_max
         usual = (amax > 0) & np.isfinite(amax) & np.isfinite(F(1) / quotient)
         state["inverse"] = np.where(usual, quotient, F(1) / scale)
         return np.where(usual, F(1) / quotient, scale) if "," in choice else scale
 
-    kernel.encode_scale = encode_scale
-    kernel.decode_scale = lambda scale: state["inverse"]
+    replay.encode_scale = encode_scale
+    replay.decode_scale = lambda scale: state["inverse"]
 
 
 @computing(
@@ -842,22 +919,21 @@ def scale_inverse_separate(kernel, choice):
     stage="scale-dtype",
     choices=("encode scale is", "stored scale is", "stored scale and the multiplier are", "scale is"),
 )
-def scale_rounded_to_bf16(kernel, choice):
-    kernel.facts["what"] = choice
+def scale_rounded_to_bf16(replay, choice):
+    replay.facts["what"] = choice
     to_bf16 = lambda scale: np.asarray(scale).astype(BFLOAT16).astype(F)  # noqa: E731
-    if isinstance(kernel, DequantizeKernel | UpdateKernel):
-        kernel.require(choice == "scale is")
-        kernel.after("block_factor" if isinstance(kernel, DequantizeKernel) else "fresh_scale", to_bf16)
+    if not replay.computes:
+        replay.require(choice == "scale is")
+        replay.after("block_factor" if replay.dequantizes else "fresh_scale", to_bf16)
         return
-    require_scaling(kernel, DelayedScaling, CurrentScaling, BlockScaling)
-    kernel.require(choice != "scale is")
-    stage = "given_scale" if isinstance(kernel.scaling, DelayedScaling) else "encode_scale"
+    require_float_scales(replay)
+    replay.require(choice != "scale is")
     if choice.startswith("encode"):
-        kernel.after(stage, to_bf16)
+        replay.after("encode_scale", to_bf16)
     else:
-        kernel.after("decode_scale", to_bf16)
+        replay.after("decode_scale", to_bf16)
         if "multiplier" in choice:
-            kernel.wrap("multiply", lambda inner, values, scale: inner(values, F(1) / to_bf16(F(1) / scale)))
+            replay.wrap("multiply", lambda inner, values, scale: inner(values, F(1) / to_bf16(F(1) / scale)))
 
 
 @computing(
@@ -866,35 +942,37 @@ def scale_rounded_to_bf16(kernel, choice):
     stage="multiply",
     choices=("decode", "exact", "global", "global encode", "block"),
 )
-def divided_by_scale(kernel, choice):
-    require_scaling(kernel)
-    kernel.require(not isinstance(kernel.scaling, MXFP8Scaling))
+def divided_by_scale(replay, choice):
+    require_scaling(replay)
+    replay.require(replay.layout.scale_format != E8M0)  # exact either way
     if choice == "decode":
-        kernel.wrap("multiply", lambda inner, values, multiplier: values / (F(1) / multiplier))
+        replay.wrap("multiply", lambda inner, values, multiplier: values / (F(1) / multiplier))
         return
-    if not isinstance(kernel.scaling, NVFP4Scaling):
-        kernel.require(choice == "exact" and not isinstance(kernel.scaling, DelayedScaling))
+    if not replay.layout.two_level:
+        require_float_scales_of_amax(replay)
+        replay.require(choice == "exact")
         state = {}
-        own = kernel.encode_scale
+        own = replay.encode_scale
 
         def encode_scale(amax):
-            state["inverse"] = amax / kernel.scale_max
+            state["inverse"] = amax / replay.scale_max
             return own(amax)
 
-        kernel.encode_scale = encode_scale
-        kernel.multiply = lambda values, multiplier: np.where(
+        replay.encode_scale = encode_scale
+        replay.multiply = lambda values, multiplier: np.where(
             (multiplier != 1), values / state["inverse"][:, None, :, None], values
         ).astype(F)
         return
-    kernel.require(choice != "exact")
+    replay.require(choice != "exact")
     state = {}
 
-    def nvfp4_multiplier(inner, byte, s_enc):
-        state["byte"], state["s_enc"] = E4M3.values[byte][:, None, :, None], s_enc[:, None, :, None]
-        return inner(byte, s_enc)
+    def code_multiplier(inner, code, tensor_scale):
+        values = replay.layout.scale_format.values[code]
+        state["scale"], state["s_enc"] = values[:, None, :, None], tensor_scale[0][:, None, :, None]
+        return inner(code, tensor_scale)
 
     def multiply(inner, values, multiplier):
-        scale, s_enc = state["byte"], state["s_enc"]
+        scale, s_enc = state["scale"], state["s_enc"]
         usual = np.isfinite(multiplier) & (multiplier < FLT_MAX) & (scale > 0)
         if choice == "global":
             scaled = values / (scale * (F(1) / s_enc))
@@ -904,11 +982,11 @@ def divided_by_scale(kernel, choice):
             scaled = (values * s_enc) / scale
         return np.where(usual, scaled, inner(values, multiplier)).astype(F)
 
-    kernel.wrap("nvfp4_multiplier", nvfp4_multiplier)
-    kernel.wrap("multiply", multiply)
+    replay.wrap("code_multiplier", code_multiplier)
+    replay.wrap("multiply", multiply)
 
 
-# --- NVFP4's two levels ---------------------------------------------------------------------------
+# --- two levels -----------------------------------------------------------------------------
 
 
 @computing(
@@ -917,92 +995,112 @@ def divided_by_scale(kernel, choice):
     stage="global-scale",
     choices=("all", "stored", "multiplier"),
 )
-def missing_global_scale(kernel, choice):
-    if isinstance(kernel, DequantizeKernel):
-        kernel.require(isinstance(kernel.scaling, NVFP4Scaling) and choice == "all")
-        kernel.facts["what"] = "Elements are multiplied with the block scale alone"
-        kernel.block_factor = lambda scales, region: scales
+def missing_global_scale(replay, choice):
+    if replay.dequantizes:
+        replay.require(replay.layout.two_level and choice == "all")
+        replay.facts["what"] = "Elements are multiplied with the block scale alone"
+        replay.block_factor = lambda scales, region: replay.read_scale(scales, replay.layout.scale_format)
         return
-    require_scaling(kernel, NVFP4Scaling)
-    kernel.facts["what"] = {
-        "all": "The block scale is amax / 6 alone",
-        "stored": "The stored block scale is amax / 6 alone",
+    require_two_levels(replay)
+    replay.facts["what"] = {
+        "all": f"The block scale is amax / {replay.fmt.max:g} alone",
+        "stored": f"The stored block scale is amax / {replay.fmt.max:g} alone",
         "multiplier": "Elements are divided by the block scale alone",
     }[choice]
     if choice == "all":
-        kernel.after("global_scale", np.ones_like)
+        replay.after("tensor_scale", _ones)
     elif choice == "multiplier":
-        kernel.wrap("nvfp4_multiplier", lambda inner, byte, s_enc: inner(byte, np.ones_like(s_enc)))
+        replay.wrap("code_multiplier", lambda inner, code, tensor_scale: inner(code, _ones(tensor_scale)))
     else:
-        kernel.wrap("block_byte", lambda inner, amax, s_enc: inner(amax, np.ones_like(s_enc)))
+        replay.wrap("scale_code", lambda inner, rule, amax, tensor_scale: inner(rule, amax, _ones(tensor_scale)))
+
+
+def _ones(tensor_scale):
+    return tuple(np.ones_like(scale) for scale in tensor_scale)
+
+
+def _clamp(replay, least):
+    """Let block scales be `least` or more before their cast."""
+    largest = replay.layout.scale_format.max
+    replay.wrap("cast_scale", lambda inner, scale, *how: inner(np.clip(scale, F(least), largest), *how))
 
 
 @computing(
     "clamped-block-scale",
     "Block scales are clamped to {least:g} or more, where TE keeps smaller ones.",
     stage="clamp",
-    choices=(2.0**-6, 2.0**-9, 2.0**-8, 2.0**-7),
+    choices=lambda replay: _small_scales(replay),
 )
-def clamped_block_scale(kernel, choice):
-    require_scaling(kernel, NVFP4Scaling)
-    kernel.facts["least"] = choice
-    kernel.wrap("encode_block_scale", lambda inner, scale: inner(np.clip(scale, F(choice), F(448))))
+def clamped_block_scale(replay, choice):
+    replay.facts["least"] = choice
+    _clamp(replay, choice)
+
+
+def _small_scales(replay):
+    """The least normal scale, then the powers of two below it from the least scale on."""
+    require_two_levels(replay)
+    fmt = replay.layout.scale_format
+    normal, least = float(fmt.smallest_normal), float(fmt.smallest_subnormal)
+    return [normal, *(least * 2.0**i for i in range(round(math.log2(normal / least))))]
 
 
 @computing(
     "one-level-nvfp4",
-    "NVFP4 has one level: the block scale is amax / 6 clamped to 2^-6 or more, and the tensor's amax plays no part.",
+    "{title} has one level: the block scale is amax / {largest:g} clamped to 2^{exponent} or more, and the tensor's "
+    "amax plays no part.",
     stage="global-scale",
 )
-def one_level_nvfp4(kernel):
-    require_scaling(kernel, NVFP4Scaling)
-    kernel.after("global_scale", np.ones_like)
-    kernel.wrap("encode_block_scale", lambda inner, scale: inner(np.clip(scale, F(2.0**-6), F(448))))
+def one_level_nvfp4(replay):
+    require_two_levels(replay)
+    least = replay.layout.scale_format.smallest_normal
+    replay.facts["title"], replay.facts["largest"] = replay.scaling.title, replay.fmt.max
+    replay.facts["exponent"] = round(math.log2(least))
+    replay.after("tensor_scale", _ones)
+    _clamp(replay, least)
 
 
 @computing(
     "global-scale-by-division",
-    "The tensor's scale is the inverse of amax / 2688, where TE divides 2688 by the amax: last bits differ.",
+    "The tensor's scale is the inverse of amax / {limit:g}, where TE divides {limit:g} by the amax: last bits differ.",
     stage="global-scale",
 )
-def global_scale_by_division(kernel):
-    require_scaling(kernel, NVFP4Scaling)
+def global_scale_by_division(replay):
+    require_two_levels(replay)
+    limit = replay.facts["limit"] = tensor_limit(replay)
 
-    def global_scale(inner, amax):
-        scale = F(1) / (amax / F(6 * kernel.e4m3_max))
-        return np.where(np.isfinite(scale) & (amax > 0) & np.isfinite(amax), scale, inner(amax)).astype(F)
+    def change(own, amax):
+        scale = F(1) / (amax / limit)
+        return np.where(np.isfinite(scale) & (amax > 0) & np.isfinite(amax), scale, own)
 
-    kernel.wrap("global_scale", global_scale)
+    set_encode_scale(replay, change)
 
 
 @computing(
     "zero-block-scale",
     "A block of zeros gets the scale {found}, where TE's is {own}.",
     stage="zero-block",
-    choices=lambda kernel: kernel.setting.scale_values,
+    choices=lambda replay: replay.setting.scale_values,
 )
-def zero_block_scale(kernel, choice):
-    require_own_amax(kernel)
-    kernel.facts["found"] = choice if isinstance(choice, np.floating) else f"0x{int(choice):02X}"
-    own_scales = kernel.scales
-    if isinstance(kernel.scaling, NVFP4Scaling):
-        own = kernel.block_byte
-        kernel.facts["own"] = "0x00"
-        if kernel.four_over_six:
-            raise_to = kernel.encode_block_scale
-            kernel.encode_block_scale = lambda scale: np.where(scale == 0, choice, raise_to(scale)).astype(np.uint8)
-        else:
-            kernel.block_byte = lambda amax, s_enc: np.where(amax == 0, choice, own(amax, s_enc)).astype(np.uint8)
+def zero_block_scale(replay, choice):
+    require_own_amax(replay)
+    replay.facts["found"] = choice if isinstance(choice, np.floating) else f"0x{int(choice):02X}"
+    one = np.ones((1, 1), F)
+    zero = replay.setting.replay().scales(np.zeros((1, 1), F), one)[0].reshape(-1)[0]
+    replay.facts["own"] = zero if zero.dtype == F else f"0x{int(zero):02X}"
+    replay.require(zero.dtype == np.asarray(choice).dtype)
+    if replay.layout.two_level:  # what elements are multiplied with follows
+        own_code = replay.scale_code
+        replay.scale_code = lambda rule, amax, tensor_scale: np.where(
+            amax == 0, choice, own_code(rule, amax, tensor_scale)
+        ).astype(np.uint8)
         return
-    zero = kernel.setting.kernel().scales(np.zeros((1, 1), F), None)[0].reshape(-1)[0]
-    kernel.facts["own"] = zero if zero.dtype == F else f"0x{int(zero):02X}"
-    kernel.require(zero.dtype == np.asarray(choice).dtype)
+    own_scales = replay.scales
 
     def scales(amax, tensor_amax):
         written, multiplier = own_scales(amax, tensor_amax)
         return np.where(amax == 0, choice, written).astype(written.dtype), multiplier
 
-    kernel.scales = scales
+    replay.scales = scales
 
 
 @computing(
@@ -1017,83 +1115,173 @@ def zero_block_scale(kernel, choice):
         "(amax / 6) / S_dec",
     ),
 )
-def block_scale_order(kernel, choice):
-    require_scaling(kernel, NVFP4Scaling)
-    kernel.require(not kernel.four_over_six)
-    kernel.facts["what"] = choice
-    state = {}
+def block_scale_order(replay, choice):
+    require_two_levels(replay)
+    replay.require(replay.rule.choice is None)
+    replay.facts["what"] = choice
+    largest, limit, fmt, state = replay.fmt.max, tensor_limit(replay), replay.layout.scale_format, {}
 
-    def global_scale(inner, amax):
-        state["decode"] = amax / F(6 * kernel.e4m3_max)
+    def tensor_scale(inner, amax):
+        state["decode"] = amax / limit
         return inner(amax)
 
-    def block_byte(amax, s_enc):
+    def scale_code(rule, amax, tensor_scale):
+        s_enc, s_dec = tensor_scale
         scale = {
-            "(amax / 6) * S_enc": lambda: (amax / F(6)) * s_enc,
-            "(amax * S_enc) / 6": lambda: (amax * s_enc) / F(6),
-            "(amax / 6) / (1 / S_enc)": lambda: (amax / F(6)) / (F(1) / s_enc),
-            "amax * S_enc * 1/6": lambda: (amax * s_enc) * (F(1) / F(6)),
-            "(amax / 6) / S_dec": lambda: (amax / F(6)) / np.where(state["decode"] == 0, F(1), state["decode"]),
+            "(amax / 6) * S_enc": lambda: (amax / largest) * s_enc,
+            "(amax * S_enc) / 6": lambda: (amax * s_enc) / largest,
+            "(amax / 6) / (1 / S_enc)": lambda: (amax / largest) / s_dec,
+            "amax * S_enc * 1/6": lambda: (amax * s_enc) * (F(1) / largest),
+            "(amax / 6) / S_dec": lambda: (amax / largest) / np.where(state["decode"] == 0, F(1), state["decode"]),
         }[choice]()
-        return kernel.encode_block_scale(np.fmin(scale, FLT_MAX).astype(F))
+        return replay.cast_scale(np.fmin(scale, FLT_MAX).astype(F), fmt, "nearest_even")
 
-    kernel.wrap("global_scale", global_scale)
-    kernel.block_byte = block_byte
+    replay.wrap("tensor_scale", tensor_scale)
+    replay.scale_code = scale_code
 
 
 @computing(
     "block-scale-cast",
-    "The block scale is cast to E4M3 {how}, where TE rounds to nearest even.",
+    "The block scale is cast to {fmt} {how}, where TE rounds to nearest even.",
     stage="scale-cast",
     choices=("toward_zero", "up", "nearest_away"),
 )
-def block_scale_cast(kernel, choice):
-    require_scaling(kernel, NVFP4Scaling)
-    kernel.facts["how"] = {"toward_zero": "by truncation", "up": "upwards", "nearest_away": "with ties away from zero"}[
+def block_scale_cast(replay, choice):
+    require_two_levels(replay)
+    replay.facts["fmt"] = replay.layout.scale_format
+    replay.facts["how"] = {"toward_zero": "by truncation", "up": "upwards", "nearest_away": "with ties away from zero"}[
         choice
     ]
-    kernel.encode_block_scale = lambda scale: encode_tile(scale, E4M3, rounding=choice)
+    replay.wrap("cast_scale", lambda inner, scale, fmt, rounding: inner(scale, fmt, choice))
 
 
 @computing(
     "scale-unrounded-for-cast",
-    "Elements are multiplied with the block scale before its cast to E4M3, where TE decodes the stored byte.",
+    "Elements are multiplied with the block scale before its cast, where TE decodes the stored byte.",
     stage="multiply",
 )
-def scale_unrounded_for_cast(kernel):
-    require_scaling(kernel, NVFP4Scaling)
-    kernel.require(not kernel.four_over_six)
+def scale_unrounded_for_cast(replay):
+    require_two_levels(replay)
+    replay.require(replay.rule.choice is None)
     state = {}
 
-    def block_byte(inner, amax, s_enc):
+    def scale_code(inner, rule, amax, tensor_scale):
         state["amax"] = amax
-        return inner(amax, s_enc)
+        return inner(rule, amax, tensor_scale)
 
-    def nvfp4_multiplier(inner, byte, s_enc):
-        own, amax = inner(byte, s_enc), state["amax"]
-        return np.where(amax > 0, np.fmin(F(6) / amax, FLT_MAX), own).astype(F)
+    def code_multiplier(inner, code, tensor_scale):
+        own, amax = inner(code, tensor_scale), state["amax"]
+        return np.where(amax > 0, np.fmin(replay.fmt.max / amax, FLT_MAX), own).astype(F)
 
-    kernel.wrap("block_byte", block_byte)
-    kernel.wrap("nvfp4_multiplier", nvfp4_multiplier)
+    replay.wrap("scale_code", scale_code)
+    replay.wrap("code_multiplier", code_multiplier)
 
 
 @computing(
     "missing-factor",
-    "The factor 1 / (6 * {e4m3_max}) of NVFP4's global scale is left out{what}.",
+    "The factor 1 / ({element} * {scale}) of {title}'s global scale is left out{what}.",
     stage="factor",
     choices=("all", "6", "max"),
 )
-def missing_factor(kernel, choice):
-    kernel.require(isinstance(kernel.scaling, NVFP4Scaling))
-    e4m3_max = kernel.scaling.e4m3_max
-    kernel.facts["e4m3_max"] = e4m3_max
-    kernel.facts["what"] = {"all": "", "6": " but for the 6", "max": f" but for the {e4m3_max}"}[choice]
-    kept = F({"all": 1, "6": 6, "max": e4m3_max}[choice])
-    if isinstance(kernel, DequantizeKernel):
-        kernel.factor = lambda: F(1) / kept
+def missing_factor(replay, choice):
+    replay.require(replay.layout is not None and replay.layout.two_level)
+    element = replay.fmt.max
+    scale = tensor_limit(replay) / element
+    replay.facts["title"], replay.facts["element"], replay.facts["scale"] = (
+        replay.scaling.title,
+        f"{element:g}",
+        f"{scale:g}",
+    )
+    replay.facts["what"] = {"all": "", "6": f" but for the {element:g}", "max": f" but for the {scale:g}"}[choice]
+    kept = {"all": F(1), "6": element, "max": scale}[choice]
+    if replay.dequantizes:
+        fmt = replay.layout.scale_format
+        replay.block_factor = lambda scales, region: (
+            (replay.read_scale(scales, fmt) * replay.amax(region)) * (F(1) / kept)
+        )
     else:
-        require_scaling(kernel)
-        kernel.global_scale = lambda amax: np.where(amax == 0, F(1), np.fmin(kept / amax, FLT_MAX)).astype(F)
+        require_scaling(replay)
+        set_encode_scale(replay, lambda own, amax: np.where(amax == 0, F(1), np.fmin(kept / amax, FLT_MAX)))
+
+
+# --- any other setting ----------------------------------------------------------------------------
+
+
+def other_settings(replay):
+    """(field, value) of every declared setting that leaves places alone and that no other convention exchanges.
+
+    Values are those that the scaling's named rows have, and the other one of a flag.
+    """
+    require_scaling(replay)
+    scaling = replay.case.scaling
+    named = {field for convention in registry.CONVENTIONS.values() for field in convention.fields}
+    rows = [row.scaling for row in NAMED.values() if type(row.scaling) is type(scaling)]
+    found = {}
+    for field in dataclasses.fields(scaling):
+        if field.name in named or field.name in scaling.at_run_time:
+            continue
+        own = getattr(scaling, field.name)
+        values = [not own] if isinstance(own, bool) else [getattr(row, field.name) for row in rows]
+        for value in values:
+            other = {field.name: value}
+            if value != own and accepts(scaling, **other) and _places(replace(scaling, **other)) == _places(scaling):
+                found[field.name, value] = None
+    return found
+
+
+def _places(scaling):
+    """The layout of codes and scales, whatever amax is kept."""
+    return replace(scaling.layout, amax=None, two_level=False)
+
+
+@computing(
+    "other-setting",
+    "The kernel works with {found}, where the settings have {own}.",
+    stage="scale",
+    choices=other_settings,
+    last=True,
+)
+def other_setting(replay, choice):
+    field, value = choice
+    own = getattr(replay.case.scaling, field)
+    replay.facts["found"], replay.facts["own"] = f"{field}={value!r}", f"{field}={own!r}"
+    replay.vary(**{field: value})
+    if replay.layout.scale_format == E8M0:
+        replay.require(rule_of(replay.scaling) in (None, rule_of(replay.case.scaling)))  # those have names of their own
+    replay.numbers = replay.scaling.numbers(replay.dtype)
+
+
+@computing(
+    "other-scale-format",
+    "The scales are {found}, where {own} was asked for{how}.",
+    stage=lambda choice: "stored" if choice[1] == "stored" else "scale-cast",
+    choices=[(fmt, how) for fmt in SCALE_FORMATS for how in ("both", "scaled to it", "stored")],
+)
+def other_scale_format(replay, choice):
+    fmt, how = choice
+    own = None if replay.layout is None else replay.layout.scale_format
+    replay.require(own is not None and fmt != own and fmt.bits == own.bits)
+    replay.facts["found"], replay.facts["own"], replay.facts["how"] = fmt, own, ""
+    if replay.dequantizes:
+        replay.require(how == "both")
+        replay.facts["how"] = ", as they are read"
+        replay.wrap("read_scale", lambda inner, codes, _: inner(codes, fmt))
+        return
+    require_scaling(replay)
+    if how == "stored":
+        replay.facts["how"] = ", though the data are cast with the right ones"
+        replay.after("stored_scale", lambda codes: encode_tile(own.values[codes], fmt))
+        return
+    require_two_levels(replay)  # the rules of one level make codes without a cast
+    replay.wrap("cast_scale", lambda inner, scale, _, rounding: inner(scale, fmt, rounding))
+    replay.wrap("read_scale", lambda inner, codes, _: inner(codes, fmt))
+    if how == "scaled to it":
+        replay.facts["how"] = ", and the tensor's scale maps to its maximum"
+        limit = fmt.max * replay.fmt.max
+        set_encode_scale(
+            replay,
+            lambda encode, amax: np.where((amax > 0) & np.isfinite(amax), np.fmin(limit / amax, FLT_MAX), encode),
+        )
 
 
 # --- NaN and infinity -----------------------------------------------------------------------------
@@ -1105,12 +1293,15 @@ def missing_factor(kernel, choice):
     stage="maximum",
     choices=[(what, codes) for what in ("both", "inf", "nan") for codes in ("nan", "own", "zero")],
 )
-def nan_scale_for_nonfinite(kernel, choice):
+def nan_scale_for_nonfinite(replay, choice):
     what, codes = choice
-    require_own_amax(kernel)
-    kernel.facts["what"] = {"both": "NaN or infinity", "inf": "infinity", "nan": "NaN"}[what]
-    kernel.facts["codes"] = {"nan": " and NaN codes", "own": "", "zero": " and zeros"}[codes]
-    inner, own_scales = kernel.block_amax, kernel.scales
+    require_own_amax(replay)
+    fmt = replay.layout.scale_format
+    replay.require(fmt is None or fmt.nan_code is not None)
+    nan_scale = F(np.nan) if fmt is None else np.uint8(fmt.nan_code)
+    replay.facts["what"] = {"both": "NaN or infinity", "inf": "infinity", "nan": "NaN"}[what]
+    replay.facts["codes"] = {"nan": " and NaN codes", "own": "", "zero": " and zeros"}[codes]
+    inner, own_scales = replay.block_amax, replay.scales
     state = {}
 
     def block_maxima(blocks):
@@ -1124,15 +1315,12 @@ def nan_scale_for_nonfinite(kernel, choice):
         if "bad" not in state:
             state["bad"] = ~np.isfinite(amax)
         bad = state["bad"]
-        if isinstance(kernel.scaling, MXFP8Scaling | NVFP4Scaling):
-            written = np.where(bad, np.uint8(0xFF if isinstance(kernel.scaling, MXFP8Scaling) else 0x7F), written)
-        else:
-            written = np.where(bad, F(np.nan), written)
+        written = np.where(bad, nan_scale, written)
         if codes != "own":
             multiplier = np.where(bad, F(np.nan) if codes == "nan" else F(0), multiplier)
         return written, multiplier
 
-    kernel.block_amax, kernel.scales = block_maxima, scales
+    replay.block_amax, replay.scales = block_maxima, scales
 
 
 @computing(
@@ -1141,13 +1329,13 @@ def nan_scale_for_nonfinite(kernel, choice):
     stage="overflow",
     choices=("quotient", "amax clamped", "overflow inf", "zero amax"),
 )
-def inf_amax_not_handled(kernel, choice):
-    require_scaling(kernel, CurrentScaling, BlockScaling)
-    kernel.facts["own"] = "1 (or the largest finite value)"
-    inner = kernel.encode_scale
+def inf_amax_not_handled(replay, choice):
+    require_float_scales_of_amax(replay)
+    replay.facts["own"] = "1 (or the largest finite value)"
+    inner = replay.encode_scale
 
     def encode_scale(amax):
-        scale, raw = inner(amax), kernel.scale_max / amax
+        scale, raw = inner(amax), replay.scale_max / amax
         if choice == "quotient":
             return np.where(np.isinf(amax), raw, scale).astype(F)
         if choice == "amax clamped":
@@ -1156,7 +1344,7 @@ def inf_amax_not_handled(kernel, choice):
             return np.where(amax == 0, raw, scale).astype(F)
         return np.where(np.isinf(raw) & (amax > 0), F(np.inf), scale).astype(F)
 
-    kernel.encode_scale = encode_scale
+    replay.encode_scale = encode_scale
 
 
 @computing(
@@ -1164,14 +1352,16 @@ def inf_amax_not_handled(kernel, choice):
     "A scale that overflows becomes {what}, where TE caps it at {own}.",
     stage="overflow",
 )
-def scale_capped_at_input_dtype(kernel):
-    require_scaling(kernel, CurrentScaling, BlockScaling)
+def scale_capped_at_input_dtype(replay):
+    require_float_scales_of_amax(replay)
     inputs, float32 = "the largest value of the input's dtype", "the largest float32"
-    blocks = isinstance(kernel.scaling, BlockScaling)
-    kernel.facts["what"], kernel.facts["own"] = (float32, inputs) if blocks else (inputs, float32)
-    inner, other = kernel.encode_scale, FLT_MAX if blocks else LARGEST_SCALE[kernel.dtype]
+    own, of_dtype = replay.numbers.largest_scale, LARGEST_FINITE[replay.dtype]
+    replay.require(of_dtype != FLT_MAX)
+    other = of_dtype if own == FLT_MAX else FLT_MAX
+    replay.facts["what"], replay.facts["own"] = (inputs, float32) if own == FLT_MAX else (float32, inputs)
+    inner = replay.encode_scale
 
     def encode_scale(amax):
-        return np.where(np.isinf(kernel.scale_max / amax) & (amax > 0), other, inner(amax)).astype(F)
+        return np.where(np.isinf(replay.scale_max / amax) & (amax > 0), other, inner(amax)).astype(F)
 
-    kernel.encode_scale = encode_scale
+    replay.encode_scale = encode_scale

@@ -3,19 +3,16 @@
 import numpy as np
 
 from refops.arguments import BFLOAT16
-from refops.formats import E8M0
 from refops.oracle.conventions.registry import computing
 from refops.oracle.geometry import Geometry, Region
-from refops.oracle.replay import TensorKernel
-from refops.scaling import BlockScaling, MXFP8Scaling, NVFP4Scaling
 from refops.tiles import SUM_CHUNK
 
 F = np.float32
 
 
-def require_dbias(kernel):
+def require_dbias(replay):
     """NotApplicable unless the operation can write a bias gradient and the dump has it."""
-    kernel.require(isinstance(kernel, TensorKernel) and "dbias" in kernel.setting.outputs)
+    replay.require(replay.computes and "dbias" in replay.setting.outputs)
 
 
 @computing(
@@ -23,11 +20,11 @@ def require_dbias(kernel):
     "dbias sums the gradient as rounded to {dtype}, where TE's fused kernel sums float32 values.",
     stage="sum",
 )
-def dbias_rounded(kernel):
-    require_dbias(kernel)
-    kernel.require(not kernel.dbias_rounded and kernel.dtype != F)
-    kernel.facts["dtype"] = kernel.dtype
-    kernel.dbias_rounded = True
+def dbias_rounded(replay):
+    require_dbias(replay)
+    replay.require(not replay.dbias_rounded and replay.dtype != F)
+    replay.facts["dtype"] = replay.dtype
+    replay.dbias_rounded = True
 
 
 @computing(
@@ -35,18 +32,18 @@ def dbias_rounded(kernel):
     "dbias sums float32 values, where TE sums the gradient as rounded to {dtype} on this path.",
     stage="sum",
 )
-def dbias_unrounded(kernel):
-    require_dbias(kernel)
-    kernel.require(kernel.dbias_rounded and kernel.kind != "quantize")
-    kernel.facts["dtype"] = kernel.dtype if kernel.scaling is not None else kernel.out_dtype
-    kernel.dbias_rounded = False
+def dbias_unrounded(replay):
+    require_dbias(replay)
+    replay.require(replay.dbias_rounded and replay.kind != "quantize")
+    replay.facts["dtype"] = replay.dtype if replay.scaling is not None else replay.out_dtype
+    replay.dbias_rounded = False
 
 
 @computing("dbias-of-dy", "dbias sums dy, the gradient before the activation's derivative.", stage="sum")
-def dbias_of_dy(kernel):
-    require_dbias(kernel)
-    kernel.require(kernel.gradient and not kernel.gated)
-    kernel.sum_terms = lambda columns: kernel.load_upstream(slice(0, kernel.shape[0]), columns)
+def dbias_of_dy(replay):
+    require_dbias(replay)
+    replay.require(replay.gradient and not replay.gated)
+    replay.sum_terms = lambda columns: replay.load_upstream(slice(0, replay.shape[0]), columns)
 
 
 @computing(
@@ -54,27 +51,25 @@ def dbias_of_dy(kernel):
     "dbias sums the values that the written codes stand for, where TE sums them before the cast.",
     stage="sum",
 )
-def dbias_of_quantized(kernel):
-    require_dbias(kernel)
-    kernel.require(kernel.scaling is not None)
-    kernel.require(kernel.block_shapes["rowwise"] is None or kernel.block_shapes["rowwise"][0] == 1)
-    kernel.require(not isinstance(kernel.scaling, NVFP4Scaling | BlockScaling))
+def dbias_of_quantized(replay):
+    require_dbias(replay)
+    replay.require(replay.scaling is not None and not replay.layout.two_level)
+    geometry = Geometry.of(replay.case.scaling, "rowwise")
+    replay.require(geometry.block is None or geometry.block[0] == 1)
 
     def terms(columns):
-        outputs = kernel.setting.outputs
-        kernel.require("rowwise_data" in outputs and "rowwise_scale_inv" in outputs)
-        edge = MXFP8Scaling.block_size  # regions begin with a block; a tensor's one scale does not mind
+        outputs = replay.setting.outputs
+        replay.require("rowwise_data" in outputs and "rowwise_scale_inv" in outputs)
+        edge = 1 if geometry.block is None else geometry.block[1]  # regions begin with a block
         first = columns.start // edge * edge
-        region = Region(slice(0, kernel.shape[0]), slice(first, columns.stop))
-        geometry = Geometry.of(kernel.scaling, "rowwise")
-        codes = geometry.codes(outputs["rowwise_data"], kernel.shape, region.rows, region.columns)
+        region = Region(slice(0, replay.shape[0]), slice(first, columns.stop))
+        codes = geometry.codes(outputs["rowwise_data"], replay.shape, region.rows, region.columns)
         scales = geometry.scales(outputs["rowwise_scale_inv"], region.rows, region.columns)
-        if isinstance(kernel.scaling, MXFP8Scaling):
-            scales = E8M0.values[scales]
-        values = kernel.fmt.values.take(codes, mode="clip") * geometry.expand(scales, region.shape)
+        scales = replay.rule.decode_factor(scales, None)
+        values = replay.fmt.values.take(codes, mode="clip") * geometry.expand(scales, region.shape)
         return values[:, columns.start - first :]
 
-    kernel.sum_terms = terms
+    replay.sum_terms = terms
 
 
 def _add_rounded(terms, dtype):
@@ -91,13 +86,13 @@ def _add_rounded(terms, dtype):
     stage="sum-order",
     choices=[(d, o) for d in ("own", "bfloat16", "float16") for o in ("rows", "chunks", "tree", "pairs of chunks")],
 )
-def dbias_low_precision(kernel, choice):
-    require_dbias(kernel)
+def dbias_low_precision(replay, choice):
+    require_dbias(replay)
     name, order = choice
-    dtype = {"own": kernel.dtype, "bfloat16": BFLOAT16, "float16": np.dtype(np.float16)}[name]
-    kernel.require(dtype != F and (name == "own" or dtype != kernel.dtype))
-    kernel.facts["dtype"] = dtype
-    kernel.facts["order"] = {
+    dtype = {"own": replay.dtype, "bfloat16": BFLOAT16, "float16": np.dtype(np.float16)}[name]
+    replay.require(dtype != F and (name == "own" or dtype != replay.dtype))
+    replay.facts["dtype"] = dtype
+    replay.facts["order"] = {
         "rows": "row after row",
         "chunks": "in chunks of 128 rows that are added up",
         "tree": "as a tree",
@@ -121,7 +116,7 @@ def dbias_low_precision(kernel, choice):
             parts = [terms[start : start + SUM_CHUNK].sum(axis=0, dtype=F).astype(dtype).astype(F) for start in starts]
         return _add_rounded(np.array(parts, F).reshape(-1, terms.shape[1]), dtype)
 
-    kernel.column_sum = column_sum
+    replay.column_sum = column_sum
 
 
 @computing(
@@ -130,19 +125,19 @@ def dbias_low_precision(kernel, choice):
     stage="sum-rows",
     choices=("tail 128", "tail 64", "tail 32", "tail 16", "last row", "first row", "last 128", "last 64", "last 32"),
 )
-def dbias_last_chunk_missing(kernel, choice):
-    require_dbias(kernel)
-    m = kernel.shape[0]
+def dbias_last_chunk_missing(replay, choice):
+    require_dbias(replay)
+    m = replay.shape[0]
     kind, _, size = choice.partition(" ")
     if size == "row":
         first, last = (0, m - 1) if kind == "last" else (1, m)
-        kernel.facts["what"] = f"the {kind} row"
+        replay.facts["what"] = f"the {kind} row"
     elif kind == "tail":
         first, last = 0, m // int(size) * int(size)
-        kernel.facts["what"] = f"the rows beyond the last multiple of {size}"
+        replay.facts["what"] = f"the rows beyond the last multiple of {size}"
     else:
         first, last = 0, max(m - 1, 0) // int(size) * int(size)
-        kernel.require(m % int(size) == 0)
-        kernel.facts["what"] = f"the last {size} rows"
-    kernel.require((first, last) != (0, m) and first < last)
-    kernel.after("sum_terms", lambda terms: terms[first:last])
+        replay.require(m % int(size) == 0)
+        replay.facts["what"] = f"the last {size} rows"
+    replay.require((first, last) != (0, m) and first < last)
+    replay.after("sum_terms", lambda terms: terms[first:last])

@@ -4,21 +4,21 @@ import numpy as np
 
 from refops.formats import E4M3, E5M2
 from refops.oracle.conventions.registry import computing
-from refops.oracle.replay import UpdateKernel, power_of_two_below
-from refops.quantization.per_tensor import FLT_MAX, quieted
+from refops.oracle.replay import power_of_two_below
+from refops.quantization.delayed import FLT_MAX, quieted
 
 F = np.float32
 
 
-def require_update(kernel):
+def require_update(replay):
     """NotApplicable unless this is the update of delayed scales."""
-    kernel.require(isinstance(kernel, UpdateKernel))
+    replay.require(replay.updates)
 
 
-def require_named_algorithm(kernel, name):
+def require_named_algorithm(replay, name):
     """NotApplicable unless the update takes its amax by algorithm `name`."""
-    require_update(kernel)
-    kernel.require(kernel.algorithm == name)
+    require_update(replay)
+    replay.require(replay.algorithm == name)
 
 
 @computing(
@@ -26,14 +26,14 @@ def require_named_algorithm(kernel, name):
     "The scale is the format's maximum times a rounded 1 / amax, where TE divides: torch's number / tensor.",
     stage="quotient",
 )
-def reciprocal_times_maximum(kernel):
-    require_update(kernel)
+def reciprocal_times_maximum(replay):
+    require_update(replay)
 
     def fresh_scale(amax):
-        scale = (F(1) / amax * kernel.fmt.max) / F(2.0**kernel.margin)
+        scale = (F(1) / amax * replay.fmt.max) / F(2.0**replay.margin)
         return np.where(np.isinf(scale), FLT_MAX, scale)
 
-    kernel.fresh_scale = fresh_scale
+    replay.fresh_scale = fresh_scale
 
 
 @computing(
@@ -42,9 +42,9 @@ def reciprocal_times_maximum(kernel):
     stage="roll",
     choices=("unchanged", "cleared"),
 )
-def history_not_rolled(kernel, choice):
-    require_update(kernel)
-    kernel.facts["what"] = {"unchanged": "it comes back as it was", "cleared": "only its first row is cleared"}[choice]
+def history_not_rolled(replay, choice):
+    require_update(replay)
+    replay.facts["what"] = {"unchanged": "it comes back as it was", "cleared": "only its first row is cleared"}[choice]
 
     def roll(history):
         kept = history.copy()
@@ -52,7 +52,7 @@ def history_not_rolled(kernel, choice):
             kept[0] = 0
         return kept
 
-    kernel.roll = roll
+    replay.roll = roll
 
 
 @computing(
@@ -61,9 +61,9 @@ def history_not_rolled(kernel, choice):
     stage="roll",
     choices=("forward", "forward uncleared", "last cleared", "uncleared", "shifted"),
 )
-def newest_at_the_end(kernel, choice):
-    require_update(kernel)
-    kernel.facts["what"] = {
+def newest_at_the_end(replay, choice):
+    require_update(replay)
+    replay.facts["what"] = {
         "forward": "is rolled away from row 0",
         "forward uncleared": "is rolled away from row 0, which is not cleared",
         "last cleared": "is rolled towards row 0 and its last row is cleared",
@@ -81,7 +81,7 @@ def newest_at_the_end(kernel, choice):
             rolled[-1] = history[-1]
         return rolled
 
-    kernel.roll = roll
+    replay.roll = roll
 
 
 @computing(
@@ -89,17 +89,17 @@ def newest_at_the_end(kernel, choice):
     "The scale is multiplied with 2^margin, where TE divides by it.",
     stage="margin",
 )
-def margin_inverted(kernel):
-    require_update(kernel)
-    kernel.require(kernel.margin)
-    kernel.margin = -kernel.margin
+def margin_inverted(replay):
+    require_update(replay)
+    replay.require(replay.margin)
+    replay.margin = -replay.margin
 
 
 @computing("margin-ignored", "The margin is ignored.", stage="margin")
-def margin_ignored(kernel):
-    require_update(kernel)
-    kernel.require(kernel.margin)
-    kernel.margin = 0
+def margin_ignored(replay):
+    require_update(replay)
+    replay.require(replay.margin)
+    replay.margin = 0
 
 
 @computing(
@@ -108,16 +108,16 @@ def margin_ignored(kernel):
     stage="margin",
     choices=("subtracted", "divisor"),
 )
-def margin_linear(kernel, choice):
-    require_update(kernel)
-    margin = kernel.margin
-    kernel.require(margin)
-    kernel.margin = 0
-    kernel.facts["what"] = {"subtracted": "subtracted from the format's maximum", "divisor": "a divisor itself"}[choice]
+def margin_linear(replay, choice):
+    require_update(replay)
+    margin = replay.margin
+    replay.require(margin)
+    replay.margin = 0
+    replay.facts["what"] = {"subtracted": "subtracted from the format's maximum", "divisor": "a divisor itself"}[choice]
     if choice == "divisor":
-        kernel.after("fresh_scale", lambda scale: scale / F(margin))
+        replay.after("fresh_scale", lambda scale: scale / F(margin))
     else:
-        kernel.fresh_scale = lambda amax: (kernel.fmt.max - F(margin)) / amax
+        replay.fresh_scale = lambda amax: (replay.fmt.max - F(margin)) / amax
 
 
 @computing(
@@ -125,9 +125,9 @@ def margin_linear(kernel, choice):
     "The scale follows the newest amax alone, where the maximum of the history was asked for.",
     stage="update-amax",
 )
-def newest_amax_only(kernel):
-    require_named_algorithm(kernel, "max")
-    kernel.algorithm = "most_recent"
+def newest_amax_only(replay):
+    require_named_algorithm(replay, "max")
+    replay.algorithm = "most_recent"
 
 
 @computing(
@@ -135,9 +135,9 @@ def newest_amax_only(kernel):
     "The scale follows the maximum of the history, where the newest amax was asked for.",
     stage="update-amax",
 )
-def maximum_instead_of_newest(kernel):
-    require_named_algorithm(kernel, "most_recent")
-    kernel.algorithm = "max"
+def maximum_instead_of_newest(replay):
+    require_named_algorithm(replay, "most_recent")
+    replay.algorithm = "max"
 
 
 @computing(
@@ -146,15 +146,15 @@ def maximum_instead_of_newest(kernel):
     stage="update-amax",
     choices=("older", "second", "last"),
 )
-def scale_from_old_history(kernel, choice):
-    require_update(kernel)
-    kernel.require(len(kernel.history) > 1)
-    kernel.facts["what"] = {
+def scale_from_old_history(replay, choice):
+    require_update(replay)
+    replay.require(len(replay.history) > 1)
+    replay.facts["what"] = {
         "older": "the history without its newest entry",
         "second": "the entry before the newest",
         "last": "the last row of the history",
     }[choice]
-    kernel.amax = {
+    replay.amax = {
         "older": lambda history: np.fmax.reduce(quieted(history[1:]), axis=0),
         "second": lambda history: history[1],
         "last": lambda history: history[-1],
@@ -166,11 +166,11 @@ def scale_from_old_history(kernel, choice):
     "The scale follows the mean of the history, where its {own} was asked for.",
     stage="update-amax",
 )
-def history_mean(kernel):
-    require_update(kernel)
-    kernel.require(not callable(kernel.algorithm))
-    kernel.facts["own"] = {"max": "maximum", "most_recent": "newest entry"}[kernel.algorithm]
-    kernel.amax = lambda history: history.mean(axis=0, dtype=F)
+def history_mean(replay):
+    require_update(replay)
+    replay.require(not callable(replay.algorithm))
+    replay.facts["own"] = {"max": "maximum", "most_recent": "newest entry"}[replay.algorithm]
+    replay.amax = lambda history: history.mean(axis=0, dtype=F)
 
 
 @computing(
@@ -178,13 +178,13 @@ def history_mean(kernel):
     "A tensor whose newest amax is 0 is {what}.",
     stage="unused",
 )
-def unused_rolled(kernel):
-    require_update(kernel)
-    kernel.require(not callable(kernel.algorithm))
-    kernel.keep_unused = not kernel.keep_unused
-    kernel.facts["what"] = (
+def unused_rolled(replay):
+    require_update(replay)
+    replay.require(not callable(replay.algorithm))
+    replay.keep_unused = not replay.keep_unused
+    replay.facts["what"] = (
         "left as it is, where keep_unused=False rolls its history"
-        if kernel.keep_unused
+        if replay.keep_unused
         else "updated, where keep_unused=True leaves its history and scale as they are"
     )
 
@@ -195,16 +195,16 @@ def unused_rolled(kernel):
     stage="usable",
     choices=("its quotient", "1", "NaN-checked only"),
 )
-def unusable_amax_used(kernel, choice):
-    require_update(kernel)
-    kernel.facts["what"] = {"its quotient": "what the division gives", "1": "1"}.get(choice, "what the division gives")
-    usable = kernel.usable
+def unusable_amax_used(replay, choice):
+    require_update(replay)
+    replay.facts["what"] = {"its quotient": "what the division gives", "1": "1"}.get(choice, "what the division gives")
+    usable = replay.usable
     if choice == "NaN-checked only":
-        kernel.usable = lambda amax: ~np.isnan(amax)
+        replay.usable = lambda amax: ~np.isnan(amax)
         return
-    kernel.usable = lambda amax: np.ones(amax.shape, bool)
+    replay.usable = lambda amax: np.ones(amax.shape, bool)
     if choice == "1":
-        kernel.wrap("fresh_scale", lambda inner, amax: np.where(usable(amax), inner(amax), F(1)))
+        replay.wrap("fresh_scale", lambda inner, amax: np.where(usable(amax), inner(amax), F(1)))
 
 
 @computing(
@@ -213,11 +213,11 @@ def unusable_amax_used(kernel, choice):
     stage="overflow",
     choices=("inf", "1", "old"),
 )
-def scale_overflow(kernel, choice):
-    require_update(kernel)
-    value = {"inf": F(np.inf), "1": F(1)}.get(choice, kernel.scale)
-    kernel.facts["what"] = {"old": "the old scale"}.get(choice, choice)
-    kernel.after("fresh_scale", lambda scale: np.where(scale == FLT_MAX, value, scale))
+def scale_overflow(replay, choice):
+    require_update(replay)
+    value = {"inf": F(np.inf), "1": F(1)}.get(choice, replay.scale)
+    replay.facts["what"] = {"old": "the old scale"}.get(choice, choice)
+    replay.after("fresh_scale", lambda scale: np.where(scale == FLT_MAX, value, scale))
 
 
 @computing(
@@ -225,9 +225,9 @@ def scale_overflow(kernel, choice):
     "A NaN in the history makes its maximum NaN, where TE ignores it.",
     stage="update-amax",
 )
-def nan_history(kernel):
-    require_named_algorithm(kernel, "max")
-    kernel.amax = lambda history: np.maximum.reduce(history, axis=0)
+def nan_history(replay):
+    require_named_algorithm(replay, "max")
+    replay.amax = lambda history: np.maximum.reduce(history, axis=0)
 
 
 def other_fp8(fmt):
@@ -235,10 +235,10 @@ def other_fp8(fmt):
     return E5M2 if fmt == E4M3 else E4M3
 
 
-def change_update_scale(kernel, change):
+def change_update_scale(replay, change):
     """Pass the fresh scale through `change(scale)`."""
-    require_update(kernel)
-    kernel.after("fresh_scale", change)
+    require_update(replay)
+    replay.after("fresh_scale", change)
 
 
 __all__ = ["change_update_scale", "other_fp8", "power_of_two_below", "require_update"]

@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 
 from refops.arguments import BFLOAT16, HIGH_PRECISION, describe_array
-from refops.formats import E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, FloatFormat, pack_fp4
+from refops.formats import E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, INT8, ElementFormat, pack_fp4
 
 FLOAT32 = np.dtype(np.float32)
 #: Dtypes that hold one code of a format in each byte.
@@ -23,6 +23,7 @@ CODE_DTYPES = {
     np.dtype(ml_dtypes.float6_e3m2fn): E3M2,
     np.dtype(ml_dtypes.float6_e2m3fn): E2M3,
     np.dtype(ml_dtypes.float4_e2m1fn): E2M1,
+    np.dtype(np.int8): INT8,
 }
 
 
@@ -37,6 +38,7 @@ class Slot:
         valid: the shape of the part that holds data; the rest, beyond it in each dimension, is padding.
         dtype: dtype of the stored array; for values the one to assume of raw 16-bit elements.
         fmt: format of codes and of 8-bit scales, else None.
+        packed: codes in a byte, along the last dimension.
     """
 
     name: str
@@ -44,7 +46,8 @@ class Slot:
     shape: tuple[int, ...]
     valid: tuple[int, ...]
     dtype: np.dtype
-    fmt: FloatFormat | None = None
+    fmt: ElementFormat | None = None
+    packed: int = 1
 
     @property
     def padded(self):
@@ -133,7 +136,7 @@ def fit(value, slot):
             padded[slot.valid_slices] = array
             return padded, False
     valid = f" (or its valid part, {slot.valid})" if slot.padded else ""
-    packed = ", two FP4 codes a byte" if slot.fmt == E2M1 else ""
+    packed = ", two FP4 codes a byte" if slot.packed == 2 else ""
     raise ValueError(f"{slot.name} must have shape {slot.shape}{valid}{packed}; got {array.shape}")
 
 
@@ -176,7 +179,7 @@ def _fit_codes(array, slot):
     if CODE_DTYPES.get(array.dtype) != slot.fmt:
         return None
     codes = np.ascontiguousarray(array).view(np.uint8)
-    return pack_fp4(codes & np.uint8(15)) if slot.fmt == E2M1 else codes
+    return pack_fp4(codes & np.uint8(15)) if slot.packed == 2 else codes
 
 
 def _fit_scales(array, slot):

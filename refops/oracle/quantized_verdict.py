@@ -2,18 +2,17 @@
 
 import numpy as np
 
-from refops import ops
 from refops.oracle import enclosure
 from refops.oracle.enclosure import Bounds
+from refops.oracle.entries import shown_code, shown_codes, shown_ends, shown_entry, shown_interval, shown_range
 from refops.oracle.fairness import Fairness
 from refops.oracle.geometry import DIRECTIONS, Geometry
 from refops.oracle.report import Mismatch
-from refops.oracle.scale_rules import ByteScales, FloatScales, FourOverSixScales, TwoLevelScales
-from refops.oracle.show import shown_code, shown_codes, shown_ends, shown_entry, shown_interval, shown_range
+from refops.oracle.scale_rules import scale_rule
 from refops.oracle.tally import bits_of, distance_of, outside
-from refops.quantization import nvfp4
-from refops.quantization.layout import block_view, ceil_div
-from refops.scaling import BlockScaling, CurrentScaling, DelayedScaling, MXFP8Scaling, NVFP4Scaling
+from refops.quantization.layout import ceil_div
+from refops.quantization.quantize import random_bytes
+from refops.scalings import UNFUSED
 from refops.tiles import for_each, tile_slices
 
 F = np.float32
@@ -25,7 +24,7 @@ class QuantizedJudge:
     def __init__(self, judge):
         self.judge, self.case, self.ulp = judge, judge.case, judge.ulp
         self.scaling = judge.case.scaling
-        path = ops.PATHS["unfused"] if self.case.operation.kind == "quantize" else ops.path_of(self.scaling)
+        path = UNFUSED if self.case.operation.kind == "quantize" else self.scaling.path
         source = enclosure.bounds_of(self.case, self.ulp)
         rounded = source.rounded()
         self.values = rounded if path.casts_rounded else source
@@ -55,8 +54,8 @@ class QuantizedJudge:
 
     def _sources(self, columnwise):
         """(values that are cast, values of the tensor's amax) of one direction."""
-        if columnwise and isinstance(self.scaling, NVFP4Scaling) and self.scaling.rht:
-            transformed = enclosure.HadamardBounds(self.values, self.scaling.sign_mask)
+        if columnwise and self.scaling.hadamard is not None:
+            transformed = enclosure.HadamardBounds(self.values, self.scaling.hadamard)
             return transformed, transformed
         return self.values, self.amax_values
 
@@ -67,8 +66,7 @@ class QuantizedJudge:
         or where what was written beside it is right without it.
         """
         name, columnwise = f"amax_{direction}", direction == "columnwise"
-        row_scaled = isinstance(self.scaling, NVFP4Scaling) and self.scaling.row_scaled
-        axis = (0 if columnwise else 1) if row_scaled else None
+        axis = int(not columnwise) if self.scaling.layout.amax == "rows" else None
         if self._same(name):
             return self.judge.outputs[name], self.judge.outputs[name]
         least, greatest = enclosure.tensor_amax_bounds(self._sources(columnwise)[1], axis)
@@ -122,11 +120,10 @@ class QuantizedJudge:
     def _per_tensor_multiplier(self, names, amax_range):
         """Judge a per-tensor scale_inv; return the (least, greatest) scale that elements were multiplied with."""
         name = names["scale_inv"]
-        if isinstance(self.scaling, DelayedScaling):
+        if self.scaling.given is not None:
             if self._given(name):
                 self.judge.judge_exact(name)
-            scale = F(self.scaling.scale)
-            return scale, scale
+            return self.scaling.given, self.scaling.given
         scale_of = enclosure.encode_scale_of(self.scaling, self.case.inputs["x"].dtype)
         if not self._given(name):
             return tuple(end[0] for end in enclosure.float_scale_range(*amax_range, scale_of))
@@ -160,11 +157,12 @@ class QuantizedJudge:
             return
         (codes, _), (written, _) = tiles
         bounds = source.read(rows, columns)
-        if isinstance(self.scaling, MXFP8Scaling):  # TE's specialised kernels multiply by a multiply-add with +0
+        layout = self.scaling.layout
+        if layout.scale_format is not None and not layout.two_level:  # TE's kernels may multiply-add with +0
             bounds = bounds.with_either_zero()
-        least, greatest = enclosure.block_amax_bounds(bounds, *geometry.block)
-        tile_amax = self._tile_amax(amax_range, geometry, rows, columns)
-        rule = self._scale_rule(bounds, least, greatest, tile_amax, geometry, tile_shape)
+        amax = enclosure.block_amax_bounds(bounds, *geometry.block)
+        tensor_amax = self._tile_amax(amax_range, geometry, rows, columns)
+        rule = scale_rule(self.scaling, self.case.inputs["x"].dtype, amax, tensor_amax, geometry, bounds)
         if written is not None:
             right = rule.right(written)
             if geometry.block != geometry.run:
@@ -172,10 +170,8 @@ class QuantizedJudge:
             self._record_scales(names, geometry, rows, columns, written, right, rule)
         if codes is None:
             return
-        if written is None and isinstance(rule, FourOverSixScales):
-            multipliers = self._multipliers_of_choice(rule, geometry, codes, bounds)
-        elif written is None:
-            multipliers = rule.all_multipliers()
+        if written is None:
+            multipliers = rule.multipliers_without_scales(codes)
         else:
             multipliers = rule.multipliers(written)
             usable = rule.usable(written)
@@ -196,21 +192,6 @@ class QuantizedJudge:
         least, greatest = element_multipliers[0], element_multipliers[-1]
         self._record_codes(names, geometry, rows, columns, codes, bounds, least, greatest, details)
 
-    def _multipliers_of_choice(self, rule, geometry, codes, bounds):
-        """4over6 without dumped scales: multipliers (over runs) of the permitted choice that fits each block best."""
-        fewest = chosen = None
-        for may, multipliers in rule.choices():
-            runs = [rule.to_runs(multiplier) for multiplier in multipliers]
-            ends = enclosure.code_bounds(bounds, *(geometry.expand(m, codes.shape) for m in runs), self.scaling.fmt)
-            wrong = ~enclosure.codes_inside(codes, *ends, bounds.nan, self.scaling.fmt)
-            count = np.where(may, block_view(wrong, *geometry.block).sum(axis=(1, 3)), np.inf)
-            if chosen is None:
-                fewest, chosen = count, runs
-                continue
-            better = rule.to_runs(count < fewest)
-            chosen = [np.where(better, new, old) for new, old in zip(runs, chosen, strict=True)]
-        return tuple(chosen)
-
     def _tiles(self, name, geometry, rows, columns):
         """Codes or scales of a rectangle, (of the dump, of the reference); (None, None) where they were not dumped."""
         if not self._given(name):
@@ -228,21 +209,9 @@ class QuantizedJudge:
         """The tensor's (least, greatest) amax, shaped to meet the runs of a tile."""
         if amax_range is None:
             return None
-        if not self.scaling.row_scaled:
+        if self.scaling.layout.amax != "rows":
             return tuple(end.reshape(1, 1) for end in amax_range)
         return tuple(end[None, columns] if geometry.columnwise else end[rows, None] for end in amax_range)
-
-    def _scale_rule(self, bounds, least, greatest, tile_amax, geometry, tile_shape):
-        def to_runs(blocks):
-            return geometry.blocks_to_runs(blocks, tile_shape)
-
-        if isinstance(self.scaling, MXFP8Scaling):
-            return ByteScales(self.scaling, least, greatest, to_runs)
-        if isinstance(self.scaling, BlockScaling):
-            return FloatScales(self.scaling, least, greatest, to_runs, self.case.inputs["x"].dtype)
-        if self.scaling.four_over_six:
-            return FourOverSixScales(self.scaling, least, greatest, to_runs, tile_amax, bounds, geometry)
-        return TwoLevelScales(self.scaling, least, greatest, to_runs, tile_amax)
 
     # --- records ----------------------------------------------------------------------------------
 
@@ -315,33 +284,32 @@ class QuantizedJudge:
             tally.add(wrong, distance, describe)
 
     def _mark(self, tally, geometry, rows, columns, wrong):
-        """Set the wrong elements in the stored array; two FP4 codes share a byte."""
+        """Set the wrong elements in the stored array; packed codes share a byte."""
         wrong = wrong.T if geometry.transposed else wrong
-        if geometry.packed == 2:
-            wrong = wrong[:, 0::2] | wrong[:, 1::2]
+        if geometry.packed > 1:
+            wrong = np.logical_or.reduce([wrong[:, i :: geometry.packed] for i in range(geometry.packed)])
         geometry.matrix(tally.wrong, self.shape)[geometry.data_index(rows, columns)] |= wrong
 
     def _random_bits(self, geometry, rows, columns):
-        scaling = self.scaling
-        if not isinstance(scaling, NVFP4Scaling) or not scaling.stochastic_rounding:
+        random = self.scaling.random
+        if random is None:
             return None
         if self.judge.random_bits == "any":
             return "any"
-        m, k = self.shape
-        row_bits, column_bits = nvfp4.given_bits(scaling, m, k, not geometry.columnwise, geometry.columnwise)
-        if not geometry.columnwise:
-            return nvfp4.tile_bits(scaling, row_bits, rows, columns, k // 16, 0)
-        return nvfp4.tile_bits(scaling, column_bits, columns, rows, m // 16, m * (k // 16)).T
+        columnwise = geometry.columnwise
+        outer, inner = geometry.layout.oriented((rows, columns), columnwise)
+        bits = random_bytes(random, random.given(columnwise), outer, inner, self.shape, columnwise)
+        return bits.T if columnwise else bits
 
     def _judge_codes(self, names, geometry, source, rows, columns, multiplier, amax_range):
         """Codes of a tile under one multiplier for the tensor."""
         codes, expected = self._tiles(names["data"], geometry, rows, columns)
-        scale_right = self._same(names["scale_inv"]) or isinstance(self.scaling, DelayedScaling)
+        scale_right = self._same(names["scale_inv"]) or self.scaling.given is not None
         if scale_right and _equal(codes, expected):
             return
         bounds = source.read(rows, columns)
         details = {"scale": f"encode scale {shown_interval(*multiplier)}"}
-        if amax_range is not None and isinstance(self.scaling, CurrentScaling):
+        if amax_range is not None and self.scaling.given is None:
             details["amax"] = shown_interval(amax_range[0][0], amax_range[1][0])
         self._record_codes(names, geometry, rows, columns, codes, bounds, *multiplier, lambda at: details)
 

@@ -2,7 +2,6 @@
 
 import numpy as np
 
-from refops.formats import E2M1
 from refops.oracle.tally import bits_of
 
 
@@ -11,7 +10,7 @@ def shown_entry(entry, slot):
     if slot.fmt is None:
         bits = bits_of(np.asarray(entry).reshape(1))[0]
         return f"{float(entry):.9g} (0x{int(bits):0{2 * np.asarray(entry).itemsize}x})"
-    if slot.kind == "codes" and slot.fmt == E2M1:
+    if slot.packed > 1:
         return f"0x{int(entry):02x}"
     return shown_code(entry, slot.fmt)
 
