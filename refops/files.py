@@ -20,7 +20,7 @@ import ml_dtypes
 import numpy as np
 
 from refops.arguments import BFLOAT16, HIGH_PRECISION
-from refops.oracle.arrays import as_numpy
+from refops.oracle.dumps import as_numpy
 
 _NUMPY, _TORCH = rb"\x93NUMPY|PK[\x03\x05]|\x80", rb"PK[\x03\x05]|\x80"
 #: Suffix -> what the bytes of such a file start with; 0x80 starts a pickle.

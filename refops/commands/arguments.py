@@ -4,6 +4,8 @@ import argparse
 import math
 import re
 from dataclasses import dataclass, fields, replace
+from types import NoneType
+from typing import get_args, get_origin, get_type_hints
 
 import numpy as np
 
@@ -113,23 +115,24 @@ def scaling_of(arguments):
             raise UsageError(f"--set needs --scaling; got {arguments.set[0]!r} alone")
         return None
     base = SCALINGS[match_one(arguments.scaling, SCALINGS, "--scaling")].scaling
-    names, changes = [f.name for f in fields(base)], {}
+    names, kinds, changes = [f.name for f in fields(base)], get_type_hints(type(base)), {}
     for text in arguments.set:
         name, value = _key_value(text, "--set FIELD=VALUE", names, f"a field of {type(base).__name__}")
         if name in changes:
             raise UsageError(f"--set must give {name} once; got {text!r} besides")
-        changes[name] = _parse_setting(name, value, getattr(base, name))
+        changes[name] = _parse_setting(name, value, kinds[name], getattr(base, name))
     try:
         return replace(base, **changes)
     except (ValueError, TypeError) as error:
         raise UsageError(f"--set {error}") from None
 
 
-def _parse_setting(name, text, current):
-    """A field's value from text, by the kind of its value in the table of scalings."""
-    if name == "random_bits":
+def _parse_setting(name, text, kind, current):
+    """A field's value from text, by its type: arrays come from a file, "none" is none of several words."""
+    kinds = get_args(kind) or (kind,)
+    if np.ndarray in map(get_origin, kinds):
         return _random_bits(text)
-    if name == "four_over_six":
+    if NoneType in kinds:
         return None if text == "none" else text
     return _parse_value(f"--set {name}", text, type(current))
 

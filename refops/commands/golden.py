@@ -14,7 +14,6 @@ from refops.display.console import ProgressBar, print_json
 from refops.display.oracle import print_golden, print_golden_matrix, written_as_dict
 from refops.files import FileError
 from refops.golden import INPUT_KINDS, GoldenWriter, Recipe, golden_matrix
-from refops.scaling import NVFP4Scaling
 
 EXAMPLES = """\
 examples:
@@ -102,7 +101,7 @@ def _recipe(arguments):
             raise UsageError(f"give --op and --shape, or --all; got no --{name} (see refops golden --help)")
     operation = operation_of(arguments)
     scaling, params = scaling_of(arguments), params_of(arguments, operation)
-    if isinstance(scaling, NVFP4Scaling) and scaling.random_bits is not None:
+    if scaling is not None and scaling.random is not None and scaling.random.bits is not None:
         raise UsageError("--set random_bits must not be given to golden, which writes its own; got it")
     try:
         return Recipe(

@@ -10,16 +10,14 @@ from refops.display.numbers import binary, hexadecimal, power_of_two, significan
 
 def format_as_dict(fmt):
     """Plain data: fields, limits and special codes of a format."""
-    finite = fmt.values[np.isfinite(fmt.values)]
+    finite, floating = fmt.values[np.isfinite(fmt.values)], "exponent" in fmt.fields
     return {
         "name": fmt.name,
         "bits": fmt.bits,
-        "sign_bits": int(fmt.signed),
-        "exponent_bits": fmt.exponent_bits,
-        "mantissa_bits": fmt.mantissa_bits,
-        "bias": fmt.bias,
+        **{f"{field}_bits": width for field, width in fmt.fields.items()},
+        "bias": fmt.bias if floating else None,
         "max": fmt.max,
-        "smallest_normal": fmt.smallest_normal,
+        "smallest_normal": fmt.smallest_normal if floating else None,
         "smallest_subnormal": fmt.smallest_subnormal if fmt.has_subnormals else None,
         "nan_codes": [f"0x{c:02X}" for c in np.flatnonzero(np.isnan(fmt.values))],
         "inf_codes": [f"0x{c:02X}" for c in np.flatnonzero(np.isinf(fmt.values))],
@@ -45,7 +43,8 @@ def print_codes(fmt):
     console.print()
     if fmt.bits == 8:
         print_table(console, _code_grid(fmt))
-        sign = ", | 0x80 for the negative value" if fmt.signed else ""
+        negative = "0x100 - code" if fmt.twos_complement else "| 0x80"
+        sign = f", {negative} for the negative value" if fmt.signed else ""
         console.print(f"code = row + column{sign}; values to 4 digits, all with --json", style="dim")
     else:
         print_table(console, _code_list(fmt))
@@ -55,21 +54,25 @@ def _print_facts(console, formats):
     table = make_table(
         "<format", "S E M", "bias", "max", "min normal", "min subnormal", "<NaN codes", "<inf codes", "values"
     )
-    for facts in map(format_as_dict, formats):
-        subnormal = facts["smallest_subnormal"]
+    for fmt in formats:
+        facts = format_as_dict(fmt)
+        normal, subnormal = facts["smallest_normal"], facts["smallest_subnormal"]
         table.add_row(
             facts["name"],
-            f"{facts['sign_bits']} {facts['exponent_bits']} {facts['mantissa_bits']}",
-            str(facts["bias"]),
+            " ".join(map(str, fmt.fields.values())),
+            "-" if facts["bias"] is None else str(facts["bias"]),
             power_of_two(facts["max"]),
-            power_of_two(facts["smallest_normal"]),
+            "-" if normal is None else power_of_two(normal),
             "-" if subnormal is None else power_of_two(subnormal),
             _code_ranges(facts["nan_codes"]),
             _code_ranges(facts["inf_codes"]),
             str(facts["finite_values"]),
         )
     print_table(console, table)
-    console.print("S E M: bits of sign, exponent, mantissa; values: finite ones, -0 and +0 are one", style="dim")
+    console.print(
+        "S E M: bits of sign, exponent, mantissa (int8: of integer, fraction); values: finite ones, -0 and +0 are one",
+        style="dim",
+    )
 
 
 def _code_ranges(codes):
@@ -85,8 +88,9 @@ def _code_ranges(codes):
 
 
 def _code_grid(fmt):
-    """The non-negative codes of an 8-bit format, a row an exponent (E8M0, which has no mantissa: eight)."""
-    width = 1 << fmt.mantissa_bits if fmt.mantissa_bits else 8
+    """The non-negative codes of an 8-bit format, a row an exponent; eight where the code does not say it so."""
+    width = 1 << fmt.fields.get("mantissa", 0)
+    width = 8 if width == 1 else width
     table = make_table("<code", *(f"+{column:X}" for column in range(width)), rule=False)
     for row in range(0, 1 << (fmt.bits - fmt.signed), width):
         values = map(float, fmt.values[row : row + width])

@@ -1,6 +1,9 @@
 """Numbers in few characters."""
 
 import math
+from itertools import pairwise
+
+import numpy as np
 
 
 def significant(value, digits=3):
@@ -47,9 +50,6 @@ def hexadecimal(code, fmt):
 
 
 def binary(code, fmt):
-    """Sign, exponent and mantissa bits of a code, apart."""
-    text = f"{code:0{fmt.bits}b}"
-    exponent_starts = int(fmt.signed)
-    mantissa_starts = exponent_starts + fmt.exponent_bits
-    fields = [text[:exponent_starts], text[exponent_starts:mantissa_starts], text[mantissa_starts:]]
-    return " ".join(field for field in fields if field)
+    """The bits of a code, its fields apart: sign, exponent and mantissa of a float."""
+    text, ends = f"{code:0{fmt.bits}b}", np.cumsum([0, *fmt.fields.values()])
+    return " ".join(text[first:end] for first, end in pairwise(ends) if end > first)

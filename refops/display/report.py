@@ -96,7 +96,7 @@ def _print_checks(console, subjects, checks):
     for subject, group in groups.items():
         table.add_row(
             subject,
-            "".join(f"[{_note(kinds, c.against)}]" for c in group),
+            "".join(f"[{number}]" for number in sorted({_note(kinds, c.against) for c in group})),
             spaced(sum(c.comparisons for c in group)),
             spaced(sum(c.values for c in group)),
             spaced(sum(c.unexplained for c in group)),

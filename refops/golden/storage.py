@@ -19,10 +19,10 @@ import numpy as np
 
 from refops.arguments import BFLOAT16
 from refops.files import FileError, read_safetensors
-from refops.golden.build import LAYOUT, Golden, build_golden, canonical_json, digest
-from refops.golden.recipe import Recipe
+from refops.golden.contents import LAYOUT, Golden, build_golden, canonical_json, digest
+from refops.golden.matrix import Recipe
 from refops.hints import DTypeLike
-from refops.scaling import Scaling
+from refops.scalings import Scaling
 
 #: Key of the header in the file's `__metadata__`.
 HEADER_KEY = "refops"

@@ -9,11 +9,12 @@ import numpy as np
 
 from refops.activations import ACTIVATIONS
 from refops.arguments import BFLOAT16, require_choice, require_high_precision_dtype, require_integer, shown
-from refops.formats import E4M3, E5M2, FloatFormat
+from refops.formats import E4M3, E5M2, ElementFormat
 from refops.golden.inputs import INPUT_KINDS
 from refops.ops import SCALED_ACTIVATIONS
 from refops.oracle.operation import require_operation
-from refops.scaling import BlockScaling, MXFP8Scaling, NVFP4Scaling, Scaling, require_scaling
+from refops.quantization.layout import round_up
+from refops.scalings import Scaling, require_scaling
 from refops.survey import SCALINGS
 
 #: Elements that a golden file's tensor may have: they travel as files, and are made in one piece.
@@ -56,7 +57,7 @@ class Recipe:
             require_scaling(scaling)
         if operation.kind == "dequantize" and scaling is None:
             raise ValueError("scaling is required for dequantize; got None")
-        if getattr(scaling, "random_bits", None) is not None:
+        if scaling is not None and scaling.random is not None and scaling.random.bits is not None:
             raise ValueError("scaling must take its random bits from seed and offset; got random_bits")
         if self.columnwise and operation.kind != "dequantize":
             raise ValueError(f"columnwise must be False for {operation.name}, which writes both copies; got True")
@@ -110,12 +111,12 @@ def scaling_label(scaling):
 
 
 def settings_fields(scaling):
-    """Names of the fields of settings, or of their class, that plain text can hold."""
-    return [f.name for f in fields(scaling) if f.name != "random_bits"]
+    """Names of the fields of settings, or of their class, that equality compares: plain text can hold them."""
+    return [f.name for f in fields(scaling) if f.compare]
 
 
 def _plain_text(value):
-    return value.name if isinstance(value, FloatFormat) else str(value)
+    return value.name if isinstance(value, ElementFormat) else str(value)
 
 
 def golden_matrix(seed: int = 0) -> Iterator[Recipe]:
@@ -154,17 +155,16 @@ _VARIANTS = (
 
 def _shape(scaling, ragged, gated):
     """Shape of x: small, but several blocks in both directions; the last row and column of blocks partial if ragged."""
-    factor = 1 + gated
-    settings = None if scaling is None else SCALINGS[scaling].scaling
-    if isinstance(settings, BlockScaling):
-        return (130, factor * 132) if ragged else (2, 64, factor * 256)
-    if isinstance(settings, MXFP8Scaling):
-        # Gated activations take whole blocks of 32 columns alone.
-        return (37, factor * (96 if gated else 75)) if ragged else (2, 32, factor * 64)
-    if isinstance(settings, NVFP4Scaling):
-        # Row scaling takes multiples of 32 alone; blocks are never partial, but scales are padded.
-        return (32, factor * 96) if ragged else (2, 16, factor * 64)
-    return (3, 7, factor * 33) if ragged else (16, factor * 64)
+    factor, settings = 1 + gated, None if scaling is None else SCALINGS[scaling].scaling
+    if settings is None or settings.layout.block is None:
+        return (3, 7, factor * 33) if ragged else (16, factor * 64)
+    layout, (_, size) = settings.layout, settings.layout.block
+    if not ragged:
+        return (2, min(size, 64), factor * max(2 * size, 64))
+    if layout.shape_multiple > 1:  # blocks are never partial, but scales are padded; every such scaling takes 32
+        return (32, factor * 96)
+    rows, columns = (size + 2, size + 4) if size > 64 else (size + 5, 2 * size + 11)
+    return (rows, factor * round_up(columns, settings.gate_multiple if gated else 1))
 
 
 def _plain(op, seed, *, gated):
@@ -179,13 +179,11 @@ def _quantizing(op, scaling, seed, *, gated):
 
 def _other_parameters(seed):
     """Activations with parameters, at values of their own."""
-    for name, params in (
-        ("clamped_swiglu", {"limit": 1.5, "alpha": 1.25, "glu_linear_offset": 0.5}),
-        ("situglu", {"beta1": 1.5, "beta2": 3.0}),
-    ):
-        for op in (name, f"d{name}"):
+    for name, activation in ACTIVATIONS.items():
+        params = {p.name: p.other for p in activation.declared}
+        for op in (name, f"d{name}") if params else ():
             for scaling in (None, "mxfp8"):
-                yield Recipe(op, scaling, _shape("mxfp8", False, True), "bfloat16", seed, params=params)
+                yield Recipe(op, scaling, _shape("mxfp8", False, activation.gated), "bfloat16", seed, params=params)
 
 
 def _scaled(seed):

@@ -13,23 +13,22 @@ import numpy as np
 
 import refops
 from refops.activations import bind_activation
-from refops.formats import FORMATS, FloatFormat
+from refops.formats import FORMATS, ElementFormat
+from refops.golden.descriptions import describe
 from refops.golden.inputs import make_amaxes, make_row_scales, make_tensor
-from refops.golden.recipe import Recipe, settings_fields
+from refops.golden.matrix import Recipe, settings_fields
 from refops.hints import Array
 from refops.ops import ActivationGradSource, ActivationSource, path_of, quantize
-from refops.oracle.geometry import Geometry
 from refops.oracle.operation import QUANTIZED_ARRAYS, Case, require_operation
-from refops.quantization.block import LARGEST_SCALE
+from refops.quantization.hadamard import HadamardSource
 from refops.quantization.layout import block_amax, block_view, pad_to_blocks
-from refops.quantization.mxfp8 import ENCODE_MULTIPLIER
-from refops.quantization.nvfp4 import BLOCK as NVFP4_BLOCK
-from refops.quantization.nvfp4 import HadamardSource, encode_multiplier, global_encode_scale, tile_bits
-from refops.quantization.per_tensor import scale_from_amax
-from refops.scaling import SCALINGS, BlockScaling, DelayedScaling, MXFP8Scaling, NVFP4Scaling, Scaling
+from refops.quantization.quantize import random_bytes
+from refops.scalings import SCALINGS, Scaling
+from refops.scalings.arithmetic import REFERENCE
 from refops.survey import as_matrix
 from refops.tiles import InputSource
 
+F = np.float32
 #: Version of the layout of golden files; a reader refuses others.
 LAYOUT = 1
 
@@ -79,7 +78,7 @@ class Golden:
     @property
     def params(self) -> dict[str, Any]:
         """Parameters of the operation."""
-        return {name: _from_json(name, value) for name, value in self.header["parameters"].items()}
+        return {name: _from_json(None, name, value) for name, value in self.header["parameters"].items()}
 
     def case(self) -> Case:
         """The `Case` that the file is about."""
@@ -119,7 +118,7 @@ def build_golden(recipe: Recipe) -> Golden:
         "inputs": recipe.inputs,
         "columnwise": recipe.columnwise,
         "arrays": {
-            name: {"dtype": a.dtype.name, "shape": list(a.shape), "description": _describe(name, case)}
+            name: {"dtype": a.dtype.name, "shape": list(a.shape), "description": describe(name, case)}
             for name, a in arrays.items()
         },
     }
@@ -166,19 +165,19 @@ def settings_from_dict(described):
     name = values.pop("class", None)
     if name not in classes:
         raise ValueError(f"scaling must be one of {', '.join(classes)}; got {name!r}")
-    return classes[name](**{field: _from_json(field, value) for field, value in values.items()})
+    return classes[name](**{field: _from_json(classes[name], field, value) for field, value in values.items()})
 
 
 def _to_json(value):
-    if isinstance(value, FloatFormat):
+    if isinstance(value, ElementFormat):
         return value.name
     if isinstance(value, np.generic):
         value = value.item()
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _from_json(name, value):
-    if name == "fmt":
+def _from_json(owner, name, value):
+    if name == "fmt" or isinstance(getattr(owner, name, None), ElementFormat):
         return FORMATS[value]
     return float(value) if value in ("inf", "-inf") else value
 
@@ -234,143 +233,43 @@ def _intermediates(case, outputs):
 
     Without padding. Under stochastic rounding also the random byte of each element.
     """
-    source, scaling, found = cast_source(case), case.scaling, {}
-    for direction in ("rowwise", "columnwise"):
-        if f"{direction}_data" not in outputs:
+    source, scaling, layout, found = cast_source(case), case.scaling, case.scaling.layout, {}
+    for columnwise, copy in enumerate(("rowwise", "columnwise")):
+        if f"{copy}_data" not in outputs:
             continue
-        columnwise = direction == "columnwise"
-        slot = case.slots[f"{direction}_scale_inv"]
-        scales = outputs[f"{direction}_scale_inv"][slot.valid_slices]
-        amax = outputs.get(f"amax_{direction}")
+        amax = outputs.get(f"amax_{copy}")
+        slot = case.slots[f"{copy}_scale_inv"]
+        scales = layout.scales_by_outer(outputs[slot.name][slot.valid_slices], columnwise)
         with np.errstate(all="ignore"):
-            if isinstance(scaling, BlockScaling | MXFP8Scaling | NVFP4Scaling):
-                found[f"{direction}_block_amax"] = _block_amaxes(source, scaling, columnwise)
-            if isinstance(scaling, NVFP4Scaling):
-                s_enc = global_encode_scale(amax, scaling.e4m3_max)
-                found[f"{direction}_global_encode_scale"] = s_enc
-                found[f"{direction}_encode_scale"] = encode_multiplier(scales, s_enc[:, None])
-                if scaling.stochastic_rounding:
-                    found[f"{direction}_random_bits"] = _random_bytes(source.shape, scaling, columnwise)
-            elif isinstance(scaling, MXFP8Scaling):
-                found[f"{direction}_encode_scale"] = ENCODE_MULTIPLIER[scales]
-            elif isinstance(scaling, DelayedScaling):
-                found[f"{direction}_encode_scale"] = np.full(1, scaling.scale, np.float32)
+            maxima = amax
+            if layout.block is not None:
+                maxima = _block_amaxes(source, scaling, columnwise)
+                found[f"{copy}_block_amax"] = layout.scales_by_outer(maxima, columnwise)
+            shared, tensor_scale = F(0), scaling.tensor_scale(REFERENCE)
+            if tensor_scale is not None:
+                shared = tensor_scale(amax[:, None])
+                found[f"{copy}_global_encode_scale"] = shared[0][:, 0]
+            multiplier = scaling.multiplier(REFERENCE)
+            if multiplier is None:
+                _, factor = scaling.block_scale(REFERENCE)(maxima, shared, scaling.numbers(source.dtype))
+                factor = np.broadcast_to(factor, maxima.shape)
             else:
-                block = isinstance(scaling, BlockScaling)
-                found[f"{direction}_encode_scale"] = scale_from_amax(
-                    found[f"{direction}_block_amax"] if block else amax,
-                    scaling.fmt,
-                    epsilon=scaling.amax_epsilon,
-                    power_2=scaling.power_2_scale,
-                    **({"value_for_inf": LARGEST_SCALE[source.dtype]} if block else {}),
+                factor = multiplier(scales, shared)
+            factor = factor if layout.block is None else layout.scales_by_outer(factor, columnwise)
+            found[f"{copy}_encode_scale"] = factor
+            if scaling.random is not None:
+                outer, inner = (slice(0, size) for size in layout.oriented(source.shape, columnwise))
+                found[f"{copy}_random_bits"] = random_bytes(
+                    scaling.random, None, outer, inner, source.shape, columnwise
                 )
     return found
 
 
 def _block_amaxes(source, scaling, columnwise):
-    """max |x| of the block that each stored scale serves."""
-    if columnwise and isinstance(scaling, NVFP4Scaling) and scaling.rht:
-        source = HadamardSource(source, scaling.sign_mask)
-    geometry, values = Geometry(scaling, columnwise), as_matrix(source)
-    amax = block_amax(block_view(pad_to_blocks(values, *geometry.block), *geometry.block))
-    return geometry.store_scales(amax, geometry.block, values.shape)
-
-
-def _random_bytes(shape, scaling, columnwise):
-    """The random byte of each element, (M, K) or columnwise (K, M); see `refops.NVFP4Scaling`."""
-    m, k = shape
-    outer, inner = (k, m) if columnwise else (m, k)
-    first = m * (k // NVFP4_BLOCK) if columnwise else 0
-    return tile_bits(scaling, None, slice(0, outer), slice(0, inner), inner // NVFP4_BLOCK, first)
-
-
-# --- what each array is, in a sentence --------------------------------------------------------------------------------
-
-
-def _describe(full_name, case):
-    """How an array of the file is laid out."""
-    name = full_name.split(".", 1)[1]
-    sentence = {
-        "x": "[act | gate] along the last dimension" if case.gated else "the tensor",
-        "y": "the result, rounded once",
-        "dx": "gradient of x: [d_act | d_gate]" if case.gated else "gradient of x",
-        "dy": "gradient of the output",
-        "dbias": "sum of the gradient (of x, for quantize) over all but the last dimension; any order of summation",
-        "row_scales": "one factor for each row",
-        "drow_scales": "gradient of row_scales; any order of summation",
-        "scale": "scale of each tensor",
-        "amax_history": "amaxes [step, tensor], row 0 the newest",
-    }.get(name)
-    if name == "x" and case.params.get("glu_interleave_size"):
-        size = case.params["glu_interleave_size"]
-        sentence = f"act and gate in turns of {size} columns, act first"
-    if sentence is None:
-        direction, what = name.split("_", 1) if not name.startswith("amax_") else (name.split("_")[1], "amax")
-        scaling = case.scaling
-        sentence = _DESCRIPTIONS[what](scaling, direction == "columnwise")
-    return f"{sentence}; row-major"
-
-
-def _describe_data(scaling, columnwise):
-    if isinstance(scaling, NVFP4Scaling):
-        order = "[column, row]: the transposed matrix, packed along rows" if columnwise else "[row, column]"
-        return f"E2M1 codes {order}, two a byte, the element of even index in the low four bits"
-    order = "[row, column]"
-    if columnwise:
-        mx = isinstance(scaling, MXFP8Scaling)
-        order = "[row, column], not transposed, scaled along columns" if mx else "[column, row]: the transposed matrix"
-    return f"{scaling.fmt!r} codes {order}, one a byte"
-
-
-def _scale_order(scaling, columnwise):
-    """Order of one direction's scales."""
-    if isinstance(scaling, BlockScaling):
-        if scaling.block_dim == 2:
-            return "[tile along K, tile along M]" if columnwise else "[tile along M, tile along K]"
-        return "[block along M, column]" if columnwise else "[block along K, row]"
-    if isinstance(scaling, MXFP8Scaling):
-        return "[block along M, column]" if columnwise else "[row, block along K]"
-    if isinstance(scaling, NVFP4Scaling):
-        return "[column, block along M]" if columnwise else "[row, block along K]"
-    return "one for the tensor"
-
-
-def _describe_scales(scaling, columnwise):
-    order = _scale_order(scaling, columnwise)
-    if isinstance(scaling, BlockScaling):
-        return f"float32 decode scales {order}, second dimension padded with zeros to a multiple of 4"
-    if isinstance(scaling, MXFP8Scaling | NVFP4Scaling):
-        kind = "E8M0 scale bytes" if isinstance(scaling, MXFP8Scaling) else "E4M3 scale bytes"
-        outer, inner = ("columns", "rows") if columnwise else ("rows", "columns")
-        return (
-            f"{kind} {order}, {outer} padded with zeros to a multiple of 128 and blocks along {inner} to one of 4, "
-            "not swizzled"
-        )
-    return "float32 decode scale, one for the tensor"
-
-
-def _describe_amax(scaling, columnwise):
-    if isinstance(scaling, NVFP4Scaling) and scaling.row_scaled:
-        return f"float32 amax of each {'column' if columnwise else 'row'}"
-    return "float32 amax of the tensor"
-
-
-#: What an array is called after its direction -> function that describes it.
-_DESCRIPTIONS = {
-    "data": _describe_data,
-    "scale_inv": _describe_scales,
-    "amax": _describe_amax,
-    "block_amax": lambda scaling, columnwise: (
-        f"float32 amax of the block of each scale {_scale_order(scaling, columnwise)}, no padding"
-    ),
-    "encode_scale": lambda scaling, columnwise: (
-        f"float32 factor that each element is multiplied with before the cast, {_scale_order(scaling, columnwise)}, "
-        "no padding"
-    ),
-    "global_encode_scale": lambda scaling, columnwise: (
-        f"float32 S_enc = {6 * scaling.e4m3_max} / amax, one for each amax"
-    ),
-    "random_bits": lambda scaling, columnwise: (
-        f"random byte of each element, {'[column, row]' if columnwise else '[row, column]'}"
-    ),
-}
+    """max |x| of the block that each stored scale serves, [outer, block]."""
+    if columnwise and scaling.hadamard is not None:
+        source = HadamardSource(source, scaling.hadamard)
+    layout, values = scaling.layout, as_matrix(source)
+    values = values.T if columnwise else values
+    amax = block_amax(block_view(pad_to_blocks(values, *layout.block), *layout.block))
+    return np.repeat(amax, layout.block[0] // layout.run[0], axis=0)[: layout.scale_counts(source.shape, columnwise)[0]]

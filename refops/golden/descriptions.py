@@ -1,0 +1,111 @@
+"""What each array of a golden file is, in a sentence: read off the operation and the layout of the scaling."""
+
+import numpy as np
+
+from refops.scalings.arithmetic import REFERENCE
+
+
+def describe(full_name, case):
+    """How an array of the file of a `Case` is laid out; `full_name` such as "output.columnwise_data"."""
+    name = full_name.split(".", 1)[1]
+    described = _of_operation(case)
+    if name in described:
+        return f"{described[name]}; row-major"
+    copy, part = name.split("_", 1)
+    if copy == "amax":
+        copy, part = part, copy
+    return f"{_OF_COPY[part](case.scaling, copy == 'columnwise')}; row-major"
+
+
+def _of_operation(case):
+    """Name -> sentence of the arrays that no scaling writes."""
+    x, size = (
+        "[act | gate] along the last dimension" if case.gated else "the tensor",
+        case.params.get("glu_interleave_size"),
+    )
+    return {
+        "x": f"act and gate in turns of {size} columns, act first" if size else x,
+        "y": "the result, rounded once",
+        "dx": "gradient of x: [d_act | d_gate]" if case.gated else "gradient of x",
+        "dy": "gradient of the output",
+        "dbias": "sum of the gradient (of x, for quantize) over all but the last dimension; any order of summation",
+        "row_scales": "one factor for each row",
+        "drow_scales": "gradient of row_scales; any order of summation",
+        "scale": "scale of each tensor",
+        "amax_history": "amaxes [step, tensor], row 0 the newest",
+    }
+
+
+def _order(first, second):
+    return f"[{first}, {second}]"
+
+
+def _elements(columnwise):
+    """The order of what is (outer, inner)."""
+    return _order("column", "row") if columnwise else _order("row", "column")
+
+
+def _data(scaling, columnwise):
+    layout, order = scaling.layout, _elements(columnwise and scaling.layout.columnwise_transposed)
+    if layout.data_transposed(columnwise):
+        order += ": the transposed matrix" + (", packed along rows" if layout.packed > 1 else "")
+    elif columnwise:
+        order += ", not transposed, scaled along columns"
+    packing = "one a byte" if layout.packed == 1 else "two a byte, the element of even index in the low four bits"
+    return f"{scaling.fmt!r} codes {order}, {packing}"
+
+
+def _scale_order(scaling, columnwise):
+    """What the dimensions of stored scales run over."""
+    layout = scaling.layout
+    if layout.block is None:
+        return "one for the tensor"
+    (line, outer), (_, inner) = layout.oriented((("row", "M"), ("column", "K")), columnwise)
+    tiles = layout.run[0] > 1
+    names = f"tile along {outer}" if tiles else line, f"{'tile' if tiles else 'block'} along {inner}"
+    return _order(*(names[::-1] if layout.scales_inner_first[columnwise] else names))
+
+
+def _scales(scaling, columnwise):
+    layout = scaling.layout
+    if layout.block is None:
+        return "float32 decode scale, one for the tensor"
+    what = "float32 decode scales" if layout.scale_format is None else f"{layout.scale_format!r} scale bytes"
+    return ", ".join([f"{what} {_scale_order(scaling, columnwise)}", *_padding(layout, columnwise)])
+
+
+def _padding(layout, columnwise):
+    """What is said of padding and of the order for GEMMs."""
+    outer, blocks = layout.padding
+    if outer > 1 and blocks > 1:
+        lines, along = layout.oriented(("rows", "columns"), columnwise)
+        yield f"{lines} padded with zeros to a multiple of {outer} and blocks along {along} to one of {blocks}"
+    elif outer > 1 or blocks > 1:
+        second = (outer > 1) == layout.scales_inner_first[columnwise]
+        yield f"{'second' if second else 'first'} dimension padded with zeros to a multiple of {max(outer, blocks)}"
+    if layout.scale_order == "gemm":
+        yield "not swizzled"
+
+
+def _amax(scaling, columnwise):
+    each = "each column" if columnwise else "each row"
+    return f"float32 amax of {each if scaling.layout.amax == 'rows' else 'the tensor'}"
+
+
+def _global_encode_scale(scaling, columnwise):
+    top, _ = scaling.tensor_scale(REFERENCE)(np.float32(1))
+    return f"float32 S_enc = {int(top)} / amax, one for each amax"
+
+
+#: What an array is called beside its copy -> f(scaling, columnwise) -> what it is.
+_OF_COPY = {
+    "data": _data,
+    "scale_inv": _scales,
+    "amax": _amax,
+    "block_amax": lambda *copy: f"float32 amax of the block of each scale {_scale_order(*copy)}, no padding",
+    "encode_scale": lambda *copy: (
+        f"float32 factor that each element is multiplied with before the cast, {_scale_order(*copy)}, no padding"
+    ),
+    "global_encode_scale": _global_encode_scale,
+    "random_bits": lambda scaling, columnwise: f"random byte of each element, {_elements(columnwise)}",
+}
