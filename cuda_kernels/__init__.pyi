@@ -8,10 +8,10 @@ from typing import Any, Literal, overload
 from cuda_kernels import host as host
 from cuda_kernels.emulator import emulated as emulated
 from cuda_kernels.result import Quantized
-from refops.formats import FloatFormat
+from refops.formats import ElementFormat, FloatFormat
 from refops.hints import DTypeLike, Number
-from refops.quantization.per_tensor import Algorithm
-from refops.scaling import Scaling
+from refops.quantization.delayed import Algorithm
+from refops.scalings import Scaling
 
 __all__ = [
     "activation",
@@ -121,11 +121,11 @@ def activation_quantize(
     **params: Number,
 ) -> Quantized: ...
 def amax(x: Any, *, fast_math: bool = ...) -> Any: ...
-def decode(codes: Any, fmt: FloatFormat, *, fast_math: bool = ...) -> Any: ...
+def decode(codes: Any, fmt: ElementFormat, *, fast_math: bool = ...) -> Any: ...
 def dequantize(q: Any, *, dtype: DTypeLike = ..., fast_math: bool = ...) -> Any: ...
 def encode(
     x: Any,
-    fmt: FloatFormat,
+    fmt: ElementFormat,
     *,
     saturate: bool = ...,
     rounding: str = ...,

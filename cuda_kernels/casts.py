@@ -12,6 +12,7 @@ from functools import cache
 
 import numpy as np
 
+from cuda_kernels.operands import ELEMENT_FORMATS
 from cuda_kernels.simt import (
     U16,
     U32,
@@ -26,10 +27,13 @@ from cuda_kernels.simt import (
     select,
     smaller_magnitude,
 )
+from refops.formats import FORMATS
 
 SIGN, MAGNITUDE, INFINITE = U32(0x80000000), U32(0x7FFFFFFF), U32(0x7F800000)
 SIGN_AND_EXPONENT, CANONICAL_NAN = U32(0xFF800000), U32(0x7FFFFFFF)
 TWO, SIX = F(2), F(6)
+#: 1.5 * 2^23: adding it rounds to an integer.
+TO_INTEGER = F(12582912.0)
 #: PTX of four FP8 codes.
 FOUR_CODES = """{{ .reg .b16 s, t;
 cvt.rn.satfinite.{0}.f32 s, $2, $1; cvt.rn.satfinite.{0}.f32 t, $4, $3; mov.b32 $0, {{s, t}}; }}"""
@@ -45,17 +49,18 @@ def has_e2m1(target):
     return target is not None and target[0] >= 10 and target[2:] in (("a",), ("f",))
 
 
-# --- small floats -----------------------------------------------------------------------------------
+# --- codes of numbers -------------------------------------------------------------------------------
 
 
 @cache
-def make_encoder(mantissa_bits, bias, limit, nan_code, sign_shift):
+def make_encoder(mantissa_bits, bias, limit, nan_code, sign_shift, complement=False):
     """Return `encode(x)`: float32 to a code with `mantissa_bits` and `bias`, in uint32.
 
     Args:
         limit: the value to saturate at; for a format with infinity the value that infinity's code would have.
         nan_code: what NaN becomes, without its sign.
-        sign_shift: how far the sign bit moves down from bit 31.
+        sign_shift: how far the sign bit moves down from bit 31; None: the format has none, and -x is encoded as x.
+        complement: whether a negative number's code is the two's complement of its magnitude's.
     """
     low = 23 - mantissa_bits  # bits that are rounded off
     shift, odd = U32(low), U32((1 << (low - 1)) - 1)
@@ -63,7 +68,18 @@ def make_encoder(mantissa_bits, bias, limit, nan_code, sign_shift):
     smallest_normal = U32(127 + 1 - bias << 23)
     magic = F(2.0 ** (23 + 1 - bias - mantissa_bits))  # its ulp is the smallest subnormal: adding it rounds
     magic_bits, limit_bits = np.uint32(magic.view(np.uint32)), np.uint32(F(limit).view(np.uint32))
-    nan, down, sign_mask = U32(nan_code), U32(sign_shift), U32(1 << (31 - sign_shift))
+    nan, down, sign_mask = U32(nan_code), U32(sign_shift or 0), U32(0 if sign_shift is None else 1 << (31 - sign_shift))
+    code_mask = U32(0xFFFFFFFF >> (sign_shift or 0))
+
+    @device
+    def with_sign_bit(magnitude, bits):
+        return np.uint32(magnitude | np.uint32(np.uint32(bits >> down) & sign_mask))
+
+    @device
+    def with_complement(magnitude, bits):
+        return np.uint32(select(bits >= SIGN, np.uint32(U32(0) - magnitude), magnitude) & code_mask)
+
+    signed = with_complement if complement else with_sign_bit
 
     @device
     def encode(x):
@@ -73,29 +89,38 @@ def make_encoder(mantissa_bits, bias, limit, nan_code, sign_shift):
         rounded = np.uint32(m + odd + np.uint32(np.uint32(m >> shift) & U32(1)))
         normal = np.uint32(np.uint32(rounded - rebias) >> shift)
         subnormal = np.uint32(as_u32(as_f32(m) + magic) - magic_bits)
-        code = np.uint32(
-            (select(m >= smallest_normal, normal, subnormal)) | np.uint32(np.uint32(bits >> down) & sign_mask)
-        )
-        return select(exact > INFINITE, nan, code)
+        return select(exact > INFINITE, nan, signed(select(m >= smallest_normal, normal, subnormal), bits))
 
     return encode
 
 
 @cache
-def make_decoder(mantissa_bits, bias, special, sign_shift):
+def make_decoder(mantissa_bits, bias, special, sign_shift, complement=False):
     """Return `decode(code)`: a code in uint32 to its float32, exact.
 
     Args:
         special: from this magnitude on codes are infinity (if it is a power of two in float32) and NaN; None: no such.
+        sign_shift, complement: as of `make_encoder`; without a sign a code is a byte.
     """
     shift, scale = U32(23 - mantissa_bits), F(2.0 ** (127 - bias))
-    up, sign_mask = U32(sign_shift), U32(1 << (31 - sign_shift))
-    magnitude_mask = U32((1 << (31 - sign_shift)) - 1)
+    up, sign_mask = U32(sign_shift or 0), U32(0 if sign_shift is None else 1 << (31 - sign_shift))
+    magnitude_mask = U32(0xFF if sign_shift is None else (1 << (31 - sign_shift)) - 1)
+    code_mask = U32(0xFFFFFFFF >> (sign_shift or 0))
     first_special = U32(special if special is not None else 0xFFFFFFFF)
+
+    @device
+    def without_sign_bit(code):
+        return np.uint32(code & magnitude_mask)
+
+    @device
+    def complemented(code):
+        return select(np.uint32(code & sign_mask) != U32(0), np.uint32(np.uint32(U32(0) - code) & code_mask), code)
+
+    magnitude_of = complemented if complement else without_sign_bit
 
     @device_of_code
     def decode(code):
-        magnitude = np.uint32(code & magnitude_mask)
+        magnitude = magnitude_of(code)
         sign = np.uint32(np.uint32(code & sign_mask) << up)
         value = as_f32(np.uint32(magnitude << shift)) * scale  # also right for subnormals
         bits = as_u32(value)
@@ -105,19 +130,27 @@ def make_decoder(mantissa_bits, bias, special, sign_shift):
     return decode
 
 
-e4m3 = make_encoder(3, 7, 448.0, 0x7F, 24)
-e5m2 = make_encoder(2, 15, 57344.0, 0x7F, 24)
-e3m2 = make_encoder(2, 3, 28.0, 0x1F, 26)
-e2m3 = make_encoder(3, 1, 7.5, 0x1F, 26)
-e2m1 = make_encoder(1, 1, 6.0, 0x7, 28)
-decode_e4m3 = make_decoder(3, 7, 0x7F, 24)
-decode_e5m2 = make_decoder(2, 15, 0x7C, 24)
-decode_e3m2 = make_decoder(2, 3, None, 26)
-decode_e2m3 = make_decoder(3, 1, None, 26)
-decode_e2m1 = make_decoder(1, 1, None, 28)
+def encoder_of(fmt):
+    """The `make_encoder` of a `refops` format with subnormal numbers, saturating as `refops.encode` does."""
+    sign = _sign_shift(fmt), fmt.twos_complement
+    return make_encoder(fmt.mantissa_bits, fmt.bias, float(fmt.max), fmt.code_of_nan, *sign)
 
-ENCODERS = {"e4m3": e4m3, "e5m2": e5m2, "e3m2": e3m2, "e2m3": e2m3, "e2m1": e2m1}
-DECODERS = {"e4m3": decode_e4m3, "e5m2": decode_e5m2, "e3m2": decode_e3m2, "e2m3": decode_e2m3, "e2m1": decode_e2m1}
+
+def decoder_of(fmt):
+    """The `make_decoder` of a `refops` format with subnormal numbers."""
+    special = fmt.nan_code if fmt.infinity_code is None else fmt.infinity_code
+    return make_decoder(fmt.mantissa_bits, fmt.bias, special, _sign_shift(fmt), fmt.twos_complement)
+
+
+def _sign_shift(fmt):
+    return 32 - fmt.bits if fmt.signed else None
+
+
+#: Name -> encoder, decoder of each element format.
+ENCODERS = {fmt.name: encoder_of(fmt) for fmt in ELEMENT_FORMATS}
+DECODERS = {fmt.name: decoder_of(fmt) for fmt in ELEMENT_FORMATS}
+e4m3, e5m2, e2m1 = ENCODERS["e4m3"], ENCODERS["e5m2"], ENCODERS["e2m1"]
+decode_e4m3, decode_e2m1 = DECODERS["e4m3"], DECODERS["e2m1"]
 
 
 # --- two codes at once: what the casting instructions make ------------------------------------------
@@ -148,7 +181,6 @@ def make_quad(pair, width):
 
 
 e4m3_pair, e5m2_pair, e2m1_pair = make_pair(e4m3, 8), make_pair(e5m2, 8), make_pair(e2m1, 4)
-e3m2_pair, e2m3_pair = make_pair(e3m2, 8), make_pair(e2m3, 8)
 
 
 @ptx("min.xorsign.abs.f32 $0, $1, $2;", "=f,f,f", F, F, F)
@@ -268,10 +300,11 @@ def decode_e4m3_instructions(code):
     return decode_e4m3(code)
 
 
-def e4m3_for(target):
-    """Return (encode, decode) of single E4M3 numbers."""
-    native = has_fp8(target)
-    return (e4m3_by_pair, decode_e4m3_instructions) if native else (e4m3, decode_e4m3)
+def one_for(fmt, target):
+    """Return (encode, decode) of single numbers of a `refops` format, codes in uint32."""
+    if fmt == FORMATS["e4m3"] and has_fp8(target):
+        return e4m3_by_pair, decode_e4m3_instructions
+    return encoder_of(fmt), decoder_of(fmt)
 
 
 @cache
@@ -373,7 +406,7 @@ def pairs_for(fmt, target):
     """Return the two-at-once encoder of a format for a GPU.
 
     Args:
-        fmt: "e4m3", "e5m2", "e3m2", "e2m3" or "e2m1".
+        fmt: a name of `ENCODERS`.
         target: compute capability, for example (9, 0) or (10, 0, "a"); None for code that runs anywhere.
     """
     if fmt in ("e4m3", "e5m2") and has_fp8(target):
@@ -381,7 +414,7 @@ def pairs_for(fmt, target):
     if target is not None and fmt == "e2m1":
         by_addition = e2m1_pair_by_signed_addition if target[:2] >= (8, 6) else e2m1_pair_by_addition
         return e2m1_pair_instruction if has_e2m1(target) else by_addition
-    return {"e4m3": e4m3_pair, "e5m2": e5m2_pair, "e3m2": e3m2_pair, "e2m3": e2m3_pair, "e2m1": e2m1_pair}[fmt]
+    return make_pair(ENCODERS[fmt], 4 if fmt == "e2m1" else 8)
 
 
 # --- 16-bit floats ----------------------------------------------------------------------------------
@@ -564,6 +597,10 @@ def e2m1_stochastic(x, random_byte):
     high = select(d >= F(6), U32(7), select(d >= F(4), U32(6), select(d >= F(3), U32(5), U32(4))))
     code = select(d >= F(2), high, np.uint32(d * TWO))
     return select(x != x, U32(7), np.uint32(code | np.uint32(np.uint32(bits >> U32(28)) & U32(8))))
+
+
+#: Format -> its stochastic encoder.
+STOCHASTIC = {"e2m1": e2m1_stochastic}
 
 
 @ptx("fma.rz.f32 $0, $1, $2, $3;", "=f,f,f,f", F, F, F, F)

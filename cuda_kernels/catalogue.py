@@ -4,10 +4,12 @@ Bytes are those that a thread of the full case reads and writes in global memory
 these bytes, of kernels without loops; (9, 0) is an H100, (10, 0, "a") a B200.
 """
 
+import json
 from collections import namedtuple
 from dataclasses import replace
+from pathlib import Path
 
-from cuda_kernels.activations import ACTIVATIONS
+from cuda_kernels.directions import Direction, direction_of
 from cuda_kernels.launch import numba_type
 from cuda_kernels.operands import Inputs
 from cuda_kernels.recipes import (
@@ -18,7 +20,11 @@ from cuda_kernels.recipes import (
     arguments_of,
     build,
     build_scaled_gradient,
+    direction_in,
 )
+from refops.activations import ACTIVATIONS
+from refops.formats import E4M3, E5M2
+from refops.scalings import BlockScaling, CurrentScaling, DelayedScaling, MXFP8Scaling, NVFP4Scaling
 
 #: name; recipe, a `Recipe` or `ScaledGradient`; build(target, fast_math) -> kernel; signature; bytes_per_thread;
 #: limits: "instr_per_byte" and "instr_per_byte_fast_math", target -> budget, None: no claim; wide_loads, wide_stores:
@@ -27,43 +33,17 @@ Entry = namedtuple("Entry", "name recipe build signature bytes_per_thread limits
 
 BF16 = "bfloat16"
 SIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
-MXFP8 = ("mxfp8", "e4m3", "up", False, False)
-NVFP4 = ("nvfp4", 448, False, False, "nearest", False)
-BLOCK = ("block", "e4m3", False, True)
-DELAYED = ("per tensor+amax", "e4m3", True)
+MXFP8 = direction_of(MXFP8Scaling(E4M3), False)
+MXFP8_COLUMNS = direction_of(MXFP8Scaling(E4M3), True)
+NVFP4 = direction_of(NVFP4Scaling(), False)
+BLOCK = direction_of(BlockScaling(E4M3, 1), False)
+DELAYED = direction_of(DelayedScaling(E4M3), False)
 IDENTITY = Prologue("identity", None, BF16)
 
 
-#: Instructions for each byte of bf16 -> MXFP8 rowwise, as measured, rounded up to the next twentieth: accurate on
-#: (9, 0) and (10, 0, "a"), fast_math on both.
-ROW_BUDGETS = {
-    "gelu": (9.3, 9.15, 5.0, 4.0),
-    "dgelu": (7.75, 7.65, 4.35, 3.35),
-    "qgelu": (8.95, 8.8, 5.65, 4.5),
-    "dqgelu": (6.55, 6.25, 4.3, 3.45),
-    "relu": (3.0, 2.85, 3.0, 2.85),
-    "drelu": (2.35, 2.25, 2.35, 2.25),
-    "srelu": (3.65, 3.5, 3.65, 3.5),
-    "dsrelu": (2.55, 2.45, 2.55, 2.45),
-    "silu": (8.65, 8.5, 5.3, 4.3),
-    "dsilu": (6.15, 6.05, 4.1, 3.35),
-    "glu": (5.55, 5.35, 3.55, 2.95),
-    "dglu": (4.8, 4.65, 3.5, 2.9),
-    "geglu": (6.15, 5.95, 3.55, 2.85),
-    "dgeglu": (8.4, 8.25, 3.9, 3.05),
-    "qgeglu": (5.95, 5.75, 3.95, 3.15),
-    "dqgeglu": (5.3, 5.0, 3.9, 3.1),
-    "reglu": (2.35, 2.15, 2.35, 2.15),
-    "dreglu": (2.65, 2.55, 2.65, 2.55),
-    "sreglu": (2.75, 2.55, 2.75, 2.55),
-    "dsreglu": (3.0, 2.9, 3.0, 2.9),
-    "swiglu": (5.75, 5.55, 3.75, 3.05),
-    "dswiglu": (5.05, 4.9, 3.65, 2.95),
-    "clamped_swiglu": (6.8, 6.6, 4.75, 3.85),
-    "dclamped_swiglu": (6.45, 6.3, 4.9, 3.9),
-    "situglu": (21.4, 21.15, 9.5, 6.4),
-    "dsituglu": (16.85, 15.45, 8.9, 6.15),
-}
+#: Instructions for each byte of bf16 -> MXFP8 rowwise, rounded up to the next twentieth: accurate on (9, 0) and
+#: (10, 0, "a"), fast_math on both. `tests/measured/measure_activations.py` measures and writes them.
+ROW_BUDGETS = json.loads(Path(__file__).with_name("row_budgets.json").read_text(encoding="utf-8"))
 
 
 def _entry(name, recipe, bytes_per_thread, limits=None, wide_loads=None, wide_stores=None):
@@ -86,23 +66,22 @@ def _must_be_used(recipe, arguments):
             continue
         key = None if kind is Inputs else outputs.pop(0)
         for field in fields:
-            stores = key is not None and (
-                (field == "data" and key[0] not in NO_DATA) or (field == "scales" and _scales(key))
-            )
+            stores = (field == "data" and _stores_data(key)) or (field == "scales" and _stores_scales(key))
             if field == "x" or stores:
                 used[number] = f"{field} of {kind.__name__}"
             number += 1
     return used
 
 
-#: Epilogues that store no data.
-NO_DATA = ("nothing", "amax", "amax of rows", "block amax")
+def _stores_data(key):
+    """Whether an epilogue stores values or codes."""
+    return key is not None and (isinstance(key, Direction) or key[0] not in ("nothing", "only blocks", "amax"))
 
 
-def _scales(key):
-    """Whether an epilogue stores scales."""
-    known = key[0].startswith("per tensor") and key[2]
-    return known or key[0].startswith(("block", "mxfp8", "nvfp4")) or key[0] in ("e4m3", "e5m2")
+def _stores_scales(key):
+    """Whether an epilogue stores scales: a scale in memory is stored by another kernel."""
+    direction = direction_in(key)
+    return direction is not None and _stores_data(key) and (direction.block is not None or direction.known)
 
 
 def _budget(h100, b200, h100_fast=None, b200_fast=None):
@@ -121,25 +100,27 @@ def _casts():
     row = lambda storage, key, **options: Recipe(  # noqa: E731
         "row", Prologue("identity", None, storage), key, storage=storage, **options
     )
-    e5m2, in_memory = ("mxfp8", "e5m2", "up", False, False), ("per tensor", "e4m3", False)
+    e5m2, in_memory = direction_of(MXFP8Scaling(E5M2), False), direction_of(CurrentScaling(E4M3), False)
+    swizzled = direction_of(MXFP8Scaling(E4M3), False, swizzled=True)
     wide = lambda *key, **options: replace(row(*key, **options), kernel="wide row")  # noqa: E731
     for storage, size in SIZES.items():
         yield _entry(f"{storage} -> MXFP8", wide(storage, MXFP8), 16 * size + 16.5, _budget(2.45, 2.15), size, 1)
     yield _entry("bf16 -> MXFP8 E5M2", wide(BF16, e5m2), 48.5, _budget(2.45, 2.15), 2, 1)
-    yield _entry("bf16 -> MXFP8, swizzled", wide(BF16, (*MXFP8[:4], True)), 48.5, None, 2, 1)
+    yield _entry("bf16 -> MXFP8, swizzled", wide(BF16, swizzled), 48.5, None, 2, 1)
     yield _entry("bf16 -> MXFP8, guarded", row(BF16, MXFP8, whole=False), 24.25)
     yield _entry("bf16 -> delayed FP8", row(BF16, DELAYED), 24, _budget(3.85, 3.7), 1, 0)
     yield _entry("bf16 -> FP8, scale in memory", row(BF16, in_memory), 24, _budget(2.45, 2.45), 1, 0)
     yield _entry("bf16 -> 1x128 blocks", row(BF16, BLOCK), 24.25, _budget(4.1, 4), 1, 0)
     blocks = lambda key, kernel="two block row", storage=BF16: replace(row(storage, key), kernel=kernel)  # noqa: E731
-    random, by_row = ("nvfp4", 448, False, False, "philox", False), ("nvfp4", 448, False, True, "nearest", False)
+    random = direction_of(NVFP4Scaling(stochastic_rounding=True), False)
+    by_row = direction_of(NVFP4Scaling(row_scaled=True), False)
     yield _entry("bf16 -> NVFP4", blocks(NVFP4), 82, _budget(4.5, 2.2), 4, 1)
     yield _entry("bf16 -> NVFP4, one block", blocks(NVFP4, "block row"), 41, _budget(5, 2.75), 2, 0)
     yield _entry("bf16 -> NVFP4, row-scaled", blocks(by_row), 82, _budget(4.55, 2.25), 4, 1)
     yield _entry("bf16 -> NVFP4, stochastic", blocks(random), 82, _budget(8, 7.7), 4, 1)
     yield _entry("float16 -> NVFP4", blocks(NVFP4, storage="float16"), 82, _budget(4.5, 2.2), 4, 1)
     yield _entry("float32 -> NVFP4", blocks(NVFP4, storage="float32"), 146, _budget(2.35, 1.05), 8, 1)
-    four_over_six = ("nvfp4 4over6", 448, False, False, False)
+    four_over_six = direction_of(NVFP4Scaling(four_over_six="mae"), False)
     yield _entry("bf16 -> NVFP4, 4over6", row(BF16, four_over_six), 20.5, None, 1, 0)
     yield _entry("amax of bf16", row(BF16, ("amax",)), 16, None, 1, 0)
     yield _entry("Hadamard of bf16", row(BF16, ("plain", BF16), transform=(0xD7E8, False)), 32, None, 1, 1)
@@ -185,19 +166,18 @@ def _sums():
         yield _entry(f"d{name} + dbias bf16 -> MXFP8", recipe, 32 * 40.25 + 32)
     recipe = Recipe("band", Prologue("backward", "gelu", BF16), DELAYED, storage=BF16, dbias="exact")
     yield _entry("dgelu + dbias bf16 -> delayed FP8", recipe, 32 * 40 + 32)
-    recipe = Recipe("mxfp8", Prologue("backward", "gelu", BF16), MXFP8, ("e4m3", "up", False), BF16, True)
-    recipe, limits = Recipe(**{**vars(recipe), "dbias": "exact"}), _budget(7.7, 7.45, 5, 4)
+    recipe = Recipe("columns", Prologue("backward", "gelu", BF16), MXFP8, MXFP8_COLUMNS, BF16, True)
+    recipe, limits = Recipe(**{**vars(recipe), "dbias": "exact"}), _budget(7.7, 7.5, 5, 4)
     yield _entry("dgelu + dbias bf16 -> MXFP8 both", recipe, 32 * 6.06 + 4, limits)
 
 
 def _tiles():
     """Both directions, squares and columns."""
-    columns = ("e4m3", "up", False)
-    limits = _budget(3.45, 2.8)
-    yield _entry("bf16 -> MXFP8 both", Recipe("mxfp8", IDENTITY, MXFP8, columns, BF16), 32 * 4.0625, limits, 4, 0)
-    yield _entry("bf16 -> MXFP8 columnwise", Recipe("mxfp8", IDENTITY, None, columns, BF16), 32 * 3.03125, None, 4, 0)
+    limits, columns = _budget(3.45, 2.8), lambda row: Recipe("columns", IDENTITY, row, MXFP8_COLUMNS, BF16)
+    yield _entry("bf16 -> MXFP8 both", columns(MXFP8), 32 * 4.0625, limits, 4, 0)
+    yield _entry("bf16 -> MXFP8 columnwise", columns(None), 32 * 3.03125, None, 4, 0)
     swiglu = Prologue("forward", "swiglu", BF16)
-    recipe, limits = Recipe("mxfp8", swiglu, MXFP8, columns, BF16, True), _budget(5.95, 5.5, 4.25, 3.4)
+    recipe, limits = Recipe("columns", swiglu, MXFP8, MXFP8_COLUMNS, BF16, True), _budget(5.95, 5.5, 4.25, 3.4)
     yield _entry("swiglu bf16 -> MXFP8 both", recipe, 32 * 6.0625, limits, 8, 0)
     tile = 128 * 128 / 256
     for name, key, size, more in (
@@ -206,39 +186,53 @@ def _tiles():
         ("NVFP4", NVFP4, 3.125, {}),
         ("NVFP4 + RHT", NVFP4, 3.125, {"transform": (0xD7E8, False)}),
     ):
-        recipe = Recipe("tile", IDENTITY, key, key, BF16, stage=BF16, **more)
+        recipe = Recipe("tile", IDENTITY, key, _columnwise(key), BF16, stage=BF16, **more)
         yield _entry(f"bf16 -> {name} both", recipe, tile * size)
-    recipe = Recipe("tile", Prologue("forward", "gelu", BF16), DELAYED, DELAYED, BF16)
+    recipe = Recipe("tile", Prologue("forward", "gelu", BF16), DELAYED, _columnwise(DELAYED), BF16)
     yield _entry("gelu bf16 -> delayed FP8 both", recipe, tile / 2 * 4)
-    recipe = Recipe("tile", Prologue("backward", "gelu", BF16), DELAYED, DELAYED, BF16, dbias="exact")
+    dgelu = Prologue("backward", "gelu", BF16)
+    recipe = Recipe("tile", dgelu, DELAYED, _columnwise(DELAYED), BF16, dbias="exact")
     yield _entry("dgelu + dbias bf16 -> delayed FP8 both", recipe, tile / 2 * 6)
-    square = ("block", "e4m3", True, True)
-    yield _entry("bf16 -> 128x128 both", Recipe("square", IDENTITY, square, square, BF16, stage=BF16), tile * 4)
-    key, columns = ("mxfp8", "e4m3", "up", True, False), ("mxfp8 square columns", "e4m3", "up", False)
-    recipe = Recipe("square", IDENTITY, key, columns, BF16, stage=BF16, transposed=False)
+    square = _squares(BlockScaling(E4M3, 2))
+    yield _entry("bf16 -> 128x128 both", Recipe("square", IDENTITY, *square, BF16, stage=BF16), tile * 4)
+    square = _squares(MXFP8Scaling(E4M3, two_d=True))
+    recipe = Recipe("square", IDENTITY, *square, BF16, stage=BF16, transposed=False)
     yield _entry("bf16 -> MXFP8 32x32 both", recipe, tile * 4.0625)
-    key = ("nvfp4", 448, True, False, "nearest", False)
-    yield _entry("bf16 -> NVFP4 16x16 both", Recipe("square", IDENTITY, key, key, BF16, stage=BF16), tile * 3.125)
-    key = ("nvfp4 4over6", 448, False, False, False)
-    recipe = Recipe("square choice", IDENTITY, key, key, BF16, stage=BF16)
+    square = _squares(NVFP4Scaling(two_d=True))
+    yield _entry("bf16 -> NVFP4 16x16 both", Recipe("square", IDENTITY, *square, BF16, stage=BF16), tile * 3.125)
+    row = direction_of(NVFP4Scaling(two_d=True, four_over_six="mae"), False)
+    recipe = Recipe("square choice", IDENTITY, row, _columnwise(row), BF16, stage=BF16)
     yield _entry("bf16 -> NVFP4 16x16 4over6 both", recipe, tile * 3.125)
+
+
+def _columnwise(direction):
+    """The other direction of the same scaling."""
+    return replace(direction, columnwise=True)
+
+
+def _squares(scaling):
+    """The epilogues of both directions under squares."""
+    return direction_of(scaling, False), ("squares", direction_of(scaling, True))
 
 
 def _dequantization():
     plain = ("plain", BF16)
-    for name, fmt, kind, options, size, limits in (
-        ("FP8", "e4m3", "tensor", {}, 48, (1.7, 1.55)),
-        ("1x128 blocks", "e4m3", "row_block", {}, 48.5, (1.85, 1.65)),
-        ("MXFP8", "e4m3", "mx_row", {}, 48.5, (1.9, 1.7)),
-        ("MXFP8 columnwise", "e4m3", "mx_columns", {}, 64, (3.2, 3.05)),
-        ("NVFP4", "e2m1", "nvfp4", {"top": 2688.0}, 41, (3.05, 2.1)),
+    for name, direction, size, limits in (
+        ("FP8", DELAYED, 48, (1.7, 1.55)),
+        ("1x128 blocks", BLOCK, 48.5, (1.85, 1.65)),
+        ("MXFP8", MXFP8, 48.5, (1.9, 1.7)),
+        ("MXFP8 columnwise", MXFP8_COLUMNS, 64, (3.2, 3.05)),
+        ("NVFP4", NVFP4, 41, (3.05, 2.1)),
     ):
-        recipe = Recipe("decode row", Prologue("decoded", kind, fmt, **options), plain)
+        recipe = Recipe("decode row", _decoded(direction), plain)
         yield _entry(f"{name} -> bf16", recipe, size, _budget(*limits), None, 2)
-    recipe = Recipe("row", Prologue("decoded", "mx_row", "e4m3"), plain)
-    yield _entry("MXFP8 -> bf16, any K", recipe, 24.25, None, None, 1)
-    prologue = Prologue("decoded", "nvfp4", "e2m1", top=2688.0, transform=(0xD7E8, True))
-    yield _entry("NVFP4 columnwise + RHT -> bf16", Recipe("tile", prologue, None, plain), 128 * 64 / 256 * 2.6)
+    yield _entry("MXFP8 -> bf16, any K", Recipe("row", _decoded(MXFP8), plain), 24.25, None, None, 1)
+    columns = _decoded(direction_of(NVFP4Scaling(rht=True), True), transform=(0xD7E8, True))
+    yield _entry("NVFP4 columnwise + RHT -> bf16", Recipe("tile", columns, None, plain), 128 * 64 / 256 * 2.6)
+
+
+def _decoded(direction, **options):
+    return Prologue("decoded", None, direction.fmt, direction=direction, **options)
 
 
 def catalogue():

@@ -6,7 +6,7 @@ thread that shares it; `out` is an `operands.Outputs`. A columnwise copy that is
 epilogue with rows and columns exchanged.
 
 `Epilogue` names what a kernel must know: how many threads along the row share a block, whether the block is a square.
-The order of float32 operations is that of TE's `recipe_common.cuh`, `quantize_mxfp8.cuh` and `core_nvfp4.cuh`.
+How a scale follows from an amax is the scaling's own rule (`scale_rules`); where it lies, its `directions.Direction`.
 """
 
 from collections import namedtuple
@@ -15,7 +15,6 @@ from functools import cache
 import numpy as np
 
 from cuda_kernels import casts
-from cuda_kernels.elementary import reciprocal_to_scale
 from cuda_kernels.simt import (
     I32,
     I64,
@@ -23,7 +22,6 @@ from cuda_kernels.simt import (
     F,
     as_f32,
     as_i32,
-    as_u32,
     atomic_max,
     cuda,
     device,
@@ -34,14 +32,7 @@ from cuda_kernels.simt import (
     store_words,
     store_words_if,
 )
-from cuda_kernels.vectors import VECTOR, WARP, ZERO, amax, amax_with, make_store, multiply_for
-
-ONE = F(1)
-#: What 4over6 multiplies a scale with to map the block's maximum to 4 instead of 6.
-FOUR_FACTOR = F(1.5)
-FLT_MAX, INFINITE = F(np.finfo(np.float32).max), casts.INFINITE
-ONE_SIXTH = F(1) / F(6)
-SIGN_AND_EXPONENT = U32(0xFF800000)
+from cuda_kernels.vectors import VECTOR, WARP, ZERO, amax, amax_with, make_map, make_store, multiply_for
 
 #: store       the epilogue function
 #: lanes       threads along a row whose vectors make one block; 0: no block amax is needed
@@ -53,15 +44,17 @@ Epilogue = namedtuple("Epilogue", "store lanes block_rows")
 
 
 @cache
-def make_store_codes(fmt, whole, target):
-    """Return `store(v, pointer, (row, stride, column), valid)`: eight codes; FP8 one a byte, FP4 two."""
-    pair = casts.pairs_for(fmt, target)
+def make_store_codes(fmt, packed, whole, target):
+    """Return `store(v, pointer, (row, stride, column), valid)`: eight codes, one a byte or (`packed`, FP4) two."""
+    if packed:
+        return _make_store_packed(casts.pairs_for(fmt, target), casts.eights_for(target), whole)
     if fmt == "e2m1":
-        return _make_store_fp4(pair, casts.eights_for(target), whole)
-    return _make_store_fp8(pair, casts.quads_for(fmt, target), whole)
+        pair = casts.make_pair(casts.ENCODERS[fmt], 8)
+        return _make_store_bytes(pair, casts.make_quad(pair, 16), whole)
+    return _make_store_bytes(casts.pairs_for(fmt, target), casts.quads_for(fmt, target), whole)
 
 
-def _make_store_fp8(pair, word, whole):
+def _make_store_bytes(pair, word, whole):
     @device
     def store_whole(v, pointer, place, valid):
         words = word(v[0], v[1], v[2], v[3]), word(v[4], v[5], v[6], v[7])
@@ -77,8 +70,8 @@ def _make_store_fp8(pair, word, whole):
     return store_whole if whole else store_guarded
 
 
-def _make_store_fp4(pair, word, whole):
-    """FP4 rows are whole blocks of 16, so `valid` is 0 or 8; guarded means an address that may be unaligned."""
+def _make_store_packed(pair, word, whole):
+    """Rows are whole vectors, so `valid` is 0 or 8; guarded means an address that may be unaligned."""
 
     @device
     def store_whole(v, pointer, place, valid):
@@ -95,26 +88,89 @@ def _make_store_fp4(pair, word, whole):
     return store_whole if whole else store_guarded
 
 
-# --- where a scale is stored ------------------------------------------------------------------------
+# --- scales -----------------------------------------------------------------------------------------
 
 
-@device
-def scale_row_major(out, outer, block):
-    """Index of the scale of a row's `block`: [outer, block]."""
-    return offset(outer, out.scale_stride, block)
+@cache
+def make_scales(direction, target):
+    """Return `scales(block_amax, out, outer, valid)`: what is stored for a block, and the multiplier of its elements.
+
+    `given` holds what the tensor's blocks share, or those of an outer index.
+    """
+    rules = direction.rules(target)
+    rule, parts, by_outer = rules.block_scale, rules.parts, direction.by_outer
+
+    @device
+    def alone(block_amax, out, outer, valid):
+        return rule(block_amax, ZERO, out)
+
+    @device
+    def under_one(block_amax, out, outer, valid):
+        i = I64(outer) if by_outer and valid > 0 else I64(0)
+        return rule(block_amax, out.given[i], out)
+
+    @device
+    def under_two(block_amax, out, outer, valid):
+        i = offset(outer, I32(2), I32(0)) if by_outer and valid > 0 else I64(0)
+        first, second = load_two_words(out.given, i)
+        return rule(block_amax, (as_f32(first), as_f32(second)), out)
+
+    return {0: alone, 1: under_one, 2: under_two}[parts]
 
 
-@device
-def scale_block_major(out, outer, block):
-    """Index of the scale in an array [block, outer]."""
-    return offset(block, out.scale_stride, outer)
+@cache
+def make_put_scale(direction):
+    """Return `put(stored, out, outer, inner, valid)`: store a scale where (outer, inner) begins a block."""
+    (rows, columns), index, kind = direction.layout.run, direction.scale_index, direction.scale_type
+    row_bits, column_bits = rows.bit_length() - 1, columns.bit_length() - 1
+
+    @device
+    def put(stored, out, outer, inner, valid):
+        if valid > 0 and (inner & (columns - 1)) == 0 and (outer & (rows - 1)) == 0:
+            out.scales[index(out.scale_stride, outer >> row_bits, inner >> column_bits)] = kind(stored)
+
+    @device
+    def put_of_row(stored, out, outer, inner, valid):
+        if valid > 0 and (inner & (columns - 1)) == 0:
+            out.scales[index(out.scale_stride, outer, inner >> column_bits)] = kind(stored)
+
+    return put if rows > 1 else put_of_row
 
 
-@device
-def scale_swizzled(out, outer, block):
-    """Index in the order that tensor-core GEMMs read: 512-byte tiles of 128 rows x 4 blocks."""
-    tile = I64(outer >> 7) * (out.scale_stride >> 2) + (block >> 2)
-    return tile * 512 + ((outer & 31) << 4) + ((outer & 127) >> 5 << 2) + (block & 3)
+@cache
+def make_put_block(direction):
+    """Return `put(stored, out, outer, inner)`: store the scale of the block of a row that (outer, inner) begins."""
+    index, kind, bits = direction.scale_index, direction.scale_type, direction.block[1].bit_length() - 1
+
+    @device
+    def put(stored, out, outer, inner):
+        out.scales[index(out.scale_stride, outer, inner >> bits)] = kind(stored)
+
+    return put
+
+
+@cache
+def make_put_column_scales(direction):
+    """Return `put(stored, out, row, column, valid)`: the scale of a square, of data that are stored along the rows.
+
+    It is stored for each of the eight columns, if the layout repeats it, else once for the square.
+    """
+    (repeated, _), (_, edge) = direction.layout.run, direction.block
+    index, kind, bits = direction.scale_index, direction.scale_type, edge.bit_length() - 1
+
+    @device
+    def put_each(stored, out, row, column, valid):
+        if (row & (edge - 1)) == 0:
+            for k in range(VECTOR):
+                if k < valid:
+                    out.scales[index(out.scale_stride, column + k, row >> bits)] = kind(stored)
+
+    @device
+    def put_once(stored, out, row, column, valid):
+        if valid > 0 and (row & (edge - 1)) == 0 and (column & (edge - 1)) == 0:
+            out.scales[index(out.scale_stride, column >> bits, row >> bits)] = kind(stored)
+
+    return put_each if repeated == 1 else put_once
 
 
 # --- epilogues --------------------------------------------------------------------------------------
@@ -170,9 +226,7 @@ def recording(epilogue, lanes):
 
 def codes(fmt, whole, target):
     """Store codes of the values as they are, one a byte."""
-    pair = casts.make_pair(casts.ENCODERS[fmt], 8)
-    one_a_byte = _make_store_fp8(pair, casts.make_quad(pair, 16), whole)
-    store_codes = one_a_byte if fmt == "e2m1" else make_store_codes(fmt, whole, target)
+    store_codes = make_store_codes(fmt, False, whole, target)
 
     @device
     def store(values, block_amax, out, outer, inner, valid):
@@ -181,12 +235,13 @@ def codes(fmt, whole, target):
     return Epilogue(store, 0, 1)
 
 
-def per_tensor(fmt, known, whole, target):
-    """FP8 with one scale: in memory (`given`), or `known` when the kernel starts (delayed scaling).
+def per_tensor(direction, whole, target):
+    """Cast with one scale: in memory (`given`), or known when the kernel starts.
 
     A known scale is in `epsilon`, its reciprocal, which is stored as scale_inv, in `largest_scale`.
     """
-    store_codes, multiply = make_store_codes(fmt, whole, target), multiply_for(target)
+    store_codes, known = make_store_codes(direction.fmt, False, whole, target), direction.known
+    multiply = multiply_for(target)
 
     @device
     def store(values, block_amax, out, outer, inner, valid):
@@ -198,359 +253,240 @@ def per_tensor(fmt, known, whole, target):
     return Epilogue(store, 0, 1)
 
 
-def record_block_amax():
-    """Raise `amax` [row block, column block] to the largest magnitude of its 128 x 128 square."""
+def record_block_amax(edge):
+    """Raise `amax` [row block, column block] to the largest magnitude of its square."""
+    lanes, bits = edge // VECTOR, edge.bit_length() - 1
 
     @device
     def store(values, block_amax, out, outer, inner, valid):
-        if (cuda.threadIdx.x & 15) == 0 and valid > 0:
-            atomic_max(out.amax, offset(outer >> 7, out.scale_stride, inner >> 7), as_i32(block_amax))
+        if (cuda.threadIdx.x & (lanes - 1)) == 0 and valid > 0:
+            atomic_max(out.amax, offset(outer >> bits, out.scale_stride, inner >> bits), as_i32(block_amax))
 
-    return Epilogue(store, 16, 1)
+    return Epilogue(store, lanes, 1)
 
 
 def with_given_amax(epilogue, by_column):
-    """Return an epilogue for squares of 128 x 128 whose maxima are `given` [row block, column block]."""
-    store_with = epilogue.store
+    """Return an epilogue for squares whose maxima are `given` [row block, column block]."""
+    store_with, bits = epilogue.store, epilogue.block_rows.bit_length() - 1
 
     @device
     def store(values, block_amax, out, outer, inner, valid):
         row, column = (inner, outer) if by_column else (outer, inner)
-        index = offset(row >> 7, I32(out.first_block), column >> 7)
+        index = offset(row >> bits, I32(out.first_block), column >> bits)
         store_with(values, out.given[index] if valid > 0 else ZERO, out, outer, inner, valid)
 
     return Epilogue(store, 0, 1)
 
 
-@device
-def power_of_two_inverse(scale):
-    """1 / scale of a power of two up to 2^127, without a division."""
-    bits = as_u32(scale)
-    return as_f32(select(bits == U32(0x7F000000), U32(0x400000), np.uint32(U32(0x7F000000) - bits)))
+def blocks(direction, whole, target):
+    """Scale and cast by blocks of a row, or by squares."""
+    if direction.rules(target).choice is not None:
+        return chosen_blocks(direction, whole, target)
+    scales, put, multiply = make_scales(direction, target), make_put_scale(direction), multiply_for(target)
+    if direction.random is None:
+        store_codes = make_store_codes(direction.fmt, direction.packed, whole, target)
+    else:
+        store_codes = make_store_random(direction.random)
+
+    @device
+    def store(values, block_amax, out, outer, inner, valid):
+        stored, multiplier = scales(block_amax, out, outer, valid)
+        put(stored, out, outer, inner, valid)
+        store_codes(multiply(values, multiplier), out.data, (outer, out.inner, inner), valid)
+
+    @device
+    def store_at_random(values, block_amax, out, outer, inner, valid):
+        stored, multiplier = scales(block_amax, out, outer, valid)
+        put(stored, out, outer, inner, valid)
+        v = multiply(values, multiplier)
+        if valid > 0:
+            store_codes(v, out, outer, inner)
+
+    rows, columns = direction.block
+    return Epilogue(store if direction.random is None else store_at_random, columns // VECTOR, rows)
 
 
-def scale_mask(power_2):
-    """The bits of a scale that are kept: all, or sign and exponent, which rounds down to a power of two."""
-    return U32(0xFF800000 if power_2 else 0xFFFFFFFF)
+def wide_blocks(direction, target, cast):
+    """`blocks` of a row for threads that hold 16 neighbours as `vectors.Kept` says: `store(first, second, ...)`.
 
-
-@device
-def fp8_scale(amax, limit, epsilon, largest, mask):
-    """limit / amax, its mantissa masked; `largest` where that overflows, 1 where amax is 0 or infinite."""
-    amax = select(amax < epsilon, epsilon, amax)
-    scale = limit / amax
-    scale = select(scale > FLT_MAX, largest, scale)
-    scale = as_f32(np.uint32(as_u32(scale) & mask))
-    return select((amax > ZERO) & (amax <= FLT_MAX), scale, ONE)
-
-
-@cache
-def make_power_of_two_scale(limit):
-    """Return `scale(amax, epsilon, largest)`: `fp8_scale` with the mantissa masked, without a division.
-
-    The bits of two positive floats differ by the bits of their quotient, but for its mantissa: where the mantissa of
-    `limit` is the smaller one, the difference borrows from the exponent, which is one less, as the quotient's is. Its
-    rounding does not matter: a quotient below a power of two is at least 2^-24 of it below, so rounds below it.
+    Args:
+        cast: `Kept.cast`, one code a byte.
     """
-    bits_for_one, overflowing = U32(int(as_u32(limit)) + 0x3F800000), as_u32(F(limit * F(2.0**-64) * F(2.0**-64)))
-
-    @device
-    def scale(amax, epsilon, largest):
-        amax = select(amax < epsilon, epsilon, amax)
-        bits = as_u32(amax)
-        quotient = select(bits <= overflowing, as_u32(largest), np.uint32(bits_for_one - bits))
-        power = as_f32(np.uint32(quotient & SIGN_AND_EXPONENT))
-        return select((amax > ZERO) & (amax <= FLT_MAX), power, ONE)
-
-    return scale
-
-
-def block_fp8(fmt, limit, square, power_2, whole, target):
-    """FP8 with one float32 scale for 128 elements of a row, or for a square of 128 x 128."""
-    store_codes, multiply, edge = make_store_codes(fmt, whole, target), multiply_for(target), 128
-    limit, mask = F(limit), scale_mask(power_2)
-    divided = device(lambda amax, epsilon, largest: fp8_scale(amax, limit, epsilon, largest, mask))
-    scale_of = make_power_of_two_scale(limit) if power_2 else divided
-    inverse = power_of_two_inverse if power_2 else device(lambda scale: ONE / scale)
-
-    @device
-    def store(values, block_amax, out, outer, inner, valid):
-        scale = scale_of(block_amax, out.epsilon, out.largest_scale)
-        if valid > 0 and (inner & 127) == 0:
-            if square and (outer & 127) == 0:
-                out.scales[scale_row_major(out, outer >> 7, inner >> 7)] = inverse(scale)
-            if not square:
-                out.scales[scale_block_major(out, outer, inner >> 7)] = inverse(scale)
-        store_codes(multiply(values, scale), out.data, (outer, out.inner, inner), valid)
-
-    return Epilogue(store, edge // VECTOR, edge if square else 1)
-
-
-@cache
-def make_e8m0_byte(limit, mantissa_bits, rounding, target=None):
-    """Return `byte(amax)`: the E8M0 code of a block; `rounding` is that of `MXFP8Scaling`."""
-    inverse, emax = F(1) / F(limit), U32(int(np.floor(np.log2(limit))))
-    half = U32(1 << (22 - mantissa_bits)) if rounding == "even" else U32(0)
-    round_up = U32(0x7FFFFF) if rounding == "ceil_ocp" else U32(0)
-    round_up_to_power = casts.e8m0_up_for(target)
-
-    @device
-    def up(amax):
-        return round_up_to_power(amax * inverse)
-
-    @device
-    def relative(amax):
-        bits = as_u32(amax)
-        exponent = np.uint32(np.uint32(bits + half + round_up) >> U32(23))
-        code = select(exponent > emax, np.uint32(exponent - emax), U32(0))
-        return select(bits >= INFINITE, U32(254), code)
-
-    return up if rounding == "up" else relative
-
-
-def mxfp8(fmt, limit, mantissa_bits, rounding, square, scale_index, whole, target):
-    """MX formats: one E8M0 byte for 32 elements of a row, or for a square of 32 x 32."""
-    store_codes, byte_of = make_store_codes(fmt, whole, target), make_e8m0_byte(limit, mantissa_bits, rounding, target)
-    multiply = multiply_for(target)
-
-    @device
-    def store(values, block_amax, out, outer, inner, valid):
-        byte = byte_of(block_amax)
-        if valid > 0 and (inner & 31) == 0:
-            out.scales[scale_index(out, outer, inner >> 5)] = np.uint8(byte)
-        store_codes(multiply(values, casts.e8m0_multiplier(byte)), out.data, (outer, out.inner, inner), valid)
-
-    return Epilogue(store, 32 // VECTOR, 32 if square else 1)
-
-
-def mxfp8_wide(limit, mantissa_bits, rounding, scale_index, target, fp8):
-    """`mxfp8` for threads that hold 16 neighbours as `vectors.Kept` says: `store(first, second, ...)`, 16 codes."""
-    byte_of = make_e8m0_byte(limit, mantissa_bits, rounding, target)
+    scales, put = make_scales(direction, target), make_put_scale(direction)
 
     @device
     def store(first, second, block_amax, out, outer, inner, valid):
-        byte = byte_of(block_amax)
-        a, b = fp8(first, casts.e8m0_multiplier(byte)), fp8(second, casts.e8m0_multiplier(byte))
-        if valid > 0 and (inner & 31) == 0:
-            out.scales[scale_index(out, outer, inner >> 5)] = np.uint8(byte)
+        stored, multiplier = scales(block_amax, out, outer, valid)
+        a, b = cast(first, multiplier), cast(second, multiplier)
+        put(stored, out, outer, inner, valid)
         store_words_if(valid > 0, out.data, outer, out.inner, inner, (a[0], a[1], b[0], b[1]))
 
-    return Epilogue(store, 32 // (2 * VECTOR), 1)
+    return Epilogue(store, direction.block[1] // (2 * VECTOR), 1)
 
 
-def mxfp8_square_columns(fmt, limit, mantissa_bits, rounding, scale_index, whole, target):
-    """The columnwise copy under 32 x 32 blocks: the rowwise codes, and the scale of each column of the block."""
-    store_codes, byte_of = make_store_codes(fmt, whole, target), make_e8m0_byte(limit, mantissa_bits, rounding, target)
-    multiply = multiply_for(target)
+def squares_along_rows(direction, whole, target):
+    """The columnwise copy under squares, stored along the rows: the rowwise codes, and the scales by column."""
+    scales, put, multiply = make_scales(direction, target), make_put_column_scales(direction), multiply_for(target)
+    store_codes = make_store_codes(direction.fmt, direction.packed, whole, target)
 
     @device
     def store(values, block_amax, out, outer, inner, valid):
-        byte = byte_of(block_amax)
-        if (outer & 31) == 0:
-            for k in range(VECTOR):
-                if k < valid:
-                    out.scales[scale_index(out, inner + k, outer >> 5)] = np.uint8(byte)
-        store_codes(multiply(values, casts.e8m0_multiplier(byte)), out.data, (outer, out.inner, inner), valid)
+        stored, multiplier = scales(block_amax, out, outer, valid)
+        store_codes(multiply(values, multiplier), out.data, (outer, out.inner, inner), valid)
+        put(stored, out, outer, inner, valid)
 
-    return Epilogue(store, 32 // VECTOR, 32)
+    rows, columns = direction.block
+    return Epilogue(store, columns // VECTOR, rows)
 
 
-# --- NVFP4 ------------------------------------------------------------------------------------------
-
-
-@device
-def global_encode_scale(amax, top):
-    """top / amax, at most FLT_MAX; 1 where amax is 0 or infinite. `top` is e4m3_max * 6."""
-    scale = top / amax
-    scale = select(scale > FLT_MAX, FLT_MAX, scale)
-    return select((amax != ZERO) & (scale != ZERO), scale, ONE)
-
-
-@device
-def block_scale(amax, s_enc):
-    """A block's scale before it is rounded to E4M3: amax * (S_enc / 6)."""
-    return amax * (s_enc * ONE_SIXTH)
-
-
-@device
-def block_byte(amax, s_enc):
-    """E4M3 code of a block's scale, at most 448."""
-    return casts.e4m3(block_scale(amax, s_enc))
-
-
-@device
-def encode_multiplier(byte, s_dec):
-    """1 / (scale * S_dec), at most FLT_MAX: what elements are multiplied with. S_dec = 1 / S_enc."""
-    return reciprocal_to_scale(casts.decode_e4m3(byte) * s_dec)
+# --- whole blocks of 16 in a thread -----------------------------------------------------------------
 
 
 @cache
-def make_nvfp4_scales(row_scaled, target):
-    """Return `scales(block_amax, out, outer, valid)`: a block's E4M3 code and the multiplier of its elements."""
-    encode, decode = casts.e4m3_for(target)
-
-    @device
-    def scales(block_amax, out, outer, valid):
-        i = offset(outer, I32(2), I32(0)) if row_scaled and valid > 0 else I64(0)
-        s_enc, s_dec = load_two_words(out.given, i)
-        byte = encode(block_scale(block_amax, as_f32(s_enc)))
-        return byte, reciprocal_to_scale(decode(byte) * as_f32(s_dec))
-
-    return scales
-
-
-@cache
-def make_block_codes(row_scaled, rounding, target):
-    """Return `codes(first, second, out, outer, inner)`: a block's E4M3 code, and its 16 E2M1 codes in two words."""
-    scales, multiply = make_nvfp4_scales(row_scaled, target), multiply_for(target)
+def make_block_codes(direction, target):
+    """Return `codes(first, second, out, outer, inner)`: a block's scale, and its 16 FP4 codes in two words."""
+    scales, multiply, kind = make_scales(direction, target), multiply_for(target), direction.scale_type
     nearest, stochastic = casts.eights_for(target), casts.stochastic_eights_for(target)
+    at_random = direction.random is not None
 
     @device
     def codes(first, second, out, outer, inner):
-        byte, multiplier = scales(amax_with(amax(first), second), out, outer, 1)
+        stored, multiplier = scales(amax_with(amax(first), second), out, outer, 1)
         a, b = multiply(first, multiplier), multiply(second, multiplier)
-        if rounding == "nearest":
-            return np.uint8(byte), nearest(a), nearest(b)
-        w = random_words(out, outer, inner)
-        return np.uint8(byte), stochastic(a, w[0], w[1]), stochastic(b, w[2], w[3])
+        if at_random:
+            w = random_words(out, outer, inner)
+            return kind(stored), stochastic(a, w[0], w[1]), stochastic(b, w[2], w[3])
+        return kind(stored), nearest(a), nearest(b)
 
     return codes
 
 
-def nvfp4_blocks(row_scaled, rounding, scale_index, target):
-    """`nvfp4` for threads that hold whole blocks, but for given random bits: (`store` of one block, `store` of two)."""
-    codes = make_block_codes(row_scaled, rounding, target)
+def whole_blocks(direction, target):
+    """`blocks` for threads that hold whole blocks, but for given random bits: (`store` of one, `store` of two)."""
+    codes, index = make_block_codes(direction, target), direction.scale_index
 
     @device
     def store_one(v, out, outer, inner):
-        byte, a, b = codes(v[0], v[1], out, outer, inner)
-        out.scales[scale_index(out, outer, inner >> 4)] = byte
+        scale, a, b = codes(v[0], v[1], out, outer, inner)
+        out.scales[index(out.scale_stride, outer, inner >> 4)] = scale
         store_words(out.data, offset(outer, out.inner >> 1, inner >> 1), (a, b))
 
     @device
     def store_two(v, out, outer, inner):
-        byte, a, b = codes(v[0], v[1], out, outer, inner)
-        next_byte, c, d = codes(v[2], v[3], out, outer, I32(inner + 16))
-        i = scale_index(out, outer, inner >> 4)  # the block's number is even: in every order the next one follows it
-        out.scales[i], out.scales[i + 1] = byte, next_byte
+        scale, a, b = codes(v[0], v[1], out, outer, inner)
+        next_scale, c, d = codes(v[2], v[3], out, outer, I32(inner + 16))
+        # The block's number is even: in the order of rows and in that of GEMMs the next one follows it.
+        i = index(out.scale_stride, outer, inner >> 4)
+        out.scales[i], out.scales[i + 1] = scale, next_scale
         store_words(out.data, offset(outer, out.inner >> 1, inner >> 1), (a, b, c, d))
 
     return store_one, store_two
 
 
-def nvfp4(square, row_scaled, rounding, scale_index, whole, target):
-    """E2M1 with an E4M3 scale for 16 elements (or a square of 16 x 16) under the tensor's scale.
-
-    Args:
-        row_scaled: `given` holds S_enc and S_dec = 1 / S_enc for each outer index, else those of the tensor.
-        rounding: "nearest", "philox" or "given" (random_bits).
-    """
-    scales, multiply = make_nvfp4_scales(row_scaled, target), multiply_for(target)
-    store_nearest, store_random = make_store_codes("e2m1", whole, target), make_store_random(rounding)
-
-    @device
-    def store(values, block_amax, out, outer, inner, valid):
-        byte, multiplier = scales(block_amax, out, outer, valid)
-        if valid > 0 and (inner & 15) == 0:
-            out.scales[scale_index(out, outer, inner >> 4)] = np.uint8(byte)
-        v = multiply(values, multiplier)
-        if rounding == "nearest":
-            store_nearest(v, out.data, (outer, out.inner, inner), valid)
-        elif valid > 0:
-            store_random(v, out, outer, inner)
-
-    return Epilogue(store, 16 // VECTOR, 16 if square else 1)
+# --- a choice of two scales -------------------------------------------------------------------------
 
 
-@ptx("mul.rn.f32 $0, $1, $2;", "=f,f,f", F, F, F)
-def product(a, b):
-    """a * b, never contracted into a multiply-add."""
-    return a * b
+@ptx("mov.b32 $0, $1;", "=f,f", F, F)
+def settled(x):
+    """x, whose product no addition is contracted with."""
+    return x
 
 
 @cache
-def make_four_over_six_error(top, mse):
-    """Return `error(v, multiplier, scale, amax, start)`: `start` plus the errors of eight elements, one after another.
-
-    An element's error is (code * scale * amax) / top - x, its magnitude or (`mse`) its square; `top` = 6 e4m3_max.
-    """
-
-    @device
-    def one(x, multiplier, scale, amax):
-        value = casts.decode_e2m1(casts.e2m1(x * multiplier))
-        difference = ((value * scale) * amax) / top - x
-        return product(difference, difference) if mse else as_f32(as_u32(difference) & casts.MAGNITUDE)
+def make_errors_of_eight(direction, target):
+    """Return `errors(v, scale, amax)`: of eight elements under a scale, (stored, multiplier)."""
+    error_of, value_of = direction.rules(target).choice.error, direction.value_of_scale(target)
+    encode, decode = casts.ENCODERS[direction.fmt], casts.DECODERS[direction.fmt]
 
     @device
-    def error(v, multiplier, scale, amax, start):
-        total = start
-        for k in range(VECTOR):
-            total = total + one(v[k], multiplier, scale, amax)
-        return total
+    def of_one(x, p):
+        multiplier, scale, amax = p
+        return settled(error_of(decode(encode(x * multiplier)), scale, amax, x))
 
-    return error
+    of_eight = make_map(of_one)
+
+    @device
+    def errors(v, scale, amax):
+        stored, multiplier = scale
+        return of_eight(v, (multiplier, value_of(stored), amax))
+
+    return errors
+
+
+@device
+def added(start, e):
+    """`start` plus eight numbers, one after another."""
+    return (((((((start + e[0]) + e[1]) + e[2]) + e[3]) + e[4]) + e[5]) + e[6]) + e[7]
 
 
 @cache
-def make_row_errors(e4m3_max, mse):
-    """Return `errors(v, block_amax, amax, upper)`: of 16 elements that two threads hold, mapped to 6 and to 4.
+def make_candidates(direction, target):
+    """Return `candidates(block_amax, amax, out)`: two (stored, multiplier) of a block."""
+    rules = direction.rules(target)
+    tensor_scale, (first, second) = rules.tensor_scale, rules.choice.candidates
+
+    @device
+    def candidates(block_amax, amax, out):
+        shared = tensor_scale(amax)
+        return first(block_amax, shared, out), second(block_amax, shared, out)
+
+    return candidates
+
+
+@cache
+def make_row_errors(direction, target):
+    """Return `errors(v, candidates, amax, upper)`: of 16 elements that two threads hold, with either scale.
 
     A sum runs through the first thread's elements, then through those of the second (`upper`); both get it.
     """
-    top = F(6 * e4m3_max)
-    error = make_four_over_six_error(top, mse)
+    errors_of_eight = make_errors_of_eight(direction, target)
 
     @device
-    def sixteen(v, byte, s_enc, amax, upper):
-        multiplier, scale = encode_multiplier(byte, ONE / s_enc), casts.decode_e4m3(byte)
-        own = error(v, multiplier, scale, amax, ZERO)
-        both = error(v, multiplier, scale, amax, cuda.shfl_xor_sync(WARP, own, 1))
+    def sixteen(v, scale, amax, upper):
+        e = errors_of_eight(v, scale, amax)
+        both = added(cuda.shfl_xor_sync(WARP, added(ZERO, e), 1), e)
         return select(upper, both, cuda.shfl_xor_sync(WARP, both, 1))
 
     @device
-    def errors(v, block_amax, amax, upper):
-        s_enc = global_encode_scale(amax, top)
-        six = sixteen(v, four_over_six_byte(block_amax, s_enc, ONE), s_enc, amax, upper)
-        return six, sixteen(v, four_over_six_byte(block_amax, s_enc, FOUR_FACTOR), s_enc, amax, upper)
+    def errors(v, candidates, amax, upper):
+        error_of_first = sixteen(v, candidates[0], amax, upper)
+        return error_of_first, sixteen(v, candidates[1], amax, upper)
 
     return errors
 
 
 @cache
-def make_store_choice(e4m3_max, scale_index, whole, target):
-    """Return `store(v, block_amax, four, amax, out, outer, inner, valid)`: NVFP4 with the maximum mapped to 4 or 6."""
-    top, store_codes, multiply = F(6 * e4m3_max), make_store_codes("e2m1", whole, target), multiply_for(target)
+def make_store_choice(direction, whole, target):
+    """Return `store(v, candidates, second_errs_less, out, outer, inner, valid)`: `blocks` with one of the scales."""
+    put, multiply = make_put_scale(direction), multiply_for(target)
+    store_codes = make_store_codes(direction.fmt, direction.packed, whole, target)
 
     @device
-    def store(v, block_amax, four, amax, out, outer, inner, valid):
-        s_enc = global_encode_scale(amax, top)
-        byte = four_over_six_byte(block_amax, s_enc, select(four, FOUR_FACTOR, ONE))
-        if valid > 0 and (inner & 15) == 0:
-            out.scales[scale_index(out, outer, inner >> 4)] = np.uint8(byte)
-        values = multiply(v, encode_multiplier(byte, ONE / s_enc))
+    def store(v, candidates, second_errs_less, out, outer, inner, valid):
+        first, second = candidates
+        put(select(second_errs_less, second[0], first[0]), out, outer, inner, valid)
+        values = multiply(v, select(second_errs_less, second[1], first[1]))
         store_codes(values, out.data, (outer, out.inner, inner), valid)
 
     return store
 
 
-def nvfp4_four_over_six(e4m3_max, mse, row_scaled, scale_index, whole, target):
-    """NVFP4 1x16 that maps each block's maximum to 6 or to 4, whichever errs less (6 if equal)."""
-    errors = make_row_errors(e4m3_max, mse)
-    store_choice = make_store_choice(e4m3_max, scale_index, whole, target)
+def chosen_blocks(direction, whole, target):
+    """`blocks` of 1 x 16 elements, each with that of two scales which errs less, the first if equal."""
+    errors, by_outer = make_row_errors(direction, target), direction.by_outer
+    candidates, store_choice = make_candidates(direction, target), make_store_choice(direction, whole, target)
 
     @device
     def store(values, block_amax, out, outer, inner, valid):
-        amax = out.given[outer] if row_scaled and valid > 0 else out.given[0]
-        six, four = errors(values, block_amax, amax, (inner & 15) == 8)
-        store_choice(values, block_amax, four < six, amax, out, outer, inner, valid)
+        amax = out.given[outer] if by_outer and valid > 0 else out.given[0]
+        both = candidates(block_amax, amax, out)
+        first, second = errors(values, both, amax, (inner & 15) == 8)
+        store_choice(values, both, second < first, out, outer, inner, valid)
 
     return Epilogue(store, 16 // VECTOR, 1)
 
 
-@device
-def four_over_six_byte(amax, s_enc, factor):
-    """E4M3 code of a block's scale: factor 1 maps its maximum to 6, factor 1.5 to 4."""
-    return casts.e4m3(((amax / F(6)) * s_enc) * factor)
+# --- stochastic rounding ----------------------------------------------------------------------------
 
 
 @device

@@ -1,11 +1,8 @@
-"""Fast formulas, written once for single numbers and for pairs of them: approximate units, within 8 ulp of float32.
+"""The vocabulary of fast formulas, for single numbers and for pairs of them: approximate units, within 8 ulp.
 
-`make_fast(n)` returns formulas by the names that they have in `activations`; `n` is an `Arithmetic`, of numbers
-(`NUMBERS`) or of pairs (`pairs.make_pairs`). Every multiply-add is written out: the same is rounded everywhere.
-
-"NAME_derivative" is the derivative of x. What a gated gradient needs is computed together: "NAME_both" gives the value
-and the derivative, "NAME_gradients" both halves, of (act, gate, dy, p) with the parameters as fields of p.
-"situglu_product" is the gated value of (act, gate, p), three quotients over one reciprocal.
+Activations declare a fast form in it (`refops.activations.declaration`); `make_words(n)` returns the words for an
+`Arithmetic` n, of numbers (`NUMBERS`) or of pairs (`pairs.make_pairs`). Every multiply-add is written out: the same is
+rounded everywhere.
 
 Where a derivative is s + m (1 - s), s = sigmoid, 1 - s is (d - 1) s for the denominator d = 1 / s: then the error of
 the approximate reciprocal is a factor; 1 - s would magnify it. Where d overflows s is 0 and so is this product, which
@@ -14,6 +11,7 @@ only ever multiplies s.
 
 from collections import namedtuple
 from functools import cache
+from typing import Any
 
 from cuda_kernels.elementary import LN_2, LOG2_E, exp2_unit, fma, full_range_reciprocal, reciprocal_seed
 from cuda_kernels.simt import (
@@ -45,15 +43,19 @@ Arithmetic = namedtuple(
 )
 
 
+#: The words of fast formulas: those of `Arithmetic`, and what is made of them.
+#:   sigmoid(x), sigmoid_pair(x)     1 / (1 + e^-x), and with it 1 - that
+#:   sigmoid_denominator(x)          1 + e^-x
+#:   tanh(y), scaled_tanh(x, beta)   tanh y; beta tanh(x / beta) with its slope, beta a float32 parameter
+#:   tanh_fraction(x, beta)          numerator and denominator of 2^8 beta tanh(x / beta)
+MADE = ("sigmoid", "sigmoid_pair", "sigmoid_denominator", "tanh", "scaled_tanh", "tanh_fraction")
+Words: Any = namedtuple("Words", (*Arithmetic._fields, *MADE))  # type: ignore[misc]
+
+
 @device
 def less_one(d, s):
     """(d - 1) s for s = 1 / d; 0 where d is infinite."""
     return fma_sat(d, s, -s)
-
-
-def second_of(both):
-    """Return the function of x that is the second of the two that `both` gives."""
-    return device(lambda x: both(x)[1])
 
 
 NUMBERS = Arithmetic(
@@ -75,14 +77,8 @@ NUMBERS = Arithmetic(
     reciprocal=reciprocal_seed,
 )
 
-# TE's constants, of float32.
-SQRT_2_OVER_PI = F(0.79788456)
-GELU_CUBIC = F(0.03567741)  # sqrt(2/pi) * 0.044715
-GELU_CUBIC_SLOPE = F(0.1070322243)  # 3 * sqrt(2/pi) * 0.044715
-QGELU_ALPHA = F(1.702)
 #: 1 to the reference's last bit; see `make_sigmoids`.
 ALMOST_ONE = 1 - 2.0**-24
-MINUS_2_LOG2_E = -2 * 1.4426950408889634
 #: Here tanh is 1 but for 2.3e-7. Up to here it is y P(y^2) / Q(y^2), relative error below 3.2e-7: minimax.
 TANH_END = F(8)
 TANH_P = 0.9999998807907104, 0.12925663590431213, 0.002951023168861866, 1.1428416655689944e-05
@@ -93,7 +89,7 @@ SMALLER = 2.0**-8
 
 @cache
 def make_sigmoids(n):
-    """Return (sigmoid, both): 1 / (1 + e^-x), and with it 1 - that."""
+    """Return `sigmoid_denominator`, `sigmoid` and `sigmoid_pair`."""
     mul, sub, fma, exp2, reciprocal = n.mul, n.sub, n.fma, n.exp2, n.reciprocal
     smaller_magnitude, less_one = n.smaller_magnitude, n.less_one
     minus_log2_e, ln_2, almost_one, one, two = (n.constant(c) for c in (-LOG2_E, LN_2, ALMOST_ONE, 1, 2))
@@ -114,138 +110,33 @@ def make_sigmoids(n):
         return reciprocal(denominator(x))
 
     @device
-    def both(x):
+    def pair(x):
         d = denominator(x)
         s = reciprocal(d)
         return s, less_one(d, s)
 
-    return denominator, sigmoid, both
+    return denominator, sigmoid, pair
 
 
 @cache
-def make_unary(n, sigmoid, both):
-    """Return the formulas of sigmoid, silu and qgelu; "NAME_both" gives (value, derivative)."""
-    mul, fma, alpha = n.mul, n.fma, n.constant(QGELU_ALPHA)
+def make_tanh(n):
+    """Return `tanh`, `scaled_tanh` and `tanh_fraction`: quotients of polynomials for |y| <= TANH_END, where tanh ends.
 
-    @device
-    def silu(x):
-        return mul(x, sigmoid(x))
-
-    @device
-    def qgelu(x):
-        return mul(x, sigmoid(mul(alpha, x)))
-
-    @device
-    def sigmoid_both(x):
-        s, rest = both(x)
-        return s, mul(s, rest)
-
-    @device
-    def silu_both(x):
-        s, rest = both(x)
-        value = mul(x, s)
-        return value, fma(value, rest, s)
-
-    @device
-    def qgelu_both(x):
-        z = mul(alpha, x)
-        s, rest = both(z)
-        return mul(x, s), fma(mul(z, s), rest, s)
-
-    values = {"sigmoid": sigmoid, "silu": silu, "qgelu": qgelu}
-    pairs = {"sigmoid": sigmoid_both, "silu": silu_both, "qgelu": qgelu_both}
-    derivatives = {f"{name}_derivative": second_of(f) for name, f in pairs.items()}
-    return {**values, **{f"{name}_both": f for name, f in pairs.items()}, **derivatives}
-
-
-@cache
-def make_gelu(n):
-    """Return gelu as x sigmoid(2 u), which equals x (0.5 + 0.5 tanh(u)), and its gradient.
-
-    Nothing that rounding 2 u lost needs to come back: TE's formula cancels where the sigmoid is small.
-    """
-    mul, sub, fma, exp2, reciprocal, less_one = n.mul, n.sub, n.fma, n.exp2, n.reciprocal, n.less_one
-    constants = 1, 2, MINUS_2_LOG2_E * SQRT_2_OVER_PI, MINUS_2_LOG2_E * GELU_CUBIC, SQRT_2_OVER_PI, GELU_CUBIC_SLOPE
-    one, two, linear, cubic, slope_linear, slope_cubic = (n.constant(c) for c in constants)
-    half, minus_half, minus_one, mul_sat = n.constant(0.5), n.constant(-0.5), n.constant(-1), n.mul_sat
-    # -2 log2(e) u / x from u' = a + 3 b x^2: a third of it and two thirds of a.
-    third, two_thirds = n.constant(MINUS_2_LOG2_E / 3), n.constant(MINUS_2_LOG2_E * SQRT_2_OVER_PI * 2 / 3)
-
-    @device
-    def denominator(power):
-        return fma(exp2(power), one, one)
-
-    @device
-    def gelu(x):
-        return mul(x, reciprocal(denominator(mul(x, fma(mul(cubic, x), x, linear)))))
-
-    @device
-    def gelu_both(x):
-        """x s, and s + 2 x s (1 - s) u'. The cubic term overflows where TE's does."""
-        slope = fma(mul(slope_cubic, x), x, slope_linear)
-        d = denominator(mul(x, fma(slope, third, two_thirds)))
-        s = reciprocal(d)
-        value = mul(x, s)
-        return value, fma(mul(mul(value, less_one(d, s)), slope), two, s)
-
-    @device
-    def derivative(x):
-        """The same as 2 s (1/2 + x (1 - s) u'), from half of e^-2u: nothing is doubled."""
-        slope = fma(mul(slope_cubic, x), x, slope_linear)
-        power = exp2(fma(x, fma(slope, third, two_thirds), minus_one))
-        twice_s = reciprocal(sub(power, minus_half))
-        return mul(fma(mul(x, mul_sat(power, twice_s)), slope, half), twice_s)
-
-    return {"gelu": gelu, "gelu_both": gelu_both, "gelu_derivative": derivative}
-
-
-@cache
-def make_clamped(n, sigmoid, both):
-    """Return the formulas of clamped_swiglu and its gradients, TE's masks as factors."""
-    mul, fma, at_most, at_least, spread = n.mul, n.fma, n.at_most, n.at_least, n.spread
-    is_at_most, is_within, one = n.is_at_most, n.is_within, n.constant(1)
-
-    @device
-    def clamped_silu(x, limit, alpha):
-        c = at_most(x, spread(limit))
-        return mul(c, sigmoid(mul(spread(alpha), c)))
-
-    @device
-    def clamped_gate(g, limit, glu_linear_offset):
-        return fma(at_most(at_least(g, spread(-limit)), spread(limit)), one, spread(glu_linear_offset))
-
-    @device
-    def gradients(act, g, dy, p):
-        limit = spread(p.limit)
-        c = at_most(act, limit)
-        z = mul(spread(p.alpha), c)
-        s, rest = both(z)
-        d = mul(mul(is_at_most(act, limit), fma(mul(z, s), rest, s)), dy)
-        return mul(d, clamped_gate(g, p.limit, p.glu_linear_offset)), mul(mul(is_within(g, limit), dy), mul(c, s))
-
-    return {"clamped_silu": clamped_silu, "clamped_gate": clamped_gate, "clamped_swiglu_gradients": gradients}
-
-
-@cache
-def make_situ(n, denominator, both):
-    """Return the fused value and gradients of situglu.
-
-    tanh(y) is a quotient of polynomials for |y| <= TANH_END, where it ends. The value takes beta tanh(x / beta) as
-    x P(y^2) / Q(y^2), all quotients over one reciprocal; gradients need each tanh by itself.
+    A fraction is x P(y^2) over Q(y^2) / 256 for y = x / beta: several quotients can go over one reciprocal.
     """
     mul, sub, fma, reciprocal, spread, inverse = n.mul, n.sub, n.fma, n.reciprocal, n.spread, n.inverse
     clipped, is_within = n.clipped, n.is_within
     (p0, p1, p2, p3), (q0, q1, q2, q3, q4) = map(n.constant, TANH_P), map(n.constant, TANH_Q)
     r0, r1, r2, r3, r4 = (n.constant(c * SMALLER) for c in TANH_Q)
-    one, end, smaller_2 = n.constant(1), n.constant(TANH_END), n.constant(SMALLER * SMALLER)
+    one, end = n.constant(1), n.constant(TANH_END)
 
     @device
     def above(w):
         return fma(fma(fma(p3, w, p2), w, p1), w, p0)
 
     @device
-    def quotient(x, beta):
-        """(x P, Q / 256) of x cut to where tanh ends; its quotient is 256 beta tanh(x / beta). NaN stays."""
+    def fraction(x, beta):
+        """x is cut to where tanh ends. NaN stays."""
         x = clipped(x, spread(TANH_END * beta))
         y = mul(x, inverse(beta))
         w = mul(y, y)
@@ -264,52 +155,16 @@ def make_situ(n, denominator, both):
         t = tanh(y)
         return mul(t, spread(beta)), mul(sub(one, mul(t, t)), is_within(y, end))
 
-    @device
-    def situ_both(x, beta1):
-        s, rest = both(x)
-        t, slope = scaled_tanh(x, beta1)
-        value = mul(t, s)
-        return value, fma(value, rest, mul(slope, s))
-
-    @device
-    def product(act, g, p):
-        (a, b), (c, d) = quotient(act, p.beta1), quotient(g, p.beta2)
-        return mul(mul(mul(a, reciprocal(mul(mul(b, d), denominator(act)))), c), smaller_2)
-
-    @device
-    def gradients(act, g, dy, p):
-        value, derivative = situ_both(act, p.beta1)
-        t, slope = scaled_tanh(g, p.beta2)
-        return mul(mul(derivative, dy), t), mul(mul(slope, dy), value)
-
-    gated = {"situglu_product": product, "situglu_gradients": gradients}
-    return {"tanh": tanh, "situ_both": situ_both, "situ_gate_both": scaled_tanh, **gated}
-
-
-def make_gated(n, unary):
-    """Return "NAME_gradients", both halves, of the activations whose gate is plain."""
-    mul = n.mul
-
-    def gradients_of(both):
-        @device
-        def gradients(act, g, dy, p):
-            value, derivative = both(act)
-            return mul(mul(derivative, dy), g), mul(value, dy)
-
-        return gradients
-
-    names = {"glu": "sigmoid", "swiglu": "silu", "geglu": "gelu", "qgeglu": "qgelu"}
-    return {f"{name}_gradients": gradients_of(unary[f"{value}_both"]) for name, value in names.items()}
+    return tanh, scaled_tanh, fraction
 
 
 @cache
-def make_fast(n):
-    """Return the fast formulas of an `Arithmetic` by name."""
-    denominator, sigmoid, both = make_sigmoids(n)
-    unary = {"sigmoid_pair": both, **make_unary(n, sigmoid, both), **make_gelu(n)}
-    gated = {**make_clamped(n, sigmoid, both), **make_situ(n, denominator, both), **make_gated(n, unary)}
-    return {**unary, **gated}
+def make_words(n):
+    """Return the `Words` of an `Arithmetic`."""
+    denominator, sigmoid, pair = make_sigmoids(n)
+    tanh, scaled_tanh, fraction = make_tanh(n)
+    return Words(*n, sigmoid, pair, denominator, tanh, scaled_tanh, fraction)
 
 
-#: Formulas of single numbers for every GPU.
-FAST_NUMBERS = make_fast(NUMBERS)
+#: Words of single numbers for every GPU.
+FAST_NUMBERS = make_words(NUMBERS)

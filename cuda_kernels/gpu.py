@@ -1,11 +1,13 @@
 """The GPU backend of `interface.Interface`: which kernels an operation runs, in which order, on which arrays.
 
-Per scaling, with an activation in front (without one the first step falls away):
+Per layout, with an activation in front (without one the first step falls away):
 
-    delayed              one kernel: activation, amax, cast (, transpose) (, sums)
-    current, NVFP4       activation + amax -> rounded temporary; cast of the temporary
-    block, NVFP4 with RHT or row scaling      activation -> rounded temporary; amax where needed; cast
-    MXFP8                one kernel for one or both directions (, sums)
+    one scale, known          one kernel: activation, amax, cast (, transpose) (, sums)
+    amax of the tensor first  activation + amax -> rounded temporary; cast of the temporary
+    blocks, transposed columns, other amaxes first    activation -> rounded temporary; amax where needed; cast
+    blocks, nothing transposed     one kernel for one or both directions (, sums)
+
+Which kernel casts is a question of the layout and of the hooks (`_blocks`), never of the scaling's class.
 """
 
 import math
@@ -14,18 +16,20 @@ from dataclasses import replace as replaced
 import numpy as np
 
 from cuda_kernels import kernels, plans, simt
-from cuda_kernels.arrays import HIGH_PRECISION, Array, memory_of
-from cuda_kernels.casts import LARGEST_FINITE, STORAGES
+from cuda_kernels.arrays import HIGH_PRECISION, Array, memory_of, numpy_dtype
+from cuda_kernels.casts import STORAGES
+from cuda_kernels.directions import direction_of
 from cuda_kernels.interface import Backend, Interface, Operand
 from cuda_kernels.launch import (
     LARGEST_DIMENSION,
     band_shape,
+    column_grid,
     launcher_for,
-    mxfp8_grid,
     row_shape,
     tile_grid,
 )
 from cuda_kernels.operands import NO_PARAMETERS, Front, Inputs, Outputs
+from cuda_kernels.prologues import has_wide_columns
 from cuda_kernels.recipes import (
     Prologue,
     Recipe,
@@ -34,16 +38,19 @@ from cuda_kernels.recipes import (
     build,
     build_scaled_gradient,
     carrier,
+    direction_in,
     pointer,
     scalar,
     widest,
 )
 from cuda_kernels.result import Quantized
+from cuda_kernels.scale_rules import of_tensor
 from cuda_kernels.vectors import VECTOR
 from refops.arguments import require_choice, require_flag, require_high_precision_dtype, require_integer, require_tensor
 from refops.formats import FORMATS, require_format
 from refops.quantization.layout import ceil_div
-from refops.scaling import FP8_FORMATS, BlockScaling, CurrentScaling, DelayedScaling, MXFP8Scaling
+from refops.rounding import PHILOX_BYTES
+from refops.scalings import FP8_FORMATS
 
 
 def call(method, signature, args, options, fast_math):
@@ -135,28 +142,30 @@ class GPU(Backend):
         """Launch a recipe for a front; `row` and `column` are dicts of the fields of `Outputs` that matter."""
         m, k = front.matrix_shape
         inner = front.width if recipe.prologue.part == "pair" else k
-        lanes = 32 if recipe.row and "amax" in recipe.row[0] else 16
+        direction = direction_in(recipe.row or recipe.column)
+        records_amax = direction.known if direction else recipe.row is not None and "amax" in recipe.row[0]
+        lanes, columns = 32 if records_amax else 16, 2 * VECTOR
         tiles = lambda: tile_grid(m, k, kernels.tile_columns(recipe.stage))  # noqa: E731
         grid, block = {
             "row": lambda: row_shape(m, inner, lanes),
-            "wide row": lambda: row_shape(m, inner, 2, 2 * VECTOR),
-            "block row": lambda: row_shape(m, inner, 1, 2 * VECTOR),
-            "decode row": lambda: row_shape(m, inner, 1, 2 * VECTOR),
-            "two block row": lambda: row_shape(m, inner, 1, 4 * VECTOR),
+            "wide row": lambda: row_shape(m, inner, direction.block[1] // columns, columns),
+            "block row": lambda: row_shape(m, inner, 1, columns),
+            "decode row": lambda: row_shape(m, inner, 1, columns),
+            "two block row": lambda: row_shape(m, inner, 1, 2 * columns),
             "band": lambda: band_shape(m, inner),
             "tile": tiles,
             "square": tiles,
             "square choice": tiles,
-            "mxfp8": lambda: mxfp8_grid(m, k),
+            "columns": lambda: column_grid(m, k, recipe.column.block[1]),
         }[recipe.kernel]()
         if 0 in grid:
             grid, block = (1, 1, 1), (block[0], 1, 1)
         values = [*self._inputs(front), *outputs(outer=m, inner=k, **(row or {}))]
         if not recipe.one_direction:
-            transposed = recipe.kernel != "mxfp8" and recipe.transposed
+            transposed = recipe.kernel != "columns" and recipe.transposed
             outer, inner = (k, m) if transposed else (m, k)
             values += outputs(outer=outer, inner=inner, **(column or {}))
-        if recipe.kernel in ("band", "tile", "mxfp8"):
+        if recipe.kernel in ("band", "tile", "columns"):
             values.append(0 if partial is None else partial.pointer)
         make = lambda target: build(recipe, target)  # noqa: E731
         self._launch(recipe, make, arguments_of(recipe), values, grid, block)
@@ -202,7 +211,7 @@ class GPU(Backend):
         )
         if storage is not None:
             recipe = replaced(recipe, storage=storage)
-        if m or (epilogue and epilogue[0].startswith("per tensor")):  # the scale is stored even of an empty tensor
+        if m or _is_known(epilogue):  # the scale is stored even of an empty tensor
             self.run(recipe, front, fields, partial=partial)
         self._finish_sums(partial, out, partial.shape[0])
 
@@ -249,17 +258,12 @@ class GPU(Backend):
     # --- quantization -----------------------------------------------------------------------------
 
     def quantize(self, job):
-        kind = type(job.scaling)
-        if kind is DelayedScaling:
-            self._delayed(job)
-        elif kind is CurrentScaling:
-            self._current(job)
-        elif kind is MXFP8Scaling:
-            self._mxfp8(job)
-        elif kind is BlockScaling:
-            self._block(job)
+        if job.scaling.layout.block is not None:
+            self._blocks(job)
+        elif job.scaling.given is not None:
+            self._known_scale(job)
         else:
-            self._nvfp4(job)
+            self._current_scale(job)
 
     def _stored_first(self, job, amax):
         """Return the front of the rounded tensor, computed into a temporary if there is anything to compute.
@@ -279,29 +283,27 @@ class GPU(Backend):
         elif amax is not None:
             self._tensor_amax(front, amax)
         if job.dbias is not None:
-            self._column_sums(front, job.dbias)
+            self._column_sums(front if job.path.dbias_rounded else job.front, job.dbias)
         return front
 
-    def _delayed(self, job):
-        known = float(np.float32(job.scaling.scale))
-        epilogue = ("per tensor+amax", job.scaling.fmt.name, True)
-        given = {"epsilon": known, "largest_scale": float(np.float32(1) / np.float32(known))}
-        self._per_tensor(job, job.front, epilogue, given, job.dbias, job.path.dbias_rounded)
+    def _known_scale(self, job):
+        stored, multiplier = of_tensor(job.scaling, np.zeros(1, np.float32), numpy_dtype(job.front.storage))
+        given = {"epsilon": float(multiplier[0]), "largest_scale": float(stored[0])}
+        self._per_tensor(job, job.front, given, job.dbias, job.path.dbias_rounded)
 
-    def _current(self, job):
-        scaling, fields = job.scaling, job.fields
-        amax = shared_amax(fields)
+    def _current_scale(self, job):
+        fields, amax = job.fields, shared_amax(job.fields)
         front = self._stored_first(job, amax)
-        scale = self.empty((2,), "float32")
-        limit, epsilon = float(scaling.fmt.max), scaling.amax_epsilon
-        described = [pointer(np.float32)] * 2 + [scalar(np.float32)] * 2 + [scalar(np.uint32)]
-        mask = 0xFF800000 if scaling.power_2_scale else 0xFFFFFFFF
-        values = [amax.pointer, scale.pointer, limit, epsilon, mask]
-        self._launch("current scale", lambda target: kernels.current_scale, described, values, (1, 1, 1), (1, 1, 1))
+        scale, numbers = self.empty((2,), "float32"), job.scaling.numbers(numpy_dtype(front.storage))
+        described = [pointer(np.float32)] * 2 + [scalar(np.float32)] * 2
+        values = [amax.pointer, scale.pointer, float(numbers.epsilon), float(numbers.largest_scale)]
+        direction = direction_of(job.scaling, False)
+        make = lambda target: kernels.make_scale_of_tensor(direction.rules(target).block_scale)  # noqa: E731
+        self._launch(("scale of tensor", direction), make, described, values, (1, 1, 1), (1, 1, 1))
         for name in ("rowwise_scale_inv", "columnwise_scale_inv"):
             if name in fields:
                 self._copy(scale, 1, fields[name])
-        self._per_tensor(job, front, ("per tensor", scaling.fmt.name, False), {"given": scale}, None, False)
+        self._per_tensor(job, front, {"given": scale}, None, False)
 
     def _copy(self, source, index, target):
         """target[0] = source[index], float32."""
@@ -309,15 +311,14 @@ class GPU(Backend):
         values = [source.pointer, target.pointer, index]
         self._launch("copy", lambda target: kernels.copy_one, described, values, (1, 1, 1), (1, 1, 1))
 
-    def _per_tensor(self, job, front, epilogue, given, dbias, sums_rounded):
-        directions = direction_fields(job, **given)
-        row, column = directions["rowwise"], directions["columnwise"]
+    def _per_tensor(self, job, front, given, dbias, sums_rounded):
+        (row_key, row), (column_key, column) = directions_of(job, **given)
         if not job.columnwise and dbias is None:
-            self._rows(front, epilogue, row, False)
+            self._rows(front, row_key, row, False)
         elif not job.columnwise:
-            self._column_sums(front, dbias, epilogue, row, sums_rounded=sums_rounded)
+            self._column_sums(front, dbias, row_key, row, sums_rounded=sums_rounded)
         else:
-            self._tiles(job, front, epilogue, epilogue, row, column, dbias=dbias)
+            self._tiles(job, front, row_key, column_key, row, column, dbias=dbias)
 
     def _tiles(self, job, front, row_key, column_key, row, column, *, dbias=None, transform=None):
         """Run the tile kernel: columnwise copies transposed; sums of 128 rows each."""
@@ -335,56 +336,93 @@ class GPU(Backend):
             whole=self._whole(front, (row or {}).get("data")),
             whole_columns=m % VECTOR == 0 and column.get("data", front.x).aligned,
         )
-        if 0 not in (m, k) or recipe.column[0].startswith("per tensor"):
+        if 0 not in (m, k) or _is_known(recipe.column):
             self.run(recipe, front, row, column, partial)
         if dbias is not None:
             self._finish_sums(partial, dbias, partial.shape[0])
 
-    def _mxfp8(self, job):
-        scaling, front, rounded = job.scaling, job.front, job.path.casts_rounded
-        directions = direction_fields(job)
-        row, column = directions["rowwise"], directions["columnwise"]
-        fmt, rule = scaling.fmt.name, scaling.scale_rounding
-        row_key = ("mxfp8", fmt, rule, scaling.two_d, job.swizzled)
-        empty = 0 in front.matrix_shape
-        if (scaling.two_d or empty) and job.dbias is not None:
-            self._column_sums(front, job.dbias, sums_rounded=job.path.dbias_rounded)
+    def _blocks(self, job):
+        """Cast by blocks: where nothing is transposed and no amax is needed first, at once, else what was stored.
+
+        The kernels that cast at once sum what is not rounded.
+        """
+        scaling, layout, front, dbias = job.scaling, job.scaling.layout, job.front, job.dbias
+        at_once = not layout.columnwise_transposed and layout.amax is None and scaling.hadamard is None
+        at_once = at_once and (dbias is None or front.kind == "identity" or not job.path.dbias_rounded)
+        if not at_once:
+            separate = layout.amax == "rows" or scaling.hadamard is not None
+            front = self._stored_first(job, None if separate or layout.amax is None else shared_amax(job.fields))
+            dbias = None
+            if separate:
+                self._separate_amaxes(job, front)
+        empty, (m, k) = 0 in front.matrix_shape, front.matrix_shape
+        if dbias is not None and (empty or layout.block[0] > 1):
+            self._column_sums(front, dbias, sums_rounded=job.path.dbias_rounded)
+            dbias = None
         if empty:
             return
-        if scaling.two_d:
-            self._squares(job, front, row_key, ("mxfp8 square columns", fmt, rule, job.swizzled), row, column)
-        elif not job.columnwise and job.dbias is None:
-            self._rows(front, row_key, row, rounded, lanes=4)
-        elif not job.columnwise:
-            self._column_sums(front, job.dbias, row_key, row, rounded, job.path.dbias_rounded)
-        else:
-            self._mxfp8_columns(job, row_key, (fmt, rule, job.swizzled), row, column)
+        random, numbers = scaling.random, scaling.numbers(numpy_dtype(front.storage))
+        given = {"epsilon": float(numbers.epsilon), "largest_scale": float(numbers.largest_scale)}
+        if random is not None:
+            given |= {"seed": random.seed, "offset": random.offset}
+        (row_key, row), (column_key, column) = directions_of(job, **given)
+        for fields in (row, column):
+            if "random_bits" in fields:
+                fields["random_bits"] = self.memory.from_numpy(np.ascontiguousarray(fields["random_bits"]))
+        column["first_block"] = m * (k // PHILOX_BYTES)
+        if layout.two_level:
+            self._share_tensor_scales(job, row, column)
+        rounded = job.path.casts_rounded and at_once
+        self._cast_blocks(job, front, (row_key, column_key), (row, column), rounded, dbias)
 
-    def _mxfp8_columns(self, job, row_key, column_key, row, column):
-        front, (m, k) = job.front, job.front.matrix_shape
-        partial = None if job.dbias is None else self.empty((ceil_div(m, kernels.MX_ROWS), k), "float32")
+    def _cast_blocks(self, job, front, keys, fields, rounded, dbias):
+        """Run the kernels that cast by blocks."""
+        (row_key, column_key), (row, column), (outer, edge) = keys, fields, job.scaling.layout.block
+        transposed = job.scaling.layout.columnwise_transposed
+        fits = edge <= kernels.tile_columns(front.storage)
+        if outer > 1 and row_key.rules().choice is not None:
+            self._square_choice(job, front, row_key, column_key, row, column)
+        elif outer > 1 and not fits:
+            self._wide_squares(job, front, row_key, column_key, row, column)
+        elif outer > 1:
+            self._squares(job, front, row_key, column_key, row, column)
+        elif not job.columnwise and dbias is None:
+            self._rows(front, row_key, row, rounded, lanes=edge // VECTOR)
+        elif not job.columnwise:
+            self._column_sums(front, dbias, row_key, row, rounded, job.path.dbias_rounded)
+        elif not transposed:
+            self._columns(job, front, row_key, column_key, row, column, dbias)
+        else:
+            if job.rowwise and not fits:
+                self._rows(front, row_key, row, False, lanes=edge // VECTOR)
+            transform = None if job.scaling.hadamard is None else (job.scaling.hadamard, False)
+            self._tiles(job, front, row_key, column_key, row if fits else None, column, transform=transform)
+
+    def _columns(self, job, front, row_key, column_key, row, column, dbias):
+        """Run the column kernel: columnwise copies that are not transposed."""
+        m, k = front.matrix_shape
+        partial = None if dbias is None else self.empty((ceil_div(m, column_key.block[1]), k), "float32")
         recipe = self._recipe(
-            "mxfp8",
+            "columns",
             front,
             row_key if job.rowwise else None,
             column_key,
             rounded=job.path.casts_rounded,
-            dbias=None if job.dbias is None else "exact",
+            dbias=None if dbias is None else "exact",
             whole=self._whole(front, row.get("data"), column["data"]),
         )
         self.run(recipe, front, row, column, partial)
-        if job.dbias is not None:
-            self._finish_sums(partial, job.dbias, partial.shape[0])
+        if dbias is not None:
+            self._finish_sums(partial, dbias, partial.shape[0])
 
     def _squares(self, job, front, row_key, column_key, row, column):
         """Run the square kernel: one scale for a square block, in one or both directions."""
-        m = front.matrix_shape[0]
-        transposed = column_key[0] != "mxfp8 square columns"
+        m, transposed = front.matrix_shape[0], job.scaling.layout.columnwise_transposed
         recipe = self._recipe(
             "square",
             front,
             row_key,
-            column_key,
+            ("squares", column_key),
             rounded=job.path.casts_rounded,
             stage=front.storage,
             transposed=transposed,
@@ -393,113 +431,66 @@ class GPU(Backend):
         )
         self.run(squares_of(recipe, job), front, row, column)
 
-    def _square_choice(self, job, front, key, row, column):
-        """Run the kernel of 4over6 in squares; the amax is read through the rowwise fields."""
+    def _square_choice(self, job, front, row_key, column_key, row, column):
+        """Run the kernel of squares with a choice of scales; the amax is read through the rowwise fields."""
         recipe = self._recipe(
             "square choice",
             front,
-            key if job.rowwise else None,
-            key if job.columnwise else None,
+            row_key if job.rowwise else None,
+            column_key if job.columnwise else None,
             stage=front.storage,
             whole=self._whole(front, row.get("data")),
             whole_columns=front.matrix_shape[0] % VECTOR == 0,
         )
         self.run(recipe, front, {**row, "given": shared_amax(job.fields)}, column)
 
-    def _block(self, job):
-        scaling, front = job.scaling, job.front
-        if front.kind != "identity":
-            front = self._stored_first(job, None)
-        elif job.dbias is not None:
-            self._column_sums(front, job.dbias)
-        if 0 in front.matrix_shape:
-            return
-        largest = float(LARGEST_FINITE[front.storage])
-        directions = direction_fields(job, epsilon=scaling.amax_epsilon, largest_scale=largest)
-        row, column = directions["rowwise"], directions["columnwise"]
-        key = ("block", scaling.fmt.name, scaling.block_dim == 2, scaling.power_2_scale)
-        if scaling.block_dim == 2 and front.storage == "float32":
-            self._wide_squares(job, front, row, column)
-        elif scaling.block_dim == 2:
-            self._squares(job, front, key, key, row, column)
-        elif front.storage == "float32" or not job.columnwise:  # 128 columns of float32 do not fit a tile
-            if job.rowwise:
-                self._rows(front, key, row, False, lanes=16)
-            if job.columnwise:
-                self._tiles(job, front, None, key, None, column)
-        else:
-            self._tiles(job, front, key, key, row, column)
-
-    def _wide_squares(self, job, front, row, column):
-        """128 x 128 blocks of float32: their maxima first, then each direction with them."""
-        (m, k), scaling = front.matrix_shape, job.scaling
-        stride = ceil_div(k, 128)
-        maxima = self.zeros((ceil_div(m, 128), stride), "float32")
-        self._rows(front, ("block amax",), {"amax": maxima, "scale_stride": stride}, False)
+    def _wide_squares(self, job, front, row_key, column_key, row, column):
+        """Squares that no tile holds, 128 x 128 of float32: their maxima first, then each direction with them."""
+        (m, k), edge = front.matrix_shape, job.scaling.layout.block[1]
+        stride = ceil_div(k, edge)
+        maxima = self.zeros((ceil_div(m, edge), stride), "float32")
+        fields, lanes = {"amax": maxima, "scale_stride": stride}, edge // VECTOR
+        self._rows(front, ("amax of squares", edge), fields, False, lanes=lanes)
         given = {"given": maxima, "first_block": stride}
-        key = ("block given", scaling.fmt.name, scaling.power_2_scale)
         if job.rowwise:
-            self._rows(front, (*key, False), row | given, False)
-        if job.columnwise:
-            self._tiles(job, front, None, (*key, True), None, column | given)
+            self._rows(front, ("given amax", row_key), row | given, False, lanes=lanes)
+        if job.columnwise and column_key.transposed:
+            self._tiles(job, front, None, ("given amax", column_key), None, column | given)
+        elif job.columnwise:
+            self._rows(front, ("given amax", column_key), column | given, False, lanes=lanes)
 
-    def _nvfp4(self, job):
-        scaling, fields = job.scaling, job.fields
-        if scaling.row_scaled or scaling.rht:
-            front = self._stored_first(job, None)
-            self._separate_amaxes(job, front)
-        else:
-            front = self._stored_first(job, shared_amax(fields))
-        m, k = front.matrix_shape
-        if not m or not k:
-            return
-        seeds = {"seed": scaling.seed, "offset": scaling.offset}
-        directions = direction_fields(job, **seeds)
-        for name, bits in zip(("rowwise", "columnwise"), job.random_bits, strict=True):
-            if bits is not None and directions[name]:
-                directions[name]["random_bits"] = self.memory.from_numpy(np.ascontiguousarray(bits))
-            directions[name]["given"] = fields.get(f"amax_{name}")
-        row, column = directions["rowwise"], directions["columnwise"]
-        if not scaling.four_over_six:
-            self._nvfp4_scales(scaling, row, column)
-        column["first_block"] = m * (k // scaling.block_size)
-        key = nvfp4_key(job)
-        if scaling.two_d and scaling.four_over_six:
-            self._square_choice(job, front, key, row, column)
-        elif scaling.two_d:
-            self._squares(job, front, key, key, row, column)
-        elif not job.columnwise:
-            self._rows(front, key, row, False, lanes=2)
-        else:
-            transform = (scaling.sign_mask, False) if scaling.rht else None
-            self._tiles(job, front, key, key, row, column, transform=transform)
-
-    def _nvfp4_scales(self, scaling, *directions):
-        """Replace each direction's amax, of the tensor or of its rows, by the scales (S_enc, S_dec)."""
-        made = {}
+    def _share_tensor_scales(self, job, *directions):
+        """Let each direction's `given` be its amax, or what the scaling's rule makes of that for all blocks."""
+        rules, made = direction_of(job.scaling, False).rules(), {}
         for direction in directions:
-            amax = direction.get("given")
-            if amax is None:
+            amax = direction.get("amax")
+            if amax is None or not rules.parts or rules.choice is not None:  # errors are measured against the amax
+                direction["given"] = amax
                 continue
             if id(amax) not in made:
-                scales = made[id(amax)] = self.empty((amax.size, 2), "float32")
-                described = [pointer(np.float32)] * 2 + [scalar(np.float32), scalar(np.int32)]
-                values = [amax.pointer, scales.pointer, 6.0 * scaling.e4m3_max, amax.size]
-                grid = (ceil_div(amax.size, kernels.THREADS), 1, 1)
-                make = lambda target: kernels.nvfp4_scales  # noqa: E731
-                self._launch("nvfp4 scales", make, described, values, grid, (kernels.THREADS, 1, 1))
+                made[id(amax)] = self._tensor_scales(job.scaling, amax, rules.parts)
             direction["given"] = made[id(amax)]
+
+    def _tensor_scales(self, scaling, amax, parts):
+        """Return the scales of a tensor or of its rows: float32 (1 or rows, parts)."""
+        scales, direction = self.empty((amax.size, parts), "float32"), direction_of(scaling, False)
+        described = [pointer(np.float32)] * 2 + [scalar(np.int32)]
+        grid = (ceil_div(amax.size, kernels.THREADS), 1, 1)
+        make = lambda target: kernels.make_tensor_scales(direction.rules(target).tensor_scale, parts)  # noqa: E731
+        values = [amax.pointer, scales.pointer, amax.size]
+        self._launch(("tensor scales", direction), make, described, values, grid, (kernels.THREADS, 1, 1))
+        return scales
 
     def _separate_amaxes(self, job, front):
         """Fill the amaxes that differ between the directions: of rows and columns, or after the Hadamard transform."""
         scaling, fields = job.scaling, job.fields
         if 0 in front.matrix_shape:
             return
-        epilogue = ("amax of rows",) if scaling.row_scaled else ("amax",)
+        epilogue = ("amax of rows",) if scaling.layout.amax == "rows" else ("amax",)
         if job.rowwise:
             self._rows(front, epilogue, {"amax": fields["amax_rowwise"]}, False)
         if job.columnwise:
-            transform = (scaling.sign_mask, False) if scaling.rht else None
+            transform = None if scaling.hadamard is None else (scaling.hadamard, False)
             column = {"amax": fields["amax_columnwise"]}
             self._tiles(job, front, None, epilogue, None, column, transform=transform)
 
@@ -524,35 +515,31 @@ class GPU(Backend):
     def dequantize(self, q, out, storage):
         if not out.size:
             return
-        direction = "rowwise" if q.rowwise_data is not None else "columnwise"
-        columnwise = direction == "columnwise"
-        transposed = columnwise and not isinstance(q.scaling, MXFP8Scaling)
+        columnwise = q.rowwise_data is None
+        name, direction = "columnwise" if columnwise else "rowwise", direction_of(q.scaling, columnwise)
+        transposed = direction.transposed
         m, k = math.prod(q.shape[:-1]), q.shape[-1]
         outer, inner = (k, m) if transposed else (m, k)
         wrap = lambda name: self.memory.wrap(getattr(q, name), name)  # noqa: E731
-        name, fmt, options = decoder_of(q.scaling, columnwise)
-        scales = wrap(f"{direction}_scale_inv")
-        amax = None if getattr(q, f"amax_{direction}") is None else wrap(f"amax_{direction}")
-        stride = scales.shape[-1]
+        scales = wrap(f"{name}_scale_inv")
         front = Front(
             "decoded",
-            name,
+            None,
             NO_PARAMETERS,
-            wrap(f"{direction}_data"),
+            wrap(f"{name}_data"),
             scales,
-            amax,
-            stride,
+            None if getattr(q, f"amax_{name}") is None else wrap(f"amax_{name}"),
+            scales.shape[-1],
             False,
             inner,
             (outer, inner),
             storage,
         )
-        if columnwise and getattr(q.scaling, "rht", False):
-            options = {**options, "transform": (q.scaling.sign_mask, True)}
-        along_rows = "decode row" if k % (2 * VECTOR) == 0 and _readable(front, out) else "row"
+        transform = (q.scaling.hadamard, True) if columnwise and q.scaling.hadamard is not None else None
+        along_rows = "decode row" if k % (2 * VECTOR) == 0 and _readable(front, direction, out) else "row"
         recipe = Recipe(
             "tile" if transposed else along_rows,
-            Prologue("decoded", name, fmt, **options),
+            Prologue("decoded", None, direction.fmt, direction=direction, transform=transform),
             None if transposed else ("plain", storage),
             ("plain", storage) if transposed else None,
             storage="float32",
@@ -587,9 +574,9 @@ class GPU(Backend):
             return
         width = codes.shape[-1] if codes.shape else 1
         front = Front(
-            "decoded", "none", NO_PARAMETERS, codes.array, None, None, 0, False, width, codes.shape or (1,), "float32"
+            "codes", None, NO_PARAMETERS, codes.array, None, None, 0, False, width, codes.shape or (1,), "float32"
         )
-        recipe = Recipe("row", Prologue("decoded", "none", fmt.name), ("plain", "float32"), whole=False)
+        recipe = Recipe("row", Prologue("codes", None, fmt.name), ("plain", "float32"), whole=False)
         self.run(recipe, front, {"data": out})
 
     # --- delayed scaling's update -----------------------------------------------------------------
@@ -651,15 +638,23 @@ def reordered_scales(q, swizzled):
         backend = GPU(memory)
         for name in ("rowwise_scale_inv", "columnwise_scale_inv"):
             if getattr(q, name) is not None:
-                transposed = name.startswith("column") and isinstance(q.scaling, MXFP8Scaling)
+                transposed = q.scaling.layout.scales_inner_first[name.startswith("column")]
                 moved[name] = backend.swizzle(memory.wrap(getattr(q, name), name), not swizzled, transposed)
         return memory.returned(moved)
 
 
-def _readable(front, out):
-    """Whether rows of whole 16 codes can be read 16 at a time; of MXFP8 columns their scales too."""
-    scales_too = front.name != "mx_columns" or (front.dy.aligned and front.interleave % (2 * VECTOR) == 0)
+def _readable(front, direction, out):
+    """Whether rows of whole 16 codes can be read 16 at a time; of columns with their own scales these too."""
+    scales_too = not direction.along_columns
+    if not scales_too and has_wide_columns(direction):
+        scales_too = front.dy.aligned and front.interleave % (2 * VECTOR) == 0
     return front.x.aligned and out.aligned and scales_too
+
+
+def _is_known(key):
+    """Whether an epilogue casts with a scale that is known before the tensor is seen."""
+    direction = direction_in(key)
+    return direction is not None and direction.known
 
 
 def _history_shape(history, scale):
@@ -687,19 +682,21 @@ def outputs(**fields):
     return [0 if one is None else one.pointer if isinstance(one, Array) else one for one in values]
 
 
-def direction_fields(job, **common):
-    """{"rowwise": ..., "columnwise": ...}: fields of `Outputs` for a direction that is made, {} for another."""
-    directions = {}
+def directions_of(job, **common):
+    """((`Direction`, fields of `Outputs`) of the rowwise one, of the columnwise one); {} for one that is not made."""
+    made = []
     for name in ("rowwise", "columnwise"):
-        directions[name] = {}
+        columnwise, fields = name == "columnwise", {}
+        direction = direction_of(job.scaling, columnwise, job.swizzled)
         if getattr(job, name):
-            scales = job.fields[f"{name}_scale_inv"]
-            stride = scales.shape[-1]
-            if job.swizzled and name == "columnwise" and isinstance(job.scaling, MXFP8Scaling):
-                stride = scales.shape[0]  # swizzled along the transpose
-            data, amax = job.fields[f"{name}_data"], job.fields.get(f"amax_{name}")
-            directions[name] = {"data": data, "scales": scales, "amax": amax, "scale_stride": stride, **common}
-    return directions
+            scales, amax = job.fields[f"{name}_scale_inv"], job.fields.get(f"amax_{name}")
+            stride = direction.scale_stride(scales.shape)
+            fields = {"data": job.fields[f"{name}_data"], "scales": scales, "amax": amax, "scale_stride": stride}
+            fields |= common
+            if job.random_bits[columnwise] is not None:
+                fields["random_bits"] = job.random_bits[columnwise]
+        made.append((direction, fields))
+    return tuple(made)
 
 
 def shared_amax(fields):
@@ -714,32 +711,10 @@ def squares_of(recipe, job):
     """A square recipe without the direction that is not made; the row epilogue still says what the blocks are."""
     if not job.columnwise:
         recipe = replaced(recipe, column=None)
-    return recipe if job.rowwise else replaced(recipe, row=("only blocks", *recipe.row))
-
-
-def nvfp4_key(job):
-    """The epilogue of NVFP4 settings."""
-    s = job.scaling
-    if s.four_over_six:
-        return ("nvfp4 4over6", s.e4m3_max, s.four_over_six == "mse", s.row_scaled, job.swizzled)
-    rounding = "nearest"
-    if s.stochastic_rounding:
-        rounding = "philox" if s.random_bits is None else "given"
-    return ("nvfp4", s.e4m3_max, s.two_d, s.row_scaled, rounding, job.swizzled)
+    return recipe if job.rowwise else replaced(recipe, row=("only blocks", recipe.row))
 
 
 def _require_known_format(fmt):
     """Raise ValueError for a format of the caller's own: kernels know `refops.FORMATS`, by name."""
     if FORMATS.get(fmt.name) != fmt:
         raise ValueError(f"fmt must be one of refops.FORMATS on a GPU (cuda_kernels.host takes any); got {fmt!r}")
-
-
-def decoder_of(scaling, columnwise):
-    """(kind of scale, format, options of `Prologue`) to dequantize with."""
-    if isinstance(scaling, DelayedScaling | CurrentScaling):
-        return "tensor", scaling.fmt.name, {}
-    if isinstance(scaling, BlockScaling):
-        return "square_block" if scaling.block_dim == 2 else "row_block", scaling.fmt.name, {}
-    if isinstance(scaling, MXFP8Scaling):
-        return "mx_columns" if columnwise else "mx_row", scaling.fmt.name, {}
-    return "nvfp4_rows" if scaling.row_scaled else "nvfp4", "e2m1", {"top": 6.0 * scaling.e4m3_max}

@@ -8,31 +8,25 @@ amax, the cast and the sum is read from `refops.ops.path_of`, and handed to the 
 import inspect
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Generic, Literal, NamedTuple, TypeVar, overload
 
 import numpy as np
 
 import refops
-from cuda_kernels.operands import NO_PARAMETERS, PARAMETERS, Front
+from cuda_kernels.operands import ELEMENT_FORMATS, NO_PARAMETERS, PARAMETERS, Front
 from refops.activations import DEFAULT_PARAMETERS, bind_activation
 from refops.arguments import require_choice, require_flag, require_integer, shown
-from refops.formats import FloatFormat, require_format
+from refops.formats import ElementFormat, FloatFormat, require_format
 from refops.hints import DTypeLike, Number
-from refops.ops import PATHS, SCALED_ACTIVATIONS, Path, check_fusable, path_of
-from refops.quantization import nvfp4
-from refops.quantization.per_tensor import Algorithm
+from refops.ops import SCALED_ACTIVATIONS, check_fusable, path_of
+from refops.quantization.delayed import Algorithm
+from refops.quantization.layout import one_order
+from refops.quantization.quantize import check_shape, given_bits
 from refops.quantization.result import stored_layout
-from refops.rounding import ROUNDING_MODES, STOCHASTIC
-from refops.scaling import (
-    TE_SIGN_MASK,
-    BlockScaling,
-    CurrentScaling,
-    DelayedScaling,
-    MXFP8Scaling,
-    NVFP4Scaling,
-    Scaling,
-    require_scaling,
-)
+from refops.rounding import PHILOX_BYTES, ROUNDING_MODES, STOCHASTIC
+from refops.scalings import TE_SIGN_MASK, UNFUSED, Path, Scaling, require_scaling
+from refops.scalings.arithmetic import REFERENCE
 
 HADAMARD_GROUP = 16
 _NOT_GIVEN = object()
@@ -73,7 +67,7 @@ class Job:
             amax where the scaling keeps one. Only those of the directions to make.
         random_bits: (rowwise (M, K), columnwise (K, M)) uint8 NumPy arrays, or (None, None).
         dbias: array (K,) of `front.storage` to fill with the column sums, or None.
-        swizzled: store scales in the order that tensor-core GEMMs read (MXFP8 and NVFP4).
+        swizzled: store scales in the order that tensor-core GEMMs read.
     """
 
     front: Front
@@ -369,7 +363,7 @@ class Interface(Generic[ArrayT, QuantizedT]):
     ) -> QuantizedT | tuple[QuantizedT, ArrayT]:
         """As `refops.quantize`; `swizzled_scales` stores scales as `Quantized.swizzled` would."""
         front = self._identity(self.backend.tensor(x, "x"))
-        return self._quantized(front, PATHS["unfused"], scaling, rowwise, columnwise, dbias, swizzled_scales)
+        return self._quantized(front, UNFUSED, scaling, rowwise, columnwise, dbias, swizzled_scales)
 
     def activation_quantize(
         self,
@@ -455,17 +449,14 @@ class Interface(Generic[ArrayT, QuantizedT]):
         if not (rowwise or columnwise):
             raise ValueError("rowwise or columnwise must be True; got rowwise=False, columnwise=False")
         _check_swizzled(scaling, swizzled)
-        swizzled = swizzled and not isinstance(scaling, DelayedScaling | CurrentScaling)
-        bits, (m, k) = (None, None), front.matrix_shape
-        if isinstance(scaling, NVFP4Scaling):
-            nvfp4.check_shape(front.tensor_shape, m, k, scaling, columnwise)
-            bits = nvfp4.given_bits(scaling, m, k, rowwise, columnwise)
-        fields = {}
+        swizzled = swizzled and scaling.layout.scale_order == "gemm"
+        check_shape(scaling, front.tensor_shape, front.matrix_shape, columnwise)
+        bits, fields = given_bits(scaling, front.matrix_shape, rowwise, columnwise), {}
         for name, (shape, dtype) in stored_layout(scaling, front.tensor_shape).items():
             if columnwise if "columnwise" in name else rowwise:
                 allocate = self.backend.empty if name.endswith("_data") else self.backend.zeros
                 fields[name] = allocate(shape, dtype.name)
-        sums = self.backend.empty((k,), front.storage) if dbias else None
+        sums = self.backend.empty(front.matrix_shape[1:], front.storage) if dbias else None
         self.backend.quantize(Job(front, path, scaling, rowwise, columnwise, fields, bits, sums, swizzled))
         q = self.backend.quantized(fields, scaling, front.tensor_shape, front.storage, swizzled)
         return (q, sums) if dbias else q
@@ -514,7 +505,7 @@ class Interface(Generic[ArrayT, QuantizedT]):
     def encode(
         self,
         x: Any,
-        fmt: FloatFormat,
+        fmt: ElementFormat,
         *,
         saturate: bool = True,
         rounding: str = "nearest_even",
@@ -543,7 +534,7 @@ class Interface(Generic[ArrayT, QuantizedT]):
             raise ValueError(f"rounding='stochastic' needs a format with a zero; got {fmt!r}")
         return random_bits
 
-    def decode(self, codes: Any, fmt: FloatFormat) -> ArrayT:
+    def decode(self, codes: Any, fmt: ElementFormat) -> ArrayT:
         """As `refops.decode`: the float32 values of `codes` in `fmt`, exact."""
         codes = self.backend.codes(codes, "codes")
         require_format(fmt)
@@ -568,15 +559,37 @@ _with_the_reference_s_docstrings(Interface)
 
 # --- checks -----------------------------------------------------------------------------------------
 
-#: The scalings that have kernels, on a GPU and on a CPU.
-SCALINGS = (DelayedScaling, CurrentScaling, BlockScaling, MXFP8Scaling, NVFP4Scaling)
+#: Edges of blocks that kernels are made for.
+BLOCKS = (16, 32, 64, 128)
 
 
 def _require_kernels(scaling):
-    """Raise TypeError for what is no scaling, or one of `refops` that no kernel knows."""
-    if not isinstance(require_scaling(scaling), SCALINGS):
-        names = ", ".join(cls.__name__ for cls in SCALINGS)
-        raise TypeError(f"scaling must be one that has kernels, {names}; got {scaling!r}")
+    """Raise TypeError for what is no scaling, or one that kernels cannot make."""
+    reason = _without_kernels(require_scaling(scaling))
+    if reason:
+        raise TypeError(f"scaling must be one that has kernels: {reason}; got {shown(scaling)}")
+
+
+@lru_cache(maxsize=512)
+def _without_kernels(scaling):
+    """What a scaling would need to have kernels, "" where it has them."""
+    layout, fmt = scaling.layout, scaling.fmt
+    if fmt not in ELEMENT_FORMATS:
+        return f"elements in one of {', '.join(map(str, ELEMENT_FORMATS))}"
+    if layout.packed not in (1, 2) or (layout.packed == 2 and (fmt.bits > 4 or layout.shape_multiple % 8)):
+        return "one code in a byte, or two of e2m1 and sizes that divide by 8"
+    if layout.block is None:
+        return "" if layout.scale_format is None and layout.packed == 1 else "a float32 scale where a tensor has one"
+    if layout.block[1] not in BLOCKS or layout.block[0] not in (1, layout.block[1]):
+        return f"blocks of 1 x B or B x B elements, B one of {', '.join(map(str, BLOCKS))}"
+    if not scaling.path.casts_rounded:
+        return "values that are rounded before they are cast by blocks"
+    chooses = scaling.choice(REFERENCE) is not None
+    if chooses and not (layout.block[1] == 16 and layout.packed == 2 and layout.two_level):
+        return "a choice of scales for blocks of 16 codes of e2m1 under a scale of the tensor"
+    if scaling.random is not None and (layout.shape_multiple % PHILOX_BYTES or layout.packed != 2):
+        return f"stochastic rounding to e2m1, of sizes that divide by {PHILOX_BYTES}"
+    return ""
 
 
 def _output_width(x, gated):
@@ -603,7 +616,5 @@ def _require_interleave(glu_interleave_size, gated, width):
 
 
 def _check_swizzled(scaling, swizzled):
-    if swizzled and isinstance(scaling, BlockScaling):
-        raise ValueError(
-            "swizzled_scales must be False with block scaling, whose float32 scales are in GEMM order already; got True"
-        )
+    if swizzled and scaling.layout.scale_order == "fixed":
+        raise ValueError(f"swizzled_scales must be False with {type(scaling).__name__}: {one_order(scaling)}; got True")

@@ -2,13 +2,13 @@
 
     make_row_kernel     one direction; a thread owns 8 columns of one row
     make_pair_kernel    the same for gated gradients, whose halves share what they read
-    make_wide_row_kernel, make_wide_pair_kernel     MXFP8 in whole rows: a thread owns 16 columns
-    make_block_row_kernel     NVFP4 in whole rows: a thread owns 16 or 32 columns
+    make_wide_row_kernel, make_wide_pair_kernel     powers of two in whole rows: a thread owns 16 columns
+    make_block_row_kernel     blocks of 16 FP4 codes in whole rows: a thread owns one or two
     make_decode_row_kernel    dequantization of whole rows: a thread owns 16 columns
     make_band_kernel    the same, and column sums (dbias): a thread owns 8 columns of 32 rows
     make_tile_kernel    both directions, columnwise copies transposed: a block of threads owns a tile
-    make_square_kernel  square blocks (128 x 128, 32 x 32, 16 x 16); make_square_choice_kernel: with 4over6
-    make_mxfp8_kernel   MXFP8 columnwise, or both directions: 32 x 256 values in registers
+    make_square_kernel  square blocks; make_square_choice_kernel: with a choice of two scales
+    make_column_kernel  columnwise copies that are not transposed, or both directions: a block's rows x 256 in registers
     make_scaled_gradient_kernel     gradients of row-scaled activations: a warp owns a row
 
 and small ones at the end: sums of partial sums, scales, swizzling. All take `Inputs` and `Outputs` tuples of pointers;
@@ -20,8 +20,6 @@ from functools import cache
 
 import numpy as np
 
-from cuda_kernels import casts
-from cuda_kernels.epilogues import fp8_scale, global_encode_scale
 from cuda_kernels.simt import (
     I32,
     I64,
@@ -55,6 +53,7 @@ from cuda_kernels.vectors import (
     multiply,
     pair_of,
 )
+from refops.scalings.declaration import Numbers
 
 THREADS = 256
 BAND = 32
@@ -109,12 +108,12 @@ def make_row_kernel(prologue, epilogue, rounded, transform=no_transform):
 
 
 def make_wide_row_kernel(prologues, epilogue, kept):
-    """Return the kernel for one direction of MXFP8 in which a thread owns 16 columns: two vectors, one address.
+    """Return the kernel for one direction in which a thread owns 16 columns: two vectors, one address.
 
     What a thread computes once, its place and its block's scale, then serves twice the elements.
 
     Args:
-        prologues: that of columns 0 to 7 and that of columns 8 to 15. epilogue: `epilogues.mxfp8_wide`.
+        prologues: that of columns 0 to 7 and that of columns 8 to 15. epilogue: `epilogues.wide_blocks`.
         kept: `vectors.Kept`, what eight rounded values are kept as.
     """
     (first_prologue, second_prologue), group_max, store = prologues, make_group_max(epilogue.lanes), epilogue.store
@@ -134,13 +133,13 @@ def make_wide_row_kernel(prologues, epilogue, kept):
 
 
 def make_block_row_kernel(prologues, store):
-    """Return the kernel for one direction of NVFP4 in which a thread owns whole blocks of 16 columns, one or two.
+    """Return the kernel for one direction in which a thread owns whole blocks of 16 columns, one or two.
 
     No thread shares a scale, so one outside the matrix does nothing at all. Two blocks need one place and one load of
-    the tensor's scales.
+    what all blocks share.
 
     Args:
-        prologues: those of columns 0 to 7, 8 to 15 and so on, two or four. store: of `epilogues.nvfp4_blocks`.
+        prologues: those of columns 0 to 7, 8 to 15 and so on, two or four. store: of `epilogues.whole_blocks`.
     """
     columns, last = len(prologues) * VECTOR, len(prologues) - 2
     first_prologue, second_prologue, third_prologue, fourth_prologue = *prologues[:2], *prologues[last:]
@@ -162,7 +161,7 @@ def make_decode_row_kernel(prologue, store):
     """Return the kernel that dequantizes whole rows of 16: a thread owns 16 columns, of which no other needs anything.
 
     Args:
-        prologue: `prologues.decoded_wide` or `decoded_mx_columns_wide`. store: of `vectors.make_store`.
+        prologue: `prologues.decoded_wide`. store: of `vectors.make_store`.
     """
 
     @kernel
@@ -449,7 +448,7 @@ def make_square_kernel(prologue, row, column, rounded, stage, transposed):
     """Return the kernel for blocks that are squares of `row.block_rows`: one scale serves both directions.
 
     Tiles as in `make_tile_kernel`. First all values go to shared memory and raise the maxima of their blocks, then each
-    direction is cast with these maxima. `transposed` False (MXFP8) stores the columnwise copy along the rows as well.
+    direction is cast with these maxima. `transposed` False stores the columnwise copy along the rows as well.
     """
     columns = tile_columns(stage)
     edge = row.block_rows
@@ -508,21 +507,23 @@ def make_square_numbers(edge, columns):
     return device(lambda r, c: unsigned((r >> bits) * pitch + (c >> bits))), TILE_ROWS // edge * pitch
 
 
-def make_square_choice_kernel(prologue, errors, store_row, store_column, rounded, stage):
-    """Return the kernel of NVFP4 with 4over6 in squares of 16 x 16: both directions take the same choice.
+def make_square_choice_kernel(prologue, choice, store_row, store_column, rounded, stage):
+    """Return the kernel of squares of 16 x 16 with a choice of two scales, the same in both directions.
 
-    As `make_square_kernel`; before anything is cast, each row of a square sums the errors of both choices, and the 16
+    As `make_square_kernel`; before anything is cast, each row of a square sums the errors of both scales, and the 16
     rows' sums are added as a tree.
 
     Args:
-        errors, store_row, store_column: `epilogues.make_row_errors`; `epilogues.make_store_choice`, or None.
+        choice: `epilogues.make_candidates` and `make_row_errors`.
+        store_row, store_column: `make_store_choice`, or None.
     """
+    candidates, errors = choice
     columns = tile_columns(stage)
     put, along, down, _ = make_stage(stage)
     place_along, row_steps, place_down, column_steps = make_tile_walk(columns)
     lane_max, (number_of, squares) = make_group_max(2), make_square_numbers(16, columns)
     place_of_sum, count = make_places_of_sums(columns // 16)
-    four_errs_less = make_comparison(place_of_sum)
+    second_errs_less = make_comparison(place_of_sum)
 
     @kernel
     def square_choice_kernel(inputs, row_out, column_out):
@@ -546,24 +547,25 @@ def make_square_choice_kernel(prologue, errors, store_row, store_column, rounded
         for i in range(row_steps):
             r, c = place_along(thread, i)
             block_amax = as_f32(maxima[number_of(r, c)])
-            six, four = errors(along(tile, r, c), block_amax, amax_of_all, (c & 15) == 8)
             place = place_of_sum(r, c >> 4)
-            sums[0, place], sums[1, place] = six, four
+            both = candidates(block_amax, amax_of_all, row_out)
+            first, second = errors(along(tile, r, c), both, amax_of_all, (c & 15) == 8)
+            sums[0, place], sums[1, place] = first, second
         cuda.syncthreads()
         for i in range(row_steps):
             r, c = place_along(thread, i)
             valid = select(row0 + r < row_out.outer, I32(row_out.inner - column0 - c), I32(0))
-            block_amax, choice = as_f32(maxima[number_of(r, c)]), four_errs_less(sums, r, c)
+            both = candidates(as_f32(maxima[number_of(r, c)]), amax_of_all, row_out)
+            chosen = second_errs_less(sums, r, c)
             if store_row is not None:
-                store_row(along(tile, r, c), block_amax, choice, amax_of_all, row_out, row0 + r, column0 + c, valid)
+                store_row(along(tile, r, c), both, chosen, row_out, row0 + r, column0 + c, valid)
         if store_column is not None:
             for i in range(column_steps):
                 r, c = place_down(thread, i)
                 valid = select(column0 + c < row_out.inner, I32(row_out.outer - row0 - r), I32(0))
-                block_amax, choice = as_f32(maxima[number_of(r, c)]), four_errs_less(sums, r, c)
-                store_column(
-                    down(tile, r, c), block_amax, choice, amax_of_all, column_out, column0 + c, row0 + r, valid
-                )
+                both = candidates(as_f32(maxima[number_of(r, c)]), amax_of_all, row_out)
+                chosen = second_errs_less(sums, r, c)
+                store_column(down(tile, r, c), both, chosen, column_out, column0 + c, row0 + r, valid)
 
     return square_choice_kernel
 
@@ -581,9 +583,9 @@ def make_places_of_sums(blocks_across):
 
 @cache
 def make_comparison(place_of_sum):
-    """Return `four_errs_less(sums, r, c)`: whether mapping to 4 errs less in the square of (r, c).
+    """Return `second_errs_less(sums, r, c)`: whether the second scale errs less in the square of (r, c).
 
-    The sums of its 16 rows are added as a tree; sums[0] are those of mapping to 6, sums[1] of mapping to 4.
+    The sums of its 16 rows are added as a tree; sums[0] are those of the first scale, sums[1] of the second.
     """
 
     @device
@@ -601,33 +603,41 @@ def make_comparison(place_of_sum):
         return ((a0 + a4) + (a2 + a6)) + ((a1 + a5) + (a3 + a7))
 
     @device
-    def four_errs_less(sums, r, c):
+    def second_errs_less(sums, r, c):
         first, block = (r >> 4) << 4, c >> 4
         return tree_sum(sums, 1, first, block) < tree_sum(sums, 0, first, block)
 
-    return four_errs_less
+    return second_errs_less
 
 
-# --- MXFP8 down the columns -------------------------------------------------------------------------
+# --- down the columns, not transposed ---------------------------------------------------------------
 
-MX_ROWS, MX_COLUMNS, WARPS = 32, 256, 8
+COLUMNS, WARPS = 256, 8
+
+#: How columns are cast. Field, meaning:
+#:   rows          of a block
+#:   scales        `epilogues.make_scales`
+#:   put           put(stored, out, column, row): store a scale
+#:   store_codes   `epilogues.make_store_codes`
+#:   products      of two vectors
+ColumnCast = namedtuple("ColumnCast", "rows scales put store_codes products")
 
 
-def make_mxfp8_kernel(prologue, row, byte_of, store_codes, scale_index, products, columns, dbias=False):
-    """Return the kernel for MXFP8 columnwise, or both directions, in one read.
+def make_column_kernel(prologue, row, cast, maxima_of, dbias=False):
+    """Return the kernel for columnwise copies that are stored along the rows, or both directions, in one read.
 
-    8 warps own 32 rows x 256 columns. A thread keeps 4 rows (warp, warp + 8, ...) x 8 columns in registers. Only the
-    maxima (and sums) of its rows go through shared memory, [warp, lane + 32 k] for column 8 lane + k, which is free of
-    bank conflicts.
+    8 warps own a block's rows x 256 columns. A thread keeps every eighth row from its warp's on, 8 columns of each, in
+    registers. Only the maxima (and sums) of its rows go through shared memory, [warp, lane + 32 k] for column
+    8 lane + k, which is free of bank conflicts.
 
     Args:
-        row: the rowwise epilogue, or `epilogues.nothing()`.
-        byte_of, store_codes, scale_index: the columnwise scale of an amax, how codes are stored, where the scale goes.
-        products: of two vectors. columns: of `column_maxima_for`.
-        dbias: also write the column sums of the unrounded values to `partial` (M/32, K).
+        row: the rowwise epilogue, or `epilogues.nothing()`. cast: `ColumnCast`. maxima_of: of `column_maxima_for`.
+        dbias: also write the column sums of the unrounded values to `partial` (blocks of rows, K).
     """
     row_max, store_row, row_lanes = make_group_max(row.lanes), row.store, row.lanes
-    sum_columns, (kept, values_of, largest, of_column) = MX_COLUMNS if dbias else 1, columns
+    sum_columns, rows, (kept, values_of, first, larger, of_column) = COLUMNS if dbias else 1, cast.rows, maxima_of
+    store_codes, products, scales, put = cast.store_codes, cast.products, cast.scales, cast.put
+    row_bits = rows.bit_length() - 1
 
     @device
     def along_row(inputs, out, row, column):
@@ -640,42 +650,74 @@ def make_mxfp8_kernel(prologue, row, byte_of, store_codes, scale_index, products
         return rounded, exact
 
     @device
-    def down_columns(out, rounded, multipliers, lane, row, column):
+    def cast_one(out, kept, multipliers, lane, row, column):
         valid = select(row < out.outer, I32(out.inner - column), I32(0))
-        codes = products(values_of(rounded), multipliers_of_columns(multipliers, lane), ZERO)
+        codes = products(values_of(kept[0]), multipliers_of_columns(multipliers, lane), ZERO)
         store_codes(codes, out.data, (row, out.inner, column), valid)
 
+    def make_rows(count):
+        """(read, over, cast) of `count` rows, eight apart: registers have no index, so by halves."""
+        if count == 1:
+            return along_row, lambda fold: fold, cast_one
+        half = count // 2
+        (read_upper, over_upper, cast_upper), (read_lower, over_lower, cast_lower) = (
+            make_rows(half),
+            make_rows(count - half),
+        )
+
+        @device
+        def read(inputs, out, row, column):
+            a = read_upper(inputs, out, row, column)
+            return a, read_lower(inputs, out, I32(row + half * WARPS), column)
+
+        def over(fold):
+            upper, lower = over_upper(fold), over_lower(fold)
+            return device(lambda so_far, kept: lower(upper(so_far, kept[0]), kept[1]))
+
+        @device
+        def cast_rows(out, kept, multipliers, lane, row, column):
+            cast_upper(out, kept[0], multipliers, lane, row, column)
+            cast_lower(out, kept[1], multipliers, lane, I32(row + half * WARPS), column)
+
+        return read, over, cast_rows
+
+    read_others, over_others, cast_others = make_rows(rows // WARPS - 1)
+    largest_of = over_others(device(lambda largest, one: larger(largest, one[0])))
+    sum_of = over_others(device(lambda total, one: add(total, one[1], ZERO)))
+
     @kernel
-    def mxfp8_kernel(inputs, row_out, column_out, partial):
-        maxima = cuda.shared.array((WARPS, MX_COLUMNS), np.float32)
-        multipliers = cuda.shared.array(MX_COLUMNS, np.float32)
+    def column_kernel(inputs, row_out, column_out, partial):
+        maxima = cuda.shared.array((WARPS, COLUMNS), np.float32)
+        multipliers = cuda.shared.array(COLUMNS, np.float32)
         sums = cuda.shared.array((WARPS, sum_columns), np.float32)
         lane, warp = cuda.threadIdx.x & 31, cuda.threadIdx.x >> 5
-        row0, column = first_row(MX_ROWS), I32(first_column(MX_COLUMNS) + lane * VECTOR)
+        row0, column = first_row(rows), I32(first_column(COLUMNS) + lane * VECTOR)
         row = I32(row0 + warp)
-        # Four rows, written out: registers have no index.
-        a, exact_a = along_row(inputs, row_out, row, column)
-        b, exact_b = along_row(inputs, row_out, I32(row + WARPS), column)
-        c, exact_c = along_row(inputs, row_out, I32(row + 2 * WARPS), column)
-        d, exact_d = along_row(inputs, row_out, I32(row + 3 * WARPS), column)
-        put_columns(maxima, warp, lane, largest(a, b, c, d))
+        one = along_row(inputs, row_out, row, column)
+        others = read_others(inputs, row_out, I32(row + WARPS), column)
+        put_columns(maxima, warp, lane, largest_of(first(one[0]), others))
         if dbias:
-            put_columns(sums, warp, lane, add(add(add(exact_a, exact_b, ZERO), exact_c, ZERO), exact_d, ZERO))
+            put_columns(sums, warp, lane, sum_of(one[1], others))
         cuda.syncthreads()
-        byte = byte_of(of_column(maxima))
-        finish_columns(byte, multipliers, sums, row0, scale_index, column_out, partial, dbias)
+        t = cuda.threadIdx.x
+        own = I32(first_column(COLUMNS) + (t & 31) * VECTOR + (t >> 5))
+        inside = own < column_out.inner and row0 < column_out.outer
+        stored, multipliers[t] = scales(of_column(maxima), column_out, own, inside)
+        if inside:
+            put(stored, column_out, own, row0)
+            if dbias:
+                partial[I64(row0 >> row_bits) * column_out.inner + own] = sum_of_warps(sums)
         cuda.syncthreads()
-        down_columns(column_out, a, multipliers, lane, row, column)
-        down_columns(column_out, b, multipliers, lane, I32(row + WARPS), column)
-        down_columns(column_out, c, multipliers, lane, I32(row + 2 * WARPS), column)
-        down_columns(column_out, d, multipliers, lane, I32(row + 3 * WARPS), column)
+        cast_one(column_out, one, multipliers, lane, row, column)
+        cast_others(column_out, others, multipliers, lane, I32(row + WARPS), column)
 
-    return mxfp8_kernel
+    return column_kernel
 
 
 #: How the maxima of columns are found: kept(exact), what a thread keeps of a row of eight; values(kept), rounded;
-#: largest(a, b, c, d) of four rows; of_column(maxima): of what all warps put into shared memory, a thread's number.
-ColumnMaxima = namedtuple("ColumnMaxima", "kept values largest of_column")
+#: first(kept) and larger(largest, kept) of rows, float32 words; of_column(maxima): of what all warps put into shared
+#: memory, a thread's number.
+ColumnMaxima = namedtuple("ColumnMaxima", "kept values first larger of_column")
 
 larger = make_map2(device(lambda x, y, p: larger_magnitude(x, y)))
 
@@ -686,17 +728,19 @@ def column_maxima_for(storage, rounded, target):
         return column_maxima_in_words(pair_of(storage, target))
 
     @device
-    def largest(a, b, c, d):
-        return larger(larger(larger(larger(ZEROS, a, ZERO), b, ZERO), c, ZERO), d, ZERO)
-
-    @device
     def of_column(maxima):
         m = maxima[0, cuda.threadIdx.x]
         for w in range(1, WARPS):
             m = maximum(m, maxima[w, cuda.threadIdx.x])
         return m
 
-    return ColumnMaxima(rounded, device(lambda v: v), largest, of_column)
+    return ColumnMaxima(
+        rounded,
+        device(lambda v: v),
+        device(lambda v: larger(ZEROS, v, ZERO)),
+        device(lambda largest, v: larger(largest, v, ZERO)),
+        of_column,
+    )
 
 
 def column_maxima_in_words(pair):
@@ -717,14 +761,21 @@ def column_maxima_in_words(pair):
         )
 
     @device
-    def of_rows(a, b, c, d):
-        return as_f32(larger_magnitudes(larger_magnitudes(a, b), larger_magnitudes(c, d)))
+    def first(w):
+        return as_f32(w[0]), as_f32(w[1]), as_f32(w[2]), as_f32(w[3])
 
     @device
-    def largest(a, b, c, d):
-        low = of_rows(a[0], b[0], c[0], d[0]), of_rows(a[1], b[1], c[1], d[1])
-        high = of_rows(a[2], b[2], c[2], d[2]), of_rows(a[3], b[3], c[3], d[3])
-        return low + high
+    def with_word(largest, w):
+        return as_f32(larger_magnitudes(as_u32(largest), w))
+
+    @device
+    def larger(largest, w):
+        return (
+            with_word(largest[0], w[0]),
+            with_word(largest[1], w[1]),
+            with_word(largest[2], w[2]),
+            with_word(largest[3], w[3]),
+        )
 
     @device
     def of_column(maxima):
@@ -735,7 +786,7 @@ def column_maxima_in_words(pair):
             m = larger_magnitudes(m, as_u32(maxima[w, i]))
         return larger_magnitude(ZERO, select((t & 32) == 0, low_bf16(m), high_bf16(m)))
 
-    return ColumnMaxima(make_words(pair), values, largest, of_column)
+    return ColumnMaxima(make_words(pair), values, first, larger, of_column)
 
 
 @device
@@ -746,18 +797,13 @@ def put_columns(shared, warp, lane, v):
 
 
 @device
-def finish_columns(byte, multipliers, sums, row0, scale_index, out, partial, dbias):
-    """One thread for each column: its scale, stored and (as multiplier) put into shared memory; its sum."""
+def sum_of_warps(sums):
+    """The sum of this thread's column."""
     t = cuda.threadIdx.x
-    multipliers[t] = casts.e8m0_multiplier(byte)
-    column = I32(first_column(MX_COLUMNS) + (t & 31) * VECTOR + (t >> 5))
-    if column < out.inner and row0 < out.outer:
-        out.scales[scale_index(out, column, row0 >> 5)] = np.uint8(byte)
-        if dbias:
-            total = sums[0, t]
-            for w in range(1, WARPS):
-                total = total + sums[w, t]
-            partial[I64(row0 >> 5) * out.inner + column] = total
+    total = sums[0, t]
+    for w in range(1, WARPS):
+        total = total + sums[w, t]
+    return total
 
 
 @device
@@ -877,20 +923,34 @@ def copy_one(source, target, index):
     target[0] = source[index]
 
 
-@kernel
-def current_scale(amax, scale, limit, epsilon, power_2):
-    """scale = limit / max(amax, epsilon), safe, and its reciprocal; `power_2` masks the mantissa. One thread."""
-    s = fp8_scale(amax[0], limit, epsilon, FLT_MAX, power_2)
-    scale[0], scale[1] = s, ONE / s
+@cache
+def make_scale_of_tensor(block_scale):
+    """Return the kernel that makes the scale of a whole tensor, (multiplier, what is stored). One thread."""
+
+    @kernel
+    def scale_of_tensor(amax, scale, epsilon, largest_scale):
+        scale[1], scale[0] = block_scale(amax[0], ZERO, Numbers(epsilon, largest_scale))
+
+    return scale_of_tensor
 
 
-@kernel
-def nvfp4_scales(amax, scales, top, count):
-    """scales (count, 2): S_enc = top / amax, safe, and S_dec = 1 / S_enc, of the tensor or of each row."""
-    i = thread_number()
-    if i < count:
-        s = global_encode_scale(amax[i], top)
-        scales[I64(i) * 2], scales[I64(i) * 2 + 1] = s, ONE / s
+@cache
+def make_tensor_scales(tensor_scale, parts):
+    """Return the kernel that makes what all blocks share, `parts` numbers, of a tensor or of each of `count` rows."""
+
+    @kernel
+    def numbers(amax, scales, count):
+        i = thread_number()
+        if i < count:
+            scales[i] = tensor_scale(amax[i])
+
+    @kernel
+    def pairs(amax, scales, count):
+        i = thread_number()
+        if i < count:
+            scales[I64(i) * 2], scales[I64(i) * 2 + 1] = tensor_scale(amax[i])
+
+    return {1: numbers, 2: pairs}[parts]
 
 
 @kernel

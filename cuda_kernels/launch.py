@@ -18,7 +18,7 @@ import numpy as np
 from cuda_kernels import ptx_cache, simt
 from cuda_kernels.contexts import LEGACY_STREAM, NO_STREAM, PER_THREAD_STREAM, cuda_core, device_scope
 from cuda_kernels.errors import explain_linking, explain_missing
-from cuda_kernels.kernels import BAND, MX_COLUMNS, MX_ROWS, THREADS, TILE_ROWS
+from cuda_kernels.kernels import BAND, COLUMNS, THREADS, TILE_ROWS
 from cuda_kernels.messages import announce
 from cuda_kernels.vectors import VECTOR
 
@@ -58,9 +58,9 @@ def tile_grid(rows, columns, tile_columns):
     return (math.ceil(columns / tile_columns), *fold(math.ceil(rows / TILE_ROWS))), (THREADS, 1, 1)
 
 
-def mxfp8_grid(rows, columns):
-    """(grid, block) of the MXFP8 kernel."""
-    return (math.ceil(columns / MX_COLUMNS), *fold(math.ceil(rows / MX_ROWS))), (THREADS, 1, 1)
+def column_grid(rows, columns, block_rows):
+    """(grid, block) of the column kernel for blocks of so many rows."""
+    return (math.ceil(columns / COLUMNS), *fold(math.ceil(rows / block_rows))), (THREADS, 1, 1)
 
 
 # --- types of arguments -----------------------------------------------------------------------------

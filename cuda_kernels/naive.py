@@ -14,12 +14,13 @@ from collections import namedtuple
 import numpy as np
 
 from cuda_kernels import casts
-from cuda_kernels.activations import functions_of
-from cuda_kernels.epilogues import block_byte, encode_multiplier
+from cuda_kernels.formulas import functions_of
 from cuda_kernels.kernels import THREADS, thread_number
 from cuda_kernels.recipes import pointer, scalar
+from cuda_kernels.scale_rules import Words
 from cuda_kernels.simt import I32, F, cuda, kernel, larger_magnitude, offset, select
 from cuda_kernels.vectors import make_group_max
+from refops.scalings import NVFP4Scaling
 
 ZERO = F(0)
 INVERSE_LIMIT = F(1) / F(448)
@@ -126,6 +127,9 @@ def transpose_coalesced(x, scale, rowwise, columnwise, rows, columns):
 # --- NVFP4 in blocks of 16 --------------------------------------------------------------------------
 
 
+nvfp4_code, nvfp4_multiplier = NVFP4Scaling().scale_code(Words()), NVFP4Scaling().multiplier(Words())
+
+
 @kernel
 def nvfp4_naive(x, tensor_scales, codes, scales, rows, columns):
     """x (M, columns), tensor_scales (S_enc, S_dec) -> codes, scales (M, columns / 16): one thread one block.
@@ -138,9 +142,10 @@ def nvfp4_naive(x, tensor_scales, codes, scales, rows, columns):
         first, amax = offset(row, columns, block * 16), ZERO
         for k in range(16):
             amax = larger_magnitude(amax, widen(x[first + k]))
-        byte = block_byte(amax, tensor_scales[0])
+        of_tensor = tensor_scales[0], tensor_scales[1]
+        byte = nvfp4_code(amax, of_tensor, ZERO)
         scales[offset(row, columns // 16, block)] = np.uint8(byte)
-        factor = encode_multiplier(byte, tensor_scales[1])
+        factor = nvfp4_multiplier(byte, of_tensor)
         for k in range(0, 16, 2):
             pair = casts.e2m1_pair(widen(x[first + k]) * factor, widen(x[first + k + 1]) * factor)
             codes[(first + k) >> 1] = np.uint8(pair)
@@ -154,8 +159,9 @@ def nvfp4_coalesced(x, tensor_scales, codes, scales, rows, columns):
     inside = row < rows
     first = offset(select(inside, row, I32(0)), columns, column)
     low, high = widen(x[first]), widen(x[first + 1])
-    byte = block_byte(max_of_8(larger_magnitude(larger_magnitude(ZERO, low), high)), tensor_scales[0])
-    factor = encode_multiplier(byte, tensor_scales[1])
+    of_tensor = tensor_scales[0], tensor_scales[1]
+    byte = nvfp4_code(max_of_8(larger_magnitude(larger_magnitude(ZERO, low), high)), of_tensor, ZERO)
+    factor = nvfp4_multiplier(byte, of_tensor)
     if inside:
         codes[first >> 1] = np.uint8(casts.e2m1_pair(low * factor, high * factor))
         if column % 16 == 0:
@@ -242,7 +248,7 @@ NAIVE = {
         mxfp8_coalesced,
         one_thread_for(1),
         _MXFP8,
-        "one element a thread, one block a warp; fused: epilogues.mxfp8, make_row_kernel and make_mxfp8_kernel",
+        "one element a thread, one block a warp; fused: epilogues.blocks, make_row_kernel and make_column_kernel",
     ),
     "fp8 transpose naive": Naive(transpose_naive, one_thread_for(1), _TRANSPOSE, "one element a thread"),
     "fp8 transpose coalesced": Naive(
@@ -256,7 +262,7 @@ NAIVE = {
         nvfp4_coalesced,
         one_thread_for(2),
         _NVFP4,
-        "two elements a thread, eight threads a block; fused: epilogues.nvfp4, make_row_kernel and make_tile_kernel",
+        "two elements a thread, eight threads a block; fused: epilogues.blocks, make_row_kernel and make_tile_kernel",
     ),
     "dbias naive": Naive(dbias_naive, one_thread_for_a_column, _SUMS, "one column a thread"),
     "dbias coalesced": Naive(

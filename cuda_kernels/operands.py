@@ -11,27 +11,33 @@ from typing import Any
 
 import numpy as np
 
+from refops.activations import DEFAULT_PARAMETERS
+from refops.formats import E2M1, E2M3, E3M2, E4M3, E5M2, INT8
+
+#: Names of the activations' parameters.
+PARAMETERS = tuple(DEFAULT_PARAMETERS)
+NO_PARAMETERS = (np.float32(0),) * len(PARAMETERS)
 #: What a prologue reads. Field, meaning:
 #:   x, dy             the input (M, width, or 2 * width for gated activations), the output's gradient (M, width)
 #:   row_scales        float32 (M,), or unused
-#:   limit ... beta2   the activations' parameters, float32
+#:   limit ... beta2   the activations' parameters, float32: `PARAMETERS`
 #:   rows, width       M, and the columns of the activation's output
 #:   interleave        0, or g: rows are [act 0:g | gate 0:g | act g:2g | ...]
 #: To dequantize, the same fields hold: x the codes, dy the scales as stored, row_scales the amax, rows and width the
 #: matrix as it is stored, interleave the scales in a row.
-Inputs = namedtuple("Inputs", "x dy row_scales limit alpha glu_linear_offset beta1 beta2 rows width interleave")
+INPUTS = ("x", "dy", "row_scales", *PARAMETERS, "rows", "width", "interleave")
+Inputs: Any = namedtuple("Inputs", INPUTS)  # type: ignore[misc]
 
 #: What an epilogue reads and fills, for one direction: rowwise copies have M as the outer dimension, transposed
 #: columnwise ones K. Field, meaning:
 #:   data              codes, or values of the output dtype
 #:   scales            the scales as stored (E8M0, E4M3 bytes or float32)
 #:   amax              float32 as int32 bits, the running maximum: (1,), or one for each outer index
-#:   given             float32, computed before: the tensor's scale, NVFP4's (S_enc, S_dec) of it or of rows, or amaxes
+#:   given             float32, computed before: the tensor's scale, what its blocks (or a row's) share, or amaxes
 #:   random_bits       one byte an element, or unused
-#:   seed, offset      Philox key and counter; first_block: the number of the direction's first 16-element block
-#:   epsilon, largest_scale     float32: of block scaling the lower bound of amax and what an overflowing scale becomes;
-#:                     of delayed scaling the scale and its reciprocal (first_block, under given 128 x 128 maxima: their
-#:                     row stride)
+#:   seed, offset      Philox key and counter; first_block: the number of the direction's first 16-element block (under
+#:                     given maxima of squares: their row stride)
+#:   epsilon, largest_scale     float32, the scaling's `Numbers`; of a known scale that and its reciprocal
 #:   outer, inner      the matrix as this direction sees it
 #:   scale_stride      stored scales in a row of `scales`
 Outputs = namedtuple(
@@ -39,8 +45,8 @@ Outputs = namedtuple(
     "data scales amax given random_bits seed offset first_block epsilon largest_scale outer inner scale_stride",
 )
 
-PARAMETERS = ("limit", "alpha", "glu_linear_offset", "beta1", "beta2")
-NO_PARAMETERS = (np.float32(0),) * len(PARAMETERS)
+#: Formats of elements that kernels cast to.
+ELEMENT_FORMATS = (E4M3, E5M2, E2M1, E3M2, E2M3, INT8)
 
 
 @dataclass(eq=False)

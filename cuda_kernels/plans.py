@@ -25,14 +25,14 @@ import numpy as np
 from cuda_kernels.arrays import KINDS, Array, Memory
 from cuda_kernels.launch import kinds_of, stream_of
 from cuda_kernels.result import Quantized
-from refops.formats import FloatFormat
-from refops.scaling import SCALINGS, NVFP4Scaling
+from refops.formats import FloatFormat, IntegerFormat
+from refops.scalings import Scaling
 
 #: When so many plans are new or were used since the last time, those that were not are thrown away: where every step
 #: of a training has other scales, the plans of old steps go and the others stay.
 MOST_PLANS = 512
 #: Types whose values are compared by what they are.
-PLAIN = {str, bool, int, float, type(None), type, FloatFormat, *SCALINGS}
+PLAIN = {str, bool, int, float, type(None), type, FloatFormat, IntegerFormat}
 
 _plans: dict[tuple, "Plan"] = {}
 _older: dict[tuple, "Plan"] = {}
@@ -112,7 +112,10 @@ def _describe(value, key, arrays):
     elif kind in PLAIN:
         if kind is float and not value:
             key.append(math.copysign(1, value))  # zeros of both signs are equal
-        if kind is NVFP4Scaling and value.random_bits is not None:  # which are no part of its equality
+        key += kind, value
+    elif issubclass(kind, Scaling):
+        random = value.random
+        if random is not None and random.bits is not None:  # which are no part of its equality
             return False
         key += kind, value
     else:

@@ -25,9 +25,9 @@ from functools import cache
 import numpy as np
 
 from cuda_kernels import casts
-from cuda_kernels.activations import ACCURATE, ACTIVATIONS, FAST, functions_of, with_parameters
-from cuda_kernels.pairs import fast_formulas, has_pairs
-from cuda_kernels.simt import I32, I64, U32, F, at_most, device, load_two_words, load_words, offset, select
+from cuda_kernels.formulas import fast_forms, fast_gradients, fast_product, functions_of, scaled_functions_of
+from cuda_kernels.pairs import fast_words, has_pairs
+from cuda_kernels.simt import I32, I64, U32, F, device, load_two_words, load_words, offset, select
 from cuda_kernels.vectors import (
     by_element,
     make_decode,
@@ -45,6 +45,7 @@ from cuda_kernels.vectors import (
     product_for,
     products_for,
 )
+from refops.activations import ACTIVATIONS
 
 ONE, ZERO = F(1), F(0)
 
@@ -62,11 +63,9 @@ def identity(storage, whole, skip=0):
 
 def map_of(part, name, fast_math, target):
     """Return `mapped(v, inputs)`: the "value" or "gate" of an activation of eight, on pairs where that is written."""
-    row = ACTIVATIONS[name]
-    formula, parameters = (row.value, row.parameters) if part == "value" else (row.gate, row.gate_parameters)
-    if fast_math and has_pairs(target) and formula in fast_formulas(target):
-        return make_map_of_pairs(with_parameters(fast_formulas(target)[formula], parameters))
-    return make_map(getattr(functions_of(name, fast_math=fast_math), part))
+    function = ACTIVATIONS[name].act if part == "value" else ACTIVATIONS[name].gate
+    fast = fast_forms(function, fast_words(target)) if fast_math and has_pairs(target) else None
+    return make_map_of_pairs(fast.value) if fast else make_map(getattr(functions_of(name, fast_math=fast_math), part))
 
 
 def unary(name, storage, whole, fast_math, skip=0, target=None):
@@ -113,7 +112,7 @@ def gated(name, storage, whole, fast_math, interleaved=False, skip=0, target=Non
 
 def gated_map(name, fast_math, target):
     """Return `mapped(act, gates, inputs)`: eight f(act) * gate(gate)."""
-    fused = fast_formulas(target).get(f"{name}_product") if fast_math else None
+    fused = fast_product(name, fast_words(target)) if fast_math else None
     if fused is not None:
         return map2_for(target)(fused)
     values, gates_of = map_of("value", name, fast_math, target), map_of("gate", name, fast_math, target)
@@ -135,16 +134,17 @@ def unary_gradient(name, storage, whole, fast_math, skip=0, target=None):
 
 def unary_gradient_map(name, fast_math, target):
     """Return `mapped(x, dy, inputs)`: eight f'(x) * dy."""
-    fast, product = fast_formulas(target).get(f"{name}_derivative") if fast_math else None, product_for(target)
-    if fast is not None:
-        return map2_for(target)(device(lambda x, dy, p: product(fast(x), dy)))
+    fast, product = fast_math and fast_forms(ACTIVATIONS[name].act, fast_words(target)), product_for(target)
+    if fast:
+        slope = fast.slope
+        return map2_for(target)(device(lambda x, dy, p: product(slope(x, p), dy)))
     derivative = functions_of(name, fast_math=fast_math).derivative
     return make_map2(device(lambda x, dy, p: derivative(x, p) * dy))
 
 
 def gradients_map(name, fast_math, target):
     """Return `mapped(act, gate, dy, p)`: both parts of a gated gradient of eight, in TE's order unless fast."""
-    fused = fast_formulas(target).get(f"{name}_gradients") if fast_math else None
+    fused = fast_gradients(name, fast_words(target)) if fast_math else None
     if fused is not None:
         return map3_to_two_for(target)(fused)
     f = functions_of(name, fast_math=fast_math)
@@ -254,16 +254,11 @@ def scaled(prologue):
 def make_scaled_gradient(name, fast_math):
     """Return (d_act, d_gate): functions of (act, gate, scaled dy, p) in the order of TE's scaled kernels.
 
-    It is not that of the plain kernels: dy * (f' * gate) and dy * (f * gate'), f' factored otherwise, and the mask of
-    clamped_swiglu lets a NaN gate pass.
+    It is not that of the plain kernels: dy * (f' * gate) and dy * (f * gate'), and some slopes are factored otherwise.
     """
-    f = functions_of(name, fast_math=fast_math)
-    derivative, value, gate, slope = _scaled_derivative(name, f, fast_math), f.value, f.gate, f.gate_slope
+    value, derivative, _, gate, slope = scaled_functions_of(name, fast_math=fast_math)
     if gate is None:
         return device(lambda act, g, dy, p: dy * derivative(act, p)), None
-    if name == "clamped_swiglu":
-        plain_slope = f.gate_slope
-        slope = device(lambda g, p: select(g != g, ONE, plain_slope(g, p)))
     return (
         device(lambda act, g, dy, p: dy * (derivative(act, p) * gate(g, p))),
         device(lambda act, g, dy, p: dy * (value(act, p) * slope(g, p))),
@@ -293,23 +288,6 @@ def make_single(storage, whole):
     return single
 
 
-def _scaled_derivative(name, functions, fast_math):
-    sigmoid = (FAST if fast_math else ACCURATE)["sigmoid"]
-
-    @device
-    def silu_slope(x, p):
-        s = sigmoid(x)
-        return s + (x * s) * (ONE - s)
-
-    @device
-    def clamped_slope(x, p):
-        z = p.alpha * at_most(x, p.limit)
-        s = sigmoid(z)
-        return select(x <= p.limit, s + (z * s) * (ONE - s), F(0))
-
-    return {"swiglu": silu_slope, "clamped_swiglu": clamped_slope}.get(name, functions.derivative)
-
-
 # --- dequantization: x holds codes, dy the scales as stored, row_scales the amax ---------------------
 
 
@@ -329,9 +307,22 @@ def make_load_codes(fmt, packed):
     return by_element(nibble if packed else byte)
 
 
-def decoded(fmt, scale_of):
-    """Return the prologue of dequantization: codes times `scale_of(inputs, row, column)`; without, codes one a byte."""
-    load = make_load_codes(fmt, packed=fmt == "e2m1" and scale_of is not no_scale)
+def codes(fmt):
+    """Return the prologue of codes as they are, one a byte."""
+    load = make_load_codes(fmt, packed=False)
+
+    @device
+    def prologue(inputs, row, column, valid):
+        return load(inputs.x, offset(row, inputs.width, column), valid)
+
+    return prologue
+
+
+def decoded(direction, target):
+    """Return the prologue of dequantization: the codes of a direction times their factor, as its data are stored."""
+    if direction.along_columns:
+        return decoded_columns(direction, target)
+    load, scale_of = make_load_codes(direction.fmt, direction.packed), make_factor(direction, target)
 
     @device
     def prologue(inputs, row, column, valid):
@@ -341,56 +332,39 @@ def decoded(fmt, scale_of):
     return prologue
 
 
-@device
-def no_scale(inputs, row, column):
-    """1: codes as they are."""
-    return ONE
-
-
-@device
-def tensor_scale(inputs, row, column):
-    """The decode scale of the whole tensor."""
-    return inputs.dy[0]
-
-
-@device
-def row_block_scale(inputs, row, column):
-    """Block scaling 1x128: [block, row]."""
-    return inputs.dy[offset(column >> 7, inputs.interleave, row)]
-
-
-@device
-def square_block_scale(inputs, row, column):
-    """Block scaling 128x128: [row block, column block]."""
-    return inputs.dy[offset(row >> 7, inputs.interleave, column >> 7)]
-
-
-@device
-def mx_row_scale(inputs, row, column):
-    """MXFP8 rowwise: [row, block]."""
-    return casts.e8m0_value(np.uint32(inputs.dy[offset(row, inputs.interleave, column >> 5)]))
-
-
 @cache
-def make_nvfp4_scale(top, row_scaled, target=None):
-    """Return NVFP4's factor: (E4M3 scale * amax) * (1 / top), `top` = 6 e4m3_max."""
-    inverse, (_, decode) = ONE / F(top), casts.e4m3_for(target)
+def make_factor(direction, target):
+    """Return `factor(inputs, outer, inner)`: what the code of an element is multiplied with."""
+    rule, widened, index = direction.rules(target).decode_factor, direction.register_type, direction.scale_index
+    two_level, by_outer = direction.layout.two_level, direction.by_outer
 
     @device
-    def nvfp4_scale(inputs, row, column):
-        amax = inputs.row_scales[row if row_scaled else 0]
-        scale = decode(np.uint32(inputs.dy[offset(row, inputs.interleave, column >> 4)]))
-        return (scale * amax) * inverse
+    def of_tensor(inputs, outer, inner):
+        return rule(inputs.dy[0], ZERO)
 
-    return nvfp4_scale
+    if direction.block is None:
+        return of_tensor
+    rows, columns = direction.layout.run
+    row_bits, column_bits = rows.bit_length() - 1, columns.bit_length() - 1
+
+    @device
+    def factor(inputs, outer, inner):
+        amax = inputs.row_scales[outer if by_outer else 0] if two_level else ZERO
+        block_row = outer >> row_bits if row_bits else outer
+        return rule(widened(inputs.dy[index(inputs.interleave, block_row, inner >> column_bits)]), amax)
+
+    return factor
 
 
-def decoded_wide(fmt, scale_of, target):
+def decoded_wide(direction, target):
     """Return `prologue(inputs, row, column, at)`: 16 values in two vectors, from whole rows of 16; `at` is their place.
 
     The codes are one access, and all 16 have one scale.
     """
-    decode, multiply = make_decode(fmt, target), multiply_for(target)
+    if direction.along_columns:
+        return decoded_columns_wide(direction, target)
+    decode, multiply = make_decode(direction.fmt, target), multiply_for(target)
+    scale_of = make_factor(direction, target)
 
     @device
     def codes(x, at):
@@ -402,7 +376,7 @@ def decoded_wide(fmt, scale_of, target):
         w = load_two_words(x, at >> 1)
         return decode(w[0], w[0]), decode(w[1], w[1])
 
-    load = packed_codes if fmt == "e2m1" else codes
+    load = packed_codes if direction.packed else codes
 
     @device
     def prologue(inputs, row, column, at):
@@ -423,38 +397,42 @@ def transformed(prologue, transform):
     return transformed_prologue
 
 
-def decoded_mx_columns(fmt):
-    """Return the prologue of MXFP8 columnwise data: [M, K] codes, scales [row block, column]."""
-    load, scaled_values = make_load_codes(fmt, packed=False), make_map2(device(lambda code, scale, p: code * scale))
+def decoded_columns(direction, target):
+    """Return the prologue of columnwise data that are stored along the rows: every column has a factor of its own."""
+    load, scaled_values = make_load_codes(direction.fmt, direction.packed), make_map2(device(lambda c, f, p: c * f))
+    factor = make_factor(direction, target)
 
     @device
-    def scale(inputs, place, k, valid):
-        row, column = place
-        i = offset(row >> 5, inputs.interleave, column + k)
-        return casts.e8m0_value(np.uint32(inputs.dy[i])) if k < valid else ONE
+    def of_column(inputs, place, k, valid):
+        return factor(inputs, place[1] + k, place[0]) if k < valid else ONE
 
-    scales_of = by_element(scale)
+    factors = by_element(of_column)
 
     @device
     def prologue(inputs, row, column, valid):
         values = load(inputs.x, offset(row, inputs.width, column), valid)
-        return scaled_values(values, scales_of(inputs, (row, column), valid), ZERO)
+        return scaled_values(values, factors(inputs, (row, column), valid), ZERO)
 
     return prologue
 
 
-def decoded_mx_columns_wide(fmt, target):
-    """Return `decoded_mx_columns` as `decoded_wide`; the scales of 16 columns are one access as well."""
-    decode, decode_scales, products = (
-        make_decode(fmt, target),
-        make_decode_bytes(casts.e8m0_value),
-        products_for(target),
-    )
+def has_wide_columns(direction):
+    """Whether `decoded_columns_wide` can decode a direction: the scales of 16 columns are 16 bytes side by side."""
+    layout = direction.layout
+    neighbours = layout.scales_inner_first[True] and layout.run[0] == 1 and layout.scale_format is not None
+    return neighbours and not (direction.packed or layout.two_level)
+
+
+def decoded_columns_wide(direction, target):
+    """Return `decoded_columns` as `decoded_wide`; the scales of 16 columns are one access as well."""
+    decode, products = make_decode(direction.fmt, target), products_for(target)
+    rule, bits = direction.rules(target).decode_factor, direction.block[1].bit_length() - 1
+    factors = make_decode_bytes(device(lambda stored: rule(stored, ZERO)))
 
     @device
     def prologue(inputs, row, column, at):
-        w, s = load_words(inputs.x, at), load_words(inputs.dy, offset(row >> 5, inputs.interleave, column))
-        first = products(decode(w[0], w[1]), decode_scales(s[0], s[1]), ZERO)
-        return first, products(decode(w[2], w[3]), decode_scales(s[2], s[3]), ZERO)
+        w, s = load_words(inputs.x, at), load_words(inputs.dy, offset(row >> bits, inputs.interleave, column))
+        first = products(decode(w[0], w[1]), factors(s[0], s[1]), ZERO)
+        return first, products(decode(w[2], w[3]), factors(s[2], s[3]), ZERO)
 
     return prologue

@@ -22,7 +22,7 @@ UNCOMPILED = {
         "__main__.py",
         "cli.py",
         "commands",
-        "conformance",
+        "conformance.py",
         "display",
         "explain.py",
         "files.py",
@@ -30,7 +30,7 @@ UNCOMPILED = {
         "oracle",
         "replacing.py",
         "report.py",
-        "selfcheck",
+        "selfcheck.py",
         "survey.py",
     },
 }

@@ -6,16 +6,17 @@ A `Recipe` is what a compiled kernel is cached by. `build` turns it into the Pyt
 
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 import numpy as np
 
 from cuda_kernels import casts, epilogues, kernels, prologues
-from cuda_kernels.activations import ACTIVATIONS
+from cuda_kernels.directions import Direction
 from cuda_kernels.hadamard import make_hadamard
-from cuda_kernels.operands import Inputs, Outputs
+from cuda_kernels.operands import PARAMETERS, Inputs, Outputs
 from cuda_kernels.simt import device
 from cuda_kernels.vectors import VECTOR, make_kept, make_load, make_map3, make_round, make_store, products_for
-from refops.formats import FORMATS
+from refops.activations import ACTIVATIONS
 
 
 @dataclass(frozen=True)
@@ -23,12 +24,12 @@ class Prologue:
     """What is computed.
 
     Attributes:
-        kind: "identity", "forward", "backward" (dequantization: "decoded").
-        name: the activation; for "decoded" the kind of scale.
-        storage: dtype of x (for "decoded" the format of the codes).
+        kind: "identity", "forward", "backward" (dequantization: "decoded"; decoding: "codes").
+        name: the activation, or None.
+        storage: dtype of x, or the format of the codes.
         scaled, interleaved: row scales, interleaved gates.
         part: of a gated gradient, "both" halves, or "pair" for both from one read.
-        top: of NVFP4's decoding, 6 e4m3_max.
+        direction: of dequantization, the `Direction` that is decoded.
         transform: of decoding, (sign mask, inverse) of a Hadamard transform along the rows, or None.
     """
 
@@ -38,7 +39,7 @@ class Prologue:
     scaled: bool = False
     interleaved: bool = False
     part: str = "both"
-    top: float = 0.0
+    direction: Direction | None = None
     transform: tuple | None = None
 
     @property
@@ -49,7 +50,7 @@ class Prologue:
 
 def activation_is_gated(name):
     """Whether an activation has a gate."""
-    return ACTIVATIONS[name].gate is not None
+    return ACTIVATIONS[name].gated
 
 
 @dataclass(frozen=True)
@@ -58,9 +59,10 @@ class Recipe:
 
     Attributes:
         kernel: "row", "wide row", "block row", "two block row", "decode row", "band", "tile", "square", "square choice"
-            or "mxfp8".
+            or "columns".
         prologue: what is computed.
-        row, column: epilogues as tuples, a name of `EPILOGUES` and its options; None for a direction that is not made.
+        row, column: epilogues, `Direction`s or tuples, a name of `EPILOGUES` and its options; None for a direction that
+            is not made.
         storage: nominal dtype, to which `rounded` rounds before the cast.
         rounded: whether it does.
         stage: dtype of a tile in shared memory.
@@ -73,8 +75,8 @@ class Recipe:
 
     kernel: str
     prologue: Prologue
-    row: tuple | None
-    column: tuple | None = None
+    row: Any
+    column: Any = None
     storage: str = "float32"
     rounded: bool = False
     stage: str = "float32"
@@ -117,9 +119,11 @@ def make_prologue(key, whole, fast_math, target, skip=0):
     elements after its column.
     """
     if key.kind == "decoded" and key.transform:
-        return prologues.transformed(_decoded(key), make_hadamard(*key.transform))
+        return prologues.transformed(prologues.decoded(key.direction, target), make_hadamard(*key.transform))
     if key.kind == "decoded":
-        return _decoded(key)
+        return prologues.decoded(key.direction, target)
+    if key.kind == "codes":
+        return prologues.codes(key.storage)
     if key.kind == "identity":
         return prologues.identity(key.storage, whole, skip)
     options = (key.name, key.storage, whole, fast_math)
@@ -139,71 +143,35 @@ def _forward(key, options, skip, target):
     return prologues.unary(*options, skip, target)
 
 
-def _decoded(key):
-    if key.name == "mx_columns":
-        return prologues.decoded_mx_columns(key.storage)
-    return prologues.decoded(key.storage, _scale_of(key, None))
-
-
-def _decoded_wide(key, target):
-    if key.name == "mx_columns":
-        return prologues.decoded_mx_columns_wide(key.storage, target)
-    return prologues.decoded_wide(key.storage, _scale_of(key, target), target)
-
-
-def _scale_of(key, target):
-    scales = {
-        "tensor": prologues.tensor_scale,
-        "row_block": prologues.row_block_scale,
-        "square_block": prologues.square_block_scale,
-        "mx_row": prologues.mx_row_scale,
-        "none": prologues.no_scale,
-    }
-    return scales.get(key.name) or prologues.make_nvfp4_scale(key.top, key.name == "nvfp4_rows", target)
-
-
 # --- epilogues by name ------------------------------------------------------------------------------
 
 
-def _limit(fmt):
-    return float(FORMATS[fmt].max), FORMATS[fmt].mantissa_bits
+def direction_in(key):
+    """The `Direction` of an epilogue's key, None of one that casts nothing."""
+    return next((one for one in (key if isinstance(key, tuple) else (key,)) if isinstance(one, Direction)), None)
 
 
-def _scale_index(swizzled, plain):
-    return epilogues.scale_swizzled if swizzled else plain
+def _cast(whole, target, direction):
+    """Scale and cast; the amax of a tensor whose scale is known is recorded on the way."""
+    if direction.block is not None:
+        return epilogues.blocks(direction, whole, target)
+    made = epilogues.per_tensor(direction, whole, target)
+    return epilogues.recording(made, 32) if direction.known else made
 
 
-def _block(whole, target, fmt, square, power_2):
-    return epilogues.block_fp8(fmt, _limit(fmt)[0], square, power_2, whole, target)
-
-
-def _only_blocks(whole, target, *key):
+def _only_blocks(whole, target, direction):
     """The lanes and rows of an epilogue's blocks, nothing stored."""
-    return make_epilogue(key, whole, target)._replace(store=epilogues.nothing().store)
+    return _cast(whole, target, direction)._replace(store=epilogues.nothing().store)
 
 
-def _given_block(whole, target, fmt, power_2, by_column):
-    return epilogues.with_given_amax(_block(whole, target, fmt, True, power_2), by_column)
+def _squares(whole, target, direction):
+    """One direction under squares."""
+    made = epilogues.squares_along_rows if direction.along_columns else epilogues.blocks
+    return made(direction, whole, target)
 
 
-def _mxfp8(whole, target, fmt, rounding, square, swizzled):
-    index = _scale_index(swizzled, epilogues.scale_row_major)
-    return epilogues.mxfp8(fmt, *_limit(fmt), rounding, square, index, whole, target)
-
-
-def _mxfp8_square_columns(whole, target, fmt, rounding, swizzled):
-    index = _scale_index(swizzled, epilogues.scale_block_major)
-    return epilogues.mxfp8_square_columns(fmt, *_limit(fmt), rounding, index, whole, target)
-
-
-def _nvfp4(whole, target, e4m3_max, square, row_scaled, rounding, swizzled):
-    index = _scale_index(swizzled, epilogues.scale_row_major)
-    return epilogues.nvfp4(square, row_scaled, rounding, index, whole, target)
-
-
-def _four_over_six(whole, target, e4m3_max, mse, row_scaled, swizzled):
-    index = _scale_index(swizzled, epilogues.scale_row_major)
-    return epilogues.nvfp4_four_over_six(e4m3_max, mse, row_scaled, index, whole, target)
+def _with_given_amax(whole, target, direction):
+    return epilogues.with_given_amax(_squares(whole, target, direction), direction.transposed)
 
 
 #: name -> function of (whole, target, options) that returns an `epilogues.Epilogue`.
@@ -213,26 +181,19 @@ EPILOGUES = {
     "plain+amax": lambda whole, target, storage: epilogues.recording(epilogues.plain(storage, whole, target), 32),
     "amax": lambda whole, target: epilogues.record_amax(32),
     "amax of rows": lambda whole, target: epilogues.record_amax(4, by_outer=True),
-    "per tensor": lambda whole, target, fmt, known: epilogues.per_tensor(fmt, known, whole, target),
-    "per tensor+amax": lambda whole, target, fmt, known: epilogues.recording(
-        epilogues.per_tensor(fmt, known, whole, target), 32
-    ),
+    "amax of squares": lambda whole, target, edge: epilogues.record_block_amax(edge),
     "codes": lambda whole, target, fmt: epilogues.codes(fmt, whole, target),
+    "cast": _cast,
     "only blocks": _only_blocks,
-    "block": _block,
-    "block amax": lambda whole, target: epilogues.record_block_amax(),
-    "block given": _given_block,
-    "mxfp8": _mxfp8,
-    "mxfp8 square columns": _mxfp8_square_columns,
-    "nvfp4": _nvfp4,
-    "nvfp4 4over6": _four_over_six,
+    "squares": _squares,
+    "given amax": _with_given_amax,
 }
 
 
 @cache
 def make_epilogue(key, whole, target):
-    """Return the `epilogues.Epilogue` of a tuple (name, *options); None stores nothing."""
-    name, *options = key or ("nothing",)
+    """Return the `epilogues.Epilogue` of a tuple (name, *options) or of a `Direction`; None stores nothing."""
+    name, *options = ("cast", key) if isinstance(key, Direction) else key or ("nothing",)
     return EPILOGUES[name](whole, target, *options)
 
 
@@ -244,7 +205,7 @@ def build(recipe, target):
     """Return the kernel function of a `Recipe` for a compute capability, (major, minor[, "a"]), or None (simulator)."""
     if recipe.kernel == "decode row":
         store = make_store(recipe.row[1], True, target)
-        return kernels.make_decode_row_kernel(_decoded_wide(recipe.prologue, target), store)
+        return kernels.make_decode_row_kernel(prologues.decoded_wide(recipe.prologue.direction, target), store)
     prologue = make_prologue(recipe.prologue, recipe.whole, recipe.fast_math, target)
     rounded = make_round(recipe.storage if recipe.rounded else "float32", target)
     if recipe.kernel == "wide row":
@@ -261,8 +222,8 @@ def build(recipe, target):
         return kernels.make_band_kernel(prologue, row, rounded, recipe.dbias == "rounded")
     if recipe.kernel == "square choice":
         return _square_choice_kernel(recipe, prologue, rounded, target)
-    if recipe.kernel == "mxfp8":
-        return _mxfp8_kernel(recipe, prologue, row, rounded, target)
+    if recipe.kernel == "columns":
+        return _column_kernel(recipe, prologue, row, rounded, target)
     column = make_epilogue(recipe.column, recipe.whole_columns, target)
     if recipe.kernel == "square":
         return kernels.make_square_kernel(prologue, row, column, rounded, recipe.stage, recipe.transposed)
@@ -272,45 +233,49 @@ def build(recipe, target):
 
 def widest(recipe, width):
     """A row recipe, or its twin whose threads own 16 or 32 neighbours of rows that are so many columns wide."""
-    prologue, (name, *options) = recipe.prologue, recipe.row
-    if not recipe.whole or recipe.transform is not None or width % (2 * VECTOR):
+    prologue, direction = recipe.prologue, recipe.row if isinstance(recipe.row, Direction) else None
+    if direction is None or not recipe.whole or recipe.transform is not None or width % (2 * VECTOR):
         return recipe
-    if name == "nvfp4" and options[3] in ("nearest", "philox") and prologue.kind == "identity":
+    if _has_whole_blocks(direction) and prologue.kind == "identity":
         return replace(recipe, kernel="two block row" if width % (4 * VECTOR) == 0 else "block row")
     reaches_across = prologue.kind == "backward" and prologue.gated and prologue.part != "pair"  # from half to half
-    return replace(recipe, kernel="wide row") if name == "mxfp8" and not reaches_across else recipe
+    return replace(recipe, kernel="wide row") if _has_wide_blocks(direction) and not reaches_across else recipe
 
 
-def _mxfp8_wide(storage, target, fmt, rounding, square, swizzled):
-    index, kept = _scale_index(swizzled, epilogues.scale_row_major), make_kept(storage, fmt, target)
-    return epilogues.mxfp8_wide(*_limit(fmt), rounding, index, target, kept.fp8), kept
+def _has_whole_blocks(direction):
+    """Whether a thread can own whole blocks: 16 FP4 codes under one scale, whose number in a row follows the last."""
+    plain = direction.block == (1, 16) and direction.packed and direction.rules().choice is None
+    return plain and direction.random != "given" and not direction.layout.scales_inner_first[direction.columnwise]
+
+
+def _has_wide_blocks(direction):
+    """Whether a thread can own 16 codes, one a byte, that it multiplies with a power of two."""
+    single = direction.block is not None and not direction.square and not direction.packed
+    return single and direction.powers_of_two and direction.random is None and direction.rules().choice is None
 
 
 def _wide_row_kernel(recipe, prologue, target):
-    storage = recipe.storage if recipe.rounded else "float32"
-    epilogue, kept = _mxfp8_wide(storage, target, *recipe.row[1:])
+    storage, direction = recipe.storage if recipe.rounded else "float32", recipe.row
+    kept = make_kept(storage, direction.fmt, target)
+    epilogue = epilogues.wide_blocks(direction, target, kept.cast)
     both = prologue, make_prologue(recipe.prologue, recipe.whole, recipe.fast_math, target, VECTOR)
     make = kernels.make_wide_pair_kernel if recipe.prologue.part == "pair" else kernels.make_wide_row_kernel
     return make(both, epilogue, kept)
 
 
 def _block_row_kernel(recipe, target):
-    _, _, row_scaled, rounding, swizzled = recipe.row[1:]
-    index = _scale_index(swizzled, epilogues.scale_row_major)
-    one, two = epilogues.nvfp4_blocks(row_scaled, rounding, index, target)
+    one, two = epilogues.whole_blocks(recipe.row, target)
     vectors, store = (2, one) if recipe.kernel == "block row" else (4, two)
     skips = range(0, vectors * VECTOR, VECTOR)
     return kernels.make_block_row_kernel([make_prologue(recipe.prologue, True, False, target, k) for k in skips], store)
 
 
 def _square_choice_kernel(recipe, prologue, rounded, target):
-    made = []
-    for key, whole in ((recipe.row, recipe.whole), (recipe.column, recipe.whole_columns)):
-        e4m3_max, mse, _, swizzled = (key or recipe.row or recipe.column)[1:]
-        index = _scale_index(swizzled, epilogues.scale_row_major)
-        made.append(epilogues.make_store_choice(e4m3_max, index, whole, target) if key else None)
-    errors = epilogues.make_row_errors(e4m3_max, mse)
-    return kernels.make_square_choice_kernel(prologue, errors, *made, rounded, recipe.stage)
+    row, column = recipe.row, recipe.column
+    store_row = row and epilogues.make_store_choice(row, recipe.whole, target)
+    store_column = column and epilogues.make_store_choice(column, recipe.whole_columns, target)
+    choice = epilogues.make_candidates(row or column, target), epilogues.make_row_errors(row or column, target)
+    return kernels.make_square_choice_kernel(prologue, choice, store_row, store_column, rounded, recipe.stage)
 
 
 @cache
@@ -322,15 +287,13 @@ def make_transform(recipe, target):
     return device(lambda v, upper: rounded(hadamard(v, upper)))
 
 
-def _mxfp8_kernel(recipe, prologue, row, rounded, target):
-    fmt, rounding, swizzled = recipe.column
-    byte_of = epilogues.make_e8m0_byte(*_limit(fmt), rounding, target)
-    store_codes = epilogues.make_store_codes(fmt, recipe.whole, target)
-    index = _scale_index(swizzled, epilogues.scale_block_major)
-    dbias = recipe.dbias is not None
-    columns = kernels.column_maxima_for(recipe.storage if recipe.rounded else "float32", rounded, target)
-    products = products_for(target)
-    return kernels.make_mxfp8_kernel(prologue, row, byte_of, store_codes, index, products, columns, dbias)
+def _column_kernel(recipe, prologue, row, rounded, target):
+    direction = recipe.column
+    store_codes = epilogues.make_store_codes(direction.fmt, direction.packed, recipe.whole, target)
+    put, scales = epilogues.make_put_block(direction), epilogues.make_scales(direction, target)
+    maxima = kernels.column_maxima_for(recipe.storage if recipe.rounded else "float32", rounded, target)
+    column = kernels.ColumnCast(direction.block[1], scales, put, store_codes, products_for(target))
+    return kernels.make_column_kernel(prologue, row, column, maxima, recipe.dbias is not None)
 
 
 @cache
@@ -354,7 +317,7 @@ def build_scaled_gradient(recipe, target):
 
 #: Fields of `Inputs` and `Outputs` that are not pointers: name -> NumPy scalar type.
 SCALARS = {
-    **dict.fromkeys(("limit", "alpha", "glu_linear_offset", "beta1", "beta2", "epsilon", "largest_scale"), np.float32),
+    **dict.fromkeys((*PARAMETERS, "epsilon", "largest_scale"), np.float32),
     **dict.fromkeys(("rows", "width", "interleave", "outer", "inner", "scale_stride"), np.int32),
     **dict.fromkeys(("seed", "offset"), np.uint64),
     "first_block": np.int64,
@@ -394,18 +357,19 @@ def arguments_of(recipe):
         return tuple_of(Inputs, x=x, dy=x), pointer(out), pointer(scales)
     prologue = recipe.prologue
     x = second = carrier(prologue.storage)
-    if prologue.kind == "decoded":
-        second = np.float32 if prologue.name in ("tensor", "row_block", "square_block", "none") else np.uint8
+    if prologue.direction is not None:
+        second = prologue.direction.scale_type
     arguments = [tuple_of(Inputs, x=x, dy=second), _outputs_of(recipe.row)]
     if not recipe.one_direction:
-        arguments.append(_outputs_of(None if recipe.kernel == "mxfp8" else recipe.column))
-    if recipe.kernel in ("band", "tile", "mxfp8"):
+        arguments.append(_outputs_of(recipe.column))
+    if recipe.kernel in ("band", "tile", "columns"):
         arguments.append(pointer(np.float32))
     return tuple(arguments)
 
 
 def _outputs_of(key):
-    name = "nothing" if key is None else key[0]
-    data = carrier(key[1]) if name.startswith("plain") else np.uint8
-    scales = np.float32 if name.startswith(("per tensor", "block")) else np.uint8
-    return tuple_of(Outputs, data=data, scales=scales)
+    direction = direction_in(key)
+    if direction is not None:
+        return tuple_of(Outputs, data=np.uint8, scales=direction.scale_type)
+    data = carrier(key[1]) if key is not None and key[0].startswith("plain") else np.uint8
+    return tuple_of(Outputs, data=data, scales=np.uint8)

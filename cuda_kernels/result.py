@@ -7,7 +7,8 @@ import numpy as np
 
 from cuda_kernels.arrays import memory_of, numpy_dtype
 from refops.quantization import result
-from refops.scaling import BlockScaling, MXFP8Scaling, NVFP4Scaling, Scaling
+from refops.quantization.layout import one_order
+from refops.scalings import Scaling
 
 ARRAYS = (
     "rowwise_data",
@@ -64,12 +65,10 @@ class Quantized:
         return self._with_order(False)
 
     def _with_order(self, swizzled):
-        if isinstance(self.scaling, BlockScaling):
-            raise ValueError(
-                "block scaling stores float32 scales in GEMM order already; "
-                "use refops.block_scales_as_mxfp8 for the E8M0 scales of Blackwell GEMMs"
-            )
-        if not isinstance(self.scaling, MXFP8Scaling | NVFP4Scaling) or self.with_gemm_swizzled_scales == swizzled:
+        order = self.scaling.layout.scale_order
+        if order == "fixed":
+            raise ValueError(one_order(self.scaling))
+        if order == "none" or self.with_gemm_swizzled_scales == swizzled:
             return self
         from cuda_kernels.gpu import reordered_scales
 

@@ -114,10 +114,17 @@ else:
         cells = getattr(value, "__closure__", None)
         if callable(value) and hasattr(value, "__code__"):
             kept = [_content(cell.cell_contents) for cell in cells or () if cell.cell_contents is not value]
-            return f"{value.__module__}.{value.__qualname__}({', '.join(kept)})"
+            text = _text(value.__code__, value.__globals__)
+            return f"{value.__module__}.{value.__qualname__} {text}({', '.join(kept)})"
         if isinstance(value, tuple):
             return f"({', '.join(map(_content, value))})"
         return f"{value.dtype} {value.tobytes().hex()}" if isinstance(value, np.ndarray) else repr(value)
+
+    def _text(code, names):
+        """Of a function: its bytecode, its constants and those of its module."""
+        inner = [_text(one, names) if hasattr(one, "co_code") else repr(one) for one in code.co_consts]
+        numbers = [repr(names[name]) for name in code.co_names if isinstance(names.get(name), np.number | int | float)]
+        return f"{code.co_code.hex()} {code.co_names} {inner} {numbers}"
 
     def device(function):
         """A scalar helper: the Python function itself, compiled for whichever target calls it.

@@ -428,9 +428,9 @@ def products_of_halves(a, b):
     return casts.bf16_pair(low_bf16(a) * low_bf16(b), high_bf16(a) * high_bf16(b))
 
 
-#: What a thread keeps of eight values that were rounded: rounded(v) -> kept; amax(kept, kept) of 16; fp8(kept, factor):
-#: their products with a power of two as two words of codes.
-Kept = namedtuple("Kept", "rounded amax fp8")
+#: What a thread keeps of eight values that were rounded: rounded(v) -> kept; amax(kept, kept) of 16;
+#: cast(kept, factor): their products with a power of two as two words of codes.
+Kept = namedtuple("Kept", "rounded amax cast")
 
 
 @cache
@@ -442,11 +442,11 @@ def make_kept(storage, fmt, target):
     scaled = multiply_for(target)
 
     @device
-    def fp8(v, factor):
+    def cast(v, factor):
         v = scaled(v, factor)
         return word(v[0], v[1], v[2], v[3]), word(v[4], v[5], v[6], v[7])
 
-    return Kept(make_round(storage, target), device(lambda first, second: amax_with(amax(first), second)), fp8)
+    return Kept(make_round(storage, target), device(lambda first, second: amax_with(amax(first), second)), cast)
 
 
 @cache
@@ -476,7 +476,7 @@ def kept_words(word, pair):
         return larger_magnitude(larger_magnitude(ZERO, low_bf16(w)), high_bf16(w))
 
     @device
-    def fp8(w, factor):
+    def cast(w, factor):
         half = np.uint32(as_u32(factor) >> HALF_WORD)
         both = np.uint32(as_u32(factor) | half)
         a, b = products_of_halves(w[0], both), products_of_halves(w[1], both)
@@ -484,7 +484,7 @@ def kept_words(word, pair):
         low = word(low_bf16(a), high_bf16(a), low_bf16(b), high_bf16(b))
         return low, word(low_bf16(c), high_bf16(c), low_bf16(d), high_bf16(d))
 
-    return Kept(make_words(pair), amax_of_words, fp8)
+    return Kept(make_words(pair), amax_of_words, cast)
 
 
 @cache

@@ -201,22 +201,23 @@ def _launches() -> Iterator[dict[Any, _Launched]]:
 
 
 def name_of(key: Any) -> str:
-    """A kernel in words, from what it is cached by: "tile: swiglu -> per tensor + per tensor in columns"."""
-    from cuda_kernels.recipes import Recipe, ScaledGradient
+    """A kernel in words, from what it is cached by: "tile: swiglu -> delayed + delayed of columns"."""
+    from cuda_kernels.recipes import Recipe, ScaledGradient, direction_in
 
     if isinstance(key, ScaledGradient):
         return f"scaled gradient: d{key.name}"
     if not isinstance(key, Recipe):
         return key if isinstance(key, str) else key[0]
     what, prologue = key.prologue.name, key.prologue
-    if prologue.kind in ("identity", "decoded"):
+    if prologue.name is None:
         what = prologue.storage
     elif prologue.kind == "backward":
         what = f"d{what}"
     rows, columns = key.row, key.column
-    stored = [] if rows is None else [rows[0]]
+    words = lambda one: one[0] if direction_in(one) is None else direction_in(one).name  # noqa: E731
+    stored = [] if rows is None else [words(rows)]
     if columns is not None:
-        stored.append("columns" if key.kernel == "mxfp8" else f"{columns[0]} of columns")
+        stored.append("columns" if key.kernel == "columns" else f"{words(columns)} of columns")
     stored += ["sums"] * (key.dbias is not None)
     return f"{key.kernel}: {what} -> {' + '.join(stored)}"
 

@@ -4,24 +4,27 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from cuda_kernels.casts import LARGEST_FINITE
+from cuda_kernels.directions import direction_of
 from cuda_kernels.host import arrays, dequantize, epilogues, pointwise, rows, stages, tiles
 from cuda_kernels.host.arrays import DTYPES, NO_BYTES, NO_FLOATS, NO_WORDS, as_bytes
 from cuda_kernels.host.prologues import prologue_for
 from cuda_kernels.host.threads import share
 from cuda_kernels.interface import Backend, front_of
 from cuda_kernels.operands import Inputs, Outputs
+from cuda_kernels.scale_rules import of_tensor
 from refops import Quantized
-from refops.ops import DequantizedSource
-from refops.scaling import BlockScaling, CurrentScaling, DelayedScaling, MXFP8Scaling
+from refops.quantization.dequantize import DequantizedSource
+from refops.rounding import PHILOX_BYTES
 
 F = np.float32
 #: Up to this many elements a call runs in the caller's thread.
 SMALL = 1 << 15
-#: Rows and columns of a tile: along rows where nothing is stored columnwise, else tall enough for every block; `TALL`
-#: and `BLOCKS` store codes transposed, 64 or 128 in a run. At most 512 KiB, and wide: memory is read and written in
-#: long runs, and what a row costs besides its elements counts less.
-WIDE, BOTH, TALL, BLOCKS = (8, 4096), (32, 4096), (64, 2048), (128, 1024)
+#: Rows and columns of a tile where nothing is stored columnwise, and elements of one that is tall enough for blocks of
+#: columns: at most 512 KiB, and wide: memory is read and written in long runs, and what a row costs besides its
+#: elements counts less.
+WIDE, LARGEST_TILE = (8, 4096), 1 << 17
+#: Rows of a tile whose codes are stored transposed, in runs of so many, and of others.
+TALL, BOTH = 64, 32
 
 _NOTHING = Outputs(
     data=NO_BYTES,
@@ -197,7 +200,7 @@ class HostBackend(Backend):
     def dequantize(self, q, out, storage):
         """Fill `out` with the values that `q` stands for."""
         prologue, inputs, undo_mask = dequantize.source_of(q)
-        pipeline = Pipeline(q, TALL)
+        pipeline = Pipeline(q, _tall(TALL))
         if undo_mask is not None:
             pipeline.add(stages.hadamard_down(inverse=True), seed=np.uint64(undo_mask))
         pipeline.add(stages.storing(storage), data=as_bytes(out))
@@ -232,14 +235,10 @@ class HostBackend(Backend):
 
     def _add_casts(self, pipeline, job):
         """Append the stages of the scaling, run the pipeline and store what is known only then."""
-        if isinstance(job.scaling, DelayedScaling | CurrentScaling):
+        if job.scaling.layout.block is None:
             _quantize_per_tensor(pipeline, job)
-        elif isinstance(job.scaling, BlockScaling):
-            _quantize_blocks(pipeline, job)
-        elif isinstance(job.scaling, MXFP8Scaling):
-            _quantize_mx(pipeline, job)
         else:
-            _quantize_nvfp4(pipeline, job)
+            _quantize_blocks(pipeline, job)
 
 
 def identity_front(operand):
@@ -247,13 +246,17 @@ def identity_front(operand):
     return front_of("identity", None, {}, operand, operand.shape[-1], operand.shape)
 
 
+def _tall(rows):
+    return rows, LARGEST_TILE // rows
+
+
 def _tile_of(job):
     """The rows and columns of a tile that suit a scaling."""
-    if isinstance(job.scaling, BlockScaling):
-        return BLOCKS if job.columnwise or job.scaling.block_dim == 2 else WIDE
-    if not (job.columnwise or getattr(job.scaling, "two_d", False)):
+    layout = job.scaling.layout
+    outer, inner = layout.block or (1, 1)
+    if not job.columnwise and outer == 1:
         return WIDE
-    return BOTH if isinstance(job.scaling, MXFP8Scaling) else TALL
+    return _tall(max(inner, TALL if layout.columnwise_transposed else BOTH))
 
 
 def _directions(job):
@@ -265,7 +268,7 @@ def _directions(job):
 
 def _amax_of(job, axis, *, transformed=False):
     """Maxima of the values that the path takes the amax of, in a pass of its own."""
-    pipeline = Pipeline(job.front, TALL if transformed else WIDE)
+    pipeline = Pipeline(job.front, _tall(TALL) if transformed else WIDE)
     if transformed or job.path.amax_rounded:
         pipeline.round()
     if transformed:
@@ -277,106 +280,68 @@ def _amax_of(job, axis, *, transformed=False):
 
 def _quantize_per_tensor(pipeline, job):
     scaling, found = job.scaling, None
-    limit = scaling.fmt.max
-    if isinstance(scaling, DelayedScaling):
-        scale = F(scaling.scale)
-        found = Maxima(pipeline, "tensor")
-    else:
+    if scaling.given is None:
         amax = _amax_of(job, "tensor")
-        scale = pointwise.current_scale(amax[0], limit, F(scaling.amax_epsilon), scaling.power_2_scale)
+    else:
+        amax, found = np.zeros(1, F), Maxima(pipeline, "tensor")
+    stored, multiplier = of_tensor(scaling, amax, DTYPES[job.front.storage])
     for columnwise, prefix in _directions(job):
-        stage = epilogues.per_tensor(scaling.fmt.name, columnwise)
-        pipeline.add(stage, data=as_bytes(job.fields[f"{prefix}_data"]), given=np.full(1, scale, F))
+        stage = epilogues.per_tensor(direction_of(scaling, columnwise))
+        pipeline.add(stage, data=as_bytes(job.fields[f"{prefix}_data"]), given=multiplier)
     pipeline.run()
     amax = amax if found is None else found.value()
     for _, prefix in _directions(job):
-        job.fields[f"{prefix}_scale_inv"][:], job.fields[f"amax_{prefix}"][:] = F(1) / scale, amax
+        job.fields[f"{prefix}_scale_inv"][:] = stored
+        if f"amax_{prefix}" in job.fields:
+            job.fields[f"amax_{prefix}"][:] = amax
 
 
 def _quantize_blocks(pipeline, job):
-    scaling = job.scaling
+    scaling, (m, k) = job.scaling, job.front.matrix_shape
+    numbers, random = scaling.numbers(DTYPES[job.front.storage]), scaling.random
+    if scaling.layout.amax is not None:
+        _fill_amax(job)
     for columnwise, prefix in _directions(job):
-        scales = job.fields[f"{prefix}_scale_inv"]
+        if columnwise and scaling.hadamard is not None:
+            _add_hadamard(pipeline, job)
+        direction, scales = direction_of(scaling, columnwise, job.swizzled), job.fields[f"{prefix}_scale_inv"]
+        outputs = {} if scaling.layout.amax is None else {"given": _floats(job.fields[f"amax_{prefix}"])}
+        if random is not None:
+            first = m * (k // PHILOX_BYTES) if columnwise else 0
+            outputs |= {"seed": np.uint64(random.seed), "offset": np.uint64(random.offset), "first_block": first}
+        if job.random_bits[columnwise] is not None:
+            outputs["random_bits"] = as_bytes(np.ascontiguousarray(job.random_bits[columnwise]))
         pipeline.add(
-            epilogues.fp8_blocks(
-                scaling.fmt.name, float(scaling.fmt.max), scaling.power_2_scale, scaling.block_dim == 2, columnwise
-            ),
+            epilogues.blocks(direction),
             data=as_bytes(job.fields[f"{prefix}_data"]),
             scales=as_bytes(scales),
-            scale_stride=scales.shape[1],
-            epsilon=F(scaling.amax_epsilon),
-            largest_scale=LARGEST_FINITE[job.front.storage],
-        )
-    pipeline.run()
-
-
-def _quantize_mx(pipeline, job):
-    scaling, fmt = job.scaling, job.scaling.fmt
-    for columnwise, prefix in _directions(job):
-        scales = job.fields[f"{prefix}_scale_inv"]
-        stage = epilogues.mx(
-            fmt.name, float(fmt.max), fmt.mantissa_bits, scaling.scale_rounding, scaling.two_d, columnwise, job.swizzled
-        )
-        pipeline.add(
-            stage,
-            data=as_bytes(job.fields[f"{prefix}_data"]),
-            scales=as_bytes(scales),
-            scale_stride=scales.shape[0 if columnwise and job.swizzled else 1],
+            scale_stride=direction.scale_stride(scales.shape),
+            epsilon=numbers.epsilon,
+            largest_scale=numbers.largest_scale,
+            **outputs,
         )
     pipeline.run()
 
 
 def _add_hadamard(pipeline, job):
-    pipeline.add(stages.hadamard_down(), seed=np.uint64(job.scaling.sign_mask))
+    pipeline.add(stages.hadamard_down(), seed=np.uint64(job.scaling.hadamard))
     if job.front.storage != "float32":
         pipeline.add(stages.rounding(job.front.storage))
 
 
-def _quantize_nvfp4(pipeline, job):
-    scaling, (m, k) = job.scaling, job.front.matrix_shape
-    _fill_nvfp4_amax(job)
-    source = None
-    if scaling.stochastic_rounding:
-        source = "philox" if scaling.random_bits is None else "given"
-    for columnwise, prefix in _directions(job):
-        if columnwise and scaling.rht:
-            _add_hadamard(pipeline, job)
-        scales, bits = job.fields[f"{prefix}_scale_inv"], job.random_bits[columnwise]
-        pipeline.add(
-            epilogues.nvfp4(
-                scaling.e4m3_max,
-                scaling.two_d,
-                columnwise,
-                scaling.row_scaled,
-                source,
-                scaling.four_over_six,
-                job.swizzled,
-            ),
-            data=as_bytes(job.fields[f"{prefix}_data"]),
-            scales=as_bytes(scales),
-            scale_stride=scales.shape[1],
-            given=_floats(job.fields[f"amax_{prefix}"]),
-            random_bits=NO_BYTES if bits is None else as_bytes(np.ascontiguousarray(bits)),
-            seed=np.uint64(scaling.seed),
-            offset=np.uint64(scaling.offset),
-            first_block=m * (k // 16) if columnwise else 0,
-        )
-    pipeline.run()
-
-
-def _fill_nvfp4_amax(job):
-    """Fill the amaxes: of the tensor, of rows and of columns if row-scaled; columnwise after the transform with RHT."""
+def _fill_amax(job):
+    """Fill the amaxes that there are: of the tensor, of rows and of columns; columnwise after a Hadamard transform."""
     row, column = job.fields.get("amax_rowwise"), job.fields.get("amax_columnwise")
-    scaling = job.scaling
-    if scaling.row_scaled:
+    transformed = job.scaling.hadamard is not None
+    if job.scaling.layout.amax == "rows":
         for amax, axis in ((row, "rows"), (column, "columns")):
             if amax is not None:
                 amax[:] = _amax_of(job, axis)
         return
-    if row is not None or not scaling.rht:
+    if row is not None or (column is not None and not transformed):
         shared = _amax_of(job, "tensor")
-        for amax in (row, None if scaling.rht else column):
+        for amax in (row, None if transformed else column):
             if amax is not None:
                 amax[:] = shared
-    if column is not None and scaling.rht:
+    if column is not None and transformed:
         column[:] = _amax_of(job, "tensor", transformed=True)

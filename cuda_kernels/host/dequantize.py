@@ -1,7 +1,7 @@
 """Prologues that fill a tile from codes and scales: the front half of `dequantize`.
 
-`operands.Inputs` of these: `x` the codes, `dy` the scales as stored (bytes), `row_scales` the float32 amax of NVFP4,
-`rows` and `width` the matrix, `interleave` the stored scales in a row of `dy`.
+`operands.Inputs` of these: `x` the codes, `dy` the scales as stored (bytes), `row_scales` the float32 amax that
+decoding needs, `rows` and `width` the matrix, `interleave` the stored scales in a row of `dy`.
 """
 
 from functools import cache
@@ -9,14 +9,15 @@ from functools import cache
 import numpy as np
 
 from cuda_kernels import casts
+from cuda_kernels.directions import direction_of
 from cuda_kernels.host.arrays import NO_BYTES, NO_FLOATS, as_bytes
 from cuda_kernels.host.compile import address_of
+from cuda_kernels.host.epilogues import name_of
 from cuda_kernels.host.tiles import PROLOGUE
-from cuda_kernels.operands import Inputs
+from cuda_kernels.operands import PARAMETERS, Inputs
 from cuda_kernels.simt import U32, F, device
-from refops.scaling import BlockScaling, MXFP8Scaling, NVFP4Scaling
 
-ONE = F(1)
+ZERO, ONE = F(0), F(1)
 
 
 def source_of(q):
@@ -25,67 +26,41 @@ def source_of(q):
     prefix = "columnwise" if columnwise else "rowwise"
     data, scales = getattr(q, f"{prefix}_data"), getattr(q, f"{prefix}_scale_inv")
     amax, (m, k) = getattr(q, f"amax_{prefix}"), q.matrix_shape
-    nvfp4 = isinstance(scaling, NVFP4Scaling)
     inputs = Inputs(
         x=_flat(data),
         dy=_flat(scales),
-        row_scales=_flat(amax).view(np.float32) if nvfp4 else NO_FLOATS,
-        limit=ONE / F(6 * scaling.e4m3_max) if nvfp4 else ONE,
-        alpha=ONE,
-        glu_linear_offset=ONE,
-        beta1=ONE,
-        beta2=ONE,
+        row_scales=_flat(amax).view(np.float32) if scaling.layout.two_level else NO_FLOATS,
         rows=m,
         width=k,
         interleave=scales.shape[-1],
+        **dict.fromkeys(PARAMETERS, ZERO),
     )
-    mask = scaling.sign_mask if columnwise and nvfp4 and scaling.rht else None
-    return _prologue_of(scaling, columnwise), inputs, mask
+    return prologue(direction_of(scaling, columnwise)), inputs, scaling.hadamard if columnwise else None
 
 
 def _flat(array):
     return NO_BYTES if array.size == 0 else as_bytes(np.ascontiguousarray(array))
 
 
-def _prologue_of(scaling, columnwise):
-    if isinstance(scaling, MXFP8Scaling):
-        return prologue("mx", scaling.fmt.name, columnwise, False)
-    if isinstance(scaling, BlockScaling):
-        return prologue("square" if scaling.block_dim == 2 else "block", scaling.fmt.name, columnwise, False)
-    if isinstance(scaling, NVFP4Scaling):
-        return prologue("nvfp4", "e2m1", columnwise, scaling.row_scaled)
-    return prologue("tensor", scaling.fmt.name, columnwise, False)
-
-
-def _factor_of(kind, columnwise, row_scaled):
-    """Return `factor(inputs, outer, block)`: what the codes of a block are multiplied with."""
+def _make_factor(direction):
+    """Return `factor(scales, inputs, outer, block)`: what the codes of a block are multiplied with."""
+    rule, widened, index = direction.rules().decode_factor, direction.register_type, direction.scale_index
+    layout, by_outer = direction.layout, direction.by_outer
+    two_level, rows = layout.two_level, 1 if layout.block is None else layout.run[0]
 
     @device
-    def tensor(inputs, outer, block):
-        return inputs.dy.view(np.float32)[0]
+    def factor(scales, inputs, outer, block):
+        amax = inputs.row_scales[outer if by_outer else 0] if two_level else ZERO
+        return rule(widened(scales[index(inputs.interleave, outer // rows, block)]), amax)
 
     @device
-    def square(inputs, outer, block):
-        return inputs.dy.view(np.float32)[outer // 128 * inputs.interleave + block]
+    def of_tensor(scales, inputs, outer, block):
+        return rule(widened(scales[0]), ZERO)
 
-    @device
-    def block_major(inputs, outer, block):
-        return inputs.dy.view(np.float32)[block * inputs.interleave + outer]
-
-    @device
-    def mx(inputs, outer, block):
-        i = block * inputs.interleave + outer if columnwise else outer * inputs.interleave + block
-        return casts.e8m0_value(np.uint32(inputs.dy[i]))
-
-    @device
-    def nvfp4(inputs, outer, block):
-        scale = casts.decode_e4m3(np.uint32(inputs.dy[outer * inputs.interleave + block]))
-        return (scale * inputs.row_scales[outer if row_scaled else 0]) * inputs.limit
-
-    return {"tensor": tensor, "square": square, "block": block_major, "mx": mx, "nvfp4": nvfp4}[kind]
+    return of_tensor if layout.block is None else factor
 
 
-def _run_of(fmt):
+def _make_run(fmt, packed):
     """Return `run(data, start, count, scale, out)`: elements `start` on of codes, times a scale, to out[:count]."""
     decode = casts.DECODERS[fmt]
 
@@ -103,39 +78,40 @@ def _run_of(fmt):
             out[2 * i] = decode(np.uint32(pair & U32(15))) * scale
             out[2 * i + 1] = decode(np.uint32(pair >> U32(4))) * scale
 
-    return halves if fmt == "e2m1" else whole
+    return halves if packed else whole
 
 
 @cache
-def prologue(kind, fmt, columnwise, row_scaled):
-    """Return the address of the prologue that decodes one direction of one scaling."""
-    run, factor, decode = _run_of(fmt), _factor_of(kind, columnwise, row_scaled), casts.DECODERS[fmt]
-    block = {"mx": 32, "nvfp4": 16}.get(kind, 128)
+def prologue(direction):
+    """Return the address of the prologue that decodes one direction of a scaling."""
+    run, factor, kind = _make_run(direction.fmt, direction.packed), _make_factor(direction), direction.scale_type
+    block = 128 if direction.block is None else direction.block[1]
 
     def along_rows(inputs, tile, rows, columns, row, column):
+        scales = inputs.dy.view(kind)
         for r in range(rows):
             start, line = (row + r) * inputs.width + column, tile[r]
             for first in range(0, columns, block):
-                scale, count = factor(inputs, row + r, (column + first) // block), min(block, columns - first)
+                scale, count = factor(scales, inputs, row + r, (column + first) // block), min(block, columns - first)
                 run(inputs.x, start + first, count, scale, line[first : first + count])
 
-    def mx_columns(inputs, tile, rows, columns, row, column):
+    def along_columns(inputs, tile, rows, columns, row, column):
+        scales = inputs.dy.view(kind)
         for r in range(rows):
-            start, line = (row + r) * inputs.width + column, tile[r]
-            codes = inputs.x[start : start + columns]
+            line = tile[r]
+            run(inputs.x, (row + r) * inputs.width + column, columns, ONE, line)
             for c in range(columns):
-                line[c] = decode(np.uint32(codes[c])) * factor(inputs, column + c, (row + r) // block)
+                line[c] *= factor(scales, inputs, column + c, (row + r) // block)
 
     def transposed(inputs, tile, rows, columns, row, column):
-        part = np.empty(block, np.float32)
+        scales, part = inputs.dy.view(kind), np.empty(block, np.float32)
         for c in range(columns):
             start = (column + c) * inputs.rows + row
             for first in range(0, rows, block):
-                scale, count = factor(inputs, column + c, (row + first) // block), min(block, rows - first)
+                scale, count = factor(scales, inputs, column + c, (row + first) // block), min(block, rows - first)
                 run(inputs.x, start + first, count, scale, part)
                 for r in range(count):
                     tile[first + r, c] = part[r]
 
-    function = along_rows if not columnwise else mx_columns if kind == "mx" else transposed
-    words = ["dequantize", kind, fmt, "columnwise" if columnwise else "rowwise", "row_scaled" * row_scaled]
-    return address_of("-".join(filter(None, words)), function, PROLOGUE)
+    function = transposed if direction.transposed else along_columns if direction.columnwise else along_rows
+    return address_of(name_of("dequantize", direction), function, PROLOGUE)

@@ -1,4 +1,4 @@
-"""Epilogues: scale a tile, cast it, store codes and scales. One compiled stage for each format and rule.
+"""Epilogues: scale a tile, cast it, store codes and scales. One compiled stage for each direction of a scaling.
 
 A tile is cut into groups of `height` rows, and those into blocks of `width` columns that share a scale:
 
@@ -6,9 +6,10 @@ A tile is cut into groups of `height` rows, and those into blocks of `width` col
     per tensor         1 x 1 with the scale that is given
 
 For each group of rows, in this order: the blocks' maxima, what is stored for each block and what its elements are
-multiplied with (`Scales`), the products, their codes. The scalar functions are those of the GPU's epilogues.
+multiplied with (the scaling's own rule, `scale_rules`), the products, their codes.
 """
 
+import hashlib
 from collections import namedtuple
 from functools import cache
 
@@ -16,25 +17,13 @@ import numba
 import numpy as np
 
 from cuda_kernels import casts
-from cuda_kernels.epilogues import (
-    block_byte,
-    encode_multiplier,
-    four_over_six_byte,
-    fp8_scale,
-    global_encode_scale,
-    make_e8m0_byte,
-    scale_block_major,
-    scale_mask,
-    scale_row_major,
-    scale_swizzled,
-)
 from cuda_kernels.host.compile import address_of
 from cuda_kernels.host.stages import magnitude_bits
 from cuda_kernels.host.tiles import STAGE
-from cuda_kernels.simt import U16, U32, U64, F, as_f32, as_u32, device, named_by_content, select
+from cuda_kernels.simt import U16, U32, U64, F, as_f32, device, named_by_content, select
+from refops.rounding import PHILOX_BYTES
 
-ZERO, ONE = F(0), F(1)
-FP4_BLOCK = 16
+ZERO = F(0)
 
 
 def routine(function):
@@ -42,75 +31,36 @@ def routine(function):
     return numba.njit(error_model="numpy", nogil=True)(named_by_content(function))
 
 
-#: How a scaling finds its scales. Field, meaning:
-#:   tensor(out, outer)                     what all blocks share: the tensor's scale, of `outer` if row-scaled
-#:   block(amax, shared, out)               (stored, multiplier) of a block
-#:   stored                                 dtype of stored scales
-Scales = namedtuple("Scales", "tensor block stored")
-
 #: Where a stage stores. Field, meaning:
-#:   name           part of the stage's name
 #:   height, width  edges of a block
 #:   transposed     codes are stored [column, row]
-#:   scale_index    index(out, outer, block) of a scale
+#:   scale_index    index(stride, outer, block) of a scale
 #:   by_column      scales are numbered by (column, block of rows), else by (row, block of columns)
 #:   repeat         a square's scale is stored for every row (or column), not once
-Place = namedtuple("Place", "name height width transposed scale_index by_column repeat")
+Place = namedtuple("Place", "height width transposed scale_index by_column repeat")
 
 
-# --- scales -----------------------------------------------------------------------------------------
+def place_of(direction):
+    """The `Place` of a `Direction` of blocks."""
+    outer, inner = direction.block
+    height, width = (inner, outer) if direction.columnwise else (outer, inner)
+    repeat = direction.layout.repeated
+    return Place(height, width, direction.transposed, direction.scale_index, direction.columnwise, repeat)
 
 
-@device
-def unused(out, outer):
-    """No scale is shared."""
-    return ZERO
-
-
-def mx_scales(fmt, limit, mantissa_bits, rounding):
-    """E8M0 bytes."""
-    byte_of = make_e8m0_byte(limit, mantissa_bits, rounding)
-
-    @device
-    def block(amax, shared, out):
-        byte = byte_of(amax)
-        return np.uint8(byte), casts.e8m0_multiplier(byte)
-
-    return Scales(unused, block, np.uint8)
-
-
-def block_scales(limit, power_2):
-    """Float32 scales of 128 elements."""
-    largest_code, mask = F(limit), scale_mask(power_2)
+def make_tensor_scale(direction):
+    """Return `tensor(out, outer)`: what all blocks share, from the amax of the tensor or of an outer index."""
+    rule, by_outer = direction.rules().tensor_scale, direction.by_outer
 
     @device
-    def block(amax, shared, out):
-        scale = fp8_scale(amax, largest_code, out.epsilon, out.largest_scale, mask)
-        return ONE / scale, scale
-
-    return Scales(unused, block, np.float32)
-
-
-def nvfp4_tensor(top, row_scaled):
-    """Return `tensor(out, outer)`: S_enc, from the amax of the tensor or of an outer index."""
-    top = F(top)
+    def unused(out, outer):
+        return ZERO
 
     @device
     def tensor(out, outer):
-        return global_encode_scale(out.given[outer if row_scaled else 0], top)
+        return rule(out.given[outer if by_outer else 0])
 
-    return tensor
-
-
-def nvfp4_scales(top, row_scaled):
-    """E4M3 bytes under a scale of the tensor, or of an outer index."""
-
-    @device
-    def block(amax, shared, out):
-        byte = block_byte(amax, shared)
-        return np.uint8(byte), encode_multiplier(byte, F(1) / shared)
-
-    return Scales(nvfp4_tensor(top, row_scaled), block, np.uint8)
+    return unused if rule is None else tensor
 
 
 @device
@@ -175,20 +125,23 @@ def make_find_maxima(height, width):
     return of_columns if width == 1 else of_blocks
 
 
-def make_choose(scales, place):
+def make_choose(direction, place):
     """Return `choose(tile, first, last, columns, row, column, maxima, out, stored, multipliers)`."""
-    tensor, block, width, by_column = scales.tensor, scales.block, place.width, place.by_column
+    tensor, block, kind = make_tensor_scale(direction), direction.rules().block_scale, direction.scale_type
+    width, of_each_column = place.width, place.by_column and place.width == 1 and direction.by_outer
 
     @routine
     def choose(tile, first, last, columns, row, column, maxima, out, stored, multipliers):
         blocks = (columns + width - 1) // width
-        if by_column and width == 1:
+        if of_each_column:
             for b in range(blocks):
-                stored[b], multipliers[b] = block(as_f32(maxima[b]), tensor(out, column + b), out)
+                scale, multipliers[b] = block(as_f32(maxima[b]), tensor(out, column + b), out)
+                stored[b] = kind(scale)
         else:
             shared = tensor(out, row)
             for b in range(blocks):
-                stored[b], multipliers[b] = block(as_f32(maxima[b]), shared, out)
+                scale, multipliers[b] = block(as_f32(maxima[b]), shared, out)
+                stored[b] = kind(scale)
 
     return choose
 
@@ -205,28 +158,28 @@ def make_place_scales(place):
         outer = row if repeat or height == 1 else row // height
         for r in range(rows if repeat else 1):
             for b in range(blocks):
-                scales[index(out, outer + r, first + b)] = stored[b]
+                scales[index(out.scale_stride, outer + r, first + b)] = stored[b]
 
     @routine
     def by_columns(stored, scales, row, column, rows, columns, out):
         block = row // height
         if repeat or width == 1:
             for c in range(columns):
-                scales[index(out, column + c, block)] = stored[c // width]
+                scales[index(out.scale_stride, column + c, block)] = stored[c // width]
         else:
             for b in range((columns + width - 1) // width):
-                scales[index(out, column // width + b, block)] = stored[b]
+                scales[index(out.scale_stride, column // width + b, block)] = stored[b]
 
     return by_columns if by_column else by_rows
 
 
 def make_cast(fmt, width, stochastic):
     """Return `cast(line, multipliers, random, columns, codes)`: the codes of a row times its multipliers."""
-    encode = casts.ENCODERS[fmt]
+    encode, with_random_byte = casts.ENCODERS[fmt], casts.STOCHASTIC.get(fmt)
 
     @device
     def code(x, random, c):
-        return np.uint8(casts.e2m1_stochastic(x, np.uint32(random[c])) if stochastic else encode(x))
+        return np.uint8(with_random_byte(x, np.uint32(random[c])) if stochastic else encode(x))
 
     @routine
     def by_blocks(line, multipliers, random, columns, codes):
@@ -312,7 +265,7 @@ def transpose_bytes(codes, rows, columns, row, column, outer, data):
             data[start + r] = codes[r, c]
 
 
-def make_transpose(fp4):
+def make_transpose(packed):
     """Return `transpose(codes, rows, columns, row, column, out)`: store a tile's codes [column, row], FP4 two a byte.
 
     `codes` is overwritten.
@@ -321,7 +274,7 @@ def make_transpose(fp4):
     @routine
     def transpose(codes, rows, columns, row, column, out):
         outer = out.outer
-        if fp4:
+        if packed:
             rows, row, outer = rows // 2, row // 2, outer // 2
             for r in range(rows):
                 low, high, target = codes[2 * r], codes[2 * r + 1], codes[r]
@@ -368,20 +321,20 @@ def make_random(source, by_column):
     @routine
     def philox_rows(random, rows, columns, row, column, out):
         for r in range(rows):
-            first = out.first_block + (row + r) * (out.inner // FP4_BLOCK) + column // FP4_BLOCK
-            for b in range(columns // FP4_BLOCK):
+            first = out.first_block + (row + r) * (out.inner // PHILOX_BYTES) + column // PHILOX_BYTES
+            for b in range(columns // PHILOX_BYTES):
                 words = casts.philox(out.seed, out.offset, U64(first + b))
-                for k in range(FP4_BLOCK):
-                    random[r, b * FP4_BLOCK + k] = np.uint8(words[k // 4] >> U32(8 * (k % 4)))
+                for k in range(PHILOX_BYTES):
+                    random[r, b * PHILOX_BYTES + k] = np.uint8(words[k // 4] >> U32(8 * (k % 4)))
 
     @routine
     def philox_columns(random, rows, columns, row, column, out):
         for c in range(columns):
-            first = out.first_block + (column + c) * (out.outer // FP4_BLOCK) + row // FP4_BLOCK
-            for b in range(rows // FP4_BLOCK):
+            first = out.first_block + (column + c) * (out.outer // PHILOX_BYTES) + row // PHILOX_BYTES
+            for b in range(rows // PHILOX_BYTES):
                 words = casts.philox(out.seed, out.offset, U64(first + b))
-                for k in range(FP4_BLOCK):
-                    random[b * FP4_BLOCK + k, c] = np.uint8(words[k // 4] >> U32(8 * (k % 4)))
+                for k in range(PHILOX_BYTES):
+                    random[b * PHILOX_BYTES + k, c] = np.uint8(words[k // 4] >> U32(8 * (k % 4)))
 
     if source is None:
         return none
@@ -392,13 +345,16 @@ def make_random(source, by_column):
 # --- stages -----------------------------------------------------------------------------------------
 
 
-def block_stage(fmt, scales, place, random_source=None, choose=None):
-    """Return the stage (a Python function) that scales and casts by blocks."""
+@cache
+def blocks(direction):
+    """The stage that scales and casts by blocks."""
+    place, fmt, stored_type = place_of(direction), direction.fmt, direction.scale_type
     transposed, height, width = place.transposed, place.height, place.width
-    find_maxima, choose = make_find_maxima(height, width), choose or make_choose(scales, place)
-    place_scales, cast = make_place_scales(place), make_cast(fmt, width, random_source is not None)
-    transpose, fill_random = make_transpose(fmt == "e2m1"), make_random(random_source, place.by_column)
-    packed, stored_type, random_rows = fmt == "e2m1" and not transposed, scales.stored, 1 << 20 if random_source else 1
+    find_maxima = make_find_maxima(height, width)
+    choose = (make_choose if direction.rules().choice is None else make_choose_best)(direction, place)
+    place_scales, cast = make_place_scales(place), make_cast(fmt, width, direction.random is not None)
+    transpose, fill_random = make_transpose(direction.packed), make_random(direction.random, place.by_column)
+    packed, random_rows = direction.packed and not transposed, 1 << 20 if direction.random else 1
 
     def stage(tile, rows, columns, row, column, out):
         stored, multipliers = np.empty(columns, stored_type), np.empty(columns, np.float32)
@@ -425,13 +381,13 @@ def block_stage(fmt, scales, place, random_source=None, choose=None):
         if transposed:
             transpose(codes, rows, columns, row, column, out)
 
-    return stage
+    return address_of(name_of("quantize", direction), stage, STAGE)
 
 
 @cache
-def per_tensor(fmt, transposed):
-    """The stage that casts x * given[0] to FP8."""
-    encode, transpose = casts.ENCODERS[fmt], make_transpose(False)
+def per_tensor(direction):
+    """The stage that casts x * given[0], one code a byte."""
+    encode, transpose, transposed = casts.ENCODERS[direction.fmt], make_transpose(False), direction.transposed
 
     def stage(tile, rows, columns, row, column, out):
         codes = np.empty((rows if transposed else 1, code_columns(columns)), np.uint8)
@@ -444,90 +400,77 @@ def per_tensor(fmt, transposed):
         if transposed:
             transpose(codes, rows, columns, row, column, out)
 
-    return address_of(f"cast-{fmt}{'-transposed' * transposed}", stage, STAGE)
+    return address_of(f"cast-{direction.fmt}{'-transposed' * transposed}", stage, STAGE)
 
 
-def _place(block, square, columnwise, transposed, layout, repeat):
-    height, width = (block, block) if square else ((block, 1) if columnwise else (1, block))
-    index = {"row": scale_row_major, "block": scale_block_major, "swizzled": scale_swizzled}[layout]
-    words = ["square" * square, "columnwise" if columnwise else "rowwise", "swizzled" * (layout == "swizzled")]
-    return Place("-".join(filter(None, words)), height, width, transposed, index, columnwise, repeat)
+def name_of(what, direction):
+    """What the code of a direction is compiled as: a name that no other settings or rules have."""
+    way = "columnwise" if direction.columnwise else "rowwise"
+    return f"{what}-{direction.name}-{direction.fmt}-{way}-{hashlib.sha256(f'{direction}'.encode()).hexdigest()[:12]}"
 
 
-@cache
-def mx(fmt, limit, mantissa_bits, rounding, square, columnwise, swizzled):
-    """The stage of an MX format: E8M0 scales of 32 elements or squares."""
-    layout = "swizzled" if swizzled else "block" if columnwise else "row"
-    place = _place(32, square, columnwise, False, layout, True)
-    stage = block_stage(fmt, mx_scales(fmt, limit, mantissa_bits, rounding), place)
-    return address_of(f"mx-{fmt}-{rounding}-{place.name}", stage, STAGE)
+# --- a choice of scales -----------------------------------------------------------------------------
 
 
-@cache
-def fp8_blocks(fmt, limit, power_2, square, columnwise):
-    """The stage of FP8 block scaling: float32 scales of 128 elements or squares."""
-    place = _place(128, square, columnwise, columnwise, "row" if square else "block", False)
-    stage = block_stage(fmt, block_scales(limit, power_2), place)
-    return address_of(f"block-{fmt}-{place.name}{'-power2' * power_2}", stage, STAGE)
+def make_choose_best(direction, place):
+    """Return the `choose` that gives each block the candidate whose codes err least; the first of equal ones.
 
-
-@cache
-def nvfp4(e4m3_max, square, columnwise, row_scaled, random_source, four_over_six, swizzled):
-    """The stage of NVFP4: E4M3 scales of 16 elements or squares, under a scale of the tensor or of an outer index."""
-    place = _place(FP4_BLOCK, square, columnwise, columnwise, "swizzled" if swizzled else "row", True)
-    scales, choose = nvfp4_scales(6 * e4m3_max, row_scaled), None
-    if four_over_six:
-        choose = make_choose_four_or_six(e4m3_max, row_scaled, four_over_six, place)
-    stage = block_stage("e2m1", scales, place, random_source, choose)
-    words = ["nvfp4", str(e4m3_max), place.name, "row_scaled" * row_scaled, random_source, four_over_six]
-    return address_of("-".join(filter(None, words)), stage, STAGE)
-
-
-# --- 4over6 -----------------------------------------------------------------------------------------
-
-
-def make_choose_four_or_six(e4m3_max, row_scaled, metric, place):
-    """Return the `choose` that maps each block's maximum to 6 or to 4, whichever errs less (6 if equal).
-
-    An element's error is (code * scale * amax) / (6 e4m3_max) - x, its magnitude or its square. Errors of 16 elements
-    along the block are added one after another, those of a square's rows as a tree: row i and i + 8, then 4, 2, 1.
+    Errors of elements along the block are added one after another, those of a square's rows as a tree: row i and
+    i + B/2, then B/4, ... 1.
     """
-    top, by_column, width = F(6 * e4m3_max), place.by_column, place.width
-    tensor = nvfp4_tensor(top, row_scaled)
-
-    @device
-    def error(x, byte, shared, amax):
-        code = casts.e2m1(x * encode_multiplier(byte, F(1) / shared))
-        difference = ((casts.decode_e2m1(code) * casts.decode_e4m3(byte)) * amax) / top - x
-        if metric == "mse":
-            return difference * difference
-        return as_f32(np.uint32(as_u32(difference) & casts.MAGNITUDE))
+    rules, by_column, width, height = direction.rules(), place.by_column, place.width, place.height
+    tensor, by_outer, kind = make_tensor_scale(direction), direction.by_outer, direction.scale_type
+    encode, decode = casts.ENCODERS[direction.fmt], casts.DECODERS[direction.fmt]
+    value_of, error, rows_of_sums = direction.value_of_scale(), rules.choice.error, height if width > 1 else 1
 
     @routine
-    def block_error(tile, first, last, left, byte, shared, amax, sums):
+    def block_error(tile, first, last, left, right, stored, multiplier, amax, sums):
         sums[:] = ZERO
+        scale = value_of(stored)
         for r in range(first, last):
             at = r - first if width > 1 else 0
-            for k in range(width):
-                sums[at] += error(tile[r, left + k], byte, shared, amax)
-        half = FP4_BLOCK // 2 if last - first > 1 and width > 1 else 0
+            for k in range(left, right):
+                x = tile[r, k]
+                sums[at] += error(decode(encode(x * multiplier)), scale, amax, x)
+        half = rows_of_sums // 2
         while half > 0:
             for i in range(half):
                 sums[i] += sums[i + half]
             half //= 2
         return sums[0]
 
+    def make_best(candidates):
+        """f(...) -> (error, stored, multiplier) of the best of some candidates."""
+        candidate, *others = candidates
+
+        @routine
+        def one(tile, first, last, left, right, largest, shared, amax, out, sums):
+            stored, multiplier = candidate(largest, shared, out)
+            return block_error(tile, first, last, left, right, stored, multiplier, amax, sums), stored, multiplier
+
+        if not others:
+            return one
+        best_of_others = make_best(others)
+
+        @routine
+        def best(tile, first, last, left, right, largest, shared, amax, out, sums):
+            this = one(tile, first, last, left, right, largest, shared, amax, out, sums)
+            other = best_of_others(tile, first, last, left, right, largest, shared, amax, out, sums)
+            return other if other[0] < this[0] else this
+
+        return best
+
+    best = make_best(rules.choice.candidates)
+
     @routine
     def choose(tile, first, last, columns, row, column, maxima, out, stored, multipliers):
-        sums = np.empty(FP4_BLOCK, np.float32)
-        for b in range(columns // width):
-            outer = column + b if by_column and width == 1 else row
-            shared, amax = tensor(out, outer), out.given[outer if row_scaled else 0]
-            largest, left = as_f32(maxima[b]), b * width
-            six, four = four_over_six_byte(largest, shared, ONE), four_over_six_byte(largest, shared, F(1.5))
-            error6 = block_error(tile, first, last, left, six, shared, amax, sums)
-            error4 = block_error(tile, first, last, left, four, shared, amax, sums)
-            byte = four if error4 < error6 else six
-            stored[b], multipliers[b] = np.uint8(byte), encode_multiplier(byte, F(1) / shared)
+        sums = np.empty(rows_of_sums, np.float32)
+        for b in range((columns + width - 1) // width):
+            outer, left = column + b if by_column and width == 1 else row, b * width
+            right = min(columns, left + width)
+            shared, amax = tensor(out, outer), out.given[outer if by_outer else 0]
+            largest = as_f32(maxima[b])
+            _, scale, multipliers[b] = best(tile, first, last, left, right, largest, shared, amax, out, sums)
+            stored[b] = kind(scale)
 
     return choose

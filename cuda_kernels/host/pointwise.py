@@ -9,22 +9,22 @@ import numpy as np
 from numba import types
 
 from cuda_kernels import casts
-from cuda_kernels.epilogues import fp8_scale, scale_mask
 from cuda_kernels.host.arrays import NO_BYTES, as_array, as_bytes
 from cuda_kernels.host.compile import compiled
 from cuda_kernels.host.threads import share
 from cuda_kernels.host.tiles import BYTES
 from cuda_kernels.simt import U32, F, as_f32, as_u32, device
 from refops.arguments import require_choice, require_flag, require_integer
-from refops.formats import E2M1, E2M3, E3M2, E4M3, E5M2, FORMATS, require_format
-from refops.quantization.per_tensor import call_algorithm, check_history
+from refops.formats import FORMATS, require_format
+from refops.quantization.delayed import call_algorithm, check_history
 from refops.rounding import STOCHASTIC
-from refops.scaling import FP8_FORMATS
+from refops.scalings import FP8_FORMATS
 
 FLT_MAX = F(np.finfo(np.float32).max)
 #: Elements that one thread takes at least.
 CHUNK = 1 << 15
-_FAST_FORMATS = (E4M3, E5M2, E3M2, E2M3, E2M1)
+#: Formats whose usual cast is that of tensors.
+_FAST_FORMATS = tuple(fmt for name, fmt in FORMATS.items() if name in casts.ENCODERS)
 
 
 def run(function, size, *arguments):
@@ -56,20 +56,6 @@ def narrow(values, storage, out):
     run(loop, values.size, as_bytes(values), as_bytes(out))
 
 
-@lru_cache(maxsize=1)
-def _scale_loop():
-    def loop(amax, limit, epsilon, mask):
-        return fp8_scale(amax, limit, epsilon, FLT_MAX, mask)
-
-    number = types.float32
-    return compiled("current-scale", loop, number(number, number, number, types.uint32))
-
-
-def current_scale(amax, limit, epsilon, power_2):
-    """The scale of `CurrentScaling` for an amax, np.float32."""
-    return F(_scale_loop()(F(amax), F(limit), epsilon, scale_mask(power_2)))
-
-
 # --- encode and decode ------------------------------------------------------------------------------
 
 
@@ -84,8 +70,10 @@ def make_encoder(fmt, saturate, rounding):
     next_value = largest + step if fmt.grid[0] == 0 else 2 * largest
     top, top_code = F(largest), fmt.largest_code
     specials = [c for c in (fmt.infinity_code, fmt.nan_code, fmt.largest_code) if c is not None]
-    overflow, nan = (top_code if saturate else specials[0]), (top_code if fmt.nan_code is None else fmt.nan_code)
-    sign_shift, signed, has_zero = fmt.bits - 1, fmt.signed, fmt.has_subnormals
+    overflow, nan = (top_code if saturate else specials[0]), fmt.code_of_nan
+    signed, has_zero = fmt.signed, fmt.has_subnormals
+    # What is added to a negative number's code: its sign bit, or for two's complement minus twice the code.
+    sign, factor, mask = (0, -2, (1 << fmt.bits) - 1) if fmt.twos_complement else (1 << (fmt.bits - 1), 0, 0xFF)
     up_for = _make_goes_up(rounding)
     stochastic, middle = rounding == STOCHASTIC, (largest + next_value) / 2
 
@@ -136,7 +124,7 @@ def make_encoder(fmt, saturate, rounding):
                 code += 1
             if code > top_code:
                 code = np.int64(overflow)
-        return np.uint8(code | (np.int64(negative) << sign_shift))
+        return np.uint8((code + (sign + factor * code if negative else 0)) & mask)
 
     return encode
 

@@ -5,8 +5,8 @@ Values and the order of operations are those of `cuda_kernels.prologues`; nothin
 
 from functools import cache
 
-from cuda_kernels.activations import functions_of
 from cuda_kernels.casts import STORAGES
+from cuda_kernels.formulas import functions_of
 from cuda_kernels.host.compile import address_of
 from cuda_kernels.host.tiles import PROLOGUE
 from cuda_kernels.simt import F, device

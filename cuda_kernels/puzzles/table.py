@@ -14,7 +14,7 @@ import numpy as np
 import refops
 from cuda_kernels.puzzles import holes
 from refops import oracle
-from refops.quantization.nvfp4 import encode_multiplier, global_encode_scale
+from refops.scalings.arithmetic import REFERENCE
 
 F, BF16 = np.float32, np.dtype(ml_dtypes.bfloat16)
 MXFP8, NVFP4 = refops.MXFP8Scaling(refops.E4M3), refops.NVFP4Scaling()
@@ -161,7 +161,8 @@ def pack_fp4_cases():
     for what, rows, columns in (("16 x 32", 16, 32), ("48 x 16, 384 bytes for 512 threads", 48, 16)):
         x = random(rows, columns, dtype=BF16)
         q = refops.quantize(x, NVFP4)
-        multiplier = encode_multiplier(q.rowwise_scale_inv[:rows, : columns // 16], global_encode_scale(q.amax_rowwise))
+        scales, of_tensor = q.rowwise_scale_inv[:rows, : columns // 16], NVFP4.tensor_scale(REFERENCE)(q.amax_rowwise)
+        multiplier = NVFP4.multiplier(REFERENCE)(scales, of_tensor)
         yield flat_case(what, x.size // 2, x=x, multiplier=multiplier)
 
 

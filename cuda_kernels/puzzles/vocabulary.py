@@ -1,7 +1,7 @@
 """What the puzzles' kernels are written with: the package's vocabulary, and four helpers under simpler names."""
 
 from cuda_kernels import casts
-from cuda_kernels.activations import functions_of
+from cuda_kernels.formulas import functions_of
 from cuda_kernels.simt import (
     U16,
     U32,

@@ -1,0 +1,169 @@
+"""The formulas of `refops.activations`, compiled: scalar float32 functions for GPU, CPU and simulator.
+
+The text of a formula is the declaration's; here its words are bound to device functions. Accurate words are CUDA's expf
+and tanhf and the correctly rounded reciprocal, as in TE's default build. With `fast_math` a function has the form that
+its declaration has for approximate units (see `fast`), which stays within 8 ulp of float32
+(`oracle.check(..., ulp=8)`), except that a sigmoid below 2^-126 (of x < -87.3) is 0; one without such a form stays
+accurate. A compiler may contract a product and a sum into a multiply-add on a GPU; off the GPU none is.
+
+Every function is of (x, p): a number, and a tuple that has the activation's parameters as fields.
+"""
+
+from collections import namedtuple
+from functools import cache
+from types import FunctionType
+
+import refops.activations
+from cuda_kernels.elementary import exp, reciprocal, tanh
+from cuda_kernels.fast import FAST_NUMBERS
+from cuda_kernels.simt import F, at_least, at_most, device, maximum, select
+from refops.activations import ACTIVATIONS
+from refops.activations.declaration import IDENTITY, Forms, forms
+
+ONE = F(1)
+
+#: The words of `refops.activations.arithmetic`.
+Words = namedtuple(
+    "Words",
+    "number exp tanh sigmoid sigmoid_pair tanh_pair quotient where maximum at_most at_least is_nan one_like",
+)
+
+
+@device
+def sigmoid(x):
+    """1 / (1 + e^-x)."""
+    return reciprocal(ONE + exp(-x))
+
+
+def make_words(exp, tanh, sigmoid):
+    """Return the `Words` with these elementary functions."""
+
+    @device
+    def sigmoid_pair(x):
+        s = sigmoid(x)
+        return s, ONE - s
+
+    @device
+    def tanh_pair(x):
+        t = tanh(x)
+        return t, ONE - t * t
+
+    return Words(
+        number=F,
+        exp=exp,
+        tanh=tanh,
+        sigmoid=sigmoid,
+        sigmoid_pair=sigmoid_pair,
+        tanh_pair=tanh_pair,
+        quotient=device(lambda x, y: x / y),
+        where=select,
+        maximum=maximum,
+        at_most=at_most,
+        at_least=at_least,
+        is_nan=device(lambda x: x != x),
+        one_like=device(lambda x: ONE),
+    )
+
+
+ACCURATE = make_words(exp, tanh, sigmoid)
+
+
+def compiled(function):
+    """Make a device function of a formula, and of the functions of its declaration that it calls."""
+    if not hasattr(function, "is_compiled"):
+        function.is_compiled = True
+        for cell in function.__closure__ or ():
+            part = cell.cell_contents
+            if isinstance(part, FunctionType) and part.__module__.startswith(refops.activations.__name__):
+                compiled(part)
+        device(function)
+    return function
+
+
+@cache
+def accurate_forms(function, words=ACCURATE):
+    """Return the `Forms` (value, slope, both or None) of a `refops.activations.Function`."""
+    return Forms(*(form and compiled(form) for form in forms(function.body, words)))
+
+
+@cache
+def fast_forms(function, words=FAST_NUMBERS):
+    """Return the `Forms` of a function as its declaration has them for approximate units; None where it has none.
+
+    Args:
+        words: `fast.Words`, of numbers or of pairs.
+    """
+    if function.fast is None:
+        return None
+    value, both, *slope = function.fast(words)
+    slope = slope[0] if slope else _second_of(both)
+    return Forms(compiled(value), compiled(slope), compiled(both))
+
+
+def _second_of(both):
+    compiled(both)
+    return device(lambda x, p: both(x, p)[1])
+
+
+def forms_of(function, fast_math):
+    """Return the `Forms` of single numbers."""
+    return (fast_math and fast_forms(function)) or accurate_forms(function)
+
+
+#: The functions of one activation, each of (x, p): value and derivative of x, both (or None), gate and its slope (None
+#: for unary).
+Functions = namedtuple("Functions", "value derivative both gate gate_slope")
+
+
+@cache
+def functions_of(name, *, fast_math=False):
+    """Return the `Functions` of an activation of `refops.ACTIVATIONS`."""
+    row = ACTIVATIONS[name]
+    gate = forms_of(row.gate, fast_math) if row.gated else Forms(None, None, None)
+    return Functions(*forms_of(row.act, fast_math), gate.value, gate.slope)
+
+
+@cache
+def scaled_functions_of(name, *, fast_math=False):
+    """Return the `Functions` whose slopes have the order of the kernels with a scale for each row; `both` is None."""
+    row, plain = ACTIVATIONS[name], functions_of(name, fast_math=fast_math)
+    words = ACCURATE._replace(sigmoid=FAST_NUMBERS.sigmoid) if fast_math else ACCURATE
+    slopes = [f.row_scaled and compiled(f.row_scaled(words)) for f in row.functions] + [None]
+    return plain._replace(derivative=slopes[0] or plain.derivative, both=None, gate_slope=slopes[1] or plain.gate_slope)
+
+
+@cache
+def fast_product(name, words):
+    """Return the fast value of (act, gate, p) in one piece, of numbers or of pairs; None where none is declared."""
+    product = ACTIVATIONS[name].product
+    return product and compiled(product(words))
+
+
+@cache
+def fast_gradients(name, words):
+    """Return both halves of a gated gradient of (act, gate, dy, p), of numbers or of pairs; None without fast forms."""
+    row, mul = ACTIVATIONS[name], words.mul
+    act = fast_forms(row.act, words)
+    if act is None:
+        return None
+    act_both = act.both
+    if row.gate is IDENTITY:
+
+        @device
+        def plain_gradients(act, g, dy, p):
+            value, slope = act_both(act, p)
+            return mul(mul(slope, dy), g), mul(value, dy)
+
+        return plain_gradients
+    gate = fast_forms(row.gate, words)
+    if gate is None:
+        return None
+    gate_both = gate.both
+
+    @device
+    def gradients(act, g, dy, p):
+        value, slope = act_both(act, p)
+        gate_value, gate_slope = gate_both(g, p)
+        return mul(mul(slope, dy), gate_value), mul(mul(gate_slope, dy), value)
+
+    return gradients
