@@ -29,6 +29,8 @@ if TYPE_CHECKING:  # the same names, for type checkers
     from fuser.fuser import register_backward_fusion as register_backward_fusion
     from fuser.fuser import register_forward_backward_fusion as register_forward_backward_fusion
     from fuser.fuser import register_forward_fusion as register_forward_fusion
+    from fuser.quantization import BlockScaledQuantizer as BlockScaledQuantizer
+    from fuser.quantization import BlockScaledTensor as BlockScaledTensor
     from fuser.quantization import Float8BlockQuantizer as Float8BlockQuantizer
     from fuser.quantization import Float8BlockwiseQTensor as Float8BlockwiseQTensor
     from fuser.quantization import Float8CurrentScalingQuantizer as Float8CurrentScalingQuantizer
@@ -80,6 +82,8 @@ _HOMES = {
         "Float8BlockQuantizer",
         "MXFP8Quantizer",
         "NVFP4Quantizer",
+        "BlockScaledQuantizer",
+        "BlockScaledTensor",
         "Float8Tensor",
         "Float8BlockwiseQTensor",
         "MXFP8Tensor",

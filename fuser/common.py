@@ -65,17 +65,10 @@ def maybe_autocast_dtype(*, device_type: str = "cuda", default_dtype: torch.dtyp
 
 
 def get_fused_normalization_quantizer(quantizer: Any) -> Any:
-    """`quantizer` if a normalization can emit its data directly (one of the five concrete classes), else None."""
+    """`quantizer` if a normalization can emit its data directly (one of the concrete classes here), else None."""
     from fuser.quantization import quantizers
 
-    fused = (
-        quantizers.Float8Quantizer,
-        quantizers.Float8CurrentScalingQuantizer,
-        quantizers.MXFP8Quantizer,
-        quantizers.Float8BlockQuantizer,
-        quantizers.NVFP4Quantizer,
-    )
-    return quantizer if isinstance(quantizer, fused) else None
+    return quantizer if isinstance(quantizer, quantizers.CONCRETE) else None
 
 
 def validate_or_alloc_output(

@@ -445,7 +445,7 @@ def quantize(x, scaling, *, rowwise=True, columnwise=False, dbias=False):
 
 @untraced
 def activation_quantize(name, x, scaling, *, rowwise=True, columnwise=False, **params):
-    """Apply an activation and quantize the result along TE's path for the scaling (`refops.ops.PATHS`): `Buffers`."""
+    """Apply an activation and quantize the result along TE's path for it (`refops.scalings.Path`): `Buffers`."""
     engine = _engine(x)
     q = engine.library.activation_quantize(
         name, engine.array(x), scaling, rowwise=rowwise, columnwise=columnwise, **params
@@ -516,7 +516,7 @@ def dequantize(buffers, *, dtype=torch.float32, columnwise=False):
 
 @untraced
 def swizzled(buffers):
-    """Return `Buffers` with MXFP8 and NVFP4 scales in the order that GEMMs read; see `refops.Quantized.swizzled`."""
+    """Return `Buffers` with scales in the order that GEMMs read, if they have one; see `refops.Quantized.swizzled`."""
     engine = _engine_on(buffers.device, current_backend())
     q = engine.quantized({name: engine.array(tensor) for name, tensor in buffers.tensors.items()}, buffers)
     return _result(engine, q.swizzled(), buffers.dtype)

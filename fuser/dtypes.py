@@ -46,7 +46,7 @@ class DType(IntEnum):
             if value not in cls._value2member_map_:
                 raise ValueError(f"dtype must be a DType, 0 to {max(cls)}; got {value}")
             return cls(value)
-        found = _FROM.get(value) if isinstance(value, torch.dtype | refops.FloatFormat) else None
+        found = _FROM.get(value) if isinstance(value, torch.dtype | refops.ElementFormat) else None
         if found is None:
             raise TypeError(f"dtype must be a DType, a torch dtype or a refops format that TE has; got {shown(value)}")
         return found
@@ -86,7 +86,7 @@ _FORMATS = {
     DType.kFloat8E8M0: refops.E8M0,
     DType.kFloat4E2M1: refops.E2M1,
 }
-_FROM = {name: dtype for table in (_TORCH, _FORMATS) for dtype, name in table.items()}
+_FROM: dict[Any, DType] = {name: dtype for table in (_TORCH, _FORMATS) for dtype, name in table.items()}
 
 #: The dtypes that ops compute in.
 HIGH_PRECISION = (torch.float32, torch.float16, torch.bfloat16)

@@ -368,7 +368,11 @@ def _edges(fuser: OperationFuser, recipe: Any) -> list[EdgeReport]:
 
 
 def _quantizer_name(quantizer: Any) -> str | None:
-    return None if quantizer is None else type(quantizer).__name__
+    """Its class; with the name of the scaling where the class takes any."""
+    if quantizer is None:
+        return None
+    given = quantizer.settings().get("scaling")
+    return type(quantizer).__name__ + ("" if given is None else f" ({given.title})")
 
 
 def _parts(tensor: Any) -> list[torch.Tensor]:

@@ -6,7 +6,7 @@
     dbias, dx = dbias_dgelu(dy, x, quantizer)
 
 Tensors in, tensors out; autograd is the ops' business. Which values are rounded before they are quantized depends on
-the quantizer, as in TE (`refops.ops.PATHS`); f is the activation in float32:
+the quantizer, as in TE (`refops.scalings.Path`); f is the activation in float32:
 
 | quantizer                                     | path                         | amax of   | cast of   | dbias of  |
 |-----------------------------------------------|------------------------------|-----------|-----------|-----------|
@@ -16,6 +16,7 @@ the quantizer, as in TE (`refops.ops.PATHS`); f is the activation in float32:
 | Float8CurrentScalingQuantizer                 | FUSED_ACTIVATION_AMAX_FP8    | f         | rounded f | rounded f |
 | NVFP4Quantizer                                | FUSED_ACTIVATION_AMAX_NVFP4  | f         | rounded f | rounded f |
 | NVFP4Quantizer with RHT or row scaling, Float8BlockQuantizer | UNFUSED       | rounded f | rounded f | rounded f |
+| BlockScaledQuantizer                          | what its scaling declares    |           |           |           |
 | with an amax reduction group, custom quantizers              | UNFUSED       | rounded f | rounded f | rounded f |
 
 "rounded" means: to the dtype of the input.
@@ -36,7 +37,7 @@ from fuser.dispatch import untraced
 from fuser.dtypes import DType, torch_dtype
 from fuser.quantization.quantizer import Quantizer
 from fuser.quantization.storage import QuantizedTensorStorage
-from refops.activations import ACTIVATIONS, DEFAULT_PARAMETERS
+from refops.activations import ACTIVATIONS
 from refops.arguments import shown
 from refops.ops import SCALED_ACTIVATIONS
 
@@ -125,7 +126,7 @@ def activation(name: str, input: torch.Tensor, quantizer: Quantizer | None = Non
         name: a key of `refops.ACTIVATIONS`.
         input: (..., K), or (..., 2H) as [act | gate] for gated activations; float32, float16 or bfloat16.
         quantizer: what to quantize the result with.
-        **params: limit, alpha, glu_linear_offset (clamped_swiglu), beta1, beta2 (situglu).
+        **params: the activation's parameters: limit, alpha, glu_linear_offset (clamped_swiglu), beta1, beta2 (situglu).
 
     Returns:
         (..., K) or (..., H) in the dtype of `input`; with a quantizer what it makes of that.
@@ -387,7 +388,7 @@ def _functions():
         made[public_name] = _named(public_name, helper, name, tensors, options)
 
     for name, row in ACTIVATIONS.items():
-        parameters = {parameter: DEFAULT_PARAMETERS[parameter] for parameter in row.parameters}
+        parameters = {parameter.name: parameter.default for parameter in row.declared}
         gradient = gradient_name(name)
         add(name, activation, ("input",), **parameters)
         add(gradient, activation_grad, ("grad", "fwd_input"), **parameters)

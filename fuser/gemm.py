@@ -9,9 +9,9 @@ What runs natively and what is emulated:
 | operands                             | CPU                              | GPU                                       |
 |--------------------------------------|----------------------------------|-------------------------------------------|
 | float32, float16, bfloat16           | float32 products of exact copies | torch's matmul in their dtype             |
-| FP8 per tensor (delayed and current) | dequantized, float32 products    | `torch._scaled_mm` from sm_89 on          |
-| MXFP8                                | dequantized, float32 products    | `torch._scaled_mm` from sm_100 on         |
-| FP8 blocks, NVFP4, mixed formats     | dequantized, float32 products    | dequantized to float32, float32 products  |
+| FP8 with one scale for the tensor    | dequantized, float32 products    | `torch._scaled_mm` from sm_89 on          |
+| FP8 with E8M0 scales for 32 (MXFP8)  | dequantized, float32 products    | `torch._scaled_mm` from sm_100 on         |
+| any other scaling, mixed ones        | dequantized, float32 products    | dequantized to float32, float32 products  |
 
 Where a native product does not fit (`native_obstacle` says why), operands are dequantized there too. A dequantized
 operand is exactly what its codes and scales stand for, so an emulated product differs from a tensor core's only in the
@@ -27,11 +27,9 @@ from fuser import dispatch
 from fuser.dispatch import Buffers
 from fuser.dtypes import HIGH_PRECISION
 from refops.arguments import shown
-from refops.formats import E4M3, E5M2
-from refops.scaling import CurrentScaling, DelayedScaling, MXFP8Scaling
+from refops.formats import E4M3, E5M2, E8M0
 
 LAYOUTS = ("TN", "NN", "NT")
-_PER_TENSOR = (DelayedScaling, CurrentScaling)
 _FP8 = {E4M3: torch.float8_e4m3fn, E5M2: torch.float8_e5m2}
 #: Whether torch.mm of 16-bit CUDA tensors can store its float32 sums.
 _MM_STORES_FLOAT32 = hasattr(torch.ops.aten.mm, "dtype")
@@ -62,7 +60,7 @@ def gemm(a, b, *, layout="TN", out_dtype=None, bias=None, alpha=1.0, beta=None, 
         a, b: plain tensors (float32, float16 or bfloat16), quantized tensors, their storages, or `Buffers`.
             Leading dimensions are flattened to rows.
         layout: "TN" is b a^T, "NN" is b a, "NT" is b^T a. The rowwise copies of a transposed a and of a plain b are
-            read, else the columnwise ones; of FP8 per tensor whichever there is.
+            read, else the columnwise ones; with one scale for the tensor whichever there is.
         out_dtype: dtype of the result; by default that of `out`, else the nominal dtype of `b`.
         bias: added to every row, (columns of the result,).
         alpha: number that multiplies the product.
@@ -119,12 +117,12 @@ def native_obstacle(a, b, *, layout="TN"):
 
 def _format_obstacle(a, b, capability):
     """Why tensor cores of a capability cannot multiply these formats, or None."""
-    per_tensor = all(isinstance(q.scaling, _PER_TENSOR) for q in (a, b))
-    mx = all(isinstance(q.scaling, MXFP8Scaling) and q.scaling.fmt in _FP8 for q in (a, b))
-    if not (per_tensor or mx):
+    kinds = {_native_kind(a.scaling), _native_kind(b.scaling)}
+    if None in kinds or len(kinds) > 1:
         return f"no native product of {type(a.scaling).__name__} and {type(b.scaling).__name__}"
     if a.scaling.fmt == b.scaling.fmt == E5M2:
         return "no native product of E5M2 and E5M2"
+    mx = kinds == {_MX}
     needed = (10, 0) if mx else (8, 9)
     if capability < needed:
         return f"needs compute capability {needed[0]}.{needed[1]}; the GPU has {capability[0]}.{capability[1]}"
@@ -133,9 +131,24 @@ def _format_obstacle(a, b, capability):
     return None
 
 
+#: The kinds of FP8 operands that tensor cores take: one scale for the tensor, E8M0 scales for blocks of 32.
+_PER_TENSOR, _MX = "one scale", "microscaling"
+
+
+def _native_kind(scaling):
+    """Which of them a scaling's operands are, or None."""
+    layout = scaling.layout
+    if scaling.fmt not in _FP8 or layout.packed > 1 or layout.amax == "rows":
+        return None
+    if layout.block is None:
+        return _PER_TENSOR
+    is_mx = layout.scale_format is E8M0 and layout.run == (1, 32) and not layout.two_level
+    return _MX if is_mx and layout.scale_order == "gemm" and scaling.hadamard is None else None
+
+
 def _size_obstacle(a, b, layout):
     """Why sizes keep `torch._scaled_mm` from multiplying, or None."""
-    multiple = 32 if isinstance(a.scaling, MXFP8Scaling) else 16
+    multiple = a.scaling.layout.block[1] if a.scaling.layout.block else 16
     (rows, inner), (columns, _) = _k_major_shape(b, layout[1] == "T"), _k_major_shape(a, layout[0] == "N")
     if not rows or not inner or not columns:
         return "an operand is empty"
@@ -250,7 +263,7 @@ def _reads_columnwise(buffers, name, columnwise):
     wanted, other = ("columnwise", "rowwise") if columnwise else ("rowwise", "columnwise")
     if getattr(buffers, f"{wanted}_data") is not None:
         return columnwise
-    if isinstance(buffers.scaling, _PER_TENSOR) and getattr(buffers, f"{other}_data") is not None:
+    if buffers.scaling.layout.block is None and getattr(buffers, f"{other}_data") is not None:
         return not columnwise
     raise ValueError(f"{name} must hold a {wanted} copy for this product; got {type(buffers.scaling).__name__} without")
 
@@ -293,13 +306,12 @@ def _k_major_codes(buffers, transposed):
     columnwise = _reads_columnwise(buffers, "operand", transposed)
     direction = "columnwise" if columnwise else "rowwise"
     codes, scales = getattr(buffers, f"{direction}_data"), getattr(buffers, f"{direction}_scale_inv")
-    fp8 = _FP8[buffers.scaling.fmt]
-    if isinstance(buffers.scaling, MXFP8Scaling):  # columnwise codes are stored like the tensor
-        codes = codes.reshape(rows, columns)
-        codes = codes.t().contiguous() if transposed else codes
-        return codes.view(fp8), _swizzled(buffers, direction).view(torch.float8_e8m0fnu).flatten()
-    codes = codes.reshape((columns, rows) if columnwise else (rows, columns))
-    return (codes if columnwise == transposed else codes.t().contiguous()).view(fp8), scales
+    stored_transposed = buffers.scaling.layout.data_transposed(columnwise)
+    codes = codes.reshape((columns, rows) if stored_transposed else (rows, columns))
+    codes = codes if stored_transposed == transposed else codes.t().contiguous()
+    if _native_kind(buffers.scaling) == _MX:
+        scales = _swizzled(buffers, direction).view(torch.float8_e8m0fnu).flatten()
+    return codes.view(_FP8[buffers.scaling.fmt]), scales
 
 
 def _swizzled(buffers, direction):

@@ -8,6 +8,7 @@ in use takes effect at the next call of the model, because its `fingerprint()` c
 defaults and are read when a recipe is made (TE: when the module is imported).
 """
 
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
@@ -15,6 +16,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from refops.arguments import shown
+from refops.scalings import Scaling, require_scaling
 
 
 class _Maxima(NamedTuple):
@@ -143,6 +145,11 @@ class Recipe:
     def custom(cls) -> bool:
         """Whether quantizers come from a function of the user's."""
         return issubclass(cls, CustomRecipe)
+
+    @classmethod
+    def block_scaled(cls) -> bool:
+        """Whether it is given its scalings. (Not in TE.)"""
+        return issubclass(cls, BlockScaledRecipe)
 
     def __setattr__(self, name, value):
         self.__dict__.pop("_fingerprint", None)
@@ -385,3 +392,45 @@ class CustomRecipe(Recipe):
     def __post_init__(self):
         _require(callable(self.qfactory), f"qfactory must be a function of a QuantizerRole; got {shown(self.qfactory)}")
         self._check_backward_override()
+
+
+@dataclass(repr=False)
+class BlockScaledRecipe(Recipe):
+    """Blocks with scales of their own, by any scalings that `refops.scalings` declares. TE has no such recipe.
+
+        with fuser.autocast(recipe=fuser.recipe.BlockScaledRecipe(MXFP8Scaling(E4M3, scale_rounding="floor"))):
+            y = model(x)
+
+    Products dequantize their operands and accumulate in float32 (`fuser.gemm` says what a GPU multiplies natively).
+
+    Attributes:
+        scaling: of inputs and outputs, and of whatever has none of its own.
+        weight, gradient: of weights and of gradients; None: `scaling`.
+        backward_override: None, "high_precision" or "dequantized".
+    """
+
+    scaling: Scaling
+    weight: Scaling | None = None
+    gradient: Scaling | None = None
+    backward_override: str | None = _backward_override()
+
+    def __post_init__(self):
+        for name in ("scaling", "weight", "gradient"):
+            given = getattr(self, name)
+            if given is not None or name == "scaling":
+                _require(
+                    require_scaling(given).layout.block is not None,
+                    f"{name} must have blocks; TE's recipes are for one scale a tensor; got {given}",
+                )
+        self._check_backward_override()
+
+    def scaling_of(self, tensor_type: str) -> Scaling:
+        """The scaling of "input", "weight", "output", "grad_output" or "grad_input"."""
+        own = {"weight": self.weight, "grad_output": self.gradient, "grad_input": self.gradient}.get(tensor_type)
+        return self.scaling if own is None else own
+
+    @property
+    def quantization_alignment(self) -> int:
+        """What padded sizes must divide by: whole blocks of all three."""
+        layouts = [scaling.layout for scaling in (self.scaling, self.weight, self.gradient) if scaling is not None]
+        return math.lcm(*(n for layout in layouts for n in (*(layout.block or ()), layout.shape_multiple)))

@@ -1,6 +1,8 @@
 """Basic operations: one step each, with a hand-written backward. Families of activations share a file."""
 
-from fuser.basic.activation import GEGLU, GELU, GLU, QGEGLU, QGELU, ReGLU, ReLU, SiLU, SReGLU, SReLU
+from typing import TYPE_CHECKING
+
+from fuser.basic.activation import PLAIN, _ActivationOperation
 from fuser.basic.add_extra_input import AddExtraInput
 from fuser.basic.all_gather import AllGather
 from fuser.basic.all_reduce import AllReduce
@@ -17,28 +19,23 @@ from fuser.basic.quantize import Quantize
 from fuser.basic.reduce_scatter import ReduceScatter
 from fuser.basic.reshape import Reshape
 from fuser.basic.rms_norm import RMSNorm
-from fuser.basic.swiglu import (
-    ClampedSwiGLU,
-    ScaledClampedQGeGLU,
-    ScaledSiTUGLU,
-    ScaledSReLU,
-    ScaledSwiGLU,
-    SiTUGLU,
-    SwiGLU,
-)
+from fuser.basic.swiglu import INTERLEAVED, SCALED
+
+#: Name -> class of every activation, plain and with a scale for each row: see `refops.activations`.
+_ACTIVATIONS = {**PLAIN, **INTERLEAVED, **SCALED}
+globals().update(_ACTIVATIONS)
+
+if TYPE_CHECKING:  # the classes of `_ACTIVATIONS`
+
+    def __getattr__(name: str) -> type[_ActivationOperation]: ...
+
 
 __all__ = [
-    "GEGLU",
-    "GELU",
-    "GLU",
-    "QGEGLU",
-    "QGELU",
     "AddExtraInput",
     "AllGather",
     "AllReduce",
     "BasicLinear",
     "Bias",
-    "ClampedSwiGLU",
     "ConstantScale",
     "Dropout",
     "GroupedLinear",
@@ -48,18 +45,8 @@ __all__ = [
     "MakeExtraOutput",
     "Quantize",
     "RMSNorm",
-    "ReGLU",
-    "ReLU",
     "ReduceScatter",
     "Reshape",
-    "SReGLU",
-    "SReLU",
-    "ScaledClampedQGeGLU",
-    "ScaledSReLU",
-    "ScaledSiTUGLU",
-    "ScaledSwiGLU",
-    "SiLU",
-    "SiTUGLU",
-    "SwiGLU",
+    *_ACTIVATIONS,
     "is_op_fuser_grouped_tensor_path_supported",
 ]

@@ -4,7 +4,10 @@ The arithmetic is that of `fuser.functional`: float32 inside, one rounding of th
 output is quantized. Source: TE behaviour, `ops/basic/activation.py`.
 """
 
-from typing import Any, ClassVar
+import inspect
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -13,6 +16,7 @@ from fuser.common import SUPPORTED_DTYPES, maybe_autocast_dtype, maybe_dequantiz
 from fuser.dtypes import DType
 from fuser.op import BasicOperation, OperationContext
 from fuser.quantization.quantizers import Float8CurrentScalingQuantizer
+from refops.activations import ACTIVATIONS, Activation
 
 
 def activation_dtype(input_: Any) -> torch.dtype:
@@ -27,7 +31,57 @@ def activation_dtype(input_: Any) -> torch.dtype:
     return dtype
 
 
-class _ActivationOperation(BasicOperation):
+class ActivationParameters:
+    """The parameters of an activation as attributes of an operation, with the declaration's defaults and checks."""
+
+    #: Name of the activation in `refops.ACTIVATIONS`.
+    activation: ClassVar[str]
+
+    def set_parameters(self, given: dict[str, float]) -> None:
+        """Set an attribute for each parameter.
+
+        Raises:
+            TypeError: a parameter that the activation does not take.
+            ValueError: one that must be positive and finite and is not.
+        """
+        declared = {p.name: p for p in ACTIVATIONS[self.activation].declared}
+        unknown = [name for name in given if name not in declared]
+        if unknown:
+            raise TypeError(f"{type(self).__name__}() got an unexpected keyword argument {unknown[0]!r}")
+        for name, parameter in declared.items():
+            value = given.get(name, parameter.default)
+            if parameter.positive and not (math.isfinite(value) and value > 0):
+                raise ValueError(f"{name} must be positive and finite; got {value}")
+            setattr(self, name, value)
+
+    def activation_parameters(self) -> dict[str, Any]:
+        """Keyword arguments of the activation besides its inputs."""
+        return {name: getattr(self, name) for name in ACTIVATIONS[self.activation].parameters}
+
+
+def operation_of(row: Activation, base: type, name: str, text: str) -> type:
+    """Return the class `name` of an activation: `base` with the activation's parameters in its signature."""
+    attributes = {"activation": row.name, "__doc__": text, "__module__": base.__module__, "__qualname__": name}
+    made = type(name, (base,), attributes)
+    made.__signature__ = signature_of(row, base)  # type: ignore[attr-defined]
+    return made
+
+
+def signature_of(row: Activation, base: type) -> inspect.Signature:
+    """The signature of `base` with the parameters of an activation in it."""
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    own = [inspect.Parameter(p.name, keyword, default=p.default, annotation=float) for p in row.declared]
+    settings = [p for p in inspect.signature(base).parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+    return inspect.Signature(settings + own)
+
+
+def operations_of(base: type, chosen: Callable[[Activation], bool]) -> dict[str, type]:
+    """Name -> class of the chosen activations."""
+    rows = [row for row in ACTIVATIONS.values() if chosen(row)]
+    return {row.op: operation_of(row, base, row.op, f"{row.formula}.") for row in rows}
+
+
+class _ActivationOperation(ActivationParameters, BasicOperation):
     """y = f(x), element by element, or f(a) * g(b) for rows [a | b] of twice the width (the gate comes first).
 
     The dtype is the autocast dtype of the tensor's own device, else that of the input. The output is emitted with the
@@ -35,23 +89,19 @@ class _ActivationOperation(BasicOperation):
     fuser withholds under a recipe with `backward_override`; TE does not).
 
     Args:
+        **parameters: those of the activation.
         cache_quantized_input: keep the input for backward as FP8 E4M3 with current scaling: a byte an element. The
             output does not change, the input's gradient does. It applies outside autocast as well.
 
     Raises:
         RuntimeError: at forward, for a dtype that `activation_dtype` refuses.
+        TypeError, ValueError: a parameter that the activation does not take, or that is out of range.
     """
 
-    #: Name of the activation in `fuser.functional`.
-    activation: ClassVar[str]
-
-    def __init__(self, *, cache_quantized_input: bool = False) -> None:
+    def __init__(self, *, cache_quantized_input: bool = False, **parameters: float) -> None:
         super().__init__()
         self.cache_quantized_input = cache_quantized_input
-
-    def activation_parameters(self) -> dict:
-        """Keyword arguments of the activation besides its input."""
-        return {}
+        self.set_parameters(parameters)
 
     def op_forward(
         self, ctx: OperationContext, input_: Any, *, prev_op_grad_output_quantizer: Any, next_op_input_quantizer: Any
@@ -84,61 +134,10 @@ def _quantized_cache(x: torch.Tensor) -> Any:
     return quantizer(x)
 
 
-class GELU(_ActivationOperation):
-    """x * (0.5 + 0.5 tanh(x (0.79788456 + 0.03567741 x^2))): the tanh approximation."""
+#: Name -> class of every activation whose rows cannot be interleaved; those that can are in `fuser.basic.swiglu`.
+PLAIN = operations_of(_ActivationOperation, lambda row: not (row.gated and row.row_scaled))
+globals().update(PLAIN)
 
-    activation = "gelu"
+if TYPE_CHECKING:  # the classes of `PLAIN`
 
-
-class GLU(_ActivationOperation):
-    """sigmoid(a) * b. PyTorch's GLU has the gate last."""
-
-    activation = "glu"
-
-
-class GEGLU(_ActivationOperation):
-    """gelu(a) * b, with the tanh approximation."""
-
-    activation = "geglu"
-
-
-class QGELU(_ActivationOperation):
-    """x * sigmoid(1.702 x): quick GELU."""
-
-    activation = "qgelu"
-
-
-class QGEGLU(_ActivationOperation):
-    """qgelu(a) * b."""
-
-    activation = "qgeglu"
-
-
-class ReLU(_ActivationOperation):
-    """max(x, 0)."""
-
-    activation = "relu"
-
-
-class ReGLU(_ActivationOperation):
-    """relu(a) * b."""
-
-    activation = "reglu"
-
-
-class SReLU(_ActivationOperation):
-    """max(x, 0)^2: squared ReLU."""
-
-    activation = "srelu"
-
-
-class SReGLU(_ActivationOperation):
-    """srelu(a) * b."""
-
-    activation = "sreglu"
-
-
-class SiLU(_ActivationOperation):
-    """x * sigmoid(x)."""
-
-    activation = "silu"
+    def __getattr__(name: str) -> type[_ActivationOperation]: ...

@@ -4,15 +4,22 @@ A row is [a | b] of width 2H: a goes through the activation, b is the linear par
 [a 0:k | b 0:k | a k:2k | b k:2k ...]. Source: TE behaviour, `ops/basic/swiglu.py` and `ops/basic/activation.py`.
 """
 
-import math
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fuser import dispatch
-from fuser.basic.activation import _ActivationOperation, activation_dtype
+from fuser.basic.activation import (
+    ActivationParameters,
+    _ActivationOperation,
+    activation_dtype,
+    operation_of,
+    operations_of,
+    signature_of,
+)
 from fuser.common import maybe_dequantize, reject_forward_kwargs
 from fuser.op import ExtraTensorOperation, OperationContext
+from refops.activations import ACTIVATIONS
 
 
 class _InterleavedGLU(_ActivationOperation):
@@ -27,8 +34,10 @@ class _InterleavedGLU(_ActivationOperation):
         ValueError: at forward, for a row that isn't a whole number of pairs of blocks.
     """
 
-    def __init__(self, *, cache_quantized_input: bool = False, glu_interleave_size: int | None = None) -> None:
-        super().__init__(cache_quantized_input=cache_quantized_input)
+    def __init__(
+        self, *, cache_quantized_input: bool = False, glu_interleave_size: int | None = None, **parameters: float
+    ) -> None:
+        super().__init__(cache_quantized_input=cache_quantized_input, **parameters)
         self.glu_interleave_size = glu_interleave_size
 
     def _activation_forward(self, x, quantizer):
@@ -58,71 +67,15 @@ def interleave(x: torch.Tensor, size: int) -> torch.Tensor:
     return x.unflatten(-1, (2, -1, size)).transpose(-3, -2).reshape(x.shape)
 
 
-class SwiGLU(_InterleavedGLU):
-    """silu(a) * b."""
-
-    activation = "swiglu"
-
-
-class SiTUGLU(SwiGLU):
-    """beta1 tanh(a / beta1) sigmoid(a) * beta2 tanh(b / beta2).
-
-    Raises:
-        ValueError: a beta that isn't positive and finite.
-    """
-
-    activation = "situglu"
-
-    def __init__(
-        self,
-        *,
-        beta1: float = 4.0,
-        beta2: float = 25.0,
-        cache_quantized_input: bool = False,
-        glu_interleave_size: int | None = None,
-    ) -> None:
-        super().__init__(cache_quantized_input=cache_quantized_input, glu_interleave_size=glu_interleave_size)
-        self.beta1, self.beta2 = _require_betas(beta1, beta2)
-
-    def activation_parameters(self) -> dict:
-        return {"beta1": self.beta1, "beta2": self.beta2}
-
-
-class ClampedSwiGLU(_InterleavedGLU):
-    """c sigmoid(alpha c) * (clamp(b, -limit, limit) + glu_linear_offset) with c = min(a, limit): the GLU of GPT-OSS.
-
-    a is clamped from above only. Gradients pass at exactly the limits and are zero beyond them.
-    """
-
-    activation = "clamped_swiglu"
-
-    def __init__(
-        self,
-        *,
-        limit: float = 7.0,
-        alpha: float = 1.702,
-        glu_linear_offset: float = 1.0,
-        cache_quantized_input: bool = False,
-        glu_interleave_size: int | None = None,
-    ) -> None:
-        super().__init__(cache_quantized_input=cache_quantized_input, glu_interleave_size=glu_interleave_size)
-        self.limit, self.alpha, self.glu_linear_offset = limit, alpha, glu_linear_offset
-
-    def activation_parameters(self) -> dict:
-        return {"limit": self.limit, "alpha": self.alpha, "glu_linear_offset": self.glu_linear_offset}
-
-
-def _require_betas(beta1, beta2):
-    for name, value in (("beta1", beta1), ("beta2", beta2)):
-        if not (math.isfinite(value) and value > 0):
-            raise ValueError(f"{name} must be positive and finite; got {value}")
-    return beta1, beta2
+#: Name -> class of every gated activation that has kernels with a scale for each row: these take interleaved rows.
+INTERLEAVED = operations_of(_InterleavedGLU, lambda row: row.gated and row.row_scaled)
+globals().update(INTERLEAVED)
 
 
 # --- with a scale for every row -------------------------------------------------------------------
 
 
-class _ScaledActivation(ExtraTensorOperation):
+class _ScaledActivation(ActivationParameters, ExtraTensorOperation):
     """y[row] = act(x[row]) * scales[row], float32 inside, one rounding: the middle of a grouped MLP.
 
     The extra input `scales` has the shape of the input without its last dimension. It is converted to the compute
@@ -137,12 +90,9 @@ class _ScaledActivation(ExtraTensorOperation):
 
     num_extra_inputs = 1
 
-    #: Name of the activation in `fuser.dispatch`.
-    activation: ClassVar[str]
-
-    def activation_parameters(self) -> dict:
-        """Keyword arguments of the activation besides its inputs."""
-        return {}
+    def __init__(self, **parameters: float) -> None:
+        super().__init__()
+        self.set_parameters(parameters)
 
     def fuser_forward(
         self,
@@ -191,43 +141,23 @@ class _ScaledGLU(_ScaledActivation):
         ValueError: `activation_recompute_in_mlp` is True.
     """
 
-    def __init__(self, glu_interleave_size: int | None = None, *, activation_recompute_in_mlp: bool = False) -> None:
-        if activation_recompute_in_mlp:
-            raise ValueError(
-                f"{type(self).__name__} does not support activation recomputation; got activation_recompute_in_mlp=True"
-            )
-        super().__init__()
-        self.glu_interleave_size = glu_interleave_size
-        self.activation_recompute_in_mlp = activation_recompute_in_mlp
-
-    def activation_parameters(self) -> dict:
-        return {"glu_interleave_size": self.glu_interleave_size or 0}
-
-
-class ScaledSwiGLU(_ScaledGLU):
-    """silu(a) * b * scales[row]."""
-
-    activation = "swiglu"
-
-
-class ScaledSiTUGLU(_ScaledGLU):
-    """`SiTUGLU` times scales[row]."""
-
-    activation = "situglu"
-
     def __init__(
         self,
         glu_interleave_size: int | None = None,
         *,
         activation_recompute_in_mlp: bool = False,
-        beta1: float = 4.0,
-        beta2: float = 25.0,
+        **parameters: float,
     ) -> None:
-        super().__init__(glu_interleave_size, activation_recompute_in_mlp=activation_recompute_in_mlp)
-        self.beta1, self.beta2 = _require_betas(beta1, beta2)
+        if activation_recompute_in_mlp:
+            raise ValueError(
+                f"{type(self).__name__} does not support activation recomputation; got activation_recompute_in_mlp=True"
+            )
+        super().__init__(**parameters)
+        self.glu_interleave_size = glu_interleave_size
+        self.activation_recompute_in_mlp = activation_recompute_in_mlp
 
-    def activation_parameters(self) -> dict:
-        return {**super().activation_parameters(), "beta1": self.beta1, "beta2": self.beta2}
+    def activation_parameters(self) -> dict[str, Any]:
+        return {**super().activation_parameters(), "glu_interleave_size": self.glu_interleave_size or 0}
 
 
 class ScaledClampedQGeGLU(_ScaledGLU):
@@ -240,15 +170,18 @@ class ScaledClampedQGeGLU(_ScaledGLU):
         glu_interleave_size: int | None = None,
         *,
         activation_recompute_in_mlp: bool = False,
-        limit: float = 7.0,
-        alpha: float = 1.702,
-        glu_linear_offset: float = 1.0,
+        **parameters: float,
     ) -> None:
-        super().__init__(glu_interleave_size, activation_recompute_in_mlp=activation_recompute_in_mlp)
-        self._clamped = ClampedSwiGLU(limit=limit, alpha=alpha, glu_linear_offset=glu_linear_offset)
+        super().__init__(glu_interleave_size, activation_recompute_in_mlp=activation_recompute_in_mlp, **parameters)
+        self._clamped = INTERLEAVED["ClampedSwiGLU"](**parameters)
 
-    def activation_parameters(self) -> dict:
+    def activation_parameters(self) -> dict[str, Any]:
         return {**super().activation_parameters(), **self._clamped.activation_parameters()}
+
+
+ScaledClampedQGeGLU.__signature__ = signature_of(  # type: ignore[attr-defined]
+    ACTIVATIONS["clamped_swiglu"], _ScaledGLU
+)
 
 
 class ScaledSReLU(_ScaledActivation):
@@ -275,3 +208,18 @@ class ScaledSReLU(_ScaledActivation):
     def _require_no_recompute(self):
         if self.activation_recompute_in_mlp:
             raise RuntimeError("ScaledSReLU with activation_recompute_in_mlp=True requires the fused grouped MLP path")
+
+
+#: Name -> class of every activation with a scale for each row. TE has names and settings of its own for two.
+SCALED: dict[str, Any] = {"ScaledClampedQGeGLU": ScaledClampedQGeGLU, "ScaledSReLU": ScaledSReLU}
+SCALED |= {
+    f"Scaled{row.op}": operation_of(row, _ScaledGLU if row.gated else _ScaledActivation, f"Scaled{row.op}", text)
+    for row in ACTIVATIONS.values()
+    for text in [f"`{row.op}` times scales[row]."]
+    if row.row_scaled and row.name not in {cls.activation for cls in SCALED.values()}
+}
+globals().update(SCALED)
+
+if TYPE_CHECKING:  # the classes of `INTERLEAVED` and `SCALED`
+
+    def __getattr__(name: str) -> type[Any]: ...

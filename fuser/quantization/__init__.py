@@ -16,6 +16,7 @@ from fuser.quantization.contexts import (
 )
 from fuser.quantization.quantizer import Quantizer
 from fuser.quantization.quantizers import (
+    BlockScaledQuantizer,
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
     Float8Quantizer,
@@ -24,6 +25,7 @@ from fuser.quantization.quantizers import (
 )
 from fuser.quantization.saving import prepare_for_saving, restore_from_func_ctx, restore_from_saved
 from fuser.quantization.state import (
+    BlockScaledRecipeState,
     CustomRecipeState,
     DelayedScalingRecipeState,
     DelayedScalingRequest,
@@ -36,6 +38,7 @@ from fuser.quantization.state import (
     RecipeState,
 )
 from fuser.quantization.storage import (
+    BlockScaledTensorStorage,
     Float8BlockwiseQTensorStorage,
     Float8TensorStorage,
     MXFP8TensorStorage,
@@ -43,6 +46,7 @@ from fuser.quantization.storage import (
     QuantizedTensorStorage,
 )
 from fuser.quantization.tensor import (
+    BlockScaledTensor,
     Float8BlockwiseQTensor,
     Float8Tensor,
     KeepsQuantizedParameters,
@@ -52,6 +56,10 @@ from fuser.quantization.tensor import (
 )
 
 __all__ = [
+    "BlockScaledQuantizer",
+    "BlockScaledRecipeState",
+    "BlockScaledTensor",
+    "BlockScaledTensorStorage",
     "CustomRecipeState",
     "DelayedScalingRecipeState",
     "DelayedScalingRequest",

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from fuser.quantization.state import FP8GlobalStateManager, _compute_capability, get_default_recipe
-from fuser.recipe import CustomRecipe, Recipe
+from fuser.recipe import Recipe
 from refops.arguments import shown
 
 __all__ = [
@@ -174,9 +174,9 @@ def is_bf16_available(return_reason: bool = False) -> bool | tuple[bool, str]:
 
 
 def get_align_size_for_quantization(recipe: Recipe) -> int:
-    """What padded sizes must divide by: 32 for MXFP8, 128 for NVFP4, a custom recipe's own, else 16."""
+    """What padded sizes must divide by: 32 for MXFP8, 128 for NVFP4, a custom or block-scaled recipe's own, else 16."""
     if recipe.mxfp8():
         return 32
     if recipe.nvfp4():
         return 128
-    return recipe.quantization_alignment if isinstance(recipe, CustomRecipe) else 16
+    return getattr(recipe, "quantization_alignment", 16)

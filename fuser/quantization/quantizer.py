@@ -38,18 +38,11 @@ class Quantizer:
 
     tensor_class: ClassVar[Any] = None
     storage_class: ClassVar[Any] = None
-    #: name -> concrete class, for what is saved to files.
-    registry: ClassVar[dict[str, type]] = {}
 
     rowwise_usage: bool
     columnwise_usage: bool
     internal: bool
     optimize_for_gemm: bool
-
-    def __init_subclass__(cls, **kwargs):
-        super().__init_subclass__(**kwargs)
-        if cls.__module__ == "fuser.quantization.quantizers":
-            Quantizer.registry[cls.__name__] = cls
 
     def __new__(cls, *args, **kwargs):
         if cls.scaling is Quantizer.scaling and cls.quantize_impl is Quantizer.quantize_impl:

@@ -1,4 +1,4 @@
-"""The five concrete quantizers, with TE's names and arguments.
+"""The five concrete quantizers of TE, with its names and arguments, and one for every other declared scaling.
 
 | class                         | scale                                   | shapes                              |
 |-------------------------------|-----------------------------------------|-------------------------------------|
@@ -7,6 +7,7 @@
 | Float8BlockQuantizer          | from the amax of 1x128 or 128x128       | any (TE's GEMMs: multiples of 128)  |
 | MXFP8Quantizer                | E8M0 for 32 elements                    | M % 32 == 0 and K % 32 == 0         |
 | NVFP4Quantizer                | E4M3 for 16 elements and the amax       | M % 16 == 0 and K % 16 == 0         |
+| BlockScaledQuantizer          | as the scaling that it is given says    | what that scaling's layout stores   |
 
 K is the last dimension, M the product of the others. A shape that is not allowed raises `ValueError`, as TE's extension
 refuses it. Results are bit for bit those of `refops.quantize` with `quantizer.scaling()`.
@@ -28,18 +29,25 @@ from fuser import recipe as recipes
 from fuser.dispatch import Buffers
 from fuser.distributed import reduce_amax
 from fuser.dtypes import DType
+from fuser.quantization import sharding
 from fuser.quantization.quantizer import Quantizer, ValueQuantizer
 from fuser.quantization.storage import (
+    BlockScaledTensorStorage,
     Float8BlockwiseQTensorStorage,
     Float8TensorStorage,
     MXFP8TensorStorage,
     NVFP4TensorStorage,
 )
-from fuser.quantization.tensor import Float8BlockwiseQTensor, Float8Tensor, MXFP8Tensor, NVFP4Tensor
+from fuser.quantization.tensor import (
+    BlockScaledTensor,
+    Float8BlockwiseQTensor,
+    Float8Tensor,
+    MXFP8Tensor,
+    NVFP4Tensor,
+)
 from refops.arguments import shown
-from refops.quantization.per_tensor import scale_from_amax
-from refops.quantization.result import stored_layout
-from refops.scaling import (
+from refops.quantization.quantize import check_shape
+from refops.scalings import (
     TE_SIGN_MASK,
     BlockScaling,
     CurrentScaling,
@@ -47,7 +55,9 @@ from refops.scaling import (
     MXFP8Scaling,
     NVFP4Scaling,
     Scaling,
+    require_scaling,
 )
+from refops.scalings.arithmetic import REFERENCE
 
 
 @functools.lru_cache(maxsize=256)
@@ -94,6 +104,12 @@ def _fp8_dtype(value):
 def _matrix_shape(shape):
     shape = tuple(shape)
     return (math.prod(shape[:-1]), shape[-1]) if shape else (1, 1)
+
+
+def _divides(shape, multiple):
+    """Whether a tensor of `shape` is a matrix of blocks with that edge."""
+    m, k = _matrix_shape(shape)
+    return len(shape) >= 2 and m % multiple == 0 and k % multiple == 0
 
 
 def _require_divisible(shape, multiple, name):
@@ -211,6 +227,29 @@ class _AmaxReducing(ValueQuantizer):
         duplicate.with_amax_reduction, duplicate.amax_reduction_group = False, None
         return duplicate
 
+    def _cast(self, tensor, rowwise, columnwise):
+        if not self.with_amax_reduction:
+            return super()._cast(tensor, rowwise, columnwise)
+        amaxes = self._reduced_amaxes(tensor, columnwise)
+        return _quantize_with_amaxes(tensor, self.scaling(), amaxes, rowwise, columnwise)
+
+    def _reduced_amaxes(self, tensor, columnwise):
+        """(amax of the tensor, amax of its transform or None), the largest over the ranks."""
+        amaxes, scaling = [dispatch.amax(tensor)], self.layout_scaling()
+        if scaling.hadamard is not None and columnwise:
+            # Rounding plays no part in an amax, so this may as well be the cast of another seed.
+            amaxes.append(dispatch.quantize(tensor, scaling, rowwise=False, columnwise=True).amax_columnwise)
+        reduced = reduce_amax(torch.cat(amaxes), self.amax_reduction_group)
+        return reduced[0], reduced[1] if len(amaxes) > 1 else None
+
+
+def _with_new_seed(scaling):
+    """The settings of one call: each that rounds stochastically by Philox has a seed of torch's CPU generator."""
+    if scaling.random is None or scaling.random.bits is not None:
+        return scaling
+    seed = torch.randint(0, torch.iinfo(torch.int64).max, (), dtype=torch.int64, device="cpu").item()
+    return replace(scaling, seed=seed)
+
 
 class Float8CurrentScalingQuantizer(_AmaxReducing):
     """FP8 with one scale from the tensor's own amax.
@@ -273,10 +312,11 @@ class Float8CurrentScalingQuantizer(_AmaxReducing):
             return super()._cast(tensor, rowwise, columnwise)
         scaling = self.scaling()
         amax = reduce_amax(dispatch.amax(tensor), self.amax_reduction_group)
-        scale = scale_from_amax(
-            np.float32([amax.item()]), scaling.fmt, epsilon=scaling.amax_epsilon, power_2=scaling.power_2_scale
-        )
-        given = DelayedScaling(scaling.fmt, float(scale[0]))
+        with np.errstate(all="ignore"):
+            _, multiplier = scaling.block_scale(REFERENCE)(
+                np.float32([amax.item()]), np.float32(0), scaling.numbers(np.dtype(np.float32))
+            )
+        given = DelayedScaling(scaling.fmt, float(multiplier[0]))
         buffers = dispatch.quantize(tensor, given, rowwise=rowwise, columnwise=columnwise)
         amaxes = {"amax_rowwise": amax if rowwise else None, "amax_columnwise": amax.clone() if columnwise else None}
         return replace(buffers, scaling=scaling, **amaxes)
@@ -341,8 +381,7 @@ class Float8BlockQuantizer(ValueQuantizer):
 
     def is_quantizable(self, tensor: torch.Tensor) -> bool:
         """Whether TE's GEMMs take it: at least 2-D, both sizes multiples of 128. Quantizing here needs neither."""
-        m, k = _matrix_shape(tensor.shape)
-        return len(tensor.shape) >= 2 and m % self.block_len == 0 and k % self.block_len == 0
+        return _divides(tensor.shape, self.block_len)
 
     def _get_compatible_recipe(self):
         return recipes.Float8BlockScaling
@@ -380,8 +419,7 @@ class MXFP8Quantizer(ValueQuantizer):
 
     def is_quantizable(self, tensor: torch.Tensor) -> bool:
         """Whether both sizes divide by 32."""
-        m, k = _matrix_shape(tensor.shape)
-        return len(tensor.shape) >= 2 and m % MXFP8Scaling.block_size == 0 and k % MXFP8Scaling.block_size == 0
+        return _divides(tensor.shape, MXFP8Scaling.block_size)
 
     def is_requantization_safe(self) -> bool:
         """True: scales are powers of two, and the values that one gave fit the next."""
@@ -501,11 +539,7 @@ class NVFP4Quantizer(_AmaxReducing):
                 "with_rht and with_post_rht_amax must be equal; "
                 f"got with_rht={self.with_rht}, with_post_rht_amax={self.with_post_rht_amax}"
             )
-        settings = self._settings_of_calls()
-        if not self.stochastic_rounding:
-            return settings
-        seed = torch.randint(0, torch.iinfo(torch.int64).max, (), dtype=torch.int64, device="cpu").item()
-        return replace(settings, seed=seed)
+        return _with_new_seed(self._settings_of_calls())
 
     def layout_scaling(self) -> Scaling:
         """`scaling()` without a seed: for shapes alone."""
@@ -517,59 +551,102 @@ class NVFP4Quantizer(_AmaxReducing):
 
     def is_quantizable(self, tensor: torch.Tensor) -> bool:
         """Whether both sizes divide by 16; False for row scaling, as in TE."""
-        m, k = _matrix_shape(tensor.shape)
-        divides = m % NVFP4Scaling.block_size == 0 and k % NVFP4Scaling.block_size == 0
-        return len(tensor.shape) >= 2 and divides and not self.row_scaled_nvfp4
-
-    def _cast(self, tensor, rowwise, columnwise):
-        if not self.with_amax_reduction:
-            return super()._cast(tensor, rowwise, columnwise)
-        return _quantize_with_amax(
-            tensor, self.scaling(), self._reduced_amaxes(tensor, columnwise), rowwise, columnwise
-        )
-
-    def _reduced_amaxes(self, tensor, columnwise):
-        """(amax of the tensor, amax of its transform or None), the largest over the ranks."""
-        amaxes = [dispatch.amax(tensor)]
-        if self.with_rht and columnwise:
-            plain = replace(self._settings_of_calls(), stochastic_rounding=False)
-            amaxes.append(dispatch.quantize(tensor, plain, rowwise=False, columnwise=True).amax_columnwise)
-        reduced = reduce_amax(torch.cat(amaxes), self.amax_reduction_group)
-        return reduced[0], reduced[1] if len(amaxes) > 1 else None
+        return _divides(tensor.shape, NVFP4Scaling.block_size) and not self.row_scaled_nvfp4
 
     def _get_compatible_recipe(self):
         return recipes.NVFP4BlockScaling
 
 
-def _quantize_with_amax(x, scaling, amaxes, rowwise, columnwise):
-    """Quantize in NVFP4 as part of a tensor whose amaxes are larger than those of `x`.
+class BlockScaledQuantizer(_AmaxReducing):
+    """Blocks with scales of their own, as any scaling says that `refops.scalings` declares.
 
-    Kernels take the amax from the tensor. So 16 rows are appended that hold the given amax, and with the Hadamard
-    transform 16 more whose transform has the given maximum in one place; their codes and scales are cut off again.
-    Blocks are 16 rows high, so that no other block changes. (The transform of the first 16 rows is amax / 4, which the
-    other maximum never falls below; and a transform is at most 4 times the largest value, so the reverse holds too.)
+    TE has no such class. Its quantizers are for the scalings that it has; this one is for all others, and for settings
+    that TE's arguments do not reach: `BlockScaledQuantizer(MXFP8Scaling(E4M3, scale_rounding="floor"))`.
+
+    Args:
+        scaling: the settings. With stochastic rounding by Philox every call draws a seed in place of theirs.
+        rowwise, columnwise: which copies results have.
+        with_amax_reduction, amax_reduction_group: take the largest amax of the ranks of a process group, where scales
+            depend on an amax of the tensor.
+
+    Raises:
+        TypeError: no declared scaling. ValueError: one scale for the tensor, for which TE's quantizers are there;
+        `with_amax_reduction` without an amax of the tensor.
+    """
+
+    tensor_class, storage_class = BlockScaledTensor, BlockScaledTensorStorage
+
+    def __init__(
+        self,
+        scaling: Scaling,
+        *,
+        rowwise: bool = True,
+        columnwise: bool = True,
+        with_amax_reduction: bool = False,
+        amax_reduction_group: Any = None,
+    ):
+        super().__init__(rowwise=rowwise, columnwise=columnwise)
+        layout = require_scaling(scaling).layout
+        if layout.block is None:
+            raise ValueError(f"scaling must have blocks, or be that of another quantizer; got {scaling}")
+        if with_amax_reduction and not (layout.two_level and layout.amax == "tensor"):
+            raise ValueError(f"with_amax_reduction needs scales that depend on the tensor's amax; got {scaling}")
+        self._scaling = scaling
+        self.with_amax_reduction, self.amax_reduction_group = with_amax_reduction, amax_reduction_group
+
+    def settings(self) -> Any:
+        """Constructor arguments without the process group."""
+        return {"scaling": self._scaling, **super().settings()}
+
+    def scaling(self) -> Scaling:
+        """The scaling; with stochastic rounding every call draws a seed."""
+        return _with_new_seed(self._scaling)
+
+    def layout_scaling(self) -> Scaling:
+        """The scaling as it was given: for shapes alone."""
+        return self._scaling
+
+    def check_shape(self, shape: Any) -> None:
+        """Raise `ValueError` unless `refops` takes a tensor of `shape` in these copies."""
+        check_shape(self._scaling, tuple(shape), _matrix_shape(shape), self.columnwise_usage)
+
+    def is_quantizable(self, tensor: torch.Tensor) -> bool:
+        """Whether both sizes divide into whole blocks. Quantizing may not need that."""
+        return _divides(tensor.shape, self._scaling.layout.block[1])
+
+    def _get_compatible_recipe(self):
+        return recipes.BlockScaledRecipe
+
+
+def _quantize_with_amaxes(x, scaling, amaxes, rowwise, columnwise):
+    """Quantize with two levels of scales as part of a tensor whose amaxes are larger than those of `x`.
+
+    Kernels take the amax from the tensor. So rows are appended, a block high, that hold the given amax, and with the
+    Hadamard transform 16 more whose transform has the given maximum in one place; then the rows of `x` are cut off.
+    (The transform of the first ones is amax / 4, which the other maximum never falls below; and a transform is at most
+    4 times the largest value, so the reverse holds too.)
     """
     amax, transformed_amax = amaxes
     m, k = _matrix_shape(x.shape)
-    rows = x.new_zeros(16 if transformed_amax is None else 32, k)
-    rows[0, 0] = amax
+    block, points = sharding.rows_together(scaling), 16
+    first = -(-m // block) * block - m  # zeros that fill the last block of `x`
+    rows = x.new_zeros(first + block + (0 if transformed_amax is None else points), k)
+    rows[first, 0] = amax
     if transformed_amax is not None:
-        signs = 1.0 - 2.0 * ((scaling.sign_mask >> torch.arange(16, device=x.device)) & 1)
-        rows[16:, 0] = transformed_amax / 4 * signs
+        signs = 1.0 - 2.0 * ((scaling.hadamard >> torch.arange(points, device=x.device)) & 1)
+        rows[first + block :, 0] = transformed_amax / 4 * signs
     extended = torch.cat((x.reshape(m, k), rows))
     buffers = dispatch.quantize(extended, scaling, rowwise=rowwise, columnwise=columnwise)
-    layout = stored_layout(scaling, tuple(x.shape))
+    matrix = sharding.take_rows(buffers, 0, m)
+    return BlockScaledTensorStorage(matrix).viewed_buffers(tuple(x.shape))
 
-    def cut(name, tensor, last_dim):
-        """The leading part of `tensor`, `last_dim` long or `m` rows high, with zeros up to the stored shape."""
-        shape = layout[name][0]
-        kept = tensor[:, :last_dim] if "columnwise" in name else tensor[:m]
-        if name.endswith("_data"):
-            return kept.contiguous().view(shape)
-        return torch.nn.functional.pad(kept, (0, shape[1] - kept.shape[1], 0, shape[0] - kept.shape[0])).contiguous()
 
-    columns = {"columnwise_data": m // 2, "columnwise_scale_inv": m // 16}
-    cut_fields = {
-        name: cut(name, tensor, columns.get(name)) for name, tensor in buffers.tensors.items() if "amax" not in name
-    }
-    return replace(buffers, **cut_fields, shape=tuple(x.shape))
+#: The classes above that make quantizers.
+CONCRETE = (
+    Float8Quantizer,
+    Float8CurrentScalingQuantizer,
+    Float8BlockQuantizer,
+    MXFP8Quantizer,
+    NVFP4Quantizer,
+    BlockScaledQuantizer,
+)

@@ -1,14 +1,17 @@
 """Rows of quantized matrices: how FSDP2 (`torch.distributed.fsdp.fully_shard`) shards weights that are kept quantized.
 
 A matrix (M, K) is cut along M between blocks. Codes and scales of a shard, stored rows first and without padding,
-travel as they are; concatenated they are those of the whole, bit for bit.
+travel as they are; concatenated they are those of the whole, bit for bit. Where rows lie in an array, and how many of
+them an entry stands for, follows from the layout that the scaling declares.
 
-| format                | rows of a shard | what travels                                                       |
-|-----------------------|-----------------|--------------------------------------------------------------------|
-| FP8 per tensor        | any number      | rowwise codes, and the scale, which shards must share              |
-| FP8 blocks            | multiples of 128| rowwise codes and scales of 128x128 tiles; both copies of 1x128    |
-| MXFP8                 | multiples of 32 | both copies; of 32x32 tiles the rowwise one                        |
-| NVFP4                 | multiples of 16 | both copies and the amax, shared too; of 16x16 tiles the rowwise one|
+| scaling              | rows of a shard       | what travels                                                  |
+|----------------------|-----------------------|---------------------------------------------------------------|
+| one for the tensor   | any number            | rowwise codes, and the scale, which shards must share         |
+| blocks along a line  | multiples of the block| the codes and scales of both copies                           |
+| square blocks        | multiples of the block| rowwise codes and scales                                      |
+| two levels           | as their blocks       | the amax of the tensor besides, which shards must share too   |
+
+Rows that have an amax each (NVFP4's row scaling) are not cut.
 
 A copy that follows from the other is made after the all-gather. Shards share scales because their quantizer takes the
 amax over the shards' process group from the first all-gather on, and delayed scaling's is the model's.
@@ -20,6 +23,7 @@ the other in backward where parameters are resharded in between; here what backw
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -30,42 +34,36 @@ from fuser.dispatch import TENSOR_FIELDS, Buffers
 from fuser.distributed import reduce_amax
 from fuser.quantization.storage import DIRECTIONS, fields_of
 from refops.quantization.result import stored_layout
-from refops.scaling import BlockScaling, CurrentScaling, DelayedScaling, MXFP8Scaling, NVFP4Scaling
-
-# For each array: the axis along which rows of the matrix lie, rows per entry. An array without is of all rows together.
-_PER_TENSOR = {"rowwise_data": (0, 1), "columnwise_data": (1, 1)}
-_BLOCKS = {
-    1: _PER_TENSOR | {"rowwise_scale_inv": (1, 1), "columnwise_scale_inv": (0, 128)},
-    2: _PER_TENSOR | {"rowwise_scale_inv": (0, 128), "columnwise_scale_inv": (1, 128)},
-}
-_MXFP8 = {
-    "rowwise_data": (0, 1),
-    "rowwise_scale_inv": (0, 1),
-    "columnwise_data": (0, 1),
-    "columnwise_scale_inv": (0, 32),
-}
-_NVFP4 = {
-    "rowwise_data": (0, 1),
-    "rowwise_scale_inv": (0, 1),
-    "columnwise_data": (1, 2),
-    "columnwise_scale_inv": (1, 16),
-}
 
 
 def _rows_of(scaling: Any) -> dict[str, tuple[int, int]] | None:
-    """`{array: (axis, rows per entry)}`; None for a format whose rows can't be told apart."""
-    if isinstance(scaling, DelayedScaling | CurrentScaling):
-        return _PER_TENSOR
-    if isinstance(scaling, BlockScaling):
-        return _BLOCKS[scaling.block_dim]
-    if isinstance(scaling, MXFP8Scaling):
-        return _MXFP8
-    return _NVFP4 if isinstance(scaling, NVFP4Scaling) and not scaling.row_scaled else None
+    """`{array: (axis, rows per entry)}`: where the rows of the matrix lie. An array without is of all rows together.
+
+    None for a layout whose rows can't be told apart.
+    """
+    layout = scaling.layout
+    if layout.amax == "rows":
+        return None
+    rows = {}
+    for columnwise, direction in enumerate(DIRECTIONS):
+        transposed = layout.data_transposed(bool(columnwise))
+        rows[f"{direction}_data"] = (1, layout.packed) if transposed else (0, 1)
+        if layout.run is not None:
+            # Stored [outer, block]; rows are the outer dimension of rowwise scales, the blocked one of columnwise ones
+            axis = columnwise != layout.scales_inner_first[columnwise]
+            rows[f"{direction}_scale_inv"] = (int(axis), layout.run[columnwise])
+    return rows
+
+
+def rows_together(scaling: Any) -> int:
+    """How many rows are cut apart from others only together."""
+    layout = scaling.layout
+    return math.lcm(layout.shape_multiple, 1 if layout.block is None else layout.block[1])
 
 
 def cut_obstacle(buffers: Buffers, sizes: Sequence[int], dim: int = 0) -> str | None:
     """Why a tensor can't be cut along `dim` into quantized parts of `sizes`, in words; None if it can."""
-    multiple = getattr(buffers.scaling, "block_size", 1)
+    multiple = rows_together(buffers.scaling)
     if len(buffers.shape) != 2 or dim not in (0, -2):
         return f"only matrices are cut, along dimension 0; this is dimension {dim} of {len(buffers.shape)}"
     if _rows_of(buffers.scaling) is None:
@@ -102,9 +100,9 @@ def put_rows(buffers: Buffers, start: int, part: Buffers) -> None:
 
 
 def _shared(buffers: Buffers) -> list[str]:
-    """The arrays of all rows together that codes mean something with. (FP8's amax is a record.)"""
-    kept = "amax" if isinstance(buffers.scaling, NVFP4Scaling) else "scale_inv"
-    return [name for name in buffers.tensors if name not in _rows_of(buffers.scaling) and kept in name]
+    """The arrays of all rows together that codes mean something with: not an amax that is a record."""
+    rows, read = _rows_of(buffers.scaling), buffers.scaling.layout.two_level
+    return [name for name in buffers.tensors if name not in rows and (read or "amax" not in name)]
 
 
 def _rows_first(buffers: Buffers) -> dict[str, torch.Tensor]:
@@ -202,16 +200,14 @@ def _travelling(shard: Any) -> list[str]:
 
 def _share_scales(shard: Any, group: Any) -> None:
     """Have the shards' quantizer reduce amaxes from now on; quantize anew if the shards differ by now."""
-    quantizer = shard._quantizer
-    if getattr(quantizer, "with_amax_reduction", True):  # it does, or scales aren't its own to choose
+    quantizer, names = shard._quantizer, _shared(shard.buffers)
+    if not names or getattr(quantizer, "with_amax_reduction", True):  # it does, or scales aren't its own to choose
         return
     quantizer.with_amax_reduction, quantizer.amax_reduction_group = True, group
-    names = _shared(shard.buffers)
-    if names:
-        common = torch.cat([getattr(shard.buffers, name) for name in names])
-        largest, smallest = reduce_amax(torch.stack((common, -common)), group)
-        if not torch.equal(largest, -smallest):
-            shard.quantize_(shard.dequantize())
+    common = torch.cat([getattr(shard.buffers, name) for name in names])
+    largest, smallest = reduce_amax(torch.stack((common, -common)), group)
+    if not torch.equal(largest, -smallest):
+        shard.quantize_(shard.dequantize())
 
 
 def _require_same_blocks(label: str, shard: Any, quantizer: Any) -> None:

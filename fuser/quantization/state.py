@@ -27,6 +27,7 @@ from fuser.distributed import get_distributed_world_size, reduce_amax
 from fuser.dtypes import DType
 from fuser.quantization.quantizer import Quantizer
 from fuser.quantization.quantizers import (
+    BlockScaledQuantizer,
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
     Float8Quantizer,
@@ -361,6 +362,14 @@ class NVFP4BlockScalingRecipeState(RecipeState):
         )
 
 
+class BlockScaledRecipeState(RecipeState):
+    """Blocks by any declared scaling: no state."""
+
+    def make_quantizers(self):
+        tensor_types = [self._slot_tensor_type(i) for i in range(self.num_quantizers)]
+        return [BlockScaledQuantizer(self.recipe.scaling_of(tensor_type)) for tensor_type in tensor_types]
+
+
 class CustomRecipeState(RecipeState):
     """Quantizers from `recipe.qfactory(role)`; `DelayedScalingRequest`s share one delayed-scaling state."""
 
@@ -427,6 +436,7 @@ _STATE_CLASSES: dict[str, Callable[..., RecipeState]] = {
     "float8_current_scaling": Float8CurrentScalingRecipeState,
     "float8_block_scaling": Float8BlockScalingRecipeState,
     "nvfp4": NVFP4BlockScalingRecipeState,
+    "block_scaled": BlockScaledRecipeState,
     "custom": CustomRecipeState,
 }
 

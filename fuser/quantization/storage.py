@@ -1,8 +1,8 @@
 """Quantized tensors as plain Python objects: buffers, the settings they were made with, and what can be made of them.
 
 A storage is what an operation keeps for its own use (`quantizer.internal`); `fuser.quantization.tensor` makes the same
-data a `torch.Tensor`. Everything is generic over `fuser.dispatch.Buffers`; a format adds TE's attribute names and how
-one copy is derived from the other. The arithmetic of casts is elsewhere (`fuser.dispatch`).
+data a `torch.Tensor`. Everything is generic over `fuser.dispatch.Buffers` and the layout that the scaling declares
+(`refops.scalings.Layout`); a format adds TE's attribute names. The arithmetic of casts is elsewhere (`fuser.dispatch`).
 
 Behaviour: TE's quantized_tensor.py and tensor/storage/*.py.
 """
@@ -198,8 +198,8 @@ class QuantizedTensorStorage:
     def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
         """Keep, make or drop copies: None leaves one as it is, True makes it if it is missing, False drops it.
 
-        A copy can be made from the other where both hold the same codes: per-tensor FP8, and 2-D scaling of
-        blockwise FP8, MXFP8 and NVFP4 (without stochastic rounding). TE makes fewer of them.
+        A copy can be made from the other where both hold the same codes: where one scale serves the tensor or a
+        square block, without a transform of one copy and without stochastic rounding. TE makes fewer of them.
 
         Raises:
             RuntimeError: a copy is missing and cannot be made.
@@ -233,16 +233,31 @@ class QuantizedTensorStorage:
 
     def _copies_hold_the_same_codes(self) -> bool:
         """Whether one copy can be derived from the other."""
-        return False
+        scaling, layout = self.buffers.scaling, self.buffers.scaling.layout
+        return layout.is_square and layout.amax != "rows" and scaling.hadamard is None and scaling.random is None
 
     def _other_data(self, data, direction):
-        """The codes of copy `direction` from those of the other: the transpose, last dimension first."""
-        m, k = self._matrix_shape
+        """The codes of copy `direction` from those of the other: transposed, where columnwise data are."""
+        layout, (m, k) = self.buffers.scaling.layout, self._matrix_shape
+        if not layout.columnwise_transposed:
+            return data.clone()
         outer, inner = (m, k) if direction == "columnwise" else (k, m)
-        return data.reshape(outer, inner).t().contiguous().view(self._layout(f"{direction}_data"))
+        codes = _unpacked(data.reshape(outer, inner // layout.packed), layout.packed).t()
+        return _packed(codes, layout.packed).contiguous().view(self._layout(f"{direction}_data"))
 
     def _other_scales(self, scales, direction):
-        raise NotImplementedError(f"{type(self).__name__} does not derive one copy from the other")
+        """The scales of copy `direction` from those of the other: one of each square block, as `direction` has them."""
+        layout, shape, columnwise = self.buffers.scaling.layout, self._matrix_shape, direction == "columnwise"
+        if layout.block is None:
+            return scales.clone()
+        rows, columns = layout.scale_counts(shape, not columnwise)
+        copies = layout.block[0] if layout.repeated else 1
+        blocks = layout.scales_by_outer(scales, not columnwise)[:rows:copies, :columns].t()
+        if layout.repeated:
+            blocks = blocks.repeat_interleave(copies, dim=0)[: layout.scale_counts(shape, columnwise)[0]]
+        made = blocks.t() if layout.scales_inner_first[columnwise] else blocks
+        rows, columns = self._layout(f"{direction}_scale_inv")
+        return torch.nn.functional.pad(made, (0, columns - made.shape[1], 0, rows - made.shape[0])).contiguous()
 
     @property
     def _matrix_shape(self):
@@ -251,11 +266,6 @@ class QuantizedTensorStorage:
 
     def _layout(self, field):
         return stored_layout(self.buffers.scaling, tuple(self.buffers.shape))[field][0]
-
-    def _padded(self, scales, field):
-        """`scales` with zeros up to the stored shape of `field`."""
-        rows, columns = self._layout(field)
-        return torch.nn.functional.pad(scales, (0, columns - scales.shape[1], 0, rows - scales.shape[0]))
 
     # --- buffers ----------------------------------------------------------------------------------
 
@@ -267,8 +277,8 @@ class QuantizedTensorStorage:
     def viewed_buffers(self, shape: tuple) -> Buffers:
         """The buffers of a view: the same memory.
 
-        Per-tensor FP8 takes any shape, but only its rowwise copy survives a change of the last dimension. Other formats
-        need the last dimension as it is.
+        With one scale for the tensor any shape will do, but only the rowwise copy survives a change of the last
+        dimension. With blocks the last dimension stays.
 
         Raises:
             ValueError: a shape of other size, or a last dimension that has to stay.
@@ -282,6 +292,8 @@ class QuantizedTensorStorage:
         return replace(source, **viewed, shape=shape)
 
     def _without_blocks(self, shape):
+        if shape and self.buffers.scaling.layout.block is None and self.buffers.rowwise_data is not None:
+            return replace(self.buffers, **dict.fromkeys(fields_of("columnwise")))
         raise ValueError(
             f"shape of a view of {type(self).__name__} must keep the last dimension, along which blocks are scaled; "
             f"got {shape} for a tensor of shape {tuple(self.buffers.shape)}"
@@ -311,7 +323,10 @@ class QuantizedTensorStorage:
 
     def stored_format(self) -> tuple:
         """What tensors must agree on for one to take the buffers of the other. Not how scales are chosen."""
-        return type(self.buffers.scaling), self.buffers.scaling.fmt
+        scaling = self.buffers.scaling
+        # A float32 scale means the same whoever chose it; what a coded one means is its scaling's.
+        kind = type(scaling) if scaling.layout.scale_format else None
+        return kind, scaling.fmt, scaling.layout, scaling.hadamard
 
     def set_buffers(self, new: Buffers) -> None:
         """Take the contents of `new`, into the present memory where shapes agree. Shape and nominal dtype stay."""
@@ -355,6 +370,25 @@ class QuantizedTensorStorage:
         return context["class"](buffers, quantizer=context["quantizer"])
 
 
+def _unpacked(data, count):
+    """Codes, one a byte, of bytes (R, C) that hold `count` each, the first in the lowest bits: (R, C * count)."""
+    if count == 1:
+        return data
+    bits = 8 // count
+    return torch.stack([(data >> (bits * i)) & ((1 << bits) - 1) for i in range(count)], dim=-1).flatten(1)
+
+
+def _packed(codes, count):
+    """Undo `_unpacked`."""
+    packed, bits = codes[:, 0::count], 8 // count
+    for i in range(1, count):
+        packed = packed | (codes[:, i::count] << (bits * i))
+    return packed
+
+
+# --- by TE's names ----------------------------------------------------------------------------------
+
+
 class Float8TensorStorage(QuantizedTensorStorage):
     """FP8 with one scale: `_data` (shape of the tensor), `_transpose` (last dimension first), `_scale_inv` (1,)."""
 
@@ -370,21 +404,6 @@ class Float8TensorStorage(QuantizedTensorStorage):
     def _transpose_invalid(self) -> bool:
         """Whether there is no transpose to read."""
         return self.buffers.columnwise_data is None
-
-    def _copies_hold_the_same_codes(self):
-        return True
-
-    def _other_scales(self, scales, direction):
-        return scales.clone()
-
-    def _without_blocks(self, shape):
-        if not shape or self.buffers.rowwise_data is None:
-            super()._without_blocks(shape)
-        return replace(self.buffers, **dict.fromkeys(fields_of("columnwise")))
-
-    def stored_format(self) -> Any:
-        """Delayed and current scaling store the same."""
-        return Float8TensorStorage, self.buffers.scaling.fmt
 
     def _get_quantizer(self):
         """The quantizer, or one with the scale that the data have now (it isn't saved with delayed scaling)."""
@@ -407,25 +426,6 @@ class MXFP8TensorStorage(QuantizedTensorStorage):
     def _with_gemm_swizzled_scales(self) -> bool:
         return self.buffers.with_gemm_swizzled_scales
 
-    def stored_format(self) -> Any:
-        return *super().stored_format(), self.buffers.scaling.two_d
-
-    def _copies_hold_the_same_codes(self):
-        return self.buffers.scaling.two_d
-
-    def _other_data(self, data, direction):
-        return data.clone()
-
-    def _other_scales(self, scales, direction):
-        block, (m, k) = self.buffers.scaling.block_size, self._matrix_shape
-        if direction == "columnwise":
-            tiles = scales[:m:block, : -(-k // block)]
-            made = tiles.repeat_interleave(block, dim=1)[:, :k]
-        else:
-            tiles = scales[: -(-m // block), :k:block]
-            made = tiles.repeat_interleave(block, dim=0)[:m]
-        return self._padded(made, f"{direction}_scale_inv")
-
 
 class Float8BlockwiseQTensorStorage(QuantizedTensorStorage):
     """FP8 with float32 scales for 1x128 elements or 128x128 tiles; the columnwise copy is transposed."""
@@ -437,18 +437,6 @@ class Float8BlockwiseQTensorStorage(QuantizedTensorStorage):
     @property
     def _is_2D_scaled(self) -> bool:  # noqa: N802 (TE's name)
         return self.buffers.scaling.block_dim == 2
-
-    def stored_format(self) -> Any:
-        return *super().stored_format(), self.buffers.scaling.block_dim
-
-    def _copies_hold_the_same_codes(self):
-        return self._is_2D_scaled
-
-    def _other_scales(self, scales, direction):
-        block, (m, k) = self.buffers.scaling.block_size, self._matrix_shape
-        rows, columns = -(-m // block), -(-k // block)
-        valid = scales[:rows, :columns] if direction == "columnwise" else scales[:columns, :rows]
-        return self._padded(valid.t(), f"{direction}_scale_inv").contiguous()
 
 
 class NVFP4TensorStorage(QuantizedTensorStorage):
@@ -474,20 +462,6 @@ class NVFP4TensorStorage(QuantizedTensorStorage):
     def _nvfp4_e4m3_max(self) -> int:
         return self.buffers.scaling.e4m3_max
 
-    def stored_format(self) -> Any:
-        scaling = self.buffers.scaling
-        return *super().stored_format(), scaling.two_d, scaling.row_scaled, scaling.sign_mask if scaling.rht else None
 
-    def _copies_hold_the_same_codes(self):
-        return self.buffers.scaling.two_d and not self.buffers.scaling.stochastic_rounding
-
-    def _other_data(self, data, direction):
-        matrix = data.reshape(-1, data.shape[-1])
-        codes = torch.stack((matrix & 0xF, matrix >> 4), dim=-1).flatten(1).t()
-        return (codes[:, 0::2] | (codes[:, 1::2] << 4)).contiguous().view(self._layout(f"{direction}_data"))
-
-    def _other_scales(self, scales, direction):
-        block, (m, k) = self.buffers.scaling.block_size, self._matrix_shape
-        outer, inner = (m, k) if direction == "columnwise" else (k, m)
-        tiles = scales[:outer:block, : inner // block]
-        return self._padded(tiles.t().repeat_interleave(block, dim=0), f"{direction}_scale_inv").contiguous()
+class BlockScaledTensorStorage(QuantizedTensorStorage):
+    """Blocks with scales of their own, by any scaling that `refops.scalings` declares: `buffers.scaling` says which."""

@@ -23,6 +23,7 @@ from fuser.dtypes import HIGH_PRECISION, DType
 from fuser.quantization import sharding
 from fuser.quantization.quantizer import Quantizer, ValueQuantizer
 from fuser.quantization.storage import (
+    BlockScaledTensorStorage,
     Float8BlockwiseQTensorStorage,
     Float8TensorStorage,
     MXFP8TensorStorage,
@@ -30,7 +31,7 @@ from fuser.quantization.storage import (
     QuantizedTensorStorage,
 )
 from fuser.torch_load import rebuild_quantized_tensor, register
-from refops import scaling as scalings
+from refops import scalings
 from refops.formats import FORMATS
 
 aten = torch.ops.aten
@@ -524,46 +525,66 @@ class NVFP4Tensor(QuantizedTensor, NVFP4TensorStorage):  # type: ignore[misc]
     """E2M1 with an E4M3 scale for 16 elements and a float32 amax for the tensor."""
 
 
-_CLASSES = {cls.__name__: cls for cls in (Float8Tensor, MXFP8Tensor, Float8BlockwiseQTensor, NVFP4Tensor)}
+class BlockScaledTensor(QuantizedTensor, BlockScaledTensorStorage):  # type: ignore[misc]
+    """Blocks with scales of their own, by any declared scaling."""
+
+
+_CLASSES = {
+    cls.__name__: cls for cls in (Float8Tensor, MXFP8Tensor, Float8BlockwiseQTensor, NVFP4Tensor, BlockScaledTensor)
+}
 
 
 # --- files ----------------------------------------------------------------------------------------
 
 
 def _scaling_as_plain(scaling):
-    """The settings as a dict of strings and numbers."""
-    plain = {f.name: getattr(scaling, f.name) for f in fields(scaling) if f.name != "random_bits"}
-    if "fmt" in plain:
-        plain["fmt"] = plain["fmt"].name
+    """The settings as a dict of strings and numbers, and of formats by name. Not what plays no part in equality."""
+    plain = {f.name: getattr(scaling, f.name) for f in fields(scaling) if f.compare}
+    for name, value in plain.items():
+        if value in FORMATS.values():
+            plain[name] = {"format": value.name}
     return {"class": type(scaling).__name__, **plain}
 
 
 def _scaling_from_plain(plain):
     settings = dict(plain)
     by_name = {cls.__name__: cls for cls in scalings.SCALINGS}
-    cls = by_name[settings.pop("class")]
-    if "fmt" in settings:
-        settings["fmt"] = FORMATS[settings["fmt"]]
-    return cls(**settings)
+    name = settings.pop("class")
+    if name not in by_name:
+        raise ValueError(f"the file has a tensor in {name}, a scaling that refops.scalings does not declare")
+    for field, value in settings.items():
+        if field == "fmt" and isinstance(value, str):  # files of version 0.1.0
+            value = {"format": value}
+        if isinstance(value, dict):
+            settings[field] = FORMATS[value["format"]]
+    return by_name[name](**settings)
 
 
 def _quantizer_as_plain(quantizer):
     """Class and settings; None for delayed scaling (its scale and amax belong to the model's recipe state) and for
     quantizers that are not of this package."""
-    known = type(quantizer) is Quantizer.registry.get(type(quantizer).__name__)
-    if not known or not isinstance(quantizer, ValueQuantizer):
+    if type(quantizer) not in _quantizer_classes().values() or not isinstance(quantizer, ValueQuantizer):
         return None
     settings = {name: int(v) if isinstance(v, DType) else v for name, v in quantizer.settings().items()}
+    if "scaling" in settings:
+        settings["scaling"] = _scaling_as_plain(settings["scaling"])
     return {"class": type(quantizer).__name__, **settings}
 
 
 def _quantizer_from_plain(plain):
     if plain is None:
         return None
-    from fuser.quantization import quantizers  # noqa: F401 (fills the registry)
-
     settings = dict(plain)
-    return Quantizer.registry[settings.pop("class")](**settings)
+    if "scaling" in settings:
+        settings["scaling"] = _scaling_from_plain(settings["scaling"])
+    return _quantizer_classes()[settings.pop("class")](**settings)
+
+
+def _quantizer_classes():
+    """name -> class, of this package's own."""
+    from fuser.quantization.quantizers import CONCRETE
+
+    return {cls.__name__: cls for cls in CONCRETE}
 
 
 def rebuild(name, tensors, scaling, shape, dtype, with_gemm_swizzled_scales, quantizer, requires_grad, is_parameter):

@@ -34,9 +34,8 @@ from fuser.xla.compute import (
     plan_of,
     run,
     run_reference,
-    scaling_of,
 )
-from fuser.xla.settings import ScalingMode
+from fuser.xla.settings import ScalingMode, scaling_of
 from refops.arguments import shown
 from refops.quantization.result import stored_layout
 
@@ -103,12 +102,11 @@ def _result_shapes(call, operands, dtype):
 def _scaled_shapes(call, plan, out, x_shape, dtype):
     columns = x_shape[-2] * x_shape[-1] if call.kind == GRADIENT else out[-1]
     matrix = (int(np.prod(out, dtype=np.int64)) // columns if columns else 0, columns)
-    layout = stored_layout(scaling_of(plan.mode, "float8_e4m3fn", 1.0), matrix)  # the same for every format and scale
+    layout = stored_layout(scaling_of(plan.mode), matrix)  # the same for every format and scale
     shapes = []
     for copy, wanted in (("rowwise", plan.rowwise), ("columnwise", plan.columnwise)):
-        data = layout[f"{copy}_data"][0]
-        if plan.mode.is_nvfp4_scaling:
-            data = (*data[:-1], data[-1] * 2)
+        *leading, last = layout[f"{copy}_data"][0]
+        data = (*leading, last * plan.mode.layout.packed)
         scales = layout[f"{copy}_scale_inv"][0]
         shapes.append((data, scales) if wanted else ((1,), (1,)))
     scale_dtype = plan.mode.get_scale_dtype()

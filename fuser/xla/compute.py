@@ -30,14 +30,14 @@ import numpy as np
 
 import refops
 from cuda_kernels.interface import Job, Operand, front_of
-from fuser.xla.settings import ACTIVATION_NAMES, QuantizeLayout, ScalingMode
+from fuser.xla.settings import ACTIVATION_NAMES, FORMATS, QuantizeLayout, ScalingMode, scaling_of
 from refops.activations import bind_activation
-from refops.ops import PATHS, check_fusable, path_of
-from refops.quantization import nvfp4
+from refops.ops import check_fusable, path_of
+from refops.quantization.quantize import check_shape
 from refops.quantization.result import stored_layout
+from refops.scalings import UNFUSED
 
 ACTIVATION, GRADIENT, QUANTIZE = "activation", "gradient", "quantize"
-_FORMATS = {"float8_e4m3fn": refops.E4M3, "float8_e5m2": refops.E5M2}
 HIGH_PRECISION = ("float32", "float16", "bfloat16")
 _CLAMPED = ACTIVATION_NAMES.index("clamped_swiglu")
 CLAMPED_PARAMETERS = ("limit", "alpha", "glu_linear_offset")
@@ -102,17 +102,11 @@ def plan_of(call):
     return Plan(bound, mode, layout.has_rowwise, layout.has_colwise)
 
 
-def scaling_of(mode, dtype, scale):
-    """Return the `refops` settings of a scaling mode, the dtype of the data and, for delayed scaling, the scale."""
-    if mode is ScalingMode.NVFP4_1D_SCALING or mode is ScalingMode.NVFP4_2D_SCALING:
-        return refops.NVFP4Scaling(two_d=mode is ScalingMode.NVFP4_2D_SCALING)
-    if dtype not in _FORMATS:
-        raise TypeError(f"{mode.name} needs data of float8_e4m3fn or float8_e5m2; got {dtype}")
-    if mode is ScalingMode.DELAYED_TENSOR_SCALING:
-        return refops.DelayedScaling(_FORMATS[dtype], scale)
-    if mode is ScalingMode.CURRENT_TENSOR_SCALING:
-        return refops.CurrentScaling(_FORMATS[dtype])
-    return refops.MXFP8Scaling(_FORMATS[dtype])
+def _scaling(mode, dtype, scale):
+    """The `refops` settings of a scaling mode, the dtype of the data and, for delayed scaling, the scale."""
+    if dtype not in mode.data_dtypes:
+        raise TypeError(f"{mode.name} needs data of {' or '.join(mode.data_dtypes)}; got {dtype}")
+    return scaling_of(mode, FORMATS[dtype], scale)
 
 
 # --- memory ---------------------------------------------------------------------------------------------
@@ -236,11 +230,10 @@ def _job(plan, place, front, scale, results, dbias):
     number = 1.0
     if plan.mode is ScalingMode.DELAYED_TENSOR_SCALING:
         number = place.read(_one_float(place, scale, "scale"))
-    scaling = scaling_of(plan.mode, results[0].dtype, number)
+    scaling = _scaling(plan.mode, results[0].dtype, number)
     check_fusable(front, scaling)
-    if plan.mode.is_nvfp4_scaling:
-        nvfp4.check_shape(front.tensor_shape, *front.matrix_shape, scaling, plan.columnwise)
-    path = PATHS["unfused"] if front.kind == "identity" else path_of(scaling)
+    check_shape(scaling, front.tensor_shape, front.matrix_shape, plan.columnwise)
+    path = UNFUSED if front.kind == "identity" else path_of(scaling)
     fields = _fields(plan, place, scaling, front.tensor_shape, results)
     return Job(front, path, scaling, plan.rowwise, plan.columnwise, fields, (None, None), dbias, False)
 
@@ -262,7 +255,7 @@ def _fields(plan, place, scaling, shape, results):
         if not (plan.columnwise if "columnwise" in name else plan.rowwise):
             continue
         buffer = sources[name]
-        per_byte = 2 if buffer.dtype == "float4_e2m1fn" else 1
+        per_byte = scaling.layout.packed if name.endswith("_data") else 1
         array = place.view(_sized(buffer, math.prod(layout) * per_byte, name), layout, dtype.name)
         if not name.endswith("_data"):
             place.clear(array)
@@ -328,7 +321,7 @@ def _reference(call, plan, tensors, results, scale):
         amax = np.fmax.reduce(np.abs(exact), axis=None, initial=np.float32(0))
         return ((values[0], amax), values[1]) if call.is_dbias else ((values, amax), None)
     options |= {"rowwise": plan.rowwise, "columnwise": plan.columnwise}
-    output = quantize(*names, *tensors, scaling_of(plan.mode, results[0].dtype, scale), **options, **parameters)
+    output = quantize(*names, *tensors, _scaling(plan.mode, results[0].dtype, scale), **options, **parameters)
     return output if call.is_dbias else (output, None)
 
 

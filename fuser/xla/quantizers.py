@@ -22,9 +22,6 @@ from fuser.xla.settings import QuantizeLayout, ScalingMode, normalized_axis
 from fuser.xla.tensors import ScaledTensorFactory
 from refops.arguments import shown
 
-_FP8 = (np.dtype(jnp.float8_e4m3fn), np.dtype(jnp.float8_e5m2))
-_FP4 = (np.dtype(jnp.float4_e2m1fn),)
-
 
 def compute_scale_from_amax(amax: Any, q_dtype: Any, margin: float = 0.0, scale: Any = None) -> Any:
     """Return (largest value / amax) / 2^margin, float32 like `amax`; where amax is 0 or not finite, `scale` or 1."""
@@ -48,9 +45,8 @@ class Quantizer:
     scaling_mode: ScalingMode = ScalingMode.CURRENT_TENSOR_SCALING
     q_layout: QuantizeLayout = QuantizeLayout.ROWWISE_COLWISE
 
-    #: Modes, and dtypes of the data, that a class takes; fields that are arrays.
+    #: Modes that a class takes; fields that are arrays.
     modes: ClassVar[tuple[ScalingMode, ...]] = ()
-    dtypes: ClassVar[tuple[Any, ...]] = _FP8
     children: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls):
@@ -59,8 +55,9 @@ class Quantizer:
     def __post_init__(self):
         self.q_dtype, self.q_layout = np.dtype(self.q_dtype), QuantizeLayout(self.q_layout)
         self.scaling_mode = ScalingMode(self.scaling_mode)
-        if self.scaling_mode not in self.modes or self.q_dtype not in self.dtypes:
-            modes, dtypes = (", ".join(one.name for one in ones) for ones in (self.modes, self.dtypes))
+        dtypes = self.modes[0].data_dtypes if self.modes else ()
+        if self.scaling_mode not in self.modes or self.q_dtype.name not in dtypes:
+            modes, dtypes = ", ".join(mode.name for mode in self.modes), ", ".join(dtypes)
             raise ValueError(
                 f"{type(self).__name__} needs scaling_mode {modes} and q_dtype {dtypes}; got {self.scaling_mode.name} "
                 f"and {self.q_dtype.name}"
@@ -130,7 +127,7 @@ class Quantizer:
         layout = self.q_layout if layout is None else layout
         normalized_axis(axis, shape)
         for colwise, wanted in ((False, layout.has_rowwise), (True, layout.has_colwise)):
-            if wanted or self.scaling_mode.is_nvfp4_scaling:
+            if wanted or self.scaling_mode.layout.shape_multiple > 1:
                 self.scaling_mode.get_scale_shape(shape, is_colwise=colwise, is_padded=False, flatten_axis=axis)
 
     def call_scale(self) -> Any:
@@ -160,7 +157,7 @@ class Quantizer:
             scales[0],
             colwise,
             scales[1],
-            amax=None if mode is ScalingMode.MXFP8_1D_SCALING else amax,
+            amax=None if mode.layout.amax is None else amax,
             scaling_mode=mode,
             dq_dtype=dq_dtype,
             data_layout=self.data_layout,
@@ -174,7 +171,7 @@ def _unpadded(mode, scales, shape, axis, colwise):
     wanted = mode.get_scale_shape(shape, is_colwise=colwise, is_padded=False, flatten_axis=axis)
     if not mode.is_block_scaling:
         return scales[: wanted[0]]
-    rows = shape[axis:] if colwise and mode.is_colwise_transposed() else shape[:axis]
+    rows = shape[axis:] if colwise != mode.layout.scales_inner_first[colwise] else shape[:axis]
     count = int(np.prod(wanted[: len(rows)], dtype=np.int64))
     return scales[:count, : int(np.prod(wanted[len(rows) :], dtype=np.int64))].reshape(wanted)
 
@@ -237,7 +234,7 @@ class NVFP4Quantizer(Quantizer):
     q_dtype: Any = jnp.float4_e2m1fn
     scaling_mode: ScalingMode = ScalingMode.NVFP4_1D_SCALING
 
-    modes, dtypes = (ScalingMode.NVFP4_1D_SCALING, ScalingMode.NVFP4_2D_SCALING), _FP4
+    modes = (ScalingMode.NVFP4_1D_SCALING, ScalingMode.NVFP4_2D_SCALING)
 
 
 class QuantizerFactory:

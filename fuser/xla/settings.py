@@ -3,6 +3,7 @@
 Numbers are those that cross TE's FFI (`csrc/extensions/misc.h`, `activation.h`). No JAX in here.
 """
 
+import functools
 import math
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
@@ -11,39 +12,31 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from refops.activations import ACTIVATIONS
 from refops.arguments import require_number, shown
+from refops.formats import E2M1, E4M3, E5M2, E8M0
 from refops.quantization.layout import round_up
-
-#: Activation type, as TE spells it -> (number in TE's FFI, name in `refops.ACTIVATIONS`).
-ActivationEnum = {
-    ("gelu",): 0,
-    ("gelu", "linear"): 1,
-    ("sigmoid", "linear"): 2,
-    ("silu",): 3,
-    ("silu", "linear"): 4,
-    ("relu",): 5,
-    ("relu", "linear"): 6,
-    ("quick_gelu",): 7,
-    ("quick_gelu", "linear"): 8,
-    ("squared_relu",): 9,
-    ("squared_relu", "linear"): 10,
-    ("clamped_silu", "clamped_linear"): 11,
-}
-#: Number in TE's FFI -> name in `refops.ACTIVATIONS`. SiTU-GLU has none: TE's JAX interface does not offer it.
-ACTIVATION_NAMES = (
-    "gelu",
-    "geglu",
-    "glu",
-    "silu",
-    "swiglu",
-    "relu",
-    "reglu",
-    "qgelu",
-    "qgeglu",
-    "srelu",
-    "sreglu",
-    "clamped_swiglu",
+from refops.scalings import (
+    FP8_FORMATS,
+    CurrentScaling,
+    DelayedScaling,
+    MXFP8Scaling,
+    NVFP4Scaling,
+    Scaling,
 )
+
+#: dtype of JAX -> what its codes mean.
+FORMATS = {"float8_e4m3fn": E4M3, "float8_e5m2": E5M2, "float4_e2m1fn": E2M1, "float8_e8m0fnu": E8M0}
+_DTYPES = {fmt: dtype for dtype, fmt in FORMATS.items()}
+
+_ROWS = sorted(
+    (row for row in ACTIVATIONS.values() if row.jax is not None), key=lambda row: (row.number is None, row.number)
+)
+#: Activation type, as TE spells it -> number in TE's FFI; activations that TE lacks have the numbers after TE's.
+#: SiTU-GLU has none: TE's JAX interface does not offer it.
+ActivationEnum = {row.jax: number for number, row in enumerate(_ROWS)}
+#: Number in TE's FFI -> name in `refops.ACTIVATIONS`.
+ACTIVATION_NAMES = tuple(row.name for row in _ROWS)
 
 
 def activation_enum(activation_type):
@@ -136,7 +129,7 @@ class QuantizeLayout(IntEnum):
 
 
 class ScalingMode(IntEnum):
-    """How a tensor is scaled.
+    """How a tensor is scaled: TE's modes and numbers, and no others. Shapes follow from the declared layouts.
 
     | mode                     | data dtypes      | scale dtype     | scales of (rowwise data)     | columnwise data |
     |--------------------------|------------------|-----------------|------------------------------|-----------------|
@@ -154,10 +147,23 @@ class ScalingMode(IntEnum):
     NVFP4_1D_SCALING = 4
     NVFP4_2D_SCALING = 5
 
+    @functools.cached_property
+    def layout(self) -> Any:
+        """The `refops.scalings.Layout` of data and scales; None for NO_SCALING."""
+        return None if self is ScalingMode.NO_SCALING else scaling_of(self).layout
+
+    @functools.cached_property
+    def data_dtypes(self) -> tuple[str, ...]:
+        """Names of the dtypes that data may have; none for NO_SCALING."""
+        if self is ScalingMode.NO_SCALING:
+            return ()
+        takes_any = scaling_of(self, E5M2).fmt is E5M2
+        return tuple(_DTYPES[fmt] for fmt in (FP8_FORMATS if takes_any else (scaling_of(self).fmt,)))
+
     @property
     def is_tensor_scaling(self) -> bool:
         """Whether one scale serves the tensor."""
-        return self in (ScalingMode.DELAYED_TENSOR_SCALING, ScalingMode.CURRENT_TENSOR_SCALING)
+        return self.layout is not None and self.layout.block is None
 
     @property
     def is_nvfp4_scaling(self) -> bool:
@@ -167,22 +173,22 @@ class ScalingMode(IntEnum):
     @property
     def is_block_scaling(self) -> bool:
         """Whether blocks have scales of their own."""
-        return self is ScalingMode.MXFP8_1D_SCALING or self.is_nvfp4_scaling
+        return self.layout is not None and self.layout.block is not None
 
     def is_colwise_transposed(self) -> bool:
         """Whether columnwise data are transposed."""
-        return self.is_tensor_scaling or self.is_nvfp4_scaling
+        return self.layout is not None and self.layout.columnwise_transposed
 
     @property
     def block_size(self) -> int:
-        """Elements along a block's edge."""
-        return 32 if self is ScalingMode.MXFP8_1D_SCALING else 16
+        """Elements along a block's edge; 0 without blocks."""
+        return self.layout.block[1] if self.is_block_scaling else 0
 
     def get_scale_dtype(self) -> Any:
         """NumPy (or ml_dtypes) dtype of the scales."""
-        if self is ScalingMode.MXFP8_1D_SCALING:
-            return np.dtype(ml_dtypes.float8_e8m0fnu)
-        return np.dtype(ml_dtypes.float8_e4m3fn if self.is_nvfp4_scaling else np.float32)
+        if self.layout is None or self.layout.scale_format is None:
+            return np.dtype(np.float32)
+        return np.dtype(getattr(ml_dtypes, _DTYPES[self.layout.scale_format]))
 
     def get_scale_shape(
         self,
@@ -216,17 +222,17 @@ class ScalingMode(IntEnum):
         axis = normalized_axis(flatten_axis, data_shape)
         if data_layout == "T":
             data_shape, axis = data_shape[axis:] + data_shape[:axis], len(data_shape) - axis
-        transposed = is_colwise and self.is_colwise_transposed()
-        both = self is ScalingMode.NVFP4_2D_SCALING and not broadcast_2d_scale_shape_to_1d
+        inner_first = self.layout.scales_inner_first[is_colwise]
+        both = self.layout.repeated and not broadcast_2d_scale_shape_to_1d
         shape = list(data_shape)
         for along, wanted in ((axis - 1, is_colwise or both), (len(shape) - 1, not is_colwise or both)):
             if wanted:
                 shape[along] = self._blocks(data_shape, along)
         rows, columns = tuple(shape[:axis]), tuple(shape[axis:])
-        if transposed:
+        if is_colwise != inner_first:  # stored the other way round than data that are not transposed
             rows, columns = columns, rows
         if is_padded:
-            alignments = (4, 128) if is_colwise and not transposed else (128, 4)
+            alignments = self.layout.padding[::-1] if inner_first else self.layout.padding
             rows, columns = (_padded(part, n, data_shape) for part, n in zip((rows, columns), alignments, strict=True))
         return rows + columns
 
@@ -251,6 +257,24 @@ class ScalingMode(IntEnum):
                 f"{self.name} needs a multiple of {self.block_size} along axis {axis}; got shape {data_shape}"
             )
         return data_shape[axis] // self.block_size
+
+
+_SCALINGS: dict[Any, Any] = {
+    ScalingMode.DELAYED_TENSOR_SCALING: DelayedScaling,
+    ScalingMode.CURRENT_TENSOR_SCALING: lambda fmt, scale: CurrentScaling(fmt),
+    ScalingMode.MXFP8_1D_SCALING: lambda fmt, scale: MXFP8Scaling(fmt),
+    ScalingMode.NVFP4_1D_SCALING: lambda fmt, scale: NVFP4Scaling(),
+    ScalingMode.NVFP4_2D_SCALING: lambda fmt, scale: NVFP4Scaling(two_d=True),
+}
+
+
+def scaling_of(mode: ScalingMode, fmt: Any = E4M3, scale: float = 1.0) -> Scaling:
+    """Return the `refops` settings of a mode, with elements of a format where it has a choice.
+
+    Args:
+        scale: of delayed scaling.
+    """
+    return _SCALINGS[mode](fmt, scale)
 
 
 def normalized_axis(flatten_axis, shape):

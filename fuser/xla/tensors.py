@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fuser.xla.settings import QuantizeLayout, ScalingMode, normalized_axis
+from fuser.xla.settings import QuantizeLayout, ScalingMode, normalized_axis, scaling_of
 
 
 class TensorUsage(Enum):
@@ -19,6 +19,18 @@ class TensorUsage(Enum):
     LHS_TRANS = 1
     RHS = 2
     RHS_TRANS = 3
+
+
+class _Words:
+    """Of the vocabulary of `refops.scalings.arithmetic`, what decoding takes, for arrays of JAX."""
+
+    @staticmethod
+    def function(f):
+        return f
+
+    @staticmethod
+    def decode(fmt):
+        return lambda code: code.astype(jnp.float32)
 
 
 _ROWWISE_USAGES = (TensorUsage.LHS, TensorUsage.RHS_TRANS)
@@ -149,17 +161,16 @@ class ScaledTensor1x(ScaledTensor):
     def dequantize(self) -> Any:
         """Return the values in `dq_dtype`, in the layout of `data`: float32 arithmetic, one rounding."""
         values = self.data.astype(jnp.float32)
-        if self.scaling_mode.is_tensor_scaling and self.data.size:
-            values = values * self.scale_inv[0]
-        elif self.scaling_mode.is_block_scaling:
+        if self.scaling_mode is not ScalingMode.NO_SCALING and self.data.size:
             values = values * self._factors()
         return values.astype(self.dq_dtype)
 
     def _factors(self):
-        """float32 factor of each element."""
-        factors = self.scale_inv.astype(jnp.float32)
-        if self.scaling_mode.is_nvfp4_scaling:
-            factors = (factors * self.amax[0]) * np.float32(np.float32(1) / np.float32(6 * 448))
+        """float32 factor of each element, or of all."""
+        amax = self.amax[0] if self.scaling_mode.layout.two_level else None
+        factors = scaling_of(self.scaling_mode).decode_factor(_Words)(self.scale_inv, amax)
+        if self.scaling_mode.is_tensor_scaling:
+            return factors[0]
         for axis, (size, blocks) in enumerate(zip(self.data.shape, factors.shape, strict=True)):
             if size != blocks:
                 factors = jnp.repeat(factors, size // blocks, axis=axis)
