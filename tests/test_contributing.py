@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 import refops
-from cuda_kernels import activations, casts, catalogue, interface
-from refops import scaling, survey
+from cuda_kernels import casts, catalogue
+from refops import scalings, survey
 
 pytestmark = pytest.mark.check
 
@@ -25,11 +25,9 @@ def test_every_signed_format_has_casts():
         assert_none_missing(names, getattr(casts, table), f"cuda_kernels/casts.py: {table}", "Add a format")
 
 
-def test_every_activation_has_kernels_and_budgets():
-    names, section = refops.ACTIVATIONS, "Add an activation"
-    assert_none_missing(names, activations.ACTIVATIONS, "cuda_kernels/activations.py: ACTIVATIONS", section)
-    both = [*names, *(f"d{name}" for name in names)]
-    assert_none_missing(both, catalogue.ROW_BUDGETS, "cuda_kernels/catalogue.py: ROW_BUDGETS", section)
+def test_every_activation_has_budgets():
+    both = [kernel for name in refops.ACTIVATIONS for kernel in (name, f"d{name}")]
+    assert_none_missing(both, catalogue.ROW_BUDGETS, "cuda_kernels/row_budgets.json", "Add an activation")
 
 
 def test_every_activation_has_an_operation():
@@ -41,13 +39,11 @@ def test_every_activation_has_an_operation():
     assert_none_missing(refops.ACTIVATIONS, found, "fuser.ops", "Add an activation")
 
 
-def test_every_scaling_is_public_shown_and_has_kernels():
-    names, section = [cls.__name__ for cls in scaling.SCALINGS], "Add a scaling"
+def test_every_scaling_is_public_and_shown():
+    names, section = [cls.__name__ for cls in scalings.SCALINGS], "Add a scaling"
     shown = [type(row.scaling).__name__ for row in survey.SCALINGS.values()]
     assert_none_missing(names, refops.__all__, "refops/__init__.py: __all__", section)
     assert_none_missing(names, shown, "refops/survey.py: SCALINGS", section)
-    kernels = [cls.__name__ for cls in interface.SCALINGS]
-    assert_none_missing(names, kernels, "cuda_kernels/interface.py: SCALINGS", section)
 
 
 def test_every_operation_is_in_the_readme():
@@ -66,7 +62,7 @@ def test_names_in_files_exist():
     files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
     pattern = r"((?:`\w+`(?:, | and )?)+) (?:there )?(?:of|in) `([\w/]+\.py)`"
     found = [(name, file) for names, file in re.findall(pattern, text) for name in re.findall(r"`(\w+)`", names)]
-    assert len(found) > 30
+    assert len(found) > 20
     for name, file in found:
         texts = [path.read_text(encoding="utf-8") for path in files if path.as_posix().endswith(f"/{file}")]
         assert any(re.search(rf"\b{name}\b", text) for text in texts), f"CONTRIBUTING.md: {name} of {file}"

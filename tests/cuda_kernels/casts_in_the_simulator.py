@@ -13,7 +13,7 @@ from cuda_kernels import casts, simt
 from refops import rounding
 
 F = np.float32
-FORMATS = ("e4m3", "e5m2", "e3m2", "e2m3", "e2m1")
+FORMATS = ("e4m3", "e5m2", "e3m2", "e2m3", "e2m1", "int8")
 
 
 def inputs():

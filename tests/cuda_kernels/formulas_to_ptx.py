@@ -1,10 +1,11 @@
-"""Prints PTX for compute capability 9.0 of every formula and elementary function as JSON: run by test_formulas.py.
+"""Prints PTX for compute capability 9.0 of every formula and elementary function as JSON: run by `instructions.py`.
 
 A process of its own, which compiles formulas for the CPU first: that must not change what a GPU gets.
 """
 
-import inspect
 import json
+import sys
+from collections import namedtuple
 from types import SimpleNamespace
 from unittest import mock
 
@@ -12,39 +13,42 @@ import numba
 from numba import cuda
 
 from cuda_kernels import elementary
-from cuda_kernels.activations import ACCURATE, FAST
+from cuda_kernels.formulas import forms_of
+from cuda_kernels.operands import PARAMETERS
+from refops.activations import ACTIVATIONS
+
+Parameters = namedtuple("Parameters", PARAMETERS)
 
 
-def ptx_of(function):
-    """PTX of a kernel that applies a scalar function to numbers in memory."""
-    count = len(inspect.signature(getattr(function, "py_func", function)).parameters)
-    scope = {"function": function}
-    exec(f"def kernel(a):\n    a[0] = function({', '.join(f'a[{i + 1}]' for i in range(count))})", scope)
+def ptx_of(function, parameters):
+    """PTX of a kernel that applies a scalar function of (x, p) or of x to numbers in memory."""
+    scope = {"function": function, "Parameters": Parameters}
+    given = ", Parameters(" + ", ".join(f"a[{i + 2}]" for i in range(len(PARAMETERS))) + ")" if parameters else ""
+    exec(f"def kernel(a):\n    a[0] = function(a[1]{given})", scope)
     return cuda.compile_ptx(scope["kernel"], numba.void(numba.types.CPointer(numba.float32)), cc=(9, 0))[0]
 
 
-def compile_for_cpu(function):
-    """Compile a formula of one argument for this machine."""
-    numba.njit("float32(float32)", error_model="numpy")(lambda x: function(x))
+def main(names):
+    """Compile the functions of the activations called `names` (or of all), which are called "FUNCTION.value" and so on.
 
-
-def main():
-    """Compile everything."""
-    for name in ("silu", "gelu", "relu"):
-        compile_for_cpu(ACCURATE[name])
-    functions = {
-        "accurate": dict(ACCURATE),
-        "fast": dict(FAST),
-        "elementary": {name: getattr(elementary, name) for name in ("exp", "tanh", "reciprocal")},
-    }
-    for formulas in functions.values():
-        for name in [name for name in formulas if name.endswith(("_pair", "_both"))]:
-            del formulas[name]  # gives two numbers
+    Each is in "accurate"; in "fast" where its declaration has a form for approximate units.
+    """
+    rows = [row for name, row in ACTIVATIONS.items() if not names or name in names]
+    functions = list(dict.fromkeys(function for row in rows for function in row.functions))
+    silu = forms_of(ACTIVATIONS["silu"].act, fast_math=False).value
+    numba.njit("float32(float32)", error_model="numpy")(lambda x: silu(x, 0))
+    texts = {"accurate": {}, "fast": {}, "elementary": {}}
     capability = SimpleNamespace(compute_capability=(9, 0))
     with mock.patch("numba.cuda.dispatcher.get_current_device", lambda: capability):
-        texts = {kind: {name: ptx_of(f) for name, f in formulas.items()} for kind, formulas in functions.items()}
+        for function in functions:
+            for kind in ("accurate", "fast") if function.fast else ("accurate",):
+                made = forms_of(function, kind == "fast")
+                texts[kind][f"{function.name}.value"] = ptx_of(made.value, True)
+                texts[kind][f"{function.name}.slope"] = ptx_of(made.slope, True)
+        for name in ("exp", "tanh", "reciprocal"):
+            texts["elementary"][name] = ptx_of(getattr(elementary, name), False)
     print(json.dumps(texts))
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -47,7 +47,7 @@ def tensor(shape, dtype=BF16, seed=0):
 
 def takes(scaling, shape, columnwise):
     """Whether the scaling allows this."""
-    if not isinstance(scaling, refops.NVFP4Scaling):
-        return True
-    m = int(np.prod(shape[:-1]))
-    return m % 32 == 0 == shape[-1] % 32 and not (scaling.row_scaled and scaling.four_over_six and columnwise)
+    layout = scaling.layout
+    multiple = layout.columnwise_multiple if columnwise else layout.shape_multiple
+    divides = int(np.prod(shape[:-1])) % multiple == 0 == shape[-1] % multiple
+    return divides and not (columnwise and scaling.only_rowwise)

@@ -16,13 +16,14 @@ import pytest
 from scalars import F, over_arrays
 
 import refops
-from cuda_kernels import casts, epilogues, vectors
+from cuda_kernels import casts, scale_rules, vectors
 from cuda_kernels.simt import device
 from refops import rounding
-from refops.quantization.mxfp8 import ENCODE_MULTIPLIER
+from refops.formats import INT8, UE5M3, encode_tile
+from refops.scalings.arithmetic import REFERENCE
 from tiers import sampled
 
-FORMATS = ("e4m3", "e5m2", "e3m2", "e2m3", "e2m1")
+FORMATS = ("e4m3", "e5m2", "e3m2", "e2m3", "e2m1", "int8")
 PEERS = {
     "e4m3": ml_dtypes.float8_e4m3fn,
     "e5m2": ml_dtypes.float8_e5m2,
@@ -56,7 +57,7 @@ def test_encoders_give_the_reference_s_codes(name):
     )
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", PEERS)
 def test_encoders_give_ml_dtypes_codes_within_the_range(name):
     limit = float(ml_dtypes.finfo(PEERS[name]).max)
     theirs = np.clip(NUMBERS, F(-limit), F(limit)).astype(PEERS[name]).view(np.uint8)
@@ -70,6 +71,16 @@ def test_decoders_give_every_code_its_value(name):
     got = over_arrays(casts.DECODERS[name])(np.arange(len(expected), dtype=np.uint32))
     np.testing.assert_array_equal(got, expected)
     np.testing.assert_array_equal(np.signbit(got)[~np.isnan(got)], np.signbit(expected)[~np.isnan(got)])
+
+
+@pytest.mark.parametrize("fmt", [UE5M3, INT8], ids=str)
+def test_formats_without_a_sign_and_of_integers(fmt):
+    x = X if fmt.signed else np.abs(X)
+    encode, decode = casts.one_for(fmt, None)
+    with np.errstate(all="ignore"):
+        expected = encode_tile(x, fmt)
+    np.testing.assert_array_equal(over_arrays(encode, np.uint32)(x), expected)
+    np.testing.assert_array_equal(over_arrays(decode)(np.arange(256, dtype=np.uint32)), fmt.values)
 
 
 @sampled("name", FORMATS, 3)
@@ -160,24 +171,25 @@ def test_eight_codes_of_words_have_their_values(name, target):
 
 @pytest.mark.parametrize("target", [(8, 0), (9, 0)])
 def test_e4m3_of_one_number_and_back(target):
-    encode, decode = casts.e4m3_for(target)
+    encode, decode = casts.one_for(refops.E4M3, target)
     codes = np.arange(256, dtype=np.uint32)
     np.testing.assert_array_equal(over_arrays(encode, np.uint32)(NUMBERS), over_arrays(casts.e4m3, np.uint32)(NUMBERS))
     np.testing.assert_array_equal(over_arrays(decode)(codes), over_arrays(casts.decode_e4m3)(codes))
 
 
-@pytest.mark.parametrize("limit", [448.0, 57344.0])
-def test_a_power_of_two_scale_without_a_division_is_that_with_one(limit):
-    """Every exponent with mantissas about the limit's, about 1 and 2, and random ones; subnormal numbers, infinity."""
-    near = np.concatenate([np.arange(-9, 10) + at for at in (0, 0x600000, 0x800000)])
+@pytest.mark.parametrize("limit", [448.0, 57344.0, 6.0, 4.0, 1.75])
+def test_a_power_of_two_quotient_without_a_division_is_that_with_one(limit):
+    """Every exponent with mantissas about the limit's, about 1 and 2, and random ones; subnormal numbers."""
+    near = np.concatenate([np.arange(-9, 10) + at for at in (0, 0x400000, 0x600000, 0x800000)])
     mantissas = np.concatenate([near, np.random.default_rng(2).integers(0, 1 << 23, 1000)])
     bits = ((np.arange(256)[:, None] << 23) + mantissas).ravel()
-    x = bits[(bits >= 0) & (bits <= 0x7F800000)].astype(np.uint32).view(F)
-    scale, mask = epilogues.make_power_of_two_scale(F(limit)), epilogues.scale_mask(True)
-    for epsilon, largest in ((F(0), F(np.finfo(F).max)), (F(1e-20), F(65504))):
+    x = bits[(bits > 0) & (bits < 0x7F800000)].astype(np.uint32).view(F)
+    for overflow in (F(np.finfo(F).max), F(65504)):
         with np.errstate(all="ignore"):
-            expected = over_arrays(epilogues.fp8_scale)(x, F(limit), epsilon, largest, mask)
-        np.testing.assert_array_equal(over_arrays(scale)(x, epsilon, largest), expected)
+            expected = REFERENCE.quotient(F(limit), True)(x, overflow)
+        np.testing.assert_array_equal(
+            over_arrays(scale_rules.make_power_of_two_quotient(F(limit)))(x, overflow), expected
+        )
 
 
 @pytest.mark.parametrize("name", HALVES)
@@ -240,7 +252,7 @@ def test_e8m0_rounds_up():
 def test_e8m0_values_and_multipliers():
     codes = np.arange(256, dtype=np.uint32)
     np.testing.assert_array_equal(over_arrays(casts.e8m0_value)(codes), refops.E8M0.values)
-    np.testing.assert_array_equal(over_arrays(casts.e8m0_multiplier)(codes[:255]), ENCODE_MULTIPLIER[:255])
+    np.testing.assert_array_equal(over_arrays(casts.e8m0_multiplier)(codes[:255]), REFERENCE.inverse_power(codes[:255]))
 
 
 @pytest.mark.parametrize("seed, offset", [(0, 0), (0x123456789ABCDEF1, 0xFEDCBA9876543210), (2**64 - 1, 2**64 - 1)])

@@ -206,7 +206,7 @@ def test_fast_sigmoid_within_seven_units(errors, bound):
     x, exp = normal_exponentials()
     x, exp = x[x < 87.3], exp[x < 87.3]  # beyond it may be 0
     with units.errors(*errors):
-        got = over_arrays(units.fast_varying_numbers()["sigmoid"])(-x).astype(np.float64)
+        got = over_arrays(units.varying_words().sigmoid)(-x).astype(np.float64)
     assert np.max(np.abs(got * (1 + exp) - 1)) * 2**23 <= bound
 
 

@@ -4,7 +4,6 @@ The oracle accepts them at ulp=8 for every bfloat16 and float16, dense float32 a
 at the special values they are what the accurate formulas are.
 """
 
-from collections import namedtuple
 from functools import cache
 
 import ml_dtypes
@@ -12,20 +11,17 @@ import numba
 import numpy as np
 import pytest
 import units
+from formula_cases import P, flushed
 from scalars import F, over_arrays
 
 import refops.oracle
 from cuda_kernels import pairs
-from cuda_kernels.activations import ACTIVATIONS, FAST, functions_of, with_parameters
+from cuda_kernels.formulas import accurate_forms, fast_forms, fast_gradients, fast_product, functions_of
+from refops.activations import ACTIVATIONS
 from tiers import sampled
 
-PARAMETERS = {"limit": F(7), "alpha": F(1.702), "glu_linear_offset": F(1), "beta1": F(4), "beta2": F(25)}
-Parameters = namedtuple("Parameters", list(PARAMETERS))
-P = Parameters(**PARAMETERS)
-#: How many times x the argument of the sigmoid is; it is 0 where that is below -87.33.
-SLOPES = {"qgelu": 1.702, "qgeglu": 1.702, "clamped_swiglu": 1.702, "silu": 1, "glu": 1, "swiglu": 1, "situglu": 1}
-#: Those that have fast formulas of their own.
-SMOOTH = [name for name, row in ACTIVATIONS.items() if row.value not in ("relu", "srelu")]
+#: Those that have fast forms of their own.
+SMOOTH = [name for name, row in ACTIVATIONS.items() if row.act.fast]
 SPECIAL = F([np.nan, np.inf, -np.inf, 0, -0.0, 1e-45, -1e-42, 1e-38, 3e38, -3.4e38, 3e19, -5e19, 88.8, -104, 0.5, -7.5])
 
 
@@ -50,35 +46,32 @@ def inputs():
 
 def kept(name, x):
     """Where x is finite and the sigmoid, accurately no 0, is not flushed to 0."""
-    with np.errstate(invalid="ignore"):
-        argument = SLOPES.get(name, 0) * x.astype(np.float64)
-    return np.isfinite(x) & ~((argument < -87.33) & (argument > -88.73))
+    return np.isfinite(x) & ~flushed(name, x)
 
 
-def functions(name, formulas, lift, drop):
-    """(value(x, g), (dx(x, g, dy), dgate(x, g, dy))) of an activation; `lift` makes what `formulas` take."""
+def functions(name, words, lift, drop):
+    """(value(x, g), (dx(x, g, dy), dgate(x, g, dy))) of an activation; `lift` makes what `words` are for."""
     row = ACTIVATIONS[name]
-    if row.gate is None:
-        value, derivative = formulas[row.value], formulas[f"{row.value}_derivative"]
-        return (lambda x, g: drop(value(lift(x)))), (lambda x, g, dy: drop(derivative(lift(x))) * dy,)
-    gradients = formulas[f"{name}_gradients"]
+    value, derivative, _ = fast_forms(row.act, words)
+    if not row.gated:
+        return (lambda x, g: drop(value(lift(x), P))), (lambda x, g, dy: drop(derivative(lift(x), P)) * dy,)
+    gradients, product, gate = fast_gradients(name, words), fast_product(name, words), fast_forms(row.gate, words)
     parts = (
         lambda x, g, dy: drop(gradients(lift(x), lift(g), lift(dy), P)[0]),
         lambda x, g, dy: drop(gradients(lift(x), lift(g), lift(dy), P)[1]),
     )
-    if f"{name}_product" in formulas:
-        product = formulas[f"{name}_product"]
+    if product:
         return (lambda x, g: drop(product(lift(x), lift(g), P))), parts
-    act = with_parameters(formulas[row.value], row.parameters)
-    gate = with_parameters(formulas.get(row.gate) or FAST[row.gate], row.gate_parameters)
-    if row.gate in formulas:
-        return (lambda x, g: drop(act(lift(x), P)) * drop(gate(lift(g), P))), parts
-    return (lambda x, g: drop(act(lift(x), P)) * gate(g, P)), parts
+    if gate:
+        gate_value = gate.value
+        return (lambda x, g: drop(value(lift(x), P)) * drop(gate_value(lift(g), P))), parts
+    accurate = accurate_forms(row.gate).value
+    return (lambda x, g: drop(value(lift(x), P)) * accurate(g, P)), parts
 
 
-def compiled(name, formulas, lift, drop):
+def compiled(name, words, lift, drop):
     """The functions of an activation, over arrays: (value, [dx, dgate])."""
-    value, parts = functions(name, formulas, lift, drop)
+    value, parts = functions(name, words, lift, drop)
     over = [over_arrays(numba.njit(function, error_model="numpy")) for function in (value, *parts)]
     return over[0], over[1:]
 
@@ -89,8 +82,7 @@ def results(name, functions, x, g, dy):
     with np.errstate(all="ignore"):
         y = value(x, g)[:, None]
         slopes = [part(x, g, dy) for part in parts]
-    gated = ACTIVATIONS[name].gate is not None
-    x = np.stack([x, g], axis=1) if gated else x[:, None]
+    x = np.stack([x, g], axis=1) if ACTIVATIONS[name].gated else x[:, None]
     return [(name, x, y), (f"d{name}", {"x": x, "dy": dy[:, None]}, np.stack(slopes, axis=1))]
 
 
@@ -111,9 +103,9 @@ SAME = numba.njit(same)
 
 def kinds(name):
     """What `compiled` returns for numbers, for first and for second halves."""
-    yield compiled(name, units.fast_varying_numbers(), SAME, SAME)
+    yield compiled(name, units.varying_words(), SAME, SAME)
     for which in (0, 1):
-        yield compiled(name, units.fast_varying_pairs(), *halves(which))
+        yield compiled(name, units.varying_pairs(), *halves(which))
 
 
 def special_values(name):
@@ -143,7 +135,7 @@ def test_the_oracle_accepts_them_at_8_ulp(name):
 def test_the_errors_count():
     """Other errors, other results of the same compiled function."""
     x, g, dy = (v[kept("swiglu", inputs()[0])] for v in inputs())
-    of_numbers = compiled("swiglu", units.fast_varying_numbers(), SAME, SAME)
+    of_numbers = compiled("swiglu", units.varying_words(), SAME, SAME)
     found = set()
     for errors in units.ERRORS:
         with units.errors(*errors):
@@ -164,9 +156,8 @@ def test_far_left_everything_is_0(name):
 
 @pytest.mark.parametrize("name", ["swiglu", "geglu", "qgeglu"])
 def test_activations_have_the_same_values(name):
-    """`activations.FAST` has the values of `fast`: what scaled kernels and kernels without pairs call."""
+    """Scaled kernels and those without pairs call the functions for every GPU: others' have the same values."""
     x, _, _ = inputs()
-    own = pairs.FAST_NATIVE[ACTIVATIONS[name].value]
-    value = functions_of(name, fast_math=True).value
+    own, value = fast_forms(ACTIVATIONS[name].act, pairs.FAST_NATIVE).value, functions_of(name, fast_math=True).value
     got = over_arrays(numba.njit(lambda x: value(x, P), error_model="numpy"))(x)
-    np.testing.assert_array_equal(got, over_arrays(numba.njit(lambda x: own(x), error_model="numpy"))(x))
+    np.testing.assert_array_equal(got, over_arrays(numba.njit(lambda x: own(x, P), error_model="numpy"))(x))

@@ -15,6 +15,7 @@ from arrays import ARRAYS, assert_same_quantized, same_bits
 from cuda_kernels import host
 from cuda_kernels.host import arrays
 from refops import oracle
+from refops.scalings.declaration import Layout
 from tiers import sampled
 
 FP32, FP16, _ = DTYPES
@@ -360,21 +361,17 @@ def test_tensors_of_pytorch_in_every_argument():
 # --- what has no kernels ----------------------------------------------------------------------------
 
 
-def test_a_scaling_of_refops_without_kernels_is_refused(monkeypatch):
+def test_a_scaling_of_refops_without_kernels_is_refused():
     """A class that `refops` has learnt, and no kernel: an error, not what some other scaling would give."""
 
-    class LaterScaling(refops.CurrentScaling):
-        pass
+    class LaterScaling(refops.BlockScaling):
+        layout = Layout(block=(1, 8), scale_order="fixed")
 
-    later = LaterScaling(E4M3)
-    monkeypatch.setattr("cuda_kernels.interface.SCALINGS", (refops.DelayedScaling, refops.MXFP8Scaling))
-    x = tensor((32, 64), FP32)
+    later, x = LaterScaling(E4M3), tensor((32, 64), FP32)
     for call in (
         lambda: host.quantize(x, later),
         lambda: host.activation_quantize("gelu", x, later),
-        lambda: host.dequantize(refops.quantize(x, refops.CurrentScaling(E4M3))),
+        lambda: host.dequantize(refops.quantize(x, later)),
     ):
-        with pytest.raises(
-            TypeError, match=r"^scaling must be one that has kernels, .*MXFP8Scaling; got .*(Later|Current)Scaling"
-        ):
+        with pytest.raises(TypeError, match=r"^scaling must be one that has kernels: blocks of .*; got .*LaterScaling"):
             call()

@@ -390,10 +390,10 @@ PROBES = {
 #: file, text, what it becomes, the probe that finds it
 FAULTS = (
     ("casts.py", "m + odd + np.uint32(", "m + odd + U32(1) - np.uint32(", "mxfp8"),
-    ("epilogues.py", "amax * (s_enc * ONE_SIXTH)", "amax * (s_enc * ONE_SIXTH) * F(1.01)", "nvfp4"),
+    ("host/epilogues.py", "rule(out.given[outer", "rule(F(2) * out.given[outer", "nvfp4"),
     ("host/stages.py", "bits > INFINITE", "bits > MAGNITUDE", "current"),
     ("host/stages.py", "row // PIECE_ROWS * out.inner + column", "column", "sums"),
-    ("host/backend.py", "m * (k // 16) if columnwise else 0", "0", "stochastic"),
+    ("host/backend.py", "m * (k // PHILOX_BYTES) if columnwise else 0", "0", "stochastic"),
     ("host/backend.py", "if job.path.casts_rounded:", "if False:", "fused"),
     ("host/prologues.py", "return start, start + g, min", "return start, start + 2 * g, min", "scaled"),
     ("host/dequantize.py", "pair & U32(15)", "pair >> U32(4)", "nvfp4"),

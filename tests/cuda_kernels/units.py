@@ -14,7 +14,7 @@ from numba import types
 from numba.extending import intrinsic
 from scalars import TINY, F, exact_fma, with_instructions
 
-from cuda_kernels import activations, fast, pairs
+from cuda_kernels import fast, pairs
 
 #: (ex2's, rcp's) error in ulp: nearest results, and the four corners.
 ERRORS = [(0, 0), (2, 1), (2, -1), (-2, 1), (-2, -1)]
@@ -87,18 +87,12 @@ def _varying(function):
 
 
 @cache
-def fast_varying_numbers():
-    """What `fast.make_fast` makes of `varying_numbers`."""
-    return fast.make_fast(varying_numbers())
+def varying_words():
+    """What `fast.make_words` makes of `varying_numbers`."""
+    return fast.make_words(varying_numbers())
 
 
 @cache
-def fast_varying_formulas():
-    """The formulas of `activations.FAST` on such units."""
-    return activations.make_fast_formulas(fast_varying_numbers())
-
-
-@cache
-def fast_varying_pairs():
-    """What `fast.make_fast` makes of pairs of `varying_numbers`."""
-    return fast.make_fast(pairs.make_pairs(varying_numbers(), with_instructions(pairs.fma2, fma=exact_fma)))
+def varying_pairs():
+    """What `fast.make_words` makes of pairs of `varying_numbers`."""
+    return fast.make_words(pairs.make_pairs(varying_numbers(), with_instructions(pairs.fma2, fma=exact_fma)))

@@ -28,6 +28,7 @@ SCALINGS = {
     "block 128x128": refops.BlockScaling(E4M3),
     "mxfp8": MXFP8,
     "mxfp8 squares": refops.MXFP8Scaling(E4M3, two_d=True),
+    "mxint8": refops.MXINT8Scaling(),
     "nvfp4": NVFP4,
     "nvfp4 squares": refops.NVFP4Scaling(two_d=True),
     "nvfp4 4over6": refops.NVFP4Scaling(four_over_six="mse"),

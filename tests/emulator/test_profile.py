@@ -140,7 +140,7 @@ def test_shared_memory_has_no_conflicts(name, shape):
 
 
 def test_every_kind_of_kernel_that_shares_memory_is_there():
-    assert {recipe.kernel for recipe in SHARING.values()} == {"tile", "square", "square choice", "mxfp8"}
+    assert {recipe.kernel for recipe in SHARING.values()} == {"tile", "square", "square choice", "columns"}
 
 
 #: Kinds of kernels whose threads read 32 or more neighbouring bytes in two or more requests: each touches twice the
@@ -226,9 +226,9 @@ def test_launches_of_one_kernel_are_one_column(capsys):
     launches = {kernel["name"]: kernel["counted"]["launches"] for kernel in found["kernels"]}
     assert launches == {
         "row: gelu -> plain+amax": 1,
-        "current scale": 1,
+        "scale of tensor": 1,
         "copy": 2,
-        "tile: bfloat16 -> per tensor + per tensor of columns": 1,
+        "tile: bfloat16 -> current + current of columns": 1,
     }
 
 
@@ -238,7 +238,7 @@ def test_launches_of_one_kernel_are_one_column(capsys):
         (["--op", "swiglu"], ["row: swiglu -> plain"]),
         (["--op", "dswiglu", "--dtype", "float32"], ["row: dswiglu -> plain"]),
         (["--op", "dgelu", "--scaling", "mxfp8", "--dbias"], ["band: dgelu -> mxfp8 + sums", "finish sums"]),
-        (["--op", "swiglu", "--scaling", "mxfp8", "--columnwise"], ["mxfp8: swiglu -> mxfp8 + columns"]),
+        (["--op", "swiglu", "--scaling", "mxfp8", "--columnwise"], ["columns: swiglu -> mxfp8 + columns"]),
         (["--op", "none", "--scaling", "mxfp8", "--shape", "2x3x32"], ["wide row: bfloat16 -> mxfp8"]),
         (["--op", "none", "--scaling", "mxfp8", "--set", "fmt=e5m2"], ["wide row: bfloat16 -> mxfp8"]),
         (["--op", "none", "--scaling", "mxfp8", "--shape", "0x32"], []),

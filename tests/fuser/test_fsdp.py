@@ -15,6 +15,7 @@ import torch
 from fuser import dispatch
 from fuser import quantization as q
 from fuser.dtypes import DType
+from refops import E3M2, MXFP8Scaling, NVFP4Scaling
 
 WORKER = Path(__file__).with_name("fsdp_worker.py")
 F8 = DType.kFloat8E4M3
@@ -28,9 +29,10 @@ QUANTIZERS = {
     "mxfp8 32x32": functools.partial(q.MXFP8Quantizer, F8, with_2d_quantization=True),
     "nvfp4": q.NVFP4Quantizer,
     "nvfp4 16x16": functools.partial(q.NVFP4Quantizer, with_2d_quantization=True),
+    "mxfp6": functools.partial(q.BlockScaledQuantizer, MXFP8Scaling(E3M2)),
+    "nvfp4 declared": functools.partial(q.BlockScaledQuantizer, NVFP4Scaling(two_d=True)),
     "nvfp4 transformed": functools.partial(q.NVFP4Quantizer, with_rht=True, with_post_rht_amax=True),
 }
-BLOCKS = {"block": 128, "mxfp8": 32, "nvfp4": 16}
 USAGES = {"rowwise": (True, False), "columnwise": (False, True), "both": (True, True)}
 
 
@@ -41,7 +43,7 @@ def make(request):
 
 def block(make):
     """Rows that can't be cut apart."""
-    return getattr(make().layout_scaling(), "block_size", 1)
+    return make().layout_scaling().block_size or 1
 
 
 def normal(*shape, seed=0):
@@ -203,7 +205,7 @@ def test_parts_that_end_in_blocks_are_plain():
 def test_writes_to_a_slice_reach_the_whole(make):
     whole, other = matrix(make), matrix(make, seed=1)
     rows = block(make)
-    if isinstance(make(), q.Float8CurrentScalingQuantizer | q.NVFP4Quantizer):
+    if isinstance(make(), q.Float8CurrentScalingQuantizer) or make().layout_scaling().layout.two_level:
         before = whole.clone()
         with pytest.raises(RuntimeError, match=f"{rows} of {len(whole)} rows can't be written alone"):
             whole[:rows].copy_(other[:rows])

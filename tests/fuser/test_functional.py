@@ -455,7 +455,7 @@ def test_errors_name_the_argument():
             r"expects one scale per input row: input has 4 rows, act_scales has shape \(3,\)",
         ),
         (lambda: F.scaled_swiglu(x, scales, None, 7), ValueError, "glu_interleave_size must be 0, or .* got 7"),
-        (lambda: F.scaled_activation("gelu", x, scales), ValueError, "name must be one of swiglu.*got 'gelu'"),
+        (lambda: F.scaled_activation("gelu", x, scales), ValueError, "name must be one of srelu, swiglu.*got 'gelu'"),
         (lambda: F.gelu(F.gelu(x, QUANTIZERS["current"][0]())), TypeError, "plain torch tensor; got Float8Tensor"),
     ]
     for call, error, text in cases:

@@ -14,6 +14,7 @@ import torch
 from fuser import quantization as q
 from fuser.dtypes import DType
 from fuser.quantization.storage import QuantizedTensorStorage
+from refops import E3M2, MXFP8Scaling
 
 F8, F8B = DType.kFloat8E4M3, DType.kFloat8E5M2
 
@@ -23,6 +24,7 @@ QUANTIZERS = {
     "block": lambda: q.Float8BlockQuantizer(F8B),
     "mxfp8": lambda: q.MXFP8Quantizer(F8),
     "nvfp4": lambda: q.NVFP4Quantizer(with_2d_quantization=True),
+    "mxfp6": lambda: q.BlockScaledQuantizer(MXFP8Scaling(E3M2, two_d=True)),
 }
 
 

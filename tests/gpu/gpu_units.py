@@ -3,7 +3,7 @@
 import numpy as np
 
 from cuda_kernels import elementary
-from cuda_kernels.activations import FAST
+from cuda_kernels.fast import FAST_NUMBERS
 from cuda_kernels.kernels import THREADS, thread_number
 from cuda_kernels.recipes import pointer, scalar
 from cuda_kernels.simt import kernel
@@ -30,9 +30,9 @@ TABLES = {
     "reciprocal": make_table(elementary.reciprocal),
     "fast_reciprocal": make_table(elementary.reciprocal_seed),
     "exp": make_table(elementary.exp),
-    "fast_sigmoid": make_table(FAST["sigmoid"]),
+    "fast_sigmoid": make_table(FAST_NUMBERS.sigmoid),
     "tanh": make_table(elementary.tanh),
-    "fast_tanh": make_table(FAST["tanh"]),
+    "fast_tanh": make_table(FAST_NUMBERS.tanh),
 }
 ARGUMENTS = [pointer(np.float32), pointer(np.float32), scalar(np.int32)]
 

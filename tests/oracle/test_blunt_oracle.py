@@ -9,7 +9,7 @@ import pytest
 from mutants import MUTANTS
 from mutants.outcome import outcome
 
-from refops.oracle import enclosure, interval, quantized, scale_rules, verdict
+from refops.oracle import enclosure, interval, quantized_verdict, scale_rules, verdict
 from refops.oracle.enclosure import Bounds
 
 BLUNT = {}
@@ -39,7 +39,7 @@ def ulp_times_a_thousand(monkeypatch):
 
 @blunt("one-code-of-a-million", "mx-truncated", "one-nibble-of-a-million")
 def codes_not_checked_where_the_scale_is_right(monkeypatch):
-    right = quantized.QuantizedJudge._judge_blocks
+    right = quantized_verdict.QuantizedJudge._judge_blocks
 
     def judge(self, names, *arguments):
         scale = self.judge.tallies.get(names["scale_inv"])
@@ -50,18 +50,18 @@ def codes_not_checked_where_the_scale_is_right(monkeypatch):
         if scale and codes and scale.count == before:
             codes.wrong[...], codes.count = saved
 
-    monkeypatch.setattr(quantized.QuantizedJudge, "_judge_blocks", judge)
+    monkeypatch.setattr(quantized_verdict.QuantizedJudge, "_judge_blocks", judge)
 
 
 @blunt("columnwise-scales-unwritten", "mx-columnwise-scales-transposed", "rht-left-out")
 def columnwise_never_checked(monkeypatch):
-    right = quantized.QuantizedJudge._judge_direction
+    right = quantized_verdict.QuantizedJudge._judge_direction
 
     def judge(self, direction):
         if direction == "rowwise":
             right(self, direction)
 
-    monkeypatch.setattr(quantized.QuantizedJudge, "_judge_direction", judge)
+    monkeypatch.setattr(quantized_verdict.QuantizedJudge, "_judge_direction", judge)
 
 
 @blunt("relu-keeps-nan", "clamp-keeps-nan", "one-infinity-not-saturated", "e4m3-overflows-to-nan")
@@ -109,7 +109,7 @@ def amax_never_checked(monkeypatch):
 
 @blunt("mx-floor", "mx-even", "mx-ceil-of-float-log2")
 def scales_never_checked(monkeypatch):
-    monkeypatch.setattr(quantized.QuantizedJudge, "_record_scales", lambda self, *arguments: None)
+    monkeypatch.setattr(quantized_verdict.QuantizedJudge, "_record_scales", lambda self, *arguments: None)
 
 
 @blunt("mx-floor", "swiglu-mx-floor")
@@ -141,7 +141,7 @@ def neighbouring_codes_accepted(monkeypatch):
 
 @blunt("every-eighth-byte-unwritten")
 def last_rows_of_a_quantized_tensor_not_visited(monkeypatch):
-    cut_tiles(monkeypatch, quantized, rows=16, columns=0)
+    cut_tiles(monkeypatch, quantized_verdict, rows=16, columns=0)
 
 
 @blunt("grid-stride-loop-without-tail")
@@ -151,7 +151,7 @@ def last_rows_of_a_value_tensor_not_visited(monkeypatch):
 
 @blunt("last-partial-block-skipped", "padding-read-as-data")
 def partial_blocks_not_visited(monkeypatch):
-    cut_tiles(monkeypatch, quantized, rows=0, columns=8)
+    cut_tiles(monkeypatch, quantized_verdict, rows=0, columns=8)
 
 
 def cut_tiles(monkeypatch, module, rows, columns):
@@ -163,12 +163,10 @@ def cut_tiles(monkeypatch, module, rows, columns):
 @blunt("maximum-always-six", "maximum-always-four", "choice-by-absolute-error", "one-block-chose-the-worse")
 def four_over_six_choice_not_checked(monkeypatch):
     def right(self, written):
-        inside = [
-            (self.to_runs(low) <= written) & (written <= self.to_runs(high)) for low, high in self._by_factor.values()
-        ]
+        inside = [(self.to_runs(low) <= written) & (written <= self.to_runs(high)) for low, high in self.candidates]
         return inside[0] | inside[1]
 
-    monkeypatch.setattr(scale_rules.FourOverSixScales, "right", right)
+    monkeypatch.setattr(scale_rules.ChosenScales, "right", right)
 
 
 @blunt("swiglu-mx-unrounded", "swiglu-current-unrounded")
@@ -183,7 +181,7 @@ def rounding_before_the_cast_optional(monkeypatch):
 
 @blunt("sr-with-its-own-generator", "one-row-reuses-random-bits")
 def random_bits_not_compared(monkeypatch):
-    monkeypatch.setattr(quantized.QuantizedJudge, "_random_bits", lambda self, *arguments: "any")
+    monkeypatch.setattr(quantized_verdict.QuantizedJudge, "_random_bits", lambda self, *arguments: "any")
 
 
 @blunt("history-stays", "history-rolls-the-other-way", "one-history-entry-lost-a-bit")
@@ -199,7 +197,7 @@ def a_tile_with_right_codes_is_taken_as_right(monkeypatch):
     def is_reference(self, codes, scales):
         return codes[0] is not None and np.array_equal(*codes)
 
-    monkeypatch.setattr(quantized.QuantizedJudge, "_tile_is_reference", is_reference)
+    monkeypatch.setattr(quantized_verdict.QuantizedJudge, "_tile_is_reference", is_reference)
 
 
 @blunt("block-output-truncated", "one-bit-of-a-million-values", "swiglu-rounded-silu")

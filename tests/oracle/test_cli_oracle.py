@@ -1,6 +1,7 @@
 """`refops check` and `refops golden` as a user meets them: files of every kind, exit codes, one-line errors, JSON."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import ml_dtypes
@@ -181,7 +182,7 @@ def test_settings_and_parameters_reach_the_check(run, files, monkeypatch):
             values = {k: int(v, 0) if v[0].isdigit() and "e" not in v else v for k, v in overrides.items()}
             if "amax_epsilon" in values:
                 values["amax_epsilon"] = 1e3
-            scaling = type(SCALINGS[name].scaling)(**{**vars(SCALINGS[name].scaling), **values})
+            scaling = replace(SCALINGS[name].scaling, **values)
         refops.activation_quantize(op, X, scaling, **params).rowwise_data.tofile("out.bin")
         base = ("check", "--op", op, "--scaling", name, "--input", "x.safetensors", "--data", "out.bin", "--ulp", "0")
         words = [w for k, v in overrides.items() for w in ("--set", f"{k}={v}")]

@@ -40,10 +40,10 @@ def floor_dump(shape):
 def test_an_unchanged_replay_is_the_reference(op, name):
     inputs, outputs, options = call(op, ALL_SCALINGS.get(name))
     case = Case(op, inputs, options["scaling"], options["params"])
-    kernel = Setting(case, outputs, outputs).kernel()
-    region = whole(kernel.setting.shape)
+    replay = Setting(case, outputs, outputs).replay()
+    region = whole(replay.setting.shape)
     sums = [n for n in outputs if n in ("dbias", "drow_scales")]
-    made = kernel.run(region, [n for n in outputs if n not in sums])
+    made = replay.run(region, [n for n in outputs if n not in sums])
     for array, values in made.items():
         expected = crop(case, array, outputs[array], region)
         assert np.array_equal(bits_of(values), bits_of(expected.reshape(values.shape))), array

@@ -7,15 +7,18 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from interval_widths import widths
+from reference_calls import ALL_SCALINGS
 
+import measured
 import refops
 from refops.activations import ACTIVATIONS, bind_activation
-from refops.oracle import enclosure
+from refops.oracle import enclosure, scale_rules
 from refops.oracle.fairness import Fairness
 from refops.oracle.interval import Interval, ulp_of
 from refops.oracle.operation import Case
-from refops.quantization import mxfp8, nvfp4
 from refops.quantization.hadamard import sign_vector
+from refops.scalings.arithmetic import REFERENCE
 
 F = np.float32
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -200,40 +203,10 @@ def test_scaled_references_are_inside(op, interleave):
     assert np.median(width_in_ulp) == SCALED_WIDTHS[op]
 
 
-#: Median width of the interval at ulp=2, in float32 ulp, over normal inputs: (value, gradient), as measured.
-WIDTHS = {
-    "gelu": (3, 5),
-    "qgelu": (3, 5),
-    "relu": (0, 0),
-    "srelu": (0, 0),
-    "silu": (3, 4),
-    "glu": (3, 4),
-    "geglu": (3, 3),
-    "qgeglu": (3, 4),
-    "reglu": (0, 0),
-    "sreglu": (0, 0),
-    "swiglu": (3, 4),
-    "clamped_swiglu": (3, 4),
-    "situglu": (12, 9),
-}
-
-
-@pytest.mark.parametrize("name", WIDTHS)
+@pytest.mark.parametrize("name", ACTIVATIONS)
 def test_intervals_are_a_few_ulp_wide(name):
     """The neighbours of the truth within ulp=2 alone are 3 wide; without exp and tanh one value is right."""
-    rng = np.random.default_rng(3)
-    gated = ACTIVATIONS[name].gated
-    x = rng.standard_normal((1, 40000 * (1 + gated))).astype(F)
-    dy = rng.standard_normal((1, 40000)).astype(F)
-    for at, (b, truth) in enumerate(
-        (
-            (bounds(name, x=x), refops.activation(name, x)[0]),
-            (bounds(f"d{name}", dy=dy, x=x), refops.activation_grad(name, dy, x)[0]),
-        )
-    ):
-        width = (b.hi.astype(np.float64) - b.lo) / ulp_of(truth.astype(np.float64))
-        assert np.median(width) == WIDTHS[name][at]
-    assert set(WIDTHS) == set(ACTIVATIONS)
+    assert widths(name) == measured.activations("interval_widths")[name], measured.COMMAND
 
 
 # --- scales --------------------------------------------------------------------------------------------------------
@@ -275,17 +248,52 @@ def test_a_float_scale_is_right_exactly_where_some_amax_gives_it(scaling, dtype,
             assert ends[0][0] <= scales.min() and scales.max() <= ends[1][0]
 
 
-def test_scale_bytes_grow_with_the_amax():
+def every_amax():
+    """Magnitudes of every exponent in ascending order: ends, middles and their neighbours; no special values."""
+    mantissas = np.arange(0, 1 << 23, 1 << 18)
+    mantissas = np.unique(np.concatenate([mantissas, mantissas + 1, (mantissas - 1) & 0x7FFFFF]))
+    bits = (np.arange(255)[:, None] << 23) + mantissas
+    return bits[bits > 0].astype(np.uint32).view(F)
+
+
+#: The oracle relies on it that scales at the ends of an interval of amaxes bound all between them.
+AMAX = every_amax()
+SOME_AMAX = AMAX[::331]
+CODED = {name: s for name, s in ALL_SCALINGS.items() if s.layout.scale_format is not None}
+UNCODED = {name: s for name, s in ALL_SCALINGS.items() if s.layout.scale_format is None and s.given is None}
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, BF16], ids=str)
+@pytest.mark.parametrize("scaling", UNCODED.values(), ids=UNCODED)
+def test_declared_float_scales_fall_with_the_amax(scaling, dtype):
+    scale_of = enclosure.encode_scale_of(scaling, np.dtype(dtype))
     with np.errstate(all="ignore"):
-        amax = np.sort(np.abs(all_values(BF16).astype(F)))
-        amax = amax[~np.isnan(amax)]
-        for fmt in (refops.E4M3, refops.E5M2, refops.E3M2, refops.E2M3):
-            for rule in ("up", "floor", "even", "ceil_ocp"):
-                assert (np.diff(mxfp8.scale_byte(amax, fmt, rule).astype(int)) >= 0).all(), (fmt, rule)
-        for tensor_amax in (1e-30, 1.0, 448.0, 3e38):
-            s_enc = nvfp4.global_encode_scale(F([tensor_amax]))
-            finite = amax[np.isfinite(amax)]
-            assert (np.diff(nvfp4.block_scale_byte(finite, s_enc).astype(int)) >= 0).all()
+        overflows = np.isinf(2 * scaling.fmt.max / AMAX)  # there the scale is what the settings say
+        assert (np.diff(scale_of(AMAX[~overflows])) <= 0).all()
+
+
+@pytest.mark.parametrize("scaling", CODED.values(), ids=CODED)
+def test_declared_codes_grow_with_the_amax_and_multipliers_fall(scaling):
+    numbers, choice = scaling.numbers(np.dtype(F)), scaling.choice(REFERENCE)
+    rules = [scaling.scale_code(REFERENCE)]
+    if choice is not None:
+        rules = [lambda *arguments, c=c: c(*arguments)[0] for c in choice.candidates]
+    codes = np.arange(scaling.layout.scale_format.largest_code + 1, dtype=np.uint8)
+    with np.errstate(all="ignore"):
+        for tensor_amax in SOME_AMAX if scaling.layout.two_level else SOME_AMAX[:1]:
+            (level,) = scale_rules.tensor_levels(scaling, (tensor_amax, tensor_amax))
+            assert all((np.diff(rule(AMAX, level, numbers).astype(int)) >= 0).all() for rule in rules)
+            assert (np.diff(scaling.multiplier(REFERENCE)(codes, level)) <= 0).all()
+
+
+@pytest.mark.parametrize("name", [name for name, scaling in CODED.items() if scaling.layout.two_level])
+def test_declared_codes_fall_with_the_amax_of_the_tensor(name):
+    scaling = CODED[name]
+    scale_code, numbers = scaling.scale_code(REFERENCE), scaling.numbers(np.dtype(F))
+    with np.errstate(all="ignore"):
+        (levels,) = scale_rules.tensor_levels(scaling, (AMAX, AMAX))
+        for amax in SOME_AMAX:
+            assert (np.diff(scale_code(np.full_like(AMAX, amax), levels, numbers).astype(int)) <= 0).all()
 
 
 @pytest.mark.parametrize("fmt", [refops.E4M3, refops.E5M2, refops.E2M1, refops.E3M2, refops.E2M3], ids=str)

@@ -33,7 +33,7 @@ from refops.golden import (
     write_golden,
 )
 from refops.golden.inputs import make_amaxes, make_row_scales, make_tensor
-from refops.golden.recipe import scaling_label
+from refops.golden.matrix import scaling_label
 from refops.oracle.operation import OPERATIONS
 from refops.survey import SCALINGS, cast_source
 
@@ -53,11 +53,11 @@ COMMITTED = [
     ),
     (
         Recipe("quantize", "nvfp4-rht", (32, 48), "float16", 1),
-        "93d487af0f901dbaa43bf61b5a799a03f0d1cc331bb75e6ddda597d3740d92c4",
+        "90b58655378ebd138d4b9b2af04a4d3bcd06e06a594553c03586145e78d26bd7",
     ),
     (
         Recipe("quantize", "nvfp4-stochastic", (16, 32), "bfloat16", 2, "special"),
-        "f24f04066ecf702b7deb9de5b41829bb4ee533f97a125fed26fed70c666aa530",
+        "c002661a7ae4a202ab07974edd183190ba9868e7b863b7137acd9c2ff404a305",
     ),
 ]
 #: The matrix by file name; a sample of it stands for all in the slower tests.
@@ -255,26 +255,14 @@ def test_row_scales_and_amaxes():
 # --- what it holds is right -------------------------------------------------------------------------------------------
 
 
-def spread(blocks, shape, size, axes):
-    """Repeat one value a block to one an element along `axes`, cut to `shape`."""
-    for axis in axes:
-        blocks = np.repeat(blocks, size, axis=axis)
-    return blocks[: shape[0], : shape[1]]
-
-
 def by_element(golden, name, columnwise, shape):
     """An intermediate array of scales as one value an element of the (M, K) tensor."""
-    scaling, array = golden.scaling, golden.intermediates[name]
-    if isinstance(scaling, refops.DelayedScaling | refops.CurrentScaling):
+    layout, array = golden.scaling.layout, golden.intermediates[name]
+    if layout.block is None:
         return np.broadcast_to(array, shape)
-    block = scaling.block_size
-    if isinstance(scaling, refops.BlockScaling) and scaling.block_dim == 2:
-        return spread(array.T if columnwise else array, shape, block, (0, 1))
-    if isinstance(scaling, refops.BlockScaling):
-        array = array if columnwise else array.T
-    elif isinstance(scaling, refops.NVFP4Scaling) and columnwise:
-        array = array.T
-    return spread(array, shape, block, (0,) if columnwise else (1,))
+    outer, inner = layout.oriented(shape, columnwise)
+    spread = layout.scales_by_outer(array, columnwise).repeat(layout.run[0], 0).repeat(layout.run[1], 1)[:outer, :inner]
+    return spread.T if columnwise else spread
 
 
 @pytest.mark.parametrize("scaling", SCALINGS)
@@ -291,38 +279,37 @@ def test_intermediates_are_the_steps_from_input_to_output(op, scaling):
     else:
         values = refops.activation_grad("gelu", golden.inputs["dy"], x, out_dtype=F)
     unrounded = values
-    if not isinstance(named.scaling, refops.DelayedScaling):
+    layout = named.scaling.layout
+    if named.scaling.path.casts_rounded:
         values = values.astype(ml_dtypes.bfloat16).astype(F)
     fmt = named.scaling.fmt
     for direction in ("rowwise", "columnwise"):
         columnwise = direction == "columnwise"
         cast = values
-        if columnwise and getattr(named.scaling, "rht", False):
+        if columnwise and named.scaling.hadamard is not None:
             q = refops.quantize(values.astype(ml_dtypes.bfloat16), named.scaling, rowwise=False, columnwise=True)
             source = cast_source(values.astype(ml_dtypes.bfloat16), q)
             cast = source.read(slice(0, values.shape[0]), slice(0, values.shape[1]))
         with np.errstate(all="ignore"):
             scaled = cast * by_element(golden, f"{direction}_encode_scale", columnwise, values.shape)
         codes = golden.outputs[f"{direction}_data"]
-        if fmt == refops.E2M1:
+        if layout.packed == 2:
             codes = unpack_fp4(codes)
-        if columnwise and not isinstance(named.scaling, refops.MXFP8Scaling):
+        if layout.data_transposed(columnwise):
             codes = codes.T
         options = {}
-        if scaling == "nvfp4-stochastic":
+        if named.scaling.random is not None:
             bits = golden.intermediates[f"{direction}_random_bits"]
             options = {"rounding": "stochastic", "random_bits": np.ascontiguousarray(bits.T if columnwise else bits)}
         assert (encode(scaled, fmt, **options) == codes).all()
         if f"{direction}_block_amax" in golden.intermediates:
             amax = by_element(golden, f"{direction}_block_amax", columnwise, values.shape)
-            size = named.scaling.block_size
-            two_d = getattr(named.scaling, "two_d", False) or getattr(named.scaling, "block_dim", 1) == 2
-            height, width = (size if two_d or columnwise else 1), (size if two_d or not columnwise else 1)
+            height, width = layout.oriented(layout.block, columnwise)
             for i in range(0, values.shape[0], height):
                 for j in range(0, values.shape[1], max(width, 64)):
                     block = cast[i : i + height, j : j + width]
                     assert amax[i, j] == np.abs(block).max()
-        if f"amax_{direction}" in golden.outputs and not named.scaling.__class__.__name__.startswith("NVFP4"):
+        if f"amax_{direction}" in golden.outputs and not layout.two_level:
             assert golden.outputs[f"amax_{direction}"][0] == np.abs(unrounded).max()
 
 

@@ -1,7 +1,7 @@
 """Outputs of other implementations as dumps for the oracle: the arrays of tests/vectors.
 
 Each is read as the output of TE's operation on the same input. Where the other implementation follows TE the oracle
-must call it right; where it is documented to do something else (`refops/conformance`), the first answer must name that.
+must call it right; where it is documented to do something else (`refops.conformance`), the first answer must name that.
 The comparison of refops itself with these arrays is `refops.conformance`.
 """
 
@@ -13,7 +13,7 @@ import numpy as np
 import refops
 import refops.rounding
 from refops import oracle
-from refops.conformance.vectors import DTYPES, Vectors
+from refops.conformance import DTYPES, Vectors
 from refops.oracle.operation import Case
 
 VECTORS = Path(__file__).resolve().parents[1] / "vectors"

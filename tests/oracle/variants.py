@@ -621,6 +621,27 @@ E2M1_VALUES = np.concatenate([E2M1_GRID, -E2M1_GRID])
 E4M3_VALUES = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(F)
 
 
+def int8(values):
+    """MXINT8 codes: integers of 1/64, ties to even, no -128; NaN gives 0."""
+    counts = np.clip(np.rint(np.where(np.isnan(values), F(0), values).astype(D) * 64), -127, 127)
+    return counts.astype(np.int8).view(np.uint8)
+
+
+#: Values of all UE5M3 codes but NaN's.
+UE5M3_VALUES = np.array(
+    [(c & 7) / 8 * 2.0**-14 if c < 8 else (1 + (c & 7) / 8) * 2.0 ** ((c >> 3) - 15) for c in range(255)]
+)
+
+
+def ue5m3(values):
+    """Saturating codes of magnitudes, ties to the even code."""
+    middles = (UE5M3_VALUES[:-1] + UE5M3_VALUES[1:]) / 2
+    v = np.minimum(values.astype(D), UE5M3_VALUES[-1])
+    below = np.searchsorted(middles, v, side="left")
+    tie = (below < len(middles)) & (np.append(middles, np.inf)[below] == v) & (below % 2 == 1)
+    return (below + tie).astype(np.uint8)
+
+
 def fp4_stochastic(values, bits):
     """E2M1 codes of 6.8: add bits / 256 of the step, cut off."""
     a = np.where(np.isnan(values), F(0), np.minimum(np.abs(values), F(8)))
@@ -640,15 +661,19 @@ def scale_from_amax(amax, fmt, epsilon, power_2, value_for_inf):
     return np.where((amax == 0) | ~np.isfinite(amax), ONE, scale)
 
 
+#: Largest value of each element format.
+LARGEST = {"e4m3": 448.0, "e5m2": 57344.0, "e2m1": 6.0, "int8": 127 / 64}
+
+
 def e8m0(amax, fmt, rule):
     """Scale byte: TE's (round up) or the OCP specification's floor."""
     if rule == "up":
-        v = (amax * (ONE / F(448 if fmt.name == "e4m3" else 57344))).astype(D)
+        v = (amax * (ONE / F(LARGEST[fmt.name]))).astype(D)
         exponent = np.ceil(np.log2(np.maximum(v, 2.0**-200)))
         exponent += (np.exp2(exponent) < v).astype(D) - (np.exp2(exponent - 1) >= v)  # log2 may be an ulp off
     else:
         v = amax.astype(D)
-        exponent = np.frexp(np.maximum(v, 2.0**-200))[1] - 1 - (8 if fmt.name == "e4m3" else 15)
+        exponent = np.frexp(np.maximum(v, 2.0**-200))[1] - 1 - int(np.floor(np.log2(LARGEST[fmt.name])))
     byte = np.clip(np.where(np.isinf(v), 127, exponent) + 127, 0, 254)
     return np.where(v == 0, 0, byte).astype(np.uint8)
 
@@ -700,6 +725,10 @@ class Quantizer:
                 refops.BlockScaling: self._blocks,
                 refops.MXFP8Scaling: self._mxfp8,
                 refops.NVFP4Scaling: self._nvfp4,
+                refops.Block64Scaling: self._blocks,
+                refops.MXFP4Scaling: self._powers_of_two,
+                refops.MXINT8Scaling: self._powers_of_two,
+                refops.E8M0BlockScaling: self._powers_of_two,
             }[type(self.scaling)](rowwise, columnwise)
         return self.out
 
@@ -728,7 +757,8 @@ class Quantizer:
     def _blocks(self, rowwise, columnwise):
         s = self.scaling
         largest = {FP32: FLT_MAX, FP16: 65504.0, BF16: float(ml_dtypes.finfo(BF16).max)}[self.dtype]
-        edges = {1: ((1, 128), (128, 1)), 2: ((128, 128),) * 2}[s.block_dim]
+        size, lines = s.block_size, getattr(s, "block_dim", 1) == 1
+        edges = ((1, size), (size, 1)) if lines else ((size, size),) * 2
         for direction, (rows, columns) in zip(("rowwise", "columnwise"), edges, strict=True):
             amax = maximum(maximum(in_blocks(self.cast, rows, columns), 3), 1)
             scale = scale_from_amax(amax, s.fmt, s.amax_epsilon, s.power_2_scale, largest)
@@ -736,8 +766,8 @@ class Quantizer:
             inverse = ONE / scale
             transposed = direction == "columnwise"
             self._put(f"{direction}_data", codes.T if transposed else codes)
-            # 1x128: [block, row] rowwise, [block, column] columnwise; 128x128: [row block, column block], transposed.
-            self._put(f"{direction}_scale_inv", inverse.T if (s.block_dim == 1) != transposed else inverse)
+            # Lines: [block, row] rowwise, [block, column] columnwise; squares: [row block, column block], transposed.
+            self._put(f"{direction}_scale_inv", inverse.T if lines != transposed else inverse)
 
     def _mxfp8(self, rowwise, columnwise):
         s = self.scaling
@@ -756,6 +786,28 @@ class Quantizer:
                 byte = byte[:m] if direction == "rowwise" else byte[:, :k]
             self._put(f"{direction}_scale_inv", byte)
 
+    def _powers_of_two(self, rowwise, columnwise):
+        """Formats with E8M0 scales that TE has not; all but MXINT8 store the columnwise copy as the transpose."""
+        s, size = self.scaling, self.scaling.block_size
+        square = getattr(s, "two_d", False) or getattr(s, "block_dim", 1) == 2
+        transposed, repeated = s.fmt.name != "int8", s.fmt.name == "e2m1"
+        epsilon = F(getattr(s, "amax_epsilon", 0))
+        for direction in ("rowwise", "columnwise"):
+            turned = direction == "columnwise"
+            cast = np.ascontiguousarray(self.cast.T) if turned else self.cast
+            rows = size if square else 1
+            amax = np.maximum(maximum(maximum(in_blocks(cast, rows, size), 3), 1), epsilon)
+            byte = e8m0(amax, s.fmt, s.scale_rounding)
+            scaled = cast * spread(np.exp2(127.0 - byte).astype(F), cast.shape, rows, size)
+            codes = {"e2m1": fp4, "int8": int8}.get(s.fmt.name, lambda v: fp8(v, s.fmt, self.arithmetic.rng))(scaled)
+            if s.fmt.name == "e2m1":
+                codes = codes[:, 0::2] | codes[:, 1::2] << 4
+            if repeated:
+                byte = np.repeat(byte, rows, 0)[: len(cast)]
+            back = turned and not transposed
+            self._put(f"{direction}_data", codes.T if back else codes)
+            self._put(f"{direction}_scale_inv", byte.T if back else byte)
+
     def _nvfp4(self, rowwise, columnwise):
         s, m, k = self.scaling, *self.cast.shape
         if rowwise:
@@ -772,18 +824,23 @@ class Quantizer:
 
     def _nvfp4_direction(self, direction, cast, amax, first_block):
         s, edge = self.scaling, (16, 16) if self.scaling.two_d else (1, 16)
-        s_enc = np.fmin(F(s.e4m3_max * 6) / amax, FLT_MAX)
-        s_enc = np.where((amax == 0) | (s_enc == 0), ONE, s_enc).astype(F)[:, None]
+        wide = s.scale_format.name == "ue5m3"
+        largest = (65536 if s.four_over_six else 114688) if wide else s.e4m3_max
+        s_enc = np.fmin(F(largest * 6) / amax, FLT_MAX)
+        s_enc = np.where((amax == 0) | (s_enc == 0) | (not s.tensor_level), ONE, s_enc).astype(F)[:, None]
         blocks = in_blocks(cast, *edge)
         block_amax = maximum(maximum(blocks, 3), 1)
-        bits = None
+        bits, values = None, UE5M3_VALUES.astype(F) if wide else E4M3_VALUES
         if s.stochastic_rounding:
             numbers = first_block + np.arange(cast.size // 16)
             bits = philox_bytes(s.seed, s.offset, numbers).reshape(cast.shape)
 
         def attempt(scale):
-            byte = np.clip(np.fmin(scale, F(448)), 0, 448).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
-            multiplier = np.fmin(ONE / (E4M3_VALUES[byte] * (ONE / s_enc)), FLT_MAX)
+            if wide:
+                byte = ue5m3(scale)
+            else:
+                byte = np.clip(np.fmin(scale, F(448)), 0, 448).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+            multiplier = np.fmin(ONE / (values[byte] * (ONE / s_enc)), FLT_MAX)
             scaled = cast * spread(multiplier, cast.shape, *edge)
             return byte, fp4(scaled) if bits is None else fp4_stochastic(scaled, bits)
 
@@ -792,7 +849,8 @@ class Quantizer:
         else:
             base = (block_amax / F(6)) * s_enc
             (byte6, codes6), (byte4, codes4) = attempt(base), attempt(base * F(1.5))
-            errors = [self._error(b, c, cast, amax, edge) for b, c in ((byte6, codes6), (byte4, codes4))]
+            top = F(largest * 6)
+            errors = [self._error(values[b], c, cast, amax, edge, top) for b, c in ((byte6, codes6), (byte4, codes4))]
             four = errors[1] < errors[0]
             byte = np.where(four, byte4, byte6)
             codes = np.where(spread(four, cast.shape, *edge), codes4, codes6)
@@ -800,11 +858,11 @@ class Quantizer:
         self._put(f"{direction}_scale_inv", np.repeat(byte, edge[0], 0))
         self._put(f"amax_{direction}", amax)
 
-    def _error(self, byte, codes, cast, amax, edge):
+    def _error(self, scale, codes, cast, amax, edge, top):
         """Error of each block, its elements added in the variant's order."""
         s = self.scaling
-        scale = spread(E4M3_VALUES[byte], cast.shape, *edge)
-        quotient = ((E2M1_VALUES[codes] * scale) * amax[:, None]) / F(6 * s.e4m3_max)
+        scale = spread(scale, cast.shape, *edge)
+        quotient = ((E2M1_VALUES[codes] * scale) * amax[:, None]) / top
         difference = quotient - cast
         error = np.abs(difference) if s.four_over_six == "mae" else difference * difference
         blocks = in_blocks(error, *edge).transpose(1, 3, 0, 2)
@@ -919,14 +977,21 @@ def dequantize(q, dtype, arithmetic):
     columnwise = q.rowwise_data is None
     data = q.columnwise_data if columnwise else q.rowwise_data
     scales = q.columnwise_scale_inv if columnwise else q.rowwise_scale_inv
-    transposed = columnwise and not isinstance(s, refops.MXFP8Scaling)
+    transposed = columnwise and not isinstance(s, refops.MXFP8Scaling | refops.MXINT8Scaling)
     outer, inner = (k, m) if transposed else (m, k)
-    if isinstance(s, refops.NVFP4Scaling):
+    if s.fmt.name == "e2m1":
         packed = data.reshape(outer, inner // 2)
         codes = np.stack([packed & 15, packed >> 4], axis=-1).reshape(outer, inner)
+    if isinstance(s, refops.NVFP4Scaling):
         amax = q.amax_columnwise if columnwise else q.amax_rowwise
-        block = E4M3_VALUES[scales[:outer, : inner // 16]] * amax[:, None]
-        values = E2M1_VALUES[codes] * np.repeat(block * (ONE / F(6 * s.e4m3_max)), 16, 1)
+        stored = scales[:outer, : inner // 16]
+        if s.scale_format.name == "e4m3":
+            block = (E4M3_VALUES[stored] * amax[:, None]) * (ONE / F(6 * s.e4m3_max))
+        else:
+            block = np.append(UE5M3_VALUES, np.nan).astype(F)[stored]
+            if s.tensor_level:
+                block = block * (amax[:, None] * (ONE / F(6 * (65536 if s.four_over_six else 114688))))
+        values = E2M1_VALUES[codes] * np.repeat(block, 16, 1)
         if columnwise and s.rht:
             groups = values.reshape(outer, -1, 16).astype(D)
             index = np.arange(16)
@@ -935,17 +1000,26 @@ def dequantize(q, dtype, arithmetic):
             values = ((groups @ np.where(parity, -1.0, 1.0)) * 0.25 * signs).reshape(values.shape)
             values = (odd_float32(values) if dtype != FP32 else values.astype(F)) + F(0)
     else:
-        table = np.arange(256, dtype=np.uint8).view(CODE_DTYPES[s.fmt.name]).astype(F)
-        values = table[data.reshape(outer, inner)]
-        if isinstance(s, refops.MXFP8Scaling):
-            rows, columns = (32, 1) if columnwise else (1, 32)
+        if s.fmt.name == "e2m1":
+            values = E2M1_VALUES[codes]
+        elif s.fmt.name == "int8":
+            values = data.reshape(outer, inner).view(np.int8).astype(F) / F(64)
+        else:
+            table = np.arange(256, dtype=np.uint8).view(CODE_DTYPES[s.fmt.name]).astype(F)
+            values = table[data.reshape(outer, inner)]
+        if scales.dtype == np.uint8:
+            size = s.block_size
+            rows, columns = (size, 1) if columnwise and not transposed else (1, size)
+            if isinstance(s, refops.E8M0BlockScaling) and s.block_dim == 2:
+                rows = size
             power = np.exp2(scales.astype(D) - 127).astype(F)
             values = values * spread(power, (outer, inner), rows, columns)
-        elif isinstance(s, refops.BlockScaling):
-            if s.block_dim == 2:
-                values = values * spread(scales, (outer, inner), 128, 128)
+        elif isinstance(s, refops.BlockScaling | refops.Block64Scaling):
+            size = s.block_size
+            if getattr(s, "block_dim", 1) == 2:
+                values = values * spread(scales, (outer, inner), size, size)
             else:
-                values = values * np.repeat(scales[:, :outer].T, 128, 1)[:, :inner]
+                values = values * np.repeat(scales[:, :outer].T, size, 1)[:, :inner]
         else:
             values = values * scales
     return (values.T if transposed else values).astype(dtype).reshape(q.shape)
@@ -1087,8 +1161,8 @@ def combinations():
 
 def draw_shape(rng, scaling, gated):
     """(M, K) of what is quantized or written: ragged where the scaling allows it, one row and one column among them."""
-    if isinstance(scaling, refops.NVFP4Scaling):
-        unit = 32 if scaling.row_scaled else 16
+    if scaling is not None and scaling.fmt.name == "e2m1":
+        unit = 32 if getattr(scaling, "row_scaled", False) else 16
         return unit * int(rng.integers(1, 9)), unit * int(rng.integers(1, 9))
     m = int(rng.choice([1, 2, 31, 32, 33, 64, 127, 128, 129, 160, int(rng.integers(1, 200))]))
     if isinstance(scaling, refops.MXFP8Scaling) and gated:

@@ -14,7 +14,7 @@ F = np.float32
 def offers():
     import torch
     from compressed_tensors.compressors.mx_utils import compress_mx_scale
-    from compressed_tensors.compressors.nvfp4.helpers import quantize_and_pack_fp4
+    from compressed_tensors.compressors.nvfp4.helpers import pack_fp4_to_uint8, quantize_and_pack_fp4
     from compressed_tensors.quantization import QuantizationArgs
     from compressed_tensors.quantization.lifecycle.forward import quantize
     from compressed_tensors.quantization.utils import (
@@ -36,6 +36,7 @@ def offers():
         return run
 
     mx = settings(strategy="group", group_size=32, dynamic=True, scale_dtype=torch.uint8)
+    mx4 = settings(4, strategy="group", group_size=32, dynamic=True, scale_dtype=torch.uint8)
     tiles = settings(strategy="block", block_structure=[128, 128])
     nv = settings(4, strategy="tensor_group", group_size=16, dynamic="local", scale_dtype=fp8)
 
@@ -44,6 +45,10 @@ def offers():
         low, high = (f(x.view(m // 128, 128, k // 128, 128), (1, 3)) for f in (torch.amin, torch.amax))
         scale, _ = calculate_qparams(low, high, tiles)
         return quantize(x, scale, None, tiles, dtype=fp8), scale
+
+    def run_mxfp4(x):
+        scale, _ = compute_dynamic_scales_and_zp(x, mx4, module=None)
+        return pack_fp4_to_uint8(quantize(x, scale, None, mx4)), scale
 
     def run_nvfp4(x):
         tensor_scale = generate_gparam(*torch.aminmax(x))
@@ -71,13 +76,27 @@ def offers():
             Divergence(
                 "448 itself rounds up",
                 "An amax of exactly 448 times a power of two gets twice the scale.",
-                _mxfp8(False),
+                _mx(refops.E4M3, False),
             ),
             Divergence(
                 "overflowing scales",
                 "From an amax of 1.75 * 2^127 on the scale is infinite: codes 0, stored byte 127. NaN gives byte 0.",
-                _mxfp8(True),
+                _mx(refops.E4M3, True),
             ),
+        ),
+        offer(
+            "MXFP4, even rule",
+            run_mxfp4,
+            lambda y: {
+                "rowwise codes": refops.unpack_fp4(as_numpy(y[0])),
+                "rowwise scales": as_numpy(compress_mx_scale(y[1].float(), torch.uint8)),
+            },
+            Divergence(
+                "overflowing scales",
+                "From an amax of 1.75 * 2^127 on the scale is infinite: codes 0, stored byte 127. NaN gives byte 0.",
+                _mx(refops.E2M1, True),
+            ),
+            Divergence("-0 and NaN", "-0 loses its sign, NaN becomes a zero.", _mx(refops.E2M1, True, True)),
         ),
         offer(
             "NVFP4 1x16",
@@ -140,18 +159,25 @@ def offers():
     return found
 
 
-def _mxfp8(ends):
+def _mx(fmt, ends, zeros=False):
+    """The bytes of refops' even rule for E2M1, whatever the elements are."""
+    emax = int(np.log2(fmt.max))
+
     @rules.quiet
     def arrays(x):
         amax = rules.block_amax(x, 32)
         exponent = ((amax.view(np.uint32) + np.uint32(1 << 21)) >> np.uint32(23)).astype(np.int32)
-        byte = np.clip(exponent - 8, 0, 255).astype(np.uint8)
+        byte = np.clip(exponent - emax, 0, 255).astype(np.uint8)
         scale = refops.E8M0.values[byte]
         if ends:
             infinite, nan = (exponent == 255) & ~np.isnan(amax), np.isnan(amax)
             scale = np.where(infinite, F(np.inf), np.where(nan, refops.E8M0.values[0], scale))
             byte = np.where(infinite, np.uint8(127), np.where(nan, np.uint8(0), byte))
-        codes = encode(rules.blocks(x, 32) / scale[..., None], refops.E4M3)
+        scaled = rules.blocks(x, 32) / scale[..., None]
+        codes = encode(scaled, fmt)
+        if zeros:  # NaN of the sign that the processor's 16-bit conversion gives it
+            codes = np.where(scaled == 0, np.uint8(0), codes)
+            codes = np.where(np.isnan(scaled), np.uint8(8 if x.dtype.itemsize == 2 else 0), codes)
         return {"rowwise codes": codes.reshape(x.shape), "rowwise scales": byte}
 
     return arrays

@@ -8,7 +8,7 @@ their bits with those of refops.
 
 import numpy as np
 
-from refops.scaling import TE_SIGN_MASK
+from refops.scalings import TE_SIGN_MASK
 
 F = np.float32
 FLT_MAX = float(np.finfo(F).max)

@@ -5,6 +5,7 @@ import numpy as np
 import refops
 from peers import rules
 from peers.registry import Divergence, Offer
+from peers.subjects import SUBJECTS
 
 NAME, PACKAGES = "gfloat", ("gfloat",)
 F = np.float32
@@ -46,15 +47,20 @@ def offers():
             Divergence("wraps", "Below 2^-127 the exponent wraps around to huge scales.", rules.e8m0_wrapping),
         )
     )
-    for fmt in (refops.E4M3, refops.E5M2, refops.E3M2, refops.E2M3):
-        found.append(_blocks(gfloat, fmt))
+    for subject, info, refuses in (
+        ("MXFP8 E4M3, floor rule", gfloat.formats.format_info_mxfp8_e4m3, {}),
+        ("MXFP8 E5M2, floor rule", gfloat.formats.format_info_mxfp8_e5m2, {}),
+        ("MXFP6 E3M2, floor rule", gfloat.formats.format_info_mxfp6_e3m2, {"NaN": ValueError}),
+        ("MXFP6 E2M3, floor rule", gfloat.formats.format_info_mxfp6_e2m3, {"NaN": ValueError}),
+        ("MXFP4, floor rule", gfloat.formats.format_info_mxfp4_e2m1, {"NaN": ValueError}),
+        ("MXINT8, floor rule", gfloat.formats.format_info_mxint8, {"NaN": ValueError}),
+    ):
+        found.append(_blocks(gfloat, subject, info, refuses))
     return found
 
 
-def _blocks(gfloat, fmt):
+def _blocks(gfloat, subject, info, refuses):
     """MX with the floor rule, block after block: returns values."""
-    kind = "mxfp8" if fmt.bits == 8 else "mxfp6"
-    info = getattr(gfloat.formats, f"format_info_{kind}_{fmt.name}")
 
     @rules.quiet
     def run(x):
@@ -62,21 +68,31 @@ def _blocks(gfloat, fmt):
         return np.array(quantized).reshape(x.shape)
 
     return Offer(
-        f"{kind.upper()} {fmt!r}, floor rule",
+        subject,
         run,
         lambda y: {"values": y.astype(F)},
         lambda x: x.astype(np.float64),
-        divergences=(Divergence("NaN", "NaN makes its whole block NaN; refops ignores NaN.", _nan_blocks(fmt)),),
-        rows=8,
-        refuses={"NaN": ValueError} if fmt.bits < 8 else {},
+        divergences=(
+            Divergence("-128", "-128 is used: -2 times the scale; refops stops at -127.", _minus_128)
+            if subject.startswith("MXINT8")
+            else Divergence("NaN", "NaN makes its whole block NaN; refops ignores NaN.", _nan_blocks(subject)),
+        ),
+        rows=16,
+        refuses=refuses,
     )
 
 
-def _nan_blocks(fmt):
+@rules.quiet
+def _minus_128(x):
+    q = refops.quantize(x, refops.MXINT8Scaling())
+    scale = np.repeat(refops.E8M0.values[q.rowwise_scale_inv], 32, axis=1)
+    return {"values": np.where(x.astype(F) <= F(-127.5 / 64) * scale, F(-2) * scale, refops.dequantize(q))}
+
+
+def _nan_blocks(subject):
     @rules.quiet
     def arrays(x):
-        scaling = refops.MXFP8Scaling(fmt, scale_rounding="floor")
-        values = rules.blocks(refops.dequantize(refops.quantize(x, scaling)), 32)
+        values = rules.blocks(SUBJECTS[subject].values(refops, x), 32)
         has_nan = np.isnan(rules.block_amax(x, 32))[..., None]
         return {"values": np.where(has_nan, F(np.nan), values).reshape(x.shape)}
 

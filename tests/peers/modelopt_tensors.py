@@ -3,17 +3,18 @@
 import numpy as np
 
 import refops
-from peers import rules
+from peers import e8m0, rules
 from peers.registry import Divergence, Offer, as_numpy, as_torch
 from refops.formats import encode
-from refops.quantization import mxfp8
 
 NAME, PACKAGES = "modelopt", ("nvidia-modelopt", "torch")
 F = np.float32
+#: Between neighbours of E2M1.
+MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 
 
 def offers():
-    from modelopt.torch.quantization.qtensor import FP8QTensor, MXFP8QTensor, NVFP4QTensor
+    from modelopt.torch.quantization.qtensor import FP8QTensor, MXFP4QTensor, MXFP8QTensor, NVFP4QTensor
 
     found = [
         Offer(
@@ -30,6 +31,7 @@ def offers():
                 Divergence("NaN", "A block with NaN gets scale byte 0; refops ignores NaN.", _mxfp8(True)),
             ),
         ),
+        *(_mxfp4(MXFP4QTensor, size) for size in (32, 16)),
         Offer(
             "NVFP4 1x16",
             lambda x: NVFP4QTensor.quantize(x, 16),
@@ -103,9 +105,56 @@ def _mxfp8(special):
     @rules.quiet
     def arrays(x):
         byte = rules.ceil_log2_byte(rules.block_amax(x, 32, keep_nan=special), 448)
-        return rules.mx(x, refops.E4M3, byte, mxfp8.ENCODE_MULTIPLIER[byte])
+        return rules.mx(x, refops.E4M3, byte, e8m0.MULTIPLIER[byte])
 
     return arrays
+
+
+def _mxfp4(tensors, size):
+    """MXFP4 in blocks of `size`."""
+
+    def account(ties, zeros, special):
+        @rules.quiet
+        def arrays(x):
+            byte = rules.ceil_log2_byte(rules.block_amax(x, size), 6)
+            scale = refops.E8M0.values[byte]
+            if special:  # neither a code of the scale's nor of the elements' own
+                strange = ~np.isfinite(rules.block_amax(x, size))
+                byte, scale = np.where(strange, np.uint8(0), byte), np.where(strange, F(np.nan), scale)
+            scaled = (rules.blocks(x, size) / scale[..., None]).astype(F)
+            codes = encode(scaled, refops.E2M1)
+            if ties:
+                magnitude = np.searchsorted(MIDPOINTS, np.abs(scaled)).astype(np.uint8)
+                codes = np.where(np.isnan(scaled), codes, (np.signbit(scaled).astype(np.uint8) << 3) | magnitude)
+            if zeros:
+                codes = np.where(rules.blocks(x, size) == 0, np.uint8(8), codes)
+            if special:
+                codes = np.where(np.isnan(scaled), np.uint8(8), codes)
+            return {"rowwise codes": codes.reshape(x.shape), "rowwise scales": byte}
+
+        return arrays
+
+    return Offer(
+        "MXFP4, TE's rule" if size == 32 else "MXFP4 1x16, TE's rule",
+        lambda x: tensors.quantize(x, size),
+        lambda y: {
+            "rowwise codes": refops.unpack_fp4(as_numpy(y[0]._quantized_data)),
+            "rowwise scales": as_numpy(y[1]).reshape(y[0].metadata["shape"][0], -1),
+        },
+        as_torch,
+        divergences=(
+            Divergence(
+                "log2",
+                "The scale is ceil(log2(amax / 6)) with a float32 log2: one too small just above a power of two.",
+                account(False, False, False),
+            ),
+            Divergence("ties", "Ties go to the smaller magnitude.", account(True, False, False)),
+            Divergence("zeros", "Zeros are stored as -0.", account(True, True, False)),
+            Divergence(
+                "NaN and inf", "A block with NaN or infinity has byte 0 and codes -0.", account(True, True, True)
+            ),
+        ),
+    )
 
 
 def _nvfp4(zero_blocks, signs):

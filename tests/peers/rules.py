@@ -8,10 +8,10 @@ from dataclasses import replace
 import numpy as np
 
 import refops
+from peers import e8m0
 from peers.registry import Divergence
 from peers.subjects import SUBJECTS
 from refops.formats import encode
-from refops.quantization import mxfp8
 
 F = np.float32
 SMALLEST_NORMAL = np.finfo(F).tiny
@@ -138,7 +138,7 @@ def mx(x, fmt, scale, multiplier):
 
 def scale_bytes(amax, fmt, rule):
     """refops' byte for each amax, NaN counting as zero."""
-    return mxfp8.scale_byte(np.where(np.isnan(amax), F(0), amax), fmt, rule)
+    return e8m0.scale_byte(np.where(np.isnan(amax), F(0), amax), fmt, rule)
 
 
 def ceil_log2_byte(amax, largest):

@@ -10,8 +10,6 @@ import ml_dtypes
 import numpy as np
 
 import refops
-from refops.quantization import block
-from refops.quantization.layout import ceil_div
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
@@ -47,6 +45,10 @@ class Subject:
         """Run it with `module` and return name -> array."""
         return read(self.call(module, *inputs))
 
+    def values(self, module, *inputs):
+        """Run it with `module` and return what the result decodes to, float32."""
+        return module.dequantize(self.call(module, *inputs))
+
 
 def read(result):
     """Return name -> array of a result of refops: codes and scales of each direction, values, dbias."""
@@ -59,7 +61,7 @@ def read(result):
     for direction in ("rowwise", "columnwise"):
         data = getattr(result, f"{direction}_data")
         if data is not None:
-            if isinstance(result.scaling, refops.NVFP4Scaling):
+            if result.scaling.layout.packed == 2:
                 data = refops.unpack_fp4(data)
             arrays[f"{direction} codes"] = data
             arrays[f"{direction} scales"] = _scales(result, direction == "columnwise")
@@ -67,17 +69,14 @@ def read(result):
 
 
 def _scales(q, columnwise):
-    """Decode scales of one direction without padding."""
-    if isinstance(q.scaling, refops.BlockScaling):
-        return block.valid_scales(q, columnwise)
-    scales = q.columnwise_scale_inv if columnwise else q.rowwise_scale_inv
-    m, k = q.matrix_shape
-    if isinstance(q.scaling, refops.MXFP8Scaling):
-        return scales[: ceil_div(m, 32), :k] if columnwise else scales[:m, : ceil_div(k, 32)]
-    if isinstance(q.scaling, refops.NVFP4Scaling):
-        outer, inner = (k, m) if columnwise else (m, k)
-        return scales[:outer, : inner // 16]
-    return scales
+    """Decode scales of one direction without padding; float32 ones [outer, block] wherever they are stored."""
+    layout = q.scaling.layout
+    stored = q.columnwise_scale_inv if columnwise else q.rowwise_scale_inv
+    if layout.block is None:
+        return stored
+    outer, blocks = layout.scale_counts(q.matrix_shape, columnwise)
+    valid = layout.scales_by_outer(stored, columnwise)[:outer, :blocks]
+    return valid.T if layout.scale_format is not None and layout.scales_inner_first[columnwise] else valid
 
 
 def comparable(array, fmt):
@@ -108,6 +107,7 @@ def _casts():
     ):
         call = _cast(refops.E8M0, saturate, rounding)
         yield Subject(f"E8M0 cast, {words}", "casts", ("x",), call, {"codes": refops.E8M0})
+    yield Subject("UE5M3 cast", "casts", ("x",), _cast(refops.UE5M3), {"codes": refops.UE5M3})
 
 
 #: What each setting of the scalings is called.
@@ -125,14 +125,24 @@ def _scalings():
         for rule, words in RULES.items():
             name = f"{'MXFP8' if fmt.bits == 8 else 'MXFP6'} {fmt!r}, {words}"
             yield name, "MX", refops.MXFP8Scaling(fmt, scale_rounding=rule)
+    for size in (32, 16):
+        for rule, words in RULES.items():
+            name = f"MXFP4{'' if size == 32 else ' 1x16'}, {words}"
+            yield name, "MX", refops.MXFP4Scaling(scale_rounding=rule, block_size=size)
+    for dim, size in ((1, 128), (2, 128), (1, 64)):
+        scaling = refops.E8M0BlockScaling(refops.E4M3, dim, block_size=size)
+        yield f"FP8 {size if dim == 2 else 1}x{size} E4M3, E8M0 scales", "FP8 blocks", scaling
+    for rule in ("floor", "up"):
+        yield f"MXINT8, {RULES[rule]}", "MX", refops.MXINT8Scaling(rule)
     yield "NVFP4 1x16", "NVFP4", refops.NVFP4Scaling()
     yield "NVFP4 16x16", "NVFP4", refops.NVFP4Scaling(two_d=True)
+    for level, words in ((True, "two levels"), (False, "one level")):
+        scaling = refops.NVFP4Scaling(scale_format=refops.UE5M3, tensor_level=level)
+        yield f"NVFP4 1x16 UE5M3, {words}", "NVFP4", scaling
 
 
 def _scale_format(scaling):
-    if isinstance(scaling, refops.MXFP8Scaling):
-        return refops.E8M0
-    return refops.E4M3 if isinstance(scaling, refops.NVFP4Scaling) else None
+    return scaling.layout.scale_format
 
 
 def _formats(scaling, *directions):
@@ -206,7 +216,7 @@ def _other_operations():
 
 
 #: Name -> subject.
-SUBJECTS = {subject.name: subject for subject in (*_casts(), *_quantized(), *_other_operations())}
+SUBJECTS = {s.name: s for s in (*_casts(), *_quantized(), *_other_operations())}
 
 #: Name of the operation in tables of speed -> its subject, and other subjects that stand in for it where a peer offers
 #: those alone: the same amount of work, but other bits.

@@ -3,10 +3,9 @@
 import numpy as np
 
 import refops
-from peers import rules
+from peers import e8m0, rules
 from peers.registry import Divergence, Offer, as_numpy, as_torch
 from refops.formats import encode
-from refops.quantization import mxfp8
 
 NAME, PACKAGES = "torchao", ("torchao", "torch")
 F = np.float32
@@ -23,27 +22,33 @@ def offers():
 
     from peers.subjects import RULES
 
+    def codes(y):
+        return {"rowwise codes": as_numpy(y[1]), "rowwise scales": as_numpy(y[0])}
+
+    def packed_codes(y):
+        packed = as_numpy(y[1].view(torch.uint8))
+        return {"rowwise codes": refops.unpack_fp4(packed), "rowwise scales": as_numpy(y[0])}
+
     found = []
-    element_types = {
-        refops.E4M3: torch.float8_e4m3fn,
-        refops.E5M2: torch.float8_e5m2,
-        refops.E3M2: mx_tensor.DTYPE_FP6_E3M2,
-        refops.E2M3: mx_tensor.DTYPE_FP6_E2M3,
-    }
-    for fmt, dtype in element_types.items():
+    for kind, fmt, dtype, size, read in (
+        ("MXFP8 E4M3", refops.E4M3, torch.float8_e4m3fn, 32, codes),
+        ("MXFP8 E5M2", refops.E5M2, torch.float8_e5m2, 32, codes),
+        ("MXFP6 E3M2", refops.E3M2, mx_tensor.DTYPE_FP6_E3M2, 32, codes),
+        ("MXFP6 E2M3", refops.E2M3, mx_tensor.DTYPE_FP6_E2M3, 32, codes),
+        ("MXFP4", refops.E2M1, torch.float4_e2m1fn_x2, 32, packed_codes),
+        ("MXFP4 1x16", refops.E2M1, torch.float4_e2m1fn_x2, 16, packed_codes),
+    ):
         for mode, rule in MODES.items():
-            if fmt.bits < 8 and mode != "floor":
+            if fmt.bits == 6 and mode != "floor":
                 continue  # the element format adds nothing to what the rules show
-            run = _mx(mx_tensor.to_mx, dtype, ScaleCalculationMode(mode))
-            kind = "MXFP8" if fmt.bits == 8 else "MXFP6"
             found.append(
                 Offer(
-                    f"{kind} {fmt!r}, {RULES[rule]}",
-                    run,
-                    lambda y: {"rowwise codes": as_numpy(y[1]), "rowwise scales": as_numpy(y[0])},
+                    f"{kind}, {RULES[rule]}",
+                    _mx(mx_tensor.to_mx, dtype, size, ScaleCalculationMode(mode)),
+                    read,
                     as_torch,
                     dtypes=("bfloat16", "float32"),
-                    divergences=_rceil(fmt) if mode == "rceil" else _by_exponent(fmt, rule),
+                    divergences=_rceil(fmt, size) if mode == "rceil" else by_exponent(fmt, rule, size),
                 )
             )
 
@@ -91,14 +96,14 @@ def offers():
     return [*found, *_fp8(torch), *_dequantize(torch, mx_tensor)]
 
 
-def _mx(to_mx, dtype, mode):
-    return lambda x: to_mx(x, dtype, 32, mode)
+def _mx(to_mx, dtype, size, mode):
+    return lambda x: to_mx(x, dtype, size, mode)
 
 
 # --- MX ------------------------------------------------------------------------------------------
 
 
-def _fp6_of_nan(fmt):
+def _nan_as_numbers(fmt):
     """NaN goes through the arithmetic for normal values: exponent and mantissa as they come, low eight bits."""
     shift = 23 - fmt.mantissa_bits
     bits = np.int64(0x7FC00000) + ((fmt.bias - 127) << 23) + (1 << (shift - 1)) - 1
@@ -110,16 +115,16 @@ def _codes(x, fmt, scaled):
     codes = encode(scaled, fmt)
     if fmt.bits < 8:
         sign = np.signbit(scaled).astype(np.uint8) << (fmt.bits - 1)
-        codes = np.where(np.isnan(scaled), _fp6_of_nan(fmt) | sign, codes)
+        codes = np.where(np.isnan(scaled), _nan_as_numbers(fmt) | sign, codes)
     return codes.reshape(x.shape)
 
 
-def _by_exponent(fmt, rule):
+def by_exponent(fmt, rule, size):
     """Floor, even and ceil: three things of its own, at the range's ends."""
     emax = int(np.log2(fmt.max))
 
     def scales(x, special):
-        amax = rules.block_amax(x, 32)
+        amax = rules.block_amax(x, size)
         byte = rules.scale_bytes(amax, fmt, rule)
         if special:
             byte = np.where(np.isinf(amax), np.uint8(255 - emax), byte)
@@ -131,7 +136,7 @@ def _by_exponent(fmt, rule):
         def arrays(x):
             byte = scales(x, special)
             divisor = np.maximum(np.where(byte == 255, F(np.inf), refops.E8M0.values[byte]), rules.SMALLEST_NORMAL)
-            scaled = rules.blocks(x, 32) / divisor[..., None]
+            scaled = rules.blocks(x, size) / divisor[..., None]
             return {"rowwise codes": _codes(x, fmt, scaled), "rowwise scales": byte}
 
         return arrays
@@ -150,20 +155,20 @@ def _by_exponent(fmt, rule):
     )
 
 
-def _rceil(fmt):
+def _rceil(fmt, size):
     """TE's rule by a float32 log2."""
 
     def predict(unscaled, special):
         @rules.quiet
         def arrays(x):
-            amax = rules.block_amax(x, 32)
+            amax = rules.block_amax(x, size)
             byte = rules.ceil_log2_byte(amax, fmt.max)
             if special:
                 byte = np.where(np.isinf(amax), np.uint8(254), np.where(np.isnan(amax), np.uint8(255), byte))
-            multiplier = mxfp8.ENCODE_MULTIPLIER[byte]
+            multiplier = e8m0.MULTIPLIER[byte]
             if unscaled:
                 multiplier = np.where(byte == 0, F(1), multiplier)
-            scaled = rules.blocks(x, 32) * multiplier[..., None]
+            scaled = rules.blocks(x, size) * multiplier[..., None]
             return {"rowwise codes": _codes(x, fmt, scaled), "rowwise scales": byte}
 
         return arrays

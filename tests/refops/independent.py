@@ -4,9 +4,7 @@ The second implementation (`expect`) is written from the specification with whol
 shares no code with `refops`: no tiles, no tables, no code grid. Sections are those of docs/spec/quantization.md.
 """
 
-from contextlib import contextmanager
 from types import SimpleNamespace
-from unittest import mock
 
 import ml_dtypes
 import numpy as np
@@ -14,7 +12,7 @@ from numpy.lib.mixins import NDArrayOperatorsMixin
 
 import refops
 from arrays import ARRAYS
-from refops import activations
+from refops.activations import Arithmetic
 
 F = np.float32
 FP32, FP16, BF16 = np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)
@@ -51,6 +49,30 @@ SCALINGS = {
     "nvfp4-mse-448": refops.NVFP4Scaling(four_over_six="mse"),
     "nvfp4-mse-2d": refops.NVFP4Scaling(four_over_six="mse", e4m3_max=256, two_d=True),
     "nvfp4-row": refops.NVFP4Scaling(row_scaled=True),
+    "nvfp4-ue5m3": refops.NVFP4Scaling(scale_format=refops.UE5M3),
+    "nvfp4-ue5m3-2d": refops.NVFP4Scaling(scale_format=refops.UE5M3, two_d=True, four_over_six="mse"),
+    "nvfp4-ue5m3-mae": refops.NVFP4Scaling(scale_format=refops.UE5M3, four_over_six="mae"),
+    "nvfp4-row-ue5m3": refops.NVFP4Scaling(scale_format=refops.UE5M3, row_scaled=True),
+    "nvfp4-ue5m3-alone": refops.NVFP4Scaling(scale_format=refops.UE5M3, tensor_level=False),
+    "nvfp4-ue5m3-alone-sr-2d": refops.NVFP4Scaling(
+        scale_format=refops.UE5M3, tensor_level=False, two_d=True, stochastic_rounding=True, seed=3
+    ),
+    "nvfp4-rht-ue5m3-alone": refops.NVFP4Scaling(scale_format=refops.UE5M3, tensor_level=False, rht=True),
+    "mxfp4": refops.MXFP4Scaling(),
+    "mxfp4-floor": refops.MXFP4Scaling(scale_rounding="floor"),
+    "mxfp4-even-2d": refops.MXFP4Scaling(two_d=True, scale_rounding="even"),
+    "mxfp4-ceil": refops.MXFP4Scaling(scale_rounding="ceil_ocp"),
+    "mxfp4-16": refops.MXFP4Scaling(block_size=16),
+    "mxfp4-16-even": refops.MXFP4Scaling(scale_rounding="even", block_size=16),
+    "mxfp4-16-2d": refops.MXFP4Scaling(two_d=True, block_size=16),
+    "e8m0-1d": refops.E8M0BlockScaling(refops.E4M3, 1),
+    "e8m0-1d-e5m2": refops.E8M0BlockScaling(refops.E5M2, 1, amax_epsilon=1e-4),
+    "e8m0-2d": refops.E8M0BlockScaling(refops.E4M3, 2, amax_epsilon=1e-3),
+    "e8m0-64": refops.E8M0BlockScaling(refops.E4M3, 1, block_size=64),
+    "block-64": refops.Block64Scaling(refops.E4M3),
+    "block-64-f32": refops.Block64Scaling(refops.E5M2, power_2_scale=False, amax_epsilon=1e-3),
+    "mxint8": refops.MXINT8Scaling(),
+    "mxint8-up": refops.MXINT8Scaling("up"),
 }
 
 
@@ -105,9 +127,9 @@ def special_tensor(shape, dtype, seed=0, extremes=True):
 class Tracked(NDArrayOperatorsMixin):
     """A float64 value with a bound of the error of its float32 evaluation (running error analysis, Higham 3.3).
 
-    Float32 code runs on it as on an array, under `tracked_functions`. Each operation adds half an ulp of its result,
-    2^-24 |result|, and half the least subnormal. `overflows` marks where an intermediate result leaves float32: there
-    the bound says nothing. Comparisons are for exact values (inputs) alone.
+    Float32 code runs on it as on an array; activations in the vocabulary `TRACKED`. Each operation adds half an ulp of
+    its result, 2^-24 |result|, and half the least subnormal. `overflows` marks where an intermediate result leaves
+    float32: there the bound says nothing. Comparisons are for exact values (inputs) alone.
     """
 
     UNIT, TINY = 2.0**-24, 2.0**-150
@@ -181,14 +203,16 @@ class Tracked(NDArrayOperatorsMixin):
         return Tracked(np.tanh(self.value), error, self.overflows).rounded()
 
 
-@contextmanager
-def tracked_functions():
-    """Let the functions of `refops.activations` run on `Tracked` numbers, where overflow and NaN are no accidents."""
-    with (
-        mock.patch.multiple(activations, exp=Tracked.exp, tanh=Tracked.tanh),
-        np.errstate(all="ignore"),
-    ):
-        yield
+class TrackedArithmetic(Arithmetic):
+    """The words of `refops.activations` on `Tracked` numbers: a maximum is as wrong as what it takes."""
+
+    def maximum(self, a, x):
+        """The larger one."""
+        larger = x.value > a
+        return Tracked(np.where(larger, x.value, a), np.where(larger, x.error, 0.0), x.overflows)
+
+
+TRACKED = TrackedArithmetic()
 
 
 # --- the second implementation ----------------------------------------------------------------------------------------
@@ -200,11 +224,17 @@ ML_DTYPES = {
     "e2m3": ml_dtypes.float6_e2m3fn,
     "e2m1": ml_dtypes.float4_e2m1fn,
 }
-NAN_CODE = {"e4m3": 0x7F, "e5m2": 0x7F, "e3m2": 0x1F, "e2m3": 0x1F, "e2m1": 0x7}
+NAN_CODE = {"e4m3": 0x7F, "e5m2": 0x7F, "e3m2": 0x1F, "e2m3": 0x1F, "e2m1": 0x7, "e8m0": 0xFF, "int8": 0, "ue5m3": 0xFF}
 
 
 def ml_cast(v, fmt):
-    """Saturating nearest-even cast through ml_dtypes; NaN gives the canonical code. float32 -> uint8."""
+    """Saturating nearest-even cast through ml_dtypes; NaN gives the canonical code. float32 -> uint8.
+
+    INT8 (OCP MX 1.0, 5.3.4): two's complement in units of 1/64, from -127 to 127.
+    """
+    if fmt.name == "int8":
+        units = np.rint(np.where(np.isnan(v), F(0), v).astype(np.float64) * 64)
+        return np.clip(units, -127, 127).astype(np.int8).view(np.uint8)
     dtype = ML_DTYPES[fmt.name]
     limit = F(ml_dtypes.finfo(dtype).max)
     nan = np.isnan(v)
@@ -213,8 +243,17 @@ def ml_cast(v, fmt):
 
 
 def ml_decode(codes, fmt):
-    """Values of codes through ml_dtypes."""
+    """Values of codes through ml_dtypes; of INT8 in units of 1/64."""
+    if fmt.name == "int8":
+        return codes.view(np.int8).astype(F) / F(64)
     return codes.view(ML_DTYPES[fmt.name]).astype(F)
+
+
+def with_sign(code, negative, fmt):
+    """The code of a number from that of its magnitude; integers are in two's complement."""
+    if fmt.name == "int8":
+        return np.where(negative, -code, code) & 0xFF
+    return code | (negative << (fmt.bits - 1))
 
 
 def nan_free_amax(v, axis=None):
@@ -267,10 +306,12 @@ def e8m0_up(v):
 
 def mx_byte(amax, fmt, scale_rounding):
     """The MX scale byte: TE's rule, or 2^(exponent - emax) with the exponent from exact arithmetic."""
-    limit = F(ml_dtypes.finfo(ML_DTYPES[fmt.name]).max)
+    limit = F(127 / 64) if fmt.name == "int8" else F(ml_dtypes.finfo(ML_DTYPES[fmt.name]).max)
     if scale_rounding == "up":
         return e8m0_up(amax * (F(1) / limit))
-    emax, mantissa = {"e4m3": (8, 3), "e5m2": (15, 2), "e3m2": (4, 2), "e2m3": (2, 3)}[fmt.name]
+    emax, mantissa = {"e4m3": (8, 3), "e5m2": (15, 2), "e3m2": (4, 2), "e2m3": (2, 3), "e2m1": (2, 1), "int8": (0, 6)}[
+        fmt.name
+    ]
     finite = np.where(np.isinf(amax), F(1), amax).astype(np.float64)
     fraction, exponent = np.frexp(finite)  # amax = fraction * 2^exponent, fraction in [0.5, 1)
     exponent = exponent - 1
@@ -282,10 +323,26 @@ def mx_byte(amax, fmt, scale_rounding):
     return np.where(np.isinf(amax), 254, byte).astype(np.uint8)
 
 
-def s_enc_of(amax, e4m3_max):
+def s_enc_of(amax, scale_max):
     """Section 6.1."""
-    s = np.fmin(F(e4m3_max * 6) / amax, FLT_MAX)
+    s = np.fmin(F(scale_max * 6) / amax, FLT_MAX)
     return np.where((amax == 0) | (s == 0), F(1), s)
+
+
+def ue5m3(x):
+    """|x| as an unsigned E5M3 code, to nearest even in float64: steps of 2^-17 up to 2^-14, then 8 for an octave."""
+    a = np.where(np.isnan(x), 0, np.minimum(np.abs(x), F(114688))).astype(np.float64)
+    _, exponent = np.frexp(a)
+    octave = np.where(a == 0, -14, np.maximum(exponent - 1, -14))
+    steps = np.rint(np.ldexp(a, 3 - octave))  # of the octave: 8 to 16, which is the next one's 8; below 8 subnormal
+    return np.where(np.isnan(x), 0xFF, steps + 8 * (octave + 14)).astype(np.uint8)
+
+
+def ue5m3_value(codes):
+    """Values of unsigned E5M3 codes."""
+    exponent, mantissa = (codes >> 3).astype(np.int32), (codes & 7).astype(np.float64)
+    value = np.ldexp(np.where(exponent == 0, mantissa, mantissa + 8), np.maximum(exponent, 1) - 18)
+    return np.where(codes == 0xFF, np.nan, value).astype(F)
 
 
 def e2m1(x):
@@ -359,27 +416,35 @@ def _nvfp4_direction(v, amax, scaling, random_bytes):
     edge = 16 if scaling.two_d else 1
     blocks = blocked(v, edge, 16)
     maxima = nan_free_amax(blocks, axis=(1, 3))
-    s_enc = s_enc_of(amax, scaling.e4m3_max)
+    wide = scaling.scale_format.name == "ue5m3"
+    top = (65536 if scaling.four_over_six else 114688) if wide else scaling.e4m3_max
+    s_enc = s_enc_of(amax, top) if scaling.tensor_level else F(1)
     s_dec = F(1) / s_enc
 
+    def to_byte(scale):
+        return ue5m3(scale) if wide else ml_cast(scale, refops.E4M3)
+
+    def to_scale(scale_bytes):
+        return ue5m3_value(scale_bytes) if wide else ml_decode(scale_bytes, refops.E4M3)
+
     def attempt(scale_bytes):
-        enc = np.fmin(F(1) / (ml_decode(scale_bytes, refops.E4M3) * s_dec), FLT_MAX)
+        enc = np.fmin(F(1) / (to_scale(scale_bytes) * s_dec), FLT_MAX)
         scaled = blocks * enc[:, None, :, None]
         if random_bytes is None:
             return e2m1(scaled)
         return e2m1_stochastic(scaled, blocked(random_bytes, edge, 16))
 
     if scaling.four_over_six is None:
-        scales = ml_cast(np.fmin(maxima * (s_enc * (F(1) / F(6))), FLT_MAX), refops.E4M3)
+        scales = to_byte(np.fmin(maxima * (s_enc * (F(1) / F(6))), FLT_MAX))
         codes = attempt(scales)
     else:
         base = maxima / F(6) * s_enc
-        tried = [ml_cast(np.fmin(base * F(f), F(448)), refops.E4M3) for f in (1, 1.5)]
+        tried = [to_byte(np.fmin(base * F(f), F(114688 if wide else 448))) for f in (1, 1.5)]
         codes = [attempt(scales) for scales in tried]
         errors = []
         for c, scales in zip(codes, tried, strict=True):
-            q = ml_decode(c, refops.E2M1) * ml_decode(scales, refops.E4M3)[:, None, :, None]
-            d = q * np.asarray(amax)[:, None, :, None] / F(6 * scaling.e4m3_max) - blocks
+            q = ml_decode(c, refops.E2M1) * to_scale(scales)[:, None, :, None]
+            d = q * np.asarray(amax)[:, None, :, None] / F(6 * top) - blocks
             d = np.abs(d) if scaling.four_over_six == "mae" else d * d
             row_errors = np.zeros(d.shape[:3], F)
             for j in range(16):
@@ -390,9 +455,12 @@ def _nvfp4_direction(v, amax, scaling, random_bytes):
         four = errors[1] < errors[0]
         codes = np.where(four[:, None, :, None], codes[1], codes[0])
         scales = np.where(four, tried[1], tried[0])
-    codes = unblocked(codes, v.shape)
-    packed = codes[:, 0::2] | (codes[:, 1::2] << 4)
-    return packed.astype(np.uint8), padded(np.repeat(scales, edge, axis=0), 128, 4)
+    return packed(unblocked(codes, v.shape)), padded(np.repeat(scales, edge, axis=0), 128, 4)
+
+
+def packed(codes):
+    """Two codes a byte, that of even index in the low half."""
+    return (codes[:, 0::2] | (codes[:, 1::2] << 4)).astype(np.uint8)
 
 
 def expect(values, scaling, dtype, *, amax_values=None, rowwise=True, columnwise=True):
@@ -422,23 +490,25 @@ def _expect(values, amax_values, scaling, dtype, rowwise, columnwise):
         codes = ml_cast(v * scale, scaling.fmt)
         row = codes.reshape(shape), np.array([F(1) / scale], F), np.array([amax], F)
         column = np.ascontiguousarray(codes.T).reshape(k, *shape[:-1]), row[1], row[2]
-    elif isinstance(scaling, refops.BlockScaling):
+    elif isinstance(scaling, refops.BlockScaling | refops.Block64Scaling):
+        size = 64 if isinstance(scaling, refops.Block64Scaling) else 128
         limit = {FP32: FLT_MAX, FP16: F(65504), BF16: from_bits(0x7F7F0000)[0]}[dtype]
 
         def one(matrix, rows):
-            blocks = blocked(matrix, rows, 128)
+            blocks = blocked(matrix, rows, size)
             scale = fp8_scale(
                 nan_free_amax(blocks, (1, 3)), scaling.fmt, scaling.amax_epsilon, scaling.power_2_scale, limit
             )
             codes = unblocked(ml_cast(blocks * scale[:, None, :, None], scaling.fmt), matrix.shape)
             return codes, padded(F(1) / scale, 1, 4) if rows > 1 else padded((F(1) / scale).T, 1, 4)
 
-        edge = 128 if scaling.block_dim == 2 else 1
+        edge = 128 if size == 128 and scaling.block_dim == 2 else 1
         codes, scales = one(v, edge)
         row = codes.reshape(shape), scales, None
         codes, scales = one(np.ascontiguousarray(v.T), edge)
         column = codes.reshape(k, *shape[:-1]), scales, None
-    elif isinstance(scaling, refops.MXFP8Scaling):
+    elif isinstance(scaling, refops.MXFP8Scaling | refops.MXINT8Scaling):
+        two_d, pad = getattr(scaling, "two_d", False), isinstance(scaling, refops.MXFP8Scaling)
 
         def one(rows, columns):
             blocks = blocked(v, rows, columns)
@@ -447,11 +517,16 @@ def _expect(values, amax_values, scaling, dtype, rowwise, columnwise):
             codes = unblocked(ml_cast(blocks * multiplier[:, None, :, None], scaling.fmt), v.shape)
             return codes.reshape(shape), scales
 
-        edge = 32 if scaling.two_d else 1
+        edge = 32 if two_d else 1
         codes, scales = one(edge, 32)
-        row = codes, padded(np.repeat(scales, edge, axis=0)[:m], 128, 4), None
+        row = codes, padded(np.repeat(scales, edge, axis=0)[:m], *((128, 4) if pad else (1, 1))), None
         codes, scales = one(32, edge)
-        column = codes, padded(np.repeat(scales, edge, axis=1)[:, :k], 4, 128), None
+        column = codes, padded(np.repeat(scales, edge, axis=1)[:, :k], *((4, 128) if pad else (1, 1))), None
+    elif isinstance(scaling, refops.MXFP4Scaling | refops.E8M0BlockScaling):
+        row, column = _expect_e8m0(v, scaling), _expect_e8m0(np.ascontiguousarray(v.T), scaling)
+        row = (row[0].reshape(*shape[:-1], row[0].shape[1]), *row[1:])
+        if isinstance(scaling, refops.E8M0BlockScaling):
+            column = (column[0].reshape(k, *shape[:-1]), *column[1:])
     else:
         row, column = _expect_nvfp4(v, amax_values.reshape(v.shape), scaling, dtype, rowwise, columnwise)
         row = (row[0].reshape(*shape[:-1], k // 2), *row[1:])
@@ -460,6 +535,23 @@ def _expect(values, amax_values, scaling, dtype, rowwise, columnwise):
     if columnwise:
         out["columnwise_data"], out["columnwise_scale_inv"], out["amax_columnwise"] = column
     return SimpleNamespace(**out)
+
+
+def _expect_e8m0(v, scaling):
+    """Codes, scale bytes and no amax of a matrix whose rows hold the blocks: MXFP4 packed, FP8 in larger blocks."""
+    is_fp4 = isinstance(scaling, refops.MXFP4Scaling)
+    square = scaling.two_d if is_fp4 else scaling.block_dim == 2
+    edge, size = (scaling.block_size if square else 1), scaling.block_size
+    blocks = blocked(v, edge, size)
+    maxima = nan_free_amax(blocks, (1, 3))
+    if is_fp4:
+        scales = mx_byte(maxima, refops.E2M1, scaling.scale_rounding)
+    else:
+        scales = mx_byte(np.maximum(maxima, F(scaling.amax_epsilon)), scaling.fmt, "up")
+    scaled = blocks * np.ldexp(F(1), 127 - scales.astype(np.int32)).astype(F)[:, None, :, None]
+    if is_fp4:
+        return packed(unblocked(e2m1(scaled), v.shape)), padded(np.repeat(scales, edge, axis=0)[: len(v)], 128, 4), None
+    return unblocked(ml_cast(scaled, scaling.fmt), v.shape), scales, None
 
 
 def _expect_nvfp4(v, amax_values, scaling, dtype, rowwise, columnwise):
@@ -484,5 +576,91 @@ def _expect_nvfp4(v, amax_values, scaling, dtype, rowwise, columnwise):
     if scaling.two_d and scaling.four_over_six:  # one choice for a tile, by errors summed in the tensor's orientation
         codes = np.stack([row[0] & 0xF, row[0] >> 4], axis=-1).reshape(m, k).T
         tiles = row[1][:m:16, : k // 16]
-        column = codes[:, 0::2] | (codes[:, 1::2] << 4), padded(np.repeat(tiles.T, 16, axis=0), 128, 4)
-    return (*row, amax_row), (*column, amax_column)
+        column = packed(codes), padded(np.repeat(tiles.T, 16, axis=0), 128, 4)
+    kept = (amax_row, amax_column) if scaling.tensor_level else (None, None)
+    return (*row, kept[0]), (*column, kept[1])
+
+
+def expect_dequantized(q):
+    """What `dequantize` must give, rowwise and columnwise, before it is rounded: section 7 on hand-indexed scales."""
+    scaling, fmt = q.scaling, q.scaling.fmt
+    m, k = q.matrix_shape
+    row, column = np.indices((m, k))
+    if isinstance(scaling, refops.DelayedScaling | refops.CurrentScaling):
+        rowwise = ml_decode(q.rowwise_data, fmt) * q.rowwise_scale_inv[0]
+        columnwise = ml_decode(q.columnwise_data.T, fmt) * q.columnwise_scale_inv[0]
+    elif isinstance(scaling, refops.BlockScaling):
+        if scaling.block_dim == 1:
+            row_scales, column_scales = (
+                q.rowwise_scale_inv[column // 128, row],
+                q.columnwise_scale_inv[row // 128, column],
+            )
+        else:
+            row_scales = q.rowwise_scale_inv[row // 128, column // 128]
+            column_scales = q.columnwise_scale_inv[column // 128, row // 128]
+        rowwise = ml_decode(q.rowwise_data, fmt) * row_scales
+        columnwise = ml_decode(q.columnwise_data.T, fmt) * column_scales
+    elif isinstance(scaling, refops.MXFP8Scaling | refops.MXINT8Scaling):
+        rowwise = ml_decode(q.rowwise_data, fmt) * np.exp2(q.rowwise_scale_inv[row, column // 32].astype(F) - 127)
+        columnwise = ml_decode(q.columnwise_data, fmt) * np.exp2(
+            q.columnwise_scale_inv[row // 32, column].astype(F) - 127
+        )
+    elif isinstance(scaling, refops.Block64Scaling):
+        rowwise = ml_decode(q.rowwise_data, fmt) * q.rowwise_scale_inv[column // 64, row]
+        columnwise = ml_decode(q.columnwise_data.T, fmt) * q.columnwise_scale_inv[row // 64, column]
+    elif isinstance(scaling, refops.E8M0BlockScaling):
+        size, edge = scaling.block_size, scaling.block_size if scaling.block_dim == 2 else 1
+        rowwise = ml_decode(q.rowwise_data, fmt) * np.exp2(
+            q.rowwise_scale_inv[row // edge, column // size].astype(F) - 127
+        )
+        powers = np.exp2(q.columnwise_scale_inv[column // edge, row // size].astype(F) - 127)
+        columnwise = ml_decode(q.columnwise_data.T, fmt) * powers
+    elif isinstance(scaling, refops.MXFP4Scaling):
+        powers = np.exp2(q.rowwise_scale_inv[row, column // scaling.block_size].astype(F) - 127)
+        rowwise = ml_decode(refops.unpack_fp4(q.rowwise_data), refops.E2M1) * powers
+        powers = np.exp2(q.columnwise_scale_inv[column, row // scaling.block_size].astype(F) - 127)
+        columnwise = ml_decode(refops.unpack_fp4(q.columnwise_data), refops.E2M1).T * powers
+    else:
+        wide = scaling.scale_format == refops.UE5M3
+        top = scaling.e4m3_max if not wide else 65536 if scaling.four_over_six else 114688
+
+        def factor(scales, amax):
+            scales = ue5m3_value(scales) if wide else ml_decode(scales, refops.E4M3)
+            if not scaling.tensor_level:
+                return scales
+            rcp = F(1) / F(6 * top)
+            return scales * (amax * rcp) if wide else scales * amax * rcp
+
+        def amax_of(amax, outer):
+            return None if amax is None else amax[outer] if scaling.row_scaled else amax[0]
+
+        scales = factor(q.rowwise_scale_inv[row, column // 16], amax_of(q.amax_rowwise, row))
+        rowwise = ml_decode(refops.unpack_fp4(q.rowwise_data), refops.E2M1) * scales
+        scales = factor(q.columnwise_scale_inv[column, row // 16], amax_of(q.amax_columnwise, column))
+        columnwise = ml_decode(refops.unpack_fp4(q.columnwise_data), refops.E2M1).T * scales
+        if scaling.rht:
+            columnwise = refops.hadamard_transform(columnwise.T, scaling.sign_mask, inverse=True).T
+    return rowwise, columnwise
+
+
+#: Sections 8.2 and 8.4 by hand: which values are cast, give the tensor amax, and are summed to dbias; "unrounded" means
+#: float32, "rounded" to the input dtype.
+RULES = {
+    "delayed": ("unrounded", "unrounded", "unrounded"),
+    "mxfp8": ("rounded", "rounded", "unrounded"),
+    "mxfp6": ("rounded", "rounded", "unrounded"),
+    "current": ("rounded", "unrounded", "rounded"),
+    "nvfp4": ("rounded", "unrounded", "rounded"),
+    "block": ("rounded", "rounded", "rounded"),
+    "mxfp4": ("rounded", "rounded", "rounded"),
+    "e8m0": ("rounded", "rounded", "rounded"),
+    "mxint8": ("rounded", "rounded", "rounded"),
+    "nvfp4-rht": ("rounded", "rounded", "rounded"),
+    "nvfp4-sr-rht": ("rounded", "rounded", "rounded"),
+    "nvfp4-row": ("rounded", "rounded", "rounded"),
+}
+
+
+def rule_of(scaling_name):
+    """The rule of the longest name that `scaling_name` starts with."""
+    return RULES[max((n for n in RULES if scaling_name.startswith(n)), key=len)]

@@ -8,6 +8,8 @@ float64 value (central differences), the float32 functions are within the bound 
 ones (refops' functions, run on `Tracked` numbers), and `test_every_function_of_the_table_is_swept` asks for the rest.
 """
 
+from functools import cache
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,15 +19,16 @@ from independent import (
     FLT_MAX,
     FP16,
     FP32,
+    TRACKED,
     F,
     Tracked,
     all_values,
     bits,
     from_bits,
     round_float64,
-    tracked_functions,
 )
 
+import measured
 import refops
 from arrays import assert_same_bits, assert_same_values
 from refops import elementary
@@ -155,13 +158,13 @@ SMOOTH = [name for name in FORMULAS if name not in ("relu", "drelu", "srelu", "d
 
 
 def formula_of(activation, attribute):
-    """(Formula, "value" or "derivative") behind an attribute of `BoundActivation`."""
+    """(Function, "value" or "slope") behind an attribute of `BoundActivation`."""
     row = refops.ACTIVATIONS[activation]
     return {
         "value": (row.act, "value"),
-        "derivative": (row.act, "derivative"),
+        "derivative": (row.act, "slope"),
         "gate": (row.gate, "value"),
-        "gate_slope": (row.gate, "derivative"),
+        "gate_slope": (row.gate, "slope"),
     }[attribute]
 
 
@@ -425,27 +428,27 @@ def test_gradients_multiply_and_never_mask():
 
 # --- error against the truth --------------------------------------------------------------------------------
 
-#: Last column of spec 6.1 (bf16) and 6.2 (fp16): largest absolute error where |f| < 100, with NumPy's own exp and tanh.
-MAX_ABS_ERROR = {
-    "gelu": (3.3e-07, 4.2e-07),
-    "dgelu": (1.2e-06, 1.2e-06),
-    "sigmoid": (8.5e-08, 8.8e-08),
-    "dsigmoid": (8.5e-08, 8.8e-08),
-    "silu": (1.1e-06, 1.2e-06),
-    "dsilu": (9.7e-07, 9.7e-07),
-    "qgelu": (6.3e-07, 7.3e-07),
-    "dqgelu": (9.4e-07, 9.7e-07),
-    "relu": (0, 0),
-    "drelu": (0, 0),
-    "srelu": (7e-46, 0),
-    "dsrelu": (0, 0),
-    "clamped_silu": (5.6e-07, 5.9e-07),
-    "clamped_dsilu": (6.7e-07, 7e-07),
-    "situ_gate": (4.7e-07, 5.6e-07),
-    "dsitu_gate": (3.3e-07, 3.8e-07),
-    "situ_up": (2.6e-06, 2.6e-06),
-    "dsitu_up": (1.4e-07, 1.4e-07),
-}
+SPECIFICATION = Path(__file__).parents[2] / "docs" / "spec" / "activations.md"
+
+
+@cache
+def specified(section):
+    """Spec's name -> (misrounded outputs, largest absolute error where |f| < 100) of a table of spec 6, where exp and
+    tanh are NumPy's: columns 9 and 13."""
+    text = SPECIFICATION.read_text(encoding="utf-8").split(f"### {section} ")[1].split("###")[0]
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("| ")
+    ]
+    return {row[0]: (int(row[8]), float(row[12])) for row in rows[1:]}
+
+
+SECTIONS = {BF16: "6.1", FP16: "6.2"}
+
+
+def measured_of(kind, name, dtype):
+    """What was measured of a function by the spec's name."""
+    function, which = formula_of(*FORMULAS[name][1:])
+    return measured.activations(kind)[f"{function.name}.{which}"][dtype == FP16]
 
 
 def finite_inputs(dtype):
@@ -463,7 +466,8 @@ def test_largest_absolute_error(name, dtype):
     y = evaluate(name, x).astype(np.float64)
     with np.errstate(all="ignore"):
         error = np.abs(y - truth)[(np.abs(truth) < 100) & ~np.isnan(y)]
-    assert error.max() <= MAX_ABS_ERROR[name][dtype == FP16] * 1.05
+    assert error.max() <= specified(SECTIONS[dtype])[name][1] * 1.05
+    assert error.max() == pytest.approx(measured_of("largest_error", name, dtype), rel=0.05, abs=1e-46)
 
 
 #: Where an intermediate result may overflow to an output that is inf or NaN.
@@ -483,8 +487,8 @@ def test_error_within_the_running_bound(activation, attribute, dtype):
     x = x[np.isfinite(x)]
     function = getattr(bind_activation(activation, {}), attribute)
     truth, y = (v.astype(np.float64) for v in (function(x.astype(np.float64), true=True), function(x)))
-    with tracked_functions():
-        tracked = Tracked.of(function(Tracked(x)))
+    with np.errstate(all="ignore"):
+        tracked = Tracked.of(getattr(bind_activation(activation, {}).using(TRACKED), attribute)(Tracked(x)))
         bound = tracked.error + 1e-13 * np.abs(truth)
         error = np.abs(y - truth)
     judged = ~(tracked.overflows & np.ones_like(x, bool))
@@ -493,29 +497,6 @@ def test_error_within_the_running_bound(activation, attribute, dtype):
     assert (error <= bound)[judged].all(), (float(x[worst]), y[worst], truth[worst], bound[worst])
     if (activation, attribute) not in OVERFLOWING:
         assert (error[~judged] <= np.abs(x[~judged]) * 2.0**-127).all()
-
-
-#: Outputs that are not the nearest to the truth: bf16 in spec 6.1, bf16 here, fp16 in spec 6.2, fp16 here.
-MISROUNDED = {
-    "gelu": (156, 155, 365, 271),
-    "dgelu": (157, 157, 457, 427),
-    "sigmoid": (8, 8, 6, 7),
-    "dsigmoid": (397, 397, 579, 585),
-    "silu": (17, 17, 1, 2),
-    "dsilu": (18, 18, 4, 12),
-    "qgelu": (20, 20, 1, 0),
-    "dqgelu": (21, 21, 4, 3),
-    "relu": (0, 0, 0, 0),
-    "drelu": (0, 0, 0, 0),
-    "srelu": (0, 0, 0, 0),
-    "dsrelu": (0, 0, 0, 0),
-    "clamped_silu": (20, 20, 1, 0),
-    "clamped_dsilu": (21, 21, 4, 3),
-    "situ_gate": (11, 11, 1, 2),
-    "dsitu_gate": (383, 377, 762, 572),
-    "situ_up": (0, 0, 2, 4),
-    "dsitu_up": (750, 752, 1540, 1026),
-}
 
 
 @each_formula
@@ -532,10 +513,10 @@ def test_misrounded_outputs(name, dtype):
     with np.errstate(all="ignore"):
         rounded, nearest = y.astype(dtype).astype(F), round_float64(truth, dtype)
     misrounded = int(((rounded != nearest) & ~np.isnan(y)).sum())
-    specified, here = MISROUNDED[name][:2] if dtype == BF16 else MISROUNDED[name][2:]
-    assert abs(misrounded - here) <= 1
-    assert here <= specified + 8
-    assert dtype == FP16 or abs(here - specified) <= 3 + 0.02 * specified
+    here, there = measured_of("misrounded", name, dtype), specified(SECTIONS[dtype])[name][0]
+    assert abs(misrounded - here) <= 1, measured.COMMAND
+    assert here <= there + 8
+    assert dtype == FP16 or abs(here - there) <= 3 + 0.02 * there
 
 
 @pytest.mark.parametrize("name", refops.ACTIVATIONS)

@@ -15,10 +15,25 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from independent import BF16, FP16, ML_DTYPES, NAN_CODE, F, all_values, from_bits, ml_cast
+from independent import BF16, FP16, ML_DTYPES, NAN_CODE, F, all_values, from_bits, ml_cast, ml_decode, with_sign
 
 from arrays import assert_same_bits
-from refops import E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, FORMATS, FloatFormat, decode, encode, pack_fp4, unpack_fp4
+from refops import (
+    E2M1,
+    E2M3,
+    E3M2,
+    E4M3,
+    E5M2,
+    E8M0,
+    FORMATS,
+    INT8,
+    FloatFormat,
+    IntegerFormat,
+    decode,
+    encode,
+    pack_fp4,
+    unpack_fp4,
+)
 from refops.formats import encode_by_definition
 
 SIGNED = [fmt for fmt in FORMATS.values() if fmt.signed]
@@ -36,9 +51,9 @@ saturate_or_not = pytest.mark.parametrize("saturate", [True, False], ids=["satur
 
 
 @each_signed
-def test_every_code_decodes_as_in_ml_dtypes(fmt):
+def test_every_code_decodes_as_elsewhere(fmt):
     codes = np.arange(2**fmt.bits, dtype=np.uint8)
-    ours, theirs = decode(codes, fmt), codes.view(ML_DTYPES[fmt.name]).astype(F)
+    ours, theirs = decode(codes, fmt), ml_decode(codes, fmt)
     nan = np.isnan(theirs)
     assert np.array_equal(np.isnan(ours), nan)
     assert_same_bits(ours[~nan], theirs[~nan])
@@ -55,12 +70,13 @@ def test_every_e8m0_code():
 @each_mode
 @saturate_or_not
 def test_every_code_survives_the_round_trip(fmt, rounding, saturate):
-    """Finite values and NaN under every mode; an infinity only where it may stay one."""
+    """Finite values and NaN under every mode; an infinity only where it may stay one, and no integer's -2."""
     codes = np.arange(2**fmt.bits, dtype=np.uint8)
     values = decode(codes, fmt)
     back = encode(values, fmt, rounding=rounding, saturate=saturate)
     nan, infinite = np.isnan(values), np.isinf(values)
-    assert np.array_equal(back[~nan & ~infinite], codes[~nan & ~infinite])
+    kept = np.where((codes == 0x80) & (fmt == INT8), 0x81, codes)
+    assert np.array_equal(back[~nan & ~infinite], kept[~nan & ~infinite])
     assert (back[nan] == fmt.nan_code).all()
     largest = np.where(codes[infinite] >> 7, 0x80, 0) | fmt.largest_code
     assert np.array_equal(back[infinite], largest if saturate else codes[infinite])
@@ -72,7 +88,7 @@ def test_codes_survive_through_every_input_dtype(fmt, dtype):
     """All values of these formats are exact in bfloat16 and float32, and in float16 too."""
     codes = np.arange(2**fmt.bits, dtype=np.uint8)
     values = decode(codes, fmt)
-    usable = np.isfinite(values)
+    usable = np.isfinite(values) & (np.abs(values) <= fmt.max)
     assert_same_bits(values.astype(dtype).astype(F)[usable], values[usable])
     assert np.array_equal(encode(values.astype(dtype), fmt)[usable], codes[usable])
 
@@ -104,7 +120,8 @@ def test_table_equals_definition(fmt, rounding, saturate, dtype):
 
 @each_signed
 @each_dtype
-def test_nearest_even_equals_ml_dtypes_clipped(fmt, dtype):
+def test_nearest_even_equals_others_clipped(fmt, dtype):
+    """ml_dtypes, and for integers `rint`."""
     x = all_values(dtype)
     assert_same_bits(encode(x, fmt), ml_cast(x.astype(F), fmt))
 
@@ -191,15 +208,14 @@ def test_modes_bracket_the_value(fmt, dtype):
 
 def scalar_encode(x, fmt, rounding, saturate):
     """The code of one float, from the definition of the format in rational arithmetic: no grid, no table."""
-    sign = int(math.copysign(1, x) < 0)
-    sign_bit = (sign << (fmt.bits - 1)) if fmt.signed else 0
+    negative = math.copysign(1, x) < 0 and fmt.signed
     if math.isnan(x):
-        return fmt.largest_code if fmt.nan_code is None else fmt.nan_code
+        return NAN_CODE[fmt.name]
     overflow_code = fmt.largest_code
     if not saturate:
         overflow_code = next(c for c in (fmt.infinity_code, fmt.nan_code, fmt.largest_code) if c is not None)
     if math.isinf(x):
-        return overflow_code | sign_bit
+        return with_sign(overflow_code, negative, fmt)
     a = abs(Fraction(x))
     exponent = field_exponent(x, fmt)
     quantum = Fraction(2) ** (exponent - fmt.mantissa_bits)
@@ -207,7 +223,6 @@ def scalar_encode(x, fmt, rounding, saturate):
     rest = a / quantum - steps
     if not fmt.has_subnormals and a < quantum:  # E8M0 has nothing below 2^-127
         return 0
-    negative = bool(sign) and fmt.signed
     away = {
         "nearest_even": rest > Fraction(1, 2) or (rest == Fraction(1, 2) and is_odd(steps, exponent, fmt)),
         "nearest_away": rest >= Fraction(1, 2),
@@ -218,8 +233,8 @@ def scalar_encode(x, fmt, rounding, saturate):
     rounded = (steps + away) * quantum
     if rounded > Fraction(float(fmt.max)):  # IEEE 754, 7.4: directed modes overflow in their own direction only
         stays = rounding == "toward_zero" or rounding == ("up" if negative else "down")
-        return (fmt.largest_code if stays else overflow_code) | sign_bit
-    return code_of(rounded, fmt) | sign_bit
+        return with_sign(fmt.largest_code if stays else overflow_code, negative, fmt)
+    return with_sign(code_of(rounded, fmt), negative, fmt)
 
 
 def field_exponent(value, fmt):
@@ -234,8 +249,8 @@ def is_odd(steps, exponent, fmt):
 
 def code_of(value, fmt):
     """Code of an exact non-negative value, by fields."""
-    if value == 0:
-        return 0
+    if value == 0 or fmt == INT8:
+        return int(64 * value)
     exponent = field_exponent(float(value), fmt)
     scaled = value / Fraction(2) ** exponent  # 1.m, or 0.m for subnormals
     subnormal = scaled < 1
@@ -269,7 +284,7 @@ def test_float32_around_every_tie_against_rationals(fmt, rounding, saturate):
 
 
 @each_signed
-def test_random_float32_against_ml_dtypes(fmt):
+def test_random_float32_against_others(fmt):
     """A million bit patterns, most near the format's range."""
     rng = np.random.default_rng(fmt.bits)
     anything = rng.integers(0, 1 << 32, 300_000, dtype=np.uint32).view(F)
@@ -283,8 +298,7 @@ def test_nan_payloads_that_a_truncation_would_turn_into_inf():
     """NaN whose payload stands in the low 16 bits only."""
     x = from_bits(0x7F800001, 0xFF800001, 0x7F80FFFF, 0x7F808000)
     for fmt in FORMATS.values():
-        expected = fmt.largest_code if fmt.nan_code is None else fmt.nan_code
-        assert encode(x, fmt).tolist() == [expected] * 4
+        assert encode(x, fmt).tolist() == [NAN_CODE[fmt.name]] * 4
 
 
 @each_dtype
@@ -316,6 +330,38 @@ def test_formats_that_encode_cannot_serve_are_refused():
     for fields in ((4, 5, 7, 0x1FE), (1, 6, 0, 0x7F)):
         with pytest.raises(ValueError, match="bits"):
             encode(np.ones(1, F), FloatFormat("own", fields[0], fields[1], bias=fields[2], largest_code=fields[3]))
+
+
+@pytest.mark.parametrize("fields", [(8, 6), (8, 0), (4, 0), (3, 3), (5, 1)], ids=str)
+@pytest.mark.parametrize("rounding", MODES[:3])
+def test_integers_of_the_users_own(fields, rounding):
+    """Any width from 3 bits: against `rint`, `trunc` and half away from zero in float64."""
+    bits, fraction = fields
+    fmt, largest = IntegerFormat("own", bits, fraction), 2 ** (bits - 1) - 1
+    x = np.arange(-(2**bits) * 8, 2**bits * 8 + 1) / 2.0 ** (fraction + 3)
+    scaled = x * 2.0**fraction
+    away = np.copysign(np.floor(np.abs(scaled) + 0.5), scaled)
+    integers = {"nearest_even": np.rint(scaled), "nearest_away": away, "toward_zero": np.trunc(scaled)}[rounding]
+    integers = np.clip(integers, -largest, largest).astype(int)
+    assert np.array_equal(encode(x.astype(F), fmt, rounding=rounding), integers & (2**bits - 1))
+    codes = np.arange(2**bits)
+    values = np.where(codes > largest, codes - 2**bits, codes) / 2.0**fraction
+    assert np.array_equal(decode(codes.astype(np.uint8), fmt), values.astype(F))
+    magnitudes, negative = fmt.magnitude_code(codes), values < 0
+    assert np.array_equal(magnitudes, np.abs(values) * 2**fraction)
+    assert np.array_equal(fmt.signed_code(magnitudes, negative), codes)
+
+
+@each_format
+def test_sign_and_magnitude_make_the_code(fmt):
+    """`signed_code` undoes `magnitude_code`, for every code; `code_of_nan` is what NaN becomes."""
+    codes = np.arange(2**fmt.bits, dtype=np.uint8)
+    negative = np.signbit(fmt.values) if fmt.nan_code is None else codes >= 2 ** (fmt.bits - 1)
+    magnitudes = fmt.magnitude_code(codes)
+    assert np.array_equal(fmt.signed_code(magnitudes, negative & fmt.signed), codes)
+    usable = magnitudes <= fmt.largest_code
+    assert np.array_equal(fmt.grid[magnitudes[usable]], np.abs(fmt.values[usable]))
+    assert fmt.code_of_nan == NAN_CODE[fmt.name] and sum(fmt.fields.values()) == fmt.bits
 
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -365,8 +411,7 @@ def test_stochastic_probability_is_exact(fmt, sign):
     x = magnitudes[lower].astype(np.float64)[:, None] + step[:, None] * k / 256
     codes = every_byte(sign * x.astype(F).reshape(-1), fmt).reshape(len(lower), 256, 256)
     goes_up = np.arange(256) >= 256 - k[:, None]  # [k, byte]
-    sign_bit = (1 << (fmt.bits - 1)) if sign < 0 else 0
-    assert np.array_equal(codes, (lower[:, None, None] + goes_up) | sign_bit)
+    assert np.array_equal(codes, with_sign(lower[:, None, None] + goes_up, sign < 0, fmt))
 
 
 @each_signed
@@ -374,17 +419,16 @@ def test_stochastic_probability_is_exact(fmt, sign):
 def test_stochastic_never_moves_a_value_of_the_format(fmt, saturate):
     codes = np.arange(2**fmt.bits, dtype=np.uint8)
     values = decode(codes, fmt)
-    keep = np.isfinite(values)
+    keep = np.isfinite(values) & (np.abs(values) <= fmt.max)
     assert (every_byte(values[keep], fmt, saturate) == codes[keep][:, None]).all()
 
 
 @each_signed
 def test_stochastic_specials(fmt):
     """NaN is canonical, zeros and small numbers keep their sign, overflow saturates, for every byte."""
-    sign_bit = 1 << (fmt.bits - 1)
-    largest = fmt.largest_code
+    zero, largest = ([with_sign(code, negative, fmt) for negative in (False, True)] for code in (0, fmt.largest_code))
     x = [math.nan, -math.nan, INF, -INF, 3e38, -3e38, 0.0, -0.0, -(2.0**-149), 2.0**-149]
-    expected = [NAN_CODE[fmt.name]] * 2 + [largest, largest | sign_bit] * 2 + [0, sign_bit, sign_bit, 0]
+    expected = [NAN_CODE[fmt.name]] * 2 + largest * 2 + zero + zero[::-1]
     assert (every_byte(x, fmt) == np.array(expected, np.uint8)[:, None]).all()
 
 

@@ -3,6 +3,8 @@
 Sections are those of docs/spec/quantization.md, mostly 8.2 to 8.4; "activations spec" is docs/spec/activations.md.
 """
 
+from pathlib import Path
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -12,19 +14,26 @@ from independent import (
     FP16,
     FP32,
     SCALINGS,
+    TRACKED,
     F,
     Tracked,
     bits,
     expect,
     random_tensor,
+    rule_of,
     special_tensor,
-    tracked_functions,
 )
 
 import refops
 from arrays import assert_same_bits, assert_same_quantized, assert_same_values
-from refops.activations import bind_activation
+from refops.activations import REFERENCE, bind_activation
+from refops.files import open_tensors
+from refops.quantization import quantize
+from refops.scalings import UNFUSED
 from tiers import sampled
+
+with open_tensors(Path(__file__).resolve().parent.parent / "data" / "minilm_ffn.safetensors") as tensors:
+    REAL = {tensor.name: tensor.load()[0] for tensor in tensors}
 
 UNARY = [name for name, row in refops.ACTIVATIONS.items() if not row.gated]
 GATED = [name for name, row in refops.ACTIVATIONS.items() if row.gated]
@@ -34,25 +43,6 @@ PARAMETERS = {
     for name, row in refops.ACTIVATIONS.items()
     if row.parameters
 }
-
-#: Sections 8.2 and 8.4 by hand: which values are cast, give the tensor amax, and are summed to dbias; "unrounded" means
-#: float32, "rounded" to the input dtype.
-RULES = {
-    "delayed": ("unrounded", "unrounded", "unrounded"),
-    "mxfp8": ("rounded", "rounded", "unrounded"),
-    "mxfp6": ("rounded", "rounded", "unrounded"),
-    "current": ("rounded", "unrounded", "rounded"),
-    "nvfp4": ("rounded", "unrounded", "rounded"),
-    "block": ("rounded", "rounded", "rounded"),
-    "nvfp4-rht": ("rounded", "rounded", "rounded"),
-    "nvfp4-sr-rht": ("rounded", "rounded", "rounded"),
-    "nvfp4-row": ("rounded", "rounded", "rounded"),
-}
-
-
-def rule_of(scaling_name):
-    """The rule of the longest name that `scaling_name` starts with."""
-    return RULES[max((n for n in RULES if scaling_name.startswith(n)), key=len)]
 
 
 def column_sum(values):
@@ -125,6 +115,42 @@ def test_composed_operations_follow_the_rule_table(scaling_name, name, dtype):
     assert_same_bits(alone.rowwise_data, q.rowwise_data)
     assert alone.columnwise_data is None
     assert (q.shape, q.dtype) == (x.shape, dtype)
+
+
+@pytest.mark.parametrize("scaling_name", SCALINGS)
+def test_real_tensors(scaling_name):
+    """A real model's activations and gradients, quantized and composed with GELU: as the second implementation."""
+    scaling, rule = SCALINGS[scaling_name], rule_of(scaling_name)
+    x, dy = (REAL[f"layer0.ffn.{name}"][:64, :512] for name in ("pre_activation", "grad_activation"))
+    assert x.dtype == dy.dtype == BF16
+    for values in (x, dy, REAL["layer3.ffn.down.weight"][:64]):
+        assert_same_quantized(
+            refops.quantize(values, scaling, columnwise=True), expect(values.astype(F), scaling, BF16)
+        )
+    expected, _ = compose(forward_f32("gelu", x), scaling, BF16, rule)
+    assert_same_quantized(refops.activation_quantize("gelu", x, scaling, columnwise=True), expected)
+    expected, expected_dbias = compose(backward_f32("gelu", dy, x), scaling, BF16, rule)
+    q, dbias = refops.activation_grad_quantize("gelu", dy, x, scaling, columnwise=True, dbias=True)
+    assert_same_quantized(q, expected)
+    assert_same_values(dbias, expected_dbias, "dbias")
+
+
+#: A fault put into the code, and a scaling under which the second implementation must notice it.
+FAULTS = {
+    "delayed path": (refops.DelayedScaling, "path", lambda path: refops.MXFP8Scaling.path, "delayed"),
+    "mxfp8 path": (refops.MXFP8Scaling, "path", lambda path: refops.DelayedScaling.path, "mxfp8"),
+    "current path": (refops.CurrentScaling, "path", lambda path: UNFUSED, "current"),
+    "nvfp4 path": (refops.NVFP4Scaling, "path", lambda path: UNFUSED, "nvfp4"),
+    "philox bytes": (quantize, "philox_bytes", lambda f: lambda *a: f(*a)[:, ::-1], "nvfp4-sr"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_second_implementation_notices_a_fault(fault, monkeypatch):
+    module, attribute, make_faulty, scaling_name = FAULTS[fault]
+    monkeypatch.setattr(module, attribute, make_faulty(getattr(module, attribute)))
+    with pytest.raises(AssertionError):
+        test_real_tensors(scaling_name)
 
 
 def test_paths_really_differ():
@@ -345,17 +371,17 @@ def test_scaled_forward(name, dtype, scales_dtype):
         assert_same_values(y, (f * scales.reshape(30, 1).astype(F)).reshape(5, 6, h))
 
 
-def scaled_gradients(name, parameters, g, scales, act, gate=None):
+def scaled_gradients(name, parameters, g, scales, act, gate=None, arithmetic=REFERENCE):
     """Activations spec 1.6 (i): (dx,) or (d_act, d_gate), and the terms of the scales' gradient; g is dy.
 
     The fused forms of dsilu; a clamped gate mask that lets NaN pass. float32 arrays, or `Tracked` numbers.
     """
-    bound = bind_activation(name, parameters)
+    bound = bind_activation(name, parameters).using(arithmetic)
     one, sg = F(1), g * scales
     if gate is None:
         return (sg * bound.derivative(act),), g * bound.value(act)
     slope = bound.gate_slope(gate)
-    sigmoid = bind_activation("glu", {}).value
+    sigmoid = bind_activation("glu", {}).using(arithmetic).value
     if name == "swiglu":
         s = sigmoid(act)
         value, derivative = act * s, s + (act * s) * (one - s)
@@ -431,10 +457,9 @@ def test_scaled_gradients_against_float64(name):
     dx, dscales = refops.scaled_activation_grad(name, dy, x, scales)
     bound = bind_activation(name, {})
     parts = halves(x, h)
-    with tracked_functions():
-        gradients, terms = scaled_gradients(
-            name, {}, Tracked(dy), Tracked(scales[:, None]), *(Tracked(part) for part in parts)
-        )
+    with np.errstate(all="ignore"):
+        tracked = [Tracked(part) for part in (dy, scales[:, None], *parts)]
+        gradients, terms = scaled_gradients(name, {}, *tracked, arithmetic=TRACKED)
     parts, dy, scales = [p.astype(np.float64) for p in parts], dy.astype(np.float64), scales.astype(np.float64)
     truths = bound.truth_grad(dy * scales[:, None], *parts)
     for ours, tracked, truth in zip(halves(dx, h), gradients, truths if bound.gated else [truths], strict=True):

@@ -19,6 +19,7 @@ from independent import (
     all_values,
     bits,
     expect,
+    expect_dequantized,
     from_bits,
     hadamard_columns,
     philox_block,
@@ -26,15 +27,13 @@ from independent import (
     round_float64,
     special_tensor,
 )
+from rule_calls import inverse_power, nvfp4, scale_byte, scale_from_amax
 
 import refops
 from arrays import assert_same_bits, assert_same_quantized
 from refops import E2M1, E4M3, E5M2, E8M0, decode, dequantize, encode, quantize
-from refops.quantization.block import LARGEST_SCALE
-from refops.quantization.mxfp8 import ENCODE_MULTIPLIER, scale_byte
-from refops.quantization.nvfp4 import block_scale_byte, encode_multiplier, global_encode_scale
-from refops.quantization.per_tensor import scale_from_amax
 from refops.rounding import philox, philox_bytes, round_once
+from refops.scalings.declaration import LARGEST_FINITE
 
 INF, NAN = np.inf, np.nan
 
@@ -223,7 +222,7 @@ def test_block_scale_table(dtype, fmt, amax, power_2, epsilon, inverse_bits, blo
 
 def test_largest_block_scales():
     """The limits of an overflowing scale; fp16's cannot be reached with an fp16 input (section 4.1)."""
-    assert {str(dtype): bits(limit) for dtype, limit in LARGEST_SCALE.items()} == {
+    assert {str(dtype): bits(limit) for dtype, limit in LARGEST_FINITE.items()} == {
         "float32": 0x7F7FFFFF,
         "float16": bits(65504),
         "bfloat16": 0x7F7F0000,
@@ -249,13 +248,13 @@ MX_SCALES = [
 def test_mxfp8_scale_table(fmt, amax, byte, multiplier):
     """Section 5.3, except that the float above 448 * 2^-127 still gives 0: times f32(1/448) it is exactly 2^-127."""
     assert scale_byte(f32(amax), fmt).tolist() == [byte]
-    assert ENCODE_MULTIPLIER[byte] == F(multiplier)
+    assert inverse_power(byte) == F(multiplier)
 
 
 def test_mxfp8_multiplier_bits():
     """Section 5.2: 254 is subnormal, 255 NaN, all others exact powers of two."""
-    assert [bits(ENCODE_MULTIPLIER[b]) for b in (0, 127, 253, 254)] == [0x7F000000, 0x3F800000, 0x00800000, 0x00400000]
-    assert np.isnan(ENCODE_MULTIPLIER[255])
+    assert [bits(inverse_power(b)) for b in (0, 127, 253, 254)] == [0x7F000000, 0x3F800000, 0x00800000, 0x00400000]
+    assert np.isnan(inverse_power(255))
 
 
 def test_mxfp8_block_examples():
@@ -371,14 +370,15 @@ NVFP4_SCALES = [
 def test_nvfp4_scale_table(amax, block_amax, s_enc_bits, raw, byte, enc):
     """Sections 6.1 to 6.3; `raw` to three digits, as the table prints it."""
     with np.errstate(all="ignore"):
-        s_enc = global_encode_scale(f32(amax))
+        rule = nvfp4()
+        s_enc, _ = both = rule.tensor(f32(amax))
         assert bits(s_enc) == s_enc_bits
         if raw is not None and np.isfinite(raw):
             assert float(block_amax * (s_enc[0] * (F(1) / F(6)))) == pytest.approx(raw, rel=2e-3)
-        scales = block_scale_byte(f32(block_amax), s_enc)
+        scales = rule.byte(f32(block_amax), both)
         assert scales.tolist() == [byte]
         if enc is not None:
-            assert bits(encode_multiplier(scales, s_enc)) == bits(enc)
+            assert bits(rule.multiplier(scales, both)) == bits(enc)
 
 
 def test_nvfp4_block_example():
@@ -523,7 +523,7 @@ def test_four_over_six_example():
     x = np.zeros((16, 16), F)
     x[0] = [4, 3, 2, 1, 0.5, 0.25, 4, 3.9, 3.1, 2.9, 2.1, 1.9, 1.1, 0.9, 0.1, 0]
     for e4m3_max, s_enc, byte, data in ((256, 384, 0x7C, "5624016655442200"), (448, 672, 0x7E, "6735127766553300")):
-        assert global_encode_scale(f32(4), e4m3_max).tolist() == [s_enc]
+        assert nvfp4(e4m3_max).tensor(f32(4))[0].tolist() == [s_enc]
         q = quantize(x, refops.NVFP4Scaling(four_over_six="mae", e4m3_max=e4m3_max))
         assert q.rowwise_scale_inv[0, 0] == byte
         assert q.rowwise_data[0].tobytes() == bytes.fromhex(data)
@@ -603,8 +603,7 @@ def test_matrix_of_edge_cases(name, dtype, content):
 def assert_no_new_nan(q, x):
     """NaN stands only where the input has one: never in a scale, an amax or another element."""
     nan = np.isnan(x.astype(F)).reshape(q.matrix_shape)
-    fp4 = isinstance(q.scaling, refops.NVFP4Scaling)
-    transposed = not isinstance(q.scaling, refops.MXFP8Scaling)
+    fp4, transposed = q.scaling.layout.packed == 2, q.scaling.layout.columnwise_transposed
     for direction in ("rowwise", "columnwise"):
         data, scales, amax = (
             getattr(q, n) for n in (f"{direction}_data", f"{direction}_scale_inv", f"amax_{direction}")
@@ -617,7 +616,7 @@ def assert_no_new_nan(q, x):
             if q.scaling.fmt.nan_code is not None:
                 assert np.array_equal(is_nan_code(codes, q.scaling.fmt), where)
         if scales.dtype == np.uint8:
-            assert not is_nan_code(scales, E4M3 if fp4 else E8M0).any()
+            assert not is_nan_code(scales, q.scaling.layout.scale_format).any()
         else:
             assert np.isfinite(scales).all() and (scales >= 0).all()
         assert amax is None or not np.isnan(amax).any()
@@ -664,8 +663,8 @@ SIXTEENS = [(0, 16), (16, 0), (0, 0), (16, 16), (48, 144), (144, 48), (2, 2, 1, 
 SHAPES = [
     (name, shape)
     for name, scaling in SCALINGS.items()
-    for shape in (SIXTEENS if isinstance(scaling, refops.NVFP4Scaling) else RAGGED)
-    if not (scaling == SCALINGS["nvfp4-row"] and any(n % 32 for n in (int(np.prod(shape[:-1])), shape[-1])))
+    for shape in (SIXTEENS if scaling.layout.shape_multiple == 16 else RAGGED)
+    if not any(n % scaling.layout.columnwise_multiple for n in (int(np.prod(shape[:-1])), shape[-1]))
 ]
 
 
@@ -716,39 +715,8 @@ def test_scalars_and_any_rank_go_through_the_casts():
 @pytest.mark.parametrize("out_dtype", DTYPES.values(), ids=DTYPES)
 def test_dequantize_formula(name, out_dtype):
     """float32 arithmetic in the order of section 7 on hand-indexed scales, one rounding at the end."""
-    scaling = SCALINGS[name]
-    x = random_tensor((160, 288), BF16, 8)
-    q = quantize(x, scaling, columnwise=True)
-    m, k = q.matrix_shape
-    row, column = np.indices((m, k))
-    fmt = scaling.fmt
-    if isinstance(scaling, refops.DelayedScaling | refops.CurrentScaling):
-        rowwise = decode(q.rowwise_data, fmt) * q.rowwise_scale_inv[0]
-        columnwise = decode(q.columnwise_data.T, fmt) * q.columnwise_scale_inv[0]
-    elif isinstance(scaling, refops.BlockScaling):
-        if scaling.block_dim == 1:
-            row_scales, column_scales = (
-                q.rowwise_scale_inv[column // 128, row],
-                q.columnwise_scale_inv[row // 128, column],
-            )
-        else:
-            row_scales = q.rowwise_scale_inv[row // 128, column // 128]
-            column_scales = q.columnwise_scale_inv[column // 128, row // 128]
-        rowwise = decode(q.rowwise_data, fmt) * row_scales
-        columnwise = decode(q.columnwise_data.T, fmt) * column_scales
-    elif isinstance(scaling, refops.MXFP8Scaling):
-        rowwise = decode(q.rowwise_data, fmt) * np.exp2(q.rowwise_scale_inv[row, column // 32].astype(F) - 127)
-        columnwise = decode(q.columnwise_data, fmt) * np.exp2(q.columnwise_scale_inv[row // 32, column].astype(F) - 127)
-    else:
-        rcp = F(1) / F(6 * scaling.e4m3_max)
-        amax = q.amax_rowwise[row] if scaling.row_scaled else q.amax_rowwise[0]
-        factor = decode(q.rowwise_scale_inv[row, column // 16], E4M3) * amax * rcp
-        rowwise = decode(refops.unpack_fp4(q.rowwise_data), E2M1) * factor
-        amax = q.amax_columnwise[column] if scaling.row_scaled else q.amax_columnwise[0]
-        factor = decode(q.columnwise_scale_inv[column, row // 16], E4M3) * amax * rcp
-        columnwise = decode(refops.unpack_fp4(q.columnwise_data), E2M1).T * factor
-        if scaling.rht:
-            columnwise = refops.hadamard_transform(columnwise.T, scaling.sign_mask, inverse=True).T
+    q = quantize(random_tensor((160, 288), BF16, 8), SCALINGS[name], columnwise=True)
+    rowwise, columnwise = expect_dequantized(q)
     assert_same_bits(dequantize(q, dtype=out_dtype), rowwise.astype(out_dtype))
     only_columnwise = replace(q, rowwise_data=None, rowwise_scale_inv=None, amax_rowwise=None)
     assert_same_bits(dequantize(only_columnwise, dtype=out_dtype), np.ascontiguousarray(columnwise.astype(out_dtype)))

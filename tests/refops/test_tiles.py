@@ -194,7 +194,7 @@ def as_matrix(result):
     arrays |= {name: getattr(result, name) for name in ("amax_rowwise", "amax_columnwise")}
     arrays["rowwise_data"] = result.rowwise_data.reshape(-1, result.rowwise_data.shape[-1])
     data = result.columnwise_data
-    transposed = not isinstance(result.scaling, refops.MXFP8Scaling)
+    transposed = result.scaling.layout.columnwise_transposed
     arrays["columnwise_data"] = data.reshape(len(data), -1) if transposed else data.reshape(-1, data.shape[-1])
     return SimpleNamespace(**arrays)
 

@@ -42,15 +42,12 @@ RHT = {
 
 def directions_of(scaling):
     """The directions that a scaling allows."""
-    only_rows = isinstance(scaling, refops.NVFP4Scaling) and scaling.row_scaled and scaling.four_over_six
-    return DIRECTIONS[:1] if only_rows else DIRECTIONS
+    return DIRECTIONS[:1] if scaling.only_rowwise else DIRECTIONS
 
 
 def granularity(scaling):
     """What M and K must divide by, with both directions."""
-    if not isinstance(scaling, refops.NVFP4Scaling):
-        return 1
-    return 32 if scaling.row_scaled else 16
+    return scaling.layout.columnwise_multiple
 
 
 def integers(shape, dtype=BF16, seed=0):

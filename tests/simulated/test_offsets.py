@@ -1,12 +1,18 @@
 """Offsets of tensors beyond 2^31 elements, and grids: exact 64-bit indices, every element covered once, limits kept."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from simulated_cases import F
 
 from cuda_kernels import epilogues, kernels, launch, prologues
+from cuda_kernels.directions import direction_of
 from cuda_kernels.operands import Inputs, Outputs
 from cuda_kernels.simt import I32
+from refops import E4M3, BlockScaling, CurrentScaling, MXFP8Scaling, NVFP4Scaling
+
+MXFP8, NVFP4 = MXFP8Scaling(E4M3), NVFP4Scaling()
 
 #: The last row that a tensor may have, and a width that is legal beside it.
 LAST, WIDTH = launch.LARGEST_DIMENSION - 1, launch.LARGEST_DIMENSION - 8
@@ -37,9 +43,9 @@ class Recorder:
         self.note(i)
 
 
-def indices(make, column=WIDTH - 8, row=LAST, width=WIDTH, interleave=0, value=NOTHING):
+def indices(make, column=WIDTH - 8, row=LAST, width=WIDTH, interleave=0, value=NOTHING, scale=None):
     """(indices into x, into dy) of a prologue at a place."""
-    x, dy = Recorder(value), Recorder(value)
+    x, dy = Recorder(value), Recorder(value if scale is None else scale)
     scalars = [F(1)] * 5 + [I32(LAST + 1), I32(width), I32(interleave)]
     with np.errstate(all="ignore"):  # casts wrap on purpose; an index that wraps is seen
         make(Inputs(x, dy, Recorder(F(1)), *scalars), I32(row), I32(column), I32(8))
@@ -74,18 +80,18 @@ def test_prologues(whole):
 def test_dequantization():
     codes = [LAST * WIDTH + WIDTH - 8 + k for k in range(8)]
     stride = 2**26 + 4
-    for scale, expected in (
-        (prologues.tensor_scale, 0),
-        (prologues.row_block_scale, (WIDTH - 8) // 128 * stride + LAST),
-        (prologues.square_block_scale, LAST // 128 * stride + (WIDTH - 8) // 128),
-        (prologues.mx_row_scale, LAST * stride + (WIDTH - 8) // 32),
-        (prologues.make_nvfp4_scale(2688.0, False), LAST * stride + (WIDTH - 8) // 16),
+    for scaling, expected in (
+        (CurrentScaling(E4M3), 0),
+        (BlockScaling(E4M3, 1), (WIDTH - 8) // 128 * stride + LAST),
+        (BlockScaling(E4M3, 2), LAST // 128 * stride + (WIDTH - 8) // 128),
+        (MXFP8, LAST * stride + (WIDTH - 8) // 32),
+        (NVFP4, LAST * stride + (WIDTH - 8) // 16),
     ):
-        got = indices(prologues.decoded("e4m3", scale), interleave=stride, value=np.uint8(0))
-        assert (got[0], got[1]) == (codes, [expected])
-    halves = [i // 2 for i in codes]
-    assert indices(prologues.decoded("e2m1", prologues.make_nvfp4_scale(2688.0, False)), value=np.uint8(0))[0] == halves
-    got = indices(prologues.decoded_mx_columns("e4m3"), interleave=stride, value=np.uint8(0))
+        decoded = prologues.decoded(direction_of(scaling, False), None)
+        kind = direction_of(scaling, False).scale_type
+        got = indices(decoded, interleave=stride, value=np.uint8(0), scale=kind(1))
+        assert got == (codes if scaling is not NVFP4 else [i // 2 for i in codes], [expected])
+    got = indices(prologues.decoded(direction_of(MXFP8, True), None), interleave=stride, value=np.uint8(0))
     assert got == (codes, [LAST // 32 * stride + WIDTH - 8 + k for k in range(8)])
 
 
@@ -93,15 +99,12 @@ def test_dequantization_of_whole_rows():
     """One access for 16 codes, one scale for them, or one access for the scales of their columns."""
     column, stride = WIDTH // 128 * 128 - 128, 2**26 + 16
     at = LAST * WIDTH + column
-    for make, codes, scales in (
-        (prologues.decoded_wide("e4m3", prologues.mx_row_scale, None), at, LAST * stride + column // 32),
-        (
-            prologues.decoded_wide("e2m1", prologues.make_nvfp4_scale(2688.0, True), None),
-            at // 2,
-            LAST * stride + column // 16,
-        ),
-        (prologues.decoded_mx_columns_wide("e4m3", None), at, LAST // 32 * stride + column),
+    for scaling, columnwise, codes, scales in (
+        (MXFP8, False, at, LAST * stride + column // 32),
+        (NVFP4Scaling(row_scaled=True), False, at // 2, LAST * stride + column // 16),
+        (MXFP8, True, at, LAST // 32 * stride + column),
     ):
+        make = prologues.decoded_wide(direction_of(scaling, columnwise), None)
         prologue = lambda inputs, row, column, valid, make=make: make(inputs, row, column, np.int64(at))  # noqa: E731
         got = indices(prologue, column=column, interleave=stride, value=np.uint8(0))
         assert got == ([codes], [scales])
@@ -119,29 +122,29 @@ def stored(epilogue, outer=LAST, inner=WIDTH - 16, stride=2**27):
     return {name: recorder.seen for name, recorder in seen.items()}
 
 
+def _blocks(scaling, whole, **changes):
+    return epilogues.blocks(replace(direction_of(scaling, False), **changes), whole, None)
+
+
 @pytest.mark.parametrize("whole", [True, False])
 def test_epilogues(whole):
     inner, stride = WIDTH // 128 * 128 - 128, 2**27
     at = LAST * WIDTH + inner
     bytes_at = [at] if whole else [at + k for k in range(8)]
     halves_at = [at // 2] if whole else [at // 2 + k for k in range(4)]
-    plain, major, swizzled = epilogues.scale_row_major, epilogues.scale_block_major, epilogues.scale_swizzled
-    mx = ("e4m3", 448.0, 3, "up", False)
+    row = direction_of(MXFP8, False)
     tile = (LAST // 128 * (stride // 4) + inner // 32 // 4) * 512 + LAST % 32 * 16 + LAST % 128 // 32 * 4
+    given = NVFP4Scaling(row_scaled=True)
     cases = (
         (epilogues.plain("bfloat16", whole, None), bytes_at, []),
         (epilogues.codes("e4m3", whole, None), bytes_at, []),
-        (epilogues.per_tensor("e4m3", False, whole, None), bytes_at, []),
-        (epilogues.block_fp8("e4m3", 448.0, False, True, whole, None), bytes_at, [inner // 128 * stride + LAST]),
-        (epilogues.mxfp8(*mx, plain, whole, None), bytes_at, [LAST * stride + inner // 32]),
-        (epilogues.mxfp8(*mx, major, whole, None), bytes_at, [inner // 32 * stride + LAST]),
-        (epilogues.mxfp8(*mx, swizzled, whole, None), bytes_at, [tile + inner // 32 % 4]),
-        (
-            epilogues.nvfp4(False, False, "nearest", plain, whole, None),
-            halves_at,
-            [LAST * stride + inner // 16],
-        ),
-        (epilogues.nvfp4(False, True, "given", plain, False, None), None, [LAST * stride + inner // 16]),
+        (epilogues.per_tensor(direction_of(CurrentScaling(E4M3), False), whole, None), bytes_at, []),
+        (_blocks(BlockScaling(E4M3, 1), whole), bytes_at, [inner // 128 * stride + LAST]),
+        (_blocks(MXFP8, whole), bytes_at, [LAST * stride + inner // 32]),
+        (epilogues.blocks(replace(row, columnwise=True), whole, None), bytes_at, [inner // 32 * stride + LAST]),
+        (epilogues.blocks(replace(row, swizzled=True), whole, None), bytes_at, [tile + inner // 32 % 4]),
+        (_blocks(NVFP4, whole), halves_at, [LAST * stride + inner // 16]),
+        (_blocks(given, False, random="given"), None, [LAST * stride + inner // 16]),
     )
     for epilogue, data, scales in cases:
         got = stored(epilogue, inner=inner, stride=stride)
@@ -153,11 +156,11 @@ def test_epilogues(whole):
 @pytest.mark.parametrize("swizzled", [True, False])
 def test_whole_blocks(swizzled):
     inner, stride = WIDTH // 128 * 128 - 64, 2**27
-    index = epilogues.scale_swizzled if swizzled else epilogues.scale_row_major
+    direction = replace(direction_of(NVFP4Scaling(row_scaled=True), False, swizzled), random="philox")
     block, at = inner // 16, LAST * WIDTH + inner
     tile = (LAST // 128 * (stride // 4) + block // 4) * 512 + LAST % 32 * 16 + LAST % 128 // 32 * 4 + block % 4
     first = tile if swizzled else LAST * stride + block
-    for blocks, store in zip((1, 2), epilogues.nvfp4_blocks(True, "philox", index, None), strict=True):
+    for blocks, store in zip((1, 2), epilogues.whole_blocks(direction, None), strict=True):
         call = lambda v, amax, out, outer, inner, valid, store=store: store((v,) * 4, out, outer, inner)  # noqa: E731
         got = stored(epilogues.Epilogue(call, 1, 1), inner=inner, stride=stride)
         assert (got["data"], got["scales"]) == ([at // 2], [first + k for k in range(blocks)])
@@ -175,7 +178,8 @@ GRIDS = {
     "band": (launch.band_shape, lambda b: (kernels.BAND, b[0] * 8)),
     "tile 64": (lambda m, k: launch.tile_grid(m, k, 64), lambda b: (kernels.TILE_ROWS, 64)),
     "tile 128": (lambda m, k: launch.tile_grid(m, k, 128), lambda b: (kernels.TILE_ROWS, 128)),
-    "mxfp8": (launch.mxfp8_grid, lambda b: (kernels.MX_ROWS, kernels.MX_COLUMNS)),
+    "columns 16": (lambda m, k: launch.column_grid(m, k, 16), lambda b: (16, kernels.COLUMNS)),
+    "columns 128": (lambda m, k: launch.column_grid(m, k, 128), lambda b: (128, kernels.COLUMNS)),
 }
 
 

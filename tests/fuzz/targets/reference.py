@@ -92,6 +92,24 @@ FIELDS = {
         "four_over_six": st.sampled_from([None, "mae", "mse", "max"]),
         "e4m3_max": st.sampled_from([448, 256, 448.0, 0]),
         "row_scaled": st.booleans(),
+        "scale_format": st.sampled_from(FORMATS),
+        "tensor_level": st.booleans(),
+    },
+    refops.MXFP4Scaling: {
+        "two_d": st.booleans(),
+        "scale_rounding": st.sampled_from(["up", "floor", "even", "ceil_ocp", "nearest"]),
+        "block_size": st.sampled_from([32, 16, 64, 0]),
+    },
+    refops.E8M0BlockScaling: {
+        "fmt": st.sampled_from(FORMATS),
+        "block_dim": st.integers(-1, 3),
+        "amax_epsilon": NUMBERS,
+        "block_size": st.sampled_from([128, 64, 32]),
+    },
+    refops.Block64Scaling: {
+        "fmt": st.sampled_from(FORMATS),
+        "power_2_scale": st.booleans(),
+        "amax_epsilon": NUMBERS,
     },
 }
 

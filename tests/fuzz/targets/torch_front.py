@@ -13,6 +13,7 @@ from harness import CheckError, DocumentedError, require, target
 import refops
 from arrays import same_bits
 from refops.activations import ACTIVATIONS, DEFAULT_PARAMETERS
+from refops.scalings import NAMED
 
 NEEDS = ("fuser.functional", "fuser.ops", "fuser.gemm", "fuser.jit", "fuser.distributed", "cuda_kernels.host")
 #: What fuser documents: TE's assertions, and torch's errors for state, besides the house's.
@@ -94,14 +95,7 @@ def quantizer(case, *, right=False):
 
     from fuser import DType
 
-    names = (
-        "Float8Quantizer",
-        "Float8CurrentScalingQuantizer",
-        "Float8BlockQuantizer",
-        "MXFP8Quantizer",
-        "NVFP4Quantizer",
-    )
-    name = case.choose(names)
+    name = case.choose(QUANTIZERS)
     usages = case.choose([{}, {"rowwise": True, "columnwise": False}, {"rowwise": False, "columnwise": True}])
     fp8 = case.choose([DType.kFloat8E4M3, DType.kFloat8E5M2])
     options = dict(usages)
@@ -117,6 +111,8 @@ def quantizer(case, *, right=False):
         options |= {"fp8_dtype": fp8, "block_scaling_dim": case.choose([1, 2]), "force_pow_2_scales": case.chance(0.5)}
     elif name == "MXFP8Quantizer":
         options |= {"fp8_dtype": fp8, "with_2d_quantization": case.chance(0.3)}
+    elif name == "BlockScaledQuantizer":
+        options |= {"scaling": case.choose([row.scaling for row in NAMED.values() if row.scaling.layout.block])}
     else:
         options |= case.choose(
             [
@@ -209,6 +205,7 @@ QUANTIZERS = (
     "Float8BlockQuantizer",
     "MXFP8Quantizer",
     "NVFP4Quantizer",
+    "BlockScaledQuantizer",
 )
 
 
@@ -250,7 +247,7 @@ def quantizers(case):
     if (
         x.dtype in (torch.float32, torch.float16, torch.bfloat16)
         and name != "Float8Quantizer"
-        and not getattr(chosen, "stochastic_rounding", False)
+        and chosen.layout_scaling().random is None
     ):
         usages = chosen.get_usages()
         if not (usages["rowwise"] or usages["columnwise"]):
@@ -264,7 +261,7 @@ def quantizers(case):
             require(same_bits(to_numpy(tensor), getattr(expected, field)), f"{field} is not refops'", chosen)
 
 
-TENSORS = ("Float8Tensor", "Float8BlockwiseQTensor", "MXFP8Tensor", "NVFP4Tensor")
+TENSORS = ("Float8Tensor", "Float8BlockwiseQTensor", "MXFP8Tensor", "NVFP4Tensor", "BlockScaledTensor")
 
 
 @target(
@@ -275,10 +272,7 @@ TENSORS = ("Float8Tensor", "Float8BlockwiseQTensor", "MXFP8Tensor", "NVFP4Tensor
         "fuser.restore_from_func_ctx",
         *(f"fuser.{t}" for t in TENSORS),
     ]
-    + [
-        f"fuser.quantization.{t}Storage"
-        for t in ("Float8Tensor", "Float8BlockwiseQTensor", "MXFP8Tensor", "NVFP4Tensor")
-    ],
+    + [f"fuser.quantization.{t}Storage" for t in TENSORS],
     cases=350,
     seconds=120,
     needs=NEEDS,
@@ -355,7 +349,14 @@ def quantized_tensors(case):
 
 # --- recipes ----------------------------------------------------------------------------------------------------------
 
-RECIPES = ("DelayedScaling", "Float8CurrentScaling", "MXFP8BlockScaling", "Float8BlockScaling", "NVFP4BlockScaling")
+RECIPES = (
+    "DelayedScaling",
+    "Float8CurrentScaling",
+    "MXFP8BlockScaling",
+    "Float8BlockScaling",
+    "NVFP4BlockScaling",
+    "BlockScaledRecipe",
+)
 
 
 def recipe(case, *, right=False):
@@ -376,6 +377,9 @@ def recipe(case, *, right=False):
         }
     elif name == "MXFP8BlockScaling":
         options = {"enable_2d_quantization": case.chance(0.3)}
+    elif name == "BlockScaledRecipe":
+        blocks = [row.scaling for row in NAMED.values() if row.scaling.layout.block]
+        options = {"scaling": case.choose(blocks), "gradient": case.choose([None, *blocks])}
     if name in RECIPES[:2] and case.chance(0.5):
         options["fp8_format"] = case.choose([Format.E4M3, Format.HYBRID])
     if not right and options:
@@ -423,6 +427,7 @@ AVAILABLE = (
                 "Float8CurrentScalingRecipe",
                 "MXFP8BlockScalingRecipe",
                 "NVFP4BlockScalingRecipe",
+                "BlockScaledRecipe",
                 "CustomRecipe",
             )
         ),
@@ -474,17 +479,9 @@ def recipes(case):
 
 def recipe_state(kind, mode, count, case):
     """The recipe state of a recipe class, through its public class."""
-    names = {
-        name: f"{name}RecipeState"
-        for name in (
-            "DelayedScaling",
-            "Float8CurrentScaling",
-            "MXFP8BlockScaling",
-            "Float8BlockScaling",
-            "NVFP4BlockScaling",
-        )
-    }
-    given = case.call(f"fuser.recipe.{kind.__name__}", **ERRORS)
+    names = {name: f"{name.removesuffix('Recipe')}RecipeState" for name in RECIPES}
+    options = {"scaling": NAMED["mxfp8-floor"].scaling} if kind.__name__ == "BlockScaledRecipe" else {}
+    given = case.call(f"fuser.recipe.{kind.__name__}", **options, **ERRORS)
     if case.chance(0.2):
         custom = case.call("fuser.recipe.CustomRecipe", lambda role=None: None, **ERRORS)
         case.call("fuser.quantization.CustomRecipeState", custom, mode="forward", num_quantizers=1, **ERRORS)

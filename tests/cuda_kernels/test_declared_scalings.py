@@ -1,0 +1,19 @@
+"""A scaling that one declaration adds works on the CPU: no loop knows it by name."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from cuda_kernels import host
+from declared_scalings import DECLARED, SHAPES, check_declared
+
+
+@pytest.mark.parametrize("name", DECLARED)
+def test_every_call_has_the_reference_s_bits(name):
+    check_declared(host, name, ml_dtypes.bfloat16, SHAPES[name])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", DECLARED)
+def test_float32_too(name):
+    check_declared(host, name, np.float32, (256, 384))

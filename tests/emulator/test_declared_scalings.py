@@ -1,0 +1,21 @@
+"""A scaling that one declaration adds works on a GPU: its kernels are compiled and run."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import cuda_kernels
+from declared_scalings import DECLARED, SHAPES, check_declared
+
+
+@pytest.mark.parametrize("name", DECLARED)
+def test_every_call_has_the_reference_s_bits(name):
+    with cuda_kernels.emulated("sm_90"):
+        check_declared(cuda_kernels, name, ml_dtypes.bfloat16, SHAPES[name])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", DECLARED)
+def test_float32_on_another_target(name):
+    with cuda_kernels.emulated("sm_100a"):
+        check_declared(cuda_kernels, name, np.float32, (128, 256))

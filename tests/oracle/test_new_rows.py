@@ -1,0 +1,144 @@
+"""MXFP4, FP8 blocks with E8M0 scales, blocks of 64 and UE5M3 scales: right outputs accepted, wrong ones named."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import refops
+from arrays import ARRAYS
+from refops import E4M3, E8M0, UE5M3, Block64Scaling, E8M0BlockScaling, MXFP4Scaling, NVFP4Scaling, oracle
+from refops.scalings.rules import E8M0_ROUNDINGS
+
+F, BF16 = np.float32, np.dtype(ml_dtypes.bfloat16)
+UE, ALONE = NVFP4Scaling(scale_format=UE5M3), NVFP4Scaling(scale_format=UE5M3, tensor_level=False)
+ROWS = {
+    "mxfp4": MXFP4Scaling(),
+    "mxfp4-16": MXFP4Scaling(block_size=16, scale_rounding="floor"),
+    "mxfp4-2d": MXFP4Scaling(two_d=True),
+    "e8m0-1x128": E8M0BlockScaling(E4M3, 1),
+    "e8m0-128x128": E8M0BlockScaling(E4M3, amax_epsilon=1e-4),
+    "e8m0-1x64": E8M0BlockScaling(E4M3, 1, block_size=64),
+    "block-1x64": Block64Scaling(E4M3),
+    "nvfp4-ue5m3": UE,
+    "nvfp4-ue5m3-alone": ALONE,
+    "nvfp4-ue5m3-4over6": NVFP4Scaling(scale_format=UE5M3, four_over_six="mse"),
+    "nvfp4-ue5m3-row": NVFP4Scaling(scale_format=UE5M3, row_scaled=True),
+}
+
+
+def matrix(spread=0):
+    """Blocks of all sizes of numbers; without a spread maxima are all over one power of two and the next."""
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((128, 512), F) * 2.0 ** rng.integers(-spread, spread + 1, (128, 512))
+    return (x * np.repeat([1, 1.25, 1.5, 1.75], 128)).astype(BF16)
+
+
+def dump(x, scaling, columnwise=False):
+    """The arrays of the reference's result."""
+    return arrays_of(refops.quantize(x, scaling, columnwise=columnwise))
+
+
+def arrays_of(q):
+    return {name: getattr(q, name) for name in ARRAYS if getattr(q, name) is not None}
+
+
+@pytest.mark.parametrize("spread", [0, 12])
+@pytest.mark.parametrize("name", ROWS)
+def test_right_outputs_are_accepted(name, spread):
+    scaling, x = ROWS[name], matrix(spread)
+    assert oracle.check("quantize", x, dump(x, scaling, not scaling.only_rowwise), scaling=scaling).ok
+    swiglu = refops.activation_quantize("swiglu", x, scaling)
+    assert oracle.check("swiglu", x, arrays_of(swiglu), scaling=scaling).ok
+    q = refops.quantize(x, scaling)
+    assert oracle.check("dequantize", q, refops.dequantize(q)).ok
+
+
+def name_of(x, outputs, scaling):
+    """The name of what is wrong with outputs that must be."""
+    report = oracle.check("quantize", x, outputs, scaling=scaling)
+    assert not report.ok
+    return report.diagnosis[0].names
+
+
+@pytest.mark.parametrize("size", [32, 16])
+@pytest.mark.parametrize(
+    ("own", "other"), [(own, other) for own in E8M0_ROUNDINGS for other in E8M0_ROUNDINGS if own != other]
+)
+def test_another_rule_of_mxfp4_is_named(own, other, size):
+    x = matrix()
+    outputs = dump(x, MXFP4Scaling(scale_rounding=other, block_size=size))
+    expected = f"scale-{other.replace('_', '-')}"
+    assert name_of(x, outputs, MXFP4Scaling(scale_rounding=own, block_size=size)) == (expected,)
+
+
+#: What is asked for, what is computed instead, the name.
+FOLLOWED = {
+    "16 for 32": (MXFP4Scaling(), MXFP4Scaling(block_size=16), "wrong-block-size"),
+    "32 for 16": (MXFP4Scaling(block_size=16), MXFP4Scaling(), "wrong-block-size"),
+    "squares": (MXFP4Scaling(), MXFP4Scaling(two_d=True), "two-d-scales"),
+    "64 for 128": (ROWS["e8m0-1x128"], ROWS["e8m0-1x64"], "wrong-block-size"),
+    "128 for 64": (ROWS["e8m0-1x64"], ROWS["e8m0-1x128"], "wrong-block-size"),
+    "E5M2": (ROWS["e8m0-1x128"], E8M0BlockScaling(refops.E5M2, 1), "other-format"),
+    "any scale": (ROWS["block-1x64"], Block64Scaling(E4M3, False), "power-of-two-missing"),
+    "powers of two": (Block64Scaling(E4M3, False), ROWS["block-1x64"], "power-of-two-extra"),
+    "E4M3 scales": (UE, NVFP4Scaling(), "other-scale-format"),
+    "UE5M3 scales": (NVFP4Scaling(), UE, "other-scale-format"),
+    "4over6": (UE, NVFP4Scaling(scale_format=UE5M3, four_over_six="mae"), "four-over-six-extra"),
+    "tensor level": (ALONE, UE, "other-setting"),
+}
+
+
+@pytest.mark.parametrize("what", FOLLOWED)
+def test_other_settings_are_named(what):
+    own, other, name = FOLLOWED[what]
+    x = matrix()
+    outputs = dump(x, other)
+    if name == "wrong-block-size":  # scales of another shape are no dump of these settings
+        outputs = {"data": outputs["rowwise_data"]}
+    if own.layout.amax is None:
+        outputs.pop("amax_rowwise", None)
+    assert name_of(x, outputs, own) == (name,)
+
+
+def on_scales(change):
+    return lambda outputs: {n: change(a) if n.endswith("_scale_inv") else a for n, a in outputs.items()}
+
+
+def reciprocal(scales):
+    with np.errstate(all="ignore"):
+        return refops.encode(F(1) / E8M0.values[scales], E8M0)
+
+
+#: What is stored instead of the right arrays.
+STORED = {
+    "swapped-nibbles": lambda outputs: {n: a >> 4 | a << 4 if n == "rowwise_data" else a for n, a in outputs.items()},
+    "scales-swizzled": on_scales(refops.swizzle),
+    "scales-transposed": on_scales(lambda scales: np.ascontiguousarray(scales.T).reshape(scales.shape)),
+    "inverted-scale": on_scales(reciprocal),
+    "scale-off-by-one": on_scales(lambda scales: scales + np.uint8(1)),
+}
+
+
+@pytest.mark.parametrize(
+    ("row", "name"),
+    [
+        *(("mxfp4", name) for name in STORED),
+        *(("mxfp4-16", name) for name in STORED),
+        *(("e8m0-1x128", name) for name in ("scales-transposed", "inverted-scale", "scale-off-by-one")),
+        ("e8m0-128x128", "scale-off-by-one"),
+        *(
+            (row, name)
+            for row in ("nvfp4-ue5m3", "nvfp4-ue5m3-alone")
+            for name in ("swapped-nibbles", "scales-swizzled")
+        ),
+    ],
+)
+def test_what_is_stored_wrongly_is_named(row, name):
+    x = matrix()
+    assert name_of(x, STORED[name](dump(x, ROWS[row])), ROWS[row]) == (name,)
+
+
+def test_a_missing_tensor_level_is_named():
+    x = matrix()
+    outputs = dump(x, ALONE) | {"amax_rowwise": dump(x, UE)["amax_rowwise"]}
+    assert name_of(x, outputs, UE) == ("missing-global-scale",)

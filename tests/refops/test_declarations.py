@@ -1,0 +1,84 @@
+"""What every declaration of an activation keeps to: no literal in a formula, names once, words that exist."""
+
+import ast
+import inspect
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import refops
+from refops import activations, oracle
+from refops.activations import ACTIVATIONS, Arithmetic
+from refops.activations.declaration import Function
+
+F = np.float32
+FILES = sorted(path for path in Path(activations.__file__).parent.glob("*.py") if "ROWS = " in path.read_text("utf-8"))
+FUNCTIONS = list(dict.fromkeys(function for row in ACTIVATIONS.values() for function in row.functions))
+
+
+def formulas(tree):
+    """The functions that factories return: those inside of functions."""
+    outer = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    return [
+        inner for node in outer for inner in ast.walk(node) if isinstance(inner, ast.FunctionDef) and inner is not node
+    ]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_no_formula_has_a_literal(path):
+    """2 * x would be float64 where Numba compiles it. An index of what was shared is none."""
+    for function in formulas(ast.parse(path.read_text("utf-8"))):
+        indices = {id(node.slice) for node in ast.walk(function) if isinstance(node, ast.Subscript)}
+        numbers = [n for n in ast.walk(function) if isinstance(n, ast.Constant) and isinstance(n.value, int | float)]
+        assert all(id(number) in indices for number in numbers), f"{path.name}: {function.name}"
+
+
+@pytest.mark.parametrize("function", FUNCTIONS, ids=repr)
+def test_formulas_use_words_of_the_vocabulary(function):
+    known = {name for name, _ in inspect.getmembers(Arithmetic, inspect.isfunction)}
+    assert function.words <= known, function.words - known
+
+
+def test_what_is_only_rounded_is_exact():
+    exact = {function.name for function in FUNCTIONS if not function.elementary}
+    assert exact == {"relu", "srelu", "identity", "clamped_gate"}
+
+
+@pytest.mark.parametrize("name", ["relu", "sreglu"])
+def test_a_last_bit_of_what_is_only_rounded_counts(name):
+    x = np.linspace(1, 4, 128, dtype=F).reshape(2, 64)
+    y = refops.activation(name, x)
+    assert oracle.check(name, x, y).ok
+    assert not oracle.check(name, x, np.nextafter(y, F(9), dtype=F)).ok
+
+
+def test_the_same_name_twice_is_refused():
+    row = ACTIVATIONS["silu"]
+    with pytest.raises(ValueError, match="the same name"):
+        activations._by_name([row, row])
+
+
+def test_a_fast_form_is_of_functions_with_an_elementary_part():
+    assert all(function.elementary or function.name == "clamped_gate" for function in FUNCTIONS if function.fast)
+    assert all(isinstance(function, Function) for function in FUNCTIONS)
+
+
+def test_numbers_and_types_of_te_s_jax_interface():
+    """`NVTE_Activation_Type` and TE's names (docs/spec/activations.md, 1.1)."""
+    found = {row.number: row.jax for row in ACTIVATIONS.values() if row.number is not None}
+    assert [found[number] for number in range(12)] == [
+        ("gelu",),
+        ("gelu", "linear"),
+        ("sigmoid", "linear"),
+        ("silu",),
+        ("silu", "linear"),
+        ("relu",),
+        ("relu", "linear"),
+        ("quick_gelu",),
+        ("quick_gelu", "linear"),
+        ("squared_relu",),
+        ("squared_relu", "linear"),
+        ("clamped_silu", "clamped_linear"),
+    ]
+    assert ACTIVATIONS["situglu"].jax is None

@@ -1,0 +1,174 @@
+"""What every declared scaling must keep, whatever it is: its rules, its layout, its words. Bits have other tests."""
+
+import ast
+import inspect
+import itertools
+from dataclasses import fields, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import refops
+from arrays import assert_same_quantized
+from refops import survey
+from refops.formats import E8M0
+from refops.scalings import NAMED, SCALINGS
+from refops.scalings.arithmetic import REFERENCE
+
+F = np.float32
+ROWS = pytest.mark.parametrize("name", NAMED)
+#: Every exponent of float32 with some mantissas, ascending: 0, subnormals, normal numbers, infinity.
+AMAXES = np.sort(
+    np.array(
+        [e << 23 | m for e in range(255) for m in (0, 1, 0x200000, 0x400000, 0x600000, 0x7FFFFF)] + [0x7F800000],
+        np.uint32,
+    ).view(F)
+)
+
+
+def shared(scaling, amax):
+    """What the blocks of a tensor of that amax share."""
+    rule = scaling.tensor_scale(REFERENCE)
+    return F(0) if rule is None else rule(np.array([amax], F))
+
+
+@ROWS
+def test_multipliers_fall_as_the_block_grows(name):
+    """The oracle takes the ends of a range of amaxes for the ends of the range of scales."""
+    scaling = NAMED[name].scaling
+    for dtype, amax in itertools.product((F, np.float16), (2.0**-100, 1.0, 2.0**100)):
+        least, most = np.finfo(dtype).smallest_subnormal, np.finfo(dtype).max
+        amaxes = AMAXES[(least <= AMAXES) & (most >= AMAXES)]
+        with np.errstate(all="ignore"):
+            rule, numbers = scaling.block_scale(REFERENCE), scaling.numbers(np.dtype(dtype))
+            _, multipliers = rule(amaxes, shared(scaling, amax), numbers)
+        multipliers = np.broadcast_to(multipliers, amaxes.shape)
+        assert (np.diff(multipliers.astype(np.float64)) <= 0).all() and (multipliers > 0).all()
+
+
+@ROWS
+def test_every_code_has_a_multiplier_and_a_factor(name):
+    """NaN where the format of scales has one; never negative for a scale that a rule can give."""
+    scaling = NAMED[name].scaling
+    fmt = scaling.layout.scale_format
+    if fmt is None:
+        assert scaling.multiplier(REFERENCE) is None
+        return
+    codes = np.arange(1 << fmt.bits).astype(np.uint8)
+    with np.errstate(all="ignore"):
+        multipliers = scaling.multiplier(REFERENCE)(codes, shared(scaling, 1.0))
+        factors = scaling.decode_factor(REFERENCE)(codes, F(1))
+    assert multipliers.shape == factors.shape == codes.shape and multipliers.dtype == factors.dtype == F
+    numbers = (fmt.values >= 0) & ~np.signbit(fmt.values)
+    assert (factors[numbers] >= 0).all() and (multipliers[numbers] >= 0).all()
+    assert np.isnan(factors[np.isnan(fmt.values)]).all()
+
+
+@ROWS
+def test_a_block_of_zeros_is_zero_and_infinity_is_no_accident(name):
+    scaling, columnwise = NAMED[name].scaling, NAMED[name].columnwise
+    for value in (0.0, np.inf):
+        q = refops.quantize(np.full((32, 128), value, F), scaling, rowwise=not columnwise, columnwise=columnwise)
+        restored = refops.dequantize(q)
+        assert (restored == 0).all() if value == 0 else not (restored < 0).any()
+
+
+@ROWS
+@pytest.mark.parametrize("shape", [(64, 256), (2, 32, 128), (32, 32)])
+def test_arrays_are_those_of_the_layout(name, shape):
+    scaling, layout = NAMED[name].scaling, NAMED[name].scaling.layout
+    q = refops.quantize(np.ones(shape, F), scaling, columnwise=not scaling.only_rowwise)
+    for columnwise, prefix in enumerate(("rowwise", "columnwise")):
+        scales = getattr(q, f"{prefix}_scale_inv")
+        if scales is None:
+            continue
+        counts = layout.scale_counts(q.matrix_shape, columnwise)
+        by_outer = layout.scales_by_outer(scales, columnwise)
+        assert all(stored >= valid for stored, valid in zip(by_outer.shape, counts, strict=True))
+        padding = by_outer.copy()
+        padding[: counts[0], : counts[1]] = 0
+        assert not padding.any() and by_outer[: counts[0], : counts[1]].all()
+        codes = survey.element_codes(q if prefix == "rowwise" else replace(q, rowwise_data=None))
+        assert codes.shape == q.matrix_shape and codes.max() < 1 << scaling.fmt.bits
+    if layout.scale_order != "fixed":
+        assert_same_quantized(q.swizzled().unswizzled(), q)
+
+
+@ROWS
+def test_the_words_say_what_is_computed(name):
+    """Sentences are there for every number on the way, and titles for tables."""
+    row = NAMED[name]
+    assert row.description.endswith(".") and row.title and row.scaling.title
+    formulas, layout = row.scaling.formulas, row.scaling.layout
+    assert formulas.multiplier and formulas.stored and formulas.decode
+    assert bool(formulas.tensor_scale) == layout.two_level == (row.scaling.tensor_scale(REFERENCE) is not None)
+
+
+@ROWS
+def test_compiled_code_has_a_key(name):
+    """Equal for settings that differ in numbers of a call alone."""
+    scaling = NAMED[name].scaling
+    assert hash(scaling.compiled_as) == hash(scaling.compiled_as.compiled_as)
+    for field, value in (("seed", 5), ("amax_epsilon", 0.5), ("scale", 3.0)):
+        if field in scaling.at_run_time and hasattr(scaling, field):
+            assert replace(scaling, **{field: value}).compiled_as == scaling.compiled_as
+
+
+def test_added_scalings_follow_tes():
+    """The order of classes is public: TE's five, then others by name."""
+    names = [cls.__name__ for cls in SCALINGS]
+    tes = ["DelayedScaling", "CurrentScaling", "BlockScaling", "MXFP8Scaling", "NVFP4Scaling"]
+    assert names[: len(tes)] == tes and names[len(tes) :] == sorted(names[len(tes) :])
+    assert all(
+        getattr(refops, name) is cls and name in refops.__all__ for name, cls in zip(names, SCALINGS, strict=True)
+    )
+
+
+FOLDER = Path(refops.__file__).parent / "scalings"
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.py")), ids=lambda path: path.stem)
+def test_rules_hold_no_bare_number(path):
+    """Numba reads one as float64 or int64; a rule's numbers are np.float32 or np.uint32 constants with a name."""
+    for function in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(function, ast.FunctionDef) and any(
+            ast.unparse(decorator) == "words.function" for decorator in function.decorator_list
+        ):
+            numbers = [node for node in ast.walk(function) if isinstance(node, ast.Constant) and node.value is not None]
+            assert not [ast.unparse(n) for n in numbers if not isinstance(n.value, str)], (
+                f"{path.name}: {function.name}"
+            )
+
+
+def test_unknown_settings_are_refused():
+    """A class of the caller's, though it derives from a declared one's base, is no declared scaling."""
+
+    class Own(refops.scalings.Scaling):
+        pass
+
+    with pytest.raises(TypeError, match=r"scaling must be one of DelayedScaling, .*; got"):
+        refops.quantize(np.ones((32, 32), F), Own())
+
+
+def test_every_word_is_described():
+    words = [name for name, _ in inspect.getmembers(REFERENCE) if not name.startswith("_")]
+    text = inspect.getdoc(inspect.getmodule(type(REFERENCE)))
+    assert all(f"    {word}" in text or f", {word}(" in text for word in words)
+
+
+def test_powers_of_two_are_those_of_e8m0():
+    byte = np.arange(255)
+    assert (REFERENCE.inverse_power(byte).astype(np.float64) * E8M0.values[byte] == 1).all()
+
+
+@pytest.mark.parametrize("cls", SCALINGS, ids=lambda cls: cls.__name__)
+def test_a_flag_of_numpy_is_stored_as_a_bool(cls):
+    """So that layouts, formulas and fingerprints of equal settings are equal."""
+    flags = [field for field in fields(cls) if field.type in (bool, "bool")]
+    given = {"fmt": refops.E4M3} if "fmt" in [field.name for field in fields(cls)] else {}
+    for field in flags:
+        for value in (field.default, np.bool_(field.default)):
+            settings = cls(**given, **{field.name: value})
+            assert type(getattr(settings, field.name)) is bool
+            assert repr(settings) == repr(cls(**given)) and settings.layout == cls(**given).layout

@@ -1,0 +1,12 @@
+"""A scaling that one declaration adds works in the simulator, which checks every access."""
+
+import ml_dtypes
+import pytest
+
+import cuda_kernels
+from declared_scalings import DECLARED, check_declared
+
+
+@pytest.mark.parametrize("name", DECLARED)
+def test_every_call_has_the_reference_s_bits(name):
+    check_declared(cuda_kernels, name, ml_dtypes.bfloat16, (48, 48) if "bits" in name else (37, 43))
