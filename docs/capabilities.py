@@ -34,24 +34,7 @@ BACKENDS = {
     "jax": "fuser.xla, JAX",
 }
 #: Row of the table -> its head.
-TITLES = {
-    "none": "no scaling: float32, float16, bfloat16",
-    "delayed-scale-1": "FP8 per tensor, delayed",
-    "current": "FP8 per tensor, current, E4M3",
-    "current-e5m2": "the same, E5M2",
-    "current-pow2": "the same, scale a power of two",
-    "block-1x128": "FP8 in blocks of 1x128",
-    "block-128x128": "FP8 in tiles of 128x128",
-    "mxfp8": "MXFP8, E4M3, TE's scale rule",
-    "mxfp8-e5m2": "the same, E5M2",
-    "mxfp8-floor": "the same, the OCP specification's rule",
-    "nvfp4-1x16": "NVFP4 1x16",
-    "nvfp4-16x16": "NVFP4 16x16",
-    "nvfp4-rht": "NVFP4 with random Hadamard transform",
-    "nvfp4-4over6": "NVFP4, maximum mapped to 4 or 6",
-    "nvfp4-stochastic": "NVFP4, stochastic rounding",
-    "nvfp4-row-scaled": "NVFP4, one amax a row",
-}
+TITLES = {"none": "no scaling: float32, float16, bfloat16", **{row.name: row.title for row in SCALINGS.values()}}
 RESULTS = Path(__file__).with_name("capabilities.json")
 ROWS, COLUMNS = 32, 128
 #: An activation of each kind for the table; all of them have a line of their own.
@@ -108,7 +91,7 @@ def arrays_of(q):
 
 def used(q, scaling):
     """The settings that made `q`: those that were asked for, but for a seed that the backend may draw."""
-    if isinstance(scaling, refops.NVFP4Scaling) and scaling.stochastic_rounding:
+    if scaling.random is not None:
         scaling = replace(scaling, seed=q.scaling.seed, offset=q.scaling.offset)
     if q.scaling != scaling:
         raise WrongResultError(f"quantized with {q.scaling} instead of {scaling}")
@@ -207,23 +190,23 @@ class Torch:
         self.as_numpy, self.as_torch, self.swizzled = as_numpy, as_torch, swizzled
 
     def quantizer(self, scaling, rowwise=True, columnwise=False):
-        """The quantizer that has these settings.
+        """The quantizer that has these settings: TE's, or the one for what TE does not offer.
 
         Raises:
-            NotImplementedError: none has, TE offers no such settings.
+            NotImplementedError: none has.
         """
         made = self._quantizer(scaling)
+        if made is None or made.layout_scaling() != scaling:
+            if scaling.layout.block is None:
+                raise NotImplementedError(f"no quantizer has the settings {scaling}")
+            made = self.quantization.BlockScaledQuantizer(scaling)
         made.set_usage(rowwise=rowwise, columnwise=columnwise)
-        found = made.scaling()
-        if type(scaling) is refops.NVFP4Scaling and scaling.stochastic_rounding:
-            found = scaling  # each call draws a seed
-        if found != scaling:
-            raise NotImplementedError(f"no quantizer has the settings {scaling}")
         return made
 
     def _quantizer(self, scaling):
+        """TE's quantizer for a scaling, perhaps with other settings; None without one."""
         quantizers, fmt = self.quantization, self.dtype.kFloat8E4M3
-        if getattr(scaling, "fmt", None) is refops.E5M2:
+        if scaling.fmt is refops.E5M2:
             fmt = self.dtype.kFloat8E5M2
         match scaling:
             case refops.DelayedScaling():
@@ -237,16 +220,18 @@ class Torch:
                 )
             case refops.MXFP8Scaling():
                 return quantizers.MXFP8Quantizer(fmt)
-        return quantizers.NVFP4Quantizer(
-            with_rht=scaling.rht,
-            with_post_rht_amax=scaling.rht,
-            with_2d_quantization=scaling.two_d,
-            stochastic_rounding=scaling.stochastic_rounding,
-            row_scaled_nvfp4=scaling.row_scaled,
-            nvfp4_use_4over6=scaling.four_over_six is not None,
-            nvfp4_e4m3_max=scaling.e4m3_max,
-            nvfp4_4over6_err_mode=scaling.four_over_six or "mae",
-        )
+            case refops.NVFP4Scaling():
+                return quantizers.NVFP4Quantizer(
+                    with_rht=scaling.rht,
+                    with_post_rht_amax=scaling.rht,
+                    with_2d_quantization=scaling.two_d,
+                    stochastic_rounding=scaling.stochastic_rounding,
+                    row_scaled_nvfp4=scaling.row_scaled,
+                    nvfp4_use_4over6=scaling.four_over_six is not None,
+                    nvfp4_e4m3_max=scaling.e4m3_max,
+                    nvfp4_4over6_err_mode=scaling.four_over_six or "mae",
+                )
+        return None
 
     def quantize(self, x, scaling, **copies):
         return TorchResult(self, self.functional.quantize(self.as_torch(x), self.quantizer(scaling, **copies)))
@@ -311,7 +296,7 @@ class Jax:
 
     def _mode(self, scaling):
         mode, one = self.xla.ScalingMode, self.jnp.ones((1,), self.jnp.float32)
-        dtype = self.jnp.float8_e5m2 if getattr(scaling, "fmt", None) is refops.E5M2 else self.jnp.float8_e4m3fn
+        dtype = self.jnp.float8_e5m2 if scaling.fmt is refops.E5M2 else self.jnp.float8_e4m3fn
         for fmt in (refops.E4M3, refops.E5M2):
             table = {
                 refops.DelayedScaling(fmt): (mode.DELAYED_TENSOR_SCALING, {"q_dtype": dtype, "scale": one}),
@@ -374,9 +359,8 @@ class JaxResult:
         if copy.scaling_mode.is_block_scaling:
             scales = scales.reshape(int(np.prod(scales.shape[:axis])), -1).view(np.uint8)
             rows, columns = scales.shape
-            row_tile, column_tile = (
-                (4, 128) if name == "columnwise" and type(scaling) is refops.MXFP8Scaling else (128, 4)
-            )
+            layout, columnwise = scaling.layout, name == "columnwise"
+            row_tile, column_tile = layout.padding[:: -1 if layout.scales_inner_first[columnwise] else 1]
             scales = np.pad(scales, ((0, -rows % row_tile), (0, -columns % column_tile)))
         if copy.scaling_mode.is_nvfp4_scaling:
             data = refops.pack_fp4(data)
@@ -422,7 +406,7 @@ def offered(call, *arguments):
 
 def operations_of(scaling):
     """The names of the operations that exist with a scaling, None without one."""
-    blocks = isinstance(scaling, refops.MXFP8Scaling | refops.NVFP4Scaling)
+    blocks = scaling is not None and scaling.layout.scale_order == "gemm"
     return [k for k, op in OPERATIONS.items() if (op.unscaled if scaling is None else blocks or not op.blocks)]
 
 

@@ -1,4 +1,4 @@
-"""Generated parts of README and of the guide: tables of what the code does and of what was measured.
+"""Generated parts of the READMEs and of the guide: tables of what the code does and of what was measured.
 
     python docs/generate.py            # exit code 1 where a document is not up to date
     python docs/generate.py --write    # brings the documents up to date
@@ -20,8 +20,10 @@ import capabilities  # noqa: E402
 import tables  # noqa: E402
 
 from peers import conformance  # noqa: E402
-from refops import ACTIVATIONS  # noqa: E402
+from refops import ACTIVATIONS, DEFAULT_PARAMETERS  # noqa: E402
 
+#: Operations that TE names otherwise.
+SCALED_OPERATIONS = {"clamped_swiglu": "ScaledClampedQGeGLU"}
 REGION = re.compile(r"(<!-- generated: (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
 
@@ -31,9 +33,21 @@ def what_is_covered():
 
 
 def activations():
-    """Names and formulas."""
+    """Names, formulas and defaults."""
     rows = [f"| `{name}` | {row.formula} |" for name, row in ACTIVATIONS.items()]
-    return "\n".join(["| name | formula |", "|---|---|", *rows])
+    defaults = ", ".join(f"{name} {default:g}" for name, default in DEFAULT_PARAMETERS.items())
+    return "\n".join(["| name | formula |", "|---|---|", *rows, "", f"Parameters default to TE's: {defaults}."])
+
+
+def activation_operations():
+    """Names of each activation in the operations, in `fuser.functional` and in TE's JAX interface."""
+    rows = []
+    for name, row in ACTIVATIONS.items():
+        scaled = SCALED_OPERATIONS.get(name, f"Scaled{row.op}") if row.row_scaled else ""
+        jax = "" if row.jax is None else f"`({', '.join(map(repr, row.jax))}{',' * (len(row.jax) == 1)})`"
+        rows.append(f"| `{row.op}` | {scaled and f'`{scaled}`'} | `{name}` | {jax} |")
+    head = ["| operation | with a scale for each row | `fuser.functional` | JAX |", "|---|---|---|---|"]
+    return "\n".join([*head, *rows])
 
 
 def measured(pattern):
@@ -69,6 +83,7 @@ def peers_in_full():
 PARTS = {
     "capabilities": what_is_covered,
     "activations": activations,
+    "activation_operations": activation_operations,
     "speed": speed,
     "speed_of_all": speed_of_all,
     "peers": peers,
@@ -92,7 +107,7 @@ def generated(text):
 
 def documents():
     """Markdown files with generated parts."""
-    files = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    files = [ROOT / "README.md", ROOT / "fuser" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     return [path for path in files if "<!-- generated: " in path.read_text(encoding="utf-8")]
 
 

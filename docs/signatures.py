@@ -17,6 +17,7 @@ from sphinx.util.inspect import stringify_signature
 SHORTER = (
     (re.compile(r"<class '([\w.]+)'>"), r"\1"),
     (re.compile(r"<factory>"), "..."),
+    (re.compile(r"~?refops\.scalings\.declaration\."), ""),
     (
         re.compile(r"~?(?:numpy\.)?ndarray\[tuple\[(?:~?typing\.)?Any, \.\.\.\], (?:~?numpy\.)?dtype\[(.*?)\]\]"),
         r"NDArray[\1]",
@@ -58,10 +59,7 @@ def shorten(app, what, name, obj, options, signature, returned):
 
 
 def shorter(text):
-    from refops.scaling import SCALINGS  # not before `keep_short_hints`
-
-    union = r" \| ".join(rf"(?:~?refops\.scaling\.)?{cls.__name__}" for cls in SCALINGS)
-    for pattern, replacement in ((union, "Scaling"), *SHORTER):
+    for pattern, replacement in SHORTER:
         text = re.sub(pattern, replacement, text)
     return text
 
