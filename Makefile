@@ -6,6 +6,8 @@ BIN := $(VENV)/bin
 BASE := $(VENV)/.base
 INSTALLED := $(VENV)/.installed
 PEERS := $(VENV)/.peers
+# Peers of which the tests load single files: what they ask for (CUTLASS, data sets, builds of CUDA) is not installed.
+ALONE := accelerate amd-quark auto-round py-cpuinfo quack-kernels
 # pytest of the tests as they are, of those that run the kernels as Python in a simulator, and of those that run the
 # compiled kernels on the software GPU, which a process keeps once it has loaded it. Work is stolen, for the tests differ
 # by a factor of a thousand: else one process has many long ones left when the other is done.
@@ -104,6 +106,7 @@ bench-bounds: $(INSTALLED)
 
 ## tables      measure what each backend offers, and bring the tables of README and the guide up to date
 tables: $(INSTALLED)
+	$(BIN)/python tests/measured/measure_activations.py
 	$(BIN)/python docs/capabilities.py --write
 	$(BIN)/python docs/generate.py --write
 
@@ -150,6 +153,7 @@ clean:
 
 $(PEERS): $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test,peers]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps $(ALONE)
 	touch $@
 
 # What the report needs.
