@@ -59,7 +59,7 @@ test-full: $(INSTALLED)
 	$(BIN)/python tests/prewarm.py
 	$(PYTEST)
 	$(SIMULATED) -m "not (full and sweep)"
-	$(EMULATED)
+	$(EMULATED) -m "not (full and sweep)"
 
 ## train       train a small language model under every recipe; table and loss curves in train_char_lm/
 train: $(INSTALLED)

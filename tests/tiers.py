@@ -6,11 +6,17 @@ A test marked `check` is in all three, an unmarked one in the last two, one mark
 import pytest
 
 
-def sampled(names, cases, every, **options):
-    """`pytest.mark.parametrize(names, cases, **options)`; all but each `every`-th case are marked `full`."""
+def sampled(names, cases, every, *, in_all=1, **options):
+    """`pytest.mark.parametrize(names, cases, **options)`; all but each `every`-th case are marked `full`.
+
+    Of these all but each `in_all`-th are marked `sweep` too: a command of their own runs them.
+    """
     one = isinstance(names, str) and "," not in names
-    marked = [
-        pytest.param(*((case,) if one else case), marks=[] if number % every == 0 else [pytest.mark.full])
-        for number, case in enumerate(cases)
-    ]
+
+    def marks(number):
+        if number % every == 0:
+            return []
+        return [pytest.mark.full] if number % in_all == 0 else [pytest.mark.full, pytest.mark.sweep]
+
+    marked = [pytest.param(*((case,) if one else case), marks=marks(number)) for number, case in enumerate(cases)]
     return pytest.mark.parametrize(names, marked, **options)

@@ -15,7 +15,11 @@ RUNS = [(target, *case) for target, every in EVERY.items() for case in CASES[::e
 
 
 @sampled(
-    ("target", "part", "name", "function"), RUNS, 24, ids=[f"{target} {part} {name}" for target, part, name, _ in RUNS]
+    ("target", "part", "name", "function"),
+    RUNS,
+    24,
+    in_all=3,
+    ids=[f"{target} {part} {name}" for target, part, name, _ in RUNS],
 )
 def test_case(target, part, name, function):
     gate.both_ways(target, part, name, function)
