@@ -273,9 +273,9 @@ def test_special_values_have_the_reference_s_bits(name, dtype):
 def calls(draw):
     """(tensor of any bits, scaling, options) that the scaling takes."""
     scaling = ALL_SCALINGS[draw(st.sampled_from([n for n, s in ALL_SCALINGS.items() if not getattr(s, "rht", False)]))]
-    nvfp4 = isinstance(scaling, refops.NVFP4Scaling)
-    unit = 32 if nvfp4 else 1
-    m, k = (draw(st.integers(0, 3 if nvfp4 else 150)) * unit for _ in "mk")
+    packed = scaling.layout.packed > 1
+    unit = 32 if packed else 1
+    m, k = (draw(st.integers(0, 3 if packed else 150)) * unit for _ in "mk")
     dtype, word = draw(st.sampled_from([(BF16, np.uint16), (FP32, np.uint32)]))
     bits = draw(
         arrays_of.arrays(word, (m, k), elements=arrays_of.from_dtype(np.dtype(word)), fill=st.integers(0, 9999))

@@ -283,6 +283,7 @@ def test_committed_results_are_of_the_present_operations(path):
     assert {tuple(r["size"]) for r in results["rows"]} == set(compare.SIZES)
     assert {r["threads"] for r in results["rows"]} == {1, 2}
     assert compare.failures(results) == []
-    assert {peer["name"] for peer in results["peers"]} == {peer.name for peer in registry.load()}
+    # Peers that joined for their bits alone have no times yet.
+    assert {peer["name"] for peer in results["peers"]} <= {peer.name for peer in registry.load()}
     assert tables.short(results)
     assert tables.full(results)

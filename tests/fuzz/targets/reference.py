@@ -106,6 +106,7 @@ FIELDS = {
         "amax_epsilon": NUMBERS,
         "block_size": st.sampled_from([128, 64, 32]),
     },
+    refops.MXINT8Scaling: {"scale_rounding": st.sampled_from(["floor", "up", "even", "nearest"])},
     refops.Block64Scaling: {
         "fmt": st.sampled_from(FORMATS),
         "power_2_scale": st.booleans(),
@@ -157,6 +158,17 @@ def float_format(case):
     fmt = case.call("refops.FloatFormat", "fuzz", **spoiled(case, fields, 0.15))
     require((np.diff(fmt.grid) > 0).all(), "the grid does not ascend", fmt.grid)
     codes = np.arange(fmt.largest_code + 1, dtype=np.uint8)
+    values = refops.decode(codes, fmt)
+    require(np.array_equal(refops.encode(values, fmt), codes), "codes do not come back", dataclasses.asdict(fmt))
+
+
+@target("integer_format", ["refops.IntegerFormat", "refops.ElementFormat"], cases=200)
+def integer_format(case):
+    """A format of integers is refused, or every code but the least, which no cast gives, comes back."""
+    fields = {"bits": case.below(11), "fraction_bits": case.below(10)}
+    fmt = case.call("refops.IntegerFormat", "fuzz", **spoiled(case, fields, 0.15))
+    require(isinstance(fmt, refops.ElementFormat), "no element format", fmt)
+    codes = np.array([code for code in range(1 << fmt.bits) if code != fmt.largest_code + 1], np.uint8)
     values = refops.decode(codes, fmt)
     require(np.array_equal(refops.encode(values, fmt), codes), "codes do not come back", dataclasses.asdict(fmt))
 
