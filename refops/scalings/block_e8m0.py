@@ -34,7 +34,6 @@ class E8M0BlockScaling(E8M0Scaling):
 
 
 NAMED = tuple(
-    NamedScaling(f"e8m0-{edge}x{size}", scaling, f"FP8 E4M3, one E8M0 scale byte per {edge}x{size} elements.")
-    for scaling in (E8M0BlockScaling(E4M3, 1), E8M0BlockScaling(E4M3), E8M0BlockScaling(E4M3, 1, block_size=64))
-    for edge, size in [scaling.layout.block]  # type: ignore[misc]
+    NamedScaling(f"e8m0-{size}", E8M0BlockScaling(E4M3, *more), f"FP8 E4M3, one E8M0 scale byte per {size} elements.")
+    for size, more in (("1x128", (1,)), ("128x128", (2,)), ("1x64", (1, 0.0, 64)))
 )
