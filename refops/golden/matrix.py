@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from refops import scalings
 from refops.activations import ACTIVATIONS
 from refops.arguments import BFLOAT16, require_choice, require_high_precision_dtype, require_integer, shown
 from refops.formats import E4M3, E5M2, ElementFormat
@@ -55,6 +56,11 @@ class Recipe:
             scaling = SCALINGS[scaling].scaling
         elif scaling is not None:
             require_scaling(scaling)
+            if type(scaling) not in scalings.SCALINGS:
+                raise ValueError(
+                    f"scaling must be of a declared class, which golden files name, not of one derived from it; "
+                    f"got {scaling}"
+                )
         if operation.kind == "dequantize" and scaling is None:
             raise ValueError("scaling is required for dequantize; got None")
         if scaling is not None and scaling.random is not None and scaling.random.bits is not None:
@@ -100,13 +106,17 @@ class Recipe:
 
 
 def scaling_label(scaling):
-    """The name of `scaling` in the table of scalings, or the closest one's and what differs: "mxfp8+two_d=True"."""
+    """The name of `scaling` in the table of scalings, or the closest one's and what differs: "mxfp8+two_d=True".
+
+    A class without a row there has its own name and all its settings.
+    """
     candidates = []
     for row in SCALINGS.values():
         if type(row.scaling) is type(scaling):
             differing = [f for f in settings_fields(scaling) if getattr(scaling, f) != getattr(row.scaling, f)]
             candidates.append((len(differing), row.name, differing))
-    _, name, differing = min(candidates, key=lambda candidate: candidate[0])
+    without_row = 0, type(scaling).__name__, settings_fields(scaling)
+    _, name, differing = min(candidates, key=lambda candidate: candidate[0], default=without_row)
     return "+".join([name, *(f"{f}={_plain_text(getattr(scaling, f))}" for f in differing)])
 
 

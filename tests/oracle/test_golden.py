@@ -18,6 +18,7 @@ import pytest
 from safetensors import safe_open
 
 import refops
+from declared_scalings import FourBits
 from refops import oracle
 from refops.files import FileError
 from refops.formats import encode, unpack_fp4
@@ -63,6 +64,10 @@ COMMITTED = [
 #: The matrix by file name; a sample of it stands for all in the slower tests.
 MATRIX = {recipe.file_name: recipe for recipe in golden_matrix()}
 SAMPLE = sorted(MATRIX)[::53]
+
+
+class Derived(refops.MXFP8Scaling):
+    """A scaling that no file declares."""
 
 
 def contents(directory):
@@ -135,6 +140,7 @@ def test_committed_names():
         "dequantize__current__rowwise__bfloat16__4x8__mixed__seed0.safetensors"
     )
     assert [scaling_label(row.scaling) for row in SCALINGS.values()] == list(SCALINGS)
+    assert scaling_label(FourBits(two_d=True)) == "FourBits+two_d=True+scale_rounding=even", "a class without a row"
 
 
 # --- the file ---------------------------------------------------------------------------------------------------------
@@ -397,6 +403,10 @@ def test_a_scaling_without_a_columnwise_copy_of_the_shape_has_none():
                 "scaling": refops.NVFP4Scaling(stochastic_rounding=True, random_bits=np.zeros((64, 64), np.uint8)),
             },
             ["random bits from seed and offset", "random_bits"],
+        ),
+        (
+            {"op": "quantize", "scaling": Derived(refops.E4M3)},
+            ["scaling must be of a declared class", "derived from it", "got Derived(fmt=E4M3"],
         ),
     ],
     ids=str,
