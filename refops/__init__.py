@@ -1,7 +1,8 @@
 """refops: the golden reference for fused activations and low-precision scaling, in NumPy.
 
 What a CUDA, Triton or CUTLASS kernel that follows TransformerEngine must write, to the bit: FP8 with delayed,
-current and block scaling, MXFP8, NVFP4, the activations and their gradients, and the fused combinations.
+current and block scaling, MXFP8, NVFP4, the activations and their gradients, and the fused combinations. Scalings that
+TE lacks, MXFP4 and MXINT8 among them, are quantized the same way: `refops.SCALINGS` has all.
 
     import refops
     q = refops.activation_quantize("swiglu", x, refops.MXFP8Scaling(refops.E4M3), columnwise=True)

@@ -359,7 +359,8 @@ def quantize(
 
     Raises:
         TypeError: dtype of `x`, kind of `scaling`, flags that are not bool.
-        ValueError: scalar `x`, neither direction, or a shape that the scaling does not allow (NVFP4: M and K % 16).
+        ValueError: scalar `x`, neither direction, or a shape that the scaling does not allow: M and K must divide by 16
+            for NVFP4 and MXFP4, by 32 for a columnwise copy of row-scaled NVFP4.
     """
     source = InputSource(require_tensor(x, "x"))
     return _quantize_source(source, UNFUSED, scaling, rowwise, columnwise, dbias)
@@ -371,8 +372,8 @@ def activation_quantize(
     """Apply an activation and quantize the result, rounded where TE's kernels for `scaling` round.
 
     Delayed scaling casts the unrounded float32 result. MXFP8 rounds it to the dtype of `x` first. Current scaling and
-    NVFP4 take the tensor's amax before that rounding and cast after it. Block scaling and NVFP4 with RHT or row scaling
-    see only the rounded tensor.
+    NVFP4 take the tensor's amax before that rounding and cast after it. NVFP4 with RHT or row scaling and every other
+    scaling see only the rounded tensor.
 
     Args and errors: as `activation` (without out_dtype) and `quantize`; also ValueError for a gated activation in MXFP8
     with H % 32 != 0.

@@ -15,22 +15,26 @@ MX_BLOCK = 32
 def block_scales_as_mxfp8(q: Quantized) -> tuple[Array | None, Array | None]:
     """Return a block-scaled tensor's scales as the swizzled E8M0 scales that Blackwell's GEMM emulation reads.
 
-    Each float32 power of two becomes its exponent byte, repeated for the four 32-element blocks (and, for 128x128, the
-    128 rows) that it covers, padded and swizzled as MXFP8 scales are.
+    Each power of two becomes its exponent byte, repeated for the 32-element blocks (four in 128 elements, two in
+    64; in 128x128 also the 128 rows) that it covers, padded and swizzled as MXFP8 scales are.
 
     Returns:
         (rowwise, columnwise): uint8 (up128(M), 4 ceil(K/128)) and uint8 (up128(K), 4 ceil(M/128)), or None for a
         direction that `q` lacks.
 
     Raises:
-        TypeError: `q` is not block-scaled. ValueError: its scales are not powers of two.
+        TypeError: `q` has no float32 scales of blocks. ValueError: they are not powers of two.
     """
-    if not isinstance(q, Quantized) or q.scaling.layout.scale_order != "fixed":
-        raise TypeError(f"q must be a Quantized with float32 scales of blocks, made with BlockScaling; got {shown(q)}")
+    if not isinstance(q, Quantized) or not _has_float32_blocks(q.scaling.layout):
+        raise TypeError(f"q must be a Quantized with float32 scales of blocks, as BlockScaling's; got {shown(q)}")
     if not q.scaling.power_2_scale:
         raise ValueError(f"q must have power_2_scale=True: E8M0 holds powers of two; got {q.scaling}")
     rowwise = None if q.rowwise_data is None else _swizzled_bytes(q, False)
     return rowwise, None if q.columnwise_data is None else _swizzled_bytes(q, True)
+
+
+def _has_float32_blocks(layout):
+    return layout.block is not None and layout.scale_format is None
 
 
 def _swizzled_bytes(q, columnwise):

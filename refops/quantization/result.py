@@ -37,27 +37,35 @@ def _stored_layout(layout, shape):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Quantized:
-    """A quantized tensor with TE's attribute names and layouts.
+    """A quantized tensor with TE's attribute names, and its layouts where it has the scaling.
 
-    M x K is the tensor with leading dimensions flattened; block counts round up; upN rounds up to a multiple of N.
+    M x K is the tensor with leading dimensions flattened; block counts round up; upN rounds up to a multiple of N; B is
+    the `block_size` of the settings.
 
-    | scaling          | rowwise_data    | rowwise_scale_inv           | columnwise_data | columnwise_scale_inv  |
-    |------------------|-----------------|-----------------------------|-----------------|-----------------------|
-    | delayed, current | x.shape         | float32 (1,)                | (K, *leading)   | (1,)                  |
-    | block 1x128      | x.shape         | float32 (K/128, up4(M))     | (K, *leading)   | (M/128, up4(K))       |
-    | block 128x128    | x.shape         | float32 (M/128, up4(K/128)) | (K, *leading)   | (K/128, up4(M/128))   |
-    | MXFP8            | x.shape         | E8M0 (up128(M), up4(K/32))  | x.shape         | (up4(M/32), up128(K)) |
-    | NVFP4            | (*leading, K/2) | E4M3 (up128(M), up4(K/16))  | (K, M/2)        | (up128(K), up4(M/16)) |
+    | scaling                | rowwise_data    | rowwise_scale_inv           | columnwise_data | columnwise_scale_inv  |
+    |------------------------|-----------------|-----------------------------|-----------------|-----------------------|
+    | delayed, current       | x.shape         | float32 (1,)                | (K, *leading)   | (1,)                  |
+    | block 1x128, 1x64      | x.shape         | float32 (K/B, up4(M))       | (K, *leading)   | (M/B, up4(K))         |
+    | block 128x128          | x.shape         | float32 (M/B, up4(K/B))     | (K, *leading)   | (K/B, up4(M/B))       |
+    | E8M0 block 1x128, 1x64 | x.shape         | E8M0 (M, K/B)               | (K, *leading)   | (K, M/B)              |
+    | E8M0 block BxB         | x.shape         | E8M0 (M/B, K/B)             | (K, *leading)   | (K/B, M/B)            |
+    | MXFP8                  | x.shape         | E8M0 (up128(M), up4(K/B))   | x.shape         | (up4(M/B), up128(K))  |
+    | MXFP4                  | (*leading, K/2) | E8M0 (up128(M), up4(K/B))   | (K, M/2)        | (up128(K), up4(M/B))  |
+    | MXINT8                 | x.shape         | E8M0 (M, K/B)               | x.shape         | (M/B, K)              |
+    | NVFP4                  | (*leading, K/2) | E4M3 (up128(M), up4(K/B))   | (K, M/2)        | (up128(K), up4(M/B))  |
 
-    Columnwise data are transposed except for MXFP8. NVFP4 data are packed two codes a byte.
-    Arrays are checked against this table: a kernel's dump can be put in, `Quantized(rowwise_data=..., ...)`, and
-    dequantized. Data are uint8 codes; E8M0 and E4M3 scales are uint8 codes too. Padding is zero.
+    Columnwise data are transposed except for MXFP8 and MXINT8. MXFP4 and NVFP4 data are packed two codes a byte.
+    NVFP4's scales may be UE5M3 instead. A scaling that is not in this table has the shapes that its `layout` tells.
+
+    Arrays are checked against the layout: a kernel's dump can be put in, `Quantized(rowwise_data=..., ...)`, and
+    dequantized. Data and all scales that are not float32 are uint8 codes. Padding is zero.
 
     Attributes:
         rowwise_data, rowwise_scale_inv: codes and decode scales with blocks along K, or None.
         columnwise_data, columnwise_scale_inv: the same with blocks along M, or None.
         amax_rowwise, amax_columnwise: float32 amax that the scales came from, (1,), or (M,) and (K,) for row-scaled
-            NVFP4. None where TE keeps none (block scaling, MXFP8) and for a direction that was not made.
+            NVFP4. None where the scaling keeps none (blocks and microscaling, NVFP4 without `tensor_level`) and for a
+            direction that was not made.
         scaling: the settings used.
         shape: shape of the unquantized tensor.
         dtype: nominal dtype, that of the unquantized tensor.
@@ -149,7 +157,8 @@ class Quantized:
 
         Shapes stay, bytes move. MXFP8's columnwise scales, stored [block, column], are swizzled along their transpose:
         a GEMM's outer dimension is the column there. Per-tensor scales have no order: the tensor itself comes back.
-        Raises ValueError for block scaling, whose GEMM scales are another format (`refops.block_scales_as_mxfp8`).
+        Raises ValueError for scales that have one order: those of blocks, whose GEMM scales are another format
+        (`refops.block_scales_as_mxfp8`), and MXINT8's.
         """
         return self._reorder_scales(swizzle, True)
 

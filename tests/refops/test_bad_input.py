@@ -243,6 +243,13 @@ CASES = [
     ("encode(X, U8)", TypeError, "fmt", "uint8 of shape .32, 64.", "FloatFormat"),
     ("quantize(X, U8)", TypeError, "scaling", "uint8 of shape .32, 64.", SETTINGS),
     ("block_scales_as_mxfp8(U8)", TypeError, "q", "uint8 of shape .32, 64.", "BlockScaling"),
+    (
+        "block_scales_as_mxfp8(quantize(X, MXINT8Scaling()))",
+        TypeError,
+        "q",
+        "MXINT8Scaling",
+        "float32 scales of blocks",
+    ),
     # formats
     ("FloatFormat(1, 4, 3, 7, 126)", TypeError, "name", "1", "string"),
     ("FloatFormat('f', 4, 3, 7, 0)", ValueError, "largest_code", "0", "integer in .1, 128."),

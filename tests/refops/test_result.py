@@ -20,6 +20,11 @@ SCALINGS = {
     "mxfp8": refops.MXFP8Scaling(E4M3),
     "nvfp4": refops.NVFP4Scaling(),
     "nvfp4-row-scaled": refops.NVFP4Scaling(row_scaled=True),
+    "nvfp4-ue5m3-alone": refops.NVFP4Scaling(scale_format=refops.UE5M3, tensor_level=False),
+    "mxfp4": refops.MXFP4Scaling(),
+    "mxint8": refops.MXINT8Scaling(),
+    "block-64": refops.Block64Scaling(E4M3),
+    "block-e8m0": refops.E8M0BlockScaling(E4M3),
 }
 
 
