@@ -18,7 +18,7 @@ import numpy as np
 import refops
 from refops.arguments import BFLOAT16
 from refops.formats import E2M1, E4M3, E5M2, E8M0, FORMATS, decode, encode, unpack_fp4
-from refops.quantization.layout import pad_to_blocks, swizzle
+from refops.quantization.layout import SCALE_TILE, pad_to_blocks, swizzle
 from refops.quantization.result import Quantized
 from refops.scalings import BlockScaling, CurrentScaling, MXFP8Scaling, NVFP4Scaling
 
@@ -215,7 +215,7 @@ def compare_swizzle(v):
     """The 128x4 GEMM order of scales."""
     for variant in v.variants:
         theirs = v.arrays[f"{variant['id']}_out"]
-        ours = swizzle(pad_to_blocks(v.arrays[f"{variant['id']}_in"], 128, 4))
+        ours = swizzle(pad_to_blocks(v.arrays[f"{variant['id']}_in"], *SCALE_TILE))
         v.compare(f"swizzle {tuple(variant['shape'])}", ours.reshape(theirs.shape), theirs)
 
 
@@ -501,7 +501,7 @@ def compare_dequant_mxfp8(v):
     """One rounding of the exact product. torchao multiplies in the output dtype."""
     codes, scales = v.arrays["mx_q"], v.arrays["mx_scale"]
     for name in ("fp32", "bf16"):
-        ours, dtype = _dequantized(codes, pad_to_blocks(scales, 128, 4), MXFP8Scaling(E4M3), name), DTYPES[name]
+        ours, dtype = _dequantized(codes, pad_to_blocks(scales, *SCALE_TILE), MXFP8Scaling(E4M3), name), DTYPES[name]
         v.compare_floats(f"MXFP8 dequantize to {name}", ours, v.arrays[f"mx_out_exact_{name}_bits"])
         scale = np.repeat(decode(scales, E8M0).astype(dtype), 32, axis=1)
         in_dtype = (decode(codes, E4M3).astype(dtype).astype(F) * scale.astype(F)).astype(dtype)
@@ -516,7 +516,7 @@ def compare_dequant_mxfp8(v):
 
 def compare_dequant_nvfp4(v):
     """From stored codes, scales and amax."""
-    scales, amax = pad_to_blocks(v.arrays["scale"], 128, 4), v.arrays["amax"]
+    scales, amax = pad_to_blocks(v.arrays["scale"], *SCALE_TILE), v.arrays["amax"]
     for name in ("fp32", "bf16"):
         ours = _dequantized(v.arrays["q"], scales, NVFP4Scaling(), name, amax_rowwise=amax)
         v.compare_floats(f"NVFP4 dequantize to {name}", ours, v.arrays[f"out_{name}_bits"])

@@ -10,6 +10,7 @@ import numpy as np
 
 from refops.formats import ElementFormat
 from refops.ops import DequantizedSource, quantize
+from refops.quantization.layout import ceil_div, round_up
 from refops.quantization.quantize import random_bytes
 from refops.scalings.arithmetic import REFERENCE
 from refops.survey import cast_dequantized_source, cast_source, decode_scale_source, element_codes, has_transform
@@ -122,9 +123,9 @@ def explain_block(x, scaling, *, columnwise=False, row=0, block=0):
     def oriented(matrix):
         return matrix.T if columnwise else matrix
 
-    outer, inner = reversed(q.matrix_shape) if columnwise else q.matrix_shape
+    outer, inner = scaling.layout.oriented(q.matrix_shape, columnwise)
     _require_index(row, "row", outer, "columns" if columnwise else "rows")
-    _require_index(block, "block", -(-inner // length), f"blocks of {length}")
+    _require_index(block, "block", ceil_div(inner, length), f"blocks of {length}")
     first_row, first = row // block_rows * block_rows, block * length
     rows, along = slice(first_row, min(first_row + block_rows, outer)), slice(first, min(first + length, inner))
 
@@ -224,8 +225,7 @@ def _random_bytes(scaling, matrix_shape, columnwise, row, along):
     """The random bytes of a row's elements under stochastic rounding, the caller's or Philox's; None without it."""
     if scaling.random is None:
         return None
-    bits = scaling.random.bits
-    given = bits[columnwise] if isinstance(bits, tuple) else bits
+    given = scaling.random.given(columnwise)
     return random_bytes(scaling.random, given, slice(row, row + 1), along, matrix_shape, columnwise)[0]
 
 
@@ -239,7 +239,7 @@ def as_tensor_of(values, scaling, *, columnwise=False):
     """
     n = len(values)
     edge = scaling.layout.columnwise_multiple if columnwise else scaling.layout.shape_multiple
-    tensor = np.zeros((edge, -(-n // edge) * edge), values.dtype)
+    tensor = np.zeros((edge, round_up(n, edge)), values.dtype)
     tensor[0, :n] = values
     if columnwise:
         tensor = np.ascontiguousarray(tensor.T)

@@ -19,10 +19,8 @@ def describe(full_name, case):
 
 def _of_operation(case):
     """Name -> sentence of the arrays that no scaling writes."""
-    x, size = (
-        "[act | gate] along the last dimension" if case.gated else "the tensor",
-        case.params.get("glu_interleave_size"),
-    )
+    x = "[act | gate] along the last dimension" if case.gated else "the tensor"
+    size = case.params.get("glu_interleave_size")
     return {
         "x": f"act and gate in turns of {size} columns, act first" if size else x,
         "y": "the result, rounded once",

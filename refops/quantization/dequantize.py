@@ -46,7 +46,7 @@ class DequantizedSource(Source):
             return self._decode_factor(scales, amax)
         outer, inner = layout.oriented((rows, columns), columnwise)
         parts = blocks_of(outer, layout.run[0]), blocks_of(inner, layout.run[1])
-        amax = amax_of_tile(layout, amax, outer, outer, False)
+        amax = amax_of_tile(layout, amax, outer, inner, False)
         factors = self._decode_factor(scales[parts], amax)
         for axis, (elements, edge) in enumerate(zip((outer, inner), layout.run, strict=True)):
             if edge > 1:

@@ -8,6 +8,7 @@ import numpy as np
 from refops.formats import encode_tile, pack_fp4
 from refops.quantization.blocks import blocks_of, choose_blocks, quantize_blocks
 from refops.quantization.hadamard import HadamardSource
+from refops.quantization.layout import ceil_div
 from refops.quantization.result import Quantized
 from refops.rounding import PHILOX_BYTES, STOCHASTIC, philox_bytes
 from refops.scalings.arithmetic import REFERENCE
@@ -205,7 +206,7 @@ def random_bytes(random, given, outer, inner, shape, columnwise):
 def philox_groups(outer, inner, shape, columnwise):
     """Philox subsequence of each 16 elements of a rectangle, (outer, inner / 16); columnwise ones after all rowwise."""
     m, k = shape
-    groups = -(-(m if columnwise else k) // PHILOX_BYTES)
-    first = m * -(-k // PHILOX_BYTES) if columnwise else 0
+    groups = ceil_div(m if columnwise else k, PHILOX_BYTES)
+    first = m * ceil_div(k, PHILOX_BYTES) if columnwise else 0
     along = blocks_of(inner, PHILOX_BYTES)
     return first + np.arange(outer.start, outer.stop)[:, None] * groups + np.arange(along.start, along.stop)

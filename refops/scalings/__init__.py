@@ -19,7 +19,6 @@ from refops.scalings.declaration import NamedScaling as NamedScaling
 from refops.scalings.declaration import Path as Path
 from refops.scalings.declaration import Scaling as Scaling
 from refops.scalings.delayed import DelayedScaling as DelayedScaling
-from refops.scalings.mxfp8 import MX_FORMATS as MX_FORMATS
 from refops.scalings.mxfp8 import MXFP8Scaling as MXFP8Scaling
 from refops.scalings.nvfp4 import TE_SIGN_MASK as TE_SIGN_MASK
 from refops.scalings.nvfp4 import NVFP4Scaling as NVFP4Scaling

@@ -6,16 +6,9 @@ Sources: TE `common/transpose/quantize_transpose_vector_blockwise.cu` (1x128), `
 
 from dataclasses import dataclass
 
-from refops.arguments import require_choice, require_number
 from refops.formats import E4M3, FloatFormat, require_format
 from refops.hints import Number
-from refops.scalings.declaration import (
-    FP8_FORMATS,
-    Layout,
-    NamedScaling,
-    flags,
-    normalise,
-)
+from refops.scalings.declaration import FP8_FORMATS, Layout, NamedScaling, choose, flags, non_negative
 from refops.scalings.rules import Float32Scaling
 
 
@@ -43,9 +36,9 @@ class BlockScaling(Float32Scaling):
 
     def __post_init__(self):
         require_format(self.fmt, FP8_FORMATS)
-        normalise(self, block_dim=require_choice(self.block_dim, "block_dim", (1, 2)))
+        choose(self, block_dim=(1, 2))
         flags(self, "power_2_scale")
-        normalise(self, amax_epsilon=float(require_number(self.amax_epsilon, "amax_epsilon", non_negative=True)))
+        non_negative(self, "amax_epsilon")
 
     @property
     def layout(self) -> Layout:

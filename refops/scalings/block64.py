@@ -2,10 +2,9 @@
 
 from dataclasses import dataclass
 
-from refops.arguments import require_number
 from refops.formats import E4M3, FloatFormat, require_format
 from refops.hints import Number
-from refops.scalings.declaration import FP8_FORMATS, Layout, NamedScaling, flags, normalise
+from refops.scalings.declaration import FP8_FORMATS, Layout, NamedScaling, flags, non_negative
 from refops.scalings.rules import Float32Scaling
 
 
@@ -29,7 +28,7 @@ class Block64Scaling(Float32Scaling):
     def __post_init__(self):
         require_format(self.fmt, FP8_FORMATS)
         flags(self, "power_2_scale")
-        normalise(self, amax_epsilon=float(require_number(self.amax_epsilon, "amax_epsilon", non_negative=True)))
+        non_negative(self, "amax_epsilon")
 
 
 NAMED = (

@@ -5,10 +5,9 @@ from typing import Any
 
 import numpy as np
 
-from refops.arguments import require_number
 from refops.formats import E4M3, E5M2, FloatFormat, require_format
 from refops.hints import Number
-from refops.scalings.declaration import FP8_FORMATS, Formulas, Layout, NamedScaling, Numbers, Path, flags, normalise
+from refops.scalings.declaration import FP8_FORMATS, Formulas, Layout, NamedScaling, Numbers, Path, flags, non_negative
 from refops.scalings.rules import Float32Scaling
 
 
@@ -37,7 +36,7 @@ class CurrentScaling(Float32Scaling):
     def __post_init__(self):
         require_format(self.fmt, FP8_FORMATS)
         flags(self, "power_2_scale")
-        normalise(self, amax_epsilon=float(require_number(self.amax_epsilon, "amax_epsilon", non_negative=True)))
+        non_negative(self, "amax_epsilon")
 
     @property
     def formulas(self) -> Formulas:

@@ -2,9 +2,8 @@
 
 from dataclasses import dataclass
 
-from refops.arguments import require_choice
 from refops.formats import E8M0, INT8
-from refops.scalings.declaration import Layout, NamedScaling, normalise
+from refops.scalings.declaration import Layout, NamedScaling, choose
 from refops.scalings.rules import E8M0Scaling
 
 
@@ -23,7 +22,7 @@ class MXINT8Scaling(E8M0Scaling):
     title, fmt, block_size = "MXINT8", INT8, 32
 
     def __post_init__(self):
-        normalise(self, scale_rounding=require_choice(self.scale_rounding, "scale_rounding", ("floor", "up")))
+        choose(self, scale_rounding=("floor", "up"))
 
     @property
     def layout(self) -> Layout:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from refops.arguments import require_choice, require_integer, shown
+from refops.arguments import require_integer, shown
 from refops.formats import E2M1, E4M3, UE5M3, FloatFormat, require_format
 from refops.hints import Array
 from refops.scalings.declaration import (
@@ -22,6 +22,7 @@ from refops.scalings.declaration import (
     RandomBits,
     Rule,
     Words,
+    choose,
     coded_scale,
     flags,
     normalise,
@@ -84,8 +85,7 @@ class NVFP4Scaling(MinifloatScaling):
         flags(self, "two_d", "rht", "stochastic_rounding", "row_scaled", "tensor_level")
         for integer, high in (("sign_mask", 1 << 16), ("seed", 1 << 64), ("offset", 1 << 64)):
             normalise(self, **{integer: require_integer(getattr(self, integer), integer, low=0, high=high)})
-        normalise(self, four_over_six=require_choice(self.four_over_six, "four_over_six", (None, "mae", "mse")))
-        normalise(self, e4m3_max=require_choice(self.e4m3_max, "e4m3_max", (448, 256)))
+        choose(self, four_over_six=(None, "mae", "mse"), e4m3_max=(448, 256))
         if self.e4m3_max == 256 and self.four_over_six is None:
             raise ValueError("e4m3_max=256 needs four_over_six='mae' or 'mse'; got four_over_six=None")
         require_format(self.scale_format, (E4M3, UE5M3), "scale_format")
