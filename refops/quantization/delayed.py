@@ -19,9 +19,8 @@ from refops.arguments import (
 from refops.formats import FloatFormat, require_format
 from refops.hints import Array, ArrayLike, Number
 from refops.scalings import FP8_FORMATS
+from refops.scalings.arithmetic import FLT_MAX, F
 
-F = np.float32
-FLT_MAX = np.finfo(np.float32).max
 #: How the amax comes from the history: by name, or a callable.
 Algorithm: TypeAlias = str | Callable[[Any], Any]
 

@@ -8,7 +8,7 @@ import numpy as np
 from refops.arguments import as_array
 from refops.hints import Array, ArrayLike
 
-#: MXFP8 and NVFP4 scales are padded to multiples of (128, 4): the tile that a GEMM loads at once.
+#: Scales of MXFP8, MXFP4 and NVFP4 are padded to multiples of (128, 4): the tile that a GEMM loads at once.
 SCALE_TILE = (128, 4)
 
 

@@ -18,13 +18,12 @@ import numpy as np
 from refops.arguments import BFLOAT16, require_choice, require_flag, require_number
 from refops.formats import E4M3, E5M2, FloatFormat
 from refops.hints import Array
+from refops.scalings.arithmetic import FLT_MAX, F
 
 #: The vocabulary of `refops.scalings.arithmetic`, NumPy's or a compiler's.
 Words: TypeAlias = Any
 #: A function of a rule: of arrays, or of numbers that a compiler takes.
 Rule: TypeAlias = Callable[..., Any]
-F = np.float32
-FLT_MAX = np.finfo(np.float32).max
 FP8_FORMATS = (E4M3, E5M2)
 
 #: The largest finite value of each dtype of unquantized tensors, as float32.

@@ -12,6 +12,7 @@ import numpy as np
 from refops.arguments import require_integer, shown
 from refops.formats import E2M1, E4M3, UE5M3, FloatFormat, require_format
 from refops.hints import Array
+from refops.scalings.arithmetic import F
 from refops.scalings.declaration import (
     UNFUSED,
     Choice,
@@ -29,7 +30,6 @@ from refops.scalings.declaration import (
 )
 from refops.scalings.rules import MinifloatScaling
 
-F = np.float32
 SIX = F(6)
 
 #: TE's fixed sign mask of the random Hadamard transform: bit i set means sign i is -1.

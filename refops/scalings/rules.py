@@ -11,7 +11,8 @@ import numpy as np
 
 from refops.formats import E8M0
 from refops.hints import Number
-from refops.scalings.declaration import FLT_MAX, LARGEST_FINITE, F, Formulas, Numbers, Rule, Scaling, Words
+from refops.scalings.arithmetic import FLT_MAX, F
+from refops.scalings.declaration import LARGEST_FINITE, Formulas, Numbers, Rule, Scaling, Words
 
 U32 = np.uint32
 ZERO, ONE, INFINITE = F(0), F(1), U32(0x7F800000)
