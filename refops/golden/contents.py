@@ -217,7 +217,7 @@ def _reference(case):
         return case.reference({name: a for name, a in wanted.items() if "columnwise" not in name})
 
 
-def cast_source(case):
+def values_source(case):
     """The `Source` of the float32 values that are cast to codes, before any Hadamard transform."""
     operation, inputs = case.operation, case.inputs
     if operation.kind == "quantize":
@@ -233,7 +233,7 @@ def _intermediates(case, outputs):
 
     Without padding. Under stochastic rounding also the random byte of each element.
     """
-    source, scaling, layout, found = cast_source(case), case.scaling, case.scaling.layout, {}
+    source, scaling, layout, found = values_source(case), case.scaling, case.scaling.layout, {}
     for columnwise, copy in enumerate(("rowwise", "columnwise")):
         if f"{copy}_data" not in outputs:
             continue
