@@ -28,6 +28,7 @@ from refops.arguments import BFLOAT16, require_flag, require_high_precision_dtyp
 from refops.oracle.dumps import Slot, as_numpy, fit, native
 from refops.oracle.geometry import Geometry
 from refops.quantization.delayed import update_delayed_scale
+from refops.quantization.layout import one_order
 from refops.quantization.quantize import check_shape
 from refops.quantization.result import Quantized, stored_layout
 from refops.scalings import require_scaling
@@ -126,7 +127,7 @@ class Case:
         self.operation = require_operation(op)
         self.params = self._check_params(params)
         self.scaling = self._check_scaling(scaling)
-        self.swizzled_scales = require_flag(swizzled_scales, "swizzled_scales")
+        self.swizzled_scales = self._check_swizzled(swizzled_scales)
         self.inputs = self._check_inputs(inputs)
         self._check_call()
         self.slots = self._make_slots()
@@ -182,6 +183,13 @@ class Case:
         if not (self.operation.takes_scaling or needs):
             raise ValueError(f"scaling must be None for {name}, which does not quantize; got {shown(scaling)}")
         return require_scaling(scaling)
+
+    def _check_swizzled(self, swizzled_scales):
+        fixed = self.scaling is not None and self.scaling.layout.scale_order == "fixed"
+        if require_flag(swizzled_scales, "swizzled_scales") and fixed:
+            why = f"{type(self.scaling).__name__}: {one_order(self.scaling)}"
+            raise ValueError(f"swizzled_scales must be False with {why}; got True")
+        return swizzled_scales
 
     def _check_inputs(self, inputs):
         operation = self.operation

@@ -1,5 +1,7 @@
 """MXFP4, FP8 blocks with E8M0 scales, blocks of 64 and UE5M3 scales: right outputs accepted, wrong ones named."""
 
+import re
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -7,6 +9,7 @@ import pytest
 import refops
 from arrays import ARRAYS
 from refops import E4M3, E8M0, UE5M3, Block64Scaling, E8M0BlockScaling, MXFP4Scaling, NVFP4Scaling, oracle
+from refops.quantization.layout import one_order
 from refops.scalings.rules import E8M0_ROUNDINGS
 
 F, BF16 = np.float32, np.dtype(ml_dtypes.bfloat16)
@@ -142,3 +145,17 @@ def test_a_missing_tensor_level_is_named():
     x = matrix()
     outputs = dump(x, ALONE) | {"amax_rowwise": dump(x, UE)["amax_rowwise"]}
     assert name_of(x, outputs, UE) == ("missing-global-scale",)
+
+
+@pytest.mark.parametrize("row", ["e8m0-1x128", "block-1x64"])
+def test_scales_of_one_order_are_not_swizzled(row):
+    x, scaling = matrix(), ROWS[row]
+    outputs = dump(x, scaling)
+    for call in (("quantize", x, outputs), ("dequantize", outputs, x)):
+        with pytest.raises(ValueError, match=f"swizzled_scales must be False .*{re.escape(one_order(scaling))}"):
+            oracle.check(*call, scaling=scaling, swizzled_scales=True)
+
+
+def test_one_scale_may_be_called_swizzled():
+    x, scaling = matrix(), refops.CurrentScaling(E4M3)
+    assert oracle.check("quantize", x, dump(x, scaling), scaling=scaling, swizzled_scales=True).ok
