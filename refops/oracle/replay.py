@@ -17,13 +17,14 @@ import numpy as np
 from refops.activations import bind_activation
 from refops.formats import encode_tile
 from refops.oracle.geometry import DIRECTIONS, Geometry, Region, part_of
-from refops.quantization.delayed import FLT_MAX, quieted
+from refops.quantization.delayed import quieted
 from refops.quantization.hadamard import transform_groups
 from refops.quantization.layout import block_amax, block_view, ceil_div, pad_to_blocks
 from refops.quantization.quantize import philox_groups
 from refops.rounding import philox_bytes, stored
 from refops.scalings import UNFUSED
 from refops.scalings.arithmetic import Reference
+from refops.scalings.declaration import FLT_MAX
 from refops.tiles import SUM_CHUNK, Matrix, column_chunks, row_sum, sum_in_order
 
 F = np.float32
@@ -465,6 +466,10 @@ class TensorReplay(Replay):
         return self.maximum(np.array(maxima, F).reshape(len(maxima), -1), 0).astype(F)
 
     # --- scales -----------------------------------------------------------------------------------
+
+    def bounded(self, amax):
+        """The amax as a scale rule sees it: amax_epsilon at least."""
+        return np.where(amax < self.numbers.epsilon, self.numbers.epsilon, amax)
 
     def tensor_scale(self, amax):
         """Stage (two levels): what the blocks of a tensor (or row) of that amax share: (encode scale, its inverse)."""

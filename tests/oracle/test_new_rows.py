@@ -147,6 +147,39 @@ def test_a_missing_tensor_level_is_named():
     assert name_of(x, outputs, UE) == ("missing-global-scale",)
 
 
+def small_rows():
+    """Rows of all sizes: the amaxes of many blocks are below 1e-4."""
+    rng = np.random.default_rng(0)
+    return rng.standard_normal((128, 256), F) * np.exp2(rng.integers(-30, 6, (128, 1))).astype(F)
+
+
+class Floor(E8M0BlockScaling):
+    """E8M0 blocks whose bytes follow another rule."""
+
+    scale_rounding = "floor"
+
+
+@pytest.mark.parametrize(
+    ("own", "other", "name"),
+    [
+        (E8M0BlockScaling(E4M3, 1, 1e-4), E8M0BlockScaling(E4M3, 1), "epsilon-missing"),
+        (E8M0BlockScaling(E4M3, 1, 1e-4), Floor(E4M3, 1, 1e-4), "scale-floor"),
+        (Block64Scaling(E4M3, False, 1e-4), Block64Scaling(E4M3, False), "epsilon-missing"),
+    ],
+)
+def test_amax_epsilon_is_no_part_of_another_rule(own, other, name):
+    x = small_rows()
+    assert name_of(x, dump(x, other), own) == (name,)
+
+
+def test_amax_epsilon_bounds_the_amax_of_a_quotient():
+    """What is stored is amax / max, of amaxes that are 1e-4 at least."""
+    x, scaling = small_rows(), Block64Scaling(E4M3, False, 1e-4)
+    amax = np.maximum(np.abs(x).reshape(128, 4, 64).max(axis=2), F(1e-4))
+    outputs = dump(x, scaling) | {"rowwise_scale_inv": (amax / F(448)).T}
+    assert name_of(x, outputs, scaling) == ("scale-inverse-separate",)
+
+
 @pytest.mark.parametrize("row", ["e8m0-1x128", "block-1x64"])
 def test_scales_of_one_order_are_not_swizzled(row):
     x, scaling = matrix(), ROWS[row]

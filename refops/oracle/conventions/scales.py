@@ -528,6 +528,11 @@ def other_byte(fmt, rule):
     return lambda amax: byte(amax, F(0), None)
 
 
+def _set_byte(replay, byte):
+    """Let the scale bytes be `byte(amax)`, of amaxes that are amax_epsilon at least."""
+    replay.scale_code = lambda declared, amax, tensor_scale: byte(replay.bounded(amax))
+
+
 def _other_rule(replay, rule):
     require_powers_of_two(replay)
     own = rule_of(replay.case.scaling)
@@ -535,7 +540,7 @@ def _other_rule(replay, rule):
     expected = "TE has the " if own == "up" else "the settings ask for the "
     replay.facts["expected"] = expected + RULE_NAMES[own] if own else "the settings have a rule of their own"
     if rule in RULE_NAMES:
-        replay.scale_code = lambda declared, amax, tensor_scale: other_byte(replay.fmt, rule)(amax)
+        _set_byte(replay, lambda amax: other_byte(replay.fmt, rule)(amax))
 
 
 @computing(
@@ -583,13 +588,13 @@ def scale_nearest(replay, choice):
     _other_rule(replay, "nearest")
     replay.facts["how"] = "" if choice == "value" else " by its logarithm"
 
-    def scale_code(declared, amax, tensor_scale):
+    def byte(amax):
         ratio = amax * (F(1) / replay.scale_max)
         if choice == "value":
             return encode_tile(ratio, E8M0, rounding="nearest_even")
         return log_byte(np.rint(np.log2(ratio)), amax)
 
-    replay.scale_code = scale_code
+    _set_byte(replay, byte)
 
 
 def log_byte(exponent, amax):
@@ -608,7 +613,7 @@ def log_byte(exponent, amax):
 def scale_log2(replay, choice):
     require_powers_of_two(replay)
 
-    def scale_code(declared, amax, tensor_scale):
+    def byte(amax):
         emax = F(math.floor(math.log2(replay.scale_max)))
         if choice == "floor":
             exponent = np.floor(np.log2(amax)) - emax
@@ -621,7 +626,7 @@ def scale_log2(replay, choice):
         return log_byte(exponent, amax)
 
     replay.require(rule_of(replay.case.scaling) == ("floor" if choice == "floor" else "up"))
-    replay.scale_code = scale_code
+    _set_byte(replay, byte)
 
 
 @computing(
@@ -633,7 +638,7 @@ def scale_log2(replay, choice):
 def scale_divided(replay):
     require_powers_of_two(replay)
     replay.require(rule_of(replay.case.scaling) == "up")
-    replay.scale_code = lambda declared, amax, tensor_scale: encode_tile(amax / replay.scale_max, E8M0, rounding="up")
+    _set_byte(replay, lambda amax: encode_tile(amax / replay.scale_max, E8M0, rounding="up"))
 
 
 @computing(
@@ -903,6 +908,7 @@ def scale_inverse_separate(replay, choice):
     state = {}
 
     def encode_scale(amax):
+        amax = replay.bounded(amax)
         scale = inner(amax)
         quotient = amax * (F(1) / replay.scale_max) if "*" in choice else amax / replay.scale_max
         usual = (amax > 0) & np.isfinite(amax) & np.isfinite(F(1) / quotient)
@@ -955,7 +961,7 @@ def divided_by_scale(replay, choice):
         own = replay.encode_scale
 
         def encode_scale(amax):
-            state["inverse"] = amax / replay.scale_max
+            state["inverse"] = replay.bounded(amax) / replay.scale_max
             return own(amax)
 
         replay.encode_scale = encode_scale
@@ -1335,6 +1341,7 @@ def inf_amax_not_handled(replay, choice):
     inner = replay.encode_scale
 
     def encode_scale(amax):
+        amax = replay.bounded(amax)
         scale, raw = inner(amax), replay.scale_max / amax
         if choice == "quotient":
             return np.where(np.isinf(amax), raw, scale).astype(F)
@@ -1362,6 +1369,7 @@ def scale_capped_at_input_dtype(replay):
     inner = replay.encode_scale
 
     def encode_scale(amax):
+        amax = replay.bounded(amax)
         return np.where(np.isinf(replay.scale_max / amax) & (amax > 0), other, inner(amax)).astype(F)
 
     replay.encode_scale = encode_scale

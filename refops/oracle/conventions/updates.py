@@ -5,7 +5,8 @@ import numpy as np
 from refops.formats import E4M3, E5M2
 from refops.oracle.conventions.registry import computing
 from refops.oracle.replay import power_of_two_below
-from refops.quantization.delayed import FLT_MAX, quieted
+from refops.quantization.delayed import quieted
+from refops.scalings.declaration import FLT_MAX
 
 F = np.float32
 
