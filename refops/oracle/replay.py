@@ -506,6 +506,11 @@ class TensorReplay(Replay):
         """Stage: the scales as they are written."""
         return scale
 
+    def place_scales(self, scales, direction, region):
+        """Stage: one scale for each block of a rectangle, as they lie in their array."""
+        geometry = Geometry.of(self.case.scaling, direction)
+        return geometry.store_scales(scales, self.block_shapes[direction], region.shape)
+
     def stored_amax(self, amax, direction):
         """Stage: the amax as it is written."""
         return amax
@@ -683,9 +688,7 @@ class TensorReplay(Replay):
                 amax_values = values if same else self.transform(amax_values, direction)
             codes, scales = self.quantize_blocks(values, amax_values, direction, region)
             made[f"{direction}_data"] = geometry.store_codes(codes)
-            shape = self.block_shapes[direction]
-            scales = self.stored_scale(scales)
-            made[f"{direction}_scale_inv"] = geometry.store_scales(scales, shape, region.shape)
+            made[f"{direction}_scale_inv"] = self.place_scales(self.stored_scale(scales), direction, region)
         if f"amax_{direction}" in needed:
             made[f"amax_{direction}"] = self.stored_amax(self.tensor_amax(direction, region).reshape(-1), direction)
         return made

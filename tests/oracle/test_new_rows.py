@@ -192,3 +192,15 @@ def test_scales_of_one_order_are_not_swizzled(row):
 def test_one_scale_may_be_called_swizzled():
     x, scaling = matrix(), refops.CurrentScaling(E4M3)
     assert oracle.check("quantize", x, dump(x, scaling), scaling=scaling, swizzled_scales=True).ok
+
+
+@pytest.mark.parametrize("two_d", [False, True])
+@pytest.mark.parametrize(("own", "other"), [(32, 16), (16, 32)])
+def test_scales_of_another_block_size_in_an_array_of_the_same_shape(own, other, two_d):
+    """Padded to 4, the scales of 64 columns have one shape for blocks of 16 and of 32."""
+    x = matrix()[:, :64] * 2.0 ** np.arange(4).repeat(16).astype(BF16)
+    outputs = dump(x, MXFP4Scaling(two_d, block_size=other))
+    assert name_of(x, outputs, MXFP4Scaling(two_d, block_size=own)) == ("wrong-block-size",)
+    columnwise = dump(x.T, MXFP4Scaling(two_d, block_size=other), columnwise=True)
+    outputs = {name: array for name, array in columnwise.items() if name.startswith("columnwise")}
+    assert name_of(x.T, outputs, MXFP4Scaling(two_d, block_size=own)) == ("wrong-block-size",)

@@ -20,6 +20,8 @@ from refops.scalings.declaration import FLT_MAX, FP8_FORMATS, LARGEST_FINITE, Nu
 from refops.scalings.rules import E8M0_ROUNDINGS, E8M0Scaling
 
 F = np.float32
+#: Elements of a line that every region of a tensor holds, if there are as many.
+LONGEST_BLOCK = 128
 
 
 def require_scaling(replay):
@@ -421,13 +423,16 @@ def wrong_axis_amax(replay, choice):
     "wrong-block-size",
     "A scale covers {found} elements, where {own} were asked for.",
     stage="blocks",
-    choices=lambda replay: _other_block_sizes(replay),
+    choices=lambda replay: [(size, how) for how in ("at its run", "in a row") for size in _other_block_sizes(replay)],
 )
 def wrong_block_size(replay, choice):
+    size, how = choice
     own = replay.layout.block[1]
-    replay.facts["found"], replay.facts["own"] = choice, own
+    replay.facts["found"], replay.facts["own"] = size, own
+    if how == "in a row":
+        _place_in_a_row(replay, size)
     replay.block_shapes = {
-        direction: tuple(choice if edge == own else edge for edge in shape)
+        direction: tuple(size if edge == own else edge for edge in shape)
         for direction, shape in replay.block_shapes.items()
     }
 
@@ -437,7 +442,31 @@ def _other_block_sizes(replay):
     require_blocks(replay)
     own = replay.layout.block[1]
     sizes = dict.fromkeys((16, 32, 64, 128, own // 2, 2 * own))
-    return [size for size in sizes if size != own and size <= 128]
+    return [size for size in sizes if size != own and size <= LONGEST_BLOCK]
+
+
+def _place_in_a_row(replay, size):
+    """Let scales of `size` elements lie one beside the other, where padding gives both sizes the same array.
+
+    Only where a region holds all blocks of a line: those of a few elements.
+    """
+    layout = replay.layout
+    other = replace(layout, block=tuple(size if edge == layout.block[1] else edge for edge in layout.block))
+    given = [d for d in DIRECTIONS if f"{d}_scale_inv" in replay.setting.outputs]
+    replay.require(given)
+    for columnwise in (direction == "columnwise" for direction in given):
+        same = other.scale_shape(replay.shape, columnwise) == layout.scale_shape(replay.shape, columnwise)
+        replay.require(same and layout.oriented(replay.shape, columnwise)[1] <= LONGEST_BLOCK)
+
+    def place_scales(scales, direction, region):
+        geometry, inner = Geometry.of(replay.case.scaling, direction), int(direction == "rowwise")
+        block = list(replay.block_shapes[direction])
+        block[inner] = geometry.run[inner]
+        lacking = math.ceil(region.shape[inner] / block[inner]) - scales.shape[inner]
+        widths = [(0, max(lacking, 0) * (axis == inner)) for axis in (0, 1)]
+        return geometry.store_scales(np.pad(scales, widths), tuple(block), region.shape)
+
+    replay.place_scales = place_scales
 
 
 @computing(
