@@ -19,12 +19,11 @@ import numpy as np
 
 from refops.oracle.conventions import CONVENTIONS
 from refops.oracle.conventions.reading import Dump
-from refops.oracle.geometry import VALUES, Geometry, Region, crop, whole
+from refops.oracle.geometry import TILE, VALUES, Geometry, Region, crop, whole
 from refops.oracle.replay import FORMULA_STAGES, NotApplicable, Setting, amax_is_near
 from refops.oracle.report import Explanation
 
 F = np.float32
-TILE = 128
 #: A whole matrix up to this many elements is its own probe, or is confirmed as a whole.
 PROBE_ELEMENTS, CONFIRM_ELEMENTS = 1 << 15, 1 << 19
 #: An explanation's least share, and the most damage.

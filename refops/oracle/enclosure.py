@@ -44,13 +44,13 @@ from functools import cache
 
 import numpy as np
 
-from refops.activations import bind_activation
 from refops.formats import encode_tile
-from refops.oracle.geometry import Geometry
+from refops.oracle.geometry import Geometry, as_slice
 from refops.oracle.interval import CUDA_ULP, INTERVALS, Interval, ulp_of
 from refops.quantization.hadamard import transform_exactly
 from refops.quantization.layout import block_view, pad_to_blocks
 from refops.scalings.arithmetic import REFERENCE, Reference
+from refops.scalings.declaration import FLT_MAX
 from refops.tiles import InputSource, Matrix, for_each, tile_slices
 
 F = np.float32
@@ -173,19 +173,17 @@ class FormulaBounds(BoundsSource):
         self._case, self._ulp, self._terms, self._stored_float32 = case, ulp, terms, stored_float32
         kind, inputs = case.operation.kind, case.inputs
         self._gradient, self._scaled = kind.endswith("grad"), kind.startswith("scaled")
-        params = {name: value for name, value in case.params.items() if name != "glu_interleave_size"}
-        self._bound = bind_activation(case.operation.activation, params).using(INTERVALS)
+        self._bound, self._layout = case.bound.using(INTERVALS), case.row_layout
         # A formula without exp or tanh is its own truth; nothing in it is free but rounding.
         self._elementary = any(function.elementary for function in self._bound.activation.functions)
         self._input = Matrix(inputs["x"])
         self._dy = Matrix(inputs["dy"]) if "dy" in inputs else None
         m, width = self._input.shape
-        self._width = width // 2 if case.gated else width  # of act, of dy and of the forward result
-        self._interleave = case.params.get("glu_interleave_size", 0)
+        narrow = width // 2 if case.gated else width  # of act, of dy and of the forward result
         if self._scaled:
             self._row_scales = inputs["row_scales"].reshape(m, 1).astype(F)
         wide = self._gradient and terms == "result"
-        super().__init__((m, width if wide else self._width), inputs["x"].dtype)
+        super().__init__((m, width if wide else narrow), inputs["x"].dtype)
 
     def rounded(self):
         if self.dtype != np.float32:
@@ -198,11 +196,7 @@ class FormulaBounds(BoundsSource):
             column = np.arange(columns.start, columns.stop)
             return self._evaluate(rows, column, "act")
         column = np.arange(columns.start, columns.stop)
-        if self._interleave:
-            g = self._interleave
-            is_gate, element = (column // g) % 2 == 1, (column // (2 * g)) * g + column % g
-        else:
-            is_gate, element = column >= self._width, column % self._width
+        is_gate, element = self._layout.locate(column)
         parts = [self._evaluate(rows, element[is_gate == half], ("act", "gate")[half]) for half in (False, True)]
         out = []
         for name in ("lo", "hi", "nan"):
@@ -214,11 +208,8 @@ class FormulaBounds(BoundsSource):
 
     def _evaluate(self, rows, element, which):
         """Bounds of the result for elements (indices into a row of dy): of the `which` half for gated gradients."""
-        columns = element
-        if len(element) and self._interleave == 0 and element[-1] - element[0] + 1 == len(element):
-            columns = slice(element[0], element[-1] + 1)
-        act, gate = self._operands(rows, columns)
-        dy = None if self._dy is None else self._dy.read(rows, columns)
+        act, gate = self._operands(rows, element)
+        dy = None if self._dy is None else self._dy.read(rows, as_slice(element))
         with np.errstate(all="ignore"):
             interval, truth = self._formula(rows, which, dy, act, gate)
             slack = self._ulp * ulp_of(truth) * self._elementary
@@ -230,18 +221,10 @@ class FormulaBounds(BoundsSource):
         lo, hi = np.where(lo == 0, F(-0.0), lo), np.where(hi == 0, F(0.0), hi)
         return Bounds(lo, hi, nan)
 
-    def _operands(self, rows, columns):
+    def _operands(self, rows, element):
         if not self._bound.gated:
-            return self._input.read(rows, columns), None
-        g = self._interleave
-        if g:
-            position = (columns // g) * 2 * g + columns % g
-            return self._input.read(rows, position), self._input.read(rows, position + g)
-        if isinstance(columns, slice):
-            gate_columns = slice(columns.start + self._width, columns.stop + self._width)
-        else:
-            gate_columns = columns + self._width
-        return self._input.read(rows, columns), self._input.read(rows, gate_columns)
+            return self._input.read(rows, as_slice(element)), None
+        return tuple(self._input.read(rows, as_slice(self._layout.columns(element, gate))) for gate in (False, True))
 
     def _formula(self, rows, which, dy, act, gate):
         """(Interval, float64 truth) of one result."""
@@ -297,7 +280,7 @@ def hadamard_bounds(tile, sign_mask, *, inverse=False):
     signs = 4 * transform_exactly(np.where(infinite, np.sign(lo).reshape(groups), 0.0), sign_mask, inverse=inverse)
     count = infinite.sum(axis=1, keepdims=True)
     anything = ((np.isinf(lo) | np.isinf(hi)).reshape(groups) & ~infinite).any(axis=1, keepdims=True)
-    anything |= ~(size < np.finfo(F).max)
+    anything |= ~(size < FLT_MAX)
     only_nan = np.isnan(lo).reshape(groups).any(axis=1, keepdims=True) | ((np.abs(signs) != count) & ~anything)
     limit = np.where(count > 0, np.copysign(np.inf, signs), np.nan)
     low, high = (np.where(count > 0, limit, centre + off) for off in (-radius, radius))
@@ -385,7 +368,7 @@ def sum_bounds(source, axis, at):
         size += np.maximum(np.abs(lo), np.abs(hi)).sum(axis=axis)
     slack = max(count - 1, 0) * NEAREST * size * (1 + 2.0**-40) + count * size * 2.0**-52
     lo, hi, _ = Interval(low - slack, high + slack, False, 0).as_float32()
-    overflows = size + slack > np.finfo(F).max  # a partial sum may be infinite
+    overflows = size + slack > FLT_MAX  # a partial sum may be infinite
     lo = np.where(plus, F(np.inf), np.where(to_minus | overflows, F(-np.inf), lo))
     hi = np.where(minus, F(-np.inf), np.where(to_plus | overflows, F(np.inf), hi))
     nan |= overflows | (to_minus & to_plus)
@@ -467,7 +450,7 @@ class IntervalWords(Reference):
 def ordinary_ends(least, greatest):
     """The ends of ranges of amaxes without the special cases of scale rules: 0 and inf become their neighbours."""
     smallest = np.where((least == 0) & (greatest > 0), np.minimum(F(2.0**-149), greatest), least)
-    finite = np.minimum(greatest, np.finfo(F).max)
+    finite = np.minimum(greatest, FLT_MAX)
     return smallest, np.where(np.isinf(greatest) & (least < greatest), finite, greatest)
 
 
@@ -476,7 +459,7 @@ def float_scale_range(least, greatest, scale_of):
     with np.errstate(all="ignore"):
         smallest, largest = ordinary_ends(least, greatest)
         # Just above the amax whose quotient overflows: float16 caps that at 65504, less than the scales beside it.
-        finite_quotient = np.clip(F(2) * scale_of(F(1)) / np.finfo(F).max, least, greatest)
+        finite_quotient = np.clip(F(2) * scale_of(F(1)) / FLT_MAX, least, greatest)
         ends = [scale_of(amax.astype(F)) for amax in (least, greatest, smallest, largest, finite_quotient)]
     return np.minimum.reduce(ends), np.maximum.reduce(ends)
 

@@ -4,7 +4,6 @@ A `Layout` speaks of outer and inner dimensions; here everything is rows and col
 edges are multiples of a block or the tensor's own. Not for padding: what is read or stored is the part that holds data.
 """
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,7 +12,8 @@ from refops.formats import pack_fp4, unpack_fp4
 from refops.quantization.blocks import blocks_of
 from refops.quantization.layout import ceil_div
 
-DIRECTIONS = ("rowwise", "columnwise")
+#: Edge of the tiles that a diagnosis looks at: a region has as many rows and columns where the tensor has.
+TILE = 128
 #: Outputs that are the (M, K) result itself.
 VALUES = ("y", "dx")
 
@@ -35,6 +35,27 @@ def whole(shape):
     """The region of a whole (M, K) matrix; an empty one for no shape."""
     m, k = shape or (0, 0)
     return Region(slice(0, m), slice(0, k))
+
+
+@dataclass(frozen=True)
+class RowLayout:
+    """Where the activated half and the gate of output column h lie in a row: runs of `run` columns that alternate.
+
+    `run` is H for [act | gate]; `gate_first` exchanges the two.
+    """
+
+    run: int
+    gate_first: bool = False
+
+    def columns(self, h, gate):
+        """Columns of the activated values (or gates) of output columns `h`."""
+        second = gate != self.gate_first
+        return (h // self.run) * (2 * self.run) + h % self.run + second * self.run
+
+    def locate(self, column):
+        """Return (is gate, h) of row columns: the inverse of `columns`."""
+        second = column // self.run % 2 == 1
+        return second != self.gate_first, column // (2 * self.run) * self.run + column % self.run
 
 
 class Geometry:
@@ -179,7 +200,7 @@ def crop(case, name, array, region):
     if name == "dbias":
         return array[region.columns]
     if name in VALUES or name.endswith("_data"):
-        shape = math.prod(case.result_shape[:-1]), case.result_shape[-1]
+        shape = case.matrix_shape
         array = array.reshape(shape) if name in VALUES else Geometry.of(case.scaling, name).matrix(array, shape)
     return part_of(case.scaling, name, array, region)
 
@@ -197,6 +218,13 @@ def part_of(scaling, name, array, region):
     if name.endswith("_scale_inv"):
         return array[Geometry.of(scaling, name).scale_index(region.rows, region.columns)]
     return array
+
+
+def as_slice(index):
+    """An ascending run of indices as a slice, others as they are."""
+    if len(index) and index[-1] - index[0] == len(index) - 1 and (np.diff(index) == 1).all():
+        return slice(int(index[0]), int(index[-1]) + 1)
+    return index
 
 
 def repeat(values, factors, shape):

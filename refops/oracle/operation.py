@@ -26,7 +26,7 @@ from refops import ops
 from refops.activations import ACTIVATIONS, bind_activation
 from refops.arguments import BFLOAT16, require_flag, require_high_precision_dtype, require_tensor, shown
 from refops.oracle.dumps import Slot, as_numpy, fit, native
-from refops.oracle.geometry import Geometry
+from refops.oracle.geometry import Geometry, RowLayout
 from refops.quantization.delayed import update_delayed_scale
 from refops.quantization.layout import one_order
 from refops.quantization.quantize import check_shape
@@ -159,16 +159,14 @@ class Case:
         if kind in ("dequantize", "update_delayed_scale"):
             return
         if kind.startswith("scaled"):
-            params = {p: value for p, value in self.params.items() if p != INTERLEAVE}
-            ops.ScaledRows(name, self.inputs["x"], self.inputs["row_scales"], self.params.get(INTERLEAVE, 0), params)
+            interleave, params = self.params.get(INTERLEAVE, 0), self._activation_params
+            ops.ScaledRows(name, self.inputs["x"], self.inputs["row_scales"], interleave, params)
             return
         if kind == "quantize":
             source = InputSource(*tensors)
         else:
-            bound = bind_activation(name, self.params)
-            source = {"activation": ops.ActivationSource, "activation_grad": ops.ActivationGradSource}[kind](
-                bound, *tensors
-            )
+            kinds = {"activation": ops.ActivationSource, "activation_grad": ops.ActivationGradSource}
+            source = kinds[kind](self.bound, *tensors)
             if self.scaling is not None:
                 ops.check_fusable(source, self.scaling)
         if self.scaling is not None:
@@ -300,6 +298,28 @@ class Case:
         if self.gated and not self.operation.kind.endswith("grad"):
             return (*x.shape[:-1], x.shape[-1] // 2)
         return x.shape
+
+    @property
+    def matrix_shape(self):
+        """(M, K) of that tensor: its leading dimensions merged; () where none is computed, or a scalar."""
+        shape = () if self.operation.kind == "update_delayed_scale" else self.result_shape
+        return (math.prod(shape[:-1]), shape[-1]) if shape else ()
+
+    @property
+    def bound(self):
+        """The activation with its parameters, None where there is none."""
+        name = self.operation.activation
+        return None if name is None else bind_activation(name, self._activation_params)
+
+    @property
+    def row_layout(self):
+        """Where act and gate lie in a row of x: one run each, or runs of glu_interleave_size."""
+        width = self.inputs["x"].shape[-1] // (1 + self.gated)
+        return RowLayout(self.params.get(INTERLEAVE, 0) or max(width, 1))
+
+    @property
+    def _activation_params(self):
+        return {name: value for name, value in self.params.items() if name != INTERLEAVE}
 
     def fit_outputs(self, outputs):
         """Return (arrays, unpadded): output name -> array as stored, and the names whose padding was not given.

@@ -6,12 +6,13 @@ from refops.oracle import enclosure
 from refops.oracle.enclosure import Bounds
 from refops.oracle.entries import shown_code, shown_codes, shown_ends, shown_entry, shown_interval, shown_range
 from refops.oracle.fairness import Fairness
-from refops.oracle.geometry import DIRECTIONS, Geometry
+from refops.oracle.geometry import Geometry
 from refops.oracle.report import Mismatch
 from refops.oracle.scale_rules import scale_rule
 from refops.oracle.tally import bits_of, distance_of, outside
 from refops.quantization.layout import ceil_div
 from refops.quantization.quantize import random_bytes
+from refops.quantization.result import DIRECTIONS
 from refops.scalings import UNFUSED
 from refops.tiles import for_each, tile_slices
 

@@ -10,17 +10,16 @@ This is no second reference: it shares `refops`' arithmetic on purpose. Its outp
 
 import dataclasses
 import math
-from dataclasses import dataclass
 
 import numpy as np
 
-from refops.activations import bind_activation
 from refops.formats import encode_tile
-from refops.oracle.geometry import DIRECTIONS, Geometry, Region, part_of
+from refops.oracle.geometry import TILE, Geometry, Region, as_slice, part_of
 from refops.quantization.delayed import quieted
 from refops.quantization.hadamard import transform_groups
 from refops.quantization.layout import block_amax, block_view, ceil_div, pad_to_blocks
 from refops.quantization.quantize import philox_groups
+from refops.quantization.result import DIRECTIONS
 from refops.rounding import philox_bytes, stored
 from refops.scalings import UNFUSED
 from refops.scalings.arithmetic import Reference
@@ -45,27 +44,6 @@ class NotApplicable(Exception):  # noqa: N818 (an answer, not an error)
     """A convention has no meaning for this operation, or would cost too much to try."""
 
 
-@dataclass(frozen=True)
-class RowLayout:
-    """Where the activated half and the gate of output column h lie in a row: runs of `run` columns that alternate.
-
-    `run` is H for [act | gate]; `gate_first` exchanges the two.
-    """
-
-    run: int
-    gate_first: bool = False
-
-    def columns(self, h, gate):
-        """Columns of the activated values (or gates) of output columns `h`."""
-        second = gate != self.gate_first
-        return (h // self.run) * (2 * self.run) + h % self.run + second * self.run
-
-    def locate(self, column):
-        """Return (is gate, h) of row columns: the inverse of `columns`."""
-        second = column // self.run % 2 == 1
-        return second != self.gate_first, column // (2 * self.run) * self.run + column % self.run
-
-
 class Setting:
     """What every replay of one diagnosis shares: the case, its matrices, the dump, and what was computed already.
 
@@ -85,15 +63,11 @@ class Setting:
         self.work = 0
         self.cache = {}
         self.values_cache = {}
-        shape = () if case.operation.kind == "update_delayed_scale" else case.result_shape
-        self.shape = (math.prod(shape[:-1]), shape[-1]) if shape else ()
+        self.shape = case.matrix_shape
         self.matrices = {}
         if case.operation.kind not in ("update_delayed_scale", "dequantize"):
             self.matrices = {n: Matrix(t) for n, t in case.inputs.items() if n != "row_scales"}
-        self.bound = None
-        if case.operation.activation is not None:
-            params = {n: v for n, v in case.params.items() if n != "glu_interleave_size"}
-            self.bound = bind_activation(case.operation.activation, params)
+        self.bound = case.bound
 
     def replay(self):
         """A new replay with no rule exchanged."""
@@ -264,8 +238,7 @@ class TensorReplay(Replay):
         self.gradient = self.kind.endswith("grad")
         self.scaled = self.kind.startswith("scaled")
         self.width = self.shape[1] // 2 if self.gated and self.gradient else self.shape[1]
-        interleave = self.case.params.get("glu_interleave_size", 0)
-        self.x_layout = self.dx_layout = RowLayout(interleave or max(self.width, 1))
+        self.x_layout = self.dx_layout = self.case.row_layout
         path = UNFUSED
         if self.kind != "quantize" and self.scaling is not None:
             path = self.scaling.path
@@ -654,7 +627,7 @@ class TensorReplay(Replay):
             elif self.setting.whole_halo:
                 edges.append(slice(0, size))
             else:
-                edges.append(slice(max(part.start - 128, 0), min(part.stop + 128, size)))
+                edges.append(slice(max(part.start - TILE, 0), min(part.stop + TILE, size)))
         return Region(*edges)
 
     def _run(self, region, names):
@@ -662,7 +635,7 @@ class TensorReplay(Replay):
             made = {}
             if self.scaling is not None:
                 for direction in DIRECTIONS:
-                    if any(n in QUANTIZED and direction in n for n in names):
+                    if any(direction in name for name in names):
                         made |= self._quantized(direction, region, names)
             elif "y" in names or "dx" in names:
                 name = "dx" if self.gradient else "y"
@@ -859,15 +832,6 @@ class UpdateReplay(Replay):
 #: Stages that change the values before any rounding: those of a formula, and of the amax besides.
 FORMULA_STAGES = {"input", "gate", "function", "product", "upstream", "row-scale", "result"}
 VALUE_STAGES = FORMULA_STAGES | {"magnitude", "maximum", "hadamard"}
-#: The arrays of a Quantized.
-QUANTIZED = {f"{d}_{what}" for d in DIRECTIONS for what in ("data", "scale_inv")} | {f"amax_{d}" for d in DIRECTIONS}
-
-
-def as_slice(index):
-    """An ascending run of indices as a slice, others as they are."""
-    if len(index) and index[-1] - index[0] == len(index) - 1 and (np.diff(index) == 1).all():
-        return slice(int(index[0]), int(index[-1]) + 1)
-    return index
 
 
 def power_of_two_below(scale):

@@ -11,6 +11,7 @@ from refops.formats import encode_tile
 from refops.oracle import enclosure
 from refops.quantization.layout import block_view
 from refops.scalings.arithmetic import REFERENCE
+from refops.scalings.declaration import FLT_MAX
 
 F = np.float32
 
@@ -219,7 +220,7 @@ class ChosenScales(CodedScales):
         unsure = block_view(bounds.nan, *block).any(axis=(1, 3)) | self._overflows(highest)
         unsure |= highest - lowest > 1  # codes between them, of which nothing is known
         total_low, total_high = np.where(unsure, 0.0, total_low), np.where(unsure, np.inf, total_high)
-        return total_low, np.where(total_high >= np.finfo(F).max, np.inf, total_high)
+        return total_low, np.where(total_high >= FLT_MAX, np.inf, total_high)
 
     def _element_errors(self, code, x, width):
         """(least, greatest) error of elements that lie `width` or less from the float32 `x`, under a scale code.

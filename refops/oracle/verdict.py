@@ -15,13 +15,13 @@ from refops.hints import DTypeLike, Number
 from refops.oracle import enclosure
 from refops.oracle.enclosure import Bounds
 from refops.oracle.entries import shown_code, shown_entry, shown_range
-from refops.oracle.geometry import DIRECTIONS, stored_index
+from refops.oracle.geometry import stored_index
 from refops.oracle.operation import Case, require_operation
 from refops.oracle.quantized_verdict import QuantizedJudge
 from refops.oracle.report import Explanation, Mismatch, Report
 from refops.oracle.tally import Tally, bits_of, distance_of
 from refops.quantization.layout import unswizzle
-from refops.quantization.result import reorder_transposed
+from refops.quantization.result import DIRECTIONS, reorder_transposed
 from refops.scalings import Scaling
 from refops.tiles import Matrix, for_each, tile_slices
 
@@ -435,16 +435,12 @@ class Judge:
         if not case.gated:
             values["x"] = x.read(slice(row, row + 1), slice(column, column + 1))[0, 0]
         else:
-            half = x.shape[1] // 2
-            g = case.params.get("glu_interleave_size", 0)
+            layout = case.row_layout
             if case.operation.kind.endswith("grad"):  # a column of dx is a column of x
-                element = (column // (2 * g)) * g + column % g if g else column % half
-            else:
-                element = column
-            act = (element // g) * 2 * g + element % g if g else element
-            for name, at in (("act", act), ("gate", act + (g or half))):
+                column = int(layout.locate(column)[1])
+            act, gate = (layout.columns(column, second) for second in (False, True))
+            for name, at in (("act", act), ("gate", gate)):
                 values[name] = x.read(slice(row, row + 1), slice(at, at + 1))[0, 0]
-            column = element
         if "dy" in case.inputs:
             values["dy"] = Matrix(case.inputs["dy"]).read(slice(row, row + 1), slice(column, column + 1))[0, 0]
         if "row_scales" in case.inputs:

@@ -5,9 +5,9 @@ import re
 import ml_dtypes
 import numpy as np
 import pytest
+from reference_calls import arrays_of
 
 import refops
-from arrays import ARRAYS
 from refops import E4M3, E8M0, UE5M3, Block64Scaling, E8M0BlockScaling, MXFP4Scaling, NVFP4Scaling, oracle
 from refops.quantization.layout import one_order
 from refops.scalings.rules import E8M0_ROUNDINGS
@@ -39,10 +39,6 @@ def matrix(spread=0):
 def dump(x, scaling, columnwise=False):
     """The arrays of the reference's result."""
     return arrays_of(refops.quantize(x, scaling, columnwise=columnwise))
-
-
-def arrays_of(q):
-    return {name: getattr(q, name) for name in ARRAYS if getattr(q, name) is not None}
 
 
 @pytest.mark.parametrize("spread", [0, 12])

@@ -10,19 +10,19 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from reference_calls import arrays_of
 
 import refops
 import refops.scalings
 from declared_scalings import DECLARED, FourBits, Of64, Of128
 from declared_scalings import declared as known
 from refops import oracle
-from refops.formats import E2M1, E4M3, E8M0, FloatFormat
+from refops.formats import E2M1, E4M3, E8M0, UE5M3
 from refops.scalings.declaration import Layout, Scaling
 from refops.scalings.rules import E8M0_ROUNDINGS
 
 F = np.float32
 BF16 = np.dtype(ml_dtypes.bfloat16)
-UE5M3 = FloatFormat("ue5m3", 5, 3, bias=15, largest_code=0xFE, nan_code=0xFF, signed=False)
 
 
 @dataclass(frozen=True)
@@ -105,15 +105,6 @@ def declared():
 
 
 NEW = DECLARED | {"lines of 16": Lines(), "relative": Relative(), "own rule": OwnRule()}
-#: What a Quantized of the scaling holds.
-ARRAYS = (
-    "rowwise_data",
-    "rowwise_scale_inv",
-    "amax_rowwise",
-    "columnwise_data",
-    "columnwise_scale_inv",
-    "amax_columnwise",
-)
 
 
 def normal(shape=(128, 256), seed=0):
@@ -126,12 +117,8 @@ def spread(shape=(128, 256), seed=0):
     return (rng.standard_normal(shape, F) * 2.0 ** rng.integers(-12, 12, shape)).astype(BF16)
 
 
-def arrays(q):
-    return {name: getattr(q, name) for name in ARRAYS if getattr(q, name) is not None}
-
-
 def dump(x, scaling, columnwise=True):
-    return arrays(refops.quantize(x, scaling, columnwise=columnwise))
+    return arrays_of(refops.quantize(x, scaling, columnwise=columnwise))
 
 
 def named(x, outputs, scaling, op="quantize"):
@@ -152,7 +139,7 @@ def test_right_outputs_are_accepted(name, make, shape):
     scaling, x = NEW[name], make(shape)
     assert oracle.check("quantize", x, dump(x, scaling), scaling=scaling).ok
     for op, of in (("gelu", x), ("swiglu", x[:, :256])):
-        assert oracle.check(op, of, arrays(refops.activation_quantize(op, of, scaling)), scaling=scaling).ok
+        assert oracle.check(op, of, arrays_of(refops.activation_quantize(op, of, scaling)), scaling=scaling).ok
     q = refops.quantize(x, scaling)
     assert oracle.check("dequantize", q, refops.dequantize(q)).ok
 
@@ -234,7 +221,7 @@ def test_what_is_stored_wrongly_is_named(what):
 @pytest.mark.parametrize(
     ("scaling", "read", "name"),
     [
-        (FourBits(), lambda q: replace(q, rowwise_data=swapped(arrays(q))["rowwise_data"]), "swapped-nibbles"),
+        (FourBits(), lambda q: replace(q, rowwise_data=swapped(arrays_of(q))["rowwise_data"]), "swapped-nibbles"),
         (FourBits(), lambda q: replace(q, rowwise_scale_inv=q.rowwise_scale_inv + np.uint8(1)), "scale-off-by-one"),
         (Relative(), lambda q: replace(q, amax_rowwise=F([448 * 6])), "missing-global-scale"),
         (Of64(), lambda q: replace(q, rowwise_scale_inv=F(1) / q.rowwise_scale_inv), "inverted-scale"),
@@ -298,7 +285,7 @@ def test_roundings_on_the_way_are_named():
     """Amaxes of values that are not rounded, where the path rounds."""
     x = normal((128, 512))
     unrounded = on_path(Of128(), replace(Of128().path, casts_rounded=False))
-    outputs = arrays(refops.activation_quantize("swiglu", x, unrounded))
+    outputs = arrays_of(refops.activation_quantize("swiglu", x, unrounded))
     assert named(x, outputs, Of128(), "swiglu") == ("missing-rounding",)
 
 

@@ -47,7 +47,7 @@ def test_the_documented_divergence_is_the_first_answer(file):
 
 
 def test_every_kind_of_output_is_there():
-    """1053 dumps when this was written: codes and scales of five scalings, activations, updates, dequantized values."""
+    """1053 dumps when this was written: codes and scales, activations, updates, dequantized values."""
     dumps = [dump for dumps in dumps_by_file().values() for dump in dumps]
     assert len(dumps) >= 1000
     assert {dump.op for dump in dumps} >= {"quantize", "dequantize", "update_delayed_scale", "dgelu", "swiglu", "dglu"}

@@ -184,11 +184,10 @@ def no_saturation(replay, choice):
         inner = replay.encode
 
         def encode(values, bits):
-            extended = fmt.grid[-1] * 2.0 ** (1 + np.arange(3))
             beyond = np.abs(values) > fmt.max
             codes = inner(values, bits)
             reduced = np.abs(values)
-            for _ in extended:
+            for _ in range(3):
                 reduced = np.where(reduced > fmt.max, reduced / F(2.0 ** (1 << (fmt.exponent_bits))), reduced)
             return np.where(beyond & np.isfinite(values), inner(np.copysign(reduced, values), bits), codes)
 
@@ -366,7 +365,7 @@ def zero_sign_lost(replay, choice):
     "nan-as-zero",
     "NaN becomes {what}, where TE writes the format's {own}.",
     stage="nan",
-    choices=("0", "largest", "negative largest", "0x80", "signed NaN"),
+    choices=("0", "largest", "negative largest", "0x80"),
 )
 def nan_as_zero(replay, choice):
     if not (replay.computes and replay.scaling is not None):
@@ -376,7 +375,6 @@ def nan_as_zero(replay, choice):
         return
     fmt = replay.fmt
     replay.facts["own"] = {fmt.nan_code: "NaN", fmt.largest_code: "largest value"}.get(fmt.code_of_nan, "0")
-    replay.require(choice != "signed NaN")
     largest, top_bit = fmt.largest_code, 1 << (fmt.bits - 1)
     code = {"0": 0, "largest": largest, "negative largest": fmt.signed_code(largest, True), "0x80": top_bit}[choice]
     replay.require(code != fmt.code_of_nan)

@@ -3,15 +3,14 @@
 For dequantization the same functions lay out the *input*, as a kernel that reads it wrongly would see it.
 """
 
-import math
-
 import numpy as np
 
 from refops.formats import pack_fp4, unpack_fp4
 from refops.oracle.conventions.registry import reading
-from refops.oracle.geometry import DIRECTIONS, Geometry
+from refops.oracle.geometry import Geometry
 from refops.oracle.replay import NotApplicable
 from refops.quantization.layout import SCALE_TILE, swizzle, unswizzle
+from refops.quantization.result import DIRECTIONS
 
 
 class Dump:
@@ -28,8 +27,7 @@ class Dump:
         self.scaling = case.scaling
         self.layout = None if case.scaling is None else case.scaling.layout
         self.applied, self.changed, self.facts = (), set(), {}
-        shape = () if case.operation.kind == "update_delayed_scale" else case.result_shape
-        self.shape = (math.prod(shape[:-1]), shape[-1]) if shape else ()
+        self.shape = case.matrix_shape
 
     def require(self, condition):
         """Raise NotApplicable unless `condition` holds."""
@@ -56,8 +54,7 @@ class Dump:
 
     def valid(self, name):
         """Shape of the part of scales that is no padding."""
-        *leading, k = self.case.result_shape
-        return Geometry.of(self.scaling, name).scale_shape((math.prod(leading), k))
+        return Geometry.of(self.scaling, name).scale_shape(self.shape)
 
 
 @reading(

@@ -1,8 +1,7 @@
 """Conventions of amax and scale: which maximum, of what, and how it becomes a scale."""
 
-import dataclasses
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cache
 
 import numpy as np
@@ -11,17 +10,16 @@ from refops.arguments import BFLOAT16
 from refops.formats import E4M3, E8M0, FORMATS, encode_tile
 from refops.oracle.conventions import registry
 from refops.oracle.conventions.registry import computing
-from refops.oracle.geometry import DIRECTIONS, Geometry, Region, crop, whole
+from refops.oracle.geometry import TILE, Geometry, Region, crop, whole
 from refops.oracle.replay import NotApplicable, power_of_two_below
 from refops.quantization.layout import block_amax, block_view
+from refops.quantization.result import DIRECTIONS
 from refops.scalings import NAMED
 from refops.scalings.arithmetic import REFERENCE
 from refops.scalings.declaration import FLT_MAX, FP8_FORMATS, LARGEST_FINITE, Numbers, accepts
 from refops.scalings.rules import E8M0_ROUNDINGS, E8M0Scaling
 
 F = np.float32
-#: Elements of a line that every region of a tensor holds, if there are as many.
-LONGEST_BLOCK = 128
 
 
 def require_scaling(replay):
@@ -442,7 +440,7 @@ def _other_block_sizes(replay):
     require_blocks(replay)
     own = replay.layout.block[1]
     sizes = dict.fromkeys((16, 32, 64, 128, own // 2, 2 * own))
-    return [size for size in sizes if size != own and size <= LONGEST_BLOCK]
+    return [size for size in sizes if size != own and size <= TILE]
 
 
 def _place_in_a_row(replay, size):
@@ -456,7 +454,7 @@ def _place_in_a_row(replay, size):
     replay.require(given)
     for columnwise in (direction == "columnwise" for direction in given):
         same = other.scale_shape(replay.shape, columnwise) == layout.scale_shape(replay.shape, columnwise)
-        replay.require(same and layout.oriented(replay.shape, columnwise)[1] <= LONGEST_BLOCK)
+        replay.require(same and layout.oriented(replay.shape, columnwise)[1] <= TILE)
 
     def place_scales(scales, direction, region):
         geometry, inner = Geometry.of(replay.case.scaling, direction), int(direction == "rowwise")
@@ -1252,7 +1250,7 @@ def other_settings(replay):
     named = {field for convention in registry.CONVENTIONS.values() for field in convention.fields}
     rows = [row.scaling for row in NAMED.values() if type(row.scaling) is type(scaling)]
     found = {}
-    for field in dataclasses.fields(scaling):
+    for field in fields(scaling):
         if field.name in named or field.name in scaling.at_run_time:
             continue
         own = getattr(scaling, field.name)

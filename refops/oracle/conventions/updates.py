@@ -2,9 +2,7 @@
 
 import numpy as np
 
-from refops.formats import E4M3, E5M2
 from refops.oracle.conventions.registry import computing
-from refops.oracle.replay import power_of_two_below
 from refops.quantization.delayed import quieted
 from refops.scalings.declaration import FLT_MAX
 
@@ -229,17 +227,3 @@ def scale_overflow(replay, choice):
 def nan_history(replay):
     require_named_algorithm(replay, "max")
     replay.amax = lambda history: np.maximum.reduce(history, axis=0)
-
-
-def other_fp8(fmt):
-    """E5M2 for E4M3 and the other way round."""
-    return E5M2 if fmt == E4M3 else E4M3
-
-
-def change_update_scale(replay, change):
-    """Pass the fresh scale through `change(scale)`."""
-    require_update(replay)
-    replay.after("fresh_scale", change)
-
-
-__all__ = ["change_update_scale", "other_fp8", "power_of_two_below", "require_update"]
