@@ -12,7 +12,6 @@ from functools import cache
 
 import numpy as np
 
-from cuda_kernels.operands import ELEMENT_FORMATS
 from cuda_kernels.simt import (
     U16,
     U32,
@@ -27,7 +26,7 @@ from cuda_kernels.simt import (
     select,
     smaller_magnitude,
 )
-from refops.formats import FORMATS
+from refops.formats import E4M3, E8M0, FORMATS
 
 SIGN, MAGNITUDE, INFINITE = U32(0x80000000), U32(0x7FFFFFFF), U32(0x7F800000)
 SIGN_AND_EXPONENT, CANONICAL_NAN = U32(0xFF800000), U32(0x7FFFFFFF)
@@ -130,6 +129,14 @@ def make_decoder(mantissa_bits, bias, special, sign_shift, complement=False):
     return decode
 
 
+@device
+def e8m0_value(code):
+    """2^(code - 127); 255 is NaN."""
+    bits = np.uint32(code << U32(23))
+    bits = select(code == U32(0), U32(0x400000), bits)
+    return as_f32(select(code == U32(255), CANONICAL_NAN, bits))
+
+
 def encoder_of(fmt):
     """The `make_encoder` of a `refops` format with subnormal numbers, saturating as `refops.encode` does."""
     sign = _sign_shift(fmt), fmt.twos_complement
@@ -137,7 +144,9 @@ def encoder_of(fmt):
 
 
 def decoder_of(fmt):
-    """The `make_decoder` of a `refops` format with subnormal numbers."""
+    """The decoder of a `refops` format: E8M0 or one with subnormal numbers."""
+    if fmt == E8M0:
+        return e8m0_value
     special = fmt.nan_code if fmt.infinity_code is None else fmt.infinity_code
     return make_decoder(fmt.mantissa_bits, fmt.bias, special, _sign_shift(fmt), fmt.twos_complement)
 
@@ -146,9 +155,9 @@ def _sign_shift(fmt):
     return 32 - fmt.bits if fmt.signed else None
 
 
-#: Name -> encoder, decoder of each element format.
-ENCODERS = {fmt.name: encoder_of(fmt) for fmt in ELEMENT_FORMATS}
-DECODERS = {fmt.name: decoder_of(fmt) for fmt in ELEMENT_FORMATS}
+#: Name -> encoder, decoder of each of `refops.FORMATS`; how E8M0 is rounded to is a rule of scales: `e8m0_up`.
+ENCODERS = {name: encoder_of(fmt) for name, fmt in FORMATS.items() if fmt != E8M0}
+DECODERS = {name: decoder_of(fmt) for name, fmt in FORMATS.items()}
 e4m3, e5m2, e2m1 = ENCODERS["e4m3"], ENCODERS["e5m2"], ENCODERS["e2m1"]
 decode_e4m3, decode_e2m1 = DECODERS["e4m3"], DECODERS["e2m1"]
 
@@ -302,7 +311,7 @@ def decode_e4m3_instructions(code):
 
 def one_for(fmt, target):
     """Return (encode, decode) of single numbers of a `refops` format, codes in uint32."""
-    if fmt == FORMATS["e4m3"] and has_fp8(target):
+    if fmt == E4M3 and has_fp8(target):
         return e4m3_by_pair, decode_e4m3_instructions
     return encoder_of(fmt), decoder_of(fmt)
 
@@ -507,9 +516,6 @@ STORAGES = {
     "float16": Storage("float16", 2, np.dtype(np.uint16), widen_f16, narrow_f16, round_f16),
 }
 
-#: The largest finite value of each: what an overflowing scale of block scaling becomes.
-LARGEST_FINITE = {"float32": as_f32(U32(0x7F7FFFFF)), "bfloat16": as_f32(U32(0x7F7F0000)), "float16": F(65504)}
-
 
 # --- scales -----------------------------------------------------------------------------------------
 
@@ -543,14 +549,6 @@ def e8m0_up(x):
     code = np.uint32(np.uint32(bits + U32(0x7FFFFF)) >> U32(23))
     code = select(bits <= U32(0x400000), U32(0), code)
     return select(code > U32(254), U32(254), code)
-
-
-@device
-def e8m0_value(code):
-    """2^(code - 127); 255 is NaN."""
-    bits = np.uint32(code << U32(23))
-    bits = select(code == U32(0), U32(0x400000), bits)
-    return as_f32(select(code == U32(255), CANONICAL_NAN, bits))
 
 
 @device

@@ -117,9 +117,7 @@ class Direction:
     def value_of_scale(self, target=None):
         """f(stored) -> the value of a stored scale."""
         fmt = self.layout.scale_format
-        if fmt is None:
-            return device(lambda stored: stored)
-        return casts.e8m0_value if not fmt.has_subnormals else casts.one_for(fmt, target)[1]
+        return device(lambda stored: stored) if fmt is None else casts.one_for(fmt, target)[1]
 
 
 def direction_of(scaling, columnwise, swizzled=False):

@@ -47,7 +47,7 @@ from cuda_kernels.result import Quantized
 from cuda_kernels.scale_rules import of_tensor
 from cuda_kernels.vectors import VECTOR
 from refops.arguments import require_choice, require_flag, require_high_precision_dtype, require_integer, require_tensor
-from refops.formats import FORMATS, require_format
+from refops.formats import E8M0, FORMATS, require_format
 from refops.quantization.layout import ceil_div
 from refops.rounding import PHILOX_BYTES
 from refops.scalings import FP8_FORMATS
@@ -555,10 +555,10 @@ class GPU(Backend):
 
     def encode(self, operand, fmt, saturate, rounding, random_bits, out):
         _require_known_format(fmt)
-        if not saturate or rounding != "nearest_even" or fmt.name == "e8m0":
+        if not saturate or rounding != "nearest_even" or fmt == E8M0:
             raise ValueError(
-                "encode on a GPU must be saturating, rounding='nearest_even', with a signed format (refops.encode has "
-                f"the others); got saturate={saturate}, rounding={rounding!r}, fmt={fmt!r}"
+                "encode on a GPU must be saturating, rounding='nearest_even', in another format than E8M0 "
+                f"(refops.encode has the others); got saturate={saturate}, rounding={rounding!r}, fmt={fmt!r}"
             )
         if out.size:
             front = identity_of(operand.array, operand.storage)

@@ -294,7 +294,7 @@ def make_single(storage, whole):
 @cache
 def make_load_codes(fmt, packed):
     """Return `load(pointer, i, valid)`: the float32 values of eight codes from element `i` on; `packed` two a byte."""
-    decode = casts.e8m0_value if fmt == "e8m0" else casts.DECODERS[fmt]
+    decode = casts.DECODERS[fmt]
 
     @device
     def byte(pointer, i, k, valid):

@@ -101,7 +101,7 @@ class Words:
 
     def decode(self, fmt):
         """f(code) -> value."""
-        return casts.e8m0_value if fmt == E8M0 else casts.one_for(fmt, self._target)[1]
+        return casts.one_for(fmt, self._target)[1]
 
     @staticmethod
     def quotient(limit, power_2):

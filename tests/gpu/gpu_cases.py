@@ -412,11 +412,13 @@ def all_16_bits(device, rng):
     """`encode` of every bfloat16 and float16, and `decode` of every code."""
     for dtype in DTYPES[1:]:
         x = np.arange(1 << 16, dtype=np.uint16)[:: device.sized(small=97, medium=1, large=1)].view(dtype)
-        for fmt in (refops.E4M3, refops.E5M2, refops.E3M2, refops.E2M3, refops.E2M1):
+        for fmt in refops.FORMATS.values():
+            if fmt == refops.E8M0:
+                continue
             assert_same_bits(
                 device.get(cuda_kernels.encode(device.put(x), fmt)), refops.encode(x, fmt), f"{dtype} to {fmt}"
             )
-    for fmt in (refops.E4M3, refops.E5M2, refops.E3M2, refops.E2M3, refops.E2M1, refops.E8M0):
+    for fmt in refops.FORMATS.values():
         codes = np.arange(len(fmt.values), dtype=np.uint8)
         got, expected = device.get(cuda_kernels.decode(device.put(codes), fmt)), refops.decode(codes, fmt)
         assert_same_bits(np.where(got != got, F(0), got), np.where(got != got, F(0), expected), f"values of {fmt}")

@@ -27,7 +27,7 @@ from simulated_cases import (
 import cuda_kernels
 import refops
 from arrays import assert_same_bits, heavy_tailed
-from refops import E2M1, E2M3, E3M2, E4M3, E5M2, E8M0
+from refops import E2M1, E4M3, E5M2, E8M0
 from refops.survey import SCALINGS as NAMED
 from tiers import sampled
 
@@ -154,7 +154,7 @@ def one_nan(x):
     return np.where(np.isnan(x), F(np.nan), x)
 
 
-@pytest.mark.parametrize("fmt", [E4M3, E5M2, E3M2, E2M3], ids=str)
+@pytest.mark.parametrize("fmt", [fmt for fmt in refops.FORMATS.values() if fmt not in (E2M1, E8M0)], ids=str)
 def test_codes(fmt):
     codes = np.arange(len(fmt.values), dtype=np.uint8)
     assert_same_bits(one_nan(cuda_kernels.decode(codes, fmt)), one_nan(refops.decode(codes, fmt)))
