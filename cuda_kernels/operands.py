@@ -31,13 +31,15 @@ Inputs: Any = namedtuple("Inputs", INPUTS)  # type: ignore[misc]
 #: What an epilogue reads and fills, for one direction: rowwise copies have M as the outer dimension, transposed
 #: columnwise ones K. Field, meaning:
 #:   data              codes, or values of the output dtype
-#:   scales            the scales as stored (E8M0, E4M3 bytes or float32)
-#:   amax              float32 as int32 bits, the running maximum: (1,), or one for each outer index
+#:   scales            the scales as stored: codes of their format, or float32
+#:   amax              float32 as int32 bits, the running maximum: (1,), or one for each outer index or square
 #:   given             float32, computed before: the tensor's scale, what its blocks (or a row's) share, or amaxes
 #:   random_bits       one byte an element, or unused
-#:   seed, offset      Philox key and counter; first_block: the number of the direction's first 16-element block (under
-#:                     given maxima of squares: their row stride)
-#:   epsilon, largest_scale     float32, the scaling's `Numbers`; of a known scale that and its reciprocal
+#:   seed, offset      Philox key and counter; of the CPU's Hadamard stages `seed` is the sign mask
+#:   first_block       the number of the direction's first 16-element block; under given maxima of squares, their row
+#:                     stride
+#:   epsilon, largest_scale     float32, the scaling's `Numbers`; on a GPU, of a known scale that and its
+#:                     reciprocal
 #:   outer, inner      the matrix as this direction sees it
 #:   scale_stride      stored scales in a row of `scales`
 Outputs = namedtuple(

@@ -25,14 +25,14 @@ import numpy as np
 from cuda_kernels.arrays import KINDS, Array, Memory
 from cuda_kernels.launch import kinds_of, stream_of
 from cuda_kernels.result import Quantized
-from refops.formats import FloatFormat, IntegerFormat
+from refops.formats import ElementFormat
 from refops.scalings import Scaling
 
 #: When so many plans are new or were used since the last time, those that were not are thrown away: where every step
 #: of a training has other scales, the plans of old steps go and the others stay.
 MOST_PLANS = 512
 #: Types whose values are compared by what they are.
-PLAIN = {str, bool, int, float, type(None), type, FloatFormat, IntegerFormat}
+PLAIN = {str, bool, int, float, type(None), type}
 
 _plans: dict[tuple, "Plan"] = {}
 _older: dict[tuple, "Plan"] = {}
@@ -109,7 +109,7 @@ def _describe(value, key, arrays):
             arrays.append(array)
         key += value.shape, value.dtype, value.with_gemm_swizzled_scales
         return _describe(value.scaling, key, arrays)
-    elif kind in PLAIN:
+    elif kind in PLAIN or issubclass(kind, ElementFormat):
         if kind is float and not value:
             key.append(math.copysign(1, value))  # zeros of both signs are equal
         key += kind, value

@@ -12,13 +12,14 @@ from functools import cache
 import numpy as np
 
 from cuda_kernels import casts
+from cuda_kernels.casts import SIGN_AND_EXPONENT
 from cuda_kernels.elementary import reciprocal_to_scale
 from cuda_kernels.simt import SIMULATED, U32, F, as_f32, as_u32, at_most, device, magnitude, select
 from refops.formats import E8M0
 from refops.scalings.arithmetic import REFERENCE
+from refops.scalings.declaration import FLT_MAX
 
-ONE, FLT_MAX = F(1), F(np.finfo(np.float32).max)
-SIGN_AND_EXPONENT = U32(0xFF800000)
+ONE = F(1)
 
 
 # --- words ------------------------------------------------------------------------------------------

@@ -33,19 +33,17 @@ def routine(function):
 
 #: Where a stage stores. Field, meaning:
 #:   height, width  edges of a block
-#:   transposed     codes are stored [column, row]
 #:   scale_index    index(stride, outer, block) of a scale
 #:   by_column      scales are numbered by (column, block of rows), else by (row, block of columns)
 #:   repeat         a square's scale is stored for every row (or column), not once
-Place = namedtuple("Place", "height width transposed scale_index by_column repeat")
+Place = namedtuple("Place", "height width scale_index by_column repeat")
 
 
 def place_of(direction):
     """The `Place` of a `Direction` of blocks."""
     outer, inner = direction.block
     height, width = (inner, outer) if direction.columnwise else (outer, inner)
-    repeat = direction.layout.repeated
-    return Place(height, width, direction.transposed, direction.scale_index, direction.columnwise, repeat)
+    return Place(height, width, direction.scale_index, direction.columnwise, direction.layout.repeated)
 
 
 def make_tensor_scale(direction):
@@ -349,7 +347,7 @@ def make_random(source, by_column):
 def blocks(direction):
     """The stage that scales and casts by blocks."""
     place, fmt, stored_type = place_of(direction), direction.fmt, direction.scale_type
-    transposed, height, width = place.transposed, place.height, place.width
+    transposed, height, width = direction.transposed, place.height, place.width
     find_maxima = make_find_maxima(height, width)
     choose = (make_choose if direction.rules().choice is None else make_choose_best)(direction, place)
     place_scales, cast = make_place_scales(place), make_cast(fmt, width, direction.random is not None)

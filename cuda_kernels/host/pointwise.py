@@ -19,8 +19,8 @@ from refops.formats import FORMATS, require_format
 from refops.quantization.delayed import call_algorithm, check_history
 from refops.rounding import STOCHASTIC
 from refops.scalings import FP8_FORMATS
+from refops.scalings.declaration import FLT_MAX
 
-FLT_MAX = F(np.finfo(np.float32).max)
 #: Elements that one thread takes at least.
 CHUNK = 1 << 15
 #: Formats whose usual cast is that of tensors.
