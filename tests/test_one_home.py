@@ -1,11 +1,11 @@
 """One idea, one home: nobody asks which scaling it is, for the declarations in `refops/scalings` say what differs.
 
 A site is a statement that decides by the class of a scaling: `isinstance`, `issubclass`, a class pattern, a comparison
-with a class, a table keyed by settings. fuser's recipes, which are classes of the same names, are none.
+of a type with a class or its name, a table keyed by classes or settings, a tuple of classes. fuser's recipes, of which
+one has a scaling's name, are none. What asks by other means, such as a field that one class alone has, is not seen.
 """
 
 import ast
-import re
 from pathlib import Path
 
 import numpy as np
@@ -27,37 +27,53 @@ ALLOWED = {
 MOST_SITES = 5
 
 
-def _named(node):
+def _name(node):
+    """`x` of `x` and of `y.x`, else None."""
+    return getattr(node, "id", getattr(node, "attr", None))
+
+
+def _named(node, classes):
     """Names of scaling classes in an expression, `refops.NVFP4Scaling` too."""
-    names = {
-        one.id if isinstance(one, ast.Name) else one.attr
-        for one in ast.walk(node)
-        if hasattr(one, "ctx") and isinstance(one, ast.Name | ast.Attribute)
-    }
-    return names & CLASSES
+    return {_name(one) for one in ast.walk(node)} & classes
 
 
-def _decides(node):
+def _is_type(node):
+    """Whether an expression is `type(x)`, `x.__class__` or the name of one."""
+    if isinstance(node, ast.Attribute):
+        return node.attr == "__class__" or (node.attr == "__name__" and _is_type(node.value))
+    return isinstance(node, ast.Call) and getattr(node.func, "id", "") == "type"
+
+
+def _decides(node, classes):
     """Whether a node decides by a scaling's class."""
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("isinstance", "issubclass"):
-        return bool(_named(node.args[1]))
+    if isinstance(node, ast.Call):
+        return _name(node.func) in ("isinstance", "issubclass") and bool(_named(node.args[1], classes))
     if isinstance(node, ast.Match):
-        return any(_named(case.pattern.cls) for case in node.cases if isinstance(case.pattern, ast.MatchClass))
+        patterns = [pattern for case in node.cases for pattern in ast.walk(case.pattern)]
+        return any(_named(pattern.cls, classes) for pattern in patterns if isinstance(pattern, ast.MatchClass))
     if isinstance(node, ast.Dict):
-        return any(key is not None and _named(key) for key in node.keys)
-    if isinstance(node, ast.Compare) and any(isinstance(op, ast.Is | ast.Eq | ast.In) for op in node.ops):
+        return any(key is not None and _named(key, classes) for key in node.keys)
+    if isinstance(node, ast.Subscript):
+        return isinstance(node.ctx, ast.Store) and bool(_named(node.slice, classes))
+    if isinstance(node, ast.Tuple | ast.List | ast.Set):  # what a later `isinstance` or `in` would be given
+        return any(_name(one) in classes for one in node.elts)
+    if isinstance(node, ast.Compare):
         sides = [node.left, *node.comparators]
-        types = [side for side in sides if isinstance(side, ast.Call) and getattr(side.func, "id", "") == "type"]
-        of_scalings = [side for side in types if re.search(r"scaling", ast.unparse(side))]
-        return bool(of_scalings) and (len(types) > 1 or any(_named(side) for side in sides))
+        types = [side for side in sides if _is_type(side)]
+        words = {side.value for side in sides if isinstance(side, ast.Constant)}
+        if words & classes or any(_named(side, classes) for side in sides):
+            return bool(types)
+        return len(types) > 1 and any("scaling" in ast.unparse(side) for side in types)
     return False
 
 
 def sites(text):
-    """Line numbers of the sites in a file's text."""
-    tree = ast.parse(text)
-    own = {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}  # of the same name, but no scaling
-    return [node.lineno for node in ast.walk(tree) if _decides(node) and not own & CLASSES]
+    """Lines of the sites in a file's text."""
+    nodes = list(ast.walk(ast.parse(text)))
+    own = {node.name for node in nodes if isinstance(node, ast.ClassDef)}  # of the same name, but no scaling
+    renamed = {node.asname for node in nodes if isinstance(node, ast.alias) and node.asname and node.name in CLASSES}
+    classes = (CLASSES | renamed) - own
+    return sorted({node.lineno for node in nodes if _decides(node, classes)})
 
 
 def test_nobody_asks_which_scaling_it_is():
@@ -78,7 +94,15 @@ def test_nobody_asks_which_scaling_it_is():
         "x = isinstance(q.scaling, DelayedScaling | CurrentScaling)",
         "match scaling:\n    case refops.NVFP4Scaling(): pass",
         "table = {MXFP8Scaling: 1}",
+        "table[MXFP8Scaling] = 1",
         "same = type(q.scaling) is BlockScaling",
+        "other = type(s) is not BlockScaling",
+        "other = s.__class__ not in (BlockScaling, CurrentScaling)",
+        "same = type(a.scaling) == type(b.scaling)",
+        "same = type(s).__name__ == 'BlockScaling'",
+        "kinds = (DelayedScaling, refops.CurrentScaling)",
+        "from refops import MXFP8Scaling as MX; x = isinstance(s, MX)",
+        "match s:\n    case MXFP8Scaling() | NVFP4Scaling(): pass",
     ],
 )
 def test_each_kind_of_site_is_seen(text):
