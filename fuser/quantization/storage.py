@@ -2,7 +2,8 @@
 
 A storage is what an operation keeps for its own use (`quantizer.internal`); `fuser.quantization.tensor` makes the same
 data a `torch.Tensor`. Everything is generic over `fuser.dispatch.Buffers` and the layout that the scaling declares
-(`refops.scalings.Layout`); a format adds TE's attribute names. The arithmetic of casts is elsewhere (`fuser.dispatch`).
+(`refops.scalings.declaration.Layout`); a format adds TE's attribute names. The arithmetic of casts is elsewhere
+(`fuser.dispatch`).
 
 Behaviour: TE's quantized_tensor.py and tensor/storage/*.py.
 """

@@ -149,7 +149,7 @@ class ScalingMode(IntEnum):
 
     @functools.cached_property
     def layout(self) -> Any:
-        """The `refops.scalings.Layout` of data and scales; None for NO_SCALING."""
+        """The `refops.scalings.declaration.Layout` of data and scales; None for NO_SCALING."""
         return None if self is ScalingMode.NO_SCALING else scaling_of(self).layout
 
     @functools.cached_property

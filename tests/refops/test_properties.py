@@ -50,7 +50,7 @@ def tensors(draw, name="mxfp8", spread=None):
 
 
 def scales_by_element(q, columnwise=False):
-    """The float64 decode scale of every element of the (M, K) matrix, by the layouts of the specification."""
+    """The float64 decode scale of every element of the (M, K) matrix, found by the declared layout."""
     scaling, (m, k) = q.scaling, q.matrix_shape
     row, column = np.indices((m, k))
     stored = q.columnwise_scale_inv if columnwise else q.rowwise_scale_inv

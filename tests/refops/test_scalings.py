@@ -71,7 +71,7 @@ def test_a_block_of_zeros_is_zero_and_infinity_is_no_accident(name):
     for value in (0.0, np.inf):
         q = refops.quantize(np.full((32, 128), value, F), scaling, rowwise=not columnwise, columnwise=columnwise)
         restored = refops.dequantize(q)
-        assert (restored == 0).all() if value == 0 else not (restored < 0).any()
+        assert (restored == 0).all() if value == 0 else (restored >= 0).all()  # NaN neither
 
 
 @ROWS
