@@ -151,7 +151,9 @@ def test_fused_scales_are_swizzled_and_per_tensor_scales_have_no_order():
     assert_same_quantized(mine, refops.activation_quantize("relu", x, MXFP8).swizzled())
     q = host.quantize(x, ALL_SCALINGS["current"], swizzled_scales=True)
     assert not q.with_gemm_swizzled_scales and q.swizzled() is q
-    with pytest.raises(ValueError, match="swizzled_scales must be False with block scaling"):
+    with pytest.raises(
+        ValueError, match="swizzled_scales must be False with BlockScaling: block scaling stores float32"
+    ):
         host.quantize(x, ALL_SCALINGS["block-1x128"], swizzled_scales=True)
 
 
