@@ -21,7 +21,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 # Goals share the environment and the CPUs: one after another, also under -j.
 .NOTPARALLEL:
-.PHONY: help report check test test-full test-others test-all train minilm notebooks lab lint package docs bench bench-bounds tables simulated gate kernel-report gpu-check \
+.PHONY: help report check test test-full test-others test-all train minilm notebooks lab lint package docs bench bench-bounds tables sweeps simulated gate kernel-report gpu-check \
     oracle-score exhaustive fuzz peers conformance clean
 
 help:
@@ -57,7 +57,7 @@ test-others: $(INSTALLED)
 
 test-full: $(INSTALLED)
 	$(BIN)/python tests/prewarm.py
-	$(PYTEST)
+	$(PYTEST) -m "not (full and sweep)"
 	$(SIMULATED) -m "not (full and sweep)"
 	$(EMULATED) -m "not (full and sweep)"
 
@@ -109,6 +109,13 @@ tables: $(INSTALLED)
 	$(BIN)/python tests/measured/measure_activations.py
 	$(BIN)/python docs/capabilities.py --write
 	$(BIN)/python docs/generate.py --write
+
+## sweeps      every case of every test: what test-all runs a share of, whole; a few hours
+sweeps: $(INSTALLED)
+	$(BIN)/python tests/prewarm.py
+	$(PYTEST)
+	$(SIMULATED)
+	$(EMULATED)
 
 ## simulated   every test of the kernels as Python, its sweeps whole
 simulated: $(INSTALLED)

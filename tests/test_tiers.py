@@ -90,6 +90,12 @@ def test_sampled_drops_no_case():
     assert [bool(case.marks) for case in made] == [False, True, False, True, False]
 
 
+def test_sampled_leaves_a_share_to_the_sweeps():
+    marks = [{mark.name for mark in case.marks} for case in sampled("n", range(9), 4, in_all=2).args[1]]
+    swept = {"full", "sweep"}
+    assert marks == [set(), {"full"}, swept, {"full"}, set(), swept, {"full"}, swept, set()]
+
+
 def collected(marks, *path, **variables):
     """Ids of the tests of a file or folder, or of all but the simulated and emulated ones, that `pytest -m` takes."""
     words = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", marks, *path]

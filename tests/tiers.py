@@ -1,22 +1,27 @@
-"""Which tests run when: `make check`, `make test` and `make test-all`; CONTRIBUTING.md says what belongs where.
+"""Which tests run when: `make check`, `test`, `test-all` and `sweeps`; CONTRIBUTING.md says what belongs where.
 
-A test marked `check` is in all three, an unmarked one in the last two, one marked `full` in the last alone.
+A test marked `check` is in all four, an unmarked one in all but the first, one marked `full` in the last two, and one
+marked `full` and `sweep` in the last alone.
 """
 
 import pytest
 
+#: Marks of what `make sweeps` alone runs.
+SWEEP = (pytest.mark.full, pytest.mark.sweep)
 
-def sampled(names, cases, every, *, in_all=1, **options):
-    """`pytest.mark.parametrize(names, cases, **options)`; all but each `every`-th case are marked `full`.
 
-    Of these all but each `in_all`-th are marked `sweep` too: a command of their own runs them.
+def sampled(names, cases, every, *, in_all=3, **options):
+    """`pytest.mark.parametrize(names, cases, **options)`, of whose cases a tier takes a share.
+
+    Args:
+        every: `make test` takes each `every`-th case, from the first on.
+        in_all: `make test-all` also takes each `in_all`-th of the others, by its place among them.
     """
-    one = isinstance(names, str) and "," not in names
-
-    def marks(number):
-        if number % every == 0:
-            return []
-        return [pytest.mark.full] if number % in_all == 0 else [pytest.mark.full, pytest.mark.sweep]
-
-    marked = [pytest.param(*((case,) if one else case), marks=marks(number)) for number, case in enumerate(cases)]
+    one, others = isinstance(names, str) and "," not in names, 0
+    marked = []
+    for number, case in enumerate(cases):
+        marks = ()
+        if number % every:
+            marks, others = SWEEP if others % in_all else pytest.mark.full, others + 1
+        marked.append(pytest.param(*((case,) if one else case), marks=marks))
     return pytest.mark.parametrize(names, marked, **options)

@@ -1,8 +1,9 @@
 """What the tests of `cuda_kernels.host` share: every scaling, shapes, a tensor with special values."""
 
+from itertools import product
+
 import ml_dtypes
 import numpy as np
-import pytest
 
 import refops
 from arrays import heavy_tailed
@@ -29,8 +30,8 @@ MORE_SCALINGS = {
     "nvfp4-sr": refops.NVFP4Scaling(stochastic_rounding=True, seed=7, offset=1 << 40),
 }
 ALL_SCALINGS = {name: row.scaling for name, row in SCALINGS.items()} | MORE_SCALINGS
-#: For `parametrize`: `make test` takes those that have a name, `make test-all` more.
-SCALING_NAMES = [*SCALINGS, *(pytest.param(name, marks=pytest.mark.full) for name in MORE_SCALINGS)]
+#: For `sampled`: each pair is compiled, so that tests which take the same share of them compile less.
+SCALINGS_AND_DTYPES = [*product(ALL_SCALINGS, DTYPES)]
 #: M and K that every scaling takes, and ragged ones.
 ALIGNED, RAGGED = [(96, 160), (160, 1312), (0, 64)], [(3, 5), (130, 1070), (1, 8200), (33, 1), (7,), (2, 3, 40), (4, 0)]
 

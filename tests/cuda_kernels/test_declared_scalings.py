@@ -6,6 +6,7 @@ import pytest
 
 from cuda_kernels import host
 from declared_scalings import DECLARED, SHAPES, check_declared
+from tiers import sampled
 
 
 @pytest.mark.parametrize("name", DECLARED)
@@ -14,6 +15,6 @@ def test_every_call_has_the_reference_s_bits(name):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", DECLARED)
+@sampled("name", DECLARED, 3)
 def test_float32_too(name):
     check_declared(host, name, np.float32, (256, 384))

@@ -1,10 +1,11 @@
 """`cuda_kernels.host` against `refops`: the same bits where arithmetic is exact, inside the enclosure elsewhere."""
 
 import threading
+from itertools import product
 
 import numpy as np
 import pytest
-from host_cases import ALIGNED, ALL_SCALINGS, BF16, DTYPES, E4M3, MXFP8, RAGGED, SCALING_NAMES, F, takes, tensor
+from host_cases import ALIGNED, ALL_SCALINGS, BF16, DTYPES, E4M3, MXFP8, RAGGED, SCALINGS_AND_DTYPES, F, takes, tensor
 
 import refops
 from arrays import ARRAYS, assert_same_quantized, same_bits
@@ -14,8 +15,7 @@ from refops.oracle.operation import OPERATIONS
 from tiers import sampled
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", SCALING_NAMES)
+@sampled(("name", "dtype"), SCALINGS_AND_DTYPES, 4)
 def test_quantize_and_dequantize_have_the_reference_s_bits(name, dtype):
     scaling = ALL_SCALINGS[name]
     if getattr(scaling, "rht", False):
@@ -44,8 +44,7 @@ def outputs_of(op, scaling, dtype, shape, columnwise):
     return {"x": x}, {n: getattr(q, n) for n in ARRAYS if getattr(q, n) is not None}
 
 
-@pytest.mark.parametrize("name", SCALING_NAMES)
-@pytest.mark.parametrize("op", ["silu", "swiglu", "dgelu", "dswiglu"])
+@sampled(("op", "name"), [*product(["silu", "swiglu", "dgelu", "dswiglu"], ALL_SCALINGS)], 4)
 def test_fused_activations_lie_in_the_enclosure(op, name):
     scaling = ALL_SCALINGS[name]
     inputs, outputs = outputs_of(op, scaling, BF16, (96, 160), takes(scaling, (96, 160), True))

@@ -5,7 +5,7 @@ from dataclasses import replace
 import ml_dtypes
 import numpy as np
 import pytest
-from host_cases import ALL_SCALINGS, BF16, DTYPES, E4M3, E5M2, MXFP8, SCALING_NAMES, F, takes, tensor
+from host_cases import ALL_SCALINGS, BF16, DTYPES, E4M3, E5M2, MXFP8, SCALINGS_AND_DTYPES, F, takes, tensor
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays_of
@@ -260,8 +260,7 @@ def extremes(dtype):
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered in cast")
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", SCALING_NAMES)
+@sampled(("name", "dtype"), SCALINGS_AND_DTYPES, 4)
 def test_special_values_have_the_reference_s_bits(name, dtype):
     scaling = ALL_SCALINGS[name]
     for x in extremes(dtype):

@@ -6,6 +6,7 @@ import pytest
 
 import cuda_kernels
 from declared_scalings import DECLARED, SHAPES, check_declared
+from tiers import sampled
 
 
 @pytest.mark.parametrize("name", DECLARED)
@@ -15,7 +16,7 @@ def test_every_call_has_the_reference_s_bits(name):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", DECLARED)
+@sampled("name", DECLARED, 3)
 def test_float32_on_another_target(name):
     with cuda_kernels.emulated("sm_100a"):
         check_declared(cuda_kernels, name, np.float32, (128, 256))

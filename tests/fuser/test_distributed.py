@@ -12,6 +12,7 @@ import torch
 
 import fuser.ops as te_ops
 from fuser import distributed
+from tiers import SWEEP
 
 WORKER = Path(__file__).with_name("distributed_worker.py")
 
@@ -24,7 +25,7 @@ def reports(tmp_path_factory):
 
 @pytest.mark.parametrize("name", processes.checks_in(WORKER))
 @pytest.mark.full
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=SWEEP)])
 def test_with_processes(reports, size, name):
     processes.assert_no_errors(reports(size), name)
 

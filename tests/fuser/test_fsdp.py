@@ -16,6 +16,7 @@ from fuser import dispatch
 from fuser import quantization as q
 from fuser.dtypes import DType
 from refops import E3M2, MXFP8Scaling, NVFP4Scaling
+from tiers import SWEEP
 
 WORKER = Path(__file__).with_name("fsdp_worker.py")
 F8 = DType.kFloat8E4M3
@@ -297,8 +298,8 @@ def test_numpy_does_not_lock_what_fsdp_resizes():
 # --- with processes ---------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=SWEEP)])
 @pytest.mark.full
-@pytest.mark.parametrize("size", [2, 4])
 def test_with_processes(tmp_path, size):
     """One test for all checks: with pytest-xdist, each worker that gets one starts the processes anew."""
     reports = processes.run(WORKER, size, tmp_path)

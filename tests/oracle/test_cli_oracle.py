@@ -545,6 +545,7 @@ def test_golden_file_of_another_reference(run, files, monkeypatch):
 
 
 @pytest.mark.full
+@pytest.mark.sweep
 def test_all_golden_files(run, tmp_path):
     """The whole matrix, in less than a minute of processor time."""
     import time
