@@ -25,6 +25,9 @@ from typing import Any
 
 import torch
 
+from fuser.torch_words import TORCH
+from refops.activations import ACTIVATIONS
+from refops.activations.declaration import forms
 from refops.arguments import shown
 
 VARIABLE = "NVTE_TORCH_COMPILE"
@@ -255,52 +258,7 @@ def _disabled_when(function, recursive, when):
     return call
 
 
-# --- formulas -----------------------------------------------------------------------------------------
-#
-# Of one tensor in float32 or float64: the value, and the derivative.
-
-
-def _gelu(x):
-    return x * 0.5 * (1 + torch.tanh(0.79788456 * x * (1 + 0.044715 * x * x)))
-
-
-def _dgelu(x):
-    t = torch.tanh(0.79788456 * x * (1 + 0.044715 * x * x))
-    return 0.5 * x * ((1 - t * t) * (0.79788456 + 0.1070322243 * x * x)) + 0.5 * (1 + t)
-
-
-def _silu(x):
-    return x * torch.sigmoid(x)
-
-
-def _dsilu(x):
-    s = torch.sigmoid(x)
-    return x * (s * (1 - s)) + s
-
-
-def _qgelu(x):
-    return x * torch.sigmoid(1.702 * x)
-
-
-def _dqgelu(x):
-    s = torch.sigmoid(1.702 * x)
-    return 1.702 * x * (s * (1 - s)) + s
-
-
-def _relu(x):
-    return torch.where(x > 0, x, 0.0)
-
-
-def _drelu(x):
-    return torch.where(x > 0, 1.0, 0.0).to(x.dtype)
-
-
-def _srelu(x):
-    return torch.where(x > 0, x * x, 0.0)
-
-
-def _dsrelu(x):
-    return torch.where(x > 0, 2 * x, 0.0)
+# --- dtypes -------------------------------------------------------------------------------------------
 
 
 def _wide(tensor):
@@ -323,7 +281,7 @@ def _without_autocast(tensor):
 
 
 class _Family:
-    """The functions of one activation, by TE's names for GELU.
+    """The functions of one `refops.activations.Function` without parameters, by TE's names for GELU.
 
     {name}_fused_(inp)                                  bias_{name}_fused_(inp, bias)
     d{name}_fused_(grad_output, inp)                    bgrad_d{name}_fused_(grad_output, inp, bias)
@@ -332,18 +290,20 @@ class _Family:
     autocast, and take no bias, or an empty one, for the first two; the bias gradient is None then.
     """
 
-    def __init__(self, name, value, slope):
+    def __init__(self, name, function):
+        value, slope, _ = forms(function.body, TORCH)
+
         def forward(inp):
-            return _narrow(value(_wide(inp)), inp)
+            return _narrow(value(_wide(inp), None), inp)
 
         def bias_forward(inp, bias):
-            return _narrow(value(_wide(inp) + _wide(bias)), inp, bias)
+            return _narrow(value(_wide(inp) + _wide(bias), None), inp, bias)
 
         def backward(grad_output, inp):
-            return _narrow(slope(_wide(inp)) * _wide(grad_output), grad_output, inp)
+            return _narrow(slope(_wide(inp), None) * _wide(grad_output), grad_output, inp)
 
         def bias_backward(grad_output, inp, bias):
-            gradient = slope(_wide(inp) + _wide(bias)) * _wide(grad_output)
+            gradient = slope(_wide(inp) + _wide(bias), None) * _wide(grad_output)
             sums = gradient.sum_to_size(bias.shape)
             return _narrow(sums, grad_output, inp, bias), _narrow(gradient, grad_output, inp, bias)
 
@@ -381,16 +341,11 @@ def _name(function, name, text):
     function.__code__ = function.__code__.replace(co_name=name)
 
 
-_ACTIVATIONS = {
-    "gelu": (_gelu, _dgelu),
-    "silu": (_silu, _dsilu),
-    "relu": (_relu, _drelu),
-    "qgelu": (_qgelu, _dqgelu),
-    "srelu": (_srelu, _dsrelu),
-}
+#: Those of TE's `jit.py`, none of which has parameters.
+_ACTIVATIONS = ("gelu", "silu", "relu", "qgelu", "srelu")
 _FUNCTIONS: dict[Any, Any] = {}
-for _key, _formulas in _ACTIVATIONS.items():
-    _FUNCTIONS |= _Family(_key, *_formulas).functions
+for _key in _ACTIVATIONS:
+    _FUNCTIONS |= _Family(_key, ACTIVATIONS[_key].act).functions
 globals().update(_FUNCTIONS)
 
 

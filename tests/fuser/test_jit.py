@@ -11,6 +11,7 @@ import torch
 from one_rounding import DTYPES, assert_one_rounding
 
 from fuser import jit
+from refops.activations import Function, bind_activation
 
 NAMES = ("gelu", "silu", "relu", "qgelu", "srelu")
 
@@ -43,24 +44,10 @@ def random(*shape, dtype=torch.float32, seed=0):
 # --- formulas -------------------------------------------------------------------------------------------
 
 
-def f32(value):
-    return torch.tensor(value, dtype=torch.float32).double().item()
-
-
-TRUTH = {
-    "gelu": lambda x: 0.5 * x * (1 + torch.tanh(f32(0.79788456) * x * (1 + f32(0.044715) * x * x))),
-    "silu": lambda x: x * torch.sigmoid(x),
-    "relu": torch.relu,
-    "qgelu": lambda x: x * torch.sigmoid(f32(1.702) * x),
-    "srelu": lambda x: torch.relu(x) ** 2,
-}
-
-
 def value_and_slope(name, x):
-    """The float64 activation and its derivative."""
-    x = x.double().requires_grad_()
-    y = TRUTH[name](x)
-    return y.detach(), torch.autograd.grad(y.sum(), x)[0]
+    """The float64 activation and its derivative, by `refops`, whose float64 has other words than torch."""
+    bound, x = bind_activation(name, {}), x.detach().double().numpy()
+    return torch.from_numpy(bound.truth(x)), torch.from_numpy(bound.truth_grad(1.0, x))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -141,11 +128,11 @@ def test_relu_of_nan_is_zero(eager):
 def test_wrappers_disable_autocast(eager):
     seen = []
 
-    def value(x):
+    def value(x, p):
         seen.append(torch.is_autocast_enabled("cpu"))
         return x
 
-    functions = jit._Family("probe", value, value).functions
+    functions = jit._Family("probe", Function("probe", lambda words: (value, value))).functions
     with torch.autocast("cpu", torch.bfloat16):
         functions["bias_probe_fused"](torch.ones(2, 2), torch.ones(2))
         functions["bgrad_dprobe_fused"](torch.ones(2, 2), torch.ones(2, 2), None)
