@@ -15,9 +15,11 @@ from small_formats import doubles, every_brain_and_more, nearest_codes
 import refops
 from cuda_kernels.emulator import driver_calls, programs
 from refops import E4M3
+from refops.activations import bind_activation
 
 F, BF16 = np.float32, ml_dtypes.bfloat16
 TRITON = Path(__file__).with_name("triton")
+SILU, SWIGLU = bind_activation("silu", {}), bind_activation("swiglu", {})
 
 
 pytest.importorskip("cuda.bindings.nvrtc")
@@ -128,9 +130,7 @@ def test_swiglu_to_mxfp8(exponential, target):
     options = (f"-DEXP={exponential}",)
     grid = (columns // 128, rows)
     _, y, codes, scales = run(SWIGLU_MXFP8, "swiglu_mxfp8", grid, 128, arguments, options, compiled_for=target)
-    act, gate = doubles(x[:, :columns]), doubles(x[:, columns:])
-    with np.errstate(over="ignore"):
-        exact = act / (1 + np.exp(-act)) * gate
+    exact = SWIGLU.truth(doubles(x[:, :columns]), doubles(x[:, columns:]))
     assert np.all(np.abs(doubles(y) - exact) <= 2.0**-8 * 1.001 * np.abs(exact) + 1e-38)  # half a place of bfloat16
     expected = refops.quantize(y, refops.MXFP8Scaling(E4M3))
     np.testing.assert_array_equal(scales, expected.rowwise_scale_inv.view(np.uint8)[:rows, : columns // 32])
@@ -487,15 +487,10 @@ def near(found, exact, places):
     return np.all(np.abs(doubles(found) - exact) <= places * unit)
 
 
-def sigmoid(x):
-    with np.errstate(over="ignore"):
-        return 1 / (1 + np.exp(-doubles(x)))
-
-
 def test_triton_silu(target):
     x = heavy(4096 - 48, BF16)
     _, y, _, _ = run_triton("silu", target, 8, [x, np.zeros_like(x), x.size])
-    assert near(y, doubles(x) * sigmoid(x), 0.51)
+    assert near(y, SILU.truth(doubles(x)), 0.51)
 
 
 def test_triton_softmax(target):
@@ -518,8 +513,7 @@ def test_triton_quantization():
 def test_triton_swiglu(target):
     x = np.random.default_rng(8).standard_normal((8, 480)).astype(np.float16)
     _, y, _, _ = run_triton("swiglu", target, 2, [x, np.zeros((8, 240), np.float16), 240])
-    act, gate = doubles(x[:, :240]), doubles(x[:, 240:])
-    assert near(y, act * sigmoid(act) * gate, 0.51)
+    assert near(y, SWIGLU.truth(doubles(x[:, :240]), doubles(x[:, 240:])), 0.51)
 
 
 def test_triton_transposition(target):

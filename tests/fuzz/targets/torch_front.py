@@ -13,6 +13,7 @@ from harness import CheckError, DocumentedError, require, target
 import refops
 from arrays import same_bits
 from refops.activations import ACTIVATIONS, DEFAULT_PARAMETERS
+from refops.activations.declaration import forms
 from refops.scalings import NAMED
 
 NEEDS = ("fuser.functional", "fuser.ops", "fuser.gemm", "fuser.jit", "fuser.distributed", "cuda_kernels.host")
@@ -633,11 +634,17 @@ def plain_operation(name, op, constant):
     import torch
     from torch.nn import functional
 
+    from fuser.torch_words import TORCH
+
+    def declared(activation):  # torch has no such function
+        value = forms(ACTIVATIONS[activation].act.body, TORCH).value
+        return lambda x: value(x, None)
+
     unary = {
         "GELU": lambda x: functional.gelu(x, approximate="tanh"),
         "SiLU": functional.silu,
-        "SReLU": lambda x: functional.relu(x).square(),
-        "QGELU": lambda x: x * torch.sigmoid(1.702 * x),
+        "SReLU": declared("srelu"),
+        "QGELU": declared("qgelu"),
         "ReLU": functional.relu,
     }
     gates = {"SwiGLU": "SiLU", "GEGLU": "GELU", "SReGLU": "SReLU", "QGEGLU": "QGELU", "ReGLU": "ReLU"}
