@@ -61,9 +61,9 @@ class Call(NamedTuple):
     quantize_layout: int = 0
     amax_when_no_scaling: bool = False
     is_dbias: bool = False
-    limit: float = 7.0
-    alpha: float = 1.702
-    glu_linear_offset: float = 1.0
+    limit: float = refops.DEFAULT_PARAMETERS["limit"]
+    alpha: float = refops.DEFAULT_PARAMETERS["alpha"]
+    glu_linear_offset: float = refops.DEFAULT_PARAMETERS["glu_linear_offset"]
 
 
 class Buffer(NamedTuple):

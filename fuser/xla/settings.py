@@ -12,7 +12,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from refops.activations import ACTIVATIONS
+from refops.activations import ACTIVATIONS, DEFAULT_PARAMETERS
 from refops.arguments import require_number, shown
 from refops.formats import E2M1, E4M3, E5M2, E8M0
 from refops.quantization.layout import round_up
@@ -63,9 +63,9 @@ class ClampedSwigluParams:
         glu_linear_offset: added to the clamped gate.
     """
 
-    limit: float = 7.0
-    alpha: float = 1.702
-    glu_linear_offset: float = 1.0
+    limit: float = DEFAULT_PARAMETERS["limit"]
+    alpha: float = DEFAULT_PARAMETERS["alpha"]
+    glu_linear_offset: float = DEFAULT_PARAMETERS["glu_linear_offset"]
 
     def __post_init__(self):
         for name in ("limit", "alpha", "glu_linear_offset"):
