@@ -1,11 +1,16 @@
-"""One idea, one home: nobody asks which scaling it is, for the declarations in `refops/scalings` say what differs.
+"""One idea, one home: nobody asks which scaling it is, and nobody writes an activation's formula a second time.
 
-A site is a statement that decides by the class of a scaling: `isinstance`, `issubclass`, a class pattern, a comparison
-of a type with a class or its name, a table keyed by classes or settings, a tuple of classes. fuser's recipes, of which
-one has a scaling's name, are none. What asks by other means, such as a field that one class alone has, is not seen.
+*Scalings.* The declarations in `refops/scalings` say what differs. A site is a statement that decides by the class of a
+scaling: `isinstance`, `issubclass`, a class pattern, a comparison of a type with a class or its name, a table keyed by
+classes or settings, a tuple of classes. fuser's recipes, of which one has a scaling's name, are none. What asks by
+other means, such as a field that one class alone has, is not seen.
+
+*Formulas.* Those of activations stand in `refops/activations`. A second text is a number times an elementary function
+of itself, such as x sigmoid(x), or a constant of the formulas. A maximum with 0, as relu is, is not seen.
 """
 
 import ast
+import re
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +18,7 @@ import pytest
 
 import refops
 from refops import scalings
+from refops.activations import ACTIVATIONS, DEFAULT_PARAMETERS, Arithmetic
 
 pytestmark = pytest.mark.check
 
@@ -25,6 +31,9 @@ ALLOWED = {
     "refops/oracle/conventions/scales.py": (1, "other settings of the same class are what a kernel may have taken"),
 }
 MOST_SITES = 5
+
+
+# --- scalings ---------------------------------------------------------------------------------------------------------
 
 
 def _name(node):
@@ -119,3 +128,145 @@ def test_an_unknown_scaling_is_refused():
     for scaling in (Undeclared(), object(), None, "mxfp8", refops.MXFP8Scaling):
         with pytest.raises(TypeError, match="scaling must be"):
             refops.quantize(x, scaling)
+
+
+# --- formulas ---------------------------------------------------------------------------------------------------------
+
+#: file -> (second texts, why they may stand there).
+FORMULAS_ALLOWED = {
+    "cuda_kernels/fast.py": (
+        1,
+        "beta tanh(x / beta) is a word, `scaled_tanh`, which situglu's fast form does not repeat",
+    ),
+    "cuda_kernels/puzzles/holes.py": (1, "an exercise shows the whole of what the reader's kernel has to compute"),
+}
+#: Functions of the vocabulary and of the libraries.
+ELEMENTARY = {"exp", "exp2", "expf", "tanh", "tanhf", "tanh_pair", "sigmoid", "sigmoid_pair", "expit", "erf", "erfc"}
+CALL = re.compile(rf"\b({'|'.join(ELEMENTARY)})\(")
+SQRT_2_OVER_PI = re.compile(r"[\w.]*sqrt\(2(\.0)? / [\w.]*pi\)")
+
+
+def _constants():
+    """The numbers of all formulas but halves and integers, which are everybody's, and TE's defaults of parameters."""
+    seen = set(DEFAULT_PARAMETERS.values())
+
+    class Numbers(Arithmetic):
+        def number(self, c):
+            seen.add(float(c))
+            return super().number(c)
+
+    for function in {f for row in ACTIVATIONS.values() for f in row.functions}:
+        function.body(Numbers())
+    return [c for c in seen if c * 2 != round(c * 2)]
+
+
+CONSTANTS = _constants()
+BITS = {int(np.float32(c).view(np.uint32)) for c in CONSTANTS}
+
+
+def _is_constant(node):
+    """Whether an expression is a constant of the formulas: its digits, its float32 bits, or the root of 2 / pi."""
+    if isinstance(node, ast.Call):
+        return bool(SQRT_2_OVER_PI.fullmatch(ast.unparse(node)))
+    value = getattr(node, "value", None) if isinstance(node, ast.Constant) else None
+    if isinstance(value, float):
+        return any(abs(value - c) <= 1e-5 * c for c in CONSTANTS)
+    return type(value) is int and value in BITS
+
+
+def _names(node):
+    """Variables in an expression; those in capitals are constants."""
+    return {one.id for one in ast.walk(node) if isinstance(one, ast.Name) and not one.id.isupper()}
+
+
+def _arguments(node, behind):
+    """Variables that elementary functions in an expression are of, also by a name that `behind` has them for."""
+    found = set().union(*(behind.get(name, ()) for name in _names(node)))
+    for call in ast.walk(node):
+        if isinstance(call, ast.Call) and _name(call.func) in ELEMENTARY:
+            found = found.union(*map(_names, call.args))
+    return found
+
+
+def _products(node):
+    """The pairs of factors of a product or quotient, as operator, assignment or function."""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult | ast.Div):
+        return [(node.left, node.right), (node.right, node.left)]
+    if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Mult | ast.Div):
+        return [(node.target, node.value), (node.value, node.target)]
+    if isinstance(node, ast.Call) and _name(node.func) in ("mul", "multiply") and len(node.args) == 2:
+        return [tuple(node.args), tuple(node.args[::-1])]
+    return []
+
+
+def _second_texts_in(nodes):
+    """Lines of a scope where a variable meets an elementary function of itself."""
+    behind = {}
+    for node in nodes:
+        if isinstance(node, ast.Assign) and (arguments := _arguments(node.value, behind)):
+            for name in set().union(*map(_names, node.targets)):
+                behind[name] = behind.get(name, set()) | arguments
+    for node in nodes:
+        if any((_names(one) - set(behind)) & _arguments(other, behind) for one, other in _products(node)):
+            yield node.lineno
+
+
+def second_texts(text):
+    """Lines of a file's text that repeat a formula, or a constant of one."""
+    tree = ast.parse(text)
+    lines = {node.lineno for node in ast.walk(tree) if _is_constant(node)}
+    if CALL.search(text):
+        functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.Lambda)]
+        inside = {id(node) for function in functions for node in ast.walk(function)}
+        scopes = [[*ast.walk(function)] for function in functions]
+        scopes.append([node for node in ast.walk(tree) if id(node) not in inside])
+        lines |= {line for scope in scopes for line in _second_texts_in(scope)}
+    return sorted(lines)
+
+
+def test_formulas_stand_in_their_declarations_alone():
+    found = {}
+    for folder in ("refops", "cuda_kernels", "fuser", "docs", "examples"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            name = path.relative_to(ROOT).as_posix()
+            if not name.startswith("refops/activations/") and (lines := second_texts(path.read_text())):
+                found[name] = lines
+    allowed = {name: count for name, (count, _) in FORMULAS_ALLOWED.items()}
+    assert {name: len(lines) for name, lines in found.items()} == allowed, found
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "def silu(x):\n    return x * torch.sigmoid(x)",
+        "silu = lambda x: x / (1 + np.exp(-x))",
+        "y = act / (1.0 + math.exp(-act)) * gate",
+        "def slope(x):\n    s = sigmoid(a * x)\n    return a * x * (s * (1 - s)) + s",
+        "def slope(x):\n    t, steepness = tanh_pair(x / b)\n    return x * steepness",
+        "def gelu(x):\n    return 0.5 * x * (1 + erf(x * ROOT))",
+        "def f(x):\n    return mul(x, sigmoid(x))",
+        "y = x\ny *= sigmoid(x) * x",
+        "z = 1.702 * x",
+        "u = x + F(0.044715) * x**3",
+        "C = 0.7978845608",
+        "u = np.sqrt(2 / np.pi) * x",
+        "u = math.sqrt(2.0 / math.pi) * x",
+        "alpha = from_bits(0x3FD9DB23)",
+    ],
+)
+def test_each_kind_of_second_text_is_seen(text):
+    assert len(second_texts(text)) == 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "def sigmoid(x):\n    return ONE / (ONE + exp(-x))",
+        "def sigmoid(x):\n    return HALF + HALF * tanh(HALF * x)",
+        "def softmax(x):\n    e = np.exp(x)\n    return e / e.sum()",
+        "def a(x):\n    s = exp(x)\n    return s\ndef b(x, s):\n    return x * s",
+        "y = 0.5 * x + 1.7",
+    ],
+)
+def test_what_is_no_second_text(text):
+    assert second_texts(text) == []
