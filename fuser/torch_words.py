@@ -1,6 +1,6 @@
 """The words of `refops.activations.arithmetic` for torch tensors: formulas that torch can differentiate and compile.
 
-    value, slope, _ = forms(refops.ACTIVATIONS["silu"].act.body, TORCH)
+    value, slope, _ = forms(refops.ACTIVATIONS["gelu"].act.body, TORCH)
     y = value(x, None)          # float32 tensor of any shape; eager, traced or compiled
 
 Results have the dtype of the tensors, for a constant is a Python number, which promotes none; a choice between two
