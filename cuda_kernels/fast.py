@@ -1,6 +1,6 @@
 """The vocabulary of fast formulas, for single numbers and for pairs of them: approximate units, within 8 ulp.
 
-Activations declare a fast form in it (`refops.activations.declaration`); `make_words(n)` returns the words for an
+Activations declare a fast form in it (`refops.activations.declaration`); `make_fast_words(n)` returns the words for an
 `Arithmetic` n, of numbers (`NUMBERS`) or of pairs (`pairs.make_pairs`). Every multiply-add is written out: the same is
 rounded everywhere.
 
@@ -49,7 +49,7 @@ Arithmetic = namedtuple(
 #:   tanh(y), scaled_tanh(x, beta)   tanh y; beta tanh(x / beta) with its slope, beta a float32 parameter
 #:   tanh_fraction(x, beta)          numerator and denominator of 2^8 beta tanh(x / beta)
 MADE = ("sigmoid", "sigmoid_pair", "sigmoid_denominator", "tanh", "scaled_tanh", "tanh_fraction")
-Words: Any = namedtuple("Words", (*Arithmetic._fields, *MADE))  # type: ignore[misc]
+FastWords: Any = namedtuple("FastWords", (*Arithmetic._fields, *MADE))  # type: ignore[misc]
 
 
 @device
@@ -159,12 +159,12 @@ def make_tanh(n):
 
 
 @cache
-def make_words(n):
-    """Return the `Words` of an `Arithmetic`."""
+def make_fast_words(n):
+    """Return the `FastWords` of an `Arithmetic`."""
     denominator, sigmoid, pair = make_sigmoids(n)
     tanh, scaled_tanh, fraction = make_tanh(n)
-    return Words(*n, sigmoid, pair, denominator, tanh, scaled_tanh, fraction)
+    return FastWords(*n, sigmoid, pair, denominator, tanh, scaled_tanh, fraction)
 
 
-#: Words of single numbers for every GPU.
-FAST_NUMBERS = make_words(NUMBERS)
+#: The words of single numbers for every GPU.
+FAST_NUMBERS = make_fast_words(NUMBERS)

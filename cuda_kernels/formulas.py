@@ -23,8 +23,8 @@ from refops.activations.declaration import IDENTITY, Forms, forms
 ONE = F(1)
 
 #: The words of `refops.activations.arithmetic`.
-Words = namedtuple(
-    "Words",
+FormulaWords = namedtuple(
+    "FormulaWords",
     "number exp tanh sigmoid sigmoid_pair tanh_pair quotient where maximum at_most at_least is_nan one_like",
 )
 
@@ -35,8 +35,8 @@ def sigmoid(x):
     return reciprocal(ONE + exp(-x))
 
 
-def make_words(exp, tanh, sigmoid):
-    """Return the `Words` with these elementary functions."""
+def make_formula_words(exp, tanh, sigmoid):
+    """Return the `FormulaWords` with these elementary functions."""
 
     @device
     def sigmoid_pair(x):
@@ -48,7 +48,7 @@ def make_words(exp, tanh, sigmoid):
         t = tanh(x)
         return t, ONE - t * t
 
-    return Words(
+    return FormulaWords(
         number=F,
         exp=exp,
         tanh=tanh,
@@ -65,7 +65,7 @@ def make_words(exp, tanh, sigmoid):
     )
 
 
-ACCURATE = make_words(exp, tanh, sigmoid)
+ACCURATE = make_formula_words(exp, tanh, sigmoid)
 
 
 def compiled(function):
@@ -91,7 +91,7 @@ def fast_forms(function, words=FAST_NUMBERS):
     """Return the `Forms` of a function as its declaration has them for approximate units; None where it has none.
 
     Args:
-        words: `fast.Words`, of numbers or of pairs.
+        words: `fast.FastWords`, of numbers or of pairs.
     """
     if function.fast is None:
         return None

@@ -17,7 +17,7 @@ from cuda_kernels import casts
 from cuda_kernels.formulas import functions_of
 from cuda_kernels.kernels import THREADS, thread_number
 from cuda_kernels.recipes import pointer, scalar
-from cuda_kernels.scale_rules import Words
+from cuda_kernels.scale_rules import RuleWords
 from cuda_kernels.simt import I32, F, cuda, kernel, larger_magnitude, offset, select
 from cuda_kernels.vectors import make_group_max
 from refops.scalings import NVFP4Scaling
@@ -127,7 +127,7 @@ def transpose_coalesced(x, scale, rowwise, columnwise, rows, columns):
 # --- NVFP4 in blocks of 16 --------------------------------------------------------------------------
 
 
-nvfp4_code, nvfp4_multiplier = NVFP4Scaling().scale_code(Words()), NVFP4Scaling().multiplier(Words())
+nvfp4_code, nvfp4_multiplier = NVFP4Scaling().scale_code(RuleWords()), NVFP4Scaling().multiplier(RuleWords())
 
 
 @kernel

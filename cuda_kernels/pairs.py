@@ -9,7 +9,7 @@ from functools import cache
 import numpy as np
 
 from cuda_kernels.elementary import fma
-from cuda_kernels.fast import FAST_NUMBERS, NUMBERS, Arithmetic, make_words
+from cuda_kernels.fast import FAST_NUMBERS, NUMBERS, Arithmetic, make_fast_words
 from cuda_kernels.simt import U32, U64, F, as_f32, as_u32, clipped_natively, device, ptx
 
 WORD = U64(32)
@@ -103,11 +103,11 @@ def make_pairs(n, fma2):
 
 
 NATIVE = NUMBERS._replace(clipped=clipped_natively)
-FAST_NATIVE, FAST_PAIRS = make_words(NATIVE), make_words(make_pairs(NATIVE, fma2))
+FAST_NATIVE, FAST_PAIRS = make_fast_words(NATIVE), make_fast_words(make_pairs(NATIVE, fma2))
 
 
 def fast_words(target):
-    """Return the `fast.Words` that suit a target: of pairs where `has_pairs`, else of numbers."""
+    """Return the `fast.FastWords` that suit a target: of pairs where `has_pairs`, else of numbers."""
     if has_pairs(target):
         return FAST_PAIRS
     return FAST_NATIVE if target is not None and target[0] >= 8 else FAST_NUMBERS

@@ -77,7 +77,7 @@ def make_power_of_two_quotient(limit):
     return by_difference if limit >= F(4) else by_division
 
 
-class Words:
+class RuleWords:
     """The vocabulary on a target: a compute capability, or None for a CPU, the simulator and code that runs anywhere.
 
     Codes are uint32.
@@ -129,7 +129,7 @@ Rules = namedtuple("Rules", "tensor_scale parts block_scale decode_factor choice
 @cache
 def rules_of(scaling, target=None):
     """Return the `Rules` of a scaling, `compiled_as` it is, for a target."""
-    words = Words(target)
+    words = RuleWords(target)
     return Rules(
         scaling.tensor_scale(words),
         _parts_of(scaling),

@@ -69,7 +69,7 @@ def words_with_rounded_functions():
     tanh = numba.njit(lambda x: F(math.tanh(np.float64(x))), inline="always")
     one = F(1)
     sigmoid = numba.njit(lambda x: one / (one + exp(-x)), inline="always", error_model="numpy")
-    return formulas.make_words(exp, tanh, sigmoid)
+    return formulas.make_formula_words(exp, tanh, sigmoid)
 
 
 @sampled("function", DISTINCT, 3)

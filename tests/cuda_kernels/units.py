@@ -88,11 +88,11 @@ def _varying(function):
 
 @cache
 def varying_words():
-    """What `fast.make_words` makes of `varying_numbers`."""
-    return fast.make_words(varying_numbers())
+    """What `fast.make_fast_words` makes of `varying_numbers`."""
+    return fast.make_fast_words(varying_numbers())
 
 
 @cache
 def varying_pairs():
-    """What `fast.make_words` makes of pairs of `varying_numbers`."""
-    return fast.make_words(pairs.make_pairs(varying_numbers(), with_instructions(pairs.fma2, fma=exact_fma)))
+    """What `fast.make_fast_words` makes of pairs of `varying_numbers`."""
+    return fast.make_fast_words(pairs.make_pairs(varying_numbers(), with_instructions(pairs.fma2, fma=exact_fma)))
