@@ -14,6 +14,7 @@ from functools import cache
 from types import FunctionType
 
 import refops.activations
+from cuda_kernels.declared import device_of
 from cuda_kernels.elementary import exp, reciprocal, tanh
 from cuda_kernels.fast import FAST_NUMBERS
 from cuda_kernels.simt import F, at_least, at_most, device, maximum, select
@@ -66,24 +67,26 @@ def make_formula_words(exp, tanh, sigmoid):
 
 
 ACCURATE = make_formula_words(exp, tanh, sigmoid)
+#: The files that list the words: those of any formula, those of fast forms.
+VOCABULARY, FAST_VOCABULARY = "refops/activations/arithmetic.py", "cuda_kernels/fast.py"
 
 
-def compiled(function):
-    """Make a device function of a formula, and of the functions of its declaration that it calls."""
+def compiled(function, name, vocabulary=VOCABULARY):
+    """Make a device function of a formula of `name`, and of the functions of its declaration that it calls."""
     if not hasattr(function, "is_compiled"):
         function.is_compiled = True
         for cell in function.__closure__ or ():
             part = cell.cell_contents
             if isinstance(part, FunctionType) and part.__module__.startswith(refops.activations.__name__):
-                compiled(part)
-        device(function)
+                compiled(part, name, vocabulary)
+        device_of(f"the formula of {name}", vocabulary, function)
     return function
 
 
 @cache
 def accurate_forms(function, words=ACCURATE):
     """Return the `Forms` (value, slope, both or None) of a `refops.activations.Function`."""
-    return Forms(*(form and compiled(form) for form in forms(function.body, words)))
+    return Forms(*(form and compiled(form, function.name) for form in forms(function.body, words)))
 
 
 @cache
@@ -97,12 +100,11 @@ def fast_forms(function, words=FAST_NUMBERS):
         return None
     value, both, *slope = function.fast(words)
     slope = slope[0] if slope else _second_of(both)
-    return Forms(compiled(value), compiled(slope), compiled(both))
+    return Forms(*(compiled(form, function.name, FAST_VOCABULARY) for form in (value, slope, both)))
 
 
 def _second_of(both):
-    compiled(both)
-    return device(lambda x, p: both(x, p)[1])
+    return lambda x, p: both(x, p)[1]
 
 
 def forms_of(function, fast_math):
@@ -128,7 +130,7 @@ def scaled_functions_of(name, *, fast_math=False):
     """Return the `Functions` whose slopes have the order of the kernels with a scale for each row; `both` is None."""
     row, plain = ACTIVATIONS[name], functions_of(name, fast_math=fast_math)
     words = ACCURATE._replace(sigmoid=FAST_NUMBERS.sigmoid) if fast_math else ACCURATE
-    slopes = [f.row_scaled and compiled(f.row_scaled(words)) for f in row.functions] + [None]
+    slopes = [f.row_scaled and compiled(f.row_scaled(words), f.name) for f in row.functions] + [None]
     return plain._replace(derivative=slopes[0] or plain.derivative, both=None, gate_slope=slopes[1] or plain.gate_slope)
 
 
@@ -136,7 +138,7 @@ def scaled_functions_of(name, *, fast_math=False):
 def fast_product(name, words):
     """Return the fast value of (act, gate, p) in one piece, of numbers or of pairs; None where none is declared."""
     product = ACTIVATIONS[name].product
-    return product and compiled(product(words))
+    return product and compiled(product(words), name, FAST_VOCABULARY)
 
 
 @cache

@@ -17,6 +17,7 @@ import numpy as np
 
 from cuda_kernels import ptx_cache, simt
 from cuda_kernels.contexts import LEGACY_STREAM, NO_STREAM, PER_THREAD_STREAM, cuda_core, device_scope
+from cuda_kernels.declared import explain_declared
 from cuda_kernels.errors import explain_linking, explain_missing
 from cuda_kernels.kernels import BAND, COLUMNS, THREADS, TILE_ROWS
 from cuda_kernels.messages import announce
@@ -94,7 +95,7 @@ def compile_ptx(function, signature, target):
     from numba import cuda
     from numba.core.errors import NumbaIRAssumptionWarning
 
-    with warnings.catch_warnings():
+    with explain_declared(function), warnings.catch_warnings():
         warnings.simplefilter("error", NumbaIRAssumptionWarning)  # code that Numba lost, not a matter of style
         text, _ = cuda.compile_ptx(function, signature, cc=target, debug=False, opt=True)
     return _OPEN_ROUNDING.sub(r"\1.rn\2", text)

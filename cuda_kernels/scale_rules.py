@@ -13,6 +13,7 @@ import numpy as np
 
 from cuda_kernels import casts
 from cuda_kernels.casts import SIGN_AND_EXPONENT
+from cuda_kernels.declared import device_of
 from cuda_kernels.elementary import reciprocal_to_scale
 from cuda_kernels.simt import SIMULATED, U32, F, as_f32, as_u32, at_most, device, magnitude, select
 from refops.formats import E8M0
@@ -20,6 +21,8 @@ from refops.scalings.arithmetic import REFERENCE
 from refops.scalings.declaration import FLT_MAX
 
 ONE = F(1)
+#: The file that lists the words.
+VOCABULARY = "refops/scalings/arithmetic.py"
 
 
 # --- words ------------------------------------------------------------------------------------------
@@ -83,14 +86,17 @@ class RuleWords:
     Codes are uint32.
     """
 
-    function = staticmethod(device)
     where, at_most, magnitude = staticmethod(select), staticmethod(at_most), staticmethod(magnitude)
     bits_of, from_bits, u32 = staticmethod(as_u32), staticmethod(as_f32), np.uint32
     inverse_power = staticmethod(casts.e8m0_multiplier)
     reciprocal_to_scale = staticmethod(reciprocal_to_scale)
 
-    def __init__(self, target=None):
-        self._target = target
+    def __init__(self, target=None, scaling=None):
+        self._target, self._scaling = target, scaling
+
+    def function(self, f):
+        """A function of a rule, `scaling`'s."""
+        return device_of(f"the scale rule of {self._scaling!r}", VOCABULARY, f)
 
     def encode(self, fmt, rounding="nearest_even"):
         """f(x) -> code."""
@@ -129,7 +135,7 @@ Rules = namedtuple("Rules", "tensor_scale parts block_scale decode_factor choice
 @cache
 def rules_of(scaling, target=None):
     """Return the `Rules` of a scaling, `compiled_as` it is, for a target."""
-    words = RuleWords(target)
+    words = RuleWords(target, scaling)
     return Rules(
         scaling.tensor_scale(words),
         _parts_of(scaling),

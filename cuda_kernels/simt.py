@@ -37,7 +37,7 @@ SIMULATED = os.environ.get("NUMBA_ENABLE_CUDASIM", "0") == "1"
 if SIMULATED:
     from cuda_kernels.simulator import as_f32, as_i32, as_u32, cuda
 
-    def device(function):
+    def device(function, called_with=None):
         """A scalar helper: in the simulator the Python function itself."""
         return function
 
@@ -126,15 +126,16 @@ else:
         numbers = [repr(names[name]) for name in code.co_names if isinstance(names.get(name), np.number | int | float)]
         return f"{code.co_code.hex()} {code.co_names} {inner} {numbers}"
 
-    def device(function):
+    def device(function, called_with=None):
         """A scalar helper: the Python function itself, compiled for whichever target calls it.
 
         Its calls are left to LLVM, which inlines them all: inlining in Numba's own representation loses variables that
-        are assigned in branches.
+        are assigned in branches. `called_with` is a list that gets the Numba types of each kind of call.
         """
         named_by_content(function)
         names = ", ".join(inspect.signature(function).parameters)
-        choose = eval(f"lambda {names}: function", {"function": function})
+        note = [].append if called_with is None else called_with.append
+        choose = eval(f"lambda {names}: note([{names}]) or function", {"function": function, "note": note})
         overload(function, target="cuda", jit_options={"forceinline": True})(choose)
         overload(function, target="cpu", jit_options={"error_model": "numpy", "forceinline": True})(choose)
         return function

@@ -33,6 +33,7 @@ from numba.core.serialize import dumps
 from numba.extending import intrinsic
 
 from cuda_kernels import ptx_cache
+from cuda_kernels.declared import explain_declared
 from cuda_kernels.messages import announce
 from cuda_kernels.simt import named_by_content
 
@@ -135,7 +136,8 @@ def compiled(name, function, signature):
     with global_compiler_lock:
         dispatcher = numba.njit(nogil=True, error_model="numpy")(named_by_content(function))
         dispatcher._cache = DiskCache(name)
-        dispatcher.compile(signature)
+        with explain_declared(function):
+            dispatcher.compile(signature)
         dispatcher.disable_compile()
     return dispatcher
 
