@@ -20,7 +20,7 @@ import numpy as np
 from refops.oracle.conventions import CONVENTIONS
 from refops.oracle.conventions.reading import Dump
 from refops.oracle.geometry import TILE, VALUES, Geometry, Region, crop, whole
-from refops.oracle.replay import FORMULA_STAGES, NotApplicable, Setting, amax_is_near
+from refops.oracle.replay import FORMULA_STAGES, SETTINGS, NotApplicable, Setting, amax_is_near
 from refops.oracle.report import Explanation
 
 F = np.float32
@@ -48,7 +48,7 @@ CAST_STAGES = {
 SUM_ARRAYS = ("dbias", "drow_scales")
 SUM_STAGES = {"sum", "sum-order", "sum-rows", "row-gradient"}
 #: Stages that change the terms of a sum.
-TERM_STAGES = FORMULA_STAGES | SUM_STAGES | {"rounding"}
+TERM_STAGES = FORMULA_STAGES | SUM_STAGES | {"rounding", SETTINGS}
 #: Stages of the store of values: sums may be of what was stored.
 STORE_STAGES = {"cast", "sign", "nan"}
 
@@ -687,7 +687,7 @@ class Search:
         if a is b:
             return False
         stages = a.stage_of(choice_a), b.stage_of(choice_b)
-        if stages[0] == stages[1]:
+        if stages[0] == stages[1] or SETTINGS in stages:
             return False
         for one, stage in ((first, stages[1]), (second, stages[0])):
             scales_follow = getattr(self.case.scaling, "four_over_six", None)  # its errors choose scales

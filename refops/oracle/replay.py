@@ -239,18 +239,25 @@ class TensorReplay(Replay):
         self.scaled = self.kind.startswith("scaled")
         self.width = self.shape[1] // 2 if self.gated and self.gradient else self.shape[1]
         self.x_layout = self.dx_layout = self.case.row_layout
-        path = UNFUSED
-        if self.kind != "quantize" and self.scaling is not None:
-            path = self.scaling.path
+        self.halo = False
+        self._follow_path(UNFUSED)
+        if self.scaling is not None:
+            self.follow(self.scaling)
+
+    def follow(self, scaling):
+        """Do all that settings say; their codes and scales lie as those of the case do."""
+        self.scaling, self.layout = scaling, scaling.layout
+        if self.kind != "quantize":
+            self._follow_path(scaling.path)
+        self.fmt, self.numbers = scaling.fmt, scaling.numbers(self.dtype)
+        self.block_shapes = {direction: Geometry.of(scaling, direction).block for direction in DIRECTIONS}
+        self.hadamard = {"rowwise": False, "columnwise": scaling.hadamard is not None}
+        self.hadamard_amax = True
+        self.rounding, self.saturate = "nearest_even", True
+
+    def _follow_path(self, path):
         self.casts_rounded, self.amax_rounded = path.casts_rounded, path.amax_rounded
         self.dbias_rounded, self.block_amax_rounded = path.dbias_rounded, None
-        self.halo = False
-        if self.scaling is not None:
-            self.fmt, self.numbers = self.scaling.fmt, self.scaling.numbers(self.dtype)
-            self.block_shapes = {direction: Geometry.of(self.scaling, direction).block for direction in DIRECTIONS}
-            self.hadamard = {"rowwise": False, "columnwise": self.scaling.hadamard is not None}
-            self.hadamard_amax = True
-            self.rounding, self.saturate = "nearest_even", True
 
     @property
     def scale_max(self):
@@ -405,10 +412,13 @@ class TensorReplay(Replay):
 
     def _reference_amax(self, direction):
         """The reference's amax if it is that of the values that this replay takes it of, else None."""
+        amax_of_rows = self.layout.amax == "rows"
+        if amax_of_rows != (self.case.scaling.layout.amax == "rows"):
+            return None
         amax = self.setting.reference.get(f"amax_{direction}")
         if amax is None and not self._reference_transformed("columnwise"):
             other = "columnwise" if direction == "rowwise" else "rowwise"
-            amax = None if self.layout.amax == "rows" else self.setting.reference.get(f"amax_{other}")
+            amax = None if amax_of_rows else self.setting.reference.get(f"amax_{other}")
         if amax is None:
             return None
         path = UNFUSED if self.kind == "quantize" else self.case.scaling.path
@@ -527,7 +537,7 @@ class TensorReplay(Replay):
 
     def hadamard_groups(self, groups):
         """Stage: the transform of (n, 16, C) along axis 1."""
-        return transform_groups(groups, self.case.scaling.hadamard, self.dtype).astype(F)
+        return transform_groups(groups, self.scaling.hadamard, self.dtype).astype(F)
 
     def transform(self, values, direction):
         """The Hadamard transform along a direction's blocks: of groups of 16 rows for columnwise copies."""
@@ -832,6 +842,8 @@ class UpdateReplay(Replay):
 #: Stages that change the values before any rounding: those of a formula, and of the amax besides.
 FORMULA_STAGES = {"input", "gate", "function", "product", "upstream", "row-scale", "result"}
 VALUE_STAGES = FORMULA_STAGES | {"magnitude", "maximum", "hadamard"}
+#: The stage of a convention that follows other settings in all of them: it goes together with no other.
+SETTINGS = "settings"
 
 
 def power_of_two_below(scale):

@@ -10,6 +10,7 @@ from reference_calls import arrays_of
 import refops
 from refops import E4M3, E8M0, UE5M3, Block64Scaling, E8M0BlockScaling, MXFP4Scaling, NVFP4Scaling, oracle
 from refops.quantization.layout import one_order
+from refops.scalings import NAMED
 from refops.scalings.rules import E8M0_ROUNDINGS
 
 F, BF16 = np.float32, np.dtype(ml_dtypes.bfloat16)
@@ -97,6 +98,34 @@ def test_other_settings_are_named(what):
     if own.layout.amax is None:
         outputs.pop("amax_rowwise", None)
     assert name_of(x, outputs, own) == (name,)
+
+
+def rows_that_lie_alike():
+    """(asked for, computed) of NVFP4's named rows: the same shapes, whatever the scales' format."""
+    rows = {name: row.scaling for name, row in NAMED.items() if type(row.scaling) is NVFP4Scaling}
+    lie = {name: (row.layout.block, row.layout.packed) for name, row in rows.items()}
+    return [(own, other) for own in rows for other in rows if own != other and lie[own] == lie[other]]
+
+
+@pytest.mark.parametrize(("own", "other"), rows_that_lie_alike())
+def test_one_named_row_for_another_is_named(own, other):
+    """No row is taken for another fault, such as an amax of another step, nor is it left without a name."""
+    asked, computed, x = NAMED[own].scaling, NAMED[other].scaling, matrix()
+    outputs = {name: a for name, a in dump(x, computed, columnwise=True).items() if not name.startswith("amax")}
+    (name,) = name_of(x, outputs, asked)
+    assert not name.startswith("stale")
+
+
+@pytest.mark.parametrize(("own", "other"), [("nvfp4-1x16", "nvfp4-ue5m3-alone"), ("nvfp4-ue5m3-alone", "nvfp4-1x16")])
+def test_the_settings_of_a_named_row_are_called_so(own, other):
+    """Two fields differ. An amax that nothing follows may be written beside the scales."""
+    asked, computed, x = NAMED[own].scaling, NAMED[other].scaling, matrix()
+    outputs = {"data": dump(x, computed)["rowwise_data"], "scale": dump(x, computed)["rowwise_scale_inv"]}
+    if asked.layout.amax:
+        outputs["amax"] = dump(x, asked)["amax_rowwise"]
+    found = oracle.check("quantize", x, outputs, scaling=asked).diagnosis[0]
+    assert found.names == ("other-setting",) and found.exact
+    assert f"the settings of {other}, where" in found.sentence
 
 
 def on_scales(change):

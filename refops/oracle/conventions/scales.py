@@ -11,7 +11,7 @@ from refops.formats import E4M3, E8M0, FORMATS, encode_tile
 from refops.oracle.conventions import registry
 from refops.oracle.conventions.registry import computing
 from refops.oracle.geometry import TILE, Geometry, Region, crop, whole
-from refops.oracle.replay import NotApplicable, power_of_two_below
+from refops.oracle.replay import SETTINGS, NotApplicable, power_of_two_below
 from refops.quantization.layout import block_amax, block_view
 from refops.quantization.result import DIRECTIONS
 from refops.scalings import NAMED
@@ -82,6 +82,77 @@ def set_encode_scale(replay, change):
         return encode, F(1) / encode
 
     replay.wrap("tensor_scale", tensor_scale)
+
+
+# --- other settings -------------------------------------------------------------------------------
+# They come before what fits a number to the dump, which may explain as much: an amax that is 256 times as large gives
+# nearly the bytes of scales with another exponent bias.
+
+
+def other_settings(replay):
+    """(row, ((field, value), ...)) of settings that leave places alone.
+
+    First, with "" for the row, one field that no other convention exchanges: values that the scaling's named rows have,
+    and the other one of a flag. At the end the rows themselves, by name, that differ in several fields or in a flag
+    that is on: no convention of one field makes them.
+    """
+    require_scaling(replay)
+    scaling = replay.case.scaling
+    named = {field for convention in registry.CONVENTIONS.values() for field in convention.fields}
+    rows = {name: row.scaling for name, row in NAMED.items() if type(row.scaling) is type(scaling)}
+    asked = [field.name for field in fields(scaling) if field.name not in scaling.at_run_time]
+    found = {}
+    for field in asked:
+        if field in named:
+            continue
+        own = getattr(scaling, field)
+        for value in [not own] if isinstance(own, bool) else [getattr(row, field) for row in rows.values()]:
+            if value != own and _leaves_places(scaling, **{field: value}):
+                found["", ((field, value),)] = None
+    kept = any(name.startswith("amax") for name in replay.setting.outputs)
+    for name, row in rows.items():
+        changed = {field: getattr(row, field) for field in asked if getattr(row, field) != getattr(scaling, field)}
+        many = len(changed) > 1 or True in changed.values()
+        same_amax = row.layout.amax in (None, scaling.layout.amax) or not kept
+        if many and same_amax and _leaves_places(scaling, scale_format_too=False, **changed):
+            found[name, tuple(changed.items())] = None
+    return found
+
+
+def _leaves_places(scaling, scale_format_too=True, **changed):
+    """Whether a scaling may have other settings, which place codes and scales alike, whatever amax is kept."""
+    if not accepts(scaling, **changed):
+        return False
+    ignored = {"amax": None, "two_level": False, "columnwise_multiple": 1}
+    own, other = (replace(s.layout, **ignored) for s in (scaling, replace(scaling, **changed)))
+    if not scale_format_too and None not in (own.scale_format, other.scale_format):
+        other = replace(other, scale_format=own.scale_format)
+    return own == other
+
+
+def _settings(values):
+    return " and ".join(f"{field}={value!r}" for field, value in values)
+
+
+@computing(
+    "other-setting",
+    "The kernel works with {found}, where the settings have {own}.",
+    stage=lambda choice: SETTINGS if choice[0] else "scale",
+    choices=other_settings,
+    last=True,
+)
+def other_setting(replay, choice):
+    row, values = choice
+    scaling = replay.case.scaling
+    replay.facts["found"] = f"{_settings(values)}, the settings of {row}" if row else _settings(values)
+    replay.facts["own"] = _settings((field, getattr(scaling, field)) for field, _ in values)
+    if row:
+        replay.follow(replace(scaling, **dict(values)))
+        return
+    replay.vary(**dict(values))
+    if replay.layout.scale_format == E8M0:
+        replay.require(rule_of(replay.scaling) in (None, rule_of(scaling)))  # those have names of their own
+    replay.numbers = replay.scaling.numbers(replay.dtype)
 
 
 # --- rounding before amax and cast ----------------------------------------------------------------
@@ -1235,53 +1306,6 @@ def missing_factor(replay, choice):
     else:
         require_scaling(replay)
         set_encode_scale(replay, lambda own, amax: np.where(amax == 0, F(1), np.fmin(kept / amax, FLT_MAX)))
-
-
-# --- any other setting ----------------------------------------------------------------------------
-
-
-def other_settings(replay):
-    """(field, value) of every declared setting that leaves places alone and that no other convention exchanges.
-
-    Values are those that the scaling's named rows have, and the other one of a flag.
-    """
-    require_scaling(replay)
-    scaling = replay.case.scaling
-    named = {field for convention in registry.CONVENTIONS.values() for field in convention.fields}
-    rows = [row.scaling for row in NAMED.values() if type(row.scaling) is type(scaling)]
-    found = {}
-    for field in fields(scaling):
-        if field.name in named or field.name in scaling.at_run_time:
-            continue
-        own = getattr(scaling, field.name)
-        values = [not own] if isinstance(own, bool) else [getattr(row, field.name) for row in rows]
-        for value in values:
-            other = {field.name: value}
-            if value != own and accepts(scaling, **other) and _places(replace(scaling, **other)) == _places(scaling):
-                found[field.name, value] = None
-    return found
-
-
-def _places(scaling):
-    """The layout of codes and scales, whatever amax is kept."""
-    return replace(scaling.layout, amax=None, two_level=False)
-
-
-@computing(
-    "other-setting",
-    "The kernel works with {found}, where the settings have {own}.",
-    stage="scale",
-    choices=other_settings,
-    last=True,
-)
-def other_setting(replay, choice):
-    field, value = choice
-    own = getattr(replay.case.scaling, field)
-    replay.facts["found"], replay.facts["own"] = f"{field}={value!r}", f"{field}={own!r}"
-    replay.vary(**{field: value})
-    if replay.layout.scale_format == E8M0:
-        replay.require(rule_of(replay.scaling) in (None, rule_of(replay.case.scaling)))  # those have names of their own
-    replay.numbers = replay.scaling.numbers(replay.dtype)
 
 
 @computing(
