@@ -46,7 +46,14 @@ from cuda_kernels.recipes import (
 from cuda_kernels.result import Quantized
 from cuda_kernels.scale_rules import of_tensor
 from cuda_kernels.vectors import VECTOR
-from refops.arguments import require_choice, require_flag, require_high_precision_dtype, require_integer, require_tensor
+from refops.arguments import (
+    as_codes_hint,
+    require_choice,
+    require_flag,
+    require_high_precision_dtype,
+    require_integer,
+    require_tensor,
+)
 from refops.formats import E8M0, FORMATS, require_format
 from refops.quantization.layout import ceil_div
 from refops.rounding import PHILOX_BYTES
@@ -115,7 +122,8 @@ class GPU(Backend):
     def codes(self, value, name):
         array = self.memory.wrap(value, name)
         if array.dtype != "uint8":
-            raise TypeError(f"{name} must be a uint8 array; got {array.dtype} of shape {array.shape}")
+            hint = as_codes_hint(array.dtype, name)
+            raise TypeError(f"{name} must be a uint8 array; got {array.dtype} of shape {array.shape}{hint}")
         return Operand(array, array.shape, "uint8")
 
     def storage(self, dtype, name):

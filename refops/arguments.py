@@ -31,6 +31,12 @@ def describe_array(x):
     return f"{x.dtype} of shape {x.shape}"
 
 
+def as_codes_hint(dtype, name):
+    """What an error says besides of an array whose elements are codes of another dtype: how they become uint8."""
+    holds_codes = str(dtype).startswith(("int8", "float8", "float6", "float4"))
+    return f"; hand in {name}.view(np.uint8)" if holds_codes else ""
+
+
 def as_array(x: Any, name: str) -> Array:
     """Return `x` as a NumPy array, raising TypeError where it is none (a ragged list) or would lose its mask."""
     if isinstance(x, np.ma.MaskedArray):

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from refops.arguments import (
     as_array,
+    as_codes_hint,
     describe_array,
     require_choice,
     require_flag,
@@ -485,5 +486,5 @@ def require_codes(codes: ArrayLike, name: str) -> NDArray[np.uint8]:
     """Return `codes` as an array, raising unless it is uint8."""
     codes = as_array(codes, name)
     if codes.dtype != np.uint8:
-        raise TypeError(f"{name} must be a uint8 array; got {describe_array(codes)}")
+        raise TypeError(f"{name} must be a uint8 array; got {describe_array(codes)}{as_codes_hint(codes.dtype, name)}")
     return codes

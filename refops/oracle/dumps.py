@@ -199,5 +199,5 @@ def _expected_dtype(slot):
         return "float32, float16 or bfloat16, or raw bits (uint32, uint16)"
     if slot.fmt is None:
         return "float32, or its raw bits (uint32)"
-    own = next(dtype for dtype, fmt in CODE_DTYPES.items() if fmt == slot.fmt)
-    return f"uint8 codes or {own}"
+    own = [f" or {dtype}" for dtype, fmt in CODE_DTYPES.items() if fmt == slot.fmt]  # no other library has UE5M3
+    return f"uint8 codes{''.join(own)}"

@@ -576,6 +576,18 @@ BAD_CALLS = {
         TypeError,
         "rowwise_scale_inv must be uint8 codes or float8_e8m0fnu",
     ),
+    "UE5M3 scales, which have no dtype": (
+        ("quantize", X, {"scale": np.ones((128, 4), F)}),
+        {"scaling": refops.NVFP4Scaling(scale_format=refops.UE5M3)},
+        TypeError,
+        "rowwise_scale_inv must be uint8 codes; got float32",
+    ),
+    "INT8 codes": (
+        ("quantize", X, {"data": X}),
+        {"scaling": refops.MXINT8Scaling()},
+        TypeError,
+        "rowwise_data must be uint8 codes or int8; got float32",
+    ),
     "scale shape": (
         ("quantize", X, {"scale": np.ones((64, 4), np.uint8)}),
         {"scaling": MXFP8},

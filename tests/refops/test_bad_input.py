@@ -77,6 +77,8 @@ CASES = [
     ("activation_grad('gelu', f32(1), X)", ValueError, "dy", "scalar", ONE_DIM),
     ("encode(np.ones(4, np.int8), E4M3)", TypeError, "x", "int8 of shape .4,.", FLOATS),
     ("decode(X, E4M3)", TypeError, "codes", "float32", "uint8"),
+    ("decode(U8.view(np.int8), INT8)", TypeError, "codes", "int8", r"codes\.view\(np\.uint8\)"),
+    ("decode(U8.view(float8_e4m3fn), E4M3)", TypeError, "codes", "float8", r"codes\.view\(np\.uint8\)"),
     ("decode([1, 2], E4M3)", TypeError, "codes", "int64", "uint8"),
     ("pack_fp4(np.ones((2, 2), np.int32))", TypeError, "codes", "int32", "uint8"),
     ("unpack_fp4(np.ones((2, 2), np.int32))", TypeError, "packed", "int32", "uint8"),
