@@ -1,6 +1,7 @@
 """What each backend can do, found by doing it: every operation with every scaling, called and judged.
 
     python docs/capabilities.py --write         # capabilities.json, beside this file
+    python docs/capabilities.py --write mxfp8   # of that, this row
 
 A backend is credited where its call returns and the result is right: the bits of `refops` for casts, scales, amaxes and
 dequantization (for `refops` itself `make report` has other judges), the oracle's verdict for activations. It is not
@@ -195,43 +196,38 @@ class Torch:
         Raises:
             NotImplementedError: none has.
         """
-        made = self._quantizer(scaling)
-        if made is None or made.layout_scaling() != scaling:
+        made = next((one for one in self._quantizers(scaling) if one.layout_scaling() == scaling), None)
+        if made is None:
             if scaling.layout.block is None:
                 raise NotImplementedError(f"no quantizer has the settings {scaling}")
             made = self.quantization.BlockScaledQuantizer(scaling)
         made.set_usage(rowwise=rowwise, columnwise=columnwise)
         return made
 
-    def _quantizer(self, scaling):
-        """TE's quantizer for a scaling, perhaps with other settings; None without one."""
-        quantizers, fmt = self.quantization, self.dtype.kFloat8E4M3
-        if scaling.fmt is refops.E5M2:
-            fmt = self.dtype.kFloat8E5M2
-        match scaling:
-            case refops.DelayedScaling():
-                scale = self.torch.full((1,), scaling.scale)
-                return quantizers.Float8Quantizer(scale, self.torch.zeros(1), fmt)
-            case refops.CurrentScaling():
-                return quantizers.Float8CurrentScalingQuantizer(fmt, force_pow_2_scales=scaling.power_2_scale)
-            case refops.BlockScaling():
-                return quantizers.Float8BlockQuantizer(
-                    fmt, rowwise=True, columnwise=False, block_scaling_dim=scaling.block_dim
-                )
-            case refops.MXFP8Scaling():
-                return quantizers.MXFP8Quantizer(fmt)
-            case refops.NVFP4Scaling():
-                return quantizers.NVFP4Quantizer(
-                    with_rht=scaling.rht,
-                    with_post_rht_amax=scaling.rht,
-                    with_2d_quantization=scaling.two_d,
-                    stochastic_rounding=scaling.stochastic_rounding,
-                    row_scaled_nvfp4=scaling.row_scaled,
-                    nvfp4_use_4over6=scaling.four_over_six is not None,
-                    nvfp4_e4m3_max=scaling.e4m3_max,
-                    nvfp4_4over6_err_mode=scaling.four_over_six or "mae",
-                )
-        return None
+    def _quantizers(self, scaling):
+        """TE's quantizers, with what each can take of the settings; which settings it has then it says itself."""
+        quantizers, ones = self.quantization, self.torch.ones(1)
+        fmt = self.dtype.kFloat8E5M2 if scaling.fmt == refops.E5M2 else self.dtype.kFloat8E4M3
+
+        def setting(name, other):
+            return getattr(scaling, name, other)
+
+        yield quantizers.Float8Quantizer(ones * (scaling.given or 1), self.torch.zeros(1), fmt)
+        yield quantizers.Float8CurrentScalingQuantizer(fmt, force_pow_2_scales=setting("power_2_scale", False))
+        yield quantizers.Float8BlockQuantizer(
+            fmt, rowwise=True, columnwise=False, block_scaling_dim=setting("block_dim", 1)
+        )
+        yield quantizers.MXFP8Quantizer(fmt)
+        yield quantizers.NVFP4Quantizer(
+            with_rht=setting("rht", False),
+            with_post_rht_amax=setting("rht", False),
+            with_2d_quantization=setting("two_d", False),
+            stochastic_rounding=setting("stochastic_rounding", False),
+            row_scaled_nvfp4=setting("row_scaled", False),
+            nvfp4_use_4over6=setting("four_over_six", None) is not None,
+            nvfp4_e4m3_max=setting("e4m3_max", 448),
+            nvfp4_4over6_err_mode=setting("four_over_six", None) or "mae",
+        )
 
     def quantize(self, x, scaling, **copies):
         return TorchResult(self, self.functional.quantize(self.as_torch(x), self.quantizer(scaling, **copies)))
@@ -283,30 +279,21 @@ class Jax:
 
         jax.config.update("jax_platforms", "cpu")
         from fuser import xla
-        from fuser.xla.settings import ACTIVATION_NAMES
+        from fuser.xla import settings
 
-        self.jnp, self.xla = jax.numpy, xla
-        self.types = {ACTIVATION_NAMES[number]: key for key, number in xla.ActivationEnum.items()}
+        self.jnp, self.xla, self.settings = jax.numpy, xla, settings
+        self.types = {settings.ACTIVATION_NAMES[number]: key for key, number in xla.ActivationEnum.items()}
 
     def quantizer(self, scaling, rowwise=True, columnwise=False):
-        """As `Torch.quantizer`."""
-        mode, options = self._mode(scaling)
+        """As `Torch.quantizer`: that of the mode which has these settings."""
         layout = self.xla.QuantizeLayout.ROWWISE_COLWISE if columnwise else self.xla.QuantizeLayout.ROWWISE
-        return self.xla.QuantizerFactory.create(scaling_mode=mode, q_layout=layout, **options)
-
-    def _mode(self, scaling):
-        mode, one = self.xla.ScalingMode, self.jnp.ones((1,), self.jnp.float32)
-        dtype = self.jnp.float8_e5m2 if scaling.fmt is refops.E5M2 else self.jnp.float8_e4m3fn
-        for fmt in (refops.E4M3, refops.E5M2):
-            table = {
-                refops.DelayedScaling(fmt): (mode.DELAYED_TENSOR_SCALING, {"q_dtype": dtype, "scale": one}),
-                refops.CurrentScaling(fmt): (mode.CURRENT_TENSOR_SCALING, {"q_dtype": dtype}),
-                refops.MXFP8Scaling(fmt): (mode.MXFP8_1D_SCALING, {"q_dtype": dtype}),
-                refops.NVFP4Scaling(): (mode.NVFP4_1D_SCALING, {}),
-                refops.NVFP4Scaling(two_d=True): (mode.NVFP4_2D_SCALING, {}),
-            }
-            if scaling in table:
-                return table[scaling]
+        for mode in self.xla.ScalingMode:
+            for dtype in mode.data_dtypes:
+                if self.settings.scaling_of(mode, self.settings.FORMATS[dtype]) == scaling:
+                    scale = {} if scaling.given is None else {"scale": self.jnp.ones((1,), self.jnp.float32)}
+                    return self.xla.QuantizerFactory.create(
+                        scaling_mode=mode, q_layout=layout, q_dtype=getattr(self.jnp, dtype), **scale
+                    )
         raise NotImplementedError(f"no scaling mode has the settings {scaling}")
 
     def quantize(self, x, scaling, **copies):
@@ -362,7 +349,7 @@ class JaxResult:
             layout, columnwise = scaling.layout, name == "columnwise"
             row_tile, column_tile = layout.padding[:: -1 if layout.scales_inner_first[columnwise] else 1]
             scales = np.pad(scales, ((0, -rows % row_tile), (0, -columns % column_tile)))
-        if copy.scaling_mode.is_nvfp4_scaling:
+        if scaling.layout.packed == 2:
             data = refops.pack_fp4(data)
         self.arrays[f"{name}_data"], self.arrays[f"{name}_scale_inv"] = data, scales
         if copy.amax is not None and copy.amax.size:
@@ -410,12 +397,16 @@ def operations_of(scaling):
     return [k for k, op in OPERATIONS.items() if (op.unscaled if scaling is None else blocks or not op.blocks)]
 
 
-def measure(backend):
-    """Return {"scalings": {scaling: [operations]}, "activations": [names]} of one backend, in this process."""
+def measure(backend, rows):
+    """Return {"scalings": {scaling: [operations]}, "activations": [names]} of one backend, in this process.
+
+    Args:
+        rows: names of scalings, "none" among them, and of activations: what is measured.
+    """
     library = library_of(backend)
     scalings = {"none": None} | {name: row.scaling for name, row in SCALINGS.items()}
-    found = {name: offered_operations(library, scaling) for name, scaling in scalings.items()}
-    names = [name for name in refops.ACTIVATIONS if offered(evaluate, library, name)]
+    found = {name: offered_operations(library, scaling) for name, scaling in scalings.items() if name in rows}
+    names = [name for name in refops.ACTIVATIONS if name in rows and offered(evaluate, library, name)]
     return {"scalings": found, "activations": names}
 
 
@@ -424,17 +415,27 @@ def offered_operations(library, scaling):
     return [k for k in operations_of(scaling) if offered(OPERATIONS[k].run, library, scaling)]
 
 
-def measure_all():
+def measure_all(rows):
     """Return backend -> what `measure` finds, each in its own process."""
     found = {}
     for backend in BACKENDS:
         environment = os.environ | ({"NUMBA_ENABLE_CUDASIM": "1"} if backend == "kernels" else {})
-        command = [sys.executable, __file__, "--backend", backend]
+        command = [sys.executable, __file__, "--backend", backend, *rows]
         run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         if run.returncode:
             raise SystemExit(f"{backend}:\n{run.stderr}")
         found[backend] = json.loads(run.stdout)
     return found
+
+
+def merged(before, found, rows):
+    """What was measured before, with the rows that were measured now in their place in the table."""
+    scalings = {**before["scalings"], **found["scalings"]}
+    names = {*found["activations"], *(name for name in before["activations"] if name not in rows)}
+    return {
+        "scalings": {name: scalings[name] for name in TITLES if name in scalings},
+        "activations": [name for name in refops.ACTIVATIONS if name in names],
+    }
 
 
 def table(found):
@@ -462,15 +463,25 @@ def _cell(expected, found):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("rows", nargs="*", help="scalings and activations; default: all. Others stay as they were")
     parser.add_argument(
         "--backend", choices=BACKENDS, help="measure this one, in this process, and print what it offers"
     )
-    parser.add_argument("--write", action="store_true", help=f"measure all and write {RESULTS.name}")
+    parser.add_argument("--write", action="store_true", help=f"measure and write {RESULTS.name}")
     arguments = parser.parse_args()
+    everything = (*TITLES, *refops.ACTIVATIONS)
+    unknown = set(arguments.rows) - set(everything)
+    if unknown:
+        parser.error(f"rows must be among {', '.join(everything)}; got {', '.join(sorted(unknown))}")
+    rows = arguments.rows or everything
     if arguments.backend:
-        print(json.dumps(measure(arguments.backend)))
+        print(json.dumps(measure(arguments.backend, rows)))
     elif arguments.write:
-        RESULTS.write_text(json.dumps(measure_all(), indent=1) + "\n")
+        found = measure_all(rows)
+        if arguments.rows:
+            before = json.loads(RESULTS.read_text())
+            found = {backend: merged(before[backend], found[backend], rows) for backend in BACKENDS}
+        RESULTS.write_text(json.dumps(found, indent=1) + "\n")
     else:
         print(table(json.loads(RESULTS.read_text())))
 

@@ -3,7 +3,7 @@
 `tests/new_rows/mish.py` goes into refops/activations, `tests/measured/measure_activations.py` and `docs/generate.py`
 write what is measured and generated, and each check of `tests/new_rows/use_activation.py` runs in a process of its
 own. The tests of activations run as well: their parameters are the table's rows. `tests/new_rows/mx64.py`, for
-refops/scalings, needs nothing written; its checks are those of `tests/new_rows/use_scaling.py`.
+refops/scalings, needs one row of the capability table; its checks are those of `tests/new_rows/use_scaling.py`.
 """
 
 import os
@@ -56,7 +56,6 @@ SCALING_CHECKS = (
     "judged_and_named",
     "commands",
     "fuser",
-    "documents",
 )
 
 
@@ -137,3 +136,16 @@ def test_a_scaling_is_one_short_file():
 def test_a_new_scaling_works_without_another_edit(with_mx64, check):
     pytest.importorskip({"software_gpu": "numba.cuda", "fuser": "torch"}.get(check, "numba"))
     run_in(with_mx64, "tests/new_rows/use_scaling.py", check, NUMBA_ENABLE_CUDASIM=str(int(check == "simulator")))
+
+
+def test_the_capability_table_has_the_new_scaling(with_mx64):
+    """Measured on every backend for its row alone; TE's JAX interface has no mode for it."""
+    pytest.importorskip("torch")
+    pytest.importorskip("jax")
+    before = (with_mx64 / "docs" / "capabilities.json").read_text(encoding="utf-8").count(": [")
+    run_in(with_mx64, "docs/capabilities.py", "--write", "mx64")
+    run_in(with_mx64, "docs/generate.py", "--write")
+    row = "| MXFP8: E4M3, one E8M0 scale byte per 64 elements | all | all | all | all | - |"
+    assert row in (with_mx64 / "README.md").read_text(encoding="utf-8")
+    after = (with_mx64 / "docs" / "capabilities.json").read_text(encoding="utf-8").count(": [")
+    assert after == before + 5, "other rows stay"

@@ -26,7 +26,6 @@ ROOT = Path(__file__).resolve().parent.parent
 CLASSES = {cls.__name__ for cls in scalings.SCALINGS}
 #: file -> (sites, why the declarations cannot answer there).
 ALLOWED = {
-    "docs/capabilities.py": (2, "TE's own quantizers and scaling modes have the settings as arguments of other names"),
     "refops/golden/matrix.py": (1, "the settings beside a named row: those of the same class"),
     "refops/oracle/conventions/scales.py": (1, "other settings of the same class are what a kernel may have taken"),
 }
