@@ -6,18 +6,18 @@ import pytest
 
 import cuda_kernels
 from beyond_words import check_refusals
-from declared_scalings import DECLARED, SHAPES, check_declared
+from declared_scalings import CHECKED, SHAPES, check_declared
 from tiers import sampled
 
 
-@pytest.mark.parametrize("name", DECLARED)
+@sampled("name", CHECKED, 2)
 def test_every_call_has_the_reference_s_bits(name):
     with cuda_kernels.emulated("sm_90"):
         check_declared(cuda_kernels, name, ml_dtypes.bfloat16, SHAPES[name])
 
 
 @pytest.mark.full
-@sampled("name", DECLARED, 3)
+@sampled("name", CHECKED, 3)
 def test_float32_on_another_target(name):
     with cuda_kernels.emulated("sm_100a"):
         check_declared(cuda_kernels, name, np.float32, (128, 256))

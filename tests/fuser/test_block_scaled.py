@@ -9,7 +9,7 @@ import torch
 
 import fuser
 import refops
-from declared_scalings import DECLARED, declared
+from declared_scalings import CHECKED, declared
 from fuser import functional, ops, recipe
 from fuser import quantization as q
 from fuser.dispatch import TENSOR_FIELDS, as_numpy
@@ -17,10 +17,10 @@ from fuser.quantization import sharding
 from refops import E3M2, E4M3
 from refops.scalings import NAMED
 
-LINES, SQUARES = DECLARED["four bits"], DECLARED["four bits 2d"]
+LINES, SQUARES = (refops.MXFP4Scaling(two_d, scale_rounding="even") for two_d in (False, True))
 #: Settings of scalings that TE has, but not its quantizers.
 FLOOR, SIX_BITS = refops.MXFP8Scaling(E4M3, scale_rounding="floor"), refops.MXFP8Scaling(E3M2, two_d=True)
-SCALINGS = {**DECLARED, "floor": FLOOR, "six bits": SIX_BITS}
+SCALINGS = {**CHECKED, "floor": FLOOR, "six bits": SIX_BITS}
 #: The scalings of `refops` that TE does not have, and settings of NVFP4 that its quantizer does not take.
 TE = refops.DelayedScaling, refops.CurrentScaling, refops.BlockScaling, refops.MXFP8Scaling, refops.NVFP4Scaling
 OTHERS = {name: row.scaling for name, row in NAMED.items() if not isinstance(row.scaling, TE) or "ue5m3" in name}
@@ -151,13 +151,13 @@ def test_stochastic_rounding_draws_a_seed_for_every_call():
 
 
 def test_what_it_refuses():
-    with pytest.raises(TypeError, match=r"scaling must be one of .*FourBits, .*; got"):
+    with pytest.raises(TypeError, match=r"scaling must be one of .*Squares64, .*; got"):
         q.BlockScaledQuantizer("mxfp4")
     with pytest.raises(ValueError, match="scaling must have blocks"):
         q.BlockScaledQuantizer(refops.CurrentScaling(E4M3))
     with pytest.raises(ValueError, match="with_amax_reduction needs scales that depend on the tensor's amax"):
         q.BlockScaledQuantizer(LINES, with_amax_reduction=True)
-    with pytest.raises(ValueError, match=r"M % 16 == 0 and K % 16 == 0 for four bits"):
+    with pytest.raises(ValueError, match=r"M % 16 == 0 and K % 16 == 0 for MXFP4"):
         q.BlockScaledQuantizer(LINES)(normal(32, 33))
     with pytest.raises(AssertionError, match="gradient must have blocks"):
         recipe.BlockScaledRecipe(LINES, gradient=refops.CurrentScaling(E4M3))
@@ -251,4 +251,4 @@ def test_explain_says_what_is_quantized_with_what():
     model = ops.Sequential(ops.Linear(64, 64), ops.GELU(), ops.Linear(64, 64))
     with fuser.autocast(recipe=recipe.BlockScaledRecipe(LINES)):
         report = str(fuser.explain(model, normal(32, 64).requires_grad_()))
-    assert "BlockScaledQuantizer (four bits)" in report and "FourBits columnwise" in report
+    assert "BlockScaledQuantizer (MXFP4)" in report and "MXFP4Scaling columnwise" in report

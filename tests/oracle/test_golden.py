@@ -18,7 +18,7 @@ import pytest
 from safetensors import safe_open
 
 import refops
-from declared_scalings import FourBits
+from declared_scalings import Squares64
 from refops import oracle
 from refops.files import FileError
 from refops.formats import encode, unpack_fp4
@@ -140,7 +140,7 @@ def test_committed_names():
         "dequantize__current__rowwise__bfloat16__4x8__mixed__seed0.safetensors"
     )
     assert [scaling_label(row.scaling) for row in SCALINGS.values()] == list(SCALINGS)
-    assert scaling_label(FourBits(two_d=True)) == "FourBits+two_d=True+scale_rounding=even", "a class without a row"
+    assert scaling_label(Squares64()) == "Squares64+power_2_scale=False", "a class without a row"
 
 
 # --- the file ---------------------------------------------------------------------------------------------------------

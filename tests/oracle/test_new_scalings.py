@@ -14,20 +14,19 @@ from reference_calls import arrays_of
 
 import refops
 import refops.scalings
-from declared_scalings import DECLARED, FourBits, Of64, Of128
+from declared_scalings import CHECKED, Of128
 from declared_scalings import declared as known
-from refops import oracle
+from refops import Block64Scaling, MXFP4Scaling, oracle
 from refops.formats import E2M1, E4M3, E8M0, UE5M3
 from refops.scalings.declaration import Layout, Scaling
-from refops.scalings.rules import E8M0_ROUNDINGS
 
 F = np.float32
 BF16 = np.dtype(ml_dtypes.bfloat16)
 
 
 @dataclass(frozen=True)
-class Lines(FourBits):
-    """The same with lines of another size."""
+class Lines(MXFP4Scaling):
+    """MXFP4 with lines of another size."""
 
     size: int = 16
 
@@ -104,7 +103,7 @@ def declared():
         yield
 
 
-NEW = DECLARED | {"lines of 16": Lines(), "relative": Relative(), "own rule": OwnRule()}
+NEW = CHECKED | {"lines of 16": Lines(), "relative": Relative(), "own rule": OwnRule()}
 
 
 def normal(shape=(128, 256), seed=0):
@@ -158,18 +157,6 @@ def test_exactly_evaluated_formulas_are_accepted(name, seed):
 # --- wrong ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("own", E8M0_ROUNDINGS)
-@pytest.mark.parametrize("other", E8M0_ROUNDINGS)
-def test_each_wrong_rule_of_e8m0_is_named(own, other):
-    name = {"up": "scale-up", "floor": "scale-floor", "even": "scale-even", "ceil_ocp": "scale-ceil-ocp"}[other]
-    x, scaling = normal(), FourBits(scale_rounding=own)
-    outputs = dump(x, FourBits(scale_rounding=other))
-    if own == other:
-        assert oracle.check("quantize", x, outputs, scaling=scaling).ok
-    else:
-        assert named(x, outputs, scaling) == (name,)
-
-
 def swapped(outputs):
     return {n: (a >> 4 | a << 4) if n.endswith("_data") else a for n, a in outputs.items()}
 
@@ -192,11 +179,11 @@ def transposed(scales):
 
 #: Scaling, what is stored instead of the right outputs, the name.
 STORED: dict[str, tuple[Scaling, Any, str]] = {
-    "four bits: nibbles exchanged": (FourBits(), swapped, "swapped-nibbles"),
-    "four bits: bytes one too high": (FourBits(), on_scales(lambda s: s + np.uint8(1)), "scale-off-by-one"),
-    "four bits: encode scales stored": (FourBits(), reciprocal(E8M0), "inverted-scale"),
-    "four bits: GEMM order": (FourBits(), on_scales(refops.swizzle), "scales-swizzled"),
-    "four bits: scales transposed": (FourBits(), on_scales(transposed), "scales-transposed"),
+    "mxfp4: nibbles exchanged": (MXFP4Scaling(), swapped, "swapped-nibbles"),
+    "mxfp4: bytes one too high": (MXFP4Scaling(), on_scales(lambda s: s + np.uint8(1)), "scale-off-by-one"),
+    "mxfp4: encode scales stored": (MXFP4Scaling(), reciprocal(E8M0), "inverted-scale"),
+    "mxfp4: GEMM order": (MXFP4Scaling(), on_scales(refops.swizzle), "scales-swizzled"),
+    "mxfp4: scales transposed": (MXFP4Scaling(), on_scales(transposed), "scales-transposed"),
     "relative: nibbles exchanged": (Relative(), swapped, "swapped-nibbles"),
     "relative: GEMM order": (Relative(), on_scales(refops.swizzle), "scales-swizzled"),
     "relative: bytes one too low": (Relative(), on_scales(lambda s: s - (s > 0)), "scale-off-by-one"),
@@ -205,8 +192,8 @@ STORED: dict[str, tuple[Scaling, Any, str]] = {
         on_scales(lambda s: refops.encode(UE5M3.values[s], E4M3)),
         "other-scale-format",
     ),
-    "64: encode scales stored": (Of64(), on_scales(lambda s: F(1) / s), "inverted-scale"),
-    "64: scales transposed": (Of64(), on_scales(transposed), "scales-transposed"),
+    "64: encode scales stored": (Block64Scaling(E4M3, False), on_scales(lambda s: F(1) / s), "inverted-scale"),
+    "64: scales transposed": (Block64Scaling(E4M3, False), on_scales(transposed), "scales-transposed"),
     "own rule: bytes one too high": (OwnRule(), on_scales(lambda s: s + np.uint8(1)), "scale-off-by-one"),
 }
 
@@ -221,10 +208,14 @@ def test_what_is_stored_wrongly_is_named(what):
 @pytest.mark.parametrize(
     ("scaling", "read", "name"),
     [
-        (FourBits(), lambda q: replace(q, rowwise_data=swapped(arrays_of(q))["rowwise_data"]), "swapped-nibbles"),
-        (FourBits(), lambda q: replace(q, rowwise_scale_inv=q.rowwise_scale_inv + np.uint8(1)), "scale-off-by-one"),
+        (MXFP4Scaling(), lambda q: replace(q, rowwise_data=swapped(arrays_of(q))["rowwise_data"]), "swapped-nibbles"),
+        (MXFP4Scaling(), lambda q: replace(q, rowwise_scale_inv=q.rowwise_scale_inv + np.uint8(1)), "scale-off-by-one"),
         (Relative(), lambda q: replace(q, amax_rowwise=F([448 * 6])), "missing-global-scale"),
-        (Of64(), lambda q: replace(q, rowwise_scale_inv=F(1) / q.rowwise_scale_inv), "inverted-scale"),
+        (
+            Block64Scaling(E4M3, False),
+            lambda q: replace(q, rowwise_scale_inv=F(1) / q.rowwise_scale_inv),
+            "inverted-scale",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -238,8 +229,8 @@ WIDE = refops.NVFP4Scaling(scale_format=refops.UE5M3)
 ALONE = refops.NVFP4Scaling(scale_format=refops.UE5M3, tensor_level=False)
 #: Right settings, settings that a kernel follows instead, the name.
 FOLLOWED = {
-    "64: powers of two": (Of64(), Of64(power_2_scale=True), "power-of-two-extra"),
-    "64: no powers of two": (Of64(power_2_scale=True), Of64(), "power-of-two-missing"),
+    "64: powers of two": (Block64Scaling(E4M3, False), Block64Scaling(E4M3), "power-of-two-extra"),
+    "64: no powers of two": (Block64Scaling(E4M3), Block64Scaling(E4M3, False), "power-of-two-missing"),
     "relative: no tensor level": (Relative(), Relative(level=False), "missing-global-scale"),
     "relative: another flag": (Relative(), Relative(down=True), "other-setting"),
     "own rule: another flag": (OwnRule(), OwnRule(above=False), "scale-off-by-one"),
@@ -263,14 +254,14 @@ def test_another_block_size_is_named(size):
     """From the data alone, and with the scales of the blocks that begin where the right ones do."""
     x = normal()
     q = refops.quantize(x, Lines(size=size))
-    assert named(x, {"data": q.rowwise_data}, FourBits()) == ("wrong-block-size",)
+    assert named(x, {"data": q.rowwise_data}, MXFP4Scaling()) == ("wrong-block-size",)
     scales = np.zeros((128, 8), np.uint8)
     of_each = q.rowwise_scale_inv[:, : 256 // size]
     scales[:] = of_each[:, ::2] if size == 16 else np.repeat(of_each, 2, axis=1)
-    assert named(x, {"data": q.rowwise_data, "scale": scales}, FourBits()) == ("wrong-block-size",)
+    assert named(x, {"data": q.rowwise_data, "scale": scales}, MXFP4Scaling()) == ("wrong-block-size",)
 
 
-@pytest.mark.parametrize("name", ["four bits", "64"])
+@pytest.mark.parametrize("name", ["mxfp4", "64"])
 def test_neighbours_scales_are_named(name):
     scaling, x = NEW[name], spread()
     outputs = dump(x, scaling, columnwise=False)
@@ -298,7 +289,7 @@ def on_path(scaling, path):
 
 def test_what_nothing_explains_is_unknown():
     x, rng = normal((64, 128)), np.random.default_rng(1)
-    for scaling in (FourBits(), Relative(), Of64()):
+    for scaling in (MXFP4Scaling(), Relative(), Block64Scaling(E4M3, False)):
         outputs = dump(x, scaling, columnwise=False)
         outputs["rowwise_data"] = rng.integers(0, 256, outputs["rowwise_data"].shape, dtype=np.uint8)
         assert named(x, outputs, scaling) == ()
