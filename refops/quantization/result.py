@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from refops.arguments import require_flag, require_high_precision_dtype, require_integer, shown
+from refops.arguments import as_codes_hint, require_flag, require_high_precision_dtype, require_integer, shown
 from refops.hints import Array
 from refops.quantization.layout import one_order, swizzle, unswizzle
 from refops.scalings import Scaling, require_scaling
@@ -108,9 +108,11 @@ class Quantized:
             if array is None:
                 continue
             if not isinstance(array, np.ndarray) or array.shape != shape or array.dtype != dtype:
+                is_code = isinstance(array, np.ndarray) and dtype == np.uint8
+                hint = as_codes_hint(array.dtype, name) if is_code else ""
                 raise ValueError(
                     f"{name} must be {dtype} of shape {shape} for a tensor of shape {self.shape} with {self.scaling}; "
-                    f"got {shown(array)}"
+                    f"got {shown(array)}{hint}"
                 )
         for direction in DIRECTIONS:
             needed = [f"{direction}_scale_inv"] + [f"amax_{direction}"] * layout.two_level

@@ -79,6 +79,13 @@ CASES = [
     ("decode(X, E4M3)", TypeError, "codes", "float32", "uint8"),
     ("decode(U8.view(np.int8), INT8)", TypeError, "codes", "int8", r"codes\.view\(np\.uint8\)"),
     ("decode(U8.view(float8_e4m3fn), E4M3)", TypeError, "codes", "float8", r"codes\.view\(np\.uint8\)"),
+    (
+        "Quantized(rowwise_data=U8.view(np.int8), scaling=MXINT8Scaling(), shape=(32, 64), dtype=f32)",
+        ValueError,
+        "rowwise_data",
+        "int8 of shape .32, 64.; hand in",
+        r"rowwise_data\.view\(np\.uint8\)",
+    ),
     ("decode([1, 2], E4M3)", TypeError, "codes", "int64", "uint8"),
     ("pack_fp4(np.ones((2, 2), np.int32))", TypeError, "codes", "int32", "uint8"),
     ("unpack_fp4(np.ones((2, 2), np.int32))", TypeError, "packed", "int32", "uint8"),
