@@ -14,7 +14,7 @@ import numpy as np
 from refops.arguments import require_high_precision_dtype
 from refops.rounding import stored
 
-#: Tile edges are multiples of this: the largest block (128), itself a multiple of 32 and 16.
+#: Tile edges are multiples of this, and so of each block: a `Layout` refuses one that does not divide it.
 ALIGNMENT = 128
 #: Rows that a partial column sum covers, as in TE's kernels; also the columns of a partial row sum.
 SUM_CHUNK = 128

@@ -15,10 +15,11 @@ from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 
-from refops.arguments import BFLOAT16, require_choice, require_flag, require_number
+from refops.arguments import BFLOAT16, require_choice, require_flag, require_number, shown
 from refops.formats import E4M3, E5M2, FloatFormat
 from refops.hints import Array
 from refops.scalings.arithmetic import FLT_MAX, F
+from refops.tiles import ALIGNMENT
 
 #: The vocabulary of `refops.scalings.arithmetic`, NumPy's or a compiler's.
 Words: TypeAlias = Any
@@ -65,7 +66,7 @@ class Layout:
     """Where codes and scales are stored, as data; sizes and blocks are (outer, inner), seen along a direction.
 
     Attributes:
-        block: elements that share a scale, (1, B) or (B, B); None: the whole tensor.
+        block: elements that share a scale, (1, B) or (B, B), B a divisor of 128; None: the whole tensor.
         scale_format: format of stored scales, uint8 codes; None: float32 decode scales.
         repeated: a (B, B) block's scale is stored for each of its B outer indices, not once.
         scales_inner_first: (rowwise, columnwise): scales are stored [block, outer] instead of [outer, block].
@@ -78,6 +79,9 @@ class Layout:
             read them as they are stored, "none" where there is one scale.
         shape_multiple: what M and K must divide by to be stored.
         columnwise_multiple: what M and K must divide by for a columnwise copy to be made; at least `shape_multiple`.
+
+    Raises:
+        ValueError: one of these is none of its values, or does not fit the others.
     """
 
     block: tuple[int, int] | None = None
@@ -95,6 +99,15 @@ class Layout:
 
     def __post_init__(self):
         normalise(self, columnwise_multiple=max(self.columnwise_multiple, self.shape_multiple))
+        require_choice(self.amax, "amax", ("tensor", "rows", None))
+        require_choice(self.scale_order, "scale_order", ("gemm", "fixed", "none"))
+        if self.block is not None and (self.block[0] not in (1, self.block[1]) or ALIGNMENT % self.block[1]):
+            raise ValueError(
+                f"block must be (1, B) or (B, B) where B divides {ALIGNMENT}, the edge of the tiles that tensors are "
+                f"walked in; got {shown(self.block)}"
+            )
+        if self.shape_multiple % self.packed:
+            raise ValueError(f"shape_multiple must divide by packed, {self.packed}; got {self.shape_multiple}")
 
     @property
     def scale_dtype(self) -> Any:

@@ -15,6 +15,7 @@ from refops import survey
 from refops.formats import E8M0
 from refops.scalings import NAMED, SCALINGS
 from refops.scalings.arithmetic import REFERENCE
+from refops.scalings.declaration import Layout
 
 F = np.float32
 ROWS = pytest.mark.parametrize("name", NAMED)
@@ -31,6 +32,22 @@ def shared(scaling, amax):
     """What the blocks of a tensor of that amax share."""
     rule = scaling.tensor_scale(REFERENCE)
     return F(0) if rule is None else rule(np.array([amax], F))
+
+
+@pytest.mark.parametrize(
+    ("attributes", "message"),
+    [
+        ({"block": (1, 96)}, r"block must be .* B divides 128, .*; got \(1, 96\)"),
+        ({"block": (256, 256)}, r"block must be .*; got \(256, 256\)"),
+        ({"block": (2, 32)}, r"block must be \(1, B\) or \(B, B\)"),
+        ({"packed": 2}, "shape_multiple must divide by packed, 2; got 1"),
+        ({"amax": "row"}, "amax must be one of .*; got 'row'"),
+        ({"scale_order": None}, "scale_order must be one of .*; got None"),
+    ],
+)
+def test_a_layout_that_nobody_could_walk_is_refused(attributes, message):
+    with pytest.raises(ValueError, match=message):
+        Layout(**attributes)
 
 
 @ROWS
