@@ -111,7 +111,7 @@ def _casts():
 
 
 #: What each setting of the scalings is called.
-RULES = {"up": "TE's rule", "floor": "floor rule", "even": "even rule", "ceil_ocp": "ceil rule"}
+RULES = {"up": "TE's rule", "floor": "floor rule", "even": "even rule", "ceil_ocp": "ceil_ocp rule"}
 
 
 def _scalings():

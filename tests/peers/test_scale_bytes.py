@@ -73,7 +73,7 @@ def test_up_is_the_power_of_two_that_is_not_below(fmt):
     [
         ("torchao_tensors", "MXFP4, floor rule", refops.E2M1, "floor"),
         ("torchao_tensors", "MXFP4, even rule", refops.E2M1, "even"),
-        ("torchao_tensors", "MXFP4, ceil rule", refops.E2M1, "ceil_ocp"),
+        ("torchao_tensors", "MXFP4, ceil_ocp rule", refops.E2M1, "ceil_ocp"),
         ("quack_blocks", "MXFP4, floor rule", refops.E2M1, "floor"),
     ],
 )
