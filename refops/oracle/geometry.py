@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from refops.formats import pack_fp4, unpack_fp4
-from refops.quantization.blocks import blocks_of
-from refops.quantization.layout import ceil_div
+from refops.quantization.layout import blocks_of, ceil_div
 
 #: Edge of the tiles that a diagnosis looks at: a region has as many rows and columns where the tensor has.
 TILE = 128

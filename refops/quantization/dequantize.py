@@ -3,8 +3,8 @@
 import numpy as np
 
 from refops.formats import unpack_fp4
-from refops.quantization.blocks import blocks_of
 from refops.quantization.hadamard import GROUP, transform_groups
+from refops.quantization.layout import blocks_of
 from refops.quantization.quantize import amax_of_tile
 from refops.quantization.result import Quantized
 from refops.scalings.arithmetic import REFERENCE

@@ -22,6 +22,11 @@ def round_up(n, multiple):
     return ceil_div(n, multiple) * multiple
 
 
+def blocks_of(elements, block_size):
+    """The slice of blocks that a slice of elements covers; the last block may be partial."""
+    return slice(elements.start // block_size, ceil_div(elements.stop, block_size))
+
+
 def pad_to_blocks(values, block_rows, block_columns):
     """Return (R, C) `values` with zeros added so that R and C divide by the block; the array itself if they do."""
     rows, columns = values.shape

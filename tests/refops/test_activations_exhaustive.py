@@ -31,8 +31,7 @@ from independent import (
 import measured
 import refops
 from arrays import assert_same_bits, assert_same_values
-from refops import elementary
-from refops.activations import bind_activation
+from refops.activations import arithmetic, bind_activation
 
 INF, NAN = np.inf, np.nan
 #: TE's defaults.
@@ -195,8 +194,8 @@ def float32_numbers(parameters):
     return SimpleNamespace(
         **{name: from_bits(pattern)[0] for name, pattern in CONSTANTS.items()},
         **{name: F(value) for name, value in parameters.items() if name != "limit"},
-        exp=elementary.exp,
-        tanh=elementary.tanh,
+        exp=arithmetic.exp,
+        tanh=arithmetic.tanh,
         ones=np.ones_like,
         where_positive=lambda x, y: np.where(x > 0, y, F(0)),
         at_most_limit=lambda x: np.where(x <= limit, x, limit),

@@ -22,7 +22,7 @@ import refops
 from refops import cli, conformance, files, report
 from refops.display.console import PIPE_WIDTH
 from refops.display.plot import MOST_TENSORS_DRAWN
-from refops.quantization import blocks, hadamard, quantize
+from refops.quantization import hadamard, quantize
 from refops.replacing import replacing
 from refops.scalings import arithmetic
 from refops.selfcheck import Tally
@@ -847,10 +847,10 @@ FAULTS = {
         "multiplier",
         of_rule(lambda multiplier: multiplier * F(0.99)),
     ),
-    "4over6 choice": ("vectors", blocks, "block_error", lambda f: lambda *a: np.zeros_like(f(*a))),
+    "4over6 choice": ("vectors", quantize, "block_error", lambda f: lambda *a: np.zeros_like(f(*a))),
     "hadamard signs": ("vectors", hadamard, "sign_vector", lambda f: lambda mask: f(mask ^ 1)),
-    "tanh": ("activations", refops.elementary, "tanh", lambda f: scaled(f, 1 + 2.0**-20)),
-    "exp": ("activations", refops.elementary, "exp", lambda f: scaled(f, 1 + 2.0**-19)),
+    "tanh": ("activations", refops.activations.arithmetic, "tanh", lambda f: scaled(f, 1 + 2.0**-20)),
+    "exp": ("activations", refops.activations.arithmetic, "exp", lambda f: scaled(f, 1 + 2.0**-19)),
     "bias gradient": ("activations", refops.ops, "column_sum", lambda f: scaled(f, 1.0001)),
     "rounding key": (
         "casts",

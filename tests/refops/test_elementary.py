@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from independent import BF16, FP16, F, all_values, bits
 
-from refops.elementary import exp, tanh
+from refops.activations.arithmetic import exp, tanh
 
 FUNCTIONS = {"exp": (exp, np.exp), "tanh": (tanh, np.tanh)}
 INF, NAN = np.inf, np.nan
