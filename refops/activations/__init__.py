@@ -56,11 +56,22 @@ def _by_name(rows):
     return table
 
 
+def _defaults(rows):
+    """Parameter name -> default; kernels take parameters by name, so activations that share one share its default."""
+    found = {}
+    for row in rows:
+        for p in row.declared:
+            name, default = found.setdefault(p.name, (row.name, p.default))
+            if default != p.default:
+                raise ValueError(f"{p.name} has two defaults: {default} in {name}, {p.default} in {row.name}")
+    return {parameter: default for parameter, (_, default) in found.items()}
+
+
 #: Every activation by TE's name.
 ACTIVATIONS = _by_name(_declared())
 
 #: Parameter name -> TE's default.
-DEFAULT_PARAMETERS = {p.name: p.default for activation in ACTIVATIONS.values() for p in activation.declared}
+DEFAULT_PARAMETERS = _defaults(ACTIVATIONS.values())
 #: Activations that have a kernel with a scale for each row (token probabilities in mixtures of experts).
 ROW_SCALED = tuple(name for name, activation in ACTIVATIONS.items() if activation.row_scaled)
 

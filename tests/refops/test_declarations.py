@@ -10,7 +10,7 @@ import pytest
 import refops
 from refops import activations, oracle
 from refops.activations import ACTIVATIONS, Arithmetic
-from refops.activations.declaration import Function
+from refops.activations.declaration import Function, Parameter, unary
 
 F = np.float32
 FILES = sorted(path for path in Path(activations.__file__).parent.glob("*.py") if "ROWS = " in path.read_text("utf-8"))
@@ -57,6 +57,18 @@ def test_the_same_name_twice_is_refused():
     row = ACTIVATIONS["silu"]
     with pytest.raises(ValueError, match="the same name"):
         activations._by_name([row, row])
+
+
+def test_a_parameter_of_two_defaults_is_refused():
+    """`DEFAULT_PARAMETERS` could not say which one an activation has."""
+
+    def row(name, default):
+        function = Function(name, lambda words: None, parameters=(Parameter("alpha", default, other=0.5),))
+        return unary(name, function, formula="alpha x", op=name.title())
+
+    assert activations._defaults([row("elu", 1.0), row("celu", 1.0)]) == {"alpha": 1.0}
+    with pytest.raises(ValueError, match=r"alpha has two defaults: 1\.0 in elu, 1\.7 in celu"):
+        activations._defaults([row("elu", 1.0), row("celu", 1.7)])
 
 
 def test_a_fast_form_is_of_functions_with_an_elementary_part():
