@@ -4,14 +4,14 @@ A golden file is a safetensors file: arrays "input.*", "output.*" and "intermedi
 operation and its settings and describes every array. The same arguments give the same bytes on every machine, with
 every version of NumPy: inputs are integers from Philox times powers of two, and `refops` itself is exact.
 
-    matrix.py         what a golden file is made from, and the matrix of all of them
-    inputs.py         the numbers
-    contents.py       inputs, reference outputs, intermediate amaxes and scales; the header
-    descriptions.py   what each array is, in the header's words
-    storage.py        bytes and files: written whole or not at all, verified when read
+    matrix.py     what a golden file is made from, and the matrix of all of them
+    inputs.py     the numbers
+    dump.py       inputs, reference outputs, intermediate amaxes and scales
+    header.py     what made them, and what each array is
+    storage.py    bytes and files: written whole or not at all, verified when read
 """
 
-from refops.golden.contents import Golden, build_golden
+from refops.golden.dump import Golden, build_golden
 from refops.golden.inputs import INPUT_KINDS
 from refops.golden.matrix import Recipe, golden_matrix
 from refops.golden.storage import GoldenWriter, golden_bytes, read_golden, write_golden

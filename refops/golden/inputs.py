@@ -10,12 +10,13 @@ import math
 import ml_dtypes
 import numpy as np
 
+from refops.formats import E2M1, E4M3
 from refops.rounding import philox
 
-#: Largest finite FP8 E4M3 value: an amax of it gives per-tensor scale 1, so that ties stay ties.
-_ANCHOR = 448.0
+#: An amax of it gives E4M3 the per-tensor scale 1, so that ties stay ties.
+_ANCHOR = E4M3.max
 #: Midpoints of E2M1's neighbours, and its largest value.
-_E2M1_TIES = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0])
+_E2M1_TIES = np.append((E2M1.grid[1:] + E2M1.grid[:-1]) / 2, E2M1.max)
 #: Bits of the quiet NaN, by size of the element.
 _NAN_BITS = {np.dtype(np.float32): 0x7FC00000, np.dtype(np.float16): 0x7E00, np.dtype(ml_dtypes.bfloat16): 0x7FC0}
 
@@ -105,7 +106,7 @@ def _fp8_ties(words, dtype):
 def _fp4_ties(words, dtype):
     """Midpoints between neighbours of E2M1; every 16th element is 6, its largest value."""
     values = _signs(words) * _E2M1_TIES[words[..., 1] % 8]
-    values[:, ::16] = 6
+    values[:, ::16] = E2M1.max
     return values
 
 
@@ -116,12 +117,18 @@ def _zero_blocks(words, dtype):
     return np.where(columns // 32 % 4 == 1, _normal(words, dtype), values)
 
 
-def _zeros(words, dtype):
-    return np.zeros(words.shape[:2])
+def _all(value):
+    """The value alone."""
+    return lambda words, dtype: np.full(words.shape[:2], value)
 
 
-def _negative_zeros(words, dtype):
-    return np.full(words.shape[:2], -0.0)
+def _all_infinite(words, dtype):
+    return _signs(words) * np.inf
+
+
+def _some(fill):
+    """Normal numbers, and what `fill` gives in place of one in 16."""
+    return lambda words, dtype: np.where(words[..., 3] % 16 == 0, fill(words, dtype), _normal(words, dtype))
 
 
 def _subnormal(words, dtype):
@@ -147,25 +154,9 @@ def _wide(words, dtype):
     return np.ldexp(_signs(words) * _mantissas(words, 6), exponents)
 
 
-def _some_nan(words, dtype):
-    return np.where(words[..., 3] % 16 == 0, np.nan, _normal(words, dtype))
-
-
-def _some_infinite(words, dtype):
-    return np.where(words[..., 3] % 16 == 0, _signs(words) * np.inf, _normal(words, dtype))
-
-
-def _all_nan(words, dtype):
-    return np.full(words.shape[:2], np.nan)
-
-
-def _all_infinite(words, dtype):
-    return _signs(words) * np.inf
-
-
 #: Kind of tensor -> the classes that its rows take in turn.
 INPUT_KINDS = {
     "mixed": (_normal, _heavy, _fp8_ties, _fp4_ties, _zero_blocks),
-    "extreme": (_normal, _subnormal, _huge, _zeros, _wide, _negative_zeros, _heavy),
-    "special": (_normal, _some_nan, _some_infinite, _heavy, _all_nan, _zero_blocks, _all_infinite),
+    "extreme": (_normal, _subnormal, _huge, _all(0.0), _wide, _all(-0.0), _heavy),
+    "special": (_normal, _some(_all(np.nan)), _some(_all_infinite), _heavy, _all(np.nan), _zero_blocks, _all_infinite),
 }

@@ -12,10 +12,10 @@ from refops.activations import ACTIVATIONS
 from refops.arguments import BFLOAT16, require_choice, require_high_precision_dtype, require_integer, shown
 from refops.formats import E4M3, E5M2, ElementFormat
 from refops.golden.inputs import INPUT_KINDS
-from refops.ops import SCALED_ACTIVATIONS
-from refops.oracle.operation import require_operation
+from refops.oracle.operation import INTERLEAVE, OPERATIONS, require_operation
 from refops.quantization.layout import round_up
 from refops.scalings import Scaling, require_scaling
+from refops.scalings.declaration import normalise
 from refops.survey import SCALINGS
 
 #: Elements that a golden file's tensor may have: they travel as files, and are made in one piece.
@@ -61,8 +61,8 @@ class Recipe:
                     f"scaling must be of a declared class, which golden files name, not of one derived from it; "
                     f"got {scaling}"
                 )
-        if operation.kind == "dequantize" and scaling is None:
-            raise ValueError("scaling is required for dequantize; got None")
+        if operation.needs_scaling and scaling is None:
+            raise ValueError(f"scaling is required for {operation.name}; got None")
         if scaling is not None and scaling.random is not None and scaling.random.bits is not None:
             raise ValueError("scaling must take its random bits from seed and offset; got random_bits")
         if self.columnwise and operation.kind != "dequantize":
@@ -80,17 +80,16 @@ class Recipe:
             raise ValueError(f"shape must have at most 2^26 elements; got {shape}")
         if not isinstance(self.params, dict):
             raise TypeError(f"params must be a dict of parameter names and values; got {shown(self.params)}")
-        # The dataclass is frozen for its users; these are the same values in one form.
-        for name, value in (
-            ("op", operation.name),
-            ("scaling", scaling),
-            ("dtype", dtype),
-            ("shape", shape),
-            ("seed", require_integer(self.seed, "seed", low=0, high=1 << 64)),
-            ("inputs", require_choice(self.inputs, "inputs", tuple(INPUT_KINDS))),
-            ("params", dict(self.params)),
-        ):
-            object.__setattr__(self, name, value)
+        normalise(
+            self,
+            op=operation.name,
+            scaling=scaling,
+            dtype=dtype,
+            shape=shape,
+            seed=require_integer(self.seed, "seed", low=0, high=1 << 64),
+            inputs=require_choice(self.inputs, "inputs", tuple(INPUT_KINDS)),
+            params=dict(self.params),
+        )
 
     @property
     def file_name(self) -> str:
@@ -135,18 +134,22 @@ def golden_matrix(seed: int = 0) -> Iterator[Recipe]:
     Every operation under every scaling that it takes and in every dtype, with both copies and all sums; shapes of more
     than one block in both directions, ragged where the scaling allows it; numbers of every kind.
     """
-    for name in ACTIVATIONS:
-        for op in (name, f"d{name}"):
-            yield from _plain(op, seed, gated=ACTIVATIONS[name].gated)
-            for scaling in SCALINGS:
-                yield from _quantizing(op, scaling, seed, gated=ACTIVATIONS[name].gated)
-    yield from _other_parameters(seed)
-    yield from _scaled(seed)
-    for scaling in SCALINGS:
-        yield from _quantizing("quantize", scaling, seed, gated=False)
-    for scaling in SCALINGS:
-        yield from _dequantizing(scaling, seed)
-    yield from _updates(seed)
+    for operation in OPERATIONS.values():
+        if operation.kind == "update_delayed_scale":
+            yield from _updates(seed)
+            continue
+        for scaling in _scalings_of(operation):
+            for columnwise in (False, True) if operation.kind == "dequantize" else (False,):
+                for dtype, inputs, ragged in _VARIANTS:
+                    shape = _shape(scaling, ragged, operation.gated)
+                    yield Recipe(operation.name, scaling, shape, dtype, seed, inputs, columnwise=columnwise)
+        yield from _other_parameters(operation, seed)
+
+
+def _scalings_of(operation):
+    """Every name that it takes; first None, where it can do without."""
+    names = SCALINGS if operation.takes_scaling or operation.needs_scaling else ()
+    return (*names,) if operation.needs_scaling else (None, *names)
 
 
 #: (dtype, kind of numbers, whether the shape is ragged).
@@ -177,40 +180,17 @@ def _shape(scaling, ragged, gated):
     return (rows, factor * round_up(columns, settings.gate_multiple if gated else 1))
 
 
-def _plain(op, seed, *, gated):
-    for dtype, inputs, ragged in _VARIANTS:
-        yield Recipe(op, None, _shape(None, ragged, gated), dtype, seed, inputs)
-
-
-def _quantizing(op, scaling, seed, *, gated):
-    for dtype, inputs, ragged in _VARIANTS:
-        yield Recipe(op, scaling, _shape(scaling, ragged, gated), dtype, seed, inputs)
-
-
-def _other_parameters(seed):
-    """Activations with parameters, at values of their own."""
-    for name, activation in ACTIVATIONS.items():
-        params = {p.name: p.other for p in activation.declared}
-        for op in (name, f"d{name}") if params else ():
-            for scaling in (None, "mxfp8"):
-                yield Recipe(op, scaling, _shape("mxfp8", False, activation.gated), "bfloat16", seed, params=params)
-
-
-def _scaled(seed):
-    for name in SCALED_ACTIVATIONS:
-        gated = ACTIVATIONS[name].gated
-        for op in (f"scaled_{name}", f"scaled_d{name}"):
-            yield from _plain(op, seed, gated=gated)
-            if gated:
-                interleaved = {"glu_interleave_size": 32}
-                yield Recipe(op, None, (2, 8, 256), "bfloat16", seed, params=interleaved)
-
-
-def _dequantizing(scaling, seed):
-    for columnwise in (False, True):
-        for dtype, inputs, ragged in _VARIANTS:
-            shape = _shape(scaling, ragged, False)
-            yield Recipe("dequantize", scaling, shape, dtype, seed, inputs, columnwise=columnwise)
+def _other_parameters(operation, seed):
+    """An activation with parameters at values of their own; one scaled by row with act and gate in turns."""
+    if operation.activation is None:
+        return
+    if operation.takes_scaling:
+        params = {p.name: p.other for p in ACTIVATIONS[operation.activation].declared}
+        for scaling in (None, "mxfp8") if params else ():
+            shape = _shape("mxfp8", False, operation.gated)
+            yield Recipe(operation.name, scaling, shape, "bfloat16", seed, params=params)
+    elif operation.gated:
+        yield Recipe(operation.name, None, (2, 8, 256), "bfloat16", seed, params={INTERLEAVE: 32})
 
 
 def _updates(seed):

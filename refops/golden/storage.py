@@ -19,7 +19,8 @@ import numpy as np
 
 from refops.arguments import BFLOAT16
 from refops.files import FileError, read_safetensors
-from refops.golden.contents import LAYOUT, Golden, build_golden, canonical_json, digest
+from refops.golden.dump import Golden, build_golden
+from refops.golden.header import LAYOUT, canonical_json, digest
 from refops.golden.matrix import Recipe
 from refops.hints import DTypeLike
 from refops.scalings import Scaling

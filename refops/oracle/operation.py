@@ -75,6 +75,16 @@ class Operation:
     outputs: tuple[str, ...]
     takes_scaling: bool = False
 
+    @property
+    def needs_scaling(self):
+        """Whether there is nothing to do without a scaling."""
+        return self.kind in ("quantize", "dequantize")
+
+    @property
+    def gated(self):
+        """Whether the input row is [act | gate]."""
+        return self.activation is not None and ACTIVATIONS[self.activation].gated
+
 
 def _operations():
     rows = []
@@ -155,30 +165,26 @@ class Case:
 
     def _check_call(self):
         """Let the operation check that inputs, parameters and scaling fit, before shapes are derived from them."""
-        kind, name, tensors = self.operation.kind, self.operation.activation, tuple(self.inputs.values())
+        kind, name = self.operation.kind, self.operation.activation
         if kind in ("dequantize", "update_delayed_scale"):
             return
         if kind.startswith("scaled"):
             interleave, params = self.params.get(INTERLEAVE, 0), self._activation_params
             ops.ScaledRows(name, self.inputs["x"], self.inputs["row_scales"], interleave, params)
             return
-        if kind == "quantize":
-            source = InputSource(*tensors)
-        else:
-            kinds = {"activation": ops.ActivationSource, "activation_grad": ops.ActivationGradSource}
-            source = kinds[kind](self.bound, *tensors)
-            if self.scaling is not None:
-                ops.check_fusable(source, self.scaling)
+        source = self.source
         if self.scaling is not None:
+            if name is not None:
+                ops.check_fusable(source, self.scaling)
             check_shape(self.scaling, source.tensor_shape, source.shape, columnwise=False)
 
     def _check_scaling(self, scaling):
-        name, needs = self.operation.name, self.operation.kind in ("quantize", "dequantize")
+        name = self.operation.name
         if scaling is None:
             if self.operation.kind == "quantize":
                 raise ValueError("scaling is required for quantize: a setting such as refops.MXFP8Scaling; got None")
             return None
-        if not (self.operation.takes_scaling or needs):
+        if not (self.operation.takes_scaling or self.operation.needs_scaling):
             raise ValueError(f"scaling must be None for {name}, which does not quantize; got {shown(scaling)}")
         return require_scaling(scaling)
 
@@ -286,8 +292,7 @@ class Case:
     @property
     def gated(self):
         """Whether the input row is [act | gate]."""
-        name = self.operation.activation
-        return name is not None and ACTIVATIONS[name].gated
+        return self.operation.gated
 
     @property
     def result_shape(self):
@@ -312,6 +317,14 @@ class Case:
         return None if name is None else bind_activation(name, self._activation_params)
 
     @property
+    def source(self):
+        """`Source` of the float32 result of a quantization, an activation or its gradient, before it is rounded."""
+        if self.operation.kind == "quantize":
+            return InputSource(self.inputs["x"])
+        kinds = {"activation": ops.ActivationSource, "activation_grad": ops.ActivationGradSource}
+        return kinds[self.operation.kind](self.bound, *self.inputs.values())
+
+    @property
     def row_layout(self):
         """Where act and gate lie in a row of x: one run each, or runs of glu_interleave_size."""
         width = self.inputs["x"].shape[-1] // (1 + self.gated)
@@ -332,8 +345,7 @@ class Case:
             theirs, ours = outputs.scaling, self.scaling
             if type(theirs) is not type(ours) or theirs.fmt != ours.fmt:
                 raise ValueError(f"outputs must be of the kind of {ours}; got a Quantized with {theirs}")
-            arrays = {name: getattr(outputs, name, None) for name in QUANTIZED_ARRAYS}
-            outputs = {name: array for name, array in arrays.items() if array is not None}
+            outputs = arrays_of(outputs)
         elif not isinstance(outputs, dict):
             if len(self.slots) > 1 and self.operation.kind not in ("activation_grad", "scaled_activation_grad"):
                 expected = ", ".join(self.slots)
@@ -393,7 +405,7 @@ class Case:
                 self.operation.activation, *tensors, self.scaling, **directions, **dbias, **self.params
             )
         q, sums = result if dbias else (result, None)
-        named = {name: getattr(q, name) for name in QUANTIZED_ARRAYS if getattr(q, name) is not None}
+        named = arrays_of(q)
         if sums is not None:
             named["dbias"] = sums
             _require_same_dtype("dbias", sums, outputs)
@@ -416,6 +428,12 @@ def _named_arrays(given, known, what, hint=""):
             raise ValueError(f"{what} must hold {full} once; got it twice ({shown(name)} is the same)")
         named[full] = value
     return named
+
+
+def arrays_of(q):
+    """The arrays that a `Quantized`, or a kernel package's own result, holds: name -> array."""
+    arrays = {name: getattr(q, name, None) for name in QUANTIZED_ARRAYS}
+    return {name: array for name, array in arrays.items() if array is not None}
 
 
 def _values_slot(name, shape, dtype):

@@ -1,8 +1,104 @@
-"""What each array of a golden file is, in a sentence: read off the operation and the layout of the scaling."""
+"""The header of a golden file: what made it, and what each of its arrays is. Plain data, read off the declarations."""
+
+import hashlib
+import json
+import math
 
 import numpy as np
 
+import refops
+from refops.formats import FORMATS, ElementFormat
+from refops.golden.matrix import settings_fields
+from refops.scalings import SCALINGS
 from refops.scalings.arithmetic import REFERENCE
+
+#: Version of the layout of golden files; a reader refuses others.
+LAYOUT = 1
+
+
+def make_header(recipe, case, arrays):
+    """Return the header of the file that a `Recipe` makes of a `Case`, its digest included."""
+    header = {
+        "layout": LAYOUT,
+        "refops": refops.__version__,
+        "operation": recipe.op,
+        "parameters": {name: _to_json(value) for name, value in recipe.params.items()},
+        "scaling": settings_as_dict(recipe.scaling),
+        "shape": list(recipe.shape),
+        "dtype": recipe.dtype.name,
+        "seed": recipe.seed,
+        "inputs": recipe.inputs,
+        "columnwise": recipe.columnwise,
+        "arrays": {
+            name: {"dtype": a.dtype.name, "shape": list(a.shape), "description": describe(name, case)}
+            for name, a in arrays.items()
+        },
+    }
+    return header | {"digest": digest(header, arrays)}
+
+
+def digest(header, arrays):
+    """SHA-256 of the header without its digest, and of the arrays' names, dtypes, shapes and bytes."""
+    described = {key: value for key, value in header.items() if key != "digest"}
+    sha = hashlib.sha256(canonical_json(described).encode())
+    for name in sorted(arrays):
+        array = arrays[name]
+        sha.update(f"\n{name} {array.dtype.name} {list(array.shape)}\n".encode())
+        sha.update(np.ascontiguousarray(array).tobytes())
+    return sha.hexdigest()
+
+
+def canonical_json(value):
+    """One line of ASCII, keys sorted."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+# --- settings and parameters as JSON ----------------------------------------------------------------------------------
+
+
+def settings_as_dict(scaling):
+    """All fields of settings by name, with their class; None for None."""
+    if scaling is None:
+        return None
+    return {"class": type(scaling).__name__} | {f: _to_json(getattr(scaling, f)) for f in settings_fields(scaling)}
+
+
+def settings_from_dict(described):
+    """Undo `settings_as_dict`.
+
+    Raises:
+        ValueError: an unknown class; whatever the settings raise.
+    """
+    if described is None:
+        return None
+    classes = {cls.__name__: cls for cls in SCALINGS}
+    values = dict(described)
+    name = values.pop("class", None)
+    if name not in classes:
+        raise ValueError(f"scaling must be one of {', '.join(classes)}; got {name!r}")
+    return classes[name](**{field: _from_json(classes[name], field, value) for field, value in values.items()})
+
+
+def params_from_header(header):
+    """The parameters of the operation, by name."""
+    return {name: _from_json(None, name, value) for name, value in header["parameters"].items()}
+
+
+def _to_json(value):
+    if isinstance(value, ElementFormat):
+        return value.name
+    if isinstance(value, np.generic):
+        value = value.item()
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _from_json(owner, name, value):
+    if name == "fmt" or isinstance(getattr(owner, name, None), ElementFormat):
+        return FORMATS[value]
+    return float(value) if value in ("inf", "-inf") else value
+
+
+# --- what each array is -----------------------------------------------------------------------------------------------
 
 
 def describe(full_name, case):
