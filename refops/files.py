@@ -154,7 +154,7 @@ def open_tensors(path):
 # --- arrays of any dtype, for the oracle ------------------------------------------------------------------------------
 
 #: dtype in a safetensors file -> NumPy's or ml_dtypes'. FP4 comes as bytes, two codes each.
-_SAFETENSORS_DTYPES = {
+SAFETENSORS_DTYPES = {
     "BOOL": np.dtype(bool),
     **{f"{kind}{8 * size}": np.dtype(f"<{kind.lower()}{size}") for kind in "UI" for size in (1, 2, 4, 8)},
     **{f"F{8 * size}": np.dtype(f"<f{size}") for size in (2, 4, 8)},
@@ -194,12 +194,12 @@ def _safetensors_header(path):
 
 def _read_safetensors_bits(path, name, entry):
     dtype, shape, start, end = entry
-    if dtype not in _SAFETENSORS_DTYPES:
-        known = ", ".join(_SAFETENSORS_DTYPES)
+    if dtype not in SAFETENSORS_DTYPES:
+        known = ", ".join(SAFETENSORS_DTYPES)
         raise FileError(f"must hold arrays of {known}; got {str(path)!r}, where {name!r} is {dtype}")
     if dtype == "F4":
         shape = (*shape[:-1], shape[-1] // 2)
-    dtype = _SAFETENSORS_DTYPES[dtype]
+    dtype = SAFETENSORS_DTYPES[dtype]
     return np.fromfile(path, dtype, (end - start) // dtype.itemsize, offset=start).reshape(shape)
 
 

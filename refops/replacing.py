@@ -1,14 +1,13 @@
-"""Writing a file so that what stands under its name is whole: the old one, or the new one, or none.
+"""Writing files so that what stands under their names is whole: the old ones, or the new ones, or none.
 
-A full disk, an error or Ctrl-C halfway must not cost the file that was there. Golden files, several at once with a
-manifest, are `refops.golden.storage`'s.
+A full disk, an error or Ctrl-C halfway must not cost the files that were there.
 """
 
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from os import PathLike
 from pathlib import Path
 
@@ -27,15 +26,46 @@ def replacing(path: str | PathLike[str]) -> Iterator[Path]:
     if path.exists() and not path.is_file() and not path.is_dir():
         yield path
         return
-    staging = Path(tempfile.mkdtemp(prefix=STAGING, dir=path.parent))
-    try:
+    with replacing_files(path.parent, last=path.name) as staging:
         staged = staging / path.name
         yield staged
         if path.is_file():
             shutil.copymode(path, staged)
-        for file in sorted(staging.iterdir(), key=lambda file: file == staged):  # what it refers to goes before it
+
+
+@contextmanager
+def replacing_files(directory: Path, *, last: str) -> Iterator[Path]:
+    """Yield a folder to write to; when the block ends without an error, all files there move into `directory`.
+
+    Every file is on the disk before the first one moves. `last`, which refers to the others, moves after them.
+
+    Raises:
+        OSError: a file cannot be written, or a directory is in its place; `directory` is as it was.
+    """
+    staging = Path(tempfile.mkdtemp(prefix=STAGING, dir=directory))
+    try:
+        yield staging
+        files = sorted(staging.iterdir(), key=lambda file: (file.name == last, file.name))
+        for file in files:
+            if (directory / file.name).is_dir():
+                raise IsADirectoryError(f"{directory / file.name} is a directory")
             with open(file, "r+b") as handle:
                 os.fsync(handle.fileno())  # a disk may say only now that it is full
-            os.replace(file, path.parent / file.name)
+        try:
+            _move(files, directory)
+        except KeyboardInterrupt:  # everything is on the disk already: finishing is the only state that is whole
+            _move([file for file in files if file.exists()], directory)
+            raise
     finally:
         shutil.rmtree(staging, ignore_errors=True)
+
+
+def _move(files, directory):
+    for file in files:
+        os.replace(file, directory / file.name)
+    with suppress(OSError):  # not every system can synchronise the names in a directory
+        descriptor = os.open(directory, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

@@ -6,34 +6,25 @@ was written. One writer at a time may use a directory.
 """
 
 import json
-import os
-import shutil
-import tempfile
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from hashlib import sha256
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from refops.arguments import BFLOAT16
-from refops.files import FileError, read_safetensors
+from refops.files import SAFETENSORS_DTYPES, FileError, read_safetensors
 from refops.golden.dump import Golden, build_golden
 from refops.golden.header import LAYOUT, canonical_json, digest
 from refops.golden.matrix import Recipe
 from refops.hints import DTypeLike
+from refops.replacing import replacing_files
 from refops.scalings import Scaling
 
 #: Key of the header in the file's `__metadata__`.
 HEADER_KEY = "refops"
 MANIFEST = "manifest.json"
-_DTYPE_NAMES = {
-    np.dtype(np.float32): "F32",
-    np.dtype(np.float16): "F16",
-    BFLOAT16: "BF16",
-    np.dtype(np.uint8): "U8",
-}
+#: dtype -> its name in a safetensors file; bytes are bytes, whatever codes they hold.
+_DTYPE_NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items() if name != "F4"}
 #: What a golden file's header must hold besides its digest: key -> type.
 _HEADER_FIELDS = {"operation": str, "parameters": dict, "scaling": dict | None, "arrays": dict, "refops": str}
 
@@ -117,13 +108,7 @@ def write_golden(
 
     Args:
         directory: where; made if it is not there.
-        op: name of the operation: "quantize", "swiglu", "dgelu" ...
-        scaling: settings, or a name of `refops.survey.SCALINGS`.
-        shape: of x; of the tensor that a dequantization gives back; of amax_history.
-        dtype: of x and dy, or of a dequantization's result; default bfloat16 (float32 for update_delayed_scale).
-        seed: 64-bit integer.
-        inputs: kind of numbers: "mixed", "extreme" or "special".
-        params: parameters of the operation.
+        op, scaling, shape, dtype, seed, inputs, params: as `Recipe` has them.
 
     Returns:
         Path of the file.
@@ -140,9 +125,8 @@ def write_golden(
 class GoldenWriter:
     """A directory of golden files that changes as a whole: `with GoldenWriter(folder) as writer: writer.add(recipe)`.
 
-    Files are collected in a hidden directory beside their target and synchronised with the disk. When the `with` block
-    ends they are moved into place, the manifest last; when it ends with an exception (or Ctrl-C) nothing happens to the
-    directory.
+    When the `with` block ends the files that were added are moved into place, the manifest last; when it ends with an
+    exception (or Ctrl-C) nothing happens to the directory.
 
     Attributes:
         written: file name -> {"sha256", "bytes"} of what was added.
@@ -150,32 +134,32 @@ class GoldenWriter:
 
     def __init__(self, directory: str | PathLike[str]) -> None:
         self._directory = Path(directory)
-        self._made: list[Path] = []
-        self._staging: Path | None = None
         self.written: dict[str, dict[str, Any]] = {}
 
     def __enter__(self) -> "GoldenWriter":
-        try:
-            self._make_directory()
-            self._manifest = self._read_manifest()
-            self._staging = Path(tempfile.mkdtemp(prefix=".golden-", dir=self._directory))
-        except BaseException:
-            self._clean_up()
-            raise
+        self._change = self._changing()
+        self._staging = self._change.__enter__()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: object, traceback: object) -> None:
-        try:
-            if kind is None:
-                self._commit()
-        finally:
-            self._clean_up()
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
+        self._change.__exit__(kind, error, traceback)
+
+    @contextmanager
+    def _changing(self):
+        """Yield the folder that files are written in until all of them, and the manifest of all, are moved."""
+        with _made(self._directory):
+            listed = _read_manifest(self._directory / MANIFEST)
+            with replacing_files(self._directory, last=MANIFEST) as staging:
+                yield staging
+                kept = {name: entry for name, entry in listed.items() if (self._directory / name).is_file()}
+                files = dict(sorted((kept | self.written).items()))
+                (staging / MANIFEST).write_bytes((json.dumps({"files": files}, indent=1) + "\n").encode())
 
     def add(self, recipe: Recipe) -> Golden:
-        """Build the file of `recipe` and stage it; returns its `Golden`."""
+        """Build the file of `recipe` and write it beside its place; returns its `Golden`."""
         golden = build_golden(recipe)
         data = golden_bytes(golden)
-        self._stage(recipe.file_name, data)
+        (self._staging / recipe.file_name).write_bytes(data)
         self.written[recipe.file_name] = {"sha256": sha256(data).hexdigest(), "bytes": len(data)}
         return golden
 
@@ -183,59 +167,27 @@ class GoldenWriter:
         """Where the file of `recipe` is once the `with` block has ended."""
         return self._directory / recipe.file_name
 
-    def _make_directory(self):
-        missing = [p for p in (self._directory, *self._directory.parents) if not p.exists()]
+
+@contextmanager
+def _made(directory):
+    """Make a directory, and those above it that are missing; in the end remove what stayed empty of them."""
+    missing = [path for path in (directory, *directory.parents) if not path.exists()]
+    try:
         for path in reversed(missing):
             path.mkdir(exist_ok=True)
-            self._made.append(path)
-
-    def _stage(self, name, data):
-        if (self._directory / name).is_dir():
-            raise IsADirectoryError(f"{self._directory / name} is a directory")
-        with open(self._staging / name, "xb") as handle:
-            handle.write(data)
-            handle.flush()
-            os.fsync(handle.fileno())
-
-    def _commit(self):
-        kept = {name: entry for name, entry in self._manifest.items() if (self._directory / name).is_file()}
-        files = dict(sorted((kept | self.written).items()))
-        self._stage(MANIFEST, (json.dumps({"files": files}, indent=1) + "\n").encode())
-        names = [*self.written, MANIFEST]
-        try:
-            self._move(names)
-        except KeyboardInterrupt:  # everything is on the disk already: finishing is the only state that is whole
-            self._move([name for name in names if (self._staging / name).exists()])
-            raise
-
-    def _move(self, names):
-        for name in names:
-            os.replace(self._staging / name, self._directory / name)
-        _sync_directory(self._directory)
-
-    def _clean_up(self):
-        if self._staging is not None:
-            shutil.rmtree(self._staging, ignore_errors=True)
-        for path in reversed(self._made):
+        yield
+    finally:
+        for path in missing:
             with suppress(OSError):  # not empty: it holds what was written
                 path.rmdir()
 
-    def _read_manifest(self):
-        path = self._directory / MANIFEST
-        if not path.exists():
-            return {}
-        try:
-            files = json.loads(path.read_text())["files"]
-            return {str(name): {"sha256": str(e["sha256"]), "bytes": int(e["bytes"])} for name, e in files.items()}
-        except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
-            raise FileError(f"must hold a manifest of golden files or none; got {str(path)!r}") from None
 
-
-def _sync_directory(directory):
-    """Let the new names reach the disk, where the system can do that for directories."""
-    with suppress(OSError):
-        descriptor = os.open(directory, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+def _read_manifest(path):
+    """What a manifest lists: file name -> {"sha256", "bytes"}; nothing where there is none."""
+    if not path.exists():
+        return {}
+    try:
+        files = json.loads(path.read_text())["files"]
+        return {str(name): {"sha256": str(e["sha256"]), "bytes": int(e["bytes"])} for name, e in files.items()}
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
+        raise FileError(f"must hold a manifest of golden files or none; got {str(path)!r}") from None

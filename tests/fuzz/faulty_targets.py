@@ -112,7 +112,7 @@ def leaves_a_temporary_file(case):
     """A hidden folder beside the output."""
     from targets.command_line import whole_outputs
 
-    (case.folder / ".golden-abc").mkdir()
+    (case.folder / ".refops-abc").mkdir()
     whole_outputs(case)
 
 

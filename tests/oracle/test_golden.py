@@ -613,7 +613,7 @@ def test_ctrl_c_leaves_nothing(tmp_path):
 
     process = command("golden", "--all", "--out", tmp_path / "golden", preexec_fn=heed_ctrl_c)
     for _ in range(600):
-        if list(tmp_path.glob("golden/.golden-*/*.safetensors")):
+        if list(tmp_path.glob("golden/.refops-*/*.safetensors")):
             break
         time.sleep(0.05)
     assert process.poll() is None and not list(tmp_path.glob("golden/*.safetensors"))

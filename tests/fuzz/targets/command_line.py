@@ -362,9 +362,7 @@ def whole_outputs(case):
     """Golden folders hold whole files and a manifest, or nothing; a picture is whole; no temporary files."""
     from refops.golden import read_golden
 
-    left = [
-        p for p in case.folder.rglob("*") if p.name.startswith((".golden-", STAGING)) or p.name.endswith((".tmp", "~"))
-    ]
+    left = [p for p in case.folder.rglob("*") if p.name.startswith(STAGING) or p.name.endswith((".tmp", "~"))]
     require(not left, "temporary files were left", left)
     for manifest in case.folder.rglob("manifest.json"):
         for name in json.loads(manifest.read_text())["files"]:

@@ -8,6 +8,7 @@ from harness import CheckError, DocumentedError, require, target
 from arrays import same_bits
 from refops.files import FileError, UnsupportedTensorError, open_tensors, read_safetensors
 from refops.golden import Golden
+from refops.replacing import STAGING
 
 
 def read(case, path):
@@ -222,7 +223,7 @@ def golden_writer(case):
     except Exception as error:
         raise CheckError(f"an undocumented error: {error!r}") from error
     after = {p: p.read_bytes() if p.is_file() else None for p in case.folder.rglob("*")}
-    require(not any(".golden-" in str(p) for p in after), "a hidden folder was left", list(after))
+    require(not any(STAGING in str(p) for p in after), "a hidden folder was left", list(after))
     if broken is not None:
         require(after == before, "a failed write left something", list(after))
         raise DocumentedError(repr(broken))
