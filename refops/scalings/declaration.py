@@ -240,11 +240,15 @@ class Scaling:
     Rules are factories: functions of the vocabulary `words` (`refops.scalings.arithmetic`) that return a function of
     arrays or of numbers, as `words` is. They see float32 and codes, and are total over both:
 
-        tensor_scale(words)     f(amax) -> what all blocks of a tensor (or row) share; None: nothing
+        tensor_scale(words)     f(amax) -> (encode, decode), which all blocks of a tensor (or row) share, float32 of the
+                                shape of amax. encode: what block amaxes are multiplied with before they become scales,
+                                a constant / amax, at most the largest float32; 1 for an amax of 0 or infinity. decode:
+                                what the values of stored scales are multiplied with, 1 / encode. Golden files and
+                                explanations show encode, the oracle exchanges both. None without `Layout.two_level`
         block_scale(words)      f(amax, tensor_scale, p) -> (stored, multiplier) of a block, or of the tensor where that
-                                is one block. tensor_scale: what the rule above gave, float32 0 without one. p:
-                                `Numbers`. Monotone in amax. Coded scales declare the next two instead, from which it is
-                                composed; float32 scales store 1 / multiplier.
+                                is one block. tensor_scale: the pair that the rule above gave, float32 0 without one.
+                                p: `Numbers`. Monotone in amax. Coded scales declare the next two instead, from which it
+                                is composed; float32 scales store 1 / multiplier.
         scale_code(words)       f(amax, tensor_scale, p) -> code in the scale format
         multiplier(words)       f(code, tensor_scale) -> what elements are multiplied with; None: float32 scales
         decode_factor(words)    f(stored, amax) -> what the value of a code is multiplied with; amax: the tensor's, or

@@ -65,6 +65,23 @@ def test_multipliers_fall_as_the_block_grows(name):
 
 
 @ROWS
+def test_a_tensor_scale_is_the_pair_encode_and_decode(name):
+    """The header of a golden file says that encode is a constant / amax; where that is no number it is 1."""
+    scaling = NAMED[name].scaling
+    rule = scaling.tensor_scale(REFERENCE)
+    assert (rule is not None) == scaling.layout.two_level
+    if rule is None:
+        return
+    with np.errstate(all="ignore"):
+        encode, decode = rule(AMAXES)
+        constant, _ = rule(F(1))
+        assert encode.dtype == decode.dtype == F and encode.shape == decode.shape == AMAXES.shape
+        quotient = np.minimum(constant / AMAXES, np.finfo(F).max)
+        usable = (AMAXES > 0) & (quotient > 0)
+        assert (encode == np.where(usable, quotient, F(1))).all() and (decode == F(1) / encode).all()
+
+
+@ROWS
 def test_every_code_has_a_multiplier_and_a_factor(name):
     """NaN where the format of scales has one; never negative for a scale that a rule can give."""
     scaling = NAMED[name].scaling
