@@ -7,13 +7,17 @@ import math
 import numpy as np
 
 import refops
+from refops.files import FileError
 from refops.formats import FORMATS, ElementFormat
 from refops.golden.matrix import settings_fields
+from refops.oracle.operation import INTERLEAVE
 from refops.scalings import SCALINGS
 from refops.scalings.arithmetic import REFERENCE
 
 #: Version of the layout of golden files; a reader refuses others.
 LAYOUT = 1
+#: What a header must hold besides its digest: key -> type.
+_FIELDS = {"operation": str, "parameters": dict, "scaling": dict | None, "arrays": dict, "refops": str}
 
 
 def make_header(recipe, case, arrays):
@@ -35,6 +39,26 @@ def make_header(recipe, case, arrays):
         },
     }
     return header | {"digest": digest(header, arrays)}
+
+
+def parse_header(text, path):
+    """Return the header of the file `path` from its JSON text, None where it has none.
+
+    Raises:
+        FileError: it is none, or that of another layout.
+    """
+    try:
+        header = json.loads(text) if text is not None else None
+    except ValueError:
+        header = None
+    if not isinstance(header, dict) or any(not isinstance(header.get(k), t) for k, t in _FIELDS.items()):
+        raise FileError(f"must be a golden file, as refops golden writes them; got {str(path)!r}: it has no header")
+    if header.get("layout") != LAYOUT:
+        raise FileError(
+            f"must be a golden file of layout {LAYOUT}; got {str(path)!r} of layout {header.get('layout')!r}, written "
+            f"by refops {header['refops']}"
+        )
+    return header
 
 
 def digest(header, arrays):
@@ -116,7 +140,7 @@ def describe(full_name, case):
 def _of_operation(case):
     """Name -> sentence of the arrays that no scaling writes."""
     x = "[act | gate] along the last dimension" if case.gated else "the tensor"
-    size = case.params.get("glu_interleave_size")
+    size = case.params.get(INTERLEAVE)
     return {
         "x": f"act and gate in turns of {size} columns, act first" if size else x,
         "y": "the result, rounded once",
@@ -134,13 +158,13 @@ def _order(first, second):
     return f"[{first}, {second}]"
 
 
-def _elements(columnwise):
-    """The order of what is (outer, inner)."""
-    return _order("column", "row") if columnwise else _order("row", "column")
+def _elements(transposed):
+    """The order of elements as they are stored."""
+    return _order("column", "row") if transposed else _order("row", "column")
 
 
 def _data(scaling, columnwise):
-    layout, order = scaling.layout, _elements(columnwise and scaling.layout.columnwise_transposed)
+    layout, order = scaling.layout, _elements(scaling.layout.data_transposed(columnwise))
     if layout.data_transposed(columnwise):
         order += ": the transposed matrix" + (", packed along rows" if layout.packed > 1 else "")
     elif columnwise:

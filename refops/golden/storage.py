@@ -14,7 +14,7 @@ from typing import Any
 
 from refops.files import SAFETENSORS_DTYPES, FileError, read_safetensors
 from refops.golden.dump import Golden, build_golden
-from refops.golden.header import LAYOUT, canonical_json, digest
+from refops.golden.header import canonical_json, digest, parse_header
 from refops.golden.matrix import Recipe
 from refops.hints import DTypeLike
 from refops.replacing import replacing_files
@@ -25,8 +25,6 @@ HEADER_KEY = "refops"
 MANIFEST = "manifest.json"
 #: dtype -> its name in a safetensors file; bytes are bytes, whatever codes they hold.
 _DTYPE_NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items() if name != "F4"}
-#: What a golden file's header must hold besides its digest: key -> type.
-_HEADER_FIELDS = {"operation": str, "parameters": dict, "scaling": dict | None, "arrays": dict, "refops": str}
 
 
 # --- bytes -----------------------------------------------------------------------------------------------------------
@@ -42,13 +40,10 @@ def golden_bytes(golden: Golden) -> bytes:
     entries, chunks, offset = {"__metadata__": {HEADER_KEY: canonical_json(golden.header)}}, [], 0
     for name in names:
         array = golden.arrays[name]
-        data = array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes()
+        dtype = array.dtype.newbyteorder("<")
+        data = array.astype(dtype, copy=False).tobytes()
         end = offset + len(data)
-        entries[name] = {
-            "dtype": _DTYPE_NAMES[array.dtype],
-            "shape": list(array.shape),
-            "data_offsets": [offset, end],
-        }
+        entries[name] = {"dtype": _DTYPE_NAMES[dtype], "shape": list(array.shape), "data_offsets": [offset, end]}
         chunks.append(data)
         offset = end
     text = json.dumps(entries, separators=(",", ":")).encode()
@@ -63,7 +58,7 @@ def read_golden(path: str | PathLike[str]) -> Golden:
         FileError: no such file, not a golden file, truncated or changed since it was written.
     """
     arrays, metadata = read_safetensors(path)
-    header = _parse_header(metadata.get(HEADER_KEY), path)
+    header = parse_header(metadata.get(HEADER_KEY), path)
     if digest(header, arrays) != header.get("digest"):
         raise FileError(f"must be as it was written; got {str(path)!r}: its contents do not match its digest")
     golden = Golden(header, arrays)
@@ -73,21 +68,6 @@ def read_golden(path: str | PathLike[str]) -> Golden:
         reason = " ".join(str(error).split())
         raise FileError(f"must be a golden file that refops can use; got {str(path)!r}: {reason}") from error
     return golden
-
-
-def _parse_header(text, path):
-    try:
-        header = json.loads(text) if text is not None else None
-    except ValueError:
-        header = None
-    if not isinstance(header, dict) or any(not isinstance(header.get(k), t) for k, t in _HEADER_FIELDS.items()):
-        raise FileError(f"must be a golden file, as refops golden writes them; got {str(path)!r}: it has no header")
-    if header.get("layout") != LAYOUT:
-        raise FileError(
-            f"must be a golden file of layout {LAYOUT}; got {str(path)!r} of layout {header.get('layout')!r}, written "
-            f"by refops {header['refops']}"
-        )
-    return header
 
 
 # --- files -----------------------------------------------------------------------------------------------------------
