@@ -77,7 +77,7 @@ class Operation:
 
     @property
     def needs_scaling(self):
-        """Whether there is nothing to do without a scaling."""
+        """Whether it has no meaning without a scaling; a `Quantized` brings its own."""
         return self.kind in ("quantize", "dequantize")
 
     @property
@@ -318,7 +318,7 @@ class Case:
 
     @property
     def source(self):
-        """`Source` of the float32 result of a quantization, an activation or its gradient, before it is rounded."""
+        """`Source` of what "quantize", an activation or its gradient computes, float32 before any rounding."""
         if self.operation.kind == "quantize":
             return InputSource(self.inputs["x"])
         kinds = {"activation": ops.ActivationSource, "activation_grad": ops.ActivationGradSource}
