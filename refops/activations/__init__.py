@@ -14,14 +14,13 @@ large finite x gives dgelu(x) = NaN.
 from collections import namedtuple
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from importlib import import_module
-from pkgutil import iter_modules
 
 import numpy as np
 
 from refops.activations.arithmetic import REFERENCE, TRUTH, Arithmetic
 from refops.activations.declaration import Activation, Function, Parameter, forms, gated, unary
 from refops.arguments import require_number, shown
+from refops.rows import modules_of, rows_of
 
 __all__ = [
     "ACTIVATIONS",
@@ -42,17 +41,19 @@ __all__ = [
 
 def _declared():
     """The rows of all files of this folder: those with a place in their order, then the others by name."""
-    modules = [import_module(f"{__name__}.{module.name}") for module in iter_modules(__path__)]
-    rows = [row for module in modules for row in getattr(module, "ROWS", ())]
+    rows = [row for module in modules_of(__name__, __path__) for row in rows_of(module, "ROWS", Activation)]
     return sorted(rows, key=lambda row: (row.order is None, row.order or 0, row.name))
 
 
 def _by_name(rows):
     table = {row.name: row for row in rows}
     for attribute in ("name", "order", "number", "op", "jax"):
-        given = [value for row in rows if (value := getattr(row, attribute)) is not None]
-        if len(set(given)) < len(given):
-            raise ValueError(f"two activations have the same {attribute}: {given}")
+        first = {}
+        for row in rows:
+            value = getattr(row, attribute)
+            if value is not None and value in first:
+                raise ValueError(f"two activations have the same {attribute}, {value!r}: {first[value]!r} and {row!r}")
+            first[value] = row
     return table
 
 

@@ -31,6 +31,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from refops.activations.arithmetic import Arithmetic
+
 #: The functions of (x, p) that a factory makes: value, slope, and both as a tuple where they share a part, else None.
 Forms = namedtuple("Forms", "value slope both")
 
@@ -85,9 +87,7 @@ class Function:
     @cached_property
     def words(self):
         """Names of the words that `body` asks for."""
-        listener = _Listener()
-        self.body(listener)
-        return frozenset(listener.words)
+        return words_of(self.body)
 
     @property
     def elementary(self):
@@ -104,6 +104,13 @@ class _Listener:
     def __getattr__(self, word):
         self.words.add(word)
         return lambda *arguments: 1.0
+
+
+def words_of(factory):
+    """Return the names of the words that a factory asks for."""
+    listener = _Listener()
+    factory(listener)
+    return frozenset(listener.words)
 
 
 def forms(factory, words, wrap=lambda function: function):
@@ -151,6 +158,14 @@ class Activation:
     number: int | None = None
     row_scaled: bool = False
     product: Callable[[Any], Any] | None = None
+
+    def __post_init__(self):
+        """Raise ValueError where a formula asks for what is no word of the vocabulary."""
+        factories = [made for f in self.functions for made in (f.body, f.truth, f.row_scaled) if made is not None]
+        unknown = sorted(word for made in factories for word in words_of(made) if not hasattr(Arithmetic, word))
+        if unknown:
+            rule = "must be written in words of the vocabulary, refops/activations/arithmetic.py"
+            raise ValueError(f"{self.name} {rule}; got {unknown[0]!r}, which is none")
 
     def __repr__(self):
         return f"<{self.name}: {self.formula}>"

@@ -5,12 +5,11 @@ NAMED       the rows that the command line shows, by name
 """
 
 from dataclasses import is_dataclass
-from importlib import import_module
-from pkgutil import iter_modules
 from types import ModuleType
 from typing import Any
 
 from refops.arguments import shown
+from refops.rows import modules_of, rows_of
 from refops.scalings.block import BlockScaling as BlockScaling
 from refops.scalings.current import CurrentScaling as CurrentScaling
 from refops.scalings.declaration import FP8_FORMATS as FP8_FORMATS
@@ -25,26 +24,47 @@ from refops.scalings.nvfp4 import NVFP4Scaling as NVFP4Scaling
 
 
 def _declared(module: ModuleType) -> list[type[Scaling]]:
-    """The scalings that a module itself declares: its dataclasses. (Others are what scalings have in common.)"""
+    """The scalings that a module itself declares: its dataclasses. (Others are what scalings have in common.)
+
+    Raises:
+        TypeError: one without a title, or a module that has one and no `NAMED`; the message names the file.
+    """
     classes = [value for value in vars(module).values() if isinstance(value, type) and issubclass(value, Scaling)]
-    return [cls for cls in classes if cls.__module__ == module.__name__ and is_dataclass(cls)]
+    declared = [cls for cls in classes if cls.__module__ == module.__name__ and is_dataclass(cls)]
+    for cls in declared:
+        if not hasattr(cls, "title"):
+            raise TypeError(f"{cls.__name__} must have a title, what tables call it; got none in {module.__file__}")
+    if declared and not hasattr(module, "NAMED"):
+        rule = "must have NAMED, a tuple of NamedScaling: its rows on the command line"
+        raise TypeError(f"the file of {declared[0].__name__} {rule}; got none in {module.__file__}")
+    return declared
 
 
-_modules = [import_module(f"{__name__}.{found.name}") for found in iter_modules(__path__)]
+def _by_name(classes: tuple[type[Scaling], ...], rows: list[NamedScaling]) -> dict[str, NamedScaling]:
+    """The rows by name, in the order of their classes.
+
+    Raises:
+        TypeError: a name that is declared twice, or a row of a class that is not declared; the message names it.
+    """
+    names = [cls.__name__ for cls in classes] + [row.name for row in rows]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise TypeError(f"a scaling or a row of NAMED is declared twice: {', '.join(twice)}")
+    for row in rows:
+        if type(row.scaling) not in classes:
+            rule = "must have a scaling that is declared, a dataclass of a file of refops/scalings"
+            raise TypeError(f"the row {row.name!r} of NAMED {rule}; got {shown(row.scaling)}")
+    return {row.name: row for row in sorted(rows, key=lambda row: classes.index(type(row.scaling)))}
+
+
+_modules = modules_of(__name__, __path__)
 
 #: Every scaling, in its declared order.
 SCALINGS: tuple[type[Scaling], ...] = tuple(
     sorted((cls for module in _modules for cls in _declared(module)), key=lambda cls: (cls.order, cls.__name__))
 )
-
-_rows: list[NamedScaling] = [row for module in _modules for row in getattr(module, "NAMED", ())]
-
-_names = [cls.__name__ for cls in SCALINGS] + [row.name for row in _rows]
-if len(set(_names)) < len(_names):
-    raise TypeError(f"a scaling or a row of NAMED is declared twice: {sorted(_names)}")
-
 #: The scalings that the command line shows, by name, in the order of their classes.
-NAMED = {row.name: row for row in sorted(_rows, key=lambda row: SCALINGS.index(type(row.scaling)))}
+NAMED = _by_name(SCALINGS, [row for module in _modules for row in rows_of(module, "NAMED", NamedScaling)])
 
 
 #: What `refops` offers of this folder.
@@ -56,5 +76,6 @@ def require_scaling(scaling: Any) -> Any:
     """Return `scaling`, raising TypeError unless it is one of `SCALINGS`."""
     if not isinstance(scaling, SCALINGS):
         names = ", ".join(cls.__name__ for cls in SCALINGS)
-        raise TypeError(f"scaling must be one of {names}; got {shown(scaling)}")
+        where = ", whose class is in no file of refops/scalings: put it there" if isinstance(scaling, Scaling) else ""
+        raise TypeError(f"scaling must be one of {names}; got {shown(scaling)}{where}")
     return scaling

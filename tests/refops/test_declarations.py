@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -54,9 +55,28 @@ def test_a_last_bit_of_what_is_only_rounded_counts(name):
 
 
 def test_the_same_name_twice_is_refused():
-    row = ACTIVATIONS["silu"]
-    with pytest.raises(ValueError, match="the same name"):
-        activations._by_name([row, row])
+    rows = list(ACTIVATIONS.values())
+    with pytest.raises(ValueError, match=r"the same name, 'silu': <silu: .*> and <silu: .*>$"):
+        activations._by_name([*rows, ACTIVATIONS["silu"]])
+    other = replace(ACTIVATIONS["silu"], name="swish")
+    with pytest.raises(ValueError, match=r"the same order, 4: <silu: .*> and <swish: .*>$"):
+        activations._by_name([*rows, other])
+
+
+@pytest.mark.parametrize("form", ["body", "truth", "row_scaled"])
+def test_a_word_outside_of_the_vocabulary_is_named_with_the_activation(form):
+    def softplus(words):
+        log1p, exp = words.log1p, words.exp
+
+        def value(x, p):
+            return log1p(exp(x))
+
+        return value, value
+
+    plain = ACTIVATIONS["silu"].act.body
+    function = Function("softplus", **{"body": plain, form: softplus})
+    with pytest.raises(ValueError, match=r"^softplus must be written in words of .*arithmetic\.py; got 'log1p'"):
+        unary("softplus", function, formula="ln(1 + e^x)", op="Softplus")
 
 
 def test_a_parameter_of_two_defaults_is_refused():

@@ -3,16 +3,18 @@
 import ast
 import inspect
 import itertools
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
 
 import refops
 from arrays import assert_same_quantized
-from refops import survey
+from refops import scalings, survey
 from refops.formats import E8M0
+from refops.rows import rows_of
 from refops.scalings import NAMED, SCALINGS
 from refops.scalings.arithmetic import REFERENCE
 from refops.scalings.declaration import Layout
@@ -181,7 +183,7 @@ def test_unknown_settings_are_refused():
     class Own(refops.scalings.Scaling):
         pass
 
-    with pytest.raises(TypeError, match=r"scaling must be one of DelayedScaling, .*; got"):
+    with pytest.raises(TypeError, match=r"scaling must be one of DelayedScaling, .*; got .*file of refops/scalings"):
         refops.quantize(np.ones((32, 32), F), Own())
 
 
@@ -206,3 +208,51 @@ def test_a_flag_of_numpy_is_stored_as_a_bool(cls):
             settings = cls(**given, **{field.name: value})
             assert type(getattr(settings, field.name)) is bool
             assert repr(settings) == repr(cls(**given)) and settings.layout == cls(**given).layout
+
+
+# --- declarations that are wrong --------------------------------------------------------------------------------------
+
+
+ROW = NAMED["mxfp4"]
+
+
+def module(**names):
+    """A module of refops/scalings that has these names; its classes are its own."""
+    made = ModuleType("refops.scalings.later")
+    made.__file__ = "refops/scalings/later.py"
+    for value in names.values():
+        if isinstance(value, type):
+            value.__module__ = made.__name__
+    vars(made).update(names)
+    return made
+
+
+@pytest.mark.parametrize("rows", [ROW, [ROW], (ROW, "mxfp4"), None], ids=["one", "list", "a name", "none"])
+def test_rows_that_are_no_tuple_of_rows_name_the_file(rows):
+    assert rows_of(module(), "NAMED", scalings.NamedScaling) == ()
+    assert rows_of(module(NAMED=(ROW,)), "NAMED", scalings.NamedScaling) == (ROW,)
+    with pytest.raises(TypeError, match=r"^NAMED must be a tuple of NamedScaling.*; got .* in refops/.*later\.py$"):
+        rows_of(module(NAMED=rows), "NAMED", scalings.NamedScaling)
+
+
+def test_a_file_of_a_scaling_needs_a_title_and_rows():
+    @dataclass(frozen=True)
+    class Later(scalings.Scaling):
+        pass
+
+    with pytest.raises(TypeError, match=r"Later must have a title.* in refops/scalings/later\.py"):
+        scalings._declared(module(Later=Later, NAMED=()))
+    Later.title = "later"
+    with pytest.raises(TypeError, match=r"the file of Later must have NAMED.* in refops/scalings/later\.py"):
+        scalings._declared(module(Later=Later))
+    assert scalings._declared(module(Later=Later, NAMED=())) == [Later]
+
+
+def test_a_name_that_is_declared_twice_is_named_alone():
+    others = [row for row in NAMED.values() if row is not ROW]
+    with pytest.raises(TypeError, match=r"declared twice: mxfp4$"):
+        scalings._by_name(SCALINGS, [*others, ROW, ROW])
+    with pytest.raises(TypeError, match=r"declared twice: MXFP4Scaling$"):
+        scalings._by_name((*SCALINGS, refops.MXFP4Scaling), others)
+    with pytest.raises(TypeError, match=r"the row 'mxfp4' of NAMED must have a scaling that is declared.*MXFP4Scaling"):
+        scalings._by_name(tuple(cls for cls in SCALINGS if cls is not refops.MXFP4Scaling), [ROW])
