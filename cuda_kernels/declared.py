@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FunctionType
 
+from cuda_kernels.errors import NoKernelsError
 from cuda_kernels.simt import device
 
 
@@ -23,13 +24,13 @@ def device_of(owner, vocabulary, function):
 
 @contextmanager
 def explain_declared(function):
-    """Turn what the compiler says of `function` into a TypeError, if it is because of a declared function in it."""
+    """Turn what the compiler says of `function` into a `NoKernelsError`, if a declared function in it is the cause."""
     try:
         yield
     except Exception as error:  # Numba and numba-cuda have classes of their own
         for inner in _inside(function, {}):
             if hasattr(inner, "declaration") and _refused(inner):
-                raise TypeError(_sentence(inner)) from error
+                raise NoKernelsError(_sentence(inner)) from error
         raise
 
 

@@ -26,6 +26,10 @@ class NoGPUError(RuntimeError):
     """There is no GPU, no driver, or no compiler for one."""
 
 
+class NoKernelsError(TypeError, NotImplementedError):
+    """What `refops` computes and no kernel does: a scaling of another kind, or a formula beyond the vocabulary."""
+
+
 @contextmanager
 def explain_missing_numba():
     """Say what to install where Numba is missing."""

@@ -14,6 +14,7 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar, overload
 import numpy as np
 
 import refops
+from cuda_kernels.errors import NoKernelsError
 from cuda_kernels.operands import ELEMENT_FORMATS, NO_PARAMETERS, PARAMETERS, Front
 from refops.activations import DEFAULT_PARAMETERS, bind_activation
 from refops.arguments import require_choice, require_flag, require_integer, shown
@@ -564,10 +565,10 @@ BLOCKS = (16, 32, 64, 128)
 
 
 def _require_kernels(scaling):
-    """Raise TypeError for what is no scaling, or one that kernels cannot make."""
+    """Raise TypeError for what is no scaling, `NoKernelsError` for one that kernels cannot make."""
     reason = _without_kernels(require_scaling(scaling))
     if reason:
-        raise TypeError(f"scaling must be one that has kernels: {reason}; got {shown(scaling)}")
+        raise NoKernelsError(f"scaling must be one that has kernels: {reason}; got {shown(scaling)}")
 
 
 @lru_cache(maxsize=512)

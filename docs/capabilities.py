@@ -5,7 +5,8 @@
 
 A backend is credited where its call returns and the result is right: the bits of `refops` for casts, scales, amaxes and
 dequantization (for `refops` itself `make report` has other judges), the oracle's verdict for activations. It is not
-credited where nothing has the settings (NotImplementedError). Anything else, a wrong bit or an error, ends it.
+credited where nothing has the settings, or the kernels cannot make them (NotImplementedError). Anything else, a wrong
+bit or another error, ends it.
 The GPU kernels run in the simulator, as Python, in a process of their own. README's table is made of it by
 `docs/generate.py`, and the tests measure again.
 """
@@ -443,7 +444,14 @@ def table(found):
 
     Args:
         found: what `measure_all` returns.
+
+    Raises:
+        ValueError: rows that were not measured.
     """
+    lacking = [name for name in ("none", *SCALINGS) if not all(name in found[b]["scalings"] for b in BACKENDS)]
+    if lacking:
+        command = f"docs/capabilities.py --write {' '.join(lacking)}"
+        raise ValueError(f"{RESULTS.name} must have a row for each scaling; {command} measures what it lacks")
     lines = ["| | " + " | ".join(BACKENDS.values()) + " |", "|---" * (1 + len(BACKENDS)) + "|"]
     for name in ("none", *SCALINGS):
         expected = operations_of(SCALINGS[name].scaling if name in SCALINGS else None)
@@ -483,7 +491,10 @@ def main():
             found = {backend: merged(before[backend], found[backend], rows) for backend in BACKENDS}
         RESULTS.write_text(json.dumps(found, indent=1) + "\n")
     else:
-        print(table(json.loads(RESULTS.read_text())))
+        try:
+            print(table(json.loads(RESULTS.read_text())))
+        except ValueError as error:
+            parser.error(str(error))
 
 
 if __name__ == "__main__":

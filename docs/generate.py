@@ -115,7 +115,10 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--write", action="store_true", help="write the documents, else only compare")
     write = parser.parse_args().write
-    stale = [path for path in documents() if path.read_text(encoding="utf-8") != generated(path.read_text("utf-8"))]
+    try:
+        stale = [path for path in documents() if path.read_text(encoding="utf-8") != generated(path.read_text("utf-8"))]
+    except ValueError as error:  # of a document, or of what its parts are made of
+        parser.error(str(error))
     for path in stale:
         print(f"{'written' if write else 'not up to date'}: {path.relative_to(ROOT)}")
         if write:

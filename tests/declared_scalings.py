@@ -49,6 +49,16 @@ class Of128(E8M0Scaling):
         )
 
 
+@dataclass(frozen=True)
+class Of8(E8M0Scaling):
+    """E4M3 with an E8M0 scale for 8 elements: no kernel has blocks that are so small."""
+
+    scale_rounding: str = "up"
+    title, block_size, fmt = "powers of two for 8", 8, E4M3
+    layout = Layout(block=(1, 8), scale_format=E8M0, padding=(128, 4), scale_order="gemm")
+
+
+WITHOUT_KERNELS = Of8()
 DECLARED = {"64 2d": Squares64(power_2_scale=True), "128": Of128(), "128 2d": Of128(two_d=True)}
 #: These, and scalings of the product whose layouts TE does not have.
 CHECKED = {
@@ -67,7 +77,7 @@ SHAPES = {name: (144, 176) if scaling.layout.packed == 2 else (131, 139) for nam
 def declared():
     """A context in which they are scalings like any other."""
     before = scalings.SCALINGS
-    scalings.SCALINGS = (*before, Squares64, Of128)
+    scalings.SCALINGS = (*before, Squares64, Of128, Of8)
     try:
         yield
     finally:

@@ -13,6 +13,7 @@ sys.path.insert(0, str(ROOT / "docs"))
 import capabilities  # noqa: E402
 import generate  # noqa: E402
 
+from declared_scalings import WITHOUT_KERNELS, declared  # noqa: E402
 from refops import ACTIVATIONS  # noqa: E402
 from refops.survey import SCALINGS  # noqa: E402
 
@@ -92,6 +93,19 @@ def test_table_has_every_scaling_and_backend():
     assert "all but gradient + bias gradient + cast" in capabilities.table(found) != table
 
 
+def test_a_row_that_was_not_measured_names_the_command(monkeypatch, tmp_path, capsys):
+    found = json.loads(capabilities.RESULTS.read_text())
+    del found["torch"]["scalings"]["mxfp4"]
+    monkeypatch.setattr(capabilities, "RESULTS", tmp_path / "capabilities.json")
+    capabilities.RESULTS.write_text(json.dumps(found))
+    monkeypatch.setattr(sys, "argv", ["generate.py", "--write"])
+    for program in (generate, capabilities):
+        with pytest.raises(SystemExit):
+            program.main()
+        assert "docs/capabilities.py --write mxfp4 measures what it lacks" in capsys.readouterr().err
+        monkeypatch.setattr(sys, "argv", ["capabilities.py"])
+
+
 class OneBitOff:
     """refops with one wrong bit in the codes."""
 
@@ -108,3 +122,13 @@ def test_a_wrong_bit_is_no_refusal():
     scaling = SCALINGS["mxfp8"].scaling
     with pytest.raises(capabilities.WrongResultError, match="rowwise_data"):
         capabilities.offered(lambda: capabilities.quantize(OneBitOff(), scaling))
+
+
+@pytest.mark.parametrize("backend", IN_THIS_PROCESS)
+def test_what_kernels_cannot_make_is_not_offered(backend):
+    """`make tables` has "-" there."""
+    pytest.importorskip({"host": "numba"}.get(backend, backend))
+    library = capabilities.library_of(backend)
+    with declared():
+        offered = capabilities.offered_operations(library, WITHOUT_KERNELS)
+    assert offered == (capabilities.operations_of(WITHOUT_KERNELS) if backend == "refops" else [])
