@@ -193,6 +193,23 @@ def untraced(function: _Function) -> _Function:
     return call  # type: ignore[return-value]
 
 
+def _dispatched(function: _Function) -> _Function:
+    """Decorate a call of this module: `untraced`, and where there are no kernels the error names what has it."""
+
+    @untraced
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        try:
+            return function(*args, **kwargs)
+        except NotImplementedError as error:  # `cuda_kernels.errors.NoKernelsError`, which is a TypeError too
+            if current_backend() == "reference":
+                raise
+            way = "; refops computes it, slowly: `with fuser.backend('reference'):`"
+            raise type(error)(f"{error}{way}") from error.__cause__
+
+    return call  # type: ignore[return-value]
+
+
 # --- engines --------------------------------------------------------------------------------------
 
 
@@ -323,7 +340,7 @@ def _is_true(*tensors):
 # --- activations ----------------------------------------------------------------------------------
 
 
-@untraced
+@_dispatched
 def activation(name, x, *, out_dtype=None, **params):
     """Apply an activation: float32 arithmetic, one rounding to `out_dtype`, by default the dtype of `x`.
 
@@ -341,7 +358,7 @@ def activation(name, x, *, out_dtype=None, **params):
     return engine.tensor(engine.library.activation(name, engine.array(x), out_dtype=engine.dtype(out_dtype), **params))
 
 
-@untraced
+@_dispatched
 def activation_grad(name, dy, x, *, out_dtype=None, dbias=False, **params):
     """Return the gradient of `activation` like `x`, with `dbias` also its column sums (K,), of the values as stored."""
     if _is_true(dy, x):
@@ -355,7 +372,7 @@ def activation_grad(name, dy, x, *, out_dtype=None, dbias=False, **params):
     return tuple(map(engine.tensor, result)) if dbias else engine.tensor(result)
 
 
-@untraced
+@_dispatched
 def scaled_activation(name, x, scales, *, glu_interleave_size=0, out_dtype=None, **params):
     """Apply an activation and multiply each row by its scale (M entries in any shape), one rounding at the end."""
     if _is_true(x, scales):
@@ -374,7 +391,7 @@ def scaled_activation(name, x, scales, *, glu_interleave_size=0, out_dtype=None,
     return engine.tensor(y)
 
 
-@untraced
+@_dispatched
 def scaled_activation_grad(name, dy, x, scales, *, glu_interleave_size=0, out_dtype=None, **params):
     """Return (dx like `x`, dscales like `scales`), the gradients of `scaled_activation`."""
     if _is_true(dy, x, scales):
@@ -435,7 +452,7 @@ def _interleaved(x, g):
 # --- quantization ---------------------------------------------------------------------------------
 
 
-@untraced
+@_dispatched
 def quantize(x, scaling, *, rowwise=True, columnwise=False, dbias=False):
     """Quantize a tensor: `Buffers`, with `dbias` also the float32 column sums of `x` rounded to its dtype, (K,)."""
     engine = _engine(x)
@@ -443,7 +460,7 @@ def quantize(x, scaling, *, rowwise=True, columnwise=False, dbias=False):
     return _result(engine, q, x.dtype, dbias)
 
 
-@untraced
+@_dispatched
 def activation_quantize(name, x, scaling, *, rowwise=True, columnwise=False, **params):
     """Apply an activation and quantize the result along TE's path for it (`refops.scalings.Path`): `Buffers`."""
     engine = _engine(x)
@@ -453,7 +470,7 @@ def activation_quantize(name, x, scaling, *, rowwise=True, columnwise=False, **p
     return _result(engine, q, x.dtype)
 
 
-@untraced
+@_dispatched
 def activation_grad_quantize(name, dy, x, scaling, *, rowwise=True, columnwise=False, dbias=False, **params):
     """Quantize the gradient of an activation along TE's path: `Buffers`, with `dbias` also the bias gradient (K,)."""
     engine = _engine(x)
@@ -484,7 +501,7 @@ def _result(engine, q, dtype, dbias=False):
     )
 
 
-@untraced
+@_dispatched
 def dequantize(buffers, *, dtype=torch.float32, columnwise=False):
     """Return the tensor that `Buffers` stand for, in its own shape: float32 arithmetic, one rounding to `dtype`.
 
@@ -514,7 +531,7 @@ def dequantize(buffers, *, dtype=torch.float32, columnwise=False):
     return engine.tensor(engine.library.dequantize(q, dtype=engine.dtype(dtype)))
 
 
-@untraced
+@_dispatched
 def swizzled(buffers):
     """Return `Buffers` with scales in the order that GEMMs read, if they have one; see `refops.Quantized.swizzled`."""
     engine = _engine_on(buffers.device, current_backend())
@@ -522,13 +539,13 @@ def swizzled(buffers):
     return _result(engine, q.swizzled(), buffers.dtype)
 
 
-@untraced
+@_dispatched
 def amax(x):
     """Return the largest magnitude of `x`, float32 (1,) on its device; NaN is ignored, an empty tensor gives 0."""
     return _engine(x).amax(x)
 
 
-@untraced
+@_dispatched
 def update_delayed_scale(history, scale, fmt, *, margin=0, algorithm="max", keep_unused=True):
     """Roll an amax history and compute the next delayed scale; see `refops.update_delayed_scale`.
 

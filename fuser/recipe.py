@@ -402,11 +402,16 @@ class BlockScaledRecipe(Recipe):
             y = model(x)
 
     Products dequantize their operands and accumulate in float32 (`fuser.gemm` says what a GPU multiplies natively).
+    The backend is chosen at each call: `fuser.backend("reference")` takes every scaling, the others refuse what
+    `cuda_kernels` cannot make.
 
     Attributes:
         scaling: of inputs and outputs, and of whatever has none of its own.
         weight, gradient: of weights and of gradients; None: `scaling`.
         backward_override: None, "high_precision" or "dequantized".
+
+    Raises:
+        TypeError: no declared scaling. ValueError: one scale for the tensor.
     """
 
     scaling: Scaling
@@ -417,11 +422,8 @@ class BlockScaledRecipe(Recipe):
     def __post_init__(self):
         for name in ("scaling", "weight", "gradient"):
             given = getattr(self, name)
-            if given is not None or name == "scaling":
-                _require(
-                    require_scaling(given).layout.block is not None,
-                    f"{name} must have blocks; TE's recipes are for one scale a tensor; got {given}",
-                )
+            if (given is not None or name == "scaling") and require_scaling(given).layout.block is None:
+                raise ValueError(f"{name} must have blocks; TE's recipes are for one scale a tensor; got {given}")
         self._check_backward_override()
 
     def scaling_of(self, tensor_type: str) -> Scaling:

@@ -9,7 +9,7 @@ import torch
 
 import fuser
 import refops
-from declared_scalings import CHECKED, declared
+from declared_scalings import CHECKED, WITHOUT_KERNELS, declared
 from fuser import functional, ops, recipe
 from fuser import quantization as q
 from fuser.dispatch import TENSOR_FIELDS, as_numpy
@@ -159,8 +159,23 @@ def test_what_it_refuses():
         q.BlockScaledQuantizer(LINES, with_amax_reduction=True)
     with pytest.raises(ValueError, match=r"M % 16 == 0 and K % 16 == 0 for MXFP4"):
         q.BlockScaledQuantizer(LINES)(normal(32, 33))
-    with pytest.raises(AssertionError, match="gradient must have blocks"):
+    with pytest.raises(ValueError, match=r"^scaling must have blocks"):
+        recipe.BlockScaledRecipe(refops.CurrentScaling(E4M3))
+    with pytest.raises(ValueError, match="gradient must have blocks"):
         recipe.BlockScaledRecipe(LINES, gradient=refops.CurrentScaling(E4M3))
+
+
+def test_where_there_are_no_kernels_the_error_names_the_backend_that_has_it():
+    """The backend is that of the call, not of the recipe: what the reference can do is not refused before."""
+    layer, x = ops.Linear(64, 32), normal(32, 64)
+    settings = recipe.BlockScaledRecipe(WITHOUT_KERNELS)
+    with fuser.autocast(recipe=settings):
+        layer(x).sum().backward()
+        with fuser.backend("auto"), pytest.raises(TypeError, match="one that has kernels") as caught:
+            layer(x)
+    assert str(caught.value).endswith(
+        "got Of8(scale_rounding='up'); refops computes it, slowly: `with fuser.backend('reference'):`"
+    )
 
 
 # --- training ---------------------------------------------------------------------------------------------
