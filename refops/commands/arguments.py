@@ -282,11 +282,12 @@ def _as_dtype(array, spec, argument):
     )
 
 
-def read_raw(spec, argument, sizes=()):
+def read_raw(spec, argument, sizes=(), other=lambda entries: ""):
     """The elements of a raw file.
 
     Args:
         sizes: (shape, dtype) that the file may have where `spec` does not say; with none, it has to.
+        other: what else a file of so many elements of the last dtype may hold, in words, or "".
     """
     path = require_file(spec.path)
     if spec.shape is not None:
@@ -301,7 +302,10 @@ def read_raw(spec, argument, sizes=()):
         if size == math.prod(shape) * dtype.itemsize:
             return np.fromfile(path, dtype).reshape(shape)
     wanted = " or ".join(f"{math.prod(shape) * dtype.itemsize} bytes ({dtype} {_by(shape)})" for shape, dtype in sizes)
-    raise UsageError(f"{argument} must hold {wanted}; got {size} bytes in {spec.path!r}")
+    entries, rest = divmod(size, sizes[-1][1].itemsize)
+    held = "" if rest else other(entries)
+    as_held = held and f", the size of {held}"
+    raise UsageError(f"{argument} must hold {wanted}; got {size} bytes in {spec.path!r}{as_held}")
 
 
 def _by(shape):

@@ -28,6 +28,7 @@ from refops.display.console import print_json
 from refops.display.oracle import print_check, print_fault, print_launch
 from refops.files import SUFFIXES, FileError
 from refops.golden import read_golden
+from refops.oracle.dumps import other_scales
 from refops.oracle.operation import ALIASES, OPERATIONS, QUANTIZED_ARRAYS, Case
 
 EXAMPLES = """\
@@ -283,7 +284,8 @@ def _read_output(arguments, case, name, argument, spec):
         dtype = _value_dtype(arguments, case) if name in ("y", "dx") else slot.dtype
     shapes = (slot.shape, slot.valid) if slot.padded else (slot.shape,)
     try:
-        return read_raw(spec, argument, [(shape, dtype) for shape in shapes])
+        sizes = [(shape, dtype) for shape in shapes]
+        return read_raw(spec, argument, sizes, other=lambda entries: other_scales(slot, (entries,)))
     except FileError as error:
         raise UsageError(f"{argument} {error}") from None
 

@@ -6,13 +6,14 @@ contradicts the operation raises an error that says what was expected. Nothing i
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import ml_dtypes
 import numpy as np
 
 from refops.arguments import BFLOAT16, HIGH_PRECISION, describe_array
 from refops.formats import E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, INT8, ElementFormat, pack_fp4
+from refops.scalings.declaration import ALIGNMENT, Layout
 
 FLOAT32 = np.dtype(np.float32)
 #: Dtypes that hold one code of a format in each byte.
@@ -39,6 +40,7 @@ class Slot:
         dtype: dtype of the stored array; for values the one to assume of raw 16-bit elements.
         fmt: format of codes and of 8-bit scales, else None.
         packed: codes in a byte, along the last dimension.
+        layout, tensor: of scales, the layout that they are stored in and the (M, K) of their tensor.
     """
 
     name: str
@@ -48,6 +50,8 @@ class Slot:
     dtype: np.dtype
     fmt: ElementFormat | None = None
     packed: int = 1
+    layout: Layout | None = None
+    tensor: tuple[int, int] = (0, 0)
 
     @property
     def padded(self):
@@ -137,7 +141,36 @@ def fit(value, slot):
             return padded, False
     valid = f" (or its valid part, {slot.valid})" if slot.padded else ""
     packed = ", two FP4 codes a byte" if slot.packed == 2 else ""
-    raise ValueError(f"{slot.name} must have shape {slot.shape}{valid}{packed}; got {array.shape}")
+    other = other_scales(slot, array.shape)
+    as_other = other and f", the shape of {other}"
+    raise ValueError(f"{slot.name} must have shape {slot.shape}{valid}{packed}; got {array.shape}{as_other}")
+
+
+def other_scales(slot, got):
+    """Say which scales, other than a slot's, have the shape `got`, by the slot's layout; "" where none have."""
+    if slot.layout is None or 0 in slot.tensor:
+        return ""
+    for what, layout, columnwise in _other_layouts(slot.layout, "columnwise" in slot.name):
+        counts = replace(layout, padding=(1, 1)).scale_shape(slot.tensor, columnwise)
+        if any(_reshapes(got, shape) for shape in (counts, layout.scale_shape(slot.tensor, columnwise))):
+            return what
+    return ""
+
+
+def _other_layouts(layout, columnwise):
+    """Yield (what its scales are, layout, direction) of what a kernel may have written instead, the nearest first."""
+    inner_first = tuple(not first for first in layout.scales_inner_first)
+    yield "transposed scales", replace(layout, scales_inner_first=inner_first), columnwise
+    yield f"{'rowwise' if columnwise else 'columnwise'} scales", layout, not columnwise
+    sizes = [size for size in range(1, ALIGNMENT + 1) if ALIGNMENT % size == 0]
+    lines = [((1, size), f"blocks of {size}") for size in sizes]
+    squares = [((size, size), f"blocks of {size}x{size}") for size in sizes]
+    stores_squares = layout.run is not None and layout.run[0] > 1
+    for block, name in (*squares, *lines) if stores_squares else (*lines, *squares):
+        other = replace(layout, block=block, repeated=False)
+        yield f"scales of {name}", other, columnwise
+        yield f"transposed scales of {name}", replace(other, scales_inner_first=inner_first), columnwise
+    yield "one scale of the tensor", replace(layout, block=None), columnwise
 
 
 def _reshapes(got, wanted):

@@ -453,8 +453,9 @@ def quantized_slots(scaling, shape):
         elif name.startswith("amax"):
             slots[name] = Slot(name, "amax", stored, stored, dtype)
         else:
-            valid = Geometry.of(scaling, name).scale_shape((math.prod(shape[:-1]), shape[-1]))
-            slots[name] = Slot(name, "scales", stored, valid, dtype, scaling.layout.scale_format)
+            tensor, own = (math.prod(shape[:-1]), shape[-1]), scaling.layout
+            valid = Geometry.of(scaling, name).scale_shape(tensor)
+            slots[name] = Slot(name, "scales", stored, valid, dtype, own.scale_format, layout=own, tensor=tensor)
     return slots
 
 

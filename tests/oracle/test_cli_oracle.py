@@ -50,6 +50,7 @@ def files(tmp_path_factory):
         for n, array in arrays.items():
             array.tofile(folder / f"{name}.{n}.bin")
     Q.rowwise_scale_inv[:64, :2].tofile(folder / "unpadded.bin")
+    np.zeros((64, 4), np.uint8).tofile(folder / "sixteen.bin")
     np.save(folder / "q.npy", Q.rowwise_data.view(ml_dtypes.float8_e4m3fn))  # as raw bytes
     wrong = Q.rowwise_data.copy()
     wrong[3, 5] ^= 8
@@ -333,6 +334,7 @@ BAD = [
     ((*MXFP8, "--data", "."), ["--data must be a file", "'.'"]),
     ((*MXFP8, "--data", "x.bin"), ["--data must hold 4096 bytes (uint8 64x64)", "16384 bytes", "'x.bin'"]),
     ((*MXFP8, "--scale", "x.bin"), ["--scale must hold 512 bytes (uint8 128x4) or 128 bytes (uint8 64x2)", "16384"]),
+    ((*MXFP8, "--scale", "sixteen.bin"), ["got 256 bytes in 'sixteen.bin', the size of scales of blocks of 16"]),
     ((*MXFP8, "--data", "x32.npy"), ["--data must be uint8 codes", "float32 of shape (64, 128)"]),
     ((*MXFP8, "--data", "q.rowwise_data.bin@uint8:32x128"), ["--data must have shape (64, 64)", "(32, 128)"]),
     ((*MXFP8, "--data", "two.npz"), ["--data must name one of a, b after :", "'two.npz'"]),
