@@ -20,6 +20,7 @@ import numpy as np
 
 import refops
 from refops.arguments import require_high_precision_dtype
+from refops.commands.arguments import add_set, changed
 from refops.commands.check import add_check
 from refops.commands.golden import add_golden
 from refops.commands.usage import EXIT_BAD_USE, EXIT_FINE, EXIT_MISMATCH, UsageError, listed, match, match_one
@@ -190,6 +191,7 @@ def _parser():
     p.add_argument(
         "--scaling", action="append", type=str.lower, default=[], metavar="NAME", help="only this one; glob, repeatable"
     )
+    add_set(p)
     p.add_argument("--summary", action="store_true", help="SQNR alone, ten tensors a table: for files of many tensors")
     p.add_argument("--dtype", choices=["bfloat16"], help="read raw 2-byte elements (npy cannot say so) as bfloat16")
     p.add_argument(
@@ -202,6 +204,7 @@ def _parser():
     p.add_argument("file", metavar="FILE", nargs="?", help=f"tensors: {', '.join(SUFFIXES)}")
     p.add_argument("--values", metavar="LIST", help='numbers instead of a file, such as "0.1,-0.25,1,nan"')
     p.add_argument("--scaling", metavar="NAME", type=str.lower, required=True, help="one of the scalings below")
+    add_set(p)
     p.add_argument("--tensor", metavar="NAME", help="which tensor of the file; a glob that matches one")
     p.add_argument(
         "--row", type=_at_least(0), default=0, metavar="R", help="row of the (M, K) tensor; with --columnwise a column"
@@ -283,6 +286,9 @@ def run_inspect(arguments):
     if arguments.json and arguments.summary:
         raise UsageError("give either --json or --summary; got both")
     scalings = [SCALINGS[name] for name in match(arguments.scaling, SCALINGS, "--scaling")]
+    if arguments.set and len(scalings) != 1:
+        raise UsageError(f"--set needs --scaling that names one scaling; got {arguments.set[0]!r} with {len(scalings)}")
+    scalings = [changed(named, arguments.set) for named in scalings]
     console, inspected, skipped = stdout_console(), [], []
     with open_tensors(arguments.file) as tensors, ProgressBar() as show:
         by_name = {t.name: t for t in tensors}
@@ -325,7 +331,7 @@ def run_inspect(arguments):
 
 def run_explain(arguments):
     """`refops explain`: one block, step by step."""
-    named = SCALINGS[match_one(arguments.scaling, SCALINGS, "--scaling")]
+    named = changed(SCALINGS[match_one(arguments.scaling, SCALINGS, "--scaling")], arguments.set)
     if (arguments.file is None) == (arguments.values is None):
         got = "neither" if arguments.file is None else "both"
         raise UsageError(f"give either FILE or --values; got {got} (see refops explain --help)")

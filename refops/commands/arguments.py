@@ -88,15 +88,20 @@ def add_operation(p):
     """Add the options that say what was computed."""
     p.add_argument("--op", metavar="NAME", help=f"one of {', '.join(OPERATIONS)}")
     p.add_argument("--scaling", metavar="NAME", type=str.lower, help="one of the scalings below")
-    p.add_argument(
-        "--set", action="append", default=[], metavar="FIELD=VALUE", help="change a field of the scaling; repeatable"
-    )
+    add_set(p)
     p.add_argument(
         "--param",
         action="append",
         default=[],
         metavar="NAME=VALUE",
         help="a parameter of the operation: limit, alpha, beta1, glu_interleave_size, fmt, margin ...; repeatable",
+    )
+
+
+def add_set(p):
+    """Add the option that changes a named scaling."""
+    p.add_argument(
+        "--set", action="append", default=[], metavar="FIELD=VALUE", help="change a field of the scaling; repeatable"
     )
 
 
@@ -114,17 +119,25 @@ def scaling_of(arguments):
         if arguments.set:
             raise UsageError(f"--set needs --scaling; got {arguments.set[0]!r} alone")
         return None
-    base = SCALINGS[match_one(arguments.scaling, SCALINGS, "--scaling")].scaling
+    return changed(SCALINGS[match_one(arguments.scaling, SCALINGS, "--scaling")], arguments.set).scaling
+
+
+def changed(named, settings):
+    """A named scaling with the fields that --set changes, which its name has then."""
+    if not settings:
+        return named
+    base = named.scaling
     names, kinds, changes = [f.name for f in fields(base)], get_type_hints(type(base)), {}
-    for text in arguments.set:
+    for text in settings:
         name, value = _key_value(text, "--set FIELD=VALUE", names, f"a field of {type(base).__name__}")
         if name in changes:
             raise UsageError(f"--set must give {name} once; got {text!r} besides")
         changes[name] = _parse_setting(name, value, kinds[name], getattr(base, name))
     try:
-        return replace(base, **changes)
+        scaling = replace(base, **changes)
     except (ValueError, TypeError) as error:
         raise UsageError(f"--set {error}") from None
+    return replace(named, name=" ".join((named.name, *settings)), scaling=scaling, description=str(scaling), title="")
 
 
 def _parse_setting(name, text, kind, current):

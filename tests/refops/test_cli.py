@@ -132,7 +132,14 @@ def test_unreadable_file(run, bad_files, command, name, rule):
         (["inspect", REAL, "--dtype", "float16"], ["--dtype", "'float16'", "bfloat16"]),
         (["inspect", REAL, "--frobnicate"], ["--frobnicate"]),
         (["inspect", REAL, "--tens", "x"], ["--tens"]),
+        (["inspect", REAL, "--set", "two_d=true"], ["--set", "names one scaling", f"with {len(SCALINGS)}"]),
+        (["inspect", REAL, "--scaling", "mxfp8*", "--set", "two_d=true"], ["--set", "names one scaling", "with 3"]),
+        (["inspect", REAL, "--scaling", "mxfp8", "--set", "two=true"], ["--set", "MXFP8Scaling: fmt, two_d", "'two="]),
         (["explain", "--values", "1"], ["--scaling", "required"]),
+        (
+            ["explain", "--scaling", "mxfp8", "--values", "1", "--set", "scale_rounding=down"],
+            ["--set scale_rounding must be one of 'up', 'floor'", "'down'"],
+        ),
         (["explain", "--scaling", "fp7", "--values", "1"], ["--scaling", "'fp7'", "mxfp8"]),
         (["explain", "--scaling", "mxfp8"], ["FILE", "--values", "neither"]),
         (["explain", REAL, "--scaling", "mxfp8", "--values", "1"], ["FILE", "--values", "both"]),
@@ -326,6 +333,13 @@ def test_inspect_json_agrees_with_the_survey(run_json):
     assert [s["scaling"] for s in weight["scalings"]] == ["mxfp8", "mxfp8-e5m2", "mxfp8-floor", "nvfp4-rht"]
     assert 31 < weight["scalings"][0]["sqnr_db"] < 32
     assert bias["scalings"][3]["sqnr_db"] is None and "M % 16" in bias["scalings"][3]["reason"]
+
+
+def test_inspect_of_changed_settings_is_that_of_the_row_that_has_them(run_json):
+    arguments = ["inspect", REAL, "--tensor", "layer3.ffn.up.weight", "--scaling"]
+    (changed,) = run_json(*arguments, "mxfp8", "--set", "scale_rounding=floor")["tensors"][0]["scalings"]
+    (named,) = run_json(*arguments, "mxfp8-floor")["tensors"][0]["scalings"]
+    assert changed == {**named, "scaling": "mxfp8 scale_rounding=floor"}
 
 
 @pytest.mark.parametrize("suffix", ["npy", "npz", "safetensors"])
@@ -607,6 +621,14 @@ def test_explain_values(run):
     assert (code, err) == (0, "")
     assert re.search(r"scale byte +120 \(E8M0\) +0x78 ", out)
     assert re.search(r"1 +-0.25 +-32 +0xE0 +1 1100 000 +-32 +-0.25 +0\n", out)
+
+
+def test_explain_of_changed_settings_is_that_of_the_row_that_has_them(run, run_json):
+    arguments = ["explain", "--values", "0.1,-0.25,1,450", "--scaling"]
+    changed = run_json(*arguments, "mxfp8", "--set", "scale_rounding=floor")
+    names = {"scaling": "mxfp8 scale_rounding=floor", "description": str(SCALINGS["mxfp8-floor"].scaling)}
+    assert changed == run_json(*arguments, "mxfp8-floor") | names
+    assert run(*arguments, "mxfp8", "--set", "scale_rounding=floor")[1].startswith(": ".join(names.values()))
 
 
 @pytest.mark.parametrize("name", SCALINGS)
