@@ -5,8 +5,9 @@ import numpy as np
 from refops.arguments import shown
 from refops.formats import E8M0, encode
 from refops.hints import Array
-from refops.quantization.layout import SCALE_TILE, pad_to_blocks, swizzle
+from refops.quantization.layout import pad_to_blocks, swizzle
 from refops.quantization.result import Quantized
+from refops.scalings.declaration import SCALE_TILE
 
 #: Elements of an E8M0 scale.
 MX_BLOCK = 32

@@ -7,9 +7,7 @@ import numpy as np
 
 from refops.arguments import as_array
 from refops.hints import Array, ArrayLike
-
-#: Scales of MXFP8, MXFP4 and NVFP4 are padded to multiples of (128, 4): the tile that a GEMM loads at once.
-SCALE_TILE = (128, 4)
+from refops.scalings.declaration import SCALE_TILE
 
 
 def ceil_div(n, d):

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 
-from refops.arguments import BFLOAT16, require_choice, require_flag, require_number, shown
+from refops.arguments import BFLOAT16, require_choice, require_flag, require_integer, require_number, shown
 from refops.formats import E4M3, E5M2, FloatFormat
 from refops.hints import Array
 from refops.scalings.arithmetic import FLT_MAX, F
@@ -33,6 +33,9 @@ LARGEST_FINITE = {
     np.dtype(np.float16): F(65504),
     BFLOAT16: np.uint32(0x7F7F0000).view(np.float32),
 }
+
+#: Scales of MXFP8, MXFP4 and NVFP4 are padded to multiples of (128, 4): the tile that a GEMM loads at once.
+SCALE_TILE = (128, 4)
 
 #: What a rule reads as `p`, because code must not be compiled anew for it. Field, meaning:
 #:   epsilon        an amax below it counts as it
@@ -77,11 +80,12 @@ class Layout:
         two_level: decoding needs that amax.
         scale_order: "gemm" where scales have an order of their own for GEMMs (`refops.swizzle`), "fixed" where GEMMs
             read them as they are stored, "none" where there is one scale.
-        shape_multiple: what M and K must divide by to be stored.
-        columnwise_multiple: what M and K must divide by for a columnwise copy to be made; at least `shape_multiple`.
+        shape_multiple: what M and K must be divisible by to be stored.
+        columnwise_multiple: what M and K must be divisible by for a columnwise copy to be made; `shape_multiple` where
+            that is larger.
 
     Raises:
-        ValueError: one of these is none of its values, or does not fit the others.
+        TypeError, ValueError: one of these is none of its values, or nobody could walk a tensor with all of them.
     """
 
     block: tuple[int, int] | None = None
@@ -98,16 +102,74 @@ class Layout:
     columnwise_multiple: int = 1
 
     def __post_init__(self):
-        normalise(self, columnwise_multiple=max(self.columnwise_multiple, self.shape_multiple))
         require_choice(self.amax, "amax", ("tensor", "rows", None))
         require_choice(self.scale_order, "scale_order", ("gemm", "fixed", "none"))
-        if self.block is not None and (self.block[0] not in (1, self.block[1]) or ALIGNMENT % self.block[1]):
+        require_choice(self.packed, "packed", (1, 2))
+        flags(self, "repeated", "columnwise_transposed", "two_level")
+        for name in ("scales_inner_first", "padding"):
+            if not isinstance(getattr(self, name), tuple) or len(getattr(self, name)) != 2:
+                raise ValueError(f"{name} must be a pair; got {shown(getattr(self, name))}")
+        for flag in self.scales_inner_first:
+            require_flag(flag, "scales_inner_first")
+        for multiple in self.padding:
+            require_integer(multiple, "padding", low=1, high=1 << 31)
+        self._check_multiples()
+        if self.block is None:
+            self._check_one_scale()
+        else:
+            self._check_block()
+
+    def _check_multiples(self):
+        """Whole bytes, and no columnwise copy of a shape that cannot be stored."""
+        for name in ("shape_multiple", "columnwise_multiple"):
+            require_integer(getattr(self, name), name, low=1, high=1 << 31)
+        normalise(self, columnwise_multiple=max(self.columnwise_multiple, self.shape_multiple))
+        if self.shape_multiple % self.packed:
+            raise ValueError(f"shape_multiple must be divisible by packed, {self.packed}; got {self.shape_multiple}")
+        if self.columnwise_multiple % self.shape_multiple:
+            raise ValueError(
+                f"columnwise_multiple must be divisible by shape_multiple, {self.shape_multiple}; "
+                f"got {self.columnwise_multiple}"
+            )
+
+    def _check_one_scale(self):
+        """A tensor that is one block has one scale, of its own amax."""
+        needed = {
+            "amax": "tensor",
+            "two_level": False,
+            "repeated": False,
+            "scales_inner_first": (False, False),
+            "padding": (1, 1),
+            "scale_order": "none",
+        }
+        for name, value in needed.items():
+            if getattr(self, name) != value:
+                raise ValueError(
+                    f"{name} must be {value!r} with block=None, one scale for the tensor; got {getattr(self, name)!r}"
+                )
+
+    def _check_block(self):
+        """A block that tiles hold whole, whose scales have an order, and the amaxes that they need."""
+        block = self.block
+        is_pair = isinstance(block, tuple) and len(block) == 2 and all(type(edge) is int for edge in block)
+        if not is_pair or block[1] < 1 or ALIGNMENT % block[1] or block[0] not in (1, block[1]):
             raise ValueError(
                 f"block must be (1, B) or (B, B) where B divides {ALIGNMENT}, the edge of the tiles that tensors are "
-                f"walked in; got {shown(self.block)}"
+                f"walked in; got {shown(block)}"
             )
-        if self.shape_multiple % self.packed:
-            raise ValueError(f"shape_multiple must divide by packed, {self.packed}; got {self.shape_multiple}")
+        if self.scale_order == "none":
+            raise ValueError(f"scale_order must be 'gemm' or 'fixed' with a block, {block}; got 'none'")
+        if self.scale_order == "gemm" and any(n % edge for n, edge in zip(self.padding, SCALE_TILE, strict=True)):
+            raise ValueError(
+                f"padding must be divisible by {SCALE_TILE}, the tile of scales that a GEMM loads, with "
+                f"scale_order='gemm'; got {self.padding}"
+            )
+        if self.repeated and block[0] == 1:
+            raise ValueError(f"repeated must be False unless a block has several rows; got True with block={block}")
+        if self.amax == "rows" and self.is_square:
+            raise ValueError(f"amax must be 'tensor' or None with a square block, {block}; got 'rows'")
+        if self.two_level and self.amax is None:
+            raise ValueError("amax must be 'tensor' or 'rows' with two_level=True; got None")
 
     @property
     def scale_dtype(self) -> Any:

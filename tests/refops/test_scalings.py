@@ -42,9 +42,41 @@ def shared(scaling, amax):
         ({"block": (1, 96)}, r"block must be .* B divides 128, .*; got \(1, 96\)"),
         ({"block": (256, 256)}, r"block must be .*; got \(256, 256\)"),
         ({"block": (2, 32)}, r"block must be \(1, B\) or \(B, B\)"),
-        ({"packed": 2}, "shape_multiple must divide by packed, 2; got 1"),
+        ({"block": (1, 0)}, r"block must be .*; got \(1, 0\)"),
+        ({"block": 32}, r"block must be .*; got 32"),
+        ({"packed": 2}, "shape_multiple must be divisible by packed, 2; got 1"),
+        ({"packed": 3, "shape_multiple": 3}, "packed must be one of 1, 2; got 3"),
+        ({"shape_multiple": 0}, "shape_multiple must be an integer in .*; got 0"),
+        (
+            {"shape_multiple": 16, "columnwise_multiple": 24},
+            "columnwise_multiple must be divisible by shape_multiple, 16; got 24",
+        ),
         ({"amax": "row"}, "amax must be one of .*; got 'row'"),
         ({"scale_order": None}, "scale_order must be one of .*; got None"),
+        ({"padding": 128}, "padding must be a pair; got 128"),
+        ({"padding": (0, 4)}, "padding must be an integer in .*; got 0"),
+        ({}, "amax must be 'tensor' with block=None, one scale for the tensor; got None"),
+        ({"amax": "rows"}, "amax must be 'tensor' with block=None, .*; got 'rows'"),
+        ({"amax": "tensor", "two_level": True}, "two_level must be False with block=None, .*; got True"),
+        ({"amax": "tensor", "scale_order": "fixed"}, "scale_order must be 'none' with block=None, .*; got 'fixed'"),
+        ({"amax": "tensor", "padding": (1, 4)}, r"padding must be \(1, 1\) with block=None, .*; got \(1, 4\)"),
+        ({"block": (1, 32)}, r"scale_order must be 'gemm' or 'fixed' with a block, \(1, 32\); got 'none'"),
+        (
+            {"block": (1, 32), "scale_order": "gemm", "padding": (128, 2)},
+            r"padding must be divisible by \(128, 4\), .* scale_order='gemm'; got \(128, 2\)",
+        ),
+        (
+            {"block": (1, 32), "scale_order": "fixed", "repeated": True},
+            r"repeated must be False unless a block has several rows; got True with block=\(1, 32\)",
+        ),
+        (
+            {"block": (32, 32), "scale_order": "fixed", "amax": "rows"},
+            r"amax must be 'tensor' or None with a square block, \(32, 32\); got 'rows'",
+        ),
+        (
+            {"block": (1, 32), "scale_order": "fixed", "two_level": True},
+            "amax must be 'tensor' or 'rows' with two_level=True; got None",
+        ),
     ],
 )
 def test_a_layout_that_nobody_could_walk_is_refused(attributes, message):

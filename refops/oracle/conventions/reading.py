@@ -9,8 +9,9 @@ from refops.formats import pack_fp4, unpack_fp4
 from refops.oracle.conventions.registry import reading
 from refops.oracle.geometry import Geometry
 from refops.oracle.replay import NotApplicable
-from refops.quantization.layout import SCALE_TILE, swizzle, unswizzle
+from refops.quantization.layout import swizzle, unswizzle
 from refops.quantization.result import DIRECTIONS
+from refops.scalings.declaration import SCALE_TILE
 
 
 class Dump:
