@@ -234,8 +234,7 @@ class QuantizedTensorStorage:
 
     def _copies_hold_the_same_codes(self) -> bool:
         """Whether one copy can be derived from the other."""
-        scaling, layout = self.buffers.scaling, self.buffers.scaling.layout
-        return layout.is_square and layout.amax != "rows" and scaling.hadamard is None and scaling.random is None
+        return self.buffers.scaling.copies_share_codes
 
     def _other_data(self, data, direction):
         """The codes of copy `direction` from those of the other: transposed, where columnwise data are."""

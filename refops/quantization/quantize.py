@@ -21,7 +21,8 @@ def quantize_source(values, amax_values, scaling, rowwise, columnwise):
 
     Args:
         values: source of what is cast; block amaxes come from it.
-        amax_values: source of the amax of the tensor (or of its rows).
+        amax_values: source of the amax of the tensor (or of its rows) that its scale comes from. Not read where the
+            scale is given: the amax is for later steps then, and that of `values`, as TE's kernels take it.
         scaling: a declared scaling.
         rowwise, columnwise: which copies to make.
 
@@ -35,12 +36,11 @@ def quantize_source(values, amax_values, scaling, rowwise, columnwise):
     if scaling.given is None:
         _fill_amax(q, amax_values, column_values)
     copies = [Copy(q, c, bits[c]) for c, made in ((False, rowwise), (True, columnwise)) if made]
-    serve_both = scaling.hadamard is None and scaling.random is None and scaling.layout.is_square
 
     def work(rows, columns):
         tile, done = values.read(rows, columns), None
         for copy in copies:
-            if done is None or not serve_both:
+            if done is None or not scaling.copies_share_codes:
                 own = copy.columnwise and scaling.hadamard is not None
                 done = copy.cast(column_values.read(rows, columns) if own else tile, rows, columns)
             copy.store(*done, rows, columns)

@@ -17,6 +17,7 @@ from refops.scalings.declaration import UNFUSED as UNFUSED
 from refops.scalings.declaration import NamedScaling as NamedScaling
 from refops.scalings.declaration import Path as Path
 from refops.scalings.declaration import Scaling as Scaling
+from refops.scalings.declaration import require_declared, require_fit
 from refops.scalings.delayed import DelayedScaling as DelayedScaling
 from refops.scalings.mxfp8 import MXFP8Scaling as MXFP8Scaling
 from refops.scalings.nvfp4 import TE_SIGN_MASK as TE_SIGN_MASK
@@ -70,6 +71,11 @@ NAMED = _by_name(SCALINGS, [row for module in _modules for row in rows_of(module
 #: What `refops` offers of this folder.
 __all__ = [cls.__name__ for cls in SCALINGS]
 globals().update({cls.__name__: cls for cls in SCALINGS})
+
+for _cls in SCALINGS:
+    require_declared(_cls)
+for _row in NAMED.values():
+    require_fit(_row.scaling)
 
 
 def require_scaling(scaling: Any) -> Any:

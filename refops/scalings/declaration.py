@@ -9,7 +9,7 @@ columnwise), the other one is *outer*.
 import math
 from collections import namedtuple
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, TypeAlias
 
@@ -18,7 +18,7 @@ import numpy as np
 from refops.arguments import BFLOAT16, require_choice, require_flag, require_integer, require_number, shown
 from refops.formats import E4M3, E5M2, FloatFormat
 from refops.hints import Array
-from refops.scalings.arithmetic import FLT_MAX, F
+from refops.scalings.arithmetic import FLT_MAX, REFERENCE, F
 from refops.tiles import ALIGNMENT
 
 #: The vocabulary of `refops.scalings.arithmetic`, NumPy's or a compiler's.
@@ -274,6 +274,9 @@ class Formulas:
 class Choice:
     """Several scales for a block, of which the one with the smallest error is kept; the first wins a tie.
 
+    It is for coded scales and layouts that keep an amax; elements are rounded to nearest-even. Square blocks must be
+    whole: `Layout.shape_multiple` is divisible by their edge.
+
     Attributes:
         candidates: functions as `Scaling.block_scale` gives.
         error: f(value, scale, amax, x): an element's error, from its code's value, the stored scale's value, the
@@ -292,11 +295,11 @@ class Scaling:
         order: place in `SCALINGS`: TE's in TE's order, then others by name.
         title: what sentences and tables call it.
         gate_multiple: what H must divide by where a gated activation [act | gate] is fused with the cast.
-        at_run_time: names of fields that no compiled code depends on.
+        at_run_time: names of fields that no compiled code depends on; each has a default.
 
     Attributes:
         fmt: the element format.
-        block_size: elements along a block's edge; 0 per tensor.
+        block_size: elements along a block's edge, for readers; machinery asks `layout.block`. 0 says nothing of it.
         power_2_scale: whether float32 scales are powers of two.
 
     Rules are factories: functions of the vocabulary `words` (`refops.scalings.arithmetic`) that return a function of
@@ -367,6 +370,11 @@ class Scaling:
         return None
 
     @property
+    def copies_share_codes(self) -> bool:
+        """Whether both copies hold the same codes: one scale of the tensor or of a square block, values as they are."""
+        return self.layout.is_square and self.hadamard is None and self.random is None
+
+    @property
     def only_rowwise(self) -> str:
         """Why no columnwise copy can be made, in the words of an error; "" if one can."""
         return ""
@@ -402,6 +410,70 @@ class Scaling:
 
     def choice(self, words: Words) -> Choice | None:
         return None
+
+
+def require_declared(cls: type[Scaling]) -> None:
+    """Raise TypeError unless a class can be one of `SCALINGS`: frozen, and fields of `at_run_time` have a default."""
+    if not is_dataclass(cls) or not cls.__dataclass_params__.frozen:  # type: ignore[attr-defined]
+        raise TypeError(f"{cls.__name__} must be a frozen dataclass, whose settings are keys of compiled code")
+    for name in cls.at_run_time:
+        if not hasattr(cls, name):
+            raise TypeError(f"{cls.__name__}.at_run_time must name fields with a default; got {name!r}")
+
+
+def require_fit(scaling: Scaling) -> None:
+    """Raise ValueError unless settings, layout and rules of a scaling belong together; the message says what does not.
+
+    Tables ask it of each of their rows, calls do not.
+    """
+    layout, choice = scaling.layout, scaling.choice(REFERENCE)
+    scaling.block_scale(REFERENCE)
+    scaling.decode_factor(REFERENCE)
+    edge = 0 if layout.block is None else layout.block[1]
+    second_level, coded = scaling.tensor_scale(REFERENCE) is not None, scaling.multiplier(REFERENCE) is not None
+    rules = [
+        (layout.packed == 1 or scaling.fmt.bits == 4, f"fmt must have 4 bits with packed=2; got {scaling.fmt!r}"),
+        (
+            second_level == layout.two_level,
+            "tensor_scale must give a rule with two_level=True and None without; "
+            f"got {'a rule' if second_level else 'None'} with two_level={layout.two_level}",
+        ),
+        (
+            coded == (layout.scale_format is not None),
+            "multiplier must give a rule with a scale_format and None without; "
+            f"got {'a rule' if coded else 'None'} with scale_format={layout.scale_format!r}",
+        ),
+        (
+            scaling.block_size in (0, edge),
+            f"block_size must be the edge of the layout's block, {edge}; got {scaling.block_size}",
+        ),
+    ]
+    if scaling.given is not None:
+        path = scaling.path
+        rules += [
+            (layout.amax == "tensor", f"amax must be 'tensor' where the scale is given; got {layout.amax!r}"),
+            (
+                path.amax_rounded == path.casts_rounded,
+                "path.amax_rounded must equal path.casts_rounded where the scale is given, for the amax is that of the "
+                f"values that are cast; got {path}",
+            ),
+        ]
+    if choice is not None:
+        whole = layout.block is None or not layout.is_square or layout.shape_multiple % edge == 0
+        rules += [
+            (layout.block is not None, "block must not be None with a choice of scales, one for each block; got None"),
+            (layout.scale_format is not None, "scale_format must be a format with a choice of scales; got None"),
+            (layout.amax is not None, "amax must be 'tensor' or 'rows' with a choice of scales; got None"),
+            (scaling.random is None, f"random must be None with a choice of scales; got {scaling.random}"),
+            (
+                whole,
+                f"shape_multiple must be divisible by {edge}, the edge of a square block, with a choice of scales; "
+                f"got {layout.shape_multiple}",
+            ),
+        ]
+    for holds, sentence in rules:
+        if not holds:
+            raise ValueError(f"{sentence} in {scaling}")
 
 
 def accepts(scaling: Scaling, **values: Any) -> bool:

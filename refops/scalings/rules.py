@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 
+from refops.arguments import require_choice
 from refops.formats import E8M0
 from refops.hints import Number
 from refops.scalings.arithmetic import FLT_MAX, F
-from refops.scalings.declaration import LARGEST_FINITE, Formulas, Numbers, Rule, Scaling, Words
+from refops.scalings.declaration import LARGEST_FINITE, Formulas, Numbers, Rule, Scaling, Words, choose
 
 U32 = np.uint32
 ZERO, ONE, INFINITE = F(0), F(1), U32(0x7F800000)
@@ -59,15 +60,15 @@ class E8M0Scaling(Scaling):
     """Scales that are powers of two, as E8M0 bytes. An amax of zero gives 0x00, infinity 0xFE.
 
     Attributes:
-        scale_rounding: how amax / fmt.max becomes a power of two. "up" is TE's, cuBLAS's and PTX's rule: amax *
-            float32(1 / fmt.max) up to a power of two, so that nothing saturates. The others give 2^(e - emax), emax
-            the exponent of fmt.max: "floor" e = floor(log2 amax), the OCP specification's example; "even" the same
-            after rounding amax half up to the mantissa width of `fmt`; "ceil_ocp" ceil(log2 amax).
-        amax_epsilon: an amax below it counts as it. Only where it is in `at_run_time`.
+        scale_rounding: one of `E8M0_ROUNDINGS`; `MXFP8Scaling` says what each is.
+        amax_epsilon: an amax below it counts as it. In `at_run_time` no code is compiled anew for another.
     """
 
     scale_rounding: str
     amax_epsilon: Number = 0.0
+
+    def __post_init__(self):
+        choose(self, scale_rounding=E8M0_ROUNDINGS)
 
     @property
     def formulas(self) -> Formulas:
@@ -89,8 +90,9 @@ class E8M0Scaling(Scaling):
         where, bits_of, u32, round_up = words.where, words.bits_of, words.u32, words.encode(E8M0, "up")
         inverse, emax = ONE / F(self.fmt.max), U32(int(np.floor(np.log2(self.fmt.max))))
         none, largest, shift = U32(0), U32(254), U32(23)
+        rounding = require_choice(self.scale_rounding, "scale_rounding", E8M0_ROUNDINGS)
         half = U32(1 << (22 - self.fmt.mantissa_bits))
-        added = {"even": half, "ceil_ocp": U32(0x7FFFFF)}.get(self.scale_rounding, none)
+        added = {"up": none, "floor": none, "even": half, "ceil_ocp": U32(0x7FFFFF)}[rounding]
 
         @words.function
         def up(amax, tensor_scale, p):
@@ -102,13 +104,13 @@ class E8M0Scaling(Scaling):
             byte = where(exponent > emax, u32(exponent - emax), none)
             return where((bits_of(amax) >= INFINITE) | (byte > largest), largest, byte)
 
-        byte = up if self.scale_rounding == "up" else relative
+        byte = up if rounding == "up" else relative
 
         @words.function
         def bounded(amax, tensor_scale, p):
             return byte(where(amax < p.epsilon, p.epsilon, amax), tensor_scale, p)
 
-        return bounded if "amax_epsilon" in self.at_run_time else byte
+        return bounded if self.amax_epsilon or "amax_epsilon" in self.at_run_time else byte
 
     def multiplier(self, words: Words) -> Rule | None:
         inverse_power = words.inverse_power
@@ -137,7 +139,7 @@ class MinifloatScaling(Scaling):
     second level (`Layout.two_level`) both are what they are at S_enc = 1.
 
     Attributes:
-        top: what the tensor's amax becomes: the largest scale times fmt.max.
+        top: what the tensor's amax becomes: the largest scale times fmt.max. Asked with a second level alone.
     """
 
     @property
@@ -151,12 +153,12 @@ class MinifloatScaling(Scaling):
         top, where, at_most = F(self.top), words.where, words.at_most
 
         @words.function
-        def encode_scale(amax):
+        def encode_and_decode(amax):
             scale = at_most(top / amax, FLT_MAX)
             scale = where((amax != ZERO) & (scale != ZERO), scale, ONE)
             return scale, ONE / scale
 
-        return encode_scale
+        return encode_and_decode
 
     def scale_code(self, words: Words) -> Rule:
         encode, inverse = words.encode(self.layout.scale_format), ONE / F(self.fmt.max)
@@ -187,14 +189,18 @@ class MinifloatScaling(Scaling):
         return two_levels if self.layout.two_level else one_level
 
     def decode_factor(self, words: Words) -> Rule:
-        decode, down = words.decode(self.layout.scale_format), ONE / F(self.top)
-
-        @words.function
-        def two_levels(stored, amax):
-            return (decode(stored) * amax) * down
+        decode = words.decode(self.layout.scale_format)
 
         @words.function
         def one_level(stored, amax):
             return decode(stored)
 
-        return two_levels if self.layout.two_level else one_level
+        if not self.layout.two_level:
+            return one_level
+        down = ONE / F(self.top)
+
+        @words.function
+        def two_levels(stored, amax):
+            return (decode(stored) * amax) * down
+
+        return two_levels

@@ -17,7 +17,8 @@ from refops.formats import E8M0
 from refops.rows import rows_of
 from refops.scalings import NAMED, SCALINGS
 from refops.scalings.arithmetic import REFERENCE
-from refops.scalings.declaration import Layout
+from refops.scalings.declaration import Choice, Layout, RandomBits, Scaling, require_declared, require_fit
+from refops.scalings.rules import E8M0Scaling, MinifloatScaling
 
 F = np.float32
 ROWS = pytest.mark.parametrize("name", NAMED)
@@ -82,6 +83,148 @@ def shared(scaling, amax):
 def test_a_layout_that_nobody_could_walk_is_refused(attributes, message):
     with pytest.raises(ValueError, match=message):
         Layout(**attributes)
+
+
+def changed(scaling, **attributes):
+    """The same settings of a class with other attributes."""
+    cls = dataclass(frozen=True)(type("Changed", (type(scaling),), {"__module__": __name__} | attributes))
+    return cls(**{field.name: getattr(scaling, field.name) for field in fields(scaling)})
+
+
+CURRENT, NVFP4 = NAMED["current"].scaling, NAMED["nvfp4-1x16"].scaling
+FOUR_OVER_SIX, SQUARES = NAMED["nvfp4-4over6"].scaling, NAMED["nvfp4-16x16"].scaling
+RANDOM = RandomBits(0, 0, None)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "message"),
+    [
+        (changed(NVFP4, fmt=refops.E4M3), "fmt must have 4 bits with packed=2; got E4M3"),
+        (
+            changed(NVFP4, tensor_scale=lambda self, words: None),
+            "tensor_scale must give a rule with two_level=True and None without; got None with two_level=True",
+        ),
+        (
+            changed(NAMED["mxfp8"].scaling, tensor_scale=lambda self, words: abs),
+            "tensor_scale must .*; got a rule with two_level=False",
+        ),
+        (
+            changed(NVFP4, multiplier=lambda self, words: None),
+            "multiplier must give a rule with a scale_format and None without; got None with scale_format=E4M3",
+        ),
+        (changed(NVFP4, block_size=32), "block_size must be the edge of the layout's block, 16; got 32"),
+        (
+            changed(CURRENT, given=F(1), path=replace(CURRENT.path, amax_rounded=True, casts_rounded=False)),
+            "path.amax_rounded must equal path.casts_rounded where the scale is given",
+        ),
+        (
+            changed(NAMED["block-1x128"].scaling, given=F(1)),
+            "amax must be 'tensor' where the scale is given; got None",
+        ),
+        (changed(FOUR_OVER_SIX, random=RANDOM), "random must be None with a choice of scales; got RandomBits"),
+        (
+            changed(FOUR_OVER_SIX, layout=replace(SQUARES.layout, shape_multiple=4)),
+            "shape_multiple must be divisible by 16, the edge of a square block, with a choice of scales; got 4",
+        ),
+        (
+            changed(CURRENT, choice=lambda self, words: Choice((), None)),
+            "block must not be None with a choice of scales, one for each block; got None",
+        ),
+        (
+            changed(NAMED["block-1x128"].scaling, choice=lambda self, words: Choice((), None)),
+            "scale_format must be a format with a choice of scales; got None",
+        ),
+        (
+            changed(NAMED["mxfp8"].scaling, choice=lambda self, words: Choice((), None)),
+            "amax must be 'tensor' or 'rows' with a choice of scales; got None",
+        ),
+    ],
+)
+def test_what_does_not_fit_the_layout_is_refused(scaling, message):
+    with pytest.raises(ValueError, match=f"{message}.* in "):
+        require_fit(scaling)
+
+
+def test_a_class_that_cannot_be_declared_is_refused():
+    class Plain(Scaling):
+        title = "no dataclass"
+
+    with pytest.raises(TypeError, match="Plain must be a frozen dataclass"):
+        require_declared(Plain)
+    with pytest.raises(TypeError, match="Plain must be a frozen dataclass"):
+        require_declared(dataclass(Plain))
+
+    @dataclass(frozen=True)
+    class Required(Scaling):
+        scale: float
+        at_run_time = ("scale",)
+
+    with pytest.raises(TypeError, match=r"Required\.at_run_time must name fields with a default; got 'scale'"):
+        require_declared(Required)
+
+
+def test_an_unknown_rounding_of_powers_of_two_is_refused_by_the_base():
+    """Where a class does not check it itself, and where it is no field."""
+
+    @dataclass(frozen=True)
+    class Field(E8M0Scaling):
+        scale_rounding: str = "up"
+        fmt, layout = refops.E4M3, NAMED["mxfp8"].scaling.layout
+
+    message = r"scale_rounding must be one of 'up', 'floor', 'even', 'ceil_ocp'; got 'nearest'"
+    with pytest.raises(ValueError, match=message):
+        Field("nearest")
+    with pytest.raises(ValueError, match=message):
+        require_fit(changed(NAMED["e8m0-1x128"].scaling, scale_rounding="nearest"))
+
+
+@pytest.mark.parametrize("at_run_time", [(), ("amax_epsilon",)])
+def test_a_declared_epsilon_counts_whether_or_not_code_is_compiled_for_it(at_run_time):
+    @dataclass(frozen=True)
+    class Bounded(E8M0Scaling):
+        amax_epsilon: float = 0.0
+        fmt, layout, scale_rounding = refops.E4M3, NAMED["mxfp8"].scaling.layout, "up"
+
+    Bounded.at_run_time = at_run_time
+    for epsilon, amax in ((1.0, 1.0), (0.0, 2.0**-30)):
+        scaling = Bounded(epsilon)
+        code = scaling.scale_code(REFERENCE)
+        p = scaling.numbers(np.dtype(F))
+        with np.errstate(all="ignore"):
+            assert code(F([2.0**-30]), F(0), p) == code(F([amax]), F(0), p)
+
+
+def test_one_level_needs_no_top():
+    """What the tensor's amax becomes is no question without a scale of the tensor."""
+
+    class OneLevel(MinifloatScaling):
+        fmt, layout = refops.E2M1, NAMED["nvfp4-ue5m3-alone"].scaling.layout
+
+    require_fit(OneLevel())
+    assert OneLevel().decode_factor(REFERENCE)(np.uint8(0x40), None) == refops.UE5M3.values[0x40]
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_copies_that_share_codes_do(name):
+    """A copy is served by the other's cast, in `refops` and in `fuser`: they hold the same values."""
+    scaling = NAMED[name].scaling
+    if not scaling.copies_share_codes:
+        assert name not in ("current", "block-128x128", "nvfp4-16x16")
+        return
+    x = np.random.default_rng(0).standard_normal((64, 256), F)
+    q = refops.quantize(x, scaling, columnwise=True)
+    columnwise = replace(q, rowwise_data=None, rowwise_scale_inv=None)
+    assert (refops.dequantize(q) == refops.dequantize(columnwise)).all()
+    alone = refops.quantize(x, scaling, rowwise=False, columnwise=True)
+    assert (alone.columnwise_data == q.columnwise_data).all()
+
+
+def test_the_amax_beside_a_given_scale_is_that_of_the_values_that_are_cast():
+    """As TE's kernels take it, for the history: not that of values rounded to the input's dtype."""
+    x = np.random.default_rng(0).standard_normal((64, 64), F).astype(refops.arguments.BFLOAT16)
+    q = refops.activation_quantize("gelu", x, refops.DelayedScaling(refops.E4M3))
+    values = refops.activation("gelu", x, out_dtype=F)
+    assert q.amax_rowwise == np.abs(values).max() != np.abs(values.astype(x.dtype).astype(F)).max()
 
 
 @ROWS
