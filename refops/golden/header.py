@@ -1,8 +1,10 @@
 """The header of a golden file: what made it, and what each of its arrays is. Plain data, read off the declarations."""
 
 import hashlib
+import inspect
 import json
 import math
+from typing import get_args, get_type_hints
 
 import numpy as np
 
@@ -100,12 +102,13 @@ def settings_from_dict(described):
     name = values.pop("class", None)
     if name not in classes:
         raise ValueError(f"scaling must be one of {', '.join(classes)}; got {name!r}")
-    return classes[name](**{field: _from_json(classes[name], field, value) for field, value in values.items()})
+    formats = _format_fields(classes[name])
+    return classes[name](**{field: _from_json(value, field in formats) for field, value in values.items()})
 
 
 def params_from_header(header):
     """The parameters of the operation, by name."""
-    return {name: _from_json(None, name, value) for name, value in header["parameters"].items()}
+    return {name: _from_json(value, name == "fmt") for name, value in header["parameters"].items()}
 
 
 def _to_json(value):
@@ -116,10 +119,19 @@ def _to_json(value):
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _from_json(owner, name, value):
-    if name == "fmt" or isinstance(getattr(owner, name, None), ElementFormat):
+def _from_json(value, is_format):
+    if is_format and value is not None:
         return FORMATS[value]
     return float(value) if value in ("inf", "-inf") else value
+
+
+def _format_fields(cls):
+    """Names of the fields of a class of settings that hold a format (or None): "fmt", others by their type."""
+    kinds = {name: get_args(hint) or (hint,) for name, hint in get_type_hints(cls).items()}
+    classes = {
+        name: [kind for kind in of if inspect.isclass(kind) and not get_args(kind)] for name, of in kinds.items()
+    }
+    return {"fmt"} | {name for name, of in classes.items() if any(issubclass(kind, ElementFormat) for kind in of)}
 
 
 # --- what each array is -----------------------------------------------------------------------------------------------

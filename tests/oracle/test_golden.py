@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
 
@@ -29,6 +29,7 @@ from refops.golden import (
     build_golden,
     golden_bytes,
     golden_matrix,
+    header,
     read_golden,
     storage,
     write_golden,
@@ -207,6 +208,22 @@ def test_settings_survive_the_header():
         golden = build_golden(Recipe("quantize", scaling, (32, 32)))
         header = json.loads(json.dumps(golden.header))
         assert replace(golden, header=header).scaling == scaling
+
+
+@dataclass(frozen=True)
+class OfFormats(refops.NVFP4Scaling):
+    """Formats in a field without a default, and in one that may be None."""
+
+    scale_format: refops.FloatFormat = field(kw_only=True)
+    other: refops.FloatFormat | None = None
+
+
+@pytest.mark.parametrize("other", [None, refops.E5M2])
+def test_a_field_of_any_name_that_holds_a_format_survives_the_header(other, monkeypatch):
+    monkeypatch.setattr(header, "SCALINGS", (OfFormats,))
+    scaling = OfFormats(scale_format=refops.UE5M3, other=other)
+    described = json.loads(json.dumps(header.settings_as_dict(scaling)))
+    assert header.settings_from_dict(described) == scaling
 
 
 def test_infinite_parameters_survive_the_header(tmp_path):
