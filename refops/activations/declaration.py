@@ -29,9 +29,20 @@ from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from keyword import iskeyword
 from typing import Any
 
 from refops.activations.arithmetic import Arithmetic
+
+#: Names that a parameter cannot have: the other arguments of the calls that take parameters by name, and what kernels
+#: read beside them.
+RESERVED = frozenset(
+    (
+        *("name", "x", "dy", "row_scales", "scaling", "rowwise", "columnwise", "dbias", "out_dtype"),
+        *("glu_interleave_size", "swizzled_scales", "fast_math", "cache_quantized_input"),
+        *("rows", "width", "interleave"),
+    )
+)
 
 #: The functions of (x, p) that a factory makes: value, slope, and both as a tuple where they share a part, else None.
 Forms = namedtuple("Forms", "value slope both")
@@ -42,12 +53,16 @@ class Parameter:
     """A parameter of an activation.
 
     Attributes:
-        name: its name, a field of `p` in formulas.
+        name: its name, a field of `p` in formulas and an argument of calls: none of `RESERVED`.
         default: TE's default.
         other: an ordinary value that is not the default, for golden files and tests.
         positive: whether it must be above 0 and finite. The others may be any number, as in TE.
-        neutral: values that leave it out of the formula; `nothing` among them is called "no NAME".
-        nothing: the neutral value that is so large that it has no effect, or None.
+        neutral: values that leave it out of the formula.
+        nothing: the one of `neutral` that is so large that it has no effect, which sentences of the oracle call "no"
+            and the parameter's name ("no limit"); None without one.
+
+    Raises:
+        ValueError: a name that no argument can have.
     """
 
     name: str
@@ -56,6 +71,12 @@ class Parameter:
     positive: bool = False
     neutral: tuple[float, ...] = ()
     nothing: float | None = None
+
+    def __post_init__(self):
+        if not self.name.isidentifier() or self.name.startswith("_") or iskeyword(self.name):
+            raise ValueError(f"name of a parameter must be one that an argument can have; got {self.name!r}")
+        if self.name in RESERVED:
+            raise ValueError(f"name of a parameter must be none of {', '.join(sorted(RESERVED))}; got {self.name!r}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -182,8 +203,16 @@ class Activation:
 
     @cached_property
     def declared(self) -> tuple[Parameter, ...]:
-        """The parameters that it accepts, each once."""
-        return tuple(dict.fromkeys(p for function in self.functions for p in function.parameters))
+        """The parameters that it accepts, each once.
+
+        Raises:
+            ValueError: two that differ have one name.
+        """
+        found: dict[str, Parameter] = {}
+        for p in (p for function in self.functions for p in function.parameters):
+            if found.setdefault(p.name, p) != p:
+                raise ValueError(f"parameters of {self.name} must have one name each; got {found[p.name]} and {p}")
+        return tuple(found.values())
 
     @property
     def parameters(self) -> tuple[str, ...]:

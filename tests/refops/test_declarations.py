@@ -11,7 +11,7 @@ import pytest
 import refops
 from refops import activations, oracle
 from refops.activations import ACTIVATIONS, Arithmetic
-from refops.activations.declaration import Function, Parameter, unary
+from refops.activations.declaration import RESERVED, Function, Parameter, gated, unary
 
 F = np.float32
 FILES = sorted(path for path in Path(activations.__file__).parent.glob("*.py") if "ROWS = " in path.read_text("utf-8"))
@@ -89,6 +89,39 @@ def test_a_parameter_of_two_defaults_is_refused():
     assert activations._defaults([row("elu", 1.0), row("celu", 1.0)]) == {"alpha": 1.0}
     with pytest.raises(ValueError, match=r"alpha has two defaults: 1\.0 in elu, 1\.7 in celu"):
         activations._defaults([row("elu", 1.0), row("celu", 1.7)])
+
+
+def test_two_parameters_of_one_name_are_refused():
+    """Which of them a call meant nobody could say."""
+    first, second = (
+        Function(f"of {other}", lambda words: None, parameters=(Parameter("alpha", 1.0, other=other),))
+        for other in (0.5, 2.0)
+    )
+    row = gated("elu", first, second, formula="", op="ELU")
+    with pytest.raises(ValueError, match=r"parameters of elu must have one name each; got .*0\.5.* and .*2\.0"):
+        activations._defaults([row])
+    same = gated("elu", first, first, formula="", op="ELU")
+    assert same.parameters == ("alpha",)
+
+
+@pytest.mark.parametrize("name", ["out_dtype", "dbias", "width", "lambda", "_alpha", "a b", ""])
+def test_a_parameter_that_no_call_could_take_is_refused(name):
+    with pytest.raises(ValueError, match=f"name of a parameter must be .*; got '{name}'"):
+        Parameter(name, 1.0, other=2.0)
+
+
+def test_the_arguments_beside_parameters_are_reserved():
+    """Of every call that takes parameters by name, on each backend."""
+    stub = Path(refops.__file__).parents[1] / "cuda_kernels" / "__init__.pyi"
+    calls = [node for node in ast.walk(ast.parse(stub.read_text("utf-8"))) if isinstance(node, ast.FunctionDef)]
+    listed = [node.args for node in calls if node.args.kwarg is not None]
+    names = {argument.arg for args in listed for argument in (*args.args, *args.kwonlyargs)}
+    for call in (vars(refops)[name] for name in refops.__all__):
+        if inspect.isfunction(call):
+            parameters = inspect.signature(call).parameters.values()
+            if any(p.kind is p.VAR_KEYWORD for p in parameters):
+                names |= {p.name for p in parameters if p.kind is not p.VAR_KEYWORD}
+    assert {"x", "dbias", "fast_math"} <= names <= RESERVED
 
 
 def test_a_fast_form_is_of_functions_with_an_elementary_part():
