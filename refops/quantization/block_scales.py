@@ -24,12 +24,16 @@ def block_scales_as_mxfp8(q: Quantized) -> tuple[Array | None, Array | None]:
         direction that `q` lacks.
 
     Raises:
-        TypeError: `q` has no float32 scales of blocks. ValueError: they are not powers of two.
+        TypeError: `q` has no float32 scales of blocks. ValueError: they are not powers of two, or of blocks that are no
+            multiple of 32.
     """
     if not isinstance(q, Quantized) or not _has_float32_blocks(q.scaling.layout):
         raise TypeError(f"q must be a Quantized with float32 scales of blocks, as BlockScaling's; got {shown(q)}")
     if not q.scaling.power_2_scale:
         raise ValueError(f"q must have power_2_scale=True: E8M0 holds powers of two; got {q.scaling}")
+    edge = q.scaling.layout.block[1]
+    if edge % MX_BLOCK:
+        raise ValueError(f"q must have blocks of a multiple of {MX_BLOCK}, which E8M0 scales serve; got {edge}")
     rowwise = None if q.rowwise_data is None else _swizzled_bytes(q, False)
     return rowwise, None if q.columnwise_data is None else _swizzled_bytes(q, True)
 

@@ -346,6 +346,17 @@ def test_block_scales_as_e8m0():
     assert refops.block_scales_as_mxfp8(quantize(x, refops.BlockScaling(E4M3)))[1] is None
 
 
+def test_blocks_shorter_than_an_e8m0_scale_serves_are_refused():
+    """There would be no scale for half of them."""
+
+    class Of16(refops.Block64Scaling):
+        layout = replace(refops.Block64Scaling.layout, block=(1, 16))
+
+    q = quantize(np.ones((32, 64), F), Of16(E4M3))
+    with pytest.raises(ValueError, match=r"q must have blocks of a multiple of 32, .*; got 16"):
+        refops.block_scales_as_mxfp8(q)
+
+
 # --- section 6: NVFP4 -----------------------------------------------------------------------------
 
 NVFP4_BLOCK = f32(3, -2, 1.5, 1, 0.75, 0.5, 0.4, 0.3, 0.25, 0.2, 0.1, 0.05, -0.6, -1.2, 2.6, -3)
