@@ -225,8 +225,7 @@ def _random_bytes(scaling, matrix_shape, columnwise, row, along):
     """The random bytes of a row's elements under stochastic rounding, the caller's or Philox's; None without it."""
     if scaling.random is None:
         return None
-    given = scaling.random.given(columnwise)
-    return random_bytes(scaling.random, given, slice(row, row + 1), along, matrix_shape, columnwise)[0]
+    return random_bytes(scaling.random, slice(row, row + 1), along, matrix_shape, columnwise)[0]
 
 
 def as_tensor_of(values, scaling, *, columnwise=False):

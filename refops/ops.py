@@ -30,6 +30,7 @@ from refops.scalings import UNFUSED, Path, Scaling, require_scaling
 from refops.tiles import (
     InputSource,
     Matrix,
+    RowLayout,
     Source,
     column_chunks,
     column_sum,
@@ -270,9 +271,9 @@ def scaled_activation_grad(
             g = gradient.read(rows, columns)
             act, gate = work.read(rows, columns)
             d_act, d_gate = work.bound.scaled_backward(g * work.scales[rows], act, gate)
-            dx[rows, work.act_columns(columns)] = stored(d_act, out_dtype)
+            dx[rows, work.columns_of(columns, gate=False)] = stored(d_act, out_dtype)
             if work.bound.gated:
-                dx[rows, work.gate_columns(columns)] = stored(d_gate, out_dtype)
+                dx[rows, work.columns_of(columns, gate=True)] = stored(d_gate, out_dtype)
             drow_scales[rows] += row_sum(g * work.bound.forward(act, gate))
 
     for_each([(rows,) for rows in row_slices(work.shape)], fill)
@@ -306,22 +307,16 @@ class ScaledRows:
             )
         self._interleave = g
 
-    def act_columns(self, columns):
-        """Input columns (a slice or indices) of the activated values of output `columns`."""
-        g = self._interleave
-        if g == 0:
-            return columns
-        column = np.arange(columns.start, columns.stop)
-        return (column // g) * 2 * g + column % g
-
-    def gate_columns(self, columns):
-        """Input columns of their gates."""
-        return self.act_columns(columns) + self._interleave if self._interleave else _shift(columns, self.shape[1])
+    def columns_of(self, columns, *, gate):
+        """Input columns of the activated values, or of their gates, of output `columns`: indices, or a slice."""
+        if self._interleave:
+            return RowLayout(self._interleave).columns(np.arange(columns.start, columns.stop), gate)
+        return _shift(columns, self.shape[1]) if gate else columns
 
     def read(self, rows, columns):
         """float32 activated values and gates (None for unary) of a rectangle of the output."""
-        act = self.input.read(rows, self.act_columns(columns))
-        return act, self.input.read(rows, self.gate_columns(columns)) if self.bound.gated else None
+        act = self.input.read(rows, self.columns_of(columns, gate=False))
+        return act, self.input.read(rows, self.columns_of(columns, gate=True)) if self.bound.gated else None
 
 
 def _output_dtype(out_dtype, default):

@@ -8,6 +8,7 @@ tiles changes a bit; sums, which could, are defined over fixed chunks (`column_s
 
 import math
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -20,6 +21,16 @@ ALIGNMENT = 128
 SUM_CHUNK = 128
 _tile_elements = 1 << 17
 _SMALLEST, _ONE = np.float32(2.0**-149), np.float32(1)
+
+
+def ceil_div(n, d):
+    """Smallest integer >= n / d."""
+    return -(-n // d)
+
+
+def round_up(n, multiple):
+    """Smallest multiple of `multiple` that is >= n."""
+    return ceil_div(n, multiple) * multiple
 
 
 @contextmanager
@@ -70,6 +81,27 @@ class Matrix:
             leading = tuple(index[:, None] for index in leading)
         index = (*leading, columns)
         return self.tensor[index]
+
+
+@dataclass(frozen=True)
+class RowLayout:
+    """Where the activated half and the gate of output column h lie in a row: runs of `run` columns that alternate.
+
+    `run` is H for [act | gate]; `gate_first` swaps the two.
+    """
+
+    run: int
+    gate_first: bool = False
+
+    def columns(self, h, gate):
+        """Columns of the activated values (or gates) of output columns `h`."""
+        second = gate != self.gate_first
+        return (h // self.run) * (2 * self.run) + h % self.run + second * self.run
+
+    def locate(self, column):
+        """Return (is gate, h) of row columns: the inverse of `columns`."""
+        second = column // self.run % 2 == 1
+        return second != self.gate_first, column // (2 * self.run) * self.run + column % self.run
 
 
 class Source:
@@ -124,7 +156,7 @@ class InputSource(Source):
 def tile_slices(shape):
     """Return the (rows, columns) slices of the tiles that cover a (M, K) matrix, edges aligned to `ALIGNMENT`."""
     m, k = shape
-    width = min(_tile_width(m), max(ALIGNMENT, -(-k // ALIGNMENT) * ALIGNMENT))
+    width = min(_tile_width(m), max(ALIGNMENT, round_up(k, ALIGNMENT)))
     height = max(ALIGNMENT, _tile_elements // width // ALIGNMENT * ALIGNMENT)
     return [(rows, columns) for rows in _cut(m, height) for columns in _cut(k, width)]
 

@@ -1,7 +1,8 @@
 """The dump in a golden file: inputs, what the reference writes for them, and the amaxes and scales on the way.
 
-Inputs are made for the operation, outputs are those of the oracle's `Case`, and the steps between them are taken by the
-functions of `refops` that the outputs went through; nothing here is a second implementation.
+Inputs are made for the operation, outputs are those of the oracle's `Case`. The steps between them are taken by the
+declared rules that the outputs went through, but on the whole tensor: the quantizer walks it in tiles and keeps none of
+them. `test_intermediates_are_the_steps_from_input_to_output` leads from one to the other.
 """
 
 import math
@@ -18,7 +19,7 @@ from refops.ops import quantize
 from refops.oracle.operation import Case, arrays_of, require_operation
 from refops.quantization.hadamard import HadamardSource
 from refops.quantization.layout import block_amax, block_view, pad_to_blocks
-from refops.quantization.quantize import random_bytes
+from refops.quantization.quantize import amax_by_outer, random_bytes
 from refops.quantization.result import DIRECTIONS
 from refops.scalings import Scaling
 from refops.scalings.arithmetic import REFERENCE
@@ -149,7 +150,7 @@ def _steps(case, outputs, copy):
         yield "block_amax", layout.scales_by_outer(maxima, columnwise)
     tensor_scale = np.float32(0)
     if layout.two_level:
-        tensor_scale = scaling.tensor_scale(REFERENCE)(amax[:, None])
+        tensor_scale = scaling.tensor_scale(REFERENCE)(amax_by_outer(layout, amax, slice(None)))
         yield "global_encode_scale", tensor_scale[0][:, 0]
     multiplier = scaling.multiplier(REFERENCE)
     if multiplier is None:
@@ -162,7 +163,7 @@ def _steps(case, outputs, copy):
     yield "encode_scale", factor if layout.block is None else layout.scales_by_outer(factor, columnwise)
     if scaling.random is not None:
         outer, inner = (slice(0, size) for size in layout.oriented(source.shape, columnwise))
-        yield "random_bits", random_bytes(scaling.random, None, outer, inner, source.shape, columnwise)
+        yield "random_bits", random_bytes(scaling.random, outer, inner, source.shape, columnwise)
 
 
 def _block_amaxes(source, scaling, columnwise):

@@ -1,15 +1,15 @@
 """Rectangles of a tensor in the arrays that a quantized one is stored in: `Layout`, seen from the tensor.
 
-A `Layout` speaks of outer and inner dimensions; here everything is rows and columns of the (M, K) tensor, slices whose
-edges are multiples of a block or the tensor's own. Not for padding: what is read or stored is the part that holds data.
+A `Layout` speaks of outer and inner dimensions; here everything is rows and columns of the (M, K) tensor: slices whose
+edges are multiples of a block, or the edges of the tensor. Padding is left out: what is read or stored holds data.
 """
 
 from dataclasses import dataclass
 
 import numpy as np
 
-from refops.formats import pack_fp4, unpack_fp4
-from refops.quantization.layout import blocks_of, ceil_div
+from refops.formats import pack_fp4
+from refops.quantization.layout import blocks_of, ceil_div, codes_of_tile
 
 #: Edge of the tiles that a diagnosis looks at: a region has as many rows and columns where the tensor has.
 TILE = 128
@@ -34,27 +34,6 @@ def whole(shape):
     """The region of a whole (M, K) matrix; an empty one for no shape."""
     m, k = shape or (0, 0)
     return Region(slice(0, m), slice(0, k))
-
-
-@dataclass(frozen=True)
-class RowLayout:
-    """Where the activated half and the gate of output column h lie in a row: runs of `run` columns that alternate.
-
-    `run` is H for [act | gate]; `gate_first` exchanges the two.
-    """
-
-    run: int
-    gate_first: bool = False
-
-    def columns(self, h, gate):
-        """Columns of the activated values (or gates) of output columns `h`."""
-        second = gate != self.gate_first
-        return (h // self.run) * (2 * self.run) + h % self.run + second * self.run
-
-    def locate(self, column):
-        """Return (is gate, h) of row columns: the inverse of `columns`."""
-        second = column // self.run % 2 == 1
-        return second != self.gate_first, column // (2 * self.run) * self.run + column % self.run
 
 
 class Geometry:
@@ -98,9 +77,7 @@ class Geometry:
 
     def codes(self, data, shape, rows, columns):
         """uint8 codes (R, C) of a rectangle, in the tensor's orientation, one a byte."""
-        codes = self.matrix(data, shape)[self.data_index(rows, columns)]
-        codes = codes if self.packed == 1 else unpack_fp4(codes)
-        return codes.T if self.transposed else codes
+        return codes_of_tile(self.layout, self.matrix(data, shape), rows, columns, self.columnwise)
 
     def store_codes(self, codes):
         """Codes (R, C) as they are stored."""
@@ -146,8 +123,8 @@ class Geometry:
         i, j = at[::-1] if self.scales_transposed else at
         return int(first.start + i), int(second.start + j)
 
-    def scale_shape(self, shape):
-        """Shape of the stored scales of a tensor of (M, K) `shape`, without padding."""
+    def valid_scale_shape(self, shape):
+        """Shape of the stored scales of a tensor of (M, K) `shape` without the padding of `Layout.scale_shape`."""
         if self.run is None:
             return (1,)
         outer, blocks = self.layout.scale_counts(shape, self.columnwise)

@@ -26,13 +26,13 @@ from refops import ops
 from refops.activations import ACTIVATIONS, bind_activation
 from refops.arguments import BFLOAT16, require_flag, require_high_precision_dtype, require_tensor, shown
 from refops.oracle.dumps import Slot, as_numpy, fit, native
-from refops.oracle.geometry import Geometry, RowLayout
+from refops.oracle.geometry import Geometry
 from refops.quantization.delayed import update_delayed_scale
 from refops.quantization.layout import one_order
 from refops.quantization.quantize import check_shape
 from refops.quantization.result import Quantized, stored_layout
 from refops.scalings import require_scaling
-from refops.tiles import InputSource
+from refops.tiles import InputSource, RowLayout
 
 #: Every array of a `Quantized`, rowwise first.
 QUANTIZED_ARRAYS = (
@@ -454,7 +454,7 @@ def quantized_slots(scaling, shape):
             slots[name] = Slot(name, "amax", stored, stored, dtype)
         else:
             tensor, own = (math.prod(shape[:-1]), shape[-1]), scaling.layout
-            valid = Geometry.of(scaling, name).scale_shape(tensor)
+            valid = Geometry.of(scaling, name).valid_scale_shape(tensor)
             slots[name] = Slot(name, "scales", stored, valid, dtype, own.scale_format, layout=own, tensor=tensor)
     return slots
 

@@ -299,7 +299,7 @@ class QuantizedJudge:
             return "any"
         columnwise = geometry.columnwise
         outer, inner = geometry.layout.oriented((rows, columns), columnwise)
-        bits = random_bytes(random, random.given(columnwise), outer, inner, self.shape, columnwise)
+        bits = random_bytes(random, outer, inner, self.shape, columnwise)
         return bits.T if columnwise else bits
 
     def _judge_codes(self, names, geometry, source, rows, columns, multiplier, amax_range):

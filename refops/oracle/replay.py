@@ -515,7 +515,7 @@ class TensorReplay(Replay):
         if self.scaling.random is None:
             return None
         columnwise = direction == "columnwise"
-        given = self.scaling.random.given(columnwise)
+        given = self.scaling.random.of_copy(columnwise)
         outer, inner = self.layout.oriented((region.rows, region.columns), columnwise)
         if given is not None:
             return given[outer, inner].T if columnwise else given[outer, inner]

@@ -2,10 +2,9 @@
 
 import numpy as np
 
-from refops.formats import unpack_fp4
 from refops.quantization.hadamard import GROUP, transform_groups
-from refops.quantization.layout import blocks_of
-from refops.quantization.quantize import amax_of_tile
+from refops.quantization.layout import blocks_of, codes_of_tile
+from refops.quantization.quantize import amax_by_outer
 from refops.quantization.result import Quantized
 from refops.scalings.arithmetic import REFERENCE
 from refops.tiles import Source
@@ -41,13 +40,12 @@ class DequantizedSource(Source):
         q, layout, columnwise = self._q, self._q.scaling.layout, self._columnwise
         name = "columnwise" if columnwise else "rowwise"
         scales = layout.scales_by_outer(getattr(q, f"{name}_scale_inv"), columnwise)
-        amax = getattr(q, f"amax_{name}") if layout.two_level else None
+        amax = getattr(q, f"amax_{name}") if layout.two_level else None  # else no factor reads it
         if layout.block is None:
             return self._decode_factor(scales, amax)
         outer, inner = layout.oriented((rows, columns), columnwise)
         parts = blocks_of(outer, layout.run[0]), blocks_of(inner, layout.run[1])
-        amax = amax_of_tile(layout, amax, outer, inner, False)
-        factors = self._decode_factor(scales[parts], amax)
+        factors = self._decode_factor(scales[parts], None if amax is None else amax_by_outer(layout, amax, outer))
         for axis, (elements, edge) in enumerate(zip((outer, inner), layout.run, strict=True)):
             if edge > 1:
                 skipped, count = elements.start % edge, elements.stop - elements.start
@@ -58,17 +56,8 @@ class DequantizedSource(Source):
 
 def code_tile(q, rows, columns, columnwise):
     """uint8 codes (R, C) of a rectangle in the tensor's orientation, one a byte."""
-    layout = q.scaling.layout
-    if layout.data_transposed(columnwise):
-        return _unpacked(q.column_matrix, columns, rows, layout.packed).T
-    return _unpacked(q.column_matrix if columnwise else q.row_matrix, rows, columns, layout.packed)
-
-
-def _unpacked(matrix, outer, inner, per_byte):
-    if per_byte == 1:
-        return matrix[outer, inner]
-    codes = unpack_fp4(matrix[outer, blocks_of(inner, per_byte)])
-    return codes[:, inner.start % per_byte :][:, : inner.stop - inner.start]
+    matrix = q.column_matrix if columnwise else q.row_matrix
+    return codes_of_tile(q.scaling.layout, matrix, rows, columns, columnwise)
 
 
 def _untransformed(values, sign_mask):

@@ -6,23 +6,28 @@ Padding holds zeros. (TE leaves it uninitialised: compare the valid part only.)
 import numpy as np
 
 from refops.arguments import as_array
+from refops.formats import unpack_fp4
 from refops.hints import Array, ArrayLike
 from refops.scalings.declaration import SCALE_TILE
-
-
-def ceil_div(n, d):
-    """Smallest integer >= n / d."""
-    return -(-n // d)
-
-
-def round_up(n, multiple):
-    """Smallest multiple of `multiple` that is >= n."""
-    return ceil_div(n, multiple) * multiple
+from refops.tiles import ceil_div as ceil_div
+from refops.tiles import round_up as round_up
 
 
 def blocks_of(elements, block_size):
     """The slice of blocks that a slice of elements covers; the last block may be partial."""
     return slice(elements.start // block_size, ceil_div(elements.stop, block_size))
+
+
+def codes_of_tile(layout, matrix, rows, columns, columnwise):
+    """uint8 codes (R, C) of a rectangle of stored data (a 2-D view), one a byte, in the orientation of the tensor."""
+    transposed, per_byte = layout.data_transposed(columnwise), layout.packed
+    outer, inner = (columns, rows) if transposed else (rows, columns)
+    if per_byte == 1:
+        codes = matrix[outer, inner]
+    else:
+        codes = unpack_fp4(matrix[outer, blocks_of(inner, per_byte)])
+        codes = codes[:, inner.start % per_byte :][:, : inner.stop - inner.start]
+    return codes.T if transposed else codes
 
 
 def pad_to_blocks(values, block_rows, block_columns):

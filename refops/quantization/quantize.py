@@ -30,12 +30,12 @@ def quantize_source(values, amax_values, scaling, rowwise, columnwise):
         ValueError: a shape that the scaling does not take, random bits of the wrong shape, no columnwise copy.
     """
     check_shape(scaling, values.tensor_shape, values.shape, columnwise)
-    bits = given_bits(scaling, values.shape, rowwise, columnwise)
+    given_bits(scaling, values.shape, rowwise, columnwise)
     q = Quantized.allocate(values, scaling, rowwise, columnwise)
     column_values = values if scaling.hadamard is None else HadamardSource(values, scaling.hadamard)
     if scaling.given is None:
         _fill_amax(q, amax_values, column_values)
-    copies = [Copy(q, c, bits[c]) for c, made in ((False, rowwise), (True, columnwise)) if made]
+    copies = [Copy(q, c) for c, made in ((False, rowwise), (True, columnwise)) if made]
 
     def work(rows, columns):
         tile, done = values.read(rows, columns), None
@@ -92,10 +92,10 @@ class Copy:
         amax: float32 amaxes of it, or None.
     """
 
-    def __init__(self, q, columnwise, bits):
+    def __init__(self, q, columnwise):
         scaling, name = q.scaling, "columnwise" if columnwise else "rowwise"
         self.columnwise, self.amax = columnwise, getattr(q, f"amax_{name}")
-        self._scaling, self._layout, self._shape, self._bits = scaling, scaling.layout, q.matrix_shape, bits
+        self._scaling, self._layout, self._shape = scaling, scaling.layout, q.matrix_shape
         self._data = q.column_matrix if columnwise else q.row_matrix
         self._scales = self._layout.scales_by_outer(getattr(q, f"{name}_scale_inv"), columnwise)
         self._numbers, self._block_scale = scaling.numbers(q.dtype), scaling.block_scale(REFERENCE)
@@ -148,7 +148,7 @@ class Copy:
         if self._scaling.random is None:
             return None
         outer, inner = self._layout.oriented((rows, columns), self.columnwise)
-        found = random_bytes(self._scaling.random, self._bits, outer, inner, self._shape, self.columnwise)
+        found = random_bytes(self._scaling.random, outer, inner, self._shape, self.columnwise)
         return found.T if self.columnwise else found
 
 
@@ -239,41 +239,46 @@ def amax_of_tile(layout, amax, rows, columns, columnwise):
     """The amaxes of a tile's outer indices in the tensor's orientation, to meet its blocks; of the tensor: (1, 1)."""
     if amax is None:
         return None
-    if layout.amax != "rows":
-        return amax[:, None]
-    return amax[None, columns] if columnwise else amax[rows, None]
+    by_outer = amax_by_outer(layout, amax, columns if columnwise else rows)
+    return by_outer.T if columnwise else by_outer
+
+
+def amax_by_outer(layout, amax, outer):
+    """The amaxes of outer indices, to meet [outer, block] scales: (outer, 1); of the tensor: (1, 1)."""
+    return amax[outer if layout.amax == "rows" else slice(None), None]
 
 
 def given_bits(scaling, shape, rowwise, columnwise):
-    """Return the caller's random bits as (rowwise (M, K), columnwise (K, M)); None where Philox makes them."""
-    bits = None if scaling.random is None else scaling.random.bits
-    if bits is None:
+    """Return the caller's random bits as (rowwise (M, K), columnwise (K, M)); None where Philox makes them.
+
+    Raises:
+        ValueError: one array for both copies, or bits of another shape than a copy that is made.
+    """
+    random = scaling.random
+    if random is None or random.bits is None:
         return None, None
-    if not isinstance(bits, tuple):
-        if rowwise and columnwise:
-            raise ValueError("random_bits must be a (rowwise, columnwise) pair for both directions; got one array")
-        bits = (bits, bits)
-    for columnwise_copy, made in enumerate((rowwise, columnwise)):
-        wanted = scaling.layout.oriented(shape, columnwise_copy)
-        if made and bits[columnwise_copy].shape != wanted:
+    if rowwise and columnwise and not isinstance(random.bits, tuple):
+        raise ValueError("random_bits must be a (rowwise, columnwise) pair for both directions; got one array")
+    for columnwise_copy, made in ((False, rowwise), (True, columnwise)):
+        bits, wanted = random.of_copy(columnwise_copy), scaling.layout.oriented(shape, columnwise_copy)
+        if made and bits.shape != wanted:
             direction = "columnwise" if columnwise_copy else "rowwise"
-            raise ValueError(
-                f"random_bits for {direction} output must have shape {wanted}; got {bits[columnwise_copy].shape}"
-            )
-    return bits
+            raise ValueError(f"random_bits for {direction} output must have shape {wanted}; got {bits.shape}")
+    return random.of_copy(False), random.of_copy(True)
 
 
-def random_bytes(random, given, outer, inner, shape, columnwise):
-    """Random bytes of a rectangle, (outer, inner); `inner` starts at a multiple of the 16 that Philox gives at once.
+def random_bytes(random, outer, inner, shape, columnwise):
+    """Random bytes of a rectangle, (outer, inner): the caller's or Philox's.
 
     Args:
         random: `RandomBits`.
-        given: the caller's bits of this direction, or None.
-        outer, inner: slices.
+        outer, inner: slices; `inner` starts at a multiple of the 16 that Philox gives at once.
         shape: (M, K) of the tensor.
+        columnwise: which copy they are for.
     """
-    if given is not None:
-        return given[outer, inner]
+    bits = random.of_copy(columnwise)
+    if bits is not None:
+        return bits[outer, inner]
     number = philox_groups(outer, inner, shape, columnwise)
     found = philox_bytes(random.seed, random.offset, number.ravel())
     lines, groups = number.shape  # either may be 0

@@ -19,7 +19,7 @@ from refops.arguments import BFLOAT16, require_choice, require_flag, require_int
 from refops.formats import E4M3, E5M2, FloatFormat
 from refops.hints import Array
 from refops.scalings.arithmetic import FLT_MAX, REFERENCE, F
-from refops.tiles import ALIGNMENT
+from refops.tiles import ALIGNMENT, ceil_div, round_up
 
 #: The vocabulary of `refops.scalings.arithmetic`, NumPy's or a compiler's.
 Words: TypeAlias = Any
@@ -202,14 +202,14 @@ class Layout:
         if self.run is None:
             return (1, 1)
         outer, inner = self.oriented(shape, columnwise)
-        return -(-outer // self.run[0]), -(-inner // self.run[1])
+        return ceil_div(outer, self.run[0]), ceil_div(inner, self.run[1])
 
     def scale_shape(self, shape: tuple[int, int], columnwise: bool) -> tuple[int, ...]:
         """Shape of the stored scales of an (M, K) tensor, padding and order included."""
         if self.block is None:
             return (1,)
         counts = self.scale_counts(shape, columnwise)
-        outer, blocks = (-(-n // multiple) * multiple for n, multiple in zip(counts, self.padding, strict=True))
+        outer, blocks = (round_up(n, multiple) for n, multiple in zip(counts, self.padding, strict=True))
         return (blocks, outer) if self.scales_inner_first[columnwise] else (outer, blocks)
 
     def data_shape(self, shape: tuple[int, ...], columnwise: bool) -> tuple[int, ...]:
@@ -237,8 +237,8 @@ class RandomBits:
     """Where the bits of stochastic rounding come from.
 
     Attributes:
-        seed, offset: Philox key and counter; a block's subsequence is its number in the stored layout, columnwise
-            blocks counted after all rowwise ones.
+        seed, offset: Philox key and counter. 16 elements in a row of the stored layout share a subsequence, whatever
+            the block: their number there, those of the columnwise copy counted after all rowwise ones.
         bits: the bits themselves instead, one uint8 array or a (rowwise, columnwise) pair; None: Philox.
     """
 
@@ -246,8 +246,8 @@ class RandomBits:
     offset: int
     bits: Array | tuple[Array, Array] | None
 
-    def given(self, columnwise: bool) -> Array | None:
-        """The bits of a direction in its stored orientation; None: Philox."""
+    def of_copy(self, columnwise: bool) -> Array | None:
+        """The caller's bits of a direction in its stored orientation; None: Philox makes them."""
         return self.bits[columnwise] if isinstance(self.bits, tuple) else self.bits
 
 

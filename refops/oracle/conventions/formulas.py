@@ -13,7 +13,7 @@ from refops.oracle.conventions.words import (
     normal_cdf,
     normal_density,
 )
-from refops.oracle.geometry import RowLayout
+from refops.tiles import RowLayout
 
 F = np.float32
 SMALLEST_NORMAL = F(2.0**-126)

@@ -55,7 +55,7 @@ class Dump:
 
     def valid(self, name):
         """Shape of the part of scales that is no padding."""
-        return Geometry.of(self.scaling, name).scale_shape(self.shape)
+        return Geometry.of(self.scaling, name).valid_scale_shape(self.shape)
 
 
 @reading(
