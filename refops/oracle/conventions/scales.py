@@ -123,7 +123,7 @@ def _leaves_places(scaling, scale_format_too=True, **changed):
     """Whether a scaling may have other settings, which place codes and scales alike, whatever amax is kept."""
     if not accepts(scaling, **changed):
         return False
-    ignored = {"amax": None, "two_level": False, "columnwise_multiple": 1}
+    ignored = {"amax": "tensor", "two_level": False, "columnwise_multiple": 1}
     own, other = (replace(s.layout, **ignored) for s in (scaling, replace(scaling, **changed)))
     if not scale_format_too and None not in (own.scale_format, other.scale_format):
         other = replace(other, scale_format=own.scale_format)
