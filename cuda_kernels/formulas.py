@@ -98,9 +98,9 @@ def fast_forms(function, words=FAST_NUMBERS):
     """
     if function.fast is None:
         return None
-    value, both, *slope = function.fast(words)
-    slope = slope[0] if slope else _second_of(both)
-    return Forms(*(compiled(form, function.name, FAST_VOCABULARY) for form in (value, slope, both)))
+    made = function.fast(words)
+    made = made._replace(slope=made.slope or _second_of(made.both))
+    return Forms(*(compiled(form, function.name, FAST_VOCABULARY) for form in made))
 
 
 def _second_of(both):

@@ -17,6 +17,8 @@ from refops.activations import Arithmetic
 class TorchArithmetic(Arithmetic):
     """float32 and float64 tensors; the words that are not here are made of those that are."""
 
+    one = 1  # a number of NumPy would make an array of a tensor
+
     def number(self, c):
         """The float32 constant c, exactly, also beside float64 tensors."""
         return float(np.float32(c))
@@ -32,16 +34,6 @@ class TorchArithmetic(Arithmetic):
     def sigmoid(self, x):
         """1 / (1 + e^-x)."""
         return torch.sigmoid(x)
-
-    def sigmoid_pair(self, x):
-        """(s, 1 - s)."""
-        s = torch.sigmoid(x)
-        return s, 1 - s
-
-    def tanh_pair(self, x):
-        """(t, 1 - t t)."""
-        t = torch.tanh(x)
-        return t, 1 - t * t
 
     def where(self, condition, a, b):
         """a where the condition holds, else b."""

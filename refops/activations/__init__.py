@@ -81,7 +81,7 @@ def bind_activation(name, params):
     """Return the `BoundActivation` for `name` with `params` over TE's defaults.
 
     Raises:
-        ValueError: unknown name; a parameter that is NaN, or a beta that is not positive and finite.
+        ValueError: unknown name; a parameter that is NaN, or one declared positive that is not positive and finite.
         TypeError: a parameter that `name` does not take, or that is not a number.
     """
     if not isinstance(name, str) or name not in ACTIVATIONS:

@@ -20,8 +20,9 @@ a `number`, for a literal of Python would make float64 of a kernel's float32.
 | `one_like(x)`       | 1 for each x                                                                           |
 
 `REFERENCE` rounds each operation to float32, in the order that a formula has, and contracts no product into a
-multiply-add. `TRUTH` is float64, and its pairs do not cancel. `cuda_kernels.formulas` compiles the same words; the
-oracle exchanges some (`refops.oracle.interval`, `refops.oracle.conventions.words`).
+multiply-add. `TRUTH` is float64, and its pairs do not cancel. The same words are compiled by `cuda_kernels.formulas`
+and are torch's in `fuser.torch_words`; the oracle has other meanings of some (`refops.oracle.interval`,
+`refops.oracle.conventions.words`).
 """
 
 from fractions import Fraction
@@ -34,7 +35,13 @@ ONE = F(1)
 
 
 class Arithmetic:
-    """float32 NumPy arrays, with `exp` and `tanh` below; subclasses exchange words."""
+    """float32 NumPy arrays, with `exp` and `tanh` below; subclasses give words another meaning.
+
+    Attributes:
+        one: the 1 of the words here, in the precision of the numbers.
+    """
+
+    one = ONE
 
     def operand(self, x):
         """What formulas compute with, from an array."""
@@ -58,17 +65,17 @@ class Arithmetic:
 
     def sigmoid(self, x):
         """1 / (1 + e^-x)."""
-        return ONE / (ONE + self.exp(-x))
+        return self.one / (self.one + self.exp(-x))
 
     def sigmoid_pair(self, x):
         """(s, 1 - s)."""
         s = self.sigmoid(x)
-        return s, ONE - s
+        return s, self.one - s
 
     def tanh_pair(self, x):
         """(t, 1 - t t)."""
         t = self.tanh(x)
-        return t, ONE - t * t
+        return t, self.one - t * t
 
     def quotient(self, x, y):
         """x / y."""
@@ -153,7 +160,7 @@ _SMALL = 2.0**-5  # below it tanh uses its series: the next term is under 2^-65,
 def exp(x):
     """e^x. float32 array in, float32 array out. NaN stays NaN; exp(-inf) = 0; overflow gives inf.
 
-    What is no array brings its own: the oracle runs formulas on intervals.
+    An `x` that is no array has a method of this name, which is called: the oracle runs formulas on intervals.
     """
     if not isinstance(x, np.ndarray | np.generic):
         return x.exp()

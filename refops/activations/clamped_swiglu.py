@@ -5,7 +5,7 @@ Gradients pass at exactly the limits and are zero beyond them. NaN is the value 
 as `fminf` and `fmaxf` give it.
 """
 
-from refops.activations.declaration import Function, Parameter, gated
+from refops.activations.declaration import Forms, Function, Parameter, gated
 
 LIMIT = Parameter("limit", 7.0, 1.5, neutral=(float("inf"),), nothing=float("inf"))
 ALPHA = Parameter("alpha", 1.702, 1.25, neutral=(1.0,))
@@ -61,7 +61,7 @@ def fast(words):
         s, rest = sigmoid_pair(z)
         return mul(c, s), mul(is_at_most(x, limit), fma(mul(z, s), rest, s))
 
-    return value, both
+    return Forms(value, both=both)
 
 
 def clamped_gate(words):
@@ -99,7 +99,7 @@ def fast_gate(words):
     def both(g, p):
         return value(g, p), is_within(g, spread(p.limit))
 
-    return value, both
+    return Forms(value, both=both)
 
 
 CLAMPED_SILU = Function(

@@ -44,8 +44,9 @@ RESERVED = frozenset(
     )
 )
 
-#: The functions of (x, p) that a factory makes: value, slope, and both as a tuple where they share a part, else None.
-Forms = namedtuple("Forms", "value slope both")
+#: The functions of (x, p) that a factory makes: value, slope, and both as a tuple. `forms` gives no `both` where value
+#: and slope share no part; a fast factory may leave out `slope`, which is then the second of `both`.
+Forms = namedtuple("Forms", "value slope both", defaults=(None, None))
 
 
 @dataclass(frozen=True)
@@ -88,8 +89,8 @@ class Function:
         body: factory of a vocabulary: (value, slope) or (shared, value, slope), in the float32 order of the kernels.
         parameters: what it reads of `p`.
         truth: a factory of its own for float64 where `body` would cancel there.
-        fast: factory of the vocabulary of `cuda_kernels.fast`: (value, both) or (value, both, slope) with approximate
-            units, for numbers and pairs at once; `both` gives the two together. Without one fast math has `body`.
+        fast: factory of `Forms` from the vocabulary of `cuda_kernels.fast`, approximate units for numbers and for pairs
+            of them: value, both and, where that alone can be had for less, slope. Without one fast math has `body`.
         row_scaled: factory of the slope in the order of the kernels with a scale for each row, where that differs.
         jax: TE's name in its JAX interface; None where it has none and needs none.
     """
@@ -98,7 +99,7 @@ class Function:
     body: Callable[[Any], tuple]
     parameters: tuple[Parameter, ...] = ()
     truth: Callable[[Any], tuple] | None = None
-    fast: Callable[[Any], tuple] | None = None
+    fast: Callable[[Any], Forms] | None = None
     row_scaled: Callable[[Any], Callable] | None = None
     jax: str | None = None
 
@@ -134,11 +135,17 @@ def words_of(factory):
     return frozenset(listener.words)
 
 
-def forms(factory, words, wrap=lambda function: function):
-    """Return the `Forms` that a factory makes of a vocabulary; `wrap` is applied to each function."""
-    made = [wrap(function) for function in factory(words)]
+def forms(factory, words):
+    """Return the `Forms` that a `body` makes of a vocabulary.
+
+    Raises:
+        ValueError: it gives neither (value, slope) nor (shared, value, slope).
+    """
+    made = factory(words)
     if len(made) == 2:
-        return Forms(*made, None)
+        return Forms(*made)
+    if len(made) != 3:
+        raise ValueError(f"{factory.__name__} must return (value, slope) or (shared, value, slope); got {made!r}")
     shared, value_of, slope_of = made
 
     def value(x, p):
@@ -151,7 +158,7 @@ def forms(factory, words, wrap=lambda function: function):
         part = shared(x, p)
         return value_of(x, p, part), slope_of(x, p, part)
 
-    return Forms(wrap(value), wrap(slope), wrap(both))
+    return Forms(value, slope, both)
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,7 +174,7 @@ class Activation:
         order: its place in the table, which users see; None: after those that have one, by name.
         number: TE's `NVTE_Activation_Type`, None where TE has none.
         row_scaled: whether there is a kernel with a scale for each row.
-        product: factory of the vocabulary of `cuda_kernels.fast`: the gated value of (act, gate, p) in one piece.
+        product: factory of the gated value of (act, gate, p) in one piece, from the vocabulary of `cuda_kernels.fast`.
     """
 
     name: str

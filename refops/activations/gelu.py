@@ -5,7 +5,7 @@ TE's backward formula factors the same cubic otherwise, so its constants are rou
 
 import numpy as np
 
-from refops.activations.declaration import Function, gated, unary
+from refops.activations.declaration import Forms, Function, gated, unary
 
 F = np.float32
 SQRT_2_OVER_PI = F(0.79788456)
@@ -77,7 +77,7 @@ def fast(words):
         twice_s = reciprocal(sub(power, minus_half))
         return mul(fma(mul(x, mul_sat(power, twice_s)), steepness, half), twice_s)
 
-    return value, both, slope
+    return Forms(value, slope, both)
 
 
 GELU = Function("gelu", gelu, truth=truth, fast=fast, jax="gelu")

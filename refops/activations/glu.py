@@ -1,6 +1,6 @@
 """GLU, whose activation is the sigmoid itself. Source: TE `common/util/math.h`, sigmoid and dsigmoid."""
 
-from refops.activations.declaration import Function, gated
+from refops.activations.declaration import Forms, Function, gated
 
 
 def sigmoid(words):
@@ -28,7 +28,7 @@ def fast(words):
         s, rest = sigmoid_pair(x)
         return s, mul(s, rest)
 
-    return value, both
+    return Forms(value, both=both)
 
 
 SIGMOID = Function("sigmoid", sigmoid, fast=fast, jax="sigmoid")

@@ -1,6 +1,6 @@
 """Quick GELU, alone and gated. Source: TE `common/util/math.h`, qgelu and dqgelu."""
 
-from refops.activations.declaration import Function, gated, unary
+from refops.activations.declaration import Forms, Function, gated, unary
 
 
 def qgelu(words):
@@ -36,7 +36,7 @@ def fast(words):
         s, rest = sigmoid_pair(z)
         return mul(x, s), fma(mul(z, s), rest, s)
 
-    return value, both
+    return Forms(value, both=both)
 
 
 QGELU = Function("qgelu", qgelu, fast=fast, jax="quick_gelu")

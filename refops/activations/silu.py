@@ -1,6 +1,6 @@
 """SiLU and SwiGLU. Source: TE `common/util/math.h`, silu and dsilu; `common/activation/scaled_activation.cu`."""
 
-from refops.activations.declaration import Function, gated, unary
+from refops.activations.declaration import Forms, Function, gated, unary
 
 
 def silu(words):
@@ -29,7 +29,7 @@ def fast(words):
         y = mul(x, s)
         return y, fma(y, rest, s)
 
-    return value, both
+    return Forms(value, both=both)
 
 
 def row_scaled(words):

@@ -1,6 +1,6 @@
 """SiTU-GLU. Source: TE `common/util/math.h`, situ_gate, situ_up and their derivatives. TE has no JAX name for it."""
 
-from refops.activations.declaration import Function, Parameter, gated
+from refops.activations.declaration import Forms, Function, Parameter, gated
 
 BETA1 = Parameter("beta1", 4.0, 1.5, positive=True, neutral=(1.0, 1e30), nothing=1e30)
 BETA2 = Parameter("beta2", 25.0, 3.0, positive=True, neutral=(1.0, 1e30), nothing=1e30)
@@ -35,7 +35,7 @@ def fast(words):
     def value(x, p):
         return both(x, p)[0]
 
-    return value, both
+    return Forms(value, both=both)
 
 
 def situ_gate(words):
@@ -62,7 +62,7 @@ def fast_gate(words):
     def value(g, p):
         return both(g, p)[0]
 
-    return value, both
+    return Forms(value, both=both)
 
 
 def product(words):

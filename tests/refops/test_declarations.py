@@ -11,7 +11,7 @@ import pytest
 import refops
 from refops import activations, oracle
 from refops.activations import ACTIVATIONS, Arithmetic
-from refops.activations.declaration import RESERVED, Function, Parameter, gated, unary
+from refops.activations.declaration import RESERVED, Function, Parameter, forms, gated, unary
 
 F = np.float32
 FILES = sorted(path for path in Path(activations.__file__).parent.glob("*.py") if "ROWS = " in path.read_text("utf-8"))
@@ -89,6 +89,14 @@ def test_a_parameter_of_two_defaults_is_refused():
     assert activations._defaults([row("elu", 1.0), row("celu", 1.0)]) == {"alpha": 1.0}
     with pytest.raises(ValueError, match=r"alpha has two defaults: 1\.0 in elu, 1\.7 in celu"):
         activations._defaults([row("elu", 1.0), row("celu", 1.7)])
+
+
+def test_a_body_of_another_number_of_functions_is_refused():
+    def body(words):
+        return (lambda x, p: x,)
+
+    with pytest.raises(ValueError, match=r"body must return \(value, slope\) or \(shared, value, slope\); got"):
+        forms(body, activations.REFERENCE)
 
 
 def test_two_parameters_of_one_name_are_refused():
