@@ -118,16 +118,17 @@ def activation(name: str, x: ArrayLike, *, out_dtype: DTypeLike | None = None, *
         name: a key of `refops.ACTIVATIONS`, which holds the formulas.
         x: (..., K), or (..., 2H) for gated activations: the first half goes through the activation.
         out_dtype: float32, float16 or bfloat16; default the dtype of `x`.
-        **params: limit, alpha, glu_linear_offset (clamped_swiglu), beta1, beta2 (situglu).
+        **params: the activation's parameters, `refops.ACTIVATIONS[name].parameters`, such as limit of clamped_swiglu;
+            TE's default for each that is not given.
 
     Returns:
         (..., K) or (..., H).
 
     Raises:
         TypeError: dtype of `x` or `out_dtype`; a parameter that `name` does not take.
-        ValueError: unknown name, scalar `x`, odd gated width, beta1 or beta2 that is not positive and finite. limit,
-            alpha and glu_linear_offset may be any number, as in TE, which checks the betas alone: with a limit below 0
-            the formula is computed as written, every gate becomes limit.
+        ValueError: unknown name, scalar `x`, odd gated width, a parameter that is declared positive (the betas of
+            situglu) and is not positive and finite. The others may be any number but NaN, as in TE: with a limit below
+            0 the formula is computed as written, every gate becomes limit.
     """
     source = ActivationSource(bind_activation(name, params), require_tensor(x, "x"))
     return materialize(source, out_dtype)

@@ -15,7 +15,7 @@ import numpy as np
 from refops.arguments import require_high_precision_dtype
 from refops.rounding import stored
 
-#: Tile edges are multiples of this, and so of each block: a `Layout` refuses one that does not divide it.
+#: Edges of tiles are multiples of this. So blocks are whole in a tile: `Layout` takes none that does not divide it.
 ALIGNMENT = 128
 #: Rows that a partial column sum covers, as in TE's kernels; also the columns of a partial row sum.
 SUM_CHUNK = 128

@@ -1,9 +1,11 @@
-"""What a new activation or a new scaling costs: one file. In a copy of this repository it is added and used everywhere.
+"""What a new activation or a new scaling costs: one file, and what is measured and generated. In a copy of this
+repository it is added and used everywhere.
 
 `tests/new_rows/mish.py` goes into refops/activations, `tests/measured/measure_activations.py` and `docs/generate.py`
 write what is measured and generated, and each check of `tests/new_rows/use_activation.py` runs in a process of its
-own. The tests of activations run as well: their parameters are the table's rows. `tests/new_rows/mx64.py`, for
-refops/scalings, needs one row of the capability table; its checks are those of `tests/new_rows/use_scaling.py`.
+own. The tests of activations run as well: their parameters are the table's rows. `tests/new_rows/mx64.py` goes into
+refops/scalings; its checks are those of `tests/new_rows/use_scaling.py`, and `docs/capabilities.py` writes its row of
+the capability table.
 """
 
 import os

@@ -120,7 +120,7 @@ def scaling_label(scaling):
 
 
 def settings_fields(scaling):
-    """Names of the fields of settings, or of their class, that equality compares: plain text can hold them."""
+    """Names of the fields of settings that equality compares: plain text can hold them."""
     return [f.name for f in fields(scaling) if f.compare]
 
 
@@ -174,8 +174,9 @@ def _shape(scaling, ragged, gated):
     layout, (_, size) = settings.layout, settings.layout.block
     if not ragged:
         return (2, min(size, 64), factor * max(2 * size, 64))
-    if layout.shape_multiple > 1:  # blocks are never partial, but scales are padded; every such scaling takes 32
-        return (32, factor * 96)
+    if layout.shape_multiple > 1:  # blocks are never partial, but scales are padded
+        multiple = round_up(32, layout.columnwise_multiple)
+        return (multiple, factor * 3 * multiple)
     rows, columns = (size + 2, size + 4) if size > 64 else (size + 5, 2 * size + 11)
     return (rows, factor * round_up(columns, settings.gate_multiple if gated else 1))
 
@@ -186,7 +187,7 @@ def _other_parameters(operation, seed):
         return
     if operation.takes_scaling:
         params = {p.name: p.other for p in ACTIVATIONS[operation.activation].declared}
-        for scaling in (None, "mxfp8") if params else ():
+        for scaling in (None, "mxfp8") if params else ():  # one scaling will do: parameters end before it begins
             shape = _shape("mxfp8", False, operation.gated)
             yield Recipe(operation.name, scaling, shape, "bfloat16", seed, params=params)
     elif operation.gated:

@@ -27,19 +27,15 @@ def block_scales_as_mxfp8(q: Quantized) -> tuple[Array | None, Array | None]:
         TypeError: `q` has no float32 scales of blocks. ValueError: they are not powers of two, or of blocks that are no
             multiple of 32.
     """
-    if not isinstance(q, Quantized) or not _has_float32_blocks(q.scaling.layout):
+    block = q.scaling.layout.block if isinstance(q, Quantized) and q.scaling.layout.scale_format is None else None
+    if block is None:
         raise TypeError(f"q must be a Quantized with float32 scales of blocks, as BlockScaling's; got {shown(q)}")
     if not q.scaling.power_2_scale:
         raise ValueError(f"q must have power_2_scale=True: E8M0 holds powers of two; got {q.scaling}")
-    edge = q.scaling.layout.block[1]
-    if edge % MX_BLOCK:
-        raise ValueError(f"q must have blocks of a multiple of {MX_BLOCK}, which E8M0 scales serve; got {edge}")
+    if block[1] % MX_BLOCK:
+        raise ValueError(f"q must have blocks of a multiple of {MX_BLOCK}, which E8M0 scales serve; got {block[1]}")
     rowwise = None if q.rowwise_data is None else _swizzled_bytes(q, False)
     return rowwise, None if q.columnwise_data is None else _swizzled_bytes(q, True)
-
-
-def _has_float32_blocks(layout):
-    return layout.block is not None and layout.scale_format is None
 
 
 def _swizzled_bytes(q, columnwise):

@@ -37,7 +37,7 @@ def _stored_layout(layout, shape):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Quantized:
-    """A quantized tensor with TE's attribute names, and its layouts where it has the scaling.
+    """A quantized tensor with TE's attribute names; laid out as TE lays it out, where TE has the scaling.
 
     M x K is the tensor with leading dimensions flattened; block counts round up; upN rounds up to a multiple of N; B is
     the `block_size` of the settings.

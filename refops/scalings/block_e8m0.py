@@ -12,8 +12,9 @@ class E8M0BlockScaling(E8M0Scaling):
     """FP8 with one E8M0 scale byte, amax / fmt.max rounded up, for 1x128 (or 1x64) elements or a 128x128 tile.
 
     Attributes:
-        fmt, block_dim: as `BlockScaling`'s, which has the same values with power_2_scale=True.
-        amax_epsilon: lower bound of each block's amax (DeepSeek's: 1e-4). block_size: 128 or 64.
+        fmt, block_dim: as `BlockScaling`'s, whose scales have the same values with power_2_scale=True.
+        amax_epsilon: lower bound of each block's amax; DeepSeek has 1e-4.
+        block_size: 128 or 64.
     """
 
     fmt: FloatFormat

@@ -7,7 +7,17 @@ import numpy as np
 
 from refops.formats import E4M3, E5M2, FloatFormat, require_format
 from refops.hints import Number
-from refops.scalings.declaration import FP8_FORMATS, Formulas, Layout, NamedScaling, Numbers, Path, flags, non_negative
+from refops.scalings.declaration import (
+    FP8_FORMATS,
+    RECIPROCAL,
+    Formulas,
+    Layout,
+    NamedScaling,
+    Numbers,
+    Path,
+    flags,
+    non_negative,
+)
 from refops.scalings.rules import Float32Scaling
 
 
@@ -41,10 +51,11 @@ class CurrentScaling(Float32Scaling):
     @property
     def formulas(self) -> Formulas:
         """The quotient, and its reciprocal."""
-        return replace(super().formulas, decode="1 / encode multiplier, float32")
+        return replace(super().formulas, decode=RECIPROCAL)
 
     def numbers(self, dtype: Any) -> Numbers:
-        return super().numbers(np.dtype(np.float32))  # FLT_MAX, whatever the input
+        # TE's kernel for this scaling has FLT_MAX for every input; its block kernels have the input's largest value.
+        return super().numbers(np.dtype(np.float32))
 
 
 NAMED = (

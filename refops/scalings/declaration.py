@@ -251,6 +251,10 @@ class RandomBits:
         return self.bits[columnwise] if isinstance(self.bits, tuple) else self.bits
 
 
+#: What a float32 scale is, as it is stored.
+RECIPROCAL = "1 / encode multiplier, float32"
+
+
 @dataclass(frozen=True)
 class Formulas:
     """The rule of a scaling in words, one formula for each number on the way from an amax to the decode factor.
@@ -265,7 +269,7 @@ class Formulas:
 
     multiplier: str
     decode: str = "the stored scale"
-    stored: str = "1 / encode multiplier, float32"
+    stored: str = RECIPROCAL
     tensor_scale: str = ""
     amax: str = ""
 
@@ -294,7 +298,7 @@ class Scaling:
     Class attributes:
         order: place in `SCALINGS`: TE's in TE's order, then others by name.
         title: what sentences and tables call it.
-        gate_multiple: what H must divide by where a gated activation [act | gate] is fused with the cast.
+        gate_multiple: what H must be divisible by where a gated activation [act | gate] is fused with the cast.
         at_run_time: names of fields that no compiled code depends on; each has a default.
 
     Attributes:
@@ -305,15 +309,15 @@ class Scaling:
     Rules are factories: functions of the vocabulary `words` (`refops.scalings.arithmetic`) that return a function of
     arrays or of numbers, as `words` is. They see float32 and codes, and are total over both:
 
-        tensor_scale(words)     f(amax) -> (encode, decode), which all blocks of a tensor (or row) share, float32 of the
-                                shape of amax. encode: what block amaxes are multiplied with before they become scales,
-                                a constant / amax, at most the largest float32; 1 for an amax of 0 or infinity. decode:
-                                what the values of stored scales are multiplied with, 1 / encode. Golden files and
-                                explanations show encode, the oracle exchanges both. None without `Layout.two_level`
+        tensor_scale(words)     f(amax) -> the pair (encode, decode) of a tensor, or of each row, float32 of the shape
+                                of amax. A block's amax is multiplied with encode before it becomes a scale: a constant
+                                / amax, at most the largest float32, 1 for an amax of 0 or infinity. The value of a
+                                stored scale is multiplied with decode, which is 1 / encode. None without
+                                `Layout.two_level`
         block_scale(words)      f(amax, tensor_scale, p) -> (stored, multiplier) of a block, or of the tensor where that
-                                is one block. tensor_scale: the pair that the rule above gave, float32 0 without one.
-                                p: `Numbers`. Monotone in amax. Coded scales declare the next two instead, from which it
-                                is composed; float32 scales store 1 / multiplier.
+                                is one block. Its argument tensor_scale is what the function above gave, float32 0 where
+                                there is none; p: `Numbers`. Monotone in amax. A scaling with coded scales declares the
+                                next two instead, and this one is composed of them; float32 scales store 1 / multiplier.
         scale_code(words)       f(amax, tensor_scale, p) -> code in the scale format
         multiplier(words)       f(code, tensor_scale) -> what elements are multiplied with; None: float32 scales
         decode_factor(words)    f(stored, amax) -> what the value of a code is multiplied with; amax: the tensor's, or
@@ -331,7 +335,7 @@ class Scaling:
     block_size: int = 0
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Make a layout that is a property one that is computed once: every call asks for it several times."""
+        """Compute a `layout` that is a property once for an instance: every call asks for it several times."""
         super().__init_subclass__(**options)
         made = vars(cls).get("layout")
         if isinstance(made, property) and made.fget is not None:
@@ -414,7 +418,7 @@ class Scaling:
 
 def require_declared(cls: type[Scaling]) -> None:
     """Raise TypeError unless a class can be one of `SCALINGS`: frozen, and fields of `at_run_time` have a default."""
-    if not is_dataclass(cls) or not cls.__dataclass_params__.frozen:  # type: ignore[attr-defined]
+    if not is_dataclass(cls) or not cls.__dataclass_params__.frozen:
         raise TypeError(f"{cls.__name__} must be a frozen dataclass, whose settings are keys of compiled code")
     for name in cls.at_run_time:
         if not hasattr(cls, name):

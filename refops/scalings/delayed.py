@@ -9,6 +9,7 @@ from refops.formats import E4M3, FloatFormat, require_format
 from refops.hints import Number
 from refops.scalings.declaration import (
     FP8_FORMATS,
+    RECIPROCAL,
     Formulas,
     Layout,
     NamedScaling,
@@ -41,7 +42,7 @@ class DelayedScaling(Scaling):
     layout = Layout(amax="tensor")
     formulas = Formulas(
         "the scale, known before the tensor was seen",
-        decode="1 / encode multiplier, float32",
+        decode=RECIPROCAL,
         amax="; for the history, not for this scale",
     )
 

@@ -14,7 +14,7 @@ class MXINT8Scaling(E8M0Scaling):
     Attributes:
         scale_rounding: "floor", the specification's, clamps what lies beyond 127/64 of the scale; "up" does not.
 
-    Codes are two's complement, -128 (which the specification lets unused) is read as -2 but never written.
+    Codes are two's complement, -128 (which the specification leaves unused) is read as -2 but never written.
     """
 
     scale_rounding: str = "floor"
@@ -28,7 +28,7 @@ class MXINT8Scaling(E8M0Scaling):
     def layout(self) -> Layout:
         """As MXFP8's, but that no GEMM asks for padding or another order."""
         inner_first = (False, True)
-        return Layout((1, 32), E8M0, False, inner_first, columnwise_transposed=False, scale_order="fixed")
+        return Layout((1, 32), E8M0, scales_inner_first=inner_first, columnwise_transposed=False, scale_order="fixed")
 
 
 NAMED = (

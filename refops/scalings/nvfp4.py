@@ -51,12 +51,13 @@ class NVFP4Scaling(MinifloatScaling):
         random_bits: the random bits themselves, instead of seed and offset: uint8, one byte an element, of shape (M, K)
             for rowwise, (K, M) for columnwise output, or a pair of both. Not part of equality.
         four_over_six: try block maximum -> 4 besides -> 6 and keep the one with the smaller error, "mae" or "mse".
-        e4m3_max: largest block scale, 448 or (with `four_over_six`) 256.
+        e4m3_max: largest block scale in E4M3, 448 or (with `four_over_six`) 256.
         row_scaled: one amax for each row (and each column, columnwise) instead of one for the tensor.
-        scale_format: E4M3, or UE5M3: no sign, up to 114688. That then stands for e4m3_max, 65536 with `four_over_six`.
+        scale_format: E4M3, or UE5M3: no sign, up to 114688. In UE5M3 the largest block scale is 114688, or 65536 with
+            `four_over_six`, and e4m3_max has no effect: it must stay 448.
         tensor_level: False: no amax of the tensor, as if S_enc were 1. For UE5M3 scales, whose range does without.
 
-    In float32, in this order: S_enc = e4m3_max * 6 / amax (at most FLT_MAX; 1 where amax is 0 or inf),
+    E4M3 scales, in float32 and in this order: S_enc = e4m3_max * 6 / amax (at most FLT_MAX; 1 where amax is 0 or inf),
     byte = E4M3(block amax * (S_enc * float32(1/6))), data = E2M1(x * min(1 / (E4M3 value * (1 / S_enc)), FLT_MAX)).
     With 4over6: byte = E4M3((block amax / 6) * S_enc), and the same times 1.5. Only bfloat16 input goes through the
     Hadamard transform in TE; other dtypes follow its Python reference.
