@@ -355,8 +355,8 @@ def quantize(
 
     Raises:
         TypeError: dtype of `x`, kind of `scaling`, flags that are not bool.
-        ValueError: scalar `x`, neither direction, or a shape that the scaling does not allow: M and K must divide by 16
-            for NVFP4 and MXFP4, by 32 for a columnwise copy of row-scaled NVFP4.
+        ValueError: scalar `x`, neither direction, or a shape that the scaling does not allow: M and K must be multiples
+            of 16 for NVFP4 and MXFP4, of 32 for a columnwise copy of row-scaled NVFP4.
     """
     source = InputSource(require_tensor(x, "x"))
     return _quantize_source(source, UNFUSED, scaling, rowwise, columnwise, dbias)

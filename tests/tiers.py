@@ -11,7 +11,7 @@ SWEEP = (pytest.mark.full, pytest.mark.sweep)
 
 
 def sampled(names, cases, every, *, in_all=3, **options):
-    """`pytest.mark.parametrize(names, cases, **options)`, of whose cases a tier takes a share.
+    """Return `pytest.mark.parametrize(names, cases, **options)` with marks, so that a tier runs only some of the cases.
 
     Args:
         every: `make test` takes each `every`-th case, from the first on.
@@ -22,6 +22,7 @@ def sampled(names, cases, every, *, in_all=3, **options):
     for number, case in enumerate(cases):
         marks = ()
         if number % every:
-            marks, others = SWEEP if others % in_all else pytest.mark.full, others + 1
+            marks = SWEEP if others % in_all else pytest.mark.full
+            others += 1
         marked.append(pytest.param(*((case,) if one else case), marks=marks))
     return pytest.mark.parametrize(names, marked, **options)

@@ -113,7 +113,7 @@ class Function:
 
     @property
     def elementary(self):
-        """Whether it has an exponential in it: what is only rounded is its own truth."""
+        """Whether it has an exponential in it. A function without one is exact up to roundings: its own truth."""
         return bool(self.words & {"exp", "tanh", "sigmoid", "sigmoid_pair", "tanh_pair"})
 
 

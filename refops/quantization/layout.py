@@ -31,7 +31,7 @@ def codes_of_tile(layout, matrix, rows, columns, columnwise):
 
 
 def pad_to_blocks(values, block_rows, block_columns):
-    """Return (R, C) `values` with zeros added so that R and C divide by the block; the array itself if they do."""
+    """Return (R, C) `values` with zeros added so that blocks are whole; the array itself if they are."""
     rows, columns = values.shape
     padded_rows, padded_columns = round_up(rows, block_rows), round_up(columns, block_columns)
     if (padded_rows, padded_columns) == (rows, columns):
