@@ -17,7 +17,7 @@ from refops.activations import Arithmetic
 class TorchArithmetic(Arithmetic):
     """float32 and float64 tensors; the words that are not here are made of those that are."""
 
-    one = 1  # a number of NumPy would make an array of a tensor
+    _one = 1  # a number of NumPy would make an array of a tensor
 
     def number(self, c):
         """The float32 constant c, exactly, also beside float64 tensors."""

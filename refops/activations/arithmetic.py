@@ -38,10 +38,10 @@ class Arithmetic:
     """float32 NumPy arrays, with `exp` and `tanh` below; subclasses give words another meaning.
 
     Attributes:
-        one: the 1 of the words here, in the precision of the numbers.
+        _one: the 1 of the words here, no word itself: as exact as the numbers.
     """
 
-    one = ONE
+    _one = ONE
 
     def operand(self, x):
         """What formulas compute with, from an array."""
@@ -65,17 +65,17 @@ class Arithmetic:
 
     def sigmoid(self, x):
         """1 / (1 + e^-x)."""
-        return self.one / (self.one + self.exp(-x))
+        return self._one / (self._one + self.exp(-x))
 
     def sigmoid_pair(self, x):
         """(s, 1 - s)."""
         s = self.sigmoid(x)
-        return s, self.one - s
+        return s, self._one - s
 
     def tanh_pair(self, x):
         """(t, 1 - t t)."""
         t = self.tanh(x)
-        return t, self.one - t * t
+        return t, self._one - t * t
 
     def quotient(self, x, y):
         """x / y."""
