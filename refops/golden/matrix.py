@@ -187,7 +187,7 @@ def _other_parameters(operation, seed):
         return
     if operation.takes_scaling:
         params = {p.name: p.other for p in ACTIVATIONS[operation.activation].declared}
-        for scaling in (None, "mxfp8") if params else ():  # one scaling will do: parameters end before it begins
+        for scaling in (None, "mxfp8") if params else ():  # one is enough: no parameter reaches a cast
             shape = _shape("mxfp8", False, operation.gated)
             yield Recipe(operation.name, scaling, shape, "bfloat16", seed, params=params)
     elif operation.gated:

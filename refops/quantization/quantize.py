@@ -30,17 +30,18 @@ def quantize_source(values, amax_values, scaling, rowwise, columnwise):
         ValueError: a shape that the scaling does not take, random bits of the wrong shape, no columnwise copy.
     """
     check_shape(scaling, values.tensor_shape, values.shape, columnwise)
-    given_bits(scaling, values.shape, rowwise, columnwise)
+    given_bits(scaling, values.shape, rowwise, columnwise)  # raises unless the copies can read them
     q = Quantized.allocate(values, scaling, rowwise, columnwise)
     column_values = values if scaling.hadamard is None else HadamardSource(values, scaling.hadamard)
     if scaling.given is None:
         _fill_amax(q, amax_values, column_values)
     copies = [Copy(q, c) for c, made in ((False, rowwise), (True, columnwise)) if made]
+    one_cast = scaling.copies_share_codes
 
     def work(rows, columns):
         tile, done = values.read(rows, columns), None
         for copy in copies:
-            if done is None or not scaling.copies_share_codes:
+            if done is None or not one_cast:
                 own = copy.columnwise and scaling.hadamard is not None
                 done = copy.cast(column_values.read(rows, columns) if own else tile, rows, columns)
             copy.store(*done, rows, columns)

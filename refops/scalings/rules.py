@@ -61,7 +61,7 @@ class E8M0Scaling(Scaling):
 
     Attributes:
         scale_rounding: one of `E8M0_ROUNDINGS`; `MXFP8Scaling` says what each is.
-        amax_epsilon: an amax below it counts as it. In `at_run_time` no code is compiled anew for another.
+        amax_epsilon: an amax below it counts as it. In `at_run_time` if code need not be compiled anew for another one.
     """
 
     scale_rounding: str
