@@ -87,7 +87,7 @@ class RuleWords:
     """
 
     where, at_most, magnitude = staticmethod(select), staticmethod(at_most), staticmethod(magnitude)
-    bits_of, from_bits, u32 = staticmethod(as_u32), staticmethod(as_f32), np.uint32
+    bits_of, u32 = staticmethod(as_u32), np.uint32
     inverse_power = staticmethod(casts.e8m0_multiplier)
     reciprocal_to_scale = staticmethod(reciprocal_to_scale)
 

@@ -10,7 +10,7 @@ Every number in a rule is such a constant: a bare literal would make compiled ar
     & |                         of truth values
     function(f)                 decorates every function of a rule, so that others can call it compiled
     where(c, a, b)              a where c holds, else b; both are computed
-    bits_of(x), from_bits(w)    the bits of a float32 as uint32, and back
+    bits_of(x)                  the bits of a float32 as uint32
     u32(w)                      a sum, difference or shift of uint32 as uint32 (compiled arithmetic widens them)
     magnitude(x)                |x|
     at_most(x, limit)           the smaller one, `limit` for NaN in NumPy
@@ -48,10 +48,6 @@ class Reference:
     @staticmethod
     def bits_of(x):
         return x.view(np.uint32)
-
-    @staticmethod
-    def from_bits(word):
-        return word.view(np.float32)
 
     @staticmethod
     def encode(fmt, rounding="nearest_even"):
