@@ -17,6 +17,13 @@ def pytest_collection(session):
         faulthandler.cancel_dump_traceback_later()
 
 
+def pytest_collection_modifyitems(items):
+    """A test is in all tiers from the first that it names on: one that is for the first and the last alone is none."""
+    for item in items:
+        if item.get_closest_marker("check") and item.get_closest_marker("full"):
+            raise pytest.UsageError(f"a test must be marked check or full, not both; got {item.nodeid}")
+
+
 @pytest.fixture
 def run(capsys):
     """Call run(*arguments) -> (exit code, stdout, stderr) of the `refops` command, in this process."""

@@ -122,8 +122,17 @@ def test_check_has_every_operation_scaling_and_backend():
     assert any("test_quantize" in name for name in emulated)
 
 
-@pytest.mark.full
-def test_no_test_is_for_the_first_and_the_last_alone():
-    assert collected("check and full") == []
-    assert collected("check and full", "tests/simulated", NUMBA_ENABLE_CUDASIM="1") == []
-    assert collected("check and full", "tests/emulator") == []
+def test_a_test_for_the_first_and_the_last_tier_alone_is_refused(tmp_path):
+    (tmp_path / "test_both.py").write_text(
+        "import pytest\n@pytest.mark.check\n@pytest.mark.full\ndef test_it(): pass\n"
+    )
+    words = [sys.executable, "-m", "pytest", "-c", ROOT / "setup.cfg", "-p", "no:cacheprovider", "-p", "conftest"]
+    done = subprocess.run(
+        [*map(str, words), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT / "tests")},
+        timeout=100,
+    )
+    assert done.returncode != 0 and "must be marked check or full, not both; got test_both.py::test_it" in done.stderr

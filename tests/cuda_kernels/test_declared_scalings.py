@@ -9,12 +9,12 @@ from declared_scalings import CHECKED, SHAPES, check_declared
 from tiers import sampled
 
 
-@sampled("name", CHECKED, 2)
+@sampled("name", CHECKED, 3)
 def test_every_call_has_the_reference_s_bits(name):
     check_declared(host, name, ml_dtypes.bfloat16, SHAPES[name])
 
 
 @pytest.mark.full
-@sampled("name", CHECKED, 3)
+@sampled("name", CHECKED, 6, in_all=6)
 def test_float32_too(name):
     check_declared(host, name, np.float32, (256, 384))

@@ -417,7 +417,7 @@ def test_a_copy_without_a_fault_passes(tmp_path):
 
 
 @pytest.mark.full
-@sampled(("file", "text", "becomes", "name"), FAULTS, 4, ids=[f"{f[0]}-{f[3]}" for f in FAULTS])
+@sampled(("file", "text", "becomes", "name"), FAULTS, 5, ids=[f"{f[0]}-{f[3]}" for f in FAULTS])
 def test_a_fault_is_found(tmp_path, file, text, becomes, name):
     edit(copied(tmp_path) / file, text, becomes)
     with pytest.raises(AssertionError, match=r"AssertionError|MismatchError"):

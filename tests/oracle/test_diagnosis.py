@@ -195,19 +195,19 @@ def test_a_diagnosis_that_fails_does_not_cost_the_verdict(monkeypatch):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=SWEEP) for seed in range(1, 6))])
+@pytest.mark.parametrize("seed", [pytest.param(seed, marks=SWEEP if seed % 15 else ()) for seed in range(30)])
 def test_the_diagnosis_never_fails(seed):
     """Every kind of call, outputs at random, any subset, specials among the inputs."""
     rng = np.random.default_rng(seed)
     calls = list(every_call())
-    for op, name in [calls[i] for i in rng.choice(len(calls), 5, replace=False)]:
-        inputs, outputs, options = call(op, ALL_SCALINGS.get(name))
-        if isinstance(inputs, dict) and "x" in inputs:
-            inputs["x"].reshape(-1)[rng.choice(inputs["x"].size, 5)] = [np.nan, np.inf, -np.inf, 1e30, 0]
-        names = [n for n in outputs if rng.random() < 0.7] or list(outputs)
-        dump = {}
-        for n in names:
-            bits = rng.integers(0, 256, outputs[n].nbytes).astype(np.uint8)
-            dump[n] = bits.view(outputs[n].dtype).reshape(outputs[n].shape)
-        report = oracle.check(op, inputs, dump, **options)
-        assert not any("diagnosis failed" in note for note in report.notes), (op, name, report.notes)
+    op, name = calls[rng.integers(len(calls))]
+    inputs, outputs, options = call(op, ALL_SCALINGS.get(name))
+    if isinstance(inputs, dict) and "x" in inputs:
+        inputs["x"].reshape(-1)[rng.choice(inputs["x"].size, 5)] = [np.nan, np.inf, -np.inf, 1e30, 0]
+    names = [n for n in outputs if rng.random() < 0.7] or list(outputs)
+    dump = {}
+    for n in names:
+        bits = rng.integers(0, 256, outputs[n].nbytes).astype(np.uint8)
+        dump[n] = bits.view(outputs[n].dtype).reshape(outputs[n].shape)
+    report = oracle.check(op, inputs, dump, **options)
+    assert not any("diagnosis failed" in note for note in report.notes), (op, name, report.notes)

@@ -794,6 +794,7 @@ def test_a_process_that_was_killed_is_told_in_a_line(run, monkeypatch):
 
 
 @pytest.mark.full
+@pytest.mark.sweep
 def test_processes_find_the_same(run_json, monkeypatch):
     """Two processes share the steps; order, counts and survey are those of one."""
     pools = []
