@@ -15,19 +15,25 @@ import numpy as np
 
 from cuda_kernels import simt, simulator
 from cuda_kernels.accesses import Recorder
+from cuda_kernels.puzzles import evidence
+from cuda_kernels.puzzles.evidence import Run, differs, named
 from cuda_kernels.puzzles.stopping import Interrupt, TooLongError, call_within
-from cuda_kernels.puzzles.table import PUZZLES
+from cuda_kernels.puzzles.table import PUZZLES, carried
 
 #: Seconds that a kernel may take on all of its inputs; the solutions take less than one.
 SECONDS = 20
-#: Outputs hold this before a kernel runs.
+#: Outputs hold this before a kernel runs; those of float32, and shared memory, NaN.
 FILL = 0xA5
 SOLVED, NOT_YET, WRONG = "solved", "not yet", "wrong"
 
 #: What to think of where a kernel raises.
 INDEX = "On this input every thread has an element, so no guard is missing: the index is wrong."
 GUARD = "A thread that has no element must not touch memory: is a guard missing? If there is one, the index is wrong."
-SHARED = "Each index must be below the number in its place in the shape: are the indices in the right order?"
+SHARED = (
+    "Each index must be below the number in its place in the shape: is the shape large enough, and are the indices in "
+    "the right order?"
+)
+TILE_GUARD = "Right where every thread has an element, so the guard is missing, or it lets too many through."
 BARRIER = "A barrier stands outside every `if` that only some threads of the block enter."
 ALL_LANES = (
     "A shuffle stands outside every `if`: threads without an element take part too, with a value that changes nothing."
@@ -72,7 +78,7 @@ class _ThreadError(Exception):
 
     def __init__(self, thread, error):
         super().__init__(str(error))
-        self.thread, self.block, self.error = thread.thread_index, thread.block_index, error
+        self.thread, self.error = (thread.thread_index, thread.block_index), error
 
 
 def check(kernel):
@@ -141,31 +147,40 @@ def _holes(kernel):
 def _check_all(puzzle, kernel, recorder):
     """Run a kernel on every input; return how many there are. The first run's accesses go to `recorder`."""
     cases = list(puzzle.cases())
-    for case in cases:
+    for number, case in enumerate(cases):
         for order in ("forward", "backward"):
-            mine = recorder if case is cases[0] and order == "forward" else Recorder()
-            got = _run(puzzle, kernel, case, order, mine, exact=case is cases[0])
+            mine = recorder if number == 0 and order == "forward" else Recorder()
             try:
-                _compare(puzzle, case, got, mine)
+                run = _run(puzzle, kernel, case, order, mine, tuple(cases[:number]))
+                _compare(run)
             except _WrongError as failure:
-                if order == "forward":
-                    raise
-                note = "Right when the threads run from the first to the last, wrong in the other order."
-                raise _WrongError(failure.reason, note, *failure.details) from None
-            _judge_stores(puzzle, kernel, case, mine)
+                raise _WrongError(
+                    failure.reason, *failure.details, _what_differs(cases[:number], case, order)
+                ) from None
+            _judge_stores(kernel, run)
     _judge_accesses(puzzle, recorder)
     return len(cases)
 
 
-def _run(puzzle, kernel, case, order, recorder, *, exact):
-    """Launch a kernel; return name -> array of what it wrote. exact: every thread has an element."""
+def _what_differs(passed, case, order):
+    """How the run that failed differs from those before, which did not, or ""."""
+    if order == "backward":
+        return "Right when the threads run from the first to the last, wrong in the other order."
+    if passed and all(one.square for one in passed) and not case.square and not case.ragged:
+        return "Right where there are as many rows as columns: one of them stands where the other belongs."
+    return ""
+
+
+def _run(puzzle, kernel, case, order, recorder, passed):
+    """Launch a kernel; return its `Run`."""
     got, values = {}, dict(case.sizes)
     for name, array in case.arrays.items():
-        values[name] = recorder.array(name, _carried(array).copy())
+        values[name] = recorder.array(name, carried(array).copy())
     for name, array in puzzle.expected(case).items():
         got[name] = np.empty(array.shape, array.dtype)
-        got[name].reshape(-1).view(np.uint8)[...] = FILL
-        values[name] = recorder.array(name, _carried(got[name]), writable=True)
+        _spoil(got[name])
+        values[name] = recorder.array(name, carried(got[name]), writable=True)
+    run = Run(puzzle, case, got, recorder, passed)
 
     def attributed(*arguments):
         try:
@@ -173,15 +188,19 @@ def _run(puzzle, kernel, case, order, recorder, *, exact):
         except Exception as error:
             raise _ThreadError(simulator.current_thread(), error) from error
 
-    grid, block = puzzle.shape(case.sizes)
+    def watched(array):
+        _spoil(array)
+        return recorder.shared(array)
+
+    grid, block = puzzle.threads.shape(case.sizes)
     arguments = [values[name] for name in puzzle.arguments]
     try:
-        simulator.launch(attributed, grid, block, arguments, order=order, watch=recorder.shared)
+        simulator.launch(attributed, grid, block, arguments, order=order, watch=watched)
     except _ThreadError as raised:
         kind = "" if isinstance(raised.error, IndexError) else f"{type(raised.error).__name__}: "
-        where = f"{_named(raised.thread, raised.block)}, input {case.what}"
-        hint = _hint(raised.error, exact)
-        raise _WrongError(f"{kind}{raised.error}", _place(kernel, raised.error), where, hint) from None
+        where = f"{named(raised.thread)}, input {case.what}"
+        hints = _out_of_bounds(run, kernel, raised) if isinstance(raised.error, IndexError) else ()
+        raise _WrongError(f"{kind}{raised.error}", _place(kernel, raised.error), where, *hints) from None
     except RuntimeError as error:  # a missed barrier
         hint = ALL_LANES if "shuffle" in str(error) else BARRIER
         raise _WrongError(str(error), f"input {case.what}", hint) from None
@@ -189,32 +208,53 @@ def _run(puzzle, kernel, case, order, recorder, *, exact):
         raise
     except SystemExit as error:
         raise _WrongError("SystemExit: a kernel cannot end the program", _place(kernel, error)) from None
-    return got
+    return run
 
 
-def _hint(error, exact):
-    """What to think of where an index is out of bounds."""
-    if not isinstance(error, IndexError):
-        return ""
-    if "in shared memory" in str(error):
-        return SHARED
-    return INDEX if exact else GUARD
+def _spoil(array):
+    """Fill an array with what shows in a result: NaN in float32, to which nothing can be added unseen."""
+    array[...] = np.nan if array.dtype == np.float32 else 0
+    if array.dtype != np.float32:
+        array.reshape(-1).view(np.uint8)[...] = FILL
 
 
-def _carried(array):
-    """A flat view with elements as kernels see them: bfloat16 as uint16."""
-    flat = np.ascontiguousarray(array).reshape(-1)
-    return flat.view(np.uint16) if array.dtype.name == "bfloat16" else flat
+def _out_of_bounds(run, kernel, raised):
+    """What to think of an index that is out of bounds."""
+    if "in shared memory" in str(raised.error):
+        return (SHARED,)
+    element, count = run.puzzle.threads.element, run.puzzle.threads.elements(run.case.sizes)
+    if element is None:
+        return (TILE_GUARD if run.case.ragged else INDEX,)
+    i = element(*raised.thread)
+    if i >= count:
+        return (evidence.guard_of(run, _elements_out_of_bounds(run, kernel)) or GUARD,)
+    return (
+        INDEX if not run.case.ragged else "",
+        evidence.needs_of_thread(run, i),
+        evidence.known_reads(run, stopped=i),
+    )
 
 
-def _named(thread, block):
-    """A thread in words."""
-    return f"thread {_index(thread)} of block {_index(block)}"
+def _elements_out_of_bounds(run, kernel):
+    """Numbers of the elements whose threads go out of bounds, on the input of a run."""
+    found, recorder, values = set(), Recorder(), dict(run.case.sizes)
+    values.update((name, recorder.array(name, carried(array).copy())) for name, array in run.case.arrays.items())
+    for name, array in run.got.items():
+        values[name] = recorder.array(name, carried(np.copy(array)), writable=True)
 
+    def counted(*arguments):
+        try:
+            kernel(*arguments)
+        except IndexError:
+            thread = simulator.current_thread()
+            found.add(run.puzzle.threads.element(thread.thread_index, thread.block_index))
 
-def _index(index):
-    """(3, 0, 0) -> "3", (3, 1, 0) -> "(3, 1)"."""
-    return str(index[0]) if index[1:] == (0, 0) else f"({index[0]}, {index[1]})"
+    grid, block = run.puzzle.threads.shape(run.case.sizes)
+    try:
+        simulator.launch(counted, grid, block, [values[name] for name in run.puzzle.arguments], watch=recorder.shared)
+    except RuntimeError:  # threads that ended early are missed at a barrier
+        return set()
+    return found
 
 
 def _place(kernel, error):
@@ -227,108 +267,88 @@ def _place(kernel, error):
 # --- judging ----------------------------------------------------------------------------------------
 
 
-def _compare(puzzle, case, got, recorder):
+def _compare(run):
     """Raise _WrongError unless the outputs are right."""
-    if recorder.race is not None:
-        name, i = recorder.race
+    where = f"input {run.case.what}"
+    if run.recorder.race is not None:
+        name, i = run.recorder.race
         raise _WrongError(
             f"two threads store different values in {name}[{i}]",
-            f"input {case.what}",
-            "Which of them remains is chance.",
+            where,
+            evidence.two_stores(run),
+            "Which of the values remains is chance.",
+            evidence.known_reads(run),
         )
-    expected = puzzle.expected(case)
-    for name in puzzle.outputs:
-        left = recorder.untouched(name).reshape(expected[name].shape)
+    expected = run.puzzle.expected(run.case)
+    for name in run.puzzle.outputs:
+        left = run.recorder.untouched(name).reshape(expected[name].shape)
         if left.any():
             first = ", ".join(map(str, np.argwhere(left)[0]))
             reason = f"never written: {left.sum()} of {left.size} elements of {name}, the first {name}[{first}]"
-            raise _WrongError(reason, f"input {case.what}", _read_unwritten(recorder), _only_writer(name, recorder))
-    if puzzle.judge is not None:
-        _ask_oracle(puzzle, case, got, recorder)
+            why = evidence.read_unwritten(run) or evidence.too_few_stores(run, name)
+            raise _WrongError(reason, where, why, evidence.known_reads(run))
+    if run.puzzle.judge is not None:
+        _ask_oracle(run)
         return
-    for name in puzzle.outputs:
-        wrong = _differs(got[name], expected[name])
+    for name in run.puzzle.outputs:
+        wrong = differs(run.got[name], expected[name])
         if wrong.any():
-            reason = _first_wrong(name, got[name], expected[name], wrong)
-            why = _read_unwritten(recorder) or _known(puzzle, case, got)
-            raise _WrongError(reason, f"{wrong.sum()} of {wrong.size} elements of {name} wrong, input {case.what}", why)
+            first = np.argwhere(wrong)[0]
+            reason = _first_wrong(name, run.got[name], expected[name], first)
+            counts = f"{wrong.sum()} of {wrong.size} elements of {name} wrong, {where}"
+            raise _WrongError(reason, counts, _why(run) or evidence.reads_of_first_wrong(run, name, first))
 
 
-def _ask_oracle(puzzle, case, got, recorder):
+def _why(run, report=None):
+    """The cause of wrong numbers, or "". report: what the oracle says, whose explanation holds for every element."""
+    why = evidence.read_unwritten(run) or evidence.read_output(run)
+    why = why or evidence.known_answer(run) or evidence.known_reads(run)
+    if not why and report is not None and report.diagnosis and report.diagnosis[0].exact:
+        why = f"Why: {report.diagnosis[0].names[0]}: {report.diagnosis[0].sentence}"
+    return why or evidence.one_value(run)
+
+
+def _ask_oracle(run):
     """Raise _WrongError unless the oracle accepts the outputs."""
-    report = puzzle.judge(case.arrays, got)
+    report = run.puzzle.judge(run.case.arrays, run.got)
     if report.ok:
         return
-    why = _read_unwritten(recorder) or _known(puzzle, case, got)
-    why = why or "".join(f"Why: {found.names[0]}: {found.sentence}" for found in report.diagnosis[:1])
     counts = [
         f"{array.wrong} of {array.entries} entries of {array.name} wrong" for array in report.arrays if array.wrong
     ]
-    lines = [str(report.mismatches[0]), f"{', '.join(counts)}, input {case.what}"]
-    for theirs, mine in zip(("rowwise_data", "rowwise_scale_inv"), ("codes", puzzle.outputs[-1]), strict=True):
+    lines = [str(report.mismatches[0]), f"{', '.join(counts)}, input {run.case.what}"]
+    for theirs, mine in zip(("rowwise_data", "rowwise_scale_inv"), ("codes", run.puzzle.outputs[-1]), strict=True):
         lines = [line.replace(theirs, mine) for line in lines]
+    why = _why(run, report) or evidence.reads_of_first_wrong(
+        run, report.mismatches[0].array, report.mismatches[0].index
+    )
     raise _WrongError(*lines, why)
 
 
-def _differs(got, expected):
-    """Where two arrays have other bits; NaN counts as one class."""
-    with np.errstate(all="ignore"):
-        both_nan = (got != got) & (expected != expected)
-    bits = [np.ascontiguousarray(a).view(np.dtype(f"u{a.itemsize}")) for a in (got, expected)]
-    return (bits[0] != bits[1]) & ~both_nan
-
-
-def _first_wrong(name, got, expected, wrong):
-    """The first wrong element in words."""
-    index = np.argwhere(wrong)[0]
+def _first_wrong(name, got, expected, index):
+    """A wrong element in words."""
     at = tuple(index)
-    shown = [hex(v) if v.dtype.kind == "u" else f"{float(v):.9g}" for v in (got[at], expected[at])]
-    if shown[0] == shown[1]:  # apart in bits that the decimals do not show
-        shown = [f"{text} ({a[at].tobytes()[::-1].hex()})" for text, a in zip(shown, (got, expected), strict=True)]
-    return f"{name}[{', '.join(map(str, index))}]: got {shown[0]}, expected {shown[1]}"
+    values = [evidence.shown(a[at]) for a in (got, expected)]
+    if values[0] == values[1]:  # apart in bits that the decimals do not show
+        values = [f"{text} ({a[at].tobytes()[::-1].hex()})" for text, a in zip(values, (got, expected), strict=True)]
+    return f"{name}[{', '.join(map(str, index))}]: got {values[0]}, expected {values[1]}"
 
 
-def _read_unwritten(recorder):
-    """What was read from shared memory before anybody had written it, in words, or ""."""
-    if recorder.unwritten is None:
-        return ""
-    shared, index, line = recorder.unwritten
-    return f"Line {line} reads {shared}{list(index)} before any thread has written it: is a barrier missing?"
-
-
-def _only_writer(name, recorder):
-    """Which thread stores into an output, if it is one only, or ""."""
-    threads = list(recorder.stores_of_each(name))
-    return f"Only {_named(*threads[0])} stores in {name}." if len(threads) == 1 else ""
-
-
-def _known(puzzle, case, got):
-    """What the known wrong answer means that equals this one, or ""."""
-    for sentence, answer in puzzle.wrong.items():
-        with np.errstate(all="ignore"):
-            found = answer(**case.arrays)
-        found = found if isinstance(found, tuple) else (found,)
-        pairs = [(mine, np.broadcast_to(other, mine.shape)) for mine, other in zip(got.values(), found, strict=True)]
-        if not any(_differs(mine, other).any() for mine, other in pairs):
-            return f"Why: {sentence}"
-    return ""
-
-
-def _judge_stores(puzzle, kernel, case, recorder):
+def _judge_stores(kernel, run):
     """Raise _WrongError where an element is stored by two threads, or a thread stores more than its part."""
-    if recorder.twice is not None:
-        name, i, first, second, line = recorder.twice
+    if run.recorder.twice is not None:
+        name, i, first, second, line = run.recorder.twice
         raise _WrongError(
-            f"the result is right, but two threads store {name}[{i}]: {_named(*first)} and {_named(*second)}",
+            f"the result is right, but two threads store {name}[{i}]: {named(first)} and {named(second)}",
             f"line {line}: {linecache.getline(kernel.__code__.co_filename, line).strip()}",
-            f"input {case.what}",
+            f"input {run.case.what}",
             "Each element is stored by one thread.",
         )
-    for name in puzzle.outputs:
-        for thread, count in recorder.stores_of_each(name).items():
-            if count > puzzle.stores:
-                reason = f"the result is right, but {_named(*thread)} stores {count} elements of {name}"
-                raise _WrongError(reason, f"input {case.what}", f"The part of one thread is {puzzle.stores}.")
+    for name in run.puzzle.outputs:
+        for thread, count in run.recorder.stores_of_each(name).items():
+            if count > run.puzzle.stores:
+                reason = f"the result is right, but {named(thread)} stores {count} elements of {name}"
+                raise _WrongError(reason, f"input {run.case.what}", f"The part of one thread is {run.puzzle.stores}.")
 
 
 def _judge_accesses(puzzle, recorder):

@@ -16,6 +16,7 @@ from cuda_kernels.puzzles.table import PUZZLES
 GRACE = 10
 DESCRIPTION = """Ten kernels with holes, checked on any machine. The first time, FILE is written; open it, fill a hole,
 and run the command again: it says which hole fails, for which element, and why. FILE is never overwritten.
+`puzzles transpose` is `puzzles --only transpose`, where no file has that name.
 Exit code 0: all solved, 1: not yet, 2: bad use."""
 
 
@@ -26,7 +27,11 @@ def main(arguments=None):
     parser.add_argument("--only", metavar="N", help="one puzzle, by number or name, with its memory accesses drawn")
     parser.add_argument("--solutions", action="store_true", help="check the solutions that come with the package")
     options = parser.parse_args(arguments)
-    chosen = [p for p in PUZZLES.values() if options.only in (None, str(p.number), p.name)]
+    if options.file and puzzles_called(str(options.file)) and not options.file.exists():
+        if options.only is not None:
+            parser.error(f"{options.file} is a puzzle and no file, and --only {options.only} names one too")
+        options.only, options.file = str(options.file), None
+    chosen = list(PUZZLES.values()) if options.only is None else puzzles_called(options.only)
     if not chosen:
         parser.error(f"--only: no puzzle has the number or name {options.only!r}; names: {', '.join(PUZZLES)}")
     if options.solutions and options.file:
@@ -34,8 +39,13 @@ def main(arguments=None):
     path = Path(solutions.__file__) if options.solutions else options.file or Path("puzzles.py")
     try:
         checker.require_simulator()
+        if not path.exists() and path.suffix != ".py":
+            parser.error(
+                f"no file and no puzzle has the name {str(path)!r}; puzzles: {', '.join(PUZZLES)}; "
+                "a new file with the kernels is written where FILE ends in .py"
+            )
         if not path.exists():
-            return write(path)
+            return write(path, chosen[0])
         source = path.read_text(encoding="utf-8")
     except BrokenPipeError:  # `... | head`: nothing to report, and nobody who reads it
         raise
@@ -45,8 +55,13 @@ def main(arguments=None):
     return judge(path, source, chosen, draw_all=options.only is not None)
 
 
-def write(path):
-    """Write the file with the holes."""
+def puzzles_called(word):
+    """The puzzle with this number or name, in a list, or an empty one."""
+    return [puzzle for puzzle in PUZZLES.values() if word in (str(puzzle.number), puzzle.name)]
+
+
+def write(path, first):
+    """Write the file with the holes; `first` is the puzzle to begin with."""
     text = Path(holes.__file__).read_text(encoding="utf-8")
     with path.open("x", encoding="utf-8") as file:  # never over another one
         try:
@@ -55,7 +70,7 @@ def write(path):
         except BaseException:  # half a file would be judged by the next run
             path.unlink()
             raise
-    print(f"{path} is written: {len(PUZZLES)} kernels with holes. Open it, replace the `...` of the first kernel,")
+    print(f"{path} is written: {len(PUZZLES)} kernels with holes. Open it, replace the `...` of `{first.name}`,")
     print("and run this command again.")
     return 1
 
@@ -82,6 +97,8 @@ def judge(path, source, chosen, *, draw_all):
         if draw_all or not verdict.solved:
             detail(path, puzzle, verdict)
             break
+    if not draw_all:
+        print("\n`--only N`, a number or a name, shows one of them alone, with what its threads ask memory for.")
     return 0 if solved == len(verdicts) else 1
 
 

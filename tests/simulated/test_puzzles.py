@@ -19,9 +19,10 @@ from unittest import mock
 
 import numpy as np
 import pytest
+from wrong_fillings import CAUSES, SHOWN
 
 from cuda_kernels import accesses, puzzles
-from cuda_kernels.puzzles import checker, command, holes, solutions, stopping
+from cuda_kernels.puzzles import causes, checker, command, evidence, holes, solutions, stopping
 from cuda_kernels.simulator import launch
 from tiers import sampled
 
@@ -35,7 +36,16 @@ WRONG_FILLINGS = [
         ["y[i] = x[i] + bias[i % columns]"],
         r"out of bounds: load of x\[300\], which has 300.*thread 44 of block 1",
     ),
-    ("add_bias", ["y[i] = x[i] + bias[i % columns]"], r"is a guard missing\?"),
+    (
+        "add_bias",
+        ["y[i] = x[i] + bias[i % columns]"],
+        r"Each thread that has no element does this: the guard is missing",
+    ),
+    (
+        "add_bias",
+        ["if i <= rows * columns:\n    y[i] = x[i] + bias[i % columns]"],
+        r"Only the thread behind the last element does this, number 300",
+    ),
     (
         "add_bias",
         ["if i < rows * columns:\n    y[i] = x[i * columns] + bias[i % columns]"],
@@ -102,12 +112,12 @@ WRONG_FILLINGS = [
     ),
     ("scale_byte", ["bits >> U32(23)"], r"The exponent is rounded down"),
     ("scale_byte", ["(as_u32(amax[i]) >> U32(23)) - U32(8)"], r"scale-floor"),
-    ("scale_byte", ["np.uint32(bits + U32(0x400000)) >> U32(23)"], r"scale-nearest"),
+    ("scale_byte", ["np.uint32(bits + U32(0x400000)) >> U32(23)"], r"rounded to the nearest power of two"),
     ("scale_byte", ["(bits >> U32(23)) + U32(1)"], r"scale\[\d+, 0\]: got 0x\w+ .*A mantissa of zero needs no more"),
     (
         "mxfp8",
         ["np.uint8(casts.e4m3(value * casts.e8m0_value(byte)))", "scales[i // 32] = np.uint8(byte)"],
-        r"inverted-scale",
+        r"multiplied with the scale, 2\^\(byte - 127\)",
     ),
     (
         "mxfp8",
@@ -130,10 +140,10 @@ WRONG_FILLINGS = [
     (
         "mxfp8",
         ["np.uint8(casts.e5m2(value * casts.e8m0_multiplier(byte)))", "scales[i // 32] = np.uint8(byte)"],
-        r"other-format",
+        r"The codes are FP8 E5M2's",
     ),
     ("mxfp8", ["casts.e4m3(value)", "scales[i // 32] = np.uint8(byte)"], r"cast as they are"),
-    ("pack_fp4", ["np.uint8(second | first << U32(4))"], r"swapped-nibbles"),
+    ("pack_fp4", ["np.uint8(second | first << U32(4))"], r"it is the other way round"),
     ("pack_fp4", ["np.uint8(first | second)"], r"codes\[0, 0\].*: got .*must move up by four bits"),
     ("pack_fp4", ["np.uint8(first + second << U32(4))"], r"\+ binds tighter than <<"),
     ("pack_fp4", ["first + second << 4"], r"\+ binds tighter than <<"),
@@ -172,7 +182,7 @@ WRONG_FILLINGS = [
     (
         "dbias",
         ["if column < columns:\n    sums[column] = sums[column] + total"],
-        r"two threads store different values in sums\[0\]",
+        r"reads sums\[0\], an output, before any thread has stored it",
     ),
     (
         "dbias",
@@ -202,7 +212,7 @@ WRONG_FILLINGS = [
     (
         "dbias",
         ["partial[ty, tx] = total\ncuda.syncthreads()\nif ty == 0:\n    FINISH"],
-        r"out of bounds: store of sums\[40\].*is a guard missing",
+        r"out of bounds: store of sums\[40\].*the guard is missing",
     ),
 ]
 SHORT = {
@@ -267,6 +277,84 @@ def test_wrong_filling(tmp_path, name, fillings, said):
     assert verdict.status == checker.WRONG
     said = said.replace("BARRIER", "A barrier stands outside every `if`")
     assert re.search(said, str(verdict), re.DOTALL), str(verdict)
+
+
+def each_filling(table):
+    """(name of a puzzle, fillings, sentence) for each wrong filling of a table."""
+    return [
+        (name, fillings, sentence)
+        for name, rows in table.items()
+        for sentence, wrong in rows.items()
+        for fillings in wrong
+    ]
+
+
+@sampled(("name", "fillings", "cause"), each_filling(CAUSES), 8)
+def test_the_cause_of_a_wrong_filling_and_no_other_is_named(tmp_path, name, fillings, cause):
+    verdict = verdict_of(tmp_path, name, fillings)
+    assert verdict.status == checker.WRONG
+    assert [line for line in verdict.details if line.startswith("Why: ")] == [f"Why: {cause}"], str(verdict)
+
+
+@sampled(("name", "fillings", "line"), each_filling(SHOWN), 8)
+def test_what_a_run_shows_is_said_and_no_cause_is_named(tmp_path, name, fillings, line):
+    verdict = verdict_of(tmp_path, name, fillings)
+    assert verdict.status == checker.WRONG
+    said = [re.sub(r"^Line \d+", "Line N", detail) for detail in (verdict.reason, *verdict.details)]
+    assert line in said and "Why: " not in str(verdict), str(verdict)
+
+
+@pytest.mark.parametrize("name", causes.ANSWERS)
+def test_known_wrong_answers_differ(name):
+    """On the input that is checked first; one that only a later input tells from the right one is that on the first."""
+    puzzle = puzzles.PUZZLES[name]
+    case = next(iter(puzzle.cases()))
+    seen = {tuple(array.tobytes() for array in puzzle.expected(case).values()): "right"}
+    for sentence, answer in causes.ANSWERS[name].items():
+        with np.errstate(all="ignore"):
+            found = answer(**case.arrays)
+        arrays = zip(puzzle.expected(case).values(), found if isinstance(found, tuple) else (found,), strict=True)
+        key = tuple(np.broadcast_to(mine, right.shape).astype(right.dtype).tobytes() for right, mine in arrays)
+        assert key not in seen, (sentence, seen[key])
+        seen[key] = sentence
+
+
+@pytest.mark.parametrize("name", causes.READS)
+def test_known_wrong_indices_differ(name):
+    """On each input, but for those that are right there."""
+    for case in puzzles.PUZZLES[name].cases():
+        numbers, seen = np.arange(puzzles.PUZZLES[name].threads.elements(case.sizes)), {}
+        for sentence, indices in causes.READS[name].items():
+            places = indices(numbers, **case.sizes).items()
+            key = tuple(
+                (array, np.sort([place + 0 * numbers for place in each], axis=0).tobytes()) for array, each in places
+            )
+            assert seen.get(key, "") == "", (sentence, seen[key])
+            seen.setdefault(key, sentence)
+
+
+def test_each_cause_has_a_wrong_filling():
+    """Causes that differ in numbers only, as those of distances do, share one."""
+
+    def kinds(sentences):
+        return {re.sub(r"\b\d+(, \d+)*\b", "N", sentence) for sentence in sentences}
+
+    for table in (causes.ANSWERS, causes.READS):
+        for name, rows in table.items():
+            missing = kinds(rows) - kinds(CAUSES[name]) - {""}
+            assert not missing, (name, missing)
+
+
+def test_a_cause_fits_the_inputs_before_too():
+    """What is right on the first input has no cause that would be wrong there."""
+    puzzle = puzzles.PUZZLES["dbias"]
+    first, _, last = puzzle.cases()
+    answer = causes.ANSWERS["dbias"][
+        "The part of the thread with ty == 0 is counted twice: it is in `total` and in `partial[0, tx]`."
+    ]
+    got = {"sums": answer(**last.arrays)}
+    assert "counted twice" in evidence.known_answer(evidence.Run(puzzle, last, got, accesses.Recorder(), ()))
+    assert evidence.known_answer(evidence.Run(puzzle, last, got, accesses.Recorder(), (first,))) == ""
 
 
 @pytest.mark.parametrize(
@@ -695,6 +783,26 @@ def test_the_command_writes_the_file_and_then_checks_it(tmp_path):
     assert run(tmp_path, "--only", "widen_bf16").returncode == 1
 
 
+def test_a_puzzle_where_a_file_stands_is_that_puzzle(tmp_path):
+    first = run(tmp_path, "transpose")
+    assert first.returncode == 1 and "replace the `...` of `transpose`" in first.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["puzzles.py"]
+    for word in ("transpose", "9"):
+        assert run(tmp_path, word).stdout == run(tmp_path, "--only", "transpose").stdout
+    solved = run(tmp_path, "--solutions", "dbias")
+    assert solved.returncode == 0 and "1 of 1 solved." in solved.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["puzzles.py"]
+    (tmp_path / "transpose").write_text("")  # a file of this name is a file
+    assert "transpose has no function add_bias" in run(tmp_path, "transpose").stdout
+
+
+def test_the_command_hints_at_one_puzzle_alone(tmp_path):
+    hint = "`--only N`, a number or a name, shows one of them alone, with what its threads ask memory for."
+    run(tmp_path)
+    assert run(tmp_path).stdout.endswith(f"\n\n{hint}\n")
+    assert hint not in run(tmp_path, "--only", "1").stdout
+
+
 def test_a_full_disk_leaves_no_half_file(tmp_path, monkeypatch):
     monkeypatch.setattr(command, "holes", SimpleNamespace(__file__=str(tmp_path / "holes.py")))
     (tmp_path / "holes.py").write_text("x" * 100_000)
@@ -702,7 +810,7 @@ def test_a_full_disk_leaves_no_half_file(tmp_path, monkeypatch):
     resource.setrlimit(resource.RLIMIT_FSIZE, (1024, limit[1]))
     try:
         with pytest.raises(OSError, match="too large"):
-            command.write(tmp_path / "puzzles.py")
+            command.write(tmp_path / "puzzles.py", puzzles.PUZZLES["add_bias"])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     assert not (tmp_path / "puzzles.py").exists()
@@ -756,6 +864,9 @@ def test_a_broken_file_is_reported(tmp_path, text, said):
         (["--nonsense"], "unrecognized arguments"),
         (["--solutions", "mine.py"], "leave FILE out"),
         (["nowhere/mine.py"], "No such file or directory"),
+        (["tranpose"], "no file and no puzzle has the name 'tranpose'; puzzles: add_bias, "),
+        (["11"], "no file and no puzzle has the name '11'"),
+        (["transpose", "--only", "3"], "transpose is a puzzle and no file, and --only 3 names one too"),
         (["."], "Is a directory"),
     ],
 )
