@@ -26,6 +26,7 @@ def reads_of_add_bias(place, of_bias):
 
 
 def own(i, rows, columns):
+    """A thread's own number as index."""
     return i
 
 
@@ -61,7 +62,12 @@ def gate_place(row, column, rows, columns):
 # --- block_amax -------------------------------------------------------------------------------------
 
 
+#: How far away the threads are that a thread of a warp asks, step by step.
+DISTANCES = (16, 8, 4, 2, 1)
+
+
 def in_blocks(x):
+    """(blocks, 32), the last one filled up with zeros."""
     return np.pad(x, (0, -len(x) % 32)).reshape(-1, 32)
 
 
@@ -79,23 +85,19 @@ def shuffled(distances, merge):
 
 def own_elements_shuffled(prepare):
     """`block_amax` where every step fetches an element, not what the other thread knows."""
-    return lambda x: np.maximum(np.abs(x[::32]), prepare(in_blocks(x))[:, [16, 8, 4, 2, 1]].max(axis=1))
-
-
-def without(missing):
-    """The distances of `block_amax` but for some."""
-    return [distance for distance in (16, 8, 4, 2, 1) if distance not in missing]
+    return lambda x: np.maximum(np.abs(x[::32]), prepare(in_blocks(x))[:, DISTANCES].max(axis=1))
 
 
 def missing_steps():
     """Sentence -> answer, for every choice of steps that are missing and leave some."""
-    for number in range(1, 31):
-        missing = [distance for distance in (16, 8, 4, 2, 1) if number & distance]
+    for number in range(1, 31):  # its bits are the missing distances
+        missing = [distance for distance in DISTANCES if number & distance]
+        taken = [distance for distance in DISTANCES if not number & distance]
         if len(missing) == 1:
             sentence = f"The step of distance {missing[0]} is missing."
         else:
             sentence = f"The steps of the distances {listed(missing)} are missing."
-        yield sentence, shuffled(without(missing), np.maximum)
+        yield sentence, shuffled(taken, np.maximum)
 
 
 # --- scale_byte -------------------------------------------------------------------------------------
@@ -160,10 +162,10 @@ def power(byte, sign):
 
 def stored(values):
     """Numbers as an array of bytes keeps them; each one by itself, since NumPy's conversions of arrays may differ."""
-    bytes_ = np.empty(values.shape, np.uint8)
+    kept = np.empty(values.shape, np.uint8)
     for place in np.ndindex(values.shape):
-        bytes_[place] = np.uint8(values[place] if values.dtype.kind == "f" else int(values[place]) & 0xFF)
-    return bytes_
+        kept[place] = np.uint8(values[place] if values.dtype.kind == "f" else int(values[place]) & 0xFF)
+    return kept
 
 
 # --- pack_fp4 ---------------------------------------------------------------------------------------
@@ -300,10 +302,10 @@ ANSWERS = {
         "The bits were read as float16.": lambda x: x.view(np.float16).astype(F),
     },
     "block_amax": {
-        "The shuffled values are added; the rule asks for the larger of two.": shuffled((16, 8, 4, 2, 1), np.add),
-        "The smaller of two is kept; the rule asks for the larger.": shuffled((16, 8, 4, 2, 1), np.minimum),
+        "The shuffled values are added; the rule asks for the larger of two.": shuffled(DISTANCES, np.add),
+        "The smaller of two is kept; the rule asks for the larger.": shuffled(DISTANCES, np.minimum),
         "What comes from another thread replaces `largest`: the larger of the two must stay.": shuffled(
-            (16, 8, 4, 2, 1), lambda mine, other: other
+            DISTANCES, lambda mine, other: other
         ),
         "The sign still counts: magnitudes are compared.": lambda x: in_blocks(x).max(axis=1),
         "Each step fetches an element of x: shuffle `largest`, what the other knows by then.": (

@@ -9,7 +9,7 @@ import inspect
 import linecache
 import textwrap
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -33,7 +33,7 @@ SHARED = (
     "Each index must be below the number in its place in the shape: is the shape large enough, and are the indices in "
     "the right order?"
 )
-TILE_GUARD = "Right where every thread has an element, so the guard is missing, or it lets too many through."
+TILE_GUARD = "Right where every thread has an element: is the guard missing, or does it let too many through?"
 BARRIER = "A barrier stands outside every `if` that only some threads of the block enter."
 ALL_LANES = (
     "A shuffle stands outside every `if`: threads without an element take part too, with a value that changes nothing."
@@ -213,8 +213,9 @@ def _run(puzzle, kernel, case, order, recorder, passed):
 
 def _spoil(array):
     """Fill an array with what shows in a result: NaN in float32, to which nothing can be added unseen."""
-    array[...] = np.nan if array.dtype == np.float32 else 0
-    if array.dtype != np.float32:
+    if array.dtype == np.float32:
+        array[...] = np.nan
+    else:
         array.reshape(-1).view(np.uint8)[...] = FILL
 
 
@@ -252,7 +253,9 @@ def _elements_out_of_bounds(run, kernel):
     grid, block = run.puzzle.threads.shape(run.case.sizes)
     try:
         simulator.launch(counted, grid, block, [values[name] for name in run.puzzle.arguments], watch=recorder.shared)
-    except RuntimeError:  # threads that ended early are missed at a barrier
+    except Interrupt:
+        raise
+    except (Exception, SystemExit):  # a barrier misses the threads that ended, or these fail in another way
         return set()
     return found
 
@@ -313,16 +316,11 @@ def _ask_oracle(run):
     report = run.puzzle.judge(run.case.arrays, run.got)
     if report.ok:
         return
-    counts = [
-        f"{array.wrong} of {array.entries} entries of {array.name} wrong" for array in report.arrays if array.wrong
-    ]
-    lines = [str(report.mismatches[0]), f"{', '.join(counts)}, input {run.case.what}"]
-    for theirs, mine in zip(("rowwise_data", "rowwise_scale_inv"), ("codes", run.puzzle.outputs[-1]), strict=True):
-        lines = [line.replace(theirs, mine) for line in lines]
-    why = _why(run, report) or evidence.reads_of_first_wrong(
-        run, report.mismatches[0].array, report.mismatches[0].index
-    )
-    raise _WrongError(*lines, why)
+    ours = dict(zip((array.name for array in report.arrays), run.puzzle.outputs, strict=False))  # by the oracle's names
+    first = replace(report.mismatches[0], array=ours[report.mismatches[0].array])
+    counts = [f"{a.wrong} of {a.entries} entries of {ours[a.name]} wrong" for a in report.arrays if a.wrong]
+    why = _why(run, report) or evidence.reads_of_first_wrong(run, first.array, first.index)
+    raise _WrongError(str(first), f"{', '.join(counts)}, input {run.case.what}", why)
 
 
 def _first_wrong(name, got, expected, index):

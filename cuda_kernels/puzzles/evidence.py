@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cuda_kernels.accesses import WARP, Recorder
-from cuda_kernels.puzzles.causes import ANSWERS, READS
+from cuda_kernels.puzzles.causes import ANSWERS, READS, listed
 from cuda_kernels.puzzles.table import Case, Puzzle, carried
 
 #: Elements that one sentence names, at most.
@@ -69,12 +69,6 @@ def named(thread):
 def _index(index):
     """(3, 0, 0) -> "3", (3, 1, 0) -> "(3, 1)"."""
     return str(index[0]) if index[1:] == (0, 0) else f"({index[0]}, {index[1]})"
-
-
-def listed(names):
-    """["x[0]", "x[8]", "y[0]"] -> "x[0], x[8] and y[0]"."""
-    *most, last = names
-    return f"{', '.join(most)} and {last}" if most else last
 
 
 def differs(got, expected):
@@ -176,7 +170,8 @@ def reads_of_first_wrong(run, output, index):
     if needs <= read or not read or len(read) > FEW:
         return ""
     element = f"{output}[{', '.join(map(str, index))}]"
-    return f"{element} needs {in_words(needs)}; thread {i % 256} of block {i // 256} reads {in_words(read)}."
+    thread = named(list(run.threads())[i])
+    return f"{element} needs {in_words(needs)}; {thread} reads {in_words(read)}."
 
 
 def needs_of_thread(run, i):
@@ -191,7 +186,7 @@ def needs_of_thread(run, i):
     ones = {name: np.ones_like(array) for name, array in run.case.arrays.items()}
     before = puzzle.expected(Case("ones", ones, run.case.sizes))
     first = next(iter(ones))
-    if ones[first].size <= i:
+    if ones[first].size != puzzle.threads.elements(run.case.sizes):
         return ""
     ones[first].reshape(-1)[i] = 2
     after = puzzle.expected(Case("a two", ones, run.case.sizes))

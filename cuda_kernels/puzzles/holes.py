@@ -3,8 +3,9 @@
     .venv/bin/python -m cuda_kernels puzzles
 
 in this folder (`make check` creates .venv; in an activated environment `python` is enough): it runs every kernel in
-a simulator, no GPU needed, and says which hole fails, where and why. A puzzle has its rule in words, its rule in NumPy
-(`..._spec`), and the kernel. Change nothing but the holes, not even the kernels' names; a hole may take several lines.
+a simulator, no GPU needed, and says which hole fails, where and why; with a puzzle's name or number behind it, it runs
+that one and shows what its threads ask memory for. A puzzle has its rule in words, its rule in NumPy (`..._spec`), and
+the kernel. Change nothing but the holes, not even the kernels' names; a hole may take several lines.
 
 A kernel is a function that many threads run at the same time. Every element of its output is stored, by one thread.
 Arrays are flat: x[row * columns + column]. bfloat16 lies there as uint16, FP8, FP4 and scale bytes as uint8. What you

@@ -809,7 +809,7 @@ SHOWN = {
         "A barrier stands outside every `if` that only some threads of the block enter.": [
             ("33", f"if row0 + ty < rows:\n    {BARRIER}", f"{TURNED}{INSIDE}{PLACE}{TILE}"),
         ],
-        "Right where every thread has an element, so the guard is missing, or it lets too many through.": [
+        "Right where every thread has an element: is the guard missing, or does it let too many through?": [
             ("33", BARRIER, f"{TURNED}{PLACE}{TILE}"),
             ("33", BARRIER, f"{TURNED}if row < rows:\n    {PLACE}{TILE}"),
             ("33", BARRIER, f"{TURNED}if row <= rows and column <= columns:\n    {PLACE}{TILE}"),
