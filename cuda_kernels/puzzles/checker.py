@@ -22,17 +22,14 @@ from cuda_kernels.puzzles.table import PUZZLES, carried
 
 #: Seconds that a kernel may take on all of its inputs; the solutions take less than one.
 SECONDS = 20
-#: Outputs hold this before a kernel runs; those of float32, and shared memory, NaN.
+#: Bytes that outputs and shared memory hold before a kernel runs; float32 holds NaN.
 FILL = 0xA5
 SOLVED, NOT_YET, WRONG = "solved", "not yet", "wrong"
 
 #: What to think of where a kernel raises.
 INDEX = "On this input every thread has an element, so no guard is missing: the index is wrong."
 GUARD = "A thread that has no element must not touch memory: is a guard missing? If there is one, the index is wrong."
-SHARED = (
-    "Each index must be below the number in its place in the shape: is the shape large enough, and are the indices in "
-    "the right order?"
-)
+SHARED = "One index for each number of the shape, in the right order, each below it; or is the shape too small?"
 TILE_GUARD = "Right where every thread has an element: is the guard missing, or does it let too many through?"
 BARRIER = "A barrier stands outside every `if` that only some threads of the block enter."
 ALL_LANES = (

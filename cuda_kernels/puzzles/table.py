@@ -257,15 +257,7 @@ def judge_pack_fp4(arrays, got):
 # --- the table --------------------------------------------------------------------------------------
 
 _ROWS = (
-    Puzzle(
-        1,
-        "One thread, one element",
-        holes.add_bias,
-        holes.add_bias_spec,
-        ("y",),
-        add_bias_cases,
-        ONE_EACH,
-    ),
+    Puzzle(1, "One thread, one element", holes.add_bias, holes.add_bias_spec, ("y",), add_bias_cases, ONE_EACH),
     Puzzle(
         2,
         "bfloat16 is the upper half of float32",
@@ -275,16 +267,7 @@ _ROWS = (
         widen_bf16_cases,
         ONE_EACH,
     ),
-    Puzzle(
-        3,
-        "A gated row",
-        holes.swiglu,
-        holes.swiglu_spec,
-        ("y",),
-        swiglu_cases,
-        ONE_EACH,
-        judge=judge_swiglu,
-    ),
+    Puzzle(3, "A gated row", holes.swiglu, holes.swiglu_spec, ("y",), swiglu_cases, ONE_EACH, judge=judge_swiglu),
     Puzzle(
         4,
         "Neighbours read neighbours",
@@ -346,15 +329,7 @@ _ROWS = (
         sectors={"x": 1, "y": 1},
         stores=4,
     ),
-    Puzzle(
-        10,
-        "The gradient of a bias",
-        holes.dbias,
-        holes.dbias_spec,
-        ("sums",),
-        dbias_cases,
-        STRIPS,
-    ),
+    Puzzle(10, "The gradient of a bias", holes.dbias, holes.dbias_spec, ("sums",), dbias_cases, STRIPS),
 )
 
 #: name -> `Puzzle`, in order.

@@ -792,10 +792,7 @@ SHOWN = {
             ("32", BARRIER, f"{TURNED}{INSIDE}{PLACE}{TILE}"),
             ("64", BARRIER, f"{TURNED}{INSIDE}{PLACE}{TILE}"),
         ],
-        (
-            "Each index must be below the number in its place in the shape: is the shape large enough, "
-            "and are the indices in the right order?"
-        ): [
+        "One index for each number of the shape, in the right order, each below it; or is the shape too small?": [
             ("16", BARRIER, f"{TURNED}{INSIDE}{PLACE}{TILE}"),
             ("31", BARRIER, f"{TURNED}{INSIDE}{PLACE}{TILE}"),
             ("8", BARRIER, f"{TURNED}{INSIDE}{PLACE}{TILE}"),
@@ -866,10 +863,7 @@ SHOWN = {
             (f"partial[0, tx] = total\ncuda.syncthreads()\n{FIRST_ROW}{OTHERS}{ADD}{STORE}",),
             (f"partial[ty, ty] = total\ncuda.syncthreads()\n{FIRST_ROW}{OTHERS}{ADD}{STORE}",),
         ],
-        (
-            "Each index must be below the number in its place in the shape: is the shape large enough, "
-            "and are the indices in the right order?"
-        ): [
+        "One index for each number of the shape, in the right order, each below it; or is the shape too small?": [
             (f"{MEET}{FIRST_ROW}for k in range(1, 9):\n        {ADD}{STORE}",),
             (f"{MEET}{FIRST_ROW}for k in range(9):\n        {ADD}{STORE}",),
             (f"{MEET}{FIRST_ROW}for k in range(rows):\n        {ADD}{STORE}",),
