@@ -517,6 +517,11 @@ STORAGES = {
 }
 
 
+def carrier(storage):
+    """The NumPy dtype whose elements a kernel reads for a dtype or format: uint16 for bfloat16, uint8 for codes."""
+    return STORAGES[storage].carrier if storage in STORAGES else np.dtype(np.uint8)
+
+
 # --- scales -----------------------------------------------------------------------------------------
 
 

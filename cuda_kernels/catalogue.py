@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from cuda_kernels.directions import Direction, direction_of
+from cuda_kernels.families import dequantize
 from cuda_kernels.launch import numba_type
 from cuda_kernels.operands import Inputs
 from cuda_kernels.recipes import (
@@ -26,9 +27,10 @@ from refops.activations import ACTIVATIONS
 from refops.formats import E4M3, E5M2
 from refops.scalings import BlockScaling, CurrentScaling, DelayedScaling, MXFP8Scaling, NVFP4Scaling
 
-#: name; recipe, a `Recipe` or `ScaledGradient`; build(target, fast_math) -> kernel; signature; bytes_per_thread;
-#: limits: "instr_per_byte" and "instr_per_byte_fast_math", target -> budget, None: no claim; wide_loads, wide_stores:
-#: 128-bit accesses, or None; used: number -> name of the flat arguments that the kernel must read.
+#: name; recipe, a `Spec`, or a `Recipe` or `ScaledGradient`; build(target, fast_math) -> kernel; signature;
+#: bytes_per_thread; limits: "instr_per_byte" and "instr_per_byte_fast_math", target -> budget, None: no claim;
+#: wide_loads, wide_stores: 128-bit accesses, or None; used: number -> name of the flat arguments that the kernel must
+#: read.
 Entry = namedtuple("Entry", "name recipe build signature bytes_per_thread limits wide_loads wide_stores used")
 
 BF16 = "bfloat16"
@@ -55,6 +57,21 @@ def _entry(name, recipe, bytes_per_thread, limits=None, wide_loads=None, wide_st
     signature = tuple(numba_type(one) for one in arguments)
     used = _must_be_used(recipe, arguments) if isinstance(recipe, Recipe) else {}
     return Entry(name, recipe, build_for, signature, bytes_per_thread, limits or {}, wide_loads, wide_stores, used)
+
+
+def _entry_of(cost):
+    """The `Entry` of a family's `operands.Cost`."""
+    spec, used, number = cost.spec, {}, 0
+    for kind, fields in spec.operands():
+        for field, (what, _) in fields.items():
+            if what == "pointer" and spec.must_read(field):
+                used[number] = f"{field} of {kind.__name__}"
+            number += 1
+    signature = tuple(numba_type(one) for one in spec.operands())
+    limits = {} if cost.budget is None else _budget(*cost.budget)
+    build_for = lambda target, fast_math: spec.function(target)  # noqa: E731  of no formula, so of one arithmetic
+    wide = cost.wide_loads, cost.wide_stores
+    return Entry(cost.name, spec, build_for, signature, cost.bytes_per_thread, limits, *wide, used)
 
 
 def _must_be_used(recipe, arguments):
@@ -215,26 +232,6 @@ def _squares(scaling):
     return direction_of(scaling, False), ("squares", direction_of(scaling, True))
 
 
-def _dequantization():
-    plain = ("plain", BF16)
-    for name, direction, size, limits in (
-        ("FP8", DELAYED, 48, (1.7, 1.55)),
-        ("1x128 blocks", BLOCK, 48.5, (1.85, 1.65)),
-        ("MXFP8", MXFP8, 48.5, (1.9, 1.7)),
-        ("MXFP8 columnwise", MXFP8_COLUMNS, 64, (3.2, 3.05)),
-        ("NVFP4", NVFP4, 41, (3.05, 2.1)),
-    ):
-        recipe = Recipe("decode row", _decoded(direction), plain)
-        yield _entry(f"{name} -> bf16", recipe, size, _budget(*limits), None, 2)
-    yield _entry("MXFP8 -> bf16, any K", Recipe("row", _decoded(MXFP8), plain), 24.25, None, None, 1)
-    columns = _decoded(direction_of(NVFP4Scaling(rht=True), True), transform=(0xD7E8, True))
-    yield _entry("NVFP4 columnwise + RHT -> bf16", Recipe("tile", columns, None, plain), 128 * 64 / 256 * 2.6)
-
-
-def _decoded(direction, **options):
-    return Prologue("decoded", None, direction.fmt, direction=direction, **options)
-
-
 def catalogue():
     """Return the `Entry` of every kernel."""
-    return [*_casts(), *_activations(), *_sums(), *_tiles(), *_dequantization()]
+    return [*_casts(), *_activations(), *_sums(), *_tiles(), *map(_entry_of, dequantize.costs())]

@@ -6,14 +6,16 @@ rows there, others their columns.
 """
 
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 
 import numpy as np
 
 from cuda_kernels import casts
 from cuda_kernels.scale_rules import content_of, rules_of
-from cuda_kernels.simt import I64, device, offset
+from cuda_kernels.simt import I64, F, device, offset
 from refops.scalings import Scaling
+
+ZERO = F(0)
 
 
 @dataclass(frozen=True)
@@ -114,6 +116,10 @@ class Direction:
         """The `scale_rules.Rules` for a target."""
         return rules_of(self.scaling, target)
 
+    def factor(self, target=None):
+        """f(coded, outer, inner) -> what the value of an element's code is multiplied with; see `operands.Coded`."""
+        return _factor(self, target)
+
     def value_of_scale(self, target=None):
         """f(stored) -> the value of a stored scale."""
         fmt = self.layout.scale_format
@@ -130,6 +136,33 @@ def direction_of(scaling, columnwise, swizzled=False):
 def _direction(scaling, columnwise, swizzled, random):
     compiled = scaling.compiled_as
     return Direction(compiled, columnwise, swizzled, random, content_of(compiled))
+
+
+# --- the factor of dequantization -------------------------------------------------------------------
+
+
+@cache
+def _factor(direction, target):
+    """The declared rule `decode_factor` of the scale, and the amax if it needs one, of an element's block."""
+    rule, widened, index = direction.rules(target).decode_factor, direction.register_type, direction.scale_index
+    two_level, by_outer = direction.layout.two_level, direction.by_outer
+
+    @device
+    def of_tensor(coded, outer, inner):
+        return rule(coded.scales[0], ZERO)
+
+    if direction.block is None:
+        return of_tensor
+    rows, columns = direction.layout.run
+    row_bits, column_bits = rows.bit_length() - 1, columns.bit_length() - 1
+
+    @device
+    def of_block(coded, outer, inner):
+        amax = coded.amax[outer if by_outer else 0] if two_level else ZERO
+        block_row = outer >> row_bits if row_bits else outer
+        return rule(widened(coded.scales[index(coded.scale_stride, block_row, inner >> column_bits)]), amax)
+
+    return of_block
 
 
 # --- where a scale is stored ------------------------------------------------------------------------

@@ -15,10 +15,11 @@ from dataclasses import replace as replaced
 
 import numpy as np
 
-from cuda_kernels import kernels, plans, simt
+from cuda_kernels import kernels, plans, simt, tiles
 from cuda_kernels.arrays import HIGH_PRECISION, Array, memory_of, numpy_dtype
-from cuda_kernels.casts import STORAGES
+from cuda_kernels.casts import STORAGES, carrier
 from cuda_kernels.directions import direction_of
+from cuda_kernels.families import dequantize
 from cuda_kernels.interface import Backend, Interface, Operand
 from cuda_kernels.launch import (
     LARGEST_DIMENSION,
@@ -28,8 +29,7 @@ from cuda_kernels.launch import (
     row_shape,
     tile_grid,
 )
-from cuda_kernels.operands import NO_PARAMETERS, Front, Inputs, Outputs
-from cuda_kernels.prologues import has_wide_columns
+from cuda_kernels.operands import NO_PARAMETERS, Front, Inputs, Outputs, pointer, scalar
 from cuda_kernels.recipes import (
     Prologue,
     Recipe,
@@ -37,10 +37,7 @@ from cuda_kernels.recipes import (
     arguments_of,
     build,
     build_scaled_gradient,
-    carrier,
     direction_in,
-    pointer,
-    scalar,
     widest,
 )
 from cuda_kernels.result import Quantized
@@ -153,17 +150,16 @@ class GPU(Backend):
         direction = direction_in(recipe.row or recipe.column)
         records_amax = direction.known if direction else recipe.row is not None and "amax" in recipe.row[0]
         lanes, columns = 32 if records_amax else 16, 2 * VECTOR
-        tiles = lambda: tile_grid(m, k, kernels.tile_columns(recipe.stage))  # noqa: E731
+        of_tiles = lambda: tile_grid(m, k, tiles.tile_columns(recipe.stage))  # noqa: E731
         grid, block = {
             "row": lambda: row_shape(m, inner, lanes),
             "wide row": lambda: row_shape(m, inner, direction.block[1] // columns, columns),
             "block row": lambda: row_shape(m, inner, 1, columns),
-            "decode row": lambda: row_shape(m, inner, 1, columns),
             "two block row": lambda: row_shape(m, inner, 1, 2 * columns),
             "band": lambda: band_shape(m, inner),
-            "tile": tiles,
-            "square": tiles,
-            "square choice": tiles,
+            "tile": of_tiles,
+            "square": of_tiles,
+            "square choice": of_tiles,
             "columns": lambda: column_grid(m, k, recipe.column.block[1]),
         }[recipe.kernel]()
         if 0 in grid:
@@ -177,6 +173,15 @@ class GPU(Backend):
             values.append(0 if partial is None else partial.pointer)
         make = lambda target: build(recipe, target)  # noqa: E731
         self._launch(recipe, make, arguments_of(recipe), values, grid, block)
+
+    def launch(self, spec, shape, *operands):
+        """Start the kernel of a `Spec` on tuples of arrays (or None) and numbers.
+
+        Args:
+            spec: a `Spec`. shape: (outer, inner) that its grid is for. operands: as its `operands` describe.
+        """
+        values = [_value_of(one) for operand in operands for one in operand]
+        self._launch(spec, spec.function, spec.operands(), values, *spec.grid(*shape))
 
     def _launch(self, key, make, described, values, grid, block):
         self.launcher.launch(key, make, described, values, grid, block, self.memory.stream())
@@ -229,8 +234,8 @@ class GPU(Backend):
         described += [scalar(np.int32)] * 2
         key = ("finish sums", out.dtype)
         values = [partial.pointer, out.pointer, count, k]
-        grid = (max(1, ceil_div(k, kernels.THREADS)), 1, 1)
-        self._launch(key, lambda target: finish_sums_of(out.dtype), described, values, grid, (kernels.THREADS, 1, 1))
+        grid = (max(1, ceil_div(k, simt.THREADS)), 1, 1)
+        self._launch(key, lambda target: finish_sums_of(out.dtype), described, values, grid, (simt.THREADS, 1, 1))
 
     # --- activations ------------------------------------------------------------------------------
 
@@ -332,7 +337,7 @@ class GPU(Backend):
         """Run the tile kernel: columnwise copies transposed; sums of 128 rows each."""
         m, k = front.matrix_shape
         stage = front.storage if front.kind == "identity" else "float32"
-        partial = None if dbias is None else self.empty((ceil_div(m, kernels.TILE_ROWS), k), "float32")
+        partial = None if dbias is None else self.empty((ceil_div(m, tiles.TILE_ROWS), k), "float32")
         recipe = self._recipe(
             "tile",
             front,
@@ -387,7 +392,7 @@ class GPU(Backend):
         """Run the kernels that cast by blocks."""
         (row_key, column_key), (row, column), (outer, edge) = keys, fields, job.scaling.layout.block
         transposed = job.scaling.layout.columnwise_transposed
-        fits = edge <= kernels.tile_columns(front.storage)
+        fits = edge <= tiles.tile_columns(front.storage)
         if outer > 1 and row_key.rules().choice is not None:
             self._square_choice(job, front, row_key, column_key, row, column)
         elif outer > 1 and not fits:
@@ -483,10 +488,10 @@ class GPU(Backend):
         """Return the scales of a tensor or of its rows: float32 (1 or rows, parts)."""
         scales, direction = self.empty((amax.size, parts), "float32"), direction_of(scaling, False)
         described = [pointer(np.float32)] * 2 + [scalar(np.int32)]
-        grid = (ceil_div(amax.size, kernels.THREADS), 1, 1)
+        grid = (ceil_div(amax.size, simt.THREADS), 1, 1)
         make = lambda target: kernels.make_tensor_scales(direction.rules(target).tensor_scale, parts)  # noqa: E731
         values = [amax.pointer, scales.pointer, amax.size]
-        self._launch(("tensor scales", direction), make, described, values, grid, (kernels.THREADS, 1, 1))
+        self._launch(("tensor scales", direction), make, described, values, grid, (simt.THREADS, 1, 1))
         return scales
 
     def _separate_amaxes(self, job, front):
@@ -521,40 +526,7 @@ class GPU(Backend):
         return q.unswizzled() if q.with_gemm_swizzled_scales else q
 
     def dequantize(self, q, out, storage):
-        if not out.size:
-            return
-        columnwise = q.rowwise_data is None
-        name, direction = "columnwise" if columnwise else "rowwise", direction_of(q.scaling, columnwise)
-        transposed = direction.transposed
-        m, k = math.prod(q.shape[:-1]), q.shape[-1]
-        outer, inner = (k, m) if transposed else (m, k)
-        wrap = lambda name: self.memory.wrap(getattr(q, name), name)  # noqa: E731
-        scales = wrap(f"{name}_scale_inv")
-        front = Front(
-            "decoded",
-            None,
-            NO_PARAMETERS,
-            wrap(f"{name}_data"),
-            scales,
-            None if getattr(q, f"amax_{name}") is None else wrap(f"amax_{name}"),
-            scales.shape[-1],
-            False,
-            inner,
-            (outer, inner),
-            storage,
-        )
-        transform = (q.scaling.hadamard, True) if columnwise and q.scaling.hadamard is not None else None
-        along_rows = "decode row" if k % (2 * VECTOR) == 0 and _readable(front, direction, out) else "row"
-        recipe = Recipe(
-            "tile" if transposed else along_rows,
-            Prologue("decoded", None, direction.fmt, direction=direction, transform=transform),
-            None if transposed else ("plain", storage),
-            ("plain", storage) if transposed else None,
-            storage="float32",
-            whole=k % VECTOR == 0 and out.aligned,
-            whole_columns=k % VECTOR == 0 and out.aligned,
-        )
-        self.run(recipe, front, *(({}, {"data": out}) if transposed else ({"data": out},)))
+        dequantize.dequantize(self, q, out, storage)
 
     def hadamard(self, operand, sign_mask, inverse, out):
         if out.size:
@@ -608,9 +580,9 @@ class GPU(Backend):
             numerator = float(np.float32(fmt.max) * np.float32(2.0**-margin))
         pointers = [array.pointer for array in (history, scale, amax, new_history, new_scale)]
         values = [*pointers, numerator, length, columns, mode, int(keep_unused)]
-        grid = (ceil_div(columns, kernels.THREADS), 1, 1)
+        grid = (ceil_div(columns, simt.THREADS), 1, 1)
         make = lambda target: kernels.delayed_scale  # noqa: E731
-        self._launch("delayed scale", make, described, values, grid, (kernels.THREADS, 1, 1))
+        self._launch("delayed scale", make, described, values, grid, (simt.THREADS, 1, 1))
         return new_history, new_scale
 
     def _float32(self, value, name):
@@ -627,10 +599,10 @@ class GPU(Backend):
         out = self.empty(scales.shape, scales.dtype)
         described = [pointer(np.uint8)] * 2 + [scalar(np.int32)] * 4
         values = [scales.pointer, out.pointer, rows, columns, int(transposed), int(undo)]
-        grid = (ceil_div(scales.size, kernels.THREADS), 1, 1)
+        grid = (ceil_div(scales.size, simt.THREADS), 1, 1)
         if scales.size:
             make = lambda target: kernels.swizzle  # noqa: E731
-            self._launch("swizzle", make, described, values, grid, (kernels.THREADS, 1, 1))
+            self._launch("swizzle", make, described, values, grid, (simt.THREADS, 1, 1))
         return out
 
 
@@ -649,14 +621,6 @@ def reordered_scales(q, swizzled):
                 transposed = q.scaling.layout.scales_inner_first[name.startswith("column")]
                 moved[name] = backend.swizzle(memory.wrap(getattr(q, name), name), not swizzled, transposed)
         return memory.returned(moved)
-
-
-def _readable(front, direction, out):
-    """Whether rows of whole 16 codes can be read 16 at a time; of columns with their own scales these too."""
-    scales_too = not direction.along_columns
-    if not scales_too and has_wide_columns(direction):
-        scales_too = front.dy.aligned and front.interleave % (2 * VECTOR) == 0
-    return front.x.aligned and out.aligned and scales_too
 
 
 def _is_known(key):
@@ -686,8 +650,14 @@ def identity_of(array, storage):
 
 def outputs(**fields):
     """The values of an `Outputs` tuple; arrays become pointers, what is not given 0."""
-    values = Outputs(**{name: fields.get(name, 0) for name in Outputs._fields})
-    return [0 if one is None else one.pointer if isinstance(one, Array) else one for one in values]
+    return [_value_of(one) for one in Outputs(**{name: fields.get(name, 0) for name in Outputs._fields})]
+
+
+def _value_of(field):
+    """What a kernel gets for an array, None or a number."""
+    if field is None:
+        return 0
+    return field.pointer if isinstance(field, Array) else field
 
 
 def directions_of(job, **common):

@@ -4,7 +4,6 @@
     make_pair_kernel    the same for gated gradients, whose halves share what they read
     make_wide_row_kernel, make_wide_pair_kernel     powers of two in whole rows: a thread owns 16 columns
     make_block_row_kernel     blocks of 16 FP4 codes in whole rows: a thread owns one or two
-    make_decode_row_kernel    dequantization of whole rows: a thread owns 16 columns
     make_band_kernel    the same, and column sums (dbias): a thread owns 8 columns of 32 rows
     make_tile_kernel    both directions, columnwise copies transposed: a block of threads owns a tile
     make_square_kernel  square blocks; make_square_choice_kernel: with a choice of two scales
@@ -29,14 +28,17 @@ from cuda_kernels.simt import (
     as_u32,
     cuda,
     device,
+    first_column,
+    first_row,
     kernel,
     larger_magnitude,
     maximum,
     offset,
     select,
+    thread_number,
 )
+from cuda_kernels.tiles import GROUP_ROWS, TILE_ROWS, TILE_WORDS, make_stage, make_tile_walk, tile_columns, unsigned
 from cuda_kernels.vectors import (
-    HALVES,
     VECTOR,
     WARP,
     ZERO,
@@ -47,7 +49,6 @@ from cuda_kernels.vectors import (
     larger_magnitudes,
     low_bf16,
     make_group_max,
-    make_map,
     make_map2,
     make_words,
     multiply,
@@ -55,9 +56,7 @@ from cuda_kernels.vectors import (
 )
 from refops.scalings.declaration import Numbers
 
-THREADS = 256
 BAND = 32
-TILE_ROWS = 128
 ONE, FLT_MAX = F(1), F(np.finfo(np.float32).max)
 
 
@@ -65,18 +64,6 @@ ONE, FLT_MAX = F(1), F(np.finfo(np.float32).max)
 def no_transform(v, upper):
     """Leave the values as they are."""
     return v
-
-
-@device
-def first_row(rows_of_a_block):
-    """First row of this thread block's part of the grid; rows may be folded over y and z."""
-    return I32((cuda.blockIdx.z * cuda.gridDim.y + cuda.blockIdx.y) * rows_of_a_block)
-
-
-@device
-def first_column(columns_of_a_block):
-    """First column of this thread block's part of the grid."""
-    return I32(cuda.blockIdx.x * columns_of_a_block)
 
 
 # --- one direction ----------------------------------------------------------------------------------
@@ -157,26 +144,6 @@ def make_block_row_kernel(prologues, store):
     return block_row_kernel
 
 
-def make_decode_row_kernel(prologue, store):
-    """Return the kernel that dequantizes whole rows of 16: a thread owns 16 columns, of which no other needs anything.
-
-    Args:
-        prologue: `prologues.decoded_wide`. store: of `vectors.make_store`.
-    """
-
-    @kernel
-    def decode_row_kernel(inputs, out):
-        row = I32(first_row(cuda.blockDim.y) + cuda.threadIdx.y)
-        column = I32((first_column(cuda.blockDim.x) + cuda.threadIdx.x) * (2 * VECTOR))
-        if row < out.outer and column < out.inner:
-            at = offset(row, out.inner, column)
-            first, second = prologue(inputs, row, column, at)
-            store(first, out.data, at, VECTOR)
-            store(second, out.data, at + VECTOR, VECTOR)
-
-    return decode_row_kernel
-
-
 def make_wide_pair_kernel(prologues, epilogue, kept):
     """Return the kernel for gated gradients that is to `make_pair_kernel` what `make_wide_row_kernel` is to rows."""
     (first_prologue, second_prologue), group_max, store = prologues, make_group_max(epilogue.lanes), epilogue.store
@@ -251,141 +218,6 @@ def make_band_kernel(prologue, epilogue, rounded, sums_rounded):
 
 
 # --- both directions --------------------------------------------------------------------------------
-
-
-def tile_columns(stage):
-    """Columns of a tile: what fits 48 KiB of shared memory with 128 rows."""
-    return 64 if stage == "float32" else 128
-
-
-#: A row of a staged tile has 64 words. They lie in two panels of 32, one round through the banks of shared memory.
-PANEL_WORDS = 32
-#: In a panel, two words that nobody uses follow every eight rows; one such word lies between the panels.
-GROUP_ROWS, GROUP_GAP = 8, 2
-PANEL_PITCH = TILE_ROWS * PANEL_WORDS + TILE_ROWS // GROUP_ROWS * GROUP_GAP + 1
-TILE_WORDS = 2 * PANEL_PITCH
-
-
-@device
-def place_in_tile(row, word):
-    """Where a word of a row of the tile lies in shared memory.
-
-    Its bank is word + word // 32 + 2 (row // 8), modulo 32. So no two threads of a warp that `make_tile_walk` leads
-    want different words of one bank. Along the rows, threads are 4 words apart (float32: 8); in the second panel they
-    lie one bank further, and in each next row of the warp, 8 below, two banks: in the banks that the others leave free.
-    Down the columns, 16 rows, 8 apart, take every second bank, and the neighbouring word of each the other ones.
-    """
-    return (word >> 5) * PANEL_PITCH + row * PANEL_WORDS + (row >> 3) * GROUP_GAP + (word & 31)
-
-
-@device
-def unsigned(place):
-    """An index that is not negative as Numba sees it too, which would wrap a signed one around at 0."""
-    return np.uint64(place)
-
-
-@device
-def neighbours(tile, place):
-    """Four words of a row."""
-    return (
-        tile[unsigned(place)],
-        tile[unsigned(place + 1)],
-        tile[unsigned(place + 2)],
-        tile[unsigned(place + 3)],
-    )
-
-
-@device
-def words_below(tile, place):
-    """The words of eight rows from a multiple of 8 on, one below the other."""
-    return (
-        tile[unsigned(place)],
-        tile[unsigned(place + PANEL_WORDS)],
-        tile[unsigned(place + 2 * PANEL_WORDS)],
-        tile[unsigned(place + 3 * PANEL_WORDS)],
-        tile[unsigned(place + 4 * PANEL_WORDS)],
-        tile[unsigned(place + 5 * PANEL_WORDS)],
-        tile[unsigned(place + 6 * PANEL_WORDS)],
-        tile[unsigned(place + 7 * PANEL_WORDS)],
-    )
-
-
-#: How values lie in a tile: put(tile, r, c, v) stores eight neighbours of a row, along(tile, r, c) reads them, c a
-#: multiple of 8; down(tile, r, c) reads eight of a column, r a multiple of 8; value(tile, r, c) reads one.
-Stage = namedtuple("Stage", "put along down value")
-
-
-@cache
-def make_stage(storage):
-    """Return the `Stage` of a dtype: a float32 a word, or two neighbours of a 16-bit dtype that holds them exactly."""
-    if storage == "float32":
-        floats = make_map(device(lambda word, p: as_f32(word)))
-
-        @device
-        def put(tile, r, c, v):
-            place = place_in_tile(r, c)
-            for k in range(VECTOR):
-                tile[unsigned(place + k)] = as_u32(v[k])
-
-        @device
-        def along(tile, r, c):
-            i = place_in_tile(r, c)
-            return floats((*neighbours(tile, i), *neighbours(tile, i + 4)), ZERO)
-
-        @device
-        def down(tile, r, c):
-            return floats(words_below(tile, place_in_tile(r, c)), ZERO)
-
-        return Stage(put, along, down, device(lambda tile, r, c: as_f32(tile[unsigned(place_in_tile(r, c))])))
-
-    low, high = HALVES[storage]
-    words = make_words(pair_of(storage, None))
-    half_of = device(lambda word, odd: select(odd, high(word), low(word)))
-    halves = make_map(half_of)
-
-    @device
-    def put_pairs(tile, r, c, v):
-        place, w = place_in_tile(r, c >> 1), words(v)
-        for k in range(VECTOR // 2):
-            tile[unsigned(place + k)] = w[k]
-
-    @device
-    def pairs_along(tile, r, c):
-        w = neighbours(tile, place_in_tile(r, c >> 1))
-        return low(w[0]), high(w[0]), low(w[1]), high(w[1]), low(w[2]), high(w[2]), low(w[3]), high(w[3])
-
-    @device
-    def pairs_down(tile, r, c):
-        return halves(words_below(tile, place_in_tile(r, c >> 1)), (c & 1) == 1)
-
-    @device
-    def value_of_pair(tile, r, c):
-        return half_of(tile[unsigned(place_in_tile(r, c >> 1))], (c & 1) == 1)
-
-    return Stage(put_pairs, pairs_along, pairs_down, value_of_pair)
-
-
-#: How 256 threads walk over a tile: along(thread, i), the first (row, column) of a thread's i-th eight values of a row,
-#: in `row_steps` steps; down(thread, i), of eight values of a column, in `column_steps`.
-Walk = namedtuple("Walk", "along row_steps down column_steps")
-
-
-@cache
-def make_tile_walk(columns):
-    """Return the `Walk` over a tile of so many columns: the rows of a warp are 8 apart; 16 threads share a column."""
-    across, down_threads = columns // VECTOR, TILE_ROWS // VECTOR
-    across_bits, row_step, column_step = across.bit_length() - 1, THREADS // across, THREADS // down_threads
-
-    @device
-    def along(thread, i):
-        r = i * row_step + ((thread & 31) >> across_bits) * GROUP_ROWS + (thread >> 5)
-        return r, (thread & (across - 1)) * VECTOR
-
-    @device
-    def down(thread, i):
-        return (thread & (down_threads - 1)) * VECTOR, i * column_step + (thread >> 4)
-
-    return Walk(along, TILE_ROWS // row_step, down, columns // column_step)
 
 
 def make_tile_kernel(prologue, row, column, rounded, stage, transform=no_transform, dbias=False):
@@ -893,12 +725,6 @@ def warp_sum(x):
 
 
 # --- one thread for each result ---------------------------------------------------------------------
-
-
-@device
-def thread_number():
-    """This thread's number in a one-dimensional launch of 256 threads a block."""
-    return I32(cuda.blockIdx.x * THREADS + cuda.threadIdx.x)
 
 
 @cache

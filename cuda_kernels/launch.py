@@ -1,8 +1,8 @@
 """Launching: grids, argument types, compiled kernels and the way they are started.
 
 A kernel takes raw pointers, so a launch costs no typing or viewing of arrays. Compiled kernels are cached in memory by
-recipe and compute capability, and as PTX on disk under a digest of the sources and of the compiler. In the simulator
-the same calls run the kernels as Python.
+`Spec` (or recipe) and compute capability, and as PTX on disk under a digest of the sources and of the compiler. In the
+simulator the same calls run the kernels as Python.
 
     launcher_for(device).launch(key, build, described, values, grid, block, stream)
 """
@@ -19,8 +19,10 @@ from cuda_kernels import ptx_cache, simt
 from cuda_kernels.contexts import LEGACY_STREAM, NO_STREAM, PER_THREAD_STREAM, cuda_core, device_scope
 from cuda_kernels.declared import explain_declared
 from cuda_kernels.errors import explain_linking, explain_missing
-from cuda_kernels.kernels import BAND, COLUMNS, THREADS, TILE_ROWS
+from cuda_kernels.kernels import BAND, COLUMNS
 from cuda_kernels.messages import announce
+from cuda_kernels.simt import THREADS
+from cuda_kernels.tiles import TILE_ROWS
 from cuda_kernels.vectors import VECTOR
 
 #: Rows and columns must stay below this: the last block of a folded grid may reach past the end.
@@ -68,7 +70,7 @@ def column_grid(rows, columns, block_rows):
 
 
 def numba_type(described):
-    """The Numba type of an argument as `recipes.arguments_of` describes it."""
+    """The Numba type of an argument as `Spec.operands` and `recipes.arguments_of` describe it."""
     import numba
     from numba import types
 
@@ -153,7 +155,8 @@ class Launcher:
         """Start a kernel on this launcher's device, whichever is current.
 
         Args:
-            key: what it is cached by. build: function of the target that returns the Python function.
+            key: what it is cached by, a `Spec` or a recipe. build: function of the target that returns the Python
+                function.
             described: argument descriptions. values: the flat arguments, pointers as int.
             grid, block: shapes; nothing runs where one is 0. stream: handle of the CUDA stream, int.
         """

@@ -14,11 +14,11 @@ from collections import namedtuple
 import numpy as np
 
 from cuda_kernels import casts
+from cuda_kernels.families.dequantize import dequantize_naive
 from cuda_kernels.formulas import functions_of
-from cuda_kernels.kernels import THREADS, thread_number
-from cuda_kernels.recipes import pointer, scalar
+from cuda_kernels.operands import pointer, scalar
 from cuda_kernels.scale_rules import RuleWords
-from cuda_kernels.simt import I32, F, cuda, kernel, larger_magnitude, offset, select
+from cuda_kernels.simt import I32, THREADS, F, cuda, kernel, larger_magnitude, offset, select, thread_number
 from cuda_kernels.vectors import make_group_max
 from refops.scalings import NVFP4Scaling
 
@@ -234,6 +234,7 @@ _MXFP8 = {"x": _X, "codes": _BYTES, "scales": _BYTES, **_SIZES}
 _TRANSPOSE = {"x": _X, "scale": _FLOAT, "rowwise": _BYTES, "columnwise": _BYTES, **_SIZES}
 _NVFP4 = {"x": _X, "tensor_scales": _FLOAT, "codes": _BYTES, "scales": _BYTES, **_SIZES}
 _SUMS = {"x": _X, "sums": _X, **_SIZES}
+_DEQUANTIZE = {"codes": _BYTES, "scales": _BYTES, "y": _X, **_SIZES}
 
 #: In reading order; the fused kernel of a family is named in its last row.
 NAIVE = {
@@ -270,5 +271,11 @@ NAIVE = {
         tiles_of_32(32, False),
         _SUMS,
         "32 threads a column; fused: make_band_kernel and make_finish_sums, with the gradient and its cast",
+    ),
+    "dequantize naive": Naive(
+        dequantize_naive,
+        one_thread_for(1),
+        _DEQUANTIZE,
+        "one element a thread, coalesced as it is; fused: DequantizeRows, DequantizeColumns and DequantizeTurned",
     ),
 }

@@ -1,13 +1,14 @@
-"""What goes into a kernel and what it fills: the tuples of prologues and epilogues, and the front half of an operation.
+"""What goes into a kernel and what it fills: tuples of operands, the front half of an operation, and `Spec`, a kernel.
 
 The same field names serve GPU kernels (fields are pointers), the simulator (checked pointers) and CPU code (arrays).
 """
 
 import math
 from collections import namedtuple
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import cache, cached_property
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -23,8 +24,6 @@ NO_PARAMETERS = (np.float32(0),) * len(PARAMETERS)
 #:   limit ... beta2   the activations' parameters, float32: `PARAMETERS`
 #:   rows, width       M, and the columns of the activation's output
 #:   interleave        0, or g: rows are [act 0:g | gate 0:g | act g:2g | ...]
-#: To dequantize, the same fields hold: x the codes, dy the scales as stored, row_scales the amax, rows and width the
-#: matrix as it is stored, interleave the scales in a row.
 INPUTS = ("x", "dy", "row_scales", *PARAMETERS, "rows", "width", "interleave")
 Inputs: Any = namedtuple("Inputs", INPUTS)  # type: ignore[misc]
 
@@ -46,6 +45,19 @@ Outputs = namedtuple(
     "Outputs",
     "data scales amax given random_bits seed offset first_block epsilon largest_scale outer inner scale_stride",
 )
+
+#: What is decoded, one direction of a quantized tensor. Field, meaning:
+#:   codes             codes of the element format, or two in a byte
+#:   scales            the scales as stored: codes of their format, or float32
+#:   scale_stride      stored scales in a row of `scales`
+#:   amax              float32: of the tensor (1,), or of each outer index; null where decoding needs none
+#:   outer, inner      rows and columns of the matrix as it is stored
+Coded = namedtuple("Coded", "codes scales scale_stride amax outer inner")
+
+#: Values of a dtype that a kernel stores. Field, meaning:
+#:   data              the values
+#:   outer, inner      rows and columns
+Stored = namedtuple("Stored", "data outer inner")
 
 #: Formats of elements that kernels cast to.
 ELEMENT_FORMATS = (E4M3, E5M2, E2M1, E3M2, E2M3, INT8)
@@ -85,3 +97,103 @@ class Front:
         """(M, K) of the result."""
         *leading, k = self.tensor_shape
         return math.prod(leading), k
+
+
+# --- types of arguments -----------------------------------------------------------------------------
+
+
+def pointer(dtype):
+    """The description of a pointer argument."""
+    return ("pointer", np.dtype(dtype).type)
+
+
+def scalar(dtype):
+    """The description of a number passed by value."""
+    return ("scalar", np.dtype(dtype).type)
+
+
+#: Tuple -> descriptions of the fields that are of one type in every kernel.
+FIXED: dict[Any, dict[str, tuple]] = {
+    Coded: {
+        "codes": pointer(np.uint8),
+        "scale_stride": scalar(np.int32),
+        "amax": pointer(np.float32),
+        "outer": scalar(np.int32),
+        "inner": scalar(np.int32),
+    },
+    Stored: {"outer": scalar(np.int32), "inner": scalar(np.int32)},
+}
+
+
+def described(kind, **pointers):
+    """The description of a tuple as an argument, (tuple, field -> description).
+
+    Args:
+        kind: `Coded` or `Stored`. pointers: dtype of each field that is not in `FIXED`.
+    """
+    return kind, {name: FIXED[kind].get(name) or pointer(pointers[name]) for name in kind._fields}
+
+
+# --- a kernel ---------------------------------------------------------------------------------------
+
+
+class Spec:
+    """A kernel: what it is built from, what it takes, on which grid it runs. Equal ones are one compiled kernel.
+
+    Derived classes are frozen dataclasses, whose fields say everything that the code depends on. Launcher, plans, PTX
+    on disk, catalogue and profile know the kernel by its `Spec`.
+
+    Class attributes:
+        title: what tables call the kernel.
+    """
+
+    title: ClassVar[str]
+
+    def __init_subclass__(cls) -> None:
+        # `dataclass` keeps a `__repr__` that is there. Its own would leave out the module, and with it the difference
+        # between two families' classes of one name: PTX on disk is named by it.
+        cls.__repr__ = Spec.__repr__  # type: ignore[method-assign]
+
+    def __repr__(self) -> str:
+        values = ", ".join(f"{one.name}={getattr(self, one.name)!r}" for one in fields(self))  # type: ignore[arg-type]
+        return f"{type(self).__module__}.{type(self).__qualname__}({values})"
+
+    def __str__(self) -> str:
+        return self.title
+
+    def build(self, target: tuple | None) -> Callable:
+        """Make the Python function of the kernel for a compute capability, (major, minor[, "a"]), or None (simulator).
+
+        Use `function`, which keeps it.
+        """
+        raise NotImplementedError
+
+    def operands(self) -> tuple:
+        """The descriptions of the kernel's arguments: of `described`, `pointer` or `scalar`."""
+        raise NotImplementedError
+
+    def grid(self, outer: int, inner: int) -> tuple:
+        """Return (grid, block) for a matrix of so many rows and columns."""
+        raise NotImplementedError
+
+    def must_read(self, field: str) -> bool:
+        """Whether the kernel is wrong if it never uses a pointer of that name."""
+        return True
+
+    def function(self, target: tuple | None) -> Callable:
+        """The Python function of the kernel for a target: equal specs share it."""
+        return _built(self, target)
+
+
+@cache
+def _built(spec, target):
+    return spec.build(target)
+
+
+#: What a kernel costs, by count. Field, meaning:
+#:   name              of the entry in tables
+#:   spec              the `Spec`
+#:   bytes_per_thread  what a thread of the full case reads and writes in global memory
+#:   budget            instructions for each of these bytes on (H100, B200), or None: no claim
+#:   wide_loads, wide_stores     128-bit accesses, or None: no claim
+Cost = namedtuple("Cost", "name spec bytes_per_thread budget wide_loads wide_stores", defaults=(None, None, None))

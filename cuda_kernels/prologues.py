@@ -11,7 +11,7 @@ from the `valid`-th (valid <= 0: nothing is loaded). `inputs` is an `operands.In
     both_gradients      (f'(act) * dy) * gate(gate)                         columns 0 to width of the gradient
                         (gate'(gate) * dy) * f(act)                         columns width to 2 * width
     pair_of_gradients   both of these from one read
-    decoded             codes times their scale, for dequantization
+    codes               the values of codes as they are, one a byte
 
 `storage` is the dtype of what is read, `whole` says that rows are whole aligned vectors (see `vectors`), `skip` how
 many elements after `column` the eight begin (8 for the second vector of a thread that has two); `p` in the functions of
@@ -22,17 +22,14 @@ The order of operations is that of TE's `vectorized_pointwise.h`; with row scale
 
 from functools import cache
 
-import numpy as np
-
 from cuda_kernels import casts
 from cuda_kernels.formulas import fast_forms, fast_gradients, fast_product, functions_of, scaled_functions_of
 from cuda_kernels.pairs import fast_words, has_pairs
-from cuda_kernels.simt import I32, I64, U32, F, device, load_two_words, load_words, offset, select
+from cuda_kernels.simt import I32, I64, F, device, offset, select
 from cuda_kernels.vectors import (
     by_element,
-    make_decode,
-    make_decode_bytes,
     make_load,
+    make_load_codes,
     make_map,
     make_map2,
     make_map3,
@@ -41,7 +38,6 @@ from cuda_kernels.vectors import (
     map2_for,
     map3_to_two_for,
     multiply,
-    multiply_for,
     product_for,
     products_for,
 )
@@ -288,23 +284,7 @@ def make_single(storage, whole):
     return single
 
 
-# --- dequantization: x holds codes, dy the scales as stored, row_scales the amax ---------------------
-
-
-@cache
-def make_load_codes(fmt, packed):
-    """Return `load(pointer, i, valid)`: the float32 values of eight codes from element `i` on; `packed` two a byte."""
-    decode = casts.DECODERS[fmt]
-
-    @device
-    def byte(pointer, i, k, valid):
-        return decode(np.uint32(pointer[i + k])) if k < valid else ZERO
-
-    @device
-    def nibble(pointer, i, k, valid):
-        return decode(np.uint32(np.uint32(pointer[(i + k) // 2]) >> U32(4 * (k % 2))) & U32(15)) if k < valid else ZERO
-
-    return by_element(nibble if packed else byte)
+# --- codes as they are ------------------------------------------------------------------------------
 
 
 def codes(fmt):
@@ -314,125 +294,5 @@ def codes(fmt):
     @device
     def prologue(inputs, row, column, valid):
         return load(inputs.x, offset(row, inputs.width, column), valid)
-
-    return prologue
-
-
-def decoded(direction, target):
-    """Return the prologue of dequantization: the codes of a direction times their factor, as its data are stored."""
-    if direction.along_columns:
-        return decoded_columns(direction, target)
-    load, scale_of = make_load_codes(direction.fmt, direction.packed), make_factor(direction, target)
-
-    @device
-    def prologue(inputs, row, column, valid):
-        scale = scale_of(inputs, row, column) if valid > 0 else ONE
-        return multiply(load(inputs.x, offset(row, inputs.width, column), valid), scale)
-
-    return prologue
-
-
-@cache
-def make_factor(direction, target):
-    """Return `factor(inputs, outer, inner)`: what the code of an element is multiplied with."""
-    rule, widened, index = direction.rules(target).decode_factor, direction.register_type, direction.scale_index
-    two_level, by_outer = direction.layout.two_level, direction.by_outer
-
-    @device
-    def of_tensor(inputs, outer, inner):
-        return rule(inputs.dy[0], ZERO)
-
-    if direction.block is None:
-        return of_tensor
-    rows, columns = direction.layout.run
-    row_bits, column_bits = rows.bit_length() - 1, columns.bit_length() - 1
-
-    @device
-    def factor(inputs, outer, inner):
-        amax = inputs.row_scales[outer if by_outer else 0] if two_level else ZERO
-        block_row = outer >> row_bits if row_bits else outer
-        return rule(widened(inputs.dy[index(inputs.interleave, block_row, inner >> column_bits)]), amax)
-
-    return factor
-
-
-def decoded_wide(direction, target):
-    """Return `prologue(inputs, row, column, at)`: 16 values in two vectors, from whole rows of 16; `at` is their place.
-
-    The codes are one access, and all 16 have one scale.
-    """
-    if direction.along_columns:
-        return decoded_columns_wide(direction, target)
-    decode, multiply = make_decode(direction.fmt, target), multiply_for(target)
-    scale_of = make_factor(direction, target)
-
-    @device
-    def codes(x, at):
-        w = load_words(x, at)
-        return decode(w[0], w[1]), decode(w[2], w[3])
-
-    @device
-    def packed_codes(x, at):
-        w = load_two_words(x, at >> 1)
-        return decode(w[0], w[0]), decode(w[1], w[1])
-
-    load = packed_codes if direction.packed else codes
-
-    @device
-    def prologue(inputs, row, column, at):
-        first, second = load(inputs.x, at)
-        scale = scale_of(inputs, row, column)
-        return multiply(first, scale), multiply(second, scale)
-
-    return prologue
-
-
-def transformed(prologue, transform):
-    """Return `prologue` with a Hadamard transform of groups of 16 along the row."""
-
-    @device
-    def transformed_prologue(inputs, row, column, valid):
-        return transform(prologue(inputs, row, column, valid), column % 16 == 8)
-
-    return transformed_prologue
-
-
-def decoded_columns(direction, target):
-    """Return the prologue of columnwise data that are stored along the rows: every column has a factor of its own."""
-    load, scaled_values = make_load_codes(direction.fmt, direction.packed), make_map2(device(lambda c, f, p: c * f))
-    factor = make_factor(direction, target)
-
-    @device
-    def of_column(inputs, place, k, valid):
-        return factor(inputs, place[1] + k, place[0]) if k < valid else ONE
-
-    factors = by_element(of_column)
-
-    @device
-    def prologue(inputs, row, column, valid):
-        values = load(inputs.x, offset(row, inputs.width, column), valid)
-        return scaled_values(values, factors(inputs, (row, column), valid), ZERO)
-
-    return prologue
-
-
-def has_wide_columns(direction):
-    """Whether `decoded_columns_wide` can decode a direction: the scales of 16 columns are 16 bytes side by side."""
-    layout = direction.layout
-    neighbours = layout.scales_inner_first[True] and layout.run[0] == 1 and layout.scale_format is not None
-    return neighbours and not (direction.packed or layout.two_level)
-
-
-def decoded_columns_wide(direction, target):
-    """Return `decoded_columns` as `decoded_wide`; the scales of 16 columns are one access as well."""
-    decode, products = make_decode(direction.fmt, target), products_for(target)
-    rule, bits = direction.rules(target).decode_factor, direction.block[1].bit_length() - 1
-    factors = make_decode_bytes(device(lambda stored: rule(stored, ZERO)))
-
-    @device
-    def prologue(inputs, row, column, at):
-        w, s = load_words(inputs.x, at), load_words(inputs.dy, offset(row >> bits, inputs.interleave, column))
-        first = products(decode(w[0], w[1]), factors(s[0], s[1]), ZERO)
-        return first, products(decode(w[2], w[3]), factors(s[2], s[3]), ZERO)
 
     return prologue

@@ -13,7 +13,7 @@ import numpy as np
 from cuda_kernels import casts, epilogues, kernels, prologues
 from cuda_kernels.directions import Direction
 from cuda_kernels.hadamard import make_hadamard
-from cuda_kernels.operands import PARAMETERS, Inputs, Outputs
+from cuda_kernels.operands import PARAMETERS, Inputs, Outputs, pointer, scalar
 from cuda_kernels.simt import device
 from cuda_kernels.vectors import VECTOR, make_kept, make_load, make_map3, make_round, make_store, products_for
 from refops.activations import ACTIVATIONS
@@ -24,13 +24,11 @@ class Prologue:
     """What is computed.
 
     Attributes:
-        kind: "identity", "forward", "backward" (dequantization: "decoded"; decoding: "codes").
+        kind: "identity", "forward", "backward" (decoding: "codes").
         name: the activation, or None.
         storage: dtype of x, or the format of the codes.
         scaled, interleaved: row scales, interleaved gates.
         part: of a gated gradient, "both" halves, or "pair" for both from one read.
-        direction: of dequantization, the `Direction` that is decoded.
-        transform: of decoding, (sign mask, inverse) of a Hadamard transform along the rows, or None.
     """
 
     kind: str
@@ -39,8 +37,6 @@ class Prologue:
     scaled: bool = False
     interleaved: bool = False
     part: str = "both"
-    direction: Direction | None = None
-    transform: tuple | None = None
 
     @property
     def gated(self):
@@ -58,8 +54,7 @@ class Recipe:
     """One kernel.
 
     Attributes:
-        kernel: "row", "wide row", "block row", "two block row", "decode row", "band", "tile", "square", "square choice"
-            or "columns".
+        kernel: "row", "wide row", "block row", "two block row", "band", "tile", "square", "square choice" or "columns".
         prologue: what is computed.
         row, column: epilogues, `Direction`s or tuples, a name of `EPILOGUES` and its options; None for a direction that
             is not made.
@@ -115,13 +110,9 @@ class ScaledGradient:
 def make_prologue(key, whole, fast_math, target, skip=0):
     """Return the prologue function of a `Prologue`; for part "pair" it gives two vectors.
 
-    With `skip`, which whole rows of all but decoded values and gradients of part "both" can have, it begins so many
-    elements after its column.
+    With `skip`, which whole rows of all but codes and gradients of part "both" can have, it begins so many elements
+    after its column.
     """
-    if key.kind == "decoded" and key.transform:
-        return prologues.transformed(prologues.decoded(key.direction, target), make_hadamard(*key.transform))
-    if key.kind == "decoded":
-        return prologues.decoded(key.direction, target)
     if key.kind == "codes":
         return prologues.codes(key.storage)
     if key.kind == "identity":
@@ -203,9 +194,6 @@ def make_epilogue(key, whole, target):
 @cache
 def build(recipe, target):
     """Return the kernel function of a `Recipe` for a compute capability, (major, minor[, "a"]), or None (simulator)."""
-    if recipe.kernel == "decode row":
-        store = make_store(recipe.row[1], True, target)
-        return kernels.make_decode_row_kernel(prologues.decoded_wide(recipe.prologue.direction, target), store)
     prologue = make_prologue(recipe.prologue, recipe.whole, recipe.fast_math, target)
     rounded = make_round(recipe.storage if recipe.rounded else "float32", target)
     if recipe.kernel == "wide row":
@@ -326,16 +314,6 @@ SCALARS = {
 POINTERS = {"row_scales": np.float32, "amax": np.int32, "given": np.float32, "random_bits": np.uint8}
 
 
-def pointer(dtype):
-    """The description of a pointer argument."""
-    return ("pointer", np.dtype(dtype).type)
-
-
-def scalar(dtype):
-    """The description of a number passed by value."""
-    return ("scalar", np.dtype(dtype).type)
-
-
 def tuple_of(kind, **pointers):
     """The description of an `Inputs` or `Outputs` argument: (kind, field -> description)."""
     fields = {}
@@ -344,22 +322,15 @@ def tuple_of(kind, **pointers):
     return kind, fields
 
 
-def carrier(storage):
-    """The NumPy dtype whose elements a kernel reads for a dtype or format: uint16 for bfloat16, uint8 for codes."""
-    return casts.STORAGES[storage].carrier if storage in casts.STORAGES else np.dtype(np.uint8)
-
-
 @cache
 def arguments_of(recipe):
     """Descriptions of the arguments of a recipe's kernel: each (kind, fields) of a tuple, a pointer or a number."""
     if isinstance(recipe, ScaledGradient):
-        x, out, scales = (carrier(s) for s in (recipe.storage, recipe.out_storage, recipe.scales_storage))
+        x, out, scales = (casts.carrier(s) for s in (recipe.storage, recipe.out_storage, recipe.scales_storage))
         return tuple_of(Inputs, x=x, dy=x), pointer(out), pointer(scales)
     prologue = recipe.prologue
-    x = second = carrier(prologue.storage)
-    if prologue.direction is not None:
-        second = prologue.direction.scale_type
-    arguments = [tuple_of(Inputs, x=x, dy=second), _outputs_of(recipe.row)]
+    x = casts.carrier(prologue.storage)
+    arguments = [tuple_of(Inputs, x=x, dy=x), _outputs_of(recipe.row)]
     if not recipe.one_direction:
         arguments.append(_outputs_of(recipe.column))
     if recipe.kernel in ("band", "tile", "columns"):
@@ -371,5 +342,5 @@ def _outputs_of(key):
     direction = direction_in(key)
     if direction is not None:
         return tuple_of(Outputs, data=np.uint8, scales=direction.scale_type)
-    data = carrier(key[1]) if key is not None and key[0].startswith("plain") else np.uint8
+    data = casts.carrier(key[1]) if key is not None and key[0].startswith("plain") else np.uint8
     return tuple_of(Outputs, data=data, scales=np.uint8)

@@ -14,6 +14,9 @@
     select            a choice without a branch
     as_f32, as_u32, as_i32    the same bits as another type
     atomic_max        a running maximum that all threads share
+    offset            where an element lies, in 64 bits
+    thread_number     this thread's number, of kernels in which a thread makes one result; `first_row`, `first_column`:
+                      where the part of the matrix begins that belongs to this block of threads
 
 Factories of device functions (`make_...`) are cached: the same arguments give the same function, which Numba then
 compiles once for all kernels of a process.
@@ -343,6 +346,30 @@ else:
 def offset(row, stride, column):
     """row * stride + column in 64 bits, of numbers from 0 to 2^31 - 1: one instruction on a GPU."""
     return I64(row) * I64(stride) + I64(column)
+
+
+# --- where a thread is in its grid ------------------------------------------------------------------
+
+#: Threads of a block, of kernels whose blocks have one size.
+THREADS = 256
+
+
+@device
+def thread_number():
+    """This thread's number in a one-dimensional launch of 256 threads a block."""
+    return I32(cuda.blockIdx.x * THREADS + cuda.threadIdx.x)
+
+
+@device
+def first_row(rows_of_a_block):
+    """First row of this thread block's part of the grid; rows may be folded over y and z."""
+    return I32((cuda.blockIdx.z * cuda.gridDim.y + cuda.blockIdx.y) * rows_of_a_block)
+
+
+@device
+def first_column(columns_of_a_block):
+    """First column of this thread block's part of the grid."""
+    return I32(cuda.blockIdx.x * columns_of_a_block)
 
 
 # --- float32 instructions ---------------------------------------------------------------------------

@@ -1,9 +1,10 @@
 """Eight neighbouring values in a thread's registers: how they are loaded, stored and reduced.
 
-A vector is a tuple of eight float32. `load` and `store` functions come in two kinds: whole ones use 16-byte accesses,
-need bases aligned to 16 bytes and offsets divisible by 8; guarded ones go by element and take any address and
-fewer than eight valid elements. `valid` counts the elements from here to the end of the row: it may be more than 8, or
-not positive, and then nothing is touched. Tuples are written out, not looped over: registers have no index.
+A vector is a tuple of eight float32; sixteen neighbours are two. `load` and `store` functions come in two kinds: whole
+ones use 16-byte accesses, need bases aligned to 16 bytes and offsets divisible by 8 (of sixteen codes, by 16); guarded
+ones go by element and take any address and fewer valid elements. `valid`, or `left`, counts the elements from here to
+the end of the row: it may be more than there are, or not positive, and then nothing is touched. Tuples are written out,
+not looped over: registers have no index.
 """
 
 from collections import namedtuple
@@ -14,13 +15,18 @@ import numpy as np
 from cuda_kernels import casts
 from cuda_kernels.pairs import first, has_pairs, mul2, pair, second
 from cuda_kernels.simt import (
+    I32,
     U32,
     F,
     as_f32,
     as_u32,
     cuda,
     device,
+    first_column,
+    first_row,
     larger_magnitude,
+    load_two_words,
+    load_words,
     load_words_if,
     maximum,
     offset,
@@ -231,6 +237,13 @@ def products_for(target):
 
 
 @device
+def place(n):
+    """(row, column) of the first of n neighbours in a row that this thread owns."""
+    row = I32(first_row(cuda.blockDim.y) + cuda.threadIdx.y)
+    return row, I32((first_column(cuda.blockDim.x) + cuda.threadIdx.x) * n)
+
+
+@device
 def low_bf16(word):
     """The float32 of a word's low bfloat16."""
     return as_f32(np.uint32(word << HALF_WORD))
@@ -343,6 +356,24 @@ canonical = make_map(device(lambda x, p: casts.narrow_f32(x)))
 
 
 @cache
+def make_store_sixteen(storage, whole, target):
+    """Return `store(both, pointer, i, left)`: sixteen values, two vectors, rounded to a dtype; `left` is positive."""
+    store = make_store(storage, whole, target)
+
+    @device
+    def store_whole(both, pointer, i, left):
+        store(both[0], pointer, i, VECTOR)
+        store(both[1], pointer, i + VECTOR, VECTOR)
+
+    @device
+    def store_guarded(both, pointer, i, left):
+        store(both[0], pointer, i, left)
+        store(both[1], pointer, i + VECTOR, I32(left - VECTOR))
+
+    return store_whole if whole else store_guarded
+
+
+@cache
 def make_round(storage, target):
     """Return `rounded(v)`: eight float32 as if stored in a dtype and read back."""
     if storage == "float32":
@@ -359,6 +390,49 @@ def make_round(storage, target):
 
 
 # --- codes ------------------------------------------------------------------------------------------
+
+
+@cache
+def make_load_codes(fmt, packed):
+    """Return `load(pointer, i, valid)`: the float32 values of eight codes from element `i` on; `packed` two a byte."""
+    decode = casts.DECODERS[fmt]
+
+    @device
+    def byte(pointer, i, k, valid):
+        return decode(np.uint32(pointer[i + k])) if k < valid else ZERO
+
+    @device
+    def nibble(pointer, i, k, valid):
+        return decode(np.uint32(np.uint32(pointer[(i + k) // 2]) >> U32(4 * (k % 2))) & U32(15)) if k < valid else ZERO
+
+    return by_element(nibble if packed else byte)
+
+
+@cache
+def make_load_sixteen_codes(fmt, packed, whole, target):
+    """Return `load(pointer, i, left)`: the float32 values of sixteen codes from element `i` on, as two vectors.
+
+    `packed` ones lie two a byte. Whole ones are one access; `left` is positive.
+    """
+    decode, eight = make_decode(fmt, target), make_load_codes(fmt, packed)
+
+    @device
+    def load_whole(pointer, i, left):
+        w = load_words(pointer, i)
+        return decode(w[0], w[1]), decode(w[2], w[3])
+
+    @device
+    def load_packed(pointer, i, left):
+        w = load_two_words(pointer, i >> 1)
+        return decode(w[0], w[0]), decode(w[1], w[1])
+
+    @device
+    def load_guarded(pointer, i, left):
+        return eight(pointer, i, left), eight(pointer, i + VECTOR, I32(left - VECTOR))
+
+    if not whole:
+        return load_guarded
+    return load_packed if packed else load_whole
 
 
 @cache

@@ -23,6 +23,10 @@ COMMAND_LINE = {
     "display": {"rich", "matplotlib"},
     "files.py": {"safetensors", "torch"},
 }
+#: What a family of kernels is written in: modules of cuda_kernels.
+FAMILIES_READ = {"casts", "directions", "hadamard", "launch", "operands", "simt", "tiles", "vectors"}
+#: Who knows the families: modules of cuda_kernels.
+FAMILIES_READERS = {"catalogue.py", "gpu.py", "naive.py"}
 #: torch may be imported lazily to read .pt files.
 LAZY = {("refops/files.py", "torch")}
 
@@ -51,6 +55,26 @@ def test_the_two_front_ends_are_apart():
         in_xla = path.relative_to(ROOT / "fuser").parts[0] == "xla"
         found = set(imports(path))
         assert not found & ({"torch"} if in_xla else {"jax", "jaxlib"}), path
+
+
+def modules_of(path, package):
+    """Modules of a package that a file imports: `a` of `from package.a import ...` and of `from package import a`."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module == package:
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module.startswith(f"{package}."):
+            yield node.module.split(".")[1]
+
+
+def test_a_family_of_kernels_needs_the_vocabulary_alone():
+    package, readers = ROOT / "cuda_kernels", set()
+    for path in package.rglob("*.py"):
+        found, inside = set(modules_of(path, "cuda_kernels")), path.relative_to(package)
+        if inside.parts[0] == "families":
+            assert found <= FAMILIES_READ, f"{inside} imports {found - FAMILIES_READ}"
+        elif "families" in found:
+            readers.add(str(inside))
+    assert readers == FAMILIES_READERS
 
 
 def test_the_reference_itself_needs_numpy_and_ml_dtypes_alone():

@@ -202,8 +202,11 @@ def _launches() -> Iterator[dict[Any, _Launched]]:
 
 def name_of(key: Any) -> str:
     """A kernel in words, from what it is cached by: "tile: swiglu -> delayed + delayed of columns"."""
+    from cuda_kernels.operands import Spec
     from cuda_kernels.recipes import Recipe, ScaledGradient, direction_in
 
+    if isinstance(key, Spec):
+        return str(key)
     if isinstance(key, ScaledGradient):
         return f"scaled gradient: d{key.name}"
     if not isinstance(key, Recipe):

@@ -19,9 +19,9 @@ def own_kernels(target):
     """(name, function that returns PTX) of the catalogue in both arithmetics, the naive kernels and the solutions."""
     from cuda_kernels.launch import numba_type
     from cuda_kernels.naive import NAIVE
+    from cuda_kernels.operands import pointer, scalar
     from cuda_kernels.puzzles import solutions
     from cuda_kernels.puzzles.table import PUZZLES
-    from cuda_kernels.recipes import pointer, scalar
 
     for entry in catalogue():
         for fast_math in (False, True):

@@ -1,4 +1,4 @@
-"""Run any kernel of the catalogue on the software GPU, by its recipe, on arrays that are large enough for all of them.
+"""Run any kernel of the catalogue on the software GPU, by its `Spec` or recipe, on arrays large enough for all of them.
 
 The results mean nothing: scales and amaxes are ones. What is counted is how the kernel moves its data.
 """
@@ -7,17 +7,19 @@ import numpy as np
 
 from cuda_kernels import arrays
 from cuda_kernels.arrays import numpy_dtype
+from cuda_kernels.casts import carrier
 from cuda_kernels.emulator.profile import KernelProfile, profile
 from cuda_kernels.gpu import GPU
-from cuda_kernels.operands import PARAMETERS, Front
-from cuda_kernels.recipes import Prologue, ScaledGradient, carrier
+from cuda_kernels.operands import PARAMETERS, Coded, Front, Spec, Stored
+from cuda_kernels.recipes import Prologue, ScaledGradient
 
 
 def profile_recipe(recipe, shape, target) -> KernelProfile:
-    """The `KernelProfile` of a recipe's kernel.
+    """The `KernelProfile` of a kernel.
 
     Args:
-        recipe: a `Recipe` or `ScaledGradient`. shape: (M, K) of the result as the rowwise direction sees it.
+        recipe: a `Spec`, `Recipe` or `ScaledGradient`. shape: (M, K) of the result as the rowwise direction sees it; of
+            what is decoded as it is stored.
         target: a name of `emulator.settings.TARGETS`.
     """
     (profiled,) = profile(lambda: _launch(recipe, shape), target=target, elements=shape[0] * shape[1])
@@ -25,6 +27,9 @@ def profile_recipe(recipe, shape, target) -> KernelProfile:
 
 
 def _launch(recipe, shape):
+    if isinstance(recipe, Spec):
+        _dequantize(recipe, shape)
+        return
     gpu = GPU(arrays.memory_of(np.zeros(1, np.float32)), recipe.fast_math)
     if isinstance(recipe, ScaledGradient):
         front = _front(gpu, Prologue("backward", recipe.name, recipe.storage, scaled=True), shape)
@@ -33,6 +38,15 @@ def _launch(recipe, shape):
         return
     row, column = _fields(gpu, shape), _fields(gpu, shape)
     gpu.run(recipe, _front(gpu, recipe.prologue, shape), row, column, partial=gpu.empty(shape, "float32"))
+
+
+def _dequantize(spec, shape):
+    """Launch a kernel of `families.dequantize`; the scales are as many as the values."""
+    gpu, (outer, inner) = GPU(arrays.memory_of(np.zeros(1, np.float32))), shape
+    codes, scales = _values(gpu, shape, "e4m3"), _values(gpu, shape, "e4m3")
+    coded = Coded(codes, scales, inner, _ones(gpu, outer), outer, inner)
+    result = shape[::-1] if spec.direction.transposed else shape
+    gpu.launch(spec, shape, coded, Stored(gpu.empty(result, spec.storage), *result))
 
 
 def _fields(gpu, shape):
@@ -49,12 +63,10 @@ def _fields(gpu, shape):
 
 
 def _front(gpu, prologue, shape):
-    """The `Front` of a prologue; the scales of decoded values are as many as the values."""
+    """The `Front` of a prologue."""
     (m, k), dy = shape, None
-    width, columns, stride = k, k, 0
-    if prologue.kind == "decoded":
-        dy, stride = _values(gpu, shape, "e4m3"), k
-    elif prologue.kind == "backward":
+    width, columns = k, k
+    if prologue.kind == "backward":
         width = k // 2 if prologue.gated else k
         dy = _values(gpu, (m, width), prologue.storage)
     elif prologue.gated:
@@ -66,11 +78,11 @@ def _front(gpu, prologue, shape):
         x=_values(gpu, (m, columns), prologue.storage),
         dy=dy,
         row_scales=_ones(gpu, m),
-        interleave=stride,
+        interleave=0,
         gated=prologue.gated,
         width=width,
         tensor_shape=shape,
-        storage="float32" if prologue.kind == "decoded" else prologue.storage,
+        storage=prologue.storage,
     )
 
 

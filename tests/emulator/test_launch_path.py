@@ -282,7 +282,7 @@ def launch_copy(number, source, target):
     """Start a small kernel of the package on a device, in the default stream; 64 numbers."""
     from cuda_kernels import kernels
     from cuda_kernels.launch import launcher_for
-    from cuda_kernels.recipes import pointer, scalar
+    from cuda_kernels.operands import pointer, scalar
 
     described = [pointer(F)] * 2 + [scalar(np.int32)]
     make = lambda target: kernels.copy_one  # noqa: E731

@@ -10,9 +10,12 @@ import numpy as np
 import pytest
 from recipes_on_arrays import profile_recipe
 
+import cuda_kernels
+import refops
 from cuda_kernels.catalogue import catalogue
 from cuda_kernels.emulator import profile as profiler
 from cuda_kernels.emulator import run
+from cuda_kernels.operands import Spec
 from cuda_kernels.recipes import build
 from refops.survey import SCALINGS
 
@@ -108,12 +111,19 @@ def shares_memory(entry):
     return "shared" in entry.build((9, 0), False).__code__.co_names
 
 
+def kind_of(recipe):
+    """What kind of kernel a `Spec` or recipe is of."""
+    return recipe.title if isinstance(recipe, Spec) else getattr(recipe, "kernel", "scaled gradient")
+
+
 def with_other_stages():
     """(name, recipe) of each kernel of the catalogue that uses shared memory, and of it with float32 in its tile."""
     for entry in catalogue():
         if not shares_memory(entry):
             continue
         yield entry.name, entry.recipe
+        if isinstance(entry.recipe, Spec):  # whose tile is always float32
+            continue
         wider = replace(entry.recipe, stage="float32")
         if wider != entry.recipe and fits(wider):
             yield f"{entry.name}, staged as float32", wider
@@ -140,11 +150,12 @@ def test_shared_memory_has_no_conflicts(name, shape):
 
 
 def test_every_kind_of_kernel_that_shares_memory_is_there():
-    assert {recipe.kernel for recipe in SHARING.values()} == {"tile", "square", "square choice", "columns"}
+    kinds = {kind_of(recipe) for recipe in SHARING.values()}
+    assert kinds == {"tile", "square", "square choice", "columns", "dequantize turned"}
 
 
 #: Kinds of kernels whose threads read 32 or more neighbouring bytes in two or more requests: each touches twice the
-#: sectors that it uses, and the L1 cache has the other halves for the next one. Those of "decode row" store likewise.
+#: sectors that it uses, and the L1 cache has the other halves for the next one. "dequantize rows" stores likewise.
 WIDE = ("wide row", "block row", "two block row")
 #: By element, for rows that are not whole vectors, and codes below a transform, four bytes of a lane.
 BY_ELEMENT = (
@@ -159,7 +170,7 @@ def first_of_each_kind():
     """The catalogue's kernels; all but the first of each kind are marked `full`."""
     seen = set()
     for entry in catalogue():
-        kind = getattr(entry.recipe, "kernel", "scaled gradient")
+        kind = kind_of(entry.recipe)
         yield pytest.param(entry, id=entry.name, marks=[pytest.mark.full] if kind in seen else [])
         seen.add(kind)
 
@@ -170,7 +181,7 @@ def test_loads_use_the_sectors_that_they_touch(entry):
     counted = profile_recipe(entry.recipe, SHAPES[0], TARGET).counters
     if entry.name in BY_ELEMENT:
         assert counted.load_sectors_per_request <= 16
-    elif getattr(entry.recipe, "kernel", None) in WIDE:
+    elif kind_of(entry.recipe) in WIDE:
         assert counted.used_load_share >= 0.5
     else:
         assert counted.used_load_share >= 1 and counted.load_sectors_per_request <= 16
@@ -246,6 +257,20 @@ def test_launches_of_one_kernel_are_one_column(capsys):
 )
 def test_which_kernels_run(capsys, arguments, names):
     assert [kernel["name"] for kernel in profiled(capsys, *arguments)["kernels"]] == names
+
+
+def test_which_kernels_dequantize():
+    """Of rows, of columns with scales of their own, and of transposed data."""
+    x = profiler.random_tensor((64, 96), np.float32)
+    for scaling, columnwise, name in (
+        (refops.MXFP8Scaling(refops.E4M3), False, "dequantize rows: mxfp8 -> float16"),
+        (refops.MXFP8Scaling(refops.E4M3), True, "dequantize columns: mxfp8 -> float16"),
+        (refops.NVFP4Scaling(rht=True), True, "dequantize turned: nvfp4 -> float16"),
+    ):
+        with cuda_kernels.emulated(target=TARGET):
+            q = cuda_kernels.quantize(x, scaling, rowwise=not columnwise, columnwise=columnwise)
+        call = lambda q=q: cuda_kernels.dequantize(q, dtype="float16")  # noqa: E731
+        assert [one.name for one in profiler.profile(call, target=TARGET)] == [name]
 
 
 def test_columns_of_a_scaling_that_is_about_columns(capsys):

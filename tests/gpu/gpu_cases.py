@@ -486,6 +486,10 @@ def naive_kernels(device, rng):
         values = [device.put(x), codes, scales, m, k]
         device.run(("naive", name), row.kernel, list(row.arguments.values()), values, *row.shape(m, k))
         assert_same_bits(device.get(codes), reference.rowwise_data, name)
+    row, y = NAIVE["dequantize naive"], device.put(np.zeros_like(x))
+    values = [device.put(reference.rowwise_data), device.put(reference.rowwise_scale_inv), y, m, k]
+    device.run(("naive", "dequantize"), row.kernel, list(row.arguments.values()), values, *row.shape(m, k))
+    assert_same_bits(device.get(y), refops.dequantize(reference, dtype=x.dtype), "dequantize naive")
     reference = refops.quantize(x, refops.DelayedScaling(refops.E4M3, 3.0), columnwise=True)
     for name in ("fp8 transpose naive", "fp8 transpose coalesced"):
         row, rows, columns = NAIVE[name], *(device.put(np.zeros(s, np.uint8)) for s in ((m, k), (k, m)))

@@ -4,9 +4,8 @@ import numpy as np
 
 from cuda_kernels import elementary
 from cuda_kernels.fast import FAST_NUMBERS
-from cuda_kernels.kernels import THREADS, thread_number
-from cuda_kernels.recipes import pointer, scalar
-from cuda_kernels.simt import kernel
+from cuda_kernels.operands import pointer, scalar
+from cuda_kernels.simt import THREADS, kernel, thread_number
 
 F = np.float32
 SMALLEST = 2.0**-149

@@ -92,6 +92,13 @@ def check_quantize(x, scaling, rowwise=True, columnwise=False, **options):
     assert_same_result(got, expected)
 
 
+def check_dequantize(x, scaling, columnwise=False):
+    """`dequantize` of one direction in the simulator has the reference's bits."""
+    flags = {"rowwise": not columnwise, "columnwise": columnwise}
+    got = cuda_kernels.dequantize(cuda_kernels.quantize(x, scaling, **flags))
+    assert_same_bits(got, refops.dequantize(refops.quantize(x, scaling, **flags)))
+
+
 def judge(op, inputs, outputs, **options):
     """Raise unless the oracle accepts the outputs."""
     oracle.check(op, inputs, outputs, **options).raise_for_mismatch()

@@ -92,6 +92,17 @@ def test_dbias(name, order):
     assert_same_bits(sums, refops.quantize(x, refops.DelayedScaling(E4M3), dbias=True)[1])
 
 
+def test_dequantize(order):
+    """Every code and every scale but NaN."""
+    q = refops.quantize(heavy_tailed((128, 128)), refops.MXFP8Scaling(E4M3))
+    q.rowwise_data[...] = np.arange(128 * 128).reshape(128, 128) * 37 % 127 + np.arange(128)[:, None] % 2 * 128
+    q.rowwise_scale_inv[...] = np.arange(q.rowwise_scale_inv.size).reshape(q.rowwise_scale_inv.shape) % 255
+    y = empty((128, 128), BF16)
+    scales = np.ascontiguousarray(q.rowwise_scale_inv).view(np.uint8)
+    run("dequantize naive", order, codes=q.rowwise_data, scales=scales, y=y, rows=128, columns=128)
+    assert_same_bits(y, refops.dequantize(q, dtype=BF16))
+
+
 @pytest.mark.parametrize("name", naive.NAIVE)
 def test_each_fits_on_a_slide(name):
     """Twenty lines of code, docstring apart; a coalesced kernel follows the naive one of its family."""

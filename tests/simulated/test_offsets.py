@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 from simulated_cases import F
 
-from cuda_kernels import epilogues, kernels, launch, prologues
+from cuda_kernels import epilogues, kernels, launch, prologues, tiles
 from cuda_kernels.directions import direction_of
-from cuda_kernels.operands import Inputs, Outputs
+from cuda_kernels.families import dequantize
+from cuda_kernels.operands import Coded, Inputs, Outputs, Stored
 from cuda_kernels.simt import I32
 from refops import E4M3, BlockScaling, CurrentScaling, MXFP8Scaling, NVFP4Scaling
 
@@ -43,9 +44,9 @@ class Recorder:
         self.note(i)
 
 
-def indices(make, column=WIDTH - 8, row=LAST, width=WIDTH, interleave=0, value=NOTHING, scale=None):
+def indices(make, column=WIDTH - 8, row=LAST, width=WIDTH, interleave=0):
     """(indices into x, into dy) of a prologue at a place."""
-    x, dy = Recorder(value), Recorder(value if scale is None else scale)
+    x, dy = Recorder(NOTHING), Recorder(NOTHING)
     scalars = [F(1)] * 5 + [I32(LAST + 1), I32(width), I32(interleave)]
     with np.errstate(all="ignore"):  # casts wrap on purpose; an index that wraps is seen
         make(Inputs(x, dy, Recorder(F(1)), *scalars), I32(row), I32(column), I32(8))
@@ -77,37 +78,42 @@ def test_prologues(whole):
     assert indices(gated, interleave=g, **place) == (alternating, [])
 
 
-def test_dequantization():
-    codes = [LAST * WIDTH + WIDTH - 8 + k for k in range(8)]
-    stride = 2**26 + 4
-    for scaling, expected in (
-        (CurrentScaling(E4M3), 0),
-        (BlockScaling(E4M3, 1), (WIDTH - 8) // 128 * stride + LAST),
-        (BlockScaling(E4M3, 2), LAST // 128 * stride + (WIDTH - 8) // 128),
-        (MXFP8, LAST * stride + (WIDTH - 8) // 32),
-        (NVFP4, LAST * stride + (WIDTH - 8) // 16),
-    ):
-        decoded = prologues.decoded(direction_of(scaling, False), None)
-        kind = direction_of(scaling, False).scale_type
-        got = indices(decoded, interleave=stride, value=np.uint8(0), scale=kind(1))
-        assert got == (codes if scaling is not NVFP4 else [i // 2 for i in codes], [expected])
-    got = indices(prologues.decoded(direction_of(MXFP8, True), None), interleave=stride, value=np.uint8(0))
-    assert got == (codes, [LAST // 32 * stride + WIDTH - 8 + k for k in range(8)])
+def decoded(monkeypatch, spec, column, stride):
+    """Indices of the codes, of the scales and of the values that a thread of the last row touches, 16 columns."""
+    kind = spec.direction.scale_type
+    codes, scales, amax, values = Recorder(np.uint8(0)), Recorder(kind(1)), Recorder(F(1)), Recorder(NOTHING)
+    monkeypatch.setattr(dequantize, "place", lambda n: (I32(LAST), I32(column)))
+    with np.errstate(all="ignore"):
+        coded = Coded(codes, scales, I32(stride), amax, I32(LAST + 1), I32(WIDTH))
+        spec.function(None)(coded, Stored(values, I32(LAST + 1), I32(WIDTH)))
+    assert set(amax.seen) == ({LAST if spec.direction.by_outer else 0} if spec.must_read("amax") else set())
+    return codes.seen, scales.seen, values.seen
 
 
-def test_dequantization_of_whole_rows():
-    """One access for 16 codes, one scale for them, or one access for the scales of their columns."""
-    column, stride = WIDTH // 128 * 128 - 128, 2**26 + 16
+@pytest.mark.parametrize("whole", [True, False])
+def test_dequantization(whole, monkeypatch):
+    """Whole rows: an access for 16 codes, two for their values, one for their scale or for the scales of 16 columns."""
+    stride, column = 2**26 + 16, WIDTH // 128 * 128 - 128
     at = LAST * WIDTH + column
-    for scaling, columnwise, codes, scales in (
-        (MXFP8, False, at, LAST * stride + column // 32),
-        (NVFP4Scaling(row_scaled=True), False, at // 2, LAST * stride + column // 16),
-        (MXFP8, True, at, LAST // 32 * stride + column),
+    sixteen = [at + k for k in range(16)]
+    for scaling, scale in (
+        (CurrentScaling(E4M3), 0),
+        (BlockScaling(E4M3, 1), column // 128 * stride + LAST),
+        (BlockScaling(E4M3, 2), LAST // 128 * stride + column // 128),
+        (MXFP8, LAST * stride + column // 32),
+        (NVFP4, LAST * stride + column // 16),
+        (NVFP4Scaling(row_scaled=True), LAST * stride + column // 16),
     ):
-        make = prologues.decoded_wide(direction_of(scaling, columnwise), None)
-        prologue = lambda inputs, row, column, valid, make=make: make(inputs, row, column, np.int64(at))  # noqa: E731
-        got = indices(prologue, column=column, interleave=stride, value=np.uint8(0))
-        assert got == ([codes], [scales])
+        direction = direction_of(scaling, False)
+        spec = dequantize.DequantizeRows(direction, "bfloat16", whole)
+        codes = [i // direction.layout.packed for i in ([at] if whole else sixteen)]
+        values = [at, at + 8] if whole else sixteen
+        assert decoded(monkeypatch, spec, column, stride) == (codes, [scale], values)
+    spec = dequantize.DequantizeColumns(direction_of(MXFP8, True), "bfloat16", whole)
+    first = LAST // 32 * stride + column
+    scales = [first] if whole else [first + k for k in range(16)]
+    codes, values = ([at], [at, at + 8]) if whole else (sixteen, sixteen)
+    assert decoded(monkeypatch, spec, column, stride) == (codes, scales, values)
 
 
 def stored(epilogue, outer=LAST, inner=WIDTH - 16, stride=2**27):
@@ -176,8 +182,8 @@ GRIDS = {
     "wide row": (lambda m, k: launch.row_shape(m, k, 2, 16), lambda b: (b[1], b[0] * 16)),
     "two block row": (lambda m, k: launch.row_shape(m, k, 1, 32), lambda b: (b[1], b[0] * 32)),
     "band": (launch.band_shape, lambda b: (kernels.BAND, b[0] * 8)),
-    "tile 64": (lambda m, k: launch.tile_grid(m, k, 64), lambda b: (kernels.TILE_ROWS, 64)),
-    "tile 128": (lambda m, k: launch.tile_grid(m, k, 128), lambda b: (kernels.TILE_ROWS, 128)),
+    "tile 64": (lambda m, k: launch.tile_grid(m, k, 64), lambda b: (tiles.TILE_ROWS, 64)),
+    "tile 128": (lambda m, k: launch.tile_grid(m, k, 128), lambda b: (tiles.TILE_ROWS, 128)),
     "columns 16": (lambda m, k: launch.column_grid(m, k, 16), lambda b: (16, kernels.COLUMNS)),
     "columns 128": (lambda m, k: launch.column_grid(m, k, 128), lambda b: (128, kernels.COLUMNS)),
 }

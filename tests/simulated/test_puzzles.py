@@ -417,7 +417,7 @@ COMPILE = """
 import importlib.util, json, sys
 from cuda_kernels.compile_report import MissingToolError, measure, problems, to_ptx
 from cuda_kernels.launch import numba_type
-from cuda_kernels.recipes import pointer, scalar
+from cuda_kernels.operands import pointer, scalar
 from cuda_kernels.puzzles import solutions
 found = {}
 try:

@@ -58,6 +58,13 @@ def test_dequantize(name):
         assert y.dtype == dtype and cuda_kernels.dequantize(q).dtype == np.float32
 
 
+def test_dequantize_undoes_the_signs_of_the_settings():
+    """Not those of the default mask."""
+    scaling = RHT["nvfp4-rht-signs"]
+    q = cuda_kernels.quantize(integers((32, 32)), scaling, rowwise=False, columnwise=True)
+    judge("dequantize", q.arrays, cuda_kernels.dequantize(q), scaling=scaling)
+
+
 ANY_SCALES = ("delayed-e5m2", "current", "block-1x128-f32", "block-128x128", "mxfp8", "mxfp6-e3m2", "nvfp4-1x16")
 
 
