@@ -416,6 +416,8 @@ def test_ptx_leaves_no_rounding_open(fast_math):
 #: takes of the same kernel in the same process. Allocations are left out: the caller's library makes them.
 #: On a quiet machine that is below 15 us.
 MOST_LAUNCHES = 10
+#: A machine that others use may be slow in one half of an attempt, not in every one of them.
+ATTEMPTS = 5
 
 
 def seconds_of(work, times=300, rounds=5):
@@ -491,6 +493,9 @@ def test_what_a_launch_costs_the_host(name, make, rng, monkeypatch, nothing_allo
     behaviour(deferred=True)
     arguments = launched_by(work, monkeypatch)
     launch = cuda_core().launch
-    seconds, alone = seconds_of(work), seconds_of(lambda: launch(*arguments))
-    print(f"{name}: {seconds * 1e6:.1f} us, of which cuda.core.launch {alone * 1e6:.1f} us")
-    assert seconds <= MOST_LAUNCHES * alone
+    for _ in range(ATTEMPTS):
+        seconds, alone = seconds_of(work), seconds_of(lambda: launch(*arguments))
+        print(f"{name}: {seconds * 1e6:.1f} us, of which cuda.core.launch {alone * 1e6:.1f} us")
+        if seconds <= MOST_LAUNCHES * alone:
+            return
+    pytest.fail(f"{name} takes more than {MOST_LAUNCHES} launches, in each of {ATTEMPTS} attempts")
