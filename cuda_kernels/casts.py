@@ -94,12 +94,14 @@ def make_encoder(mantissa_bits, bias, limit, nan_code, sign_shift, complement=Fa
 
 
 @cache
-def make_decoder(mantissa_bits, bias, special, sign_shift, complement=False):
+def make_decoder(mantissa_bits, bias, special, sign_shift, complement=False, by_product=True):
     """Return `decode(code)`: a code in uint32 to its float32, exact.
 
     Args:
         special: from this magnitude on codes are infinity (if it is a power of two in float32) and NaN; None: no such.
         sign_shift, complement: as of `make_encoder`; without a sign a code is a byte.
+        by_product: shift the code into a float32 and multiply that. It is subnormal where the code is, which costs
+            nothing on a GPU, and on most CPUs more than a hundred cycles.
     """
     shift, scale = U32(23 - mantissa_bits), F(2.0 ** (127 - bias))
     up, sign_mask = U32(sign_shift or 0), U32(0 if sign_shift is None else 1 << (31 - sign_shift))
@@ -117,12 +119,25 @@ def make_decoder(mantissa_bits, bias, special, sign_shift, complement=False):
 
     magnitude_of = complemented if complement else without_sign_bit
 
+    rebias, first_normal = U32(127 - bias << 23), U32(1 << mantissa_bits)
+    smallest = F(2.0 ** (1 - bias - mantissa_bits))
+
+    @device
+    def product(magnitude):
+        return as_f32(np.uint32(magnitude << shift)) * scale  # also right for subnormals
+
+    @device
+    def choice(magnitude):
+        normal = as_f32(np.uint32(np.uint32(magnitude << shift) + rebias))
+        return select(magnitude < first_normal, F(np.int32(magnitude)) * smallest, normal)
+
+    value_of = product if by_product else choice
+
     @device_of_code
     def decode(code):
         magnitude = magnitude_of(code)
         sign = np.uint32(np.uint32(code & sign_mask) << up)
-        value = as_f32(np.uint32(magnitude << shift)) * scale  # also right for subnormals
-        bits = as_u32(value)
+        bits = as_u32(value_of(magnitude))
         bits = select(magnitude >= first_special, np.uint32(np.uint32(magnitude << shift) | INFINITE), bits)
         return as_f32(np.uint32(bits | sign))
 
@@ -143,12 +158,13 @@ def encoder_of(fmt):
     return make_encoder(fmt.mantissa_bits, fmt.bias, float(fmt.max), fmt.code_of_nan, *sign)
 
 
-def decoder_of(fmt):
-    """The decoder of a `refops` format: E8M0 or one with subnormal numbers."""
+def decoder_of(fmt, by_product=True):
+    """The decoder of a `refops` format: E8M0 or one with subnormal numbers; `by_product` as of `make_decoder`."""
     if fmt == E8M0:
         return e8m0_value
     special = fmt.nan_code if fmt.infinity_code is None else fmt.infinity_code
-    return make_decoder(fmt.mantissa_bits, fmt.bias, special, _sign_shift(fmt), fmt.twos_complement)
+    sign = _sign_shift(fmt), fmt.twos_complement
+    return make_decoder(fmt.mantissa_bits, fmt.bias, special, *sign, by_product)
 
 
 def _sign_shift(fmt):
@@ -158,6 +174,8 @@ def _sign_shift(fmt):
 #: Name -> encoder, decoder of each of `refops.FORMATS`; how E8M0 is rounded to is a rule of scales: `e8m0_up`.
 ENCODERS = {name: encoder_of(fmt) for name, fmt in FORMATS.items() if fmt != E8M0}
 DECODERS = {name: decoder_of(fmt) for name, fmt in FORMATS.items()}
+#: The same for a CPU.
+CPU_DECODERS = {name: decoder_of(fmt, by_product=False) for name, fmt in FORMATS.items()}
 e4m3, e5m2, e2m1 = ENCODERS["e4m3"], ENCODERS["e5m2"], ENCODERS["e2m1"]
 decode_e4m3, decode_e2m1 = DECODERS["e4m3"], DECODERS["e2m1"]
 
@@ -313,7 +331,7 @@ def one_for(fmt, target):
     """Return (encode, decode) of single numbers of a `refops` format, codes in uint32."""
     if fmt == E4M3 and has_fp8(target):
         return e4m3_by_pair, decode_e4m3_instructions
-    return encoder_of(fmt), decoder_of(fmt)
+    return encoder_of(fmt), decoder_of(fmt, by_product=target is not None)
 
 
 @cache
