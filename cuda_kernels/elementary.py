@@ -32,6 +32,8 @@ E0, E1, E2 = F(0.4999999403953552), F(0.1666651964187622), F(0.04166840016841888
 E3, E4 = F(0.00836885068565607), F(0.001381434965878725)
 #: Up to here tanh uses its polynomial; beyond, 1 - 2 / (e^2x + 1) cancels little.
 TANH_SMALL = F(0.75)
+#: From e^this on 1 - 2 / (e^2x + 1) is 1.
+TANH_LIMIT = F(44)
 # (tanh(x)/x - 1) / x^2 as a polynomial in x^2 on |x| <= 0.75: minimax, relative error of tanh below 2^-29.
 T0, T1, T2 = F(-0.33333316445350647), F(0.1333269476890564), F(-0.053892724215984344)
 T3, T4, T5 = F(0.0214520376175642), F(-0.007657259702682495), F(0.0017369386041536927)
@@ -66,13 +68,24 @@ def exp(x):
     return (p * power_of_two(np.uint32(half - U32(128)))) * power_of_two(np.uint32(biased - half - U32(128)))
 
 
+@device
+def exp_up_to_limit(x):
+    """`exp` of x >= 0 or NaN, but e^`TANH_LIMIT` beyond that: 2^n is one float32."""
+    x = select(x > TANH_LIMIT, TANH_LIMIT, x)
+    shifted = x * LOG2_E + TO_INTEGER
+    n = shifted - TO_INTEGER
+    r = (x - n * LN_2_HIGH) - n * LN_2_LOW
+    p = (((E4 * r + E3) * r + E2) * r + E1) * r + E0
+    return (p * (r * r) + r + ONE) * power_of_two(np.uint32(as_u32(shifted) - TO_INTEGER_BITS))
+
+
 @on_gpu(math.tanh)
 def tanh(x):
     """Hyperbolic tangent: a polynomial up to 0.75, 1 - 2 / (e^2|x| + 1) beyond. Keeps NaN and the sign of zero."""
     a = magnitude(x)
     s = a * a
     small = a + a * (s * (((((T5 * s + T4) * s + T3) * s + T2) * s + T1) * s + T0))
-    large = ONE - TWO / (exp(a + a) + ONE)
+    large = ONE - TWO / (exp_up_to_limit(a + a) + ONE)
     t = select(a > TANH_SMALL, large, small)
     return as_f32(as_u32(t) | np.uint32(as_u32(x) & U32(0x80000000)))
 
