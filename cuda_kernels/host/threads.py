@@ -1,16 +1,19 @@
 """Share a range of work among the CPU's cores.
 
-Threads that live as long as the process, shared by all callers; the calling thread takes part. Work is cut into equal
-ranges, so which thread does what never shows in a result. Compiled loops run without the GIL.
+Threads that live as long as the process, shared by all callers; the calling thread takes part. Work is cut into more
+ranges than there are threads, and whoever is free takes the next: to wake a thread takes as long as a small tensor
+does, so the caller begins at once and a thread that comes too late has nothing to do. Ranges depend on the work alone
+and none on another, so which thread does what never shows in a result. Compiled loops run without the GIL.
 
-Work and its outcomes travel through `SimpleQueue`, threads are started by `_thread`: all of it C code, which a
-KeyboardInterrupt finds done or not begun. `ThreadPoolExecutor`, `Future` and `Thread.start` hold locks of Python code
-that an interrupt can leave locked for ever.
+Work and its outcomes travel through `SimpleQueue`, threads are started by `_thread`, ranges come from an iterator of a
+list: all of it C code, which a KeyboardInterrupt finds done or not begun. `ThreadPoolExecutor`, `Future` and
+`Thread.start` hold locks of Python code that an interrupt can leave locked for ever.
 """
 
 import _thread
 import atexit
 import os
+from itertools import pairwise
 from queue import SimpleQueue
 
 from refops.arguments import require_integer
@@ -19,8 +22,12 @@ from refops.tiles import require_subnormals
 _threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+#: Ranges that there are for each thread.
+RANGES = 4
+
+
 class _Workers:
-    """Threads that take (work, range, outcomes) from `tasks`, and how many there are."""
+    """Threads that take (ticket, work, ranges, outcomes) from `tasks`, and how many there are."""
 
     def __init__(self):
         self.tasks, self.started, self.ended = SimpleQueue(), [], False
@@ -41,14 +48,27 @@ class _Workers:
 
 def _serve(tasks):
     while True:
-        work, first, last, outcomes = tasks.get()
+        ticket, work, ranges, outcomes = tasks.get()
+        if ticket.acquire(False):  # else the caller has done everything by now
+            try:
+                require_subnormals()
+                outcome = _take(work, ranges)
+            except BaseException as error:
+                outcome = error
+            outcomes.put(outcome)
+            del outcome
+        del ticket, work, ranges, outcomes  # a caller's arrays are not kept until the next task
+
+
+def _take(work, ranges):
+    """Do ranges until none is left; return the first exception, which ends its own range alone."""
+    found = None
+    for first, last in ranges:
         try:
             work(first, last)
         except BaseException as error:
-            outcomes.put(error)
-        else:
-            outcomes.put(None)
-        del work, outcomes  # a caller's arrays are not kept until the next task
+            found = found or error
+    return found
 
 
 _workers: _Workers
@@ -82,24 +102,21 @@ def share(work, count, *, inline=False):
 
     Raises the first exception that `work` raises, after all ranges have ended.
     """
-
-    def checked(first, last):
-        require_subnormals()
-        work(first, last)
-
     require_subnormals()  # threads that are started now inherit the caller's mode
     parts = 1 if inline else min(_threads, count)
     if parts <= 1 or not _workers.start(parts - 1):
         work(0, count)
         return
-    cuts = [count * i // parts for i in range(parts + 1)]
-    outcomes, handed, errors = SimpleQueue(), 0, []
+    pieces = min(count, RANGES * parts)
+    cuts = [count * i // pieces for i in range(pieces + 1)]
+    ranges, outcomes, tickets, errors = iter(list(pairwise(cuts))), SimpleQueue(), [], []
     try:
-        for i in range(1, parts):
-            _workers.tasks.put((checked, cuts[i], cuts[i + 1], outcomes))
-            handed += 1
-        work(*cuts[:2])
+        for _ in range(1, parts):
+            ticket = _thread.allocate_lock()
+            tickets.append(ticket)
+            _workers.tasks.put((ticket, work, ranges, outcomes))
+        errors.append(_take(work, ranges))
     finally:
-        errors.extend(outcomes.get() for _ in range(handed))
+        errors.extend(outcomes.get() for ticket in tickets if not ticket.acquire(False))
     for error in filter(None, errors):
         raise error
