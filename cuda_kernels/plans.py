@@ -14,28 +14,17 @@ Nothing is recorded of a call that reads numbers on the host, copies an argument
 plain settings; it takes the long way every time.
 """
 
-import math
-from contextlib import suppress
 from dataclasses import replace
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from cuda_kernels.arrays import KINDS, Array, Memory
+from cuda_kernels.described import Plans, describe, which_are_one
 from cuda_kernels.launch import kinds_of, stream_of
 from cuda_kernels.result import Quantized
-from refops.formats import ElementFormat
-from refops.scalings import Scaling
 
-#: When so many plans are new or were used since the last time, those that were not are thrown away: where every step
-#: of a training has other scales, the plans of old steps go and the others stay.
-MOST_PLANS = 512
-#: Types whose values are compared by what they are.
-PLAIN = {str, bool, int, float, type(None), type}
-
-_plans: dict[tuple, "Plan"] = {}
-_older: dict[tuple, "Plan"] = {}
+PLANS = Plans()
+_arrays_of = attrgetter("arrays")
 
 
 # --- what a call is ---------------------------------------------------------------------------------
@@ -70,7 +59,7 @@ def seen(method, args, options, fast_math):
         return None
     key, arrays = [method, fast_math, len(args), *options], []
     for value in (*args, *options.values()) if options else args:
-        if not _describe(value, key, arrays):
+        if not describe(value, key, arrays, KINDS, Quantized, _arrays_of):
             return None
     if not arrays:
         return None
@@ -89,65 +78,14 @@ def seen(method, args, options, fast_math):
         addresses.append(address)
         streams.append(stream)
     key.append(device)
-    if len(arrays) > 1:  # which of them are one array: a plan finds them by what they are
-        first: dict[int, int] = {}
-        key += [first.setdefault(id(array), number) for number, array in enumerate(arrays)]
+    if len(arrays) > 1:
+        key += which_are_one(arrays)
     return Call(tuple(key), kind, device, arrays, addresses, streams)
-
-
-def _describe(value, key, arrays):
-    """Add an argument to the key or to the arrays; False where neither can be."""
-    kind = type(value)
-    if kind in KINDS:
-        arrays.append(value)
-        key.append(KINDS[kind])
-    elif kind is Quantized:
-        for name, array in value.arrays.items():
-            key.append(name)
-            if type(array) not in KINDS:
-                return False
-            arrays.append(array)
-        key += value.shape, value.dtype, value.with_gemm_swizzled_scales
-        return _describe(value.scaling, key, arrays)
-    elif kind in PLAIN or issubclass(kind, ElementFormat):
-        if kind is float and not value:
-            key.append(math.copysign(1, value))  # zeros of both signs are equal
-        key += kind, value
-    elif issubclass(kind, Scaling):
-        random = value.random
-        if random is not None and random.bits is not None:  # which are no part of its equality
-            return False
-        key += kind, value
-    else:
-        key.append(value)
-        return isinstance(value, np.dtype) or f"{kind.__module__}.{kind.__name__}" == "torch.dtype"
-    return True
 
 
 def plan_of(call):
     """Return the `Plan` of a call that was recorded before, None of another one."""
-    try:
-        plan = _plans.get(call.key)
-    except TypeError:  # something in the key that cannot be hashed
-        return None
-    if plan is None:
-        plan = _older.get(call.key)
-        if plan is not None:
-            _keep(call.key, plan)
-    return plan
-
-
-def _keep(key, plan):
-    global _plans, _older
-    if len(_plans) >= MOST_PLANS:
-        _plans, _older = {}, _plans
-    _plans[key] = plan
-
-
-def forget():
-    """Forget all plans."""
-    _plans.clear()
-    _older.clear()
+    return PLANS.get(call.key)
 
 
 # --- what is done again -----------------------------------------------------------------------------
@@ -260,8 +198,7 @@ class Recording:
         if not self.whole or rebuild is None:
             return
         plan = Plan(tuple(self.allocations), tuple(self.launches), self.launcher.launcher, rebuild)
-        with suppress(TypeError):  # something in the key that cannot be hashed
-            _keep(self.call.key, plan)
+        PLANS.keep(self.call.key, plan)
 
 
 def _rebuilding(result, places):

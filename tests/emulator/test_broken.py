@@ -28,7 +28,7 @@ def x():
 
 
 def test_a_wrong_address_has_the_name_of_its_argument_with_a_plan_too(x):
-    plans.forget()
+    plans.PLANS.forget()
     good, wrong = described(x.device_ctypes_pointer.value), described(0x1000)
     for _ in range(2):
         with pytest.raises(ValueError, match="dy must point to the memory of a device; got address 0x1000"):

@@ -396,7 +396,7 @@ def kernels_forgotten():
         from cuda_kernels import plans
     except ImportError:
         return
-    plans.forget()
+    plans.PLANS.forget()
 
 
 @pytest.mark.parametrize("fast_math", [False, True])

@@ -9,6 +9,7 @@ import cuda_kernels
 import refops
 from arrays import assert_same_bits
 from cuda_kernels import gpu, plans
+from cuda_kernels.described import MOST_PLANS
 from refops import E2M1, E4M3, E5M2
 
 cuda = pytest.importorskip("numba.cuda")
@@ -21,7 +22,7 @@ STOCHASTIC = refops.NVFP4Scaling(stochastic_rounding=True, seed=3)
 @pytest.fixture(autouse=True)
 def no_plans():
     """Every test begins without plans."""
-    plans.forget()
+    plans.PLANS.forget()
 
 
 @pytest.fixture
@@ -39,7 +40,7 @@ def long_way(monkeypatch):
 
 def recorded():
     """How many plans there are."""
-    return len(plans._plans)
+    return len(plans.PLANS.recent)
 
 
 def exact(rng, shape=(32, 128)):
@@ -207,11 +208,11 @@ def test_an_array_that_is_copied_first_makes_no_plan(rng):
 def test_the_number_of_plans_is_bounded(rng, long_way):
     """Those that are used stay; those of old steps go."""
     x = cuda.to_device(exact(rng, (1, 32)))
-    for step in range(3 * plans.MOST_PLANS):
+    for step in range(3 * MOST_PLANS):
         cuda_kernels.activation("relu", x)
         cuda_kernels.quantize(x, refops.DelayedScaling(E4M3, 1.0 + step / 1024))
-    assert len(plans._plans) + len(plans._older) <= 2 * plans.MOST_PLANS
-    assert len(long_way) == 1 + 3 * plans.MOST_PLANS
+    assert len(plans.PLANS.recent) + len(plans.PLANS.older) <= 2 * MOST_PLANS
+    assert len(long_way) == 1 + 3 * MOST_PLANS
 
 
 def test_threads_share_plans(rng):

@@ -1,0 +1,94 @@
+"""What decides what a call does, and plans that are kept by it: on a GPU (`plans`) and on the CPU (`host.calls`).
+
+A call is described by its settings and by what its arrays are, never by the numbers in them.
+"""
+
+import math
+
+import numpy as np
+
+from refops.formats import ElementFormat
+from refops.scalings import Scaling
+
+#: When so many plans are new or were used since the last time, those that were not are thrown away: where every step
+#: of a training has other scales, the plans of old steps go and the others stay.
+MOST_PLANS = 512
+#: Types whose values are compared by what they are.
+PLAIN = {str, bool, int, float, type(None), type}
+
+
+def describe(value, key, arrays, kinds, quantized, arrays_of):
+    """Add an argument to the key, or to the arrays; False where neither can be.
+
+    Args:
+        kinds: type of arrays -> what the key says of it.
+        quantized: class of quantized tensors. arrays_of: function of one that returns name -> array.
+    """
+    kind = type(value)
+    if kind in kinds:
+        arrays.append(value)
+        key.append(kinds[kind])
+    elif kind is quantized:
+        for name, array in arrays_of(value).items():
+            key.append(name)
+            if type(array) not in kinds:
+                return False
+            arrays.append(array)
+        key += value.shape, value.dtype, value.with_gemm_swizzled_scales
+        return describe(value.scaling, key, arrays, kinds, quantized, arrays_of)
+    elif kind in PLAIN or issubclass(kind, ElementFormat):
+        if kind is float and not value:
+            key.append(math.copysign(1, value))  # zeros of both signs are equal
+        key += kind, value
+    elif issubclass(kind, Scaling):
+        random = value.random
+        if random is not None and random.bits is not None:  # which are no part of its equality
+            return False
+        key += kind, value
+    else:
+        key.append(value)
+        return isinstance(value, np.dtype) or f"{kind.__module__}.{kind.__name__}" == "torch.dtype"
+    return True
+
+
+def which_are_one(arrays):
+    """For each array the number of the first that is the same: a plan finds them by what they are."""
+    first: dict[int, int] = {}
+    return [first.setdefault(id(array), number) for number, array in enumerate(arrays)]
+
+
+class Plans:
+    """Plans by the keys of calls.
+
+    Attributes:
+        recent: those that are new or were used since `MOST_PLANS` were, last. older: others, which go then.
+    """
+
+    def __init__(self):
+        self.recent, self.older = {}, {}
+
+    def get(self, key):
+        """The plan of a key, or None."""
+        try:
+            plan = self.recent.get(key)
+        except TypeError:  # something in the key that cannot be hashed
+            return None
+        if plan is None:
+            plan = self.older.get(key)
+            if plan is not None:
+                self.keep(key, plan)
+        return plan
+
+    def keep(self, key, plan):
+        """Keep a plan; one whose key cannot be hashed is not kept."""
+        if len(self.recent) >= MOST_PLANS:
+            self.recent, self.older = {}, self.recent
+        try:
+            self.recent[key] = plan
+        except TypeError:
+            return
+
+    def forget(self):
+        """Forget all plans."""
+        self.recent.clear()
+        self.older.clear()
