@@ -18,6 +18,7 @@ if simt.SIMULATED:
     raise ImportError("cuda_kernels.host is compiled, but NUMBA_ENABLE_CUDASIM=1 asks for the simulator: unset it")
 
 from cuda_kernels.host.backend import HostBackend
+from cuda_kernels.host.calls import Doing, repeated
 from cuda_kernels.host.threads import get_num_threads, set_num_threads
 from cuda_kernels.interface import Interface
 from refops.hints import Array
@@ -26,19 +27,24 @@ from refops.quantization.result import Quantized
 
 _interface: Interface[Array, Quantized] = Interface(HostBackend())
 
-activation = _interface.activation
-activation_grad = _interface.activation_grad
-scaled_activation = _interface.scaled_activation
-scaled_activation_grad = _interface.scaled_activation_grad
-quantize = _interface.quantize
-activation_quantize = _interface.activation_quantize
-activation_grad_quantize = _interface.activation_grad_quantize
-dequantize = _interface.dequantize
+
+def _with(doing: Doing) -> Interface[Array, Quantized]:
+    return Interface(HostBackend(doing))
+
+
+activation = repeated(_interface.activation, _with)
+activation_grad = repeated(_interface.activation_grad, _with)
+scaled_activation = repeated(_interface.scaled_activation, _with)
+scaled_activation_grad = repeated(_interface.scaled_activation_grad, _with)
+quantize = repeated(_interface.quantize, _with)
+activation_quantize = repeated(_interface.activation_quantize, _with)
+activation_grad_quantize = repeated(_interface.activation_grad_quantize, _with)
+dequantize = repeated(_interface.dequantize, _with)
 update_delayed_scale = _interface.update_delayed_scale
-hadamard_transform = _interface.hadamard_transform
+hadamard_transform = repeated(_interface.hadamard_transform, _with)
 encode = _interface.encode
 decode = _interface.decode
-amax = _interface.amax
+amax = repeated(_interface.amax, _with)
 
 __all__ = [
     "activation",

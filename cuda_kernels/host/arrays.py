@@ -1,5 +1,7 @@
 """Tensors of callers as flat bytes: NumPy arrays and CPU tensors of PyTorch, viewed without a copy."""
 
+from typing import Any
+
 import ml_dtypes
 import numpy as np
 
@@ -12,7 +14,29 @@ DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16)} | {
     name: np.dtype(name) for name in ("float32", "float16", "uint8", "uint32")
 }
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-NO_BYTES, NO_FLOATS, NO_WORDS = np.empty(0, np.uint8), np.empty(0, np.float32), np.empty(0, np.uint32)
+#: An array where there is none.
+NOTHING = np.empty(0, np.uint8)
+
+
+def _seen_numpy(array):
+    flags = array.flags
+    if not (flags.c_contiguous and flags.aligned):
+        return None
+    return array.__array_interface__["data"][0], array.dtype, array.shape
+
+
+def _seen_torch(tensor):
+    try:
+        if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.is_neg():
+            return None
+        return tensor.data_ptr(), tensor.dtype, tensor.shape
+    except RuntimeError:  # one without strides, or without memory of its own
+        return None
+
+
+#: Type of a caller's arrays, of all that were seen so far -> what a call that is made again (`calls`) asks of one:
+#: (address, dtype, shape), None where it is not taken as it lies.
+KINDS: dict[type, Any] = {np.ndarray: _seen_numpy}
 
 
 class _Memory:
@@ -26,7 +50,7 @@ class _Memory:
 def as_bytes(array):
     """The elements of a C-contiguous array as flat uint8, sharing its memory."""
     if array.size == 0:
-        return NO_BYTES
+        return NOTHING
     if array.flags.writeable:
         return array.reshape(-1).view(np.uint8)
     return np.asarray(_Memory(array.ctypes.data, array.nbytes, array))
@@ -54,7 +78,11 @@ def _from_torch(tensor, name):
 
 def as_array(value, name):
     """Return a caller's argument as something that refops' checks take: a tensor of PyTorch as a NumPy view."""
-    return _from_torch(value, name) if _is_torch(value) else value
+    if not _is_torch(value):
+        return value
+    array = _from_torch(value, name)
+    KINDS[type(value)] = _seen_torch
+    return array
 
 
 def operand(array):

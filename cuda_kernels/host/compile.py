@@ -120,6 +120,11 @@ class DiskCache(NullCache):
             return
 
 
+def routine(function):
+    """A part of a stage that is compiled as a function of its own and inlined by LLVM if it likes."""
+    return numba.njit(error_model="numpy", nogil=True)(named_by_content(function))
+
+
 def compiled(name, function, signature):
     """Compile a Python function for one signature, or load it.
 
@@ -168,3 +173,23 @@ def call_address(typingctx, address, arguments):
         return context.get_dummy_value()
 
     return types.void(types.int64, arguments), emit
+
+
+@intrinsic
+def fill_sixteen(typingctx, array, first, value):
+    """Store a number in 16 neighbours of a float32 array, as one vector.
+
+    LLVM unrolls a loop of 16 rounds, and then takes the same element of several such loops together, which lie apart.
+    """
+    vector, lane = ir.VectorType(ir.FloatType(), 16), ir.IntType(32)
+
+    def emit(context, builder, signature, values):
+        base = context.make_array(signature.args[0])(context, builder, values[0]).data
+        pointer = builder.bitcast(builder.gep(base, [values[1]]), vector.as_pointer())
+        nothing = ir.Constant(vector, ir.Undefined)
+        one = builder.insert_element(nothing, values[2], lane(0))
+        all_lanes = builder.shuffle_vector(one, nothing, ir.Constant(ir.VectorType(lane, 16), [0] * 16))
+        builder.store(all_lanes, pointer, align=4)
+        return context.get_dummy_value()
+
+    return types.void(array, types.int64, types.float32), emit

@@ -10,14 +10,14 @@ import numpy as np
 
 from cuda_kernels import casts
 from cuda_kernels.directions import direction_of
-from cuda_kernels.host.arrays import NO_BYTES, NO_FLOATS, as_bytes
-from cuda_kernels.host.compile import address_of
-from cuda_kernels.host.epilogues import name_of
+from cuda_kernels.host.arrays import NOTHING
+from cuda_kernels.host.compile import address_of, routine
+from cuda_kernels.host.epilogues import code_columns, make_spread, name_of, turn_back
 from cuda_kernels.host.tiles import PROLOGUE
 from cuda_kernels.operands import PARAMETERS, Inputs
-from cuda_kernels.simt import U32, F, device
+from cuda_kernels.simt import U32, U64, F
 
-ZERO, ONE = F(0), F(1)
+ZERO = F(0)
 
 
 def source_of(q):
@@ -27,9 +27,9 @@ def source_of(q):
     data, scales = getattr(q, f"{prefix}_data"), getattr(q, f"{prefix}_scale_inv")
     amax, (m, k) = getattr(q, f"amax_{prefix}"), q.matrix_shape
     inputs = Inputs(
-        x=_flat(data),
-        dy=_flat(scales),
-        row_scales=_flat(amax).view(np.float32) if scaling.layout.two_level else NO_FLOATS,
+        x=np.ascontiguousarray(data),
+        dy=np.ascontiguousarray(scales),
+        row_scales=np.ascontiguousarray(amax) if scaling.layout.two_level else NOTHING,
         rows=m,
         width=k,
         interleave=scales.shape[-1],
@@ -38,45 +38,72 @@ def source_of(q):
     return prologue(direction_of(scaling, columnwise)), inputs, scaling.hadamard if columnwise else None
 
 
-def _flat(array):
-    return NO_BYTES if array.size == 0 else as_bytes(np.ascontiguousarray(array))
+# --- the steps of a tile ----------------------------------------------------------------------------
 
 
-def _make_factor(direction):
-    """Return `factor(scales, inputs, outer, block)`: what the codes of a block are multiplied with."""
+def _make_find_factors(direction):
+    """Return `find(inputs, outer, block, outers, blocks, found)`: what codes are multiplied with, found[outer, block].
+
+    `outers` indices from `outer` on have a row each, of `blocks` factors from `block` on. Scales are copied before the
+    rule sees them: where they lie keeps a loop from being vectorised, the rule alone does not.
+    """
     rule, widened, index = direction.rules().decode_factor, direction.register_type, direction.scale_index
-    layout, by_outer = direction.layout, direction.by_outer
-    two_level, rows = layout.two_level, 1 if layout.block is None else layout.run[0]
+    layout, by_outer, kind = direction.layout, direction.by_outer, direction.scale_type
+    two_level, run = layout.two_level, 1 if layout.block is None else layout.run[0]
 
-    @device
-    def factor(scales, inputs, outer, block):
-        amax = inputs.row_scales[outer if by_outer else 0] if two_level else ZERO
-        return rule(widened(scales[index(inputs.interleave, outer // rows, block)]), amax)
+    @routine
+    def find(inputs, outer, block, outers, blocks, found):
+        scales, stored = inputs.dy.view(kind), np.empty(blocks, kind)
+        for i in range(outers):
+            amax = inputs.row_scales[outer + i if by_outer else 0] if two_level else ZERO
+            for b in range(blocks):
+                stored[b] = scales[U64(index(inputs.interleave, (outer + i) // run, block + b))]
+            for b in range(blocks):
+                found[i, b] = rule(widened(stored[b]), amax)
 
-    @device
-    def of_tensor(scales, inputs, outer, block):
-        return rule(widened(scales[0]), ZERO)
+    @routine
+    def of_tensor(inputs, outer, block, outers, blocks, found):
+        found[:outers, :blocks] = rule(widened(inputs.dy.view(kind)[0]), ZERO)
 
-    return of_tensor if layout.block is None else factor
+    return of_tensor if layout.block is None else find
 
 
-def _make_run(fmt, packed):
-    """Return `run(data, start, count, scale, out)`: elements `start` on of codes, times a scale, to out[:count]."""
-    decode = casts.DECODERS[fmt]
+def _make_decode(fmt, packed):
+    """Return `decode(codes, factors, line)`: values of codes that lie as the values do, one or two a byte, times
+    factors."""
+    value = casts.CPU_DECODERS[fmt]
 
-    @device
-    def whole(data, start, count, scale, out):
-        codes = data[start : start + count]
-        for i in range(count):
-            out[i] = decode(np.uint32(codes[i])) * scale
+    @routine
+    def whole(codes, factors, line):
+        for i in range(len(codes)):
+            line[i] = value(np.uint32(codes[i])) * factors[i]
 
-    @device
-    def halves(data, start, count, scale, out):
-        pairs = data[start // 2 : (start + count) // 2]
-        for i in range(count // 2):
-            pair = np.uint32(pairs[i])
-            out[2 * i] = decode(np.uint32(pair & U32(15))) * scale
-            out[2 * i + 1] = decode(np.uint32(pair >> U32(4))) * scale
+    @routine
+    def halves(codes, factors, line):
+        for i in range(len(codes)):
+            pair, first = np.uint32(codes[i]), U64(2) * U64(i)
+            line[first] = value(np.uint32(pair & U32(15))) * factors[first]
+            line[first + U64(1)] = value(np.uint32(pair >> U32(4))) * factors[first + U64(1)]
+
+    return halves if packed else whole
+
+
+def _make_decode_rows(fmt, packed):
+    """Return `decode(codes, factors, upper, lower)`: values of a row of codes, or of two rows whose codes share bytes
+    and factors."""
+    value = casts.CPU_DECODERS[fmt]
+
+    @routine
+    def whole(codes, factors, upper, lower):
+        for c in range(len(upper)):
+            upper[c] = value(np.uint32(codes[c])) * factors[c]
+
+    @routine
+    def halves(codes, factors, upper, lower):
+        for c in range(len(upper)):
+            pair = np.uint32(codes[c])
+            upper[c] = value(np.uint32(pair & U32(15))) * factors[c]
+            lower[c] = value(np.uint32(pair >> U32(4))) * factors[c]
 
     return halves if packed else whole
 
@@ -84,34 +111,40 @@ def _make_run(fmt, packed):
 @cache
 def prologue(direction):
     """Return the address of the prologue that decodes one direction of a scaling."""
-    run, factor, kind = _make_run(direction.fmt, direction.packed), _make_factor(direction), direction.scale_type
     block = 128 if direction.block is None else direction.block[1]
+    per_byte = 2 if direction.packed else 1
+    find_factors, spread = _make_find_factors(direction), make_spread(block)
+    decode, decode_rows = (make(direction.fmt, direction.packed) for make in (_make_decode, _make_decode_rows))
 
     def along_rows(inputs, tile, rows, columns, row, column):
-        scales = inputs.dy.view(kind)
+        blocks = (columns + block - 1) // block
+        factors, of_columns = np.empty((rows, blocks), np.float32), np.empty(columns, np.float32)
+        find_factors(inputs, row, column // block, rows, blocks, factors)
         for r in range(rows):
-            start, line = (row + r) * inputs.width + column, tile[r]
-            for first in range(0, columns, block):
-                scale, count = factor(scales, inputs, row + r, (column + first) // block), min(block, columns - first)
-                run(inputs.x, start + first, count, scale, line[first : first + count])
+            start = ((row + r) * inputs.width + column) // per_byte
+            spread(factors[r], columns, of_columns)
+            decode(inputs.x[start : start + columns // per_byte], of_columns, tile[r])
 
     def along_columns(inputs, tile, rows, columns, row, column):
-        scales = inputs.dy.view(kind)
+        blocks = (row + rows - 1) // block - row // block + 1
+        factors = np.empty((columns, blocks), np.float32)
+        find_factors(inputs, column, row // block, columns, blocks, factors)
+        turned = factors.T.copy()
         for r in range(rows):
-            line = tile[r]
-            run(inputs.x, (row + r) * inputs.width + column, columns, ONE, line)
-            for c in range(columns):
-                line[c] *= factor(scales, inputs, column + c, (row + r) // block)
+            start, of_row = ((row + r) * inputs.width + column) // per_byte, turned[(row + r) // block - row // block]
+            decode(inputs.x[start : start + columns // per_byte], of_row, tile[r])
 
     def transposed(inputs, tile, rows, columns, row, column):
-        scales, part = inputs.dy.view(kind), np.empty(block, np.float32)
-        for c in range(columns):
-            start = (column + c) * inputs.rows + row
-            for first in range(0, rows, block):
-                scale, count = factor(scales, inputs, column + c, (row + first) // block), min(block, rows - first)
-                run(inputs.x, start + first, count, scale, part)
-                for r in range(count):
-                    tile[first + r, c] = part[r]
+        blocks = (rows + block - 1) // block
+        factors = np.empty((columns, blocks), np.float32)
+        find_factors(inputs, column, row // block, columns, blocks, factors)
+        turned = factors.T.copy()
+        height = rows // per_byte
+        codes = np.empty((height, code_columns(columns)), np.uint8)
+        turn_back(inputs.x, height, columns, row // per_byte, column, inputs.rows // per_byte, codes)
+        for r in range(height):
+            upper, lower = tile[per_byte * r, :columns], tile[per_byte * r + per_byte - 1, :columns]
+            decode_rows(codes[r], turned[per_byte * r // block], upper, lower)
 
     function = transposed if direction.transposed else along_columns if direction.columnwise else along_rows
     return address_of(name_of("dequantize", direction), function, PROLOGUE)

@@ -13,22 +13,16 @@ import hashlib
 from collections import namedtuple
 from functools import cache
 
-import numba
 import numpy as np
 
 from cuda_kernels import casts
-from cuda_kernels.host.compile import address_of
+from cuda_kernels.host.compile import address_of, compiled, fill_sixteen, routine
 from cuda_kernels.host.stages import magnitude_bits
-from cuda_kernels.host.tiles import STAGE
-from cuda_kernels.simt import U16, U32, U64, F, as_f32, device, named_by_content, select
+from cuda_kernels.host.tiles import LOOP, STAGE, outputs_at
+from cuda_kernels.simt import U16, U32, U64, F, as_f32, device, select
 from refops.rounding import PHILOX_BYTES
 
 ZERO = F(0)
-
-
-def routine(function):
-    """A part of a stage that is compiled as a function of its own and inlined by LLVM if it likes."""
-    return numba.njit(error_model="numpy", nogil=True)(named_by_content(function))
 
 
 #: Where a stage stores. Field, meaning:
@@ -125,27 +119,46 @@ def make_find_maxima(height, width):
 
 def make_choose(direction, place):
     """Return `choose(tile, first, last, columns, row, column, maxima, out, stored, multipliers)`."""
-    tensor, block, kind = make_tensor_scale(direction), direction.rules().block_scale, direction.scale_type
-    width, of_each_column = place.width, place.by_column and place.width == 1 and direction.by_outer
+    find_scales = make_find_scales(direction, place, direction.rules().block_scale)
 
     @routine
     def choose(tile, first, last, columns, row, column, maxima, out, stored, multipliers):
-        blocks = (columns + width - 1) // width
-        if of_each_column:
-            for b in range(blocks):
-                scale, multipliers[b] = block(as_f32(maxima[b]), tensor(out, column + b), out)
-                stored[b] = kind(scale)
-        else:
-            shared = tensor(out, row)
-            for b in range(blocks):
-                scale, multipliers[b] = block(as_f32(maxima[b]), shared, out)
-                stored[b] = kind(scale)
+        find_scales(columns, row, column, maxima, out, stored, multipliers)
 
     return choose
 
 
+def make_find_scales(direction, place, rule):
+    """Return `find(columns, row, column, maxima, out, stored, multipliers)`: what a rule gives for each block."""
+    tensor, kind, width = make_tensor_scale(direction), direction.scale_type, place.width
+    of_each_column = has_amax_of_each_column(direction, place)
+
+    @routine
+    def find(columns, row, column, maxima, out, stored, multipliers):
+        blocks = (columns + width - 1) // width
+        if of_each_column:
+            for b in range(blocks):
+                scale, multipliers[b] = rule(as_f32(maxima[b]), tensor(out, column + b), out)
+                stored[b] = kind(scale)
+        else:
+            shared = tensor(out, row)
+            for b in range(blocks):
+                scale, multipliers[b] = rule(as_f32(maxima[b]), shared, out)
+                stored[b] = kind(scale)
+
+    return find
+
+
+def has_amax_of_each_column(direction, place):
+    """Whether blocks beside each other have amaxes of their own."""
+    return place.by_column and place.width == 1 and direction.by_outer
+
+
 def make_place_scales(place):
-    """Return `put(stored, scales, row, column, rows, columns, out)`: store a group's scales where they belong."""
+    """Return `put(stored, scales, row, column, rows, columns, out)`: store a group's scales where they belong.
+
+    Unsigned, an index is never counted from the end, and neighbours are stored together.
+    """
     height, width, index = place.height, place.width, place.scale_index
     by_column, repeat = place.by_column, place.repeat
 
@@ -156,19 +169,38 @@ def make_place_scales(place):
         outer = row if repeat or height == 1 else row // height
         for r in range(rows if repeat else 1):
             for b in range(blocks):
-                scales[index(out.scale_stride, outer + r, first + b)] = stored[b]
+                scales[U64(index(out.scale_stride, outer + r, first + b))] = stored[b]
 
     @routine
     def by_columns(stored, scales, row, column, rows, columns, out):
         block = row // height
         if repeat or width == 1:
             for c in range(columns):
-                scales[index(out.scale_stride, column + c, block)] = stored[c // width]
+                scales[U64(index(out.scale_stride, column + c, block))] = stored[c // width]
         else:
             for b in range((columns + width - 1) // width):
-                scales[index(out.scale_stride, column // width + b, block)] = stored[b]
+                scales[U64(index(out.scale_stride, column // width + b, block))] = stored[b]
 
     return by_columns if by_column else by_rows
+
+
+def make_spread(width):
+    """Return `spread(values, columns, out)`: give each column its block's value; blocks are multiples of 16, or 1."""
+
+    @routine
+    def of_columns(values, columns, out):
+        out[:columns] = values[:columns]
+
+    @routine
+    def of_blocks(values, columns, out):
+        whole = columns // width
+        for b in range(whole):
+            for left in range(b * width, (b + 1) * width, 16):
+                fill_sixteen(out, left, values[b])
+        for c in range(whole * width, columns):
+            out[c] = values[whole]
+
+    return of_columns if width == 1 else of_blocks
 
 
 def make_cast(fmt, width, stochastic):
@@ -261,6 +293,23 @@ def transpose_bytes(codes, rows, columns, row, column, outer, data):
         start = (column + c) * outer + row
         for r in range(rows):
             data[start + r] = codes[r, c]
+
+
+@routine
+def turn_back(data, rows, columns, row, column, outer, codes):
+    """Read codes that lie [column, row] as codes[row, column]: what `transpose_words` and `transpose_bytes` stored."""
+    if (rows | row | columns | outer) % 8 == 0:
+        words, source = codes.view(np.uint64), data.view(np.uint64)
+        for c in range(columns):
+            start = ((column + c) * outer + row) // 8
+            for i in range(rows // 8):
+                words[8 * i + c % 8, c // 8] = source[start + i]
+        transpose_eights(codes, rows, columns)
+    else:
+        for c in range(columns):
+            start = (column + c) * outer + row
+            for r in range(rows):
+                codes[r, c] = data[start + r]
 
 
 def make_transpose(packed):
@@ -401,6 +450,22 @@ def per_tensor(direction):
     return address_of(f"cast-{direction.fmt}{'-transposed' * transposed}", stage, STAGE)
 
 
+@cache
+def scale_of_tensor(direction):
+    """Return the loop that makes a tensor's scale of the maxima in `amax`: what is stored in `data`, the multiplier in
+    `given`."""
+    rule = direction.rules().block_scale
+
+    def loop(words, first, last):
+        out, largest = outputs_at(words, 0), U32(0)
+        for i in range(len(out.amax)):
+            largest = larger(largest, out.amax[i])
+        stored, multiplier = rule(as_f32(largest), ZERO, out)
+        out.data.view(np.float32)[0], out.given[0] = stored, multiplier
+
+    return compiled(name_of("scale-of-tensor", direction), loop, LOOP)
+
+
 def name_of(what, direction):
     """What the code of a direction is compiled as: a name that no other settings or rules have."""
     way = "columnwise" if direction.columnwise else "rowwise"
@@ -414,61 +479,117 @@ def make_choose_best(direction, place):
     """Return the `choose` that gives each block the candidate whose codes err least; the first of equal ones.
 
     Errors of elements along the block are added one after another, those of a square's rows as a tree: row i and
-    i + B/2, then B/4, ... 1.
+    i + B/2, then B/4, ... 1. Candidates are tried for all blocks of the group, the last one first.
     """
-    rules, by_column, width, height = direction.rules(), place.by_column, place.width, place.height
-    tensor, by_outer, kind = make_tensor_scale(direction), direction.by_outer, direction.scale_type
-    encode, decode = casts.ENCODERS[direction.fmt], casts.DECODERS[direction.fmt]
-    value_of, error, rows_of_sums = direction.value_of_scale(), rules.choice.error, height if width > 1 else 1
-
-    @routine
-    def block_error(tile, first, last, left, right, stored, multiplier, amax, sums):
-        sums[:] = ZERO
-        scale = value_of(stored)
-        for r in range(first, last):
-            at = r - first if width > 1 else 0
-            for k in range(left, right):
-                x = tile[r, k]
-                sums[at] += error(decode(encode(x * multiplier)), scale, amax, x)
-        half = rows_of_sums // 2
-        while half > 0:
-            for i in range(half):
-                sums[i] += sums[i + half]
-            half //= 2
-        return sums[0]
-
-    def make_best(candidates):
-        """f(...) -> (error, stored, multiplier) of the best of some candidates."""
-        candidate, *others = candidates
-
-        @routine
-        def one(tile, first, last, left, right, largest, shared, amax, out, sums):
-            stored, multiplier = candidate(largest, shared, out)
-            return block_error(tile, first, last, left, right, stored, multiplier, amax, sums), stored, multiplier
-
-        if not others:
-            return one
-        best_of_others = make_best(others)
-
-        @routine
-        def best(tile, first, last, left, right, largest, shared, amax, out, sums):
-            this = one(tile, first, last, left, right, largest, shared, amax, out, sums)
-            other = best_of_others(tile, first, last, left, right, largest, shared, amax, out, sums)
-            return other if other[0] < this[0] else this
-
-        return best
-
-    best = make_best(rules.choice.candidates)
+    *others, last_one = (make_try(direction, place, one) for one in direction.rules().choice.candidates)
+    better = make_try_better(others, place.width)
+    stored_type, width, height = direction.scale_type, place.width, place.height
+    rows_of_sums = height if width > 1 else 1
 
     @routine
     def choose(tile, first, last, columns, row, column, maxima, out, stored, multipliers):
-        sums = np.empty(rows_of_sums, np.float32)
-        for b in range((columns + width - 1) // width):
-            outer, left = column + b if by_column and width == 1 else row, b * width
-            right = min(columns, left + width)
-            shared, amax = tensor(out, outer), out.given[outer if by_outer else 0]
-            largest = as_f32(maxima[b])
-            _, scale, multipliers[b] = best(tile, first, last, left, right, largest, shared, amax, out, sums)
-            stored[b] = kind(scale)
+        blocks = (columns + width - 1) // width
+        errors, found = np.empty((2, rows_of_sums, blocks), np.float32), np.empty(blocks, stored_type)
+        factors, terms = np.empty((5, columns), np.float32), np.empty(blocks * width, np.float32)
+        last_one(tile, first, last, columns, row, column, maxima, out, stored, multipliers, factors, terms, errors[0])
+        better(tile, first, last, columns, row, column, maxima, out, stored, multipliers, found, factors, terms, errors)
 
     return choose
+
+
+def make_try_better(tries, width):
+    """Return a function that tries each of some candidates, the last one first, and keeps what errs less.
+
+    What is kept is in `stored`, `multipliers` and errors[0, 0]; what is tried in `found`, factors[4] and errors[1, 0].
+    """
+
+    @routine
+    def none(tile, first, last, columns, row, column, maxima, out, stored, multipliers, found, factors, terms, errors):
+        pass
+
+    if not tries:
+        return none
+    this, after = tries[0], make_try_better(tries[1:], width)
+
+    @routine
+    def better(
+        tile, first, last, columns, row, column, maxima, out, stored, multipliers, found, factors, terms, errors
+    ):
+        after(tile, first, last, columns, row, column, maxima, out, stored, multipliers, found, factors, terms, errors)
+        tried, kept_error, error = factors[4], errors[0, 0], errors[1, 0]
+        this(tile, first, last, columns, row, column, maxima, out, found, tried, factors, terms, errors[1])
+        for b in range((columns + width - 1) // width):
+            keeps = kept_error[b] < error[b]
+            stored[b] = select(keeps, stored[b], found[b])
+            multipliers[b] = select(keeps, multipliers[b], tried[b])
+            kept_error[b] = select(keeps, kept_error[b], error[b])
+
+    return better
+
+
+def make_try(direction, place, candidate):
+    """Return a function that finds a candidate's scales of all blocks, and their errors in errors[0]."""
+    find_scales, value_of = make_find_scales(direction, place, candidate), direction.value_of_scale()
+    find_errors, width = make_find_errors(direction, place), place.width
+    of_each_column, by_outer = has_amax_of_each_column(direction, place), direction.by_outer
+    code_type, spread = direction.register_type, make_spread(width)
+
+    @routine
+    def tried(tile, first, last, columns, row, column, maxima, out, stored, multipliers, factors, terms, errors):
+        find_scales(columns, row, column, maxima, out, stored, multipliers)
+        scales, of_columns, scales_of_columns, amaxes = factors[0], factors[1], factors[2], factors[3]
+        for b in range((columns + width - 1) // width):
+            scales[b] = value_of(code_type(stored[b]))
+        spread(multipliers, columns, of_columns)
+        spread(scales, columns, scales_of_columns)
+        shared = out.given[row if by_outer and not of_each_column else 0]
+        for c in range(columns):
+            amaxes[c] = out.given[column + c] if of_each_column else shared
+        find_errors(tile, first, last, columns, of_columns, scales_of_columns, amaxes, terms, errors)
+
+    return tried
+
+
+def make_find_errors(direction, place):
+    """Return `find(tile, first, last, columns, multipliers, scales, amaxes, terms, errors)`: into errors[0].
+
+    What elements are multiplied with and compared by has an entry for each column.
+    """
+    error, width, height = direction.rules().choice.error, place.width, place.height
+    encode, decode = casts.ENCODERS[direction.fmt], casts.CPU_DECODERS[direction.fmt]
+
+    @routine
+    def of_row(line, columns, multipliers, scales, amaxes, terms):
+        for c in range(columns):
+            terms[c] = error(decode(encode(line[c] * multipliers[c])), scales[c], amaxes[c], line[c])
+
+    @routine
+    def of_columns(tile, first, last, columns, multipliers, scales, amaxes, terms, errors):
+        sums = errors[0]
+        sums[:columns] = ZERO
+        for r in range(first, last):
+            of_row(tile[r], columns, multipliers, scales, amaxes, terms)
+            for c in range(columns):
+                sums[c] += terms[c]
+
+    @routine
+    def of_blocks(tile, first, last, columns, multipliers, scales, amaxes, terms, errors):
+        blocks = (columns + width - 1) // width
+        errors[:] = ZERO
+        terms[columns:] = ZERO
+        for r in range(first, last):
+            of_row(tile[r], columns, multipliers, scales, amaxes, terms)
+            sums = errors[r - first]
+            for b in range(blocks):
+                total = ZERO
+                for k in range(width):
+                    total += terms[b * width + k]
+                sums[b] = total
+        half = height // 2
+        while half > 0:
+            for i in range(half):
+                for b in range(blocks):
+                    errors[i, b] += errors[i + half, b]
+            half //= 2
+
+    return of_columns if width == 1 else of_blocks

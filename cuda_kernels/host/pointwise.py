@@ -9,7 +9,7 @@ import numpy as np
 from numba import types
 
 from cuda_kernels import casts
-from cuda_kernels.host.arrays import NO_BYTES, as_array, as_bytes
+from cuda_kernels.host.arrays import NOTHING, as_array, as_bytes
 from cuda_kernels.host.compile import compiled
 from cuda_kernels.host.threads import share
 from cuda_kernels.host.tiles import BYTES
@@ -169,7 +169,7 @@ def _format_name(fmt):
 def encode(operand, fmt, saturate, rounding, random_bits, out):
     """Fill uint8 `out` with the codes of an `Operand`."""
     loop = _encode_loop(fmt, saturate, rounding, operand.storage)
-    bits = NO_BYTES if random_bits is None else as_bytes(random_bits.array)
+    bits = NOTHING if random_bits is None else as_bytes(random_bits.array)
     run(loop, out.size, as_bytes(operand.array), bits, as_bytes(out))
 
 

@@ -3,13 +3,11 @@
 from functools import cache
 
 import numpy as np
-from numba import types
 
 from cuda_kernels.casts import STORAGES
 from cuda_kernels.host.compile import compiled
 from cuda_kernels.host.prologues import halves_of
-from cuda_kernels.host.threads import share
-from cuda_kernels.host.tiles import BYTES, FLOATS, INPUTS
+from cuda_kernels.host.tiles import INPUT_WORDS, LOOP, inputs_at, outputs_at
 from cuda_kernels.prologues import make_forward_product, make_scaled_gradient
 from cuda_kernels.simt import F, device
 
@@ -17,15 +15,12 @@ from cuda_kernels.simt import F, device
 CHUNK = 128
 
 
-def scaled_gradient(front, inputs, out, storage, sums):
-    """Fill `out` (bytes of dtype `storage`, like x) with the gradient, float32 `sums` (M,) with that of the scales."""
-    m = front.matrix_shape[0]
-    loop = _loop(front.name, front.storage, storage, front.gated, front.interleave > 0)
-    share(lambda first, last: loop(inputs, out, sums, first, last), m, inline=m * front.width <= 1 << 15)
-
-
 @cache
-def _loop(name, storage, out_storage, gated, interleaved):
+def scaled_gradient(name, storage, out_storage, gated, interleaved):
+    """Return `loop(words, first, last)` over rows: words of an `Inputs`, then of `Outputs`.
+
+    Fills `data`, of dtype `out_storage`, with the gradient, and float32 `given` (M,) with that of the scales.
+    """
     carrier, widen = STORAGES[storage].carrier.type, STORAGES[storage].widen
     target, narrow = STORAGES[out_storage].carrier.type, STORAGES[out_storage].narrow
     act_gradient, gate_gradient = make_scaled_gradient(name, False)
@@ -33,8 +28,9 @@ def _loop(name, storage, out_storage, gated, interleaved):
     gate_gradient = gate_gradient or act_gradient
     halves = halves_of(interleaved) if gated else single
 
-    def loop(inputs, out, sums, first, last):
-        x, gradient, results = inputs.x.view(carrier), inputs.dy.view(carrier), out.view(target)
+    def loop(words, first, last):
+        inputs, out = inputs_at(words, 0), outputs_at(words, INPUT_WORDS)
+        x, gradient, results = inputs.x.view(carrier), inputs.dy.view(carrier), out.data.view(target)
         products = np.empty(CHUNK, np.float32)
         for row in range(first, last):
             factor, total = inputs.row_scales[row], F(0)
@@ -56,11 +52,10 @@ def _loop(name, storage, out_storage, gated, interleaved):
                 for c in range(columns):
                     chunk += products[c]
                 total += chunk
-            sums[row] = total
+            out.given[row] = total
 
     words = [name, "backward-scaled", storage, out_storage, "interleaved" * interleaved]
-    signature = types.void(INPUTS, BYTES, FLOATS, types.int64, types.int64)
-    return compiled("-".join(filter(None, words)), loop, signature)
+    return compiled("-".join(filter(None, words)), loop, LOOP)
 
 
 @device

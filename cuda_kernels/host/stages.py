@@ -10,11 +10,13 @@ import numpy as np
 
 from cuda_kernels.casts import INFINITE, MAGNITUDE, STORAGES
 from cuda_kernels.hadamard import signed
-from cuda_kernels.host.compile import address_of
+from cuda_kernels.host.compile import address_of, routine
 from cuda_kernels.host.tiles import PIECE_ROWS, SPAN, STAGE
 from cuda_kernels.simt import U32, F, as_u32, device, select
 
 HADAMARD = 16
+#: Columns of 16 rows that lie in the nearest cache together: 32 KiB.
+NEAR = 512
 QUARTER, ZERO = F(0.25), F(0)
 
 
@@ -104,33 +106,50 @@ def maxima(axis):
     return address_of(f"amax-{axis}", function, STAGE)
 
 
+@device
+def four_point(a, b, c, d):
+    """Two butterfly stages of four values."""
+    return (a + b) + (c + d), (a - b) + (c - d), (a + b) - (c + d), (a - b) - (c - d)
+
+
 @cache
 def hadamard_down(inverse=False):
     """The stage that transforms groups of 16 rows in place; the sign mask is in `seed`.
 
-    Four butterfly stages in float32, then a factor 1/4; adding 0 leaves no -0, like a matrix product.
+    Four butterfly stages in float32, then a factor 1/4; adding 0 leaves no -0, like a matrix product. Two stages at a
+    time, of four rows each, over `NEAR` columns: what is passed over twice lies in the nearest cache.
     """
+
+    @routine
+    def first_stages(a, b, c, d, mask, i):
+        for k in range(len(a)):
+            w, x, y, z = a[k], b[k], c[k], d[k]
+            if not inverse:
+                w, x = signed(w, mask, i), signed(x, mask, i + 1)
+                y, z = signed(y, mask, i + 2), signed(z, mask, i + 3)
+            a[k], b[k], c[k], d[k] = four_point(w, x, y, z)
+
+    @routine
+    def last_stages(a, b, c, d, mask, i):
+        for k in range(len(a)):
+            w, x, y, z = four_point(a[k], b[k], c[k], d[k])
+            w, x, y, z = w * QUARTER, x * QUARTER, y * QUARTER, z * QUARTER
+            if inverse:
+                w, x = signed(w, mask, i), signed(x, mask, i + 4)
+                y, z = signed(y, mask, i + 8), signed(z, mask, i + 12)
+            a[k], b[k], c[k], d[k] = w + ZERO, x + ZERO, y + ZERO, z + ZERO
 
     def stage(tile, rows, columns, row, column, out):
         mask = np.uint32(out.seed)
         for top in range(0, rows, HADAMARD):
-            for i in range(HADAMARD):
-                line = tile[top + i]
-                for c in range(columns):
-                    line[c] = line[c] if inverse else signed(line[c], mask, i)
-            for level in range(4):
-                stride = 1 << level
-                for i in range(HADAMARD):
-                    if i & stride == 0:
-                        upper, lower = tile[top + i], tile[top + i + stride]
-                        for c in range(columns):
-                            a, b = upper[c], lower[c]
-                            upper[c], lower[c] = a + b, a - b
-            for i in range(HADAMARD):
-                line = tile[top + i]
-                for c in range(columns):
-                    value = line[c] * QUARTER
-                    line[c] = (signed(value, mask, i) if inverse else value) + ZERO
+            for left in range(0, columns, NEAR):
+                right = min(left + NEAR, columns)
+                for i in range(0, HADAMARD, 4):
+                    a, b = tile[top + i, left:right], tile[top + i + 1, left:right]
+                    first_stages(a, b, tile[top + i + 2, left:right], tile[top + i + 3, left:right], mask, i)
+                for i in range(4):
+                    a, b = tile[top + i, left:right], tile[top + i + 4, left:right]
+                    last_stages(a, b, tile[top + i + 8, left:right], tile[top + i + 12, left:right], mask, i)
 
     return address_of("hadamard-inverse-down" if inverse else "hadamard-down", stage, STAGE)
 

@@ -7,6 +7,9 @@
 function pointers, which costs some 10 ns a tile: n + m functions are compiled, not n * m. `inputs` and `out` are
 `operands.Inputs` and `operands.Outputs`; tensors are flat uint8 views there, which a function views as its own dtype.
 
+Compiled loops are called with one array of 64-bit words that has all of it, an array as its address and size: NumPy
+arrays and tuples of them are slow to take apart.
+
 The matrix is cut into pieces of 128 rows x `SPAN` columns: what a thread takes at once. Nothing that is computed
 depends on how pieces are shared out.
 """
@@ -14,15 +17,17 @@ depends on how pieces are shared out.
 from functools import cache
 
 import numpy as np
-from numba import types
+from llvmlite import ir
+from numba import carray, types
+from numba.extending import intrinsic
 
-from cuda_kernels.host.compile import call_address, compiled
+from cuda_kernels.host.compile import call_address, compiled, routine
+from cuda_kernels.operands import INPUTS as INPUT_FIELDS
 from cuda_kernels.operands import Inputs, Outputs
+from cuda_kernels.simt import U32, as_f32
 
 #: Rows and columns of a piece. Column sums add 128 rows in order, then the sums of all pieces in order.
 PIECE_ROWS, SPAN = 128, 8192
-#: Stages that a walk has room for.
-ROOM = (1, 3, 6)
 
 BYTES, FLOATS = types.Array(types.uint8, 1, "C"), types.Array(types.float32, 1, "C")
 WORDS = types.Array(types.uint32, 1, "C")
@@ -34,6 +39,8 @@ OUTPUTS = types.NamedTuple(
 )
 PROLOGUE = types.void(INPUTS, TILE, _INT, _INT, _INT, _INT)
 STAGE = types.void(TILE, _INT, _INT, _INT, _INT, OUTPUTS)
+#: A loop over pieces or rows: words, the first, the one behind the last.
+LOOP = types.void(types.Array(types.uint64, 1, "C"), _INT, _INT)
 
 
 def spans(columns):
@@ -46,8 +53,100 @@ def pieces(rows, columns):
     return -(-rows // PIECE_ROWS) * spans(columns)
 
 
-def walk(prologue, stages, count, inputs, outs, rows, columns, tile_rows, tile_columns, first, last):
-    """Run a prologue and the first `count` of `stages` over pieces `first` to `last` of a (rows, columns) matrix."""
+# --- words ------------------------------------------------------------------------------------------
+
+#: Fields that are arrays, two words each: address and bytes.
+ARRAYS = {"x", "dy", "row_scales", "data", "scales", "amax", "given", "random_bits"}
+INPUT_WORDS, OUTPUT_WORDS = (sum(1 + (name in ARRAYS) for name in fields) for fields in (INPUT_FIELDS, Outputs._fields))
+#: Words of a walk before those of its `Inputs`: prologue, number of stages, shape of the matrix and of a tile. After
+#: them, for each stage, its address and its `Outputs`.
+FIRST = 6
+
+
+def append_words(values, words, arrays):
+    """Append the words of an `Inputs` or `Outputs` to a list, and (place, array) of each of its arrays to another."""
+    for value in values:
+        if isinstance(value, np.ndarray):
+            if value.size:
+                arrays.append((len(words), value))
+            words += 0, value.nbytes
+        else:
+            words.append(int(value.view(np.uint32)) if isinstance(value, np.float32) else int(value))
+
+
+@intrinsic
+def pointer_to(typingctx, address):
+    """An address as a pointer to bytes."""
+
+    def emit(context, builder, signature, values):
+        return builder.inttoptr(values[0], ir.IntType(8).as_pointer())
+
+    return types.CPointer(types.uint8)(types.uint64), emit
+
+
+@routine
+def bytes_at(words, i):
+    """The array of bytes whose address and size are words `i` and `i` + 1."""
+    return carray(pointer_to(words[i]), (np.int64(words[i + 1]),), np.uint8)
+
+
+@routine
+def number_at(words, i):
+    """The float32 whose bits are word `i`."""
+    return as_f32(U32(words[i]))
+
+
+@routine
+def inputs_at(words, i):
+    """The `Inputs` whose words begin at `i`."""
+    return Inputs(
+        bytes_at(words, i),
+        bytes_at(words, i + 2),
+        bytes_at(words, i + 4).view(np.float32),
+        number_at(words, i + 6),
+        number_at(words, i + 7),
+        number_at(words, i + 8),
+        number_at(words, i + 9),
+        number_at(words, i + 10),
+        np.int64(words[i + 11]),
+        np.int64(words[i + 12]),
+        np.int64(words[i + 13]),
+    )
+
+
+@routine
+def outputs_at(words, i):
+    """The `Outputs` whose words begin at `i`."""
+    return Outputs(
+        bytes_at(words, i),
+        bytes_at(words, i + 2),
+        bytes_at(words, i + 4).view(np.uint32),
+        bytes_at(words, i + 6).view(np.float32),
+        bytes_at(words, i + 8),
+        words[i + 10],
+        words[i + 11],
+        np.int64(words[i + 12]),
+        number_at(words, i + 13),
+        number_at(words, i + 14),
+        np.int64(words[i + 15]),
+        np.int64(words[i + 16]),
+        np.int64(words[i + 17]),
+    )
+
+
+# --- the walk ---------------------------------------------------------------------------------------
+
+
+def walk(words, first, last):
+    """Run a prologue and stages over pieces `first` to `last` of a matrix."""
+    prologue, count = np.int64(words[0]), np.int64(words[1])
+    rows, columns, tile_rows, tile_columns = (
+        np.int64(words[2]),
+        np.int64(words[3]),
+        np.int64(words[4]),
+        np.int64(words[5]),
+    )
+    inputs = inputs_at(words, FIRST)
     whole_blocks = (columns + 127) // 128 * 128
     tile = np.empty((tile_rows, min(tile_columns, whole_blocks)), np.float32)
     spans_in_row = (columns + SPAN - 1) // SPAN
@@ -59,11 +158,12 @@ def walk(prologue, stages, count, inputs, outs, rows, columns, tile_rows, tile_c
                 height, width = min(tile_rows, bottom - row), min(tile_columns, right - column)
                 call_address(prologue, (inputs, tile, height, width, row, column))
                 for i in range(count):
-                    call_address(stages[i], (tile, height, width, row, column, outs[i]))
+                    at = FIRST + INPUT_WORDS + i * (1 + OUTPUT_WORDS)
+                    stage, out = np.int64(words[at]), outputs_at(words, at + 1)
+                    call_address(stage, (tile, height, width, row, column, out))
 
 
 @cache
-def compiled_walk(room):
-    """`walk`, compiled for tuples of `room` stages: the one loop that all operations share."""
-    signature = types.void(_INT, types.UniTuple(_INT, room), _INT, INPUTS, types.UniTuple(OUTPUTS, room), *[_INT] * 6)
-    return compiled(f"walk-{room}", walk, signature)
+def compiled_walk():
+    """`walk`, compiled: the one loop that all operations share."""
+    return compiled("walk", walk, LOOP)

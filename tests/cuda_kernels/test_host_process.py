@@ -398,7 +398,7 @@ FAULTS = (
     ("host/backend.py", "if job.path.casts_rounded:", "if False:", "fused"),
     ("host/prologues.py", "return start, start + g, min", "return start, start + 2 * g, min", "scaled"),
     ("host/dequantize.py", "pair & U32(15)", "pair >> U32(4)", "nvfp4"),
-    ("host/threads.py", "range(1, parts)", "range(2, parts)", "threads"),
+    ("host/threads.py", "range(pieces + 1)", "range(pieces)", "threads"),
 )
 
 

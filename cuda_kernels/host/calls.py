@@ -1,0 +1,288 @@
+"""Calls that were made before: what they allocated and ran is done again, and nothing else.
+
+As on a GPU (`cuda_kernels.plans`) what a call does follows from the description of its arguments, so the first call of
+a description is recorded while it runs and a later one replayed: results are allocated, addresses put in their places,
+compiled loops called. That takes some fifteen microseconds, where checking and planning take five times as long.
+
+    call = seen(method, args, options)     None: of no plan
+    doing = Recording(call)                what the backend allocates and runs its steps with
+    doing.keep(result)                     the plan, from here on
+
+Nothing is recorded of a call that looks at numbers (codes that a format may not have), copies an argument, or is given
+anything but arrays and plain settings; it takes the long way every time.
+"""
+
+import functools
+from collections.abc import Callable
+from operator import itemgetter
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+
+from cuda_kernels.described import Plans, describe, which_are_one
+from cuda_kernels.host.arrays import KINDS
+from cuda_kernels.host.threads import share
+from refops import Quantized
+
+PLANS = Plans()
+#: Fields of `refops.Quantized` that are arrays.
+FIELDS = (
+    "rowwise_data",
+    "rowwise_scale_inv",
+    "columnwise_data",
+    "columnwise_scale_inv",
+    "amax_rowwise",
+    "amax_columnwise",
+)
+
+
+def address_of_array(array):
+    """Where a NumPy array begins."""
+    return array.__array_interface__["data"][0]
+
+
+# --- what a call is ---------------------------------------------------------------------------------
+
+
+class Call(NamedTuple):
+    """A call, described.
+
+    Attributes:
+        key: everything that decides what it does.
+        arrays: its arrays; those of a `Quantized` one by one. addresses: where they lie.
+    """
+
+    key: tuple
+    arrays: list
+    addresses: list
+
+
+def seen(method, args, options):
+    """Return the `Call` of a method with arguments, None where it cannot have a plan."""
+    key, arrays = [method, len(args), *options], []
+    for value in (*args, *options.values()) if options else args:
+        if not describe(value, key, arrays, KINDS, Quantized, arrays_of):
+            return None
+    if not arrays:
+        return None
+    addresses = []
+    for array in arrays:
+        found = KINDS[type(array)](array)
+        if found is None:
+            return None
+        address, dtype, shape = found
+        key += dtype, shape
+        addresses.append(address)
+    if len(arrays) > 1:
+        key += which_are_one(arrays)
+    return Call(tuple(key), arrays, addresses)
+
+
+def arrays_of(q):
+    """Name -> array of a `Quantized`, those that it has."""
+    fields = vars(q)
+    return {name: fields[name] for name in FIELDS if fields[name] is not None}
+
+
+# --- what is done, once and again -------------------------------------------------------------------
+
+
+class Loop(NamedTuple):
+    """A compiled loop `function(words, first, last)` over range(size).
+
+    Attributes:
+        function, words: with the addresses of the call that was recorded.
+        places: (place among the words, number of the array) of each address.
+        size, inline: as `count` and `inline` of `threads.share`.
+    """
+
+    function: Any
+    words: np.ndarray
+    places: tuple
+    size: int
+    inline: bool
+
+    def run(self, arrays, addresses):
+        """Do it with these arrays."""
+        function, words = self.function, self.words.copy()
+        for place, number in self.places:
+            words[place] = addresses[number]
+        share(lambda first, last: function(words, first, last), self.size, inline=self.inline)
+
+
+class Step(NamedTuple):
+    """A function of some arrays that the call made.
+
+    Attributes:
+        numbers: those of the arrays, or a constant itself.
+    """
+
+    function: Any
+    numbers: tuple
+
+    def run(self, arrays, addresses):
+        """Do it with these arrays."""
+        self.function(*[arrays[number] if type(number) is int else number for number in self.numbers])
+
+
+class Plan(NamedTuple):
+    """What a call does.
+
+    Attributes:
+        allocations: (function, shape, dtype) of each new array. Arrays are numbered: first the call's, then these.
+        steps: `Loop` or `Step`, in order. constants: arrays that loops have the addresses of.
+        result: function of the list of all arrays that returns the call's result.
+    """
+
+    allocations: tuple
+    steps: tuple
+    constants: tuple
+    result: Any
+
+    def run(self, call):
+        """Do it, for a call of the same description, and return the result."""
+        arrays, addresses = call.arrays, call.addresses
+        for new, shape, dtype in self.allocations:
+            array = new(shape, dtype)
+            arrays.append(array)
+            addresses.append(address_of_array(array))
+        for step in self.steps:
+            step.run(arrays, addresses)
+        return self.result(arrays)
+
+
+class Doing:
+    """Does what a call does, and keeps no account of it."""
+
+    def given(self, value, array):
+        """Note a caller's argument and the NumPy array that it is."""
+
+    def new(self, function, shape, dtype):
+        """Return a new array: `function` is np.empty or np.zeros."""
+        return function(shape, dtype)
+
+    def constant(self, array):
+        """Note an array that is the same whenever the call is made; return it."""
+        return array
+
+    def run(self, function, *arrays):
+        """Call a function of constants and arrays that the call made, which reads or fills them."""
+        function(*arrays)
+
+    def loop(self, function, words, arrays, count, inline):
+        """Run a compiled loop; `words` lacks the addresses of `arrays`, a list of (place, array)."""
+        words = np.array(words, np.uint64)
+        for place, array in arrays:
+            words[place] = address_of_array(array)
+        share(lambda first, last: function(words, first, last), count, inline=inline)
+
+    def depends_on_numbers(self):
+        """Note that what the call does is decided by the numbers in an array."""
+
+
+class Recording(Doing):
+    """Writes down what a call does while it is done."""
+
+    def __init__(self, call):
+        self._key, self._given = call.key, len(call.arrays)
+        self._addresses, self._ids = list(call.addresses), {id(value): i for i, value in enumerate(call.arrays)}
+        self._numbers, self._constants, self._alive = {}, {}, []
+        self._allocations, self._steps = [], []
+        self._whole = True  # until something happens that cannot be done again
+
+    def _note(self, array, number):
+        self._numbers[id(array)] = number
+        self._alive.append(array)  # no other array gets its id
+
+    def given(self, value, array):
+        number = self._ids.get(id(value))
+        if number is not None and (array.size == 0 or address_of_array(array) == self._addresses[number]):
+            self._note(array, number)
+
+    def new(self, function, shape, dtype):
+        array = function(shape, dtype)
+        self._note(array, self._given + len(self._allocations))
+        self._allocations.append((function, tuple(shape), array.dtype))
+        return array
+
+    def constant(self, array):
+        self._constants[id(array)] = array
+        return array
+
+    def _number(self, array):
+        """Number of an array, or the constant itself; None of one that nobody noted."""
+        number = self._constants.get(id(array))
+        number = self._numbers.get(id(array)) if number is None else number
+        self._whole &= number is not None
+        return number
+
+    def run(self, function, *arrays):
+        numbers = tuple(self._number(array) for array in arrays)
+        self._whole &= all(type(number) is not int or number >= self._given for number in numbers)
+        self._steps.append(Step(function, numbers))
+        function(*arrays)
+
+    def loop(self, function, words, arrays, count, inline):
+        words, places = np.array(words, np.uint64), []
+        for place, array in arrays:
+            words[place] = address_of_array(array)
+            number = self._number(array)
+            if type(number) is int:
+                places.append((place, number))
+        self._steps.append(Loop(function, words, tuple(places), count, inline))
+        share(lambda first, last: function(words, first, last), count, inline=inline)
+
+    def depends_on_numbers(self):
+        self._whole = False
+
+    def keep(self, result):
+        """Keep the plan of the call, whose method returned `result`."""
+        rebuild = self._rebuilding(result)
+        if self._whole and rebuild is not None:
+            constants = tuple(self._constants.values())
+            PLANS.keep(self._key, Plan(tuple(self._allocations), tuple(self._steps), constants, rebuild))
+
+    def _rebuilding(self, result):
+        """The function of all arrays that makes a result again; None where it holds something else."""
+        if isinstance(result, np.ndarray):
+            number = self._numbers.get(id(result))
+            return None if number is None or number < self._given else itemgetter(number)
+        if isinstance(result, tuple):
+            parts = [self._rebuilding(one) for one in result]
+            return None if None in parts else lambda arrays: tuple(part(arrays) for part in parts)
+        if not isinstance(result, Quantized):
+            return None
+        numbers = [(name, self._numbers.get(id(array))) for name, array in arrays_of(result).items()]
+        if any(number is None or number < self._given for _, number in numbers):
+            return None
+        settings = {name: value for name, value in vars(result).items() if not isinstance(value, np.ndarray)}
+
+        def rebuild(arrays):
+            made = object.__new__(Quantized)  # what `Quantized` checks was checked of the recorded one
+            vars(made).update(settings, **{name: arrays[number] for name, number in numbers})
+            return made
+
+        return rebuild
+
+
+CallT = TypeVar("CallT", bound=Callable[..., Any])
+
+
+def repeated(method: CallT, make: Callable[[Doing], Any]) -> CallT:
+    """Return a method of an `Interface` that has plans; `make(doing)` is an interface whose backend does so."""
+    name: Any = method.__name__
+
+    @functools.wraps(method)
+    def call(*args, **options):
+        known = seen(name, args, options)
+        if known is None:
+            return method(*args, **options)
+        plan = PLANS.get(known.key)
+        if plan is not None:
+            return plan.run(known)
+        recording = Recording(known)
+        result = getattr(make(recording), name)(*args, **options)
+        recording.keep(result)
+        return result
+
+    return call  # type: ignore[return-value]
