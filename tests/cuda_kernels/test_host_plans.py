@@ -34,14 +34,12 @@ def same(mine, want):
         assert same_bits(mine, want)
 
 
+def amax(module, x):
+    """The largest magnitude of `x`, which `refops` has no call for."""
+    return host.amax(x) if module is host else np.fmax.reduce(np.abs(x.astype(F)), axis=None).reshape(1)
+
+
 #: name -> (the call, whether refops has its bits).
-
-
-def largest(x):
-    """What `amax` gives."""
-    return np.fmax.reduce(np.abs(x.astype(F)), axis=None).reshape(1)
-
-
 CALLS = {
     "relu": (lambda m, x: m.activation("relu", x), True),
     "other dtype": (lambda m, x: m.activation("relu", x, out_dtype=F), True),
@@ -55,10 +53,7 @@ CALLS = {
     "stored for rows": (lambda m, x: m.activation_quantize("relu", x, refops.NVFP4Scaling(row_scaled=True)), True),
     "transformed": (lambda m, x: m.quantize(x, refops.NVFP4Scaling(rht=True), columnwise=True), False),
     "scaled": (lambda m, x: m.scaled_activation_grad("srelu", x, x, x[:, 0].astype(F)), True),
-    "amax": (
-        lambda m, x: host.amax(x) if m is host else np.fmax.reduce(np.abs(x.astype(F)), axis=None).reshape(1),
-        True,
-    ),
+    "amax": (amax, True),
 }
 
 
