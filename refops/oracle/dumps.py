@@ -159,18 +159,25 @@ def other_scales(slot, got):
 
 def _other_layouts(layout, columnwise):
     """Yield (what its scales are, layout, direction) of what a kernel may have written instead, the nearest first."""
-    inner_first = tuple(not first for first in layout.scales_inner_first)
-    yield "transposed scales", replace(layout, scales_inner_first=inner_first), columnwise
-    yield f"{'rowwise' if columnwise else 'columnwise'} scales", layout, not columnwise
+    first, other_first = layout.scales_inner_first, tuple(not one for one in layout.scales_inner_first)
+
+    def scales(block, inner_first):
+        """Where scales of such blocks lie, and nothing else of the layout."""
+        return Layout(
+            block, layout.scale_format, scales_inner_first=inner_first, padding=layout.padding, scale_order="fixed"
+        )
+
+    if layout.run is not None:
+        yield "transposed scales", scales(layout.run, other_first), columnwise
+        yield f"{'rowwise' if columnwise else 'columnwise'} scales", scales(layout.run, first), not columnwise
     sizes = [size for size in range(1, ALIGNMENT + 1) if ALIGNMENT % size == 0]
     lines = [((1, size), f"blocks of {size}") for size in sizes]
     squares = [((size, size), f"blocks of {size}x{size}") for size in sizes]
     stores_squares = layout.run is not None and layout.run[0] > 1
     for block, name in (*squares, *lines) if stores_squares else (*lines, *squares):
-        other = replace(layout, block=block, repeated=False)
-        yield f"scales of {name}", other, columnwise
-        yield f"transposed scales of {name}", replace(other, scales_inner_first=inner_first), columnwise
-    yield "one scale of the tensor", replace(layout, block=None), columnwise
+        yield f"scales of {name}", scales(block, first), columnwise
+        yield f"transposed scales of {name}", scales(block, other_first), columnwise
+    yield "one scale of the tensor", Layout(amax="tensor"), columnwise
 
 
 def _reshapes(got, wanted):
