@@ -15,7 +15,7 @@ from refops.oracle.operation import OPERATIONS
 from tiers import sampled
 
 
-@sampled(("name", "dtype"), SCALINGS_AND_DTYPES, 4)
+@sampled(("name", "dtype"), SCALINGS_AND_DTYPES, 4, in_all=12)
 def test_quantize_and_dequantize_have_the_reference_s_bits(name, dtype):
     scaling = ALL_SCALINGS[name]
     if getattr(scaling, "rht", False):
@@ -44,7 +44,7 @@ def outputs_of(op, scaling, dtype, shape, columnwise):
     return {"x": x}, {n: getattr(q, n) for n in ARRAYS if getattr(q, n) is not None}
 
 
-@sampled(("op", "name"), [*product(["silu", "swiglu", "dgelu", "dswiglu"], ALL_SCALINGS)], 4)
+@sampled(("op", "name"), [*product(["silu", "swiglu", "dgelu", "dswiglu"], ALL_SCALINGS)], 5, in_all=12)
 def test_fused_activations_lie_in_the_enclosure(op, name):
     scaling = ALL_SCALINGS[name]
     inputs, outputs = outputs_of(op, scaling, BF16, (96, 160), takes(scaling, (96, 160), True))

@@ -260,7 +260,7 @@ def extremes(dtype):
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered in cast")
-@sampled(("name", "dtype"), SCALINGS_AND_DTYPES, 4)
+@sampled(("name", "dtype"), SCALINGS_AND_DTYPES, 4, in_all=12)
 def test_special_values_have_the_reference_s_bits(name, dtype):
     scaling = ALL_SCALINGS[name]
     for x in extremes(dtype):

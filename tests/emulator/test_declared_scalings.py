@@ -10,7 +10,7 @@ from declared_scalings import CHECKED, SHAPES, check_declared
 from tiers import sampled
 
 
-@sampled("name", CHECKED, 3)
+@sampled("name", CHECKED, 6, in_all=4)
 def test_every_call_has_the_reference_s_bits(name):
     with cuda_kernels.emulated("sm_90"):
         check_declared(cuda_kernels, name, ml_dtypes.bfloat16, SHAPES[name])

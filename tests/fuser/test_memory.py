@@ -10,7 +10,7 @@ import fuser
 from cuda_kernels.host.calls import PLANS
 from fuser import ops
 from fuser.recipe import DelayedScaling, NVFP4BlockScaling
-from tiers import sampled
+from tiers import SWEEP
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 RECIPES = {
@@ -31,8 +31,8 @@ def pipeline():
     )
 
 
+@pytest.mark.parametrize("name", ["nvfp4", *(pytest.param(name, marks=SWEEP) for name in ("delayed", "none"))])
 @pytest.mark.full
-@sampled("name", ["nvfp4", "delayed", "none"], 3, in_all=3)
 def test_no_growth_over_1000_steps(name):
     model, recipe = pipeline(), RECIPES[name]
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
