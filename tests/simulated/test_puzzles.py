@@ -271,7 +271,7 @@ def test_holes_are_not_yet(name):
     assert "..." in Path(holes.__file__).read_text().splitlines()[line - 1]
 
 
-@sampled(("name", "fillings", "said"), WRONG_FILLINGS, 4)
+@sampled(("name", "fillings", "said"), WRONG_FILLINGS, 8, in_all=8)
 def test_wrong_filling(tmp_path, name, fillings, said):
     verdict = verdict_of(tmp_path, name, fillings)
     assert verdict.status == checker.WRONG
@@ -289,14 +289,14 @@ def each_filling(table):
     ]
 
 
-@sampled(("name", "fillings", "cause"), each_filling(CAUSES), 8)
+@sampled(("name", "fillings", "cause"), each_filling(CAUSES), 16, in_all=12)
 def test_the_cause_of_a_wrong_filling_and_no_other_is_named(tmp_path, name, fillings, cause):
     verdict = verdict_of(tmp_path, name, fillings)
     assert verdict.status == checker.WRONG
     assert [line for line in verdict.details if line.startswith("Why: ")] == [f"Why: {cause}"], str(verdict)
 
 
-@sampled(("name", "fillings", "line"), each_filling(SHOWN), 8)
+@sampled(("name", "fillings", "line"), each_filling(SHOWN), 16, in_all=12)
 def test_what_a_run_shows_is_said_and_no_cause_is_named(tmp_path, name, fillings, line):
     verdict = verdict_of(tmp_path, name, fillings)
     assert verdict.status == checker.WRONG
