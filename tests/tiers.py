@@ -10,7 +10,7 @@ import pytest
 SWEEP = (pytest.mark.full, pytest.mark.sweep)
 
 
-def sampled(names, cases, every, *, in_all=3, **options):
+def sampled(names, cases, every, *, in_all=10, **options):
     """Return `pytest.mark.parametrize(names, cases, **options)` with marks, so that a tier runs only some of the cases.
 
     Args:

@@ -18,7 +18,7 @@ RUNS = [(target, *case) for target, every in EVERY.items() for case in CASES[::e
     ("target", "part", "name", "function"),
     RUNS,
     24,
-    in_all=8,
+    in_all=24,
     ids=[f"{target} {part} {name}" for target, part, name, _ in RUNS],
 )
 def test_case(target, part, name, function):
