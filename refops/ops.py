@@ -55,12 +55,8 @@ class ActivationSource(Source):
 
     def __init__(self, bound, x):
         self._bound, self._input, self.gated = bound, Matrix(x), bound.gated
-        m, width = self._input.shape
-        if bound.gated:
-            _require_even_width(x)
-            width //= 2
-        self.width = width
-        super().__init__((*x.shape[:-1], width), (m, width), x.dtype)
+        self.width = _output_width(bound, x)
+        super().__init__((*x.shape[:-1], self.width), (self._input.shape[0], self.width), x.dtype)
 
     def read(self, rows, columns):
         act = self._input.read(rows, columns)
@@ -74,16 +70,12 @@ class ActivationGradSource(Source):
 
     def __init__(self, bound, dy, x):
         self._bound, self._dy, self._input, self.gated = bound, Matrix(dy), Matrix(x), bound.gated
-        width = x.shape[-1]
-        if bound.gated:
-            _require_even_width(x)
-            width //= 2
-        expected = (*x.shape[:-1], width)
+        self.width = _output_width(bound, x)
+        expected = (*x.shape[:-1], self.width)
         if dy.shape != expected:
             raise ValueError(f"dy must have the shape of the activation's output, {expected}; got {dy.shape}")
         if dy.dtype != x.dtype:
             raise TypeError(f"dy and x must have the same dtype; got {dy.dtype} and {x.dtype}")
-        self.width = width
         super().__init__(x.shape, self._input.shape, x.dtype)
 
     def read(self, rows, columns):
@@ -103,9 +95,13 @@ def _shift(columns, offset):
     return slice(columns.start + offset, columns.stop + offset)
 
 
-def _require_even_width(x):
+def _output_width(bound, x):
+    """Width of an activation's output: H for rows [act | gate], which have 2H."""
+    if not bound.gated:
+        return x.shape[-1]
     if x.shape[-1] % 2:
         raise ValueError(f"x must have an even last dimension, [act | gate]; got shape {x.shape}")
+    return x.shape[-1] // 2
 
 
 # --- activations without quantization -------------------------------------------------------------
@@ -292,10 +288,7 @@ class ScaledRows:
         self.bound = bind_activation(name, params)
         self.x, self.row_scales = require_tensor(x, "x"), require_tensor(row_scales, "row_scales")
         self.input = Matrix(self.x)
-        m, width = self.input.shape
-        if self.bound.gated:
-            _require_even_width(self.x)
-            width //= 2
+        m, width = self.input.shape[0], _output_width(self.bound, self.x)
         self.shape = (m, width)
         if self.row_scales.size != m:
             raise ValueError(f"row_scales must have one entry a row, {m}; got shape {self.row_scales.shape}")
