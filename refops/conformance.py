@@ -480,7 +480,7 @@ def compare_nvfp4_other(v):
 
 def _dequantized(codes, scales, scaling, dtype, **more):
     """Stored rowwise arrays as values of `dtype`."""
-    shape = (codes.shape[0], codes.shape[1] * (2 if scaling.fmt == E2M1 else 1))
+    shape = (codes.shape[0], codes.shape[1] * scaling.layout.packed)
     q = Quantized(
         rowwise_data=codes, rowwise_scale_inv=scales, scaling=scaling, shape=shape, dtype=DTYPES[dtype], **more
     )
