@@ -94,19 +94,6 @@ class ElementFormat:
     def __repr__(self):
         return self.name.upper()
 
-    def _check_points(self):
-        """Raise unless `key_bits` bits of a float32 tell on which side of each value and midpoint it lies."""
-        extended = np.append(self.grid, value_after_largest(self.grid))
-        points = np.concatenate([self.grid, (extended[1:] + extended[:-1]) / 2])
-        with np.errstate(all="ignore"):
-            single = points.astype(np.float32)
-        if (single != points).any() or (single.view(np.uint32) & ((1 << (33 - self.key_bits)) - 1)).any():
-            raise ValueError(
-                f"values and midpoints of a format must be bfloat16 numbers with an even last bit for encode to be "
-                f"exact (up to 5 mantissa bits, inside bfloat16's range); got {self.bits} bits in {self.name!r}, "
-                f"mantissa_bits={self.mantissa_bits}, bias={self.bias}"
-            )
-
     @property
     def max(self) -> np.float32:
         """Largest finite value, np.float32."""
@@ -178,6 +165,19 @@ class FloatFormat(ElementFormat):
         for field in ("infinity_code", "nan_code"):
             if getattr(self, field) is not None:
                 require_integer(getattr(self, field), field, low=self.largest_code + 1, high=codes)
+
+    def _check_points(self):
+        """Raise unless `key_bits` bits of a float32 tell on which side of each value and midpoint it lies."""
+        extended = np.append(self.grid, value_after_largest(self.grid))
+        points = np.concatenate([self.grid, (extended[1:] + extended[:-1]) / 2])
+        with np.errstate(all="ignore"):
+            single = points.astype(np.float32)
+        if (single != points).any() or (single.view(np.uint32) & ((1 << (33 - self.key_bits)) - 1)).any():
+            raise ValueError(
+                f"values and midpoints of a format must be bfloat16 numbers with an even last bit for encode to be "
+                f"exact (up to 5 mantissa bits, inside bfloat16's range); got {self.bits} bits in {self.name!r}, "
+                f"mantissa_bits={self.mantissa_bits}, bias={self.bias}"
+            )
 
     @property
     def bits(self) -> int:
