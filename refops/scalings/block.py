@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from refops.formats import E4M3, FloatFormat, require_format
 from refops.hints import Number
-from refops.scalings.declaration import FP8_FORMATS, Layout, NamedScaling, choose, flags, non_negative
+from refops.scalings.declaration import FP8_FORMATS, Layout, NamedScaling, choose
 from refops.scalings.rules import Float32Scaling
 
 
@@ -37,8 +37,7 @@ class BlockScaling(Float32Scaling):
     def __post_init__(self):
         require_format(self.fmt, FP8_FORMATS)
         choose(self, block_dim=(1, 2))
-        flags(self, "power_2_scale")
-        non_negative(self, "amax_epsilon")
+        super().__post_init__()
 
     @property
     def layout(self) -> Layout:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from refops.formats import E4M3, FloatFormat, require_format
 from refops.hints import Number
-from refops.scalings.declaration import FP8_FORMATS, Layout, NamedScaling, flags, non_negative
+from refops.scalings.declaration import FP8_FORMATS, Layout, NamedScaling
 from refops.scalings.rules import Float32Scaling
 
 
@@ -27,8 +27,7 @@ class Block64Scaling(Float32Scaling):
 
     def __post_init__(self):
         require_format(self.fmt, FP8_FORMATS)
-        flags(self, "power_2_scale")
-        non_negative(self, "amax_epsilon")
+        super().__post_init__()
 
 
 NAMED = (

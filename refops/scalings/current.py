@@ -15,8 +15,6 @@ from refops.scalings.declaration import (
     NamedScaling,
     Numbers,
     Path,
-    flags,
-    non_negative,
 )
 from refops.scalings.rules import Float32Scaling
 
@@ -45,8 +43,7 @@ class CurrentScaling(Float32Scaling):
 
     def __post_init__(self):
         require_format(self.fmt, FP8_FORMATS)
-        flags(self, "power_2_scale")
-        non_negative(self, "amax_epsilon")
+        super().__post_init__()
 
     @property
     def formulas(self) -> Formulas:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from refops.formats import E2M1, E8M0
 from refops.scalings.declaration import Layout, NamedScaling, choose, flags
-from refops.scalings.rules import E8M0_ROUNDINGS, E8M0Scaling
+from refops.scalings.rules import E8M0Scaling
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,8 @@ class MXFP4Scaling(E8M0Scaling):
 
     def __post_init__(self):
         flags(self, "two_d")
-        choose(self, scale_rounding=E8M0_ROUNDINGS, block_size=(32, 16))
+        choose(self, block_size=(32, 16))
+        super().__post_init__()
 
     @property
     def layout(self) -> Layout:

@@ -6,8 +6,8 @@ Sources: OCP Microscaling Formats (MX) 1.0, section 6.3; TE `common/cast/mxfp8/q
 from dataclasses import dataclass
 
 from refops.formats import E2M3, E3M2, E4M3, E5M2, E8M0, FloatFormat, require_format
-from refops.scalings.declaration import Layout, NamedScaling, Path, choose, flags
-from refops.scalings.rules import E8M0_ROUNDINGS, E8M0Scaling
+from refops.scalings.declaration import Layout, NamedScaling, Path, flags
+from refops.scalings.rules import E8M0Scaling
 
 MX_FORMATS = (E4M3, E5M2, E3M2, E2M3)
 
@@ -40,7 +40,7 @@ class MXFP8Scaling(E8M0Scaling):
     def __post_init__(self):
         require_format(self.fmt, MX_FORMATS)
         flags(self, "two_d")
-        choose(self, scale_rounding=E8M0_ROUNDINGS)
+        super().__post_init__()
 
     @property
     def layout(self) -> Layout:

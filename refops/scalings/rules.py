@@ -13,7 +13,17 @@ from refops.arguments import require_choice
 from refops.formats import E8M0
 from refops.hints import Number
 from refops.scalings.arithmetic import FLT_MAX, F
-from refops.scalings.declaration import LARGEST_FINITE, Formulas, Numbers, Rule, Scaling, Words, choose
+from refops.scalings.declaration import (
+    LARGEST_FINITE,
+    Formulas,
+    Numbers,
+    Rule,
+    Scaling,
+    Words,
+    choose,
+    flags,
+    non_negative,
+)
 
 U32 = np.uint32
 ZERO, ONE, INFINITE = F(0), F(1), U32(0x7F800000)
@@ -33,6 +43,10 @@ class Float32Scaling(Scaling):
 
     amax_epsilon: Number = 0.0
     at_run_time = ("amax_epsilon",)
+
+    def __post_init__(self):
+        flags(self, "power_2_scale")
+        non_negative(self, "amax_epsilon")
 
     @property
     def formulas(self) -> Formulas:

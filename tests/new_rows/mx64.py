@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from refops.formats import E4M3, E8M0, FloatFormat, require_format
-from refops.scalings.declaration import FP8_FORMATS, Layout, NamedScaling, choose
-from refops.scalings.rules import E8M0_ROUNDINGS, E8M0Scaling
+from refops.scalings.declaration import FP8_FORMATS, Layout, NamedScaling
+from refops.scalings.rules import E8M0Scaling
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class MX64Scaling(E8M0Scaling):
 
     def __post_init__(self):
         require_format(self.fmt, FP8_FORMATS)
-        choose(self, scale_rounding=E8M0_ROUNDINGS)
+        super().__post_init__()
 
     @property
     def layout(self):
