@@ -1,28 +1,11 @@
 """What a declaration of an activation is: scalar functions with their slopes, the names and parameters they have.
 
 A file of this folder declares a function of x once, as a factory of a vocabulary (see `arithmetic`), and the
-activations that are made of it:
+activations that are made of it, in its tuple `ROWS`. `relu.py` is the shortest. The factory binds the words that it
+needs to locals and returns (value, slope), functions of x and of the parameters p.
 
-    def silu(words):
-        sigmoid, sigmoid_pair = words.sigmoid, words.sigmoid_pair
-
-        def value(x, p):
-            return x * sigmoid(x)
-
-        def slope(x, p):
-            s, rest = sigmoid_pair(x)
-            return x * (s * rest) + s
-
-        return value, slope
-
-    SILU = Function("silu", silu, jax="silu")
-    ROWS = (
-        unary("silu", SILU, formula="x sigmoid(x)", op="SiLU", order=4, number=3),
-        gated("swiglu", SILU, formula="silu(act) gate", op="SwiGLU", order=10, number=4),
-    )
-
-Where value and slope have a costly part in common, the factory names it: it returns (shared, value, slope), and the
-latter two take what `shared(x, p)` gave as a third argument.
+Where value and slope have a costly part in common, as in `qgelu.py`, the factory names it: it returns (shared, value,
+slope), and the latter two take what `shared(x, p)` gave as a third argument.
 """
 
 from collections import namedtuple
