@@ -24,7 +24,7 @@ class MXFP8Scaling(E8M0Scaling):
             "floor" floor(log2 amax), the OCP specification's example; "even" the same after rounding amax half up to
             the mantissa width of `fmt`; "ceil_ocp" ceil(log2 amax).
 
-    byte = round_up_to_power_of_two(amax * float32(1 / fmt.max)) + 127 as exponent, data = fmt(x * 2^(127 - byte)).
+    With "up" byte = E8M0(amax * float32(1 / fmt.max)), rounded up; with each, data = fmt(x * 2^(127 - byte)).
     """
 
     fmt: FloatFormat

@@ -153,7 +153,7 @@ class MinifloatScaling(Scaling):
     second level (`Layout.two_level`) both are what they are at S_enc = 1.
 
     Attributes:
-        top: what the tensor's amax becomes: the largest scale times fmt.max. Asked with a second level alone.
+        top: what the tensor's amax becomes: the largest scale times fmt.max. Needed only with a second level.
     """
 
     @property
