@@ -142,42 +142,50 @@ def fit(value, slot):
     valid = f" (or its valid part, {slot.valid})" if slot.padded else ""
     packed = ", two FP4 codes a byte" if slot.packed == 2 else ""
     other = other_scales(slot, array.shape)
-    as_other = other and f", the shape of {other}"
+    as_other = other and f", the {'shape' if array.ndim > 1 else 'size'} of {other}"
     raise ValueError(f"{slot.name} must have shape {slot.shape}{valid}{packed}; got {array.shape}{as_other}")
 
 
 def other_scales(slot, got):
-    """Say which scales, other than a slot's, have the shape `got`, by the slot's layout; "" where none have."""
-    if slot.layout is None or 0 in slot.tensor:
+    """Say which scales, other than a slot's, have the shape `got`, or flat as many entries; "" where none have."""
+    layout = slot.layout
+    if layout is None or 0 in slot.tensor:
         return ""
-    for what, layout, columnwise in _other_layouts(slot.layout, "columnwise" in slot.name):
-        counts = replace(layout, padding=(1, 1)).scale_shape(slot.tensor, columnwise)
-        if any(_reshapes(got, shape) for shape in (counts, layout.scale_shape(slot.tensor, columnwise))):
+    if math.prod(got) == 1:
+        return "" if layout.block is None else "one scale of the tensor"
+    for what, other, columnwise in _other_layouts(layout, "columnwise" in slot.name):
+        unpadded = replace(other, padding=(1, 1))
+        if any(_reshapes(got, stored.scale_shape(slot.tensor, columnwise)) for stored in (unpadded, other)):
             return what
     return ""
 
 
 def _other_layouts(layout, columnwise):
-    """Yield (what its scales are, layout, direction) of what a kernel may have written instead, the nearest first."""
-    first, other_first = layout.scales_inner_first, tuple(not one for one in layout.scales_inner_first)
+    """Yield (what its scales are, layout, direction) of what a kernel may have written instead, the nearest first.
+
+    "Transposed" means the other one of the orders [outer, block] and [block, outer] than `layout` stores. A layout with
+    one scale for the tensor stores neither, so no scales are transposed there.
+    """
+    first = layout.scales_inner_first
+    other_first = tuple(not inner_first for inner_first in first)
 
     def scales(block, inner_first):
         """Where scales of such blocks lie, and nothing else of the layout."""
-        return Layout(
-            block, layout.scale_format, scales_inner_first=inner_first, padding=layout.padding, scale_order="fixed"
-        )
+        return Layout(block, scales_inner_first=inner_first, padding=layout.padding, scale_order="fixed")
 
     if layout.run is not None:
         yield "transposed scales", scales(layout.run, other_first), columnwise
         yield f"{'rowwise' if columnwise else 'columnwise'} scales", scales(layout.run, first), not columnwise
+    if layout.repeated:
+        yield "scales that are not repeated", scales(layout.block, first), columnwise
     sizes = [size for size in range(1, ALIGNMENT + 1) if ALIGNMENT % size == 0]
     lines = [((1, size), f"blocks of {size}") for size in sizes]
     squares = [((size, size), f"blocks of {size}x{size}") for size in sizes]
     stores_squares = layout.run is not None and layout.run[0] > 1
+    transposed = "scales" if layout.run is None else "transposed scales"
     for block, name in (*squares, *lines) if stores_squares else (*lines, *squares):
         yield f"scales of {name}", scales(block, first), columnwise
-        yield f"transposed scales of {name}", scales(block, other_first), columnwise
-    yield "one scale of the tensor", Layout(amax="tensor"), columnwise
+        yield f"{transposed} of {name}", scales(block, other_first), columnwise
 
 
 def _reshapes(got, wanted):
