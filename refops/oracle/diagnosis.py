@@ -22,6 +22,7 @@ from refops.oracle.conventions.reading import Dump
 from refops.oracle.geometry import TILE, VALUES, Geometry, Region, crop, whole
 from refops.oracle.replay import FORMULA_STAGES, SETTINGS, NotApplicable, Setting, amax_is_near
 from refops.oracle.report import Explanation
+from refops.scalings.arithmetic import REFERENCE
 
 F = np.float32
 #: A whole matrix up to this many elements is its own probe, or is confirmed as a whole.
@@ -689,8 +690,9 @@ class Search:
         stages = a.stage_of(choice_a), b.stage_of(choice_b)
         if stages[0] == stages[1] or SETTINGS in stages:
             return False
+        scaling = self.case.scaling
+        scales_follow = scaling is not None and scaling.choice(REFERENCE) is not None  # errors of codes choose scales
         for one, stage in ((first, stages[1]), (second, stages[0])):
-            scales_follow = getattr(self.case.scaling, "four_over_six", None)  # its errors choose scales
             if stage in CAST_STAGES and not scales_follow:
                 for name, count in one.counts.items():
                     scale_like = name.endswith("_scale_inv") or name.startswith("amax")

@@ -18,7 +18,7 @@ from declared_scalings import CHECKED, Of128
 from declared_scalings import declared as known
 from refops import Block64Scaling, MXFP4Scaling, oracle
 from refops.formats import E2M1, E4M3, E8M0, UE5M3
-from refops.scalings.declaration import Layout, Scaling
+from refops.scalings.declaration import Choice, Layout, Scaling
 
 F = np.float32
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -95,15 +95,37 @@ class OwnRule(Of128):
         return code
 
 
+@dataclass(frozen=True)
+class Chosen(Relative):
+    """The better of the byte that maps a block's maximum to 6 and of one half as large again; no field asks for it."""
+
+    title = "chosen fours"
+
+    def choice(self, words):
+        encode, multiplier, down = words.encode(UE5M3), self.multiplier(words), F(1) / F(self.largest * 6)
+
+        def candidate(factor):
+            def code(amax, tensor_scale, p):
+                byte = encode(amax * (tensor_scale[0] * (F(1) / F(6))) * factor)
+                return byte, multiplier(byte, tensor_scale)
+
+            return code
+
+        def error(value, scale, amax, x):
+            return np.abs((value * scale * amax) * down - x)
+
+        return Choice((candidate(F(1)), candidate(F(1.5))), error)
+
+
 @pytest.fixture(autouse=True)
 def declared():
     """The scalings that no package knows among those that there are."""
     with known(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(refops.scalings, "SCALINGS", (*refops.scalings.SCALINGS, Lines, Relative, OwnRule))
+        patch.setattr(refops.scalings, "SCALINGS", (*refops.scalings.SCALINGS, Lines, Relative, OwnRule, Chosen))
         yield
 
 
-NEW = CHECKED | {"lines of 16": Lines(), "relative": Relative(), "own rule": OwnRule()}
+NEW = CHECKED | {"lines of 16": Lines(), "relative": Relative(), "own rule": OwnRule(), "chosen": Chosen()}
 
 
 def normal(shape=(128, 256), seed=0):
@@ -192,6 +214,7 @@ STORED: dict[str, tuple[Scaling, Any, str]] = {
         on_scales(lambda s: refops.encode(UE5M3.values[s], E4M3)),
         "other-scale-format",
     ),
+    "chosen: nibbles exchanged": (Chosen(), swapped, "swapped-nibbles"),
     "64: encode scales stored": (Block64Scaling(E4M3, False), on_scales(lambda s: F(1) / s), "inverted-scale"),
     "64: scales transposed": (Block64Scaling(E4M3, False), on_scales(transposed), "scales-transposed"),
     "own rule: bytes one too high": (OwnRule(), on_scales(lambda s: s + np.uint8(1)), "scale-off-by-one"),
@@ -289,7 +312,7 @@ def on_path(scaling, path):
 
 def test_what_nothing_explains_is_unknown():
     x, rng = normal((64, 128)), np.random.default_rng(1)
-    for scaling in (MXFP4Scaling(), Relative(), Block64Scaling(E4M3, False)):
+    for scaling in (MXFP4Scaling(), Relative(), Chosen(), Block64Scaling(E4M3, False)):
         outputs = dump(x, scaling, columnwise=False)
         outputs["rowwise_data"] = rng.integers(0, 256, outputs["rowwise_data"].shape, dtype=np.uint8)
         assert named(x, outputs, scaling) == ()
