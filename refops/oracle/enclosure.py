@@ -49,6 +49,7 @@ from refops.oracle.geometry import Geometry, as_slice
 from refops.oracle.interval import CUDA_ULP, INTERVALS, Interval, ulp_of
 from refops.quantization.hadamard import transform_exactly
 from refops.quantization.layout import block_view, pad_to_blocks
+from refops.quantization.quantize import amax_of_tile
 from refops.scalings.arithmetic import REFERENCE, Reference
 from refops.scalings.declaration import FLT_MAX
 from refops.tiles import InputSource, Matrix, for_each, tile_slices
@@ -331,12 +332,11 @@ class DequantizedBounds(BoundsSource):
 
     def _amax(self, rows, columns):
         """The amax that decoding needs, to meet a rectangle; None where it needs none."""
-        amax, layout = self._q.amax_columnwise if self._columnwise else self._q.amax_rowwise, self._q.scaling.layout
+        layout = self._q.scaling.layout
         if not layout.two_level:
             return None
-        if layout.amax != "rows":
-            return amax
-        return amax[None, columns] if self._columnwise else amax[rows, None]
+        amax = self._q.amax_columnwise if self._columnwise else self._q.amax_rowwise
+        return amax_of_tile(layout, amax, rows, columns, self._columnwise)
 
 
 # --- sums -----------------------------------------------------------------------------------------

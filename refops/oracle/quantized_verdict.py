@@ -11,7 +11,7 @@ from refops.oracle.report import Mismatch
 from refops.oracle.scale_rules import scale_rule
 from refops.oracle.tally import bits_of, distance_of, outside
 from refops.quantization.layout import ceil_div
-from refops.quantization.quantize import random_bytes
+from refops.quantization.quantize import amax_of_tile, random_bytes
 from refops.quantization.result import DIRECTIONS
 from refops.scalings import UNFUSED
 from refops.tiles import for_each, tile_slices
@@ -162,7 +162,9 @@ class QuantizedJudge:
         if layout.scale_format is not None and not layout.two_level:  # TE's kernels may multiply-add with +0
             bounds = bounds.with_either_zero()
         amax = enclosure.block_amax_bounds(bounds, *geometry.block)
-        tensor_amax = self._tile_amax(amax_range, geometry, rows, columns)
+        tensor_amax = None
+        if amax_range is not None:
+            tensor_amax = tuple(amax_of_tile(layout, end, rows, columns, geometry.columnwise) for end in amax_range)
         rule = scale_rule(self.scaling, self.case.inputs["x"].dtype, amax, tensor_amax, geometry, bounds)
         if written is not None:
             right = rule.right(written)
@@ -205,14 +207,6 @@ class QuantizedJudge:
     def _tile_is_reference(self, codes, scales):
         """Whether both pairs of `_tiles` agree."""
         return _equal(*codes) and _equal(*scales)
-
-    def _tile_amax(self, amax_range, geometry, rows, columns):
-        """The tensor's (least, greatest) amax, shaped to meet the runs of a tile."""
-        if amax_range is None:
-            return None
-        if self.scaling.layout.amax != "rows":
-            return tuple(end.reshape(1, 1) for end in amax_range)
-        return tuple(end[None, columns] if geometry.columnwise else end[rows, None] for end in amax_range)
 
     # --- records ----------------------------------------------------------------------------------
 

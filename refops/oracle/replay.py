@@ -18,7 +18,7 @@ from refops.oracle.geometry import TILE, Geometry, Region, as_slice, part_of
 from refops.quantization.delayed import quieted
 from refops.quantization.hadamard import transform_groups
 from refops.quantization.layout import block_amax, block_view, ceil_div, pad_to_blocks
-from refops.quantization.quantize import philox_groups
+from refops.quantization.quantize import amax_of_tile, philox_groups
 from refops.quantization.result import DIRECTIONS
 from refops.rounding import philox_bytes, stored
 from refops.scalings import UNFUSED
@@ -752,9 +752,7 @@ class DequantizeReplay(Replay):
         if not self.layout.two_level:
             return None
         amax = getattr(self.q, f"amax_{self.direction}")
-        if self.layout.amax != "rows":
-            return amax.reshape(1, 1)
-        return amax[region.columns][None] if self.direction == "columnwise" else amax[region.rows][:, None]
+        return amax_of_tile(self.layout, amax, region.rows, region.columns, self.direction == "columnwise")
 
     def block_factor(self, scales, region):
         """Stage: what elements are multiplied with; `scales` as stored, one an element or broadcast."""
