@@ -768,11 +768,9 @@ class DequantizeReplay(Replay):
         """Stage: stored scales -> one for each element of a rectangle."""
         return self.geometry.expand(self.geometry.scales(scales, region.rows, region.columns), region.shape)
 
-    def inverse_hadamard(self, values):
-        """Stage: the transform undone, along groups of 16 rows."""
-        groups = values.reshape(-1, 16, values.shape[1])
-        mask = self.scaling.hadamard
-        return transform_groups(np.ascontiguousarray(groups), mask, F, inverse=True).reshape(values.shape)
+    def hadamard_groups(self, groups):
+        """Stage: the transform of (n, 16, C) along axis 1, undone."""
+        return transform_groups(groups, self.scaling.hadamard, F, inverse=True)
 
     def run(self, region, names):
         """Return {"y": what is written of `region`}."""
@@ -780,7 +778,8 @@ class DequantizeReplay(Replay):
             factor = self.block_factor(self.spread(self.whole_scales(), region), region)
             values = self.multiply(self.decode(self.codes(region)), factor)
             if self.hadamard:
-                values = self.inverse_hadamard(values)
+                groups = np.ascontiguousarray(values).reshape(-1, 16, values.shape[1])
+                values = self.hadamard_groups(groups).reshape(values.shape)
             return {"y": self.to_dtype(values, self.out_dtype)}
 
 

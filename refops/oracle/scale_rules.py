@@ -5,6 +5,8 @@ interval that an amax may lie in bound all others. Two kinds of scales: codes, w
 multiplied with, and float32 numbers, which are traced back to the amaxes that give them.
 """
 
+from functools import reduce
+
 import numpy as np
 
 from refops.formats import encode_tile
@@ -248,10 +250,8 @@ def _code_of(candidate):
 
 
 def _lowest(arrays):
-    first, *others = arrays
-    return np.minimum.reduce([first, *others]) if others else first
+    return reduce(np.minimum, arrays)
 
 
 def _highest(arrays):
-    first, *others = arrays
-    return np.maximum.reduce([first, *others]) if others else first
+    return reduce(np.maximum, arrays)

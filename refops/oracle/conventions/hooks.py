@@ -38,12 +38,7 @@ def hadamard_missing(replay):
 
 def _set_transform(replay, inverse_of, groups_of):
     """Replace the transform: functions of (n, 16, C) groups for dequantization and for quantization."""
-    if replay.dequantizes:
-        replay.inverse_hadamard = lambda values: inverse_of(
-            np.ascontiguousarray(values).reshape(-1, 16, values.shape[1])
-        ).reshape(values.shape)
-    else:
-        replay.hadamard_groups = groups_of
+    replay.hadamard_groups = inverse_of if replay.dequantizes else groups_of
 
 
 def _with_mask(replay, mask):
@@ -105,9 +100,9 @@ def _dumped_mask(replay):
     replay.require(region is not None)
     if replay.dequantizes:
         after = setting.outputs["y"].reshape(setting.shape)[region.rows, region.columns]
-        undo, replay.inverse_hadamard = replay.inverse_hadamard, lambda values: values
+        replay.hadamard = False
         before = replay.run(region, ("y",))["y"]
-        replay.inverse_hadamard = undo
+        replay.hadamard = True
     else:
         replay.require("columnwise_data" in setting.outputs)
         codes = Geometry.of(replay.scaling, "columnwise").codes(

@@ -1209,7 +1209,7 @@ def zero_block_scale(replay, choice):
 
 @computing(
     "block-scale-order",
-    "The block scale is computed as {what}: its last bit differs from TE's amax * (S_enc * 1/6).",
+    "The block scale is computed as {what}: its last bit differs from TE's amax * (S_enc * 1/{largest:g}).",
     stage="scale",
     choices=(
         "(amax / 6) * S_enc",
@@ -1222,8 +1222,8 @@ def zero_block_scale(replay, choice):
 def block_scale_order(replay, choice):
     require_two_levels(replay)
     replay.require(replay.rule.choice is None)
-    replay.facts["what"] = choice
     largest, limit, fmt, state = replay.fmt.max, tensor_limit(replay), replay.layout.scale_format, {}
+    replay.facts["what"], replay.facts["largest"] = choice.replace("6", f"{largest:g}"), largest
 
     def tensor_scale(inner, amax):
         state["decode"] = amax / limit
