@@ -10,8 +10,8 @@ import numpy as np
 from refops.formats import ElementFormat
 from refops.scalings import Scaling
 
-#: When so many plans are new or were used since the last time, those that were not are thrown away: where every step
-#: of a training has other scales, the plans of old steps go and the others stay.
+#: When so many keys are new or were used since the last time, those that were not are thrown away: where every step
+#: of a training has other scales, what old steps left goes and the plans of the others stay.
 MOST_PLANS = 512
 #: Types whose values are compared by what they are.
 PLAIN = {str, bool, int, float, type(None), type}
@@ -57,11 +57,18 @@ def which_are_one(arrays):
     return [first.setdefault(id(array), number) for number, array in enumerate(arrays)]
 
 
+def _holds_numbers_of_a_step(scaling):
+    """Whether a field that no compiled code depends on is not at its default (which a dataclass keeps in its class)."""
+    kind = type(scaling)
+    return any(getattr(scaling, name) != getattr(kind, name) for name in kind.at_run_time)
+
+
 class Plans:
     """Plans by the keys of calls.
 
     Attributes:
-        recent: those that are new or were used since `MOST_PLANS` were, last. older: others, which go then.
+        recent: those that are new or were used since `MOST_PLANS` were, last; None where a key came once (`wanted`).
+        older: others, which go then.
     """
 
     def __init__(self):
@@ -78,6 +85,19 @@ class Plans:
             if plan is not None:
                 self.keep(key, plan)
         return plan
+
+    def wanted(self, key):
+        """Whether a call that has no plan is to be recorded: at once, unless its settings hold numbers that may be
+        others in every step of a training (a delayed scale, a seed); then from the second time on that it comes."""
+        if not any(isinstance(one, Scaling) and _holds_numbers_of_a_step(one) for one in key):
+            return True
+        try:
+            came = key in self.recent or key in self.older
+        except TypeError:  # as in `get`
+            return False
+        if not came:
+            self.keep(key, None)
+        return came
 
     def keep(self, key, plan):
         """Keep a plan; one whose key cannot be hashed is not kept."""

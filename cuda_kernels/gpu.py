@@ -78,7 +78,7 @@ def call(method, signature, args, options, fast_math):
     memory = memory_of(next(iter(arrays.values())) if arrays else given[name], name)
     with memory.scope():
         known = plans.seen(method, args, options, fast_math)  # the memory may be the first of its kind
-        if known is None or simt.SIMULATED:
+        if known is None or simt.SIMULATED or not plans.PLANS.wanted(known.key):
             return memory.returned(method(Interface(GPU(memory, fast_math)), *args, **options))
         recording = plans.Recording(known, memory, launcher_for(memory.device))
         backend = GPU(recording.memory, fast_math, recording.launcher)

@@ -6,12 +6,13 @@ replayed: its results are allocated, the pointers put in their places, its kerne
 ten microseconds, where checking and planning take a hundred.
 
     call = seen(method, args, options, fast_math)      None: of no plan
-    plan = plan_of(call)                               None: it has to be recorded
+    plan = plan_of(call)                               None: it is to be recorded, if `PLANS.wanted(call.key)`
     recording = Recording(call, memory, launcher)      a `Memory` and a launcher that write down what they do
     recording.keep(result)                             the plan, from here on
 
-Nothing is recorded of a call that reads numbers on the host, copies an argument, or is given anything but arrays and
-plain settings; it takes the long way every time.
+A call whose settings may be others in every step is recorded when it comes again (`Plans.wanted`). Nothing is recorded
+of one that reads numbers on the host, copies an argument, or is given anything but arrays and plain settings; it takes
+the long way every time.
 """
 
 from dataclasses import replace

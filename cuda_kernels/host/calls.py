@@ -8,8 +8,9 @@ compiled loops called. That takes some fifteen microseconds, where checking and 
     doing = Recording(call)                what the backend allocates and runs its steps with
     doing.keep(result)                     the plan, from here on
 
-Nothing is recorded of a call that looks at numbers (codes that a format may not have), copies an argument, or is given
-anything but arrays and plain settings; it takes the long way every time.
+A call whose settings may be others in every step is recorded when it comes again (`Plans.wanted`). Nothing is recorded
+of one that looks at numbers (codes that a format may not have), copies an argument, or is given anything but arrays and
+plain settings; it takes the long way every time.
 """
 
 import functools
@@ -280,6 +281,8 @@ def repeated(method: CallT, make: Callable[[Doing], Any]) -> CallT:
         plan = PLANS.get(known.key)
         if plan is not None:
             return plan.run(known)
+        if not PLANS.wanted(known.key):
+            return method(*args, **options)
         recording = Recording(known)
         result = getattr(make(recording), name)(*args, **options)
         recording.keep(result)
