@@ -88,6 +88,18 @@ def arrays_of(q):
 # --- what is done, once and again -------------------------------------------------------------------
 
 
+def run_shared(function, words, arrays, count, inline):
+    """Let threads share `function(words, first, last)`, where `words` holds the addresses of `arrays`.
+
+    A caller that is interrupted while it waits leaves a thread behind, which keeps the arrays until its range is done.
+    """
+
+    def work(first, last, kept=arrays):
+        function(words, first, last)
+
+    share(work, count, inline=inline)
+
+
 class Loop(NamedTuple):
     """A compiled loop `function(words, first, last)` over range(size).
 
@@ -108,7 +120,7 @@ class Loop(NamedTuple):
         function, words = self.function, self.words.copy()
         for place, number in self.places:
             words[place] = addresses[number]
-        share(lambda first, last: function(words, first, last), self.size, inline=self.inline)
+        run_shared(function, words, arrays, self.size, self.inline)
 
 
 class Step(NamedTuple):
@@ -175,7 +187,7 @@ class Doing:
         words = np.array(words, np.uint64)
         for place, array in arrays:
             words[place] = address_of_array(array)
-        share(lambda first, last: function(words, first, last), count, inline=inline)
+        run_shared(function, words, arrays, count, inline)
 
     def depends_on_numbers(self):
         """Note that what the call does is decided by the numbers in an array."""
@@ -231,7 +243,7 @@ class Recording(Doing):
             if type(number) is int:
                 places.append((place, number))
         self._steps.append(Loop(function, words, tuple(places), count, inline))
-        share(lambda first, last: function(words, first, last), count, inline=inline)
+        run_shared(function, words, arrays, count, inline)
 
     def depends_on_numbers(self):
         self._whole = False

@@ -1,5 +1,6 @@
 """`cuda_kernels.host` in its process: threads, forks, the cache on disk, memory; seeded faults in a copy of it."""
 
+import gc
 import os
 import shutil
 import signal
@@ -7,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +18,8 @@ from host_cases import ALL_SCALINGS, BF16, E4M3, MXFP8, F, tensor
 import refops
 from arrays import assert_same_quantized, same_bits
 from cuda_kernels import host
+from cuda_kernels.host import calls, threads
 from cuda_kernels.host import compile as compiling
-from cuda_kernels.host import threads
 from refops import oracle
 from tiers import sampled
 
@@ -101,6 +103,45 @@ def test_an_exception_in_any_range_reaches_the_caller_after_all_ranges_ended(res
     with pytest.raises(ValueError, match=f"range {failing}"):
         threads.share(work, 4)
     assert sorted([*ended, failing]) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("way", ["done", "recorded", "repeated"])
+def test_a_thread_that_an_interrupt_leaves_behind_keeps_its_arrays(restored, way):
+    """What it reads and fills is given by addresses alone."""
+    host.set_num_threads(2)
+    caller, begun, end, ended = threading.get_ident(), threading.Event(), threading.Event(), threading.Event()
+
+    def function(words, first, last):
+        if threading.get_ident() == caller:
+            begun.wait(10)
+            return
+        if not begun.is_set():
+            begun.set()
+            time.sleep(0.2)  # the caller does the other ranges and waits
+            signal.pthread_kill(caller, signal.SIGINT)
+            end.wait(10)
+            ended.set()
+
+    def interrupted():
+        array = np.zeros(8, F)
+        with pytest.raises(KeyboardInterrupt):
+            if way == "repeated":
+                calls.Loop(function, np.zeros(1, np.uint64), (), 8, False).run([array], [0])
+            else:
+                doing = calls.Doing() if way == "done" else calls.Recording(calls.Call((), [], []))
+                doing.loop(function, [0], [(0, array)], 8, False)
+        return weakref.ref(array)
+
+    kept = interrupted()
+    gc.collect()
+    assert kept() is not None and not ended.is_set()
+    end.set()
+    assert ended.wait(10)
+    for _ in range(100):
+        if kept() is None:
+            return
+        time.sleep(0.02)
+    pytest.fail("the array is kept although the range has ended")
 
 
 def test_flushed_subnormals_are_refused(restored):
