@@ -46,7 +46,7 @@ test: $(INSTALLED)
 	$(SIMULATED) -m "not full"
 	$(EMULATED) -m "not full"
 
-## test-all    everything, as CI does: the tests with all cases, linter, notebooks, site, package, bounds on speed
+## test-all    everything, as CI does: the tests with more of their cases, linter, notebooks, site, package, bounds on speed
 test-all: test-full test-others bench-bounds
 
 # What mostly waits for pip and for single processes, side by side. The bounds on speed need the machine for themselves.
