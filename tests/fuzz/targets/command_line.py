@@ -132,12 +132,21 @@ def some(case, probability, *words):
 def scaling_words(case):
     """--scaling and --set, right or wrong."""
     words = some(case, 0.85, "--scaling", case.choose([*SCALINGS, *SCALINGS, "mxfp", "nvfp4", "MXFP8", word(case)]))
+    return words + set_words(case, 0.25) + set_words(case, 0.05)
+
+
+def set_words(case, probability):
+    """--set with a field of some scaling, right or wrong."""
     fields = (
         "two_d=true",
         "scale=2",
         "fmt=e5m2",
         "fmt=e8m0",
         "scale_rounding=floor",
+        "scale_rounding=even",
+        "scale_format=ue5m3",
+        "tensor_level=false",
+        "block_size=16",
         "seed=0x10",
         "seed=-1",
         "seed=1e3",
@@ -155,7 +164,7 @@ def scaling_words(case):
         "=",
         word(case),
     )
-    return words + some(case, 0.25, "--set", case.choose(fields)) + some(case, 0.05, "--set", case.choose(fields))
+    return some(case, probability, "--set", case.choose(fields))
 
 
 def right_check(case):
@@ -206,6 +215,7 @@ def arguments(case, command):
         words += some(case, 0.95, input_file(case, "t", plain=True))
         words += some(case, 0.2, "--tensor", case.choose(["*", "x", "w*", "data", "[", word(case)]))
         words += some(case, 0.9, "--scaling", case.choose([*SCALINGS, "mxfp8*", "nvfp4*", word(case)]))
+        words += set_words(case, 0.3)
         words += some(case, 0.2, "--summary") + some(
             case, 0.1, "--dtype", case.choose(["bfloat16", "float32", word(case)])
         )
@@ -234,7 +244,7 @@ def arguments(case, command):
             words += ["--values", case.choose(listed)]
         if source in ("file", "both"):
             words += [input_file(case, "t", plain=True)]
-        words += scaling_words(case)[:2]
+        words += scaling_words(case)
         for option in ("--row", "--block"):
             words += some(case, 0.3, option, case.choose(["0", "1", "31", "1000000", "-1", "9" * 30, word(case)]))
         words += some(case, 0.2, "--columnwise") + some(
