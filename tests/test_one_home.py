@@ -178,13 +178,18 @@ def _names(node):
     return {one.id for one in ast.walk(node) if isinstance(one, ast.Name) and not one.id.isupper()}
 
 
-def _arguments(node, behind):
-    """Variables that elementary functions in an expression are of, also by a name that `behind` has them for."""
+def _arguments(node, behind, made_of):
+    """Variables that elementary functions in an expression are of.
+
+    Args:
+        behind: name -> those of the value that it was given.
+        made_of: name -> all variables in that value.
+    """
     found = set().union(*(behind.get(name, ()) for name in _names(node)))
     for call in ast.walk(node):
         if isinstance(call, ast.Call) and _name(call.func) in ELEMENTARY:
-            found = found.union(*map(_names, call.args))
-    return found
+            found = found.union(*map(_names, call.args or [call.func]))  # `x.exp()` is of x
+    return found.union(*(made_of.get(name, ()) for name in found))
 
 
 def _products(node):
@@ -193,20 +198,25 @@ def _products(node):
         return [(node.left, node.right), (node.right, node.left)]
     if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Mult | ast.Div):
         return [(node.target, node.value), (node.value, node.target)]
-    if isinstance(node, ast.Call) and _name(node.func) in ("mul", "multiply") and len(node.args) == 2:
-        return [tuple(node.args), tuple(node.args[::-1])]
+    if isinstance(node, ast.Call) and _name(node.func) in ("mul", "multiply", "div", "divide", "fma") and node.args:
+        one, other = node.args[:2] if len(node.args) > 1 else (node.func, *node.args)  # `x.mul(y)` is of x and y
+        return [(one, other), (other, one)]
     return []
 
 
 def _second_texts_in(nodes):
     """Lines of a scope where a variable meets an elementary function of itself."""
-    behind = {}
+    behind, made_of = {}, {}
     for node in nodes:
-        if isinstance(node, ast.Assign) and (arguments := _arguments(node.value, behind)):
-            for name in set().union(*map(_names, node.targets)):
-                behind[name] = behind.get(name, set()) | arguments
+        if isinstance(node, ast.Assign | ast.AnnAssign | ast.NamedExpr) and node.value is not None:
+            arguments, names = _arguments(node.value, behind, made_of), _names(node.value)
+            names = names.union(*(made_of.get(name, ()) for name in names))
+            for name in set().union(*map(_names, getattr(node, "targets", None) or [node.target])):
+                made_of[name] = made_of.get(name, set()) | names
+                if arguments:
+                    behind[name] = behind.get(name, set()) | arguments
     for node in nodes:
-        if any((_names(one) - set(behind)) & _arguments(other, behind) for one, other in _products(node)):
+        if any((_names(one) - set(behind)) & _arguments(other, behind, made_of) for one, other in _products(node)):
             yield node.lineno
 
 
@@ -244,6 +254,11 @@ def test_formulas_stand_in_their_declarations_alone():
         "def slope(x):\n    t, steepness = tanh_pair(x / b)\n    return x * steepness",
         "def gelu(x):\n    return 0.5 * x * (1 + erf(x * ROOT))",
         "def f(x):\n    return mul(x, sigmoid(x))",
+        "def f(x):\n    return fma(x, sigmoid(x), x)",
+        "def f(x):\n    return x * x.sigmoid()",
+        "def f(x):\n    return x.mul(torch.sigmoid(x))",
+        "def f(x):\n    if (s := sigmoid(x)) > 0:\n        return s * x",
+        "def gelu(x):\n    u = x * (A + B * x * x)\n    return x * (HALF + HALF * tanh(u))",
         "y = x\ny *= sigmoid(x) * x",
         "z = 1.702 * x",
         "u = x + F(0.044715) * x**3",
