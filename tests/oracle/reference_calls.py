@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 
 import refops
-from arrays import ARRAYS, heavy_tailed
+from arrays import heavy_tailed
 from refops.oracle.operation import OPERATIONS, Case
 from refops.survey import SCALINGS
 
@@ -53,11 +53,6 @@ def call(op, scaling=None, dtype=BF16, shape=(96, 160), params=None):
         outputs = {name: np.zeros(slot.shape, slot.dtype) for name, slot in case.slots.items()}
         outputs = case.reference(outputs)
     return inputs, {k: np.array(v) for k, v in outputs.items()}, {"scaling": scaling, "params": params}
-
-
-def arrays_of(q):
-    """Every array that a Quantized has, by name."""
-    return {name: getattr(q, name) for name in ARRAYS if getattr(q, name) is not None}
 
 
 def every_call():

@@ -11,7 +11,7 @@ import refops
 from arrays import heavy_tailed
 from refops import oracle
 from refops.activations import bind_activation
-from refops.oracle.operation import OPERATIONS, QUANTIZED_ARRAYS, Case
+from refops.oracle.operation import OPERATIONS, Case, arrays_of
 from tiers import sampled
 
 
@@ -443,7 +443,7 @@ def test_dequantize_from_a_dict_of_arrays_and_columnwise(name):
     scaling = ALL_SCALINGS[name]
     q = refops.quantize(heavy_tailed((64, 128)), scaling, columnwise=True)
     for direction in ("rowwise", "columnwise"):
-        arrays = {k: getattr(q, k) for k in QUANTIZED_ARRAYS if direction in k and getattr(q, k, None) is not None}
+        arrays = {name: array for name, array in arrays_of(q).items() if direction in name}
         y = refops.dequantize(refops.Quantized(**arrays, scaling=scaling, shape=q.shape, dtype=q.dtype), dtype=BF16)
         assert oracle.check("dequantize", arrays, y, scaling=scaling).ok
         y = y.copy()

@@ -45,7 +45,7 @@ def files(tmp_path_factory):
     np.savez(folder / "two.npz", a=X.astype(F), b=X.astype(F))
     save_file({"x": X, "other": X}, folder / "x.safetensors")
     for name, q in (("q", Q), ("nv", NV)):
-        arrays = {n: getattr(q, n) for n in oracle.operation.QUANTIZED_ARRAYS if getattr(q, n) is not None}
+        arrays = oracle.operation.arrays_of(q)
         save_file(arrays, folder / f"{name}.safetensors")
         for n, array in arrays.items():
             array.tofile(folder / f"{name}.{n}.bin")

@@ -5,10 +5,10 @@ import re
 import ml_dtypes
 import numpy as np
 import pytest
-from reference_calls import arrays_of
 
 import refops
 from refops import E4M3, E8M0, UE5M3, Block64Scaling, E8M0BlockScaling, MXFP4Scaling, NVFP4Scaling, oracle
+from refops.oracle.operation import arrays_of
 from refops.quantization.layout import one_order
 from refops.scalings import NAMED
 from refops.scalings.rules import E8M0_ROUNDINGS

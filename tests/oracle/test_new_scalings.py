@@ -10,7 +10,6 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from reference_calls import arrays_of
 
 import refops
 import refops.scalings
@@ -18,6 +17,7 @@ from declared_scalings import CHECKED, Of128
 from declared_scalings import declared as known
 from refops import Block64Scaling, MXFP4Scaling, oracle
 from refops.formats import E2M1, E4M3, E8M0, UE5M3
+from refops.oracle.operation import arrays_of
 from refops.scalings.declaration import Choice, Layout, Scaling
 
 F = np.float32

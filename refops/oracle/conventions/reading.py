@@ -10,7 +10,7 @@ from refops.oracle.conventions.registry import reading
 from refops.oracle.geometry import Geometry
 from refops.oracle.replay import NotApplicable
 from refops.quantization.layout import swizzle, unswizzle
-from refops.quantization.result import DIRECTIONS
+from refops.quantization.result import DIRECTIONS, reorder_transposed
 from refops.scalings.declaration import SCALE_TILE
 
 
@@ -80,13 +80,9 @@ def scales_swizzled(dump):
     for name in dump.names("_scale_inv"):
         scales = dump.arrays[name]
         if dump.inner_first(name):
-            if dump.case.swizzled_scales:
-                scales = reorder(np.ascontiguousarray(scales.T)).reshape(scales.shape)
-            else:
-                scales = reorder(scales.reshape(scales.shape[::-1])).T
+            dump.arrays[name] = reorder_transposed(reorder, scales, to_swizzled=dump.case.swizzled_scales)
         else:
-            scales = reorder(scales)
-        dump.arrays[name] = scales
+            dump.arrays[name] = reorder(scales)
 
 
 @reading(
@@ -101,7 +97,7 @@ def scales_swizzled_as_stored(dump):
         scales = dump.arrays[name]
         dump.require(scales.shape[0] % SCALE_TILE[0] == 0)
         if dump.case.swizzled_scales:
-            scales = swizzle(np.ascontiguousarray(scales.T)).reshape(scales.shape)
+            scales = reorder_transposed(swizzle, scales, to_swizzled=True)
         dump.arrays[name] = unswizzle(scales)
 
 
