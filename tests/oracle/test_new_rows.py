@@ -5,6 +5,7 @@ import re
 import ml_dtypes
 import numpy as np
 import pytest
+from stored_wrongly import on_scales, reciprocal, swapped, transposed
 
 import refops
 from refops import E4M3, E8M0, UE5M3, Block64Scaling, E8M0BlockScaling, MXFP4Scaling, NVFP4Scaling, oracle
@@ -128,21 +129,12 @@ def test_the_settings_of_a_named_row_are_called_so(own, other):
     assert f"the settings of {other}, where" in found.sentence
 
 
-def on_scales(change):
-    return lambda outputs: {n: change(a) if n.endswith("_scale_inv") else a for n, a in outputs.items()}
-
-
-def reciprocal(scales):
-    with np.errstate(all="ignore"):
-        return refops.encode(F(1) / E8M0.values[scales], E8M0)
-
-
 #: What is stored instead of the right arrays.
 STORED = {
-    "swapped-nibbles": lambda outputs: {n: a >> 4 | a << 4 if n == "rowwise_data" else a for n, a in outputs.items()},
+    "swapped-nibbles": swapped,
     "scales-swizzled": on_scales(refops.swizzle),
-    "scales-transposed": on_scales(lambda scales: np.ascontiguousarray(scales.T).reshape(scales.shape)),
-    "inverted-scale": on_scales(reciprocal),
+    "scales-transposed": transposed,
+    "inverted-scale": reciprocal(E8M0),
     "scale-off-by-one": on_scales(lambda scales: scales + np.uint8(1)),
 }
 

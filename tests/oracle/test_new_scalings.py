@@ -10,6 +10,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from stored_wrongly import on_scales, reciprocal, swapped, transposed
 
 import refops
 import refops.scalings
@@ -179,33 +180,13 @@ def test_exactly_evaluated_formulas_are_accepted(name, seed):
 # --- wrong ---------------------------------------------------------------------------------------------------------
 
 
-def swapped(outputs):
-    return {n: (a >> 4 | a << 4) if n.endswith("_data") else a for n, a in outputs.items()}
-
-
-def on_scales(change):
-    return lambda outputs: {n: change(a) if n.endswith("_scale_inv") else a for n, a in outputs.items()}
-
-
-def reciprocal(fmt):
-    def change(scales):
-        with np.errstate(all="ignore"):
-            return refops.encode(F(1) / fmt.values[scales], fmt)
-
-    return on_scales(change)
-
-
-def transposed(scales):
-    return np.ascontiguousarray(scales.T).reshape(scales.shape)
-
-
 #: Scaling, what is stored instead of the right outputs, the name.
 STORED: dict[str, tuple[Scaling, Any, str]] = {
     "mxfp4: nibbles exchanged": (MXFP4Scaling(), swapped, "swapped-nibbles"),
     "mxfp4: bytes one too high": (MXFP4Scaling(), on_scales(lambda s: s + np.uint8(1)), "scale-off-by-one"),
     "mxfp4: encode scales stored": (MXFP4Scaling(), reciprocal(E8M0), "inverted-scale"),
     "mxfp4: GEMM order": (MXFP4Scaling(), on_scales(refops.swizzle), "scales-swizzled"),
-    "mxfp4: scales transposed": (MXFP4Scaling(), on_scales(transposed), "scales-transposed"),
+    "mxfp4: scales transposed": (MXFP4Scaling(), transposed, "scales-transposed"),
     "relative: nibbles exchanged": (Relative(), swapped, "swapped-nibbles"),
     "relative: GEMM order": (Relative(), on_scales(refops.swizzle), "scales-swizzled"),
     "relative: bytes one too low": (Relative(), on_scales(lambda s: s - (s > 0)), "scale-off-by-one"),
@@ -216,7 +197,7 @@ STORED: dict[str, tuple[Scaling, Any, str]] = {
     ),
     "chosen: nibbles exchanged": (Chosen(), swapped, "swapped-nibbles"),
     "64: encode scales stored": (Block64Scaling(E4M3, False), on_scales(lambda s: F(1) / s), "inverted-scale"),
-    "64: scales transposed": (Block64Scaling(E4M3, False), on_scales(transposed), "scales-transposed"),
+    "64: scales transposed": (Block64Scaling(E4M3, False), transposed, "scales-transposed"),
     "own rule: bytes one too high": (OwnRule(), on_scales(lambda s: s + np.uint8(1)), "scale-off-by-one"),
 }
 
