@@ -230,15 +230,15 @@ def rounded_intermediate(replay, choice):
     choices=("whole", "each"),
 )
 def low_precision_arithmetic(replay, choice):
-    dequantizes = replay.dequantizes
-    dtype = getattr(replay, "out_dtype", None) if dequantizes else getattr(replay, "dtype", None)
-    replay.require(dtype is not None and dtype != F)
+    replay.require(not replay.updates)
+    dtype = replay.out_dtype if replay.dequantizes else replay.dtype
+    replay.require(dtype != F)
     replay.facts["dtype"] = dtype
     replay.facts["how"] = {
         "whole": "each function and product rounded",
         "each": "each operation inside the functions rounded too",
     }[choice]
-    if dequantizes:
+    if replay.dequantizes:
         replay.facts["how"] = "scale and product rounded"
         replay.require(choice == "whole")
         replay.after("block_factor", lambda factor: factor.astype(dtype).astype(F))
