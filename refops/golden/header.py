@@ -1,7 +1,6 @@
 """The header of a golden file: what made it, and what each of its arrays is. Plain data, read off the declarations."""
 
 import hashlib
-import inspect
 import json
 import math
 from typing import get_args, get_type_hints
@@ -10,7 +9,7 @@ import numpy as np
 
 import refops
 from refops.files import FileError
-from refops.formats import FORMATS, ElementFormat
+from refops.formats import FORMATS, ElementFormat, FloatFormat, IntegerFormat
 from refops.golden.matrix import settings_fields
 from refops.oracle.operation import INTERLEAVE
 from refops.scalings import SCALINGS
@@ -128,10 +127,8 @@ def _from_json(value, is_format):
 def _format_fields(cls):
     """Names of the fields of a class of settings that hold a format (or None): "fmt", others by their type."""
     kinds = {name: get_args(hint) or (hint,) for name, hint in get_type_hints(cls).items()}
-    classes = {
-        name: [kind for kind in of if inspect.isclass(kind) and not get_args(kind)] for name, of in kinds.items()
-    }
-    return {"fmt"} | {name for name, of in classes.items() if any(issubclass(kind, ElementFormat) for kind in of)}
+    formats = (ElementFormat, FloatFormat, IntegerFormat)
+    return {"fmt"} | {name for name, of in kinds.items() if any(kind in formats for kind in of)}
 
 
 # --- what each array is -----------------------------------------------------------------------------------------------
