@@ -70,8 +70,9 @@ def _untransformed(values, sign_mask):
 def _require_codes(q):
     """Raise ValueError where a byte holds no code of the element format."""
     fmt = q.scaling.fmt
+    if q.scaling.layout.packed > 1 or fmt.bits == 8:
+        return  # every byte holds codes
     for name in ("rowwise_data", "columnwise_data"):
-        codes, codes_of_format = getattr(q, name), 1 << fmt.bits
-        spare = q.scaling.layout.packed == 1 and fmt.bits < 8
-        if spare and codes is not None and codes.size and codes.max() >= codes_of_format:
-            raise ValueError(f"q must hold codes below {codes_of_format} in {fmt!r}; got {codes.max()} in {name}")
+        codes, limit = getattr(q, name), 1 << fmt.bits
+        if codes is not None and codes.size and codes.max() >= limit:
+            raise ValueError(f"q must hold codes below {limit} in {fmt!r}; got {codes.max()} in {name}")
