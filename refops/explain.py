@@ -10,11 +10,10 @@ import numpy as np
 
 from refops.formats import ElementFormat
 from refops.ops import DequantizedSource, quantize
-from refops.quantization.layout import ceil_div, round_up
 from refops.quantization.quantize import random_bytes
 from refops.scalings.arithmetic import REFERENCE
 from refops.survey import cast_dequantized_source, cast_source, decode_scale_source, element_codes, has_transform
-from refops.tiles import InputSource, magnitude_max
+from refops.tiles import InputSource, ceil_div, magnitude_max, round_up
 
 #: Elements of a row that stand for the "block" of a per-tensor scaling.
 PER_TENSOR_BLOCK = 16

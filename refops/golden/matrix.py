@@ -13,10 +13,10 @@ from refops.arguments import BFLOAT16, require_choice, require_high_precision_dt
 from refops.formats import E4M3, E5M2, ElementFormat
 from refops.golden.inputs import INPUT_KINDS
 from refops.oracle.operation import INTERLEAVE, OPERATIONS, require_operation
-from refops.quantization.layout import round_up
 from refops.scalings import Scaling, require_scaling
 from refops.scalings.declaration import normalise
 from refops.survey import SCALINGS
+from refops.tiles import round_up
 
 #: Elements that a golden file's tensor may have: they travel as files, and are made in one piece.
 MOST_ELEMENTS = 1 << 26

@@ -7,11 +7,20 @@ import numpy as np
 
 from refops.formats import encode_tile, pack_fp4
 from refops.quantization.hadamard import HadamardSource
-from refops.quantization.layout import block_amax, block_view, blocks_of, ceil_div, pad_to_blocks
+from refops.quantization.layout import block_amax, block_view, blocks_of, pad_to_blocks
 from refops.quantization.result import Quantized
 from refops.rounding import PHILOX_BYTES, STOCHASTIC, philox_bytes
 from refops.scalings.arithmetic import REFERENCE
-from refops.tiles import column_amax, for_each, magnitude_max, row_amax, sum_in_order, tensor_amax, tile_slices
+from refops.tiles import (
+    ceil_div,
+    column_amax,
+    for_each,
+    magnitude_max,
+    row_amax,
+    sum_in_order,
+    tensor_amax,
+    tile_slices,
+)
 
 ZERO = np.float32(0)
 
