@@ -2,8 +2,8 @@
 
 Threads that live as long as the process, shared by all callers; the calling thread takes part. Work is cut into more
 ranges than there are threads, and whoever is free takes the next: to wake a thread takes as long as a small tensor
-does, so the caller begins at once and a thread that comes too late has nothing to do. Ranges depend on the work alone
-and none on another, so which thread does what never shows in a result. Compiled loops run without the GIL.
+does, so the caller begins at once and a thread that comes too late has nothing to do. No range depends on another, so
+neither how many there are nor which thread does what shows in a result. Compiled loops run without the GIL.
 
 Work and its outcomes travel through `SimpleQueue`, threads are started by `_thread`, ranges come from an iterator of a
 list: all of it C code, which a KeyboardInterrupt finds done or not begun. `ThreadPoolExecutor`, `Future` and
@@ -20,8 +20,6 @@ from refops.arguments import require_integer
 from refops.tiles import require_subnormals
 
 _threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 #: Ranges that there are for each thread.
 RANGES = 4
 
