@@ -414,8 +414,9 @@ def test_ptx_leaves_no_rounding_open(fast_math):
 
 #: What a call may take of the host's time until its kernel is launched, as a multiple of what `cuda.core.launch` alone
 #: takes of the same kernel in the same process. Allocations are left out: the caller's library makes them.
-#: On a quiet machine that is below 15 us; beside other work it was 17 us where the launch took 1.6.
-MOST_LAUNCHES = 12
+#: Measured: 6 to 9 launches of 1.6 us on a quiet machine, up to 14 beside other work; a call without a plan takes 65 to
+#: 135.
+MOST_LAUNCHES = 16
 #: A machine that others use may be slow in one half of an attempt, not in every one of them.
 ATTEMPTS = 5
 
