@@ -123,7 +123,7 @@ def test_unscaled_bits(route, activation_type):
         assert_same_raw(xla.dact_lu(dz, x, activation_type, act_params=params).data, dx.data)
 
 
-@sampled("mode", SCALED, 2, ids=lambda m: m.name)
+@sampled("mode", SCALED, 2, in_all=1, ids=lambda m: m.name)
 @pytest.mark.parametrize("layout", xla.QuantizeLayout, ids=lambda v: v.name)
 def test_scaled_bits(route, mode, layout):
     copies = {"rowwise": layout.has_rowwise, "columnwise": layout.has_colwise}
@@ -338,7 +338,7 @@ def test_transformations(route):
         jax.jvp(apply, (x,), (x,))
 
 
-@sampled("mode", SCALED, 2, ids=lambda m: m.name)
+@sampled("mode", SCALED, 2, in_all=1, ids=lambda m: m.name)
 def test_transformations_of_quantizing_calls(route, mode):
     """Each example is quantized for itself; a quantizer adds its noise forward, and none backward."""
     x = random((3, 32, 1, 32))
