@@ -10,8 +10,6 @@ from refops.formats import encode
 
 NAME, PACKAGES = "MLX", ("mlx", "mlx-cpu")
 F = np.float32
-#: Between neighbours of E2M1.
-MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 
 
 def offers():
@@ -107,6 +105,6 @@ def _mx(fmt):
 
 
 def _nearest(scaled):
-    """The first of the nearest values."""
-    magnitude = np.searchsorted(MIDPOINTS, np.abs(scaled)).astype(np.uint8)
+    """E2M1 codes; a negative number that becomes zero loses its sign."""
+    magnitude = rules.e2m1_ties_down(scaled)
     return np.where(magnitude == 0, magnitude, magnitude | (np.signbit(scaled).astype(np.uint8) << 3))

@@ -9,8 +9,6 @@ from refops.formats import encode
 
 NAME, PACKAGES = "modelopt", ("nvidia-modelopt", "torch")
 F = np.float32
-#: Between neighbours of E2M1.
-MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 
 
 def offers():
@@ -124,8 +122,8 @@ def _mxfp4(tensors, size):
             scaled = (rules.blocks(x, size) / scale[..., None]).astype(F)
             codes = encode(scaled, refops.E2M1)
             if ties:
-                magnitude = np.searchsorted(MIDPOINTS, np.abs(scaled)).astype(np.uint8)
-                codes = np.where(np.isnan(scaled), codes, (np.signbit(scaled).astype(np.uint8) << 3) | magnitude)
+                sign = np.signbit(scaled).astype(np.uint8) << 3
+                codes = np.where(np.isnan(scaled), codes, sign | rules.e2m1_ties_down(scaled))
             if zeros:
                 codes = np.where(rules.blocks(x, size) == 0, np.uint8(8), codes)
             if special:

@@ -148,6 +148,12 @@ def ceil_log2_byte(amax, largest):
     return (exponent + 127).astype(np.uint8)
 
 
+def e2m1_ties_down(scaled):
+    """The codes of the magnitudes: the nearest, and of two the smaller; 7 for NaN."""
+    between = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
+    return np.searchsorted(between, np.abs(scaled)).astype(np.uint8)
+
+
 # --- FP8 -----------------------------------------------------------------------------------------
 
 
