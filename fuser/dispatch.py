@@ -201,11 +201,13 @@ def _dispatched(function: _Function) -> _Function:
     def call(*args, **kwargs):
         try:
             return function(*args, **kwargs)
-        except NotImplementedError as error:  # `cuda_kernels.errors.NoKernelsError`, which is a TypeError too
-            if current_backend() == "reference":
+        except NotImplementedError as error:
+            from cuda_kernels.errors import NoKernelsError
+
+            if not isinstance(error, NoKernelsError):  # torch's own, of a tensor that has no such operation
                 raise
             way = "; refops computes it, slowly: `with fuser.backend('reference'):`"
-            raise type(error)(f"{error}{way}") from error.__cause__
+            raise NoKernelsError(f"{error}{way}") from error.__cause__
 
     return call  # type: ignore[return-value]
 
