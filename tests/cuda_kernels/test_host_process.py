@@ -37,6 +37,14 @@ def restored():
     host.set_num_threads(before)
 
 
+@pytest.fixture
+def interruptible():
+    """SIGINT raises KeyboardInterrupt, also where the shell that started the tests ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def everything(x, dy, scales):
     """Results of calls that are shared among threads in different ways, as bytes."""
     q, dbias = host.activation_grad_quantize("silu", dy, x, MXFP8, columnwise=True, dbias=True)
@@ -106,7 +114,7 @@ def test_an_exception_in_any_range_reaches_the_caller_after_all_ranges_ended(res
 
 
 @pytest.mark.parametrize("way", ["done", "recorded", "repeated"])
-def test_a_thread_that_an_interrupt_leaves_behind_keeps_its_arrays(restored, way):
+def test_a_thread_that_an_interrupt_leaves_behind_keeps_its_arrays(restored, interruptible, way):
     """What it reads and fills is given by addresses alone."""
     host.set_num_threads(2)
     caller, begun, end, ended = threading.get_ident(), threading.Event(), threading.Event(), threading.Event()
