@@ -110,6 +110,10 @@ class Copy:
         self._scales = self._layout.scales_by_outer(getattr(q, f"{name}_scale_inv"), columnwise)
         self._numbers, self._block_scale = scaling.numbers(q.dtype), scaling.block_scale(REFERENCE)
         self._tensor_scale, self._choice = scaling.tensor_scale(REFERENCE), scaling.choice(REFERENCE)
+        if self._layout.block is None:  # one scale for all tiles
+            with np.errstate(all="ignore"):
+                self._stored, multiplier = self._block_scale(self.amax, ZERO, self._numbers)
+            self._multiplier = np.ravel(multiplier)[0]
 
     def cast(self, tile, rows, columns):
         """(codes, stored scales) of a tile, in the tensor's orientation."""
@@ -121,8 +125,7 @@ class Copy:
             return encode_tile(scaled, self._scaling.fmt, rounding=STOCHASTIC, random_bits=bits)
 
         if self._layout.block is None:
-            stored, multiplier = self._block_scale(self.amax, ZERO, numbers)
-            return encode(tile * np.ravel(multiplier)[0], bits), stored
+            return encode(tile * self._multiplier, bits), self._stored
         amax = amax_of_tile(self._layout, self.amax, rows, columns, self.columnwise)
         tensor_scale = ZERO if self._tensor_scale is None else self._tensor_scale(amax)
         block = self._layout.oriented(self._layout.block, self.columnwise)
@@ -150,8 +153,7 @@ class Copy:
     def finish(self):
         """Store the scale of a tensor that is one block, of an empty one too."""
         if self._layout.block is None:
-            with np.errstate(all="ignore"):
-                self._scales[:], _ = self._block_scale(self.amax, ZERO, self._numbers)
+            self._scales[:] = self._stored
 
     def _random_bytes(self, rows, columns):
         """Random bytes of a tile in the tensor's orientation, or None where nothing is random."""
