@@ -1,4 +1,9 @@
-"""Speed of the oracle on a 4096 x 4096 swiglu -> MXFP8 dump, right and wrong (`make bench`); bounds are asserted."""
+"""Speed of the oracle on a 4096 x 4096 swiglu -> MXFP8 dump, right and wrong (`make bench`).
+
+Asserted is its time as a multiple of the one in which `refops` computes the tensor: both follow the machine's clock.
+"""
+
+import time
 
 import ml_dtypes
 import numpy as np
@@ -45,18 +50,30 @@ def garbage(x):
     }
 
 
-#: name -> (dump, whether it is right, first diagnosis, bound in seconds).
+#: name -> (dump, whether it is right, first diagnosis, times the seconds of `right` that it may take: half above what
+#: was measured).
 DUMPS = {
-    "right": (right, True, (), 3),
+    "right": (right, True, (), 2),
     "wrong: OCP floor rule": (wrong_scales, False, ("scale-floor",), 15),
-    "wrong: floor rule and gate order": (two_faults, False, ("gate-order", "scale-floor"), 15),
-    "wrong: one code of each tile": (a_code_of_each_tile, False, (), 15),
-    "wrong: garbage": (garbage, False, (), 15),
+    "wrong: floor rule and gate order": (two_faults, False, ("gate-order", "scale-floor"), 27),
+    "wrong: one code of each tile": (a_code_of_each_tile, False, (), 32),
+    "wrong: garbage": (garbage, False, (), 44),
 }
 
 
+@pytest.fixture(scope="module")
+def reference_seconds(x):
+    """The best time in which `refops` computes what is judged."""
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        right(x)
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
 @pytest.mark.parametrize("name", DUMPS)
-def test_speed(benchmark, x, name):
+def test_speed(benchmark, x, reference_seconds, name):
     make, ok, names, bound = DUMPS[name]
     dump = make(x)
     benchmark.group = "oracle, swiglu -> MXFP8, 4096 x 4096 bfloat16"
@@ -66,4 +83,4 @@ def test_speed(benchmark, x, name):
     )
     assert report.ok is ok
     assert [set(e.names) for e in report.diagnosis[:1]] == [set(names)] * bool(names)
-    assert benchmark.stats.stats.min <= bound
+    assert benchmark.stats.stats.min <= bound * reference_seconds

@@ -1,7 +1,10 @@
 """Speed of the reference at 4096 x 4096 bfloat16, one thread, beside ml_dtypes' cast and a copy (`make bench`).
 
-The bounds are the project's own: the reference must stay quick enough to judge real tensors. They are asserted.
+The reference must stay quick enough to judge real tensors. Asserted is its time as a multiple of that cast's, the best
+of the rounds of each: the machine's clock and what else it does change both alike.
 """
+
+import time
 
 import ml_dtypes
 import numpy as np
@@ -9,7 +12,7 @@ import pytest
 
 import refops
 
-N = 4096
+N, ROUNDS = 4096, 5
 MXFP8 = refops.MXFP8Scaling(refops.E4M3)
 
 
@@ -25,29 +28,45 @@ def square(x):
     return np.ascontiguousarray(x[:, :N])
 
 
-#: name -> (operation on (x, square), bound in seconds or None).
+def cast(square):
+    """ml_dtypes' cast to E4M3, of each element by itself and without a scale."""
+    return square.astype(ml_dtypes.float8_e4m3fn)
+
+
+@pytest.fixture(scope="module")
+def cast_seconds(square):
+    """The best time of `cast`."""
+    times = []
+    for _ in range(ROUNDS):
+        start = time.perf_counter()
+        cast(square)
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+#: name -> (operation on (x, square), times the cast's time that it may take, half above what was measured, or None).
 OPERATIONS = {
     "copy of the bytes": (lambda x, square: square.copy(), None),
-    "ml_dtypes cast to E4M3, no scale": (lambda x, square: square.astype(ml_dtypes.float8_e4m3fn), None),
-    "MXFP8 rowwise": (lambda x, square: refops.quantize(square, MXFP8), None),
-    "MXFP8 both directions": (lambda x, square: refops.quantize(square, MXFP8, columnwise=True), 0.5),
-    "NVFP4 1x16": (lambda x, square: refops.quantize(square, refops.NVFP4Scaling()), 0.5),
+    "ml_dtypes cast to E4M3, no scale": (lambda x, square: cast(square), None),
+    "MXFP8 rowwise": (lambda x, square: refops.quantize(square, MXFP8), 1.3),
+    "MXFP8 both directions": (lambda x, square: refops.quantize(square, MXFP8, columnwise=True), 2.3),
+    "NVFP4 1x16": (lambda x, square: refops.quantize(square, refops.NVFP4Scaling()), 1.7),
     "NVFP4 1x16 both, RHT": (
         lambda x, square: refops.quantize(square, refops.NVFP4Scaling(rht=True), columnwise=True),
-        None,
+        11,
     ),
-    "FP8 current": (lambda x, square: refops.quantize(square, refops.CurrentScaling(refops.E4M3)), None),
-    "FP8 block 1x128": (lambda x, square: refops.quantize(square, refops.BlockScaling(refops.E4M3, 1)), None),
-    "gelu": (lambda x, square: refops.activation("gelu", square), None),
-    "swiglu -> MXFP8": (lambda x, square: refops.activation_quantize("swiglu", x, MXFP8), 0.4),
+    "FP8 current": (lambda x, square: refops.quantize(square, refops.CurrentScaling(refops.E4M3)), 1.1),
+    "FP8 block 1x128": (lambda x, square: refops.quantize(square, refops.BlockScaling(refops.E4M3, 1)), 1.1),
+    "gelu": (lambda x, square: refops.activation("gelu", square), 7),
+    "swiglu -> MXFP8": (lambda x, square: refops.activation_quantize("swiglu", x, MXFP8), 5.2),
 }
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_speed(benchmark, x, square, name):
+def test_speed(benchmark, cast_seconds, x, square, name):
     operation, bound = OPERATIONS[name]
     benchmark.group = "4096 x 4096 bfloat16"
     benchmark.name = name
-    benchmark.pedantic(operation, (x, square), rounds=5, warmup_rounds=1)
+    benchmark.pedantic(operation, (x, square), rounds=ROUNDS, warmup_rounds=1)
     if bound is not None:
-        assert benchmark.stats.stats.median <= bound
+        assert benchmark.stats.stats.min <= bound * cast_seconds

@@ -18,8 +18,8 @@ from cuda_kernels import host  # noqa: E402
 from fuser import xla  # noqa: E402
 
 CALLS, BATCHES = 200, 15
-#: How many times the CPU time of a small kernel's own call the FFI route may add to it: 2.5 were measured.
-FIXED_COST = 3
+#: Part of the CPU time of a small `pure_callback` that the FFI route may add to that of the kernel: 0.27 was measured.
+FIXED_COST = 0.35
 
 
 def jitted(route):
@@ -77,4 +77,4 @@ def test_cost_of_a_call(benchmark, shape, calls, batches):
     }
     assert times["FFI"][1] < times["pure_callback"][1], times
     if calls > 1:
-        assert fixed[1] <= FIXED_COST * times["kernel alone"][1], times
+        assert fixed[1] <= FIXED_COST * times["pure_callback"][1], times
