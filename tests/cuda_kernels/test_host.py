@@ -15,7 +15,7 @@ from refops.oracle.operation import OPERATIONS
 from tiers import sampled
 
 
-@sampled(("name", "dtype"), SCALINGS_AND_DTYPES, 4, in_all=12)
+@sampled(("name", "dtype"), SCALINGS_AND_DTYPES, 8, in_all=24)
 def test_quantize_and_dequantize_have_the_reference_s_bits(name, dtype):
     scaling = ALL_SCALINGS[name]
     if getattr(scaling, "rht", False):

@@ -16,7 +16,7 @@ from cuda_kernels import host
 from cuda_kernels.host import arrays
 from refops import oracle
 from refops.scalings.declaration import Layout
-from tiers import sampled
+from tiers import SWEEP, sampled
 
 FP32, FP16, _ = DTYPES
 RHT = {
@@ -215,8 +215,7 @@ def test_sums_of_a_large_tensor():
 # --- values -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("two_d", [False, True])
+@pytest.mark.parametrize("two_d", [pytest.param(False, marks=SWEEP), pytest.param(True, marks=pytest.mark.full)])
 def test_given_random_bits(two_d):
     x, rng = tensor((96, 160), FP32), np.random.default_rng(3)
     bits = rng.integers(0, 256, (96, 160), np.uint8), rng.integers(0, 256, (160, 96), np.uint8)
@@ -260,7 +259,7 @@ def extremes(dtype):
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered in cast")
-@sampled(("name", "dtype"), SCALINGS_AND_DTYPES, 4, in_all=12)
+@sampled(("name", "dtype"), SCALINGS_AND_DTYPES, 8, in_all=24)
 def test_special_values_have_the_reference_s_bits(name, dtype):
     scaling = ALL_SCALINGS[name]
     for x in extremes(dtype):

@@ -358,8 +358,8 @@ def test_machine_code_is_kept_until_a_source_changes(tmp_path):
 LOADED = """
 import sys, numpy as np, refops
 from cuda_kernels import host
-x, E4M3, E5M2 = np.random.default_rng(0).standard_normal((64, 64), np.float32), refops.E4M3, refops.E5M2
-scalings = refops.MXFP8Scaling(E4M3), refops.MXFP8Scaling(E5M2, scale_rounding="floor"), refops.NVFP4Scaling()
+x, E4M3 = np.random.default_rng(0).standard_normal((64, 64), np.float32), refops.E4M3
+scalings = refops.MXFP8Scaling(E4M3), refops.NVFP4Scaling()
 host.amax(x)
 for i in sys.argv[1]:
     mine, reference = host.quantize(x, scalings[int(i)]), refops.quantize(x, scalings[int(i)])
@@ -371,7 +371,7 @@ for i in sys.argv[1]:
 @pytest.mark.full
 def test_machine_code_that_several_processes_kept_works_together(tmp_path):
     """Each loop of its own process has inner functions like those of the others, which other code must not call."""
-    for order in ("", "0", "1", "2", "012", "210"):
+    for order in ("", "0", "1", "01", "10"):
         python(f"import sys; sys.argv.append({order!r})\n{LOADED}", NUMBA_CACHE_DIR=str(tmp_path))
 
 

@@ -25,7 +25,7 @@ MORE = ("ml_dtypes", "numba", "numpy", "rich", "safetensors")
 PTX = "8.8"
 TARGETS = ("sm_90", "sm_100a")
 #: Each so many-th case of the gate.
-EVERY = 80
+EVERY = 160
 
 
 @pytest.fixture

@@ -10,14 +10,14 @@ from declared_scalings import CHECKED, SHAPES, check_declared
 from tiers import sampled
 
 
-@sampled("name", CHECKED, 6, in_all=4)
+@sampled("name", CHECKED, 6, in_all=12)
 def test_every_call_has_the_reference_s_bits(name):
     with cuda_kernels.emulated("sm_90"):
         check_declared(cuda_kernels, name, ml_dtypes.bfloat16, SHAPES[name])
 
 
 @pytest.mark.full
-@sampled("name", CHECKED, 6, in_all=6)
+@sampled("name", CHECKED, 6, in_all=12)
 def test_float32_on_another_target(name):
     with cuda_kernels.emulated("sm_100a"):
         check_declared(cuda_kernels, name, np.float32, (128, 256))

@@ -41,6 +41,7 @@ def test_kernels_for_beginners(part):
 
 
 @pytest.mark.full
+@pytest.mark.sweep
 @pytest.mark.parametrize("target", [architecture(target) for target in TARGETS] if EVERYTHING else ["sm_100a"])
 def test_every_kernel(target):
     part = "" if EVERYTHING else "NVFP4"

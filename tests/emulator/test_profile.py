@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ from cuda_kernels.emulator import run
 from cuda_kernels.operands import Spec
 from cuda_kernels.recipes import build
 from refops.survey import SCALINGS
+from tiers import SWEEP, sampled
 
 TARGET = "sm_90"
 ROOT = Path(__file__).resolve().parents[2]
@@ -141,8 +143,7 @@ def fits(recipe):
 SHARING = dict(with_other_stages())
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "x".join(map(str, shape)))
-@pytest.mark.parametrize("name", SHARING)
+@sampled(("name", "shape"), [*product(SHARING, SHAPES)], 3, ids=str)
 def test_shared_memory_has_no_conflicts(name, shape):
     profiled = profile_recipe(SHARING[name], shape, TARGET)
     assert profiled.static.shared > 0 and profiled.counters.shared_ideal > 0
@@ -167,11 +168,14 @@ BY_ELEMENT = (
 
 
 def first_of_each_kind():
-    """The catalogue's kernels; all but the first of each kind are marked `full`."""
-    seen = set()
+    """The catalogue's kernels; of those that are not the first of their kind `make test-all` runs a tenth."""
+    seen, others = set(), 0
     for entry in catalogue():
-        kind = kind_of(entry.recipe)
-        yield pytest.param(entry, id=entry.name, marks=[pytest.mark.full] if kind in seen else [])
+        marks, kind = (), kind_of(entry.recipe)
+        if kind in seen:
+            marks = SWEEP if others % 10 else pytest.mark.full
+            others += 1
+        yield pytest.param(entry, id=entry.name, marks=marks)
         seen.add(kind)
 
 

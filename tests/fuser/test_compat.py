@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tiers import SWEEP
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 USAGE = (Path(__file__).parent / "usage.py").read_text()
 
@@ -48,8 +50,13 @@ def run(code):
 WITHOUT_JAX = "import sys\nsys.modules['jax'] = None\n"
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("before", ["", WITHOUT_JAX], ids=["as installed", "without jax"])
+@pytest.mark.parametrize(
+    "before",
+    [
+        pytest.param("", id="as installed", marks=pytest.mark.full),
+        pytest.param(WITHOUT_JAX, id="without jax", marks=SWEEP),
+    ],
+)
 def test_the_usage_script_runs(before):
     printed = run(f"{before}exec(compile({USAGE!r}, 'usage.py', 'exec'))")
     assert printed == "all five components answered\n"
