@@ -35,7 +35,7 @@ from numba.extending import intrinsic
 from cuda_kernels import ptx_cache
 from cuda_kernels.declared import explain_declared
 from cuda_kernels.messages import announce
-from cuda_kernels.simt import named_by_content
+from cuda_kernels.simt import ONLY_FROM_COMPILED_CODE, named_by_content
 
 #: Numba's variables that change machine code.
 CODE_OPTIONS = ("NUMBA_OPT", "NUMBA_BOUNDSCHECK", "NUMBA_DEBUGINFO", "NUMBA_LOOP_VECTORIZE", "NUMBA_SLP_VECTORIZE")
@@ -121,8 +121,8 @@ class DiskCache(NullCache):
 
 
 def routine(function):
-    """A part of a stage that is compiled as a function of its own and inlined by LLVM if it likes."""
-    return numba.njit(error_model="numpy", nogil=True)(named_by_content(function))
+    """A part of a stage: a function of its own for compiled code alone, which LLVM inlines if it likes."""
+    return numba.njit(nogil=True, **ONLY_FROM_COMPILED_CODE)(named_by_content(function))
 
 
 def compiled(name, function, signature):
