@@ -151,41 +151,52 @@ def other_scales(slot, got):
     layout = slot.layout
     if layout is None or 0 in slot.tensor:
         return ""
-    if math.prod(got) == 1:
-        return "" if layout.block is None else "one scale of the tensor"
-    for what, other, columnwise in _other_layouts(layout, "columnwise" in slot.name):
+    one = "one scale of the tensor" if math.prod(got) == 1 and layout.block is not None else ""
+    if one and not layout.repeated:
+        return one
+    return _first_of_shape(_other_orders, slot, got) or one or _first_of_shape(_other_blocks, slot, got)
+
+
+def _first_of_shape(others, slot, got):
+    """What `others` yields first whose scales have the shape `got`, padded or not, or ""."""
+    for what, other, columnwise in others(slot.layout, "columnwise" in slot.name):
         unpadded = replace(other, padding=(1, 1))
         if any(_reshapes(got, stored.scale_shape(slot.tensor, columnwise)) for stored in (unpadded, other)):
             return what
     return ""
 
 
-def _other_layouts(layout, columnwise):
-    """Yield (what its scales are, layout, direction) of what a kernel may have written instead, the nearest first.
+def _other_orders(layout, columnwise):
+    """Yield (what its scales are, layout, direction) of the same blocks, as a kernel may have stored their scales.
 
     "Transposed" means the other one of the orders [outer, block] and [block, outer] than `layout` stores. A layout with
     one scale for the tensor stores neither, so no scales are transposed there.
     """
-    first = layout.scales_inner_first
-    other_first = tuple(not inner_first for inner_first in first)
-
-    def scales(block, inner_first):
-        """Where scales of such blocks lie, and nothing else of the layout."""
-        return Layout(block, scales_inner_first=inner_first, padding=layout.padding, scale_order="fixed")
-
     if layout.run is not None:
-        yield "transposed scales", scales(layout.run, other_first), columnwise
-        yield f"{'rowwise' if columnwise else 'columnwise'} scales", scales(layout.run, first), not columnwise
+        yield "transposed scales", _scales(layout, layout.run, transposed=True), columnwise
+        yield f"{'rowwise' if columnwise else 'columnwise'} scales", _scales(layout, layout.run), not columnwise
     if layout.repeated:
-        yield "scales that are not repeated", scales(layout.block, first), columnwise
+        yield "scales that are not repeated", _scales(layout, layout.block), columnwise
+
+
+def _other_blocks(layout, columnwise):
+    """Yield the same of blocks of other sizes, those of the layout's kind first, small ones before large ones."""
     sizes = [size for size in range(1, ALIGNMENT + 1) if ALIGNMENT % size == 0]
     lines = [((1, size), f"blocks of {size}") for size in sizes]
     squares = [((size, size), f"blocks of {size}x{size}") for size in sizes]
     stores_squares = layout.run is not None and layout.run[0] > 1
     transposed = "scales" if layout.run is None else "transposed scales"
     for block, name in (*squares, *lines) if stores_squares else (*lines, *squares):
-        yield f"scales of {name}", scales(block, first), columnwise
-        yield f"{transposed} of {name}", scales(block, other_first), columnwise
+        yield f"scales of {name}", _scales(layout, block), columnwise
+        yield f"{transposed} of {name}", _scales(layout, block, transposed=True), columnwise
+
+
+def _scales(layout, block, transposed=False):
+    """Where scales of such blocks lie, and nothing else of the layout."""
+    first = layout.scales_inner_first
+    if transposed:
+        first = tuple(not inner_first for inner_first in first)
+    return Layout(block, scales_inner_first=first, padding=layout.padding, scale_order="fixed")
 
 
 def _reshapes(got, wanted):

@@ -80,6 +80,10 @@ def test_one_entry_is_one_scale_even_of_a_tensor_within_a_block(scaling, directi
     assert other_scales(scale_slot(scaling, direction, (64, 96)), shape) == "one scale of the tensor"
 
 
+def test_one_entry_of_one_block_is_the_scale_that_is_not_repeated():
+    assert other_scales(scale_slot(NVFP4_2D, "rowwise", (16, 16)), (1, 1)) == "scales that are not repeated"
+
+
 @pytest.mark.parametrize("tensor", [(0, 512), (256, 0)])
 def test_nothing_is_said_of_a_tensor_without_elements(tensor):
     assert other_scales(scale_slot(MXFP8, "rowwise", tensor), (1, 1)) == ""
