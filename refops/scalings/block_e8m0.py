@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from refops.formats import E4M3, E8M0, FloatFormat, require_format
-from refops.scalings.declaration import FP8_FORMATS, Layout, NamedScaling, choose, non_negative
+from refops.scalings.declaration import FP8_FORMATS, Layout, NamedScaling, choose
 from refops.scalings.rules import E8M0Scaling
 
 
@@ -26,7 +26,7 @@ class E8M0BlockScaling(E8M0Scaling):
     def __post_init__(self):
         require_format(self.fmt, FP8_FORMATS)
         choose(self, block_dim=(1, 2), block_size=(128, 64))
-        non_negative(self, "amax_epsilon")
+        super().__post_init__()
 
     @property
     def layout(self) -> Layout:

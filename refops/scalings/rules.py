@@ -83,6 +83,7 @@ class E8M0Scaling(Scaling):
 
     def __post_init__(self):
         choose(self, scale_rounding=E8M0_ROUNDINGS)
+        non_negative(self, "amax_epsilon")
 
     @property
     def formulas(self) -> Formulas:

@@ -192,6 +192,9 @@ def test_a_declared_epsilon_counts_whether_or_not_code_is_compiled_for_it(at_run
         p = scaling.numbers(np.dtype(F))
         with np.errstate(all="ignore"):
             assert code(F([2.0**-30]), F(0), p) == code(F([amax]), F(0), p)
+    for wrong in (-1.0, np.nan, "1"):
+        with pytest.raises((TypeError, ValueError), match="amax_epsilon must be a finite float32"):
+            Bounded(wrong)
 
 
 def test_one_level_needs_no_top():
