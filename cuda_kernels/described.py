@@ -4,6 +4,8 @@ A call is described by its settings and by what its arrays are, never by the num
 """
 
 import math
+from dataclasses import fields
+from functools import cache
 
 import numpy as np
 
@@ -57,10 +59,15 @@ def which_are_one(arrays):
     return [first.setdefault(id(array), number) for number, array in enumerate(arrays)]
 
 
+@cache
+def _defaults_at_run_time(kind):
+    """(name, default) of the fields of a class of scalings that no compiled code depends on."""
+    return tuple((one.name, one.default) for one in fields(kind) if one.name in kind.at_run_time)
+
+
 def _holds_numbers_of_a_step(scaling):
-    """Whether a field that no compiled code depends on is not at its default (which a dataclass keeps in its class)."""
-    kind = type(scaling)
-    return any(getattr(scaling, name) != getattr(kind, name) for name in kind.at_run_time)
+    """Whether a field that no compiled code depends on is not at its default."""
+    return any(getattr(scaling, name) != default for name, default in _defaults_at_run_time(type(scaling)))
 
 
 class Plans:

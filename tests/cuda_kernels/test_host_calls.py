@@ -1,6 +1,6 @@
 """More of `cuda_kernels.host` against `refops`: row scales, Hadamard, sums, swizzled scales, tensors of PyTorch."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import ml_dtypes
 import numpy as np
@@ -16,6 +16,7 @@ from cuda_kernels import host
 from cuda_kernels.host import arrays
 from refops import oracle
 from refops.scalings.declaration import Layout
+from refops.scalings.rules import E8M0Scaling
 from tiers import SWEEP, sampled
 
 FP32, FP16, _ = DTYPES
@@ -359,6 +360,17 @@ def test_tensors_of_pytorch_in_every_argument():
 
 
 # --- what has no kernels ----------------------------------------------------------------------------
+
+
+def test_a_scaling_that_nobody_registered_is_refused_whatever_its_fields_are():
+    @dataclass(frozen=True)
+    class UnknownScaling(E8M0Scaling):
+        step: float
+        fmt, layout, scale_rounding, at_run_time = E4M3, MXFP8.layout, "up", ("step",)
+
+    for quantize in (refops.quantize, host.quantize):
+        with pytest.raises(TypeError, match=r"^scaling must be one of .*; got .*UnknownScaling"):
+            quantize(tensor((32, 64)), UnknownScaling(1.0))
 
 
 def test_a_scaling_of_refops_without_kernels_is_refused():
