@@ -92,12 +92,15 @@ def run_shared(function, words, arrays, count, inline):
     """Let threads share `function(words, first, last)`, where `words` holds the addresses of `arrays`.
 
     A caller that is interrupted while it waits leaves a thread behind, which keeps the arrays until its range is done.
+    One that is not waits for all ranges: what a thread still gets to see of its work after that keeps nothing.
     """
+    kept = [arrays]
 
-    def work(first, last, kept=arrays):
+    def work(first, last, kept=kept):
         function(words, first, last)
 
     share(work, count, inline=inline)
+    kept.clear()
 
 
 class Loop(NamedTuple):
@@ -143,7 +146,8 @@ class Plan(NamedTuple):
 
     Attributes:
         allocations: (function, shape, dtype) of each new array. Arrays are numbered: first the call's, then these.
-        steps: `Loop` or `Step`, in order. constants: arrays that loops have the addresses of.
+        steps: `Loop` or `Step`, in order.
+        constants: arrays that loops have the addresses of, without a number: they are kept as the others are.
         result: function of the list of all arrays that returns the call's result.
     """
 
@@ -159,6 +163,7 @@ class Plan(NamedTuple):
             array = new(shape, dtype)
             arrays.append(array)
             addresses.append(address_of_array(array))
+        arrays.extend(self.constants)
         for step in self.steps:
             step.run(arrays, addresses)
         return self.result(arrays)

@@ -113,7 +113,7 @@ def test_an_exception_in_any_range_reaches_the_caller_after_all_ranges_ended(res
     assert sorted([*ended, failing]) == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("way", ["done", "recorded", "repeated"])
+@pytest.mark.parametrize("way", ["done", "recorded", "repeated", "of a plan that is forgotten"])
 def test_a_thread_that_an_interrupt_leaves_behind_keeps_its_arrays(restored, interruptible, way):
     """What it reads and fills is given by addresses alone."""
     host.set_num_threads(2)
@@ -135,6 +135,9 @@ def test_a_thread_that_an_interrupt_leaves_behind_keeps_its_arrays(restored, int
         with pytest.raises(KeyboardInterrupt):
             if way == "repeated":
                 calls.Loop(function, np.zeros(1, np.uint64), (), 8, False).run([array], [0])
+            elif way == "of a plan that is forgotten":
+                loop = calls.Loop(function, np.zeros(1, np.uint64), (), 8, False)
+                calls.Plan((), (loop,), (array,), lambda arrays: None).run(calls.Call((), [], []))
             else:
                 doing = calls.Doing() if way == "done" else calls.Recording(calls.Call((), [], []))
                 doing.loop(function, [0], [(0, array)], 8, False)
@@ -150,6 +153,31 @@ def test_a_thread_that_an_interrupt_leaves_behind_keeps_its_arrays(restored, int
             return
         time.sleep(0.02)
     pytest.fail("the array is kept although the range has ended")
+
+
+def test_a_thread_that_comes_too_late_keeps_no_array(restored):
+    """Work for a thread that is busy stays in its queue after the caller has done all of it."""
+    host.set_num_threads(2)
+    begun, end, array = threading.Event(), threading.Event(), np.zeros(8, F)
+
+    def busy(first, last):
+        if threading.current_thread() is not threading.main_thread():
+            begun.set()
+            end.wait(10)
+        else:
+            begun.wait(10)
+
+    caller = threading.Thread(target=threads.share, args=(busy, 8))
+    threads.share(lambda first, last: None, 8)  # there is a thread
+    caller.start()
+    assert begun.wait(10)
+    calls.run_shared(lambda words, first, last: None, None, [array], 8, False)
+    kept = weakref.ref(array)
+    del array
+    gc.collect()
+    assert kept() is None
+    end.set()
+    caller.join()
 
 
 def test_flushed_subnormals_are_refused(restored):
