@@ -11,8 +11,9 @@ float32; a sigmoid below 2^-126 is flushed to 0, a gradient of infinity may be i
 casts never change. NumPy arrays go through the same kernels, compiled, within `emulated(target="sm_90")`, on a software
 GPU; and with NUMBA_ENABLE_CUDASIM=1, set before the import, as Python in a simulator.
 
-The package imports from `refops` only descriptions (formats, settings, layouts, checks of arguments), never arithmetic:
-two implementations that share arithmetic cannot check each other.
+The package imports from `refops` what is declared there once: formats, layouts, checks of arguments, and the formulas
+of activations and scales, which are compiled here. Loads, maxima, casts, sums and stores are its own; so the two check
+each other, and others' arrays check the formulas.
 """
 
 import functools

@@ -121,7 +121,7 @@ class DiskCache(NullCache):
 
 
 def routine(function):
-    """A part of a stage: a function of its own for compiled code alone, which LLVM inlines if it likes."""
+    """A part of a stage: a function of its own for compiled code alone (`ONLY_FROM_COMPILED_CODE`)."""
     return numba.njit(nogil=True, **ONLY_FROM_COMPILED_CODE)(named_by_content(function))
 
 
