@@ -1,11 +1,11 @@
 """What a new activation or a new scaling costs: one file, and what is measured and generated. In a copy of this
 repository it is added and used everywhere.
 
-`tests/new_rows/mish.py` goes into refops/activations, `tests/measured/measure_activations.py` and `docs/generate.py`
-write what is measured and generated, and each check of `tests/new_rows/use_activation.py` runs in a process of its
-own. The tests of activations run as well: their parameters are the table's rows. `tests/new_rows/mx64.py` goes into
-refops/scalings; its checks are those of `tests/new_rows/use_scaling.py`, and `docs/capabilities.py` writes its row of
-the capability table.
+`tests/new_rows/mish.py` and `leaky_relu.py`, which has a parameter, go into refops/activations;
+`tests/measured/measure_activations.py` and `docs/generate.py` write what is measured and generated, and each check of
+`tests/new_rows/use_activation.py` runs in a process of its own. The tests of activations run as well: their parameters
+are the table's rows. `tests/new_rows/mx64.py` goes into refops/scalings; its checks are those of
+`tests/new_rows/use_scaling.py`, and `docs/capabilities.py` writes its row of the capability table.
 """
 
 import os
@@ -32,6 +32,7 @@ COPIED = (
     "setup.cfg",
     "pyproject.toml",
 )
+ACTIVATIONS = ("mish.py", "leaky_relu.py")
 LONGEST_ACTIVATION, LONGEST_SCALING = 30, 40
 #: Modules of refops/scalings that have more to say: TE's, and what scalings share.
 LONGER = ("__init__", "arithmetic", "block", "current", "declaration", "delayed", "mxfp8", "nvfp4", "rules")
@@ -84,25 +85,29 @@ def run_in(copy, *arguments, **variables):
 
 
 @pytest.fixture(scope="module")
-def with_mish(tmp_path_factory):
-    """A copy of the repository that has mish and mishglu."""
-    copy = tmp_path_factory.mktemp("with_mish")
+def with_activations(tmp_path_factory):
+    """A copy of the repository that has mish, mishglu, leaky_relu and leaky_reglu."""
+    copy = tmp_path_factory.mktemp("with_activations")
     copy_of_the_repository(copy)
-    shutil.copy(NEW_ROWS / "mish.py", copy / "refops" / "activations")
-    run_in(copy, "tests/measured/measure_activations.py", "mish", "mishglu")
+    for file in ACTIVATIONS:
+        shutil.copy(NEW_ROWS / file, copy / "refops" / "activations")
+    run_in(copy, "tests/measured/measure_activations.py", "mish", "mishglu", "leaky_relu", "leaky_reglu")
     run_in(copy, "docs/generate.py", "--write")
     return copy
 
 
-def test_an_activation_is_one_short_file():
-    assert len((NEW_ROWS / "mish.py").read_text(encoding="utf-8").splitlines()) <= LONGEST_ACTIVATION
+@pytest.mark.parametrize("file", ACTIVATIONS)
+def test_an_activation_is_one_short_file(file):
+    assert len((NEW_ROWS / file).read_text(encoding="utf-8").splitlines()) <= LONGEST_ACTIVATION
 
 
 @pytest.mark.parametrize("check", ACTIVATION_CHECKS)
-def test_a_new_activation_works_without_another_edit(with_mish, check):
+def test_a_new_activation_works_without_another_edit(with_activations, check):
     needed = {"software_gpu": "numba.cuda", "compiled": "numba.cuda", "fuser": "torch", "jax": "jax", "truth": "mpmath"}
     pytest.importorskip(needed.get(check, "numba"))
-    run_in(with_mish, "tests/new_rows/use_activation.py", check, NUMBA_ENABLE_CUDASIM=str(int(check == "simulator")))
+    run_in(
+        with_activations, "tests/new_rows/use_activation.py", check, NUMBA_ENABLE_CUDASIM=str(int(check == "simulator"))
+    )
 
 
 @pytest.mark.parametrize(
@@ -114,8 +119,8 @@ def test_a_new_activation_works_without_another_edit(with_mish, check):
         "tests/fuser/test_functional.py",
     ],
 )
-def test_the_tests_have_the_new_rows(with_mish, file):
-    printed = run_in(with_mish, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "0", file, "-k", "mish")
+def test_the_tests_have_the_new_rows(with_activations, file):
+    printed = run_in(with_activations, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "0", file, "-k", "mish")
     assert " passed" in printed
 
 

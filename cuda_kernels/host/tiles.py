@@ -22,8 +22,7 @@ from numba import carray, types
 from numba.extending import intrinsic
 
 from cuda_kernels.host.compile import call_address, compiled, routine
-from cuda_kernels.operands import INPUTS as INPUT_FIELDS
-from cuda_kernels.operands import Inputs, Outputs
+from cuda_kernels.operands import PARAMETERS, Inputs, Outputs
 from cuda_kernels.simt import U32, as_f32
 
 #: Rows and columns of a piece. Column sums add 128 rows in order, then the sums of all pieces in order.
@@ -33,7 +32,7 @@ BYTES, FLOATS = types.Array(types.uint8, 1, "C"), types.Array(types.float32, 1, 
 WORDS = types.Array(types.uint32, 1, "C")
 TILE = types.Array(types.float32, 2, "C")
 _INT, _FLOAT = types.int64, types.float32
-INPUTS = types.NamedTuple((BYTES, BYTES, FLOATS, *[_FLOAT] * 5, _INT, _INT, _INT), Inputs)
+INPUTS = types.NamedTuple((BYTES, BYTES, FLOATS, *[_FLOAT] * len(PARAMETERS), _INT, _INT, _INT), Inputs)
 OUTPUTS = types.NamedTuple(
     (BYTES, BYTES, WORDS, FLOATS, BYTES, types.uint64, types.uint64, _INT, _FLOAT, _FLOAT, _INT, _INT, _INT), Outputs
 )
@@ -55,9 +54,8 @@ def pieces(rows, columns):
 
 # --- words ------------------------------------------------------------------------------------------
 
-#: Fields that are arrays, two words each: address and bytes.
-ARRAYS = {"x", "dy", "row_scales", "data", "scales", "amax", "given", "random_bits"}
-INPUT_WORDS, OUTPUT_WORDS = (sum(1 + (name in ARRAYS) for name in fields) for fields in (INPUT_FIELDS, Outputs._fields))
+#: Words of an `Inputs` and an `Outputs`: two of an array, its address and its bytes, one of a number.
+INPUT_WORDS, OUTPUT_WORDS = (sum(1 + isinstance(field, types.Array) for field in kind) for kind in (INPUTS, OUTPUTS))
 #: Words of a walk before those of its `Inputs`: prologue, number of stages, shape of the matrix and of a tile. After
 #: them, for each stage, its address and its `Outputs`.
 FIRST = 6
@@ -96,21 +94,34 @@ def number_at(words, i):
     return as_f32(U32(words[i]))
 
 
+def make_numbers_at(count):
+    """Return `numbers(words, i)`: a tuple of as many `number_at`, from word `i` on."""
+    if not count:
+        return routine(lambda words, i: ())
+    others = make_numbers_at(count - 1)
+
+    @routine
+    def numbers(words, i):
+        return (number_at(words, i), *others(words, i + 1))
+
+    return numbers
+
+
+parameters_at = make_numbers_at(len(PARAMETERS))
+
+
 @routine
 def inputs_at(words, i):
     """The `Inputs` whose words begin at `i`."""
+    after = i + 6 + len(PARAMETERS)
     return Inputs(
         bytes_at(words, i),
         bytes_at(words, i + 2),
         bytes_at(words, i + 4).view(np.float32),
-        number_at(words, i + 6),
-        number_at(words, i + 7),
-        number_at(words, i + 8),
-        number_at(words, i + 9),
-        number_at(words, i + 10),
-        np.int64(words[i + 11]),
-        np.int64(words[i + 12]),
-        np.int64(words[i + 13]),
+        *parameters_at(words, i + 6),
+        np.int64(words[after]),
+        np.int64(words[after + 1]),
+        np.int64(words[after + 2]),
     )
 
 

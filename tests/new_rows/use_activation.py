@@ -1,7 +1,7 @@
-"""Use an activation that was declared a moment ago, everywhere: `python use_activation.py CHECK`, of mish and mishglu.
+"""Use activations that were declared a moment ago, everywhere: `python use_activation.py CHECK`.
 
-`tests/test_cost_of_change.py` runs each check in a copy of this repository that has `mish.py` in refops/activations,
-in a process of its own. Nothing here edits the copy.
+`tests/test_cost_of_change.py` runs each check in a copy of this repository that has `mish.py` and `leaky_relu.py` in
+refops/activations, in a process of its own. Nothing here edits the copy.
 """
 
 import json
@@ -18,7 +18,9 @@ from refops.activations import bind_activation
 
 ROOT = Path(refops.__file__).resolve().parents[1]
 F = np.float32
-NAMES = ("mish", "mishglu")
+#: The latter two have a parameter of a name that is new.
+NAMES = ("mish", "mishglu", "leaky_relu", "leaky_reglu")
+PARAMETERS = {name: {"negative_slope": 0.3} for name in NAMES if name.startswith("leaky")}
 MXFP8 = refops.MXFP8Scaling(refops.E4M3)
 
 
@@ -32,12 +34,14 @@ def inputs(name, shape=(32, 64)):
 
 
 def judge(library, name):
-    """The oracle accepts value, gradient and the quantized value of a library."""
+    """The oracle accepts value, gradient and the quantized value of a library, with default and other parameters."""
     x, dy = inputs(name)
-    oracle.check(name, x, library.activation(name, x)).raise_for_mismatch()
-    oracle.check(f"d{name}", {"x": x, "dy": dy}, library.activation_grad(name, dy, x)).raise_for_mismatch()
-    q = library.activation_quantize(name, x, MXFP8, columnwise=True)
-    oracle.check(name, x, q, scaling=MXFP8).raise_for_mismatch()
+    for p in ({}, PARAMETERS[name]) if name in PARAMETERS else ({},):
+        oracle.check(name, x, library.activation(name, x, **p), params=p).raise_for_mismatch()
+        dx = library.activation_grad(name, dy, x, **p)
+        oracle.check(f"d{name}", {"x": x, "dy": dy}, dx, params=p).raise_for_mismatch()
+        q = library.activation_quantize(name, x, MXFP8, columnwise=True, **p)
+        oracle.check(name, x, q, scaling=MXFP8, params=p).raise_for_mismatch()
 
 
 def command(*arguments):
@@ -159,6 +163,9 @@ def fuser():
         (dx,) = torch.autograd.grad(y, x, dy)
         assert torch.equal(dx, getattr(functional, f"d{name}")(dy, x.detach()))
     torch.testing.assert_close(ops.Mish()(x), torch.nn.functional.mish(x), rtol=2**-7, atol=2**-9)
+    y = ops.LeakyReLU(negative_slope=0.3)(x)
+    assert torch.equal(y, torch.nn.functional.leaky_relu(x, 0.3))
+    assert torch.equal(y, functional.leaky_relu(x.detach(), negative_slope=0.3))
     assert "Mish" in ops.__all__ and fuser.ops is ops
 
 
