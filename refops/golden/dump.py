@@ -18,7 +18,7 @@ from refops.hints import Array
 from refops.ops import quantize
 from refops.oracle.operation import Case, arrays_of, require_operation
 from refops.quantization.hadamard import HadamardSource
-from refops.quantization.layout import block_amax, block_view, pad_to_blocks
+from refops.quantization.layout import block_amax, padded_blocks
 from refops.quantization.quantize import amax_by_outer, random_bytes
 from refops.quantization.result import DIRECTIONS
 from refops.scalings import Scaling
@@ -172,5 +172,5 @@ def _block_amaxes(source, scaling, columnwise):
         source = HadamardSource(source, scaling.hadamard)
     layout, values = scaling.layout, as_matrix(source)
     values = values.T if columnwise else values
-    amax = block_amax(block_view(pad_to_blocks(values, *layout.block), *layout.block))
+    amax = block_amax(padded_blocks(values, *layout.block))
     return np.repeat(amax, layout.block[0] // layout.run[0], axis=0)[: layout.scale_counts(source.shape, columnwise)[0]]

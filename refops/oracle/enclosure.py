@@ -48,7 +48,7 @@ from refops.formats import encode_tile
 from refops.oracle.geometry import Geometry, as_slice
 from refops.oracle.interval import CUDA_ULP, INTERVALS, Interval, ulp_of
 from refops.quantization.hadamard import transform_exactly
-from refops.quantization.layout import block_view, pad_to_blocks
+from refops.quantization.layout import padded_blocks
 from refops.quantization.quantize import amax_of_tile
 from refops.scalings.arithmetic import REFERENCE, Reference
 from refops.scalings.declaration import FLT_MAX
@@ -397,7 +397,7 @@ def block_amax_bounds(bounds, block_rows, block_columns):
     block_rows = min(block_rows, len(bounds.lo))
     out = []
     for magnitude in bounds.magnitudes():
-        blocks = block_view(pad_to_blocks(magnitude, block_rows, block_columns), block_rows, block_columns)
+        blocks = padded_blocks(magnitude, block_rows, block_columns)
         out.append(blocks.max(axis=(1, 3)))
     return out
 

@@ -17,7 +17,7 @@ from refops.formats import encode_tile
 from refops.oracle.geometry import TILE, Geometry, Region, as_slice, part_of
 from refops.quantization.delayed import quieted
 from refops.quantization.hadamard import transform_groups
-from refops.quantization.layout import block_amax, block_view, ceil_div, pad_to_blocks
+from refops.quantization.layout import block_amax, ceil_div, padded_blocks
 from refops.quantization.quantize import amax_of_tile, philox_groups
 from refops.quantization.result import DIRECTIONS
 from refops.rounding import philox_bytes, stored
@@ -584,14 +584,14 @@ class TensorReplay(Replay):
     def quantize_blocks(self, values, amax_values, direction, region):
         """Return (codes (R, C), stored scales, one for each block)."""
         rows, columns = self.block_shapes[direction] or region.shape
-        blocks = block_view(pad_to_blocks(values, rows, columns), rows, columns)
+        blocks = padded_blocks(values, rows, columns)
         tensor_amax = None
         if self.block_shapes[direction] is None:  # per tensor
             amax = self.tensor_amax(direction, region) if self.scaling.given is None else None
         else:
             amax_blocks = blocks
             if amax_values is not values:
-                amax_blocks = block_view(pad_to_blocks(amax_values, rows, columns), rows, columns)
+                amax_blocks = padded_blocks(amax_values, rows, columns)
             amax = self.block_amax(amax_blocks)
             if self.rule.tensor_scale is not None:  # with row scaling one for each row (column) of a block
                 tensor_amax = self.tensor_amax(direction, region)
@@ -603,7 +603,7 @@ class TensorReplay(Replay):
             scales, multiplier = self.scales(amax, tensor_amax)
             bits = self.random_bits(direction, region)
             if bits is not None:
-                bits = block_view(pad_to_blocks(np.ascontiguousarray(bits), rows, columns), rows, columns)
+                bits = padded_blocks(np.ascontiguousarray(bits), rows, columns)
             codes = self.encode(self.multiply(blocks, multiplier[:, None, :, None]), bits)
         codes = codes.reshape(codes.shape[0] * codes.shape[1], -1)[: values.shape[0], : values.shape[1]]
         return codes, scales

@@ -11,7 +11,7 @@ import numpy as np
 
 from refops.formats import encode_tile
 from refops.oracle import enclosure
-from refops.quantization.layout import block_view
+from refops.quantization.layout import padded_blocks
 from refops.scalings.arithmetic import REFERENCE
 from refops.scalings.declaration import FLT_MAX
 
@@ -181,7 +181,7 @@ class ChosenScales(CodedScales):
             wrong = ~enclosure.codes_inside(
                 codes, *enclosure.code_bounds(bounds, *each, self._fmt), bounds.nan, self._fmt
             )
-            count = np.where(may, block_view(wrong, *geometry.block).sum(axis=(1, 3)), np.inf)
+            count = np.where(may, padded_blocks(wrong, *geometry.block).sum(axis=(1, 3)), np.inf)
             if chosen is None:
                 fewest, chosen = count, multipliers
                 continue
@@ -207,10 +207,10 @@ class ChosenScales(CodedScales):
     def _block_errors(self, lowest, highest):
         """(least, greatest) error of each block, over the bounds of its elements and any order of the sum."""
         bounds, block = self._bounds, self._geometry.block
-        ends = [block_view(bounds.lo, *block)]
+        ends = [padded_blocks(bounds.lo, *block)]
         width = 0.0
         if bounds.hi is not bounds.lo:
-            ends.append(block_view(bounds.hi, *block))
+            ends.append(padded_blocks(bounds.hi, *block))
             width = np.abs(ends[1].astype(np.float64) - ends[0])
         codes = (lowest,) if lowest is highest else (lowest, highest)
         found = [self._element_errors(code, x, width) for code in codes for x in ends]
@@ -219,7 +219,7 @@ class ChosenScales(CodedScales):
         underflow = size * 2.0**-149
         total_low = least.sum(axis=(1, 3)) * (1 - (size + 2) * 2.0**-23) - underflow
         total_high = greatest.sum(axis=(1, 3)) * (1 + (size + 2) * 2.0**-23) + underflow
-        unsure = block_view(bounds.nan, *block).any(axis=(1, 3)) | self._overflows(highest)
+        unsure = padded_blocks(bounds.nan, *block).any(axis=(1, 3)) | self._overflows(highest)
         unsure |= highest - lowest > 1  # codes between them, of which nothing is known
         total_low, total_high = np.where(unsure, 0.0, total_low), np.where(unsure, np.inf, total_high)
         return total_low, np.where(total_high >= FLT_MAX, np.inf, total_high)

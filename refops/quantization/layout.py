@@ -47,6 +47,11 @@ def block_view(values, block_rows, block_columns):
     return values.reshape(rows // block_rows, block_rows, columns // block_columns, block_columns)
 
 
+def padded_blocks(values, block_rows, block_columns):
+    """`block_view` of (R, C) values whose blocks may be partial: what is missing of them counts as 0."""
+    return block_view(pad_to_blocks(values, block_rows, block_columns), block_rows, block_columns)
+
+
 def block_amax(blocks):
     """max |x| of each block of a `block_view`, NaN ignored: float32 (R / block_rows, C / block_columns)."""
     magnitude = np.abs(blocks)

@@ -7,7 +7,7 @@ import numpy as np
 
 from refops.formats import encode_tile, pack_fp4
 from refops.quantization.hadamard import HadamardSource
-from refops.quantization.layout import block_amax, block_view, blocks_of, pad_to_blocks
+from refops.quantization.layout import block_amax, blocks_of, padded_blocks
 from refops.quantization.result import Quantized
 from refops.rounding import PHILOX_BYTES, STOCHASTIC, philox_bytes
 from refops.scalings.arithmetic import REFERENCE
@@ -182,9 +182,9 @@ def quantize_blocks(tile, block_rows, block_columns, encode, scale_of, bits=None
         (codes, stored): uint8 (R, C), and what `scale_of` gave to store.
     """
     block_rows = min(block_rows, len(tile))  # fewer rows than a block: one short block, not padding
-    blocks = _blocks(tile, block_rows, block_columns)
+    blocks = padded_blocks(tile, block_rows, block_columns)
     to_store, multiplier = scale_of(block_amax(blocks))
-    bits = None if bits is None else _blocks(bits, block_rows, block_columns)
+    bits = None if bits is None else padded_blocks(bits, block_rows, block_columns)
     codes = encode(blocks * multiplier[:, None, :, None], bits)
     return _elements(codes, tile.shape), to_store
 
@@ -199,7 +199,7 @@ def choose_blocks(tile, block_rows, block_columns, encode, rules, error, values,
         amax: the tensor's amax or its rows', of a shape that meets the blocks.
     """
     block_rows = min(block_rows, len(tile))
-    blocks = _blocks(tile, block_rows, block_columns)
+    blocks = padded_blocks(tile, block_rows, block_columns)
     maxima, best = block_amax(blocks), None
     for scale_of in rules:
         stored, multiplier = scale_of(maxima)
@@ -227,10 +227,6 @@ def block_error(errors):
         half = rows.shape[1] // 2
         rows = rows[:, :half] + rows[:, half:]
     return rows[:, 0]
-
-
-def _blocks(values, block_rows, block_columns):
-    return block_view(pad_to_blocks(values, block_rows, block_columns), block_rows, block_columns)
 
 
 def _elements(codes, shape):

@@ -20,6 +20,7 @@ from refops import Block64Scaling, MXFP4Scaling, oracle
 from refops.formats import E2M1, E4M3, E8M0, UE5M3
 from refops.oracle.operation import arrays_of
 from refops.scalings.declaration import Choice, Layout, Scaling
+from refops.scalings.rules import E8M0Scaling
 
 F = np.float32
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -118,11 +119,33 @@ class Chosen(Relative):
         return Choice((candidate(F(1)), candidate(F(1.5))), error)
 
 
+@dataclass(frozen=True)
+class ChosenPowers(E8M0Scaling):
+    """E4M3 in lines of 32, any shape: the better of the power of two above amax / 448 and the one below that."""
+
+    title, scale_rounding, fmt = "chosen powers", "up", E4M3
+    layout = Layout(block=(1, 32), scale_format=E8M0, amax="tensor", scale_order="fixed")
+
+    def choice(self, words):
+        encode, largest = words.encode(E8M0, "up"), F(self.fmt.max)
+
+        def candidate(factor):
+            def code(amax, tensor_scale, p):
+                byte = encode(amax * factor / largest)
+                return byte, words.inverse_power(byte)
+
+            return code
+
+        return Choice((candidate(F(1)), candidate(F(0.5))), lambda value, scale, amax, x: np.abs(value * scale - x))
+
+
 @pytest.fixture(autouse=True)
 def declared():
     """The scalings that no package knows among those that there are."""
     with known(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(refops.scalings, "SCALINGS", (*refops.scalings.SCALINGS, Lines, Relative, OwnRule, Chosen))
+        patch.setattr(
+            refops.scalings, "SCALINGS", (*refops.scalings.SCALINGS, Lines, Relative, OwnRule, Chosen, ChosenPowers)
+        )
         yield
 
 
@@ -141,6 +164,20 @@ def spread(shape=(128, 256), seed=0):
 
 def dump(x, scaling, columnwise=True):
     return arrays_of(refops.quantize(x, scaling, columnwise=columnwise))
+
+
+@pytest.mark.parametrize("shape", [(3, 45), (1, 33), (64, 96)])
+@pytest.mark.parametrize("columnwise", [False, True])
+def test_a_choice_in_partial_blocks_is_judged(shape, columnwise):
+    x, scaling = spread(shape), ChosenPowers()
+    outputs = dump(x, scaling, columnwise)
+    oracle.check("quantize", x, outputs, scaling=scaling).raise_for_mismatch()
+    for name, array in outputs.items():
+        if array.dtype == np.uint8:
+            wrong = array.copy()
+            wrong.flat[-1] ^= 2
+            report = oracle.check("quantize", x, {**outputs, name: wrong}, scaling=scaling)
+            assert not report.ok, name
 
 
 def named(x, outputs, scaling, op="quantize"):

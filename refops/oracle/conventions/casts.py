@@ -9,7 +9,7 @@ from refops.oracle.conventions.registry import computing
 from refops.oracle.conventions.scales import require_scaling, require_two_levels, set_scale_max
 from refops.oracle.geometry import Geometry
 from refops.oracle.replay import TensorReplay
-from refops.quantization.layout import block_view, pad_to_blocks
+from refops.quantization.layout import padded_blocks
 from refops.quantization.quantize import philox_groups
 from refops.rounding import philox
 from refops.scalings.declaration import FP8_FORMATS, accepts
@@ -508,7 +508,7 @@ def _either_neighbour(replay):
             codes = Geometry.of(replay.scaling, name).codes(outputs[name], replay.shape, region.rows, region.columns)
             codes = np.ascontiguousarray(codes)
             shape = replay.block_shapes[direction]
-            state["dump"] = block_view(pad_to_blocks(codes, *shape), *shape)
+            state["dump"] = padded_blocks(codes, *shape)
         return inner(values, amax_values, direction, region)
 
     def encode(inner, values, bits):

@@ -12,7 +12,7 @@ from refops.oracle.conventions import registry
 from refops.oracle.conventions.registry import computing
 from refops.oracle.geometry import TILE, Geometry, Region, crop, whole
 from refops.oracle.replay import SETTINGS, NotApplicable, power_of_two_below
-from refops.quantization.layout import block_amax, block_view
+from refops.quantization.layout import block_amax, padded_blocks
 from refops.quantization.result import DIRECTIONS
 from refops.scalings import NAMED
 from refops.scalings.arithmetic import REFERENCE
@@ -304,7 +304,7 @@ def _amax_of_scales(replay):
     if replay.layout.two_level:
         replay.require(f"{direction}_scale_inv" in setting.outputs and not replay.hadamard[direction])
         shape = replay.block_shapes[direction]
-        amax = block_amax(block_view(values, *shape))
+        amax = block_amax(padded_blocks(values, *shape))
         amax = Geometry.of(replay.scaling, direction).store_scales(amax, shape, region.shape)
         written = crop(replay.case, f"{direction}_scale_inv", setting.outputs[f"{direction}_scale_inv"], region)
         factor = common_factor(amax, written, replay.layout.scale_format)
