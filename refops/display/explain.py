@@ -92,6 +92,6 @@ def _legend(walk):
     return [
         *lines,
         f"scaled = {scaled} * encode multiplier",
-        f"code: {rounding}, at most {walk.fmt.max:g}",
+        f"code: {rounding}, at most {walk.fmt.max:.9g}",
         f"dequantized = {decoded}; error = dequantized - x",
     ]

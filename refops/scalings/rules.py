@@ -51,7 +51,7 @@ class Float32Scaling(Scaling):
     @property
     def formulas(self) -> Formulas:
         """The quotient."""
-        return Formulas(f"{float(self.fmt.max):g} / amax (0 or inf: 1){', mantissa cleared' * self.power_2_scale}")
+        return Formulas(f"{float(self.fmt.max):.9g} / amax (0 or inf: 1){', mantissa cleared' * self.power_2_scale}")
 
     def numbers(self, dtype: Any) -> Numbers:
         return Numbers(F(self.amax_epsilon), LARGEST_FINITE[dtype])
@@ -91,7 +91,7 @@ class E8M0Scaling(Scaling):
         limit, emax = self.fmt.max, int(np.floor(np.log2(self.fmt.max)))
         shift = f" - {emax}" if emax else ""
         byte = {
-            "up": f"amax * f32(1/{limit:g}), up to the next 2^(byte-127)",
+            "up": f"amax * f32(1/{limit:.9g}), up to the next 2^(byte-127)",
             "floor": f"127 + floor(log2 amax){shift}",
             "even": f"127 + floor(log2 of amax rounded to the element's mantissa){shift}",
             "ceil_ocp": f"127 + ceil(log2 amax){shift}",
