@@ -652,6 +652,13 @@ def scale_floor(replay):
 
 
 @computing(
+    "scale-up", "The scale bytes round amax / max up to a power of two, TE's rule, where {expected}.", stage="scale"
+)
+def scale_up(replay):
+    _other_rule(replay, "up")
+
+
+@computing(
     "scale-even",
     "The scale bytes follow the OCP even rule (amax rounded to the format's mantissa first), where {expected}.",
     stage="scale",
@@ -667,13 +674,6 @@ def scale_even(replay):
 )
 def scale_ceil_ocp(replay):
     _other_rule(replay, "ceil_ocp")
-
-
-@computing(
-    "scale-up", "The scale bytes round amax / max up to a power of two, TE's rule, where {expected}.", stage="scale"
-)
-def scale_up(replay):
-    _other_rule(replay, "up")
 
 
 @computing(
