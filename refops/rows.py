@@ -16,6 +16,13 @@ def modules_of(package: str, path: Any) -> list[ModuleType]:
     return [import_module(f"{package}.{found.name}") for found in iter_modules(path)]
 
 
+def require_rows(module: ModuleType, name: str, kind: type, *, none: tuple[str, ...]) -> None:
+    """Raise TypeError unless a module has the tuple `name`, or is one of those in the folder that declare none."""
+    if not hasattr(module, name) and module.__name__.rpartition(".")[2] not in none:
+        rule = f"must have {name}, a tuple of {kind.__name__}, unless it is {' or '.join(none)}"
+        raise TypeError(f"a file of its folder {rule}; got none in {module.__file__}")
+
+
 def rows_of(module: ModuleType, name: str, kind: type) -> tuple[Any, ...]:
     """The rows in the tuple `name` of a module; none where it has no such name.
 

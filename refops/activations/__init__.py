@@ -20,7 +20,7 @@ import numpy as np
 from refops.activations.arithmetic import REFERENCE, TRUTH, Arithmetic
 from refops.activations.declaration import Activation, Function, Parameter, forms, gated, unary
 from refops.arguments import require_number, shown
-from refops.rows import modules_of, rows_of
+from refops.rows import modules_of, require_rows, rows_of
 
 __all__ = [
     "ACTIVATIONS",
@@ -41,7 +41,10 @@ __all__ = [
 
 def _declared():
     """The rows of all files of this folder: those with a place in their order, then the others by name."""
-    rows = [row for module in modules_of(__name__, __path__) for row in rows_of(module, "ROWS", Activation)]
+    modules = modules_of(__name__, __path__)
+    for module in modules:
+        require_rows(module, "ROWS", Activation, none=("arithmetic", "declaration"))
+    rows = [row for module in modules for row in rows_of(module, "ROWS", Activation)]
     return sorted(rows, key=lambda row: (row.order is None, row.order or 0, row.name))
 
 
@@ -54,6 +57,12 @@ def _by_name(rows):
             if value is not None and value in first:
                 raise ValueError(f"two activations have the same {attribute}, {value!r}: {first[value]!r} and {row!r}")
             first[value] = row
+    called = dict(table)
+    for row in rows:
+        for name in row.derived:
+            if called.setdefault(name, row) is not row:
+                rule = f"must be named like no operation that is made of {row!r}"
+                raise ValueError(f"{called[name]!r} {rule}; got {name!r}")
     return table
 
 

@@ -13,23 +13,57 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from keyword import iskeyword
+from numbers import Real
 from typing import Any
 
 from refops.activations.arithmetic import Arithmetic
+from refops.arguments import require_flag, require_integer, require_number, shown
 
 #: Names that a parameter cannot have: the other arguments of the calls that take parameters by name, and what kernels
 #: read beside them.
 RESERVED = frozenset(
     (
-        *("name", "x", "dy", "row_scales", "scaling", "rowwise", "columnwise", "dbias", "out_dtype"),
-        *("glu_interleave_size", "swizzled_scales", "fast_math", "cache_quantized_input"),
-        *("rows", "width", "interleave"),
+        *("self", "cls", "name", "x", "dy", "row_scales", "scaling", "rowwise", "columnwise", "dbias", "out_dtype"),
+        *("glu_interleave_size", "swizzled_scales", "fast_math", "cache_quantized_input", "compute_scale_grad"),
+        *("input", "grad", "fwd_input", "act_scales", "quantizer", "activation_type", "activation_recompute_in_mlp"),
+        *("rows", "width", "interleave", "data", "codes", "scales", "amax", "given", "random_bits", "seed", "offset"),
+        *("first_block", "epsilon", "largest_scale", "outer", "inner", "scale_stride"),
     )
 )
+#: Operations of `refops` that are of no activation, so that none has such a name.
+OTHER_OPERATIONS = ("quantize", "dequantize", "update_delayed_scale")
 
 #: The functions of (x, p) that a factory makes: value, slope, and both as a tuple. `forms` gives no `both` where value
 #: and slope share no part; a fast factory may leave out `slope`, which is then the second of `both`.
 Forms = namedtuple("Forms", "value slope both", defaults=(None, None))
+
+
+# --- checks of what a row is declared with ------------------------------------------------------------
+
+
+def _require_identifier(value, name, *, lower=False):
+    """Raise unless `value` is a name in Python that is not private, in lower case if need be."""
+    rule = f"{name} must be an identifier{' in lower case' * lower}, no keyword and without a leading underscore"
+    if not isinstance(value, str):
+        raise TypeError(f"{rule}; got {shown(value)}")
+    if not value.isidentifier() or iskeyword(value) or value.startswith("_") or (lower and value != value.lower()):
+        raise ValueError(f"{rule}; got {value!r}")
+
+
+def _require_kind(value, name, kind, *, optional=False):
+    """Raise TypeError unless `value` is a `kind`, or None where it is optional."""
+    if not isinstance(value, kind) and not (optional and value is None):
+        rule = "callable" if kind is Callable else f"a {kind.__name__}"
+        raise TypeError(f"{name} must be {rule}{' or None' * optional}; got {shown(value)}")
+
+
+def _require_tuple(value, name, kind):
+    if not isinstance(value, tuple) or not all(isinstance(one, kind) for one in value):
+        comma = ", with a comma after one" if isinstance(value, kind) else ""
+        raise TypeError(f"{name} must be a tuple of {kind.__name__}{comma}; got {shown(value)}")
+
+
+# --- what a row is --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -46,7 +80,7 @@ class Parameter:
             and the parameter's name ("no limit"); None without one.
 
     Raises:
-        ValueError: a name that no argument can have.
+        TypeError, ValueError: a name that no argument can have, or a value that no call would take.
     """
 
     name: str
@@ -57,10 +91,18 @@ class Parameter:
     nothing: float | None = None
 
     def __post_init__(self):
-        if not self.name.isidentifier() or self.name.startswith("_") or iskeyword(self.name):
-            raise ValueError(f"name of a parameter must be one that an argument can have; got {self.name!r}")
+        _require_identifier(self.name, "name of a parameter")
         if self.name in RESERVED:
             raise ValueError(f"name of a parameter must be none of {', '.join(sorted(RESERVED))}; got {self.name!r}")
+        require_flag(self.positive, f"positive of {self.name}")
+        _require_tuple(self.neutral, f"neutral of {self.name}", Real)
+        values = [("default", self.default), ("other", self.other), *(("neutral", value) for value in self.neutral)]
+        for field, value in values:
+            require_number(value, f"{field} of {self.name}", positive=self.positive, finite=self.positive)
+        if self.nothing is not None and self.nothing not in self.neutral:
+            raise ValueError(
+                f"nothing of {self.name} must be one of neutral, {self.neutral}; got {shown(self.nothing)}"
+            )
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,6 +127,15 @@ class Function:
     fast: Callable[[Any], Forms] | None = None
     row_scaled: Callable[[Any], Callable] | None = None
     jax: str | None = None
+
+    def __post_init__(self):
+        """Raise TypeError where an attribute is not of its kind."""
+        _require_kind(self.name, "name of a function", str)
+        _require_kind(self.body, f"body of {self.name}", Callable)
+        for field in ("truth", "fast", "row_scaled"):
+            _require_kind(getattr(self, field), f"{field} of {self.name}", Callable, optional=True)
+        _require_tuple(self.parameters, f"parameters of {self.name}", Parameter)
+        _require_kind(self.jax, f"jax of {self.name}", str, optional=True)
 
     def __repr__(self):
         return f"<function {self.name}>"
@@ -171,15 +222,42 @@ class Activation:
     product: Callable[[Any], Any] | None = None
 
     def __post_init__(self):
-        """Raise ValueError where a formula asks for what is no word of the vocabulary."""
+        """Raise TypeError or ValueError where an attribute is not what it must be, or a word is none."""
+        self._check_attributes()
         factories = [made for f in self.functions for made in (f.body, f.truth, f.row_scaled) if made is not None]
         unknown = sorted(word for made in factories for word in words_of(made) if not hasattr(Arithmetic, word))
         if unknown:
             rule = "must be written in words of the vocabulary, refops/activations/arithmetic.py"
             raise ValueError(f"{self.name} {rule}; got {unknown[0]!r}, which is none")
 
+    def _check_attributes(self):
+        _require_identifier(self.name, "name of an activation", lower=True)
+        if self.name in OTHER_OPERATIONS:
+            rule = f"must be no other operation's, {', '.join(OTHER_OPERATIONS)}"
+            raise ValueError(f"name of an activation {rule}; got {self.name!r}")
+        _require_kind(self.formula, f"formula of {self.name}", str)
+        _require_kind(self.act, f"act of {self.name}", Function)
+        _require_kind(self.gate, f"gate of {self.name}", Function, optional=True)
+        _require_identifier(self.op, f"op of {self.name}")
+        for field in ("order", "number"):
+            if getattr(self, field) is not None:
+                require_integer(getattr(self, field), f"{field} of {self.name}", low=0, high=1 << 31)
+        require_flag(self.row_scaled, f"row_scaled of {self.name}")
+        _require_kind(self.product, f"product of {self.name}", Callable, optional=True)
+
     def __repr__(self):
         return f"<{self.name}: {self.formula}>"
+
+    @property
+    def derived(self) -> tuple[str, ...]:
+        """Names that operations and functions of it have besides its own; d may stand before the last word, as TE's."""
+        head, underscore, last = self.name.rpartition("_")
+        gradients = dict.fromkeys((f"d{self.name}", f"{head}{underscore}d{last}"))
+        return tuple(
+            prefix + name
+            for prefix, names in (("", gradients), ("dbias_", gradients), ("scaled_", (self.name, *gradients)))
+            for name in names
+        )
 
     @property
     def gated(self) -> bool:

@@ -21,8 +21,9 @@ from scalars import F, over_arrays
 
 import measured
 import refops.oracle
-from cuda_kernels import formulas
+from cuda_kernels import formulas, operands
 from refops.activations import ACTIVATIONS, bind_activation
+from refops.activations.declaration import RESERVED
 from tiers import sampled
 
 #: "FUNCTION.value" and "FUNCTION.slope" of each function of the table.
@@ -175,3 +176,9 @@ def test_fast_formulas_treat_nan_and_infinity_as_accurate_ones(function):
         a, f = of_p(a)(x), of_p(f)(x)
         free = np.isnan(a) & np.isinf(x)
         np.testing.assert_allclose(f[~free], a[~free], rtol=8 * 2.0**-24)
+
+
+def test_what_kernels_read_beside_parameters_is_reserved():
+    """The operands of a kernel are fields of one tuple, its parameters among them."""
+    tuples = (operands.Inputs, operands.Outputs, operands.Coded, operands.Stored)
+    assert {name for fields in tuples for name in fields._fields} - set(operands.PARAMETERS) <= RESERVED

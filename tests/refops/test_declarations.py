@@ -4,14 +4,17 @@ import ast
 import inspect
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
 
 import refops
 from refops import activations, oracle
-from refops.activations import ACTIVATIONS, Arithmetic
-from refops.activations.declaration import RESERVED, Function, Parameter, forms, gated, unary
+from refops.activations import ACTIVATIONS, Activation, Arithmetic
+from refops.activations.declaration import OTHER_OPERATIONS, RESERVED, Function, Parameter, forms, gated, unary
+from refops.oracle.operation import OPERATIONS
+from refops.rows import require_rows
 
 F = np.float32
 FILES = sorted(path for path in Path(activations.__file__).parent.glob("*.py") if "ROWS = " in path.read_text("utf-8"))
@@ -112,24 +115,129 @@ def test_two_parameters_of_one_name_are_refused():
     assert same.parameters == ("alpha",)
 
 
-@pytest.mark.parametrize("name", ["out_dtype", "dbias", "width", "lambda", "_alpha", "a b", ""])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("out_dtype", "dbias", "width", "lambda", "_alpha", "a b", ""),
+        *("self", "data", "scales", "amax", "given", "random_bits", "seed", "offset", "first_block", "epsilon"),
+        *("largest_scale", "outer", "inner", "scale_stride", "input", "grad", "quantizer"),
+    ],
+)
 def test_a_parameter_that_no_call_could_take_is_refused(name):
     with pytest.raises(ValueError, match=f"name of a parameter must be .*; got '{name}'"):
         Parameter(name, 1.0, other=2.0)
 
 
 def test_the_arguments_beside_parameters_are_reserved():
-    """Of every call that takes parameters by name, on each backend."""
-    stub = Path(refops.__file__).parents[1] / "cuda_kernels" / "__init__.pyi"
-    calls = [node for node in ast.walk(ast.parse(stub.read_text("utf-8"))) if isinstance(node, ast.FunctionDef)]
-    listed = [node.args for node in calls if node.args.kwarg is not None]
+    """Of every call that takes parameters by name, on each backend and in `fuser`."""
+    root = Path(refops.__file__).parents[1]
+    files = [root / "cuda_kernels/__init__.pyi", root / "cuda_kernels/interface.py", *(root / "fuser").glob("*.py")]
+    files += [root / "fuser/basic/activation.py", root / "fuser/basic/swiglu.py", root / "fuser/xla/settings.py"]
+    nodes = [node for path in files for node in ast.walk(ast.parse(path.read_text("utf-8")))]
+    listed = [node.args for node in nodes if isinstance(node, ast.FunctionDef) and node.args.kwarg is not None]
+    listed = [arguments for arguments in listed if arguments.kwarg.arg in ("params", "parameters")]
     names = {argument.arg for args in listed for argument in (*args.args, *args.kwonlyargs)}
     for call in (vars(refops)[name] for name in refops.__all__):
         if inspect.isfunction(call):
             parameters = inspect.signature(call).parameters.values()
             if any(p.kind is p.VAR_KEYWORD for p in parameters):
                 names |= {p.name for p in parameters if p.kind is not p.VAR_KEYWORD}
-    assert {"x", "dbias", "fast_math"} <= names <= RESERVED
+    assert {"self", "x", "dbias", "fast_math", "quantizer"} <= names <= RESERVED
+
+
+@pytest.mark.parametrize(
+    ("attributes", "error", "message"),
+    [
+        ({"name": 7}, TypeError, "name of a parameter must be an identifier.*; got 7"),
+        (
+            {"default": -1.0, "positive": True},
+            ValueError,
+            "default of a must be a finite float32: a positive .*; got -1",
+        ),
+        ({"default": "7"}, TypeError, "default of a must be a number .*; got '7'"),
+        ({"default": np.nan}, ValueError, "default of a must be a number .*; got nan"),
+        ({"other": None}, TypeError, "other of a must be a number .*; got None"),
+        ({"positive": "no"}, TypeError, "positive of a must be True or False; got 'no'"),
+        ({"neutral": 1.0}, TypeError, "neutral of a must be a tuple of Real, with a comma after one; got 1.0"),
+        ({"neutral": (np.nan,)}, ValueError, "neutral of a must be a number .*; got nan"),
+        ({"nothing": 3.0}, ValueError, r"nothing of a must be one of neutral, \(\); got 3.0"),
+    ],
+)
+def test_a_parameter_whose_values_no_call_would_take_is_refused(attributes, error, message):
+    with pytest.raises(error, match=f"^{message}"):
+        Parameter(**{"name": "a", "default": 1.0, "other": 2.0} | attributes)
+
+
+SILU = replace(ACTIVATIONS["silu"].act, jax=None)
+
+
+@pytest.mark.parametrize(
+    ("attributes", "error", "message"),
+    [
+        ({"name": ""}, ValueError, "name of an activation must be an identifier in lower case.*; got ''"),
+        ({"name": "zz y"}, ValueError, "name of an activation must be .*; got 'zz y'"),
+        ({"name": "Zz"}, ValueError, "name of an activation must be .*; got 'Zz'"),
+        ({"name": "if"}, ValueError, "name of an activation must be .*; got 'if'"),
+        ({"name": None}, TypeError, "name of an activation must be .*; got None"),
+        ({"name": "quantize"}, ValueError, "name of an activation must be no other operation's.*; got 'quantize'"),
+        ({"name": "update_delayed_scale"}, ValueError, "name of an activation must be no other operation's"),
+        ({"op": "not an id"}, ValueError, "op of zz must be an identifier.*; got 'not an id'"),
+        ({"op": None}, TypeError, "op of zz must be an identifier.*; got None"),
+        ({"order": "first"}, TypeError, "order of zz must be an integer; got 'first'"),
+        ({"number": 1.5}, TypeError, "number of zz must be an integer; got 1.5"),
+        ({"act": SILU.body}, TypeError, "act of zz must be a Function; got <function"),
+        ({"gate": "linear"}, TypeError, "gate of zz must be a Function or None; got 'linear'"),
+        ({"formula": None}, TypeError, "formula of zz must be a str; got None"),
+        ({"row_scaled": 1}, TypeError, "row_scaled of zz must be True or False; got 1"),
+        ({"product": "act gate"}, TypeError, "product of zz must be callable or None; got 'act gate'"),
+    ],
+)
+def test_an_activation_that_cannot_work_is_refused(attributes, error, message):
+    with pytest.raises(error, match=f"^{message}"):
+        Activation(**{"name": "zz", "formula": "x", "act": SILU, "gate": None, "op": "Zz"} | attributes)
+
+
+@pytest.mark.parametrize(
+    ("attributes", "message"),
+    [
+        ({"name": 3}, "name of a function must be a str; got 3"),
+        ({"body": "x"}, "body of zz must be callable; got 'x'"),
+        ({"fast": 1}, "fast of zz must be callable or None; got 1"),
+        (
+            {"parameters": Parameter("a", 1.0, 2.0)},
+            "parameters of zz must be a tuple of Parameter, with a comma after one; got Parameter",
+        ),
+        ({"parameters": ("a",)}, r"parameters of zz must be a tuple of Parameter; got \('a',\)"),
+        ({"jax": ("zz",)}, r"jax of zz must be a str or None; got \('zz',\)"),
+    ],
+)
+def test_a_function_of_other_kinds_is_refused(attributes, message):
+    with pytest.raises(TypeError, match=f"^{message}"):
+        Function(**{"name": "zz", "body": SILU.body} | attributes)
+
+
+@pytest.mark.parametrize("name", ["dgelu", "clamped_dswiglu", "scaled_dswiglu", "scaled_swiglu", "dbias_dgelu", "elu"])
+def test_a_name_that_another_s_operation_has_is_refused(name):
+    """It would take the gradient away; "elu" the gradient "delu" of what is there."""
+    rows = [*ACTIVATIONS.values(), unary("delu", SILU, formula="x", op="DELU")]
+    assert activations._by_name(rows)["delu"].derived[0] == "ddelu"
+    with pytest.raises(ValueError, match=r"^<.*> must be named like no operation that is made of <.*>; got"):
+        activations._by_name([*rows, unary(name, SILU, formula="x", op="Zz")])
+
+
+def test_names_of_operations_are_those_that_activations_avoid():
+    names = {name for row in ACTIVATIONS.values() for name in (row.name, *row.derived)}
+    assert set(OTHER_OPERATIONS) == {name for name, row in OPERATIONS.items() if row.activation is None}
+    assert set(OPERATIONS) <= names | set(OTHER_OPERATIONS)
+
+
+def test_a_file_without_rows_is_refused():
+    """ROW instead of ROWS would declare nothing."""
+    module = ModuleType("refops.activations.zz")
+    module.__file__ = "refops/activations/zz.py"
+    require_rows(module, "ROWS", Activation, none=("zz",))
+    with pytest.raises(TypeError, match=r"must have ROWS, a tuple of Activation, .*; got none in .*/zz\.py$"):
+        require_rows(module, "ROWS", Activation, none=("arithmetic",))
 
 
 def test_a_fast_form_is_of_functions_with_an_elementary_part():
