@@ -16,6 +16,19 @@ from fuser.quantization.storage import QuantizedTensorStorage
 SUPPORTED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
+def publish(made: dict[str, Any], namespace: dict[str, Any]) -> None:
+    """Add what was made of the rows of `refops.ACTIVATIONS` to a module's `globals()`.
+
+    Raises:
+        ValueError: the module has another thing of such a name.
+    """
+    for name, value in made.items():
+        if namespace.get(name, value) is not value:
+            rule = f"must be none that {namespace['__name__']} has already"
+            raise ValueError(f"a name that is made of an activation {rule}; got {name!r}, {namespace[name]!r}")
+    namespace.update(made)
+
+
 def is_quantized_tensor(tensor: Any) -> bool:
     """Whether `tensor` holds quantized data (a `QuantizedTensor` or a bare storage)."""
     return isinstance(tensor, QuantizedTensorStorage)

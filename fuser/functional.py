@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Any, overload
 import torch
 
 from fuser import dispatch
+from fuser.common import publish
 from fuser.dispatch import untraced
 from fuser.dtypes import DType, torch_dtype
 from fuser.quantization.quantizer import Quantizer
@@ -403,7 +404,7 @@ def _functions():
 
 
 _NAMED = _functions()
-globals().update(_NAMED)
+publish(_NAMED, globals())
 
 if TYPE_CHECKING:  # the functions of `_NAMED`
 

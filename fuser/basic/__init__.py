@@ -20,10 +20,12 @@ from fuser.basic.reduce_scatter import ReduceScatter
 from fuser.basic.reshape import Reshape
 from fuser.basic.rms_norm import RMSNorm
 from fuser.basic.swiglu import INTERLEAVED, SCALED
+from fuser.common import publish
 
 #: Name -> class of every activation, plain and with a scale for each row: see `refops.activations`.
 _ACTIVATIONS = {**PLAIN, **INTERLEAVED, **SCALED}
-globals().update(_ACTIVATIONS)
+for _classes in (PLAIN, INTERLEAVED, SCALED):
+    publish(_classes, globals())
 
 if TYPE_CHECKING:  # the classes of `_ACTIVATIONS`
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from fuser import dispatch, functional
-from fuser.common import SUPPORTED_DTYPES, maybe_autocast_dtype, maybe_dequantize
+from fuser.common import SUPPORTED_DTYPES, maybe_autocast_dtype, maybe_dequantize, publish
 from fuser.dtypes import DType
 from fuser.op import BasicOperation, OperationContext
 from fuser.quantization.quantizers import Float8CurrentScalingQuantizer
@@ -60,9 +60,18 @@ class ActivationParameters:
 
 
 def operation_of(row: Activation, base: type, name: str, text: str) -> type:
-    """Return the class `name` of an activation: `base` with the activation's parameters in its signature."""
+    """Return the class `name` of an activation: `base` with the activation's parameters in its signature.
+
+    Raises:
+        ValueError: a parameter that an operation has as an attribute already.
+    """
     attributes = {"activation": row.name, "__doc__": text, "__module__": base.__module__, "__qualname__": name}
     made = type(name, (base,), attributes)
+    for parameter in row.parameters:
+        if hasattr(made, parameter) or parameter == "training":
+            raise ValueError(
+                f"name of a parameter of {row.name} must be no attribute of an operation, {name}; got {parameter!r}"
+            )
     made.__signature__ = signature_of(row, base)  # type: ignore[attr-defined]
     return made
 
@@ -136,7 +145,7 @@ def _quantized_cache(x: torch.Tensor) -> Any:
 
 #: Name -> class of every activation whose rows cannot be interleaved; those that can are in `fuser.basic.swiglu`.
 PLAIN = operations_of(_ActivationOperation, lambda row: not (row.gated and row.row_scaled))
-globals().update(PLAIN)
+publish(PLAIN, globals())
 
 if TYPE_CHECKING:  # the classes of `PLAIN`
 

@@ -17,7 +17,7 @@ from fuser.basic.activation import (
     operations_of,
     signature_of,
 )
-from fuser.common import maybe_dequantize, reject_forward_kwargs
+from fuser.common import maybe_dequantize, publish, reject_forward_kwargs
 from fuser.op import ExtraTensorOperation, OperationContext
 from refops.activations import ACTIVATIONS
 
@@ -69,7 +69,7 @@ def interleave(x: torch.Tensor, size: int) -> torch.Tensor:
 
 #: Name -> class of every gated activation that has kernels with a scale for each row: these take interleaved rows.
 INTERLEAVED = operations_of(_InterleavedGLU, lambda row: row.gated and row.row_scaled)
-globals().update(INTERLEAVED)
+publish(INTERLEAVED, globals())
 
 
 # --- with a scale for every row -------------------------------------------------------------------
@@ -218,7 +218,7 @@ SCALED |= {
     for text in [f"`{row.op}` times scales[row]."]
     if row.row_scaled and row.name not in {cls.activation for cls in SCALED.values()}
 }
-globals().update(SCALED)
+publish(SCALED, globals())
 
 if TYPE_CHECKING:  # the classes of `INTERLEAVED` and `SCALED`
 

@@ -1,6 +1,7 @@
 """Activations and gated linear units, plain and row-scaled: against float64, bit for bit on TE's quantizing paths."""
 
 import math
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -21,6 +22,7 @@ import refops
 from fuser import functional, ops
 from fuser.basic import activation, swiglu
 from fuser.basic.quantize import Quantize
+from fuser.common import publish
 from fuser.dispatch import backend
 from fuser.dtypes import DType
 from fuser.quantization.contexts import autocast
@@ -29,6 +31,7 @@ from fuser.quantization.storage import QuantizedTensorStorage
 from fuser.recipe import MXFP8BlockScaling
 from fuser.sequential import Sequential
 from refops.activations import bind_activation
+from refops.activations.declaration import Parameter
 from tiers import sampled
 
 # --- the operations ---------------------------------------------------------------------------------
@@ -511,3 +514,23 @@ def test_scaled_empty_rows():
     y.sum().backward()
     assert x.grad.shape == (0, 64)
     assert scales.grad.shape == (0,)
+
+
+# --- names that a declaration would take away -----------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["Linear", "BasicOperation", "Bias", "torch"])
+def test_a_class_that_fuser_has_already_is_refused(name):
+    """`fuser.ops.Linear` must be no activation, `fuser.ops.SiLU` may be published again."""
+    publish({"SiLU": ops.SiLU}, vars(ops))
+    made = activation.operation_of(refops.ACTIVATIONS["silu"], activation._ActivationOperation, name, "")
+    with pytest.raises(ValueError, match=rf"^a name .* must be none that fuser.* has already; got '{name}', <"):
+        publish({name: made}, vars(activation) if name == "torch" else vars(ops))
+
+
+@pytest.mark.parametrize("name", ["forward", "activation", "training", "num_extra_inputs"])
+def test_a_parameter_that_is_an_attribute_of_operations_is_refused(name):
+    act = replace(refops.ACTIVATIONS["silu"].act, parameters=(Parameter(name, 1.0, other=2.0),))
+    row = replace(refops.ACTIVATIONS["silu"], act=act)
+    with pytest.raises(ValueError, match=rf"^name of a parameter of silu must be no attribute .*; got '{name}'"):
+        activation.operation_of(row, activation._ActivationOperation, "SiLU", "")
