@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Any
 
 from refops.arguments import shown
-from refops.rows import modules_of, rows_of
+from refops.rows import modules_of, require_rows, rows_of
 from refops.scalings.block import BlockScaling as BlockScaling
 from refops.scalings.current import CurrentScaling as CurrentScaling
 from refops.scalings.declaration import FP8_FORMATS as FP8_FORMATS
@@ -35,6 +35,7 @@ def _declared(module: ModuleType) -> list[type[Scaling]]:
     for cls in declared:
         if not hasattr(cls, "title"):
             raise TypeError(f"{cls.__name__} must have a title, what tables call it; got none in {module.__file__}")
+        require_declared(cls)
     if declared and not hasattr(module, "NAMED"):
         rule = "must have NAMED, a tuple of NamedScaling: its rows on the command line"
         raise TypeError(f"the file of {declared[0].__name__} {rule}; got none in {module.__file__}")
@@ -59,6 +60,8 @@ def _by_name(classes: tuple[type[Scaling], ...], rows: list[NamedScaling]) -> di
 
 
 _modules = modules_of(__name__, __path__)
+for _module in _modules:
+    require_rows(_module, "NAMED", NamedScaling, none=("arithmetic", "declaration", "rules"))
 
 #: Every scaling, in its declared order.
 SCALINGS: tuple[type[Scaling], ...] = tuple(
@@ -72,8 +75,6 @@ NAMED = _by_name(SCALINGS, [row for module in _modules for row in rows_of(module
 __all__ = [cls.__name__ for cls in SCALINGS]
 globals().update({cls.__name__: cls for cls in SCALINGS})
 
-for _cls in SCALINGS:
-    require_declared(_cls)
 for _row in NAMED.values():
     require_fit(_row.scaling)
 

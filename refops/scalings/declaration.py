@@ -16,7 +16,7 @@ from typing import Any, ClassVar, TypeAlias
 import numpy as np
 
 from refops.arguments import BFLOAT16, require_choice, require_flag, require_integer, require_number, shown
-from refops.formats import E4M3, E5M2, FloatFormat
+from refops.formats import E4M3, E5M2, FloatFormat, require_format
 from refops.hints import Array
 from refops.scalings.arithmetic import FLT_MAX, REFERENCE, F
 from refops.tiles import ALIGNMENT, ceil_div, round_up
@@ -102,6 +102,8 @@ class Layout:
     columnwise_multiple: int = 1
 
     def __post_init__(self):
+        if self.scale_format is not None:
+            require_format(self.scale_format, name="scale_format")
         require_choice(self.amax, "amax", ("tensor", "rows", None))
         require_choice(self.scale_order, "scale_order", ("gemm", "fixed", "none"))
         require_choice(self.packed, "packed", (1, 2))
@@ -292,6 +294,10 @@ class Choice:
     error: Any
 
 
+#: What is said of a class of scalings, not of its settings: no field has such a name.
+CLASS_ATTRIBUTES = ("order", "title", "gate_multiple", "at_run_time")
+
+
 class Scaling:
     """Any of the settings: what machinery may ask of a scaling.
 
@@ -323,6 +329,8 @@ class Scaling:
         decode_factor(words)    f(stored, amax) -> what the value of a code is multiplied with; amax: the tensor's, or
                                 the row's
         choice(words)           `Choice` of several scales for a block, or None: `block_scale` alone
+
+    A base of rules says in `demands` what a row's settings must be for them.
     """
 
     order: ClassVar[int] = 100
@@ -346,12 +354,12 @@ class Scaling:
     @property
     def layout(self) -> Layout:
         """Where codes and scales are stored."""
-        raise NotImplementedError
+        raise _missing(self, "a layout")
 
     @property
     def formulas(self) -> Formulas:
         """The rule in words."""
-        raise NotImplementedError
+        raise _missing(self, "formulas, the rule in words")
 
     @property
     def path(self) -> Path:
@@ -400,7 +408,7 @@ class Scaling:
         return coded_scale(words, self.scale_code(words), self.multiplier(words))
 
     def scale_code(self, words: Words) -> Rule:
-        raise NotImplementedError
+        raise _missing(self, "block_scale, or scale_code and multiplier")
 
     def multiplier(self, words: Words) -> Rule | None:
         return None
@@ -415,21 +423,43 @@ class Scaling:
     def choice(self, words: Words) -> Choice | None:
         return None
 
+    def demands(self) -> list[tuple[bool, str]]:
+        """What the rules of a base ask of a declared row besides: whether it holds, and the sentence if it does not."""
+        return []
+
 
 def require_declared(cls: type[Scaling]) -> None:
-    """Raise TypeError unless a class can be one of `SCALINGS`: frozen, and fields of `at_run_time` have a default."""
+    """Raise TypeError or ValueError unless a class can be one of `SCALINGS`.
+
+    It is frozen, its class attributes have values of their kinds, and fields of `at_run_time` have a default.
+    """
     if not is_dataclass(cls) or not cls.__dataclass_params__.frozen:
         raise TypeError(f"{cls.__name__} must be a frozen dataclass, whose settings are keys of compiled code")
+    for field in fields(cls):
+        if field.name in CLASS_ATTRIBUTES or callable(getattr(Scaling, field.name, None)):
+            raise TypeError(f"a field of {cls.__name__} must not be called as what a class has; got {field.name!r}")
+    require_integer(cls.order, f"{cls.__name__}.order", low=0, high=1 << 31)
+    require_integer(cls.gate_multiple, f"{cls.__name__}.gate_multiple", low=1, high=1 << 31)
+    if not isinstance(cls.at_run_time, tuple) or not all(isinstance(name, str) for name in cls.at_run_time):
+        raise TypeError(f"{cls.__name__}.at_run_time must be a tuple of names; got {shown(cls.at_run_time)}")
     for name in cls.at_run_time:
         if not hasattr(cls, name):
             raise TypeError(f"{cls.__name__}.at_run_time must name fields with a default; got {name!r}")
+    if not isinstance(cls.title, str) or not cls.title:
+        raise TypeError(f"{cls.__name__}.title must be what tables call it, a string; got {shown(cls.title)}")
 
 
 def require_fit(scaling: Scaling) -> None:
-    """Raise ValueError unless settings, layout and rules of a scaling belong together; the message says what does not.
+    """Raise TypeError or ValueError unless settings, layout and rules of a scaling belong together, saying what not.
 
     Tables ask it of each of their rows, calls do not.
     """
+    require_format(getattr(scaling, "fmt", None), name=f"fmt of {type(scaling).__name__}")
+    for name, kind in (("layout", Layout), ("path", Path), ("formulas", Formulas)):
+        value = getattr(scaling, name)
+        if not isinstance(value, kind):
+            raise TypeError(f"{name} of {type(scaling).__name__} must be {kind.__name__}(...); got {shown(value)}")
+    _require_all(scaling.demands(), scaling)
     layout, choice = scaling.layout, scaling.choice(REFERENCE)
     scaling.block_scale(REFERENCE)
     scaling.decode_factor(REFERENCE)
@@ -475,9 +505,19 @@ def require_fit(scaling: Scaling) -> None:
                 f"got {layout.shape_multiple}",
             ),
         ]
+    _require_all(rules, scaling)
+
+
+def _require_all(rules, scaling):
+    """Raise ValueError with the first sentence of (whether it holds, sentence) that does not hold."""
     for holds, sentence in rules:
         if not holds:
             raise ValueError(f"{sentence} in {scaling}")
+
+
+def _missing(scaling, what):
+    """The error of a class that does not declare what it must."""
+    return TypeError(f"{type(scaling).__name__} must have {what}; got none")
 
 
 def accepts(scaling: Scaling, **values: Any) -> bool:
@@ -500,6 +540,10 @@ def coded_scale(words, scale_code, multiplier):
     return scale
 
 
+#: What names on the command line are made of.
+NAME_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyz0123456789-_.")
+
+
 @dataclass(frozen=True)
 class NamedScaling:
     """A scaling that the command line knows by name.
@@ -519,6 +563,12 @@ class NamedScaling:
     title: str = ""
 
     def __post_init__(self):
+        for field in ("name", "description", "title"):
+            if not isinstance(getattr(self, field), str):
+                raise TypeError(f"{field} of a row of NAMED must be a string; got {shown(getattr(self, field))}")
+        if not self.name or set(self.name) - NAME_CHARACTERS:
+            raise ValueError(f"name of a row of NAMED must be of a-z, 0-9, '-', '_' and '.'; got {self.name!r}")
+        flags(self, "columnwise")
         normalise(self, title=self.title or self.description.removesuffix("."))
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from refops.arguments import require_choice
-from refops.formats import E8M0
+from refops.arguments import require_choice, require_number
+from refops.formats import E8M0, FloatFormat
 from refops.hints import Number
 from refops.scalings.arithmetic import FLT_MAX, F
 from refops.scalings.declaration import (
@@ -27,6 +27,9 @@ from refops.scalings.declaration import (
 
 U32 = np.uint32
 ZERO, ONE, INFINITE = F(0), F(1), U32(0x7F800000)
+
+#: Where the reciprocal of a scale would be subnormal.
+LARGEST_MINIFLOAT = F(2.0**126)
 
 #: How amax / max becomes a power of two.
 E8M0_ROUNDINGS = ("up", "floor", "even", "ceil_ocp")
@@ -52,6 +55,10 @@ class Float32Scaling(Scaling):
     def formulas(self) -> Formulas:
         """The quotient."""
         return Formulas(f"{float(self.fmt.max):.9g} / amax (0 or inf: 1){', mantissa cleared' * self.power_2_scale}")
+
+    def demands(self) -> list[tuple[bool, str]]:
+        stored = self.layout.scale_format
+        return [(stored is None, f"scale_format must be None with scales in float32; got {stored!r}")]
 
     def numbers(self, dtype: Any) -> Numbers:
         return Numbers(F(self.amax_epsilon), LARGEST_FINITE[dtype])
@@ -97,6 +104,10 @@ class E8M0Scaling(Scaling):
             "ceil_ocp": f"127 + ceil(log2 amax){shift}",
         }
         return Formulas("2^(127 - byte)", decode="2^(byte - 127)", stored=byte[self.scale_rounding])
+
+    def demands(self) -> list[tuple[bool, str]]:
+        stored = self.layout.scale_format
+        return [(stored == E8M0, f"scale_format must be E8M0 with scales that are powers of two; got {stored!r}")]
 
     def numbers(self, dtype: Any) -> Numbers:
         return Numbers(F(self.amax_epsilon), FLT_MAX)
@@ -160,7 +171,18 @@ class MinifloatScaling(Scaling):
     @property
     def top(self) -> float:
         """The largest scale times fmt.max."""
-        raise NotImplementedError
+        raise TypeError(f"{type(self).__name__} must have a top, the largest scale times fmt.max; got none")
+
+    def demands(self) -> list[tuple[bool, str]]:
+        stored = self.layout.scale_format
+        if not isinstance(stored, FloatFormat) or stored.max >= LARGEST_MINIFLOAT:
+            return [(False, f"scale_format must be a FloatFormat whose values are below 2^126; got {stored!r}")]
+        if not self.layout.two_level:
+            return []
+        largest = float(require_number(self.top, f"top of {type(self).__name__}", positive=True)) / float(self.fmt.max)
+        holds = float(stored.smallest_subnormal) <= largest <= float(stored.max)
+        rule = f"fmt.max, {self.fmt.max:g}, times a scale that {stored!r} can hold, at most {stored.max:g}"
+        return [(holds, f"top must be {rule}; got {self.top!r}")]
 
     def tensor_scale(self, words: Words) -> Rule | None:
         if not self.layout.two_level:

@@ -14,7 +14,7 @@ import refops
 from arrays import assert_same_quantized
 from refops import scalings, survey
 from refops.formats import E8M0
-from refops.rows import rows_of
+from refops.rows import require_rows, rows_of
 from refops.scalings import NAMED, SCALINGS
 from refops.scalings.arithmetic import REFERENCE
 from refops.scalings.declaration import Choice, Layout, RandomBits, Scaling, require_declared, require_fit
@@ -145,6 +145,127 @@ def test_what_does_not_fit_the_layout_is_refused(scaling, message):
         require_fit(scaling)
 
 
+MXFP8, BLOCK, ALONE = (NAMED[name].scaling for name in ("mxfp8", "block-1x128", "nvfp4-ue5m3-alone"))
+
+
+class TwoLevels(MinifloatScaling):
+    """Without a top."""
+
+    fmt, layout, formulas = refops.E2M1, NVFP4.layout, NVFP4.formulas
+
+
+def with_top(top):
+    """Two levels of scales, the larger one's constant `top`."""
+    return type("WithTop", (TwoLevels,), {"top": top})()
+
+
+@pytest.mark.parametrize(
+    ("scaling", "error", "message"),
+    [
+        (
+            changed(MXFP8, layout=((1, 4), E8M0)),
+            TypeError,
+            r"layout of Changed must be Layout\(.*; got \(\(1, 4\), E8M0\)",
+        ),
+        (type("Bare", (Scaling,), {})(), TypeError, "fmt of Bare must be a FloatFormat or IntegerFormat .*; got None"),
+        (type("Bare", (Scaling,), {"fmt": "e4m3"})(), TypeError, "fmt of Bare must be a FloatFormat .*; got 'e4m3'"),
+        (changed(CURRENT, path="FUSED"), TypeError, r"path of Changed must be Path\(.*; got 'FUSED'"),
+        (changed(CURRENT, formulas="amax"), TypeError, r"formulas of Changed must be Formulas\(.*; got 'amax'"),
+        (
+            changed(MXFP8, layout=Layout((1, 4), refops.E4M3, scale_order="fixed"), block_size=4),
+            ValueError,
+            "scale_format must be E8M0 with scales that are powers of two; got E4M3 in ",
+        ),
+        (
+            changed(BLOCK, layout=replace(BLOCK.layout, scale_format=refops.E4M3)),
+            ValueError,
+            "scale_format must be None with scales in float32; got E4M3 in ",
+        ),
+        (
+            changed(ALONE, layout=replace(ALONE.layout, scale_format=None)),
+            ValueError,
+            r"scale_format must be a FloatFormat whose values are below 2\^126; got None in ",
+        ),
+        (
+            changed(NVFP4, layout=replace(NVFP4.layout, scale_format=E8M0)),
+            ValueError,
+            r"scale_format must be a FloatFormat whose values are below 2\^126; got E8M0 in ",
+        ),
+        (TwoLevels(), TypeError, "TwoLevels must have a top, the largest scale times fmt.max; got none"),
+        (with_top(0.0), ValueError, "top of WithTop must be a finite float32: a positive number; got 0.0"),
+        (with_top(-5), ValueError, "top of WithTop must be a finite float32: a positive number; got -5"),
+        (with_top(1e39), ValueError, r"top of WithTop must be .*; got 1e\+39"),
+        (with_top(np.inf), ValueError, "top of WithTop must be .*; got inf"),
+        (with_top("2688"), TypeError, "top of WithTop must be .*; got '2688'"),
+        (
+            with_top(6 * 449),
+            ValueError,
+            "top must be fmt.max, 6, times a scale .* E4M3 can hold, at most 448; got 2694",
+        ),
+        (with_top(1e-30), ValueError, "top must be fmt.max, 6, times a scale .* E4M3 can hold, at most 448; got 1e-30"),
+        (type("Bare", (Scaling,), {"fmt": refops.E4M3})(), TypeError, "Bare must have a layout; got none"),
+        (
+            type("Bare", (Scaling,), {"fmt": refops.E4M3, "layout": BLOCK.layout})(),
+            TypeError,
+            "Bare must have formulas, the rule in words; got none",
+        ),
+        (
+            type("Bare", (Scaling,), {n: getattr(MXFP8, n) for n in ("fmt", "layout", "formulas")})(),
+            TypeError,
+            "Bare must have block_scale, or scale_code and multiplier; got none",
+        ),
+    ],
+)
+@pytest.mark.filterwarnings("error")
+def test_settings_that_the_rules_of_a_base_cannot_serve_are_refused(scaling, error, message):
+    with pytest.raises(error, match=f"^{message}"):
+        require_fit(scaling)
+
+
+@pytest.mark.parametrize(
+    ("attributes", "error", "message"),
+    [
+        ({"order": "first"}, TypeError, "Later.order must be an integer; got 'first'"),
+        ({"gate_multiple": 0}, ValueError, r"Later.gate_multiple must be an integer in \[1, .*; got 0"),
+        ({"gate_multiple": 1.5}, TypeError, "Later.gate_multiple must be an integer; got 1.5"),
+        ({"title": 3}, TypeError, "Later.title must be what tables call it, a string; got 3"),
+        ({"at_run_time": "seed"}, TypeError, "Later.at_run_time must be a tuple of names; got 'seed'"),
+        (
+            {"__annotations__": {"order": str}, "order": "first"},
+            TypeError,
+            "a field of Later must not be called as what a class has; got 'order'",
+        ),
+        (
+            {"__annotations__": {"multiplier": float}, "multiplier": 2.0},
+            TypeError,
+            "a field of Later must not be called as what a class has; got 'multiplier'",
+        ),
+    ],
+)
+def test_class_attributes_that_no_table_could_use_are_refused(attributes, error, message):
+    cls = dataclass(frozen=True)(type("Later", (Scaling,), {"title": "later"} | attributes))
+    with pytest.raises(error, match=f"^{message}"):
+        require_declared(cls)
+    with pytest.raises(error, match=f"^{message}"):
+        scalings._declared(module(Later=cls, NAMED=()))
+
+
+@pytest.mark.parametrize(
+    ("values", "error", "message"),
+    [
+        (("zz", MXFP8, 3), TypeError, "description of a row of NAMED must be a string; got 3"),
+        ((7, MXFP8, "Seven."), TypeError, "name of a row of NAMED must be a string; got 7"),
+        (("", MXFP8, "None."), ValueError, "name of a row of NAMED must be of a-z, .*; got ''"),
+        (("zz y", MXFP8, "Two."), ValueError, "name of a row of NAMED must be of a-z, .*; got 'zz y'"),
+        (("zz", MXFP8, "One.", "yes"), TypeError, "columnwise must be True or False; got 'yes'"),
+        (("zz", MXFP8, "One.", False, None), TypeError, "title of a row of NAMED must be a string; got None"),
+    ],
+)
+def test_a_row_that_no_command_could_show_is_refused(values, error, message):
+    with pytest.raises(error, match=f"^{message}"):
+        scalings.NamedScaling(*values)
+
+
 def test_a_class_that_cannot_be_declared_is_refused():
     class Plain(Scaling):
         title = "no dataclass"
@@ -201,7 +322,7 @@ def test_one_level_needs_no_top():
     """What the tensor's amax becomes is no question without a scale of the tensor."""
 
     class OneLevel(MinifloatScaling):
-        fmt, layout = refops.E2M1, NAMED["nvfp4-ue5m3-alone"].scaling.layout
+        fmt, layout, formulas = refops.E2M1, ALONE.layout, ALONE.formulas
 
     require_fit(OneLevel())
     assert OneLevel().decode_factor(REFERENCE)(np.uint8(0x40), None) == refops.UE5M3.values[0x40]
@@ -424,6 +545,12 @@ def test_a_file_of_a_scaling_needs_a_title_and_rows():
     with pytest.raises(TypeError, match=r"the file of Later must have NAMED.* in refops/scalings/later\.py"):
         scalings._declared(module(Later=Later))
     assert scalings._declared(module(Later=Later, NAMED=())) == [Later]
+
+
+def test_a_file_without_rows_is_refused():
+    """NAMES instead of NAMED, or a class that is no dataclass, would declare nothing."""
+    with pytest.raises(TypeError, match=r"must have NAMED, a tuple of NamedScaling, .*; got none in .*/later\.py$"):
+        require_rows(module(NAMES=(ROW,)), "NAMED", scalings.NamedScaling, none=("rules",))
 
 
 def test_a_name_that_is_declared_twice_is_named_alone():
