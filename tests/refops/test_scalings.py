@@ -13,7 +13,7 @@ import pytest
 import refops
 from arrays import assert_same_quantized
 from refops import scalings, survey
-from refops.formats import E8M0
+from refops.formats import E8M0, UE5M3
 from refops.rows import require_rows, rows_of
 from refops.scalings import NAMED, SCALINGS
 from refops.scalings.arithmetic import REFERENCE
@@ -190,6 +190,11 @@ def with_top(top):
             changed(NVFP4, layout=replace(NVFP4.layout, scale_format=E8M0)),
             ValueError,
             r"scale_format must be a FloatFormat whose values are below 2\^126; got E8M0 in ",
+        ),
+        (
+            type("Bare", (E8M0Scaling,), {"fmt": UE5M3, "layout": MXFP8.layout, "scale_rounding": "up"})(),
+            ValueError,
+            "fmt must have a sign, for elements have; got UE5M3 in ",
         ),
         (TwoLevels(), TypeError, "TwoLevels must have a top, the largest scale times fmt.max; got none"),
         (with_top(0.0), ValueError, "top of WithTop must be a finite float32: a positive number; got 0.0"),
