@@ -466,7 +466,7 @@ def require_fit(scaling: Scaling) -> None:
     edge = 0 if layout.block is None else layout.block[1]
     second_level, coded = scaling.tensor_scale(REFERENCE) is not None, scaling.multiplier(REFERENCE) is not None
     rules = [
-        (scaling.fmt.signed, f"fmt must have a sign, for elements have; got {scaling.fmt!r}"),
+        (scaling.fmt.signed, f"fmt must have a sign, as elements have; got {scaling.fmt!r}"),
         (layout.packed == 1 or scaling.fmt.bits == 4, f"fmt must have 4 bits with packed=2; got {scaling.fmt!r}"),
         (
             second_level == layout.two_level,

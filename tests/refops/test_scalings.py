@@ -194,7 +194,7 @@ def with_top(top):
         (
             type("Bare", (E8M0Scaling,), {"fmt": UE5M3, "layout": MXFP8.layout, "scale_rounding": "up"})(),
             ValueError,
-            "fmt must have a sign, for elements have; got UE5M3 in ",
+            "fmt must have a sign, as elements have; got UE5M3 in ",
         ),
         (TwoLevels(), TypeError, "TwoLevels must have a top, the largest scale times fmt.max; got none"),
         (with_top(0.0), ValueError, "top of WithTop must be a finite float32: a positive number; got 0.0"),
