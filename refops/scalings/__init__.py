@@ -23,6 +23,9 @@ from refops.scalings.mxfp8 import MXFP8Scaling as MXFP8Scaling
 from refops.scalings.nvfp4 import TE_SIGN_MASK as TE_SIGN_MASK
 from refops.scalings.nvfp4 import NVFP4Scaling as NVFP4Scaling
 
+#: What names on the command line are made of.
+NAME_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyz0123456789-_.")
+
 
 def _declared(module: ModuleType) -> list[type[Scaling]]:
     """The scalings that a module itself declares: its dataclasses. (Others are what scalings have in common.)
@@ -47,12 +50,15 @@ def _by_name(classes: tuple[type[Scaling], ...], rows: list[NamedScaling]) -> di
 
     Raises:
         TypeError: a name that is declared twice, or a row of a class that is not declared; the message names it.
+        ValueError: a name that a command line and a file's name cannot have.
     """
     names = [cls.__name__ for cls in classes] + [row.name for row in rows]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise TypeError(f"a scaling or a row of NAMED is declared twice: {', '.join(twice)}")
     for row in rows:
+        if not row.name or set(row.name) - NAME_CHARACTERS:
+            raise ValueError(f"name of a row of NAMED must be of a-z, 0-9, '-', '_' and '.'; got {row.name!r}")
         if type(row.scaling) not in classes:
             rule = "must have a scaling that is declared, a dataclass of a file of refops/scalings"
             raise TypeError(f"the row {row.name!r} of NAMED {rule}; got {shown(row.scaling)}")

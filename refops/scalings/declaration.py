@@ -541,10 +541,6 @@ def coded_scale(words, scale_code, multiplier):
     return scale
 
 
-#: What names on the command line are made of.
-NAME_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyz0123456789-_.")
-
-
 @dataclass(frozen=True)
 class NamedScaling:
     """A scaling that the command line knows by name.
@@ -567,8 +563,6 @@ class NamedScaling:
         for field in ("name", "description", "title"):
             if not isinstance(getattr(self, field), str):
                 raise TypeError(f"{field} of a row of NAMED must be a string; got {shown(getattr(self, field))}")
-        if not self.name or set(self.name) - NAME_CHARACTERS:
-            raise ValueError(f"name of a row of NAMED must be of a-z, 0-9, '-', '_' and '.'; got {self.name!r}")
         flags(self, "columnwise")
         normalise(self, title=self.title or self.description.removesuffix("."))
 

@@ -268,7 +268,7 @@ def test_class_attributes_that_no_table_could_use_are_refused(attributes, error,
 )
 def test_a_row_that_no_command_could_show_is_refused(values, error, message):
     with pytest.raises(error, match=f"^{message}"):
-        scalings.NamedScaling(*values)
+        scalings._by_name(SCALINGS, [scalings.NamedScaling(*values)])
 
 
 def test_a_class_that_cannot_be_declared_is_refused():
