@@ -16,20 +16,18 @@ def modules_of(package: str, path: Any) -> list[ModuleType]:
     return [import_module(f"{package}.{found.name}") for found in iter_modules(path)]
 
 
-def require_rows(module: ModuleType, name: str, kind: type, *, none: tuple[str, ...]) -> None:
-    """Raise TypeError unless a module has the tuple `name`, or is one of those in the folder that declare none."""
-    if not hasattr(module, name) and module.__name__.rpartition(".")[2] not in none:
-        rule = f"must have {name}, a tuple of {kind.__name__}, unless it is {' or '.join(none)}"
-        raise TypeError(f"a file of its folder {rule}; got none in {module.__file__}")
-
-
-def rows_of(module: ModuleType, name: str, kind: type) -> tuple[Any, ...]:
-    """The rows in the tuple `name` of a module; none where it has no such name.
+def rows_of(module: ModuleType, name: str, kind: type, *, without: tuple[str, ...]) -> tuple[Any, ...]:
+    """The rows in the tuple `name` of a module; none in the modules `without` rows.
 
     Raises:
-        TypeError: anything but a tuple of `kind`.
+        TypeError: another module has no such name; the name is not that of a tuple of `kind`.
     """
-    rows = getattr(module, name, ())
+    if not hasattr(module, name):
+        if module.__name__.rpartition(".")[2] in without:
+            return ()
+        rule = f"must have {name}, a tuple of {kind.__name__}, unless it is {' or '.join(without)}"
+        raise TypeError(f"a file of its folder {rule}; got none in {module.__file__}")
+    rows = getattr(module, name)
     if isinstance(rows, tuple) and all(isinstance(row, kind) for row in rows):
         return rows
     comma = f", with a comma after one: {name} = (row,)" if isinstance(rows, kind) else ""

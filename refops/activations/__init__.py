@@ -20,7 +20,7 @@ import numpy as np
 from refops.activations.arithmetic import REFERENCE, TRUTH, Arithmetic
 from refops.activations.declaration import Activation, Function, Parameter, forms, gated, unary
 from refops.arguments import require_number, shown
-from refops.rows import modules_of, require_rows, rows_of
+from refops.rows import modules_of, rows_of
 
 __all__ = [
     "ACTIVATIONS",
@@ -41,10 +41,11 @@ __all__ = [
 
 def _declared():
     """The rows of all files of this folder: those with a place in their order, then the others by name."""
-    modules = modules_of(__name__, __path__)
-    for module in modules:
-        require_rows(module, "ROWS", Activation, none=("arithmetic", "declaration"))
-    rows = [row for module in modules for row in rows_of(module, "ROWS", Activation)]
+    rows = [
+        row
+        for module in modules_of(__name__, __path__)
+        for row in rows_of(module, "ROWS", Activation, without=("arithmetic", "declaration"))
+    ]
     return sorted(rows, key=lambda row: (row.order is None, row.order or 0, row.name))
 
 

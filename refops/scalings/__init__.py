@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Any
 
 from refops.arguments import shown
-from refops.rows import modules_of, require_rows, rows_of
+from refops.rows import modules_of, rows_of
 from refops.scalings.block import BlockScaling as BlockScaling
 from refops.scalings.current import CurrentScaling as CurrentScaling
 from refops.scalings.declaration import FP8_FORMATS as FP8_FORMATS
@@ -31,7 +31,7 @@ def _declared(module: ModuleType) -> list[type[Scaling]]:
     """The scalings that a module itself declares: its dataclasses. (Others are what scalings have in common.)
 
     Raises:
-        TypeError: one without a title, or a module that has one and no `NAMED`; the message names the file.
+        TypeError: one without a title, or another that cannot be declared; the message names it.
     """
     classes = [value for value in vars(module).values() if isinstance(value, type) and issubclass(value, Scaling)]
     declared = [cls for cls in classes if cls.__module__ == module.__name__ and is_dataclass(cls)]
@@ -39,9 +39,6 @@ def _declared(module: ModuleType) -> list[type[Scaling]]:
         if not hasattr(cls, "title"):
             raise TypeError(f"{cls.__name__} must have a title, what tables call it; got none in {module.__file__}")
         require_declared(cls)
-    if declared and not hasattr(module, "NAMED"):
-        rule = "must have NAMED, a tuple of NamedScaling: its rows on the command line"
-        raise TypeError(f"the file of {declared[0].__name__} {rule}; got none in {module.__file__}")
     return declared
 
 
@@ -66,15 +63,18 @@ def _by_name(classes: tuple[type[Scaling], ...], rows: list[NamedScaling]) -> di
 
 
 _modules = modules_of(__name__, __path__)
-for _module in _modules:
-    require_rows(_module, "NAMED", NamedScaling, none=("arithmetic", "declaration", "rules"))
+_rows = [
+    row
+    for module in _modules
+    for row in rows_of(module, "NAMED", NamedScaling, without=("arithmetic", "declaration", "rules"))
+]
 
 #: Every scaling, in its declared order.
 SCALINGS: tuple[type[Scaling], ...] = tuple(
     sorted((cls for module in _modules for cls in _declared(module)), key=lambda cls: (cls.order, cls.__name__))
 )
 #: The scalings that the command line shows, by name, in the order of their classes.
-NAMED = _by_name(SCALINGS, [row for module in _modules for row in rows_of(module, "NAMED", NamedScaling)])
+NAMED = _by_name(SCALINGS, _rows)
 
 
 #: What `refops` offers of this folder.

@@ -437,7 +437,8 @@ def require_declared(cls: type[Scaling]) -> None:
         raise TypeError(f"{cls.__name__} must be a frozen dataclass, whose settings are keys of compiled code")
     for field in fields(cls):
         if field.name in CLASS_ATTRIBUTES or callable(getattr(Scaling, field.name, None)):
-            raise TypeError(f"a field of {cls.__name__} must not be called as what a class has; got {field.name!r}")
+            rule = "must not be named like an attribute of every class"
+            raise TypeError(f"a field of {cls.__name__} {rule}; got {field.name!r}")
     require_integer(cls.order, f"{cls.__name__}.order", low=0, high=1 << 31)
     require_integer(cls.gate_multiple, f"{cls.__name__}.gate_multiple", low=1, high=1 << 31)
     if not isinstance(cls.at_run_time, tuple) or not all(isinstance(name, str) for name in cls.at_run_time):

@@ -14,7 +14,7 @@ from refops import activations, oracle
 from refops.activations import ACTIVATIONS, Activation, Arithmetic
 from refops.activations.declaration import OTHER_OPERATIONS, RESERVED, Function, Parameter, forms, gated, unary
 from refops.oracle.operation import OPERATIONS
-from refops.rows import require_rows
+from refops.rows import rows_of
 
 F = np.float32
 FILES = sorted(path for path in Path(activations.__file__).parent.glob("*.py") if "ROWS = " in path.read_text("utf-8"))
@@ -235,9 +235,9 @@ def test_a_file_without_rows_is_refused():
     """ROW instead of ROWS would declare nothing."""
     module = ModuleType("refops.activations.zz")
     module.__file__ = "refops/activations/zz.py"
-    require_rows(module, "ROWS", Activation, none=("zz",))
+    assert rows_of(module, "ROWS", Activation, without=("zz",)) == ()
     with pytest.raises(TypeError, match=r"must have ROWS, a tuple of Activation, .*; got none in .*/zz\.py$"):
-        require_rows(module, "ROWS", Activation, none=("arithmetic",))
+        rows_of(module, "ROWS", Activation, without=("arithmetic",))
 
 
 def test_a_fast_form_is_of_functions_with_an_elementary_part():
