@@ -3,7 +3,7 @@
 Asserted is its time as a multiple of the one in which `refops` computes the tensor: both follow the machine's clock.
 """
 
-import time
+import timeit
 
 import ml_dtypes
 import numpy as np
@@ -64,12 +64,7 @@ DUMPS = {
 @pytest.fixture(scope="module")
 def reference_seconds(x):
     """The best time in which `refops` computes what is judged."""
-    times = []
-    for _ in range(3):
-        start = time.perf_counter()
-        right(x)
-        times.append(time.perf_counter() - start)
-    return min(times)
+    return min(timeit.repeat(lambda: right(x), number=1, repeat=3))
 
 
 @pytest.mark.parametrize("name", DUMPS)
