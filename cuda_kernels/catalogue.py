@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from cuda_kernels.directions import Direction, direction_of
-from cuda_kernels.families import dequantize
+from cuda_kernels.families import blocks, dequantize
 from cuda_kernels.launch import numba_type
 from cuda_kernels.operands import Inputs
 from cuda_kernels.recipes import (
@@ -38,7 +38,6 @@ SIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
 MXFP8 = direction_of(MXFP8Scaling(E4M3), False)
 MXFP8_COLUMNS = direction_of(MXFP8Scaling(E4M3), True)
 NVFP4 = direction_of(NVFP4Scaling(), False)
-BLOCK = direction_of(BlockScaling(E4M3, 1), False)
 DELAYED = direction_of(DelayedScaling(E4M3), False)
 IDENTITY = Prologue("identity", None, BF16)
 
@@ -127,7 +126,6 @@ def _casts():
     yield _entry("bf16 -> MXFP8, guarded", row(BF16, MXFP8, whole=False), 24.25)
     yield _entry("bf16 -> delayed FP8", row(BF16, DELAYED), 24, _budget(3.85, 3.7), 1, 0)
     yield _entry("bf16 -> FP8, scale in memory", row(BF16, in_memory), 24, _budget(2.45, 2.45), 1, 0)
-    yield _entry("bf16 -> 1x128 blocks", row(BF16, BLOCK), 24.25, _budget(4.1, 4), 1, 0)
     blocks = lambda key, kernel="two block row", storage=BF16: replace(row(storage, key), kernel=kernel)  # noqa: E731
     random = direction_of(NVFP4Scaling(stochastic_rounding=True), False)
     by_row = direction_of(NVFP4Scaling(row_scaled=True), False)
@@ -199,7 +197,6 @@ def _tiles():
     tile = 128 * 128 / 256
     for name, key, size, more in (
         ("delayed FP8", DELAYED, 4, {}),
-        ("1x128 blocks", BLOCK, 4.0625, {}),
         ("NVFP4", NVFP4, 3.125, {}),
         ("NVFP4 + RHT", NVFP4, 3.125, {"transform": (0xD7E8, False)}),
     ):
@@ -234,4 +231,5 @@ def _squares(scaling):
 
 def catalogue():
     """Return the `Entry` of every kernel."""
-    return [*_casts(), *_activations(), *_sums(), *_tiles(), *map(_entry_of, dequantize.costs())]
+    moved = [cost for family in (blocks, dequantize) for cost in family.costs()]
+    return [*_casts(), *_activations(), *_sums(), *_tiles(), *map(_entry_of, moved)]

@@ -5,14 +5,14 @@ Seen along a direction the inner dimension is the one that blocks run along; dat
 rows there, others their columns.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
 
 import numpy as np
 
 from cuda_kernels import casts
 from cuda_kernels.scale_rules import content_of, rules_of
-from cuda_kernels.simt import I64, F, device, offset
+from cuda_kernels.simt import I32, I64, F, as_f32, device, load_two_words, offset, ptx
 from refops.scalings import Scaling
 
 ZERO = F(0)
@@ -34,6 +34,11 @@ class Direction:
     swizzled: bool = False
     random: str | None = None
     content: str = ""
+
+    @property
+    def other(self):
+        """The other direction of the same scaling."""
+        return replace(self, columnwise=not self.columnwise)
 
     @property
     def name(self):
@@ -120,6 +125,41 @@ class Direction:
         """f(coded, outer, inner) -> what the value of an element's code is multiplied with; see `operands.Coded`."""
         return _factor(self, target)
 
+    def scale_block(self, target=None):
+        """f(block_amax, out, outer, inner, left) -> what elements of the block are multiplied with.
+
+        What the rule stores of it is stored by the thread that owns the block's first element. Arguments are those of
+        `block_scale` and `put_scale`.
+        """
+        return _scale_block(self, target)
+
+    def block_scale(self, target=None):
+        """f(block_amax, out, outer, left) -> (what is stored for a block, what its elements are multiplied with).
+
+        `out` is an `operands.Blocks` or `TwoLevel`; `left` is positive where `outer` is a row of the matrix.
+        """
+        return _block_scale(self, target)
+
+    def put_scale(self):
+        """f(stored, out, outer, inner, left): store a scale where (outer, inner) begins a block, if `left` > 0."""
+        return _put_scale(self)
+
+    def put_scales_of_columns(self):
+        """f(stored, out, row, column, left): the scale of a square of data that lie along the rows, by a thread that
+        owns eight neighbours of a row; it is stored for each column, if the layout repeats it, else once."""
+        return _put_scales_of_columns(self)
+
+    def candidates(self, target=None):
+        """f(block_amax, amax, out) -> ((stored, multiplier), (stored, multiplier)) that a block can be cast with.
+
+        `amax` is that of the tensor, or of the row, that the block lies in.
+        """
+        return _candidates(self, target)
+
+    def error(self, target=None):
+        """f(x, candidate, amax) -> the error of an element under a candidate, to be added in the order of `Choice`."""
+        return _error(self, target)
+
     def value_of_scale(self, target=None):
         """f(stored) -> the value of a stored scale."""
         fmt = self.layout.scale_format
@@ -163,6 +203,119 @@ def _factor(direction, target):
         return rule(widened(coded.scales[index(coded.scale_stride, block_row, inner >> column_bits)]), amax)
 
     return of_block
+
+
+# --- the scale of a block ---------------------------------------------------------------------------
+
+
+@cache
+def _scale_block(direction, target):
+    block_scale, put_scale = direction.block_scale(target), direction.put_scale()
+
+    @device
+    def scale_block(block_amax, out, outer, inner, left):
+        stored, multiplier = block_scale(block_amax, out, outer, left)
+        put_scale(stored, out, outer, inner, left)
+        return multiplier
+
+    return scale_block
+
+
+@cache
+def _block_scale(direction, target):
+    """The declared rule `block_scale`, under what it shares with the other blocks of a tensor or a row."""
+    rules = direction.rules(target)
+    rule, parts, by_outer = rules.block_scale, rules.parts, direction.by_outer
+
+    @device
+    def alone(block_amax, out, outer, left):
+        return rule(block_amax, ZERO, out)
+
+    @device
+    def under_one(block_amax, out, outer, left):
+        i = I64(outer) if by_outer and left > 0 else I64(0)
+        return rule(block_amax, out.tensor_scales[i], out)
+
+    @device
+    def under_two(block_amax, out, outer, left):
+        i = offset(outer, I32(2), I32(0)) if by_outer and left > 0 else I64(0)
+        first, second = load_two_words(out.tensor_scales, i)
+        return rule(block_amax, (as_f32(first), as_f32(second)), out)
+
+    return {0: alone, 1: under_one, 2: under_two}[parts]
+
+
+@cache
+def _put_scale(direction):
+    (rows, columns), index, kind = direction.layout.run, direction.scale_index, direction.scale_type
+    row_bits, column_bits = rows.bit_length() - 1, columns.bit_length() - 1
+
+    @device
+    def put(stored, out, outer, inner, left):
+        if left > 0 and (inner & (columns - 1)) == 0 and (outer & (rows - 1)) == 0:
+            out.scales[index(out.scale_stride, outer >> row_bits, inner >> column_bits)] = kind(stored)
+
+    @device
+    def put_of_row(stored, out, outer, inner, left):
+        if left > 0 and (inner & (columns - 1)) == 0:
+            out.scales[index(out.scale_stride, outer, inner >> column_bits)] = kind(stored)
+
+    return put if rows > 1 else put_of_row
+
+
+@cache
+def _put_scales_of_columns(direction):
+    (repeated, _), (_, edge) = direction.layout.run, direction.block
+    index, kind, bits = direction.scale_index, direction.scale_type, edge.bit_length() - 1
+
+    @device
+    def put_each(stored, out, row, column, left):
+        if (row & (edge - 1)) == 0:
+            for k in range(8):
+                if k < left:
+                    out.scales[index(out.scale_stride, column + k, row >> bits)] = kind(stored)
+
+    @device
+    def put_once(stored, out, row, column, left):
+        if left > 0 and (row & (edge - 1)) == 0 and (column & (edge - 1)) == 0:
+            out.scales[index(out.scale_stride, column >> bits, row >> bits)] = kind(stored)
+
+    return put_each if repeated == 1 else put_once
+
+
+# --- a choice of two scales -------------------------------------------------------------------------
+
+
+@cache
+def _candidates(direction, target):
+    rules = direction.rules(target)
+    tensor_scale, (first, second) = rules.tensor_scale, rules.choice.candidates
+
+    @device
+    def candidates(block_amax, amax, out):
+        shared = tensor_scale(amax)
+        return first(block_amax, shared, out), second(block_amax, shared, out)
+
+    return candidates
+
+
+@ptx("mov.b32 $0, $1;", "=f,f", F, F)
+def settled(x):
+    """x, whose product no addition is contracted with."""
+    return x
+
+
+@cache
+def _error(direction, target):
+    error_of, value_of = direction.rules(target).choice.error, direction.value_of_scale(target)
+    encode, decode = casts.ENCODERS[direction.fmt], casts.DECODERS[direction.fmt]
+
+    @device
+    def error(x, candidate, amax):
+        stored, multiplier = candidate
+        return settled(error_of(decode(encode(x * multiplier)), value_of(stored), amax, x))
+
+    return error
 
 
 # --- where a scale is stored ------------------------------------------------------------------------

@@ -18,8 +18,9 @@ import numpy as np
 from cuda_kernels import kernels, plans, simt, tiles
 from cuda_kernels.arrays import HIGH_PRECISION, Array, memory_of, numpy_dtype
 from cuda_kernels.casts import STORAGES, carrier
+from cuda_kernels.copies import BlockJob, Copy
 from cuda_kernels.directions import direction_of
-from cuda_kernels.families import dequantize
+from cuda_kernels.families import blocks, dequantize
 from cuda_kernels.interface import Backend, Interface, Operand
 from cuda_kernels.launch import (
     LARGEST_DIMENSION,
@@ -29,7 +30,7 @@ from cuda_kernels.launch import (
     row_shape,
     tile_grid,
 )
-from cuda_kernels.operands import NO_PARAMETERS, Front, Inputs, Outputs, pointer, scalar
+from cuda_kernels.operands import NO_PARAMETERS, Front, Inputs, Outputs, Random, pointer, scalar
 from cuda_kernels.recipes import (
     Prologue,
     Recipe,
@@ -55,6 +56,23 @@ from refops.formats import E8M0, FORMATS, require_format
 from refops.quantization.layout import ceil_div
 from refops.rounding import PHILOX_BYTES
 from refops.scalings import FP8_FORMATS
+
+#: Name of a family of block casts (`family_of`) -> its `quantize(gpu, job)`, of those that are a file of `families`.
+FAMILIES = {"blocks": blocks.quantize}
+
+
+def family_of(scaling):
+    """The name of the family that casts by blocks of a scaling: a question of its layout and its hooks."""
+    layout = scaling.layout
+    if direction_of(scaling, False).rules().choice is not None:
+        return "four_over_six"
+    if layout.block[0] > 1:
+        return "squares"
+    if not layout.columnwise_transposed:
+        return "mxfp8"
+    if layout.packed == 2 or layout.amax is not None or scaling.hadamard is not None:
+        return "nvfp4"
+    return "blocks"
 
 
 def call(method, signature, args, options, fast_math):
@@ -210,6 +228,36 @@ class GPU(Backend):
             recipe = replaced(recipe, prologue=replaced(recipe.prologue, part="pair"))
         self.run(widest(recipe, front.width), front, fields)
 
+    def whole(self, front, owned, *stored):
+        """Whether rows consist of whole aligned accesses of so many elements, in all that is read and `stored`."""
+        arrays = [a for a in (front.x, front.dy, *stored) if a is not None]
+        return all(a.aligned for a in arrays) and front.width % owned == 0 and front.matrix_shape[1] % owned == 0
+
+    def column_sums(self, front, dbias, *, stored=None, out=None, rounded=False, sums_rounded=False):
+        """Fill `dbias` (K,) with the sums of columns, and on the way store the values, in one read.
+
+        Args:
+            front: what is computed. dbias: array, of any dtype.
+            stored: dtype of values, or a `Direction`, as of `stores.make_put`; None: nothing is stored.
+            out: the tuple to fill, as `stores.described_output` says.
+            rounded: values are rounded to `front.storage` (a dtype: to it) before they are stored.
+            sums_rounded: these are summed, not the exact ones.
+        """
+        fields, epilogue, storage = {}, None, None
+        if isinstance(stored, str):
+            epilogue, fields, storage = ("plain", stored), {"data": out.data}, stored
+        elif stored is not None:
+            epilogue = stored
+            names = {
+                "tensor_scales": "given",
+                "scale_inv": "scales",
+                "multiplier": "epsilon",
+                "stored": "largest_scale",
+            }
+            fields = {names.get(name, name): value for name, value in out._asdict().items()}
+            fields = {name: value for name, value in fields.items() if name not in ("outer", "inner")}
+        self._column_sums(front, dbias, epilogue, fields, rounded, sums_rounded, storage)
+
     def _column_sums(self, front, out, epilogue=None, fields=None, rounded=False, sums_rounded=False, storage=None):
         """Run the band kernel: an epilogue (or nothing) and the sums of columns."""
         (m, k), fields = front.matrix_shape, fields or {}
@@ -226,6 +274,10 @@ class GPU(Backend):
             recipe = replaced(recipe, storage=storage)
         if m or _is_known(epilogue):  # the scale is stored even of an empty tensor
             self.run(recipe, front, fields, partial=partial)
+        self._finish_sums(partial, out, partial.shape[0])
+
+    def finish_sums(self, partial, out):
+        """Fill `out` (K,), of any dtype, with the sums of the rows of `partial`, float32 (count, K), added in order."""
         self._finish_sums(partial, out, partial.shape[0])
 
     def _finish_sums(self, partial, out, count):
@@ -374,6 +426,12 @@ class GPU(Backend):
             dbias = None
         if empty:
             return
+        rounded = job.path.casts_rounded and at_once
+        family = FAMILIES.get(family_of(scaling))
+        if family is not None:
+            rowwise, columnwise = self._copies(job, m, k)
+            family(self, BlockJob(front, rounded, rowwise, columnwise, scaling.hadamard, dbias, job.path.dbias_rounded))
+            return
         random, numbers = scaling.random, scaling.numbers(numpy_dtype(front.storage))
         given = {"epsilon": float(numbers.epsilon), "largest_scale": float(numbers.largest_scale)}
         if random is not None:
@@ -385,8 +443,42 @@ class GPU(Backend):
         column["first_block"] = m * (k // PHILOX_BYTES)
         if layout.two_level:
             self._share_tensor_scales(job, row, column)
-        rounded = job.path.casts_rounded and at_once
         self._cast_blocks(job, front, (row_key, column_key), (row, column), rounded, dbias)
+
+    def _copies(self, job, m, k):
+        """The `Copy` of each direction that is made, or None."""
+        copies, scales_of_amax = [], {}
+        numbers, rules = job.scaling.numbers(numpy_dtype(job.front.storage)), direction_of(job.scaling, False).rules()
+        for name in ("rowwise", "columnwise"):
+            columnwise = name == "columnwise"
+            if not getattr(job, name):
+                copies.append(None)
+                continue
+            direction, amax = direction_of(job.scaling, columnwise, job.swizzled), job.fields.get(f"amax_{name}")
+            if rules.parts and id(amax) not in scales_of_amax:
+                scales_of_amax[id(amax)] = self._tensor_scales(job.scaling, amax, rules.parts)
+            copies.append(
+                Copy(
+                    direction,
+                    job.fields[f"{name}_data"],
+                    job.fields[f"{name}_scale_inv"],
+                    *((k, m) if direction.transposed else (m, k)),
+                    numbers,
+                    amax,
+                    scales_of_amax.get(id(amax)),
+                    self._random(job, columnwise, m * (k // PHILOX_BYTES) if columnwise else 0),
+                )
+            )
+        return copies
+
+    def _random(self, job, columnwise, first_block):
+        """The `Random` of a copy, None without stochastic rounding."""
+        random, bits = job.scaling.random, job.random_bits[columnwise]
+        if random is None:
+            return None
+        if bits is not None:
+            bits = self.memory.from_numpy(np.ascontiguousarray(bits))
+        return Random(bits, random.seed, random.offset, first_block)
 
     def _cast_blocks(self, job, front, keys, fields, rounded, dbias):
         """Run the kernels that cast by blocks."""

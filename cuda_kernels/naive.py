@@ -14,6 +14,7 @@ from collections import namedtuple
 import numpy as np
 
 from cuda_kernels import casts
+from cuda_kernels.families.blocks import blocks_coalesced, blocks_naive
 from cuda_kernels.families.dequantize import dequantize_naive
 from cuda_kernels.formulas import functions_of
 from cuda_kernels.operands import pointer, scalar
@@ -231,6 +232,7 @@ _SIZES = {"rows": scalar(np.int32), "columns": scalar(np.int32)}
 _X, _BYTES, _FLOAT = pointer(np.uint16), pointer(np.uint8), pointer(np.float32)
 _GATED = {"x": _X, "y": _X, **_SIZES}
 _MXFP8 = {"x": _X, "codes": _BYTES, "scales": _BYTES, **_SIZES}
+_BLOCKS = {"x": _X, "codes": _BYTES, "scales": _FLOAT, **_SIZES}
 _TRANSPOSE = {"x": _X, "scale": _FLOAT, "rowwise": _BYTES, "columnwise": _BYTES, **_SIZES}
 _NVFP4 = {"x": _X, "tensor_scales": _FLOAT, "codes": _BYTES, "scales": _BYTES, **_SIZES}
 _SUMS = {"x": _X, "sums": _X, **_SIZES}
@@ -250,6 +252,13 @@ NAIVE = {
         one_thread_for(1),
         _MXFP8,
         "one element a thread, one block a warp; fused: epilogues.blocks, make_row_kernel and make_column_kernel",
+    ),
+    "blocks naive": Naive(blocks_naive, one_thread_for(128), _BLOCKS, "one block of 128 a thread"),
+    "blocks coalesced": Naive(
+        blocks_coalesced,
+        one_thread_for(4),
+        _BLOCKS,
+        "four elements a thread, one block a warp; fused: BlockRows and BothBlocks",
     ),
     "fp8 transpose naive": Naive(transpose_naive, one_thread_for(1), _TRANSPOSE, "one element a thread"),
     "fp8 transpose coalesced": Naive(

@@ -7,18 +7,19 @@ import math
 from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from enum import Enum
 from functools import cache, cached_property
 from typing import Any, ClassVar
 
 import numpy as np
 
-from refops.activations import DEFAULT_PARAMETERS
+from refops.activations import ACTIVATIONS, DEFAULT_PARAMETERS
 from refops.formats import E2M1, E2M3, E3M2, E4M3, E5M2, INT8
 
 #: Names of the activations' parameters.
 PARAMETERS = tuple(DEFAULT_PARAMETERS)
 NO_PARAMETERS = (np.float32(0),) * len(PARAMETERS)
-#: What a prologue reads. Field, meaning:
+#: What a kernel computes from. Field, meaning:
 #:   x, dy             the input (M, width, or 2 * width for gated activations), the output's gradient (M, width)
 #:   row_scales        float32 (M,), or unused
 #:   limit ... beta2   the activations' parameters, float32: `PARAMETERS`
@@ -27,8 +28,8 @@ NO_PARAMETERS = (np.float32(0),) * len(PARAMETERS)
 INPUTS = ("x", "dy", "row_scales", *PARAMETERS, "rows", "width", "interleave")
 Inputs: Any = namedtuple("Inputs", INPUTS)  # type: ignore[misc]
 
-#: What an epilogue reads and fills, for one direction: rowwise copies have M as the outer dimension, transposed
-#: columnwise ones K. Field, meaning:
+#: What a loop on the CPU, and an epilogue, reads and fills for one direction: rowwise copies have M as the outer
+#: dimension, transposed columnwise ones K. Field, meaning:
 #:   data              codes, or values of the output dtype
 #:   scales            the scales as stored: codes of their format, or float32
 #:   amax              float32 as int32 bits, the running maximum: (1,), or one for each outer index or square
@@ -46,6 +47,52 @@ Outputs = namedtuple(
     "data scales amax given random_bits seed offset first_block epsilon largest_scale outer inner scale_stride",
 )
 
+# What kernels fill. In all of them `outer` and `inner` are rows and columns of the matrix as the copy sees it: a
+# transposed copy has K rows.
+
+#: Values of a dtype, or codes as they are. Field, meaning:
+#:   data              the values
+Stored = namedtuple("Stored", "data outer inner")
+
+#: Codes under one scale that is known before the tensor is seen. Field, meaning:
+#:   data              codes
+#:   scale_inv         float32 (1,): gets `stored`
+#:   amax              float32 (1,) as int32 bits, zero at the start: the largest magnitude is recorded here
+#:   multiplier        float32, what elements are multiplied with
+#:   stored            float32, what is stored of it
+KnownScale = namedtuple("KnownScale", "data scale_inv amax multiplier stored outer inner")
+
+#: Codes under one scale that an earlier kernel computed. Field, meaning:
+#:   data              codes
+#:   scale             float32 (2,): what elements are multiplied with, and what is stored of it
+InMemory = namedtuple("InMemory", "data scale outer inner")
+
+#: Codes with a scale for each block. Field, meaning:
+#:   data              codes, one or two in a byte
+#:   scales            the scales as stored: codes of their format, or float32
+#:   scale_stride      stored scales in a row of `scales`
+#:   epsilon, largest_scale     float32, the scaling's `Numbers`: `p` of the declared rules
+Blocks = namedtuple("Blocks", "data scales scale_stride epsilon largest_scale outer inner")
+
+#: `Blocks` whose scales stand under one of the tensor, or of each row. Field, meaning:
+#:   tensor_scales     float32 (1 or outer, numbers): what the declared rule makes of an amax
+TwoLevel = namedtuple("TwoLevel", "data scales scale_stride epsilon largest_scale outer inner tensor_scales")
+
+#: `Blocks` with a choice of scales, whose errors are measured against the amax. Field, meaning:
+#:   amax              float32 (1,), or one for each outer index
+Chosen = namedtuple("Chosen", "data scales scale_stride epsilon largest_scale outer inner amax")
+
+#: Where stochastic rounding takes its bits from. Field, meaning:
+#:   bits              uint8 (outer, inner), one an element, or null: Philox
+#:   seed, offset      Philox key and counter
+#:   first_block       the number of the copy's first block of 16
+Random = namedtuple("Random", "bits seed offset first_block")
+
+#: Running maxima. Field, meaning:
+#:   amax              float32 as int32 bits, zero at the start: (1,), one for each row, or [row block, column block]
+#:   stride            column blocks in a row of it
+Maxima = namedtuple("Maxima", "amax stride outer inner")
+
 #: What is decoded, one direction of a quantized tensor. Field, meaning:
 #:   codes             codes of the element format, or two in a byte
 #:   scales            the scales as stored: codes of their format, or float32
@@ -54,13 +101,51 @@ Outputs = namedtuple(
 #:   outer, inner      rows and columns of the matrix as it is stored
 Coded = namedtuple("Coded", "codes scales scale_stride amax outer inner")
 
-#: Values of a dtype that a kernel stores. Field, meaning:
-#:   data              the values
-#:   outer, inner      rows and columns
-Stored = namedtuple("Stored", "data outer inner")
-
 #: Formats of elements that kernels cast to.
 ELEMENT_FORMATS = (E4M3, E5M2, E2M1, E3M2, E2M3, INT8)
+
+
+class Kind(str, Enum):
+    """What the front half of an operation computes."""
+
+    IDENTITY = "identity"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+
+
+@dataclass(frozen=True)
+class Values:
+    """What code that reads values is compiled for.
+
+    Attributes:
+        kind: identity, an activation, or its gradient.
+        activation: its name, None for identity.
+        storage: dtype of what is read.
+        row_scaled: every row is multiplied with a scale of its own.
+        interleaved: rows of gated activations are [act 0:g | gate 0:g | act g:2g | ...].
+        fast_math: approximate exp and reciprocal.
+    """
+
+    kind: Kind
+    activation: str | None
+    storage: str
+    row_scaled: bool = False
+    interleaved: bool = False
+    fast_math: bool = False
+
+    @property
+    def gated(self):
+        """Whether rows are [act | gate]."""
+        return self.activation is not None and ACTIVATIONS[self.activation].gated
+
+    def __str__(self):
+        text = self.storage if self.activation is None else f"{self.activation} {self.storage}"
+        return f"d{text}" if self.kind is Kind.BACKWARD else text
+
+
+def as_it_is(storage):
+    """The `Values` of a tensor of a dtype."""
+    return Values(Kind.IDENTITY, None, storage)
 
 
 @dataclass(eq=False)
@@ -98,6 +183,17 @@ class Front:
         *leading, k = self.tensor_shape
         return math.prod(leading), k
 
+    def values(self, fast_math):
+        """The `Values` that code for it is compiled for."""
+        scaled, interleaved = self.row_scales is not None, self.interleave > 0
+        fast_math = fast_math and self.name is not None
+        return Values(Kind(self.kind), self.name, self.storage, scaled, interleaved, fast_math)
+
+    def source(self):
+        """The `Inputs` of a kernel: the backend's arrays, and numbers."""
+        numbers = map(float, self.parameters)
+        return Inputs(self.x, self.dy, self.row_scales, *numbers, self.matrix_shape[0], self.width, self.interleave)
+
 
 # --- types of arguments -----------------------------------------------------------------------------
 
@@ -113,15 +209,46 @@ def scalar(dtype):
 
 
 #: Tuple -> descriptions of the fields that are of one type in every kernel.
+_SIZES = {"outer": scalar(np.int32), "inner": scalar(np.int32)}
+_BLOCKS = {
+    "data": pointer(np.uint8),
+    "scale_stride": scalar(np.int32),
+    "epsilon": scalar(np.float32),
+    "largest_scale": scalar(np.float32),
+    **_SIZES,
+}
 FIXED: dict[Any, dict[str, tuple]] = {
+    Inputs: {
+        "row_scales": pointer(np.float32),
+        **dict.fromkeys(PARAMETERS, scalar(np.float32)),
+        **dict.fromkeys(("rows", "width", "interleave"), scalar(np.int32)),
+    },
     Coded: {
         "codes": pointer(np.uint8),
         "scale_stride": scalar(np.int32),
         "amax": pointer(np.float32),
-        "outer": scalar(np.int32),
-        "inner": scalar(np.int32),
+        **_SIZES,
     },
-    Stored: {"outer": scalar(np.int32), "inner": scalar(np.int32)},
+    Stored: _SIZES,
+    KnownScale: {
+        "data": pointer(np.uint8),
+        "scale_inv": pointer(np.float32),
+        "amax": pointer(np.int32),
+        "multiplier": scalar(np.float32),
+        "stored": scalar(np.float32),
+        **_SIZES,
+    },
+    InMemory: {"data": pointer(np.uint8), "scale": pointer(np.float32), **_SIZES},
+    Blocks: _BLOCKS,
+    TwoLevel: {**_BLOCKS, "tensor_scales": pointer(np.float32)},
+    Chosen: {**_BLOCKS, "amax": pointer(np.float32)},
+    Random: {
+        "bits": pointer(np.uint8),
+        "seed": scalar(np.uint64),
+        "offset": scalar(np.uint64),
+        "first_block": scalar(np.int64),
+    },
+    Maxima: {"amax": pointer(np.int32), "stride": scalar(np.int32), **_SIZES},
 }
 
 
@@ -129,7 +256,7 @@ def described(kind, **pointers):
     """The description of a tuple as an argument, (tuple, field -> description).
 
     Args:
-        kind: `Coded` or `Stored`. pointers: dtype of each field that is not in `FIXED`.
+        kind: one of the tuples above. pointers: dtype of each field that is not in `FIXED`.
     """
     return kind, {name: FIXED[kind].get(name) or pointer(pointers[name]) for name in kind._fields}
 
@@ -177,8 +304,8 @@ class Spec:
         raise NotImplementedError
 
     def must_read(self, field: str) -> bool:
-        """Whether the kernel is wrong if it never uses a pointer of that name."""
-        return True
+        """Whether the kernel is wrong if it never uses a pointer of that name; the default is of a tensor as it is."""
+        return field not in ("dy", "row_scales")
 
     def function(self, target: tuple | None) -> Callable:
         """The Python function of the kernel for a target: equal specs share it."""

@@ -10,7 +10,18 @@ from functools import cache
 
 import numpy as np
 
-from cuda_kernels.simt import THREADS, as_f32, as_u32, device, select
+from cuda_kernels.simt import (
+    I32,
+    I64,
+    THREADS,
+    as_f32,
+    as_u32,
+    cuda,
+    device,
+    first_column,
+    first_row,
+    select,
+)
 from cuda_kernels.vectors import HALVES, VECTOR, ZERO, make_map, make_words, pair_of
 
 #: Rows of a tile.
@@ -150,3 +161,71 @@ def make_tile_walk(columns):
         return (thread & (down_threads - 1)) * VECTOR, i * column_step + (thread >> 4)
 
     return Walk(along, TILE_ROWS // row_step, down, columns // column_step)
+
+
+# --- along the rows, and down the columns -----------------------------------------------------------
+
+
+def make_fill(read, put, stage):
+    """Return `fill(tile, source, out, rows, width)`: every thread's values of the tile, as rows.
+
+    Args:
+        read: read(source, row, column, left) -> eight, rounded as `stage`, a dtype, holds them exactly.
+        put: of `stores`, what is done with them beside: put(v, out, row, column, left).
+    """
+    columns = tile_columns(stage)
+    put_into, walk = make_stage(stage).put, make_tile_walk(columns)
+    along, steps = walk.along, walk.row_steps
+
+    @device
+    def fill(tile, source, out, rows, width):
+        for i in range(steps):
+            r, c = along(cuda.threadIdx.x, i)
+            row, column = I32(first_row(TILE_ROWS) + r), I32(first_column(columns) + c)
+            left = select(row < rows, I32(width - column), I32(0))
+            v = read(source, row, column, left)
+            put_into(tile, r, c, v)
+            put(v, out, row, column, left)
+
+    return fill
+
+
+def make_turn(put, stage):
+    """Return `turn(tile, out, rows, width)`: every thread's values of the tile, as columns.
+
+    Args:
+        put: put(v, out, column, row, left): `v` are eight values of a column from `row` on, `left` to its end.
+    """
+    columns = tile_columns(stage)
+    down_of, walk = make_stage(stage).down, make_tile_walk(columns)
+    down, steps = walk.down, walk.column_steps
+
+    @device
+    def turn(tile, out, rows, width):
+        for i in range(steps):
+            r, c = down(cuda.threadIdx.x, i)
+            row, column = I32(first_row(TILE_ROWS) + r), I32(first_column(columns) + c)
+            left = select(column < width, I32(rows - row), I32(0))
+            put(down_of(tile, r, c), out, column, row, left)
+
+    return turn
+
+
+def make_sum_columns(stage):
+    """Return `sum_columns(tile, partial, rows, width)`: the sum of each column of the tile, from its first row on.
+
+    `partial` is (tiles, width).
+    """
+    columns, value = tile_columns(stage), make_stage(stage).value
+
+    @device
+    def sum_columns(tile, partial, rows, width):
+        c, row0 = cuda.threadIdx.x, first_row(TILE_ROWS)
+        column = I32(first_column(columns) + c)
+        if c < columns and column < width and row0 < rows:
+            total = ZERO
+            for r in range(TILE_ROWS):
+                total = total + value(tile, r, c)
+            partial[I64(row0 // TILE_ROWS) * width + column] = total
+
+    return sum_columns

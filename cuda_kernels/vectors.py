@@ -32,6 +32,7 @@ from cuda_kernels.simt import (
     offset,
     ptx,
     store_words,
+    store_words_if,
 )
 
 #: Elements in a vector, and what stands for all lanes of a warp.
@@ -141,6 +142,12 @@ def by_element(element):
 multiply = make_map(device(lambda x, factor: x * factor))
 products = make_map2(device(lambda x, y, p: x * y))
 add = make_map2(device(lambda x, y, p: x + y))
+
+
+@device
+def multiply_sixteen(both, factor):
+    """Each of the sixteen times a number."""
+    return multiply(both[0], factor), multiply(both[1], factor)
 
 
 # --- in pairs ---------------------------------------------------------------------------------------
@@ -436,6 +443,95 @@ def make_load_sixteen_codes(fmt, packed, whole, target):
 
 
 @cache
+def make_words_of_codes(fmt, packed, target):
+    """Return `words(v)`: the codes of eight values, two words of four, or (`packed`, FP4) one word of eight."""
+    if packed:
+        eight = casts.eights_for(target)
+        return device(lambda v: (eight(v),))
+    four = casts.make_quad(_pair_of_codes(fmt, target), 16) if fmt == "e2m1" else casts.quads_for(fmt, target)
+    return device(lambda v: (four(v[0], v[1], v[2], v[3]), four(v[4], v[5], v[6], v[7])))
+
+
+def _pair_of_codes(fmt, target):
+    """f(a, b) -> the codes of two values in a uint16; of E2M1 a byte each."""
+    return casts.make_pair(casts.ENCODERS[fmt], 8) if fmt == "e2m1" else casts.pairs_for(fmt, target)
+
+
+@cache
+def make_store_codes(fmt, packed, whole, target):
+    """Return `store(v, pointer, (row, stride, column), left)`: eight codes, one a byte or (`packed`, FP4) two.
+
+    Rows of packed codes are whole vectors, so `left` is at least 8 or not positive; guarded means any address there.
+    """
+    words = make_words_of_codes(fmt, packed, target)
+    pair = casts.pairs_for(fmt, target) if packed else _pair_of_codes(fmt, target)
+
+    @device
+    def store_whole(v, pointer, place, left):
+        store_words_if(left > 0, pointer, place[0], place[1], place[2], words(v))
+
+    @device
+    def store_packed(v, pointer, place, left):
+        if left > 0:
+            store_words(pointer, offset(place[0], place[1], place[2]) >> 1, words(v))
+
+    @device
+    def store_bytes(v, pointer, place, left):
+        i = offset(place[0], place[1], place[2])
+        for k in range(VECTOR):
+            if k < left:
+                pointer[i + k] = np.uint8(pair(v[k], ZERO) & np.uint16(0xFF))
+
+    @device
+    def store_packed_bytes(v, pointer, place, left):
+        if left > 0:
+            i = offset(place[0], place[1], place[2]) >> 1
+            for k in range(VECTOR // 2):
+                pointer[i + k] = np.uint8(pair(v[2 * k], v[2 * k + 1]) & np.uint16(0xFF))
+
+    if packed:
+        return store_packed if whole else store_packed_bytes
+    return store_whole if whole else store_bytes
+
+
+@cache
+def make_store_sixteen_codes(fmt, packed, whole, target):
+    """Return `store(both, pointer, (row, stride, column), left)`: sixteen codes, as `make_store_codes` stores eight."""
+    words, store = make_words_of_codes(fmt, packed, target), make_store_codes(fmt, packed, whole, target)
+
+    @device
+    def store_whole(both, pointer, place, left):
+        codes = words(both[0]) + words(both[1])
+        store_words_if(left > 0, pointer, place[0], place[1], place[2], codes)
+
+    @device
+    def store_packed(both, pointer, place, left):
+        if left > 0:
+            store_words(pointer, offset(place[0], place[1], place[2]) >> 1, words(both[0]) + words(both[1]))
+
+    @device
+    def store_guarded(both, pointer, place, left):
+        store(both[0], pointer, place, left)
+        store(both[1], pointer, (place[0], place[1], I32(place[2] + VECTOR)), I32(left - VECTOR))
+
+    if not whole:
+        return store_guarded
+    return store_packed if packed else store_whole
+
+
+@cache
+def make_cast_sixteen(fmt, packed, whole, target):
+    """Return `cast(both, multiplier, pointer, (row, stride, column), left)`: store codes of both * multiplier."""
+    store = make_store_sixteen_codes(fmt, packed, whole, target)
+
+    @device
+    def cast(both, multiplier, pointer, place, left):
+        store(multiply_sixteen(both, multiplier), pointer, place, left)
+
+    return cast
+
+
+@cache
 def make_decode(fmt, target):
     """Return `decode(low, high)`: the values of eight codes, one a byte; E2M1's are in one word, which is both."""
     if not casts.has_halves(fmt, target):
@@ -524,6 +620,19 @@ def make_kept(storage, fmt, target):
 
 
 @cache
+def make_round_sixteen(storage, target):
+    """Return `rounded(both)`: sixteen float32, two vectors, as if stored in a dtype and read back."""
+    rounded = make_round(storage, target)
+    return device(lambda both: (rounded(both[0]), rounded(both[1])))
+
+
+@device
+def amax_of_sixteen(both):
+    """Largest magnitude of the sixteen; NaN is ignored."""
+    return amax_with(amax(both[0]), both[1])
+
+
+@cache
 def make_words(pair):
     """Return `words(v)`: eight values, rounded two at a time by `pair` of `pair_of`, as four words."""
 
@@ -580,3 +689,13 @@ def make_group_max(lanes):
         return x
 
     return group_max
+
+
+@cache
+def make_block_max(owned, columns):
+    """Return `block_max(v)`: the largest magnitude of a block of so many columns of a row; NaN is ignored.
+
+    Every thread has `owned` neighbours, 8 or 16 (or the whole block). All lanes of a warp call it.
+    """
+    group_max, largest = make_group_max(columns // owned), amax if owned == VECTOR else amax_of_sixteen
+    return device(lambda v: group_max(largest(v)))

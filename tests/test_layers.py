@@ -24,7 +24,21 @@ COMMAND_LINE = {
     "files.py": {"safetensors", "torch"},
 }
 #: What a family of kernels is written in: modules of cuda_kernels.
-FAMILIES_READ = {"casts", "directions", "hadamard", "launch", "operands", "simt", "tiles", "vectors"}
+FAMILIES_READ = {
+    "casts",
+    "copies",
+    "directions",
+    "formulas",
+    "hadamard",
+    "launch",
+    "operands",
+    "reads",
+    "scale_rules",
+    "simt",
+    "stores",
+    "tiles",
+    "vectors",
+}
 #: Who knows the families: modules of cuda_kernels.
 FAMILIES_READERS = {"catalogue.py", "gpu.py", "naive.py"}
 #: torch may be imported lazily to read .pt files.

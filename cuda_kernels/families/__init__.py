@@ -1,7 +1,8 @@
-"""Kernels by family: each file reads from the top, and needs no other but the vocabulary.
+"""Families of kernels, one in a file that reads from the top.
 
-    1 what it computes     2 naive     3 coalesced     4 fused     5 its launch     6 its cost
-
-The vocabulary is `simt` (what a thread can say), `casts` (codes and numbers), `vectors` (neighbouring values: loads,
-stores, maxima) and, where rows turn into columns, `tiles`.
+Every file has the same six chapters: what it computes, the naive kernel, the coalesced one, the fused ones that the
+package runs, their launch, their cost. A family that casts by blocks has `quantize(gpu, job)`, `job` a
+`copies.BlockJob`. What else a reader needs is the vocabulary: `simt`, `reads` (what a thread computes from), `vectors`
+(eight or sixteen neighbours in registers), `stores` (what a thread does with eight), `tiles` (rows turn into columns)
+and `casts`; nothing here imports another family.
 """

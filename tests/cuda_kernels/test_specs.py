@@ -10,7 +10,7 @@ import pytest
 
 from cuda_kernels import families, ptx_cache
 from cuda_kernels.directions import Direction, direction_of
-from cuda_kernels.operands import Coded, Spec, Stored, described, pointer, scalar
+from cuda_kernels.operands import Coded, Spec, Stored, Values, described, pointer, scalar
 from refops import E5M2, MXFP8Scaling
 
 MODULES = [
@@ -28,6 +28,8 @@ def another(value):
         return value ^ 1
     if isinstance(value, Direction):
         return direction_of(MXFP8Scaling(E5M2), value.columnwise)
+    if isinstance(value, Values):
+        return replace(value, fast_math=not value.fast_math)
     return {"bfloat16": "float16"}[value]
 
 

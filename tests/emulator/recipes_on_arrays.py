@@ -10,7 +10,7 @@ from cuda_kernels.arrays import numpy_dtype
 from cuda_kernels.casts import carrier
 from cuda_kernels.emulator.profile import KernelProfile, profile
 from cuda_kernels.gpu import GPU
-from cuda_kernels.operands import PARAMETERS, Coded, Front, Spec, Stored
+from cuda_kernels.operands import PARAMETERS, Front, Spec
 from cuda_kernels.recipes import Prologue, ScaledGradient
 
 
@@ -28,7 +28,7 @@ def profile_recipe(recipe, shape, target) -> KernelProfile:
 
 def _launch(recipe, shape):
     if isinstance(recipe, Spec):
-        _dequantize(recipe, shape)
+        _launch_spec(recipe, shape)
         return
     gpu = GPU(arrays.memory_of(np.zeros(1, np.float32)), recipe.fast_math)
     if isinstance(recipe, ScaledGradient):
@@ -40,13 +40,51 @@ def _launch(recipe, shape):
     gpu.run(recipe, _front(gpu, recipe.prologue, shape), row, column, partial=gpu.empty(shape, "float32"))
 
 
-def _dequantize(spec, shape):
-    """Launch a kernel of `families.dequantize`; the scales are as many as the values."""
-    gpu, (outer, inner) = GPU(arrays.memory_of(np.zeros(1, np.float32))), shape
-    codes, scales = _values(gpu, shape, "e4m3"), _values(gpu, shape, "e4m3")
-    coded = Coded(codes, scales, inner, _ones(gpu, outer), outer, inner)
-    result = shape[::-1] if spec.direction.transposed else shape
-    gpu.launch(spec, shape, coded, Stored(gpu.empty(result, spec.storage), *result))
+def _launch_spec(spec, shape):
+    """Launch the kernel of a `Spec`: every operand is large enough, whatever its dtype."""
+    gpu, operands = GPU(arrays.memory_of(np.zeros(1, np.float32))), []
+    for place, (kind, fields) in enumerate(spec.operands()):
+        if isinstance(kind, str):
+            operands.append((1 if kind == "scalar" else _pointed_at(gpu, shape, fields),))
+            continue
+        numbers = _sizes(spec, shape, place)
+        values = {
+            field: numbers.get(field, 1) if what == "scalar" else _pointed_at(gpu, shape, dtype)
+            for field, (what, dtype) in fields.items()
+        }
+        operands.append(kind(**values))
+    gpu.launch(spec, shape, *operands)
+
+
+def _sizes(spec, shape, place):
+    """The numbers of the operand in a place that say how large a matrix is, and how far its rows are apart.
+
+    The second operand is what a kernel fills, rowwise, or the third one, columnwise.
+    """
+    (m, k), values, direction = shape, getattr(spec, "values", None), getattr(spec, "direction", None)
+    halves = values is not None and values.gated and values.kind == "backward"
+    turned = direction is not None and (
+        (place == 1 and direction.transposed) or (place == 2 and direction.other.transposed)
+    )
+    outer, inner = (k, m) if turned else (m, k)
+    return {
+        "rows": m,
+        "width": k // 2 if halves else k,
+        "interleave": 0,
+        "outer": outer,
+        "inner": inner,
+        "scale_stride": max(shape),
+        "stride": max(shape),
+        "first_block": 0,
+    }
+
+
+def _pointed_at(gpu, shape, dtype):
+    """An array of a dtype with twice the elements of a shape, which nobody's offset leaves."""
+    count = 2 * max(shape) * max(shape)
+    if dtype in (np.float32, np.int32):
+        return gpu.memory.wrap(np.ones(count, np.float32), "numbers")
+    return gpu.memory.wrap(np.random.default_rng(0).integers(0, 120, count * dtype().itemsize, np.uint8), "bytes")
 
 
 def _fields(gpu, shape):

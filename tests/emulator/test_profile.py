@@ -124,7 +124,7 @@ def with_other_stages():
         if not shares_memory(entry):
             continue
         yield entry.name, entry.recipe
-        if isinstance(entry.recipe, Spec):  # whose tile is always float32
+        if isinstance(entry.recipe, Spec):
             continue
         wider = replace(entry.recipe, stage="float32")
         if wider != entry.recipe and fits(wider):
@@ -152,12 +152,12 @@ def test_shared_memory_has_no_conflicts(name, shape):
 
 def test_every_kind_of_kernel_that_shares_memory_is_there():
     kinds = {kind_of(recipe) for recipe in SHARING.values()}
-    assert kinds == {"tile", "square", "square choice", "columns", "dequantize turned"}
+    assert kinds == {"tile", "square", "square choice", "columns", "dequantize turned", "blocks in both directions"}
 
 
 #: Kinds of kernels whose threads read 32 or more neighbouring bytes in two or more requests: each touches twice the
 #: sectors that it uses, and the L1 cache has the other halves for the next one. "dequantize rows" stores likewise.
-WIDE = ("wide row", "block row", "two block row")
+WIDE = ("wide row", "block row", "two block row", "blocks along rows")
 #: By element, for rows that are not whole vectors, and codes below a transform, four bytes of a lane.
 BY_ELEMENT = (
     "bf16 -> MXFP8, guarded",

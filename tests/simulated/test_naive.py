@@ -62,6 +62,16 @@ def test_mxfp8(name, order):
     assert_same_bits(scales, np.ascontiguousarray(expected.rowwise_scale_inv[: len(scales)]).view(np.uint8))
 
 
+@pytest.mark.parametrize("name", ["blocks naive", "blocks coalesced"])
+def test_blocks(name, order):
+    x = heavy_tailed((9, 256))
+    expected = refops.quantize(x, refops.BlockScaling(E4M3, 1, power_2_scale=False))
+    codes, scales = empty(x.shape), empty((2, 9), F)
+    run(name, order, x=x, codes=codes, scales=scales, rows=9, columns=256)
+    assert_same_bits(codes, expected.rowwise_data)
+    assert_same_bits(scales, np.ascontiguousarray(expected.rowwise_scale_inv[:, :9]))
+
+
 @pytest.mark.parametrize("name", ["fp8 transpose naive", "fp8 transpose coalesced"])
 def test_fp8_transpose(name, order):
     x = heavy_tailed((40, 64))

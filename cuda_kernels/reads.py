@@ -1,0 +1,289 @@
+"""What a thread loads and computes before anything is cast: eight or sixteen float32 in its registers.
+
+    read = make_read(values, whole, target)             read(source, row, column, left) -> eight neighbours of a row
+    read = make_read_sixteen(values, whole, target)     the same -> sixteen, as two vectors
+    read = make_read_halves(values, whole, target)      of a gated gradient: (eight of the act half, eight of the gate)
+
+`values` is an `operands.Values`, `source` an `operands.Inputs`. From the `left`-th on the values are zeros (left <= 0:
+nothing is loaded). Nothing is rounded here; `vectors.make_round` does where TE rounds before it casts. `whole` says
+that rows are whole aligned vectors (see `vectors`).
+
+    identity            x
+    activation          f(x)
+    gated               f(act) * gate(gate)                                 x is [act | gate], 2 * width wide
+    gradient            f'(x) * dy
+    gated gradient      (f'(act) * dy) * gate(gate)                         columns 0 to width of the gradient
+                        (gate'(gate) * dy) * f(act)                         columns width to 2 * width
+
+The order of operations is that of TE's `vectorized_pointwise.h`; with row scales that of `scaled_activation.cu`. In
+functions of one element `p` is `source`, which holds the activation's parameters; `skip` is how many elements after
+`column` the eight begin (8 for the second vector of a thread that has two).
+"""
+
+from functools import cache
+
+from cuda_kernels import casts
+from cuda_kernels.formulas import fast_forms, fast_gradients, fast_product, functions_of
+from cuda_kernels.operands import Inputs, Kind, described
+from cuda_kernels.pairs import fast_words, has_pairs
+from cuda_kernels.simt import I32, I64, F, device, select
+from cuda_kernels.vectors import (
+    VECTOR,
+    by_element,
+    make_load,
+    make_map,
+    make_map2,
+    make_map3,
+    make_map3_to_two,
+    make_map_of_pairs,
+    map2_for,
+    map3_to_two_for,
+    multiply,
+    product_for,
+    products,
+)
+from refops.activations import ACTIVATIONS
+
+ONE, ZERO = F(1), F(0)
+
+
+def described_source(values):
+    """The description of the `Inputs` that `values` are read from."""
+    x = casts.carrier(values.storage)
+    return described(Inputs, x=x, dy=x)
+
+
+# --- reads ------------------------------------------------------------------------------------------
+
+
+@cache
+def make_read(values, whole, target, skip=0):
+    """Return `read(source, row, column, left)`: eight values of a row, from `skip` after `column` on.
+
+    Whole rows alone can skip, and of those not the gradient of a gated activation.
+    """
+    if values.kind is Kind.IDENTITY:
+        return _identity(values.storage, whole, skip)
+    if values.kind is Kind.FORWARD:
+        read = (_gated if values.gated else _unary)(values, whole, target, skip)
+        return _scaled(read) if values.row_scaled else read
+    if not values.gated:
+        return _gradient(values, whole, target, skip)
+    return _gated_gradient(values, target) if whole else _guarded_gated_gradient(values, target)
+
+
+@cache
+def make_read_sixteen(values, whole, target):
+    """Return `read(source, row, column, left)`: sixteen values of a row, as two vectors."""
+    first = make_read(values, whole, target)
+    in_two_places = not whole or (values.kind is Kind.BACKWARD and values.gated)
+
+    @device
+    def two_places(source, row, column, left):
+        return first(source, row, column, left), first(source, row, I32(column + VECTOR), I32(left - VECTOR))
+
+    if in_two_places:
+        return two_places
+    second = make_read(values, whole, target, VECTOR)
+    return device(
+        lambda source, row, column, left: (first(source, row, column, left), second(source, row, column, left))
+    )
+
+
+@cache
+def make_read_halves(values, whole, target, skip=0):
+    """Return `read(source, row, column, left)`: both halves of a gated gradient at `column` of each, from one read."""
+    load, halves = make_load(values.storage, whole, skip), make_halves(values.storage, whole, False, skip)
+    gradients = gradients_map(values.activation, values.fast_math, target)
+
+    @device
+    def read(source, row, column, left):
+        act, gates = halves(source, row, column, left)
+        dy = load(source.dy, (row, source.width, column), left)
+        return gradients(act, gates, dy, source)
+
+    return read
+
+
+def _identity(storage, whole, skip):
+    load = make_load(storage, whole, skip)
+    return device(lambda source, row, column, left: load(source.x, (row, source.width, column), left))
+
+
+def _unary(values, whole, target, skip):
+    load, function = make_load(values.storage, whole, skip), value_map(values.activation, values.fast_math, target)
+
+    @device
+    def read(source, row, column, left):
+        return function(load(source.x, (row, source.width, column), left), source)
+
+    return read
+
+
+def _gated(values, whole, target, skip):
+    function = gated_map(values.activation, values.fast_math, target)
+    halves = make_halves(values.storage, whole, values.interleaved, skip)
+
+    @device
+    def read(source, row, column, left):
+        act, gates = halves(source, row, column, left)
+        return function(act, gates, source)
+
+    return read
+
+
+def _scaled(read):
+    """`read` with each row multiplied by its scale."""
+
+    @device
+    def scaled(source, row, column, left):
+        factor = source.row_scales[row] if left > 0 else ONE
+        return multiply(read(source, row, column, left), factor)
+
+    return scaled
+
+
+def _gradient(values, whole, target, skip):
+    load, function = make_load(values.storage, whole, skip), gradient_map(values.activation, values.fast_math, target)
+
+    @device
+    def read(source, row, column, left):
+        place = row, source.width, column
+        return function(load(source.x, place, left), load(source.dy, place, left), source)
+
+    return read
+
+
+def _gated_gradient(values, target):
+    """Of rows whose halves are whole vectors: each is of one half."""
+    halves = make_read_halves(values, True, target)
+
+    @device
+    def read(source, row, column, left):
+        in_act = column < source.width
+        column = select(in_act, column, I32(column - source.width))
+        if in_act:
+            return halves(source, row, column, left)[0]
+        return halves(source, row, column, left)[1]
+
+    return read
+
+
+def _guarded_gated_gradient(values, target):
+    """Of any width: a vector may reach across the middle, so each element finds its place."""
+    gradients = gradients_map(values.activation, values.fast_math, target)
+    widen = casts.STORAGES[values.storage].widen
+
+    @device
+    def wrapped(pointer, place, k, left):
+        first, column, width = place
+        c = column + k
+        return widen(pointer[first + (c if c < width else c - width)]) if k < left else ZERO
+
+    load = by_element(wrapped)
+
+    @device
+    def read(source, row, column, left):
+        width = source.width
+        act = load(source.x, (I64(row) * (2 * width), column, width), left)
+        gate = load(source.x, (I64(row) * (2 * width) + width, column, width), left)
+        dy = load(source.dy, (I64(row) * width, column, width), left)
+        act_part, gate_part = gradients(act, gate, dy, source)
+        return join(act_part, gate_part, width - column)
+
+    return read
+
+
+@device
+def join(first, second, left):
+    """The elements of `first` before the `left`-th, those of `second` from there."""
+    return (
+        select(left > 0, first[0], second[0]),
+        select(left > 1, first[1], second[1]),
+        select(left > 2, first[2], second[2]),
+        select(left > 3, first[3], second[3]),
+        select(left > 4, first[4], second[4]),
+        select(left > 5, first[5], second[5]),
+        select(left > 6, first[6], second[6]),
+        select(left > 7, first[7], second[7]),
+    )
+
+
+# --- the halves of a gated row ----------------------------------------------------------------------
+
+
+@cache
+def make_halves(storage, whole, interleaved, skip=0):
+    """Return `halves(source, row, column, left)`: the activated values and the gates at output `column`."""
+    load = make_load(storage, whole, skip)
+
+    @device
+    def contiguous(source, row, column, left):
+        stride, second = I32(2 * source.width), I32(column + source.width)
+        return load(source.x, (row, stride, column), left), load(source.x, (row, stride, second), left)
+
+    @device
+    def alternating(source, row, column, left):
+        g, stride = source.interleave, I32(2 * source.width)
+        first = I32(column // g * (2 * g) + column % g)
+        return load(source.x, (row, stride, first), left), load(source.x, (row, stride, I32(first + g)), left)
+
+    return alternating if interleaved else contiguous
+
+
+# --- formulas of eight ------------------------------------------------------------------------------
+
+# Accurate ones map a function of one element. Fast ones are on pairs of float32, one instruction for two, where a card
+# has them (`pairs`); that is the one place where pairs are: instructions a byte of activation -> MXFP8 on sm_100a
+# without and with them, for a limit of 4.7: gelu 4.97 and 3.98, silu 5.28 and 4.29, situglu 9.40 and 6.37.
+
+
+def part_map(function, part, name, fast_math, target):
+    """Return `mapped(v, source)`: a function of an activation, the "value" or the "gate", of eight."""
+    fast = fast_forms(function, fast_words(target)) if fast_math and has_pairs(target) else None
+    return make_map_of_pairs(fast.value) if fast else make_map(getattr(functions_of(name, fast_math=fast_math), part))
+
+
+def value_map(name, fast_math, target):
+    """Return `mapped(act, source)`: eight f(act)."""
+    return part_map(ACTIVATIONS[name].act, "value", name, fast_math, target)
+
+
+def gated_map(name, fast_math, target):
+    """Return `mapped(act, gates, source)`: eight f(act) * gate(gate)."""
+    fused = fast_product(name, fast_words(target)) if fast_math else None
+    if fused is not None:
+        return map2_for(target)(fused)
+    values = value_map(name, fast_math, target)
+    gates_of = part_map(ACTIVATIONS[name].gate, "gate", name, fast_math, target)
+    return device(lambda act, gates, p: products(values(act, p), gates_of(gates, p), p))
+
+
+def gradient_map(name, fast_math, target):
+    """Return `mapped(x, dy, source)`: eight f'(x) * dy."""
+    fast, product = fast_math and fast_forms(ACTIVATIONS[name].act, fast_words(target)), product_for(target)
+    if fast:
+        slope = fast.slope
+        return map2_for(target)(device(lambda x, dy, p: product(slope(x, p), dy)))
+    derivative = functions_of(name, fast_math=fast_math).derivative
+    return make_map2(device(lambda x, dy, p: derivative(x, p) * dy))
+
+
+def gradients_map(name, fast_math, target):
+    """Return `mapped(act, gate, dy, p)`: both parts of a gated gradient of eight, in TE's order unless fast."""
+    fused = fast_gradients(name, fast_words(target)) if fast_math else None
+    if fused is not None:
+        return map3_to_two_for(target)(fused)
+    f = functions_of(name, fast_math=fast_math)
+    value, derivative, both, gate, slope = f
+    if both is None:
+        act_parts = make_map3(device(lambda act, g, dy, p: (derivative(act, p) * dy) * gate(g, p)))
+        gate_parts = make_map3(device(lambda act, g, dy, p: (slope(g, p) * dy) * value(act, p)))
+        return device(lambda act, g, dy, p: (act_parts(act, g, dy, p), gate_parts(act, g, dy, p)))
+
+    @device
+    def parts(act, g, dy, p):
+        value, derivative = both(act, p)
+        return (derivative * dy) * gate(g, p), (slope(g, p) * dy) * value
+
+    return make_map3_to_two(parts)
