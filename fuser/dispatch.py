@@ -11,11 +11,15 @@ Under "float64" activations also take float64 tensors, and compute the true form
 The backend is that of the innermost `with backend(name)` around the call, else of the environment variable
 FUSER_BACKEND, else "auto". Every function is that of `refops` with the same name; its docstring has the details.
 Memory is shared between torch and NumPy in both directions, bfloat16 as 16-bit integers. No autograd in here.
+
+A call on CPU tensors that is like an earlier one, in its settings and in what its tensors are, is neither checked nor
+planned again: `_known` finds what was done, which reads the tensors and fills new ones where they lie.
 """
 
 import functools
 import os
 import sys
+from collections import namedtuple
 from collections.abc import Callable
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
@@ -158,7 +162,8 @@ class Buffers:
     @property
     def device(self):
         """Where the tensors are; None without any."""
-        return next((tensor.device for tensor in self.tensors.values()), None)
+        tensors = (getattr(self, name) for name in TENSOR_FIELDS)
+        return next((tensor.device for tensor in tensors if tensor is not None), None)
 
 
 # --- torch.compile --------------------------------------------------------------------------------
@@ -243,9 +248,74 @@ class Engine:
             with_gemm_swizzled_scales=buffers.with_gemm_swizzled_scales,
         )
 
-    def amax(self, tensor):
+    def amax(self, tensor, known=None):
         """Largest magnitude, float32 (1,)."""
-        return self.tensor(self.library.amax(self.array(tensor)))
+        return self.tensor(self.call("amax", (self.array(tensor),), {}, known))
+
+    def known(self, name, args, options):
+        """(what `call` keeps of a call with these tensors, the plan of one like it): None where there is none."""
+        return None, None
+
+    def call(self, name, args, options, known=None, arrays=None):
+        """Call a function of the library. `known` is of `known`; `arrays` are those in `args`, if not the arguments."""
+        return getattr(self.library, name)(*args, **options)
+
+
+def _seen(tensor):
+    """(address, dtype, shape) of a tensor that can be read as it lies on the CPU, else None."""
+    try:
+        if not tensor.is_cpu or not tensor.is_contiguous() or tensor.is_neg():
+            return None
+        address = tensor.data_ptr()
+    except RuntimeError:  # one without strides, or without memory of its own
+        return None
+    return (address, tensor.dtype, tensor.shape) if address or not tensor.numel() else None
+
+
+def _address(tensor):
+    """Where a new tensor begins; TypeError of one without memory, which a mode of torch's may make."""
+    if type(tensor) is not torch.Tensor:
+        raise TypeError(f"results must be tensors with memory of their own; a mode made a {type(tensor).__name__}")
+    return tensor.data_ptr()
+
+
+#: Type of tensors that calls are known by -> what is asked of one.
+_KINDS = {torch.Tensor: _seen, torch.nn.Parameter: _seen}
+#: One direction of `Buffers` as calls are known by it; arrays: name -> tensor.
+_Copy = namedtuple("_Copy", "arrays shape dtype with_gemm_swizzled_scales scaling")
+
+
+class Host(Engine):
+    """`cuda_kernels.host`: calls that are made again (`cuda_kernels.host.calls`) fill tensors."""
+
+    def __init__(self, library):
+        from cuda_kernels.host import calls
+
+        super().__init__(library)
+        dtypes = {dtype: name for name, dtype in _NUMPY.items()} | {np.dtype(np.uint8): torch.uint8}
+        self._calls, self._made = (
+            calls,
+            calls.Made(
+                empty=lambda shape, dtype: torch.empty(shape, dtype=dtypes[dtype], device="cpu"),
+                zeros=lambda shape, dtype: torch.zeros(shape, dtype=dtypes[dtype], device="cpu"),
+                address=_address,
+            ),
+        )
+
+    def tensor(self, array):
+        return array if isinstance(array, torch.Tensor) else as_torch(array)
+
+    def known(self, name, args, options):
+        if not hasattr(getattr(self.library, name), "recorded"):
+            return None, None
+        known = self._calls.seen(name, args, options, _KINDS, _Copy, lambda copy: copy.arrays)
+        return known, None if known is None else self._calls.PLANS.get(known.key)
+
+    def call(self, name, args, options, known=None, arrays=None):
+        if known is None:
+            return super().call(name, args, options)
+        arrays = [one for one in args if isinstance(one, np.ndarray)] if arrays is None else arrays
+        return getattr(self.library, name).recorded(known, arrays, self._made, args, options)
 
 
 class Reference(Engine):
@@ -261,7 +331,7 @@ class Reference(Engine):
     def tensor(self, array):
         return as_torch(array).to(self._device)
 
-    def amax(self, tensor):
+    def amax(self, tensor, known=None):
         return self.tensor(tensor_amax(InputSource(require_tensor(self.array(tensor), "x"))))
 
 
@@ -295,7 +365,7 @@ def _automatic(device_type):
     if device_type == "cpu":
         from cuda_kernels import host
 
-        return Engine(host)
+        return Host(host)
     import cuda_kernels
 
     return Kernels(cuda_kernels)
@@ -330,6 +400,18 @@ def _is_plain(tensor):
     return isinstance(tensor, torch.Tensor) and not hasattr(tensor, "buffers")
 
 
+_CPU = torch.device("cpu")
+
+
+def _known(tensor, name, args, options):
+    """(engine, known, plan) of a call that begins with a tensor; only where there is a plan all is as it was before."""
+    if type(tensor) not in _KINDS or not tensor.is_cpu:
+        return None, None, None
+    selected = current_backend()
+    engine = None if selected == "reference" else _engine_on(_CPU, selected)
+    return (engine, None, None) if engine is None else (engine, *engine.known(name, args, options))
+
+
 def _engine_on(device, selected):
     return Reference(device) if selected == "reference" else _automatic(device.type)
 
@@ -354,63 +436,70 @@ def activation(name, x, *, out_dtype=None, **params):
     Returns:
         (..., K) or (..., H).
     """
+    engine, known, plan = _known(x, "activation", (name, x), {"out_dtype": out_dtype, **params})
+    if plan is not None:
+        return engine.tensor(plan.run(known))
     if _is_true(x):
         return _true_forward(bind_activation(name, params), x)
     engine = _engine(x)
-    return engine.tensor(engine.library.activation(name, engine.array(x), out_dtype=engine.dtype(out_dtype), **params))
+    options = {"out_dtype": engine.dtype(out_dtype), **params}
+    return engine.tensor(engine.call("activation", (name, engine.array(x)), options, known))
 
 
 @_dispatched
 def activation_grad(name, dy, x, *, out_dtype=None, dbias=False, **params):
     """Return the gradient of `activation` like `x`, with `dbias` also its column sums (K,), of the values as stored."""
+    options = {"out_dtype": out_dtype, "dbias": dbias, **params}
+    engine, known, plan = _known(x, "activation_grad", (name, dy, x), options)
+    if plan is not None:
+        return _tensors(engine, plan.run(known))
     if _is_true(dy, x):
         dx = _true_backward(bind_activation(name, params), dy, x)
         return (dx, dx.reshape(dx.shape[:-1].numel(), dx.shape[-1]).sum(0)) if dbias else dx
     engine = _engine(x)
     _require_plain(dy, "dy")
-    result = engine.library.activation_grad(
-        name, engine.array(dy), engine.array(x), out_dtype=engine.dtype(out_dtype), dbias=dbias, **params
-    )
-    return tuple(map(engine.tensor, result)) if dbias else engine.tensor(result)
+    options["out_dtype"] = engine.dtype(out_dtype)
+    args = name, engine.array(dy), engine.array(x)
+    return _tensors(engine, engine.call("activation_grad", args, options, known))
+
+
+def _tensors(engine, result):
+    """A result of the library, an array or a tuple of them, as tensors."""
+    return tuple(map(engine.tensor, result)) if isinstance(result, tuple) else engine.tensor(result)
 
 
 @_dispatched
 def scaled_activation(name, x, scales, *, glu_interleave_size=0, out_dtype=None, **params):
     """Apply an activation and multiply each row by its scale (M entries in any shape), one rounding at the end."""
+    options = {"glu_interleave_size": glu_interleave_size, "out_dtype": out_dtype, **params}
+    engine, known, plan = _known(x, "scaled_activation", (name, x, scales), options)
+    if plan is not None:
+        return engine.tensor(plan.run(known))
     if _is_true(x, scales):
         forward = _true_forward(bind_activation(name, params), _deinterleaved(x, glu_interleave_size))
         return forward * scales.reshape(*x.shape[:-1], 1)
     engine = _engine(x)
     _require_plain(scales, "scales")
-    y = engine.library.scaled_activation(
-        name,
-        engine.array(x),
-        engine.array(scales),
-        glu_interleave_size=glu_interleave_size,
-        out_dtype=engine.dtype(out_dtype),
-        **params,
-    )
-    return engine.tensor(y)
+    options["out_dtype"] = engine.dtype(out_dtype)
+    args = name, engine.array(x), engine.array(scales)
+    return engine.tensor(engine.call("scaled_activation", args, options, known))
 
 
 @_dispatched
 def scaled_activation_grad(name, dy, x, scales, *, glu_interleave_size=0, out_dtype=None, **params):
     """Return (dx like `x`, dscales like `scales`), the gradients of `scaled_activation`."""
+    options = {"glu_interleave_size": glu_interleave_size, "out_dtype": out_dtype, **params}
+    engine, known, plan = _known(x, "scaled_activation_grad", (name, dy, x, scales), options)
+    if plan is not None:
+        return _tensors(engine, plan.run(known))
     if _is_true(dy, x, scales):
         return _true_scaled_backward(bind_activation(name, params), dy, x, scales, glu_interleave_size)
     engine = _engine(x)
     for tensor, argument in ((dy, "dy"), (scales, "scales")):
         _require_plain(tensor, argument)
-    result = engine.library.scaled_activation_grad(
-        name,
-        engine.array(dy),
-        engine.array(x),
-        engine.array(scales),
-        glu_interleave_size=glu_interleave_size,
-        out_dtype=engine.dtype(out_dtype),
-        **params,
-    )
-    return tuple(map(engine.tensor, result))
+    options["out_dtype"] = engine.dtype(out_dtype)
+    args = name, engine.array(dy), engine.array(x), engine.array(scales)
+    return _tensors(engine, engine.call("scaled_activation_grad", args, options, known))
 
 
 # --- activations in float64 -----------------------------------------------------------------------
@@ -457,41 +546,41 @@ def _interleaved(x, g):
 @_dispatched
 def quantize(x, scaling, *, rowwise=True, columnwise=False, dbias=False):
     """Quantize a tensor: `Buffers`, with `dbias` also the float32 column sums of `x` rounded to its dtype, (K,)."""
+    options = {"rowwise": rowwise, "columnwise": columnwise, "dbias": dbias}
+    engine, known, plan = _known(x, "quantize", (x, scaling), options)
+    if plan is not None:
+        return _result(engine, plan.run(known), x.dtype)
     engine = _engine(x)
-    q = engine.library.quantize(engine.array(x), scaling, rowwise=rowwise, columnwise=columnwise, dbias=dbias)
-    return _result(engine, q, x.dtype, dbias)
+    return _result(engine, engine.call("quantize", (engine.array(x), scaling), options, known), x.dtype)
 
 
 @_dispatched
 def activation_quantize(name, x, scaling, *, rowwise=True, columnwise=False, **params):
     """Apply an activation and quantize the result along TE's path for it (`refops.scalings.Path`): `Buffers`."""
+    options = {"rowwise": rowwise, "columnwise": columnwise, **params}
+    engine, known, plan = _known(x, "activation_quantize", (name, x, scaling), options)
+    if plan is not None:
+        return _result(engine, plan.run(known), x.dtype)
     engine = _engine(x)
-    q = engine.library.activation_quantize(
-        name, engine.array(x), scaling, rowwise=rowwise, columnwise=columnwise, **params
-    )
+    q = engine.call("activation_quantize", (name, engine.array(x), scaling), options, known)
     return _result(engine, q, x.dtype)
 
 
 @_dispatched
 def activation_grad_quantize(name, dy, x, scaling, *, rowwise=True, columnwise=False, dbias=False, **params):
     """Quantize the gradient of an activation along TE's path: `Buffers`, with `dbias` also the bias gradient (K,)."""
+    options = {"rowwise": rowwise, "columnwise": columnwise, "dbias": dbias, **params}
+    engine, known, plan = _known(x, "activation_grad_quantize", (name, dy, x, scaling), options)
+    if plan is not None:
+        return _result(engine, plan.run(known), x.dtype)
     engine = _engine(x)
     _require_plain(dy, "dy")
-    q = engine.library.activation_grad_quantize(
-        name,
-        engine.array(dy),
-        engine.array(x),
-        scaling,
-        rowwise=rowwise,
-        columnwise=columnwise,
-        dbias=dbias,
-        **params,
-    )
-    return _result(engine, q, x.dtype, dbias)
+    args = name, engine.array(dy), engine.array(x), scaling
+    return _result(engine, engine.call("activation_grad_quantize", args, options, known), x.dtype)
 
 
-def _result(engine, q, dtype, dbias=False):
-    if dbias:
+def _result(engine, q, dtype):
+    if isinstance(q, tuple):  # with the sums of columns
         return _result(engine, q[0], dtype), engine.tensor(q[1])
     arrays = {name: getattr(q, name) for name in TENSOR_FIELDS}
     return Buffers(
@@ -518,6 +607,13 @@ def dequantize(buffers, *, dtype=torch.float32, columnwise=False):
     """
     if not isinstance(buffers, Buffers):
         raise TypeError(f"buffers must be Buffers; got {type(buffers).__name__}")
+    direction = "columnwise" if columnwise or buffers.rowwise_data is None else "rowwise"
+    names = (f"{direction}_data", f"{direction}_scale_inv", f"amax_{direction}")
+    tensors = {name: getattr(buffers, name) for name in names if getattr(buffers, name) is not None}
+    copy = _Copy(tensors, tuple(buffers.shape), buffers.dtype, buffers.with_gemm_swizzled_scales, buffers.scaling)
+    engine, known, plan = _known(tensors.get(names[0]), "dequantize", (copy,), {"dtype": dtype})
+    if plan is not None:
+        return engine.tensor(plan.run(known))
     if dtype not in HIGH_PRECISION:
         raise TypeError(f"dtype must be torch.float32, torch.float16 or torch.bfloat16; got {shown(dtype)}")
     if columnwise and buffers.columnwise_data is None:
@@ -525,12 +621,9 @@ def dequantize(buffers, *, dtype=torch.float32, columnwise=False):
     if buffers.device is None:
         raise ValueError("buffers must hold rowwise_data or columnwise_data; got neither")
     engine = _engine_on(buffers.device, current_backend())
-    direction = "columnwise" if columnwise or buffers.rowwise_data is None else "rowwise"
-    names = (f"{direction}_data", f"{direction}_scale_inv", f"amax_{direction}")
-    arrays = {name: getattr(buffers, name) for name in names}
-    arrays = {name: None if tensor is None else engine.array(tensor) for name, tensor in arrays.items()}
-    q = engine.quantized(arrays, buffers)
-    return engine.tensor(engine.library.dequantize(q, dtype=engine.dtype(dtype)))
+    arrays = {name: engine.array(tensor) for name, tensor in tensors.items()}
+    q, options = engine.quantized(arrays, buffers), {"dtype": engine.dtype(dtype)}
+    return engine.tensor(engine.call("dequantize", (q,), options, known, list(arrays.values())))
 
 
 @_dispatched
@@ -544,7 +637,10 @@ def swizzled(buffers):
 @_dispatched
 def amax(x):
     """Return the largest magnitude of `x`, float32 (1,) on its device; NaN is ignored, an empty tensor gives 0."""
-    return _engine(x).amax(x)
+    engine, known, plan = _known(x, "amax", (x,), {})
+    if plan is not None:
+        return engine.tensor(plan.run(known))
+    return _engine(x).amax(x, known)
 
 
 @_dispatched

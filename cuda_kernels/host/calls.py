@@ -8,6 +8,9 @@ compiled loops called. That takes some fifteen microseconds, where checking and 
     doing = Recording(call)                what the backend allocates and runs its steps with
     doing.keep(result)                     the plan, from here on
 
+A library in front of this one, `fuser`, describes its own calls in this way, with its own kinds of arrays: of one that
+is seen again nothing is checked, converted or described twice (`seen` with `kinds`, `repeated`'s `recorded`).
+
 A call whose settings may be others in every step is recorded when it comes again (`Plans.wanted`). Nothing is recorded
 of one that looks at numbers (codes that a format may not have), copies an argument, or is given anything but arrays and
 plain settings; it takes the long way every time.
@@ -42,6 +45,23 @@ def address_of_array(array):
     return array.__array_interface__["data"][0]
 
 
+class Made(NamedTuple):
+    """How a library in front of this one makes the arrays of its results, so that none is boxed.
+
+    Attributes:
+        empty, zeros: functions of (shape, NumPy dtype). address: where such an array begins.
+    """
+
+    empty: Any
+    zeros: Any
+    address: Any
+
+    def instead_of(self, allocation):
+        """An allocation of a `Plan` in this way."""
+        function, shape, dtype, _ = allocation
+        return self.zeros if function is np.zeros else self.empty, shape, dtype, self.address
+
+
 # --- what a call is ---------------------------------------------------------------------------------
 
 
@@ -58,17 +78,23 @@ class Call(NamedTuple):
     addresses: list
 
 
-def seen(method, args, options):
-    """Return the `Call` of a method with arguments, None where it cannot have a plan."""
+def seen(method, args, options, kinds=KINDS, quantized=Quantized, fields_of=None):
+    """Return the `Call` of a method with arguments, None where it cannot have a plan.
+
+    Args:
+        kinds: as `arrays.KINDS`. quantized, fields_of: class of quantized tensors, function of one that returns
+            name -> array.
+    """
+    fields_of = fields_of or arrays_of
     key, arrays = [method, len(args), *options], []
     for value in (*args, *options.values()) if options else args:
-        if not describe(value, key, arrays, KINDS, Quantized, arrays_of):
+        if not describe(value, key, arrays, kinds, quantized, fields_of):
             return None
     if not arrays:
         return None
     addresses = []
     for array in arrays:
-        found = KINDS[type(array)](array)
+        found = kinds[type(array)](array)
         if found is None:
             return None
         address, dtype, shape = found
@@ -145,7 +171,8 @@ class Plan(NamedTuple):
     """What a call does.
 
     Attributes:
-        allocations: (function, shape, dtype) of each new array. Arrays are numbered: first the call's, then these.
+        allocations: (function, shape, dtype, address) of each new array; `address` is a function of one. Arrays are
+            numbered: first the call's, then these.
         steps: `Loop` or `Step`, in order.
         constants: arrays that loops have the addresses of, without a number: they are kept as the others are.
         result: function of the list of all arrays that returns the call's result.
@@ -159,10 +186,10 @@ class Plan(NamedTuple):
     def run(self, call):
         """Do it, for a call of the same description, and return the result."""
         arrays, addresses = call.arrays, call.addresses
-        for new, shape, dtype in self.allocations:
+        for new, shape, dtype, address in self.allocations:
             array = new(shape, dtype)
             arrays.append(array)
-            addresses.append(address_of_array(array))
+            addresses.append(address(array))
         arrays.extend(self.constants)
         for step in self.steps:
             step.run(arrays, addresses)
@@ -201,9 +228,11 @@ class Doing:
 class Recording(Doing):
     """Writes down what a call does while it is done."""
 
-    def __init__(self, call):
-        self._key, self._given = call.key, len(call.arrays)
-        self._addresses, self._ids = list(call.addresses), {id(value): i for i, value in enumerate(call.arrays)}
+    def __init__(self, call, arrays=None, made=None):
+        """`arrays` are what the method gets for those of the call, `made` is how its results are made again."""
+        self._key, self._given, self._made = call.key, len(call.arrays), made
+        self._addresses = list(call.addresses)
+        self._ids = {id(value): i for i, value in enumerate(call.arrays if arrays is None else arrays)}
         self._numbers, self._constants, self._alive = {}, {}, []
         self._allocations, self._steps = [], []
         self._whole = True  # until something happens that cannot be done again
@@ -220,7 +249,7 @@ class Recording(Doing):
     def new(self, function, shape, dtype):
         array = function(shape, dtype)
         self._note(array, self._given + len(self._allocations))
-        self._allocations.append((function, tuple(shape), array.dtype))
+        self._allocations.append((function, tuple(shape), array.dtype, address_of_array))
         return array
 
     def constant(self, array):
@@ -258,7 +287,18 @@ class Recording(Doing):
         rebuild = self._rebuilding(result)
         if self._whole and rebuild is not None:
             constants = tuple(self._constants.values())
+            if self._made is not None:
+                self._make_results(result)
             PLANS.keep(self._key, Plan(tuple(self._allocations), tuple(self._steps), constants, rebuild))
+
+    def _make_results(self, result):
+        """Let `Made` make the arrays of the result, but those that a `Step` needs as NumPy arrays."""
+        results = result if isinstance(result, tuple) else (result,)
+        arrays = [a for one in results for a in (arrays_of(one).values() if isinstance(one, Quantized) else (one,))]
+        steps = [step for step in self._steps if isinstance(step, Step)]
+        of_steps = {number for step in steps for number in step.numbers if type(number) is int}
+        for number in {self._numbers[id(array)] for array in arrays} - of_steps:
+            self._allocations[number - self._given] = self._made.instead_of(self._allocations[number - self._given])
 
     def _rebuilding(self, result):
         """The function of all arrays that makes a result again; None where it holds something else."""
@@ -305,4 +345,14 @@ def repeated(method: CallT, make: Callable[[Doing], Any]) -> CallT:
         recording.keep(result)
         return result
 
+    def recorded(known, arrays, made, args, options):
+        """Make a call that a library in front of this one has described, and keep the plan: `Recording`'s arguments."""
+        if known is None or not PLANS.wanted(known.key):
+            return method(*args, **options)
+        recording = Recording(known, arrays, made)
+        result = getattr(make(recording), name)(*args, **options)
+        recording.keep(result)
+        return result
+
+    call.recorded = recorded  # type: ignore[attr-defined]
     return call  # type: ignore[return-value]

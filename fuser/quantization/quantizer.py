@@ -155,7 +155,7 @@ class Quantizer:
 
     def quantize_impl(self, tensor: torch.Tensor) -> Any:
         """Quantize a plain tensor, without autograd."""
-        return self.wrap(self.quantize_buffers(tensor))
+        return self._made_of(self.quantize_buffers(tensor))
 
     def quantize_buffers(
         self, tensor: torch.Tensor, *, rowwise: bool | None = None, columnwise: bool | None = None
@@ -181,6 +181,10 @@ class Quantizer:
             ValueError: a shape that the format does not take.
         """
         self.check_shape(buffers.shape)
+        return self._made_of(buffers)
+
+    def _made_of(self, buffers):
+        """`wrap`, of a shape that was checked."""
         self._record(buffers)
         made = self.storage_class if self.internal else self.tensor_class
         return made(buffers, quantizer=self.copy_for_result())

@@ -1,6 +1,9 @@
 """Dispatch: no copies, the same bits from every backend, what a backend is chosen by, float64 for gradcheck."""
 
 import dataclasses
+import functools
+import re
+import sys
 import threading
 
 import ml_dtypes
@@ -8,10 +11,13 @@ import numpy as np
 import pytest
 import torch
 from one_rounding import same_bits
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+import fuser
 import refops
+from cuda_kernels import host
 from cuda_kernels.result import Quantized as DeviceQuantized
-from fuser import dispatch
+from fuser import dispatch, functional
 from fuser.dispatch import Buffers, as_numpy, as_torch, backend, current_backend
 from refops import oracle
 from tiers import sampled
@@ -576,3 +582,104 @@ def test_sparse_tensors_are_refused_by_name():
     ):
         with pytest.raises(TypeError, match=r"x must be a dense tensor; got torch.sparse_coo of shape \(4, 4\)"):
             call()
+
+
+# --- calls that are made again ----------------------------------------------------------------------
+
+
+def functions_called(call):
+    """(module, name) of every Python function that a call runs."""
+    found = []
+
+    def note(frame, event, argument):
+        if event == "call":
+            found.append((frame.f_globals.get("__name__", ""), frame.f_code.co_name))
+
+    sys.setprofile(note)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return found
+
+
+TO_STORAGE, TO_TENSOR = (fuser.MXFP8Quantizer(fuser.DType.kFloat8E4M3) for _ in range(2))
+TO_STORAGE.internal = True
+CURRENT = refops.CurrentScaling(refops.E4M3)
+
+
+@functools.cache
+def quantized_ones():
+    return TO_STORAGE(torch.ones(32, 64))
+
+
+#: name -> (call of tensors x and gated x, its checks once all is known: each of them once).
+AGAIN = {
+    "gelu": (lambda x, g: functional.gelu(x), {"_check_forward", "_require_name", "_require_input"}),
+    "dgelu": (lambda x, g: functional.dgelu(x, x), {"_check_backward", "_require_name", "_require_input"}),
+    "swiglu -> MXFP8": (
+        lambda x, g: functional.swiglu(g, TO_STORAGE),
+        {
+            "_check_forward",
+            "_require_name",
+            "_require_input",
+            "_require_quantizer",
+            "check_shape",
+            "_require_divisible",
+        },
+    ),
+    "quantize": (
+        lambda x, g: TO_TENSOR(x),
+        {"check_shape", "_require_divisible"},
+    ),
+    "dispatch.quantize": (lambda x, g: dispatch.quantize(x, CURRENT), set()),
+    "amax": (lambda x, g: dispatch.amax(x), set()),
+    "dequantize": (lambda x, g: quantized_ones().dequantize(), set()),
+}
+#: Checks whose arguments are not those of the call: what the CPU does, and two tensors that are each checked once.
+OTHER_CHECKS, TWO_TENSORS = {"require_subnormals"}, {"dgelu": {"_require_input"}}
+
+
+#: Calls with a result that Python code stores, an amax: a NumPy array, which becomes a tensor.
+STORED_FROM_PYTHON = {"dispatch.quantize", "amax"}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=ids)
+@pytest.mark.parametrize("name", AGAIN)
+def test_a_call_made_again_checks_and_boxes_nothing_twice(name, dtype):
+    call, expected = AGAIN[name]
+    x, gated = sample((32, 64), dtype), sample((32, 128), dtype)
+    for _ in range(3):
+        call(x, gated)
+    called = functions_called(lambda: call(x, gated))
+    checks = [one for _, one in called if re.match("_?(require|check)", one) and one not in OTHER_CHECKS]
+    assert set(checks) == expected
+    assert {one for one in checks if checks.count(one) > 1} == TWO_TENSORS.get(name, set())
+    boxing = {"as_numpy", "as_torch", "as_array", "as_bytes", "operand", "_from_torch"}
+    assert boxing & {one for _, one in called} == ({"as_torch"} if name in STORED_FROM_PYTHON else set())
+    assert ("refops.quantization.result", "__post_init__") not in called
+
+
+def test_a_plan_is_not_taken_for_others():
+    """Neither another backend, nor another memory or dtype, nor what has a plan in `cuda_kernels.host` alone."""
+    x = sample((8, 64), torch.float32)
+    first = [dispatch.activation("relu", x) for _ in range(3)]
+    assert same_bits(first[2], first[0]) and len({y.data_ptr() for y in first}) == 3
+    with backend("reference"):
+        called = functions_called(lambda: dispatch.activation("relu", x))
+        assert ("fuser.dispatch", "as_numpy") in called
+    turned = x.reshape(64, 8).t()
+    assert same_bits(dispatch.activation("relu", turned), torch.relu(turned).contiguous())
+    assert same_bits(dispatch.activation("relu", -x), torch.relu(-x))
+    negative = torch._neg_view(x)
+    assert negative.is_neg() and same_bits(dispatch.activation("relu", negative), torch.relu(-x))
+    parameter = torch.nn.Parameter(x)
+    assert same_bits(dispatch.activation("relu", parameter), first[0])
+    with FakeTensorMode(), pytest.raises(TypeError, match="memory of their own"):
+        dispatch.activation("relu", x)
+    for _ in range(2):
+        host.activation("relu", x.numpy())
+        with pytest.raises(TypeError, match="x must be a plain torch tensor"):
+            dispatch.activation("relu", x.numpy())
+    with pytest.raises(TypeError, match="float64"):
+        dispatch.activation("relu", x.double())
