@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cuda_kernels.directions import Direction
-from cuda_kernels.operands import Blocks, Chosen, Front, Random, TwoLevel
+from cuda_kernels.operands import Blocks, Chosen, Front, Random, Stochastic, TwoLevel
 from refops.scalings.declaration import Numbers
 
 
@@ -41,7 +41,9 @@ class Copy:
         return self.data, self.scales, stride, *numbers, self.outer, self.inner
 
     def blocks(self):
-        """The operand of kernels that cast it: `Blocks`, or `TwoLevel` as `stores.described_blocks` says."""
+        """The operand of kernels that cast it: of the kind that `stores.described_blocks` says."""
+        if self.random is not None:
+            return Stochastic(*self._fields(), self.tensor_scales, *self.random)
         if self.direction.rules().parts:
             return TwoLevel(*self._fields(), self.tensor_scales)
         return Blocks(*self._fields())
@@ -75,3 +77,11 @@ class BlockJob:
     def direction(self):
         """The `Direction` of a copy that is made."""
         return (self.rowwise or self.columnwise).direction
+
+
+def shared_amax(fields):
+    """Let both copies share one amax array, of `interface.Job.fields`, and return it."""
+    names = [name for name in ("amax_rowwise", "amax_columnwise") if name in fields]
+    for name in names[1:]:
+        fields[name] = fields[names[0]]
+    return fields[names[0]]

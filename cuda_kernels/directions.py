@@ -11,8 +11,9 @@ from functools import cache, cached_property, lru_cache
 import numpy as np
 
 from cuda_kernels import casts
+from cuda_kernels.operands import Bits
 from cuda_kernels.scale_rules import content_of, rules_of
-from cuda_kernels.simt import I32, I64, F, as_f32, device, load_two_words, offset, ptx
+from cuda_kernels.simt import I32, I64, U64, F, as_f32, device, load_two_words, offset, ptx
 from refops.scalings import Scaling
 
 ZERO = F(0)
@@ -25,14 +26,14 @@ class Direction:
     Attributes:
         scaling: the settings that code is compiled for.
         columnwise, swizzled: which direction; scales in GEMM order.
-        random: where the bits of stochastic rounding come from: "philox", "given" or None.
+        random: the `operands.Bits` of stochastic rounding, or None.
         content: of the rules (`scale_rules.content_of`).
     """
 
     scaling: Scaling
     columnwise: bool
     swizzled: bool = False
-    random: str | None = None
+    random: Bits | None = None
     content: str = ""
 
     @property
@@ -125,11 +126,23 @@ class Direction:
         """f(coded, outer, inner) -> what the value of an element's code is multiplied with; see `operands.Coded`."""
         return _factor(self, target)
 
+    def load_scale(self):
+        """f(coded, outer, block) -> the stored scale of a run, by its numbers; see `Layout.run`."""
+        return _load_scale(self)
+
+    def amax(self):
+        """f(out, outer) -> the amax that decoding, or a choice of scales, needs: of the tensor, or of an outer index.
+
+        `out` is an `operands.Coded` or `Chosen`.
+        """
+        return _amax(self.by_outer)
+
     def scale_block(self, target=None):
         """f(block_amax, out, outer, inner, left) -> what elements of the block are multiplied with.
 
-        What the rule stores of it is stored by the thread that owns the block's first element. Arguments are those of
-        `block_scale` and `put_scale`.
+        What the rule stores of it is stored by the thread that owns the block's first element (of squares in columns of
+        data that lie along the rows: as `put_scales_of_columns` says). Arguments are those of `block_scale` and
+        `put_scale`.
         """
         return _scale_block(self, target)
 
@@ -140,9 +153,18 @@ class Direction:
         """
         return _block_scale(self, target)
 
+    def shared_scale(self):
+        """f(out, outer, left) -> what the rule of a block shares with other blocks: 0, or what the declared rule
+        `tensor_scale` gave, a number or a pair. Arguments are those of `block_scale`."""
+        return _shared_scale(self)
+
     def put_scale(self):
         """f(stored, out, outer, inner, left): store a scale where (outer, inner) begins a block, if `left` > 0."""
         return _put_scale(self)
+
+    def store_scale(self):
+        """f(stored, out, outer, block): store the scale of a run, by its numbers; see `Layout.run`."""
+        return _store_scale(self)
 
     def put_scales_of_columns(self):
         """f(stored, out, row, column, left): the scale of a square of data that lie along the rows, by a thread that
@@ -150,15 +172,23 @@ class Direction:
         return _put_scales_of_columns(self)
 
     def candidates(self, target=None):
-        """f(block_amax, amax, out) -> ((stored, multiplier), (stored, multiplier)) that a block can be cast with.
+        """f(block_amax, amax, out) -> two candidates that a block can be cast with, (stored, multiplier, value).
 
-        `amax` is that of the tensor, or of the row, that the block lies in.
+        What is stored of a scale, what elements are multiplied with, the value of what is stored. `amax` is that of the
+        tensor, or of the row, that the block lies in.
         """
         return _candidates(self, target)
 
     def error(self, target=None):
         """f(x, candidate, amax) -> the error of an element under a candidate, to be added in the order of `Choice`."""
         return _error(self, target)
+
+    def error_of_value(self, decode, target=None):
+        """f(x, multiplier, scale, amax) -> the same, where the value of the stored scale is known already.
+
+        `decode` gives the value of an element's code.
+        """
+        return _error_of_value(self, decode, target)
 
     def value_of_scale(self, target=None):
         """f(stored) -> the value of a stored scale."""
@@ -169,7 +199,8 @@ class Direction:
 def direction_of(scaling, columnwise, swizzled=False):
     """Return the `Direction` of settings."""
     random = scaling.random
-    return _direction(scaling, columnwise, swizzled, random and ("philox" if random.bits is None else "given"))
+    bits = random and (Bits.PHILOX if random.bits is None else Bits.GIVEN)
+    return _direction(scaling, columnwise, swizzled, bits)
 
 
 @lru_cache(maxsize=512)
@@ -184,8 +215,8 @@ def _direction(scaling, columnwise, swizzled, random):
 @cache
 def _factor(direction, target):
     """The declared rule `decode_factor` of the scale, and the amax if it needs one, of an element's block."""
-    rule, widened, index = direction.rules(target).decode_factor, direction.register_type, direction.scale_index
-    two_level, by_outer = direction.layout.two_level, direction.by_outer
+    rule, widened, load_scale = direction.rules(target).decode_factor, direction.register_type, direction.load_scale()
+    two_level, amax_of = direction.layout.two_level, direction.amax()
 
     @device
     def of_tensor(coded, outer, inner):
@@ -198,11 +229,31 @@ def _factor(direction, target):
 
     @device
     def of_block(coded, outer, inner):
-        amax = coded.amax[outer if by_outer else 0] if two_level else ZERO
+        amax = amax_of(coded, outer) if two_level else ZERO
         block_row = outer >> row_bits if row_bits else outer
-        return rule(widened(coded.scales[index(coded.scale_stride, block_row, inner >> column_bits)]), amax)
+        return rule(widened(load_scale(coded, block_row, inner >> column_bits)), amax)
 
     return of_block
+
+
+@cache
+def _load_scale(direction):
+    index = direction.scale_index
+
+    @device
+    def load_scale(coded, outer, block):
+        return coded.scales[U64(index(coded.scale_stride, outer, block))]
+
+    return load_scale
+
+
+@cache
+def _amax(by_outer):
+    @device
+    def amax(out, outer):
+        return out.amax[U64(outer) if by_outer else U64(0)]
+
+    return amax
 
 
 # --- the scale of a block ---------------------------------------------------------------------------
@@ -210,7 +261,9 @@ def _factor(direction, target):
 
 @cache
 def _scale_block(direction, target):
-    block_scale, put_scale = direction.block_scale(target), direction.put_scale()
+    of_columns = direction.square and direction.along_columns
+    block_scale = direction.block_scale(target)
+    put_scale = direction.put_scales_of_columns() if of_columns else direction.put_scale()
 
     @device
     def scale_block(block_amax, out, outer, inner, left):
@@ -224,41 +277,62 @@ def _scale_block(direction, target):
 @cache
 def _block_scale(direction, target):
     """The declared rule `block_scale`, under what it shares with the other blocks of a tensor or a row."""
-    rules = direction.rules(target)
-    rule, parts, by_outer = rules.block_scale, rules.parts, direction.by_outer
+    rule, shared_scale = direction.rules(target).block_scale, direction.shared_scale()
 
     @device
-    def alone(block_amax, out, outer, left):
-        return rule(block_amax, ZERO, out)
+    def block_scale(block_amax, out, outer, left):
+        return rule(block_amax, shared_scale(out, outer, left), out)
+
+    return block_scale
+
+
+@cache
+def _shared_scale(direction):
+    by_outer = direction.by_outer
 
     @device
-    def under_one(block_amax, out, outer, left):
-        i = I64(outer) if by_outer and left > 0 else I64(0)
-        return rule(block_amax, out.tensor_scales[i], out)
+    def nothing(out, outer, left):
+        return ZERO
 
     @device
-    def under_two(block_amax, out, outer, left):
+    def one(out, outer, left):
+        return out.tensor_scales[U64(outer) if by_outer and left > 0 else U64(0)]
+
+    @device
+    def two(out, outer, left):
         i = offset(outer, I32(2), I32(0)) if by_outer and left > 0 else I64(0)
         first, second = load_two_words(out.tensor_scales, i)
-        return rule(block_amax, (as_f32(first), as_f32(second)), out)
+        return as_f32(first), as_f32(second)
 
-    return {0: alone, 1: under_one, 2: under_two}[parts]
+    return {0: nothing, 1: one, 2: two}[direction.rules().parts]
+
+
+@cache
+def _store_scale(direction):
+    """Unsigned, an index is never counted from the end."""
+    index, kind = direction.scale_index, direction.scale_type
+
+    @device
+    def store_scale(stored, out, outer, block):
+        out.scales[U64(index(out.scale_stride, outer, block))] = kind(stored)
+
+    return store_scale
 
 
 @cache
 def _put_scale(direction):
-    (rows, columns), index, kind = direction.layout.run, direction.scale_index, direction.scale_type
+    (rows, columns), store_scale = direction.layout.run, direction.store_scale()
     row_bits, column_bits = rows.bit_length() - 1, columns.bit_length() - 1
 
     @device
     def put(stored, out, outer, inner, left):
         if left > 0 and (inner & (columns - 1)) == 0 and (outer & (rows - 1)) == 0:
-            out.scales[index(out.scale_stride, outer >> row_bits, inner >> column_bits)] = kind(stored)
+            store_scale(stored, out, outer >> row_bits, inner >> column_bits)
 
     @device
     def put_of_row(stored, out, outer, inner, left):
         if left > 0 and (inner & (columns - 1)) == 0:
-            out.scales[index(out.scale_stride, outer, inner >> column_bits)] = kind(stored)
+            store_scale(stored, out, outer, inner >> column_bits)
 
     return put if rows > 1 else put_of_row
 
@@ -266,19 +340,19 @@ def _put_scale(direction):
 @cache
 def _put_scales_of_columns(direction):
     (repeated, _), (_, edge) = direction.layout.run, direction.block
-    index, kind, bits = direction.scale_index, direction.scale_type, edge.bit_length() - 1
+    store_scale, bits = direction.store_scale(), edge.bit_length() - 1
 
     @device
     def put_each(stored, out, row, column, left):
         if (row & (edge - 1)) == 0:
             for k in range(8):
                 if k < left:
-                    out.scales[index(out.scale_stride, column + k, row >> bits)] = kind(stored)
+                    store_scale(stored, out, column + k, row >> bits)
 
     @device
     def put_once(stored, out, row, column, left):
         if left > 0 and (row & (edge - 1)) == 0 and (column & (edge - 1)) == 0:
-            out.scales[index(out.scale_stride, column >> bits, row >> bits)] = kind(stored)
+            store_scale(stored, out, column >> bits, row >> bits)
 
     return put_each if repeated == 1 else put_once
 
@@ -290,11 +364,13 @@ def _put_scales_of_columns(direction):
 def _candidates(direction, target):
     rules = direction.rules(target)
     tensor_scale, (first, second) = rules.tensor_scale, rules.choice.candidates
+    value_of = direction.value_of_scale(target)
 
     @device
     def candidates(block_amax, amax, out):
         shared = tensor_scale(amax)
-        return first(block_amax, shared, out), second(block_amax, shared, out)
+        (a, b), (c, d) = first(block_amax, shared, out), second(block_amax, shared, out)
+        return (a, b, value_of(a)), (c, d, value_of(c))
 
     return candidates
 
@@ -307,15 +383,25 @@ def settled(x):
 
 @cache
 def _error(direction, target):
-    error_of, value_of = direction.rules(target).choice.error, direction.value_of_scale(target)
-    encode, decode = casts.ENCODERS[direction.fmt], casts.DECODERS[direction.fmt]
+    error_of_value = direction.error_of_value(casts.DECODERS[direction.fmt], target)
 
     @device
     def error(x, candidate, amax):
-        stored, multiplier = candidate
-        return settled(error_of(decode(encode(x * multiplier)), value_of(stored), amax, x))
+        _, multiplier, value = candidate
+        return error_of_value(x, multiplier, value, amax)
 
     return error
+
+
+@cache
+def _error_of_value(direction, decode, target):
+    error, encode = direction.rules(target).choice.error, casts.ENCODERS[direction.fmt]
+
+    @device
+    def error_of_value(x, multiplier, scale, amax):
+        return settled(error(decode(encode(x * multiplier)), scale, amax, x))
+
+    return error_of_value
 
 
 # --- where a scale is stored ------------------------------------------------------------------------

@@ -135,6 +135,33 @@ def scaled_functions_of(name, *, fast_math=False):
 
 
 @cache
+def scaled_gradients_of(name, *, fast_math=False):
+    """Return (d_act, d_gate) of an activation with a scale for each row: functions of (act, gate, scaled dy, p).
+
+    The order is that of TE's scaled kernels, not that of the plain ones: dy * (f' * gate) and dy * (f * gate'). A unary
+    activation has no gate: both are its gradient, of which `gate` is no argument that matters.
+    """
+    value, derivative, _, gate, slope = scaled_functions_of(name, fast_math=fast_math)
+    if gate is None:
+        gradient = device(lambda act, g, dy, p: dy * derivative(act, p))
+        return gradient, gradient
+    return (
+        device(lambda act, g, dy, p: dy * (derivative(act, p) * gate(g, p))),
+        device(lambda act, g, dy, p: dy * (value(act, p) * slope(g, p))),
+    )
+
+
+@cache
+def scale_gradient_of(name, *, fast_math=False):
+    """Return the function of (act, gate, dy, p) whose sum over a row is the gradient of its scale: dy * f."""
+    functions = functions_of(name, fast_math=fast_math)
+    value, gate = functions.value, functions.gate
+    if gate is None:
+        return device(lambda act, g, dy, p: dy * value(act, p))
+    return device(lambda act, g, dy, p: dy * (value(act, p) * gate(g, p)))
+
+
+@cache
 def fast_product(name, words):
     """Return the fast value of (act, gate, p) in one piece, of numbers or of pairs; None where none is declared."""
     product = ACTIVATIONS[name].product

@@ -11,39 +11,32 @@ Which kernel casts is a question of the layout and of the hooks (`_blocks`), nev
 """
 
 import math
-from dataclasses import replace as replaced
+from functools import lru_cache
 
 import numpy as np
 
-from cuda_kernels import kernels, plans, simt, tiles
+from cuda_kernels import plans, simt
 from cuda_kernels.arrays import HIGH_PRECISION, Array, memory_of, numpy_dtype
-from cuda_kernels.casts import STORAGES, carrier
-from cuda_kernels.copies import BlockJob, Copy
+from cuda_kernels.copies import BlockJob, Copy, shared_amax
 from cuda_kernels.directions import direction_of
-from cuda_kernels.families import blocks, dequantize
+from cuda_kernels.families import (
+    blocks,
+    dequantize,
+    elementwise,
+    four_over_six,
+    hadamard_transform,
+    mxfp8,
+    nvfp4,
+    per_tensor,
+    row_scaled,
+    scales,
+    squares,
+    sums,
+)
 from cuda_kernels.interface import Backend, Interface, Operand
-from cuda_kernels.launch import (
-    LARGEST_DIMENSION,
-    band_shape,
-    column_grid,
-    launcher_for,
-    row_shape,
-    tile_grid,
-)
-from cuda_kernels.operands import NO_PARAMETERS, Front, Inputs, Outputs, Random, pointer, scalar
-from cuda_kernels.recipes import (
-    Prologue,
-    Recipe,
-    ScaledGradient,
-    arguments_of,
-    build,
-    build_scaled_gradient,
-    direction_in,
-    widest,
-)
+from cuda_kernels.launch import LARGEST_DIMENSION, launcher_for
+from cuda_kernels.operands import NO_PARAMETERS, Front, Random, Stored
 from cuda_kernels.result import Quantized
-from cuda_kernels.scale_rules import of_tensor
-from cuda_kernels.vectors import VECTOR
 from refops.arguments import (
     as_codes_hint,
     require_choice,
@@ -53,26 +46,23 @@ from refops.arguments import (
     require_tensor,
 )
 from refops.formats import E8M0, FORMATS, require_format
-from refops.quantization.layout import ceil_div
 from refops.rounding import PHILOX_BYTES
 from refops.scalings import FP8_FORMATS
-
-#: Name of a family of block casts (`family_of`) -> its `quantize(gpu, job)`, of those that are a file of `families`.
-FAMILIES = {"blocks": blocks.quantize}
+from refops.scalings.arithmetic import REFERENCE
 
 
 def family_of(scaling):
-    """The name of the family that casts by blocks of a scaling: a question of its layout and its hooks."""
+    """The family, a module of `families`, that casts by blocks of a scaling: a question of its layout and its hooks."""
     layout = scaling.layout
     if direction_of(scaling, False).rules().choice is not None:
-        return "four_over_six"
+        return four_over_six
     if layout.block[0] > 1:
-        return "squares"
+        return squares
     if not layout.columnwise_transposed:
-        return "mxfp8"
+        return mxfp8
     if layout.packed == 2 or layout.amax is not None or scaling.hadamard is not None:
-        return "nvfp4"
-    return "blocks"
+        return nvfp4
+    return blocks
 
 
 def call(method, signature, args, options, fast_math):
@@ -161,72 +151,14 @@ class GPU(Backend):
 
     # --- launches ---------------------------------------------------------------------------------
 
-    def run(self, recipe, front, row=None, column=None, partial=None):
-        """Launch a recipe for a front; `row` and `column` are dicts of the fields of `Outputs` that matter."""
-        m, k = front.matrix_shape
-        inner = front.width if recipe.prologue.part == "pair" else k
-        direction = direction_in(recipe.row or recipe.column)
-        records_amax = direction.known if direction else recipe.row is not None and "amax" in recipe.row[0]
-        lanes, columns = 32 if records_amax else 16, 2 * VECTOR
-        of_tiles = lambda: tile_grid(m, k, tiles.tile_columns(recipe.stage))  # noqa: E731
-        grid, block = {
-            "row": lambda: row_shape(m, inner, lanes),
-            "wide row": lambda: row_shape(m, inner, direction.block[1] // columns, columns),
-            "block row": lambda: row_shape(m, inner, 1, columns),
-            "two block row": lambda: row_shape(m, inner, 1, 2 * columns),
-            "band": lambda: band_shape(m, inner),
-            "tile": of_tiles,
-            "square": of_tiles,
-            "square choice": of_tiles,
-            "columns": lambda: column_grid(m, k, recipe.column.block[1]),
-        }[recipe.kernel]()
-        if 0 in grid:
-            grid, block = (1, 1, 1), (block[0], 1, 1)
-        values = [*self._inputs(front), *outputs(outer=m, inner=k, **(row or {}))]
-        if not recipe.one_direction:
-            transposed = recipe.kernel != "columns" and recipe.transposed
-            outer, inner = (k, m) if transposed else (m, k)
-            values += outputs(outer=outer, inner=inner, **(column or {}))
-        if recipe.kernel in ("band", "tile", "columns"):
-            values.append(0 if partial is None else partial.pointer)
-        make = lambda target: build(recipe, target)  # noqa: E731
-        self._launch(recipe, make, arguments_of(recipe), values, grid, block)
-
     def launch(self, spec, shape, *operands):
         """Start the kernel of a `Spec` on tuples of arrays (or None) and numbers.
 
         Args:
             spec: a `Spec`. shape: (outer, inner) that its grid is for. operands: as its `operands` describe.
         """
-        values = [_value_of(one) for operand in operands for one in operand]
-        self._launch(spec, spec.function, spec.operands(), values, *spec.grid(*shape))
-
-    def _launch(self, key, make, described, values, grid, block):
-        self.launcher.launch(key, make, described, values, grid, block, self.memory.stream())
-
-    @staticmethod
-    def _inputs(front):
-        rows = front.matrix_shape[0]
-        pointers = [0 if array is None else array.pointer for array in (front.x, front.dy, front.row_scales)]
-        return Inputs(*pointers, *map(float, front.parameters), rows, front.width, front.interleave)
-
-    def _recipe(self, kernel, front, row, column=None, **options):
-        key = Prologue(front.kind, front.name, front.storage, front.row_scales is not None, front.interleave > 0)
-        return Recipe(kernel, key, row, column, front.storage, fast_math=self.fast_math, **options)
-
-    def _whole(self, front, *stored):
-        """Whether rows are whole aligned vectors, in everything that is read and in the `stored` arrays."""
-        arrays = [a for a in (front.x, front.dy, *stored) if a is not None]
-        return all(a.aligned for a in arrays) and front.width % VECTOR == 0 and front.matrix_shape[1] % VECTOR == 0
-
-    def _rows(self, front, epilogue, fields, rounded, lanes=0, **options):
-        """Run the rowwise kernel, for gated gradients both halves from one read where blocks allow it."""
-        whole = self._whole(front, fields.get("data"))
-        recipe = self._recipe("row", front, epilogue, rounded=rounded, whole=whole, **options)
-        block = max(lanes, 1) * VECTOR
-        if front.kind == "backward" and front.gated and whole and front.width % block == 0:
-            recipe = replaced(recipe, prologue=replaced(recipe.prologue, part="pair"))
-        self.run(widest(recipe, front.width), front, fields)
+        values, stream = [_value_of(one) for operand in operands for one in operand], self.memory.stream()
+        self.launcher.launch(spec, values, *spec.grid(*shape), stream)
 
     def whole(self, front, owned, *stored):
         """Whether rows consist of whole aligned accesses of so many elements, in all that is read and `stored`."""
@@ -243,94 +175,41 @@ class GPU(Backend):
             rounded: values are rounded to `front.storage` (a dtype: to it) before they are stored.
             sums_rounded: these are summed, not the exact ones.
         """
-        fields, epilogue, storage = {}, None, None
-        if isinstance(stored, str):
-            epilogue, fields, storage = ("plain", stored), {"data": out.data}, stored
-        elif stored is not None:
-            epilogue = stored
-            names = {
-                "tensor_scales": "given",
-                "scale_inv": "scales",
-                "multiplier": "epsilon",
-                "stored": "largest_scale",
-            }
-            fields = {names.get(name, name): value for name, value in out._asdict().items()}
-            fields = {name: value for name, value in fields.items() if name not in ("outer", "inner")}
-        self._column_sums(front, dbias, epilogue, fields, rounded, sums_rounded, storage)
-
-    def _column_sums(self, front, out, epilogue=None, fields=None, rounded=False, sums_rounded=False, storage=None):
-        """Run the band kernel: an epilogue (or nothing) and the sums of columns."""
-        (m, k), fields = front.matrix_shape, fields or {}
-        partial = self.empty((ceil_div(m, kernels.BAND), k), "float32")
-        recipe = self._recipe(
-            "band",
-            front,
-            epilogue,
-            rounded=rounded or sums_rounded,
-            whole=self._whole(front, fields.get("data")),
-            dbias="rounded" if sums_rounded else "exact",
-        )
-        if storage is not None:
-            recipe = replaced(recipe, storage=storage)
-        if m or _is_known(epilogue):  # the scale is stored even of an empty tensor
-            self.run(recipe, front, fields, partial=partial)
-        self._finish_sums(partial, out, partial.shape[0])
+        sums.column_sums(self, front, dbias, stored=stored, out=out, rounded=rounded, sums_rounded=sums_rounded)
 
     def finish_sums(self, partial, out):
         """Fill `out` (K,), of any dtype, with the sums of the rows of `partial`, float32 (count, K), added in order."""
-        self._finish_sums(partial, out, partial.shape[0])
-
-    def _finish_sums(self, partial, out, count):
-        k = out.shape[-1]
-        described = [pointer(np.float32), pointer(carrier(out.dtype))]
-        described += [scalar(np.int32)] * 2
-        key = ("finish sums", out.dtype)
-        values = [partial.pointer, out.pointer, count, k]
-        grid = (max(1, ceil_div(k, simt.THREADS)), 1, 1)
-        self._launch(key, lambda target: finish_sums_of(out.dtype), described, values, grid, (simt.THREADS, 1, 1))
+        sums.finish_sums(self, partial, out)
 
     # --- activations ------------------------------------------------------------------------------
 
     def materialize(self, front, out, storage, dbias):
         if dbias is not None:
-            epilogue, fields = ("plain", storage), {"data": out}
-            self._column_sums(front, dbias, epilogue, fields, sums_rounded=True, storage=storage)
-        elif out.size:
-            self._rows(front, ("plain", storage), {"data": out}, False)
+            stored = Stored(out, *front.matrix_shape)
+            self.column_sums(front, dbias, stored=storage, out=stored, sums_rounded=True)
+        else:
+            elementwise.store(self, front, out, storage)
 
     def scaled_gradient(self, front, out, storage, scales_gradient, scales_storage):
-        rows = front.matrix_shape[0]
-        if not rows:
-            return
-        whole = self._whole(front, out)
-        recipe = ScaledGradient(
-            front.name, front.storage, storage, scales_storage, front.interleave > 0, whole, self.fast_math
-        )
-        values = [*self._inputs(front), out.pointer, scales_gradient.pointer]
-        grid, block = row_shape(rows, 32 * VECTOR, 32)
-        make = lambda target: build_scaled_gradient(recipe, target)  # noqa: E731
-        self._launch(recipe, make, arguments_of(recipe), values, grid, block)
+        row_scaled.scaled_gradient(self, front, out, scales_gradient)
 
     def amax(self, front):
         out = self.zeros((1,), "float32")
-        self._tensor_amax(front, out)
+        per_tensor.tensor_amax(self, front, out)
         return out
 
-    def _tensor_amax(self, front, out):
-        if 0 not in front.matrix_shape:
-            self._rows(front, ("amax",), {"amax": out}, False)
-
     # --- quantization -----------------------------------------------------------------------------
+
+    def without_kernels(self, scaling):
+        return _without_kernels(scaling)
 
     def quantize(self, job):
         if job.scaling.layout.block is not None:
             self._blocks(job)
-        elif job.scaling.given is not None:
-            self._known_scale(job)
         else:
-            self._current_scale(job)
+            per_tensor.quantize(self, job)
 
-    def _stored_first(self, job, amax):
+    def stored_first(self, job, amax):
         """Return the front of the rounded tensor, computed into a temporary if there is anything to compute.
 
         `amax`, unless None, gets the largest magnitude, of unrounded values where the path says so.
@@ -339,72 +218,20 @@ class GPU(Backend):
         if front.kind != "identity":
             temporary = self.empty(front.matrix_shape, front.storage)
             take_amax = amax is not None and not job.path.amax_rounded
-            if temporary.size:
-                epilogue = ("plain+amax" if take_amax else "plain", front.storage)
-                self._rows(front, epilogue, {"data": temporary, "amax": amax}, False)
+            elementwise.store(self, front, temporary, front.storage, amax if take_amax else None)
             front = identity_of(temporary, front.storage)
             if amax is not None and not take_amax:
-                self._tensor_amax(front, amax)
+                per_tensor.tensor_amax(self, front, amax)
         elif amax is not None:
-            self._tensor_amax(front, amax)
+            per_tensor.tensor_amax(self, front, amax)
         if job.dbias is not None:
-            self._column_sums(front if job.path.dbias_rounded else job.front, job.dbias)
+            self.column_sums(front if job.path.dbias_rounded else job.front, job.dbias)
         return front
 
-    def _known_scale(self, job):
-        stored, multiplier = of_tensor(job.scaling, np.zeros(1, np.float32), numpy_dtype(job.front.storage))
-        given = {"epsilon": float(multiplier[0]), "largest_scale": float(stored[0])}
-        self._per_tensor(job, job.front, given, job.dbias, job.path.dbias_rounded)
-
-    def _current_scale(self, job):
-        fields, amax = job.fields, shared_amax(job.fields)
-        front = self._stored_first(job, amax)
-        scale, numbers = self.empty((2,), "float32"), job.scaling.numbers(numpy_dtype(front.storage))
-        described = [pointer(np.float32)] * 2 + [scalar(np.float32)] * 2
-        values = [amax.pointer, scale.pointer, float(numbers.epsilon), float(numbers.largest_scale)]
-        direction = direction_of(job.scaling, False)
-        make = lambda target: kernels.make_scale_of_tensor(direction.rules(target).block_scale)  # noqa: E731
-        self._launch(("scale of tensor", direction), make, described, values, (1, 1, 1), (1, 1, 1))
-        for name in ("rowwise_scale_inv", "columnwise_scale_inv"):
-            if name in fields:
-                self._copy(scale, 1, fields[name])
-        self._per_tensor(job, front, {"given": scale}, None, False)
-
-    def _copy(self, source, index, target):
-        """target[0] = source[index], float32."""
-        described = [pointer(np.float32)] * 2 + [scalar(np.int32)]
-        values = [source.pointer, target.pointer, index]
-        self._launch("copy", lambda target: kernels.copy_one, described, values, (1, 1, 1), (1, 1, 1))
-
-    def _per_tensor(self, job, front, given, dbias, sums_rounded):
-        (row_key, row), (column_key, column) = directions_of(job, **given)
-        if not job.columnwise and dbias is None:
-            self._rows(front, row_key, row, False)
-        elif not job.columnwise:
-            self._column_sums(front, dbias, row_key, row, sums_rounded=sums_rounded)
-        else:
-            self._tiles(job, front, row_key, column_key, row, column, dbias=dbias)
-
-    def _tiles(self, job, front, row_key, column_key, row, column, *, dbias=None, transform=None):
-        """Run the tile kernel: columnwise copies transposed; sums of 128 rows each."""
-        m, k = front.matrix_shape
-        stage = front.storage if front.kind == "identity" else "float32"
-        partial = None if dbias is None else self.empty((ceil_div(m, tiles.TILE_ROWS), k), "float32")
-        recipe = self._recipe(
-            "tile",
-            front,
-            row_key if job.rowwise and row is not None else None,
-            column_key,
-            stage=stage,
-            transform=transform,
-            dbias=None if dbias is None else "exact",
-            whole=self._whole(front, (row or {}).get("data")),
-            whole_columns=m % VECTOR == 0 and column.get("data", front.x).aligned,
-        )
-        if 0 not in (m, k) or _is_known(recipe.column):
-            self.run(recipe, front, row, column, partial)
-        if dbias is not None:
-            self._finish_sums(partial, dbias, partial.shape[0])
+    @staticmethod
+    def dtype_of(front):
+        """The NumPy (or ml_dtypes) dtype of a front's values."""
+        return numpy_dtype(front.storage)
 
     def _blocks(self, job):
         """Cast by blocks: where nothing is transposed and no amax is needed first, at once, else what was stored.
@@ -416,34 +243,20 @@ class GPU(Backend):
         at_once = at_once and (dbias is None or front.kind == "identity" or not job.path.dbias_rounded)
         if not at_once:
             separate = layout.amax == "rows" or scaling.hadamard is not None
-            front = self._stored_first(job, None if separate or layout.amax is None else shared_amax(job.fields))
+            front = self.stored_first(job, None if separate or layout.amax is None else shared_amax(job.fields))
             dbias = None
             if separate:
                 self._separate_amaxes(job, front)
         empty, (m, k) = 0 in front.matrix_shape, front.matrix_shape
         if dbias is not None and (empty or layout.block[0] > 1):
-            self._column_sums(front, dbias, sums_rounded=job.path.dbias_rounded)
+            self.column_sums(front, dbias, sums_rounded=job.path.dbias_rounded)
             dbias = None
         if empty:
             return
-        rounded = job.path.casts_rounded and at_once
-        family = FAMILIES.get(family_of(scaling))
-        if family is not None:
-            rowwise, columnwise = self._copies(job, m, k)
-            family(self, BlockJob(front, rounded, rowwise, columnwise, scaling.hadamard, dbias, job.path.dbias_rounded))
-            return
-        random, numbers = scaling.random, scaling.numbers(numpy_dtype(front.storage))
-        given = {"epsilon": float(numbers.epsilon), "largest_scale": float(numbers.largest_scale)}
-        if random is not None:
-            given |= {"seed": random.seed, "offset": random.offset}
-        (row_key, row), (column_key, column) = directions_of(job, **given)
-        for fields in (row, column):
-            if "random_bits" in fields:
-                fields["random_bits"] = self.memory.from_numpy(np.ascontiguousarray(fields["random_bits"]))
-        column["first_block"] = m * (k // PHILOX_BYTES)
-        if layout.two_level:
-            self._share_tensor_scales(job, row, column)
-        self._cast_blocks(job, front, (row_key, column_key), (row, column), rounded, dbias)
+        rounded = job.path.casts_rounded and at_once and front.kind != "identity"
+        rowwise, columnwise = self._copies(job, m, k)
+        block_job = BlockJob(front, rounded, rowwise, columnwise, scaling.hadamard, dbias, job.path.dbias_rounded)
+        family_of(scaling).quantize(self, block_job)
 
     def _copies(self, job, m, k):
         """The `Copy` of each direction that is made, or None."""
@@ -455,8 +268,8 @@ class GPU(Backend):
                 copies.append(None)
                 continue
             direction, amax = direction_of(job.scaling, columnwise, job.swizzled), job.fields.get(f"amax_{name}")
-            if rules.parts and id(amax) not in scales_of_amax:
-                scales_of_amax[id(amax)] = self._tensor_scales(job.scaling, amax, rules.parts)
+            if rules.parts and rules.choice is None and id(amax) not in scales_of_amax:
+                scales_of_amax[id(amax)] = scales.tensor_scales(self, job.scaling, amax)
             copies.append(
                 Copy(
                     direction,
@@ -480,124 +293,16 @@ class GPU(Backend):
             bits = self.memory.from_numpy(np.ascontiguousarray(bits))
         return Random(bits, random.seed, random.offset, first_block)
 
-    def _cast_blocks(self, job, front, keys, fields, rounded, dbias):
-        """Run the kernels that cast by blocks."""
-        (row_key, column_key), (row, column), (outer, edge) = keys, fields, job.scaling.layout.block
-        transposed = job.scaling.layout.columnwise_transposed
-        fits = edge <= tiles.tile_columns(front.storage)
-        if outer > 1 and row_key.rules().choice is not None:
-            self._square_choice(job, front, row_key, column_key, row, column)
-        elif outer > 1 and not fits:
-            self._wide_squares(job, front, row_key, column_key, row, column)
-        elif outer > 1:
-            self._squares(job, front, row_key, column_key, row, column)
-        elif not job.columnwise and dbias is None:
-            self._rows(front, row_key, row, rounded, lanes=edge // VECTOR)
-        elif not job.columnwise:
-            self._column_sums(front, dbias, row_key, row, rounded, job.path.dbias_rounded)
-        elif not transposed:
-            self._columns(job, front, row_key, column_key, row, column, dbias)
-        else:
-            if job.rowwise and not fits:
-                self._rows(front, row_key, row, False, lanes=edge // VECTOR)
-            transform = None if job.scaling.hadamard is None else (job.scaling.hadamard, False)
-            self._tiles(job, front, row_key, column_key, row if fits else None, column, transform=transform)
-
-    def _columns(self, job, front, row_key, column_key, row, column, dbias):
-        """Run the column kernel: columnwise copies that are not transposed."""
-        m, k = front.matrix_shape
-        partial = None if dbias is None else self.empty((ceil_div(m, column_key.block[1]), k), "float32")
-        recipe = self._recipe(
-            "columns",
-            front,
-            row_key if job.rowwise else None,
-            column_key,
-            rounded=job.path.casts_rounded,
-            dbias=None if dbias is None else "exact",
-            whole=self._whole(front, row.get("data"), column["data"]),
-        )
-        self.run(recipe, front, row, column, partial)
-        if dbias is not None:
-            self._finish_sums(partial, dbias, partial.shape[0])
-
-    def _squares(self, job, front, row_key, column_key, row, column):
-        """Run the square kernel: one scale for a square block, in one or both directions."""
-        m, transposed = front.matrix_shape[0], job.scaling.layout.columnwise_transposed
-        recipe = self._recipe(
-            "square",
-            front,
-            row_key,
-            ("squares", column_key),
-            rounded=job.path.casts_rounded,
-            stage=front.storage,
-            transposed=transposed,
-            whole=self._whole(front, row.get("data"), None if transposed else column.get("data")),
-            whole_columns=m % VECTOR == 0 if transposed else self._whole(front, column.get("data")),
-        )
-        self.run(squares_of(recipe, job), front, row, column)
-
-    def _square_choice(self, job, front, row_key, column_key, row, column):
-        """Run the kernel of squares with a choice of scales; the amax is read through the rowwise fields."""
-        recipe = self._recipe(
-            "square choice",
-            front,
-            row_key if job.rowwise else None,
-            column_key if job.columnwise else None,
-            stage=front.storage,
-            whole=self._whole(front, row.get("data")),
-            whole_columns=front.matrix_shape[0] % VECTOR == 0,
-        )
-        self.run(recipe, front, {**row, "given": shared_amax(job.fields)}, column)
-
-    def _wide_squares(self, job, front, row_key, column_key, row, column):
-        """Squares that no tile holds, 128 x 128 of float32: their maxima first, then each direction with them."""
-        (m, k), edge = front.matrix_shape, job.scaling.layout.block[1]
-        stride = ceil_div(k, edge)
-        maxima = self.zeros((ceil_div(m, edge), stride), "float32")
-        fields, lanes = {"amax": maxima, "scale_stride": stride}, edge // VECTOR
-        self._rows(front, ("amax of squares", edge), fields, False, lanes=lanes)
-        given = {"given": maxima, "first_block": stride}
-        if job.rowwise:
-            self._rows(front, ("given amax", row_key), row | given, False, lanes=lanes)
-        if job.columnwise and column_key.transposed:
-            self._tiles(job, front, None, ("given amax", column_key), None, column | given)
-        elif job.columnwise:
-            self._rows(front, ("given amax", column_key), column | given, False, lanes=lanes)
-
-    def _share_tensor_scales(self, job, *directions):
-        """Let each direction's `given` be its amax, or what the scaling's rule makes of that for all blocks."""
-        rules, made = direction_of(job.scaling, False).rules(), {}
-        for direction in directions:
-            amax = direction.get("amax")
-            if amax is None or not rules.parts or rules.choice is not None:  # errors are measured against the amax
-                direction["given"] = amax
-                continue
-            if id(amax) not in made:
-                made[id(amax)] = self._tensor_scales(job.scaling, amax, rules.parts)
-            direction["given"] = made[id(amax)]
-
-    def _tensor_scales(self, scaling, amax, parts):
-        """Return the scales of a tensor or of its rows: float32 (1 or rows, parts)."""
-        scales, direction = self.empty((amax.size, parts), "float32"), direction_of(scaling, False)
-        described = [pointer(np.float32)] * 2 + [scalar(np.int32)]
-        grid = (ceil_div(amax.size, simt.THREADS), 1, 1)
-        make = lambda target: kernels.make_tensor_scales(direction.rules(target).tensor_scale, parts)  # noqa: E731
-        values = [amax.pointer, scales.pointer, amax.size]
-        self._launch(("tensor scales", direction), make, described, values, grid, (simt.THREADS, 1, 1))
-        return scales
-
     def _separate_amaxes(self, job, front):
         """Fill the amaxes that differ between the directions: of rows and columns, or after the Hadamard transform."""
-        scaling, fields = job.scaling, job.fields
         if 0 in front.matrix_shape:
             return
-        epilogue = ("amax of rows",) if scaling.layout.amax == "rows" else ("amax",)
-        if job.rowwise:
-            self._rows(front, epilogue, {"amax": fields["amax_rowwise"]}, False)
-        if job.columnwise:
-            transform = None if scaling.hadamard is None else (scaling.hadamard, False)
-            column = {"amax": fields["amax_columnwise"]}
-            self._tiles(job, front, None, epilogue, None, column, transform=transform)
+        mask, by_outer = job.scaling.hadamard, job.scaling.layout.amax == "rows"
+        of_rows, of_columns = job.fields.get("amax_rowwise"), job.fields.get("amax_columnwise")
+        if of_rows is not None and not by_outer:  # of the tensor as it is
+            per_tensor.tensor_amax(self, front, of_rows)
+            of_rows = None
+        nvfp4.amaxes(self, front, mask, of_rows=of_rows, of_columns=of_columns, by_column=by_outer)
 
     def quantized(self, fields, scaling, shape, storage, swizzled):
         return Quantized(
@@ -623,7 +328,7 @@ class GPU(Backend):
     def hadamard(self, operand, sign_mask, inverse, out):
         if out.size:
             front = identity_of(operand.array, operand.storage)
-            self._rows(front, ("plain", operand.storage), {"data": out}, False, transform=(sign_mask, inverse))
+            hadamard_transform.transform(self, front, sign_mask, inverse, out)
 
     def encode(self, operand, fmt, saturate, rounding, random_bits, out):
         _require_known_format(fmt)
@@ -632,24 +337,14 @@ class GPU(Backend):
                 "encode on a GPU must be saturating, rounding='nearest_even', in another format than E8M0 "
                 f"(refops.encode has the others); got saturate={saturate}, rounding={rounding!r}, fmt={fmt!r}"
             )
-        if out.size:
-            front = identity_of(operand.array, operand.storage)
-            key = ("codes", fmt.name)
-            self._rows(front, key, {"data": out}, False)
+        elementwise.encode(self, identity_of(operand.array, operand.storage), out, fmt)
 
     def largest_code(self, codes):
         return 0 if not codes.array.size else int(self.memory.to_numpy(codes.array).max())
 
     def decode(self, codes, fmt, out):
         _require_known_format(fmt)
-        if not out.size:
-            return
-        width = codes.shape[-1] if codes.shape else 1
-        front = Front(
-            "codes", None, NO_PARAMETERS, codes.array, None, None, 0, False, width, codes.shape or (1,), "float32"
-        )
-        recipe = Recipe("row", Prologue("codes", None, fmt.name), ("plain", "float32"), whole=False)
-        self.run(recipe, front, {"data": out})
+        elementwise.decode(self, codes.array, out, fmt)
 
     # --- delayed scaling's update -----------------------------------------------------------------
 
@@ -660,22 +355,15 @@ class GPU(Backend):
         if not callable(algorithm):
             algorithm = require_choice(algorithm, "algorithm", ("max", "most_recent"))
         history, scale = self._float32(amax_history, "amax_history"), self._float32(scale, "scale")
-        length, columns = _history_shape(history, scale)
-        amax, mode = scale, 1 if algorithm == "most_recent" else 0
+        _, columns = _history_shape(history, scale)
+        amax, taken = scale, scales.NEWEST if algorithm == "most_recent" else scales.LARGEST
         if callable(algorithm):
-            amax, mode = self._float32(algorithm(amax_history), "the result of algorithm"), 2
+            amax, taken = self._float32(algorithm(amax_history), "the result of algorithm"), scales.GIVEN
             if amax.size != columns:
                 raise ValueError(f"algorithm must return one amax a column ({columns}); got shape {amax.shape}")
-        new_history, new_scale = self.empty(history.shape, "float32"), self.empty(scale.shape, "float32")
-        described = [pointer(np.float32)] * 5 + [scalar(np.float32)] + [scalar(np.int32)] * 4
         with np.errstate(over="ignore"):  # a negative margin
             numerator = float(np.float32(fmt.max) * np.float32(2.0**-margin))
-        pointers = [array.pointer for array in (history, scale, amax, new_history, new_scale)]
-        values = [*pointers, numerator, length, columns, mode, int(keep_unused)]
-        grid = (ceil_div(columns, simt.THREADS), 1, 1)
-        make = lambda target: kernels.delayed_scale  # noqa: E731
-        self._launch("delayed scale", make, described, values, grid, (simt.THREADS, 1, 1))
-        return new_history, new_scale
+        return scales.next_delayed_scale(self, history, scale, amax, numerator, taken, keep_unused)
 
     def _float32(self, value, name):
         if isinstance(value, int | float) and not isinstance(value, bool):
@@ -685,22 +373,21 @@ class GPU(Backend):
             raise TypeError(f"{name} must be float32; got {array.dtype} of shape {array.shape}")
         return array
 
-    def swizzle(self, scales, undo, transposed):
+    def swizzle(self, stored, undo, transposed):
         """Return (R, C) scales in GEMM order, or back; `transposed` ones are [block, column], see `refops.swizzle`."""
-        rows, columns = scales.shape[::-1] if transposed else scales.shape
-        out = self.empty(scales.shape, scales.dtype)
-        described = [pointer(np.uint8)] * 2 + [scalar(np.int32)] * 4
-        values = [scales.pointer, out.pointer, rows, columns, int(transposed), int(undo)]
-        grid = (ceil_div(scales.size, simt.THREADS), 1, 1)
-        if scales.size:
-            make = lambda target: kernels.swizzle  # noqa: E731
-            self._launch("swizzle", make, described, values, grid, (simt.THREADS, 1, 1))
-        return out
+        return scales.swizzle(self, stored, undo, transposed)
 
 
-def finish_sums_of(dtype):
-    """The kernel that adds partial sums and stores them in a dtype."""
-    return kernels.make_finish_sums(STORAGES[dtype].narrow)
+@lru_cache(maxsize=512)
+def _without_kernels(scaling):
+    """What a scaling that the CPU has code for would need to have kernels, "" where it has them."""
+    alone = scaling.random is None and scaling.hadamard is None and scaling.choice(REFERENCE) is None
+    if alone or scaling.layout.columnwise_transposed:
+        return ""
+    return (
+        "columnwise copies that are stored transposed, for stochastic rounding, a Hadamard transform or a choice of "
+        "scales on a GPU (cuda_kernels.host takes them as they are)"
+    )
 
 
 def reordered_scales(q, swizzled):
@@ -713,12 +400,6 @@ def reordered_scales(q, swizzled):
                 transposed = q.scaling.layout.scales_inner_first[name.startswith("column")]
                 moved[name] = backend.swizzle(memory.wrap(getattr(q, name), name), not swizzled, transposed)
         return memory.returned(moved)
-
-
-def _is_known(key):
-    """Whether an epilogue casts with a scale that is known before the tensor is seen."""
-    direction = direction_in(key)
-    return direction is not None and direction.known
 
 
 def _history_shape(history, scale):
@@ -740,48 +421,11 @@ def identity_of(array, storage):
     return Front("identity", None, NO_PARAMETERS, array, None, None, 0, False, shape[-1], shape, storage)
 
 
-def outputs(**fields):
-    """The values of an `Outputs` tuple; arrays become pointers, what is not given 0."""
-    return [_value_of(one) for one in Outputs(**{name: fields.get(name, 0) for name in Outputs._fields})]
-
-
 def _value_of(field):
     """What a kernel gets for an array, None or a number."""
     if field is None:
         return 0
     return field.pointer if isinstance(field, Array) else field
-
-
-def directions_of(job, **common):
-    """((`Direction`, fields of `Outputs`) of the rowwise one, of the columnwise one); {} for one that is not made."""
-    made = []
-    for name in ("rowwise", "columnwise"):
-        columnwise, fields = name == "columnwise", {}
-        direction = direction_of(job.scaling, columnwise, job.swizzled)
-        if getattr(job, name):
-            scales, amax = job.fields[f"{name}_scale_inv"], job.fields.get(f"amax_{name}")
-            stride = direction.scale_stride(scales.shape)
-            fields = {"data": job.fields[f"{name}_data"], "scales": scales, "amax": amax, "scale_stride": stride}
-            fields |= common
-            if job.random_bits[columnwise] is not None:
-                fields["random_bits"] = job.random_bits[columnwise]
-        made.append((direction, fields))
-    return tuple(made)
-
-
-def shared_amax(fields):
-    """Let both directions share one amax array, and return it."""
-    names = [name for name in ("amax_rowwise", "amax_columnwise") if name in fields]
-    for name in names[1:]:
-        fields[name] = fields[names[0]]
-    return fields[names[0]]
-
-
-def squares_of(recipe, job):
-    """A square recipe without the direction that is not made; the row epilogue still says what the blocks are."""
-    if not job.columnwise:
-        recipe = replaced(recipe, column=None)
-    return recipe if job.rowwise else replaced(recipe, row=("only blocks", recipe.row))
 
 
 def _require_known_format(fmt):

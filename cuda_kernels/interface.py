@@ -134,6 +134,10 @@ class Backend:
         """Fill every array of a `Job`."""
         raise NotImplementedError
 
+    def without_kernels(self, scaling):
+        """What a scaling that some backend has kernels for would need to have this one's, "" where it has them."""
+        return ""
+
     def quantized(self, fields, scaling, shape, storage, swizzled):
         """Return the result object: `refops.Quantized` or the backend's own with the same attributes."""
         raise NotImplementedError
@@ -443,7 +447,7 @@ class Interface(Generic[ArrayT, QuantizedT]):
         return self._quantized(front, path_of(scaling), scaling, rowwise, columnwise, dbias, swizzled_scales)
 
     def _quantized(self, front, path, scaling, rowwise, columnwise, dbias, swizzled):
-        _require_kernels(scaling)
+        _require_kernels(scaling, self.backend)
         flags = {"rowwise": rowwise, "columnwise": columnwise, "dbias": dbias, "swizzled_scales": swizzled}
         for name, flag in flags.items():
             require_flag(flag, name)
@@ -466,7 +470,7 @@ class Interface(Generic[ArrayT, QuantizedT]):
         """As `refops.dequantize`."""
         storage = self.backend.storage(dtype, "dtype")
         q = self.backend.require_quantized(q)
-        _require_kernels(q.scaling)
+        _require_kernels(q.scaling, self.backend)
         out = self.backend.empty(q.shape, storage)
         self.backend.dequantize(q, out, storage)
         return out
@@ -564,9 +568,9 @@ _with_the_reference_s_docstrings(Interface)
 BLOCKS = (16, 32, 64, 128)
 
 
-def _require_kernels(scaling):
-    """Raise TypeError for what is no scaling, `NoKernelsError` for one that kernels cannot make."""
-    reason = _without_kernels(require_scaling(scaling))
+def _require_kernels(scaling, backend):
+    """Raise TypeError for what is no scaling, `NoKernelsError` for one that a backend's kernels cannot make."""
+    reason = _without_kernels(require_scaling(scaling)) or backend.without_kernels(scaling)
     if reason:
         raise NoKernelsError(f"scaling must be one that has kernels: {reason}; got {shown(scaling)}")
 

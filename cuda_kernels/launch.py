@@ -1,10 +1,10 @@
 """Launching: grids, argument types, compiled kernels and the way they are started.
 
 A kernel takes raw pointers, so a launch costs no typing or viewing of arrays. Compiled kernels are cached in memory by
-`Spec` (or recipe) and compute capability, and as PTX on disk under a digest of the sources and of the compiler. In the
-simulator the same calls run the kernels as Python.
+`Spec` and compute capability, and as PTX on disk under a digest of the sources and of the compiler. In the simulator
+the same calls run the kernels as Python.
 
-    launcher_for(device).launch(key, build, described, values, grid, block, stream)
+    launcher_for(device).launch(spec, values, grid, block, stream)
 """
 
 import math
@@ -19,7 +19,6 @@ from cuda_kernels import ptx_cache, simt
 from cuda_kernels.contexts import LEGACY_STREAM, NO_STREAM, PER_THREAD_STREAM, cuda_core, device_scope
 from cuda_kernels.declared import explain_declared
 from cuda_kernels.errors import explain_linking, explain_missing
-from cuda_kernels.kernels import BAND, COLUMNS
 from cuda_kernels.messages import announce
 from cuda_kernels.simt import THREADS
 from cuda_kernels.tiles import TILE_ROWS
@@ -28,6 +27,10 @@ from cuda_kernels.vectors import VECTOR
 #: Rows and columns must stay below this: the last block of a folded grid may reach past the end.
 LARGEST_DIMENSION = 2**31 - 2**20
 LARGEST_GRID_Y = 65535
+#: Rows of a band.
+BAND = 32
+#: Columns of a block of the column kernel: a warp reads eight a lane.
+COLUMNS = 256
 
 
 # --- grids ------------------------------------------------------------------------------------------
@@ -66,11 +69,16 @@ def column_grid(rows, columns, block_rows):
     return (math.ceil(columns / COLUMNS), *fold(math.ceil(rows / block_rows))), (THREADS, 1, 1)
 
 
+def thread_shape(count):
+    """(grid, block) of one thread for each of `count` results."""
+    return (math.ceil(count / THREADS), 1, 1), (THREADS, 1, 1)
+
+
 # --- types of arguments -----------------------------------------------------------------------------
 
 
 def numba_type(described):
-    """The Numba type of an argument as `Spec.operands` and `recipes.arguments_of` describe it."""
+    """The Numba type of an argument as `Spec.operands` describes it."""
     import numba
     from numba import types
 
@@ -79,6 +87,11 @@ def numba_type(described):
         element = numba.from_dtype(np.dtype(second))
         return types.CPointer(element) if first == "pointer" else element
     return types.NamedTuple(tuple(numba_type(one) for one in second.values()), first)
+
+
+def signature_of(spec):
+    """The Numba types of a kernel's arguments."""
+    return tuple(numba_type(one) for one in spec.operands())
 
 
 # --- compiling --------------------------------------------------------------------------------------
@@ -151,25 +164,23 @@ class Launcher:
         self.target = (major, minor, "a") if major >= 10 else (major, minor)
         self._kernels = {}
 
-    def launch(self, key, build, described, values, grid, block, stream):
+    def launch(self, spec, values, grid, block, stream):
         """Start a kernel on this launcher's device, whichever is current.
 
         Args:
-            key: what it is cached by, a `Spec` or a recipe. build: function of the target that returns the Python
-                function.
-            described: argument descriptions. values: the flat arguments, pointers as int.
+            spec: the kernel's `Spec`. values: its arguments, one after another, pointers as int.
             grid, block: shapes; nothing runs where one is 0. stream: handle of the CUDA stream, int.
         """
         with device_scope(self.number):
-            prepared = self.prepared(key, build, described, values, grid, block)
+            prepared = self.prepared(spec, values, grid, block)
             if prepared is not None:
                 self.start(stream_of(stream), *prepared)
 
-    def prepared(self, key, build, described, values, grid, block):
+    def prepared(self, spec, values, grid, block):
         """Return the `Prepared` launch, None where the grid is empty; arguments as those of `launch`."""
         if 0 in grid:
             return None
-        kernel, converts = self._kernels.get(key) or self._compiled(key, build, described)
+        kernel, converts = self._kernels.get(spec) or self._compiled(spec)
         with np.errstate(over="ignore"):  # a lower bound above every float32 is infinity
             converted = [convert(one) for one, convert in zip(values, converts, strict=True)]
         return Prepared(kernel, self.core.LaunchConfig(grid=grid, block=block), converted)
@@ -178,19 +189,18 @@ class Launcher:
         """Start what is `Prepared` in a stream of `stream_of`; the device must be current."""
         self.core.launch(stream, config, kernel, *values)
 
-    def _compiled(self, key, build, described):
+    def _compiled(self, spec):
         with _compiling:
-            if key not in self._kernels:
-                self._kernels[key] = self._compile(key, build, described), converters(described)
-            return self._kernels[key]
+            if spec not in self._kernels:
+                self._kernels[spec] = self._compile(spec), converters(spec.operands())
+            return self._kernels[spec]
 
-    def _compile(self, key, build, described):
+    def _compile(self, spec):
         def translate():
             announce(f"compiling a kernel for {architecture(self.target)}, once")
-            signature = tuple(numba_type(one) for one in described)
-            return compile_ptx(build(self.target), signature, self.target)
+            return compile_ptx(spec.function(self.target), signature_of(spec), self.target)
 
-        core, text = self.core, ptx_cache.get(key, self.target, translate)
+        core, text = self.core, ptx_cache.get(spec, self.target, translate)
         options = core.LinkerOptions(arch=architecture(self.target))
         with explain_linking(text, architecture(self.target)):  # a driver may also refuse what was linked
             cubin = core.Linker(core.ObjectCode.from_ptx(text.encode()), options=options).link("cubin")
@@ -225,18 +235,18 @@ class Simulated:
     target = None
     order = "forward"
 
-    def launch(self, key, build, described, values, grid, block, stream):
+    def launch(self, spec, values, grid, block, stream):
         """Run a kernel as Python, for every thread of the grid."""
         from cuda_kernels import simulator
 
         values, arguments = iter(values), []
-        for first, second in described:
+        for first, second in spec.operands():
             if isinstance(first, str):
                 arguments.append(_as_argument(first, second, next(values)))
             else:
                 fields = [_as_argument(*one, next(values)) for one in second.values()]
                 arguments.append(first(*fields))
-        simulator.launch(build(None), grid, block, arguments, order=self.order)
+        simulator.launch(spec.function(None), grid, block, arguments, order=self.order)
 
 
 def _as_argument(kind, scalar, value):

@@ -19,6 +19,7 @@ from refops.formats import E2M1, E2M3, E3M2, E4M3, E5M2, INT8
 #: Names of the activations' parameters.
 PARAMETERS = tuple(DEFAULT_PARAMETERS)
 NO_PARAMETERS = (np.float32(0),) * len(PARAMETERS)
+
 #: What a kernel computes from. Field, meaning:
 #:   x, dy             the input (M, width, or 2 * width for gated activations), the output's gradient (M, width)
 #:   row_scales        float32 (M,), or unused
@@ -28,31 +29,16 @@ NO_PARAMETERS = (np.float32(0),) * len(PARAMETERS)
 INPUTS = ("x", "dy", "row_scales", *PARAMETERS, "rows", "width", "interleave")
 Inputs: Any = namedtuple("Inputs", INPUTS)  # type: ignore[misc]
 
-#: What a loop on the CPU, and an epilogue, reads and fills for one direction: rowwise copies have M as the outer
-#: dimension, transposed columnwise ones K. Field, meaning:
-#:   data              codes, or values of the output dtype
-#:   scales            the scales as stored: codes of their format, or float32
-#:   amax              float32 as int32 bits, the running maximum: (1,), or one for each outer index or square
-#:   given             float32, computed before: the tensor's scale, what its blocks (or a row's) share, or amaxes
-#:   random_bits       one byte an element, or unused
-#:   seed, offset      Philox key and counter; of the CPU's Hadamard stages `seed` is the sign mask
-#:   first_block       the number of the direction's first 16-element block; under given maxima of squares, their row
-#:                     stride
-#:   epsilon, largest_scale     float32, the scaling's `Numbers`; on a GPU, of a known scale that and its
-#:                     reciprocal
-#:   outer, inner      the matrix as this direction sees it
-#:   scale_stride      stored scales in a row of `scales`
-Outputs = namedtuple(
-    "Outputs",
-    "data scales amax given random_bits seed offset first_block epsilon largest_scale outer inner scale_stride",
-)
-
 # What kernels fill. In all of them `outer` and `inner` are rows and columns of the matrix as the copy sees it: a
 # transposed copy has K rows.
 
 #: Values of a dtype, or codes as they are. Field, meaning:
 #:   data              the values
 Stored = namedtuple("Stored", "data outer inner")
+
+#: `Stored` values with the largest magnitude that they had before they were rounded. Field, meaning:
+#:   amax              float32 (1,) as int32 bits, zero at the start: it is recorded here
+Recorded = namedtuple("Recorded", "data amax outer inner")
 
 #: Codes under one scale that is known before the tensor is seen. Field, meaning:
 #:   data              codes
@@ -64,7 +50,7 @@ KnownScale = namedtuple("KnownScale", "data scale_inv amax multiplier stored out
 
 #: Codes under one scale that an earlier kernel computed. Field, meaning:
 #:   data              codes
-#:   scale             float32 (2,): what elements are multiplied with, and what is stored of it
+#:   scale             float32 (1,): what elements are multiplied with
 InMemory = namedtuple("InMemory", "data scale outer inner")
 
 #: Codes with a scale for each block. Field, meaning:
@@ -88,9 +74,13 @@ Chosen = namedtuple("Chosen", "data scales scale_stride epsilon largest_scale ou
 #:   first_block       the number of the copy's first block of 16
 Random = namedtuple("Random", "bits seed offset first_block")
 
+#: `TwoLevel` whose codes are rounded stochastically: with the fields of `Random`; of one level `tensor_scales` is null.
+Stochastic = namedtuple("Stochastic", TwoLevel._fields + Random._fields)  # type: ignore[misc]
+
 #: Running maxima. Field, meaning:
-#:   amax              float32 as int32 bits, zero at the start: (1,), one for each row, or [row block, column block]
-#:   stride            column blocks in a row of it
+#:   amax              float32 as int32 bits, zero at the start: (1,), one for each row, or [row block, column block];
+#:                     on a CPU of each piece, as `host.stages.maxima` says
+#:   stride            column blocks, or pieces, in a row of it
 Maxima = namedtuple("Maxima", "amax stride outer inner")
 
 #: What is decoded, one direction of a quantized tensor. Field, meaning:
@@ -111,6 +101,13 @@ class Kind(str, Enum):
     IDENTITY = "identity"
     FORWARD = "forward"
     BACKWARD = "backward"
+
+
+class Bits(str, Enum):
+    """Where the bits of stochastic rounding come from: a generator, or an array of the caller's."""
+
+    PHILOX = "philox"
+    GIVEN = "given"
 
 
 @dataclass(frozen=True)
@@ -137,6 +134,10 @@ class Values:
     def gated(self):
         """Whether rows are [act | gate]."""
         return self.activation is not None and ACTIVATIONS[self.activation].gated
+
+    def must_read(self, field):
+        """Whether a kernel that reads them is wrong if it never uses a pointer of that name."""
+        return {"dy": self.kind is Kind.BACKWARD, "row_scales": self.row_scaled}.get(field, True)
 
     def __str__(self):
         text = self.storage if self.activation is None else f"{self.activation} {self.storage}"
@@ -217,6 +218,13 @@ _BLOCKS = {
     "largest_scale": scalar(np.float32),
     **_SIZES,
 }
+_TWO_LEVEL = {**_BLOCKS, "tensor_scales": pointer(np.float32)}
+_RANDOM = {
+    "bits": pointer(np.uint8),
+    "seed": scalar(np.uint64),
+    "offset": scalar(np.uint64),
+    "first_block": scalar(np.int64),
+}
 FIXED: dict[Any, dict[str, tuple]] = {
     Inputs: {
         "row_scales": pointer(np.float32),
@@ -230,6 +238,7 @@ FIXED: dict[Any, dict[str, tuple]] = {
         **_SIZES,
     },
     Stored: _SIZES,
+    Recorded: {"amax": pointer(np.int32), **_SIZES},
     KnownScale: {
         "data": pointer(np.uint8),
         "scale_inv": pointer(np.float32),
@@ -240,14 +249,10 @@ FIXED: dict[Any, dict[str, tuple]] = {
     },
     InMemory: {"data": pointer(np.uint8), "scale": pointer(np.float32), **_SIZES},
     Blocks: _BLOCKS,
-    TwoLevel: {**_BLOCKS, "tensor_scales": pointer(np.float32)},
+    TwoLevel: _TWO_LEVEL,
     Chosen: {**_BLOCKS, "amax": pointer(np.float32)},
-    Random: {
-        "bits": pointer(np.uint8),
-        "seed": scalar(np.uint64),
-        "offset": scalar(np.uint64),
-        "first_block": scalar(np.int64),
-    },
+    Random: _RANDOM,
+    Stochastic: {**_TWO_LEVEL, **_RANDOM},
     Maxima: {"amax": pointer(np.int32), "stride": scalar(np.int32), **_SIZES},
 }
 
@@ -323,4 +328,7 @@ def _built(spec, target):
 #:   bytes_per_thread  what a thread of the full case reads and writes in global memory
 #:   budget            instructions for each of these bytes on (H100, B200), or None: no claim
 #:   wide_loads, wide_stores     128-bit accesses, or None: no claim
-Cost = namedtuple("Cost", "name spec bytes_per_thread budget wide_loads wide_stores", defaults=(None, None, None))
+#:   fast_budget       `budget` under fast_math, or None: the same
+Cost = namedtuple(
+    "Cost", "name spec bytes_per_thread budget wide_loads wide_stores fast_budget", defaults=(None, None, None, None)
+)

@@ -182,10 +182,10 @@ class Recording:
         self.owners.append(array.owner)
         return replace(array, pointer=Address(array.pointer, len(self.call.arrays) + len(self.owners) - 1))
 
-    def launched(self, described, values, prepared):
+    def launched(self, spec, values, prepared):
         """Note a launch."""
         pointers = []
-        for place, (kind, value) in enumerate(zip(kinds_of(described), values, strict=True)):
+        for place, (kind, value) in enumerate(zip(kinds_of(spec.operands()), values, strict=True)):
             if isinstance(value, Address):
                 pointers.append((place, value.number))
             elif kind == "pointer" and value:  # of an array that nobody noted
@@ -256,9 +256,9 @@ class RecordingLauncher:
     def __init__(self, recording, launcher):
         self._recording, self.launcher, self.target = recording, launcher, launcher.target
 
-    def launch(self, key, build, described, values, grid, block, stream):
+    def launch(self, spec, values, grid, block, stream):
         """As `Launcher.launch`; the device is current."""
-        prepared = self.launcher.prepared(key, build, described, values, grid, block)
+        prepared = self.launcher.prepared(spec, values, grid, block)
         if prepared is not None:
-            self._recording.launched(described, values, prepared)
+            self._recording.launched(spec, values, prepared)
             self.launcher.start(stream_of(stream), *prepared)

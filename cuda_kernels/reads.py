@@ -38,7 +38,7 @@ from cuda_kernels.vectors import (
     make_map_of_pairs,
     map2_for,
     map3_to_two_for,
-    multiply,
+    multiply_for,
     product_for,
     products,
 )
@@ -66,7 +66,7 @@ def make_read(values, whole, target, skip=0):
         return _identity(values.storage, whole, skip)
     if values.kind is Kind.FORWARD:
         read = (_gated if values.gated else _unary)(values, whole, target, skip)
-        return _scaled(read) if values.row_scaled else read
+        return _scaled(read, target) if values.row_scaled else read
     if not values.gated:
         return _gradient(values, whole, target, skip)
     return _gated_gradient(values, target) if whole else _guarded_gated_gradient(values, target)
@@ -105,6 +105,20 @@ def make_read_halves(values, whole, target, skip=0):
     return read
 
 
+@cache
+def make_read_sixteen_of_halves(values, target):
+    """Return `read(source, row, column, left)`: (sixteen of the act half, sixteen of the gate), of whole rows."""
+    first, second = make_read_halves(values, True, target), make_read_halves(values, True, target, VECTOR)
+
+    @device
+    def read(source, row, column, left):
+        act, gate = first(source, row, column, left)
+        act_further, gate_further = second(source, row, column, left)
+        return (act, act_further), (gate, gate_further)
+
+    return read
+
+
 def _identity(storage, whole, skip):
     load = make_load(storage, whole, skip)
     return device(lambda source, row, column, left: load(source.x, (row, source.width, column), left))
@@ -132,8 +146,13 @@ def _gated(values, whole, target, skip):
     return read
 
 
-def _scaled(read):
-    """`read` with each row multiplied by its scale."""
+def _scaled(read, target):
+    """`read` with each row multiplied by its scale.
+
+    In pairs, for instructions a byte of scaled swiglu in bfloat16 on sm_100a are 4.66, without them 4.74: the limit is
+    4.7.
+    """
+    multiply = multiply_for(target)
 
     @device
     def scaled(source, row, column, left):
@@ -215,18 +234,29 @@ def join(first, second, left):
 @cache
 def make_halves(storage, whole, interleaved, skip=0):
     """Return `halves(source, row, column, left)`: the activated values and the gates at output `column`."""
-    load = make_load(storage, whole, skip)
+    load, columns = make_load(storage, whole, skip), make_columns(interleaved)
 
     @device
-    def contiguous(source, row, column, left):
-        stride, second = I32(2 * source.width), I32(column + source.width)
-        return load(source.x, (row, stride, column), left), load(source.x, (row, stride, second), left)
+    def halves(source, row, column, left):
+        stride, (act, gate) = I32(2 * source.width), columns(source, column)
+        return load(source.x, (row, stride, act), left), load(source.x, (row, stride, gate), left)
+
+    return halves
+
+
+@cache
+def make_columns(interleaved):
+    """Return `columns(source, column)`: where a row of x has the activated value, and the gate, of output `column`."""
 
     @device
-    def alternating(source, row, column, left):
-        g, stride = source.interleave, I32(2 * source.width)
+    def contiguous(source, column):
+        return column, I32(column + source.width)
+
+    @device
+    def alternating(source, column):
+        g = source.interleave
         first = I32(column // g * (2 * g) + column % g)
-        return load(source.x, (row, stride, first), left), load(source.x, (row, stride, I32(first + g)), left)
+        return first, I32(first + g)
 
     return alternating if interleaved else contiguous
 
@@ -234,8 +264,9 @@ def make_halves(storage, whole, interleaved, skip=0):
 # --- formulas of eight ------------------------------------------------------------------------------
 
 # Accurate ones map a function of one element. Fast ones are on pairs of float32, one instruction for two, where a card
-# has them (`pairs`); that is the one place where pairs are: instructions a byte of activation -> MXFP8 on sm_100a
-# without and with them, for a limit of 4.7: gelu 4.97 and 3.98, silu 5.28 and 4.29, situglu 9.40 and 6.37.
+# has them (`pairs`); but for row scales that is the one place where pairs are: instructions a byte of activation ->
+# MXFP8 on sm_100a without and with them, for a limit of 4.7: gelu 4.97 and 3.98, silu 5.28 and 4.29, situglu 9.40 and
+# 6.37.
 
 
 def part_map(function, part, name, fast_math, target):

@@ -244,9 +244,13 @@ else:
         return types.UniTuple(types.uint32, 4)(pointer, types.intp), _load(4)
 
     @_intrinsic
-    def load_two_words(typingctx, pointer, i):
-        """The 8 bytes at element `i`, aligned alike, as two uint32."""
+    def _load_two_words_on_cuda(typingctx, pointer, i):
         return types.UniTuple(types.uint32, 2)(pointer, types.intp), _load(2)
+
+    @on_gpu(_load_two_words_on_cuda)
+    def load_two_words(pointer, i):
+        """The 8 bytes at element `i`, aligned alike, as two uint32; on a CPU of float32."""
+        return as_u32(pointer[U64(i)]), as_u32(pointer[U64(i) + U64(1)])
 
     _ADDRESS = ir.IntType(64)
     #: Zeros, and over them what lies at an address if a flag is set: as PTX, no copy joins the two.

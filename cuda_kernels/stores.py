@@ -9,9 +9,11 @@ the same functions with rows and columns exchanged. Kernels in which a thread ow
 
 from functools import cache
 
+import numpy as np
+
 from cuda_kernels import casts
-from cuda_kernels.operands import Blocks, InMemory, KnownScale, Stored, TwoLevel, described
-from cuda_kernels.simt import as_i32, atomic_max, cuda, device, offset
+from cuda_kernels.operands import Bits, Blocks, InMemory, KnownScale, Stochastic, Stored, TwoLevel, described
+from cuda_kernels.simt import I32, U32, as_i32, atomic_max, cuda, device, offset, select, store_words
 from cuda_kernels.vectors import (
     VECTOR,
     amax,
@@ -21,9 +23,13 @@ from cuda_kernels.vectors import (
     multiply,
 )
 
+warp_max = make_group_max(32)
+
 
 def described_output(stored):
     """The description of the tuple that `make_put` of the same argument fills."""
+    if stored is None:
+        return described(Stored, data=np.uint8)  # no array: what is left are the sizes of the matrix
     if isinstance(stored, str):
         return described(Stored, data=casts.carrier(stored))
     if stored.block is not None:
@@ -32,13 +38,16 @@ def described_output(stored):
 
 
 def described_blocks(direction):
-    """The description of the `Blocks`, or `TwoLevel`, that blocks of a direction are cast to."""
-    return described(TwoLevel if direction.rules().parts else Blocks, scales=direction.scale_type)
+    """The description of the `Blocks`, `TwoLevel` or `Stochastic` that blocks of a direction are cast to."""
+    kind = TwoLevel if direction.rules().parts else Blocks
+    return described(kind if direction.random is None else Stochastic, scales=direction.scale_type)
 
 
 @cache
 def make_put(stored, whole, target):
-    """Return `put`: store values of a dtype, given by name, or cast as a `Direction` says."""
+    """Return `put`: store values of a dtype, given by name, or cast as a `Direction` says; None: nothing."""
+    if stored is None:
+        return put_nothing
     if isinstance(stored, str):
         return make_put_values(stored, whole, target)
     if stored.block is not None:
@@ -62,17 +71,38 @@ def make_put_values(storage, whole, target):
     return put_values
 
 
+@device
+def record_largest(x, out, left):
+    """Raise `out.amax`, a whole tensor's, to the largest x of a warp. All lanes of a warp call it.
+
+    The first one raises it, whose elements are in the matrix if any of the warp's are: `left` is about them.
+    """
+    largest = warp_max(x)
+    if (cuda.threadIdx.x & 31) == 0 and left > 0:
+        atomic_max(out.amax, 0, as_i32(largest))
+
+
+@device
+def record_amax(v, out, left):
+    """`record_largest` of the magnitudes of eight values."""
+    record_largest(amax(v), out, left)
+
+
+@device
+def record_scale(out, outer, inner):
+    """Store what is stored of a known scale, by the thread that owns the first element of the matrix."""
+    if outer == 0 and inner == 0:
+        out.scale_inv[0] = out.stored
+
+
 def make_cast_known(direction, whole, target):
     """Return `put`: cast with a scale that is known, in a `KnownScale`, and record the amax of a warp's values."""
-    store_codes, warp_max = make_store_codes(direction.fmt, direction.packed, whole, target), make_group_max(32)
+    store_codes = make_store_codes(direction.fmt, direction.packed, whole, target)
 
     @device
     def cast_known(v, out, outer, inner, left):
-        largest = warp_max(amax(v))
-        if (cuda.threadIdx.x & 31) == 0 and left > 0:
-            atomic_max(out.amax, 0, as_i32(largest))
-        if outer == 0 and inner == 0:
-            out.scale_inv[0] = out.stored
+        record_amax(v, out, left)
+        record_scale(out, outer, inner)
         store_codes(multiply(v, out.multiplier), out.data, (outer, out.inner, inner), left)
 
     return cast_known
@@ -111,4 +141,115 @@ def make_cast_under(direction, whole, target):
         multiplier = scale_block(block_amax, out, outer, inner, left)
         store_codes(multiply(v, multiplier), out.data, (outer, out.inner, inner), left)
 
-    return cast_under
+    if direction.random is None:
+        return cast_under
+    store_at_random = make_store_at_random(direction.random, whole, target)
+
+    @device
+    def cast_at_random(v, block_amax, out, outer, inner, left):
+        multiplier = scale_block(block_amax, out, outer, inner, left)
+        store_at_random(multiply(v, multiplier), out, outer, inner, left)
+
+    return cast_at_random
+
+
+@device
+def cast_nothing(v, block_amax, out, outer, inner, left):
+    """What `make_cast_under` is for a copy that is not made."""
+
+
+# --- stochastic rounding ----------------------------------------------------------------------------
+
+
+@device
+def philox_of_block(out, outer, inner):
+    """The 16 random bytes of the block of 16 that an element lies in, four in a word."""
+    block = out.first_block + offset(outer, out.inner >> 4, inner >> 4)
+    return casts.philox(np.uint64(out.seed), np.uint64(out.offset), np.uint64(block))
+
+
+@device
+def philox_words(out, outer, inner):
+    """The random bytes of eight elements, four in a word: a half of those of their block of 16."""
+    a, b, c, d = philox_of_block(out, outer, inner)
+    first = (inner & 15) == 0
+    return select(first, a, c), select(first, b, d)
+
+
+@device
+def word_of_bytes(pointer, i):
+    """Four bytes from any address."""
+    low = np.uint32(np.uint32(pointer[i]) | np.uint32(np.uint32(pointer[i + 1]) << U32(8)))
+    high = np.uint32(np.uint32(pointer[i + 2]) | np.uint32(np.uint32(pointer[i + 3]) << U32(8)))
+    return np.uint32(low | np.uint32(high << U32(16)))
+
+
+@device
+def given_words(out, outer, inner):
+    """As `philox_words`, of the caller's bits."""
+    i = offset(outer, out.inner, inner)
+    return word_of_bytes(out.bits, i), word_of_bytes(out.bits, i + 4)
+
+
+@cache
+def make_store_at_random(source, whole, target):
+    """Return `store(v, out, outer, inner, left)`: eight E2M1 codes, two a byte, stochastically.
+
+    `out` is a `Stochastic`, `source` the `Direction.random`.
+    """
+    words, codes_of = given_words if source is Bits.GIVEN else philox_words, casts.stochastic_eights_for(target)
+
+    @device
+    def store_at_random(v, out, outer, inner, left):
+        if left > 0:
+            low, high = words(out, outer, inner)
+            codes, i = codes_of(v, low, high), offset(outer, out.inner, inner) >> 1
+            if whole:
+                store_words(out.data, i, (codes,))
+            else:
+                for k in range(VECTOR // 2):
+                    out.data[i + k] = np.uint8(np.uint32(codes >> U32(8 * k)) & U32(0xFF))
+
+    return store_at_random
+
+
+@cache
+def make_store_sixteen_at_random(source, whole, target):
+    """Return `store(both, out, outer, inner, left)`: a block of 16, as `make_store_at_random` stores eight."""
+    codes_of, store = casts.stochastic_eights_for(target), make_store_at_random(source, whole, target)
+
+    @device
+    def store_block(both, out, outer, inner, left):
+        if left > 0:
+            a, b, c, d = philox_of_block(out, outer, inner)
+            codes = codes_of(both[0], a, b), codes_of(both[1], c, d)
+            store_words(out.data, offset(outer, out.inner, inner) >> 1, codes)
+
+    @device
+    def store_halves(both, out, outer, inner, left):
+        store(both[0], out, outer, inner, left)
+        store(both[1], out, outer, I32(inner + VECTOR), I32(left - VECTOR))
+
+    return store_block if whole and source is Bits.PHILOX else store_halves
+
+
+# --- maxima -----------------------------------------------------------------------------------------
+
+
+@cache
+def make_record_amax(lanes, by_outer):
+    """Return `put`: raise a `Maxima` to the largest magnitude, the tensor's or, if `by_outer`, that of row `outer`.
+
+    Args:
+        lanes: threads that share one atomic operation; with `by_outer` they must be of one row. The first one's values
+            are in the matrix if any of them are.
+    """
+    group_max = make_group_max(lanes)
+
+    @device
+    def record_amax(v, out, outer, inner, left):
+        largest = group_max(amax(v))
+        if (cuda.threadIdx.x & (lanes - 1)) == 0 and left > 0:
+            atomic_max(out.amax, outer if by_outer else 0, as_i32(largest))
+
+    return record_amax

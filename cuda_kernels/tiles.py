@@ -15,6 +15,7 @@ from cuda_kernels.simt import (
     I64,
     THREADS,
     as_f32,
+    as_i32,
     as_u32,
     cuda,
     device,
@@ -22,7 +23,7 @@ from cuda_kernels.simt import (
     first_row,
     select,
 )
-from cuda_kernels.vectors import HALVES, VECTOR, ZERO, make_map, make_words, pair_of
+from cuda_kernels.vectors import HALVES, VECTOR, ZERO, amax, make_group_max, make_map, make_words, pair_of
 
 #: Rows of a tile.
 TILE_ROWS = 128
@@ -190,6 +191,27 @@ def make_fill(read, put, stage):
     return fill
 
 
+def make_reread(put, stage):
+    """Return `reread(tile, out, rows, width)`: every thread's values of the tile once more, as rows.
+
+    Args:
+        put: put(v, out, row, column, left), as of `make_fill`.
+    """
+    columns = tile_columns(stage)
+    along_of, walk = make_stage(stage).along, make_tile_walk(columns)
+    along, steps = walk.along, walk.row_steps
+
+    @device
+    def reread(tile, out, rows, width):
+        for i in range(steps):
+            r, c = along(cuda.threadIdx.x, i)
+            row, column = I32(first_row(TILE_ROWS) + r), I32(first_column(columns) + c)
+            left = select(row < rows, I32(width - column), I32(0))
+            put(along_of(tile, r, c), out, row, column, left)
+
+    return reread
+
+
 def make_turn(put, stage):
     """Return `turn(tile, out, rows, width)`: every thread's values of the tile, as columns.
 
@@ -229,3 +251,42 @@ def make_sum_columns(stage):
             partial[I64(row0 // TILE_ROWS) * width + column] = total
 
     return sum_columns
+
+
+# --- squares ----------------------------------------------------------------------------------------
+
+#: The largest magnitudes of the squares in a tile, float32 as int32 bits: `count` words of shared memory. clear(maxima)
+#: before a barrier; put(v, maxima, row, column, left), of `make_fill`; after a barrier get(maxima, row, column, left),
+#: of the square that an element of the matrix lies in.
+TileMaxima = namedtuple("TileMaxima", "count clear put get")
+
+
+@cache
+def make_tile_maxima(edge, stage):
+    """Return the `TileMaxima` of squares of an edge in a tile of a dtype.
+
+    One number follows each row of squares unused. The squares of a column, up to 8 below each other, would otherwise
+    lie in every eighth bank; 9 apart they lie in different ones.
+    """
+    columns, bits, lanes = tile_columns(stage), edge.bit_length() - 1, edge // VECTOR
+    if edge > columns:
+        raise ValueError(f"a tile staged as {stage} is {columns} columns wide: too narrow for blocks of {edge}")
+    pitch, lane_max = columns // edge + 1, make_group_max(lanes)
+    count = TILE_ROWS // edge * pitch
+
+    @device
+    def number(row, column):
+        return unsigned(((row & (TILE_ROWS - 1)) >> bits) * pitch + ((column & (columns - 1)) >> bits))
+
+    @device
+    def clear(maxima):
+        if cuda.threadIdx.x < count:
+            maxima[cuda.threadIdx.x] = 0
+
+    @device
+    def put(v, maxima, row, column, left):
+        largest = lane_max(amax(v))
+        if (cuda.threadIdx.x & (lanes - 1)) == 0:
+            cuda.atomic.max(maxima, number(row, column), as_i32(largest))
+
+    return TileMaxima(count, clear, put, device(lambda maxima, row, column, left: as_f32(maxima[number(row, column)])))

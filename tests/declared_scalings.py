@@ -6,13 +6,13 @@ Their layouts are those of no scaling that `refops` has.
 """
 
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 import refops
 from arrays import assert_same_bits, assert_same_quantized
-from refops import E4M3, E5M2, Block64Scaling, MXFP4Scaling, scalings
+from refops import E4M3, E5M2, Block64Scaling, MXFP4Scaling, NVFP4Scaling, scalings
 from refops.formats import E8M0
 from refops.scalings.declaration import Layout, Path
 from refops.scalings.rules import E8M0Scaling, Float32Scaling
@@ -58,7 +58,20 @@ class Of8(E8M0Scaling):
     layout = Layout(block=(1, 8), scale_format=E8M0, padding=(128, 4), scale_order="gemm")
 
 
+@dataclass(frozen=True)
+class Along(NVFP4Scaling):
+    """NVFP4 whose columnwise copy lies along the rows: packed codes, scales of two levels, blocks of 16."""
+
+    title = "NVFP4, nothing transposed"
+
+    @property
+    def layout(self):
+        return replace(super().layout, columnwise_transposed=False)
+
+
 WITHOUT_KERNELS = Of8()
+#: What the CPU makes and no GPU.
+WITHOUT_GPU_KERNELS = (Along(stochastic_rounding=True), Along(rht=True), Along(four_over_six="mae"))
 DECLARED = {"64 2d": Squares64(power_2_scale=True), "128": Of128(), "128 2d": Of128(two_d=True)}
 #: These, and scalings of the product whose layouts TE does not have.
 CHECKED = {
@@ -66,6 +79,7 @@ CHECKED = {
     "mxfp4": MXFP4Scaling(scale_rounding="even"),
     "mxfp4 2d": MXFP4Scaling(two_d=True, scale_rounding="even"),
     "64": Block64Scaling(E4M3, power_2_scale=False),
+    "nvfp4 along": Along(),
 }
 
 
@@ -77,7 +91,7 @@ SHAPES = {name: (144, 176) if scaling.layout.packed == 2 else (131, 139) for nam
 def declared():
     """A context in which they are scalings like any other."""
     before = scalings.SCALINGS
-    scalings.SCALINGS = (*before, Squares64, Of128, Of8)
+    scalings.SCALINGS = (*before, Squares64, Of128, Of8, Along)
     try:
         yield
     finally:

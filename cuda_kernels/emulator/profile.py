@@ -138,16 +138,14 @@ def _on_software_gpu(target: str) -> AbstractContextManager[Any]:
 
 @dataclass
 class _Launched:
-    """A kernel that was launched: what it is compiled from, and its counts before the first launch.
+    """A kernel that was launched, and its counts before the first launch.
 
     Attributes:
-        key, make, described, target: as for `launch.Launcher`. grid, block: of the last launch.
+        spec: its `operands.Spec`. target: compute capability. grid, block: of the last launch.
         number: its place in `counters()`. before: its counts, None where it had not run.
     """
 
-    key: Any
-    make: Callable[[Any], Any]
-    described: Any
+    spec: Any
     target: tuple
     grid: tuple[int, ...]
     block: tuple[int, ...]
@@ -157,72 +155,47 @@ class _Launched:
     def profiled(self, now: list[KernelCounters], elements: int) -> KernelProfile:
         """Its `KernelProfile`, when `counters()` is `now`."""
         counted = now[self.number].difference(self.before)
-        return KernelProfile(name_of(self.key), self.grid, self.block, elements, counted, self._compiled())
+        return KernelProfile(str(self.spec), self.grid, self.block, elements, counted, self._compiled())
 
     def _compiled(self):
         """`Measured` of its PTX, which is on disk since it was launched, unless nothing can be kept there."""
-        from cuda_kernels.launch import compile_ptx, numba_type
+        from cuda_kernels.launch import compile_ptx, signature_of
 
         def translate():
-            signature = tuple(numba_type(one) for one in self.described)
-            return compile_ptx(self.make(self.target), signature, self.target)
+            return compile_ptx(self.spec.function(self.target), signature_of(self.spec), self.target)
 
         def measure():
-            return compile_report.measure(ptx_cache.get(self.key, self.target, translate), self.target)
+            return compile_report.measure(ptx_cache.get(self.spec, self.target, translate), self.target)
 
-        return compile_report.on_disk(("profile", self.key), self.target, measure)
+        return compile_report.on_disk(("profile", self.spec), self.target, measure)
 
 
 @contextmanager
 def _launches() -> Iterator[dict[Any, _Launched]]:
-    """A context that yields a dictionary: key of a kernel -> `_Launched`, of all launches in the context."""
+    """A context that yields a dictionary: `Spec` of a kernel -> `_Launched`, of all launches in the context."""
     from cuda_kernels.gpu import GPU
 
     launches: dict[Any, _Launched] = {}
-    original = GPU._launch
+    original = GPU.launch
 
-    def launch(self, key, make, described, values, grid, block):
+    def launch(self, spec, shape, *operands):
         before = counters()
-        original(self, key, make, described, values, grid, block)
+        original(self, spec, shape, *operands)
         after = counters()
         ran = [i for i, one in enumerate(after) if i >= len(before) or one.launches > before[i].launches]
-        if ran and key in launches:
-            launches[key].grid, launches[key].block = grid, block
+        grid, block = spec.grid(*shape)
+        if ran and spec in launches:
+            launches[spec].grid, launches[spec].block = grid, block
         elif ran:
             (number,) = ran
             first = before[number] if number < len(before) else None
-            launches[key] = _Launched(key, make, described, self.launcher.target, grid, block, number, first)
+            launches[spec] = _Launched(spec, self.launcher.target, grid, block, number, first)
 
-    GPU._launch = launch  # type: ignore[method-assign]
+    GPU.launch = launch  # type: ignore[method-assign]
     try:
         yield launches
     finally:
-        GPU._launch = original  # type: ignore[method-assign]
-
-
-def name_of(key: Any) -> str:
-    """A kernel in words, from what it is cached by: "tile: swiglu -> delayed + delayed of columns"."""
-    from cuda_kernels.operands import Spec
-    from cuda_kernels.recipes import Recipe, ScaledGradient, direction_in
-
-    if isinstance(key, Spec):
-        return str(key)
-    if isinstance(key, ScaledGradient):
-        return f"scaled gradient: d{key.name}"
-    if not isinstance(key, Recipe):
-        return key if isinstance(key, str) else key[0]
-    what, prologue = key.prologue.name, key.prologue
-    if prologue.name is None:
-        what = prologue.storage
-    elif prologue.kind == "backward":
-        what = f"d{what}"
-    rows, columns = key.row, key.column
-    words = lambda one: one[0] if direction_in(one) is None else direction_in(one).name  # noqa: E731
-    stored = [] if rows is None else [words(rows)]
-    if columns is not None:
-        stored.append("columns" if key.kernel == "columns" else f"{words(columns)} of columns")
-    stored += ["sums"] * (key.dbias is not None)
-    return f"{key.kernel}: {what} -> {' + '.join(stored)}"
+        GPU.launch = original  # type: ignore[method-assign]
 
 
 # --- the command ------------------------------------------------------------------------------------

@@ -1,18 +1,19 @@
-"""The CPU backend: which prologue and which stages make an operation, and the memory that they work on."""
+"""The CPU backend: which stages make an operation, and the memory that they work on."""
 
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
 
 from cuda_kernels.directions import direction_of
-from cuda_kernels.host import arrays, dequantize, epilogues, pointwise, rows, stages, tiles
-from cuda_kernels.host.arrays import DTYPES, NOTHING
+from cuda_kernels.host import arrays, casting, dequantize, pointwise, rows, stages, tiles
+from cuda_kernels.host.arrays import DTYPES
 from cuda_kernels.host.calls import Doing, arrays_of
-from cuda_kernels.host.prologues import prologue_for
+from cuda_kernels.host.values import filling_for
 from cuda_kernels.interface import Backend, Operand, front_of
-from cuda_kernels.operands import Inputs, Outputs
+from cuda_kernels.operands import Blocks, InMemory, Maxima, Random, Stored, TwoLevel
 from cuda_kernels.scale_rules import of_tensor
 from refops import Quantized
 from refops.quantization.dequantize import DequantizedSource
@@ -26,32 +27,16 @@ SMALL = 1 << 15
 #: what a row costs besides its elements counts less.
 WIDE, TALL, BOTH = (8, 1 << 15), (64, 1 << 17), (32, 1 << 17)
 
-_NONE = Outputs(
-    data=NOTHING,
-    scales=NOTHING,
-    amax=NOTHING,
-    given=NOTHING,
-    random_bits=NOTHING,
-    seed=np.uint64(0),
-    offset=np.uint64(0),
-    first_block=0,
-    epsilon=F(0),
-    largest_scale=F(0),
-    outer=0,
-    inner=0,
-    scale_stride=0,
-)
-
 
 @dataclass
 class Pipeline:
-    """A prologue and the stages that follow it over one matrix.
+    """The stages that work on one matrix, after the one that fills its tiles.
 
     Attributes:
         doing: what runs it (`calls.Doing`).
         front: what is computed.
         tile: least rows and elements of a tile.
-        steps: (stage, Outputs) in order.
+        steps: (stage, numbers and arrays) in order.
     """
 
     doing: Any
@@ -59,10 +44,13 @@ class Pipeline:
     tile: tuple = WIDE
     steps: list = field(default_factory=list)
 
-    def add(self, stage, **outputs):
-        """Append a stage; fields of `Outputs` that it uses by name, the matrix's shape is added."""
-        m, k = self.front.matrix_shape
-        self.steps.append((stage, _NONE._replace(outer=m, inner=k, **outputs)))
+    def add(self, stage, *operands):
+        """Append a stage and the tuples of `operands` that it reads and fills."""
+        self.steps.append((stage, list(chain(*operands))))
+
+    def store(self, out, storage):
+        """Append the storing of values in an array (M, K) of a dtype."""
+        self.add(stages.storing(storage), Stored(out, *self.front.matrix_shape))
 
     def round(self):
         """Append the rounding to the nominal dtype, if it changes anything."""
@@ -70,17 +58,14 @@ class Pipeline:
             self.add(stages.rounding(self.front.storage))
 
     def run(self):
-        """Walk over the matrix with the front half's own prologue."""
-        self.walk(prologue_for(self.front), inputs_of(self.front))
+        """Walk over the matrix with the front half's own values."""
+        self.walk(filling_for(self.front), self.front.source())
 
-    def walk(self, prologue, inputs):
-        """Walk over the matrix."""
+    def walk(self, filling, operand):
+        """Walk over the matrix with a stage that fills its tiles."""
         m, k = self.front.matrix_shape
-        words, arrays_in = [prologue, len(self.steps), m, k, *_shape_of_tile(*self.tile, k)], []
-        tiles.append_words(inputs, words, arrays_in)
-        for stage, out in self.steps:
-            words.append(stage)
-            tiles.append_words(out, words, arrays_in)
+        steps = [(filling, operand), *self.steps]
+        words, arrays_in = tiles.words_of_walk(steps, (m, k), _shape_of_tile(*self.tile, k))
         self.doing.loop(tiles.compiled_walk(), words, arrays_in, tiles.pieces(m, k), m * k <= SMALL)
 
 
@@ -91,19 +76,6 @@ def _shape_of_tile(rows, elements, columns):
     return rows, elements // rows
 
 
-def inputs_of(front):
-    """Return the `Inputs` of a front half."""
-    return Inputs(
-        front.x,
-        NOTHING if front.dy is None else front.dy,
-        NOTHING if front.row_scales is None else front.row_scales,
-        *front.parameters,
-        front.matrix_shape[0],
-        front.width,
-        front.interleave,
-    )
-
-
 class ColumnSum:
     """The bias gradient of a pipeline: float32 sums of pieces of 128 rows, then of all pieces, in order."""
 
@@ -111,7 +83,7 @@ class ColumnSum:
         m, k = pipeline.front.matrix_shape
         self._doing, self._out = pipeline.doing, out
         self._partial = self._doing.new(np.zeros, (-(-m // tiles.PIECE_ROWS), k), F)
-        pipeline.add(stages.summing(), data=self._partial)
+        pipeline.add(stages.summing(), Stored(self._partial, *self._partial.shape))
 
     def finish(self, storage):
         """Store the sums, rounded to a dtype."""
@@ -126,7 +98,7 @@ def _store_sums(storage, partial_sums, out):
     pointwise.narrow(total, storage, out)
 
 
-class Maxima:
+class Found:
     """The maxima that a pipeline finds: of the tensor, of its rows or of its columns.
 
     Attributes:
@@ -139,7 +111,7 @@ class Maxima:
         shape = {"tensor": (bands * spans, 1), "rows": (spans, m), "columns": (bands, k)}[axis]
         self._doing = pipeline.doing
         self.partial = self._doing.new(np.zeros, shape, np.uint32)
-        pipeline.add(stages.maxima(axis), amax=self.partial, scale_stride=spans)
+        pipeline.add(stages.maxima(axis), Maxima(self.partial, spans, m, k))
 
     def store(self, *targets):
         """Fill float32 arrays, (1,), (M,) or (K,); 0 where there is nothing."""
@@ -150,11 +122,6 @@ def _store_maxima(partial_maxima, *targets):
     found = np.maximum.reduce(partial_maxima, axis=0, initial=np.uint32(0)).view(F)
     for target in targets:
         target[:] = found
-
-
-def _copy(source, *targets):
-    for target in targets:
-        target[:] = source
 
 
 class HostBackend(Backend):
@@ -220,7 +187,7 @@ class HostBackend(Backend):
             if storage != "float32":
                 pipeline.add(stages.rounding(storage))
             sums = ColumnSum(pipeline, dbias)
-        pipeline.add(stages.storing(storage), data=out)
+        pipeline.store(out, storage)
         pipeline.run()
         if dbias is not None:
             sums.finish(front.storage)
@@ -229,8 +196,7 @@ class HostBackend(Backend):
         """Fill the gradients of a row-scaled activation."""
         m, sums = front.matrix_shape[0], self._doing.new(np.empty, (scales_gradient.size,), F)
         words, arrays_in = [], []
-        tiles.append_words(inputs_of(front), words, arrays_in)
-        tiles.append_words(_NONE._replace(data=out, given=sums), words, arrays_in)
+        tiles.append_words((*front.source(), *Stored(out, m, out.shape[-1]), sums), words, arrays_in)
         loop = rows.scaled_gradient(front.name, front.storage, storage, front.gated, front.interleave > 0)
         self._doing.loop(loop, words, arrays_in, m, m * front.width <= SMALL)
         self._doing.run(partial(_narrow, scales_storage), sums, scales_gradient)
@@ -238,7 +204,7 @@ class HostBackend(Backend):
     def amax(self, front):
         """Largest magnitude, float32 (1,)."""
         pipeline, out = Pipeline(self._doing, front), self._doing.new(np.empty, (1,), F)
-        found = Maxima(pipeline, "tensor")
+        found = Found(pipeline, "tensor")
         pipeline.run()
         found.store(out)
         return out
@@ -246,19 +212,19 @@ class HostBackend(Backend):
     def hadamard(self, operand, sign_mask, inverse, out):
         """Transform groups of 16 along the last dimension."""
         pipeline = Pipeline(self._doing, identity_front(operand))
-        pipeline.add(stages.hadamard_along(inverse), seed=np.uint64(sign_mask))
-        pipeline.add(stages.storing(operand.storage), data=out)
+        pipeline.add(stages.hadamard_along(inverse), (sign_mask,))
+        pipeline.store(out, operand.storage)
         pipeline.run()
 
     def dequantize(self, q, out, storage):
         """Fill `out` with the values that `q` stands for."""
-        prologue, inputs, undo_mask = dequantize.source_of(q)
+        decoding, coded, undo_mask = dequantize.source_of(q)
         tile = WIDE if q.rowwise_data is not None else TALL if q.scaling.layout.columnwise_transposed else BOTH
         pipeline = Pipeline(self._doing, q, tile)
         if undo_mask is not None:
-            pipeline.add(stages.hadamard_down(inverse=True), seed=np.uint64(undo_mask))
-        pipeline.add(stages.storing(storage), data=out)
-        pipeline.walk(prologue, inputs)
+            pipeline.add(stages.hadamard_down(inverse=True), (undo_mask,))
+        pipeline.store(out, storage)
+        pipeline.walk(decoding, coded)
 
     # --- quantization ---------------------------------------------------------------------------------
 
@@ -295,7 +261,7 @@ class HostBackend(Backend):
     def _add_casts(self, pipeline, job, found):
         """Append the stages of the scaling, run the pipeline and store what is known only then.
 
-        `found` are the tensor's `Maxima` where they were found before, else None.
+        `found` are the tensor's `Found` where they were found before, else None.
         """
         if job.scaling.layout.block is None:
             _quantize_per_tensor(pipeline, job, found)
@@ -321,14 +287,14 @@ def _is_computed_twice(job):
 
 
 def _stored_first(doing, job):
-    """Store the values of a job; return the job of what is stored, and the tensor's `Maxima`."""
+    """Store the values of a job; return the job of what is stored, and the tensor's `Found`."""
     front = job.front
     values = doing.new(np.empty, front.matrix_shape, DTYPES[front.storage])
     pipeline = Pipeline(doing, front)
     if job.path.amax_rounded:
         pipeline.round()
-    found = Maxima(pipeline, "tensor")
-    pipeline.add(stages.storing(front.storage), data=values)
+    found = Found(pipeline, "tensor")
+    pipeline.store(values, front.storage)
     pipeline.run()
     return replace(job, front=identity_front(Operand(values, front.tensor_shape, front.storage))), found
 
@@ -364,69 +330,89 @@ def _maxima_of(doing, job, axis):
     pipeline = Pipeline(doing, job.front)
     if job.path.amax_rounded:
         pipeline.round()
-    found = Maxima(pipeline, axis)
+    found = Found(pipeline, axis)
     pipeline.run()
     return found
 
 
 def _quantize_per_tensor(pipeline, job, found):
-    doing, scaling = pipeline.doing, job.scaling
+    doing, scaling, (m, k) = pipeline.doing, job.scaling, job.front.matrix_shape
     if scaling.given is not None:
-        stored, multiplier = map(doing.constant, of_tensor(scaling, np.zeros(1, F), DTYPES[job.front.storage]))
-        found = Maxima(pipeline, "tensor")
+        stored, multiplier = of_tensor(scaling, np.zeros(1, F), DTYPES[job.front.storage])
+        scale = doing.constant(np.concatenate([multiplier, stored]))
+        found = Found(pipeline, "tensor")
     else:
         found = found or _maxima_of(doing, job, "tensor")
-        stored, multiplier = _scale_of_tensor(doing, job, found)
+        scale = _scale_of_tensor(doing, job, found)
     for columnwise, prefix in _directions(job):
-        stage = epilogues.per_tensor(direction_of(scaling, columnwise))
-        pipeline.add(stage, data=job.fields[f"{prefix}_data"], given=multiplier)
+        direction = direction_of(scaling, columnwise)
+        outer, inner = (k, m) if direction.transposed else (m, k)
+        pipeline.add(casting.per_tensor(direction), InMemory(job.fields[f"{prefix}_data"], scale, outer, inner))
     pipeline.run()
-    doing.run(_copy, stored, *(job.fields[f"{prefix}_scale_inv"] for _, prefix in _directions(job)))
+    doing.run(_store_scale, scale, *(job.fields[f"{prefix}_scale_inv"] for _, prefix in _directions(job)))
     found.store(*(array for name, array in job.fields.items() if name.startswith("amax")))
 
 
 def _scale_of_tensor(doing, job, found):
-    """Return (stored, multiplier), arrays (1,), of the maxima that were found."""
-    stored, multiplier = (doing.new(np.empty, (1,), F) for _ in range(2))
+    """Return the scale of an `InMemory`, made of the maxima that were found."""
+    scale, words, arrays_in = doing.new(np.empty, (2,), F), [], []
     numbers = job.scaling.numbers(DTYPES[job.front.storage])
-    outputs = _NONE._replace(
-        data=stored, given=multiplier, amax=found.partial, epsilon=numbers.epsilon, largest_scale=numbers.largest_scale
-    )
-    words, arrays_in = [], []
-    tiles.append_words(outputs, words, arrays_in)
-    doing.loop(epilogues.scale_of_tensor(direction_of(job.scaling, False)), words, arrays_in, 1, True)
-    return stored, multiplier
+    tiles.append_words((found.partial, scale, *numbers), words, arrays_in)
+    doing.loop(casting.scale_of_tensor(direction_of(job.scaling, False)), words, arrays_in, 1, True)
+    return scale
+
+
+def _store_scale(scale, *targets):
+    for target in targets:
+        target[:] = scale[1]
 
 
 def _quantize_blocks(pipeline, job, found):
-    scaling, (m, k) = job.scaling, job.front.matrix_shape
-    numbers, random = scaling.numbers(DTYPES[job.front.storage]), scaling.random
+    doing, scaling, tensor_scales = pipeline.doing, job.scaling, {}
     if scaling.layout.amax is not None:
-        _fill_amax(pipeline.doing, job, found)
+        _fill_amax(doing, job, found)
+    differ = scaling.layout.amax == "rows" or scaling.hadamard is not None  # amaxes of the two directions
     for columnwise, prefix in _directions(job):
         if columnwise and scaling.hadamard is not None:
             _add_hadamard(pipeline, job)
-        direction, scales = direction_of(scaling, columnwise, job.swizzled), job.fields[f"{prefix}_scale_inv"]
-        outputs = {} if scaling.layout.amax is None else {"given": job.fields[f"amax_{prefix}"]}
-        if random is not None:
-            first = m * (k // PHILOX_BYTES) if columnwise else 0
-            outputs |= {"seed": np.uint64(random.seed), "offset": np.uint64(random.offset), "first_block": first}
-        if job.random_bits[columnwise] is not None:
-            outputs["random_bits"] = np.ascontiguousarray(job.random_bits[columnwise])
-        pipeline.add(
-            epilogues.blocks(direction),
-            data=job.fields[f"{prefix}_data"],
-            scales=scales,
-            scale_stride=direction.scale_stride(scales.shape),
-            epsilon=numbers.epsilon,
-            largest_scale=numbers.largest_scale,
-            **outputs,
-        )
+        direction = direction_of(scaling, columnwise, job.swizzled)
+        random = () if scaling.random is None else _random_of(job, columnwise)
+        amax, kind = job.fields.get(f"amax_{prefix}"), casting.operand_of(direction)
+        more = () if kind is Blocks else (amax,)
+        if kind is TwoLevel:
+            whose = columnwise and differ
+            if whose not in tensor_scales:
+                tensor_scales[whose] = _tensor_scales(doing, direction_of(scaling, False), amax)
+            more = (tensor_scales[whose],)
+        pipeline.add(casting.blocks(direction), kind(*_fields_of(job, direction, prefix), *more), random)
     pipeline.run()
 
 
+def _fields_of(job, direction, prefix):
+    """The fields of the `Blocks` that the stage of one direction fills."""
+    scales, (m, k) = job.fields[f"{prefix}_scale_inv"], job.front.matrix_shape
+    outer, inner = (k, m) if direction.transposed else (m, k)
+    numbers, stride = job.scaling.numbers(DTYPES[job.front.storage]), direction.scale_stride(scales.shape)
+    return Blocks(job.fields[f"{prefix}_data"], scales, stride, *numbers, outer, inner)
+
+
+def _tensor_scales(doing, direction, amax):
+    """Return what blocks share, float32 (amaxes, numbers)."""
+    scales, words, arrays_in = doing.new(np.empty, (amax.size, direction.rules().parts), F), [], []
+    tiles.append_words((amax, scales), words, arrays_in)
+    doing.loop(casting.tensor_scales(direction), words, arrays_in, amax.size, amax.size <= SMALL)
+    return scales
+
+
+def _random_of(job, columnwise):
+    """The `Random` of a direction: blocks of a columnwise copy are counted after all rowwise ones."""
+    (m, k), random, bits = job.front.matrix_shape, job.scaling.random, job.random_bits[columnwise]
+    first = m * (k // PHILOX_BYTES) if columnwise else 0
+    return Random(None if bits is None else np.ascontiguousarray(bits), random.seed, random.offset, first)
+
+
 def _add_hadamard(pipeline, job):
-    pipeline.add(stages.hadamard_down(), seed=np.uint64(job.scaling.hadamard))
+    pipeline.add(stages.hadamard_down(), (job.scaling.hadamard,))
     if job.front.storage != "float32":
         pipeline.add(stages.rounding(job.front.storage))
 
@@ -446,11 +432,11 @@ def _fill_amax(doing, job, found):
     pipeline = Pipeline(doing, job.front, TALL)
     if job.path.amax_rounded:
         pipeline.round()
-    plain = Maxima(pipeline, "tensor") if row is not None else None
+    plain = Found(pipeline, "tensor") if row is not None else None
     if not job.path.amax_rounded:
         pipeline.round()
     _add_hadamard(pipeline, job)
-    transformed = Maxima(pipeline, "tensor")
+    transformed = Found(pipeline, "tensor")
     pipeline.run()
     if plain is not None:
         plain.store(row)

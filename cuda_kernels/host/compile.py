@@ -125,6 +125,11 @@ def routine(function):
     return numba.njit(nogil=True, **ONLY_FROM_COMPILED_CODE)(named_by_content(function))
 
 
+def inlined(function):
+    """A `routine` that is compiled into its caller however long it is: a call once a row costs some 20 ns."""
+    return numba.njit(nogil=True, forceinline=True, **ONLY_FROM_COMPILED_CODE)(named_by_content(function))
+
+
 def compiled(name, function, signature):
     """Compile a Python function for one signature, or load it.
 

@@ -1,7 +1,7 @@
-"""Prologues that fill a tile from codes and scales: the front half of `dequantize`.
+"""Stages that fill a tile from codes and scales: the front half of `dequantize`.
 
-`operands.Inputs` of these: `x` the codes, `dy` the scales as stored (bytes), `row_scales` the float32 amax that
-decoding needs, `rows` and `width` the matrix, `interleave` the stored scales in a row of `dy`.
+Their operand is an `operands.Coded`. What an element is multiplied with is, as in kernels, the rule `decode_factor` of
+the stored scale and the amax.
 """
 
 from functools import cache
@@ -10,60 +10,54 @@ import numpy as np
 
 from cuda_kernels import casts
 from cuda_kernels.directions import direction_of
-from cuda_kernels.host.arrays import NOTHING
+from cuda_kernels.host.casting import code_columns, make_spread, name_of, turn_back
 from cuda_kernels.host.compile import address_of, routine
-from cuda_kernels.host.epilogues import code_columns, make_spread, name_of, turn_back
-from cuda_kernels.host.tiles import PROLOGUE
-from cuda_kernels.operands import PARAMETERS, Inputs
+from cuda_kernels.host.tiles import STAGE, reader
+from cuda_kernels.operands import Coded
 from cuda_kernels.simt import U32, U64, F
 
 ZERO = F(0)
 
 
 def source_of(q):
-    """Return (prologue, inputs, mask) of a `refops.Quantized`: mask is the Hadamard transform's to undo, or None."""
+    """Return (stage, coded, mask) of a `refops.Quantized`: mask is the Hadamard transform's to undo, or None."""
     columnwise, scaling = q.rowwise_data is None, q.scaling
     prefix = "columnwise" if columnwise else "rowwise"
-    data, scales = getattr(q, f"{prefix}_data"), getattr(q, f"{prefix}_scale_inv")
-    amax, (m, k) = getattr(q, f"amax_{prefix}"), q.matrix_shape
-    inputs = Inputs(
-        x=np.ascontiguousarray(data),
-        dy=np.ascontiguousarray(scales),
-        row_scales=np.ascontiguousarray(amax) if scaling.layout.two_level else NOTHING,
-        rows=m,
-        width=k,
-        interleave=scales.shape[-1],
-        **dict.fromkeys(PARAMETERS, ZERO),
-    )
-    return prologue(direction_of(scaling, columnwise)), inputs, scaling.hadamard if columnwise else None
+    direction, (m, k) = direction_of(scaling, columnwise), q.matrix_shape
+    codes, scales = (np.ascontiguousarray(getattr(q, f"{prefix}_{name}")) for name in ("data", "scale_inv"))
+    amax = np.ascontiguousarray(getattr(q, f"amax_{prefix}")) if scaling.layout.two_level else None
+    outer, inner = (k, m) if direction.transposed else (m, k)
+    coded = Coded(codes, scales, scales.shape[-1], amax, outer, inner)
+    return decoding(direction), coded, scaling.hadamard if columnwise else None
 
 
 # --- the steps of a tile ----------------------------------------------------------------------------
 
 
 def _make_find_factors(direction):
-    """Return `find(inputs, outer, block, outers, blocks, found)`: what codes are multiplied with, found[outer, block].
+    """Return `find(coded, outer, block, outers, blocks, found)`: what codes are multiplied with, found[outer, block].
 
-    `outers` indices from `outer` on have a row each, of `blocks` factors from `block` on. Scales are copied before the
-    rule sees them: where they lie keeps a loop from being vectorised, the rule alone does not.
+    `outers` indices from `outer` on have a row each, of `blocks` factors from `block` on. It is `Direction.factor` in
+    two steps: scales are copied before the rule sees them, for where they lie keeps a loop from being vectorised, the
+    rule alone does not.
     """
-    rule, widened, index = direction.rules().decode_factor, direction.register_type, direction.scale_index
-    layout, by_outer, kind = direction.layout, direction.by_outer, direction.scale_type
+    rule, widened, kind = direction.rules().decode_factor, direction.register_type, direction.scale_type
+    layout, load_scale, amax_of, factor = direction.layout, direction.load_scale(), direction.amax(), direction.factor()
     two_level, run = layout.two_level, 1 if layout.block is None else layout.run[0]
 
     @routine
-    def find(inputs, outer, block, outers, blocks, found):
-        scales, stored = inputs.dy.view(kind), np.empty(blocks, kind)
+    def find(coded, outer, block, outers, blocks, found):
+        stored = np.empty(blocks, kind)
         for i in range(outers):
-            amax = inputs.row_scales[outer + i if by_outer else 0] if two_level else ZERO
+            amax = amax_of(coded, outer + i) if two_level else ZERO
             for b in range(blocks):
-                stored[b] = scales[U64(index(inputs.interleave, (outer + i) // run, block + b))]
+                stored[b] = load_scale(coded, (outer + i) // run, block + b)
             for b in range(blocks):
                 found[i, b] = rule(widened(stored[b]), amax)
 
     @routine
-    def of_tensor(inputs, outer, block, outers, blocks, found):
-        found[:outers, :blocks] = rule(widened(inputs.dy.view(kind)[0]), ZERO)
+    def of_tensor(coded, outer, block, outers, blocks, found):
+        found[:outers, :blocks] = factor(coded, outer, block)
 
     return of_tensor if layout.block is None else find
 
@@ -109,42 +103,46 @@ def _make_decode_rows(fmt, packed):
 
 
 @cache
-def prologue(direction):
-    """Return the address of the prologue that decodes one direction of a scaling."""
+def decoding(direction):
+    """Return the address of the stage that decodes one direction of a scaling."""
+    read = reader(Coded, scales=direction.scale_type)
     block = 128 if direction.block is None else direction.block[1]
     per_byte = 2 if direction.packed else 1
     find_factors, spread = _make_find_factors(direction), make_spread(block)
     decode, decode_rows = (make(direction.fmt, direction.packed) for make in (_make_decode, _make_decode_rows))
 
-    def along_rows(inputs, tile, rows, columns, row, column):
+    def along_rows(words, at, tile, rows, columns, row, column):
+        coded = read(words, at)
         blocks = (columns + block - 1) // block
         factors, of_columns = np.empty((rows, blocks), np.float32), np.empty(columns, np.float32)
-        find_factors(inputs, row, column // block, rows, blocks, factors)
+        find_factors(coded, row, column // block, rows, blocks, factors)
         for r in range(rows):
-            start = ((row + r) * inputs.width + column) // per_byte
+            start = ((row + r) * coded.inner + column) // per_byte
             spread(factors[r], columns, of_columns)
-            decode(inputs.x[start : start + columns // per_byte], of_columns, tile[r])
+            decode(coded.codes[start : start + columns // per_byte], of_columns, tile[r])
 
-    def along_columns(inputs, tile, rows, columns, row, column):
+    def along_columns(words, at, tile, rows, columns, row, column):
+        coded = read(words, at)
         blocks = (row + rows - 1) // block - row // block + 1
         factors = np.empty((columns, blocks), np.float32)
-        find_factors(inputs, column, row // block, columns, blocks, factors)
+        find_factors(coded, column, row // block, columns, blocks, factors)
         turned = factors.T.copy()
         for r in range(rows):
-            start, of_row = ((row + r) * inputs.width + column) // per_byte, turned[(row + r) // block - row // block]
-            decode(inputs.x[start : start + columns // per_byte], of_row, tile[r])
+            start, of_row = ((row + r) * coded.inner + column) // per_byte, turned[(row + r) // block - row // block]
+            decode(coded.codes[start : start + columns // per_byte], of_row, tile[r])
 
-    def transposed(inputs, tile, rows, columns, row, column):
+    def transposed(words, at, tile, rows, columns, row, column):
+        coded = read(words, at)
         blocks = (rows + block - 1) // block
         factors = np.empty((columns, blocks), np.float32)
-        find_factors(inputs, column, row // block, columns, blocks, factors)
+        find_factors(coded, column, row // block, columns, blocks, factors)
         turned = factors.T.copy()
         height = rows // per_byte
         codes = np.empty((height, code_columns(columns)), np.uint8)
-        turn_back(inputs.x, height, columns, row // per_byte, column, inputs.rows // per_byte, codes)
+        turn_back(coded.codes, height, columns, row // per_byte, column, coded.inner // per_byte, codes)
         for r in range(height):
             upper, lower = tile[per_byte * r, :columns], tile[per_byte * r + per_byte - 1, :columns]
             decode_rows(codes[r], turned[per_byte * r // block], upper, lower)
 
     function = transposed if direction.transposed else along_columns if direction.columnwise else along_rows
-    return address_of(name_of("dequantize", direction), function, PROLOGUE)
+    return address_of(name_of("dequantize", direction), function, STAGE)

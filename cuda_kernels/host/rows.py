@@ -5,10 +5,11 @@ from functools import cache
 import numpy as np
 
 from cuda_kernels.casts import STORAGES
+from cuda_kernels.formulas import scale_gradient_of, scaled_gradients_of
 from cuda_kernels.host.compile import compiled
-from cuda_kernels.host.prologues import halves_of
-from cuda_kernels.host.tiles import INPUT_WORDS, LOOP, inputs_at, outputs_at
-from cuda_kernels.prologues import make_forward_product, make_scaled_gradient
+from cuda_kernels.host.tiles import LOOP, make_array_at, reader, size
+from cuda_kernels.host.values import halves_of, inputs_at
+from cuda_kernels.operands import Inputs, Stored
 from cuda_kernels.simt import F, device
 
 #: Columns whose products are added from left to right before the sums of chunks are.
@@ -17,20 +18,20 @@ CHUNK = 128
 
 @cache
 def scaled_gradient(name, storage, out_storage, gated, interleaved):
-    """Return `loop(words, first, last)` over rows: words of an `Inputs`, then of `Outputs`.
+    """Return `loop(words, first, last)` over rows: words of an `Inputs`, of a `Stored` and of a float32 array (M,).
 
-    Fills `data`, of dtype `out_storage`, with the gradient, and float32 `given` (M,) with that of the scales.
+    Fills the one, of dtype `out_storage`, with the gradient, the other with that of the scales.
     """
-    carrier, widen = STORAGES[storage].carrier.type, STORAGES[storage].widen
-    target, narrow = STORAGES[out_storage].carrier.type, STORAGES[out_storage].narrow
-    act_gradient, gate_gradient = make_scaled_gradient(name, False)
-    product = make_forward_product(name, False)
-    gate_gradient = gate_gradient or act_gradient
+    read_inputs, widen = inputs_at(storage), STORAGES[storage].widen
+    read_stored, narrow = reader(Stored, data=STORAGES[out_storage].carrier.type), STORAGES[out_storage].narrow
+    at_stored, array_at = size(Inputs), make_array_at(np.float32)
+    at_sums = at_stored + size(Stored)
+    (act_gradient, gate_gradient), product = scaled_gradients_of(name), scale_gradient_of(name)
     halves = halves_of(interleaved) if gated else single
 
     def loop(words, first, last):
-        inputs, out = inputs_at(words, 0), outputs_at(words, INPUT_WORDS)
-        x, gradient, results = inputs.x.view(carrier), inputs.dy.view(carrier), out.data.view(target)
+        inputs, results, sums = read_inputs(words, 0), read_stored(words, at_stored).data, array_at(words, at_sums)
+        x, gradient = inputs.x, inputs.dy
         products = np.empty(CHUNK, np.float32)
         for row in range(first, last):
             factor, total = inputs.row_scales[row], F(0)
@@ -52,7 +53,7 @@ def scaled_gradient(name, storage, out_storage, gated, interleaved):
                 for c in range(columns):
                     chunk += products[c]
                 total += chunk
-            out.given[row] = total
+            sums[row] = total
 
     words = [name, "backward-scaled", storage, out_storage, "interleaved" * interleaved]
     return compiled("-".join(filter(None, words)), loop, LOOP)

@@ -1,7 +1,6 @@
 """Stages without scales: round a tile, sum it, find its maxima, transform it, store it.
 
-`operands.Outputs` of a stage: what it fills is in `data` (stored values, or float32 partial sums) or in `amax` (maxima
-as uint32 bits). `epilogues` holds the stages that cast.
+`casting` holds the stages that cast.
 """
 
 from functools import cache, lru_cache
@@ -11,7 +10,8 @@ import numpy as np
 from cuda_kernels.casts import INFINITE, MAGNITUDE, STORAGES
 from cuda_kernels.hadamard import signed
 from cuda_kernels.host.compile import address_of, routine
-from cuda_kernels.host.tiles import PIECE_ROWS, SPAN, STAGE
+from cuda_kernels.host.tiles import PIECE_ROWS, SPAN, STAGE, reader
+from cuda_kernels.operands import Maxima, Stored
 from cuda_kernels.simt import U32, F, as_u32, device, select
 
 HADAMARD = 16
@@ -32,7 +32,7 @@ def rounding(storage):
     """The stage that rounds a tile to a dtype."""
     round_value = STORAGES[storage].round
 
-    def stage(tile, rows, columns, row, column, out):
+    def stage(words, at, tile, rows, columns, row, column):
         for r in range(rows):
             line = tile[r]
             for c in range(columns):
@@ -43,14 +43,14 @@ def rounding(storage):
 
 @cache
 def storing(storage):
-    """The stage that stores values in a dtype."""
-    carrier, narrow = STORAGES[storage].carrier.type, STORAGES[storage].narrow
+    """The stage that stores values in a dtype: a `Stored`."""
+    read, narrow = reader(Stored, data=STORAGES[storage].carrier.type), STORAGES[storage].narrow
 
-    def stage(tile, rows, columns, row, column, out):
-        data = out.data.view(carrier)
+    def stage(words, at, tile, rows, columns, row, column):
+        out = read(words, at)
         for r in range(rows):
             start = (row + r) * out.inner + column
-            target, line = data[start : start + columns], tile[r]
+            target, line = out.data[start : start + columns], tile[r]
             for c in range(columns):
                 target[c] = narrow(line[c])
 
@@ -59,11 +59,13 @@ def storing(storage):
 
 @lru_cache(maxsize=1)
 def summing():
-    """The stage that adds rows to the partial sums of their piece: float32 `data` (pieces of 128 rows, K)."""
+    """The stage that adds rows to the sums of their piece: a `Stored` of float32, (pieces of 128 rows, K)."""
+    read = reader(Stored, data=np.float32)
 
-    def stage(tile, rows, columns, row, column, out):
+    def stage(words, at, tile, rows, columns, row, column):
+        out = read(words, at)
         start = row // PIECE_ROWS * out.inner + column
-        sums = out.data.view(np.float32)[start : start + columns]
+        sums = out.data[start : start + columns]
         for r in range(rows):
             line = tile[r]
             for c in range(columns):
@@ -74,29 +76,33 @@ def summing():
 
 @cache
 def maxima(axis):
-    """The stage that keeps maxima in `amax`: of each piece ("tensor"), of each row of a piece ("rows": amax[span, row])
-    or of each column of a piece ("columns": amax[piece, column])."""
+    """The stage that keeps maxima in a `Maxima`, as bits: of each piece ("tensor": amax[piece of rows, span]), of each
+    row of a piece ("rows": amax[span, row]) or of each column of a piece ("columns": amax[piece of rows, column])."""
+    read = reader(Maxima)
 
-    def tensor(tile, rows, columns, row, column, out):
-        found = U32(0)
+    def tensor(words, at, tile, rows, columns, row, column):
+        out, found = read(words, at), U32(0)
         for r in range(rows):
             line = tile[r]
             for c in range(columns):
                 found = max(found, magnitude_bits(line[c]))
-        slot = row // PIECE_ROWS * out.scale_stride + column // SPAN
-        out.amax[slot] = max(out.amax[slot], found)
+        slot = row // PIECE_ROWS * out.stride + column // SPAN
+        maxima = out.amax.view(np.uint32)
+        maxima[slot] = max(maxima[slot], found)
 
-    def of_rows(tile, rows, columns, row, column, out):
-        start = column // SPAN * out.outer + row
+    def of_rows(words, at, tile, rows, columns, row, column):
+        out = read(words, at)
+        start, maxima = column // SPAN * out.outer + row, out.amax.view(np.uint32)
         for r in range(rows):
-            line, found = tile[r], out.amax[start + r]
+            line, found = tile[r], maxima[start + r]
             for c in range(columns):
                 found = max(found, magnitude_bits(line[c]))
-            out.amax[start + r] = found
+            maxima[start + r] = found
 
-    def of_columns(tile, rows, columns, row, column, out):
+    def of_columns(words, at, tile, rows, columns, row, column):
+        out = read(words, at)
         start = row // PIECE_ROWS * out.inner + column
-        found = out.amax[start : start + columns]
+        found = out.amax.view(np.uint32)[start : start + columns]
         for r in range(rows):
             line = tile[r]
             for c in range(columns):
@@ -114,7 +120,7 @@ def four_point(a, b, c, d):
 
 @cache
 def hadamard_down(inverse=False):
-    """The stage that transforms groups of 16 rows in place; the sign mask is in `seed`.
+    """The stage that transforms groups of 16 rows in place; the sign mask is its word.
 
     Four butterfly stages in float32, then a factor 1/4; adding 0 leaves no -0, like a matrix product. Two stages at a
     time, of four rows each, over `NEAR` columns: what is passed over twice lies in the nearest cache.
@@ -139,8 +145,8 @@ def hadamard_down(inverse=False):
                 y, z = signed(y, mask, i + 8), signed(z, mask, i + 12)
             a[k], b[k], c[k], d[k] = w + ZERO, x + ZERO, y + ZERO, z + ZERO
 
-    def stage(tile, rows, columns, row, column, out):
-        mask = np.uint32(out.seed)
+    def stage(words, at, tile, rows, columns, row, column):
+        mask = np.uint32(words[at])
         for top in range(0, rows, HADAMARD):
             for left in range(0, columns, NEAR):
                 right = min(left + NEAR, columns)
@@ -158,8 +164,8 @@ def hadamard_down(inverse=False):
 def hadamard_along(inverse=False):
     """The stage that transforms groups of 16 columns in place, as `hadamard_down` does rows."""
 
-    def stage(tile, rows, columns, row, column, out):
-        mask = np.uint32(out.seed)
+    def stage(words, at, tile, rows, columns, row, column):
+        mask = np.uint32(words[at])
         for r in range(rows):
             for left in range(0, columns, HADAMARD):
                 group = tile[r, left : left + HADAMARD]

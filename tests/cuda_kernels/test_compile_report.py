@@ -254,7 +254,7 @@ def test_the_command_prints_json_and_fails_for_unknown_kernels():
     command = [sys.executable, "-m", "cuda_kernels", "report", "--target", "sm_90", "--json", "--kernel"]
     run = subprocess.run([*command, "amax of bf16"], capture_output=True, text=True, cwd=Path(__file__).parents[2])
     (row,) = json.loads(run.stdout)
-    assert (row["name"], row["target"], row["accesses"]["LDG.E.128"]) == ("amax of bf16", "sm_90", 1)
+    assert (row["name"], row["target"], row["accesses"]["LDG.E.128"]) == ("amax of bf16", "sm_90", 2)
     assert run.returncode == bool(row["problems"])
     run = subprocess.run([*command, "no such"], capture_output=True, text=True, cwd=Path(__file__).parents[2])
     assert (run.returncode, run.stdout) == (2, "")

@@ -4,14 +4,25 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+import refops
+from arrays import assert_same_quantized
 from cuda_kernels import host
-from declared_scalings import CHECKED, SHAPES, check_declared
+from declared_scalings import CHECKED, SHAPES, WITHOUT_GPU_KERNELS, check_declared, declared
 from tiers import sampled
 
 
 @sampled("name", CHECKED, 6, in_all=4)
 def test_every_call_has_the_reference_s_bits(name):
     check_declared(host, name, ml_dtypes.bfloat16, SHAPES[name])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("scaling", WITHOUT_GPU_KERNELS, ids=["stochastic", "hadamard", "choice"])
+def test_what_no_gpu_kernel_makes(scaling):
+    x = (np.arange(48 * 80).reshape(48, 80) % 33 - 16).astype(ml_dtypes.bfloat16)
+    with declared():
+        for made in ({}, {"columnwise": True}, {"rowwise": False, "columnwise": True}):
+            assert_same_quantized(host.quantize(x, scaling, **made), refops.quantize(x, scaling, **made))
 
 
 @pytest.mark.full

@@ -179,6 +179,5 @@ def test_fast_formulas_treat_nan_and_infinity_as_accurate_ones(function):
 
 
 def test_what_kernels_read_beside_parameters_is_reserved():
-    """The operands of a kernel are fields of one tuple, its parameters among them."""
-    tuples = (operands.Inputs, operands.Outputs, operands.Coded, operands.Stored)
-    assert {name for fields in tuples for name in fields._fields} - set(operands.PARAMETERS) <= RESERVED
+    """Parameters are fields of the tuple that has all of it."""
+    assert set(operands.Inputs._fields) - set(operands.PARAMETERS) <= RESERVED

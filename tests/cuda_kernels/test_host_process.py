@@ -457,6 +457,7 @@ def judge(op, inputs, *arguments, scaling=None, **options):
 #: name -> a probe.
 PROBES = {
     "mxfp8": "check(tensor((300, 72)), MXFP8)",
+    "wide": "check(tensor((9, 8224)), MXFP8)",
     "sums": "check(tensor((300, 72), F), MXFP8)",
     "current": "check(tensor((35, 4700), F), ALL_SCALINGS['current'])",
     "nvfp4": "check(ordinary((256, 1024)), ALL_SCALINGS['nvfp4-1x16'])",
@@ -468,12 +469,15 @@ PROBES = {
 #: file, text, what it becomes, the probe that finds it
 FAULTS = (
     ("casts.py", "m + odd + np.uint32(", "m + odd + U32(1) - np.uint32(", "mxfp8"),
-    ("host/epilogues.py", "rule(out.given[outer", "rule(F(2) * out.given[outer", "nvfp4"),
+    ("directions.py", "return as_f32(first), as_f32(second)", "return as_f32(second), as_f32(first)", "nvfp4"),
+    ("directions.py", "U64(index(out.scale_stride, outer, block))", "U64(index(out.scale_stride, outer, 0))", "mxfp8"),
+    ("host/casting.py", "scales[2 * i + 1] = rule(amaxes", "scales[2 * i + 1] = rule(F(2) * amaxes", "nvfp4"),
+    ("host/casting.py", "r // outers, first + b)", "r // outers, b)", "wide"),
     ("host/stages.py", "bits > INFINITE", "bits > MAGNITUDE", "current"),
     ("host/stages.py", "row // PIECE_ROWS * out.inner + column", "column", "sums"),
     ("host/backend.py", "m * (k // PHILOX_BYTES) if columnwise else 0", "0", "stochastic"),
     ("host/backend.py", "if job.path.casts_rounded:", "if False:", "fused"),
-    ("host/prologues.py", "return start, start + g, min", "return start, start + 2 * g, min", "scaled"),
+    ("host/values.py", "return start, start + g, min", "return start, start + 2 * g, min", "scaled"),
     ("host/dequantize.py", "pair & U32(15)", "pair >> U32(4)", "nvfp4"),
     ("host/threads.py", "range(pieces + 1)", "range(pieces)", "threads"),
 )

@@ -11,7 +11,7 @@ import pytest
 from cuda_kernels import families, ptx_cache
 from cuda_kernels.directions import Direction, direction_of
 from cuda_kernels.operands import Coded, Spec, Stored, Values, described, pointer, scalar
-from refops import E5M2, MXFP8Scaling
+from refops import E4M3, E5M2, MXFP8Scaling
 
 MODULES = [
     importlib.import_module(f"cuda_kernels.families.{one.name}") for one in pkgutil.iter_modules(families.__path__)
@@ -27,10 +27,13 @@ def another(value):
     if isinstance(value, int):
         return value ^ 1
     if isinstance(value, Direction):
-        return direction_of(MXFP8Scaling(E5M2), value.columnwise)
+        return direction_of(MXFP8Scaling(E4M3 if value.fmt == "e5m2" else E5M2), value.columnwise)
     if isinstance(value, Values):
         return replace(value, fast_math=not value.fast_math)
-    return {"bfloat16": "float16"}[value]
+    if value is None:  # no sign mask
+        return 1
+    return "float16" if value == "bfloat16" else "bfloat16"
+    return {"bfloat16": "float16", "float32": "float16"}[value]
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -52,7 +55,8 @@ def test_every_spec_of_the_families_has_a_cost():
 def test_equal_specs_share_a_kernel():
     for spec in SPECS.values():
         assert spec.function((9, 0)) is replace(spec).function((9, 0))
-        assert spec.function((9, 0)) is not spec.function((10, 0, "a"))
+    alike = {type(one).__name__ for one in SPECS.values() if one.function((9, 0)) is one.function((10, 0, "a"))}
+    assert alike == {"Swizzle"}  # a naive kernel, which asks for no target
 
 
 def named_alike(module):

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,7 +12,9 @@ import cuda_kernels
 import refops
 from arrays import assert_same_bits
 from cuda_kernels.emulator import behaviour
-from cuda_kernels.launch import cuda_core
+from cuda_kernels.launch import cuda_core, launcher_for
+from cuda_kernels.operands import Spec, pointer
+from cuda_kernels.simt import kernel
 from refops import E4M3, oracle
 
 cuda = pytest.importorskip("numba.cuda")
@@ -278,15 +281,28 @@ def test_an_array_with_dlpack_alone(number, rng):
 # --- contexts and streams that end ------------------------------------------------------------------
 
 
-def launch_copy(number, source, target):
-    """Start a small kernel of the package on a device, in the default stream; 64 numbers."""
-    from cuda_kernels import kernels
-    from cuda_kernels.launch import launcher_for
-    from cuda_kernels.operands import pointer, scalar
+@kernel
+def copy_one(source, target):
+    """target[0] = source[0]. One thread."""
+    target[0] = source[0]
 
-    described = [pointer(F)] * 2 + [scalar(np.int32)]
-    make = lambda target: kernels.copy_one  # noqa: E731
-    launcher_for(number).launch("copy", make, described, [source, target, 0], (1, 1, 1), (1, 1, 1), 0)
+
+@dataclass(frozen=True)
+class CopyOne(Spec):
+    """A small kernel."""
+
+    title = "copy one"
+
+    def operands(self):
+        return pointer(F), pointer(F)
+
+    def build(self, target):
+        return copy_one
+
+
+def launch_copy(number, source, target):
+    """Start it on a device, in the default stream."""
+    launcher_for(number).launch(CopyOne(), [source, target], (1, 1, 1), (1, 1, 1), 0)
 
 
 def test_a_thread_whose_context_was_taken_away_gets_one_again(rng):

@@ -9,15 +9,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from recipes_on_arrays import profile_recipe
+from kernels_on_arrays import profile_kernel
 
 import cuda_kernels
 import refops
 from cuda_kernels.catalogue import catalogue
 from cuda_kernels.emulator import profile as profiler
 from cuda_kernels.emulator import run
-from cuda_kernels.operands import Spec
-from cuda_kernels.recipes import build
 from refops.survey import SCALINGS
 from tiers import SWEEP, sampled
 
@@ -113,28 +111,28 @@ def shares_memory(entry):
     return "shared" in entry.build((9, 0), False).__code__.co_names
 
 
-def kind_of(recipe):
-    """What kind of kernel a `Spec` or recipe is of."""
-    return recipe.title if isinstance(recipe, Spec) else getattr(recipe, "kernel", "scaled gradient")
-
-
 def with_other_stages():
-    """(name, recipe) of each kernel of the catalogue that uses shared memory, and of it with float32 in its tile."""
+    """(name, spec) of each kernel of the catalogue that uses shared memory, and of it with float32 in its tile."""
     for entry in catalogue():
         if not shares_memory(entry):
             continue
-        yield entry.name, entry.recipe
-        if isinstance(entry.recipe, Spec):
-            continue
-        wider = replace(entry.recipe, stage="float32")
-        if wider != entry.recipe and fits(wider):
+        yield entry.name, entry.spec
+        wider = staged_as_float32(entry.spec)
+        if wider != entry.spec and fits(wider):
             yield f"{entry.name}, staged as float32", wider
 
 
-def fits(recipe):
-    """Whether a tile is as wide as the squares that a kernel needs."""
+def staged_as_float32(spec):
+    """A kernel that reads float32, and so has them in its tile."""
+    if hasattr(spec, "values"):
+        return replace(spec, values=replace(spec.values, storage="float32"))
+    return replace(spec, storage="float32")
+
+
+def fits(spec):
+    """Whether a tile is as wide as the blocks that a kernel needs."""
     try:
-        build(recipe, (9, 0))
+        spec.function((9, 0))
     except ValueError:
         return False
     return True
@@ -145,19 +143,44 @@ SHARING = dict(with_other_stages())
 
 @sampled(("name", "shape"), [*product(SHARING, SHAPES)], 3, ids=str)
 def test_shared_memory_has_no_conflicts(name, shape):
-    profiled = profile_recipe(SHARING[name], shape, TARGET)
+    profiled = profile_kernel(SHARING[name], shape, TARGET)
     assert profiled.static.shared > 0 and profiled.counters.shared_ideal > 0
     assert profiled.counters.wavefronts_over_ideal < MOST_WAVEFRONTS
 
 
 def test_every_kind_of_kernel_that_shares_memory_is_there():
-    kinds = {kind_of(recipe) for recipe in SHARING.values()}
-    assert kinds == {"tile", "square", "square choice", "columns", "dequantize turned", "blocks in both directions"}
+    assert {spec.title for spec in SHARING.values()} == {
+        "fused columns",
+        "dequantize turned",
+        "blocks in both directions",
+        "NVFP4 in both directions",
+        "amaxes of columns",
+        "per tensor in both directions",
+        "squares",
+        "squares turned",
+        "a choice of scales in both directions",
+        "a choice of scales for squares",
+    }
 
 
 #: Kinds of kernels whose threads read 32 or more neighbouring bytes in two or more requests: each touches twice the
 #: sectors that it uses, and the L1 cache has the other halves for the next one. "dequantize rows" stores likewise.
-WIDE = ("wide row", "block row", "two block row", "blocks along rows")
+WIDE = (
+    "fused rows",
+    "fused halves",
+    "blocks along rows",
+    "NVFP4 along rows",
+    "NVFP4 along rows, stochastic",
+    "a choice of scales along rows",
+    "amax of a tensor",
+    "known scale along rows",
+    "known scale along rows, both halves",
+    "scale in memory along rows",
+    "maxima of squares",
+    "squares along rows",
+    "squares turned",
+    "encode",
+)
 #: By element, for rows that are not whole vectors, and codes below a transform, four bytes of a lane.
 BY_ELEMENT = (
     "bf16 -> MXFP8, guarded",
@@ -166,12 +189,15 @@ BY_ELEMENT = (
     "NVFP4 columnwise + RHT -> bf16",
 )
 
+#: Of scales alone, few bytes: one thread, or a thread for each.
+OF_SCALES = ("scale of a tensor", "scales that blocks share", "delayed scale", "scales in GEMM order")
+
 
 def first_of_each_kind():
     """The catalogue's kernels; of those that are not the first of their kind `make test-all` runs a tenth."""
     seen, others = set(), 0
     for entry in catalogue():
-        marks, kind = (), kind_of(entry.recipe)
+        marks, kind = (), entry.spec.title
         if kind in seen:
             marks = SWEEP if others % 10 else pytest.mark.full
             others += 1
@@ -182,10 +208,10 @@ def first_of_each_kind():
 @pytest.mark.parametrize("entry", [*first_of_each_kind()])
 def test_loads_use_the_sectors_that_they_touch(entry):
     """Of whole rows; more than 1: lanes share what they read."""
-    counted = profile_recipe(entry.recipe, SHAPES[0], TARGET).counters
-    if entry.name in BY_ELEMENT:
+    counted = profile_kernel(entry.spec, SHAPES[0], TARGET).counters
+    if entry.name in BY_ELEMENT or entry.spec.title in OF_SCALES:
         assert counted.load_sectors_per_request <= 16
-    elif kind_of(entry.recipe) in WIDE:
+    elif entry.spec.title in WIDE:
         assert counted.used_load_share >= 0.5
     else:
         assert counted.used_load_share >= 1 and counted.load_sectors_per_request <= 16
@@ -240,22 +266,24 @@ def test_launches_of_one_kernel_are_one_column(capsys):
     found = profiled(capsys, "--op", "gelu", "--scaling", "current", "--columnwise")
     launches = {kernel["name"]: kernel["counted"]["launches"] for kernel in found["kernels"]}
     assert launches == {
-        "row: gelu -> plain+amax": 1,
-        "scale of tensor": 1,
-        "copy": 2,
-        "tile: bfloat16 -> current + current of columns": 1,
+        "elementwise: gelu bfloat16 -> bfloat16 + amax": 1,
+        "scale of a tensor": 1,
+        "per tensor in both directions: bfloat16 -> current": 1,
     }
 
 
 @pytest.mark.parametrize(
     ("arguments", "names"),
     [
-        (["--op", "swiglu"], ["row: swiglu -> plain"]),
-        (["--op", "dswiglu", "--dtype", "float32"], ["row: dswiglu -> plain"]),
-        (["--op", "dgelu", "--scaling", "mxfp8", "--dbias"], ["band: dgelu -> mxfp8 + sums", "finish sums"]),
-        (["--op", "swiglu", "--scaling", "mxfp8", "--columnwise"], ["columns: swiglu -> mxfp8 + columns"]),
-        (["--op", "none", "--scaling", "mxfp8", "--shape", "2x3x32"], ["wide row: bfloat16 -> mxfp8"]),
-        (["--op", "none", "--scaling", "mxfp8", "--set", "fmt=e5m2"], ["wide row: bfloat16 -> mxfp8"]),
+        (
+            ["--op", "swiglu", "--scaling", "mxfp8", "--columnwise"],
+            ["fused columns: swiglu bfloat16 -> mxfp8 + columns"],
+        ),
+        (["--op", "none", "--scaling", "mxfp8", "--shape", "2x3x32"], ["fused rows: bfloat16 -> mxfp8"]),
+        (["--op", "none", "--scaling", "mxfp8", "--set", "fmt=e5m2"], ["fused rows: bfloat16 -> mxfp8"]),
+        (["--op", "swiglu"], ["elementwise: swiglu bfloat16 -> bfloat16"]),
+        (["--op", "dswiglu", "--dtype", "float32"], ["elementwise gradient: dswiglu float32 -> float32"]),
+        (["--op", "dgelu", "--scaling", "mxfp8", "--dbias"], ["band: dgelu bfloat16 -> mxfp8 + sums", "finish sums"]),
         (["--op", "none", "--scaling", "mxfp8", "--shape", "0x32"], []),
     ],
 )
@@ -280,7 +308,7 @@ def test_which_kernels_dequantize():
 def test_columns_of_a_scaling_that_is_about_columns(capsys):
     """RHT changes the columnwise copy alone."""
     names = [kernel["name"] for kernel in profiled(capsys, "--op", "none", "--scaling", "nvfp4-rht")["kernels"]]
-    assert names[-1] == "tile: bfloat16 -> nvfp4 + nvfp4 of columns"
+    assert names[-1] == "NVFP4 in both directions: bfloat16 -> nvfp4"
 
 
 def test_fewer_instructions_with_fast_math(capsys):
@@ -296,7 +324,13 @@ def test_the_table_has_a_column_for_each_kernel(capsys):
     assert profiler.main(arguments) == 0
     text = capsys.readouterr().out
     assert text.splitlines()[0] == f"dgelu delayed-scale-1 bfloat16 256x512 on {TARGET} columnwise dbias"
-    for words in ("tile: dgelu", "finish sums", "active lanes of 32", "over the ideal", "static: registers"):
+    for words in (
+        "per tensor in both directions: dgelu",
+        "finish sums",
+        "active lanes of 32",
+        "over the ideal",
+        "static: registers",
+    ):
         assert words in text
     loads, stores = (line for line in text.splitlines() if "sectors a request" in line)
     assert loads != stores
@@ -340,4 +374,4 @@ def test_the_command_in_a_process_of_its_own():
     command = [sys.executable, "-m", "cuda_kernels", "profile", "--op", "swiglu", "--scaling", "mxfp8", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
-    assert [kernel["name"] for kernel in json.loads(done.stdout)["kernels"]] == ["wide row: swiglu -> mxfp8"]
+    assert [kernel["name"] for kernel in json.loads(done.stdout)["kernels"]] == ["fused rows: swiglu bfloat16 -> mxfp8"]

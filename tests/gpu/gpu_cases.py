@@ -5,12 +5,15 @@ torch tensors, on the software GPU with NumPy arrays in its memory and, at small
 from `rng`, new in every run.
 """
 
+from dataclasses import dataclass
+
 import numpy as np
 from simulated_cases import DTYPES, RHT, SCALINGS, directions_of, gated, granularity, misaligned
 
 import cuda_kernels
 import refops
 from arrays import assert_same_bits
+from cuda_kernels.operands import Spec
 from refops import oracle
 
 F = np.float32
@@ -25,6 +28,33 @@ WITH_ROW_SCALES = ("swiglu", "situglu", "clamped_swiglu", "srelu")
 SPECIALS = np.array(
     [0, 0x80000000, 0x7F800000, 0xFF800000, 0x7FC00000, 1, 0x80000001, 0x7F7F0000, 0x00800000], np.uint32
 )
+
+
+# --- kernels by themselves --------------------------------------------------------------------------
+
+#: Name -> (kernel, descriptions of its arguments).
+ALONE: dict[str, tuple] = {}
+
+
+@dataclass(frozen=True)
+class Alone(Spec):
+    """A kernel of `ALONE`."""
+
+    name: str
+
+    title = "a kernel by itself"
+
+    def operands(self):
+        return tuple(ALONE[self.name][1])
+
+    def build(self, target):
+        return ALONE[self.name][0]
+
+
+def alone(name, kernel, described):
+    """The `Spec` of a kernel that belongs to no family; its name is its own."""
+    ALONE[name] = kernel, described
+    return Alone(name)
 
 
 # --- devices ----------------------------------------------------------------------------------------
@@ -69,7 +99,7 @@ class Simulated(Sized):
         """Launch a kernel on arrays."""
         from cuda_kernels.launch import launcher_for
 
-        launcher_for(0).launch(key, lambda target: kernel, described, values, grid, block, 0)
+        launcher_for(0).launch(alone(key, kernel, described), values, grid, block, 0)
 
 
 class Emulated(Sized):
@@ -122,7 +152,7 @@ class Emulated(Sized):
         from cuda_kernels.launch import launcher_for
 
         flat = [value.ctypes.data if isinstance(value, np.ndarray) else value for value in values]
-        launcher_for(self.number).launch(key, lambda target: kernel, described, flat, grid, block, 0)
+        launcher_for(self.number).launch(alone(key, kernel, described), flat, grid, block, 0)
 
 
 class Torch(Sized):
@@ -175,7 +205,7 @@ class Torch(Sized):
 
         flat = [value.data_ptr() if hasattr(value, "data_ptr") else value for value in values]
         stream = self.torch.cuda.current_stream(self.number).cuda_stream
-        launcher_for(self.number).launch(key, lambda target: kernel, described, flat, grid, block, stream)
+        launcher_for(self.number).launch(alone(key, kernel, described), flat, grid, block, stream)
 
 
 class OnHost:

@@ -9,8 +9,6 @@ import statistics
 import time
 from functools import partial
 
-import numpy as np
-
 import cuda_kernels
 import refops
 from refops import E4M3
@@ -179,16 +177,19 @@ def naive_call(torch, name):
     }
     if name.startswith("nvfp4"):
         sizes |= {"codes": ROWS * COLUMNS // 2, "scales": ROWS * COLUMNS // 16}
-    sizes |= {"y": 2 * ROWS * COLUMNS, "sums": 2 * COLUMNS}
+    sizes |= {"y": 2 * ROWS * COLUMNS, "sums": 2 * COLUMNS, "dx": 4 * ROWS * COLUMNS, "drow_scales": 4 * ROWS}
     results = {n: make(sizes[n]) for n in row.arguments if n in sizes}
     given = {
         "scale": torch.full((1,), 2.0, device="cuda"),
+        "amax": torch.full((1,), 500.0, device="cuda"),
         "tensor_scales": torch.tensor([500.0, 0.002], device="cuda"),
+        "row_scales": torch.ones(ROWS, device="cuda"),
     }
     fixed = results | given | {"rows": ROWS, "columns": COLUMNS}
 
-    def call(x):
-        values = [x if n == "x" else fixed[n] for n in row.arguments]
+    def call(*inputs):  # x, or dy and x
+        given = dict(zip((n for n in row.arguments if n in ("dy", "x")), inputs, strict=True))
+        values = [(given | fixed)[n] for n in row.arguments]
         device.run(("naive", name), row.kernel, list(row.arguments.values()), values, *shape)
         return tuple(results.values())
 
@@ -237,9 +238,9 @@ def agreement(torch, call, x):
 
 def overheads(torch, clock):
     """Host microseconds of calls on a tiny tensor, and of the launch alone."""
-    from cuda_kernels import kernels
+    from cuda_kernels.directions import direction_of
+    from cuda_kernels.families.scales import TensorScales
     from cuda_kernels.launch import launcher_for
-    from cuda_kernels.operands import pointer, scalar
 
     x, gated = (torch.randn((16, w), device="cuda", dtype=torch.bfloat16) for w in (64, 128))
     calls = {
@@ -250,12 +251,11 @@ def overheads(torch, clock):
         "swiglu -> MXFP8": lambda: cuda_kernels.activation_quantize("swiglu", gated, MXFP8),
         "torch gelu": lambda: torch.nn.functional.gelu(x, approximate="tanh"),
     }
-    a, b = (torch.zeros(1, device="cuda") for _ in range(2))
-    described = [pointer(np.float32)] * 2 + [scalar(np.int32)]
-    values, stream = [a.data_ptr(), b.data_ptr(), 0], torch.cuda.current_stream().cuda_stream
-    launcher, make = launcher_for(torch.cuda.current_device()), lambda target: kernels.copy_one
-    one = (1, 1, 1)
-    calls["launch alone"] = lambda: launcher.launch("copy", make, described, values, one, one, stream)
+    a, b = torch.zeros(1, device="cuda"), torch.zeros(2, device="cuda")
+    spec = TensorScales(direction_of(refops.NVFP4Scaling(), False))
+    values, stream = [a.data_ptr(), b.data_ptr(), 1], torch.cuda.current_stream().cuda_stream
+    launcher, one = launcher_for(torch.cuda.current_device()), (1, 1, 1)
+    calls["launch alone"] = lambda: launcher.launch(spec, values, one, one, stream)
     return {name: clock.host_microseconds(call) for name, call in calls.items()}
 
 
@@ -272,7 +272,8 @@ def run(record, deadline):
     jobs = [("accurate", name, *job) for name, job in operations(False).items()]
     jobs += [("fast", name, *job) for name, job in operations(True).items()]
     of_values = [name for name, row in NAIVE.items() if "x" in row.arguments]  # others read codes
-    jobs += [("naive", name, "gated" if name.startswith("swiglu") else "x", None) for name in of_values]
+    kinds = {"swiglu naive": "gated", "scaled gradient naive": "dy gated", "scaled gradient coalesced": "dy gated"}
+    jobs += [("naive", name, kinds.get(name, "x"), None) for name in of_values]
     jobs.sort(key=lambda job: ("gated", "x", "dy x", "dy gated").index(job[2]))
     kept = None, None
     for group, name, kind, call in jobs:

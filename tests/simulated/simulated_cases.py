@@ -99,6 +99,30 @@ def check_dequantize(x, scaling, columnwise=False):
     assert_same_bits(got, refops.dequantize(refops.quantize(x, scaling, **flags)))
 
 
+def check_reordered(x, scaling):
+    """Scales of both copies, moved into GEMM order in the simulator, have the reference's bits."""
+    flags = {"rowwise": True, "columnwise": True}
+    assert_same_result(
+        cuda_kernels.quantize(x, scaling, **flags).swizzled(), refops.quantize(x, scaling, **flags).swizzled()
+    )
+
+
+def check_update(shape):
+    """`update_delayed_scale` of a history of a shape has the reference's bits in the simulator."""
+    history, scale = np.abs(heavy_tailed(shape, FP32)), np.ones(shape[1:], FP32)
+    for algorithm in ("max", "most_recent"):
+        got = cuda_kernels.update_delayed_scale(history, scale, refops.E4M3, algorithm=algorithm)
+        expected = refops.update_delayed_scale(history, scale, refops.E4M3, algorithm=algorithm)
+        for array, other in zip(got, expected, strict=True):
+            assert_same_bits(array, other)
+
+
+def check_codes(shape, fmt):
+    """`decode` in the simulator has the reference's bits, of codes below 16, which are no NaN."""
+    codes = (np.arange(np.prod(shape)) % 16).astype(np.uint8).reshape(shape)
+    assert_same_bits(cuda_kernels.decode(codes, fmt), refops.decode(codes, fmt))
+
+
 def judge(op, inputs, outputs, **options):
     """Raise unless the oracle accepts the outputs."""
     oracle.check(op, inputs, outputs, **options).raise_for_mismatch()

@@ -19,6 +19,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "gpu"))
 import gpu_cases
 import gpu_check
 import gpu_units
+from gpu_cases import alone
+
+from cuda_kernels.operands import pointer, scalar
 
 GPU = Path(gpu_check.__file__).parent
 CASES = [(part, *case) for part in ("quantize", "activations", "calls") for case in gpu_check.cases_of(part)[::23]]
@@ -189,15 +192,15 @@ class FakeCore:
 
 @pytest.fixture
 def launcher(monkeypatch):
-    """A `Launcher` of device 0 on a fake driver; compiling takes a while and gives the kernel's key."""
+    """A `Launcher` of device 0 on a fake driver; compiling takes a while and gives "kernel"."""
     from cuda_kernels import launch
 
     core, compiled = FakeCore(), []
 
-    def compile_slowly(self, key, build, described):
+    def compile_slowly(self, spec):
         time.sleep(0.02)
-        compiled.append(key)
-        return key
+        compiled.append(spec)
+        return "kernel"
 
     monkeypatch.setattr(launch, "cuda_core", lambda: core)
     monkeypatch.setattr(launch, "device_scope", core.device_scope)
@@ -209,31 +212,31 @@ def launcher(monkeypatch):
     return made
 
 
-DESCRIBED = [("pointer", np.float32), ("scalar", np.int32), ("scalar", np.float32)]
+SPEC = alone("three arguments", None, [pointer(np.float32), scalar(np.int32), scalar(np.float32)])
 
 
 def test_a_launcher_converts_and_compiles_once(launcher):
     for _ in range(3):
-        launcher.launch("key", None, DESCRIBED, [64, 3, 0.5], (2, 1, 1), (256, 1, 1), 7)
+        launcher.launch(SPEC, [64, 3, 0.5], (2, 1, 1), (256, 1, 1), 7)
     stream, config, kernel, values = launcher.core.launched[-1]
-    assert (stream, config, kernel) == (7, {"grid": (2, 1, 1), "block": (256, 1, 1)}, "key")
+    assert (stream, config, kernel) == (7, {"grid": (2, 1, 1), "block": (256, 1, 1)}, "kernel")
     assert values == (64, np.int32(3), np.float32(0.5)) and [type(v) for v in values] == [int, np.int32, np.float32]
-    assert launcher.compiled == ["key"] and launcher.core.made_current == [0] * 3 and launcher.target == (9, 0)
+    assert launcher.compiled == [SPEC] and launcher.core.made_current == [0] * 3 and launcher.target == (9, 0)
 
 
 def test_an_empty_grid_launches_nothing(launcher):
-    launcher.launch("key", None, DESCRIBED, [0, 0, 0.0], (0, 1, 1), (256, 1, 1), 0)
+    launcher.launch(SPEC, [0, 0, 0.0], (0, 1, 1), (256, 1, 1), 0)
     assert not launcher.core.launched
 
 
 def test_threads_share_a_kernel_and_each_has_its_device_current(launcher):
     def work():
-        launcher.launch("key", None, DESCRIBED, [64, 3, 0.5], (1, 1, 1), (32, 1, 1), 0)
+        launcher.launch(SPEC, [64, 3, 0.5], (1, 1, 1), (32, 1, 1), 0)
 
     threads = [threading.Thread(target=work) for _ in range(5)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert launcher.compiled == ["key"] and launcher.core.made_current == [0] * 5
+    assert launcher.compiled == [SPEC] and launcher.core.made_current == [0] * 5
     assert len(launcher.core.launched) == 5

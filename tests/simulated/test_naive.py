@@ -72,6 +72,26 @@ def test_blocks(name, order):
     assert_same_bits(scales, np.ascontiguousarray(expected.rowwise_scale_inv[:, :9]))
 
 
+@pytest.mark.parametrize("name", ["squares naive", "squares coalesced"])
+def test_squares(name, order):
+    x = heavy_tailed((130, 256))
+    expected = refops.quantize(x, refops.BlockScaling(E4M3, 2, power_2_scale=False), columnwise=True)
+    rowwise, columnwise, scales = empty(x.shape), empty((256, 130)), empty((2, 2), F)
+    run(name, order, x=x, rowwise=rowwise, columnwise=columnwise, scales=scales, rows=130, columns=256)
+    assert_same_bits(rowwise, expected.rowwise_data)
+    assert_same_bits(columnwise, expected.columnwise_data)
+    assert_same_bits(scales, np.ascontiguousarray(expected.rowwise_scale_inv[:2, :2]))
+
+
+def test_four_over_six(order):
+    x = heavy_tailed((16, 64))
+    expected = refops.quantize(x, refops.NVFP4Scaling(four_over_six="mae"))
+    codes, scales = empty((16, 32)), empty((16, 4))
+    run("nvfp4 4over6 naive", order, x=x, amax=expected.amax_rowwise, codes=codes, scales=scales, rows=16, columns=64)
+    assert_same_bits(codes, expected.rowwise_data)
+    assert_same_bits(scales, np.ascontiguousarray(expected.rowwise_scale_inv[: len(scales)]).view(np.uint8))
+
+
 @pytest.mark.parametrize("name", ["fp8 transpose naive", "fp8 transpose coalesced"])
 def test_fp8_transpose(name, order):
     x = heavy_tailed((40, 64))
@@ -95,11 +115,28 @@ def test_nvfp4(name, order):
     assert_same_bits(scales, np.ascontiguousarray(expected.rowwise_scale_inv[: len(scales)]).view(np.uint8))
 
 
+def test_hadamard(order):
+    """Of integers, whose sums are exact in any order."""
+    x, y = integers((9, 64)), empty((9, 64), BF16)
+    run("hadamard naive", order, x=x, y=y, rows=9, columns=64)
+    assert_same_bits(y, refops.hadamard_transform(x))
+
+
 @pytest.mark.parametrize("name", ["dbias naive", "dbias coalesced"])
 def test_dbias(name, order):
     x, sums = integers((70, 64)), empty((64,), BF16)
     run(name, order, x=x, sums=sums, rows=70, columns=64)
     assert_same_bits(sums, refops.quantize(x, refops.DelayedScaling(E4M3), dbias=True)[1])
+
+
+@pytest.mark.parametrize("name", ["scaled gradient naive", "scaled gradient coalesced"])
+def test_scaled_gradient(name, order):
+    dy, x, scales = heavy_tailed((9, 64)), heavy_tailed((9, 128), seed=1), heavy_tailed((9,), F, seed=2)
+    dx, drow_scales = empty(x.shape, BF16), empty((9,), F)
+    arrays = {"dy": dy, "x": x, "row_scales": scales, "dx": dx, "drow_scales": drow_scales}
+    run(name, order, **arrays, rows=9, columns=64)
+    inputs = {"dy": dy, "x": x, "row_scales": scales}
+    judge("scaled_dswiglu", inputs, {"dx": dx, "drow_scales": drow_scales})
 
 
 def test_dequantize(order):

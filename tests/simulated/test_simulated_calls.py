@@ -28,6 +28,7 @@ import cuda_kernels
 import refops
 from arrays import assert_same_bits, heavy_tailed
 from refops import E2M1, E4M3, E5M2, E8M0
+from refops.scalings import UNFUSED
 from refops.survey import SCALINGS as NAMED
 from tiers import sampled
 
@@ -291,3 +292,19 @@ def test_operations_are_right_where_the_table_has_them(capabilities, told, scali
 def test_activations_are_right_where_the_table_has_them(capabilities, told, name):
     """Value and gradient in every dtype, called and judged."""
     assert capabilities.offered(capabilities.evaluate, cuda_kernels, name) == (name in told["activations"])
+
+
+class RoundedFirst(refops.DelayedScaling):
+    """A known scale, for values that are rounded before they are cast."""
+
+    path = UNFUSED
+
+
+@pytest.mark.parametrize("columnwise", [False, True])
+def test_a_known_scale_of_rounded_values(columnwise):
+    dy, x, scaling = heavy_tailed((9, 48), BF16, 1), heavy_tailed((9, 96), BF16), RoundedFirst(E4M3, 3.0)
+    flags = {"rowwise": True, "columnwise": columnwise}
+    got = cuda_kernels.activation_quantize("reglu", x, scaling, **flags)
+    assert_same_result(got, refops.activation_quantize("reglu", x, scaling, **flags))
+    got = cuda_kernels.activation_grad_quantize("reglu", dy, x, scaling, **flags)
+    assert_same_result(got, refops.activation_grad_quantize("reglu", dy, x, scaling, **flags))

@@ -225,8 +225,8 @@ def test_special_values_of_every_dtype(dtype, what):
 
 @pytest.mark.parametrize("what", SPECIALS)
 @pytest.mark.parametrize("name", ["nvfp4-1x16", "nvfp4-row-scaled", "nvfp4-stochastic"])
-def test_special_values_in_one_block_and_in_two(name, what):
-    """A thread owns two blocks of a row of 64, one of a row of 48 (row scaling has whole 32)."""
+def test_special_values_of_a_block_in_one_thread(name, what):
+    """A power of two of threads along a row, and fewer (row scaling has whole 32)."""
     x = filled(BF16, what)
     for width in (64, 48) if granularity(SCALINGS[name]) == 16 else (64,):
         check_quantize(np.ascontiguousarray(x[:, :width]), SCALINGS[name])

@@ -1,6 +1,7 @@
-"""Prologues: fill a tile with the float32 values of the result. One compiled loop for each activation and dtype.
+"""Stages that fill a tile with the float32 values of a result: one compiled loop for each activation and dtype.
 
-Values and the order of operations are those of `cuda_kernels.prologues`; nothing is rounded here.
+Their operand is an `operands.Inputs`. Values and the order of operations are those of kernels (`cuda_kernels.reads`);
+nothing is rounded here.
 """
 
 from functools import cache
@@ -8,23 +9,24 @@ from functools import cache
 from cuda_kernels.casts import STORAGES
 from cuda_kernels.formulas import functions_of
 from cuda_kernels.host.compile import address_of
-from cuda_kernels.host.tiles import PROLOGUE
+from cuda_kernels.host.tiles import STAGE, reader
+from cuda_kernels.operands import Inputs
 from cuda_kernels.simt import F, device
 
 ONE = F(1)
 
 
-def prologue_for(front):
-    """Return the address of the prologue that computes a `Front`."""
+def filling_for(front):
+    """Return the address of the stage that computes a `Front`."""
     if front.kind == "identity":
-        return prologue("identity", None, front.storage, False, False, False)
+        return filling("identity", None, front.storage, False, False, False)
     scaled, interleaved = front.row_scales is not None, front.interleave > 0
-    return prologue(front.kind, front.name, front.storage, front.gated, scaled, interleaved)
+    return filling(front.kind, front.name, front.storage, front.gated, scaled, interleaved)
 
 
 @cache
-def prologue(kind, name, storage, gated, scaled, interleaved):
-    """Return the address of one prologue, compiled on first use."""
+def filling(kind, name, storage, gated, scaled, interleaved):
+    """Return the address of one stage, compiled on first use."""
     words = [name, kind, storage, "scaled" * scaled, "interleaved" * interleaved]
     if kind == "identity":
         function = _elementwise(storage, device(lambda x, p: x), False)
@@ -32,7 +34,13 @@ def prologue(kind, name, storage, gated, scaled, interleaved):
         function = _gated(name, storage, scaled, interleaved) if gated else _unary(name, storage, scaled)
     else:
         function = _gated_gradient(name, storage) if gated else _unary_gradient(name, storage)
-    return address_of("-".join(word for word in words if word), function, PROLOGUE)
+    return address_of("-".join(word for word in words if word), function, STAGE)
+
+
+def inputs_at(storage):
+    """Return `read(words, i)`: the `Inputs` whose words begin at `i`, tensors of a dtype."""
+    carrier = STORAGES[storage].carrier.type
+    return reader(Inputs, x=carrier, dy=carrier)
 
 
 def _unary(name, storage, scaled):
@@ -41,13 +49,13 @@ def _unary(name, storage, scaled):
 
 def _elementwise(storage, function, scaled):
     """f(x), times the row's scale."""
-    carrier, widen = STORAGES[storage].carrier.type, STORAGES[storage].widen
+    read, widen = inputs_at(storage), STORAGES[storage].widen
 
-    def fill(inputs, tile, rows, columns, row, column):
-        tensor = inputs.x.view(carrier)
+    def fill(words, at, tile, rows, columns, row, column):
+        inputs = read(words, at)
         for r in range(rows):
             start = (row + r) * inputs.width + column
-            x, line = tensor[start : start + columns], tile[r]
+            x, line = inputs.x[start : start + columns], tile[r]
             factor = inputs.row_scales[row + r] if scaled else ONE
             for c in range(columns):
                 value = function(widen(x[c]), inputs)
@@ -76,18 +84,18 @@ def halves_of(interleaved):
 
 def _gated(name, storage, scaled, interleaved):
     """f(act) * gate(gate), times the row's scale."""
-    carrier, widen = STORAGES[storage].carrier.type, STORAGES[storage].widen
+    read, widen = inputs_at(storage), STORAGES[storage].widen
     functions, halves = functions_of(name), halves_of(interleaved)
     value, gate = functions.value, functions.gate
 
-    def fill(inputs, tile, rows, columns, row, column):
-        tensor = inputs.x.view(carrier)
+    def fill(words, at, tile, rows, columns, row, column):
+        inputs = read(words, at)
         for r in range(rows):
             factor = inputs.row_scales[row + r] if scaled else ONE
             done = 0
             while done < columns:
                 first, second, n = halves(inputs, row + r, column + done, columns - done)
-                acts, gates, line = tensor[first : first + n], tensor[second : second + n], tile[r, done : done + n]
+                acts, gates, line = inputs.x[first : first + n], inputs.x[second : second + n], tile[r, done : done + n]
                 for c in range(n):
                     product = value(widen(acts[c]), inputs) * gate(widen(gates[c]), inputs)
                     line[c] = product * factor if scaled else product
@@ -98,14 +106,14 @@ def _gated(name, storage, scaled, interleaved):
 
 def _unary_gradient(name, storage):
     """f'(x) * dy."""
-    carrier, widen = STORAGES[storage].carrier.type, STORAGES[storage].widen
+    read, widen = inputs_at(storage), STORAGES[storage].widen
     derivative = functions_of(name).derivative
 
-    def fill(inputs, tile, rows, columns, row, column):
-        tensor, gradient = inputs.x.view(carrier), inputs.dy.view(carrier)
+    def fill(words, at, tile, rows, columns, row, column):
+        inputs = read(words, at)
         for r in range(rows):
             start = (row + r) * inputs.width + column
-            x, dy, line = tensor[start : start + columns], gradient[start : start + columns], tile[r]
+            x, dy, line = inputs.x[start : start + columns], inputs.dy[start : start + columns], tile[r]
             for c in range(columns):
                 line[c] = derivative(widen(x[c]), inputs) * widen(dy[c])
 
@@ -114,25 +122,26 @@ def _unary_gradient(name, storage):
 
 def _gated_gradient(name, storage):
     """(f'(act) * dy) * gate(gate) in columns 0 to width, (gate'(gate) * dy) * f(act) in the others."""
-    carrier, widen = STORAGES[storage].carrier.type, STORAGES[storage].widen
+    read, widen = inputs_at(storage), STORAGES[storage].widen
     functions = functions_of(name)
     value, derivative, gate, slope = functions.value, functions.derivative, functions.gate, functions.gate_slope
 
-    def fill(inputs, tile, rows, columns, row, column):
-        tensor, gradient, width = inputs.x.view(carrier), inputs.dy.view(carrier), inputs.width
+    def fill(words, at, tile, rows, columns, row, column):
+        inputs = read(words, at)
+        width = inputs.width
         of_act = min(max(width - column, 0), columns)
         for r in range(rows):
             start = (row + r) * 2 * width
             first = start + column
-            acts, gates = tensor[first : first + of_act], tensor[first + width : first + width + of_act]
+            acts, gates = inputs.x[first : first + of_act], inputs.x[first + width : first + width + of_act]
             at = (row + r) * width + column
-            dy, line = gradient[at : at + of_act], tile[r]
+            dy, line = inputs.dy[at : at + of_act], tile[r]
             for c in range(of_act):
                 line[c] = (derivative(widen(acts[c]), inputs) * widen(dy[c])) * gate(widen(gates[c]), inputs)
             n, first = columns - of_act, start + column + of_act - width
-            acts, gates = tensor[first : first + n], tensor[first + width : first + width + n]
+            acts, gates = inputs.x[first : first + n], inputs.x[first + width : first + width + n]
             at = (row + r) * width + column + of_act - width
-            dy, line = gradient[at : at + n], tile[r, of_act:columns]
+            dy, line = inputs.dy[at : at + n], tile[r, of_act:columns]
             for c in range(n):
                 line[c] = (slope(widen(gates[c]), inputs) * widen(dy[c])) * value(widen(acts[c]), inputs)
 

@@ -1,58 +1,35 @@
-"""Epilogues: scale a tile, cast it, store codes and scales. One compiled stage for each direction of a scaling.
+"""Stages that scale a tile, cast it and store codes and scales: one compiled for each direction of a scaling.
 
 A tile is cut into groups of `height` rows, and those into blocks of `width` columns that share a scale:
 
     rowwise            1 x B        columnwise         B x 1        square         B x B
-    per tensor         1 x 1 with the scale that is given
 
 For each group of rows, in this order: the blocks' maxima, what is stored for each block and what its elements are
-multiplied with (the scaling's own rule, `scale_rules`), the products, their codes.
+multiplied with, the products, their codes. The rule of a scale, its place and a choice of scales are those of kernels,
+device functions of `directions.Direction`. Here are the loops: LLVM vectorises them, where a kernel has registers.
 """
 
 import hashlib
-from collections import namedtuple
 from functools import cache
 
 import numpy as np
 
 from cuda_kernels import casts
-from cuda_kernels.host.compile import address_of, compiled, fill_sixteen, routine
+from cuda_kernels.host.compile import address_of, compiled, fill_sixteen, inlined, routine
 from cuda_kernels.host.stages import magnitude_bits
-from cuda_kernels.host.tiles import LOOP, STAGE, outputs_at
+from cuda_kernels.host.tiles import LOOP, STAGE, float_at, make_array_at, reader, size
+from cuda_kernels.operands import Blocks, Chosen, InMemory, Random, TwoLevel
 from cuda_kernels.simt import U16, U32, U64, F, as_f32, device, select
 from refops.rounding import PHILOX_BYTES
+from refops.scalings.declaration import Numbers
 
 ZERO = F(0)
 
 
-#: Where a stage stores. Field, meaning:
-#:   height, width  edges of a block
-#:   scale_index    index(stride, outer, block) of a scale
-#:   by_column      scales are numbered by (column, block of rows), else by (row, block of columns)
-#:   repeat         a square's scale is stored for every row (or column), not once
-Place = namedtuple("Place", "height width scale_index by_column repeat")
-
-
-def place_of(direction):
-    """The `Place` of a `Direction` of blocks."""
+def edges(direction):
+    """(height, width): rows and columns of the matrix that a block covers."""
     outer, inner = direction.block
-    height, width = (inner, outer) if direction.columnwise else (outer, inner)
-    return Place(height, width, direction.scale_index, direction.columnwise, direction.layout.repeated)
-
-
-def make_tensor_scale(direction):
-    """Return `tensor(out, outer)`: what all blocks share, from the amax of the tensor or of an outer index."""
-    rule, by_outer = direction.rules().tensor_scale, direction.by_outer
-
-    @device
-    def unused(out, outer):
-        return ZERO
-
-    @device
-    def tensor(out, outer):
-        return rule(out.given[outer if by_outer else 0])
-
-    return unused if rule is None else tensor
+    return (inner, outer) if direction.columnwise else (outer, inner)
 
 
 @device
@@ -117,71 +94,71 @@ def make_find_maxima(height, width):
     return of_columns if width == 1 else of_blocks
 
 
-def make_choose(direction, place):
-    """Return `choose(tile, first, last, columns, row, column, maxima, out, stored, multipliers)`."""
-    find_scales = make_find_scales(direction, place, direction.rules().block_scale)
+def differ_by_column(direction):
+    """Whether blocks beside each other stand under scales, and amaxes, of their own."""
+    return direction.columnwise and direction.by_outer
 
-    @routine
+
+def make_choose(direction):
+    """Return `choose(tile, first, last, columns, row, column, maxima, out, stored, multipliers)`: what the rule gives
+    for each block of a group."""
+    shared_scale = direction.shared_scale()
+
+    @device
+    def shared(out, outer):
+        return shared_scale(out, outer, 1)
+
+    find_scales = make_find_scales(direction, direction.rules().block_scale, shared)
+
+    @inlined
     def choose(tile, first, last, columns, row, column, maxima, out, stored, multipliers):
         find_scales(columns, row, column, maxima, out, stored, multipliers)
 
     return choose
 
 
-def make_find_scales(direction, place, rule):
-    """Return `find(columns, row, column, maxima, out, stored, multipliers)`: what a rule gives for each block."""
-    tensor, kind, width = make_tensor_scale(direction), direction.scale_type, place.width
-    of_each_column = has_amax_of_each_column(direction, place)
+def make_find_scales(direction, rule, shared):
+    """Return `find(columns, row, column, maxima, out, stored, multipliers)`: what a rule gives for each block.
 
-    @routine
+    It is `Direction.block_scale` in two steps: what blocks share, shared(out, outer), is found once where it can be.
+    """
+    kind, (_, width), each_column = direction.scale_type, edges(direction), differ_by_column(direction)
+
+    @inlined
     def find(columns, row, column, maxima, out, stored, multipliers):
-        blocks = (columns + width - 1) // width
-        if of_each_column:
-            for b in range(blocks):
-                scale, multipliers[b] = rule(as_f32(maxima[b]), tensor(out, column + b), out)
-                stored[b] = kind(scale)
+        if each_column:
+            for c in range(columns):
+                scale, multipliers[c] = rule(as_f32(maxima[c]), shared(out, column + c), out)
+                stored[c] = kind(scale)
         else:
-            shared = tensor(out, row)
-            for b in range(blocks):
-                scale, multipliers[b] = rule(as_f32(maxima[b]), shared, out)
+            of_all = shared(out, row)
+            for b in range((columns + width - 1) // width):
+                scale, multipliers[b] = rule(as_f32(maxima[b]), of_all, out)
                 stored[b] = kind(scale)
 
     return find
 
 
-def has_amax_of_each_column(direction, place):
-    """Whether blocks beside each other have amaxes of their own."""
-    return place.by_column and place.width == 1 and direction.by_outer
+def make_store_scales(direction):
+    """Return `store(stored, row, column, rows, columns, out)`: store a group's scales where they belong, neighbours
+    together. A square's scale is stored once, or for each of its outer indices: what `Layout.run` covers."""
+    store_scale, (outers, inners), (_, width) = direction.store_scale(), direction.layout.run, edges(direction)
+    runs_of_block = width // outers
 
+    @inlined
+    def of_rows(stored, row, column, rows, columns, out):
+        first = column // inners
+        for r in range(row, row + rows, outers):
+            for b in range((columns + inners - 1) // inners):
+                store_scale(stored[b], out, r // outers, first + b)
 
-def make_place_scales(place):
-    """Return `put(stored, scales, row, column, rows, columns, out)`: store a group's scales where they belong.
+    @inlined
+    def of_columns(stored, row, column, rows, columns, out):
+        first, block = column // outers, row // inners
+        for i in range((columns + outers - 1) // outers):
+            store_scale(stored[i // runs_of_block], out, first + i, block)
 
-    Unsigned, an index is never counted from the end, and neighbours are stored together.
-    """
-    height, width, index = place.height, place.width, place.scale_index
-    by_column, repeat = place.by_column, place.repeat
-
-    @routine
-    def by_rows(stored, scales, row, column, rows, columns, out):
-        first = column // width
-        blocks = (columns + width - 1) // width
-        outer = row if repeat or height == 1 else row // height
-        for r in range(rows if repeat else 1):
-            for b in range(blocks):
-                scales[U64(index(out.scale_stride, outer + r, first + b))] = stored[b]
-
-    @routine
-    def by_columns(stored, scales, row, column, rows, columns, out):
-        block = row // height
-        if repeat or width == 1:
-            for c in range(columns):
-                scales[U64(index(out.scale_stride, column + c, block))] = stored[c // width]
-        else:
-            for b in range((columns + width - 1) // width):
-                scales[U64(index(out.scale_stride, column // width + b, block))] = stored[b]
-
-    return by_columns if by_column else by_rows
+    return of_columns if direction.columnwise else of_rows
 
 
 def make_spread(width):
@@ -320,7 +297,7 @@ def make_transpose(packed):
 
     @routine
     def transpose(codes, rows, columns, row, column, out):
-        outer = out.outer
+        outer = out.inner
         if packed:
             rows, row, outer = rows // 2, row // 2, outer // 2
             for r in range(rows):
@@ -341,80 +318,88 @@ def code_columns(columns):
     return (columns + 7) // 8 * 8 + 64
 
 
-def make_random(source, by_column):
-    """Return `fill(tile, rows, columns, row, column, out)`: the random bytes of a tile's elements.
+def make_fill_random(direction):
+    """Return `fill(tile, rows, columns, row, column, out, random)`: the random bytes of a tile's elements.
 
-    Args:
-        source: "philox", "given" or None.
-        by_column: the 16 elements of a block, and `random_bits`, run down the columns.
+    `random` is an `operands.Random`; its bits, and the 16 elements of a block, run as the direction sees the matrix:
+    down the columns of a columnwise copy.
     """
+    along_columns = direction.along_columns
+
+    @device
+    def inner(out):
+        return out.outer if along_columns else out.inner
 
     @routine
-    def none(random, rows, columns, row, column, out):
-        pass
-
-    @routine
-    def given_rows(random, rows, columns, row, column, out):
+    def given_rows(tile, rows, columns, row, column, out, random):
         for r in range(rows):
             for c in range(columns):
-                random[r, c] = out.random_bits[(row + r) * out.inner + column + c]
+                tile[r, c] = random.bits[(row + r) * inner(out) + column + c]
 
     @routine
-    def given_columns(random, rows, columns, row, column, out):
+    def given_columns(tile, rows, columns, row, column, out, random):
         for c in range(columns):
             for r in range(rows):
-                random[r, c] = out.random_bits[(column + c) * out.outer + row + r]
+                tile[r, c] = random.bits[(column + c) * inner(out) + row + r]
 
     @routine
-    def philox_rows(random, rows, columns, row, column, out):
+    def philox_rows(tile, rows, columns, row, column, out, random):
         for r in range(rows):
-            first = out.first_block + (row + r) * (out.inner // PHILOX_BYTES) + column // PHILOX_BYTES
+            first = random.first_block + (row + r) * (inner(out) // PHILOX_BYTES) + column // PHILOX_BYTES
             for b in range(columns // PHILOX_BYTES):
-                words = casts.philox(out.seed, out.offset, U64(first + b))
+                words = casts.philox(random.seed, random.offset, U64(first + b))
                 for k in range(PHILOX_BYTES):
-                    random[r, b * PHILOX_BYTES + k] = np.uint8(words[k // 4] >> U32(8 * (k % 4)))
+                    tile[r, b * PHILOX_BYTES + k] = np.uint8(words[k // 4] >> U32(8 * (k % 4)))
 
     @routine
-    def philox_columns(random, rows, columns, row, column, out):
+    def philox_columns(tile, rows, columns, row, column, out, random):
         for c in range(columns):
-            first = out.first_block + (column + c) * (out.outer // PHILOX_BYTES) + row // PHILOX_BYTES
+            first = random.first_block + (column + c) * (inner(out) // PHILOX_BYTES) + row // PHILOX_BYTES
             for b in range(rows // PHILOX_BYTES):
-                words = casts.philox(out.seed, out.offset, U64(first + b))
+                words = casts.philox(random.seed, random.offset, U64(first + b))
                 for k in range(PHILOX_BYTES):
-                    random[b * PHILOX_BYTES + k, c] = np.uint8(words[k // 4] >> U32(8 * (k % 4)))
+                    tile[b * PHILOX_BYTES + k, c] = np.uint8(words[k // 4] >> U32(8 * (k % 4)))
 
-    if source is None:
-        return none
-    rows, columns = (philox_rows, philox_columns) if source == "philox" else (given_rows, given_columns)
-    return columns if by_column else rows
+    philox = direction.random == "philox"
+    in_rows, in_columns = (philox_rows, philox_columns) if philox else (given_rows, given_columns)
+    return in_columns if direction.columnwise else in_rows
 
 
 # --- stages -----------------------------------------------------------------------------------------
 
 
+def operand_of(direction):
+    """The tuple of `operands` that the stage of a direction fills; stochastic rounding has a `Random` after it."""
+    rules = direction.rules()
+    return Blocks if not rules.parts else TwoLevel if rules.choice is None else Chosen
+
+
 @cache
 def blocks(direction):
     """The stage that scales and casts by blocks."""
-    place, fmt, stored_type = place_of(direction), direction.fmt, direction.scale_type
-    transposed, height, width = direction.transposed, place.height, place.width
-    find_maxima = make_find_maxima(height, width)
-    choose = (make_choose if direction.rules().choice is None else make_choose_best)(direction, place)
-    place_scales, cast = make_place_scales(place), make_cast(fmt, width, direction.random is not None)
-    transpose, fill_random = make_transpose(direction.packed), make_random(direction.random, place.by_column)
-    packed, random_rows = direction.packed and not transposed, 1 << 20 if direction.random else 1
+    fmt, stored_type, kind = direction.fmt, direction.scale_type, operand_of(direction)
+    read, read_random, at_random = reader(kind, scales=stored_type), reader(Random), size(kind)
+    transposed, (height, width) = direction.transposed, edges(direction)
+    find_maxima, store_scales = make_find_maxima(height, width), make_store_scales(direction)
+    choose = (make_choose if kind is not Chosen else make_choose_best)(direction)
+    dithers = direction.random is not None
+    cast, transpose = make_cast(fmt, width, dithers), make_transpose(direction.packed)
+    fill_random = make_fill_random(direction)
+    packed, random_rows = direction.packed and not transposed, 1 << 20 if dithers else 1
 
-    def stage(tile, rows, columns, row, column, out):
+    def stage(words, at, tile, rows, columns, row, column):
+        out = read(words, at)
         stored, multipliers = np.empty(columns, stored_type), np.empty(columns, np.float32)
         lanes = np.empty((2, columns + width), np.uint32)
         random = np.empty((min(rows, random_rows), code_columns(columns)), np.uint8)
         codes = np.empty((rows if transposed else 1, code_columns(columns)), np.uint8)
-        stored_scales = out.scales.view(stored_type)
-        fill_random(random, rows, columns, row, column, out)
+        if dithers:
+            fill_random(random, rows, columns, row, column, out, read_random(words, at + at_random))
         for first in range(0, rows, height):
             last = min(first + height, rows)
             maxima = find_maxima(tile, first, last, columns, lanes)
             choose(tile, first, last, columns, row + first, column, maxima, out, stored, multipliers)
-            place_scales(stored, stored_scales, row + first, column, last - first, columns, out)
+            store_scales(stored, row + first, column, last - first, columns, out)
             for r in range(first, last):
                 start = (row + r) * out.inner + column
                 target = out.data[start : start + columns]
@@ -433,17 +418,19 @@ def blocks(direction):
 
 @cache
 def per_tensor(direction):
-    """The stage that casts x * given[0], one code a byte."""
+    """The stage that casts under a scale that is in memory: an `InMemory`, one code a byte."""
     encode, transpose, transposed = casts.ENCODERS[direction.fmt], make_transpose(False), direction.transposed
+    read = reader(InMemory)
 
-    def stage(tile, rows, columns, row, column, out):
+    def stage(words, at, tile, rows, columns, row, column):
+        out = read(words, at)
         codes = np.empty((rows if transposed else 1, code_columns(columns)), np.uint8)
-        scale = out.given[0]
+        multiplier = out.scale[0]
         for r in range(rows):
             start, line = (row + r) * out.inner + column, tile[r]
             target = codes[r, :columns] if transposed else out.data[start : start + columns]
             for c in range(columns):
-                target[c] = np.uint8(encode(line[c] * scale))
+                target[c] = np.uint8(encode(line[c] * multiplier))
         if transposed:
             transpose(codes, rows, columns, row, column, out)
 
@@ -452,18 +439,40 @@ def per_tensor(direction):
 
 @cache
 def scale_of_tensor(direction):
-    """Return the loop that makes a tensor's scale of the maxima in `amax`: what is stored in `data`, the multiplier in
-    `given`."""
-    rule = direction.rules().block_scale
+    """Return the loop that makes a tensor's scale of its maxima.
+
+    Words: of the maxima, uint32 bits; of float32 (2,), which gets the multiplier and what is stored, as an `InMemory`
+    has them; the scaling's `Numbers`.
+    """
+    rule, maxima_at, floats_at = direction.rules().block_scale, make_array_at(np.uint32), make_array_at(np.float32)
 
     def loop(words, first, last):
-        out, largest = outputs_at(words, 0), U32(0)
-        for i in range(len(out.amax)):
-            largest = larger(largest, out.amax[i])
-        stored, multiplier = rule(as_f32(largest), ZERO, out)
-        out.data.view(np.float32)[0], out.given[0] = stored, multiplier
+        maxima, scale, largest = maxima_at(words, 0), floats_at(words, 2), U32(0)
+        for i in range(len(maxima)):
+            largest = larger(largest, maxima[i])
+        scale[1], scale[0] = rule(as_f32(largest), ZERO, Numbers(float_at(words, 4), float_at(words, 5)))
 
     return compiled(name_of("scale-of-tensor", direction), loop, LOOP)
+
+
+@cache
+def tensor_scales(direction):
+    """Return the loop that makes what blocks share of each amax: of a tensor, or of its rows.
+
+    Words: of the amaxes, float32; of float32 (amaxes, numbers), which it fills.
+    """
+    rules, floats_at = direction.rules(), make_array_at(np.float32)
+    rule, parts = rules.tensor_scale, rules.parts
+
+    def loop(words, first, last):
+        amaxes, scales = floats_at(words, 0), floats_at(words, 2)
+        for i in range(first, last):
+            if parts == 1:
+                scales[i] = rule(amaxes[i])
+            else:
+                scales[2 * i], scales[2 * i + 1] = rule(amaxes[i])
+
+    return compiled(name_of("tensor-scales", direction), loop, LOOP)
 
 
 def name_of(what, direction):
@@ -475,16 +484,15 @@ def name_of(what, direction):
 # --- a choice of scales -----------------------------------------------------------------------------
 
 
-def make_choose_best(direction, place):
+def make_choose_best(direction):
     """Return the `choose` that gives each block the candidate whose codes err least; the first of equal ones.
 
     Errors of elements along the block are added one after another, those of a square's rows as a tree: row i and
     i + B/2, then B/4, ... 1. Candidates are tried for all blocks of the group, the last one first.
     """
-    *others, last_one = (make_try(direction, place, one) for one in direction.rules().choice.candidates)
-    better = make_try_better(others, place.width)
-    stored_type, width, height = direction.scale_type, place.width, place.height
-    rows_of_sums = height if width > 1 else 1
+    (height, width), stored_type = edges(direction), direction.scale_type
+    *others, last_one = (make_try(direction, candidate) for candidate in direction.rules().choice.candidates)
+    better, rows_of_sums = make_try_better(others, width), height if width > 1 else 1
 
     @routine
     def choose(tile, first, last, columns, row, column, maxima, out, stored, multipliers):
@@ -527,12 +535,17 @@ def make_try_better(tries, width):
     return better
 
 
-def make_try(direction, place, candidate):
+def make_try(direction, candidate):
     """Return a function that finds a candidate's scales of all blocks, and their errors in errors[0]."""
-    find_scales, value_of = make_find_scales(direction, place, candidate), direction.value_of_scale()
-    find_errors, width = make_find_errors(direction, place), place.width
-    of_each_column, by_outer = has_amax_of_each_column(direction, place), direction.by_outer
-    code_type, spread = direction.register_type, make_spread(width)
+    tensor_scale, value_of, amax_of = direction.rules().tensor_scale, direction.value_of_scale(), direction.amax()
+    (_, width), code_type, find_errors = edges(direction), direction.register_type, make_find_errors(direction)
+    each_column, spread = differ_by_column(direction), make_spread(width)
+
+    @device
+    def shared(out, outer):
+        return tensor_scale(amax_of(out, outer))
+
+    find_scales = make_find_scales(direction, candidate, shared)
 
     @routine
     def tried(tile, first, last, columns, row, column, maxima, out, stored, multipliers, factors, terms, errors):
@@ -542,26 +555,25 @@ def make_try(direction, place, candidate):
             scales[b] = value_of(code_type(stored[b]))
         spread(multipliers, columns, of_columns)
         spread(scales, columns, scales_of_columns)
-        shared = out.given[row if by_outer and not of_each_column else 0]
+        amax = amax_of(out, row)
         for c in range(columns):
-            amaxes[c] = out.given[column + c] if of_each_column else shared
+            amaxes[c] = amax_of(out, column + c) if each_column else amax
         find_errors(tile, first, last, columns, of_columns, scales_of_columns, amaxes, terms, errors)
 
     return tried
 
 
-def make_find_errors(direction, place):
+def make_find_errors(direction):
     """Return `find(tile, first, last, columns, multipliers, scales, amaxes, terms, errors)`: into errors[0].
 
     What elements are multiplied with and compared by has an entry for each column.
     """
-    error, width, height = direction.rules().choice.error, place.width, place.height
-    encode, decode = casts.ENCODERS[direction.fmt], casts.CPU_DECODERS[direction.fmt]
+    error, (height, width) = direction.error_of_value(casts.CPU_DECODERS[direction.fmt]), edges(direction)
 
     @routine
     def of_row(line, columns, multipliers, scales, amaxes, terms):
         for c in range(columns):
-            terms[c] = error(decode(encode(line[c] * multipliers[c])), scales[c], amaxes[c], line[c])
+            terms[c] = error(line[c], multipliers[c], scales[c], amaxes[c])
 
     @routine
     def of_columns(tile, first, last, columns, multipliers, scales, amaxes, terms, errors):
