@@ -59,7 +59,10 @@ class Pipeline:
 
     def run(self):
         """Walk over the matrix with the front half's own values."""
-        self.walk(filling_for(self.front), self.front.source())
+        stage, operands, tables = filling_for(self.front)
+        for table in tables:
+            self.doing.constant(table)
+        self.walk(stage, operands)
 
     def walk(self, filling, operand):
         """Walk over the matrix with a stage that fills its tiles."""

@@ -34,6 +34,7 @@ from numba.extending import intrinsic
 
 from cuda_kernels import ptx_cache
 from cuda_kernels.declared import explain_declared
+from cuda_kernels.host.widths import are_faster, wide_where_measured
 from cuda_kernels.messages import announce
 from cuda_kernels.simt import ONLY_FROM_COMPILED_CODE, named_by_content
 
@@ -89,7 +90,7 @@ class DiskCache(NullCache):
         self._name = name
 
     def _path(self, signature, codegen):
-        key = f"{source_digest()} {signature} {codegen.magic_tuple()}"
+        key = f"{source_digest()} {signature} {codegen.magic_tuple()} {are_faster(cache_directory())}"
         return folder_of_these_sources() / f"{self._name}-{hashlib.sha256(key.encode()).hexdigest()[:20]}.nbc"
 
     def load_overload(self, sig, target_context):
@@ -146,7 +147,7 @@ def compiled(name, function, signature):
     with global_compiler_lock:
         dispatcher = numba.njit(nogil=True, error_model="numpy")(named_by_content(function))
         dispatcher._cache = DiskCache(name)
-        with explain_declared(function):
+        with explain_declared(function), wide_where_measured(cache_directory()):
             dispatcher.compile(signature)
         dispatcher.disable_compile()
     return dispatcher

@@ -148,9 +148,19 @@ def reader(kind, **pointers):
 # --- the walk ---------------------------------------------------------------------------------------
 
 
+#: float32 in a line of the cache.
+LINE = 16
 #: Words of a walk before those of its stages: the number of stages, shape of the matrix and of a tile. Each stage has
 #: two, its address and where the words of its operands begin.
 FIRST = 5
+
+
+@routine
+def aligned_tile(rows, columns):
+    """An array for float32 whose rows begin where lines of the cache do, if columns are a multiple of 16."""
+    array = np.empty(rows * columns + LINE, np.float32)
+    start = (-array.ctypes.data % (4 * LINE)) // 4
+    return array[start : start + rows * columns].reshape(rows, columns)
 
 
 def walk(words, first, last):
@@ -158,7 +168,7 @@ def walk(words, first, last):
     count, rows, columns = np.int64(words[0]), np.int64(words[1]), np.int64(words[2])
     tile_rows, tile_columns = np.int64(words[3]), np.int64(words[4])
     whole_blocks = (columns + 127) // 128 * 128
-    tile = np.empty((tile_rows, min(tile_columns, whole_blocks)), np.float32)
+    tile = aligned_tile(tile_rows, min(tile_columns, whole_blocks))
     spans_in_row = (columns + SPAN - 1) // SPAN
     for piece in range(first, last):
         top, left = piece // spans_in_row * PIECE_ROWS, piece % spans_in_row * SPAN

@@ -1,39 +1,117 @@
-"""Stages that fill a tile with the float32 values of a result: one compiled loop for each activation and dtype.
+"""Stages that fill a tile with the float32 values of a result.
 
-Their operand is an `operands.Inputs`. Values and the order of operations are those of kernels (`cuda_kernels.reads`);
-nothing is rounded here.
+Their operands are an `operands.Inputs` and the tables of those parts of an activation (`tables`) that are read instead
+of computed: one loop serves all activations of which nothing is computed. Values and the order of operations are those
+of kernels (`cuda_kernels.reads`); nothing is rounded here.
 """
 
 from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from cuda_kernels.casts import STORAGES
 from cuda_kernels.formulas import functions_of
 from cuda_kernels.host.compile import address_of
-from cuda_kernels.host.tiles import STAGE, reader
+from cuda_kernels.host.tables import Part, is_tabulated, table_of
+from cuda_kernels.host.tiles import STAGE, make_array_at, reader, size
 from cuda_kernels.operands import Inputs
 from cuda_kernels.simt import F, device
+from refops.activations.declaration import IDENTITY
 
 ONE = F(1)
 
 
-def filling_for(front):
-    """Return the address of the stage that computes a `Front`."""
-    if front.kind == "identity":
-        return filling("identity", None, front.storage, False, False, False)
-    scaled, interleaved = front.row_scales is not None, front.interleave > 0
-    return filling(front.kind, front.name, front.storage, front.gated, scaled, interleaved)
+# --- parts of an activation -------------------------------------------------------------------------
+
+
+class Getting(NamedTuple):
+    """How a part of an activation is got from a number as it is stored.
+
+    Attributes:
+        name: in the name of a loop; those of one name are one function.
+        function: f(stored, inputs, table).
+    """
+
+    name: str
+    function: Any
 
 
 @cache
-def filling(kind, name, storage, gated, scaled, interleaved):
+def from_table():
+    """Read it from a table."""
+    return Getting("table", device(lambda stored, inputs, table: table[stored]))
+
+
+@cache
+def itself(storage):
+    """The number itself."""
+    widen = STORAGES[storage].widen
+    return Getting("identity", device(lambda stored, inputs, table: widen(stored)))
+
+
+@cache
+def getting(name, part, storage):
+    """Return the `Getting` of a `Part` of an activation, x of a dtype."""
+    if is_tabulated(name, part, storage):
+        return from_table()
+    if part is Part.GATE and part.declared(name) is IDENTITY:
+        return itself(storage)
+    function, widen = getattr(functions_of(name), part.value), STORAGES[storage].widen
+    return Getting(name, device(lambda stored, inputs, table: function(widen(stored), inputs)))
+
+
+#: (kind of a front, whether it is gated) -> the parts that it is made of.
+PARTS = {
+    ("forward", False): (Part.VALUE,),
+    ("forward", True): (Part.VALUE, Part.GATE),
+    ("backward", False): (Part.DERIVATIVE,),
+    ("backward", True): tuple(Part),
+}
+
+
+# --- what fills a tile ------------------------------------------------------------------------------
+
+
+class Filling(NamedTuple):
+    """What fills the tiles of a front half.
+
+    Attributes:
+        stage: address of the stage.
+        operands: numbers and arrays that it reads.
+        tables: those of the arrays that are no argument of the call.
+    """
+
+    stage: int
+    operands: list
+    tables: list
+
+
+def filling_for(front):
+    """Return the `Filling` of a `Front`."""
+    if front.kind == "identity":
+        stage = filling("identity", (itself(front.storage),), front.storage, False, False)
+        return Filling(stage, [*front.source(), None], [])
+    parts, tables = PARTS[front.kind, front.gated], []
+    for part in parts:
+        read = is_tabulated(front.name, part, front.storage)
+        tables.append(table_of(front.name, part, front.storage, front.parameters) if read else None)
+    gettings = tuple(getting(front.name, part, front.storage) for part in parts)
+    stage = filling(front.kind, gettings, front.storage, front.row_scales is not None, front.interleave > 0)
+    return Filling(stage, [*front.source(), *tables], [table for table in tables if table is not None])
+
+
+@cache
+def filling(kind, gettings, storage, scaled, interleaved):
     """Return the address of one stage, compiled on first use."""
-    words = [name, kind, storage, "scaled" * scaled, "interleaved" * interleaved]
-    if kind == "identity":
-        function = _elementwise(storage, device(lambda x, p: x), False)
-    elif kind == "forward":
-        function = _gated(name, storage, scaled, interleaved) if gated else _unary(name, storage, scaled)
+    words = [kind, *(one.name for one in gettings), storage, "scaled" * scaled, "interleaved" * interleaved]
+    functions = [one.function for one in gettings]
+    if kind == "backward":
+        function = (_gated_gradient if len(gettings) > 1 else _gradient)(storage, *functions)
+    elif len(gettings) > 1:
+        function = _gated(storage, *functions, scaled, interleaved)
     else:
-        function = _gated_gradient(name, storage) if gated else _unary_gradient(name, storage)
+        function = _elementwise(storage, *functions, scaled)
     return address_of("-".join(word for word in words if word), function, STAGE)
 
 
@@ -43,23 +121,23 @@ def inputs_at(storage):
     return reader(Inputs, x=carrier, dy=carrier)
 
 
-def _unary(name, storage, scaled):
-    return _elementwise(storage, functions_of(name).value, scaled)
+#: table(words, i): the table whose words are `i` and `i` + 1; those of a stage follow its `Inputs`.
+table_at, FIRST_TABLE = make_array_at(np.float32), size(Inputs)
 
 
-def _elementwise(storage, function, scaled):
+def _elementwise(storage, value, scaled):
     """f(x), times the row's scale."""
-    read, widen = inputs_at(storage), STORAGES[storage].widen
+    read = inputs_at(storage)
 
     def fill(words, at, tile, rows, columns, row, column):
-        inputs = read(words, at)
+        inputs, table = read(words, at), table_at(words, at + FIRST_TABLE)
         for r in range(rows):
             start = (row + r) * inputs.width + column
             x, line = inputs.x[start : start + columns], tile[r]
             factor = inputs.row_scales[row + r] if scaled else ONE
             for c in range(columns):
-                value = function(widen(x[c]), inputs)
-                line[c] = value * factor if scaled else value
+                y = value(x[c], inputs, table)
+                line[c] = y * factor if scaled else y
 
     return fill
 
@@ -82,14 +160,13 @@ def halves_of(interleaved):
     return alternating if interleaved else contiguous
 
 
-def _gated(name, storage, scaled, interleaved):
+def _gated(storage, value, gate, scaled, interleaved):
     """f(act) * gate(gate), times the row's scale."""
-    read, widen = inputs_at(storage), STORAGES[storage].widen
-    functions, halves = functions_of(name), halves_of(interleaved)
-    value, gate = functions.value, functions.gate
+    read, halves = inputs_at(storage), halves_of(interleaved)
 
     def fill(words, at, tile, rows, columns, row, column):
         inputs = read(words, at)
+        values, gates_of = table_at(words, at + FIRST_TABLE), table_at(words, at + FIRST_TABLE + 2)
         for r in range(rows):
             factor = inputs.row_scales[row + r] if scaled else ONE
             done = 0
@@ -97,52 +174,53 @@ def _gated(name, storage, scaled, interleaved):
                 first, second, n = halves(inputs, row + r, column + done, columns - done)
                 acts, gates, line = inputs.x[first : first + n], inputs.x[second : second + n], tile[r, done : done + n]
                 for c in range(n):
-                    product = value(widen(acts[c]), inputs) * gate(widen(gates[c]), inputs)
+                    product = value(acts[c], inputs, values) * gate(gates[c], inputs, gates_of)
                     line[c] = product * factor if scaled else product
                 done += n
 
     return fill
 
 
-def _unary_gradient(name, storage):
+def _gradient(storage, derivative):
     """f'(x) * dy."""
     read, widen = inputs_at(storage), STORAGES[storage].widen
-    derivative = functions_of(name).derivative
 
     def fill(words, at, tile, rows, columns, row, column):
-        inputs = read(words, at)
+        inputs, table = read(words, at), table_at(words, at + FIRST_TABLE)
         for r in range(rows):
             start = (row + r) * inputs.width + column
             x, dy, line = inputs.x[start : start + columns], inputs.dy[start : start + columns], tile[r]
             for c in range(columns):
-                line[c] = derivative(widen(x[c]), inputs) * widen(dy[c])
+                line[c] = derivative(x[c], inputs, table) * widen(dy[c])
 
     return fill
 
 
-def _gated_gradient(name, storage):
+def _gated_gradient(storage, value, derivative, gate, slope):
     """(f'(act) * dy) * gate(gate) in columns 0 to width, (gate'(gate) * dy) * f(act) in the others."""
     read, widen = inputs_at(storage), STORAGES[storage].widen
-    functions = functions_of(name)
-    value, derivative, gate, slope = functions.value, functions.derivative, functions.gate, functions.gate_slope
 
     def fill(words, at, tile, rows, columns, row, column):
-        inputs = read(words, at)
+        inputs, i = read(words, at), at + FIRST_TABLE
+        values, derivatives = table_at(words, i), table_at(words, i + 2)
+        gates_of, slopes = table_at(words, i + 4), table_at(words, i + 6)
         width = inputs.width
         of_act = min(max(width - column, 0), columns)
         for r in range(rows):
             start = (row + r) * 2 * width
             first = start + column
             acts, gates = inputs.x[first : first + of_act], inputs.x[first + width : first + width + of_act]
-            at = (row + r) * width + column
-            dy, line = inputs.dy[at : at + of_act], tile[r]
+            here = (row + r) * width + column
+            dy, line = inputs.dy[here : here + of_act], tile[r]
             for c in range(of_act):
-                line[c] = (derivative(widen(acts[c]), inputs) * widen(dy[c])) * gate(widen(gates[c]), inputs)
+                of_dy = derivative(acts[c], inputs, derivatives) * widen(dy[c])
+                line[c] = of_dy * gate(gates[c], inputs, gates_of)
             n, first = columns - of_act, start + column + of_act - width
             acts, gates = inputs.x[first : first + n], inputs.x[first + width : first + width + n]
-            at = (row + r) * width + column + of_act - width
-            dy, line = inputs.dy[at : at + n], tile[r, of_act:columns]
+            here = (row + r) * width + column + of_act - width
+            dy, line = inputs.dy[here : here + n], tile[r, of_act:columns]
             for c in range(n):
-                line[c] = (slope(widen(gates[c]), inputs) * widen(dy[c])) * value(widen(acts[c]), inputs)
+                of_dy = slope(gates[c], inputs, slopes) * widen(dy[c])
+                line[c] = of_dy * value(acts[c], inputs, values)
 
     return fill

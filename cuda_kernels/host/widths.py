@@ -1,0 +1,91 @@
+"""Whether this CPU is faster with vectors of 512 bits, by measurement.
+
+LLVM keeps to 256 bits on most CPUs that have 512, for the first of them ran slower while such vectors were in use. The
+bits of results are the same. `wide_where_measured()` is a context in which loops are compiled for what was found.
+"""
+
+import os
+import timeit
+import uuid
+from contextlib import contextmanager, nullcontext
+from functools import cache
+from unittest import mock
+
+import numba
+import numpy as np
+from llvmlite.binding import get_host_cpu_features, get_host_cpu_name
+from numba.core.codegen import CPUCodeLibrary
+
+#: The attribute of a function for which LLVM uses vectors of 512 bits.
+WIDE = '"prefer-vector-width"="512"'
+#: Wide vectors are used where they take at most this share of the time.
+ENOUGH = 0.97
+SIZE, ROUNDS, ATTEMPTS = 4096, 64, 15
+
+
+@contextmanager
+def wide_where_measured(folder):
+    """A context in which Numba compiles for wide vectors, if they are faster; `folder` is where that is kept."""
+    with _wide() if are_faster(folder) else nullcontext():
+        yield
+
+
+def _wide():
+    plain = CPUCodeLibrary.add_ir_module
+
+    def add_ir_module(self, module):
+        for function in module.functions:
+            if not function.is_declaration:
+                set.add(function.attributes, WIDE)  # `add` of the set knows the attributes that have no value
+        plain(self, module)
+
+    return mock.patch.object(CPUCodeLibrary, "add_ir_module", add_ir_module)
+
+
+@cache
+def are_faster(folder):
+    """Whether wide vectors are faster here: measured once for each kind of CPU, and kept on disk where that can be."""
+    if not get_host_cpu_features().get("avx512f"):
+        return False
+    path = folder / f"wide-vectors-{get_host_cpu_name()}"
+    try:
+        return path.read_text() == "faster"
+    except OSError:
+        found = measured() <= ENOUGH
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
+        temporary.write_text("faster" if found else "slower")
+        os.replace(temporary, path)
+    except OSError:
+        pass
+    return found
+
+
+def measured():
+    """The time of a loop with wide vectors, over its time with those that LLVM prefers: the best runs of each."""
+    x, y = np.ones(SIZE, np.float32), np.empty(SIZE, np.float32)
+    narrow = _compiled_loop()
+    with _wide():
+        wide = _compiled_loop()
+    times = [
+        (timeit.timeit(lambda: narrow(x, y), number=1), timeit.timeit(lambda: wide(x, y), number=1))
+        for _ in range(ATTEMPTS)
+    ]
+    return min(wide for _, wide in times) / min(narrow for narrow, _ in times)
+
+
+def _compiled_loop():
+    """A loop that casts do much of: integer and float32 arithmetic on bits, few loads."""
+
+    @numba.njit("void(float32[::1], float32[::1])", nogil=True)
+    def loop(x, y):
+        bits, out = x.view(np.uint32), y.view(np.uint32)
+        for _ in range(ROUNDS):
+            for i in range(x.size):
+                b = bits[i]
+                b = (b & np.uint32(0x7FFFFFFF)) + np.uint32(0x7FFFF) + ((b >> np.uint32(20)) & np.uint32(1))
+                c = max(np.uint32(b >> np.uint32(20)), np.uint32(960))
+                out[i] = min(np.uint32(c - np.uint32(960)), np.uint32(126)) | np.uint32(bits[i] >> np.uint32(24))
+
+    return loop
