@@ -381,13 +381,19 @@ class GPU(Backend):
 @lru_cache(maxsize=512)
 def _without_kernels(scaling):
     """What a scaling that the CPU has code for would need to have kernels, "" where it has them."""
-    alone = scaling.random is None and scaling.hadamard is None and scaling.choice(REFERENCE) is None
-    if alone or scaling.layout.columnwise_transposed:
-        return ""
-    return (
-        "columnwise copies that are stored transposed, for stochastic rounding, a Hadamard transform or a choice of "
-        "scales on a GPU (cuda_kernels.host takes them as they are)"
-    )
+    layout, path = scaling.layout, scaling.path
+    hooks = scaling.random is not None or scaling.hadamard is not None or scaling.choice(REFERENCE) is not None
+    if hooks and not layout.columnwise_transposed:
+        return (
+            "columnwise copies that are stored transposed, for stochastic rounding, a Hadamard transform or a choice "
+            "of scales on a GPU (cuda_kernels.host takes them as they are)"
+        )
+    if layout.block is None and not path.casts_rounded and (scaling.given is None or path.dbias_rounded):
+        return (
+            "values that are rounded before they are cast, for a scale of the tensor's amax or sums of rounded values "
+            "on a GPU (cuda_kernels.host takes them as they are)"
+        )
+    return ""
 
 
 def reordered_scales(q, swizzled):

@@ -17,10 +17,12 @@ from cuda_kernels.simt import I32, U32, as_i32, atomic_max, cuda, device, offset
 from cuda_kernels.vectors import (
     VECTOR,
     amax,
+    make_cast_sixteen,
     make_group_max,
     make_store,
     make_store_codes,
     multiply,
+    multiply_sixteen_for,
 )
 
 warp_max = make_group_max(32)
@@ -44,15 +46,20 @@ def described_blocks(direction):
 
 
 @cache
-def make_put(stored, whole, target):
-    """Return `put`: store values of a dtype, given by name, or cast as a `Direction` says; None: nothing."""
+def make_put(stored, whole, target, records_amax=True):
+    """Return `put`: store values of a dtype, given by name, or cast as a `Direction` says; None: nothing.
+
+    `records_amax` is of a scale that is known; without, another `put` records the amax of the same values.
+    """
     if stored is None:
         return put_nothing
     if isinstance(stored, str):
         return make_put_values(stored, whole, target)
     if stored.block is not None:
         return make_cast_blocks(stored, whole, target)
-    return (make_cast_known if stored.known else make_cast_in_memory)(stored, whole, target)
+    if stored.known:
+        return make_cast_known(stored, whole, target, records_amax)
+    return make_cast_in_memory(stored, whole, target)
 
 
 @device
@@ -73,9 +80,10 @@ def make_put_values(storage, whole, target):
 
 @device
 def record_largest(x, out, left):
-    """Raise `out.amax`, a whole tensor's, to the largest x of a warp. All lanes of a warp call it.
+    """Raise `out.amax`, a whole tensor's, to the largest x of a warp: found by shuffles, which all 32 lanes must call.
 
-    The first one raises it, whose elements are in the matrix if any of the warp's are: `left` is about them.
+    Lane 0 raises it, by one atomic operation. Its elements are in the matrix if any of the warp's are: `left` spares
+    the operation of a warp that is outside.
     """
     largest = warp_max(x)
     if (cuda.threadIdx.x & 31) == 0 and left > 0:
@@ -84,7 +92,7 @@ def record_largest(x, out, left):
 
 @device
 def record_amax(v, out, left):
-    """`record_largest` of the magnitudes of eight values."""
+    """`record_largest` of the magnitudes of eight values; outside the matrix these are zeros, which raise nothing."""
     record_largest(amax(v), out, left)
 
 
@@ -95,17 +103,21 @@ def record_scale(out, outer, inner):
         out.scale_inv[0] = out.stored
 
 
-def make_cast_known(direction, whole, target):
-    """Return `put`: cast with a scale that is known, in a `KnownScale`, and record the amax of a warp's values."""
+def make_cast_known(direction, whole, target, records_amax=True):
+    """Return `put`: cast with a scale that is known, in a `KnownScale`, and unless told not to record the amax."""
     store_codes = make_store_codes(direction.fmt, direction.packed, whole, target)
 
     @device
     def cast_known(v, out, outer, inner, left):
-        record_amax(v, out, left)
         record_scale(out, outer, inner)
         store_codes(multiply(v, out.multiplier), out.data, (outer, out.inner, inner), left)
 
-    return cast_known
+    @device
+    def cast_and_record(v, out, outer, inner, left):
+        record_amax(v, out, left)
+        cast_known(v, out, outer, inner, left)
+
+    return cast_and_record if records_amax else cast_known
 
 
 def make_cast_in_memory(direction, whole, target):
@@ -233,6 +245,29 @@ def make_store_sixteen_at_random(source, whole, target):
     return store_block if whole and source is Bits.PHILOX else store_halves
 
 
+@cache
+def make_cast_sixteen_by(direction, whole, target):
+    """Return `cast(both, multiplier, out, outer, inner, left)`: store codes of both * multiplier, sixteen elements.
+
+    To nearest, or stochastically, as `direction.random` says.
+    """
+    cast = make_cast_sixteen(direction.fmt, direction.packed, whole, target)
+
+    @device
+    def cast_to_nearest(both, multiplier, out, outer, inner, left):
+        cast(both, multiplier, out.data, (outer, out.inner, inner), left)
+
+    if direction.random is None:
+        return cast_to_nearest
+    store, multiply_both = make_store_sixteen_at_random(direction.random, whole, target), multiply_sixteen_for(target)
+
+    @device
+    def cast_at_random(both, multiplier, out, outer, inner, left):
+        store(multiply_both(both, multiplier), out, outer, inner, left)
+
+    return cast_at_random
+
+
 # --- maxima -----------------------------------------------------------------------------------------
 
 
@@ -241,8 +276,9 @@ def make_record_amax(lanes, by_outer):
     """Return `put`: raise a `Maxima` to the largest magnitude, the tensor's or, if `by_outer`, that of row `outer`.
 
     Args:
-        lanes: threads that share one atomic operation; with `by_outer` they must be of one row. The first one's values
-            are in the matrix if any of them are.
+        lanes: threads that find their largest magnitude by shuffles, which all lanes of a warp must call; the first of
+            them raises the `Maxima`, by one atomic operation. If any of them has elements in the matrix, it must. With
+            `by_outer` they are of one row.
     """
     group_max = make_group_max(lanes)
 

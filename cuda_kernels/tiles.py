@@ -23,7 +23,7 @@ from cuda_kernels.simt import (
     first_row,
     select,
 )
-from cuda_kernels.vectors import HALVES, VECTOR, ZERO, amax, make_group_max, make_map, make_words, pair_of
+from cuda_kernels.vectors import HALVES, VECTOR, ZERO, amax, left_in_row, make_group_max, make_map, make_words, pair_of
 
 #: Rows of a tile.
 TILE_ROWS = 128
@@ -183,7 +183,7 @@ def make_fill(read, put, stage):
         for i in range(steps):
             r, c = along(cuda.threadIdx.x, i)
             row, column = I32(first_row(TILE_ROWS) + r), I32(first_column(columns) + c)
-            left = select(row < rows, I32(width - column), I32(0))
+            left = left_in_row(row, column, rows, width)
             v = read(source, row, column, left)
             put_into(tile, r, c, v)
             put(v, out, row, column, left)
@@ -206,7 +206,7 @@ def make_reread(put, stage):
         for i in range(steps):
             r, c = along(cuda.threadIdx.x, i)
             row, column = I32(first_row(TILE_ROWS) + r), I32(first_column(columns) + c)
-            left = select(row < rows, I32(width - column), I32(0))
+            left = left_in_row(row, column, rows, width)
             put(along_of(tile, r, c), out, row, column, left)
 
     return reread
@@ -227,7 +227,7 @@ def make_turn(put, stage):
         for i in range(steps):
             r, c = down(cuda.threadIdx.x, i)
             row, column = I32(first_row(TILE_ROWS) + r), I32(first_column(columns) + c)
-            left = select(column < width, I32(rows - row), I32(0))
+            left = left_in_row(column, row, width, rows)
             put(down_of(tile, r, c), out, column, row, left)
 
     return turn

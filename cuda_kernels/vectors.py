@@ -1,10 +1,14 @@
 """Eight neighbouring values in a thread's registers: how they are loaded, stored and reduced.
 
-A vector is a tuple of eight float32; sixteen neighbours are two. `load` and `store` functions come in two kinds: whole
-ones use 16-byte accesses, need bases aligned to 16 bytes and offsets divisible by 8 (of sixteen codes, by 16); guarded
-ones go by element and take any address and fewer valid elements. `valid`, or `left`, counts the elements from here to
-the end of the row: it may be more than there are, or not positive, and then nothing is touched. Tuples are written out,
-not looped over: registers have no index.
+A vector is a tuple of eight float32; sixteen neighbours are two. Tuples are written out, not looped over: registers
+have no index. Two words that all kernels use:
+
+    whole    rows are a multiple of 16 elements (or 8: what a thread owns) and every array is aligned to 16 bytes: a
+             thread has all of its elements or none, in wide accesses. Else each element is an access of its own, behind
+             a guard: of any address, and of fewer elements at a row's end.
+    left     elements from here to the row's end: more than the thread owns, or not positive outside the matrix; there a
+             load gives zeros and nothing is stored, but the thread goes on, if it takes part in warp shuffles. `valid`
+             is the same of the elements of one load or store.
 """
 
 from functools import cache
@@ -29,6 +33,7 @@ from cuda_kernels.simt import (
     load_words_if,
     maximum,
     offset,
+    select,
     store_words,
     store_words_if,
 )
@@ -140,12 +145,6 @@ def by_element(element):
 multiply = make_map(device(lambda x, factor: x * factor))
 products = make_map2(device(lambda x, y, p: x * y))
 add = make_map2(device(lambda x, y, p: x + y))
-
-
-@device
-def multiply_sixteen(both, factor):
-    """Each of the sixteen times a number."""
-    return multiply(both[0], factor), multiply(both[1], factor)
 
 
 # --- several rows of a thread -----------------------------------------------------------------------
@@ -286,10 +285,17 @@ def product_for(target):
 
 
 @device
-def place(n):
-    """(row, column) of the first of n neighbours in a row that this thread owns."""
+def left_in_row(row, column, rows, columns):
+    """`left` at a place of a matrix: elements from `column` to the row's end, not positive outside the matrix."""
+    return select(row < rows, I32(columns - column), I32(0))
+
+
+@device
+def place(n, rows, columns):
+    """(row, column, left) of the first of n neighbours in a row that this thread owns, in a matrix of that size."""
     row = I32(first_row(cuda.blockDim.y) + cuda.threadIdx.y)
-    return row, I32((first_column(cuda.blockDim.x) + cuda.threadIdx.x) * n)
+    column = I32((first_column(cuda.blockDim.x) + cuda.threadIdx.x) * n)
+    return row, column, left_in_row(row, column, rows, columns)
 
 
 @device
@@ -566,11 +572,11 @@ def make_store_sixteen_codes(fmt, packed, whole, target):
 @cache
 def make_cast_sixteen(fmt, packed, whole, target):
     """Return `cast(both, multiplier, pointer, (row, stride, column), left)`: store codes of both * multiplier."""
-    store = make_store_sixteen_codes(fmt, packed, whole, target)
+    store, multiply_both = make_store_sixteen_codes(fmt, packed, whole, target), multiply_sixteen_for(target)
 
     @device
     def cast(both, multiplier, pointer, place, left):
-        store(multiply_sixteen(both, multiplier), pointer, place, left)
+        store(multiply_both(both, multiplier), pointer, place, left)
 
     return cast
 

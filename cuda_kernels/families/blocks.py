@@ -1,11 +1,16 @@
-"""Casts by blocks of a row, one code in a byte, whose columnwise copy is stored transposed: 1x128, 1x64, UE5M3.
+"""Casts by blocks of B neighbours of a row, or of a column for a transposed copy, one code in a byte: 1x128, 1x64.
 
-    scale      the declared rule of the block's largest magnitude: (what is stored, what elements are multiplied with)
+    block      B neighbours of a row in the rowwise copy, of a column in the columnwise one
+    scale      (stored, multiplier) of the block's largest magnitude, amax, NaN ignored, by the rule that the scaling
+               declares (`refops.scalings`): what is stored, and what elements are multiplied with. 1x128: multiplier =
+               fmt.max / amax (1 where amax is 0 or infinite), rounded down to a power of two if the scaling says so;
+               stored is the decode scale, 1 / multiplier, a float32
     code       the element format's code of value * multiplier, to nearest, ties to even, saturated
-    place      rowwise codes lie as the values do, columnwise ones transposed; the scaling says where scales lie
+    place      rowwise codes lie as the values do, (M, K), columnwise ones transposed, (K, M); the scaling says where
+               scales lie: those of 1x128 are [block, row] and [block, column]
 
-Activations come without: the paths of these scalings store their values first. Arguments, results and errors are those
-of `refops.quantize`.
+No activation is computed here: for these scalings another kernel stores its result first. Arguments, results and errors
+are those of `refops.quantize`.
 """
 
 # --- 1. what it computes: above ---------------------------------------------------------------------
@@ -22,17 +27,11 @@ from cuda_kernels.reads import described_source, make_read, make_read_sixteen
 from cuda_kernels.simt import I32, F, cuda, kernel, larger_magnitude, offset, select, thread_number
 from cuda_kernels.stores import described_blocks, make_cast_blocks, put_nothing
 from cuda_kernels.tiles import TILE_WORDS, make_fill, make_turn, tile_columns
-from cuda_kernels.vectors import (
-    VECTOR,
-    make_block_max,
-    make_cast_sixteen,
-    make_group_max,
-    place,
-)
+from cuda_kernels.vectors import VECTOR, make_block_max, make_cast_sixteen, make_group_max, place
 from refops.formats import E4M3
 from refops.scalings import BlockScaling
 
-ZERO, LIMIT = F(0), F(448)
+ZERO, E4M3_MAX = F(0), F(448)
 widen, max_of_32 = casts.widen_bf16, make_group_max(32)
 
 # --- 2. naive ---------------------------------------------------------------------------------------
@@ -40,9 +39,10 @@ widen, max_of_32 = casts.widen_bf16, make_group_max(32)
 
 @kernel
 def blocks_naive(x, codes, scales, rows, columns):
-    """x (M, columns) -> codes (M, columns), decode scales (columns / 128, M): one thread one block, read twice.
+    """x (rows, columns), bfloat16 -> codes (rows, columns), scales (columns / 128, rows): one thread one block.
 
-    Neighbouring threads read 256 bytes apart: a warp's load touches 32 different lines of memory.
+    A thread reads its block twice. Neighbouring threads read 256 bytes apart: a warp's load spans 8 KiB, touches 32
+    sectors of 32 bytes, and uses 2 bytes of each at once.
     """
     i = thread_number()
     row, block = i // (columns // 128), i % (columns // 128)
@@ -50,10 +50,10 @@ def blocks_naive(x, codes, scales, rows, columns):
         first, amax = offset(row, columns, block * 128), ZERO
         for k in range(128):
             amax = larger_magnitude(amax, widen(x[first + k]))
-        factor = LIMIT / amax if amax > ZERO else F(1)
-        scales[offset(block, rows, row)] = F(1) / factor
+        multiplier = E4M3_MAX / amax if amax > ZERO else F(1)
+        scales[offset(block, rows, row)] = F(1) / multiplier
         for k in range(128):
-            codes[first + k] = np.uint8(casts.e4m3(widen(x[first + k]) * factor))
+            codes[first + k] = np.uint8(casts.e4m3(widen(x[first + k]) * multiplier))
 
 
 # --- 3. coalesced -----------------------------------------------------------------------------------
@@ -61,9 +61,10 @@ def blocks_naive(x, codes, scales, rows, columns):
 
 @kernel
 def blocks_coalesced(x, codes, scales, rows, columns):
-    """As `blocks_naive`: a warp one block, four elements a thread, 32 apart.
+    """As `blocks_naive`: one warp one block, one thread four elements of it, 32 apart.
 
-    A warp reads 64 neighbouring bytes at once. The amax goes round by shuffles, in which every thread takes part.
+    A warp reads 64 neighbouring bytes at once. Every lane gets the amax by shuffles, which all lanes must reach:
+    threads past the last row read row 0 and store nothing.
     """
     i = thread_number()
     row, column = i // (columns // 4), i % (columns // 4) // 32 * 128 + (i & 31)
@@ -72,44 +73,61 @@ def blocks_coalesced(x, codes, scales, rows, columns):
     a, b, c, d = widen(x[first]), widen(x[first + 32]), widen(x[first + 64]), widen(x[first + 96])
     amax = larger_magnitude(larger_magnitude(larger_magnitude(larger_magnitude(ZERO, a), b), c), d)
     amax = max_of_32(amax)
-    factor = LIMIT / amax if amax > ZERO else F(1)
+    multiplier = E4M3_MAX / amax if amax > ZERO else F(1)
     if inside:
         if column % 128 == 0:
-            scales[offset(column // 128, rows, row)] = F(1) / factor
-        codes[first], codes[first + 32] = np.uint8(casts.e4m3(a * factor)), np.uint8(casts.e4m3(b * factor))
-        codes[first + 64], codes[first + 96] = np.uint8(casts.e4m3(c * factor)), np.uint8(casts.e4m3(d * factor))
+            scales[offset(column // 128, rows, row)] = F(1) / multiplier
+        codes[first], codes[first + 32] = np.uint8(casts.e4m3(a * multiplier)), np.uint8(casts.e4m3(b * multiplier))
+        codes[first + 64], codes[first + 96] = (
+            np.uint8(casts.e4m3(c * multiplier)),
+            np.uint8(casts.e4m3(d * multiplier)),
+        )
 
 
 # --- 4. fused ---------------------------------------------------------------------------------------
 
-# A thread owns 16 neighbours of a row, in registers as two vectors of eight float32. Five words:
+# A thread owns 16 neighbours of a row, in registers as two vectors of eight float32. B / 16 neighbouring threads share
+# a block of B elements. Five functions:
 #
-#   place(16)                                           their (row, column)
-#   read(source, row, column, left)                     their values; `left` elements to the end of the row
-#   block_max(v)                                        largest magnitude of the block, which B / 16 threads share
+#   place(16, rows, columns)                            (row, column, left) of the first
+#   read(source, row, column, left)                     their values
+#   block_max(v)                                        the block's largest magnitude, found by shuffles
 #   scale_block(block_amax, out, row, column, left)     what elements are multiplied with, by the declared rule; the
-#                                                       scale is stored by the first of the block's threads
-#   cast(v, multiplier, data, place, left)              the codes
+#                                                       first of the threads that share the block stores its scale
+#   cast(v, multiplier, data, (row, stride, column), left)    stores the codes; a row of `data` is `stride` long
+#
+# left: elements from here to the row's end: more than the thread owns, or not positive outside the matrix; there a read
+# gives zeros and nothing is stored, but the thread goes on, for the warp shuffles in `block_max`.
 
 
 @dataclass(frozen=True)
-class BlockRows(Spec):
-    """One copy along the rows.
+class ByBlocks(Spec):
+    """What the kernels below have in common.
 
     Attributes:
         storage: dtype of the values.
-        direction: how they are cast.
-        whole: rows consist of whole 16-byte accesses at aligned addresses. Else every element is an access of its own.
+        direction: the scaling's rowwise direction; the columnwise one is `direction.other`.
     """
 
     storage: str
     direction: Direction
-    whole: bool
-
-    title = "blocks along rows"
 
     def __str__(self):
         return f"{self.title}: {self.storage} -> {self.direction.name}"
+
+
+@dataclass(frozen=True)
+class BlockRows(ByBlocks):
+    """One copy along the rows.
+
+    Attributes:
+        whole: rows are a multiple of 16 elements (what a thread owns) and every array is aligned to 16 bytes: a thread
+            has all of its elements or none, in wide accesses. Else each element is an access of its own.
+    """
+
+    whole: bool
+
+    title = "blocks along rows"
 
     def operands(self):
         return described_source(as_it_is(self.storage)), described_blocks(self.direction)
@@ -125,8 +143,7 @@ class BlockRows(Spec):
 
         @kernel
         def block_rows(source, out):
-            row, column = place(16)
-            left = select(row < out.outer, I32(out.inner - column), I32(0))
+            row, column, left = place(16, out.outer, out.inner)
             v = read(source, row, column, left)
             multiplier = scale_block(block_max(v), out, row, column, left)
             cast(v, multiplier, out.data, (row, out.inner, column), left)
@@ -135,27 +152,24 @@ class BlockRows(Spec):
 
 
 @dataclass(frozen=True)
-class BothBlocks(Spec):
-    """Both copies, or the columnwise one, from one read: 256 threads turn a tile of 128 x 128 round (see `tiles`).
+class BothBlocks(ByBlocks):
+    """Both copies, or the columnwise one, from one read, through a tile in shared memory (see `tiles`).
 
-    Along the rows a thread reads eight neighbours, casts them and puts them into the tile; down the columns it takes
-    eight neighbours of a column out of it and casts them in the same way. B / 8 threads share a block.
+    256 threads own 128 rows x 128 columns (float32: 64). Eight neighbours of a row in each step of `fill`, which also
+    casts them into the rowwise copy; eight of a column in each step of `turn`, which casts them into the columnwise
+    one. B / 8 threads share a block.
 
     Attributes:
-        storage, direction: as above; `direction` is the rowwise one.
-        rowwise: whether the rowwise copy is made. whole_rows, whole_columns: as `whole`, of either copy.
+        rowwise: whether the rowwise copy is made. Else `row_out` is ignored.
+        whole_rows: as `whole` of `BlockRows`, of eight elements, of the values and the rowwise codes.
+        whole_columns: the same of the columnwise codes.
     """
 
-    storage: str
-    direction: Direction
     rowwise: bool
     whole_rows: bool
     whole_columns: bool
 
     title = "blocks in both directions"
-
-    def __str__(self):
-        return f"{self.title}: {self.storage} -> {self.direction.name}"
 
     def operands(self):
         out = described_blocks(self.direction)
@@ -173,9 +187,9 @@ class BothBlocks(Spec):
         @kernel
         def both_blocks(source, row_out, column_out):
             tile = cuda.shared.array(TILE_WORDS, np.uint32)
-            fill(tile, source, row_out, column_out.inner, column_out.outer)
-            cuda.syncthreads()
-            turn(tile, column_out, column_out.inner, column_out.outer)
+            fill(tile, source, row_out, source.rows, source.width)
+            cuda.syncthreads()  # all threads' values are in the tile; it is filled once, so one barrier is enough
+            turn(tile, column_out, source.rows, source.width)
 
         return both_blocks
 
@@ -184,27 +198,38 @@ class BothBlocks(Spec):
 
 
 def quantize(gpu, job):
-    """Fill the copies of a `copies.BlockJob`; its front is a tensor as it is."""
+    """Fill the copies of a `copies.BlockJob`: both by one kernel if a block of a row fits a tile, else each by its own.
+
+    Its front is a tensor as it is. `gpu` is the backend (`gpu.GPU`): `gpu.launch(spec, (rows, columns), *operands)`
+    starts a kernel, `gpu.whole(front, n, *stored)` says whether rows are whole accesses of n elements in what is read
+    and stored.
+    """
     front, rowwise, columnwise = job.front, job.rowwise, job.columnwise
     fits = job.direction.block[1] <= tile_columns(front.storage)  # a tile of float32 is 64 columns wide
-    if rowwise is not None and not (columnwise is not None and fits):
+    together = rowwise is not None and columnwise is not None and fits
+    if rowwise is not None and not together:
         spec = BlockRows(front.storage, rowwise.direction, gpu.whole(front, 16, rowwise.data))
         gpu.launch(spec, front.matrix_shape, front.source(), rowwise.blocks())
-        rowwise = None
     if columnwise is not None:
-        whole = gpu.whole(front, VECTOR, None if rowwise is None else rowwise.data)
+        whole_rows = gpu.whole(front, VECTOR, rowwise.data if together else None)
+        # Not `gpu.whole`, which asks about rows of what is read: columns come out of the tile.
         whole_columns = columnwise.inner % VECTOR == 0 and columnwise.data.aligned
-        spec = BothBlocks(front.storage, columnwise.direction.other, rowwise is not None, whole, whole_columns)
-        gpu.launch(spec, front.matrix_shape, front.source(), (rowwise or columnwise).blocks(), columnwise.blocks())
+        spec = BothBlocks(front.storage, columnwise.direction.other, together, whole_rows, whole_columns)
+        row_out = rowwise if together else columnwise  # `put_nothing` ignores the one that stands in
+        gpu.launch(spec, front.matrix_shape, front.source(), row_out.blocks(), columnwise.blocks())
 
 
 # --- 6. their cost ----------------------------------------------------------------------------------
 
 
 def costs():
-    """The `operands.Cost` of each kernel, from bfloat16: bytes are values of two bytes, codes and scales."""
-    direction = direction_of(BlockScaling(E4M3, 1), False)
-    yield Cost("bf16 -> 1x128 blocks", BlockRows("bfloat16", direction, True), 48.5, (2.75, 2.55), 2, 1)
-    yield Cost(
-        "bf16 -> 1x128 blocks both", BothBlocks("bfloat16", direction, True, True, True), 128 * 64 / 128 * 4.0625
-    )
+    """The `operands.Cost` of each kernel, from bfloat16.
+
+    Bytes are those that one thread of the full case reads and writes; budgets are instructions for each of them on
+    (H100, B200); then 16-byte loads and stores.
+    """
+    direction, stored = direction_of(BlockScaling(E4M3, 1), False), 1 + 4 / 128  # a code, and its part of a scale
+    spec = BlockRows("bfloat16", direction, True)
+    yield Cost("bf16 -> 1x128 blocks", spec, 16 * (2 + stored), budget=(2.75, 2.4), wide_loads=2, wide_stores=1)
+    spec = BothBlocks("bfloat16", direction, rowwise=True, whole_rows=True, whole_columns=True)
+    yield Cost("bf16 -> 1x128 blocks both", spec, 128 * 128 / 256 * (2 + 2 * stored))

@@ -1,8 +1,10 @@
 """Dequantization: a quantized tensor's values in float32, float16 or bfloat16.
 
-    value      the code's value * the factor of its scale: one float32 product, rounded once to the dtype
-    factor     the declared rule `decode_factor` of the block's stored scale, and of the amax if there is a tensor level
-    codes      lie as the values do, or transposed (and, with RHT, transformed); two in a byte, if they have four bits
+    value      the code's value * the factor of its block: one float32 product, rounded once to the dtype
+    factor     of the block's stored scale, and of the amax where the scaling has a scale of the tensor too: the rule
+               `decode_factor` that the scaling declares (`refops.scalings`); MXFP8: 2^(stored - 127)
+    codes      lie as the values do, or transposed; two in a byte if they have four bits. Transposed ones may be of a
+               random Hadamard transform (RHT) of each 16 neighbours, which is undone
 
 Arguments, results and errors are those of `refops.dequantize`.
 """
@@ -29,13 +31,13 @@ from cuda_kernels.simt import (
     kernel,
     load_words,
     offset,
-    select,
     thread_number,
 )
 from cuda_kernels.tiles import TILE_ROWS, TILE_WORDS, make_stage, make_tile_walk, tile_columns
 from cuda_kernels.vectors import (
     VECTOR,
     by_element,
+    left_in_row,
     make_decode_bytes,
     make_load_codes,
     make_load_sixteen_codes,
@@ -71,17 +73,22 @@ def dequantize_naive(codes, scales, y, rows, columns):
 
 # --- 3. coalesced -----------------------------------------------------------------------------------
 
-# The naive kernel is: the threads of a warp touch neighbouring addresses. Each of its accesses is a byte or two.
+# The naive kernel is coalesced already: a warp's threads touch neighbouring addresses. Each access is a byte or two.
 
 # --- 4. fused ---------------------------------------------------------------------------------------
 
-# A thread owns 16 neighbours of a row, in registers as two vectors of eight float32. Five words:
+# A thread owns 16 neighbours of a row, in registers as two vectors of eight float32. Six functions:
 #
-#   place(16)                         their (row, column)
-#   load(codes, at, left)             their values, from element `at` on; `left` elements to the end of the row
-#   factor(coded, row, column)        what they are multiplied with: the scaling's declared rule and place
-#   multiply(vector, number)          (products(vector, vector): each with its own)
+#   place(16, rows, columns)          (row, column, left) of the first
+#   load(codes, at, left)             the values of their codes, without scale, from element `at` on
+#   factor(coded, outer, inner)       what the value of a code is multiplied with. Blocks run along `inner`: the two are
+#                                     (row, column), but (column, row) for blocks down the columns
+#   multiply(vector, number)          where all have one factor
+#   products(vector, vector, ZERO)    where each has its own; the last argument is ignored
 #   store(values, data, at, left)     rounds and stores them
+#
+# left: elements from here to the row's end: more than the thread owns, or not positive outside the matrix, where the
+# thread has nothing to do.
 
 
 @dataclass(frozen=True)
@@ -91,7 +98,8 @@ class Dequantize(Spec):
     Attributes:
         direction: of what is decoded.
         storage: dtype of the values.
-        whole: rows consist of whole 16-byte accesses at aligned addresses. Else every element is an access of its own.
+        whole: rows are a multiple of 16 elements (what a thread owns) and every array is aligned to 16 bytes: a thread
+            has all of its elements or none, in wide accesses. Else each element is an access of its own.
     """
 
     direction: Direction
@@ -113,7 +121,7 @@ class Dequantize(Spec):
 class DequantizeRows(Dequantize):
     """Blocks along the rows, or one scale for all: a thread owns 16 neighbours, which share a scale.
 
-    They are one load of 16 bytes (FP4: 8) and two stores.
+    Their codes are one load of 16 bytes (FP4: 8), their values two stores of 16 bytes (float32: four).
     """
 
     title = "dequantize rows"
@@ -128,9 +136,9 @@ class DequantizeRows(Dequantize):
 
         @kernel
         def dequantize_rows(coded, out):
-            row, column = place(16)
-            if row < out.outer and column < out.inner:
-                at, left = offset(row, out.inner, column), I32(out.inner - column)
+            row, column, left = place(16, out.outer, out.inner)
+            if left > 0:
+                at = offset(row, out.inner, column)
                 first, second = load(coded.codes, at, left)
                 scale = factor(coded, row, column)
                 store((multiply(first, scale), multiply(second, scale)), out.data, at, left)
@@ -143,8 +151,9 @@ def make_factors(direction, whole, target):
     factor = direction.factor(target)
 
     @device
-    def of_column(coded, at, k, left):
-        return factor(coded, at[1] + k, at[0]) if k < left else ONE
+    def of_column(coded, row_and_column, k, left):
+        row, column = row_and_column
+        return factor(coded, column + k, row) if k < left else ONE
 
     eight = by_element(of_column)
 
@@ -168,10 +177,10 @@ def make_factors(direction, whole, target):
 
 @dataclass(frozen=True)
 class DequantizeColumns(Dequantize):
-    """Blocks down the columns of data that lie along the rows: every column has a scale of its own.
+    """Blocks down the columns, of codes that lie along the rows: each of the 16 neighbours has a scale of its own.
 
-    A thread owns 16 neighbours as above. The scales of 16 columns are a load of 16 bytes as well: `whole` only where
-    `side_by_side` says so.
+    These scales are a load of 16 bytes too. Only where `side_by_side` says that they are neighbouring bytes can `whole`
+    be True.
     """
 
     title = "dequantize columns"
@@ -186,18 +195,19 @@ class DequantizeColumns(Dequantize):
 
         @kernel
         def dequantize_columns(coded, out):
-            row, column = place(16)
-            if row < out.outer and column < out.inner:
-                at, left = offset(row, out.inner, column), I32(out.inner - column)
+            row, column, left = place(16, out.outer, out.inner)
+            if left > 0:
+                at = offset(row, out.inner, column)
                 first, second = load(coded.codes, at, left)
-                scales, further = factors(coded, row, column, left)
-                store((products(first, scales, ZERO), products(second, further, ZERO)), out.data, at, left)
+                first_factors, second_factors = factors(coded, row, column, left)
+                values = products(first, first_factors, ZERO), products(second, second_factors, ZERO)
+                store(values, out.data, at, left)
 
         return dequantize_columns
 
 
 def side_by_side(direction):
-    """Whether the scales of neighbouring columns are neighbouring bytes, and need no amax."""
+    """Whether neighbouring columns have scales in neighbouring bytes, of which alone their factors are made."""
     layout = direction.layout
     return (
         layout.scales_inner_first[True]
@@ -209,14 +219,17 @@ def side_by_side(direction):
 
 @dataclass(frozen=True)
 class DequantizeTurned(Dequantize):
-    """Data that are stored transposed: 256 threads turn a tile of 128 x 64 round in shared memory (see `tiles`).
+    """Codes that are stored transposed: a tile turns round in shared memory (see `tiles`).
 
-    Along the stored rows a thread decodes eight neighbours and, with the one beside it, undoes the Hadamard transform
-    of 16; down the columns it stores eight, which are neighbours in the result. `whole` is about these.
+    256 threads own 128 rows x 64 columns of what is stored. In each step of the first loop a thread decodes eight
+    neighbours of a stored row and, with the thread beside it, undoes the Hadamard transform of 16. In each step of the
+    second it takes eight of a stored column, which are neighbours in a row of the result, and stores them.
 
     Attributes:
-        sign_mask: of the Hadamard transform, None without one. `direction` does not say it: code of the CPU takes the
-            mask as an argument, so the settings that it is compiled for leave it out.
+        whole: rows of the result are a multiple of 8 elements and it is aligned to 16 bytes: a thread stores all of its
+            eight or none, in wide accesses. Codes are read one by one in any case.
+        sign_mask: of the Hadamard transform, None without one. It is no part of `direction`: code for the CPU is
+            compiled once for a direction and takes the mask as an argument.
     """
 
     sign_mask: int | None
@@ -230,8 +243,9 @@ class DequantizeTurned(Dequantize):
         direction, columns, mask = self.direction, tile_columns("float32"), self.sign_mask
         load, factor = make_load_codes(direction.fmt, direction.packed), direction.factor(target)
         undo = device(lambda v, upper: v) if mask is None else make_hadamard(mask, inverse=True)
-        put, _, down, _ = make_stage("float32")
-        place_along, row_steps, place_down, column_steps = make_tile_walk(columns)
+        stage, walk = make_stage("float32"), make_tile_walk(columns)
+        put_along, take_down, row_steps, column_steps = stage.put, stage.down, walk.row_steps, walk.column_steps
+        place_along, place_down = walk.along, walk.down
         store = make_store(self.storage, self.whole, target)
 
         @kernel
@@ -241,25 +255,28 @@ class DequantizeTurned(Dequantize):
             for i in range(row_steps):
                 r, c = place_along(cuda.threadIdx.x, i)
                 row, column = I32(row0 + r), I32(column0 + c)
-                left = select(row < coded.outer, I32(coded.inner - column), I32(0))
+                left = left_in_row(row, column, coded.outer, coded.inner)
+                # Outside the matrix `load` gives zeros, and the thread goes on, for the shuffles in `undo`.
                 scale = factor(coded, row, column) if left > 0 else ONE
                 values = multiply(load(coded.codes, offset(row, coded.inner, column), left), scale)
-                put(tile, r, c, undo(values, column % 16 == 8))
-            cuda.syncthreads()
+                put_along(tile, r, c, undo(values, column % 16 == 8))
+            cuda.syncthreads()  # the whole tile is there: a column has values of many threads
             for i in range(column_steps):
                 r, c = place_down(cuda.threadIdx.x, i)
-                row, column = I32(column0 + c), I32(row0 + r)
-                left = select(row < out.outer, I32(out.inner - column), I32(0))
-                store(down(tile, r, c), out.data, offset(row, out.inner, column), left)
+                row, column = I32(column0 + c), I32(row0 + r)  # in `out`, the transpose of what is stored
+                left = left_in_row(row, column, out.outer, out.inner)
+                store(take_down(tile, r, c), out.data, offset(row, out.inner, column), left)
 
         return dequantize_turned
 
 
 # --- 5. its launch ----------------------------------------------------------------------------------
 
+# `gpu` is the backend (`gpu.GPU`): `gpu.launch(spec, (rows, columns), *operands)` starts a kernel.
+
 
 def dequantize(gpu, q, out, storage):
-    """Fill `out`, an array of a dtype, with the values of the rowwise copy of `q`, or of the columnwise one alone."""
+    """Fill `out`, an array of a dtype, with the values of `q`: of its rowwise copy, or of the other if that is all."""
     if not out.size:
         return
     columnwise = q.rowwise_data is None
@@ -292,17 +309,23 @@ def spec_of(direction, storage, coded, stored, sign_mask):
 
 
 def costs():
-    """The `operands.Cost` of each kernel, to bfloat16: bytes are codes, scales and 16 values of two bytes."""
-    mxfp8, nvfp4 = MXFP8Scaling(E4M3), NVFP4Scaling()
-    columns = direction_of(mxfp8, True)
-    for name, direction, size, budget in (
-        ("FP8", direction_of(DelayedScaling(E4M3), False), 48, (1.7, 1.7)),
-        ("1x128 blocks", direction_of(BlockScaling(E4M3, 1), False), 48.5, (1.85, 1.8)),
-        ("MXFP8", direction_of(mxfp8, False), 48.5, (1.9, 1.9)),
-        ("NVFP4", direction_of(nvfp4, False), 41, (3.05, 2.3)),
+    """The `operands.Cost` of each kernel, to bfloat16.
+
+    Bytes are those that one thread of the full case reads and writes: 16 codes, 16 values, and of a scale that threads
+    share its part. Budgets are instructions for each of them on (H100, B200); then 16-byte loads and stores.
+    """
+    fp8, mxfp8, nvfp4 = DelayedScaling(E4M3), MXFP8Scaling(E4M3), NVFP4Scaling()
+    for name, scaling, size, budget in (
+        ("FP8", fp8, 16 * (1 + 2), (1.75, 1.75)),
+        ("1x128 blocks", BlockScaling(E4M3, 1), 16 * (1 + 4 / 128 + 2), (1.85, 1.85)),
+        ("MXFP8", mxfp8, 16 * (1 + 1 / 32 + 2), (1.9, 1.9)),
+        ("NVFP4", nvfp4, 16 * (1 / 2 + 1 / 16 + 2), (3.05, 2.3)),
     ):
-        yield Cost(f"{name} -> bf16", DequantizeRows(direction, "bfloat16", True), size, budget, wide_stores=2)
-    yield Cost("MXFP8 -> bf16, any K", DequantizeRows(direction_of(mxfp8, False), "bfloat16", False), 48.5)
-    yield Cost("MXFP8 columnwise -> bf16", DequantizeColumns(columns, "bfloat16", True), 64, (3.2, 3.2), 2, 2)
-    turned = DequantizeTurned(direction_of(NVFP4Scaling(rht=True), True), "bfloat16", True, 0xD7E8)
-    yield Cost("NVFP4 columnwise + RHT -> bf16", turned, 128 * 64 / 256 * 2.6)
+        spec = DequantizeRows(direction_of(scaling, False), "bfloat16", True)
+        yield Cost(f"{name} -> bf16", spec, size, budget=budget, wide_stores=2)
+    size = 16 * (1 + 1 / 32 + 2)
+    yield Cost("MXFP8 -> bf16, any K", DequantizeRows(direction_of(mxfp8, False), "bfloat16", False), size)
+    spec = DequantizeColumns(direction_of(mxfp8, True), "bfloat16", True)
+    yield Cost("MXFP8 columnwise -> bf16", spec, size, budget=(4.25, 4.2), wide_loads=2, wide_stores=2)
+    spec = DequantizeTurned(direction_of(NVFP4Scaling(rht=True), True), "bfloat16", True, sign_mask=0xD7E8)
+    yield Cost("NVFP4 columnwise + RHT -> bf16", spec, 128 * 64 / 256 * (1 / 2 + 1 / 16 + 2))

@@ -1,12 +1,12 @@
-"""Results without scales: activations and their gradients, and codes of values as they are, and back.
+"""Results without scales: activations, their gradients, values as codes of a format, and codes as values.
 
-    activation    f(x); of rows [act | gate], f(act) * gate(gate)
-    gradient      f'(x) * dy; of rows [act | gate], (f'(act) * dy) * gate(gate) and (gate'(gate) * dy) * f(act)
-    encode        the element format's code of each value, one a byte, to nearest, ties to even, saturated
-    decode        the float32 value of each code
+    activation    f(x); of rows [act | gate], f(act) * h(gate), h the activation's gate function (identity for swiglu)
+    gradient      f'(x) * dy; of rows [act | gate], (f'(act) * dy) * h(gate) and (h'(gate) * dy) * f(act)
+    encode        a tensor's values to codes, without scale: one a byte, to nearest, ties to even, saturated
+    decode        back: the float32 value of each code
 
-A result of float32 arithmetic is rounded once, to the dtype that it is stored in. The largest magnitude before that,
-the amax of the tensor, is recorded on the way where a scale is made of it. Arguments and errors are those of
+A result of float32 arithmetic is rounded once, to the dtype that it is stored in. Where a scale will be made of the
+tensor's amax, its largest magnitude before this rounding, the same kernel records it. Arguments and errors are those of
 `refops.activation`, `activation_grad`, `encode` and `decode`.
 """
 
@@ -21,10 +21,12 @@ from cuda_kernels.formulas import functions_of
 from cuda_kernels.launch import row_shape
 from cuda_kernels.operands import Cost, Kind, Recorded, Spec, Stored, Values, as_it_is, described
 from cuda_kernels.reads import described_source, make_read, make_read_halves, make_read_sixteen
-from cuda_kernels.simt import I32, F, device, kernel, offset, select, thread_number
-from cuda_kernels.stores import make_put, record_amax
+from cuda_kernels.simt import I32, F, device, kernel, offset, thread_number
+from cuda_kernels.stores import make_put, record_largest
 from cuda_kernels.vectors import (
     VECTOR,
+    amax,
+    amax_with,
     make_load_sixteen_codes,
     make_store_sixteen,
     make_store_sixteen_codes,
@@ -38,7 +40,10 @@ widen = casts.widen_bf16
 
 
 def make_gated(name):
-    """Return the kernel x (M, 2 columns) = [act | gate] -> y (M, columns): one thread one element of y."""
+    """Return the kernel x (M, 2 columns) = [act | gate] -> y (M, columns): one thread one element of y.
+
+    The last argument of `value` holds the activation's parameters; those that this kernel is made of have none.
+    """
     value = functions_of(name).value
 
     @kernel
@@ -55,27 +60,25 @@ def make_gated(name):
 
 # --- 3. coalesced -----------------------------------------------------------------------------------
 
-# The naive kernel is: the threads of a warp touch neighbouring addresses. Each of its accesses is two bytes.
+# The naive kernel is coalesced already: the threads of a warp touch neighbouring addresses. Each access is two bytes.
 
 # --- 4. fused ---------------------------------------------------------------------------------------
 
-# A thread owns eight neighbours of a row of the result; of a 16-bit dtype they are one store of 16 bytes. Three words:
+# A thread owns eight neighbours of a row of the result; of a 16-bit dtype they are one store of 16 bytes. In a block,
+# threadIdx.x goes along the row, threadIdx.y down the rows. Four functions:
 #
-#   place(8)                             their (row, column)
-#   read(source, row, column, left)      their values, in registers; `left` elements to the end of the row
-#   put(v, out, row, column, left)       rounds and stores them, and before that raises the amax, if it is recorded
+#   place(8, rows, columns)              (row, column, left) of the first
+#   read(source, row, column, left)      their values, in registers
+#   record(largest, out, left)           raises the tensor's amax to the largest of a warp's threads, if it is recorded
+#   put(v, out, row, column, left)       rounds and stores them
+#
+# left: elements from here to the row's end: more than the thread owns, or not positive outside the matrix; there a read
+# gives zeros and nothing is stored, but the thread goes on, for its warp shuffles in `record`.
 
 
-def make_put_values(storage, records_amax, whole, target):
-    """Return `put`: store values in a dtype, in a `Stored`, or a `Recorded`, whose amax is that of unrounded values."""
-    put = make_put(storage, whole, target)
-
-    @device
-    def put_and_record(v, out, outer, inner, left):
-        record_amax(v, out, left)
-        put(v, out, outer, inner, left)
-
-    return put_and_record if records_amax else put
+@device
+def record_nothing(largest, out, left):
+    """The `record` of a kernel that records no amax."""
 
 
 @dataclass(frozen=True)
@@ -85,8 +88,9 @@ class Elementwise(Spec):
     Attributes:
         values: what is computed.
         storage: the dtype.
-        records_amax: whether the tensor's amax is recorded.
-        whole: rows consist of whole 16-byte accesses at aligned addresses. Else every element is an access of its own.
+        records_amax: whether the tensor's amax, of unrounded values, is recorded.
+        whole: rows are a multiple of 8 elements (what a thread owns) and every array is aligned to 16 bytes: a thread
+            has all of its elements or none, in wide accesses. Else each element is an access of its own.
     """
 
     values: Values
@@ -100,6 +104,7 @@ class Elementwise(Spec):
         return f"{self.title}: {self.values} -> {self.storage}" + " + amax" * self.records_amax
 
     def operands(self):
+        # A carrier is the NumPy dtype that a kernel reads and stores a dtype as: uint16 for bfloat16.
         out = described(Recorded if self.records_amax else Stored, data=casts.carrier(self.storage))
         return described_source(self.values), out
 
@@ -107,17 +112,25 @@ class Elementwise(Spec):
         return self.values.must_read(field)
 
     def grid(self, outer, inner):
+        # So many lanes lie in one row. For an amax a warp does: its first lane, which records, is in the matrix if any
+        # of its lanes is.
         return row_shape(outer, inner, lanes=32 if self.records_amax else 1)
 
+    @property
+    def record(self):
+        """The function `record` of the kernel."""
+        return record_largest if self.records_amax else record_nothing
+
     def build(self, target):
-        read = make_read(self.values, self.whole, target)
-        put = make_put_values(self.storage, self.records_amax, self.whole, target)
+        read, put = make_read(self.values, self.whole, target), make_put(self.storage, self.whole, target)
+        record = self.record
 
         @kernel
         def elementwise(source, out):
-            row, column = place(VECTOR)
-            left = select(row < out.outer, I32(out.inner - column), I32(0))
-            put(read(source, row, column, left), out, row, column, left)
+            row, column, left = place(VECTOR, out.outer, out.inner)
+            v = read(source, row, column, left)
+            record(amax(v), out, left)
+            put(v, out, row, column, left)
 
         return elementwise
 
@@ -126,7 +139,7 @@ class Elementwise(Spec):
 class ElementwiseGradient(Elementwise):
     """A gated gradient: a thread owns eight of each half of a row, from one read of dy, act and gate.
 
-    Fields are those of `Elementwise`.
+    Attributes are those of `Elementwise`.
     """
 
     title = "elementwise gradient"
@@ -135,14 +148,14 @@ class ElementwiseGradient(Elementwise):
         return super().grid(outer, inner // 2)
 
     def build(self, target):
-        read = make_read_halves(self.values, self.whole, target)
-        put = make_put_values(self.storage, self.records_amax, self.whole, target)
+        read, put = make_read_halves(self.values, self.whole, target), make_put(self.storage, self.whole, target)
+        record = self.record
 
         @kernel
         def elementwise_gradient(source, out):
-            row, column = place(VECTOR)
-            left = select(row < out.outer, I32(source.width - column), I32(0))
+            row, column, left = place(VECTOR, out.outer, source.width)
             act, gate = read(source, row, column, left)
+            record(amax_with(amax(act), gate), out, left)
             put(act, out, row, column, left)
             put(gate, out, row, I32(source.width + column), left)
 
@@ -151,12 +164,12 @@ class ElementwiseGradient(Elementwise):
 
 @dataclass(frozen=True)
 class Encode(Spec):
-    """Codes of a tensor's values: a thread owns sixteen neighbours, which are one store.
+    """Codes of a tensor's values: a thread owns sixteen neighbours, whose codes are one store of 16 bytes.
 
     Attributes:
         storage: dtype of the values.
         fmt: name of the element format.
-        whole: as above.
+        whole: as above, of 16 elements.
     """
 
     storage: str
@@ -176,24 +189,23 @@ class Encode(Spec):
 
     def build(self, target):
         read = make_read_sixteen(as_it_is(self.storage), self.whole, target)
-        store = make_store_sixteen_codes(self.fmt, False, self.whole, target)
+        store_codes = make_store_sixteen_codes(self.fmt, False, self.whole, target)
 
         @kernel
         def encode(source, out):
-            row, column = place(16)
-            left = select(row < out.outer, I32(out.inner - column), I32(0))
-            store(read(source, row, column, left), out.data, (row, out.inner, column), left)
+            row, column, left = place(16, out.outer, out.inner)
+            store_codes(read(source, row, column, left), out.data, (row, out.inner, column), left)
 
         return encode
 
 
 @dataclass(frozen=True)
 class Decode(Spec):
-    """Values of codes, one a byte, in float32: a thread owns sixteen neighbours, which are one load.
+    """Values of codes, one a byte, in float32: a thread owns sixteen neighbours, whose codes are one load of 16 bytes.
 
     Attributes:
         fmt: name of the element format.
-        whole: as above.
+        whole: as above, of 16 elements.
     """
 
     fmt: str
@@ -211,20 +223,24 @@ class Decode(Spec):
         return row_shape(outer, inner, lanes=1, owned=16)
 
     def build(self, target):
-        load = make_load_sixteen_codes(self.fmt, False, self.whole, target)
-        store = make_store_sixteen("float32", self.whole, target)
+        load_codes = make_load_sixteen_codes(self.fmt, False, self.whole, target)
+        store_values = make_store_sixteen("float32", self.whole, target)
 
         @kernel
         def decode(codes, out):
-            row, column = place(16)
-            if row < out.outer and column < out.inner:
-                at, left = offset(row, out.inner, column), I32(out.inner - column)
-                store(load(codes.data, at, left), out.data, at, left)
+            row, column, left = place(16, out.outer, out.inner)
+            if left > 0:  # these two are for threads in the matrix alone
+                at = offset(row, out.inner, column)
+                store_values(load_codes(codes.data, at, left), out.data, at, left)
 
         return decode
 
 
 # --- 5. their launch --------------------------------------------------------------------------------
+
+# `gpu` is the backend (`gpu.GPU`): `gpu.launch(spec, (rows, columns), *operands)` starts a kernel, and
+# `gpu.whole(front, n, *stored)` is `whole` of what is read and stored, n elements a thread. A front (`operands.Front`)
+# is what is computed before anything is stored: a tensor as it is, an activation or a gradient.
 
 
 def store(gpu, front, out, storage, amax=None):
@@ -237,43 +253,53 @@ def store(gpu, front, out, storage, amax=None):
     values, whole = front.values(gpu.fast_math), gpu.whole(front, VECTOR, out)
     of_halves = values.kind is Kind.BACKWARD and values.gated
     spec = (ElementwiseGradient if of_halves else Elementwise)(values, storage, amax is not None, whole)
-    m, k = front.matrix_shape
-    stored = Stored(out, m, k) if amax is None else Recorded(out, amax, m, k)
-    gpu.launch(spec, (m, k), front.source(), stored)
+    rows, columns = front.matrix_shape
+    stored = Stored(out, rows, columns) if amax is None else Recorded(out, amax, rows, columns)
+    gpu.launch(spec, (rows, columns), front.source(), stored)
 
 
 def encode(gpu, front, out, fmt):
-    """Fill `out`, an array of bytes, with the codes of a tensor as it is."""
+    """Fill `out`, an array of bytes, with the codes of a front that is a tensor as it is."""
     if out.size:
         spec = Encode(front.storage, fmt.name, gpu.whole(front, 16, out))
         gpu.launch(spec, front.matrix_shape, front.source(), Stored(out, *front.matrix_shape))
 
 
 def decode(gpu, codes, out, fmt):
-    """Fill `out`, an array of float32, with the values of an array of codes."""
+    """Fill `out`, an array of float32, with the values of an array of codes. There is no front."""
     if out.size:
-        k = out.shape[-1] if out.shape else 1
-        m, whole = out.size // k, k % 16 == 0 and codes.aligned and out.aligned
-        gpu.launch(Decode(fmt.name, whole), (m, k), Stored(codes, m, k), Stored(out, m, k))
+        columns = out.shape[-1] if out.shape else 1
+        rows, whole = out.size // columns, columns % 16 == 0 and codes.aligned and out.aligned
+        gpu.launch(Decode(fmt.name, whole), (rows, columns), Stored(codes, rows, columns), Stored(out, rows, columns))
 
 
 # --- 6. their cost ----------------------------------------------------------------------------------
 
 
 def costs():
-    """The `operands.Cost` of each kernel: bytes are eight results and what they are computed from, or sixteen codes."""
-    gelu, swiglu = (Values(Kind.FORWARD, name, "bfloat16") for name in ("gelu", "swiglu"))
-    scaled = replace(swiglu, row_scaled=True)
-    for name, values, records_amax, loads, budget, fast_budget in (
-        ("gelu bf16 -> bf16", gelu, False, 1, (6.65, 6.65), (3.35, 2.7)),
-        ("gelu bf16 -> bf16 + amax", gelu, True, 1, (7.6, 7.5), (4.3, 3.55)),
-        ("swiglu bf16 -> bf16", swiglu, False, 2, (4.55, 4.55), (2.85, 2.45)),
-        ("swiglu bf16 -> bf16 + amax", swiglu, True, 2, (5.2, 5.15), (3.5, 3)),
-        ("scaled swiglu bf16 -> bf16", scaled, False, 2, (4.75, 4.7), (3.1, 2.6)),
+    """The `operands.Cost` of each kernel.
+
+    Bytes are those that one thread of the full case reads and writes; budgets are instructions for each of them on
+    (H100, B200), `fast_budget` under fast_math; then 16-byte loads and stores.
+    """
+    bf16 = "bfloat16"
+    gelu, swiglu = (Values(Kind.FORWARD, name, bf16) for name in ("gelu", "swiglu"))
+    scaled, dswiglu = replace(swiglu, row_scaled=True), replace(swiglu, kind=Kind.BACKWARD)
+    scale = 4 / 8  # 4 bytes of each row, counted as if eight threads shared them
+    for name, spec, read, budget, fast_budget in (
+        ("gelu bf16 -> bf16", Elementwise(gelu, bf16, False, True), 2, (6.65, 6.65), (3.35, 2.7)),
+        ("gelu bf16 -> bf16 + amax", Elementwise(gelu, bf16, True, True), 2, (7.6, 7.5), (4.3, 3.55)),
+        ("swiglu bf16 -> bf16", Elementwise(swiglu, bf16, False, True), 2 + 2, (4.55, 4.55), (2.85, 2.45)),
+        ("swiglu bf16 -> bf16 + amax", Elementwise(swiglu, bf16, True, True), 2 + 2, (5.2, 5.15), (3.5, 3)),
+        ("scaled swiglu bf16 -> bf16", Elementwise(scaled, bf16, False, True), 2 + 2, (4.75, 4.7), (3.1, 2.6)),
     ):
-        spec, size = Elementwise(values, "bfloat16", records_amax, True), 16 * loads + 16 + 0.5 * values.row_scaled
-        yield Cost(name, spec, size, budget, loads, 1, fast_budget)
-    spec = ElementwiseGradient(Values(Kind.BACKWARD, "swiglu", "bfloat16"), "bfloat16", False, True)
-    yield Cost("dswiglu bf16 -> bf16", spec, 80, (3.65, 3.65), 3, 2, (2.5, 2.05))
-    yield Cost("bf16 -> codes of E4M3", Encode("bfloat16", "e4m3", True), 48, (1.35, 1.35), 2, 1)
-    yield Cost("codes of E4M3 -> float32", Decode("e4m3", True), 80, (1.15, 1.15), 1, 4)
+        size = 8 * (read + 2) + scale * spec.values.row_scaled
+        wide = {"wide_loads": read // 2, "wide_stores": 1}
+        yield Cost(name, spec, size, budget=budget, fast_budget=fast_budget, **wide)
+    spec, size = ElementwiseGradient(dswiglu, bf16, False, True), 8 * (2 + 2 + 2 + 2 + 2)
+    budgets = {"budget": (3.65, 3.65), "fast_budget": (2.5, 2.05)}
+    yield Cost("dswiglu bf16 -> bf16", spec, size, wide_loads=3, wide_stores=2, **budgets)
+    spec, size = Encode(bf16, "e4m3", True), 16 * (2 + 1)
+    yield Cost("bf16 -> codes of E4M3", spec, size, budget=(1.35, 1.35), wide_loads=2, wide_stores=1)
+    spec, size = Decode("e4m3", True), 16 * (1 + 4)
+    yield Cost("codes of E4M3 -> float32", spec, size, budget=(1.15, 1.15), wide_loads=1, wide_stores=4)

@@ -1,12 +1,21 @@
-"""NVFP4 4over6: each block of 1x16, or 16x16, has that of two scales under which its codes err less.
+"""NVFP4 4over6: of two scales each block of 1x16, or 16x16, is cast with the one under which its codes err less.
 
-    scales     two candidates, the declared rules of the block's and the tensor's largest magnitude: NVFP4's, which maps
-               the block's maximum to 6, and 1.5 times that, which maps it to 4
-    error      declared, of an element; those of a row are added from its first element on, those of a square's 16 rows
-               as a tree; the first scale wins a tie
-    code       two in a byte, rowwise as the values lie and columnwise transposed
+The rules are those that the scaling declares (`NVFP4Scaling.choice` in refops/scalings/nvfp4.py). `amax` is that of the
+tensor, or of the row; S_enc and S_dec follow from it as in `nvfp4`:
 
-Activations come without: they are stored first, for the amax of the tensor. Arguments, results and errors are those of
+    scales     two candidates (stored, multiplier, value) for each block. The first stores
+               E4M3((block amax / 6) * S_enc), which maps the block's maximum to 6, the second
+               E4M3(((block amax / 6) * S_enc) * 1.5), which maps it to 4. `value` is the number that the stored byte
+               means; multiplier = min(1 / (value * S_dec), FLT_MAX)
+    code       E2M1(x * multiplier), to nearest, ties to even, saturated; two in a byte
+    error      of an element |((what its code means * value) * amax) / (448 * 6) - x|, or its square. Those of a row are
+               added from its first element on; those of a square row by row, then the 16 sums as a tree: row i with
+               i + 8, then 4, 2, 1 apart. The second candidate is taken if its sum is less; if the sums are equal, or
+               one is NaN, the first
+    place      rowwise codes lie as the values do, columnwise ones transposed; the scaling says where scales lie
+
+NVFP4's K and M are multiples of 16, so a run of 16 is wholly inside the matrix or outside. No activation is computed
+here: for these scalings another kernel stores its result first. Arguments, results and errors are those of
 `refops.quantize`.
 """
 
@@ -24,7 +33,6 @@ from cuda_kernels.operands import Chosen, Cost, Spec, as_it_is, described
 from cuda_kernels.reads import described_source, make_read, make_read_sixteen
 from cuda_kernels.simt import (
     I32,
-    I64,
     F,
     cuda,
     device,
@@ -63,13 +71,18 @@ widen = casts.widen_bf16
 
 # --- 2. naive ---------------------------------------------------------------------------------------
 
-MAE = direction_of(NVFP4Scaling(four_over_six="mae"), False)
+# The declared rules: candidates_of(block amax, amax, p) are the two candidates, error_of(x, candidate, amax) is the
+# error of an element. `p` are numbers of the scaling, which these rules ignore: the kernel passes ZERO.
+MAE = direction_of(NVFP4Scaling(four_over_six="mae"), columnwise=False)
 candidates_of, error_of = MAE.candidates(), MAE.error()
 
 
 @kernel
 def chosen_naive(x, amax, codes, scales, rows, columns):
-    """x (M, columns), amax (1,) -> codes, scales (M, columns / 16): one thread one block, read three times."""
+    """x (M, columns) of bfloat16, amax (1,) -> codes, scales (M, columns / 16): one thread one block.
+
+    A block is read three times: for its largest magnitude, its errors and its codes.
+    """
     i = thread_number()
     row, block = i // (columns // 16), i % (columns // 16)
     if row < rows:
@@ -80,33 +93,38 @@ def chosen_naive(x, amax, codes, scales, rows, columns):
         for k in range(16):
             error_with_6 = error_with_6 + error_of(widen(x[first + k]), to_6, amax[0])
             error_with_4 = error_with_4 + error_of(widen(x[first + k]), to_4, amax[0])
-        byte, factor, _ = to_4 if error_with_4 < error_with_6 else to_6
-        scales[offset(row, columns // 16, block)] = np.uint8(byte)
+        stored, multiplier, _ = to_4 if error_with_4 < error_with_6 else to_6  # the third was for `error_of`
+        scales[offset(row, columns // 16, block)] = np.uint8(stored)
         for k in range(0, 16, 2):
-            pair = casts.e2m1_pair(widen(x[first + k]) * factor, widen(x[first + k + 1]) * factor)
+            pair = casts.e2m1_pair(widen(x[first + k]) * multiplier, widen(x[first + k + 1]) * multiplier)
             codes[(first + k) >> 1] = np.uint8(pair)
 
 
 # --- 3. coalesced -----------------------------------------------------------------------------------
 
-# None: errors are added from the first element on, so a block that is spread over eight threads passes its sum from one
-# to the next seven times, for either scale. The fused kernel reads a block in two accesses of 16 bytes instead.
+# There is none. Eight neighbouring threads with two elements each, as in `nvfp4_coalesced`, would read a block in one
+# access. But its errors are added in order, so each thread would wait for the sum of the one before it: seven shuffles
+# one after another, for either candidate. The fused kernel leaves a block to one thread, which reads it 16 bytes at a
+# time.
 
 # --- 4. fused ---------------------------------------------------------------------------------------
 
-# A thread owns a block, 16 neighbours of a row, in registers as two vectors of eight float32. Five words:
+# A thread owns a block, 16 neighbours of a row, in registers as two vectors of eight float32. Five functions:
 #
-#   place(16)                                           their (row, column)
-#   read(source, row, column, left)                     their values; `left` elements to the end of the row
-#   choose(v, out, row, left)                           (stored, multiplier) of the scale that errs less
-#   put_scale(stored, out, row, column, left)           stores it
-#   cast(v, multiplier, data, place, left)              the codes
+#   place(16, rows, columns)                                  (row, column, left) of the first
+#   read(source, row, column, left)                           their values
+#   choose(v, out, row, left)                                 (stored, multiplier) of the candidate that errs less
+#   put_scale(stored, out, row, column, left)                 stores its scale
+#   cast(v, multiplier, data, (row, stride, column), left)    stores the codes
+#
+# left: elements from here to the row's end: more than the thread owns, or not positive outside the matrix; there a read
+# gives zeros and nothing is stored.
 
 
 def make_amax(direction):
-    """Return `amax_of(out, outer, left)`: the amax that a block's scale stands under, the tensor's or its row's."""
-    by_outer = direction.by_outer
-    return device(lambda out, outer, left: out.amax[I64(outer) if by_outer and left > 0 else I64(0)])
+    """Return `amax_of(out, outer, left)`: the tensor's amax, or that of row `outer`; outside the matrix of row 0."""
+    amax = direction.amax()
+    return device(lambda out, outer, left: amax(out, select(left > 0, outer, I32(0))))
 
 
 def make_add_errors(direction, target):
@@ -114,25 +132,24 @@ def make_add_errors(direction, target):
     error = direction.error(target)
 
     @device
-    def four(start, a, b, c, d, s, amax):
-        return (((start + error(a, s, amax)) + error(b, s, amax)) + error(c, s, amax)) + error(d, s, amax)
-
-    @device
-    def add_errors(start, v, s, amax):
-        return four(four(start, v[0], v[1], v[2], v[3], s, amax), v[4], v[5], v[6], v[7], s, amax)
+    def add_errors(start, v, candidate, amax):
+        total = start
+        for k in range(VECTOR):
+            total = total + error(v[k], candidate, amax)
+        return total
 
     return add_errors
 
 
 @device
 def better(candidates, second_errs_less):
-    """(stored, multiplier) of one of the two."""
+    """(stored, multiplier) of the second candidate if it errs less, else of the first."""
     first, second = candidates
     return select(second_errs_less, second[0], first[0]), select(second_errs_less, second[1], first[1])
 
 
 def make_choose(direction, target):
-    """Return `choose(v, out, row, left)`: (stored, multiplier) of a block that one thread owns."""
+    """Return `choose(v, out, row, left)`: (stored, multiplier) of the better candidate, of a block in one thread."""
     candidates, amax_of = direction.candidates(target), make_amax(direction)
     add_errors = make_add_errors(direction, target)
 
@@ -156,7 +173,8 @@ class ChosenRows(Spec):
     Attributes:
         storage: dtype of the values.
         direction: how they are cast.
-        whole: rows consist of whole 16-byte accesses at aligned addresses. Else every element is an access of its own.
+        whole: rows are a multiple of 16 elements (what a thread owns) and every array is aligned to 16 bytes: values
+            are read 16 bytes at a time, the 16 codes stored in one access. Else each element is an access of its own.
     """
 
     storage: str
@@ -181,8 +199,7 @@ class ChosenRows(Spec):
 
         @kernel
         def chosen_rows(source, out):
-            row, column = place(16)
-            left = select(row < out.outer, I32(out.inner - column), I32(0))
+            row, column, left = place(16, out.outer, out.inner)
             v = read(source, row, column, left)
             stored, multiplier = choose(v, out, row, left)
             put_scale(stored, out, row, column, left)
@@ -196,21 +213,25 @@ def described_chosen(direction):
     return described(Chosen, scales=direction.scale_type)
 
 
-# Both copies: along the rows and down the columns of a tile (see `tiles`) two neighbouring threads share a block.
+# 4a. Both copies, through a tile in shared memory (see `tiles`). 256 threads own 128 rows x 128 columns (float32: 64).
+#     Eight neighbours of a row in each step of `fill`, eight of a column in each step of `turn`. Either way lanes 2i
+#     and 2i + 1 of a warp hold a run of 16, a block: the lower one its first half, the upper one its second.
 
 
 def make_errors_of_two(direction, target):
-    """Return `errors(v, candidates, amax, upper)`: with either scale, of 16 elements that two threads hold.
+    """Return `errors(v, candidates, amax, upper)`: the sums of the errors of a run of 16, (of the first, the second).
 
-    A sum runs through the first thread's elements, then through those of the second (`upper`); both get it.
+    Two lanes hold the run; `upper` says that v are its second eight. Both lanes get the sums. All lanes must call.
     """
     add_errors = make_add_errors(direction, target)
 
     @device
     def error(v, candidate, amax, upper):
-        lower_half = cuda.shfl_xor_sync(WARP, add_errors(ZERO, v, candidate, amax), 1)
-        both_halves = add_errors(lower_half, v, candidate, amax)
-        return select(upper, both_halves, cuda.shfl_xor_sync(WARP, both_halves, 1))
+        # Each lane sums its own eight and passes that on. `upper` goes on from what it got, which is the whole sum in
+        # order, and passes it back. What the lower lane adds up itself is in the wrong order and dropped.
+        partner = cuda.shfl_xor_sync(WARP, add_errors(ZERO, v, candidate, amax), 1)
+        continued = add_errors(partner, v, candidate, amax)
+        return select(upper, continued, cuda.shfl_xor_sync(WARP, continued, 1))
 
     @device
     def errors(v, candidates, amax, upper):
@@ -220,7 +241,10 @@ def make_errors_of_two(direction, target):
 
 
 def make_cast_one_of(direction, whole, target):
-    """Return `cast(v, candidates, second_errs_less, out, outer, inner, left)`: eight elements with one of both."""
+    """Return `cast(v, candidates, second_errs_less, out, outer, inner, left)`: store codes of eight, and the scale.
+
+    The scale is stored by the thread that owns the first element of its block.
+    """
     put_scale = direction.put_scale()
     store_codes = make_store_codes(direction.fmt, direction.packed, whole, target)
 
@@ -234,7 +258,7 @@ def make_cast_one_of(direction, whole, target):
 
 
 def make_cast_chosen(direction, whole, target):
-    """Return `put(v, out, outer, inner, left)`, of `make_fill` and `make_turn`: cast by blocks of 1 x 16."""
+    """Return `put(v, out, outer, inner, left)` for `fill` and `turn`: cast eight, half a block of 1 x 16."""
     pair_max, candidates, amax_of = make_block_max(VECTOR, 16), direction.candidates(target), make_amax(direction)
     errors, cast = make_errors_of_two(direction, target), make_cast_one_of(direction, whole, target)
 
@@ -249,24 +273,25 @@ def make_cast_chosen(direction, whole, target):
 
 
 @dataclass(frozen=True)
-class ChosenBoth(Spec):
-    """Both copies, or the columnwise one, from one read.
+class ChosenTile(Spec):
+    """What the kernels that go through a tile have in common.
 
     Attributes:
         storage, direction: as above; `direction` is the rowwise one.
-        rowwise: whether the rowwise copy is made. whole_rows, whole_columns: as `whole`, of either copy.
+        rowwise, columnwise: whether a copy is made.
+        whole_rows: as `whole`, of eight, of the values and the rowwise codes. whole_columns: of the columnwise codes.
     """
 
     storage: str
     direction: Direction
     rowwise: bool
+    columnwise: bool
     whole_rows: bool
     whole_columns: bool
 
-    title = "a choice of scales in both directions"
-
     def __str__(self):
-        return f"{self.title}: {self.storage} -> {self.direction.name}"
+        copies = [self.direction.name] * self.rowwise + [f"{self.direction.name} of columns"] * self.columnwise
+        return f"{self.title}: {self.storage} -> {' + '.join(copies)}"
 
     def operands(self):
         out = described_chosen(self.direction)
@@ -274,6 +299,13 @@ class ChosenBoth(Spec):
 
     def grid(self, outer, inner):
         return tile_grid(outer, inner, tile_columns(self.storage))
+
+
+@dataclass(frozen=True)
+class ChosenBoth(ChosenTile):
+    """Both copies, or the columnwise one (`columnwise` is true), from one read."""
+
+    title = "a choice of scales in both directions"
 
     def build(self, target):
         read = make_read(as_it_is(self.storage), self.whole_rows, target)
@@ -284,43 +316,50 @@ class ChosenBoth(Spec):
         @kernel
         def chosen_both(source, row_out, column_out):
             tile = cuda.shared.array(TILE_WORDS, np.uint32)
-            fill(tile, source, row_out, column_out.inner, column_out.outer)
-            cuda.syncthreads()
-            turn(tile, column_out, column_out.inner, column_out.outer)
+            fill(tile, source, row_out, source.rows, source.width)
+            cuda.syncthreads()  # all threads' values are in the tile
+            turn(tile, column_out, source.rows, source.width)
 
         return chosen_both
 
 
-# Squares of 16 x 16: the sums of the errors of their rows lie in shared memory.
+# 4b. Squares of 16 x 16, through a tile as well. A run of 16 is a row of a square, or a column of it. The sums of the
+#     errors of the 16 rows meet in shared memory.
 
-#: Where the sums of the rows of squares lie, (2, count) float32 in shared memory, [0] with the first scale:
-#: place(row, column) of the row of a square that an element of the matrix lies in; second_errs_less(sums, row, column).
-Sums = namedtuple("Sums", "count place second_errs_less")
+#: A tile's `sums`, (2, count) float32 in shared memory: the errors of each row of each square under either candidate.
+#:   at(row, column)                        the index in sums[0] and sums[1] of the row of a square that the element
+#:                                          (row, column) of the matrix lies in
+#:   second_errs_less(sums, row, column)    whether the second candidate errs less in the element's square
+Sums = namedtuple("Sums", "count at second_errs_less")
+
+#: Words that nobody uses, which follow the sums of every eight rows.
+SUM_GAP = 9
 
 
-def make_sums(stage):
-    """Return the `Sums` of a tile of a dtype.
+def make_sums(storage):
+    """Return the `Sums` of a tile of a dtype: those of a row side by side, 8 squares (float32: 4).
 
-    Nine words that nobody uses follow every eight rows. The rows of a warp, 8 apart, store their sums 9 banks apart,
-    more than the up to 8 squares side by side; squares below each other are read 18 banks apart.
+    Of 32 banks, a warp must not want two words of one at once. It stores sums of two rows (float32: four), 8 apart.
+    Without `SUM_GAP` they would begin in the same bank; with it they begin 9 banks apart, and a row has at most 8 sums.
+    In `turn` it reads the sums of eight squares below each other. Those are 18 banks apart: in eight different banks.
     """
-    columns = tile_columns(stage)
+    columns = tile_columns(storage)
     across = columns // 16
-    eight_down = GROUP_ROWS * across + 9
+    eight_down = GROUP_ROWS * across + SUM_GAP
 
     @device
-    def place_of_sum(row, column):
+    def at(row, column):
         r = row & (TILE_ROWS - 1)
-        return r * across + (r >> 3) * 9 + ((column & (columns - 1)) >> 4)
+        return r * across + (r >> 3) * SUM_GAP + ((column & (columns - 1)) >> 4)
 
     @device
     def two_rows(sums, which, i):
-        """The sums of a row and of the one eight further."""
+        """The sum of two rows of a square, 8 apart; the index of the first is i."""
         return sums[which, unsigned(i)] + sums[which, unsigned(i + eight_down)]
 
     @device
     def tree_sum(sums, which, i):
-        """The sum of 16 rows: row i with i + 8, then 4, 2, 1 apart."""
+        """The sum of 16 rows, row k with k + 8, then 4, 2, 1 apart; the index of the first is i."""
         a0, a1 = two_rows(sums, which, i), two_rows(sums, which, i + across)
         a2, a3 = two_rows(sums, which, i + 2 * across), two_rows(sums, which, i + 3 * across)
         a4, a5 = two_rows(sums, which, i + 4 * across), two_rows(sums, which, i + 5 * across)
@@ -329,23 +368,25 @@ def make_sums(stage):
 
     @device
     def second_errs_less(sums, row, column):
-        i = place_of_sum((row >> 4) << 4, column)
+        i = at((row >> 4) << 4, column)
         return tree_sum(sums, 1, i) < tree_sum(sums, 0, i)
 
-    return Sums(TILE_ROWS // GROUP_ROWS * eight_down, place_of_sum, second_errs_less)
+    return Sums(TILE_ROWS // GROUP_ROWS * eight_down, at, second_errs_less)
 
 
-def make_sum_errors(direction, get, place_of_sum, target):
-    """Return `put(v, (maxima, sums, out), row, column, left)`: store the sums of errors of a row of a square.
+def make_sum_errors(direction, get, at, target):
+    """Return `put(v, (maxima, sums, out), row, column, left)` for `reread`: store the sums of a row of a square.
 
-    `get` is that of `tiles.TileMaxima`.
+    `get` is that of `tiles.TileMaxima`, the largest magnitude of a square. Both threads of a row store the same sums in
+    one place, which is harmless. So do threads outside the matrix, but no stored value depends on what they store: a
+    square is wholly inside or outside.
     """
     candidates, errors = direction.candidates(target), make_errors_of_two(direction, target)
 
     @device
     def sum_errors(v, shared, row, column, left):
         maxima, sums, out = shared
-        amax, i = out.amax[0], unsigned(place_of_sum(row, column))
+        amax, i = out.amax[0], unsigned(at(row, column))
         both = candidates(get(maxima, row, column, left), amax, out)
         sums[0, i], sums[1, i] = errors(v, both, amax, (column & 15) == 8)
 
@@ -353,7 +394,7 @@ def make_sum_errors(direction, get, place_of_sum, target):
 
 
 def make_cast_square(direction, get, second_errs_less, whole, target):
-    """Return `put(v, (maxima, sums, out), outer, inner, left)`: cast with the scale that errs less in the square."""
+    """Return `put(v, (maxima, sums, out), outer, inner, left)` for `reread` and `turn`: cast eight, as their square."""
     candidates, cast = direction.candidates(target), make_cast_one_of(direction, whole, target)
     columnwise = direction.columnwise
 
@@ -368,58 +409,36 @@ def make_cast_square(direction, get, second_errs_less, whole, target):
 
 
 @dataclass(frozen=True)
-class ChosenSquares(Spec):
-    """Both copies, or one, of squares of 16 x 16, which have one scale in both: a tile in shared memory.
+class ChosenSquares(ChosenTile):
+    """Both copies, or one, of squares of 16 x 16, which have one scale in both copies.
 
     First all values are in the tile and the squares' maxima beside it; then the sums of the errors of every row of a
-    square; then each copy is cast with the scale whose 16 sums are less.
-
-    Attributes:
-        storage, direction: as above; `direction` is the rowwise one.
-        rowwise, columnwise: whether a copy is made. whole_rows, whole_columns: as `whole`, of either copy.
+    square; then each copy is cast with the candidate whose tree sum of 16 row sums is less (else: with the first).
     """
-
-    storage: str
-    direction: Direction
-    rowwise: bool
-    columnwise: bool
-    whole_rows: bool
-    whole_columns: bool
 
     title = "a choice of scales for squares"
 
-    def __str__(self):
-        copies = [self.direction.name] * self.rowwise + [f"{self.direction.name} of columns"] * self.columnwise
-        return f"{self.title}: {self.storage} -> {' + '.join(copies)}"
-
-    def operands(self):
-        out = described_chosen(self.direction)
-        return described_source(as_it_is(self.storage)), out, out
-
-    def grid(self, outer, inner):
-        return tile_grid(outer, inner, tile_columns(self.storage))
-
     def build(self, target):
-        stage, direction, rowwise, columnwise = self.storage, self.direction, self.rowwise, self.columnwise
-        count, clear, raise_maxima, get = make_tile_maxima(16, stage)
-        sums_count, place_of_sum, second_errs_less = make_sums(stage)
-        fill = make_fill(make_read(as_it_is(stage), self.whole_rows, target), raise_maxima, stage)
-        sum_errors = make_reread(make_sum_errors(direction, get, place_of_sum, target), stage)
-        cast_rows = make_reread(make_cast_square(direction, get, second_errs_less, self.whole_rows, target), stage)
-        turn = make_turn(make_cast_square(direction.other, get, second_errs_less, self.whole_columns, target), stage)
+        storage, direction, rowwise, columnwise = self.storage, self.direction, self.rowwise, self.columnwise
+        count, clear, raise_maxima, get = make_tile_maxima(16, storage)
+        sums_count, at, second_errs_less = make_sums(storage)
+        fill = make_fill(make_read(as_it_is(storage), self.whole_rows, target), raise_maxima, storage)
+        sum_errors = make_reread(make_sum_errors(direction, get, at, target), storage)
+        cast_rows = make_reread(make_cast_square(direction, get, second_errs_less, self.whole_rows, target), storage)
+        turn = make_turn(make_cast_square(direction.other, get, second_errs_less, self.whole_columns, target), storage)
 
         @kernel
         def chosen_squares(source, row_out, column_out):
             tile = cuda.shared.array(TILE_WORDS, np.uint32)
             maxima = cuda.shared.array(count, np.int32)
             sums = cuda.shared.array((2, sums_count), np.float32)
-            rows, width = row_out.outer, row_out.inner
+            rows, width = source.rows, source.width
             clear(maxima)
-            cuda.syncthreads()
+            cuda.syncthreads()  # all maxima are zero
             fill(tile, source, maxima, rows, width)
-            cuda.syncthreads()
+            cuda.syncthreads()  # all threads' values are in the tile, and in the maxima of their squares
             sum_errors(tile, (maxima, sums, row_out), rows, width)
-            cuda.syncthreads()
+            cuda.syncthreads()  # all threads' sums are there
             if rowwise:
                 cast_rows(tile, (maxima, sums, row_out), rows, width)
             if columnwise:
@@ -432,34 +451,42 @@ class ChosenSquares(Spec):
 
 
 def quantize(gpu, job):
-    """Fill the copies of a `copies.BlockJob`; its front is a tensor as it is, whose amax is known."""
+    """Fill the copies of a `copies.BlockJob`; its front is a tensor as it is, whose amax is known.
+
+    `gpu` is the backend (`gpu.GPU`).
+    """
     front, rowwise, columnwise = job.front, job.rowwise, job.columnwise
-    (m, k), storage, source = front.matrix_shape, front.storage, front.source()
     direction = job.direction.other if job.direction.columnwise else job.direction
     data = None if rowwise is None else rowwise.data
-    whole_columns = columnwise is not None and columnwise.inner % VECTOR == 0 and columnwise.data.aligned
     if columnwise is None and not direction.square:
-        spec = ChosenRows(storage, direction, gpu.whole(front, 16, data))
-        gpu.launch(spec, (m, k), source, rowwise.chosen())
+        spec = ChosenRows(front.storage, direction, gpu.whole(front, 16, data))
+        gpu.launch(spec, front.matrix_shape, front.source(), rowwise.chosen())
         return
-    not_made = (rowwise or columnwise).chosen()._replace(data=None, scales=None, outer=m, inner=k)
-    row_out, column_out = (not_made if copy is None else copy.chosen() for copy in (rowwise, columnwise))
+    # Not `gpu.whole`, which asks about rows of what is read: columns come out of the tile.
+    whole_columns = columnwise is not None and columnwise.inner % VECTOR == 0 and columnwise.data.aligned
     whole = gpu.whole(front, VECTOR, data), whole_columns
-    if direction.square:
-        spec = ChosenSquares(storage, direction, rowwise is not None, columnwise is not None, *whole)
-    else:
-        spec = ChosenBoth(storage, direction, rowwise is not None, *whole)
-    gpu.launch(spec, (m, k), source, row_out, column_out)
+    kind = ChosenSquares if direction.square else ChosenBoth
+    spec = kind(front.storage, direction, rowwise is not None, columnwise is not None, *whole)
+    # The copy that is made stands in for one that is not, of which at most the amax is read: it is the same.
+    row_out, column_out = (rowwise or columnwise).chosen(), (columnwise or rowwise).chosen()
+    gpu.launch(spec, front.matrix_shape, front.source(), row_out, column_out)
 
 
 # --- 6. their cost ----------------------------------------------------------------------------------
 
 
 def costs():
-    """The `operands.Cost` of each kernel, from bfloat16: bytes are values of two bytes, codes and scales."""
-    direction, elements = direction_of(NVFP4Scaling(four_over_six="mae"), False), 128 * 128 / 256
-    squares = direction_of(NVFP4Scaling(two_d=True, four_over_six="mae"), False)
-    both, of_squares = ChosenBoth("bfloat16", direction, *[True] * 3), ChosenSquares("bfloat16", squares, *[True] * 4)
-    yield Cost("bf16 -> NVFP4, 4over6", ChosenRows("bfloat16", direction, True), 41, None, 2, 0)
-    yield Cost("bf16 -> NVFP4 4over6 both", both, elements * 3.125)
-    yield Cost("bf16 -> NVFP4 16x16 4over6 both", of_squares, elements * 3.125)
+    """The `operands.Cost` of each kernel, from bfloat16.
+
+    Bytes are those that one thread of the full case reads and writes: values, half a byte of code for each in a copy, a
+    scale for 16.
+    """
+    copy, tile = 1 / 2 + 1 / 16, 128 * 128 / 256
+    direction = direction_of(NVFP4Scaling(four_over_six="mae"), columnwise=False)
+    squares = direction_of(NVFP4Scaling(two_d=True, four_over_six="mae"), columnwise=False)
+    rows = ChosenRows("bfloat16", direction, True)
+    yield Cost("bf16 -> NVFP4, 4over6", rows, 16 * (2 + copy), wide_loads=2, wide_stores=0)
+    both = ChosenBoth("bfloat16", direction, True, True, True, True)
+    yield Cost("bf16 -> NVFP4 4over6 both", both, tile * (2 + 2 * copy))
+    of_squares = ChosenSquares("bfloat16", squares, True, True, True, True)
+    yield Cost("bf16 -> NVFP4 16x16 4over6 both", of_squares, tile * (2 + 2 * copy))

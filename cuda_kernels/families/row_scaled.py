@@ -1,10 +1,13 @@
 """Gradients of activations whose rows are multiplied with scales: y = scale of the row * f(x).
 
-    dx             dy * scale * f'(x); of gated activations both halves, in the order of TE's scaled kernels
-    drow_scales    the row's sum of dy * f(x), in float32
+    dx             dy' * f'(x), dy' = dy * scale of the row; of rows [act | gate], where f(x) is f(act) * h(gate),
+                   the act half dy' * (f'(act) * h(gate)), the gate half dy' * (f(act) * h'(gate)), multiplied in this
+                   order, TransformerEngine's (TE's)
+    drow_scales    the sum of dy * f(x) over the row, summed in float32, rounded to its dtype
 
-Values are rounded once, to the dtype that they are stored in. Activations themselves are another family's: they have no
-sums. Arguments, results and errors are those of `refops.scaled_activation_grad`.
+h is the activation's gate function, the identity for swiglu. Values are rounded once, to the dtype that they are stored
+in. The scaled activations themselves are computed in `elementwise`, since they have no sum over a row. Arguments,
+results and errors are those of `refops.scaled_activation_grad`.
 """
 
 # --- 1. what it computes: above ---------------------------------------------------------------------
@@ -15,14 +18,15 @@ from cuda_kernels import casts
 from cuda_kernels.formulas import scale_gradient_of, scaled_gradients_of
 from cuda_kernels.launch import row_shape
 from cuda_kernels.operands import Cost, Kind, Spec, Stored, Values, described, pointer
-from cuda_kernels.reads import described_source, make_columns, make_halves
-from cuda_kernels.simt import I32, F, cuda, device, first_row, kernel, offset, select, thread_number
+from cuda_kernels.reads import described_source, make_columns, make_halves, make_zeros_outside, zeros_stay
+from cuda_kernels.simt import I32, F, cuda, device, first_row, kernel, offset, thread_number
 from cuda_kernels.vectors import VECTOR, make_load, make_map3, make_store, multiply, sum_of, warp_sum
 
 #: Lanes of a warp.
 LANES = 32
 ZERO = F(0)
 widen, narrow = casts.widen_bf16, casts.narrow_bf16
+#: Functions of (act, gate, dy, parameters). The last argument holds the activation's parameters; swiglu has none.
 d_swiglu_act, d_swiglu_gate = scaled_gradients_of("swiglu")
 dy_times_swiglu = scale_gradient_of("swiglu")
 
@@ -33,17 +37,17 @@ dy_times_swiglu = scale_gradient_of("swiglu")
 def scaled_gradient_naive(dy, x, row_scales, dx, drow_scales, rows, columns):
     """dy (M, columns), x (M, 2 columns) = [act | gate], row_scales (M,) -> dx, drow_scales: one thread one row.
 
-    Neighbouring threads read whole rows apart, and there are only as many threads as rows.
+    Neighbouring threads read addresses that are whole rows apart, and there are only as many threads as rows.
     """
     row = thread_number()
     if row < rows:
         scale, total = row_scales[row], ZERO
         for column in range(columns):
             at = offset(row, 2 * columns, column)
-            act, gate, g = widen(x[at]), widen(x[at + columns]), widen(dy[offset(row, columns, column)])
-            dx[at] = narrow(d_swiglu_act(act, gate, g * scale, ZERO))
-            dx[at + columns] = narrow(d_swiglu_gate(act, gate, g * scale, ZERO))
-            total = total + dy_times_swiglu(act, gate, g, ZERO)
+            act, gate, dy_here = widen(x[at]), widen(x[at + columns]), widen(dy[offset(row, columns, column)])
+            dx[at] = narrow(d_swiglu_act(act, gate, dy_here * scale, ZERO))
+            dx[at + columns] = narrow(d_swiglu_gate(act, gate, dy_here * scale, ZERO))
+            total = total + dy_times_swiglu(act, gate, dy_here, ZERO)
         drow_scales[row] = total
 
 
@@ -52,7 +56,7 @@ def scaled_gradient_naive(dy, x, row_scales, dx, drow_scales, rows, columns):
 
 @kernel
 def scaled_gradient_coalesced(dy, x, row_scales, dx, drow_scales, rows, columns):
-    """As `scaled_gradient_naive`: a warp one row, whose lanes have neighbouring elements and add their sums at the end.
+    """As `scaled_gradient_naive`, but a warp one row: its lanes have neighbouring elements, and add their sums at last.
 
     All lanes of a warp are in the same row, so all take part in the shuffles of `warp_sum`.
     """
@@ -61,10 +65,10 @@ def scaled_gradient_coalesced(dy, x, row_scales, dx, drow_scales, rows, columns)
         scale, total = row_scales[row], ZERO
         for column in range(lane, columns, LANES):
             at = offset(row, 2 * columns, column)
-            act, gate, g = widen(x[at]), widen(x[at + columns]), widen(dy[offset(row, columns, column)])
-            dx[at] = narrow(d_swiglu_act(act, gate, g * scale, ZERO))
-            dx[at + columns] = narrow(d_swiglu_gate(act, gate, g * scale, ZERO))
-            total = total + dy_times_swiglu(act, gate, g, ZERO)
+            act, gate, dy_here = widen(x[at]), widen(x[at + columns]), widen(dy[offset(row, columns, column)])
+            dx[at] = narrow(d_swiglu_act(act, gate, dy_here * scale, ZERO))
+            dx[at + columns] = narrow(d_swiglu_gate(act, gate, dy_here * scale, ZERO))
+            total = total + dy_times_swiglu(act, gate, dy_here, ZERO)
         total = warp_sum(total)
         if lane == 0:
             drow_scales[row] = total
@@ -72,24 +76,27 @@ def scaled_gradient_coalesced(dy, x, row_scales, dx, drow_scales, rows, columns)
 
 # --- 4. fused ---------------------------------------------------------------------------------------
 
-# A warp owns a row, and goes along it in steps of 256 columns: a thread has eight neighbours of each, in registers as
-# vectors of float32. Five words; v is (activated values, gates, dy), without gates (activated values, dy):
+# A warp owns a row and goes along it in steps of 256 columns, eight a lane; a block is 8 warps, so 8 rows. A lane holds
+# its eight neighbours in registers, as vectors of float32. Five functions, in which `inputs` are the vectors
+# (act, gates, dy), without gates (x, dy):
 #
-#   read(source, row, column, left)                  v; zeros from the `left`-th on
-#   gradients(v, scale, source)                      of the activated values (, of the gates)
-#   store(vectors, source, out, row, column, left)   rounds and stores them where x has the values that they are of
-#   dot(v, source)                                   the sum of the eight dy * f(x)
-#   store_sum(total, sums, row, inside)              adds the lanes' totals; one lane stores the row's sum, rounded
+#   load_inputs(source, row, column, left)            the `inputs`; zeros from the `left`-th element on
+#   gradients(inputs, scale, source)                  the vectors (act half, gate half) of dx, without gates one vector
+#   store(vectors, source, out, row, column, left)    rounds them and stores each half where its values lie in x
+#   dot(inputs, source, left)                         the sum of the eight dy * f(x)
+#   store_sum(total, sums, row)                       adds the totals of the 32 lanes; lane 0 rounds and stores the sum
+#
+# left: elements from here to the row's end: more than the thread owns, or not positive beyond the end; there
+# `load_inputs` gives zeros and nothing is stored, but the thread goes on, for the warp shuffles in `store_sum`.
 
 
-def make_read(values, whole):
-    """Return `read` of the table above."""
+def make_load_inputs(values, whole):
+    """Return `load_inputs` of the table above."""
     load, halves = make_load(values.storage, whole), make_halves(values.storage, whole, values.interleaved)
 
     @device
     def unary(source, row, column, left):
-        place = row, source.width, column
-        return load(source.x, place, left), load(source.dy, place, left)
+        return load(source.x, (row, source.width, column), left), load(source.dy, (row, source.width, column), left)
 
     @device
     def gated(source, row, column, left):
@@ -105,13 +112,15 @@ def make_gradients(values):
     d_act, d_gates = make_map3(of_act), make_map3(of_gate)
 
     @device
-    def unary(v, scale, p):
-        return (d_act(v[0], v[0], multiply(v[1], scale), p),)
+    def unary(inputs, scale, p):
+        x, dy = inputs
+        return (d_act(x, x, multiply(dy, scale), p),)  # the second argument is a gate, which does not matter here
 
     @device
-    def gated(v, scale, p):
-        act, gates, dy = v[0], v[1], multiply(v[2], scale)
-        return d_act(act, gates, dy, p), d_gates(act, gates, dy, p)
+    def gated(inputs, scale, p):
+        act, gates, dy = inputs
+        scaled = multiply(dy, scale)
+        return d_act(act, gates, scaled, p), d_gates(act, gates, scaled, p)
 
     return gated if values.gated else unary
 
@@ -133,21 +142,35 @@ def make_store_gradients(values, storage, whole, target):
     return gated if values.gated else unary
 
 
-def make_dot(values):
-    """Return `dot` of the table above."""
+def make_dot(values, whole):
+    """Return `dot` of the table above.
+
+    What lies beyond the row's end adds nothing, even if the activation makes another number than 0 of zeros.
+    """
     products = make_map3(scale_gradient_of(values.activation, fast_math=values.fast_math))
-    unary = device(lambda v, p: sum_of(products(v[0], v[0], v[1], p)))
-    return device(lambda v, p: sum_of(products(v[0], v[1], v[2], p))) if values.gated else unary
+    zeros_outside = device(lambda v, left: v) if zeros_stay(values.activation) else make_zeros_outside(whole)
+
+    @device
+    def unary(inputs, p, left):
+        x, dy = inputs
+        return sum_of(zeros_outside(products(x, x, dy, p), left))
+
+    @device
+    def gated(inputs, p, left):
+        act, gates, dy = inputs
+        return sum_of(zeros_outside(products(act, gates, dy, p), left))
+
+    return gated if values.gated else unary
 
 
 def make_store_sum(storage):
-    """Return `store_sum` of the table above, of rows that are `inside` the matrix; all lanes of a warp call it."""
+    """Return `store_sum` of the table above; all lanes of a warp call it."""
     narrow = casts.STORAGES[storage].narrow
 
     @device
-    def store_sum(total, sums, row, inside):
+    def store_sum(total, sums, row):
         total = warp_sum(total)
-        if inside and cuda.threadIdx.x == 0:
+        if cuda.threadIdx.x == 0:
             sums[row] = narrow(total)
 
     return store_sum
@@ -159,7 +182,8 @@ class ScaledGradient(Spec):
 
     Attributes:
         values: what is computed. storage, scales_storage: dtypes of dx and drow_scales.
-        whole: rows consist of whole 16-byte accesses at aligned addresses. Else every element is an access of its own.
+        whole: rows are a multiple of 8 elements (what a lane owns of a step) and every array is aligned to 16 bytes: a
+            thread has all of its elements or none, in wide accesses. Else each element is an access of its own.
     """
 
     values: Values
@@ -177,37 +201,40 @@ class ScaledGradient(Spec):
         return described_source(self.values), dx, pointer(casts.carrier(self.scales_storage))
 
     def grid(self, outer, inner):
-        return row_shape(outer, LANES * VECTOR, LANES)
+        return row_shape(outer, LANES * VECTOR, LANES)  # one block across, however long rows are
 
     def must_read(self, field):
         return True
 
     def build(self, target):
-        read, gradients, dot = make_read(self.values, self.whole), make_gradients(self.values), make_dot(self.values)
+        load_inputs, gradients = make_load_inputs(self.values, self.whole), make_gradients(self.values)
         store = make_store_gradients(self.values, self.storage, self.whole, target)
-        store_sum = make_store_sum(self.scales_storage)
+        dot, store_sum = make_dot(self.values, self.whole), make_store_sum(self.scales_storage)
 
         @kernel
         def scaled_gradient(source, out, drow_scales):
             row = I32(first_row(cuda.blockDim.y) + cuda.threadIdx.y)
-            inside = row < out.outer
-            scale, total = source.row_scales[row] if inside else ZERO, ZERO
-            for start in range(0, source.width, LANES * VECTOR):
-                column = I32(start + cuda.threadIdx.x * VECTOR)
-                left = select(inside, I32(source.width - column), I32(0))
-                v = read(source, row, column, left)
-                store(gradients(v, scale, source), source, out, row, column, left)
-                total = total + dot(v, source)
-            store_sum(total, drow_scales, row, inside)
+            if row < out.outer:  # all lanes of a warp are in one row
+                scale, total = source.row_scales[row], ZERO
+                for start in range(0, source.width, LANES * VECTOR):
+                    column = I32(start + cuda.threadIdx.x * VECTOR)
+                    left = I32(source.width - column)
+                    inputs = load_inputs(source, row, column, left)
+                    store(gradients(inputs, scale, source), source, out, row, column, left)
+                    total = total + dot(inputs, source, left)
+                store_sum(total, drow_scales, row)
 
         return scaled_gradient
 
 
 # --- 5. its launch ----------------------------------------------------------------------------------
 
+# `gpu` is the backend (`gpu.GPU`): `gpu.launch(spec, (rows, columns), *operands)` starts a kernel, and
+# `gpu.whole(front, n, *stored)` is `whole` of what is read and stored, n elements a thread.
+
 
 def scaled_gradient(gpu, front, dx, drow_scales):
-    """Fill `dx`, of the shape of x, and `drow_scales` (M,), arrays of any dtype of values, from a `Front`."""
+    """Fill `dx`, of the shape of x, and `drow_scales` (M,), arrays of any dtype of values, from an `operands.Front`."""
     rows, columns = front.matrix_shape[0], dx.shape[-1]
     if not rows:
         return
@@ -220,7 +247,11 @@ def scaled_gradient(gpu, front, dx, drow_scales):
 
 
 def costs():
-    """The `operands.Cost` of each kernel, in bfloat16: bytes are those of one step along a row."""
-    for name, loads, stores in (("swiglu", 3, 2), ("srelu", 2, 1)):
+    """The `operands.Cost` of each kernel, in bfloat16.
+
+    Bytes are those that one thread of the full case reads and writes in one step along the row; then 16-byte loads and
+    stores. There is no budget, for the steps are a loop, and instructions of a loop are counted once.
+    """
+    for name, read, stored in (("swiglu", 2 + 2 + 2, 2 + 2), ("srelu", 2 + 2, 2)):
         spec = ScaledGradient(Values(Kind.BACKWARD, name, "bfloat16", row_scaled=True), "bfloat16", "float32", True)
-        yield Cost(f"scaled d{name} bf16", spec, 16 * (loads + stores), None, loads, stores)
+        yield Cost(f"scaled d{name} bf16", spec, 8 * (read + stored), wide_loads=read // 2, wide_stores=stored // 2)

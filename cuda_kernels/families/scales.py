@@ -1,7 +1,9 @@
 """What is made of amaxes and scales alone: a few numbers, before a tensor is cast or after.
 
-    shared scales    what all blocks of a tensor, or of one of its rows, share: the declared rule of its amax
-    delayed scale    scale' = (fmt.max / 2^margin) / amax of a history, which is rolled by one step
+    shared scales    what all blocks of a tensor, or of one of its rows, share: the rule that the scaling declares
+                     (`refops.scalings`) makes it of the amax
+    delayed scale    scale' = min((fmt.max / 2^margin) / amax, FLT_MAX), of an amax of a history; then the history is
+                     rolled by one step: new[i] = old[i + 1], new[last] = old[0] (the newest), new[0] = 0
     GEMM order       scales of a byte as tensor-core GEMMs read them: tiles of 128 rows x 4 blocks, 512 bytes; or back
 
 Arguments, results and errors are those of `refops.update_delayed_scale` and `refops.swizzle`.
@@ -30,10 +32,11 @@ ZERO = F(0)
 def swizzle_naive(source, target, rows, columns, transposed, undo):
     """Move scales (rows, columns) into GEMM order, or (`undo`) back: one thread one scale.
 
-    `transposed` ones are stored [block, outer]; in GEMM order they have no other place than their transpose.
+    A row has the scales of an outer index, a column those of a block. Plain scales lie [outer, block], or, if
+    `transposed`, [block, outer]; the GEMM order is the same for both. `rows` is a multiple of 128, `columns` one of 4.
     """
-    outer, block = place(1)
-    if outer < rows and block < columns:
+    outer, block, left = place(1, rows, columns)
+    if left > 0:
         swizzled = scale_swizzled(columns, outer, block)
         plain = scale_block_major(rows, outer, block) if transposed else scale_row_major(columns, outer, block)
         if undo:
@@ -44,23 +47,24 @@ def swizzle_naive(source, target, rows, columns, transposed, undo):
 
 # --- 3. coalesced -----------------------------------------------------------------------------------
 
-# The package runs the naive kernel: it moves a byte where the cast moved a block, 40 bytes or more. Four neighbouring
-# threads touch four neighbouring bytes in GEMM order, all threads of a row in an array [outer, block].
+# The package runs the naive kernel. It moves one byte, where the cast before it moved a block of 40 bytes or more, so
+# more code is not worth it. Neighbouring threads have neighbouring blocks of a row: in an array [outer, block] they
+# touch neighbouring bytes, in GEMM order only four of them.
 
 # --- 4. fused ---------------------------------------------------------------------------------------
 
-# Nothing is fused: a thread makes one result, by itself. Two words:
+# Nothing is fused: a thread makes one result, by itself. Two functions:
 #
-#   thread_number()       which
-#   tensor_scale(amax)    the declared rule: one number or a pair of them
+#   thread_number()       the number of this thread, from 0, and of its result
+#   tensor_scale(amax)    the declared rule: one number, or a pair of them
 
 
 @dataclass(frozen=True)
 class TensorScales(Spec):
-    """What all blocks share, from the amax of the tensor or of each of `count` rows: a thread an amax.
+    """What all blocks share, from the amax of the tensor or of each of `count` rows: one thread for each amax.
 
     Attributes:
-        direction: of either copy.
+        direction: that of either copy.
     """
 
     direction: Direction
@@ -110,10 +114,11 @@ def largest_of(history, column, length, columns):
 
 @dataclass(frozen=True)
 class DelayedScale(Spec):
-    """The next delayed scale of each column of a history (length, columns), and the next history: a thread a column.
+    """The next delayed scale of each column of a history (length, columns), and the next history: a thread for each.
 
-    The history is rolled by one, its first row cleared. A column whose newest amax is 0 stays as it is, and its scale
-    too, with `keep_unused`; the scale stays also where the amax is no finite number above 0.
+    Row 0 has the newest amax. The scale is numerator / amax, at most FLT_MAX; it stays as it is where the amax is no
+    finite number above 0. The history is rolled: new[i] = old[i + 1], new[last] = old[0], new[0] = 0. But with
+    `keep_unused` a column whose newest amax is 0 stays as it is, and so does its scale, unless the amax is `GIVEN`.
     """
 
     title = "delayed scale"
@@ -145,7 +150,8 @@ class DelayedScale(Spec):
                 usable = amax > ZERO and amax <= FLT_MAX and not unused
                 new_scale[column] = fresh if usable else scale[column]
                 for i in range(length):
-                    source = i if unused else (0 if i == length - 1 else i + 1)
+                    following = i + 1 if i + 1 < length else 0
+                    source = i if unused else following
                     cleared = i == 0 and not unused
                     new_history[i * columns + column] = ZERO if cleared else history[source * columns + column]
 
@@ -154,13 +160,14 @@ class DelayedScale(Spec):
 
 @dataclass(frozen=True)
 class Swizzle(Spec):
-    """Scales of a byte into the order that GEMMs read, or back."""
+    """Scales of a byte into the order that GEMMs read, or back; with the arguments of `swizzle_naive`."""
 
     title = "scales in GEMM order"
 
     def operands(self):
-        source, target = pointer(np.uint8), pointer(np.uint8)
-        return source, target, *(scalar(np.int32),) * 4  # rows, columns, transposed, undo
+        source, target = (pointer(np.uint8),) * 2
+        rows, columns, transposed, undo = (scalar(np.int32),) * 4
+        return source, target, rows, columns, transposed, undo
 
     def grid(self, outer, inner):
         return row_shape(outer, inner, lanes=1, owned=1)
@@ -173,7 +180,10 @@ class Swizzle(Spec):
 
 
 def tensor_scales(gpu, scaling, amax):
-    """Return what the blocks of a tensor, or of each of its rows, share: float32 (amaxes, numbers of the rule)."""
+    """Return what the blocks of a tensor, or of each of its rows, share: float32 (amaxes, numbers of the rule).
+
+    `gpu` is the backend (`gpu.GPU`): `gpu.launch(spec, (rows, columns), *operands)` starts a kernel.
+    """
     direction = direction_of(scaling, False)
     made = gpu.empty((amax.size, direction.rules().parts), "float32")
     gpu.launch(TensorScales(direction), made.shape, (amax, made, amax.size))
@@ -184,7 +194,10 @@ def next_delayed_scale(gpu, history, scale, given, numerator, taken, keep_unused
     """Return (new history, new scale) of float32 arrays, (length, columns) and (columns,), or (length,) and one number.
 
     Args:
-        given: amaxes (columns,), of `GIVEN` alone. numerator: fmt.max / 2^margin. taken: `LARGEST` and so on.
+        given: amaxes (columns,), which only `GIVEN` reads.
+        numerator: fmt.max / 2^margin.
+        taken: `LARGEST`, `NEWEST` or `GIVEN`.
+        keep_unused: whether a column whose newest amax is 0 stays as it is.
     """
     new_history, new_scale = gpu.empty(history.shape, "float32"), gpu.empty(scale.shape, "float32")
     length, columns = history.shape[0], scale.size
@@ -194,7 +207,7 @@ def next_delayed_scale(gpu, history, scale, given, numerator, taken, keep_unused
 
 
 def swizzle(gpu, scales, undo, transposed):
-    """Return (R, C) scales in GEMM order, or back; `transposed` ones are [block, column], see `refops.swizzle`."""
+    """Return scales in GEMM order, or back; plain ones are [outer, block], `transposed` ones [block, outer]."""
     rows, columns = scales.shape[::-1] if transposed else scales.shape
     moved = gpu.empty(scales.shape, scales.dtype)
     gpu.launch(Swizzle(), (rows, columns), (scales, moved, rows, columns, int(transposed), int(undo)))
@@ -205,7 +218,12 @@ def swizzle(gpu, scales, undo, transposed):
 
 
 def costs():
-    """The `operands.Cost` of each kernel; of a history of one step."""
-    yield Cost("scales that blocks share", TensorScales(direction_of(NVFP4Scaling(), False)), 12)
-    yield Cost("delayed scale", DelayedScale(), 20)
-    yield Cost("scales in GEMM order", Swizzle(), 2)
+    """The `operands.Cost` of each kernel: bytes are those that one thread reads and writes.
+
+    NVFP4's blocks share two numbers, made of an amax. The delayed scale is of a history of one step: one float32 of
+    each of the kernel's five arrays. There are no budgets, for these kernels move few bytes.
+    """
+    shared = TensorScales(direction_of(NVFP4Scaling(), False))
+    yield Cost("scales that blocks share", shared, 4 + 2 * 4)
+    yield Cost("delayed scale", DelayedScale(), 5 * 4)
+    yield Cost("scales in GEMM order", Swizzle(), 1 + 1)

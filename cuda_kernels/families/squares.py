@@ -1,9 +1,12 @@
 """Casts by blocks that are squares, whose one scale serves both copies: 128x128, MXFP8 32x32, NVFP4 and MXFP4 16x16.
 
-    scale      the declared rule of the square's largest magnitude: (what is stored, what elements are multiplied with)
+    copies     rowwise, as the values lie; columnwise, for the other GEMM operand: transposed, or (MXFP8) as they lie
+    amax       the largest magnitude of a square; NaN is ignored
+    scale      the rule that the scaling declares (`refops.scalings`) makes of the amax what is stored and what elements
+               are multiplied with. 128x128: multiplier = fmt.max / amax, rounded down to a power of two unless the
+               scaling says otherwise; 1 / multiplier is stored
     code       the element format's code of value * multiplier, to nearest (or stochastically), saturated
-    place      the columnwise copy lies transposed, or as the values do; the scaling says where scales lie, and whether
-               a square's scale is stored once or for each of its rows and columns
+    place      the scaling says where scales lie, and whether a square's is stored once or for each row and column of it
 
 An activation or a gradient in front is rounded to the tensor's dtype before anything else. Arguments, results and
 errors are those of `refops.quantize`.
@@ -31,7 +34,6 @@ from cuda_kernels.simt import (
     kernel,
     larger_magnitude,
     offset,
-    select,
     thread_number,
 )
 from cuda_kernels.stores import cast_nothing, described_blocks, make_cast_under
@@ -56,8 +58,9 @@ widen = casts.widen_bf16
 
 @kernel
 def squares_naive(x, rowwise, columnwise, scales, rows, columns):
-    """x (M, columns) -> codes (M, columns), (columns, M), scales (M / 128, columns / 128): one thread one square.
+    """x (rows, columns), bfloat16 -> codes (rows, columns), codes (columns, rows), scales: one thread one square.
 
+    `columns` is a multiple of 128; `rows` need not be. The rule of the scale is written out: multiplier = 448 / amax.
     A thread reads 16384 values twice. There are far too few threads, and those of a warp read 256 bytes apart.
     """
     i = thread_number()
@@ -65,12 +68,12 @@ def squares_naive(x, rowwise, columnwise, scales, rows, columns):
     for row in range(row0, min(row0 + 128, rows)):
         for column in range(column0, column0 + 128):
             amax = larger_magnitude(amax, widen(x[offset(row, columns, column)]))
-    factor = LIMIT / amax if amax > ZERO else F(1)
+    multiplier = LIMIT / amax if amax > ZERO else F(1)
     if row0 < rows:
-        scales[i] = F(1) / factor
+        scales[i] = F(1) / multiplier
     for row in range(row0, min(row0 + 128, rows)):
         for column in range(column0, column0 + 128):
-            code = np.uint8(casts.e4m3(widen(x[offset(row, columns, column)]) * factor))
+            code = np.uint8(casts.e4m3(widen(x[offset(row, columns, column)]) * multiplier))
             rowwise[offset(row, columns, column)] = columnwise[offset(column, rows, row)] = code
 
 
@@ -79,39 +82,53 @@ def squares_naive(x, rowwise, columnwise, scales, rows, columns):
 
 @kernel
 def squares_coalesced(x, rowwise, columnwise, scales, rows, columns):
-    """As `squares_naive`: 32 x 32 threads own a square, a warp one of 32 rows at a time; the maximum is shared.
+    """As `squares_naive`: 32 x 32 threads own a square. Warp y takes its rows y, y + 32, y + 64 and y + 96.
 
+    Every thread raises one maximum in shared memory to its own: magnitudes have the order of their bits as integers.
     Reads and rowwise stores are coalesced. A warp's columnwise store still writes to 32 different lines.
     """
     largest = cuda.shared.array(1, np.int32)
-    row0, column0, amax = I32(cuda.blockIdx.y * 128), I32(cuda.blockIdx.x * 128 + cuda.threadIdx.x), ZERO
+    row0, column0 = I32(cuda.blockIdx.y * 128), I32(cuda.blockIdx.x * 128)
+    tx, ty, amax = cuda.threadIdx.x, cuda.threadIdx.y, ZERO
     largest[0] = 0
-    cuda.syncthreads()
-    for row in range(row0 + cuda.threadIdx.y, min(row0 + 128, rows), 32):
-        for column in range(column0, column0 + 128, 32):
+    cuda.syncthreads()  # the maximum is zero before any thread raises it
+    for row in range(row0 + ty, min(row0 + 128, rows), 32):
+        for column in range(column0 + tx, column0 + 128, 32):
             amax = larger_magnitude(amax, widen(x[offset(row, columns, column)]))
     cuda.atomic.max(largest, 0, as_i32(amax))
-    cuda.syncthreads()
-    factor = LIMIT / as_f32(largest[0]) if largest[0] > 0 else F(1)
-    scales[offset(cuda.blockIdx.y, cuda.gridDim.x, cuda.blockIdx.x)] = F(1) / factor
-    for row in range(row0 + cuda.threadIdx.y, min(row0 + 128, rows), 32):
-        for column in range(column0, column0 + 128, 32):
-            code = np.uint8(casts.e4m3(widen(x[offset(row, columns, column)]) * factor))
+    cuda.syncthreads()  # all threads have raised it before any reads it
+    multiplier = LIMIT / as_f32(largest[0]) if largest[0] > 0 else F(1)
+    scales[offset(cuda.blockIdx.y, cuda.gridDim.x, cuda.blockIdx.x)] = F(1) / multiplier
+    for row in range(row0 + ty, min(row0 + 128, rows), 32):
+        for column in range(column0 + tx, column0 + 128, 32):
+            code = np.uint8(casts.e4m3(widen(x[offset(row, columns, column)]) * multiplier))
             rowwise[offset(row, columns, column)] = columnwise[offset(column, rows, row)] = code
 
 
 # --- 4. fused ---------------------------------------------------------------------------------------
 
-# 256 threads own a tile, 128 x 128 values in shared memory (see `tiles`), and with it whole squares. Five words:
+# 256 threads own 128 rows x 128 columns (float32: 64) in shared memory (see `tiles`), and with them whole squares; of
+# 128 x 128 that is so only for 16-bit dtypes. Eight neighbours of a row in each step of `fill` and `reread`, eight of a
+# column in each step of `turn`. Four functions:
 #
-#   clear(maxima)                                       the squares' largest magnitudes, in shared memory: zeros
-#   fill(tile, source, maxima, rows, width)             reads eight neighbours of a row at a time, puts them into the
-#                                                       tile and raises the maximum of their square
-#   cast_rows(tile, (maxima, row_out, column_out), ..)  takes them out again and casts each copy that lies along rows
-#   turn(tile, (maxima, column_out), ..)                takes out eight neighbours of a column: the transposed copy
+#   clear(maxima)                                 sets the squares' largest magnitudes, in shared memory, to zero
+#   fill(tile, source, maxima, rows, columns)     reads the values and puts them into the tile. The edge / 8 lanes that
+#                                                 have one row of a square find their common maximum by shuffles; one of
+#                                                 them raises the square's to it, by an atomic operation
+#   reread(tile, (maxima, row_out, column_out), rows, columns)
+#                                                 takes the values out again and casts each copy that lies along rows
+#   turn(tile, (maxima, column_out), rows, columns)
+#                                                 takes them out as columns and casts the transposed copy
 #
-# How a square's eight values are cast is one text for all kernels: `get(maxima, row, column, left)` is the square's
-# maximum, in shared or in global memory; `stores.make_cast_under` is the declared rule, and codes and scales stored.
+# `read`, `get` and casts, which these are made of, take `left`: elements from here to the row's end (in `turn`, to the
+# column's): more than the thread owns, or not positive outside the matrix; there a read gives zeros and nothing is
+# stored, but the thread goes on, for its warp shuffles in `fill`.
+#
+# How eight values of a square are cast is one text for all kernels. `get(maxima, row, column, left)` is the square's
+# maximum, which lies in shared memory, or in global memory where an earlier kernel found it. `stores.make_cast_under`
+# makes the rest: it applies the rule and stores codes and scale. The scale is stored by the thread that owns the
+# square's first element, or, if the scaling repeats it, the first element in each of its rows. A columnwise copy that
+# lies along rows has a scale for each column instead: `directions.put_scales_of_columns`.
 
 
 def make_read_rounded(values, whole, target):
@@ -122,16 +139,23 @@ def make_read_rounded(values, whole, target):
     return device(lambda source, row, column, left: rounded(read(source, row, column, left)))
 
 
+def called(direction):
+    """What tables call a copy."""
+    return f"{direction.name} of columns" if direction.columnwise else direction.name
+
+
 @dataclass(frozen=True)
 class CastInTiles(Spec):
     """What the kernels that cast in tiles have in common.
 
     Attributes:
         values: what is computed.
-        direction: how they are cast; the rowwise one.
+        direction: how the rowwise copy is cast; `direction.other` is how the columnwise one is.
         rowwise, columnwise: whether a copy is made.
-        whole_rows, whole_columns: rows of what is read and stored, rows of a transposed copy, consist of whole aligned
-            vectors. Else every element is an access of its own.
+        whole_rows: rows are a multiple of 8 elements (what a thread owns) and what is read and stored along rows is
+            aligned to 16 bytes: a thread has all of its elements or none, in wide accesses. Else each element is an
+            access of its own.
+        whole_columns: the same of a transposed copy, whose rows are the matrix's columns.
     """
 
     values: Values
@@ -142,88 +166,124 @@ class CastInTiles(Spec):
     whole_columns: bool
 
     def __str__(self):
-        copies = [self.direction.name] * self.rowwise + [f"{self.direction.name} of columns"] * self.columnwise
+        directions = (self.direction, self.rowwise), (self.direction.other, self.columnwise)
+        copies = [called(direction) for direction, made in directions if made]
         return f"{self.title}: {self.values} -> {' + '.join(copies)}"
 
     def operands(self):
         out = described_blocks(self.direction)
         return described_source(self.values), out, out
 
-    @property
-    def turns(self):
-        """Whether a transposed copy is made."""
-        return self.columnwise and self.direction.other.transposed
-
-    def cast_rows(self, get, target):
-        """put(v, (maxima, row_out, column_out), row, column, left): cast the copies that lie along rows."""
-        along_too = self.columnwise and not self.turns
-        cast = make_cast_under(self.direction, self.whole_rows, target) if self.rowwise else cast_nothing
-        cast_too = make_cast_under(self.direction.other, self.whole_rows, target) if along_too else cast_nothing
-
-        @device
-        def cast_rows(v, out, row, column, left):
-            maxima, row_out, column_out = out
-            largest = get(maxima, row, column, left)
-            cast(v, largest, row_out, row, column, left)
-            cast_too(v, largest, column_out, row, column, left)
-
-        return cast_rows
-
-    def cast_columns(self, get, target):
-        """put(v, (maxima, column_out), column, row, left): cast the transposed copy."""
-        cast = make_cast_under(self.direction.other, self.whole_columns, target) if self.turns else cast_nothing
-
-        @device
-        def cast_columns(v, out, column, row, left):
-            maxima, column_out = out
-            cast(v, get(maxima, row, column, left), column_out, column, row, left)
-
-        return cast_columns
-
-
-@dataclass(frozen=True)
-class Squares(CastInTiles):
-    """Both copies, or one, from one read, of squares that a tile holds."""
-
-    title = "squares"
+    def must_read(self, field):
+        return self.values.must_read(field)
 
     def grid(self, outer, inner):
         return tile_grid(outer, inner, tile_columns(self.values.storage))
 
+    @property
+    def edge(self):
+        """Rows, and columns, of a square."""
+        return self.direction.block[1]
+
+    @property
+    def transposes(self):
+        """Whether a transposed copy is made."""
+        return self.columnwise and self.direction.other.transposed
+
+
+def make_cast_along(spec, get, target):
+    """Return `put(v, (maxima, row_out, column_out), row, column, left)`: cast the copies that lie along rows.
+
+    `spec` is the `CastInTiles` of the kernel, `get` gives a square's maximum.
+    """
+    along_too = spec.columnwise and not spec.transposes
+    cast = make_cast_under(spec.direction, spec.whole_rows, target) if spec.rowwise else cast_nothing
+    cast_too = make_cast_under(spec.direction.other, spec.whole_rows, target) if along_too else cast_nothing
+
+    @device
+    def cast_along(v, out, row, column, left):
+        maxima, row_out, column_out = out
+        largest = get(maxima, row, column, left)
+        cast(v, largest, row_out, row, column, left)
+        cast_too(v, largest, column_out, row, column, left)
+
+    return cast_along
+
+
+def make_cast_down(spec, get, target):
+    """Return `put(v, (maxima, column_out), column, row, left)`: cast the transposed copy, if there is one.
+
+    As `make_cast_along`, but `v` are values of a column from `row` on.
+    """
+    cast = make_cast_under(spec.direction.other, spec.whole_columns, target) if spec.transposes else cast_nothing
+
+    @device
+    def cast_down(v, out, column, row, left):
+        maxima, column_out = out
+        cast(v, get(maxima, row, column, left), column_out, column, row, left)
+
+    return cast_down
+
+
+@dataclass(frozen=True)
+class Squares(CastInTiles):
+    """Both copies, or one, from one read, where a tile holds whole squares."""
+
+    title = "squares"
+
     def build(self, target):
-        stage, turns = self.values.storage, self.turns
-        lies_along = self.rowwise or not turns
-        count, clear, raise_maxima, get = make_tile_maxima(self.direction.block[1], stage)
-        fill = make_fill(make_read_rounded(self.values, self.whole_rows, target), raise_maxima, stage)
-        cast_rows = make_reread(self.cast_rows(get, target), stage)
-        turn = make_turn(self.cast_columns(get, target), stage)
+        storage, transposes = self.values.storage, self.transposes
+        lies_along = self.rowwise or not transposes
+        count, clear, raise_maxima, get = make_tile_maxima(self.edge, storage)
+        fill = make_fill(make_read_rounded(self.values, self.whole_rows, target), raise_maxima, storage)
+        reread = make_reread(make_cast_along(self, get, target), storage)
+        turn = make_turn(make_cast_down(self, get, target), storage)
 
         @kernel
         def squares(source, row_out, column_out):
             tile = cuda.shared.array(TILE_WORDS, np.uint32)
             maxima = cuda.shared.array(count, np.int32)
+            rows, columns = row_out.outer, row_out.inner
             clear(maxima)
+            # All maxima are zero before any thread raises one.
             cuda.syncthreads()
-            fill(tile, source, maxima, row_out.outer, row_out.inner)
+            fill(tile, source, maxima, rows, columns)
+            # All maxima are final, and all values are in the tile: `turn` reads those that other threads put there.
             cuda.syncthreads()
             if lies_along:
-                cast_rows(tile, (maxima, row_out, column_out), row_out.outer, row_out.inner)
-            if turns:
-                turn(tile, (maxima, column_out), row_out.outer, row_out.inner)
+                reread(tile, (maxima, row_out, column_out), rows, columns)
+            if transposes:
+                turn(tile, (maxima, column_out), rows, columns)
 
         return squares
 
 
-# Squares that no tile holds, 128 x 128 of float32, whose tile is 64 columns wide: their maxima first, then both casts.
+# A tile of float32 is 64 columns wide, so it holds no square of 128 x 128. There, one kernel finds the maxima of all
+# squares, `SquareMaxima`, and the next one casts under them: `GivenRows` one copy that lies along rows, `GivenSquares`
+# both if one is transposed. They read float32 alone, so nothing need be rounded to the tensor's dtype.
+
+
+def make_index_of_square(edge):
+    """Return `index(maxima, row, column)`: where a `Maxima` has the maximum of the square that an element lies in."""
+    log2_edge = edge.bit_length() - 1
+
+    @device
+    def index(maxima, row, column):
+        return offset(row >> log2_edge, maxima.stride, column >> log2_edge)
+
+    return index
 
 
 @dataclass(frozen=True)
 class SquareMaxima(Spec):
-    """The largest magnitude of each square, into memory: a thread owns 16 neighbours of a row.
+    """The largest magnitude of each square, into global memory: a thread owns 16 neighbours of a row.
+
+    Edge / 16 lanes have a row of a square. They find its maximum by shuffles, and the first one raises the square's.
 
     Attributes:
-        values, whole: as above; `whole` is of 16 neighbours.
-        edge: of a square.
+        values: what is computed.
+        edge: rows, and columns, of a square.
+        whole: as `whole_rows` above, of the 16 that a thread owns; nothing is stored along rows.
     """
 
     values: Values
@@ -238,41 +298,45 @@ class SquareMaxima(Spec):
     def operands(self):
         return described_source(self.values), described(Maxima)
 
+    def must_read(self, field):
+        return self.values.must_read(field)
+
     def grid(self, outer, inner):
         return row_shape(outer, inner, lanes=self.edge // 16, owned=16)
 
     def build(self, target):
         read, block_max = make_read_sixteen(self.values, self.whole, target), make_block_max(16, self.edge)
-        bits, others = self.edge.bit_length() - 1, self.edge // 16 - 1
+        lanes, index = self.edge // 16, make_index_of_square(self.edge)
 
         @kernel
         def square_maxima(source, out):
-            row, column = place(16)
-            left = select(row < out.outer, I32(out.inner - column), I32(0))
+            row, column, left = place(16, out.outer, out.inner)
             largest = block_max(read(source, row, column, left))
-            if (cuda.threadIdx.x & others) == 0 and left > 0:
-                atomic_max(out.amax, offset(row >> bits, out.stride, column >> bits), as_i32(largest))
+            if (cuda.threadIdx.x & (lanes - 1)) == 0 and left > 0:
+                atomic_max(out.amax, index(out, row, column), as_i32(largest))
 
         return square_maxima
 
 
 def make_given(edge):
     """Return `get(maxima, row, column, left)`: what `SquareMaxima` found for the square of an element."""
-    bits = edge.bit_length() - 1
+    index = make_index_of_square(edge)
 
     @device
     def get(maxima, row, column, left):
-        return as_f32(maxima.amax[offset(row >> bits, maxima.stride, column >> bits)]) if left > 0 else ZERO
+        return as_f32(maxima.amax[index(maxima, row, column)]) if left > 0 else ZERO
 
     return get
 
 
 @dataclass(frozen=True)
 class GivenRows(Spec):
-    """One copy that lies along rows, under maxima that lie in memory: a thread owns eight neighbours of a row.
+    """One copy that lies along rows, under the maxima of `SquareMaxima`: a thread owns eight neighbours of a row.
 
     Attributes:
-        values, whole: as above; `whole` is of eight neighbours. direction: how they are cast, either one.
+        values: what is computed.
+        direction: how it is cast; that of either copy.
+        whole: as `whole_rows` above.
     """
 
     values: Values
@@ -282,22 +346,24 @@ class GivenRows(Spec):
     title = "squares along rows"
 
     def __str__(self):
-        return f"{self.title}: {self.values} -> {self.direction.name}{' of columns' * self.direction.columnwise}"
+        return f"{self.title}: {self.values} -> {called(self.direction)}"
 
     def operands(self):
         return described_source(self.values), described_blocks(self.direction), described(Maxima)
+
+    def must_read(self, field):
+        return self.values.must_read(field)
 
     def grid(self, outer, inner):
         return row_shape(outer, inner, lanes=1)
 
     def build(self, target):
-        read, get = make_read_rounded(self.values, self.whole, target), make_given(self.direction.block[1])
+        read, get = make_read(self.values, self.whole, target), make_given(self.direction.block[1])
         cast = make_cast_under(self.direction, self.whole, target)
 
         @kernel
         def given_rows(source, out, maxima):
-            row, column = place(VECTOR)
-            left = select(row < out.outer, I32(out.inner - column), I32(0))
+            row, column, left = place(VECTOR, out.outer, out.inner)
             v = read(source, row, column, left)
             cast(v, get(maxima, row, column, left), out, row, column, left)
 
@@ -306,28 +372,30 @@ class GivenRows(Spec):
 
 @dataclass(frozen=True)
 class GivenSquares(CastInTiles):
-    """The transposed copy, and perhaps the rowwise one, under maxima that lie in memory: a tile turns round once."""
+    """The transposed copy, and perhaps the rowwise one, under the maxima of `SquareMaxima`.
+
+    `fill` reads eight neighbours of a row, puts them into the tile and casts them for the rowwise copy; `turn` takes
+    eight neighbours of a column out and casts those.
+    """
 
     title = "squares turned"
 
     def operands(self):
         return *super().operands(), described(Maxima)
 
-    def grid(self, outer, inner):
-        return tile_grid(outer, inner, tile_columns(self.values.storage))
-
     def build(self, target):
-        stage, get = self.values.storage, make_given(self.direction.block[1])
-        read = make_read_rounded(self.values, self.whole_rows, target)
-        fill = make_fill(read, self.cast_rows(get, target), stage)
-        turn = make_turn(self.cast_columns(get, target), stage)
+        storage, get = self.values.storage, make_given(self.edge)
+        fill = make_fill(make_read(self.values, self.whole_rows, target), make_cast_along(self, get, target), storage)
+        turn = make_turn(make_cast_down(self, get, target), storage)
 
         @kernel
         def given_squares(source, row_out, column_out, maxima):
             tile = cuda.shared.array(TILE_WORDS, np.uint32)
-            fill(tile, source, (maxima, row_out, column_out), row_out.outer, row_out.inner)
+            rows, columns = row_out.outer, row_out.inner
+            fill(tile, source, (maxima, row_out, column_out), rows, columns)
+            # All values are in the tile: `turn` reads those that other threads put there.
             cuda.syncthreads()
-            turn(tile, (maxima, column_out), row_out.outer, row_out.inner)
+            turn(tile, (maxima, column_out), rows, columns)
 
         return given_squares
 
@@ -336,52 +404,75 @@ class GivenSquares(CastInTiles):
 
 
 def quantize(gpu, job):
-    """Fill the copies of a `copies.BlockJob`, whose column sums are another kernel's."""
-    front, rowwise, columnwise = job.front, job.rowwise, job.columnwise
-    shape, source, values = front.matrix_shape, front.source(), front.values(gpu.fast_math)
-    along = [copy for copy in (rowwise, columnwise) if copy is not None and not copy.direction.transposed]
-    whole = gpu.whole(front, VECTOR, *(copy.data for copy in along))
-    turns = columnwise is not None and columnwise not in along
-    fits = job.direction.block[1] <= tile_columns(front.storage)
-    maxima = () if fits else (find_maxima(gpu, job, values),)
-    if not fits and not turns:
-        for copy in along:
-            gpu.launch(GivenRows(values, copy.direction, whole), shape, source, copy.blocks(), *maxima)
+    """Fill the copies of a `copies.BlockJob`, but not its `dbias`: another kernel sums the columns.
+
+    `gpu` is the backend (`gpu.GPU`): `gpu.launch(spec, (rows, columns), *operands)` starts a kernel,
+    `gpu.whole(front, n, *stored)` says whether rows are whole accesses of n elements in what is read and stored.
+    """
+    front, edge, columnwise = job.front, job.direction.block[1], job.columnwise
+    if edge <= tile_columns(front.storage):
+        cast_in_tiles(gpu, job, Squares)
         return
-    not_made = (rowwise or columnwise).blocks()._replace(data=None, scales=None, outer=shape[0], inner=shape[1])
-    out = [not_made if copy is None else copy.blocks() for copy in (rowwise, columnwise)]  # `row_out` says the sizes
-    whole_columns = turns and columnwise.inner % VECTOR == 0 and columnwise.data.aligned
-    direction = job.direction.other if job.direction.columnwise else job.direction
-    made = rowwise is not None, columnwise is not None
-    spec = (Squares if fits else GivenSquares)(values, direction, *made, whole, whole_columns)
-    gpu.launch(spec, shape, source, *out, *maxima)
+    maxima = find_maxima(gpu, front, edge)
+    if columnwise is not None and columnwise.direction.transposed:
+        cast_in_tiles(gpu, job, GivenSquares, maxima)
+        return
+    for copy in (job.rowwise, columnwise):  # each reads, and computes an activation, again: few scalings have both here
+        if copy is not None:
+            spec = GivenRows(front.values(gpu.fast_math), copy.direction, gpu.whole(front, VECTOR, copy.data))
+            gpu.launch(spec, front.matrix_shape, front.source(), copy.blocks(), maxima)
 
 
-def find_maxima(gpu, job, values):
-    """Run `SquareMaxima`; return the `Maxima` that it filled."""
-    front, edge = job.front, job.direction.block[1]
+def find_maxima(gpu, front, edge):
+    """Run `SquareMaxima` for squares of an edge; return the `Maxima` that it filled."""
     m, k = front.matrix_shape
-    across = ceil_div(k, edge)
-    maxima = Maxima(gpu.zeros((ceil_div(m, edge), across), "float32"), across, m, k)
-    gpu.launch(SquareMaxima(values, edge, gpu.whole(front, 16)), (m, k), front.source(), maxima)
+    down, across = ceil_div(m, edge), ceil_div(k, edge)
+    maxima = Maxima(gpu.zeros((down, across), "float32"), across, m, k)
+    spec = SquareMaxima(front.values(gpu.fast_math), edge, gpu.whole(front, 16))
+    gpu.launch(spec, (m, k), front.source(), maxima)
     return maxima
+
+
+def cast_in_tiles(gpu, job, kernel, *maxima):
+    """Run `Squares`, or `GivenSquares` with the `Maxima` that it needs."""
+    front, rowwise, columnwise = job.front, job.rowwise, job.columnwise
+    (m, k), made = front.matrix_shape, [copy for copy in (rowwise, columnwise) if copy is not None]
+    transposed = columnwise is not None and columnwise.direction.transposed
+    spec = kernel(
+        values=front.values(gpu.fast_math),
+        direction=job.direction.other if job.direction.columnwise else job.direction,
+        rowwise=rowwise is not None,
+        columnwise=columnwise is not None,
+        whole_rows=gpu.whole(front, VECTOR, *(copy.data for copy in made if not copy.direction.transposed)),
+        whole_columns=transposed and columnwise.inner % VECTOR == 0 and columnwise.data.aligned,
+    )
+    # In place of a copy that is not made stands the other one without arrays; `row_out` says the sizes of the matrix.
+    not_made = made[0].blocks()._replace(data=None, scales=None, outer=m, inner=k)
+    row_out, column_out = (not_made if copy is None else copy.blocks() for copy in (rowwise, columnwise))
+    gpu.launch(spec, (m, k), front.source(), row_out, column_out, *maxima)
 
 
 # --- 6. their cost ----------------------------------------------------------------------------------
 
 
 def costs():
-    """The `operands.Cost` of each kernel: bytes are values, codes and scales of a thread's part."""
-    values, elements = as_it_is("bfloat16"), 128 * 128 / 256
+    """The `operands.Cost` of each kernel.
+
+    Bytes are those that one thread of the full case reads and writes; budgets are instructions for each of them on
+    (H100, B200); then 16-byte loads and stores. Scales are counted where a square has one for each of its rows. Kernels
+    of tiles have no budget, for they are loops, and instructions of a loop are counted once.
+    """
+    values, owned = as_it_is("bfloat16"), 128 * 128 / 256
     for name, scaling, size in (
-        ("128x128", BlockScaling(E4M3, 2), 4),
-        ("MXFP8 32x32", MXFP8Scaling(E4M3, two_d=True), 4.0625),
-        ("NVFP4 16x16", NVFP4Scaling(two_d=True), 3.125),
+        ("128x128", BlockScaling(E4M3, 2), 2 + 1 + 1),
+        ("MXFP8 32x32", MXFP8Scaling(E4M3, two_d=True), 2 + 1 + 1 + 2 / 32),
+        ("NVFP4 16x16", NVFP4Scaling(two_d=True), 2 + 1 / 2 + 1 / 2 + 2 / 16),
     ):
         spec = Squares(values, direction_of(scaling, False), True, True, True, True)
-        yield Cost(f"bf16 -> {name} both", spec, elements * size)
-    wide = as_it_is("float32")
-    given = GivenSquares(wide, direction_of(BlockScaling(E4M3, 2), False), True, True, True, True)
-    yield Cost("float32 -> maxima of 128x128", SquareMaxima(wide, 128, True), 64, (1.2, 1.05), 4, 0)
-    yield Cost("float32 -> 128x128", GivenRows(wide, given.direction, True), 40, (2.3, 2.35), 2, 0)
-    yield Cost("float32 -> 128x128 both", given, elements / 2 * 6)
+        yield Cost(f"bf16 -> {name} both", spec, owned * size)
+    wide, direction = as_it_is("float32"), direction_of(BlockScaling(E4M3, 2), False)
+    maxima, rows = SquareMaxima(wide, 128, True), GivenRows(wide, direction, True)
+    both = GivenSquares(wide, direction, True, True, True, True)
+    yield Cost("float32 -> maxima of 128x128", maxima, 16 * 4, budget=(1.2, 1.05), wide_loads=4, wide_stores=0)
+    yield Cost("float32 -> 128x128", rows, 8 * (4 + 1), budget=(2.3, 2.35), wide_loads=2, wide_stores=0)
+    yield Cost("float32 -> 128x128 both", both, owned / 2 * (4 + 1 + 1))

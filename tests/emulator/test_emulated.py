@@ -137,6 +137,20 @@ def test_scaled_activation_and_its_gradients(rng, context):
         assert_same_bits(array, expected, "gradients")
 
 
+def test_results_outside_the_matrix_count_nowhere(context):
+    """With such parameters the gradients of zeros, which threads outside compute, are NaN, and f(0) is not 0."""
+    x, dy, scales = np.ones((3, 16), BF16), np.ones((3, 8), BF16), np.ones(3, F)
+    for call in (
+        lambda module: module.activation_grad("clamped_swiglu", dy, x, dbias=True, alpha=np.inf),
+        lambda module: module.scaled_activation_grad("clamped_swiglu", dy, x, scales, alpha=np.inf),
+    ):
+        for array, expected in zip(call(cuda_kernels), call(refops), strict=True):
+            assert_same_bits(array, expected, "gradients and sums")
+    x, scaling = np.full((3, 6), -100, BF16), SCALINGS["current"]
+    q = cuda_kernels.activation_quantize("clamped_swiglu", x, scaling, limit=-2.0)
+    same(q, refops.activation_quantize("clamped_swiglu", x, scaling, limit=-2.0))
+
+
 @pytest.mark.parametrize("scaling", [MXFP8, NVFP4], ids=["mxfp8", "nvfp4"])
 def test_activation_quantize_and_its_gradient(scaling, rng, context):
     x, dy = exact(rng), exact(rng)

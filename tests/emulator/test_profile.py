@@ -170,7 +170,6 @@ WIDE = (
     "fused halves",
     "blocks along rows",
     "NVFP4 along rows",
-    "NVFP4 along rows, stochastic",
     "a choice of scales along rows",
     "amax of a tensor",
     "known scale along rows",

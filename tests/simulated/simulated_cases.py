@@ -152,6 +152,18 @@ def check_activation(name, shape, dtype=BF16, *, out_dtype=None, dbias=True, cha
     assert y.dtype == expected and outputs["dx"].dtype == expected
 
 
+def check_outside(width, x, **params):
+    """clamped_swiglu with parameters of which f(0) is not 0: gradients and their sums have the reference's bits."""
+    name, x, dy = "clamped_swiglu", np.full((5, 2 * width), x, BF16), np.ones((5, width), BF16)
+    scales = np.array([1, 2, 0, -1, np.inf], F)
+    for call in (
+        lambda module: module.activation_grad(name, dy, x, dbias=True, **params),
+        lambda module: module.scaled_activation_grad(name, dy, x, scales, **params),
+    ):
+        for got, expected in zip(call(cuda_kernels), call(refops), strict=True):
+            assert_same_bits(got, expected)
+
+
 def check_fused(name, shape, scaling, rowwise, columnwise, dtype=BF16, *, dbias=True, change=lambda x: x, **params):
     """An activation and its gradient, quantized in the same call, lie in the oracle's enclosure."""
     dy, x = (change(v) for v in front(name, shape, dtype))

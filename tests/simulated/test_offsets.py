@@ -139,7 +139,7 @@ def test_elementwise(whole, monkeypatch):
     """What threads of the last row read and store: eight of a result, of both halves of a gradient; sixteen codes."""
 
     def seen(spec, source, inner, column):
-        monkeypatch.setattr(elementwise, "place", lambda n: (I32(LAST), I32(column)))
+        monkeypatch.setattr(elementwise, "place", lambda n, *size: (I32(LAST), I32(column), I32(16)))
         out = Recorder(NOTHING)
         with np.errstate(all="ignore"):
             spec.function(None)(source, Stored(out, I32(LAST + 1), I32(inner)))
@@ -169,7 +169,7 @@ def decoded(monkeypatch, spec, column, stride):
     """Indices of the codes, of the scales and of the values that a thread of the last row touches, 16 columns."""
     kind = spec.direction.scale_type
     codes, scales, amax, values = Recorder(np.uint8(0)), Recorder(kind(1)), Recorder(F(1)), Recorder(NOTHING)
-    monkeypatch.setattr(dequantize, "place", lambda n: (I32(LAST), I32(column)))
+    monkeypatch.setattr(dequantize, "place", lambda n, *size: (I32(LAST), I32(column), I32(16)))
     with np.errstate(all="ignore"):
         coded = Coded(codes, scales, I32(stride), amax, I32(LAST + 1), I32(WIDTH))
         spec.function(None)(coded, Stored(values, I32(LAST + 1), I32(WIDTH)))
@@ -233,10 +233,10 @@ def test_fused_rows(whole, monkeypatch):
     """Whole rows: two reads and one store of 16 bytes."""
     monkeypatch.setattr(vectors, "cuda", Thread(0))
     stride, column, direction = 2**27, WIDTH // 128 * 128 - 128, direction_of(MXFP8, False)
-    monkeypatch.setattr(mxfp8, "place", lambda n: (I32(LAST), I32(column)))
+    monkeypatch.setattr(mxfp8, "place", lambda n, *size: (I32(LAST), I32(column), I32(16)))
     at, scale = LAST * WIDTH + column, LAST * stride + column // 32
     source, out = source_of(WIDTH), blocks_of(stride, WIDTH)
-    spec = mxfp8.MXFP8Rows(as_it_is("bfloat16"), direction, False, whole)
+    spec = mxfp8.MXFP8Rows(as_it_is("bfloat16"), direction, "float32", whole)
     with np.errstate(all="ignore"):
         spec.function(None)(source, out)
     sixteen = [at + k for k in range(16)]
@@ -248,9 +248,9 @@ def test_fused_halves(monkeypatch):
     monkeypatch.setattr(vectors, "cuda", Thread(0))
     stride, width = 2**27, WIDTH // 2 // 32 * 32
     column = width - 32
-    monkeypatch.setattr(mxfp8, "place", lambda n: (I32(LAST), I32(column)))
+    monkeypatch.setattr(mxfp8, "place", lambda n, *size: (I32(LAST), I32(column), I32(16)))
     values = Values(Kind.BACKWARD, "reglu", "bfloat16")
-    spec = mxfp8.MXFP8GradientRows(values, direction_of(MXFP8, False), True)
+    spec = mxfp8.MXFP8GradientRows(values, direction_of(MXFP8, False), "bfloat16")
     source, out = source_of(width), blocks_of(stride, 2 * width)
     with np.errstate(all="ignore"):
         spec.function(None)(source, out)
@@ -268,7 +268,7 @@ def test_fused_columns(monkeypatch):
     row0, stride, column0 = LAST // 32 * 32, 2**26 + 16, WIDTH // 256 * 256 - 256
     monkeypatch.setattr(mxfp8, "first_row", lambda rows: I32(row0))
     monkeypatch.setattr(mxfp8, "first_column", lambda columns: I32(column0))
-    spec = mxfp8.MXFP8Columns(as_it_is("bfloat16"), direction_of(MXFP8, False), False, True, True, True)
+    spec = mxfp8.MXFP8Columns(as_it_is("bfloat16"), direction_of(MXFP8, False), "float32", True, True, True)
     source, row_out, column_out = source_of(WIDTH), blocks_of(2**27, WIDTH), blocks_of(stride, WIDTH)
     partial, column = Recorder(F(0)), column0 + 7 * 8
     with np.errstate(all="ignore"):
@@ -289,7 +289,7 @@ def known(data, scale_inv, width=WIDTH):
 def cast_with_one_scale(monkeypatch, spec, column, width):
     """Indices into x, dy, the codes and the scale that a thread of the last row touches, 16 columns."""
     x, dy, data, scale = Recorder(NOTHING), Recorder(NOTHING), Recorder(np.uint8(0)), Recorder(F(1))
-    monkeypatch.setattr(per_tensor, "place", lambda n: (I32(LAST), I32(column)))
+    monkeypatch.setattr(per_tensor, "place", lambda n, *size: (I32(LAST), I32(column), I32(16)))
     monkeypatch.setattr(per_tensor, "record_largest", lambda amax, out, left: None)
     halves = 2 if spec.values.gated else 1
     out = known(data, scale, halves * width)
@@ -321,7 +321,7 @@ def test_one_scale_of_both_halves(monkeypatch):
     width = launch.LARGEST_DIMENSION // 2 - 8
     column = width - 16
     dreglu = Values(Kind.BACKWARD, "reglu", "bfloat16")
-    spec = per_tensor.KnownGradientRows(dreglu, direction_of(DelayedScaling(E4M3), False), True)
+    spec = per_tensor.KnownGradientRows(dreglu, direction_of(DelayedScaling(E4M3), False))
     first, dy = LAST * 2 * width + column, LAST * width + column
     x = [first, first + width, first + 8, first + width + 8]
     assert cast_with_one_scale(monkeypatch, spec, column, width) == (x, [dy, dy + 8], [first, first + width], [])
@@ -356,7 +356,7 @@ def filled(monkeypatch, spec, kind, column, stride, *more, **values):
     }
     fields |= {"scale_stride": I32(stride), "outer": I32(LAST + 1), "inner": I32(WIDTH)}
     source = Inputs(Recorder(NOTHING), None, None, *[F(1)] * 5, I32(LAST + 1), I32(WIDTH), I32(0))
-    monkeypatch.setattr(inspect.getmodule(type(spec)), "place", lambda n: (I32(LAST), I32(column)))
+    monkeypatch.setattr(inspect.getmodule(type(spec)), "place", lambda n, *size: (I32(LAST), I32(column), I32(16)))
     with np.errstate(all="ignore"):
         spec.function(None)(source, kind(**fields), *more)
     return {name: field.seen for name, field in fields.items() if isinstance(field, Recorder)}
@@ -435,7 +435,7 @@ NUMBERS = [F(1)] * 5  # of activations, which none of these have
 
 def cast_nvfp4(monkeypatch, spec, column, stride):
     """field -> indices that a thread of the last row touches, 16 columns."""
-    monkeypatch.setattr(nvfp4, "place", lambda n: (I32(LAST), I32(column)))
+    monkeypatch.setattr(nvfp4, "place", lambda n, *size: (I32(LAST), I32(column), I32(16)))
     source = Inputs(Recorder(NOTHING), Recorder(NOTHING), Recorder(F(1)), *NUMBERS, I32(LAST + 1), I32(WIDTH), I32(0))
     codes, scales, of_rows = Recorder(np.uint8(0)), Recorder(np.uint8(0)), Recorder(F(1))
     random = Random(Recorder(np.uint8(0)), np.uint64(1), np.uint64(0), np.int64(0))
@@ -453,7 +453,7 @@ def cast_nvfp4(monkeypatch, spec, column, stride):
 def test_nvfp4(monkeypatch, random, swizzled, whole):
     column, stride = WIDTH // 128 * 128 - 64, 2**27
     direction = replace(direction_of(NVFP4Scaling(row_scaled=True), False, swizzled), random=random)
-    spec = (nvfp4.StochasticRows if random else nvfp4.NVFP4Rows)("bfloat16", direction, whole)
+    spec = nvfp4.NVFP4Rows("bfloat16", direction, whole)
     block, at = column // 16, LAST * WIDTH + column
     tile = (LAST // 128 * (stride // 4) + block // 4) * 512 + LAST % 32 * 16 + LAST % 128 // 32 * 4 + block % 4
     sixteen, halves = [at + k for k in range(16)], [at // 2 + k for k in range(8)]
@@ -469,7 +469,7 @@ def test_nvfp4(monkeypatch, random, swizzled, whole):
 @pytest.mark.parametrize("whole", [True, False])
 def test_hadamard(monkeypatch, whole):
     column = WIDTH // 16 * 16 - 16
-    monkeypatch.setattr(hadamard_transform, "place", lambda n: (I32(LAST), I32(column)))
+    monkeypatch.setattr(hadamard_transform, "place", lambda n, *size: (I32(LAST), I32(column), I32(16)))
     monkeypatch.setattr(hadamard_transform, "make_hadamard", lambda mask, inverse: lambda v, upper: v)
     x, y = Recorder(NOTHING), Recorder(NOTHING)
     source = Inputs(x, x, Recorder(F(1)), *NUMBERS, I32(LAST + 1), I32(WIDTH), I32(0))

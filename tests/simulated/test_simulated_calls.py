@@ -27,6 +27,7 @@ from simulated_cases import (
 import cuda_kernels
 import refops
 from arrays import assert_same_bits, heavy_tailed
+from cuda_kernels.errors import NoKernelsError
 from refops import E2M1, E4M3, E5M2, E8M0
 from refops.scalings import UNFUSED
 from refops.survey import SCALINGS as NAMED
@@ -308,3 +309,21 @@ def test_a_known_scale_of_rounded_values(columnwise):
     assert_same_result(got, refops.activation_quantize("reglu", x, scaling, **flags))
     got = cuda_kernels.activation_grad_quantize("reglu", dy, x, scaling, **flags)
     assert_same_result(got, refops.activation_grad_quantize("reglu", dy, x, scaling, **flags))
+
+
+class CastUnrounded(refops.CurrentScaling):
+    """A scale of the amax, for values that are cast as they are computed."""
+
+    path = refops.DelayedScaling.path
+
+
+class SummedRounded(refops.DelayedScaling):
+    """A known scale, for values that are cast as they are computed, and summed as they are stored."""
+
+    path = replace(refops.DelayedScaling.path, dbias_rounded=True)
+
+
+@pytest.mark.parametrize("scaling", [CastUnrounded(E4M3), SummedRounded(E4M3, 3.0)])
+def test_what_no_kernel_makes_right_is_refused(scaling):
+    with pytest.raises(NoKernelsError, match=r"must be one that has kernels: values that are rounded .*; got "):
+        cuda_kernels.activation_quantize("silu", heavy_tailed((9, 48), BF16), scaling)

@@ -9,8 +9,10 @@ from simulated_cases import (
     FP32,
     RHT,
     SCALINGS,
+    assert_same_result,
     check_activation,
     check_fused,
+    check_outside,
     check_scaled,
     directions_of,
     granularity,
@@ -83,6 +85,43 @@ def test_special_values(name, dtype, fast):
     x = np.concatenate([a, b], axis=1) if refops.ACTIVATIONS[name].gated else a
     judge(name, x, cuda_kernels.activation(name, x, fast_math=fast), ulp=ulp)
     judge(f"d{name}", {"dy": b, "x": x}, cuda_kernels.activation_grad(name, b, x, fast_math=fast), ulp=ulp)
+
+
+# --- outside the matrix -----------------------------------------------------------------------------
+
+#: Parameters of which the function of 0 is another number, or NaN, and an x of which every result is exact.
+ODD = (({"limit": -2.0}, -100), ({"alpha": np.inf}, 1), ({"alpha": -np.inf}, 1), ({"glu_linear_offset": np.inf}, 1))
+
+
+@pytest.mark.parametrize("width", [3, 8, 40])
+@pytest.mark.parametrize(("params", "x"), ODD, ids=str)
+def test_results_outside_the_matrix_count_in_no_sum(params, x, width):
+    """Threads beside the matrix compute on zeros: no sum of a row or of columns may notice what they get."""
+    check_outside(width, x, **params)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "shape"),
+    [
+        *((name, (5, width)) for name in ("current", "delayed-e5m2") for width in (3, 8, 40)),
+        *((name, (33, 32)) for name in ("mxfp8", "mxfp8-2d")),
+        ("block-1x128", (5, 40)),
+        ("nvfp4-1x16", (16, 48)),
+    ],
+    ids=str,
+)
+@sampled(("params", "x"), ODD, 4, ids=str)
+def test_results_outside_the_matrix_count_in_no_scale(params, x, scaling, shape):
+    """Nor may an amax: of values that are quantized rowwise, transposed, both, with sums of columns."""
+    name, scaling, (rows, width) = "clamped_swiglu", SCALINGS[scaling], shape
+    x, dy = np.full((rows, 2 * width), x, BF16), np.ones(shape, BF16)
+    for rowwise, columnwise in directions_of(scaling):
+        flags = {"rowwise": rowwise, "columnwise": columnwise, **params}
+        got, expected = (m.activation_quantize(name, x, scaling, **flags) for m in (cuda_kernels, refops))
+        assert_same_result(got, expected)
+        calls = [m.activation_grad_quantize(name, dy, x, scaling, dbias=True, **flags) for m in (cuda_kernels, refops)]
+        assert_same_result(calls[0][0], calls[1][0])
+        assert_same_bits(calls[0][1], calls[1][1], "dbias")
 
 
 # --- row scales -------------------------------------------------------------------------------------
