@@ -285,7 +285,7 @@ _KINDS = {torch.Tensor: _seen, torch.nn.Parameter: _seen}
 _Copy = namedtuple("_Copy", "arrays shape dtype with_gemm_swizzled_scales scaling")
 
 
-class Host(Engine):
+class _Host(Engine):
     """`cuda_kernels.host`: calls that are made again (`cuda_kernels.host.calls`) fill tensors."""
 
     def __init__(self, library):
@@ -365,7 +365,7 @@ def _automatic(device_type):
     if device_type == "cpu":
         from cuda_kernels import host
 
-        return Host(host)
+        return _Host(host)
     import cuda_kernels
 
     return Kernels(cuda_kernels)

@@ -26,7 +26,8 @@ RESERVED = frozenset(
         *("self", "cls", "name", "x", "dy", "row_scales", "scaling", "rowwise", "columnwise", "dbias", "out_dtype"),
         *("glu_interleave_size", "swizzled_scales", "fast_math", "cache_quantized_input", "compute_scale_grad"),
         *("input", "grad", "fwd_input", "act_scales", "quantizer", "activation_type", "activation_recompute_in_mlp"),
-        *("rows", "width", "interleave"),
+        *("rows", "width", "interleave", "data", "codes", "scales", "amax", "random_bits", "seed", "offset"),
+        *("first_block", "epsilon", "largest_scale", "outer", "inner", "scale_stride"),
     )
 )
 #: Operations of `refops` that are of no activation, so that none has such a name.

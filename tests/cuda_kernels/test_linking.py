@@ -3,11 +3,13 @@
 from contextlib import nullcontext
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
 from cuda_kernels import errors, ptx_cache
+from cuda_kernels.directions import direction_of
 from cuda_kernels.errors import NoGPUError, explain_linking
+from cuda_kernels.families.scales import TensorScales
+from refops import NVFP4Scaling
 
 launch = pytest.importorskip("cuda_kernels.launch")
 
@@ -51,7 +53,7 @@ def launcher(monkeypatch):
 def test_a_driver_that_refuses_a_linked_kernel_is_explained(launcher):
     said = r"a kernel for sm_90 cannot be loaded.*update the driver.*numba-cuda\[cu12\]"
     with pytest.raises(NoGPUError, match=said):
-        launcher._compile("key", None, [("pointer", np.float32)])
+        launcher._compile(TensorScales(direction_of(NVFP4Scaling(), False)))
 
 
 @pytest.fixture

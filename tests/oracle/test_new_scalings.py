@@ -203,7 +203,7 @@ def test_right_outputs_are_accepted(name, make, shape):
     assert oracle.check("dequantize", q, refops.dequantize(q)).ok
 
 
-@pytest.mark.parametrize("name", NEW)
+@pytest.mark.parametrize("name", [name for name, one in NEW.items() if one.path.amax_rounded])
 @pytest.mark.parametrize("seed", range(3))
 def test_exactly_evaluated_formulas_are_accepted(name, seed):
     """Another evaluation of the same function: float64, rounded once. Other bits, and right."""

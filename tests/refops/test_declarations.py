@@ -119,7 +119,7 @@ def test_two_parameters_of_one_name_are_refused():
     "name",
     [
         *("out_dtype", "dbias", "width", "lambda", "_alpha", "a b", ""),
-        *("self", "data", "scales", "amax", "given", "random_bits", "seed", "offset", "first_block", "epsilon"),
+        *("self", "data", "scales", "amax", "random_bits", "seed", "offset", "first_block", "epsilon"),
         *("largest_scale", "outer", "inner", "scale_stride", "input", "grad", "quantizer"),
     ],
 )
