@@ -17,6 +17,7 @@ from cuda_kernels.simt import I32, U32, as_i32, atomic_max, cuda, device, offset
 from cuda_kernels.vectors import (
     VECTOR,
     amax,
+    make_block_max,
     make_cast_sixteen,
     make_group_max,
     make_store,
@@ -133,11 +134,11 @@ def make_cast_in_memory(direction, whole, target):
 
 def make_cast_blocks(direction, whole, target):
     """Return `put`: cast by blocks of a row, in a `Blocks` or `TwoLevel`; B / 8 threads share a block."""
-    group_max, cast = make_group_max(direction.block[1] // VECTOR), make_cast_under(direction, whole, target)
+    block_max, cast = make_block_max(VECTOR, direction.block[1]), make_cast_under(direction, whole, target)
 
     @device
     def cast_blocks(v, out, outer, inner, left):
-        cast(v, group_max(amax(v)), out, outer, inner, left)
+        cast(v, block_max(v), out, outer, inner, left)
 
     return cast_blocks
 
