@@ -116,15 +116,11 @@ class Found:
         self.partial = self._doing.new(np.zeros, shape, np.uint32)
         pipeline.add(stages.maxima(axis), Maxima(self.partial, spans, m, k))
 
-    def store(self, *targets):
-        """Fill float32 arrays, (1,), (M,) or (K,); 0 where there is nothing."""
-        self._doing.run(_store_maxima, self.partial, *targets)
-
-
-def _store_maxima(partial_maxima, *targets):
-    found = np.maximum.reduce(partial_maxima, axis=0, initial=np.uint32(0)).view(F)
-    for target in targets:
-        target[:] = found
+    def store(self, target, other=None):
+        """Fill a float32 array (1,), (M,) or (K,), and another one alike; 0 where there is nothing."""
+        words, arrays_in = [], []
+        tiles.append_words((self.partial, target, other), words, arrays_in)
+        self._doing.loop(stages.largest(), words, arrays_in, target.size, target.size <= SMALL)
 
 
 class HostBackend(Backend):

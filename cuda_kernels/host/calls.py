@@ -24,9 +24,10 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from cuda_kernels.described import Plans, describe, which_are_one
-from cuda_kernels.host.arrays import KINDS
+from cuda_kernels.host.arrays import KINDS, address_of_array
 from cuda_kernels.host.threads import share
 from refops import Quantized
+from refops.tiles import require_subnormals
 
 PLANS = Plans()
 #: Fields of `refops.Quantized` that are arrays.
@@ -38,11 +39,6 @@ FIELDS = (
     "amax_rowwise",
     "amax_columnwise",
 )
-
-
-def address_of_array(array):
-    """Where a NumPy array begins."""
-    return array.__array_interface__["data"][0]
 
 
 class Made(NamedTuple):
@@ -149,7 +145,10 @@ class Loop(NamedTuple):
         function, words = self.function, self.words.copy()
         for place, number in self.places:
             words[place] = addresses[number]
-        run_shared(function, words, arrays, self.size, self.inline)
+        if self.inline:
+            function(words, 0, self.size)
+        else:
+            run_shared(function, words, arrays, self.size, False)
 
 
 class Step(NamedTuple):
@@ -185,6 +184,7 @@ class Plan(NamedTuple):
 
     def run(self, call):
         """Do it, for a call of the same description, and return the result."""
+        require_subnormals()
         arrays, addresses = call.arrays, call.addresses
         for new, shape, dtype, address in self.allocations:
             array = new(shape, dtype)

@@ -24,6 +24,8 @@ from refops.rounding import PHILOX_BYTES
 from refops.scalings.declaration import Numbers
 
 ZERO = F(0)
+#: Columns up to which short rows are taken together.
+LINE_COLUMNS = 1024
 
 
 def edges(direction):
@@ -60,8 +62,8 @@ def pairwise_maxima(values, n, maxima):
         maxima[i] = larger(values[2 * i], values[2 * i + 1])
 
 
-def make_find_maxima(height, width):
-    """Return `find(tile, first, last, columns, lanes)`: the maximum of each block of rows `first` to `last`.
+def make_halve(width):
+    """Return `halve(lanes, n)`: the maxima of blocks, of those of `n` / 2 pairs of neighbours in lanes[0].
 
     Neighbours meet until one value a block is left, from one row of `lanes` to the other: LLVM vectorises that, but not
     short loops with a maximum. The result is one of these rows.
@@ -69,29 +71,54 @@ def make_find_maxima(height, width):
     halvings = width.bit_length() - 1
 
     @routine
+    def halve(lanes, n):
+        for step in range(1, halvings):
+            pairwise_maxima(lanes[(step + 1) % 2], n >> (step + 1), lanes[step % 2])
+        return lanes[(halvings + 1) % 2]
+
+    return halve
+
+
+def make_line_maxima(width):
+    """Return `find(line, columns, lanes)`: the maximum of each block of a row, one of the rows of `lanes`."""
+    halve = make_halve(width)
+
+    @routine
+    def find(line, columns, lanes):
+        n, halves, pairs = (columns + width - 1) // width * width, lanes[0], columns // 2
+        for i in range(pairs):
+            halves[i] = larger(magnitude_bits(line[2 * i]), magnitude_bits(line[2 * i + 1]))
+        halves[pairs : n // 2] = U32(0)
+        if columns % 2:
+            halves[pairs] = magnitude_bits(line[columns - 1])
+        return halve(lanes, n)
+
+    return find
+
+
+def make_group_maxima(height, width):
+    """Return `find(tile, first, last, columns, lanes)`: the maximum of each block of rows `first` to `last`, one of the
+    rows of `lanes`."""
+    halve, of_line = make_halve(width), make_line_maxima(width)
+
+    @routine
     def of_columns(tile, first, last, columns, lanes):
         column_maxima(tile, first, last, columns, lanes[0])
         return lanes[0]
 
     @routine
-    def of_blocks(tile, first, last, columns, lanes):
-        n = (columns + width - 1) // width * width
-        if height > 1:
-            column_maxima(tile, first, last, columns, lanes[1])
-            lanes[1, columns:n] = U32(0)
-            pairwise_maxima(lanes[1], n // 2, lanes[0])
-        else:
-            line, halves, pairs = tile[first], lanes[0], columns // 2
-            for i in range(pairs):
-                halves[i] = larger(magnitude_bits(line[2 * i]), magnitude_bits(line[2 * i + 1]))
-            halves[pairs : n // 2] = U32(0)
-            if columns % 2:
-                halves[pairs] = magnitude_bits(line[columns - 1])
-        for step in range(1, halvings):
-            pairwise_maxima(lanes[(step + 1) % 2], n >> (step + 1), lanes[step % 2])
-        return lanes[(halvings + 1) % 2]
+    def of_row(tile, first, last, columns, lanes):
+        return of_line(tile[first], columns, lanes)
 
-    return of_columns if width == 1 else of_blocks
+    @routine
+    def of_squares(tile, first, last, columns, lanes):
+        n = (columns + width - 1) // width * width
+        column_maxima(tile, first, last, columns, lanes[1])
+        lanes[1, columns:n] = U32(0)
+        pairwise_maxima(lanes[1], n // 2, lanes[0])
+        return halve(lanes, n)
+
+    return of_columns if width == 1 else of_row if height == 1 else of_squares
 
 
 def differ_by_column(direction):
@@ -377,10 +404,63 @@ def operand_of(direction):
 @cache
 def blocks(direction):
     """The stage that scales and casts by blocks."""
+    height, width = edges(direction)
+    as_they_lie = height == 1 and width > 1 and not direction.transposed
+    in_lines = as_they_lie and direction.random is None and operand_of(direction) is not Chosen
+    stage = make_line_stage(direction) if in_lines else make_group_stage(direction)
+    return address_of(name_of("quantize", direction), stage, STAGE)
+
+
+@routine
+def rows_in_line(tile, rows, columns, inner, width):
+    """How many rows of a tile are cast as one: up to `LINE_COLUMNS` columns, where blocks lie next to each other."""
+    together = columns == inner and columns == tile.shape[1] and columns % width == 0
+    return min(rows, max(1, LINE_COLUMNS // columns)) if together else 1
+
+
+def make_line_stage(direction):
+    """The stage for blocks that lie in rows, and codes that are stored so.
+
+    A row costs some 100 ns besides its elements: short ones are taken together, but for their scales.
+    """
+    read, stored_type, (_, width) = (
+        reader(operand_of(direction), scales=direction.scale_type),
+        direction.scale_type,
+        edges(direction),
+    )
+    find_maxima, choose, store_scales = make_line_maxima(width), make_choose(direction), make_store_scales(direction)
+    cast, packed = make_cast(direction.fmt, width, False), direction.packed
+
+    def stage(words, at, tile, rows, columns, row, column):
+        out = read(words, at)
+        together, blocks_of_row = rows_in_line(tile, rows, columns, out.inner, width), (columns + width - 1) // width
+        length = together * columns
+        stored, multipliers = np.empty(length, stored_type), np.empty(length, np.float32)
+        lanes, codes = np.empty((2, length + width), np.uint32), np.empty(code_columns(length), np.uint8)
+        values = tile.reshape(tile.size)
+        for first in range(0, rows, together):
+            n, left = min(together, rows - first) * columns, first * tile.shape[1]
+            line = values[left : left + n]
+            maxima = find_maxima(line, n, lanes)
+            for i in range(n // columns):
+                r, b = row + first + i, i * blocks_of_row
+                choose(tile, 0, 1, columns, r, column, maxima[b:], out, stored[b:], multipliers[b:])
+                store_scales(stored[b:], r, column, 1, columns, out)
+            start = (row + first) * out.inner + column
+            target = codes[:n] if packed else out.data[start : start + n]
+            cast(line, multipliers, codes, n, target)
+            if packed:
+                pack(target, n, out.data[start // 2 : (start + n) // 2])
+
+    return stage
+
+
+def make_group_stage(direction):
+    """The stage for all other blocks: groups of `height` rows, one after the other."""
     fmt, stored_type, kind = direction.fmt, direction.scale_type, operand_of(direction)
     read, read_random, at_random = reader(kind, scales=stored_type), reader(Random), size(kind)
     transposed, (height, width) = direction.transposed, edges(direction)
-    find_maxima, store_scales = make_find_maxima(height, width), make_store_scales(direction)
+    find_maxima, store_scales = make_group_maxima(height, width), make_store_scales(direction)
     choose = (make_choose if kind is not Chosen else make_choose_best)(direction)
     dithers = direction.random is not None
     cast, transpose = make_cast(fmt, width, dithers), make_transpose(direction.packed)
@@ -413,7 +493,7 @@ def blocks(direction):
         if transposed:
             transpose(codes, rows, columns, row, column, out)
 
-    return address_of(name_of("quantize", direction), stage, STAGE)
+    return stage
 
 
 @cache

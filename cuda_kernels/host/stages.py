@@ -9,8 +9,8 @@ import numpy as np
 
 from cuda_kernels.casts import INFINITE, MAGNITUDE, STORAGES
 from cuda_kernels.hadamard import signed
-from cuda_kernels.host.compile import address_of, routine
-from cuda_kernels.host.tiles import PIECE_ROWS, SPAN, STAGE, reader
+from cuda_kernels.host.compile import address_of, compiled, routine
+from cuda_kernels.host.tiles import LOOP, PIECE_ROWS, SPAN, STAGE, make_array_at, reader
 from cuda_kernels.operands import Maxima, Stored
 from cuda_kernels.simt import U32, F, as_u32, device, select
 
@@ -110,6 +110,28 @@ def maxima(axis):
 
     function = {"tensor": tensor, "rows": of_rows, "columns": of_columns}[axis]
     return address_of(f"amax-{axis}", function, STAGE)
+
+
+@lru_cache(maxsize=1)
+def largest():
+    """The loop that stores the largest of the maxima of all pieces.
+
+    Words: of the maxima, uint32 bits (pieces, N); of the float32 array (N,) to fill; of another one, or of none.
+    """
+    maxima_at, floats_at = make_array_at(np.uint32), make_array_at(np.float32)
+
+    def loop(words, first, last):
+        partial, target, other = maxima_at(words, 0), floats_at(words, 2), floats_at(words, 4)
+        found, n = target.view(np.uint32)[first:last], len(target)
+        found[:] = U32(0)
+        for piece in range(len(partial) // n):
+            maxima = partial[piece * n + first : piece * n + last]
+            for i in range(last - first):
+                found[i] = max(found[i], maxima[i])
+        if len(other) > 0:
+            other[first:last] = target[first:last]
+
+    return compiled("largest-maxima", loop, LOOP)
 
 
 @device

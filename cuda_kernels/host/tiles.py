@@ -167,8 +167,8 @@ def walk(words, first, last):
     """Run stages over pieces `first` to `last` of a matrix."""
     count, rows, columns = np.int64(words[0]), np.int64(words[1]), np.int64(words[2])
     tile_rows, tile_columns = np.int64(words[3]), np.int64(words[4])
-    whole_blocks = (columns + 127) // 128 * 128
-    tile = aligned_tile(tile_rows, min(tile_columns, whole_blocks))
+    whole_lines = (columns + LINE - 1) // LINE * LINE
+    tile = aligned_tile(tile_rows, min(tile_columns, whole_lines))
     spans_in_row = (columns + SPAN - 1) // SPAN
     for piece in range(first, last):
         top, left = piece // spans_in_row * PIECE_ROWS, piece % spans_in_row * SPAN
