@@ -98,6 +98,7 @@ docs: $(INSTALLED)
 bench: $(PEERS)
 	$(BIN)/python -m pytest $(BOUNDS)
 	PYTHONPATH=.:tests $(BIN)/python tests/benchmarks/compare.py
+	PYTHONPATH=.:tests $(BIN)/python tests/benchmarks/instructions.py
 
 ## bench-bounds  the asserted bounds on speed, and that every operation of bench runs, with the right bits
 bench-bounds: $(INSTALLED)

@@ -219,9 +219,7 @@ def full(document):
         '"x memcpy": time of host over that of memcpy.\n'
     )
     parts.append('"~": other bits than refops, or not comparable. "-": not offered, or left out because it is slow.\n')
-    memory = _memory(document)
-    if memory:
-        parts.append(memory)
+    parts += [part for part in (_memory(document), _instructions(document)) if part]
     absent = [f"{peer['name']} ({peer['absent']})" for peer in document["peers"] if peer["absent"]]
     if absent:
         parts.append(f"Absent: {', '.join(absent)}.\n")
@@ -253,6 +251,20 @@ def _memory(document):
         lines.append([operation, *("-" if peak is None else f"{peak / 2**20:.0f}" for peak in peaks)])
     title = f"peak MiB beyond the inputs, {' x '.join(map(str, size))}"
     return markdown_table([title, *map(shown, names)], lines)
+
+
+def _instructions(document):
+    """How near the host kernels are to the core's limit: instructions an element and a cycle, as they were counted."""
+    counted = document.get("instructions")
+    if counted is None:
+        return ""
+    width, rows = counted["width"], []
+    for operation, found in counted["operations"].items():
+        share = found["per_cycle"] / width
+        rows.append([operation, f"{found['per_element']:.1f}", f"{found['per_cycle']:.1f}", f"{100 * share:.0f} %"])
+    title = f"host, {' x '.join(map(str, counted['size']))}, 1 thread"
+    header = [title, "instructions an element", "a cycle", f"of {width} a cycle"]
+    return markdown_table(header, rows)
 
 
 def plain(document):
