@@ -37,7 +37,8 @@ AMAX_NOISE = 2.0**-19
 
 def amax_is_near(amax, other):
     """Where two amaxes differ by no more than the noise of float32 arithmetic."""
-    return np.abs(amax.astype(np.float64) - other) <= AMAX_NOISE * np.abs(other.astype(np.float64))
+    amax, other = amax.astype(np.float64), other.astype(np.float64)
+    return (amax == other) | (np.abs(amax - other) <= AMAX_NOISE * np.abs(np.where(np.isfinite(other), other, 0)))
 
 
 class NotApplicable(Exception):  # noqa: N818 (an answer, not an error)

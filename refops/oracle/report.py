@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Any
 
+from refops.oracle.places import Place
+
 #: Cells of a picture, at most: rows and columns.
 PICTURE_ROWS, PICTURE_COLUMNS = 8, 48
 
@@ -102,6 +104,7 @@ class Explanation:
         explained: share of the wrong entries that it accounts for.
         exact: whether the dump equals it everywhere.
         sampled: whether only a part of the tensor, the most wrong one, was compared.
+        place: the copy, the rows and the columns in which the kernel does it; None where it does it everywhere.
     """
 
     names: tuple[str, ...]
@@ -109,11 +112,13 @@ class Explanation:
     explained: float
     exact: bool = False
     sampled: bool = False
+    place: Place | None = None
 
     def __str__(self):
         share = "all" if self.explained == 1 else f"{100 * self.explained:.1f} %"
         where = " where it was compared, in the most wrong part" if self.sampled else ""
-        return f"{' + '.join(self.names)}: {self.sentence} (explains {share} of what is wrong{where})"
+        place = "" if self.place is None else f", in {self.place} only"
+        return f"{' + '.join(self.names)}{place}: {self.sentence} (explains {share} of what is wrong{where})"
 
 
 @dataclass(frozen=True)
@@ -177,7 +182,7 @@ class Report:
             "settings": self.settings,
             "ulp": self.ulp,
             "arrays": [_array_dict(array) for array in self.arrays],
-            "diagnosis": [{**asdict(e), "names": list(e.names)} for e in self.diagnosis],
+            "diagnosis": [_explanation_dict(explanation) for explanation in self.diagnosis],
             "diagnosed": self.diagnosed,
             "notes": list(self.notes),
         }
@@ -212,6 +217,15 @@ def _array_lines(array):
         lines += [f"    |{row}|" for row in array.picture]
         lines.append("    +" + "-" * width + "+")
     return lines
+
+
+def _explanation_dict(explanation):
+    place = explanation.place
+    return {
+        **asdict(explanation),
+        "names": list(explanation.names),
+        "place": None if place is None else place.as_dict(),
+    }
 
 
 def _array_dict(array):

@@ -1,36 +1,29 @@
-"""Which convention explains a wrong dump: every known one is tried, alone and then in pairs, and compared with it.
+"""Which convention explains a wrong dump, and where: every known one is tried and compared with it.
 
 A convention explains a dump when its replay (`refops.oracle.replay`) equals it where it is wrong and changes nothing
-where it is right. What counts:
-
-    share    of an array's wrong entries that the replay reproduces, averaged over the arrays with wrong entries, so
-             that a few wrong scales weigh as much as many wrong codes;
-    damage   entries that are right in the dump but not in the replay, as a share of the wrong ones.
+where it is right (`comparison`). It is tried everywhere; then in the copy, the rows and the columns in which it shows
+(`inference`); then in pairs. Beside conventions stands what is right at another place (`moved`).
 
 Large tensors are searched on probes, tiles of 128 x 128 where wrong entries lie densest, and what is found is confirmed
 on a band of rows; amaxes and sums always belong to the whole tensor. Nothing here decides whether a dump is right, and
 a dump that no convention explains gets no explanation.
 """
 
-import math
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import numpy as np
 
 from refops.oracle.conventions import CONVENTIONS
 from refops.oracle.conventions.reading import Dump
-from refops.oracle.geometry import TILE, VALUES, Geometry, Region, crop, whole
+from refops.oracle.diagnosis.comparison import Part, Result, places, same
+from refops.oracle.diagnosis.elements import other_scales, stored_marks
+from refops.oracle.diagnosis.placed import Placing
+from refops.oracle.diagnosis.probes import SUM_ARRAYS, Probes
+from refops.oracle.geometry import VALUES, Region, crop
 from refops.oracle.replay import FORMULA_STAGES, SETTINGS, NotApplicable, Setting, amax_is_near
 from refops.oracle.report import Explanation
 from refops.scalings.arithmetic import REFERENCE
 
-F = np.float32
-#: A whole matrix up to this many elements is its own probe, or is confirmed as a whole.
-PROBE_ELEMENTS, CONFIRM_ELEMENTS = 1 << 15, 1 << 19
-#: An explanation's least share, and the most damage.
-ENOUGH, DAMAGE = 0.9, 0.2
-#: Share of the entries of an array that noise may move.
-NOISE = 5e-3
 #: Share from which something is worth saying though it is not enough.
 PARTLY = 0.5
 #: Explanations that are returned, at most.
@@ -46,334 +39,11 @@ CAST_STAGES = {
     "subnormals",
     "random",
 }
-SUM_ARRAYS = ("dbias", "drow_scales")
 SUM_STAGES = {"sum", "sum-order", "sum-rows", "row-gradient"}
 #: Stages that change the terms of a sum.
 TERM_STAGES = FORMULA_STAGES | SUM_STAGES | {"rounding", SETTINGS}
 #: Stages of the store of values: sums may be of what was stored.
 STORE_STAGES = {"cast", "sign", "nan"}
-
-
-def diagnose(case, outputs, wrong, reference):
-    """Return what explains a wrong dump, best first; an empty list where nothing known does.
-
-    Args:
-        case: the `Case`.
-        outputs: output name -> array as stored.
-        wrong: output name -> bool array of its shape, True outside the enclosure (for packed FP4, bytes).
-        reference: output name -> what the reference writes.
-
-    Returns:
-        List of `Explanation`.
-    """
-    with np.errstate(all="ignore"):
-        return Search(case, outputs, wrong, reference).explanations()
-
-
-@dataclass
-class Count:
-    """How one array compares with a replay: numbers of entries.
-
-    Attributes:
-        entries: compared.
-        wrong: wrong in the dump.
-        explained: of those, reproduced.
-        gained: of those, not what the reference has: a code may be wrong because its scale is.
-        damaged: right in the dump, not in the replay.
-        different: not the same bits.
-    """
-
-    entries: int = 0
-    wrong: int = 0
-    explained: int = 0
-    gained: int = 0
-    damaged: int = 0
-    different: int = 0
-
-    def __add__(self, other):
-        return Count(*(getattr(self, n) + getattr(other, n) for n in self.__dataclass_fields__))
-
-    @property
-    def share(self):
-        """Share of the wrong entries that is explained."""
-        return self.explained / self.wrong if self.wrong else 1.0
-
-    def damage(self, floor):
-        """Damaged entries per wrong one (or per `floor` of all entries); where nothing is wrong, per hundredth."""
-        return self.damaged / max(self.wrong or 0.01 * self.entries, floor * self.entries, 1)
-
-
-@dataclass
-class Result:
-    """A candidate and how it compares.
-
-    Attributes:
-        candidate: tuple of (convention, choice).
-        counts: array name -> `Count`.
-        facts: words for the sentences.
-        made: probe number -> array name -> what the replay wrote there.
-    """
-
-    candidate: tuple
-    counts: dict
-    facts: dict = field(default_factory=dict)
-    made: list = field(default_factory=list)
-
-    def __add__(self, other):
-        names = {**self.counts, **other.counts}
-        counts = {n: self.counts.get(n, Count()) + other.counts.get(n, Count()) for n in names}
-        return replace(self, counts=counts, facts={**self.facts, **other.facts}, made=self.made + other.made)
-
-    @property
-    def _wrong(self):
-        return [c for c in self.counts.values() if c.wrong]
-
-    @property
-    def share(self):
-        """Mean share over the arrays with wrong entries."""
-        wrong = self._wrong
-        return sum(c.share for c in wrong) / len(wrong) if wrong else 0.0
-
-    @property
-    def explained(self):
-        """Share of all wrong entries."""
-        total = sum(c.wrong for c in self.counts.values())
-        return sum(c.explained for c in self.counts.values()) / total if total else 0.0
-
-    @property
-    def damage(self):
-        """Sum of the arrays' damage.
-
-        Next to an array that is explained in large part, a few entries that the noise of exp and tanh moves do not
-        count.
-        """
-        evident = any(c.wrong > 0.01 * c.entries and c.share > ENOUGH for c in self.counts.values())
-        return sum(c.damage(NOISE if evident else 0.0) for c in self.counts.values())
-
-    @property
-    def damaged(self):
-        """Number of damaged entries."""
-        return sum(c.damaged for c in self.counts.values())
-
-    @property
-    def exact(self):
-        """Whether every entry has the same bits (NaN being one)."""
-        return not any(c.different for c in self.counts.values())
-
-    @property
-    def enough(self):
-        """Whether this explains the dump."""
-        if self.damage > DAMAGE or not any(c.gained for c in self._wrong):
-            return False
-        every = self.share >= ENOUGH and min(c.share for c in self._wrong) >= 0.75
-        stray = self.explained >= 0.99 and all(c.wrong - c.explained <= 1e-3 * c.entries for c in self._wrong)
-        return every or stray
-
-    @property
-    def promising(self):
-        """Whether a probe, where a few entries weigh much, is no reason to drop this."""
-        few = sum(c.wrong for c in self.counts.values()) < 40
-        solves_one = any(c.wrong >= 8 and c.share > 0.95 for c in self._wrong)  # what is left may be a stray fault
-        explains = self.share >= (0.5 if few else 0.75) or solves_one or self.explained >= 0.95
-        return explains and (self.damage <= 0.4 or (few and self.damaged <= 4))
-
-    @property
-    def rank(self):
-        """Sort key, best first."""
-        return (not self.exact, -round(self.share - self.damage, 3), len(self.candidate), places(self.candidate))
-
-
-def places(candidate):
-    """Places of a candidate's conventions in the list."""
-    order = {name: i for i, name in enumerate(CONVENTIONS)}
-    return tuple(order[convention.name] for convention, _ in candidate)
-
-
-# --- comparison -----------------------------------------------------------------------------------
-
-
-def same(got, made, fmt):
-    """Where two arrays hold the same: bits, and any NaN for any NaN."""
-    if got.dtype == np.uint8:
-        equal = got == made
-        if fmt is not None and fmt.nan_code is not None:
-            nan = np.isnan(fmt.values)
-            equal |= nan[got] & nan[made]
-        return equal
-    bits = f"u{got.dtype.itemsize}"
-    equal = np.ascontiguousarray(got).view(bits) == np.ascontiguousarray(made, got.dtype).view(bits)
-    return equal | (np.isnan(got) & np.isnan(made))
-
-
-class Part:
-    """One array of the dump on one region, ready to be compared.
-
-    Attributes:
-        got, wrong, reference: crops.
-        fmt: format of its codes, or None.
-        relaid: whether a reading moved its entries, so that `wrong` only counts.
-        few: whether these are scales or amaxes: few numbers, which must agree closely.
-    """
-
-    def __init__(self, got, wrong, reference, fmt, relaid=False, few=False):
-        self.got, self.wrong, self.reference, self.fmt, self.relaid = got, wrong, reference, fmt, relaid
-        self.few = few
-        self.wrong_count = int(np.count_nonzero(wrong))
-        self._base = None
-
-    def compare(self, made):
-        """Return the `Count` of a replay."""
-        if made is self.reference and self._base is not None:
-            return self._base
-        equal = same(self.got, made, self.fmt)
-        agrees = equal
-        if self.got.dtype != np.uint8 and self.got.size:
-            agrees = equal | self._near(made)
-        different = self.got.size - int(np.count_nonzero(equal))
-        count = Count(self.got.size, self.wrong_count, different=different)
-        if self.relaid:
-            bad = self.got.size - int(np.count_nonzero(agrees))
-            count.explained, count.damaged = max(0, self.wrong_count - bad), max(0, bad - self.wrong_count)
-            count.gained = count.explained
-        else:
-            explained = self.wrong & agrees
-            count.explained = int(np.count_nonzero(explained))
-            if made is not self.reference and count.explained:
-                count.gained = int(np.count_nonzero(explained & ~same(self.got, self.reference, self.fmt)))
-            bad = ~(self.wrong | agrees)
-            if made is self.reference:
-                bad = np.zeros_like(bad)
-            elif bad.any():
-                bad &= ~same(self.reference, made, self.fmt)
-            count.damaged = int(np.count_nonzero(bad))
-        if made is self.reference:
-            self._base = count
-        return count
-
-    def _near(self, made):
-        """Where numbers agree up to the noise of float32 arithmetic.
-
-        A wrong entry must be far nearer to the replay than to the reference; a right one may differ as much as the
-        reference does.
-        """
-        got, made, reference = (a.astype(np.float64) for a in (self.got, made, self.reference))
-        off, own = np.abs(got - made), np.abs(got - reference)
-        own = np.where(np.isfinite(own), own, 0)
-        if self.relaid:
-            return off <= 2.0**-19 * np.abs(made)
-        noise = 2.0**-19 * np.abs(got)
-        explained = off <= (np.minimum(noise, own / 8) if self.few else own / 8)
-        return np.where(self.wrong, explained, off <= 4 * own + noise)
-
-
-# --- where to look --------------------------------------------------------------------------------
-
-
-def tile_counts(mask, rows, columns):
-    """Number of True in each tile of `rows` x `columns` entries."""
-    if not mask.size:
-        return np.zeros((0, 0))
-    counts = np.add.reduceat(mask, np.arange(0, mask.shape[1], columns), axis=1, dtype=np.int32)
-    return np.add.reduceat(counts, np.arange(0, mask.shape[0], rows), axis=0, dtype=np.int64)
-
-
-class Places:
-    """Where the wrong entries lie: which tiles to probe, what to confirm on.
-
-    Attributes:
-        probes: regions of a tile, the densest first.
-        confirm: regions that are larger, the probes' tiles among them.
-        complete: whether those are the whole tensor.
-    """
-
-    def __init__(self, case, shape, wrong):
-        self.shape = shape
-        self.complete = True
-        self._density = {}
-        if not shape or math.prod(shape) == 0:
-            self.probes = self.confirm = [whole(shape)]
-            return
-        for name, mask in wrong.items():
-            if mask.ndim == 0 or name in SUM_ARRAYS or name.startswith("amax") or mask.shape == (1,):
-                continue
-            cropped = crop(case, name, mask, whole(shape))
-            transposed, rows, columns = (False, 1, 1)
-            if name not in VALUES:
-                transposed, rows, columns = Geometry.of(case.scaling, name).entry(name)
-            matrix = cropped.T if transposed else cropped
-            if matrix.any():
-                counts = tile_counts(matrix, max(TILE // rows, 1), max(TILE // columns, 1)).astype(float)
-                self._density[name] = counts
-        elements = math.prod(shape)
-        if elements <= PROBE_ELEMENTS:
-            self.probes = self.confirm = [whole(shape)]
-            return
-        tiles = self._chosen_tiles()
-        self.probes = [self._tile(*tile) for tile in tiles]
-        if elements <= CONFIRM_ELEMENTS:
-            self.confirm = [whole(shape)]
-        else:
-            self.confirm, self.complete = self._bands(tiles), False
-
-    def _total(self):
-        return sum(counts / counts.sum() for counts in self._density.values())
-
-    def _chosen_tiles(self):
-        """The densest tile, one more for each array that has nothing wrong there, and more where little is wrong."""
-        if not self._density:
-            return [(0, 0)]
-        total = self._total()
-        chosen = [tuple(map(int, np.unravel_index(np.argmax(total), total.shape)))]
-        for counts in self._density.values():
-            if not any(counts[tile] for tile in chosen):
-                chosen.append(tuple(map(int, np.unravel_index(np.argmax(counts), counts.shape))))
-        order = np.argsort(-total, axis=None, kind="stable")[:8]
-        for index in order:
-            tile = tuple(map(int, np.unravel_index(index, total.shape)))
-            found = sum(counts[t] for counts in self._density.values() for t in chosen)
-            if found >= 16 or len(chosen) >= 4 or total[tile] == 0:
-                break
-            if tile not in chosen:
-                chosen.append(tile)
-        return chosen[:4]
-
-    def _tile(self, row, column, height=1, width=1):
-        rows = slice(row * TILE, min((row + height) * TILE, self.shape[0]))
-        return Region(rows, slice(column * TILE, min((column + width) * TILE, self.shape[1])))
-
-    def _bands(self, tiles):
-        """Bands of rows through the tiles, the densest first; half a million elements in all."""
-        budget = CONFIRM_ELEMENTS // (TILE * TILE)
-        bands, columns = [], -(-self.shape[1] // TILE)
-        rows = list(dict.fromkeys(row for row, _ in tiles))
-        if self._density:
-            total = self._total().sum(axis=1)
-            rows += [int(r) for r in np.argsort(-total, kind="stable")[:4] if total[r] and int(r) not in rows]
-        for row in rows:
-            mine = [column for r, column in tiles if r == row]
-            width = min(columns, max(1, budget // max(1, len({r for r, _ in tiles}))))
-            start = 0
-            if mine:
-                start = min(max(min(mine) - width // 2, 0), columns - width)
-            bands.append(self._tile(row, start, 1, width))
-            bands += [self._tile(row, c) for c in mine if not start <= c < start + width]
-            budget -= width
-            if budget <= 0 and set(r for r, _ in tiles) <= {b.rows.start // TILE for b in bands}:
-                break
-        return bands
-
-    def window(self, mask, elements):
-        """A slice of a vector of sums around its densest wrong entries."""
-        size = len(mask)
-        width = max(1, min(size, elements))
-        if width == size:
-            return slice(0, size)
-        counts = np.convolve(mask.astype(np.float64), np.ones(width), "valid")
-        start = int(np.argmax(counts)) if counts.any() else 0
-        return slice(start, start + width)
-
-
-# --- the search -----------------------------------------------------------------------------------
 
 
 class Search:
@@ -387,8 +57,8 @@ class Search:
         self.setting = Setting(case, self.outputs, self.reference)
         self.shape = self.setting.shape
         self.formats = {n: self._format(n) for n in self.outputs}
-        self.places = Places(case, self.shape, self.wrong)
-        self.setting.probe = self.places.probes[0] if self.shape else None
+        self.probes = Probes(case, self.shape, self.wrong)
+        self.setting.probe = self.probes.probes[0] if self.shape else None
         self.setting.scale_values = self._common_wrong_scales()
         self.matrix_names = [n for n in self.outputs if n not in SUM_ARRAYS]
         self.sum_names = [n for n in self.outputs if n in SUM_ARRAYS]
@@ -423,10 +93,16 @@ class Search:
                     self.formats[name],
                     relaid=arrays[name] is not self.outputs[name],
                     few=name not in VALUES,
+                    follows=self._follows(name, region),
                 )
                 for name in self.matrix_names
             }
         return self._parts[key]
+
+    def _follows(self, name, region):
+        """Codes of a region, as stored, that lie under another scale than the reference's; None where none do."""
+        marks = other_scales(self.case, name, region, self.outputs, self.reference)
+        return None if marks is None else stored_marks(self.case, name, marks)
 
     def _reference_crop(self, name, region):
         key = (name, region.rows.start, region.rows.stop, region.columns.start, region.columns.stop)
@@ -485,7 +161,7 @@ class Search:
         for name in self.sum_names:
             got = (arrays or self.outputs)[name]
             flat, mask = got.reshape(-1), self.wrong[name].reshape(-1)
-            window = self.places.window(mask, max(1, elements // max(1, self._terms(name))))
+            window = self.probes.window(mask, max(1, elements // max(1, self._terms(name))))
             reference = self.reference[name].reshape(-1)[window]
             relaid = got is not self.outputs[name]
             part = Part(flat[window], mask[window], reference, None, relaid)
@@ -554,18 +230,23 @@ class Search:
         if not any(mask.any() for mask in self.wrong.values()):
             return []
         self.setting.probing = True
-        singles = self.try_all(self.variants(), self.places.probes, keep=True)
+        singles = self.try_all(self.variants(), self.probes.probes, keep=True)
         found = self.confirmed(r for r in singles if r.promising and self._changes_something(r))
         good = [r for r in found if r.enough]
-        if not good:
-            pairs = self.confirmed(self.pairs(singles))
-            good = [r for r in pairs if r.enough]
-        elif not good[0].exact:
+        if good and good[0].exact:
+            return self.said(good)
+        placed = Placing(self).answers(singles) if self.shape else []
+        if placed and (not good or placed[0].exact):
+            return placed[:SHOWN]
+        if good:
             extended = self.confirmed(r for best in good[:3] for r in self.extensions(best, singles))
-            good = [r for r in extended if r.exact] + good
-        if not good:
-            good = self.partial(found)[:1]
-        return [self.explanation(r) for r in unique(good)[:SHOWN]]
+            return self.said([r for r in extended if r.exact] + good)
+        good = [r for r in self.confirmed(self.pairs(singles)) if r.enough]
+        return self.said(good or self.partial(found)[:1])
+
+    def said(self, results):
+        """The `Explanation` of each of the first results."""
+        return [self.explanation(r) for r in unique(results)[:SHOWN]]
 
     def _changes_something(self, result):
         """Whether a candidate is another computation at all, here: one that is not explains nothing."""
@@ -573,7 +254,7 @@ class Search:
             return True
         return any(
             array is not self._reference_crop(name, region) and self._differs(name, array, region)
-            for made, region in zip(result.made, self.places.probes, strict=False)
+            for made, region in zip(result.made, self.probes.probes, strict=False)
             for name, array in made.items()
         )
 
@@ -587,19 +268,21 @@ class Search:
     def confirmed(self, results):
         """The best of some results, evaluated on larger regions, sorted."""
         best = unique(sorted(results, key=lambda r: r.rank), each=3)[:10]
-        self.setting.whole_halo = True
-        confirmed = []
-        for result in best:
-            self.setting.probing = False
-            try:
-                confirmed.append(
-                    self.evaluate(result.candidate, self.places.confirm, sums=1 << 19, until_hopeless=False)
-                )
-            except NotApplicable:  # too costly on the whole tensor: what the probes say must do
-                confirmed.append(result)
-            finally:
-                self.setting.probing = True
-        return sorted(confirmed, key=lambda r: r.rank)
+        return sorted((self.confirm(result) for result in best), key=lambda r: r.rank)
+
+    def confirm(self, result, regions=None):
+        """A result evaluated on larger regions; itself where that is too costly: what the probes say must do.
+
+        With `regions` of one's own, what the replay makes there is kept.
+        """
+        self.setting.whole_halo, self.setting.probing = True, False
+        try:
+            options = {"sums": 1 << 19, "until_hopeless": False, "keep": regions is not None}
+            return self.evaluate(result.candidate, regions or self.probes.confirm, **options)
+        except NotApplicable:
+            return result
+        finally:
+            self.setting.probing = True
 
     def partial(self, confirmed):
         """What explains a large part of a dump that is wrong in many places, and harms nothing."""
@@ -608,19 +291,23 @@ class Search:
 
     def explanation(self, result):
         """The `Explanation` for the user."""
+        text = self.sentence(result)
+        if not result.enough:
+            text = f"{text[:-1]}; but that explains a part only."
+        names = tuple(convention.name for convention, _ in result.candidate)
+        complete = self.probes.complete
+        return Explanation(names, text, result.explained, result.exact and complete, sampled=not complete)
+
+    def sentence(self, result):
+        """What the conventions of a result say."""
         sentences = []
         for convention, _ in result.candidate:
             words = {**result.facts, **result.facts.get(convention.name, {})}
             sentence = convention.sentence.format_map(_Facts(words))
             sentences.append(sentence[0].upper() + sentence[1:])
-        text = sentences[0]
-        if len(sentences) > 1:
-            text = f"{text[:-1]}; besides: {_uncapitalized(sentences[1])}"
-        if not result.enough:
-            text = f"{text[:-1]}; but that explains a part only."
-        names = tuple(convention.name for convention, _ in result.candidate)
-        complete = self.places.complete
-        return Explanation(names, text, result.explained, result.exact and complete, sampled=not complete)
+        if len(sentences) == 1:
+            return sentences[0]
+        return f"{sentences[0][:-1]}; besides: {_uncapitalized(sentences[1])}"
 
     # --- pairs ---------------------------------------------------------------------------------------
 
@@ -639,7 +326,7 @@ class Search:
                 pair = (*first.candidate, *second.candidate)
                 larger = any(c.stage_of(choice) == "blocks" for c, choice in pair)
                 try:
-                    result = self.evaluate(pair, [self.places.probes[0] if larger else region], sums=1 << 14)
+                    result = self.evaluate(pair, [self.probes.probes[0] if larger else region], sums=1 << 14)
                 except (NotApplicable, ValueError, LookupError):  # two that do not fit together
                     continue
                 if result.promising:
@@ -648,7 +335,7 @@ class Search:
 
     def _pair_region(self):
         """The first probe, cut to fewer rows where much is wrong and blocks allow it."""
-        region = self.places.probes[0]
+        region = self.probes.probes[0]
         rows, columns = region.shape
         wrong = sum(p.wrong_count for p in self.parts(region).values())
         block = self.case.scaling.layout.block if self.case.quantizes else None
@@ -673,7 +360,7 @@ class Search:
                 return False
             if name in SUM_ARRAYS:
                 effect = max(effect, float(count.explained > 0 or count.damaged > 0))
-        for made, region in zip(result.made, self.places.probes, strict=False):
+        for made, region in zip(result.made, self.probes.probes, strict=False):
             for name, array in made.items():
                 reference = self._reference_crop(name, region)
                 if array is not reference and array.size:
@@ -707,7 +394,7 @@ class Search:
     def _reading_pairs(self, reads, computes):
         """Pairs with readings: the replays are there, only the dump is laid out anew."""
         results = []
-        region = self.places.probes[0]
+        region = self.probes.probes[0]
         for read in reads:
             item = read.candidate[0]
             arrays, facts = self.relaid((item,))
@@ -742,7 +429,7 @@ class Search:
                 continue
             pair = sorted((*best.candidate, *other.candidate), key=lambda item: places((item,)))
             try:
-                result = self.evaluate(tuple(pair), self.places.probes)
+                result = self.evaluate(tuple(pair), self.probes.probes)
             except (NotApplicable, ValueError, LookupError):
                 continue
             if result.exact:

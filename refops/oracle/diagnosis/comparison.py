@@ -1,0 +1,236 @@
+"""How an array of a dump compares with what a convention's replay writes: counts of entries, and what they are worth.
+
+share    of an array's wrong entries that the replay reproduces, averaged over the arrays with wrong entries, so
+         that a few wrong scales weigh as much as many wrong codes;
+damage   entries that are right in the dump but not in the replay, as a share of the wrong ones.
+"""
+
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from refops.oracle.conventions import CONVENTIONS
+
+#: An explanation's least share, and the most damage.
+ENOUGH, DAMAGE = 0.9, 0.2
+#: Share of the entries of an array that noise may move.
+NOISE = 5e-3
+
+
+@dataclass
+class Count:
+    """How one array compares with a replay: numbers of entries.
+
+    Attributes:
+        entries: compared.
+        wrong: wrong in the dump.
+        explained: of those, reproduced.
+        gained: of those, not what the reference has: a code may be wrong because its scale is.
+        damaged: right in the dump, not in the replay.
+        different: not the same bits.
+    """
+
+    entries: int = 0
+    wrong: int = 0
+    explained: int = 0
+    gained: int = 0
+    damaged: int = 0
+    different: int = 0
+
+    def __add__(self, other):
+        return Count(*(getattr(self, n) + getattr(other, n) for n in self.__dataclass_fields__))
+
+    @property
+    def share(self):
+        """Share of the wrong entries that is explained."""
+        return self.explained / self.wrong if self.wrong else 1.0
+
+    def damage(self, floor):
+        """Damaged entries per wrong one (or per `floor` of all entries); where nothing is wrong, per hundredth."""
+        return self.damaged / max(self.wrong or 0.01 * self.entries, floor * self.entries, 1)
+
+
+@dataclass
+class Result:
+    """A candidate and how it compares.
+
+    Attributes:
+        candidate: tuple of (convention, choice).
+        counts: array name -> `Count`.
+        facts: words for the sentences.
+        made: probe number -> array name -> what the replay wrote there.
+    """
+
+    candidate: tuple
+    counts: dict
+    facts: dict = field(default_factory=dict)
+    made: list = field(default_factory=list)
+
+    def __add__(self, other):
+        names = {**self.counts, **other.counts}
+        counts = {n: self.counts.get(n, Count()) + other.counts.get(n, Count()) for n in names}
+        return replace(self, counts=counts, facts={**self.facts, **other.facts}, made=self.made + other.made)
+
+    def of(self, names):
+        """The same, of some arrays alone."""
+        return replace(self, counts={name: count for name, count in self.counts.items() if name in names})
+
+    @property
+    def _wrong(self):
+        return [c for c in self.counts.values() if c.wrong]
+
+    @property
+    def share(self):
+        """Mean share over the arrays with wrong entries."""
+        wrong = self._wrong
+        return sum(c.share for c in wrong) / len(wrong) if wrong else 0.0
+
+    @property
+    def explained(self):
+        """Share of all wrong entries."""
+        total = sum(c.wrong for c in self.counts.values())
+        return sum(c.explained for c in self.counts.values()) / total if total else 0.0
+
+    @property
+    def damage(self):
+        """Sum of the arrays' damage.
+
+        Next to an array that is explained in large part, a few entries that the noise of exp and tanh moves do not
+        count.
+        """
+        evident = any(c.wrong > 0.01 * c.entries and c.share > ENOUGH for c in self.counts.values())
+        return sum(c.damage(NOISE if evident else 0.0) for c in self.counts.values())
+
+    @property
+    def damaged(self):
+        """Number of damaged entries."""
+        return sum(c.damaged for c in self.counts.values())
+
+    @property
+    def exact(self):
+        """Whether every entry has the same bits (NaN being one)."""
+        return not any(c.different for c in self.counts.values())
+
+    @property
+    def enough(self):
+        """Whether this explains the dump."""
+        if self.damage > DAMAGE or not any(c.gained for c in self._wrong):
+            return False
+        every = self.share >= ENOUGH and min(c.share for c in self._wrong) >= 0.75
+        stray = self.explained >= 0.99 and all(c.wrong - c.explained <= 1e-3 * c.entries for c in self._wrong)
+        return every or stray
+
+    @property
+    def promising(self):
+        """Whether a probe, where a few entries weigh much, is no reason to drop this."""
+        few = sum(c.wrong for c in self.counts.values()) < 40
+        solves_one = any(c.wrong >= 8 and c.share > 0.95 for c in self._wrong)  # what is left may be a stray fault
+        explains = self.share >= (0.5 if few else 0.75) or solves_one or self.explained >= 0.95
+        return explains and (self.damage <= 0.4 or (few and self.damaged <= 4))
+
+    @property
+    def rank(self):
+        """Sort key, best first."""
+        return (not self.exact, -round(self.share - self.damage, 3), len(self.candidate), places(self.candidate))
+
+
+def places(candidate):
+    """Places of a candidate's conventions in the list."""
+    order = {name: i for i, name in enumerate(CONVENTIONS)}
+    return tuple(order[convention.name] for convention, _ in candidate)
+
+
+def same(got, made, fmt):
+    """Where two arrays hold the same: bits, and any NaN for any NaN."""
+    if got.dtype == np.uint8:
+        equal = got == made
+        if fmt is not None and fmt.nan_code is not None:
+            nan = np.isnan(fmt.values)
+            equal |= nan[got] & nan[made]
+        return equal
+    bits = f"u{got.dtype.itemsize}"
+    equal = np.ascontiguousarray(got).view(bits) == np.ascontiguousarray(made, got.dtype).view(bits)
+    return equal | (np.isnan(got) & np.isnan(made))
+
+
+class Part:
+    """One array of the dump on one region, ready to be compared.
+
+    Attributes:
+        got, wrong, reference: crops.
+        fmt: format of its codes, or None.
+        relaid: whether a reading moved its entries, so that `wrong` only counts.
+        few: whether these are scales or amaxes: few numbers, which must agree closely.
+        follows: codes under a scale that is not the reference's: they are what the kernel made of that scale, also
+            where they are right under it, so that a replay must give them. None where no scale differs.
+    """
+
+    def __init__(self, got, wrong, reference, fmt, relaid=False, few=False, follows=None):
+        self.got, self.wrong, self.reference, self.fmt, self.relaid = got, wrong, reference, fmt, relaid
+        self.few, self.follows = few, follows
+        self.wrong_count = int(np.count_nonzero(wrong))
+        self._base = None
+
+    def compare(self, made):
+        """Return the `Count` of a replay."""
+        if made is self.reference and self._base is not None:
+            return self._base
+        equal = same(self.got, made, self.fmt)
+        agrees = equal
+        if self.got.dtype != np.uint8 and self.got.size:
+            agrees = equal | self._near(made)
+        different = self.got.size - int(np.count_nonzero(equal))
+        count = Count(self.got.size, self.wrong_count, different=different)
+        if self.relaid:
+            bad = self.got.size - int(np.count_nonzero(agrees))
+            count.explained, count.damaged = max(0, self.wrong_count - bad), max(0, bad - self.wrong_count)
+            count.gained = count.explained
+        else:
+            explained = self.wrong & agrees
+            count.explained = int(np.count_nonzero(explained))
+            if made is not self.reference and count.explained:
+                count.gained = int(np.count_nonzero(explained & ~same(self.got, self.reference, self.fmt)))
+            bad = ~(self.wrong | agrees)
+            if bad.any():
+                bad &= self._is_said(made)
+            count.damaged = int(np.count_nonzero(bad))
+        if made is self.reference:
+            self._base = count
+        return count
+
+    def _is_said(self, made):
+        """Where a replay says something that can be compared: it changes an entry, or a scale that it is under."""
+        said = np.zeros(self.got.shape, bool) if made is self.reference else ~same(self.reference, made, self.fmt)
+        return said if self.follows is None else said | self.follows
+
+    def marks(self, made, laid=None):
+        """Where a replay shows, where it would show but does not, and what it leaves unexplained: three bool arrays.
+
+        Args:
+            made: what the replay writes.
+            laid: the dump as a reading lays it out, compared with the reference instead.
+        """
+        got = self.got if laid is None else laid
+        agrees = same(got, made, self.fmt)
+        differs = ~same(self.got, self.reference, self.fmt)
+        changes = ~same(self.got, laid, self.fmt) if laid is not None else ~same(self.reference, made, self.fmt)
+        if got.dtype != np.uint8 and got.size:
+            agrees = agrees | (self._near(made) if laid is None else False)
+            differs = self.wrong
+        absent = ~self.wrong & ~agrees & (changes | (False if self.follows is None else self.follows))
+        return differs & agrees & changes, absent, self.wrong & ~agrees
+
+    def _near(self, made):
+        """Where numbers agree up to the noise of float32 arithmetic.
+
+        A wrong entry must be far nearer to the replay than to the reference; a right one may differ as much as the
+        reference does.
+        """
+        got, made, reference = (a.astype(np.float64) for a in (self.got, made, self.reference))
+        off, own = np.abs(got - made), np.abs(got - reference)
+        own = np.where(np.isfinite(own), own, 0)
+        if self.relaid:
+            return off <= 2.0**-19 * np.where(np.isfinite(made), np.abs(made), 0)
+        noise = 2.0**-19 * np.abs(got)
+        explained = off <= (np.minimum(noise, own / 8) if self.few else own / 8)
+        return np.where(self.wrong, explained, off <= 4 * own + noise)

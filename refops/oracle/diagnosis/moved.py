@@ -1,0 +1,174 @@
+"""Right entries at a wrong place: rows, columns, blocks or tiles that are shifted, swapped, repeated or never written.
+
+Of some wrong lines (rows, then columns) of an array the line of the reference is sought that holds the same; where that
+is found for nearly all of them, a law is sought that leads from each line to its source. What a law says of all lines
+is compared with the dump as what a convention's replay writes is.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from refops.oracle.diagnosis.elements import bits
+
+#: Wrong lines whose source is sought, entries of each that are compared first, and the share that must have one.
+SAMPLED, COMPARED, FOUND = 48, 64, 0.9
+#: Lines in a group that a law may stay within.
+GROUPS = tuple(1 << n for n in range(1, 10))
+#: Entries that a line must have to be told from others.
+LEAST = 4
+#: Lines that one may come from, at most.
+MOST_SOURCES = 64
+
+
+class Law(NamedTuple):
+    """Where the entries of each line come from.
+
+    Attributes:
+        name: what happened: "shifted", "swapped", "repeated", "rotated", "reversed" or "permuted".
+        axis: 0 for rows, 1 for columns.
+        source: int array, for each line the one whose entries it holds; itself where that would lie outside.
+        words: what the law says, with {line} for a line.
+    """
+
+    name: str
+    axis: int
+    source: np.ndarray
+    words: str
+
+    def apply(self, matrix):
+        """The matrix that such a kernel writes instead of this one."""
+        return np.take(matrix, self.source, axis=self.axis)
+
+    def names(self, edge):
+        """(name, sentence about {what}) of an array whose entries cover `edge` (rows, columns) elements."""
+        line = "block" if edge[self.axis] > 1 else ("row", "column")[self.axis]
+        return f"{self.name}-{line}s", f"{{what}} stand in other {line}s: {self.words.format(line=line)}"
+
+
+@dataclass(frozen=True)
+class Constant:
+    """An array that holds one number where something else belongs.
+
+    Attributes:
+        value: the number, as stored. words: its bits.
+    """
+
+    value: object
+
+    @property
+    def words(self):
+        """The bits, hexadecimal."""
+        value = np.asarray(self.value)
+        return f"0x{int(bits(value.reshape(1))[0]):0{2 * value.itemsize}x}"
+
+
+def find_constant(got, reference, differs):
+    """The `Constant` that nearly all entries of a matrix hold where it `differs` from the reference, or None."""
+    count = int(np.count_nonzero(differs))
+    if count < 16:
+        return None
+    held = bits(got)[differs]
+    values, counts = np.unique(held, return_counts=True)
+    most = values[int(np.argmax(counts))]
+    if counts.max() < FOUND * count or np.count_nonzero(bits(reference) == most) > 0.5 * reference.size:
+        return None
+    return Constant(most.view(got.dtype))
+
+
+def find_law(got, reference, differs):
+    """The `Law` that leads from a matrix of the reference to the one that was written, or None.
+
+    Args:
+        got, reference: matrices of one dtype.
+        differs: bool, where they differ by more than noise.
+    """
+    for axis in (0, 1):
+        matrices = (bits(m) if axis == 0 else np.ascontiguousarray(bits(m).T) for m in (got, reference))
+        sources = _sources(*matrices, differs if axis == 0 else differs.T)
+        law = _law_of(sources, got.shape[axis]) if sources else None
+        if law is not None:
+            name, source, words = law
+            return Law(name, axis, source, words)
+    return None
+
+
+def _sources(got, reference, differs):
+    """Line -> the lines of the reference that it may come from, the nearest first; {} unless nearly all have one."""
+    wrong = np.flatnonzero(differs.any(axis=1))
+    if not len(wrong) or got.shape[1] < LEAST:
+        return {}
+    chosen = wrong[np.unique(np.linspace(0, len(wrong) - 1, SAMPLED).astype(int))]
+    found = {int(line): _sources_of(got[line], reference, differs[line], line) for line in chosen}
+    told = {line: sources for line, sources in found.items() if sources is not None}
+    found = {line: sources for line, sources in told.items() if len(sources)}
+    return found if len(found) >= FOUND * len(told) else {}
+
+
+def _sources_of(line, reference, differs, number):
+    """The lines of the reference that hold what `line` does, the nearest first: all of it, or where it is wrong and
+    between. None where that is too little to tell lines apart."""
+    where, told = np.flatnonzero(differs), None
+    for first, end in ((0, len(line)), (int(where[0]), int(where[-1]) + 1)):
+        part = line[first:end]
+        if len(part) < LEAST or len(np.unique(part)) < 2:
+            continue
+        told = []
+        some = first + np.unique(np.linspace(0, len(part) - 1, COMPARED).astype(int))
+        alike = np.flatnonzero((reference[:, some] == line[some]).mean(axis=1) >= FOUND)
+        share = (reference[alike, first:end] == part).mean(axis=1)
+        alike = alike[(share >= FOUND) & (alike != number)]
+        if len(alike):
+            return alike[np.argsort(np.abs(alike - number), kind="stable")][:MOST_SOURCES]
+    return told
+
+
+# --- laws -------------------------------------------------------------------------------------------
+
+
+def _law_of(sources, size):
+    """(name, source of every line, words) of the first law that holds for nearly all lines, or None."""
+    every, start = np.arange(size), min(sources, key=lambda line: len(sources[line]))
+    for source in sources[start]:
+        for name, leads, words in _laws(start, int(source), every, size):
+            inside = (leads >= 0) & (leads < size)
+            leads = np.where(inside, leads, every)
+            held = sum(leads[line] in sources[line] for line in sources)
+            if held >= FOUND * len(sources) and (leads != every).any():
+                return name, leads, words
+    return None
+
+
+def _laws(line, source, every, size):
+    """Laws that lead from a line to its source, the simplest first."""
+    by, across = source - line, line ^ source
+    sign = "+" if by > 0 else "-"
+    yield "shifted", every + by, f"{{line}} n holds what belongs into {{line}} n {sign} {abs(by)}"
+    yield "swapped", every ^ across, f"{{line}}s n and n ^ {across} are exchanged"
+    yield "repeated", np.full(size, source), f"each {{line}} holds what belongs into {{line}} {source}"
+    yield "shifted", (every + by) % size, f"{{line}} n holds what belongs into {{line}} (n + {by % size}) mod {size}"
+    for group in GROUPS:
+        if group >= size:
+            break
+        yield from _laws_in_groups(line, source, every, group)
+
+
+def _laws_in_groups(line, source, every, group):
+    """Laws within groups of lines, and of where groups come from."""
+    start, place = every - every % group, every % group
+    into, by = source % group, (source - line) % group
+    yield "repeated", start + into, f"each {group} {{line}}s hold what belongs into the {_nth(into)} of them"
+    same_group = place + source // group * group
+    yield "repeated", same_group, f"each {group} {{line}}s hold what belongs into the same {group}"
+    yield "rotated", start + (place + by) % group, f"each {group} {{line}}s are rotated by {by}"
+    yield "reversed", start + group - 1 - place, f"each {group} {{line}}s are in reverse order"
+    for few in GROUPS:
+        if few >= group:
+            break
+        many = group // few
+        yield "permuted", start + place % few * many + place // few, f"each {group} {{line}}s are dealt out by {few}"
+
+
+def _nth(number):
+    return "first" if number == 0 else f"number {number}"

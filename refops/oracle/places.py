@@ -1,0 +1,109 @@
+"""A place: the rows and columns of the result in which a kernel does something, and the arrays of which."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Lines:
+    """Rows, or columns, of the result.
+
+    Attributes:
+        size: how many there are.
+        first, last: ends of a range of them, both included.
+        period, phases: of those, lines whose number modulo `period` lies between the two phases, both included.
+    """
+
+    size: int
+    first: int
+    last: int
+    period: int = 1
+    phases: tuple[int, int] = (0, 0)
+
+    @classmethod
+    def all_of(cls, size: int) -> "Lines":
+        """All lines."""
+        return cls(size, 0, size - 1)
+
+    @property
+    def is_all(self) -> bool:
+        """Whether no line is left out."""
+        return self.period == 1 and self.first == 0 and self.last == self.size - 1
+
+    def mask(self) -> np.ndarray:
+        """bool (size,): which lines these are."""
+        line = np.arange(self.size)
+        phase = line % self.period
+        inside = (self.first <= line) & (line <= self.last)
+        return inside & (self.phases[0] <= phase) & (phase <= self.phases[1])
+
+    def words(self, one: str) -> str:
+        """The lines in words; `one` is "row" or "column"."""
+        many, parts = f"{one}s", []
+        if self.period == 2:
+            parts.append(f"{('even', 'odd')[self.phases[0]]} {many}")
+        elif self.period > 1:
+            a, b = self.phases
+            which = f"{one} {a}" if a == b else f"{many} {a}..{b}"
+            parts.append(f"{which} of every {self.period}")
+        if (self.first, self.last) != (0, self.size - 1):
+            ends = f"{self.first}" if self.first == self.last else f"{self.first}..{self.last}"
+            parts.append(f"{one if self.first == self.last else many} {ends}")
+        return " within ".join(parts)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a kernel does what an explanation says.
+
+    Attributes:
+        arrays: the outputs in question; () for all that were given.
+        rows, columns: `Lines` of the (M, K) result; None for all.
+    """
+
+    arrays: tuple[str, ...] = ()
+    rows: Lines | None = None
+    columns: Lines | None = None
+
+    @property
+    def is_everywhere(self) -> bool:
+        """Whether nothing is left out."""
+        return not self.arrays and self.rows is None and self.columns is None
+
+    def mask(self, shape: tuple[int, int]) -> np.ndarray:
+        """bool (M, K): the elements of the place."""
+        sides = zip((self.rows, self.columns), shape, strict=True)
+        row, column = (np.ones(size, bool) if lines is None else lines.mask() for lines, size in sides)
+        return row[:, None] & column[None, :]
+
+    def __str__(self):
+        parts = [words] if (words := _copy_of(self.arrays)) else []
+        for lines, one in ((self.rows, "row"), (self.columns, "column")):
+            if lines is not None:
+                parts.append(lines.words(one))
+        return ", ".join(parts)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        sides: dict[str, Any] = {}
+        for name, lines in (("rows", self.rows), ("columns", self.columns)):
+            if lines is not None:
+                sides[name] = {
+                    "first": lines.first,
+                    "last": lines.last,
+                    "period": lines.period,
+                    "phases": list(lines.phases),
+                }
+        return {"arrays": list(self.arrays), **sides, "words": str(self)}
+
+
+def _copy_of(arrays):
+    """What some outputs are together, in words."""
+    directions = {direction for direction in ("rowwise", "columnwise") for name in arrays if direction in name}
+    if not arrays:
+        return ""
+    if len(directions) == 1 and all("wise" in name for name in arrays):
+        return f"the {directions.pop()} copy"
+    return " and ".join(arrays)
