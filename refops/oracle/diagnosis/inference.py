@@ -44,8 +44,7 @@ def _holds(shown, absent):
         return False
     for axis in (0, 1):
         with_it, without = np.count_nonzero(shown, axis=axis), np.count_nonzero(absent, axis=axis)
-        usual = with_it.sum() / max(np.count_nonzero(with_it), 1)
-        lacking = (without > with_it) & (without >= max(2, usual / 4))
+        lacking = (without > with_it) & (without > 1)
         if np.count_nonzero(lacking) > STRAY * np.count_nonzero(with_it):
             return False
     return True

@@ -233,11 +233,15 @@ class Search:
         singles = self.try_all(self.variants(), self.probes.probes, keep=True)
         found = self.confirmed(r for r in singles if r.promising and self._changes_something(r))
         good = [r for r in found if r.enough]
-        if good and good[0].exact:
+        exact = bool(good) and good[0].exact
+        if exact and self.probes.complete:
             return self.said(good)
-        placed = Placing(self).answers(singles) if self.shape else []
-        if placed and (not good or placed[0].exact):
+        # Of a large tensor only a part was compared: what explains it may be followed there alone.
+        placed = Placing(self).answers(good if exact else singles) if self.shape else []
+        if placed and (not good or exact or placed[0].exact):
             return placed[:SHOWN]
+        if exact:
+            return self.said(good)
         if good:
             extended = self.confirmed(r for best in good[:3] for r in self.extensions(best, singles))
             return self.said([r for r in extended if r.exact] + good)
