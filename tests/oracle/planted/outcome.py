@@ -1,0 +1,76 @@
+"""What the oracle says of a planted fault: found or not, named or not, at the right place or not."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from planted.registry import PLANTED
+from refops import oracle
+from refops.oracle.operation import Case
+
+#: Least overlap of the place that is said and the true one: elements in both, as a share of those in either.
+OVERLAP = 0.9
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One planted fault judged.
+
+    Attributes:
+        name: of the fault.
+        found: whether the dump was rejected.
+        answers: names of each explanation, best first.
+        sentence: the first explanation, as text; "" where there is none.
+        overlap: of its place with the true one.
+        copies: whether it speaks of the right outputs.
+    """
+
+    name: str
+    found: bool
+    answers: tuple[tuple[str, ...], ...]
+    sentence: str
+    overlap: float
+    copies: bool
+
+    @property
+    def placed(self):
+        """Whether the place is the true one."""
+        return self.copies and self.overlap >= OVERLAP
+
+
+def outcome(name):
+    """Judge one planted fault."""
+    fault = PLANTED[name]
+    inputs, outputs = fault.inputs(), fault.outputs()
+    report = oracle.check(
+        fault.op, inputs, outputs, scaling=fault.scaling, params=fault.params, ulp=fault.ulp, diagnose=True
+    )
+    answers = tuple(explanation.names for explanation in report.diagnosis)
+    if not answers:
+        return Outcome(name, not report.ok, (), "", 0.0, False)
+    first = report.diagnosis[0]
+    shape = Case(fault.op, inputs, fault.scaling, fault.params).matrix_shape or (1, 1)
+    said = np.ones(shape, bool) if first.place is None else first.place.mask(shape)
+    true = fault.where.mask(shape)
+    overlap = float((said & true).sum() / max((said | true).sum(), 1))
+    arrays = first.place.arrays if first.place is not None and first.place.arrays else tuple(outputs)
+    return Outcome(name, not report.ok, answers, str(first), overlap, _agree(arrays, fault.where.arrays, report))
+
+
+def _agree(said, true, report):
+    """Whether what is wrong among the outputs that are said is what is wrong among the true ones."""
+    wrong = {array.name for array in report.arrays if not array.ok}
+    of_said = {_part(name) for name in said if _full(name) in wrong}
+    return of_said == {_part(name) for name in wrong if _part(name) in true or name in true}
+
+
+def _full(name):
+    return {"data": "rowwise_data", "scale": "rowwise_scale_inv", "amax": "amax_rowwise"}.get(name, name)
+
+
+def _part(name):
+    name = _full(name)
+    for direction in ("rowwise", "columnwise"):
+        if direction in name.split("_"):
+            return direction
+    return {"y": "values", "dx": "values", "amax_history": "history"}.get(name, name)
