@@ -3,11 +3,11 @@
 from itertools import pairwise
 
 import numpy as np
-from planted import open_common as c
-from planted.open_common import BF16, F, SHAPE
-from planted.registry import Where, normal, planted
 
 import refops
+from planted import open_common as c
+from planted.open_common import BF16, SHAPE, F
+from planted.registry import Where, normal, planted
 
 MX = refops.MXFP8Scaling(refops.E4M3)
 NV = refops.NVFP4Scaling()
