@@ -171,7 +171,7 @@ def nv_multiplier(byte, s):
 
 
 def nv_block(block, s):
-    """Codes and bytes of float32 (R, 16): one block a row."""
+    """Codes and bytes of float32 (R, 16): one block a row; `s` of the tensor, or one for each row."""
     byte = nv_byte(amax_of(block), s)
     return e2m1(block * nv_multiplier(byte, s)[:, None]), byte
 

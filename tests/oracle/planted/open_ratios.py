@@ -44,8 +44,8 @@ def columnwise_scale_inv_not_inverted(x):
 
 @planted("quantize", X, Where(ROW), CURRENT)
 def scale_inv_for_limit_240(x):
-    """scale_inv is amax / 240, for the limit of the other E4M3, while data are scaled by 448 / amax: scale_inv is 448/240
-    times too large."""
+    """scale_inv is amax / 240, for the limit of the other E4M3, while data are scaled by 448 / amax: scale_inv is
+    448/240 times too large."""
     v = c.f32(x)
     amax = np.abs(v).max()
     return c.rowwise(cast_in_tiles(v, c.tensor_scale(amax)), c.one(F(1) / (F(240) / amax)), amax_rowwise=c.one(amax))
@@ -77,8 +77,8 @@ def byte_of_encode_scale_stored(x):
 
 @planted("quantize", X, Where(COLUMN), MX)
 def stored_byte_one_too_large(x):
-    """Columnwise scale bytes are stored with bias 128 (one too large, twice the scale), while the elements are scaled by
-    the right power of two."""
+    """Columnwise scale bytes are stored with bias 128 (one too large, twice the scale), while the elements are
+    scaled by the right power of two."""
     v = c.f32(x)
     data, stored = c.mx_buffers(v.shape, True)
     for i, r in c.blocks(len(v), 32):
@@ -136,7 +136,8 @@ def dbias_divided_by_rows(dy, x):
 
 @planted("dgelu", GRADIENT, Where(DBIAS))
 def dbias_added_by_two_warps(dy, x):
-    """Two warps hold the same partial sums after the reduction and both add them to dbias: it is twice the right sum."""
+    """Two warps hold the same partial sums after the reduction and both add them to dbias: it is twice the right
+    sum."""
     dx = gelu_gradient(dy, x).astype(BF16)
     total = np.zeros(x.shape[1], F)
     for _, r in c.blocks(len(x), 64):
@@ -183,7 +184,8 @@ def dbias_stored_by_last_warp(dy, x):
 
 @planted("dgelu", GRADIENT, Where(DBIAS))
 def dbias_accumulated_in_bfloat16(dy, x):
-    """dbias is accumulated in bfloat16, rounded after each row; it should be accumulated in float32 and rounded once."""
+    """dbias is accumulated in bfloat16, rounded after each row; it should be accumulated in float32 and rounded
+    once."""
     dx = gelu_gradient(dy, x).astype(BF16)
     total = np.zeros(x.shape[1], BF16)
     for row in dx:
@@ -216,7 +218,7 @@ def dbias_sums_quantized_values(dy, x):
 
 
 @planted("quantize", X, Where(DBIAS), MX)
-def dbias_without_first_lane_group(x):
+def dbias_of_half_a_warp(x):
     """The shuffle reduction over 32 rows of a warp stops at offset 8: dbias gets the rows of lanes 0 to 15 of each 32
     alone."""
     v = c.f32(x)
@@ -313,8 +315,8 @@ def square_scale_inv_divided_by_limit(x):
 
 @planted("dsilu", GRADIENT, Where(DBIAS), CURRENT)
 def dbias_in_units_of_fp8(dy, x):
-    """dbias sums the gradient after it was multiplied by the scale of the cast; the scale should be divided out, dbias is
-    448 / amax times too large."""
+    """dbias sums the gradient after it was multiplied by the scale of the cast; the scale should be divided out,
+    dbias is 448 / amax times too large."""
     gradient = c.dsilu(c.f32(x)) * c.f32(dy)
     amax = np.abs(gradient).max()
     scale, rounded = c.tensor_scale(amax), c.bf16(gradient)
