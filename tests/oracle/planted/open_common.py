@@ -363,3 +363,8 @@ def with_row_scales(shape, dy=False, dtype=np.float32):
         return {**first, "x": draw(rng, (m, 2 * k)), "row_scales": (rng.random(m) + 0.25).astype(dtype)}
 
     return make
+
+
+def histories(rng):
+    """Amax histories of 24 tensors over 16 steps, and their scales."""
+    return {"amax_history": (rng.random((16, 24)) * 8 + 0.1).astype(F), "scale": np.full(24, 100, F)}

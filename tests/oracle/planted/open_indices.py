@@ -413,12 +413,7 @@ def decodes_high_nibble_first(rowwise_data, rowwise_scale_inv, amax_rowwise):
     return {"y": y}
 
 
-def histories(rng):
-    """Amax histories of 24 tensors over 16 steps."""
-    return {"amax_history": (rng.random((16, 24)) * 8 + 0.1).astype(F), "scale": np.full(24, 100, F)}
-
-
-@planted("update_delayed_scale", histories, Where(("history",)), params={"fmt": refops.E4M3})
+@planted("update_delayed_scale", c.histories, Where(("history",)), params={"fmt": refops.E4M3})
 def history_rolls_the_other_way(amax_history, scale):
     """The history is rolled toward higher rows (row i to row i + 1); it should roll toward lower ones, row i + 1 to row
     i, the newest to the end, row 0 cleared."""

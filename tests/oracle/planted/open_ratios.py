@@ -284,12 +284,7 @@ def hadamard_without_normalisation(x):
     return {**c.nv_rowwise(v, np.abs(v).max()), **c.nv_columnwise(y, np.abs(y).max())}
 
 
-def histories(rng):
-    """Amax histories of 24 tensors over 16 steps."""
-    return {"amax_history": (rng.random((16, 24)) * 8 + 0.1).astype(F), "scale": np.full(24, 100, F)}
-
-
-@planted("update_delayed_scale", histories, Where(("scale",)), params={"fmt": refops.E4M3, "margin": 2})
+@planted("update_delayed_scale", c.histories, Where(("scale",)), params={"fmt": refops.E4M3, "margin": 2})
 def margin_multiplies_scale(amax_history, scale):
     """The new scale is 448 * 2^margin / amax; a margin should make it smaller, 448 * 2^-margin / amax."""
     history, new_scale = np.zeros_like(amax_history), scale.copy()
