@@ -60,16 +60,19 @@ def outcome(name):
 def _agree(said, true, report):
     """Whether what is wrong among the outputs that are said is what is wrong among the true ones."""
     wrong = {array.name for array in report.arrays if not array.ok}
-    of_said = {_part(name) for name in said if _full(name) in wrong}
-    return of_said == {_part(name) for name in wrong if _part(name) in true or name in true}
+    of_said = {_part(name) for name in wrong if name in said or _short(name) in said}
+    return of_said == {
+        _part(name) for name in wrong if not true or {_part(name), name, name.partition("_")[0]} & {*true}
+    }
 
 
-def _full(name):
-    return {"data": "rowwise_data", "scale": "rowwise_scale_inv", "amax": "amax_rowwise"}.get(name, name)
+def _short(name):
+    """The short name of a rowwise output."""
+    return {"rowwise_data": "data", "rowwise_scale_inv": "scale", "amax_rowwise": "amax"}.get(name, name)
 
 
 def _part(name):
-    name = _full(name)
+    """What an output belongs to, as `Where.arrays` has it."""
     for direction in ("rowwise", "columnwise"):
         if direction in name.split("_"):
             return direction
