@@ -43,6 +43,8 @@ def turned(case, name, stored):
     """A stored crop of an output as a matrix in the orientation of the tensor; codes one a byte."""
     if name in VALUES:
         return stored
+    if name in SUM_AXES:
+        return stored.reshape(1, -1) if SUM_AXES[name] == "column" else stored.reshape(-1, 1)
     if name.startswith("amax"):
         return stored[None, :] if name.endswith("columnwise") else stored[:, None]
     geometry = Geometry.of(case.scaling, name)
@@ -57,6 +59,8 @@ def edge_of(case, name, shape):
     """(rows, columns) of the elements that an entry of an output covers, in a region of `shape`."""
     if name in VALUES or name.endswith("_data"):
         return 1, 1
+    if name in SUM_AXES:
+        return (shape[0], 1) if SUM_AXES[name] == "column" else (1, shape[1])
     if name.startswith("amax"):
         return (shape[0], 1) if name.endswith("columnwise") else (1, shape[1])
     return Geometry.of(case.scaling, name).run

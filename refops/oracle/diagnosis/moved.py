@@ -20,6 +20,8 @@ GROUPS = tuple(1 << n for n in range(1, 10))
 LEAST = 4
 #: Lines that one may come from, at most.
 MOST_SOURCES = 64
+#: Share of the wrong entries that a number must make up to be one that was not written.
+MANY = 0.3
 
 
 class Law(NamedTuple):
@@ -46,6 +48,45 @@ class Law(NamedTuple):
         line = "block" if edge[self.axis] > 1 else ("row", "column")[self.axis]
         return f"{self.name}-{line}s", f"{{what}} stand in other {line}s: {self.words.format(line=line)}"
 
+    def held(self):
+        """bool: lines for which the law says something."""
+        return self.source != np.arange(len(self.source))
+
+
+class TileLaw(NamedTuple):
+    """Where the entries of square tiles come from.
+
+    Attributes:
+        edge: of a tile.
+        inside: whether each tile is transposed in itself; else tile (i, j) holds tile (j, i).
+    """
+
+    edge: int
+    inside: bool
+
+    def apply(self, matrix):
+        """The matrix that such a kernel writes instead of this one: of the last tiles, the square that fits."""
+        made, (rows, columns) = matrix.copy(), matrix.shape
+        for top in range(0, rows, self.edge):
+            for left in range(0, columns, self.edge):
+                if self.inside:
+                    size = min(self.edge, rows - top, columns - left)
+                    made[top : top + size, left : left + size] = matrix[top : top + size, left : left + size].T
+                elif max(top, left) + self.edge <= min(rows, columns):
+                    other = matrix[left : left + self.edge, top : top + self.edge]
+                    made[top : top + self.edge, left : left + self.edge] = other
+        return made
+
+    def names(self, edge):
+        """As of a `Law`."""
+        tiles = f"tiles of {self.edge} x {self.edge} entries"
+        how = f"{tiles} are transposed" if self.inside else f"of {tiles}, (i, j) holds what belongs into (j, i)"
+        return "transposed-tiles" if self.inside else "exchanged-tiles", f"{{what}} stand at other places: {how}"
+
+
+#: Laws of tiles that are tried.
+TILE_LAWS = tuple(TileLaw(1 << n, inside) for inside in (True, False) for n in range(2, 8))
+
 
 @dataclass(frozen=True)
 class Constant:
@@ -65,14 +106,14 @@ class Constant:
 
 
 def find_constant(got, reference, differs):
-    """The `Constant` that nearly all entries of a matrix hold where it `differs` from the reference, or None."""
+    """The `Constant` that many entries of a matrix hold where it `differs` from the reference, or None."""
     count = int(np.count_nonzero(differs))
-    if count < 16:
+    if count < LEAST:
         return None
     held = bits(got)[differs]
     values, counts = np.unique(held, return_counts=True)
     most = values[int(np.argmax(counts))]
-    if counts.max() < FOUND * count or np.count_nonzero(bits(reference) == most) > 0.5 * reference.size:
+    if counts.max() < max(MANY * count, LEAST) or np.count_nonzero(bits(reference) == most) > 0.5 * reference.size:
         return None
     return Constant(most.view(got.dtype))
 
@@ -84,6 +125,8 @@ def find_law(got, reference, differs):
         got, reference: matrices of one dtype.
         differs: bool, where they differ by more than noise.
     """
+    if 1 in got.shape:
+        return _law_of_vector(got, reference, differs)
     for axis in (0, 1):
         matrices = (bits(m) if axis == 0 else np.ascontiguousarray(bits(m).T) for m in (got, reference))
         sources = _sources(*matrices, differs if axis == 0 else differs.T)
@@ -92,6 +135,37 @@ def find_law(got, reference, differs):
             name, source, words = law
             return Law(name, axis, source, words)
     return None
+
+
+def find_tile_law(got, reference, differs):
+    """The `TileLaw` that leads from a matrix of the reference to the one that was written, or None."""
+    for law in TILE_LAWS:
+        if 2 * law.edge <= max(got.shape) and same_bits(law.apply(reference), got)[differs].mean() >= FOUND:
+            return law
+    return None
+
+
+def same_bits(one, other):
+    """Where two matrices have the same bits."""
+    return bits(one) == bits(other)
+
+
+def _law_of_vector(got, reference, differs):
+    """The `Law` of a matrix of one row or column: entries are compared as numbers, up to the noise of a sum."""
+    axis = int(got.shape[0] == 1)
+    line, known, wrong = got.reshape(-1), reference.reshape(-1), np.flatnonzero(differs)
+    noise = 0.0 if got.dtype == np.uint8 else 2.0**-7 if got.itemsize == 2 else 2.0**-14
+    line, known, sources = line.astype(np.float64), known.astype(np.float64), {}
+    for number in wrong[np.unique(np.linspace(0, len(wrong) - 1, SAMPLED).astype(int))]:
+        alike = np.flatnonzero(np.abs(known - line[number]) <= noise * np.abs(line[number]))
+        alike = alike[alike != number]
+        if len(alike) <= len(line) // 8:
+            sources[int(number)] = alike[np.argsort(np.abs(alike - number), kind="stable")]
+    told = {number: alike for number, alike in sources.items() if len(alike)}
+    if len(told) < max(LEAST, FOUND * len(sources)):
+        return None
+    law = _law_of(told, len(line))
+    return None if law is None else Law(law[0], axis, law[1], law[2])
 
 
 def _sources(got, reference, differs):

@@ -4,12 +4,11 @@ Where a replay gives what the dump has and the reference has not, the convention
 is right in the dump, it is absent. `inference` finds the place that holds the one without the other.
 """
 
-from dataclasses import dataclass
-
 import numpy as np
 
-from refops.oracle.diagnosis import elements, moved
-from refops.oracle.diagnosis.comparison import ENOUGH, Part
+from refops.oracle.diagnosis import elements
+from refops.oracle.diagnosis.comparison import Part
+from refops.oracle.diagnosis.displaced import Marks, moved_in
 from refops.oracle.diagnosis.inference import STRAY, find_lines
 from refops.oracle.diagnosis.probes import SUM_ARRAYS
 from refops.oracle.geometry import TILE, VALUES, Region, crop, whole
@@ -18,49 +17,6 @@ from refops.oracle.report import Explanation
 
 #: Conventions whose place is sought in one copy, and the share of wrong entries that each must explain on the probes.
 TRIED, PROMISED = 12, 0.85
-
-
-@dataclass
-class Marks:
-    """Where a convention shows and where it is absent, over the whole tensor.
-
-    Attributes:
-        shown, absent: bool (M, K).
-        missed, wrong: array name -> entries that it leaves unexplained, and all wrong ones, where it was compared.
-    """
-
-    shown: np.ndarray
-    absent: np.ndarray
-    missed: dict
-    wrong: dict
-
-    @classmethod
-    def none(cls, shape):
-        """Nothing yet."""
-        return cls(np.zeros(shape, bool), np.zeros(shape, bool), {}, {})
-
-    def add(self, name, cells, region, marks):
-        """Add what `Part.marks` found of an array on a region."""
-        shown, absent, missed = marks
-        at = region.rows, region.columns
-        self.shown[at] |= cells.spread(shown, region.shape)
-        self.absent[at] |= cells.spread(absent, region.shape)
-        self.count(name, int(np.count_nonzero(missed)), int(np.count_nonzero(cells.wrong)))
-
-    def count(self, name, missed, wrong):
-        """Add numbers of entries."""
-        self.missed[name] = self.missed.get(name, 0) + missed
-        self.wrong[name] = self.wrong.get(name, 0) + wrong
-
-    @property
-    def explained(self):
-        """Share of the wrong entries that is explained."""
-        return 1 - sum(self.missed.values()) / max(sum(self.wrong.values()), 1)
-
-    @property
-    def enough(self):
-        """Whether nearly all wrong entries of each array are explained."""
-        return all(self.missed[name] <= (1 - ENOUGH) * self.wrong[name] for name in self.wrong)
 
 
 class Placing:
@@ -93,7 +49,7 @@ class Placing:
     def _of(self, names, singles):
         """The explanations of some outputs, best first."""
         placed = [self._in_place(result, names) for result in self._promising(names, singles)]
-        found = [answer for answer in (*placed, self._moved(names)) if answer is not None]
+        found = [answer for answer in (*placed, moved_in(self, names)) if answer is not None]
         found.sort(key=lambda answer: (not answer.exact, -round(answer.explained, 2)))
         return list({answer.names: answer for answer in reversed(found)}.values())[::-1]
 
@@ -115,7 +71,7 @@ class Placing:
         if key not in self._wrong:
             found, region = np.zeros(self.shape, bool), whole(self.shape)
             for name in names:
-                cells = self._cells(name, region)
+                cells = self.cells(name, region)
                 if cells is not None:
                     found |= cells.spread(cells.wrong, self.shape)
             self._wrong[key] = found
@@ -162,7 +118,7 @@ class Placing:
             n for n, count in confirmed.counts.items() if n not in names and count.damaged > STRAY * count.entries
         ]
         names_of = tuple(convention.name for convention, _ in confirmed.candidate)
-        return self._explanation(names_of, self.search.sentence(confirmed), marks, names if others else ())
+        return self.explanation(names_of, self.search.sentence(confirmed), marks, names if others else ())
 
     def _marks(self, result, names):
         """The `Marks` of a confirmed result."""
@@ -171,7 +127,7 @@ class Placing:
         laid = search.relaid(reads)[0] if reads and self.case.operation.kind != "dequantize" else None
         for made, region in zip(result.made, self.regions, strict=True):
             for name in names:
-                cells = self._cells(name, region)
+                cells = self.cells(name, region)
                 if cells is None:
                     continue
                 turned = elements.turned(
@@ -197,8 +153,9 @@ class Placing:
                 marks.count(name, count.wrong - count.explained, count.wrong)
         return marks
 
-    def _cells(self, name, region):
-        if name in SUM_ARRAYS:
+    def cells(self, name, region):
+        """The `Cells` of an output on a region, None for what belongs to the whole tensor or is a sum."""
+        if name in SUM_ARRAYS and region != whole(self.shape):
             return None
         search = self.search
         return elements.cells(self.case, name, region, search.outputs, search.reference, search.wrong)
@@ -206,7 +163,11 @@ class Placing:
     def _follows(self, name, region):
         return elements.other_scales(self.case, name, region, self.search.outputs, self.search.reference)
 
-    def _explanation(self, names, sentence, marks, copies):
+    def copies(self, names):
+        """Some outputs, where the dump has others besides; () where it has not."""
+        return tuple(names) if set(names) != set(self.search.outputs) else ()
+
+    def explanation(self, names, sentence, marks, copies, lines=None):
         """The `Explanation` of what shows as `marks` say, or None where no place holds it."""
         if not marks.enough or not marks.shown.any():
             return None
@@ -216,7 +177,9 @@ class Placing:
             found = find_lines(marks.shown, marks.absent)
             if found is None:
                 return None
-            rows, columns = (None if lines.is_all else lines for lines in found)
+            rows, columns = (None if side.is_all else side for side in found)
+        if lines:
+            rows, columns = rows or lines.get(0), columns or lines.get(1)
         place = Place(tuple(copies), rows, columns)
         inside = place.mask(self.shape)
         clean = not any(marks.missed.values()) and not (marks.absent & inside).any() and self.search.probes.complete
@@ -225,61 +188,7 @@ class Placing:
             names, sentence, marks.explained, clean, sampled=not self.search.probes.complete, place=place
         )
 
-    # --- what was moved ---------------------------------------------------------------------------
-
-    def _moved(self, names):
-        """The explanation of some outputs by right entries at another place, or by entries that were not written."""
-        marks, said, region = Marks.none(self.shape), {}, whole(self.shape)
-        for name in names:
-            cells = self._cells(name, region)
-            if cells is None:
-                wrong = int(np.count_nonzero(self.search.wrong[name]))
-                marks.count(name, wrong, wrong)
-                continue
-            part = Part(cells.got, cells.wrong, cells.reference, cells.fmt, few=name not in VALUES)
-            differs = cells.wrong if name in VALUES else elements.differ(cells)
-            constant = moved.find_constant(cells.got, cells.reference, differs) if differs.any() else None
-            law = moved.find_law(cells.got, cells.reference, differs) if differs.any() and constant is None else None
-            if constant is not None:
-                held = elements.bits(cells.got) == elements.bits(np.asarray(constant.value, cells.got.dtype))
-                marks.add(name, cells, region, (differs & held, ~held, cells.wrong & ~held & differs))
-                said[name] = "not-written", f"{{what}} hold {constant.words}: they were not written"
-            elif law is not None:
-                marks.add(name, cells, region, part.marks(law.apply(cells.reference)))
-                said[name] = law.names(cells.edge)
-            else:
-                marks.add(
-                    name, cells, region, (np.zeros_like(cells.wrong), np.zeros_like(cells.wrong), cells.wrong & differs)
-                )
-        if not said:
-            return None
-        return self._explanation(*_together(said, names), marks, self._copies(names))
-
-    def _copies(self, names):
-        """`names`, where the dump has other arrays too."""
-        return tuple(names) if set(names) != set(self.search.outputs) else ()
-
 
 def _copy_of(name):
     """What an output belongs to: a direction, or itself."""
     return next((direction for direction in ("rowwise", "columnwise") if direction in name.split("_")), name)
-
-
-def _together(said, names):
-    """(names, sentence) of what was found of each array."""
-    groups = {}
-    for name, (fault, words) in said.items():
-        groups.setdefault((fault, words), []).append(name)
-    sentences = [words.format(what=_what(arrays)) for (_, words), arrays in groups.items()]
-    text = "; ".join(sentences)
-    codes = [n for n in names if n.endswith("_data") and n not in said]
-    if codes:
-        text += "; the codes are right under the right scales"
-    return tuple(dict.fromkeys(fault for fault, _ in groups)), f"{text}."
-
-
-def _what(arrays):
-    """Arrays as the subject of a sentence."""
-    words = {"data": "codes", "scale_inv": "scales"}
-    kinds = [words.get(name.partition("_")[2], f"values of {name}") for name in arrays]
-    return f"The {' and '.join(dict.fromkeys(kinds))}"

@@ -1,0 +1,152 @@
+"""Outputs that are explained by right entries at another place, or by entries that were not written, and where."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from refops.oracle.diagnosis import elements, moved
+from refops.oracle.diagnosis.comparison import ENOUGH, Part
+from refops.oracle.diagnosis.probes import SUM_ARRAYS
+from refops.oracle.geometry import VALUES, whole
+from refops.oracle.places import Lines
+
+#: Share of the lines that a law must leave out before its place says so.
+LEFT_OUT = 0.1
+
+
+@dataclass
+class Marks:
+    """Where a convention shows and where it is absent, over the whole tensor.
+
+    Attributes:
+        shown, absent: bool (M, K).
+        missed, wrong: array name -> entries that it leaves unexplained, and all wrong ones, where it was compared.
+    """
+
+    shown: np.ndarray
+    absent: np.ndarray
+    missed: dict
+    wrong: dict
+
+    @classmethod
+    def none(cls, shape):
+        """Nothing yet."""
+        return cls(np.zeros(shape, bool), np.zeros(shape, bool), {}, {})
+
+    def add(self, name, cells, region, marks):
+        """Add what `Part.marks` found of an array on a region."""
+        shown, absent, missed = marks
+        at = region.rows, region.columns
+        self.shown[at] |= cells.spread(shown, region.shape)
+        self.absent[at] |= cells.spread(absent, region.shape)
+        self.count(name, int(np.count_nonzero(missed)), int(np.count_nonzero(cells.wrong)))
+
+    def count(self, name, missed, wrong):
+        """Add numbers of entries."""
+        self.missed[name] = self.missed.get(name, 0) + missed
+        self.wrong[name] = self.wrong.get(name, 0) + wrong
+
+    @property
+    def explained(self):
+        """Share of the wrong entries that is explained."""
+        return 1 - sum(self.missed.values()) / max(sum(self.wrong.values()), 1)
+
+    @property
+    def enough(self):
+        """Whether nearly all wrong entries of each array are explained."""
+        return all(self.missed[name] <= (1 - ENOUGH) * self.wrong[name] for name in self.wrong)
+
+
+@dataclass
+class Found:
+    """What explains one output.
+
+    Attributes:
+        marks: where it shows, is absent and fails, entry by entry.
+        said: (name, sentence about {what}) of each thing that is said of it; none where it is right as it is.
+        lines: `Lines` of the tensor that a law speaks of, by axis.
+    """
+
+    marks: tuple
+    said: list
+    lines: dict
+
+
+def moved_in(placing, names):
+    """The `Explanation` of some outputs, or None; `placing` is the `Placing` that asks."""
+    marks, said, region, lines = Marks.none(placing.shape), {}, whole(placing.shape), {}
+    for name in names:
+        cells = placing.cells(name, region)
+        if cells is None:
+            wrong = int(np.count_nonzero(placing.search.wrong[name]))
+            marks.count(name, wrong, wrong)
+            continue
+        found = _found(name, cells)
+        marks.add(name, cells, region, found.marks)
+        lines |= found.lines
+        for fault in found.said:
+            said.setdefault(fault, []).append(name)
+    if not said:
+        return None
+    return placing.explanation(*_together(said, names), marks, placing.copies(names), lines)
+
+
+def _found(name, cells):
+    """What explains an output: a number that was not overwritten, a law, or both, one after the other."""
+    measured = name in VALUES or name in SUM_ARRAYS or name.startswith("amax")
+    differs = cells.wrong if measured else elements.differ(cells)
+    nothing = np.zeros_like(cells.wrong)
+    found = Found((nothing, nothing, cells.wrong & differs), [], {})
+    if not differs.any():
+        return found
+    constant = moved.find_constant(cells.got, cells.reference, differs)
+    if constant is not None:
+        held = moved.same_bits(cells.got, np.broadcast_to(np.asarray(constant.value, cells.got.dtype), cells.got.shape))
+        found.said.append(
+            ("not-written", f"{{what}} hold {constant.words}, which was there before: they were not written")
+        )
+        found.marks = (differs & held, ~held, cells.wrong & differs & ~held)
+        differs = differs & ~held
+        if np.count_nonzero(differs) <= (1 - ENOUGH) * np.count_nonzero(cells.wrong):
+            return found
+    law = moved.find_law(cells.got, cells.reference, differs) or moved.find_tile_law(
+        cells.got, cells.reference, differs
+    )
+    if law is None:
+        return found if constant is None else Found((nothing, nothing, cells.wrong), [], {})
+    shown, absent, missed = Part(cells.got, cells.wrong, cells.reference, cells.fmt).marks(law.apply(cells.reference))
+    if constant is not None:  # two things, whose places differ: none is said
+        both = shown | (held & cells.wrong)
+        found.marks = (both, nothing, missed & ~held)
+    else:
+        found.marks = (shown, absent, missed)
+        found.lines = _lines_of(law, cells.edge)
+    found.said.append(law.names(cells.edge))
+    return found
+
+
+def _lines_of(law, edge):
+    """{axis: `Lines` of elements} that a law speaks of, where it leaves out a good part of them."""
+    if isinstance(law, moved.TileLaw):
+        return {}
+    held = np.flatnonzero(law.held())
+    size, step = len(law.source), edge[law.axis]
+    if size - len(held) < LEFT_OUT * size or held[-1] - held[0] + 1 != len(held):
+        return {}
+    return {law.axis: Lines(size * step, int(held[0]) * step, int(held[-1] + 1) * step - 1)}
+
+
+def _together(said, names):
+    """(names, sentence) of what was found of each array."""
+    text = "; ".join(words.format(what=_what(arrays)) for (_, words), arrays in said.items())
+    right = [name for name in names if name.endswith("_data") and not any(name in arrays for arrays in said.values())]
+    if right:
+        text += "; the codes are right under the right scales"
+    return tuple(dict.fromkeys(fault for fault, _ in said)), f"{text}."
+
+
+def _what(arrays):
+    """Arrays as the subject of a sentence."""
+    words = {"data": "codes", "scale_inv": "scales"}
+    kinds = [words.get(name.partition("_")[2], f"values of {name}") for name in arrays]
+    return f"The {' and '.join(dict.fromkeys(kinds))}"
