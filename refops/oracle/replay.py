@@ -224,7 +224,8 @@ class TensorReplay(Replay):
         fmt: format of the cast.
         numbers: run-time numbers of the scale rule.
         block_shapes: direction -> (rows, columns) of the elements that share a scale.
-        halo: whether the replay of a rectangle needs the blocks beside it.
+        halo: whether the replay of a rectangle needs the blocks beside it: those "along" the direction in which blocks
+            run, or those "across"; None.
     """
 
     computes = True
@@ -240,7 +241,7 @@ class TensorReplay(Replay):
         self.scaled = self.kind.startswith("scaled")
         self.width = self.shape[1] // 2 if self.gated and self.gradient else self.shape[1]
         self.x_layout = self.dx_layout = self.case.row_layout
-        self.halo = False
+        self.halo = None
         self._follow_path(UNFUSED)
         if self.scaling is not None:
             self.follow(self.scaling)
@@ -365,6 +366,10 @@ class TensorReplay(Replay):
     def round(self, values):
         """float32 values rounded to the nominal dtype."""
         return self.to_dtype(values, self.dtype).astype(F)
+
+    def source(self, values, direction, region):
+        """Stage: what the copy of a direction quantizes, float32 (R, C), from the result's values."""
+        return values
 
     # --- amax -------------------------------------------------------------------------------------
 
@@ -613,7 +618,7 @@ class TensorReplay(Replay):
 
     def run(self, region, names):
         """Return output name -> what is written of `region`, in the stored orientation (`crop` of a dump)."""
-        if not self.halo:
+        if self.halo is None:
             return self._run(region, names)
         made = {}
         for direction in DIRECTIONS:
@@ -633,7 +638,7 @@ class TensorReplay(Replay):
         for part, size, along in zip(
             (region.rows, region.columns), self.shape, (direction == "columnwise", direction == "rowwise"), strict=True
         ):
-            if not along:
+            if along == (self.halo == "across"):
                 edges.append(part)
             elif self.setting.whole_halo:
                 edges.append(slice(0, size))
@@ -658,7 +663,7 @@ class TensorReplay(Replay):
         geometry = Geometry.of(self.case.scaling, direction)
         needed = {n for n in names if direction in n}
         if not needed <= {f"amax_{direction}"}:
-            unrounded = self.values(region.rows, region.columns)
+            unrounded = self.source(self.values(region.rows, region.columns), direction, region)
             rounded = None
             if self.casts_rounded or self.block_amax_rounded:
                 rounded = self.round(unrounded)

@@ -5,10 +5,28 @@ to the module of its subject. The list goes by module as below, then by place in
 good explanations is named first; `last` puts a convention behind all others.
 """
 
-from refops.oracle.conventions import casts, formulas, hooks, integers, reading, reads, registry, scales, sums, updates
+from refops.oracle.conventions import (
+    amaxes,
+    casts,
+    derivatives,
+    factors,
+    formulas,
+    hooks,
+    integers,
+    reading,
+    reads,
+    registry,
+    scales,
+    sums,
+    updates,
+)
 from refops.oracle.conventions.registry import Convention
 
-_MODULES = [module.__name__ for module in (reading, formulas, scales, casts, integers, hooks, sums, reads, updates)]
+_ORDER = (
+    *(reading, formulas, derivatives, amaxes, scales, casts),
+    *(integers, hooks, sums, reads, updates, factors),
+)
+_MODULES = [module.__name__ for module in _ORDER]
 #: Every convention by name.
 CONVENTIONS = dict(
     sorted(registry.CONVENTIONS.items(), key=lambda item: (item[1].last, _MODULES.index(item[1].function.__module__)))

@@ -1,5 +1,7 @@
 """Conventions of the cast: rounding, saturation, formats, signs, NaN, random bits; and roundings on the way to it."""
 
+import math
+
 import ml_dtypes
 import numpy as np
 
@@ -224,6 +226,63 @@ def infinity_kept(replay, choice):
     replay.wrap("encode", encode)
 
 
+@computing(
+    "cast-carry-lost",
+    "The cast to {what} {how} where the mantissa rounds up to 2: {example}.",
+    stage=lambda choice: "scale-cast" if choice.startswith("scale") else "cast",
+    choices=("lost", "lost in normal codes", "clamped", "scale lost"),
+)
+def cast_carry_lost(replay, choice):
+    replay.facts["how"] = "keeps the mantissa at its largest value" if choice == "clamped" else "loses the carry"
+    if choice.startswith("scale"):
+        require_two_levels(replay)
+        fmt = replay.facts["what"] = replay.layout.scale_format
+        replay.facts["example"] = _carry_example(fmt, choice)
+        replay.wrap("cast_scale", lambda inner, scale, *how: _without_carry(scale, inner(scale, *how), fmt, choice))
+        return
+    if replay.computes and replay.scaling is not None:
+        fmt = replay.facts["what"] = replay.fmt
+        replay.require(not fmt.twos_complement and fmt.mantissa_bits > 0 and replay.scaling.random is None)
+        replay.facts["example"] = _carry_example(fmt, choice)
+        replay.wrap("encode", lambda inner, values, bits: _without_carry(values, inner(values, bits), fmt, choice))
+        return
+    replay.require(not replay.updates and replay.out_dtype != F and choice != "lost in normal codes")
+    mantissa = 10 if replay.out_dtype == np.float16 else 7
+    became = 2 - 2.0**-mantissa if choice == "clamped" else 1
+    replay.facts["what"], replay.facts["example"] = replay.out_dtype, f"{2 - 2.0**-13:.6g} becomes {became:.6g}"
+    less = np.uint16(1 if choice == "clamped" else 1 << mantissa)
+    replay.to_dtype = lambda values, dtype: _stored_without_carry(values, dtype, mantissa, less)
+
+
+def _carry_example(fmt, choice):
+    """A value below the largest power of two, and what it becomes."""
+    power = 2.0 ** math.floor(math.log2(float(fmt.max)))
+    below = power / 2 * (2 - 2.0 ** -(fmt.mantissa_bits + 1))
+    became = power * (1 - 2.0 ** -(fmt.mantissa_bits + 1)) if choice == "clamped" else power / 2
+    return f"{below * (1 + 2.0**-10):g} becomes {became:g}"
+
+
+def _without_carry(values, codes, fmt, choice):
+    """Codes whose mantissa is 0 because the value was rounded up, with the exponent (or the code) below."""
+    magnitude, step = fmt.magnitude_code(codes).astype(np.int64), 1 << fmt.mantissa_bits
+    carried = (magnitude % step == 0) & (magnitude > 0) & (np.abs(values) < fmt.values[magnitude])
+    if choice != "lost":
+        carried &= magnitude > step
+    lower = magnitude - (1 if choice == "clamped" else step)
+    return np.where(carried, fmt.signed_code(lower.astype(np.uint8), np.signbit(values)), codes).astype(np.uint8)
+
+
+def _stored_without_carry(values, dtype, mantissa, less):
+    """float32 rounded to nearest even in a dtype of 16 bits; bits `less` where that increments the exponent."""
+    if dtype == F:
+        return values.astype(dtype)
+    nearest = values.astype(dtype)
+    bits = nearest.view(np.uint16)
+    carried = (bits % np.uint16(1 << mantissa) == 0) & (np.abs(nearest.astype(F)) > np.abs(values))
+    carried &= np.isfinite(values)
+    return np.where(carried, bits - less, bits).astype(np.uint16).view(dtype)
+
+
 # --- formats --------------------------------------------------------------------------------------
 
 FNUZ = {E4M3: (ml_dtypes.float8_e4m3fnuz, 240), E5M2: (ml_dtypes.float8_e5m2fnuz, 57344)}
@@ -293,6 +352,77 @@ def other_format(replay, choice):
         replay.facts["how"] = ", and the scales map to its maximum"
         replay.vary(fmt=fmt)
     replay.fmt = fmt
+
+
+@computing(
+    "nibble-sign-leaks",
+    "The sign of the code in the {source} nibble of each byte {how} the code in the {other} nibble.",
+    stage="nibbles",
+    choices=[(source, how) for how in ("or", "xor", "copied", "extended") for source in ("low", "high")],
+)
+def nibble_sign_leaks(replay, choice):
+    source, how = choice
+    require_scaling(replay)
+    replay.require(replay.layout.packed == 2)
+    replay.require(how != "extended" or source == "low")
+    replay.facts["source"], replay.facts["other"] = source, "high" if source == "low" else "low"
+    replay.facts["how"] = {
+        "or": "sets the sign of",
+        "xor": "flips the sign of",
+        "copied": "replaces the sign of",
+        "extended": "is extended over all bits of",
+    }[how]
+    sign = np.uint8(8)
+
+    def leak(codes):
+        made = codes.copy()
+        from_, to = (0, 1) if source == "low" else (1, 0)
+        leaked = codes[:, from_::2] & sign
+        own = codes[:, to::2]
+        made[:, to::2] = {
+            "or": own | leaked,
+            "xor": own ^ leaked,
+            "copied": (own & ~sign) | leaked,
+            "extended": np.where(leaked, np.uint8(15), own),
+        }[how]
+        return made
+
+    def quantize_blocks(inner, values, amax_values, direction, region):
+        codes, scales = inner(values, amax_values, direction, region)
+        along_rows = replay.layout.data_transposed(direction == "columnwise")
+        return (leak(np.ascontiguousarray(codes.T)).T if along_rows else leak(codes)), scales
+
+    replay.wrap("quantize_blocks", quantize_blocks)
+
+
+# --- the columnwise copy --------------------------------------------------------------------------
+
+
+@computing(
+    "columnwise-of-rowwise",
+    "The columnwise copy quantizes what the rowwise copy stands for{how}, where TE quantizes the values themselves.",
+    stage="source",
+    choices=("float32", "rounded"),
+)
+def columnwise_of_rowwise(replay, choice):
+    require_scaling(replay)
+    replay.require(replay.layout.block is not None)
+    replay.facts["how"] = f", rounded to {replay.dtype}," if choice == "rounded" else ""
+    replay.require(choice != "rounded" or replay.dtype != F)
+
+    def source(inner, values, direction, region):
+        if direction == "rowwise":
+            return inner(values, direction, region)
+        own = replay.setting.replay()
+        values = own.round(values) if own.casts_rounded else values
+        codes, scales = own.quantize_blocks(values, values, "rowwise", region)
+        tensor_amax = own.tensor_amax("rowwise", region) if replay.layout.two_level else None
+        rows, columns = own.block_shapes["rowwise"]
+        scales = np.repeat(np.repeat(scales, rows, axis=0), columns, axis=1)[: values.shape[0], : values.shape[1]]
+        made = own.fmt.values[codes] * own.rule.decode_factor(scales, tensor_amax)
+        return replay.round(made) if choice == "rounded" else made.astype(F)
+
+    replay.wrap("source", source)
 
 
 # --- signs, NaN, subnormals -----------------------------------------------------------------------

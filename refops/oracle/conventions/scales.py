@@ -227,14 +227,45 @@ def amax_unrounded(replay, choice):
 # --- which maximum --------------------------------------------------------------------------------
 
 
+SIGNED_WORDS = "maximum of the values, not of their magnitudes", "magnitude of the least value, not the largest one"
+
+
 @computing(
     "signed-amax",
-    "The amax is the maximum of the values, not of their magnitudes.",
-    stage="magnitude",
+    "The amax {which}is the {what}.",
+    stage=lambda choice: "block-amax" if choice == "blocks" else "magnitude",
+    choices=("every", "blocks", "least"),
 )
-def signed_amax(replay):
+def signed_amax(replay, choice):
     require_scaling(replay)
-    replay.magnitude = lambda values: values
+    replay.facts["which"] = "of each block " if choice == "blocks" else ""
+    replay.facts["what"] = SIGNED_WORDS[choice == "least"]
+    if choice != "blocks":
+        replay.magnitude = np.positive if choice == "every" else np.negative
+    else:
+        require_two_levels(replay)
+        replay.block_amax = lambda blocks: replay.maximum(blocks, (1, 3))
+
+
+@computing(
+    "signed-tensor-amax",
+    "The tensor's amax{where} is the {what}.",
+    stage=lambda choice: "stored-amax" if choice[1] == "stored" else "tensor-amax",
+    choices=[(which, how) for how in ("used", "stored") for which in ("every", "least")],
+)
+def signed_tensor_amax(replay, choice):
+    which, how = choice
+    require_scaling(replay)
+    replay.require(replay.layout.amax == "tensor" and (how == "stored" or replay.layout.two_level))
+    replay.facts["where"] = " that is written, not that of the scales," if how == "stored" else ""
+    replay.facts["what"] = SIGNED_WORDS[which == "least"]
+    signed = replay.setting.replay()
+    registry.CONVENTIONS["signed-amax"].apply(signed, which)
+    if how == "used":
+        replay.tensor_amax = signed.tensor_amax
+    else:
+        region = Region(slice(0, 0), slice(0, 0))
+        replay.stored_amax = lambda amax, direction: signed.tensor_amax(direction, region).reshape(-1)
 
 
 @computing(
@@ -271,7 +302,7 @@ def stale_amax(replay, choice):
         if amax is not None:
             found[direction] = amax.reshape(1, 1)
     if choice == "codes":
-        found = dict.fromkeys(DIRECTIONS, _amax_of_scales(replay))
+        found = dict.fromkeys(DIRECTIONS, amax_of_scales(replay))
     replay.require(found)
     first = next(iter(found))
     replay.facts["found"] = float(found[first][0, 0])
@@ -292,7 +323,7 @@ def _something_follows(setting, direction):
     return not beside or any(not np.array_equal(setting.outputs[n], setting.reference[n]) for n in beside)
 
 
-def _amax_of_scales(replay):
+def amax_of_scales(replay):
     """The one amax that the written block scales (two levels) or codes (per tensor) agree with, or NotApplicable."""
     setting = replay.setting
     region = setting.probe
@@ -397,7 +428,7 @@ def neighbour_block_scale(replay, choice):
         "cast": "Each block is cast with the scale",
         "stored": "Each block's stored scale is that",
     }[what]
-    replay.halo = 1
+    replay.halo = "along"
     inner = {}
 
     def quantize_blocks(own, values, amax_values, direction, region):
@@ -410,6 +441,40 @@ def neighbour_block_scale(replay, choice):
         axis = inner["axis"]
         return np.roll(array, -by, axis=axis) if array.shape[axis] > 1 else array
 
+    if what == "both":
+        replay.after("block_amax", shifted)
+    else:
+        index = 1 if what == "cast" else 0
+        replay.after("scales", lambda pair: tuple(shifted(a) if i == index else a for i, a in enumerate(pair)))
+
+
+@computing(
+    "neighbour-tile-amax",
+    "Each block is {what} of the block {which} it, across the direction in which blocks run.",
+    stage=lambda choice: {"both": "block-amax", "stored": "stored", "cast": "multiplier"}[choice[0]],
+    choices=[(what, by) for what in ("both", "cast", "stored") for by in (1, -1)],
+)
+def neighbour_tile_amax(replay, choice):
+    what, by = choice
+    require_blocks(replay)
+    replay.facts["what"] = {
+        "both": "scaled by the amax",
+        "cast": "cast with the scale",
+        "stored": "given the stored scale, not that of its cast,",
+    }[what]
+    replay.facts["which"] = "after" if by == 1 else "before"
+    replay.halo = "across"
+    inner = {}
+
+    def quantize_blocks(own, values, amax_values, direction, region):
+        inner["axis"] = int(direction == "columnwise")
+        return own(values, amax_values, direction, region)
+
+    def shifted(array):
+        axis = inner["axis"]
+        return np.roll(array, -by, axis=axis) if array.shape[axis] > 1 else array
+
+    replay.wrap("quantize_blocks", quantize_blocks)
     if what == "both":
         replay.after("block_amax", shifted)
     else:
@@ -740,6 +805,62 @@ def scale_divided(replay):
 
 
 @computing(
+    "scale-quotient-floor",
+    "The scale byte is 127 + floor(log2(amax / {largest:g})), a floor of the quotient, where {expected}; {codes}.",
+    stage=lambda choice: "stored" if choice == "stored" else "scale",
+    choices=("both", "stored"),
+)
+def scale_quotient_floor(replay, choice):
+    _other_rule(replay, "quotient floor")
+    largest = replay.facts["largest"] = float(replay.scale_max)
+    _follow_byte(replay, lambda amax: _exponent_of(amax / F(largest)), choice)
+
+
+@computing(
+    "scale-emax-missing",
+    "The scale byte is 127 + {rule}(log2 amax), without the format's exponent {emax}, where {expected}; {codes}.",
+    stage=lambda choice: "stored" if choice[1] == "stored" else "scale",
+    choices=[(rule, what) for what in ("both", "stored") for rule in ("floor", "ceil", "even")],
+)
+def scale_emax_missing(replay, choice):
+    rule, what = choice
+    _other_rule(replay, "emax missing")
+    replay.facts["rule"] = {"even": "round"}.get(rule, rule)
+    emax = replay.facts["emax"] = math.floor(math.log2(replay.fmt.max))
+    replay.require(emax)
+    of_format = {"floor": "floor", "ceil": "ceil_ocp", "even": "even"}[rule]
+
+    def byte(amax):
+        code = other_byte(replay.fmt, of_format)(amax * F(2.0**emax))
+        return np.where(np.isinf(amax * F(2.0**emax)), _exponent_of(amax), code).astype(np.uint8)
+
+    _follow_byte(replay, byte, what)
+
+
+def _exponent_of(positive):
+    """The exponent field of float32 that is not negative, as a scale byte: 127 + floor(log2 x); 254 for inf and NaN."""
+    field = (np.ascontiguousarray(positive, F).view(np.uint32) >> np.uint32(23)) & np.uint32(0xFF)
+    return np.minimum(field, np.uint32(E8M0.largest_code)).astype(np.uint8)
+
+
+def _follow_byte(replay, byte, what):
+    """Let scale bytes be `byte(amax)`: for the cast as well ("both"), or what is stored alone."""
+    if what == "both":
+        replay.facts["codes"] = "the data are cast with that byte"
+        _set_byte(replay, byte)
+        return
+    replay.facts["codes"] = "the data are cast with the right one"
+    state = {}
+
+    def scale_code(inner, rule, amax, tensor_scale):
+        state["amax"] = replay.bounded(amax)
+        return inner(rule, amax, tensor_scale)
+
+    replay.wrap("scale_code", scale_code)
+    replay.stored_scale = lambda code: byte(state["amax"])
+
+
+@computing(
     "scale-off-by-one",
     "Each scale byte is one too {high}{how}.",
     stage=lambda choice: {"both": "scale", "stored": "stored", "cast": "multiplier"}[choice[1]],
@@ -1038,6 +1159,32 @@ def scale_rounded_to_bf16(replay, choice):
         replay.after("decode_scale", to_bf16)
         if "multiplier" in choice:
             replay.wrap("multiply", lambda inner, values, scale: inner(values, F(1) / to_bf16(F(1) / scale)))
+
+
+@computing(
+    "multiplier-low-precision",
+    "{what} rounded to {dtype}, where TE keeps float32.",
+    stage=lambda choice: "multiplier" if choice[1] == "multiplier" else "scale-dtype",
+    choices=[(d, w) for w in ("multiplier", "scale", "tensor scale") for d in ("bfloat16", "float16")],
+)
+def multiplier_low_precision(replay, choice):
+    name, what = choice
+    require_scaling(replay)
+    dtype = {"bfloat16": BFLOAT16, "float16": np.dtype(np.float16)}[name]
+    replay.facts["dtype"] = dtype
+    to_dtype = lambda scale: np.asarray(scale).astype(dtype).astype(F)  # noqa: E731
+    if what == "tensor scale":
+        require_two_levels(replay)
+        replay.facts["what"] = "The encode scale of the tensor is"
+        set_encode_scale(replay, lambda own, amax: to_dtype(own))
+    elif what == "scale":
+        require_float_scales(replay)
+        replay.require(name == "float16")  # the other one is scale-rounded-to-bf16
+        replay.facts["what"] = "The encode scale is"
+        replay.after("encode_scale", to_dtype)
+    else:
+        replay.facts["what"] = "What each element is multiplied with is"
+        replay.wrap("multiply", lambda inner, values, multiplier: inner(values, to_dtype(multiplier)))
 
 
 @computing(

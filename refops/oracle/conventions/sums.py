@@ -5,6 +5,7 @@ import numpy as np
 from refops.arguments import BFLOAT16
 from refops.oracle.conventions.registry import computing
 from refops.oracle.geometry import Geometry, Region
+from refops.quantization.layout import ceil_div
 from refops.tiles import SUM_CHUNK
 
 F = np.float32
@@ -84,39 +85,50 @@ def _add_rounded(terms, dtype):
     "dbias-low-precision",
     "dbias is accumulated in {dtype}, {order}, where TE accumulates in float32.",
     stage="sum-order",
-    choices=[(d, o) for d in ("own", "bfloat16", "float16") for o in ("rows", "chunks", "tree", "pairs of chunks")],
+    choices=[
+        (dtype, order)
+        for dtype in ("own", "bfloat16", "float16")
+        for order in ("rows", (128, "low"), "tree", *((size, "float32") for size in (128, 32, 64, 256, 16)))
+    ],
 )
 def dbias_low_precision(replay, choice):
     require_dbias(replay)
     name, order = choice
     dtype = {"own": replay.dtype, "bfloat16": BFLOAT16, "float16": np.dtype(np.float16)}[name]
     replay.require(dtype != F and (name == "own" or dtype != replay.dtype))
+    size, precision = (SUM_CHUNK, order) if isinstance(order, str) else order
+    replay.require(precision != "float32" or size < replay.shape[0])
     replay.facts["dtype"] = dtype
     replay.facts["order"] = {
         "rows": "row after row",
-        "chunks": "in chunks of 128 rows that are added up",
+        "low": f"in chunks of {size} rows that are added up",
         "tree": "as a tree",
-        "pairs of chunks": "the chunks of 128 rows in float32, their sums in low precision",
-    }[order]
+        "float32": f"the chunks of {size} rows in float32, their sums in low precision",
+    }[precision]
 
     def column_sum(terms):
         rounded = terms.astype(dtype).astype(F)
         if order == "rows":
             return _add_rounded(rounded, dtype)
         if order == "tree":
-            while len(rounded) > 1:
-                odd = rounded[len(rounded) // 2 * 2 :]
-                half = (rounded[0 : len(rounded) // 2 * 2 : 2] + rounded[1::2]).astype(dtype).astype(F)
-                rounded = np.concatenate([half, odd])
-            return rounded[0] if len(rounded) else np.zeros(terms.shape[1], F)
-        starts = range(0, len(terms), SUM_CHUNK)
-        if order == "chunks":
-            parts = [_add_rounded(rounded[start : start + SUM_CHUNK], dtype) for start in starts]
+            return _add_as_tree(rounded, dtype)
+        starts = range(0, len(terms), size)
+        if precision == "low":
+            parts = [_add_rounded(rounded[start : start + size], dtype) for start in starts]
         else:
-            parts = [terms[start : start + SUM_CHUNK].sum(axis=0, dtype=F).astype(dtype).astype(F) for start in starts]
+            parts = [terms[start : start + size].sum(axis=0, dtype=F).astype(dtype).astype(F) for start in starts]
         return _add_rounded(np.array(parts, F).reshape(-1, terms.shape[1]), dtype)
 
     replay.column_sum = column_sum
+
+
+def _add_as_tree(terms, dtype):
+    """Sum along axis 0 by neighbours, every partial sum rounded."""
+    while len(terms) > 1:
+        odd = terms[len(terms) // 2 * 2 :]
+        half = (terms[0 : len(terms) // 2 * 2 : 2] + terms[1::2]).astype(dtype).astype(F)
+        terms = np.concatenate([half, odd])
+    return terms[0] if len(terms) else np.zeros(terms.shape[1], F)
 
 
 @computing(
@@ -141,3 +153,95 @@ def dbias_last_chunk_missing(replay, choice):
         replay.facts["what"] = f"the last {size} rows"
     replay.require((first, last) != (0, m) and first < last)
     replay.after("sum_terms", lambda terms: terms[first:last])
+
+
+# --- parts that count twice, not at all, or alone -------------------------------------------------
+
+#: Columns of dbias that a search for the part at fault looks at.
+SEARCHED_COLUMNS = 64
+
+
+def _parts_of_rows(m):
+    """(words, index of each row's part): runs of rows, as tiles and shards have them, and rows by turns."""
+    row = np.arange(m)
+    runs = [size for size in (16, 32, 64, 128, 256, 512, 1024) if size < m]
+    runs += [size for shards in (2, 4, 8) if (size := ceil_div(m, shards)) not in runs and size < m]
+    parts = [(("run", size), row // size) for size in runs]
+    return parts + [(("turn", period), row % period) for period in (2, 4, 8, 16, 32) if period < m]
+
+
+def _rows_of_part(part, number, m):
+    """(bool of each row, words) of part `number`."""
+    kind, size = part
+    row = np.arange(m)
+    if kind == "turn":
+        return row % size == number, f"rows {number}, {number + size}, {number + 2 * size} ... of every {size}th"
+    return row // size == number, f"rows {number * size} to {min((number + 1) * size, m) - 1}"
+
+
+def _sums_of_parts(replay, columns):
+    """(part, sums (parts, C)) of the terms of some columns."""
+    terms = replay.setting.replay().sum_terms(columns).astype(np.float64)
+    found = []
+    for part, index in _parts_of_rows(len(terms)):
+        sums = np.zeros((index.max() + 1, terms.shape[1]))
+        np.add.at(sums, index, terms)
+        found.append((part, sums))
+    return found
+
+
+def _part_at_fault(replay):
+    """Effect -> (part, number) that gives the dump's sums best: a part that counts "twice", is "missing" or "alone".
+
+    Kept for the conventions of one diagnosis; None where the dump's dbias is right.
+    """
+    setting = replay.setting
+    if "part of dbias" not in setting.cache:
+        setting.cache["part of dbias"] = _search_part(replay)
+    return setting.cache["part of dbias"]
+
+
+def _search_part(replay):
+    setting = replay.setting
+    got, right = (a["dbias"].reshape(-1).astype(np.float64) for a in (setting.outputs, setting.reference))
+    off = np.abs(got - right)
+    off[~np.isfinite(off)] = 0
+    if not off.any() or replay.shape[0] < 2:
+        return None
+    width = min(SEARCHED_COLUMNS, len(off))
+    start = int(np.argmax(np.convolve(off, np.ones(width), "valid")))
+    columns = slice(start, start + width)
+    setting.spend(replay.shape[0] * width)
+    sought = {"twice": got[columns] - right[columns], "missing": right[columns] - got[columns], "alone": got[columns]}
+    best = {}
+    for part, sums in _sums_of_parts(replay, columns):
+        for effect, wanted in sought.items():
+            misses = np.abs(sums - wanted).sum(axis=1)
+            number = int(np.argmin(misses))
+            best.setdefault(effect, []).append((float(misses[number]), part, number))
+    return {effect: min(found, key=lambda one: one[0])[1:] for effect, found in best.items()}
+
+
+@computing(
+    "dbias-part",
+    "The bias gradient, dbias, {effect} {rows}.",
+    stage="sum-rows",
+    choices=("twice", "missing", "alone"),
+    last=True,
+)
+def dbias_part(replay, choice):
+    require_dbias(replay)
+    found = _part_at_fault(replay)
+    replay.require(found is not None)
+    part, number = found[choice]
+    of_part, replay.facts["rows"] = _rows_of_part(part, number, replay.shape[0])
+    replay.require(of_part.any() and not of_part.all())
+    replay.facts["effect"] = {
+        "twice": "has a part in it twice:",
+        "missing": "leaves out",
+        "alone": "is stored where it should be added: it holds one part alone,",
+    }[choice]
+    if choice == "twice":
+        replay.after("sum_terms", lambda terms: np.concatenate([terms, terms[of_part]]))
+    else:
+        replay.after("sum_terms", lambda terms: terms[of_part == (choice == "alone")])

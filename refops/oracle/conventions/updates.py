@@ -141,9 +141,9 @@ def maximum_instead_of_newest(replay):
 
 @computing(
     "scale-from-old-history",
-    "The scale follows {what}, where TE includes the newest amax.",
+    "The scale follows {what}, where TE takes {own}.",
     stage="update-amax",
-    choices=("older", "second", "last"),
+    choices=("older", "second", "last", "all but the oldest", "first half", "minimum"),
 )
 def scale_from_old_history(replay, choice):
     require_update(replay)
@@ -152,12 +152,34 @@ def scale_from_old_history(replay, choice):
         "older": "the history without its newest entry",
         "second": "the entry before the newest",
         "last": "the last row of the history",
+        "all but the oldest": "the history without its last row",
+        "first half": "the first half of the history",
+        "minimum": "the minimum of the history",
     }[choice]
+    replay.facts["own"] = "the newest amax" if replay.algorithm == "most_recent" else "the maximum of all"
+    half = max(len(replay.history) // 2, 1)
     replay.amax = {
         "older": lambda history: np.fmax.reduce(quieted(history[1:]), axis=0),
         "second": lambda history: history[1],
         "last": lambda history: history[-1],
+        "all but the oldest": lambda history: np.fmax.reduce(quieted(history[:-1]), axis=0),
+        "first half": lambda history: np.fmax.reduce(quieted(history[:half]), axis=0),
+        "minimum": lambda history: np.fmin.reduce(quieted(history), axis=0),
     }[choice]
+
+
+@computing(
+    "scale-from-one-row",
+    "The scale follows row {row} of the history, where {own} was asked for.",
+    stage="update-amax",
+    choices=lambda replay: [] if not replay.updates else range(2, min(len(replay.history) - 1, 64)),
+    last=True,
+)
+def scale_from_one_row(replay, choice):
+    require_update(replay)
+    replay.facts["row"] = choice
+    replay.facts["own"] = "the newest amax" if replay.algorithm == "most_recent" else "the maximum"
+    replay.amax = lambda history: history[choice]
 
 
 @computing(

@@ -21,6 +21,13 @@ def large(shape, dtype, rng):
     return (rng.standard_normal(shape, F) * F(150)).astype(dtype)
 
 
+def peak_at_the_end(shape, dtype, rng):
+    """`normal` whose largest magnitude is its last element, negative, in an odd column of the last row."""
+    x = normal(shape, np.float32, rng)
+    x[-1, -1] = -2 * np.abs(x).max()
+    return x.astype(dtype)
+
+
 def wide(shape, dtype, rng):
     """Gate and activation inputs of size 6: beyond the limits of clamped activations, and where sigmoid saturates."""
     return (rng.standard_normal(shape, F) * F(6)).astype(dtype)
