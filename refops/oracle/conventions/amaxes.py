@@ -23,53 +23,51 @@ def require_tensor_amax(replay):
 
 
 def _lines(which, m, k):
-    """bool of each row (column) of the parts that kernels stop at: words -> mask."""
+    """Parts of the rows (columns) that kernels stop at, by kind: (kind, words, bool of each)."""
     size = {"rows": m, "columns": k}[which]
     index = np.arange(size)
-    parts = {}
+    parts = []
     for tile in (128, 64, 32, 16, 8):
         if size % tile and size > tile:
-            parts[f"the {which} before the last partial tile of {tile}"] = index < size // tile * tile
-    for tile in (128, 64, 32):
-        if size % tile == 0 and size > tile:
-            parts[f"all {which} but the last {tile}"] = index < size - tile
+            words = f"the {which} before the last partial tile of {tile}"
+            parts.append(("tail", words, index < size // tile * tile))
     for shards, words in ((2, "half"), (4, "quarter"), (8, "eighth")):
         edge = -(-size // shards)
         for shard in range(shards):
-            place = {0: "first", shards - 1: "last"}.get(shard, f"{shard + 1}th")
-            parts[f"the {place} {words} of the {which}"] = (index >= shard * edge) & (index < (shard + 1) * edge)
-    for phase, words in enumerate(("even", "odd")):
-        parts[f"the {words} {which}"] = index % 2 == phase
-    for period in (4, 8, 32):
-        parts[f"every {period}th of the {which}"] = index % period == 0
-    count = 1
-    while count < size:
-        parts[f"the first {count} {which}" if count > 1 else f"the first of the {which}"] = index < count
-        count *= 2
-    return {words: mask for words, mask in parts.items() if mask.any() and not mask.all()}
+            place = ({1: "second", 2: "third"} | {0: "first", shards - 1: "last"}).get(shard, f"{shard + 1}th")
+            inside = (index >= shard * edge) & (index < (shard + 1) * edge)
+            parts.append(("shard", f"the {place} {words} of the {which}", inside))
+    parts += [("turn", f"the {words} {which}", index % 2 == phase) for phase, words in enumerate(("even", "odd"))]
+    parts += [("turn", f"every {period}th of the {which}", index % period == 0) for period in (4, 8, 32)]
+    for tile in (128, 64, 32):
+        if size % tile == 0 and size > tile:
+            parts.append(("last tile", f"all {which} but the last {tile}", index < size - tile))
+    for count in (2**i for i in range(size.bit_length())):
+        words = f"the first {count} {which}" if count > 1 else f"the first of the {which}"
+        parts.append(("first", words, index < count))
+    return [(kind, words, inside) for kind, words, inside in parts if inside.any() and not inside.all()]
 
 
 def _parts_with_that_amax(replay):
-    """(words, part's amax) of the parts whose amax the dump could have: those of a smaller one, the largest first."""
+    """(words, amax) of each smaller amax of parts that the dump implies; the words name a part of each kind."""
     require_tensor_amax(replay)
     setting = replay.setting
     key = ("line amaxes", replay.amax_rounded)
     if key not in setting.cache:
         setting.cache[key] = _line_amaxes(setting.replay())
-    of_rows, of_columns = setting.cache[key]
-    largest = max(of_rows.max(initial=F(0)), of_columns.max(initial=F(0)))
-    found = {}
-    for which, maxima in (("rows", of_rows), ("columns", of_columns)):
-        for words, mask in _lines(which, *replay.shape).items():
-            amax = maxima[mask].max(initial=F(0))
-            if amax < largest:
-                found[words] = amax
-    implied = _implied_amaxes(replay)
-    return [
-        (words, float(amax))
-        for words, amax in found.items()
-        if any(abs(float(amax) - dumped) <= error * abs(dumped) for dumped, error in implied)
-    ]
+    implied, found = _implied_amaxes(replay), {}
+    for which, maxima in zip(("rows", "columns"), setting.cache[key], strict=True):
+        for kind, words, inside in _lines(which, *replay.shape):
+            amax = float(maxima[inside].max(initial=F(0)))
+            near = any(abs(amax - dumped) <= error * abs(dumped) for dumped, error in implied)
+            if near and amax < maxima.max(initial=F(0)):
+                found.setdefault(amax, {}).setdefault((kind, which), words)
+    return [(_alternatives(list(words.values())), amax) for amax, words in found.items()]
+
+
+def _alternatives(words):
+    """The first part, and the others that have the same amax."""
+    return words[0] + (f" (as well as that of {', '.join(words[1:])})" if len(words) > 1 else "")
 
 
 def _implied_amaxes(replay):
@@ -103,7 +101,7 @@ def _line_amaxes(replay):
 
 @computing(
     "amax-of-a-part",
-    "The amax{where} is that of {part} alone.",
+    "The amax{where} is that of a part alone: of {part}.",
     stage=lambda choice: "stored-amax" if choice[2] == "stored" else "tensor-amax",
     choices=lambda replay: [
         (*part, how) for how in ("used", "stored", "scales") for part in _parts_with_that_amax(replay)

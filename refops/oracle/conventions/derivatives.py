@@ -3,7 +3,6 @@
 import numpy as np
 
 from refops.activations import REFERENCE, Arithmetic
-from refops.activations.gelu import CUBIC, RATIO, SLOPE, SQRT_2_OVER_PI
 from refops.arguments import BFLOAT16
 from refops.oracle.conventions.fits import distance, dumped_values, fitted_number
 from refops.oracle.conventions.formulas import require_activation
@@ -156,7 +155,7 @@ def derivative_term(replay, choice):
         replay.require(word in words)
         changed = PairArithmetic(**{f"{word}_rest": rest})
         replay.derivative = _plain(replay, changed)
-        if word == "tanh" and replay.gated and replay.bound.activation.name == "situglu":
+        if replay.gated and any(one.startswith(word) for one in replay.bound.activation.gate.words):
             replay.gate_slope = replay.bound.using(changed).gate_slope
         return
     replay.require(words)
@@ -179,76 +178,92 @@ def _plain(replay, arithmetic):
 
 
 class OtherConstant(Arithmetic):
-    """float32 with one constant of the formula exchanged."""
+    """float32 with one constant of the formula exchanged.
 
-    def __init__(self, own, other):
-        self.own, self.other = F(own), F(other)
+    Attributes:
+        own, other: the constant, and what stands for it.
+        seen: the constants that formulas asked for.
+    """
+
+    def __init__(self, own=None, other=None):
+        self.own, self.other, self.seen = own, other, []
 
     def number(self, c):
         """The constant, or the other one in its place."""
-        return self.other if F(c) == self.own else F(c)
+        self.seen.append(F(c))
+        return F(self.other) if self.own is not None and F(c) == F(self.own) else F(c)
 
 
-#: Activated function -> (own constant, other one, what the sentence says, which functions have it).
-CONSTANTS = {
-    "srelu": [
-        (2, 1, "the factor 2 of the derivative is missing", ("derivative",)),
-        (2, 4, "the factor of the derivative is 4, not 2", ("derivative",)),
-    ],
-    "qgelu": [
-        (1.702, other, f"sigmoid(1.702 x) is sigmoid({other:g} x)", ("value", "derivative"))
-        for other in (1.7, 1.703, 1.6, 1.595769, 1.0)
-    ],
-    "gelu": [
-        (CUBIC, F(0.79788456 * other), f"0.044715 is {other:g}", ("value",))
-        for other in (0.044, 0.0447, 0.04471, 0.045, 0.0, 0.44715, 0.0044715)
-    ]
-    + [
-        (RATIO, other, f"0.044715 is {other:g}", ("derivative",))
-        for other in (0.044, 0.0447, 0.04471, 0.045, 0.0, 0.44715, 0.0044715)
-    ]
-    + [
-        (SQRT_2_OVER_PI, F(other), f"sqrt(2/pi) is {other:g}", ("value", "derivative"))
-        for other in (0.8, 0.798, 0.7979, 0.797885, 0.7071068, 1.0)
-    ]
-    + [
-        (SLOPE, F(other), f"{what} of 3 * 0.044715 sqrt(2/pi) is missing", ("derivative",))
-        for other, what in ((CUBIC, "the factor 3"), (0.134145, "the factor sqrt(2/pi)"), (0.0, "the term"))
-    ],
-}
+def constants_of(function):
+    """The constants of a `Function`'s formula but 0, 1 and their half, in its order."""
+    words = OtherConstant()
+    function.body(words)
+    return [float(c) for c in dict.fromkeys(words.seen) if c not in (0, 0.5, 1)]
 
 
 def _other_constants(replay):
     require_activation(replay)
-    known = CONSTANTS.get(replay.bound.activation.act.name, [])
-    return [number for number, entry in enumerate(known) if replay.gradient or "value" in entry[3]]
+    choices = []
+    for own in constants_of(replay.bound.activation.act):
+        others = [float(f"{own:.{digits}g}") for digits in (1, 2, 3, 4)]
+        choices += [(own, other) for other in dict.fromkeys([1.0, 0.0, 2 * own, *others]) if F(other) != F(own)]
+        choices.append((own, "fitted"))
+    return choices
 
 
 @computing(
     "formula-constant",
-    "A constant of {operation} is another one: {what}.",
+    "The formula of {operation} has the constant {found:.7g}, where TE has {own:.7g}.",
     stage="function",
     choices=_other_constants,
+    last=True,
 )
 def formula_constant(replay, choice):
-    own, other, what, functions = CONSTANTS[replay.bound.activation.act.name][choice]
-    replay.facts["operation"], replay.facts["what"] = replay.operation.name, what
-    changed = replay.bound.using(OtherConstant(own, other))
-    if "value" in functions:
-        replay.value = changed.value
-    if "derivative" in functions:
-        replay.derivative = changed.scaled_derivative if replay.scaled else changed.derivative
+    own, other = choice
+    if other == "fitted":
+        other = _fitted(replay, own, own, lambda trial, number: _set_constant(trial, own, number))
+        replay.require(F(other) != F(own))
+    replay.facts["operation"], replay.facts["found"], replay.facts["own"] = replay.operation.name, other, own
+    _set_constant(replay, own, other)
+
+
+def _set_constant(replay, own, other):
+    replay.bound = replay.bound.using(OtherConstant(own, other))
+
+
+@computing(
+    "argument-factor",
+    "The argument of the {word} in {operation} has the factor {found:g}, which TE does not have.",
+    stage="function",
+    last=True,
+)
+def argument_factor(replay):
+    require_activation(replay)
+    words = words_of(replay)
+    replay.require(words and not replay.bound.parameters)
+    found = _fitted(replay, "argument", 1.0, _set_argument_factor)
+    replay.require(F(found) != 1)
+    replay.facts["word"], replay.facts["operation"] = max(words), replay.operation.name
+    replay.facts["found"] = found
+    _set_argument_factor(replay, found)
+
+
+def _set_argument_factor(replay, factor):
+    """Let x f(x) be x f(factor x): the value of the scaled argument, divided by the factor, and its slope."""
+    factor, value, derivative = F(factor), replay.value, replay.derivative
+    replay.value = lambda x: value(x * factor) / factor
+    replay.derivative = lambda x: derivative(x * factor)
 
 
 # --- parameters -----------------------------------------------------------------------------------
 
 #: Parameter -> values that kernels have for it, besides the neutral ones.
 COMMON = {
-    "limit": (1.0, 5.0, 6.0, 6.5, 7.5, 8.0, 10.0, 16.0, 20.0, 448.0),
-    "alpha": (1.7, 1.703, 1.5, 1.595769, 1.6, 1.75, 2.0, 0.702),
-    "glu_linear_offset": (-1.0, 0.5, 2.0, 0.1),
-    "beta1": (2.0, 3.0, 5.0, 8.0, 10.0, 25.0),
-    "beta2": (2.0, 4.0, 5.0, 8.0, 10.0, 20.0, 50.0),
+    "limit": (5.0, 6.0, 6.5, 8.0, 10.0),
+    "alpha": (1.7, 1.703, 1.5, 2.0),
+    "glu_linear_offset": (-1.0, 0.5, 2.0),
+    "beta1": (2.0, 5.0, 8.0, 25.0),
+    "beta2": (4.0, 10.0, 20.0, 50.0),
 }
 
 
@@ -271,11 +286,17 @@ def other_parameter(replay, choice):
     name, value = choice
     require_activation(replay)
     if value == "fitted":
-        value = _fitted(replay, name)
+        value = _fitted(
+            replay, name, replay.bound.parameters[name] or 1.0, lambda trial, v: _set_parameter(trial, name, v)
+        )
     own = replay.bound.parameters[name]
     replay.require(F(value) != F(own))
     replay.facts["operation"], replay.facts["name"] = replay.operation.name, name
     replay.facts["found"], replay.facts["own"] = value, own
+    _set_parameter(replay, name, value)
+
+
+def _set_parameter(replay, name, value):
     replay.bound = _bound_with(replay, **{name: value})
 
 
@@ -285,33 +306,33 @@ def _bound_with(replay, **parameters):
     return type(bound)(bound.activation, {**bound.parameters, **parameters}, bound.arithmetic)
 
 
-def _fitted(replay, name):
-    """The value of a parameter that comes nearest to the dump on a part of the probe."""
+def _fitted(replay, name, start, change):
+    """The number that comes nearest to the dump on a part of the probe, when `change(replay, number)` applies it."""
     setting = replay.setting
     key = ("fitted", name)
     if key not in setting.cache:
-        setting.cache[key] = _fit(replay, name)
+        setting.cache[key] = _fit(replay, abs(start), change)
     return setting.cache[key]
 
 
-def _fit(replay, name):
+def _fit(replay, start, change):
     setting = replay.setting
     replay.require(setting.probe is not None and setting.shape)
-    rows = setting.probe.rows
-    region = Region(slice(rows.start, min(rows.start + 32, rows.stop)), setting.probe.columns)
-    if replay.layout is not None and replay.layout.block is not None:
-        region = setting.probe
+    region, rows = setting.probe, setting.probe.rows
+    if replay.layout is None or replay.layout.block is None or max(e[0] for e in replay.block_shapes.values()) <= 32:
+        region = Region(slice(rows.start, min(rows.start + 32, rows.stop)), region.columns)
     dumped = dumped_values(replay, region)
 
-    def distance_of(value):
+    def distance_of(number):
         trial = setting.replay()
-        trial.bound = _bound_with(trial, **{name: value})
+        change(trial, number)
         return distance(trial.compute(region.rows, region.columns), dumped)
 
     with np.errstate(all="ignore"):
-        value = fitted_number(distance_of, abs(replay.bound.parameters[name]) or 1.0)
-        replay.require(distance_of(value) < 0.9 * distance_of(replay.bound.parameters[name]))
-    return value
+        right = distance(setting.replay().compute(region.rows, region.columns), dumped)
+        number = fitted_number(distance_of, start)
+        replay.require(distance_of(number) < 0.9 * right)
+    return number
 
 
 # --- clamps ---------------------------------------------------------------------------------------
@@ -334,7 +355,7 @@ CLAMPS = {
 
 @computing(
     "clamp-variant",
-    "Another clamp: {what}.",
+    "The kernel clamps otherwise: {what}.",
     stage="function",
     choices=tuple(CLAMPS),
 )

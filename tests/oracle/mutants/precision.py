@@ -39,6 +39,12 @@ def situ_with_beta_3_5(k):
     return k.outputs(beta1=F(3.5))
 
 
+@convention("argument-factor", "swiglu", shape=PAIR, dtype=np.float32)
+def swiglu_with_a_beta(k):
+    """silu with the parameter of Swish, 1.25."""
+    return k.outputs(value=lambda x: x * k.sigmoid(F(1.25) * x))
+
+
 @convention("clamp-variant", "clamped_swiglu", shape=PAIR, data="wide")
 def gate_unclamped(k):
     """The gate is not clamped."""
@@ -143,7 +149,12 @@ def gate_gradient_with_act(k):
     return k.outputs(backward=backward)
 
 
-@convention(("formula-constant", "constant-factor"), "dsrelu", shape=SIZE)
+@convention(
+    # Half of a derivative that is a single term: a constant of the formula, or of the result.
+    ("formula-constant", "constant-factor"),
+    "dsrelu",
+    shape=SIZE,
+)
 def srelu_slope_without_two(k):
     """srelu' = x."""
     return k.outputs(slope=lambda x: np.where(x > 0, x, F(0)))
