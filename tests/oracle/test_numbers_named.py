@@ -21,7 +21,7 @@ SAID = {
     "dbias-counts-a-chunk-twice": "a part in it twice: rows 64 to 127",
     "dbias-stored-by-the-last-cta": "rows 192 to 255",
     "dbias-of-one-warp": "rows 0, 8, 16 ... of every 8th",
-    "amax-without-the-tail": "the rows before the last partial tile of 128",
+    "amax-without-the-tail": "in row 239 and column 511, as that of the rows before the last partial tile of 128",
     "clamped-at-an-odd-number": "limit=6.125, where the call has limit=7",
     "gradient-with-alpha-1-3": "alpha=1.3",
     "swiglu-with-a-beta": "The argument of the sigmoid in swiglu has the factor 1.25",

@@ -67,7 +67,7 @@ def _parts_with_that_amax(replay):
 
 def _alternatives(words):
     """The first part, and the others that have the same amax."""
-    return words[0] + (f" (as well as that of {', '.join(words[1:])})" if len(words) > 1 else "")
+    return words[0] + (f" (or of {', '.join(words[1:])})" if len(words) > 1 else "")
 
 
 def _implied_amaxes(replay):
@@ -83,6 +83,12 @@ def _implied_amaxes(replay):
         with contextlib.suppress(NotApplicable):
             implied.append((float(amax_of_scales(replay)[0, 0]), 1e-2))
     return implied
+
+
+def _ends(inside, line):
+    """Which lines are inside, in words: "row 3", "rows 0 to 255"."""
+    at = np.flatnonzero(inside)
+    return f"{line} {at[0]}" if len(at) == 1 else f"{line}s {at[0]} to {at[-1]}"
 
 
 def _line_amaxes(replay):
@@ -101,7 +107,7 @@ def _line_amaxes(replay):
 
 @computing(
     "amax-of-a-part",
-    "The amax{where} is that of a part alone: of {part}.",
+    "The amax{where} leaves out larger values, which lie in {left_out}, as that of {part} alone would.",
     stage=lambda choice: "stored-amax" if choice[2] == "stored" else "tensor-amax",
     choices=lambda replay: [
         (*part, how) for how in ("used", "stored", "scales") for part in _parts_with_that_amax(replay)
@@ -110,6 +116,8 @@ def _line_amaxes(replay):
 )
 def amax_of_a_part(replay, choice):
     replay.facts["part"], amax, how = choice
+    of_rows, of_columns = replay.setting.cache["line amaxes", replay.amax_rounded]
+    replay.facts["left_out"] = f"{_ends(of_rows > amax, 'row')} and {_ends(of_columns > amax, 'column')}"
     _set_tensor_amax(replay, lambda direction: F(amax), how)
 
 

@@ -361,7 +361,7 @@ def one_block_amax_without_a_lane(k):
     # One amax for the whole tensor that is too small: nothing in the dump tells a race from last step's value.
     "quantize",
     CURRENT,
-    also=("stale-amax",),
+    also=("amax-of-a-part", "stale-amax"),
     shape=MILLION,
     data="negative_tail",
 )

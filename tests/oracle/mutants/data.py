@@ -22,9 +22,9 @@ def large(shape, dtype, rng):
 
 
 def peak_at_the_end(shape, dtype, rng):
-    """`normal` whose largest magnitude is its last element, negative, in an odd column of the last row."""
+    """`normal` whose largest magnitude is its last element, positive, in an odd column of the last row."""
     x = normal(shape, np.float32, rng)
-    x[-1, -1] = -2 * np.abs(x).max()
+    x[-1, -1] = 2 * np.abs(x).max()
     return x.astype(dtype)
 
 

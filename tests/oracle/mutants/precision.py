@@ -175,7 +175,7 @@ def qgelu_with_1_7(k):
 # --- words ------------------------------------------------------------------------------------------------------------
 
 
-@convention("word-low-precision", "silu", shape=SIZE)
+@convention("word-low-precision", "swiglu", shape=PAIR)
 def sigmoid_stored_in_bfloat16(k):
     """x bf16(sigmoid(x))."""
     return k.outputs(value=lambda x: x * k.sigmoid(x).astype(BF16).astype(F))
