@@ -65,3 +65,5 @@ def test_a_constant_has_its_name_or_few_digits():
 def test_a_number_is_fitted_and_said_in_few_digits():
     assert fitted_number(lambda number: abs(number - 6.125), 7.0) == 6.125
     assert fitted_number(lambda number: abs(np.log(number / 0.3)), 1.0) == 0.3
+    with pytest.raises(NotApplicable):  # the more the better: no number is meant
+        fitted_number(lambda number: 1 / number, 1.0)

@@ -290,7 +290,10 @@ def other_parameter(replay, choice):
             replay, name, replay.bound.parameters[name] or 1.0, lambda trial, v: _set_parameter(trial, name, v)
         )
     own = replay.bound.parameters[name]
-    replay.require(F(value) != F(own))
+    known = next(p for p in replay.bound.activation.declared if p.name == name)
+    replay.require(
+        F(value) not in [F(v) for v in (own, known.default, *known.neutral)]
+    )  # parameters-ignored says those
     replay.facts["operation"], replay.facts["name"] = replay.operation.name, name
     replay.facts["found"], replay.facts["own"] = value, own
     _set_parameter(replay, name, value)

@@ -110,15 +110,17 @@ def distance(made, dumped):
 def fitted_number(distance_of, start):
     """The positive number that makes `distance_of` least: a grid of factors around `start`, then ever finer ones.
 
-    The best of the last step is said in as few digits as do no harm.
+    The best of the last step is said in as few digits as do no harm. NotApplicable where it lies at an end of the grid.
     """
-    best, step = start, 2.0**0.5
+    best, step, found = start, 2.0**0.5, {}
     candidates = [start * step**i for i in range(-10, 11)]
-    found = {}
+    ends = candidates[1], candidates[-2]
     for _ in range(14):
         for number in candidates:
             found[number] = distance_of(number) if number not in found else found[number]
         best = min(found, key=found.get)
+        if not ends[0] < best < ends[1]:
+            raise NotApplicable
         step = step**0.5
         candidates = [best / step, best * step]
     for digits in range(1, 8):

@@ -227,21 +227,17 @@ def amax_unrounded(replay, choice):
 # --- which maximum --------------------------------------------------------------------------------
 
 
-SIGNED_WORDS = "maximum of the values, not of their magnitudes", "magnitude of the least value, not the largest one"
-
-
 @computing(
     "signed-amax",
-    "The amax {which}is the {what}.",
+    "The amax {which}is the maximum of the values, not of their magnitudes.",
     stage=lambda choice: "block-amax" if choice == "blocks" else "magnitude",
-    choices=("every", "blocks", "least"),
+    choices=("every", "blocks"),
 )
 def signed_amax(replay, choice):
     require_scaling(replay)
     replay.facts["which"] = "of each block " if choice == "blocks" else ""
-    replay.facts["what"] = SIGNED_WORDS[choice == "least"]
-    if choice != "blocks":
-        replay.magnitude = np.positive if choice == "every" else np.negative
+    if choice == "every":
+        replay.magnitude = lambda values: values
     else:
         require_two_levels(replay)
         replay.block_amax = lambda blocks: replay.maximum(blocks, (1, 3))
@@ -249,23 +245,21 @@ def signed_amax(replay, choice):
 
 @computing(
     "signed-tensor-amax",
-    "The tensor's amax{where} is the {what}.",
-    stage=lambda choice: "stored-amax" if choice[1] == "stored" else "tensor-amax",
-    choices=[(which, how) for how in ("used", "stored") for which in ("every", "least")],
+    "The tensor's amax{where} is the maximum of the values, not of their magnitudes.",
+    stage=lambda choice: "stored-amax" if choice == "stored" else "tensor-amax",
+    choices=("used", "stored"),
 )
 def signed_tensor_amax(replay, choice):
-    which, how = choice
     require_scaling(replay)
-    replay.require(replay.layout.amax == "tensor" and (how == "stored" or replay.layout.two_level))
-    replay.facts["where"] = " that is written, not that of the scales," if how == "stored" else ""
-    replay.facts["what"] = SIGNED_WORDS[which == "least"]
+    replay.require(replay.layout.amax == "tensor" and (choice == "stored" or replay.layout.two_level))
+    replay.facts["where"] = " that is written, not that of the scales," if choice == "stored" else ""
     signed = replay.setting.replay()
-    registry.CONVENTIONS["signed-amax"].apply(signed, which)
-    if how == "used":
+    registry.CONVENTIONS["signed-amax"].apply(signed, "every")
+    if choice == "used":
         replay.tensor_amax = signed.tensor_amax
     else:
-        region = Region(slice(0, 0), slice(0, 0))
-        replay.stored_amax = lambda amax, direction: signed.tensor_amax(direction, region).reshape(-1)
+        anywhere = Region(slice(0, 0), slice(0, 0))
+        replay.stored_amax = lambda amax, direction: signed.tensor_amax(direction, anywhere).reshape(-1)
 
 
 @computing(

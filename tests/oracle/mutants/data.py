@@ -24,7 +24,7 @@ def large(shape, dtype, rng):
 def peak_at_the_end(shape, dtype, rng):
     """`normal` whose largest magnitude is its last element, positive, in an odd column of the last row."""
     x = normal(shape, np.float32, rng)
-    x[-1, -1] = 2 * np.abs(x).max()
+    x[-1, -1] = F(1.7) * np.abs(x).max()
     return x.astype(dtype)
 
 
