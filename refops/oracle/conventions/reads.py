@@ -68,7 +68,7 @@ def _read(load, row, column, shape, zeros):
         return load(slice(0, row.size), as_slice(column))
     first = int(row.min())
     values = load(slice(first, int(row.max()) + 1), as_slice(column))[row - first]
-    return values * (inside[0][:, None] & inside[1][None, :]) if zeros else values
+    return np.where(inside[0][:, None] & inside[1][None, :], values, np.float32(0)) if zeros else values
 
 
 def _shift_row_scales(replay, by):

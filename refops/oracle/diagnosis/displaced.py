@@ -86,9 +86,8 @@ def moved_in(placing, names):
         lines |= found.lines
         for fault in found.said:
             said.setdefault(fault, []).append(name)
-    if not said:
-        return None
-    return placing.explanation(*_together(said, names), marks, placing.copies(names), lines)
+    place = placing.place(marks, placing.copies(names), lines) if said else None
+    return None if place is None else placing.explanation(*_together(said, names), marks, place)
 
 
 def _found(name, cells):

@@ -19,7 +19,11 @@ GROUPS = tuple(1 << n for n in range(1, 10))
 #: Entries that a line must have to be told from others.
 LEAST = 4
 #: Lines that one may come from, at most.
-MOST_SOURCES = 64
+MOST_SOURCES = 512
+#: Sources of one line that laws are made of.
+MOST_LAWS = 64
+#: Entries of a line of which one may differ from its source: an exp that rounds another way.
+STRAY = 16
 #: Share of the wrong entries that a number must make up to be one that was not written.
 MANY = 0.3
 
@@ -190,9 +194,9 @@ def _sources_of(line, reference, differs, number):
             continue
         told = []
         some = first + np.unique(np.linspace(0, len(part) - 1, COMPARED).astype(int))
-        alike = np.flatnonzero((reference[:, some] == line[some]).mean(axis=1) >= FOUND)
-        share = (reference[alike, first:end] == part).mean(axis=1)
-        alike = alike[(share >= FOUND) & (alike != number)]
+        alike = np.flatnonzero(np.count_nonzero(reference[:, some] != line[some], axis=1) <= len(some) // STRAY)
+        strays = np.count_nonzero(reference[alike, first:end] != part, axis=1)
+        alike = alike[(strays <= len(part) // STRAY) & (alike != number)]
         if len(alike):
             return alike[np.argsort(np.abs(alike - number), kind="stable")][:MOST_SOURCES]
     return told
@@ -204,7 +208,7 @@ def _sources_of(line, reference, differs, number):
 def _law_of(sources, size):
     """(name, source of every line, words) of the first law that holds for nearly all lines, or None."""
     every, start = np.arange(size), min(sources, key=lambda line: len(sources[line]))
-    for source in sources[start]:
+    for source in sources[start][:MOST_LAWS]:
         for name, leads, words in _laws(start, int(source), every, size):
             inside = (leads >= 0) & (leads < size)
             leads = np.where(inside, leads, every)

@@ -54,12 +54,9 @@ class Placing:
         return list({answer.names: answer for answer in reversed(found)}.values())[::-1]
 
     def _promising(self, names, singles):
-        mine = [(result.of(names), result) for result in singles]
-        mine = [
-            (own, result)
-            for own, result in mine
-            if own.share >= PROMISED and any(c.gained for c in own.counts.values())
-        ]
+        terms = [name for name in names if name not in SUM_ARRAYS] or names  # a sum follows from the place
+        mine = [(result.of(terms), result) for result in singles]
+        mine = [pair for pair in mine if pair[0].share >= PROMISED and any(c.gained for c in pair[0].counts.values())]
         mine.sort(key=lambda pair: (-round(pair[0].share, 2), pair[0].damage, pair[0].rank))
         return [result for _, result in mine[:TRIED]]
 
@@ -117,8 +114,20 @@ class Placing:
         others = [
             n for n, count in confirmed.counts.items() if n not in names and count.damaged > STRAY * count.entries
         ]
+        place = self.place(marks, names if others else ())
+        if place is None:
+            return None
+        for name in (name for name in names if name in SUM_ARRAYS):
+            self._count_sum(marks, confirmed, name, place)
         names_of = tuple(convention.name for convention, _ in confirmed.candidate)
-        return self.explanation(names_of, self.search.sentence(confirmed), marks, names if others else ())
+        return self.explanation(names_of, self.search.sentence(confirmed), marks, place)
+
+    def _count_sum(self, marks, result, name, place):
+        """Count a sum whose terms are those of a convention in a place, and right outside."""
+        count = result.counts[name]
+        if name == "dbias" and not place.is_everywhere:
+            count = self.search.sum_in_place(result.candidate, name, place)
+        marks.count(name, count.wrong - count.explained, count.wrong)
 
     def _marks(self, result, names):
         """The `Marks` of a confirmed result."""
@@ -127,7 +136,7 @@ class Placing:
         laid = search.relaid(reads)[0] if reads and self.case.operation.kind != "dequantize" else None
         for made, region in zip(result.made, self.regions, strict=True):
             for name in names:
-                cells = self.cells(name, region)
+                cells = None if name in SUM_ARRAYS else self.cells(name, region)
                 if cells is None:
                     continue
                 turned = elements.turned(
@@ -148,7 +157,7 @@ class Placing:
         if not search.probes.complete:
             marks.shown |= self._elsewhere(names)
         for name in names:
-            if name not in marks.wrong and name in result.counts:
+            if name not in marks.wrong and name not in SUM_ARRAYS and name in result.counts:
                 count = result.counts[name]
                 marks.count(name, count.wrong - count.explained, count.wrong)
         return marks
@@ -167,26 +176,34 @@ class Placing:
         """Some outputs, where the dump has others besides; () where it has not."""
         return tuple(names) if set(names) != set(self.search.outputs) else ()
 
-    def explanation(self, names, sentence, marks, copies, lines=None):
-        """The `Explanation` of what shows as `marks` say, or None where no place holds it."""
+    def place(self, marks, copies, lines=None):
+        """The `Place` of what shows as `marks` say; None where it explains too little, or no place holds it.
+
+        Args:
+            marks: the `Marks`.
+            copies: the outputs that are spoken of, () for all.
+            lines: {axis: `Lines`} that a law speaks of.
+        """
         if not marks.enough or not marks.shown.any():
             return None
-        if not marks.absent.any():
-            rows = columns = None
-        else:
+        rows = columns = None
+        if marks.absent.any():
             found = find_lines(marks.shown, marks.absent)
             if found is None:
                 return None
             rows, columns = (None if side.is_all else side for side in found)
         if lines:
             rows, columns = rows or lines.get(0), columns or lines.get(1)
-        place = Place(tuple(copies), rows, columns)
-        inside = place.mask(self.shape)
-        clean = not any(marks.missed.values()) and not (marks.absent & inside).any() and self.search.probes.complete
-        place = None if place.is_everywhere else place
-        return Explanation(
-            names, sentence, marks.explained, clean, sampled=not self.search.probes.complete, place=place
-        )
+        return Place(tuple(copies), rows, columns)
+
+    def explanation(self, names, sentence, marks, place):
+        """The `Explanation` by what shows as `marks` say in a place, or None where that is too little after all."""
+        if not marks.enough:
+            return None
+        complete = self.search.probes.complete
+        clean = not any(marks.missed.values()) and not (marks.absent & place.mask(self.shape)).any() and complete
+        said = None if place.is_everywhere else place
+        return Explanation(names, sentence, marks.explained, clean, sampled=not complete, place=said)
 
 
 def _copy_of(name):

@@ -20,6 +20,7 @@ from refops.oracle.diagnosis.elements import other_scales, stored_marks
 from refops.oracle.diagnosis.placed import Placing
 from refops.oracle.diagnosis.probes import SUM_ARRAYS, Probes
 from refops.oracle.geometry import VALUES, Region, crop
+from refops.oracle.places import Lines, Place
 from refops.oracle.replay import FORMULA_STAGES, SETTINGS, NotApplicable, Setting, amax_is_near
 from refops.oracle.report import Explanation
 from refops.scalings.arithmetic import REFERENCE
@@ -188,6 +189,17 @@ class Search:
             self._sum_cache[key] = getattr(replay, name)(window)
         return self._sum_cache[key]
 
+    def sum_in_place(self, candidate, name, place):
+        """The `Count` of dbias where a candidate's terms are summed in a place, and right ones outside."""
+        replay, plain = self.replay(candidate), self.setting.replay()
+        mask = self.wrong[name].reshape(-1)
+        columns = self.probes.window(mask, max(1, (1 << 19) // max(1, self._terms(name))))
+        inside = place.mask(self.shape)[:, columns]
+        terms = np.where(inside, replay.sum_terms(columns), plain.sum_terms(columns))
+        made = replay.to_dtype(replay.column_sum(terms), replay.dtype)
+        got, reference = (array[name].reshape(-1)[columns] for array in (self.outputs, self.reference))
+        return Part(got, mask[columns], reference, None).compare(made)
+
     def relaid(self, reads):
         """(arrays, facts): the dump as readings lay it out."""
         key = tuple((c.name, repr(choice)) for c, choice in reads)
@@ -299,8 +311,23 @@ class Search:
         if not result.enough:
             text = f"{text[:-1]}; but that explains a part only."
         names = tuple(convention.name for convention, _ in result.candidate)
-        complete = self.probes.complete
-        return Explanation(names, text, result.explained, result.exact and complete, sampled=not complete)
+        exact, sampled = result.exact and self.probes.complete, not self.probes.complete
+        return Explanation(names, text, result.explained, exact, sampled, self._half(result))
+
+    def _half(self, result):
+        """The `Place` of the half of [d_act | d_gate] that alone a result changes; None for both, or no halves."""
+        if not (self.case.gated and self.case.operation.kind.endswith("grad")) or result.candidate[0][0].reads:
+            return None
+        region, width = self.probes.probes[0], self.shape[1] // 2
+        halves = []
+        for start in (0, width):
+            columns = slice(start, start + min(width, region.columns.stop - region.columns.start))
+            half = Region(region.rows, columns)
+            made = self.run(self.replay(result.candidate), half)
+            halves.append(any(self._differs(name, array, half) for name, array in made.items()))
+        if halves[0] == halves[1]:
+            return None
+        return Place((), None, Lines(2 * width, 0, width - 1) if halves[0] else Lines(2 * width, width, 2 * width - 1))
 
     def sentence(self, result):
         """What the conventions of a result say."""
