@@ -4,7 +4,7 @@ A tile that equals the reference, under a scale that does, is right, because the
 results; intervals are computed for the other tiles alone. That is what makes the check of a right dump fast.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -47,6 +47,8 @@ def check(
     padding: str | None = None,
     random_bits: str = "given",
     diagnose: bool = True,
+    budget: Number | None = 8,
+    progress: Callable[[float, float | None], None] | None = None,
 ) -> Report:
     """Judge what a kernel wrote.
 
@@ -73,6 +75,8 @@ def check(
             draws its own; either neighbour of a value is right, and over all elements the share that moves up must be
             what fair bits give (within 7 standard deviations and the 1/256 that 8-bit draws may be off).
         diagnose: look for the convention that explains a wrong dump.
+        budget: seconds of processor time that this may take; a note says where it ended the search. None: no bound.
+        progress: called now and then meanwhile, with the seconds spent and the budget.
 
     Returns:
         `Report`: `.ok`, `.mismatches`, `.diagnosis`, `.raise_for_mismatch()`, `str()`.
@@ -87,6 +91,8 @@ def check(
     random_bits = require_choice(random_bits, "random_bits", ("given", "any"))
     require_flag(diagnose, "diagnose")
     require_flag(swizzled_scales, "swizzled_scales")
+    if budget is not None:
+        require_number(budget, "budget", positive=True)
     if random_bits == "any" and (ulp == 0 or not getattr(scaling, "stochastic_rounding", False)):
         got = f"ulp={ulp:g}, scaling={shown(scaling)}"
         raise ValueError(f"random_bits='any' needs ulp > 0 and a scaling with stochastic_rounding; got {got}")
@@ -98,13 +104,17 @@ def check(
     # No convention explains what was written for a tensor of no elements.
     explanations, diagnosed = (), diagnose and judge.wrong > 0 and not case.is_empty
     if diagnosed:
+        from refops.oracle.diagnosis import Budget
         from refops.oracle.diagnosis import diagnose as explain  # a right dump does not pay for its import
 
+        limit = Budget(budget, progress)
         wrong = {name: tally.wrong for name, tally in judge.tallies.items()}
         try:
-            explanations = tuple(explain(case, judge.outputs, wrong, judge.reference))
+            explanations = tuple(explain(case, judge.outputs, wrong, judge.reference, limit))
         except Exception as error:  # a fault in one of many conventions must not cost the verdict
             judge.notes.append(f"the diagnosis failed, the verdict stands: {type(error).__name__}: {error}")
+        if limit.ran_out:
+            judge.notes.append(f"the diagnosis ended after {budget:g} s of processor time: a larger budget tries more")
         if not explanations:
             explanations = coarser_functions(judge)
     return judge.report(explanations, diagnosed)

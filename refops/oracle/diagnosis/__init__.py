@@ -1,16 +1,19 @@
 """What explains a wrong dump: a convention of `refops.oracle.conventions`, or right entries elsewhere, and its place.
 
-`search` tries everything; `comparison` counts how a replay compares with the dump, on the regions of `probes`;
-`elements` lays arrays out as the tensor is; `placed` finds where a convention is followed, by `inference`, and what was
-`moved`.
+`search` tries everything, as long as its `budget` lasts; `comparison` counts how a replay compares with the dump, on
+the regions of `probes`; `elements` lays arrays out as the tensor is; `placed` finds where a convention is followed, by
+`inference`; `displaced` what was `moved` or not written.
 """
 
 import numpy as np
 
+from refops.oracle.diagnosis.budget import Budget
 from refops.oracle.diagnosis.search import Search
 
+__all__ = ["Budget", "diagnose"]
 
-def diagnose(case, outputs, wrong, reference):
+
+def diagnose(case, outputs, wrong, reference, budget):
     """Return what explains a wrong dump, best first; an empty list where nothing known does.
 
     Args:
@@ -18,9 +21,10 @@ def diagnose(case, outputs, wrong, reference):
         outputs: output name -> array as stored.
         wrong: output name -> bool array of its shape, True outside the enclosure (for packed FP4, bytes).
         reference: output name -> what the reference writes.
+        budget: the `Budget`; what was found when it is spent is returned.
 
     Returns:
         List of `Explanation`.
     """
     with np.errstate(all="ignore"):
-        return Search(case, outputs, wrong, reference).explanations()
+        return Search(case, outputs, wrong, reference, budget).explanations()

@@ -29,6 +29,8 @@ from refops.scalings.arithmetic import REFERENCE
 PARTLY = 0.5
 #: Explanations that are returned, at most.
 SHOWN = 5
+#: Share of an array that one of a pair must explain by itself.
+LEADING = 0.25
 #: Stages that leave scales and amaxes as they are: those from the multiplication on.
 CAST_STAGES = {
     "multiply",
@@ -50,8 +52,8 @@ STORE_STAGES = {"cast", "sign", "nan"}
 class Search:
     """One diagnosis."""
 
-    def __init__(self, case, outputs, wrong, reference):
-        self.case = case
+    def __init__(self, case, outputs, wrong, reference, budget):
+        self.case, self.budget = case, budget
         self.outputs = {n: np.asarray(a) for n, a in outputs.items() if n in reference}
         self.reference = {n: np.asarray(reference[n]) for n in reference}
         self.wrong = {n: np.asarray(wrong[n]) for n in self.outputs}
@@ -229,6 +231,8 @@ class Search:
         """Results of the candidates that mean something."""
         results = []
         for candidate in candidates:
+            if self.budget.is_spent():
+                break
             try:
                 results.append(self.evaluate(candidate, regions, **options))
             except NotApplicable:
@@ -350,19 +354,31 @@ class Search:
         results = self._reading_pairs(reads, computes)
         region = self._pair_region()
         self.setting.whole_halo = False
-        for i, first in enumerate(computes):
-            for second in computes[i + 1 :]:
-                if not self._compatible(first, second):
-                    continue
-                pair = (*first.candidate, *second.candidate)
-                larger = any(c.stage_of(choice) == "blocks" for c, choice in pair)
-                try:
-                    result = self.evaluate(pair, [self.probes.probes[0] if larger else region], sums=1 << 14)
-                except (NotApplicable, ValueError, LookupError):  # two that do not fit together
-                    continue
-                if result.promising:
-                    results.append(result)
+        for first, second in self._led(computes):
+            if not self._compatible(first, second):
+                continue
+            if self.budget.is_spent():
+                break
+            pair = (*first.candidate, *second.candidate)
+            larger = any(c.stage_of(choice) == "blocks" for c, choice in pair)
+            try:
+                result = self.evaluate(pair, [self.probes.probes[0] if larger else region], sums=1 << 14)
+            except (NotApplicable, ValueError, LookupError):  # two that do not fit together
+                continue
+            if result.promising:
+                results.append(result)
         return results
+
+    def _led(self, computes):
+        """Pairs of which one explains a good part of some array by itself, those that explain most first."""
+        order = {id(result): place for place, result in enumerate(computes)}
+        leading = sorted((r for r in computes if _led_share(r) >= LEADING), key=lambda r: -_led_share(r))
+        seen = set()
+        for one in leading:
+            seen.add(id(one))
+            for other in computes:
+                if id(other) not in seen:
+                    yield sorted((one, other), key=lambda r: order[id(r)])
 
     def _pair_region(self):
         """The first probe, cut to fewer rows where much is wrong and blocks allow it."""
@@ -473,6 +489,11 @@ class _Facts(dict):
 
     def __missing__(self, key):
         return ""
+
+
+def _led_share(result):
+    """The largest share of an array's wrong entries that a result explains, and the reference does not."""
+    return max((count.gained / count.wrong for count in result._wrong), default=0.0)
 
 
 def _solves_an_array(result):
