@@ -21,6 +21,7 @@ from refops.arguments import BFLOAT16
 from refops.formats import FORMATS, encode_by_definition
 from refops.golden.inputs import INPUT_KINDS, make_row_scales, make_tensor
 from refops.ops import SCALED_ACTIVATIONS
+from refops.oracle.interval import are_roundings
 from refops.rounding import ROUNDING_MODES
 from refops.survey import SCALINGS, as_matrix, cast_dequantized_source, cast_source, decode_scale_source, element_codes
 
@@ -216,9 +217,9 @@ def _check_dbias(ops, name, tally):
         terms = dx.astype(np.float64)
         size = np.abs(terms).sum(axis=0)
         permitted = len(terms) * 2.0**-24 * size
-        low, high = ((terms.sum(axis=0) + end).astype(F).astype(x.dtype) for end in (-permitted, permitted))
+        right = are_roundings(dbias, *(terms.sum(axis=0) + end for end in (-permitted, permitted)))
         judged = size < float(np.finfo(F).max)
-        tally.holds(label, ((low <= dbias) & (dbias <= high))[judged], dbias[judged])
+        tally.holds(label, right[judged], dbias[judged])
 
 
 # --- casts ------------------------------------------------------------------------------------------------------------

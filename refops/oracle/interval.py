@@ -20,6 +20,7 @@ import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from refops.activations import Arithmetic
+from refops.rounding import round_once
 
 #: Largest error of CUDA's expf and tanhf, in units in the last place.
 CUDA_ULP = 2
@@ -138,6 +139,20 @@ def ulp_of(true):
     """Distance of neighbouring float32 at each magnitude, float64; that of the smallest ones below them."""
     magnitude = np.minimum(np.abs(true), 1.5 * 2.0**127).astype(np.float32)  # the spacing of FLT_MAX itself is inf
     return np.spacing(magnitude).astype(np.float64)
+
+
+def are_roundings(values, low, high):
+    """Whether each value is the rounding, to its dtype, of some number from `low` to `high`; of NaN it is not.
+
+    Rounding is monotone, so these are the values from the one rounded end to the other. A bound on a number that was
+    not rounded yet says nothing about the distance of stored values: beside a tie it moves them by a whole step.
+
+    Args:
+        values: float32, float16 or bfloat16.
+        low, high: float64, the ends before rounding.
+    """
+    with np.errstate(over="ignore", invalid="ignore"):
+        return (round_once(low, values.dtype) <= values) & (values <= round_once(high, values.dtype))
 
 
 def _toward(ends, direction):

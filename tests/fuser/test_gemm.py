@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from one_rounding import assert_one_rounding
 
 import refops
 from fuser import dispatch, gemm
@@ -46,25 +47,16 @@ def exact_product(a, b, layout):
     return b @ a, b.abs() @ a.abs()
 
 
-def assert_rounded_once(y, exact, magnitude):
-    """`y` within float32's error of the sum and one rounding to its dtype of `exact`."""
-    half_step = {torch.float32: 2.0**-25, torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}[y.dtype]
-    bound = 2e-6 * magnitude + 1.0000001 * half_step * 2.0 ** (exact.abs().log2().floor() + 1)
-    error = (y.double() - exact).abs()
-    assert y.shape == exact.shape
-    assert (error <= bound).all(), ((error / bound).max().item(), y.dtype)
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=ids)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_plain_product(layout, dtype):
     a, b = operands(layout, dtype)
     exact, magnitude = exact_product(a, b, layout)
-    assert_rounded_once(gemm.gemm(a, b, layout=layout), exact, magnitude)
+    assert_one_rounding(gemm.gemm(a, b, layout=layout), exact, magnitude)
     for out_dtype in DTYPES:
         y = gemm.gemm(a, b, layout=layout, out_dtype=out_dtype)
         assert y.dtype is out_dtype
-        assert_rounded_once(y, exact, magnitude)
+        assert_one_rounding(y, exact, magnitude)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=ids)
@@ -75,13 +67,13 @@ def test_alpha_bias_and_accumulation_are_rounded_together(layout, dtype):
     bias, start = sample(product.shape[-1:], dtype, 2), sample(product.shape, dtype, 3) * 8
     for alpha in (1.0, -0.7):
         y = gemm.gemm(a, b, layout=layout, bias=bias, alpha=alpha)
-        assert_rounded_once(y, alpha * product + bias.double(), magnitude + bias.abs().double())
+        assert_one_rounding(y, alpha * product + bias.double(), magnitude + bias.abs().double())
     for beta in (None, 1.0, 0.25):
         out = start.clone()
         y = gemm.gemm(a, b, layout=layout, alpha=0.5, bias=bias, beta=beta, out=out, accumulate=True)
         exact = 0.5 * product + bias.double() + (1.0 if beta is None else beta) * start.double()
         assert y is out
-        assert_rounded_once(out, exact, magnitude + bias.abs().double() + start.abs().double())
+        assert_one_rounding(out, exact, magnitude + bias.abs().double() + start.abs().double())
     out = torch.full_like(start, float("nan"))
     assert gemm.gemm(a, b, layout=layout, out=out) is out
     assert torch.equal(out, gemm.gemm(a, b, layout=layout))
@@ -93,7 +85,7 @@ def test_rounding_twice_would_be_noticed():
     exact, magnitude = exact_product(a, b, "TN")
     twice = gemm.gemm(a, b) + bias
     with pytest.raises(AssertionError):
-        assert_rounded_once(twice, exact + bias.double(), magnitude + bias.abs().double())
+        assert_one_rounding(twice, exact + bias.double(), magnitude + bias.abs().double())
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=ids)
@@ -102,9 +94,9 @@ def test_linear(dtype):
     flat = [t.reshape(6, -1) for t in (x, dy)]
     y, dx, dw = gemm.linear_forward(x, w), gemm.linear_dgrad(dy, w), gemm.linear_wgrad(dy, x)
     assert y.shape == dy.shape and dx.shape == x.shape and dw.shape == w.shape
-    assert_rounded_once(y.reshape(6, 8), *exact_product(w, flat[0], "TN"))
-    assert_rounded_once(dx.reshape(6, 16), *exact_product(w, flat[1], "NN"))
-    assert_rounded_once(dw, *exact_product(*flat, "NT"))
+    assert_one_rounding(y.reshape(6, 8), *exact_product(w, flat[0], "TN"))
+    assert_one_rounding(dx.reshape(6, 16), *exact_product(w, flat[1], "NN"))
+    assert_one_rounding(dw, *exact_product(*flat, "NT"))
     main_grad = torch.ones(8, 16)
     gemm.linear_wgrad(dy, x, out=main_grad, accumulate=True)
     torch.testing.assert_close(main_grad.double(), 1 + exact_product(*flat, "NT")[0], rtol=2e-6, atol=1e-5)
@@ -149,13 +141,13 @@ def test_quantized_product_is_that_of_the_dequantized_operands(scaling, dtype):
             with backend(which):
                 y = gemm.gemm(qa, qb, layout=layout)
                 assert y.dtype is dtype
-                assert_rounded_once(y, exact, magnitude)
+                assert_one_rounding(y, exact, magnitude)
                 if not getattr(scaling, "rht", False):
                     assert torch.equal(y, gemm.gemm(values_a, values_b, layout=layout, out_dtype=dtype))
                 # one operand alone, a bias
                 mixed = gemm.gemm(a, qb, layout=layout, bias=torch.ones(32))
                 exact_mixed, magnitude_mixed = exact_product(a, values_b, layout)
-                assert_rounded_once(mixed, exact_mixed + 1, magnitude_mixed + 1)
+                assert_one_rounding(mixed, exact_mixed + 1, magnitude_mixed + 1)
 
 
 def test_each_product_reads_its_copies():
@@ -218,7 +210,7 @@ def test_scaled_mm_of_fp8_is_the_dequantized_product(layout):
         for bias, alpha in ((None, 1.0), (torch.ones(32), 0.5)):
             y = gemm._native_product(qa, qb, layout, torch.float32, bias, alpha)
             expected = alpha * exact + (0 if bias is None else 1)
-            assert_rounded_once(y, expected, magnitude + 1)
+            assert_one_rounding(y, expected, magnitude + 1)
 
 
 @pytest.mark.parametrize("transposed", [False, True])

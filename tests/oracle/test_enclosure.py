@@ -15,7 +15,7 @@ import refops
 from refops.activations import ACTIVATIONS, bind_activation
 from refops.oracle import enclosure, scale_rules
 from refops.oracle.fairness import Fairness
-from refops.oracle.interval import Interval, ulp_of
+from refops.oracle.interval import Interval, are_roundings, ulp_of
 from refops.oracle.operation import Case
 from refops.quantization.hadamard import sign_vector
 from refops.scalings.arithmetic import REFERENCE
@@ -117,6 +117,27 @@ def test_formulas_branch_on_inputs_only():
         bind_activation("relu", {}).forward(x)
     with pytest.raises(ValueError, match="positive"):
         Interval.point(F([1]), 2) / x
+
+
+@pytest.mark.parametrize("dtype", [np.float16, BF16, F], ids=str)
+def test_roundings_of_numbers_beside_a_tie_are_both_neighbours_and_no_more(dtype):
+    """A bound of a millionth of a step: one value may be stored between ties, two beside one."""
+    one, step = 1.0, float(ml_dtypes.finfo(dtype).eps)
+    values = (one + step * np.arange(-1, 4)).astype(dtype)
+    for place, stored in ((0.5, [1, 2]), (1.5, [2, 3]), (0.4, [1]), (0.6, [2]), (1.0, [2])):
+        number, error = one + step * place, step * 1e-6
+        for exact in (number - error / 2, number, number + error / 2):
+            found = are_roundings(values, np.full(5, exact - error), np.full(5, exact + error))
+            assert np.flatnonzero(found).tolist() == stored
+    assert are_roundings(values[1:2], np.float64([1]), np.float64([1])).all()
+
+
+def test_roundings_of_numbers_that_overflow_and_of_nan():
+    largest, nan = np.float16([65504, np.inf, -np.inf, np.nan]), np.full(4, np.nan)
+    assert are_roundings(largest, np.full(4, 65519.0), np.full(4, 65520.0)).tolist() == [True, True, False, False]
+    assert not are_roundings(largest, nan, nan).any()
+    ties_twice = np.full(1, 1 + 2.0**-8 + 2.0**-30)  # float32 would put it on the tie, which goes to 1
+    assert not are_roundings(np.ones(1, BF16), ties_twice, ties_twice).any()
 
 
 # --- formulas --------------------------------------------------------------------------------------------------------
