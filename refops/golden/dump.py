@@ -14,6 +14,7 @@ import numpy as np
 from refops.golden.header import make_header, params_from_header, settings_from_dict
 from refops.golden.inputs import make_amaxes, make_row_scales, make_tensor
 from refops.golden.matrix import Recipe
+from refops.golden.probes import place_probes
 from refops.hints import Array
 from refops.ops import quantize
 from refops.oracle.operation import Case, arrays_of, require_operation
@@ -115,8 +116,12 @@ def _make_inputs(recipe):
     }
     if operation.kind == "dequantize":
         copies = {"rowwise": not recipe.columnwise, "columnwise": recipe.columnwise}
-        return arrays_of(quantize(makers["x"](), recipe.scaling, **copies))
-    return {name: makers[name]() for name in operation.inputs}
+        x = place_probes(Case("quantize", makers["x"](), recipe.scaling), kind, seed)["x"]
+        return arrays_of(quantize(x, recipe.scaling, **copies))
+    inputs = {name: makers[name]() for name in operation.inputs}
+    if recipe.scaling is None:
+        return inputs
+    return place_probes(Case(recipe.op, inputs, recipe.scaling, recipe.params), kind, seed)
 
 
 def _reference(case):

@@ -10,11 +10,9 @@ import math
 import ml_dtypes
 import numpy as np
 
-from refops.formats import E2M1, E4M3
+from refops.formats import E2M1
 from refops.rounding import philox
 
-#: An amax of it gives E4M3 the per-tensor scale 1, so that ties stay ties.
-_ANCHOR = E4M3.max
 #: Midpoints of E2M1's neighbours, and its largest value.
 _E2M1_TIES = np.append((E2M1.grid[1:] + E2M1.grid[:-1]) / 2, E2M1.max)
 #: Bits of the quiet NaN, by size of the element.
@@ -37,8 +35,6 @@ def make_tensor(kind, shape, dtype, *, seed, stream=0):
     for i, fill in enumerate(classes):
         rows = slice((i - stream) % len(classes), None, len(classes))
         values[rows] = fill(words[rows], dtype)
-    if kind == "mixed" and values.size:
-        values[0, 0] = _ANCHOR
     with np.errstate(over="ignore"):
         single = values.astype(np.float32)
         tensor = np.ascontiguousarray(single.astype(dtype))
@@ -55,9 +51,13 @@ def make_row_scales(count, *, seed, stream):
 
 
 def make_amaxes(kind, shape, *, seed, stream):
-    """Return float32 amaxes >= 0 of `shape`, some 0; of kind "special" some inf or NaN, of "extreme" huge and tiny."""
+    """Return float32 amaxes >= 0 of `shape`, some 0; of kind "special" some inf or NaN, of "extreme" huge and tiny.
+
+    Those of "tiny" are around the least normal float32.
+    """
     words = philox(seed, stream, np.arange(math.prod(shape)))
-    exponents = (words[:, 1] % (250 if kind == "extreme" else 24)).astype(np.int64) - (124 if kind == "extreme" else 12)
+    count, least = {"extreme": (250, -124), "tiny": (20, -145)}.get(kind, (24, -12))
+    exponents = (words[:, 1] % count).astype(np.int64) + least
     amaxes = np.ldexp(1 + (words[:, 0] & 1023) / 1024, exponents).astype(np.float32)
     amaxes[words[:, 2] % 8 == 0] = 0
     if kind == "special":
@@ -154,9 +154,16 @@ def _wide(words, dtype):
     return np.ldexp(_signs(words) * _mantissas(words, 6), exponents)
 
 
+def _small(words, dtype):
+    """The dtype's first four binades of normal numbers."""
+    exponents = int(ml_dtypes.finfo(dtype).minexp) + (words[..., 1] % 4).astype(np.int64)
+    return np.ldexp(_signs(words) * _mantissas(words, 6), exponents)
+
+
 #: Kind of tensor -> the classes that its rows take in turn.
 INPUT_KINDS = {
     "mixed": (_normal, _heavy, _fp8_ties, _fp4_ties, _zero_blocks),
     "extreme": (_normal, _subnormal, _huge, _all(0.0), _wide, _all(-0.0), _heavy),
     "special": (_normal, _some(_all(np.nan)), _some(_all_infinite), _heavy, _all(np.nan), _zero_blocks, _all_infinite),
+    "tiny": (_small, _subnormal, _all(0.0), _small, _all(-0.0)),
 }

@@ -163,6 +163,8 @@ _VARIANTS = (
     ("float32", "special", False),
     ("float16", "special", True),
     ("bfloat16", "special", False),
+    ("float32", "tiny", True),
+    ("bfloat16", "tiny", False),
 )
 
 
@@ -173,7 +175,7 @@ def _shape(scaling, ragged, gated):
         return (3, 7, factor * 33) if ragged else (16, factor * 64)
     layout, (_, size) = settings.layout, settings.layout.block
     if not ragged:
-        return (2, min(size, 64), factor * max(2 * size, 64))
+        return (2, size, factor * max(2 * size, 64))
     if layout.shape_multiple > 1:  # blocks are never partial, but scales are padded
         multiple = round_up(32, layout.columnwise_multiple)
         return (multiple, factor * 3 * multiple)
@@ -197,7 +199,12 @@ def _other_parameters(operation, seed):
 def _updates(seed):
     for fmt in (E4M3, E5M2):
         for algorithm in ("max", "most_recent"):
-            for margin, keep_unused, inputs in ((0, True, "mixed"), (3, False, "extreme"), (-2, True, "special")):
+            for margin, keep_unused, inputs in (
+                (0, True, "mixed"),
+                (3, False, "extreme"),
+                (-2, True, "special"),
+                (0, True, "tiny"),
+            ):
                 params = {"fmt": fmt, "margin": margin, "algorithm": algorithm, "keep_unused": keep_unused}
                 yield Recipe("update_delayed_scale", None, (16, 12), "float32", seed, inputs, params)
     yield Recipe("update_delayed_scale", None, (1,), "float32", seed, params={"fmt": E4M3})

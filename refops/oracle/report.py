@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Any
 
+from refops.oracle.coverage import Coverage
 from refops.oracle.places import Place
 
 #: Cells of a picture, at most: rows and columns.
@@ -133,6 +134,7 @@ class Report:
         diagnosis: explanations, best first; empty where nothing is wrong or nothing explains it.
         notes: what else the user should know.
         diagnosed: whether a diagnosis was tried.
+        coverage: what the input of a right dump covered; None where it is wrong, or has no cast to speak of.
     """
 
     operation: str
@@ -142,6 +144,7 @@ class Report:
     diagnosis: tuple[Explanation, ...] = ()
     notes: tuple[str, ...] = ()
     diagnosed: bool = field(default=True)
+    coverage: Coverage | None = None
 
     @property
     def ok(self) -> bool:
@@ -168,6 +171,7 @@ class Report:
         lines = [f"{verdict}: {what} ({'bit equality' if self.ulp == 0 else f'ulp={self.ulp:g}'})"]
         for array in self.arrays:
             lines += _array_lines(array)
+        lines += str(self.coverage).split("\n") if self.coverage is not None else []
         lines += [f"note: {note}" for note in self.notes]
         if not self.ok and self.diagnosed:
             lines.append("diagnosis:" if self.diagnosis else "diagnosis: unknown: no known convention explains it")
@@ -185,6 +189,7 @@ class Report:
             "diagnosis": [_explanation_dict(explanation) for explanation in self.diagnosis],
             "diagnosed": self.diagnosed,
             "notes": list(self.notes),
+            "coverage": None if self.coverage is None else self.coverage.as_dict(),
         }
 
 

@@ -5,6 +5,7 @@ results; intervals are computed for the other tiles alone. That is what makes th
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,6 +14,7 @@ from refops.arguments import require_choice, require_flag, require_high_precisio
 from refops.formats import unpack_fp4
 from refops.hints import DTypeLike, Number
 from refops.oracle import enclosure
+from refops.oracle.coverage import coverage_of
 from refops.oracle.enclosure import Bounds
 from refops.oracle.entries import shown_code, shown_entry, shown_range
 from refops.oracle.geometry import stored_index
@@ -117,7 +119,8 @@ def check(
             judge.notes.append(f"the diagnosis ended after {budget:g} s of processor time: a larger budget tries more")
         if not explanations:
             explanations = coarser_functions(judge)
-    return judge.report(explanations, diagnosed)
+    report = judge.report(explanations, diagnosed)
+    return replace(report, coverage=coverage_of(case, judge.outputs, judge.reference)) if report.ok else report
 
 
 class Acceptable(NamedTuple):

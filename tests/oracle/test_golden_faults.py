@@ -1,0 +1,215 @@
+"""Golden inputs show faults: kernels with one (`faulty_quantizers`) fail on every file that can show it.
+
+`cannot_show` says which files cannot, and why; all others must.
+"""
+
+from functools import cache
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import refops
+from faulty_quantizers import TILE, VECTOR, Kernel
+from refops import oracle
+from refops.golden import Recipe, build_golden, golden_matrix
+from refops.golden.probes import preimage_of
+from refops.oracle.geometry import Geometry
+from refops.oracle.operation import Case
+from refops.survey import SCALINGS, as_matrix
+
+F = np.float32
+FAULTS = tuple(Kernel.__dataclass_fields__)
+FTZ = ("flushes_inputs", "flushes_results")
+#: Operations of all shapes of formulas.
+OPERATIONS = ("gelu", "dgelu", "swiglu", "dswiglu")
+
+
+@cache
+def goldens(op, scaling):
+    """(recipe, its golden) of the matrix, for an operation under a scaling."""
+    named = SCALINGS[scaling].scaling
+    recipes = [r for r in golden_matrix() if (r.op, r.scaling) == (op, named) and not r.params]
+    assert len(recipes) == 11
+    return [(recipe, build_golden(recipe)) for recipe in recipes]
+
+
+def cast_values(golden):
+    """float32 (M, K): what is cast, and what the amax of the tensor is taken from."""
+    case, scaling = golden.case(), golden.scaling
+    exact = case.operation.kind == "quantize"
+    with np.errstate(all="ignore"):
+        rounded, unrounded = as_matrix(case.source.rounded()), as_matrix(case.source)
+    cast = rounded if scaling.path.casts_rounded or exact else unrounded
+    if scaling.given is not None:
+        return cast, cast
+    return cast, rounded if scaling.path.amax_rounded or exact else unrounded
+
+
+def run(kernel, golden, dtype):
+    """What a kernel writes for a golden file's inputs."""
+    cast, amax_values = cast_values(golden)
+    bits = {copy: golden.intermediates.get(f"{copy}_random_bits") for copy in ("rowwise", "columnwise")}
+    return kernel.run(cast, golden.scaling, bits, dtype, amax_values)
+
+
+def expected(golden):
+    """The golden outputs in the form of `Kernel.run`."""
+    scaling, shape, found = golden.scaling, golden.case().matrix_shape, {}
+    whole = tuple(slice(0, size) for size in shape)
+    for copy in ("rowwise", "columnwise"):
+        geometry, layout = Geometry.of(scaling, copy), scaling.layout
+        scales = layout.scales_by_outer(golden.outputs[f"{copy}_scale_inv"], copy == "columnwise")
+        outer, blocks = layout.scale_counts(shape, copy == "columnwise")
+        scales = scales[:outer, :blocks][:: layout.block[0] if layout.repeated else 1]
+        codes = geometry.codes(golden.outputs[f"{copy}_data"], shape, *whole)
+        found[copy] = codes, scales, golden.outputs.get(f"amax_{copy}")
+    return found
+
+
+def differs(got, wanted, fmt):
+    """Whether values of codes, scales or amaxes differ; -0 is +0, which the oracle accepts from some kernels."""
+    codes = np.array_equal(fmt.values[got[0]], fmt.values[wanted[0]], equal_nan=True)
+    amax = wanted[2] is None or np.array_equal(np.ravel(got[2]), np.ravel(wanted[2]))
+    return not (codes and amax and np.array_equal(got[1], wanted[1]))
+
+
+def cannot_show(fault, recipe, shape):
+    """Why a file of "quantize" cannot show a fault rowwise, or ""."""
+    scaling, kind, layout, dtype = recipe.scaling, recipe.inputs, recipe.scaling.layout, recipe.dtype.name
+    one_scale, two_level = layout.block is None, layout.two_level
+    coded, tiny = layout.scale_format is not None, kind == "tiny"
+    rules = {
+        "flushes_inputs": [
+            (dtype == "float16", "float16's subnormals are normal in float32"),
+            (scaling.given is not None, "scale 1 makes zero of all that is subnormal"),
+            (one_scale and not tiny, "beside the amax of the tensor all that is subnormal is cast to zero"),
+        ],
+        "flushes_results": [
+            (dtype == "float16", "float16's subnormals are normal in float32"),
+            (scaling.given is not None, "scale 1 makes zero of all that is subnormal"),
+            ((one_scale or two_level) and not tiny, "the scale of the tensor is not subnormal"),
+            (coded and not two_level and layout.scale_format != refops.E8M0, "UE5M3 has no such small scale"),
+            (
+                getattr(scaling, "scale_rounding", "up") == "floor"
+                and (scaling.fmt.name, kind) not in (("e4m3", "special"), ("int8", "special"), ("int8", "extreme")),
+                "the rule reads bits; only byte 254, of an amax of 2^127 times the largest power of two or more, has "
+                "a subnormal multiplier",
+            ),
+        ],
+        "ties_away": [
+            (scaling.random is not None, "stochastic rounding has no ties"),
+            (scaling.given is not None and tiny, "scale 1 makes zero of all"),
+            (tiny and coded and not two_level and layout.scale_format != refops.E8M0, "blocks have scale 0"),
+            (
+                kind == "extreme" and (one_scale or two_level) and not scaling.power_2_scale and scaling.given is None,
+                "the scale of the dtype's largest value is no power of two: hardly a product is a tie",
+            ),
+        ],
+        "flushes_codes": [
+            (scaling.fmt.twos_complement, "integers have no subnormals"),
+            (scaling.given is not None and tiny, "scale 1 makes zero of all"),
+            (tiny and dtype == "bfloat16" and scaling.fmt != refops.E2M1, "bfloat16 has no numbers so small"),
+        ],
+        "signed_amax": [
+            (kind == "special" and one_scale, "infinities of both signs"),
+            (tiny and not one_scale and not coded, "scales have reached the largest power of two"),
+            (tiny and coded and not two_level and layout.scale_format != refops.E8M0, "blocks have scale 0"),
+        ],
+        "loses_tail": [
+            (kind == "special" and layout.amax == "tensor", "infinities elsewhere"),
+            (tiny and not one_scale and not coded, "scales have reached the largest power of two"),
+            (
+                not any(size % edge for size, edge in zip(shape, TILE, strict=True))
+                if layout.amax == "tensor"
+                else shape[1] % VECTOR == 0,
+                "every vector and tile is whole",
+            ),
+        ],
+    }
+    return next((reason for holds, reason in rules[fault] if holds), "")
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_faulty_kernels_fail_on_every_set_and_the_right_one_on_none(scaling):
+    for recipe, golden in goldens("quantize", scaling):
+        wanted, fmt = expected(golden), golden.scaling.fmt
+        right = run(Kernel(), golden, recipe.dtype)
+        assert not any(differs(right[copy], wanted[copy], fmt) for copy in wanted), recipe.file_name
+        for fault in FAULTS:
+            if not cannot_show(fault, recipe, golden.case().matrix_shape):
+                got = run(Kernel(**{fault: True}), golden, recipe.dtype)
+                assert differs(got["rowwise"], wanted["rowwise"], fmt), f"{fault} passes {recipe.file_name}"
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_each_fault_is_shown_under_most_scalings(fault):
+    """`cannot_show` does not explain everything away."""
+    shown = {
+        scaling
+        for scaling in SCALINGS
+        for recipe, golden in goldens("quantize", scaling)
+        if not cannot_show(fault, recipe, golden.case().matrix_shape)
+    }
+    assert len(shown) >= len(SCALINGS) - 5
+    kinds = {recipe.inputs for recipe, _ in goldens("quantize", "mxfp8") if not cannot_show(fault, recipe, (37, 75))}
+    assert kinds == {"mixed", "extreme", "special", "tiny"}
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("op", OPERATIONS)
+def test_the_results_of_activations_hold_what_shows_faults(op, scaling):
+    """In every mixed set, though inputs had to be found by search; a GELU is hardly ever negative."""
+    for recipe, golden in goldens(op, scaling):
+        if recipe.inputs != "mixed":
+            continue
+        wanted, fmt = expected(golden), golden.scaling.fmt
+        right = run(Kernel(), golden, recipe.dtype)
+        assert not any(differs(right[copy], wanted[copy], fmt) for copy in wanted), recipe.file_name
+        faults = ["ties_away", "flushes_codes", "loses_tail"] + ["signed_amax"] * (op != "gelu")
+        for fault in faults:
+            if not cannot_show(fault, recipe, golden.case().matrix_shape):
+                got = run(Kernel(**{fault: True}), golden, recipe.dtype)
+                assert any(differs(got[copy], wanted[copy], fmt) for copy in wanted), f"{fault}: {recipe.file_name}"
+
+
+@pytest.mark.parametrize("scaling", ["current", "block-1x128", "mxfp8", "nvfp4-1x16", "mxfp4"])
+@pytest.mark.parametrize("fault", ["ties_away", "flushes_codes", "signed_amax"])
+def test_the_oracle_says_wrong(fault, scaling):
+    golden = build_golden(Recipe("quantize", scaling, (48, 160)))
+    codes, _, _ = run(Kernel(**{fault: True}), golden, "bfloat16")["rowwise"]
+    data = Geometry.of(golden.scaling, "rowwise").store_codes(codes)
+    report = oracle.check("quantize", golden.inputs, {"data": data}, scaling=golden.scaling, diagnose=False)
+    assert not report.ok and report.coverage is None
+
+
+def test_both_roundings_of_ties_are_there():
+    """To even is up for some and down for others, of both signs."""
+    golden = build_golden(Recipe("quantize", "mxfp8", (64, 128), "float32"))
+    x = golden.inputs["x"]
+    scaled = x * np.repeat(golden.intermediates["rowwise_encode_scale"], 32, axis=1)
+    grid = refops.E4M3.grid
+    middle = (grid[1:] + grid[:-1]) / 2
+    lower = np.searchsorted(middle, np.abs(scaled))
+    tie = middle[np.minimum(lower, len(middle) - 1)] == np.abs(scaled)
+    seen = {(bool(odd), bool(negative)) for odd, negative in zip(lower[tie] % 2, scaled[tie] < 0, strict=True)}
+    assert seen == {(False, False), (False, True), (True, False), (True, True)}
+
+
+def test_blocks_are_zero_in_both_directions():
+    golden = build_golden(Recipe("quantize", "mxfp8", (96, 160), "float32"))
+    for copy in ("rowwise", "columnwise"):
+        assert (golden.intermediates[f"{copy}_block_amax"] == 0).any()
+
+
+@pytest.mark.parametrize("op", ["silu", "swiglu", "dgelu", "dswiglu"])
+def test_preimages_are_exact_where_a_result_has_few_bits(op):
+    """Numbers of three bits, from 2^-3 to 56: nearly all are results of bfloat16 inputs."""
+    width = 64 * (1 + op.endswith("swiglu"))
+    inputs = {"x": np.ones((32, width), ml_dtypes.bfloat16)}
+    if op.startswith("d"):
+        inputs = {"dy": np.ones((32, 64), inputs["x"].dtype), **inputs}
+    preimage = preimage_of(Case(op, inputs, refops.MXFP8Scaling(refops.E4M3)))
+    wanted = np.ldexp(np.arange(4, 8)[:, None] / 4, np.arange(-3, 6)).ravel()
+    index, close = preimage.find(wanted)
+    assert close.all() and (preimage.results[index] == wanted).mean() > 0.9
