@@ -42,7 +42,8 @@ def add_golden(command, scaling_list):
     p.add_argument(
         "--inputs",
         choices=list(INPUT_KINDS),
-        help="mixed (default): bell-shaped, heavy-tailed, ties, zeros; extreme: subnormal, huge; special: NaN, inf",
+        help="mixed (default): bell-shaped, heavy-tailed, ties, zeros; extreme: subnormal, huge; special: NaN, inf; "
+        "tiny: around the least normal float32",
     )
     p.add_argument("--columnwise", action="store_true", help="dequantize: from the columnwise copy")
     p.add_argument("--all", action="store_true", help="every operation, scaling, dtype and kind of inputs (400 MB)")

@@ -5,7 +5,8 @@ operation and its settings and describes every array. The same arguments give th
 every version of NumPy: inputs are integers from Philox times powers of two, and `refops` itself is exact.
 
     matrix.py     what a golden file is made from, and the matrix of all of them
-    inputs.py     the numbers
+    inputs.py     the numbers, row by row
+    probes.py     numbers among them whose results show faults: ties, subnormal codes, negative amaxes
     dump.py       inputs, reference outputs, intermediate amaxes and scales
     header.py     what made them, and what each array is
     storage.py    bytes and files: written whole or not at all, verified when read

@@ -6,7 +6,7 @@ backwards. The result is cut into squares as large as a block; squares take turn
 the next holds probes. There
 
     the last row and the last column hold the largest magnitude of their blocks, and it is negative; nothing else in
-    the square is half as large. Where the tensor has an amax, its last element is larger than all others;
+    the square is half as large. The last element of the tensor is the largest of all, where one can be;
     the scale that this amax gives is a power of two where the rule has one, so that a product can be a tie;
     the other elements are, after scaling, midpoints of neighbouring codes, subnormal codes, values below half of the
     smallest one, and zeros, of both signs;
@@ -191,6 +191,8 @@ class _Design:
             as_large = np.isnan(wanted) & (np.abs(base) >= self.amax / 2)
             wanted[as_large] = base[as_large] / 4
             wanted[-1, -1] = self._signed(np.float64(self.amax))
+        elif self.layout.block is not None and self.kind == "mixed":
+            wanted[-1, -1] *= 2
         return wanted
 
     def _magnitudes(self):
@@ -299,10 +301,12 @@ class _Design:
         has_level = self.layout.two_level and np.isfinite(self.amax)
         if has_level and magnitude == "usual" and not self._is_tiny:
             return _binade(self.amax) - 2
+        finite = np.abs(self.base[np.isfinite(self.base)])
+        above = min(_binade(finite.max(initial=1)) + 1, int(info.maxexp) - 3) if self.kind == "mixed" else 0
         coded = self.layout.scale_format is not None and not has_level
         least = TINY + coded if self.dtype != np.float16 else int(info.minexp)
         return {
-            "usual": max(top - 2, 6),
+            "usual": max(top - 2, 6, above),
             "tiny": min(top + least, int(info.maxexp) - 2),
             "subnormal": int(info.minexp) - 2,
             "huge": int(info.maxexp) - 1,

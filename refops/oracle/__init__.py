@@ -11,6 +11,7 @@ How a result is judged is derived in `refops.oracle.enclosure`; README.md beside
 C++, Triton and Rust.
 """
 
+from refops.oracle.coverage import Coverage
 from refops.oracle.operation import OPERATIONS
 from refops.oracle.report import ArrayVerdict, Explanation, Mismatch, MismatchError, Report
 from refops.oracle.verdict import Acceptable, acceptable, check
@@ -19,6 +20,7 @@ __all__ = [
     "OPERATIONS",
     "Acceptable",
     "ArrayVerdict",
+    "Coverage",
     "Explanation",
     "Mismatch",
     "MismatchError",

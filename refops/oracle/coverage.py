@@ -1,7 +1,7 @@
 """What the input of a right dump covered: how much the verdict is worth.
 
-RIGHT says that nothing wrong was written for this input. An input without ties says nothing of how ties are rounded,
-one whose amax is positive nothing of an amax without magnitudes. So the report counts what would have shown such faults.
+RIGHT says that nothing wrong was written for this input. An input without ties says nothing of how ties are rounded;
+one with a positive amax does not tell whether magnitudes were taken. So the report counts what shows such faults.
 """
 
 from dataclasses import asdict, dataclass
@@ -152,8 +152,8 @@ class _Count:
     def _look(self, tile, rows, columns):
         magnitudes = np.abs(tile)
         self.elements += tile.size
-        self.totals["small"] += np.count_nonzero(magnitudes < LEAST_NORMAL) - np.count_nonzero(magnitudes == 0)
-        self.totals["special"] += tile.size - np.count_nonzero(np.isfinite(magnitudes))
+        self.totals["small"] += int(np.count_nonzero((magnitudes < LEAST_NORMAL) & (magnitudes > 0)))
+        self.totals["special"] += tile.size - int(np.count_nonzero(np.isfinite(magnitudes)))
         largest = np.fmax.reduce(magnitudes, axis=None)
         if not np.isnan(largest) and (self.amax is None or largest > abs(self.amax)):
             i, j = np.unravel_index(np.argmax(magnitudes == largest), tile.shape)
@@ -247,4 +247,5 @@ def is_tie(values, mantissa_bits, least_exponent, largest):
     magnitudes = np.abs(values)
     exponents = np.maximum(np.frexp(magnitudes)[1] - 1, least_exponent)
     twice = np.ldexp(magnitudes, mantissa_bits + 1 - exponents)  # in half steps: exact, a power of two times the value
-    return (twice % 2 == 1) & (magnitudes < F(largest))
+    with np.errstate(invalid="ignore"):  # infinity has no remainder
+        return (twice % 2 == 1) & (magnitudes < F(largest))

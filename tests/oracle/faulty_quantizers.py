@@ -110,10 +110,8 @@ class Kernel:
             a = np.minimum((a + np.ldexp(bits / 256, exponent - mantissa)).astype(F).astype(np.float64), limit)
             exponent = exponent_of(a)
         steps = np.ldexp(a, mantissa - exponent)
-        if bits is not None:
-            steps = np.floor(steps)
-        else:
-            steps = np.floor(steps + 0.5) if self.ties_away else np.rint(steps)
+        rounded = np.floor(steps + 0.5) if self.ties_away else np.rint(steps)
+        steps = rounded if bits is None else np.floor(steps)
         if fmt.name == "int8":
             steps = np.where(nan, 0, np.minimum(steps, 127))
             return np.where(np.signbit(v), -steps, steps).astype(np.int8).view(np.uint8)
