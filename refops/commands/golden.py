@@ -46,7 +46,7 @@ def add_golden(command, scaling_list):
         "tiny: around the least normal float32",
     )
     p.add_argument("--columnwise", action="store_true", help="dequantize: from the columnwise copy")
-    p.add_argument("--all", action="store_true", help="every operation, scaling, dtype and kind of inputs (400 MB)")
+    p.add_argument("--all", action="store_true", help="every operation, scaling, dtype and kind of inputs (700 MB)")
     p.add_argument("--out", metavar="DIR", required=True, help="where; made if it is not there")
 
 
