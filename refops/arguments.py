@@ -1,5 +1,6 @@
 """Checks of what a caller hands in: each raises an error that names the argument, its value and the rule."""
 
+import difflib
 import math
 import numbers
 from typing import Any
@@ -24,6 +25,21 @@ def shown(value: object) -> str:
         return describe_array(value)
     text = " ".join(repr(value).split())
     return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}... ({type(value).__name__})"
+
+
+def similar_names(word: object, names: Any) -> list[str]:
+    """Those of `names` that hold `word`, or else are spelled like it; upper and lower case are the same."""
+    if not isinstance(word, str):
+        return []
+    text, folded = word.lower(), {name.lower(): name for name in names}
+    holding = [name for low, name in folded.items() if len(text) > 2 and text in low]
+    return holding or [folded[low] for low in difflib.get_close_matches(text, folded)]
+
+
+def did_you_mean(word: object, names: Any) -> str:
+    """What an error message ends with: " (did you mean a or b?)", or "" where no name is like `word`."""
+    similar = similar_names(word, names)[:3]
+    return f" (did you mean {' or '.join(similar)}?)" if similar else ""
 
 
 def describe_array(x):

@@ -10,11 +10,12 @@ from typing import get_args, get_origin, get_type_hints
 import numpy as np
 
 from refops.activations import ACTIVATIONS
-from refops.arguments import BFLOAT16, describe_array
+from refops.arguments import BFLOAT16, describe_array, did_you_mean
 from refops.commands.usage import UsageError, listed, match_one
 from refops.files import SUFFIXES, FileError, UnsupportedTensorError, open_tensors, require_file
 from refops.formats import FORMATS, FloatFormat
 from refops.oracle.operation import OPERATIONS, UPDATE_PARAMETERS, require_operation
+from refops.scalings import SHORT_NAMES
 from refops.survey import SCALINGS
 
 #: Dtypes that a file's words can name.
@@ -63,6 +64,12 @@ def _converted(convert, text, rule, accepts):
 
 #: NumPy has no arrays of more.
 MOST_DIMENSIONS = 64
+
+
+def splits_argument(text):
+    """argparse type: 128,0,64 as [128, 0, 64], the rows of each expert."""
+    rule = "rows of each expert, integers >= 0 joined by commas such as 128,0,64"
+    return [integer_argument(word, rule, lambda rows: rows >= 0) for word in text.split(",")]
 
 
 def shape_argument(text):
@@ -119,7 +126,8 @@ def scaling_of(arguments):
         if arguments.set:
             raise UsageError(f"--set needs --scaling; got {arguments.set[0]!r} alone")
         return None
-    return changed(SCALINGS[match_one(arguments.scaling, SCALINGS, "--scaling")], arguments.set).scaling
+    name = SHORT_NAMES.get(arguments.scaling, arguments.scaling)
+    return changed(SCALINGS[match_one(name, SCALINGS, "--scaling")], arguments.set).scaling
 
 
 def changed(named, settings):
@@ -206,7 +214,7 @@ def _key_value(text, form, names, what):
     key, equals, value = text.partition("=")
     if not equals or key not in names:
         there = f"{what}: {', '.join(names)}" if names else f"{what}, which has none"
-        raise UsageError(f"{form} must start with {there}; got {text!r}")
+        raise UsageError(f"{form} must start with {there}; got {text!r}{did_you_mean(key, names)}")
     return key, value
 
 

@@ -21,6 +21,7 @@ from refops.commands.arguments import (
     read_file,
     read_raw,
     scaling_of,
+    splits_argument,
 )
 from refops.commands.kernel import KERNELS, add_kernel, gives_kernel, run_kernel
 from refops.commands.usage import EXIT_FINE, EXIT_MISMATCH, UsageError, listed, usage_errors
@@ -29,7 +30,9 @@ from refops.display.oracle import print_check, print_fault, print_launch
 from refops.files import SUFFIXES, FileError
 from refops.golden import read_golden
 from refops.oracle.dumps import other_scales
-from refops.oracle.operation import ALIASES, OPERATIONS, QUANTIZED_ARRAYS, Case
+from refops.oracle.grouped import Groups
+from refops.oracle.operation import OPERATIONS, QUANTIZED_ARRAYS, Case
+from refops.oracle.quantized_tensors import full_name, name_hint
 
 EXAMPLES = """\
 examples:
@@ -50,7 +53,8 @@ inputs: x; for gradients dy and x; for scaled_... row_scales besides; for
   amax_history and scale.
 outputs: y; dx, dbias, drow_scales; where the operation quantizes
   rowwise_data, rowwise_scale_inv, amax_rowwise, the same columnwise, dbias;
-  amax_history and scale.
+  amax_history and scale. Short names: data or codes, scale or scales, amax
+  (rowwise), columnwise_codes, columnwise_scales, ...
 
 """
 
@@ -83,6 +87,12 @@ def add_check(command, scaling_list):
     )
     p.add_argument("--swizzled-scales", action="store_true", help="the scales are in the order that GEMMs read")
     p.add_argument(
+        "--m-splits",
+        type=splits_argument,
+        metavar="M,M,...",
+        help="rows of each expert: each is a tensor of its own, one behind the other in every file",
+    )
+    p.add_argument(
         "--padding", choices=["ignore", "zero"], help="whether padding of scales must be zero (default: with --ulp 0)"
     )
     p.add_argument(
@@ -101,24 +111,27 @@ def _ulp(text):
 def run_check(arguments):
     """`refops check`: the verdict on the outputs of a kernel."""
     if arguments.golden is not None:
-        op, inputs, scaling, params = _from_golden(arguments)
+        op, inputs, scaling, params, swizzled = _from_golden(arguments)
     else:
         operation = _operation_given(arguments)
         op, scaling, params = operation.name, scaling_of(arguments), params_of(arguments, operation)
-        inputs = _read_inputs(arguments, operation)
-    swizzled, option_of = arguments.swizzled_scales, _option_of(arguments, op)
+        inputs, swizzled = _read_inputs(arguments, operation), arguments.swizzled_scales
+    splits, option_of = arguments.m_splits, _option_of(arguments, op)
     with usage_errors(option_of):
         case = Case(op, inputs, scaling, params, swizzled_scales=swizzled)
+        groups = None if splits is None else Groups(op, inputs, scaling, splits, params, swizzled)
     given = _outputs_given(arguments, case)
     if gives_kernel(arguments):
+        if groups is not None:
+            raise UsageError(f"--m-splits must not be given with a kernel; got {splits}")
         written = _run_given_kernel(arguments, case, given)
         if written.fault:
             return _say_fault(arguments, written.fault)
         outputs = _with_out_dtype(arguments, case, written.outputs)
     else:
-        written, outputs = None, _read_outputs(arguments, case, given)
+        written, outputs = None, _read_outputs(arguments, case, groups, given)
     with usage_errors(lambda name: given[name][0] if name in given else f"--outputs {name}"):
-        case.fit_outputs(outputs)
+        case.fit_outputs(outputs) if groups is None else groups.split_outputs(outputs)
     with usage_errors(option_of):
         report = oracle.check(
             op,
@@ -131,6 +144,7 @@ def run_check(arguments):
             padding=arguments.padding,
             random_bits=arguments.random_bits,
             diagnose=not arguments.no_diagnosis,
+            m_splits=splits,
         )
     ran = {} if written is None else {"ran": written.described, "changed_inputs": list(written.changed)}
     if arguments.json:
@@ -166,7 +180,7 @@ def _operation_given(arguments):
 
 
 def _from_golden(arguments):
-    """Operation, inputs, settings and parameters of --golden."""
+    """Operation, inputs, settings and parameters of --golden, and whether the dump's scales are swizzled."""
     for name in ("op", "scaling", "set", "param", "input"):
         if getattr(arguments, name):
             raise UsageError(f"give either --golden or --{name}; got both: a golden file brings its own")
@@ -174,7 +188,7 @@ def _from_golden(arguments):
         golden = read_golden(arguments.golden)
     except FileError as error:
         raise UsageError(f"--golden {error}") from None
-    if golden.op == "dequantize" and arguments.swizzled_scales:
+    if golden.op == "dequantize" and arguments.swizzled_scales and not golden.swizzled_scales:
         raise UsageError("--swizzled-scales must not be given with a golden file of dequantize: its scales are plain")
     stale = golden.stale_outputs()
     if stale:
@@ -182,7 +196,8 @@ def _from_golden(arguments):
         raise UsageError(
             f"--golden must hold what this refops writes; got {made_by}, whose {stale[0]} differs: write it again"
         )
-    return golden.op, golden.inputs, golden.scaling, golden.params
+    swizzled = golden.swizzled_scales or arguments.swizzled_scales
+    return golden.op, golden.inputs, golden.scaling, golden.params, swizzled
 
 
 def _read_inputs(arguments, operation):
@@ -195,9 +210,10 @@ def _read_inputs(arguments, operation):
         if not equals:
             arrays = _read_unnamed_input(text, names)
         else:
-            full = ALIASES.get(name, name) if dequantizes else name
+            full = full_name(name, names) if dequantizes else name
             if full not in names:
-                raise UsageError(f"--input must be NAME=FILE with NAME one of {', '.join(names)}; got {text!r}")
+                hint = name_hint(name, names)
+                raise UsageError(f"--input must be NAME=FILE with NAME one of {', '.join(names)}; got {text!r}{hint}")
             argument = f"--input {name}"
             found = read_file(parse_file(path, argument), argument, name)
             if len(found) != 1:
@@ -239,18 +255,20 @@ def _outputs_given(arguments, case):
         words.append((f"--output {name}", name, path))
     given = {}
     for argument, name, path in words:
-        full = name if name in case.slots else ALIASES.get(name, name)
+        full = full_name(name, case.slots)
         if full not in case.slots:
             hint = " (without --scaling)" if case.operation.takes_scaling and case.scaling is None else ""
-            outputs = ", ".join(case.slots)
-            raise UsageError(f"{argument} is no output of {case.operation.name}{hint}: {outputs}; got {path!r}")
+            outputs, similar = ", ".join(case.slots), name_hint(name, case.slots)
+            raise UsageError(
+                f"{argument} is no output of {case.operation.name}{hint}{similar}: {outputs}; got {path!r}"
+            )
         if full in given:
             raise UsageError(f"{argument} must be given once; got {given[full][1].text!r} and {path!r} for {full}")
         given[full] = (argument, parse_file(path, argument))
     return given
 
 
-def _read_outputs(arguments, case, given):
+def _read_outputs(arguments, case, groups, given):
     """Output name -> array of every output argument."""
     outputs = {}
     if arguments.outputs is not None:
@@ -259,21 +277,22 @@ def _read_outputs(arguments, case, given):
             rule = f"must end in one of {', '.join(SUFFIXES)} (raw files: --output NAME=FILE)"
             raise UsageError(f"--outputs {rule}; got {spec.path!r}")
         for name, array in read_file(spec, "--outputs").items():
-            full = name if name in case.slots else ALIASES.get(name, name)
+            full = full_name(name, case.slots)
             if full not in case.slots:
-                raise UsageError(f"--outputs must hold arrays among {', '.join(case.slots)}; got {name!r}")
+                hint = name_hint(name, case.slots)
+                raise UsageError(f"--outputs must hold arrays among {', '.join(case.slots)}; got {name!r}{hint}")
             if full in outputs or full in given:
                 raise UsageError(f"--outputs must hold {full} where nothing else gives it; got it twice")
             outputs[full] = array
     for name, (argument, spec) in given.items():
-        outputs[name] = _read_output(arguments, case, name, argument, spec)
+        outputs[name] = _read_output(arguments, case, groups, name, argument, spec)
     if not outputs:
         raise UsageError(f"--output must give at least one of {', '.join(case.slots)}; got none")
     return _with_out_dtype(arguments, case, outputs)
 
 
-def _read_output(arguments, case, name, argument, spec):
-    """One output: raw elements have the dtype and shape that the operation writes."""
+def _read_output(arguments, case, groups, name, argument, spec):
+    """One output: raw elements have the dtype and shape that the operation writes, or that of all experts."""
     if not spec.raw or spec.shape is not None:
         found = read_file(spec, argument, name)
         if len(found) != 1:
@@ -282,7 +301,8 @@ def _read_output(arguments, case, name, argument, spec):
     slot, dtype = case.slots[name], spec.dtype
     if dtype is None:
         dtype = _value_dtype(arguments, case) if name in ("y", "dx") else slot.dtype
-    shapes = (slot.shape, slot.valid) if slot.padded else (slot.shape,)
+    shapes = (slot.shape, slot.valid) if groups is None else groups.sizes_of(name)
+    shapes = dict.fromkeys(shapes)
     try:
         sizes = [(shape, dtype) for shape in shapes]
         return read_raw(spec, argument, sizes, other=lambda entries: other_scales(slot, (entries,)))
@@ -327,6 +347,6 @@ def _option_of(arguments, op):
             return f"--param {name}"
         if name == "random_bits":  # the array's shape; the choice itself is the parser's business
             return "--set random_bits"
-        return {"inputs": "--input"}.get(name, f"--{name}")
+        return {"inputs": "--input"}.get(name, f"--{name.replace('_', '-')}")
 
     return option

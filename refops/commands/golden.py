@@ -20,6 +20,8 @@ examples:
   refops golden --op swiglu --scaling mxfp8 --shape 64x256 --out golden
   refops golden --op quantize --scaling mxfp8 --set scale_rounding=floor
       --shape 64x128 --dtype float32 --inputs extreme --seed 7 --out golden
+  refops golden --op quantize --scaling mxfp8 --shape 128x512
+      --swizzled-scales --out golden
   refops golden --all --out golden
 
 """
@@ -46,6 +48,7 @@ def add_golden(command, scaling_list):
         "tiny: around the least normal float32",
     )
     p.add_argument("--columnwise", action="store_true", help="dequantize: from the columnwise copy")
+    p.add_argument("--swizzled-scales", action="store_true", help="write scales in the order that GEMMs read")
     p.add_argument("--all", action="store_true", help="every operation, scaling, dtype and kind of inputs (700 MB)")
     p.add_argument("--out", metavar="DIR", required=True, help="where; made if it is not there")
 
@@ -90,9 +93,9 @@ def _add(writer, recipe, arguments):
 
 
 def _all_recipes(arguments):
-    for name in ("op", "scaling", "set", "param", "shape", "dtype", "inputs", "columnwise"):
+    for name in ("op", "scaling", "set", "param", "shape", "dtype", "inputs", "columnwise", "swizzled_scales"):
         if getattr(arguments, name):
-            raise UsageError(f"give either --all or --{name}; got both")
+            raise UsageError(f"give either --all or --{name.replace('_', '-')}; got both")
     return list(golden_matrix(arguments.seed))
 
 
@@ -114,6 +117,8 @@ def _recipe(arguments):
             arguments.inputs or "mixed",
             params,
             arguments.columnwise,
+            arguments.swizzled_scales,
         )
     except (ValueError, TypeError) as error:
-        raise UsageError(f"--{error}") from None
+        name, _, rest = str(error).partition(" ")
+        raise UsageError(f"--{name.replace('_', '-')} {rest}") from None

@@ -21,7 +21,7 @@ import numpy as np
 
 from refops.commands.arguments import integer_argument
 from refops.commands.usage import UsageError, listed, usage_errors
-from refops.oracle.operation import ALIASES
+from refops.oracle.quantized_tensors import full_name
 
 GROUP = "refops.runners"
 KERNELS = """\
@@ -237,7 +237,7 @@ def _argument_of(text, case, runner):
     if text in case.inputs:
         return _Argument(text, np.ascontiguousarray(case.inputs[text]), True)
     name, zeroed, initial = text.partition("=")
-    full = name if name in case.slots else ALIASES.get(name, name)
+    full = full_name(name, case.slots)
     if full in case.slots:
         if zeroed and initial != "0":
             raise UsageError(f"--argument {name} must be {name}, or {name}=0 for zeros at first; got {text!r}")

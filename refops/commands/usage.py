@@ -1,8 +1,8 @@
 """What the commands share: exit codes, bad use, and names that a user spelled almost right."""
 
-import difflib
 from contextlib import contextmanager
 
+from refops.arguments import similar_names
 from refops.survey import SCALINGS, match_names
 
 EXIT_FINE, EXIT_MISMATCH, EXIT_BAD_USE = 0, 1, 2
@@ -20,7 +20,7 @@ def match(patterns, names, argument):
         return match_names(patterns, list(names))
     except LookupError as error:
         (pattern,) = error.args
-    similar = _similar(pattern, names)
+    similar = similar_names(pattern.strip("*"), names)
     if similar:
         raise UsageError(f"{argument} matches nothing; got {pattern!r}: did you mean {listed(similar, 3)}?")
     most = len(SCALINGS) if names is SCALINGS else MOST_LISTED
@@ -35,13 +35,6 @@ def match_one(pattern, names, argument):
     if len(found) > 1:
         raise UsageError(f"{argument} must match one name; got {pattern!r}, which matches {listed(found)}")
     return found[0]
-
-
-def _similar(pattern, names):
-    """Names that hold the pattern's text, or else are spelled like it."""
-    text = pattern.strip("*")
-    holding = [name for name in names if len(text) > 2 and text.lower() in name.lower()]
-    return holding or difflib.get_close_matches(text, names)
 
 
 def listed(names, most=MOST_LISTED):

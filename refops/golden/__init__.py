@@ -10,6 +10,7 @@ every version of NumPy: inputs are integers from Philox times powers of two, and
     dump.py       inputs, reference outputs, intermediate amaxes and scales
     header.py     what made them, and what each array is
     storage.py    bytes and files: written whole or not at all, verified when read
+    damage.py     what differs in a file that was changed
 """
 
 from refops.golden.dump import Golden, build_golden

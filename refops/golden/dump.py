@@ -21,7 +21,7 @@ from refops.oracle.operation import Case, arrays_of, require_operation
 from refops.quantization.hadamard import HadamardSource
 from refops.quantization.layout import block_amax, padded_blocks
 from refops.quantization.quantize import amax_by_outer, random_bytes
-from refops.quantization.result import DIRECTIONS
+from refops.quantization.result import DIRECTIONS, reorder_scales
 from refops.scalings import Scaling
 from refops.scalings.arithmetic import REFERENCE
 from refops.survey import as_matrix
@@ -33,7 +33,7 @@ class Golden:
 
     Attributes:
         header: plain data: layout, refops (version), operation, parameters, scaling, shape, dtype, seed, inputs,
-            columnwise, arrays (full name -> dtype, shape, description), digest.
+            columnwise, swizzled_scales (where it is true), arrays (full name -> dtype, shape, description), digest.
         arrays: full name ("input.x", "output.rowwise_data", "intermediate.rowwise_encode_scale") -> array.
     """
 
@@ -74,14 +74,19 @@ class Golden:
         """Parameters of the operation."""
         return params_from_header(self.header)
 
+    @property
+    def swizzled_scales(self) -> bool:
+        """Whether the scales are in the order that GEMMs read."""
+        return self.header.get("swizzled_scales", False)
+
     def case(self) -> Case:
         """The `Case` that the file is about."""
-        return Case(self.op, self.inputs, self.scaling, self.params)
+        return Case(self.op, self.inputs, self.scaling, self.params, swizzled_scales=self.swizzled_scales)
 
     def stale_outputs(self) -> list[str]:
         """Names of the outputs that this version of refops would write otherwise."""
-        outputs = self.outputs
-        reference = self.case().reference(outputs)
+        outputs, case = self.outputs, self.case()
+        reference = _as_stored(case, case.reference(outputs))
         return [name for name, a in outputs.items() if np.asarray(reference[name]).tobytes() != a.tobytes()]
 
 
@@ -92,9 +97,9 @@ def build_golden(recipe: Recipe) -> Golden:
         ValueError, TypeError: the shape or parameters do not fit the operation.
     """
     inputs = _make_inputs(recipe)
-    case = Case(recipe.op, inputs, recipe.scaling, recipe.params)
+    case = Case(recipe.op, inputs, recipe.scaling, recipe.params, swizzled_scales=recipe.swizzled_scales)
     outputs = _reference(case)
-    groups = {"input": inputs, "output": outputs, "intermediate": dict(_intermediates(case, outputs))}
+    groups = {"input": inputs, "output": _as_stored(case, outputs), "intermediate": dict(_intermediates(case, outputs))}
     arrays = {
         f"{group}.{name}": np.ascontiguousarray(array)
         for group, named in groups.items()
@@ -117,7 +122,8 @@ def _make_inputs(recipe):
     if operation.kind == "dequantize":
         copies = {"rowwise": not recipe.columnwise, "columnwise": recipe.columnwise}
         x = place_probes(Case("quantize", makers["x"](), recipe.scaling), kind, seed)["x"]
-        return arrays_of(quantize(x, recipe.scaling, **copies))
+        q = quantize(x, recipe.scaling, **copies)
+        return arrays_of(q.swizzled() if recipe.swizzled_scales else q)
     inputs = {name: makers[name]() for name in operation.inputs}
     if recipe.scaling is None:
         return inputs
@@ -131,6 +137,17 @@ def _reference(case):
         return case.reference(wanted)
     except ValueError:  # row-scaled NVFP4 refuses some columnwise copies; a shape that nothing fits fails again
         return case.reference({name: a for name, a in wanted.items() if "columnwise" not in name})
+
+
+def _as_stored(case, outputs):
+    """The outputs as the file has them: scales in the order that GEMMs read, where the case says so."""
+    if not (case.swizzled_scales and case.quantizes):
+        return outputs
+    layout = case.scaling.layout
+    return {
+        name: reorder_scales(layout, name, array, to_swizzled=True) if name.endswith("_scale_inv") else array
+        for name, array in outputs.items()
+    }
 
 
 # --- from a value to its code -----------------------------------------------------------------------------------------

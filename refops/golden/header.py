@@ -15,9 +15,15 @@ from refops.oracle.operation import INTERLEAVE
 from refops.scalings import SCALINGS
 from refops.scalings.arithmetic import REFERENCE
 
+#: What is said of the order of scale bytes; swizzled ones by whether the array is swizzled along its transpose.
+NOT_SWIZZLED = "not swizzled"
+SWIZZLED = {
+    False: "then swizzled in tiles of 128 x 4",
+    True: "then transposed and swizzled in tiles of 128 x 4 (the array's shape is that before)",
+}
 #: Version of the layout of golden files; a reader refuses others.
 LAYOUT = 1
-#: What a header must hold besides its digest: key -> type.
+#: What a header must hold besides its digest: key -> type. "swizzled_scales" is there only where it is true.
 _FIELDS = {"operation": str, "parameters": dict, "scaling": dict | None, "arrays": dict, "refops": str}
 
 
@@ -34,6 +40,7 @@ def make_header(recipe, case, arrays):
         "seed": recipe.seed,
         "inputs": recipe.inputs,
         "columnwise": recipe.columnwise,
+        **({"swizzled_scales": True} if recipe.swizzled_scales else {}),
         "arrays": {
             name: {"dtype": a.dtype.name, "shape": list(a.shape), "description": describe(name, case)}
             for name, a in arrays.items()
@@ -143,7 +150,10 @@ def describe(full_name, case):
     copy, part = name.split("_", 1)
     if copy == "amax":
         copy, part = part, copy
-    return f"{_OF_COPY[part](case.scaling, copy == 'columnwise')}; row-major"
+    what = _OF_COPY[part](case.scaling, copy == "columnwise")
+    if case.swizzled_scales and part == "scale_inv":
+        return what.replace(NOT_SWIZZLED, SWIZZLED[case.scaling.layout.scales_inner_first[copy == "columnwise"]])
+    return f"{what}; row-major"
 
 
 def _of_operation(case):
@@ -211,7 +221,7 @@ def _padding(layout, columnwise):
         second = (outer > 1) == layout.scales_inner_first[columnwise]
         yield f"{'second' if second else 'first'} dimension padded with zeros to a multiple of {max(outer, blocks)}"
     if layout.scale_order == "gemm":
-        yield "not swizzled"
+        yield NOT_SWIZZLED
 
 
 def _amax(scaling, columnwise):

@@ -9,11 +9,18 @@ import numpy as np
 
 from refops import scalings
 from refops.activations import ACTIVATIONS
-from refops.arguments import BFLOAT16, require_choice, require_high_precision_dtype, require_integer, shown
+from refops.arguments import (
+    BFLOAT16,
+    require_choice,
+    require_flag,
+    require_high_precision_dtype,
+    require_integer,
+    shown,
+)
 from refops.formats import E4M3, E5M2, ElementFormat
 from refops.golden.inputs import INPUT_KINDS
 from refops.oracle.operation import INTERLEAVE, OPERATIONS, require_operation
-from refops.scalings import Scaling, require_scaling
+from refops.scalings import Scaling, named
 from refops.scalings.declaration import normalise
 from refops.survey import SCALINGS
 from refops.tiles import round_up
@@ -36,6 +43,7 @@ class Recipe:
         inputs: kind of numbers, a key of `refops.golden.inputs.INPUT_KINDS`.
         params: parameters of the operation.
         columnwise: whether a dequantization reads the columnwise copy.
+        swizzled_scales: whether scales are in the order that GEMMs read (`Quantized.swizzled`).
     """
 
     op: str
@@ -46,16 +54,13 @@ class Recipe:
     inputs: str = "mixed"
     params: dict[str, Any] = field(default_factory=dict)
     columnwise: bool = False
+    swizzled_scales: bool = False
 
     def __post_init__(self):
         operation = require_operation(self.op)
         scaling = self.scaling
-        if isinstance(scaling, str):
-            if scaling not in SCALINGS:
-                raise ValueError(f"scaling must be one of {', '.join(SCALINGS)}; got {scaling!r}")
-            scaling = SCALINGS[scaling].scaling
-        elif scaling is not None:
-            require_scaling(scaling)
+        if scaling is not None:
+            scaling = named(scaling)
             if type(scaling) not in scalings.SCALINGS:
                 raise ValueError(
                     f"scaling must be of a declared class, which golden files name, not of one derived from it; "
@@ -67,6 +72,8 @@ class Recipe:
             raise ValueError("scaling must take its random bits from seed and offset; got random_bits")
         if self.columnwise and operation.kind != "dequantize":
             raise ValueError(f"columnwise must be False for {operation.name}, which writes both copies; got True")
+        if require_flag(self.swizzled_scales, "swizzled_scales"):
+            require_gemm_order(scaling)
         update = operation.kind == "update_delayed_scale"
         default = np.float32 if update else BFLOAT16
         dtype = default if self.dtype is None else require_high_precision_dtype(self.dtype, "dtype")
@@ -100,8 +107,18 @@ class Recipe:
         parts += [f"{name}={_plain_text(value)}" for name, value in sorted(self.params.items())]
         if self.op == "dequantize":
             parts.append("columnwise" if self.columnwise else "rowwise")
+        parts += ["swizzled"] * self.swizzled_scales
         parts += [self.dtype.name, "x".join(map(str, self.shape)), self.inputs, f"seed{self.seed}"]
         return re.sub(r"[^A-Za-z0-9_.=+-]", "_", "__".join(parts)) + ".safetensors"
+
+
+def require_gemm_order(scaling):
+    """Raise ValueError unless there is a scaling whose scales have an order of their own for GEMMs."""
+    if scaling is None:
+        raise ValueError("swizzled_scales must be False without a scaling; got True")
+    if scaling.layout.scale_order != "gemm":
+        name = type(scaling).__name__
+        raise ValueError(f"swizzled_scales must be False with {name}, whose scales have one order; got True")
 
 
 def scaling_label(scaling):

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from refops.files import SAFETENSORS_DTYPES, FileError, read_safetensors
+from refops.golden.damage import what_differs
 from refops.golden.dump import Golden, build_golden
 from refops.golden.header import canonical_json, digest, parse_header
 from refops.golden.matrix import Recipe
@@ -55,12 +56,17 @@ def read_golden(path: str | PathLike[str]) -> Golden:
     """Return the `Golden` in a file, every array and the header verified against its digest.
 
     Raises:
-        FileError: no such file, not a golden file, truncated or changed since it was written.
+        FileError: no such file, not a golden file, truncated or changed since it was written; of a changed one the
+            message names the array and its first byte that differ, where they can be told (`refops.golden.damage`).
     """
     arrays, metadata = read_safetensors(path)
     header = parse_header(metadata.get(HEADER_KEY), path)
-    if digest(header, arrays) != header.get("digest"):
-        raise FileError(f"must be as it was written; got {str(path)!r}: its contents do not match its digest")
+    found = digest(header, arrays)
+    if found != header.get("digest"):
+        raise FileError(
+            f"must be as it was written; got {str(path)!r}: its contents do not match its digest, expected "
+            f"{header.get('digest')}, found {found}: {what_differs(header, arrays)}"
+        )
     golden = Golden(header, arrays)
     try:
         golden.case().fit_outputs(golden.outputs)
@@ -83,12 +89,13 @@ def write_golden(
     seed: int = 0,
     inputs: str = "mixed",
     params: dict[str, Any] | None = None,
+    swizzled_scales: bool = False,
 ) -> Path:
     """Write one golden file and list it in the directory's manifest.
 
     Args:
         directory: where; made if it is not there.
-        op, scaling, shape, dtype, seed, inputs, params: as `Recipe` has them.
+        op, scaling, shape, dtype, seed, inputs, params, swizzled_scales: as `Recipe` has them.
 
     Returns:
         Path of the file.
@@ -96,7 +103,8 @@ def write_golden(
     Raises:
         ValueError, TypeError: arguments that do not fit together. OSError: it cannot be written. Nothing is left then.
     """
-    recipe = Recipe(op, scaling, shape, dtype, seed, inputs, {} if params is None else params)
+    params = {} if params is None else params
+    recipe = Recipe(op, scaling, shape, dtype, seed, inputs, params, swizzled_scales=swizzled_scales)
     with GoldenWriter(directory) as writer:
         writer.add(recipe)
     return writer.path_of(recipe)

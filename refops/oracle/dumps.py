@@ -13,6 +13,7 @@ import numpy as np
 
 from refops.arguments import BFLOAT16, HIGH_PRECISION, describe_array
 from refops.formats import E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, INT8, ElementFormat, pack_fp4
+from refops.oracle.quantized_tensors import is_quantized
 from refops.scalings.declaration import ALIGNMENT, Layout
 
 FLOAT32 = np.dtype(np.float32)
@@ -74,7 +75,9 @@ def as_numpy(value, name):
         raise TypeError(f"{name} must be a plain array; got a masked array of shape {value.shape}")
     if isinstance(value, np.ndarray | np.generic):
         return np.asarray(value)
-    if type(value).__module__.split(".")[0] == "torch":
+    if is_quantized(value):
+        raise TypeError(f"{name} must be an array; got a quantized tensor, {type(value).__name__}")
+    if _is_torch_tensor(value):
         return _from_torch(value)
     if hasattr(value, "copy_to_host"):  # Numba's device arrays
         return value.copy_to_host()
@@ -110,6 +113,12 @@ _TORCH_ONLY = {
 }
 
 
+def _is_torch_tensor(value):
+    """Whether a value is a torch tensor, or of a class that is derived from it."""
+    modules = (cls.__module__.split(".")[0] for cls in type(value).__mro__)
+    return "torch" in modules and hasattr(value, "detach")
+
+
 def _from_torch(tensor):
     """A torch tensor's bits on the host. Its dtypes are matched by name: torch itself is not imported here."""
     tensor = tensor.detach().cpu()
@@ -130,7 +139,7 @@ def fit(value, slot):
     Raises:
         TypeError: a dtype that contradicts the slot. ValueError: a shape that does.
     """
-    array = _fit_dtype(as_numpy(value, slot.name), slot)
+    array = fit_dtype(as_numpy(value, slot.name), slot)
     for shape, complete in ((slot.shape, True), (slot.valid, not slot.padded)):
         if _reshapes(array.shape, shape):
             array = np.ascontiguousarray(array).reshape(shape)
@@ -213,7 +222,7 @@ def native(array):
     return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
 
-def _fit_dtype(array, slot):
+def fit_dtype(array, slot):
     """Return `array` with the slot's dtype; raw bits are viewed."""
     array = native(array)
     fit_kind = {"values": _fit_values, "codes": _fit_codes, "scales": _fit_scales, "amax": _fit_amax}[slot.kind]

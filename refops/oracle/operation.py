@@ -13,10 +13,11 @@
 | "dequantize"                         | the arrays of one   | y                   |                                |
 | "update_delayed_scale"               | amax_history, scale | amax_history, scale |                                |
 
-Short names of outputs: data, scale_inv (or scale), amax stand for rowwise_data, rowwise_scale_inv, amax_rowwise.
+Short names of outputs: data (or codes), scale_inv (or scale, scales), amax stand for rowwise_data, rowwise_scale_inv,
+amax_rowwise; columnwise_codes, columnwise_scales and their like for the columnwise ones (`ALIASES`). A quantized tensor
+of any package stands for all of its arrays (`refops.oracle.quantized_tensors`).
 """
 
-import difflib
 import math
 from dataclasses import dataclass
 
@@ -24,34 +25,38 @@ import numpy as np
 
 from refops import ops
 from refops.activations import ACTIVATIONS, bind_activation
-from refops.arguments import BFLOAT16, require_flag, require_high_precision_dtype, require_tensor, shown
+from refops.arguments import (
+    BFLOAT16,
+    did_you_mean,
+    require_flag,
+    require_high_precision_dtype,
+    require_tensor,
+    shown,
+)
 from refops.oracle.dumps import Slot, as_numpy, fit, native
 from refops.oracle.geometry import Geometry
+from refops.oracle.quantized_tensors import (
+    QUANTIZED_ARRAYS,
+    QuantizedParts,
+    arrays_of,
+    full_name,
+    is_quantized,
+    name_hint,
+    parts_of,
+    with_arrays,
+)
 from refops.quantization.delayed import update_delayed_scale
 from refops.quantization.layout import one_order
 from refops.quantization.quantize import check_shape
 from refops.quantization.result import Quantized, stored_layout
-from refops.scalings import require_scaling
+from refops.scalings import named
 from refops.tiles import InputSource, RowLayout
 
-#: Every array of a `Quantized`, rowwise first.
-QUANTIZED_ARRAYS = (
-    "rowwise_data",
-    "rowwise_scale_inv",
-    "amax_rowwise",
-    "columnwise_data",
-    "columnwise_scale_inv",
-    "amax_columnwise",
-)
-ALIASES = {
-    "data": "rowwise_data",
-    "scale_inv": "rowwise_scale_inv",
-    "scale": "rowwise_scale_inv",
-    "amax": "amax_rowwise",
-}
 #: Parameters of "update_delayed_scale"; `fmt` is required.
 UPDATE_PARAMETERS = ("fmt", "margin", "algorithm", "keep_unused")
 INTERLEAVE = "glu_interleave_size"
+#: Names that a quantized tensor may have among outputs: it is the result, whatever the operation calls that.
+RESULTS = ("q", "y", "dx")
 
 
 @dataclass(frozen=True)
@@ -116,9 +121,7 @@ def require_operation(op):
     name = _TE_SPELLINGS.get(op, op) if isinstance(op, str) else op
     if isinstance(name, str) and name in OPERATIONS:
         return OPERATIONS[name]
-    similar = difflib.get_close_matches(name.lower(), OPERATIONS) if isinstance(name, str) else []
-    hint = f" (did you mean {', '.join(similar)}?)" if similar else ""
-    raise ValueError(f"op must be one of {', '.join(OPERATIONS)}; got {shown(op)}{hint}")
+    raise ValueError(f"op must be one of {', '.join(OPERATIONS)}; got {shown(op)}{did_you_mean(name, OPERATIONS)}")
 
 
 class Case:
@@ -160,7 +163,8 @@ class Case:
         unknown = [name for name in params if name not in allowed]
         if unknown:
             takes = ", ".join(allowed) or "none"
-            raise ValueError(f"params must be among those of {operation.name} ({takes}); got {shown(unknown[0])}")
+            hint = did_you_mean(unknown[0], allowed)
+            raise ValueError(f"params must be among those of {operation.name} ({takes}); got {shown(unknown[0])}{hint}")
         return params
 
     def _check_call(self):
@@ -186,7 +190,7 @@ class Case:
             return None
         if not (self.operation.takes_scaling or self.operation.needs_scaling):
             raise ValueError(f"scaling must be None for {name}, which does not quantize; got {shown(scaling)}")
-        return require_scaling(scaling)
+        return named(scaling)
 
     def _check_swizzled(self, swizzled_scales):
         fixed = self.scaling is not None and self.scaling.layout.scale_order == "fixed"
@@ -211,7 +215,10 @@ class Case:
         unknown = [name for name in inputs if name not in operation.inputs]
         if unknown:
             expected = ", ".join(operation.inputs)
-            raise ValueError(f"inputs must hold {expected} alone for {operation.name}; got {shown(unknown[0])} too")
+            hint = did_you_mean(unknown[0], operation.inputs)
+            raise ValueError(
+                f"inputs must hold {expected} alone for {operation.name}; got {shown(unknown[0])} too{hint}"
+            )
         arrays = {name: native(as_numpy(inputs[name], name)) for name in operation.inputs}
         if operation.kind == "update_delayed_scale":
             return arrays
@@ -220,34 +227,47 @@ class Case:
     def _quantized_input(self, inputs):
         if isinstance(inputs, dict) and set(inputs) == {"q"}:
             inputs = inputs["q"]
+        tensor = parts_of(inputs) if is_quantized(inputs) else None
+        if tensor is not None and tensor.scaling is not None:
+            if self.scaling not in (None, tensor.scaling):
+                raise ValueError(f"scaling must be that of the {tensor.kind}, {tensor.scaling}; got {self.scaling}")
+            self.scaling = tensor.scaling
         if isinstance(inputs, Quantized):
-            if self.scaling not in (None, inputs.scaling):
-                raise ValueError(f"scaling must be that of the Quantized, {inputs.scaling}; got {self.scaling}")
-            self.scaling = inputs.scaling
             return inputs
-        if not isinstance(inputs, dict):
+        if tensor is None and not isinstance(inputs, dict):
             raise TypeError(f"inputs must be a Quantized or a dict of its arrays for dequantize; got {shown(inputs)}")
         if self.scaling is None:
-            raise ValueError("scaling is required to dequantize a dict of arrays; got None")
-        inputs = _named_arrays(inputs, QUANTIZED_ARRAYS, "inputs")
+            of = "a dict of arrays" if tensor is None else f"a {tensor.kind}, which does not say it"
+            raise ValueError(f"scaling is required to dequantize {of}; got None")
+        if tensor is None:
+            tensor = QuantizedParts("dict", _named_arrays(inputs, QUANTIZED_ARRAYS, "inputs"))
+        tensor.require_scaling(self.scaling, "inputs")
+        return self._quantized_of(tensor)
+
+    def _quantized_of(self, tensor):
+        """The `Quantized` of a tensor's `QuantizedParts` with the scaling of the case."""
+        inputs = tensor.arrays
         direction = "rowwise" if "rowwise_data" in inputs else "columnwise"
         if f"{direction}_data" not in inputs:
             raise ValueError(f"inputs must hold rowwise_data or columnwise_data for dequantize; got {list(inputs)}")
-        shape = _shape_of_data(
-            as_numpy(inputs[f"{direction}_data"], f"{direction}_data").shape, self.scaling, direction
-        )
-        slots = quantized_slots(self.scaling, shape)
+        shape = tensor.shape
+        if shape is None:
+            stored = as_numpy(inputs[f"{direction}_data"], f"{direction}_data").shape
+            shape = _shape_of_data(stored, self.scaling, direction)
+        slots, swizzled = quantized_slots(self.scaling, shape), self.swizzled_scales or tensor.swizzled_scales
         arrays = {}
         for name, value in inputs.items():
             if name not in slots:
                 raise ValueError(f"inputs must hold {', '.join(slots)} for {self.scaling}; got {name}")
-            arrays[name] = fit(value, slots[name])[0]
+            arrays[name], padding_given = fit(value, slots[name])
+            if swizzled and not padding_given:
+                raise ValueError(f"{name} must have its padding when swizzled, {slots[name].shape}; got without")
         return Quantized(
             **arrays,
             scaling=self.scaling,
             shape=shape,
-            dtype=np.dtype(np.float32),
-            with_gemm_swizzled_scales=self.swizzled_scales,
+            dtype=np.dtype(np.float32) if tensor.dtype is None else tensor.dtype,
+            with_gemm_swizzled_scales=swizzled,
         )
 
     # --- what it writes ---------------------------------------------------------------------------
@@ -341,22 +361,7 @@ class Case:
             ValueError: no output, an unknown name, a shape that contradicts the operation.
             TypeError: a dtype that does.
         """
-        if isinstance(outputs, Quantized) or hasattr(outputs, "rowwise_data"):  # a kernel package's own result type
-            theirs, ours = outputs.scaling, self.scaling
-            if type(theirs) is not type(ours) or theirs.fmt != ours.fmt:
-                raise ValueError(f"outputs must be of the kind of {ours}; got a Quantized with {theirs}")
-            outputs = arrays_of(outputs)
-        elif not isinstance(outputs, dict):
-            if len(self.slots) > 1 and self.operation.kind not in ("activation_grad", "scaled_activation_grad"):
-                expected = ", ".join(self.slots)
-                raise TypeError(f"outputs must be a dict of {expected}, or a Quantized; got {shown(outputs)}")
-            outputs = {next(iter(self.slots)): outputs}
-        hint = ""
-        if self.operation.takes_scaling and self.scaling is None:
-            hint = "; codes and scales are the outputs with a scaling: give scaling"
-        outputs = _named_arrays(outputs, self.slots, "outputs", hint)
-        if not outputs:
-            raise ValueError(f"outputs must hold at least one of {', '.join(self.slots)}; got none")
+        outputs = self.name_outputs(outputs)
         arrays, unpadded = {}, set()
         for name, slot in self.slots.items():
             if name in outputs:
@@ -364,6 +369,28 @@ class Case:
                 if not padding_given:
                     unpadded.add(name)
         return arrays, unpadded
+
+    def name_outputs(self, outputs):
+        """Return output name -> array, as given, of what `oracle.check` takes as outputs; errors as `fit_outputs`."""
+        if is_quantized(outputs):
+            outputs = {"q": outputs}
+        elif not isinstance(outputs, dict):
+            if len(self.slots) > 1 and self.operation.kind not in ("activation_grad", "scaled_activation_grad"):
+                expected = ", ".join(self.slots)
+                raise TypeError(f"outputs must be a dict of {expected}, or a Quantized; got {shown(outputs)}")
+            outputs = {next(iter(self.slots)): outputs}
+        outputs, tensors = with_arrays(outputs, RESULTS)
+        if tensors and not self.quantizes:
+            raise ValueError(f"scaling is required where outputs hold a quantized tensor; got a {tensors[0].kind}")
+        for tensor in tensors:
+            tensor.require_scaling(self.scaling, "outputs")
+        hint = ""
+        if self.operation.takes_scaling and self.scaling is None:
+            hint = "; codes and scales are the outputs with a scaling: give scaling"
+        outputs = _named_arrays(outputs, self.slots, "outputs", hint)
+        if not outputs:
+            raise ValueError(f"outputs must hold at least one of {', '.join(self.slots)}; got none")
+        return outputs
 
     # --- what the reference writes ----------------------------------------------------------------
 
@@ -421,19 +448,14 @@ def _named_arrays(given, known, what, hint=""):
     """Return the entries of `given` under their full names; ValueError, with the hint, for a name not in `known`."""
     named = {}
     for name, value in given.items():
-        full = name if name in known else ALIASES.get(name, name)
+        full = full_name(name, known)
         if full not in known:
-            raise ValueError(f"{what} must be among {', '.join(known)}; got {shown(name)}{hint}")
+            similar = name_hint(name, known)
+            raise ValueError(f"{what} must be among {', '.join(known)}; got {shown(name)}{similar}{hint}")
         if full in named:
             raise ValueError(f"{what} must hold {full} once; got it twice ({shown(name)} is the same)")
         named[full] = value
     return named
-
-
-def arrays_of(q):
-    """The arrays that a `Quantized`, or a kernel package's own result, holds: name -> array."""
-    arrays = {name: getattr(q, name, None) for name in QUANTIZED_ARRAYS}
-    return {name: array for name, array in arrays.items() if array is not None}
 
 
 def _values_slot(name, shape, dtype):

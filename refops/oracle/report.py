@@ -73,6 +73,7 @@ class ArrayVerdict:
         picture: lines of text, the density of wrong entries over the array seen as a matrix.
         shape: the matrix that box and picture refer to.
         bias: what is wrong with the array as a whole (stochastic rounding that is not fair), or "".
+        first_row: row of the tensor that row 0 of this matrix is, where it is the part of one expert.
     """
 
     name: str
@@ -88,6 +89,7 @@ class ArrayVerdict:
     picture: tuple[str, ...] = ()
     shape: tuple[int, int] = (0, 0)
     bias: str = ""
+    first_row: int = 0
 
     @property
     def ok(self) -> bool:
@@ -165,12 +167,16 @@ class Report:
         if not self.ok:
             raise MismatchError(f"\n{self}")
 
-    def __str__(self):
+    def headline(self) -> str:
+        """The verdict in one line."""
         verdict = "RIGHT" if self.ok else "WRONG"
         what = self.operation + (f" -> {self.settings}" if self.settings else "")
-        lines = [f"{verdict}: {what} ({'bit equality' if self.ulp == 0 else f'ulp={self.ulp:g}'})"]
+        return f"{verdict}: {what} ({'bit equality' if self.ulp == 0 else f'ulp={self.ulp:g}'})"
+
+    def __str__(self):
+        lines = [self.headline()]
         for array in self.arrays:
-            lines += _array_lines(array)
+            lines += array_lines(array)
         lines += str(self.coverage).split("\n") if self.coverage is not None else []
         lines += [f"note: {note}" for note in self.notes]
         if not self.ok and self.diagnosed:
@@ -193,7 +199,8 @@ class Report:
         }
 
 
-def _array_lines(array):
+def array_lines(array):
+    """Lines of text on one array."""
     what = {"values": "values", "codes": "codes", "scales": "scales", "amax": "numbers"}[array.kind]
     if array.ok:
         same = "" if array.differing == 0 else f", {array.differing:,} of them other bits than the reference's"
@@ -208,16 +215,13 @@ def _array_lines(array):
     if array.box:
         (top, bottom), (left, right) = array.box
         if (top, bottom, left, right) != (0, array.shape[0] - 1, 0, array.shape[1] - 1):
-            lines.append(
-                f"    all in rows {top}..{bottom}, columns {left}..{right} of {array.shape[0]} x {array.shape[1]}"
-            )
+            rows = f"rows {top + array.first_row}..{bottom + array.first_row}"
+            lines.append(f"    all in {rows}, columns {left}..{right} of {_matrix_of(array)}")
     lines += [f"    first: {mismatch}" for mismatch in array.first]
     lines += [f"    worst: {mismatch}" for mismatch in array.worst if mismatch not in array.first]
     if array.picture:
         width = len(array.picture[0])
-        lines.append(
-            f"    where ({array.shape[0]} x {array.shape[1]}; . none, : to 1 %, + to 10 %, * to 50 %, # more):"
-        )
+        lines.append(f"    where ({_matrix_of(array)}; . none, : to 1 %, + to 10 %, * to 50 %, # more):")
         lines.append("    +" + "-" * width + "+")
         lines += [f"    |{row}|" for row in array.picture]
         lines.append("    +" + "-" * width + "+")
@@ -231,6 +235,12 @@ def _explanation_dict(explanation):
         "names": list(explanation.names),
         "place": None if place is None else place.as_dict(),
     }
+
+
+def _matrix_of(array):
+    """The matrix that box and picture refer to, in words."""
+    rows, columns = array.shape
+    return f"{rows} x {columns}" + f" from row {array.first_row} on" * bool(array.first_row)
 
 
 def _array_dict(array):
@@ -260,6 +270,7 @@ def _array_dict(array):
         "picture": list(array.picture),
         "shape": list(array.shape),
         "bias": array.bias,
+        "first_row": array.first_row,
     }
 
 

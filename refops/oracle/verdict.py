@@ -19,12 +19,12 @@ from refops.oracle.enclosure import Bounds
 from refops.oracle.entries import shown_code, shown_entry, shown_range
 from refops.oracle.geometry import stored_index
 from refops.oracle.operation import Case, require_operation
+from refops.oracle.quantized_tensors import is_swizzled
 from refops.oracle.quantized_verdict import QuantizedJudge
 from refops.oracle.report import Explanation, Mismatch, Report
 from refops.oracle.tally import Tally, bits_of, distance_of
-from refops.quantization.layout import unswizzle
-from refops.quantization.result import DIRECTIONS, reorder_transposed
-from refops.scalings import Scaling
+from refops.quantization.result import DIRECTIONS, reorder_scales
+from refops.scalings import Scaling, named
 from refops.tiles import Matrix, for_each, tile_slices
 
 F = np.float32
@@ -42,7 +42,7 @@ def check(
     inputs: Any,
     outputs: Any,
     *,
-    scaling: Scaling | None = None,
+    scaling: Scaling | str | None = None,
     params: Mapping[str, Any] | None = None,
     ulp: Number = 2,
     swizzled_scales: bool = False,
@@ -51,6 +51,7 @@ def check(
     diagnose: bool = True,
     budget: Number | None = 8,
     progress: Callable[[float, float | None], None] | None = None,
+    m_splits: Any = None,
 ) -> Report:
     """Judge what a kernel wrote.
 
@@ -58,13 +59,15 @@ def check(
         op: name of the operation: an activation ("gelu", "swiglu", ...), its gradient ("dgelu", ...), either of them
             scaled by row ("scaled_swiglu", "scaled_dswiglu", ...), "quantize", "dequantize", "update_delayed_scale".
         inputs: what the kernel read: a dict of x, dy, row_scales, ... as `refops.oracle.operation` lists them for `op`,
-            or the array itself where there is one. float32, float16 or bfloat16. For dequantize a `Quantized`, or a
-            dict of its arrays.
+            or the array itself where there is one. float32, float16 or bfloat16. For dequantize a quantized tensor
+            (`refops.Quantized`, fuser's, TE's), or a dict of its arrays.
         outputs: what the kernel wrote: a dict of any of y, dx, dbias, drow_scales, or of the arrays of a `Quantized`
-            (rowwise_data, rowwise_scale_inv, amax_rowwise, columnwise_...; data, scale and amax are short for the
-            rowwise ones), or a `Quantized`. NumPy, torch, JAX, CuPy, anything with DLPack or an array interface;
-            elements of their own dtype or as raw bits. Scales may come with their padding or without.
-        scaling: settings such as `refops.MXFP8Scaling(refops.E4M3)` where the operation quantizes.
+            (rowwise_data, rowwise_scale_inv, amax_rowwise, columnwise_...; data or codes, scale or scales, and amax
+            are short for the rowwise ones, columnwise_codes and so on for the others), or a quantized tensor, alone or
+            as "q" beside dbias. NumPy, torch, JAX, CuPy, anything with DLPack or an array interface; elements of their
+            own dtype or as raw bits. Scales may come with their padding or without.
+        scaling: settings such as `refops.MXFP8Scaling(refops.E4M3)`, or the name of a row of `refops.scalings.NAMED`
+            such as "mxfp8", where the operation quantizes.
         params: parameters of the activation, glu_interleave_size; for update_delayed_scale fmt, margin, algorithm,
             keep_unused.
         ulp: error that exp and tanh may have, in float32 units in the last place; a result within as many of the
@@ -79,9 +82,12 @@ def check(
         diagnose: look for the convention that explains a wrong dump.
         budget: seconds of processor time that this may take; a note says where it ended the search. None: no bound.
         progress: called now and then meanwhile, with the seconds spent and the budget.
+        m_splits: rows of each expert where the tensor holds groups that are quantized each by itself, one behind the
+            other; scaling, and what outputs hold, may then be one for each (`refops.oracle.grouped`). Default: one
+            tensor.
 
     Returns:
-        `Report`: `.ok`, `.mismatches`, `.diagnosis`, `.raise_for_mismatch()`, `str()`.
+        `Report` (`GroupedReport` with m_splits): `.ok`, `.mismatches`, `.diagnosis`, `.raise_for_mismatch()`, `str()`.
 
     Raises:
         TypeError, ValueError: an unknown operation or output, a missing input, settings, shapes or dtypes that
@@ -95,6 +101,19 @@ def check(
     require_flag(swizzled_scales, "swizzled_scales")
     if budget is not None:
         require_number(budget, "budget", positive=True)
+    if m_splits is not None:
+        from refops.oracle.grouped import check_groups  # which checks each group with this function
+
+        options = {"padding": padding, "random_bits": random_bits, "diagnose": diagnose}
+        options |= {
+            "budget": budget,
+            "progress": progress,
+            "params": params,
+            "ulp": ulp,
+            "swizzled_scales": swizzled_scales,
+        }
+        return check_groups(op, inputs, outputs, scaling, m_splits, options)
+    scaling = None if scaling is None else named(scaling)
     if random_bits == "any" and (ulp == 0 or not getattr(scaling, "stochastic_rounding", False)):
         got = f"ulp={ulp:g}, scaling={shown(scaling)}"
         raise ValueError(f"random_bits='any' needs ulp > 0 and a scaling with stochastic_rounding; got {got}")
@@ -205,11 +224,6 @@ def coarser_functions(judge):
     return found
 
 
-def is_swizzled(outputs):
-    """Whether the outputs say themselves that their scales are in GEMM order."""
-    return bool(getattr(outputs, "with_gemm_swizzled_scales", False))
-
-
 class Judge:
     """One check.
 
@@ -284,9 +298,7 @@ class Judge:
         self.notes.append(f"{name} was put in plain order: indices are those of the plain order")
         if name in self.unpadded:
             raise ValueError(f"{name} must have its padding when swizzled, {self.case.slots[name].shape}; got without")
-        if layout.scales_inner_first[name.startswith("columnwise")]:
-            return reorder_transposed(unswizzle, array, to_swizzled=False)
-        return unswizzle(array)
+        return reorder_scales(layout, name, array, to_swizzled=False)
 
     def _count_entries(self, name):
         tally, slot = self.tallies[name], self.case.slots[name]

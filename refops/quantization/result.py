@@ -162,29 +162,37 @@ class Quantized:
         Raises ValueError for scales that have one order: those of blocks, whose GEMM scales are another format
         (`refops.block_scales_as_mxfp8`), and MXINT8's.
         """
-        return self._reorder_scales(swizzle, True)
+        return self._reorder_scales(True)
 
     def unswizzled(self) -> "Quantized":
         """Undo `swizzled`."""
-        return self._reorder_scales(unswizzle, False)
+        return self._reorder_scales(False)
 
-    def _reorder_scales(self, reorder, target):
+    def _reorder_scales(self, target):
         layout = self.scaling.layout
         if layout.scale_order == "fixed":
             raise ValueError(one_order(self.scaling))
         if layout.scale_order == "none" or self.with_gemm_swizzled_scales == target:
             return self
         fields: dict[str, Any] = {"with_gemm_swizzled_scales": target}
-        for direction, inner_first in zip(DIRECTIONS, layout.scales_inner_first, strict=True):
-            scales = getattr(self, f"{direction}_scale_inv")
-            if scales is not None:  # a GEMM's outer dimension comes first, whatever is stored first
-                fields[f"{direction}_scale_inv"] = (
-                    reorder_transposed(reorder, scales, target) if inner_first else reorder(scales)
-                )
+        for name in (f"{direction}_scale_inv" for direction in DIRECTIONS):
+            if getattr(self, name) is not None:
+                fields[name] = reorder_scales(layout, name, getattr(self, name), target)
         return replace(self, **fields)
 
 
-def reorder_transposed(reorder, scales, to_swizzled):
+def reorder_scales(layout, name, scales, to_swizzled):
+    """The scales `name` of a `Quantized` in the order that GEMMs read, or from it in plain order; the shape stays.
+
+    A GEMM's outer dimension comes first, whatever is stored first.
+    """
+    reorder = swizzle if to_swizzled else unswizzle
+    if layout.scales_inner_first[name.startswith("columnwise")]:
+        return _reorder_transposed(reorder, scales, to_swizzled)
+    return reorder(scales)
+
+
+def _reorder_transposed(reorder, scales, to_swizzled):
     """Reorder (blocks, columns) scales along their transpose, keeping the stored shape."""
     blocks, columns = scales.shape
     if to_swizzled:

@@ -2,13 +2,14 @@
 
 SCALINGS    the classes, in their fixed order
 NAMED       the rows that the command line shows, by name
+named       settings, by one of those names or as they are
 """
 
-from dataclasses import is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from types import ModuleType
 from typing import Any
 
-from refops.arguments import shown
+from refops.arguments import did_you_mean, shown
 from refops.rows import modules_of, rows_of
 from refops.scalings.block import BlockScaling as BlockScaling
 from refops.scalings.current import CurrentScaling as CurrentScaling
@@ -77,6 +78,21 @@ SCALINGS: tuple[type[Scaling], ...] = tuple(
 NAMED = _by_name(SCALINGS, _rows)
 
 
+def _defaults(rows: dict[str, NamedScaling]) -> dict[str, str]:
+    """What precedes the first hyphen -> name of the row that has nothing but defaults: "nvfp4" -> "nvfp4-1x16"."""
+    found = {}
+    for name, row in rows.items():
+        required = [field for field in fields(row.scaling) if field.default is MISSING]  # type: ignore[arg-type]
+        family = name.split("-")[0]
+        if not required and family not in rows and row.scaling == type(row.scaling)():
+            found[family] = name
+    return found
+
+
+#: Short names -> names of `NAMED`.
+SHORT_NAMES = _defaults(NAMED)
+
+
 #: What `refops` offers of this folder.
 __all__ = [cls.__name__ for cls in SCALINGS]
 globals().update({cls.__name__: cls for cls in SCALINGS})
@@ -92,3 +108,21 @@ def require_scaling(scaling: Any) -> Any:
         where = ", whose class is in no file of refops/scalings: put it there" if isinstance(scaling, Scaling) else ""
         raise TypeError(f"scaling must be one of {names}; got {shown(scaling)}{where}")
     return scaling
+
+
+def named(scaling: Any) -> Any:
+    """Return the settings that `scaling` stands for: a name of `NAMED` ("mxfp8", in any case), or settings themselves.
+
+    "nvfp4" is the row of it that has the defaults of its class.
+
+    Raises:
+        ValueError: no such name; the message names similar ones. TypeError: neither a name nor a scaling.
+    """
+    if not isinstance(scaling, str):
+        return require_scaling(scaling)
+    name = scaling.lower()
+    name = SHORT_NAMES.get(name, name)
+    if name not in NAMED:
+        hint = did_you_mean(name, NAMED)
+        raise ValueError(f"scaling must be settings, or one of {', '.join(NAMED)}; got {scaling!r}{hint}")
+    return NAMED[name].scaling
