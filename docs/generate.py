@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), *(str(ROOT / folder) for folder in ("docs", "tests", "tests/benchmarks"))]
 
 import capabilities  # noqa: E402
+import orders  # noqa: E402
 import tables  # noqa: E402
 
 from peers import conformance  # noqa: E402
@@ -88,6 +89,8 @@ PARTS = {
     "speed_of_all": speed_of_all,
     "peers": peers,
     "peers_in_full": peers_in_full,
+    "swizzle": orders.swizzle,
+    "derivatives": orders.derivatives,
 }
 
 

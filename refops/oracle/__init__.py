@@ -1,7 +1,7 @@
 """The oracle: judge what a kernel wrote, without false alarms, and name what went wrong.
 
-    dump = {"data": codes, "scale": scales}
-    report = refops.oracle.check("swiglu", x, dump, scaling=refops.MXFP8Scaling(refops.E4M3))
+    dump = {"codes": codes, "scales": scales}
+    report = refops.oracle.check("swiglu", x, dump, scaling="mxfp8")
     print(report)                  # the verdict, the first and the worst wrong entries, where they are, and why
     report.raise_for_mismatch()    # in a test
 
@@ -12,6 +12,7 @@ C++, Triton and Rust.
 """
 
 from refops.oracle.coverage import Coverage
+from refops.oracle.grouped import ExpertReport, GroupedReport
 from refops.oracle.operation import OPERATIONS
 from refops.oracle.report import ArrayVerdict, Explanation, Mismatch, MismatchError, Report
 from refops.oracle.verdict import Acceptable, acceptable, check
@@ -21,7 +22,9 @@ __all__ = [
     "Acceptable",
     "ArrayVerdict",
     "Coverage",
+    "ExpertReport",
     "Explanation",
+    "GroupedReport",
     "Mismatch",
     "MismatchError",
     "Report",

@@ -59,7 +59,7 @@ class QuantizedParts:
         kind: name of its class.
         arrays: name, one of `QUANTIZED_ARRAYS` -> array of any library.
         scaling: its settings, None where the tensor does not say them.
-        format_name: name of its element format, "" where it does not say it.
+        fmt: its element format, None where neither it nor its settings say it.
         swizzled_scales: whether its scales are in GEMM order.
         shape: shape of the unquantized tensor, None where it is that of the data.
         dtype: nominal dtype, None where it is none of NumPy's and ml_dtypes'.
@@ -68,7 +68,7 @@ class QuantizedParts:
     kind: str
     arrays: dict[str, Any]
     scaling: Any = None
-    format_name: str = ""
+    fmt: Any = None
     swizzled_scales: bool = False
     shape: tuple[int, ...] | None = None
     dtype: np.dtype[Any] | None = None
@@ -78,8 +78,8 @@ class QuantizedParts:
         theirs, ours = self.scaling, scaling
         if theirs is not None and (type(theirs) is not type(ours) or theirs.fmt != ours.fmt):
             raise ValueError(f"{name} must be of the kind of {ours}; got a {self.kind} with {theirs}")
-        if self.format_name not in ("", ours.fmt.name):
-            raise ValueError(f"{name} must have codes of {ours.fmt!r}; got a {self.kind} of {self.format_name}")
+        if self.fmt not in (None, ours.fmt):
+            raise ValueError(f"{name} must have codes of {ours.fmt!r}; got a {self.kind} of {self.fmt!r}")
 
 
 def is_quantized(value):
@@ -104,7 +104,7 @@ def parts_of(value):
     return QuantizedParts(
         type(value).__name__,
         _te_arrays(value),
-        format_name=_format_of(value),
+        fmt=_format_of(value),
         swizzled_scales=bool(getattr(value, "_with_gemm_swizzled_scales", False)),
         dtype=_dtype_of(value),
     )
@@ -173,9 +173,10 @@ def _te_arrays(value):
 
 
 def _format_of(value):
-    """Name of the element format of a tensor with TE's names, such as "E4M3" of kFloat8E4M3."""
-    said = str(getattr(value, "_fp8_dtype", None) or getattr(value, "_fp4_dtype", None) or "").upper()
-    return next((fmt.name for fmt in FORMATS.values() if fmt.name in said), "")
+    """The element format of a tensor with TE's names, such as E4M3 of kFloat8E4M3; None where it does not say it."""
+    dtypes = (getattr(value, name, None) for name in ("_fp8_dtype", "_fp4_dtype"))
+    said = str(next((dtype for dtype in dtypes if dtype is not None), "")).lower()
+    return next((fmt for fmt in FORMATS.values() if fmt.name in said), None)
 
 
 def _dtype_of(value):

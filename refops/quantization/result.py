@@ -188,11 +188,11 @@ def reorder_scales(layout, name, scales, to_swizzled):
     """
     reorder = swizzle if to_swizzled else unswizzle
     if layout.scales_inner_first[name.startswith("columnwise")]:
-        return _reorder_transposed(reorder, scales, to_swizzled)
+        return reorder_transposed(reorder, scales, to_swizzled)
     return reorder(scales)
 
 
-def _reorder_transposed(reorder, scales, to_swizzled):
+def reorder_transposed(reorder, scales, to_swizzled):
     """Reorder (blocks, columns) scales along their transpose, keeping the stored shape."""
     blocks, columns = scales.shape
     if to_swizzled:

@@ -551,7 +551,13 @@ BAD_CALLS = {
         "outputs must hold rowwise_data once",
     ),
     "scaling missing": (("quantize", X, X), {}, ValueError, "scaling is required for quantize"),
-    "scaling type": (("quantize", X, X), {"scaling": "mxfp8"}, TypeError, "scaling must be one of"),
+    "scaling type": (("quantize", X, X), {"scaling": 8}, TypeError, "scaling must be one of"),
+    "scaling name": (
+        ("quantize", X, X),
+        {"scaling": "mxfp9"},
+        ValueError,
+        "scaling must be settings, or one of .*mxfp8",
+    ),
     "scaling superfluous": (
         ("scaled_srelu", {"x": X, "row_scales": X[:, 0]}, X),
         {"scaling": MXFP8},

@@ -44,6 +44,7 @@ def files(tmp_path_factory):
     np.savez(folder / "both.npz", x=X.astype(F), dy=DY.astype(F))
     np.savez(folder / "two.npz", a=X.astype(F), b=X.astype(F))
     save_file({"x": X, "other": X}, folder / "x.safetensors")
+    save_file({"datta": Q.rowwise_data}, folder / "slip.safetensors")
     for name, q in (("q", Q), ("nv", NV)):
         arrays = oracle.operation.arrays_of(q)
         save_file(arrays, folder / f"{name}.safetensors")
@@ -125,6 +126,8 @@ RIGHT = [
     (*NVFP4[:-1], "x.safetensors:x", "--outputs", "nv.safetensors"),
     (*NVFP4, "--outputs", "fp4.safetensors"),
     (*NVFP4, "--amax", "nv.amax_rowwise.bin"),
+    ("check", "--op", "quantize", "--scaling", "nvfp4", "--input", "x.safetensors", "--outputs", "nv.safetensors"),
+    (*MXFP8, "--output", "codes=q.rowwise_data.bin", "--output", "columnwise_scales=q.columnwise_scale_inv.bin"),
     (*UPDATE, "--param", "fmt=e4m3", "--param", "margin=1", "--param", "algorithm=max", "--param", "keep_unused=true",
      "--scale", "new_scale.bin", "--output", "amax_history=new_history.bin"),
 ]  # fmt: skip
@@ -339,6 +342,9 @@ BAD = [
     ((*MXFP8, "--data", "q.rowwise_data.bin@uint8:32x128"), ["--data must have shape (64, 64)", "(32, 128)"]),
     ((*MXFP8, "--data", "two.npz"), ["--data must name one of a, b after :", "'two.npz'"]),
     ((*MXFP8, "--amax", "x.bin"), ["--amax is no output of swiglu: rowwise_data", "'x.bin'"]),
+    ((*MXFP8, "--output", "codez=q.bin"), ["--output codez is no output of swiglu (did you mean codes"]),
+    ((*MXFP8, "--outputs", "slip.safetensors"), ["--outputs must hold arrays among", "'datta' (did you mean data"]),
+    ((*DSWIGLU, "--input", "xx=x.npy", "--output", "dx=dx.bin"), ["--input must be NAME=FILE", "'xx=x.npy'"]),
     ((*MXFP8, "--output", "q.bin"), ["--output must be NAME=FILE with NAME one of rowwise_data", "'q.bin'"]),
     ((*MXFP8, "--output", "dx=dx.bin"), ["--output dx is no output of swiglu: rowwise_data", "'dx.bin'"]),
     ((*MXFP8, *OUT, "--output", "data=wrong.bin"), ["--output data must be given once", "'wrong.bin'", "rowwise_data"]),
@@ -387,7 +393,7 @@ BAD = [
     ((*MXFP8, *OUT, "--param", "limit=3"), ["--param NAME=VALUE", "swiglu, which has none", "'limit=3'"]),
     (
         ("check", "--op", "clamped_swiglu", "--input", "x32.npy", "--param", "limits=3", "--output", "y=y.bin"),
-        ["--param NAME=VALUE", "limit, alpha, glu_linear_offset", "'limits=3'"],
+        ["--param NAME=VALUE", "limit, alpha, glu_linear_offset", "'limits=3' (did you mean limit?)"],
     ),
     (
         ("check", "--op", "clamped_swiglu", "--input", "x32.npy", "--param", "limit=big", "--output", "y=y.bin"),
@@ -429,6 +435,11 @@ BAD = [
     (("golden", "--out", "new", "--op", "gelu"), ["--op and --shape, or --all", "no --shape"]),
     (("golden", "--all", "--op", "gelu", "--out", "new"), ["either --all or --op"]),
     (("golden", "--all", "--shape", "3x3", "--out", "new"), ["either --all or --shape"]),
+    (("golden", "--all", "--swizzled-scales", "--out", "new"), ["either --all or --swizzled-scales"]),
+    (
+        ("golden", "--op", "quantize", "--scaling", "current", "--shape", "4x4", "--swizzled-scales", "--out", "new"),
+        ["--swizzled-scales must be False with CurrentScaling"],
+    ),
     ((*WRITE, "--op", "swigloo"), ["--op must be one of", "'swigloo'"]),
     ((*WRITE, "--shape", "32by128"), ["--shape", "sizes joined by x", "'32by128'"]),
     ((*WRITE, "--shape", "32x100"), ["--shape does not fit", "H % 32 == 0", "H=50"]),
@@ -533,6 +544,24 @@ def test_damaged_golden_file(run, files, tmp_path):
     code, out, err = run("check", "--golden", path, "--outputs", files / "q.safetensors")
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert "--golden must be as it was written" in err and str(path) in err
+    assert "differs in 1 of" in err and f"expected 0x{data[-1] ^ 1:02x}, found 0x{data[-1]:02x}" in err
+
+
+@pytest.mark.parametrize("op", ["quantize", "dequantize"])
+def test_golden_file_with_swizzled_scales(run, tmp_path, op):
+    """A dump is expected in the same order; the option may say so once more."""
+    words = ("golden", "--op", op, "--scaling", "mxfp8", "--shape", "160x192", "--swizzled-scales", "--out", tmp_path)
+    code, out, err = run(*words)
+    assert (code, err) == (0, "") and "swizzled in tiles of 128 x 4" in " ".join(out.split())
+    (path,) = tmp_path.glob("*.safetensors")
+    golden = storage.read_golden(path)
+    save_file(golden.outputs, tmp_path / "out.safetensors")
+    check = ("check", "--golden", path, "--outputs", tmp_path / "out.safetensors")
+    assert run(*check)[0] == run(*check, "--swizzled-scales", "--ulp", "0")[0] == 0
+    if op == "quantize":
+        q = refops.quantize(golden.inputs["x"], MX, columnwise=True)
+        save_file(oracle.operation.arrays_of(q), tmp_path / "out.safetensors")
+        assert run(*check, NO_DIAGNOSIS)[0] == 1, "plain scales are not what the file has"
 
 
 def test_golden_file_of_another_reference(run, files, monkeypatch):

@@ -22,14 +22,14 @@ COMPILERS = sorted(
     {str(Path(shutil.which(name)).resolve()) for name in ("c++", "g++", "clang++") if shutil.which(name)}
 )
 FLAGS = ("-std=c++17", "-O2", "-Wall", "-Wextra", "-Werror")
-PROGRAMS = ("read_golden", "write_raw")
+PROGRAMS = ("read_golden", "write_raw", "write_swizzled")
 
 
 # --- golden files -----------------------------------------------------------------------------------------------------
 
 
 def test_table_of_the_header_is_what_files_have(tmp_path):
-    golden = read_golden(write_golden(tmp_path, "swiglu", "mxfp8", shape=(4, 64)))
+    golden = read_golden(write_golden(tmp_path, "swiglu", "mxfp8", shape=(4, 64), swizzled_scales=True))
     rows = re.findall(r"^\| (`.*?`) \|", README, re.MULTILINE)
     assert sorted(golden.header) == sorted(re.findall(r"`(\w+)`", " ".join(rows)))
 
@@ -141,7 +141,7 @@ def judge(capsys, *arguments):
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_programs_are_short_and_need_nothing(name):
     source = (HERE / "examples" / f"{name}.cpp").read_text()
-    assert len(source.splitlines()) < 40
+    assert len(source.splitlines()) < 50
     headers = ("cmath", "cstdint", "cstdio", "cstdlib", "cstring", "fstream", "iterator", "string", "vector")
     assert set(re.findall(r"#include <(.*)>", source)) <= set(headers)
     assert source.count("#include") == source.count("#include <")
@@ -183,6 +183,50 @@ def test_write_raw_is_right(programs, tmp_path, capsys, inputs, seed):
         code, report = judge(capsys, *arguments, "--data", q, "--scale", s)
         assert (code, report["ok"]) == (0, True)
         assert [array["entries"] for array in report["arrays"]] == [96 * 256, 96 * 8]
+
+
+SWIZZLED = {"codes": "q", "scales": "s", "columnwise_codes": "cq", "columnwise_scales": "cs"}
+
+
+def write_swizzled(program, programs, golden, shape, folder):
+    """What the program writes for the input of a golden file, as options of `refops check`."""
+    x = extract(programs, golden, "input.x", folder / "x.bin")
+    assert call(program, x, *shape, *(folder / name for name in SWIZZLED.values())).returncode == 0
+    return [word for name, file in SWIZZLED.items() for word in ("--output", f"{name}={folder / file}")]
+
+
+@pytest.mark.parametrize(("inputs", "shape"), [("mixed", (160, 416)), ("special", (96, 100)), ("extreme", (33, 41))])
+def test_write_swizzled_is_right(programs, tmp_path, capsys, inputs, shape):
+    golden = write_golden(tmp_path, "quantize", "mxfp8", shape=shape, inputs=inputs, swizzled_scales=True)
+    outputs = write_swizzled(programs[1]["write_swizzled"], programs[1], golden, shape, tmp_path)
+    code, report = judge(capsys, "--golden", golden, *outputs, "--padding", "zero")
+    assert (code, report["ok"]) == (0, True)
+    assert {array["name"] for array in report["arrays"]} == {
+        f"{copy}_{part}" for copy in ("rowwise", "columnwise") for part in ("data", "scale_inv")
+    }
+    for name, file in (("rowwise", "s"), ("columnwise", "cs")):
+        done = call(programs[1]["read_golden"], golden, f"output.{name}_scale_inv", tmp_path / file)
+        assert done.returncode == 0, done.stdout
+
+
+#: Mistakes in the index of a scale byte -> the array that is wrong then.
+MISPLACED = [
+    ("(i / 128 * tiles + j / 128) * 512", "(j / 128 * ((outer + 127) / 128) + i / 128) * 512"),  # tiles in columns
+    ("i % 32 * 16 + i % 128 / 32 * 4", "i % 128 * 4"),  # the plain order of a tile
+]
+
+
+@pytest.mark.parametrize(("old", "new"), MISPLACED)
+def test_write_swizzled_made_wrong_is_wrong(programs, tmp_path, capsys, old, new):
+    source = (HERE / "examples" / "write_swizzled.cpp").read_text()
+    assert source.count(old) == 1
+    (tmp_path / "wrong.cpp").write_text(source.replace(old, new))
+    program, shape = build(tmp_path / "wrong.cpp", tmp_path, programs[0]), (160, 416)
+    golden = write_golden(tmp_path, "quantize", "mxfp8", shape=shape, swizzled_scales=True)
+    outputs = write_swizzled(program, programs[1], golden, shape, tmp_path)
+    code, report = judge(capsys, "--golden", golden, *outputs, "--no-diagnosis")
+    wrong = {array["name"] for array in report["arrays"] if array["wrong"]}
+    assert code == 1 and {"rowwise_scale_inv", "columnwise_scale_inv"} <= wrong
 
 
 #: Mistakes in write_raw.cpp: text of the program -> what it becomes, and the first name of the diagnosis.

@@ -439,6 +439,138 @@ def test_bad_arguments(arguments, parts, tmp_path):
     assert not (tmp_path / "new").exists()
 
 
+# --- swizzled scales --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scaling", ["mxfp8", "mxfp4", "nvfp4"])
+@pytest.mark.parametrize("op", ["quantize", "dswiglu"])
+def test_swizzled_files_hold_the_same_but_for_the_order_of_scales(op, scaling, tmp_path):
+    plain, swizzled = (
+        read_golden(write_golden(tmp_path, op, scaling, shape=(160, 192), swizzled_scales=flag))
+        for flag in (False, True)
+    )
+    assert len(list(tmp_path.glob("*.safetensors"))) == 2, "the name says it"
+    assert swizzled.swizzled_scales and not plain.swizzled_scales and "swizzled_scales" not in plain.header
+    q = refops.Quantized(
+        **{n: a for n, a in plain.outputs.items() if n != "dbias"},
+        scaling=plain.scaling,
+        shape=(160, 192),
+        dtype=np.dtype(F),
+    ).swizzled()
+    for name, array in swizzled.arrays.items():
+        short = name.split(".")[1]
+        expected = getattr(q, short) if name.startswith("output.") and short != "dbias" else plain.arrays[name]
+        assert array.tobytes() == expected.tobytes(), name
+        described = swizzled.header["arrays"][name]["description"]
+        assert ("then swizzled" in described or "and swizzled" in described) == name.endswith("scale_inv")
+        assert ("transposed and swizzled" in described) == (
+            scaling == "mxfp8" and name.endswith("columnwise_scale_inv")
+        )
+    options = {"scaling": swizzled.scaling, "padding": "zero", "diagnose": False}
+    assert oracle.check(op, swizzled.inputs, swizzled.outputs, swizzled_scales=True, **options).ok
+    assert not oracle.check(op, swizzled.inputs, swizzled.outputs, **options).ok
+    assert swizzled.stale_outputs() == []
+    swizzled.outputs["rowwise_scale_inv"].flat[0] ^= 1
+    assert swizzled.stale_outputs() == ["rowwise_scale_inv"]
+
+
+@pytest.mark.parametrize("columnwise", [False, True])
+def test_swizzled_inputs_of_dequantize(columnwise):
+    plain, swizzled = (
+        build_golden(Recipe("dequantize", "mxfp8", (160, 192), columnwise=columnwise, swizzled_scales=flag))
+        for flag in (False, True)
+    )
+    name = f"input.{'columnwise' if columnwise else 'rowwise'}_scale_inv"
+    assert plain.arrays[name].tobytes() != swizzled.arrays[name].tobytes()
+    assert plain.arrays["output.y"].tobytes() == swizzled.arrays["output.y"].tobytes()
+    assert swizzled.case().inputs["q"].with_gemm_swizzled_scales and swizzled.stale_outputs() == []
+
+
+@pytest.mark.parametrize("scaling", [None, "current", "block-1x128", "mxint8"])
+def test_scales_without_an_order_of_their_own_are_not_swizzled(scaling):
+    with pytest.raises(ValueError, match="swizzled_scales must be False with"):
+        Recipe("silu", scaling, swizzled_scales=True)
+    with pytest.raises(TypeError, match="swizzled_scales must be True or False"):
+        Recipe("silu", "mxfp8", swizzled_scales=1)
+
+
+# --- what differs in a file -------------------------------------------------------------------------------------------
+
+
+def damaged(path, change, tmp_path):
+    """What is said of a golden file after `change` of its (header, arrays)."""
+    golden = read_golden(path)
+    head, arrays = json.loads(json.dumps(golden.header)), {n: a.copy() for n, a in golden.arrays.items()}
+    change(head, arrays)
+    other = tmp_path / "damaged.safetensors"
+    other.write_bytes(golden_bytes(replace(golden, header=head, arrays=arrays)))
+    with pytest.raises(FileError) as error:
+        read_golden(other)
+    found = storage.digest(head, arrays)
+    said = str(error.value)
+    assert f"expected {head['digest']}, found {found}: " in said and "\n" not in said
+    return said.split(f"found {found}: ")[1]
+
+
+@pytest.mark.parametrize("name", ["input.x", "output.rowwise_data", "intermediate.rowwise_block_amax"])
+def test_a_changed_array_is_named_with_its_first_byte(small, tmp_path, name):
+    def change(head, arrays):
+        data = arrays[name].view(np.uint8).reshape(-1)
+        data[[6, 9]] ^= 5
+        change.bytes = data[6] ^ 5, data[6]
+
+    said = damaged(small, change, tmp_path)
+    size = read_golden(small).arrays[name].nbytes
+    expected, found = change.bytes
+    assert said == (
+        f"{name} differs in 2 of {size:,} bytes, first at byte 6 (expected 0x{expected:02x}, found 0x{found:02x})"
+    )
+
+
+def test_several_changed_arrays_are_counted(small, tmp_path):
+    def change(head, arrays):
+        for array in arrays.values():
+            array.view(np.uint8).reshape(-1)[0] ^= 1
+
+    assert f", and {len(read_golden(small).arrays) - 1} more arrays" in damaged(small, change, tmp_path)
+
+
+#: A change of the header -> what is said of it.
+CHANGED_HEADERS = {
+    "digest": ({"digest": "0" * 64}, "all arrays are right, the digest itself differs"),
+    "description": ({"arrays": {}}, "arrays of its header differs"),
+    "seed": ({"seed": 1}, "its header is not what it was, for the arrays are of other arguments"),
+    "operation": ({"operation": "relu"}, "the header asks for other arrays than the file has"),
+    "shape": ({"shape": [4096, 4096]}, "its header is not what it was, shape [4096, 4096] is not that of its arrays"),
+    "kind of inputs": ({"inputs": "mixes"}, "its header is not what it was, inputs must be one of"),
+    "missing": ({"dtype": None, "seed": None}, "its header is not what it was, seed must be an integer"),
+    "key": ({"more": 1}, "more of its header differs"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGED_HEADERS)
+def test_a_changed_header_is_told_from_changed_arrays(small, tmp_path, name):
+    changes, said = CHANGED_HEADERS[name]
+    assert said in damaged(small, lambda head, arrays: head.update(changes), tmp_path)
+
+
+def test_a_changed_file_of_another_version_is_compared_all_the_same(small, tmp_path):
+    """Its digest counts with the version that wrote it; where that wrote other bytes, the message says so."""
+
+    def older(head, arrays, and_more):
+        head["refops"] = "0.0.1"
+        if and_more:
+            arrays["output.rowwise_data"].flat[1] ^= 1
+        head["digest"] = header.digest(head, arrays)
+        arrays["output.rowwise_data"].flat[0] ^= 1
+
+    said = damaged(small, lambda *file: older(*file, False), tmp_path)
+    assert said.startswith("output.rowwise_data differs in 1 of") and "compared with" not in said
+    said = damaged(small, lambda *file: older(*file, True), tmp_path)
+    assert said.startswith("output.rowwise_data differs in 2 of")
+    assert said.endswith(f"; compared with refops {refops.__version__}, which writes another digest than 0.0.1 wrote")
+
+
 def test_columnwise_is_for_dequantize_alone():
     with pytest.raises(ValueError, match="columnwise must be False for quantize"):
         Recipe("quantize", "mxfp8", columnwise=True)
