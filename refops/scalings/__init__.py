@@ -124,5 +124,5 @@ def named(scaling: Any) -> Any:
     name = SHORT_NAMES.get(name, name)
     if name not in NAMED:
         hint = did_you_mean(name, NAMED)
-        raise ValueError(f"scaling must be settings, or one of {', '.join(NAMED)}; got {scaling!r}{hint}")
+        raise ValueError(f"scaling must be one of {', '.join(NAMED)}, or settings; got {scaling!r}{hint}")
     return NAMED[name].scaling

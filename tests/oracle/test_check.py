@@ -556,7 +556,7 @@ BAD_CALLS = {
         ("quantize", X, X),
         {"scaling": "mxfp9"},
         ValueError,
-        "scaling must be settings, or one of .*mxfp8",
+        "scaling must be one of .*, or settings; got .mxfp9",
     ),
     "scaling superfluous": (
         ("scaled_srelu", {"x": X, "row_scales": X[:, 0]}, X),

@@ -539,8 +539,10 @@ def test_several_changed_arrays_are_counted(small, tmp_path):
 CHANGED_HEADERS = {
     "digest": ({"digest": "0" * 64}, "all arrays are right, the digest itself differs"),
     "description": ({"arrays": {}}, "arrays of its header differs"),
-    "seed": ({"seed": 1}, "its header is not what it was, for the arrays are of other arguments"),
-    "operation": ({"operation": "relu"}, "the header asks for other arrays than the file has"),
+    "seed": ({"seed": 1}, "its header is not what it was, for it asks for other arrays"),
+    "operation": ({"operation": "relu"}, "its header is not what it was, for it asks for other arrays"),
+    "operation of the same shapes": ({"operation": "geglu"}, "; or its header is not what it was"),
+    "operation of other arrays": ({"operation": "dgelu"}, "the header asks for other arrays than the file has, "),
     "shape": ({"shape": [4096, 4096]}, "its header is not what it was, shape [4096, 4096] is not that of its arrays"),
     "kind of inputs": ({"inputs": "mixes"}, "its header is not what it was, inputs must be one of"),
     "missing": ({"dtype": None, "seed": None}, "its header is not what it was, seed must be an integer"),
