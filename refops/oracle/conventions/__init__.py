@@ -7,12 +7,17 @@ good explanations is named first; `last` puts a convention behind all others.
 
 from refops.oracle.conventions import (
     amaxes,
+    butterflies,
+    carried,
     casts,
     derivatives,
     factors,
     formulas,
+    functions,
     hooks,
     integers,
+    intermediates,
+    operands,
     reading,
     reads,
     registry,
@@ -23,8 +28,8 @@ from refops.oracle.conventions import (
 from refops.oracle.conventions.registry import Convention
 
 _ORDER = (
-    *(reading, formulas, derivatives, amaxes, scales, casts),
-    *(integers, hooks, sums, reads, updates, factors),
+    *(reading, formulas, derivatives, functions, operands, amaxes, scales, carried, casts, intermediates),
+    *(integers, hooks, butterflies, sums, reads, updates, factors),
 )
 _MODULES = [module.__name__ for module in _ORDER]
 #: Every convention by name.

@@ -1,0 +1,156 @@
+"""Conventions of operands: one half of a row read for the other, an activation or a factor left out, another row."""
+
+import numpy as np
+
+from refops.oracle.conventions.formulas import require_activation, require_gated
+from refops.oracle.conventions.registry import computing
+from refops.oracle.geometry import as_slice
+
+HALVES = ("act", "gate")
+
+
+@computing(
+    "half-read-twice",
+    "{missing} is never read: {read} is read in its place.",
+    stage="gate",
+    choices=HALVES,
+)
+def half_read_twice(replay, choice):
+    require_gated(replay)
+    replay.facts["read"], replay.facts["missing"] = choice, HALVES[choice == "act"].capitalize()
+
+    def halves(inner, rows, h):
+        read = inner(rows, h)[HALVES.index(choice)]
+        return read, read
+
+    replay.wrap("halves", halves)
+
+
+def _moved_rows(rows, by, count):
+    """(rows to read, index into them) of the lines `by` away, those at the edge being their own."""
+    index = np.clip(np.arange(rows.start, rows.stop) + by, 0, count - 1)
+    return slice(int(index[0]), int(index[-1]) + 1), index - index[0]
+
+
+@computing(
+    "half-of-other-row",
+    "{half} is read from row n {sign} {by}, beside the right {other} of row n.",
+    stage="gate",
+    choices=[(half, by) for half in HALVES for by in (-1, 1)],
+)
+def half_of_other_row(replay, choice):
+    half, by = choice
+    require_gated(replay)
+    number = HALVES.index(half)
+    replay.facts["half"], replay.facts["other"] = half.capitalize(), HALVES[1 - number]
+    replay.facts["sign"], replay.facts["by"] = ("+" if by > 0 else "-"), abs(by)
+
+    def halves(inner, rows, h):
+        if rows.stop == rows.start:
+            return inner(rows, h)
+        read, index = _moved_rows(rows, by, replay.shape[0])
+        both = list(inner(rows, h))
+        both[number] = inner(read, h)[number][index]
+        return tuple(both)
+
+    replay.wrap("halves", halves)
+
+
+@computing(
+    "other-half-missing",
+    "{what}.",
+    stage="product",
+)
+def other_half_missing(replay):
+    require_gated(replay)
+    if replay.gradient:
+        replay.facts["what"] = "The gradient of a half lacks the other half: that of act the gate, that of gate the "
+        replay.facts["what"] += "activation"
+        replay.backward_act = lambda dy, act, gate: dy * replay.derivative(act)
+        replay.backward_gate = lambda dy, act, gate: dy * replay.gate_slope(gate)
+    else:
+        replay.facts["what"] = "The activation is not multiplied with the gate"
+        replay.wrap("forward", lambda inner, act, gate, scale: inner(act, None, scale))
+
+
+def _unactivated(replay):
+    """(what is written, whether the amax is of it too)."""
+    require_activation(replay)
+    what = ["x"] if not replay.gated else [] if replay.gradient else list(HALVES)
+    what += ["dy"] if replay.gradient and not replay.gated else []
+    amaxes = ["amax too"]
+    if replay.scaling is not None and replay.layout.amax is not None:
+        amaxes.append("cast alone")
+    return [(written, amax) for written in what for amax in amaxes]
+
+
+@computing(
+    "activation-missing",
+    "{what} is written as it is: {operation} is not applied{amax}.",
+    stage="result",
+    choices=_unactivated,
+)
+def activation_missing(replay, choice):
+    what, amax = choice
+    replay.facts["what"] = what if what in ("x", "dy") else what.capitalize()
+    replay.facts["operation"], replay.facts["amax"] = replay.operation.name, ""
+    if amax == "cast alone":
+        replay.facts["amax"] = ", though the amax is right"
+        replay.tensor_amax = replay.setting.replay().tensor_amax
+
+    def compute(rows, columns):
+        column = np.arange(columns.start, columns.stop)
+        if what == "dy":
+            return replay.load_upstream(rows, columns)
+        if what == "x":
+            return replay.load("x", rows, columns)
+        return replay.halves(rows, column)[HALVES.index(what)]
+
+    replay.compute = compute
+
+
+@computing(
+    "gradient-of-other-half",
+    "Each half of the gradient holds that of the other half.",
+    stage="result",
+)
+def gradient_of_other_half(replay):
+    require_gated(replay)
+    replay.require(replay.gradient and replay.scaling is not None)  # of values alone that is swapped-halves
+    replay.tensor_amax = replay.setting.replay().tensor_amax
+
+    def compute(inner, rows, columns):
+        is_gate, h = replay.dx_layout.locate(np.arange(columns.start, columns.stop))
+        source = np.where(is_gate, replay.dx_layout.columns(h, False), replay.dx_layout.columns(h, True))
+        runs = np.split(source, np.flatnonzero(np.diff(source) != 1) + 1)
+        return np.concatenate([inner(rows, as_slice(run)) for run in runs], axis=1)
+
+    replay.wrap("compute", compute)
+
+
+# --- scales of rows -------------------------------------------------------------------------------
+
+
+@computing(
+    "row-scale-of-other-row",
+    "Row n is multiplied with the row_scales of row n {sign} 1.",
+    stage="row-scale",
+    choices=(-1, 1),
+)
+def row_scale_of_other_row(replay, choice):
+    replay.require(replay.computes and replay.scaled)
+    replay.facts["sign"] = "+" if choice > 0 else "-"
+
+    def row_scale(inner, rows):
+        if rows.stop == rows.start:
+            return inner(rows)
+        read, index = _moved_rows(rows, choice, replay.shape[0])
+        return inner(read)[index]
+
+    replay.wrap("row_scale", row_scale)
+
+
+@computing("row-scale-twice", "The rows are multiplied with row_scales twice.", stage="row-scale")
+def row_scale_twice(replay):
+    replay.require(replay.computes and replay.scaled)
+    replay.after("row_scale", lambda scale: scale * scale)
