@@ -274,7 +274,7 @@ def rest_of_tile_kept(replay):
 
 @computing(
     "short-block-amax-scaled",
-    "The amax of the last block, {where}, is multiplied with {factor}, its length and that of others.",
+    "The amax of the last block, {where}, which has {used} of {size} elements, is multiplied with {factor}.",
     stage="block-amax",
     choices=("size / used", "used / size"),
 )
@@ -283,8 +283,8 @@ def short_block_amax_scaled(replay, choice):
     at = track_blocks(replay)
     replay.facts["where"] = _last_lines(replay, short)
     first = next(iter(short))
-    size = replay.block_shapes[first][short[first]]
-    used = replay.shape[short[first]] % size
+    size = replay.facts["size"] = replay.block_shapes[first][short[first]]
+    used = replay.facts["used"] = replay.shape[short[first]] % size
     replay.facts["factor"] = f"{size} / {used}" if choice == "size / used" else f"{used} / {size}"
 
     def block_amax(inner, blocks):

@@ -6,7 +6,19 @@ is wrong entries here and there, which must be detected and which no convention 
 count both.
 """
 
-from mutants import blocks, corruptions, nvfp4, parts, per_tensor, precision, values
+from mutants import between, blocks, carried, corruptions, nvfp4, parts, per_tensor, precision, values
 from mutants.registry import MUTANTS, Mutant
 
-__all__ = ["MUTANTS", "Mutant", "blocks", "corruptions", "nvfp4", "parts", "per_tensor", "precision", "values"]
+__all__ = [
+    "MUTANTS",
+    "Mutant",
+    "between",
+    "blocks",
+    "carried",
+    "corruptions",
+    "nvfp4",
+    "parts",
+    "per_tensor",
+    "precision",
+    "values",
+]

@@ -74,6 +74,19 @@ def tiny(shape, dtype, rng):
     return (rng.standard_normal(shape, F) * F(1e-6)).astype(dtype)
 
 
+def vanishing_rows(shape, dtype, rng):
+    """float32 rows from 1 down to 2^-125, and beyond: scales leave E8M0 at its lower end."""
+    exponents = -np.minimum(np.arange(shape[0]), 125).astype(F)
+    return (rng.standard_normal(shape, F) * np.exp2(exponents)[:, None]).astype(dtype)
+
+
+def with_bytes_above_127(shape, dtype, rng):
+    """A quarter of the rows a thousand times as large: their E8M0 scales are above 1."""
+    x = normal(shape, np.float32, rng)
+    x[rng.random(shape[:-1]) < 0.25] *= F(1024)
+    return x.astype(dtype)
+
+
 def subnormal(shape, dtype, rng):
     """float32 with a quarter of its values subnormal."""
     x = normal(shape, np.float32, rng)
