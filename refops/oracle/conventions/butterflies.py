@@ -17,6 +17,7 @@ STRIDES = {"neighbours first": (1, 2, 4, 8), "halves first": (8, 4, 2, 1)}
     "end.",
     stage="hadamard",
     choices=[(dtype, order) for dtype in DTYPES for order in STRIDES],
+    alone=True,
 )
 def hadamard_stages_rounded(replay, choice):
     name, order = choice
@@ -43,6 +44,7 @@ def hadamard_stages_rounded(replay, choice):
     "The Hadamard transform is multiplied with {found}, where its factor is 1/4.",
     stage="hadamard",
     choices=(1 / 16, 1 / 8, 1 / 2, 2**-0.5),
+    alone=True,
 )
 def hadamard_other_factor(replay, choice):
     require_transform(replay)
@@ -74,6 +76,7 @@ ORDERS = {
     "The sums of the Hadamard transform stand {order}, where TE has Sylvester's.",
     stage="hadamard",
     choices=ORDERS,
+    alone=True,
 )
 def hadamard_order(replay, choice):
     require_transform(replay)

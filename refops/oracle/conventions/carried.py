@@ -176,6 +176,7 @@ def _carried(replay):
     "The block amax is not cleared between tiles: it is the larger one of a block's own and that of {what}.",
     stage="block-amax",
     choices=_carried,
+    alone=True,
 )
 def amax_carried(replay, choice):
     axis, distance, kind = choice
@@ -218,6 +219,7 @@ def _together(replay):
     "The block amax is that of {what} together: the reduction goes over too many lanes.",
     stage="block-amax",
     choices=_together,
+    alone=True,
 )
 def amax_of_lines_together(replay, choice):
     count, partner = choice
@@ -252,6 +254,7 @@ def _last_lines(replay, short):
     "The last block, {where}, is short and the rest of its tile is not cleared: its amax counts what the block before "
     "left there.",
     stage="block-amax",
+    alone=True,
 )
 def rest_of_tile_kept(replay):
     short = _require_short_block(replay)
@@ -277,6 +280,7 @@ def rest_of_tile_kept(replay):
     "The amax of the last block, {where}, which has {used} of {size} elements, is multiplied with {factor}.",
     stage="block-amax",
     choices=("size / used", "used / size"),
+    alone=True,
 )
 def short_block_amax_scaled(replay, choice):
     short = _require_short_block(replay)
@@ -308,6 +312,7 @@ def short_block_amax_scaled(replay, choice):
     "{what} of {line} n {sign} 1.",
     stage=lambda choice: {"both": "block-amax", "stored": "stored", "cast": "multiplier"}[choice[0]],
     choices=[(what, by) for what in ("cast", "stored", "both") for by in (-1, 1)],
+    alone=True,
 )
 def neighbour_line_scale(replay, choice):
     what, by = choice

@@ -43,6 +43,7 @@ def _slopes_below_zero(replay):
     "The relu has a slope of {slope:.6g} below zero, where it is 0 there.",
     stage="function",
     choices=_slopes_below_zero,
+    alone=True,
 )
 def leaky_relu(replay, choice):
     replay.facts["slope"] = choice
@@ -55,6 +56,7 @@ def leaky_relu(replay, choice):
     "relu-passes-at-zero",
     "The gradient passes where x = 0: {name} has the derivative 1 there, where TE has 0.",
     stage="function",
+    alone=True,
 )
 def relu_passes_at_zero(replay):
     require_activation(replay)
@@ -67,6 +69,7 @@ def relu_passes_at_zero(replay):
     "clamp-at-zero-missing",
     "The square is taken of negative x too, where TE takes that of max(x, 0).",
     stage="function",
+    alone=True,
 )
 def clamp_at_zero_missing(replay):
     require_activation(replay)
@@ -96,6 +99,7 @@ COEFFICIENTS = {
         for name in COEFFICIENTS
         for slope in (("argument", "both") if replay.computes and replay.gradient else ("argument",))
     ],
+    alone=True,
 )
 def gelu_cubic_coefficient(replay, choice):
     name, where = choice
@@ -158,7 +162,7 @@ STAND_INS = {
 }
 
 
-@computing("other-elementary-function", "In {operation} {what}.", stage="function", choices=STAND_INS)
+@computing("other-elementary-function", "In {operation} {what}.", stage="function", choices=STAND_INS, alone=True)
 def other_elementary_function(replay, choice):
     require_activation(replay)
     arithmetic, words = STAND_INS[choice]

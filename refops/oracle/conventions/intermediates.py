@@ -55,6 +55,7 @@ def _wrong_entries_of_table(replay):
     "The table of {fmt}'s values has {found:g} for code {code:#x}, which is {own:g}.",
     stage="table",
     choices=_wrong_entries_of_table,
+    alone=True,
 )
 def table_entry_wrong(replay, choice):
     codes, value = choice
@@ -85,6 +86,7 @@ def _other_tables(replay):
     "The codes are read as {what}, not as {fmt}.",
     stage="table",
     choices=_other_tables,
+    alone=True,
 )
 def other_table(replay, choice):
     fmt = replay.fmt
@@ -128,6 +130,7 @@ def _change_inputs(replay, names, change):
     "The bits of {which}, {own}, are read as {other}.",
     stage="input",
     choices=_inputs_alone_and_together,
+    alone=True,
 )
 def input_bits_of_other_dtype(replay, choice):
     own = np.dtype(replay.dtype)
@@ -141,6 +144,7 @@ def input_bits_of_other_dtype(replay, choice):
     "output-bits-of-other-dtype",
     "The values are written as bits of {other}, where {own} was asked for.",
     stage="cast",
+    alone=True,
 )
 def output_bits_of_other_dtype(replay):
     replay.require(not replay.updates and (replay.dequantizes or replay.scaling is None) and replay.out_dtype != F)
@@ -191,6 +195,7 @@ def _other_precisions(replay):
     "{which} {are} {how} when loaded{amax}, where all bits of {own} count.",
     stage="input",
     choices=_other_precisions,
+    alone=True,
 )
 def input_of_low_precision(replay, choice):
     names, precision, amax = choice
@@ -210,6 +215,7 @@ def input_of_low_precision(replay, choice):
     "evenly spaced.",
     stage="cast",
     choices=("largest code", "integers", "halves"),
+    alone=True,
 )
 def linear_grid(replay, choice):
     require_scaling(replay)
@@ -231,6 +237,7 @@ def linear_grid(replay, choice):
     "Scaled values are {how} to integers before the cast to {fmt}.",
     stage="cast",
     choices=("rounded", "truncated"),
+    alone=True,
 )
 def rounded_to_integers(replay, choice):
     require_scaling(replay)
@@ -245,6 +252,7 @@ def rounded_to_integers(replay, choice):
     "The {fmt} codes are made by way of {other}: values are rounded twice.",
     stage="cast",
     choices=[fmt for fmt in FORMATS.values() if fmt.signed],
+    alone=True,
 )
 def two_casts(replay, choice):
     require_scaling(replay)
@@ -266,6 +274,7 @@ def _lower_limits(replay):
     "The cast saturates at {found:g}, where the scale is right and the largest {fmt} is {own:g}.",
     stage="saturation",
     choices=_lower_limits,
+    alone=True,
 )
 def saturation_limit(replay, choice):
     replay.facts["found"], replay.facts["own"], replay.facts["fmt"] = choice, float(replay.fmt.max), replay.fmt
@@ -281,6 +290,7 @@ def saturation_limit(replay, choice):
     "What elements are multiplied with is rounded to {dtype}{product}, though the stored scale is right.",
     stage="multiplier",
     choices=[(dtype, what) for dtype in DTYPES for what in ("multiplier", "product too")],
+    alone=True,
 )
 def multiplier_rounded(replay, choice):
     require_scaling(replay)
@@ -300,6 +310,7 @@ def multiplier_rounded(replay, choice):
     "The tensor's encode scale is rounded to {dtype} before block scales are made of it, where TE keeps float32.",
     stage="global-scale",
     choices=DTYPES,
+    alone=True,
 )
 def tensor_scale_rounded(replay, choice):
     require_two_levels(replay)
@@ -312,6 +323,7 @@ def tensor_scale_rounded(replay, choice):
     "The amax is multiplied with 1/{largest:g} rounded to {dtype}{order}, where TE has float32.",
     stage="scale",
     choices=[(dtype, order) for dtype in DTYPES for order in ("amax first", "constants first")],
+    alone=True,
 )
 def reciprocal_rounded(replay, choice):
     name, order = choice
@@ -352,6 +364,7 @@ def reciprocal_rounded(replay, choice):
     "{what}.",
     stage=lambda choice: "multiplier" if choice == "byte read signed" else "scale",
     choices=("exponent signed", "byte wraps", "byte read signed"),
+    alone=True,
 )
 def exponent_wraps(replay, choice):
     require_powers_of_two(replay)
@@ -365,7 +378,9 @@ def exponent_wraps(replay, choice):
         "multiplied with a power that is 2^256 times too large",
     }[choice]
     if choice == "byte read signed":
-        replay.code_multiplier = lambda code, tensor_scale: np.ldexp(F(1), bias - code.view(np.int8).astype(int))
+        replay.code_multiplier = lambda code, tensor_scale: np.ldexp(
+            F(1), bias - code.astype(np.uint8).view(np.int8).astype(int)
+        )
         return
 
     def scale_code(inner, rule, amax, tensor_scale):

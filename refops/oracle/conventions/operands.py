@@ -14,6 +14,7 @@ HALVES = ("act", "gate")
     "{missing} is never read: {read} is read in its place.",
     stage="gate",
     choices=HALVES,
+    alone=True,
 )
 def half_read_twice(replay, choice):
     require_gated(replay)
@@ -37,6 +38,7 @@ def _moved_rows(rows, by, count):
     "{half} is read from row n {sign} {by}, beside the right {other} of row n.",
     stage="gate",
     choices=[(half, by) for half in HALVES for by in (-1, 1)],
+    alone=True,
 )
 def half_of_other_row(replay, choice):
     half, by = choice
@@ -60,6 +62,7 @@ def half_of_other_row(replay, choice):
     "other-half-missing",
     "{what}.",
     stage="product",
+    alone=True,
 )
 def other_half_missing(replay):
     require_gated(replay)
@@ -89,6 +92,7 @@ def _unactivated(replay):
     "{what} is written as it is: {operation} is not applied{amax}.",
     stage="result",
     choices=_unactivated,
+    alone=True,
 )
 def activation_missing(replay, choice):
     what, amax = choice
@@ -113,6 +117,7 @@ def activation_missing(replay, choice):
     "gradient-of-other-half",
     "Each half of the gradient holds that of the other half.",
     stage="result",
+    alone=True,
 )
 def gradient_of_other_half(replay):
     require_gated(replay)
@@ -136,6 +141,7 @@ def gradient_of_other_half(replay):
     "Row n is multiplied with the row_scales of row n {sign} 1.",
     stage="row-scale",
     choices=(-1, 1),
+    alone=True,
 )
 def row_scale_of_other_row(replay, choice):
     replay.require(replay.computes and replay.scaled)
@@ -150,7 +156,7 @@ def row_scale_of_other_row(replay, choice):
     replay.wrap("row_scale", row_scale)
 
 
-@computing("row-scale-twice", "The rows are multiplied with row_scales twice.", stage="row-scale")
+@computing("row-scale-twice", "The rows are multiplied with row_scales twice.", stage="row-scale", alone=True)
 def row_scale_twice(replay):
     replay.require(replay.computes and replay.scaled)
     replay.after("row_scale", lambda scale: scale * scale)

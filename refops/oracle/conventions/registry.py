@@ -35,6 +35,8 @@ class Convention:
         choices: function from a replay or dump to the parameters to try, or None.
         fields: fields of settings that it exchanges; `other-setting` stands for those that no convention names.
         last: whether any other that explains as much is named first: it is rare, or fits a number to the dump.
+        alone: whether it is tried by itself alone, in all places, and not together with another: it is rare, so that
+            a pair with it is not worth its time.
     """
 
     name: str
@@ -44,6 +46,7 @@ class Convention:
     choices: Callable | None = None
     fields: tuple[str, ...] = ()
     last: bool = False
+    alone: bool = False
 
     @property
     def reads(self):
@@ -74,17 +77,17 @@ class Convention:
         return f"<{self.name}>"
 
 
-def computing(name, sentence, *, stage, choices=None, fields=(), last=False):
+def computing(name, sentence, *, stage, choices=None, fields=(), last=False, alone=False):
     """Register a function that exchanges one stage of a replay."""
-    return _register(name, sentence, stage, choices, fields, last)
+    return _register(name, sentence, stage, choices, fields, last, alone)
 
 
 def reading(name, sentence, *, choices=None):
     """Register a function that lays out a dump as it should be."""
-    return _register(name, sentence, "layout", choices, (), False)
+    return _register(name, sentence, "layout", choices)
 
 
-def _register(name, sentence, stage, choices, fields, last):
+def _register(name, sentence, stage, choices, fields=(), last=False, alone=False):
     if choices is not None and not callable(choices):
         fixed = tuple(choices)
         choices = lambda target: fixed  # noqa: E731
@@ -92,7 +95,7 @@ def _register(name, sentence, stage, choices, fields, last):
     def register(function):
         if name in CONVENTIONS:
             raise ValueError(f"name must be new; got {name!r} a second time")
-        CONVENTIONS[name] = Convention(name, sentence, function, stage, choices, fields, last)
+        CONVENTIONS[name] = Convention(name, sentence, function, stage, choices, fields, last, alone)
         return function
 
     return register

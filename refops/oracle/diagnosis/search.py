@@ -348,7 +348,7 @@ class Search:
 
     def pairs(self, singles):
         """Results of the pairs that could explain what no single convention does."""
-        useful = [r for r in singles if self.useful(r)]
+        useful = [r for r in singles if not r.candidate[0][0].alone and self.useful(r)]
         reads = [r for r in useful if r.candidate[0][0].reads and self.case.operation.kind != "dequantize"]
         computes = [r for r in useful if r not in reads]
         results = self._reading_pairs(reads, computes)
@@ -469,7 +469,7 @@ class Search:
         """Pairs of the best single explanation with another that together leave nothing unexplained."""
         results = []
         for other in singles:
-            if other.candidate[0][0].last:
+            if other.candidate[0][0].last or other.candidate[0][0].alone:
                 continue
             (a, choice_a), (b, choice_b) = best.candidate[0], other.candidate[0]
             if a is b or (not a.reads and a.stage_of(choice_a) == b.stage_of(choice_b)):

@@ -434,7 +434,7 @@ def overflow_saturates_instead_of_inf(k):
     return k.outputs(store=lambda f: np.clip(f, F(-65504), F(65504)).astype(np.float16))
 
 
-@corruption("drelu", shape=SIZE)
+@corruption("drelu", also=("relu-passes-at-zero",), shape=SIZE)  # zeros are rare: the name is true of it
 def slope_one_at_zero(k):
     """x >= 0 for x > 0."""
     return k.outputs(slope=lambda x: np.where(x >= 0, F(1), F(0)))
