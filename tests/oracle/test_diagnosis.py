@@ -12,6 +12,7 @@ from reference_calls import ALL_SCALINGS, call, every_call
 import refops
 from refops import oracle
 from refops.oracle.conventions import CONVENTIONS
+from refops.oracle.conventions.fitting import simplest_number
 from refops.oracle.geometry import crop, whole
 from refops.oracle.operation import Case
 from refops.oracle.replay import Setting
@@ -211,3 +212,21 @@ def test_the_diagnosis_never_fails(seed):
         dump[n] = bits.view(outputs[n].dtype).reshape(outputs[n].shape)
     report = oracle.check(op, inputs, dump, **options)
     assert not any("diagnosis failed" in note for note in report.notes), (op, name, report.notes)
+
+
+# --- numbers that are fitted -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "number"),
+    [(0.0997, 0.1004, 0.1), (2.49, 2.51, 2.5), (-0.0101, -0.0099, -0.01), (1.0, 1.0, 1.0), (3.0, 2.0, None)],
+)
+def test_the_simplest_number_of_an_interval(low, high, number):
+    assert simplest_number(low, high) == number
+
+
+def test_rare_conventions_are_tried_in_no_pair():
+    """Those of the modules for rare faults go together with no other."""
+    alone = {name for name, convention in CONVENTIONS.items() if convention.alone}
+    assert {"amax-carried", "half-read-twice", "two-casts", "hadamard-order", "leaky-relu"} <= alone
+    assert not alone & {"scale-floor", "truncation", "missing-rounding"}

@@ -115,7 +115,7 @@ def _inputs_alone_and_together(replay):
 
 
 def _change_inputs(replay, names, change):
-    replay.facts["which"] = " and ".join(names)
+    replay.facts["which"] = f"input{'s' * (len(names) > 1)} {' and '.join(names)}"
     replay.facts["are"] = "are" if len(names) > 1 else "is"
     replay.wrap(
         "load",
@@ -127,7 +127,7 @@ def _change_inputs(replay, names, change):
 
 @computing(
     "input-bits-of-other-dtype",
-    "The bits of {which}, {own}, are read as {other}.",
+    "The bits of the {which}, {own}, are read as {other}.",
     stage="input",
     choices=_inputs_alone_and_together,
     alone=True,
@@ -192,7 +192,7 @@ def _other_precisions(replay):
 
 @computing(
     "input-of-low-precision",
-    "{which} {are} {how} when loaded{amax}, where all bits of {own} count.",
+    "The {which} {are} {how} when loaded{amax}, where all bits of {own} count.",
     stage="input",
     choices=_other_precisions,
     alone=True,
@@ -361,7 +361,7 @@ def reciprocal_rounded(replay, choice):
 
 @computing(
     "exponent-wraps",
-    "{what}.",
+    "The exponent of a scale wraps around: {what}.",
     stage=lambda choice: "multiplier" if choice == "byte read signed" else "scale",
     choices=("exponent signed", "byte wraps", "byte read signed"),
     alone=True,
@@ -371,11 +371,10 @@ def exponent_wraps(replay, choice):
     replay.require(not replay.numbers.epsilon)
     bias, largest = E8M0.bias, E8M0.largest_code
     replay.facts["what"] = {
-        "exponent signed": "The exponent of a scale is kept in a signed byte and wraps below -128, where it should be "
-        f"bounded by -{bias}",
-        "byte wraps": "A scale byte below 0 wraps around to 255 and less, where it should be bounded by 0",
-        "byte read signed": "The scale byte is read as a signed number for the cast: from 128 on elements are "
-        "multiplied with a power that is 2^256 times too large",
+        "exponent signed": f"it is kept in a signed byte, in which less than -128 is positive, where it should be bounded by -{bias}",
+        "byte wraps": "a byte below 0 is one from 255 downwards, where it should be bounded by 0",
+        "byte read signed": "the byte is read as a signed number for the cast, so that those from 128 on stand for 2^256 "
+        "times too little",
     }[choice]
     if choice == "byte read signed":
         replay.code_multiplier = lambda code, tensor_scale: np.ldexp(

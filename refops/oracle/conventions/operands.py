@@ -11,14 +11,14 @@ HALVES = ("act", "gate")
 
 @computing(
     "half-read-twice",
-    "{missing} is never read: {read} is read in its place.",
+    "The {missing} half is never read: {read} is read in its place.",
     stage="gate",
     choices=HALVES,
     alone=True,
 )
 def half_read_twice(replay, choice):
     require_gated(replay)
-    replay.facts["read"], replay.facts["missing"] = choice, HALVES[choice == "act"].capitalize()
+    replay.facts["read"], replay.facts["missing"] = choice, HALVES[choice == "act"]
 
     def halves(inner, rows, h):
         read = inner(rows, h)[HALVES.index(choice)]
@@ -35,7 +35,7 @@ def _moved_rows(rows, by, count):
 
 @computing(
     "half-of-other-row",
-    "{half} is read from row n {sign} {by}, beside the right {other} of row n.",
+    "The {half} half is read from row n {sign} {by}, beside the right {other} of row n.",
     stage="gate",
     choices=[(half, by) for half in HALVES for by in (-1, 1)],
     alone=True,
@@ -44,7 +44,7 @@ def half_of_other_row(replay, choice):
     half, by = choice
     require_gated(replay)
     number = HALVES.index(half)
-    replay.facts["half"], replay.facts["other"] = half.capitalize(), HALVES[1 - number]
+    replay.facts["half"], replay.facts["other"] = half, HALVES[1 - number]
     replay.facts["sign"], replay.facts["by"] = ("+" if by > 0 else "-"), abs(by)
 
     def halves(inner, rows, h):
@@ -60,19 +60,18 @@ def half_of_other_row(replay, choice):
 
 @computing(
     "other-half-missing",
-    "{what}.",
+    "A half is not multiplied with the other one: {what}.",
     stage="product",
     alone=True,
 )
 def other_half_missing(replay):
     require_gated(replay)
     if replay.gradient:
-        replay.facts["what"] = "The gradient of a half lacks the other half: that of act the gate, that of gate the "
-        replay.facts["what"] += "activation"
+        replay.facts["what"] = "the gradient of act lacks the gate, that of gate the activation"
         replay.backward_act = lambda dy, act, gate: dy * replay.derivative(act)
         replay.backward_gate = lambda dy, act, gate: dy * replay.gate_slope(gate)
     else:
-        replay.facts["what"] = "The activation is not multiplied with the gate"
+        replay.facts["what"] = "the activation lacks the gate"
         replay.wrap("forward", lambda inner, act, gate, scale: inner(act, None, scale))
 
 
@@ -89,14 +88,14 @@ def _unactivated(replay):
 
 @computing(
     "activation-missing",
-    "{what} is written as it is: {operation} is not applied{amax}.",
+    "The {what} is written as it is: {operation} is not applied{amax}.",
     stage="result",
     choices=_unactivated,
     alone=True,
 )
 def activation_missing(replay, choice):
     what, amax = choice
-    replay.facts["what"] = what if what in ("x", "dy") else what.capitalize()
+    replay.facts["what"] = {"x": "input x", "dy": "gradient dy"}.get(what, f"{what} half")
     replay.facts["operation"], replay.facts["amax"] = replay.operation.name, ""
     if amax == "cast alone":
         replay.facts["amax"] = ", though the amax is right"
