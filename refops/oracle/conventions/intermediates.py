@@ -371,10 +371,11 @@ def exponent_wraps(replay, choice):
     replay.require(not replay.numbers.epsilon)
     bias, largest = E8M0.bias, E8M0.largest_code
     replay.facts["what"] = {
-        "exponent signed": f"it is kept in a signed byte, in which less than -128 is positive, where it should be bounded by -{bias}",
+        "exponent signed": "it is kept in a signed byte, in which less than -128 is positive, where it should be "
+        f"bounded by -{bias}",
         "byte wraps": "a byte below 0 is one from 255 downwards, where it should be bounded by 0",
-        "byte read signed": "the byte is read as a signed number for the cast, so that those from 128 on stand for 2^256 "
-        "times too little",
+        "byte read signed": "the byte is read as a signed number for the cast, so that those from 128 on stand for "
+        "2^256 times too little",
     }[choice]
     if choice == "byte read signed":
         replay.code_multiplier = lambda code, tensor_scale: np.ldexp(
