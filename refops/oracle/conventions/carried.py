@@ -310,8 +310,8 @@ def short_block_amax_scaled(replay, choice):
 @computing(
     "neighbour-line-scale",
     "{what} of {line} n {sign} 1.",
-    stage=lambda choice: {"both": "block-amax", "stored": "stored", "cast": "multiplier"}[choice[0]],
-    choices=[(what, by) for what in ("cast", "stored", "both") for by in (-1, 1)],
+    stage=lambda choice: {"both": "block-amax", "cast": "multiplier"}[choice[0]],
+    choices=[(what, by) for what in ("cast", "both") for by in (-1, 1)],
     alone=True,
 )
 def neighbour_line_scale(replay, choice):
@@ -331,7 +331,6 @@ def neighbour_line_scale(replay, choice):
     replay.facts["what"] = {
         "both": f"Each {replay.facts['line']} n is scaled by the amaxes",
         "cast": f"Each {replay.facts['line']} n is cast with the scales, though stored scales are right,",
-        "stored": f"Each {replay.facts['line']} n has the stored scales",
     }[what]
     see_around(replay, (TILE, TILE), (TILE, TILE))
     at = track_blocks(replay)
@@ -344,8 +343,7 @@ def neighbour_line_scale(replay, choice):
     if what == "both":
         replay.after("block_amax", shifted)
     else:
-        chosen = int(what == "cast")
-        replay.after("scales", lambda pair: tuple(shifted(a) if i == chosen else a for i, a in enumerate(pair)))
+        replay.after("scales", lambda pair: (pair[0], shifted(pair[1])))
 
 
 def _read_beside(replay, by):

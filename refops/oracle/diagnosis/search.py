@@ -468,7 +468,7 @@ class Search:
     def extensions(self, best, singles):
         """Pairs of the best single explanation with another that together leave nothing unexplained."""
         results = []
-        for other in singles:
+        for other in singles if not best.candidate[0][0].alone else ():
             if other.candidate[0][0].last or other.candidate[0][0].alone:
                 continue
             (a, choice_a), (b, choice_b) = best.candidate[0], other.candidate[0]
