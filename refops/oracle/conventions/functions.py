@@ -80,6 +80,18 @@ def clamp_at_zero_missing(replay):
 
 # --- gelu -----------------------------------------------------------------------------------------
 
+
+class OtherNumbers(Arithmetic):
+    """float32, with other constants: `instead` maps those of a formula to them."""
+
+    def __init__(self, instead):
+        self.instead = instead
+
+    def number(self, c):
+        """A constant, or what stands for it."""
+        return self.instead.get(F(c), F(c))
+
+
 #: What stands for 0.044715 in sqrt(2/pi) (x + 0.044715 x^3).
 COEFFICIENTS = {
     "sqrt(2/pi) too much in it": CUBIC,
@@ -107,15 +119,10 @@ def gelu_cubic_coefficient(replay, choice):
     replay.require(replay.bound.activation.act is GELU)
     replay.facts["what"] = name if where == "argument" else f"{name}, in its derivative too"
     ratio, linear = COEFFICIENTS[name], SQRT_2_OVER_PI
-    slope = SLOPE if where == "argument" else F(3) * linear * ratio
-    words = Arithmetic()
-    replay.value = lambda x: x * (HALF + HALF * words.tanh(x * (linear + (linear * ratio * x) * x)))
-
-    def derivative(x):
-        t = words.tanh((linear * x) * (ONE + (ratio * x) * x))
-        return (HALF * x) * ((ONE - t * t) * (linear + (slope * x) * x)) + HALF * (ONE + t)
-
-    replay.derivative = derivative
+    instead = {CUBIC: linear * ratio, RATIO: ratio}
+    if where == "both":
+        instead[SLOPE] = F(3) * linear * ratio
+    replay.bound = replay.bound.using(OtherNumbers(instead))
 
 
 # --- sigmoid and tanh -----------------------------------------------------------------------------
