@@ -335,7 +335,10 @@ class Groups:
 
     def _in_the_tensor(self, report, start):
         """A report with rows of the tensor for those of an expert that begins at row `start`."""
-        return replace(report, arrays=tuple(self._moved(array, start) for array in report.arrays))
+        rows = self.whole.matrix_shape[0]
+        places = (None if one.place is None else one.place.from_row(start, rows) for one in report.diagnosis)
+        diagnosis = tuple(replace(one, place=place) for one, place in zip(report.diagnosis, places, strict=True))
+        return replace(report, arrays=tuple(self._moved(array, start) for array in report.arrays), diagnosis=diagnosis)
 
     def _moved(self, array, start):
         rows_first = self._rows_first(array.name)

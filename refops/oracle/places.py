@@ -13,7 +13,8 @@ class Lines:
     Attributes:
         size: how many there are.
         first, last: ends of a range of them, both included.
-        period, phases: of those, lines whose number modulo `period` lies between the two phases, both included.
+        period, phases: of those, lines whose number modulo `period` lies between the two phases, both included; from
+            the first one on around to the second.
     """
 
     size: int
@@ -37,7 +38,8 @@ class Lines:
         line = np.arange(self.size)
         phase = line % self.period
         inside = (self.first <= line) & (line <= self.last)
-        return inside & (self.phases[0] <= phase) & (phase <= self.phases[1])
+        low, high = self.phases
+        return inside & ((phase - low) % self.period <= (high - low) % self.period)
 
     def words(self, one: str) -> str:
         """The lines in words; `one` is "row" or "column"."""
@@ -84,6 +86,15 @@ class Place:
             if lines is not None:
                 parts.append(lines.words(one))
         return ", ".join(parts)
+
+    def from_row(self, start: int, size: int) -> "Place":
+        """The same place of a tensor of `size` rows in which this one begins at row `start`."""
+        if self.rows is None:
+            return self
+        rows = self.rows
+        low, high = ((phase + start) % rows.period for phase in rows.phases)
+        moved = Lines(size, rows.first + start, rows.last + start, rows.period, (low, high))
+        return Place(self.arrays, moved, self.columns)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""

@@ -149,9 +149,11 @@ class Replay:
         applied: (convention, choice) pairs, in order.
         changed: stages that they changed.
         facts: words that their sentences use.
+        rows: `Lines` of the tensor that a convention of a sum speaks of; None for all.
     """
 
     computes = dequantizes = updates = False
+    rows = None
 
     def __init__(self, setting):
         self.setting, self.case, self.operation = setting, setting.case, setting.case.operation

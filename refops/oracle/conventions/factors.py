@@ -271,6 +271,7 @@ def amax_slot_holds_scale(replay, choice):
             held = amax * amax
         else:
             held = _scale_of_tensor(replay, amax, choice)
+        replay.require(np.isfinite(amax).all())
         if amax.size:
             replay.facts["found"], replay.facts["own"] = float(held.flat[0]), float(amax.flat[0])
         return inner(held.astype(F), direction)

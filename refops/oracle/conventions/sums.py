@@ -5,6 +5,7 @@ import numpy as np
 from refops.arguments import BFLOAT16
 from refops.oracle.conventions.registry import computing
 from refops.oracle.geometry import Geometry, Region
+from refops.oracle.places import Lines
 from refops.quantization.layout import ceil_div
 from refops.tiles import SUM_CHUNK
 
@@ -152,6 +153,7 @@ def dbias_last_chunk_missing(replay, choice):
         replay.require(m % int(size) == 0)
         replay.facts["what"] = f"the last {size} rows"
     replay.require((first, last) != (0, m) and first < last)
+    replay.rows = Lines(m, last, m - 1) if first == 0 else Lines(m, 0, first - 1)
     replay.after("sum_terms", lambda terms: terms[first:last])
 
 
@@ -171,12 +173,11 @@ def _parts_of_rows(m):
 
 
 def _rows_of_part(part, number, m):
-    """(bool of each row, words) of part `number`."""
+    """The `Lines` of part `number`."""
     kind, size = part
-    row = np.arange(m)
     if kind == "turn":
-        return row % size == number, f"rows {number}, {number + size}, {number + 2 * size} ... of every {size}th"
-    return row // size == number, f"rows {number * size} to {min((number + 1) * size, m) - 1}"
+        return Lines(m, 0, m - 1, size, (number, number))
+    return Lines(m, number * size, min((number + 1) * size, m) - 1)
 
 
 def _sums_of_parts(replay, columns):
@@ -234,8 +235,10 @@ def dbias_part(replay, choice):
     found = _part_at_fault(replay)
     replay.require(found is not None)
     part, number = found[choice]
-    of_part, replay.facts["rows"] = _rows_of_part(part, number, replay.shape[0])
+    rows = _rows_of_part(part, number, replay.shape[0])
+    of_part, replay.facts["rows"] = rows.mask(), rows.words("row")
     replay.require(of_part.any() and not of_part.all())
+    replay.rows = None if choice == "alone" else rows
     replay.facts["effect"] = {
         "twice": "has a part in it twice:",
         "missing": "leaves out",

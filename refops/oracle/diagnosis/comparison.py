@@ -59,12 +59,14 @@ class Result:
         counts: array name -> `Count`.
         facts: words for the sentences.
         made: probe number -> array name -> what the replay wrote there.
+        rows: `Lines` that the candidate speaks of, None for all.
     """
 
     candidate: tuple
     counts: dict
     facts: dict = field(default_factory=dict)
     made: list = field(default_factory=list)
+    rows: object = None
 
     def __add__(self, other):
         names = {**self.counts, **other.counts}

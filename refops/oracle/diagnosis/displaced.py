@@ -78,8 +78,11 @@ def moved_in(placing, names):
     for name in names:
         cells = placing.cells(name, region)
         if cells is None:
-            wrong = int(np.count_nonzero(placing.search.wrong[name]))
-            marks.count(name, wrong, wrong)
+            wrong, held = (int(np.count_nonzero(a[name])) for a in (placing.search.wrong, placing.search.outputs))
+            if wrong and not held:  # all of an array that is one number: zero is what memory begins with
+                said.setdefault(_unwritten(moved.Constant(placing.search.outputs[name].flat[0])), []).append(name)
+                marks.shown[:] = True
+            marks.count(name, wrong if held else 0, wrong)
             continue
         found = _found(name, cells)
         marks.add(name, cells, region, found.marks)
@@ -122,6 +125,11 @@ def _found(name, cells):
         found.lines = _lines_of(law, cells.edge)
     found.said.append(law.names(cells.edge))
     return found
+
+
+def _unwritten(constant):
+    """(name, sentence about {what}) of entries that hold what was there before."""
+    return "not-written", f"{{what}} hold {constant.words}, which was there before: they were not written"
 
 
 def _lines_of(law, edge):

@@ -7,7 +7,7 @@ is right in the dump, it is absent. `inference` finds the place that holds the o
 import numpy as np
 
 from refops.oracle.diagnosis import elements
-from refops.oracle.diagnosis.comparison import Part
+from refops.oracle.diagnosis.comparison import Part, same
 from refops.oracle.diagnosis.displaced import Marks, moved_in
 from refops.oracle.diagnosis.inference import STRAY, find_lines
 from refops.oracle.diagnosis.probes import SUM_ARRAYS
@@ -168,6 +168,21 @@ class Placing:
             return None
         search = self.search
         return elements.cells(self.case, name, region, search.outputs, search.reference, search.wrong)
+
+    def changed(self, result):
+        """bool (M, K): elements that the replay of a confirmed result writes otherwise than the reference does."""
+        found = np.zeros(self.shape, bool)
+        for made, region in zip(result.made, self.regions, strict=False):
+            for name, array in made.items():
+                cells = self.cells(name, region)
+                if cells is not None:
+                    turned = elements.turned(self.case, name, array.reshape(self._stored_shape(name, region)))
+                    differs = ~same(cells.reference, turned.astype(cells.reference.dtype), cells.fmt)
+                    found[region.rows, region.columns] |= cells.spread(differs, region.shape)
+        return found
+
+    def _stored_shape(self, name, region):
+        return crop(self.case, name, self.search.reference[name], region).shape
 
     def _follows(self, name, region):
         return elements.other_scales(self.case, name, region, self.search.outputs, self.search.reference)

@@ -17,10 +17,11 @@ from refops.oracle.conventions import CONVENTIONS
 from refops.oracle.conventions.reading import Dump
 from refops.oracle.diagnosis.comparison import Part, Result, places, same
 from refops.oracle.diagnosis.elements import other_scales, stored_marks
+from refops.oracle.diagnosis.inference import confined
 from refops.oracle.diagnosis.placed import Placing
 from refops.oracle.diagnosis.probes import SUM_ARRAYS, Probes
 from refops.oracle.geometry import VALUES, Region, crop
-from refops.oracle.places import Lines, Place
+from refops.oracle.places import Place
 from refops.oracle.replay import FORMULA_STAGES, SETTINGS, NotApplicable, Setting, amax_is_near
 from refops.oracle.report import Explanation
 from refops.scalings.arithmetic import REFERENCE
@@ -150,7 +151,7 @@ class Search:
                 break
         if self.sum_names:
             result += self._evaluate_sums(replay, sums, arrays)
-        result.facts = {**replay.facts, **facts}
+        result.facts, result.rows = {**replay.facts, **facts}, replay.rows
         return result
 
     def run(self, replay, region):
@@ -316,22 +317,18 @@ class Search:
             text = f"{text[:-1]}; but that explains a part only."
         names = tuple(convention.name for convention, _ in result.candidate)
         exact, sampled = result.exact and self.probes.complete, not self.probes.complete
-        return Explanation(names, text, result.explained, exact, sampled, self._half(result))
+        place = self._speaks_of(result) if result.enough else None
+        return Explanation(names, text, result.explained, exact, sampled, place)
 
-    def _half(self, result):
-        """The `Place` of the half of [d_act | d_gate] that alone a result changes; None for both, or no halves."""
-        if not (self.case.gated and self.case.operation.kind.endswith("grad")) or result.candidate[0][0].reads:
+    def _speaks_of(self, result):
+        """The `Place` that alone a result is about, wherever it is followed; None for all of the tensor."""
+        if result.rows is not None:
+            return Place((), result.rows)
+        if any(convention.reads for convention, _ in result.candidate) or not self.probes.complete or not self.shape:
             return None
-        region, width = self.probes.probes[0], self.shape[1] // 2
-        halves = []
-        for start in (0, width):
-            columns = slice(start, start + min(width, region.columns.stop - region.columns.start))
-            half = Region(region.rows, columns)
-            made = self.run(self.replay(result.candidate), half)
-            halves.append(any(self._differs(name, array, half) for name, array in made.items()))
-        if halves[0] == halves[1]:
-            return None
-        return Place((), None, Lines(2 * width, 0, width - 1) if halves[0] else Lines(2 * width, width, 2 * width - 1))
+        changed = Placing(self).changed(self.confirm(result, self.probes.confirm))
+        sides = [confined(changed.any(axis=axis), np.count_nonzero(changed)) for axis in (1, 0)]
+        return None if sides == [None, None] else Place((), *sides)
 
     def sentence(self, result):
         """What the conventions of a result say."""

@@ -1,1 +1,1 @@
-"""Faults that people plant in kernels, each in a kernel of its own, written by those who do not know the conventions."""
+"""Faults that people plant in kernels: each a kernel of its own, by authors who do not know the conventions."""

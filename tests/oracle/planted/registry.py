@@ -15,8 +15,9 @@ class Where:
     """The place of a fault: elements of the (M, K) result that the faulty code handles, whether or not it shows there.
 
     Attributes:
-        arrays: outputs that are wrong: "rowwise" and "columnwise" stand for data, scales and amax of a direction, "values"
-            for y or dx, "dbias", "drow_scales", "amax" for amax slots alone, "history" and "scale" of a delayed update.
+        arrays: outputs that are wrong: "rowwise" and "columnwise" stand for data, scales and amax of a direction,
+            "values" for y or dx, "dbias", "drow_scales", "amax" for amax slots alone, "history" and "scale" of a
+            delayed update.
         rows, columns: (first, last) of a range, both included; None for all.
         every: ("row" or "column", period, phases): lines whose number modulo `period` is one of `phases`; None for all.
             A block of rows or columns is said by its lines: blocks of 32 that are odd are period 64, phases 32 to 63.
