@@ -69,8 +69,8 @@ def last_column_tile_read_as_float16(x):
 
 @planted("quantize", normal((224, 352), scale=2.0**-125), Where(("rowwise",)), scaling=MX)
 def tiny_block_exponents_wrap_around(x):
-    """The scale byte is formed as exponent of amax minus 8 in uint8 without a bound at 0: blocks whose amax has an
-    exponent below 8 get bytes near 255, where they should be 0."""
+    """The scale byte is formed as exponent of amax minus 8 in uint8 without a bound at 0: blocks whose amax has a
+    biased exponent below 8 get bytes near 255, where they should be 0."""
     b = blocks(load(x), 32)
     bits = amax_of(b, 2).view(np.uint32)
     raised = (bits & 0x7FFFFF) > 0x600000

@@ -1,6 +1,8 @@
-"""Pipelines and persistent loops: registers and buffers of another iteration, and what no CTA writes."""
+"""Pipelines, persistent loops and work split between CTAs: registers and buffers of another iteration, lost parts."""
 
 import numpy as np
+
+import refops
 
 from .held_common import (
     BF16,
@@ -11,15 +13,23 @@ from .held_common import (
     TILE_BLOCKS,
     F,
     amax_of,
+    bf16,
     block_multiplier,
+    e2m1,
     e4m3,
+    e5m2,
     encode_scale,
+    gelu,
+    halves,
     launch,
     load,
     mx_columns,
     mx_rows,
+    nv_byte,
+    nv_multiplier,
     nv_rows,
     pack,
+    power_of_two,
     silu,
 )
 from .registry import Where, normal, planted
@@ -116,3 +126,74 @@ def shared_tile_overwritten_before_the_store(x):
             shared[16:] = pack(codes[start + 48 : start + 64])
         data[start : start + 32] = shared
     return {"rowwise_data": data, "rowwise_scale_inv": scales, "amax_rowwise": np.array([amax], F)}
+
+
+def _scaled_gradient(rng):
+    return {
+        "dy": rng.standard_normal((160, 256), np.float32).astype(BF16),
+        "x": rng.standard_normal((160, 512), np.float32).astype(BF16),
+        "row_scales": rng.uniform(0.05, 1, 160).astype(np.float32),
+    }
+
+
+@planted("scaled_dswiglu", _scaled_gradient, Where(("drow_scales",), columns=(0, 127)))
+def cluster_halves_store_their_row_sums(dy, x, row_scales):
+    """Two CTAs share a row, 128 columns each, and each stores its sum to drow_scales instead of adding it: the second
+    one's stays, that of columns 128 to 255, and columns 0 to 127 are lost."""
+    act, gate = halves(load(x))
+    drow_scales = np.zeros(160, F)
+    for rank in range(2):
+        columns = slice(128 * rank, 128 * rank + 128)
+        product = load(dy[:, columns]) * (silu(act[:, columns]) * gate[:, columns])
+        drow_scales[:] = product.sum(axis=1, dtype=F)
+    return {"drow_scales": drow_scales}
+
+
+def _small_first_rows(rng):
+    x = rng.standard_normal((256, 384))
+    x[:64] *= 0.2
+    return {"x": x.astype(np.float16)}
+
+
+POWER = refops.CurrentScaling(refops.E5M2, power_2_scale=True)
+
+
+@planted("quantize", _small_first_rows, Where(("rowwise",), rows=(0, 63)), scaling=POWER)
+def first_cta_does_not_wait_for_the_grid(x):
+    """The CTA of rows 0 to 63 passes the grid barrier early and casts with the scale of the amax known so far, its
+    own; the scale that is stored, and all other rows, have the tensor's."""
+    x = load(x)
+    amax, data = F(0), np.empty(x.shape, np.uint8)
+    multipliers = []
+    for cta in range(4):
+        amax = max(amax, amax_of(x[64 * cta : 64 * cta + 64]))
+        multipliers.append(power_of_two(F(57344) / amax))
+    final = multipliers[-1]
+    for cta in range(4):
+        rows = slice(64 * cta, 64 * cta + 64)
+        data[rows] = e5m2(x[rows] * (multipliers[0] if cta == 0 else final))
+    return {
+        "rowwise_data": data,
+        "rowwise_scale_inv": np.array([ONE / final], F),
+        "amax_rowwise": np.array([amax], F),
+    }
+
+
+@planted("gelu", normal((224, 352)), Where(("columnwise",), rows=(16, 223)), scaling=NV)
+def columnwise_multiplier_one_group_behind(x):
+    """In the columnwise pass the codes of each group of 16 rows are scaled with the multipliers of the group before,
+    which the software pipeline still holds; the scale bytes are stored in the right place, and the first group is
+    right."""
+    y = gelu(load(x))
+    amax = amax_of(y)
+    s, turned = encode_scale(amax), np.ascontiguousarray(bf16(y).T)
+    data, scales = np.empty((352, 112), np.uint8), np.empty((352, 14), np.uint8)
+    held = None
+    for group in range(14):
+        tile = turned[:, 16 * group : 16 * group + 16]
+        scales[:, group] = nv_byte(amax_of(tile, 1), s)
+        fresh = nv_multiplier(scales[:, group], s)
+        multiplier = fresh if held is None else held
+        held = fresh
+        data[:, 8 * group : 8 * group + 8] = pack(e2m1(tile * multiplier[:, None]))
+    return {"columnwise_data": data, "columnwise_scale_inv": scales, "amax_columnwise": np.array([amax], F)}
