@@ -230,6 +230,7 @@ BLOCK_PARTS = (
     "The amax of each block is that of its {part} alone{along}.",
     stage="block-amax",
     choices=[(part, axis) for axis in ("inner", "outer") for part in BLOCK_PARTS],
+    last=True,
 )
 def block_amax_of_a_part(replay, choice):
     part, along = choice

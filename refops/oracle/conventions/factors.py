@@ -28,7 +28,7 @@ F = np.float32
 def known_constants(replay):
     """words -> value of the constants that a kernel could have forgotten or applied twice."""
     known = {"2": 2.0, "1/2": 0.5}
-    if replay.shape:
+    if replay.setting.shape:
         m, k = replay.shape
         sizes = {"the number of rows": m, "the number of columns": k, "the number of elements": m * k}
         known |= {f"{value}, {words}": float(value) for words, value in sizes.items() if value > 1}

@@ -169,7 +169,8 @@ def _parts_of_rows(m):
     runs = [size for size in (16, 32, 64, 128, 256, 512, 1024) if size < m]
     runs += [size for shards in (2, 4, 8) if (size := ceil_div(m, shards)) not in runs and size < m]
     parts = [(("run", size), row // size) for size in runs]
-    return parts + [(("turn", period), row % period) for period in (2, 4, 8, 16, 32) if period < m]
+    parts += [(("turn", period), row % period) for period in (2, 4, 8, 16, 32) if period < m]
+    return parts + [(("half", period), row % period // (period // 2)) for period in (4, 8, 16, 32, 64) if period < m]
 
 
 def _rows_of_part(part, number, m):
@@ -177,6 +178,8 @@ def _rows_of_part(part, number, m):
     kind, size = part
     if kind == "turn":
         return Lines(m, 0, m - 1, size, (number, number))
+    if kind == "half":
+        return Lines(m, 0, m - 1, size, (number * size // 2, (number + 1) * size // 2 - 1))
     return Lines(m, number * size, min((number + 1) * size, m) - 1)
 
 

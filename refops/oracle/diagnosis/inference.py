@@ -16,8 +16,6 @@ from refops.oracle.places import Lines
 LEAST_SHOWN = 6
 #: Entries without the fault in a place, as a share of those with it.
 STRAY = 0.02
-#: Changed entries that must lie in one half of the lines before that is no accident.
-CONFINED = 24
 PERIODS = tuple(1 << n for n in range(1, 10))
 _COST_OF_EDGE, _COST_OF_RANGE, _COST_OF_PERIOD = 1.0, 2.0, 2.1
 
@@ -38,21 +36,6 @@ def find_lines(shown, absent):
         if _holds(shown[inside], absent[inside]):
             return _with_ends(row, column, shown, absent)
     return None
-
-
-def confined(changed, count):
-    """`Lines` of at most half of a bool vector that hold all of its True by no accident, or None.
-
-    Args:
-        changed: lines in which a rule changes something. count: entries that it changes.
-    """
-    if count < CONFINED or changed.all():
-        return None
-    found = [lines for _, lines in _candidates(changed) if 2 * np.count_nonzero(lines.mask()) <= len(changed)]
-    if not found:
-        return None
-    lines = min(found, key=lambda lines: np.count_nonzero(lines.mask()))
-    return lines if np.count_nonzero(changed) >= np.count_nonzero(lines.mask()) / 2 else None
 
 
 def _holds(shown, absent):

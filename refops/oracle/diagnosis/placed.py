@@ -7,7 +7,7 @@ is right in the dump, it is absent. `inference` finds the place that holds the o
 import numpy as np
 
 from refops.oracle.diagnosis import elements
-from refops.oracle.diagnosis.comparison import Part, same
+from refops.oracle.diagnosis.comparison import Part, places, same
 from refops.oracle.diagnosis.displaced import Marks, moved_in
 from refops.oracle.diagnosis.inference import STRAY, find_lines
 from refops.oracle.diagnosis.probes import SUM_ARRAYS
@@ -48,7 +48,8 @@ class Placing:
 
     def _of(self, names, singles):
         """The explanations of some outputs, best first."""
-        placed = [self._in_place(result, names) for result in self._promising(names, singles)]
+        promising = sorted(self._promising(names, singles), key=lambda result: places(result.candidate))
+        placed = [self._in_place(result, names) for result in promising]
         found = [answer for answer in (*placed, moved_in(self, names)) if answer is not None]
         found.sort(key=lambda answer: (not answer.exact, -round(answer.explained, 2)))
         return list({answer.names: answer for answer in reversed(found)}.values())[::-1]
@@ -199,7 +200,7 @@ class Placing:
             copies: the outputs that are spoken of, () for all.
             lines: {axis: `Lines`} that a law speaks of.
         """
-        if not marks.enough or not marks.shown.any():
+        if not marks.enough or not (marks.shown.any() or copies):
             return None
         rows = columns = None
         if marks.absent.any():

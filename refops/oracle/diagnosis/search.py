@@ -17,11 +17,10 @@ from refops.oracle.conventions import CONVENTIONS
 from refops.oracle.conventions.reading import Dump
 from refops.oracle.diagnosis.comparison import Part, Result, places, same
 from refops.oracle.diagnosis.elements import other_scales, stored_marks
-from refops.oracle.diagnosis.inference import confined
 from refops.oracle.diagnosis.placed import Placing
 from refops.oracle.diagnosis.probes import SUM_ARRAYS, Probes
 from refops.oracle.geometry import VALUES, Region, crop
-from refops.oracle.places import Place
+from refops.oracle.places import Lines, Place
 from refops.oracle.replay import FORMULA_STAGES, SETTINGS, NotApplicable, Setting, amax_is_near
 from refops.oracle.report import Explanation
 from refops.scalings.arithmetic import REFERENCE
@@ -324,11 +323,15 @@ class Search:
         """The `Place` that alone a result is about, wherever it is followed; None for all of the tensor."""
         if result.rows is not None:
             return Place((), result.rows)
-        if any(convention.reads for convention, _ in result.candidate) or not self.probes.complete or not self.shape:
+        gated_gradient = self.case.gated and self.case.operation.kind.endswith("grad")
+        if not gated_gradient or not self.probes.complete or any(c.reads for c, _ in result.candidate):
             return None
-        changed = Placing(self).changed(self.confirm(result, self.probes.confirm))
-        sides = [confined(changed.any(axis=axis), np.count_nonzero(changed)) for axis in (1, 0)]
-        return None if sides == [None, None] else Place((), *sides)
+        changed = Placing(self).changed(self.confirm(result, self.probes.confirm)).any(axis=0)
+        width = self.shape[1] // 2
+        if changed[:width].any() == changed[width:].any():
+            return None
+        first = 0 if changed[:width].any() else width
+        return Place((), None, Lines(2 * width, first, first + width - 1))
 
     def sentence(self, result):
         """What the conventions of a result say."""
