@@ -25,7 +25,7 @@ from refops.commands.arguments import (
 )
 from refops.commands.kernel import KERNELS, add_kernel, gives_kernel, run_kernel
 from refops.commands.usage import EXIT_FINE, EXIT_MISMATCH, UsageError, listed, usage_errors
-from refops.display.console import print_json
+from refops.display.console import ProgressBar, print_json
 from refops.display.oracle import print_check, print_fault, print_launch
 from refops.files import SUFFIXES, FileError
 from refops.golden import read_golden
@@ -102,10 +102,21 @@ def add_check(command, scaling_list):
         help="stochastic rounding: those of the scaling (default), or the kernel's own, whatever they are",
     )
     p.add_argument("--no-diagnosis", action="store_true", help="do not look for what explains a wrong dump")
+    p.add_argument(
+        "--budget",
+        type=_seconds,
+        default=8.0,
+        metavar="SECONDS",
+        help="processor time that looking for it may take (default 8); what was found by then is said",
+    )
 
 
 def _ulp(text):
     return number_argument(text, "a number >= 0", lambda value: 0 <= value < math.inf)
+
+
+def _seconds(text):
+    return number_argument(text, "a number > 0", lambda value: 0 < value < math.inf)
 
 
 def run_check(arguments):
@@ -132,7 +143,7 @@ def run_check(arguments):
         written, outputs = None, _read_outputs(arguments, case, groups, given)
     with usage_errors(lambda name: given[name][0] if name in given else f"--outputs {name}"):
         case.fit_outputs(outputs) if groups is None else groups.split_outputs(outputs)
-    with usage_errors(option_of):
+    with usage_errors(option_of), ProgressBar() as show:
         report = oracle.check(
             op,
             inputs,
@@ -145,6 +156,10 @@ def run_check(arguments):
             random_bits=arguments.random_bits,
             diagnose=not arguments.no_diagnosis,
             m_splits=splits,
+            budget=arguments.budget,
+            progress=lambda spent, budget: show(
+                min(round(spent), round(budget)), round(budget), "seconds of diagnosis"
+            ),
         )
     ran = {} if written is None else {"ran": written.described, "changed_inputs": list(written.changed)}
     if arguments.json:

@@ -136,6 +136,8 @@ class Report:
         diagnosis: explanations, best first; empty where nothing is wrong or nothing explains it.
         notes: what else the user should know.
         diagnosed: whether a diagnosis was tried.
+        leads: what decides where to look, said before all numbers: codes that are right under the right scales, or
+            under wrong ones that were written.
         coverage: what the input of a right dump covered; None where it is wrong, or has no cast to speak of.
     """
 
@@ -146,6 +148,7 @@ class Report:
     diagnosis: tuple[Explanation, ...] = ()
     notes: tuple[str, ...] = ()
     diagnosed: bool = field(default=True)
+    leads: tuple[str, ...] = ()
     coverage: Coverage | None = None
 
     @property
@@ -174,7 +177,7 @@ class Report:
         return f"{verdict}: {what} ({'bit equality' if self.ulp == 0 else f'ulp={self.ulp:g}'})"
 
     def __str__(self):
-        lines = [self.headline()]
+        lines = [self.headline(), *(f"  {lead}" for lead in self.leads)]
         for array in self.arrays:
             lines += array_lines(array)
         lines += str(self.coverage).split("\n") if self.coverage is not None else []
@@ -194,6 +197,7 @@ class Report:
             "arrays": [_array_dict(array) for array in self.arrays],
             "diagnosis": [_explanation_dict(explanation) for explanation in self.diagnosis],
             "diagnosed": self.diagnosed,
+            "leads": list(self.leads),
             "notes": list(self.notes),
             "coverage": None if self.coverage is None else self.coverage.as_dict(),
         }

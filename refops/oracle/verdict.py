@@ -274,7 +274,20 @@ class Judge:
             diagnosis=explanations,
             notes=tuple(self.notes),
             diagnosed=diagnosed,
+            leads=tuple(self._leads()),
         )
+
+    def _leads(self):
+        """What decides where to look: whether the codes of wrong scales are right, and under which scales."""
+        for direction in DIRECTIONS:
+            scales, codes = f"{direction}_scale_inv", f"{direction}_data"
+            if not {scales, codes} <= set(self.tallies) or not self.tallies[scales].count:
+                continue
+            inside = self.case.slots[codes].valid_slices
+            if np.array_equal(bits_of(self.outputs[codes][inside]), bits_of(self.reference[codes][inside])):
+                yield f"{codes}: right under the right scales; {scales} alone is wrong"
+            elif not self.tallies[codes].count:
+                yield f"{codes}: right under the scales that were written; what makes {scales} is wrong"
 
     def _note_what_was_seen(self):
         """Notes on what was not given, and on entries that look unwritten."""

@@ -12,8 +12,6 @@ from refops.oracle.conventions.scales import (
     require_own_amax,
     require_powers_of_two,
     require_scaling,
-    require_two_levels,
-    set_encode_scale,
     tensor_limit,
 )
 from refops.scalings.declaration import FLT_MAX
@@ -283,39 +281,6 @@ def saturation_limit(replay, choice):
 
 
 # --- what elements are multiplied with ------------------------------------------------------------
-
-
-@computing(
-    "multiplier-rounded",
-    "What elements are multiplied with is rounded to {dtype}{product}, though the stored scale is right.",
-    stage="multiplier",
-    choices=[(dtype, what) for dtype in DTYPES for what in ("multiplier", "product too")],
-    alone=True,
-)
-def multiplier_rounded(replay, choice):
-    require_scaling(replay)
-    name, what = choice
-    dtype = DTYPES[name]
-    replay.facts["dtype"], replay.facts["product"] = name, ", and the product too" * (what == "product too")
-
-    def multiply(inner, values, multiplier):
-        product = inner(values, multiplier.astype(dtype).astype(F))
-        return product.astype(dtype).astype(F) if what == "product too" else product
-
-    replay.wrap("multiply", multiply)
-
-
-@computing(
-    "tensor-scale-rounded",
-    "The tensor's encode scale is rounded to {dtype} before block scales are made of it, where TE keeps float32.",
-    stage="global-scale",
-    choices=DTYPES,
-    alone=True,
-)
-def tensor_scale_rounded(replay, choice):
-    require_two_levels(replay)
-    replay.facts["dtype"] = choice
-    set_encode_scale(replay, lambda encode, amax: encode.astype(DTYPES[choice]).astype(F))
 
 
 @computing(

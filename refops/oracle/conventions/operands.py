@@ -27,37 +27,6 @@ def half_read_twice(replay, choice):
     replay.wrap("halves", halves)
 
 
-def _moved_rows(rows, by, count):
-    """(rows to read, index into them) of the lines `by` away, those at the edge being their own."""
-    index = np.clip(np.arange(rows.start, rows.stop) + by, 0, count - 1)
-    return slice(int(index[0]), int(index[-1]) + 1), index - index[0]
-
-
-@computing(
-    "half-of-other-row",
-    "The {half} half is read from row n {sign} {by}, beside the right {other} of row n.",
-    stage="gate",
-    choices=[(half, by) for half in HALVES for by in (-1, 1)],
-    alone=True,
-)
-def half_of_other_row(replay, choice):
-    half, by = choice
-    require_gated(replay)
-    number = HALVES.index(half)
-    replay.facts["half"], replay.facts["other"] = half, HALVES[1 - number]
-    replay.facts["sign"], replay.facts["by"] = ("+" if by > 0 else "-"), abs(by)
-
-    def halves(inner, rows, h):
-        if rows.stop == rows.start:
-            return inner(rows, h)
-        read, index = _moved_rows(rows, by, replay.shape[0])
-        both = list(inner(rows, h))
-        both[number] = inner(read, h)[number][index]
-        return tuple(both)
-
-    replay.wrap("halves", halves)
-
-
 @computing(
     "other-half-missing",
     "A half is not multiplied with the other one: {what}.",
@@ -133,26 +102,6 @@ def gradient_of_other_half(replay):
 
 
 # --- scales of rows -------------------------------------------------------------------------------
-
-
-@computing(
-    "row-scale-of-other-row",
-    "Row n is multiplied with the row_scales of row n {sign} 1.",
-    stage="row-scale",
-    choices=(-1, 1),
-    alone=True,
-)
-def row_scale_of_other_row(replay, choice):
-    replay.require(replay.computes and replay.scaled)
-    replay.facts["sign"] = "+" if choice > 0 else "-"
-
-    def row_scale(inner, rows):
-        if rows.stop == rows.start:
-            return inner(rows)
-        read, index = _moved_rows(rows, choice, replay.shape[0])
-        return inner(read)[index]
-
-    replay.wrap("row_scale", row_scale)
 
 
 @computing("row-scale-twice", "The rows are multiplied with row_scales twice.", stage="row-scale", alone=True)

@@ -13,6 +13,7 @@ from refops.oracle.diagnosis.inference import STRAY, find_lines
 from refops.oracle.diagnosis.probes import SUM_ARRAYS
 from refops.oracle.geometry import TILE, VALUES, Region, crop, whole
 from refops.oracle.places import Place
+from refops.oracle.replay import FORMULA_STAGES
 from refops.oracle.report import Explanation
 
 #: Conventions whose place is sought in one copy, and the share of wrong entries that each must explain on the probes.
@@ -55,7 +56,7 @@ class Placing:
         return list({answer.names: answer for answer in reversed(found)}.values())[::-1]
 
     def _promising(self, names, singles):
-        terms = [name for name in names if name not in SUM_ARRAYS] or names  # a sum follows from the place
+        terms = [name for name in names if not self._is_whole(name)] or names  # the others follow from the place
         mine = [(result.of(terms), result) for result in singles]
         mine = [pair for pair in mine if pair[0].share >= PROMISED and any(c.gained for c in pair[0].counts.values())]
         mine.sort(key=lambda pair: (-round(pair[0].share, 2), pair[0].damage, pair[0].rank))
@@ -118,16 +119,25 @@ class Placing:
         place = self.place(marks, names if others else ())
         if place is None:
             return None
-        for name in (name for name in names if name in SUM_ARRAYS):
-            self._count_sum(marks, confirmed, name, place)
+        for name in names:
+            if self._is_whole(name):
+                self._count_whole(marks, confirmed, name, place)
         names_of = tuple(convention.name for convention, _ in confirmed.candidate)
         return self.explanation(names_of, self.search.sentence(confirmed), marks, place)
 
-    def _count_sum(self, marks, result, name, place):
-        """Count a sum whose terms are those of a convention in a place, and right outside."""
+    def _is_whole(self, name):
+        """Whether an output is a number or a sum of the whole tensor."""
+        return name in SUM_ARRAYS or elements.is_of_tensor(self.case, name)
+
+    def _count_whole(self, marks, result, name, place):
+        """Count a number or a sum of the whole tensor, whose values are a convention's in a place, right outside."""
         count = result.counts[name]
-        if name == "dbias" and not place.is_everywhere:
-            count = self.search.sum_in_place(result.candidate, name, place)
+        changes_values = self.search.replay(result.candidate).changed & FORMULA_STAGES
+        if changes_values and not (place.rows is None and place.columns is None):
+            if name == "dbias":
+                count = self.search.sum_in_place(result.candidate, name, place)
+            elif name.startswith("amax"):
+                count = self.search.amax_in_place(result.candidate, name, place)
         marks.count(name, count.wrong - count.explained, count.wrong)
 
     def _marks(self, result, names):
@@ -157,10 +167,6 @@ class Placing:
                 marks.add(name, cells, region, part.marks(turned, again))
         if not search.probes.complete:
             marks.shown |= self._elsewhere(names)
-        for name in names:
-            if name not in marks.wrong and name not in SUM_ARRAYS and name in result.counts:
-                count = result.counts[name]
-                marks.count(name, count.wrong - count.explained, count.wrong)
         return marks
 
     def cells(self, name, region):

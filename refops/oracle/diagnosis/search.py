@@ -202,6 +202,18 @@ class Search:
         got, reference = (array[name].reshape(-1)[columns] for array in (self.outputs, self.reference))
         return Part(got, mask[columns], reference, None).compare(made)
 
+    def amax_in_place(self, candidate, name, place):
+        """The `Count` of the tensor's amax where a candidate's values are in a place, and right ones outside."""
+        replay, plain = self.replay(candidate), self.setting.replay()
+        if any(replay.hadamard.values()):
+            raise NotApplicable("the amax is that of transformed values")
+        self.setting.spend(2 * plain.shape[0] * plain.shape[1])
+        rows, columns = (slice(0, size) for size in self.shape)
+        values = np.where(place.mask(self.shape), replay.compute(rows, columns), plain.compute(rows, columns))
+        values = plain.round(values) if plain.amax_rounded else values
+        made = np.fmax.reduce(np.abs(values), axis=None, initial=np.float32(0)).reshape(1)
+        return Part(self.outputs[name], self.wrong[name], self.reference[name], None, few=True).compare(made)
+
     def relaid(self, reads):
         """(arrays, facts): the dump as readings lay it out."""
         key = tuple((c.name, repr(choice)) for c, choice in reads)

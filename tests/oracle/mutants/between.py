@@ -114,13 +114,7 @@ def nv_clamped_to_four(k):
 # --- scales -----------------------------------------------------------------------------------------------------------
 
 
-@convention("multiplier-rounded", "quantize", NV, shape=SIZE)
-def nv_multiplier_in_bfloat16(k):
-    """The reciprocal is kept in bfloat16."""
-    return k.outputs(nv_multiplier=lambda byte, s_enc: bf16(Kernel.nv_multiplier(k, byte, s_enc)))
-
-
-@convention("tensor-scale-rounded", "quantize", NV, shape=SIZE)
+@convention("multiplier-low-precision", "quantize", NV, shape=SIZE)
 def nv_tensor_scale_in_bfloat16(k):
     """S_enc passes between kernels as bfloat16."""
     return k.outputs(global_scale=lambda amax: bf16(Kernel.global_scale(k, amax)))

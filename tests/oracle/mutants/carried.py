@@ -97,7 +97,7 @@ def reglu_of_act_and_act(k):
     return k.outputs(split=lambda x: (Kernel.split(k, x)[0],) * 2)
 
 
-@convention("half-of-other-row", "geglu", shape=PAIR)
+@convention("input-shifted", "geglu", shape=PAIR)
 def geglu_gate_of_row_above(k):
     """The gate comes from the row above."""
 
@@ -138,7 +138,7 @@ def dswiglu_halves_exchanged(k):
     return k.outputs(join=lambda d_act, d_gate: np.concatenate([d_gate, d_act], axis=1))
 
 
-@convention("row-scale-of-other-row", "scaled_swiglu", shape=PAIR)
+@convention("input-shifted", "scaled_swiglu", shape=PAIR)
 def scaled_swiglu_by_row_below(k):
     """The token's probability is read one too far."""
 

@@ -1,0 +1,303 @@
+"""A diagnosis says where: the copy, the rows and columns, the law of what was moved; and no more than it knows."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import refops
+from refops import oracle
+from refops.oracle.diagnosis.inference import find_lines
+from refops.oracle.places import Lines, Place
+
+F = np.float32
+BF16 = np.dtype(ml_dtypes.bfloat16)
+E4M3 = refops.E4M3
+MXFP8, FLOOR = refops.MXFP8Scaling(E4M3), refops.MXFP8Scaling(E4M3, scale_rounding="floor")
+NVFP4 = refops.NVFP4Scaling()
+M, K = 224, 352
+
+
+def normal(shape=(M, K), seed=0):
+    return np.random.default_rng(seed).standard_normal(shape, np.float32).astype(BF16)
+
+
+def arrays_of(q):
+    return {name: array.copy() for name, array in vars(q).items() if isinstance(array, np.ndarray)}
+
+
+def quantized(scaling, shape=(M, K), **options):
+    """(x, arrays of both copies)."""
+    x = normal(shape)
+    return x, arrays_of(refops.quantize(x, scaling, columnwise=True, **options))
+
+
+def first(x, outputs, scaling, op="quantize", **options):
+    report = oracle.check(op, x, outputs, scaling=scaling, **options)
+    assert not report.ok
+    assert report.diagnosis, str(report)
+    return report.diagnosis[0]
+
+
+# --- places ---------------------------------------------------------------------------------------------------------
+
+
+def test_lines_are_a_range_of_some_phases():
+    lines = Lines(12, 2, 9, 4, (1, 2))
+    assert np.flatnonzero(lines.mask()).tolist() == [2, 5, 6, 9]
+    assert np.flatnonzero(Lines(8, 0, 7, 4, (3, 0)).mask()).tolist() == [0, 3, 4, 7]
+    assert Lines.all_of(5).is_all and Lines.all_of(5).mask().all() and not lines.is_all
+    assert Lines(8, 3, 3).words("row") == "row 3" and Lines(8, 3, 5).words("column") == "columns 3..5"
+    assert Lines(8, 0, 7, 2, (1, 1)).words("row") == "odd rows"
+    assert Lines(64, 0, 63, 16, (4, 7)).words("column") == "columns 4..7 of every 16"
+
+
+def test_a_place_is_rows_times_columns():
+    place = Place(("rowwise_data", "rowwise_scale_inv"), Lines(4, 1, 2), None)
+    assert place.mask((4, 3)).sum() == 6 and not place.is_everywhere and Place().is_everywhere
+    assert str(place) == "the rowwise copy, rows 1..2"
+    assert str(Place(("dbias",), None, Lines(8, 4, 7))) == "dbias, columns 4..7"
+    moved = Place((), Lines(8, 1, 2)).from_row(16, 64)
+    assert (moved.rows.first, moved.rows.last, moved.rows.size) == (17, 18, 64)
+    assert place.as_dict()["rows"] == {"first": 1, "last": 2, "period": 1, "phases": [0, 0]}
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns"),
+    [
+        (Lines(M, 128, M - 1), Lines.all_of(K)),
+        (Lines(M, 0, 127), Lines.all_of(K)),
+        (Lines(M, 64, 127), Lines(K, 128, 255)),
+        (Lines.all_of(M), Lines(K, 0, K - 1, 64, (32, 63))),
+        (Lines(M, 0, M - 1, 8, (7, 7)), Lines.all_of(K)),
+        (Lines(M, 0, M - 1, 2, (1, 1)), Lines(K, 320, K - 1)),
+    ],
+)
+@pytest.mark.parametrize("share", [1.0, 0.2])
+def test_the_place_of_a_fault_is_found(rows, columns, share):
+    """Also where it shows in a fifth of the entries alone."""
+    inside = rows.mask()[:, None] & columns.mask()[None, :]
+    changed = np.random.default_rng(0).random((M, K)) < share
+    assert find_lines(changed & inside, changed & ~inside) == (rows, columns)
+
+
+def test_what_has_no_place_gets_none():
+    rng = np.random.default_rng(1)
+    shown = rng.random((M, K)) < 0.3
+    assert find_lines(shown, ~shown) is None
+    assert find_lines(np.zeros((M, K), bool), shown) is None
+
+
+# --- conventions in a place -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("direction", ["rowwise", "columnwise"])
+def test_a_rule_in_one_copy(direction):
+    x, outputs = quantized(MXFP8)
+    _, wrong = quantized(FLOOR)
+    names = [f"{direction}_data", f"{direction}_scale_inv"]
+    answer = first(x, outputs | {name: wrong[name] for name in names}, MXFP8)
+    assert answer.names == ("scale-floor",) and answer.exact and set(answer.place.arrays) == set(names)
+    assert answer.place.rows is None and answer.place.columns is None
+    assert f"scale-floor, in the {direction} copy only: " in str(answer)
+
+
+@pytest.mark.parametrize(
+    ("rows", "blocks", "words"),
+    [
+        (slice(128, None), slice(None), "rows 128..223"),
+        (slice(None), slice(1, None, 2), "columns 32..63 of every 64"),
+        (slice(96, 128), slice(None), "rows 96..127"),
+        (slice(64, 128), slice(4, 8), "rows 64..127, columns 128..255"),
+    ],
+)
+def test_a_rule_in_a_part(rows, blocks, words):
+    x, outputs = quantized(MXFP8)
+    _, wrong = quantized(FLOOR)
+    scales = outputs["rowwise_scale_inv"][:M, : K // 32]
+    scales[rows, blocks] = wrong["rowwise_scale_inv"][:M, : K // 32][rows, blocks]
+    codes, others = (a["rowwise_data"].reshape(M, K // 32, 32) for a in (outputs, wrong))
+    codes[rows, blocks] = others[rows, blocks]
+    answer = first(x, outputs, MXFP8)
+    assert answer.names == ("scale-floor",) and str(answer.place) == f"the rowwise copy, {words}"
+
+
+def test_a_rule_in_a_part_of_a_large_tensor():
+    x, outputs = quantized(MXFP8, (2048, 1024))
+    _, wrong = quantized(FLOOR, (2048, 1024))
+    for name in ("rowwise_data", "rowwise_scale_inv"):
+        outputs[name][1500:2048] = wrong[name][1500:2048]
+    answer = first(x, outputs, MXFP8)
+    assert answer.names == ("scale-floor",) and answer.sampled
+    assert str(answer.place) == "the rowwise copy, rows 1500..2047"
+
+
+def test_a_layout_in_a_part():
+    x, outputs = quantized(NVFP4)
+    data = outputs["rowwise_data"]
+    data[128:] = (data[128:] >> 4) | (data[128:] << 4)
+    answer = first(x, outputs, NVFP4)
+    assert answer.names == ("swapped-nibbles",) and str(answer.place) == "the rowwise copy, rows 128..223"
+
+
+def test_a_formula_in_a_part_of_the_values():
+    x = normal()
+    y, other = refops.activation("gelu", x), refops.activation("qgelu", x)
+    y[:, 1::2] = other[:, 1::2]
+    answer = first(x, {"y": y}, None, "gelu")
+    assert answer.names == ("other-activation",) and str(answer.place) == "odd columns"
+
+
+def test_dbias_of_a_place():
+    """A sum whose terms are wrong in some rows follows from the place that the gradient shows."""
+    x, dy = normal(), normal(seed=1)
+    late = dy.copy()
+    late[64:96] = dy[32:64]
+    scaling = refops.DelayedScaling(E4M3, scale=16)
+    q, dbias = refops.activation_grad_quantize("gelu", late, x, scaling, dbias=True)
+    outputs = {"data": q.rowwise_data, "scale": q.rowwise_scale_inv, "amax": q.amax_rowwise, "dbias": dbias}
+    answer = first({"dy": dy, "x": x}, outputs, scaling, "dgelu")
+    assert answer.names == ("input-shifted",) and str(answer.place) == "rows 64..95" and answer.explained == 1
+
+
+# --- right entries elsewhere ----------------------------------------------------------------------------------------
+
+
+def moved_rows(data):
+    data[64:96] = data[63:95].copy()
+
+
+def swapped_rows(data):
+    data[0::2], data[1::2] = data[1::2].copy(), data[0::2].copy()
+
+
+def repeated_rows(data):
+    data[32:64] = data[32]
+
+
+def reversed_columns(data):
+    data[:] = data.reshape(len(data), -1, 16)[:, :, ::-1].reshape(data.shape)
+
+
+def transposed_tiles(data):
+    tiles = data.reshape(7, 32, 11, 32)
+    data[:] = tiles.transpose(0, 3, 2, 1).reshape(data.shape)
+
+
+def unwritten(data):
+    data[96:112] = 0
+
+
+@pytest.mark.parametrize(
+    ("fault", "name", "words"),
+    [
+        (moved_rows, "shifted-rows", "the rowwise copy, rows 64..95"),
+        (swapped_rows, "swapped-rows", "the rowwise copy"),
+        (repeated_rows, "repeated-rows", "the rowwise copy, rows 32..63"),
+        (reversed_columns, "swapped-columns", "the rowwise copy"),  # n and n ^ 15
+        (transposed_tiles, "transposed-tiles", "the rowwise copy"),
+        (unwritten, "not-written", "the rowwise copy, rows 96..111"),
+    ],
+)
+def test_codes_elsewhere(fault, name, words):
+    x, outputs = quantized(MXFP8)
+    fault(outputs["rowwise_data"])
+    answer = first(x, outputs, MXFP8)
+    assert answer.names == (name,), str(answer)
+    assert str(answer.place) == words and answer.explained == 1
+
+
+def test_scales_elsewhere_say_that_the_codes_are_right():
+    x, outputs = quantized(MXFP8)
+    scales = outputs["columnwise_scale_inv"]
+    scales[:6] = scales[[1, 0, 3, 2, 5, 4]]
+    answer = first(x, outputs, MXFP8)
+    assert answer.names == ("swapped-blocks",) and "codes are right under the right scales" in answer.sentence
+    assert str(answer.place).startswith("the columnwise copy")
+
+
+def test_slots_of_amaxes_that_are_exchanged():
+    scaling = refops.NVFP4Scaling(row_scaled=True)
+    x = normal((64, 128))
+    outputs = arrays_of(refops.quantize(x, scaling))
+    outputs["amax_rowwise"] = outputs["amax_rowwise"].reshape(-1, 2)[:, ::-1].reshape(-1).copy()
+    assert first(x, outputs, scaling).names == ("swapped-rows",)
+
+
+def test_two_tiles_in_one_place():
+    x, outputs = quantized(MXFP8, (256, 512))
+    data = outputs["rowwise_data"]
+    data[:128], data[128:] = data[128:].copy(), 0
+    answer = first(x, outputs, MXFP8)
+    assert answer.names == ("not-written", "shifted-rows")
+
+
+# --- no false name --------------------------------------------------------------------------------------------------
+
+
+def test_an_infinite_amax_is_near_to_itself_alone():
+    x = normal((32, 64))
+    x[3, 5] = np.inf
+    outputs = arrays_of(refops.quantize(x, NVFP4))
+    outputs["amax_rowwise"] = np.zeros(1, F)
+    report = oracle.check("quantize", x, outputs, scaling=NVFP4)
+    assert [e.names for e in report.diagnosis] == [("not-written",)], str(report)
+
+
+def test_codes_that_follow_a_wrong_scale_are_part_of_what_is_explained():
+    """A name whose codes are those of the right scale is not said of codes that follow the wrong one."""
+    x = normal()
+    amax = np.abs(x.astype(F)).reshape(M, K // 32, 32).max(axis=2)
+    byte = (np.floor(np.log2(amax / F(448))) + 127).astype(np.uint8)
+    multiplier = np.repeat(np.ldexp(F(1), 127 - byte.astype(int)), 32, axis=1)
+    codes = np.clip(x.astype(F) * multiplier, -448, 448).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+    report = oracle.check("quantize", x, {"data": codes, "scale": byte}, scaling=MXFP8)
+    assert report.diagnosis[0].names == ("scale-quotient-floor",)
+    assert not any("right one" in explanation.sentence for explanation in report.diagnosis)
+
+
+def test_random_codes_have_no_explanation():
+    x, outputs = quantized(MXFP8)
+    outputs["rowwise_data"][64:128] = np.random.default_rng(0).integers(0, 256, (64, K))
+    assert oracle.check("quantize", x, outputs, scaling=MXFP8).diagnosis == ()
+
+
+# --- the budget -----------------------------------------------------------------------------------------------------
+
+
+def test_a_budget_ends_the_search_and_says_so():
+    x, outputs = quantized(NVFP4)
+    outputs["rowwise_data"] ^= 1
+    told = []
+    spent = oracle.check("quantize", x, outputs, scaling=NVFP4, budget=1e-3, progress=lambda *at: told.append(at))
+    assert not spent.ok and spent.diagnosis == () and any("budget" in note for note in spent.notes)
+    whole = oracle.check("quantize", x, outputs, scaling=NVFP4, budget=None, progress=lambda *at: told.append(at))
+    assert not any("budget" in note for note in whole.notes)
+    assert told and all(seconds > 0 for seconds, _ in told) and told[-1][1] is None
+
+
+@pytest.mark.parametrize("budget", [0, -1, "soon"])
+def test_a_budget_is_seconds(budget):
+    x = normal((32, 32))
+    with pytest.raises((TypeError, ValueError), match="budget"):
+        oracle.check("quantize", x, {"data": np.zeros((32, 32), np.uint8)}, scaling=MXFP8, budget=budget)
+
+
+# --- what comes first ------------------------------------------------------------------------------------------------
+
+
+def test_the_report_begins_with_whose_fault_it_is():
+    x, outputs = quantized(MXFP8)
+    floor = arrays_of(refops.quantize(x, FLOOR))
+    codes, scales = "rowwise_data", "rowwise_scale_inv"
+    swapped = outputs[scales].copy()
+    swapped[:, :10] = swapped[:, [1, 0, 3, 2, 5, 4, 7, 6, 9, 8]]
+    alone = oracle.check("quantize", x, {codes: outputs[codes], scales: swapped}, scaling=MXFP8)
+    followed = oracle.check("quantize", x, {codes: floor[codes], scales: floor[scales]}, scaling=MXFP8)
+    assert str(alone).split("\n")[1] == f"  {codes}: right under the right scales; {scales} alone is wrong"
+    assert (
+        str(followed).split("\n")[1]
+        == f"  {codes}: right under the scales that were written; what makes {scales} is wrong"
+    )
+    assert oracle.check("quantize", x, outputs, scaling=MXFP8).leads == () and alone.as_dict()["leads"] == [
+        *alone.leads
+    ]
