@@ -296,7 +296,8 @@ FNUZ = {E4M3: (ml_dtypes.float8_e4m3fnuz, 240), E5M2: (ml_dtypes.float8_e5m2fnuz
 )
 def e4m3fnuz(replay, choice):
     if replay.dequantizes:
-        replay.require(replay.fmt in FNUZ and choice == "same scale")
+        float_scales = replay.layout.scale_format is None  # else it is as well a bias of the scales
+        replay.require(replay.fmt in FNUZ and choice == "same scale" and float_scales)
         replay.facts["fmt"], replay.facts["how"] = replay.fmt, ", as they are read"
         values = np.arange(256, dtype=np.uint8).view(FNUZ[replay.fmt][0]).astype(F)
         replay.decode = lambda codes: values[codes]

@@ -49,20 +49,23 @@ def known_constants(replay):
 
 
 def _scales_of_tensor(replay):
-    """The tensor's encode scale, its inverse and their squares, where the tensor has one."""
+    """The tensor's encode scale and its inverse, where the tensor has one."""
     for direction in DIRECTIONS:
         inverse = replay.setting.reference.get(f"{direction}_scale_inv")
         if inverse is not None and inverse.dtype == F and inverse.shape == (1,) and inverse[0] > 0:
             encode = 1 / float(inverse[0])
             words = {"the encode scale": encode, "the decode scale": 1 / encode}
-            words |= {"the encode scale's square": encode**2, "the decode scale's square": encode**-2}
             return {f"{value:.7g}, {name}": value for name, value in words.items()}
     return {}
 
 
-def _say(replay, what, low, high):
-    """The constant between two bounds; the sentence says it of `what`."""
+def _say(replay, what, low, high, alone=False):
+    """The constant between two bounds; the sentence says it of `what`.
+
+    One number is always another one times something: there the constant must be a power of two, or have a name.
+    """
     value, replay.facts["factor"] = named_constant(low, high, known_constants(replay))
+    replay.require(not alone or "," in replay.facts["factor"] or np.log2(value) % 1 == 0)
     replay.facts["what"] = what
     return value
 
@@ -73,7 +76,8 @@ def _times(values, factor):
 
 
 def _ratio(replay, names, error=None, both_rounded=True):
-    """(low, high) of the dumped over the right one of the first of `names` that has a common ratio."""
+    """(low, high, whether one number alone is wrong): the dumped over the right one of the first of `names` that has a
+    common ratio."""
     outputs, reference = replay.setting.outputs, replay.setting.reference
     names = [name for name in names if name in outputs]
     replay.require(names)
@@ -87,7 +91,11 @@ def _ratio(replay, names, error=None, both_rounded=True):
     elif error is None:
         error = roundoff(got.dtype)
     part = slice(0, 1 << 20)
-    return common_ratio(got.ravel()[part], expected.ravel()[part], error * (1 + both_rounded))
+    differs = got != expected
+    if fmt is not None:  # one scale for others that are alike may as well be one that was set
+        replay.require(len(np.unique(expected[differs])) > 1 or np.count_nonzero(differs) == 1)
+    low, high = common_ratio(got.ravel()[part], expected.ravel()[part], error * (1 + both_rounded))
+    return low, high, np.count_nonzero(differs) == 1
 
 
 def _moved_by(code, factor, fmt):
@@ -148,8 +156,8 @@ def _result(replay):
 
 def _scales_and_codes_times(replay):
     require_scaling(replay)
-    low, high = _ratio(replay, [f"{d}_scale_inv" for d in DIRECTIONS])
-    factor = _say(replay, "Each scale, with which the data are cast too, is", low, high)
+    ratio = _ratio(replay, [f"{d}_scale_inv" for d in DIRECTIONS])
+    factor = _say(replay, "Each scale, with which the data are cast too, is", *ratio)
     fmt = replay.layout.scale_format
     if fmt is None:
         replay.after("encode_scale", lambda scale: _times(scale, 1 / factor))
@@ -161,15 +169,14 @@ def _scales_and_codes_times(replay):
 
 def _global_scale_times(replay):
     require_two_levels(replay)
-    low, high = _ratio(replay, [f"{d}_scale_inv" for d in DIRECTIONS])
-    factor = _say(replay, "The scale of the tensor is", low, high)
+    factor = _say(replay, "The scale of the tensor is", *_ratio(replay, [f"{d}_scale_inv" for d in DIRECTIONS]))
     set_encode_scale(replay, lambda own, amax: _times(own, factor))
 
 
 def _stored_scales_times(replay):
     require_scaling(replay)
-    low, high = _ratio(replay, [f"{d}_scale_inv" for d in DIRECTIONS])
-    factor = _say(replay, "Each stored scale, not that of the cast, is", low, high)
+    ratio = _ratio(replay, [f"{d}_scale_inv" for d in DIRECTIONS])
+    factor = _say(replay, "Each stored scale, not that of the cast, is", *ratio)
     fmt = replay.layout.scale_format
     if fmt is None:
         replay.after("decode_scale", lambda scale: _times(scale, factor))

@@ -811,6 +811,18 @@ def scale_quotient_floor(replay, choice):
 
 
 @computing(
+    "scale-above-quotient",
+    "The scale byte is 128 + floor(log2(amax / {largest:g})): above the quotient also where that is a power of two, "
+    "where {expected}.",
+    stage="scale",
+)
+def scale_above_quotient(replay):
+    _other_rule(replay, "quotient floor")
+    largest = replay.facts["largest"] = float(replay.scale_max)
+    _follow_byte(replay, lambda amax: _exponent_of(amax / F(largest)) + 1, "both")
+
+
+@computing(
     "scale-emax-missing",
     "The scale byte is 127 + {rule}(log2 amax), without the format's exponent {emax}, where {expected}; {codes}.",
     stage=lambda choice: "stored" if choice[1] == "stored" else "scale",
@@ -859,6 +871,7 @@ def _follow_byte(replay, byte, what):
     "Each scale byte is one too {high}{how}.",
     stage=lambda choice: {"both": "scale", "stored": "stored", "cast": "multiplier"}[choice[1]],
     choices=[(by, what) for by in (1, -1) for what in ("both", "stored", "cast")],
+    last=True,
 )
 def scale_off_by_one(replay, choice):
     by, what = choice
@@ -928,32 +941,58 @@ def e4m3_max_240(replay):
     set_scale_max(replay, 240)
 
 
+#: Largest block scales that TE's settings allow.
+E4M3_LIMITS = (448, 256)
+
+
 @computing(
     "other-format-max",
     "The amax is mapped to {found:g}, where the maximum is {own:g}.",
     stage="limit",
     fields=("e4m3_max",),
-    choices=lambda replay: dict.fromkeys([*ELEMENT_MAXIMA, 256, 4, 1, 127, 464, 512]),
+    choices=lambda replay: dict.fromkeys([*ELEMENT_MAXIMA, *(E4M3_LIMITS if _has_two_levels(replay) else ())]),
 )
 def other_format_max(replay, choice):
-    if replay.updates:
-        replay.require(choice in (*FP8_MAXIMA, 1, 127))
-        own = replay.fmt.max
-        replay.require(choice != own)
-        replay.after("fresh_scale", lambda scale: scale * (F(choice) / own))
-    elif replay.layout is not None and replay.layout.two_level:
+    if not replay.updates and _has_two_levels(replay):
         if not replay.dequantizes:
             require_own_amax(replay)
-        replay.require(hasattr(replay.scaling, "e4m3_max") and choice in (448, 256))
-        own = replay.scaling.e4m3_max
-        replay.require(choice != own)
+        own = replay.case.scaling.e4m3_max
+        replay.require(choice in E4M3_LIMITS and choice != own)
         replay.vary(e4m3_max=choice)
+        replay.facts["found"], replay.facts["own"] = float(choice), float(own)
+        return
+    _map_to(replay, choice)
+
+
+@computing(
+    "other-limit",
+    "The amax is mapped to {found:g}, the largest value of no format, where the maximum is {own:g}.",
+    stage="limit",
+    choices=(256, 1, 127, 464, 512),
+    last=True,
+)
+def other_limit(replay, choice):
+    replay.require(replay.updates or not _has_two_levels(replay))
+    _map_to(replay, choice)
+
+
+def _has_two_levels(replay):
+    """Whether the largest block scale is a setting."""
+    return replay.layout is not None and replay.layout.two_level and hasattr(replay.case.scaling, "e4m3_max")
+
+
+def _map_to(replay, largest):
+    """Let the amax be mapped to another number than the largest value of the element format."""
+    own = replay.fmt.max if replay.updates or replay.layout is not None else None
+    replay.require(own is not None and largest != own)
+    if replay.updates:
+        replay.require(largest in (*FP8_MAXIMA, 1, 127))
+        replay.after("fresh_scale", lambda scale: scale * (F(largest) / own))
     else:
         require_own_amax(replay)
-        own = replay.fmt.max
-        replay.require(choice != own)
-        set_scale_max(replay, choice)
-    replay.facts["found"], replay.facts["own"] = float(choice), float(own)
+        replay.require(not replay.layout.two_level)
+        set_scale_max(replay, largest)
+    replay.facts["found"], replay.facts["own"] = float(largest), float(own)
 
 
 @computing(
@@ -1189,7 +1228,8 @@ def multiplier_low_precision(replay, choice):
 )
 def divided_by_scale(replay, choice):
     require_scaling(replay)
-    replay.require(replay.layout.scale_format != E8M0)  # exact either way
+    exact = replay.layout.scale_format == E8M0 or getattr(replay.scaling, "power_2_scale", False)
+    replay.require(not exact)
     if choice == "decode":
         replay.wrap("multiply", lambda inner, values, multiplier: values / (F(1) / multiplier))
         return

@@ -114,6 +114,11 @@ class Result:
         return not any(c.different for c in self.counts.values())
 
     @property
+    def is_clear(self):
+        """Whether every wrong entry is explained, and none is harmed: what is not the same is noise."""
+        return self.explained == 1 and self.damaged == 0
+
+    @property
     def enough(self):
         """Whether this explains the dump."""
         if self.damage > DAMAGE or not any(c.gained for c in self._wrong):

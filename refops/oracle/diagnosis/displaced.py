@@ -10,6 +10,8 @@ from refops.oracle.diagnosis.probes import SUM_ARRAYS
 from refops.oracle.geometry import VALUES, whole
 from refops.oracle.places import Lines
 
+#: What is said of entries that hold what was there before: nothing explains them more simply.
+NOT_WRITTEN = "not-written"
 #: Share of the lines that a law must leave out before its place says so.
 LEFT_OUT = 0.1
 
@@ -21,12 +23,14 @@ class Marks:
     Attributes:
         shown, absent: bool (M, K).
         missed, wrong: array name -> entries that it leaves unexplained, and all wrong ones, where it was compared.
+        entries: how many entries it shows in: a scale is one, however many elements it covers.
     """
 
     shown: np.ndarray
     absent: np.ndarray
     missed: dict
     wrong: dict
+    entries: int = 0
 
     @classmethod
     def none(cls, shape):
@@ -36,6 +40,7 @@ class Marks:
     def add(self, name, cells, region, marks):
         """Add what `Part.marks` found of an array on a region."""
         shown, absent, missed = marks
+        self.entries += int(np.count_nonzero(shown))
         at = region.rows, region.columns
         self.shown[at] |= cells.spread(shown, region.shape)
         self.absent[at] |= cells.spread(absent, region.shape)
@@ -84,24 +89,33 @@ def moved_in(placing, names):
                 marks.shown[:] = True
             marks.count(name, wrong if held else 0, wrong)
             continue
-        found = _found(name, cells)
+        found = _found(name, cells, placing.follows(name, region))
         marks.add(name, cells, region, found.marks)
         lines |= found.lines
         for fault in found.said:
             said.setdefault(fault, []).append(name)
     place = placing.place(marks, placing.copies(names), lines) if said else None
-    return None if place is None else placing.explanation(*_together(said, names), marks, place)
+    return (
+        None
+        if place is None or not placing.is_evident((), marks, place)
+        else placing.explanation(*_together(said, names), marks, place)
+    )
 
 
-def _found(name, cells):
-    """What explains an output: a number that was not overwritten, a law, or both, one after the other."""
+def _found(name, cells, follows):
+    """What explains an output: a number that was not overwritten, a law, or both, one after the other.
+
+    Codes under other scales than the reference's (`follows`) have to be explained also where they are right under them.
+    """
     measured = name in VALUES or name in SUM_ARRAYS or name.startswith("amax")
     differs = cells.wrong if measured else elements.differ(cells)
-    nothing = np.zeros_like(cells.wrong)
-    found = Found((nothing, nothing, cells.wrong & differs), [], {})
+    nothing, failed = np.zeros_like(cells.wrong), cells.wrong & differs
+    if follows is not None:
+        failed = differs & (cells.wrong | follows)
+    found = Found((nothing, nothing, failed), [], {})
     if not differs.any():
         return found
-    constant = moved.find_constant(cells.got, cells.reference, differs)
+    constant = moved.find_constant(cells.got, cells.reference, differs, cells.fmt)
     if constant is not None:
         held = moved.same_bits(cells.got, np.broadcast_to(np.asarray(constant.value, cells.got.dtype), cells.got.shape))
         found.said.append(
@@ -115,7 +129,7 @@ def _found(name, cells):
         cells.got, cells.reference, differs
     )
     if law is None:
-        return found if constant is None else Found((nothing, nothing, cells.wrong), [], {})
+        return Found((nothing, nothing, failed), [], {})
     shown, absent, missed = Part(cells.got, cells.wrong, cells.reference, cells.fmt).marks(law.apply(cells.reference))
     if constant is not None:  # two things, whose places differ: none is said
         both = shown | (held & cells.wrong)
@@ -129,7 +143,7 @@ def _found(name, cells):
 
 def _unwritten(constant):
     """(name, sentence about {what}) of entries that hold what was there before."""
-    return "not-written", f"{{what}} hold {constant.words}, which was there before: they were not written"
+    return NOT_WRITTEN, f"{{what}} hold {constant.words}, which was there before: they were not written"
 
 
 def _lines_of(law, edge):

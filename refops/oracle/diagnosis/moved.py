@@ -24,6 +24,9 @@ MOST_SOURCES = 512
 MOST_LAWS = 64
 #: Entries of a line of which one may differ from its source: an exp that rounds another way.
 STRAY = 16
+#: Bytes that memory holds before it is written: what allocators and debuggers fill it with; of codes of four
+#: bits, half of one.
+FILLERS = {0x00, 0xFF, 0xCD, 0xCC, 0xDD, 0xFD, 0xAA, 0x55, 0xA5, 0x5A, 0xBE, 0xEF, 0x0F, 0x0D, 0x0C, 0x0A, 0x05}
 #: Share of the wrong entries that a number must make up to be one that was not written.
 MANY = 0.3
 
@@ -102,6 +105,13 @@ class Constant:
 
     value: object
 
+    def is_left_over(self, fmt):
+        """Whether memory holds this before it is written: what allocators and tools fill it with, one, or NaN."""
+        value = np.asarray(self.value)
+        held = set(value.reshape(1).view(np.uint8).tolist())
+        number = float(value) if fmt is None else float(fmt.values[int(value)])
+        return (len(held) == 1 and held <= FILLERS) or number == 1 or np.isnan(number)
+
     @property
     def words(self):
         """The bits, hexadecimal."""
@@ -109,8 +119,12 @@ class Constant:
         return f"0x{int(bits(value.reshape(1))[0]):0{2 * value.itemsize}x}"
 
 
-def find_constant(got, reference, differs):
-    """The `Constant` that many entries of a matrix hold where it `differs` from the reference, or None."""
+def find_constant(got, reference, differs, fmt):
+    """The `Constant` that many entries of a matrix hold where it `differs` from the reference, or None.
+
+    Args:
+        got, reference, differs: matrices. fmt: format of their codes, or None.
+    """
     count = int(np.count_nonzero(differs))
     if count < LEAST:
         return None
@@ -119,7 +133,8 @@ def find_constant(got, reference, differs):
     most = values[int(np.argmax(counts))]
     if counts.max() < max(MANY * count, LEAST) or np.count_nonzero(bits(reference) == most) > 0.5 * reference.size:
         return None
-    return Constant(most.view(got.dtype))
+    found = Constant(most.view(got.dtype))
+    return found if found.is_left_over(fmt) else None
 
 
 def find_law(got, reference, differs):

@@ -8,8 +8,8 @@ import numpy as np
 
 from refops.oracle.diagnosis import elements
 from refops.oracle.diagnosis.comparison import Part, places, same
-from refops.oracle.diagnosis.displaced import Marks, moved_in
-from refops.oracle.diagnosis.inference import STRAY, find_lines
+from refops.oracle.diagnosis.displaced import NOT_WRITTEN, Marks, moved_in
+from refops.oracle.diagnosis.inference import LEAST_SHOWN, STRAY, find_lines
 from refops.oracle.diagnosis.probes import SUM_ARRAYS
 from refops.oracle.geometry import TILE, VALUES, Region, crop, whole
 from refops.oracle.places import Place
@@ -18,6 +18,8 @@ from refops.oracle.report import Explanation
 
 #: Conventions whose place is sought in one copy, and the share of wrong entries that each must explain on the probes.
 TRIED, PROMISED = 12, 0.85
+#: Scales, or else entries, that must show a number that was fitted, or a rare rule, in a part of the tensor.
+FIT_SCALES, FIT_ENTRIES = 4, 64
 
 
 class Placing:
@@ -52,7 +54,7 @@ class Placing:
         promising = sorted(self._promising(names, singles), key=lambda result: places(result.candidate))
         placed = [self._in_place(result, names) for result in promising]
         found = [answer for answer in (*placed, moved_in(self, names)) if answer is not None]
-        found.sort(key=lambda answer: (not answer.exact, -round(answer.explained, 2)))
+        found.sort(key=lambda answer: (not answer.exact, -round(answer.explained, 2), answer.names != (NOT_WRITTEN,)))
         return list({answer.names: answer for answer in reversed(found)}.values())[::-1]
 
     def _promising(self, names, singles):
@@ -117,13 +119,22 @@ class Placing:
             n for n, count in confirmed.counts.items() if n not in names and count.damaged > STRAY * count.entries
         ]
         place = self.place(marks, names if others else ())
-        if place is None:
+        if place is None or not self.is_evident(confirmed.candidate, marks, place):
             return None
         for name in names:
             if self._is_whole(name):
                 self._count_whole(marks, confirmed, name, place)
         names_of = tuple(convention.name for convention, _ in confirmed.candidate)
         return self.explanation(names_of, self.search.sentence(confirmed), marks, place)
+
+    def is_evident(self, candidate, marks, place):
+        """Whether so many entries show what is in a part alone that it is no accident: more of what fits a number."""
+        if place.rows is None and place.columns is None:
+            return True
+        fits = any(convention.last or convention.alone for convention, _ in candidate)
+        scales = sum(wrong for name, wrong in marks.wrong.items() if name.endswith("_scale_inv"))
+        few = FIT_SCALES if scales else FIT_ENTRIES
+        return marks.entries >= LEAST_SHOWN and not (fits and (scales or marks.entries) < few)
 
     def _is_whole(self, name):
         """Whether an output is a number or a sum of the whole tensor."""
@@ -138,7 +149,8 @@ class Placing:
                 count = self.search.sum_in_place(result.candidate, name, place)
             elif name.startswith("amax"):
                 count = self.search.amax_in_place(result.candidate, name, place)
-        marks.count(name, count.wrong - count.explained, count.wrong)
+        spoiled = count.damaged if name in SUM_ARRAYS and count.damaged > STRAY * count.entries else 0
+        marks.count(name, count.wrong - count.explained + spoiled, count.wrong)
 
     def _marks(self, result, names):
         """The `Marks` of a confirmed result."""
@@ -162,7 +174,7 @@ class Placing:
                     cells.reference,
                     cells.fmt,
                     few=name not in VALUES,
-                    follows=self._follows(name, region),
+                    follows=self.follows(name, region),
                 )
                 marks.add(name, cells, region, part.marks(turned, again))
         if not search.probes.complete:
@@ -191,7 +203,8 @@ class Placing:
     def _stored_shape(self, name, region):
         return crop(self.case, name, self.search.reference[name], region).shape
 
-    def _follows(self, name, region):
+    def follows(self, name, region):
+        """bool (R, C): codes that lie under another scale than the reference's; None where none do."""
         return elements.other_scales(self.case, name, region, self.search.outputs, self.search.reference)
 
     def copies(self, names):

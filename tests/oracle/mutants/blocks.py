@@ -122,7 +122,7 @@ def swiglu_block_unrounded(k):
     return k.outputs(before_cast=lambda f: f)
 
 
-@convention("stale-amax", "quantize", BlockScaling(E4M3, 1, power_2_scale=False), shape=SIZE)
+@convention(("stale-amax", "constant-factor"), "quantize", BlockScaling(E4M3, 1, power_2_scale=False), shape=SIZE)
 def block_amaxes_of_the_step_before(k):
     """All block amaxes are 1.25 times the right ones: those of a tensor with another loss scale."""
     return k.outputs(block_amax=lambda v, r, c: Kernel.block_amax(k, v, r, c) * F(1.25))

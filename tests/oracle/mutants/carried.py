@@ -108,7 +108,7 @@ def geglu_gate_of_row_above(k):
     return k.outputs(split=split)
 
 
-@convention("other-half-missing", "swiglu", MX, shape=PAIR)
+@convention(("other-half-missing", "factor-missing"), "swiglu", MX, shape=PAIR)
 def swiglu_without_gate(k):
     """silu(act) is written."""
     return k.outputs(gate=np.ones_like)
@@ -126,7 +126,7 @@ def silu_not_applied(k):
     return k.outputs(value=lambda x: x)
 
 
-@convention("activation-missing", "dgelu", shape=SIZE)
+@convention(("activation-missing", "factor-missing"), "dgelu", shape=SIZE)
 def dgelu_writes_dy(k):
     """dx = dy."""
     return k.outputs(slope=np.ones_like)

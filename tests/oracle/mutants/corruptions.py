@@ -139,7 +139,7 @@ def one_scale_not_updated(k):
 # --- rows, columns and tiles ------------------------------------------------------------------------------------------
 
 
-@corruption("swiglu", shape=PAIR)
+@corruption("swiglu", shape=PAIR, also=("not-written",))
 def one_row_unwritten(k):
     """A row of zeros."""
     out = k.outputs()
@@ -147,7 +147,7 @@ def one_row_unwritten(k):
     return out
 
 
-@corruption("quantize", MX, shape=MILLION)
+@corruption("quantize", MX, shape=MILLION, also=("not-written",))
 def one_tile_unwritten(k):
     """A 128x128 tile of codes and its scales left at 0xCD."""
     out = k.outputs()
@@ -156,7 +156,7 @@ def one_tile_unwritten(k):
     return out
 
 
-@corruption("quantize", ROWS, shape=SIZE, columnwise=True)
+@corruption("quantize", ROWS, shape=SIZE, columnwise=True, also=("not-written",))
 def columnwise_scales_unwritten(k):
     """The columnwise scales are still zero."""
     out = k.outputs()
@@ -164,7 +164,7 @@ def columnwise_scales_unwritten(k):
     return out
 
 
-@corruption("quantize", DELAYED, shape=SIZE)
+@corruption("quantize", DELAYED, shape=SIZE, also=("swapped-rows",))
 def two_rows_swapped(k):
     """Rows 128 and 129 exchanged."""
     out = k.outputs()
@@ -172,7 +172,7 @@ def two_rows_swapped(k):
     return out
 
 
-@corruption("geglu", shape=PAIR)
+@corruption("geglu", shape=PAIR, also=("input-shifted",))
 def one_row_twice(k):
     """A row holds the row before."""
     out = k.outputs()
@@ -180,7 +180,7 @@ def one_row_twice(k):
     return out
 
 
-@corruption("quantize", MX, shape=SIZE)
+@corruption("quantize", MX, shape=SIZE, also=("sign-lost",))
 def one_column_without_signs(k):
     """One column lost its signs."""
     out = k.outputs()
@@ -188,7 +188,7 @@ def one_column_without_signs(k):
     return out
 
 
-@corruption("quantize", MX, shape=(512, 512), columnwise=True)
+@corruption("quantize", MX, shape=(512, 512), columnwise=True, also=("transposed-tiles",))
 def one_columnwise_tile_transposed(k):
     """A 32x32 tile of the columnwise codes was read from shared memory with row and column exchanged."""
     out = k.outputs()
@@ -205,7 +205,7 @@ def columnwise_tile_from_row_blocks(k):
     return out
 
 
-@corruption("quantize", NV, shape=(512, 512), columnwise=True)
+@corruption("quantize", NV, shape=(512, 512), columnwise=True, also=("shifted-rows",))
 def last_columnwise_group_not_transposed(k):
     """The last 16 rows of the packed columnwise copy repeat the group before."""
     out = k.outputs()
@@ -257,7 +257,7 @@ def one_warp_broadcasts_lane_0(k):
     return out
 
 
-@corruption("dswiglu", shape=PAIR)
+@corruption("dswiglu", shape=PAIR, also=("not-written",))
 def last_gate_column_unwritten(k):
     """The last column of d_gate is zero."""
     out = k.outputs()
@@ -284,7 +284,7 @@ def one_stale_block_scale(k):
     return out
 
 
-@corruption("quantize", NV, shape=SIZE)
+@corruption("quantize", NV, shape=SIZE, also=("neighbour-tile-amax",))
 def one_row_with_its_neighbours_scales(k):
     """A row's codes were made with the scales of the row below; the stored scales are right."""
 
@@ -328,7 +328,7 @@ def padding_read_as_data(k):
     return k.outputs(block_amax=block_amax)
 
 
-@corruption("quantize", MX, shape=(1000, 1000))
+@corruption("quantize", MX, shape=(1000, 1000), also=("not-written",))
 def last_partial_block_skipped(k):
     """K = 1000: the last, partial block has no codes and no scales."""
     out = k.outputs()
@@ -337,7 +337,7 @@ def last_partial_block_skipped(k):
     return out
 
 
-@corruption("gelu", shape=(512, 1021))
+@corruption("gelu", shape=(512, 1021), also=("not-written",))
 def vector_tail_skipped(k):
     """K = 1021: loads of 8 elements leave the last 5 of a row unwritten."""
     out = k.outputs()
@@ -395,7 +395,7 @@ def one_block_read_with_the_next_scale(k):
 # --- loops and indices ------------------------------------------------------------------------------------------------
 
 
-@corruption("quantize", CURRENT, shape=MILLION)
+@corruption("quantize", CURRENT, shape=MILLION, also=("shifted-rows",))
 def index_wraps_at_2_to_19(k):
     """A 19-bit index: the second half of the codes repeats the first."""
     out = k.outputs()
@@ -404,7 +404,7 @@ def index_wraps_at_2_to_19(k):
     return out
 
 
-@corruption("silu", shape=MILLION)
+@corruption("silu", shape=MILLION, also=("not-written",))
 def grid_stride_loop_without_tail(k):
     """The last 1024 of a million elements are never reached: zeros."""
     out = k.outputs()
@@ -412,7 +412,7 @@ def grid_stride_loop_without_tail(k):
     return out
 
 
-@corruption("quantize", NV, shape=SIZE)
+@corruption("quantize", NV, shape=SIZE, also=("not-written",))
 def every_eighth_byte_unwritten(k):
     """One lane of eight writes nothing in the last 16 rows."""
     out = k.outputs()

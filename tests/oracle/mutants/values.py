@@ -232,7 +232,7 @@ def swiglu_big_endian(k):
     return {"y": out["y"].view(np.uint16).byteswap().view(BF16)}
 
 
-@convention("shifted-by-one", "gelu", shape=SIZE)
+@convention(("shifted-by-one", "input-shifted"), "gelu", shape=SIZE)
 def gelu_one_element_late(k):
     """The buffer starts one element too early: everything is one element late."""
     y = k.outputs()["y"]

@@ -65,7 +65,7 @@ ACCEPTED: dict[str, tuple[str, ...]] = {
     "later-tiles-read-one-block-to-the-left": ("input-shifted", "shifted-columns", "shifted-blocks"),
     "last-tile-load-is-pulled-inside": ("input-shifted", "shifted-columns"),
     "transposed-tiles-keep-their-grid-place": ("exchanged-tiles",),
-    "gate-pointer-one-row-ahead": ("half-of-other-row", "input-shifted"),
+    "gate-pointer-one-row-ahead": ("input-shifted", "input-shifted"),
     "nibbles-reversed-in-each-word": ("swapped-columns", "reversed-columns"),
     "columnwise-blocks-start-sixteen-rows-late": (),
     "second-gate-tile-repeats-the-first": ("input-shifted",),
@@ -99,9 +99,12 @@ ACCEPTED: dict[str, tuple[str, ...]] = {
     # parts
     "columnwise-exponent-rounded-to-nearest": ("scale-nearest",),
     "last-row-tile-maximum-without-abs": ("signed-amax",),
-    "cta-of-cluster-reads-e5m2-limit": ("other-format-max",),
+    "cta-of-cluster-reads-e5m2-limit": (
+        "other-format-max",
+        "other-limit",
+    ),
     "third-expert-reads-gate-first": ("gate-order",),
-    "odd-row-blocks-use-the-fnuz-limit": ("e4m3-max-240", "other-format-max"),
+    "odd-row-blocks-use-the-fnuz-limit": ("e4m3-max-240", "other-format-max", "other-limit"),
     "vector-tail-copies-the-input": ("activation-missing",),
     "upper-half-warp-truncates-the-store": ("truncation",),
     "every-128th-block-starts-from-one": ("epsilon-extra", "stale-amax"),
@@ -122,7 +125,7 @@ ACCEPTED: dict[str, tuple[str, ...]] = {
     "activation-quantized-unrounded": ("missing-rounding",),
     "activation-rounded-before-the-delayed-cast": ("extra-rounding",),
     "gradient-formed-in-bfloat16-products": ("rounded-intermediate",),
-    "scaled-value-rounded-to-bfloat16": ("multiplier-rounded", "product-rounded"),
+    "scaled-value-rounded-to-bfloat16": ("multiplier-low-precision", "product-rounded"),
     # slots of scales
     "scale-byte-in-the-next-slot": ("neighbour-block-scale", "shifted-by-one", "shifted-blocks"),
     "scales-left-in-gemm-order": ("scales-swizzled",),

@@ -17,7 +17,7 @@ class Outcome:
     """One planted fault judged.
 
     Attributes:
-        name: of the fault.
+        author, name: of the fault.
         found: whether the dump was rejected.
         answers: names of each explanation, best first.
         sentence: the first explanation, as text; "" where there is none.
@@ -25,6 +25,7 @@ class Outcome:
         copies: whether it speaks of the right outputs.
     """
 
+    author: str
     name: str
     found: bool
     answers: tuple[tuple[str, ...], ...]
@@ -38,23 +39,25 @@ class Outcome:
         return self.copies and self.overlap >= OVERLAP
 
 
-def outcome(name):
+def outcome(author, name):
     """Judge one planted fault."""
-    fault = PLANTED[name]
+    fault = PLANTED[author, name]
     inputs, outputs = fault.inputs(), fault.outputs()
     report = oracle.check(
         fault.op, inputs, outputs, scaling=fault.scaling, params=fault.params, ulp=fault.ulp, diagnose=True
     )
     answers = tuple(explanation.names for explanation in report.diagnosis)
     if not answers:
-        return Outcome(name, not report.ok, (), "", 0.0, False)
+        return Outcome(author, name, not report.ok, (), "", 0.0, False)
     first = report.diagnosis[0]
     shape = Case(fault.op, inputs, fault.scaling, fault.params).matrix_shape or (1, 1)
     said = np.ones(shape, bool) if first.place is None else first.place.mask(shape)
     true = fault.where.mask(shape)
     overlap = float((said & true).sum() / max((said | true).sum(), 1))
     arrays = first.place.arrays if first.place is not None and first.place.arrays else tuple(outputs)
-    return Outcome(name, not report.ok, answers, str(first), overlap, _agree(arrays, fault.where.arrays, report))
+    return Outcome(
+        author, name, not report.ok, answers, str(first), overlap, _agree(arrays, fault.where.arrays, report)
+    )
 
 
 def _agree(said, true, report):

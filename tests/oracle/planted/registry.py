@@ -47,7 +47,8 @@ class Planted:
     """One fault.
 
     Attributes:
-        name: unique.
+        author: whose set it is of: the part of its module's name before the first "_".
+        name: unique in that set.
         op, scaling, params, ulp: the call, as for `refops.oracle.check`.
         make: function of a NumPy generator that returns the inputs, name -> array.
         write: the kernel: function of the inputs that returns output name -> array.
@@ -55,6 +56,7 @@ class Planted:
         where: the place.
     """
 
+    author: str
     name: str
     op: str
     scaling: object
@@ -75,19 +77,19 @@ class Planted:
             return self.write(**self.inputs())
 
 
-#: Every planted fault by name.
-PLANTED: dict[str, Planted] = {}
+#: Every planted fault by author and name.
+PLANTED: dict[tuple[str, str], Planted] = {}
 
 
 def planted(op, make, where, scaling=None, params=None, ulp=2):
     """Decorator of a kernel, function of the inputs by name; its docstring says what its author did wrong."""
 
     def add(write):
-        name = write.__name__.replace("_", "-")
-        if name in PLANTED:
+        author, name = write.__module__.rpartition(".")[2].partition("_")[0], write.__name__.replace("_", "-")
+        if (author, name) in PLANTED:
             raise ValueError(f"name must be new; got {name!r} a second time")
         truth = " ".join((write.__doc__ or "").split())
-        PLANTED[name] = Planted(name, op, scaling, params or {}, ulp, make, write, truth, where)
+        PLANTED[author, name] = Planted(author, name, op, scaling, params or {}, ulp, make, write, truth, where)
         return write
 
     return add
