@@ -4,10 +4,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from planted import accepted_held, accepted_open
 from planted.registry import PLANTED
 from refops import oracle
 from refops.oracle.operation import Case
 
+#: Author -> fault -> names that are right.
+ACCEPTED = {"open": accepted_open.ACCEPTED, "held": accepted_held.ACCEPTED}
 #: Least overlap of the place that is said and the true one: elements in both, as a share of those in either.
 OVERLAP = 0.9
 
@@ -32,6 +35,11 @@ class Outcome:
     sentence: str
     overlap: float
     copies: bool
+
+    @property
+    def named(self):
+        """Whether the first answer's names are all right."""
+        return bool(self.answers) and set(self.answers[0]) <= set(ACCEPTED[self.author][self.name])
 
     @property
     def placed(self):
