@@ -18,7 +18,7 @@ from host_cases import ALL_SCALINGS, BF16, E4M3, MXFP8, F, tensor
 import refops
 from arrays import assert_same_quantized, same_bits
 from cuda_kernels import host
-from cuda_kernels.host import calls, threads
+from cuda_kernels.host import arrays, calls, threads
 from cuda_kernels.host import compile as compiling
 from refops import oracle
 from tiers import sampled
@@ -503,3 +503,10 @@ def test_a_fault_is_found(tmp_path, file, text, becomes, name):
     edit(copied(tmp_path) / file, text, becomes)
     with pytest.raises(AssertionError, match=r"AssertionError|MismatchError"):
         probe(tmp_path, tmp_path, name)
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.float32, "bfloat16"])
+def test_the_address_of_an_array_is_what_numpy_says(dtype):
+    made = np.zeros((6, 8), arrays.DTYPES.get(dtype, dtype))
+    for array in (made, made[2:], made[:, 3:], made.T, made[:0], np.float32(1).reshape(()), np.asfortranarray(made)):
+        assert arrays.address_of_array(array) == array.__array_interface__["data"][0]

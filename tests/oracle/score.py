@@ -268,9 +268,7 @@ def print_report(rows, planted, outcomes, rejected, peers, wanted):
             expected = " or ".join(MUTANTS[o.name].expected) or "unknown"
             what = f"{'' if o.detected else 'not detected, '}answer {o.answer}, expected {expected}"
             print(f"  {o.name}: {what}")
-    print(
-        "\nPlanted faults: their authors do not know the conventions; nobody who worked on these saw the held ones"
-    )
+    print("\nPlanted faults: their authors do not know the conventions; nobody who worked on these saw the held ones")
     print(*table(planted), sep="\n")
     for rejection in rejected:
         print(f"\nFalse alarm: {rejection}")
