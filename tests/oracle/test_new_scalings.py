@@ -274,7 +274,7 @@ FOLLOWED = {
     "64: no powers of two": (Block64Scaling(E4M3), Block64Scaling(E4M3, False), "power-of-two-missing"),
     "relative: no tensor level": (Relative(), Relative(level=False), "missing-global-scale"),
     "relative: another flag": (Relative(), Relative(down=True), "other-setting"),
-    "own rule: another flag": (OwnRule(), OwnRule(above=False), "scale-off-by-one"),
+    "own rule: another flag": (OwnRule(), OwnRule(above=False), "other-setting"),
     "UE5M3: no tensor level": (WIDE, ALONE, "missing-global-scale"),
     "UE5M3: a tensor level": (ALONE, WIDE, "other-setting"),
     "UE5M3: E4M3 scales": (WIDE, refops.NVFP4Scaling(), "other-scale-format"),

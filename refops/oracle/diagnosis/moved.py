@@ -14,6 +14,8 @@ from refops.oracle.diagnosis.elements import bits
 
 #: Wrong lines whose source is sought, entries of each that are compared first, and the share that must have one.
 SAMPLED, COMPARED, FOUND = 48, 64, 0.9
+#: What laws of lines are called.
+LAWS = ("shifted", "swapped", "repeated", "rotated", "reversed", "permuted")
 #: Lines in a group that a law may stay within.
 GROUPS = tuple(1 << n for n in range(1, 10))
 #: Entries that a line must have to be told from others.
@@ -35,7 +37,7 @@ class Law(NamedTuple):
     """Where the entries of each line come from.
 
     Attributes:
-        name: what happened: "shifted", "swapped", "repeated", "rotated", "reversed" or "permuted".
+        name: what happened, one of `LAWS`.
         axis: 0 for rows, 1 for columns.
         source: int array, for each line the one whose entries it holds; itself where that would lie outside.
         words: what the law says, with {line} for a line.
