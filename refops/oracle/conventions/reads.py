@@ -5,8 +5,9 @@ import numpy as np
 from refops.oracle.conventions.registry import computing
 from refops.oracle.geometry import as_slice
 
-#: Elements by which a read is off: a neighbour, a vector of two to sixteen, a block, a tile.
+#: Elements by which a read is off: a neighbour, a vector of two to sixteen, a block, a tile; of a half of a gated input.
 OFFSETS = (1, -1, 2, -2, 4, -4, 8, -8, 16, -16, 32, -32, 64, -64, 128, -128)
+OFFSETS_OF_HALF = (1, -1, 2, -2, 32, -32)
 #: From so many elements on, what is read outside the tensor is a buffer of zeros; nearer it is the line at the edge.
 BUFFER = 16
 
@@ -14,11 +15,10 @@ BUFFER = 16
 def _shifts(replay):
     """(input, half, rows, columns) to try: one input, or a half of a gated one, off by some rows or columns."""
     replay.require(replay.computes)
-    read = [("x", half) for half in (("", "act", "gate") if replay.gated else ("",))]
-    read += [("dy", "")] if "dy" in replay.setting.matrices else []
-    shifts = [shift for by in OFFSETS for shift in ((0, by), (by, 0))]
-    scales = [("row_scales", "", by, 0) for by in OFFSETS] if replay.scaled else []
-    return [(*what, *shift) for what in read for shift in shifts] + scales
+    read = [("x", "", OFFSETS)] + [("x", half, OFFSETS_OF_HALF) for half in ("act", "gate") if replay.gated]
+    read += [("dy", "", OFFSETS)] if "dy" in replay.setting.matrices else []
+    found = [(name, half, *shift) for name, half, offsets in read for by in offsets for shift in ((0, by), (by, 0))]
+    return found + ([("row_scales", "", by, 0) for by in OFFSETS] if replay.scaled else [])
 
 
 @computing(
