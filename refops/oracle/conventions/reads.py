@@ -5,7 +5,7 @@ import numpy as np
 from refops.oracle.conventions.registry import computing
 from refops.oracle.geometry import as_slice
 
-#: Elements by which a read is off: a neighbour, a vector of two to sixteen, a block, a tile; of a half of a gated input.
+#: Elements by which a read is off: a neighbour, a vector of two to sixteen, a block, a tile; fewer of half an input.
 OFFSETS = (1, -1, 2, -2, 4, -4, 8, -8, 16, -16, 32, -32, 64, -64, 128, -128)
 OFFSETS_OF_HALF = (1, -1, 2, -2, 32, -32)
 #: From so many elements on, what is read outside the tensor is a buffer of zeros; nearer it is the line at the edge.
