@@ -296,7 +296,7 @@ class Groups:
     def report(self, reports, options):
         """The `GroupedReport` of the experts' reports."""
         experts = tuple(
-            ExpertReport(expert, start, start + size, None if own is None else self._in_the_tensor(own, start))
+            ExpertReport(expert, start, start + size, None if own is None else self._in_the_tensor(own, start, size))
             for expert, (start, size, own) in enumerate(zip(self.starts, self.sizes, reports, strict=True))
         )
         judged = [one for one in experts if one.report is not None]
@@ -333,10 +333,10 @@ class Groups:
         everyone = len(judged)
         return [note if len(of) == everyone else f"{_experts(of)}: {note}" for note, of in about.items()]
 
-    def _in_the_tensor(self, report, start):
-        """A report with rows of the tensor for those of an expert that begins at row `start`."""
+    def _in_the_tensor(self, report, start, count):
+        """A report with rows of the tensor for those of an expert that has `count` from row `start` on."""
         rows = self.whole.matrix_shape[0]
-        places = (None if one.place is None else one.place.from_row(start, rows) for one in report.diagnosis)
+        places = (None if one.place is None else one.place.from_row(start, count, rows) for one in report.diagnosis)
         diagnosis = tuple(replace(one, place=place) for one, place in zip(report.diagnosis, places, strict=True))
         return replace(report, arrays=tuple(self._moved(array, start) for array in report.arrays), diagnosis=diagnosis)
 

@@ -83,15 +83,13 @@ class Place:
     def __str__(self):
         parts = [words] if (words := _copy_of(self.arrays)) else []
         for lines, one in ((self.rows, "row"), (self.columns, "column")):
-            if lines is not None:
+            if lines is not None and not lines.is_all:
                 parts.append(lines.words(one))
         return ", ".join(parts)
 
-    def from_row(self, start: int, size: int) -> "Place":
-        """The same place of a tensor of `size` rows in which this one begins at row `start`."""
-        if self.rows is None:
-            return self
-        rows = self.rows
+    def from_row(self, start: int, count: int, size: int) -> "Place":
+        """The same place of a tensor of `size` rows, of which this one has `count` from row `start` on."""
+        rows = self.rows or Lines.all_of(count)
         low, high = ((phase + start) % rows.period for phase in rows.phases)
         moved = Lines(size, rows.first + start, rows.last + start, rows.period, (low, high))
         return Place(self.arrays, moved, self.columns)

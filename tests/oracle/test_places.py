@@ -56,7 +56,7 @@ def test_a_place_is_rows_times_columns():
     assert place.mask((4, 3)).sum() == 6 and not place.is_everywhere and Place().is_everywhere
     assert str(place) == "the rowwise copy, rows 1..2"
     assert str(Place(("dbias",), None, Lines(8, 4, 7))) == "dbias, columns 4..7"
-    moved = Place((), Lines(8, 1, 2)).from_row(16, 64)
+    moved = Place((), Lines(8, 1, 2)).from_row(16, 8, 64)
     assert (moved.rows.first, moved.rows.last, moved.rows.size) == (17, 18, 64)
     assert place.as_dict()["rows"] == {"first": 1, "last": 2, "period": 1, "phases": [0, 0]}
 

@@ -34,8 +34,9 @@ def input_shifted(replay, choice):
     facts["what"], facts["line"] = " of ".join(filter(None, (half, name))), line
     facts["by"] = f"{abs(by)} {line}{'s' * (abs(by) > 1)}"
     facts["sign"], facts["number"] = ("+" if by > 0 else "-"), abs(by)
-    facts["outside"] = ", zeros at the edge" if abs(by) >= BUFFER else ""
+    facts["outside"] = ", zeros at the edge" if abs(by) >= BUFFER and name != "row_scales" else ""
     if name == "row_scales":
+        replay.require(abs(by) < replay.case.inputs["row_scales"].size)
         _shift_row_scales(replay, rows_off)
         return
     m, k = replay.setting.matrices[name].shape

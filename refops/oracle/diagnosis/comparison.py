@@ -46,7 +46,7 @@ class Count:
         return self.explained / self.wrong if self.wrong else 1.0
 
     def damage(self, floor):
-        """Damaged entries per wrong one (or per `floor` of all entries); where nothing is wrong, per hundredth."""
+        """Damaged entries per wrong one, or per hundredth of all where none is wrong; per `floor` of all at least."""
         return self.damaged / max(self.wrong or 0.01 * self.entries, floor * self.entries, 1)
 
 
@@ -215,7 +215,7 @@ class Part:
 
         Args:
             made: what the replay writes.
-            laid: the dump as a reading lays it out, compared with the reference instead.
+            laid: the dump as a reading lays it out; it is compared with `made` in place of the dump.
         """
         got = self.got if laid is None else laid
         agrees = same(got, made, self.fmt)

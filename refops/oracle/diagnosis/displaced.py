@@ -79,7 +79,7 @@ class Found:
 
 def moved_in(placing, names):
     """The `Explanation` of some outputs, or None; `placing` is the `Placing` that asks."""
-    marks, said, region, lines = Marks.none(placing.shape), {}, whole(placing.shape), {}
+    marks, said, region, lines = Marks.none(placing.shape), {}, whole(placing.shape), []
     for name in names:
         cells = placing.cells(name, region)
         if cells is None:
@@ -89,54 +89,51 @@ def moved_in(placing, names):
                 marks.shown[:] = True
             marks.count(name, wrong if held else 0, wrong)
             continue
-        found = _found(name, cells, placing.follows(name, region))
+        found = _found(name, cells, placing.follows(name, region), placing.shape)
         marks.add(name, cells, region, found.marks)
-        lines |= found.lines
+        if found.said:
+            lines.append(found.lines)
         for fault in found.said:
             said.setdefault(fault, []).append(name)
-    place = placing.place(marks, placing.copies(names), lines) if said else None
-    return (
-        None
-        if place is None or not placing.is_evident((), marks, place)
-        else placing.explanation(*_together(said, names), marks, place)
-    )
+    if not said:
+        return None
+    spoken = lines[0] if lines and all(one == lines[0] for one in lines) else {}  # of one law alone
+    place = placing.place(marks, placing.copies(names), spoken)
+    if place is None or not placing.is_evident((), marks, place):
+        return None
+    return placing.explanation(*_together(said, names), marks, place)
 
 
-def _found(name, cells, follows):
+def _found(name, cells, follows, shape):
     """What explains an output: a number that was not overwritten, a law, or both, one after the other.
 
     Codes under other scales than the reference's (`follows`) have to be explained also where they are right under them.
     """
     measured = name in VALUES or name in SUM_ARRAYS or name.startswith("amax")
     differs = cells.wrong if measured else elements.differ(cells)
-    nothing, failed = np.zeros_like(cells.wrong), cells.wrong & differs
-    if follows is not None:
-        failed = differs & (cells.wrong | follows)
-    found = Found((nothing, nothing, failed), [], {})
+    nothing, due = np.zeros_like(cells.wrong), cells.wrong if follows is None else cells.wrong | (differs & follows)
+    found = Found((nothing, nothing, due & differs), [], {})
     if not differs.any():
         return found
     constant = moved.find_constant(cells.got, cells.reference, differs, cells.fmt)
     if constant is not None:
         held = moved.same_bits(cells.got, np.broadcast_to(np.asarray(constant.value, cells.got.dtype), cells.got.shape))
-        found.said.append(
-            ("not-written", f"{{what}} hold {constant.words}, which was there before: they were not written")
-        )
-        found.marks = (differs & held, ~held, cells.wrong & differs & ~held)
+        found.said.append(_unwritten(constant))
+        found.marks = (differs & held, ~held, due & differs & ~held)
         differs = differs & ~held
         if np.count_nonzero(differs) <= (1 - ENOUGH) * np.count_nonzero(cells.wrong):
             return found
-    law = moved.find_law(cells.got, cells.reference, differs) or moved.find_tile_law(
-        cells.got, cells.reference, differs
-    )
+    matrices = cells.got, cells.reference, differs
+    law = moved.find_law(*matrices) or moved.find_tile_law(*matrices)
     if law is None:
-        return Found((nothing, nothing, failed), [], {})
-    shown, absent, missed = Part(cells.got, cells.wrong, cells.reference, cells.fmt).marks(law.apply(cells.reference))
+        return Found((nothing, nothing, due & elements.differ(cells)), [], {})
+    shown, absent, missed = Part(cells.got, due, cells.reference, cells.fmt).marks(law.apply(cells.reference))
     if constant is not None:  # two things, whose places differ: none is said
         both = shown | (held & cells.wrong)
         found.marks = (both, nothing, missed & ~held)
     else:
         found.marks = (shown, absent, missed)
-        found.lines = _lines_of(law, cells.edge)
+        found.lines = _lines_of(law, cells.edge, shape)
     found.said.append(law.names(cells.edge))
     return found
 
@@ -146,15 +143,16 @@ def _unwritten(constant):
     return NOT_WRITTEN, f"{{what}} hold {constant.words}, which was there before: they were not written"
 
 
-def _lines_of(law, edge):
-    """{axis: `Lines` of elements} that a law speaks of, where it leaves out a good part of them."""
+def _lines_of(law, edge, shape):
+    """{axis: `Lines` of the tensor} that a law speaks of, where it leaves out a good part of them."""
     if isinstance(law, moved.TileLaw):
         return {}
     held = np.flatnonzero(law.held())
-    size, step = len(law.source), edge[law.axis]
+    size, step, lines = len(law.source), edge[law.axis], shape[law.axis]
     if size - len(held) < LEFT_OUT * size or held[-1] - held[0] + 1 != len(held):
         return {}
-    return {law.axis: Lines(size * step, int(held[0]) * step, int(held[-1] + 1) * step - 1)}
+    last = min(int(held[-1] + 1) * step, lines) - 1
+    return {law.axis: Lines(lines, int(held[0]) * step, last)}
 
 
 def _together(said, names):

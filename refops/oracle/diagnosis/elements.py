@@ -8,7 +8,7 @@ from refops.formats import unpack_fp4
 from refops.oracle.diagnosis.comparison import same
 from refops.oracle.geometry import VALUES, Geometry, crop, repeat
 
-#: Outputs whose entries are sums over a whole dimension of the tensor, along the other one.
+#: For each output of sums, whether an entry sums a column or a row.
 SUM_AXES = {"dbias": "column", "drow_scales": "row"}
 
 
@@ -18,7 +18,7 @@ class Cells(NamedTuple):
     Attributes:
         got, reference, wrong: matrices in the orientation of the tensor.
         fmt: format of its codes, or None.
-        edge: (rows, columns) of the elements that an entry covers; None where it belongs to the whole tensor.
+        edge: (rows, columns) of the elements that an entry covers.
     """
 
     got: np.ndarray

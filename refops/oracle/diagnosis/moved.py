@@ -100,7 +100,7 @@ WINDOW = 512
 
 @dataclass(frozen=True)
 class Constant:
-    """An array that holds one number where something else belongs.
+    """The number that many wrong entries of an array hold.
 
     Attributes:
         value: the number, as stored. words: its bits.
@@ -181,8 +181,8 @@ def _leads(law, got, reference, differs):
 
 
 def _window(differs):
-    """Slices of a part with wrong entries, that begins and ends where the largest tiles do."""
-    row, column = (int(np.argmax(differs.any(axis=axis))) // WINDOW * WINDOW for axis in (1, 0))
+    """Slices of the part with the first wrong entry, that begins and ends where the largest tiles do."""
+    row, column = (int(i) // WINDOW * WINDOW for i in np.unravel_index(int(np.argmax(differs)), differs.shape))
     return slice(row, row + WINDOW), slice(column, column + WINDOW)
 
 
@@ -222,8 +222,8 @@ def _sources(got, reference, differs):
 
 
 def _sources_of(line, reference, differs, number):
-    """The lines of the reference that hold what `line` does, the nearest first: all of it, or where it is wrong and
-    between. None where that is too little to tell lines apart."""
+    """The lines of the reference that hold what `line` does, the nearest first; the whole line is compared, then the
+    part from its first wrong entry to its last. None where both are too short, or too uniform, to tell lines apart."""
     where, told = np.flatnonzero(differs), None
     for first, end in ((0, len(line)), (int(where[0]), int(where[-1]) + 1)):
         part = line[first:end]

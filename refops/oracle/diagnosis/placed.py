@@ -4,6 +4,8 @@ Where a replay gives what the dump has and the reference has not, the convention
 is right in the dump, it is absent. `inference` finds the place that holds the one without the other.
 """
 
+from contextlib import suppress
+
 import numpy as np
 
 from refops.oracle.diagnosis import elements
@@ -13,12 +15,12 @@ from refops.oracle.diagnosis.inference import LEAST_SHOWN, STRAY, find_lines
 from refops.oracle.diagnosis.probes import SUM_ARRAYS
 from refops.oracle.geometry import TILE, VALUES, Region, crop, whole
 from refops.oracle.places import Place
-from refops.oracle.replay import FORMULA_STAGES
+from refops.oracle.replay import FORMULA_STAGES, NotApplicable
 from refops.oracle.report import Explanation
 
 #: Conventions whose place is sought in one copy, and the share of wrong entries that each must explain on the probes.
 TRIED, PROMISED = 12, 0.85
-#: Scales, or else entries, that must show a number that was fitted, or a rare rule, in a part of the tensor.
+#: Wrong scales, or else entries that show it, that a fitted number or a rare rule needs in a part of the tensor.
 FIT_SCALES, FIT_ENTRIES = 4, 64
 
 
@@ -44,7 +46,7 @@ class Placing:
         return found
 
     def groups(self):
-        """Names of the outputs with wrong entries, those of a copy together."""
+        """Names of all outputs of each copy that has a wrong entry."""
         wrong = [name for name, mask in self.search.wrong.items() if mask.any()]
         keys = dict.fromkeys(_copy_of(name) for name in wrong)
         return [[name for name in self.search.outputs if _copy_of(name) == key] for key in keys]
@@ -52,10 +54,13 @@ class Placing:
     def _of(self, names, singles):
         """The explanations of some outputs, best first."""
         promising = sorted(self._promising(names, singles), key=lambda result: places(result.candidate))
-        placed = [self._in_place(result, names) for result in promising]
+        placed = [self._in_place(result, names) for result in promising if not self.search.budget.is_spent()]
         found = [answer for answer in (*placed, moved_in(self, names)) if answer is not None]
         found.sort(key=lambda answer: (not answer.exact, -round(answer.explained, 2), answer.names != (NOT_WRITTEN,)))
-        return list({answer.names: answer for answer in reversed(found)}.values())[::-1]
+        best: dict = {}
+        for answer in found:
+            best.setdefault(answer.names, answer)
+        return list(best.values())
 
     def _promising(self, names, singles):
         terms = [name for name in names if not self._is_whole(name)] or names  # the others follow from the place
@@ -98,7 +103,9 @@ class Placing:
             sides.append((middle, sorted(tile for tile in near if 0 <= tile < tiles)))
         (row, rows), (column, columns) = sides
         chosen = dict.fromkeys([(r, column) for r in rows] + [(row, c) for c in columns])
-        return [*self.search.probes.confirm, *(self._tile(*tile) for tile in chosen)]
+        confirm = self.search.probes.confirm
+        tiles = [self._tile(*tile) for tile in chosen]
+        return [*confirm, *(tile for tile in tiles if not any(_overlap(tile, region) for region in confirm))]
 
     def _tile(self, row, column):
         ends = [slice(i * TILE, min((i + 1) * TILE, size)) for i, size in zip((row, column), self.shape, strict=True)]
@@ -112,7 +119,7 @@ class Placing:
         if key not in self._confirmed:
             self._confirmed[key] = self.search.confirm(result, self.regions)
         confirmed = self._confirmed[key]
-        if len(confirmed.made) != len(self.regions):
+        if confirmed is None:
             return None
         marks = self._marks(confirmed, names)
         others = [
@@ -141,14 +148,15 @@ class Placing:
         return name in SUM_ARRAYS or elements.is_of_tensor(self.case, name)
 
     def _count_whole(self, marks, result, name, place):
-        """Count a number or a sum of the whole tensor, whose values are a convention's in a place, right outside."""
+        """Count an output of the whole tensor as if the convention were followed in a place alone."""
         count = result.counts[name]
         changes_values = self.search.replay(result.candidate).changed & FORMULA_STAGES
         if changes_values and not (place.rows is None and place.columns is None):
-            if name == "dbias":
-                count = self.search.sum_in_place(result.candidate, name, place)
-            elif name.startswith("amax"):
-                count = self.search.amax_in_place(result.candidate, name, place)
+            with suppress(NotApplicable):  # then it must be as the convention makes it everywhere
+                if name == "dbias":
+                    count = self.search.sum_in_place(result.candidate, name, place)
+                elif name.startswith("amax"):
+                    count = self.search.amax_in_place(result.candidate, name, place)
         spoiled = count.damaged if name in SUM_ARRAYS and count.damaged > STRAY * count.entries else 0
         marks.count(name, count.wrong - count.explained + spoiled, count.wrong)
 
@@ -239,6 +247,13 @@ class Placing:
         clean = not any(marks.missed.values()) and not (marks.absent & place.mask(self.shape)).any() and complete
         said = None if place.is_everywhere else place
         return Explanation(names, sentence, marks.explained, clean, sampled=not complete, place=said)
+
+
+def _overlap(one, other):
+    """Whether two regions share an element."""
+    return all(
+        max(a.start, b.start) < min(a.stop, b.stop) for a, b in ((one.rows, other.rows), (one.columns, other.columns))
+    )
 
 
 def _copy_of(name):

@@ -1,11 +1,11 @@
 """Which convention explains a wrong dump, and where: every known one is tried and compared with it.
 
-A convention explains a dump when its replay (`refops.oracle.replay`) equals it where it is wrong and changes nothing
+A convention explains a dump when its replay (`refops.oracle.replay`) equals it where it is wrong and changes little
 where it is right (`comparison`). It is tried everywhere; then in the copy, the rows and the columns in which it shows
 (`inference`); then in pairs. Beside conventions stands what is right at another place (`moved`).
 
 Large tensors are searched on probes, tiles of 128 x 128 where wrong entries lie densest, and what is found is confirmed
-on a band of rows; amaxes and sums always belong to the whole tensor. Nothing here decides whether a dump is right, and
+on bands of rows; each sum runs over a whole row or column. Nothing here decides whether a dump is right, and
 a dump that no convention explains gets no explanation.
 """
 
@@ -47,6 +47,8 @@ SUM_STAGES = {"sum", "sum-order", "sum-rows", "row-gradient"}
 TERM_STAGES = FORMULA_STAGES | SUM_STAGES | {"rounding", SETTINGS}
 #: Stages that change an amax by little.
 AMAX_STAGES = FORMULA_STAGES | {"rounding", "amax-rounding", "stored-amax", SETTINGS}
+#: Names with which a sentence may begin: they keep their small letter.
+ARRAYS = ("x", "dy", "y", "dx", "dbias", "row_scales", "drow_scales")
 #: Stages of the store of values: sums may be of what was stored.
 STORE_STAGES = {"cast", "sign", "nan"}
 
@@ -75,7 +77,7 @@ class Search:
         return None if slot.packed > 1 else slot.fmt
 
     def _common_wrong_scales(self):
-        """The scale that most of the wrong scales of the dump have, for each array of scales."""
+        """The two commonest values of the wrong scales of each array of scales."""
         found = []
         for name, mask in self.wrong.items():
             if name.endswith("_scale_inv") and mask.any():
@@ -272,14 +274,14 @@ class Search:
         singles = self.try_all(self.variants(), self.probes.probes, keep=True)
         found = self.confirmed(r for r in singles if r.promising and self._changes_something(r))
         good = [r for r in found if r.enough]
-        exact = bool(good) and (good[0].exact or good[0].is_clear)
-        if exact and self.probes.complete:
+        settled = bool(good) and (good[0].exact or good[0].is_clear)
+        if settled and self.probes.complete:
             return self.said(good)
         # Of a large tensor only a part was compared: what explains it may be followed there alone.
-        placed = Placing(self).answers(good if exact else singles) if self.shape else []
-        if placed and (not good or exact or placed[0].exact):
+        placed = Placing(self).answers(good if settled else singles) if self.shape else []
+        if placed and (not good or settled or placed[0].exact):
             return placed[:SHOWN]
-        if exact:
+        if settled:
             return self.said(good)
         if good:
             return self.said(self._with_extensions(good, singles))
@@ -296,7 +298,7 @@ class Search:
         return [self.explanation(r) for r in unique(results)[:SHOWN]]
 
     def _changes_something(self, result):
-        """Whether a candidate is another computation at all, here: one that is not explains nothing."""
+        """Whether a candidate writes anything else than the reference on the probes: else it explains nothing."""
         convention, choice = result.candidate[0]
         if convention.reads or any(name in SUM_ARRAYS for name in result.counts):
             return True
@@ -318,19 +320,24 @@ class Search:
     def confirmed(self, results):
         """The best of some results, evaluated on larger regions, sorted."""
         best = unique(sorted(results, key=lambda r: r.rank), each=3)[:10]
-        return sorted((self.confirm(result) for result in best), key=lambda r: r.rank)
+        found = []
+        for result in best:
+            if self.budget.is_spent():
+                break
+            found.append(self.confirm(result))
+        return sorted(found, key=lambda r: r.rank)
 
     def confirm(self, result, regions=None):
         """A result evaluated on larger regions; itself where that is too costly: what the probes say must do.
 
-        With `regions` of one's own, what the replay makes there is kept.
+        With `regions` of one's own, what the replay makes there is kept; None where that is too costly.
         """
         self.setting.whole_halo, self.setting.probing = True, False
         try:
             options = {"sums": 1 << 19, "until_hopeless": False, "keep": regions is not None}
             return self.evaluate(result.candidate, regions or self.probes.confirm, **options)
         except NotApplicable:
-            return result
+            return None if regions is not None else result
         finally:
             self.setting.probing = True
 
@@ -356,7 +363,10 @@ class Search:
         gated_gradient = self.case.gated and self.case.operation.kind.endswith("grad")
         if not gated_gradient or not self.probes.complete or any(c.reads for c, _ in result.candidate):
             return None
-        changed = Placing(self).changed(self.confirm(result, self.probes.confirm)).any(axis=0)
+        confirmed = self.confirm(result, self.probes.confirm)
+        if confirmed is None:
+            return None
+        changed = Placing(self).changed(confirmed).any(axis=0)
         width = self.shape[1] // 2
         if changed[:width].any() == changed[width:].any():
             return None
@@ -369,7 +379,8 @@ class Search:
         for convention, _ in result.candidate:
             words = {**result.facts, **result.facts.get(convention.name, {})}
             sentence = convention.sentence.format_map(_Facts(words))
-            sentences.append(sentence[0].upper() + sentence[1:])
+            named = sentence.split()[0] in ARRAYS
+            sentences.append(sentence if named else sentence[0].upper() + sentence[1:])
         if len(sentences) == 1:
             return sentences[0]
         return f"{sentences[0][:-1]}; besides: {_uncapitalized(sentences[1])}"
