@@ -14,6 +14,7 @@ C++, Triton and Rust.
 from refops.oracle.coverage import Coverage
 from refops.oracle.grouped import ExpertReport, GroupedReport
 from refops.oracle.operation import OPERATIONS
+from refops.oracle.places import Lines, Place
 from refops.oracle.report import ArrayVerdict, Explanation, Mismatch, MismatchError, Report
 from refops.oracle.verdict import Acceptable, acceptable, check
 
@@ -25,8 +26,10 @@ __all__ = [
     "ExpertReport",
     "Explanation",
     "GroupedReport",
+    "Lines",
     "Mismatch",
     "MismatchError",
+    "Place",
     "Report",
     "acceptable",
     "check",
