@@ -46,7 +46,7 @@ SUM_STAGES = {"sum", "sum-order", "sum-rows", "row-gradient"}
 #: Stages that change the terms of a sum.
 TERM_STAGES = FORMULA_STAGES | SUM_STAGES | {"rounding", SETTINGS}
 #: Stages that change an amax by little.
-AMAX_STAGES = FORMULA_STAGES | {"rounding", "amax-rounding", "stored-amax", SETTINGS}
+AMAX_STAGES = {"rounding", "amax-rounding", "stored-amax", SETTINGS}
 #: Names with which a sentence may begin: they keep their small letter.
 ARRAYS = ("x", "dy", "y", "dx", "dbias", "row_scales", "drow_scales")
 #: Stages of the store of values: sums may be of what was stored.
