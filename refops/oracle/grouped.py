@@ -21,6 +21,7 @@ from refops.arguments import shown
 from refops.oracle.dumps import as_numpy, fit_dtype
 from refops.oracle.geometry import VALUES, Geometry, Region, crop, whole
 from refops.oracle.operation import Case, require_operation
+from refops.oracle.places import Place
 from refops.oracle.quantized_tensors import is_swizzled
 from refops.oracle.report import Explanation, Report, array_lines
 from refops.oracle.tally import bits_of
@@ -305,7 +306,7 @@ class Groups:
         first, explanations = judged[0].report, {}
         for one in judged:
             for explanation in one.report.diagnosis:
-                explanations.setdefault(explanation.names, explanation)
+                explanations.setdefault((explanation.names, str(explanation.place)), explanation)
         empty = [expert for expert, size in enumerate(self.sizes) if not size]
         notes = [f"no rows, so no codes, scales and amax to judge: {_experts(empty)}"] if empty else []
         notes += self._common_notes(judged)
@@ -336,7 +337,7 @@ class Groups:
     def _in_the_tensor(self, report, start, count):
         """A report with rows of the tensor for those of an expert that has `count` from row `start` on."""
         rows = self.whole.matrix_shape[0]
-        places = (None if one.place is None else one.place.from_row(start, count, rows) for one in report.diagnosis)
+        places = ((one.place or Place()).from_row(start, count, rows) for one in report.diagnosis)
         diagnosis = tuple(replace(one, place=place) for one, place in zip(report.diagnosis, places, strict=True))
         return replace(report, arrays=tuple(self._moved(array, start) for array in report.arrays), diagnosis=diagnosis)
 

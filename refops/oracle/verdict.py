@@ -137,7 +137,7 @@ def check(
         if limit.ran_out:
             judge.notes.append(f"the diagnosis ended after {budget:g} s of processor time: a larger budget tries more")
         if not explanations:
-            explanations = coarser_functions(judge)
+            explanations = coarser_functions(judge, limit)
     report = judge.report(explanations, diagnosed)
     return replace(report, coverage=coverage_of(case, judge.outputs, judge.reference)) if report.ok else report
 
@@ -203,13 +203,13 @@ def acceptable(
     return Acceptable(*(array.reshape(case.result_shape) for array in (lower, upper, nan)))
 
 
-def coarser_functions(judge):
+def coarser_functions(judge, budget):
     """The explanation of last resort: exp, tanh or division coarser than permitted. A tuple, empty where it is none."""
     if judge.case.operation.activation is None or judge.ulp == 0 or judge.wrong < MANY_WRONG:
         return ()
     found = ()
     for ulp in COARSER:
-        if ulp <= judge.ulp:
+        if ulp <= judge.ulp or budget.is_spent():
             break
         other = Judge(judge.case, judge.outputs, judge.unpadded, ulp, "ignore", judge.random_bits, plain=True)
         with np.errstate(all="ignore"):

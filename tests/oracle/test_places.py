@@ -301,3 +301,68 @@ def test_the_report_begins_with_whose_fault_it_is():
     assert oracle.check("quantize", x, outputs, scaling=MXFP8).leads == () and alone.as_dict()["leads"] == [
         *alone.leads
     ]
+
+
+# --- what an attack found --------------------------------------------------------------------------------------------
+
+
+def test_an_exchange_of_copies_is_none_where_the_other_copy_is_right():
+    scaling = refops.MXFP8Scaling(E4M3, two_d=True)
+    x, outputs = quantized(scaling)
+    outputs["rowwise_data"][10, 20:24] ^= 1
+    assert oracle.check("quantize", x, outputs, scaling=scaling).diagnosis == ()
+    outputs["rowwise_data"][:] = np.random.default_rng(0).integers(0, 126, (M, K))
+    assert oracle.check("quantize", x, outputs, scaling=scaling).diagnosis == ()
+
+
+@pytest.mark.parametrize("scale", [1e-5, 1e-9])
+def test_what_is_tiny_is_not_near_to_everything_tiny(scale):
+    x = normal()
+    y = refops.activation("gelu", x)
+    y[96:128] = scale * np.random.default_rng(1).random((32, K))
+    assert oracle.check("gelu", x, y).diagnosis == ()
+
+
+def test_bytes_that_are_no_codes_may_be_unwritten():
+    scaling = refops.MXFP8Scaling(refops.E3M2)
+    x, outputs = quantized(scaling)
+    outputs["rowwise_data"][64:96] = 0xCD
+    answer = first(x, outputs, scaling)
+    assert answer.names == ("not-written",) and str(answer.place) == "the rowwise copy, rows 64..95"
+
+
+def test_computed_nan_was_written():
+    x = normal().astype(F)
+    y = refops.activation("gelu", x)
+    y[32:64] = np.nan
+    assert all("not-written" not in e.names for e in oracle.check("gelu", x, y).diagnosis)
+
+
+def test_a_law_says_nothing_of_lines_without_a_source():
+    x, outputs = quantized(MXFP8, (256, 512))
+    scales = outputs["rowwise_scale_inv"]
+    scales[:128, 4:8] = scales[:128, :4]
+    answer = first(x, outputs, MXFP8)
+    assert (
+        answer.names == ("shifted-blocks",) and str(answer.place) == "the rowwise copy, rows 0..127, columns 128..255"
+    )
+
+
+def test_each_expert_has_a_place_of_its_own():
+    x = normal((256, 352))
+    parts = [x[:128], x[128:]]
+    right, floor = ([arrays_of(refops.quantize(part, s)) for part in parts] for s in (MXFP8, FLOOR))
+    for name in right[0]:
+        right[0][name][:32], right[1][name][96:] = floor[0][name][:32], floor[1][name][96:]
+    report = oracle.check("quantize", x, right, scaling=MXFP8, m_splits=[128, 128])
+    assert [str(e.place) for e in report.diagnosis if e.names == ("scale-floor",)] == ["rows 0..31", "rows 224..255"]
+
+
+def test_the_budget_holds_for_a_large_tensor():
+    x, outputs = quantized(MXFP8, (2048, 2048))
+    outputs["rowwise_data"][np.random.default_rng(0).random((2048, 2048)) < 0.3] ^= 1
+    spent = []
+    report = oracle.check(
+        "quantize", x, outputs, scaling=MXFP8, budget=1, progress=lambda seconds, _: spent.append(seconds)
+    )
+    assert not report.ok and report.diagnosis == () and max(spent) < 4

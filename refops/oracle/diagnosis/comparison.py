@@ -13,6 +13,8 @@ from refops.oracle.conventions import CONVENTIONS
 
 #: An explanation's least share, and the most damage.
 ENOUGH, DAMAGE = 0.9, 0.2
+#: Relative difference up to which a wrong number may be the one of a replay.
+NEAR = 2.0**-5
 #: Share of the entries of an array that noise may move.
 NOISE = 5e-3
 
@@ -123,6 +125,8 @@ class Result:
         """Whether this explains the dump."""
         if self.damage > DAMAGE or not any(c.gained for c in self._wrong):
             return False
+        if self.damaged >= sum(c.explained for c in self._wrong):  # it moves faults to where the dump is right
+            return False
         every = self.share >= ENOUGH and min(c.share for c in self._wrong) >= 0.75
         stray = self.explained >= 0.99 and all(c.wrong - c.explained <= 1e-3 * c.entries for c in self._wrong)
         return every or stray
@@ -170,11 +174,12 @@ class Part:
         few: whether these are scales or amaxes: few numbers, which must agree closely.
         follows: codes under a scale that is not the reference's: they are what the kernel made of that scale, also
             where they are right under it, so that a replay must give them. None where no scale differs.
+        sums: whether terms may cancel, so that an error is large beside the sum.
     """
 
-    def __init__(self, got, wrong, reference, fmt, relaid=False, few=False, follows=None):
+    def __init__(self, got, wrong, reference, fmt, relaid=False, few=False, follows=None, sums=False):
         self.got, self.wrong, self.reference, self.fmt, self.relaid = got, wrong, reference, fmt, relaid
-        self.few, self.follows = few, follows
+        self.few, self.follows, self.sums = few, follows, sums
         self.wrong_count = int(np.count_nonzero(wrong))
         self._base = None
 
@@ -240,4 +245,6 @@ class Part:
             return off <= 2.0**-19 * np.where(np.isfinite(made), np.abs(made), 0)
         noise = 2.0**-19 * np.abs(got)
         explained = off <= (np.minimum(noise, own / 8) if self.few else own / 8)
+        if not self.sums:  # a number near zero is near to all others there
+            explained &= off <= NEAR * np.maximum(np.abs(got), np.abs(made))
         return np.where(self.wrong, explained, off <= 4 * own + noise)

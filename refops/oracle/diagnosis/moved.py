@@ -28,9 +28,14 @@ MOST_LAWS = 64
 STRAY = 16
 #: Bytes that memory holds before it is written: what allocators and debuggers fill it with; of codes of four
 #: bits, half of one.
-FILLERS = {0x00, 0xFF, 0xCD, 0xCC, 0xDD, 0xFD, 0xAA, 0x55, 0xA5, 0x5A, 0xBE, 0xEF, 0x0F, 0x0D, 0x0C, 0x0A, 0x05}
+FILLERS = {0x00, 0xFF, 0xCD, 0xCC, 0xDD, 0xAA, 0x55}
 #: Share of the wrong entries that a number must make up to be one that was not written.
 MANY = 0.3
+
+
+def four_bits(fmt):
+    """Whether codes have four bits."""
+    return fmt is not None and fmt.bits == 4
 
 
 class Law(NamedTuple):
@@ -96,6 +101,8 @@ class TileLaw(NamedTuple):
 #: Laws of tiles that are tried; rows and columns of the part of a matrix that they are tried on first.
 TILE_LAWS = tuple(TileLaw(1 << n, inside) for n in range(2, 8) for inside in (True, False))
 WINDOW = 512
+#: Elements of a matrix up to which tiles that are exchanged are sought.
+EXCHANGED = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -109,11 +116,10 @@ class Constant:
     value: object
 
     def is_left_over(self, fmt):
-        """Whether memory holds this before it is written: what allocators and tools fill it with, one, or NaN."""
-        value = np.asarray(self.value)
-        held = set(value.reshape(1).view(np.uint8).tolist())
-        number = float(value) if fmt is None else float(fmt.values[int(value)])
-        return (len(held) == 1 and held <= FILLERS) or number == 1 or np.isnan(number)
+        """Whether memory holds this before it is written: what allocators and tools fill it with."""
+        held = set(np.asarray(self.value).reshape(1).view(np.uint8).tolist())
+        fillers = {half for byte in FILLERS for half in (byte & 15, byte >> 4)} if four_bits(fmt) else FILLERS
+        return len(held) == 1 and held <= fillers
 
     @property
     def words(self):
@@ -167,8 +173,7 @@ def find_tile_law(got, reference, differs):
         if 2 * law.edge > max(got.shape):
             break
         # Tiles that are exchanged lie as far apart as the matrix is large; others are tried on a part of it first.
-        small = law.inside and parts[0].size < got.size
-        if small and not _leads(law, *parts):
+        if parts[0].size < got.size and not (_leads(law, *parts) if law.inside else got.size <= EXCHANGED):
             continue
         if _leads(law, got, reference, differs):
             return law

@@ -14,10 +14,12 @@ from refops.oracle.diagnosis.displaced import NOT_WRITTEN, Marks, moved_in
 from refops.oracle.diagnosis.inference import LEAST_SHOWN, STRAY, find_lines
 from refops.oracle.diagnosis.probes import SUM_ARRAYS
 from refops.oracle.geometry import TILE, VALUES, Region, crop, whole
-from refops.oracle.places import Place
+from refops.oracle.places import Lines, Place
 from refops.oracle.replay import FORMULA_STAGES, NotApplicable
 from refops.oracle.report import Explanation
 
+#: The convention that exchanges copies: it has no place in one of them.
+BETWEEN_COPIES = "swapped-directions"
 #: Conventions whose place is sought in one copy, and the share of wrong entries that each must explain on the probes.
 TRIED, PROMISED = 12, 0.85
 #: Wrong scales, or else entries that show it, that a fitted number or a rare rule needs in a part of the tensor.
@@ -55,7 +57,8 @@ class Placing:
         """The explanations of some outputs, best first."""
         promising = sorted(self._promising(names, singles), key=lambda result: places(result.candidate))
         placed = [self._in_place(result, names) for result in promising if not self.search.budget.is_spent()]
-        found = [answer for answer in (*placed, moved_in(self, names)) if answer is not None]
+        moved = None if self.search.budget.is_spent() else moved_in(self, names)
+        found = [answer for answer in (*placed, moved) if answer is not None]
         found.sort(key=lambda answer: (not answer.exact, -round(answer.explained, 2), answer.names != (NOT_WRITTEN,)))
         best: dict = {}
         for answer in found:
@@ -125,6 +128,8 @@ class Placing:
         others = [
             n for n, count in confirmed.counts.items() if n not in names and count.damaged > STRAY * count.entries
         ]
+        if others and any(convention.name == BETWEEN_COPIES for convention, _ in confirmed.candidate):
+            return None
         place = self.place(marks, names if others else ())
         if place is None or not self.is_evident(confirmed.candidate, marks, place):
             return None
@@ -236,7 +241,7 @@ class Placing:
                 return None
             rows, columns = (None if side.is_all else side for side in found)
         if lines:
-            rows, columns = rows or lines.get(0), columns or lines.get(1)
+            rows, columns = (_within(side, lines.get(axis)) for axis, side in enumerate((rows, columns)))
         return Place(tuple(copies), rows, columns)
 
     def explanation(self, names, sentence, marks, place):
@@ -247,6 +252,13 @@ class Placing:
         clean = not any(marks.missed.values()) and not (marks.absent & place.mask(self.shape)).any() and complete
         said = None if place.is_everywhere else place
         return Explanation(names, sentence, marks.explained, clean, sampled=not complete, place=said)
+
+
+def _within(side, lines):
+    """`Lines` that a place has, cut to the range that a law speaks of; either may be None, which is all."""
+    if side is None or lines is None or side.period > 1:
+        return side or lines
+    return Lines(side.size, max(side.first, lines.first), min(side.last, lines.last))
 
 
 def _overlap(one, other):

@@ -180,7 +180,7 @@ class Search:
             window = self.probes.window(mask, max(1, elements // max(1, self._terms(name))))
             reference = self.reference[name].reshape(-1)[window]
             relaid = got is not self.outputs[name]
-            part = Part(flat[window], mask[window], reference, None, relaid)
+            part = Part(flat[window], mask[window], reference, None, relaid, sums=True)
             if not replay.changed & (TERM_STAGES | STORE_STAGES):
                 counts[name] = part.compare(reference)
                 continue
@@ -213,7 +213,7 @@ class Search:
         terms = np.where(inside, replay.sum_terms(columns), plain.sum_terms(columns))
         made = replay.to_dtype(replay.column_sum(terms), replay.dtype)
         got, reference = (array[name].reshape(-1)[columns] for array in (self.outputs, self.reference))
-        return Part(got, mask[columns], reference, None).compare(made)
+        return Part(got, mask[columns], reference, None, sums=True).compare(made)
 
     def amax_in_place(self, candidate, name, place):
         """The `Count` of the tensor's amax where a candidate's values are in a place, and right ones outside."""
