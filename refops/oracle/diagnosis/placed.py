@@ -55,7 +55,8 @@ class Placing:
 
     def _of(self, names, singles):
         """The explanations of some outputs, best first."""
-        promising = sorted(self._promising(names, singles), key=lambda result: places(result.candidate))
+        promising = [r for r in self._promising(names, singles) if r.candidate[0][0].name != BETWEEN_COPIES]
+        promising.sort(key=lambda result: places(result.candidate))
         placed = [self._in_place(result, names) for result in promising if not self.search.budget.is_spent()]
         moved = None if self.search.budget.is_spent() else moved_in(self, names)
         found = [answer for answer in (*placed, moved) if answer is not None]
@@ -128,8 +129,6 @@ class Placing:
         others = [
             n for n, count in confirmed.counts.items() if n not in names and count.damaged > STRAY * count.entries
         ]
-        if others and any(convention.name == BETWEEN_COPIES for convention, _ in confirmed.candidate):
-            return None
         place = self.place(marks, names if others else ())
         if place is None or not self.is_evident(confirmed.candidate, marks, place):
             return None
