@@ -7,7 +7,7 @@ import pytest
 from planted import PLANTED
 from planted.outcome import ACCEPTED, outcome
 
-from tiers import sampled
+from tiers import SWEEP, sampled
 
 #: Author -> the least share that is named, and at the right place.
 LEAST = {"open": 0.85, "held": 0.6}
@@ -20,7 +20,7 @@ def judged(author, name):
     return outcome(author, name)
 
 
-@sampled("fault", PLANTED, 12, in_all=4)
+@sampled("fault", PLANTED, 12, in_all=12)
 def test_found_and_not_misnamed(fault):
     result = judged(*fault)
     assert result.found
@@ -36,9 +36,11 @@ def test_there_are_enough_of_them():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("author", LEAST)
-def test_most_are_named_at_the_right_place(author):
-    results = [judged(*fault) for fault in PLANTED if fault[0] == author]
+@pytest.mark.parametrize(
+    ("author", "every"), [pytest.param(author, n, marks=SWEEP if n == 1 else ()) for author in LEAST for n in (4, 1)]
+)
+def test_most_are_named_at_the_right_place(author, every):
+    results = [judged(*fault) for fault in [fault for fault in PLANTED if fault[0] == author][::every]]
     assert all(result.found for result in results)
     right = sum(result.named and result.placed for result in results)
     assert right >= LEAST[author] * len(results), f"{right} of {len(results)}"

@@ -93,7 +93,7 @@ def require_report(report):
 
 @target(
     "oracle_right",
-    ["refops.oracle.check", "refops.oracle.Report", "refops.oracle.ArrayVerdict"],
+    ["refops.oracle.check", "refops.oracle.Report", "refops.oracle.ArrayVerdict", "refops.oracle.Coverage"],
     cases=400,
     needs=NEEDS,
 )
@@ -111,6 +111,9 @@ def oracle_right(case):
     report.raise_for_mismatch()
     rebuild(case, "ArrayVerdict", report.arrays[0])
     rebuild(case, "Report", report)
+    if report.coverage is not None:
+        require(str(report.coverage) in str(report), "what was covered is not said")
+        rebuild(case, "Coverage", report.coverage)
 
 
 def rebuild(case, name, value):
@@ -181,6 +184,45 @@ def oracle_explanation(case):
     require_report(report)
     fields = {"names": ("a",), "sentence": case.draw(st.text(max_size=20)), "explained": case.rng.random()}
     case.call("refops.oracle.Explanation", **fields)
+
+
+@target("oracle_places", ["refops.oracle.Lines", "refops.oracle.Place"], cases=60, needs=NEEDS)
+def oracle_places(case):
+    """A place's mask holds what its words say: rows times columns."""
+    sizes, sides = (case.below(40, 1), case.below(40, 1)), []
+    for size in sizes:
+        first, period = case.below(size), case.below(8, 1)
+        lines = case.call(
+            "refops.oracle.Lines",
+            size=size,
+            first=first,
+            last=first + case.below(size - first),
+            period=period,
+            phases=(case.below(period), case.below(period)),
+        )
+        require(lines.mask().shape == (size,) and isinstance(lines.words("row"), str), "lines without a mask")
+        sides.append(lines)
+    place = case.call("refops.oracle.Place", arrays=(), rows=sides[0], columns=sides[1])
+    mask = place.mask(sizes)
+    require(mask.sum() == sides[0].mask().sum() * sides[1].mask().sum(), "another mask")
+    require(json.dumps(place.as_dict()) and isinstance(str(place), str), "a place without text")
+
+
+@target("oracle_experts", ["refops.oracle.GroupedReport", "refops.oracle.ExpertReport"], cases=40, needs=NEEDS)
+def oracle_experts(case):
+    """Experts that are quantized each by itself are right, and one that is not is named."""
+    splits = [32 * case.below(4) for _ in range(case.below(3, 1))] + [32]
+    x = np.where(np.isfinite(values := contents(case, (sum(splits), 64), np.float32)), values, np.float32(1))
+    scaling, starts = refops.MXFP8Scaling(refops.E4M3), np.cumsum([0, *splits[:-1]])
+    parts = [as_dict(refops.quantize(x[a : a + n], scaling)) for a, n in zip(starts, splits, strict=True)]
+    report = case.call("refops.oracle.check", "quantize", x, parts, scaling=scaling, m_splits=splits)
+    require(report.ok and str(report), "the reference is rejected", report)
+    parts[-1] = {name: array.copy() for name, array in parts[-1].items()}
+    parts[-1]["rowwise_data"].reshape(-1)[0] ^= 0x40
+    wrong = case.call("refops.oracle.check", "quantize", x, parts, scaling=scaling, m_splits=splits)
+    require(wrong.wrong_experts == (len(splits) - 1,), "another expert is wrong", wrong)
+    rebuild(case, "GroupedReport", wrong)
+    rebuild(case, "ExpertReport", wrong.experts[-1])
 
 
 @target("oracle_nonsense", ["refops.oracle.check"], cases=500, needs=NEEDS)
