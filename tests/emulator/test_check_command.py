@@ -122,7 +122,7 @@ def test_an_activation_on_another_target(run, tmp_path):
         (LAUNCH, "--argument must give at least one output, rowwise_data, rowwise_scale_inv, "),
         ([*LAUNCH, "--argument", "data"], "--argument must be one for each of 4 parameters; got 2"),
         ([*LAUNCH, *ARGUMENTS, "--argument", "data"], "--argument must give rowwise_data once; got it 2 times"),
-        ([*LAUNCH, "--argument", "codes"], "--argument must be a number or one of x, rowwise_data, "),
+        ([*LAUNCH, "--argument", "nothing"], "--argument must be a number or one of x, rowwise_data, "),
         ([*LAUNCH, "--argument", "data=7"], "--argument data must be data, or data=0 for zeros at first; got 'data=7'"),
         ([*LAUNCH, *ARGUMENTS[:4], "--argument", "scale"], "--argument must give rowwise_scale_inv once; got it 2"),
         (

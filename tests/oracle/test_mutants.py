@@ -70,7 +70,7 @@ def test_the_fault_is_in_the_dump(name):
     assert report.ok, str(report)
 
 
-@sampled("name", MUTANTS, 12, in_all=10)
+@sampled("name", MUTANTS, 12, in_all=16)
 def test_detected_and_named(name):
     result = outcome(name)
     assert result.detected
