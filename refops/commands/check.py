@@ -105,9 +105,9 @@ def add_check(command, scaling_list):
     p.add_argument(
         "--budget",
         type=_seconds,
-        default=8.0,
+        default=5.0,
         metavar="SECONDS",
-        help="processor time that looking for it may take (default 8); what was found by then is said",
+        help="processor time that looking for it may take (default 5); what was found by then is said",
     )
 
 

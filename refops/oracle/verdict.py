@@ -49,7 +49,7 @@ def check(
     padding: str | None = None,
     random_bits: str = "given",
     diagnose: bool = True,
-    budget: Number | None = 8,
+    budget: Number | None = 5,
     progress: Callable[[float, float | None], None] | None = None,
     m_splits: Any = None,
 ) -> Report:

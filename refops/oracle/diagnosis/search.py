@@ -29,6 +29,10 @@ from refops.scalings.arithmetic import REFERENCE
 PARTLY = 0.5
 #: Explanations that are returned, at most.
 SHOWN = 5
+#: Findings that are confirmed also where the budget is spent: else what it was spent on would be lost.
+SURE = 3
+#: Pairs that explain all of the probes, after which no more are sought.
+ENOUGH_PAIRS = 8
 #: Share of an array that one of a pair must explain by itself.
 LEADING = 0.25
 #: Stages that leave scales and amaxes as they are: those from the multiplication on.
@@ -322,7 +326,7 @@ class Search:
         best = unique(sorted(results, key=lambda r: r.rank), each=3)[:10]
         found = []
         for result in best:
-            if self.budget.is_spent():
+            if len(found) >= SURE and self.budget.is_spent():
                 break
             found.append(self.confirm(result))
         return sorted(found, key=lambda r: r.rank)
@@ -398,7 +402,7 @@ class Search:
         for first, second in self._led(computes):
             if not self._compatible(first, second):
                 continue
-            if self.budget.is_spent():
+            if self.budget.is_spent() or sum(r.is_clear for r in results) >= ENOUGH_PAIRS:
                 break
             pair = (*first.candidate, *second.candidate)
             larger = any(c.stage_of(choice) == "blocks" for c, choice in pair)
