@@ -207,6 +207,8 @@ def coarser_functions(judge, budget):
     """The explanation of last resort: exp, tanh or division coarser than permitted. A tuple, empty where it is none."""
     if judge.case.operation.activation is None or judge.ulp == 0 or judge.wrong < MANY_WRONG:
         return ()
+    if any(_is_far(tally.verdict()) for tally in judge.tallies.values()):
+        return ()
     found = ()
     for ulp in COARSER:
         if ulp <= judge.ulp or budget.is_spent():
@@ -222,6 +224,12 @@ def coarser_functions(judge, budget):
         )
         found = (Explanation(("approximate-elementary",), sentence, 1 - other.wrong / judge.wrong),)
     return found
+
+
+def _is_far(verdict):
+    """Whether the first wrong codes or scales are off by more than a coarse function moves one: to a neighbour."""
+    coded = verdict.kind in ("codes", "scales") and len(verdict.first) > 1
+    return coded and all(mismatch.distance > 2 for mismatch in verdict.first)
 
 
 class Judge:
