@@ -423,11 +423,8 @@ def make_line_stage(direction):
 
     A row costs some 100 ns besides its elements: short ones are taken together, but for their scales.
     """
-    read, stored_type, (_, width) = (
-        reader(operand_of(direction), scales=direction.scale_type),
-        direction.scale_type,
-        edges(direction),
-    )
+    stored_type, (_, width) = direction.scale_type, edges(direction)
+    read = reader(operand_of(direction), scales=stored_type)
     find_maxima, choose, store_scales = make_line_maxima(width), make_choose(direction), make_store_scales(direction)
     cast, packed = make_cast(direction.fmt, width, False), direction.packed
 

@@ -12,7 +12,7 @@ from reference_calls import ALL_SCALINGS, call, every_call
 import refops
 from refops import oracle
 from refops.oracle.conventions import CONVENTIONS
-from refops.oracle.conventions.fitting import simplest_number
+from refops.oracle.conventions.fits import simplest_number
 from refops.oracle.diagnosis.moved import LAWS
 from refops.oracle.geometry import crop, whole
 from refops.oracle.operation import Case

@@ -65,6 +65,18 @@ def named_constant(low, high, known):
     return middle, f"{middle:.7g}"
 
 
+def simplest_number(low, high):
+    """The number in [low, high] with the fewest decimal digits, eight at most; None where the interval is empty."""
+    if not (np.isfinite(low) and np.isfinite(high)) or low > high:
+        return None
+    middle = (low + high) / 2
+    for digits in range(1, 9):
+        number = float(f"{middle:.{digits}g}")
+        if low <= number <= high:
+            return number
+    return middle
+
+
 def powers_of_two():
     """words -> value: 4, 1/4 and further ones."""
     known = {}

@@ -6,7 +6,7 @@ from refops.activations import Arithmetic
 from refops.activations.gelu import CUBIC, GELU, RATIO, SLOPE, SQRT_2_OVER_PI
 from refops.activations.relu import RELU
 from refops.activations.srelu import SRELU
-from refops.oracle.conventions.fitting import simplest_number
+from refops.oracle.conventions.fits import simplest_number
 from refops.oracle.conventions.formulas import require_activation
 from refops.oracle.conventions.intermediates import HALF_STEP
 from refops.oracle.conventions.registry import computing

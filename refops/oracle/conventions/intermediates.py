@@ -5,7 +5,7 @@ import numpy as np
 from refops.arguments import BFLOAT16
 from refops.formats import E8M0, FORMATS, encode_tile
 from refops.oracle.conventions.casts import DTYPES
-from refops.oracle.conventions.fitting import simplest_number
+from refops.oracle.conventions.fits import simplest_number
 from refops.oracle.conventions.registry import computing
 from refops.oracle.conventions.scales import (
     ELEMENT_MAXIMA,

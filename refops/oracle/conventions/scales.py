@@ -1228,8 +1228,7 @@ def multiplier_low_precision(replay, choice):
 )
 def divided_by_scale(replay, choice):
     require_scaling(replay)
-    exact = replay.layout.scale_format == E8M0 or getattr(replay.scaling, "power_2_scale", False)
-    replay.require(not exact)
+    replay.require(replay.layout.scale_format != E8M0)  # exact either way
     if choice == "decode":
         replay.wrap("multiply", lambda inner, values, multiplier: values / (F(1) / multiplier))
         return
@@ -1244,9 +1243,15 @@ def divided_by_scale(replay, choice):
             return own(amax)
 
         replay.encode_scale = encode_scale
-        replay.multiply = lambda values, multiplier: np.where(
-            (multiplier != 1), values / state["inverse"][:, None, :, None], values
-        ).astype(F)
+
+        def divide(values, multiplier):
+            inverse = state["inverse"][:, None, :, None]
+            is_its_reciprocal = (
+                np.abs(inverse * multiplier - 1) < 2.0**-20
+            )  # not where it was rounded to a power of two
+            return np.where((multiplier != 1) & is_its_reciprocal, values / inverse, values * multiplier).astype(F)
+
+        replay.multiply = divide
         return
     replay.require(choice != "exact")
     state = {}

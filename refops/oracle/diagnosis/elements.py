@@ -6,10 +6,8 @@ import numpy as np
 
 from refops.formats import unpack_fp4
 from refops.oracle.diagnosis.comparison import same
+from refops.oracle.diagnosis.probes import SUM_ARRAYS
 from refops.oracle.geometry import VALUES, Geometry, crop, repeat
-
-#: For each output of sums, whether an entry sums a column or a row.
-SUM_AXES = {"dbias": "column", "drow_scales": "row"}
 
 
 class Cells(NamedTuple):
@@ -25,7 +23,7 @@ class Cells(NamedTuple):
     reference: np.ndarray
     wrong: np.ndarray
     fmt: object
-    edge: tuple[int, int] | None
+    edge: tuple[int, int]
 
     def spread(self, marks, shape):
         """Marks of entries as marks of the elements, (R, C)."""
@@ -43,8 +41,8 @@ def turned(case, name, stored):
     """A stored crop of an output as a matrix in the orientation of the tensor; codes one a byte."""
     if name in VALUES:
         return stored
-    if name in SUM_AXES:
-        return stored.reshape(1, -1) if SUM_AXES[name] == "column" else stored.reshape(-1, 1)
+    if name in SUM_ARRAYS:
+        return stored.reshape(1, -1) if SUM_ARRAYS[name] == "column" else stored.reshape(-1, 1)
     if name.startswith("amax"):
         return stored[None, :] if name.endswith("columnwise") else stored[:, None]
     geometry = Geometry.of(case.scaling, name)
@@ -59,8 +57,8 @@ def edge_of(case, name, shape):
     """(rows, columns) of the elements that an entry of an output covers, in a region of `shape`."""
     if name in VALUES or name.endswith("_data"):
         return 1, 1
-    if name in SUM_AXES:
-        return (shape[0], 1) if SUM_AXES[name] == "column" else (1, shape[1])
+    if name in SUM_ARRAYS:
+        return (shape[0], 1) if SUM_ARRAYS[name] == "column" else (1, shape[1])
     if name.startswith("amax"):
         return (shape[0], 1) if name.endswith("columnwise") else (1, shape[1])
     return Geometry.of(case.scaling, name).run
@@ -97,12 +95,6 @@ def stored_marks(case, name, marks):
     geometry = Geometry.of(case.scaling, name)
     marks = marks.T if geometry.transposed else marks
     return marks[:, 0::2] | marks[:, 1::2] if geometry.packed == 2 else marks
-
-
-def bits(matrix):
-    """The entries as unsigned integers."""
-    matrix = np.ascontiguousarray(matrix)
-    return matrix if matrix.dtype == np.uint8 else matrix.view(f"u{matrix.dtype.itemsize}")
 
 
 def differ(found):

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from refops.oracle.diagnosis.elements import bits
+from refops.oracle.tally import bits_of
 
 #: Wrong lines whose source is sought, entries of each that are compared first, and the share that must have one.
 SAMPLED, COMPARED, FOUND = 48, 64, 0.9
@@ -31,11 +31,6 @@ STRAY = 16
 FILLERS = {0x00, 0xFF, 0xCD, 0xCC, 0xDD, 0xAA, 0x55}
 #: Share of the wrong entries that a number must make up to be one that was not written.
 MANY = 0.3
-
-
-def four_bits(fmt):
-    """Whether codes have four bits."""
-    return fmt is not None and fmt.bits == 4
 
 
 class Law(NamedTuple):
@@ -118,14 +113,15 @@ class Constant:
     def is_left_over(self, fmt):
         """Whether memory holds this before it is written: what allocators and tools fill it with."""
         held = set(np.asarray(self.value).reshape(1).view(np.uint8).tolist())
-        fillers = {half for byte in FILLERS for half in (byte & 15, byte >> 4)} if four_bits(fmt) else FILLERS
+        four_bits = fmt is not None and fmt.bits == 4
+        fillers = {half for byte in FILLERS for half in (byte & 15, byte >> 4)} if four_bits else FILLERS
         return len(held) == 1 and held <= fillers
 
     @property
     def words(self):
         """The bits, hexadecimal."""
         value = np.asarray(self.value)
-        return f"0x{int(bits(value.reshape(1))[0]):0{2 * value.itemsize}x}"
+        return f"0x{int(bits_of(value.reshape(1))[0]):0{2 * value.itemsize}x}"
 
 
 def find_constant(got, reference, differs, fmt):
@@ -137,10 +133,10 @@ def find_constant(got, reference, differs, fmt):
     count = int(np.count_nonzero(differs))
     if count < LEAST:
         return None
-    held = bits(got)[differs]
+    held = bits_of(got)[differs]
     values, counts = np.unique(held, return_counts=True)
     most = values[int(np.argmax(counts))]
-    if counts.max() < max(MANY * count, LEAST) or np.count_nonzero(bits(reference) == most) > 0.5 * reference.size:
+    if counts.max() < max(MANY * count, LEAST) or np.count_nonzero(bits_of(reference) == most) > 0.5 * reference.size:
         return None
     found = Constant(most.view(got.dtype))
     return found if found.is_left_over(fmt) else None
@@ -156,7 +152,7 @@ def find_law(got, reference, differs):
     if 1 in got.shape:
         return _law_of_vector(got, reference, differs)
     for axis in (0, 1):
-        matrices = (bits(m) if axis == 0 else np.ascontiguousarray(bits(m).T) for m in (got, reference))
+        matrices = (bits_of(m) if axis == 0 else np.ascontiguousarray(bits_of(m).T) for m in (got, reference))
         sources = _sources(*matrices, differs if axis == 0 else differs.T)
         law = _law_of(sources, got.shape[axis]) if sources else None
         if law is not None:
@@ -193,7 +189,7 @@ def _window(differs):
 
 def same_bits(one, other):
     """Where two matrices have the same bits."""
-    return bits(one) == bits(other)
+    return bits_of(one) == bits_of(other)
 
 
 def _law_of_vector(got, reference, differs):

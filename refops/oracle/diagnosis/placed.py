@@ -50,8 +50,8 @@ class Placing:
     def groups(self):
         """Names of all outputs of each copy that has a wrong entry."""
         wrong = [name for name, mask in self.search.wrong.items() if mask.any()]
-        keys = dict.fromkeys(_copy_of(name) for name in wrong)
-        return [[name for name in self.search.outputs if _copy_of(name) == key] for key in keys]
+        keys = dict.fromkeys(_owner_of(name) for name in wrong)
+        return [[name for name in self.search.outputs if _owner_of(name) == key] for key in keys]
 
     def _of(self, names, singles):
         """The explanations of some outputs, best first."""
@@ -174,9 +174,7 @@ class Placing:
                 cells = None if name in SUM_ARRAYS else self.cells(name, region)
                 if cells is None:
                     continue
-                turned = elements.turned(
-                    self.case, name, made[name].reshape(crop(self.case, name, search.reference[name], region).shape)
-                )
+                turned = self._turned(name, made[name], region)
                 again = None
                 if laid is not None:
                     again = elements.turned(self.case, name, crop(self.case, name, laid[name], region))
@@ -207,13 +205,15 @@ class Placing:
             for name, array in made.items():
                 cells = self.cells(name, region)
                 if cells is not None:
-                    turned = elements.turned(self.case, name, array.reshape(self._stored_shape(name, region)))
-                    differs = ~same(cells.reference, turned.astype(cells.reference.dtype), cells.fmt)
+                    turned = self._turned(name, array, region).astype(cells.reference.dtype)
+                    differs = ~same(cells.reference, turned, cells.fmt)
                     found[region.rows, region.columns] |= cells.spread(differs, region.shape)
         return found
 
-    def _stored_shape(self, name, region):
-        return crop(self.case, name, self.search.reference[name], region).shape
+    def _turned(self, name, made, region):
+        """What a replay made of an output on a region, in the orientation of the tensor."""
+        stored = crop(self.case, name, self.search.reference[name], region)
+        return elements.turned(self.case, name, made.reshape(stored.shape))
 
     def follows(self, name, region):
         """bool (R, C): codes that lie under another scale than the reference's; None where none do."""
@@ -267,6 +267,6 @@ def _overlap(one, other):
     )
 
 
-def _copy_of(name):
+def _owner_of(name):
     """What an output belongs to: a direction, or itself."""
     return next((direction for direction in ("rowwise", "columnwise") if direction in name.split("_")), name)

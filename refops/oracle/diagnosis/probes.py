@@ -8,8 +8,8 @@ from refops.oracle.geometry import TILE, VALUES, Geometry, Region, crop, whole
 
 #: A whole matrix up to this many elements is its own probe, or is confirmed as a whole.
 PROBE_ELEMENTS, CONFIRM_ELEMENTS = 1 << 15, 1 << 19
-#: Arrays of sums: each entry sums a whole row or column.
-SUM_ARRAYS = ("dbias", "drow_scales")
+#: Outputs of sums, and whether an entry sums a whole column or row.
+SUM_ARRAYS = {"dbias": "column", "drow_scales": "row"}
 
 
 def tile_counts(mask, rows, columns):
