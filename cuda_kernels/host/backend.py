@@ -336,27 +336,33 @@ def _maxima_of(doing, job, axis):
 
 def _quantize_per_tensor(pipeline, job, found):
     doing, scaling, (m, k) = pipeline.doing, job.scaling, job.front.matrix_shape
-    if scaling.given is not None:
+    amaxes = [job.fields.get("amax_rowwise"), job.fields.get("amax_columnwise")]
+    inverses = [job.fields.get("rowwise_scale_inv"), job.fields.get("columnwise_scale_inv")]
+    known = scaling.given is not None
+    if known:
         stored, multiplier = of_tensor(scaling, np.zeros(1, F), DTYPES[job.front.storage])
         scale = doing.constant(np.concatenate([multiplier, stored]))
         found = Found(pipeline, "tensor")
     else:
-        found = found or _maxima_of(doing, job, "tensor")
-        scale = _scale_of_tensor(doing, job, found)
+        scale = _scale_of_tensor(doing, job, found or _maxima_of(doing, job, "tensor"), amaxes + inverses)
     for columnwise, prefix in _directions(job):
         direction = direction_of(scaling, columnwise)
         outer, inner = (k, m) if direction.transposed else (m, k)
         pipeline.add(casting.per_tensor(direction), InMemory(job.fields[f"{prefix}_data"], scale, outer, inner))
     pipeline.run()
-    doing.run(_store_scale, scale, *(job.fields[f"{prefix}_scale_inv"] for _, prefix in _directions(job)))
-    found.store(*(array for name, array in job.fields.items() if name.startswith("amax")))
+    if known:
+        doing.run(_store_scale, scale, *(inverse for inverse in inverses if inverse is not None))
+        found.store(*(amax for amax in amaxes if amax is not None))
 
 
-def _scale_of_tensor(doing, job, found):
-    """Return the scale of an `InMemory`, made of the maxima that were found."""
+def _scale_of_tensor(doing, job, found, targets):
+    """Return the scale of an `InMemory`, made of the maxima that were found.
+
+    `targets` are two arrays for the amax and two for the scale's inverse, or None.
+    """
     scale, words, arrays_in = doing.new(np.empty, (2,), F), [], []
     numbers = job.scaling.numbers(DTYPES[job.front.storage])
-    tiles.append_words((found.partial, scale, *numbers), words, arrays_in)
+    tiles.append_words((found.partial, scale, *targets, *numbers), words, arrays_in)
     doing.loop(casting.scale_of_tensor(direction_of(job.scaling, False)), words, arrays_in, 1, True)
     return scale
 

@@ -426,7 +426,7 @@ def make_line_stage(direction):
     stored_type, (_, width) = direction.scale_type, edges(direction)
     read = reader(operand_of(direction), scales=stored_type)
     find_maxima, choose, store_scales = make_line_maxima(width), make_choose(direction), make_store_scales(direction)
-    cast, packed = make_cast(direction.fmt, width, False), direction.packed
+    cast, packed, each_row = make_cast(direction.fmt, width, False), direction.packed, direction.by_outer
 
     def stage(words, at, tile, rows, columns, row, column):
         out = read(words, at)
@@ -438,11 +438,12 @@ def make_line_stage(direction):
         for first in range(0, rows, together):
             n, left = min(together, rows - first) * columns, first * tile.shape[1]
             line = values[left : left + n]
-            maxima = find_maxima(line, n, lanes)
+            maxima, row_length = find_maxima(line, n, lanes), columns if each_row else n
+            for i in range(n // row_length):
+                b = i * blocks_of_row
+                choose(tile, 0, 1, row_length, row + first + i, column, maxima[b:], out, stored[b:], multipliers[b:])
             for i in range(n // columns):
-                r, b = row + first + i, i * blocks_of_row
-                choose(tile, 0, 1, columns, r, column, maxima[b:], out, stored[b:], multipliers[b:])
-                store_scales(stored[b:], r, column, 1, columns, out)
+                store_scales(stored[i * blocks_of_row :], row + first + i, column, 1, columns, out)
             start = (row + first) * out.inner + column
             target = codes[:n] if packed else out.data[start : start + n]
             cast(line, multipliers, codes, n, target)
@@ -519,15 +520,18 @@ def scale_of_tensor(direction):
     """Return the loop that makes a tensor's scale of its maxima.
 
     Words: of the maxima, uint32 bits; of float32 (2,), which gets the multiplier and what is stored, as an `InMemory`
-    has them; the scaling's `Numbers`.
+    has them; of two arrays for the amax and two for what is stored, float32 (1,) or none; the scaling's `Numbers`.
     """
     rule, maxima_at, floats_at = direction.rules().block_scale, make_array_at(np.uint32), make_array_at(np.float32)
 
     def loop(words, first, last):
-        maxima, scale, largest = maxima_at(words, 0), floats_at(words, 2), U32(0)
+        maxima, scale, found = maxima_at(words, 0), floats_at(words, 2), U32(0)
         for i in range(len(maxima)):
-            largest = larger(largest, maxima[i])
-        scale[1], scale[0] = rule(as_f32(largest), ZERO, Numbers(float_at(words, 4), float_at(words, 5)))
+            found = larger(found, maxima[i])
+        amax = as_f32(found)
+        scale[1], scale[0] = rule(amax, ZERO, Numbers(float_at(words, 12), float_at(words, 13)))
+        floats_at(words, 4)[:], floats_at(words, 6)[:] = amax, amax
+        floats_at(words, 8)[:], floats_at(words, 10)[:] = scale[1], scale[1]
 
     return compiled(name_of("scale-of-tensor", direction), loop, LOOP)
 
