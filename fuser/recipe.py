@@ -176,6 +176,11 @@ class Recipe:
             f"backward_override must be None, 'high_precision' or 'dequantized'; got {shown(self.backward_override)}",
         )
 
+    def _check_positive_integer(self, name):
+        value = getattr(self, name)
+        is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+        _require(is_count, f"{name} must be a positive integer; got {shown(value)}")
+
     def _check_not_e5m2(self):
         _require(
             isinstance(self.fp8_format, Format),
@@ -195,7 +200,7 @@ class DelayedScaling(Recipe):
     Attributes:
         margin: scales are made smaller by 2^margin.
         fp8_format: HYBRID or E4M3.
-        amax_history_len: steps remembered.
+        amax_history_len: steps remembered, a positive integer.
         amax_compute_algo: "max", "most_recent", or a function from the history, (L, n), to amaxes (n,).
         scaling_factor_compute_algo: None, or a function `(amax, scale, fp8_max, recipe)` to new scales (n,).
         reduce_amax: take the largest amax over the amax reduction group of `autocast`.
@@ -223,7 +228,7 @@ class DelayedScaling(Recipe):
             callable(self.amax_compute_algo) or self.amax_compute_algo in ("max", "most_recent"),
             f"amax_compute_algo must be 'max', 'most_recent' or a callable; got {shown(self.amax_compute_algo)}",
         )
-        _require(self.amax_history_len >= 1, f"amax_history_len must be at least 1; got {shown(self.amax_history_len)}")
+        self._check_positive_integer("amax_history_len")
 
 
 @dataclass(repr=False)
@@ -379,7 +384,7 @@ class CustomRecipe(Recipe):
 
     Attributes:
         qfactory: `qfactory(role: QuantizerRole) -> Quantizer | DelayedScalingRequest`.
-        quantization_alignment: what padded sizes must divide by.
+        quantization_alignment: what padded sizes must divide by, a positive integer.
         backward_override: None, "high_precision" or "dequantized".
     """
 
@@ -391,6 +396,7 @@ class CustomRecipe(Recipe):
 
     def __post_init__(self):
         _require(callable(self.qfactory), f"qfactory must be a function of a QuantizerRole; got {shown(self.qfactory)}")
+        self._check_positive_integer("quantization_alignment")
         self._check_backward_override()
 
 
