@@ -436,8 +436,10 @@ class NVFP4Quantizer(_AmaxReducing):
         fp4_dtype: `DType.kFloat4E2M1`.
         rowwise, columnwise: which copies results have.
         with_amax_reduction, amax_reduction_group: take the largest amax of the ranks of a process group.
-        with_rht, with_post_rht_amax: random Hadamard transform of the columnwise copy, whose amax is then that of the
-            transformed values. Both or neither. (TE takes bfloat16 alone; here float16 and float32 too.)
+        with_rht: random Hadamard transform of the columnwise copy. (TE takes bfloat16 alone; here float16 and float32
+            too.)
+        with_post_rht_amax: take the amax of that copy after the transform. With a transform it must be True, which is
+            checked at the first call; without one it has no effect.
         with_2d_quantization: one scale for a 16x16 tile.
         stochastic_rounding: round elements stochastically; the seed comes from torch's default CPU generator, so that
             `torch.manual_seed` makes runs repeat (TE: from the GPU's, whose mapping to elements differs).
@@ -532,12 +534,12 @@ class NVFP4Quantizer(_AmaxReducing):
         """`NVFP4Scaling`; with stochastic rounding every call draws a seed.
 
         Raises:
-            ValueError: `with_rht` and `with_post_rht_amax` differ.
+            ValueError: `with_rht` without `with_post_rht_amax`.
         """
-        if bool(self.with_rht) != bool(self.with_post_rht_amax):
+        if self.with_rht and not self.with_post_rht_amax:
             raise ValueError(
-                "with_rht and with_post_rht_amax must be equal; "
-                f"got with_rht={self.with_rht}, with_post_rht_amax={self.with_post_rht_amax}"
+                "with_rht=True needs with_post_rht_amax=True: the amax of transformed values is taken of those; "
+                f"got with_post_rht_amax={self.with_post_rht_amax}"
             )
         return _with_new_seed(self._settings_of_calls())
 

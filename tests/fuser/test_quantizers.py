@@ -169,7 +169,7 @@ def test_wrong_arguments():
         q.NVFP4Quantizer(nvfp4_use_4over6=True, nvfp4_4over6_err_mode="max")
     with pytest.raises(ValueError, match="e4m3_max"):
         q.NVFP4Quantizer(nvfp4_use_4over6=True, nvfp4_e4m3_max=300)
-    with pytest.raises(ValueError, match="with_post_rht_amax"):
+    with pytest.raises(ValueError, match="with_rht=True needs with_post_rht_amax=True"):
         q.NVFP4Quantizer(with_rht=True)(normal((16, 16)))
     for exclusive in (
         {"row_scaled_nvfp4": True, "with_2d_quantization": True},
@@ -181,6 +181,13 @@ def test_wrong_arguments():
         with pytest.raises(ValueError, match=r"cannot be combined|excludes"):
             q.NVFP4Quantizer(**exclusive)
     assert q.NVFP4Quantizer(nvfp4_e4m3_max=256).nvfp4_e4m3_max == 448, "only with 4over6, as in TE"
+
+
+def test_post_rht_amax_has_no_effect_without_a_transform():
+    x = normal((32, 32))
+    asked, plain = (q.NVFP4Quantizer(with_post_rht_amax=flag)(x) for flag in (True, False))
+    for name, tensor in plain.buffers.tensors.items():
+        assert torch.equal(asked.buffers.tensors[name], tensor), name
 
 
 def test_ignored_arguments_of_current_scaling_warn():
