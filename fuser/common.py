@@ -129,10 +129,11 @@ def _dummy_wgrad(shape: tuple[int, ...], dtype: torch.dtype, device: torch.devic
 
 
 def get_dummy_wgrads_for_params(params: Iterable[torch.nn.Parameter]) -> list[torch.Tensor | None]:
-    """For gradients that are already in `main_grad`: a stand-in that fires the parameter's autograd hooks, else None.
+    """For gradients that go to `main_grad`: a stand-in that fires the parameter's autograd hooks, else None.
 
-    A parameter with attribute `grad_added_to_main_grad` gets it set and a tensor (cached per shape and dtype; its
-    values mean nothing, or zeros where `param.zero_out_wgrad`).
+    A parameter with attribute `grad_added_to_main_grad` gets it set and a tensor, whose values mean nothing, or zeros
+    where `param.zero_out_wgrad`. All stand-ins of one shape, dtype and device are views of one buffer: autograd takes a
+    tensor that nobody else holds as `param.grad` without a copy.
     """
     grads: list[torch.Tensor | None] = []
     for param in params:
@@ -141,5 +142,7 @@ def get_dummy_wgrads_for_params(params: Iterable[torch.nn.Parameter]) -> list[to
             continue
         param.grad_added_to_main_grad = True
         grad = _dummy_wgrad(tuple(param.shape), param.dtype, param.device)
-        grads.append(grad.zero_() if getattr(param, "zero_out_wgrad", False) else grad)
+        if getattr(param, "zero_out_wgrad", False):
+            grad.zero_()
+        grads.append(grad.detach())
     return grads

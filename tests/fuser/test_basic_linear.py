@@ -15,6 +15,7 @@ from linear_cases import (
 from one_rounding import DTYPES, same_bits
 
 import fuser.basic.basic_linear as module
+from fuser import ops
 from fuser.basic.basic_linear import BasicLinear
 from fuser.basic.bias import Bias
 from fuser.dispatch import backend
@@ -497,6 +498,29 @@ def test_accumulate_into_main_grad(overwrite, dummy):
         assert torch.equal(op.weight.grad, torch.zeros_like(op.weight))
     else:
         assert op.weight.grad is None
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda linear: linear,
+        lambda linear: ops.Sequential(ops.MakeExtraOutput(in_place=True), linear),
+        lambda linear: ops.Sequential(linear, ops.ConstantScale(2.0)),
+    ],
+    ids=["alone", "BackwardLinearAdd", "BackwardLinearScale"],
+)
+def test_stand_ins_reach_the_weights_without_a_copy(make):
+    """Autograd takes a gradient that nobody else holds as it is: those of two weights are in the same memory."""
+    weights = []
+    for kind in (ops.Linear, BasicLinear):
+        op = kind(64, 96, accumulate_into_main_grad=True)
+        op.weight.main_grad, op.weight.grad_added_to_main_grad = torch.zeros(96, 64), False
+        y = make(op)(seeded(8, 64))
+        y = y if isinstance(y, torch.Tensor) else y[0]
+        y.sum().backward()
+        weights.append(op.weight)
+    assert weights[0].grad.data_ptr() == weights[1].grad.data_ptr()
+    assert weights[0].main_grad.abs().sum() > 0
 
 
 def test_missing_main_grad_is_an_error():
