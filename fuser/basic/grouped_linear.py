@@ -61,7 +61,9 @@ class GroupedLinear(ExtraTensorOperation):
         bias: whether there are biases.
         device, dtype, rng_state_tracker_function, accumulate_into_main_grad: as in `BasicLinear`.
         single_grouped_weight, single_grouped_bias: TE's packed parameters; forced off with a `UserWarning`.
-        delay_wgrad_compute: weight gradients wait for `backward_dw`, which adds them to each weight's `grad`.
+        delay_wgrad_compute: weight gradients wait for `backward_dw`, which adds them to each weight's `grad` or
+            `main_grad`. Weights have the attribute `skip_backward_post_hook` then: what averages gradients over ranks
+            calls its hooks by `register_wgrad_accumulation_and_reduce_hooks` instead.
         scale_bias: the second extra input scales the bias in each row.
 
     Parameters: `weight0` ... of shape `(out_features, in_features)`, then `bias0` ... of shape `(out_features,)`.
@@ -122,6 +124,15 @@ class GroupedLinear(ExtraTensorOperation):
             self.register_parameter(f"bias{i}", torch.nn.Parameter(value) if bias else None)
         if not deferred:
             self._materialize(device)
+
+    def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
+        """As torch's; weights whose gradients are delayed get `skip_backward_post_hook`."""
+        super().register_parameter(name, param)
+        self._mark_delayed(name, param)
+
+    def _mark_delayed(self, name: str, param: torch.nn.Parameter | None) -> None:
+        if param is not None and self._delay_wgrad_compute and name.startswith("weight"):
+            param.skip_backward_post_hook = True  # type: ignore[attr-defined]
 
     @property
     def has_bias(self) -> bool:
@@ -314,6 +325,8 @@ class GroupedLinear(ExtraTensorOperation):
         grad_input = validate_or_alloc_output(ctx.grad_input_buffer, dx_shape, ctx.dtype, grad_output.device)
         dxs = grad_input.view(-1, self.in_features).split(ctx.split_sizes)
         delayed = self._delay_wgrad_compute and ctx.weight_requires_grad
+        into_main_grad = self._accumulate_into_main_grad and ctx.weight_requires_grad
+        destinations = [_main_grad_of(weight) if into_main_grad else {} for weight in self.weights]
         grad_weights: list[torch.Tensor | None] = [None] * self.num_groups
         operands = []
         for i, (dy, x, w, dx) in enumerate(zip(dys, xs, ws, dxs, strict=True)):
@@ -322,10 +335,10 @@ class GroupedLinear(ExtraTensorOperation):
                 # Once for both products, even if the weight's gradient waits
                 dy = quantize_operand(dy, ctx.quantizers[i][2], rowwise=True, columnwise=ctx.weight_requires_grad)
             operands.append(dy)
-            grad_weights[i] = self._group_backward(ctx, i, dy, x, w, grad_input=dx, wgrad=wgrad)
+            grad_weights[i] = self._group_backward(ctx, i, dy, x, w, destinations[i], grad_input=dx, wgrad=wgrad)
         if delayed:
-            self._pending_wgrads.append(lambda: self._delayed_wgrads(ctx, operands, xs))
-        elif self._accumulate_into_main_grad and ctx.weight_requires_grad:
+            self._pending_wgrads.append(lambda: self._delayed_wgrads(ctx, operands, xs, destinations))
+        if into_main_grad:
             grad_weights = get_dummy_wgrads_for_params(self.weights)
         grad_biases, grad_scales = self._bias_backward(ctx, dys, scales, biases)
         grad_extra = (None, grad_scales) if self._scale_bias else (None,)
@@ -338,17 +351,16 @@ class GroupedLinear(ExtraTensorOperation):
         dy: torch.Tensor,
         x: torch.Tensor | None,
         w: torch.Tensor | None,
+        destination: dict[str, Any],
         *,
         grad_input: torch.Tensor | None,
         wgrad: bool,
     ) -> torch.Tensor | None:
-        """Write the input gradient of group `i` to its buffer, if there is one, and return its weight gradient."""
+        """Write the input gradient of group `i` to its buffer, if there is one, and return its weight gradient.
+
+        `destination`: of the weight gradient, `_main_grad_of` the weight, or empty.
+        """
         input_quantizer, weight_quantizer, grad_output_quantizer = ctx.quantizers[i]
-        destination: dict[str, Any] = {}
-        if wgrad and self._accumulate_into_main_grad:
-            weight = self.weights[i]
-            destination["grad_weight"] = get_main_grad_from_param(weight, op_label="GroupedLinear")
-            destination["accumulate_into_grad_weight"] = get_accumulate_flag_in_param(weight)
         _, grad_weight = BasicLinear._functional_backward(
             dy,
             x,
@@ -361,7 +373,7 @@ class GroupedLinear(ExtraTensorOperation):
             input_quantizer=input_quantizer,
             weight_quantizer=weight_quantizer,
             grad_output_quantizer=grad_output_quantizer,
-            **destination,
+            **(destination if wgrad else {}),
         )
         return grad_weight
 
@@ -399,25 +411,36 @@ class GroupedLinear(ExtraTensorOperation):
     def backward_dw(self) -> None:
         """Compute the weight gradients of the oldest backward pass that waits for them, adding to each `weight.grad`.
 
-        Nothing happens without `delay_wgrad_compute`; `RuntimeError` if no backward pass is waiting.
+        With `accumulate_into_main_grad` they go to the buffers that the weights had in that backward pass. Nothing
+        happens if no backward pass waits.
         """
-        if not self.need_backward_dw():
-            return
         if not self._pending_wgrads:
-            raise RuntimeError("GroupedLinear.backward_dw was called, but no backward pass waits for weight gradients")
+            return
         self._pending_wgrads.popleft()()
         for hook in self._wgrad_hooks:
             hook()
 
     @torch.no_grad()
-    def _delayed_wgrads(self, ctx: OperationContext, dys: list[torch.Tensor], xs: list[torch.Tensor]) -> None:
-        for i, (dy, x, weight) in enumerate(zip(dys, xs, self.weights, strict=True)):
-            grad = self._group_backward(ctx, i, dy, x, None, grad_input=None, wgrad=True)
-            if self._accumulate_into_main_grad:
-                continue
-            weight.grad = grad.to(weight.dtype) if weight.grad is None else weight.grad.add_(grad)
-        if self._accumulate_into_main_grad:
-            get_dummy_wgrads_for_params(self.weights)
+    def _delayed_wgrads(
+        self,
+        ctx: OperationContext,
+        dys: list[torch.Tensor],
+        xs: list[torch.Tensor],
+        destinations: list[dict[str, Any]],
+    ) -> None:
+        for i, (dy, x, weight, destination) in enumerate(zip(dys, xs, self.weights, destinations, strict=True)):
+            grad = self._group_backward(ctx, i, dy, x, None, destination, grad_input=None, wgrad=True)
+            if not destination:
+                weight.grad = grad.to(weight.dtype) if weight.grad is None else weight.grad.add_(grad)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies: no backward pass of theirs waits for weight gradients."""
+        return {**super().__getstate__(), "_pending_wgrads": deque()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for name, param in self._parameters.items():  # torch copies parameters without their attributes
+            self._mark_delayed(name, param)
 
     def _split_sizes(self, split_sizes: torch.Tensor, rows: int) -> list[int]:
         if split_sizes.numel() != self.num_groups:
@@ -428,6 +451,14 @@ class GroupedLinear(ExtraTensorOperation):
         if min(splits) < 0 or sum(splits) != rows:
             raise ValueError(f"split_sizes must be non-negative and sum to the {rows} rows of the input (got {splits})")
         return splits
+
+
+def _main_grad_of(weight: torch.nn.Parameter) -> dict[str, Any]:
+    """The arguments of a product that make it write a weight's gradient to `weight.main_grad`."""
+    return {
+        "grad_weight": get_main_grad_from_param(weight, op_label="GroupedLinear"),
+        "accumulate_into_grad_weight": get_accumulate_flag_in_param(weight),
+    }
 
 
 def _for_sums(tensor: torch.Tensor) -> torch.Tensor:

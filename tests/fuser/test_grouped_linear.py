@@ -1,5 +1,7 @@
 """GroupedLinear: every group is a linear of its own; buffers, row scales, delayed weight gradients."""
 
+import copy
+
 import pytest
 import torch
 from linear_cases import RECIPES, assert_product, exact_linear, linear_quantizers, seeded
@@ -189,6 +191,7 @@ def test_delayed_weight_gradients(recipe, main_grad):
         assert op.need_backward_dw() is delayed
         for weight in op.weights:
             weight.main_grad = torch.ones(128, IN)
+            weight.grad_added_to_main_grad, weight.zero_out_wgrad = False, True
         calls = []
         op.register_wgrad_accumulation_and_reduce_hooks(lambda calls=calls: calls.append(1))
         with autocast(enabled=recipe is not None, recipe=RECIPES[recipe]() if recipe else None):
@@ -196,17 +199,57 @@ def test_delayed_weight_gradients(recipe, main_grad):
         torch.manual_seed(3)
         y.backward(dy)
         assert op.bias0.grad is not None
+        if main_grad:  # the stand-in of the gradient comes at once
+            assert all(w.grad_added_to_main_grad and torch.equal(w.grad, torch.zeros(128, IN)) for w in op.weights)
         if delayed:
-            assert op.weight0.grad is None
+            assert main_grad or op.weight0.grad is None
             assert torch.equal(op.weight0.main_grad, torch.ones(128, IN))
         op.backward_dw()
         assert len(calls) == delayed
         results.append([weight.main_grad if main_grad else weight.grad for weight in op.weights])
-        if delayed:
-            with pytest.raises(RuntimeError, match="backward_dw"):
-                op.backward_dw()
+        op.backward_dw()  # nothing waits any more
+        assert len(calls) == delayed
     for direct, delayed in zip(*results, strict=True):
         assert same_bits(direct, delayed)
+
+
+def test_delayed_weight_gradients_go_to_the_main_gradients_of_their_backward_pass():
+    op = _grouped(delay_wgrad_compute=True, accumulate_into_main_grad=True)
+    x, dy, splits = _tensors()
+    with pytest.raises(RuntimeError, match="main_grad"):
+        op(x, splits).backward(dy)
+    buffers = [torch.zeros(OUT, IN) for _ in op.weights]
+    for weight, buffer in zip(op.weights, buffers, strict=True):
+        weight.main_grad = buffer
+    op(x, splits).backward(dy)
+    for weight in op.weights:
+        weight.main_grad = None
+    op.backward_dw()
+    for buffer, expected in zip(buffers, _exact(op, x, dy)["dw"], strict=True):
+        assert_product(buffer, expected)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_weights_with_delayed_gradients_skip_hooks_after_backward(device):
+    op = _grouped(delay_wgrad_compute=True, device=device)
+    x, _, splits = _tensors()
+    op(x, splits)
+    op.weight1 = torch.nn.Parameter(torch.zeros(OUT, IN))
+    for one in (op, copy.deepcopy(op)):
+        assert all(weight.skip_backward_post_hook for weight in one.weights)
+        assert not any(hasattr(bias, "skip_backward_post_hook") for bias in one.biases)
+    assert not hasattr(_grouped().weight0, "skip_backward_post_hook")
+
+
+def test_copies_have_no_backward_pass_that_waits():
+    op = _grouped(delay_wgrad_compute=True)
+    x, dy, splits = _tensors()
+    op(x, splits).backward(dy)
+    twin = copy.deepcopy(op)
+    twin.backward_dw()
+    assert op.weight0.grad is None and twin.weight0.grad is None
+    op.backward_dw()
+    assert op.weight0.grad is not None
 
 
 def test_delayed_weight_gradients_add_up_in_order():
@@ -218,6 +261,16 @@ def test_delayed_weight_gradients_add_up_in_order():
     first = op.weight0.grad.clone()
     op.backward_dw()
     torch.testing.assert_close(op.weight0.grad, 3 * first)
+
+
+def test_stand_ins_reach_the_weights_without_a_copy():
+    op = _grouped(accumulate_into_main_grad=True)
+    x, dy, splits = _tensors()
+    for weight in op.weights:
+        weight.main_grad, weight.grad_added_to_main_grad = torch.zeros(OUT, IN), False
+    op(x, splits).backward(dy)
+    assert len({weight.grad.data_ptr() for weight in op.weights}) == 1
+    assert len({weight.main_grad.data_ptr() for weight in op.weights}) == len(op.weights)
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
