@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from fuser import functional
-from fuser.common import canonicalize_device, canonicalize_dtype, maybe_dequantize
+from fuser.common import canonicalize_device, canonicalize_dtype, maybe_autocast_dtype, maybe_dequantize
 from fuser.op import BasicOperation, OperationContext
 from fuser.quantization.state import FP8GlobalStateManager
 
@@ -15,8 +15,8 @@ class Bias(BasicOperation):
 
     `size`: of the bias over all ranks. `bias`: parameter of shape (local size,), zeros at first. `device="meta"`: the
     parameter is allocated in the first forward. `tensor_parallel`: each rank of the group holds a part; `ValueError` if
-    `size` is not divisible. The output has the dtype that torch gives the sum. In backward the gradient may leave
-    quantized, for a preceding linear.
+    `size` is not divisible. The output has the dtype that torch gives the sum; under `torch.autocast` an input in its
+    dtype keeps that, as in `torch.nn.Linear`. In backward the gradient may leave quantized, for a preceding linear.
     """
 
     def __init__(
@@ -76,7 +76,9 @@ class Bias(BasicOperation):
                 recipe = FP8GlobalStateManager.get_fp8_recipe()
                 if recipe.backward_override is not None:
                     ctx.grad_input_quantizer = None
-        return maybe_dequantize(input_) + self.bias
+        x = maybe_dequantize(input_)
+        cast = x.dtype == maybe_autocast_dtype(device_type=x.device.type, default_dtype=self.bias.dtype)
+        return x + (self.bias.to(x.dtype) if cast else self.bias)
 
     def op_backward(self, ctx: OperationContext, grad_output: Any) -> tuple[Any, tuple[torch.Tensor]]:
         grad_output = maybe_dequantize(grad_output)

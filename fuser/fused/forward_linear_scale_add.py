@@ -16,9 +16,9 @@ from fuser.op import FusedOperation, OperationContext
 
 
 class ForwardLinearScaleAdd(FusedOperation):
-    """`extra += scale * x W^T`; the result is the extra input's memory, never quantized.
+    """`extra += scale * x W^T` in the extra input's dtype; the result is the extra input's memory, never quantized.
 
-    The extra input must have the linear's compute dtype (autocast's, else the weight's): `ValueError` otherwise.
+    TE refuses an extra input of another dtype than the linear's. The operations one by one take it.
     """
 
     def __init__(self, linear: BasicLinear, scale: ConstantScale, add: AddExtraInput) -> None:
@@ -36,12 +36,14 @@ class ForwardLinearScaleAdd(FusedOperation):
     ) -> tuple[torch.Tensor, list[tuple[()]]]:
         check_no_kwargs(self, basic_op_kwargs)
         linear, scale, _ = self.basic_ops
+        extra_input = basic_op_extra_inputs[2][0].detach()
         output = linear.fused_forward(
             basic_op_ctxs[0],
             input_,
             prev_op_grad_output_quantizer=prev_op_grad_output_quantizer,
+            dtype=extra_input.dtype,
             alpha=scale.scale,
-            out=basic_op_extra_inputs[2][0].detach(),
+            out=extra_input,
             accumulate_into_out=True,
         )
         return output, [(), (), ()]

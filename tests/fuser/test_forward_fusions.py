@@ -140,14 +140,17 @@ def test_product_accumulates_into_the_extra_input(dtype, bias):
         assert_product(linear.bias.grad, (dy.double().sum(0), dy.double().abs().sum(0)))
 
 
-def test_compute_dtype_is_that_of_the_extra_input():
-    linear = _linear(dtype=torch.bfloat16)
+@pytest.mark.parametrize("scale", [None, -0.7])
+def test_compute_dtype_is_that_of_the_extra_input(scale):
+    linear = _linear(bias=scale is None, dtype=torch.bfloat16)
     x, extra = seeded(32, 64), seeded(32, 64, seed=2)
     start = extra.double()
-    y = te_ops.Sequential(linear, te_ops.AddExtraInput(in_place=True))(x, extra)
-    value, magnitude = exact_linear(x, linear.weight)["y"]
-    bias = linear.bias.detach().double()
+    between = [] if scale is None else [te_ops.ConstantScale(scale)]
+    y = te_ops.Sequential(linear, *between, te_ops.AddExtraInput(in_place=True))(x, extra)
+    value, magnitude = (part * abs(scale or 1) for part in exact_linear(x, linear.weight)["y"])
+    bias = linear.bias.detach().double() if scale is None else torch.zeros(64, dtype=torch.float64)
     assert y.dtype == torch.float32
+    value = value if scale is None else -value
     assert_product(y, (value + bias + start, magnitude + bias.abs() + start.abs()))
 
 
@@ -164,14 +167,6 @@ def test_scaled_product_accumulates_into_the_extra_input(dtype):
     y.backward(torch.ones_like(y))
     assert x.grad is not None
     assert linear.weight.grad is not None
-
-
-def test_scale_add_needs_the_compute_dtype():
-    pipeline = te_ops.Sequential(
-        _linear(bias=False, dtype=torch.bfloat16), te_ops.ConstantScale(2.0), te_ops.AddExtraInput(in_place=True)
-    )
-    with pytest.raises(ValueError, match="dtype"):
-        pipeline(seeded(32, 64), seeded(32, 64))
 
 
 # --- fused and unfused ------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """`Linear`: basic operations, aliases of their parameters, state dict. Tensor parallelism is in test_distributed.py."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -30,6 +31,56 @@ def test_forward_and_backward(bias, shape):
     wanted = torch.autograd.grad(reference, [x, *linear.parameters()], dy.double())
     for a, b in zip(tested, wanted, strict=True):
         torch.testing.assert_close(a, b, rtol=2e-6, atol=2e-5)
+
+
+def in_place(y, extra):
+    extra += y
+    return extra
+
+
+# Operations behind a linear that are fused with it or not, and what they are in torch.
+AUTOCAST = {
+    "linear": ((), lambda y: y),
+    "scale": ((lambda: ops.ConstantScale(2.0),), lambda y: y * 2.0),
+    "add": ((ops.AddExtraInput,), lambda y, extra: extra + y),
+    "add in place": ((lambda: ops.AddExtraInput(in_place=True),), in_place),
+    "scale, add in place": (
+        (lambda: ops.ConstantScale(2.0), lambda: ops.AddExtraInput(in_place=True)),
+        lambda y, extra: in_place(y * 2.0, extra),
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("of_weight", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize("form", [*AUTOCAST, "grouped", "grouped, scaled bias"])
+def test_torch_autocast_gives_the_dtype_that_torch_gives(dtype, of_weight, bias, form):
+    torch.manual_seed(0)
+    reference = torch.nn.Linear(32, 32, bias=bias, dtype=of_weight)
+    x = torch.randn(64, 32, requires_grad=True)
+    if form in AUTOCAST:
+        after, in_torch = AUTOCAST[form]
+        model = ops.Sequential(ops.Linear(32, 32, bias=bias, dtype=of_weight), *(make() for make in after))
+        extras = (
+            [[torch.ones(64, 32, dtype=of_extra)] for of_extra in (torch.float32, dtype)] if "add" in form else [[]]
+        )
+    else:
+        in_torch = AUTOCAST["linear"][1]
+        model = ops.GroupedLinear(2, 32, 32, bias=bias, dtype=of_weight, scale_bias="scaled" in form)
+        extras = [[torch.tensor([32, 32]), *[torch.ones(64)] * (model.num_extra_inputs - 1)]]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(reference.weight if parameter.dim() == 2 else reference.bias)
+    for extra, own in itertools.product(extras, (None, recipe.MXFP8BlockScaling(), recipe.DelayedScaling())):
+        with torch.autocast("cpu", dtype=dtype):
+            wanted = in_torch(reference(x), *(tensor.clone() for tensor in extra if form in AUTOCAST))
+        with torch.autocast("cpu", dtype=dtype), fuser.autocast(enabled=own is not None, recipe=own):
+            y = model(x, *(tensor.clone() for tensor in extra))
+        assert y.dtype is wanted.dtype
+        torch.testing.assert_close(y.float(), wanted.float(), rtol=0, atol=0.1 if own is None else 0.5)
+        y.float().sum().backward()
+        assert all(parameter.grad.dtype is of_weight for parameter in model.parameters())
 
 
 def test_parameters():
