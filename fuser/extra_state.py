@@ -2,15 +2,17 @@
 
 The bytes are those of a safetensors file: 8 bytes of header length, a JSON header with each tensor's dtype, shape and
 byte range (and under `__metadata__` one string, the JSON of what the tensors belong to), then the tensors. So
-`safetensors.torch.load` reads them too. TE stores a pickle here; such payloads are recognised without being unpickled,
-and refused if they carry state.
+`safetensors.torch.load` reads them too. TE 2 stores a pickle in a uint8 tensor here, TE 1 a file of torch.save in an
+io.BytesIO. Such payloads are recognised without being unpickled, and refused if they carry state.
 """
 
 import dataclasses
 import enum
+import io
 import json
 import math
 import pickletools
+import zipfile
 from collections.abc import Mapping
 from typing import Any
 
@@ -50,15 +52,17 @@ def pack(metadata: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> to
     return torch.cat([torch.frombuffer(head, dtype=torch.uint8), *chunks])
 
 
-def unpack(state: torch.Tensor | None) -> tuple[dict[str, Any], dict[str, torch.Tensor]] | None:
+def unpack(state: torch.Tensor | io.BytesIO | bytes | None) -> tuple[dict[str, Any], dict[str, torch.Tensor]] | None:
     """What `pack` got, or None for an empty state and for a pickled one that carries nothing.
 
-    `RuntimeError` for a pickled state that carries something and for bytes of another format.
+    `RuntimeError` for a pickled state that carries something and for bytes of another format, `TypeError` for what is
+    no bytes.
     """
-    if state is None or state.numel() == 0:
+    if state is None:
         return None
-    state = state.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    data = state.numpy().tobytes()
+    data = _bytes_of(state)
+    if not data:
+        return None
     size = int.from_bytes(data[:8], "little")
     if data[8:9] != b"{" or 8 + size > len(data):
         _check_pickle_is_empty(data)
@@ -66,9 +70,19 @@ def unpack(state: torch.Tensor | None) -> tuple[dict[str, Any], dict[str, torch.
     try:
         header = json.loads(data[8 : 8 + size])
         metadata = json.loads(header.pop("__metadata__")["state"])
-        return dict(metadata), _unpack_tensors(header, state[8 + size :])
+        return dict(metadata), _unpack_tensors(header, torch.frombuffer(bytearray(data[8 + size :]), dtype=torch.uint8))
     except Exception as error:  # whatever a damaged header provokes, deep down in JSON or torch
         raise RuntimeError(f"Extra state is damaged: {error!r}") from error
+
+
+def _bytes_of(state: torch.Tensor | io.BytesIO | bytes) -> bytes:
+    if isinstance(state, torch.Tensor):
+        return state.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    if isinstance(state, io.BytesIO):
+        return state.getvalue()
+    if isinstance(state, bytes | bytearray):
+        return bytes(state)
+    raise TypeError(f"extra state must be a uint8 tensor, bytes or an io.BytesIO; got {type(state).__name__}")
 
 
 def _unpack_tensors(header: Mapping[str, Any], data: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -87,8 +101,9 @@ def _unpack_tensors(header: Mapping[str, Any], data: torch.Tensor) -> dict[str, 
 
 
 def _check_pickle_is_empty(data: bytes) -> None:
-    """Return if the pickle `data` holds no quantization state, judged by its opcodes alone."""
+    """Return if a pickle, or that in a file of torch.save, holds no quantization state, judged by its opcodes alone."""
     try:
+        data = _pickle_in_file(data) if zipfile.is_zipfile(io.BytesIO(data)) else data
         opcodes = list(pickletools.genops(data))
         if opcodes[0][0].name != "PROTO" or opcodes[-1][2] != len(data) - 1:
             raise ValueError("not one whole pickle")
@@ -106,6 +121,15 @@ def _check_pickle_is_empty(data: bytes) -> None:
         "Transformer Engine, read scale and amax_history from its recipe states and store them with "
         "`fuser.extra_state.pack`; or drop the `_extra_state` keys to start with fresh scales."
     )
+
+
+def _pickle_in_file(data: bytes) -> bytes:
+    """The pickle in a file of torch.save, which stores it as it is."""
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        (member,) = (info for info in archive.infolist() if info.filename.endswith("data.pkl"))
+        if member.compress_type != zipfile.ZIP_STORED:
+            raise ValueError("torch.save does not compress")
+        return archive.read(member)
 
 
 def recipe_to_json(recipe: Any) -> dict[str, Any]:

@@ -397,8 +397,8 @@ class BasicOperation(FusibleOperation, metaclass=abc.ABCMeta):
                 tensors.update({f"{mode}.{name}": tensor for name, tensor in state_tensors.items()})
         return extra_state.pack(header, tensors) if tensors else torch.empty(0, dtype=torch.uint8)
 
-    def set_extra_state(self, state: torch.Tensor | None) -> None:
-        """Restore what `get_extra_state` returned. Empty: nothing to do. Pickled: `RuntimeError`."""
+    def set_extra_state(self, state: Any) -> None:
+        """Restore what `get_extra_state` returned. Empty: nothing to do. Pickled, with scales in it: `RuntimeError`."""
         unpacked = extra_state.unpack(state)
         if unpacked is None:
             return
@@ -446,12 +446,22 @@ class BasicOperation(FusibleOperation, metaclass=abc.ABCMeta):
                 stacklevel=2,
             )
 
-    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
-        """Load the extra state first: quantized parameters need their scales."""
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Mapping[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        *args: Any,
+    ) -> None:
+        """Load the extra state first: quantized parameters need their scales. Without one scales stay as they are."""
         key = prefix + "_extra_state"
         if key in state_dict:
             self.set_extra_state(state_dict[key])
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, *args)
+        if key in missing_keys:
+            missing_keys.remove(key)
 
 
 def _delayed_tensors(meta: Mapping[str, Any], mode: str) -> dict[str, torch.Tensor]:

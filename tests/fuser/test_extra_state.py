@@ -6,6 +6,7 @@ import io
 import json
 import pickle
 import warnings
+import zipfile
 
 import pytest
 import torch
@@ -171,6 +172,51 @@ class TestLegacy:
                 ops.Quantize().set_extra_state(payload)
         assert not Planted.ran
 
+    @staticmethod
+    def of_version_1(value):
+        """The extra state of TE 1.x: a file of torch.save, in memory."""
+        file = io.BytesIO()
+        torch.save(value, file)
+        return file
+
+    @pytest.mark.parametrize("value", [None, {}, {"extra_fp8_variables": {"fp8_checkpoint": False}}])
+    def test_version_1_without_state_is_ignored(self, value):
+        state = self.of_version_1(value)
+        for payload in (state, state.getvalue(), io.BytesIO(), b""):
+            op = ops.Quantize()
+            op.set_extra_state(payload)
+            assert op._fp8_metas is None
+
+    @pytest.mark.parametrize(
+        "value",
+        [{"scale_fwd": torch.ones(3), "amax_history_fwd": torch.ones(2, 3), "extra_fp8_variables": {}}, Planted()],
+        ids=["tensors", "code"],
+    )
+    def test_version_1_with_state_is_refused_and_never_run(self, value):
+        model, payload = ops.Sequential(ops.Linear(8, 8)), self.of_version_1(value)
+        state = model.state_dict() | {"0.basic_ops.0._extra_state": payload}
+        with pytest.raises(RuntimeError, match=r"^Refusing to load pickled Transformer Engine extra state"):
+            model.load_state_dict(state)
+        del state["0.basic_ops.0._extra_state"]  # as the message says
+        model.load_state_dict(state)
+        assert not Planted.ran
+
+    def test_damaged_files_of_torch_save(self):
+        data = self.of_version_1({"scale_fwd": torch.ones(3)}).getvalue()
+        for size in range(1, len(data), 7):
+            with pytest.raises(RuntimeError):
+                extra_state.unpack(data[:size])
+        compressed = io.BytesIO()
+        with zipfile.ZipFile(compressed, "w", zipfile.ZIP_DEFLATED) as archive:
+            archive.writestr("archive/data.pkl", pickle.dumps(None))
+        with pytest.raises(RuntimeError, match="neither"):
+            extra_state.unpack(compressed)
+
+    @pytest.mark.parametrize("state", [{}, 3, "text"])
+    def test_other_types_are_refused(self, state):
+        with pytest.raises(TypeError, match=f"uint8 tensor, bytes or an io.BytesIO; got {type(state).__name__}"):
+            ops.Quantize().set_extra_state(state)
+
     def test_garbage(self):
         with pytest.raises(RuntimeError, match="neither"):
             ops.Quantize().set_extra_state(torch.tensor([1, 2, 3], dtype=torch.uint8))
@@ -304,6 +350,18 @@ class TestOperations:
         for key, value in trained().state_dict().items():
             if key.endswith("_extra_state"):
                 assert (value.dtype, value.dim(), value.device.type) == (torch.uint8, 1, "cpu")
+
+    @pytest.mark.parametrize("steps", [0, 2], ids=["fresh", "with scales"])
+    def test_a_state_dict_without_extra_state_loads_and_leaves_scales_alone(self, steps):
+        """As that of a model in torch.nn, or of TE without the keys that its loader refuses."""
+        model = trained(steps=steps)
+        before = [tensor.clone() for tensor in scales_of(model)]
+        state = {key: value for key, value in trained().state_dict().items() if not key.endswith("_extra_state")}
+        assert str(model.load_state_dict(state, strict=True)) == "<All keys matched successfully>"
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(scales_of(model), before, strict=True))
+        assert torch.equal(model[0].weight, state["0.basic_ops.0.weight"])
+        with pytest.raises(RuntimeError, match=r"Missing key.*0\.basic_ops\.0\.weight"):
+            model.load_state_dict({key: value for key, value in state.items() if key != "0.basic_ops.0.weight"})
 
     def test_training_continues_bit_for_bit(self):
         """Through a file, `weights_only`, into a fresh model."""
