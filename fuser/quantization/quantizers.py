@@ -185,12 +185,13 @@ class Float8Quantizer(Quantizer):
     def _record(self, buffers):
         amax = buffers.amax_rowwise if buffers.amax_rowwise is not None else buffers.amax_columnwise
         if amax is not None and not _tape.replaying:  # gathered pieces were recorded where they were made
-            with torch.no_grad():
+            with torch.inference_mode():  # an amax that was made in it is written in it alone
                 torch.fmax(self.amax, amax.to(self.amax.device).view(self.amax.shape), out=self.amax)
 
     def calibrate(self, tensor: torch.Tensor) -> None:
         """Set the amax to that of a tensor."""
-        self.amax.copy_(dispatch.amax(tensor).reshape(self.amax.shape))
+        with torch.inference_mode():
+            self.amax.copy_(dispatch.amax(tensor).reshape(self.amax.shape))
 
     def create_tensor_from_data(
         self, data: Any, fake_dtype: Any = torch.float32, requires_grad: bool = False, internal: bool = False

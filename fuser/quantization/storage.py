@@ -334,7 +334,8 @@ class QuantizedTensorStorage:
         for name in TENSOR_FIELDS:
             source, present = getattr(new, name), getattr(self.buffers, name)
             if source is not None and present is not None and present.shape == source.shape:
-                taken[name] = present.copy_(source)
+                with torch.inference_mode():  # which may write what was made in it, and everything else
+                    taken[name] = present.copy_(source)
             else:
                 taken[name] = None if source is None else source.to(device or source.device, copy=True)
         self.buffers = replace(

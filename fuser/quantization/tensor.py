@@ -256,6 +256,13 @@ class QuantizedTensor(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func, types, args, kwargs=None):
         kwargs = kwargs or {}
+        if torch.is_inference_mode_enabled():
+            composed = func.decompose(*args, **kwargs)  # elsewhere torch does that before it comes here
+            if composed is not NotImplemented:
+                return composed
+            if _views_a_normal_tensor(func, args):  # the view is one too: torch gives both one version counter
+                with torch.inference_mode(False), torch.no_grad():
+                    return cls.__torch_dispatch__(func, types, args, kwargs)
         handler = _HANDLERS.get(func)
         if handler is not None:
             return handler(func, args, kwargs)
@@ -290,6 +297,12 @@ class _Identity(torch.autograd.Function):
 
 
 # --- dispatch -------------------------------------------------------------------------------------
+
+
+def _views_a_normal_tensor(func, args):
+    """Whether torch takes the result of an operation for a view of a tensor that was made without inference mode."""
+    views = any(result.alias_info is not None and not result.alias_info.is_write for result in func._schema.returns)
+    return views and not args[0].is_inference()
 
 
 def _plain(value):

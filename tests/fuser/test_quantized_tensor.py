@@ -276,6 +276,89 @@ def test_in_place_under_inference_mode_returns_the_tensor(quantizer):
         assert torch.equal(t.dequantize(), quantizer(torch.ones(32, 32)).dequantize())
 
 
+MODES = {"inference": torch.inference_mode, "no_grad": torch.no_grad, "grad": torch.enable_grad}
+OPERATIONS = {
+    "alias": torch.ops.aten.alias,
+    "as_strided": lambda t: t.as_strided((64, 64), (64, 1)),
+    "clone": torch.clone,
+    "copy_": lambda t: t.copy_(normal(64, 64, seed=1)),
+    "data": lambda t: t.data,
+    "data of another": lambda t: setattr(t, "data", t.clone()),
+    "data of values": lambda t: setattr(t, "data", normal(64, 64, seed=1)),
+    "deepcopy": copy.deepcopy,
+    "detach": torch.detach,
+    "empty_like": torch.empty_like,
+    "expand": lambda t: t.expand(2, 64, 64),
+    "expand_as": lambda t: t.expand_as(t),
+    "flatten": torch.flatten,
+    "half": lambda t: t.half(),
+    "matmul": lambda t: normal(64, 64) @ t,
+    "mul_": lambda t: t.mul_(2),
+    "new_zeros": lambda t: t.new_zeros(32, 64),
+    "parameter": lambda t: torch.nn.Parameter(t, requires_grad=False),
+    "repr": repr,
+    "reshape": lambda t: t.reshape(-1, 64),
+    "save": lambda t: torch.save(t, io.BytesIO()),
+    "select": lambda t: t[0],
+    "slice": lambda t: t[32:],
+    "split": lambda t: t.split(32),
+    "sum": torch.sum,
+    "t": torch.t,
+    "to": lambda t: t.to(torch.bfloat16),
+    "unbind": torch.unbind,
+    "unsqueeze": lambda t: t.unsqueeze(0),
+    "view": lambda t: t.view(2, 32, 64),
+    "zero_": lambda t: t.zero_(),
+}
+
+
+@pytest.mark.parametrize("made", MODES)
+@pytest.mark.parametrize("used", MODES)
+def test_what_works_with_plain_tensors_works_in_every_mode(quantizer, made, used):
+    for name, operation in OPERATIONS.items():
+        with MODES[made]():
+            values = normal(64, 64)
+            t, values = quantizer(values), values.clone()
+        with MODES[used]():
+            try:
+                operation(values)
+            except RuntimeError:  # torch refuses it, as a write outside to what was made in inference mode
+                continue
+            result = operation(t)
+            assert not isinstance(result, torch.Tensor) or result.shape == operation(values).shape, name
+
+
+def test_views_under_inference_mode_stay_in_step(quantizer):
+    t = quantizer(normal(64, 64))
+    with torch.inference_mode():
+        views = t.detach(), t.data, t.view(2, 32, 64), t.view_as(t)
+        assert all(view._rowwise_data.data_ptr() == t._rowwise_data.data_ptr() for view in views)
+        assert not any(view.is_inference() for view in views)
+        t.mul_(2)
+    assert all(torch.equal(view.dequantize().reshape(t.shape), t.dequantize()) for view in views)
+
+
+def test_copies_made_in_inference_mode_are_written_outside(quantizer):
+    t = quantizer(normal(64, 64))
+    with torch.inference_mode():
+        t.update_usage(columnwise_usage=False)
+        if t._copies_hold_the_same_codes():
+            t.update_usage(columnwise_usage=True)
+        made = quantizer(normal(64, 64, seed=1))
+    for tensor in (t, made):
+        tensor.quantize_(normal(64, 64, seed=2))
+        assert torch.equal(tensor.dequantize(), quantizer(normal(64, 64, seed=2)).dequantize())
+
+
+def test_delayed_scaling_keeps_amaxes_made_in_inference_mode():
+    with torch.inference_mode():
+        quantizer = QUANTIZERS["delayed"]()
+    quantizer(normal(4, 4))
+    assert quantizer.amax.item() == normal(4, 4).abs().max()
+    quantizer.calibrate(normal(4, 4) * 2)
+    assert quantizer.amax.item() == normal(4, 4).abs().max() * 2
+
+
 def test_copy_between_quantized_and_plain(quantizer):
     t, u = quantizer(normal(32, 32)), quantizer(normal(32, 32, seed=1))
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
