@@ -141,6 +141,9 @@ class Buffers:
         shape: shape of the unquantized tensor.
         dtype: its torch dtype.
         with_gemm_swizzled_scales: whether the scales are in GEMM order.
+
+    Raises:
+        TypeError: `dtype` is none that values can be dequantized to.
     """
 
     rowwise_data: torch.Tensor | None = None
@@ -153,6 +156,13 @@ class Buffers:
     shape: tuple
     dtype: torch.dtype
     with_gemm_swizzled_scales: bool = False
+
+    def __post_init__(self):
+        if self.dtype not in HIGH_PRECISION:
+            raise TypeError(
+                f"dtype of a quantized tensor must be float32, float16 or bfloat16; got {shown(self.dtype)}. "
+                "Dequantize it for others"
+            )
 
     @property
     def tensors(self):

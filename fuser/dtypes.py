@@ -53,7 +53,9 @@ class DType(IntEnum):
 
     @property
     def torch(self) -> torch.dtype:
-        """The torch dtype; for kFloat4E2M1 the packed one, two elements a byte."""
+        """The torch dtype; for kFloat4E2M1 the packed one, two elements a byte. ValueError where torch has none yet."""
+        if self not in _TORCH:
+            raise ValueError(f"torch {torch.__version__} has no dtype for {self.name}")
         return _TORCH[self]
 
     @property

@@ -34,10 +34,12 @@ _STATELESS_RECIPES = (
 
 
 def pack(metadata: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """A 1-D uint8 CPU tensor with JSON-able `metadata` and copies of `tensors`."""
+    """A 1-D uint8 CPU tensor with JSON-able `metadata` and copies of `tensors`; `TypeError` for other dtypes."""
     header: dict[str, Any] = {"__metadata__": {"state": json.dumps(metadata)}}
     chunks, position = [], 0
     for name, tensor in tensors.items():
+        if tensor.dtype not in _DTYPE_NAMES:
+            raise TypeError(f"{name} must be {', '.join(map(str, _DTYPE_NAMES))}; got {tensor.dtype}")
         data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         header[name] = {
             "dtype": _DTYPE_NAMES[tensor.dtype],

@@ -27,7 +27,10 @@ def activation_dtype(input_: Any) -> torch.dtype:
     """
     dtype = maybe_autocast_dtype(device_type=input_.device.type, default_dtype=input_.dtype)
     if dtype not in SUPPORTED_DTYPES and not (dtype == torch.float64 and dispatch.current_backend() == "float64"):
-        raise RuntimeError(f"Unsupported dtype ({dtype})")
+        raise RuntimeError(
+            f"Unsupported dtype ({dtype}): activations take float32, float16 and bfloat16 "
+            "(float64 only under fuser.backend('float64'))"
+        )
     return dtype
 
 

@@ -628,7 +628,7 @@ class KeepsQuantizedParameters:
 
     def _apply(self, fn, recurse=True):
         quantized = {name: p for name, p in self._parameters.items() if isinstance(p, QuantizedTensor)}
-        _reject_cast_of_shards(self, fn)
+        _check_casts(self, fn)
         self._parameters.update(dict.fromkeys(quantized))
         try:
             super()._apply(fn, recurse)
@@ -639,16 +639,24 @@ class KeepsQuantizedParameters:
         return self
 
 
-def _reject_cast_of_shards(module, fn):
+def _check_casts(module, fn):
+    """Raise before anything is cast, for a quantized parameter that can't have its new dtype."""
     for name, parameter in module._parameters.items():
         shard = getattr(parameter, "_local_tensor", None)
-        if isinstance(shard, QuantizedTensor):
-            dtype = fn(torch.empty(0, dtype=shard.dtype, device=shard.device)).dtype
-            if dtype != shard.dtype:
-                raise RuntimeError(
-                    f"{type(module).__name__}.{name} is sharded and quantized: cast it from {shard.dtype} to {dtype} "
-                    "before fully_shard"
-                )
+        quantized = shard if isinstance(shard, QuantizedTensor) else parameter
+        if not isinstance(quantized, QuantizedTensor):
+            continue
+        dtype = fn(torch.empty(0, dtype=quantized.dtype, device=quantized.device)).dtype
+        if dtype not in HIGH_PRECISION:
+            raise TypeError(
+                f"dtype of {type(module).__name__}.{name}, which is quantized, must be float32, float16 or bfloat16; "
+                f"got {dtype}"
+            )
+        if quantized is shard and dtype != shard.dtype:
+            raise RuntimeError(
+                f"{type(module).__name__}.{name} is sharded and quantized: cast it from {shard.dtype} to {dtype} "
+                "before fully_shard"
+            )
 
 
 def _apply_to_quantized(parameter, fn):

@@ -38,6 +38,10 @@ class TestPacking:
             bits = (t.reshape(-1).view(torch.uint8) for t in (tensors[name], tensor))
             assert torch.equal(*bits)
 
+    def test_other_dtypes_are_refused_by_name(self):
+        with pytest.raises(TypeError, match=r"scale must be .*float32, .*; got torch\.float64"):
+            extra_state.pack({}, {"scale": torch.ones(3, dtype=torch.float64)})
+
     def test_is_a_safetensors_file(self):
         safetensors = pytest.importorskip("safetensors.torch")
         loaded = safetensors.load(bytes(extra_state.pack({}, self.TENSORS).tolist()))

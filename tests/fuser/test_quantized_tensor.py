@@ -217,6 +217,26 @@ def test_to_and_cpu(quantizer):
     assert "shape=(32, 32), meta" in repr(moved)
 
 
+NOMINAL = {
+    "quantize": lambda quantizer, dtype: quantizer.quantize(normal(32, 32), dtype=dtype),
+    "make_empty": lambda quantizer, dtype: quantizer.make_empty((32, 32), dtype=dtype),
+    "to_dtype": lambda quantizer, dtype: quantizer(normal(32, 32)).to_dtype(dtype),
+    "_dtype": lambda quantizer, dtype: setattr(quantizer(normal(32, 32)), "_dtype", dtype),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int32, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("way", NOMINAL)
+def test_other_dtypes_are_refused_by_name(quantizer, dtype, way):
+    with pytest.raises(TypeError, match=rf"dtype .*must be .*float32, .*float16 or .*bfloat16; got {dtype}"):
+        NOMINAL[way](quantizer, dtype)
+
+
+def test_codes_of_another_dtype_are_refused_by_name():
+    with pytest.raises(TypeError, match=r"float32, float16 or bfloat16; got torch\.float64"):
+        QUANTIZERS["delayed"]().create_tensor_from_data(torch.zeros(4, 4, dtype=torch.uint8), fake_dtype=torch.float64)
+
+
 def test_new_empty_and_empty_like(quantizer):
     t = quantizer(normal(32, 32))
     t.update_usage(columnwise_usage=False)
@@ -660,6 +680,23 @@ def test_casting_a_module_keeps_quantized_parameters_quantized(quantizer, cast):
     assert op.weight is weight and isinstance(weight, torch.nn.Parameter) and weight._rowwise_data is data
     assert weight.dtype == weight.dequantize().dtype == weight.grad.dtype == op.bias.dtype == dtype
     assert weight.requires_grad
+
+
+@pytest.mark.parametrize("cast", [torch.nn.Module.double, lambda op: op.to(torch.float64)], ids=["double", "to"])
+@pytest.mark.parametrize("with_mixin", [True, False])
+def test_casting_a_module_to_float64_is_refused(quantizer, cast, with_mixin):
+    op = Op(quantizer(normal(32, 32)))
+    op.weight.grad = torch.ones(32, 32)
+    before = op.weight.detach().clone()
+    if not with_mixin:
+        plain = torch.nn.Module()
+        plain.weight, op = op.weight, plain
+    name = r"dtype of Op\.weight, which is quantized, " if with_mixin else ".*"
+    with pytest.raises(TypeError, match=rf"^{name}must be float32, float16 or bfloat16.*got torch\.float64"):
+        cast(torch.nn.Sequential(op))
+    assert_same_data(op.weight.detach(), before)
+    assert op.weight.grad.dtype is torch.float32
+    assert all(parameter.dtype is torch.float32 for parameter in op.parameters())
 
 
 def test_casting_with_a_live_graph(quantizer):
