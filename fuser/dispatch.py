@@ -23,7 +23,7 @@ from collections import namedtuple
 from collections.abc import Callable
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import ml_dtypes
@@ -34,7 +34,7 @@ import refops
 from fuser.dtypes import HIGH_PRECISION
 from refops.activations import bind_activation
 from refops.arguments import require_tensor, shown
-from refops.quantization.result import Quantized
+from refops.quantization.result import Quantized, stored_layout
 from refops.tiles import InputSource, tensor_amax
 
 BACKENDS = ("auto", "reference", "float64")
@@ -168,6 +168,11 @@ class Buffers:
     def tensors(self):
         """name -> tensor, of those that are there."""
         return {name: getattr(self, name) for name in TENSOR_FIELDS if getattr(self, name) is not None}
+
+    def viewed(self, shape):
+        """The same memory as that of a tensor of another shape whose matrix (M, K) is the same."""
+        layout = stored_layout(self.scaling, shape)
+        return replace(self, **{name: t.view(layout[name][0]) for name, t in self.tensors.items()}, shape=shape)
 
     @property
     def device(self):
@@ -561,6 +566,8 @@ def quantize(x, scaling, *, rowwise=True, columnwise=False, dbias=False):
     if plan is not None:
         return _result(engine, plan.run(known), x.dtype)
     engine = _engine(x)
+    if not (x.dim() or dbias):  # refops takes arrays with a last dimension
+        return quantize(x.reshape(1), scaling, rowwise=rowwise, columnwise=columnwise).viewed(())
     return _result(engine, engine.call("quantize", (engine.array(x), scaling), options, known), x.dtype)
 
 
@@ -630,6 +637,8 @@ def dequantize(buffers, *, dtype=torch.float32, columnwise=False):
         raise ValueError("columnwise needs columnwise_data; got buffers without it")
     if buffers.device is None:
         raise ValueError("buffers must hold rowwise_data or columnwise_data; got neither")
+    if not buffers.shape:
+        return dequantize(buffers.viewed((1,)), dtype=dtype, columnwise=columnwise).reshape(())
     engine = _engine_on(buffers.device, current_backend())
     arrays = {name: engine.array(tensor) for name, tensor in tensors.items()}
     q, options = engine.quantized(arrays, buffers), {"dtype": engine.dtype(dtype)}
@@ -650,7 +659,7 @@ def amax(x):
     engine, known, plan = _known(x, "amax", (x,), {})
     if plan is not None:
         return engine.tensor(plan.run(known))
-    return _engine(x).amax(x, known)
+    return _engine(x).amax(x if x.dim() else x.reshape(1), known)
 
 
 @_dispatched

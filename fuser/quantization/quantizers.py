@@ -15,7 +15,6 @@ refuses it. Results are bit for bit those of `refops.quantize` with `quantizer.s
 
 import contextlib
 import functools
-import math
 import threading
 import warnings
 from dataclasses import replace
@@ -47,6 +46,7 @@ from fuser.quantization.tensor import (
 )
 from refops.arguments import shown
 from refops.quantization.quantize import check_shape
+from refops.quantization.result import matrix_shape
 from refops.scalings import (
     TE_SIGN_MASK,
     BlockScaling,
@@ -101,20 +101,15 @@ def _fp8_dtype(value):
     return dtype
 
 
-def _matrix_shape(shape):
-    shape = tuple(shape)
-    return (math.prod(shape[:-1]), shape[-1]) if shape else (1, 1)
-
-
 def _divides(shape, multiple):
     """Whether a tensor of `shape` is a matrix of blocks with that edge."""
-    m, k = _matrix_shape(shape)
+    m, k = matrix_shape(shape)
     return len(shape) >= 2 and m % multiple == 0 and k % multiple == 0
 
 
 def _require_divisible(shape, multiple, name):
-    m, k = _matrix_shape(shape)
-    if len(tuple(shape)) == 0 or m % multiple or k % multiple:
+    m, k = matrix_shape(shape)
+    if m % multiple or k % multiple:
         raise ValueError(
             f"{name} needs M % {multiple} == 0 and K % {multiple} == 0 (K the last dimension, M the product of the "
             f"others); got a tensor of shape {tuple(shape)}"
@@ -611,7 +606,7 @@ class BlockScaledQuantizer(_AmaxReducing):
 
     def check_shape(self, shape: Any) -> None:
         """Raise `ValueError` unless `refops` takes a tensor of `shape` in these copies."""
-        check_shape(self._scaling, tuple(shape), _matrix_shape(shape), self.columnwise_usage)
+        check_shape(self._scaling, tuple(shape), matrix_shape(shape), self.columnwise_usage)
 
     def is_quantizable(self, tensor: torch.Tensor) -> bool:
         """Whether both sizes divide into whole blocks. Quantizing may not need that."""
@@ -630,7 +625,7 @@ def _quantize_with_amaxes(x, scaling, amaxes, rowwise, columnwise):
     4 times the largest value, so the reverse holds too.)
     """
     amax, transformed_amax = amaxes
-    m, k = _matrix_shape(x.shape)
+    m, k = matrix_shape(x.shape)
     block, points = sharding.rows_together(scaling), 16
     first = -(-m // block) * block - m  # zeros that fill the last block of `x`
     rows = x.new_zeros(first + block + (0 if transformed_amax is None else points), k)

@@ -18,7 +18,7 @@ import torch
 from fuser import dispatch
 from fuser.dispatch import TENSOR_FIELDS, Buffers
 from fuser.dtypes import HIGH_PRECISION, DType
-from refops.quantization.result import stored_layout
+from refops.quantization.result import matrix_shape, stored_layout
 
 DIRECTIONS = ("rowwise", "columnwise")
 
@@ -238,7 +238,7 @@ class QuantizedTensorStorage:
 
     def _other_data(self, data, direction):
         """The codes of copy `direction` from those of the other: transposed, where columnwise data are."""
-        layout, (m, k) = self.buffers.scaling.layout, self._matrix_shape
+        layout, (m, k) = self.buffers.scaling.layout, matrix_shape(self.buffers.shape)
         if not layout.columnwise_transposed:
             return data.clone()
         outer, inner = (m, k) if direction == "columnwise" else (k, m)
@@ -247,7 +247,8 @@ class QuantizedTensorStorage:
 
     def _other_scales(self, scales, direction):
         """The scales of copy `direction` from those of the other: one of each square block, as `direction` has them."""
-        layout, shape, columnwise = self.buffers.scaling.layout, self._matrix_shape, direction == "columnwise"
+        layout, columnwise = self.buffers.scaling.layout, direction == "columnwise"
+        shape = matrix_shape(self.buffers.shape)
         if layout.block is None:
             return scales.clone()
         rows, columns = layout.scale_counts(shape, not columnwise)
@@ -258,11 +259,6 @@ class QuantizedTensorStorage:
         made = blocks.t() if layout.scales_inner_first[columnwise] else blocks
         rows, columns = self._layout(f"{direction}_scale_inv")
         return torch.nn.functional.pad(made, (0, columns - made.shape[1], 0, rows - made.shape[0])).contiguous()
-
-    @property
-    def _matrix_shape(self):
-        *leading, k = self.buffers.shape
-        return torch.Size(leading).numel(), k
 
     def _layout(self, field):
         return stored_layout(self.buffers.scaling, tuple(self.buffers.shape))[field][0]
@@ -285,14 +281,12 @@ class QuantizedTensorStorage:
         """
         shape = resolve_shape(shape, self.numel())
         source = self.buffers
-        if not shape or shape[-1] != source.shape[-1]:
+        if matrix_shape(shape)[1] != matrix_shape(source.shape)[1]:
             source = self._without_blocks(shape)
-        layout = stored_layout(source.scaling, shape)
-        viewed = {name: tensor.view(layout[name][0]) for name, tensor in source.tensors.items()}
-        return replace(source, **viewed, shape=shape)
+        return source.viewed(shape)
 
     def _without_blocks(self, shape):
-        if shape and self.buffers.scaling.layout.block is None and self.buffers.rowwise_data is not None:
+        if self.buffers.scaling.layout.block is None and self.buffers.rowwise_data is not None:
             return replace(self.buffers, **dict.fromkeys(fields_of("columnwise")))
         raise ValueError(
             f"shape of a view of {type(self).__name__} must keep the last dimension, along which blocks are scaled; "

@@ -15,17 +15,23 @@ from refops.scalings import Scaling, require_scaling
 DIRECTIONS = ("rowwise", "columnwise")
 
 
+def matrix_shape(shape):
+    """Return (M, K) of a tensor of `shape`: leading dimensions flattened; a scalar is one row of one element."""
+    *leading, k = shape or (1,)
+    return math.prod(leading), k
+
+
 def stored_layout(scaling, shape):
     """Return field name -> (shape, dtype) of every array that a `Quantized` of a tensor of `shape` can hold.
 
-    Data and scales as in the table of `Quantized`; amax_* only where the scaling keeps one.
+    Data and scales as in the table of `Quantized`; amax_* only where the scaling keeps one. Of a scalar, data are too.
     """
     return dict(_stored_layout(scaling.layout, tuple(shape)))
 
 
 @lru_cache(maxsize=1024)
 def _stored_layout(layout, shape):
-    matrix, arrays = (math.prod(shape[:-1]), shape[-1]), {}
+    matrix, arrays = matrix_shape(shape), {}
     for direction in DIRECTIONS:
         columnwise = direction == "columnwise"
         arrays[f"{direction}_data"] = layout.data_shape(shape, columnwise), np.dtype(np.uint8)
@@ -137,7 +143,7 @@ class Quantized:
     @property
     def matrix_shape(self) -> tuple[int, int]:
         """(M, K): the shape with leading dimensions flattened."""
-        return math.prod(self.shape[:-1]), self.shape[-1]
+        return matrix_shape(self.shape)
 
     @property
     def row_matrix(self) -> Array | None:

@@ -216,6 +216,8 @@ class Layout:
 
     def data_shape(self, shape: tuple[int, ...], columnwise: bool) -> tuple[int, ...]:
         """Shape of the stored data of a tensor of any `shape`: packed codes flatten what is transposed."""
+        if not shape:
+            return ()
         *leading, k = shape
         if not self.data_transposed(columnwise):
             return (*leading, k // self.packed)

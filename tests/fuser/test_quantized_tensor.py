@@ -1,6 +1,7 @@
 """`QuantizedTensor` in torch: dispatch rules, autograd, views, in-place work, optimizers, files, modules; saving."""
 
 import copy
+import dataclasses
 import io
 import pickle
 import subprocess
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+import refops
 from fuser import quantization as q
 from fuser.dtypes import DType
 from fuser.quantization.storage import QuantizedTensorStorage
@@ -42,6 +44,12 @@ def assert_same_data(a, b):
     assert a.buffers.scaling == b.buffers.scaling and a.buffers.tensors.keys() == b.buffers.tensors.keys()
     for name, tensor in a.buffers.tensors.items():
         assert torch.equal(tensor, b.buffers.tensors[name]), name
+
+
+def loaded(tensor):
+    file = io.BytesIO()
+    torch.save(tensor, file)
+    return torch.load(io.BytesIO(file.getvalue()), weights_only=True)
 
 
 # --- what it is -----------------------------------------------------------------------------------------
@@ -190,6 +198,56 @@ def test_views_of_storages(quantizer):
     if not isinstance(s, q.Float8TensorStorage):
         with pytest.raises(ValueError, match="must keep the last dimension"):
             s.view(32, 64)
+
+
+ANY_SHAPE = {
+    "delayed": QUANTIZERS["delayed"],
+    "current": QUANTIZERS["current"],
+    "block": QUANTIZERS["block"],
+    "block 1x128": lambda: q.Float8BlockQuantizer(F8, block_scaling_dim=1),
+    "mxfp6": lambda: q.BlockScaledQuantizer(MXFP8Scaling(E3M2)),
+}
+
+
+@pytest.mark.parametrize("name", ANY_SHAPE)
+@pytest.mark.parametrize("shape", [(), (1,), (3,), (130,), (0,)])
+def test_scalars_and_lines(name, shape):
+    quantizer, x = ANY_SHAPE[name](), normal(*shape)
+    t, whole = quantizer(x), refops.quantize(np.atleast_1d(x.numpy()), quantizer.scaling(), columnwise=True)
+    assert t.shape == t.view(shape).shape == shape
+    for field, array in t.buffers.tensors.items():
+        assert torch.equal(array.reshape(getattr(whole, field).shape), torch.from_numpy(getattr(whole, field))), field
+    assert t._rowwise_data.shape == shape and t._columnwise_data.shape == quantizer.get_columnwise_shape(shape) == shape
+    columnwise = dataclasses.replace(whole, rowwise_data=None, rowwise_scale_inv=None)
+    values, columns = (torch.from_numpy(refops.dequantize(copies)).reshape(shape) for copies in (whole, columnwise))
+    for made in (t, loaded(t), t.clone(), copy.deepcopy(t), t.view(shape)):
+        assert torch.equal(made.dequantize(), values) and torch.equal(made.dequantize_columnwise(), columns)
+    empty = quantizer.make_empty(shape)
+    assert {n: a.shape for n, a in empty.buffers.tensors.items()} == {n: a.shape for n, a in t.buffers.tensors.items()}
+    assert torch.equal(empty.quantize_(x).dequantize(), values)
+    assert torch.equal(empty.mul_(2).dequantize(), quantizer(values * 2).dequantize())
+    if len(shape) == 0:
+        line = t.view(1)
+        assert type(line) is type(t.view(1, 1)) is type(t) and line.shape == (1,) and line.view(()).item() == t.item()
+    if t._copies_hold_the_same_codes():
+        t.update_usage(columnwise_usage=False)
+        t.update_usage(columnwise_usage=True)
+        assert torch.equal(t.dequantize_columnwise(), values)
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
+@pytest.mark.parametrize("shape", [(), (32,)])
+def test_formats_that_need_whole_blocks_say_so(name, shape):
+    quantizer = QUANTIZERS[name]()
+    for make in (lambda: quantizer(normal(*shape)), lambda: quantizer.make_empty(shape)):
+        with pytest.raises(ValueError, match=rf"needs M % \d+ == 0 and K % \d+ == 0 .* shape \({'32,' * len(shape)}\)"):
+            make()
+
+
+def test_calibrating_with_a_scalar():
+    quantizer = QUANTIZERS["delayed"]()
+    quantizer.calibrate(torch.tensor(-2.5))
+    assert quantizer.amax.tolist() == [2.5]
 
 
 def test_make_like_and_to_dtype(quantizer):
