@@ -139,20 +139,20 @@ def _put_together(
 # --- hooks of FSDP ----------------------------------------------------------------------------------
 
 
-def pre_all_gather(shard: Any, mesh: Any, outer_size: torch.Size, module: Any) -> tuple[tuple[torch.Tensor, ...], Any]:
+def pre_all_gather(shard: Any, mesh: Any, orig_size: torch.Size, module: Any) -> tuple[tuple[torch.Tensor, ...], Any]:
     """(what to gather along dimension 0, what `post_all_gather` needs); see `QuantizedTensor.fsdp_pre_all_gather`."""
-    label = f"{_name_in(module, shard)} ({type(shard).__name__} of shape {tuple(outer_size)})"
+    label = f"{_name_in(module, shard)} ({type(shard).__name__} of shape {tuple(orig_size)})"
     ranks = 1 if mesh is None else mesh.size()
-    obstacle = cut_obstacle(shard.buffers, [outer_size[0] // ranks])
-    if outer_size[0] % ranks:
-        obstacle = f"its {outer_size[0]} rows don't divide among {ranks} ranks"
+    obstacle = cut_obstacle(shard.buffers, [orig_size[0] // ranks])
+    if orig_size[0] % ranks:
+        obstacle = f"its {orig_size[0]} rows don't divide among {ranks} ranks"
     if obstacle is not None:
         raise ValueError(f"{label} can't be gathered quantized: {obstacle}. Shard a weight in high precision instead")
     names, group = _travelling(shard), mesh.get_group() if ranks > 1 else None
     if group is not None:
         _share_scales(shard, group)
     parts = _rows_first(shard.buffers)
-    return tuple(parts[name].contiguous() for name in names), (label, names, tuple(outer_size), group)
+    return tuple(parts[name].contiguous() for name in names), (label, names, tuple(orig_size), group)
 
 
 def post_all_gather(shard: Any, gathered: Sequence[torch.Tensor], metadata: Any, dtype: torch.dtype, out: Any) -> Any:

@@ -232,15 +232,17 @@ class QuantizedTensor(torch.Tensor):
         """
         raise AttributeError("__tensor_flatten__: quantized tensors are not traced by torch.compile")
 
-    def fsdp_pre_all_gather(self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any) -> Any:
+    def fsdp_pre_all_gather(
+        self, mesh: Any, orig_size: Any, contiguous_orig_stride: Any, module: Any, mp_policy: Any
+    ) -> Any:
         """Called by FSDP2 on a shard: (arrays to gather along dimension 0, metadata for `fsdp_post_all_gather`).
 
         At the first call the quantizer begins to take amaxes over the ranks of `mesh`, where scales are per tensor.
 
         Raises:
-            ValueError: `outer_size` can't be sharded in this format; the message names parameter and rule.
+            ValueError: `orig_size` can't be sharded in this format; the message names parameter and rule.
         """
-        return sharding.pre_all_gather(self, mesh, outer_size, module)
+        return sharding.pre_all_gather(self, mesh, orig_size, module)
 
     def fsdp_post_all_gather(self, all_gather_outputs: Any, metadata: Any, param_dtype: Any, *, out: Any = None) -> Any:
         """Called by FSDP2 with what was gathered: (the whole tensor, its arrays that are no views of that).

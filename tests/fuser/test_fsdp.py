@@ -4,6 +4,7 @@ The checks with processes are in `fsdp_worker.py`, which `processes.py` runs.
 """
 
 import functools
+import inspect
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -90,6 +91,19 @@ def test_gathered_shards_are_the_whole_bit_for_bit(make, parts, usage):
     # What is no view of the gathered arrays is reported, for FSDP to free it.
     owners = {t.untyped_storage().data_ptr() for t in (*gathered, *made)}
     assert {t.untyped_storage().data_ptr() for t in result.buffers.tensors.values()} <= owners
+
+
+def test_hooks_take_transformer_engines_names(make):
+    whole = matrix(make, parts=1)
+    shape, stride = whole.shape, whole.stride()
+    named = {"mesh": None, "orig_size": shape, "contiguous_orig_stride": stride, "module": None, "mp_policy": None}
+    arrays, metadata = whole.fsdp_pre_all_gather(**named)
+    named = {"all_gather_outputs": arrays, "metadata": metadata, "param_dtype": torch.float32}
+    result, _ = whole.fsdp_post_all_gather(out=None, **named)
+    assert torch.equal(result.dequantize(), whole.dequantize())
+    assert whole.fsdp_post_all_gather(**named, out=result) is None
+    given = inspect.signature(q.QuantizedTensor.fsdp_pre_all_gather).parameters
+    assert len(given) == 6  # which torch counts before it calls
 
 
 def test_later_calls_write_into_the_same_memory(make):
