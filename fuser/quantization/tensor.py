@@ -1,7 +1,7 @@
 """Quantized tensors as `torch.Tensor`s: what autograd, modules, optimizers and `torch.save` see.
 
-Every operation that is not listed in `_HANDLERS` works on the dequantized values and gives a plain tensor; one that
-writes into a quantized tensor quantizes the new values into its memory. Views, clones, copies and moves between devices
+Every operation without a handler works on the dequantized values and gives a plain tensor; one that writes into a
+quantized tensor quantizes the new values into its memory. Views, clones, copies and moves between devices
 keep the format; so do parts along dimension 0 that end between blocks, which is how FSDP shards them
 (`fuser.quantization.sharding`).
 
@@ -12,6 +12,7 @@ Behaviour: TE's quantized_tensor.py and tensor/*.py, without its patch of `torch
 import copy
 import itertools
 import warnings
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any, ClassVar
 
@@ -42,7 +43,61 @@ register()
 _STORAGE: Any = QuantizedTensorStorage
 
 
-class QuantizedTensor(torch.Tensor):
+class WrapperTensor(torch.Tensor):
+    """A tensor whose data are in other tensors.
+
+    Operations without a handler work on its values and give plain tensors; one that writes puts the new values back.
+    """
+
+    __torch_function__: ClassVar[Any] = torch._C._disabled_torch_function_impl
+    #: aten operation -> function(operation, args, kwargs).
+    _handlers: ClassVar[dict[Any, Any]] = {}
+
+    def plain_values(self) -> torch.Tensor:
+        """The plain tensor that is stood for."""
+        raise NotImplementedError(f"{type(self).__name__} has no values of its own")
+
+    def take_values(self, values: torch.Tensor) -> None:
+        """Write `values`, of this shape, into the data."""
+        raise NotImplementedError(f"{type(self).__name__} takes no values")
+
+    def expand_as(self, other: Any) -> Any:
+        """An identity in the graph for `x.expand_as(x)`, the idiom that finds a parameter's gradient accumulator."""
+        return _Identity.apply(self) if other is self else super().expand_as(other)
+
+    def untyped_storage(self) -> Any:
+        """Empty: the data are in other tensors."""
+        return torch.UntypedStorage(0, device=self.device)
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args, kwargs=None):
+        kwargs = kwargs or {}
+        if torch.is_inference_mode_enabled():
+            composed = func.decompose(*args, **kwargs)  # elsewhere torch does that before it comes here
+            if composed is not NotImplemented:
+                return composed
+            if _views_a_normal_tensor(func, args):  # the view is one too: torch gives both one version counter
+                with torch.inference_mode(False), torch.no_grad():
+                    return cls.__torch_dispatch__(func, types, args, kwargs)
+        handler = cls._handlers.get(func)
+        if handler is not None:
+            return handler(func, args, kwargs)
+        if func.namespace == "c10d":
+            raise NotImplementedError(f"{func} on a {cls.__name__}: give it the tensor's buffers, or its values")
+        if func._schema.is_mutable:
+            return _run_in_place(func, args, kwargs)
+        return _run_plain(func, args, kwargs)
+
+
+def contiguous_strides(shape: Sequence[int]) -> list[int]:
+    """The strides of a contiguous tensor of `shape`."""
+    strides = [1] * len(shape)
+    for dim in range(len(shape) - 1, 0, -1):
+        strides[dim - 1] = strides[dim] * max(shape[dim], 1)
+    return strides
+
+
+class QuantizedTensor(WrapperTensor):
     """Base of tensors with quantized data: shape, nominal dtype and device of a contiguous tensor, without its memory.
 
     Concrete classes join it with a storage class, whose attributes they have. `float()`, `half()`, `bfloat16()` and
@@ -50,20 +105,16 @@ class QuantizedTensor(torch.Tensor):
     keep the data quantized. Gradients are plain tensors of the nominal dtype.
     """
 
-    __torch_function__: ClassVar[Any] = torch._C._disabled_torch_function_impl
     #: Of a slice: the tensor that it was taken from, and where it starts. Writes to the slice go there too.
     _slice_of: tuple["QuantizedTensor", int] | None = None
 
     def __new__(cls, buffers: Buffers, *, quantizer: Quantizer | None = None, requires_grad: bool = False) -> Any:
         """Wrap `buffers` without a copy."""
         shape = tuple(buffers.shape)
-        strides = [1] * len(shape)
-        for dim in range(len(shape) - 1, 0, -1):
-            strides[dim - 1] = strides[dim] * max(shape[dim], 1)
         self = torch.Tensor._make_wrapper_subclass(
             cls,
             shape,
-            strides=strides,
+            strides=contiguous_strides(shape),
             dtype=buffers.dtype,
             layout=torch.strided,
             device=buffers.device,
@@ -138,9 +189,13 @@ class QuantizedTensor(torch.Tensor):
         sharding.put_rows(whole.buffers, start, part.buffers)
         whole._write_through(whole.buffers)
 
-    def expand_as(self, other: Any) -> Any:
-        """An identity in the graph for `x.expand_as(x)`, the idiom that finds a parameter's gradient accumulator."""
-        return _Identity.apply(self) if other is self else super().expand_as(other)
+    def plain_values(self) -> torch.Tensor:
+        """As `dequantize`, without autograd."""
+        return _STORAGE.dequantize(self)
+
+    def take_values(self, values: torch.Tensor) -> None:
+        """As `quantize_`, without autograd."""
+        _STORAGE.quantize_(self, values)
 
     @property
     def data(self) -> Any:
@@ -180,10 +235,6 @@ class QuantizedTensor(torch.Tensor):
         if value.dtype not in HIGH_PRECISION or not any(self.get_usages().values()):
             return False
         return torch.equal(value, QuantizedTensorStorage.dequantize(self, dtype=value.dtype))
-
-    def untyped_storage(self) -> Any:
-        """Empty: the data are in the buffers."""
-        return torch.UntypedStorage(0, device=self.device)
 
     def __repr__(self, *, tensor_contents=None):
         copies = " + ".join(d for d, made in self.get_usages().items() if made) or "no data"
@@ -255,26 +306,6 @@ class QuantizedTensor(torch.Tensor):
         """
         return sharding.post_all_gather(self, all_gather_outputs, metadata, param_dtype, out)
 
-    @classmethod
-    def __torch_dispatch__(cls, func, types, args, kwargs=None):
-        kwargs = kwargs or {}
-        if torch.is_inference_mode_enabled():
-            composed = func.decompose(*args, **kwargs)  # elsewhere torch does that before it comes here
-            if composed is not NotImplemented:
-                return composed
-            if _views_a_normal_tensor(func, args):  # the view is one too: torch gives both one version counter
-                with torch.inference_mode(False), torch.no_grad():
-                    return cls.__torch_dispatch__(func, types, args, kwargs)
-        handler = _HANDLERS.get(func)
-        if handler is not None:
-            return handler(func, args, kwargs)
-        if func.namespace == "c10d":
-            raise NotImplementedError(f"{func} on a {cls.__name__}: give it the tensor's buffers, or dequantize() it")
-        if func._schema.is_mutable:
-            return _run_in_place(func, args, kwargs)
-        return _run_plain(func, args, kwargs)
-
-
 # --- autograd -------------------------------------------------------------------------------------
 
 
@@ -308,16 +339,16 @@ def _views_a_normal_tensor(func, args):
 
 
 def _plain(value):
-    return QuantizedTensorStorage.dequantize(value) if isinstance(value, QuantizedTensor) else value
+    return value.plain_values() if isinstance(value, WrapperTensor) else value
 
 
 def _run_plain(func, args, kwargs):
-    """Run an operation on dequantized values."""
+    """Run an operation on the values of its arguments."""
     return func(*tree_map(_plain, args), **tree_map(_plain, kwargs))
 
 
 def _run_in_place(func, args, kwargs):
-    """Run an operation that writes on dequantized values, and quantize what it wrote into its quantized arguments."""
+    """Run an operation that writes on the values of its arguments, and write the new ones into those that changed."""
     written = []
 
     def unwrap(argument, value):
@@ -336,9 +367,9 @@ def _run_in_place(func, args, kwargs):
     plain_args = [unwrap(parameter, value) for parameter, value in zip(parameters, args, strict=False)]
     plain_kwargs = {name: unwrap(named[name], value) for name, value in kwargs.items()}
     result = func(*plain_args, **plain_kwargs)
-    for quantized, plain in written:
-        QuantizedTensorStorage.quantize_(quantized, plain)
-    owners = {id(plain): quantized for quantized, plain in written}
+    for wrapper, plain in written:
+        wrapper.take_values(plain)
+    owners = {id(plain): wrapper for wrapper, plain in written}
     return tree_map(lambda item: owners.get(id(item), item), result)
 
 
@@ -494,7 +525,7 @@ def _buffers_for(destination, source):
     return view.buffers
 
 
-_HANDLERS = {
+QuantizedTensor._handlers = {
     aten.detach.default: _detach,
     aten.alias.default: _detach,
     aten.view.default: _view,
@@ -516,7 +547,7 @@ _HANDLERS = {
 
 if torch.distributed.is_available():
     _COLLECTIVES = "broadcast_", "allreduce_", "allgather_", "_allgather_base_", "scatter_", "reduce_scatter_"
-    _HANDLERS.update((getattr(torch.ops.c10d, name).default, _collective) for name in _COLLECTIVES)
+    QuantizedTensor._handlers.update((getattr(torch.ops.c10d, name).default, _collective) for name in _COLLECTIVES)
 
 
 # --- formats --------------------------------------------------------------------------------------
@@ -629,7 +660,7 @@ class KeepsQuantizedParameters:
     """
 
     def _apply(self, fn, recurse=True):
-        quantized = {name: p for name, p in self._parameters.items() if isinstance(p, QuantizedTensor)}
+        quantized = {name: p for name, p in self._parameters.items() if isinstance(p, WrapperTensor)}
         _check_casts(self, fn)
         self._parameters.update(dict.fromkeys(quantized))
         try:
