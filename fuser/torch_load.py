@@ -15,9 +15,16 @@ def rebuild_quantized_tensor(*args: Any) -> Any:
     return rebuild(*args)
 
 
+def rebuild_grouped_tensor(*args: Any) -> Any:
+    """As `rebuild_quantized_tensor`, of a `GroupedTensor`."""
+    from fuser.quantization.grouped import rebuild
+
+    return rebuild(*args)
+
+
 def register() -> None:
     """Allow quantized tensors in `torch.load`, if torch is there."""
     if "torch" in sys.modules:
         import torch
 
-        torch.serialization.add_safe_globals([rebuild_quantized_tensor])
+        torch.serialization.add_safe_globals([rebuild_quantized_tensor, rebuild_grouped_tensor])

@@ -14,6 +14,7 @@ from fuser.quantization.contexts import (
     is_nvfp4_available,
     quantized_model_init,
 )
+from fuser.quantization.grouped import GroupedTensor, GroupedTensorStorage
 from fuser.quantization.quantizer import Quantizer
 from fuser.quantization.quantizers import (
     BlockScaledQuantizer,
@@ -73,6 +74,8 @@ __all__ = [
     "Float8Quantizer",
     "Float8Tensor",
     "Float8TensorStorage",
+    "GroupedTensor",
+    "GroupedTensorStorage",
     "KeepsQuantizedParameters",
     "MXFP8BlockScalingRecipeState",
     "MXFP8Quantizer",

@@ -247,6 +247,15 @@ def _with_new_seed(scaling):
     return replace(scaling, seed=seed)
 
 
+def encode_scale(scaling: Scaling, amax: torch.Tensor) -> float:
+    """What a scaling with one scale for the tensor multiplies values with, from their amax, (1,)."""
+    with np.errstate(all="ignore"):
+        _, multiplier = scaling.block_scale(REFERENCE)(
+            np.array([amax.item()], np.float32), np.float32(0), scaling.numbers(np.dtype(np.float32))
+        )
+    return float(multiplier[0])
+
+
 class Float8CurrentScalingQuantizer(_AmaxReducing):
     """FP8 with one scale from the tensor's own amax.
 
@@ -308,11 +317,7 @@ class Float8CurrentScalingQuantizer(_AmaxReducing):
             return super()._cast(tensor, rowwise, columnwise)
         scaling = self.scaling()
         amax = reduce_amax(dispatch.amax(tensor), self.amax_reduction_group)
-        with np.errstate(all="ignore"):
-            _, multiplier = scaling.block_scale(REFERENCE)(
-                np.float32([amax.item()]), np.float32(0), scaling.numbers(np.dtype(np.float32))
-            )
-        given = DelayedScaling(scaling.fmt, float(multiplier[0]))
+        given = DelayedScaling(scaling.fmt, encode_scale(scaling, amax))
         buffers = dispatch.quantize(tensor, given, rowwise=rowwise, columnwise=columnwise)
         amaxes = {"amax_rowwise": amax if rowwise else None, "amax_columnwise": amax.clone() if columnwise else None}
         return replace(buffers, scaling=scaling, **amaxes)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from fuser.quantization.grouped import GroupedTensorStorage
 from fuser.quantization.storage import QuantizedTensorStorage
 
 
@@ -14,7 +15,7 @@ def prepare_for_saving(*tensors: Any) -> tuple[list[torch.Tensor | None], list[A
     """Split tensors into what autograd can save and the rest.
 
     Args:
-        *tensors: `torch.Tensor` (quantized ones too) and None pass through; of a bare storage the buffers are listed.
+        *tensors: `torch.Tensor` (quantized ones too) and None pass through; of a storage the buffers are listed.
 
     Returns:
         (flat list of tensors, one object for each argument: None, or a storage without data. It is a new one, where TE
@@ -29,12 +30,18 @@ def prepare_for_saving(*tensors: Any) -> tuple[list[torch.Tensor | None], list[A
         if tensor is None or isinstance(tensor, torch.Tensor):
             flat.append(tensor)
             objects.append(None)
-        elif isinstance(tensor, QuantizedTensorStorage):
-            buffers, shell = type(tensor)(**tensor.get_metadata()).prepare_for_saving()
-            flat.extend(buffers)
-            objects.append(shell)
+            continue
+        if isinstance(tensor, QuantizedTensorStorage):
+            own: Any = type(tensor)(**tensor.get_metadata())
+        elif isinstance(tensor, GroupedTensorStorage):
+            own = tensor.copy()
         else:
-            raise TypeError(f"tensors must be tensors, quantized storages or None; got {type(tensor).__name__}")
+            raise TypeError(
+                f"tensors must be tensors, quantized or grouped storages, or None; got {type(tensor).__name__}"
+            )
+        buffers, shell = own.prepare_for_saving()
+        flat.extend(buffers)
+        objects.append(shell)
     return flat, objects
 
 
