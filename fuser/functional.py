@@ -28,6 +28,7 @@ Unlike in TE quantizers are optional everywhere, `dbias_*` without one return an
 """
 
 import inspect
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
@@ -36,6 +37,7 @@ from fuser import dispatch
 from fuser.common import publish
 from fuser.dispatch import untraced
 from fuser.dtypes import DType, torch_dtype
+from fuser.quantization.grouped import GroupedTensorStorage, allocate
 from fuser.quantization.quantizer import Quantizer
 from fuser.quantization.storage import QuantizedTensorStorage
 from refops.activations import ACTIVATIONS
@@ -337,6 +339,168 @@ def bgrad_quantize(input: torch.Tensor, quantizer: Quantizer | None = None) -> l
     return [dbias, input.contiguous() if quantizer is None else quantizer(input)]
 
 
+# --- groups: tensors side by side -------------------------------------------------------------------
+
+
+@untraced
+def split_quantize(
+    tensor: torch.Tensor,
+    split_sections: Sequence[int],
+    quantizer_list: Sequence[Quantizer | None],
+    disable_bulk_allocation: bool = False,
+) -> list[Any]:
+    """Quantize runs of rows, each by itself: `[quantizer(run) ...]`, in order.
+
+    Args:
+        tensor: (rows, ..., K).
+        split_sections: rows of each run, at most `rows` in all; those that are left are not quantized.
+        quantizer_list: one for each run, None for a run that stays as it is.
+        disable_bulk_allocation: accepted for TE's sake, which else gives the results common memory.
+    """
+    _require_input(tensor, "tensor")
+    sections = [int(size) for size in split_sections]
+    if len(quantizer_list) != len(sections):
+        raise ValueError(f"Expected {len(sections)} quantizers, but got {len(quantizer_list)}")
+    rest = tensor.shape[0] - sum(sections)
+    if rest < 0 or min(sections, default=0) < 0:
+        raise ValueError(
+            f"Attempted to split tensor with shape={tuple(tensor.shape)} along dim 0 with split_sections={sections}"
+        )
+    runs = tensor.contiguous().split([*sections, rest])
+    return [_maybe_quantized(run, quantizer) for run, quantizer in zip(runs, quantizer_list, strict=False)]
+
+
+@untraced
+def group_quantize(
+    tensor: torch.Tensor,
+    quantizer: Quantizer,
+    num_tensors: int,
+    first_dims: torch.Tensor | None,
+    last_dims: torch.Tensor | None = None,
+    tensor_offsets: torch.Tensor | None = None,
+    noop_flag: torch.Tensor | None = None,
+    output: GroupedTensorStorage | None = None,
+) -> Any:
+    """Quantize tensors that lie one after the other, each as if it were alone, into a grouped tensor.
+
+    Args:
+        tensor: (rows, columns). Its elements in memory order are those of the first tensor, then of the second ...
+        quantizer: for all of them. TE has kernels for some of these; here any with a scaling will do.
+        num_tensors: how many there are.
+        first_dims, last_dims: int64, (num_tensors,): their rows and widths; None: all have the same.
+        tensor_offsets: int64, (num_tensors + 1,): where they start, in elements, by default without gaps.
+        noop_flag: flag (1,), needs an output; other than 0 it leaves `output` as it is.
+        output: a grouped tensor of alike members, made with `quantizer`, to overwrite and to return.
+
+    Returns:
+        `GroupedTensor`, or its storage if the quantizer is internal.
+    """
+    if noop_flag is not None and output is None:
+        raise ValueError("noop_flag needs output, the tensor that it leaves as it is; got output=None")
+    group, parts = _group_of(tensor, quantizer, num_tensors, first_dims, last_dims, tensor_offsets, output)
+    group.quantize(parts, noop_flag=noop_flag)
+    return group
+
+
+@untraced
+def bgrad_group_quantize(
+    tensor: torch.Tensor,
+    quantizer: Quantizer,
+    num_tensors: int,
+    first_dims: torch.Tensor | None,
+    last_dims: torch.Tensor | None = None,
+    tensor_offsets: torch.Tensor | None = None,
+) -> tuple[Any, torch.Tensor]:
+    """Return (`group_quantize` of the tensors, (num_tensors, columns) the bias gradient of each, in the dtype of
+    `tensor`): what `bgrad_quantize` gives for each alone. Their widths must be the same."""
+    if last_dims is not None:
+        raise ValueError("bgrad_group_quantize needs tensors of one width; got last_dims")
+    group, parts = _group_of(tensor, quantizer, num_tensors, first_dims, None, tensor_offsets, None)
+    sums, members = zip(*(bgrad_quantize(part, quantizer) for part in parts), strict=True)
+    group.copy_members(members)
+    return group, torch.stack(sums)
+
+
+def _group_of(tensor, quantizer, num_tensors, first_dims, last_dims, tensor_offsets, output):
+    """The grouped tensor for a result, and the tensors that go into it."""
+    _require_quantizer(quantizer)
+    _require_input(tensor, "tensor")
+    if tensor.dim() != 2:
+        raise ValueError(f"tensor must be 2D; got shape {tuple(tensor.shape)}")
+    dims = {"first_dims": first_dims, "last_dims": last_dims, "tensor_offsets": tensor_offsets}
+    if output is None:
+        group = allocate(num_tensors, tuple(tensor.shape), quantizer, tensor.device, tensor.dtype, **dims)
+    else:
+        group = output
+        given = [name for name, dim in dims.items() if dim is not None]
+        if given:
+            raise ValueError(f"output must be of tensors of one shape, without {given[0]}; got both")
+        for name, wanted in {
+            "num_tensors": num_tensors,
+            "logical_shape": tuple(tensor.shape),
+            "quantizer": quantizer,
+        }.items():
+            if getattr(output, name) != wanted:
+                raise ValueError(f"output must have {name} {wanted}; got {getattr(output, name)}")
+    return group, group.parts_of(tensor.contiguous())
+
+
+@untraced
+def group_dequantize(input: GroupedTensorStorage, otype: DType | torch.dtype) -> Any:
+    """Return the values of a quantized grouped tensor as a `GroupedTensor` in `otype`, a `DType` or torch dtype."""
+    if not isinstance(input, GroupedTensorStorage) or input.quantizer is None:
+        raise TypeError(f"input must be a quantized GroupedTensor or its storage; got {type(input).__name__}")
+    dtype = torch_dtype(otype)
+    dims = {name: getattr(input, name) for name in ("first_dims", "last_dims", "tensor_offsets")}
+    members = input.split_into_quantized_tensors()
+    values = allocate(input.num_tensors, input.logical_shape, None, members[0].device, dtype, **dims)
+    for part, member in zip(values.split_into_quantized_tensors(), members, strict=True):
+        part.copy_(member.dequantize(dtype=dtype))
+    return values
+
+
+def splits_to_offsets(first_dims: torch.Tensor, logical_last_dim: int) -> torch.Tensor:
+    """Return int64 (n + 1,): where tensors with rows `first_dims`, int64 (n,), start in their buffer, in elements."""
+    if first_dims.dtype is not torch.int64 or first_dims.dim() != 1:
+        raise ValueError(f"first_dims must be 1D and int64; got {first_dims.dtype} of shape {tuple(first_dims.shape)}")
+    if logical_last_dim <= 0:
+        raise ValueError(f"logical_last_dim must be greater than 0; got {logical_last_dim}")
+    return GroupedTensorStorage.make_tensor_offsets(first_dims, logical_last_dim)
+
+
+def splits_to_offsets_multi(
+    split_sizes: torch.Tensor,
+    device: torch.device | str,
+    *,
+    strides: Sequence[int],
+    include_leading_zero: Sequence[bool],
+    dtypes: Sequence[torch.dtype],
+    bulk_allocate: bool = False,
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Return (`split_sizes` as int64 on `device`, their running sums times each of `strides`).
+
+    Args:
+        split_sizes: integers, (n,).
+        strides, include_leading_zero, dtypes: of each result: the factor; whether it is (n + 1,), from 0 on, or (n,);
+            int32 or int64.
+        bulk_allocate: accepted for TE's sake, which then gives the results common memory.
+    """
+    if not len(strides) == len(include_leading_zero) == len(dtypes):
+        raise ValueError(
+            "strides, include_leading_zero, and dtypes must have matching lengths, but got "
+            f"{len(strides)}, {len(include_leading_zero)}, and {len(dtypes)}"
+        )
+    wrong = [dtype for dtype in dtypes if dtype not in (torch.int32, torch.int64)]
+    if wrong:
+        raise ValueError(f"dtypes must be torch.int32 or torch.int64; got {wrong[0]}")
+    sizes = split_sizes.to(device=device, dtype=torch.int64)
+    offsets = [GroupedTensorStorage.make_tensor_offsets(sizes, stride) for stride in strides]
+    return sizes, [
+        (all_ends if leading else all_ends[1:]).to(dtype)
+        for all_ends, leading, dtype in zip(offsets, include_leading_zero, dtypes, strict=True)
+    ]
+
+
 # --- by TE's names ----------------------------------------------------------------------------------
 #
 # One function for each activation and direction, made from the table of activations:
@@ -415,12 +579,18 @@ __all__ = [
     "DType",
     "activation",
     "activation_grad",
+    "bgrad_group_quantize",
     "bgrad_quantize",
     "dbias_activation_grad",
     "dequantize",
     "gradient_name",
+    "group_dequantize",
+    "group_quantize",
     "quantize",
     "scaled_activation",
     "scaled_activation_grad",
+    "split_quantize",
+    "splits_to_offsets",
+    "splits_to_offsets_multi",
     *_NAMED,
 ]

@@ -36,7 +36,12 @@ NAMES = {
     "clamped_swiglu dgelu dgeglu dglu dqgelu dqgeglu drelu dreglu dsrelu dsreglu dsilu dswiglu dsituglu "
     "clamped_dswiglu scaled_swiglu scaled_situglu scaled_clamped_swiglu scaled_srelu scaled_dswiglu scaled_dsituglu "
     "scaled_clamped_dswiglu scaled_dsrelu dbias_dgelu dbias_dsilu dbias_drelu dbias_dqgelu dbias_dsrelu "
-    "bgrad_quantize quantize dequantize",
+    "bgrad_quantize quantize dequantize split_quantize group_quantize group_dequantize bgrad_group_quantize "
+    "splits_to_offsets splits_to_offsets_multi",
+    "transformer_engine.pytorch.tensor": "GroupedTensor GroupedTensorStorage",
+    "transformer_engine.pytorch.tensor.grouped_tensor": "GroupedTensor",
+    "transformer_engine.pytorch.tensor.storage": "GroupedTensorStorage",
+    "transformer_engine.pytorch.tensor.storage.grouped_tensor_storage": "GroupedTensorStorage",
 }
 
 
