@@ -813,7 +813,7 @@ def test_prepare_and_restore(quantizer):
     for again in (restored[1], restored[4]):
         assert_same_data(again, storage)
         assert again._rowwise_data is storage._rowwise_data
-    with pytest.raises(TypeError, match="quantized storages"):
+    with pytest.raises(TypeError, match="quantized or grouped storages"):
         q.prepare_for_saving(3)
 
 
