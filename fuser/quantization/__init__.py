@@ -40,6 +40,7 @@ from fuser.quantization.state import (
 )
 from fuser.quantization.storage import (
     BlockScaledTensorStorage,
+    BufferStorage,
     Float8BlockwiseQTensorStorage,
     Float8TensorStorage,
     MXFP8TensorStorage,
@@ -61,6 +62,7 @@ __all__ = [
     "BlockScaledRecipeState",
     "BlockScaledTensor",
     "BlockScaledTensorStorage",
+    "BufferStorage",
     "CustomRecipeState",
     "DelayedScalingRecipeState",
     "DelayedScalingRequest",

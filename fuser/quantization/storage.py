@@ -8,17 +8,20 @@ data a `torch.Tensor`. Everything is generic over `fuser.dispatch.Buffers` and t
 Behaviour: TE's quantized_tensor.py and tensor/storage/*.py.
 """
 
+import math
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from fuser import dispatch
 from fuser.dispatch import TENSOR_FIELDS, Buffers
 from fuser.dtypes import HIGH_PRECISION, DType
+from refops.arguments import shown
 from refops.quantization.result import matrix_shape, stored_layout
+from refops.scalings import BlockScaling, CurrentScaling, MXFP8Scaling, NVFP4Scaling
 
 DIRECTIONS = ("rowwise", "columnwise")
 
@@ -44,6 +47,24 @@ def resolve_shape(shape: tuple, numel: int) -> tuple[int, ...]:
     return tuple(int(size) for size in shape)
 
 
+def _as_given(buffers, *, quantizer=None):
+    return buffers, quantizer
+
+
+def _shape_of(layout, rowwise, columnwise):
+    """Shape of the tensor whose codes these are; of transposed packed ones two dimensions, as they are stored."""
+    if rowwise is not None:
+        return (*rowwise.shape[:-1], rowwise.shape[-1] * layout.packed) if rowwise.dim() else ()
+    if columnwise is None:
+        raise ValueError("rowwise or columnwise data must be given, which the shape follows from; got neither")
+    if not columnwise.dim():
+        return ()
+    if not layout.columnwise_transposed:
+        return tuple(columnwise.shape)
+    k, *leading = columnwise.shape
+    return (*leading[:-1], leading[-1] * layout.packed, k) if leading else (k,)
+
+
 def _buffer_property(*fields: str) -> property:
     """An attribute for a buffer: reads the first of `fields` that is there, writes those that are (or the first)."""
 
@@ -57,37 +78,122 @@ def _buffer_property(*fields: str) -> property:
     return property(read, write, doc=f"`buffers.{fields[0]}`")
 
 
-class _NoBuffers:
-    """`buffers` of a subclass that sets none: whoever reads them, which the methods here do, learns what is missing."""
-
-    def __get__(self, instance, owner=None):
-        if instance is None:
-            return self
-        raise NotImplementedError(
-            f"{type(instance).__name__} has no buffers: it must set them, or override what is made of them here"
-        )
-
-
 class QuantizedTensorStorage:
-    """A quantized tensor that is no `torch.Tensor`.
+    """A quantized tensor that is no `torch.Tensor`: what operations ask of any.
+
+    The formats of this package are `BufferStorage`s. One of the caller's own has fields and a constructor of its own (a
+    dataclass, say), and overrides as many of the methods that raise `NotImplementedError` here as are called: products
+    need `dequantize`, or a quantizer with a product of its own (`fuser.gemm`); the backward pass the two of saving.
+    """
+
+    _quantizer: Any = None
+
+    def _missing(self, method):
+        return NotImplementedError(f"{type(self).__name__} must override {method}, which follows from buffers alone")
+
+    def dequantize(self, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The plain tensor that is stood for, in its nominal dtype or `dtype`."""
+        raise self._missing("dequantize")
+
+    def get_usages(self) -> dict[str, bool]:
+        """Which copies there are: {"rowwise": bool, "columnwise": bool}."""
+        raise self._missing("get_usages")
+
+    def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
+        """Keep, make or drop copies: None leaves one as it is, True makes it if it is missing, False drops it."""
+        raise self._missing("update_usage")
+
+    def copy_from_storage(self, src: Any) -> None:
+        """Copy the data of `src`, of the same class, into this object's memory."""
+        raise self._missing("copy_from_storage")
+
+    def prepare_for_saving(self) -> tuple[list[torch.Tensor | None], Any]:
+        """(its tensors, this object without them): autograd saves the former, the context keeps the latter."""
+        raise self._missing("prepare_for_saving")
+
+    def restore_from_saved(self, tensors: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Take back what `prepare_for_saving` listed from the front of `tensors`; returns the rest."""
+        raise self._missing("restore_from_saved")
+
+    def quantize_(self, tensor: torch.Tensor, *, noop_flag: torch.Tensor | None = None) -> Any:
+        """Quantize `tensor` into this object, in place; nothing happens if `noop_flag` holds a value other than 0."""
+        self._get_quantizer().update_quantized(tensor, self, noop_flag=noop_flag)
+        return self
+
+    def _get_quantizer(self):
+        if self._quantizer is None:
+            raise RuntimeError(f"{type(self).__name__} has no quantizer, so that no values can be quantized into it")
+        return self._quantizer
+
+    def update_quantizer(self, quantizer: Any) -> None:
+        """Replace the quantizer. `RuntimeError` if there was none, `UserWarning` if it changes."""
+        if self._quantizer is None:
+            raise RuntimeError(f"Attempted to update the quantizer of {type(self).__name__}, which has none")
+        if self._quantizer is not quantizer:
+            message = f"The quantizer of {type(self).__name__} is being replaced: new values are quantized otherwise"
+            warnings.warn(message, UserWarning, stacklevel=2)
+            self._quantizer = quantizer
+
+
+class BufferStorage(QuantizedTensorStorage):
+    """A quantized tensor as `Buffers`, in any format that a scaling of `refops` declares.
 
     Attributes:
         buffers: `fuser.dispatch.Buffers`: codes, scales and amaxes, the settings, the shape, the nominal dtype.
         _quantizer: what quantizes new values into it, or None.
         _dtype: nominal dtype (torch), that of `dequantize()`.
         _rowwise_data ... _amax_columnwise: the buffers, by TE's names.
-
-    The methods work for every format that sets `buffers`; in a subclass that doesn't they raise `NotImplementedError`.
     """
 
-    buffers: Any = _NoBuffers()
-    _quantizer: Any = None
+    buffers: Any
+    _default_scaling: ClassVar[Any] = None
 
-    def __new__(cls, buffers: Buffers, *, quantizer: Any = None) -> "QuantizedTensorStorage":
-        """Wrap `buffers` without a copy."""
+    def __new__(cls, *args: Any, **fields: Any) -> Any:
+        """Wrap `buffers` (with `quantizer`, or None) without a copy; or what TE's constructor takes, see `from_te`."""
         self = object.__new__(cls)
-        self.buffers, self._quantizer = buffers, quantizer
+        self.buffers, self._quantizer = cls.given(args, fields)
         return self
+
+    def __getnewargs__(self):
+        return (self.buffers,)
+
+    @classmethod
+    def given(cls, args: tuple, fields: dict[str, Any]) -> tuple[Buffers, Any]:
+        """(buffers, quantizer) of a constructor's arguments, those here or TE's."""
+        if "buffers" in fields or (args and isinstance(args[0], Buffers)):
+            return _as_given(*args, **fields)
+        quantizer, *made = cls.from_te(*args, **fields)
+        return cls._buffers_of(quantizer, *made), None if quantizer is None else quantizer.copy()
+
+    @staticmethod
+    def from_te(*args: Any, **fields: Any) -> tuple[Any, dict[str, Any], dict[str, Any], Any, bool]:
+        """TE's arguments, sorted: (quantizer, arrays, settings of the scaling, nominal dtype, whether swizzled)."""
+        raise TypeError("buffers must be given: TransformerEngine has no constructor for this format")
+
+    @classmethod
+    def _buffers_of(cls, quantizer, arrays, settings, dtype, swizzled=False):
+        """`Buffers` of arrays by TE's names; how scales are chosen is as `quantizer` says, if it is of this format."""
+        if quantizer is not None and quantizer.storage_class and issubclass(cls, quantizer.storage_class):
+            scaling = replace(quantizer.layout_scaling(), **settings)
+        else:
+            scaling = cls._default_scaling(**settings)
+        shape = _shape_of(scaling.layout, arrays["rowwise_data"], arrays["columnwise_data"])
+        layout, stored = stored_layout(scaling, shape), {}
+        for name, tensor in arrays.items():
+            if tensor is None:
+                continue
+            wanted_shape, wanted_dtype = layout[name]
+            if wanted_dtype.itemsize == tensor.element_size() == 1:
+                tensor = tensor.view(torch.uint8)  # codes by the name of their format
+            if tensor.numel() == 1 == math.prod(wanted_shape):
+                tensor = tensor.view(wanted_shape)
+            if tuple(tensor.shape) != wanted_shape or tensor.dtype != getattr(torch, wanted_dtype.name):
+                raise ValueError(
+                    f"{name} must be {wanted_dtype} of shape {wanted_shape} for a tensor of shape {shape} with "
+                    f"{scaling}; got {tensor.dtype} of shape {tuple(tensor.shape)}"
+                )
+            stored[name] = tensor
+        return Buffers(**stored, scaling=scaling, shape=shape, dtype=dtype, with_gemm_swizzled_scales=bool(swizzled))
 
     _rowwise_data = _buffer_property("rowwise_data")
     _rowwise_scale_inv = _buffer_property("rowwise_scale_inv")
@@ -174,25 +280,6 @@ class QuantizedTensorStorage:
         dtype = self._dtype if dtype is None else dtype
         supported = dtype if dtype in HIGH_PRECISION else torch.float32
         return dispatch.dequantize(self.buffers, dtype=supported, columnwise=columnwise).to(dtype)
-
-    def quantize_(self, tensor: torch.Tensor, *, noop_flag: torch.Tensor | None = None) -> Any:
-        """Quantize `tensor` into this object, in place; nothing happens if `noop_flag` holds a value other than 0."""
-        self._get_quantizer().update_quantized(tensor, self, noop_flag=noop_flag)
-        return self
-
-    def _get_quantizer(self):
-        if self._quantizer is None:
-            raise RuntimeError(f"{type(self).__name__} has no quantizer, so that no values can be quantized into it")
-        return self._quantizer
-
-    def update_quantizer(self, quantizer: Any) -> None:
-        """Replace the quantizer. `RuntimeError` if there was none, `UserWarning` if it changes."""
-        if self._quantizer is None:
-            raise RuntimeError(f"Attempted to update the quantizer of {type(self).__name__}, which has none")
-        if self._quantizer is not quantizer:
-            message = f"The quantizer of {type(self).__name__} is being replaced: new values are quantized otherwise"
-            warnings.warn(message, UserWarning, stacklevel=2)
-            self._quantizer = quantizer
 
     # --- copies -----------------------------------------------------------------------------------
 
@@ -293,7 +380,7 @@ class QuantizedTensorStorage:
             f"got {shape} for a tensor of shape {tuple(self.buffers.shape)}"
         )
 
-    def view(self, *shape: Any) -> "QuantizedTensorStorage":
+    def view(self, *shape: Any) -> "BufferStorage":
         """The same data in another shape, without a copy; errors as `viewed_buffers`."""
         return type(self)(self.viewed_buffers(shape), quantizer=self._quantizer)
 
@@ -301,7 +388,7 @@ class QuantizedTensorStorage:
         """Drop all data: the memory is freed once nothing else holds the buffers."""
         self.buffers = replace(self.buffers, **dict.fromkeys(TENSOR_FIELDS))
 
-    def copy_from_storage(self, src: "QuantizedTensorStorage") -> None:
+    def copy_from_storage(self, src: "BufferStorage") -> None:
         """Copy the data of `src` into the buffers of this object, which keep their memory where sizes agree.
 
         Raises:
@@ -339,7 +426,7 @@ class QuantizedTensorStorage:
             with_gemm_swizzled_scales=new.with_gemm_swizzled_scales,
         )
 
-    def prepare_for_saving(self) -> tuple[list[torch.Tensor | None], "QuantizedTensorStorage"]:
+    def prepare_for_saving(self) -> tuple[list[torch.Tensor | None], "BufferStorage"]:
         """(the buffers, this object without them): autograd saves the former, the context keeps the latter."""
         tensors = [getattr(self.buffers, name) for name in TENSOR_FIELDS]
         self.clear()
@@ -381,12 +468,37 @@ def _packed(codes, count):
     return packed
 
 
+def _both_copies(rowwise_data, rowwise_scale_inv, columnwise_data, columnwise_scale_inv):
+    return {
+        "rowwise_data": rowwise_data,
+        "rowwise_scale_inv": rowwise_scale_inv,
+        "columnwise_data": columnwise_data,
+        "columnwise_scale_inv": columnwise_scale_inv,
+    }
+
+
 # --- by TE's names ----------------------------------------------------------------------------------
 
 
-class Float8TensorStorage(QuantizedTensorStorage):
+class Float8TensorStorage(BufferStorage):
     """FP8 with one scale: `_data` (shape of the tensor), `_transpose` (last dimension first), `_scale_inv` (1,)."""
 
+    @staticmethod
+    def from_te(
+        *,
+        data: torch.Tensor | None,
+        fp8_scale_inv: torch.Tensor,
+        fp8_dtype: Any,
+        fake_dtype: torch.dtype = torch.float32,
+        data_transpose: torch.Tensor | None = None,
+        quantizer: Any = None,
+    ) -> Any:
+        """The arguments of TE's constructor."""
+        arrays = {"rowwise_data": data, "columnwise_data": data_transpose}
+        scales = {f"{d}_scale_inv": fp8_scale_inv for d in DIRECTIONS if arrays[f"{d}_data"] is not None}
+        return quantizer, arrays | scales, {"fmt": DType.of(fp8_dtype).format}, fake_dtype
+
+    _default_scaling = CurrentScaling
     _data = _buffer_property("rowwise_data")
     _transpose = _buffer_property("columnwise_data")
     _scale_inv = _buffer_property("rowwise_scale_inv", "columnwise_scale_inv")
@@ -410,8 +522,26 @@ class Float8TensorStorage(QuantizedTensorStorage):
         return Float8Quantizer(scale=1 / self._scale_inv, amax=amax, fp8_dtype=self._fp8_dtype)
 
 
-class MXFP8TensorStorage(QuantizedTensorStorage):
+class MXFP8TensorStorage(BufferStorage):
     """MXFP8: codes in both copies in the tensor's orientation, E8M0 scale bytes for 32 elements."""
+
+    _default_scaling = MXFP8Scaling
+
+    @staticmethod
+    def from_te(
+        rowwise_data: torch.Tensor | None,
+        rowwise_scale_inv: torch.Tensor | None,
+        columnwise_data: torch.Tensor | None,
+        columnwise_scale_inv: torch.Tensor | None,
+        fp8_dtype: Any,
+        quantizer: Any = None,
+        with_gemm_swizzled_scales: bool = False,
+        *,
+        fake_dtype: torch.dtype = torch.float32,
+    ) -> Any:
+        """The arguments of TE's constructor, in its order."""
+        arrays = _both_copies(rowwise_data, rowwise_scale_inv, columnwise_data, columnwise_scale_inv)
+        return quantizer, arrays, {"fmt": DType.of(fp8_dtype).format}, fake_dtype, with_gemm_swizzled_scales
 
     @property
     def _fp8_dtype(self) -> DType:
@@ -422,8 +552,26 @@ class MXFP8TensorStorage(QuantizedTensorStorage):
         return self.buffers.with_gemm_swizzled_scales
 
 
-class Float8BlockwiseQTensorStorage(QuantizedTensorStorage):
+class Float8BlockwiseQTensorStorage(BufferStorage):
     """FP8 with float32 scales for 1x128 elements or 128x128 tiles; the columnwise copy is transposed."""
+
+    _default_scaling = BlockScaling
+
+    @staticmethod
+    def from_te(
+        rowwise_data: torch.Tensor | None,
+        rowwise_scale_inv: torch.Tensor | None,
+        columnwise_data: torch.Tensor | None,
+        columnwise_scale_inv: torch.Tensor | None,
+        fp8_dtype: Any,
+        quantizer: Any,
+        is_2D_scaled: bool,
+        *,
+        fake_dtype: torch.dtype = torch.float32,
+    ) -> Any:
+        """The arguments of TE's constructor, in its order."""
+        arrays = _both_copies(rowwise_data, rowwise_scale_inv, columnwise_data, columnwise_scale_inv)
+        return quantizer, arrays, {"fmt": DType.of(fp8_dtype).format, "block_dim": 2 if is_2D_scaled else 1}, fake_dtype
 
     @property
     def _fp8_dtype(self) -> DType:
@@ -434,8 +582,36 @@ class Float8BlockwiseQTensorStorage(QuantizedTensorStorage):
         return self.buffers.scaling.block_dim == 2
 
 
-class NVFP4TensorStorage(QuantizedTensorStorage):
+class NVFP4TensorStorage(BufferStorage):
     """NVFP4: two codes a byte, E4M3 scale bytes for 16 elements, float32 amaxes; the columnwise copy is transposed."""
+
+    _default_scaling = NVFP4Scaling
+
+    @staticmethod
+    def from_te(
+        rowwise_data: torch.Tensor | None,
+        rowwise_scale_inv: torch.Tensor | None,
+        columnwise_data: torch.Tensor | None,
+        columnwise_scale_inv: torch.Tensor | None,
+        amax_rowwise: torch.Tensor | None,
+        amax_columnwise: torch.Tensor | None,
+        fp4_dtype: Any,
+        quantizer: Any = None,
+        with_gemm_swizzled_scales: bool = False,
+        row_scaled_nvfp4: bool = False,
+        nvfp4_use_4over6: bool = False,
+        nvfp4_e4m3_max: int = 448,
+        *,
+        fake_dtype: torch.dtype = torch.float32,
+    ) -> Any:
+        """The arguments of TE's constructor, in its order."""
+        if DType.of(fp4_dtype) is not DType.kFloat4E2M1:
+            raise ValueError(f"fp4_dtype must be DType.kFloat4E2M1; got {shown(fp4_dtype)}")
+        arrays = _both_copies(rowwise_data, rowwise_scale_inv, columnwise_data, columnwise_scale_inv)
+        arrays |= {"amax_rowwise": amax_rowwise, "amax_columnwise": amax_columnwise}
+        mode = getattr(quantizer, "nvfp4_4over6_err_mode", "MAE").lower() if nvfp4_use_4over6 else None
+        settings = {"row_scaled": bool(row_scaled_nvfp4), "four_over_six": mode, "e4m3_max": nvfp4_e4m3_max}
+        return quantizer, arrays, settings, fake_dtype, with_gemm_swizzled_scales
 
     @property
     def _fp4_dtype(self) -> DType:
@@ -458,5 +634,5 @@ class NVFP4TensorStorage(QuantizedTensorStorage):
         return self.buffers.scaling.e4m3_max
 
 
-class BlockScaledTensorStorage(QuantizedTensorStorage):
+class BlockScaledTensorStorage(BufferStorage):
     """Blocks with scales of their own, by any scaling that `refops.scalings` declares: `buffers.scaling` says which."""

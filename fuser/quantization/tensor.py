@@ -22,14 +22,14 @@ from torch.utils._pytree import tree_leaves, tree_map
 from fuser.dispatch import Buffers, untraced
 from fuser.dtypes import HIGH_PRECISION, DType
 from fuser.quantization import sharding
-from fuser.quantization.quantizer import Quantizer, ValueQuantizer
+from fuser.quantization.quantizer import ValueQuantizer
 from fuser.quantization.storage import (
     BlockScaledTensorStorage,
+    BufferStorage,
     Float8BlockwiseQTensorStorage,
     Float8TensorStorage,
     MXFP8TensorStorage,
     NVFP4TensorStorage,
-    QuantizedTensorStorage,
 )
 from fuser.torch_load import rebuild_quantized_tensor, register
 from refops import scalings
@@ -40,7 +40,7 @@ register()
 
 
 #: The methods of storages, called on tensors: concrete classes are both.
-_STORAGE: Any = QuantizedTensorStorage
+_STORAGE: Any = BufferStorage
 
 
 class WrapperTensor(torch.Tensor):
@@ -108,8 +108,12 @@ class QuantizedTensor(WrapperTensor):
     #: Of a slice: the tensor that it was taken from, and where it starts. Writes to the slice go there too.
     _slice_of: tuple["QuantizedTensor", int] | None = None
 
-    def __new__(cls, buffers: Buffers, *, quantizer: Quantizer | None = None, requires_grad: bool = False) -> Any:
-        """Wrap `buffers` without a copy."""
+    def __new__(cls, *args: Any, requires_grad: bool = False, **fields: Any) -> Any:
+        """Wrap `buffers` (with `quantizer`, or None) without a copy; or what TE's constructor takes.
+
+        That is `shape` and `dtype`, then by name what the storage's takes (`from_te`).
+        """
+        buffers, quantizer = _given(cls, args, fields)
         shape = tuple(buffers.shape)
         self = torch.Tensor._make_wrapper_subclass(
             cls,
@@ -227,19 +231,19 @@ class QuantizedTensor(WrapperTensor):
                 quantizer.internal = False
                 self.data = quantizer(value)
             else:
-                QuantizedTensorStorage.quantize_(self, value)
+                _STORAGE.quantize_(self, value)
 
     def _stands_for(self, value):
         if value.shape != self.shape or value.device != self.device or value.device.type == "meta":
             return False
         if value.dtype not in HIGH_PRECISION or not any(self.get_usages().values()):
             return False
-        return torch.equal(value, QuantizedTensorStorage.dequantize(self, dtype=value.dtype))
+        return torch.equal(value, _STORAGE.dequantize(self, dtype=value.dtype))
 
     def __repr__(self, *, tensor_contents=None):
         copies = " + ".join(d for d, made in self.get_usages().items() if made) or "no data"
         readable = any(self.get_usages().values()) and self.device.type in ("cpu", "cuda")
-        values = QuantizedTensorStorage.dequantize(self) if readable else f"shape={tuple(self.shape)}, {self.device}"
+        values = _STORAGE.dequantize(self) if readable else f"shape={tuple(self.shape)}, {self.device}"
         return f"{type(self).__name__}({values}, {copies}, {self.buffers.scaling}, requires_grad={self.requires_grad})"
 
     def __deepcopy__(self, memo):
@@ -306,13 +310,32 @@ class QuantizedTensor(WrapperTensor):
         """
         return sharding.post_all_gather(self, all_gather_outputs, metadata, param_dtype, out)
 
+
+def _given(cls, args, fields):
+    """(buffers, quantizer) of a constructor's arguments: those here, or TE's, which begin with shape and dtype."""
+    if args and isinstance(args[0], Buffers):
+        return cls.given(args, fields)
+    own = dict(zip(("shape", "dtype"), args, strict=False))
+    own |= {name: fields.pop(name) for name in ("shape", "dtype", "fake_dtype", "device", "stride") if name in fields}
+    buffers, quantizer = cls.given((), fields)
+    shape, dtype = tuple(own.get("shape", buffers.shape)), own.get("dtype", buffers.dtype)
+    wanted = {"fake_dtype": dtype, "device": buffers.device, "stride": torch.empty(shape, device="meta").stride()}
+    for name, value in wanted.items():
+        given = own.get(name)
+        if given is not None and (torch.device(given) if name == "device" else given) != value:
+            raise ValueError(f"{name} must be {value}, as the other arguments say; got {given}")
+    if shape != buffers.shape:
+        buffers = BufferStorage(buffers).viewed_buffers(shape)
+    return replace(buffers, dtype=dtype), quantizer
+
+
 # --- autograd -------------------------------------------------------------------------------------
 
 
 class _Dequantize(torch.autograd.Function):
     @staticmethod
     def forward(ctx, tensor, dtype):
-        return QuantizedTensorStorage.dequantize(tensor, dtype=dtype)
+        return _STORAGE.dequantize(tensor, dtype=dtype)
 
     @staticmethod
     def backward(ctx, grad):
@@ -482,14 +505,14 @@ def _copy(func, args, kwargs):
     destination, source = args[:2]
     if not isinstance(destination, QuantizedTensor):
         dtype = destination.dtype if destination.dtype in HIGH_PRECISION else torch.float32
-        destination.copy_(QuantizedTensorStorage.dequantize(source, dtype=dtype))
+        destination.copy_(_STORAGE.dequantize(source, dtype=dtype))
         return destination
     buffers = _buffers_for(destination, source) if isinstance(source, QuantizedTensor) else None
     if buffers is not None:
         destination.set_buffers(buffers)
     else:
         values = _plain(source)
-        QuantizedTensorStorage.quantize_(destination, values.expand(destination.shape))
+        _STORAGE.quantize_(destination, values.expand(destination.shape))
     return destination
 
 
@@ -501,7 +524,7 @@ def _collective(func, args, kwargs):
     work.wait()
     for quantized, values in zip(tree_leaves(outputs), tree_leaves(plain), strict=True):
         if quantized is not values:
-            QuantizedTensorStorage.quantize_(quantized, values)
+            _STORAGE.quantize_(quantized, values)
     return outputs, work
 
 

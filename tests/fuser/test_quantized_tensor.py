@@ -2,8 +2,10 @@
 
 import copy
 import dataclasses
+import functools
 import io
 import pickle
+import re
 import subprocess
 import sys
 import types
@@ -90,6 +92,111 @@ def test_constructor_arguments_rebuild_it(quantizer):
 
 
 # --- values ---------------------------------------------------------------------------------------------
+
+
+BLOCKS = ("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv")
+FOUR_OVER_SIX = {"nvfp4_use_4over6": True, "nvfp4_e4m3_max": 256, "nvfp4_4over6_err_mode": "MSE"}
+#: Of a quantizer TE's order of its storages' arguments, those after the arrays by their attributes' names.
+CONSTRUCTORS = {
+    "delayed": (QUANTIZERS["delayed"], ("fp8_dtype",)),
+    "current": (QUANTIZERS["current"], ("fp8_dtype",)),
+    "block": (QUANTIZERS["block"], (*BLOCKS, "fp8_dtype", "quantizer", "is_2D_scaled")),
+    "block 1x128": (
+        lambda: q.Float8BlockQuantizer(F8, block_scaling_dim=1, force_pow_2_scales=False),
+        (*BLOCKS, "fp8_dtype", "quantizer", "is_2D_scaled"),
+    ),
+    "mxfp8": (QUANTIZERS["mxfp8"], (*BLOCKS, "fp8_dtype", "quantizer", "with_gemm_swizzled_scales")),
+}
+NVFP4 = (*BLOCKS, "amax_rowwise", "amax_columnwise", "fp4_dtype", "quantizer", "with_gemm_swizzled_scales")
+NVFP4 += ("row_scaled_nvfp4", "nvfp4_use_4over6", "nvfp4_e4m3_max")
+for name, options in {
+    "nvfp4": {"with_rht": True, "with_post_rht_amax": True},
+    "nvfp4 row-scaled": {"row_scaled_nvfp4": True},
+    "nvfp4 4over6": FOUR_OVER_SIX,
+}.items():
+    CONSTRUCTORS[name] = functools.partial(q.NVFP4Quantizer, **options), NVFP4
+
+
+def te_arguments(t, order, quantizer):
+    """What TE's constructor of a storage takes for the data of `t`, by name."""
+    arguments = {name: getattr(t, f"_{name}") for name in order if name != "quantizer"} | {"quantizer": quantizer}
+    if isinstance(t, q.Float8Tensor):
+        arguments |= {"data": t._data, "data_transpose": t._transpose, "fp8_scale_inv": t._scale_inv}
+    return arguments
+
+
+@pytest.mark.parametrize("copies", ["rowwise", "columnwise", "both"])
+@pytest.mark.parametrize("name", CONSTRUCTORS)
+def test_constructors_of_transformer_engine(name, copies):
+    make, order = CONSTRUCTORS[name]
+    quantizer = make()
+    quantizer.set_usage(rowwise=copies != "columnwise", columnwise=copies != "rowwise")
+    t = quantizer(normal(2, 32, 64, dtype=torch.bfloat16))
+    if order == ("fp8_dtype",):  # TE's FP8 tensors keep no record of an amax
+        t.buffers = dataclasses.replace(t.buffers, amax_rowwise=None, amax_columnwise=None)
+    arguments = te_arguments(t, order, quantizer)
+    backwards = dict(reversed(arguments.items()))
+    stored = type(t).__bases__[1]
+    made = [
+        type(t)(shape=t.shape, dtype=t.dtype, **arguments),
+        type(t)(t.shape, t.dtype, requires_grad=True, **backwards, fake_dtype=t.dtype),
+        type(t)(**backwards, stride=t.stride(), device="cpu", dtype=t.dtype, shape=list(t.shape)),
+    ]
+    for tensor in made:
+        assert_same_data(tensor, t)
+        assert tensor._quantizer is not quantizer and type(tensor._quantizer) is type(quantizer)
+    assert [tensor.requires_grad for tensor in made] == [False, True, False]
+    storages = [stored(**backwards, fake_dtype=t.dtype)]
+    if "data" not in arguments:
+        storages.append(stored(*(arguments[name] for name in order), fake_dtype=t.dtype))
+    for storage in storages:
+        assert type(storage) is stored and storage.numel() == t.numel() and storage.shape[-1] == t.shape[-1]
+        assert torch.equal(storage.dequantize().reshape(t.shape), t.dequantize()) and storage.dtype == torch.bfloat16
+    assert stored(**arguments).dtype == torch.float32
+    alone = type(t)(t.shape, t.dtype, **arguments | {"quantizer": None})
+    assert alone._quantizer is None and alone.stored_format()[:2] == t.stored_format()[:2]
+    if name != "nvfp4" or copies == "rowwise":  # else only the quantizer tells of the transform
+        assert torch.equal(alone.dequantize(), t.dequantize())
+
+
+def test_constructors_say_what_does_not_fit():
+    make, order = CONSTRUCTORS["mxfp8"]
+    t = make()(normal(32, 64))
+    arguments = te_arguments(t, order, None)
+    wrong = {
+        "rowwise_scale_inv must be uint8 of shape (128, 4)": {
+            "rowwise_scale_inv": torch.zeros(32, 2, dtype=torch.uint8)
+        },
+        "columnwise_scale_inv must be uint8": {"columnwise_scale_inv": torch.zeros(4, 128)},
+        "shape must have 2048 elements": {"shape": (32, 32)},
+        "shape of a view of BufferStorage must keep the last dimension": {"shape": (64, 32)},
+        "dtype must be torch.float32, as the other arguments say; got torch.float16": {"fake_dtype": torch.float16},
+        "stride must be (64, 1), as the other arguments say; got (1, 32)": {"stride": (1, 32)},
+        "device must be cpu, as the other arguments say; got meta": {"device": "meta"},
+    }
+    for message, change in wrong.items():
+        with pytest.raises(ValueError, match=re.escape(message)):
+            q.MXFP8Tensor(**{"shape": t.shape, "dtype": t.dtype} | arguments | change)
+    with pytest.raises(ValueError, match="rowwise or columnwise data must be given"):
+        q.MXFP8TensorStorage(None, None, None, None, F8)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'fp4_dtype'"):
+        q.MXFP8TensorStorage(**arguments, fp4_dtype=F8)
+    with pytest.raises(TypeError, match=r"missing .* required .* 'rowwise_data'"):
+        q.MXFP8Tensor((32, 64), torch.float32)
+    with pytest.raises(TypeError, match="buffers must be given"):
+        q.BlockScaledTensor(shape=(32, 64), dtype=torch.float32)
+
+
+def test_constructors_take_codes_by_the_names_of_their_formats():
+    x = normal(32, 64)
+    t, m = q.Float8CurrentScalingQuantizer(F8)(x), q.MXFP8Quantizer(F8)(x)
+    codes = t._data.view(torch.float8_e4m3fn)
+    made = q.Float8TensorStorage(data=codes, fp8_scale_inv=t._scale_inv.reshape(()), fp8_dtype=torch.float8_e4m3fn)
+    assert made._data.dtype == torch.uint8 and made._data.data_ptr() == t._data.data_ptr() and made._transpose is None
+    assert torch.equal(made.dequantize(), t.dequantize()) and made._scale_inv.data_ptr() == t._scale_inv.data_ptr()
+    scales = m._rowwise_scale_inv.view(torch.float8_e8m0fnu)
+    storage = q.MXFP8TensorStorage(m._rowwise_data.view(torch.float8_e4m3fn), scales, None, None, F8)
+    assert torch.equal(storage.dequantize(), m.dequantize())
 
 
 def test_dequantize(quantizer):
@@ -868,28 +975,19 @@ def test_autograd_saves_quantized_tensors(quantizer, internal):
 @pytest.mark.parametrize(
     "call",
     [
-        lambda s: s.size(),
-        lambda s: s.shape,
-        lambda s: s.device,
-        lambda s: s.dtype,
         lambda s: s.dequantize(),
         lambda s: s.update_usage(rowwise_usage=True),
         lambda s: s.get_usages(),
         lambda s: s.prepare_for_saving(),
         lambda s: s.restore_from_saved([]),
-        lambda s: s.get_metadata(),
-        lambda s: s.get_data_tensors(),
-        lambda s: s.clear(),
-        lambda s: s.view((1,)),
         lambda s: s.copy_from_storage(s),
     ],
 )
 def test_a_storage_without_buffers_says_what_is_missing(call):
     class Unfinished(QuantizedTensorStorage):
-        def __new__(cls):
-            return object.__new__(cls)
+        """Overrides nothing."""
 
-    with pytest.raises(NotImplementedError, match="Unfinished"):
+    with pytest.raises(NotImplementedError, match="Unfinished must override"):
         call(Unfinished())
 
 
