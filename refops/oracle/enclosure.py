@@ -57,6 +57,8 @@ from refops.tiles import InputSource, Matrix, for_each, tile_slices
 F = np.float32
 #: Relative error of one float32 addition to nearest, and of one that truncates.
 NEAREST, TRUNCATED = 2.0**-24, 2.0**-23
+#: Elements of which a formula is evaluated at once: a dozen float64 arrays of them stay in the second-level cache.
+STRIP = 1 << 14
 
 
 @dataclass(frozen=True)
@@ -145,6 +147,28 @@ class RoundedBounds(BoundsSource):
         return self._source.read(rows, columns).rounded(self.dtype)
 
 
+class RememberedBounds(BoundsSource):
+    """Intervals that are read more than once: the last rectangle is kept.
+
+    Both directions of a quantized tensor, and its amax, ask for the same one.
+    """
+
+    def __init__(self, source):
+        super().__init__(source.shape, source.dtype)
+        self._source, self._at, self._bounds = source, None, None
+
+    def read(self, rows, columns):
+        if self._at != (rows, columns):
+            self._at, self._bounds = (rows, columns), self._source.read(rows, columns)
+        return self._bounds
+
+    def rounded(self):
+        rounded = self._source.rounded()
+        if rounded is self._source:
+            return self
+        return RememberedBounds(RoundedBounds(self) if isinstance(rounded, RoundedBounds) else rounded)
+
+
 class ExactBounds(BoundsSource):
     """A tensor as it is: each interval is one value."""
 
@@ -209,6 +233,15 @@ class FormulaBounds(BoundsSource):
 
     def _evaluate(self, rows, element, which):
         """Bounds of the result for elements (indices into a row of dy): of the `which` half for gated gradients."""
+        height = max(1, STRIP // max(1, len(element)))
+        starts = range(rows.start, rows.stop, height)
+        strips = [self._strip(slice(i, min(i + height, rows.stop)), element, which) for i in starts]
+        if len(strips) == 1:
+            return strips[0]
+        return Bounds(*(np.concatenate([getattr(strip, end) for strip in strips]) for end in ("lo", "hi", "nan")))
+
+    def _strip(self, rows, element, which):
+        """The same of a few rows."""
         act, gate = self._operands(rows, element)
         dy = None if self._dy is None else self._dy.read(rows, as_slice(element))
         with np.errstate(all="ignore"):
@@ -475,7 +508,7 @@ def encode_scale_of(scaling, dtype):
 
 def code_order(codes, fmt):
     """Integers in the order of the codes' values, -0 just below +0; NaN codes beyond the largest, by their sign bit."""
-    return _orders(fmt)[codes]
+    return _orders(fmt).take(codes)
 
 
 @cache
@@ -515,9 +548,10 @@ def codes_inside(codes, lowest, highest, nan, fmt):
     """Whether each code lies between the ends, or is NaN (without one: what NaN is cast to) where NaN is possible."""
     exist = codes < len(fmt.values)
     codes = codes & np.uint8(len(fmt.values) - 1)
-    order = code_order(codes, fmt)
-    inside = exist & (code_order(lowest, fmt) <= order) & (order <= code_order(highest, fmt))
+    order, low = code_order(codes, fmt), code_order(lowest, fmt)
+    high = low if highest is lowest else code_order(highest, fmt)
+    inside = exist & (low <= order) & (order <= high)
     if fmt.nan_code is None:
         return inside | (nan & exist & (codes == fmt.code_of_nan))
-    is_nan = np.isnan(fmt.values[codes])
-    return np.where(is_nan, nan, inside & ~np.isnan(fmt.values[lowest]))
+    is_nan = np.isnan(fmt.values)
+    return (inside & ~is_nan.take(codes) & ~is_nan.take(lowest)) | (is_nan.take(codes) & nan)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from refops.formats import pack_fp4
-from refops.quantization.layout import blocks_of, ceil_div, codes_of_tile
+from refops.quantization.layout import blocks_of, ceil_div, codes_of_tile, padded_blocks
 
 #: Edge of the tiles that a diagnosis looks at: a region has as many rows and columns where the tensor has.
 TILE = 128
@@ -155,11 +155,8 @@ class Geometry:
 
     def count_blocks(self, marked, covered):
         """How many blocks of a tile hold a marked entry; an entry covers `covered` (rows, columns) elements."""
-        row, column = np.nonzero(marked)
-        block_row, block_column = (
-            at * size // edge for at, size, edge in zip((row, column), covered, self.block, strict=True)
-        )
-        return np.unique(block_row * marked.shape[1] + block_column).size
+        edges = (max(edge // size, 1) for edge, size in zip(self.block, covered, strict=True))
+        return int(np.count_nonzero(padded_blocks(marked, *edges).any(axis=(1, 3))))
 
     def entry(self, name):
         """(transposed, rows, columns): how the stored array `name` is turned, and the elements of one entry."""

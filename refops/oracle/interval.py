@@ -159,18 +159,27 @@ def _toward(ends, direction):
     """The nearest float32 at or beyond `ends` in `direction`."""
     with np.errstate(over="ignore"):
         nearest = ends.astype(np.float32)
-        short = nearest > ends if direction < 0 else nearest < ends
-        return np.where(short, np.nextafter(nearest, np.float32(direction)), nearest)
+    short = nearest > ends if direction < 0 else nearest < ends
+    # The neighbour has the next bits as an integer; a number that is short lies on one side of its end, so that it is
+    # neither a NaN nor the last one of its direction. Past zero comes the least number of the direction's sign.
+    past_zero = (nearest == 0) & short
+    bits = nearest.view(np.int32)
+    away_from_zero = (bits >> 31) | np.int32(1)
+    away_from_zero *= short
+    bits += away_from_zero if direction > 0 else -away_from_zero
+    if past_zero.any():
+        nearest[past_zero] = np.float32(np.copysign(2.0**-149, direction))
+    return nearest
 
 
 def _below(ends):
     """Just below float64 `ends`, by more than an operation's rounding; infinities stay."""
-    return ends * (1 - np.copysign(_FUZZ, ends))
+    return np.minimum(ends * (1 - _FUZZ), ends * (1 + _FUZZ))
 
 
 def _above(ends):
     """Just above."""
-    return ends * (1 + np.copysign(_FUZZ, ends))
+    return np.maximum(ends * (1 - _FUZZ), ends * (1 + _FUZZ))
 
 
 def _rounded(lo, hi, nan, ulp):

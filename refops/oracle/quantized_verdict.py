@@ -26,19 +26,29 @@ class QuantizedJudge:
         self.judge, self.case, self.ulp = judge, judge.case, judge.ulp
         self.scaling = judge.case.scaling
         path = UNFUSED if self.case.operation.kind == "quantize" else self.scaling.path
-        source = enclosure.bounds_of(self.case, self.ulp)
+        source = enclosure.RememberedBounds(enclosure.bounds_of(self.case, self.ulp))
         rounded = source.rounded()
         self.values = rounded if path.casts_rounded else source
         in_float32 = enclosure.bounds_of(self.case, self.ulp, stored_float32=True)
         self.amax_values = rounded if path.amax_rounded else in_float32
+        self._amaxes, self._fairness = {}, {}
         self.dbias_values = rounded if path.dbias_rounded else source
         self.shape = source.shape
 
     def run(self):
         """Judge every output of the case."""
-        for direction in DIRECTIONS:
-            if any(name.endswith(direction) or name.startswith(direction) for name in self.judge.outputs):
-                self._judge_direction(direction)
+        given = [d for d in DIRECTIONS if any(name.endswith(d) or name.startswith(d) for name in self.judge.outputs)]
+        works = [work for work in map(self._work_of, given) if work is not None]
+
+        def judge_tile(rows, columns):  # in all directions, which have the same values there
+            if not self.judge.gives_up():
+                for work in works:
+                    work(rows, columns)
+
+        if works:
+            for_each(tile_slices(self.shape), judge_tile)
+        for name, fairness in self._fairness.items():
+            self.judge.tallies[name].bias = fairness.bias()
         if "dbias" in self.judge.outputs:
             self.judge.judge_sums("dbias", self.dbias_values, axis=0)
 
@@ -70,7 +80,7 @@ class QuantizedJudge:
         axis = int(not columnwise) if self.scaling.layout.amax == "rows" else None
         if self._same(name):
             return self.judge.outputs[name], self.judge.outputs[name]
-        least, greatest = enclosure.tensor_amax_bounds(self._sources(columnwise)[1], axis)
+        least, greatest = self._tensor_amax_bounds(self._sources(columnwise)[1], axis)
         if not self._given(name):
             return least, greatest
         written = self.judge.outputs[name]
@@ -81,9 +91,17 @@ class QuantizedJudge:
             return least, greatest
         return written, written
 
+    def _tensor_amax_bounds(self, source, axis):
+        """`enclosure.tensor_amax_bounds`, once for both directions of the same values."""
+        key = source, axis
+        if key not in self._amaxes:
+            self._amaxes[key] = enclosure.tensor_amax_bounds(source, axis)
+        return self._amaxes[key]
+
     # --- one direction ----------------------------------------------------------------------------
 
-    def _judge_direction(self, direction):
+    def _work_of(self, direction):
+        """A function that judges a rectangle (rows, columns) of a direction; None where nothing is left to judge."""
         columnwise = direction == "columnwise"
         names = {part: f"{direction}_{part}" for part in ("data", "scale_inv")} | {"amax": f"amax_{direction}"}
         geometry = Geometry(self.scaling, columnwise)
@@ -91,12 +109,14 @@ class QuantizedJudge:
         has_amax = names["amax"] in self.case.slots
         tensor_right = not has_amax or not self._given(names["amax"]) or self._same(names["amax"])
         if tensor_right and all(self._same(names[part]) for part in ("data", "scale_inv") if self._given(names[part])):
-            return
+            return None
         amax_range = self._amax_range(direction) if has_amax else None
         multiplier = self._per_tensor_multiplier(names, amax_range) if geometry.block is None else None
         source = self._sources(columnwise)[0]
         if geometry.block is None and not self._given(names["data"]):
-            return
+            return None
+        if self._given(names["data"]):
+            self._fairness[names["data"]] = Fairness()
 
         def work(rows, columns):
             if geometry.block is None:
@@ -104,10 +124,7 @@ class QuantizedJudge:
             else:
                 self._judge_blocks(names, geometry, source, rows, columns, amax_range, tensor_right)
 
-        self._fairness = Fairness()
-        for_each(tile_slices(self.shape), work)
-        if self._given(names["data"]):
-            self.judge.tallies[names["data"]].bias = self._fairness.bias()
+        return work
 
     def _count_blocks(self, geometry, names):
         m, k = self.shape
@@ -246,7 +263,7 @@ class QuantizedJudge:
         bits = self._random_bits(geometry, rows, columns)
         lowest, highest = enclosure.code_bounds(bounds, least, greatest, fmt, bits)
         if isinstance(bits, str):
-            self._fairness.add(bounds.lo * least, codes, fmt)
+            self._fairness[name].add(bounds.lo * least, codes, fmt)
         wrong = ~enclosure.codes_inside(codes, lowest, highest, bounds.nan, fmt)
         if not wrong.any():
             return

@@ -96,5 +96,7 @@ def distance_of(values, bounds, dtype):
 
 
 def outside(values, lowest, highest):
-    values, lowest, highest = (np.asarray(v, np.float64) for v in (values, lowest, highest))
-    return np.maximum(np.maximum(lowest - values, values - highest), 0.0).astype(np.float32)
+    """How far values lie outside their ends, float32; codes and their orders, of at most two bytes, and numbers."""
+    wide = np.int32 if all(v.dtype.kind in "iu" and v.itemsize <= 2 for v in (values, lowest, highest)) else np.float64
+    values, lowest, highest = (np.asarray(v, wide) for v in (values, lowest, highest))
+    return np.maximum(np.maximum(lowest - values, values - highest), 0).astype(np.float32)

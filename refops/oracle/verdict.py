@@ -5,6 +5,7 @@ results; intervals are computed for the other tiles alone. That is what makes th
 """
 
 from collections.abc import Callable, Mapping
+from copy import copy
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -213,10 +214,11 @@ def coarser_functions(judge, budget):
     for ulp in COARSER:
         if ulp <= judge.ulp or budget.is_spent():
             break
-        other = Judge(judge.case, judge.outputs, judge.unpadded, ulp, "ignore", judge.random_bits, plain=True)
+        other = judge.of_coarser(ulp)
+        other.gives_up = lambda other=other: other.wrong > FEW_LEFT * judge.wrong or budget.is_spent()
         with np.errstate(all="ignore"):
             other.run()
-        if other.wrong > FEW_LEFT * judge.wrong:
+        if other.gives_up():
             break
         sentence = (
             f"exp, tanh or division are approximations (fast math, hardware functions): everything is within {ulp} ulp "
@@ -240,18 +242,24 @@ class Judge:
         outputs: name -> array as stored; scales in plain order.
         reference: name -> the reference's array.
         tallies: name -> `Tally`.
+        gives_up: function asked before each tile: whether the others need not be judged.
     """
 
-    def __init__(self, case, outputs, unpadded, ulp, padding, random_bits, *, plain=False):
+    def __init__(self, case, outputs, unpadded, ulp, padding, random_bits):
+        self.gives_up = lambda: False
         self.case, self.ulp, self.padding, self.unpadded = case, ulp, padding, unpadded
         self.random_bits = random_bits
         self.notes = []
-        if plain:  # scales are in plain order already
-            self.outputs = outputs
-        else:
-            self.outputs = {name: self._plain_order(name, array) for name, array in outputs.items()}
+        self.outputs = {name: self._plain_order(name, array) for name, array in outputs.items()}
         self.reference = case.reference(outputs)
         self.tallies = {name: Tally(case.slots[name]) for name in outputs}
+
+    def of_coarser(self, ulp):
+        """The same check with another permitted error, and without padding; not run yet."""
+        other = copy(self)
+        other.ulp, other.padding, other.notes = ulp, "ignore", []
+        other.tallies = {name: Tally(self.case.slots[name]) for name in self.outputs}
+        return other
 
     @property
     def wrong(self):
@@ -416,7 +424,7 @@ class Judge:
 
         def work(rows, columns):
             mine, theirs = got.raw(rows, columns), expected.raw(rows, columns)
-            if np.array_equal(bits_of(mine), bits_of(theirs)):
+            if np.array_equal(bits_of(mine), bits_of(theirs)) or self.gives_up():
                 return
             bounds = source.read(rows, columns).rounded(dtype)
             self.judge_numbers(name, mine.astype(F), bounds, (rows, columns))
