@@ -89,7 +89,9 @@ def moved_in(placing, names):
                 marks.shown[:] = True
             marks.count(name, wrong if held else 0, wrong)
             continue
-        found = _found(name, cells, placing.follows(name, region), placing.shape)
+        if name not in placing.displaced:
+            placing.displaced[name] = _found(name, cells, placing.follows(name, region), placing.shape)
+        found = placing.displaced[name]
         marks.add(name, cells, region, found.marks)
         if found.said:
             lines.append(found.lines)

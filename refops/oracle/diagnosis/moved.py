@@ -133,13 +133,20 @@ def find_constant(got, reference, differs, fmt):
     count = int(np.count_nonzero(differs))
     if count < LEAST:
         return None
-    held = bits_of(got)[differs]
-    values, counts = np.unique(held, return_counts=True)
-    most = values[int(np.argmax(counts))]
-    if counts.max() < max(MANY * count, LEAST) or np.count_nonzero(bits_of(reference) == most) > 0.5 * reference.size:
+    most, times = _commonest(bits_of(got)[differs])
+    if times < max(MANY * count, LEAST) or np.count_nonzero(bits_of(reference) == most) > 0.5 * reference.size:
         return None
     found = Constant(most.view(got.dtype))
     return found if found.is_left_over(fmt) else None
+
+
+def _commonest(bits):
+    """(the commonest of some unsigned integers, how many there are of it)."""
+    if bits.dtype == np.uint8:
+        counts = np.bincount(bits)
+        return np.uint8(counts.argmax()), int(counts.max())
+    values, counts = np.unique(bits, return_counts=True)
+    return values[int(np.argmax(counts))], int(counts.max())
 
 
 def find_law(got, reference, differs):
@@ -216,10 +223,18 @@ def _sources(got, reference, differs):
     if not len(wrong) or got.shape[1] < LEAST:
         return {}
     chosen = wrong[np.unique(np.linspace(0, len(wrong) - 1, SAMPLED).astype(int))]
-    found = {int(line): _sources_of(got[line], reference, differs[line], line) for line in chosen}
-    told = {line: sources for line, sources in found.items() if sources is not None}
-    found = {line: sources for line, sources in told.items() if len(sources)}
-    return found if len(found) >= FOUND * len(told) else {}
+    found, without = {}, 0
+    for line in chosen:
+        sources = _sources_of(got[line], reference, differs[line], line)
+        if sources is None:
+            continue
+        if len(sources):
+            found[int(line)] = sources
+        else:
+            without += 1
+        if without > (1 - FOUND) * len(chosen):  # too many, whatever the others have
+            return {}
+    return found if len(found) >= FOUND * (len(found) + without) else {}
 
 
 def _sources_of(line, reference, differs, number):

@@ -27,11 +27,15 @@ FIT_SCALES, FIT_ENTRIES = 4, 64
 
 
 class Placing:
-    """The search for places in one diagnosis; `search` is the `Search`."""
+    """The search for places in one diagnosis; `search` is the `Search`.
+
+    Attributes:
+        displaced: output name -> what `displaced` found of it.
+    """
 
     def __init__(self, search):
         self.search, self.case, self.shape = search, search.case, search.shape
-        self._confirmed, self._wrong = {}, {}
+        self._confirmed, self._wrong, self.displaced = {}, {}, {}
         self.regions = search.probes.confirm if search.probes.complete else self._with_contrast()
 
     def answers(self, singles):

@@ -23,6 +23,7 @@ from refops.oracle.geometry import VALUES, Region, crop
 from refops.oracle.places import Lines, Place
 from refops.oracle.replay import FORMULA_STAGES, SETTINGS, NotApplicable, Setting, amax_is_near
 from refops.oracle.report import Explanation
+from refops.oracle.tally import bits_of
 from refops.scalings.arithmetic import REFERENCE
 
 #: Share from which something is worth saying though it is not enough.
@@ -31,8 +32,9 @@ PARTLY = 0.5
 SHOWN = 5
 #: Findings that are confirmed also where the budget is spent: else what it was spent on would be lost.
 SURE = 3
-#: Pairs that explain all of the probes, after which no more are sought.
-ENOUGH_PAIRS = 8
+#: Pairs come in the order of their promise: so many are tried; once one explains all of the probes as many again and
+#: `MORE_PAIRS`, for a better one, until `ENOUGH_PAIRS` do.
+MOST_PAIRS, MORE_PAIRS, ENOUGH_PAIRS = 1200, 256, 8
 #: Share of an array that one of a pair must explain by itself.
 LEADING = 0.25
 #: Stages that leave scales and amaxes as they are: those from the multiplication on.
@@ -172,9 +174,12 @@ class Search:
 
     def run(self, replay, region):
         """What a replay writes of a region; the reference where nothing that it writes there is changed."""
+        reference = {name: self._reference_crop(name, region) for name in self.matrix_names}
         if not replay.changed - SUM_STAGES - {"layout"} and not replay.dequantizes:
-            return {name: self._reference_crop(name, region) for name in self.matrix_names}
-        return replay.run(region, self.matrix_names)
+            return reference
+        made = replay.run(region, self.matrix_names)
+        # How the reference compares is known: most conventions leave some arrays as they are.
+        return {name: reference[name] if _equal(array, reference[name]) else array for name, array in made.items()}
 
     def _evaluate_sums(self, replay, elements, arrays):
         counts = {}
@@ -399,11 +404,14 @@ class Search:
         results = self._reading_pairs(reads, computes)
         region = self._pair_region()
         self.setting.whole_halo = False
+        tried, clear = 0, sum(r.is_clear for r in results)
+        most = MORE_PAIRS if clear else MOST_PAIRS
         for first, second in self._led(computes):
             if not self._compatible(first, second):
                 continue
-            if self.budget.is_spent() or sum(r.is_clear for r in results) >= ENOUGH_PAIRS:
+            if self.budget.is_spent() or clear >= ENOUGH_PAIRS or tried >= most:
                 break
+            tried += 1
             pair = (*first.candidate, *second.candidate)
             larger = any(c.stage_of(choice) == "blocks" for c, choice in pair)
             try:
@@ -412,6 +420,9 @@ class Search:
                 continue
             if result.promising:
                 results.append(result)
+            if result.is_clear:
+                most = most if clear else 2 * tried + MORE_PAIRS
+                clear += 1
         return results
 
     def _led(self, computes):
@@ -534,6 +545,12 @@ class _Facts(dict):
 
     def __missing__(self, key):
         return ""
+
+
+def _equal(made, reference):
+    """Whether a replay wrote the reference's bits."""
+    alike = made.dtype == reference.dtype and made.shape == reference.shape
+    return alike and np.array_equal(bits_of(made), bits_of(reference))
 
 
 def _led_share(result):
