@@ -28,6 +28,10 @@ SAID = {
     "gate-clamped-above-only": "at limit alone, not at -limit",
     "tanh-argument-in-half": "The argument of tanh is rounded to float16",
     "e4m3-carry-lost": "248.242 becomes 128",
+    "mx-amax-starts-from-one": "starts from 1 (or a number with the same scale)",
+    "block-amax-starts-from-a-number": "The amax of each block starts from 3.3, where TE's starts from 0",
+    "block-scale-of-last-rows-stays-one": "The scales of blocks are 1 whatever the amax is",
+    "mx-stored-scales-of-some-rows-stay-one": "The stored scales are 1 (0x7F) whatever the amax is",
     "mx-byte-without-emax": "without the format's exponent 8",
     "mx-floor-of-the-quotient": "the data are cast with that byte",
 }

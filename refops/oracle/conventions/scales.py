@@ -3,6 +3,7 @@
 import math
 from dataclasses import fields, replace
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -12,6 +13,7 @@ from refops.oracle.conventions import registry
 from refops.oracle.conventions.registry import computing
 from refops.oracle.geometry import TILE, Geometry, Region, crop, whole
 from refops.oracle.replay import SETTINGS, NotApplicable, power_of_two_below
+from refops.oracle.tally import bits_of
 from refops.quantization.layout import block_amax, padded_blocks
 from refops.quantization.result import DIRECTIONS
 from refops.scalings import NAMED
@@ -370,14 +372,123 @@ def common_factor(values, codes, fmt):
     return F((low + high) / 2)
 
 
+# --- one number in all wrong scales of blocks -------------------------------------------------------
+# What explains it most simply comes first, before an offset or a factor, which one number cannot tell from it.
+
+#: Scales that differ from the right ones, at least.
+LEAST_HELD = 4
+#: Lower bounds of an amax that keep a quotient finite: they have a name of their own.
+EPSILONS = (1e-12, 1e-10, 1e-8, 1e-6, 1e-5, 1e-4, 2.0**-126)
+
+
+class HeldScale(NamedTuple):
+    """The number that all wrong scales of a copy hold.
+
+    Attributes:
+        direction: of the copy.
+        stored: the number as it is stored.
+        value: what it stands for.
+        is_larger: whether the right scales are all smaller where it stands.
+        is_largest: whether no scale of the copy should be as large.
+        alike: whether the right scales are one number too, where it stands.
+    """
+
+    direction: str
+    stored: np.generic
+    value: float
+    is_larger: bool
+    is_largest: bool
+    alike: bool
+
+
+def held_scale(replay):
+    """The `HeldScale` of a dump; NotApplicable where its wrong scales hold different numbers."""
+    require_blocks(replay)
+    cache = replay.setting.cache
+    if "held scale" not in cache:
+        found = (_held_in(replay, direction) for direction in DIRECTIONS)
+        cache["held scale"] = next((held for held in found if held is not None), None)
+    replay.require(cache["held scale"] is not None)
+    return cache["held scale"]
+
+
+def _held_in(replay, direction):
+    """The `HeldScale` of one copy, or None."""
+    setting, name = replay.setting, f"{direction}_scale_inv"
+    if name not in setting.outputs:
+        return None
+    inside = replay.case.slots[name].valid_slices
+    got, expected = setting.outputs[name][inside], setting.reference[name][inside]
+    differs = bits_of(got) != bits_of(expected)
+    numbers, fmt = np.unique(got[differs]), replay.layout.scale_format
+    if np.count_nonzero(differs) < LEAST_HELD or len(numbers) > 1:
+        return None
+    stored = numbers[0]
+    if fmt is not None and stored >= fmt.largest_code:  # too large a scale saturates, whatever made it
+        return None
+    value, right = (replay.read_scale(scales, fmt) for scales in (stored, expected))
+    smaller, alike = right < value, len(np.unique(expected[differs])) == 1
+    return HeldScale(direction, stored, float(value), bool(smaller[differs].all()), bool(smaller.all()), alike)
+
+
+def _starts(replay):
+    """The number from which the amax of each block starts, [] where no such one gives the scales of the dump."""
+    held = held_scale(replay)
+    per_row = replay.layout.two_level and replay.layout.amax == "rows"
+    if not held.is_larger or held.value == 1 or per_row:  # 1 is what a scale begins with
+        return []
+    plain, anywhere = replay.setting.replay(), Region(slice(0, 0), slice(0, 0))
+    tensor_amax = plain.tensor_amax(held.direction, anywhere) if replay.layout.two_level else None
+
+    def gives_it(start):
+        scale = plain.scales(np.full((1, 1), start, F), tensor_amax)[0]
+        return bool(scale.reshape(-1)[0] == held.stored)
+
+    stored = np.full((1, 1), held.stored)
+    implied = float(replay.rule.decode_factor(stored, tensor_amax)[0, 0]) * float(replay.scale_max)
+    if not 0 < implied < FLT_MAX or any(map(gives_it, EPSILONS)):
+        return []
+    exponent = math.floor(math.log2(implied))
+    numbers = [1.0]
+    if not held.is_largest:  # else all blocks would have that scale, as if none of them had an amax
+        numbers += [*(2.0**e for e in range(exponent + 1, exponent - 3, -1)), implied]
+    return [number for number in numbers if gives_it(number)][:1]
+
+
+def _one_for_another(replay):
+    """Whether the wrong scales of blocks hold one number where the right ones are another: it need be no offset."""
+    try:
+        return held_scale(replay).alike
+    except NotApplicable:
+        return False
+
+
+@computing(
+    "amax-starts-from",
+    "The amax of each block starts from {start:.6g}{about}, where TE's starts from 0: it is never less.",
+    stage="block-amax",
+    choices=_starts,
+    last=True,
+)
+def amax_starts_from(replay, choice):
+    require_blocks(replay)
+    require_own_amax(replay)
+    replay.facts["start"] = choice
+    replay.facts["about"] = "" if replay.layout.scale_format is None else " (or a number with the same scale)"
+    replay.after("block_amax", lambda amax: np.maximum(amax, F(choice)))
+
+
 @computing(
     "stale-scale",
-    "The data are multiplied with {found:.6g}, where the call's scale is {own:.6g}: that of another step or tensor.",
-    stage="scale",
-    choices=("scale_inv", "codes"),
+    "{what}.",
+    stage=lambda choice: "stored" if choice == "stored alone" else "scale",
+    choices=("scale_inv", "codes", "blocks", "stored alone"),
     last=True,
 )
 def stale_scale(replay, choice):
+    if choice in ("blocks", "stored alone"):
+        _keep_scale_of_blocks(replay, choice == "stored alone")
+        return
     require_scaling(replay)
     replay.require(replay.scaling.given is not None)
     outputs = replay.setting.outputs
@@ -400,8 +511,31 @@ def stale_scale(replay, choice):
             found = own
         replay.decode_scale = lambda scale: np.full_like(scale, F(1) / own)
     replay.require(found != own)
-    replay.facts["found"], replay.facts["own"] = float(found), float(own)
+    replay.facts["what"] = (
+        f"The data are multiplied with {float(found):.6g}, where the call's scale is {float(own):.6g}: that of another "
+        f"step or tensor"
+    )
     replay.encode_scale = lambda amax: np.full((1, 1), found, F)
+
+
+def _keep_scale_of_blocks(replay, stored_alone):
+    """Let all blocks have the one scale that the wrong ones of the dump hold, whatever their amax."""
+    held = held_scale(replay)
+    replay.require(np.isfinite(held.value) and held.value > 0)
+    replay.require(held.value == 1 or not held.alike)  # one number for another may be a factor or an offset
+    fmt = replay.layout.scale_format
+    shown = f"{held.value:.6g}" + ("" if fmt is None else f" (0x{int(held.stored):02X})")
+    cast = ", though the data are cast with the right ones" if stored_alone else ""
+    which = "the one that they begin with" if held.value == 1 else "one of before"
+    what = "The stored scales" if stored_alone else "The scales of blocks"
+    replay.facts["what"] = f"{what} are {shown} whatever the amax is{cast}: {which}, which was not replaced"
+    if stored_alone:
+        replay.after("stored_scale", lambda scale: np.full_like(scale, held.stored))
+    elif fmt is not None:
+        replay.after("scale_code", lambda code: np.full_like(code, held.stored))
+    else:
+        replay.after("encode_scale", lambda scale: np.full_like(scale, F(1) / held.stored))
+        replay.after("decode_scale", lambda scale: np.full_like(scale, held.stored))
 
 
 @computing(
@@ -887,6 +1021,7 @@ def scale_off_by_one(replay, choice):
         "stored": ", though the data are cast with the right one",
         "cast": " for the cast, though the right one is stored",
     }[what]
+    replay.require(what == "cast" or not _one_for_another(replay))
     fmt = replay.layout.scale_format
     if what == "both":
         replay.after("scale_code", lambda code: _moved(code, by, fmt))
@@ -1085,7 +1220,7 @@ def epsilon_missing(replay):
     "The amax {what} {epsilon:g}, which {own}.",
     stage="epsilon",
     last=True,
-    choices=[(e, how) for e in (1e-12, 1e-10, 1e-8, 1e-6, 1e-5, 1e-4, 2.0**-126) for how in ("bound", "sum")],
+    choices=[(e, how) for e in EPSILONS for how in ("bound", "sum")],
 )
 def epsilon_extra(replay, choice):
     epsilon, how = choice

@@ -251,3 +251,53 @@ def tile_of_the_row_above(k):
 def scale_of_an_older_step(k):
     """The scale follows row 5 of the history."""
     return k.outputs(scale_amax=lambda history: history[5])
+
+
+# --- one number in all wrong scales -----------------------------------------------------------------------------------
+
+
+def _from(start):
+    """A block's amax that begins with a number."""
+    return lambda k: lambda v, r, c: np.maximum(Kernel.block_amax(k, v, r, c), F(start))
+
+
+@convention("amax-starts-from", "quantize", MX, shape=SIZE, columnwise=True)
+def mx_amax_starts_from_one(k):
+    """The maximum of a block is taken from 1 on, not from 0."""
+    return k.outputs(block_amax=_from(1)(k))
+
+
+@convention("amax-starts-from", "quantize", BLOCKS, shape=SIZE)
+def block_amax_starts_from_a_number(k):
+    """The maximum of a block is taken from 3.3 on."""
+    return k.outputs(block_amax=_from(3.3)(k))
+
+
+@convention("amax-starts-from", "quantize", MX, shape=SIZE)
+def mx_amax_of_every_fourth_block_starts_from_one(k):
+    """The register of every fourth block is initialised with 1."""
+
+    def block_amax(v, r, c):
+        amax = Kernel.block_amax(k, v, r, c)
+        amax[:, 3::4] = np.maximum(amax[:, 3::4], F(1))
+        return amax
+
+    return k.outputs(block_amax=block_amax)
+
+
+@convention("stale-scale", "quantize", BLOCKS, shape=SIZE)
+def block_scale_of_last_rows_stays_one(k):
+    """The amax of the last row of each 128 is never reduced: its scales keep their first value, 1."""
+
+    def block_scales(v, r, c):
+        scales = Kernel.block_scales(k, v, r, c)
+        scales[127::128] = 1
+        return scales
+
+    return k.outputs(block_scales=block_scales)
+
+
+@convention("stale-scale", "quantize", MX, shape=SIZE)
+def mx_stored_scales_of_some_rows_stay_one(k):
+    """Row 31 of each 32 stores no scale byte: it holds 2^0, which memory was filled with."""
+    return k.outputs(mx_stored=lambda byte: np.where(np.arange(len(byte))[:, None] % 32 == 31, np.uint8(127), byte))
