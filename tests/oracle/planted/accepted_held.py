@@ -107,7 +107,7 @@ ACCEPTED: dict[str, tuple[str, ...]] = {
     "odd-row-blocks-use-the-fnuz-limit": ("e4m3-max-240", "other-format-max", "other-limit"),
     "vector-tail-copies-the-input": ("activation-missing",),
     "upper-half-warp-truncates-the-store": ("truncation",),
-    "every-128th-block-starts-from-one": ("epsilon-extra", "stale-amax"),
+    "every-128th-block-starts-from-one": ("amax-starts-from", "epsilon-extra", "stale-amax"),
     # pipelines
     "persistent-cta-casts-with-its-first-scale": ("neighbour-line-scale",),
     "consumer-reads-before-the-copy-lands": ("input-shifted", "shifted-columns"),
