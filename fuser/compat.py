@@ -21,6 +21,8 @@ MODULES = {
     "transformer_engine.common.recipe": "fuser.recipe",
     "transformer_engine.pytorch": "fuser",
     "transformer_engine.pytorch._extra_state": "fuser.extra_state",
+    "transformer_engine.pytorch.custom_recipes": None,
+    "transformer_engine.pytorch.custom_recipes.quantization": "fuser.gemm",
     "transformer_engine.pytorch.distributed": "fuser.distributed",
     "transformer_engine.pytorch.export": "fuser.jit",
     "transformer_engine.pytorch.fp8": "fuser.fp8",

@@ -24,6 +24,7 @@ from fuser.op import BasicOperation, FusedOperation, FusibleOperation
 from fuser.passes import ForwardStep, forward_observers
 from fuser.quantization.contexts import autocast
 from fuser.quantization.state import FP8GlobalStateManager
+from fuser.quantization.storage import BufferStorage
 from fuser.sequential import Sequential
 from refops.quantization.result import stored_layout
 
@@ -379,8 +380,8 @@ def _parts(tensor: Any) -> list[torch.Tensor]:
     """The plain tensors that hold the data of a tensor."""
     if not is_quantized_tensor(tensor):
         return [tensor]
-    values = (getattr(tensor.buffers, entry.name) for entry in dataclasses.fields(tensor.buffers))
-    return [value for value in values if isinstance(value, torch.Tensor)]
+    values = tensor.buffers.tensors if isinstance(tensor, BufferStorage) else vars(tensor)
+    return [value for value in values.values() if isinstance(value, torch.Tensor)]
 
 
 def _saved_tensor(tensor: Any, seen_storages: set[int]) -> SavedTensor:
@@ -394,11 +395,13 @@ def _saved_tensor(tensor: Any, seen_storages: set[int]) -> SavedTensor:
         else:
             seen_storages.add(storage.data_ptr())
             measured += storage.nbytes()
-    if is_quantized_tensor(tensor):
+    if isinstance(tensor, BufferStorage):
         name, theory = _quantized_theory(tensor)
+    elif is_quantized_tensor(tensor):
+        name, theory = type(tensor).__name__, measured
     else:
         name, theory = str(tensor.dtype).removeprefix("torch."), tensor.numel() * tensor.element_size()
-    return SavedTensor(tuple(tensor.shape), name, measured, theory, shared and measured == 0)
+    return SavedTensor(tuple(tensor.size()), name, measured, theory, shared and measured == 0)
 
 
 def _quantized_theory(tensor: Any) -> tuple[str, int]:

@@ -16,16 +16,23 @@ What runs natively and what is emulated:
 Where a native product does not fit (`native_obstacle` says why), operands are dequantized there too. A dequantized
 operand is exactly what its codes and scales stand for, so an emulated product differs from a tensor core's only in the
 order of its float32 sums. Under `backend("float64")` operands may be float64; then products are float64.
+
+Two operands in formats of the caller's own (TE: `custom`) whose quantizer has a `qgemm` are multiplied by that; others
+in such a format dequantize themselves.
 """
 
+import enum
 import math
 import numbers
+from collections import namedtuple
+from dataclasses import dataclass
 
 import torch
 
 from fuser import dispatch
 from fuser.dispatch import Buffers
 from fuser.dtypes import HIGH_PRECISION
+from fuser.quantization.storage import QuantizedTensorStorage
 from refops.arguments import shown
 from refops.formats import E4M3, E5M2, E8M0
 
@@ -33,6 +40,26 @@ LAYOUTS = ("TN", "NN", "NT")
 _FP8 = {E4M3: torch.float8_e4m3fn, E5M2: torch.float8_e5m2}
 #: Whether torch.mm of 16-bit CUDA tensors can store its float32 sums.
 _MM_STORES_FLOAT32 = hasattr(torch.ops.aten.mm, "dtype")
+
+
+class GEMMType(enum.Enum):
+    """Which product of a linear layer a quantizer's `qgemm` is asked for."""
+
+    FPROP = "fprop"
+    DGRAD = "dgrad"
+    WGRAD = "wgrad"
+
+
+@dataclass(frozen=True)
+class MMParams:
+    """How a `qgemm` is to compute: dtype of its result, and TE's flag of exact sums."""
+
+    out_dtype: torch.dtype | None = None
+    use_split_accumulator: bool = True
+
+
+#: A quantized tensor of the caller's own whose quantizer multiplies.
+_Custom = namedtuple("_Custom", "storage shape dtype device")
 
 
 # --- public -----------------------------------------------------------------------------------------
@@ -164,7 +191,7 @@ def _size_obstacle(a, b, layout):
 
 
 def _operand(value, name):
-    """Return a plain tensor as it is, anything quantized as its `Buffers`."""
+    """Return a plain tensor as it is, anything quantized as its `Buffers`, or `_Custom`, or plain if it is neither."""
     if type(value) in (torch.Tensor, torch.nn.Parameter):
         return value
     buffers = value if isinstance(value, Buffers) else getattr(value, "buffers", None)
@@ -172,6 +199,10 @@ def _operand(value, name):
         return buffers
     if isinstance(value, torch.Tensor):
         return value
+    if isinstance(value, QuantizedTensorStorage):
+        if not (getattr(value, "custom", False) and hasattr(value._quantizer, "qgemm")):
+            return value.dequantize()
+        return _Custom(value, tuple(value.original_shape), value.dtype, value.device)
     raise TypeError(f"{name} must be a tensor, a quantized tensor or its storage; got {type(value).__name__}")
 
 
@@ -227,6 +258,8 @@ def _check_options(shape, bias, beta, out, accumulate):
 
 def _product(a, b, layout, dtype, bias, alpha):
     """Return alpha op(b) op(a) + bias as a matrix of `dtype`, rounded once."""
+    if isinstance(a, _Custom) and isinstance(b, _Custom):
+        return _custom_product(a.storage, b.storage, layout, dtype, bias, alpha)
     quantized = isinstance(a, Buffers) and isinstance(b, Buffers)
     if quantized and native_obstacle(a, b, layout=layout) is None:
         return _native_product(a, b, layout, dtype, bias, alpha)
@@ -249,6 +282,8 @@ def _matrix(operand, name, columnwise):
     """Return a plain operand, or the dequantized float32 copy of another, as a matrix."""
     if isinstance(operand, Buffers):
         operand = dispatch.dequantize(operand, columnwise=_reads_columnwise(operand, name, columnwise))
+    elif isinstance(operand, _Custom):
+        operand = operand.storage.dequantize()
     elif operand.dtype not in HIGH_PRECISION and not (
         operand.dtype is torch.float64 and dispatch.current_backend() == "float64"
     ):
@@ -287,6 +322,28 @@ def _finished(product, dtype, bias, alpha):
     if bias is not None:
         product = product + bias.to(product.dtype)
     return product.to(dtype)
+
+
+def _custom_product(a, b, layout, dtype, bias, alpha):
+    """The product that a quantizer of the caller's own computes: `qgemm` of that of `b`, as TE calls it."""
+    kind = {"TN": GEMMType.FPROP, "NN": GEMMType.DGRAD, "NT": GEMMType.WGRAD}[layout]
+    left, left_scale = (b.data_t, b.scale_t) if layout[1] == "T" else (b.data, b.scale)
+    right, right_scale = (a.data, a.scale) if layout[0] == "T" else (a.data_t, a.scale_t)
+    plain = alpha == 1.0
+    computed = dtype if plain else torch.float32
+    product = b._quantizer.qgemm(
+        left,
+        right,
+        MMParams(computed, kind is not GEMMType.FPROP),
+        computed,
+        left_scale,
+        right_scale,
+        bias if plain else None,
+        gemm_type=kind,
+        qresult_x=b,
+        qresult_w=a,
+    )
+    return product if plain else _finished(product, dtype, bias, alpha)
 
 
 def _native_product(a, b, layout, dtype, bias, alpha):

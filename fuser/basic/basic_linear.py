@@ -481,9 +481,9 @@ class BasicLinear(BasicOperation):
 
         `product` holds arguments of `_functional_forward` (`alpha`, `bias`, `out`, `beta`, `accumulate_into_out`).
         """
-        if input_.shape[-1:] != (self.weight.shape[1],):
+        if input_.size()[-1:] != (self.weight.shape[1],):
             raise ValueError(
-                f"Input tensor (shape={tuple(input_.shape)}) and weight tensor (shape={tuple(self.weight.shape)}) "
+                f"Input tensor (shape={tuple(input_.size())}) and weight tensor (shape={tuple(self.weight.shape)}) "
                 "are not compatible: the input's last dimension must be in_features"
             )
         quantized = FP8GlobalStateManager.is_fp8_enabled()

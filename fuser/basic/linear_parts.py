@@ -23,7 +23,7 @@ from fuser.distributed import gather_along_first_dim
 from fuser.quantization.quantizer import Quantizer
 from fuser.quantization.quantizers import Float8CurrentScalingQuantizer, Float8Quantizer
 from fuser.quantization.state import QuantizerRole
-from fuser.quantization.storage import Float8TensorStorage
+from fuser.quantization.storage import BufferStorage, Float8TensorStorage
 from fuser.quantization.tensor import QuantizedTensor
 
 PER_TENSOR_QUANTIZERS = (Float8Quantizer, Float8CurrentScalingQuantizer)
@@ -234,6 +234,8 @@ def quantize_operand(
 
     `reads`: the one copy ("rowwise" or "columnwise") that the product at hand reads; by default all that are asked for.
     """
+    if is_quantized_tensor(tensor) and not isinstance(tensor, BufferStorage):
+        return tensor  # a format of the caller's own: its product knows what it reads
     if is_quantized_tensor(tensor):
         asked = {"rowwise": rowwise, "columnwise": columnwise}
         needed = [reads] if reads else [copy for copy, wanted in asked.items() if wanted]
@@ -270,7 +272,8 @@ def keep_columnwise(tensor: Any) -> None:
     """Drop the row-wise copy that the backward pass won't read, from storages made inside the pipeline."""
     if not is_quantized_tensor(tensor) or isinstance(tensor, QuantizedTensor):
         return
-    if isinstance(tensor, Float8TensorStorage) or tensor.get_usages()["columnwise"]:
+    makes_copies = isinstance(tensor, Float8TensorStorage) or not isinstance(tensor, BufferStorage)
+    if makes_copies or tensor.get_usages()["columnwise"]:
         tensor.update_usage(rowwise_usage=False, columnwise_usage=True)
 
 

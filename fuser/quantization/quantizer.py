@@ -19,7 +19,7 @@ import torch
 from fuser import dispatch
 from fuser.dispatch import Buffers
 from fuser.dtypes import HIGH_PRECISION
-from fuser.quantization.storage import DIRECTIONS, QuantizedTensorStorage
+from fuser.quantization.storage import DIRECTIONS, BufferStorage, QuantizedTensorStorage
 from refops.quantization.result import stored_layout
 
 
@@ -27,8 +27,8 @@ class Quantizer:
     """Builder of quantized tensors.
 
     Abstract (`TypeError`): a subclass with a `refops` scaling overrides `scaling()` and names `tensor_class` and
-    `storage_class`; one with a format of its own overrides `quantize_impl`, and `update_quantized` and `make_empty` if
-    it has in-place updates and empty tensors.
+    `storage_class`; one with a format of its own overrides `quantize_impl` or `quantize`, and `update_quantized` and
+    `make_empty` if it has in-place updates and empty tensors.
 
     Attributes:
         rowwise_usage, columnwise_usage: which copies results have.
@@ -45,7 +45,7 @@ class Quantizer:
     optimize_for_gemm: bool
 
     def __new__(cls, *args, **kwargs):
-        if cls.scaling is Quantizer.scaling and cls.quantize_impl is Quantizer.quantize_impl:
+        if all(getattr(cls, name) is getattr(Quantizer, name) for name in ("scaling", "quantize_impl", "quantize")):
             raise TypeError(f"Can't instantiate abstract class {cls.__name__} without scaling or quantize_impl")
         return super().__new__(cls)
 
@@ -149,7 +149,7 @@ class Quantizer:
 
     def _quantize_as(self, tensor, dtype):
         result = self.quantize_impl(plain(tensor))
-        if dtype is None or dtype == result.dtype:
+        if dtype is None or not isinstance(result, BufferStorage) or dtype == result.dtype:
             return result
         return type(result)(replace(result.buffers, dtype=dtype), quantizer=result._quantizer)
 

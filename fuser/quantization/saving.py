@@ -32,7 +32,8 @@ def prepare_for_saving(*tensors: Any) -> tuple[list[torch.Tensor | None], list[A
             objects.append(None)
             continue
         if isinstance(tensor, QuantizedTensorStorage):
-            own: Any = type(tensor)(**tensor.get_metadata())
+            own = object.__new__(type(tensor))  # whatever the constructor takes
+            own.__dict__.update(tensor.__dict__)
         elif isinstance(tensor, GroupedTensorStorage):
             own = tensor.copy()
         else:
