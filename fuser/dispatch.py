@@ -648,9 +648,21 @@ def dequantize(buffers, *, dtype=torch.float32, columnwise=False):
 @_dispatched
 def swizzled(buffers):
     """Return `Buffers` with scales in the order that GEMMs read, if they have one; see `refops.Quantized.swizzled`."""
+    return _reordered(buffers, "swizzled")
+
+
+@_dispatched
+def unswizzled(buffers):
+    """Undo `swizzled`."""
+    return _reordered(buffers, "unswizzled")
+
+
+def _reordered(buffers, method):
+    if not buffers.shape:
+        return _reordered(buffers.viewed((1,)), method).viewed(())
     engine = _engine_on(buffers.device, current_backend())
     q = engine.quantized({name: engine.array(tensor) for name, tensor in buffers.tensors.items()}, buffers)
-    return _result(engine, q.swizzled(), buffers.dtype)
+    return _result(engine, getattr(q, method)(), buffers.dtype)
 
 
 @_dispatched

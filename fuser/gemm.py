@@ -142,6 +142,11 @@ def native_obstacle(a, b, *, layout="TN"):
     return _format_obstacle(a, b, torch.cuda.get_device_capability(a.device)) or _size_obstacle(a, b, layout)
 
 
+def reads_swizzled_scales(device):
+    """Whether products on a device read block scales in GEMM order: MXFP8's on tensor cores do; others undo it."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _MX_CAPABILITY
+
+
 def _format_obstacle(a, b, capability):
     """Why tensor cores of a capability cannot multiply these formats, or None."""
     kinds = {_native_kind(a.scaling), _native_kind(b.scaling)}
@@ -150,7 +155,7 @@ def _format_obstacle(a, b, capability):
     if a.scaling.fmt == b.scaling.fmt == E5M2:
         return "no native product of E5M2 and E5M2"
     mx = kinds == {_MX}
-    needed = (10, 0) if mx else (8, 9)
+    needed = _MX_CAPABILITY if mx else (8, 9)
     if capability < needed:
         return f"needs compute capability {needed[0]}.{needed[1]}; the GPU has {capability[0]}.{capability[1]}"
     if mx and not hasattr(torch, "float8_e8m0fnu"):
@@ -160,6 +165,8 @@ def _format_obstacle(a, b, capability):
 
 #: The kinds of FP8 operands that tensor cores take: one scale for the tensor, E8M0 scales for blocks of 32.
 _PER_TENSOR, _MX = "one scale", "microscaling"
+#: What tensor cores of microscaling need.
+_MX_CAPABILITY = (10, 0)
 
 
 def _native_kind(scaling):

@@ -11,6 +11,7 @@ Where this differs from TransformerEngine on purpose:
   `main_grad` itself, which then counts twice.
 * quantized tensors that the caller can see keep both their copies; only storages made inside the pipeline lose one.
   One that lacks the copy for the backward pass is quantized again there. TE raises.
+* scales are stored in GEMM order where products read that (MXFP8 from sm_100 on); TE asks for it everywhere.
 * under sequence parallelism, formats that scale blocks are gathered in high precision and quantized as a whole, so the
   op before hands over high precision. What ranks gather in FP8 is saved in FP8; TE saves it in high precision.
 """
@@ -57,7 +58,7 @@ from fuser.distributed import (
     get_distributed_world_size,
     reduce_scatter_along_first_dim,
 )
-from fuser.gemm import linear_dgrad, linear_forward, linear_wgrad
+from fuser.gemm import linear_dgrad, linear_forward, linear_wgrad, reads_swizzled_scales
 from fuser.op import BasicOperation, OperationContext
 from fuser.quantization.quantizer import Quantizer
 from fuser.quantization.quantizers import Float8CurrentScalingQuantizer
@@ -198,14 +199,15 @@ class BasicLinear(BasicOperation):
         grad_output_quantizer = self.get_quantizer("backward", 0)
         if input_quantizer is None:
             return
+        weight = getattr(self, "weight", None)
+        swizzled = weight is not None and reads_swizzled_scales(weight.device)
         for quantizer, gathered in ((input_quantizer, "column"), (grad_output_quantizer, "row")):
             quantizer.internal = True
-            quantizer.optimize_for_gemm = not self._gathers(gathered)
+            quantizer.optimize_for_gemm = swizzled and not self._gathers(gathered)
             # NVFP4 has an amax of the tensor too, but is quantized after gathering: all ranks see the whole
             if self._gathers(gathered) and isinstance(quantizer, Float8CurrentScalingQuantizer):
                 quantizer.with_amax_reduction = True
                 quantizer.amax_reduction_group = self.tensor_parallel_group
-        weight = getattr(self, "weight", None)
         weight_quantizer.internal = not is_quantized_tensor(weight) and not self._with_quantized_weight
         if recipe is not None and recipe.float8_current_scaling():
             set_current_scaling_params(recipe, [input_quantizer], [weight_quantizer], [grad_output_quantizer])

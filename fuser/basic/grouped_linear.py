@@ -38,6 +38,7 @@ from fuser.common import (
     maybe_dequantize,
     validate_or_alloc_output,
 )
+from fuser.gemm import reads_swizzled_scales
 from fuser.op import ExtraTensorOperation, OperationContext
 from fuser.quantization.quantizer import Quantizer
 from fuser.quantization.state import FP8GlobalStateManager, QuantizerRole
@@ -190,7 +191,7 @@ class GroupedLinear(ExtraTensorOperation):
             weight = getattr(self, f"weight{i}", None)
             for quantizer in (input_quantizer, grad_output_quantizer):
                 quantizer.internal = True
-                quantizer.optimize_for_gemm = True
+                quantizer.optimize_for_gemm = weight is not None and reads_swizzled_scales(weight.device)
             weight_quantizer.internal = not is_quantized_tensor(weight) and not self._with_quantized_weight
         if recipe.float8_current_scaling():
             set_current_scaling_params(recipe, *zip(*quantizers, strict=True))

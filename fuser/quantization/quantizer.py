@@ -33,7 +33,9 @@ class Quantizer:
     Attributes:
         rowwise_usage, columnwise_usage: which copies results have.
         internal: results are bare storages, without autograd.
-        optimize_for_gemm: results are only read by GEMMs. A hint: scales keep their plain order here.
+        optimize_for_gemm: results are mainly read by GEMMs: block scales that these read in an order of their own
+            (MXFP8's, NVFP4's) are stored in it, and `_with_gemm_swizzled_scales` of results is True. Values and views
+            are the same; slices are plain.
     """
 
     tensor_class: ClassVar[Any] = None
@@ -186,8 +188,15 @@ class Quantizer:
     def _made_of(self, buffers):
         """`wrap`, of a shape that was checked."""
         self._record(buffers)
+        buffers = self._in_order(buffers)
         made = self.storage_class if self.internal else self.tensor_class
         return made(buffers, quantizer=self.copy_for_result())
+
+    def _in_order(self, buffers):
+        return dispatch.swizzled(buffers) if self._swizzles(buffers.scaling) else buffers
+
+    def _swizzles(self, scaling):
+        return self.optimize_for_gemm and scaling.layout.scale_order == "gemm"
 
     def _record(self, buffers: Buffers) -> None:
         """Keep statistics of what was quantized."""
@@ -223,7 +232,7 @@ class Quantizer:
         device = src.device if dst.buffers.device is None else dst.buffers.device
         buffers = self.quantize_buffers(src.to(device), **usages)
         self._record(buffers)
-        dst.set_buffers(buffers)
+        dst.set_buffers(self._in_order(buffers))
         return dst
 
     def multi_quantize(self, list_of_tensors: Iterable[torch.Tensor]) -> list:
@@ -253,7 +262,8 @@ class Quantizer:
                 make = torch.empty if name.endswith("_data") else torch.zeros
                 torch_dtype = getattr(torch, array_dtype.name)
                 arrays[name] = make(array_shape, dtype=torch_dtype, device=device, pin_memory=pin_memory)
-        buffers = Buffers(**arrays, scaling=scaling, shape=shape, dtype=dtype)
+        swizzled = self._swizzles(scaling)
+        buffers = Buffers(**arrays, scaling=scaling, shape=shape, dtype=dtype, with_gemm_swizzled_scales=swizzled)
         if self.internal:
             return self.storage_class(buffers, quantizer=self.copy_for_result())
         return self.tensor_class(buffers, quantizer=self.copy_for_result(), requires_grad=requires_grad)

@@ -87,6 +87,8 @@ def take_rows(buffers: Buffers, start: int, stop: int) -> Buffers:
 
 def put_rows(buffers: Buffers, start: int, part: Buffers) -> None:
     """Write the rows of `part` over those of `buffers` from `start` on; `RuntimeError` if scales of all rows differ."""
+    if buffers.with_gemm_swizzled_scales:
+        raise RuntimeError("rows can't be written alone into a tensor whose scales are in GEMM order")
     rows, targets, sources = _rows_of(buffers.scaling), _rows_first(buffers), _rows_first(part)
     for name in _shared(part):
         if not torch.equal(targets[name], sources[name]):

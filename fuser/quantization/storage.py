@@ -213,6 +213,10 @@ class BufferStorage(QuantizedTensorStorage):
         self.buffers = replace(self.buffers, dtype=dtype)
 
     @property
+    def _with_gemm_swizzled_scales(self) -> bool:
+        return self.buffers.with_gemm_swizzled_scales
+
+    @property
     def dtype(self) -> torch.dtype:
         """Nominal dtype."""
         return self.buffers.dtype
@@ -308,8 +312,10 @@ class BufferStorage(QuantizedTensorStorage):
         what = f"Requested {word} usage, but {type(self).__name__} of shape {tuple(self.shape)} is missing {word} data"
         if not self.get_usages()[other]:
             raise RuntimeError(f"{what}, and there is no other copy")
-        if not self._copies_hold_the_same_codes() or self.buffers.with_gemm_swizzled_scales:
+        if not self._copies_hold_the_same_codes():
             raise RuntimeError(f"{what}, and the other copy has other codes ({self.buffers.scaling})")
+        swizzled = self.buffers.with_gemm_swizzled_scales
+        self.buffers = dispatch.unswizzled(self.buffers) if swizzled else self.buffers
         data, scales = (getattr(self.buffers, f"{other}_{part}") for part in ("data", "scale_inv"))
         amax = getattr(self.buffers, f"amax_{other}")
         made = {
@@ -317,7 +323,8 @@ class BufferStorage(QuantizedTensorStorage):
             f"{direction}_scale_inv": self._other_scales(scales, direction),
             f"amax_{direction}": None if amax is None else amax.clone(),
         }
-        self.buffers = replace(self.buffers, **made)
+        buffers = replace(self.buffers, **made)
+        self.buffers = dispatch.swizzled(buffers) if swizzled else buffers
 
     def _copies_hold_the_same_codes(self) -> bool:
         """Whether one copy can be derived from the other."""
@@ -547,10 +554,6 @@ class MXFP8TensorStorage(BufferStorage):
     def _fp8_dtype(self) -> DType:
         return DType.of(self.buffers.scaling.fmt)
 
-    @property
-    def _with_gemm_swizzled_scales(self) -> bool:
-        return self.buffers.with_gemm_swizzled_scales
-
 
 class Float8BlockwiseQTensorStorage(BufferStorage):
     """FP8 with float32 scales for 1x128 elements or 128x128 tiles; the columnwise copy is transposed."""
@@ -616,10 +619,6 @@ class NVFP4TensorStorage(BufferStorage):
     @property
     def _fp4_dtype(self) -> DType:
         return DType.kFloat4E2M1
-
-    @property
-    def _with_gemm_swizzled_scales(self) -> bool:
-        return self.buffers.with_gemm_swizzled_scales
 
     @property
     def _row_scaled_nvfp4(self) -> bool:

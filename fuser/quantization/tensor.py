@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from fuser.dispatch import Buffers, untraced
+from fuser.dispatch import Buffers, unswizzled, untraced
 from fuser.dtypes import HIGH_PRECISION, DType
 from fuser.quantization import sharding
 from fuser.quantization.quantizer import ValueQuantizer
@@ -186,6 +186,7 @@ class QuantizedTensor(WrapperTensor):
         if self._slice_of is None or self.numel() == 0:
             return
         whole, start = self._slice_of
+        new = unswizzled(new) if new.with_gemm_swizzled_scales else new
         part = type(self)(new, quantizer=self._quantizer)
         if part.stored_format() != whole.stored_format():
             raise RuntimeError(f"rows in {part.buffers.scaling} can't be written into {whole.buffers.scaling}")

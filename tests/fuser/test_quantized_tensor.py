@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import refops
+from fuser import functional
 from fuser import quantization as q
 from fuser.dtypes import DType
 from fuser.quantization.storage import QuantizedTensorStorage
@@ -197,6 +198,91 @@ def test_constructors_take_codes_by_the_names_of_their_formats():
     scales = m._rowwise_scale_inv.view(torch.float8_e8m0fnu)
     storage = q.MXFP8TensorStorage(m._rowwise_data.view(torch.float8_e4m3fn), scales, None, None, F8)
     assert torch.equal(storage.dequantize(), m.dequantize())
+
+
+SWIZZLED = {
+    "mxfp8": lambda: q.MXFP8Quantizer(F8),
+    "mxfp8 32x32": lambda: q.MXFP8Quantizer(F8, with_2d_quantization=True),
+    "nvfp4": lambda: q.NVFP4Quantizer(),
+    "nvfp4 16x16": lambda: q.NVFP4Quantizer(with_2d_quantization=True),
+    "nvfp4 transformed": lambda: q.NVFP4Quantizer(with_rht=True, with_post_rht_amax=True),
+    "nvfp4 row-scaled": lambda: q.NVFP4Quantizer(row_scaled_nvfp4=True),
+    "nvfp4 4over6": lambda: q.NVFP4Quantizer(**FOUR_OVER_SIX),
+    "mxfp6": QUANTIZERS["mxfp6"],
+}
+
+
+@pytest.mark.parametrize("name", SWIZZLED)
+def test_scales_in_gemm_order(name):
+    plain, quantizer, x = SWIZZLED[name](), SWIZZLED[name](), normal(2, 96, 160, dtype=torch.bfloat16)
+    quantizer.optimize_for_gemm = True
+    t, in_order = quantizer(x), plain(x)
+    assert t._with_gemm_swizzled_scales and not in_order._with_gemm_swizzled_scales
+    assert torch.equal(t._rowwise_data, in_order._rowwise_data) and torch.equal(
+        t._columnwise_data, in_order._columnwise_data
+    )
+    rowwise, columnwise = in_order._rowwise_scale_inv.numpy(), in_order._columnwise_scale_inv.numpy()
+    columnwise = columnwise.T if t.buffers.scaling.layout.scales_inner_first[1] else columnwise
+    for scales, order in ((t._rowwise_scale_inv, rowwise), (t._columnwise_scale_inv, columnwise)):
+        assert torch.equal(scales.flatten(), torch.from_numpy(refops.swizzle(np.ascontiguousarray(order))).flatten())
+    for made in (t, t.view(192, 160), t.clone(), t.detach(), copy.deepcopy(t), loaded(t), type(t).make_like(t)):
+        assert made._with_gemm_swizzled_scales and torch.equal(
+            made.dequantize().reshape(x.shape), in_order.dequantize()
+        )
+        assert torch.equal(made.dequantize_columnwise().reshape(x.shape), in_order.dequantize_columnwise())
+    assert torch.equal(t[1], in_order.dequantize()[1]) and torch.equal(t + 1, in_order + 1)
+    assert torch.equal(t.view(-1), in_order.dequantize().view(-1))
+
+
+@pytest.mark.parametrize("name", SWIZZLED)
+def test_writes_in_gemm_order(name):
+    plain, quantizer = SWIZZLED[name](), SWIZZLED[name]()
+    quantizer.optimize_for_gemm = True
+    x, other = normal(64, 64), normal(64, 64, seed=1)
+    empty = quantizer.make_empty((64, 64))
+    assert empty._with_gemm_swizzled_scales and empty.quantize_(x) is empty
+    assert_same_data(empty, quantizer(x))
+    assert torch.equal(empty.mul_(2).dequantize(), plain(plain(x).dequantize() * 2).dequantize())
+    target = plain(x)
+    quantizer.update_quantized(other, target)
+    assert_same_data(target, quantizer(other))
+    target.copy_(plain(x))
+    assert_same_data(target, plain(x))
+    target.copy_(quantizer(other))
+    assert torch.equal(target.dequantize(), plain(other).dequantize())
+    quantizer.internal = True
+    for made, expected in ((quantizer(x), plain(x)), (functional.gelu(x, quantizer), functional.gelu(x, plain))):
+        assert made._with_gemm_swizzled_scales and torch.equal(made.dequantize(), expected.dequantize())
+
+
+@pytest.mark.parametrize("name", ["mxfp8 32x32", "nvfp4 16x16", "mxfp6"])
+def test_a_copy_is_made_in_the_order_of_the_other(name):
+    quantizer = SWIZZLED[name]()
+    quantizer.optimize_for_gemm = True
+    t = quantizer(normal(64, 128))
+    for direction in ("rowwise", "columnwise"):
+        t.update_usage(**{f"{direction}_usage": False})
+        t.update_usage(**{f"{direction}_usage": True})
+        assert_same_data(t, quantizer(normal(64, 128)))
+
+
+def test_slices_in_gemm_order():
+    quantizer = q.MXFP8Quantizer(F8)
+    whole, rows = quantizer(normal(128, 64)), normal(32, 64, seed=1)
+    part, late = whole[32:64], whole[64:96]
+    quantizer.optimize_for_gemm = True
+    part.copy_(quantizer(rows))  # reaches the whole, whose scales are in plain order
+    assert torch.equal(whole.dequantize()[32:64], quantizer(rows).dequantize()) and not whole._with_gemm_swizzled_scales
+    whole.copy_(quantizer(normal(128, 64)))
+    with pytest.raises(RuntimeError, match="can't be written alone into a tensor whose scales are in GEMM order"):
+        late.copy_(quantizer(rows))
+
+
+@pytest.mark.parametrize("name", ["delayed", "current", "block"])
+def test_formats_whose_scales_have_one_order_keep_it(name):
+    quantizer = QUANTIZERS[name]()
+    quantizer.optimize_for_gemm = True
+    assert_same_data(quantizer(normal(32, 32)), QUANTIZERS[name]()(normal(32, 32)))
 
 
 def test_dequantize(quantizer):
