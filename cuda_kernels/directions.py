@@ -12,8 +12,8 @@ import numpy as np
 
 from cuda_kernels import casts
 from cuda_kernels.operands import Bits
-from cuda_kernels.scale_rules import content_of, rules_of
-from cuda_kernels.simt import I32, I64, U64, F, as_f32, device, load_two_words, offset, ptx
+from cuda_kernels.scale_rules import content_of, rules_of, settled
+from cuda_kernels.simt import I32, I64, U64, F, as_f32, device, load_two_words, offset
 from refops.scalings import Scaling
 
 ZERO = F(0)
@@ -373,12 +373,6 @@ def _candidates(direction, target):
         return (a, b, value_of(a)), (c, d, value_of(c))
 
     return candidates
-
-
-@ptx("mov.b32 $0, $1;", "=f,f", F, F)
-def settled(x):
-    """x, whose product no addition is contracted with."""
-    return x
 
 
 @cache

@@ -15,7 +15,7 @@ from cuda_kernels import casts
 from cuda_kernels.casts import SIGN_AND_EXPONENT
 from cuda_kernels.declared import device_of
 from cuda_kernels.elementary import reciprocal_to_scale
-from cuda_kernels.simt import SIMULATED, U32, F, as_f32, as_u32, at_most, device, magnitude, select
+from cuda_kernels.simt import SIMULATED, U32, F, as_f32, as_u32, at_most, device, magnitude, ptx, select
 from refops.formats import E8M0
 from refops.scalings.arithmetic import REFERENCE
 from refops.scalings.declaration import FLT_MAX
@@ -26,6 +26,12 @@ VOCABULARY = "refops/scalings/arithmetic.py"
 
 
 # --- words ------------------------------------------------------------------------------------------
+
+
+@ptx("mov.b32 $0, $1;", "=f,f", F, F)
+def settled(x):
+    """x, whose product no addition is contracted with."""
+    return x
 
 
 @device
@@ -87,7 +93,7 @@ class RuleWords:
     """
 
     where, at_most, magnitude = staticmethod(select), staticmethod(at_most), staticmethod(magnitude)
-    bits_of, u32 = staticmethod(as_u32), np.uint32
+    bits_of, u32, rounded = staticmethod(as_u32), np.uint32, staticmethod(settled)
     inverse_power = staticmethod(casts.e8m0_multiplier)
     reciprocal_to_scale = staticmethod(reciprocal_to_scale)
 

@@ -22,6 +22,11 @@ def heavy_tailed(shape, dtype=ml_dtypes.bfloat16, seed=0):
     return x.astype(dtype)
 
 
+def coarse(shape, dtype=ml_dtypes.bfloat16, seed=1):
+    """Multiples of 1/4: blocks of 16 whose errors under two scales are nearly, or exactly, the same are not rare."""
+    return (np.round(np.random.default_rng(seed).standard_normal(shape) * 4) / 4).astype(dtype)
+
+
 def raw(array):
     """The array's elements as unsigned integers of their size."""
     array = np.ascontiguousarray(array)

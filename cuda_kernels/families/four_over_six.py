@@ -8,7 +8,8 @@ tensor, or of the row; S_enc and S_dec follow from it as in `nvfp4`:
                E4M3(((block amax / 6) * S_enc) * 1.5), which maps it to 4. `value` is the number that the stored byte
                means; multiplier = min(1 / (value * S_dec), FLT_MAX)
     code       E2M1(x * multiplier), to nearest, ties to even, saturated; two in a byte
-    error      of an element |((what its code means * value) * amax) / (448 * 6) - x|, or its square. Those of a row are
+    error      of an element |((what its code means * value) * amax) / (448 * 6) - x|, or its square; with `fast_error`
+               |what its code means * value - x * S_enc|. Those of a row are
                added from its first element on; those of a square row by row, then the 16 sums as a tree: row i with
                i + 8, then 4, 2, 1 apart. The second candidate is taken if its sum is less; if the sums are equal, or
                one is NaN, the first

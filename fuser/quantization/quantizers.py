@@ -15,6 +15,7 @@ refuses it. Results are bit for bit those of `refops.quantize` with `quantizer.s
 
 import contextlib
 import functools
+import os
 import threading
 import warnings
 from dataclasses import replace
@@ -58,6 +59,9 @@ from refops.scalings import (
     require_scaling,
 )
 from refops.scalings.arithmetic import REFERENCE
+
+#: TE's environment variable for the fast error of 4over6, read at every call.
+FAST_ERROR = "NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH"
 
 
 @functools.lru_cache(maxsize=256)
@@ -446,7 +450,8 @@ class NVFP4Quantizer(_AmaxReducing):
             `torch.manual_seed` makes runs repeat (TE: from the GPU's, whose mapping to elements differs).
         row_scaled_nvfp4: an amax for each row instead of one for the tensor.
         nvfp4_use_4over6, nvfp4_e4m3_max, nvfp4_4over6_err_mode: try mapping a block's maximum to 4 besides 6, largest
-            block scale 448 or 256 (448 without 4over6), error "MAE" or "MSE".
+            block scale 448 or 256 (448 without 4over6), error "MAE" or "MSE". Where the environment variable
+            NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH is 1 at a call, with TE's fast error: `NVFP4Scaling.fast_error`.
         with_random_sign_mask: the transform's fixed signs (0xD7E8), or none.
 
     Raises:
@@ -527,6 +532,7 @@ class NVFP4Quantizer(_AmaxReducing):
             sign_mask=self.rht_matrix_random_sign_mask_t,
             stochastic_rounding=bool(self.stochastic_rounding),
             four_over_six=self.nvfp4_4over6_err_mode.lower() if self.nvfp4_use_4over6 else None,
+            fast_error=bool(self.nvfp4_use_4over6) and os.getenv(FAST_ERROR, "0") == "1",
             e4m3_max=self.nvfp4_e4m3_max,
             row_scaled=bool(self.row_scaled_nvfp4),
         )

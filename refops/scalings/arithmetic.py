@@ -13,6 +13,7 @@ Every number in a rule is such a constant: a bare literal would make compiled ar
     bits_of(x)                  the bits of a float32 as uint32
     u32(w)                      a sum, difference or shift of uint32 as uint32 (compiled arithmetic widens them)
     magnitude(x)                |x|
+    rounded(x)                  x, a product, which no sum or difference is contracted with into a multiply-add
     at_most(x, limit)           the smaller one, `limit` for NaN in NumPy
     encode(fmt, rounding)       f(x) -> code of a scale; rounding "nearest_even" or, for E8M0, "up"; saturates
     decode(fmt)                 f(code) -> its value; NaN codes give NaN
@@ -40,6 +41,10 @@ class Reference:
     where = staticmethod(np.where)
     at_most = staticmethod(np.fmin)
     magnitude = staticmethod(np.abs)
+
+    @staticmethod
+    def rounded(x):
+        return x
 
     @staticmethod
     def function(f):

@@ -56,6 +56,8 @@ class NVFP4Scaling(MinifloatScaling):
         scale_format: E4M3, or UE5M3: no sign, up to 114688. In UE5M3 the largest block scale is 114688, or 65536 with
             `four_over_six`, and e4m3_max has no effect: it must stay 448.
         tensor_level: False: no amax of the tensor, as if S_enc were 1. For UE5M3 scales, whose range does without.
+        fast_error: with `four_over_six` and E4M3 scales, compare before S_enc is undone: the error of an element is
+            code * block scale - x * S_enc (TE: NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH).
 
     E4M3 scales, in float32 and in this order: S_enc = e4m3_max * 6 / amax (at most FLT_MAX; 1 where amax is 0 or inf),
     byte = E4M3(block amax * (S_enc * float32(1/6))), data = E2M1(x * min(1 / (E4M3 value * (1 / S_enc)), FLT_MAX)).
@@ -75,6 +77,7 @@ class NVFP4Scaling(MinifloatScaling):
     row_scaled: bool = False
     scale_format: FloatFormat = E4M3
     tensor_level: bool = True
+    fast_error: bool = False
 
     order = 50
     title = "NVFP4"
@@ -83,7 +86,7 @@ class NVFP4Scaling(MinifloatScaling):
     at_run_time = ("sign_mask", "seed", "offset", "random_bits")
 
     def __post_init__(self):
-        flags(self, "two_d", "rht", "stochastic_rounding", "row_scaled", "tensor_level")
+        flags(self, "two_d", "rht", "stochastic_rounding", "row_scaled", "tensor_level", "fast_error")
         for integer, high in (("sign_mask", 1 << 16), ("seed", 1 << 64), ("offset", 1 << 64)):
             normalise(self, **{integer: require_integer(getattr(self, integer), integer, low=0, high=high)})
         choose(self, four_over_six=(None, "mae", "mse"), e4m3_max=(448, 256))
@@ -92,6 +95,11 @@ class NVFP4Scaling(MinifloatScaling):
         require_format(self.scale_format, (E4M3, UE5M3), "scale_format")
         if self.scale_format != E4M3 and self.e4m3_max != 448:
             raise ValueError(f"e4m3_max=256 needs scale_format=E4M3; got scale_format={self.scale_format}")
+        if self.fast_error and (self.four_over_six is None or self.scale_format != E4M3):
+            raise ValueError(
+                "fast_error=True needs four_over_six='mae' or 'mse' and scale_format=E4M3; "
+                f"got four_over_six={self.four_over_six!r}, scale_format={self.scale_format}"
+            )
         if not self.tensor_level and (self.scale_format == E4M3 or self.four_over_six or self.row_scaled):
             raise ValueError(
                 "tensor_level=False needs scale_format=UE5M3 without four_over_six and row_scaled; "
@@ -178,7 +186,8 @@ class NVFP4Scaling(MinifloatScaling):
         byte = f"{fmt}(block amax * (S_enc * f32(1/6)))"
         if self.four_over_six:
             error = {"mae": "absolute", "mse": "squared"}[self.four_over_six]
-            byte = f"{fmt}(block amax / 6 * S_enc), or of 1.5 times that: smaller {error} error"
+            error += " error before S_enc is undone" if self.fast_error else " error"
+            byte = f"{fmt}(block amax / 6 * S_enc), or of 1.5 times that: smaller {error}"
         down = f"f32(1/{self.top})"
         return Formulas(
             "1 / (block scale * (1 / S_enc)), at most FLT_MAX",
@@ -210,6 +219,7 @@ class NVFP4Scaling(MinifloatScaling):
             return None
         encode, multiplier = words.encode(self.scale_format), self.multiplier(words)
         top, square, magnitude = F(self.top), self.four_over_six == "mse", words.magnitude
+        tensor_scale, rounded = self.tensor_scale(words), words.rounded
 
         def candidate(factor):
             @words.function
@@ -224,7 +234,14 @@ class NVFP4Scaling(MinifloatScaling):
             difference = ((value * scale) * amax) / top - x
             return difference * difference if square else magnitude(difference)
 
-        return Choice((candidate(F(1)), candidate(F(1.5))), error)
+        @words.function
+        def fast_error(value, scale, amax, x):
+            # TE multiplies code and scale in float16, which holds the product of 2 and 4 bits as float32 does.
+            s_enc, _ = tensor_scale(amax)
+            difference = value * scale - rounded(x * s_enc)
+            return difference * difference if square else magnitude(difference)
+
+        return Choice((candidate(F(1)), candidate(F(1.5))), fast_error if self.fast_error else error)
 
 
 NAMED = (

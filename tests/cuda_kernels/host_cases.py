@@ -26,6 +26,8 @@ MORE_SCALINGS = {
     "mxfp6-e2m3-2d": refops.MXFP8Scaling(refops.E2M3, two_d=True),
     "nvfp4-mse": refops.NVFP4Scaling(four_over_six="mse"),
     "nvfp4-mse-2d": refops.NVFP4Scaling(four_over_six="mse", e4m3_max=256, two_d=True),
+    "nvfp4-mae-fast": refops.NVFP4Scaling(four_over_six="mae", fast_error=True),
+    "nvfp4-mse-fast-2d": refops.NVFP4Scaling(four_over_six="mse", e4m3_max=256, two_d=True, fast_error=True),
     "nvfp4-sr-2d": refops.NVFP4Scaling(stochastic_rounding=True, two_d=True, seed=7),
     "nvfp4-sr": refops.NVFP4Scaling(stochastic_rounding=True, seed=7, offset=1 << 40),
 }

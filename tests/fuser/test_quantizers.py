@@ -10,9 +10,10 @@ import pytest
 import torch
 
 import refops
+from arrays import coarse
 from fuser import dispatch
 from fuser import quantization as q
-from fuser.dispatch import TENSOR_FIELDS, as_numpy
+from fuser.dispatch import TENSOR_FIELDS, as_numpy, as_torch
 from fuser.dtypes import DType
 from fuser.quantization.quantizer import Quantizer, ValueQuantizer
 from fuser.quantization.storage import QuantizedTensorStorage
@@ -630,6 +631,24 @@ def test_an_abstract_quantizer_is_refused(base):
     for kind in (base, Nothing):
         with pytest.raises(TypeError, match=f"Can't instantiate abstract class {kind.__name__}"):
             kind(rowwise=True, columnwise=True)
+
+
+@pytest.mark.parametrize(("mode", "top", "two_d"), [("MAE", 448, False), ("MSE", 256, True)])
+def test_the_fast_error_of_4over6(monkeypatch, mode, top, two_d):
+    options = {"nvfp4_4over6_err_mode": mode, "nvfp4_e4m3_max": top, "with_2d_quantization": two_d}
+    quantizer = q.NVFP4Quantizer(nvfp4_use_4over6=True, **options)
+    plain = q.NVFP4Quantizer(with_2d_quantization=two_d)
+    x = as_torch(coarse((256, 256)))
+    exact, asked = quantizer(x), quantizer.scaling()
+    monkeypatch.setenv("NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH", "1")
+    fast, scaling = quantizer(x), quantizer.scaling()
+    assert (asked.fast_error, scaling.fast_error, plain.scaling().fast_error) == (False, True, False)
+    assert fast.buffers.scaling == scaling == replace(asked, fast_error=True)
+    assert_same(fast, refops.quantize(as_numpy(x), scaling, rowwise=True, columnwise=True))
+    different = (fast._rowwise_scale_inv != exact._rowwise_scale_inv).sum().item()
+    assert different < 100 and (different > 0 or two_d)  # near ties alone; sums of 256 errors are rarely so near
+    exact.copy_(fast)  # one format, whichever error chose the scales
+    assert torch.equal(exact._rowwise_data, fast._rowwise_data)
 
 
 def test_reference_backend_gives_the_same_bits():

@@ -144,6 +144,7 @@ SCALINGS = st.one_of(
         two_d=FLAGS,
         four_over_six=st.sampled_from(["mae", "mse"]),
         e4m3_max=st.sampled_from([448, 256]),
+        fast_error=FLAGS,
     ),
     st.builds(refops.NVFP4Scaling, row_scaled=st.just(True), four_over_six=st.sampled_from([None, "mae", "mse"])),
 )

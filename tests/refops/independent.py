@@ -48,6 +48,8 @@ SCALINGS = {
     "nvfp4-mae-256": refops.NVFP4Scaling(four_over_six="mae", e4m3_max=256),
     "nvfp4-mse-448": refops.NVFP4Scaling(four_over_six="mse"),
     "nvfp4-mse-2d": refops.NVFP4Scaling(four_over_six="mse", e4m3_max=256, two_d=True),
+    "nvfp4-mae-fast": refops.NVFP4Scaling(four_over_six="mae", fast_error=True),
+    "nvfp4-mse-fast-2d": refops.NVFP4Scaling(four_over_six="mse", e4m3_max=256, two_d=True, fast_error=True),
     "nvfp4-row": refops.NVFP4Scaling(row_scaled=True),
     "nvfp4-ue5m3": refops.NVFP4Scaling(scale_format=refops.UE5M3),
     "nvfp4-ue5m3-2d": refops.NVFP4Scaling(scale_format=refops.UE5M3, two_d=True, four_over_six="mse"),
@@ -445,6 +447,10 @@ def _nvfp4_direction(v, amax, scaling, random_bytes):
         for c, scales in zip(codes, tried, strict=True):
             q = ml_decode(c, refops.E2M1) * to_scale(scales)[:, None, :, None]
             d = q * np.asarray(amax)[:, None, :, None] / F(6 * top) - blocks
+            if scaling.fast_error:  # as the kernel does: a product of halves, compared in float32
+                halves = (ml_decode(c, refops.E2M1), to_scale(scales)[:, None, :, None])
+                product = halves[0].astype(np.float16) * halves[1].astype(np.float16)
+                d = product.astype(F) - blocks * np.asarray(s_enc)[:, None, :, None]
             d = np.abs(d) if scaling.four_over_six == "mae" else d * d
             row_errors = np.zeros(d.shape[:3], F)
             for j in range(16):

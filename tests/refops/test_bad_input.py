@@ -315,6 +315,7 @@ CASES = [
     ("NVFP4Scaling(e4m3_max=True)", ValueError, "e4m3_max", "True", "448, 256"),
     ("NVFP4Scaling(e4m3_max=np.float32(448))", ValueError, "e4m3_max", "448.0", "448, 256"),
     ("NVFP4Scaling(e4m3_max=np.int64(256))", ValueError, "e4m3_max=256", "four_over_six=None", "needs four_over_six"),
+    ("NVFP4Scaling(fast_error=True)", ValueError, "fast_error=True", "four_over_six=None", "needs four_over_six"),
     ("NVFP4Scaling(e4m3_max=256)", ValueError, "e4m3_max=256", "four_over_six=None", "needs four_over_six"),
     ("NVFP4Scaling(four_over_six='mae', rht=True)", ValueError, "four_over_six", "rht=True", "cannot be combined"),
     (

@@ -30,6 +30,8 @@ SCALINGS = {name: row.scaling for name, row in NAMED.items() if "rht" not in nam
     "nvfp4-mse": refops.NVFP4Scaling(four_over_six="mse"),
     "nvfp4-mae-2d": refops.NVFP4Scaling(four_over_six="mae", two_d=True),
     "nvfp4-mse-2d": refops.NVFP4Scaling(four_over_six="mse", e4m3_max=256, two_d=True),
+    "nvfp4-mae-fast": refops.NVFP4Scaling(four_over_six="mae", fast_error=True),
+    "nvfp4-mse-fast-2d": refops.NVFP4Scaling(four_over_six="mse", e4m3_max=256, two_d=True, fast_error=True),
     "nvfp4-sr-2d": refops.NVFP4Scaling(stochastic_rounding=True, two_d=True, seed=7, offset=2**40 + 1),
     "nvfp4-row-4over6": refops.NVFP4Scaling(row_scaled=True, four_over_six="mae"),
 }

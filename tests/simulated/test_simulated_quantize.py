@@ -22,7 +22,7 @@ from simulated_cases import (
 
 import cuda_kernels
 import refops
-from arrays import heavy_tailed
+from arrays import coarse, heavy_tailed
 from tiers import sampled
 
 pytestmark = pytest.mark.sweep
@@ -248,3 +248,8 @@ def test_threads_in_any_order(name, backward):
     shape = (33, 72) if granularity(scaling) == 1 else (32, 32)
     directions = directions_of(scaling)[-1]
     check_quantize(integers(shape), scaling, *directions, dbias=True)
+
+
+@pytest.mark.parametrize("name", ["nvfp4-mae-fast", "nvfp4-mse-fast-2d"])
+def test_the_fast_error_near_ties(name):
+    check_quantize(coarse((32, 256)), SCALINGS[name], True, True)

@@ -94,6 +94,7 @@ FIELDS = {
         "row_scaled": st.booleans(),
         "scale_format": st.sampled_from(FORMATS),
         "tensor_level": st.booleans(),
+        "fast_error": st.booleans(),
     },
     refops.MXFP4Scaling: {
         "two_d": st.booleans(),
