@@ -32,6 +32,8 @@ import torch
 
 import refops
 from fuser.dtypes import HIGH_PRECISION
+from fuser.torch_words import TORCH
+from fuser.tracing import refuse_trace, untraced
 from refops.activations import bind_activation
 from refops.arguments import require_tensor, shown
 from refops.quantization.result import Quantized, stored_layout
@@ -181,44 +183,15 @@ class Buffers:
         return next((tensor.device for tensor in tensors if tensor is not None), None)
 
 
-# --- torch.compile --------------------------------------------------------------------------------
-
-
-def _call(function, *args, **kwargs):
-    return function(*args, **kwargs)
-
-
-_untraced_call = None
-
-
-def _call_untraced(function, *args, **kwargs):
-    """`_call` as torch.compile does not trace it: one object for all calls, or it would compile anew for each."""
-    global _untraced_call
-    if _untraced_call is None:
-        import torch._dynamo  # slow to import, and needed by those who compile alone
-
-        _untraced_call = torch._dynamo.disable(_call)
-    return _untraced_call(function, *args, **kwargs)
-
-
-def untraced(function: _Function) -> _Function:
-    """Decorate a function that torch.compile shall call as it is: it can't trace memory shared with NumPy."""
-
-    @functools.wraps(function)
-    def call(*args, **kwargs):
-        if torch.compiler.is_compiling():
-            return _call_untraced(function, *args, **kwargs)
-        return function(*args, **kwargs)
-
-    return call  # type: ignore[return-value]
+# --- tracers --------------------------------------------------------------------------------------
 
 
 def _dispatched(function: _Function) -> _Function:
     """Decorate a call of this module: `untraced`, and where there are no kernels the error names what has it."""
 
-    @untraced
     @functools.wraps(function)
     def call(*args, **kwargs):
+        refuse_trace(function.__name__)
         try:
             return function(*args, **kwargs)
         except NotImplementedError as error:
@@ -229,7 +202,28 @@ def _dispatched(function: _Function) -> _Function:
             way = "; refops computes it, slowly: `with fuser.backend('reference'):`"
             raise NoKernelsError(f"{error}{way}") from error.__cause__
 
-    return call  # type: ignore[return-value]
+    def recorded(*args, **kwargs):
+        made = {"activation": _activation_in_operators, "scaled_activation": _scaled_activation_in_operators}
+        if function.__name__ not in made:
+            raise RuntimeError(
+                f"torch.export can't record {function.__name__}: casts and gradients are kernels, not operators of "
+                "torch. It can record operations outside of fuser.autocast, and activations without a quantizer"
+            )
+        return made[function.__name__](*args, **kwargs)
+
+    return untraced(call, recorded=recorded)  # type: ignore[return-value]
+
+
+def _activation_in_operators(name, x, *, out_dtype=None, **params):
+    bound, wide = bind_activation(name, params).using(TORCH), x.to(torch.promote_types(x.dtype, torch.float32))
+    y = bound.forward(*wide.chunk(2, -1)) if bound.gated else bound.forward(wide)
+    return y.to(out_dtype or x.dtype)
+
+
+def _scaled_activation_in_operators(name, x, scales, *, glu_interleave_size=0, out_dtype=None, **params):
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    y = _activation_in_operators(name, _deinterleaved(wide, glu_interleave_size), **params)
+    return (y * scales.to(wide.dtype).reshape(*x.shape[:-1], 1)).to(out_dtype or x.dtype)
 
 
 # --- engines --------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch.nn.modules import module as torch_module
+from torch.utils._pytree import tree_map
 
 from fuser.channels import Routes, Slot
 from fuser.op import BasicOperation, FusedOperation, FusibleOperation
@@ -35,6 +36,7 @@ from fuser.passes import (
 )
 from fuser.quantization.state import FP8GlobalStateManager
 from fuser.quantization.storage import QuantizedTensorStorage
+from fuser.tracing import exporting, outside_compile, refuse_proxy, refuse_trace
 
 FusionFunction = Callable[..., list[FusibleOperation]]
 
@@ -183,8 +185,9 @@ class OperationFuser:
         `extra_inputs`: one for each extra input that no channel feeds, in order (`ValueError` otherwise).
         `basic_op_kwargs`: keyword arguments for each basic operation's forward.
         """
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() and not exporting():
             return outside_compile(self, input, *extra_inputs, basic_op_kwargs=basic_op_kwargs)
+        refuse_trace("operations")
         if self._members_of_fused and not self.is_current():
             self._build(self._ops)
         if len(extra_inputs) != self.num_extra_inputs:
@@ -233,13 +236,21 @@ class OperationFuser:
         self, input_: torch.Tensor, extra_inputs: Sequence[torch.Tensor], basic_op_kwargs: list[dict[str, Any]]
     ) -> Any:
         recipe = FP8GlobalStateManager.get_fp8_recipe() if FP8GlobalStateManager.is_fp8_enabled() else None
-        is_grad_enabled = torch.is_grad_enabled()
+        recording = exporting()
+        if recording and recipe is not None:  # before it makes scales of tensors that have no memory
+            raise RuntimeError(
+                f"torch.export can't record operations under a recipe, {type(recipe).__name__}: casts are kernels, not "
+                "operators of torch. Export outside of fuser.autocast"
+            )
+        is_grad_enabled = torch.is_grad_enabled() and not recording
         self.maybe_fuse_ops(is_grad_enabled, recipe, input_, extra_inputs)
         first = self.first_op_requiring_backward
         for i, op in self._prepared:
             op.pre_fuser_forward(requires_grad=i >= first)
         if not is_grad_enabled:
-            return run_forward(None, self, input_, (), extra_inputs, basic_op_kwargs)
+            result = run_forward(None, self, input_, (), extra_inputs, basic_op_kwargs)
+            # An exported graph has no gradients: those of some operations are not autograd's
+            return tree_map(torch.Tensor.detach, result) if recording else result
         if self._all_may_pass_through and not any(basic_op_kwargs) and not forward_observers:
             passed = self._passed_through(input_)
             if passed is not None:
@@ -465,29 +476,13 @@ def run_alone(
     basic_op_kwargs: list[dict[str, Any]] | None,
 ) -> Any:
     """Forward of an operation called as a module: by a fuser of its own, or that of the pipeline that calls it."""
+    refuse_proxy(input_, op)
     fuser = op.__dict__.pop("_fuser_of_this_call", None)
     if fuser is None:
         fuser = OperationFuser([op])
         fuser._hook_owners = list(op.basic_ops) if op.is_fused_op else []
         fuser._ops = list(op.basic_ops) if op.is_fused_op else [op]
     return fuser(input_, *extra_inputs, basic_op_kwargs=basic_op_kwargs)
-
-
-def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return function(*args, **kwargs)
-
-
-_call_uncompiled: Callable[..., Any] | None = None
-
-
-def outside_compile(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call `function` untraced, although torch.compile is tracing: fused operations are kernels already."""
-    global _call_uncompiled
-    if _call_uncompiled is None:  # one object for all calls: torch.compile would compile anew for another
-        import torch._dynamo
-
-        _call_uncompiled = torch._dynamo.disable(_call)
-    return _call_uncompiled(function, *args, **kwargs)
 
 
 # ---------------------------------------------------------------------- registering fusions

@@ -22,6 +22,7 @@ from fuser.common import devices_match
 from fuser.quantization.state import FP8GlobalStateManager, RecipeState
 from fuser.quantization.storage import QuantizedTensorStorage
 from fuser.quantization.tensor import KeepsQuantizedParameters
+from fuser.tracing import NotScriptable
 from refops.arguments import shown
 
 _BUFFER_POSITION = "buffer_index_and_autocast_key"
@@ -52,7 +53,7 @@ class OperationContext:
         def __setattr__(self, name: str, value: Any) -> None: ...
 
 
-class FusibleOperation(KeepsQuantizedParameters, torch.nn.Module, metaclass=abc.ABCMeta):
+class FusibleOperation(KeepsQuantizedParameters, NotScriptable, torch.nn.Module, metaclass=abc.ABCMeta):
     """A step that an `OperationFuser` can run: a basic operation or a fused one."""
 
     # What some operations have, which a module's `__getattr__` would hide from a type checker

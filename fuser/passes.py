@@ -20,6 +20,7 @@ from fuser.op import BasicOperation, FusibleOperation, OperationContext
 from fuser.quantization.quantizer import Quantizer
 from fuser.quantization.saving import prepare_for_saving, restore_from_saved
 from fuser.quantization.state import FP8GlobalStateManager
+from fuser.tracing import exporting
 
 if TYPE_CHECKING:
     from fuser.fuser import OperationFuser
@@ -65,6 +66,8 @@ def overlap(tensor: Any, others: Iterable[Any]) -> bool:
 def _memory_span(tensor: Any) -> tuple[int, int] | None:
     """First address and end of a plain tensor's elements; None if there are none."""
     if not isinstance(tensor, torch.Tensor) or is_quantized_tensor(tensor) or tensor.is_meta or not tensor.numel():
+        return None
+    if exporting():  # there is no memory
         return None
     start = tensor.data_ptr()
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

@@ -13,9 +13,9 @@ import torch
 import torch.utils.checkpoint
 
 from fuser.dispatch import backend, current_backend
-from fuser.fuser import outside_compile
 from fuser.quantization.quantizers import delayed_scales
 from fuser.quantization.state import FP8GlobalStateManager
+from fuser.tracing import exporting, outside_compile
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = False, **kwargs: Any) -> Any:
@@ -33,7 +33,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = F
     Raises:
         RuntimeError: the function updates delayed scales and uses them afterwards.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() and not exporting():
         return outside_compile(checkpoint, function, *args, use_reentrant=use_reentrant, **kwargs)
     run = _Run(function, use_reentrant)
     return torch.utils.checkpoint.checkpoint(run, *args, use_reentrant=use_reentrant, **kwargs)

@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 
-from fuser.fuser import OperationFuser, outside_compile
+from fuser.fuser import OperationFuser
 from fuser.op import BasicOperation, FusibleOperation
+from fuser.tracing import NotScriptable, outside_compile, refuse_proxy
 
 
-class Sequential(torch.nn.Module):
+class Sequential(NotScriptable, torch.nn.Module):
     """Calls modules one after the other, like `torch.nn.Sequential`; each run of `FusibleOperation`s is fused.
 
     Takes modules, or one dict from names to modules. It works as a list: indexing, slicing (a new container with the
@@ -142,10 +143,9 @@ class Sequential(torch.nn.Module):
         `extra_inputs`: those of all operations, in order; `ValueError` if there are too few or too many.
         `op_kwargs`: keyword arguments for basic operations, by module or index.
         """
+        refuse_proxy(input, self)
         if self._module_groups is None or not self._is_grouped():
-            compiling = torch.compiler.is_compiling()
-            make = self._make_module_groups
-            self._module_groups = outside_compile(make, self) if compiling else make(self)
+            self._module_groups = outside_compile(self._make_module_groups, self)
             self._grouped_modules = list(self)
         needed = sum(group.num_extra_inputs for group in self._module_groups if isinstance(group, OperationFuser))
         if len(extra_inputs) != needed:

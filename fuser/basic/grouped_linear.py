@@ -43,6 +43,7 @@ from fuser.op import ExtraTensorOperation, OperationContext
 from fuser.quantization.quantizer import Quantizer
 from fuser.quantization.state import FP8GlobalStateManager, QuantizerRole
 from fuser.recipe import Recipe
+from fuser.tracing import exporting
 
 #: Keyword arguments of a forward call: caller's buffers for the output and for the input's gradient.
 OUTPUT_BUFFER_KEY = "output"
@@ -444,6 +445,11 @@ class GroupedLinear(ExtraTensorOperation):
             self._mark_delayed(name, param)
 
     def _split_sizes(self, split_sizes: torch.Tensor, rows: int) -> list[int]:
+        if exporting():
+            raise RuntimeError(
+                "torch.export can't record GroupedLinear: how it splits rows depends on the values of split_sizes. "
+                "Export its groups one by one, as ops.Linear"
+            )
         if split_sizes.numel() != self.num_groups:
             raise ValueError(f"Expected {self.num_groups} splits, but got {split_sizes.numel()}")
         if split_sizes.is_floating_point() or split_sizes.is_complex():
