@@ -403,10 +403,10 @@ def _require_plain(tensor, name):
 
 
 def _is_plain(tensor):
-    """Whether it is a tensor with elements of its own; quantized tensors offer `buffers`."""
+    """Whether it is a tensor with elements of its own; quantized and grouped ones offer `plain_values`."""
     if type(tensor) is torch.Tensor:
         return True
-    return isinstance(tensor, torch.Tensor) and not hasattr(tensor, "buffers")
+    return isinstance(tensor, torch.Tensor) and not hasattr(tensor, "plain_values")
 
 
 _CPU = torch.device("cpu")

@@ -41,7 +41,7 @@ from fuser.quantization.grouped import GroupedTensorStorage, allocate
 from fuser.quantization.quantizer import Quantizer
 from fuser.quantization.storage import QuantizedTensorStorage
 from refops.activations import ACTIVATIONS
-from refops.arguments import shown
+from refops.arguments import say_who, shown
 from refops.ops import SCALED_ACTIVATIONS
 
 # --- checks, in the words of the arguments here -----------------------------------------------------
@@ -283,11 +283,17 @@ def _check_scaled(name, x, act_scales, argument):
         )
 
 
-def _maybe_quantized(tensor, quantizer):
+def _maybe_quantized(tensor, quantizer, who=None):
+    """The tensor, quantized if there is a quantizer; `who`: what errors call it."""
     if quantizer is None:
         return tensor
-    _require_quantizer(quantizer)
-    return quantizer(tensor)
+    try:
+        _require_quantizer(quantizer)
+        return quantizer(tensor)
+    except (TypeError, ValueError) as error:
+        if who is not None:
+            say_who(error, who)
+        raise
 
 
 def _copies(quantizer):
@@ -367,7 +373,10 @@ def split_quantize(
             f"Attempted to split tensor with shape={tuple(tensor.shape)} along dim 0 with split_sections={sections}"
         )
     runs = tensor.contiguous().split([*sections, rest])
-    return [_maybe_quantized(run, quantizer) for run, quantizer in zip(runs, quantizer_list, strict=False)]
+    return [
+        _maybe_quantized(run, quantizer, f"split {i}")
+        for i, (run, quantizer) in enumerate(zip(runs, quantizer_list, strict=False))
+    ]
 
 
 @untraced

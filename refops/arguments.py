@@ -27,6 +27,11 @@ def shown(value: object) -> str:
     return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}... ({type(value).__name__})"
 
 
+def say_who(error: Exception, who: str) -> None:
+    """Begin an error's message with who raised it, as "GLU" or "group 3"."""
+    error.args = (f"{who}: {error}", *error.args[1:])
+
+
 def similar_names(word: object, names: Any) -> list[str]:
     """Those of `names` that hold `word`, or else are spelled like it; upper and lower case are the same."""
     if not isinstance(word, str):

@@ -17,6 +17,7 @@ from fuser.dtypes import DType
 from fuser.op import BasicOperation, OperationContext
 from fuser.quantization.quantizers import Float8CurrentScalingQuantizer
 from refops.activations import ACTIVATIONS, Activation
+from refops.arguments import say_who
 
 
 def activation_dtype(input_: Any) -> torch.dtype:
@@ -120,7 +121,11 @@ class _ActivationOperation(ActivationParameters, BasicOperation):
     ) -> Any:
         dtype = activation_dtype(input_)
         x = maybe_dequantize(input_, dtype)
-        y = self._activation_forward(x, next_op_input_quantizer)
+        try:
+            y = self._activation_forward(x, next_op_input_quantizer)
+        except (TypeError, ValueError) as error:
+            say_who(error, type(self).__name__)
+            raise
         if ctx.requires_grad:
             ctx.save_for_backward(_quantized_cache(x) if self.cache_quantized_input else x)
             ctx.dtype = dtype

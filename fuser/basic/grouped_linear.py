@@ -44,6 +44,7 @@ from fuser.quantization.quantizer import Quantizer
 from fuser.quantization.state import FP8GlobalStateManager, QuantizerRole
 from fuser.recipe import Recipe
 from fuser.tracing import exporting
+from refops.arguments import say_who
 
 #: Keyword arguments of a forward call: caller's buffers for the output and for the input's gradient.
 OUTPUT_BUFFER_KEY = "output"
@@ -267,6 +268,15 @@ class GroupedLinear(ExtraTensorOperation):
         rows = math.prod(input_.shape[:-1])
         splits = self._split_sizes(extra_inputs[0], rows)
         scales = extra_inputs[1] if self._scale_bias else None
+        if input_.shape[-1:] != (self.in_features,):
+            raise ValueError(
+                f"GroupedLinear: last dimension of the input must be in_features={self.in_features}; "
+                f"got shape {tuple(input_.shape)}"
+            )
+        if scales is not None and scales.numel() != rows:
+            raise ValueError(
+                f"GroupedLinear: scales must have one entry for each of {rows} rows; got shape {tuple(scales.shape)}"
+            )
 
         quantized = FP8GlobalStateManager.is_fp8_enabled()
         override = FP8GlobalStateManager.get_fp8_recipe().backward_override if quantized else None
@@ -286,19 +296,23 @@ class GroupedLinear(ExtraTensorOperation):
         saved_xs, saved_ws = [], []
         for i, (x, y, weight, bias) in enumerate(zip(xs, ys, self.weights, self.biases, strict=True)):
             input_quantizer, weight_quantizer, _ = ctx.quantizers[i]
-            _, saved_x, saved_w = BasicLinear._functional_forward(
-                x,
-                weight,
-                dtype=dtype,
-                bias=None if self._scale_bias else bias,
-                out=y,
-                with_quantized_compute=quantized,
-                backward_override=override,
-                input_quantizer=input_quantizer,
-                weight_quantizer=weight_quantizer,
-                input_requires_grad=ctx.input_requires_grad,
-                weight_requires_grad=ctx.weight_requires_grad,
-            )
+            try:
+                _, saved_x, saved_w = BasicLinear._functional_forward(
+                    x,
+                    weight,
+                    dtype=dtype,
+                    bias=None if self._scale_bias else bias,
+                    out=y,
+                    with_quantized_compute=quantized,
+                    backward_override=override,
+                    input_quantizer=input_quantizer,
+                    weight_quantizer=weight_quantizer,
+                    input_requires_grad=ctx.input_requires_grad,
+                    weight_requires_grad=ctx.weight_requires_grad,
+                )
+            except (TypeError, ValueError) as error:
+                say_who(error, f"GroupedLinear, group {i} of {splits[i]} rows")
+                raise
             saved_xs.append(saved_x)
             saved_ws.append(saved_w)
         if scales is not None:
@@ -451,12 +465,15 @@ class GroupedLinear(ExtraTensorOperation):
                 "Export its groups one by one, as ops.Linear"
             )
         if split_sizes.numel() != self.num_groups:
-            raise ValueError(f"Expected {self.num_groups} splits, but got {split_sizes.numel()}")
+            raise ValueError(f"GroupedLinear: Expected {self.num_groups} splits, but got {split_sizes.numel()}")
         if split_sizes.is_floating_point() or split_sizes.is_complex():
-            raise ValueError(f"split_sizes must be integers (got {split_sizes.dtype})")
+            raise ValueError(f"GroupedLinear: split_sizes must be integers (got {split_sizes.dtype})")
         splits = split_sizes.reshape(-1).to(torch.int64).tolist()
         if min(splits) < 0 or sum(splits) != rows:
-            raise ValueError(f"split_sizes must be non-negative and sum to the {rows} rows of the input (got {splits})")
+            raise ValueError(
+                f"GroupedLinear: split_sizes must be non-negative and sum to the {rows} rows of the input "
+                f"(got {splits})"
+            )
         return splits
 
 

@@ -20,6 +20,7 @@ from fuser.basic.activation import (
 from fuser.common import maybe_dequantize, publish, reject_forward_kwargs
 from fuser.op import ExtraTensorOperation, OperationContext
 from refops.activations import ACTIVATIONS
+from refops.arguments import say_who, shown
 
 
 class _InterleavedGLU(_ActivationOperation):
@@ -54,10 +55,10 @@ class _InterleavedGLU(_ActivationOperation):
 
 def deinterleave(x: torch.Tensor, size: int) -> torch.Tensor:
     """Rows [a 0:size | b 0:size | a size:2*size | ...] as [a | b]: a copy, of the same shape."""
-    if size <= 0 or x.shape[-1] % (2 * size):
+    if not isinstance(size, int) or size <= 0 or x.shape[-1] % (2 * size):
         raise ValueError(
             f"glu_interleave_size must be positive and twice it must divide the last dimension; "
-            f"got {size} and an input of shape {tuple(x.shape)}"
+            f"got {shown(size)} and an input of shape {tuple(x.shape)}"
         )
     return x.unflatten(-1, (-1, 2, size)).transpose(-3, -2).reshape(x.shape)
 
@@ -110,11 +111,15 @@ class _ScaledActivation(ActivationParameters, ExtraTensorOperation):
         x = maybe_dequantize(input_, dtype)
         if scales.numel() != x.shape[:-1].numel():
             raise ValueError(
-                f"scales must have one entry for each row of the input; got shape {tuple(scales.shape)} "
-                f"for an input of shape {tuple(x.shape)}"
+                f"{type(self).__name__}: scales must have one entry for each row of the input; got shape "
+                f"{tuple(scales.shape)} for an input of shape {tuple(x.shape)}"
             )
         converted = maybe_dequantize(scales, dtype)
-        y = dispatch.scaled_activation(self.activation, x, converted, **self.activation_parameters())
+        try:
+            y = dispatch.scaled_activation(self.activation, x, converted, **self.activation_parameters())
+        except (TypeError, ValueError) as error:
+            say_who(error, f"{type(self).__name__}, input of shape {tuple(x.shape)}")
+            raise
         if ctx.requires_grad:
             ctx.save_for_backward(x, converted)
             ctx.dtype = dtype

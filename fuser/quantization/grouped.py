@@ -24,7 +24,7 @@ from fuser.quantization.quantizers import encode_scale
 from fuser.quantization.storage import QuantizedTensorStorage
 from fuser.quantization.tensor import WrapperTensor, contiguous_strides
 from fuser.torch_load import rebuild_grouped_tensor
-from refops.arguments import shown
+from refops.arguments import say_who, shown
 from refops.quantization.result import stored_layout
 
 aten = torch.ops.aten
@@ -510,8 +510,12 @@ def allocate(
         raise NotImplementedError(
             f"GroupedTensor needs a quantizer whose tensors are buffers of a scaling; got {type(quantizer).__name__}"
         )
-    for shape in shapes:
-        quantizer.check_shape(shape)
+    for i, shape in enumerate(shapes):
+        try:
+            quantizer.check_shape(shape)
+        except ValueError as error:
+            say_who(error, f"member {i}")
+            raise
     arrays = _new_arrays(quantizer, shapes, total, device)
     made = GroupedTensorStorage if quantizer.internal else GroupedTensor
     dtype = torch.float32 if dtype is None else dtype

@@ -30,7 +30,7 @@ from fuser.quantization.quantizers import Float8CurrentScalingQuantizer
 from fuser.quantization.storage import QuantizedTensorStorage
 from fuser.recipe import MXFP8BlockScaling
 from fuser.sequential import Sequential
-from refops.activations import bind_activation
+from refops.activations import ACTIVATIONS, bind_activation
 from refops.activations.declaration import Parameter
 from tiers import sampled
 
@@ -164,9 +164,26 @@ def test_unsupported_dtype(dtype):
         activation.GELU()(torch.ones(4, dtype=dtype))
 
 
-def test_odd_gated_width():
-    with pytest.raises(ValueError, match="even"):
-        activation.GEGLU()(torch.ones(2, 5))
+@pytest.mark.parametrize("name", [row.op for row in ACTIVATIONS.values() if row.gated])
+def test_errors_of_gated_activations_name_the_operation(name):
+    make = getattr(ops, name)
+    with pytest.raises(ValueError, match=rf"^{name}: .*even.*\(2, 5\)"):
+        make()(torch.ones(2, 5))
+    with pytest.raises(ValueError, match=rf"^{name}: input must have at least one dimension"):
+        make()(torch.tensor(1.0))
+
+
+@pytest.mark.parametrize("name", ["ScaledSwiGLU", "ScaledSiTUGLU", "ScaledClampedQGeGLU"])
+def test_errors_of_scaled_activations_name_the_operation(name):
+    make = getattr(ops, name)
+    for op, width, rows, words in (
+        (make(), 5, 2, "even"),
+        (make(32), 96, 2, r"glu_interleave_size must be .* a multiple of 32 that divides H=48; got 32"),
+        (make(16), 64, 2, r"glu_interleave_size must be .* a multiple of 32 that divides H=32; got 16"),
+        (make(), 64, 3, r"one entry for each row of the input; got shape \(3,\)"),
+    ):
+        with pytest.raises(ValueError, match=rf"^{name}.* .*{words}"):
+            op(torch.ones(2, width), torch.ones(rows))
 
 
 @pytest.mark.parametrize("name", ["GELU", "SwiGLU"])
@@ -354,9 +371,11 @@ def test_interleaved_output_is_quantized_and_its_gradient_is_not():
     assert same_bits(dx, _interleave_by_columns(functional.dswiglu(dy, x), 16))
 
 
-@pytest.mark.parametrize(("size", "width"), [(5, 48), (16, 48), (0, 48), (-4, 48)])
+@pytest.mark.parametrize(("size", "width"), [(5, 48), (16, 48), (0, 48), (-4, 48), ("8", 48)])
 def test_interleave_size_that_does_not_divide(size, width):
-    with pytest.raises(ValueError, match=rf"glu_interleave_size .* got {size} and an input of shape \(2, {width}\)"):
+    with pytest.raises(
+        ValueError, match=rf"^SwiGLU: glu_interleave_size .* got {size!r} and an input of shape \(2, {width}\)"
+    ):
         swiglu.SwiGLU(glu_interleave_size=size)(torch.ones(2, width))
 
 

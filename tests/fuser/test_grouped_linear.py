@@ -213,6 +213,33 @@ def test_delayed_weight_gradients(recipe, main_grad):
         assert same_bits(direct, delayed)
 
 
+@pytest.mark.parametrize("rows", [[32, 5], [5, 32]])
+def test_errors_name_the_group(rows):
+    op, splits = _grouped(2), torch.tensor(rows)
+    with autocast(recipe=MXFP8BlockScaling()):
+        message = rf"^GroupedLinear, group {rows.index(5)} of 5 rows: MXFP8 needs M % 32 == 0 .* \(5, {IN}\)"
+        with pytest.raises(ValueError, match=message):
+            op(seeded(37, IN), splits)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "words"),
+    [
+        (
+            (seeded(ROWS, IN + 1), torch.tensor(SPLITS), torch.ones(ROWS)),
+            rf"in_features={IN}; got shape \({ROWS}, 65\)",
+        ),
+        ((seeded(ROWS, IN), torch.tensor(SPLITS), torch.ones(3)), rf"one entry for each of {ROWS} rows; .*\(3,\)"),
+        ((seeded(ROWS, IN), torch.tensor(SPLITS[:3]), torch.ones(ROWS)), "Expected 4 splits, but got 3"),
+        ((seeded(ROWS, IN), torch.tensor([1] * 4), torch.ones(ROWS)), rf"sum to the {ROWS} rows"),
+        ((seeded(ROWS, IN), torch.ones(4), torch.ones(ROWS)), "must be integers"),
+    ],
+)
+def test_errors_of_all_groups_name_the_operation(inputs, words):
+    with pytest.raises(ValueError, match=rf"^GroupedLinear: .*{words}"):
+        _grouped(scale_bias=True)(*inputs)
+
+
 def test_delayed_weight_gradients_go_to_the_main_gradients_of_their_backward_pass():
     op = _grouped(delay_wgrad_compute=True, accumulate_into_main_grad=True)
     x, dy, splits = _tensors()

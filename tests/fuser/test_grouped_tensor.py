@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import refops
-from fuser import dispatch, functional
+from fuser import dispatch, functional, ops
 from fuser.dispatch import TENSOR_FIELDS, as_numpy
 from fuser.dtypes import DType
 from fuser.quantization import (
@@ -249,6 +249,22 @@ def test_split_quantize_leaves_rows_and_runs_without_quantizer():
     one, other = functional.split_quantize(x, [32, 32], [None, MXFP8Quantizer(E4M3)], disable_bulk_allocation=True)
     assert torch.equal(one, x[:32])
     assert_is(other, alone(other._quantizer, x[32:64]))
+
+
+def test_errors_name_the_run_and_the_member():
+    x, quantizer = normal(96, K), MXFP8Quantizer(E4M3)
+    with pytest.raises(ValueError, match=r"^split 1: MXFP8 needs .*\(5, "):
+        functional.split_quantize(x, [32, 5], [quantizer, quantizer])
+    with pytest.raises(ValueError, match=r"^member 1: MXFP8 needs .*\(5, "):
+        functional.group_quantize(x, quantizer, 3, torch.tensor([32, 5, 59]))
+
+
+def test_activations_refuse_groups_by_name():
+    group = functional.group_quantize(normal(96, K), MXFP8Quantizer(E4M3), 2, torch.tensor([32, 64]))
+    with pytest.raises(TypeError, match="x must be a plain torch tensor; got GroupedTensor"):
+        functional.glu(group)
+    with pytest.raises(TypeError, match=r"^GLU: x must be a plain torch tensor; got GroupedTensor"):
+        ops.GLU()(group)
 
 
 def test_offsets_of_splits():
