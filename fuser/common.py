@@ -118,6 +118,20 @@ def get_main_grad_from_param(param: Any, *, op_label: str = "") -> torch.Tensor:
     return main_grad
 
 
+def view_main_grad_as_grouped_buffer(
+    main_grad: torch.Tensor, num_groups: int, weight_shape: tuple[int, ...], *, label: str = ""
+) -> torch.Tensor:
+    """`main_grad` as `(num_groups, *weight_shape)`, in its memory. `RuntimeError` if size or strides don't allow it."""
+    shape = (num_groups, *weight_shape)
+    try:
+        return main_grad.view(shape)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"{label or 'Grouped weight'} main_grad must be viewable as {shape} without copy, but got shape "
+            f"{tuple(main_grad.shape)} and stride {main_grad.stride()}"
+        ) from error
+
+
 def get_accumulate_flag_in_param(param: torch.nn.Parameter) -> bool:
     """Whether weight gradients are added to `main_grad` (True) or overwrite it (`param.overwrite_main_grad`)."""
     return not getattr(param, "overwrite_main_grad", False)

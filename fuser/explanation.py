@@ -23,6 +23,7 @@ from fuser.fuser import OperationFuser, fusion_steps
 from fuser.op import BasicOperation, FusedOperation, FusibleOperation
 from fuser.passes import ForwardStep, forward_observers
 from fuser.quantization.contexts import autocast
+from fuser.quantization.grouped import GroupedTensorStorage
 from fuser.quantization.state import FP8GlobalStateManager
 from fuser.quantization.storage import BufferStorage
 from fuser.sequential import Sequential
@@ -378,6 +379,8 @@ def _quantizer_name(quantizer: Any) -> str | None:
 
 def _parts(tensor: Any) -> list[torch.Tensor]:
     """The plain tensors that hold the data of a tensor."""
+    if isinstance(tensor, GroupedTensorStorage):
+        return [buffer for buffer in tensor.get_data_tensors() if buffer is not None]
     if not is_quantized_tensor(tensor):
         return [tensor]
     values = tensor.buffers.tensors if isinstance(tensor, BufferStorage) else vars(tensor)

@@ -21,7 +21,7 @@ from fuser import extra_state
 from fuser.common import devices_match
 from fuser.quantization.state import FP8GlobalStateManager, RecipeState
 from fuser.quantization.storage import QuantizedTensorStorage
-from fuser.quantization.tensor import KeepsQuantizedParameters
+from fuser.quantization.tensor import KeepsQuantizedParameters, WrapperTensor
 from fuser.tracing import NotScriptable
 from refops.arguments import shown
 
@@ -309,7 +309,8 @@ class BasicOperation(FusibleOperation, metaclass=abc.ABCMeta):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        of_weights = [parameter._quantizer for parameter in self.parameters() if hasattr(parameter, "_quantizer")]
+        weights = [parameter for parameter in self.parameters() if isinstance(parameter, WrapperTensor)]
+        of_weights = [quantizer for weight in weights for quantizer in weight.held_quantizers()]
         for metas, quantizers in ((self._fp8_metas, self._quantizers), self._suspended_recipe_state or (None, None)):
             for mode, meta in (metas or {}).items():
                 if meta:

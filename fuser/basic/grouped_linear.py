@@ -37,9 +37,11 @@ from fuser.common import (
     maybe_autocast_dtype,
     maybe_dequantize,
     validate_or_alloc_output,
+    view_main_grad_as_grouped_buffer,
 )
 from fuser.gemm import reads_swizzled_scales
 from fuser.op import ExtraTensorOperation, OperationContext
+from fuser.quantization.grouped import GroupedTensor
 from fuser.quantization.quantizer import Quantizer
 from fuser.quantization.state import FP8GlobalStateManager, QuantizerRole
 from fuser.recipe import Recipe
@@ -63,13 +65,15 @@ class GroupedLinear(ExtraTensorOperation):
         num_groups, in_features, out_features: at least 1 each (`ValueError`).
         bias: whether there are biases.
         device, dtype, rng_state_tracker_function, accumulate_into_main_grad: as in `BasicLinear`.
-        single_grouped_weight, single_grouped_bias: TE's packed parameters; forced off with a `UserWarning`.
+        single_grouped_weight, single_grouped_bias: the weights, or biases, of all groups are one parameter. TE's
+            experiment: a `UserWarning`, and parameters of their own, unless NVTE_GROUPED_LINEAR_SINGLE_PARAM is 1.
         delay_wgrad_compute: weight gradients wait for `backward_dw`, which adds them to each weight's `grad` or
             `main_grad`. Weights have the attribute `skip_backward_post_hook` then: what averages gradients over ranks
             calls its hooks by `register_wgrad_accumulation_and_reduce_hooks` instead.
         scale_bias: the second extra input scales the bias in each row.
 
-    Parameters: `weight0` ... of shape `(out_features, in_features)`, then `bias0` ... of shape `(out_features,)`.
+    Parameters: `weight0` ... of shape `(out_features, in_features)`, then `bias0` ... of shape `(out_features,)`; or
+    `GroupedTensor`s `weight` and `bias` of these, with a first dimension of `num_groups`. Bits are the same.
     Extra inputs: `split_sizes`, integers `(num_groups,)` that sum to the number of rows (0 is fine); with `scale_bias`
     and biases also `scales`, `(rows,)`.
     Forward keyword arguments: `output` and `grad_input`, buffers that receive the results.
@@ -77,6 +81,7 @@ class GroupedLinear(ExtraTensorOperation):
     """
 
     weight0: torch.nn.Parameter
+    weight: Any  # a `GroupedTensor`, or the plain parameter that it became under FSDP
 
     def __init__(
         self,
@@ -100,12 +105,11 @@ class GroupedLinear(ExtraTensorOperation):
         for name, size in (("num_groups", num_groups), ("in_features", in_features), ("out_features", out_features)):
             if size <= 0:
                 raise ValueError(f"{name} must be positive (got {size})")
-        _warn_about_packed_parameters(single_grouped_weight, single_grouped_bias)
         self.num_groups = num_groups
         self.in_features = in_features
         self.out_features = out_features
-        self.single_grouped_weight = False
-        self.single_grouped_bias = False
+        self.single_grouped_weight = _may_be_single("single_grouped_weight", single_grouped_weight)
+        self.single_grouped_bias = _may_be_single("single_grouped_bias", single_grouped_bias) and bias
         self._has_bias = bias
         self._rng_state_tracker_function = rng_state_tracker_function
         self._accumulate_into_main_grad = accumulate_into_main_grad
@@ -119,12 +123,16 @@ class GroupedLinear(ExtraTensorOperation):
         self._with_quantized_weight = FP8GlobalStateManager.with_fp8_parameters()
         if self._with_quantized_weight:
             self.reset_recipe_state(recipe=FP8GlobalStateManager.get_fp8_recipe())
-        for i in range(num_groups):
-            weight = torch.empty(out_features, in_features, dtype=dtype, device="meta")
-            self.register_parameter(f"weight{i}", torch.nn.Parameter(weight))
-        for i in range(num_groups):
-            value = torch.zeros(out_features, dtype=dtype, device=device) if bias else None
-            self.register_parameter(f"bias{i}", torch.nn.Parameter(value) if bias else None)
+        weights = torch.empty(num_groups, out_features, in_features, dtype=dtype, device="meta")
+        biases = torch.zeros(num_groups, out_features, dtype=dtype, device=device) if bias else None
+        named = (("weight", weights, self.single_grouped_weight), ("bias", biases, self.single_grouped_bias))
+        for name, values, single in named:
+            for i in range(num_groups):
+                present = values is not None and not single
+                self.register_parameter(f"{name}{i}", torch.nn.Parameter(values[i]) if present else None)
+        for name, values, single in named:  # behind those of all groups, as in TE
+            if single:
+                self.register_parameter(name, torch.nn.Parameter(GroupedTensor.pack(values.unbind())))
         if not deferred:
             self._materialize(device)
 
@@ -143,14 +151,27 @@ class GroupedLinear(ExtraTensorOperation):
         return self._has_bias
 
     @property
-    def weights(self) -> list[torch.nn.Parameter]:
+    def weights(self) -> list[Any]:
         """The weight of each group."""
-        return [getattr(self, f"weight{i}") for i in range(self.num_groups)]
+        return self._of_groups("weight", self.single_grouped_weight)
 
     @property
-    def biases(self) -> list[torch.nn.Parameter | None]:
+    def biases(self) -> list[Any]:
         """The bias of each group, `None` without biases."""
-        return [getattr(self, f"bias{i}") for i in range(self.num_groups)]
+        return self._of_groups("bias", self.single_grouped_bias)
+
+    def _of_groups(self, name: str, single: bool) -> list[Any]:
+        """The parameters of the groups, or their parts of a single one; `None`s before they are registered."""
+        if not single:
+            return [getattr(self, f"{name}{i}", None) for i in range(self.num_groups)]
+        parameter = getattr(self, name, None)
+        if isinstance(parameter, GroupedTensor):
+            return parameter.split_into_quantized_tensors()
+        return [None] * self.num_groups if parameter is None else list(parameter.detach().unbind())
+
+    @property
+    def _weight_parameters(self) -> list[torch.nn.Parameter]:
+        return [self.weight] if self.single_grouped_weight else self.weights
 
     def extra_repr(self) -> str:
         return (
@@ -186,47 +207,52 @@ class GroupedLinear(ExtraTensorOperation):
     def reset_recipe_state(self, *, recipe: Recipe | None) -> None:
         """See `BasicOperation.reset_recipe_state`; sets what a matrix product's operands need on the new quantizers."""
         super().reset_recipe_state(recipe=recipe)
-        quantizers = self._group_quantizers()
+        quantizers, weights = self._group_quantizers(), self.weights
         if recipe is None:
             return
-        for i, (input_quantizer, weight_quantizer, grad_output_quantizer) in enumerate(quantizers):
-            weight = getattr(self, f"weight{i}", None)
+        for weight, (input_quantizer, weight_quantizer, grad_output_quantizer) in zip(weights, quantizers, strict=True):
             for quantizer in (input_quantizer, grad_output_quantizer):
                 quantizer.internal = True
                 quantizer.optimize_for_gemm = weight is not None and reads_swizzled_scales(weight.device)
             weight_quantizer.internal = not is_quantized_tensor(weight) and not self._with_quantized_weight
         if recipe.float8_current_scaling():
             set_current_scaling_params(recipe, *zip(*quantizers, strict=True))
-        for i, (_, weight_quantizer, _) in enumerate(quantizers):
-            weight = getattr(self, f"weight{i}", None)
+        for weight, (_, weight_quantizer, _) in zip(weights, quantizers, strict=True):
             if is_quantized_tensor(weight):
                 adopt_weight_quantizer(weight, weight_quantizer)
+        if self.single_grouped_weight and is_quantized_tensor(weights[0]):
+            self.weight.set_quantizers([weight._quantizer for weight in weights])
 
     # Parameters
 
     def reset_parameters(self) -> None:
         """(Re)initialise as `torch.nn.Linear` does, biases with zeros, on a real device, quantized where asked for."""
-        device = self.weight0.device
+        device = self._weight_parameters[0].device
         self._materialize(canonicalize_device(None) if device.type == "meta" else device)
 
     def _materialize(self, device: torch.device) -> None:
-        weights, biases = self.weights, self.biases
+        dtype = self._weight_parameters[0].dtype
         # One buffer for all weights: a grouped product, or an optimizer that works on flat memory, finds them in order
-        packed = torch.empty(
-            self.num_groups, self.out_features, self.in_features, dtype=weights[0].dtype, device=device
-        )
+        packed = torch.empty(self.num_groups, self.out_features, self.in_features, dtype=dtype, device=device)
         tracker = self._rng_state_tracker_function
         with contextlib.nullcontext() if tracker is None else tracker().fork():
             for weight in packed:
                 torch.nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
-        for i, (old, weight) in enumerate(zip(weights, packed, strict=True)):
-            if self._with_quantized_weight:
-                weight = quantize_new_weight(weight, self.get_quantizer("forward", 2 * i + 1))
-            setattr(self, f"weight{i}", replace_parameter(old, weight))
-        for i, old in enumerate(biases):
-            if old is not None:
-                zeros = torch.zeros(old.shape, dtype=old.dtype, device=device)
-                setattr(self, f"bias{i}", replace_parameter(old, zeros))
+        weights: list[torch.Tensor] = list(packed)
+        if self._with_quantized_weight:
+            weights = [quantize_new_weight(w, self.get_quantizer("forward", 2 * i + 1)) for i, w in enumerate(weights)]
+        self._replace("weight", self.single_grouped_weight, weights)
+        if self.has_bias:
+            zeros = [torch.zeros(self.out_features, dtype=old.dtype, device=device) for old in self.biases]
+            self._replace("bias", self.single_grouped_bias, zeros)
+
+    def _replace(self, name: str, single: bool, values: list[torch.Tensor]) -> None:
+        """Make `values` of the groups the parameters, with the flags of the old ones."""
+        if single:
+            setattr(self, name, replace_parameter(getattr(self, name), GroupedTensor.pack(values)))
+            return
+        for i, value in enumerate(values):
+            setattr(self, f"{name}{i}", replace_parameter(getattr(self, f"{name}{i}"), value))
 
     def pre_first_fuser_forward(self) -> None:
         """Materialise deferred parameters."""
@@ -237,13 +263,14 @@ class GroupedLinear(ExtraTensorOperation):
     def pre_fuser_forward(self, *, requires_grad: bool) -> None:
         """Choose the copies to quantize; `RuntimeError` if the groups' parameters don't match each other."""
         super().pre_fuser_forward(requires_grad=requires_grad)
-        _check_alike("weight", self.weights)
-        if self.has_bias:
+        if not self.single_grouped_weight:
+            _check_alike("weight", self.weights)
+        if self.has_bias and not self.single_grouped_bias:
             _check_alike("bias", self.biases)
         if not FP8GlobalStateManager.is_fp8_enabled():
             return
         quantized_backward = FP8GlobalStateManager.get_fp8_recipe().backward_override is None
-        wgrad = requires_grad and self.weight0.requires_grad and quantized_backward
+        wgrad = requires_grad and self._weight_parameters[0].requires_grad and quantized_backward
         for input_quantizer, weight_quantizer, grad_output_quantizer in self._group_quantizers():
             input_quantizer.set_usage(rowwise=True, columnwise=wgrad)
             weight_quantizer.set_usage(rowwise=True, columnwise=requires_grad)
@@ -263,8 +290,9 @@ class GroupedLinear(ExtraTensorOperation):
     ) -> tuple[torch.Tensor, list[tuple[()]]]:
         (ctx,), (kwargs,), (extra_inputs,) = basic_op_ctxs, basic_op_kwargs, basic_op_extra_inputs
         _check_kwargs(kwargs)
-        device = self.weight0.device
-        dtype = maybe_autocast_dtype(device_type=device.type, default_dtype=self.weight0.dtype)
+        parameter = self._weight_parameters[0]
+        device = parameter.device
+        dtype = maybe_autocast_dtype(device_type=device.type, default_dtype=parameter.dtype)
         rows = math.prod(input_.shape[:-1])
         splits = self._split_sizes(extra_inputs[0], rows)
         scales = extra_inputs[1] if self._scale_bias else None
@@ -286,7 +314,7 @@ class GroupedLinear(ExtraTensorOperation):
         ctx.split_sizes = splits
         ctx.grad_input_buffer = kwargs.get(GRAD_INPUT_BUFFER_KEY)
         ctx.input_requires_grad = ctx.requires_grad
-        ctx.weight_requires_grad = ctx.requires_grad and self.weight0.requires_grad
+        ctx.weight_requires_grad = ctx.requires_grad and parameter.requires_grad
         ctx.scales_require_grad = ctx.requires_grad and scales is not None and scales.requires_grad
 
         out_shape = (*input_.shape[:-1], self.out_features)
@@ -342,7 +370,7 @@ class GroupedLinear(ExtraTensorOperation):
         dxs = grad_input.view(-1, self.in_features).split(ctx.split_sizes)
         delayed = self._delay_wgrad_compute and ctx.weight_requires_grad
         into_main_grad = self._accumulate_into_main_grad and ctx.weight_requires_grad
-        destinations = [_main_grad_of(weight) if into_main_grad else {} for weight in self.weights]
+        destinations = self._main_grads() if into_main_grad else [{}] * self.num_groups
         grad_weights: list[torch.Tensor | None] = [None] * self.num_groups
         operands = []
         for i, (dy, x, w, dx) in enumerate(zip(dys, xs, ws, dxs, strict=True)):
@@ -352,13 +380,18 @@ class GroupedLinear(ExtraTensorOperation):
                 dy = quantize_operand(dy, ctx.quantizers[i][2], rowwise=True, columnwise=ctx.weight_requires_grad)
             operands.append(dy)
             grad_weights[i] = self._group_backward(ctx, i, dy, x, w, destinations[i], grad_input=dx, wgrad=wgrad)
+        grad_weights = _as_of_parameters(grad_weights, self.single_grouped_weight)
         if delayed:
             self._pending_wgrads.append(lambda: self._delayed_wgrads(ctx, operands, xs, destinations))
         if into_main_grad:
-            grad_weights = get_dummy_wgrads_for_params(self.weights)
+            grad_weights = get_dummy_wgrads_for_params(self._weight_parameters)
         grad_biases, grad_scales = self._bias_backward(ctx, dys, scales, biases)
+        grad_biases = _as_of_parameters(grad_biases, self.single_grouped_bias)
         grad_extra = (None, grad_scales) if self._scale_bias else (None,)
-        return grad_input, [[*grad_weights, *grad_biases]], [grad_extra]
+        # In the order of the parameters: those of all groups are the last ones
+        weights_last = self.single_grouped_weight and not self.single_grouped_bias
+        grads = [*grad_biases, *grad_weights] if weights_last else [*grad_weights, *grad_biases]
+        return grad_input, [grads], [grad_extra]
 
     def _group_backward(
         self,
@@ -374,7 +407,7 @@ class GroupedLinear(ExtraTensorOperation):
     ) -> torch.Tensor | None:
         """Write the input gradient of group `i` to its buffer, if there is one, and return its weight gradient.
 
-        `destination`: of the weight gradient, `_main_grad_of` the weight, or empty.
+        `destination`: of the weight gradient, one of `_main_grads`, or empty.
         """
         input_quantizer, weight_quantizer, grad_output_quantizer = ctx.quantizers[i]
         _, grad_weight = BasicLinear._functional_backward(
@@ -392,6 +425,19 @@ class GroupedLinear(ExtraTensorOperation):
             **(destination if wgrad else {}),
         )
         return grad_weight
+
+    def _main_grads(self) -> list[dict[str, Any]]:
+        """For each group the arguments of a product that make it write the weight's gradient to `main_grad`."""
+        parameters = self._weight_parameters
+        buffers: Sequence[Any] = [get_main_grad_from_param(one, op_label="GroupedLinear") for one in parameters]
+        if self.single_grouped_weight:
+            shape = (self.out_features, self.in_features)
+            whole = view_main_grad_as_grouped_buffer(buffers[0], self.num_groups, shape, label="GroupedLinear:")
+            buffers, parameters = whole.unbind(), parameters * self.num_groups
+        return [
+            {"grad_weight": buffer, "accumulate_into_grad_weight": get_accumulate_flag_in_param(parameter)}
+            for buffer, parameter in zip(buffers, parameters, strict=True)
+        ]
 
     def _bias_backward(
         self,
@@ -444,10 +490,16 @@ class GroupedLinear(ExtraTensorOperation):
         xs: list[torch.Tensor],
         destinations: list[dict[str, Any]],
     ) -> None:
-        for i, (dy, x, weight, destination) in enumerate(zip(dys, xs, self.weights, destinations, strict=True)):
-            grad = self._group_backward(ctx, i, dy, x, None, destination, grad_input=None, wgrad=True)
-            if not destination:
-                weight.grad = grad.to(weight.dtype) if weight.grad is None else weight.grad.add_(grad)
+        groups = enumerate(zip(dys, xs, destinations, strict=True))
+        grads = [
+            self._group_backward(ctx, i, dy, x, None, destination, grad_input=None, wgrad=True)
+            for i, (dy, x, destination) in groups
+        ]
+        if destinations[0]:
+            return
+        parameters = self._weight_parameters
+        for parameter, grad in zip(parameters, _as_of_parameters(grads, self.single_grouped_weight), strict=True):
+            parameter.grad = grad.to(parameter.dtype) if parameter.grad is None else parameter.grad.add_(grad)
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies: no backward pass of theirs waits for weight gradients."""
@@ -477,14 +529,6 @@ class GroupedLinear(ExtraTensorOperation):
         return splits
 
 
-def _main_grad_of(weight: torch.nn.Parameter) -> dict[str, Any]:
-    """The arguments of a product that make it write a weight's gradient to `weight.main_grad`."""
-    return {
-        "grad_weight": get_main_grad_from_param(weight, op_label="GroupedLinear"),
-        "accumulate_into_grad_weight": get_accumulate_flag_in_param(weight),
-    }
-
-
 def _for_sums(tensor: torch.Tensor) -> torch.Tensor:
     """`tensor` in the dtype in which sums run: float32, or the float64 of `backend("float64")`."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
@@ -510,12 +554,16 @@ def _check_alike(kind: str, params: Sequence[torch.Tensor]) -> None:
             raise RuntimeError(f"{kind}{i} has invalid {name} (expected {expected} as {kind}0, got {found})")
 
 
-def _warn_about_packed_parameters(single_grouped_weight: bool, single_grouped_bias: bool) -> None:
-    for name, asked in (
-        ("single_grouped_weight", single_grouped_weight),
-        ("single_grouped_bias", single_grouped_bias),
-    ):
-        if asked:
-            enabled = int(os.environ.get("NVTE_GROUPED_LINEAR_SINGLE_PARAM", "0")) > 0
-            reason = "groups are multiplied singly here" if enabled else "NVTE_GROUPED_LINEAR_SINGLE_PARAM is not set"
-            warnings.warn(f"{name}=True is ignored: {reason}", UserWarning, stacklevel=3)
+def _as_of_parameters(grads: list[Any], single: bool) -> list[Any]:
+    """The gradients of the groups as those of the parameters: stacked for a single one."""
+    if not single or not grads:
+        return grads
+    return [None if grads[0] is None else torch.stack(grads)]
+
+
+def _may_be_single(name: str, asked: bool) -> bool:
+    """Whether the parameters of all groups are one: asked for, and TE's switch for it is on."""
+    if asked and int(os.environ.get("NVTE_GROUPED_LINEAR_SINGLE_PARAM", "0")) <= 0:
+        warnings.warn(f"{name}=True is ignored: NVTE_GROUPED_LINEAR_SINGLE_PARAM is not set", UserWarning, stacklevel=3)
+        return False
+    return asked

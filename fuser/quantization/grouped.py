@@ -301,7 +301,7 @@ class GroupedTensorStorage:
             len(members), [tuple(member.shape) for member in members], quantizers[0], first.device, first.dtype
         )
         packed.set_quantizers(quantizers)
-        packed.quantized_tensors = packed.copy_members(members)
+        packed.copy_members(members)
         return packed
 
     def copy(self) -> GroupedTensorStorage:
@@ -351,6 +351,8 @@ class GroupedTensorStorage:
     def set_quantizers(self, quantizers: Sequence[Quantizer]) -> None:
         """Give each member a quantizer, for values that are written later. This package's own."""
         self.quantizer, self._member_quantizers = quantizers[0], list(quantizers)
+        if self.quantized_tensors is not None:
+            self.quantized_tensors = self.split_into_quantized_tensors()
 
     def _member_shapes(self):
         if self.tensor_shapes is None:
@@ -606,6 +608,10 @@ class GroupedTensor(GroupedTensorStorage, WrapperTensor):  # type: ignore[misc]
         elif values.data_ptr() != self.rowwise_data.data_ptr():
             self.plain_values().copy_(values.view(self.shape))
 
+    def held_quantizers(self) -> list[Quantizer]:
+        """Those of the members."""
+        return [] if self.quantizer is None else self._quantizers()
+
     def to_dtype(self, dtype: torch.dtype) -> Any:
         """The same codes with another nominal dtype; values in high precision are converted."""
         converted = self.rowwise_data.to(dtype) if self.quantizer is None else self.rowwise_data
@@ -720,6 +726,15 @@ def _to_copy(func, args, kwargs):
     return _mapped(tensor, lambda t: t.to(device, non_blocking=non_blocking, copy=True), device=torch.device(device))
 
 
+def _empty_like(func, args, kwargs):
+    """Grouped where the dtype stays."""
+    (tensor,) = args
+    if kwargs.get("dtype") not in (None, tensor.dtype) or not tensor.all_same_shape():
+        return func(tensor.plain_values(), **kwargs)
+    device = torch.device(kwargs.get("device") or tensor.device)
+    return _mapped(tensor, lambda t: torch.empty_like(t, device=device), device=device)
+
+
 def _copy(func, args, kwargs):
     destination, source = args[:2]
     if not isinstance(destination, GroupedTensor):
@@ -748,5 +763,6 @@ GroupedTensor._handlers = {
     aten._unsafe_view.default: _view,
     aten.expand.default: _expand,
     aten._to_copy.default: _to_copy,
+    aten.empty_like.default: _empty_like,
     aten.copy_.default: _copy,
 }

@@ -38,7 +38,7 @@ def prepare_for_saving(*tensors: Any) -> tuple[list[torch.Tensor | None], list[A
             own = tensor.copy()
         else:
             raise TypeError(
-                f"tensors must be tensors, quantized or grouped storages, or None; got {type(tensor).__name__}"
+                f"tensors must be tensors, grouped or quantized storages, or None; got {type(tensor).__name__}"
             )
         buffers, shell = own.prepare_for_saving()
         flat.extend(buffers)

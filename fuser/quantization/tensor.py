@@ -61,6 +61,10 @@ class WrapperTensor(torch.Tensor):
         """Write `values`, of this shape, into the data."""
         raise NotImplementedError(f"{type(self).__name__} takes no values")
 
+    def held_quantizers(self) -> list[Any]:
+        """The quantizers of the data, for values that are written later."""
+        raise NotImplementedError(f"{type(self).__name__} does not say which quantizers it holds")
+
     def expand_as(self, other: Any) -> Any:
         """An identity in the graph for `x.expand_as(x)`, the idiom that finds a parameter's gradient accumulator."""
         return _Identity.apply(self) if other is self else super().expand_as(other)
@@ -201,6 +205,10 @@ class QuantizedTensor(WrapperTensor):
     def take_values(self, values: torch.Tensor) -> None:
         """As `quantize_`, without autograd."""
         _STORAGE.quantize_(self, values)
+
+    def held_quantizers(self) -> list[Any]:
+        """Its own, if it has one."""
+        return [] if self._quantizer is None else [self._quantizer]
 
     @property
     def data(self) -> Any:
@@ -723,7 +731,8 @@ def _apply_to_quantized(parameter, fn):
         if (target.dtype, target.device) == (parameter.dtype, parameter.device):
             return
         grad, parameter.grad = parameter.grad, None
-        converted = parameter.to(device=target.device).to_dtype(target.dtype)
+        move = torch.empty_like if parameter.is_meta else torch.Tensor.to  # from meta: a module's to_empty
+        converted = move(parameter, device=target.device).to_dtype(target.dtype)
         if torch._has_compatible_shallow_copy_type(parameter, converted):
             parameter.data = converted
         else:  # to or from the meta device

@@ -472,14 +472,7 @@ def test_keyword_arguments_and_single_passes_are_errors():
             getattr(_grouped(), method)(None, x)
 
 
-@pytest.mark.parametrize("option", ["single_grouped_weight", "single_grouped_bias"])
-def test_packed_parameters_are_switched_off(option, monkeypatch):
-    with pytest.warns(UserWarning, match=f"{option}.*NVTE_GROUPED_LINEAR_SINGLE_PARAM is not set"):
-        op = _grouped(**{option: True})
-    assert getattr(op, option) is False
-    monkeypatch.setenv("NVTE_GROUPED_LINEAR_SINGLE_PARAM", "1")
-    with pytest.warns(UserWarning, match="multiplied singly"):
-        _grouped(**{option: True})
+def test_groups_are_multiplied_singly():
     assert not is_op_fuser_grouped_tensor_path_supported(None, torch.bfloat16)
 
 
