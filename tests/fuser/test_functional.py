@@ -376,7 +376,6 @@ def test_names_and_signatures_of_te():
     for name in ("swiglu", "situglu", "srelu"):
         names |= {f"scaled_{name}", f"scaled_d{name}"}
     names |= {"scaled_clamped_swiglu", "scaled_clamped_dswiglu", "DType"}
-    assert names <= set(F.__all__) and all(hasattr(F, name) for name in names)
     wanted = {
         "gelu": "(input, quantizer=None)",
         "dgeglu": "(grad, fwd_input, quantizer=None)",
@@ -390,10 +389,20 @@ def test_names_and_signatures_of_te():
         "dbias_dgelu": "(grad, fwd_input, quantizer=None)",
         "quantize": "(tensor, quantizer, output=None, noop=None)",
         "dequantize": "(input, otype)",
+        "split_quantize": "(tensor, split_sections, quantizer_list, disable_bulk_allocation=False)",
+        "group_quantize": "(tensor, quantizer, num_tensors, first_dims, last_dims=None, tensor_offsets=None, "
+        "noop_flag=None, output=None)",
+        "bgrad_group_quantize": "(tensor, quantizer, num_tensors, first_dims, last_dims=None, tensor_offsets=None)",
+        "group_dequantize": "(input, otype)",
+        "splits_to_offsets": "(first_dims, logical_last_dim)",
+        "splits_to_offsets_multi": "(split_sizes, device, *, strides, include_leading_zero, dtypes, "
+        "bulk_allocate=False)",
     }
     for name, signature in wanted.items():
         parameters = inspect.signature(getattr(F, name)).parameters.values()
         assert str(inspect.Signature([p.replace(annotation=p.empty) for p in parameters])) == signature
+    names |= wanted.keys()
+    assert names <= set(F.__all__) and all(hasattr(F, name) for name in names)
     assert F.dgelu.__name__ == "dgelu" and "gelu" in F.dgelu.__doc__
 
 
