@@ -12,7 +12,7 @@ import operator
 import os
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -289,67 +289,11 @@ class GroupedLinear(ExtraTensorOperation):
         basic_op_kwargs: list[dict[str, Any]],
     ) -> tuple[torch.Tensor, list[tuple[()]]]:
         (ctx,), (kwargs,), (extra_inputs,) = basic_op_ctxs, basic_op_kwargs, basic_op_extra_inputs
-        _check_kwargs(kwargs)
-        parameter = self._weight_parameters[0]
-        device = parameter.device
-        dtype = maybe_autocast_dtype(device_type=device.type, default_dtype=parameter.dtype)
-        rows = math.prod(input_.shape[:-1])
-        splits = self._split_sizes(extra_inputs[0], rows)
-        scales = extra_inputs[1] if self._scale_bias else None
-        if input_.shape[-1:] != (self.in_features,):
-            raise ValueError(
-                f"GroupedLinear: last dimension of the input must be in_features={self.in_features}; "
-                f"got shape {tuple(input_.shape)}"
-            )
-        if scales is not None and scales.numel() != rows:
-            raise ValueError(
-                f"GroupedLinear: scales must have one entry for each of {rows} rows; got shape {tuple(scales.shape)}"
-            )
-
-        quantized = FP8GlobalStateManager.is_fp8_enabled()
-        override = FP8GlobalStateManager.get_fp8_recipe().backward_override if quantized else None
-        ctx.with_quantized_compute = quantized and override is None
-        ctx.quantizers = self._group_quantizers() if quantized else [(None, None, None)] * self.num_groups
-        ctx.dtype = dtype
-        ctx.split_sizes = splits
-        ctx.grad_input_buffer = kwargs.get(GRAD_INPUT_BUFFER_KEY)
-        ctx.input_requires_grad = ctx.requires_grad
-        ctx.weight_requires_grad = ctx.requires_grad and parameter.requires_grad
-        ctx.scales_require_grad = ctx.requires_grad and scales is not None and scales.requires_grad
-
-        out_shape = (*input_.shape[:-1], self.out_features)
-        output = validate_or_alloc_output(kwargs.get(OUTPUT_BUFFER_KEY), out_shape, dtype, device)
-        xs = maybe_dequantize(input_, dtype).reshape(rows, input_.shape[-1]).split(splits)
-        ys = output.view(rows, self.out_features).split(splits)
-        saved_xs, saved_ws = [], []
-        for i, (x, y, weight, bias) in enumerate(zip(xs, ys, self.weights, self.biases, strict=True)):
-            input_quantizer, weight_quantizer, _ = ctx.quantizers[i]
-            try:
-                _, saved_x, saved_w = BasicLinear._functional_forward(
-                    x,
-                    weight,
-                    dtype=dtype,
-                    bias=None if self._scale_bias else bias,
-                    out=y,
-                    with_quantized_compute=quantized,
-                    backward_override=override,
-                    input_quantizer=input_quantizer,
-                    weight_quantizer=weight_quantizer,
-                    input_requires_grad=ctx.input_requires_grad,
-                    weight_requires_grad=ctx.weight_requires_grad,
-                )
-            except (TypeError, ValueError) as error:
-                say_who(error, f"GroupedLinear, group {i} of {splits[i]} rows")
-                raise
-            saved_xs.append(saved_x)
-            saved_ws.append(saved_w)
-        if scales is not None:
-            for y, bias, scale in zip(ys, self.biases, scales.reshape(-1).split(splits), strict=True):
-                y += _for_sums(scale).unsqueeze(1) * _for_sums(bias)
-        if ctx.requires_grad:
-            biases = [] if scales is None else self.biases  # their gradient's other factor
-            ctx.save_for_backward(scales, *saved_xs, *saved_ws, *biases)
-        return output, [()]
+        run = GroupedForward(self, ctx, input_.shape, extra_inputs, kwargs)
+        for i, x in enumerate(run.rows_of_groups(maybe_dequantize(input_, run.dtype))):
+            run.group(i, x)
+        run.finish()
+        return run.output, [()]
 
     def fuser_backward(
         self,
@@ -359,39 +303,14 @@ class GroupedLinear(ExtraTensorOperation):
         basic_op_grad_extra_outputs: list[tuple[torch.Tensor | None, ...]],
     ) -> tuple[torch.Tensor, list[list[torch.Tensor | None]], list[tuple[torch.Tensor | None, ...]]]:
         (ctx,) = basic_op_ctxs
-        scales, *saved = ctx.saved_tensors
-        xs, ws = saved[: self.num_groups], saved[self.num_groups : 2 * self.num_groups]
-        biases = saved[2 * self.num_groups :]
+        run = GroupedBackward(self, ctx)
         grad_output = maybe_dequantize(grad_output, ctx.dtype)
-        dys = grad_output.reshape(-1, self.out_features).split(ctx.split_sizes)
-
-        dx_shape = (*grad_output.shape[:-1], self.in_features)
-        grad_input = validate_or_alloc_output(ctx.grad_input_buffer, dx_shape, ctx.dtype, grad_output.device)
-        dxs = grad_input.view(-1, self.in_features).split(ctx.split_sizes)
-        delayed = self._delay_wgrad_compute and ctx.weight_requires_grad
-        into_main_grad = self._accumulate_into_main_grad and ctx.weight_requires_grad
-        destinations = self._main_grads() if into_main_grad else [{}] * self.num_groups
-        grad_weights: list[torch.Tensor | None] = [None] * self.num_groups
-        operands = []
-        for i, (dy, x, w, dx) in enumerate(zip(dys, xs, ws, dxs, strict=True)):
-            wgrad = ctx.weight_requires_grad and not delayed
-            if ctx.with_quantized_compute:
-                # Once for both products, even if the weight's gradient waits
-                dy = quantize_operand(dy, ctx.quantizers[i][2], rowwise=True, columnwise=ctx.weight_requires_grad)
-            operands.append(dy)
-            grad_weights[i] = self._group_backward(ctx, i, dy, x, w, destinations[i], grad_input=dx, wgrad=wgrad)
-        grad_weights = _as_of_parameters(grad_weights, self.single_grouped_weight)
-        if delayed:
-            self._pending_wgrads.append(lambda: self._delayed_wgrads(ctx, operands, xs, destinations))
-        if into_main_grad:
-            grad_weights = get_dummy_wgrads_for_params(self._weight_parameters)
-        grad_biases, grad_scales = self._bias_backward(ctx, dys, scales, biases)
-        grad_biases = _as_of_parameters(grad_biases, self.single_grouped_bias)
-        grad_extra = (None, grad_scales) if self._scale_bias else (None,)
-        # In the order of the parameters: those of all groups are the last ones
-        weights_last = self.single_grouped_weight and not self.single_grouped_bias
-        grads = [*grad_biases, *grad_weights] if weights_last else [*grad_weights, *grad_biases]
-        return grad_input, [grads], [grad_extra]
+        run.allocate(grad_output.shape, grad_output.device)
+        for i, dy in enumerate(run.rows_of_groups(grad_output)):
+            run.take(i, dy)
+            run.products(i)
+        grads, grad_extra_inputs = run.finish()
+        return run.grad_input, [grads], [grad_extra_inputs]
 
     def _group_backward(
         self,
@@ -402,19 +321,20 @@ class GroupedLinear(ExtraTensorOperation):
         w: torch.Tensor | None,
         destination: dict[str, Any],
         *,
-        grad_input: torch.Tensor | None,
+        dgrad: bool,
         wgrad: bool,
-    ) -> torch.Tensor | None:
-        """Write the input gradient of group `i` to its buffer, if there is one, and return its weight gradient.
+        grad_input: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Gradients of the input of group `i`, in its buffer if there is one, and of its weight; None if not asked.
 
         `destination`: of the weight gradient, one of `_main_grads`, or empty.
         """
         input_quantizer, weight_quantizer, grad_output_quantizer = ctx.quantizers[i]
-        _, grad_weight = BasicLinear._functional_backward(
+        return BasicLinear._functional_backward(
             dy,
             x,
             w,
-            input_requires_grad=grad_input is not None,
+            input_requires_grad=dgrad,
             weight_requires_grad=wgrad,
             dtype=ctx.dtype,
             grad_input=grad_input,
@@ -424,7 +344,6 @@ class GroupedLinear(ExtraTensorOperation):
             grad_output_quantizer=grad_output_quantizer,
             **(destination if wgrad else {}),
         )
-        return grad_weight
 
     def _main_grads(self) -> list[dict[str, Any]]:
         """For each group the arguments of a product that make it write the weight's gradient to `main_grad`."""
@@ -438,27 +357,6 @@ class GroupedLinear(ExtraTensorOperation):
             {"grad_weight": buffer, "accumulate_into_grad_weight": get_accumulate_flag_in_param(parameter)}
             for buffer, parameter in zip(buffers, parameters, strict=True)
         ]
-
-    def _bias_backward(
-        self,
-        ctx: OperationContext,
-        dys: Iterable[torch.Tensor],
-        scales: torch.Tensor | None,
-        biases: list[torch.Tensor],
-    ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
-        """Bias gradients of all groups, summed in float32, and the gradient of the bias scales."""
-        if not self.has_bias:
-            return [], None
-        if scales is None:
-            return [_for_sums(dy).sum(0).to(bias.dtype) for dy, bias in zip(dys, self.biases, strict=True)], None
-        grad_biases, grad_scales = [], []
-        for dy, bias, scale in zip(dys, biases, scales.reshape(-1).split(ctx.split_sizes), strict=True):
-            dy = _for_sums(dy)
-            grad_biases.append((dy * _for_sums(scale).unsqueeze(1)).sum(0).to(bias.dtype))
-            grad_scales.append((dy * _for_sums(bias)).sum(1))
-        if not ctx.scales_require_grad:
-            return grad_biases, None
-        return grad_biases, torch.cat(grad_scales).to(scales.dtype).view(scales.shape)
 
     # Delayed weight gradients
 
@@ -492,7 +390,7 @@ class GroupedLinear(ExtraTensorOperation):
     ) -> None:
         groups = enumerate(zip(dys, xs, destinations, strict=True))
         grads = [
-            self._group_backward(ctx, i, dy, x, None, destination, grad_input=None, wgrad=True)
+            self._group_backward(ctx, i, dy, x, None, destination, dgrad=False, wgrad=True)[1]
             for i, (dy, x, destination) in groups
         ]
         if destinations[0]:
@@ -527,6 +425,198 @@ class GroupedLinear(ExtraTensorOperation):
                 f"(got {splits})"
             )
         return splits
+
+
+class _Run:
+    """What a forward and a backward pass of a `GroupedLinear` share: they go through the groups one by one.
+
+    So can a fusion, which runs other operations on the rows of a group between two steps.
+    """
+
+    op: GroupedLinear
+    ctx: OperationContext
+    row_scales: Sequence[torch.Tensor] | None
+
+    def rows_of_groups(self, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+        """The rows of each group, of a tensor (..., features)."""
+        return tensor.reshape(sum(self.ctx.split_sizes), tensor.shape[-1]).split(self.ctx.split_sizes)
+
+
+class GroupedForward(_Run):
+    """A forward pass: `group` for each group, then `finish`, which leaves in `ctx` what the backward pass reads.
+
+    Args:
+        shape: of the input, (..., in_features).
+        extra_inputs, kwargs: those of the operation.
+
+    Attributes:
+        output: (..., out_features), written by `group`.
+        dtype: that of the output, which inputs must have.
+    """
+
+    def __init__(
+        self,
+        op: GroupedLinear,
+        ctx: OperationContext,
+        shape: torch.Size,
+        extra_inputs: tuple[torch.Tensor, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
+        _check_kwargs(kwargs)
+        rows = shape[:-1].numel()
+        if shape[-1:] != (op.in_features,):
+            raise ValueError(
+                f"GroupedLinear: last dimension of the input must be in_features={op.in_features}; got shape {tuple(shape)}"
+            )
+        self.op, self.ctx = op, ctx
+        parameter = op._weight_parameters[0]
+        device = parameter.device
+        self.dtype = maybe_autocast_dtype(device_type=device.type, default_dtype=parameter.dtype)
+        self.scales = extra_inputs[1] if op._scale_bias else None
+        if self.scales is not None and self.scales.numel() != rows:
+            raise ValueError(
+                f"GroupedLinear: scales must have one entry for each of {rows} rows; "
+                f"got shape {tuple(self.scales.shape)}"
+            )
+        self._quantized = FP8GlobalStateManager.is_fp8_enabled()
+        self._override = FP8GlobalStateManager.get_fp8_recipe().backward_override if self._quantized else None
+        ctx.with_quantized_compute = self._quantized and self._override is None
+        ctx.quantizers = op._group_quantizers() if self._quantized else [(None, None, None)] * op.num_groups
+        ctx.dtype = self.dtype
+        ctx.split_sizes = op._split_sizes(extra_inputs[0], rows)
+        ctx.grad_input_buffer = kwargs.get(GRAD_INPUT_BUFFER_KEY)
+        ctx.input_requires_grad = ctx.requires_grad
+        ctx.weight_requires_grad = ctx.requires_grad and parameter.requires_grad
+        ctx.scales_require_grad = ctx.requires_grad and self.scales is not None and self.scales.requires_grad
+
+        out_shape = (*shape[:-1], op.out_features)
+        self.output = validate_or_alloc_output(kwargs.get(OUTPUT_BUFFER_KEY), out_shape, self.dtype, device)
+        self._outputs = self.rows_of_groups(self.output)
+        self.row_scales = None if self.scales is None else self.scales.reshape(-1).split(ctx.split_sizes)
+        self._weights, self._biases = op.weights, op.biases
+        self._saved_inputs: list[Any] = []
+        self._saved_weights: list[Any] = []
+
+    def group(self, i: int, x: torch.Tensor, *, keep_input: bool = True) -> torch.Tensor:
+        """The output of group `i`, the next one. Not `keep_input`: backward will be given the input again."""
+        y, bias, ctx = self._outputs[i], self._biases[i], self.ctx
+        input_quantizer, weight_quantizer, _ = ctx.quantizers[i]
+        try:
+            _, saved_input, saved_weight = BasicLinear._functional_forward(
+                x,
+                self._weights[i],
+                dtype=self.dtype,
+                bias=None if self.op._scale_bias else bias,
+                out=y,
+                with_quantized_compute=self._quantized,
+                backward_override=self._override,
+                input_quantizer=input_quantizer,
+                weight_quantizer=weight_quantizer,
+                input_requires_grad=ctx.input_requires_grad,
+                weight_requires_grad=ctx.weight_requires_grad,
+            )
+        except (TypeError, ValueError) as error:
+            say_who(error, f"GroupedLinear, group {i} of {ctx.split_sizes[i]} rows")
+            raise
+        if self.row_scales is not None:
+            y += _for_sums(self.row_scales[i]).unsqueeze(1) * _for_sums(bias)
+        self._saved_inputs.append(saved_input if keep_input else None)
+        self._saved_weights.append(saved_weight)
+        return y
+
+    def finish(self) -> None:
+        """Save what backward needs."""
+        if self.ctx.requires_grad:
+            biases = [] if self.scales is None else self._biases  # their gradient's other factor
+            self.ctx.save_for_backward(self.scales, *self._saved_inputs, *self._saved_weights, *biases)
+
+
+class GroupedBackward(_Run):
+    """A backward pass: `take`, then `products`, for each group; then `finish`.
+
+    Attributes:
+        grad_input: (..., in_features), written by `products`; None without `allocate`.
+        inputs: what forward kept of the groups' inputs; a fusion puts in what it computes again.
+    """
+
+    def __init__(self, op: GroupedLinear, ctx: OperationContext) -> None:
+        self.op, self.ctx = op, ctx
+        scales, *saved = ctx.saved_tensors
+        count = op.num_groups
+        self.inputs, self._weights = saved[:count], saved[count : 2 * count]
+        self._biases = op.biases if scales is None else saved[2 * count :]
+        self._scales = scales
+        self.row_scales = None if scales is None else scales.reshape(-1).split(ctx.split_sizes)
+        self.grad_input: torch.Tensor | None = None
+        self._grad_inputs: Sequence[torch.Tensor | None] = [None] * count
+        self._operands: list[Any] = [None] * count
+        self._grad_weights: list[torch.Tensor | None] = [None] * count
+        self._grad_biases: list[torch.Tensor] = []
+        self._grad_scales: list[torch.Tensor] = []
+        self._delayed = op._delay_wgrad_compute and ctx.weight_requires_grad
+        self._into_main_grad = op._accumulate_into_main_grad and ctx.weight_requires_grad
+        self._destinations = op._main_grads() if self._into_main_grad else [{}] * count
+
+    def allocate(self, shape: torch.Size, device: torch.device) -> None:
+        """Make `grad_input`, for an output gradient of `shape`: the caller's buffer, if there is one."""
+        dx_shape = (*shape[:-1], self.op.in_features)
+        self.grad_input = validate_or_alloc_output(self.ctx.grad_input_buffer, dx_shape, self.ctx.dtype, device)
+        self._grad_inputs = self.rows_of_groups(self.grad_input)
+
+    def take(self, i: int, dy: torch.Tensor) -> None:
+        """Take the output gradient of group `i`, the next one: its sums, and the operand that products read."""
+        ctx = self.ctx
+        if self.op.has_bias:
+            self._sum(_for_sums(dy), i)
+        if ctx.with_quantized_compute:
+            # Once for both products, even if the weight's gradient waits
+            dy = quantize_operand(dy, ctx.quantizers[i][2], rowwise=True, columnwise=ctx.weight_requires_grad)
+        self._operands[i] = dy
+
+    def _sum(self, dy: torch.Tensor, i: int) -> None:
+        """Gradients of a bias and of its scales, summed in float32."""
+        bias = self._biases[i]
+        if self.row_scales is None:
+            self._grad_biases.append(dy.sum(0).to(bias.dtype))
+            return
+        self._grad_biases.append((dy * _for_sums(self.row_scales[i]).unsqueeze(1)).sum(0).to(bias.dtype))
+        if self.ctx.scales_require_grad:
+            self._grad_scales.append((dy * _for_sums(bias)).sum(1))
+
+    def products(self, i: int) -> torch.Tensor:
+        """The input gradient of group `i`; its weight gradient too, unless that waits for `backward_dw`."""
+        wgrad = self.ctx.weight_requires_grad and not self._delayed
+        dx, self._grad_weights[i] = self.op._group_backward(
+            self.ctx,
+            i,
+            self._operands[i],
+            self.inputs[i],
+            self._weights[i],
+            self._destinations[i],
+            dgrad=True,
+            wgrad=wgrad,
+            grad_input=self._grad_inputs[i],
+        )
+        return dx
+
+    def finish(self) -> tuple[list[torch.Tensor | None], tuple[torch.Tensor | None, ...]]:
+        """Gradients of the parameters, in their order, and of the extra inputs."""
+        op, ctx = self.op, self.ctx
+        grad_weights = _as_of_parameters(self._grad_weights, op.single_grouped_weight)
+        if self._delayed:
+            waiting = self._operands, self.inputs, self._destinations
+            op._pending_wgrads.append(lambda: op._delayed_wgrads(ctx, *waiting))
+        if self._into_main_grad:
+            grad_weights = get_dummy_wgrads_for_params(op._weight_parameters)
+        grad_biases = _as_of_parameters(self._grad_biases, op.single_grouped_bias)
+        # Those of all groups are the last parameters
+        weights_last = op.single_grouped_weight and not op.single_grouped_bias
+        grads = [*grad_biases, *grad_weights] if weights_last else [*grad_weights, *grad_biases]
+        if not op._scale_bias:
+            return grads, (None,)
+        scales = self._scales
+        has_grad = ctx.scales_require_grad
+        return grads, (None, torch.cat(self._grad_scales).to(scales.dtype).view(scales.shape) if has_grad else None)
 
 
 def _for_sums(tensor: torch.Tensor) -> torch.Tensor:

@@ -105,8 +105,13 @@ class _ScaledActivation(ActivationParameters, ExtraTensorOperation):
         **quantizers: Any,
     ) -> Any:
         reject_forward_kwargs(self, basic_op_kwargs[0])
-        ctx: OperationContext = basic_op_ctxs[0]
-        scales = basic_op_extra_inputs[0][0]
+        x, scales = self.begin_forward(basic_op_ctxs[0], input_, basic_op_extra_inputs[0][0])
+        return self.rows_forward(x, scales), [()]
+
+    def begin_forward(
+        self, ctx: OperationContext, input_: torch.Tensor, scales: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Check and save the input and its scales, in the compute dtype, which are returned."""
         dtype = activation_dtype(input_)
         x = maybe_dequantize(input_, dtype)
         if scales.numel() != x.shape[:-1].numel():
@@ -115,22 +120,30 @@ class _ScaledActivation(ActivationParameters, ExtraTensorOperation):
                 f"{tuple(scales.shape)} for an input of shape {tuple(x.shape)}"
             )
         converted = maybe_dequantize(scales, dtype)
-        try:
-            y = dispatch.scaled_activation(self.activation, x, converted, **self.activation_parameters())
-        except (TypeError, ValueError) as error:
-            say_who(error, f"{type(self).__name__}, input of shape {tuple(x.shape)}")
-            raise
         if ctx.requires_grad:
             ctx.save_for_backward(x, converted)
             ctx.dtype = dtype
             ctx.extra_input_requires_grad = scales.requires_grad
-        return y, [()]
+        return x, converted
+
+    def rows_forward(self, x: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        """The output for some rows."""
+        try:
+            return dispatch.scaled_activation(self.activation, x, scales, **self.activation_parameters())
+        except (TypeError, ValueError) as error:
+            say_who(error, f"{type(self).__name__}, input of shape {tuple(x.shape)}")
+            raise
+
+    def rows_backward(
+        self, dy: torch.Tensor, x: torch.Tensor, scales: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The gradients of some rows and of their scales."""
+        return dispatch.scaled_activation_grad(self.activation, dy, x, scales, **self.activation_parameters())
 
     def fuser_backward(self, basic_op_ctxs: Any, grad_output: Any, **unused: Any) -> Any:
         ctx: OperationContext = basic_op_ctxs[0]
         x, scales = ctx.saved_tensors
-        dy = maybe_dequantize(grad_output, ctx.dtype)
-        dx, dscales = dispatch.scaled_activation_grad(self.activation, dy, x, scales, **self.activation_parameters())
+        dx, dscales = self.rows_backward(maybe_dequantize(grad_output, ctx.dtype), x, scales)
         return dx, [()], [(dscales if ctx.extra_input_requires_grad else None,)]
 
 
@@ -192,8 +205,8 @@ ScaledClampedQGeGLU.__signature__ = signature_of(  # type: ignore[attr-defined]
 class ScaledSReLU(_ScaledActivation):
     """max(x, 0)^2 * scales[row].
 
-    `activation_recompute_in_mlp=True` is for the fused grouped MLP, which does not exist here: such an operation can be
-    made, and raises RuntimeError when it runs.
+    `activation_recompute_in_mlp=True` is for a fused grouped MLP (`fuser.fused.GroupedMLP`), which computes the output
+    again in backward. Elsewhere such an operation raises RuntimeError when it runs.
     """
 
     activation = "srelu"
