@@ -61,6 +61,7 @@ class FusibleOperation(KeepsQuantizedParameters, NotScriptable, torch.nn.Module,
     passed_through: Callable[[torch.Tensor], torch.Tensor | None]
     fuse_forward_ops: ClassVar[Callable[..., list[Any]]]
     fuse_backward_ops: ClassVar[Callable[..., list[Any]]]
+    fuse_forward_backward_ops: ClassVar[Callable[..., list[Any]]]
 
     @property
     @abc.abstractmethod

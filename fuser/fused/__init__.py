@@ -1,7 +1,7 @@
 """Fused operations. Importing this package registers them, in TransformerEngine's order.
 
 Order matters: the first fusion that claims an operation keeps it. TE's Userbuffers fusions (communication overlapped
-with products) have no counterpart here, and its grouped MLP is only fused by cuDNN on SM 10.x.
+with products) have no counterpart here.
 """
 
 from fuser.fused.backward_activation_bias import BackwardActivationBias
@@ -11,7 +11,8 @@ from fuser.fused.backward_linear_scale import BackwardLinearScale
 from fuser.fused.forward_linear_bias_activation import ForwardLinearBiasActivation
 from fuser.fused.forward_linear_bias_add import ForwardLinearBiasAdd
 from fuser.fused.forward_linear_scale_add import ForwardLinearScaleAdd
-from fuser.fuser import register_backward_fusion, register_forward_fusion
+from fuser.fused.grouped_mlp import GroupedMLP, GroupedMLP_CuTeGEMMGLU, GroupedMLP_CuTeGEMMUnary
+from fuser.fuser import register_backward_fusion, register_forward_backward_fusion, register_forward_fusion
 from fuser.op import FusedOperation
 
 __all__ = [
@@ -22,6 +23,9 @@ __all__ = [
     "ForwardLinearBiasActivation",
     "ForwardLinearBiasAdd",
     "ForwardLinearScaleAdd",
+    "GroupedMLP",
+    "GroupedMLP_CuTeGEMMGLU",
+    "GroupedMLP_CuTeGEMMUnary",
 ]
 
 _FORWARD: tuple[type[FusedOperation], ...] = (ForwardLinearBiasAdd, ForwardLinearBiasActivation, ForwardLinearScaleAdd)
@@ -35,3 +39,4 @@ for _fused_op in _FORWARD:
     register_forward_fusion(_fused_op.fuse_forward_ops)
 for _fused_op in _BACKWARD:
     register_backward_fusion(_fused_op.fuse_backward_ops)
+register_forward_backward_fusion(GroupedMLP.fuse_forward_backward_ops)

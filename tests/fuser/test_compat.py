@@ -29,7 +29,8 @@ NAMES = {
     "transformer_engine.pytorch.ops.fuser": "OperationFuser register_forward_fusion register_backward_fusion",
     "transformer_engine.pytorch.ops.op": "BasicOperation FusedOperation FusibleOperation OperationContext",
     "transformer_engine.pytorch.ops.fused": "BackwardActivationBias BackwardAddRMSNorm BackwardLinearAdd "
-    "BackwardLinearScale ForwardLinearBiasActivation ForwardLinearBiasAdd ForwardLinearScaleAdd",
+    "BackwardLinearScale ForwardLinearBiasActivation ForwardLinearBiasAdd ForwardLinearScaleAdd "
+    "GroupedMLP_CuTeGEMMGLU GroupedMLP_CuTeGEMMUnary",
     "transformer_engine.pytorch._extra_state": "UNSAFE_PICKLE_EXTRA_STATE_ENV",
     "transformer_engine.pytorch.quantization": "FP8GlobalStateManager autocast RecipeState",
     "transformer_engine_torch": "DType gelu geglu glu qgelu qgeglu relu reglu srelu sreglu silu swiglu situglu "
