@@ -466,7 +466,8 @@ class GroupedForward(_Run):
         rows = shape[:-1].numel()
         if shape[-1:] != (op.in_features,):
             raise ValueError(
-                f"GroupedLinear: last dimension of the input must be in_features={op.in_features}; got shape {tuple(shape)}"
+                f"GroupedLinear: last dimension of the input must be in_features={op.in_features}; "
+                f"got shape {tuple(shape)}"
             )
         self.op, self.ctx = op, ctx
         parameter = op._weight_parameters[0]
