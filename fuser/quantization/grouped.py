@@ -202,6 +202,8 @@ class GroupedTensorStorage:
         dtype: torch.dtype | None = None,
     ) -> Any:
         """`make_grouped_tensor` of members with these shapes, (M, K) each."""
+        if len(shapes) != num_tensors:
+            raise ValueError(f"shapes must be {num_tensors}, one for each tensor; got {len(shapes)}")
         firsts, lasts = ([shape[axis] for shape in shapes] for axis in (0, 1))
         rows, columns = sum(firsts), lasts[0]
         first_dims = last_dims = None
@@ -346,7 +348,10 @@ class GroupedTensorStorage:
         return members
 
     def _quantizers(self):
-        return self._member_quantizers or [self.quantizer] * self.num_tensors
+        own = self._member_quantizers
+        if own is not None and own[0] is self.quantizer:  # else it was replaced
+            return own
+        return [self.quantizer] * self.num_tensors
 
     def set_quantizers(self, quantizers: Sequence[Quantizer]) -> None:
         """Give each member a quantizer, for values that are written later. This package's own."""

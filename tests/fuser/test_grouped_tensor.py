@@ -443,6 +443,14 @@ def test_members_of_different_shapes_have_no_stacked_values():
         grouped + 1
 
 
+def test_a_quantizer_that_is_assigned_is_that_of_all_members():
+    grouped, _ = parameter("delayed")
+    assert len({id(member._quantizer.scale) for member in grouped.split_into_quantized_tensors()}) == 3
+    grouped.quantizer = QUANTIZERS["delayed"]()
+    for member in grouped.quantize([normal(32, 64)] * 3):
+        assert member._quantizer.scale is grouped.quantizer.scale
+
+
 def test_values_of_members_need_a_quantizer_and_one_tensor_each():
     grouped, _ = parameter(None)
     with pytest.raises(RuntimeError, match="no quantizer"):
@@ -450,3 +458,5 @@ def test_values_of_members_need_a_quantizer_and_one_tensor_each():
     grouped, _ = parameter("mxfp8")
     with pytest.raises(ValueError, match="tensors must be 3"):
         grouped.quantize([normal(32, 64)])
+    with pytest.raises(ValueError, match="shapes must be 3"):
+        GroupedTensor.make_grouped_tensor_with_shapes(3, [(32, 64)], None, None, torch.float32)
