@@ -463,8 +463,7 @@ def group_dequantize(input: GroupedTensorStorage, otype: DType | torch.dtype) ->
     dims = {name: getattr(input, name) for name in ("first_dims", "last_dims", "tensor_offsets")}
     members = input.split_into_quantized_tensors()
     values = allocate(input.num_tensors, input.logical_shape, None, members[0].device, dtype, **dims)
-    for part, member in zip(values.split_into_quantized_tensors(), members, strict=True):
-        part.copy_(member.dequantize(dtype=dtype))
+    values.copy_members([member.dequantize(dtype=dtype) for member in members])
     return values
 
 

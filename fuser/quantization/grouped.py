@@ -204,18 +204,15 @@ class GroupedTensorStorage:
         """`make_grouped_tensor` of members with these shapes, (M, K) each."""
         if len(shapes) != num_tensors:
             raise ValueError(f"shapes must be {num_tensors}, one for each tensor; got {len(shapes)}")
-        firsts, lasts = ([shape[axis] for shape in shapes] for axis in (0, 1))
-        rows, columns = sum(firsts), lasts[0]
-        first_dims = last_dims = None
-        if len(set(firsts)) > 1:
-            first_dims = torch.tensor(firsts, dtype=torch.int64, device=device)
-        if len(set(lasts)) > 1:
-            last_dims = torch.tensor(lasts, dtype=torch.int64, device=device)
-            rows, columns = firsts[0], sum(lasts)
-        if first_dims is not None and last_dims is not None:
-            rows, columns = 1, sum(map(math.prod, shapes))
+        (rows, columns), dims = _dims_of(shapes, device)
         return GroupedTensorStorage.make_grouped_tensor(
-            num_tensors, first_dims, last_dims, rows, columns, quantizer, device, dtype
+            num_tensors,
+            logical_first_dim=rows,
+            logical_last_dim=columns,
+            quantizer=quantizer,
+            device=device,
+            dtype=dtype,
+            **dims,
         )
 
     @staticmethod
@@ -285,25 +282,28 @@ class GroupedTensorStorage:
         )
 
     @staticmethod
-    def pack(members: Sequence[Any]) -> Any:
-        """A `GroupedTensor` with copies of `members`: matrices in high precision, or quantized ones of one format.
+    def pack(members: Sequence[Any], *, stacked: bool = True) -> Any:
+        """A `GroupedTensor` with copies of `members`: tensors in high precision, or quantized ones of one format.
 
-        It keeps the quantizer of each. This package's own.
+        It keeps the quantizer of each. `stacked`: as in `allocate`. This package's own.
         """
         first = members[0]
-        if not isinstance(first, QuantizedTensorStorage):
+        if first.dim() == 1:
             return GroupedTensorStorage.make_grouped_tensor_from_rowwise_data(
                 num_tensors=len(members), tensor_shape=tuple(first.shape), rowwise_data=torch.stack(tuple(members))
             )
-        quantizers = [member._get_quantizer().copy_for_result() for member in members]
-        for quantizer in quantizers:
-            quantizer.set_usage(**first.get_usages())
-            quantizer.internal = False
-        packed = GroupedTensorStorage.make_grouped_tensor_with_shapes(
-            len(members), [tuple(member.shape) for member in members], quantizers[0], first.device, first.dtype
-        )
-        packed.set_quantizers(quantizers)
-        packed.copy_members(members)
+        shape, dims = _dims_of([tuple(member.shape) for member in members], first.device)
+        quantizers = []
+        if isinstance(first, QuantizedTensorStorage):
+            quantizers = [member._get_quantizer().copy_for_result() for member in members]
+            for quantizer in quantizers:
+                quantizer.set_usage(**first.get_usages())
+                quantizer.internal = False
+        quantizer = quantizers[0] if quantizers else None
+        packed = allocate(len(members), shape, quantizer, first.device, first.dtype, **dims, stacked=stacked)
+        if quantizers:
+            packed.set_quantizers(quantizers)
+        packed.quantized_tensors = packed.copy_members(members)
         return packed
 
     def copy(self) -> GroupedTensorStorage:
@@ -421,10 +421,13 @@ class GroupedTensorStorage:
         return members
 
     def copy_members(self, sources: Sequence[Any]) -> list[Any]:
-        """Copy quantized tensors of the group's format into the members, which are returned. This package's own."""
+        """Copy tensors of the group's format into the members, which are returned. This package's own."""
         members = self.split_into_quantized_tensors()
         for member, source in zip(members, sources, strict=True):
-            member.copy_from_storage(source)
+            if self.quantizer is None:
+                member.copy_(source)
+            else:
+                member.copy_from_storage(source)
         self._update_scale(members)
         return members
 
@@ -476,6 +479,22 @@ def _attribute(field, scaling):
 
 def _running_sums(counts):
     return [0, *itertools.accumulate(counts)]
+
+
+def _dims_of(shapes, device):
+    """(logical shape, {"first_dims": ..., "last_dims": ...}) of matrices of these shapes."""
+    firsts, lasts = ([shape[axis] for shape in shapes] for axis in (0, 1))
+    first_dims, last_dims = (
+        torch.tensor(sizes, dtype=torch.int64, device=device) if len(set(sizes)) > 1 else None
+        for sizes in (firsts, lasts)
+    )
+    if last_dims is None:
+        shape = sum(firsts), lasts[0]
+    elif first_dims is None:
+        shape = firsts[0], sum(lasts)
+    else:
+        shape = 1, sum(map(math.prod, shapes))
+    return shape, {"first_dims": first_dims, "last_dims": last_dims}
 
 
 def allocate(
@@ -653,16 +672,14 @@ class GroupedTensor(GroupedTensorStorage, WrapperTensor):  # type: ignore[misc]
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol):
-        return rebuild_grouped_tensor, (
-            self.split_into_quantized_tensors(),
-            self.requires_grad,
-            getattr(self, "_is_param", False),
-        )
+        stacked = tuple(self.shape) != self.logical_shape
+        is_parameter = getattr(self, "_is_param", False)
+        return rebuild_grouped_tensor, (self.split_into_quantized_tensors(), stacked, self.requires_grad, is_parameter)
 
 
-def rebuild(members: Sequence[Any], requires_grad: bool, is_parameter: bool) -> Any:
+def rebuild(members: Sequence[Any], stacked: bool, requires_grad: bool, is_parameter: bool) -> Any:
     """The tensor that `__reduce_ex__` took apart, for `torch.load`."""
-    packed = GroupedTensor.pack(members)
+    packed = GroupedTensor.pack(members, stacked=stacked)
     if is_parameter:
         return torch.nn.Parameter(packed, requires_grad=requires_grad)
     return packed.requires_grad_(requires_grad)

@@ -437,6 +437,18 @@ class TestTensor:
         assert other.rowwise_data.data_ptr() == grouped.rowwise_data.data_ptr()
 
 
+@pytest.mark.parametrize("rows", [ROWS, [32, 32]], ids=["rows", "alike"])
+def test_files_of_groups_that_are_no_parameters(rows):
+    grouped = functional.group_quantize(normal(sum(rows), K), MXFP8Quantizer(E4M3), len(rows), torch.tensor(rows))
+    for group in (grouped, functional.group_dequantize(grouped, torch.bfloat16)):
+        file = io.BytesIO()
+        torch.save(group, file)
+        file.seek(0)
+        loaded = torch.load(file, weights_only=True)
+        assert type(loaded) is GroupedTensor and loaded.shape == group.shape
+        assert torch.equal(loaded.rowwise_data, group.rowwise_data) and loaded.tensor_shapes == group.tensor_shapes
+
+
 def test_members_of_different_shapes_have_no_stacked_values():
     grouped = GroupedTensor.make_grouped_tensor_with_shapes(2, [(32, 64), (64, 64)], None, None, torch.float32)
     with pytest.raises(NotImplementedError, match="members of one shape"):
