@@ -112,7 +112,7 @@ class GroupedTensorStorage:
         self.num_tensors, self.logical_shape, self.fake_dtype = num_tensors, tuple(shape), dtype
         self.tensor_shapes = None if shapes is None else [tuple(member) for member in shapes]
         self.quantizer = quantizer
-        self._member_quantizers: list[Quantizer] | None = None
+        self._member_quantizers: tuple[Quantizer, list[Quantizer | None]] | None = None
         self.rowwise_data, self.columnwise_data = data, columnwise_data
         self.scale_inv, self.columnwise_scale_inv = scale_inv, columnwise_scale_inv
         self.amax, self.columnwise_amax, self.scale = amax, columnwise_amax, scale
@@ -285,7 +285,7 @@ class GroupedTensorStorage:
     def pack(members: Sequence[Any], *, stacked: bool = True) -> Any:
         """A `GroupedTensor` with copies of `members`: tensors in high precision, or quantized ones of one format.
 
-        It keeps the quantizer of each. `stacked`: as in `allocate`. This package's own.
+        It keeps the quantizer of each, if it has one. `stacked`: as in `allocate`. This package's own.
         """
         first = members[0]
         if first.dim() == 1:
@@ -293,16 +293,14 @@ class GroupedTensorStorage:
                 num_tensors=len(members), tensor_shape=tuple(first.shape), rowwise_data=torch.stack(tuple(members))
             )
         shape, dims = _dims_of([tuple(member.shape) for member in members], first.device)
-        quantizers = []
+        quantizer = None
         if isinstance(first, QuantizedTensorStorage):
-            quantizers = [member._get_quantizer().copy_for_result() for member in members]
-            for quantizer in quantizers:
-                quantizer.set_usage(**first.get_usages())
-                quantizer.internal = False
-        quantizer = quantizers[0] if quantizers else None
+            quantizer = first._get_quantizer().copy_for_result()
+            quantizer.set_usage(**first.get_usages())
+            quantizer.internal = False
         packed = allocate(len(members), shape, quantizer, first.device, first.dtype, **dims, stacked=stacked)
-        if quantizers:
-            packed.set_quantizers(quantizers)
+        if quantizer is not None:
+            packed.set_quantizers([member._quantizer for member in members])
         packed.quantized_tensors = packed.copy_members(members)
         return packed
 
@@ -344,18 +342,21 @@ class GroupedTensorStorage:
                 dtype=self.fake_dtype,
                 with_gemm_swizzled_scales=self._with_gemm_swizzled_scales,
             )
-            members.append(made(buffers, quantizer=self._quantizers()[i].copy_for_result()))
+            quantizer = self._quantizers()[i]
+            members.append(made(buffers, quantizer=None if quantizer is None else quantizer.copy_for_result()))
         return members
 
     def _quantizers(self):
-        own = self._member_quantizers
-        if own is not None and own[0] is self.quantizer:  # else it was replaced
-            return own
-        return [self.quantizer] * self.num_tensors
+        of_group, of_members = self._member_quantizers or (None, [])
+        # Another was assigned since: it is that of all members
+        return of_members if of_group is self.quantizer else [self.quantizer] * self.num_tensors
 
-    def set_quantizers(self, quantizers: Sequence[Quantizer]) -> None:
-        """Give each member a quantizer, for values that are written later. This package's own."""
-        self.quantizer, self._member_quantizers = quantizers[0], list(quantizers)
+    def set_quantizers(self, quantizers: Sequence[Quantizer | None]) -> None:
+        """Give each member a quantizer, or none, for values that are written later. This package's own."""
+        if quantizers[0] is not None:
+            self.quantizer = quantizers[0].copy_for_result()
+            self.quantizer.internal = False
+        self._member_quantizers = self.quantizer, list(quantizers)
         if self.quantized_tensors is not None:
             self.quantized_tensors = self.split_into_quantized_tensors()
 
@@ -416,7 +417,7 @@ class GroupedTensorStorage:
             raise ValueError(f"tensors must be {self.num_tensors}, one for each member; got {len(tensors)}")
         members = self.split_into_quantized_tensors()
         for quantizer, tensor, member in zip(self._quantizers(), tensors, members, strict=True):
-            quantizer.update_quantized(tensor, member, noop_flag=noop_flag)
+            (quantizer or member._get_quantizer()).update_quantized(tensor, member, noop_flag=noop_flag)
         self._update_scale(members)
         return members
 
@@ -633,8 +634,8 @@ class GroupedTensor(GroupedTensorStorage, WrapperTensor):  # type: ignore[misc]
             self.plain_values().copy_(values.view(self.shape))
 
     def held_quantizers(self) -> list[Quantizer]:
-        """Those of the members."""
-        return [] if self.quantizer is None else self._quantizers()
+        """That of the group and those of the members."""
+        return [one for one in (self.quantizer, *self._quantizers()) if one is not None]
 
     def to_dtype(self, dtype: torch.dtype) -> Any:
         """The same codes with another nominal dtype; values in high precision are converted."""

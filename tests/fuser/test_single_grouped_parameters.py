@@ -153,6 +153,20 @@ def test_a_file_restores_the_bits(recipe):
     assert_same(run(op, made, steps=1), run(other, made, steps=1))
 
 
+@pytest.mark.filterwarnings("error::UserWarning")
+@pytest.mark.parametrize("recipe", ALL_RECIPES)
+def test_a_file_of_the_module_trains_on(recipe):
+    made = ALL_RECIPES[recipe]()
+    with quantized_model_init(enabled=made is not None, recipe=made):
+        op = layer(**SINGLE)
+    run(op, made, steps=1)
+    file = io.BytesIO()
+    torch.save(op, file)
+    file.seek(0)
+    other = torch.load(file, weights_only=False)
+    assert_same(run(op, made), run(other, made))
+
+
 @pytest.mark.parametrize("recipe", ALL_RECIPES)
 def test_copies_and_casts_keep_one_parameter(recipe):
     made = ALL_RECIPES[recipe]()
