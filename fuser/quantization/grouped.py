@@ -418,7 +418,7 @@ class GroupedTensorStorage:
         members = self.split_into_quantized_tensors()
         for quantizer, tensor, member in zip(self._quantizers(), tensors, members, strict=True):
             (quantizer or member._get_quantizer()).update_quantized(tensor, member, noop_flag=noop_flag)
-        self._update_scale(members)
+        self._follow(members)
         return members
 
     def copy_members(self, sources: Sequence[Any]) -> list[Any]:
@@ -429,10 +429,13 @@ class GroupedTensorStorage:
                 member.copy_(source)
             else:
                 member.copy_from_storage(source)
-        self._update_scale(members)
+        if self.quantizer is not None:
+            self._follow(members)
         return members
 
-    def _update_scale(self, members):
+    def _follow(self, members):
+        """Keep what newly written members have in common with, or tell of, the group."""
+        self._with_gemm_swizzled_scales = members[0].buffers.with_gemm_swizzled_scales
         if self.scale is not None:
             for i, member in enumerate(members):
                 self.scale[i] = encode_scale(member.buffers.scaling, self.amax[i])

@@ -32,13 +32,13 @@ def prepare_for_saving(*tensors: Any) -> tuple[list[torch.Tensor | None], list[A
             objects.append(None)
             continue
         if isinstance(tensor, QuantizedTensorStorage):
-            own = object.__new__(type(tensor))  # whatever the constructor takes
+            own: Any = object.__new__(type(tensor))  # whatever the constructor takes
             own.__dict__.update(tensor.__dict__)
         elif isinstance(tensor, GroupedTensorStorage):
             own = tensor.copy()
         else:
             raise TypeError(
-                f"tensors must be tensors, grouped or quantized storages, or None; got {type(tensor).__name__}"
+                f"tensors must be tensors, quantized or grouped storages, or None; got {type(tensor).__name__}"
             )
         buffers, shell = own.prepare_for_saving()
         flat.extend(buffers)

@@ -97,6 +97,21 @@ def test_compiled_kernels_give_the_same_bits(name):
         assert_is(member, alone(quantizer, part))
 
 
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "block2"])
+def test_scales_in_gemm_order(name):
+    x, quantizer = normal(sum(ROWS), K), QUANTIZERS[name]()
+    quantizer.optimize_for_gemm = True
+    grouped = functional.group_quantize(x, quantizer, len(ROWS), torch.tensor(ROWS))
+    assert grouped._with_gemm_swizzled_scales is (name != "block2")
+    again, _ = functional.bgrad_group_quantize(x, quantizer, len(ROWS), torch.tensor(ROWS))
+    for group in (grouped, again, copy.deepcopy(grouped), GroupedTensor.pack(grouped.split_into_quantized_tensors())):
+        for member, part in zip(group.split_into_quantized_tensors(), x.split(ROWS), strict=True):
+            expected = quantizer(part)
+            assert member._with_gemm_swizzled_scales is grouped._with_gemm_swizzled_scales
+            assert torch.equal(member._rowwise_scale_inv, expected._rowwise_scale_inv)
+            assert torch.equal(member.dequantize(), expected.dequantize())
+
+
 def test_stochastic_rounding_draws_for_each_split_in_order():
     x, quantizer = normal(sum(ROWS), K), NVFP4Quantizer(stochastic_rounding=True)
     torch.manual_seed(3)

@@ -220,6 +220,7 @@ def test_delayed_gradients_and_those_that_go_to_main_grad(main_grad, delayed):
         op = layer(delay_wgrad_compute=delayed, accumulate_into_main_grad=main_grad, **options)
         buffer = torch.ones(GROUPS, OUT, IN)
         parameters = [op.weight] if options else op.weights
+        assert all(getattr(parameter, "skip_backward_post_hook", False) is delayed for parameter in parameters)
         for i, parameter in enumerate(parameters):
             parameter.main_grad = buffer.view(-1) if options else buffer[i]
             parameter.grad_added_to_main_grad = False
