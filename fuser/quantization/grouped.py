@@ -21,7 +21,7 @@ import torch
 from fuser.dispatch import Buffers
 from fuser.quantization.quantizer import Quantizer
 from fuser.quantization.quantizers import encode_scale
-from fuser.quantization.storage import QuantizedTensorStorage
+from fuser.quantization.storage import BufferStorage, QuantizedTensorStorage
 from fuser.quantization.tensor import WrapperTensor, contiguous_strides
 from fuser.torch_load import rebuild_grouped_tensor
 from refops.arguments import say_who, shown
@@ -286,15 +286,20 @@ class GroupedTensorStorage:
         """A `GroupedTensor` with copies of `members`: tensors in high precision, or quantized ones of one format.
 
         It keeps the quantizer of each, if it has one. `stacked`: as in `allocate`. This package's own.
+
+        Raises:
+            NotImplementedError: tensors of a format of the caller's own.
         """
         first = members[0]
+        if isinstance(first, QuantizedTensorStorage) and not isinstance(first, BufferStorage):
+            raise _no_buffers("tensors that are", first)
         if first.dim() == 1:
             return GroupedTensorStorage.make_grouped_tensor_from_rowwise_data(
                 num_tensors=len(members), tensor_shape=tuple(first.shape), rowwise_data=torch.stack(tuple(members))
             )
         shape, dims = _dims_of([tuple(member.shape) for member in members], first.device)
         quantizer = None
-        if isinstance(first, QuantizedTensorStorage):
+        if isinstance(first, BufferStorage):
             quantizer = first._get_quantizer().copy_for_result()
             quantizer.set_usage(**first.get_usages())
             quantizer.internal = False
@@ -481,6 +486,10 @@ def _attribute(field, scaling):
     return _ATTRIBUTES[field]
 
 
+def _no_buffers(wanted, got):
+    return NotImplementedError(f"GroupedTensor needs {wanted} buffers of a scaling; got {type(got).__name__}")
+
+
 def _running_sums(counts):
     return [0, *itertools.accumulate(counts)]
 
@@ -537,9 +546,7 @@ def allocate(
         data = torch.empty(total, dtype=dtype, device=device)
         return GroupedTensor(logical_shape, dtype, data=data, **fields)
     if type(quantizer).scaling is Quantizer.scaling:
-        raise NotImplementedError(
-            f"GroupedTensor needs a quantizer whose tensors are buffers of a scaling; got {type(quantizer).__name__}"
-        )
+        raise _no_buffers("a quantizer whose tensors are", quantizer)
     for i, shape in enumerate(shapes):
         try:
             quantizer.check_shape(shape)

@@ -20,6 +20,7 @@ from fuser.quantization import (
     GroupedTensorStorage,
     MXFP8Quantizer,
     NVFP4Quantizer,
+    QuantizedTensorStorage,
     Quantizer,
     prepare_for_saving,
     restore_from_saved,
@@ -213,6 +214,10 @@ def test_an_output_is_overwritten_in_place():
         assert_is(member, alone(quantizer, part))
 
 
+class StrangeStorage(QuantizedTensorStorage):
+    pass
+
+
 class Strange(Quantizer):
     def __init__(self):
         super().__init__(rowwise=True, columnwise=False)
@@ -257,6 +262,8 @@ def test_what_else_is_refused():
         functional.group_dequantize(GroupedTensor.pack([normal(2, 2)]), torch.float32)
     with pytest.raises(NotImplementedError, match="got Strange"):
         functional.group_quantize(normal(64, K), Strange(), 2, None)
+    with pytest.raises(NotImplementedError, match="got StrangeStorage"):
+        GroupedTensor.pack([object.__new__(StrangeStorage)])
 
 
 def test_split_quantize_leaves_rows_and_runs_without_quantizer():
