@@ -176,6 +176,10 @@ class Buffers:
         layout = stored_layout(self.scaling, shape)
         return replace(self, **{name: t.view(layout[name][0]) for name, t in self.tensors.items()}, shape=shape)
 
+    def operand(self, columnwise):
+        """What a product reads that wants the columnwise, or rowwise, copy: these, of which it takes what it needs."""
+        return self
+
     @property
     def device(self):
         """Where the tensors are; None without any."""

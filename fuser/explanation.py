@@ -24,6 +24,9 @@ from fuser.op import BasicOperation, FusedOperation, FusibleOperation
 from fuser.passes import ForwardStep, forward_observers
 from fuser.quantization.contexts import autocast
 from fuser.quantization.grouped import GroupedTensorStorage
+from fuser.quantization.hybrid import HybridBuffers
+from fuser.quantization.identity import IdentityBuffers
+from fuser.quantization.quantizer import Quantizer
 from fuser.quantization.state import FP8GlobalStateManager
 from fuser.quantization.storage import BufferStorage
 from fuser.sequential import Sequential
@@ -373,8 +376,10 @@ def _quantizer_name(quantizer: Any) -> str | None:
     """Its class; with the name of the scaling where the class takes any."""
     if quantizer is None:
         return None
-    given = quantizer.settings().get("scaling")
-    return type(quantizer).__name__ + ("" if given is None else f" ({given.title})")
+    settings = quantizer.settings()
+    details = [settings["scaling"].title] if "scaling" in settings else []
+    details += [_quantizer_name(part) for part in settings.values() if isinstance(part, Quantizer)]
+    return type(quantizer).__name__ + (f" ({', '.join(details)})" if details else "")
 
 
 def _parts(tensor: Any) -> list[torch.Tensor]:
@@ -403,13 +408,22 @@ def _saved_tensor(tensor: Any, seen_storages: set[int]) -> SavedTensor:
     elif is_quantized_tensor(tensor):
         name, theory = type(tensor).__name__, measured
     else:
-        name, theory = str(tensor.dtype).removeprefix("torch."), tensor.numel() * tensor.element_size()
+        name, theory = _plain_theory(tensor)
     return SavedTensor(tuple(tensor.size()), name, measured, theory, shared and measured == 0)
+
+
+def _plain_theory(tensor: torch.Tensor) -> tuple[str, int]:
+    return str(tensor.dtype).removeprefix("torch."), tensor.numel() * tensor.element_size()
 
 
 def _quantized_theory(tensor: Any) -> tuple[str, int]:
     """The format of a quantized tensor, and the bytes of its present copies by the layout rules of the scaling."""
     buffers = tensor.buffers
+    if isinstance(buffers, HybridBuffers):
+        theories = [_quantized_theory(part) for part in buffers.parts.values()]
+        return " and ".join(name for name, _ in theories), sum(size for _, size in theories)
+    if isinstance(buffers, IdentityBuffers):
+        return _plain_theory(buffers.hp_data)
     usages = tensor.get_usages()
     copies = [direction for direction in ("rowwise", "columnwise") if usages[direction]]
     total = sum(

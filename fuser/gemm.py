@@ -106,7 +106,7 @@ def gemm(a, b, *, layout="TN", out_dtype=None, bias=None, alpha=1.0, beta=None, 
     """
     if layout not in LAYOUTS:
         raise ValueError(f"layout must be one of {', '.join(map(repr, LAYOUTS))}; got {shown(layout)}")
-    a, b = _operand(a, "a"), _operand(b, "b")
+    a, b = _operand(a, "a", layout[0] == "N"), _operand(b, "b", layout[1] == "T")
     shape = _result_shape(a, b, layout)
     out_dtype = _result_dtype(out_dtype, out, b)
     _check_options(shape, bias, beta, out, accumulate)
@@ -130,7 +130,7 @@ def gemm(a, b, *, layout="TN", out_dtype=None, bias=None, alpha=1.0, beta=None, 
 
 def native_obstacle(a, b, *, layout="TN"):
     """Return why `gemm(a, b)` dequantizes its operands, in words; None where a tensor core takes them as they are."""
-    a, b = _operand(a, "a"), _operand(b, "b")
+    a, b = _operand(a, "a", layout[0] == "N"), _operand(b, "b", layout[1] == "T")
     if not (isinstance(a, Buffers) and isinstance(b, Buffers)):
         return "an operand is not quantized"
     if a.device.type != "cuda" or b.device.type != "cuda":
@@ -197,13 +197,17 @@ def _size_obstacle(a, b, layout):
 # --- arguments --------------------------------------------------------------------------------------
 
 
-def _operand(value, name):
-    """Return a plain tensor as it is, anything quantized as its `Buffers`, or `_Custom`, or plain if it is neither."""
+def _operand(value, name, columnwise):
+    """Return a plain tensor as it is; of anything quantized the `Buffers` of the copy to read, `_Custom`, or values."""
     if type(value) in (torch.Tensor, torch.nn.Parameter):
         return value
     buffers = value if isinstance(value, Buffers) else getattr(value, "buffers", None)
-    if isinstance(buffers, Buffers):
-        return buffers
+    if hasattr(buffers, "operand"):
+        operand = buffers.operand(columnwise)
+        if operand is None:
+            direction = "columnwise" if columnwise else "rowwise"
+            raise ValueError(f"{name} must hold a {direction} copy for this product; got {value!r}")
+        return operand
     if isinstance(value, torch.Tensor):
         return value
     if isinstance(value, QuantizedTensorStorage):

@@ -15,6 +15,8 @@ from fuser.quantization.contexts import (
     quantized_model_init,
 )
 from fuser.quantization.grouped import GroupedTensor, GroupedTensorStorage
+from fuser.quantization.hybrid import HybridQuantizedTensor, HybridQuantizedTensorStorage, HybridQuantizer
+from fuser.quantization.identity import IdentityQuantizer, IdentityTensor, IdentityTensorStorage
 from fuser.quantization.quantizer import Quantizer
 from fuser.quantization.quantizers import (
     BlockScaledQuantizer,
@@ -35,6 +37,7 @@ from fuser.quantization.state import (
     FP8GlobalStateManager,
     MXFP8BlockScalingRecipeState,
     NVFP4BlockScalingRecipeState,
+    QuantizerRequest,
     QuantizerRole,
     RecipeState,
 )
@@ -78,6 +81,12 @@ __all__ = [
     "Float8TensorStorage",
     "GroupedTensor",
     "GroupedTensorStorage",
+    "HybridQuantizedTensor",
+    "HybridQuantizedTensorStorage",
+    "HybridQuantizer",
+    "IdentityQuantizer",
+    "IdentityTensor",
+    "IdentityTensorStorage",
     "KeepsQuantizedParameters",
     "MXFP8BlockScalingRecipeState",
     "MXFP8Quantizer",
@@ -90,6 +99,7 @@ __all__ = [
     "QuantizedTensor",
     "QuantizedTensorStorage",
     "Quantizer",
+    "QuantizerRequest",
     "QuantizerRole",
     "RecipeState",
     "autocast",

@@ -27,8 +27,9 @@ class Quantizer:
     """Builder of quantized tensors.
 
     Abstract (`TypeError`): a subclass with a `refops` scaling overrides `scaling()` and names `tensor_class` and
-    `storage_class`; one with a format of its own overrides `quantize_impl` or `quantize`, and `update_quantized` and
-    `make_empty` if it has in-place updates and empty tensors.
+    `storage_class`; one with buffers of its own overrides `quantize_buffers`, `make_empty` and `_in_order` instead; one
+    with a format of its own `quantize_impl` or `quantize`, and `update_quantized` and `make_empty` if it has in-place
+    updates and empty tensors.
 
     Attributes:
         rowwise_usage, columnwise_usage: which copies results have.
@@ -47,7 +48,8 @@ class Quantizer:
     optimize_for_gemm: bool
 
     def __new__(cls, *args, **kwargs):
-        if all(getattr(cls, name) is getattr(Quantizer, name) for name in ("scaling", "quantize_impl", "quantize")):
+        ways = ("scaling", "quantize_impl", "quantize", "quantize_buffers")
+        if all(getattr(cls, name) is getattr(Quantizer, name) for name in ways):
             raise TypeError(f"Can't instantiate abstract class {cls.__name__} without scaling or quantize_impl")
         return super().__new__(cls)
 
@@ -264,6 +266,9 @@ class Quantizer:
                 arrays[name] = make(array_shape, dtype=torch_dtype, device=device, pin_memory=pin_memory)
         swizzled = self._swizzles(scaling)
         buffers = Buffers(**arrays, scaling=scaling, shape=shape, dtype=dtype, with_gemm_swizzled_scales=swizzled)
+        return self._filled(buffers, requires_grad)
+
+    def _filled(self, buffers, requires_grad):
         if self.internal:
             return self.storage_class(buffers, quantizer=self.copy_for_result())
         return self.tensor_class(buffers, quantizer=self.copy_for_result(), requires_grad=requires_grad)

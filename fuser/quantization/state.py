@@ -57,7 +57,12 @@ class QuantizerRole:
 
 
 @dataclass(frozen=True)
-class DelayedScalingRequest:
+class QuantizerRequest:
+    """Base of what a `CustomRecipe`'s factory returns where the operation has to keep state for the quantizer."""
+
+
+@dataclass(frozen=True)
+class DelayedScalingRequest(QuantizerRequest):
     """What a `CustomRecipe`'s factory returns for a slot with delayed scaling. Fields as `DelayedScaling`.
 
     All requests of one state must be equal: they share one scale tensor and one amax history.

@@ -145,6 +145,8 @@ class BufferStorage(QuantizedTensorStorage):
         _rowwise_data ... _amax_columnwise: the buffers, by TE's names.
     """
 
+    #: What `buffers` is of.
+    buffers_class: ClassVar[Any] = Buffers
     buffers: Any
     _default_scaling: ClassVar[Any] = None
 
@@ -160,7 +162,7 @@ class BufferStorage(QuantizedTensorStorage):
     @classmethod
     def given(cls, args: tuple, fields: dict[str, Any]) -> tuple[Buffers, Any]:
         """(buffers, quantizer) of a constructor's arguments, those here or TE's."""
-        if "buffers" in fields or (args and isinstance(args[0], Buffers)):
+        if "buffers" in fields or (args and isinstance(args[0], cls.buffers_class)):
             return _as_given(*args, **fields)
         quantizer, *made = cls.from_te(*args, **fields)
         return cls._buffers_of(quantizer, *made), None if quantizer is None else quantizer.copy()
@@ -249,7 +251,7 @@ class BufferStorage(QuantizedTensorStorage):
         """Which copies there are: {"rowwise": bool, "columnwise": bool}."""
         return {d: getattr(self.buffers, f"{d}_data") is not None for d in DIRECTIONS}
 
-    def get_data_tensors(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    def get_data_tensors(self) -> tuple[torch.Tensor | None, ...]:
         """(rowwise codes, columnwise codes)."""
         return self.buffers.rowwise_data, self.buffers.columnwise_data
 
@@ -259,9 +261,11 @@ class BufferStorage(QuantizedTensorStorage):
 
     def __repr__(self):
         copies = " + ".join(d for d, made in self.get_usages().items() if made) or "no data"
-        return (
-            f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self._dtype}, {copies}, {self.buffers.scaling})"
-        )
+        return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self._dtype}, {copies}, {self._described()})"
+
+    def _described(self) -> str:
+        """The format, in words."""
+        return str(self.buffers.scaling)
 
     # --- values -----------------------------------------------------------------------------------
 
@@ -271,7 +275,7 @@ class BufferStorage(QuantizedTensorStorage):
 
         float32 arithmetic and one rounding. NVFP4's Hadamard transform of a columnwise copy is undone (TE raises).
         """
-        return self._dequantized(dtype, columnwise=self.buffers.rowwise_data is None)
+        return self._dequantized(dtype, columnwise=not self.get_usages()["rowwise"])
 
     @dispatch.untraced
     def dequantize_columnwise(self, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -279,11 +283,14 @@ class BufferStorage(QuantizedTensorStorage):
         return self._dequantized(dtype, columnwise=True)
 
     def _dequantized(self, dtype, *, columnwise):
-        if self.buffers.device is None:
-            raise RuntimeError(f"{type(self).__name__} of shape {tuple(self.shape)} holds no data to dequantize")
+        self._require_data()
         dtype = self._dtype if dtype is None else dtype
         supported = dtype if dtype in HIGH_PRECISION else torch.float32
         return dispatch.dequantize(self.buffers, dtype=supported, columnwise=columnwise).to(dtype)
+
+    def _require_data(self):
+        if self.buffers.device is None:
+            raise RuntimeError(f"{type(self).__name__} of shape {tuple(self.shape)} holds no data to dequantize")
 
     # --- copies -----------------------------------------------------------------------------------
 
@@ -359,12 +366,16 @@ class BufferStorage(QuantizedTensorStorage):
 
     # --- buffers ----------------------------------------------------------------------------------
 
-    def map_buffers(self, function: Callable[[Any], Any], **changes: Any) -> Buffers:
+    def map_buffers(self, function: Callable[[Any], Any], **changes: Any) -> Any:
         """`buffers` with every tensor replaced by `function(tensor)`, and fields in `changes` replaced."""
         mapped = {name: function(tensor) for name, tensor in self.buffers.tensors.items()}
         return replace(self.buffers, **mapped, **changes)
 
-    def viewed_buffers(self, shape: tuple) -> Buffers:
+    def _pieces(self):
+        """The tensors that a file has of this one, by the fields of `buffers`."""
+        return dict(self.buffers.tensors)
+
+    def viewed_buffers(self, shape: tuple) -> Any:
         """The buffers of a view: the same memory.
 
         With one scale for the tensor any shape will do, but only the rowwise copy survives a change of the last
@@ -393,7 +404,10 @@ class BufferStorage(QuantizedTensorStorage):
 
     def clear(self) -> None:
         """Drop all data: the memory is freed once nothing else holds the buffers."""
-        self.buffers = replace(self.buffers, **dict.fromkeys(TENSOR_FIELDS))
+        self.buffers = self._without_data()
+
+    def _without_data(self):
+        return replace(self.buffers, **dict.fromkeys(TENSOR_FIELDS))
 
     def copy_from_storage(self, src: "BufferStorage") -> None:
         """Copy the data of `src` into the buffers of this object, which keep their memory where sizes agree.
@@ -403,7 +417,7 @@ class BufferStorage(QuantizedTensorStorage):
         """
         if self.stored_format() != src.stored_format():
             raise TypeError(
-                f"src must be of the format of the destination, {self.buffers.scaling}; got {src.buffers.scaling}"
+                f"src must be of the format of the destination, {self._described()}; got {src._described()}"
             )
         if tuple(src.shape) != tuple(self.shape):
             raise ValueError(f"src must have shape {tuple(self.shape)}; got {tuple(src.shape)}")
@@ -418,6 +432,9 @@ class BufferStorage(QuantizedTensorStorage):
 
     def set_buffers(self, new: Buffers) -> None:
         """Take the contents of `new`, into the present memory where shapes agree. Shape and nominal dtype stay."""
+        self.buffers = self._taken(new)
+
+    def _taken(self, new):
         taken, device = {}, self.buffers.device
         for name in TENSOR_FIELDS:
             source, present = getattr(new, name), getattr(self.buffers, name)
@@ -426,7 +443,7 @@ class BufferStorage(QuantizedTensorStorage):
                     taken[name] = present.copy_(source)
             else:
                 taken[name] = None if source is None else source.to(device or source.device, copy=True)
-        self.buffers = replace(
+        return replace(
             self.buffers,
             **taken,
             scaling=new.scaling,

@@ -19,10 +19,10 @@ from typing import Any, ClassVar
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from fuser.dispatch import Buffers, unswizzled, untraced
+from fuser.dispatch import unswizzled, untraced
 from fuser.dtypes import HIGH_PRECISION, DType
 from fuser.quantization import sharding
-from fuser.quantization.quantizer import ValueQuantizer
+from fuser.quantization.quantizer import Quantizer, ValueQuantizer
 from fuser.quantization.storage import (
     BlockScaledTensorStorage,
     BufferStorage,
@@ -253,7 +253,7 @@ class QuantizedTensor(WrapperTensor):
         copies = " + ".join(d for d, made in self.get_usages().items() if made) or "no data"
         readable = any(self.get_usages().values()) and self.device.type in ("cpu", "cuda")
         values = _STORAGE.dequantize(self) if readable else f"shape={tuple(self.shape)}, {self.device}"
-        return f"{type(self).__name__}({values}, {copies}, {self.buffers.scaling}, requires_grad={self.requires_grad})"
+        return f"{type(self).__name__}({values}, {copies}, {self._described()}, requires_grad={self.requires_grad})"
 
     def __deepcopy__(self, memo):
         if id(self) in memo:
@@ -278,11 +278,11 @@ class QuantizedTensor(WrapperTensor):
     def __reduce_ex__(self, protocol):
         return rebuild_quantized_tensor, (
             type(self).__name__,
-            dict(self.buffers.tensors),
-            _scaling_as_plain(self.buffers.scaling),
+            self._pieces(),
+            _scaling_as_plain(getattr(self.buffers, "scaling", None)),
             tuple(self.shape),
             self.dtype,
-            self.buffers.with_gemm_swizzled_scales,
+            getattr(self.buffers, "with_gemm_swizzled_scales", False),
             _quantizer_as_plain(self._quantizer),
             self.requires_grad,
             getattr(self, "_is_param", False),
@@ -322,7 +322,7 @@ class QuantizedTensor(WrapperTensor):
 
 def _given(cls, args, fields):
     """(buffers, quantizer) of a constructor's arguments: those here, or TE's, which begin with shape and dtype."""
-    if args and isinstance(args[0], Buffers):
+    if args and isinstance(args[0], cls.buffers_class):
         return cls.given(args, fields)
     own = dict(zip(("shape", "dtype"), args, strict=False))
     own |= {name: fields.pop(name) for name in ("shape", "dtype", "fake_dtype", "device", "stride") if name in fields}
@@ -607,16 +607,13 @@ class BlockScaledTensor(QuantizedTensor, BlockScaledTensorStorage):  # type: ign
     """Blocks with scales of their own, by any declared scaling."""
 
 
-_CLASSES = {
-    cls.__name__: cls for cls in (Float8Tensor, MXFP8Tensor, Float8BlockwiseQTensor, NVFP4Tensor, BlockScaledTensor)
-}
-
-
 # --- files ----------------------------------------------------------------------------------------
 
 
 def _scaling_as_plain(scaling):
     """The settings as a dict of strings and numbers, and of formats by name. Not what plays no part in equality."""
+    if scaling is None:
+        return None
     plain = {f.name: getattr(scaling, f.name) for f in fields(scaling) if f.compare}
     for name, value in plain.items():
         if value in FORMATS.values():
@@ -646,6 +643,11 @@ def _quantizer_as_plain(quantizer):
     settings = {name: int(v) if isinstance(v, DType) else v for name, v in quantizer.settings().items()}
     if "scaling" in settings:
         settings["scaling"] = _scaling_as_plain(settings["scaling"])
+    for name, part in settings.items():
+        if isinstance(part, Quantizer):
+            settings[name] = _quantizer_as_plain(part)
+            if settings[name] is None:
+                return None
     return {"class": type(quantizer).__name__, **settings}
 
 
@@ -655,26 +657,29 @@ def _quantizer_from_plain(plain):
     settings = dict(plain)
     if "scaling" in settings:
         settings["scaling"] = _scaling_from_plain(settings["scaling"])
+    for name, part in settings.items():
+        if isinstance(part, dict):
+            settings[name] = _quantizer_from_plain(part)
     return _quantizer_classes()[settings.pop("class")](**settings)
 
 
 def _quantizer_classes():
     """name -> class, of this package's own."""
+    from fuser.quantization.hybrid import HybridQuantizer
+    from fuser.quantization.identity import IdentityQuantizer
     from fuser.quantization.quantizers import CONCRETE
 
-    return {cls.__name__: cls for cls in CONCRETE}
+    return {cls.__name__: cls for cls in (*CONCRETE, HybridQuantizer, IdentityQuantizer)}
 
 
 def rebuild(name, tensors, scaling, shape, dtype, with_gemm_swizzled_scales, quantizer, requires_grad, is_parameter):
     """The tensor that `__reduce_ex__` took apart, for `torch.load`. The arguments are tensors, strings and numbers."""
-    buffers = Buffers(
-        **tensors,
-        scaling=_scaling_from_plain(scaling),
-        shape=tuple(shape),
-        dtype=dtype,
-        with_gemm_swizzled_scales=with_gemm_swizzled_scales,
-    )
-    tensor = _CLASSES[name](buffers, quantizer=_quantizer_from_plain(quantizer), requires_grad=requires_grad)
+    settings: dict[str, Any] = {"shape": tuple(shape), "dtype": dtype}
+    if scaling is not None:
+        settings |= {"scaling": _scaling_from_plain(scaling), "with_gemm_swizzled_scales": with_gemm_swizzled_scales}
+    made = {cls.tensor_class.__name__: cls.tensor_class for cls in _quantizer_classes().values()}[name]
+    buffers = made.buffers_class(**tensors, **settings)
+    tensor = made(buffers, quantizer=_quantizer_from_plain(quantizer), requires_grad=requires_grad)
     return torch.nn.Parameter(tensor, requires_grad=requires_grad) if is_parameter else tensor
 
 

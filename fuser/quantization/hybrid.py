@@ -1,0 +1,324 @@
+"""Another format for each direction: one quantizer makes the rowwise copy of a tensor, another the columnwise one.
+
+Products read the copy that they need, whatever its format: y = x W^T the rowwise ones, dx = dy W the rowwise copy of dy
+and the columnwise one of W, dW = dy^T x columnwise ones. Two operands of different formats are dequantized and
+multiplied in float32 (`fuser.gemm`), where TE has no product.
+
+Behaviour: TE's tensor/hybrid_tensor.py and tensor/storage/hybrid_tensor_storage.py, except that FSDP2 shards hybrid
+weights in high precision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from fuser import recipe as recipes
+from fuser.quantization.quantizer import Quantizer, ValueQuantizer
+from fuser.quantization.saving import prepare_for_saving, restore_from_saved
+from fuser.quantization.storage import DIRECTIONS, BufferStorage, resolve_shape
+from fuser.quantization.tensor import QuantizedTensor
+from refops.arguments import shown
+
+COLUMNWISE_SOURCES = ("original", "rowwise_dequantized")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HybridBuffers:
+    """What a hybrid tensor holds: a quantized tensor or storage for each direction, or None; the nominal dtype."""
+
+    rowwise: Any = None
+    columnwise: Any = None
+    shape: tuple
+    dtype: torch.dtype
+
+    @property
+    def parts(self) -> dict[str, Any]:
+        """direction -> quantized tensor or storage, of those that are there."""
+        return {d: getattr(self, d) for d in DIRECTIONS if getattr(self, d) is not None}
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """name -> plain tensor, of all that there are."""
+        parts = self.parts.items()
+        return {f"{d}.{name}": tensor for d, part in parts for name, tensor in part.buffers.tensors.items()}
+
+    @property
+    def device(self) -> torch.device | None:
+        """Where the tensors are; None without any."""
+        return next((tensor.device for tensor in self.tensors.values()), None)
+
+    def operand(self, columnwise: bool) -> Any:
+        """What a product reads that wants the columnwise, or rowwise, copy; None if that part is missing."""
+        part = self.columnwise if columnwise else self.rowwise
+        return None if part is None else part.buffers.operand(columnwise)
+
+
+class HybridQuantizedTensorStorage(BufferStorage):
+    """`_rowwise_storage`, `_columnwise_storage`: what each direction's quantizer made, or None."""
+
+    buffers_class = HybridBuffers
+
+    @classmethod
+    def _buffers_of(cls, quantizer, parts, dtype):
+        made = HybridBuffers(**parts, shape=(), dtype=dtype)
+        if not made.parts:
+            raise ValueError("rowwise_storage or columnwise_storage must be given; got neither")
+        return replace(made, shape=tuple(next(iter(made.parts.values())).size()))
+
+    @staticmethod
+    def from_te(
+        *, rowwise_storage: Any, columnwise_storage: Any, quantizer: Any, fake_dtype: torch.dtype = torch.float32
+    ) -> Any:
+        """The arguments of TE's constructor."""
+        return quantizer, dict(zip(DIRECTIONS, (rowwise_storage, columnwise_storage), strict=True)), fake_dtype
+
+    @property
+    def _rowwise_storage(self) -> Any:
+        return self.buffers.rowwise
+
+    @_rowwise_storage.setter
+    def _rowwise_storage(self, value: Any) -> None:
+        self.buffers = replace(self.buffers, rowwise=value)
+
+    @property
+    def _columnwise_storage(self) -> Any:
+        return self.buffers.columnwise
+
+    @_columnwise_storage.setter
+    def _columnwise_storage(self, value: Any) -> None:
+        self.buffers = replace(self.buffers, columnwise=value)
+
+    @property
+    def rowwise_sub_storage(self) -> Any:
+        """What the rowwise quantizer made, or None."""
+        return self.buffers.rowwise
+
+    @property
+    def columnwise_sub_storage(self) -> Any:
+        """What the columnwise quantizer made, or None."""
+        return self.buffers.columnwise
+
+    def _described(self) -> str:
+        parts = (f"{direction} {part._described()}" for direction, part in self.buffers.parts.items())
+        return ", ".join(parts) or "without data"
+
+    def _copies_hold_the_same_codes(self) -> bool:
+        return False
+
+    def get_usages(self) -> dict[str, bool]:
+        """Which directions there are."""
+        return {direction: direction in self.buffers.parts for direction in DIRECTIONS}
+
+    def get_data_tensors(self) -> tuple[torch.Tensor | None, ...]:
+        """(rowwise codes, columnwise codes) of each direction that there is, one after the other."""
+        return tuple(tensor for part in self.buffers.parts.values() for tensor in part.get_data_tensors())
+
+    def _dequantized(self, dtype, *, columnwise):
+        self._require_data()
+        part = self.buffers.columnwise if columnwise else self.buffers.rowwise
+        if part is None:
+            raise RuntimeError(f"{type(self).__name__} holds no {DIRECTIONS[columnwise]} copy to dequantize")
+        with torch.no_grad():
+            return part.dequantize(dtype=self._dtype if dtype is None else dtype)
+
+    def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
+        """Keep or drop directions. `RuntimeError` for a missing one: it does not follow from the other."""
+        requests = {"rowwise": rowwise_usage, "columnwise": columnwise_usage}
+        present = self.get_usages()
+        for direction in DIRECTIONS:
+            if requests[direction] and not present[direction]:
+                raise RuntimeError(
+                    f"Requested {direction} usage, but {type(self).__name__} of shape {tuple(self.shape)} has none, "
+                    "and it does not follow from the other direction"
+                )
+        self.buffers = replace(self.buffers, **{d: None for d in DIRECTIONS if requests[d] is False})
+
+    def map_buffers(self, function: Callable[[Any], Any], **changes: Any) -> HybridBuffers:
+        """`buffers` with every tensor of both parts replaced by `function(tensor)`, and fields as in `changes`."""
+        parts = {d: _rebuilt(part, part.map_buffers(function)) for d, part in self.buffers.parts.items()}
+        return replace(self.buffers, **parts, **changes)
+
+    def _pieces(self):
+        return dict(self.buffers.parts)
+
+    def viewed_buffers(self, shape: tuple) -> HybridBuffers:
+        """Of a view; errors as those of the parts."""
+        shape = resolve_shape(shape, self.numel())
+        parts = {d: _rebuilt(part, part.viewed_buffers(shape)) for d, part in self.buffers.parts.items()}
+        return replace(self.buffers, **parts, shape=shape)
+
+    def stored_format(self) -> tuple:
+        """What tensors must agree on for one to take the data of the other: the formats of both directions."""
+        return tuple((direction, part.stored_format()) for direction, part in self.buffers.parts.items())
+
+    def _taken(self, new):
+        parts = self.buffers.parts
+        for direction, source in new.parts.items():
+            if direction in parts:
+                parts[direction].set_buffers(source.buffers)
+            else:
+                parts[direction] = _rebuilt(source, source.map_buffers(torch.clone))
+        return replace(self.buffers, **parts)
+
+    def _without_data(self):
+        return replace(self.buffers, **dict.fromkeys(DIRECTIONS))
+
+    def prepare_for_saving(self) -> tuple[list[torch.Tensor | None], HybridQuantizedTensorStorage]:
+        """(the tensors of both parts, this object without them)."""
+        tensors, shells = prepare_for_saving(self.buffers.rowwise, self.buffers.columnwise)
+        self.buffers = replace(self.buffers, **dict(zip(DIRECTIONS, shells, strict=True)))
+        return tensors, self
+
+    def restore_from_saved(self, tensors: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Take back both parts from the front of `tensors`; returns the rest."""
+        shells = (getattr(self.buffers, direction) for direction in DIRECTIONS)
+        own = [
+            None if shell is None else _rebuilt(shell, shell.buffers) for shell in shells
+        ]  # they may be filled again
+        parts, rest = restore_from_saved(own, tensors, return_saved_tensors=True)
+        self.buffers = replace(self.buffers, **dict(zip(DIRECTIONS, parts, strict=True)))
+        return rest
+
+
+def _rebuilt(part, buffers):
+    """A tensor or storage like `part`, of other buffers."""
+    return type(part)(buffers, quantizer=part._quantizer)
+
+
+class HybridQuantizedTensor(QuantizedTensor, HybridQuantizedTensorStorage):  # type: ignore[misc]
+    """Another format for each direction."""
+
+
+class HybridQuantizer(ValueQuantizer):
+    """A quantizer of two.
+
+    Args:
+        rowwise_quantizer, columnwise_quantizer: make the copies; two objects, of any classes. They are this one's from
+            now on: each is set to make its own direction alone.
+        columnwise_source: what the columnwise copy is made of: "original", the tensor; "rowwise_dequantized", the
+            values of the rowwise copy (backward then sees the weight and the input that forward multiplied).
+
+    Raises:
+        TypeError: no quantizers. ValueError: the same one twice, or another source.
+    """
+
+    tensor_class, storage_class = HybridQuantizedTensor, HybridQuantizedTensorStorage
+
+    def __init__(
+        self, *, rowwise_quantizer: Quantizer, columnwise_quantizer: Quantizer, columnwise_source: str = "original"
+    ):
+        super().__init__(rowwise=True, columnwise=True)
+        for name, quantizer in (
+            ("rowwise_quantizer", rowwise_quantizer),
+            ("columnwise_quantizer", columnwise_quantizer),
+        ):
+            if not isinstance(quantizer, Quantizer):
+                raise TypeError(
+                    f"{name} must be a Quantizer (a request for delayed scaling is what a CustomRecipe's qfactory "
+                    f"itself returns); got {shown(quantizer)}"
+                )
+        if rowwise_quantizer is columnwise_quantizer:
+            raise ValueError("rowwise_quantizer and columnwise_quantizer must be two objects; got the same one twice")
+        if columnwise_source not in COLUMNWISE_SOURCES:
+            raise ValueError(
+                f"columnwise_source must be one of {', '.join(map(repr, COLUMNWISE_SOURCES))}; "
+                f"got {shown(columnwise_source)}"
+            )
+        self.rowwise_quantizer, self.columnwise_quantizer = rowwise_quantizer, columnwise_quantizer
+        self.columnwise_source = columnwise_source
+        rowwise_quantizer.set_usage(rowwise=True, columnwise=False)
+        columnwise_quantizer.set_usage(rowwise=False, columnwise=True)
+
+    def settings(self) -> dict[str, Any]:
+        """Constructor arguments."""
+        return {
+            "rowwise_quantizer": self.rowwise_quantizer,
+            "columnwise_quantizer": self.columnwise_quantizer,
+            "columnwise_source": self.columnwise_source,
+        }
+
+    def _value(self):
+        return (*super()._value(), *self.get_usages().values())
+
+    def _quantizer_of(self, direction: str) -> Quantizer:
+        return getattr(self, f"{direction}_quantizer")
+
+    def _used(self) -> list[Quantizer]:
+        return [self._quantizer_of(direction) for direction, used in self.get_usages().items() if used]
+
+    def quantize_buffers(
+        self, tensor: torch.Tensor, *, rowwise: bool | None = None, columnwise: bool | None = None
+    ) -> Any:
+        """Both parts of a plain tensor, or the one asked for; by default those of this quantizer's usage."""
+        rowwise = self.rowwise_usage if rowwise is None else rowwise
+        columnwise = self.columnwise_usage if columnwise is None else columnwise
+        if not (rowwise or columnwise):
+            raise ValueError(f"{type(self).__name__} must have row-wise or column-wise usage; got neither")
+        of_rows, of_columns, source = None, None, tensor
+        with torch.no_grad():
+            from_rows = columnwise and self.columnwise_source == "rowwise_dequantized"
+            if rowwise or from_rows:
+                of_rows = self.rowwise_quantizer(tensor)
+            if from_rows:
+                source = of_rows.dequantize(dtype=tensor.dtype)
+            if columnwise:
+                of_columns = self.columnwise_quantizer(source)
+        return HybridBuffers(
+            rowwise=of_rows if rowwise else None, columnwise=of_columns, shape=tuple(tensor.shape), dtype=tensor.dtype
+        )
+
+    def make_empty(
+        self,
+        shape: Iterable[int],
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+        requires_grad: bool = False,
+        pin_memory: bool = False,
+    ) -> Any:
+        """As `Quantizer.make_empty`."""
+        shape = tuple(int(size) for size in shape)
+        options: dict[str, Any] = {"dtype": dtype, "device": device, "pin_memory": pin_memory}
+        usages = self.get_usages()
+        parts = {d: self._quantizer_of(d).make_empty(shape, **options) for d in DIRECTIONS if usages[d]}
+        return self._filled(HybridBuffers(**parts, shape=shape, dtype=dtype), requires_grad)
+
+    def _in_order(self, buffers):
+        return buffers
+
+    def copy(self) -> Any:
+        """A copy with copies of both quantizers."""
+        return self._with_copies(Quantizer.copy)
+
+    def copy_for_result(self) -> Any:
+        """The copy that a tensor keeps: of quantizers without an amax reduction group."""
+        return self._with_copies(lambda quantizer: quantizer.copy_for_result())
+
+    def _with_copies(self, copied):
+        duplicate = super().copy()
+        for direction in DIRECTIONS:
+            setattr(duplicate, f"{direction}_quantizer", copied(self._quantizer_of(direction)))
+        return duplicate
+
+    def check_shape(self, shape: Iterable[int]) -> None:
+        """Raise `ValueError` unless both quantizers take a tensor of `shape`."""
+        for quantizer in self._used():
+            quantizer.check_shape(shape)
+
+    def is_quantizable(self, tensor: Any) -> bool:
+        """Whether both formats suit the shape of a tensor."""
+        return all(quantizer.is_quantizable(tensor) for quantizer in self._used())
+
+    def is_requantization_safe(self) -> bool:
+        """Whether values that were quantized once stay as they are, in all that is read of them."""
+        read = self._used()
+        if self.columnwise_usage and self.columnwise_source == "rowwise_dequantized":
+            read.append(self.rowwise_quantizer)
+        return all(quantizer.is_requantization_safe() for quantizer in read)
+
+    def _get_compatible_recipe(self):
+        return recipes.CustomRecipe

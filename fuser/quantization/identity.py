@@ -1,0 +1,172 @@
+"""No quantization, where quantizers are expected: the tensor itself, in both directions.
+
+A `CustomRecipe` keeps tensors in high precision with an `IdentityQuantizer`, and one direction of a tensor with a
+`HybridQuantizer` of which it is a part. Products read what is held as the plain tensor that it is.
+
+Behaviour: TE's tensor/identity_tensor.py and tensor/storage/identity_tensor_storage.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from fuser import recipe as recipes
+from fuser.quantization.quantizer import ValueQuantizer
+from fuser.quantization.storage import DIRECTIONS, BufferStorage, resolve_shape
+from fuser.quantization.tensor import QuantizedTensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class IdentityBuffers:
+    """What an identity tensor holds: `hp_data`, of `shape`, or None; `dtype` is the nominal one."""
+
+    hp_data: torch.Tensor | None = None
+    shape: tuple
+    dtype: torch.dtype
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """name -> tensor, if it is there."""
+        return {} if self.hp_data is None else {"hp_data": self.hp_data}
+
+    @property
+    def device(self) -> torch.device | None:
+        """Where the tensor is; None without one."""
+        return None if self.hp_data is None else self.hp_data.device
+
+    def operand(self, columnwise: bool) -> torch.Tensor | None:
+        """What a product reads: the plain tensor."""
+        return self.hp_data
+
+
+class IdentityTensorStorage(BufferStorage):
+    """`_hp_data`: the tensor, in high precision. It is both copies."""
+
+    buffers_class = IdentityBuffers
+
+    @classmethod
+    def _buffers_of(cls, quantizer, hp_data, dtype):
+        return IdentityBuffers(hp_data=hp_data, shape=tuple(hp_data.shape), dtype=dtype or hp_data.dtype)
+
+    @staticmethod
+    def from_te(*, hp_data: torch.Tensor, fake_dtype: torch.dtype | None = None, quantizer: Any = None) -> Any:
+        """The arguments of TE's constructor."""
+        return quantizer, hp_data, fake_dtype
+
+    @property
+    def _hp_data(self) -> torch.Tensor | None:
+        return self.buffers.hp_data
+
+    @_hp_data.setter
+    def _hp_data(self, value: torch.Tensor | None) -> None:
+        self.buffers = replace(self.buffers, hp_data=value)
+
+    def _described(self) -> str:
+        return "not quantized"
+
+    def _copies_hold_the_same_codes(self) -> bool:
+        return False
+
+    def get_usages(self) -> dict[str, bool]:
+        """True for both directions, as long as there is data."""
+        return dict.fromkeys(DIRECTIONS, self._hp_data is not None)
+
+    def get_data_tensors(self) -> tuple[torch.Tensor | None, ...]:
+        """(the tensor, None)."""
+        return self._hp_data, None
+
+    def _dequantized(self, dtype, *, columnwise):
+        self._require_data()
+        return self._hp_data.to(self._dtype if dtype is None else dtype)
+
+    def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
+        """Nothing to keep, make or drop: one tensor is both copies."""
+
+    def viewed_buffers(self, shape: tuple) -> IdentityBuffers:
+        """Of a view: the same memory, in any shape."""
+        shape = resolve_shape(shape, self.numel())
+        return replace(
+            self.buffers, **{name: tensor.view(shape) for name, tensor in self.buffers.tensors.items()}, shape=shape
+        )
+
+    def stored_format(self) -> tuple:
+        """All identity tensors can take each other's data."""
+        return (IdentityTensorStorage,)
+
+    def _taken(self, new):
+        present, source = self._hp_data, new.hp_data
+        if present is not None and source is not None:
+            with torch.inference_mode():  # which may write what was made in it, and everything else
+                return replace(self.buffers, hp_data=present.copy_(source))
+        return replace(self.buffers, hp_data=None if source is None else source.clone())
+
+    def _without_data(self):
+        return replace(self.buffers, hp_data=None)
+
+    def prepare_for_saving(self) -> tuple[list[torch.Tensor | None], IdentityTensorStorage]:
+        """([the tensor], this object without it)."""
+        tensors = [self._hp_data]
+        self.clear()
+        return tensors, self
+
+    def restore_from_saved(self, tensors: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Take back the tensor from the front of `tensors`; returns the rest."""
+        self._hp_data = tensors[0]
+        return tensors[1:]
+
+
+class IdentityTensor(QuantizedTensor, IdentityTensorStorage):  # type: ignore[misc]
+    """A tensor in high precision that passes for a quantized one."""
+
+
+class IdentityQuantizer(ValueQuantizer):
+    """A quantizer that quantizes nothing.
+
+    Args:
+        dtype: what tensors are cast to; None keeps theirs. Without a cast, the result shares memory with its input.
+        rowwise, columnwise: usages; the one tensor serves both.
+    """
+
+    tensor_class, storage_class = IdentityTensor, IdentityTensorStorage
+
+    def __init__(self, *, dtype: torch.dtype | None = None, rowwise: bool = True, columnwise: bool = True):
+        super().__init__(rowwise=rowwise, columnwise=columnwise)
+        self.dtype = dtype
+
+    def settings(self) -> dict[str, Any]:
+        """Constructor arguments."""
+        return {"dtype": self.dtype, **super().settings()}
+
+    def quantize_buffers(
+        self, tensor: torch.Tensor, *, rowwise: bool | None = None, columnwise: bool | None = None
+    ) -> Any:
+        """The tensor, in this quantizer's dtype."""
+        data = tensor.detach().to(tensor.dtype if self.dtype is None else self.dtype)
+        return IdentityBuffers(hp_data=data, shape=tuple(data.shape), dtype=data.dtype)
+
+    def make_empty(
+        self,
+        shape: Iterable[int],
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+        requires_grad: bool = False,
+        pin_memory: bool = False,
+    ) -> Any:
+        """As `Quantizer.make_empty`."""
+        data = torch.empty(tuple(shape), dtype=dtype, device=device, pin_memory=pin_memory)
+        return self._filled(self.quantize_buffers(data), requires_grad)
+
+    def _in_order(self, buffers):
+        return buffers
+
+    def is_requantization_safe(self) -> bool:
+        """True: values stay as they are."""
+        return True
+
+    def _get_compatible_recipe(self):
+        return recipes.CustomRecipe
