@@ -1,0 +1,1 @@
+"""Quantizers by role, for `CustomRecipe`: TE's factories, and its reference quantizers with the numbers of `refops`."""

@@ -1,0 +1,356 @@
+"""TE's reference quantizers, by its names and arguments, with the numbers of `refops` whatever backend is in force.
+
+They are custom quantizers: operations hand them tensors in high precision, and no fused kernel takes their place. What
+they make holds the same bits as the quantizers of `fuser.quantization`, also where TE's own references differ from its
+kernels (an exact -0.0, NaN and infinities); scales and codes are shown as TE's references show them, without padding.
+
+Behaviour: TE's custom_recipes/reference_nvfp4.py, reference_current_scaling.py and reference_utils.py, without `qgemm`:
+products dequantize (`fuser.gemm`).
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+import refops
+from fuser import dispatch
+from fuser import recipe as recipes
+from fuser.custom_recipes.quantizer_factories import tensor_of_linear
+from fuser.dtypes import HIGH_PRECISION as HIGH_PRECISION_FLOAT_DTYPES
+from fuser.dtypes import DType
+from fuser.quantization import (
+    Float8CurrentScalingQuantizer,
+    Float8Tensor,
+    Float8TensorStorage,
+    NVFP4Quantizer,
+    NVFP4Tensor,
+    NVFP4TensorStorage,
+    Quantizer,
+    QuantizerRole,
+)
+from fuser.quantization.quantizer import ValueQuantizer
+from refops.arguments import shown
+
+__all__ = [
+    "HIGH_PRECISION_FLOAT_DTYPES",
+    "CurrentScalingQuantizerRef",
+    "CurrentScalingTensorRef",
+    "Fp4Formats",
+    "NVFP4QuantizerRef",
+    "NVFP4TensorRef",
+    "cast_from_fp4x2",
+    "cast_to_fp4x2",
+    "current_scaling_ref_factory",
+    "get_wgrad_sign_vector",
+    "nvfp4_ref_rht_2d_factory",
+    "roundup_div",
+]
+
+
+class Fp4Formats(enum.Enum):
+    """4-bit formats."""
+
+    E2M1 = "e2m1"
+
+
+def roundup_div(x: int, y: int) -> int:
+    """The quotient, rounded up."""
+    return -(-x // y)
+
+
+def cast_to_fp4x2(x: torch.Tensor) -> torch.Tensor:
+    """(M, K) values as E2M1, two codes a byte: uint8 (M, K/2). Saturates; ties to even."""
+    codes = refops.encode(x.detach().float().cpu().numpy(), refops.E2M1)
+    return torch.from_numpy(refops.pack_fp4(codes)).to(x.device)
+
+
+def cast_from_fp4x2(x: torch.Tensor, dq_dtype: torch.dtype) -> torch.Tensor:
+    """Undo `cast_to_fp4x2`: uint8 (M, K/2) to (M, K) values of `dq_dtype`."""
+    values = refops.decode(refops.unpack_fp4(x.cpu().numpy()), refops.E2M1)
+    return torch.from_numpy(values).to(device=x.device, dtype=dq_dtype)
+
+
+def get_wgrad_sign_vector() -> torch.Tensor:
+    """The 16 signs of the Hadamard transform, float32."""
+    return NVFP4Quantizer(with_rht=True, with_post_rht_amax=True)._signs()
+
+
+class _ReferenceTensor:
+    """What TE's reference tensors have in common."""
+
+    #: What TE calls a tensor that its extension does not know.
+    custom = True
+    buffers: Any
+
+    @property
+    def original_shape(self) -> tuple[int, ...]:
+        """Shape of what was quantized."""
+        return tuple(self.buffers.shape)
+
+    def _matrices(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """(M, K) and (K, M)."""
+        *leading, k = self.buffers.shape
+        m = torch.Size(leading).numel()
+        return (m, k), (k, m)
+
+
+class CurrentScalingTensorRef(_ReferenceTensor, Float8TensorStorage):
+    """`data` (M, K) and `data_t` (K, M) in a torch FP8 dtype, `scale` and `scale_t` (1,): decode scales."""
+
+    @property
+    def quant_dtype(self) -> torch.dtype:
+        """torch's FP8 dtype."""
+        return DType.of(self.buffers.scaling.fmt).torch
+
+    @property
+    def data(self) -> torch.Tensor | None:
+        """Rowwise codes, or None."""
+        return None if self._data is None else self._data.view(self.quant_dtype).view(self._matrices()[0])
+
+    @property
+    def data_t(self) -> torch.Tensor | None:
+        """Columnwise codes, or None."""
+        return None if self._transpose is None else self._transpose.view(self.quant_dtype).view(self._matrices()[1])
+
+    @property
+    def scale(self) -> torch.Tensor | None:
+        """The decode scale of `data`."""
+        return self.buffers.rowwise_scale_inv
+
+    @property
+    def scale_t(self) -> torch.Tensor | None:
+        """The decode scale of `data_t`."""
+        return self.buffers.columnwise_scale_inv
+
+
+class NVFP4TensorRef(_ReferenceTensor, NVFP4TensorStorage):
+    """`data` uint8 (M, K/2), `data_t` (K, M/2); `scale` E4M3 (M, K/16), `scale_t` (K, M/16); the float32 amaxes."""
+
+    quant_dtype = Fp4Formats.E2M1
+
+    @property
+    def data(self) -> torch.Tensor | None:
+        """Rowwise codes, two a byte, or None."""
+        return self._halves(self._rowwise_data, self._matrices()[0])
+
+    @property
+    def data_t(self) -> torch.Tensor | None:
+        """Columnwise codes, two a byte, or None."""
+        return self._halves(self._columnwise_data, self._matrices()[1])
+
+    @staticmethod
+    def _halves(data, shape):
+        return None if data is None else data.view(shape[0], shape[1] // 2)
+
+    @property
+    def scale(self) -> torch.Tensor | None:
+        """Block scales of `data`, or None."""
+        return self._unpadded(self._rowwise_scale_inv, self._matrices()[0])
+
+    @property
+    def scale_t(self) -> torch.Tensor | None:
+        """Block scales of `data_t`, or None."""
+        return self._unpadded(self._columnwise_scale_inv, self._matrices()[1])
+
+    @staticmethod
+    def _unpadded(scales, shape):
+        return None if scales is None else scales[: shape[0], : shape[1] // 16].view(torch.float8_e4m3fn)
+
+    @property
+    def global_amax_row(self) -> torch.Tensor | None:
+        """Amax of the tensor, or of each row."""
+        return self._amax_rowwise
+
+    @property
+    def global_amax_col(self) -> torch.Tensor | None:
+        """Amax that the columnwise copy is scaled by."""
+        return self._amax_columnwise
+
+    @property
+    def nvfp4_use_4over6(self) -> bool:
+        """Whether blocks tried a maximum of 4."""
+        return self._nvfp4_use_4over6
+
+    @property
+    def nvfp4_e4m3_max(self) -> int:
+        """The largest block scale."""
+        return self._nvfp4_e4m3_max
+
+
+class _ReferenceQuantizer(ValueQuantizer):
+    """A quantizer that casts as another one does, by `refops`."""
+
+    custom = True
+
+    def __init__(self, rowwise: bool, columnwise: bool):
+        super().__init__(rowwise=rowwise, columnwise=columnwise)
+        self.internal = True
+        self._casting()  # settings that exclude each other raise here
+
+    def _casting(self) -> Quantizer:
+        """The quantizer with the same settings."""
+        raise NotImplementedError
+
+    def quantize_buffers(
+        self, tensor: torch.Tensor, *, rowwise: bool | None = None, columnwise: bool | None = None
+    ) -> Any:
+        """As `Quantizer.quantize_buffers`."""
+        usages = {
+            "rowwise": self.rowwise_usage if rowwise is None else rowwise,
+            "columnwise": self.columnwise_usage if columnwise is None else columnwise,
+        }
+        with dispatch.backend("reference"):
+            return self._casting().quantize_buffers(tensor, **usages)
+
+    def make_empty(
+        self,
+        shape: Iterable[int],
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+        requires_grad: bool = False,
+        pin_memory: bool = False,
+    ) -> Any:
+        """As `Quantizer.make_empty`."""
+        casting = self._casting()
+        casting.set_usage(**self.get_usages())
+        empty = casting.make_empty(shape, dtype=dtype, device=device, pin_memory=pin_memory)
+        return self._filled(empty.buffers, requires_grad)
+
+    def _in_order(self, buffers):
+        return buffers
+
+    def check_shape(self, shape: Iterable[int]) -> None:
+        """Raise `ValueError` unless a tensor of `shape` can be quantized."""
+        self._casting().check_shape(shape)
+
+    def _get_compatible_recipe(self):
+        return recipes.CustomRecipe
+
+
+class CurrentScalingQuantizerRef(_ReferenceQuantizer):
+    """FP8 with one scale from the tensor's own amax.
+
+    Args:
+        dtype: torch.float8_e4m3fn or torch.float8_e5m2.
+        rowwise, columnwise: which copies results have.
+        pow_2_scales: round the scale down to a power of two.
+        eps: lower bound of the amax.
+
+    Attributes:
+        with_amax_reduction, amax_reduction_group: take the largest amax of the ranks of a process group.
+    """
+
+    tensor_class, storage_class = Float8Tensor, CurrentScalingTensorRef
+
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        rowwise: bool = True,
+        columnwise: bool = True,
+        pow_2_scales: bool = False,
+        eps: float = 0.0,
+    ):
+        self.dtype, self.pow_2_scales, self.eps = dtype, pow_2_scales, eps
+        self.with_amax_reduction, self.amax_reduction_group = False, None
+        super().__init__(rowwise, columnwise)
+
+    def settings(self) -> dict[str, Any]:
+        """Constructor arguments."""
+        own = {"dtype": self.dtype, "pow_2_scales": self.pow_2_scales, "eps": self.eps}
+        return {**own, **super().settings()}
+
+    def _casting(self) -> Quantizer:
+        return Float8CurrentScalingQuantizer(
+            DType.of(self.dtype),
+            force_pow_2_scales=self.pow_2_scales,
+            amax_epsilon=self.eps,
+            with_amax_reduction=self.with_amax_reduction,
+            amax_reduction_group=self.amax_reduction_group,
+        )
+
+
+class NVFP4QuantizerRef(_ReferenceQuantizer):
+    """NVFP4.
+
+    Args:
+        dtype: `Fp4Formats.E2M1`.
+        rowwise, columnwise: which copies results have.
+        quant_tile_shape: (1, 16) or (16, 16).
+        with_rht, with_random_sign_mask: the Hadamard transform of the columnwise copy, and its signs.
+        row_scaled_nvfp4, nvfp4_use_4over6, nvfp4_e4m3_max, nvfp4_4over6_err_mode: as `NVFP4Quantizer`'s.
+        eps: has no effect, as in TE.
+        pow_2_scales, nvfp4_4over6_err_use_fast_math: False.
+
+    Raises:
+        ValueError: other settings, or settings that exclude each other.
+    """
+
+    tensor_class, storage_class = NVFP4Tensor, NVFP4TensorRef
+
+    def __init__(
+        self,
+        dtype: Fp4Formats = Fp4Formats.E2M1,
+        rowwise: bool = True,
+        columnwise: bool = True,
+        pow_2_scales: bool = False,
+        eps: float = 0.0,
+        quant_tile_shape: tuple[int, int] = (1, 16),
+        row_scaled_nvfp4: bool = False,
+        nvfp4_use_4over6: bool = False,
+        nvfp4_e4m3_max: int = 448,
+        nvfp4_4over6_err_mode: str = "MAE",
+        nvfp4_4over6_err_use_fast_math: bool = False,
+        with_rht: bool = False,
+        with_random_sign_mask: bool = True,
+    ):
+        if dtype is not Fp4Formats.E2M1:
+            raise ValueError(f"dtype must be Fp4Formats.E2M1; got {shown(dtype)}")
+        if tuple(quant_tile_shape) not in ((1, 16), (16, 16)):
+            raise ValueError(f"quant_tile_shape must be (1, 16) or (16, 16); got {shown(quant_tile_shape)}")
+        for name, given in (
+            ("pow_2_scales", pow_2_scales),
+            ("nvfp4_4over6_err_use_fast_math", nvfp4_4over6_err_use_fast_math),
+        ):
+            if given:
+                raise ValueError(f"{name} must be False: refops has no such NVFP4; got {given}")
+        self.dtype, self.eps, self.quant_tile_shape = dtype, eps, tuple(quant_tile_shape)
+        self.with_rht, self.with_random_sign_mask = with_rht, with_random_sign_mask
+        self.row_scaled_nvfp4, self.nvfp4_use_4over6 = row_scaled_nvfp4, nvfp4_use_4over6
+        self.nvfp4_e4m3_max, self.nvfp4_4over6_err_mode = nvfp4_e4m3_max, nvfp4_4over6_err_mode.upper()
+        super().__init__(rowwise, columnwise)
+
+    def settings(self) -> dict[str, Any]:
+        """Constructor arguments."""
+        names = ("quant_tile_shape", "row_scaled_nvfp4", "nvfp4_use_4over6", "nvfp4_e4m3_max", "nvfp4_4over6_err_mode")
+        own = {name: getattr(self, name) for name in (*names, "with_rht", "with_random_sign_mask")}
+        return {**super().settings(), **own}
+
+    def _casting(self) -> Quantizer:
+        return NVFP4Quantizer(
+            with_rht=self.with_rht,
+            with_post_rht_amax=self.with_rht,
+            with_2d_quantization=self.quant_tile_shape == (16, 16),
+            row_scaled_nvfp4=self.row_scaled_nvfp4,
+            nvfp4_use_4over6=self.nvfp4_use_4over6,
+            nvfp4_e4m3_max=self.nvfp4_e4m3_max,
+            nvfp4_4over6_err_mode=self.nvfp4_4over6_err_mode,
+            with_random_sign_mask=self.with_random_sign_mask,
+        )
+
+
+def current_scaling_ref_factory(role: QuantizerRole | None) -> CurrentScalingQuantizerRef:
+    """For a `CustomRecipe`: E5M2 for output gradients, E4M3 for the rest."""
+    gradient = role is not None and role.tensor_type == "grad_output"
+    return CurrentScalingQuantizerRef(torch.float8_e5m2 if gradient else torch.float8_e4m3fn)
+
+
+def nvfp4_ref_rht_2d_factory(role: QuantizerRole | None) -> NVFP4QuantizerRef:
+    """For a `CustomRecipe`: 16x16 tiles for weights, the Hadamard transform for the rest."""
+    if tensor_of_linear(role) == "weight":
+        return NVFP4QuantizerRef(quant_tile_shape=(16, 16))
+    return NVFP4QuantizerRef(with_rht=True)
