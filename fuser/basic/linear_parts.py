@@ -23,7 +23,7 @@ from fuser.distributed import gather_along_first_dim
 from fuser.quantization.quantizer import Quantizer
 from fuser.quantization.quantizers import Float8CurrentScalingQuantizer, Float8Quantizer
 from fuser.quantization.state import QuantizerRole
-from fuser.quantization.storage import BufferStorage, Float8TensorStorage
+from fuser.quantization.storage import DIRECTIONS, BufferStorage, Float8TensorStorage
 from fuser.quantization.tensor import QuantizedTensor
 
 PER_TENSOR_QUANTIZERS = (Float8Quantizer, Float8CurrentScalingQuantizer)
@@ -76,8 +76,10 @@ def adopt_weight_quantizer(weight: Any, quantizer: Quantizer) -> None:
 
 
 def mean_the_same(one: Quantizer, other: Quantizer) -> bool:
+    """Whether both make the same codes of a tensor, whichever copies they make."""
     same_tensors = all(getattr(one, name, None) is getattr(other, name, None) for name in ("scale", "amax"))
-    return type(one) is type(other) and one.settings() == other.settings() and same_tensors
+    settings = [quantizer.settings() | dict.fromkeys(DIRECTIONS) for quantizer in (one, other)]
+    return type(one) is type(other) and settings[0] == settings[1] and same_tensors
 
 
 def quantize_new_weight(weight: torch.Tensor, quantizer: Quantizer | None) -> QuantizedTensor:
@@ -230,7 +232,8 @@ def quantize_operand(
     reads: str | None = None,
     name: str = "operand",
 ) -> torch.Tensor:
-    """`tensor` quantized with the copies asked for; a quantized tensor that has those a product reads is used as it is.
+    """`tensor` quantized with the copies asked for; a quantized tensor that has those a product reads is used as it is,
+    one whose missing copy follows from the other makes it.
 
     `reads`: the one copy ("rowwise" or "columnwise") that the product at hand reads; by default all that are asked for.
     """
@@ -242,6 +245,9 @@ def quantize_operand(
         usages = tensor.get_usages()
         # A per-tensor scale serves both directions: either copy is enough
         if isinstance(tensor, Float8TensorStorage) or all(usages[copy] for copy in needed):
+            return tensor
+        if any(usages.values()) and tensor._copies_hold_the_same_codes():  # as after a distributed optimizer's step
+            tensor.update_usage(**{f"{copy}_usage": True for copy in needed})
             return tensor
         tensor = tensor.dequantize()
     if quantizer is None:

@@ -1,9 +1,12 @@
 """The checks of `test_distributed.py`, which processes of `processes.py` run together."""
 
+import itertools
+
 import torch
 import torch.distributed as dist
 from linear_cases import RECIPES, assert_product, exact_linear, linear_quantizers, plan, seeded
-from one_rounding import DTYPES, same_bits
+from master_weight_cases import WEIGHTS, values
+from one_rounding import DTYPES, assert_same_quantized, same_bits
 from processes import check, main
 
 import fuser.ops as te_ops
@@ -11,6 +14,7 @@ from fuser import distributed
 from fuser.dtypes import DType
 from fuser.fuser import OperationFuser
 from fuser.quantization.contexts import autocast
+from fuser.quantization.master_weights import post_all_gather_processing, quantize_master_weights
 from fuser.quantization.quantizers import Float8CurrentScalingQuantizer
 from fuser.quantization.state import FP8GlobalStateManager
 from fuser.recipe import DelayedScaling, Float8CurrentScaling
@@ -463,6 +467,45 @@ def training_under_delayed_scaling(rank, size):
 def training_under_current_scaling(rank, size):
     # Shards have scales of their own; powers of 2 leave the codes' values the same but for underflow
     _compare_losses(rank, size, Float8CurrentScaling(use_power_2_scales=True), 1e-4)
+
+
+# --- a distributed optimizer --------------------------------------------------------------------------
+
+
+def _gather_ranges(arrays, cuts):
+    """Give every rank the codes that each rank wrote: rank r those of `cuts[r]` on, as the caller of the cast does."""
+    for array in arrays:
+        per_byte = cuts[-1] // array.numel()
+        for source, (start, stop) in enumerate(itertools.pairwise(cuts)):
+            part = array.view(-1)[start // per_byte : stop // per_byte].clone()
+            if len(part):
+                dist.broadcast(part, source)
+            array.view(-1)[start // per_byte : stop // per_byte] = part
+
+
+@check
+def master_weights_in_parts(rank, size):
+    """Ranges that cut blocks anywhere, ranks without any: the bits of the whole weight quantized at once."""
+    ranges = {
+        "uneven": [0, 3002, *(3002 + 1000 * i for i in range(1, size - 1)), 96 * 160],
+        "of the last rank alone": [*[0] * size, 96 * 160],
+    }
+    for dtype in (torch.bfloat16, torch.float32):
+        for cuts in ranges.values():
+            weights = [new_quantizer()(values(96, 160, dtype=dtype)) for new_quantizer in WEIGHTS.values()]
+            weights[0]._quantizer.amax.zero_()
+            new = [values(96, 160, seed=1 + i) for i in range(len(weights))]
+            start, stop = cuts[rank : rank + 2]
+            held = [None if start == stop else whole.flatten()[start:stop] for whole in new]
+            quantize_master_weights(weights, held, [start] * len(weights), None)
+            for weight in weights:
+                _gather_ranges([data for data in weight.get_data_tensors() if data is not None], cuts)
+            post_all_gather_processing(weights)
+            for name, weight, whole in zip(WEIGHTS, weights, new, strict=True):
+                at_once = WEIGHTS[name]()(whole.to(dtype))
+                assert_same_quantized(weight, at_once)
+                if name == "delayed":
+                    assert weight._quantizer.amax.item() == at_once._quantizer.amax.item()
 
 
 if __name__ == "__main__":
