@@ -31,18 +31,30 @@ if TYPE_CHECKING:  # the same names, for type checkers
     from fuser.fuser import register_forward_fusion as register_forward_fusion
     from fuser.quantization import BlockScaledQuantizer as BlockScaledQuantizer
     from fuser.quantization import BlockScaledTensor as BlockScaledTensor
+    from fuser.quantization import DelayedScalingRequest as DelayedScalingRequest
     from fuser.quantization import Float8BlockQuantizer as Float8BlockQuantizer
     from fuser.quantization import Float8BlockwiseQTensor as Float8BlockwiseQTensor
+    from fuser.quantization import Float8BlockwiseQTensorStorage as Float8BlockwiseQTensorStorage
     from fuser.quantization import Float8CurrentScalingQuantizer as Float8CurrentScalingQuantizer
     from fuser.quantization import Float8Quantizer as Float8Quantizer
     from fuser.quantization import Float8Tensor as Float8Tensor
+    from fuser.quantization import Float8TensorStorage as Float8TensorStorage
+    from fuser.quantization import HybridQuantizedTensor as HybridQuantizedTensor
+    from fuser.quantization import HybridQuantizedTensorStorage as HybridQuantizedTensorStorage
+    from fuser.quantization import HybridQuantizer as HybridQuantizer
+    from fuser.quantization import IdentityQuantizer as IdentityQuantizer
+    from fuser.quantization import IdentityTensor as IdentityTensor
+    from fuser.quantization import IdentityTensorStorage as IdentityTensorStorage
     from fuser.quantization import MXFP8Quantizer as MXFP8Quantizer
     from fuser.quantization import MXFP8Tensor as MXFP8Tensor
+    from fuser.quantization import MXFP8TensorStorage as MXFP8TensorStorage
     from fuser.quantization import NVFP4Quantizer as NVFP4Quantizer
     from fuser.quantization import NVFP4Tensor as NVFP4Tensor
+    from fuser.quantization import NVFP4TensorStorage as NVFP4TensorStorage
     from fuser.quantization import QuantizedTensor as QuantizedTensor
     from fuser.quantization import QuantizedTensorStorage as QuantizedTensorStorage
     from fuser.quantization import Quantizer as Quantizer
+    from fuser.quantization import QuantizerRequest as QuantizerRequest
     from fuser.quantization import QuantizerRole as QuantizerRole
     from fuser.quantization import autocast as autocast
     from fuser.quantization import fp8_autocast as fp8_autocast
@@ -59,6 +71,9 @@ if TYPE_CHECKING:  # the same names, for type checkers
     from fuser.quantization import restore_from_func_ctx as restore_from_func_ctx
     from fuser.quantization import restore_from_saved as restore_from_saved
     from fuser.recompute import checkpoint as checkpoint
+    from fuser.utils import deinterleave_glu_tensor as deinterleave_glu_tensor
+    from fuser.utils import get_device_compute_capability as get_device_compute_capability
+    from fuser.utils import interleave_glu_tensor as interleave_glu_tensor
 
 _HOMES = {
     "fuser.quantization": (
@@ -91,7 +106,20 @@ _HOMES = {
         "prepare_for_saving",
         "restore_from_saved",
         "restore_from_func_ctx",
+        "DelayedScalingRequest",
+        "Float8BlockwiseQTensorStorage",
+        "Float8TensorStorage",
+        "HybridQuantizedTensor",
+        "HybridQuantizedTensorStorage",
+        "HybridQuantizer",
+        "IdentityQuantizer",
+        "IdentityTensor",
+        "IdentityTensorStorage",
+        "MXFP8TensorStorage",
+        "NVFP4TensorStorage",
+        "QuantizerRequest",
     ),
+    "fuser.utils": ("deinterleave_glu_tensor", "get_device_compute_capability", "interleave_glu_tensor"),
     "fuser.dtypes": ("DType",),
     "fuser.dispatch": ("backend",),
     "fuser.explanation": ("explain",),

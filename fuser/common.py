@@ -142,12 +142,25 @@ def _dummy_wgrad(shape: tuple[int, ...], dtype: torch.dtype, device: torch.devic
     return torch.empty(shape, dtype=dtype, device=device)
 
 
+def get_dummy_wgrad(
+    shape: Iterable[int], dtype: torch.dtype, zero: bool = False, *, device: torch.device | None = None
+) -> torch.Tensor:
+    """A stand-in for a gradient that is elsewhere, whose values mean nothing; `zero`: zeros.
+
+    All stand-ins of one shape, dtype and device are views of one buffer: autograd takes a tensor that nobody else holds
+    as `param.grad` without a copy. `device`: by default torch's default device (TE: the current GPU).
+    """
+    grad = _dummy_wgrad(tuple(shape), dtype, canonicalize_device(device))
+    if zero:
+        grad.zero_()
+    return grad.detach()
+
+
 def get_dummy_wgrads_for_params(params: Iterable[torch.nn.Parameter]) -> list[torch.Tensor | None]:
     """For gradients that go to `main_grad`: a stand-in that fires the parameter's autograd hooks, else None.
 
-    A parameter with attribute `grad_added_to_main_grad` gets it set and a tensor, whose values mean nothing, or zeros
-    where `param.zero_out_wgrad`. All stand-ins of one shape, dtype and device are views of one buffer: autograd takes a
-    tensor that nobody else holds as `param.grad` without a copy.
+    A parameter with attribute `grad_added_to_main_grad` gets it set and a `get_dummy_wgrad`, of zeros where
+    `param.zero_out_wgrad`.
     """
     grads: list[torch.Tensor | None] = []
     for param in params:
@@ -155,8 +168,6 @@ def get_dummy_wgrads_for_params(params: Iterable[torch.nn.Parameter]) -> list[to
             grads.append(None)
             continue
         param.grad_added_to_main_grad = True
-        grad = _dummy_wgrad(tuple(param.shape), param.dtype, param.device)
-        if getattr(param, "zero_out_wgrad", False):
-            grad.zero_()
-        grads.append(grad.detach())
+        zero = getattr(param, "zero_out_wgrad", False)
+        grads.append(get_dummy_wgrad(param.shape, param.dtype, zero, device=param.device))
     return grads

@@ -2,7 +2,8 @@
 
 It puts modules named `transformer_engine...` and `transformer_engine_torch` into `sys.modules` whose names are this
 package's objects: `te.ops.Linear is fuser.ops.Linear`. `uninstall()` takes them out again. Nothing of TE is loaded;
-where TE itself has been imported already, `install()` refuses, since a program can't have both.
+where TE itself has been imported already, `install()` refuses, since a program can't have both. What TE has and this
+package has not is an error that says why (`REFUSED`).
 
     import fuser.compat
     fuser.compat.install()
@@ -14,24 +15,60 @@ import sys
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-#: TE's module -> the module of this package whose names it shows; None for a package of modules only.
+#: TE's module -> the module of this package whose names it shows; None for a package of modules only. Those of 2.20,
+#: and former names of some (`custom_recipes.quantization*`).
 MODULES = {
     "transformer_engine": None,
     "transformer_engine.common": None,
     "transformer_engine.common.recipe": "fuser.recipe",
     "transformer_engine.pytorch": "fuser",
     "transformer_engine.pytorch._extra_state": "fuser.extra_state",
+    "transformer_engine.pytorch.constants": "fuser.constants",
     "transformer_engine.pytorch.custom_recipes": None,
+    "transformer_engine.pytorch.custom_recipes.gemm": "fuser.gemm",
     "transformer_engine.pytorch.custom_recipes.quantization": "fuser.gemm",
+    "transformer_engine.pytorch.custom_recipes.quantization_current_scaling": "fuser.custom_recipes.reference",
+    "transformer_engine.pytorch.custom_recipes.quantization_nvfp4": "fuser.custom_recipes.reference",
+    "transformer_engine.pytorch.custom_recipes.quantizer_factories": "fuser.custom_recipes.quantizer_factories",
+    "transformer_engine.pytorch.custom_recipes.quantizer_factory_zoo": "fuser.custom_recipes.quantizer_factory_zoo",
+    "transformer_engine.pytorch.custom_recipes.reference_current_scaling": "fuser.custom_recipes.reference",
+    "transformer_engine.pytorch.custom_recipes.reference_nvfp4": "fuser.custom_recipes.reference",
+    "transformer_engine.pytorch.custom_recipes.reference_utils": "fuser.custom_recipes.reference",
     "transformer_engine.pytorch.distributed": "fuser.distributed",
     "transformer_engine.pytorch.export": "fuser.jit",
     "transformer_engine.pytorch.fp8": "fuser.fp8",
     "transformer_engine.pytorch.jit": "fuser.jit",
+    "transformer_engine.pytorch.module": None,
+    "transformer_engine.pytorch.module.base": "fuser.common",
     "transformer_engine.pytorch.ops": "fuser.ops",
     "transformer_engine.pytorch.ops._common": "fuser.common",
     "transformer_engine.pytorch.ops.basic": "fuser.basic",
+    "transformer_engine.pytorch.ops.basic.activation": "fuser.basic",
+    "transformer_engine.pytorch.ops.basic.add_extra_input": "fuser.basic.add_extra_input",
+    "transformer_engine.pytorch.ops.basic.all_gather": "fuser.basic.all_gather",
+    "transformer_engine.pytorch.ops.basic.all_reduce": "fuser.basic.all_reduce",
+    "transformer_engine.pytorch.ops.basic.basic_linear": "fuser.basic.basic_linear",
+    "transformer_engine.pytorch.ops.basic.bias": "fuser.basic.bias",
+    "transformer_engine.pytorch.ops.basic.constant_scale": "fuser.basic.constant_scale",
+    "transformer_engine.pytorch.ops.basic.dropout": "fuser.basic.dropout",
     "transformer_engine.pytorch.ops.basic.grouped_linear": "fuser.basic.grouped_linear",
+    "transformer_engine.pytorch.ops.basic.identity": "fuser.basic.identity",
+    "transformer_engine.pytorch.ops.basic.l2normalization": "fuser.basic.l2_normalization",
+    "transformer_engine.pytorch.ops.basic.layer_norm": "fuser.basic.layer_norm",
+    "transformer_engine.pytorch.ops.basic.make_extra_output": "fuser.basic.make_extra_output",
+    "transformer_engine.pytorch.ops.basic.quantize": "fuser.basic.quantize",
+    "transformer_engine.pytorch.ops.basic.reduce_scatter": "fuser.basic.reduce_scatter",
+    "transformer_engine.pytorch.ops.basic.reshape": "fuser.basic.reshape",
+    "transformer_engine.pytorch.ops.basic.rmsnorm": "fuser.basic.rms_norm",
+    "transformer_engine.pytorch.ops.basic.swiglu": "fuser.basic",
     "transformer_engine.pytorch.ops.fused": "fuser.fused",
+    "transformer_engine.pytorch.ops.fused.backward_activation_bias": "fuser.fused.backward_activation_bias",
+    "transformer_engine.pytorch.ops.fused.backward_add_rmsnorm": "fuser.fused.backward_add_rmsnorm",
+    "transformer_engine.pytorch.ops.fused.backward_linear_add": "fuser.fused.backward_linear_add",
+    "transformer_engine.pytorch.ops.fused.backward_linear_scale": "fuser.fused.backward_linear_scale",
+    "transformer_engine.pytorch.ops.fused.forward_linear_bias_activation": "fuser.fused.forward_linear_bias_activation",
+    "transformer_engine.pytorch.ops.fused.forward_linear_bias_add": "fuser.fused.forward_linear_bias_add",
+    "transformer_engine.pytorch.ops.fused.forward_linear_scale_add": "fuser.fused.forward_linear_scale_add",
     "transformer_engine.pytorch.ops.fuser": "fuser.fuser",
     "transformer_engine.pytorch.ops.linear": "fuser.linear",
     "transformer_engine.pytorch.ops.op": "fuser.op",
@@ -42,10 +79,20 @@ MODULES = {
     "transformer_engine.pytorch.tensor.float8_blockwise_tensor": "fuser.quantization",
     "transformer_engine.pytorch.tensor.float8_tensor": "fuser.quantization",
     "transformer_engine.pytorch.tensor.grouped_tensor": "fuser.quantization",
+    "transformer_engine.pytorch.tensor.hybrid_tensor": "fuser.quantization",
+    "transformer_engine.pytorch.tensor.identity_tensor": "fuser.quantization",
     "transformer_engine.pytorch.tensor.mxfp8_tensor": "fuser.quantization",
     "transformer_engine.pytorch.tensor.nvfp4_tensor": "fuser.quantization",
     "transformer_engine.pytorch.tensor.storage": "fuser.quantization",
+    "transformer_engine.pytorch.tensor.storage.float8_blockwise_tensor_storage": "fuser.quantization",
+    "transformer_engine.pytorch.tensor.storage.float8_tensor_storage": "fuser.quantization",
     "transformer_engine.pytorch.tensor.storage.grouped_tensor_storage": "fuser.quantization",
+    "transformer_engine.pytorch.tensor.storage.hybrid_tensor_storage": "fuser.quantization",
+    "transformer_engine.pytorch.tensor.storage.identity_tensor_storage": "fuser.quantization",
+    "transformer_engine.pytorch.tensor.storage.mxfp8_tensor_storage": "fuser.quantization",
+    "transformer_engine.pytorch.tensor.storage.nvfp4_tensor_storage": "fuser.quantization",
+    "transformer_engine.pytorch.tensor.utils": "fuser.quantization.master_weights",
+    "transformer_engine.pytorch.utils": "fuser.utils",
     "transformer_engine_torch": "fuser.functional",
     "transformer_engine.jax": "fuser.xla",
     "transformer_engine.jax.activation": "fuser.xla",
@@ -55,6 +102,51 @@ MODULES = {
     "transformer_engine.jax.quantize.quantizer": "fuser.xla",
     "transformer_engine.jax.quantize.scaling_modes": "fuser.xla",
     "transformer_engine.jax.quantize.tensor": "fuser.xla",
+}
+
+_ATTENTION = "attention is not here"
+_GROUPED = "groups are multiplied singly here: the grouped MLP is cuDNN's"
+_USERBUFFERS = "communication is not overlapped with products here (no Userbuffers)"
+
+#: What is refused: a module of TE, a name in one, or what else there is below -> the reason. The longest path decides.
+REFUSED = {
+    "transformer_engine": "this package has te.ops, quantization, TE's compiled functions and JAX activations",
+    "transformer_engine.common.recipe": "not one of TE 2.20's recipes",
+    "transformer_engine.pytorch": "models are written with te.ops here; TE's modules (te.Linear ...), attention, MoE "
+    "permutations, optimizers and CUDA graphs are not here",
+    "transformer_engine.pytorch._extra_state": "extra state is tensors and JSON here, never a pickle",
+    "transformer_engine.pytorch.attention": _ATTENTION,
+    "transformer_engine.pytorch.constants": _ATTENTION,
+    "transformer_engine.pytorch.cpp_extensions": "products are fuser.gemm's, activations and casts "
+    "transformer_engine_torch's",
+    "transformer_engine.pytorch.cpu_offload": "torch's hooks of saved tensors offload them",
+    "transformer_engine.pytorch.custom_recipes.gemm": "fuser.gemm asks a quantizer for its product itself",
+    "transformer_engine.pytorch.custom_recipes.quantizer_factory_zoo": _ATTENTION,
+    "transformer_engine.pytorch.custom_recipes.reference_nvfp4": "refops has casts to any format, fuser.gemm products",
+    "transformer_engine.pytorch.distributed": "torch.distributed has it, te.checkpoint recomputes, or TE's modules "
+    "alone need it",
+    "transformer_engine.pytorch.export": "of ONNX export, the flag that jit asks is here",
+    "transformer_engine.pytorch.float8_tensor": "TE keeps it for old pickles, which are never loaded here",
+    "transformer_engine.pytorch.fp8": "use what transformer_engine.pytorch.quantization has",
+    "transformer_engine.pytorch.module": "TE's modules are not here: use te.ops",
+    "transformer_engine.pytorch.ops": "newer than TE 2.20.0.dev0, which this package is checked against",
+    "transformer_engine.pytorch.ops._common": "te.ops have no use for it here",
+    "transformer_engine.pytorch.ops.fused.GroupedMLP_CuTeGEMMGLU": _GROUPED,
+    "transformer_engine.pytorch.ops.fused.GroupedMLP_CuTeGEMMUnary": _GROUPED,
+    "transformer_engine.pytorch.ops.fused.UserbuffersBackwardLinear": _USERBUFFERS,
+    "transformer_engine.pytorch.ops.fused.UserbuffersForwardLinear": _USERBUFFERS,
+    "transformer_engine.pytorch.ops.fused.grouped_mlp": _GROUPED,
+    "transformer_engine.pytorch.ops.fused.userbuffers_backward_linear": _USERBUFFERS,
+    "transformer_engine.pytorch.ops.fused.userbuffers_forward_linear": _USERBUFFERS,
+    "transformer_engine.pytorch.ops.fuser": "a name for type hints",
+    "transformer_engine.pytorch.quantization": "every format works on every machine, and "
+    "is_fp8_available(return_reason=True) says how; a quantizer knows its dtype",
+    "transformer_engine.pytorch.quantized_tensor": "torch.compile does not trace into quantized tensors here",
+    "transformer_engine.pytorch.tensor": "an internal name",
+    "transformer_engine.pytorch.tensor.nvfp4_tensor": "NVFP4Quantizer(with_rht=True, ...).rht_matrix has it",
+    "transformer_engine.pytorch.utils": "a helper of TE's modules, of attention or of profiling",
+    "transformer_engine_torch": "of TE's extension, activations and casts are here; products are fuser.gemm's",
+    "transformer_engine.jax": "of TE's JAX package, activations and quantizers are here",
 }
 
 
@@ -68,23 +160,43 @@ class _Alias(ModuleType):
         self._target = target
 
     def __getattr__(self, attribute):
-        if self._target is None or (attribute.startswith("__") and attribute != "__all__"):
-            raise AttributeError(
-                f"module {self.__name__!r} has no attribute {attribute!r}; fuser.compat offers {', '.join(MODULES)}"
-            )
-        target = importlib.import_module(self._target)
-        if attribute == "__all__":
-            return getattr(target, "__all__", [name for name in dir(target) if not name.startswith("_")])
-        try:
-            return getattr(target, attribute)
-        except AttributeError:
-            ops = importlib.import_module("fuser.ops") if self._target == "fuser" else None
-            hint = f"; transformer_engine.pytorch.ops has {attribute}" if hasattr(ops, attribute) else ""
-            raise AttributeError(f"fuser.compat offers no {self.__name__}.{attribute}{hint}") from None
+        if attribute.startswith("__") and (attribute != "__all__" or self._target is None):
+            raise AttributeError(f"module {self.__name__!r} has no attribute {attribute!r}")
+        if self._target is not None:
+            target = importlib.import_module(self._target)
+            if attribute == "__all__":
+                return getattr(target, "__all__", [name for name in dir(target) if not name.startswith("_")])
+            if hasattr(target, attribute):
+                return getattr(target, attribute)
+        raise AttributeError(_refusal(f"{self.__name__}.{attribute}"))
 
     def __dir__(self):
         target = [] if self._target is None else dir(importlib.import_module(self._target))
         return sorted({*super().__dir__(), *target})
+
+
+class _Refusals:
+    """Says why, where a script imports what is not offered: `from module import name` drops an attribute's error."""
+
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        """Called by `import` for modules, and for names that a module does not have."""
+        if name.partition(".")[0] in ("transformer_engine", "transformer_engine_torch"):
+            raise ModuleNotFoundError(_refusal(name))
+
+
+def _refusal(path):
+    name, of_torch = path.rpartition(".")[2], path.startswith("transformer_engine.pytorch.")
+    has_it = of_torch and name[0].isupper() and hasattr(importlib.import_module("fuser.ops"), name)
+    hint = f"; transformer_engine.pytorch.ops has {name}" if has_it else ""
+    return f"fuser.compat offers no {path}: {reason(path)}{hint}"
+
+
+def reason(path: str) -> str:
+    """Why a module or name of TE is refused, e.g. `"transformer_engine.pytorch.Linear"`."""
+    while path not in REFUSED:
+        path = path.rpartition(".")[0]
+    return REFUSED[path]
 
 
 def install():
@@ -106,12 +218,16 @@ def install():
         parent, _, child = name.rpartition(".")
         if parent:
             setattr(sys.modules[parent], child, sys.modules[name])
+    if _Refusals not in sys.meta_path:
+        sys.meta_path.insert(0, _Refusals)
 
 
 def uninstall():
     """Undo `install()`: later imports find the installed TransformerEngine, or none. Objects in use stay valid."""
     for name in [name for name, module in sys.modules.items() if isinstance(module, _Alias)]:
         del sys.modules[name]
+    if _Refusals in sys.meta_path:
+        sys.meta_path.remove(_Refusals)
 
 
 def _is_foreign(name):

@@ -53,19 +53,24 @@ class _InterleavedGLU(_ActivationOperation):
         return interleave(dx, self.glu_interleave_size)
 
 
-def deinterleave(x: torch.Tensor, size: int) -> torch.Tensor:
-    """Rows [a 0:size | b 0:size | a size:2*size | ...] as [a | b]: a copy, of the same shape."""
-    if not isinstance(size, int) or size <= 0 or x.shape[-1] % (2 * size):
+def deinterleave(x: torch.Tensor, size: int, dim: int = -1) -> torch.Tensor:
+    """Along `dim`, [a 0:size | b 0:size | a size:2*size | ...] as [a | b]: a copy, of the same shape."""
+    return _blocks_exchanged(x, size, dim, (-1, 2, size))
+
+
+def interleave(x: torch.Tensor, size: int, dim: int = -1) -> torch.Tensor:
+    """The inverse of `deinterleave`."""
+    return _blocks_exchanged(x, size, dim, (2, -1, size))
+
+
+def _blocks_exchanged(x, size, dim, blocks):
+    dim %= x.dim()
+    if not isinstance(size, int) or size <= 0 or x.shape[dim] % (2 * size):
         raise ValueError(
-            f"glu_interleave_size must be positive and twice it must divide the last dimension; "
+            f"glu_interleave_size must be positive and twice it must divide dimension {dim}; "
             f"got {shown(size)} and an input of shape {tuple(x.shape)}"
         )
-    return x.unflatten(-1, (-1, 2, size)).transpose(-3, -2).reshape(x.shape)
-
-
-def interleave(x: torch.Tensor, size: int) -> torch.Tensor:
-    """The inverse of `deinterleave`."""
-    return x.unflatten(-1, (2, -1, size)).transpose(-3, -2).reshape(x.shape)
+    return x.unflatten(dim, blocks).transpose(dim, dim + 1).reshape(x.shape)
 
 
 #: Name -> class of every gated activation that has kernels with a scale for each row: these take interleaved rows.

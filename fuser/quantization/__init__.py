@@ -17,6 +17,12 @@ from fuser.quantization.contexts import (
 from fuser.quantization.grouped import GroupedTensor, GroupedTensorStorage
 from fuser.quantization.hybrid import HybridQuantizedTensor, HybridQuantizedTensorStorage, HybridQuantizer
 from fuser.quantization.identity import IdentityQuantizer, IdentityTensor, IdentityTensorStorage
+from fuser.quantization.master_weights import (
+    cast_master_weights_to_fp8,
+    post_all_gather_processing,
+    quantize_master_weights,
+    replace_raw_data,
+)
 from fuser.quantization.quantizer import Quantizer
 from fuser.quantization.quantizers import (
     BlockScaledQuantizer,
@@ -103,6 +109,7 @@ __all__ = [
     "QuantizerRole",
     "RecipeState",
     "autocast",
+    "cast_master_weights_to_fp8",
     "check_recipe_support",
     "fp8_autocast",
     "fp8_model_init",
@@ -113,8 +120,11 @@ __all__ = [
     "is_fp8_block_scaling_available",
     "is_mxfp8_available",
     "is_nvfp4_available",
+    "post_all_gather_processing",
     "prepare_for_saving",
+    "quantize_master_weights",
     "quantized_model_init",
+    "replace_raw_data",
     "restore_from_func_ctx",
     "restore_from_saved",
 ]

@@ -1,11 +1,13 @@
 """`fuser.compat`: te.ops scripts run unchanged, in processes of their own because sys.modules is the subject."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from fuser import compat
 from tiers import SWEEP
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -102,6 +104,47 @@ def test_every_name_is_there():
     run(f"import fuser.compat\nfuser.compat.install()\n{checks}")
 
 
+def test_names_of_te_are_imported_or_refused_with_a_reason():
+    """As scripts import them. fuser/README.md has which: `docs/te_names.py`."""
+    run(
+        "import importlib, json, warnings, fuser.compat\n"
+        "fuser.compat.install()\n"
+        "warnings.simplefilter('ignore')\n"
+        "imported = refused = 0\n"
+        "for module, names in json.load(open('docs/te_names.json')).items():\n"
+        "    for code in [f'import {module}', *(f'from {module} import {name}' for name in names)]:\n"
+        "        try:\n"
+        "            exec(code)\n"
+        "            imported += 1\n"
+        "        except ImportError as error:\n"
+        "            assert str(error).startswith(f'fuser.compat offers no {module}'), (code, error)\n"
+        "            refused += 1\n"
+        "assert imported > 250 and refused > 100, (imported, refused)"
+    )
+
+
+def test_reasons_are_those_of_te_s_names():
+    """No reason for a module that TE has not."""
+    names = json.loads((ROOT / "docs" / "te_names.json").read_text())
+    known = {*names, *(f"{module}.{name}" for module in names for name in names[module])}
+    known |= {path.rpartition(".")[0] for path in known} | {"transformer_engine", "transformer_engine.jax"}
+    assert set(compat.REFUSED) <= known, set(compat.REFUSED) - known
+    others = {name for name in compat.MODULES if ".jax" in name or ".custom_recipes.quantization" in name}
+    assert set(compat.MODULES) - known == others - {"transformer_engine.jax"}
+    assert compat.reason("transformer_engine.pytorch.attention.rope.X") == "attention is not here"
+
+
+def test_attributes_say_why_too():
+    run(
+        "import fuser.compat\nfuser.compat.install()\n"
+        "import transformer_engine.pytorch as te\n"
+        "assert not hasattr(te, 'TransformerLayer') and hasattr(te, 'HybridQuantizer')\n"
+        "try: te.constants.QKVLayouts\n"
+        "except AttributeError as error: assert str(error).endswith('.QKVLayouts: attention is not here'), error\n"
+        "else: raise AssertionError"
+    )
+
+
 def test_objects_are_this_package_s_own():
     run(
         "import fuser, fuser.compat, fuser.ops\n"
@@ -124,6 +167,7 @@ def test_uninstall_restores():
         "import transformer_engine.pytorch as te\n"
         "fuser.compat.uninstall()\n"
         "assert not [name for name in set(sys.modules) - before if name.startswith('transformer_engine')]\n"
+        "assert fuser.compat._Refusals not in sys.meta_path\n"
         "try:\n    import transformer_engine\n"
         "except ModuleNotFoundError: pass\n"
         "else: raise AssertionError\n"
