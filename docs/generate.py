@@ -19,6 +19,7 @@ sys.path[:0] = [str(ROOT), *(str(ROOT / folder) for folder in ("docs", "tests", 
 import capabilities  # noqa: E402
 import orders  # noqa: E402
 import tables  # noqa: E402
+import te_names  # noqa: E402
 
 from peers import conformance  # noqa: E402
 from refops import ACTIVATIONS, DEFAULT_PARAMETERS  # noqa: E402
@@ -91,6 +92,7 @@ PARTS = {
     "peers_in_full": peers_in_full,
     "swizzle": orders.swizzle,
     "derivatives": orders.derivatives,
+    "te_names": te_names.table,
 }
 
 
