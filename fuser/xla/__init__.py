@@ -40,15 +40,17 @@ from fuser.xla.settings import (
     ClampedSwigluParams,
     QuantizeLayout,
     ScalingMode,
+    TensorUsage,
 )
 from fuser.xla.tensors import (
     AbstractBaseTensor,
+    GroupedNoScaleTensor,
+    GroupedScaledTensor1x,
     NoScaleTensor,
     ScaledTensor,
     ScaledTensor1x,
     ScaledTensor2x,
     ScaledTensorFactory,
-    TensorUsage,
 )
 
 del _jax
@@ -64,6 +66,8 @@ __all__ = [
     "ClampedSwigluParams",
     "CurrentScaleQuantizer",
     "DelayedScaleQuantizer",
+    "GroupedNoScaleTensor",
+    "GroupedScaledTensor1x",
     "NVFP4Quantizer",
     "NoScaleTensor",
     "QuantizeLayout",

@@ -22,9 +22,8 @@ import numpy as np
 from fuser.xla.calls import execute
 from fuser.xla.compute import ACTIVATION, GRADIENT, Call
 from fuser.xla.quantizers import Quantizer
-from fuser.xla.settings import ActivationParams, AmaxScope, ScalingMode, activation_enum
+from fuser.xla.settings import ActivationParams, AmaxScope, ScalingMode, activation_enum, require_local
 from fuser.xla.tensors import NoScaleTensor
-from refops.arguments import shown
 
 _HIGH_PRECISION = tuple(np.dtype(dtype) for dtype in (jnp.float32, jnp.float16, jnp.bfloat16))
 
@@ -175,8 +174,7 @@ def _check(x, activation_type, quantizer, amax_scope):
         raise ValueError(f"x must have the shape (..., {halves}, n) for {activation_type}; got {x.shape}")
     if quantizer is not None and not isinstance(quantizer, Quantizer):
         raise TypeError(f"quantizer must be a Quantizer or None; got {type(quantizer).__name__}")
-    if amax_scope is not None and amax_scope is not AmaxScope.LOCAL:
-        raise ValueError(f"amax_scope must be AmaxScope.LOCAL; got {shown(amax_scope)}")
+    require_local(amax_scope)
     return enum
 
 

@@ -106,7 +106,8 @@ def _scaling(mode, dtype, scale):
     """The `refops` settings of a scaling mode, the dtype of the data and, for delayed scaling, the scale."""
     if dtype not in mode.data_dtypes:
         raise TypeError(f"{mode.name} needs data of {' or '.join(mode.data_dtypes)}; got {dtype}")
-    return scaling_of(mode, FORMATS[dtype], scale)
+    options = {"scale": scale} if mode is ScalingMode.DELAYED_TENSOR_SCALING else {}
+    return scaling_of(mode, FORMATS[dtype], **options)
 
 
 # --- memory ---------------------------------------------------------------------------------------------

@@ -77,7 +77,7 @@ class Quantizer:
     @property
     def data_layout(self) -> str:
         """One letter for the rowwise and one for the columnwise copy: N, or T for transposed."""
-        return "NT" if self.scaling_mode.is_colwise_transposed() else "NN"
+        return "NT" if self.scaling_mode.is_colwise_transposed else "NN"
 
     def get_data_layout(self) -> str:
         """The letters of the copies that are made."""
@@ -151,7 +151,7 @@ class Quantizer:
             if wanted:
                 scales[index] = _unpadded(mode, given, shape, axis, colwise=index == 1)
         if layout.has_colwise:
-            colwise = colwise.reshape(transposed if mode.is_colwise_transposed() else shape)
+            colwise = colwise.reshape(transposed if mode.is_colwise_transposed else shape)
         return ScaledTensorFactory.create(
             rowwise.reshape(shape) if layout.has_rowwise else None,
             scales[0],
@@ -168,7 +168,7 @@ class Quantizer:
 
 def _unpadded(mode, scales, shape, axis, colwise):
     """Scales without padding, with the axes of the data."""
-    wanted = mode.get_scale_shape(shape, is_colwise=colwise, is_padded=False, flatten_axis=axis)
+    wanted = mode.get_scale_shape(shape, "N", colwise, False, axis, broadcast_2d_scale_shape_to_1d=True)
     if not mode.is_block_scaling:
         return scales[: wanted[0]]
     rows = shape[axis:] if colwise != mode.layout.scales_inner_first[colwise] else shape[:axis]

@@ -105,6 +105,28 @@ class AmaxScope(Enum):
     LOCAL = 1
 
 
+def require_local(amax_scope):
+    """Raise ValueError for another scope of an amax than the device, or None."""
+    if amax_scope is not None and amax_scope is not AmaxScope.LOCAL:
+        raise ValueError(f"amax_scope must be AmaxScope.LOCAL; got {shown(amax_scope)}")
+
+
+class AmaxComputeAlgo(Enum):
+    """Which amax of its history delayed scaling takes."""
+
+    MAX = "max"
+    MOST_RECENT = "most_recent"
+
+
+class TensorUsage(Enum):
+    """What a matrix product uses a tensor for; `get_tensor` has the copy for it."""
+
+    LHS = 0
+    LHS_TRANS = 1
+    RHS = 2
+    RHS_TRANS = 3
+
+
 class QuantizeLayout(IntEnum):
     """Which copies of a quantized tensor to make."""
 
@@ -126,6 +148,16 @@ class QuantizeLayout(IntEnum):
     def is_rowwise_colwise(self) -> bool:
         """Whether both are."""
         return self is QuantizeLayout.ROWWISE_COLWISE
+
+    @property
+    def is_rowwise_only(self) -> bool:
+        """Whether the rowwise copy alone is."""
+        return self is QuantizeLayout.ROWWISE
+
+    @property
+    def is_colwise_only(self) -> bool:
+        """Whether the columnwise copy alone is."""
+        return self is QuantizeLayout.COLWISE
 
 
 class ScalingMode(IntEnum):
@@ -160,10 +192,18 @@ class ScalingMode(IntEnum):
         takes_any = scaling_of(self, E5M2).fmt is E5M2
         return tuple(_DTYPES[fmt] for fmt in (FP8_FORMATS if takes_any else (scaling_of(self).fmt,)))
 
-    @property
     def is_tensor_scaling(self) -> bool:
         """Whether one scale serves the tensor."""
         return self.layout is not None and self.layout.block is None
+
+    def is_1d_block_scaling(self) -> bool:
+        """Whether the stored scales are those of blocks in a line: square blocks' scales are repeated for each row."""
+        return self.layout is not None and self.layout.block is not None
+
+    @property
+    def is_block_scaling(self) -> bool:
+        """Whether blocks have scales of their own."""
+        return self.is_1d_block_scaling()
 
     @property
     def is_nvfp4_scaling(self) -> bool:
@@ -171,10 +211,11 @@ class ScalingMode(IntEnum):
         return self in (ScalingMode.NVFP4_1D_SCALING, ScalingMode.NVFP4_2D_SCALING)
 
     @property
-    def is_block_scaling(self) -> bool:
-        """Whether blocks have scales of their own."""
-        return self.layout is not None and self.layout.block is not None
+    def is_mxfp8_scaling(self) -> bool:
+        """Whether the mode is MXFP8."""
+        return self is ScalingMode.MXFP8_1D_SCALING
 
+    @property
     def is_colwise_transposed(self) -> bool:
         """Whether columnwise data are transposed."""
         return self.layout is not None and self.layout.columnwise_transposed
@@ -183,6 +224,19 @@ class ScalingMode(IntEnum):
     def block_size(self) -> int:
         """Elements along a block's edge; 0 without blocks."""
         return self.layout.block[1] if self.is_block_scaling else 0
+
+    def get_compatible_q_dtypes(self) -> set[Any]:
+        """Return the scalar types that data may have: those of the table, equal to `jax.numpy`'s."""
+        names = self.data_dtypes or ("float32", "float16", "bfloat16")
+        return {np.dtype(getattr(ml_dtypes, name, name)).type for name in names}
+
+    def get_quantize_layout(self, usage: TensorUsage) -> QuantizeLayout:
+        """Return the copy that a matrix product takes for a `TensorUsage`: ROWWISE, or COLWISE with scales.
+
+        As on GPUs before Blackwell also of FP8 with a scale for the tensor, whose products want rows of both operands.
+        """
+        rowwise = self is ScalingMode.NO_SCALING or TensorUsage(usage) in (TensorUsage.LHS, TensorUsage.RHS_TRANS)
+        return QuantizeLayout.ROWWISE if rowwise else QuantizeLayout.COLWISE
 
     def get_scale_dtype(self) -> Any:
         """NumPy (or ml_dtypes) dtype of the scales."""
@@ -197,7 +251,7 @@ class ScalingMode(IntEnum):
         is_colwise: bool = False,
         is_padded: bool = True,
         flatten_axis: int = -1,
-        broadcast_2d_scale_shape_to_1d: bool = True,
+        broadcast_2d_scale_shape_to_1d: bool = False,
     ) -> Any:
         """Return the shape of the scales of a tensor.
 
@@ -208,8 +262,9 @@ class ScalingMode(IntEnum):
             is_padded: the shape in memory: (rows, blocks) rounded up to multiples of (128, 4), of (4, 128) for
                 columnwise scales that are not transposed. What rounding adds goes to the first axis before, and the
                 first at or after `flatten_axis`.
-            flatten_axis: the axes before it make the rows of the matrix that is scaled, the others its columns.
-            broadcast_2d_scale_shape_to_1d: repeat NVFP4_2D's scales, one for each row.
+            flatten_axis: of the tensor that is not transposed: the axes before it make the rows of the matrix that is
+                scaled, the others its columns.
+            broadcast_2d_scale_shape_to_1d: repeat NVFP4_2D's scales, one for each row, as they are stored.
 
         Raises:
             ValueError: an axis that blocks do not divide, padding that has no N-dimensional shape.
@@ -217,18 +272,14 @@ class ScalingMode(IntEnum):
         data_shape = tuple(data_shape)
         if self is ScalingMode.NO_SCALING:
             return (0,)
-        if self.is_tensor_scaling:
+        if self.is_tensor_scaling():
             return (1,) if math.prod(data_shape) else (0,)
         axis = normalized_axis(flatten_axis, data_shape)
         if data_layout == "T":
-            data_shape, axis = data_shape[axis:] + data_shape[:axis], len(data_shape) - axis
-        inner_first = self.layout.scales_inner_first[is_colwise]
+            data_shape = data_shape[-axis:] + data_shape[:-axis]
         both = self.layout.repeated and not broadcast_2d_scale_shape_to_1d
-        shape = list(data_shape)
-        for along, wanted in ((axis - 1, is_colwise or both), (len(shape) - 1, not is_colwise or both)):
-            if wanted:
-                shape[along] = self._blocks(data_shape, along)
-        rows, columns = tuple(shape[:axis]), tuple(shape[axis:])
+        rows, columns = self._block_counts(data_shape, axis, is_colwise, both)
+        inner_first = self.layout.scales_inner_first[is_colwise]
         if is_colwise != inner_first:  # stored the other way round than data that are not transposed
             rows, columns = columns, rows
         if is_padded:
@@ -241,7 +292,7 @@ class ScalingMode(IntEnum):
         data_shape: Any,
         is_padded: bool = True,
         flatten_axis: int = -1,
-        broadcast_2d_scale_shape_to_1d: bool = True,
+        broadcast_2d_scale_shape_to_1d: bool = False,
     ) -> Any:
         """Return (rowwise, columnwise) shapes, as `get_scale_shape` for data in layout "N"."""
         options: dict[str, Any] = {
@@ -250,6 +301,50 @@ class ScalingMode(IntEnum):
             "broadcast_2d_scale_shape_to_1d": broadcast_2d_scale_shape_to_1d,
         }
         return tuple(self.get_scale_shape(data_shape, is_colwise=colwise, **options) for colwise in (False, True))
+
+    def get_grouped_scale_shape(
+        self, data_shape: Any, n_groups: int, is_colwise: bool, is_padded: bool = True, flatten_axis: int = -1
+    ) -> Any:
+        """Return the shape of the flat scales of a grouped tensor: one for each group, or room for those of all blocks.
+
+        Args:
+            data_shape: shape of all groups together.
+            is_padded: the scales of each group are padded. How long groups are is known when they are computed: the
+                shape has room for the largest padding, of groups of one row or block and one with all others.
+
+        Raises:
+            ValueError: an axis that blocks do not divide.
+        """
+        if not self.is_block_scaling:
+            return (n_groups,)
+        axis = normalized_axis(flatten_axis, data_shape)
+        rows, columns = map(math.prod, self._block_counts(tuple(data_shape), axis, is_colwise))
+        if is_padded:
+            outer, inner = self.layout.padding[::-1] if is_colwise else self.layout.padding
+            rows = (n_groups - 1) * outer + round_up(rows - n_groups + 1, outer)
+            columns = round_up(columns, inner)
+        return (rows * columns,)
+
+    def get_grouped_scale_shape_2x(
+        self, data_shape: Any, n_groups: int, is_padded: bool = True, flatten_axis: int = -1
+    ) -> Any:
+        """Return (rowwise, columnwise) shapes, as `get_grouped_scale_shape`."""
+        return tuple(
+            self.get_grouped_scale_shape(data_shape, n_groups, colwise, is_padded, flatten_axis)
+            for colwise in (False, True)
+        )
+
+    def get_shardy_sharding_rules(self, *args: Any, **options: Any) -> Any:
+        """Raise NotImplementedError: custom calls here have no rules for the partitioner."""
+        raise NotImplementedError("custom calls of fuser.xla have no sharding rules: divide tensors by jax.shard_map")
+
+    def _block_counts(self, data_shape, axis, is_colwise, both=False):
+        """(rows, columns), the axes of data in layout "N", with blocks counted along the one, the other or both."""
+        counts = list(data_shape)
+        for along, wanted in ((axis - 1, is_colwise or both), (len(counts) - 1, not is_colwise or both)):
+            if wanted:
+                counts[along] = self._blocks(data_shape, along)
+        return tuple(counts[:axis]), tuple(counts[axis:])
 
     def _blocks(self, data_shape, axis):
         if data_shape[axis] % self.block_size:
@@ -261,20 +356,20 @@ class ScalingMode(IntEnum):
 
 _SCALINGS: dict[Any, Any] = {
     ScalingMode.DELAYED_TENSOR_SCALING: DelayedScaling,
-    ScalingMode.CURRENT_TENSOR_SCALING: lambda fmt, scale: CurrentScaling(fmt),
-    ScalingMode.MXFP8_1D_SCALING: lambda fmt, scale: MXFP8Scaling(fmt),
-    ScalingMode.NVFP4_1D_SCALING: lambda fmt, scale: NVFP4Scaling(),
-    ScalingMode.NVFP4_2D_SCALING: lambda fmt, scale: NVFP4Scaling(two_d=True),
+    ScalingMode.CURRENT_TENSOR_SCALING: CurrentScaling,
+    ScalingMode.MXFP8_1D_SCALING: MXFP8Scaling,
+    ScalingMode.NVFP4_1D_SCALING: lambda fmt, **options: NVFP4Scaling(**options),
+    ScalingMode.NVFP4_2D_SCALING: lambda fmt, **options: NVFP4Scaling(two_d=True, **options),
 }
 
 
-def scaling_of(mode: ScalingMode, fmt: Any = E4M3, scale: float = 1.0) -> Scaling:
+def scaling_of(mode: ScalingMode, fmt: Any = E4M3, **options: Any) -> Scaling:
     """Return the `refops` settings of a mode, with elements of a format where it has a choice.
 
     Args:
-        scale: of delayed scaling.
+        **options: further settings: scale of delayed scaling; rht, stochastic_rounding, seed and offset of NVFP4.
     """
-    return _SCALINGS[mode](fmt, scale)
+    return _SCALINGS[mode](fmt, **options)
 
 
 def normalized_axis(flatten_axis, shape):

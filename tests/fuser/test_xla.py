@@ -135,7 +135,7 @@ def test_scaled_bits(route, mode, layout):
         assert_same_quantized(y, q)
         assert y.dequantize().dtype == jnp.bfloat16
         values = host.dequantize(q, dtype="bfloat16").reshape(2, 32, 64)
-        if layout is xla.QuantizeLayout.COLWISE and mode.is_colwise_transposed():
+        if layout is xla.QuantizeLayout.COLWISE and mode.is_colwise_transposed:
             values = values.transpose(2, 0, 1)
         assert_same_raw(y.dequantize(), values)
         dx, dbias = xla.quantize_dact_dbias(dz, x, activation_type, True, quantizer_of(mode, layout))
@@ -177,7 +177,7 @@ def test_quantize_flattens_where_it_is_told(route, mode):
     tensor = quantizer_of(mode, xla.QuantizeLayout.ROWWISE_COLWISE).quantize(x, flatten_axis=-2)
     assert_same_quantized(tensor, host.quantize(rows(x), SETTINGS[mode], columnwise=True))
     assert tensor.shape == x.shape and tensor.dequantize().dtype == jnp.float16
-    transposed = (2, 64, 32) if mode.is_colwise_transposed() else x.shape
+    transposed = (2, 64, 32) if mode.is_colwise_transposed else x.shape
     assert tensor.colwise_tensor.shape == transposed
     assert quantizer_of(mode).quantize(x, is_rowwise=False, is_colwise=True, flatten_axis=-2).is_colwise
 

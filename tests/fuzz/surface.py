@@ -25,6 +25,8 @@ EXEMPT = {
     "fuser.ops.BasicOperation": "a base class, used through its subclasses",
     "fuser.ops.FusedOperation": "a base class, used through the fusions of pipelines",
     "fuser.ops.FusibleOperation": "a base class, used through its subclasses",
+    "fuser.xla.GroupedNoScaleTensor": "made by ScaledTensorFactory, of which groups are none of the cases",
+    "fuser.xla.GroupedScaledTensor1x": "made by ScaledTensorFactory, of which groups are none of the cases",
     "fuser.xla.Quantizer": "a base class, used through its subclasses",
     "fuser.dispatch.Engine": "a base class, used through its subclasses",
     "fuser.dispatch.Reference": "what the functions of fuser.dispatch choose themselves",
