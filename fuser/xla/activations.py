@@ -126,13 +126,16 @@ def activation(x: Any, activation_type: Any, quantizer: Any = None, act_params: 
     Args:
         x: (..., 1 or 2, n).
         activation_type: a key of `ActivationEnum`.
-        quantizer: the result goes through it and back, so that it has its noise; the gradient doesn't.
+        quantizer: the result goes through it and back, so that it has its noise; the gradient doesn't. Delayed scaling
+            takes no note of the amax, as in TE.
         act_params: `ActivationParams`.
 
     Returns:
         (..., n) in the dtype of x.
     """
     key = (activation_type,) if isinstance(activation_type, str) else tuple(activation_type)
+    if isinstance(quantizer, Quantizer):
+        quantizer.check_scale()
     return _activation(x, key, quantizer, act_params)
 
 

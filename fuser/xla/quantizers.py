@@ -5,7 +5,8 @@
     y = act_lu(x, ("silu", "linear"), quantizer)
 
 Delayed scaling is the one with a state, its scale and the history of amaxes. `update` replaces them in the object.
-Pass the quantizer to a jitted function as an argument, and return it: the function works on a copy.
+Pass the quantizer to a jitted function as an argument, and return it: the function works on a copy. One that a function
+finds outside of itself is refused, for it would be left with values of the trace.
 Source: TE's `jax/quantize/quantizer.py`.
 """
 
@@ -21,6 +22,11 @@ from fuser.xla.compute import QUANTIZE, Call
 from fuser.xla.settings import QuantizeLayout, ScalingMode, normalized_axis
 from fuser.xla.tensors import ScaledTensorFactory
 from refops.arguments import shown
+
+try:
+    from jax.extend.core import get_opaque_trace_state
+except ImportError:  # JAX before 0.7
+    from jax.core import get_opaque_trace_state
 
 
 def compute_scale_from_amax(amax: Any, q_dtype: Any, margin: float = 0.0, scale: Any = None) -> Any:
@@ -91,6 +97,9 @@ class Quantizer:
     def is_2x2x(self) -> bool:
         """Whether both copies are made."""
         return self.q_layout.is_rowwise_colwise
+
+    def check_scale(self) -> None:
+        """Raise ValueError where a function that is traced must not use the quantizer; only delayed scaling does."""
 
     def update(self, *args: Any, **kwargs: Any) -> None:
         """Take note of an amax; only delayed scaling does."""
@@ -182,6 +191,12 @@ class CurrentScaleQuantizer(Quantizer):
     modes = (ScalingMode.CURRENT_TENSOR_SCALING,)
 
 
+_OUTSIDE = (
+    "a DelayedScaleQuantizer changes its scale and its history: a function under jit, vmap or another transformation "
+    "must take it as an argument and return it; got one from outside of the function"
+)
+
+
 @dataclass(eq=False)
 class DelayedScaleQuantizer(Quantizer):
     """FP8 with a scale from the amaxes of earlier calls.
@@ -205,13 +220,38 @@ class DelayedScaleQuantizer(Quantizer):
         super().__post_init__()
         if self.amax_compute_algo not in ("max", "most_recent"):
             raise ValueError(f"amax_compute_algo must be 'max' or 'most_recent'; got {shown(self.amax_compute_algo)}")
+        self._trace = get_opaque_trace_state()
+
+    @classmethod
+    def _unflatten(cls, static, arrays):
+        quantizer = super()._unflatten(static, arrays)
+        quantizer._trace = get_opaque_trace_state()
+        return quantizer
+
+    def __getstate__(self):
+        return {name: value for name, value in vars(self).items() if name != "_trace"}
+
+    def __setstate__(self, state):
+        vars(self).update(state, _trace=get_opaque_trace_state())
 
     def call_scale(self) -> Any:
         """The scale, float32 (1,)."""
         return jnp.asarray(self.scale, jnp.float32).reshape(1)
 
+    def check_scale(self) -> None:
+        """Raise ValueError where a function under jit would keep the scale of now as a constant."""
+        is_staged = isinstance(jnp.zeros(()), jax.core.Tracer)
+        if is_staged and not isinstance(self.scale, jax.core.Tracer) and self._trace != get_opaque_trace_state():
+            raise ValueError(_OUTSIDE)
+
     def update(self, new_amax: Any) -> None:
-        """Put an amax in the history, and take the next scale from it."""
+        """Put an amax in the history, and take the next scale from it.
+
+        Raises:
+            ValueError: the quantizer was made outside of the function that is traced.
+        """
+        if self._trace != get_opaque_trace_state():
+            raise ValueError(_OUTSIDE)
         history = self.amax_history.at[0].set(jnp.asarray(new_amax, jnp.float32).reshape(-1)[0])
         amax = jnp.max(history, keepdims=True) if self.amax_compute_algo == "max" else history[:1]
         self.scale = compute_scale_from_amax(amax, self.q_dtype, self.margin, self.scale)

@@ -1,6 +1,8 @@
 """`fuser.xla`: quantization without an activation, bit for bit `refops`; scaling modes, recipes, what is refused."""
 
+import copy
 import inspect
+import pickle
 
 import pytest
 
@@ -136,3 +138,49 @@ def test_the_factory_puts_two_copies_together():
     again = xla.ScaledTensorFactory.create_2x(*arrays, FP4, jnp.float32, "NT", -1, colwise_has_rht_applied=True)
     assert_same_raw(again.rowwise_tensor.dequantize(), row.dequantize())
     assert again.colwise_tensor.has_rht_applied and again.colwise_tensor.flatten_axis == 1
+
+
+# --- delayed scaling and traces -----------------------------------------------------------------------
+
+
+def test_a_delayed_quantizer_from_outside_of_a_traced_function_is_refused():
+    """It would keep a tracer for its scale, or the scale that it had at the first call."""
+    quantizer = xla.DelayedScaleQuantizer()
+    scale = quantizer.scale
+    for transform in (
+        jax.jit,
+        jax.vmap,
+        jax.checkpoint,
+        lambda f: lambda x: jax.lax.scan(lambda c, v: (c, f(v)), 0, x),
+        lambda f: lambda x: jax.jit(jax.vmap(f))(x),
+    ):
+        for f in (
+            lambda v: quantizer.quantize(v).rowwise_tensor.data,
+            lambda v: xla.act_lu(v[..., None, :], ("gelu",), quantizer).rowwise_tensor.data,
+        ):
+            with pytest.raises(ValueError, match="must take it as an argument and return it; got one from outside"):
+                transform(f)(jnp.ones((2, 4, 32)))
+    with pytest.raises(ValueError, match="must take it as an argument and return it"):
+        jax.jit(lambda v: xla.activation(v, ("gelu",), quantizer))(jnp.ones((4, 1, 32)))
+    assert quantizer.scale is scale
+
+
+def test_a_delayed_quantizer_is_an_argument_or_made_inside():
+    x, made = jnp.full((4, 32), 2.0), xla.DelayedScaleQuantizer()
+
+    def step(quantizer, v):
+        return quantizer, quantizer.quantize(v).rowwise_tensor.data
+
+    for quantizer in (made, copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
+        for _ in range(2):
+            quantizer, _ = jax.jit(step)(quantizer, x)
+        assert float(quantizer.scale[0]) == 224.0
+        step(quantizer, x)  # outside again
+    jax.vmap(lambda v: step(xla.DelayedScaleQuantizer(), v)[1])(jnp.ones((2, 4, 32)))
+    scanned, _ = jax.lax.scan(step, made, jnp.ones((2, 4, 32)))
+    assert float(scanned.scale[0]) == 448.0 and float(made.scale[0]) == 1.0
+
+    def slope(quantizer, v):
+        return jax.grad(lambda u: xla.activation(u, ("gelu",), quantizer).sum())(v)
+
+    assert_same_raw(jax.jit(slope)(made, x[:, None]), slope(made, x[:, None]))
