@@ -1,4 +1,6 @@
-"""Activations as XLA custom calls in JAX: TE's JAX interface on `cuda_kernels` and `refops`. Needs `jax`.
+"""Activations and quantization as XLA custom calls in JAX: TE's JAX interface on `cuda_kernels` and `refops`.
+
+Needs `jax`.
 
     from fuser import xla
     y = xla.activation(x, ("silu", "linear"))                   # x (..., 2, n) -> (..., n); jit, grad, vmap, ...
@@ -7,6 +9,8 @@
 | module        | TE's module                          | what                                                  |
 |---------------|--------------------------------------|-------------------------------------------------------|
 | activations   | jax.cpp_extensions.activation, jax.activation | act_lu, dact_lu, quantize_dact_dbias, activation |
+| quantization  | jax.cpp_extensions.quantization      | quantize, quantize_dbias, grouped_quantize            |
+| helper        | jax.quantize.helper                  | padding                                               |
 | settings      | csrc/extensions/misc.h, jax.quantize | activation types, parameters, scaling modes, layouts  |
 | quantizers    | jax.quantize.quantizer               | quantizers                                            |
 | tensors       | jax.quantize.tensor                  | results                                               |
@@ -22,10 +26,16 @@ except ImportError as error:
 
 from fuser.xla.activations import act_lu, activation, dact_lu, quantize_dact_dbias
 from fuser.xla.calls import current_route, route
+from fuser.xla.helper import (
+    apply_padding_to_scale_inv,
+    remove_padding_from_scale_inv,
+)
+from fuser.xla.quantization import grouped_dbias, grouped_quantize, quantize, quantize_dbias
 from fuser.xla.quantizers import (
     BlockScaleQuantizer,
     CurrentScaleQuantizer,
     DelayedScaleQuantizer,
+    GroupedQuantizer,
     NVFP4Quantizer,
     Quantizer,
     QuantizerFactory,
@@ -35,6 +45,7 @@ from fuser.xla.settings import (
     ActivationConfig,
     ActivationEnum,
     ActivationParams,
+    AmaxComputeAlgo,
     AmaxScope,
     ClampedSwigluConfig,
     ClampedSwigluParams,
@@ -60,6 +71,7 @@ __all__ = [
     "ActivationConfig",
     "ActivationEnum",
     "ActivationParams",
+    "AmaxComputeAlgo",
     "AmaxScope",
     "BlockScaleQuantizer",
     "ClampedSwigluConfig",
@@ -67,6 +79,7 @@ __all__ = [
     "CurrentScaleQuantizer",
     "DelayedScaleQuantizer",
     "GroupedNoScaleTensor",
+    "GroupedQuantizer",
     "GroupedScaledTensor1x",
     "NVFP4Quantizer",
     "NoScaleTensor",
@@ -81,9 +94,15 @@ __all__ = [
     "TensorUsage",
     "act_lu",
     "activation",
+    "apply_padding_to_scale_inv",
     "compute_scale_from_amax",
     "current_route",
     "dact_lu",
+    "grouped_dbias",
+    "grouped_quantize",
+    "quantize",
     "quantize_dact_dbias",
+    "quantize_dbias",
+    "remove_padding_from_scale_inv",
     "route",
 ]

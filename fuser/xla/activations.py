@@ -9,7 +9,8 @@ itself. Errors in arguments are raised when a function is traced; what only the 
 is not positive, is an XLA error with the same message.
 
 Differences from TE: gated gradients may be quantized together with bias sums, which follow the rule of unary ones; the
-second axis from the end is checked instead of the last one.
+second axis from the end is checked instead of the last one; with NVFP4's Hadamard transform the rowwise amax is that of
+rounded values too, as in TE's other front end.
 """
 
 import functools
@@ -21,11 +22,9 @@ import numpy as np
 
 from fuser.xla.calls import execute
 from fuser.xla.compute import ACTIVATION, GRADIENT, Call
-from fuser.xla.quantizers import Quantizer
+from fuser.xla.quantizers import Quantizer, require_high_precision, require_quantizer
 from fuser.xla.settings import ActivationParams, AmaxScope, ScalingMode, activation_enum, require_local
 from fuser.xla.tensors import NoScaleTensor
-
-_HIGH_PRECISION = tuple(np.dtype(dtype) for dtype in (jnp.float32, jnp.float16, jnp.bfloat16))
 
 
 def act_lu(
@@ -171,12 +170,10 @@ def _check(x, activation_type, quantizer, amax_scope):
     """Return the activation's number."""
     enum = activation_enum(activation_type)
     halves = 1 if isinstance(activation_type, str) else len(activation_type)
-    if np.dtype(x.dtype) not in _HIGH_PRECISION:
-        raise TypeError(f"x must be float32, float16 or bfloat16; got {x.dtype} of shape {x.shape}")
+    require_high_precision(x)
     if x.ndim < 2 or x.shape[-2] != halves:
         raise ValueError(f"x must have the shape (..., {halves}, n) for {activation_type}; got {x.shape}")
-    if quantizer is not None and not isinstance(quantizer, Quantizer):
-        raise TypeError(f"quantizer must be a Quantizer or None; got {type(quantizer).__name__}")
+    require_quantizer(quantizer)
     require_local(amax_scope)
     return enum
 
@@ -192,17 +189,18 @@ def _call(kind, enum, act_params, quantizer, output_amax, is_dbias=False):
         bool(output_amax) and quantizer is None,
         is_dbias,
         *(float(np.float32(v)) for v in (clamped.limit, clamped.alpha, clamped.glu_linear_offset)),
+        **({} if quantizer is None else quantizer.call_flags()),
     )
 
 
 def _finish(call, quantizer, tensors, shape, axis, dtype):
     """Run a call, and return (tensor, dbias or None)."""
-    zero = jnp.zeros((1,), jnp.float32)
     if quantizer is None:
+        zero = jnp.zeros((1,), jnp.float32)
         results = execute(call, dtype, *tensors, zero, zero)
         tensor = NoScaleTensor(results[0], results[4] if call.amax_when_no_scaling else None)
     else:
-        results = execute(call, quantizer.q_dtype, *tensors, quantizer.call_scale(), zero)
+        results = execute(call, quantizer.q_dtype, *tensors, *quantizer.call_operands())
         quantizer.update(results[4])
         tensor = quantizer.tensor(results, shape, axis, dtype)
     return tensor, results[5] if call.is_dbias else None

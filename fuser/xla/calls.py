@@ -27,8 +27,9 @@ from fuser.xla import ffi
 from fuser.xla.compute import (
     ACTIVATION,
     CLAMPED_PARAMETERS,
+    FLAGS,
     GRADIENT,
-    QUANTIZE,
+    GROUPED,
     Buffer,
     HostPlace,
     plan_of,
@@ -92,15 +93,17 @@ def _result_shapes(call, operands, dtype):
     unused, f32 = (*scale.shape[:-1], 1), jnp.float32
     results = [(out, dtype), (unused, dtype), (unused, f32), (unused, f32)]
     if plan.mode is not ScalingMode.NO_SCALING:
-        results = _scaled_shapes(call, plan, out, x.shape, dtype)
-    results.append((unused, f32))
-    if call.kind == GRADIENT:
-        results.append((x.shape[-2:] if call.is_dbias else unused, x.dtype))
+        results = _scaled_shapes(call, plan, operands, out, dtype)
+    results.append((operands[-1].shape, f32))
+    if call.is_dbias:
+        results.append((x.shape[-2:] if call.kind == GRADIENT else x.shape[-1:], x.dtype))
+    elif call.kind == GRADIENT:
+        results.append((unused, x.dtype))
     return [(tuple(shape), np.dtype(dtype)) for shape, dtype in results]
 
 
-def _scaled_shapes(call, plan, out, x_shape, dtype):
-    columns = x_shape[-2] * x_shape[-1] if call.kind == GRADIENT else out[-1]
+def _scaled_shapes(call, plan, operands, out, dtype):
+    columns = out[-2] * out[-1] if call.kind == GRADIENT else out[-1]
     matrix = (int(np.prod(out, dtype=np.int64)) // columns if columns else 0, columns)
     layout = stored_layout(scaling_of(plan.mode), matrix)  # the same for every format and scale
     shapes = []
@@ -108,6 +111,9 @@ def _scaled_shapes(call, plan, out, x_shape, dtype):
         *leading, last = layout[f"{copy}_data"][0]
         data = (*leading, last * plan.mode.layout.packed)
         scales = layout[f"{copy}_scale_inv"][0]
+        if call.kind == GROUPED:
+            data = (int(np.prod(data, dtype=np.int64)),)
+            scales = plan.mode.get_grouped_scale_shape(matrix, operands[0].size, copy == "columnwise")
         shapes.append((data, scales) if wanted else ((1,), (1,)))
     scale_dtype = plan.mode.get_scale_dtype()
     (row, row_scales), (column, column_scales) = shapes
@@ -143,15 +149,14 @@ def _execute(call, dtype, name, reference, *operands):
         return _varying_with(operands[-3], results)
     ffi.register()
     attributes = {"scaling_mode": np.int64(call.scaling_mode), "quantize_layout": np.int64(call.quantize_layout)}
-    if call.kind != QUANTIZE:
+    if call.kind in (ACTIVATION, GRADIENT):
         attributes |= {
             "act_enum": np.int64(call.act_enum),
             "output_amax_when_no_scaling": np.bool_(call.amax_when_no_scaling),
         }
         if plan_of(call).bound.parameters:  # each attribute costs a microsecond a call
             attributes["act_params"] = {p: np.float32(getattr(call, p)) for p in CLAMPED_PARAMETERS}
-    if call.kind == GRADIENT:
-        attributes["is_dbias"] = np.bool_(call.is_dbias)
+    attributes |= {name: np.bool_(True) for name in FLAGS if getattr(call, name)}
     function = jax.ffi.ffi_call(
         ffi.TARGET_OF[call.kind], structs, vmap_method=vmap_method, input_output_aliases={len(operands) - 1: 4}
     )

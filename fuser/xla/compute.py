@@ -12,11 +12,16 @@ Operands and results are those of TE's FFI handlers:
     gradient     dz (..., n), x (..., 1 or 2, n), scale, amax
                  -> output like x, colwise_output, scale_inv, colwise_scale_inv, updated_amax, dbias (1 or 2, n)
     quantize     x (M, K), scale, amax
-                 -> as activation
+                 -> as activation, dbias (K,)
+    grouped      rows of each group int32 (G,), x (M, K), scale (G,), amax (G,)
+                 -> flat: output (M K,), colwise_output, scale_inv, colwise_scale_inv, updated_amax (G,)
 
-Scales are padded, as matrices of the shapes in `refops.Quantized`'s table or any other shape with as many elements.
-updated_amax is the memory of amax; it gets the amax of this call, or stays as it is where the mode takes none. Results
-that are not asked for have one element, and what they hold means nothing.
+scale is what a scaling is told at run time: that of delayed scaling, float32, or the seed and the offset of stochastic
+rounding, uint32 (4,), low halves first. Scales are padded, as matrices of the shapes in `refops.Quantized`'s table or
+any other shape with as many elements; those of groups lie one after the other, zeros after the last, and those of
+blocks in the order that GEMMs read, as TE's. updated_amax is the memory of amax; it gets the amax of this call, or
+stays as it is where the mode takes none. With use_rht both are (2,), for the rowwise and the columnwise copy. dbias is
+a result where it is asked for. Other results that are not asked for have one element, and what they hold means nothing.
 """
 
 import ctypes
@@ -37,22 +42,25 @@ from refops.quantization.quantize import check_shape
 from refops.quantization.result import stored_layout
 from refops.scalings import UNFUSED
 
-ACTIVATION, GRADIENT, QUANTIZE = "activation", "gradient", "quantize"
+ACTIVATION, GRADIENT, QUANTIZE, GROUPED = "activation", "gradient", "quantize", "grouped"
 HIGH_PRECISION = ("float32", "float16", "bfloat16")
 _CLAMPED = ACTIVATION_NAMES.index("clamped_swiglu")
 CLAMPED_PARAMETERS = ("limit", "alpha", "glu_linear_offset")
+#: Fields of a `Call` that are False unless told otherwise.
+FLAGS = ("is_dbias", "use_rht", "stochastic_rounding")
 
 
 class Call(NamedTuple):
     """What is computed; hashable.
 
     Attributes:
-        kind: "activation", "gradient" or "quantize".
-        act_enum: number of the activation, 0 for "quantize".
+        kind: "activation", "gradient", "quantize" or "grouped".
+        act_enum: number of the activation, 0 without one.
         scaling_mode, quantize_layout: numbers of a `ScalingMode` and a `QuantizeLayout`.
         amax_when_no_scaling: whether NO_SCALING stores the amax of the unrounded result.
-        is_dbias: whether a gradient's column sums are wanted.
+        is_dbias: whether column sums are wanted.
         limit, alpha, glu_linear_offset: parameters of clamped_swiglu.
+        use_rht, stochastic_rounding: NVFP4's Hadamard transform of the columnwise copy, and rounding of elements.
     """
 
     kind: str
@@ -64,6 +72,8 @@ class Call(NamedTuple):
     limit: float = refops.DEFAULT_PARAMETERS["limit"]
     alpha: float = refops.DEFAULT_PARAMETERS["alpha"]
     glu_linear_offset: float = refops.DEFAULT_PARAMETERS["glu_linear_offset"]
+    use_rht: bool = False
+    stochastic_rounding: bool = False
 
 
 class Buffer(NamedTuple):
@@ -93,7 +103,7 @@ class Plan(NamedTuple):
 def plan_of(call):
     """Return the `Plan` of a call; ValueError for numbers that mean nothing."""
     bound = None
-    if call.kind != QUANTIZE:
+    if call.kind in (ACTIVATION, GRADIENT):
         if not 0 <= call.act_enum < len(ACTIVATION_NAMES):
             raise ValueError(f"Unsupported ActivationEnum {call.act_enum}")
         names = CLAMPED_PARAMETERS if call.act_enum == _CLAMPED else ()
@@ -102,12 +112,20 @@ def plan_of(call):
     return Plan(bound, mode, layout.has_rowwise, layout.has_colwise)
 
 
-def _scaling(mode, dtype, scale):
-    """The `refops` settings of a scaling mode, the dtype of the data and, for delayed scaling, the scale."""
-    if dtype not in mode.data_dtypes:
-        raise TypeError(f"{mode.name} needs data of {' or '.join(mode.data_dtypes)}; got {dtype}")
-    options = {"scale": scale} if mode is ScalingMode.DELAYED_TENSOR_SCALING else {}
-    return scaling_of(mode, FORMATS[dtype], **options)
+def _scaling(call, plan, place, dtype, scale):
+    """The `refops` settings of a call, of the dtype of the data and what the buffer `scale` tells."""
+    options = {}
+    if dtype not in plan.mode.data_dtypes:
+        raise TypeError(f"{plan.mode.name} needs data of {' or '.join(plan.mode.data_dtypes)}; got {dtype}")
+    if plan.mode is ScalingMode.DELAYED_TENSOR_SCALING:
+        options["scale"] = float(place.read(_one_float(place, scale, "scale"))[0])
+    if call.stochastic_rounding:
+        state = place.view(_typed(_sized(scale, 4, "scale"), ("uint32",), "scale"), (4,), "uint32")
+        seed, seed_high, offset, offset_high = place.read(state).tolist()
+        options |= {"stochastic_rounding": True, "seed": seed | seed_high << 32, "offset": offset | offset_high << 32}
+    if call.use_rht:
+        options["rht"] = True
+    return scaling_of(plan.mode, FORMATS[dtype], **options)
 
 
 # --- memory ---------------------------------------------------------------------------------------------
@@ -131,7 +149,7 @@ class Place:
         raise NotImplementedError
 
     def read(self, array):
-        """Return the first element of a float32 array as a Python float."""
+        """Return an array of float32, int32 or uint32 as one of NumPy."""
         raise NotImplementedError
 
 
@@ -170,7 +188,7 @@ class HostPlace(Place):
         target[...] = source
 
     def read(self, array):
-        return float(array[0])
+        return array
 
 
 # --- the computation ------------------------------------------------------------------------------------
@@ -183,7 +201,50 @@ def run(call, place, operands, results):
         ValueError, TypeError: operands or results that do not fit each other or the call.
     """
     with exact_subnormals():
-        _run(call, plan_of(call), place, operands, results)
+        for one in _parts(call, plan_of(call), place, operands, results):
+            _run(call, plan_of(call), place, *one)
+
+
+def _parts(call, plan, place, operands, results):
+    """Yield (operands, results) of a call; of a grouped one those of each group, as of a call without groups."""
+    if call.kind != GROUPED:
+        yield operands, results
+        return
+    sizes, x, scales, amaxes = operands
+    m, k = x.shape
+    rows = place.read(place.view(_typed(sizes, ("int32",), "group_sizes"), sizes.shape, "int32")).tolist()
+    multiple = plan.mode.block_size if plan.columnwise and plan.mode.is_block_scaling else 1
+    if sum(rows) != m or any(size < 0 or size % multiple for size in rows):
+        of_blocks = f", each a multiple of {multiple} for columnwise blocks" if multiple > 1 else ""
+        raise ValueError(f"group_sizes must add up to the {m} rows of x{of_blocks}; got {rows} rows in groups")
+    _sized(scales, len(rows), "scale"), _sized(results[4], len(rows), "updated_amax")
+    results, start, taken = list(results), 0, [0, 0]
+    if plan.mode.is_block_scaling:
+        for result in results[2:4]:  # what no group fills
+            place.clear(place.view(result, result.shape, "uint8"))
+    for number, size in enumerate(rows):
+        layout = stored_layout(scaling_of(plan.mode), (size, k))
+        parts = [*results[:4], _part(results[4], number, (1,))]
+        for copy, name in enumerate(("rowwise", "columnwise")):
+            if plan.columnwise if copy else plan.rowwise:
+                shape = layout[f"{name}_scale_inv"][0]
+                parts[copy] = _part(_sized(results[copy], m * k, f"{name}_data"), start * k, (size, k))
+                parts[2 + copy] = _part(results[2 + copy], taken[copy], shape)
+                taken[copy] += math.prod(shape)
+                if taken[copy] > math.prod(results[2 + copy].shape):
+                    raise ValueError(
+                        f"{name}_scale_inv must have room for those of {rows}; got {results[2 + copy].shape}"
+                    )
+        given = [_part(buffer, number, (1,)) for buffer in (scales, amaxes)]
+        yield [_part(x, start * k, (size, k)), *given], parts
+        start += size
+
+
+def _part(buffer, start, shape):
+    """Elements of a buffer as one of `shape`, from the element `start` on; all of its elements are whole bytes."""
+    offset = start * _numpy_dtype(buffer.dtype).itemsize
+    memory = buffer.memory + offset if isinstance(buffer.memory, int) else buffer.memory[offset:]
+    return Buffer(memory, shape, buffer.dtype)
 
 
 def _run(call, plan, place, operands, results):
@@ -199,13 +260,13 @@ def _run(call, plan, place, operands, results):
         if call.amax_when_no_scaling:
             place.copy(place.backend.amax(front), _one_float(place, results[4], "updated_amax"))
         return
-    place.backend.quantize(_job(plan, place, front, operands[-2], results, dbias))
+    place.backend.quantize(_job(call, plan, place, front, operands[-2], results, dbias))
 
 
 def _front(call, plan, place, operands):
     """The front half: identity, an activation or its gradient, of matrices."""
     x = _typed(operands[-3], HIGH_PRECISION, "x")
-    if call.kind == QUANTIZE:
+    if plan.bound is None:
         m, k = x.shape
         return front_of("identity", None, {}, Operand(place.view(x, x.shape, x.dtype), x.shape, x.dtype), k, (m, k))
     *leading, act_len, n = x.shape
@@ -226,30 +287,37 @@ def _front(call, plan, place, operands):
     return front_of("backward", plan.bound, plan.bound.parameters, operand, n, operand.shape, dy=dy)
 
 
-def _job(plan, place, front, scale, results, dbias):
+def _job(call, plan, place, front, scale, results, dbias):
     """The quantization into the results' memory."""
-    number = 1.0
-    if plan.mode is ScalingMode.DELAYED_TENSOR_SCALING:
-        number = place.read(_one_float(place, scale, "scale"))
-    scaling = _scaling(plan.mode, results[0].dtype, number)
+    scaling = _scaling(call, plan, place, results[0].dtype, scale)
     check_fusable(front, scaling)
     check_shape(scaling, front.tensor_shape, front.matrix_shape, plan.columnwise)
     path = UNFUSED if front.kind == "identity" else path_of(scaling)
     fields = _fields(plan, place, scaling, front.tensor_shape, results)
-    return Job(front, path, scaling, plan.rowwise, plan.columnwise, fields, (None, None), dbias, False)
+    swizzled = _is_swizzled(call, plan)
+    return Job(front, path, scaling, plan.rowwise, plan.columnwise, fields, (None, None), dbias, swizzled)
+
+
+def _is_swizzled(call, plan):
+    """Whether scales are stored in the order that GEMMs read."""
+    return call.kind == GROUPED and plan.mode.layout.scale_order == "gemm"
 
 
 def _fields(plan, place, scaling, shape, results):
     """name -> array in a result's memory, by the names of `refops.Quantized`."""
     rowwise, columnwise, scale_inv, colwise_scale_inv, amax = results[:5]
     _typed(amax, ("float32",), "updated_amax")
+    if scaling.hadamard is not None:
+        amax, columnwise_amax = (_part(_sized(amax, 2, "updated_amax"), copy, (1,)) for copy in (0, 1))
+    else:
+        columnwise_amax = amax
     sources = {
         "rowwise_data": rowwise,
         "rowwise_scale_inv": scale_inv,
         "amax_rowwise": amax,
         "columnwise_data": columnwise,
         "columnwise_scale_inv": colwise_scale_inv,
-        "amax_columnwise": amax,
+        "amax_columnwise": columnwise_amax,
     }
     fields = {}
     for name, (layout, dtype) in stored_layout(scaling, shape).items():
@@ -285,49 +353,59 @@ def _one_float(place, buffer, name):
 
 def run_reference(call, operands, results):
     """As `run`, with `refops`, on buffers of NumPy bytes; what it returns is copied into the results."""
+    place, plan = HostPlace(), plan_of(call)
     with exact_subnormals():
-        _run_reference(call, plan_of(call), HostPlace(), operands, results)
+        for one in _parts(call, plan, place, operands, results):
+            _run_reference(call, plan, place, *one)
 
 
 def _run_reference(call, plan, place, operands, results):
     front = _front(call, plan, place, operands)
     tensors = [front.x] if front.dy is None else [front.dy, front.x]
-    shape, scale = front.tensor_shape, place.read(place.view(operands[-2], (1,), "float32"))
-    output, dbias = _reference(call, plan, tensors, results, scale)
+    shape = front.tensor_shape
     if plan.mode is ScalingMode.NO_SCALING:
-        values, amax = output
+        values, amax, dbias = _reference_values(call, plan, tensors, _numpy_dtype(results[0].dtype))
         place.copy(values, place.view(results[0], shape, results[0].dtype))
         if call.amax_when_no_scaling:
             place.copy(amax, place.view(results[4], (1,), "float32"))
     else:
-        for name, array in _fields(plan, place, output.scaling, shape, results).items():
+        scaling = _scaling(call, plan, place, results[0].dtype, operands[-2])
+        output, dbias = _reference(call, plan, tensors, scaling)
+        for name, array in _fields(plan, place, scaling, shape, results).items():
             place.copy(getattr(output, name), array)
     if dbias is not None:
         place.copy(dbias, place.view(results[5], dbias.shape, front.storage))
 
 
-def _reference(call, plan, tensors, results, scale):
-    """(the result of `refops`: quantized, or values and their amax; dbias or None)."""
-    names = () if plan.bound is None else (plan.bound.activation.name,)
-    parameters = {} if plan.bound is None else plan.bound.parameters
-    options = {"dbias": call.is_dbias} if call.kind == GRADIENT else {}
-    quantize, plain = {
-        ACTIVATION: (refops.activation_quantize, refops.activation),
-        GRADIENT: (refops.activation_grad_quantize, refops.activation_grad),
-        QUANTIZE: (refops.quantize, None),
-    }[call.kind]
-    if plan.mode is ScalingMode.NO_SCALING:
-        values = plain(*names, *tensors, out_dtype=_numpy_dtype(results[0].dtype), **options, **parameters)
-        exact = plain(*names, *tensors, out_dtype=np.float32, **parameters)
-        amax = np.fmax.reduce(np.abs(exact), axis=None, initial=np.float32(0))
-        return ((values[0], amax), values[1]) if call.is_dbias else ((values, amax), None)
-    options |= {"rowwise": plan.rowwise, "columnwise": plan.columnwise}
-    output = quantize(*names, *tensors, _scaling(plan.mode, results[0].dtype, scale), **options, **parameters)
-    return output if call.is_dbias else (output, None)
+def _reference(call, plan, tensors, scaling):
+    """(the `refops.Quantized`; dbias or None)."""
+    quantize = {ACTIVATION: refops.activation_quantize, GRADIENT: refops.activation_grad_quantize}
+    options = {"rowwise": plan.rowwise, "columnwise": plan.columnwise}
+    options |= {} if call.kind == ACTIVATION else {"dbias": call.is_dbias}
+    names, parameters = _activation(plan)
+    output = quantize.get(call.kind, refops.quantize)(*names, *tensors, scaling, **options, **parameters)
+    output, dbias = output if call.is_dbias else (output, None)
+    return output.swizzled() if _is_swizzled(call, plan) else output, dbias
+
+
+def _reference_values(call, plan, tensors, dtype):
+    """(values of `refops`, their unrounded amax, dbias or None), without scaling."""
+    names, parameters = _activation(plan)
+    plain, options = (refops.activation, {}) if call.kind == ACTIVATION else (refops.activation_grad, {"dbias": True})
+    values = plain(*names, *tensors, out_dtype=dtype, **options, **parameters)
+    exact = plain(*names, *tensors, out_dtype=np.float32, **parameters)
+    amax = np.fmax.reduce(np.abs(exact), axis=None, initial=np.float32(0))
+    values, dbias = (values, None) if call.kind == ACTIVATION else values
+    return values, amax, dbias if call.is_dbias else None
+
+
+def _activation(plan):
+    """((name of the activation,), its parameters); nothing without one."""
+    return ((), {}) if plan.bound is None else ((plan.bound.activation.name,), plan.bound.parameters)
 
 
 def _numpy_dtype(name):
-    return np.dtype(ml_dtypes.bfloat16) if name == "bfloat16" else np.dtype(name)
+    return np.dtype(getattr(ml_dtypes, name, name))
 
 
 # --- subnormals -----------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Memory of a GPU as an XLA custom call sees it: XLA's buffers in and out, XLA's stream, XLA's allocator.
 
 `cuda_kernels` is launched on the stream of the call frame and writes into XLA's results; nothing is copied, and only
-the scale of delayed scaling, a kernel's argument by value, makes the host wait for the stream.
+what the host must know, such as the scale of delayed scaling, makes it wait for the stream.
 """
 
 import math
@@ -119,6 +119,6 @@ class CudaPlace(Place):
         self._driver.copy(source.pointer, target.pointer, source.size * _ITEM_SIZE[source.dtype], self.memory.stream())
 
     def read(self, array):
-        value = np.empty(1, np.float32)
+        value = np.empty(array.shape, array.dtype)
         self._driver.fetch(array.pointer, value, self.memory.stream())
-        return float(value[0])
+        return value

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from fuser.xla.compute import ACTIVATION, GRADIENT, QUANTIZE, Buffer, Call, HostPlace, run
+from fuser.xla.compute import ACTIVATION, FLAGS, GRADIENT, GROUPED, QUANTIZE, Buffer, Call, HostPlace, run
 
 #: The version that handlers ask for. A runtime takes its own minor version and all before.
 API_VERSION = (0, 1)
@@ -300,7 +300,8 @@ def _error(api, error):
 
 def call_of(kind, attributes):
     """Return the `Call` of a frame's attributes, TE's: act_enum, scaling_mode, quantize_layout, act_params, is_dbias,
-    output_amax_when_no_scaling. act_params are nested as TE's, {"clamped_swiglu": {...}}, or flat."""
+    output_amax_when_no_scaling, use_rht, stochastic_rounding. act_params are nested as TE's,
+    {"clamped_swiglu": {...}}, or flat."""
     parameters = attributes.get("act_params", {})
     parameters = parameters.get("clamped_swiglu", parameters)
     return Call(
@@ -309,7 +310,7 @@ def call_of(kind, attributes):
         attributes["scaling_mode"],
         attributes["quantize_layout"],
         attributes.get("output_amax_when_no_scaling", False),
-        attributes.get("is_dbias", False),
+        **{name: attributes.get(name, False) for name in FLAGS},
         **parameters,
     )
 
@@ -339,6 +340,7 @@ TARGETS = {
     "te_act_lu_ffi": ACTIVATION,
     "te_dact_dbias_quantize_ffi": GRADIENT,
     "fuser_quantize_ffi": QUANTIZE,
+    "fuser_grouped_quantize_ffi": GROUPED,
 }
 TARGET_OF = {kind: target for target, kind in TARGETS.items()}
 PLATFORMS = {"cpu": on_cpu, "CUDA": on_cuda}

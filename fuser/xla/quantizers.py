@@ -18,9 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from fuser.xla.calls import execute
-from fuser.xla.compute import QUANTIZE, Call
-from fuser.xla.settings import QuantizeLayout, ScalingMode, normalized_axis
-from fuser.xla.tensors import ScaledTensorFactory
+from fuser.xla.compute import GROUPED, HIGH_PRECISION, QUANTIZE, Call
+from fuser.xla.helper import remove_padding_from_scale_inv
+from fuser.xla.settings import AmaxComputeAlgo, QuantizeLayout, ScalingMode, normalized_axis, scaling_of
+from fuser.xla.tensors import NoScaleTensor, ScaledTensorFactory
 from refops.arguments import shown
 
 try:
@@ -42,14 +43,16 @@ class Quantizer:
     """What all quantizers have.
 
     Attributes:
-        q_dtype: dtype of the data.
+        q_dtype: scalar type of the data.
         scaling_mode: a `ScalingMode`.
         q_layout: a `QuantizeLayout`: which copies.
+        checkpoint_name: what `jax.checkpoint` knows results by, after their `checkpoint(quantizer)`; or None.
     """
 
     q_dtype: Any = jnp.float8_e4m3fn
     scaling_mode: ScalingMode = ScalingMode.CURRENT_TENSOR_SCALING
     q_layout: QuantizeLayout = QuantizeLayout.ROWWISE_COLWISE
+    checkpoint_name: str | None = None
 
     #: Modes that a class takes; fields that are arrays.
     modes: ClassVar[tuple[ScalingMode, ...]] = ()
@@ -59,14 +62,14 @@ class Quantizer:
         jax.tree_util.register_pytree_node(cls, lambda q: q._flatten(), cls._unflatten)
 
     def __post_init__(self):
-        self.q_dtype, self.q_layout = np.dtype(self.q_dtype), QuantizeLayout(self.q_layout)
-        self.scaling_mode = ScalingMode(self.scaling_mode)
+        dtype, self.q_layout = np.dtype(self.q_dtype), QuantizeLayout(self.q_layout)
+        self.q_dtype, self.scaling_mode = dtype.type, ScalingMode(self.scaling_mode)
         dtypes = self.modes[0].data_dtypes if self.modes else ()
-        if self.scaling_mode not in self.modes or self.q_dtype.name not in dtypes:
+        if self.scaling_mode not in self.modes or dtype.name not in dtypes:
             modes, dtypes = ", ".join(mode.name for mode in self.modes), ", ".join(dtypes)
             raise ValueError(
                 f"{type(self).__name__} needs scaling_mode {modes} and q_dtype {dtypes}; got {self.scaling_mode.name} "
-                f"and {self.q_dtype.name}"
+                f"and {dtype.name}"
             )
 
     def _flatten(self):
@@ -94,6 +97,10 @@ class Quantizer:
         """dtype of the scales."""
         return self.scaling_mode.get_scale_dtype()
 
+    def get_scale_shapes(self, data_shape: Any, is_padded: bool = True, flatten_axis: int = -1) -> Any:
+        """(rowwise, columnwise) shapes of the scales of a tensor."""
+        return self.scaling_mode.get_scale_shape_2x(data_shape, is_padded, flatten_axis)
+
     def is_2x2x(self) -> bool:
         """Whether both copies are made."""
         return self.q_layout.is_rowwise_colwise
@@ -110,7 +117,7 @@ class Quantizer:
         """Quantize a tensor.
 
         Args:
-            x: float32, float16 or bfloat16.
+            x: float32, float16 or bfloat16; or a `NoScaleTensor`, whose amax current scaling takes for the tensor's.
             is_rowwise, is_colwise: which copies; None is what `q_layout` says.
             dq_dtype: dtype of the dequantized tensor, None for that of `x`.
             flatten_axis: the axes before it make the rows of the matrix that is scaled, the others its columns.
@@ -118,18 +125,47 @@ class Quantizer:
         Returns:
             `ScaledTensor1x` or `ScaledTensor2x`.
         """
+        return self.quantize_dbias(x, False, self._layout_of(is_rowwise, is_colwise), dq_dtype, flatten_axis)[0]
+
+    def quantize_dbias(
+        self, x: Any, is_dbias: bool = True, layout: Any = None, dq_dtype: Any = None, flatten_axis: int = -1
+    ) -> Any:
+        """Return (scaled tensor, float32 sums of `x` over the axes before `flatten_axis` in its dtype, or None).
+
+        Args:
+            layout: a `QuantizeLayout`, None for `q_layout`. The others: as for `quantize`.
+        """
+        require_quantizer(self)
+        amax = x.amax if isinstance(x, NoScaleTensor) else None
+        if amax is not None and self.scaling_mode.is_nvfp4_scaling:
+            raise ValueError(
+                f"x must have no amax for {self.scaling_mode.name}, whose kernel takes that of what it quantizes (an "
+                f"activation's before it is rounded: act_lu with the quantizer); got amax={shown(amax)}"
+            )
+        x = x.dequantize() if isinstance(x, NoScaleTensor) else x
+        require_high_precision(x)
+        layout = self.q_layout if layout is None else layout
+        axis = normalized_axis(flatten_axis, x.shape)
+        self.check_shape(x.shape, axis, layout)
+        mode, (scale, amaxes) = self.scaling_mode, self.call_operands(layout)
+        if amax is not None and mode is ScalingMode.CURRENT_TENSOR_SCALING:  # a scale of it is known before the call
+            scale = jnp.minimum(compute_scale_from_amax(amax, self.q_dtype), jnp.finfo(x.dtype).max)
+            mode = ScalingMode.DELAYED_TENSOR_SCALING
+        flags = {"is_dbias": bool(is_dbias), **self.call_flags(layout)}
+        call = Call(QUANTIZE, scaling_mode=int(mode), quantize_layout=int(layout), **flags)
+        results = execute(call, self.q_dtype, _matrix(x, axis), scale, amaxes)
+        self.update(results[4])
+        if mode is not self.scaling_mode:
+            results[4] = amax
+        tensor = self.tensor(results, x.shape, axis, x.dtype if dq_dtype is None else dq_dtype, layout)
+        return tensor, results[5].reshape(x.shape[axis:]) if is_dbias else None
+
+    def _layout_of(self, is_rowwise, is_colwise):
         rowwise = self.q_layout.has_rowwise if is_rowwise is None else is_rowwise
         colwise = self.q_layout.has_colwise if is_colwise is None else is_colwise
         if not (rowwise or colwise):
             raise ValueError("is_rowwise or is_colwise must be True; got False for both")
-        layout = QuantizeLayout(2 if rowwise and colwise else int(colwise))
-        axis = normalized_axis(flatten_axis, x.shape)
-        self.check_shape(x.shape, axis, layout)
-        matrix = x.reshape(int(np.prod(x.shape[:axis], dtype=np.int64)), int(np.prod(x.shape[axis:], dtype=np.int64)))
-        call = Call(QUANTIZE, scaling_mode=int(self.scaling_mode), quantize_layout=int(layout))
-        results = execute(call, self.q_dtype, matrix, self.call_scale(), jnp.zeros((1,), jnp.float32))
-        self.update(results[4])
-        return self.tensor(results, x.shape, axis, x.dtype if dq_dtype is None else dq_dtype, layout)
+        return QuantizeLayout(2 if rowwise and colwise else int(colwise))
 
     def check_shape(self, shape: Any, axis: Any, layout: Any = None) -> None:
         """Raise ValueError where blocks do not divide a tensor whose columns begin at `axis`, for NVFP4 both ways."""
@@ -139,9 +175,13 @@ class Quantizer:
             if wanted or self.scaling_mode.layout.shape_multiple > 1:
                 self.scaling_mode.get_scale_shape(shape, is_colwise=colwise, is_padded=False, flatten_axis=axis)
 
-    def call_scale(self) -> Any:
-        """The scale that a call takes, float32 (1,)."""
-        return jnp.ones((1,), jnp.float32)
+    def call_operands(self, layout: Any = None) -> Any:
+        """What a call takes besides tensors: (scale, amax), as `fuser.xla.compute` lists them."""
+        return jnp.ones((1,), jnp.float32), jnp.zeros((1,), jnp.float32)
+
+    def call_flags(self, layout: Any = None) -> dict[str, bool]:
+        """Fields of a `fuser.xla.compute.Call` that are set."""
+        return {}
 
     def tensor(self, results: Any, shape: Any, axis: Any, dq_dtype: Any, layout: Any = None) -> Any:
         """Make the scaled tensor of a custom call's results, padded matrices.
@@ -153,12 +193,14 @@ class Quantizer:
         layout = self.q_layout if layout is None else layout
         rowwise, colwise, scale_inv, colwise_scale_inv, amax = results[:5]
         mode, transposed = self.scaling_mode, shape[axis:] + shape[:axis]
+        transformed = self.call_flags(layout).get("use_rht", False)
+        amaxes = (amax[:1], amax[1:]) if transformed else (amax, amax)
         scales = [None, None]
         for index, (given, wanted) in enumerate(
             ((scale_inv, layout.has_rowwise), (colwise_scale_inv, layout.has_colwise))
         ):
             if wanted:
-                scales[index] = _unpadded(mode, given, shape, axis, colwise=index == 1)
+                scales[index] = remove_padding_from_scale_inv(given, mode, shape, index == 1, axis)
         if layout.has_colwise:
             colwise = colwise.reshape(transposed if mode.is_colwise_transposed else shape)
         return ScaledTensorFactory.create(
@@ -166,23 +208,19 @@ class Quantizer:
             scales[0],
             colwise,
             scales[1],
-            amax=None if mode.layout.amax is None else amax,
+            amax=None if mode.layout.amax is None else amaxes[0],
+            colwise_amax=None if mode.layout.amax is None else amaxes[1],
             scaling_mode=mode,
             dq_dtype=dq_dtype,
             data_layout=self.data_layout,
             q_layout=layout,
             flatten_axis=axis,
+            colwise_has_rht_applied=transformed,
         )
 
 
-def _unpadded(mode, scales, shape, axis, colwise):
-    """Scales without padding, with the axes of the data."""
-    wanted = mode.get_scale_shape(shape, "N", colwise, False, axis, broadcast_2d_scale_shape_to_1d=True)
-    if not mode.is_block_scaling:
-        return scales[: wanted[0]]
-    rows = shape[axis:] if colwise != mode.layout.scales_inner_first[colwise] else shape[:axis]
-    count = int(np.prod(wanted[: len(rows)], dtype=np.int64))
-    return scales[:count, : int(np.prod(wanted[len(rows) :], dtype=np.int64))].reshape(wanted)
+def _matrix(x, axis):
+    return x.reshape(int(np.prod(x.shape[:axis], dtype=np.int64)), int(np.prod(x.shape[axis:], dtype=np.int64)))
 
 
 class CurrentScaleQuantizer(Quantizer):
@@ -210,7 +248,7 @@ class DelayedScaleQuantizer(Quantizer):
 
     scaling_mode: ScalingMode = ScalingMode.DELAYED_TENSOR_SCALING
     margin: float = 0.0
-    amax_compute_algo: str = "max"
+    amax_compute_algo: Any = AmaxComputeAlgo.MAX
     scale: Any = field(default_factory=lambda: jnp.ones((1,), jnp.float32))
     amax_history: Any = field(default_factory=lambda: jnp.zeros((1024,), jnp.float32))
 
@@ -218,7 +256,9 @@ class DelayedScaleQuantizer(Quantizer):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.amax_compute_algo not in ("max", "most_recent"):
+        names = {algorithm.value: algorithm for algorithm in AmaxComputeAlgo}
+        self.amax_compute_algo = names.get(self.amax_compute_algo, self.amax_compute_algo)
+        if not isinstance(self.amax_compute_algo, AmaxComputeAlgo):
             raise ValueError(f"amax_compute_algo must be 'max' or 'most_recent'; got {shown(self.amax_compute_algo)}")
         self._trace = get_opaque_trace_state()
 
@@ -234,9 +274,9 @@ class DelayedScaleQuantizer(Quantizer):
     def __setstate__(self, state):
         vars(self).update(state, _trace=get_opaque_trace_state())
 
-    def call_scale(self) -> Any:
-        """The scale, float32 (1,)."""
-        return jnp.asarray(self.scale, jnp.float32).reshape(1)
+    def call_operands(self, layout: Any = None) -> Any:
+        """(scale, amax), as `fuser.xla.compute` lists them."""
+        return jnp.asarray(self.scale, jnp.float32).reshape(1), super().call_operands()[1]
 
     def check_scale(self) -> None:
         """Raise ValueError where a function under jit would keep the scale of now as a constant."""
@@ -253,7 +293,8 @@ class DelayedScaleQuantizer(Quantizer):
         if self._trace != get_opaque_trace_state():
             raise ValueError(_OUTSIDE)
         history = self.amax_history.at[0].set(jnp.asarray(new_amax, jnp.float32).reshape(-1)[0])
-        amax = jnp.max(history, keepdims=True) if self.amax_compute_algo == "max" else history[:1]
+        is_max = self.amax_compute_algo is AmaxComputeAlgo.MAX
+        amax = jnp.max(history, keepdims=True) if is_max else history[:1]
         self.scale = compute_scale_from_amax(amax, self.q_dtype, self.margin, self.scale)
         self.amax_history = jnp.roll(history, -1).at[0].set(0)
 
@@ -269,12 +310,131 @@ class BlockScaleQuantizer(Quantizer):
 
 @dataclass(eq=False)
 class NVFP4Quantizer(Quantizer):
-    """NVFP4: an E4M3 scale for 16 (or 16 x 16) elements and the tensor's amax."""
+    """NVFP4: an E4M3 scale for 16 (or 16 x 16) elements and the tensor's amax.
+
+    Attributes:
+        use_rht: the columnwise copy goes through TE's Hadamard transform, and has an amax of its own. Not with squares.
+        stochastic_rounding_rng_state: uint32 (4,) or (devices, 4), of which the first row counts, as TE's: the seed and
+            the offset of Philox, low halves first. The same state rounds alike. None rounds to nearest.
+    """
 
     q_dtype: Any = jnp.float4_e2m1fn
     scaling_mode: ScalingMode = ScalingMode.NVFP4_1D_SCALING
+    use_rht: bool = False
+    stochastic_rounding_rng_state: Any = None
 
     modes = (ScalingMode.NVFP4_1D_SCALING, ScalingMode.NVFP4_2D_SCALING)
+    children = ("stochastic_rounding_rng_state",)
+
+    def __post_init__(self):
+        super().__post_init__()
+        scaling_of(self.scaling_mode, rht=self.use_rht)  # raises where the two exclude each other
+        state = self.stochastic_rounding_rng_state
+        if state is not None and (state.dtype != jnp.uint32 or state.ndim not in (1, 2) or state.shape[-1] != 4):
+            raise ValueError(
+                "stochastic_rounding_rng_state must be uint32 of shape (4,) or (devices, 4), or None; got "
+                f"{state.dtype} of shape {state.shape}"
+            )
+
+    def call_operands(self, layout: Any = None) -> Any:
+        """(random state or 1, amax or both amaxes), as `fuser.xla.compute` lists them."""
+        state, (scale, amax) = self.stochastic_rounding_rng_state, super().call_operands()
+        scale = scale if state is None else state.reshape(-1)[:4]
+        return scale, jnp.zeros((2,), jnp.float32) if self.call_flags(layout).get("use_rht") else amax
+
+    def call_flags(self, layout: Any = None) -> dict[str, bool]:
+        """use_rht where there is a columnwise copy, and stochastic_rounding."""
+        use_rht = self.use_rht and (self.q_layout if layout is None else layout).has_colwise
+        return {"use_rht": use_rht, "stochastic_rounding": self.stochastic_rounding_rng_state is not None}
+
+
+@dataclass(eq=False)
+class GroupedQuantizer(Quantizer):
+    """A quantizer for each of several tensors that lie one after the other. TE groups FP8, not NVFP4.
+
+    Attributes:
+        n_groups: how many tensors.
+        quantizers: theirs; by default new ones of the same settings.
+    """
+
+    n_groups: int = 1
+    quantizers: Any = ()
+
+    modes = (
+        ScalingMode.DELAYED_TENSOR_SCALING,
+        ScalingMode.CURRENT_TENSOR_SCALING,
+        ScalingMode.MXFP8_1D_SCALING,
+    )
+    children = ("quantizers",)
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not any(self.quantizers):
+            kind = QuantizerFactory.quantizer_type_map[self.scaling_mode]
+            settings = self.q_dtype, self.scaling_mode, self.q_layout
+            self.quantizers = tuple(kind(*settings) for _ in range(self.n_groups))
+
+    def quantize(
+        self,
+        x: Any,
+        is_rowwise: Any = None,
+        is_colwise: Any = None,
+        dq_dtype: Any = None,
+        flatten_axis: int = -1,
+        group_sizes: Any = None,
+        group_axis: int = 0,
+    ) -> Any:
+        """Quantize groups, each as a tensor of its own.
+
+        Args:
+            x: (sum of group_sizes, ...), or (groups, ...): float32, float16 or bfloat16.
+            group_sizes: integers (groups,), known when the call is computed; None where the first axis counts groups.
+            group_axis: 0.
+            The others: as for `Quantizer.quantize`.
+
+        Returns:
+            `GroupedScaledTensor1x`, or a `ScaledTensor2x` of two.
+
+        Raises:
+            ValueError: another number of groups than quantizers. In the computation: sizes that do not add up to the
+                rows of `x`, or for a columnwise copy of MXFP8 are no multiples of 32.
+        """
+        require_high_precision(x)
+        layout, axis = self._layout_of(is_rowwise, is_colwise), normalized_axis(flatten_axis, x.shape)
+        sizes = jnp.ones((x.shape[0],), jnp.int32) if group_sizes is None else jnp.asarray(group_sizes, jnp.int32)
+        if group_axis != 0:
+            raise ValueError(f"group_axis must be 0; got {shown(group_axis)}")
+        if sizes.shape != (len(self.quantizers),):
+            raise ValueError(f"x must have one group for each of {len(self.quantizers)} quantizers; got {sizes.shape}")
+        self.check_shape(x.shape, axis, layout)
+        operands = zip(*(quantizer.call_operands() for quantizer in self.quantizers), strict=True)
+        call = Call(GROUPED, scaling_mode=int(self.scaling_mode), quantize_layout=int(layout))
+        rows = sizes * int(np.prod(x.shape[1:axis], dtype=np.int64))
+        results = execute(call, self.q_dtype, rows, _matrix(x, axis), *map(jnp.concatenate, operands))
+        for quantizer, one in zip(self.quantizers, results[4], strict=True):
+            quantizer.update(one)
+        return ScaledTensorFactory.create(
+            results[0],
+            results[2],
+            results[1],
+            results[3],
+            amax=None if self.scaling_mode.layout.amax is None else results[4],
+            scaling_mode=self.scaling_mode,
+            dq_dtype=x.dtype if dq_dtype is None else dq_dtype,
+            data_layout=self.data_layout,
+            q_layout=layout,
+            flatten_axis=axis,
+            first_dims=None if group_sizes is None else sizes,
+            original_shape=x.shape,
+            pre_swizzled=self.scaling_mode.is_block_scaling,
+        )
+
+    def get_scale_shapes(
+        self, data_shape: Any, is_padded: bool = True, flatten_axis: int = -1, group_sizes: Any = None
+    ) -> Any:
+        """(rowwise, columnwise) shapes of the scales of groups."""
+        groups = len(self.quantizers) if group_sizes is None else len(group_sizes)
+        return self.scaling_mode.get_grouped_scale_shape_2x(data_shape, groups, is_padded, flatten_axis)
 
 
 class QuantizerFactory:
@@ -292,6 +452,8 @@ class QuantizerFactory:
         scaling_mode: Any = None,
         q_dtype: Any = None,
         q_layout: Any = QuantizeLayout.ROWWISE,
+        n_groups: Any = None,
+        checkpoint_name: Any = None,
         **options: Any,
     ) -> Any:
         """Return `n_quantizers` quantizers of a mode: one alone, several as a tuple; None for NO_SCALING.
@@ -300,13 +462,31 @@ class QuantizerFactory:
             scaling_mode: a `ScalingMode`.
             q_dtype: dtype of the data; None is float8_e4m3fn, or float4_e2m1fn for NVFP4.
             q_layout: a `QuantizeLayout`.
+            n_groups: how many tensors a `GroupedQuantizer` takes; None makes quantizers of one tensor.
+            checkpoint_name: see `Quantizer`.
             **options: further fields of the quantizer's class.
         """
         mode = ScalingMode(scaling_mode)
-        kind = QuantizerFactory.quantizer_type_map.get(mode)
+        kind: Any = QuantizerFactory.quantizer_type_map.get(mode)
         if kind is None:
             return None if n_quantizers == 1 else (None,) * n_quantizers
+        if n_groups:
+            kind, options["n_groups"] = GroupedQuantizer, n_groups
         if q_dtype is not None:
             options["q_dtype"] = q_dtype
-        made = tuple(kind(scaling_mode=mode, q_layout=q_layout, **options) for _ in range(n_quantizers))
+        options |= {"scaling_mode": mode, "q_layout": q_layout, "checkpoint_name": checkpoint_name}
+        made = tuple(kind(**options) for _ in range(n_quantizers))
         return made[0] if n_quantizers == 1 else made
+
+
+def require_high_precision(x: Any) -> None:
+    """Raise TypeError unless an array is float32, float16 or bfloat16."""
+    if np.dtype(x.dtype).name not in HIGH_PRECISION:
+        raise TypeError(f"x must be float32, float16 or bfloat16; got {x.dtype} of shape {x.shape}")
+
+
+def require_quantizer(quantizer: Any) -> None:
+    """Raise TypeError unless a quantizer is None or one of a single tensor."""
+    if quantizer is not None and (not isinstance(quantizer, Quantizer) or isinstance(quantizer, GroupedQuantizer)):
+        grouped = ", which grouped_quantize takes" if isinstance(quantizer, GroupedQuantizer) else ""
+        raise TypeError(f"quantizer must be a Quantizer or None; got {type(quantizer).__name__}{grouped}")

@@ -1,4 +1,9 @@
-"""What the tests of `fuser.xla` share: settings of every scaling mode, a scaled tensor against `refops.Quantized`."""
+"""What the tests of `fuser.xla` share: settings of every scaling mode, a scaled tensor against `refops.Quantized`,
+and code in a process of its own."""
+
+import os
+import subprocess
+import sys
 
 import jax.numpy as jnp
 import numpy as np
@@ -58,3 +63,12 @@ def assert_same_quantized(tensor, q):
         np.testing.assert_array_equal(scales, wanted)
         if getattr(q, f"amax_{name}") is not None:
             np.testing.assert_array_equal(np.asarray(copy.amax), getattr(q, f"amax_{name}"))
+
+
+def run_python(code, **environment):
+    """Run code in a new process with this one's path; return what it printed."""
+    path = os.pathsep.join(p for p in sys.path if p)
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": path, **environment}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout

@@ -1,9 +1,6 @@
 """`fuser.xla`: both routes bit for bit against the kernels, under JAX's transformations, and the FFI frame itself."""
 
 import ctypes
-import os
-import subprocess
-import sys
 import threading
 
 import ml_dtypes
@@ -15,7 +12,16 @@ from tiers import sampled
 jax = pytest.importorskip("jax")
 jax.config.update("jax_platforms", "cpu")
 import jax.numpy as jnp  # noqa: E402
-from scaled_tensors import SCALE, SETTINGS, assert_same_quantized, assert_same_raw, quantizer_of, random, rows  # noqa: E402
+from scaled_tensors import (  # noqa: E402
+    SCALE,
+    SETTINGS,
+    assert_same_quantized,
+    assert_same_raw,
+    quantizer_of,
+    random,
+    rows,
+    run_python,
+)
 
 import refops  # noqa: E402
 from cuda_kernels import host  # noqa: E402
@@ -357,15 +363,6 @@ def test_transformations_of_quantizing_calls(route, mode):
     assert_same_raw(pull(value)[0], xla.dact_lu(value, x, ("gelu",)).data)
 
 
-def run_python(code, **environment):
-    """Run code in a new process with this one's path; return what it printed."""
-    path = os.pathsep.join(p for p in sys.path if p)
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": path, **environment}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 @pytest.mark.full
 def test_shard_map_over_two_devices():
     code = """
@@ -687,6 +684,35 @@ for kind in ("activation", "gradient"):
     check(kind, 3, 2, refops.CurrentScaling(E4M3), "float8_e4m3fn")
     check(kind, 2, 2, refops.MXFP8Scaling(E4M3), "float8_e4m3fn")
 check("activation", 4, 2, refops.NVFP4Scaling(), "float4_e2m1fn")
+
+def check_all(call, dtype, operands, made, amaxes):
+    names = ("rowwise_data", "columnwise_data", "rowwise_scale_inv", "columnwise_scale_inv")
+    wanted = [np.concatenate([getattr(q, name).ravel() for q in made]) for name in names]
+    memory = [np.full(w.shape, 0x5A, np.uint8) for w in wanted]
+    results = [buffer(m) for m in (*memory, operands[-1])]
+    packed = 1 + (dtype == "float4_e2m1fn")
+    results[:2] = [one._replace(shape=(one.shape[0] * packed,), dtype=dtype) for one in results[:2]]
+    frame = Frame()
+    with CudaPlace(frame, Driver()) as place:
+        compute.run(call, place, [buffer(o) for o in operands], results)
+    assert not frame.live
+    for m, w in zip(memory, wanted, strict=True):
+        np.testing.assert_array_equal(m, w)
+    np.testing.assert_array_equal(operands[-1], amaxes)
+
+x = (np.random.default_rng(0).standard_normal((96, 32)) * 3).astype(np.float32)
+groups = np.split(x, [32])
+made = [refops.quantize(g, refops.MXFP8Scaling(E4M3), columnwise=True).swizzled() for g in groups]
+zeros = np.zeros(2, np.float32)
+operands = [np.array([32, 64], np.int32), x, zeros + 1, zeros.copy()]
+check_all(Call("grouped", 0, 2, 2), "float8_e4m3fn", operands, made, zeros)
+x = x.astype(ml_dtypes.bfloat16)
+made = refops.quantize(
+    x, refops.NVFP4Scaling(rht=True, stochastic_rounding=True, seed=5 | 6 << 32, offset=7 | 8 << 32), columnwise=True
+)
+call = Call("quantize", 0, 4, 2, use_rht=True, stochastic_rounding=True)
+operands = [x, np.array([5, 6, 7, 8], np.uint32), zeros.copy()]
+check_all(call, "float4_e2m1fn", operands, [made], [made.amax_rowwise[0], made.amax_columnwise[0]])
 print("ok")
 """
     assert run_python(code, NUMBA_ENABLE_CUDASIM="1").strip() == "ok"

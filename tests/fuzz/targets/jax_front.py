@@ -122,11 +122,90 @@ def xla_functions(case):
         require(values.size == int(np.prod(expected)), "another size", values.shape)
 
 
+@target(
+    "xla_quantization",
+    [
+        *(
+            f"fuser.xla.{n}"
+            for n in (
+                "quantize",
+                "quantize_dbias",
+                "grouped_quantize",
+                "grouped_dbias",
+                "GroupedQuantizer",
+                "apply_padding_to_scale_inv",
+                "remove_padding_from_scale_inv",
+            )
+        ),
+    ],
+    cases=120,
+    seconds=120,
+    needs=NEEDS,
+)
+def xla_quantization(case):
+    """Tensors and groups of them: shapes, sums, and scales whose padding goes on and off."""
+    import jax
+
+    from fuser import xla
+
+    dtype, axis = case.choose(FLOAT_DTYPES), case.choose([-1, -1, -1, 1, 0, 3])
+    x = jax_array(case, (case.choose([32, 64, 96, 0]), *case.choose([(), (), (2,)]), case.choose([32, 64, 48])), dtype)
+    if case.chance(0.05):
+        x = jax.numpy.zeros((32, 32), jax.numpy.int32)
+    with case.call("fuser.xla.route", case.choose(["ffi", "callback"])):
+        try:
+            if case.chance(0.5):
+                _quantize_one(case, x, axis)
+            else:
+                _quantize_groups(case, x, axis)
+        except jax.errors.JaxRuntimeError as error:
+            raise DocumentedError(str(error)) from error
+    mode = case.choose(list(xla.ScalingMode))
+    shape = mode.get_scale_shape((32, 64), is_padded=False, broadcast_2d_scale_shape_to_1d=True)
+    scales = jax_array(case, shape, np.float32)
+    padded = case.call("fuser.xla.apply_padding_to_scale_inv", scales, mode, (32, 64))
+    again = case.call("fuser.xla.remove_padding_from_scale_inv", padded, mode, (32, 64))
+    require(np.array_equal(again, scales, equal_nan=True), "other scales")
+
+
+def _quantize_one(case, x, axis):
+    import jax
+
+    chosen = quantizer(case)
+    tensor = case.call("fuser.xla.quantize", x, chosen, axis, changes=(1,), **ERRORS)
+    other, dbias = case.call("fuser.xla.quantize_dbias", x, chosen, flatten_axis=axis, changes=(1,), **ERRORS)
+    jax.block_until_ready((tensor, other))
+    require(dbias.shape == x.shape[axis:] and dbias.dtype == x.dtype, "other sums", dbias)
+    require(tensor.dequantize().size == x.size, "another size", tensor.dequantize().shape)
+
+
+def _quantize_groups(case, x, axis):
+    import jax
+    import jax.numpy as jnp
+
+    from fuser import xla
+
+    sizes = jnp.asarray(case.choose([(32, x.shape[0] - 32), (x.shape[0], 0), (7, 25), (-32, 64), (0, 0, 32)]))
+    options = {"scaling_mode": case.choose(list(xla.ScalingMode)), "q_layout": case.choose([0, 1, 2])}
+    chosen = None
+    if case.chance(0.9):
+        chosen = case.call("fuser.xla.GroupedQuantizer", n_groups=case.choose([2, 2, 3, 0]), **options, **ERRORS)
+    tensor = case.call("fuser.xla.grouped_quantize", x, chosen, sizes, axis, changes=(1,), **ERRORS)
+    jax.block_until_ready(tensor)
+    one = getattr(tensor, "rowwise_tensor", tensor)
+    require(one.n_groups == sizes.size and one.data.size == x.size, "other groups", one.shape)
+    if chosen is not None:
+        require(sum(group.size for group in one.dequantize()) == x.size, "other sizes")
+    sums = case.call("fuser.xla.grouped_dbias", x, sizes, **ERRORS)
+    require(sums.shape == (sizes.size, x.shape[1]), "other sums", sums.shape)
+
+
 SETTINGS = (
     "ActivationParams",
     "ActivationConfig",
     "ClampedSwigluParams",
     "ClampedSwigluConfig",
+    "AmaxComputeAlgo",
     "AmaxScope",
     "QuantizeLayout",
     "ScalingMode",
@@ -155,7 +234,7 @@ def xla_settings(case):
 
     from fuser import xla
 
-    for name in ("AmaxScope", "QuantizeLayout", "ScalingMode", "TensorUsage"):
+    for name in ("AmaxComputeAlgo", "AmaxScope", "QuantizeLayout", "ScalingMode", "TensorUsage"):
         members = list(getattr(xla, name))
         case.call(f"fuser.xla.{name}", case.choose(members).value)
     for name in ("AbstractBaseTensor", "ScaledTensor", "ScaledTensorFactory"):
