@@ -10,7 +10,7 @@ Needs `jax`.
 |---------------|--------------------------------------|-------------------------------------------------------|
 | activations   | jax.cpp_extensions.activation, jax.activation | act_lu, dact_lu, quantize_dact_dbias, activation |
 | quantization  | jax.cpp_extensions.quantization      | quantize, quantize_dbias, grouped_quantize            |
-| helper        | jax.quantize.helper                  | padding                                               |
+| helper        | jax.quantize.helper, .metadata       | what is supported, recipes, padding                   |
 | settings      | csrc/extensions/misc.h, jax.quantize | activation types, parameters, scaling modes, layouts  |
 | quantizers    | jax.quantize.quantizer               | quantizers                                            |
 | tensors       | jax.quantize.tensor                  | results                                               |
@@ -24,11 +24,26 @@ try:
 except ImportError as error:
     raise ImportError("fuser.xla needs JAX: pip install jax") from error
 
+from fuser.xla import helper
 from fuser.xla.activations import act_lu, activation, dact_lu, quantize_dact_dbias
 from fuser.xla.calls import current_route, route
 from fuser.xla.helper import (
+    NVTE_FP8_COLLECTION_NAME,
+    QuantizeConfig,
+    QuantizeMeta,
+    QuantizeMetaSet,
+    TensorSource,
     apply_padding_to_scale_inv,
+    autocast,
+    fp8_autocast,
+    get_global_quantize_recipe,
+    get_quantize_config_with_recipe,
+    get_supported_quantization_recipes,
+    get_supported_scaling_modes,
+    is_fp8_available,
+    is_scaling_mode_supported,
     remove_padding_from_scale_inv,
+    update_collections,
 )
 from fuser.xla.quantization import grouped_dbias, grouped_quantize, quantize, quantize_dbias
 from fuser.xla.quantizers import (
@@ -39,7 +54,9 @@ from fuser.xla.quantizers import (
     NVFP4Quantizer,
     Quantizer,
     QuantizerFactory,
+    QuantizerSet,
     compute_scale_from_amax,
+    noop_quantizer_set,
 )
 from fuser.xla.settings import (
     ActivationConfig,
@@ -67,6 +84,7 @@ from fuser.xla.tensors import (
 del _jax
 
 __all__ = [
+    "NVTE_FP8_COLLECTION_NAME",
     "AbstractBaseTensor",
     "ActivationConfig",
     "ActivationEnum",
@@ -83,26 +101,42 @@ __all__ = [
     "GroupedScaledTensor1x",
     "NVFP4Quantizer",
     "NoScaleTensor",
+    "QuantizeConfig",
     "QuantizeLayout",
+    "QuantizeMeta",
+    "QuantizeMetaSet",
     "Quantizer",
     "QuantizerFactory",
+    "QuantizerSet",
     "ScaledTensor",
     "ScaledTensor1x",
     "ScaledTensor2x",
     "ScaledTensorFactory",
     "ScalingMode",
+    "TensorSource",
     "TensorUsage",
     "act_lu",
     "activation",
     "apply_padding_to_scale_inv",
+    "autocast",
     "compute_scale_from_amax",
     "current_route",
     "dact_lu",
+    "fp8_autocast",
+    "get_global_quantize_recipe",
+    "get_quantize_config_with_recipe",
+    "get_supported_quantization_recipes",
+    "get_supported_scaling_modes",
     "grouped_dbias",
     "grouped_quantize",
+    "helper",
+    "is_fp8_available",
+    "is_scaling_mode_supported",
+    "noop_quantizer_set",
     "quantize",
     "quantize_dact_dbias",
     "quantize_dbias",
     "remove_padding_from_scale_inv",
     "route",
+    "update_collections",
 ]

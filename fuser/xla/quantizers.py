@@ -19,7 +19,12 @@ import numpy as np
 
 from fuser.xla.calls import execute
 from fuser.xla.compute import GROUPED, HIGH_PRECISION, QUANTIZE, Call
-from fuser.xla.helper import remove_padding_from_scale_inv
+from fuser.xla.helper import (
+    TensorSource,
+    get_global_quantize_recipe,
+    get_quantize_config_with_recipe,
+    remove_padding_from_scale_inv,
+)
 from fuser.xla.settings import AmaxComputeAlgo, QuantizeLayout, ScalingMode, normalized_axis, scaling_of
 from fuser.xla.tensors import NoScaleTensor, ScaledTensorFactory
 from refops.arguments import shown
@@ -437,6 +442,16 @@ class GroupedQuantizer(Quantizer):
         return self.scaling_mode.get_grouped_scale_shape_2x(data_shape, groups, is_padded, flatten_axis)
 
 
+@jax.tree_util.register_dataclass
+@dataclass
+class QuantizerSet:
+    """The quantizers of a matrix product: of its input, its weights and the gradient of its result; None for none."""
+
+    x: Any
+    kernel: Any
+    dgrad: Any
+
+
 class QuantizerFactory:
     """Makes quantizers by their scaling mode."""
 
@@ -477,6 +492,67 @@ class QuantizerFactory:
         options |= {"scaling_mode": mode, "q_layout": q_layout, "checkpoint_name": checkpoint_name}
         made = tuple(kind(**options) for _ in range(n_quantizers))
         return made[0] if n_quantizers == 1 else made
+
+    @staticmethod
+    def create_set(
+        n_quantizer_sets: int = 1,
+        scaling_mode: Any = None,
+        fwd_dtype: Any = None,
+        bwd_dtype: Any = None,
+        is_2x2x: Any = None,
+        n_groups: Any = None,
+        checkpoint_name: Any = None,
+        fp8_recipe: Any = None,
+        quantize_meta_set: Any = None,
+    ) -> Any:
+        """Return `n_quantizer_sets` sets: one alone, several as a tuple.
+
+        Args:
+            scaling_mode: a `ScalingMode` of all three; None is that of the recipe, without one NO_SCALING.
+            fwd_dtype, bwd_dtype: dtypes of input and weights, and of gradients; None are those of the recipe.
+            is_2x2x: both copies; None is True with scales. Else rows alone, of weights in blocks columns alone.
+            n_groups, checkpoint_name: as for `create`.
+            fp8_recipe: a recipe; None is that of `autocast`.
+            quantize_meta_set: a `QuantizeMetaSet`: further fields of each quantizer. `fp8_recipe` needs it, as in TE.
+
+        Raises:
+            ValueError: a recipe together with a scaling mode or dtypes, or without quantize_meta_set.
+        """
+        if fp8_recipe is not None and quantize_meta_set is None:
+            raise ValueError("quantize_meta_set must be given with fp8_recipe; got None")
+        fp8_recipe = get_global_quantize_recipe() if fp8_recipe is None else fp8_recipe
+        if fp8_recipe is not None and (scaling_mode, fwd_dtype, bwd_dtype) != (None, None, None):
+            raise ValueError(
+                "scaling_mode, fwd_dtype and bwd_dtype must be None with a recipe, which has them; got "
+                f"{scaling_mode}, {fwd_dtype} and {bwd_dtype}"
+            )
+        config = get_quantize_config_with_recipe(fp8_recipe)
+        modes = [
+            config.get_scaling_mode(s) if scaling_mode is None else ScalingMode(scaling_mode) for s in TensorSource
+        ]
+        both = modes[0] is not ScalingMode.NO_SCALING if is_2x2x is None else is_2x2x
+        layouts = [QuantizeLayout.ROWWISE_COLWISE if both else QuantizeLayout.ROWWISE] * 3
+        if not both and modes[1].is_1d_block_scaling():
+            layouts[1] = QuantizeLayout.COLWISE
+        forward, backward = config.FWD_DTYPE or fwd_dtype, config.BWD_DTYPE or bwd_dtype
+        more: list[dict[str, Any]] = [{}, {}, {}]
+        if quantize_meta_set is not None:
+            more = [getattr(quantize_meta_set, name).get_kwargs_dictionary() for name in ("x", "kernel", "grad")]
+        settings = list(zip(modes, (forward, forward, backward), layouts, more, strict=True))
+        made = [
+            QuantizerSet(
+                *(
+                    QuantizerFactory.create(1, mode, dtype, layout, n_groups, checkpoint_name, **fields)
+                    for mode, dtype, layout, fields in settings
+                )
+            )
+            for _ in range(n_quantizer_sets)
+        ]
+        return made[0] if n_quantizer_sets == 1 else tuple(made)
+
+
+#: The set without any quantizer.
+noop_quantizer_set = QuantizerFactory.create_set()
 
 
 def require_high_precision(x: Any) -> None:

@@ -1,4 +1,4 @@
-"""`fuser.xla`: quantization without an activation, bit for bit `refops`; scaling modes, what is refused."""
+"""`fuser.xla`: quantization without an activation, bit for bit `refops`; scaling modes, recipes, what is refused."""
 
 import copy
 import inspect
@@ -18,11 +18,12 @@ from scaled_tensors import (  # noqa: E402
     quantizer_of,
     random,
     rows,
+    run_python,
 )
 
 import refops  # noqa: E402
-from fuser import xla  # noqa: E402
-from fuser.xla import ScalingMode, TensorUsage, compute  # noqa: E402
+from fuser import recipe, xla  # noqa: E402
+from fuser.xla import ScalingMode, TensorUsage, compute, helper  # noqa: E402
 
 ROWWISE, COLWISE, BOTH = xla.QuantizeLayout
 MODES = {mode.name.removesuffix("_SCALING"): mode for mode in ScalingMode}
@@ -475,3 +476,115 @@ def test_what_groups_refuse(route):
         )
     with pytest.raises(ValueError, match="original_shape must be given"):
         xla.ScaledTensorFactory.create_1x(jnp.zeros(32), jnp.ones(1), first_dims=jnp.asarray([4]))
+
+
+# --- recipes ------------------------------------------------------------------------------------------
+
+
+def test_sets_of_quantizers_by_mode():
+    create = xla.QuantizerFactory.create_set
+    assert jax.tree_util.tree_leaves(xla.noop_quantizer_set) == [] and xla.noop_quantizer_set.x is None
+    made = create(scaling_mode=MX, fwd_dtype=jnp.float8_e4m3fn, bwd_dtype=jnp.float8_e5m2, checkpoint_name="q")
+    assert [q.q_dtype for q in (made.x, made.kernel, made.dgrad)] == [jnp.float8_e4m3fn] * 2 + [jnp.float8_e5m2]
+    assert all(q.q_layout is BOTH and q.checkpoint_name == "q" for q in (made.x, made.kernel, made.dgrad))
+    one = create(scaling_mode=MX, is_2x2x=False)
+    assert [q.q_layout for q in (one.x, one.kernel, one.dgrad)] == [ROWWISE, COLWISE, ROWWISE]
+    one = create(scaling_mode=CURRENT, is_2x2x=False, n_groups=3)
+    assert one.kernel.q_layout is ROWWISE and len(one.kernel.quantizers) == 3
+    assert len(create(2, scaling_mode=DELAYED)) == 2
+    assert isinstance(jax.jit(lambda s: s)(made).dgrad, xla.BlockScaleQuantizer)
+
+
+def test_sets_of_quantizers_by_recipe():
+    create, fp4 = xla.QuantizerFactory.create_set, recipe.NVFP4BlockScaling()
+    with xla.autocast(enabled=True, recipe=fp4):
+        assert xla.get_global_quantize_recipe() is fp4
+        made = create()
+        with xla.autocast(enabled=False), pytest.raises(AttributeError):
+            create().x.q_dtype  # noqa: B018  # None
+        with pytest.raises(ValueError, match="scaling_mode, fwd_dtype and bwd_dtype must be None with a recipe"):
+            create(scaling_mode=MX)
+    assert xla.get_global_quantize_recipe() is None
+    assert [q.scaling_mode for q in (made.x, made.kernel, made.dgrad)] == [FP4, FP4_2D, FP4]
+    state = jnp.asarray(STATE, jnp.uint32)
+    plain, transformed = xla.QuantizeMeta(), xla.QuantizeMeta(use_rht=True)
+    gradient = xla.QuantizeMeta.merge(transformed, xla.QuantizeMeta(stochastic_rounding_rng_state=state))
+    made = create(fp8_recipe=fp4, quantize_meta_set=xla.QuantizeMetaSet(x=transformed, kernel=plain, grad=gradient))
+    assert (made.x.use_rht, made.kernel.use_rht, made.dgrad.use_rht) == (True, False, True)
+    assert made.dgrad.stochastic_rounding_rng_state is state and made.x.stochastic_rounding_rng_state is None
+    with pytest.raises(ValueError, match="quantize_meta_set must be given with fp8_recipe"):
+        create(fp8_recipe=fp4)
+    with pytest.raises(ValueError, match="they differ in use_rht"):
+        xla.QuantizeMeta.merge(transformed, xla.QuantizeMeta(use_rht=False))
+    with pytest.raises(ValueError, match="mesh_resource must be None"), xla.autocast(mesh_resource="mesh"):
+        pass
+
+
+def test_what_a_recipe_says():
+    config = xla.get_quantize_config_with_recipe(recipe.DelayedScaling(margin=3, amax_history_len=5))
+    assert (config.MARGIN, config.AMAX_HISTORY_LEN, config.AMAX_COMPUTE_ALGO.value) == (3, 5, "max")
+    assert (jnp.float8_e4m3fn, jnp.float8_e5m2) == (config.FWD_DTYPE, config.BWD_DTYPE) and config.is_fp8_enabled()
+    modes = [xla.get_quantize_config_with_recipe(r).mode for r in xla.get_supported_quantization_recipes()]
+    assert modes == [DELAYED, CURRENT, MX, FP4]
+    flat = xla.get_quantize_config_with_recipe(recipe.NVFP4BlockScaling(disable_2d_quantization=True, disable_rht=True))
+    assert flat.get_scaling_mode(xla.TensorSource.KERNEL) is FP4 and flat.DISABLE_RHT
+    assert xla.get_quantize_config_with_recipe(None).get_scaling_mode(xla.TensorSource.X) is NONE
+    for wrong in (recipe.DelayedScaling(reduce_amax=False), recipe.Float8BlockScaling()):
+        with pytest.raises(ValueError, match="fp8_recipe must"):
+            xla.get_quantize_config_with_recipe(wrong)
+    with pytest.raises(TypeError, match="fp8_recipe must be a recipe or None; got 'mxfp8'"):
+        xla.get_quantize_config_with_recipe("mxfp8")
+
+
+def test_everything_is_supported():
+    assert set(xla.get_supported_scaling_modes()) == set(ScalingMode) - {NONE}
+    assert all(xla.is_scaling_mode_supported(mode) == (True, "") for mode in ScalingMode)
+    with pytest.warns(DeprecationWarning, match="use is_scaling_mode_supported"):
+        assert helper.is_fp8_available() == (True, "")
+    with pytest.warns(DeprecationWarning, match="use autocast"), xla.fp8_autocast(True, recipe.MXFP8BlockScaling()):
+        assert xla.get_global_quantize_recipe().mxfp8()
+    assert xla.update_collections({"a": 2}, {"a": 1, "b": 3}) == {"a": 2, "b": 3}
+
+
+# --- TE's names ---------------------------------------------------------------------------------------
+
+#: What public scripts import, TE's own tests included.
+NAMES = {
+    "transformer_engine.jax": "autocast fp8_autocast update_collections NVTE_FP8_COLLECTION_NAME cpp_extensions",
+    "transformer_engine.jax.cpp_extensions": "quantize quantize_dbias grouped_quantize grouped_dbias act_lu dact_lu "
+    "quantize_dact_dbias AmaxScope",
+    "transformer_engine.jax.cpp_extensions.quantization": "quantize quantize_dbias grouped_quantize grouped_dbias",
+    "transformer_engine.jax.cpp_extensions.amax": "AmaxScope",
+    "transformer_engine.jax.quantize": "helper QuantizerFactory QuantizerSet QuantizeLayout QuantizeMeta "
+    "QuantizeMetaSet ScaledTensor ScaledTensor1x ScaledTensor2x GroupedScaledTensor1x GroupedNoScaleTensor "
+    "NoScaleTensor ScalingMode TensorUsage TensorSource "
+    "GroupedQuantizer noop_quantizer_set compute_scale_from_amax is_scaling_mode_supported "
+    "get_supported_quantization_recipes get_quantize_config_with_recipe get_global_quantize_recipe update_collections",
+    "transformer_engine.jax.quantize.helper": "_format2dtypes AmaxComputeAlgo TensorSource autocast fp8_autocast "
+    "is_fp8_available is_scaling_mode_supported get_supported_scaling_modes get_supported_quantization_recipes "
+    "get_global_quantize_recipe get_quantize_config_with_recipe update_collections apply_padding_to_scale_inv "
+    "remove_padding_from_scale_inv NVTE_FP8_COLLECTION_NAME",
+    "transformer_engine.jax.quantize.metadata": "QuantizeMeta QuantizeMetaSet",
+    "transformer_engine.jax.quantize.misc": "QuantizeLayout",
+}
+
+
+def test_scripts_find_te_s_names():
+    imports = "\n".join(f"from {module} import {', '.join(names.split())}" for module, names in NAMES.items())
+    code = f"""
+import jax.numpy as jnp
+import fuser.compat
+fuser.compat.install()
+{imports}
+import transformer_engine.jax.cpp_extensions as tex
+import transformer_engine.jax.quantize.helper
+from transformer_engine.common.recipe import Format
+assert transformer_engine.jax.quantize.helper is helper and transformer_engine.jax.quantize is not tex.quantize
+assert _format2dtypes(Format.HYBRID) == (jnp.float8_e4m3fn, jnp.float8_e5m2)
+for mode in helper.get_supported_scaling_modes():
+    q = QuantizerFactory.create(scaling_mode=mode, q_layout=QuantizeLayout.ROWWISE_COLWISE)
+    tensor, dbias = tex.quantize_dbias(jnp.ones((32, 32)), q)
+    assert tensor.get_tensor(TensorUsage.LHS).dequantize().shape == (32, 32) and (dbias == 32).all()
+print("ok")
+"""
+    assert run_python(code).strip() == "ok"

@@ -200,6 +200,48 @@ def _quantize_groups(case, x, axis):
     require(sums.shape == (sizes.size, x.shape[1]), "other sums", sums.shape)
 
 
+@target(
+    "xla_recipes",
+    [
+        *(
+            f"fuser.xla.{n}"
+            for n in (
+                "autocast",
+                "get_global_quantize_recipe",
+                "get_quantize_config_with_recipe",
+                "get_supported_quantization_recipes",
+                "get_supported_scaling_modes",
+                "is_scaling_mode_supported",
+                "update_collections",
+                "QuantizeMeta",
+                "QuantizeMetaSet",
+            )
+        ),
+    ],
+    cases=60,
+    seconds=60,
+    needs=NEEDS,
+)
+def xla_recipes(case):
+    """Sets of quantizers that recipes make."""
+    from fuser import recipe, xla
+
+    supported = case.call("fuser.xla.get_supported_quantization_recipes")
+    chosen = case.choose([*supported, recipe.Float8BlockScaling(), None, "mxfp8"])
+    config = case.call("fuser.xla.get_quantize_config_with_recipe", chosen, **ERRORS)
+    require(config.is_fp8_enabled() == (chosen is not None), "another state")
+    modes = case.call("fuser.xla.get_supported_scaling_modes")
+    mode = case.choose([*modes, xla.ScalingMode.NO_SCALING, 9, "MXFP8"])
+    require(case.call("fuser.xla.is_scaling_mode_supported", mode, **ERRORS) == (True, ""), "a mode without support")
+    with case.call("fuser.xla.autocast", case.chance(0.8), chosen):
+        made = xla.QuantizerFactory.create_set()
+        found = case.call("fuser.xla.get_global_quantize_recipe")
+    require((made.x is None) == (found is None), "another recipe", found)
+    meta = case.call("fuser.xla.QuantizeMeta", use_rht=True)
+    case.call("fuser.xla.QuantizeMetaSet", meta, meta, meta)
+    require(case.call("fuser.xla.update_collections", {"a": 1}, {"a": 2, "b": 3}) == {"a": 1, "b": 3}, "another value")
+
+
 SETTINGS = (
     "ActivationParams",
     "ActivationConfig",
@@ -209,6 +251,7 @@ SETTINGS = (
     "AmaxScope",
     "QuantizeLayout",
     "ScalingMode",
+    "TensorSource",
     "TensorUsage",
 )
 TENSORS = (
@@ -234,7 +277,7 @@ def xla_settings(case):
 
     from fuser import xla
 
-    for name in ("AmaxComputeAlgo", "AmaxScope", "QuantizeLayout", "ScalingMode", "TensorUsage"):
+    for name in ("AmaxComputeAlgo", "AmaxScope", "QuantizeLayout", "ScalingMode", "TensorSource", "TensorUsage"):
         members = list(getattr(xla, name))
         case.call(f"fuser.xla.{name}", case.choose(members).value)
     for name in ("AbstractBaseTensor", "ScaledTensor", "ScaledTensorFactory"):
