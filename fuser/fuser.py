@@ -237,11 +237,8 @@ class OperationFuser:
     ) -> Any:
         recipe = FP8GlobalStateManager.get_fp8_recipe() if FP8GlobalStateManager.is_fp8_enabled() else None
         recording = exporting()
-        if recording and recipe is not None:  # before it makes scales of tensors that have no memory
-            raise RuntimeError(
-                f"torch.export can't record operations under a recipe, {type(recipe).__name__}: casts are kernels, not "
-                "operators of torch. Export outside of fuser.autocast"
-            )
+        if recording:  # before tensors without memory become scales or parameters
+            self._check_recordable(recipe)
         is_grad_enabled = torch.is_grad_enabled() and not recording
         self.maybe_fuse_ops(is_grad_enabled, recipe, input_, extra_inputs)
         first = self.first_op_requiring_backward
@@ -256,6 +253,20 @@ class OperationFuser:
             if passed is not None:
                 return passed
         return FuserFunction.apply(input_, self, basic_op_kwargs, *self._fused_params, *extra_inputs)
+
+    def _check_recordable(self, recipe: Any) -> None:
+        """`RuntimeError` where torch.export can't record a call."""
+        if recipe is not None:
+            raise RuntimeError(
+                f"torch.export can't record operations under a recipe, {type(recipe).__name__}: casts are kernels, not "
+                "operators of torch. Export outside of fuser.autocast"
+            )
+        for op in self._basic_ops:
+            if any(param.is_meta for param in _parameters_of(op)):
+                raise RuntimeError(
+                    f"torch.export would record the initialization of {type(op).__name__}, whose parameters are on the "
+                    "meta device: call the model, or to_empty() and reset_parameters(), first"
+                )
 
     def _passed_through(self, input_: torch.Tensor) -> torch.Tensor | None:
         """The output as a view of the input in autograd's eyes, if no operation does more; else None.

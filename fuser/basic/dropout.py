@@ -7,6 +7,7 @@ import torch
 
 from fuser.common import is_quantized_tensor, maybe_autocast_dtype, maybe_dequantize
 from fuser.op import BasicOperation, OperationContext
+from fuser.tracing import exporting
 
 # A word of eight bytes, 0 or 1, and a byte of eight bits. word * _GATHER has the bits in its highest byte, where no two
 # products meet and none carries; byte * _SPREAD has the byte eight times, of which _PICK takes bit i from byte i.
@@ -46,7 +47,7 @@ class Dropout(BasicOperation):
         mask = None
         if not self.training:
             ctx.impl, y = "evaluation", input_
-        elif input_.numel() % 16 == 0 and dtype in (torch.float16, torch.bfloat16):
+        elif dtype in (torch.float16, torch.bfloat16) and not exporting() and input_.numel() % 16 == 0:
             # Quantized data is read directly: no rounding between its dequantization and the product.
             x = maybe_dequantize(input_, torch.float32 if is_quantized_tensor(input_) else dtype)
             keep = _random_keep(x, self.dropout_probability)

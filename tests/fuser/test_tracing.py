@@ -54,7 +54,6 @@ MODELS = {
     "bfloat16": (lambda: ops.Sequential(ops.Linear(8, 8), ops.GELU()).bfloat16(), (X.bfloat16(),)),
     "Linear": (lambda: ops.Linear(8, 8), (X,)),
     "no bias": (lambda: ops.Linear(8, 8, bias=False), (X,)),
-    "meta device": (lambda: torch.nn.Sequential(ops.Linear(8, 8, device="meta").to_empty(device="cpu")), (X,)),
     "other modules": (
         lambda: torch.nn.Sequential(torch.nn.Linear(8, 8), ops.Sequential(ops.ReLU(), ops.Bias(8))),
         (X,),
@@ -108,6 +107,13 @@ def test_export_with_a_dynamic_size():
     torch.testing.assert_close(program.module()(x), model(x).detach(), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_export_of_dropout_in_training(dtype):
+    x = torch.ones(64, 64, dtype=dtype)
+    y = torch.export.export(ops.Dropout(0.5), (x,)).module()(x)
+    assert set(y.unique().tolist()) == {0, 2} and 0.4 < (y == 0).double().mean() < 0.6
+
+
 @pytest.mark.parametrize("own", [recipe.DelayedScaling(), recipe.MXFP8BlockScaling()], ids=["delayed", "mxfp8"])
 def test_export_under_a_recipe_is_refused_and_leaves_nothing(own):
     torch.manual_seed(0)
@@ -145,6 +151,14 @@ def test_export_of_groups_is_refused():
     model = ops.Sequential(ops.GroupedLinear(2, 8, 8))
     with pytest.raises(RuntimeError, match=r"can't record GroupedLinear: .* as ops\.Linear"):
         torch.export.export(model, (X, torch.tensor([1, 3])))
+
+
+def test_export_of_deferred_parameters_is_refused():
+    model = ops.Sequential(ops.Linear(8, 8, device="meta"))
+    with pytest.raises(RuntimeError, match=r"initialization of BasicLinear, .* meta device: call the model"):
+        torch.export.export(model, (X,))
+    expected = model(X)
+    assert torch.equal(torch.export.export(model, (X,)).module()(X), expected)
 
 
 def test_strict_export_names_the_way():
