@@ -200,9 +200,10 @@ def run(call, place, operands, results):
     Raises:
         ValueError, TypeError: operands or results that do not fit each other or the call.
     """
+    plan = plan_of(call)
     with exact_subnormals():
-        for one in _parts(call, plan_of(call), place, operands, results):
-            _run(call, plan_of(call), place, *one)
+        for one in _parts(call, plan, place, operands, results):
+            _run(call, plan, place, *one)
 
 
 def _parts(call, plan, place, operands, results):
@@ -404,6 +405,7 @@ def _activation(plan):
     return ((), {}) if plan.bound is None else ((plan.bound.activation.name,), plan.bound.parameters)
 
 
+@functools.cache
 def _numpy_dtype(name):
     return np.dtype(getattr(ml_dtypes, name, name))
 

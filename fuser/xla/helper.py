@@ -4,6 +4,7 @@ Everything is emulated, so that every mode is supported on every machine. TE's m
 `autocast` and keep state in Flax's collections, are not here: `QuantizerFactory.create_set` reads the same recipes.
 """
 
+import functools
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -225,7 +226,7 @@ def remove_padding_from_scale_inv(
         data_shape: shape of the data in layout "N".
         is_colwise, flatten_axis: as for `get_scale_shape`.
     """
-    matrix, padded, shape = _scale_shapes(scaling_mode, data_shape, is_colwise, flatten_axis)
+    matrix, padded, shape = _scale_shapes(scaling_mode, tuple(data_shape), is_colwise, flatten_axis)
     if matrix is None:
         return scale_inv[: shape[0]]
     return scale_inv.reshape(padded)[: matrix[0], : matrix[1]].reshape(shape)
@@ -235,7 +236,7 @@ def apply_padding_to_scale_inv(
     scale_inv: Any, scaling_mode: Any, data_shape: Any, is_colwise: bool = False, flatten_axis: int = -1
 ) -> Any:
     """Return scales without padding with zeros around them, in the shape that `get_scale_shape` has for padded ones."""
-    matrix, padded, _ = _scale_shapes(scaling_mode, data_shape, is_colwise, flatten_axis)
+    matrix, padded, _ = _scale_shapes(scaling_mode, tuple(data_shape), is_colwise, flatten_axis)
     if matrix is None:
         return scale_inv
     wanted = scaling_mode.get_scale_shape(
@@ -245,13 +246,13 @@ def apply_padding_to_scale_inv(
     return jnp.pad(scale_inv.reshape(matrix), more).reshape(wanted)
 
 
+@functools.lru_cache(maxsize=1024)
 def _scale_shapes(mode, data_shape, is_colwise, flatten_axis):
     """Shapes of scales: (as a matrix, as a padded one, with the axes of the data); no matrices without blocks."""
 
     def shape(data_shape, is_padded, axis):
         return mode.get_scale_shape(data_shape, "N", is_colwise, is_padded, axis, broadcast_2d_scale_shape_to_1d=True)
 
-    data_shape = tuple(data_shape)
     if not mode.is_block_scaling:
         return None, None, shape(data_shape, False, flatten_axis)
     axis = normalized_axis(flatten_axis, data_shape)
