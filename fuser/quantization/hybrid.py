@@ -176,9 +176,8 @@ class HybridQuantizedTensorStorage(BufferStorage):
     def restore_from_saved(self, tensors: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Take back both parts from the front of `tensors`; returns the rest."""
         shells = (getattr(self.buffers, direction) for direction in DIRECTIONS)
-        own = [
-            None if shell is None else _rebuilt(shell, shell.buffers) for shell in shells
-        ]  # they may be filled again
+        # Copies: the shells may be filled again
+        own = [None if shell is None else _rebuilt(shell, shell.buffers) for shell in shells]
         parts, rest = restore_from_saved(own, tensors, return_saved_tensors=True)
         self.buffers = replace(self.buffers, **dict(zip(DIRECTIONS, parts, strict=True)))
         return rest

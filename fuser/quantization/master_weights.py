@@ -24,7 +24,6 @@ import torch
 from fuser.distributed import reduce_amax
 from fuser.quantization.hybrid import HybridQuantizedTensorStorage
 from fuser.quantization.identity import IdentityTensorStorage
-from fuser.quantization.quantizer import Quantizer
 from fuser.quantization.storage import DIRECTIONS, BufferStorage, _packed, _unpacked, fields_of
 from refops.arguments import shown
 
@@ -321,6 +320,6 @@ def clear_columnwise_cache(tensor: Any) -> None:
     tensor.update_usage(columnwise_usage=False)
 
 
-def is_custom(x: Quantizer | BufferStorage | torch.Tensor | None = None) -> bool:
+def is_custom(x: Any = None) -> bool:
     """Whether a quantizer, or what it makes, is one in Python: TE's reference quantizers, or a user's with `custom`."""
     return bool(getattr(x, "custom", False))

@@ -64,7 +64,7 @@ def rows_together(scaling: Any) -> int:
 def cut_obstacle(buffers: Buffers, sizes: Sequence[int], dim: int = 0) -> str | None:
     """Why a tensor can't be cut along `dim` into quantized parts of `sizes`, in words; None if it can."""
     if not isinstance(buffers, Buffers):
-        return "only tensors of one format are cut"
+        return "only tensors in one quantized format are cut"
     multiple = rows_together(buffers.scaling)
     if len(buffers.shape) != 2 or dim not in (0, -2):
         return f"only matrices are cut, along dimension 0; this is dimension {dim} of {len(buffers.shape)}"

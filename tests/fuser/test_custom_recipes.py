@@ -150,6 +150,8 @@ def test_nvfp4_reference_shows_the_numbers_of_refops(quantizer, scaling):
     assert type(empty) is type(made)
     quantizer.update_quantized(x, empty)
     assert torch.equal(empty.data, made.data)
+    quantizer.optimize_for_gemm = True  # as operations set it
+    assert torch.equal(quantizer(x).scale.view(torch.uint8), made.scale.view(torch.uint8))
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)

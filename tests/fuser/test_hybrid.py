@@ -136,6 +136,28 @@ def test_equal_settings_make_equal_quantizers():
     assert duplicate.rowwise_quantizer is not quantizer.rowwise_quantizer
 
 
+def test_tensors_keep_quantizers_that_communicate_with_nobody():
+    reducing = q.Float8CurrentScalingQuantizer(E4M3, with_amax_reduction=True, amax_reduction_group=None)
+    quantizer = q.HybridQuantizer(rowwise_quantizer=q.MXFP8Quantizer(E4M3), columnwise_quantizer=reducing)
+    assert not quantizer(normal(32, 32))._quantizer.columnwise_quantizer.with_amax_reduction
+    assert quantizer.columnwise_quantizer is reducing and quantizer.copy().columnwise_quantizer.with_amax_reduction
+
+
+def test_parts_may_be_storages():
+    """A shell is filled for each backward pass, and stays empty itself."""
+    quantizer = hybrid()
+    quantizer.rowwise_quantizer.internal = quantizer.columnwise_quantizer.internal = quantizer.internal = True
+    storage = quantizer(normal(32, 64))
+    assert not isinstance(storage._rowwise_storage, torch.Tensor)
+    tensors, (shell,) = q.prepare_for_saving(storage)
+    for _ in range(2):
+        own = object.__new__(type(shell))
+        own.__dict__.update(shell.__dict__)
+        (restored,) = q.restore_from_saved([own], tensors)
+        assert torch.equal(restored.dequantize_columnwise(), storage.dequantize_columnwise())
+        assert shell.buffers.device is None
+
+
 class TestTensor:
     @pytest.fixture(params=["hybrid", "identity"])
     def quantizer(self, request):
@@ -188,6 +210,9 @@ class TestTensor:
     def test_parts_along_rows_are_plain(self, quantizer):
         tensor = quantizer(normal(64, 64))
         assert type(tensor[:32]) is torch.Tensor and torch.equal(tensor[:32], tensor.dequantize()[:32])
+        with pytest.warns(UserWarning, match="split in high precision: only tensors in one quantized format are cut"):
+            parts = torch.nn.Parameter(tensor).split(32)
+        assert all(type(part) is torch.Tensor for part in parts)
 
     def test_clear(self, quantizer):
         quantizer.internal = True

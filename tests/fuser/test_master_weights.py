@@ -100,7 +100,8 @@ def test_the_next_step_is_that_of_weights_quantized_at_once(of):
         y.sum().backward()
         results.append((y, x.grad))
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
-    assert type(models[0].weight.data) is type(models[1].weight.data)
+    if not isinstance(of, recipe.Float8CurrentScaling):  # whose products read either copy
+        assert_same_quantized(models[0].weight, models[1].weight)
 
 
 def test_delayed_scaling_records_the_amax():
