@@ -69,6 +69,7 @@ MODULES = {
     "transformer_engine.pytorch.ops.fused.forward_linear_bias_activation": "fuser.fused.forward_linear_bias_activation",
     "transformer_engine.pytorch.ops.fused.forward_linear_bias_add": "fuser.fused.forward_linear_bias_add",
     "transformer_engine.pytorch.ops.fused.forward_linear_scale_add": "fuser.fused.forward_linear_scale_add",
+    "transformer_engine.pytorch.ops.fused.grouped_mlp": "fuser.fused",
     "transformer_engine.pytorch.ops.fuser": "fuser.fuser",
     "transformer_engine.pytorch.ops.linear": "fuser.linear",
     "transformer_engine.pytorch.ops.op": "fuser.op",
@@ -110,7 +111,6 @@ MODULES = {
 }
 
 _ATTENTION = "attention is not here"
-_GROUPED = "groups are multiplied singly here: the grouped MLP is cuDNN's"
 _USERBUFFERS = "communication is not overlapped with products here (no Userbuffers)"
 
 #: What is refused: a module of TE, a name in one, or what else there is below -> the reason. The longest path decides.
@@ -136,11 +136,9 @@ REFUSED = {
     "transformer_engine.pytorch.module": "TE's modules are not here: use te.ops",
     "transformer_engine.pytorch.ops": "newer than TE 2.20.0.dev0, which this package is checked against",
     "transformer_engine.pytorch.ops._common": "te.ops have no use for it here",
-    "transformer_engine.pytorch.ops.fused.GroupedMLP_CuTeGEMMGLU": _GROUPED,
-    "transformer_engine.pytorch.ops.fused.GroupedMLP_CuTeGEMMUnary": _GROUPED,
     "transformer_engine.pytorch.ops.fused.UserbuffersBackwardLinear": _USERBUFFERS,
     "transformer_engine.pytorch.ops.fused.UserbuffersForwardLinear": _USERBUFFERS,
-    "transformer_engine.pytorch.ops.fused.grouped_mlp": _GROUPED,
+    "transformer_engine.pytorch.ops.fused.grouped_mlp": "what chooses cuDNN's kernels, which are not here",
     "transformer_engine.pytorch.ops.fused.userbuffers_backward_linear": _USERBUFFERS,
     "transformer_engine.pytorch.ops.fused.userbuffers_forward_linear": _USERBUFFERS,
     "transformer_engine.pytorch.ops.fuser": "a name for type hints",

@@ -1,5 +1,6 @@
 """`fuser.compat`: te.ops scripts run unchanged, in processes of their own because sys.modules is the subject."""
 
+import importlib
 import json
 import subprocess
 import sys
@@ -124,7 +125,7 @@ def test_names_of_te_are_imported_or_refused_with_a_reason():
 
 
 def test_reasons_are_those_of_te_s_names():
-    """No reason for a module that TE has not."""
+    """No reason for a module that TE has not, or for a name that works."""
     names = json.loads((ROOT / "docs" / "te_names.json").read_text())
     known = {*names, *(f"{module}.{name}" for module in names for name in names[module])}
     known |= {path.rpartition(".")[0] for path in known} | {"transformer_engine", "transformer_engine.jax"}
@@ -132,6 +133,9 @@ def test_reasons_are_those_of_te_s_names():
     others = {name for name in compat.MODULES if ".jax" in name or ".custom_recipes.quantization" in name}
     assert set(compat.MODULES) - known == others - {"transformer_engine.jax"}
     assert compat.reason("transformer_engine.pytorch.attention.rope.X") == "attention is not here"
+    for module, name in (path.rpartition(".")[::2] for path in compat.REFUSED.keys() - compat.MODULES):
+        home = compat.MODULES.get(module)
+        assert home is None or not hasattr(importlib.import_module(home), name), f"{module}.{name} works"
 
 
 def test_attributes_say_why_too():
