@@ -4,6 +4,7 @@ A derivative is written by its own declaration (`refops.activations`): its facto
 text, so that what it returns is the formula with every association that it computes with.
 """
 
+import itertools
 from collections import namedtuple
 
 import numpy as np
@@ -70,7 +71,7 @@ def _term(value):
 
 
 class TextArithmetic(Arithmetic):
-    """The vocabulary over `Term`: sigmoid and tanh get the names s and t, whose meanings are kept.
+    """The vocabulary over `Term`: exp, sigmoid and tanh get the names e, s and t, whose meanings are kept.
 
     Attributes:
         named: name -> the text that it stands for.
@@ -85,6 +86,10 @@ class TextArithmetic(Arithmetic):
         """A float32 constant with as many digits as tell it from others."""
         return Term(f"{np.float32(c):.9g}" if float(c) == int(c) else str(np.float32(c)))
 
+    def exp(self, x):
+        """The name e."""
+        return self._name("e", f"exp({x})")
+
     def sigmoid(self, x):
         """The name s."""
         return self._name("s", f"sigmoid({x})")
@@ -93,9 +98,10 @@ class TextArithmetic(Arithmetic):
         """The name t."""
         return self._name("t", f"tanh({x})")
 
-    def _name(self, name, text):
-        assert self.named.setdefault(name, text) == text, "two functions of one kind need two names"
-        return Term(name)
+    def _name(self, letter, text):
+        """The letter, with a number behind it where others of its kind have it already."""
+        names = itertools.chain([letter], (f"{letter}{i}" for i in itertools.count(2)))
+        return Term(next(name for name in names if self.named.setdefault(name, text) == text))
 
     def quotient(self, x, y):
         """x / y."""
