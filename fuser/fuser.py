@@ -11,10 +11,13 @@ their own are no views, so the caller may change them in place.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import itertools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -36,15 +39,33 @@ from fuser.passes import (
 )
 from fuser.quantization.state import FP8GlobalStateManager
 from fuser.quantization.storage import QuantizedTensorStorage
+from fuser.recipe import Format, MMParams, QParams, Recipe
 from fuser.tracing import exporting, outside_compile, refuse_proxy, refuse_trace
+from refops.scalings import SCALINGS
 
 FusionFunction = Callable[..., list[FusibleOperation]]
 
 
-def _has_hooks(module: torch.nn.Module) -> bool:
-    return bool(
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    )
+#: Types of settings that stay what they are; others, such as a list, may change while the recipe holds them.
+_CONSTANTS = {bool, int, float, str, type, type(None), FunctionType, Format, MMParams, QParams, *SCALINGS}
+
+
+@functools.cache
+def _fields_of(kind: type[Any]) -> Callable[[Recipe], tuple[Any, ...]]:
+    """The function that reads the class and all fields of a recipe."""
+    return operator.attrgetter("__class__", *(field.name for field in dataclasses.fields(kind)))
+
+
+def _settings_of(recipe: Recipe) -> Any:
+    """What a recipe says now, to compare with what one says at a later call."""
+    values = _fields_of(type(recipe))(recipe)  # type: ignore[arg-type]
+    return values if _CONSTANTS.issuperset(map(type, values)) else (type(recipe), repr(recipe))
+
+
+#: What decides, besides a parameter's identity, how an operation is fused.
+_traits_of_parameter = operator.attrgetter("dtype", "device", "requires_grad")
+#: The same of an operation: what it does, and what its quantizers follow.
+_traits_of_operation = operator.attrgetter("training", "_recipe_key")
 
 
 def _parameters_of(op: BasicOperation) -> list[torch.nn.Parameter]:
@@ -132,10 +153,10 @@ class OperationFuser:
         self._num_basic_ops = len(basic_ops)
         self._routes = routes
         self.num_extra_inputs = len(routes.external_inputs)
-        self._basic_op_params = [_parameters_of(op) for op in basic_ops]
+        self._read_parameters()
         # Modules whose hooks must run. An operation run alone is called by its own hooks, so it is taken off this list.
         self._hook_owners = list(dict.fromkeys([*ops, *basic_ops]))
-        self._parts: dict[tuple[bool, ...], list[_Part]] = {}
+        self._parts: dict[tuple[FusibleOperation, ...], list[_Part]] = {}
         self._members_of_fused = [(op, list(op.basic_ops)) for op in ops if op.is_fused_op]
         self._with_tensors: list[torch.nn.Module] = []
         self._all_may_pass_through = all("passed_through" in vars(type(op)) for op in basic_ops)
@@ -204,16 +225,17 @@ class OperationFuser:
             )
         if extra_inputs:
             extra_inputs = tuple(self._safe_in_place(input, extra_inputs, basic_op_kwargs))
-        if torch_module._has_any_global_hook() or any(map(_has_hooks, self._hook_owners)):
-            return self._run_in_parts(input, extra_inputs, basic_op_kwargs)
+        hooked = self._hooked_ops()
+        if hooked:
+            return self._run_in_parts(hooked, input, extra_inputs, basic_op_kwargs)
         return self._run(input, extra_inputs, basic_op_kwargs)
 
     def is_current(self) -> bool:
         """Whether the fused operations given still stand for the basic operations that they did then."""
-        return all(
-            len(members) == len(op.basic_ops) and all(map(operator.is_, members, op.basic_ops))
-            for op, members in self._members_of_fused
-        )
+        for op, members in self._members_of_fused:
+            if len(members) != len(op.basic_ops) or not all(map(operator.is_, members, op.basic_ops)):
+                return False
+        return True
 
     def _safe_in_place(
         self, input_: torch.Tensor, extra_inputs: Sequence[Any], basic_op_kwargs: list[dict[str, Any]]
@@ -235,7 +257,8 @@ class OperationFuser:
     def _run(
         self, input_: torch.Tensor, extra_inputs: Sequence[torch.Tensor], basic_op_kwargs: list[dict[str, Any]]
     ) -> Any:
-        recipe = FP8GlobalStateManager.get_fp8_recipe() if FP8GlobalStateManager.is_fp8_enabled() else None
+        state = FP8GlobalStateManager.quantization_state
+        recipe = state.fp8_recipe if state.fp8_enabled else None
         recording = exporting()
         if recording:  # before tensors without memory become scales or parameters
             self._check_recordable(recipe)
@@ -285,8 +308,22 @@ class OperationFuser:
 
     # ------------------------------------------------------------------ hooks
 
+    def _hooked_ops(self) -> list[FusibleOperation]:
+        """The operations whose hooks a call must run: those that have some, or all where torch has a global one."""
+        if torch_module._has_any_global_hook():
+            return self._hook_owners
+        return [
+            op
+            for op in self._hook_owners
+            if op._forward_hooks or op._forward_pre_hooks or op._backward_hooks or op._backward_pre_hooks
+        ]
+
     def _run_in_parts(
-        self, input_: torch.Tensor, extra_inputs: Sequence[torch.Tensor], basic_op_kwargs: list[dict[str, Any]]
+        self,
+        hooked: list[FusibleOperation],
+        input_: torch.Tensor,
+        extra_inputs: Sequence[torch.Tensor],
+        basic_op_kwargs: list[dict[str, Any]],
     ) -> Any:
         """Call operations that have hooks as modules, for torch to run the hooks, and fuse what lies between them.
 
@@ -295,7 +332,7 @@ class OperationFuser:
         tensors: dict[Slot, Any] = {}
         external = dict(zip(self._routes.external_inputs, extra_inputs, strict=True))
         x = input_
-        for part in self._hooked_parts():
+        for part in self._parts_around(hooked):
             part_inputs = []
             for i, slot in part.fuser._routes.external_inputs:
                 index = part.start + i
@@ -320,18 +357,16 @@ class OperationFuser:
 
     def parts(self) -> list[OperationFuser]:
         """The fusers that a call uses: this one, or with hooks those of its parts."""
-        if torch_module._has_any_global_hook() or any(map(_has_hooks, self._hook_owners)):
-            return [sub_fuser for part in self._hooked_parts() for sub_fuser in part.fuser.parts()]
+        hooked = self._hooked_ops()
+        if hooked:
+            return [sub_fuser for part in self._parts_around(hooked) for sub_fuser in part.fuser.parts()]
         return [self]
 
-    def _hooked_parts(self) -> list[_Part]:
-        everywhere = bool(torch_module._has_any_global_hook())
-        hooked = tuple(everywhere or _has_hooks(op) for op in self._hook_owners)
-        if hooked not in self._parts:
-            self._parts[hooked] = self._make_parts(
-                {op for op, has in zip(self._hook_owners, hooked, strict=True) if has}
-            )
-        return self._parts[hooked]
+    def _parts_around(self, hooked: list[FusibleOperation]) -> list[_Part]:
+        key = tuple(hooked)
+        if key not in self._parts:
+            self._parts[key] = self._make_parts(set(hooked))
+        return self._parts[key]
 
     def _make_parts(self, hooked: set[FusibleOperation]) -> list[_Part]:
         parts: list[_Part] = []
@@ -373,10 +408,9 @@ class OperationFuser:
         part in backward, the parameters (which objects, their dtype, device, requires_grad), training mode, the
         registered fusions, and the recipe state that another fuser left in a shared operation.
         """
-        self._basic_op_params = [_parameters_of(op) for op in self._basic_ops]
+        params = self._read_parameters()
         first = self._find_first_op_requiring_backward(is_grad_enabled, input_, extra_inputs)
         self.first_op_requiring_backward = first
-        params = [param for group in self._basic_op_params for param in group]
         for module in self._with_tensors:
             _reject_computed_parameters(module)
         if (
@@ -399,10 +433,13 @@ class OperationFuser:
         self._quantizes_gradients = getattr(recipe, "backward_override", None) is None
         self.fuse_ops(recipe)
 
-        # Read again: deferred parameters exist only now.
-        self._basic_op_params = [_parameters_of(op) for op in self._basic_ops]
-        self._fused_params = [param for group in self._basic_op_params for param in group]
+        self._fused_params = self._read_parameters()  # deferred parameters exist only now
         self._fuse_key = self._current_key(recipe, first, input_.device, self._fused_params)
+
+    def _read_parameters(self) -> list[torch.nn.Parameter]:
+        """All parameters that the operations have now; `_basic_op_params` has those of each."""
+        self._basic_op_params = [_parameters_of(op) if op._parameters or op._modules else [] for op in self._basic_ops]
+        return list(itertools.chain.from_iterable(self._basic_op_params))
 
     def _current_key(
         self, recipe: Any, first: int, device: torch.device, params: Sequence[torch.nn.Parameter]
@@ -410,9 +447,10 @@ class OperationFuser:
         return (
             first,
             device,
-            None if recipe is None else (type(recipe), repr(recipe), FP8GlobalStateManager.get_fp8_group()),
-            [(op.training, op._recipe_key) for op in self._basic_ops],
-            [(param.dtype, param.device, param.requires_grad) for param in params],
+            None if recipe is None else _settings_of(recipe),
+            None if recipe is None else FP8GlobalStateManager.quantization_state.fp8_distributed_group,
+            list(map(_traits_of_operation, self._basic_ops)),
+            list(map(_traits_of_parameter, params)),
             tuple(self.forward_backward_fusion_functions),
             tuple(self.forward_fusion_functions),
             tuple(self.backward_fusion_functions),

@@ -4,10 +4,11 @@
         y = model(x)
 
 A recipe is plain data. Quantizers read it when they are made (`fuser.quantization.state`); changing a field of a recipe
-in use takes effect at the next call of the model, because its `fingerprint()` changes. Environment variables give
-defaults and are read when a recipe is made (TE: when the module is imported).
+in use takes effect at the next call of the model, which compares the values with those of the last one. Environment
+variables give defaults and are read when a recipe is made (TE: when the module is imported).
 """
 
+import functools
 import math
 import os
 from collections.abc import Callable
@@ -87,12 +88,14 @@ class _Derived:
         return self if recipe is None else self.derive(recipe)
 
 
-_CURRENT_SCALING_QPARAMS: Any = _Derived(lambda recipe: QParams(power_2_scale=bool(recipe.use_power_2_scales)))
-_BLOCK_SCALING_QPARAMS: Any = _Derived(lambda recipe: QParams(power_2_scale=not recipe.use_f32_scales))
-_NVFP4_INPUT_QPARAMS: Any = _Derived(lambda recipe: QParams(random_hadamard_transform=not recipe.disable_rht))
-_NVFP4_WEIGHT_QPARAMS: Any = _Derived(lambda recipe: QParams(fp4_2d_quantization=not recipe.disable_2d_quantization))
+_qparams = functools.cache(QParams)  # derived ones are read at every call of a model
+
+_CURRENT_SCALING_QPARAMS: Any = _Derived(lambda recipe: _qparams(power_2_scale=bool(recipe.use_power_2_scales)))
+_BLOCK_SCALING_QPARAMS: Any = _Derived(lambda recipe: _qparams(power_2_scale=not recipe.use_f32_scales))
+_NVFP4_INPUT_QPARAMS: Any = _Derived(lambda recipe: _qparams(random_hadamard_transform=not recipe.disable_rht))
+_NVFP4_WEIGHT_QPARAMS: Any = _Derived(lambda recipe: _qparams(fp4_2d_quantization=not recipe.disable_2d_quantization))
 _NVFP4_GRADIENT_QPARAMS: Any = _Derived(
-    lambda recipe: QParams(
+    lambda recipe: _qparams(
         random_hadamard_transform=not recipe.disable_rht,
         stochastic_rounding=not recipe.disable_stochastic_rounding,
     )
@@ -151,24 +154,14 @@ class Recipe:
         """Whether it is given its scalings. (Not in TE.)"""
         return issubclass(cls, BlockScaledRecipe)
 
-    def __setattr__(self, name, value):
-        self.__dict__.pop("_fingerprint", None)
-        object.__setattr__(self, name, value)
-
     def fingerprint(self) -> str:
-        """A string that is equal for recipes of equal class and values. It is kept until a field is assigned."""
-        text = self.__dict__.get("_fingerprint")
-        if text is None:
-            settings: Any = self  # a dataclass, as every recipe is
-            values = ", ".join(f"{f.name}={_shown(getattr(self, f.name))}" for f in fields(settings))
-            text = self.__dict__["_fingerprint"] = f"{type(self).__name__}({values})"
-        return text
+        """A string that is equal for recipes of equal class and values."""
+        settings: Any = self  # a dataclass, as every recipe is
+        values = ", ".join(f"{f.name}={_shown(getattr(self, f.name))}" for f in fields(settings))
+        return f"{type(self).__name__}({values})"
 
     def __repr__(self):
         return self.fingerprint()
-
-    def __getstate__(self):
-        return {name: value for name, value in self.__dict__.items() if name != "_fingerprint"}
 
     def _check_backward_override(self):
         _require(

@@ -5,6 +5,7 @@ Behaviour: TE's ops/sequential.py, except: surplus extra inputs are an error, an
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -14,6 +15,8 @@ import torch
 from fuser.fuser import OperationFuser
 from fuser.op import BasicOperation, FusibleOperation
 from fuser.tracing import NotScriptable, outside_compile, refuse_proxy
+
+_num_extra_inputs = operator.attrgetter("num_extra_inputs")
 
 
 class Sequential(NotScriptable, torch.nn.Module):
@@ -120,17 +123,22 @@ class Sequential(NotScriptable, torch.nn.Module):
                 groups.append([module])
         return [OperationFuser(group) if isinstance(group, list) else group for group in groups]
 
-    def _is_grouped(self) -> bool:
-        """Whether the groups are those of the present modules.
+    def _fusers(self) -> list[OperationFuser]:
+        """The groups that are runs of operations."""
+        return [group for group in self._module_groups or () if isinstance(group, OperationFuser)]
 
-        `setattr(model, "0", module)` can replace one, `model[0].basic_ops[0] = op` a part of one.
+    def _group_modules(self) -> list[OperationFuser]:
+        """Group the modules, unless that was done and they are the same. Returns the runs of operations.
+
+        `setattr(model, "0", module)` can replace a module, `model[0].basic_ops[0] = op` a part of one.
         """
-        grouped = self._grouped_modules
-        return (
-            len(grouped) == len(self._modules)
-            and all(map(operator.is_, grouped, self._modules.values()))
-            and all(group.is_current() for group in self._module_groups if isinstance(group, OperationFuser))
-        )
+        modules, grouped, fusers = self._modules.values(), self._grouped_modules, self._fusers()
+        are_same = len(grouped) == len(modules) and all(map(operator.is_, grouped, modules))
+        if self._module_groups is not None and are_same and all(map(OperationFuser.is_current, fusers)):
+            return fusers
+        self._module_groups = outside_compile(self._make_module_groups, self)
+        self._grouped_modules = list(self)
+        return self._fusers()
 
     def forward(
         self,
@@ -144,10 +152,7 @@ class Sequential(NotScriptable, torch.nn.Module):
         `op_kwargs`: keyword arguments for basic operations, by module or index.
         """
         refuse_proxy(input, self)
-        if self._module_groups is None or not self._is_grouped():
-            self._module_groups = outside_compile(self._make_module_groups, self)
-            self._grouped_modules = list(self)
-        needed = sum(group.num_extra_inputs for group in self._module_groups if isinstance(group, OperationFuser))
+        needed = sum(map(_num_extra_inputs, self._group_modules()))
         if len(extra_inputs) != needed:
             raise ValueError(f"Expected {needed} extra inputs but got {len(extra_inputs)}")
         kwargs_of = self._resolve_op_kwargs(op_kwargs) if op_kwargs else None
@@ -159,10 +164,10 @@ class Sequential(NotScriptable, torch.nn.Module):
             if not isinstance(group, OperationFuser):
                 x = group(x)
                 continue
-            group_inputs = [next(remaining) for _ in range(group.num_extra_inputs)]
+            group_inputs = itertools.islice(remaining, group.num_extra_inputs)
             kwargs = [kwargs_of.get(op, {}) for op in group._basic_ops] if kwargs_of else None
             x = group(x, *group_inputs, basic_op_kwargs=kwargs)
-            if group._public_extra_output_slots:
+            if group._routes.public_outputs:
                 x, *outputs = x
                 extra_outputs.extend(outputs)
         return (x, *extra_outputs) if extra_outputs else x
@@ -179,7 +184,7 @@ class Sequential(NotScriptable, torch.nn.Module):
                     "but Sequential only allows providing forward kwargs to a BasicOperation."
                 )
             resolved[op] = kwargs
-        known = {op for group in self._module_groups if isinstance(group, OperationFuser) for op in group._basic_ops}
+        known = {op for fuser in self._fusers() for op in fuser._basic_ops}
         if not known.issuperset(resolved):
             unknown = [op.__class__.__name__ for op in resolved if op not in known]
             raise ValueError(f"op_kwargs contains keys that are not in this Sequential: {unknown}")

@@ -11,6 +11,7 @@ or process group changes is updated by its present one.
 from __future__ import annotations
 
 import copy
+import operator
 import os
 import threading
 import warnings
@@ -514,11 +515,9 @@ class _StateOfThread(threading.local):
 
 class _ManagerType(type):
     _of_thread: Any
-
-    @property
-    def quantization_state(cls) -> FP8GlobalState:
-        """The state of the calling thread."""
-        return cls._of_thread.state
+    quantization_state: FP8GlobalState = property(  # type: ignore[assignment]
+        operator.attrgetter("_of_thread.state"), doc="The state of the calling thread."
+    )
 
 
 #: What `autocast` saves on entry and puts back on exit.

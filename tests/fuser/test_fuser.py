@@ -1,10 +1,12 @@
 """The manager: fusing and fusing anew, routing of extra tensors, autograd, hooks."""
 
 import copy
+import dataclasses
 import gc
 import importlib.util
 import itertools
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -278,6 +280,38 @@ class TestFusingAnew:
             model(x)
         assert len(count) == 2
         assert model[0].get_quantizer("forward", 0).force_pow_2_scales
+
+    def test_values_of_a_recipe_of_ones_own(self, count):
+        """Whatever a field holds, and whether or not `==` of two recipes reads it."""
+
+        @dataclasses.dataclass(repr=False, eq=False)
+        class Recipe(recipe.MXFP8BlockScaling):
+            lines: list = dataclasses.field(default_factory=list)
+            hidden: int = dataclasses.field(default=0, compare=False)
+            array: Any = None
+
+        model, x, lines = ops.Sequential(ops.Quantize()), torch.ones(32, 32), [1]
+
+        def calls(**settings):
+            with fuser.autocast(recipe=Recipe(**settings)):
+                model(x)
+            return len(count)
+
+        assert calls(lines=lines) == calls(lines=lines) == 1
+        lines.append(2)
+        assert calls(lines=lines) == calls(lines=[1, 2]) == 2
+        assert calls(lines=lines, hidden=1) == 3
+        assert calls(array=torch.ones(2)) == calls(array=torch.ones(2)) == 4
+        assert calls(array=torch.zeros(2)) == 5
+
+    def test_a_derived_field_of_a_kept_recipe(self, count):
+        model, x, nvfp4 = ops.Sequential(ops.Quantize()), torch.ones(32, 32), recipe.NVFP4BlockScaling()
+        for disable, fusings in ((False, 1), (True, 2), (True, 2)):
+            nvfp4.disable_rht = disable
+            with fuser.autocast(recipe=nvfp4):
+                model(x)
+            assert len(count) == fusings
+            assert model[0].get_quantizer("forward", 0).with_rht != disable
 
     def test_history_length_keeps_scales_updating(self):
         model = ops.Sequential(ops.Quantize())
