@@ -19,37 +19,41 @@ MOST_PLANS = 512
 PLAIN = {str, bool, int, float, type(None), type}
 
 
-def describe(value, key, arrays, kinds, quantized, arrays_of):
-    """Add an argument to the key, or to the arrays; False where neither can be.
+def describe(values, key, arrays, kinds, quantized, arrays_of):
+    """Add arguments to the key, or to the arrays; False where one of them can be neither.
 
     Args:
         kinds: type of arrays -> what the key says of it.
         quantized: class of quantized tensors. arrays_of: function of one that returns name -> array.
     """
-    kind = type(value)
-    if kind in kinds:
-        arrays.append(value)
-        key.append(kinds[kind])
-    elif kind is quantized:
-        for name, array in arrays_of(value).items():
-            key.append(name)
-            if type(array) not in kinds:
+    for value in values:
+        kind = type(value)
+        if kind in kinds:
+            arrays.append(value)
+            key.append(kinds[kind])
+        elif kind in PLAIN or issubclass(kind, ElementFormat):
+            if kind is float and not value:
+                key.append(math.copysign(1, value))  # zeros of both signs are equal
+            key += kind, value
+        elif issubclass(kind, Scaling):
+            # What is random takes bits that are no part of a scaling's equality.
+            random = None if kind.random is Scaling.random else value.random
+            if random is not None and random.bits is not None:
                 return False
-            arrays.append(array)
-        key += value.shape, value.dtype, value.with_gemm_swizzled_scales
-        return describe(value.scaling, key, arrays, kinds, quantized, arrays_of)
-    elif kind in PLAIN or issubclass(kind, ElementFormat):
-        if kind is float and not value:
-            key.append(math.copysign(1, value))  # zeros of both signs are equal
-        key += kind, value
-    elif issubclass(kind, Scaling):
-        random = value.random
-        if random is not None and random.bits is not None:  # which are no part of its equality
-            return False
-        key += kind, value
-    else:
-        key.append(value)
-        return isinstance(value, np.dtype) or f"{kind.__module__}.{kind.__name__}" == "torch.dtype"
+            key += kind, value
+        elif kind is quantized:
+            named = arrays_of(value)
+            if not kinds.keys() >= set(map(type, named.values())):
+                return False
+            key += named
+            parts = (*named.values(), value.scaling)
+            if not describe(parts, key, arrays, kinds, quantized, arrays_of):
+                return False
+            key += value.shape, value.dtype, value.with_gemm_swizzled_scales
+        else:
+            key.append(value)
+            if not isinstance(value, np.dtype) and f"{kind.__module__}.{kind.__name__}" != "torch.dtype":
+                return False
     return True
 
 

@@ -59,10 +59,8 @@ def seen(method, args, options, fast_math):
     if type(fast_math) is not bool:
         return None
     key, arrays = [method, fast_math, len(args), *options], []
-    for value in (*args, *options.values()) if options else args:
-        if not describe(value, key, arrays, KINDS, Quantized, _arrays_of):
-            return None
-    if not arrays:
+    values = (*args, *options.values()) if options else args
+    if not describe(values, key, arrays, KINDS, Quantized, _arrays_of) or not arrays:
         return None
     kind, addresses, streams = KINDS[type(arrays[0])], [], []
     device = None

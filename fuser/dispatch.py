@@ -191,7 +191,7 @@ class Buffers:
 
 
 def _dispatched(function: _Function) -> _Function:
-    """Decorate a call of this module: `untraced`, and where there are no kernels the error names what has it."""
+    """Decorate a call of this module: as `untraced`, and where there are no kernels the error names what has it."""
 
     @functools.wraps(function)
     def call(*args, **kwargs):
@@ -261,9 +261,20 @@ class Engine:
             with_gemm_swizzled_scales=buffers.with_gemm_swizzled_scales,
         )
 
-    def amax(self, tensor, known=None):
-        """Largest magnitude, float32 (1,)."""
-        return self.tensor(self.call("amax", (self.array(tensor),), {}, known))
+    def result(self, made):
+        """What a call of the library made, its arrays and quantized tensors, as tensors and `Buffers`."""
+        if isinstance(made, tuple):
+            return tuple([self.result(one) for one in made])
+        if isinstance(made, np.ndarray | torch.Tensor):
+            return self.tensor(made)
+        arrays = {name: getattr(made, name) for name in TENSOR_FIELDS}
+        return Buffers(
+            **{name: None if array is None else self.tensor(array) for name, array in arrays.items()},
+            scaling=made.scaling,
+            shape=tuple(made.shape),
+            dtype=getattr(torch, str(made.dtype)),
+            with_gemm_swizzled_scales=made.with_gemm_swizzled_scales,
+        )
 
     def known(self, name, args, options):
         """(what `call` keeps of a call with these tensors, the plan of one like it): None where there is none."""
@@ -285,13 +296,6 @@ def _seen(tensor):
     return (address, tensor.dtype, tensor.shape) if address or not tensor.numel() else None
 
 
-def _address(tensor):
-    """Where a new tensor begins; TypeError of one without memory, which a mode of torch's may make."""
-    if type(tensor) is not torch.Tensor:
-        raise TypeError(f"results must be tensors with memory of their own; a mode made a {type(tensor).__name__}")
-    return tensor.data_ptr()
-
-
 #: Type of tensors that calls are known by -> what is asked of one.
 _KINDS = {torch.Tensor: _seen, torch.nn.Parameter: _seen}
 #: One direction of `Buffers` as calls are known by it; arrays: name -> tensor.
@@ -305,14 +309,14 @@ class _Host(Engine):
         from cuda_kernels.host import calls
 
         super().__init__(library)
-        dtypes = {dtype: name for name, dtype in _NUMPY.items()} | {np.dtype(np.uint8): torch.uint8}
-        self._calls, self._made = (
-            calls,
-            calls.Made(
-                empty=lambda shape, dtype: torch.empty(shape, dtype=dtypes[dtype], device="cpu"),
-                zeros=lambda shape, dtype: torch.zeros(shape, dtype=dtypes[dtype], device="cpu"),
-                address=_address,
-            ),
+        self._calls = calls
+        self._made = calls.Made(
+            kind=torch.Tensor,
+            empty=functools.partial(torch.empty, device="cpu"),
+            zeros=functools.partial(torch.zeros, device="cpu"),
+            dtype=lambda dtype: getattr(torch, str(dtype)),
+            address=torch.Tensor.data_ptr,
+            front=self.result,
         )
 
     def tensor(self, array):
@@ -344,8 +348,10 @@ class Reference(Engine):
     def tensor(self, array):
         return as_torch(array).to(self._device)
 
-    def amax(self, tensor, known=None):
-        return self.tensor(tensor_amax(InputSource(require_tensor(self.array(tensor), "x"))))
+    def call(self, name, args, options, known=None, arrays=None):
+        if name == "amax":  # the quantizing calls' own, of which refops makes no call
+            return tensor_amax(InputSource(require_tensor(args[0], "x")))
+        return super().call(name, args, options)
 
 
 class Kernels(Engine):
@@ -429,9 +435,35 @@ def _engine_on(device, selected):
     return Reference(device) if selected == "reference" else _automatic(device.type)
 
 
+def _is_scalar(tensor):
+    """Whether it has no dimension: refops takes arrays with a last one."""
+    return isinstance(tensor, torch.Tensor) and tensor.dim() == 0 and _is_plain(tensor)
+
+
 def _is_true(*tensors):
     """Whether the work is that of `backend("float64")` on float64 tensors."""
     return any(getattr(t, "dtype", None) is torch.float64 for t in tensors) and current_backend() == "float64"
+
+
+def _run(method, x, args, options, **others):
+    """Call a method of the library for the device of `x`; return tensors and `Buffers`.
+
+    Args:
+        args, options: the method's, with tensors and torch's dtypes.
+        others: the other tensors among the arguments, by name.
+    """
+    engine, known, plan = _known(x, method, args, options)
+    if plan is not None:
+        return plan.run(known)
+    if method in _TRUE and _is_true(x, *others.values()):
+        return _TRUE[method](*args, **options)
+    engine = _engine(x)
+    for name, tensor in others.items():
+        _require_plain(tensor, name)
+    if "out_dtype" in options:
+        options = {**options, "out_dtype": engine.dtype(options["out_dtype"])}
+    given = [engine.array(one) if isinstance(one, torch.Tensor) else one for one in args]
+    return engine.result(engine.call(method, given, options, known))
 
 
 # --- activations ----------------------------------------------------------------------------------
@@ -449,70 +481,27 @@ def activation(name, x, *, out_dtype=None, **params):
     Returns:
         (..., K) or (..., H).
     """
-    engine, known, plan = _known(x, "activation", (name, x), {"out_dtype": out_dtype, **params})
-    if plan is not None:
-        return engine.tensor(plan.run(known))
-    if _is_true(x):
-        return _true_forward(bind_activation(name, params), x)
-    engine = _engine(x)
-    options = {"out_dtype": engine.dtype(out_dtype), **params}
-    return engine.tensor(engine.call("activation", (name, engine.array(x)), options, known))
+    return _run("activation", x, (name, x), {"out_dtype": out_dtype, **params})
 
 
 @_dispatched
 def activation_grad(name, dy, x, *, out_dtype=None, dbias=False, **params):
     """Return the gradient of `activation` like `x`, with `dbias` also its column sums (K,), of the values as stored."""
-    options = {"out_dtype": out_dtype, "dbias": dbias, **params}
-    engine, known, plan = _known(x, "activation_grad", (name, dy, x), options)
-    if plan is not None:
-        return _tensors(engine, plan.run(known))
-    if _is_true(dy, x):
-        dx = _true_backward(bind_activation(name, params), dy, x)
-        return (dx, dx.reshape(dx.shape[:-1].numel(), dx.shape[-1]).sum(0)) if dbias else dx
-    engine = _engine(x)
-    _require_plain(dy, "dy")
-    options["out_dtype"] = engine.dtype(out_dtype)
-    args = name, engine.array(dy), engine.array(x)
-    return _tensors(engine, engine.call("activation_grad", args, options, known))
-
-
-def _tensors(engine, result):
-    """A result of the library, an array or a tuple of them, as tensors."""
-    return tuple(map(engine.tensor, result)) if isinstance(result, tuple) else engine.tensor(result)
+    return _run("activation_grad", x, (name, dy, x), {"out_dtype": out_dtype, "dbias": dbias, **params}, dy=dy)
 
 
 @_dispatched
 def scaled_activation(name, x, scales, *, glu_interleave_size=0, out_dtype=None, **params):
     """Apply an activation and multiply each row by its scale (M entries in any shape), one rounding at the end."""
     options = {"glu_interleave_size": glu_interleave_size, "out_dtype": out_dtype, **params}
-    engine, known, plan = _known(x, "scaled_activation", (name, x, scales), options)
-    if plan is not None:
-        return engine.tensor(plan.run(known))
-    if _is_true(x, scales):
-        forward = _true_forward(bind_activation(name, params), _deinterleaved(x, glu_interleave_size))
-        return forward * scales.reshape(*x.shape[:-1], 1)
-    engine = _engine(x)
-    _require_plain(scales, "scales")
-    options["out_dtype"] = engine.dtype(out_dtype)
-    args = name, engine.array(x), engine.array(scales)
-    return engine.tensor(engine.call("scaled_activation", args, options, known))
+    return _run("scaled_activation", x, (name, x, scales), options, scales=scales)
 
 
 @_dispatched
 def scaled_activation_grad(name, dy, x, scales, *, glu_interleave_size=0, out_dtype=None, **params):
     """Return (dx like `x`, dscales like `scales`), the gradients of `scaled_activation`."""
     options = {"glu_interleave_size": glu_interleave_size, "out_dtype": out_dtype, **params}
-    engine, known, plan = _known(x, "scaled_activation_grad", (name, dy, x, scales), options)
-    if plan is not None:
-        return _tensors(engine, plan.run(known))
-    if _is_true(dy, x, scales):
-        return _true_scaled_backward(bind_activation(name, params), dy, x, scales, glu_interleave_size)
-    engine = _engine(x)
-    for tensor, argument in ((dy, "dy"), (scales, "scales")):
-        _require_plain(tensor, argument)
-    options["out_dtype"] = engine.dtype(out_dtype)
-    args = name, engine.array(dy), engine.array(x), engine.array(scales)
-    return _tensors(engine, engine.call("scaled_activation_grad", args, options, known))
+    return _run("scaled_activation_grad", x, (name, dy, x, scales), options, dy=dy, scales=scales)
 
 
 # --- activations in float64 -----------------------------------------------------------------------
@@ -536,11 +525,34 @@ def _true_backward(bound, dy, x):
     return as_torch(np.ascontiguousarray(gradient)).to(x.device)
 
 
-def _true_scaled_backward(bound, dy, x, scales, interleave):
-    halves = _deinterleaved(x, interleave)
+def _true_activation(name, x, *, out_dtype, **params):
+    return _true_forward(bind_activation(name, params), x)
+
+
+def _true_activation_grad(name, dy, x, *, out_dtype, dbias, **params):
+    dx = _true_backward(bind_activation(name, params), dy, x)
+    return (dx, dx.reshape(dx.shape[:-1].numel(), dx.shape[-1]).sum(0)) if dbias else dx
+
+
+def _true_scaled(name, x, scales, *, glu_interleave_size, out_dtype, **params):
+    forward = _true_forward(bind_activation(name, params), _deinterleaved(x, glu_interleave_size))
+    return forward * scales.reshape(*x.shape[:-1], 1)
+
+
+def _true_scaled_grad(name, dy, x, scales, *, glu_interleave_size, out_dtype, **params):
+    bound, halves = bind_activation(name, params), _deinterleaved(x, glu_interleave_size)
     dx = _true_backward(bound, dy * scales.reshape(*x.shape[:-1], 1), halves)
     dscales = (dy * _true_forward(bound, halves)).sum(-1).reshape(scales.shape)
-    return _interleaved(dx, interleave), dscales
+    return _interleaved(dx, glu_interleave_size), dscales
+
+
+#: Method -> the function of the same arguments for `backend("float64")` on float64 tensors.
+_TRUE = {
+    "activation": _true_activation,
+    "activation_grad": _true_activation_grad,
+    "scaled_activation": _true_scaled,
+    "scaled_activation_grad": _true_scaled_grad,
+}
 
 
 def _deinterleaved(x, g):
@@ -559,52 +571,23 @@ def _interleaved(x, g):
 @_dispatched
 def quantize(x, scaling, *, rowwise=True, columnwise=False, dbias=False):
     """Quantize a tensor: `Buffers`, with `dbias` also the float32 column sums of `x` rounded to its dtype, (K,)."""
-    options = {"rowwise": rowwise, "columnwise": columnwise, "dbias": dbias}
-    engine, known, plan = _known(x, "quantize", (x, scaling), options)
-    if plan is not None:
-        return _result(engine, plan.run(known), x.dtype)
-    engine = _engine(x)
-    if not (x.dim() or dbias):  # refops takes arrays with a last dimension
+    if not dbias and _is_scalar(x):
         return quantize(x.reshape(1), scaling, rowwise=rowwise, columnwise=columnwise).viewed(())
-    return _result(engine, engine.call("quantize", (engine.array(x), scaling), options, known), x.dtype)
+    return _run("quantize", x, (x, scaling), {"rowwise": rowwise, "columnwise": columnwise, "dbias": dbias})
 
 
 @_dispatched
 def activation_quantize(name, x, scaling, *, rowwise=True, columnwise=False, **params):
     """Apply an activation and quantize the result along TE's path for it (`refops.scalings.Path`): `Buffers`."""
     options = {"rowwise": rowwise, "columnwise": columnwise, **params}
-    engine, known, plan = _known(x, "activation_quantize", (name, x, scaling), options)
-    if plan is not None:
-        return _result(engine, plan.run(known), x.dtype)
-    engine = _engine(x)
-    q = engine.call("activation_quantize", (name, engine.array(x), scaling), options, known)
-    return _result(engine, q, x.dtype)
+    return _run("activation_quantize", x, (name, x, scaling), options)
 
 
 @_dispatched
 def activation_grad_quantize(name, dy, x, scaling, *, rowwise=True, columnwise=False, dbias=False, **params):
     """Quantize the gradient of an activation along TE's path: `Buffers`, with `dbias` also the bias gradient (K,)."""
     options = {"rowwise": rowwise, "columnwise": columnwise, "dbias": dbias, **params}
-    engine, known, plan = _known(x, "activation_grad_quantize", (name, dy, x, scaling), options)
-    if plan is not None:
-        return _result(engine, plan.run(known), x.dtype)
-    engine = _engine(x)
-    _require_plain(dy, "dy")
-    args = name, engine.array(dy), engine.array(x), scaling
-    return _result(engine, engine.call("activation_grad_quantize", args, options, known), x.dtype)
-
-
-def _result(engine, q, dtype):
-    if isinstance(q, tuple):  # with the sums of columns
-        return _result(engine, q[0], dtype), engine.tensor(q[1])
-    arrays = {name: getattr(q, name) for name in TENSOR_FIELDS}
-    return Buffers(
-        **{name: None if array is None else engine.tensor(array) for name, array in arrays.items()},
-        scaling=q.scaling,
-        shape=tuple(q.shape),
-        dtype=dtype,
-        with_gemm_swizzled_scales=q.with_gemm_swizzled_scales,
-    )
+    return _run("activation_grad_quantize", x, (name, dy, x, scaling), options, dy=dy)
 
 
 @_dispatched
@@ -628,7 +611,7 @@ def dequantize(buffers, *, dtype=torch.float32, columnwise=False):
     copy = _Copy(tensors, tuple(buffers.shape), buffers.dtype, buffers.with_gemm_swizzled_scales, buffers.scaling)
     engine, known, plan = _known(tensors.get(names[0]), "dequantize", (copy,), {"dtype": dtype})
     if plan is not None:
-        return engine.tensor(plan.run(known))
+        return plan.run(known)
     if dtype not in HIGH_PRECISION:
         raise TypeError(f"dtype must be torch.float32, torch.float16 or torch.bfloat16; got {shown(dtype)}")
     if columnwise and buffers.columnwise_data is None:
@@ -640,7 +623,7 @@ def dequantize(buffers, *, dtype=torch.float32, columnwise=False):
     engine = _engine_on(buffers.device, current_backend())
     arrays = {name: engine.array(tensor) for name, tensor in tensors.items()}
     q, options = engine.quantized(arrays, buffers), {"dtype": engine.dtype(dtype)}
-    return engine.tensor(engine.call("dequantize", (q,), options, known, list(arrays.values())))
+    return engine.result(engine.call("dequantize", (q,), options, known, list(arrays.values())))
 
 
 @_dispatched
@@ -660,16 +643,15 @@ def _reordered(buffers, method):
         return _reordered(buffers.viewed((1,)), method).viewed(())
     engine = _engine_on(buffers.device, current_backend())
     q = engine.quantized({name: engine.array(tensor) for name, tensor in buffers.tensors.items()}, buffers)
-    return _result(engine, getattr(q, method)(), buffers.dtype)
+    return engine.result(getattr(q, method)())
 
 
 @_dispatched
 def amax(x):
     """Return the largest magnitude of `x`, float32 (1,) on its device; NaN is ignored, an empty tensor gives 0."""
-    engine, known, plan = _known(x, "amax", (x,), {})
-    if plan is not None:
-        return engine.tensor(plan.run(known))
-    return _engine(x).amax(x if x.dim() else x.reshape(1), known)
+    if _is_scalar(x):
+        x = x.reshape(1)
+    return _run("amax", x, (x,), {})
 
 
 @_dispatched

@@ -41,21 +41,48 @@ FIELDS = (
 )
 
 
-class Made(NamedTuple):
-    """How a library in front of this one makes the arrays of its results, so that none is boxed.
+class Allocation(NamedTuple):
+    """How a new array is made.
 
     Attributes:
-        empty, zeros: functions of (shape, NumPy dtype). address: where such an array begins.
+        new: function of (shape, dtype=). shape, dtype: its arguments.
+        kind: type of what it makes. address: function of one: where it begins.
     """
 
-    empty: Any
-    zeros: Any
+    new: Any
+    shape: tuple
+    dtype: Any
+    kind: type
     address: Any
 
+
+class Made(NamedTuple):
+    """How a library in front of this one makes its results, so that none is boxed.
+
+    Attributes:
+        kind: type of its arrays.
+        empty, zeros: functions of (shape, dtype=) that make one.
+        dtype: function of a NumPy dtype: what it is called there.
+        address: function of an array: where it begins.
+        front: function of what a method returned, arrays or `Quantized`: what that library returns in its place. A
+            quantized tensor has the attributes of `Quantized` there too.
+    """
+
+    kind: type
+    empty: Any
+    zeros: Any
+    dtype: Any
+    address: Any
+    front: Any
+
     def instead_of(self, allocation):
-        """An allocation of a `Plan` in this way."""
-        function, shape, dtype, _ = allocation
-        return self.zeros if function is np.zeros else self.empty, shape, dtype, self.address
+        """An `Allocation` of NumPy's in this way."""
+        new = self.zeros if allocation.new is np.zeros else self.empty
+        return Allocation(new, allocation.shape, self.dtype(allocation.dtype), self.kind, self.address)
+
+
+#: The results of this library itself.
+NUMPY = Made(np.ndarray, np.empty, np.zeros, lambda dtype: dtype, address_of_array, lambda result: result)
 
 
 # --- what a call is ---------------------------------------------------------------------------------
@@ -83,10 +110,8 @@ def seen(method, args, options, kinds=KINDS, quantized=Quantized, fields_of=None
     """
     fields_of = fields_of or arrays_of
     key, arrays = [method, len(args), *options], []
-    for value in (*args, *options.values()) if options else args:
-        if not describe(value, key, arrays, kinds, quantized, fields_of):
-            return None
-    if not arrays:
+    values = (*args, *options.values()) if options else args
+    if not describe(values, key, arrays, kinds, quantized, fields_of) or not arrays:
         return None
     addresses = []
     for array in arrays:
@@ -170,8 +195,7 @@ class Plan(NamedTuple):
     """What a call does.
 
     Attributes:
-        allocations: (function, shape, dtype, address) of each new array; `address` is a function of one. Arrays are
-            numbered: first the call's, then these.
+        allocations: an `Allocation` of each new array. Arrays are numbered: first the call's, then these.
         steps: `Loop` or `Step`, in order.
         constants: arrays that loops have the addresses of, without a number: they are kept as the others are.
         result: function of the list of all arrays that returns the call's result.
@@ -186,8 +210,11 @@ class Plan(NamedTuple):
         """Do it, for a call of the same description, and return the result."""
         require_subnormals()
         arrays, addresses = call.arrays, call.addresses
-        for new, shape, dtype, address in self.allocations:
-            array = new(shape, dtype)
+        for new, shape, dtype, kind, address in self.allocations:
+            array = new(shape, dtype=dtype)
+            if type(array) is not kind:
+                got = type(array).__name__
+                raise TypeError(f"results must be tensors with memory of their own; a mode made a {got}")
             arrays.append(array)
             addresses.append(address(array))
         arrays.extend(self.constants)
@@ -228,7 +255,7 @@ class Doing:
 class Recording(Doing):
     """Writes down what a call does while it is done."""
 
-    def __init__(self, call, arrays=None, made=None):
+    def __init__(self, call, arrays=None, made=NUMPY):
         """`arrays` are what the method gets for those of the call, `made` is how its results are made again."""
         self._key, self._given, self._made = call.key, len(call.arrays), made
         self._addresses = list(call.addresses)
@@ -249,7 +276,7 @@ class Recording(Doing):
     def new(self, function, shape, dtype):
         array = function(shape, dtype)
         self._note(array, self._given + len(self._allocations))
-        self._allocations.append((function, tuple(shape), array.dtype, address_of_array))
+        self._allocations.append(Allocation(function, tuple(shape), array.dtype, np.ndarray, address_of_array))
         return array
 
     def constant(self, array):
@@ -284,43 +311,58 @@ class Recording(Doing):
 
     def keep(self, result):
         """Keep the plan of the call, whose method returned `result`."""
-        rebuild = self._rebuilding(result)
-        if self._whole and rebuild is not None:
-            constants = tuple(self._constants.values())
-            if self._made is not None:
-                self._make_results(result)
-            PLANS.keep(self._key, Plan(tuple(self._allocations), tuple(self._steps), constants, rebuild))
-
-    def _make_results(self, result):
-        """Let `Made` make the arrays of the result, but those that a `Step` needs as NumPy arrays."""
-        results = result if isinstance(result, tuple) else (result,)
-        arrays = [a for one in results for a in (arrays_of(one).values() if isinstance(one, Quantized) else (one,))]
+        # Functions of Python store into NumPy arrays; loops take any memory.
         steps = [step for step in self._steps if isinstance(step, Step)]
-        of_steps = {number for step in steps for number in step.numbers if type(number) is int}
-        for number in {self._numbers[id(array)] for array in arrays} - of_steps:
+        stored = {number for step in steps for number in step.numbers if type(number) is int}
+        rebuild = self._rebuilding(result, stored)
+        if not self._whole or rebuild is None:
+            return
+        for number in {self._numbers[id(array)] for array in _arrays_in(result)} - stored:
             self._allocations[number - self._given] = self._made.instead_of(self._allocations[number - self._given])
+        constants = tuple(self._constants.values())
+        PLANS.keep(self._key, Plan(tuple(self._allocations), tuple(self._steps), constants, rebuild))
 
-    def _rebuilding(self, result):
-        """The function of all arrays that makes a result again; None where it holds something else."""
-        if isinstance(result, np.ndarray):
-            number = self._numbers.get(id(result))
-            return None if number is None or number < self._given else itemgetter(number)
+    def _rebuilding(self, result, stored):
+        """The function of all arrays that makes a result again; None where it holds something else.
+
+        Args:
+            stored: numbers of the arrays that are NumPy's also where a library in front has others.
+        """
+        front = self._made.front
         if isinstance(result, tuple):
-            parts = [self._rebuilding(one) for one in result]
-            return None if None in parts else lambda arrays: tuple(part(arrays) for part in parts)
-        if not isinstance(result, Quantized):
+            parts = [self._rebuilding(one, stored) for one in result]
+            return None if None in parts else lambda arrays: tuple([part(arrays) for part in parts])
+        numbers = [self._numbers.get(id(array)) for array in _arrays_in(result)]
+        if not numbers or any(number is None or number < self._given for number in numbers):
             return None
-        numbers = [(name, self._numbers.get(id(array))) for name, array in arrays_of(result).items()]
-        if any(number is None or number < self._given for _, number in numbers):
-            return None
-        settings = {name: value for name, value in vars(result).items() if not isinstance(value, np.ndarray)}
+        if isinstance(result, np.ndarray):
+            (number,) = numbers
+            return itemgetter(number) if number not in stored else lambda arrays: front(arrays[number])
+        named = dict(zip(arrays_of(result), numbers, strict=True))
+        recorded = front(result)
+        kind, settings = type(recorded), {name: v for name, v in vars(recorded).items() if name not in named}
+        boxed = [name for name, number in named.items() if number in stored]
 
         def rebuild(arrays):
-            made = object.__new__(Quantized)  # what `Quantized` checks was checked of the recorded one
-            vars(made).update(settings, **{name: arrays[number] for name, number in numbers})
+            made = object.__new__(kind)  # what it checks was checked of the recorded one
+            fields = vars(made)
+            fields.update(settings)
+            for name, number in named.items():
+                fields[name] = arrays[number]
+            for name in boxed:
+                fields[name] = front(fields[name])
             return made
 
         return rebuild
+
+
+def _arrays_in(result):
+    """The arrays of what a method returned: one, a `Quantized`, or a tuple of such."""
+    if isinstance(result, tuple):
+        return [array for one in result for array in _arrays_in(one)]
+    if isinstance(result, Quantized):
+        return list(arrays_of(result).values())
+    return [result] if isinstance(result, np.ndarray) else []
 
 
 CallT = TypeVar("CallT", bound=Callable[..., Any])

@@ -633,6 +633,7 @@ AGAIN = {
         {"check_shape", "_require_divisible"},
     ),
     "dispatch.quantize": (lambda x, g: dispatch.quantize(x, CURRENT), set()),
+    "dispatch.quantize and sums": (lambda x, g: dispatch.quantize(x, CURRENT, dbias=True), set()),
     "amax": (lambda x, g: dispatch.amax(x), set()),
     "dequantize": (lambda x, g: quantized_ones().dequantize(), set()),
 }
@@ -640,8 +641,9 @@ AGAIN = {
 OTHER_CHECKS, TWO_TENSORS = {"require_subnormals"}, {"dgelu": {"_require_input"}}
 
 
-#: Calls with a result that Python code stores, a tensor's scale: a NumPy array, which becomes a tensor.
-STORED_FROM_PYTHON = {"dispatch.quantize"}
+#: Calls with a result that Python code stores, the sums of columns: a NumPy array, whose bytes are filled and which
+#: becomes a tensor.
+STORED_FROM_PYTHON = {"dispatch.quantize and sums"}
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=ids)
@@ -656,7 +658,8 @@ def test_a_call_made_again_checks_and_boxes_nothing_twice(name, dtype):
     assert set(checks) == expected
     assert {one for one in checks if checks.count(one) > 1} == TWO_TENSORS.get(name, set())
     boxing = {"as_numpy", "as_torch", "as_array", "as_bytes", "operand", "_from_torch"}
-    assert boxing & {one for _, one in called} == ({"as_torch"} if name in STORED_FROM_PYTHON else set())
+    boxed = {"as_torch", "as_bytes"} if name in STORED_FROM_PYTHON else set()
+    assert boxing & {one for _, one in called} == boxed
     assert ("refops.quantization.result", "__post_init__") not in called
 
 
@@ -677,6 +680,8 @@ def test_a_plan_is_not_taken_for_others():
     assert same_bits(dispatch.activation("relu", parameter), first[0])
     with FakeTensorMode(), pytest.raises(TypeError, match="memory of their own"):
         dispatch.activation("relu", x)
+    with torch.device("meta"):
+        assert same_bits(dispatch.activation("relu", x), first[0])
     for _ in range(2):
         host.activation("relu", x.numpy())
         with pytest.raises(TypeError, match="x must be a plain torch tensor"):
