@@ -183,8 +183,11 @@ class Buffers:
     @property
     def device(self):
         """Where the tensors are; None without any."""
-        tensors = (getattr(self, name) for name in TENSOR_FIELDS)
-        return next((tensor.device for tensor in tensors if tensor is not None), None)
+        for name in TENSOR_FIELDS:
+            tensor = getattr(self, name)
+            if tensor is not None:
+                return tensor.device
+        return None
 
 
 # --- tracers --------------------------------------------------------------------------------------
@@ -226,7 +229,7 @@ def _activation_in_operators(name, x, *, out_dtype=None, **params):
 
 def _scaled_activation_in_operators(name, x, scales, *, glu_interleave_size=0, out_dtype=None, **params):
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    y = _activation_in_operators(name, _deinterleaved(wide, glu_interleave_size), **params)
+    y = _activation_in_operators(name, deinterleaved(wide, glu_interleave_size), **params)
     return (y * scales.to(wide.dtype).reshape(*x.shape[:-1], 1)).to(out_dtype or x.dtype)
 
 
@@ -504,6 +507,16 @@ def scaled_activation_grad(name, dy, x, scales, *, glu_interleave_size=0, out_dt
     return _run("scaled_activation_grad", x, (name, dy, x, scales), options, dy=dy, scales=scales)
 
 
+def deinterleaved(x, size):
+    """Rows [act 0:size | gate 0:size | act size:2*size | ...] as [act | gate]; `x` itself for size 0."""
+    return x if not size else x.unflatten(-1, (-1, 2, size)).transpose(-3, -2).reshape(x.shape)
+
+
+def interleaved(x, size):
+    """Undo `deinterleaved`."""
+    return x if not size else x.unflatten(-1, (2, -1, size)).transpose(-3, -2).reshape(x.shape)
+
+
 # --- activations in float64 -----------------------------------------------------------------------
 
 
@@ -535,15 +548,15 @@ def _true_activation_grad(name, dy, x, *, out_dtype, dbias, **params):
 
 
 def _true_scaled(name, x, scales, *, glu_interleave_size, out_dtype, **params):
-    forward = _true_forward(bind_activation(name, params), _deinterleaved(x, glu_interleave_size))
+    forward = _true_forward(bind_activation(name, params), deinterleaved(x, glu_interleave_size))
     return forward * scales.reshape(*x.shape[:-1], 1)
 
 
 def _true_scaled_grad(name, dy, x, scales, *, glu_interleave_size, out_dtype, **params):
-    bound, halves = bind_activation(name, params), _deinterleaved(x, glu_interleave_size)
+    bound, halves = bind_activation(name, params), deinterleaved(x, glu_interleave_size)
     dx = _true_backward(bound, dy * scales.reshape(*x.shape[:-1], 1), halves)
     dscales = (dy * _true_forward(bound, halves)).sum(-1).reshape(scales.shape)
-    return _interleaved(dx, glu_interleave_size), dscales
+    return interleaved(dx, glu_interleave_size), dscales
 
 
 #: Method -> the function of the same arguments for `backend("float64")` on float64 tensors.
@@ -553,16 +566,6 @@ _TRUE = {
     "scaled_activation": _true_scaled,
     "scaled_activation_grad": _true_scaled_grad,
 }
-
-
-def _deinterleaved(x, g):
-    """Rows [act 0:g | gate 0:g | act g:2g | ...] as [act | gate]."""
-    return x if not g else x.unflatten(-1, (-1, 2, g)).transpose(-3, -2).reshape(x.shape)
-
-
-def _interleaved(x, g):
-    """Undo `_deinterleaved`."""
-    return x if not g else x.unflatten(-1, (2, -1, g)).transpose(-3, -2).reshape(x.shape)
 
 
 # --- quantization ---------------------------------------------------------------------------------

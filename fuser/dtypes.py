@@ -10,6 +10,7 @@
 # ruff: noqa: N815  (the names are TE's)
 
 from enum import IntEnum
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -51,14 +52,14 @@ class DType(IntEnum):
             raise TypeError(f"dtype must be a DType, a torch dtype or a refops format that TE has; got {shown(value)}")
         return found
 
-    @property
+    @cached_property
     def torch(self) -> torch.dtype:
         """The torch dtype; for kFloat4E2M1 the packed one, two elements a byte. ValueError where torch has none yet."""
         if self not in _TORCH:
             raise ValueError(f"torch {torch.__version__} has no dtype for {self.name}")
         return _TORCH[self]
 
-    @property
+    @cached_property
     def format(self) -> Any:
         """The `refops` format of an 8- or 4-bit float; ValueError for other types."""
         if self not in _FORMATS:

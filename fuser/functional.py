@@ -44,6 +44,8 @@ from refops.activations import ACTIVATIONS
 from refops.arguments import say_who, shown
 from refops.ops import SCALED_ACTIVATIONS
 
+_GATED = frozenset(name for name, row in ACTIVATIONS.items() if row.gated)
+
 # --- checks, in the words of the arguments here -----------------------------------------------------
 
 
@@ -56,7 +58,7 @@ def _require_input(tensor, name):
 
 def _output_shape(name, x, argument):
     """Shape of an activation's output."""
-    if not ACTIVATIONS[name].gated:
+    if name not in _GATED:
         return x.shape
     if x.shape[-1] % 2:
         raise ValueError(
@@ -269,7 +271,7 @@ def _check_scaled(name, x, act_scales, argument):
     if not isinstance(name, str) or name not in SCALED_ACTIVATIONS:
         raise ValueError(f"name must be one of {', '.join(SCALED_ACTIVATIONS)}; got {shown(name)}")
     _require_input(x, argument)
-    if ACTIVATIONS[name].gated and x.shape[-1] % 2:
+    if name in _GATED and x.shape[-1] % 2:
         raise ValueError(
             f"scaled activation input width is not compatible with activation: {argument} has shape {tuple(x.shape)}, "
             f"and {name} needs an even last dimension"

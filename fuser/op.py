@@ -192,14 +192,10 @@ class BasicOperation(FusibleOperation, metaclass=abc.ABCMeta):
         return None if self._quantizers is None else self._quantizers[mode][index]
 
     def get_input_quantizer(self) -> Any:
-        if self._quantizers is None:
-            return None
-        return self.get_quantizer("forward", 0) if self.num_quantizers("forward") > 0 else None
+        return self.get_quantizer("forward", 0) if self._quantizers and self._quantizers["forward"] else None
 
     def get_grad_output_quantizer(self) -> Any:
-        if self._quantizers is None:
-            return None
-        return self.get_quantizer("backward", 0) if self.num_quantizers("backward") > 0 else None
+        return self.get_quantizer("backward", 0) if self._quantizers and self._quantizers["backward"] else None
 
     def reset_recipe_state(self, *, recipe: Any) -> None:
         """Make the quantizers follow `recipe` (None: no quantizers).

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fuser.channels import Slot
-from fuser.common import is_quantized_tensor
 from fuser.dispatch import backend, current_backend
 from fuser.op import BasicOperation, FusibleOperation, OperationContext
 from fuser.quantization.quantizer import Quantizer
 from fuser.quantization.saving import prepare_for_saving, restore_from_saved
 from fuser.quantization.state import FP8GlobalStateManager
+from fuser.quantization.storage import QuantizedTensorStorage
 from fuser.tracing import exporting
 
 if TYPE_CHECKING:
@@ -65,7 +65,12 @@ def overlap(tensor: Any, others: Iterable[Any]) -> bool:
 
 def _memory_span(tensor: Any) -> tuple[int, int] | None:
     """First address and end of a plain tensor's elements; None if there are none."""
-    if not isinstance(tensor, torch.Tensor) or is_quantized_tensor(tensor) or tensor.is_meta or not tensor.numel():
+    if (
+        not isinstance(tensor, torch.Tensor)
+        or isinstance(tensor, QuantizedTensorStorage)
+        or tensor.is_meta
+        or not tensor.numel()
+    ):
         return None
     if exporting():  # there is no memory
         return None
@@ -153,7 +158,8 @@ def run_forward(
     basic_ops, routes = fuser._basic_ops, fuser._routes
     first_requiring_backward = fuser.first_op_requiring_backward
     contexts = [OperationContext(requires_grad=i >= first_requiring_backward) for i in range(len(basic_ops))]
-    all_extra_inputs: Any = routes.place_external_inputs(extra_inputs)
+    takes_extra_inputs = any(routes.input_sources)
+    all_extra_inputs: Any = routes.place_external_inputs(extra_inputs) if takes_extra_inputs else [()] * len(basic_ops)
     all_extra_outputs: list[Sequence[Any]] = [()] * len(basic_ops)
 
     x = input_
@@ -184,7 +190,7 @@ def run_forward(
         if type(result) is not tuple or len(result) != 2 or type(result[1]) is not list:
             _check_results(op, "fuser_forward", result, _FORWARD_RESULTS)
         x, extra_outputs = result
-        if not _is_tensor(x):
+        if not isinstance(x, _TENSORS):
             raise _wrong_output(op, "its output", x)
         if extra_outputs != _NO_EXTRA_OUTPUTS or first != last or routes.output_consumers[first]:
             extra_outputs = _as_lists(op, "extra outputs", extra_outputs)
@@ -201,9 +207,11 @@ def run_forward(
                 contexts[i].to_save = None  # there is no backward to keep it for
 
     public = [all_extra_outputs[i][slot] for i, slot in routes.public_outputs]
-    if any(type(y) is torch.Tensor and y._is_view() for y in (x, *public)):
-        given = [input_, *callers, *extra_inputs, *tensors_in(basic_op_kwargs)]
-        x, *public = (_without_view(y, given) for y in (x, *public))
+    for y in (x, *public):
+        if type(y) is torch.Tensor and y._is_view():
+            given = [input_, *callers, *extra_inputs, *tensors_in(basic_op_kwargs)]
+            x, *public = [_without_view(one, given) for one in (x, *public)]
+            break
     # Autograd needs an object of its own for each output.
     for i, tensor in enumerate(public):
         if is_callers(tensor, (x, *public[:i])):
@@ -224,15 +232,12 @@ def _say_where(error: Exception, direction: str, op: FusibleOperation, indices: 
             error.add_note(note)  # type: ignore[attr-defined]
 
 
+_TENSORS = (torch.Tensor, QuantizedTensorStorage)
 _NO_EXTRA_OUTPUTS = [()]
 _FORWARD_RESULTS = "(output, extra outputs of each basic operation)"
 _BACKWARD_RESULTS = (
     "(input gradient, parameter gradients of each basic operation, extra input gradients of each basic operation)"
 )
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) or is_quantized_tensor(value)
 
 
 def _wrong_output(op: FusibleOperation, what: str, value: Any) -> RuntimeError:
@@ -313,7 +318,7 @@ def _check_extra_outputs(
         if len(outputs) != expected:
             raise RuntimeError(f"Expected op {i} to generate {expected} extra outputs, but got {len(outputs)}")
         for slot, output in enumerate(outputs):
-            if _is_tensor(output):
+            if isinstance(output, _TENSORS):
                 continue
             if output is not None:
                 raise _wrong_output(op, f"extra output {slot} of op {i}", output)
@@ -414,7 +419,9 @@ def run_backward(
             raise
         _check_results(op, "fuser_backward", result, _BACKWARD_RESULTS)
         dx, *groups = result
-        if not _is_tensor(dx) and (dx is not None or any(context.requires_grad for context in contexts[: indices[0]])):
+        if not isinstance(dx, _TENSORS) and (
+            dx is not None or any(context.requires_grad for context in contexts[: indices[0]])
+        ):
             raise _wrong_output(op, "the gradient of its input", dx)
         for what, group in zip(("parameter gradients", "extra input gradients"), groups, strict=True):
             if len(group) != len(indices):

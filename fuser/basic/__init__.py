@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from fuser.basic.activation import PLAIN, _ActivationOperation
+from fuser.basic.activation import INTERLEAVED, PLAIN, SCALED, _ActivationOperation
 from fuser.basic.add_extra_input import AddExtraInput
 from fuser.basic.all_gather import AllGather
 from fuser.basic.all_reduce import AllReduce
@@ -19,7 +19,6 @@ from fuser.basic.quantize import Quantize
 from fuser.basic.reduce_scatter import ReduceScatter
 from fuser.basic.reshape import Reshape
 from fuser.basic.rms_norm import RMSNorm
-from fuser.basic.swiglu import INTERLEAVED, SCALED
 from fuser.common import publish
 
 #: Name -> class of every activation, plain and with a scale for each row: see `refops.activations`.

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from fuser.common import is_quantized_tensor
 from fuser.op import BasicOperation, OperationContext
 from fuser.quantization.state import FP8GlobalStateManager
+from fuser.quantization.storage import QuantizedTensorStorage
 
 
 class Quantize(BasicOperation):
@@ -30,12 +30,13 @@ class Quantize(BasicOperation):
         prev_op_grad_output_quantizer: Any,
         next_op_input_quantizer: Any,
     ) -> Any:
-        enabled = FP8GlobalStateManager.is_fp8_enabled()
-        override = FP8GlobalStateManager.get_fp8_recipe().backward_override if enabled else None
+        state = FP8GlobalStateManager.quantization_state
+        enabled = state.fp8_enabled
+        override = state.fp8_recipe.backward_override if enabled else None
         # Not asked for in backward: by then the operation may have run under another recipe, or none
         quantizes_backward = enabled and self._quantize_backward and override is None
         ctx.grad_output_quantizer = self.get_quantizer("backward", 0) if quantizes_backward else None
-        if enabled and self._quantize_forward and not is_quantized_tensor(input_):
+        if enabled and self._quantize_forward and not isinstance(input_, QuantizedTensorStorage):
             return self.get_quantizer("forward", 0)(input_)
         return input_
 
@@ -44,6 +45,6 @@ class Quantize(BasicOperation):
         return None if FP8GlobalStateManager.is_fp8_enabled() else input_
 
     def op_backward(self, ctx: OperationContext, grad_output: Any) -> tuple[Any, tuple[()]]:
-        if ctx.grad_output_quantizer is not None and not is_quantized_tensor(grad_output):
+        if ctx.grad_output_quantizer is not None and not isinstance(grad_output, QuantizedTensorStorage):
             grad_output = ctx.grad_output_quantizer(grad_output)
         return grad_output, ()

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from fuser.basic.activation import _ScaledActivation, _ScaledGLU
 from fuser.basic.grouped_linear import (
     GRAD_INPUT_BUFFER_KEY,
     OUTPUT_BUFFER_KEY,
@@ -17,7 +18,6 @@ from fuser.basic.grouped_linear import (
     GroupedForward,
     GroupedLinear,
 )
-from fuser.basic.swiglu import _ScaledActivation, _ScaledGLU
 from fuser.common import maybe_dequantize, reject_forward_kwargs
 from fuser.fused_pattern import WindowFusion
 from fuser.op import FusedOperation, OperationContext

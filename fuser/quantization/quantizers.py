@@ -15,6 +15,7 @@ refuses it. Results are bit for bit those of `refops.quantize` with `quantizer.s
 
 import contextlib
 import functools
+import math
 import os
 import threading
 import warnings
@@ -112,8 +113,7 @@ def _divides(shape, multiple):
 
 
 def _require_divisible(shape, multiple, name):
-    m, k = matrix_shape(shape)
-    if m % multiple or k % multiple:
+    if math.prod(shape[:-1]) % multiple or math.prod(shape[-1:]) % multiple:
         raise ValueError(
             f"{name} needs M % {multiple} == 0 and K % {multiple} == 0 (K the last dimension, M the product of the "
             f"others); got a tensor of shape {tuple(shape)}"

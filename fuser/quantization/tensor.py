@@ -117,7 +117,10 @@ class QuantizedTensor(WrapperTensor):
 
         That is `shape` and `dtype`, then by name what the storage's takes (`from_te`).
         """
-        buffers, quantizer = _given(cls, args, fields)
+        if len(args) == 1 and isinstance(args[0], cls.buffers_class) and fields.keys() <= {"quantizer"}:
+            buffers, quantizer = args[0], fields.get("quantizer")
+        else:
+            buffers, quantizer = _given(cls, args, fields)
         shape = tuple(buffers.shape)
         self = torch.Tensor._make_wrapper_subclass(
             cls,

@@ -20,7 +20,7 @@ from one_rounding import (
 
 import refops
 from fuser import functional, ops
-from fuser.basic import activation, swiglu
+from fuser.basic import activation
 from fuser.basic.quantize import Quantize
 from fuser.common import publish
 from fuser.dispatch import backend
@@ -40,12 +40,12 @@ from tiers import sampled
 ALL = {row.op: (getattr(ops, row.op), row.name, {}) for row in refops.ACTIVATIONS.values()}
 ALL |= {
     "SiTUGLU(1.5, 2.5)": (
-        lambda **kw: swiglu.SiTUGLU(beta1=1.5, beta2=2.5, **kw),
+        lambda **kw: activation.SiTUGLU(beta1=1.5, beta2=2.5, **kw),
         "situglu",
         {"beta1": 1.5, "beta2": 2.5},
     ),
     "ClampedSwiGLU(0.75)": (
-        lambda **kw: swiglu.ClampedSwiGLU(limit=0.75, alpha=1.3, glu_linear_offset=0.25, **kw),
+        lambda **kw: activation.ClampedSwiGLU(limit=0.75, alpha=1.3, glu_linear_offset=0.25, **kw),
         "clamped_swiglu",
         {"limit": 0.75, "alpha": 1.3, "glu_linear_offset": 0.25},
     ),
@@ -266,7 +266,7 @@ def test_quantized_output_and_gradient_follow_te(name, quantizer):
 
 def test_parameters_reach_the_quantizing_kernel():
     x = _random((32, 128), torch.float32, 4)
-    op = swiglu.ClampedSwiGLU(limit=0.75, alpha=1.3, glu_linear_offset=0.25)
+    op = activation.ClampedSwiGLU(limit=0.75, alpha=1.3, glu_linear_offset=0.25)
     y, _ = call_forward(op, x, next_quantizer=new_quantizer("mxfp8"))
     parameters = {"limit": 0.75, "alpha": 1.3, "glu_linear_offset": 0.25}
     assert_same_quantized(y, functional.clamped_swiglu(x, new_quantizer("mxfp8"), **parameters))
@@ -359,7 +359,7 @@ def test_interleaved_rows(name, cache, size):
 
 def test_interleaved_output_is_quantized_and_its_gradient_is_not():
     x = _random((32, 128), torch.bfloat16)
-    op = swiglu.SwiGLU(glu_interleave_size=16)
+    op = activation.SwiGLU(glu_interleave_size=16)
     shuffled = _interleave_by_columns(x, 16)
     y, ctx = call_forward(
         op, shuffled, next_quantizer=new_quantizer("mxfp8"), previous_quantizer=new_quantizer("mxfp8")
@@ -376,13 +376,13 @@ def test_interleave_size_that_does_not_divide(size, width):
     with pytest.raises(
         ValueError, match=rf"^SwiGLU: glu_interleave_size .* got {size!r} and an input of shape \(2, {width}\)"
     ):
-        swiglu.SwiGLU(glu_interleave_size=size)(torch.ones(2, width))
+        activation.SwiGLU(glu_interleave_size=size)(torch.ones(2, width))
 
 
 # --- parameters -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("make", [swiglu.SiTUGLU, swiglu.ScaledSiTUGLU])
+@pytest.mark.parametrize("make", [activation.SiTUGLU, activation.ScaledSiTUGLU])
 @pytest.mark.parametrize("name", ["beta1", "beta2"])
 @pytest.mark.parametrize("value", [0.0, -1.0, math.inf, math.nan])
 def test_invalid_betas(make, name, value):
@@ -397,7 +397,7 @@ def test_clamp_edges_are_inclusive():
     a = torch.tensor([inside, outside, -5.0, 0.5, 0.5, 0.5, 0.5])
     b = torch.tensor([0.5, 0.5, 0.5, inside, -inside, outside, -outside])
     x = torch.cat([a, b]).requires_grad_()
-    swiglu.ClampedSwiGLU(limit=limit)(x).sum().backward()
+    activation.ClampedSwiGLU(limit=limit)(x).sum().backward()
     d_act, d_gate = x.grad.chunk(2)
     assert (d_act != 0).tolist() == [True, False, True, True, True, True, True]  # from above only
     assert (d_gate != 0).tolist() == [True, True, True, True, True, False, False]
@@ -406,18 +406,18 @@ def test_clamp_edges_are_inclusive():
 # --- scaled by rows ---------------------------------------------------------------------------------
 
 SCALED = {
-    "ScaledSwiGLU": (swiglu.ScaledSwiGLU, "SwiGLU"),
-    "ScaledSiTUGLU": (swiglu.ScaledSiTUGLU, "SiTUGLU"),
+    "ScaledSwiGLU": (activation.ScaledSwiGLU, "SwiGLU"),
+    "ScaledSiTUGLU": (activation.ScaledSiTUGLU, "SiTUGLU"),
     "ScaledSiTUGLU(1.5, 2.5)": (
-        lambda *a, **kw: swiglu.ScaledSiTUGLU(*a, beta1=1.5, beta2=2.5, **kw),
+        lambda *a, **kw: activation.ScaledSiTUGLU(*a, beta1=1.5, beta2=2.5, **kw),
         "SiTUGLU(1.5, 2.5)",
     ),
-    "ScaledClampedQGeGLU": (swiglu.ScaledClampedQGeGLU, "ClampedSwiGLU"),
+    "ScaledClampedQGeGLU": (activation.ScaledClampedQGeGLU, "ClampedSwiGLU"),
     "ScaledClampedQGeGLU(0.75)": (
-        lambda *a, **kw: swiglu.ScaledClampedQGeGLU(*a, limit=0.75, alpha=1.3, glu_linear_offset=0.25, **kw),
+        lambda *a, **kw: activation.ScaledClampedQGeGLU(*a, limit=0.75, alpha=1.3, glu_linear_offset=0.25, **kw),
         "ClampedSwiGLU(0.75)",
     ),
-    "ScaledSReLU": (swiglu.ScaledSReLU, "SReLU"),
+    "ScaledSReLU": (activation.ScaledSReLU, "SReLU"),
 }
 SCALED_GLUS = [name for name in SCALED if name != "ScaledSReLU"]
 
@@ -519,7 +519,7 @@ def test_scaled_glus_refuse_recomputation(name):
 
 
 def test_scaled_srelu_with_recomputation_runs_only_fused():
-    op = swiglu.ScaledSReLU(activation_recompute_in_mlp=True)
+    op = activation.ScaledSReLU(activation_recompute_in_mlp=True)
     with pytest.raises(RuntimeError, match="requires the fused grouped MLP path"):
         op(torch.ones(2, 8), torch.ones(2))
     with pytest.raises(RuntimeError, match="requires the fused grouped MLP path"):
@@ -528,7 +528,7 @@ def test_scaled_srelu_with_recomputation_runs_only_fused():
 
 def test_scaled_empty_rows():
     x, scales = torch.empty(0, 64, requires_grad=True), torch.empty(0, requires_grad=True)
-    y = swiglu.ScaledSwiGLU()(x, scales)
+    y = activation.ScaledSwiGLU()(x, scales)
     assert y.shape == (0, 32)
     y.sum().backward()
     assert x.grad.shape == (0, 64)

@@ -313,6 +313,19 @@ class TestFusingAnew:
             assert len(count) == fusings
             assert model[0].get_quantizer("forward", 0).with_rht != disable
 
+    def test_quantizer_that_an_operation_chooses(self):
+        """What an operation returns from `get_quantizer` is what its neighbours ask for."""
+
+        class Chosen(ops.Quantize):
+            def get_quantizer(self, mode, index):
+                return fuser.Float8BlockQuantizer(fuser.DType.kFloat8E4M3)
+
+        op = Chosen()
+        model = ops.Sequential(ops.GELU(), op)
+        with fuser.autocast(recipe=recipe.MXFP8BlockScaling()):
+            assert type(model(torch.ones(32, 32))) is fuser.Float8BlockwiseQTensor
+        assert model[0].get_input_quantizer() is None and type(op.get_input_quantizer()) is fuser.Float8BlockQuantizer
+
     def test_history_length_keeps_scales_updating(self):
         model = ops.Sequential(ops.Quantize())
         for length, value in ((4, 1.0), (2, 2.0), (8, 3.0)):

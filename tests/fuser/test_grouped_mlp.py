@@ -9,8 +9,8 @@ from one_rounding import same_bits
 
 import fuser
 import fuser.ops as te_ops
+from fuser.basic.activation import SCALED, _ScaledGLU
 from fuser.basic.grouped_linear import GRAD_INPUT_BUFFER_KEY, OUTPUT_BUFFER_KEY
-from fuser.basic.swiglu import SCALED, _ScaledGLU
 from fuser.fused import GroupedMLP, GroupedMLP_CuTeGEMMGLU, GroupedMLP_CuTeGEMMUnary
 from fuser.quantization import FP8GlobalStateManager, autocast, quantized_model_init
 from fuser.recipe import DelayedScaling, Format, MXFP8BlockScaling, NVFP4BlockScaling
