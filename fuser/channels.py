@@ -1,6 +1,6 @@
 """Named extra-tensor channels: where each operation's extra inputs come from and where its extra outputs go.
 
-Behaviour: TE's ops/fuser.py, constructor of `OperationFuser`.
+Behaviour: TE's ops/op.py, and ops/fuser.py, constructor of `OperationFuser`.
 """
 
 from __future__ import annotations
@@ -9,9 +9,70 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fuser.op import BasicOperation
+from fuser.fusible import FusibleOperation
+from refops.arguments import shown
 
 Slot = tuple[int, int]  # (basic operation, which of its extra tensors)
+
+
+class ChanneledOperation(FusibleOperation):
+    """A basic operation as far as extra tensors go: how many it has, and the channels that connect them.
+
+    `num_extra_inputs`, `num_extra_outputs` are set on the class or before `__init__`.
+    """
+
+    num_extra_inputs: int = 0
+    num_extra_outputs: int = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._extra_input_channels: list[str | None] = [None] * self.num_extra_inputs
+        self._extra_output_channels: list[str | None] = [None] * self.num_extra_outputs
+        self._extra_output_to_caller: list[bool] = [True] * self.num_extra_outputs
+        self._extra_tensor_channels_locked = False
+
+    @property
+    def is_fused_op(self) -> bool:
+        return False
+
+    def set_extra_input_channel(self, index: int, channel: str | None) -> ChanneledOperation:
+        """Take extra input `index` from the extra output that an earlier operation sends to `channel`. Returns self.
+
+        `None`: from the caller again. `IndexError`, `ValueError`, or `RuntimeError` once a fuser has captured the
+        routing.
+        """
+        self._check_channel("input", index, len(self._extra_input_channels), channel)
+        self._check_channels_unlocked()
+        self._extra_input_channels[index] = channel
+        return self
+
+    def set_extra_output_channel(
+        self, index: int, channel: str | None, *, output_to_caller: bool = True
+    ) -> ChanneledOperation:
+        """Send extra output `index` to `channel`, and to the caller if `output_to_caller`. Returns self."""
+        self._check_channel("output", index, len(self._extra_output_channels), channel)
+        if not isinstance(output_to_caller, bool):
+            raise TypeError(f"output_to_caller must be a bool (got {shown(output_to_caller)})")
+        self._check_channels_unlocked()
+        self._extra_output_channels[index] = channel
+        self._extra_output_to_caller[index] = output_to_caller or channel is None
+        return self
+
+    def _check_channel(self, direction: str, index: int, count: int, channel: Any) -> None:
+        if not 0 <= index < count:
+            raise IndexError(
+                f"Extra {direction} index {index} is out of range: "
+                f"{self.__class__.__name__} has {count} extra {direction}s"
+            )
+        if channel is not None and not (isinstance(channel, str) and channel):
+            raise ValueError(f"Extra tensor channel must be None or a non-empty string (got {shown(channel)})")
+
+    def _check_channels_unlocked(self) -> None:
+        if self._extra_tensor_channels_locked:
+            raise RuntimeError(
+                f"Can't change extra tensor channels of {self.__class__.__name__}: "
+                "an operation fuser has already captured its channel routing"
+            )
 
 
 @dataclass
@@ -24,7 +85,7 @@ class Routes:
     public_outputs: list[Slot]
 
     @classmethod
-    def of(cls, basic_ops: Sequence[BasicOperation]) -> Routes:
+    def of(cls, basic_ops: Sequence[ChanneledOperation]) -> Routes:
         """Resolve the channel names. `ValueError` for a channel with several producers, none, or a later one."""
         producers: dict[str, Slot] = {}
         for i, op in enumerate(basic_ops):

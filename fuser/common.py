@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from fuser.quantization.quantizers import CONCRETE
 from fuser.quantization.storage import QuantizedTensorStorage
 
 SUPPORTED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -79,9 +80,7 @@ def maybe_autocast_dtype(*, device_type: str = "cuda", default_dtype: torch.dtyp
 
 def get_fused_normalization_quantizer(quantizer: Any) -> Any:
     """`quantizer` if a normalization can emit its data directly (one of the concrete classes here), else None."""
-    from fuser.quantization import quantizers
-
-    return quantizer if isinstance(quantizer, quantizers.CONCRETE) else None
+    return quantizer if isinstance(quantizer, CONCRETE) else None
 
 
 def validate_or_alloc_output(

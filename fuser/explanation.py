@@ -21,7 +21,7 @@ from fuser.common import is_quantized_tensor
 from fuser.fused_pattern import Candidate
 from fuser.fuser import OperationFuser, fusion_steps
 from fuser.op import BasicOperation, FusedOperation, FusibleOperation
-from fuser.passes import ForwardStep, forward_observers
+from fuser.pipeline import ForwardStep, forward_observers
 from fuser.quantization.contexts import autocast
 from fuser.quantization.grouped import GroupedTensorStorage
 from fuser.quantization.hybrid import HybridBuffers

@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+from fuser import recipe as recipes
+
 UNSAFE_PICKLE_EXTRA_STATE_ENV = "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "U8": torch.uint8, "I64": torch.int64}
@@ -166,14 +168,12 @@ def recipe_from_json(entry: Mapping[str, Any], present: Any = None) -> Any:
     `present`: the recipe in use where the state goes. Functions are taken from it, as names in a file are never looked
     up; without one the default takes their place (see `differences`).
     """
-    from fuser import recipe
-
     try:
         name, given = entry["class"], dict(entry["fields"])
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise RuntimeError(f"Extra state has no readable recipe: {entry!r}") from error
-    kind = getattr(recipe, str(name), None)
-    if not (isinstance(kind, type) and issubclass(kind, recipe.Recipe)):
+    kind = getattr(recipes, str(name), None)
+    if not (isinstance(kind, type) and issubclass(kind, recipes.Recipe)):
         raise RuntimeError(f"Extra state names the recipe {name!r}, which fuser.recipe does not have")
     known: dict[str, Any] = {}
     if dataclasses.is_dataclass(kind):
@@ -188,8 +188,8 @@ def recipe_from_json(entry: Mapping[str, Any], present: Any = None) -> Any:
                 if callable(own):
                     fields[field] = own
             else:
-                is_format = isinstance(getattr(kind, field, known[field].default), recipe.Format)
-                fields[field] = recipe.Format[value] if is_format else value
+                is_format = isinstance(getattr(kind, field, known[field].default), recipes.Format)
+                fields[field] = recipes.Format[value] if is_format else value
         return kind(**fields)
     except (KeyError, TypeError, ValueError, AssertionError) as error:  # an unknown format, the recipe's own checks
         raise RuntimeError(f"Extra state has values that the recipe {name} refuses: {error!r}") from error
@@ -209,10 +209,8 @@ def differences(entry: Mapping[str, Any], recipe: Any) -> list[str]:
 
 def _library_class(kind: type) -> type:
     """`kind`, or the nearest of its bases, as `fuser.recipe` has it; `TypeError` if there is none."""
-    from fuser import recipe
-
     for base in kind.__mro__:
-        if dataclasses.is_dataclass(base) and vars(recipe).get(base.__name__) is base:
+        if dataclasses.is_dataclass(base) and vars(recipes).get(base.__name__) is base:
             return base
     raise TypeError(f"{kind.__name__} can't be stored in a checkpoint: it derives from no recipe of fuser.recipe")
 

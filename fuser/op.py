@@ -1,181 +1,50 @@
-"""The base classes of operations: what an operation is, before anything is fused.
+"""The base classes of operations: what an operation is, and how one runs by itself.
 
 `BasicOperation`: one step of a model with a hand-written backward, e.g. a bias. `FusedOperation`: several basic
-operations computed at once. `OperationContext`: what a basic operation keeps from forward to backward. `fuser.fuser`
-runs them. Behaviour: TE's ops/op.py (names, errors, recipe state), except: extra state is tensors and JSON instead of a
-pickle, a recipe whose values change rebuilds the quantizers without losing amax histories, running once without a
-recipe does not lose them either, and an operation without parameters may return the bare gradient from `op_backward`.
+operations computed at once. What a fuser knows of both is in `fuser.fusible` and `fuser.channels`. Behaviour: TE's
+ops/op.py (names, errors, recipe state), except: extra state is tensors and JSON instead of a pickle, a recipe whose
+values change rebuilds the quantizers without losing amax histories, running once without a recipe does not lose them
+either, and an operation without parameters may return the bare gradient from `op_backward`.
 """
 
 from __future__ import annotations
 
 import abc
 import warnings
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 
 from fuser import extra_state
+from fuser.channels import ChanneledOperation
 from fuser.common import devices_match
+from fuser.fuser import run_alone
+from fuser.fusible import FusibleOperation, OperationContext
+from fuser.quantization.contexts import autocast
 from fuser.quantization.state import FP8GlobalStateManager, RecipeState
 from fuser.quantization.storage import QuantizedTensorStorage
-from fuser.quantization.tensor import KeepsQuantizedParameters, WrapperTensor
-from fuser.tracing import NotScriptable
-from refops.arguments import shown
+from fuser.quantization.tensor import WrapperTensor
+
+__all__ = ["BasicOperation", "ExtraTensorOperation", "FusedOperation", "FusibleOperation", "OperationContext"]
 
 _BUFFER_POSITION = "buffer_index_and_autocast_key"
 _META_KEYS = {"forward": "scaling_fwd", "backward": "scaling_bwd"}
 
 
-@dataclass
-class OperationContext:
-    """What one basic operation keeps from one forward call to its backward. Operations may set further attributes.
-
-    `saved_tensors`: in backward, the tensors given to `save_for_backward`. `requires_grad`: whether the operation takes
-    part in backward, set before its forward.
-    """
-
-    saved_tensors: Any = None
-    to_save: tuple[Any, ...] | None = None
-    _saved_tensors_range: tuple[int, int] | None = None
-    requires_grad: bool = True
-
-    def save_for_backward(self, *tensors: Any) -> None:
-        """Keep tensors (or quantized storages, or None) for backward. A second call replaces the first."""
-        self.to_save = tensors
-
-    if TYPE_CHECKING:  # the attributes that operations set
-
-        def __getattr__(self, name: str) -> Any: ...
-
-        def __setattr__(self, name: str, value: Any) -> None: ...
-
-
-class FusibleOperation(KeepsQuantizedParameters, NotScriptable, torch.nn.Module, metaclass=abc.ABCMeta):
-    """A step that an `OperationFuser` can run: a basic operation or a fused one."""
-
-    # What some operations have, which a module's `__getattr__` would hide from a type checker
-    basic_ops: Any  # of a fused one, a ModuleList of operations
-    passed_through: Callable[[torch.Tensor], torch.Tensor | None]
-    fuse_forward_ops: ClassVar[Callable[..., list[Any]]]
-    fuse_backward_ops: ClassVar[Callable[..., list[Any]]]
-    fuse_forward_backward_ops: ClassVar[Callable[..., list[Any]]]
-
-    @property
-    @abc.abstractmethod
-    def is_fused_op(self) -> bool:
-        """Whether it stands for several basic operations."""
-
-    def pre_first_fuser_forward(self) -> None:
-        """Called once before the first forward of a fuser, e.g. to materialize deferred parameters."""
-
-    def pre_fuser_forward(self, *, requires_grad: bool) -> None:
-        """Called before every forward of a fuser, e.g. to set what the quantizers must produce."""
-
-    def get_input_quantizer(self) -> Any:
-        """The quantizer whose format this operation wants its input in, or None."""
-        return None
-
-    def get_grad_output_quantizer(self) -> Any:
-        """The quantizer whose format this operation wants its output gradient in, or None."""
-        return None
-
-    def fuser_forward(
-        self,
-        basic_op_ctxs: list[OperationContext],
-        input_: Any,
-        *,
-        basic_op_extra_inputs: list[tuple[torch.Tensor, ...]],
-        prev_op_grad_output_quantizer: Any,
-        next_op_input_quantizer: Any,
-        basic_op_kwargs: list[dict[str, Any]],
-    ) -> tuple[Any, Iterable[Iterable[torch.Tensor]]]:
-        """Forward. Lists have one entry per basic operation.
-
-        `prev_op_grad_output_quantizer`: format that the previous operation wants this one's input gradient in.
-        `next_op_input_quantizer`: format that the next operation wants this one's output in.
-        Returns the output and the extra outputs of each basic operation.
-        """
-        raise NotImplementedError(f"Forward pass is not implemented for operation ({self.__class__.__name__})")
-
-    def fuser_backward(
-        self,
-        basic_op_ctxs: list[OperationContext],
-        grad_output: Any,
-        *,
-        basic_op_grad_extra_outputs: list[tuple[torch.Tensor | None, ...]],
-    ) -> tuple[Any, Iterable[Iterable[torch.Tensor | None]], Iterable[Iterable[torch.Tensor | None]]]:
-        """Backward. Returns the gradients of the input and, per basic operation, of parameters and extra inputs."""
-        raise NotImplementedError(f"Backward pass is not implemented for operation ({self.__class__.__name__})")
-
-
-class BasicOperation(FusibleOperation, metaclass=abc.ABCMeta):
+class BasicOperation(ChanneledOperation, metaclass=abc.ABCMeta):
     """A single step with its own parameters, quantizers and backward.
 
     A subclass gives `op_forward` and `op_backward`; with extra inputs or outputs (`num_extra_inputs`,
     `num_extra_outputs`, set on the class or before `__init__`) it gives `fuser_forward` and `fuser_backward` instead.
     """
 
-    num_extra_inputs: int = 0
-    num_extra_outputs: int = 0
-
     def __init__(self) -> None:
         super().__init__()
-        self._extra_input_channels: list[str | None] = [None] * self.num_extra_inputs
-        self._extra_output_channels: list[str | None] = [None] * self.num_extra_outputs
-        self._extra_output_to_caller: list[bool] = [True] * self.num_extra_outputs
-        self._extra_tensor_channels_locked = False
         self._fp8_metas: dict[str, dict[str, Any] | None] | None = None
         self._quantizers: dict[str, list[Any]] | None = None
         self._suspended_recipe_state: tuple[Any, Any] | None = None
         self._recipe_key: tuple[str, Any] | None = None  # what the quantizers follow; fusers compare it
-
-    @property
-    def is_fused_op(self) -> bool:
-        return False
-
-    # ------------------------------------------------------------------ named channels of extra tensors
-
-    def set_extra_input_channel(self, index: int, channel: str | None) -> BasicOperation:
-        """Take extra input `index` from the extra output that an earlier operation sends to `channel`. Returns self.
-
-        `None`: from the caller again. `IndexError`, `ValueError`, or `RuntimeError` once a fuser has captured the
-        routing.
-        """
-        self._check_channel("input", index, len(self._extra_input_channels), channel)
-        self._check_channels_unlocked()
-        self._extra_input_channels[index] = channel
-        return self
-
-    def set_extra_output_channel(
-        self, index: int, channel: str | None, *, output_to_caller: bool = True
-    ) -> BasicOperation:
-        """Send extra output `index` to `channel`, and to the caller if `output_to_caller`. Returns self."""
-        self._check_channel("output", index, len(self._extra_output_channels), channel)
-        if not isinstance(output_to_caller, bool):
-            raise TypeError(f"output_to_caller must be a bool (got {shown(output_to_caller)})")
-        self._check_channels_unlocked()
-        self._extra_output_channels[index] = channel
-        self._extra_output_to_caller[index] = output_to_caller or channel is None
-        return self
-
-    def _check_channel(self, direction: str, index: int, count: int, channel: Any) -> None:
-        if not 0 <= index < count:
-            raise IndexError(
-                f"Extra {direction} index {index} is out of range: "
-                f"{self.__class__.__name__} has {count} extra {direction}s"
-            )
-        if channel is not None and not (isinstance(channel, str) and channel):
-            raise ValueError(f"Extra tensor channel must be None or a non-empty string (got {shown(channel)})")
-
-    def _check_channels_unlocked(self) -> None:
-        if self._extra_tensor_channels_locked:
-            raise RuntimeError(
-                f"Can't change extra tensor channels of {self.__class__.__name__}: "
-                "an operation fuser has already captured its channel routing"
-            )
 
     # ------------------------------------------------------------------ quantizers and recipe state
 
@@ -377,8 +246,6 @@ class BasicOperation(FusibleOperation, metaclass=abc.ABCMeta):
 
     def forward(self, input: torch.Tensor, *extra_inputs: torch.Tensor, **kwargs: Any) -> Any:
         """Run this operation by itself. Returns the output, or `(output, *extra_outputs)`."""
-        from fuser.fuser import run_alone
-
         return run_alone(self, input, extra_inputs, [kwargs])
 
     # ------------------------------------------------------------------ checkpoints
@@ -433,8 +300,6 @@ class BasicOperation(FusibleOperation, metaclass=abc.ABCMeta):
         recipe = extra_state.recipe_from_json(saved_recipe, present)
         if meta and meta["recipe_values"] == repr(recipe):
             return
-        from fuser.quantization.contexts import autocast
-
         with torch.no_grad(), autocast(enabled=True, recipe=recipe):
             self.reset_recipe_state(recipe=recipe)
         for difference in extra_state.differences(saved_recipe, recipe):
@@ -545,6 +410,4 @@ class FusedOperation(FusibleOperation):
         basic_op_kwargs: list[dict[str, Any]] | None = None,
     ) -> Any:
         """Run the basic operations by themselves, fused as the registered fusions decide."""
-        from fuser.fuser import run_alone
-
         return run_alone(self, input, extra_inputs, basic_op_kwargs)

@@ -174,8 +174,8 @@ class Sequential(NotScriptable, torch.nn.Module):
 
     def _resolve_op_kwargs(
         self, op_kwargs: Mapping[torch.nn.Module | int, dict[str, Any]]
-    ) -> dict[BasicOperation, dict[str, Any]]:
-        resolved = {}
+    ) -> dict[FusibleOperation, dict[str, Any]]:
+        resolved: dict[FusibleOperation, dict[str, Any]] = {}
         for key, kwargs in op_kwargs.items():
             op = self[key] if isinstance(key, int) else key
             if not isinstance(op, BasicOperation):

@@ -109,6 +109,7 @@ class QuantizedTensor(WrapperTensor):
     keep the data quantized. Gradients are plain tensors of the nominal dtype.
     """
 
+    buffers_class: ClassVar[Any]  # of the storage that a concrete class joins
     #: Of a slice: the tensor that it was taken from, and where it starts. Writes to the slice go there too.
     _slice_of: tuple["QuantizedTensor", int] | None = None
 

@@ -355,7 +355,7 @@ class TestUndisturbed:
         op.set_extra_output_channel(0, "a")
 
     def test_errors_leave_no_observer(self):
-        from fuser import passes as module
+        from fuser import pipeline as module
 
         with pytest.raises(ValueError, match="MXFP8"):
             fuser.explain(ops.Sequential(ops.Quantize()), torch.ones(3, 5), recipe=recipe.MXFP8BlockScaling())
