@@ -4,22 +4,19 @@ It is when `fuser` is imported after torch, and with the first name of `fuser` t
 does not import torch: `fuser.xla` works without.
 """
 
+import importlib
 import sys
 from typing import Any
 
 
 def rebuild_quantized_tensor(*args: Any) -> Any:
     """Make the tensor of a file; the rest of the package is imported when the first one is loaded."""
-    from fuser.quantization.tensor import rebuild
-
-    return rebuild(*args)
+    return importlib.import_module("fuser.quantization.tensor").rebuild(*args)
 
 
 def rebuild_grouped_tensor(*args: Any) -> Any:
     """As `rebuild_quantized_tensor`, of a `GroupedTensor`."""
-    from fuser.quantization.grouped import rebuild
-
-    return rebuild(*args)
+    return importlib.import_module("fuser.quantization.grouped").rebuild(*args)
 
 
 def register() -> None:

@@ -19,7 +19,7 @@ import torch
 from fuser import recipe as recipes
 from fuser.quantization.quantizer import Quantizer, ValueQuantizer
 from fuser.quantization.saving import prepare_for_saving, restore_from_saved
-from fuser.quantization.storage import DIRECTIONS, BufferStorage, resolve_shape
+from fuser.quantization.storage import DIRECTIONS, QUANTIZERS, BufferStorage, resolve_shape
 from fuser.quantization.tensor import QuantizedTensor
 from refops.arguments import shown
 
@@ -321,3 +321,6 @@ class HybridQuantizer(ValueQuantizer):
 
     def _get_compatible_recipe(self):
         return recipes.CustomRecipe
+
+
+QUANTIZERS["HybridQuantizer"] = HybridQuantizer

@@ -16,7 +16,7 @@ import torch
 
 from fuser import recipe as recipes
 from fuser.quantization.quantizer import ValueQuantizer
-from fuser.quantization.storage import DIRECTIONS, BufferStorage, resolve_shape
+from fuser.quantization.storage import DIRECTIONS, QUANTIZERS, BufferStorage, resolve_shape
 from fuser.quantization.tensor import QuantizedTensor
 
 
@@ -170,3 +170,6 @@ class IdentityQuantizer(ValueQuantizer):
 
     def _get_compatible_recipe(self):
         return recipes.CustomRecipe
+
+
+QUANTIZERS["IdentityQuantizer"] = IdentityQuantizer

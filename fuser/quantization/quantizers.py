@@ -33,6 +33,7 @@ from fuser.dtypes import DType
 from fuser.quantization import sharding
 from fuser.quantization.quantizer import Quantizer, ValueQuantizer
 from fuser.quantization.storage import (
+    QUANTIZERS,
     BlockScaledTensorStorage,
     Float8BlockwiseQTensorStorage,
     Float8TensorStorage,
@@ -659,3 +660,4 @@ CONCRETE = (
     NVFP4Quantizer,
     BlockScaledQuantizer,
 )
+QUANTIZERS.update({cls.__name__: cls for cls in CONCRETE})

@@ -24,6 +24,8 @@ from refops.quantization.result import matrix_shape, stored_layout
 from refops.scalings import BlockScaling, CurrentScaling, MXFP8Scaling, NVFP4Scaling
 
 DIRECTIONS = ("rowwise", "columnwise")
+#: Name -> class of this package's quantizers, which enter themselves: what is stored names the one that it needs.
+QUANTIZERS: dict[str, Any] = {}
 
 
 def fields_of(direction: str) -> tuple[str, ...]:
@@ -540,10 +542,8 @@ class Float8TensorStorage(BufferStorage):
         """The quantizer, or one with the scale that the data have now (it isn't saved with delayed scaling)."""
         if self._quantizer is not None:
             return self._quantizer
-        from fuser.quantization.quantizers import Float8Quantizer
-
         amax = torch.zeros(1, dtype=torch.float32, device=self.device)
-        return Float8Quantizer(scale=1 / self._scale_inv, amax=amax, fp8_dtype=self._fp8_dtype)
+        return QUANTIZERS["Float8Quantizer"](scale=1 / self._scale_inv, amax=amax, fp8_dtype=self._fp8_dtype)
 
 
 class MXFP8TensorStorage(BufferStorage):

@@ -24,6 +24,7 @@ from fuser.dtypes import HIGH_PRECISION, DType
 from fuser.quantization import sharding
 from fuser.quantization.quantizer import Quantizer, ValueQuantizer
 from fuser.quantization.storage import (
+    QUANTIZERS,
     BlockScaledTensorStorage,
     BufferStorage,
     Float8BlockwiseQTensorStorage,
@@ -642,7 +643,7 @@ def _scaling_from_plain(plain):
 def _quantizer_as_plain(quantizer):
     """Class and settings; None for delayed scaling (its scale and amax belong to the model's recipe state) and for
     quantizers that are not of this package."""
-    if type(quantizer) not in _quantizer_classes().values() or not isinstance(quantizer, ValueQuantizer):
+    if type(quantizer) not in QUANTIZERS.values() or not isinstance(quantizer, ValueQuantizer):
         return None
     settings = {name: int(v) if isinstance(v, DType) else v for name, v in quantizer.settings().items()}
     if "scaling" in settings:
@@ -664,16 +665,7 @@ def _quantizer_from_plain(plain):
     for name, part in settings.items():
         if isinstance(part, dict):
             settings[name] = _quantizer_from_plain(part)
-    return _quantizer_classes()[settings.pop("class")](**settings)
-
-
-def _quantizer_classes():
-    """name -> class, of this package's own."""
-    from fuser.quantization.hybrid import HybridQuantizer
-    from fuser.quantization.identity import IdentityQuantizer
-    from fuser.quantization.quantizers import CONCRETE
-
-    return {cls.__name__: cls for cls in (*CONCRETE, HybridQuantizer, IdentityQuantizer)}
+    return QUANTIZERS[settings.pop("class")](**settings)
 
 
 def rebuild(name, tensors, scaling, shape, dtype, with_gemm_swizzled_scales, quantizer, requires_grad, is_parameter):
@@ -681,7 +673,7 @@ def rebuild(name, tensors, scaling, shape, dtype, with_gemm_swizzled_scales, qua
     settings: dict[str, Any] = {"shape": tuple(shape), "dtype": dtype}
     if scaling is not None:
         settings |= {"scaling": _scaling_from_plain(scaling), "with_gemm_swizzled_scales": with_gemm_swizzled_scales}
-    made = {cls.tensor_class.__name__: cls.tensor_class for cls in _quantizer_classes().values()}[name]
+    made = {cls.tensor_class.__name__: cls.tensor_class for cls in QUANTIZERS.values()}[name]
     buffers = made.buffers_class(**tensors, **settings)
     tensor = made(buffers, quantizer=_quantizer_from_plain(quantizer), requires_grad=requires_grad)
     return torch.nn.Parameter(tensor, requires_grad=requires_grad) if is_parameter else tensor

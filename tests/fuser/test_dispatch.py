@@ -635,7 +635,7 @@ AGAIN = {
     "dispatch.quantize": (lambda x, g: dispatch.quantize(x, CURRENT), set()),
     "dispatch.quantize and sums": (lambda x, g: dispatch.quantize(x, CURRENT, dbias=True), set()),
     "amax": (lambda x, g: dispatch.amax(x), set()),
-    "dequantize": (lambda x, g: quantized_ones().dequantize(), set()),
+    "dequantize": (lambda x, g: quantized_ones().dequantize(), {"_require_data"}),
 }
 #: Checks whose arguments are not those of the call: what the CPU does, and two tensors that are each checked once.
 OTHER_CHECKS, TWO_TENSORS = {"require_subnormals"}, {"dgelu": {"_require_input"}}
