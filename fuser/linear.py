@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 
-from fuser.basic.all_reduce import AllReduce
 from fuser.basic.basic_linear import BasicLinear
 from fuser.basic.bias import Bias
-from fuser.basic.reduce_scatter import ReduceScatter
+from fuser.basic.collectives import AllReduce, ReduceScatter
 from fuser.op import BasicOperation, FusedOperation
 
 _PARAMETERS = ("weight", "bias")

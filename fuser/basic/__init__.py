@@ -4,10 +4,9 @@ from typing import TYPE_CHECKING
 
 from fuser.basic.activation import INTERLEAVED, PLAIN, SCALED, _ActivationOperation
 from fuser.basic.add_extra_input import AddExtraInput
-from fuser.basic.all_gather import AllGather
-from fuser.basic.all_reduce import AllReduce
 from fuser.basic.basic_linear import BasicLinear
 from fuser.basic.bias import Bias
+from fuser.basic.collectives import AllGather, AllReduce, ReduceScatter
 from fuser.basic.constant_scale import ConstantScale
 from fuser.basic.dropout import Dropout
 from fuser.basic.grouped_linear import GroupedLinear, is_op_fuser_grouped_tensor_path_supported
@@ -16,7 +15,6 @@ from fuser.basic.l2_normalization import L2Normalization
 from fuser.basic.layer_norm import LayerNorm
 from fuser.basic.make_extra_output import MakeExtraOutput
 from fuser.basic.quantize import Quantize
-from fuser.basic.reduce_scatter import ReduceScatter
 from fuser.basic.reshape import Reshape
 from fuser.basic.rms_norm import RMSNorm
 from fuser.common import publish

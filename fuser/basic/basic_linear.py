@@ -119,7 +119,6 @@ class BasicLinear(BasicOperation):
         )
         self._rng_state_tracker_function = rng_state_tracker_function
         self._accumulate_into_main_grad = accumulate_into_main_grad
-        self._userbuffers_options = userbuffers_options
 
         deferred = device is not None and torch.device(device).type == "meta"
         self._with_quantized_weight = FP8GlobalStateManager.with_fp8_parameters()

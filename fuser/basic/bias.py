@@ -29,7 +29,6 @@ class Bias(BasicOperation):
         tensor_parallel_group: torch.distributed.ProcessGroup | None = None,
     ) -> None:
         super().__init__()
-        self._size = size
         group_size = torch.distributed.get_world_size(tensor_parallel_group) if tensor_parallel else 1
         self.tensor_parallel = tensor_parallel and group_size > 1
         self.tensor_parallel_group = tensor_parallel_group if self.tensor_parallel else None

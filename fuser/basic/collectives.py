@@ -1,0 +1,80 @@
+"""Collectives as operations: all-reduce, and along dimension 0 all-gather and reduce-scatter, gradients of each other.
+
+`process_group=None` is the default group. A quantized input is dequantized first: scales may differ between ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+
+from fuser.common import maybe_dequantize
+from fuser.distributed import (
+    all_reduce,
+    gather_along_first_dim,
+    get_distributed_world_size,
+    reduce_scatter_along_first_dim,
+)
+from fuser.op import BasicOperation, OperationContext
+
+
+class _BetweenRanks(BasicOperation):
+    """Moves rows between the ranks of a group, which must be initialised. In a group of one it passes its input on."""
+
+    #: Functions of (tensor, process group): of the input, and of the output's gradient.
+    move: ClassVar[Callable[..., torch.Tensor]]
+    move_gradient: ClassVar[Callable[..., torch.Tensor]]
+
+    def __init__(self, process_group: torch.distributed.ProcessGroup | None = None) -> None:
+        super().__init__()
+        self.process_group = process_group
+        self.process_group_size = torch.distributed.get_world_size(process_group)
+
+    def op_forward(self, ctx: OperationContext, input_: Any, **quantizers: Any) -> torch.Tensor:
+        if self.process_group_size == 1:
+            return input_.detach()
+        return type(self).move(maybe_dequantize(input_), self.process_group)
+
+    def op_backward(self, ctx: OperationContext, grad_output: Any) -> tuple[torch.Tensor, tuple[()]]:
+        if self.process_group_size == 1:
+            return grad_output, ()
+        return type(self).move_gradient(maybe_dequantize(grad_output), self.process_group), ()
+
+
+class AllGather(_BetweenRanks):
+    """`(n, ...)` on each of `p` ranks becomes their concatenation `(p * n, ...)` on all of them."""
+
+    move, move_gradient = staticmethod(gather_along_first_dim), staticmethod(reduce_scatter_along_first_dim)
+
+
+class ReduceScatter(_BetweenRanks):
+    """The sum of `(p * n, ...)` over `p` ranks, of which each rank keeps its `(n, ...)` slice of dimension 0.
+
+    `RuntimeError` when dimension 0 isn't divisible by the number of ranks.
+    """
+
+    move, move_gradient = staticmethod(reduce_scatter_along_first_dim), staticmethod(gather_along_first_dim)
+
+
+class AllReduce(BasicOperation):
+    """Sum of the input over the ranks of `process_group`, as after a row-parallel linear layer.
+
+    The backward pass returns the gradient without communication, as TE's does whatever `reduce_in_backward` says:
+    every rank already holds the gradient of the sum. The input keeps its values (TE may reduce in place into it).
+    """
+
+    def __init__(
+        self, process_group: torch.distributed.ProcessGroup | None = None, reduce_in_backward: bool = True
+    ) -> None:
+        super().__init__()
+        self.process_group = process_group
+
+    def op_forward(self, ctx: OperationContext, input_: Any, **quantizers: Any) -> torch.Tensor:
+        if get_distributed_world_size(self.process_group) == 1:
+            return input_
+        return all_reduce(maybe_dequantize(input_), self.process_group)
+
+    def op_backward(self, ctx: OperationContext, grad_output: Any) -> tuple[torch.Tensor, tuple[()]]:
+        return grad_output, ()
