@@ -391,6 +391,7 @@ class HeldScale(NamedTuple):
         is_larger: whether the right scales are all smaller where it stands.
         is_largest: whether no scale of the copy should be as large.
         alike: whether the right scales are one number too, where it stands.
+        everywhere: whether all scales of the copy are wrong.
     """
 
     direction: str
@@ -399,6 +400,7 @@ class HeldScale(NamedTuple):
     is_larger: bool
     is_largest: bool
     alike: bool
+    everywhere: bool
 
 
 def held_scale(replay):
@@ -427,8 +429,9 @@ def _held_in(replay, direction):
     if fmt is not None and stored >= fmt.largest_code:  # too large a scale saturates, whatever made it
         return None
     value, right = (replay.read_scale(scales, fmt) for scales in (stored, expected))
-    smaller, alike = right < value, len(np.unique(expected[differs])) == 1
-    return HeldScale(direction, stored, float(value), bool(smaller[differs].all()), bool(smaller.all()), alike)
+    smaller, alike, everywhere = right < value, len(np.unique(expected[differs])) == 1, bool(differs.all())
+    is_larger, is_largest = bool(smaller[differs].all()), bool(smaller.all())
+    return HeldScale(direction, stored, float(value), is_larger, is_largest, alike, everywhere)
 
 
 def _starts(replay):
@@ -456,9 +459,10 @@ def _starts(replay):
 
 
 def _one_for_another(replay):
-    """Whether the wrong scales of blocks hold one number where the right ones are another: it need be no offset."""
+    """Whether some scales of blocks hold one number where the right ones are another: it need be no offset."""
     try:
-        return held_scale(replay).alike
+        held = held_scale(replay)
+        return held.alike and not held.everywhere
     except NotApplicable:
         return False
 
