@@ -32,7 +32,14 @@ class _BetweenRanks(BasicOperation):
         self.process_group = process_group
         self.process_group_size = torch.distributed.get_world_size(process_group)
 
-    def op_forward(self, ctx: OperationContext, input_: Any, **quantizers: Any) -> torch.Tensor:
+    def op_forward(
+        self,
+        ctx: OperationContext,
+        input_: Any,
+        *,
+        prev_op_grad_output_quantizer: Any = None,
+        next_op_input_quantizer: Any = None,
+    ) -> torch.Tensor:
         if self.process_group_size == 1:
             return input_.detach()
         return type(self).move(maybe_dequantize(input_), self.process_group)
@@ -71,7 +78,14 @@ class AllReduce(BasicOperation):
         super().__init__()
         self.process_group = process_group
 
-    def op_forward(self, ctx: OperationContext, input_: Any, **quantizers: Any) -> torch.Tensor:
+    def op_forward(
+        self,
+        ctx: OperationContext,
+        input_: Any,
+        *,
+        prev_op_grad_output_quantizer: Any = None,
+        next_op_input_quantizer: Any = None,
+    ) -> torch.Tensor:
         if get_distributed_world_size(self.process_group) == 1:
             return input_
         return all_reduce(maybe_dequantize(input_), self.process_group)

@@ -220,7 +220,15 @@ class TestBias:
 
 @pytest.mark.parametrize(
     "op",
-    [ops.Identity(), ops.AddExtraInput(), ops.MakeExtraOutput(), ops.ScaledSwiGLU(), ops.ScaledSReLU(), ops.GELU()],
+    [
+        ops.Identity(),
+        ops.AllReduce(),
+        ops.AddExtraInput(),
+        ops.MakeExtraOutput(),
+        ops.ScaledSwiGLU(),
+        ops.ScaledSReLU(),
+        ops.GELU(),
+    ],
 )
 def test_unknown_forward_keywords_are_pythons_type_error(op):
     x = torch.randn(4, 32)
