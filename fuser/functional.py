@@ -27,6 +27,7 @@ Unlike in TE quantizers are optional everywhere, `dbias_*` without one return an
 `dbias_*` for every activation.
 """
 
+import functools
 import inspect
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, overload
@@ -107,9 +108,14 @@ def _fusable(quantizer):
     """Whether an activation may run together with the cast: the quantizer offers the settings of one, and the amax
     doesn't come from other processes too."""
     _require_quantizer(quantizer)
-    kind = type(quantizer)
-    offers_settings = kind.scaling is not Quantizer.scaling and kind.quantize_impl is Quantizer.quantize_impl
-    return offers_settings and not getattr(quantizer, "with_amax_reduction", False)
+    return _casts_by_scaling(type(quantizer)) and not getattr(quantizer, "with_amax_reduction", False)
+
+
+@functools.cache
+def _casts_by_scaling(kind):
+    """Whether quantizers of a class only cast by their `scaling()`: a subclass may quantize in its own way."""
+    own = ("__call__", "quantize", "quantize_impl", "quantize_buffers")
+    return kind.scaling is not Quantizer.scaling and all(getattr(kind, m) is getattr(Quantizer, m) for m in own)
 
 
 # --- by the name of the activation ------------------------------------------------------------------

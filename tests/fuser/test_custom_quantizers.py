@@ -245,3 +245,25 @@ def test_copies_of_storages():
     made = quantizer(normal(32, 32))
     for duplicate in (copy.copy(made), copy.deepcopy(made)):
         assert torch.equal(duplicate.dequantize(), made.dequantize()) and duplicate._quantizer == quantizer
+
+
+@pytest.mark.parametrize("overridden", ["quantize", "quantize_impl", "quantize_buffers", "__call__"])
+def test_activations_ask_a_quantizer_that_quantizes_in_its_own_way(overridden):
+    """One that inherits its settings could be fused with the activation, but for what it does besides."""
+    called = []
+
+    def noting(self, *args, **kwargs):
+        called.append(overridden)
+        return getattr(fuser.MXFP8Quantizer, overridden)(self, *args, **kwargs)
+
+    kind = type("Noting", (fuser.MXFP8Quantizer,), {overridden: noting})
+    x, dy = torch.randn(32, 128, dtype=torch.bfloat16), torch.randn(32, 64, dtype=torch.bfloat16)
+    for call in (
+        lambda quantizer: functional.swiglu(x, quantizer),
+        lambda quantizer: functional.dswiglu(dy, x, quantizer),
+        lambda quantizer: functional.dbias_dgelu(dy, x[:, :64], quantizer)[1],
+    ):
+        called.clear()
+        quantized, plain = call(kind(fuser.DType.kFloat8E4M3)), call(fuser.MXFP8Quantizer(fuser.DType.kFloat8E4M3))
+        assert called
+        assert torch.equal(quantized._rowwise_data, plain._rowwise_data)
