@@ -81,13 +81,14 @@ class BasicOperation(ChanneledOperation, metaclass=abc.ABCMeta):
         if self._fp8_metas is None and self._suspended_recipe_state is not None:
             self._fp8_metas, self._quantizers = self._suspended_recipe_state
         self._suspended_recipe_state = None
+        self._recipe_key = None  # until all is done: a recipe's function may raise
 
         if self._fp8_metas is None or any(
             not isinstance(recipe, type(meta["recipe"])) for meta in self._fp8_metas.values() if meta
         ):
-            self._fp8_metas, self._quantizers = {}, {}
-            for mode in _META_KEYS:
-                self._create_recipe_state(mode, recipe)
+            made = {mode: self._made_recipe_state(mode, recipe) for mode in _META_KEYS}
+            self._fp8_metas = {mode: meta for mode, (meta, _) in made.items()}
+            self._quantizers = {mode: quantizers for mode, (_, quantizers) in made.items()}
         else:
             for mode in _META_KEYS:
                 self._update_recipe_state(mode, recipe)
@@ -98,20 +99,20 @@ class BasicOperation(ChanneledOperation, metaclass=abc.ABCMeta):
                 if meta:
                     FP8GlobalStateManager.add_fp8_tensors_to_global_buffer(self._fp8_metas[mode])
 
-    def _create_recipe_state(self, mode: str, recipe: Any) -> None:
+    def _made_recipe_state(self, mode: str, recipe: Any) -> tuple[dict[str, Any] | None, list[Any]]:
+        """New state of `mode`, and its quantizers."""
         count = self.num_quantizers(mode)
         if count == 0:
-            self._fp8_metas[mode], self._quantizers[mode] = None, []
-            return
+            return None, []
         roles = self._checked_roles(mode, count)
         state = RecipeState.create(recipe, mode=mode, num_quantizers=count, roles=roles)
-        self._quantizers[mode] = state.make_quantizers()
-        self._fp8_metas[mode] = {
+        meta = {
             _META_KEYS[mode]: state,
             "recipe": recipe,
             "recipe_values": repr(recipe),
             "fp8_group": FP8GlobalStateManager.get_fp8_group(),
         }
+        return meta, state.make_quantizers()
 
     def _checked_roles(self, mode: str, count: int) -> list[Any] | None:
         roles = self.get_quantizer_roles(mode)
@@ -134,7 +135,7 @@ class BasicOperation(ChanneledOperation, metaclass=abc.ABCMeta):
             return
         count = self.num_quantizers(mode)
         if count != state.num_quantizers:
-            self._create_recipe_state(mode, recipe)
+            self._fp8_metas[mode], self._quantizers[mode] = self._made_recipe_state(mode, recipe)
             return
         # The same state: gradients of earlier forward passes may still be on their way to its history.
         state.follow(recipe, device=torch.get_default_device())

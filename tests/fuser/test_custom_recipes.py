@@ -216,3 +216,33 @@ def test_helpers():
     signs = reference.get_wgrad_sign_vector()
     assert signs.tolist() == [1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1]
     assert reference.roundup_div(7, 4) == 2
+
+
+def test_a_factory_that_raises_leaves_no_trace():
+    def current(role):
+        return q.Float8CurrentScalingQuantizer(fp8_dtype=fuser.DType.kFloat8E4M3, device="cpu")
+
+    def broken(role):  # forward's quantizers are made when it raises
+        if role.tensor_type == "grad_output":
+            raise LookupError("no gradients")
+        return q.MXFP8Quantizer(fp8_dtype=fuser.DType.kFloat8E4M3)
+
+    def call(model, qfactory):
+        of.qfactory = qfactory
+        with fuser.autocast(recipe=of):
+            return model(x)
+
+    of, x = recipe.CustomRecipe(qfactory=broken), normal(64, 64)
+    linear = ops.BasicLinear(64, 64, dtype=torch.bfloat16)
+    for model in (ops.Sequential(linear), ops.Sequential(linear)):  # its first call, and one after others
+        with pytest.raises(LookupError, match="no gradients"):
+            call(model, broken)
+        expected = call(ops.Sequential(linear), current)
+        with pytest.raises(LookupError, match="no gradients"):
+            call(model, broken)
+        assert torch.equal(call(model, current), expected)
+    model = ops.Sequential(linear)
+    expected = call(model, current)
+    with pytest.raises(LookupError, match="no gradients"):
+        call(model, broken)
+    assert torch.equal(call(model, current), expected)
