@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -198,13 +199,17 @@ class _Part:
     def run(self, x: torch.Tensor, extra_inputs: list[Any], basic_op_kwargs: list[dict[str, Any]]) -> Any:
         if self.callee is None:
             return self.fuser._run(x, extra_inputs, basic_op_kwargs)
-        self.callee.__dict__["_fuser_of_this_call"] = self.fuser
+        outer = _called.set((self.callee, self.fuser))
         try:
             if self.callee.is_fused_op:
                 return self.callee(x, *extra_inputs, basic_op_kwargs=basic_op_kwargs)
             return self.callee(x, *extra_inputs, **basic_op_kwargs[0])
         finally:
-            self.callee.__dict__.pop("_fuser_of_this_call", None)
+            _called.reset(outer)
+
+
+#: The operation that a pipeline of this thread calls as a module, and its fuser. A hook may call the same one again.
+_called: ContextVar[tuple[FusibleOperation, OperationFuser] | None] = ContextVar("fuser_called", default=None)
 
 
 def run_alone(
@@ -215,8 +220,10 @@ def run_alone(
 ) -> Any:
     """Forward of an operation called as a module: by a fuser of its own, or that of the pipeline that calls it."""
     refuse_proxy(input_, op)
-    fuser = op.__dict__.pop("_fuser_of_this_call", None)
-    if fuser is None:
+    called = _called.get()
+    if called is not None and called[0] is op:
+        fuser = called[1]
+    else:
         fuser = OperationFuser([op])
         fuser._hook_owners = list(op.basic_ops) if op.is_fused_op else []
         fuser._ops = list(op.basic_ops) if op.is_fused_op else [op]

@@ -895,6 +895,23 @@ class TestHooks:
             grads.append([y, *torch.autograd.grad(y.square().sum(), [x, *one.parameters()])])
         assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
 
+    def test_a_hook_may_call_its_operation(self):
+        """Alone, while the pipeline calls it: its extra input comes from a channel there, from the hook here."""
+        skip, add = ops.MakeExtraOutput(), ops.AddExtraInput()
+        skip.set_extra_output_channel(0, "skip", output_to_caller=False)
+        add.set_extra_input_channel(0, "skip")
+        model, x, inner = ops.Sequential(skip, ops.GELU(), add), torch.randn(4, 8), []
+
+        def hook(module, args):
+            if not inner:
+                inner.append(None)
+                inner.append(module(torch.ones(2, 8), torch.ones(2, 8)))
+
+        expected = model(x)
+        add.register_forward_pre_hook(hook)
+        assert torch.equal(model(x), expected)
+        assert torch.equal(inner[1], torch.full((2, 8), 2.0))
+
     def test_full_backward_hooks(self):
         model = self.model()
         seen = {}
