@@ -282,7 +282,7 @@ class QuantizedTensor(WrapperTensor):
 
     def __reduce_ex__(self, protocol):
         return rebuild_quantized_tensor, (
-            type(self).__name__,
+            _name_of_class(type(self)),
             self._pieces(),
             _scaling_as_plain(getattr(self.buffers, "scaling", None)),
             tuple(self.shape),
@@ -668,12 +668,25 @@ def _quantizer_from_plain(plain):
     return QUANTIZERS[settings.pop("class")](**settings)
 
 
+def _made_by_name():
+    """Name -> class, of the tensors of this package."""
+    return {cls.tensor_class.__name__: cls.tensor_class for cls in QUANTIZERS.values()}
+
+
+def _name_of_class(kind):
+    """The class that a tensor is loaded as: of a caller's subclass the base that is here, as in TE."""
+    known = [base.__name__ for base in kind.__mro__ if base in _made_by_name().values()]
+    if not known:
+        raise TypeError(f"{kind.__name__} can't be pickled: it derives from none of {', '.join(_made_by_name())}")
+    return known[0]
+
+
 def rebuild(name, tensors, scaling, shape, dtype, with_gemm_swizzled_scales, quantizer, requires_grad, is_parameter):
     """The tensor that `__reduce_ex__` took apart, for `torch.load`. The arguments are tensors, strings and numbers."""
     settings: dict[str, Any] = {"shape": tuple(shape), "dtype": dtype}
     if scaling is not None:
         settings |= {"scaling": _scaling_from_plain(scaling), "with_gemm_swizzled_scales": with_gemm_swizzled_scales}
-    made = {cls.tensor_class.__name__: cls.tensor_class for cls in QUANTIZERS.values()}[name]
+    made = _made_by_name()[name]
     buffers = made.buffers_class(**tensors, **settings)
     tensor = made(buffers, quantizer=_quantizer_from_plain(quantizer), requires_grad=requires_grad)
     return torch.nn.Parameter(tensor, requires_grad=requires_grad) if is_parameter else tensor

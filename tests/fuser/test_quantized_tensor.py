@@ -1093,3 +1093,20 @@ def test_importing_fuser_is_enough_to_load(tmp_path, imports):
 
 def test_import_fuser_does_not_import_torch():
     subprocess.run([sys.executable, "-c", "import sys, fuser; assert 'torch' not in sys.modules"], check=True)
+
+
+def test_a_callers_subclass_is_loaded_as_the_class_that_is_here():
+    """As TE's are; a file that is written can be read, also where the subclass is not known."""
+
+    class Mine(q.MXFP8Tensor):
+        pass
+
+    class Quantizer(q.MXFP8Quantizer):
+        tensor_class = Mine
+
+    t, file = Quantizer(DType.kFloat8E4M3)(torch.randn(32, 64)), io.BytesIO()
+    torch.save(t, file)
+    file.seek(0)
+    loaded = torch.load(file)
+    assert type(t) is Mine and type(loaded) is q.MXFP8Tensor and torch.equal(loaded.dequantize(), t.dequantize())
+    assert type(copy.deepcopy(t)) is Mine
