@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import itertools
 import operator
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from types import FunctionType
@@ -143,6 +144,7 @@ class Pipeline:
         raise NotImplementedError
 
     def _setup(self, ops: list[FusibleOperation], basic_ops: list[ChanneledOperation], routes: Routes) -> None:
+        self._lock = threading.RLock()
         self._ops = ops
         self._basic_ops = basic_ops
         self._num_basic_ops = len(basic_ops)
@@ -246,6 +248,12 @@ class Pipeline:
         return safe
 
     def _run(
+        self, input_: torch.Tensor, extra_inputs: Sequence[torch.Tensor], basic_op_kwargs: list[dict[str, Any]]
+    ) -> Any:
+        with self._lock:  # what was planned is on this object and its operations, and another thread may plan otherwise
+            return self._run_as_planned(input_, extra_inputs, basic_op_kwargs)
+
+    def _run_as_planned(
         self, input_: torch.Tensor, extra_inputs: Sequence[torch.Tensor], basic_op_kwargs: list[dict[str, Any]]
     ) -> Any:
         state = FP8GlobalStateManager.quantization_state

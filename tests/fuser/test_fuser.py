@@ -6,6 +6,7 @@ import gc
 import importlib.util
 import itertools
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -1604,3 +1605,34 @@ class TestScopesInAnyOrder:
             wanted = [functions[j] for j in sorted(present) if j >= start]
             assert ([] if start >= 0 else before) + wanted == OperationFuser.forward_fusion_functions
         assert before == OperationFuser.forward_fusion_functions
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_threads_share_a_model(hooked, monkeypatch):
+    """Each call runs as it was planned, whatever another thread plans of the same operations meanwhile."""
+    model, x = ops.Sequential(ops.LayerNorm(8), ops.Linear(8, 8), ops.GELU(), ops.Linear(8, 8)), torch.randn(4, 8)
+    if hooked:
+        model[2].register_forward_hook(lambda module, args, output: None)
+    parameters = list(model.parameters())
+    expected = torch.autograd.grad(model(x).sum(), parameters)
+    done, planned = threading.Event(), OperationFuser.maybe_fuse_ops
+
+    def maybe_fuse_ops(self, *args):
+        planned(self, *args)
+        time.sleep(0.001)  # the other thread's turn
+
+    def evaluate():
+        while not done.is_set():
+            with torch.no_grad(), fuser.autocast(recipe=recipe.Float8CurrentScaling()):
+                model(x)
+
+    monkeypatch.setattr(OperationFuser, "maybe_fuse_ops", maybe_fuse_ops)
+    thread = threading.Thread(target=evaluate)
+    thread.start()
+    try:
+        for _ in range(20):
+            grads = torch.autograd.grad(model(x).sum(), parameters)
+            assert all(torch.equal(one, other) for one, other in zip(grads, expected, strict=True))
+    finally:
+        done.set()
+        thread.join()
