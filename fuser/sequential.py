@@ -16,8 +16,6 @@ from fuser.fuser import OperationFuser
 from fuser.op import BasicOperation, FusibleOperation
 from fuser.tracing import NotScriptable, outside_compile, refuse_proxy
 
-_num_extra_inputs = operator.attrgetter("num_extra_inputs")
-
 
 class Sequential(NotScriptable, torch.nn.Module):
     """Calls modules one after the other, like `torch.nn.Sequential`; each run of `FusibleOperation`s is fused.
@@ -152,7 +150,7 @@ class Sequential(NotScriptable, torch.nn.Module):
         `op_kwargs`: keyword arguments for basic operations, by module or index.
         """
         refuse_proxy(input, self)
-        needed = sum(map(_num_extra_inputs, self._group_modules()))
+        needed = sum([group.num_extra_inputs for group in self._group_modules()])
         if len(extra_inputs) != needed:
             raise ValueError(f"Expected {needed} extra inputs but got {len(extra_inputs)}")
         kwargs_of = self._resolve_op_kwargs(op_kwargs) if op_kwargs else None
