@@ -28,7 +28,7 @@ import torch
 from fuser.torch_words import TORCH
 from refops.activations import ACTIVATIONS
 from refops.activations.declaration import forms
-from refops.arguments import shown
+from refops.arguments import require_flag, shown
 
 VARIABLE = "NVTE_TORCH_COMPILE"
 _selected = ContextVar("fuser_jit_compilation", default=None)
@@ -45,9 +45,7 @@ def compilation(enabled):
 
     It nests, and holds for the current thread or task alone.
     """
-    if not isinstance(enabled, bool):
-        raise TypeError(f"enabled must be a bool; got {shown(enabled)}")
-    token = _selected.set(enabled)
+    token = _selected.set(require_flag(enabled, "enabled"))
     try:
         yield
     finally:
@@ -70,7 +68,7 @@ def compilation_enabled():
 def onnx_export(enabled=False):
     """Within the block `no_torch_dynamo` leaves functions as they are, so that an exporter sees through them."""
     global _exporting
-    before, _exporting = _exporting, bool(enabled)
+    before, _exporting = _exporting, require_flag(enabled, "enabled")
     try:
         yield
     finally:

@@ -138,10 +138,10 @@ def require_integer(value, name, *, low, high):
     return int(value)
 
 
-def require_flag(value, name):
-    """Return `value` as bool, raising TypeError unless it is one."""
+def require_flag(value, name, hint=""):
+    """Return `value` as bool, raising TypeError, whose message ends with `hint`, unless it is one."""
     if not isinstance(value, bool | np.bool_):
-        raise TypeError(f"{name} must be True or False; got {shown(value)}")
+        raise TypeError(f"{name} must be True or False; got {shown(value)}{hint}")
     return bool(value)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from fuser.quantization.state import FP8GlobalStateManager, _compute_capability, get_default_recipe
 from fuser.recipe import Recipe
-from refops.arguments import shown
+from refops.arguments import require_flag, shown
 
 __all__ = [
     "autocast",
@@ -46,7 +46,8 @@ class autocast:  # noqa: N801 (TE's name)
         amax_reduction_group: process group over which amaxes of delayed scaling are reduced.
 
     Raises:
-        RuntimeError: the instance is active, or the recipe isn't supported.
+        TypeError: a flag that is no bool, as a recipe given by position. RuntimeError: the instance is active, or the
+            recipe isn't supported.
     """
 
     __slots__ = ("_graph", "_snapshot", "amax_reduction_group", "calibrating", "enabled", "recipe")
@@ -59,9 +60,8 @@ class autocast:  # noqa: N801 (TE's name)
         amax_reduction_group: Any = None,
         _graph: bool = False,
     ):
-        if not isinstance(enabled, bool):  # a recipe given by position, for one
-            raise TypeError(f"enabled must be a bool; got {shown(enabled)}. A recipe is given as autocast(recipe=...)")
-        self.enabled, self.calibrating, self.recipe = enabled, calibrating, recipe
+        self.enabled, self.calibrating = _flags("autocast", enabled=enabled, calibrating=calibrating)
+        self.recipe = recipe
         self.amax_reduction_group, self._graph = amax_reduction_group, _graph
         self._snapshot: Any = None
 
@@ -81,6 +81,12 @@ class autocast:  # noqa: N801 (TE's name)
         FP8GlobalStateManager.autocast_exit(self.enabled, self._graph)
 
 
+def _flags(context, **flags):
+    """The flags of a context manager, each a bool: a recipe given by position would be taken as True."""
+    hint = f". A recipe is given as {context}(recipe=...)"
+    return [require_flag(value, name, hint) for name, value in flags.items()]
+
+
 def fp8_autocast(
     enabled: bool = True,
     calibrating: bool = False,
@@ -93,17 +99,29 @@ def fp8_autocast(
     return autocast(enabled, calibrating, fp8_recipe, fp8_group, _graph)
 
 
-@contextmanager
 def quantized_model_init(
     enabled: bool = True, recipe: Recipe | None = None, preserve_high_precision_init_val: bool = False
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """Make the weights of operations that are constructed in this context quantized.
 
     Args:
         enabled: whether weights are quantized.
         recipe: by default `get_default_recipe()`.
         preserve_high_precision_init_val: recorded, without effect on operations, as in te.ops.
+
+    Raises:
+        TypeError: a flag that is no bool, as a recipe given by position. RuntimeError: the recipe isn't supported.
     """
+    flags = _flags(
+        "quantized_model_init",
+        enabled=enabled,
+        preserve_high_precision_init_val=preserve_high_precision_init_val,
+    )
+    return _model_init(recipe, *flags)
+
+
+@contextmanager
+def _model_init(recipe: Recipe | None, enabled: bool, preserve_high_precision_init_val: bool) -> Iterator[None]:
     state = FP8GlobalStateManager.quantization_state
     names = ("fp8_parameters", "fp8_recipe", "high_precision_init_val")
     before = {name: getattr(state, name) for name in names}

@@ -18,7 +18,7 @@ import numpy as np
 
 from fuser import recipe as recipes
 from fuser.xla.settings import AmaxComputeAlgo, ScalingMode, normalized_axis
-from refops.arguments import shown
+from refops.arguments import require_flag, shown
 
 NVTE_FP8_COLLECTION_NAME = "fp8_metas"
 _recipe: ContextVar[Any] = ContextVar("fuser_xla_recipe", default=None)
@@ -156,7 +156,11 @@ def autocast(enabled: bool = False, recipe: Any = None, mesh_resource: Any = Non
         enabled: False: no recipe in the block.
         recipe: None is `DelayedScaling()`.
         mesh_resource: None; tensors are divided by `jax.shard_map`.
+
+    Raises:
+        TypeError: `enabled` is no bool, as a recipe given by position. ValueError: a recipe of another kind, or a mesh.
     """
+    require_flag(enabled, "enabled", ". A recipe is given as autocast(enabled=True, recipe=...)")
     if mesh_resource is not None:
         raise ValueError(f"mesh_resource must be None: fuser.xla has no mesh axes; got {shown(mesh_resource)}")
     chosen = (recipes.DelayedScaling() if recipe is None else recipe) if enabled else None

@@ -202,10 +202,21 @@ def test_alignment():
     assert q.get_align_size_for_quantization(CustomRecipe(print, quantization_alignment=48)) == 48
 
 
-def test_a_recipe_by_position_is_an_error():
-    """`enabled` comes first: a recipe there would be true, and the default recipe would run."""
-    with pytest.raises(TypeError, match=r"enabled must be a bool.*autocast\(recipe=\.\.\.\)"):
-        q.autocast(MXFP8BlockScaling())
+@pytest.mark.parametrize(
+    "context, arguments, flag",
+    [
+        (q.autocast, (MXFP8BlockScaling(),), "enabled"),
+        (q.autocast, (True, MXFP8BlockScaling()), "calibrating"),
+        (q.quantized_model_init, (MXFP8BlockScaling(),), "enabled"),
+        (q.quantized_model_init, ("nonsense",), "enabled"),
+        (q.quantized_model_init, (True, None, 1), "preserve_high_precision_init_val"),
+    ],
+)
+def test_a_recipe_by_position_is_an_error(context, arguments, flag):
+    """Flags come first: a recipe there would be true, and the default recipe would run."""
+    rule = rf"{flag} must be True or False; got .*{context.__name__}\(recipe=\.\.\.\)"
+    with pytest.raises(TypeError, match=rule):
+        context(*arguments)
 
 
 def test_a_class_for_a_recipe_is_named():

@@ -222,7 +222,7 @@ def test_the_call_decides(compiles, monkeypatch):
     monkeypatch.setenv(jit.VARIABLE, "yes")
     with pytest.raises(ValueError, match="NVTE_TORCH_COMPILE must be 0 or 1; got 'yes'"):
         double(x)
-    with pytest.raises(TypeError, match="enabled must be a bool; got 1"), jit.compilation(1):
+    with pytest.raises(TypeError, match="enabled must be True or False; got 1"), jit.compilation(1):
         pass
 
 

@@ -518,6 +518,8 @@ def test_sets_of_quantizers_by_recipe():
         xla.QuantizeMeta.merge(transformed, xla.QuantizeMeta(use_rht=False))
     with pytest.raises(ValueError, match="mesh_resource must be None"), xla.autocast(mesh_resource="mesh"):
         pass
+    with pytest.raises(TypeError, match=r"enabled must be .*recipe=\.\.\.\)"), xla.autocast(fp4):
+        pass  # by position it would be true, and the default recipe would run
 
 
 def test_what_a_recipe_says():
