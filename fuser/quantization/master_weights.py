@@ -15,7 +15,8 @@ Behaviour: TE's tensor/utils.py.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import numbers
+from collections.abc import Sequence, Sized
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -109,8 +110,16 @@ def quantize_master_weights(
 
     Raises:
         ValueError: an offset outside of the weight, lists of different lengths, or a format whose columnwise codes
-            can't be gathered in ranges. TypeError: a weight that is not quantized.
+            can't be gathered in ranges. TypeError: no lists, a weight that is not quantized, a master weight that is no
+            tensor of floats, or an offset that is no integer.
     """
+    given = {"model_weights": model_weights, "master_weights": master_weights, "start_offsets": start_offsets}
+    if fsdp_shard_model_weights is not None:
+        given["fsdp_shard_model_weights"] = fsdp_shard_model_weights
+    for name, value in given.items():
+        if isinstance(value, torch.Tensor) or not isinstance(value, Sized):
+            got = type(value).__name__ if isinstance(value, torch.Tensor) else shown(value)
+            raise TypeError(f"{name} must be a list with an entry for each weight; got {got}")
     shards = [None] * len(model_weights) if fsdp_shard_model_weights is None else fsdp_shard_model_weights
     lengths = [len(model_weights), len(master_weights), len(start_offsets), len(shards)]
     if len(set(lengths)) > 1:
@@ -170,8 +179,14 @@ def _hp_of(shard):
 
 
 def _checked_start(weight, master, start):
+    """Where a master weight begins; an error unless it is one, and lies within its weight."""
     if master is None:
         return 0
+    if not isinstance(master, torch.Tensor) or not master.is_floating_point():
+        got = f"{master.dtype} of shape {tuple(master.shape)}" if isinstance(master, torch.Tensor) else shown(master)
+        raise TypeError(f"master_weights must be tensors of a float dtype, or None; got {got}")
+    if start is not None and (isinstance(start, bool) or not isinstance(start, numbers.Integral)):
+        raise TypeError(f"start_offsets must be integers, or None beside a master weight None; got {shown(start)}")
     if start is None or start < 0 or start + master.numel() > weight.numel():
         raise ValueError(
             f"start_offsets must be such that the {master.numel()} elements of a master weight lie within its weight "

@@ -16,6 +16,8 @@ from fuser.quantization import master_weights as mw
 
 BF16 = torch.bfloat16
 
+WEIGHT = WEIGHTS["mxfp8"]()(values(32, 32))
+
 
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_a_rank_alone_casts_the_whole(name):
@@ -170,6 +172,25 @@ class TestHybrid:
             ([q.NVFP4Quantizer(with_2d_quantization=True, nvfp4_use_4over6=True)(values(16, 16))], [values(4)], [0]),
             ValueError,
             "4over6 chooses scales by all elements of a block",
+        ),
+        (
+            ([WEIGHT], [torch.ones(4, dtype=torch.int32)], [0]),
+            TypeError,
+            r"master_weights .* float .*int32 of shape \(4,",
+        ),
+        (([WEIGHT], [[1.0]], [0]), TypeError, r"master_weights must be tensors of a float dtype, or None; got \[1.0\]"),
+        (([WEIGHT], [torch.ones(4)], [0.0]), TypeError, "start_offsets must be integers.*; got 0.0"),
+        (([WEIGHT], [torch.ones(4)], [True]), TypeError, "start_offsets must be integers.*; got True"),
+        (
+            (WEIGHT, torch.ones(4), 0),
+            TypeError,
+            "model_weights must be a list with an entry for each weight; got MXFP8",
+        ),
+        (([WEIGHT], torch.ones(4), [0]), TypeError, "master_weights must be a list with an entry for each .*Tensor"),
+        (
+            ([WEIGHT], [torch.ones(4)], 0),
+            TypeError,
+            "start_offsets must be a list with an entry for each weight; got 0",
         ),
     ],
 )
