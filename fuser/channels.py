@@ -5,9 +5,9 @@ Behaviour: TE's ops/op.py, and ops/fuser.py, constructor of `OperationFuser`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from fuser.fusible import FusibleOperation
 from refops.arguments import shown
@@ -18,11 +18,13 @@ Slot = tuple[int, int]  # (basic operation, which of its extra tensors)
 class ChanneledOperation(FusibleOperation):
     """A basic operation as far as extra tensors go: how many it has, and the channels that connect them.
 
-    `num_extra_inputs`, `num_extra_outputs` are set on the class or before `__init__`.
+    `num_extra_inputs`, `num_extra_outputs` are set on the class or before `__init__`. `extra_input_names`: what errors
+    call the extra inputs, in order.
     """
 
     num_extra_inputs: int = 0
     num_extra_outputs: int = 0
+    extra_input_names: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,6 +75,23 @@ class ChanneledOperation(FusibleOperation):
                 f"Can't change extra tensor channels of {self.__class__.__name__}: "
                 "an operation fuser has already captured its channel routing"
             )
+
+
+def check_extra_inputs(wanted: Iterable[tuple[ChanneledOperation, int]], given: Sequence[Any]) -> None:
+    """Raise `ValueError` unless as many extra inputs are given as are wanted, each an operation and its slot."""
+    wanted = list(wanted)
+    if len(given) == len(wanted):
+        return
+    described = [
+        f"{op.extra_input_names[slot] if slot < len(op.extra_input_names) else f'extra input {slot}'} of "
+        f"{type(op).__name__}"
+        for op, slot in wanted
+    ]
+    listed = f"{', '.join(described)}, in this order" if described else "no operation takes one from the caller"
+    raise ValueError(
+        f"Expected {len(wanted)} extra inputs but got {len(given)}: {listed}. One that an earlier operation makes "
+        "comes through a channel instead (set_extra_input_channel)"
+    )
 
 
 @dataclass

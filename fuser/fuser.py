@@ -159,6 +159,7 @@ class OperationFuser(Pipeline):
         fuser = OperationFuser.__new__(OperationFuser)
         fuser._setup(list(basic_ops), list(basic_ops), self._routes.part(start, start + len(basic_ops)))
         fuser._hook_owners = []
+        fuser._start = start
         return fuser
 
     # ------------------------------------------------------------------ fusing

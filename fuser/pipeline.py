@@ -31,7 +31,7 @@ from fuser.aliasing import (
     works_in_place,
     writable,
 )
-from fuser.channels import ChanneledOperation, Routes, Slot
+from fuser.channels import ChanneledOperation, Routes, Slot, check_extra_inputs
 from fuser.dispatch import backend, current_backend
 from fuser.fusible import FusibleOperation, OperationContext
 from fuser.quantization.quantizer import Quantizer
@@ -40,6 +40,7 @@ from fuser.quantization.state import FP8GlobalStateManager
 from fuser.quantization.storage import QuantizedTensorStorage
 from fuser.recipe import Format, MMParams, QParams, Recipe
 from fuser.tracing import exporting, outside_compile, refuse_trace
+from refops.arguments import say_who
 from refops.scalings import SCALINGS
 
 # Called as observer(pipeline, step) after each step of a forward pass; `fuser.explain` listens here.
@@ -148,6 +149,7 @@ class Pipeline:
         self._ops = ops
         self._basic_ops = basic_ops
         self._num_basic_ops = len(basic_ops)
+        self._start = 0  # where its operations begin in the pipeline that errors speak of: it may be a part
         self._routes = routes
         self.num_extra_inputs = len(routes.external_inputs)
         self._read_parameters()
@@ -205,7 +207,7 @@ class Pipeline:
         if self._members_of_fused and not self.is_current():
             self._build(self._ops)
         if len(extra_inputs) != self.num_extra_inputs:
-            raise ValueError(f"Expected {self.num_extra_inputs} extra inputs but got {len(extra_inputs)}")
+            check_extra_inputs(self.wanted_extra_inputs(), extra_inputs)
         for name, given in (("input", (input,)), ("extra_inputs", extra_inputs)):
             for tensor in given:
                 if not isinstance(tensor, torch.Tensor | QuantizedTensorStorage):
@@ -222,6 +224,10 @@ class Pipeline:
         if hooked:
             return self._run_in_parts(hooked, input, extra_inputs, basic_op_kwargs)
         return self._run(input, extra_inputs, basic_op_kwargs)
+
+    def wanted_extra_inputs(self) -> list[tuple[ChanneledOperation, int]]:
+        """The operations that take extra inputs from the caller, each with the slot, in order."""
+        return [(self._basic_ops[i], slot) for i, slot in self._routes.external_inputs]
 
     def is_current(self) -> bool:
         """Whether the fused operations given still stand for the basic operations that they did then."""
@@ -492,7 +498,7 @@ def run_forward(
                 basic_op_kwargs=basic_op_kwargs[first : last + 1],
             )
         except Exception as error:
-            _say_where(error, "forward", op, indices)
+            _say_where(error, "forward", op, indices[0] + pipeline._start)
             raise
         if type(result) is not tuple or len(result) != 2 or type(result[1]) is not list:
             _check_results(op, "fuser_forward", result, _FORWARD_RESULTS)
@@ -530,13 +536,23 @@ def run_forward(
     return (x, *public) if public else x
 
 
-def _say_where(error: Exception, direction: str, op: FusibleOperation, indices: list[int]) -> None:
-    """Add to an error, below its message, in which operation it arose (from Python 3.11 on)."""
+def _say_where(error: Exception, direction: str, op: FusibleOperation, first: int) -> None:
+    """Begin an error's message with the operation in which it arose; one that is no plain text gets it as a note."""
     with contextlib.suppress(Exception):  # an operation's own __repr__ may fail; the error is what matters
-        place = f"operation {indices[0]}" if len(indices) == 1 else f"operations {indices[0]} to {indices[-1]}"
-        note = f"In {direction} of {place} of the pipeline: {op}"
-        if note not in getattr(error, "__notes__", ()):
-            error.add_note(note)  # type: ignore[attr-defined]
+        members = op.basic_ops if op.is_fused_op else [op]
+        listed = ", ".join(f"{i} {_shown_op(member)}" for i, member in enumerate(members, first))
+        fusion = f"{type(op).__name__} of " if op.is_fused_op else ""
+        who = f"In {direction}, {fusion}operation {listed}"
+        if [str(error)] == list(error.args):
+            if not str(error).startswith(who):
+                say_who(error, who)
+        elif who not in getattr(error, "__notes__", ()):
+            error.add_note(who)  # type: ignore[attr-defined]  # from Python 3.11 on
+
+
+def _shown_op(op: Any) -> str:
+    name = getattr(op, "name", None)
+    return f"{type(op).__name__}({op.extra_repr()})" + (f" {name!r}" if isinstance(name, str) and name else "")
 
 
 _TENSORS = (torch.Tensor, QuantizedTensorStorage)
@@ -624,6 +640,7 @@ def _save_for_backward(func_ctx: Any, pipeline: Pipeline, contexts: list[Operati
     func_ctx.is_first_module = is_first_module and not FP8GlobalStateManager.quantization_state.fp8_graph_capturing
     func_ctx.backward_ops = pipeline._backward_ops
     func_ctx.basic_ops = pipeline._basic_ops
+    func_ctx.start = pipeline._start
     func_ctx.routes = pipeline._routes
     func_ctx.contexts = contexts
     func_ctx.backend = current_backend()
@@ -691,7 +708,7 @@ def run_backward(
                 basic_op_grad_extra_outputs=[all_grad_outputs[i] for i in indices],
             )
         except Exception as error:
-            _say_where(error, "backward", op, indices)
+            _say_where(error, "backward", op, indices[0] + func_ctx.start)
             raise
         _check_results(op, "fuser_backward", result, _BACKWARD_RESULTS)
         dx, *groups = result

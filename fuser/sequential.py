@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from fuser.channels import check_extra_inputs
 from fuser.fuser import OperationFuser
 from fuser.op import BasicOperation, FusibleOperation
 from fuser.tracing import NotScriptable, outside_compile, refuse_proxy
@@ -152,7 +153,8 @@ class Sequential(NotScriptable, torch.nn.Module):
         refuse_proxy(input, self)
         needed = sum([group.num_extra_inputs for group in self._group_modules()])
         if len(extra_inputs) != needed:
-            raise ValueError(f"Expected {needed} extra inputs but got {len(extra_inputs)}")
+            wanted = itertools.chain.from_iterable(fuser.wanted_extra_inputs() for fuser in self._fusers())
+            check_extra_inputs(wanted, extra_inputs)
         kwargs_of = self._resolve_op_kwargs(op_kwargs) if op_kwargs else None
 
         x = input

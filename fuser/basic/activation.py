@@ -129,11 +129,7 @@ class _ActivationOperation(ActivationParameters, BasicOperation):
     ) -> Any:
         dtype = activation_dtype(input_)
         x = maybe_dequantize(input_, dtype)
-        try:
-            y = self._activation_forward(x, next_op_input_quantizer)
-        except (TypeError, ValueError) as error:
-            say_who(error, type(self).__name__)
-            raise
+        y = self._activation_forward(x, next_op_input_quantizer)
         if ctx.requires_grad:
             ctx.save_for_backward(_quantized_cache(x) if self.cache_quantized_input else x)
             ctx.dtype = dtype
@@ -231,6 +227,7 @@ class _ScaledActivation(ActivationParameters, ExtraTensorOperation):
     """
 
     num_extra_inputs = 1
+    extra_input_names = ("scales",)
 
     def __init__(self, **parameters: float) -> None:
         super().__init__()
@@ -257,7 +254,7 @@ class _ScaledActivation(ActivationParameters, ExtraTensorOperation):
         x = maybe_dequantize(input_, dtype)
         if scales.numel() != x.shape[:-1].numel():
             raise ValueError(
-                f"{type(self).__name__}: scales must have one entry for each row of the input; got shape "
+                f"scales must have one entry for each row of the input; got shape "
                 f"{tuple(scales.shape)} for an input of shape {tuple(x.shape)}"
             )
         converted = maybe_dequantize(scales, dtype)
@@ -272,7 +269,7 @@ class _ScaledActivation(ActivationParameters, ExtraTensorOperation):
         try:
             return dispatch.scaled_activation(self.activation, x, scales, **self.activation_parameters())
         except (TypeError, ValueError) as error:
-            say_who(error, f"{type(self).__name__}, input of shape {tuple(x.shape)}")
+            say_who(error, f"input of shape {tuple(x.shape)}")
             raise
 
     def rows_backward(

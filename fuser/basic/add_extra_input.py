@@ -17,6 +17,7 @@ class AddExtraInput(ExtraTensorOperation):
     """
 
     num_extra_inputs = 1
+    extra_input_names = ("summand",)
 
     def __init__(self, *, in_place: bool = False) -> None:
         super().__init__()

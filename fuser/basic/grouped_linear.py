@@ -80,6 +80,8 @@ class GroupedLinear(ExtraTensorOperation):
     Input and gradients are quantized a group at a time, so neighbouring ops hand over high precision.
     """
 
+    extra_input_names = ("split_sizes", "scales")
+
     weight0: torch.nn.Parameter
     weight: Any  # a `GroupedTensor`, or the plain parameter that it became under FSDP
 
@@ -415,15 +417,12 @@ class GroupedLinear(ExtraTensorOperation):
                 "Export its groups one by one, as ops.Linear"
             )
         if split_sizes.numel() != self.num_groups:
-            raise ValueError(f"GroupedLinear: Expected {self.num_groups} splits, but got {split_sizes.numel()}")
+            raise ValueError(f"Expected {self.num_groups} splits, but got {split_sizes.numel()}")
         if split_sizes.is_floating_point() or split_sizes.is_complex():
-            raise ValueError(f"GroupedLinear: split_sizes must be integers (got {split_sizes.dtype})")
+            raise ValueError(f"split_sizes must be integers (got {split_sizes.dtype})")
         splits = split_sizes.reshape(-1).to(torch.int64).tolist()
         if min(splits) < 0 or sum(splits) != rows:
-            raise ValueError(
-                f"GroupedLinear: split_sizes must be non-negative and sum to the {rows} rows of the input "
-                f"(got {splits})"
-            )
+            raise ValueError(f"split_sizes must be non-negative and sum to the {rows} rows of the input (got {splits})")
         return splits
 
 
@@ -466,8 +465,7 @@ class GroupedForward(_Run):
         rows = shape[:-1].numel()
         if shape[-1:] != (op.in_features,):
             raise ValueError(
-                f"GroupedLinear: last dimension of the input must be in_features={op.in_features}; "
-                f"got shape {tuple(shape)}"
+                f"last dimension of the input must be in_features={op.in_features}; got shape {tuple(shape)}"
             )
         self.op, self.ctx = op, ctx
         parameter = op._weight_parameters[0]
@@ -476,8 +474,7 @@ class GroupedForward(_Run):
         self.scales = extra_inputs[1] if op._scale_bias else None
         if self.scales is not None and self.scales.numel() != rows:
             raise ValueError(
-                f"GroupedLinear: scales must have one entry for each of {rows} rows; "
-                f"got shape {tuple(self.scales.shape)}"
+                f"scales must have one entry for each of {rows} rows; got shape {tuple(self.scales.shape)}"
             )
         self._quantized = FP8GlobalStateManager.is_fp8_enabled()
         self._override = FP8GlobalStateManager.get_fp8_recipe().backward_override if self._quantized else None
@@ -517,7 +514,7 @@ class GroupedForward(_Run):
                 weight_requires_grad=ctx.weight_requires_grad,
             )
         except (TypeError, ValueError) as error:
-            say_who(error, f"GroupedLinear, group {i} of {ctx.split_sizes[i]} rows")
+            say_who(error, f"group {i} of {ctx.split_sizes[i]} rows")
             raise
         if self.row_scales is not None:
             y += _for_sums(self.row_scales[i]).unsqueeze(1) * _for_sums(bias)

@@ -102,7 +102,10 @@ class Normalization(BasicOperation):
         weight = parameters[0]
         shape, inner = tuple(input_.shape), tuple(weight.shape)
         if shape[len(shape) - len(inner) :] != inner or len(shape) < len(inner):
-            raise ValueError(f"Input tensor (shape={shape}) and weight tensor (shape={inner}) are not compatible")
+            raise ValueError(
+                f"Input tensor (shape={shape}) and weight tensor (shape={inner}) are not compatible: the input's last "
+                "dimensions must be normalized_shape"
+            )
         dtype = maybe_autocast_dtype(device_type=weight.device.type, default_dtype=weight.dtype)
         x = maybe_dequantize(input_, dtype)
         is_matrix = len(shape) == 2 and len(inner) == 1

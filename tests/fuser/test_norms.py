@@ -198,7 +198,9 @@ def test_incompatible_shapes(name, shape):
     op = NORMS[name]((4, 32))
     with pytest.raises(ValueError) as error:
         op(torch.ones(shape))
-    assert str(error.value) == f"Input tensor (shape={shape}) and weight tensor (shape=(4, 32)) are not compatible"
+    message = f"Input tensor (shape={shape}) and weight tensor (shape=(4, 32)) are not compatible"
+    rule = "the input's last dimensions must be normalized_shape"
+    assert str(error.value) == f"In forward, operation 0 {name}(): {message}: {rule}"
 
 
 @pytest.mark.parametrize("name", NORMS)

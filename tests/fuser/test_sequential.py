@@ -183,8 +183,21 @@ class TestForward:
     def test_number_of_extra_inputs(self, count):
         """TE ignores surplus ones."""
         model = ops.Sequential(ops.AddExtraInput(), torch.nn.ReLU(), ops.AddExtraInput())
-        with pytest.raises(ValueError, match=f"Expected 2 extra inputs but got {count}"):
+        names = "summand of AddExtraInput, summand of AddExtraInput, in this order"
+        rule = f"Expected 2 extra inputs but got {count}: {names}"
+        with pytest.raises(ValueError, match=rule):
             model(torch.ones(1), *[torch.ones(1)] * count)
+
+    def test_extra_inputs_are_named(self):
+        linears = [ops.GroupedLinear(2, 4, 4, scale_bias=scale_bias) for scale_bias in (True, False)]
+        model = ops.Sequential(linears[0], ops.ScaledSReLU(), linears[1])
+        names = "split_sizes of GroupedLinear, scales of GroupedLinear, scales of ScaledSReLU, split_sizes of GroupedL"
+        with pytest.raises(ValueError, match=rf"^Expected 4 extra .* 1: {names}.*channel.*\(set_extra_input_channel\)"):
+            model(torch.ones(2, 4), torch.tensor([1, 1]))
+        with pytest.raises(
+            ValueError, match="Expected 0 extra inputs but got 1: no operation takes one from the caller"
+        ):
+            ops.Sequential(ops.Identity())(torch.ones(1), torch.ones(1))
 
     def test_plain_module_with_a_tuple(self):
         class Two(torch.nn.Module):
