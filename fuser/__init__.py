@@ -5,7 +5,9 @@ quantized tensors; and this package's own: `backend` (where the work goes), `exp
 `fusions` (fusions for a scope). Every name is imported when it is first used, so `import fuser` costs nothing.
 """
 
+import contextlib
 import importlib
+import importlib.util
 from typing import TYPE_CHECKING, Any
 
 from fuser import torch_load as _torch_load
@@ -39,6 +41,7 @@ if TYPE_CHECKING:  # the same names, for type checkers
     from fuser.quantization import Float8Quantizer as Float8Quantizer
     from fuser.quantization import Float8Tensor as Float8Tensor
     from fuser.quantization import Float8TensorStorage as Float8TensorStorage
+    from fuser.quantization import GroupedTensor as GroupedTensor
     from fuser.quantization import HybridQuantizedTensor as HybridQuantizedTensor
     from fuser.quantization import HybridQuantizedTensorStorage as HybridQuantizedTensorStorage
     from fuser.quantization import HybridQuantizer as HybridQuantizer
@@ -66,7 +69,9 @@ if TYPE_CHECKING:  # the same names, for type checkers
     from fuser.quantization import is_fp8_block_scaling_available as is_fp8_block_scaling_available
     from fuser.quantization import is_mxfp8_available as is_mxfp8_available
     from fuser.quantization import is_nvfp4_available as is_nvfp4_available
+    from fuser.quantization import post_all_gather_processing as post_all_gather_processing
     from fuser.quantization import prepare_for_saving as prepare_for_saving
+    from fuser.quantization import quantize_master_weights as quantize_master_weights
     from fuser.quantization import quantized_model_init as quantized_model_init
     from fuser.quantization import restore_from_func_ctx as restore_from_func_ctx
     from fuser.quantization import restore_from_saved as restore_from_saved
@@ -107,6 +112,9 @@ _HOMES = {
         "restore_from_saved",
         "restore_from_func_ctx",
         "DelayedScalingRequest",
+        "GroupedTensor",
+        "post_all_gather_processing",
+        "quantize_master_weights",
         "Float8BlockwiseQTensorStorage",
         "Float8TensorStorage",
         "HybridQuantizedTensor",
@@ -152,7 +160,18 @@ def __getattr__(name: str) -> Any:
         if error.name != "torch":
             raise
         raise ImportError(f"fuser.{name} needs PyTorch: pip install '.[fuser]' (fuser.xla needs JAX alone)") from error
-    raise AttributeError(f"module 'fuser' has no attribute {name!r}")
+    raise AttributeError(f"module 'fuser' has no attribute {name!r}{_hint(name)}")
+
+
+def _hint(name: str) -> str:
+    """Where a name that is not here is, or which one is like it. `from fuser import module` asks for modules first."""
+    if name.startswith("_") or importlib.util.find_spec(f"fuser.{name}") is not None:
+        return ""
+    with contextlib.suppress(ImportError):  # without torch
+        for home in ("ops", "recipe", "quantization", "functional"):
+            if hasattr(importlib.import_module(f"fuser.{home}"), name):
+                return f": it is in fuser.{home}"
+    return importlib.import_module("refops.arguments").did_you_mean(name, __all__)
 
 
 def __dir__() -> list[str]:

@@ -13,6 +13,7 @@ import torch
 
 from fuser.quantization.quantizers import CONCRETE
 from fuser.quantization.storage import QuantizedTensorStorage
+from refops.arguments import shown
 
 SUPPORTED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -51,7 +52,9 @@ def reject_forward_kwargs(op: Any, kwargs: dict[str, Any]) -> None:
 
 
 def canonicalize_dtype(dtype: torch.dtype | None) -> torch.dtype:
-    """`dtype`, or torch's default dtype."""
+    """`dtype`, or torch's default dtype. `TypeError` unless it is a torch dtype."""
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype must be a torch.dtype, as torch.bfloat16, or None; got {shown(dtype)}")
     return torch.get_default_dtype() if dtype is None else dtype
 
 

@@ -15,6 +15,8 @@ import sys
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
+from refops.arguments import did_you_mean
+
 #: TE's module -> the module of this package whose names it shows; None for a package of modules only. Those of 2.20,
 #: and former names of some (`custom_recipes.quantization*`).
 MODULES = {
@@ -134,7 +136,8 @@ REFUSED = {
     "transformer_engine.pytorch.float8_tensor": "TE keeps it for old pickles, which are never loaded here",
     "transformer_engine.pytorch.fp8": "use what transformer_engine.pytorch.quantization has",
     "transformer_engine.pytorch.module": "TE's modules are not here: use te.ops",
-    "transformer_engine.pytorch.ops": "newer than TE 2.20.0.dev0, which this package is checked against",
+    "transformer_engine.pytorch.ops": "not in TE 2.20.0.dev0, which this package is checked against: newer, or no name "
+    "of TE's",
     "transformer_engine.pytorch.ops._common": "te.ops have no use for it here",
     "transformer_engine.pytorch.ops.fused.UserbuffersBackwardLinear": _USERBUFFERS,
     "transformer_engine.pytorch.ops.fused.UserbuffersForwardLinear": _USERBUFFERS,
@@ -191,7 +194,9 @@ class _Refusals:
 def _refusal(path):
     name, of_torch = path.rpartition(".")[2], path.startswith("transformer_engine.pytorch.")
     has_it = of_torch and name[0].isupper() and hasattr(importlib.import_module("fuser.ops"), name)
-    hint = f"; transformer_engine.pytorch.ops has {name}" if has_it else ""
+    target = MODULES.get(path.rpartition(".")[0])
+    offered = [] if target is None else dir(importlib.import_module(target))
+    hint = f"; transformer_engine.pytorch.ops has {name}" if has_it else did_you_mean(name, offered)
     return f"fuser.compat offers no {path}: {reason(path)}{hint}"
 
 

@@ -30,6 +30,7 @@ from fuser.quantization.quantizer import Quantizer
 from fuser.quantization.state import FP8GlobalStateManager
 from fuser.quantization.storage import BufferStorage
 from fuser.sequential import Sequential
+from refops.arguments import shown
 from refops.quantization.result import stored_layout
 
 
@@ -149,8 +150,11 @@ def explain(
     `extra_inputs`, `kwargs`: what to call it with; with an input the data on each edge and the bytes saved for backward
     are measured in a real forward pass.
     `recipe`: the recipe to assume; by default the one of the `autocast` around the call, if any. `quiet`: do not print.
-    `ValueError` if there is nothing to explain.
+    `ValueError` if there is nothing to explain, `TypeError` for a target of another kind.
     """
+    if not isinstance(target, torch.nn.Module | OperationFuser):
+        got = type(target).__name__ if isinstance(target, torch.Tensor) else shown(target)
+        raise TypeError(f"target must be a module or an OperationFuser, as in explain(model, input); got {got}")
     if recipe is None and FP8GlobalStateManager.is_fp8_enabled():
         recipe = FP8GlobalStateManager.get_fp8_recipe()
     with _undisturbed(target), contextlib.ExitStack() as stack:

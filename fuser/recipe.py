@@ -217,6 +217,8 @@ class DelayedScaling(Recipe):
             self.backward_override is None,
             f"Delayed scaling does not support backward_override; got {shown(self.backward_override)}",
         )
+        is_number = isinstance(self.margin, int | float) and not isinstance(self.margin, bool)
+        _require(is_number and math.isfinite(self.margin), f"margin must be a finite number; got {shown(self.margin)}")
         _require(
             callable(self.amax_compute_algo) or self.amax_compute_algo in ("max", "most_recent"),
             f"amax_compute_algo must be 'max', 'most_recent' or a callable; got {shown(self.amax_compute_algo)}",

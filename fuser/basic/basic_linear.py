@@ -492,6 +492,7 @@ class BasicLinear(BasicOperation):
         quantized_backward = quantized and override is None
         if dtype is None:
             dtype = maybe_autocast_dtype(device_type=self.weight.device.type, default_dtype=self.weight.dtype)
+            dtype = check_linear_dtype(dtype)  # .double() may have changed it
 
         ctx.with_quantized_compute = quantized_backward
         ctx.backward_override = override

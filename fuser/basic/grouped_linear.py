@@ -470,7 +470,7 @@ class GroupedForward(_Run):
         self.op, self.ctx = op, ctx
         parameter = op._weight_parameters[0]
         device = parameter.device
-        self.dtype = maybe_autocast_dtype(device_type=device.type, default_dtype=parameter.dtype)
+        self.dtype = check_linear_dtype(maybe_autocast_dtype(device_type=device.type, default_dtype=parameter.dtype))
         self.scales = extra_inputs[1] if op._scale_bias else None
         if self.scales is not None and self.scales.numel() != rows:
             raise ValueError(

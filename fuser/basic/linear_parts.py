@@ -34,7 +34,9 @@ PER_TENSOR_QUANTIZERS = (Float8Quantizer, Float8CurrentScalingQuantizer)
 def check_linear_dtype(dtype: torch.dtype) -> torch.dtype:
     """`dtype`, if matrix products are offered in it (float64 under `backend("float64")` alone); else `ValueError`."""
     if dtype not in SUPPORTED_DTYPES and not (dtype is torch.float64 and current_backend() == "float64"):
-        raise ValueError(f"Supported dtypes are float32, float16, bfloat16 (got {dtype})")
+        raise ValueError(
+            f"Supported dtypes are float32, float16, bfloat16, and float64 under fuser.backend('float64') (got {dtype})"
+        )
     return dtype
 
 

@@ -51,6 +51,12 @@ class Quantizer:
         ways = ("scaling", "quantize_impl", "quantize", "quantize_buffers")
         if all(getattr(cls, name) is getattr(Quantizer, name) for name in ways):
             raise TypeError(f"Can't instantiate abstract class {cls.__name__} without scaling or quantize_impl")
+        makes_buffers = all(getattr(cls, name) is getattr(Quantizer, name) for name in ("quantize_impl", "quantize"))
+        if makes_buffers and (cls.tensor_class is None or cls.storage_class is None):
+            raise TypeError(
+                f"{cls.__name__} must name tensor_class and storage_class, which hold what scaling() says: for a "
+                "scaling of refops BlockScaledTensor and BlockScaledTensorStorage of fuser.quantization"
+            )
         return super().__new__(cls)
 
     def __init__(self, *, rowwise: bool, columnwise: bool):

@@ -616,6 +616,11 @@ def test_gradcheck_in_float64():
 def test_unsupported_dtype():
     with pytest.raises(ValueError, match="Supported dtypes are float32, float16, bfloat16"):
         BasicLinear(4, 4, dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"BasicLinear\(.*Supported dtypes .*float64 under fuser.backend"):
+        BasicLinear(4, 4).double()(seeded(2, 4).double())
+    for make in (BasicLinear, ops.Linear, lambda *sizes, dtype: ops.GroupedLinear(1, *sizes, dtype=dtype)):
+        with pytest.raises(TypeError, match=r"dtype must be a torch.dtype, as torch.bfloat16, or None; got 'bfloat16'"):
+            make(4, 4, dtype="bfloat16")
     with pytest.raises(ValueError, match="Supported dtypes"):
         BasicLinear._functional_forward(seeded(2, 4), seeded(4, 4), dtype=torch.float64)
     with pytest.raises(ValueError, match="Supported dtypes"):

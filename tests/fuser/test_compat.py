@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from fuser import compat
+import fuser
+from fuser import compat, quantization
 from tiers import SWEEP
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -201,6 +202,40 @@ def test_a_module_that_is_not_offered_is_not_found(name):
         f"except ModuleNotFoundError as error: assert {name!r} in str(error)\n"
         f"else: raise AssertionError"
     )
+
+
+@pytest.mark.parametrize("name, near", [("NoSuch", "or no name of TE's"), ("LayerNrom", "(did you mean LayerNorm?)")])
+def test_a_name_that_te_has_not_either(name, near):
+    run(
+        f"import fuser.compat\nfuser.compat.install()\n"
+        f"try: from transformer_engine.pytorch.ops import {name}\n"
+        f"except ImportError as error: assert str(error).endswith({near!r}), error\n"
+        f"else: raise AssertionError"
+    )
+
+
+@pytest.mark.parametrize(
+    "name, hint",
+    [
+        ("Linear", ": it is in fuser.ops"),
+        ("MXFP8BlockScaling", ": it is in fuser.recipe"),
+        ("BlockScaledTensorStorage", ": it is in fuser.quantization"),
+        ("dgelu", ": it is in fuser.functional"),
+        ("autocst", " (did you mean autocast or fp8_autocast?)"),
+        ("no_such", ""),
+        ("__no_such__", ""),
+    ],
+)
+def test_a_name_that_fuser_itself_has_not(name, hint):
+    with pytest.raises(AttributeError) as caught:
+        getattr(fuser, name)
+    assert str(caught.value) == f"module 'fuser' has no attribute {name!r}{hint}"
+
+
+def test_names_of_a_distributed_optimizer_are_in_fuser():
+    assert fuser.quantize_master_weights is quantization.quantize_master_weights
+    assert fuser.post_all_gather_processing is quantization.post_all_gather_processing
+    assert fuser.GroupedTensor is quantization.GroupedTensor
 
 
 def test_a_missing_name_says_where_to_look():

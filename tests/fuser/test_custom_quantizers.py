@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import fuser
+import refops
 from fuser import functional, ops
 from fuser import quantization as q
 from fuser.common import maybe_dequantize
@@ -210,6 +211,24 @@ def test_saving_keeps_the_callers_whole(factory):
     assert rest == ["more"] and restored[1] is None
     for copied in (restored[0], restored[2]):
         assert type(copied) is type(storage) and all(vars(copied)[name] is value for name, value in before.items())
+
+
+def test_a_scaling_of_one_s_own_needs_tensors_that_hold_it():
+    class Floor(fuser.Quantizer):
+        def scaling(self):
+            return refops.MXFP8Scaling(refops.E4M3, scale_rounding="floor")
+
+    with pytest.raises(TypeError, match=r"Floor must name tensor_class and storage_class, .*BlockScaledTensorStorage"):
+        Floor(rowwise=True, columnwise=True)
+
+    class Whole(Floor):
+        tensor_class, storage_class = q.BlockScaledTensor, q.BlockScaledTensorStorage
+
+    x = torch.linspace(-3, 3, 32 * 64).reshape(32, 64)
+    expected = refops.quantize(x.numpy(), Whole(rowwise=True, columnwise=True).scaling())
+    made = Whole(rowwise=True, columnwise=True)(x)
+    assert type(made) is q.BlockScaledTensor
+    assert (made.dequantize().numpy() == refops.dequantize(expected)).all()
 
 
 def test_dequantizing():

@@ -157,6 +157,9 @@ class TestFusions:
         assert fuser.explain(OperationFuser([ops.Bias(4)]), x).pipelines[0].basic_ops == ["Bias"]
         with pytest.raises(ValueError, match="nothing to explain: ReLU"):
             fuser.explain(torch.nn.ReLU())
+        for target, got in ((x, "Tensor"), (None, "None"), (ops.Linear, "<class")):
+            with pytest.raises(TypeError, match=rf"target must be a module .*explain\(model, input\); got {got}"):
+                fuser.explain(target)
 
     def test_hooks_split_pipelines(self):
         model = self.model()

@@ -113,6 +113,12 @@ def test_environment_is_read_when_a_recipe_is_made(monkeypatch):
         DelayedScaling()
 
 
+@pytest.mark.parametrize("margin", ["1", True, None, float("inf")])
+def test_margin_must_be_a_number(margin):
+    with pytest.raises(AssertionError, match=f"margin must be a finite number; got {margin!r}"):
+        DelayedScaling(margin=margin)
+
+
 def test_fingerprint_follows_every_value():
     for cls in (DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, Float8BlockScaling, NVFP4BlockScaling):
         recipe = cls()
