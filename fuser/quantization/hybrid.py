@@ -19,7 +19,7 @@ import torch
 from fuser import recipe as recipes
 from fuser.quantization.quantizer import Quantizer, ValueQuantizer
 from fuser.quantization.saving import prepare_for_saving, restore_from_saved
-from fuser.quantization.storage import DIRECTIONS, QUANTIZERS, BufferStorage, resolve_shape
+from fuser.quantization.storage import DIRECTIONS, QUANTIZERS, BufferStorage, _buffer_property, resolve_shape
 from fuser.quantization.tensor import QuantizedTensor
 from refops.arguments import shown
 
@@ -58,15 +58,22 @@ class HybridBuffers:
 
 
 class HybridQuantizedTensorStorage(BufferStorage):
-    """`_rowwise_storage`, `_columnwise_storage`: what each direction's quantizer made, or None."""
+    """`rowwise_sub_storage`, `columnwise_sub_storage`: what each direction's quantizer made, or None."""
 
-    buffers_class = HybridBuffers
+    buffers_class, data_fields = HybridBuffers, DIRECTIONS
+    _rowwise_storage = rowwise_sub_storage = _buffer_property("rowwise")
+    _columnwise_storage = columnwise_sub_storage = _buffer_property("columnwise")
 
     @classmethod
     def _buffers_of(cls, quantizer, parts, dtype):
         made = HybridBuffers(**parts, shape=(), dtype=dtype)
         if not made.parts:
             raise ValueError("rowwise_storage or columnwise_storage must be given; got neither")
+        for direction, part in made.parts.items():
+            if not isinstance(part, BufferStorage):
+                raise TypeError(
+                    f"{direction}_storage must be a tensor with `buffers` (a BufferStorage); got {type(part).__name__}"
+                )
         return replace(made, shape=tuple(next(iter(made.parts.values())).size()))
 
     @staticmethod
@@ -75,32 +82,6 @@ class HybridQuantizedTensorStorage(BufferStorage):
     ) -> Any:
         """The arguments of TE's constructor."""
         return quantizer, dict(zip(DIRECTIONS, (rowwise_storage, columnwise_storage), strict=True)), fake_dtype
-
-    @property
-    def _rowwise_storage(self) -> Any:
-        return self.buffers.rowwise
-
-    @_rowwise_storage.setter
-    def _rowwise_storage(self, value: Any) -> None:
-        self.buffers = replace(self.buffers, rowwise=value)
-
-    @property
-    def _columnwise_storage(self) -> Any:
-        return self.buffers.columnwise
-
-    @_columnwise_storage.setter
-    def _columnwise_storage(self, value: Any) -> None:
-        self.buffers = replace(self.buffers, columnwise=value)
-
-    @property
-    def rowwise_sub_storage(self) -> Any:
-        """What the rowwise quantizer made, or None."""
-        return self.buffers.rowwise
-
-    @property
-    def columnwise_sub_storage(self) -> Any:
-        """What the columnwise quantizer made, or None."""
-        return self.buffers.columnwise
 
     def _described(self) -> str:
         parts = (f"{direction} {part._described()}" for direction, part in self.buffers.parts.items())
@@ -156,16 +137,17 @@ class HybridQuantizedTensorStorage(BufferStorage):
         return tuple((direction, part.stored_format()) for direction, part in self.buffers.parts.items())
 
     def _taken(self, new):
-        parts = self.buffers.parts
+        device = self.buffers.device
+        taken: dict[str, Any] = dict.fromkeys(DIRECTIONS)
         for direction, source in new.parts.items():
-            if direction in parts:
-                parts[direction].set_buffers(source.buffers)
+            part = self.buffers.parts.get(direction)
+            if part is None:
+                moved = source.map_buffers(lambda tensor: tensor.to(device or tensor.device, copy=True))
+                part = _rebuilt(source, moved)
             else:
-                parts[direction] = _rebuilt(source, source.map_buffers(torch.clone))
-        return replace(self.buffers, **parts)
-
-    def _without_data(self):
-        return replace(self.buffers, **dict.fromkeys(DIRECTIONS))
+                part.set_buffers(source.buffers)
+            taken[direction] = part
+        return replace(self.buffers, **taken)
 
     def prepare_for_saving(self) -> tuple[list[torch.Tensor | None], HybridQuantizedTensorStorage]:
         """(the tensors of both parts, this object without them)."""
@@ -196,13 +178,14 @@ class HybridQuantizer(ValueQuantizer):
     """A quantizer of two.
 
     Args:
-        rowwise_quantizer, columnwise_quantizer: make the copies; two objects, of any classes. They are this one's from
-            now on: each is set to make its own direction alone.
+        rowwise_quantizer, columnwise_quantizer: make the copies; two objects, of any classes whose tensors hold
+            `buffers`. They are this one's from now on: each is set to make its own direction alone.
         columnwise_source: what the columnwise copy is made of: "original", the tensor; "rowwise_dequantized", the
             values of the rowwise copy (backward then sees the weight and the input that forward multiplied).
 
     Raises:
-        TypeError: no quantizers. ValueError: the same one twice, or another source.
+        TypeError: no quantizers, or one whose `storage_class` is no `BufferStorage`. ValueError: the same one twice, or
+            another source.
     """
 
     tensor_class, storage_class = HybridQuantizedTensor, HybridQuantizedTensorStorage
@@ -219,6 +202,11 @@ class HybridQuantizer(ValueQuantizer):
                 raise TypeError(
                     f"{name} must be a Quantizer (a request for delayed scaling is what a CustomRecipe's qfactory "
                     f"itself returns); got {shown(quantizer)}"
+                )
+            if quantizer.storage_class is None or not issubclass(quantizer.storage_class, BufferStorage):
+                raise TypeError(
+                    f"{name} must make tensors with `buffers` (its storage_class a BufferStorage); "
+                    f"got {type(quantizer).__name__}"
                 )
         if rowwise_quantizer is columnwise_quantizer:
             raise ValueError("rowwise_quantizer and columnwise_quantizer must be two objects; got the same one twice")

@@ -16,17 +16,24 @@ import torch
 
 from fuser import recipe as recipes
 from fuser.quantization.quantizer import ValueQuantizer
-from fuser.quantization.storage import DIRECTIONS, QUANTIZERS, BufferStorage, resolve_shape
+from fuser.quantization.storage import DIRECTIONS, QUANTIZERS, BufferStorage, _buffer_property, resolve_shape
 from fuser.quantization.tensor import QuantizedTensor
 
 
 @dataclass(frozen=True, kw_only=True)
 class IdentityBuffers:
-    """What an identity tensor holds: `hp_data`, of `shape`, or None; `dtype` is the nominal one."""
+    """What an identity tensor holds: `hp_data`, of `shape`, or None; `dtype` is the nominal one.
+
+    `hp_data` is contiguous, as the wrapper tensor says: a tensor that is not is copied.
+    """
 
     hp_data: torch.Tensor | None = None
     shape: tuple
     dtype: torch.dtype
+
+    def __post_init__(self):
+        if self.hp_data is not None:
+            object.__setattr__(self, "hp_data", self.hp_data.contiguous())
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -46,7 +53,8 @@ class IdentityBuffers:
 class IdentityTensorStorage(BufferStorage):
     """`_hp_data`: the tensor, in high precision. It is both copies."""
 
-    buffers_class = IdentityBuffers
+    buffers_class, data_fields = IdentityBuffers, ("hp_data",)
+    _hp_data = _buffer_property("hp_data")
 
     @classmethod
     def _buffers_of(cls, quantizer, hp_data, dtype):
@@ -56,14 +64,6 @@ class IdentityTensorStorage(BufferStorage):
     def from_te(*, hp_data: torch.Tensor, fake_dtype: torch.dtype | None = None, quantizer: Any = None) -> Any:
         """The arguments of TE's constructor."""
         return quantizer, hp_data, fake_dtype
-
-    @property
-    def _hp_data(self) -> torch.Tensor | None:
-        return self.buffers.hp_data
-
-    @_hp_data.setter
-    def _hp_data(self, value: torch.Tensor | None) -> None:
-        self.buffers = replace(self.buffers, hp_data=value)
 
     def _described(self) -> str:
         return "not quantized"
@@ -97,27 +97,6 @@ class IdentityTensorStorage(BufferStorage):
         """All identity tensors can take each other's data."""
         return (IdentityTensorStorage,)
 
-    def _taken(self, new):
-        present, source = self._hp_data, new.hp_data
-        if present is not None and source is not None:
-            with torch.inference_mode():  # which may write what was made in it, and everything else
-                return replace(self.buffers, hp_data=present.copy_(source))
-        return replace(self.buffers, hp_data=None if source is None else source.clone())
-
-    def _without_data(self):
-        return replace(self.buffers, hp_data=None)
-
-    def prepare_for_saving(self) -> tuple[list[torch.Tensor | None], IdentityTensorStorage]:
-        """([the tensor], this object without it)."""
-        tensors = [self._hp_data]
-        self.clear()
-        return tensors, self
-
-    def restore_from_saved(self, tensors: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Take back the tensor from the front of `tensors`; returns the rest."""
-        self._hp_data = tensors[0]
-        return tensors[1:]
-
 
 class IdentityTensor(QuantizedTensor, IdentityTensorStorage):  # type: ignore[misc]
     """A tensor in high precision that passes for a quantized one."""
@@ -127,7 +106,8 @@ class IdentityQuantizer(ValueQuantizer):
     """A quantizer that quantizes nothing.
 
     Args:
-        dtype: what tensors are cast to; None keeps theirs. Without a cast, the result shares memory with its input.
+        dtype: what tensors are cast to; None keeps theirs. Without a cast, the result shares memory with an input that
+            is contiguous.
         rowwise, columnwise: usages; the one tensor serves both.
     """
 
@@ -157,7 +137,7 @@ class IdentityQuantizer(ValueQuantizer):
         requires_grad: bool = False,
         pin_memory: bool = False,
     ) -> Any:
-        """As `Quantizer.make_empty`."""
+        """As `Quantizer.make_empty`; this quantizer's dtype goes before `dtype`, as in TE."""
         data = torch.empty(tuple(shape), dtype=dtype, device=device, pin_memory=pin_memory)
         return self._filled(self.quantize_buffers(data), requires_grad)
 

@@ -147,8 +147,9 @@ class BufferStorage(QuantizedTensorStorage):
         _rowwise_data ... _amax_columnwise: the buffers, by TE's names.
     """
 
-    #: What `buffers` is of.
+    #: Class of `buffers`, and its fields that are data.
     buffers_class: ClassVar[Any] = Buffers
+    data_fields: ClassVar[tuple[str, ...]] = TENSOR_FIELDS
     buffers: Any
     _default_scaling: ClassVar[Any] = None
 
@@ -409,7 +410,7 @@ class BufferStorage(QuantizedTensorStorage):
         self.buffers = self._without_data()
 
     def _without_data(self):
-        return replace(self.buffers, **dict.fromkeys(TENSOR_FIELDS))
+        return replace(self.buffers, **dict.fromkeys(self.data_fields))
 
     def copy_from_storage(self, src: "BufferStorage") -> None:
         """Copy the data of `src` into the buffers of this object, which keep their memory where sizes agree.
@@ -438,37 +439,31 @@ class BufferStorage(QuantizedTensorStorage):
 
     def _taken(self, new):
         taken, device = {}, self.buffers.device
-        for name in TENSOR_FIELDS:
+        for name in self.data_fields:
             source, present = getattr(new, name), getattr(self.buffers, name)
             if source is not None and present is not None and present.shape == source.shape:
                 with torch.inference_mode():  # which may write what was made in it, and everything else
                     taken[name] = present.copy_(source)
             else:
                 taken[name] = None if source is None else source.to(device or source.device, copy=True)
-        return replace(
-            self.buffers,
-            **taken,
-            scaling=new.scaling,
-            with_gemm_swizzled_scales=new.with_gemm_swizzled_scales,
-        )
+        return replace(new, **taken, shape=self.buffers.shape, dtype=self.buffers.dtype)
 
     def prepare_for_saving(self) -> tuple[list[torch.Tensor | None], "BufferStorage"]:
         """(the buffers, this object without them): autograd saves the former, the context keeps the latter."""
-        tensors = [getattr(self.buffers, name) for name in TENSOR_FIELDS]
+        tensors = [getattr(self.buffers, name) for name in self.data_fields]
         self.clear()
         return tensors, self
 
     def restore_from_saved(self, tensors: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Take back the buffers from the front of `tensors`; returns the rest."""
-        count = len(TENSOR_FIELDS)
-        self.buffers = replace(self.buffers, **dict(zip(TENSOR_FIELDS, tensors[:count], strict=True)))
+        count = len(self.data_fields)
+        self.buffers = replace(self.buffers, **dict(zip(self.data_fields, tensors[:count], strict=True)))
         return tensors[count:]
 
     def __tensor_flatten__(self):
         """(attribute names of the buffers, the rest), as torch's wrapper subclasses do."""
-        names = list(self.buffers.tensors)
-        empty = replace(self.buffers, **dict.fromkeys(TENSOR_FIELDS))
-        return [f"_{name}" for name in names], {"class": type(self), "buffers": empty, "quantizer": self._quantizer}
+        names = [f"_{name}" for name in self.buffers.tensors]
+        return names, {"class": type(self), "buffers": self._without_data(), "quantizer": self._quantizer}
 
     @staticmethod
     def __tensor_unflatten__(inner_tensors, context, outer_size, outer_stride):

@@ -109,6 +109,31 @@ def test_wrong_arguments(arguments, error, message):
         q.HybridQuantizer(**given | arguments)
 
 
+class Own(q.QuantizedTensorStorage):
+    """A storage of a user's: no buffers."""
+
+
+class OwnQuantizer(q.Quantizer):
+    def __init__(self):
+        super().__init__(rowwise=True, columnwise=True)
+
+    def quantize_impl(self, tensor):
+        return Own()
+
+
+@pytest.mark.parametrize("direction", ["rowwise", "columnwise"])
+@pytest.mark.parametrize("storage_class", [None, Own])
+def test_parts_have_buffers(direction, storage_class):
+    quantizer = OwnQuantizer()
+    quantizer.storage_class = storage_class
+    parts = {"rowwise_quantizer": q.MXFP8Quantizer(E4M3), "columnwise_quantizer": q.MXFP8Quantizer(E4M3)}
+    with pytest.raises(TypeError, match=f"{direction}_quantizer must make tensors with `buffers` .* got OwnQuantizer"):
+        q.HybridQuantizer(**parts | {f"{direction}_quantizer": quantizer})
+    with pytest.raises(TypeError, match=f"{direction}_storage must be a tensor with `buffers` .* got Own"):
+        storages = {f"{d}_storage": Own() if d == direction else None for d in ("rowwise", "columnwise")}
+        q.HybridQuantizedTensorStorage(**storages, quantizer=None)
+
+
 def test_one_quantizer_is_no_two():
     one = q.MXFP8Quantizer(E4M3)
     with pytest.raises(ValueError, match="must be two objects; got the same one twice"):
@@ -242,6 +267,34 @@ def test_identity_holds_the_tensor_itself():
     assert cast.dtype == torch.float32 and torch.equal(cast.dequantize(), x.float())
     tensor.update_usage(rowwise_usage=False, columnwise_usage=False)
     assert tensor.get_usages() == {"rowwise": True, "columnwise": True}
+
+
+def test_identity_of_a_transposed_tensor_is_contiguous():
+    x = normal(4, 8).t()
+    made = [q.IdentityQuantizer()(x), q.IdentityTensor(x.shape, x.dtype, hp_data=x, quantizer=None)]
+    made.append(
+        q.HybridQuantizer(rowwise_quantizer=q.IdentityQuantizer(), columnwise_quantizer=q.IdentityQuantizer())(x)
+    )
+    for tensor in made:
+        assert tensor.is_contiguous() and tensor.dequantize().is_contiguous() and torch.equal(tensor.dequantize(), x)
+        assert torch.equal(tensor.view(-1).dequantize(), x.reshape(-1))
+
+
+def test_empty_identity_has_the_quantizer_s_dtype():
+    empty = q.IdentityQuantizer(dtype=torch.float32).make_empty((2, 3), dtype=torch.bfloat16)
+    assert empty.dtype == empty._hp_data.dtype == torch.float32
+    assert q.IdentityQuantizer().make_empty((2, 3), dtype=torch.bfloat16).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("quantizer", [q.IdentityQuantizer(), hybrid(), FORMATS["mxfp8"][0]()])
+def test_what_is_taken_comes_to_the_present_device(quantizer):
+    """Also a copy that was missing."""
+    target = quantizer.make_empty((32, 64), device="meta")
+    if isinstance(quantizer, q.HybridQuantizer):
+        target.update_usage(columnwise_usage=False)
+    target.set_buffers(quantizer(normal(32, 64)).buffers)
+    assert {tensor.device.type for tensor in target.buffers.tensors.values()} == {"meta"}
+    assert all(target.get_usages().values())
 
 
 def test_gradients_pass_through():
