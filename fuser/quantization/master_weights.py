@@ -27,6 +27,7 @@ from fuser.quantization.hybrid import HybridQuantizedTensorStorage
 from fuser.quantization.identity import IdentityTensorStorage
 from fuser.quantization.storage import DIRECTIONS, BufferStorage, _packed, _unpacked, fields_of
 from refops.arguments import shown
+from refops.scalings.arithmetic import REFERENCE
 
 __all__ = [
     "cast_master_weights_to_fp8",
@@ -103,15 +104,16 @@ def quantize_master_weights(
         start_offsets: where they begin in the flattened weight.
         group: the ranks over which amaxes are taken; None is the default group.
         fsdp_shard_model_weights: for each a uint8 tensor, or an FP8 tensor, with room for this rank's codes alone, of
-            MXFP8 a pair (rowwise, columnwise); codes go there and not into the weight.
+            MXFP8 a pair (rowwise, columnwise), all contiguous; codes go there and not into the weight.
         manual_post_all_gather_processing: leave the columnwise copy, out of date, in place: the caller must call
             `post_all_gather_processing`. Else it is dropped where it follows from the rowwise one, and made anew when
             it is read.
 
     Raises:
-        ValueError: an offset outside of the weight, lists of different lengths, or a format whose columnwise codes
-            can't be gathered in ranges. TypeError: no lists, a weight that is not quantized, a master weight that is no
-            tensor of floats, or an offset that is no integer.
+        ValueError: an offset outside of the weight, lists of different lengths, a shard that is not contiguous, or a
+            format that can't be written in ranges: one whose columnwise codes are stored transposed, or whose scales
+            depend on more of a block than its amax. TypeError: no lists, a weight that is not quantized, a master
+            weight that is no tensor of floats, or an offset that is no integer.
     """
     given = {"model_weights": model_weights, "master_weights": master_weights, "start_offsets": start_offsets}
     if fsdp_shard_model_weights is not None:
@@ -165,7 +167,10 @@ def _entries(weight, master, start, shard):
         return [entry for part in parts for entry in _entries(part, master, start, shard)]
     if isinstance(weight, IdentityTensorStorage):
         if master is not None:
-            target = weight._hp_data.reshape(-1)[start : start + master.numel()] if shard is None else _hp_of(shard)
+            if shard is None:
+                target = _flat(weight._hp_data)[start : start + master.numel()]
+            else:
+                target = _flat(shard._hp_data if isinstance(shard, IdentityTensorStorage) else shard)
             target.copy_(master.reshape(-1))
         return []
     held = None if master is None or master.numel() == 0 else master.detach().reshape(-1).to(weight.dtype)
@@ -174,8 +179,11 @@ def _entries(weight, master, start, shard):
     return [entry]
 
 
-def _hp_of(shard):
-    return (shard._hp_data if isinstance(shard, IdentityTensorStorage) else shard).reshape(-1)
+def _flat(target):
+    """A view of what is written to, in one dimension."""
+    if not target.is_contiguous():
+        raise ValueError(f"shards must be contiguous; got strides {target.stride()} for shape {tuple(target.shape)}")
+    return target.view(-1)
 
 
 def _checked_start(weight, master, start):
@@ -196,14 +204,19 @@ def _checked_start(weight, master, start):
 
 
 def _check_format(entry):
-    layout, quantizer = entry.scaling.layout, entry.weight._get_quantizer()
-    if entry.weight.buffers.with_gemm_swizzled_scales:
-        raise ValueError(f"{type(entry.weight).__name__} with scales in GEMM order can't be written in ranges")
-    if getattr(quantizer, "nvfp4_use_4over6", False):
-        raise ValueError("4over6 chooses scales by all elements of a block, so that weights can't be written in ranges")
+    layout, weight, quantizer = entry.scaling.layout, entry.weight, entry.weight._get_quantizer()
+    if weight.buffers.with_gemm_swizzled_scales:
+        raise ValueError(f"{type(weight).__name__} with scales in GEMM order can't be written in ranges")
+    # Not the weight's own scaling: the quantizer may choose scales in another way
+    cast_with = quantizer.make_empty(tuple(weight.shape), dtype=weight.dtype, device="meta").buffers.scaling
+    if cast_with.choice(REFERENCE) is not None:
+        raise ValueError(
+            f"{type(weight).__name__} with {cast_with} can't be written in ranges: it chooses scales by all elements "
+            "of a block"
+        )
     if "columnwise" in entry.directions() and layout.block is not None and layout.columnwise_transposed:
         raise ValueError(
-            f"{type(entry.weight).__name__} with {entry.scaling} can't be written in ranges: its columnwise codes are "
+            f"{type(weight).__name__} with {entry.scaling} can't be written in ranges: its columnwise codes are "
             "stored transposed, and don't follow from the rowwise ones. Give weights square blocks, or one copy"
         )
 
@@ -264,7 +277,7 @@ def _cast_part(entry, direction, amaxes):
         present.copy_(_packed(torch.where(rows, new, old), layout.packed).reshape(present.shape))
     elif entry.held is not None:
         codes = new.flatten()[entry.start : entry.stop].view(1, -1)
-        target = _codes_of(entry.shard, direction).view(-1)
+        target = _flat(_codes_of(entry.shard, direction))
         target.copy_(_packed(codes, layout.packed).view(-1))
     taken = {}
     for name in fields_of(direction):
@@ -306,10 +319,10 @@ def replace_raw_data(tensor: Any, new_raw_data: torch.Tensor) -> None:
     """Move a quantized tensor's rowwise codes (of an `IdentityTensor`: the tensor) to memory of the caller's.
 
     Args:
-        new_raw_data: of the codes' shape and dtype; gets their values.
+        new_raw_data: contiguous, of the codes' shape and dtype; gets their values.
 
     Raises:
-        ValueError: another shape or dtype. NotImplementedError: a format with two copies that travel.
+        ValueError: another shape, dtype or layout. NotImplementedError: a format with two copies that travel.
     """
     if isinstance(tensor, HybridQuantizedTensorStorage) and tensor._rowwise_storage is not None:
         return replace_raw_data(tensor._rowwise_storage, new_raw_data)
@@ -320,10 +333,10 @@ def replace_raw_data(tensor: Any, new_raw_data: torch.Tensor) -> None:
         )
     field = "hp_data" if identity else "rowwise_data"
     old = getattr(tensor.buffers, field)
-    if (new_raw_data.dtype, new_raw_data.shape) != (old.dtype, old.shape):
+    if (new_raw_data.dtype, new_raw_data.shape, new_raw_data.is_contiguous()) != (old.dtype, old.shape, True):
         raise ValueError(
-            f"new_raw_data must be {old.dtype} of shape {tuple(old.shape)}; "
-            f"got {new_raw_data.dtype} of shape {tuple(new_raw_data.shape)}"
+            f"new_raw_data must be contiguous {old.dtype} of shape {tuple(old.shape)}; "
+            f"got {new_raw_data.dtype} of shape {tuple(new_raw_data.shape)} with strides {new_raw_data.stride()}"
         )
     new_raw_data.detach().copy_(old)
     tensor.buffers = replace(tensor.buffers, **{field: new_raw_data})

@@ -9,9 +9,10 @@ from master_weight_cases import E4M3, WEIGHTS, values
 from one_rounding import assert_same_quantized, same_bits
 
 import fuser
+import refops
 from fuser import ops, recipe
 from fuser import quantization as q
-from fuser.custom_recipes.reference import CurrentScalingQuantizerRef
+from fuser.custom_recipes.reference import CurrentScalingQuantizerRef, NVFP4QuantizerRef
 from fuser.quantization import master_weights as mw
 
 BF16 = torch.bfloat16
@@ -124,6 +125,23 @@ def test_tensors_that_are_not_quantized_are_copied():
     assert torch.equal(after[20:], before.flatten()[20:])
 
 
+def test_a_transposed_tensor_is_written_too():
+    weight = q.IdentityQuantizer()(torch.zeros(4, 8).t())
+    mw.quantize_master_weights([weight], [torch.ones(32)], [0], None)
+    assert weight.dequantize().sum() == 32
+
+
+@pytest.mark.parametrize("quantizer", [q.IdentityQuantizer(), WEIGHTS["current"]()])
+def test_memory_that_has_no_flat_view_is_refused(quantizer):
+    """Written through a copy, it would stay as it is."""
+    weight = quantizer(values(32, 16))
+    shard = torch.zeros(32, 32, dtype=weight.get_data_tensors()[0].dtype)[:, ::2]
+    with pytest.raises(ValueError, match="shards must be contiguous; got strides"):
+        mw.quantize_master_weights([weight], [values(32, 16)], [0], None, [shard])
+    with pytest.raises(ValueError, match="new_raw_data must be contiguous"):
+        mw.replace_raw_data(weight, shard)
+
+
 class TestHybrid:
     def make(self, source="original"):
         quantizer = q.HybridQuantizer(
@@ -168,10 +186,17 @@ class TestHybrid:
             ValueError,
             "columnwise codes are stored transposed, .* Give weights square blocks",
         ),
-        (
-            ([q.NVFP4Quantizer(with_2d_quantization=True, nvfp4_use_4over6=True)(values(16, 16))], [values(4)], [0]),
-            ValueError,
-            "4over6 chooses scales by all elements of a block",
+        *(
+            (
+                ([quantizer(values(16, 16))], [values(4)], [0]),
+                ValueError,
+                r"four_over_six='mae'.* chooses scales by all elements of a block",
+            )
+            for quantizer in (
+                q.NVFP4Quantizer(with_2d_quantization=True, nvfp4_use_4over6=True),
+                q.BlockScaledQuantizer(refops.NVFP4Scaling(two_d=True, four_over_six="mae")),
+                NVFP4QuantizerRef(quant_tile_shape=(16, 16), nvfp4_use_4over6=True),
+            )
         ),
         (
             ([WEIGHT], [torch.ones(4, dtype=torch.int32)], [0]),
