@@ -452,14 +452,21 @@ def _group_of(tensor, quantizer, num_tensors, first_dims, last_dims, tensor_offs
         given = [name for name, dim in dims.items() if dim is not None]
         if given:
             raise ValueError(f"output must be of tensors of one shape, without {given[0]}; got both")
-        for name, wanted in {
-            "num_tensors": num_tensors,
-            "logical_shape": tuple(tensor.shape),
-            "quantizer": quantizer,
-        }.items():
+        for name, wanted in {"num_tensors": num_tensors, "logical_shape": tuple(tensor.shape)}.items():
             if getattr(output, name) != wanted:
                 raise ValueError(f"output must have {name} {wanted}; got {getattr(output, name)}")
+        for kept in output.member_quantizers():
+            _require_alike(kept, quantizer)
     return group, group.parts_of(tensor.contiguous())
+
+
+def _require_alike(kept, quantizer):
+    """`ValueError` unless both make the same of a tensor. A group may keep a copy."""
+    if type(kept) is not type(quantizer) or kept.settings() != quantizer.settings():
+        raise ValueError(f"output must have quantizer {quantizer}; got {kept}")
+    for name in ("scale", "amax", "optimize_for_gemm", "with_amax_reduction", "amax_reduction_group"):
+        if getattr(kept, name, None) is not getattr(quantizer, name, None):
+            raise ValueError(f"output must have a quantizer with the {name} of {quantizer}; it has another")
 
 
 @untraced

@@ -300,7 +300,8 @@ class GroupedTensorStorage:
         shape, dims = _dims_of([tuple(member.shape) for member in members], first.device)
         quantizer = None
         if isinstance(first, BufferStorage):
-            quantizer = first._get_quantizer().copy_for_result()
+            with_one = next((member for member in members if member._quantizer is not None), first)
+            quantizer = with_one._get_quantizer().copy_for_result()
             quantizer.set_usage(**first.get_usages())
             quantizer.internal = False
         packed = allocate(len(members), shape, quantizer, first.device, first.dtype, **dims, stacked=stacked)
@@ -347,23 +348,35 @@ class GroupedTensorStorage:
                 dtype=self.fake_dtype,
                 with_gemm_swizzled_scales=self._with_gemm_swizzled_scales,
             )
-            quantizer = self._quantizers()[i]
+            quantizer = self.member_quantizers()[i]
             members.append(made(buffers, quantizer=None if quantizer is None else quantizer.copy_for_result()))
         return members
 
-    def _quantizers(self):
+    def member_quantizers(self) -> list[Quantizer | None]:
+        """That of each member, for values that are written later. This package's own."""
         of_group, of_members = self._member_quantizers or (None, [])
         # Another was assigned since: it is that of all members
         return of_members if of_group is self.quantizer else [self.quantizer] * self.num_tensors
 
     def set_quantizers(self, quantizers: Sequence[Quantizer | None]) -> None:
-        """Give each member a quantizer, or none, for values that are written later. This package's own."""
-        if quantizers[0] is not None:
-            self.quantizer = quantizers[0].copy_for_result()
+        """Give each member a quantizer, or none, for values that are written later; the group's is like the first.
+
+        This package's own.
+        """
+        first = next((quantizer for quantizer in quantizers if quantizer is not None), None)
+        if first is not None:
+            self.quantizer = first.copy_for_result()
             self.quantizer.internal = False
         self._member_quantizers = self.quantizer, list(quantizers)
         if self.quantized_tensors is not None:
             self.quantized_tensors = self.split_into_quantized_tensors()
+
+    def copy_quantizers(self) -> None:
+        """Keep copies of the quantizers, without amax reduction groups: ranks may clone, and write, alone."""
+        of_group, of_members = self.quantizer, self.member_quantizers()
+        self.quantizer = None if of_group is None else of_group.copy_for_result()
+        copies = [None if quantizer is None else quantizer.copy_for_result() for quantizer in of_members]
+        self._member_quantizers = self.quantizer, copies
 
     def _member_shapes(self):
         if self.tensor_shapes is None:
@@ -421,7 +434,7 @@ class GroupedTensorStorage:
         if len(tensors) != self.num_tensors:
             raise ValueError(f"tensors must be {self.num_tensors}, one for each member; got {len(tensors)}")
         members = self.split_into_quantized_tensors()
-        for quantizer, tensor, member in zip(self._quantizers(), tensors, members, strict=True):
+        for quantizer, tensor, member in zip(self.member_quantizers(), tensors, members, strict=True):
             (quantizer or member._get_quantizer()).update_quantized(tensor, member, noop_flag=noop_flag)
         self._follow(members)
         return members
@@ -621,7 +634,8 @@ class GroupedTensor(GroupedTensorStorage, WrapperTensor):  # type: ignore[misc]
             if len(shapes[0]) not in (1, 2):
                 raise ValueError(f"shapes must be those of vectors or matrices; got {shown(shapes[0])}")
             wrapper_shape = (fields["num_tensors"], *shapes[0])
-        device = next((value.device for value in fields.values() if isinstance(value, torch.Tensor)), None)
+        held = (fields.get("data"), fields.get("columnwise_data"), *fields.values())  # dims may be elsewhere
+        device = next((value.device for value in held if isinstance(value, torch.Tensor)), None)
         return _wrapper(cls, wrapper_shape, fields.get("stride"), dtype, device, fields.get("requires_grad", False))
 
     def plain_values(self) -> torch.Tensor:
@@ -645,7 +659,7 @@ class GroupedTensor(GroupedTensorStorage, WrapperTensor):  # type: ignore[misc]
 
     def held_quantizers(self) -> list[Quantizer]:
         """That of the group and those of the members."""
-        return [one for one in (self.quantizer, *self._quantizers()) if one is not None]
+        return [one for one in (self.quantizer, *self.member_quantizers()) if one is not None]
 
     def to_dtype(self, dtype: torch.dtype) -> Any:
         """The same codes with another nominal dtype; values in high precision are converted."""
@@ -731,7 +745,9 @@ def _detach(func, args, kwargs):
 
 
 def _clone(func, args, kwargs):
-    return _mapped(args[0], torch.clone)
+    cloned = _mapped(args[0], torch.clone)
+    cloned.copy_quantizers()
+    return cloned
 
 
 def _view(func, args, kwargs):

@@ -19,6 +19,7 @@ from fuser.quantization import (
     GroupedTensor,
     GroupedTensorStorage,
     MXFP8Quantizer,
+    MXFP8Tensor,
     NVFP4Quantizer,
     QuantizedTensorStorage,
     Quantizer,
@@ -483,6 +484,62 @@ def test_a_quantizer_that_is_assigned_is_that_of_all_members():
     grouped.quantizer = QUANTIZERS["delayed"]()
     for member in grouped.quantize([normal(32, 64)] * 3):
         assert member._quantizer.scale is grouped.quantizer.scale
+
+
+def test_the_first_member_with_a_quantizer_gives_the_group_its_own():
+    x, quantizer = normal(64, 64), MXFP8Quantizer(E4M3)
+    first, second = (quantizer(part) for part in x.split(32))
+    packed = GroupedTensor.pack([MXFP8Tensor(first.buffers), second])
+    assert packed.quantizer == quantizer and packed.member_quantizers()[0] is None
+    other = MXFP8Quantizer(E4M3, columnwise=False)
+    packed.set_quantizers([None, other])
+    assert packed.quantizer == other and packed.quantizer is not other
+
+
+def test_copies_communicate_with_nobody():
+    """Ranks may clone, and write, alone."""
+    reducing = Float8CurrentScalingQuantizer(E4M3, with_amax_reduction=True)
+    group = GroupedTensor.make_grouped_tensor(2, None, None, 64, 64, quantizer=reducing)
+    copied = group.clone()
+    assert group.quantizer is reducing and not copied.quantizer.with_amax_reduction
+    assert not any(quantizer.with_amax_reduction for quantizer in copied.held_quantizers())
+    grouped, _ = parameter("delayed")
+    of_members = zip(grouped.detach().clone().member_quantizers(), grouped.member_quantizers(), strict=True)
+    assert all(mine is not theirs and mine.scale is theirs.scale for mine, theirs in of_members)
+
+
+def test_a_group_is_where_its_data_are():
+    group = GroupedTensor(
+        (96, 64),
+        torch.float32,
+        first_dims=torch.tensor([32, 64]),
+        num_tensors=2,
+        data=torch.empty(96 * 64, device="meta"),
+    )
+    assert group.device.type == "meta"
+
+
+@pytest.mark.parametrize("name", ["delayed", "current", "mxfp8"])
+def test_a_packed_group_is_an_output(name):
+    """It keeps a copy of the quantizer that made its members."""
+    quantizer, x = QUANTIZERS[name](), normal(64, K)
+    packed = GroupedTensor.pack([quantizer(part) for part in normal(64, K, seed=1).split(32)])
+    assert functional.group_quantize(x, quantizer, 2, None, output=packed) is packed
+    for member, part in zip(packed.split_into_quantized_tensors(), x.split(32), strict=True):
+        assert_is(member, alone(quantizer, part))
+
+
+@pytest.mark.parametrize(
+    ("name", "different"),
+    [("scale", torch.ones(1)), ("amax", torch.zeros(1)), ("optimize_for_gemm", True), ("with_amax_reduction", True)],
+)
+def test_an_output_s_quantizer_differs_in_what_is_not_shown(name, different):
+    quantizer = QUANTIZERS["current" if name == "with_amax_reduction" else "delayed"]()
+    packed = GroupedTensor.pack([quantizer(part) for part in normal(64, K).split(32)])
+    other = quantizer.copy()
+    setattr(other, name, different)
+    with pytest.raises(ValueError, match=f"output must have a quantizer with the {name} of Float8"):
+        functional.group_quantize(normal(64, K), other, 2, None, output=packed)
 
 
 def test_values_of_members_need_a_quantizer_and_one_tensor_each():
