@@ -22,7 +22,7 @@ from fuser.dispatch import Buffers
 from fuser.quantization.quantizer import Quantizer
 from fuser.quantization.quantizers import encode_scale
 from fuser.quantization.storage import BufferStorage, QuantizedTensorStorage
-from fuser.quantization.tensor import WrapperTensor, contiguous_strides
+from fuser.quantization.tensor import WrapperTensor, new_wrapper
 from fuser.torch_load import rebuild_grouped_tensor
 from refops.arguments import say_who, shown
 from refops.quantization.result import stored_layout
@@ -636,7 +636,8 @@ class GroupedTensor(GroupedTensorStorage, WrapperTensor):  # type: ignore[misc]
             wrapper_shape = (fields["num_tensors"], *shapes[0])
         held = (fields.get("data"), fields.get("columnwise_data"), *fields.values())  # dims may be elsewhere
         device = next((value.device for value in held if isinstance(value, torch.Tensor)), None)
-        return _wrapper(cls, wrapper_shape, fields.get("stride"), dtype, device, fields.get("requires_grad", False))
+        options = {name: fields[name] for name in ("stride", "requires_grad") if name in fields}
+        return new_wrapper(cls, wrapper_shape, dtype, device, **options)
 
     def plain_values(self) -> torch.Tensor:
         """(num_tensors, M, K) values: the memory itself in high precision, else dequantized."""
@@ -689,7 +690,8 @@ class GroupedTensor(GroupedTensorStorage, WrapperTensor):  # type: ignore[misc]
             if not self.is_leaf:
                 raise RuntimeError("Only Tensors created explicitly by the user (graph leaves) can be deep-copied")
             state = copy.deepcopy({**self.__dict__, "quantized_tensors": None}, memo)
-            duplicate = _wrapper(type(self), self.shape, self.stride(), self.dtype, self.device, self.requires_grad)
+            options = {"stride": self.stride(), "requires_grad": self.requires_grad}
+            duplicate = new_wrapper(type(self), self.shape, self.dtype, self.device, **options)
             duplicate.__dict__.update(state)
             memo[id(self)] = duplicate
             if self.grad is not None:
@@ -713,21 +715,10 @@ def rebuild(members: Sequence[Any], stacked: bool, requires_grad: bool, is_param
 # --- dispatch -------------------------------------------------------------------------------------
 
 
-def _wrapper(cls, shape, stride, dtype, device, requires_grad):
-    return torch.Tensor._make_wrapper_subclass(
-        cls,
-        shape,
-        strides=contiguous_strides(shape) if stride is None else stride,
-        dtype=dtype,
-        layout=torch.strided,
-        device=device,
-        requires_grad=requires_grad,
-    )
-
-
 def _alias(tensor, *, dtype=None, device=None, **changes):
     """A tensor of the same buffers, except for `changes`."""
-    made = _wrapper(type(tensor), tensor.shape, tensor.stride(), dtype or tensor.dtype, device or tensor.device, False)
+    dtype, device = dtype or tensor.dtype, device or tensor.device
+    made = new_wrapper(type(tensor), tensor.shape, dtype, device, stride=tensor.stride())
     made.__dict__.update(tensor._state() | changes)
     if changes:
         made.quantized_tensors = None

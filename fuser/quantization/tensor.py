@@ -94,6 +94,21 @@ class WrapperTensor(torch.Tensor):
         return _run_plain(func, args, kwargs)
 
 
+def new_wrapper(
+    cls: Any, shape: Sequence[int], dtype: torch.dtype, device: Any, *, stride: Any = None, requires_grad: bool = False
+) -> Any:
+    """A tensor without memory, by default of the strides of a contiguous one."""
+    return torch.Tensor._make_wrapper_subclass(
+        cls,
+        shape,
+        strides=contiguous_strides(shape) if stride is None else stride,
+        dtype=dtype,
+        layout=torch.strided,
+        device=device,
+        requires_grad=requires_grad,
+    )
+
+
 def contiguous_strides(shape: Sequence[int]) -> list[int]:
     """The strides of a contiguous tensor of `shape`."""
     strides = [1] * len(shape)
@@ -123,16 +138,7 @@ class QuantizedTensor(WrapperTensor):
             buffers, quantizer = args[0], fields.get("quantizer")
         else:
             buffers, quantizer = _given(cls, args, fields)
-        shape = tuple(buffers.shape)
-        self = torch.Tensor._make_wrapper_subclass(
-            cls,
-            shape,
-            strides=contiguous_strides(shape),
-            dtype=buffers.dtype,
-            layout=torch.strided,
-            device=buffers.device,
-            requires_grad=requires_grad,
-        )
+        self = new_wrapper(cls, tuple(buffers.shape), buffers.dtype, buffers.device, requires_grad=requires_grad)
         self.buffers, self._quantizer = buffers, quantizer
         return self
 
