@@ -145,9 +145,8 @@ def quantize_master_weights(
             torch.autograd.graph.increment_version(weight)
 
 
-def cast_master_weights_to_fp8(*args: Any, **kwargs: Any) -> None:
-    """`quantize_master_weights`, by its former name."""
-    quantize_master_weights(*args, **kwargs)
+#: Its former name.
+cast_master_weights_to_fp8 = quantize_master_weights
 
 
 def _entries(weight, master, start, shard):
@@ -325,7 +324,8 @@ def replace_raw_data(tensor: Any, new_raw_data: torch.Tensor) -> None:
         ValueError: another shape, dtype or layout. NotImplementedError: a format with two copies that travel.
     """
     if isinstance(tensor, HybridQuantizedTensorStorage) and tensor._rowwise_storage is not None:
-        return replace_raw_data(tensor._rowwise_storage, new_raw_data)
+        replace_raw_data(tensor._rowwise_storage, new_raw_data)
+        return
     identity = isinstance(tensor, IdentityTensorStorage)
     if not identity and not (isinstance(tensor, BufferStorage) and tensor._copies_hold_the_same_codes()):
         raise NotImplementedError(
@@ -340,7 +340,6 @@ def replace_raw_data(tensor: Any, new_raw_data: torch.Tensor) -> None:
         )
     new_raw_data.detach().copy_(old)
     tensor.buffers = replace(tensor.buffers, **{field: new_raw_data})
-    return None
 
 
 def clear_columnwise_cache(tensor: Any) -> None:
