@@ -195,33 +195,16 @@ class _ReferenceQuantizer(ValueQuantizer):
         """The quantizer with the same settings."""
         raise NotImplementedError
 
-    def quantize_buffers(
-        self, tensor: torch.Tensor, *, rowwise: bool | None = None, columnwise: bool | None = None
-    ) -> Any:
-        """As `Quantizer.quantize_buffers`."""
-        usages = {
-            "rowwise": self.rowwise_usage if rowwise is None else rowwise,
-            "columnwise": self.columnwise_usage if columnwise is None else columnwise,
-        }
+    def _cast(self, tensor: torch.Tensor, rowwise: bool, columnwise: bool) -> Any:
         with dispatch.backend("reference"):
-            return self._casting().quantize_buffers(tensor, **usages)
+            return self._casting()._cast(tensor, rowwise, columnwise)
 
-    def make_empty(
-        self,
-        shape: Iterable[int],
-        *,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str | None = None,
-        requires_grad: bool = False,
-        pin_memory: bool = False,
-    ) -> Any:
-        """As `Quantizer.make_empty`."""
+    def _empty_buffers(self, shape, **options):
         casting = self._casting()
         casting.set_usage(**self.get_usages())
-        empty = casting.make_empty(shape, dtype=dtype, device=device, pin_memory=pin_memory)
-        return self._filled(empty.buffers, requires_grad)
+        return casting._empty_buffers(shape, **options)
 
-    def _in_order(self, buffers):
+    def _in_gemm_order(self, buffers):
         return buffers
 
     def check_shape(self, shape: Iterable[int]) -> None:

@@ -237,14 +237,7 @@ class HybridQuantizer(ValueQuantizer):
     def _used(self) -> list[Quantizer]:
         return [self._quantizer_of(direction) for direction, used in self.get_usages().items() if used]
 
-    def quantize_buffers(
-        self, tensor: torch.Tensor, *, rowwise: bool | None = None, columnwise: bool | None = None
-    ) -> Any:
-        """Both parts of a plain tensor, or the one asked for; by default those of this quantizer's usage."""
-        rowwise = self.rowwise_usage if rowwise is None else rowwise
-        columnwise = self.columnwise_usage if columnwise is None else columnwise
-        if not (rowwise or columnwise):
-            raise ValueError(f"{type(self).__name__} must have row-wise or column-wise usage; got neither")
+    def _cast(self, tensor: torch.Tensor, rowwise: bool, columnwise: bool) -> Any:
         of_rows, of_columns, source = None, None, tensor
         with torch.no_grad():
             from_rows = columnwise and self.columnwise_source == "rowwise_dequantized"
@@ -258,24 +251,10 @@ class HybridQuantizer(ValueQuantizer):
             rowwise=of_rows if rowwise else None, columnwise=of_columns, shape=tuple(tensor.shape), dtype=tensor.dtype
         )
 
-    def make_empty(
-        self,
-        shape: Iterable[int],
-        *,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str | None = None,
-        requires_grad: bool = False,
-        pin_memory: bool = False,
-    ) -> Any:
-        """As `Quantizer.make_empty`."""
-        shape = tuple(int(size) for size in shape)
-        options: dict[str, Any] = {"dtype": dtype, "device": device, "pin_memory": pin_memory}
+    def _empty_buffers(self, shape, *, dtype, **options):
         usages = self.get_usages()
-        parts = {d: self._quantizer_of(d).make_empty(shape, **options) for d in DIRECTIONS if usages[d]}
-        return self._filled(HybridBuffers(**parts, shape=shape, dtype=dtype), requires_grad)
-
-    def _in_order(self, buffers):
-        return buffers
+        parts = {d: self._quantizer_of(d).make_empty(shape, dtype=dtype, **options) for d in DIRECTIONS if usages[d]}
+        return HybridBuffers(**parts, shape=shape, dtype=dtype)
 
     def copy(self) -> Any:
         """A copy with copies of both quantizers."""

@@ -8,7 +8,6 @@ Behaviour: TE's tensor/identity_tensor.py and tensor/storage/identity_tensor_sto
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -106,8 +105,8 @@ class IdentityQuantizer(ValueQuantizer):
     """A quantizer that quantizes nothing.
 
     Args:
-        dtype: what tensors are cast to; None keeps theirs. Without a cast, the result shares memory with an input that
-            is contiguous.
+        dtype: what tensors are cast to, and what `make_empty` makes whatever it is asked for, as in TE; None keeps the
+            dtype that is given. Without a cast, the result shares memory with an input that is contiguous.
         rowwise, columnwise: usages; the one tensor serves both.
     """
 
@@ -128,21 +127,9 @@ class IdentityQuantizer(ValueQuantizer):
         data = tensor.detach().to(tensor.dtype if self.dtype is None else self.dtype)
         return IdentityBuffers(hp_data=data, shape=tuple(data.shape), dtype=data.dtype)
 
-    def make_empty(
-        self,
-        shape: Iterable[int],
-        *,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str | None = None,
-        requires_grad: bool = False,
-        pin_memory: bool = False,
-    ) -> Any:
-        """As `Quantizer.make_empty`; this quantizer's dtype goes before `dtype`, as in TE."""
-        data = torch.empty(tuple(shape), dtype=dtype, device=device, pin_memory=pin_memory)
-        return self._filled(self.quantize_buffers(data), requires_grad)
-
-    def _in_order(self, buffers):
-        return buffers
+    def _empty_buffers(self, shape, *, dtype, **options):
+        dtype = self.dtype or dtype
+        return IdentityBuffers(hp_data=torch.empty(shape, dtype=dtype, **options), shape=shape, dtype=dtype)
 
     def is_requantization_safe(self) -> bool:
         """True: values stay as they are."""

@@ -19,7 +19,7 @@ import torch
 from fuser import dispatch
 from fuser.dispatch import Buffers
 from fuser.dtypes import HIGH_PRECISION
-from fuser.quantization.storage import DIRECTIONS, BufferStorage, QuantizedTensorStorage
+from fuser.quantization.storage import DIRECTIONS, BufferStorage, QuantizedTensorStorage, shallow_copy
 from refops.quantization.result import stored_layout
 
 
@@ -27,9 +27,9 @@ class Quantizer:
     """Builder of quantized tensors.
 
     Abstract (`TypeError`): a subclass with a `refops` scaling overrides `scaling()` and names `tensor_class` and
-    `storage_class`; one with buffers of its own overrides `quantize_buffers`, `make_empty` and `_in_order` instead; one
-    with a format of its own `quantize_impl` or `quantize`, and `update_quantized` and `make_empty` if it has in-place
-    updates and empty tensors.
+    `storage_class`; one with buffers of its own overrides `quantize_buffers` and `make_empty` instead; one with a
+    format of its own `quantize_impl` or `quantize`, and `update_quantized` and `make_empty` if it has in-place updates
+    and empty tensors.
 
     Attributes:
         rowwise_usage, columnwise_usage: which copies results have.
@@ -48,7 +48,7 @@ class Quantizer:
     optimize_for_gemm: bool
 
     def __new__(cls, *args, **kwargs):
-        ways = ("scaling", "quantize_impl", "quantize", "quantize_buffers")
+        ways = ("scaling", "quantize_impl", "quantize", "quantize_buffers", "_cast")
         if all(getattr(cls, name) is getattr(Quantizer, name) for name in ways):
             raise TypeError(f"Can't instantiate abstract class {cls.__name__} without scaling or quantize_impl")
         makes_buffers = all(getattr(cls, name) is getattr(Quantizer, name) for name in ("quantize_impl", "quantize"))
@@ -196,12 +196,17 @@ class Quantizer:
     def _made_of(self, buffers):
         """`wrap`, of a shape that was checked."""
         self._record(buffers)
-        buffers = self._in_order(buffers)
-        made = self.storage_class if self.internal else self.tensor_class
-        return made(buffers, quantizer=self.copy_for_result())
+        return self._wrapped(self._in_gemm_order(buffers))
 
-    def _in_order(self, buffers):
-        return dispatch.swizzled(buffers) if self._swizzles(buffers.scaling) else buffers
+    def _wrapped(self, buffers, requires_grad=False):
+        quantizer = self.copy_for_result()
+        if self.internal:
+            return self.storage_class(buffers, quantizer=quantizer)
+        return self.tensor_class(buffers, quantizer=quantizer, requires_grad=requires_grad)
+
+    def _in_gemm_order(self, buffers):
+        swizzles = isinstance(buffers, Buffers) and self._swizzles(buffers.scaling)
+        return dispatch.swizzled(buffers) if swizzles else buffers
 
     def _swizzles(self, scaling):
         return self.optimize_for_gemm and scaling.layout.scale_order == "gemm"
@@ -240,7 +245,7 @@ class Quantizer:
         device = src.device if dst.buffers.device is None else dst.buffers.device
         buffers = self.quantize_buffers(src.to(device), **usages)
         self._record(buffers)
-        dst.set_buffers(self._in_order(buffers))
+        dst.set_buffers(self._in_gemm_order(buffers))
         return dst
 
     def multi_quantize(self, list_of_tensors: Iterable[torch.Tensor]) -> list:
@@ -263,29 +268,24 @@ class Quantizer:
         """
         shape = tuple(int(size) for size in shape)
         self.check_shape(shape)
+        buffers = self._empty_buffers(shape, dtype=dtype, device=device, pin_memory=pin_memory)
+        return self._wrapped(buffers, requires_grad)
+
+    def _empty_buffers(self, shape, *, dtype, **options):
         scaling, usages = self.layout_scaling(), self.get_usages()
         arrays: dict[str, Any] = {}
         for name, (array_shape, array_dtype) in stored_layout(scaling, shape).items():
             if any(usages[d] and d in name for d in DIRECTIONS):
                 make = torch.empty if name.endswith("_data") else torch.zeros
-                torch_dtype = getattr(torch, array_dtype.name)
-                arrays[name] = make(array_shape, dtype=torch_dtype, device=device, pin_memory=pin_memory)
+                arrays[name] = make(array_shape, dtype=getattr(torch, array_dtype.name), **options)
         swizzled = self._swizzles(scaling)
-        buffers = Buffers(**arrays, scaling=scaling, shape=shape, dtype=dtype, with_gemm_swizzled_scales=swizzled)
-        return self._filled(buffers, requires_grad)
-
-    def _filled(self, buffers, requires_grad):
-        if self.internal:
-            return self.storage_class(buffers, quantizer=self.copy_for_result())
-        return self.tensor_class(buffers, quantizer=self.copy_for_result(), requires_grad=requires_grad)
+        return Buffers(**arrays, scaling=scaling, shape=shape, dtype=dtype, with_gemm_swizzled_scales=swizzled)
 
     # --- copies, equality ----------------------------------------------------------------------------
 
     def copy(self) -> Any:
         """A shallow copy: usages are its own, scale and amax tensors are shared."""
-        duplicate = object.__new__(type(self))
-        duplicate.__dict__.update(self.__dict__)
-        return duplicate
+        return shallow_copy(self)
 
     def copy_for_result(self) -> Any:
         """The copy that a quantized tensor keeps: without an amax reduction group."""

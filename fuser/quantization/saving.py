@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fuser.quantization.grouped import GroupedTensorStorage
-from fuser.quantization.storage import QuantizedTensorStorage
+from fuser.quantization.storage import QuantizedTensorStorage, shallow_copy
 
 
 def prepare_for_saving(*tensors: Any) -> tuple[list[torch.Tensor | None], list[Any]]:
@@ -31,16 +31,11 @@ def prepare_for_saving(*tensors: Any) -> tuple[list[torch.Tensor | None], list[A
             flat.append(tensor)
             objects.append(None)
             continue
-        if isinstance(tensor, QuantizedTensorStorage):
-            own: Any = object.__new__(type(tensor))  # whatever the constructor takes
-            own.__dict__.update(tensor.__dict__)
-        elif isinstance(tensor, GroupedTensorStorage):
-            own = tensor.copy()
-        else:
+        if not isinstance(tensor, QuantizedTensorStorage | GroupedTensorStorage):
             raise TypeError(
                 f"tensors must be tensors, quantized or grouped storages, or None; got {type(tensor).__name__}"
             )
-        buffers, shell = own.prepare_for_saving()
+        buffers, shell = shallow_copy(tensor).prepare_for_saving()
         flat.extend(buffers)
         objects.append(shell)
     return flat, objects

@@ -49,6 +49,13 @@ def resolve_shape(shape: tuple, numel: int) -> tuple[int, ...]:
     return tuple(int(size) for size in shape)
 
 
+def shallow_copy(original: Any) -> Any:
+    """Another object of the same class with the same attributes, whatever the constructor takes."""
+    duplicate = object.__new__(type(original))
+    duplicate.__dict__.update(original.__dict__)
+    return duplicate
+
+
 def _as_given(buffers, *, quantizer=None):
     return buffers, quantizer
 
@@ -489,19 +496,21 @@ def _packed(codes, count):
     return packed
 
 
-def _both_copies(rowwise_data, rowwise_scale_inv, columnwise_data, columnwise_scale_inv):
-    return {
-        "rowwise_data": rowwise_data,
-        "rowwise_scale_inv": rowwise_scale_inv,
-        "columnwise_data": columnwise_data,
-        "columnwise_scale_inv": columnwise_scale_inv,
-    }
+def _by_field(*tensors):
+    """Field of `Buffers` -> tensor, of the first ones in their order."""
+    return dict(zip(TENSOR_FIELDS, tensors, strict=False))
 
 
 # --- by TE's names ----------------------------------------------------------------------------------
 
 
-class Float8TensorStorage(BufferStorage):
+class _FP8Storage(BufferStorage):
+    @property
+    def _fp8_dtype(self) -> DType:
+        return DType.of(self.buffers.scaling.fmt)
+
+
+class Float8TensorStorage(_FP8Storage):
     """FP8 with one scale: `_data` (shape of the tensor), `_transpose` (last dimension first), `_scale_inv` (1,)."""
 
     @staticmethod
@@ -525,10 +534,6 @@ class Float8TensorStorage(BufferStorage):
     _scale_inv = _buffer_property("rowwise_scale_inv", "columnwise_scale_inv")
 
     @property
-    def _fp8_dtype(self) -> DType:
-        return DType.of(self.buffers.scaling.fmt)
-
-    @property
     def _transpose_invalid(self) -> bool:
         """Whether there is no transpose to read."""
         return self.buffers.columnwise_data is None
@@ -541,7 +546,7 @@ class Float8TensorStorage(BufferStorage):
         return QUANTIZERS["Float8Quantizer"](scale=1 / self._scale_inv, amax=amax, fp8_dtype=self._fp8_dtype)
 
 
-class MXFP8TensorStorage(BufferStorage):
+class MXFP8TensorStorage(_FP8Storage):
     """MXFP8: codes in both copies in the tensor's orientation, E8M0 scale bytes for 32 elements."""
 
     _default_scaling = MXFP8Scaling
@@ -559,15 +564,11 @@ class MXFP8TensorStorage(BufferStorage):
         fake_dtype: torch.dtype = torch.float32,
     ) -> Any:
         """The arguments of TE's constructor, in its order."""
-        arrays = _both_copies(rowwise_data, rowwise_scale_inv, columnwise_data, columnwise_scale_inv)
+        arrays = _by_field(rowwise_data, rowwise_scale_inv, columnwise_data, columnwise_scale_inv)
         return quantizer, arrays, {"fmt": DType.of(fp8_dtype).format}, fake_dtype, with_gemm_swizzled_scales
 
-    @property
-    def _fp8_dtype(self) -> DType:
-        return DType.of(self.buffers.scaling.fmt)
 
-
-class Float8BlockwiseQTensorStorage(BufferStorage):
+class Float8BlockwiseQTensorStorage(_FP8Storage):
     """FP8 with float32 scales for 1x128 elements or 128x128 tiles; the columnwise copy is transposed."""
 
     _default_scaling = BlockScaling
@@ -585,12 +586,8 @@ class Float8BlockwiseQTensorStorage(BufferStorage):
         fake_dtype: torch.dtype = torch.float32,
     ) -> Any:
         """The arguments of TE's constructor, in its order."""
-        arrays = _both_copies(rowwise_data, rowwise_scale_inv, columnwise_data, columnwise_scale_inv)
+        arrays = _by_field(rowwise_data, rowwise_scale_inv, columnwise_data, columnwise_scale_inv)
         return quantizer, arrays, {"fmt": DType.of(fp8_dtype).format, "block_dim": 2 if is_2D_scaled else 1}, fake_dtype
-
-    @property
-    def _fp8_dtype(self) -> DType:
-        return DType.of(self.buffers.scaling.fmt)
 
     @property
     def _is_2D_scaled(self) -> bool:  # noqa: N802 (TE's name)
@@ -622,8 +619,9 @@ class NVFP4TensorStorage(BufferStorage):
         """The arguments of TE's constructor, in its order."""
         if DType.of(fp4_dtype) is not DType.kFloat4E2M1:
             raise ValueError(f"fp4_dtype must be DType.kFloat4E2M1; got {shown(fp4_dtype)}")
-        arrays = _both_copies(rowwise_data, rowwise_scale_inv, columnwise_data, columnwise_scale_inv)
-        arrays |= {"amax_rowwise": amax_rowwise, "amax_columnwise": amax_columnwise}
+        arrays = _by_field(
+            rowwise_data, rowwise_scale_inv, columnwise_data, columnwise_scale_inv, amax_rowwise, amax_columnwise
+        )
         mode = getattr(quantizer, "nvfp4_4over6_err_mode", "MAE").lower() if nvfp4_use_4over6 else None
         settings = {"row_scaled": bool(row_scaled_nvfp4), "four_over_six": mode, "e4m3_max": nvfp4_e4m3_max}
         return quantizer, arrays, settings, fake_dtype, with_gemm_swizzled_scales
