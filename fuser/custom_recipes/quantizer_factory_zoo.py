@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 
-def _again(rowwise: Quantizer, columnwise: Quantizer) -> HybridQuantizer:
+def _requantized(rowwise: Quantizer, columnwise: Quantizer) -> HybridQuantizer:
     """Backward reads what forward multiplied, quantized once more."""
     return HybridQuantizer(
         rowwise_quantizer=rowwise, columnwise_quantizer=columnwise, columnwise_source="rowwise_dequantized"
@@ -47,14 +47,14 @@ def mxfp8_fwd_nvfp4_bwd_factory(role: QuantizerRole | None) -> Quantizer:
     if tensor == "input":
         return HybridQuantizer(rowwise_quantizer=mxfp8_factory(role), columnwise_quantizer=nvfp4_factory(role))
     if tensor == "weight":
-        return _again(mxfp8_factory(role), NVFP4Quantizer())
+        return _requantized(mxfp8_factory(role), NVFP4Quantizer())
     return nvfp4_factory(role) if tensor == "grad_output" else mxfp8_factory(role)
 
 
 def nvfp4_1d_weight_factory(role: QuantizerRole | None) -> Quantizer:
     """NVFP4 with weights in blocks along a line, quantized once more for backward, instead of in 16x16 tiles."""
     if tensor_of_linear(role) == "weight":
-        return _again(NVFP4Quantizer(), NVFP4Quantizer())
+        return _requantized(NVFP4Quantizer(), NVFP4Quantizer())
     return nvfp4_factory(role)
 
 
@@ -62,7 +62,7 @@ def mxfp8_fwd_high_precision_bwd_factory(role: QuantizerRole | None) -> Quantize
     """Forward in MXFP8; backward in high precision, of what forward multiplied."""
     tensor = tensor_of_linear(role)
     if tensor in ("input", "weight"):
-        return _again(mxfp8_factory(role), IdentityQuantizer())
+        return _requantized(mxfp8_factory(role), IdentityQuantizer())
     return IdentityQuantizer() if tensor == "grad_output" else mxfp8_factory(role)
 
 
@@ -71,7 +71,7 @@ def nvfp4_row_scaled_fwd_mxfp8_bwd_factory(role: QuantizerRole | None) -> Quanti
     of what forward multiplied. Everything else in MXFP8. (The operations' roles say "linear", as TE's do.)"""
     tensor = role.tensor_type if role is not None and role.module_type == "grouped_linear" else ""
     if tensor in ("input", "weight"):
-        return _again(NVFP4Quantizer(row_scaled_nvfp4=tensor == "input"), mxfp8_factory(role))
+        return _requantized(NVFP4Quantizer(row_scaled_nvfp4=tensor == "input"), mxfp8_factory(role))
     return mxfp8_factory(role)
 
 
@@ -80,5 +80,5 @@ def nvfp4_row_scaled_fwd_high_precision_bwd_factory(role: QuantizerRole | None) 
     multiplied."""
     tensor = tensor_of_linear(role)
     if tensor in ("input", "weight"):
-        return _again(NVFP4Quantizer(row_scaled_nvfp4=tensor == "input"), IdentityQuantizer())
+        return _requantized(NVFP4Quantizer(row_scaled_nvfp4=tensor == "input"), IdentityQuantizer())
     return IdentityQuantizer() if tensor == "grad_output" else NVFP4Quantizer()

@@ -76,7 +76,7 @@ def cast_from_fp4x2(x: torch.Tensor, dq_dtype: torch.dtype) -> torch.Tensor:
 
 def get_wgrad_sign_vector() -> torch.Tensor:
     """The 16 signs of the Hadamard transform, float32."""
-    return NVFP4Quantizer(with_rht=True, with_post_rht_amax=True)._signs()
+    return NVFP4Quantizer(with_rht=True, with_post_rht_amax=True).rht_signs()
 
 
 class _ReferenceTensor:

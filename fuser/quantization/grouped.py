@@ -67,6 +67,10 @@ class GroupedTensorStorage:
     | their width       | (M, sum of K)       | None       | int64     |
     | both              | (1, elements)       | int64      | int64     |
 
+    The buffers rule: `quantized_tensors`, the members when the group was made, are views of them. `quantizer` says in
+    which format they are; new values are quantized by `member_quantizers()`, which are those of `set_quantizers` until
+    another `quantizer` is assigned.
+
     Args:
         shape: `logical_shape`. It may have more rows than the members: they are not read.
         dtype: dtype of the values; with a quantizer the nominal one.
@@ -76,7 +80,7 @@ class GroupedTensorStorage:
         data, columnwise_data: flat, the members' values or codes (two a byte in 4-bit formats).
         scale_inv, columnwise_scale_inv, amax, columnwise_amax: flat, what the format keeps of each member. Where there
             is one scale for a member, `amax` is that of both copies.
-        scale: float32, (num_tensors,): what values were multiplied with, where that is one number and was not given.
+        scale: float32, (num_tensors,): each member's encode scale, under current scaling.
         first_dims, last_dims: int64, (num_tensors,).
         tensor_offsets: int64, (num_tensors + 1,): where members start, in elements.
         offsets, scale_inv_offsets, columnwise_scale_inv_offsets: the same as lists, of values and of scales.
@@ -452,7 +456,7 @@ class GroupedTensorStorage:
         return members
 
     def _follow(self, members):
-        """Keep what newly written members have in common with, or tell of, the group."""
+        """Update the group's flag and scales from members just written."""
         self._with_gemm_swizzled_scales = members[0].buffers.with_gemm_swizzled_scales
         if self.scale is not None:
             for i, member in enumerate(members):
@@ -536,7 +540,7 @@ def allocate(
     stacked: bool = False,
 ) -> Any:
     """`make_grouped_tensor`; only a `stacked` tensor of alike members has the shape (num_tensors, M, K)."""
-    group = _outline(num_tensors, logical_shape, dtype, first_dims, last_dims, tensor_offsets)
+    group = _without_buffers(num_tensors, logical_shape, dtype, first_dims, last_dims, tensor_offsets)
     shapes, total = group._member_shapes(), math.prod(logical_shape)
     ends = [start + math.prod(shape) for start, shape in zip(group._starts(), shapes, strict=False)]
     if max(ends, default=0) > total:
@@ -591,7 +595,7 @@ def _new_arrays(quantizer, shapes, total, device):
     return arrays
 
 
-def _outline(num_tensors, logical_shape, dtype, first_dims, last_dims, tensor_offsets):
+def _without_buffers(num_tensors, logical_shape, dtype, first_dims, last_dims, tensor_offsets):
     """A group without data: what shapes and offsets follow from."""
     rows, columns = logical_shape
     if num_tensors <= 0:

@@ -19,7 +19,7 @@ import torch
 from fuser import recipe as recipes
 from fuser.quantization.quantizer import Quantizer, ValueQuantizer
 from fuser.quantization.saving import prepare_for_saving, restore_from_saved
-from fuser.quantization.storage import DIRECTIONS, QUANTIZERS, BufferStorage, _buffer_property, resolve_shape
+from fuser.quantization.storage import DIRECTIONS, QUANTIZERS, BufferStorage, buffer_property, resolve_shape
 from fuser.quantization.tensor import QuantizedTensor
 from refops.arguments import shown
 
@@ -61,8 +61,8 @@ class HybridQuantizedTensorStorage(BufferStorage):
     """`rowwise_sub_storage`, `columnwise_sub_storage`: what each direction's quantizer made, or None."""
 
     buffers_class, data_fields = HybridBuffers, DIRECTIONS
-    _rowwise_storage = rowwise_sub_storage = _buffer_property("rowwise")
-    _columnwise_storage = columnwise_sub_storage = _buffer_property("columnwise")
+    _rowwise_storage = rowwise_sub_storage = buffer_property("rowwise")
+    _columnwise_storage = columnwise_sub_storage = buffer_property("columnwise")
 
     @classmethod
     def _buffers_of(cls, quantizer, parts, dtype):
@@ -123,7 +123,7 @@ class HybridQuantizedTensorStorage(BufferStorage):
         parts = {d: _rebuilt(part, part.map_buffers(function)) for d, part in self.buffers.parts.items()}
         return replace(self.buffers, **parts, **changes)
 
-    def _pieces(self):
+    def _saved_fields(self):
         return dict(self.buffers.parts)
 
     def viewed_buffers(self, shape: tuple) -> HybridBuffers:
@@ -136,7 +136,7 @@ class HybridQuantizedTensorStorage(BufferStorage):
         """What tensors must agree on for one to take the data of the other: the formats of both directions."""
         return tuple((direction, part.stored_format()) for direction, part in self.buffers.parts.items())
 
-    def _taken(self, new):
+    def _with_contents_of(self, new):
         device = self.buffers.device
         taken: dict[str, Any] = dict.fromkeys(DIRECTIONS)
         for direction, source in new.parts.items():
@@ -175,7 +175,7 @@ class HybridQuantizedTensor(QuantizedTensor, HybridQuantizedTensorStorage):  # t
 
 
 class HybridQuantizer(ValueQuantizer):
-    """A quantizer of two.
+    """Quantizes rows with one quantizer and columns with another.
 
     Args:
         rowwise_quantizer, columnwise_quantizer: make the copies; two objects, of any classes whose tensors hold

@@ -15,7 +15,7 @@ import torch
 
 from fuser import recipe as recipes
 from fuser.quantization.quantizer import ValueQuantizer
-from fuser.quantization.storage import DIRECTIONS, QUANTIZERS, BufferStorage, _buffer_property, resolve_shape
+from fuser.quantization.storage import DIRECTIONS, QUANTIZERS, BufferStorage, buffer_property, resolve_shape
 from fuser.quantization.tensor import QuantizedTensor
 
 
@@ -53,7 +53,7 @@ class IdentityTensorStorage(BufferStorage):
     """`_hp_data`: the tensor, in high precision. It is both copies."""
 
     buffers_class, data_fields = IdentityBuffers, ("hp_data",)
-    _hp_data = _buffer_property("hp_data")
+    _hp_data = buffer_property("hp_data")
 
     @classmethod
     def _buffers_of(cls, quantizer, hp_data, dtype):

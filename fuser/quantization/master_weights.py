@@ -25,7 +25,7 @@ import torch
 from fuser.distributed import reduce_amax
 from fuser.quantization.hybrid import HybridQuantizedTensorStorage
 from fuser.quantization.identity import IdentityTensorStorage
-from fuser.quantization.storage import DIRECTIONS, BufferStorage, _packed, _unpacked, fields_of
+from fuser.quantization.storage import DIRECTIONS, BufferStorage, fields_of, pack_codes, unpack_codes
 from refops.arguments import shown
 from refops.scalings.arithmetic import REFERENCE
 
@@ -40,17 +40,17 @@ __all__ = [
 
 
 @dataclass
-class _Entry:
+class _Shard:
     """A quantized weight, and what this rank knows of it.
 
-    `held`: its elements from `start` on, in the weight's dtype, or None; `shard`: where their codes go instead of the
+    `owned`: its elements from `start` on, in the weight's dtype, or None; `target`: where their codes go instead of the
     weight's own, or None.
     """
 
     weight: Any
-    held: torch.Tensor | None
+    owned: torch.Tensor | None
     start: int
-    shard: Any
+    target: Any
 
     @property
     def scaling(self) -> Any:
@@ -58,7 +58,7 @@ class _Entry:
 
     @property
     def stop(self) -> int:
-        return self.start + (0 if self.held is None else self.held.numel())
+        return self.start + (0 if self.owned is None else self.owned.numel())
 
     @property
     def matrix_shape(self) -> tuple[int, int]:
@@ -75,11 +75,11 @@ class _Entry:
     def matrix(self) -> torch.Tensor:
         """The weight as a matrix, zeros where this rank holds nothing."""
         whole = torch.zeros(self.weight.numel(), dtype=self.weight.dtype, device=self.weight.device)
-        if self.held is not None:
-            whole[self.start : self.stop] = self.held
+        if self.owned is not None:
+            whole[self.start : self.stop] = self.owned
         return whole.view(self.matrix_shape)
 
-    def is_held(self) -> torch.Tensor:
+    def is_owned(self) -> torch.Tensor:
         """Which elements of the matrix this rank holds."""
         index = torch.arange(self.weight.numel(), device=self.weight.device)
         return ((index >= self.start) & (index < self.stop)).view(self.matrix_shape)
@@ -97,8 +97,8 @@ def quantize_master_weights(
 
     Args:
         model_weights: quantized tensors, the same list on every rank: FP8 (delayed, current, 128x128 tiles), MXFP8 or
-            NVFP4 in 16x16 tiles, or not quantized (`IdentityTensor`). Of a `HybridQuantizedTensor` the parts, of which
-            there must be one, or `columnwise_source="original"` and the whole master weight on every rank.
+            NVFP4 in 16x16 tiles, or not quantized (`IdentityTensor`). A hybrid weight must have one direction, or
+            `columnwise_source="original"` and the whole master weight on every rank.
         master_weights: for each the elements that this rank holds, any shape and float dtype, cast to the weight's
             dtype first; None for none.
         start_offsets: where they begin in the flattened weight.
@@ -122,22 +122,22 @@ def quantize_master_weights(
         if isinstance(value, torch.Tensor) or not isinstance(value, Sized):
             got = type(value).__name__ if isinstance(value, torch.Tensor) else shown(value)
             raise TypeError(f"{name} must be a list with an entry for each weight; got {got}")
-    shards = [None] * len(model_weights) if fsdp_shard_model_weights is None else fsdp_shard_model_weights
-    lengths = [len(model_weights), len(master_weights), len(start_offsets), len(shards)]
+    targets = [None] * len(model_weights) if fsdp_shard_model_weights is None else fsdp_shard_model_weights
+    lengths = [len(model_weights), len(master_weights), len(start_offsets), len(targets)]
     if len(set(lengths)) > 1:
         raise ValueError(f"model_weights, master_weights, start_offsets and shards must be equally long; got {lengths}")
-    entries = []
+    shards = []
     with torch.no_grad():
-        for weight, master, start, shard in zip(model_weights, master_weights, start_offsets, shards, strict=True):
-            entries += _entries(weight, master, start, shard)
-        casts = [(entry, direction) for entry in entries for direction in entry.directions()]
-        for (entry, direction), amaxes in zip(casts, _amaxes_over_ranks(casts, group), strict=True):
-            _cast_part(entry, direction, amaxes)
-        for entry in entries:
-            if not manual_post_all_gather_processing and len(entry.directions()) < sum(
-                entry.weight.get_usages().values()
+        for weight, master, start, target in zip(model_weights, master_weights, start_offsets, targets, strict=True):
+            shards += _shards_of(weight, master, start, target)
+        casts = [(shard, direction) for shard in shards for direction in shard.directions()]
+        for (shard, direction), amaxes in zip(casts, _amaxes_over_ranks(casts, group), strict=True):
+            _cast_part(shard, direction, amaxes)
+        for shard in shards:
+            if not manual_post_all_gather_processing and len(shard.directions()) < sum(
+                shard.weight.get_usages().values()
             ):
-                entry.weight.update_usage(columnwise_usage=False)
+                shard.weight.update_usage(columnwise_usage=False)
     for weight in model_weights:
         if hasattr(weight, "clear_high_precision_init_val"):
             weight.clear_high_precision_init_val()
@@ -149,7 +149,7 @@ def quantize_master_weights(
 cast_master_weights_to_fp8 = quantize_master_weights
 
 
-def _entries(weight, master, start, shard):
+def _shards_of(weight, master, start, target):
     """What is cast of a weight: itself, the parts of a hybrid one, nothing where a copy is enough."""
     if not isinstance(weight, BufferStorage):
         raise TypeError(f"model_weights must be quantized tensors; got {type(weight).__name__}")
@@ -163,19 +163,19 @@ def _entries(weight, master, start, shard):
                 "travel. Drop one (update_usage), or give every rank the whole master weight and "
                 "columnwise_source='original'"
             )
-        return [entry for part in parts for entry in _entries(part, master, start, shard)]
+        return [shard for part in parts for shard in _shards_of(part, master, start, target)]
     if isinstance(weight, IdentityTensorStorage):
         if master is not None:
-            if shard is None:
-                target = _flat(weight._hp_data)[start : start + master.numel()]
+            if target is None:
+                memory = _flat(weight._hp_data)[start : start + master.numel()]
             else:
-                target = _flat(shard._hp_data if isinstance(shard, IdentityTensorStorage) else shard)
-            target.copy_(master.reshape(-1))
+                memory = _flat(target._hp_data if isinstance(target, IdentityTensorStorage) else target)
+            memory.copy_(master.reshape(-1))
         return []
-    held = None if master is None or master.numel() == 0 else master.detach().reshape(-1).to(weight.dtype)
-    entry = _Entry(weight, held, start, shard)
-    _check_format(entry)
-    return [entry]
+    owned = None if master is None or master.numel() == 0 else master.detach().reshape(-1).to(weight.dtype)
+    shard = _Shard(weight, owned, start, target)
+    _check_format(shard)
+    return [shard]
 
 
 def _flat(target):
@@ -202,8 +202,8 @@ def _checked_start(weight, master, start):
     return start
 
 
-def _check_format(entry):
-    layout, weight, quantizer = entry.scaling.layout, entry.weight, entry.weight._get_quantizer()
+def _check_format(shard):
+    layout, weight, quantizer = shard.scaling.layout, shard.weight, shard.weight._get_quantizer()
     if weight.buffers.with_gemm_swizzled_scales:
         raise ValueError(f"{type(weight).__name__} with scales in GEMM order can't be written in ranges")
     # Not the weight's own scaling: the quantizer may choose scales in another way
@@ -213,9 +213,9 @@ def _check_format(entry):
             f"{type(weight).__name__} with {cast_with} can't be written in ranges: it chooses scales by all elements "
             "of a block"
         )
-    if "columnwise" in entry.directions() and layout.block is not None and layout.columnwise_transposed:
+    if "columnwise" in shard.directions() and layout.block is not None and layout.columnwise_transposed:
         raise ValueError(
-            f"{type(weight).__name__} with {entry.scaling} can't be written in ranges: its columnwise codes are "
+            f"{type(weight).__name__} with {shard.scaling} can't be written in ranges: its columnwise codes are "
             "stored transposed, and don't follow from the rowwise ones. Give weights square blocks, or one copy"
         )
 
@@ -225,7 +225,7 @@ def _check_format(entry):
 
 def _amaxes_over_ranks(casts, group):
     """The amaxes of the blocks of every copy to cast, the largest over the ranks: one collective."""
-    amaxes = [_amaxes(entry, direction) for entry, direction in casts]
+    amaxes = [_amaxes(shard, direction) for shard, direction in casts]
     if not amaxes:
         return []
     packed = reduce_amax(torch.cat([amax.flatten() for amax in amaxes]), group)
@@ -233,24 +233,24 @@ def _amaxes_over_ranks(casts, group):
     return [part.view(amax.shape) for part, amax in zip(parts, amaxes, strict=True)]
 
 
-def _amaxes(entry, direction):
+def _amaxes(shard, direction):
     """float32 [outer, inner] amaxes of the blocks of a copy, as far as this rank holds them. NaN does not count."""
-    magnitudes = torch.nan_to_num(entry.matrix().abs().float(), nan=0.0, posinf=math.inf)
+    magnitudes = torch.nan_to_num(shard.matrix().abs().float(), nan=0.0, posinf=math.inf)
     magnitudes = magnitudes.t() if direction == "columnwise" else magnitudes
-    if entry.scaling.layout.block is None:
+    if shard.scaling.layout.block is None:
         return (magnitudes.amax() if magnitudes.numel() else magnitudes.sum()).view(1, 1)
-    outer, inner = entry.scaling.layout.block
+    outer, inner = shard.scaling.layout.block
     rows, columns = magnitudes.shape
     padded = torch.nn.functional.pad(magnitudes, (0, -columns % inner, 0, -rows % outer))
     return padded.unflatten(1, (-1, inner)).unflatten(0, (-1, outer)).amax(dim=(1, 3))
 
 
-def _spread(amaxes, entry, direction):
+def _spread(amaxes, shard, direction):
     """The amax of its block for every element of the matrix."""
-    m, k = entry.matrix_shape
-    if entry.scaling.layout.block is None:
+    m, k = shard.matrix_shape
+    if shard.scaling.layout.block is None:
         return amaxes.expand(m, k)
-    outer, inner = entry.scaling.layout.block
+    outer, inner = shard.scaling.layout.block
     spread = amaxes.repeat_interleave(outer, 0).repeat_interleave(inner, 1)
     return spread[:k, :m].t() if direction == "columnwise" else spread[:m, :k]
 
@@ -258,26 +258,26 @@ def _spread(amaxes, entry, direction):
 # --- casts --------------------------------------------------------------------------------------------
 
 
-def _cast_part(entry, direction, amaxes):
+def _cast_part(shard, direction, amaxes):
     """Write one copy: all scales and amaxes, the codes of what this rank holds."""
-    weight, held = entry.weight, entry.is_held()
-    filled = torch.where(held, entry.matrix(), _spread(amaxes, entry, direction).to(weight.dtype))
+    weight, owned = shard.weight, shard.is_owned()
+    filled = torch.where(owned, shard.matrix(), _spread(amaxes, shard, direction).to(weight.dtype))
     quantizer = weight._get_quantizer().copy_for_result()
     chosen = {d: d == direction for d in DIRECTIONS}
     made = quantizer.quantize_buffers(filled.view(weight.shape), **chosen)
     quantizer._record(made)  # of delayed scaling: its amax is the operation's
     layout = made.scaling.layout
     transposed = layout.data_transposed(direction == "columnwise")
-    rows = held.t() if transposed else held
-    new = _unpacked(getattr(made, f"{direction}_data").reshape(rows.shape[0], -1), layout.packed)
-    if entry.shard is None:
+    rows = owned.t() if transposed else owned
+    new = unpack_codes(getattr(made, f"{direction}_data").reshape(rows.shape[0], -1), layout.packed)
+    if shard.target is None:
         present = getattr(weight.buffers, f"{direction}_data")
-        old = _unpacked(present.reshape(rows.shape[0], -1), layout.packed)
-        present.copy_(_packed(torch.where(rows, new, old), layout.packed).reshape(present.shape))
-    elif entry.held is not None:
-        codes = new.flatten()[entry.start : entry.stop].view(1, -1)
-        target = _flat(_codes_of(entry.shard, direction))
-        target.copy_(_packed(codes, layout.packed).view(-1))
+        old = unpack_codes(present.reshape(rows.shape[0], -1), layout.packed)
+        present.copy_(pack_codes(torch.where(rows, new, old), layout.packed).reshape(present.shape))
+    elif shard.owned is not None:
+        codes = new.flatten()[shard.start : shard.stop].view(1, -1)
+        memory = _flat(_codes_of(shard.target, direction))
+        memory.copy_(pack_codes(codes, layout.packed).view(-1))
     taken = {}
     for name in fields_of(direction):
         if not name.endswith("_data") and getattr(made, name) is not None:
@@ -286,11 +286,11 @@ def _cast_part(entry, direction, amaxes):
     weight.buffers = replace(weight.buffers, **taken, scaling=made.scaling)
 
 
-def _codes_of(shard, direction):
-    """The codes of a shard: of a tensor, of one of a pair, or a plain tensor that is them."""
-    if isinstance(shard, tuple | list):
-        return shard[DIRECTIONS.index(direction)]
-    return getattr(shard.buffers, f"{direction}_data") if isinstance(shard, BufferStorage) else shard
+def _codes_of(target, direction):
+    """The codes of a target: of a tensor, of one of a pair, or a plain tensor that is them."""
+    if isinstance(target, tuple | list):
+        return target[DIRECTIONS.index(direction)]
+    return getattr(target.buffers, f"{direction}_data") if isinstance(target, BufferStorage) else target
 
 
 # --- afterwards ---------------------------------------------------------------------------------------

@@ -102,7 +102,7 @@ class Quantizer:
         return None
 
     def layout_scaling(self) -> Any:
-        """`scaling()` as far as it decides which buffers there are."""
+        """`scaling()` without a new seed: for shapes and formats, which no seed changes."""
         return self.scaling()
 
     def get_scale_shape(self, shape: Iterable[int], columnwise: bool) -> tuple[int, ...]:
@@ -165,7 +165,7 @@ class Quantizer:
 
     def quantize_impl(self, tensor: torch.Tensor) -> Any:
         """Quantize a plain tensor, without autograd."""
-        return self._made_of(self.quantize_buffers(tensor))
+        return self._wrap_checked(self.quantize_buffers(tensor))
 
     def quantize_buffers(
         self, tensor: torch.Tensor, *, rowwise: bool | None = None, columnwise: bool | None = None
@@ -191,9 +191,9 @@ class Quantizer:
             ValueError: a shape that the format does not take.
         """
         self.check_shape(buffers.shape)
-        return self._made_of(buffers)
+        return self._wrap_checked(buffers)
 
-    def _made_of(self, buffers):
+    def _wrap_checked(self, buffers):
         """`wrap`, of a shape that was checked."""
         self._record(buffers)
         return self._wrapped(self._in_gemm_order(buffers))

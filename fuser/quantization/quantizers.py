@@ -174,7 +174,7 @@ class Float8Quantizer(Quantizer):
         return scales[address][1]
 
     def _present_scale(self):
-        """A GPU is waited for only after the scale was written."""
+        """Synchronizes with the GPU only if the scale changed since the last read."""
         if self.scale.device.type == "cpu" or self.scale.is_inference():  # cheap to read; no version to tell writes by
             return self.scale.item()
         key = (self.scale.data_ptr(), self.scale._version)
@@ -184,7 +184,8 @@ class Float8Quantizer(Quantizer):
 
     def _record(self, buffers):
         amax = buffers.amax_rowwise if buffers.amax_rowwise is not None else buffers.amax_columnwise
-        if amax is not None and not _tape.replaying:  # gathered pieces were recorded where they were made
+        # Without an amax they were gathered, from pieces that were recorded where they were made
+        if amax is not None and not _tape.replaying:
             with torch.inference_mode():  # an amax that was made in it is written in it alone
                 torch.fmax(self.amax, amax.to(self.amax.device).view(self.amax.shape), out=self.amax)
 
@@ -505,9 +506,10 @@ class NVFP4Quantizer(_AmaxReducing):
         """diag(signs) H / 4 in bfloat16, (16, 16): a row vector of 16 values times it is their transform."""
         bits = torch.arange(16)
         parity = torch.tensor([[(int(i) & int(j)).bit_count() & 1 for j in bits] for i in bits])
-        return (self._signs()[:, None] * (1 - 2 * parity) / 4).to(torch.bfloat16)
+        return (self.rht_signs()[:, None] * (1 - 2 * parity) / 4).to(torch.bfloat16)
 
-    def _signs(self):
+    def rht_signs(self) -> torch.Tensor:
+        """The 16 signs of the transform, float32."""
         return 1.0 - 2.0 * ((self.rht_matrix_random_sign_mask_t >> torch.arange(16)) & 1)
 
     def settings(self) -> Any:
@@ -651,7 +653,7 @@ def _quantize_with_amaxes(x, scaling, amaxes, rowwise, columnwise):
     return BlockScaledTensorStorage(matrix).viewed_buffers(tuple(x.shape))
 
 
-#: The classes above that make quantizers.
+#: The quantizer classes above: not hybrid and identity quantizers, which cast by no scaling.
 CONCRETE = (
     Float8Quantizer,
     Float8CurrentScalingQuantizer,

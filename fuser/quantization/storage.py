@@ -56,7 +56,7 @@ def shallow_copy(original: Any) -> Any:
     return duplicate
 
 
-def _as_given(buffers, *, quantizer=None):
+def _buffers_and_quantizer(buffers, *, quantizer=None):
     return buffers, quantizer
 
 
@@ -74,7 +74,7 @@ def _shape_of(layout, rowwise, columnwise):
     return (*leading[:-1], leading[-1] * layout.packed, k) if leading else (k,)
 
 
-def _buffer_property(*fields: str) -> property:
+def buffer_property(*fields: str) -> property:
     """An attribute for a buffer: reads the first of `fields` that is there, writes those that are (or the first)."""
 
     def read(self):
@@ -88,7 +88,7 @@ def _buffer_property(*fields: str) -> property:
 
 
 class QuantizedTensorStorage:
-    """A quantized tensor that is no `torch.Tensor`: what operations ask of any.
+    """Base of everything quantized: the methods that operations call.
 
     The formats of this package are `BufferStorage`s. One of the caller's own has fields and a constructor of its own (a
     dataclass, say), and overrides as many of the methods that raise `NotImplementedError` here as are called: products
@@ -98,7 +98,8 @@ class QuantizedTensorStorage:
     _quantizer: Any = None
 
     def _missing(self, method):
-        return NotImplementedError(f"{type(self).__name__} must override {method}, which follows from buffers alone")
+        name = type(self).__name__
+        return NotImplementedError(f"{name} must override {method}: only a BufferStorage has a default for it")
 
     def dequantize(self, *, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The plain tensor that is stood for, in its nominal dtype or `dtype`."""
@@ -154,8 +155,9 @@ class BufferStorage(QuantizedTensorStorage):
         _rowwise_data ... _amax_columnwise: the buffers, by TE's names.
     """
 
-    #: Class of `buffers`, and its fields that are data.
+    #: Class of `buffers`.
     buffers_class: ClassVar[Any] = Buffers
+    #: Its fields that are data, in the order in which they are saved.
     data_fields: ClassVar[tuple[str, ...]] = TENSOR_FIELDS
     buffers: Any
     _default_scaling: ClassVar[Any] = None
@@ -163,28 +165,31 @@ class BufferStorage(QuantizedTensorStorage):
     def __new__(cls, *args: Any, **fields: Any) -> Any:
         """Wrap `buffers` (with `quantizer`, or None) without a copy; or what TE's constructor takes, see `from_te`."""
         self = object.__new__(cls)
-        self.buffers, self._quantizer = cls.given(args, fields)
+        self.buffers, self._quantizer = cls.constructor_arguments(args, fields)
         return self
 
     def __getnewargs__(self):
         return (self.buffers,)
 
     @classmethod
-    def given(cls, args: tuple, fields: dict[str, Any]) -> tuple[Buffers, Any]:
+    def constructor_arguments(cls, args: tuple, fields: dict[str, Any]) -> tuple[Buffers, Any]:
         """(buffers, quantizer) of a constructor's arguments, those here or TE's."""
         if "buffers" in fields or (args and isinstance(args[0], cls.buffers_class)):
-            return _as_given(*args, **fields)
+            return _buffers_and_quantizer(*args, **fields)
         quantizer, *made = cls.from_te(*args, **fields)
         return cls._buffers_of(quantizer, *made), None if quantizer is None else quantizer.copy()
 
     @staticmethod
-    def from_te(*args: Any, **fields: Any) -> tuple[Any, dict[str, Any], dict[str, Any], Any, bool]:
-        """TE's arguments, sorted: (quantizer, arrays, settings of the scaling, nominal dtype, whether swizzled)."""
+    def from_te(*args: Any, **fields: Any) -> tuple[Any, ...]:
+        """TE's constructor arguments as those of this class's `_buffers_of`: the quantizer first, then the data."""
         raise TypeError("buffers must be given: TransformerEngine has no constructor for this format")
 
     @classmethod
     def _buffers_of(cls, quantizer, arrays, settings, dtype, swizzled=False):
-        """`Buffers` of arrays by TE's names; how scales are chosen is as `quantizer` says, if it is of this format."""
+        """`Buffers` of arrays by field, with `settings` of the scaling.
+
+        How scales are chosen is as `quantizer` says, if it is of this format.
+        """
         if quantizer is not None and quantizer.storage_class and issubclass(cls, quantizer.storage_class):
             scaling = replace(quantizer.layout_scaling(), **settings)
         else:
@@ -207,12 +212,12 @@ class BufferStorage(QuantizedTensorStorage):
             stored[name] = tensor
         return Buffers(**stored, scaling=scaling, shape=shape, dtype=dtype, with_gemm_swizzled_scales=bool(swizzled))
 
-    _rowwise_data = _buffer_property("rowwise_data")
-    _rowwise_scale_inv = _buffer_property("rowwise_scale_inv")
-    _columnwise_data = _buffer_property("columnwise_data")
-    _columnwise_scale_inv = _buffer_property("columnwise_scale_inv")
-    _amax_rowwise = _buffer_property("amax_rowwise")
-    _amax_columnwise = _buffer_property("amax_columnwise")
+    _rowwise_data = buffer_property("rowwise_data")
+    _rowwise_scale_inv = buffer_property("rowwise_scale_inv")
+    _columnwise_data = buffer_property("columnwise_data")
+    _columnwise_scale_inv = buffer_property("columnwise_scale_inv")
+    _amax_rowwise = buffer_property("amax_rowwise")
+    _amax_columnwise = buffer_property("amax_columnwise")
 
     # --- what it is -------------------------------------------------------------------------------
 
@@ -353,8 +358,8 @@ class BufferStorage(QuantizedTensorStorage):
         if not layout.columnwise_transposed:
             return data.clone()
         outer, inner = (m, k) if direction == "columnwise" else (k, m)
-        codes = _unpacked(data.reshape(outer, inner // layout.packed), layout.packed).t()
-        return _packed(codes, layout.packed).contiguous().view(self._layout(f"{direction}_data"))
+        codes = unpack_codes(data.reshape(outer, inner // layout.packed), layout.packed).t()
+        return pack_codes(codes, layout.packed).contiguous().view(self._layout(f"{direction}_data"))
 
     def _other_scales(self, scales, direction):
         """The scales of copy `direction` from those of the other: one of each square block, as `direction` has them."""
@@ -381,7 +386,7 @@ class BufferStorage(QuantizedTensorStorage):
         mapped = {name: function(tensor) for name, tensor in self.buffers.tensors.items()}
         return replace(self.buffers, **mapped, **changes)
 
-    def _pieces(self):
+    def _saved_fields(self):
         """The tensors that a file has of this one, by the fields of `buffers`."""
         return dict(self.buffers.tensors)
 
@@ -442,9 +447,9 @@ class BufferStorage(QuantizedTensorStorage):
 
     def set_buffers(self, new: Buffers) -> None:
         """Take the contents of `new`, into the present memory where shapes agree. Shape and nominal dtype stay."""
-        self.buffers = self._taken(new)
+        self.buffers = self._with_contents_of(new)
 
-    def _taken(self, new):
+    def _with_contents_of(self, new):
         taken, device = {}, self.buffers.device
         for name in self.data_fields:
             source, present = getattr(new, name), getattr(self.buffers, name)
@@ -480,7 +485,7 @@ class BufferStorage(QuantizedTensorStorage):
         return context["class"](buffers, quantizer=context["quantizer"])
 
 
-def _unpacked(data, count):
+def unpack_codes(data, count):
     """Codes, one a byte, of bytes (R, C) that hold `count` each, the first in the lowest bits: (R, C * count)."""
     if count == 1:
         return data
@@ -488,8 +493,8 @@ def _unpacked(data, count):
     return torch.stack([(data >> (bits * i)) & ((1 << bits) - 1) for i in range(count)], dim=-1).flatten(1)
 
 
-def _packed(codes, count):
-    """Undo `_unpacked`."""
+def pack_codes(codes, count):
+    """Undo `unpack_codes`."""
     packed, bits = codes[:, 0::count], 8 // count
     for i in range(1, count):
         packed = packed | (codes[:, i::count] << (bits * i))
@@ -529,9 +534,9 @@ class Float8TensorStorage(_FP8Storage):
         return quantizer, arrays | scales, {"fmt": DType.of(fp8_dtype).format}, fake_dtype
 
     _default_scaling = CurrentScaling
-    _data = _buffer_property("rowwise_data")
-    _transpose = _buffer_property("columnwise_data")
-    _scale_inv = _buffer_property("rowwise_scale_inv", "columnwise_scale_inv")
+    _data = buffer_property("rowwise_data")
+    _transpose = buffer_property("columnwise_data")
+    _scale_inv = buffer_property("rowwise_scale_inv", "columnwise_scale_inv")
 
     @property
     def _transpose_invalid(self) -> bool:

@@ -40,7 +40,7 @@ aten = torch.ops.aten
 register()
 
 
-#: The methods of storages, called on tensors: concrete classes are both.
+#: Calls the storage's method where `torch.Tensor` has one of the same name, earlier in the MRO.
 _STORAGE: Any = BufferStorage
 
 
@@ -137,7 +137,7 @@ class QuantizedTensor(WrapperTensor):
         if len(args) == 1 and isinstance(args[0], cls.buffers_class) and fields.keys() <= {"quantizer"}:
             buffers, quantizer = args[0], fields.get("quantizer")
         else:
-            buffers, quantizer = _given(cls, args, fields)
+            buffers, quantizer = _constructor_arguments(cls, args, fields)
         self = new_wrapper(cls, tuple(buffers.shape), buffers.dtype, buffers.device, requires_grad=requires_grad)
         self.buffers, self._quantizer = buffers, quantizer
         return self
@@ -225,7 +225,7 @@ class QuantizedTensor(WrapperTensor):
     def data(self) -> Any:
         """As `torch.Tensor.data`: detached, of the same data. Assigning a plain tensor quantizes its values.
 
-        The values that are there already, in any dtype (what a module's `half()` assigns), leave codes and scales.
+        If they equal the present values, in any dtype (as after `half()`), codes and scales stay.
         """
         return self.detach()
 
@@ -289,7 +289,7 @@ class QuantizedTensor(WrapperTensor):
     def __reduce_ex__(self, protocol):
         return rebuild_quantized_tensor, (
             _name_of_class(type(self)),
-            self._pieces(),
+            self._saved_fields(),
             _scaling_as_plain(getattr(self.buffers, "scaling", None)),
             tuple(self.shape),
             self.dtype,
@@ -331,13 +331,13 @@ class QuantizedTensor(WrapperTensor):
         return sharding.post_all_gather(self, all_gather_outputs, metadata, param_dtype, out)
 
 
-def _given(cls, args, fields):
+def _constructor_arguments(cls, args, fields):
     """(buffers, quantizer) of a constructor's arguments: those here, or TE's, which begin with shape and dtype."""
     if args and isinstance(args[0], cls.buffers_class):
-        return cls.given(args, fields)
+        return cls.constructor_arguments(args, fields)
     own = dict(zip(("shape", "dtype"), args, strict=False))
     own |= {name: fields.pop(name) for name in ("shape", "dtype", "fake_dtype", "device", "stride") if name in fields}
-    buffers, quantizer = cls.given((), fields)
+    buffers, quantizer = cls.constructor_arguments((), fields)
     shape, dtype = tuple(own.get("shape", buffers.shape)), own.get("dtype", buffers.dtype)
     wanted = {"fake_dtype": dtype, "device": buffers.device, "stride": torch.empty(shape, device="meta").stride()}
     for name, value in wanted.items():
