@@ -317,24 +317,22 @@ class _ScaledGLU(_ScaledActivation):
 
 
 class ScaledClampedQGeGLU(_ScaledGLU):
-    """`ClampedSwiGLU` times scales[row]; its settings are those of the contained `_clamped`."""
+    """`ClampedSwiGLU` times scales[row]; its settings are those of the contained `_clamped`, as in TE."""
 
     activation = "clamped_swiglu"
 
-    def __init__(
-        self,
-        glu_interleave_size: int | None = None,
-        *,
-        activation_recompute_in_mlp: bool = False,
-        **parameters: float,
-    ) -> None:
-        super().__init__(glu_interleave_size, activation_recompute_in_mlp=activation_recompute_in_mlp, **parameters)
-        self._clamped = INTERLEAVED["ClampedSwiGLU"](**parameters)
-
-    def activation_parameters(self) -> dict[str, Any]:
-        return {**super().activation_parameters(), **self._clamped.activation_parameters()}
+    def set_parameters(self, given: dict[str, float]) -> None:
+        self._clamped = INTERLEAVED["ClampedSwiGLU"]()
+        super().set_parameters(given)
 
 
+def _of_clamped(name: str) -> property:
+    """The parameter of `_clamped`, which alone holds it, as an attribute of the operation."""
+    return property(lambda self: getattr(self._clamped, name), lambda self, value: setattr(self._clamped, name, value))
+
+
+for _name in _parameters_of("clamped_swiglu"):
+    setattr(ScaledClampedQGeGLU, _name, _of_clamped(_name))
 ScaledClampedQGeGLU.__signature__ = signature_of(  # type: ignore[attr-defined]
     ACTIVATIONS["clamped_swiglu"], _ScaledGLU
 )

@@ -422,6 +422,23 @@ SCALED = {
 SCALED_GLUS = [name for name in SCALED if name != "ScaledSReLU"]
 
 
+@pytest.mark.parametrize("name", activation.SCALED)
+def test_parameters_of_a_scaled_activation_can_be_set_later(name):
+    """Each has one store: attribute, `_clamped` where TE has it, and result say the same."""
+    cls = activation.SCALED[name]
+    x, scales = _random((4, 64), torch.float32), torch.ones(4)
+    op = cls()
+    settings = {parameter: getattr(op, parameter) for parameter in ACTIVATIONS[cls.activation].parameters}
+    for parameter in settings:
+        for owner in (op, getattr(op, "_clamped", op)):
+            before = op(x, scales)
+            settings[parameter] /= 4
+            setattr(owner, parameter, settings[parameter])
+            assert getattr(op, parameter) == settings[parameter]
+            assert same_bits(op(x, scales), cls(**settings)(x, scales))
+            assert not torch.equal(op(x, scales), before)
+
+
 def _check_scaled(name, x, scales, y, dy, dx, dscales):
     reference = partial(true_value, SCALED[name][1])
     x64, scales64 = x.detach().double().requires_grad_(), scales.detach().double().requires_grad_()
