@@ -1,6 +1,7 @@
 """Collectives as operations: all-reduce, and along dimension 0 all-gather and reduce-scatter, gradients of each other.
 
-`process_group=None` is the default group. A quantized input is dequantized first: scales may differ between ranks.
+`process_group=None` is the default group. What ranks exchange is dequantized first, since their scales may differ. In
+a group of one input and gradient pass as they are, quantized or not, as TE's do.
 """
 
 from __future__ import annotations
@@ -20,8 +21,13 @@ from fuser.distributed import (
 from fuser.op import BasicOperation, OperationContext
 
 
-class _BetweenRanks(BasicOperation):
-    """Moves rows between the ranks of a group, which must be initialised. In a group of one it passes its input on."""
+def _exchangeable(tensor: Any, process_group: torch.distributed.ProcessGroup | None) -> Any:
+    """`tensor` as ranks exchange it: dequantized, if there are several."""
+    return tensor if get_distributed_world_size(process_group) == 1 else maybe_dequantize(tensor)
+
+
+class _RowCollective(BasicOperation):
+    """Moves rows between the ranks of a group, which must be initialised (`ValueError`)."""
 
     #: Functions of (tensor, process group): of the input, and of the output's gradient.
     move: ClassVar[Callable[..., torch.Tensor]]
@@ -30,7 +36,7 @@ class _BetweenRanks(BasicOperation):
     def __init__(self, process_group: torch.distributed.ProcessGroup | None = None) -> None:
         super().__init__()
         self.process_group = process_group
-        self.process_group_size = torch.distributed.get_world_size(process_group)
+        torch.distributed.get_world_size(process_group)  # raises without a group
 
     def op_forward(
         self,
@@ -40,23 +46,19 @@ class _BetweenRanks(BasicOperation):
         prev_op_grad_output_quantizer: Any = None,
         next_op_input_quantizer: Any = None,
     ) -> torch.Tensor:
-        if self.process_group_size == 1:
-            return input_.detach()
-        return type(self).move(maybe_dequantize(input_), self.process_group)
+        return self.move(_exchangeable(input_, self.process_group), self.process_group)
 
     def op_backward(self, ctx: OperationContext, grad_output: Any) -> tuple[torch.Tensor, tuple[()]]:
-        if self.process_group_size == 1:
-            return grad_output, ()
-        return type(self).move_gradient(maybe_dequantize(grad_output), self.process_group), ()
+        return self.move_gradient(_exchangeable(grad_output, self.process_group), self.process_group), ()
 
 
-class AllGather(_BetweenRanks):
+class AllGather(_RowCollective):
     """`(n, ...)` on each of `p` ranks becomes their concatenation `(p * n, ...)` on all of them."""
 
     move, move_gradient = staticmethod(gather_along_first_dim), staticmethod(reduce_scatter_along_first_dim)
 
 
-class ReduceScatter(_BetweenRanks):
+class ReduceScatter(_RowCollective):
     """The sum of `(p * n, ...)` over `p` ranks, of which each rank keeps its `(n, ...)` slice of dimension 0.
 
     `RuntimeError` when dimension 0 isn't divisible by the number of ranks.
@@ -86,9 +88,7 @@ class AllReduce(BasicOperation):
         prev_op_grad_output_quantizer: Any = None,
         next_op_input_quantizer: Any = None,
     ) -> torch.Tensor:
-        if get_distributed_world_size(self.process_group) == 1:
-            return input_
-        return all_reduce(maybe_dequantize(input_), self.process_group)
+        return all_reduce(_exchangeable(input_, self.process_group), self.process_group)
 
     def op_backward(self, ctx: OperationContext, grad_output: Any) -> tuple[torch.Tensor, tuple[()]]:
         return grad_output, ()

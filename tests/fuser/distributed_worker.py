@@ -15,7 +15,7 @@ from fuser.dtypes import DType
 from fuser.fuser import OperationFuser
 from fuser.quantization.contexts import autocast
 from fuser.quantization.master_weights import post_all_gather_processing, quantize_master_weights
-from fuser.quantization.quantizers import Float8CurrentScalingQuantizer
+from fuser.quantization.quantizers import Float8CurrentScalingQuantizer, MXFP8Quantizer
 from fuser.quantization.state import FP8GlobalStateManager
 from fuser.recipe import DelayedScaling, Float8CurrentScaling
 
@@ -111,6 +111,9 @@ def collective_ops(rank, size):
     for op_class in (te_ops.AllGather, te_ops.ReduceScatter, te_ops.AllReduce):
         y = op_class(alone)(x.detach())
         assert y.data_ptr() == x.data_ptr()
+        quantized = MXFP8Quantizer(DType.kFloat8E4M3)(seeded(32 * size, 64))
+        assert_same_quantized(op_class(alone)(quantized), quantized)
+        assert same_bits(op_class()(quantized), op_class()(quantized.dequantize()))
     expect_error(RuntimeError, "not divisible", te_ops.ReduceScatter(), torch.ones(size + 1, 2))
     expect_error(ValueError, "divisible", lambda: te_ops.BasicLinear(4, 4 * size + 1, tensor_parallel_mode="column"))
     expect_error(ValueError, "Supported modes", lambda: te_ops.BasicLinear(4, 4, tensor_parallel_mode="both"))
