@@ -247,7 +247,7 @@ class Pipeline:
         for position, (i, _) in enumerate(self._routes.external_inputs):
             if not works_in_place(self._basic_ops[i]):
                 continue
-            params = (param for op in self._basic_ops for param in op._parameters.values())
+            params = itertools.chain.from_iterable(map(_parameters_of, self._basic_ops))
             others = [*extra_inputs[:position], *extra_inputs[position + 1 :], *tensors_in(basic_op_kwargs), *params]
             if overlap(extra_inputs[position], [input_, *others]):
                 safe[position] = own_copy(extra_inputs[position])
@@ -335,19 +335,19 @@ class Pipeline:
         params = self._read_parameters()
         first = self._find_first_op_requiring_backward(is_grad_enabled, input_, extra_inputs)
         self.first_op_requiring_backward = first
-        for module in self._with_tensors:
-            _reject_computed_parameters(module)
-        if (
+        is_current = (
             self._fuse_key is not None
             and self._fuse_key == self._current_key(recipe, first, input_.device, params)
             and len(params) == len(self._fused_params)
             and all(map(operator.is_, params, self._fused_params))
-        ):
-            return
-
-        self._with_tensors = _modules_with_tensors(self._basic_ops)  # to replace a parameter is to get here
+        )
+        if not is_current:  # as where a parameter was replaced
+            self._with_tensors = _modules_with_tensors(self._basic_ops)
         for module in self._with_tensors:
             _reject_computed_parameters(module)
+        if is_current:
+            return
+
         with torch.device(input_.device):  # where new scales and amax histories go
             for op in self._basic_ops:
                 op.reset_recipe_state(recipe=recipe)

@@ -18,7 +18,7 @@ from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 import fuser
-from fuser import ops, recipe
+from fuser import ops, pipeline, recipe
 from fuser.dispatch import backend, current_backend
 from fuser.fuser import OperationFuser, fusions, register_backward_fusion, register_forward_fusion
 from fuser.op import BasicOperation, FusedOperation
@@ -1305,6 +1305,29 @@ class TestSharedMemory:
         with torch.no_grad():
             assert torch.equal(model(x, e, e), torch.full((3,), 21.0))
 
+    def test_parameter_of_a_submodule(self):
+        class Scaled(BasicOperation):
+            def __init__(self):
+                super().__init__()
+                self.inner = torch.nn.Linear(8, 1, bias=False)
+
+            def op_forward(self, ctx, input_, **kwargs):
+                ctx.save_for_backward(self.inner.weight)
+                return input_ * self.inner.weight
+
+            def op_backward(self, ctx, grad_output):
+                (weight,) = ctx.saved_tensors
+                return grad_output * weight, [None]
+
+        op = Scaled()
+        weight = op.inner.weight.detach().clone()
+        model = ops.Sequential(op, ops.AddExtraInput(in_place=True))
+        x = torch.ones(1, 8, requires_grad=True)
+        y = model(x, op.inner.weight.detach())
+        assert torch.equal(op.inner.weight, weight)
+        y.sum().backward()
+        assert torch.equal(x.grad, weight)
+
     def test_memory_beside_it_is_no_reason_to_copy(self):
         x, extra = torch.randn(8, 8).split(4)
         y = ops.Sequential(ops.GELU(), ops.AddExtraInput(in_place=True))(x, extra)
@@ -1466,6 +1489,16 @@ class TestComputedParameters:
         reparametrize(linear)
         with pytest.raises(RuntimeError, match=r"BasicLinear\.weight is a tensor that requires a gradient"):
             model(x)
+
+    def test_one_look_at_each_call(self, monkeypatch):
+        linear = ops.BasicLinear(8, 8)
+        linear.mask = torch.ones(8)
+        model, looked = ops.Sequential(linear), []
+        monkeypatch.setattr(pipeline, "_reject_computed_parameters", looked.append)
+        for x in (torch.ones(2, 8), torch.ones(2, 8), torch.ones(2, 8, requires_grad=True)):  # fused, not, anew
+            looked.clear()
+            model(x)
+            assert looked == [linear]
 
     def test_without_gradient_it_runs(self):
         linear = ops.BasicLinear(8, 8)
