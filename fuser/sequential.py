@@ -74,7 +74,9 @@ class Sequential(NotScriptable, torch.nn.Module):
         return [keys[idx]]
 
     def _next_key(self) -> str:
-        return str(1 + max((int(key) for key in self._modules), default=-1))
+        """One above the highest number among the keys; where all are names, as of `torch.nn.Sequential`."""
+        numbers = [int(key) for key in self._modules if key.isdecimal()]
+        return str(1 + max(numbers) if numbers else len(self._modules))
 
     def append(self, module: torch.nn.Module) -> Sequential:
         """Add `module` at the end. Returns self."""

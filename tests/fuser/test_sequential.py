@@ -59,6 +59,20 @@ class TestList:
         model.append(four[0])
         assert keys(model) == ["1", "2"]
 
+    @pytest.mark.parametrize("names", [["fc"], ["fc", "act"], ["fc", "1"], ["7", "fc"], ["x1", "-1"]])
+    def test_growing_beside_names(self, four, names):
+        """New keys are numbers that no module has."""
+        named = dict(zip(names, four, strict=False))
+        model = ops.Sequential(named)
+        assert model.append(four[2]).extend([four[3]]) is model
+        assert keys(model)[: len(names)] == names
+        assert list(model) == [*named.values(), *four[2:]]
+        new = ops.Identity()
+        assert list(model.insert(0, new)) == [new, *named.values(), *four[2:]]
+        numbers = [int(key) for key in names if key.isdecimal()]
+        first = max(numbers) + 1 if numbers else len(names)
+        assert keys(model)[len(names) :] == [str(first + i) for i in range(3)]
+
     def test_set_takes_no_slice(self, four):
         with pytest.raises(TypeError):
             ops.Sequential(*four)[0:2] = four[:2]
