@@ -15,8 +15,6 @@ from fuser.quantization.quantizers import CONCRETE
 from fuser.quantization.storage import QuantizedTensorStorage
 from refops.arguments import shown
 
-SUPPORTED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-
 
 def publish(made: dict[str, Any], namespace: dict[str, Any]) -> None:
     """Add what was made of the rows of `refops.ACTIVATIONS` to a module's `globals()`.

@@ -13,7 +13,7 @@ FUSER_BACKEND, else "auto". Every function is that of `refops` with the same nam
 Memory is shared between torch and NumPy in both directions, bfloat16 as 16-bit integers. No autograd in here.
 
 A call on CPU tensors that is like an earlier one, in its settings and in what its tensors are, is neither checked nor
-planned again: `_known` finds what was done, which reads the tensors and fills new ones where they lie.
+planned again: `_find_plan` finds what was done, which reads the tensors and fills new ones where they lie.
 """
 
 import functools
@@ -23,7 +23,7 @@ from collections import namedtuple
 from collections.abc import Callable
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
 import ml_dtypes
@@ -93,6 +93,11 @@ def current_backend():
     return _require_backend(given, VARIABLE) if given else "auto"
 
 
+def computes_in(dtype):
+    """Return whether activations and products take a dtype: float32, float16, bfloat16; float64 under "float64"."""
+    return dtype in HIGH_PRECISION or (dtype is torch.float64 and current_backend() == "float64")
+
+
 # --- torch and NumPy ------------------------------------------------------------------------------
 
 
@@ -120,15 +125,8 @@ def as_torch(array):
     return torch.from_numpy(array)
 
 
-#: The fields of `Buffers` that hold tensors.
-TENSOR_FIELDS = (
-    "rowwise_data",
-    "rowwise_scale_inv",
-    "columnwise_data",
-    "columnwise_scale_inv",
-    "amax_rowwise",
-    "amax_columnwise",
-)
+#: The fields of `Buffers` that hold tensors: those of `refops.Quantized` that hold arrays, or None.
+TENSOR_FIELDS = tuple(field.name for field in fields(Quantized) if field.default is None)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -229,7 +227,7 @@ def _activation_in_operators(name, x, *, out_dtype=None, **params):
 
 def _scaled_activation_in_operators(name, x, scales, *, glu_interleave_size=0, out_dtype=None, **params):
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    y = _activation_in_operators(name, deinterleaved(wide, glu_interleave_size), **params)
+    y = _activation_in_operators(name, _in_halves(wide, glu_interleave_size), **params)
     return (y * scales.to(wide.dtype).reshape(*x.shape[:-1], 1)).to(out_dtype or x.dtype)
 
 
@@ -237,10 +235,14 @@ def _scaled_activation_in_operators(name, x, scales, *, glu_interleave_size=0, o
 
 
 class Engine:
-    """A library with the calls of `refops`, and how torch tensors become its arrays and back."""
+    """A library with the calls of `refops`, and how torch tensors become its arrays and back.
 
-    def __init__(self, library):
+    `quantized_class`: that of its quantized tensors.
+    """
+
+    def __init__(self, library, quantized_class=Quantized):
         self.library = library
+        self._quantized_class = quantized_class
 
     def array(self, tensor):
         """The library's view of a tensor."""
@@ -256,11 +258,11 @@ class Engine:
 
     def quantized(self, arrays, buffers):
         """The library's quantized tensor."""
-        return Quantized(
+        return self._quantized_class(
             **arrays,
             scaling=buffers.scaling,
             shape=tuple(buffers.shape),
-            dtype=_NUMPY[buffers.dtype],
+            dtype=str(buffers.dtype).removeprefix("torch."),
             with_gemm_swizzled_scales=buffers.with_gemm_swizzled_scales,
         )
 
@@ -279,16 +281,15 @@ class Engine:
             with_gemm_swizzled_scales=made.with_gemm_swizzled_scales,
         )
 
-    def known(self, name, args, options):
-        """(what `call` keeps of a call with these tensors, the plan of one like it): None where there is none."""
-        return None, None
+    def call(self, name, args, options, described=None, arrays=None):
+        """Call a function of the library.
 
-    def call(self, name, args, options, known=None, arrays=None):
-        """Call a function of the library. `known` is of `known`; `arrays` are those in `args`, if not the arguments."""
+        `described`: the description of the call; `arrays`: NumPy views of its tensors, where `args` holds none.
+        """
         return getattr(self.library, name)(*args, **options)
 
 
-def _seen(tensor):
+def _describe(tensor):
     """(address, dtype, shape) of a tensor that can be read as it lies on the CPU, else None."""
     try:
         if not tensor.is_cpu or not tensor.is_contiguous() or tensor.is_neg():
@@ -299,9 +300,9 @@ def _seen(tensor):
     return (address, tensor.dtype, tensor.shape) if address or not tensor.numel() else None
 
 
-#: Type of tensors that calls are known by -> what is asked of one.
-_KINDS = {torch.Tensor: _seen, torch.nn.Parameter: _seen}
-#: One direction of `Buffers` as calls are known by it; arrays: name -> tensor.
+#: Type of tensors that calls with plans take -> what describes one.
+_DESCRIBERS = {torch.Tensor: _describe, torch.nn.Parameter: _describe}
+#: One direction of `Buffers` as calls are described by it; arrays: name -> tensor.
 _Copy = namedtuple("_Copy", "arrays shape dtype with_gemm_swizzled_scales scaling")
 
 
@@ -325,17 +326,18 @@ class _Host(Engine):
     def tensor(self, array):
         return array if isinstance(array, torch.Tensor) else as_torch(array)
 
-    def known(self, name, args, options):
+    def find_plan(self, name, args, options):
+        """(description of the call, its plan); None for what does not exist."""
         if not hasattr(getattr(self.library, name), "recorded"):
             return None, None
-        known = self._calls.seen(name, args, options, _KINDS, _Copy, lambda copy: copy.arrays)
-        return known, None if known is None else self._calls.PLANS.get(known.key)
+        described = self._calls.seen(name, args, options, _DESCRIBERS, _Copy, lambda copy: copy.arrays)
+        return described, None if described is None else self._calls.PLANS.get(described.key)
 
-    def call(self, name, args, options, known=None, arrays=None):
-        if known is None:
+    def call(self, name, args, options, described=None, arrays=None):
+        if described is None:
             return super().call(name, args, options)
         arrays = [one for one in args if isinstance(one, np.ndarray)] if arrays is None else arrays
-        return getattr(self.library, name).recorded(known, arrays, self._made, args, options)
+        return getattr(self.library, name).recorded(described, arrays, self._made, args, options)
 
 
 class Reference(Engine):
@@ -351,14 +353,19 @@ class Reference(Engine):
     def tensor(self, array):
         return as_torch(array).to(self._device)
 
-    def call(self, name, args, options, known=None, arrays=None):
-        if name == "amax":  # the quantizing calls' own, of which refops makes no call
+    def call(self, name, args, options, described=None, arrays=None):
+        if name == "amax":  # refops has no public `amax`: the one that its quantize uses
             return tensor_amax(InputSource(require_tensor(args[0], "x")))
         return super().call(name, args, options)
 
 
 class Kernels(Engine):
     """`cuda_kernels` on a GPU: it takes and returns torch tensors."""
+
+    def __init__(self, library):
+        from cuda_kernels.result import Quantized as DeviceQuantized
+
+        super().__init__(library, DeviceQuantized)
 
     def array(self, tensor):
         return tensor.detach()
@@ -368,17 +375,6 @@ class Kernels(Engine):
 
     def dtype(self, dtype):
         return dtype
-
-    def quantized(self, arrays, buffers):
-        from cuda_kernels.result import Quantized as DeviceQuantized
-
-        return DeviceQuantized(
-            **arrays,
-            scaling=buffers.scaling,
-            shape=tuple(buffers.shape),
-            dtype=str(buffers.dtype).removeprefix("torch."),
-            with_gemm_swizzled_scales=buffers.with_gemm_swizzled_scales,
-        )
 
 
 @functools.cache
@@ -422,16 +418,14 @@ def _is_plain(tensor):
     return isinstance(tensor, torch.Tensor) and not hasattr(tensor, "plain_values")
 
 
-_CPU = torch.device("cpu")
+def _find_plan(tensor, name, args, options):
+    """`_Host.find_plan` of a call that begins with a tensor.
 
-
-def _known(tensor, name, args, options):
-    """(engine, known, plan) of a call that begins with a tensor; only where there is a plan all is as it was before."""
-    if type(tensor) not in _KINDS or not tensor.is_cpu:
-        return None, None, None
-    selected = current_backend()
-    engine = None if selected == "reference" else _engine_on(_CPU, selected)
-    return (engine, None, None) if engine is None else (engine, *engine.known(name, args, options))
+    A plan exists only if every setting, dtype and shape is the same.
+    """
+    if type(tensor) not in _DESCRIBERS or not tensor.is_cpu or current_backend() == "reference":
+        return None, None
+    return _automatic("cpu").find_plan(name, args, options)
 
 
 def _engine_on(device, selected):
@@ -443,7 +437,7 @@ def _is_scalar(tensor):
     return isinstance(tensor, torch.Tensor) and tensor.dim() == 0 and _is_plain(tensor)
 
 
-def _is_true(*tensors):
+def _in_float64(*tensors):
     """Whether the work is that of `backend("float64")` on float64 tensors."""
     return any(getattr(t, "dtype", None) is torch.float64 for t in tensors) and current_backend() == "float64"
 
@@ -455,18 +449,18 @@ def _run(method, x, args, options, **others):
         args, options: the method's, with tensors and torch's dtypes.
         others: the other tensors among the arguments, by name.
     """
-    engine, known, plan = _known(x, method, args, options)
+    described, plan = _find_plan(x, method, args, options)
     if plan is not None:
-        return plan.run(known)
-    if method in _TRUE and _is_true(x, *others.values()):
-        return _TRUE[method](*args, **options)
+        return plan.run(described)
+    if method in _FLOAT64 and _in_float64(x, *others.values()):
+        return _FLOAT64[method](*args, **options)
     engine = _engine(x)
     for name, tensor in others.items():
         _require_plain(tensor, name)
     if "out_dtype" in options:
         options = {**options, "out_dtype": engine.dtype(options["out_dtype"])}
     given = [engine.array(one) if isinstance(one, torch.Tensor) else one for one in args]
-    return engine.result(engine.call(method, given, options, known))
+    return engine.result(engine.call(method, given, options, described))
 
 
 # --- activations ----------------------------------------------------------------------------------
@@ -507,64 +501,83 @@ def scaled_activation_grad(name, dy, x, scales, *, glu_interleave_size=0, out_dt
     return _run("scaled_activation_grad", x, (name, dy, x, scales), options, dy=dy, scales=scales)
 
 
-def deinterleaved(x, size):
-    """Rows [act 0:size | gate 0:size | act size:2*size | ...] as [act | gate]; `x` itself for size 0."""
-    return x if not size else x.unflatten(-1, (-1, 2, size)).transpose(-3, -2).reshape(x.shape)
+def deinterleave(x: torch.Tensor, size: int, dim: int = -1) -> torch.Tensor:
+    """Along `dim`, [a 0:size | b 0:size | a size:2*size | ...] as [a | b]: a copy, of the same shape.
+
+    Raises:
+        ValueError: `size` is not positive, or twice it does not divide the dimension.
+    """
+    return _blocks_exchanged(x, size, dim, (-1, 2, size))
 
 
-def interleaved(x, size):
-    """Undo `deinterleaved`."""
-    return x if not size else x.unflatten(-1, (2, -1, size)).transpose(-3, -2).reshape(x.shape)
+def interleave(x: torch.Tensor, size: int, dim: int = -1) -> torch.Tensor:
+    """The inverse of `deinterleave`."""
+    return _blocks_exchanged(x, size, dim, (2, -1, size))
+
+
+def _blocks_exchanged(x, size, dim, blocks):
+    dim %= x.dim()
+    if not isinstance(size, int) or size <= 0 or x.shape[dim] % (2 * size):
+        raise ValueError(
+            f"glu_interleave_size must be positive and twice it must divide dimension {dim}; "
+            f"got {shown(size)} and an input of shape {tuple(x.shape)}"
+        )
+    return x.unflatten(dim, blocks).transpose(dim, dim + 1).reshape(x.shape)
+
+
+def _in_halves(x, size):
+    """Rows as [act | gate]; for size 0 they are."""
+    return deinterleave(x, size) if size else x
 
 
 # --- activations in float64 -----------------------------------------------------------------------
 
 
-def _true_halves(bound, x):
+def _float64_halves(bound, x):
     array = as_numpy(x.double().cpu())
     return np.split(array, 2, axis=-1) if bound.gated else (array, None)
 
 
-def _true_forward(bound, x):
+def _float64_forward(bound, x):
     with np.errstate(all="ignore"):
-        return as_torch(np.ascontiguousarray(bound.truth(*_true_halves(bound, x)))).to(x.device)
+        return as_torch(np.ascontiguousarray(bound.truth(*_float64_halves(bound, x)))).to(x.device)
 
 
-def _true_backward(bound, dy, x):
+def _float64_backward(bound, dy, x):
     with np.errstate(all="ignore"):
-        gradient = bound.truth_grad(as_numpy(dy.double().cpu()), *_true_halves(bound, x))
+        gradient = bound.truth_grad(as_numpy(dy.double().cpu()), *_float64_halves(bound, x))
     if bound.gated:
         gradient = np.concatenate(gradient, axis=-1)
     return as_torch(np.ascontiguousarray(gradient)).to(x.device)
 
 
-def _true_activation(name, x, *, out_dtype, **params):
-    return _true_forward(bind_activation(name, params), x)
+def _float64_activation(name, x, *, out_dtype, **params):
+    return _float64_forward(bind_activation(name, params), x)
 
 
-def _true_activation_grad(name, dy, x, *, out_dtype, dbias, **params):
-    dx = _true_backward(bind_activation(name, params), dy, x)
+def _float64_activation_grad(name, dy, x, *, out_dtype, dbias, **params):
+    dx = _float64_backward(bind_activation(name, params), dy, x)
     return (dx, dx.reshape(dx.shape[:-1].numel(), dx.shape[-1]).sum(0)) if dbias else dx
 
 
-def _true_scaled(name, x, scales, *, glu_interleave_size, out_dtype, **params):
-    forward = _true_forward(bind_activation(name, params), deinterleaved(x, glu_interleave_size))
+def _float64_scaled(name, x, scales, *, glu_interleave_size, out_dtype, **params):
+    forward = _float64_forward(bind_activation(name, params), _in_halves(x, glu_interleave_size))
     return forward * scales.reshape(*x.shape[:-1], 1)
 
 
-def _true_scaled_grad(name, dy, x, scales, *, glu_interleave_size, out_dtype, **params):
-    bound, halves = bind_activation(name, params), deinterleaved(x, glu_interleave_size)
-    dx = _true_backward(bound, dy * scales.reshape(*x.shape[:-1], 1), halves)
-    dscales = (dy * _true_forward(bound, halves)).sum(-1).reshape(scales.shape)
-    return interleaved(dx, glu_interleave_size), dscales
+def _float64_scaled_grad(name, dy, x, scales, *, glu_interleave_size, out_dtype, **params):
+    bound, halves = bind_activation(name, params), _in_halves(x, glu_interleave_size)
+    dx = _float64_backward(bound, dy * scales.reshape(*x.shape[:-1], 1), halves)
+    dscales = (dy * _float64_forward(bound, halves)).sum(-1).reshape(scales.shape)
+    return interleave(dx, glu_interleave_size) if glu_interleave_size else dx, dscales
 
 
 #: Method -> the function of the same arguments for `backend("float64")` on float64 tensors.
-_TRUE = {
-    "activation": _true_activation,
-    "activation_grad": _true_activation_grad,
-    "scaled_activation": _true_scaled,
-    "scaled_activation_grad": _true_scaled_grad,
+_FLOAT64 = {
+    "activation": _float64_activation,
+    "activation_grad": _float64_activation_grad,
+    "scaled_activation": _float64_scaled,
+    "scaled_activation_grad": _float64_scaled_grad,
 }
 
 
@@ -612,9 +625,9 @@ def dequantize(buffers, *, dtype=torch.float32, columnwise=False):
     names = (f"{direction}_data", f"{direction}_scale_inv", f"amax_{direction}")
     tensors = {name: getattr(buffers, name) for name in names if getattr(buffers, name) is not None}
     copy = _Copy(tensors, tuple(buffers.shape), buffers.dtype, buffers.with_gemm_swizzled_scales, buffers.scaling)
-    engine, known, plan = _known(tensors.get(names[0]), "dequantize", (copy,), {"dtype": dtype})
+    described, plan = _find_plan(tensors.get(names[0]), "dequantize", (copy,), {"dtype": dtype})
     if plan is not None:
-        return plan.run(known)
+        return plan.run(described)
     if dtype not in HIGH_PRECISION:
         raise TypeError(f"dtype must be torch.float32, torch.float16 or torch.bfloat16; got {shown(dtype)}")
     if columnwise and buffers.columnwise_data is None:
@@ -626,7 +639,7 @@ def dequantize(buffers, *, dtype=torch.float32, columnwise=False):
     engine = _engine_on(buffers.device, current_backend())
     arrays = {name: engine.array(tensor) for name, tensor in tensors.items()}
     q, options = engine.quantized(arrays, buffers), {"dtype": engine.dtype(dtype)}
-    return engine.result(engine.call("dequantize", (q,), options, known, list(arrays.values())))
+    return engine.result(engine.call("dequantize", (q,), options, described, list(arrays.values())))
 
 
 @_dispatched

@@ -36,11 +36,11 @@ import torch
 
 from fuser import dispatch
 from fuser.common import publish
-from fuser.dispatch import untraced
 from fuser.dtypes import DType, torch_dtype
 from fuser.quantization.grouped import GroupedTensorStorage, allocate
 from fuser.quantization.quantizer import Quantizer
 from fuser.quantization.storage import QuantizedTensorStorage
+from fuser.tracing import untraced
 from refops.activations import ACTIVATIONS
 from refops.arguments import say_who, shown
 from refops.ops import SCALED_ACTIVATIONS

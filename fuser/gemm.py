@@ -31,7 +31,6 @@ import torch
 
 from fuser import dispatch
 from fuser.dispatch import Buffers
-from fuser.dtypes import HIGH_PRECISION
 from fuser.quantization.storage import QuantizedTensorStorage
 from refops.arguments import shown
 from refops.formats import E4M3, E5M2, E8M0
@@ -246,7 +245,7 @@ def _result_dtype(out_dtype, out, b):
     if out is not None and out_dtype not in (None, out.dtype):
         raise ValueError(f"out_dtype must be the dtype of out, {out.dtype}; got {out_dtype}")
     dtype = out_dtype or (b.dtype if out is None else out.dtype)
-    if dtype not in HIGH_PRECISION and not (dtype is torch.float64 and dispatch.current_backend() == "float64"):
+    if not dispatch.computes_in(dtype):
         raise TypeError(
             f"out_dtype must be float32, float16 or bfloat16 (float64 only under backend('float64')); got {dtype}"
         )
@@ -295,9 +294,7 @@ def _matrix(operand, name, columnwise):
         operand = dispatch.dequantize(operand, columnwise=_reads_columnwise(operand, name, columnwise))
     elif isinstance(operand, _Custom):
         operand = operand.storage.dequantize()
-    elif operand.dtype not in HIGH_PRECISION and not (
-        operand.dtype is torch.float64 and dispatch.current_backend() == "float64"
-    ):
+    elif not dispatch.computes_in(operand.dtype):
         raise TypeError(
             f"{name} must be float32, float16 or bfloat16 (float64 only under backend('float64')); got {operand.dtype}"
         )

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from fuser.basic.activation import deinterleave, interleave
 from fuser.common import canonicalize_device, canonicalize_dtype, devices_match
+from fuser.dispatch import deinterleave, interleave
 from fuser.quantization.contexts import is_bf16_available
 from fuser.quantization.state import _compute_capability
 

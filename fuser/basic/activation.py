@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from fuser import dispatch, functional
-from fuser.common import SUPPORTED_DTYPES, maybe_autocast_dtype, maybe_dequantize, publish, reject_forward_kwargs
+from fuser.common import maybe_autocast_dtype, maybe_dequantize, publish, reject_forward_kwargs
 from fuser.dtypes import DType
 from fuser.op import BasicOperation, ExtraTensorOperation, OperationContext
 from fuser.quantization.quantizers import Float8CurrentScalingQuantizer
 from refops.activations import ACTIVATIONS, Activation
-from refops.arguments import say_who, shown
+from refops.arguments import say_who
 
 
 def activation_dtype(input_: Any) -> torch.dtype:
@@ -30,7 +30,7 @@ def activation_dtype(input_: Any) -> torch.dtype:
         RuntimeError: anything but float32, float16 and bfloat16 (and float64 under `fuser.backend("float64")`).
     """
     dtype = maybe_autocast_dtype(device_type=input_.device.type, default_dtype=input_.dtype)
-    if dtype not in SUPPORTED_DTYPES and not (dtype == torch.float64 and dispatch.current_backend() == "float64"):
+    if not dispatch.computes_in(dtype):
         raise RuntimeError(
             f"Unsupported dtype ({dtype}): activations take float32, float16 and bfloat16 "
             "(float64 only under fuser.backend('float64'))"
@@ -175,34 +175,14 @@ class _InterleavedGLU(_ActivationOperation):
 
     def _activation_forward(self, x, quantizer):
         if self.glu_interleave_size is not None:
-            x = deinterleave(x, self.glu_interleave_size)
+            x = dispatch.deinterleave(x, self.glu_interleave_size)
         return super()._activation_forward(x, quantizer)
 
     def _activation_backward(self, dy, x, quantizer):
         if self.glu_interleave_size is None:
             return super()._activation_backward(dy, x, quantizer)
-        dx = super()._activation_backward(dy, deinterleave(x, self.glu_interleave_size), None)
-        return interleave(dx, self.glu_interleave_size)
-
-
-def deinterleave(x: torch.Tensor, size: int, dim: int = -1) -> torch.Tensor:
-    """Along `dim`, [a 0:size | b 0:size | a size:2*size | ...] as [a | b]: a copy, of the same shape."""
-    return _blocks_exchanged(x, size, dim, (-1, 2, size))
-
-
-def interleave(x: torch.Tensor, size: int, dim: int = -1) -> torch.Tensor:
-    """The inverse of `deinterleave`."""
-    return _blocks_exchanged(x, size, dim, (2, -1, size))
-
-
-def _blocks_exchanged(x, size, dim, blocks):
-    dim %= x.dim()
-    if not isinstance(size, int) or size <= 0 or x.shape[dim] % (2 * size):
-        raise ValueError(
-            f"glu_interleave_size must be positive and twice it must divide dimension {dim}; "
-            f"got {shown(size)} and an input of shape {tuple(x.shape)}"
-        )
-    return x.unflatten(dim, blocks).transpose(dim, dim + 1).reshape(x.shape)
+        dx = super()._activation_backward(dy, dispatch.deinterleave(x, self.glu_interleave_size), None)
+        return dispatch.interleave(dx, self.glu_interleave_size)
 
 
 #: Name -> class of every activation whose rows cannot be interleaved.
@@ -213,7 +193,7 @@ INTERLEAVED = operations_of(_InterleavedGLU, lambda row: row.gated and row.row_s
 # --- with a scale for every row -------------------------------------------------------------------
 
 
-class _ScaledActivation(ActivationParameters, ExtraTensorOperation):
+class ScaledActivation(ActivationParameters, ExtraTensorOperation):
     """y[row] = act(x[row]) * scales[row], float32 inside, one rounding: the middle of a grouped MLP.
 
     The extra input `scales` has the shape of the input without its last dimension. It is converted to the compute
@@ -285,7 +265,7 @@ class _ScaledActivation(ActivationParameters, ExtraTensorOperation):
         return dx, [()], [(dscales if ctx.extra_input_requires_grad else None,)]
 
 
-class _ScaledGLU(_ScaledActivation):
+class ScaledGLU(ScaledActivation):
     """A gated linear unit with a scale for every row.
 
     Args:
@@ -316,7 +296,7 @@ class _ScaledGLU(_ScaledActivation):
         return {**super().activation_parameters(), "glu_interleave_size": self.glu_interleave_size or 0}
 
 
-class ScaledClampedQGeGLU(_ScaledGLU):
+class ScaledClampedQGeGLU(ScaledGLU):
     """`ClampedSwiGLU` times scales[row]; its settings are those of the contained `_clamped`, as in TE."""
 
     activation = "clamped_swiglu"
@@ -334,11 +314,11 @@ def _of_clamped(name: str) -> property:
 for _name in _parameters_of("clamped_swiglu"):
     setattr(ScaledClampedQGeGLU, _name, _of_clamped(_name))
 ScaledClampedQGeGLU.__signature__ = signature_of(  # type: ignore[attr-defined]
-    ACTIVATIONS["clamped_swiglu"], _ScaledGLU
+    ACTIVATIONS["clamped_swiglu"], ScaledGLU
 )
 
 
-class ScaledSReLU(_ScaledActivation):
+class ScaledSReLU(ScaledActivation):
     """max(x, 0)^2 * scales[row].
 
     `activation_recompute_in_mlp=True` is for a fused grouped MLP (`fuser.fused.GroupedMLP`), which computes the output
@@ -367,7 +347,7 @@ class ScaledSReLU(_ScaledActivation):
 #: Name -> class of every activation with a scale for each row. TE has names and settings of its own for two.
 SCALED: dict[str, Any] = {"ScaledClampedQGeGLU": ScaledClampedQGeGLU, "ScaledSReLU": ScaledSReLU}
 SCALED |= {
-    f"Scaled{row.op}": operation_of(row, _ScaledGLU if row.gated else _ScaledActivation, f"Scaled{row.op}", text)
+    f"Scaled{row.op}": operation_of(row, ScaledGLU if row.gated else ScaledActivation, f"Scaled{row.op}", text)
     for row in ACTIVATIONS.values()
     for text in [f"`{row.op}` times scales[row]."]
     if row.row_scaled and row.name not in {cls.activation for cls in SCALED.values()}

@@ -12,13 +12,12 @@ from typing import Any
 import torch
 
 from fuser.common import (
-    SUPPORTED_DTYPES,
     canonicalize_device,
     devices_match,
     is_quantized_tensor,
     maybe_dequantize,
 )
-from fuser.dispatch import current_backend
+from fuser.dispatch import computes_in
 from fuser.distributed import gather_along_first_dim
 from fuser.quantization.quantizer import Quantizer
 from fuser.quantization.quantizers import Float8CurrentScalingQuantizer, Float8Quantizer
@@ -33,7 +32,7 @@ PER_TENSOR_QUANTIZERS = (Float8Quantizer, Float8CurrentScalingQuantizer)
 
 def check_linear_dtype(dtype: torch.dtype) -> torch.dtype:
     """`dtype`, if matrix products are offered in it (float64 under `backend("float64")` alone); else `ValueError`."""
-    if dtype not in SUPPORTED_DTYPES and not (dtype is torch.float64 and current_backend() == "float64"):
+    if not computes_in(dtype):
         raise ValueError(
             f"Supported dtypes are float32, float16, bfloat16, and float64 under fuser.backend('float64') (got {dtype})"
         )

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fuser.basic.activation import _ScaledActivation, _ScaledGLU
+from fuser.basic.activation import ScaledActivation, ScaledGLU
 from fuser.basic.grouped_linear import (
     GRAD_INPUT_BUFFER_KEY,
     OUTPUT_BUFFER_KEY,
@@ -40,7 +40,7 @@ class GroupedMLP(FusedOperation):
         RuntimeError: at forward, if the linears split their rows differently.
     """
 
-    def __init__(self, *, fc1: GroupedLinear, activation: _ScaledActivation, fc2: GroupedLinear) -> None:
+    def __init__(self, *, fc1: GroupedLinear, activation: ScaledActivation, fc2: GroupedLinear) -> None:
         super().__init__((fc1, activation, fc2))
         self._recomputes = getattr(activation, "activation_recompute_in_mlp", False)
 
@@ -121,7 +121,7 @@ def _by_expert(run, hidden, scales):
     return run.rows_of_groups(hidden), scales.reshape(-1).split(run.ctx.split_sizes)
 
 
-def _objection(fc1: GroupedLinear, activation: _ScaledActivation, fc2: GroupedLinear, *, recipe: Any) -> str | None:
+def _objection(fc1: GroupedLinear, activation: ScaledActivation, fc2: GroupedLinear, *, recipe: Any) -> str | None:
     """TE's conditions, except for those of its kernels' hardware and versions."""
     if int(os.environ.get("NVTE_CUTEDSL_FUSED_GROUPED_MLP", "0")) <= 0:
         return "NVTE_CUTEDSL_FUSED_GROUPED_MLP, TE's switch, is not 1"
@@ -139,7 +139,7 @@ def _shape_objection(fc1, activation, fc2):
         for name in ("in_features", "out_features"):
             if getattr(linear, name) % 64:
                 return f"{name} must be a multiple of 64; a linear has {getattr(linear, name)}"
-    gated = isinstance(activation, _ScaledGLU)
+    gated = isinstance(activation, ScaledGLU)
     if fc1.num_groups != fc2.num_groups or fc1.out_features != fc2.in_features * (2 if gated else 1):
         return (
             f"the linears do not match: {fc1.num_groups} groups with out_features={fc1.out_features}, then "
@@ -152,7 +152,7 @@ def _shape_objection(fc1, activation, fc2):
 
 GroupedMLP.fuse_forward_backward_ops = WindowFusion(
     GroupedMLP,
-    patterns=[(GroupedLinear, _ScaledActivation, GroupedLinear)],
+    patterns=[(GroupedLinear, ScaledActivation, GroupedLinear)],
     objection=_objection,
     build=lambda fc1, activation, fc2: GroupedMLP(fc1=fc1, activation=activation, fc2=fc2),
 )

@@ -9,7 +9,7 @@ from one_rounding import same_bits
 
 import fuser
 import fuser.ops as te_ops
-from fuser.basic.activation import SCALED, _ScaledGLU
+from fuser.basic.activation import SCALED, ScaledGLU
 from fuser.basic.grouped_linear import GRAD_INPUT_BUFFER_KEY, OUTPUT_BUFFER_KEY
 from fuser.fused import GroupedMLP, GroupedMLP_CuTeGEMMGLU, GroupedMLP_CuTeGEMMUnary
 from fuser.quantization import FP8GlobalStateManager, autocast, quantized_model_init
@@ -30,7 +30,7 @@ def mlp(name="ScaledSwiGLU", *, interleave=32, recompute=False, widths=(WIDTH, H
     """A model, and its activation."""
     torch.manual_seed(1)
     cls = SCALED[name]
-    gated = issubclass(cls, _ScaledGLU)
+    gated = issubclass(cls, ScaledGLU)
     arguments = {"glu_interleave_size": interleave} if gated else {}
     if recompute:
         arguments["activation_recompute_in_mlp"] = True
