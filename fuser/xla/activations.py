@@ -57,7 +57,7 @@ def act_lu(
     call = _call(ACTIVATION, enum, act_params, quantizer, output_amax_when_no_scaling)
     shape = (*x.shape[:-2], x.shape[-1])
     if quantizer is not None:
-        quantizer.check_shape(shape, len(shape) - 1)
+        quantizer.check_shape(shape, len(shape) - 1, quantizer.q_layout)
     return _finish(call, quantizer, (x,), shape, len(shape) - 1, x.dtype)[0]
 
 
@@ -91,7 +91,7 @@ def quantize_dact_dbias(
         )
     call = _call(GRADIENT, enum, act_params, quantizer, output_amax_when_no_scaling, is_dbias=bool(is_dbias))
     if quantizer is not None:
-        quantizer.check_shape(x.shape, x.ndim - 2)
+        quantizer.check_shape(x.shape, x.ndim - 2, quantizer.q_layout)
     return _finish(call, quantizer, (dz, x), x.shape, x.ndim - 2, x.dtype)
 
 
@@ -189,7 +189,7 @@ def _call(kind, enum, act_params, quantizer, output_amax, is_dbias=False):
         bool(output_amax) and quantizer is None,
         is_dbias,
         *(float(np.float32(v)) for v in (clamped.limit, clamped.alpha, clamped.glu_linear_offset)),
-        **({} if quantizer is None else quantizer.call_flags()),
+        **({} if quantizer is None else quantizer.call_flags(quantizer.q_layout)),
     )
 
 
@@ -200,7 +200,7 @@ def _finish(call, quantizer, tensors, shape, axis, dtype):
         results = execute(call, dtype, *tensors, zero, zero)
         tensor = NoScaleTensor(results[0], results[4] if call.amax_when_no_scaling else None)
     else:
-        results = execute(call, quantizer.q_dtype, *tensors, *quantizer.call_operands())
+        results = execute(call, quantizer.q_dtype, *tensors, *quantizer.call_operands(quantizer.q_layout))
         quantizer.update(results[4])
-        tensor = quantizer.tensor(results, shape, axis, dtype)
+        tensor = quantizer.tensor(results, shape, axis, dtype, quantizer.q_layout)
     return tensor, results[5] if call.is_dbias else None

@@ -12,6 +12,7 @@ compiled stays as it is.
 """
 
 import functools
+import math
 import os
 import sys
 from collections.abc import Iterator
@@ -104,7 +105,7 @@ def _result_shapes(call, operands, dtype):
 
 def _scaled_shapes(call, plan, operands, out, dtype):
     columns = out[-2] * out[-1] if call.kind == GRADIENT else out[-1]
-    matrix = (int(np.prod(out, dtype=np.int64)) // columns if columns else 0, columns)
+    matrix = (math.prod(out) // columns if columns else 0, columns)
     layout = stored_layout(scaling_of(plan.mode), matrix)  # the same for every format and scale
     shapes = []
     for copy, wanted in (("rowwise", plan.rowwise), ("columnwise", plan.columnwise)):
@@ -112,7 +113,7 @@ def _scaled_shapes(call, plan, operands, out, dtype):
         data = (*leading, last * plan.mode.layout.packed)
         scales = layout[f"{copy}_scale_inv"][0]
         if call.kind == GROUPED:
-            data = (int(np.prod(data, dtype=np.int64)),)
+            data = (math.prod(data),)
             scales = plan.mode.get_grouped_scale_shape(matrix, operands[0].size, copy == "columnwise")
         shapes.append((data, scales) if wanted else ((1,), (1,)))
     scale_dtype = plan.mode.get_scale_dtype()
@@ -207,12 +208,12 @@ _FP4 = np.dtype(ml_dtypes.float4_e2m1fn)
 
 
 def _bytes(shape, dtype):
-    elements = int(np.prod(shape, dtype=np.int64))
+    elements = math.prod(shape)
     return (elements + 1) // 2 if dtype == _FP4 else elements * dtype.itemsize
 
 
 def _as_array(memory, shape, dtype):
     """Bytes as an array; FP4 one element a byte, as NumPy has it."""
     if dtype == _FP4:
-        memory = np.stack([memory & 15, memory >> 4], axis=-1).reshape(-1)[: int(np.prod(shape, dtype=np.int64))]
+        memory = np.stack([memory & 15, memory >> 4], axis=-1).reshape(-1)[: math.prod(shape)]
     return memory.view(dtype).reshape(shape)

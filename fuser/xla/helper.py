@@ -14,10 +14,9 @@ from enum import Enum
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 
 from fuser import recipe as recipes
-from fuser.xla.settings import AmaxComputeAlgo, ScalingMode, normalized_axis
+from fuser.xla.settings import AmaxComputeAlgo, ScalingMode, matrix_shape, normalized_axis
 from refops.arguments import require_flag, shown
 
 NVTE_FP8_COLLECTION_NAME = "fp8_metas"
@@ -36,7 +35,7 @@ class TensorSource(Enum):
 
 
 def is_scaling_mode_supported(scaling_mode: Any = ScalingMode.NO_SCALING, gpu_id: Any = None) -> Any:
-    """Return (True, ""): each `ScalingMode` is, on every device. ValueError for what is none."""
+    """Return (True, ""): each `ScalingMode` is, on every device. ValueError unless it is a `ScalingMode`."""
     ScalingMode(scaling_mode)
     return True, ""
 
@@ -260,5 +259,5 @@ def _scale_shapes(mode, data_shape, is_colwise, flatten_axis):
     if not mode.is_block_scaling:
         return None, None, shape(data_shape, False, flatten_axis)
     axis = normalized_axis(flatten_axis, data_shape)
-    matrix = tuple(int(np.prod(part, dtype=np.int64)) for part in (data_shape[:axis], data_shape[axis:]))
+    matrix = matrix_shape(data_shape, axis)
     return shape(matrix, False, 1), shape(matrix, True, 1), shape(data_shape, False, axis)

@@ -10,6 +10,7 @@ finds outside of itself is refused, for it would be left with values of the trac
 Source: TE's `jax/quantize/quantizer.py`.
 """
 
+import math
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
@@ -25,7 +26,7 @@ from fuser.xla.helper import (
     get_quantize_config_with_recipe,
     remove_padding_from_scale_inv,
 )
-from fuser.xla.settings import AmaxComputeAlgo, QuantizeLayout, ScalingMode, normalized_axis, scaling_of
+from fuser.xla.settings import AmaxComputeAlgo, QuantizeLayout, ScalingMode, matrix_shape, normalized_axis, scaling_of
 from fuser.xla.tensors import NoScaleTensor, ScaledTensorFactory
 from refops.arguments import shown
 
@@ -111,7 +112,7 @@ class Quantizer:
         return self.q_layout.is_rowwise_colwise
 
     def check_scale(self) -> None:
-        """Raise ValueError where a function that is traced must not use the quantizer; only delayed scaling does."""
+        """Raise ValueError if the traced function may not use it; always passes but for delayed scaling."""
 
     def update(self, *args: Any, **kwargs: Any) -> None:
         """Take note of an amax; only delayed scaling does."""
@@ -158,7 +159,7 @@ class Quantizer:
             mode = ScalingMode.DELAYED_TENSOR_SCALING
         flags = {"is_dbias": bool(is_dbias), **self.call_flags(layout)}
         call = Call(QUANTIZE, scaling_mode=int(mode), quantize_layout=int(layout), **flags)
-        results = execute(call, self.q_dtype, _matrix(x, axis), scale, amaxes)
+        results = execute(call, self.q_dtype, x.reshape(matrix_shape(x.shape, axis)), scale, amaxes)
         self.update(results[4])
         if mode is not self.scaling_mode:
             results[4] = amax
@@ -172,30 +173,28 @@ class Quantizer:
             raise ValueError("is_rowwise or is_colwise must be True; got False for both")
         return QuantizeLayout(2 if rowwise and colwise else int(colwise))
 
-    def check_shape(self, shape: Any, axis: Any, layout: Any = None) -> None:
+    def check_shape(self, shape: Any, axis: Any, layout: QuantizeLayout) -> None:
         """Raise ValueError where blocks do not divide a tensor whose columns begin at `axis`, for NVFP4 both ways."""
-        layout = self.q_layout if layout is None else layout
         normalized_axis(axis, shape)
         for colwise, wanted in ((False, layout.has_rowwise), (True, layout.has_colwise)):
             if wanted or self.scaling_mode.layout.shape_multiple > 1:
                 self.scaling_mode.get_scale_shape(shape, is_colwise=colwise, is_padded=False, flatten_axis=axis)
 
-    def call_operands(self, layout: Any = None) -> Any:
+    def call_operands(self, layout: QuantizeLayout) -> Any:
         """What a call takes besides tensors: (scale, amax), as `fuser.xla.compute` lists them."""
         return jnp.ones((1,), jnp.float32), jnp.zeros((1,), jnp.float32)
 
-    def call_flags(self, layout: Any = None) -> dict[str, bool]:
+    def call_flags(self, layout: QuantizeLayout) -> dict[str, bool]:
         """Fields of a `fuser.xla.compute.Call` that are set."""
         return {}
 
-    def tensor(self, results: Any, shape: Any, axis: Any, dq_dtype: Any, layout: Any = None) -> Any:
+    def tensor(self, results: Any, shape: Any, axis: Any, dq_dtype: Any, layout: QuantizeLayout) -> Any:
         """Make the scaled tensor of a custom call's results, padded matrices.
 
         Args:
             results: output, colwise_output, scale_inv, colwise_scale_inv, amax.
             shape: shape of the tensor. axis: where its columns begin.
         """
-        layout = self.q_layout if layout is None else layout
         rowwise, colwise, scale_inv, colwise_scale_inv, amax = results[:5]
         mode, transposed = self.scaling_mode, shape[axis:] + shape[:axis]
         transformed = self.call_flags(layout).get("use_rht", False)
@@ -224,17 +223,13 @@ class Quantizer:
         )
 
 
-def _matrix(x, axis):
-    return x.reshape(int(np.prod(x.shape[:axis], dtype=np.int64)), int(np.prod(x.shape[axis:], dtype=np.int64)))
-
-
 class CurrentScaleQuantizer(Quantizer):
     """FP8 with the scale taken from the tensor's own amax."""
 
     modes = (ScalingMode.CURRENT_TENSOR_SCALING,)
 
 
-_OUTSIDE = (
+_FROM_OUTER_TRACE = (
     "a DelayedScaleQuantizer changes its scale and its history: a function under jit, vmap or another transformation "
     "must take it as an argument and return it; got one from outside of the function"
 )
@@ -279,15 +274,15 @@ class DelayedScaleQuantizer(Quantizer):
     def __setstate__(self, state):
         vars(self).update(state, _trace=get_opaque_trace_state())
 
-    def call_operands(self, layout: Any = None) -> Any:
+    def call_operands(self, layout: QuantizeLayout) -> Any:
         """(scale, amax), as `fuser.xla.compute` lists them."""
-        return jnp.asarray(self.scale, jnp.float32).reshape(1), super().call_operands()[1]
+        return jnp.asarray(self.scale, jnp.float32).reshape(1), super().call_operands(layout)[1]
 
     def check_scale(self) -> None:
         """Raise ValueError where a function under jit would keep the scale of now as a constant."""
         is_staged = isinstance(jnp.zeros(()), jax.core.Tracer)
         if is_staged and not isinstance(self.scale, jax.core.Tracer) and self._trace != get_opaque_trace_state():
-            raise ValueError(_OUTSIDE)
+            raise ValueError(_FROM_OUTER_TRACE)
 
     def update(self, new_amax: Any) -> None:
         """Put an amax in the history, and take the next scale from it.
@@ -296,7 +291,7 @@ class DelayedScaleQuantizer(Quantizer):
             ValueError: the quantizer was made outside of the function that is traced.
         """
         if self._trace != get_opaque_trace_state():
-            raise ValueError(_OUTSIDE)
+            raise ValueError(_FROM_OUTER_TRACE)
         history = self.amax_history.at[0].set(jnp.asarray(new_amax, jnp.float32).reshape(-1)[0])
         is_max = self.amax_compute_algo is AmaxComputeAlgo.MAX
         amax = jnp.max(history, keepdims=True) if is_max else history[:1]
@@ -341,15 +336,15 @@ class NVFP4Quantizer(Quantizer):
                 f"{state.dtype} of shape {state.shape}"
             )
 
-    def call_operands(self, layout: Any = None) -> Any:
+    def call_operands(self, layout: QuantizeLayout) -> Any:
         """(random state or 1, amax or both amaxes), as `fuser.xla.compute` lists them."""
-        state, (scale, amax) = self.stochastic_rounding_rng_state, super().call_operands()
+        state, (scale, amax) = self.stochastic_rounding_rng_state, super().call_operands(layout)
         scale = scale if state is None else state.reshape(-1)[:4]
         return scale, jnp.zeros((2,), jnp.float32) if self.call_flags(layout).get("use_rht") else amax
 
-    def call_flags(self, layout: Any = None) -> dict[str, bool]:
+    def call_flags(self, layout: QuantizeLayout) -> dict[str, bool]:
         """use_rht where there is a columnwise copy, and stochastic_rounding."""
-        use_rht = self.use_rht and (self.q_layout if layout is None else layout).has_colwise
+        use_rht = self.use_rht and layout.has_colwise
         return {"use_rht": use_rht, "stochastic_rounding": self.stochastic_rounding_rng_state is not None}
 
 
@@ -412,10 +407,12 @@ class GroupedQuantizer(Quantizer):
         if sizes.shape != (len(self.quantizers),):
             raise ValueError(f"x must have one group for each of {len(self.quantizers)} quantizers; got {sizes.shape}")
         self.check_shape(x.shape, axis, layout)
-        operands = zip(*(quantizer.call_operands() for quantizer in self.quantizers), strict=True)
+        operands = zip(*(quantizer.call_operands(layout) for quantizer in self.quantizers), strict=True)
         call = Call(GROUPED, scaling_mode=int(self.scaling_mode), quantize_layout=int(layout))
-        rows = sizes * int(np.prod(x.shape[1:axis], dtype=np.int64))
-        results = execute(call, self.q_dtype, rows, _matrix(x, axis), *map(jnp.concatenate, operands))
+        rows = sizes * math.prod(x.shape[1:axis])
+        results = execute(
+            call, self.q_dtype, rows, x.reshape(matrix_shape(x.shape, axis)), *map(jnp.concatenate, operands)
+        )
         for quantizer, one in zip(self.quantizers, results[4], strict=True):
             quantizer.update(one)
         return ScaledTensorFactory.create(

@@ -1,4 +1,4 @@
-"""What TE's JAX interface is told with: activation types and parameters, scaling modes, layouts; and scale shapes.
+"""The vocabulary of TE's JAX interface: activation types and parameters, scaling modes, layouts; and scale shapes.
 
 Numbers are those that cross TE's FFI (`csrc/extensions/misc.h`, `activation.h`). No JAX in here.
 """
@@ -378,6 +378,11 @@ def normalized_axis(flatten_axis, shape):
     if not 0 < axis < len(shape):
         raise ValueError(f"flatten_axis must leave axes on both sides; got {flatten_axis} for shape {tuple(shape)}")
     return axis
+
+
+def matrix_shape(shape, axis):
+    """Return (rows, columns) of a tensor as a matrix whose columns begin at `axis`."""
+    return math.prod(shape[:axis]), math.prod(shape[axis:])
 
 
 def _padded(part, multiple, data_shape):

@@ -1,6 +1,7 @@
 """Results: tensors with or without scales, as pytrees. TE's `jax/quantize/tensor.py`."""
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,14 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from fuser.xla.settings import QuantizeLayout, ScalingMode, normalized_axis, scaling_of
+from fuser.xla.settings import QuantizeLayout, ScalingMode, matrix_shape, normalized_axis, scaling_of
 from refops.quantization.hadamard import GROUP, transform_exactly
 from refops.quantization.result import reorder_scales
 from refops.scalings import TE_SIGN_MASK
 
 
 class _Words:
-    """Of the vocabulary of `refops.scalings.arithmetic`, what decoding takes, for arrays of JAX."""
+    """The words of `refops.scalings.arithmetic` that decoding needs, for JAX arrays."""
 
     @staticmethod
     def function(f):
@@ -272,7 +273,7 @@ class GroupedScaledTensor1x(_Grouped, ScaledTensor1x):
         axis = normalized_axis(self.flatten_axis, self.original_shape)
         object.__setattr__(self, "flatten_axis", axis)
         object.__setattr__(self, "dq_dtype", np.dtype(self.dq_dtype))
-        size = int(np.prod(self.original_shape, dtype=np.int64))
+        size = math.prod(self.original_shape)
         scales = self.scaling_mode.get_grouped_scale_shape(
             self.original_shape, self.n_groups, self.is_colwise, flatten_axis=axis
         )
@@ -295,7 +296,7 @@ class GroupedScaledTensor1x(_Grouped, ScaledTensor1x):
             shape = (size, *self.original_shape[1:])
             if self.data_layout == "T" and self.first_dims is not None:
                 shape = (*self.original_shape[:-1], size)
-            rows, columns = (int(np.prod(part, dtype=np.int64)) for part in _parts(shape, self.flatten_axis))
+            rows, columns = matrix_shape(shape, self.flatten_axis)
             data = self.data[start : start + rows * columns].reshape(rows, columns)
             if self.scaling_mode.is_block_scaling:
                 scales, room = self._scales(rows, columns, scales_start)
@@ -316,15 +317,11 @@ class GroupedScaledTensor1x(_Grouped, ScaledTensor1x):
             mode.get_scale_shape((rows, columns), self.data_layout, self.is_colwise, is_padded, 1)
             for is_padded in (True, False)
         )
-        room = int(np.prod(padded, dtype=np.int64))
+        room = math.prod(padded)
         order = np.arange(room, dtype=np.int64).reshape(padded)
         if self.pre_swizzled:
             order = reorder_scales(mode.layout, name, order, False)
         return self.scale_inv[start : start + room][order[: wanted[0], : wanted[1]]], room
-
-
-def _parts(shape, axis):
-    return shape[:axis], shape[axis:]
 
 
 @_pytree("rowwise_tensor", "colwise_tensor")
