@@ -12,8 +12,8 @@ from pathlib import Path
 import fuser.compat
 
 NAMES = json.loads(Path(__file__).with_name("te_names.json").read_text(encoding="utf-8"))
-#: More names than these are all others, where the rest is named.
-MOST = 12
+#: Above this count a list is shortened to "all others".
+MOST_LISTED = 12
 
 
 def found():
@@ -49,9 +49,9 @@ def table():
     everything, rows, outside = {}, ["| module | works | refused: why |", "|---|---|---|"], {}
     for module, (works, refused) in modules.items():
         if works and refused:
-            few = sum(map(len, refused.values())) <= MOST
+            few = sum(map(len, refused.values())) <= MOST_LISTED
             reasons = [f"{code(names) if few else 'all others'}: {why}" for why, names in refused.items()]
-            left = "all others" if few and len(works) > MOST else code(works)
+            left = "all others" if few and len(works) > MOST_LISTED else code(works)
             rows.append(f"| {code([module])} | {left} | {'; '.join(reasons)} |")
         elif works:
             package, _, name = module.rpartition(".")

@@ -132,7 +132,7 @@ REFUSED = {
     "transformer_engine.pytorch.custom_recipes.reference_nvfp4": "refops has casts to any format, fuser.gemm products",
     "transformer_engine.pytorch.distributed": "torch.distributed has it, te.checkpoint recomputes, or TE's modules "
     "alone need it",
-    "transformer_engine.pytorch.export": "of ONNX export, the flag that jit asks is here",
+    "transformer_engine.pytorch.export": "only the flag that `jit` reads is here",
     "transformer_engine.pytorch.float8_tensor": "TE keeps it for old pickles, which are never loaded here",
     "transformer_engine.pytorch.fp8": "use what transformer_engine.pytorch.quantization has",
     "transformer_engine.pytorch.module": "TE's modules are not here: use te.ops",
