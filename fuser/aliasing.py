@@ -15,8 +15,9 @@ from fuser.quantization.storage import QuantizedTensorStorage
 from fuser.tracing import exporting
 
 
-def is_callers(tensor: Any, callers: Sequence[Any]) -> bool:
-    return any(tensor is other for other in callers)
+def is_one_of(tensor: Any, others: Sequence[Any]) -> bool:
+    """Whether `tensor` is one of `others`, the same object."""
+    return any(tensor is other for other in others)
 
 
 def works_in_place(op: FusibleOperation) -> bool:
@@ -53,15 +54,17 @@ def _memory_span(tensor: Any) -> tuple[int, int] | None:
 
 
 def own_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` in contiguous memory of its own."""
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def copy_of_gradient(grad: torch.Tensor | None) -> torch.Tensor | None:
-    """A hook. An output that nobody used has no gradient."""
+    """Gradient hook: a copy, None for an unused output."""
     return None if grad is None else own_copy(grad)
 
 
 def tensors_in(basic_op_kwargs: Iterable[dict[str, Any]]) -> list[torch.Tensor]:
+    """The tensors among the keyword arguments of operations."""
     return [value for kwargs in basic_op_kwargs for value in kwargs.values() if isinstance(value, torch.Tensor)]
 
 
@@ -75,11 +78,11 @@ def without_view(output: Any, given: Sequence[Any]) -> Any:
     return output.detach().requires_grad_(output.requires_grad)
 
 
-def requiring_grad(extra_output: Any, callers: Sequence[Any]) -> Any:
-    """Let consumers of an extra output see that it takes part in backward. A caller's tensor stays as it is."""
+def requiring_grad(extra_output: Any, unmarked: Sequence[Any]) -> Any:
+    """Let consumers of an extra output see that it takes part in backward. One that is `unmarked` stays as it is."""
     if extra_output is None or not extra_output.is_floating_point():
         return extra_output
-    if is_callers(extra_output, callers):
+    if is_one_of(extra_output, unmarked):
         extra_output = extra_output.detach()
     return extra_output.requires_grad_(True)
 

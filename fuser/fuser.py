@@ -1,4 +1,4 @@
-"""The manager that plans and runs a list of operations: it fuses them and puts them in parts around hooks.
+"""The manager that plans and runs a list of operations: it fuses them and splits the list where operations have hooks.
 
 `OperationFuser(ops)` is called like a function of the input. `register_*_fusion` adds a fusion for all fusers,
 `fusions` for a scope. Behaviour: TE's ops/fuser.py, except: parameters are read at every call and operations are fused

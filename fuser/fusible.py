@@ -1,4 +1,4 @@
-"""What a fuser knows of operations, before it knows any: the interface, and what one keeps from forward to backward.
+"""The interface between a fuser and its operations.
 
 Behaviour: TE's ops/op.py. The classes to derive from are in `fuser.op`.
 """

@@ -1,4 +1,4 @@
-"""A list of operations as it runs: whether its plan is current, then forward or backward, one node of autograd's graph.
+"""Runs a list of operations: checks that the plan is current, then runs forward and backward as one autograd node.
 
 What runs is decided by `OperationFuser` (fuser.py), which makes the plan. Nothing on the node is used up, so a retained
 graph runs again; gradients can't be differentiated themselves. Behaviour: TE's ops/fuser.py.
@@ -22,7 +22,7 @@ from torch.nn.modules import module as torch_module
 from torch.utils._pytree import tree_map
 
 from fuser.aliasing import (
-    is_callers,
+    is_one_of,
     overlap,
     own_copy,
     requiring_grad,
@@ -60,8 +60,8 @@ class ForwardStep:
     next_op_input_quantizer: Any
 
 
-#: Types of settings that stay what they are; others, such as a list, may change while the recipe holds them.
-_CONSTANTS = {bool, int, float, str, type, type(None), FunctionType, Format, MMParams, QParams, *SCALINGS}
+#: Immutable types, compared by value; a recipe with others is compared by its repr.
+_IMMUTABLE = {bool, int, float, str, type, type(None), FunctionType, Format, MMParams, QParams, *SCALINGS}
 
 
 @functools.cache
@@ -73,7 +73,7 @@ def _fields_of(kind: type[Any]) -> Callable[[Recipe], tuple[Any, ...]]:
 def _settings_of(recipe: Recipe) -> Any:
     """What a recipe says now, to compare with what one says at a later call."""
     values = _fields_of(type(recipe))(recipe)  # type: ignore[arg-type]
-    return values if _CONSTANTS.issuperset(map(type, values)) else (type(recipe), repr(recipe))
+    return values if _IMMUTABLE.issuperset(map(type, values)) else (type(recipe), repr(recipe))
 
 
 #: What decides, besides a parameter's identity, how an operation is fused.
@@ -463,11 +463,11 @@ def run_forward(
     func_ctx: Any,
     pipeline: Pipeline,
     input_: torch.Tensor,
-    callers: Sequence[torch.Tensor],
+    unmarked: Sequence[torch.Tensor],
     extra_inputs: Sequence[torch.Tensor],
     basic_op_kwargs: list[dict[str, Any]],
 ) -> Any:
-    """Run the operations in order. `func_ctx` is None without grad mode; `callers`: tensors that must not be marked."""
+    """Run the operations in order. `func_ctx` is None without grad mode; `unmarked`: tensors that must stay so."""
     basic_ops, routes = pipeline._basic_ops, pipeline._routes
     first_requiring_backward = pipeline.first_op_requiring_backward
     contexts = [OperationContext(requires_grad=i >= first_requiring_backward) for i in range(len(basic_ops))]
@@ -501,7 +501,7 @@ def run_forward(
             _say_where(error, "forward", op, indices[0] + pipeline._start)
             raise
         if type(result) is not tuple or len(result) != 2 or type(result[1]) is not list:
-            _check_results(op, "fuser_forward", result, _FORWARD_RESULTS)
+            _check_results(op, "fuser_forward", result, 2, _FORWARD_RESULTS)
         x, extra_outputs = result
         if not isinstance(x, _TENSORS):
             raise _wrong_output(op, "its output", x)
@@ -510,7 +510,7 @@ def run_forward(
             _check_extra_outputs(pipeline, op, indices, extra_outputs)
             for i, outputs in zip(indices, extra_outputs, strict=True):
                 if func_ctx is not None and outputs and i >= first_requiring_backward:
-                    outputs[:] = [requiring_grad(y, (input_, *callers)) for y in outputs]
+                    outputs[:] = [requiring_grad(y, (input_, *unmarked)) for y in outputs]
                 all_extra_outputs[i] = outputs
         for observer in forward_observers:
             step_contexts = [contexts[i] for i in indices]
@@ -522,12 +522,12 @@ def run_forward(
     public = [all_extra_outputs[i][slot] for i, slot in routes.public_outputs]
     for y in (x, *public):
         if type(y) is torch.Tensor and y._is_view():
-            given = [input_, *callers, *extra_inputs, *tensors_in(basic_op_kwargs)]
+            given = [input_, *unmarked, *extra_inputs, *tensors_in(basic_op_kwargs)]
             x, *public = [without_view(one, given) for one in (x, *public)]
             break
     # Autograd needs an object of its own for each output.
     for i, tensor in enumerate(public):
-        if is_callers(tensor, (x, *public[:i])):
+        if is_one_of(tensor, (x, *public[:i])):
             public[i] = tensor.detach().requires_grad_(tensor.requires_grad)
     if func_ctx is not None:
         _save_for_backward(func_ctx, pipeline, contexts)
@@ -569,9 +569,8 @@ def _wrong_output(op: FusibleOperation, what: str, value: Any) -> RuntimeError:
     )
 
 
-def _check_results(op: FusibleOperation, method: str, result: Any, expected: str) -> None:
-    """`RuntimeError` unless an operation's `method` returned a tensor and the lists that `expected` names."""
-    count = 2 if expected is _FORWARD_RESULTS else 3
+def _check_results(op: FusibleOperation, method: str, result: Any, count: int, expected: str) -> None:
+    """`RuntimeError` unless an operation's `method` returned `count` values, the tensor and lists of `expected`."""
     got = None
     if not isinstance(result, (tuple, list)):
         got = type(result).__name__
@@ -710,7 +709,7 @@ def run_backward(
         except Exception as error:
             _say_where(error, "backward", op, indices[0] + func_ctx.start)
             raise
-        _check_results(op, "fuser_backward", result, _BACKWARD_RESULTS)
+        _check_results(op, "fuser_backward", result, 3, _BACKWARD_RESULTS)
         dx, *groups = result
         if not isinstance(dx, _TENSORS) and (
             dx is not None or any(context.requires_grad for context in contexts[: indices[0]])

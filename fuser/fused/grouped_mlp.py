@@ -27,9 +27,8 @@ from fuser.recipe import Format
 class GroupedMLP(FusedOperation):
     """Forward and backward of the three operations, with their bits, in the order of experts instead of operations.
 
-    So what one operation hands to the next, the activation's output and two gradients, exists in high precision of one
-    expert at a time. Saved are the first linear's output and the quantized inputs; of `ScaledSReLU` with
-    `activation_recompute_in_mlp` the second linear's input is computed again.
+    Intermediates exist in high precision for one expert at a time. Saved are the first linear's output and the
+    quantized inputs; of `ScaledSReLU` with `activation_recompute_in_mlp` the second linear's input is computed again.
 
     Args:
         fc1, activation, fc2: the operations that it stands for.
@@ -66,7 +65,9 @@ class GroupedMLP(FusedOperation):
             (GRAD_INPUT_BUFFER_KEY, fc2_kwargs, "last", "first"),
         ):
             if name in kwargs:
-                raise ValueError(f"{name!r} of a grouped MLP belongs to its {other} linear; the {number} one got it")
+                raise ValueError(
+                    f"{name!r} must be given to the {other} linear of a grouped MLP; got it for the {number}"
+                )
         if input_.shape[:-1].numel() % 128:
             raise ValueError(f"Rows of a fused grouped MLP must be a multiple of 128; got shape {tuple(input_.shape)}")
         for ctx in basic_op_ctxs:  # its backward runs as a whole
