@@ -79,37 +79,28 @@ MODULES = {
     "transformer_engine.pytorch.quantization": "fuser.quantization",
     "transformer_engine.pytorch.quantized_tensor": "fuser.quantization",
     "transformer_engine.pytorch.tensor": "fuser.quantization",
-    "transformer_engine.pytorch.tensor.float8_blockwise_tensor": "fuser.quantization",
-    "transformer_engine.pytorch.tensor.float8_tensor": "fuser.quantization",
-    "transformer_engine.pytorch.tensor.grouped_tensor": "fuser.quantization",
-    "transformer_engine.pytorch.tensor.hybrid_tensor": "fuser.quantization",
-    "transformer_engine.pytorch.tensor.identity_tensor": "fuser.quantization",
-    "transformer_engine.pytorch.tensor.mxfp8_tensor": "fuser.quantization",
-    "transformer_engine.pytorch.tensor.nvfp4_tensor": "fuser.quantization",
     "transformer_engine.pytorch.tensor.storage": "fuser.quantization",
-    "transformer_engine.pytorch.tensor.storage.float8_blockwise_tensor_storage": "fuser.quantization",
-    "transformer_engine.pytorch.tensor.storage.float8_tensor_storage": "fuser.quantization",
-    "transformer_engine.pytorch.tensor.storage.grouped_tensor_storage": "fuser.quantization",
-    "transformer_engine.pytorch.tensor.storage.hybrid_tensor_storage": "fuser.quantization",
-    "transformer_engine.pytorch.tensor.storage.identity_tensor_storage": "fuser.quantization",
-    "transformer_engine.pytorch.tensor.storage.mxfp8_tensor_storage": "fuser.quantization",
-    "transformer_engine.pytorch.tensor.storage.nvfp4_tensor_storage": "fuser.quantization",
     "transformer_engine.pytorch.tensor.utils": "fuser.quantization.master_weights",
     "transformer_engine.pytorch.utils": "fuser.utils",
     "transformer_engine_torch": "fuser.functional",
     "transformer_engine.jax": "fuser.xla",
     "transformer_engine.jax.activation": "fuser.xla",
     "transformer_engine.jax.cpp_extensions": "fuser.xla",
-    "transformer_engine.jax.cpp_extensions.activation": "fuser.xla",
-    "transformer_engine.jax.cpp_extensions.amax": "fuser.xla",
-    "transformer_engine.jax.cpp_extensions.quantization": "fuser.xla",
     "transformer_engine.jax.quantize": "fuser.xla",
     "transformer_engine.jax.quantize.helper": "fuser.xla.helper",
-    "transformer_engine.jax.quantize.metadata": "fuser.xla",
-    "transformer_engine.jax.quantize.misc": "fuser.xla",
-    "transformer_engine.jax.quantize.quantizer": "fuser.xla",
-    "transformer_engine.jax.quantize.scaling_modes": "fuser.xla",
-    "transformer_engine.jax.quantize.tensor": "fuser.xla",
+}
+MODULES |= {
+    f"transformer_engine.pytorch.tensor.{module}": "fuser.quantization"
+    for kind in ("float8_blockwise", "float8", "grouped", "hybrid", "identity", "mxfp8", "nvfp4")
+    for module in (f"{kind}_tensor", f"storage.{kind}_tensor_storage")
+}
+MODULES |= {
+    f"transformer_engine.jax.{package}.{module}": "fuser.xla"
+    for package, modules in {
+        "cpp_extensions": ("activation", "amax", "quantization"),
+        "quantize": ("metadata", "misc", "quantizer", "scaling_modes", "tensor"),
+    }.items()
+    for module in modules
 }
 
 _ATTENTION = "attention is not here"
