@@ -129,14 +129,13 @@ class Routes:
                 sources[i].append(source)
                 if source is not None:
                     consumers[source[0]][source[1]].append(i)
-        external = [(i, slot) for i, row in enumerate(sources) for slot, source in enumerate(row) if source is None]
         public = [
             (i, slot)
             for i, op in enumerate(basic_ops)
             for slot, to_caller in enumerate(op._extra_output_to_caller)
             if to_caller
         ]
-        return cls(sources, consumers, external, public)
+        return cls(sources, consumers, _without_source(sources), public)
 
     def part(self, start: int, stop: int) -> Routes:
         """The routes of operations `start` to `stop` alone: what crosses the border goes through the caller."""
@@ -147,17 +146,20 @@ class Routes:
         consumers = [
             [[i - start for i in group if i < stop] for group in row] for row in self.output_consumers[start:stop]
         ]
-        external = [(i, slot) for i, row in enumerate(sources) for slot, source in enumerate(row) if source is None]
         public = [
             (i - start, slot)
             for i in range(start, stop)
             for slot, group in enumerate(self.output_consumers[i])
             if (i, slot) in self.public_outputs or any(consumer >= stop for consumer in group)
         ]
-        return Routes(sources, consumers, external, public)
+        return Routes(sources, consumers, _without_source(sources), public)
 
     def place_external_inputs(self, extra_inputs: Sequence[Any]) -> list[list[Any]]:
         placed: list[list[Any]] = [[None] * len(row) for row in self.input_sources]
         for (i, slot), tensor in zip(self.external_inputs, extra_inputs, strict=True):
             placed[i][slot] = tensor
         return placed
+
+
+def _without_source(sources: list[list[Slot | None]]) -> list[Slot]:
+    return [(i, slot) for i, row in enumerate(sources) for slot, source in enumerate(row) if source is None]
