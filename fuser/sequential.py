@@ -28,7 +28,7 @@ class Sequential(NotScriptable, torch.nn.Module):
     def __init__(self, *args: Any) -> None:
         super().__init__()
         self._module_groups: list[OperationFuser | torch.nn.Module] | None = None
-        self._grouped_modules: list[torch.nn.Module] = []
+        self._modules_of_groups: list[torch.nn.Module] = []
         if len(args) == 1 and isinstance(args[0], dict):
             for name, module in args[0].items():
                 self.add_module(name, module)
@@ -128,17 +128,17 @@ class Sequential(NotScriptable, torch.nn.Module):
         """The groups that are runs of operations."""
         return [group for group in self._module_groups or () if isinstance(group, OperationFuser)]
 
-    def _group_modules(self) -> list[OperationFuser]:
+    def _update_groups(self) -> list[OperationFuser]:
         """Group the modules, unless that was done and they are the same. Returns the runs of operations.
 
         `setattr(model, "0", module)` can replace a module, `model[0].basic_ops[0] = op` a part of one.
         """
-        modules, grouped, fusers = self._modules.values(), self._grouped_modules, self._fusers()
+        modules, grouped, fusers = self._modules.values(), self._modules_of_groups, self._fusers()
         are_same = len(grouped) == len(modules) and all(map(operator.is_, grouped, modules))
         if self._module_groups is not None and are_same and all(map(OperationFuser.is_current, fusers)):
             return fusers
         self._module_groups = outside_compile(self._make_module_groups, self)
-        self._grouped_modules = list(self)
+        self._modules_of_groups = list(self)
         return self._fusers()
 
     def forward(
@@ -153,7 +153,7 @@ class Sequential(NotScriptable, torch.nn.Module):
         `op_kwargs`: keyword arguments for basic operations, by module or index.
         """
         refuse_proxy(input, self)
-        needed = sum([group.num_extra_inputs for group in self._group_modules()])
+        needed = sum([group.num_extra_inputs for group in self._update_groups()])
         if len(extra_inputs) != needed:
             wanted = itertools.chain.from_iterable(fuser.wanted_extra_inputs() for fuser in self._fusers())
             check_extra_inputs(wanted, extra_inputs)
