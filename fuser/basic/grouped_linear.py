@@ -112,7 +112,7 @@ class GroupedLinear(ExtraTensorOperation):
         self.out_features = out_features
         self.single_grouped_weight = _may_be_single("single_grouped_weight", single_grouped_weight)
         self.single_grouped_bias = _may_be_single("single_grouped_bias", single_grouped_bias) and bias
-        self._has_bias = bias
+        self.has_bias = bias
         self._rng_state_tracker_function = rng_state_tracker_function
         self._accumulate_into_main_grad = accumulate_into_main_grad
         self._delay_wgrad_compute = delay_wgrad_compute
@@ -146,11 +146,6 @@ class GroupedLinear(ExtraTensorOperation):
     def _mark_delayed(self, name: str, param: torch.nn.Parameter | None) -> None:
         if param is not None and self._delay_wgrad_compute and name.startswith("weight"):
             param.skip_backward_post_hook = True  # type: ignore[attr-defined]
-
-    @property
-    def has_bias(self) -> bool:
-        """Whether the groups have biases."""
-        return self._has_bias
 
     @property
     def weights(self) -> list[Any]:
@@ -309,8 +304,8 @@ class GroupedLinear(ExtraTensorOperation):
         grad_output = maybe_dequantize(grad_output, ctx.dtype)
         run.allocate(grad_output.shape, grad_output.device)
         for i, dy in enumerate(run.rows_of_groups(grad_output)):
-            run.take(i, dy)
-            run.products(i)
+            run.quantize_grad(i, dy)
+            run.multiply(i)
         grads, grad_extra_inputs = run.finish()
         return run.grad_input, [grads], [grad_extra_inputs]
 
@@ -426,7 +421,7 @@ class GroupedLinear(ExtraTensorOperation):
         return splits
 
 
-class _Run:
+class _GroupedPass:
     """What a forward and a backward pass of a `GroupedLinear` share: they go through the groups one by one.
 
     So can a fusion, which runs other operations on the rows of a group between two steps.
@@ -441,7 +436,7 @@ class _Run:
         return tensor.reshape(sum(self.ctx.split_sizes), tensor.shape[-1]).split(self.ctx.split_sizes)
 
 
-class GroupedForward(_Run):
+class GroupedForward(_GroupedPass):
     """A forward pass: `group` for each group, then `finish`, which leaves in `ctx` what the backward pass reads.
 
     Args:
@@ -483,7 +478,6 @@ class GroupedForward(_Run):
         ctx.dtype = self.dtype
         ctx.split_sizes = op._split_sizes(extra_inputs[0], rows)
         ctx.grad_input_buffer = kwargs.get(GRAD_INPUT_BUFFER_KEY)
-        ctx.input_requires_grad = ctx.requires_grad
         ctx.weight_requires_grad = ctx.requires_grad and parameter.requires_grad
         ctx.scales_require_grad = ctx.requires_grad and self.scales is not None and self.scales.requires_grad
 
@@ -510,7 +504,7 @@ class GroupedForward(_Run):
                 backward_override=self._override,
                 input_quantizer=input_quantizer,
                 weight_quantizer=weight_quantizer,
-                input_requires_grad=ctx.input_requires_grad,
+                input_requires_grad=ctx.requires_grad,
                 weight_requires_grad=ctx.weight_requires_grad,
             )
         except (TypeError, ValueError) as error:
@@ -529,11 +523,11 @@ class GroupedForward(_Run):
             self.ctx.save_for_backward(self.scales, *self._saved_inputs, *self._saved_weights, *biases)
 
 
-class GroupedBackward(_Run):
-    """A backward pass: `take`, then `products`, for each group; then `finish`.
+class GroupedBackward(_GroupedPass):
+    """A backward pass: `quantize_grad`, then `multiply`, for each group; then `finish`.
 
     Attributes:
-        grad_input: (..., in_features), written by `products`; None without `allocate`.
+        grad_input: (..., in_features), written by `multiply`; None without `allocate`.
         inputs: what forward kept of the groups' inputs; a fusion puts in what it computes again.
     """
 
@@ -561,8 +555,8 @@ class GroupedBackward(_Run):
         self.grad_input = validate_or_alloc_output(self.ctx.grad_input_buffer, dx_shape, self.ctx.dtype, device)
         self._grad_inputs = self.rows_of_groups(self.grad_input)
 
-    def take(self, i: int, dy: torch.Tensor) -> None:
-        """Take the output gradient of group `i`, the next one: its sums, and the operand that products read."""
+    def quantize_grad(self, i: int, dy: torch.Tensor) -> None:
+        """Sum the output gradient of group `i`, the next one, and make the operand of it that products read."""
         ctx = self.ctx
         if self.op.has_bias:
             self._sum(_for_sums(dy), i)
@@ -581,7 +575,7 @@ class GroupedBackward(_Run):
         if self.ctx.scales_require_grad:
             self._grad_scales.append((dy * _for_sums(bias)).sum(1))
 
-    def products(self, i: int) -> torch.Tensor:
+    def multiply(self, i: int) -> torch.Tensor:
         """The input gradient of group `i`; its weight gradient too, unless that waits for `backward_dw`."""
         wgrad = self.ctx.weight_requires_grad and not self._delayed
         dx, self._grad_weights[i] = self.op._group_backward(

@@ -100,15 +100,15 @@ class GroupedMLP(FusedOperation):
         first.allocate(grad_output.shape, grad_output.device)
         # All of one linear before the other: in this order stochastic rounding draws where each runs alone.
         for i, dy in enumerate(second.rows_of_groups(grad_output)):
-            second.take(i, dy)
+            second.quantize_grad(i, dy)
         grad_scales = []
         for i, (h, scale) in enumerate(zip(*_by_expert(first, hidden, scales), strict=True)):
             if self._recomputes:
                 second.inputs[i] = maybe_dequantize(activation.rows_forward(h, scale), fc2_ctx.dtype)
-            da = maybe_dequantize(second.products(i), activation_ctx.dtype)
+            da = maybe_dequantize(second.multiply(i), activation_ctx.dtype)
             dh, grad_scale = activation.rows_backward(da, h, scale)
-            first.take(i, maybe_dequantize(dh, fc1_ctx.dtype))
-            first.products(i)
+            first.quantize_grad(i, maybe_dequantize(dh, fc1_ctx.dtype))
+            first.multiply(i)
             grad_scales.append(grad_scale)
         fc1_grads, fc1_extra = first.finish()
         fc2_grads, fc2_extra = second.finish()
