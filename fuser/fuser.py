@@ -1,4 +1,4 @@
-"""The manager that plans and runs a list of operations: it fuses them and splits the list where operations have hooks.
+"""The fuser of a list of operations: it plans what runs, and splits the list into parts where operations have hooks.
 
 `OperationFuser(ops)` is called like a function of the input. `register_*_fusion` adds a fusion for all fusers,
 `fusions` for a scope. Behaviour: TE's ops/fuser.py, except: parameters are read at every call and operations are fused
@@ -11,20 +11,30 @@ their own are no views, so the caller may change them in place.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import itertools
 import operator
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import torch
+from torch.nn.modules import module as torch_module
+from torch.utils._pytree import tree_map
 
-from fuser.aliasing import copy_of_gradient, works_in_place, writable
-from fuser.channels import ChanneledOperation, Routes, Slot
+from fuser.aliasing import copy_of_gradient, overlap, own_copy, tensors_in, works_in_place, writable
+from fuser.channels import ChanneledOperation, Routes, Slot, check_extra_inputs
 from fuser.fusible import FusibleOperation
-from fuser.pipeline import Pipeline
-from fuser.tracing import refuse_proxy
+from fuser.pipeline import FuserFunction, forward_observers, run_forward
+from fuser.quantization.state import FP8GlobalStateManager
+from fuser.quantization.storage import QuantizedTensorStorage
+from fuser.recipe import Format, MMParams, QParams, Recipe
+from fuser.tracing import exporting, outside_compile, refuse_proxy, refuse_trace
+from refops.scalings import SCALINGS
 
 FusionFunction = Callable[..., list[FusibleOperation]]
 
@@ -54,11 +64,71 @@ def _fuse(functions: Iterable[FusionFunction], ops: list[FusibleOperation], reci
     return fused
 
 
-class OperationFuser(Pipeline):
+#: Immutable types, compared by value; a recipe with others is compared by its repr.
+_IMMUTABLE = {bool, int, float, str, type, type(None), FunctionType, Format, MMParams, QParams, *SCALINGS}
+
+
+@functools.cache
+def _fields_of(kind: type[Any]) -> Callable[[Recipe], tuple[Any, ...]]:
+    """The function that reads the class and all fields of a recipe."""
+    return operator.attrgetter("__class__", *(field.name for field in dataclasses.fields(kind)))
+
+
+def _settings_of(recipe: Recipe) -> Any:
+    """What a recipe says now, to compare with what one says at a later call."""
+    values = _fields_of(type(recipe))(recipe)  # type: ignore[arg-type]
+    return values if _IMMUTABLE.issuperset(map(type, values)) else (type(recipe), repr(recipe))
+
+
+#: What decides, besides a parameter's identity, how an operation is fused.
+_traits_of_parameter = operator.attrgetter("dtype", "device", "requires_grad")
+#: The same of an operation: what it does, and what its quantizers follow.
+_traits_of_operation = operator.attrgetter("training", "_recipe_key")
+
+
+def _parameters_of(op: ChanneledOperation) -> list[torch.nn.Parameter]:
+    """`list(op.parameters())`, without its cost for an operation that has no submodules."""
+    if "parametrizations" in op._modules:
+        raise RuntimeError(
+            f"{op.__class__.__name__} has parametrized parameters (torch.nn.utils.parametrize): its backward "
+            "gives gradients of its own parameters, not of those that they are computed from"
+        )
+    if op._modules or len(op._parameters) > 1:
+        return list(op.parameters())
+    return [param for param in op._parameters.values() if param is not None]
+
+
+def _modules_with_tensors(ops: Iterable[ChanneledOperation]) -> list[torch.nn.Module]:
+    """Those among operations and their parts that have a plain tensor as attribute."""
+    modules = (module for op in ops for module in (op.modules() if op._modules else (op,)))
+    return [module for module in modules if torch.Tensor in map(type, module.__dict__.values())]
+
+
+def _reject_computed_parameters(op: torch.nn.Module) -> None:
+    """`RuntimeError` for a tensor in an attribute that should get a gradient: an operation's backward knows parameters.
+
+    torch.nn.utils.prune, spectral_norm and weight_norm put one in a parameter's place.
+    """
+    for name, value in op.__dict__.items():
+        if type(value) is torch.Tensor and value.requires_grad and op._parameters.get(name) is not value:
+            raise RuntimeError(
+                f"{op.__class__.__name__}.{name} is a tensor that requires a gradient but no parameter (as "
+                "torch.nn.utils.prune, spectral_norm and weight_norm make it): the operation's backward gives "
+                "gradients of its own parameters, not of those that they are computed from"
+            )
+
+
+class OperationFuser:
     """Runs a list of operations, fused as the registered fusion functions decide.
 
     `ops`: basic or fused operations; fused ones are expanded to their basic operations and fused anew. Building a fuser
     locks the channels of its operations. Not a module: `fuser.ops.Sequential` is the module that uses it.
+
+    Hooks: torch runs those of a module where the module is called. So the fuser calls an operation that has hooks, one
+    of its `_hook_owners`, as a module, and the others in parts between (`_Part`, each with a fuser of its own). The
+    called operation asks `run_alone` for its result, which takes the part's fuser from `_fuser_of_this_call`. Where a
+    user calls an operation, `run_alone` makes that fuser. The operation is no hook owner of it, or its hooks would run
+    again; of a fused one its basic operations are, and they are the fuser's `_ops`.
     """
 
     forward_backward_fusion_functions: list[FusionFunction] = []  # noqa: RUF012 (global registry, as in TE)
@@ -76,11 +146,252 @@ class OperationFuser(Pipeline):
         for op in basic_ops:
             op._extra_tensor_channels_locked = True
 
+    def _setup(self, ops: list[FusibleOperation], basic_ops: list[ChanneledOperation], routes: Routes) -> None:
+        self._lock = threading.RLock()
+        self._ops = ops
+        self._basic_ops = basic_ops
+        self._num_basic_ops = len(basic_ops)
+        self._start = 0  # where its operations begin in the pipeline that errors speak of: it may be a part
+        self._routes = routes
+        self.num_extra_inputs = len(routes.external_inputs)
+        self._read_parameters()
+        self._hook_owners = list(dict.fromkeys([*ops, *basic_ops]))
+        self._parts: dict[tuple[FusibleOperation, ...], list[Any]] = {}  # by the operations whose hooks run
+        self._members_of_fused = [(op, list(op.basic_ops)) for op in ops if op.is_fused_op]
+        self._with_tensors: list[torch.nn.Module] = []
+        self._all_may_pass_through = all("passed_through" in vars(type(op)) for op in basic_ops)
+        self._quantizes_gradients = True
+        self._prepared = [
+            (i, op)
+            for i, op in enumerate(basic_ops)
+            if getattr(op.pre_fuser_forward, "__func__", None) is not FusibleOperation.pre_fuser_forward
+        ]
+        unfused: list[tuple[FusibleOperation, list[int]]] = [(op, [i]) for i, op in enumerate(basic_ops)]
+        self._forward_ops = unfused
+        self._backward_ops = unfused
+        self.first_op_requiring_backward = 0
+        self._fuse_key: tuple[Any, ...] | None = None
+        self._fused_params: list[torch.nn.Parameter] = []
+
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies are fused anew: plans and keys refer to the original's operations."""
         return (type(self), (self._ops,))
 
+    @property
+    def _basic_op_extra_input_sources(self) -> list[list[Slot | None]]:
+        """TE's name, which its users read."""
+        return self._routes.input_sources
+
+    # ------------------------------------------------------------------ running
+
+    def __call__(
+        self,
+        input: torch.Tensor,
+        *extra_inputs: Any,
+        basic_op_kwargs: list[dict[str, Any]] | None = None,
+    ) -> Any:
+        """The output of the last operation, or `(output, *extra_outputs)`.
+
+        `extra_inputs`: one for each extra input that no channel feeds, in order (`ValueError` otherwise).
+        `basic_op_kwargs`: keyword arguments for each basic operation's forward.
+        """
+        if torch.compiler.is_compiling() and not exporting():
+            return outside_compile(self, input, *extra_inputs, basic_op_kwargs=basic_op_kwargs)
+        refuse_trace("operations")
+        if self._members_of_fused and not self.is_current():
+            self._build(self._ops)
+        if len(extra_inputs) != self.num_extra_inputs:
+            check_extra_inputs(self.wanted_extra_inputs(), extra_inputs)
+        for name, given in (("input", (input,)), ("extra_inputs", extra_inputs)):
+            for tensor in given:
+                if not isinstance(tensor, torch.Tensor | QuantizedTensorStorage):
+                    raise TypeError(f"{name} must hold torch tensors; got {type(tensor).__name__}")
+        if basic_op_kwargs is None:
+            basic_op_kwargs = [{}] * self._num_basic_ops
+        elif len(basic_op_kwargs) != self._num_basic_ops:
+            raise ValueError(
+                f"basic_op_kwargs has {len(basic_op_kwargs)} dicts for {self._num_basic_ops} basic operations"
+            )
+        if extra_inputs:
+            extra_inputs = tuple(self._safe_in_place(input, extra_inputs, basic_op_kwargs))
+        hooked = self._hooked_ops()
+        if hooked:
+            return self._run_in_parts(hooked, input, extra_inputs, basic_op_kwargs)
+        return self._run(input, extra_inputs, basic_op_kwargs)
+
+    def wanted_extra_inputs(self) -> list[tuple[ChanneledOperation, int]]:
+        """The operations that take extra inputs from the caller, each with the slot, in order."""
+        return [(self._basic_ops[i], slot) for i, slot in self._routes.external_inputs]
+
+    def is_current(self) -> bool:
+        """Whether the fused operations given still stand for the basic operations that they did then."""
+        for op, members in self._members_of_fused:
+            if len(members) != len(op.basic_ops) or not all(map(operator.is_, members, op.basic_ops)):
+                return False
+        return True
+
+    def _safe_in_place(
+        self, input_: torch.Tensor, extra_inputs: Sequence[Any], basic_op_kwargs: list[dict[str, Any]]
+    ) -> list[Any]:
+        """The extra inputs; one that is worked on in place as a copy, if its memory was given as something else too.
+
+        Operations read, or saved for backward, what would change: autograd notes versions only when all have run.
+        """
+        safe = list(extra_inputs)
+        for position, (i, _) in enumerate(self._routes.external_inputs):
+            if not works_in_place(self._basic_ops[i]):
+                continue
+            params = itertools.chain.from_iterable(map(_parameters_of, self._basic_ops))
+            others = [*extra_inputs[:position], *extra_inputs[position + 1 :], *tensors_in(basic_op_kwargs), *params]
+            if overlap(extra_inputs[position], [input_, *others]):
+                safe[position] = own_copy(extra_inputs[position])
+        return safe
+
+    def _run(
+        self, input_: torch.Tensor, extra_inputs: Sequence[torch.Tensor], basic_op_kwargs: list[dict[str, Any]]
+    ) -> Any:
+        with self._lock:  # what was planned is on this object and its operations, and another thread may plan otherwise
+            return self._run_as_planned(input_, extra_inputs, basic_op_kwargs)
+
+    def _run_as_planned(
+        self, input_: torch.Tensor, extra_inputs: Sequence[torch.Tensor], basic_op_kwargs: list[dict[str, Any]]
+    ) -> Any:
+        state = FP8GlobalStateManager.quantization_state
+        recipe = state.fp8_recipe if state.fp8_enabled else None
+        recording = exporting()
+        if recording:  # before tensors without memory become scales or parameters
+            self._check_recordable(recipe)
+        is_grad_enabled = torch.is_grad_enabled() and not recording
+        self.maybe_fuse_ops(is_grad_enabled, recipe, input_, extra_inputs)
+        first = self.first_op_requiring_backward
+        for i, op in self._prepared:
+            op.pre_fuser_forward(requires_grad=i >= first)
+        if not is_grad_enabled:
+            result = run_forward(None, self, input_, (), extra_inputs, basic_op_kwargs)
+            # An exported graph has no gradients: those of some operations are not autograd's
+            return tree_map(torch.Tensor.detach, result) if recording else result
+        if self._all_may_pass_through and not any(basic_op_kwargs) and not forward_observers:
+            passed = self._passed_through(input_)
+            if passed is not None:
+                return passed
+        return FuserFunction.apply(input_, self, basic_op_kwargs, *self._fused_params, *extra_inputs)
+
+    def _check_recordable(self, recipe: Any) -> None:
+        """`RuntimeError` where torch.export can't record a call."""
+        if recipe is not None:
+            raise RuntimeError(
+                f"torch.export can't record operations under a recipe, {type(recipe).__name__}: casts are kernels, not "
+                "operators of torch. Export outside of fuser.autocast"
+            )
+        for op in self._basic_ops:
+            if any(param.is_meta for param in _parameters_of(op)):
+                raise RuntimeError(
+                    f"torch.export would record the initialization of {type(op).__name__}, whose parameters are on the "
+                    "meta device: call the model, or to_empty() and reset_parameters(), first"
+                )
+
+    def _passed_through(self, input_: torch.Tensor) -> torch.Tensor | None:
+        """The output as a view of the input in autograd's eyes, if no operation does more; else None.
+
+        Changing that in place works as with `torch.nn.Identity`. A node of our own could not offer it.
+        """
+        steps = [*self._forward_ops, *self._backward_ops]
+        if type(input_) not in (torch.Tensor, torch.nn.Parameter) or any(op.is_fused_op for op, _ in steps):
+            return None
+        output: Any = input_.view_as(input_)
+        for op in self._basic_ops:
+            output = op.passed_through(output)
+            if output is None:
+                return None
+        return output
+
+    # ------------------------------------------------------------------ whether the plan is current
+
+    def maybe_fuse_ops(
+        self, is_grad_enabled: bool, recipe: Any, input_: torch.Tensor, extra_inputs: Sequence[Any]
+    ) -> None:
+        """Fuse the operations and set up their quantizers if a change since the last call can make a difference.
+
+        That is: the recipe's type and values and its process group, the input's device, the first operation that takes
+        part in backward, the parameters (which objects, their dtype, device, requires_grad), training mode, the
+        registered fusions, and the recipe state that another fuser left in a shared operation.
+        """
+        params = self._read_parameters()
+        first = self._find_first_op_requiring_backward(is_grad_enabled, input_, extra_inputs)
+        self.first_op_requiring_backward = first
+        is_current = (
+            self._fuse_key is not None
+            and self._fuse_key == self._current_key(recipe, first, input_.device, params)
+            and len(params) == len(self._fused_params)
+            and all(map(operator.is_, params, self._fused_params))
+        )
+        if not is_current:  # as where a parameter was replaced
+            self._with_tensors = _modules_with_tensors(self._basic_ops)
+        for module in self._with_tensors:
+            _reject_computed_parameters(module)
+        if is_current:
+            return
+
+        with torch.device(input_.device):  # where new scales and amax histories go
+            for op in self._basic_ops:
+                op.reset_recipe_state(recipe=recipe)
+        if self._fuse_key is None:
+            for op in self._basic_ops:
+                op.pre_first_fuser_forward()
+        self._quantizes_gradients = getattr(recipe, "backward_override", None) is None
+        self.fuse_ops(recipe)
+
+        self._fused_params = self._read_parameters()  # deferred parameters exist only now
+        self._fuse_key = self._current_key(recipe, first, input_.device, self._fused_params)
+
+    def _read_parameters(self) -> list[torch.nn.Parameter]:
+        """All parameters that the operations have now; `_basic_op_params` has those of each."""
+        self._basic_op_params = [_parameters_of(op) if op._parameters or op._modules else [] for op in self._basic_ops]
+        return list(itertools.chain.from_iterable(self._basic_op_params))
+
+    def _current_key(
+        self, recipe: Any, first: int, device: torch.device, params: Sequence[torch.nn.Parameter]
+    ) -> tuple[Any, ...]:
+        return (
+            first,
+            device,
+            None if recipe is None else _settings_of(recipe),
+            None if recipe is None else FP8GlobalStateManager.quantization_state.fp8_distributed_group,
+            list(map(_traits_of_operation, self._basic_ops)),
+            list(map(_traits_of_parameter, params)),
+            tuple(self.forward_backward_fusion_functions),
+            tuple(self.forward_fusion_functions),
+            tuple(self.backward_fusion_functions),
+        )
+
+    def _find_first_op_requiring_backward(
+        self, is_grad_enabled: bool, input_: torch.Tensor, extra_inputs: Sequence[Any]
+    ) -> int:
+        if not is_grad_enabled:
+            return self._num_basic_ops
+        if input_.requires_grad:
+            return 0
+        first = self._num_basic_ops
+        for i, params in enumerate(self._basic_op_params):
+            if any(param.requires_grad for param in params):
+                first = i
+                break
+        for (i, _), tensor in zip(self._routes.external_inputs, extra_inputs, strict=True):
+            if i < first and getattr(tensor, "requires_grad", False):
+                return i
+        return first
+
     # ------------------------------------------------------------------ hooks
+
+    def _hooked_ops(self) -> list[FusibleOperation]:
+        """The operations whose hooks a call must run: those that have some, or all where torch has a global one."""
+        if torch_module._has_any_global_hook():
+            return self._hook_owners
+        return [
+            op
+            for op in self._hook_owners
+            if op._forward_hooks or op._forward_pre_hooks or op._backward_hooks or op._backward_pre_hooks
+        ]
 
     def _run_in_parts(
         self,
@@ -219,7 +530,7 @@ def run_alone(
     extra_inputs: Sequence[Any],
     basic_op_kwargs: list[dict[str, Any]] | None,
 ) -> Any:
-    """Forward of an operation called as a module: by a fuser of its own, or that of the pipeline that calls it."""
+    """Forward of an operation called as a module: by a fuser of its own, or by that of the part that calls it."""
     refuse_proxy(input_, op)
     called = _called.get()
     if called is not None and called[0] is op:

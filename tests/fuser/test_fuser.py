@@ -18,7 +18,8 @@ from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 import fuser
-from fuser import ops, pipeline, recipe
+from fuser import fuser as fuser_module
+from fuser import ops, recipe
 from fuser.dispatch import backend, current_backend
 from fuser.fuser import OperationFuser, fusions, register_backward_fusion, register_forward_fusion
 from fuser.op import BasicOperation, FusedOperation
@@ -370,8 +371,8 @@ class TestChannels:
         fuser_ = OperationFuser([ops.ConstantScale(2.0), make, ops.ConstantScale(3.0), add])
         assert fuser_.num_extra_inputs == 0
         assert fuser_._basic_op_extra_input_sources == [[], [], [], [(1, 0)]]
-        assert fuser_._basic_op_extra_output_consumers == [[], [[3]], [], []]
-        assert fuser_._public_extra_output_slots == ([(1, 0)] if to_caller else [])
+        assert fuser_._routes.output_consumers == [[], [[3]], [], []]
+        assert fuser_._routes.public_outputs == ([(1, 0)] if to_caller else [])
         x = torch.randn(3, 4, requires_grad=True)
         result = fuser_(x)
         y = result[0] if to_caller else result
@@ -408,7 +409,7 @@ class TestChannels:
         make = ops.MakeExtraOutput().set_extra_output_channel(0, "a", output_to_caller=False)
         adds = [ops.AddExtraInput().set_extra_input_channel(0, "a") for _ in range(3)]
         fuser_ = OperationFuser([make, *adds])
-        assert fuser_._basic_op_extra_output_consumers[0] == [[1, 2, 3]]
+        assert fuser_._routes.output_consumers[0] == [[1, 2, 3]]
         x = torch.randn(3, requires_grad=True)
         y = fuser_(x)
         y.sum().backward()
@@ -1494,7 +1495,7 @@ class TestComputedParameters:
         linear = ops.BasicLinear(8, 8)
         linear.mask = torch.ones(8)
         model, looked = ops.Sequential(linear), []
-        monkeypatch.setattr(pipeline, "_reject_computed_parameters", looked.append)
+        monkeypatch.setattr(fuser_module, "_reject_computed_parameters", looked.append)
         for training in (True, True, False):  # fused, not, anew
             looked.clear()
             model.train(training)(torch.ones(2, 8))
