@@ -1154,9 +1154,9 @@ def test_fused_and_unfused_agree(names, seed, kind):
             continue
         error = (a.double() - b.double()).norm() / b.double().norm().clamp(min=1e-3)
         # With a recipe each product rounds its gradient to E5M2, fused before the scale, unfused after it: 5 % rms each
-        # time, 7 % between both, independently in each product; 10 % leaves room for tensors of a few numbers.
+        # time, 7 % between both, independently in each product. A tensor may be dominated by one number: three times.
         products = sum("linear" in name for name in names)
-        assert error < (0.02 if kind is None else 0.1 * max(1, products) ** 0.5)
+        assert error < (0.02 if kind is None else 0.21 * max(1, products) ** 0.5)
 
 
 def test_public_names():
