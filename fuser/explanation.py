@@ -377,12 +377,16 @@ def _edges(fuser: OperationFuser, recipe: Any) -> list[EdgeReport]:
 
 
 def _quantizer_name(quantizer: Any) -> str | None:
-    """Its class; with the name of the scaling where the class takes any."""
+    """Its class; with the name of the scaling where the class takes any, with its parts where it has them."""
     if quantizer is None:
         return None
     settings = quantizer.settings()
     details = [settings["scaling"].title] if "scaling" in settings else []
-    details += [_quantizer_name(part) for part in settings.values() if isinstance(part, Quantizer)]
+    for name, part in settings.items():
+        if isinstance(part, Quantizer):
+            dtype = part.settings().get("fp8_dtype")
+            format_ = "" if dtype is None else f" {dtype.format.name.upper()}"
+            details.append(f"{name.removesuffix('_quantizer')} {_quantizer_name(part)}{format_}")
     return type(quantizer).__name__ + (f" ({', '.join(details)})" if details else "")
 
 

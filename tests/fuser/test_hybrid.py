@@ -351,7 +351,7 @@ def test_backward_keeps_the_columnwise_parts_alone():
     assert [tensor.format for tensors in of_linear for tensor in tensors] == ["MXFP8Scaling columnwise"] * 4
     assert all(tensor.bytes == tensor.theory for tensors in of_linear for tensor in tensors)
     emitted = {edge.quantizer for edge in pipeline.edges if edge.direction == "forward" and edge.quantized}
-    assert "HybridQuantizer (NVFP4Quantizer, MXFP8Quantizer)" in emitted
+    assert "HybridQuantizer (rowwise NVFP4Quantizer, columnwise MXFP8Quantizer E4M3)" in emitted
 
 
 def test_explain_names_what_is_kept_in_high_precision():
