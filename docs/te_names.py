@@ -60,8 +60,9 @@ def table():
             for why, names in refused.items():
                 outside.setdefault(why, []).extend(names)
     rows += [f"| {code(names)} | | all: {why} |" for why, names in outside.items()]
-    packages = "; ".join(f"of {code([package])}: {code(names)}" for package, names in everything.items())
-    return "\n".join([f"`te` is `transformer_engine.pytorch`. All names work in these modules, {packages}.", "", *rows])
+    packages = [f"- of {code([package])}: {code(names)}" for package, names in everything.items()]
+    heading = "`te` is `transformer_engine.pytorch`. In these modules all names work:"
+    return "\n".join([heading, "", *packages, "", "The others:", "", *rows])
 
 
 def code(names):

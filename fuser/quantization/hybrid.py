@@ -179,7 +179,8 @@ class HybridQuantizer(ValueQuantizer):
 
     Args:
         rowwise_quantizer, columnwise_quantizer: make the copies; two objects, of any classes whose tensors hold
-            `buffers`. They are this one's from now on: each is set to make its own direction alone.
+            `buffers`. Their usage is changed: the first makes rowwise copies alone from now on, the second columnwise
+            ones.
         columnwise_source: what the columnwise copy is made of: "original", the tensor; "rowwise_dequantized", the
             values of the rowwise copy (backward then sees the weight and the input that forward multiplied).
 
