@@ -260,8 +260,10 @@ class TestRecipes:
         assert repr(extra_state.recipe_from_json(entry)) == repr(one)
 
     def test_other_objects_cannot_be_stored(self):
+        one = recipe.DelayedScaling()
+        one.margin = torch.ones(1)
         with pytest.raises(TypeError, match="margin"):
-            extra_state.recipe_to_json(recipe.DelayedScaling(margin=torch.ones(1)))
+            extra_state.recipe_to_json(one)
 
     def test_recipes_of_nobody_cannot_be_stored(self):
         with pytest.raises(TypeError, match="Stray"):
