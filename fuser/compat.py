@@ -15,7 +15,7 @@ import sys
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-from refops.arguments import did_you_mean
+from refops.arguments import did_you_mean, shown
 
 #: TE's module -> the module of this package whose names it shows; None for a package of modules only. Those of 2.20,
 #: and former names of some (`custom_recipes.quantization*`).
@@ -192,10 +192,12 @@ def _refusal(path):
 
 
 def reason(path: str) -> str:
-    """Why a module or name of TE is refused, e.g. `"transformer_engine.pytorch.Linear"`."""
-    while path not in REFUSED:
-        path = path.rpartition(".")[0]
-    return REFUSED[path]
+    """Why a module or name of TE is refused, e.g. `"transformer_engine.pytorch.Linear"`; `ValueError` if it isn't."""
+    parts = path.split(".") if isinstance(path, str) else []
+    for count in range(len(parts), 0, -1):
+        if ".".join(parts[:count]) in REFUSED:
+            return REFUSED[".".join(parts[:count])]
+    raise ValueError(f"path must be a module or name that is refused, or within one; got {shown(path)}")
 
 
 def install():

@@ -31,11 +31,11 @@ import numpy as np
 import torch
 
 import refops
-from fuser.dtypes import HIGH_PRECISION
+from fuser.dtypes import HIGH_PRECISION, require_torch_tensor
 from fuser.torch_words import TORCH
 from fuser.tracing import refuse_trace, untraced
 from refops.activations import bind_activation
-from refops.arguments import require_tensor, shown
+from refops.arguments import require_integer, require_tensor, shown
 from refops.quantization.result import Quantized, stored_layout
 from refops.tiles import InputSource, tensor_amax
 
@@ -95,7 +95,7 @@ def current_backend():
 
 def computes_in(dtype):
     """Return whether activations and products take a dtype: float32, float16, bfloat16; float64 under "float64"."""
-    return dtype in HIGH_PRECISION or (dtype is torch.float64 and current_backend() == "float64")
+    return any(dtype is one for one in HIGH_PRECISION) or (dtype is torch.float64 and current_backend() == "float64")
 
 
 # --- torch and NumPy ------------------------------------------------------------------------------
@@ -501,22 +501,25 @@ def scaled_activation_grad(name, dy, x, scales, *, glu_interleave_size=0, out_dt
     return _run("scaled_activation_grad", x, (name, dy, x, scales), options, dy=dy, scales=scales)
 
 
-def deinterleave(x: torch.Tensor, size: int, dim: int = -1) -> torch.Tensor:
+def deinterleave(tensor: torch.Tensor, size: int, dim: int = -1) -> torch.Tensor:
     """Along `dim`, [a 0:size | b 0:size | a size:2*size | ...] as [a | b]: a copy, of the same shape.
 
     Raises:
         ValueError: `size` is not positive, or twice it does not divide the dimension.
     """
-    return _blocks_exchanged(x, size, dim, (-1, 2, size))
+    return _blocks_exchanged(tensor, size, dim, (-1, 2, size))
 
 
-def interleave(x: torch.Tensor, size: int, dim: int = -1) -> torch.Tensor:
+def interleave(tensor: torch.Tensor, size: int, dim: int = -1) -> torch.Tensor:
     """The inverse of `deinterleave`."""
-    return _blocks_exchanged(x, size, dim, (2, -1, size))
+    return _blocks_exchanged(tensor, size, dim, (2, -1, size))
 
 
 def _blocks_exchanged(x, size, dim, blocks):
-    dim %= x.dim()
+    require_torch_tensor(x, "tensor")
+    if x.dim() == 0:
+        raise ValueError("tensor must have at least one dimension; got a scalar")
+    dim = require_integer(dim, "dim", low=-x.dim(), high=x.dim()) % x.dim()
     if not isinstance(size, int) or size <= 0 or x.shape[dim] % (2 * size):
         raise ValueError(
             f"glu_interleave_size must be positive and twice it must divide dimension {dim}; "

@@ -12,15 +12,24 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+from refops.arguments import shown
+
 
 def get_distributed_world_size(group: dist.ProcessGroup | None = None) -> int:
     """Number of processes in `group`: 1 while `torch.distributed` isn't initialised."""
-    return dist.get_world_size(group) if is_initialized() else 1
+    return dist.get_world_size(_checked_group(group)) if is_initialized() else 1
 
 
 def get_distributed_rank(group: dist.ProcessGroup | None = None) -> int:
     """Rank of this process in `group`: 0 while `torch.distributed` isn't initialised."""
-    return dist.get_rank(group) if is_initialized() else 0
+    return dist.get_rank(_checked_group(group)) if is_initialized() else 0
+
+
+def _checked_group(group):
+    """The group; TypeError unless it is a process group, None, or what torch says of a group of other processes."""
+    if group is None or group is dist.GroupMember.NON_GROUP_MEMBER or isinstance(group, dist.ProcessGroup):
+        return group
+    raise TypeError(f"group must be a process group or None; got {shown(group)}")
 
 
 def is_initialized() -> bool:

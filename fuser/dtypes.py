@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 import refops
-from refops.arguments import shown
+from refops.arguments import say_who, shown
 
 
 class DType(IntEnum):
@@ -95,6 +95,21 @@ _FROM: dict[Any, DType] = {name: dtype for table in (_TORCH, _FORMATS) for dtype
 HIGH_PRECISION = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def torch_dtype(value):
-    """Return the torch dtype of a torch dtype, `DType` or number; TypeError or ValueError as `DType.of`."""
-    return value if isinstance(value, torch.dtype) else DType.of(value).torch
+def torch_dtype(value, name="dtype"):
+    """Return the torch dtype of a torch dtype, `DType` or number; TypeError or ValueError as `DType.of`, of `name`."""
+    if isinstance(value, torch.dtype):
+        return value
+    try:
+        return DType.of(value).torch
+    except (TypeError, ValueError) as error:
+        if name != "dtype":
+            say_who(error, name)
+        raise
+
+
+def require_torch_tensor(value, name):
+    """Raise TypeError unless it is a dense torch tensor."""
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{name} must be a torch tensor; got {type(value).__name__}")
+    if value.layout is not torch.strided:
+        raise TypeError(f"{name} must be a dense tensor; got {value.layout} of shape {tuple(value.shape)}")

@@ -36,13 +36,13 @@ import torch
 
 from fuser import dispatch
 from fuser.common import publish
-from fuser.dtypes import DType, torch_dtype
+from fuser.dtypes import DType, require_torch_tensor, torch_dtype
 from fuser.quantization.grouped import GroupedTensorStorage, allocate
 from fuser.quantization.quantizer import Quantizer
 from fuser.quantization.storage import QuantizedTensorStorage
 from fuser.tracing import untraced
 from refops.activations import ACTIVATIONS
-from refops.arguments import say_who, shown
+from refops.arguments import require_flag, require_integer, require_list, say_who, shown
 from refops.ops import SCALED_ACTIVATIONS
 
 _GATED = frozenset(name for name, row in ACTIVATIONS.items() if row.gated)
@@ -51,8 +51,8 @@ _GATED = frozenset(name for name, row in ACTIVATIONS.items() if row.gated)
 
 
 def _require_input(tensor, name):
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{name} must be a torch tensor; got {type(tensor).__name__}")
+    if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:  # without a call, where it is
+        require_torch_tensor(tensor, name)
     if tensor.dim() == 0:
         raise ValueError(f"{name} must have at least one dimension; got a scalar")
 
@@ -337,7 +337,7 @@ def dequantize(input: Any, otype: DType | torch.dtype) -> torch.Tensor:
     """Return the values of a quantized tensor in `otype`, a `DType` or torch dtype."""
     if not isinstance(input, QuantizedTensorStorage):
         raise TypeError(f"input must be a quantized tensor or its storage; got {type(input).__name__}")
-    return input.dequantize(dtype=torch_dtype(otype))
+    return input.dequantize(dtype=torch_dtype(otype, "otype"))
 
 
 @untraced
@@ -372,9 +372,13 @@ def split_quantize(
         disable_bulk_allocation: accepted for TE's sake, which else gives the results common memory.
     """
     _require_input(tensor, "tensor")
-    sections = [int(size) for size in split_sections]
-    if len(quantizer_list) != len(sections):
-        raise ValueError(f"Expected {len(sections)} quantizers, but got {len(quantizer_list)}")
+    sections = [
+        require_integer(size, "split_sections", low=-(2**63), high=2**63)
+        for size in require_list(split_sections, "split_sections", "the rows of each run")
+    ]
+    quantizers = require_list(quantizer_list, "quantizer_list", "a quantizer, or None, for each run")
+    if len(quantizers) != len(sections):
+        raise ValueError(f"Expected {len(sections)} quantizers, but got {len(quantizers)}")
     rest = tensor.shape[0] - sum(sections)
     if rest < 0 or min(sections, default=0) < 0:
         raise ValueError(
@@ -383,7 +387,7 @@ def split_quantize(
     runs = tensor.contiguous().split([*sections, rest])
     return [
         _maybe_quantized(run, quantizer, f"split {i}")
-        for i, (run, quantizer) in enumerate(zip(runs, quantizer_list, strict=False))
+        for i, (run, quantizer) in enumerate(zip(runs, quantizers, strict=False))
     ]
 
 
@@ -474,7 +478,7 @@ def group_dequantize(input: GroupedTensorStorage, otype: DType | torch.dtype) ->
     """Return the values of a quantized grouped tensor as a `GroupedTensor` in `otype`, a `DType` or torch dtype."""
     if not isinstance(input, GroupedTensorStorage) or input.quantizer is None:
         raise TypeError(f"input must be a quantized GroupedTensor or its storage; got {type(input).__name__}")
-    dtype = torch_dtype(otype)
+    dtype = torch_dtype(otype, "otype")
     dims = {name: getattr(input, name) for name in ("first_dims", "last_dims", "tensor_offsets")}
     members = input.split_into_quantized_tensors()
     values = allocate(input.num_tensors, input.logical_shape, None, members[0].device, dtype, **dims)
@@ -484,11 +488,11 @@ def group_dequantize(input: GroupedTensorStorage, otype: DType | torch.dtype) ->
 
 def splits_to_offsets(first_dims: torch.Tensor, logical_last_dim: int) -> torch.Tensor:
     """Return int64 (n + 1,): where tensors with rows `first_dims`, int64 (n,), start in their buffer, in elements."""
+    require_torch_tensor(first_dims, "first_dims")
     if first_dims.dtype is not torch.int64 or first_dims.dim() != 1:
         raise ValueError(f"first_dims must be 1D and int64; got {first_dims.dtype} of shape {tuple(first_dims.shape)}")
-    if logical_last_dim <= 0:
-        raise ValueError(f"logical_last_dim must be greater than 0; got {logical_last_dim}")
-    return GroupedTensorStorage.make_tensor_offsets(first_dims, logical_last_dim)
+    width = require_integer(logical_last_dim, "logical_last_dim", low=1, high=2**63)
+    return GroupedTensorStorage.make_tensor_offsets(first_dims, width)
 
 
 def splits_to_offsets_multi(
@@ -508,20 +512,32 @@ def splits_to_offsets_multi(
             int32 or int64.
         bulk_allocate: accepted for TE's sake, which then gives the results common memory.
     """
-    if not len(strides) == len(include_leading_zero) == len(dtypes):
+    require_torch_tensor(split_sizes, "split_sizes")
+    if split_sizes.dtype not in (torch.int32, torch.int64) or split_sizes.dim() != 1:
+        raise ValueError(
+            f"split_sizes must be 1D, int32 or int64; got {split_sizes.dtype} of shape {tuple(split_sizes.shape)}"
+        )
+    try:
+        device = torch.device(device)
+    except (TypeError, RuntimeError):
+        raise TypeError(f"device must be a torch.device or its name; got {shown(device)}") from None
+    strides = require_list(strides, "strides", "a factor for each result")
+    leading = require_list(include_leading_zero, "include_leading_zero", "True or False for each result")
+    dtypes = require_list(dtypes, "dtypes", "a dtype for each result")
+    if not len(strides) == len(leading) == len(dtypes):
         raise ValueError(
             "strides, include_leading_zero, and dtypes must have matching lengths, but got "
-            f"{len(strides)}, {len(include_leading_zero)}, and {len(dtypes)}"
+            f"{len(strides)}, {len(leading)}, and {len(dtypes)}"
         )
-    wrong = [dtype for dtype in dtypes if dtype not in (torch.int32, torch.int64)]
-    if wrong:
-        raise ValueError(f"dtypes must be torch.int32 or torch.int64; got {wrong[0]}")
-    sizes = split_sizes.to(device=device, dtype=torch.int64)
-    offsets = [GroupedTensorStorage.make_tensor_offsets(sizes, stride) for stride in strides]
-    return sizes, [
-        (all_ends if leading else all_ends[1:]).to(dtype)
-        for all_ends, leading, dtype in zip(offsets, include_leading_zero, dtypes, strict=True)
-    ]
+    results, sizes = [], split_sizes.to(device=device, dtype=torch.int64)
+    for stride, from_zero, dtype in zip(strides, leading, dtypes, strict=True):
+        if dtype is not torch.int32 and dtype is not torch.int64:
+            raise ValueError(f"dtypes must be torch.int32 or torch.int64; got {shown(dtype)}")
+        offsets = GroupedTensorStorage.make_tensor_offsets(
+            sizes, require_integer(stride, "strides", low=-(2**63), high=2**63)
+        )
+        results.append((offsets if require_flag(from_zero, "include_leading_zero") else offsets[1:]).to(dtype))
+    return sizes, results
 
 
 # --- by TE's names ----------------------------------------------------------------------------------

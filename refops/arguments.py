@@ -3,6 +3,7 @@
 import difflib
 import math
 import numbers
+from collections.abc import Collection
 from typing import Any
 
 import ml_dtypes
@@ -136,6 +137,13 @@ def require_integer(value, name, *, low, high):
     if not low <= value < high:
         raise ValueError(f"{name} must be an integer in [{low}, {high}); got {shown(value)}")
     return int(value)
+
+
+def require_list(value, name, of):
+    """Return `value` as a list, raising TypeError unless it is a collection, of what `of` says."""
+    if isinstance(value, str | bytes) or not isinstance(value, Collection) or getattr(value, "ndim", 1) == 0:
+        raise TypeError(f"{name} must be a list of {of}; got {shown(value)}")
+    return list(value)
 
 
 def require_flag(value, name, hint=""):

@@ -20,6 +20,7 @@ from fuser.quantization import (
     NVFP4Quantizer,
     QuantizerRole,
 )
+from refops.arguments import shown
 
 __all__ = [
     "current_scaling_factory",
@@ -31,9 +32,17 @@ __all__ = [
 ]
 
 
+def tensor_of(role: QuantizerRole | None, *module_types: str) -> str:
+    """Which tensor a role is, of an operation of these types (any, if none is given): "input", "weight", "grad_output"
+    ..., "" for any other role. TypeError unless it is a role or None."""
+    if role is not None and not isinstance(role, QuantizerRole):
+        raise TypeError(f"role must be a QuantizerRole or None; got {shown(role)}")
+    return role.tensor_type if role is not None and (not module_types or role.module_type in module_types) else ""
+
+
 def tensor_of_linear(role: QuantizerRole | None) -> str:
-    """Which tensor of a linear operation a role is: "input", "weight", "grad_output" ..., "" for any other role."""
-    return role.tensor_type if role is not None and role.module_type in ("linear", "grouped_linear") else ""
+    """Which tensor of a linear operation a role is, as `tensor_of`."""
+    return tensor_of(role, "linear", "grouped_linear")
 
 
 def high_precision_factory(role: QuantizerRole | None) -> IdentityQuantizer:
@@ -48,7 +57,7 @@ def delayed_scaling_factory(role: QuantizerRole | None) -> DelayedScalingRequest
 
 def current_scaling_factory(role: QuantizerRole | None) -> Float8CurrentScalingQuantizer:
     """As `Float8CurrentScaling`: E5M2 for output gradients, E4M3 for the rest."""
-    gradient = role is not None and role.tensor_type == "grad_output"
+    gradient = tensor_of(role) == "grad_output"
     return Float8CurrentScalingQuantizer(DType.kFloat8E5M2 if gradient else DType.kFloat8E4M3)
 
 

@@ -17,7 +17,7 @@ Behaviour: TE's custom_recipes/quantizer_factory_zoo.py, without the factory for
 
 from __future__ import annotations
 
-from fuser.custom_recipes.quantizer_factories import mxfp8_factory, nvfp4_factory, tensor_of_linear
+from fuser.custom_recipes.quantizer_factories import mxfp8_factory, nvfp4_factory, tensor_of, tensor_of_linear
 from fuser.quantization import HybridQuantizer, IdentityQuantizer, NVFP4Quantizer, Quantizer, QuantizerRole
 
 __all__ = [
@@ -72,7 +72,7 @@ def mxfp8_fwd_high_precision_bwd_factory(role: QuantizerRole | None) -> Quantize
 def nvfp4_row_scaled_fwd_mxfp8_bwd_factory(role: QuantizerRole | None) -> Quantizer:
     """Of `module_type` "grouped_linear": forward in NVFP4, with an amax for each row of the input; backward in MXFP8,
     of what forward multiplied. Everything else in MXFP8. (The operations' roles say "linear", as TE's do.)"""
-    tensor = role.tensor_type if role is not None and role.module_type == "grouped_linear" else ""
+    tensor = tensor_of(role, "grouped_linear")
     if tensor in ("input", "weight"):
         return _requantized(NVFP4Quantizer(row_scaled_nvfp4=tensor == "input"), mxfp8_factory(role))
     return mxfp8_factory(role)

@@ -19,9 +19,9 @@ import torch
 import refops
 from fuser import dispatch
 from fuser import recipe as recipes
-from fuser.custom_recipes.quantizer_factories import tensor_of_linear
+from fuser.custom_recipes.quantizer_factories import tensor_of, tensor_of_linear
 from fuser.dtypes import HIGH_PRECISION as HIGH_PRECISION_FLOAT_DTYPES
-from fuser.dtypes import DType
+from fuser.dtypes import DType, require_torch_tensor, torch_dtype
 from fuser.quantization import (
     Float8CurrentScalingQuantizer,
     Float8Tensor,
@@ -33,7 +33,7 @@ from fuser.quantization import (
     QuantizerRole,
 )
 from fuser.quantization.quantizer import ValueQuantizer
-from refops.arguments import shown
+from refops.arguments import require_flag, require_integer, shown
 
 __all__ = [
     "HIGH_PRECISION_FLOAT_DTYPES",
@@ -58,18 +58,32 @@ class Fp4Formats(enum.Enum):
 
 
 def roundup_div(x: int, y: int) -> int:
-    """The quotient, rounded up."""
+    """The quotient of an integer >= 0 and a positive one (else `TypeError`, `ValueError`), rounded up."""
+    x, y = require_integer(x, "x", low=0, high=2**63), require_integer(y, "y", low=1, high=2**63)
     return -(-x // y)
 
 
 def cast_to_fp4x2(x: torch.Tensor) -> torch.Tensor:
-    """(M, K) values as E2M1, two codes a byte: uint8 (M, K/2). Saturates; ties to even."""
+    """(M, K) values as E2M1, two codes a byte: uint8 (M, K/2). Saturates; ties to even.
+
+    Raises:
+        TypeError: `x` is not float32, float16 or bfloat16. ValueError: an odd K.
+    """
+    require_torch_tensor(x, "x")
+    if x.dtype not in HIGH_PRECISION_FLOAT_DTYPES or x.is_meta:
+        raise TypeError(f"x must be float32, float16 or bfloat16, with data; got {x.dtype} on {x.device}")
+    if x.dim() == 0 or x.shape[-1] % 2:
+        raise ValueError(f"x must have an even number of columns; got shape {tuple(x.shape)}")
     codes = refops.encode(x.detach().float().cpu().numpy(), refops.E2M1)
     return torch.from_numpy(refops.pack_fp4(codes)).to(x.device)
 
 
 def cast_from_fp4x2(x: torch.Tensor, dq_dtype: torch.dtype) -> torch.Tensor:
-    """Undo `cast_to_fp4x2`: uint8 (M, K/2) to (M, K) values of `dq_dtype`."""
+    """Undo `cast_to_fp4x2`: uint8 (M, K/2) to (M, K) values of `dq_dtype`. `TypeError`: other codes, or no dtype."""
+    require_torch_tensor(x, "x")
+    if x.dtype is not torch.uint8 or x.dim() == 0 or x.is_meta:
+        raise TypeError(f"x must be uint8, two codes a byte; got {x.dtype} of shape {tuple(x.shape)}")
+    dq_dtype = torch_dtype(dq_dtype, "dq_dtype")
     values = refops.decode(refops.unpack_fp4(x.cpu().numpy()), refops.E2M1)
     return torch.from_numpy(values).to(device=x.device, dtype=dq_dtype)
 
@@ -293,18 +307,19 @@ class NVFP4QuantizerRef(_ReferenceQuantizer):
     ):
         if dtype is not Fp4Formats.E2M1:
             raise ValueError(f"dtype must be Fp4Formats.E2M1; got {shown(dtype)}")
-        if tuple(quant_tile_shape) not in ((1, 16), (16, 16)):
+        tile = tuple(quant_tile_shape) if isinstance(quant_tile_shape, tuple | list) else ()
+        if tile not in ((1, 16), (16, 16)):
             raise ValueError(f"quant_tile_shape must be (1, 16) or (16, 16); got {shown(quant_tile_shape)}")
         for name, given in (
             ("pow_2_scales", pow_2_scales),
             ("nvfp4_4over6_err_use_fast_math", nvfp4_4over6_err_use_fast_math),
         ):
-            if given:
+            if require_flag(given, name):
                 raise ValueError(f"{name} must be False: refops has no such NVFP4; got {given}")
-        self.dtype, self.eps, self.quant_tile_shape = dtype, eps, tuple(quant_tile_shape)
+        self.dtype, self.eps, self.quant_tile_shape = dtype, eps, tile
         self.with_rht, self.with_random_sign_mask = with_rht, with_random_sign_mask
         self.row_scaled_nvfp4, self.nvfp4_use_4over6 = row_scaled_nvfp4, nvfp4_use_4over6
-        self.nvfp4_e4m3_max, self.nvfp4_4over6_err_mode = nvfp4_e4m3_max, nvfp4_4over6_err_mode.upper()
+        self.nvfp4_e4m3_max, self.nvfp4_4over6_err_mode = nvfp4_e4m3_max, str(nvfp4_4over6_err_mode).upper()
         super().__init__(rowwise, columnwise)
 
     def settings(self) -> dict[str, Any]:
@@ -328,7 +343,7 @@ class NVFP4QuantizerRef(_ReferenceQuantizer):
 
 def current_scaling_ref_factory(role: QuantizerRole | None) -> CurrentScalingQuantizerRef:
     """For a `CustomRecipe`: E5M2 for output gradients, E4M3 for the rest."""
-    gradient = role is not None and role.tensor_type == "grad_output"
+    gradient = tensor_of(role) == "grad_output"
     return CurrentScalingQuantizerRef(torch.float8_e5m2 if gradient else torch.float8_e4m3fn)
 
 

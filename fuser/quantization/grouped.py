@@ -19,12 +19,13 @@ from typing import Any
 import torch
 
 from fuser.dispatch import Buffers
+from fuser.dtypes import require_torch_tensor
 from fuser.quantization.quantizer import Quantizer
 from fuser.quantization.quantizers import encode_scale
 from fuser.quantization.storage import BufferStorage, QuantizedTensorStorage
 from fuser.quantization.tensor import WrapperTensor, new_wrapper
 from fuser.torch_load import rebuild_grouped_tensor
-from refops.arguments import say_who, shown
+from refops.arguments import require_integer, say_who, shown
 from refops.quantization.result import stored_layout
 
 aten = torch.ops.aten
@@ -264,8 +265,7 @@ class GroupedTensorStorage:
         Raises:
             ValueError: not as many elements as the members have, or another number of dimensions.
         """
-        if num_tensors <= 0:
-            raise ValueError(f"num_tensors must be positive, got {num_tensors}")
+        num_tensors = require_integer(num_tensors, "num_tensors", low=1, high=2**31)
         if len(tensor_shape) not in (1, 2):
             raise ValueError(f"tensor_shape must be (n,) or (rows, columns); got {shown(tensor_shape)}")
         numel = num_tensors * math.prod(tensor_shape)
@@ -598,13 +598,19 @@ def _new_arrays(quantizer, shapes, total, device):
 def _without_buffers(num_tensors, logical_shape, dtype, first_dims, last_dims, tensor_offsets):
     """A group without data: what shapes and offsets follow from."""
     rows, columns = logical_shape
-    if num_tensors <= 0:
-        raise ValueError(f"num_tensors must be positive, got {num_tensors}")
-    for name, dims in (("first_dims", first_dims), ("last_dims", last_dims)):
-        if dims is not None and (dims.dtype is not torch.int64 or tuple(dims.shape) != (num_tensors,)):
-            raise ValueError(
-                f"{name} must be int64 of shape ({num_tensors},); got {dims.dtype} of shape {tuple(dims.shape)}"
-            )
+    num_tensors = require_integer(num_tensors, "num_tensors", low=1, high=2**31)
+    for name, dims, count in (
+        ("first_dims", first_dims, num_tensors),
+        ("last_dims", last_dims, num_tensors),
+        ("tensor_offsets", tensor_offsets, num_tensors + 1),
+    ):
+        if dims is None:
+            continue
+        require_torch_tensor(dims, name)
+        if dims.dtype is not torch.int64 or tuple(dims.shape) != (count,):
+            raise ValueError(f"{name} must be int64 of shape ({count},); got {dims.dtype} of shape {tuple(dims.shape)}")
+        if count and int(dims.min()) < 0:
+            raise ValueError(f"{name} must not be negative; got {dims.tolist()}")
     if first_dims is None and last_dims is None and rows % num_tensors:
         raise ValueError(f"rows must divide by num_tensors without first_dims; got {rows} rows and {num_tensors}")
     if tensor_offsets is None and (first_dims is not None or last_dims is not None):

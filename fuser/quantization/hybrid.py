@@ -17,11 +17,12 @@ from typing import Any
 import torch
 
 from fuser import recipe as recipes
+from fuser.dtypes import torch_dtype
 from fuser.quantization.quantizer import Quantizer, ValueQuantizer
 from fuser.quantization.saving import prepare_for_saving, restore_from_saved
 from fuser.quantization.storage import DIRECTIONS, QUANTIZERS, BufferStorage, buffer_property, resolve_shape
 from fuser.quantization.tensor import QuantizedTensor
-from refops.arguments import shown
+from refops.arguments import require_choice, shown
 
 COLUMNWISE_SOURCES = ("original", "rowwise_dequantized")
 
@@ -66,7 +67,7 @@ class HybridQuantizedTensorStorage(BufferStorage):
 
     @classmethod
     def _buffers_of(cls, quantizer, parts, dtype):
-        made = HybridBuffers(**parts, shape=(), dtype=dtype)
+        made = HybridBuffers(**parts, shape=(), dtype=torch_dtype(dtype, "fake_dtype"))
         if not made.parts:
             raise ValueError("rowwise_storage or columnwise_storage must be given; got neither")
         for direction, part in made.parts.items():
@@ -211,13 +212,8 @@ class HybridQuantizer(ValueQuantizer):
                 )
         if rowwise_quantizer is columnwise_quantizer:
             raise ValueError("rowwise_quantizer and columnwise_quantizer must be two objects; got the same one twice")
-        if columnwise_source not in COLUMNWISE_SOURCES:
-            raise ValueError(
-                f"columnwise_source must be one of {', '.join(map(repr, COLUMNWISE_SOURCES))}; "
-                f"got {shown(columnwise_source)}"
-            )
         self.rowwise_quantizer, self.columnwise_quantizer = rowwise_quantizer, columnwise_quantizer
-        self.columnwise_source = columnwise_source
+        self.columnwise_source = require_choice(columnwise_source, "columnwise_source", COLUMNWISE_SOURCES)
         rowwise_quantizer.set_usage(rowwise=True, columnwise=False)
         columnwise_quantizer.set_usage(rowwise=False, columnwise=True)
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from fuser import recipe as recipes
+from fuser.dtypes import require_torch_tensor, torch_dtype
 from fuser.quantization.quantizer import ValueQuantizer
 from fuser.quantization.storage import DIRECTIONS, QUANTIZERS, BufferStorage, buffer_property, resolve_shape
 from fuser.quantization.tensor import QuantizedTensor
@@ -32,6 +33,7 @@ class IdentityBuffers:
 
     def __post_init__(self):
         if self.hp_data is not None:
+            require_torch_tensor(self.hp_data, "hp_data")
             object.__setattr__(self, "hp_data", self.hp_data.contiguous())
 
     @property
@@ -57,7 +59,9 @@ class IdentityTensorStorage(BufferStorage):
 
     @classmethod
     def _buffers_of(cls, quantizer, hp_data, dtype):
-        return IdentityBuffers(hp_data=hp_data, shape=tuple(hp_data.shape), dtype=dtype or hp_data.dtype)
+        require_torch_tensor(hp_data, "hp_data")
+        dtype = hp_data.dtype if dtype is None else torch_dtype(dtype, "fake_dtype")
+        return IdentityBuffers(hp_data=hp_data, shape=tuple(hp_data.shape), dtype=dtype)
 
     @staticmethod
     def from_te(*, hp_data: torch.Tensor, fake_dtype: torch.dtype | None = None, quantizer: Any = None) -> Any:
@@ -114,7 +118,7 @@ class IdentityQuantizer(ValueQuantizer):
 
     def __init__(self, *, dtype: torch.dtype | None = None, rowwise: bool = True, columnwise: bool = True):
         super().__init__(rowwise=rowwise, columnwise=columnwise)
-        self.dtype = dtype
+        self.dtype = None if dtype is None else torch_dtype(dtype)
 
     def settings(self) -> dict[str, Any]:
         """Constructor arguments."""
@@ -124,6 +128,8 @@ class IdentityQuantizer(ValueQuantizer):
         self, tensor: torch.Tensor, *, rowwise: bool | None = None, columnwise: bool | None = None
     ) -> Any:
         """The tensor, in this quantizer's dtype."""
+        if tensor.is_complex():
+            raise TypeError(f"tensor must be real; got {tensor.dtype} of shape {tuple(tensor.shape)}")
         data = tensor.detach().to(tensor.dtype if self.dtype is None else self.dtype)
         return IdentityBuffers(hp_data=data, shape=tuple(data.shape), dtype=data.dtype)
 

@@ -23,10 +23,11 @@ from typing import Any
 import torch
 
 from fuser.distributed import reduce_amax
+from fuser.dtypes import require_torch_tensor
 from fuser.quantization.hybrid import HybridQuantizedTensorStorage
 from fuser.quantization.identity import IdentityTensorStorage
 from fuser.quantization.storage import DIRECTIONS, BufferStorage, fields_of, pack_codes, unpack_codes
-from refops.arguments import shown
+from refops.arguments import require_flag, shown
 from refops.scalings.arithmetic import REFERENCE
 
 __all__ = [
@@ -126,6 +127,7 @@ def quantize_master_weights(
     lengths = [len(model_weights), len(master_weights), len(start_offsets), len(targets)]
     if len(set(lengths)) > 1:
         raise ValueError(f"model_weights, master_weights, start_offsets and shards must be equally long; got {lengths}")
+    require_flag(manual_post_all_gather_processing, "manual_post_all_gather_processing")
     shards = []
     with torch.no_grad():
         for weight, master, start, target in zip(model_weights, master_weights, start_offsets, targets, strict=True):
@@ -326,10 +328,11 @@ def replace_raw_data(tensor: Any, new_raw_data: torch.Tensor) -> None:
     if isinstance(tensor, HybridQuantizedTensorStorage) and tensor._rowwise_storage is not None:
         replace_raw_data(tensor._rowwise_storage, new_raw_data)
         return
+    require_torch_tensor(new_raw_data, "new_raw_data")
     identity = isinstance(tensor, IdentityTensorStorage)
     if not identity and not (isinstance(tensor, BufferStorage) and tensor._copies_hold_the_same_codes()):
         raise NotImplementedError(
-            f"replace_raw_data is for tensors with one copy that travels; got {type(tensor).__name__}"
+            f"replace_raw_data is for a tensor with one copy that travels; got {type(tensor).__name__}"
         )
     field = "hp_data" if identity else "rowwise_data"
     old = getattr(tensor.buffers, field)

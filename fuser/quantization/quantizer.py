@@ -20,6 +20,7 @@ from fuser import dispatch
 from fuser.dispatch import Buffers
 from fuser.dtypes import HIGH_PRECISION
 from fuser.quantization.storage import DIRECTIONS, BufferStorage, QuantizedTensorStorage, shallow_copy
+from refops.arguments import require_flag
 from refops.quantization.result import stored_layout
 
 
@@ -60,8 +61,8 @@ class Quantizer:
         return super().__new__(cls)
 
     def __init__(self, *, rowwise: bool, columnwise: bool):
-        self.rowwise_usage = bool(rowwise)
-        self.columnwise_usage = bool(columnwise)
+        self.rowwise_usage = require_flag(rowwise, "rowwise")
+        self.columnwise_usage = require_flag(columnwise, "columnwise")
         self.internal = False
         self.optimize_for_gemm = False
 
@@ -119,9 +120,9 @@ class Quantizer:
     def set_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> None:
         """Choose which copies later results have; None leaves a choice as it is."""
         if rowwise is not None:
-            self.rowwise_usage = bool(rowwise)
+            self.rowwise_usage = require_flag(rowwise, "rowwise")
         if columnwise is not None:
-            self.columnwise_usage = bool(columnwise)
+            self.columnwise_usage = require_flag(columnwise, "columnwise")
 
     def get_usages(self) -> dict[str, bool]:
         """{"rowwise": bool, "columnwise": bool}."""

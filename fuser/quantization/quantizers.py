@@ -47,7 +47,7 @@ from fuser.quantization.tensor import (
     MXFP8Tensor,
     NVFP4Tensor,
 )
-from refops.arguments import shown
+from refops.arguments import require_flag, shown
 from refops.quantization.quantize import check_shape
 from refops.quantization.result import matrix_shape
 from refops.scalings import (
@@ -483,12 +483,23 @@ class NVFP4Quantizer(_AmaxReducing):
         if DType.of(fp4_dtype) is not DType.kFloat4E2M1:
             raise ValueError(f"fp4_dtype must be DType.kFloat4E2M1; got {shown(fp4_dtype)}")
         self.dtype = DType.kFloat4E2M1
+        for name, flag in (
+            ("with_amax_reduction", with_amax_reduction),
+            ("with_rht", with_rht),
+            ("with_post_rht_amax", with_post_rht_amax),
+            ("with_2d_quantization", with_2d_quantization),
+            ("stochastic_rounding", stochastic_rounding),
+            ("row_scaled_nvfp4", row_scaled_nvfp4),
+            ("nvfp4_use_4over6", nvfp4_use_4over6),
+            ("with_random_sign_mask", with_random_sign_mask),
+        ):
+            require_flag(flag, name)
         self.with_amax_reduction, self.amax_reduction_group = with_amax_reduction, amax_reduction_group
         self.with_rht, self.with_post_rht_amax = with_rht, with_post_rht_amax
         self.with_2d_quantization, self.stochastic_rounding = with_2d_quantization, stochastic_rounding
         self.row_scaled_nvfp4, self.nvfp4_use_4over6 = row_scaled_nvfp4, nvfp4_use_4over6
         self.nvfp4_e4m3_max = nvfp4_e4m3_max if nvfp4_use_4over6 else 448
-        self.nvfp4_4over6_err_mode = nvfp4_4over6_err_mode.upper()
+        self.nvfp4_4over6_err_mode = str(nvfp4_4over6_err_mode).upper()
         if self.nvfp4_4over6_err_mode not in ("MAE", "MSE"):
             raise ValueError(f"nvfp4_4over6_err_mode must be 'MAE' or 'MSE'; got {shown(nvfp4_4over6_err_mode)}")
         if row_scaled_nvfp4 and with_amax_reduction:

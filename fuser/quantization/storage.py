@@ -57,7 +57,14 @@ def shallow_copy(original: Any) -> Any:
 
 
 def _buffers_and_quantizer(buffers, *, quantizer=None):
+    _require_quantizer(quantizer)
     return buffers, quantizer
+
+
+def _require_quantizer(quantizer):
+    """Raise TypeError unless it is a `Quantizer`, whose module imports this one, or None."""
+    if quantizer is not None and (isinstance(quantizer, type) or not hasattr(quantizer, "storage_class")):
+        raise TypeError(f"quantizer must be a Quantizer or None; got {shown(quantizer)}")
 
 
 def _shape_of(layout, rowwise, columnwise):
@@ -177,6 +184,7 @@ class BufferStorage(QuantizedTensorStorage):
         if "buffers" in fields or (args and isinstance(args[0], cls.buffers_class)):
             return _buffers_and_quantizer(*args, **fields)
         quantizer, *made = cls.from_te(*args, **fields)
+        _require_quantizer(quantizer)
         return cls._buffers_of(quantizer, *made), None if quantizer is None else quantizer.copy()
 
     @staticmethod

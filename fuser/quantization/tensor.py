@@ -34,6 +34,7 @@ from fuser.quantization.storage import (
 )
 from fuser.torch_load import rebuild_quantized_tensor, register
 from refops import scalings
+from refops.arguments import shown
 from refops.formats import FORMATS
 
 aten = torch.ops.aten
@@ -331,6 +332,15 @@ class QuantizedTensor(WrapperTensor):
         return sharding.post_all_gather(self, all_gather_outputs, metadata, param_dtype, out)
 
 
+def _says_the_same(name, given, value):
+    """Whether an argument is the dtype, device or stride that the others say."""
+    if name == "fake_dtype":
+        return given is value
+    if name == "device":
+        return isinstance(given, str | torch.device) and torch.device(given) == value
+    return isinstance(given, tuple | list) and tuple(given) == value
+
+
 def _constructor_arguments(cls, args, fields):
     """(buffers, quantizer) of a constructor's arguments: those here, or TE's, which begin with shape and dtype."""
     if args and isinstance(args[0], cls.buffers_class):
@@ -342,8 +352,8 @@ def _constructor_arguments(cls, args, fields):
     wanted = {"fake_dtype": dtype, "device": buffers.device, "stride": torch.empty(shape, device="meta").stride()}
     for name, value in wanted.items():
         given = own.get(name)
-        if given is not None and (torch.device(given) if name == "device" else given) != value:
-            raise ValueError(f"{name} must be {value}, as the other arguments say; got {given}")
+        if given is not None and not _says_the_same(name, given, value):
+            raise ValueError(f"{name} must be {value}, as the other arguments say; got {shown(given)}")
     if shape != buffers.shape:
         buffers = BufferStorage(buffers).viewed_buffers(shape)
     return replace(buffers, dtype=dtype), quantizer

@@ -305,7 +305,7 @@ def test_offsets_of_splits():
     assert ends.tolist() == [3, 3, 8] and ends.dtype is torch.int32
     assert starts.tolist() == [0, 3, 3, 8] and starts.dtype is torch.int64
     assert scaled.tolist() == [0, 192, 192, 512]
-    with pytest.raises(ValueError, match="greater than 0"):
+    with pytest.raises(ValueError, match="logical_last_dim must be an integer in"):
         functional.splits_to_offsets(sizes, 0)
     with pytest.raises(ValueError, match="must be 1D and int64"):
         functional.splits_to_offsets(sizes.int(), 4)

@@ -173,7 +173,7 @@ def test_constructors_say_what_does_not_fit():
         "shape of a view of BufferStorage must keep the last dimension": {"shape": (64, 32)},
         "dtype must be torch.float32, as the other arguments say; got torch.float16": {"fake_dtype": torch.float16},
         "stride must be (64, 1), as the other arguments say; got (1, 32)": {"stride": (1, 32)},
-        "device must be cpu, as the other arguments say; got meta": {"device": "meta"},
+        "device must be cpu, as the other arguments say; got 'meta'": {"device": "meta"},
     }
     for message, change in wrong.items():
         with pytest.raises(ValueError, match=re.escape(message)):
