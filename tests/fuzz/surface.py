@@ -22,6 +22,10 @@ EXEMPT = {
     "fuser.QuantizedTensorStorage": "a base class, used through its subclasses",
     "fuser.quantization.KeepsQuantizedParameters": "a mix-in of operations, used through them",
     "fuser.quantization.RecipeState": "a base class, used through its subclasses",
+    "fuser.quantization.BufferStorage": "a base class, used through its subclasses",
+    "fuser.QuantizerRequest": "a base class, used through its subclasses",
+    "fuser.custom_recipes.reference.Fp4Formats": "an enumeration",
+    "fuser.gemm.GEMMType": "an enumeration",
     "fuser.ops.BasicOperation": "a base class, used through its subclasses",
     "fuser.ops.FusedOperation": "a base class, used through the fusions of pipelines",
     "fuser.ops.FusibleOperation": "a base class, used through its subclasses",
@@ -42,6 +46,7 @@ EXEMPT = {
     "fuser.fused.ForwardLinearBiasActivation": "made by the fusions of pipelines",
     "fuser.fused.ForwardLinearBiasAdd": "made by the fusions of pipelines",
     "fuser.fused.ForwardLinearScaleAdd": "made by the fusions of pipelines",
+    "fuser.fused.GroupedMLP": "made by the fusions of pipelines",
     "fuser.fp8_autocast": "a deprecated name: it warns, and calls autocast",
     "fuser.fp8_model_init": "a deprecated name: it warns, and calls quantized_model_init",
 }

@@ -733,6 +733,8 @@ DISPATCH = (
     "activation_grad_quantize",
     "dequantize",
     "swizzled",
+    "unswizzled",
+    "computes_in",
     "amax",
     "update_delayed_scale",
 )
@@ -752,6 +754,9 @@ def dispatch(case):
     with case.call("fuser.backend", "reference"):
         if name == "current_backend":
             require(case.call(path) == "reference", "another backend")
+        elif name == "computes_in":
+            require(case.call(path, tensor.dtype) and not case.call(path, torch.float64), "another answer")
+            require(not case.call(path, wrong(case)), "computes in what is no dtype")
         elif name == "untraced":
             require(case.call(path, lambda value: value + 1)(1) == 2, "a wrapped function differs")
         elif name == "as_numpy":
@@ -769,13 +774,15 @@ def dispatch(case):
             got = case.call(path, torch.from_numpy(history), torch.from_numpy(scale), refops.E4M3)
             wanted = refops.update_delayed_scale(history, scale, refops.E4M3)
             require(all(map(same_bits, map(to_numpy, got), wanted)), "another history or scale")
-        elif name in ("Buffers", "dequantize", "swizzled"):
+        elif name in ("Buffers", "dequantize", "swizzled", "unswizzled"):
             buffers = case.call("fuser.dispatch.quantize", tensor, scaling, columnwise=case.chance(0.5))
             fields = {field: getattr(buffers, field) for field in buffers.__dataclass_fields__}
             buffers = case.call("fuser.dispatch.Buffers", **fields)
             q = refops.quantize(x, scaling, columnwise=buffers.columnwise_data is not None)
             if name == "swizzled":
                 same_buffers(case.call(path, buffers), q.swizzled())
+            elif name == "unswizzled":
+                same_buffers(case.call(path, case.call("fuser.dispatch.swizzled", buffers)), q)
             elif name == "dequantize":
                 require(same_bits(to_numpy(case.call(path, buffers)), refops.dequantize(q)), "other values")
             else:
@@ -803,13 +810,17 @@ def same_buffers(buffers, q):
     require(buffers.with_gemm_swizzled_scales == q.with_gemm_swizzled_scales, "another order of the scales")
 
 
-@target("compat", ["fuser.compat.install", "fuser.compat.uninstall"], cases=4, needs=NEEDS)
+@target("compat", [f"fuser.compat.{n}" for n in ("install", "uninstall", "reason")], cases=20, needs=NEEDS)
 def compat(case):
     """TE's names are there between the two calls, however often each is called, and are this package's objects."""
     import sys
 
     import fuser
 
+    require(case.call("fuser.compat.reason", "transformer_engine.pytorch.Linear"), "no reason")
+    if case.chance(0.5):
+        paths = ["transformer_engine.pytorch.Linear.forward", "torch.nn", "transformer_engine", "", wrong(case)]
+        case.call("fuser.compat.reason", case.choose(paths))
     for _ in range(case.below(3, 1)):
         case.call("fuser.compat.install")
     import transformer_engine.pytorch as te
@@ -988,11 +999,23 @@ def fusions(case):
 GEMMS = ("gemm", "linear_forward", "linear_dgrad", "linear_wgrad", "native_obstacle")
 
 
-@target("products", [f"fuser.gemm.{name}" for name in GEMMS], cases=350, seconds=60, needs=NEEDS)
+@target(
+    "products",
+    [
+        *(f"fuser.gemm.{name}" for name in (*GEMMS, "MMParams", "reads_swizzled_scales")),
+        "fuser.get_device_compute_capability",
+    ],
+    cases=350,
+    seconds=60,
+    needs=NEEDS,
+)
 def products(case):
     """Matrix products of plain and quantized operands: shapes, float64's result within rounding, refusals by name."""
     import torch
 
+    case.call("fuser.gemm.MMParams", case.choose([None, torch.float32]), case.chance(0.5))
+    require(len(case.call("fuser.get_device_compute_capability")) == 2, "no major and minor number")
+    require(not case.call("fuser.gemm.reads_swizzled_scales", torch.device("cpu")), "the CPU reads GEMM order")
     name = case.choose(GEMMS)
     m, n, k = (case.choose([0, 16, 32, 64, 33]) for _ in range(3))
     sizes = {"linear_forward": ((m, k), (n, k)), "linear_dgrad": ((m, n), (n, k)), "linear_wgrad": ((m, n), (m, k))}
