@@ -57,7 +57,6 @@ def shallow_copy(original: Any) -> Any:
 
 
 def _buffers_and_quantizer(buffers, *, quantizer=None):
-    _require_quantizer(quantizer)
     return buffers, quantizer
 
 

@@ -144,7 +144,7 @@ def grouped_splits(case):
     given = {"tensor": x, "split_sections": sections, "quantizer_list": quantizers, "disable_bulk_allocation": False}
     also = ("split ", "quantizers", "shape")
     runs = call_by_name(case, "fuser.functional.split_quantize", given, also=also, changes=("quantizer_list",))
-    require([run.shape[0] for run in runs] == rows[: len(runs)], "other runs", [run.shape for run in runs])
+    require([run.shape[0] for run in runs] == sections, "other runs", [run.shape for run in runs])
 
 
 @target(
