@@ -59,7 +59,8 @@ _call_uncompiled: Callable[..., Any] | None = None
 def outside_compile(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call `function`; if torch.compile is tracing, it leaves the call as it is: kernels need no compiling."""
     global _call_uncompiled
-    if not torch.compiler.is_compiling() or exporting():
+    # Once there is something compiled: this frame may run as it is, past dynamo's limit of variants, in a compiled call
+    if exporting() or (_call_uncompiled is None and not torch.compiler.is_compiling()):
         return function(*args, **kwargs)
     if _is_exporting():
         raise RuntimeError("torch.export can't record operations of fuser with strict=True; use strict=False")

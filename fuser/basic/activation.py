@@ -308,7 +308,14 @@ class ScaledClampedQGeGLU(ScaledGLU):
 
 def _of_clamped(name: str) -> property:
     """The parameter of `_clamped`, which alone holds it, as an attribute of the operation."""
-    return property(lambda self: getattr(self._clamped, name), lambda self, value: setattr(self._clamped, name, value))
+
+    def read(self: Any) -> float:
+        return getattr(self._clamped, name)
+
+    def write(self: Any, value: float) -> None:
+        setattr(self._clamped, name, value)
+
+    return property(read, write)
 
 
 for _name in _parameters_of("clamped_swiglu"):

@@ -83,10 +83,10 @@ def _shape_of(layout, rowwise, columnwise):
 def buffer_property(*fields: str) -> property:
     """An attribute for a buffer: reads the first of `fields` that is there, writes those that are (or the first)."""
 
-    def read(self):
+    def read(self: Any) -> Any:
         return next((b for b in (getattr(self.buffers, field) for field in fields) if b is not None), None)
 
-    def write(self, value):
+    def write(self: Any, value: Any) -> None:
         present = [field for field in fields if getattr(self.buffers, field) is not None] or fields[:1]
         self.buffers = replace(self.buffers, **dict.fromkeys(present, value))
 

@@ -16,6 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import fuser
 import refops
 from cuda_kernels import host
+from cuda_kernels.described import Plans
+from cuda_kernels.host import calls
 from cuda_kernels.result import Quantized as DeviceQuantized
 from fuser import dispatch, functional
 from fuser.dispatch import Buffers, as_numpy, as_torch, backend, current_backend
@@ -132,18 +134,20 @@ def test_calls_copy_nothing(monkeypatch, dtype, which):
         recorder.read.clear()
         recorder.made.clear()
 
-    check([x], [dispatch.activation("swiglu", x)])
-    check([dy, x], dispatch.activation_grad("swiglu", dy, x, dbias=True))
-    check([x, scales], [dispatch.scaled_activation("swiglu", x, scales)])
-    check([dy, x, scales], dispatch.scaled_activation_grad("swiglu", dy, x, scales))
-    for scaling in (refops.CurrentScaling(refops.E4M3), refops.MXFP8Scaling(refops.E4M3), refops.NVFP4Scaling()):
-        options = {"rowwise": True, "columnwise": True}
-        buffers, dbias = dispatch.quantize(x, scaling, **options, dbias=True)
-        check([x], [dbias, *buffers.tensors.values()])
-        check([x], dispatch.activation_quantize("swiglu", x, scaling, **options).tensors.values())
-        check([dy, x], dispatch.activation_grad_quantize("swiglu", dy, x, scaling, **options).tensors.values())
-        rowwise = [buffers.rowwise_data, buffers.rowwise_scale_inv, buffers.amax_rowwise]
-        check([t for t in rowwise if t is not None], [dispatch.dequantize(buffers, dtype=dtype)])
+    monkeypatch.setattr(calls, "PLANS", Plans())  # no call was made before
+    with backend(which):
+        check([x], [dispatch.activation("swiglu", x)])
+        check([dy, x], dispatch.activation_grad("swiglu", dy, x, dbias=True))
+        check([x, scales], [dispatch.scaled_activation("swiglu", x, scales)])
+        check([dy, x, scales], dispatch.scaled_activation_grad("swiglu", dy, x, scales))
+        for scaling in (refops.CurrentScaling(refops.E4M3), refops.MXFP8Scaling(refops.E4M3), refops.NVFP4Scaling()):
+            options = {"rowwise": True, "columnwise": True}
+            buffers, dbias = dispatch.quantize(x, scaling, **options, dbias=True)
+            check([x], [dbias, *buffers.tensors.values()])
+            check([x], dispatch.activation_quantize("swiglu", x, scaling, **options).tensors.values())
+            check([dy, x], dispatch.activation_grad_quantize("swiglu", dy, x, scaling, **options).tensors.values())
+            rowwise = [buffers.rowwise_data, buffers.rowwise_scale_inv, buffers.amax_rowwise]
+            check([t for t in rowwise if t is not None], [dispatch.dequantize(buffers, dtype=dtype)])
 
 
 # --- the same bits from every backend, and those of refops -------------------------------------------

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import fuser
-from fuser import ops, recipe
+from fuser import ops, recipe, tracing
 from refops.activations import ACTIVATIONS
 
 pytestmark = [
@@ -205,3 +205,11 @@ def test_torch_fx_names_the_way(name):
     outer = torch.nn.Sequential(model, torch.nn.ReLU())
     traced = torch.fx.GraphModule(outer, Leaves().trace(outer))
     assert torch.equal(traced(X), outer(X))
+
+
+def test_a_compiled_call_runs_outside_also_from_a_frame_that_dynamo_left_alone(monkeypatch):
+    """Past its limit of variants dynamo runs a frame as it is, in which nothing is being compiled."""
+    called = []
+    monkeypatch.setattr(tracing, "_call_uncompiled", lambda function, *args: called.append(function(*args)))
+    tracing.outside_compile(len, "abc")
+    assert called == [3]
