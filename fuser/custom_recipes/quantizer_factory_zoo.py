@@ -1,15 +1,15 @@
 """Functions of a role for mixed `CustomRecipe`s: another format in backward than in forward.
 
-| forward           | backward          | function                                          |
-|-------------------|-------------------|---------------------------------------------------|
-| high precision    | MXFP8             | `high_precision_fwd_mxfp8_bwd_factory`            |
-| MXFP8             | NVFP4             | `mxfp8_fwd_nvfp4_bwd_factory`                     |
-| NVFP4, 1x16       | NVFP4, 1x16       | `nvfp4_1d_weight_factory`                         |
-| MXFP8             | high precision    | `mxfp8_fwd_high_precision_bwd_factory`            |
-| row-scaled NVFP4* | MXFP8             | `nvfp4_row_scaled_fwd_mxfp8_bwd_factory`          |
-| row-scaled NVFP4  | high precision    | `nvfp4_row_scaled_fwd_high_precision_bwd_factory` |
+| forward              | backward          | function                                          |
+|----------------------|-------------------|---------------------------------------------------|
+| high precision       | MXFP8             | `high_precision_fwd_mxfp8_bwd_factory`            |
+| MXFP8                | NVFP4             | `mxfp8_fwd_nvfp4_bwd_factory`                     |
+| NVFP4, 1x16          | NVFP4, 1x16       | `nvfp4_1d_weight_factory`                         |
+| MXFP8                | high precision    | `mxfp8_fwd_high_precision_bwd_factory`            |
+| row-scaled NVFP4 (1) | MXFP8             | `nvfp4_row_scaled_fwd_mxfp8_bwd_factory`          |
+| row-scaled NVFP4     | high precision    | `nvfp4_row_scaled_fwd_high_precision_bwd_factory` |
 
-*: of the module type "grouped_linear" alone. The operations' roles say "linear", as TE's do, also those of
+(1) Of the module type "grouped_linear" alone. The operations' roles say "linear", as TE's do, also those of
 `GroupedLinear`: they get MXFP8 in both directions.
 
 Behaviour: TE's custom_recipes/quantizer_factory_zoo.py, without the factory for attention.
