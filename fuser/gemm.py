@@ -22,7 +22,6 @@ in such a format dequantize themselves.
 """
 
 import enum
-import math
 import numbers
 from collections import namedtuple
 from dataclasses import dataclass
@@ -34,6 +33,7 @@ from fuser.dispatch import Buffers
 from fuser.quantization.storage import QuantizedTensorStorage
 from refops.arguments import shown
 from refops.formats import E4M3, E5M2, E8M0
+from refops.quantization.result import matrix_shape
 
 LAYOUTS = ("TN", "NN", "NT")
 _FP8 = {E4M3: torch.float8_e4m3fn, E5M2: torch.float8_e5m2}
@@ -216,14 +216,9 @@ def _operand(value, name, columnwise):
     raise TypeError(f"{name} must be a tensor, a quantized tensor or its storage; got {type(value).__name__}")
 
 
-def _matrix_shape(operand):
-    shape = operand.shape
-    return shape if len(shape) == 2 else (math.prod(shape[:-1]), shape[-1])
-
-
 def _k_major_shape(operand, transposed):
     """Shape of the operand with the contracted dimension last."""
-    rows, columns = _matrix_shape(operand)
+    rows, columns = matrix_shape(operand.shape)
     return (columns, rows) if transposed else (rows, columns)
 
 
@@ -298,7 +293,7 @@ def _matrix(operand, name, columnwise):
         raise TypeError(
             f"{name} must be float32, float16 or bfloat16 (float64 only under backend('float64')); got {operand.dtype}"
         )
-    return operand if operand.dim() == 2 else operand.reshape(_matrix_shape(operand))
+    return operand if operand.dim() == 2 else operand.reshape(matrix_shape(operand.shape))
 
 
 def _reads_columnwise(buffers, name, columnwise):
@@ -367,7 +362,7 @@ def _native_product(a, b, layout, dtype, bias, alpha):
 
 def _k_major_codes(buffers, transposed):
     """Return codes as a contiguous FP8 matrix with the contracted dimension last, and scales as a GEMM reads them."""
-    rows, columns = _matrix_shape(buffers)
+    rows, columns = matrix_shape(buffers.shape)
     columnwise = _reads_columnwise(buffers, "operand", transposed)
     direction = "columnwise" if columnwise else "rowwise"
     codes, scales = getattr(buffers, f"{direction}_data"), getattr(buffers, f"{direction}_scale_inv")
