@@ -19,6 +19,7 @@ import torch
 from fuser import dispatch
 from fuser.dispatch import TENSOR_FIELDS, Buffers
 from fuser.dtypes import HIGH_PRECISION, DType
+from fuser.quantization.steps import forget_values
 from refops.arguments import shown
 from refops.quantization.result import matrix_shape, stored_layout
 from refops.scalings import BlockScaling, CurrentScaling, MXFP8Scaling, NVFP4Scaling
@@ -455,6 +456,7 @@ class BufferStorage(QuantizedTensorStorage):
     def set_buffers(self, new: Buffers) -> None:
         """Take the contents of `new`, into the present memory where shapes agree. Shape and nominal dtype stay."""
         self.buffers = self._with_contents_of(new)
+        forget_values(self)
 
     def _with_contents_of(self, new):
         taken, device = {}, self.buffers.device

@@ -23,6 +23,7 @@ from fuser.dispatch import unswizzled, untraced
 from fuser.dtypes import HIGH_PRECISION, DType
 from fuser.quantization import sharding
 from fuser.quantization.quantizer import Quantizer, ValueQuantizer
+from fuser.quantization.steps import forget_values, keep_values, kept_values
 from fuser.quantization.storage import (
     QUANTIZERS,
     BlockScaledTensorStorage,
@@ -208,6 +209,7 @@ class QuantizedTensor(WrapperTensor):
             raise RuntimeError(f"rows in {part.buffers.scaling} can't be written into {whole.buffers.scaling}")
         part.update_usage(**{f"{direction}_usage": used for direction, used in whole.get_usages().items()})
         sharding.put_rows(whole.buffers, start, part.buffers)
+        forget_values(whole)
         whole._write_through(whole.buffers)
 
     def plain_values(self) -> torch.Tensor:
@@ -392,7 +394,10 @@ def _views_a_normal_tensor(func, args):
 
 
 def _plain(value):
-    return value.plain_values() if isinstance(value, WrapperTensor) else value
+    if not isinstance(value, WrapperTensor):
+        return value
+    kept = kept_values(value)
+    return value.plain_values() if kept is None else kept
 
 
 def _run_plain(func, args, kwargs):
@@ -422,6 +427,7 @@ def _run_in_place(func, args, kwargs):
     result = func(*plain_args, **plain_kwargs)
     for wrapper, plain in written:
         wrapper.take_values(plain)
+        keep_values(wrapper, plain)
     owners = {id(plain): wrapper for wrapper, plain in written}
     return tree_map(lambda item: owners.get(id(item), item), result)
 
@@ -541,8 +547,9 @@ def _copy(func, args, kwargs):
     if buffers is not None:
         destination.set_buffers(buffers)
     else:
-        values = _plain(source)
-        _STORAGE.quantize_(destination, values.expand(destination.shape))
+        values = _plain(source).expand(destination.shape)
+        _STORAGE.quantize_(destination, values)
+        keep_values(destination, values, copy=True)
     return destination
 
 

@@ -1,0 +1,236 @@
+"""What torch does around a model: optimizers, its own checkpoint, GradScaler. Each works, or says why it does not."""
+
+import copy
+import inspect
+
+import pytest
+import torch
+
+import fuser
+from fuser import ops
+from fuser.quantization import steps
+from fuser.recipe import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+)
+
+SIZE = 64
+QUANTIZED = {
+    "mxfp8": MXFP8BlockScaling,
+    "nvfp4": NVFP4BlockScaling,
+    "delayed": DelayedScaling,
+    "current": Float8CurrentScaling,
+    "block": Float8BlockScaling,
+}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def seeded(*shape, seed=0, dtype=torch.float32):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+# --- optimizers ---------------------------------------------------------------------------------------------
+
+
+def optimizers():
+    """Name -> (class, arguments), of all of torch's: as they are, by each of their ways, with weight decay."""
+    found = {}
+    for name, cls in vars(torch.optim).items():
+        if not inspect.isclass(cls) or not issubclass(cls, torch.optim.Optimizer) or cls is torch.optim.Optimizer:
+            continue
+        parameters = inspect.signature(cls).parameters
+        settings = {"lr": 100.0 if name in ("Adadelta", "LBFGS") else 0.1}  # their first steps are tiny
+        settings |= {"weight_decay": 0.1} if "weight_decay" in parameters else {}
+        settings |= {"momentum": 0.9} if "momentum" in parameters and name != "Muon" else {}
+        found[name] = cls, settings
+        for way in ("foreach", "fused", "capturable"):
+            if way in parameters:
+                found[f"{name}-{way}"] = cls, settings | {way: True}
+    return found
+
+
+OPTIMIZERS = optimizers()
+#: What torch refuses in a sentence of its own: on this machine, or without sparse gradients.
+REFUSED = {"SparseAdam": "does not support dense gradients", "capturable": "capturable=True"}
+
+
+def quantized_parameter(recipe, dtype=torch.float32):
+    with fuser.quantized_model_init(recipe=recipe):
+        parameter = ops.BasicLinear(SIZE, SIZE, dtype=dtype).weight
+    with torch.no_grad():
+        parameter.copy_(seeded(SIZE, SIZE, dtype=dtype))
+    return parameter
+
+
+def take_steps(name, parameter, *, after_step=None, count=3):
+    """Run an optimizer on a parameter, with the gradients of every other."""
+    cls, settings = OPTIMIZERS[name]
+    optimizer = cls([parameter], **settings)
+    for step in range(count):
+        parameter.grad = seeded(SIZE, SIZE, seed=step + 1, dtype=parameter.dtype)
+        optimizer.step((lambda: torch.zeros(())) if name == "LBFGS" else None)
+        if after_step is not None:
+            after_step(parameter)
+
+
+def refusal(name, dtype=torch.float32):
+    """What the error must say if an optimizer can't work, else None."""
+    if name == "SGD-fused" and dtype != torch.float32:
+        return "SGD.fused=True. leaves parameters of"
+    return next((message for part, message in REFUSED.items() if part in name), None)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_quantized_parameters_are_rounded_once_a_step(name):
+    """The bits of torch's step on a plain copy, quantized after it."""
+    for recipe in QUANTIZED.values():
+        for dtype in (torch.float32, torch.bfloat16):
+            parameter = quantized_parameter(recipe(), dtype)
+            quantizer = parameter._get_quantizer().copy()
+            quantizer.set_usage(**parameter.get_usages())
+            plain = torch.nn.Parameter(parameter.detach().dequantize())
+            before = plain.detach().clone()
+
+            def requantize(one, quantizer=quantizer):
+                with torch.no_grad():
+                    one.copy_(quantizer(one.detach()).dequantize())
+
+            message = refusal(name, dtype)
+            if message is not None:
+                with pytest.raises((RuntimeError, AssertionError), match=message):
+                    take_steps(name, parameter)
+                continue
+            take_steps(name, parameter)
+            take_steps(name, plain, after_step=requantize)
+            assert isinstance(parameter, fuser.QuantizedTensor)
+            assert torch.equal(parameter.dequantize(), plain) and not torch.equal(plain, before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_plain_parameters_move_as_in_float32_or_the_step_raises(name, dtype):
+    model, exact = (ops.BasicLinear(SIZE, SIZE, dtype=one) for one in (DTYPES[dtype], torch.float32))
+    with torch.no_grad():
+        exact.weight.copy_(model.weight)
+    before = exact.weight.detach().clone()
+    message = refusal(name, DTYPES[dtype])
+    if message is not None:
+        with pytest.raises((RuntimeError, AssertionError), match=message):
+            take_steps(name, model.weight)
+        return
+    for parameter in (model.weight, exact.weight):
+        take_steps(name, parameter)
+    moved, expected = (parameter.detach().float() - before for parameter in (model.weight, exact.weight))
+    assert expected.norm() > 0 and (moved - expected).norm() <= 0.05 * expected.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_fused_sgd_in_16_bits_raises_where_torch_does_not_store(dtype):
+    """What is shielded from: of 100 values torch's kernel stores the last 4."""
+    parameter = torch.nn.Parameter(torch.ones(100, dtype=dtype))
+    parameter.grad = torch.ones_like(parameter)
+    if not steps._fused_sgd_moves(dtype):
+        with pytest.raises(RuntimeError, match=r"SGD\(fused=True\) leaves parameters of .* \(100,\)"):
+            torch.optim.SGD([parameter], lr=0.5, fused=True).step()
+    parameter.data.fill_(1.0)
+    torch.optim.SGD([parameter], lr=0.5, fused=steps._fused_sgd_moves(dtype)).step()
+    assert (parameter == 0.5).all()
+
+
+def test_values_are_kept_for_a_step_alone():
+    """Outside of a step, and from one to the next, codes are all that there is."""
+    parameter = quantized_parameter(MXFP8BlockScaling())
+    twice = copy.deepcopy(parameter)
+    with torch.no_grad():
+        for _ in range(2):
+            twice.mul_(0.9)
+
+    class Twice(torch.optim.Optimizer):
+        @torch.no_grad()
+        def step(self):
+            (one,) = self.param_groups[0]["params"]
+            self.seen = [one.mul_(0.9) is one, torch.equal(one + 0, one.dequantize())]
+            one.data.mul_(0.9)  # another tensor of the same memory
+
+    start, optimizer = parameter.detach().dequantize(), Twice([parameter], {})
+    optimizer.step()
+    assert optimizer.seen == [True, False]  # what is read in between is not rounded
+    once = parameter._get_quantizer()(start.mul(0.9).mul(0.9)).dequantize()
+    assert torch.equal(parameter.dequantize(), once) and not torch.equal(twice.dequantize(), once)
+    assert steps._step.written is None and torch.equal(parameter + 0, parameter.dequantize())
+
+
+def ones_like(parameter):
+    return parameter._get_quantizer()(torch.ones(SIZE, SIZE))
+
+
+def write_buffers(parameter):
+    for name, array in ones_like(parameter).buffers.tensors.items():
+        getattr(parameter.buffers, name).copy_(array)
+
+
+WRITES = {
+    "copy": lambda p: p.copy_(torch.ones(SIZE, SIZE)),
+    "quantized copy": lambda p: p.copy_(ones_like(p)),
+    "storage": lambda p: p.copy_from_storage(ones_like(p)),
+    "data": lambda p: setattr(p, "data", torch.ones(SIZE, SIZE)),
+    "quantize_": lambda p: p.quantize_(torch.ones(SIZE, SIZE)),
+    "rows": lambda p: (p[:32].fill_(1.0), p[32:].fill_(1.0)),
+    "buffers": write_buffers,
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_what_is_written_in_another_way_is_what_a_step_goes_on_from(write):
+    parameter = quantized_parameter(MXFP8BlockScaling())
+
+    class Writes(torch.optim.Optimizer):
+        @torch.no_grad()
+        def step(self):
+            (one,) = self.param_groups[0]["params"]
+            one.mul_(0.9)
+            WRITES[write](one)
+            one.mul_(2.0)
+
+    Writes([parameter], {}).step()
+    assert (parameter.dequantize() == 2.0).all()
+
+
+def test_a_parameter_of_all_groups_is_rounded_once_a_step(monkeypatch):
+    monkeypatch.setenv("NVTE_GROUPED_LINEAR_SINGLE_PARAM", "1")
+    with fuser.quantized_model_init(recipe=MXFP8BlockScaling()):
+        weight = ops.GroupedLinear(2, SIZE, SIZE, bias=False, single_grouped_weight=True).weight
+    members = [torch.nn.Parameter(copy.deepcopy(w).detach()) for w in weight.split_into_quantized_tensors()]
+    for parameters in ([weight], members):
+        optimizer = torch.optim.AdamW(parameters, lr=0.1, weight_decay=0.5, foreach=False)
+        for step in range(2):
+            for i, one in enumerate(parameters):
+                own = seeded(2, SIZE, SIZE, seed=step)
+                one.grad = own if one is weight else own[i]
+            optimizer.step()
+    assert isinstance(weight, fuser.GroupedTensor)
+    for member, alone in zip(weight.split_into_quantized_tensors(), members, strict=True):
+        assert torch.equal(member.dequantize(), alone.dequantize())
+
+
+def test_a_step_that_fails_leaves_right_codes():
+    parameter, fails = quantized_parameter(MXFP8BlockScaling()), True
+
+    class Fails(torch.optim.Optimizer):
+        @torch.no_grad()
+        def step(self):
+            (one,) = self.param_groups[0]["params"]
+            one.fill_(1.0)
+            if fails:
+                raise ArithmeticError("no step")
+
+    optimizer = Fails([parameter], {})
+    with pytest.raises(ArithmeticError):
+        optimizer.step()
+    assert (parameter.dequantize() == 1.0).all()
+    fails = False
+    optimizer.step()
+    assert steps._step.written is None
