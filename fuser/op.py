@@ -22,6 +22,7 @@ from fuser.common import devices_match
 from fuser.fuser import run_alone
 from fuser.fusible import FusibleOperation, OperationContext
 from fuser.quantization.contexts import autocast
+from fuser.quantization.quantizers import is_replaying
 from fuser.quantization.state import FP8GlobalStateManager, RecipeState
 from fuser.quantization.storage import QuantizedTensorStorage
 from fuser.quantization.tensor import WrapperTensor
@@ -74,7 +75,7 @@ class BasicOperation(ChanneledOperation, metaclass=abc.ABCMeta):
         """
         if recipe is None:
             if self._fp8_metas is not None:
-                _warn_if_recomputing(self)
+                _refuse_recomputing(self)
                 self._suspended_recipe_state = (self._fp8_metas, self._quantizers)
             self._fp8_metas = self._quantizers = self._recipe_key = None
             return
@@ -337,14 +338,17 @@ def _delayed_tensors(meta: Mapping[str, Any], mode: str) -> dict[str, torch.Tens
     return {"scale": state.scale, "amax_history": state.amax_history}
 
 
-def _warn_if_recomputing(op: BasicOperation) -> None:
-    """`op` is about to run without the quantization of its last call: a mistake if autograd calls it."""
-    if torch._C._current_graph_task_id() != -1:
-        warnings.warn(
+def _refuse_recomputing(op: BasicOperation) -> None:
+    """`RuntimeError` if autograd calls `op`, about to run without the quantization of its last call.
+
+    Unless that was asked for: by an `autocast` in force, or a `fuser.checkpoint` of what ran without quantization.
+    """
+    in_backward = torch._C._current_graph_task_id() != -1
+    if in_backward and not is_replaying() and not FP8GlobalStateManager.quantization_state.autocast_depth:
+        raise RuntimeError(
             f"{op.__class__.__name__} is computed again in the backward pass, outside of the autocast of its forward "
-            "pass, so without quantization: use fuser.checkpoint instead of torch.utils.checkpoint",
-            UserWarning,
-            stacklevel=2,
+            "pass, so without quantization: use fuser.checkpoint instead of torch.utils.checkpoint.checkpoint, with "
+            "any use_reentrant"
         )
 
 

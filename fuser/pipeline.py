@@ -27,6 +27,7 @@ from fuser.channels import ChanneledOperation, Slot
 from fuser.dispatch import backend, current_backend
 from fuser.fusible import FusibleOperation, OperationContext
 from fuser.quantization.quantizer import Quantizer
+from fuser.quantization.quantizers import is_replaying
 from fuser.quantization.saving import prepare_for_saving, restore_from_saved
 from fuser.quantization.state import FP8GlobalStateManager
 from fuser.quantization.storage import QuantizedTensorStorage
@@ -285,6 +286,10 @@ def _save_for_backward(func_ctx: Any, fuser: Any, contexts: list[OperationContex
     needs_backward = fuser.first_op_requiring_backward < len(contexts)
     # Backward may run in another thread, where no settings are in force: what it needs is kept here.
     is_first_module = needs_backward and FP8GlobalStateManager.is_first_fp8_module()
+    if is_first_module and torch._C._current_graph_task_id() != -1 and not is_replaying():
+        # torch's own reentrant checkpoint: the last block is computed again first, and others follow in this backward.
+        torch.autograd.Variable._execution_engine.queue_callback(_update_scales_of_gradients)
+        is_first_module = False
     func_ctx.is_first_module = is_first_module and not FP8GlobalStateManager.quantization_state.fp8_graph_capturing
     func_ctx.backward_ops = fuser._backward_ops
     func_ctx.basic_ops = fuser._basic_ops
@@ -386,13 +391,18 @@ def run_backward(
     counts = [op.num_extra_inputs for op in basic_ops]
     flat_grad_extra = _flatten_grads(grad_extra_inputs, counts, "Expected op {} to generate grads for {} extra inputs")
     is_external = [source is None for sources in routes.input_sources for source in sources]
-    if func_ctx.is_first_module and not FP8GlobalStateManager.fp8_graph_capturing():
-        FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=False)
+    if func_ctx.is_first_module:
+        _update_scales_of_gradients()
     return (
         dx,
         flat_grad_params,
         [grad for grad, external in zip(flat_grad_extra, is_external, strict=True) if external],
     )
+
+
+def _update_scales_of_gradients() -> None:
+    if not FP8GlobalStateManager.fp8_graph_capturing():
+        FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=False)
 
 
 def _flatten_grads(grads: list[list[Any] | None], counts: list[int], complaint: str) -> list[Any]:

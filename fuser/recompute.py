@@ -1,8 +1,7 @@
 """`checkpoint`: compute activations again in backward instead of keeping them, under the quantization of forward.
 
 torch's own checkpoint calls the function again in the backward pass, where the `autocast` of the forward pass may be
-over and its scales updated. Used directly it then computes in high precision, or with other scales, and counts amaxes
-twice.
+over and its scales updated. Without it that is an error (`fuser.op`); in another one, scales may be others.
 """
 
 import contextlib

@@ -100,6 +100,11 @@ def delayed_scales(scales: dict[int, tuple[torch.Tensor, float]], *, replay: boo
             outer.update(scales)
 
 
+def is_replaying() -> bool:
+    """Whether this thread computes a forward pass again (`fuser.recompute`)."""
+    return _tape.replaying
+
+
 def _fp8_dtype(value):
     dtype = DType.of(value)
     if dtype not in (DType.kFloat8E4M3, DType.kFloat8E5M2):

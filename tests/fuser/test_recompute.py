@@ -7,9 +7,11 @@ import torch
 import torch.utils.checkpoint
 
 import fuser
+import refops
 from fuser import ops
 from fuser.quantization.state import FP8GlobalStateManager as Manager
 from fuser.recipe import (
+    BlockScaledRecipe,
     DelayedScaling,
     Float8BlockScaling,
     Float8CurrentScaling,
@@ -167,13 +169,60 @@ def test_backward_twice_and_the_backend():
     assert used == [("reference", True)] * 2 and torch.equal(x.grad, first)
 
 
-def test_torchs_own_reentrant_checkpoint_warns():
-    block, x = ops.Linear(SIZE, SIZE), torch.randn(SIZE, SIZE, requires_grad=True)
-    with fuser.autocast(recipe=MXFP8BlockScaling()):
-        y = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=True)
-    with pytest.warns(UserWarning, match=r"use fuser\.checkpoint"):
+#: Random bits of forward and backward besides those of dropout.
+STOCHASTIC = {
+    **RECIPES,
+    "stochastic": lambda: BlockScaledRecipe(refops.NVFP4Scaling(stochastic_rounding=True)),
+}
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("name", STOCHASTIC)
+def test_torchs_own_checkpoint_with_backward_in_autocast(name, use_reentrant):
+    """The bits of a run that keeps everything: amaxes of a step count once, random bits are those of forward."""
+
+    def call(block, x):
+        return torch.utils.checkpoint.checkpoint(block, x, use_reentrant=use_reentrant)
+
+    kept = train(STOCHASTIC[name](), plain, backward_inside=True)
+    assert same(train(STOCHASTIC[name](), call, backward_inside=True), kept)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_torchs_own_checkpoint_with_backward_outside_of_autocast_is_an_error(recipe, use_reentrant):
+    recipe = RECIPES[recipe]()
+    model, x = blocks()[0], torch.randn(SIZE, SIZE, requires_grad=True)
+    with fuser.autocast(enabled=recipe is not None, recipe=recipe):
+        y = torch.utils.checkpoint.checkpoint(model, x, use_reentrant=use_reentrant)
+    if recipe is None:
         y.sum().backward()
-    block(x)  # no warning: nothing is computed again
+        return
+    with pytest.raises(RuntimeError, match=r"^BasicLinear is computed again .* use fuser\.checkpoint instead of"):
+        y.sum().backward()
+    assert x.grad is None and all(parameter.grad is None for parameter in model.parameters())
+    model(x).sum().backward()  # no error: nothing is computed again
+    assert x.grad is not None
+
+
+def test_high_precision_in_backward_is_no_error_where_it_was_asked_for():
+    block, x = ops.Linear(SIZE, SIZE), torch.randn(SIZE, SIZE, requires_grad=True)
+
+    def quantized():
+        with fuser.autocast(recipe=MXFP8BlockScaling()):
+            block(x)
+
+    block(x).sum().backward()
+    expected, x.grad = x.grad, None
+    for checkpoint in (fuser.checkpoint, torch.utils.checkpoint.checkpoint):
+        for use_reentrant in (False, True):
+            y = checkpoint(block, x, use_reentrant=use_reentrant)
+            quantized()
+            said = contextlib.nullcontext() if checkpoint is fuser.checkpoint else fuser.autocast(enabled=False)
+            with said:
+                y.sum().backward()
+            assert torch.equal(x.grad, expected)
+            x.grad = None
 
 
 def test_in_compiled_code():
