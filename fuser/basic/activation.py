@@ -18,6 +18,7 @@ from fuser import dispatch, functional
 from fuser.common import maybe_autocast_dtype, maybe_dequantize, publish, reject_forward_kwargs
 from fuser.dtypes import DType
 from fuser.op import BasicOperation, ExtraTensorOperation, OperationContext
+from fuser.overflow import warn_of_hidden_overflow
 from fuser.quantization.quantizers import Float8CurrentScalingQuantizer
 from refops.activations import ACTIVATIONS, Activation
 from refops.arguments import say_who
@@ -146,6 +147,7 @@ class _ActivationOperation(ActivationParameters, BasicOperation):
         return functional.activation(self.activation, x, quantizer, **self.activation_parameters())
 
     def _activation_backward(self, dy, x, quantizer):
+        warn_of_hidden_overflow(dy, quantizer)
         return functional.activation_grad(self.activation, dy, x, quantizer, **self.activation_parameters())
 
 

@@ -60,6 +60,7 @@ from fuser.distributed import (
 )
 from fuser.gemm import linear_dgrad, linear_forward, linear_wgrad, reads_swizzled_scales
 from fuser.op import BasicOperation, OperationContext
+from fuser.overflow import warn_of_hidden_overflow
 from fuser.quantization.quantizer import Quantizer
 from fuser.quantization.quantizers import Float8CurrentScalingQuantizer
 from fuser.quantization.state import FP8GlobalStateManager, QuantizerRole
@@ -406,6 +407,8 @@ class BasicLinear(BasicOperation):
         if not input_requires_grad and not weight_requires_grad:
             return None, None
 
+        if with_quantized_compute:
+            warn_of_hidden_overflow(grad_output, grad_output_quantizer)
         gather_group = (tensor_parallel_group,)
         dy, _ = prepare_operand(
             "grad output tensor",

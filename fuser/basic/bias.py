@@ -7,6 +7,7 @@ import torch
 from fuser import functional
 from fuser.common import canonicalize_device, canonicalize_dtype, maybe_autocast_dtype, maybe_dequantize
 from fuser.op import BasicOperation, OperationContext
+from fuser.overflow import warn_of_hidden_overflow
 from fuser.quantization.state import FP8GlobalStateManager
 
 
@@ -85,5 +86,6 @@ class Bias(BasicOperation):
             return grad_output, (grad_output,)
         if ctx.grad_input_quantizer is None:
             return grad_output, (grad_output.sum(tuple(range(grad_output.dim() - 1))),)
+        warn_of_hidden_overflow(grad_output, ctx.grad_input_quantizer)
         grad_bias, grad_input = functional.bgrad_quantize(grad_output, ctx.grad_input_quantizer)
         return grad_input, (grad_bias,)

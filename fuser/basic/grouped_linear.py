@@ -41,6 +41,7 @@ from fuser.common import (
 )
 from fuser.gemm import reads_swizzled_scales
 from fuser.op import ExtraTensorOperation, OperationContext
+from fuser.overflow import warn_of_hidden_overflow
 from fuser.quantization.grouped import GroupedTensor
 from fuser.quantization.quantizer import Quantizer
 from fuser.quantization.state import FP8GlobalStateManager, QuantizerRole
@@ -562,6 +563,7 @@ class GroupedBackward(_GroupedPass):
             self._sum(_for_sums(dy), i)
         if ctx.with_quantized_compute:
             # Once for both products, even if the weight's gradient waits
+            warn_of_hidden_overflow(dy, ctx.quantizers[i][2])
             dy = quantize_operand(dy, ctx.quantizers[i][2], rowwise=True, columnwise=ctx.weight_requires_grad)
         self._operands[i] = dy
 

@@ -3,6 +3,7 @@
 from typing import Any
 
 from fuser.op import BasicOperation, OperationContext
+from fuser.overflow import warn_of_hidden_overflow
 from fuser.quantization.state import FP8GlobalStateManager
 from fuser.quantization.storage import QuantizedTensorStorage
 
@@ -46,5 +47,6 @@ class Quantize(BasicOperation):
 
     def op_backward(self, ctx: OperationContext, grad_output: Any) -> tuple[Any, tuple[()]]:
         if ctx.grad_output_quantizer is not None and not isinstance(grad_output, QuantizedTensorStorage):
+            warn_of_hidden_overflow(grad_output, ctx.grad_output_quantizer)
             grad_output = ctx.grad_output_quantizer(grad_output)
         return grad_output, ()

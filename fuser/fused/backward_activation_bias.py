@@ -11,6 +11,7 @@ from fuser.basic.bias import Bias
 from fuser.common import maybe_dequantize
 from fuser.fused_pattern import WindowFusion
 from fuser.op import FusedOperation, FusibleOperation
+from fuser.overflow import warn_of_hidden_overflow
 
 
 class BackwardActivationBias(FusedOperation):
@@ -38,9 +39,11 @@ class BackwardActivationBias(FusedOperation):
                 "BackwardActivationBias requires a quantizer for the gradient of its input, but there is none"
             )
         (x,) = activation_ctx.saved_tensors
+        dy = maybe_dequantize(grad_output, activation_ctx.dtype)
+        warn_of_hidden_overflow(dy, quantizer)
         dbias, dx = functional.dbias_activation_grad(
             activation.activation,
-            maybe_dequantize(grad_output, activation_ctx.dtype),
+            dy,
             maybe_dequantize(x, activation_ctx.dtype),
             quantizer,
             **activation.activation_parameters(),

@@ -2,14 +2,17 @@
 
 import copy
 import inspect
+import warnings
 
 import pytest
 import torch
 
 import fuser
+import refops
 from fuser import ops
 from fuser.quantization import steps
 from fuser.recipe import (
+    BlockScaledRecipe,
     DelayedScaling,
     Float8BlockScaling,
     Float8CurrentScaling,
@@ -234,3 +237,89 @@ def test_a_step_that_fails_leaves_right_codes():
     fails = False
     optimizer.step()
     assert steps._step.written is None
+
+
+# --- GradScaler ---------------------------------------------------------------------------------------------
+
+SCALED = {**QUANTIZED, "mxfp4": lambda: BlockScaledRecipe(refops.MXFP4Scaling())}
+#: What formats make finite: those with a float32 scale for tensors or blocks inf, those without a code for it NaN.
+HIDDEN = {("delayed", "inf"), ("current", "inf"), ("block", "inf"), ("nvfp4", "nan"), ("mxfp4", "nan")}
+MODELS = {
+    "linear": lambda: ops.BasicLinear(SIZE, SIZE),
+    "bias": lambda: ops.Sequential(ops.BasicLinear(SIZE, SIZE), ops.Bias(SIZE)),
+    "activation": lambda: ops.Sequential(ops.BasicLinear(SIZE, SIZE), ops.SiLU()),
+    "both": lambda: ops.Sequential(ops.BasicLinear(SIZE, SIZE), ops.Bias(SIZE), ops.GELU()),
+    "quantize": lambda: ops.Sequential(ops.BasicLinear(SIZE, SIZE), ops.Quantize(forward=False, backward=True)),
+}
+
+
+def scaled_step(model, recipe, *, grad, dtype=torch.float32, extra=(), scale=1.0):
+    """(whether GradScaler skipped the step, what was warned of), where only the linear's weight is trained."""
+    x = seeded(SIZE, SIZE) * (2**-12 if dtype == torch.float16 else 1)  # or the weight's gradient overflows by itself
+    parameters = [parameter for parameter in model.parameters() if parameter.dim() > 1]
+    optimizer = torch.optim.SGD(parameters, lr=1.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+    half = torch.autocast("cpu", torch.float16, enabled=dtype == torch.float16)
+    with half, fuser.autocast(enabled=recipe is not None, recipe=recipe):
+        y = model(x, *extra)
+    assert y.dtype == dtype
+    before = [parameter.detach().clone() for parameter in parameters]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        scaler.scale((y * grad.to(dtype)).sum().to(dtype)).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    moved = any(not torch.equal(a, b) for a, b in zip(before, parameters, strict=True))
+    skipped = scaler.get_scale() < scale
+    assert skipped is not moved
+    return skipped, [str(warning.message) for warning in caught]
+
+
+@pytest.mark.parametrize("value", ["inf", "nan"])
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("name", SCALED)
+def test_gradscaler_skips_the_step_or_is_warned_for(name, model, value):
+    grad = seeded(SIZE, SIZE, seed=1)
+    grad[3, 5] = float(value)
+    skipped, warned = scaled_step(MODELS[model](), SCALED[name](), grad=grad)
+    hidden = (name, value) in HIDDEN
+    assert skipped is not hidden and len(warned) == hidden
+    assert all({"inf": "with inf to finite", "nan": "with NaN to finite"}[value] in message for message in warned)
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_gradscaler_with_groups(name):
+    grad, splits = seeded(SIZE, SIZE, seed=1), torch.tensor([SIZE // 2, SIZE // 2])
+    grad[3, 5] = float("inf")
+    model = ops.GroupedLinear(2, SIZE, SIZE, bias=False)
+    skipped, warned = scaled_step(model, SCALED[name](), grad=grad, extra=(splits,))
+    assert skipped is ((name, "inf") not in HIDDEN) and len(warned) == (not skipped)
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_gradscaler_with_float16_that_overflows(name):
+    """A scale that is too large, as GradScaler's first ones are meant to be."""
+    skipped, warned = scaled_step(
+        MODELS["linear"](), SCALED[name](), grad=seeded(SIZE, SIZE, seed=1), dtype=torch.float16, scale=2.0**15
+    )
+    assert skipped is ((name, "inf") not in HIDDEN) and len(warned) == (not skipped)
+
+
+def test_the_remedies_for_gradscaler():
+    grad = seeded(SIZE, SIZE, seed=1)
+    grad[3, 5] = float("inf")
+    assert scaled_step(MODELS["both"](), None, grad=grad) == (True, [])
+    for recipe in (Float8CurrentScaling(backward_override="high_precision"), MXFP8BlockScaling()):
+        assert scaled_step(MODELS["both"](), recipe, grad=grad) == (True, [])
+
+
+def test_the_warning_changes_no_random_bits():
+    """It asks what a quantizer makes of NaN, also of one that draws seeds."""
+    draws = []
+    for value in (0.0, float("nan")):
+        torch.manual_seed(0)
+        grad = seeded(SIZE, SIZE, seed=1)
+        grad[3, 5] = value
+        scaled_step(MODELS["linear"](), NVFP4BlockScaling(), grad=grad)
+        draws.append(torch.rand(4))
+    assert torch.equal(*draws)

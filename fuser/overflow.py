@@ -1,0 +1,51 @@
+"""Gradients with inf or NaN that a cast makes finite: `torch.amp.GradScaler`, which looks for them, does not see them.
+
+Casts saturate, as TransformerEngine's do. What becomes of an inf or a NaN is the format's: one with E8M0 scales has inf
+again where its products are computed, one with a float32 scale has the largest number; of NaN formats of 4 and 6 bits
+make a number.
+"""
+
+import math
+import warnings
+from typing import Any
+
+import torch
+
+from fuser.quantization.quantizer import Quantizer
+from fuser.quantization.storage import DIRECTIONS, BufferStorage
+
+
+def warn_of_hidden_overflow(gradient: Any, quantizer: Quantizer | None) -> None:
+    """Warn if `gradient`, about to be cast, has inf or NaN where what `quantizer` makes of it has none.
+
+    On a GPU of float16 gradients alone, the dtype that GradScaler is for: one waits for the answer.
+    """
+    if quantizer is None or type(gradient) is not torch.Tensor:
+        return
+    if (gradient.device.type != "cpu" and gradient.dtype != torch.float16) or torch.isfinite(gradient).all():
+        return
+    for value, name, there in ((math.inf, "inf", gradient.isinf()), (math.nan, "NaN", gradient.isnan())):
+        if there.any() and _hides(quantizer, value):
+            warnings.warn(
+                f"{type(quantizer).__name__} casts a gradient with {name} to finite values, so that "
+                "torch.amp.GradScaler may not see that this step has to be skipped. Use MXFP8 for gradients, which "
+                "keeps inf and NaN, or a recipe with backward_override='high_precision'",
+                UserWarning,
+                stacklevel=2,
+            )
+
+
+def _hides(quantizer, value):
+    """Whether a copy that `quantizer` makes of a tensor with `value` in it is finite."""
+    if quantizer.storage_class is None or not issubclass(quantizer.storage_class, BufferStorage):
+        return False  # a caller's own: what it makes is not known
+    probe = torch.ones(128, 128)
+    probe[0, 0] = value
+    quantizer = quantizer.copy_for_result()
+    with torch.no_grad(), torch.random.fork_rng(devices=()):  # stochastic rounding draws a seed
+        for direction in DIRECTIONS:
+            if quantizer.get_usages()[direction]:
+                buffers = quantizer.quantize_buffers(probe, **{d: d == direction for d in DIRECTIONS})
+                if quantizer.storage_class(buffers, quantizer=quantizer).dequantize().isfinite().all():
+                    return True
+    return False
