@@ -1,6 +1,8 @@
 """The checks of `test_fsdp.py` that need peers, which processes of `processes.py` run together."""
 
 import contextlib
+import itertools
+import os
 import tempfile
 import warnings
 from pathlib import Path
@@ -171,6 +173,43 @@ def ways_to_shard(rank, size):
 
 
 @check
+def parameters_of_all_groups(rank, size):
+    """One parameter for all groups' weights is sharded group by group, in high precision, and trains as replicas do."""
+    splits, x, target = torch.tensor([32, 0, 64, 32]), seeded(ROWS, WIDTH, seed=rank), seeded(ROWS, HIDDEN, seed=9)
+
+    def build_groups(recipe, quantized):
+        torch.manual_seed(0)
+        with fuser.quantized_model_init(enabled=quantized, recipe=recipe):
+            return te_ops.GroupedLinear(4, WIDTH, HIDDEN, bias=False, single_grouped_weight=True)
+
+    def losses(model, recipe, reduce=lambda parameters: None):
+        FP8GlobalStateManager.reset()
+        optimizer, seen = torch.optim.SGD(model.parameters(), lr=0.3), []
+        for _ in range(2):
+            optimizer.zero_grad()
+            with fuser.autocast(recipe=recipe):
+                loss = (model(x, splits) - target).square().sum(1).mean()
+            loss.backward()
+            reduce(model.parameters())
+            optimizer.step()
+            seen.append(loss.detach())
+        return torch.stack(seen)
+
+    os.environ["NVTE_GROUPED_LINEAR_SINGLE_PARAM"] = "1"
+    try:
+        for recipe, quantized in itertools.product((RECIPES["current"], RECIPES["mxfp8"]), (False, True)):
+            replica, sharded = build_groups(recipe, False), build_groups(recipe, quantized)
+            with torch.no_grad():
+                replica.weight.copy_(sharded.weight)
+            fully_shard(sharded)
+            assert type(sharded.weight.to_local()) is torch.Tensor and len(sharded.weight.to_local()) == 4 // size
+            curves = losses(sharded, recipe), losses(replica, recipe, average)
+            torch.testing.assert_close(*curves, rtol=0 if size == 2 else 3e-4, atol=0)
+    finally:
+        del os.environ["NVTE_GROUPED_LINEAR_SINGLE_PARAM"]
+
+
+@check
 def models_built_on_the_meta_device(rank, size):
     model = te_ops.Sequential(te_ops.RMSNorm(64, device="meta"), te_ops.Linear(64, 8 * size, device="meta"))
     fully_shard(model)
@@ -182,6 +221,21 @@ def models_built_on_the_meta_device(rank, size):
     torch.manual_seed(0)
     weight, bias = model[1].weight.full_tensor(), model[1].bias.full_tensor()
     assert torch.equal(weight, te_ops.Linear(64, 8 * size).weight) and not bias.any()
+
+
+@check
+def data_parallel_with_quantized_weights(rank, size):
+    """DistributedDataParallel sends rank 0's values, which each rank quantizes; then ranks train as replicas do."""
+    recipe = RECIPES["mxfp8"]
+    model = torch.nn.parallel.DistributedDataParallel(build(recipe, seed=rank))
+    replica = build(recipe)
+    for ours, theirs in zip(weights(model.module), weights(replica), strict=True):
+        assert torch.equal(ours.dequantize(), theirs.dequantize())
+    curves = []
+    for one, reduce in ((model, lambda parameters: None), (replica, average)):
+        optimizer = torch.optim.SGD(one.parameters(), lr=0.3)
+        curves.append([step(one, optimizer, recipe, i, rank, size, reduce).item() for i in range(2)])
+    assert curves[0][0] == curves[1][0] and abs(curves[0][1] / curves[1][1] - 1) < 3e-4
 
 
 # --- data -------------------------------------------------------------------------------------------
