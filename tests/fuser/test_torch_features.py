@@ -189,4 +189,5 @@ def test_compiled_steps_of_optimizers(name, optimizer, x):
     except torch._dynamo.exc.InternalTorchDynamoError:
         assert name != "none" and torch.equal(flat(models[1]), before)
     else:
-        assert torch.equal(flat(models[1]), flat(models[0])) and not torch.equal(flat(models[1]), before)
+        torch.testing.assert_close(flat(models[1]), flat(models[0]), rtol=1e-5, atol=1e-6)
+        assert not torch.equal(flat(models[1]), before)
