@@ -286,7 +286,7 @@ def _save_for_backward(func_ctx: Any, fuser: Any, contexts: list[OperationContex
     needs_backward = fuser.first_op_requiring_backward < len(contexts)
     # Backward may run in another thread, where no settings are in force: what it needs is kept here.
     is_first_module = needs_backward and FP8GlobalStateManager.is_first_fp8_module()
-    if is_first_module and torch._C._current_graph_task_id() != -1 and not is_replaying():
+    if is_first_module and _backward_has_begun():
         # torch's own reentrant checkpoint: the last block is computed again first, and others follow in this backward.
         torch.autograd.Variable._execution_engine.queue_callback(_update_scales_of_gradients)
         is_first_module = False
@@ -299,6 +299,12 @@ def _save_for_backward(func_ctx: Any, fuser: Any, contexts: list[OperationContex
     func_ctx.backend = current_backend()
     func_ctx.num_params = [len(params) for params in fuser._basic_op_params]
     func_ctx.quantizer_usages = _quantizer_usages(fuser._basic_ops)
+
+
+def _backward_has_begun() -> bool:
+    """Whether this forward is one of several that a backward pass computes again under the `autocast` around it."""
+    in_backward = torch._C._current_graph_task_id() != -1
+    return in_backward and not FP8GlobalStateManager.quantization_state.entered_in_backward and not is_replaying()
 
 
 def _quantizer_usages(basic_ops: Sequence[ChanneledOperation]) -> list[tuple[Quantizer, dict[str, bool]]]:

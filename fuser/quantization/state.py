@@ -497,6 +497,8 @@ class FP8GlobalState:
     is_first_fp8_module: bool = False
     fp8_graph_capturing: bool = False
     autocast_depth: int = 0
+    #: Whether the outermost context was entered in a backward pass, by what is computed again there.
+    entered_in_backward: bool = False
     #: Whether a forward pass runs that has updated the scales before (`fuser.recompute`).
     recomputing: bool = False
     fp8_parameters: bool = False
@@ -615,6 +617,7 @@ class FP8GlobalStateManager(metaclass=_ManagerType):
         state.fp8_distributed_group, state.fp8_graph_capturing = group, graph
         if state.autocast_depth == 0:
             state.is_first_fp8_module = True
+            state.entered_in_backward = torch._C._current_graph_task_id() != -1
         state.autocast_depth += 1
 
     @classmethod

@@ -1,6 +1,7 @@
 """`fuser.checkpoint`: gradients, scales and histories of a run that keeps everything, bit for bit."""
 
 import contextlib
+import functools
 
 import pytest
 import torch
@@ -186,6 +187,25 @@ def test_torchs_own_checkpoint_with_backward_in_autocast(name, use_reentrant):
 
     kept = train(STOCHASTIC[name](), plain, backward_inside=True)
     assert same(train(STOCHASTIC[name](), call, backward_inside=True), kept)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_torchs_own_checkpoint_with_autocast_inside_updates_scales_of_gradients_once(use_reentrant):
+    """Autocast is entered in backward again, and has a first module of its own."""
+    recipe, x, histories = RECIPES["rolling"](), torch.randn(SIZE, SIZE, requires_grad=True), []
+    for checkpointed in (False, True):
+        Manager.reset()
+        block = ops.BasicLinear(SIZE, SIZE)
+
+        def quantized(x, block=block):
+            with fuser.autocast(recipe=recipe):
+                return block(x)
+
+        call = functools.partial(torch.utils.checkpoint.checkpoint, quantized, use_reentrant=use_reentrant)
+        (call if checkpointed else quantized)(x).backward(torch.ones(SIZE, SIZE))
+        (state,) = Manager.registered_states(forward=False)
+        histories.append(state.amax_history.flatten().tolist())
+    assert histories == [[0.0, 0.0, 1.0]] * 2
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
