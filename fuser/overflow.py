@@ -20,7 +20,7 @@ def warn_of_hidden_overflow(gradient: Any, quantizer: Quantizer | None) -> None:
 
     On a GPU of float16 gradients alone, the dtype that GradScaler is for: one waits for the answer.
     """
-    if quantizer is None or type(gradient) is not torch.Tensor:
+    if quantizer is None or type(gradient) is not torch.Tensor or gradient.is_meta:
         return
     if (gradient.device.type != "cpu" and gradient.dtype != torch.float16) or torch.isfinite(gradient).all():
         return

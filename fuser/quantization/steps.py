@@ -3,7 +3,8 @@
 An optimizer writes a parameter several times in one step, e.g. `mul_` for weight decay and then `add_`. Each write
 makes codes anew. If the next one began with their values, each would round. So a running step keeps the values that it
 wrote, and goes on from there; the codes are those of the last ones, rounded once. When the step ends, the values go:
-there are no master weights between steps (`fuser.quantize_master_weights` is for those).
+there are no master weights between steps (`fuser.quantize_master_weights` is for those). Until then they take as much
+memory as the parameters in their nominal dtype.
 
 Steps are those of a `torch.optim.Optimizer`, through torch's hooks. In compiled code, and where an optimizer is another
 class, every write rounds.
