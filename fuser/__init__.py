@@ -23,6 +23,7 @@ if TYPE_CHECKING:  # the same names, for type checkers
     from fuser import quantization as quantization
     from fuser import recipe as recipe
     from fuser import xla as xla
+    from fuser.conversion import convert as convert
     from fuser.dispatch import backend as backend
     from fuser.dtypes import DType as DType
     from fuser.explanation import explain as explain
@@ -130,6 +131,7 @@ _HOMES = {
     "fuser.utils": ("deinterleave_glu_tensor", "get_device_compute_capability", "interleave_glu_tensor"),
     "fuser.dtypes": ("DType",),
     "fuser.dispatch": ("backend",),
+    "fuser.conversion": ("convert",),
     "fuser.explanation": ("explain",),
     "fuser.recompute": ("checkpoint",),
     "fuser.fuser": (

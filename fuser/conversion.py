@@ -1,0 +1,536 @@
+"""`convert`: a model of torch's modules computes with operations of this package, under a recipe bound to each module.
+
+A module that is converted stays the object that it was, with its parameters, hooks, attributes and name. Only its class
+changes, to a subclass of torch's whose forward runs operations. They read the module's parameters at every call, so
+whatever replaces these (`.to()`, `load_state_dict(assign=True)`, `torch.func.functional_call`, a weight norm) is seen.
+The operations are no submodules: state dicts and parameter names are those of the model as it was.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import copy
+import inspect
+import itertools
+import math
+import textwrap
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.nn.utils import parametrize
+
+from fuser import ops
+from fuser.dispatch import computes_in
+from fuser.fuser import OperationFuser
+from fuser.op import BasicOperation
+from fuser.quantization.contexts import (
+    autocast,
+    check_recipe_support,
+    get_align_size_for_quantization,
+    quantized_model_init,
+)
+from fuser.quantization.state import FP8GlobalStateManager
+from fuser.recipe import Recipe
+from fuser.tracing import NotScriptable, outside_compile, refuse_proxy
+from refops.arguments import require_flag, shown
+from refops.survey import match_names
+
+#: What says which recipe a module gets, by its name: one for all, one for each pattern, or a function.
+Rule = Recipe | Mapping[str, Recipe | None] | Callable[[str, torch.nn.Module], Recipe | None] | None
+
+
+def convert(
+    model: torch.nn.Module,
+    recipe: Rule,
+    *,
+    filter: Callable[[str, torch.nn.Module], bool] | None = None,
+    pad: bool = False,
+    inplace: bool = True,
+    share_parameters: bool = False,
+    strict: bool = False,
+) -> torch.nn.Module:
+    """Make the linear layers, norms and activations of a model compute as TransformerEngine does, under a recipe.
+
+        fuser.convert(model, MXFP8BlockScaling())
+        loss = model(x).sum()  # quantizes, without autocast
+        loss.backward()
+
+    | module of `torch.nn` | becomes |
+    |---|---|
+    | `Linear` | `ops.BasicLinear`, `ops.Bias`: quantized operands in forward and backward |
+    | `LayerNorm`, `RMSNorm` with a weight | `ops.LayerNorm`, `ops.RMSNorm`: statistics in float32 |
+    | `ReLU`, `SiLU`, `GELU(approximate="tanh")`, none in place | the operation of that name |
+    | `Sequential` | itself; neighbours that were converted run as one pipeline, with its fusions |
+
+    Modules stay the same objects, and so do their parameters: optimizers, hooks, tied weights, state dicts and names
+    of parameters are not touched. `isinstance(module, torch.nn.Linear)` still holds, and `in_features`,
+    `normalized_shape`, `eps` and the like are there. `module.recipe` is what a module quantizes with; it can be
+    assigned to. Inside of a `fuser.autocast` of the caller's that one decides, also to switch quantization off.
+
+    What is not converted: subclasses of these modules, whose forward may do more (LoRA layers, say); convolutions,
+    recurrent layers, `Bilinear`; attention's own products in `MultiheadAttention`; `LazyLinear` before its first
+    forward; layers whose sizes are not whole blocks of the recipe. These are named in a warning, since the model then
+    computes partly in high precision. The exact GELU, other activations and norms without a weight stay torch's without
+    a word: nothing in them is quantized. Functions that a forward calls (`F.linear`, `F.gelu`) can't be seen; a parent
+    that reads the `weight` of a converted layer in its forward is named in the warning. The fast path of
+    `TransformerEncoderLayer` in eval mode, which does that, is switched off.
+
+    Scales and amax histories of delayed scaling are part of copies and pickles of the model, not of its state dict.
+
+    Args:
+        model: any module, also a single layer.
+        recipe: a recipe of `fuser.recipe`; or a mapping from patterns of names, as `"encoder.*"`, to recipes or None,
+            the first that matches a name decides and no match is None; or a function `(name, module)` to a recipe or
+            None. None: the module is torch's, and becomes so again if it was converted before.
+        filter: `filter(name, module)` to whether a module may be converted; asked of linear layers, norms, activations
+            and whatever else multiplies.
+        pad: append rows of zeros to a linear layer's input where the recipe's blocks want more of them
+            (`get_align_size_for_quantization`), and drop those of its output. Values of the other rows do not change,
+            weight gradients get zeros added. False: such an input is an error under MXFP8, NVFP4 and other blocks.
+        inplace: convert `model` itself; False: a copy.
+        share_parameters: a copy has the parameters of `model` instead of its own. Buffers are its own.
+        strict: `ValueError` in place of the warning.
+
+    Returns:
+        `model`, or the copy.
+
+    Raises:
+        TypeError: `model` is no module, or the rule none of these.
+        RuntimeError: what stands for a recipe is none.
+        ValueError: a pattern matches no module, one module has two names with different recipes, `share_parameters`
+            without `inplace=False`, or `strict` and something stays in high precision.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module; got {shown(model)}")
+    for name, flag in (("pad", pad), ("inplace", inplace), ("share_parameters", share_parameters), ("strict", strict)):
+        require_flag(flag, name)
+    if share_parameters and inplace:
+        raise ValueError("share_parameters must come with inplace=False: in place there is only one set of parameters")
+    names = _names_of(model)
+    recipes = _recipes_for(names, recipe, filter)
+    reasons = {module: _reason_to_leave(module, chosen) for module, chosen in recipes.items() if chosen is not None}
+    left = {module: reason for module, reason in reasons.items() if reason}
+    will = {module for module, reason in reasons.items() if reason is None and _may_become(module)}
+    problems = [f"{names[module][0] or 'the model'} ({type(module).__name__}): {why}" for module, why in left.items()]
+    problems += [
+        f"{name or 'the model'} ({type(parent).__name__}) reads {', '.join(read)} in its forward: not quantized there"
+        for parent, (name, *_) in names.items()
+        if (read := _weights_read_by(parent, will))
+    ]
+    if problems and strict:
+        raise ValueError("strict must be False where not all is converted:\n  " + "\n  ".join(problems))
+    if not inplace:
+        memo: dict[int, Any] = (
+            {id(parameter): parameter for parameter in model.parameters()} if share_parameters else {}
+        )
+        duplicate = copy.deepcopy(model, memo)
+        copies = dict(zip(model.modules(), duplicate.modules(), strict=True))
+        recipes = {copies[module]: chosen for module, chosen in recipes.items()}
+        will, model = {copies[module] for module in will}, duplicate
+    for name, module in model.named_modules():
+        if module in will:
+            _become(module, recipes[module], pad=pad, name=name)
+        else:
+            _restore(module)
+    _convert_containers(model)
+    if problems:
+        warnings.warn("left in high precision:\n  " + "\n  ".join(problems), UserWarning, stacklevel=2)
+    return model
+
+
+# ---------------------------------------------------------------------- who is converted, by which recipe
+
+
+def _names_of(model: torch.nn.Module) -> dict[torch.nn.Module, list[str]]:
+    """Each module with all its names."""
+    names: dict[torch.nn.Module, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        names.setdefault(module, []).append(name)
+    return names
+
+
+def _recipes_for(
+    names: Mapping[torch.nn.Module, list[str]], rule: Rule, filter: Callable[[str, torch.nn.Module], bool] | None
+) -> dict[torch.nn.Module, Recipe | None]:
+    """The recipe of every module that quantizes, or would."""
+    decide = _function_of(rule, [name for every in names.values() for name in every])
+    if filter is not None and not callable(filter):
+        raise TypeError(f"filter must be a function of a name and a module; got {shown(filter)}")
+    recipes: dict[torch.nn.Module, Recipe | None] = {}
+    for module, every in names.items():
+        if not isinstance(module, (*CONVERTED, *_OTHER_PRODUCTS, torch.nn.MultiheadAttention)):
+            continue
+        chosen = [decide(name, module) if filter is None or filter(name, module) else None for name in every]
+        if any(repr(one) != repr(chosen[0]) for one in chosen):
+            raise ValueError(f"recipe must be the same for all names of a module; {every} are one module, got {chosen}")
+        if chosen[0] is not None:
+            check_recipe_support(chosen[0])
+        recipes[module] = chosen[0]
+    return recipes
+
+
+def _function_of(rule: Rule, names: list[str]) -> Callable[[str, torch.nn.Module], Recipe | None]:
+    if isinstance(rule, Mapping):
+        patterns = dict(rule)
+        try:
+            matched = {pattern: set(match_names([pattern], names)) for pattern in patterns}
+        except LookupError as error:
+            raise ValueError(f"recipe must have patterns that match names of modules; got {error.args[0]!r}") from None
+        return lambda name, module: next((patterns[p] for p, found in matched.items() if name in found), None)
+    if rule is None or isinstance(rule, Recipe):
+        return lambda name, module: rule
+    if isinstance(rule, type) or not callable(rule):
+        hint = f"; make one of the class: {rule.__name__}()" if isinstance(rule, type) else ""
+        raise TypeError(f"recipe must be a recipe, a mapping, a function or None; got {shown(rule)}{hint}")
+    return rule
+
+
+def _torch_class(module: torch.nn.Module) -> type:
+    """The class of a module without its conversion and parametrizations."""
+    cls = type(module)
+    if isinstance(module, _Converted):
+        return next(base for base in cls.__mro__ if base in CONVERTED)
+    return cls.__bases__[0] if parametrize.is_parametrized(module) else cls
+
+
+def _reason_to_leave(module: torch.nn.Module, recipe: Recipe | None) -> str | None:
+    """Why products of a module stay in high precision though there is a recipe; None: they do not, or it has none."""
+    cls = _torch_class(module)
+    if cls is torch.nn.Linear:
+        if "forward" in vars(module):
+            return "its forward was replaced on the object"
+        if not module.weight.dtype.is_floating_point or module.weight.dtype == torch.float64:
+            return f"operations take float32, float16 and bfloat16; its weight is {module.weight.dtype}"
+        return _misfit(module, recipe)
+    if isinstance(module, torch.nn.LazyLinear):
+        return "its sizes are not known before its first forward; convert it after that"
+    if isinstance(module, torch.nn.Linear) and cls is not NonDynamicallyQuantizableLinear:
+        return "a subclass of Linear, whose forward may do more"
+    if isinstance(module, torch.nn.MultiheadAttention):
+        return "it multiplies with its in_proj_weight and out_proj.weight itself"
+    return "there is no such operation" if isinstance(module, _OTHER_PRODUCTS) else None
+
+
+def _misfit(module: Any, recipe: Any) -> str | None:
+    """What an error would say of the shapes of a linear layer, with as many rows of input as the recipe likes."""
+    rows = get_align_size_for_quantization(recipe)
+    (linear, *_) = _linear_operations(module)
+    with autocast(recipe=recipe, _graph=True):
+        linear.reset_recipe_state(recipe=recipe)
+    shapes = {("forward", 0): (rows, module.in_features), ("forward", 1): tuple(module.weight.shape)}
+    if recipe.backward_override is None:
+        shapes["backward", 0] = (rows, module.out_features)
+    for (mode, index), shape in shapes.items():
+        try:
+            linear.get_quantizer(mode, index).check_shape(shape)
+        except ValueError as error:
+            return str(error)
+    return None
+
+
+#: What a parent may read of a weight without computing with it.
+_FACTS = {"device", "dtype", "shape", "size", "ndim", "dim", "numel", "requires_grad", "is_meta", "is_cuda"}
+
+
+def _weights_read_by(parent: torch.nn.Module, converted: set[torch.nn.Module]) -> list[str]:
+    """`child.weight` of each converted child whose weight or bias the parent's forward, or what it calls, reads."""
+    children = {name for name, child in parent.named_children() if child in converted}
+    if not children or isinstance(parent, (torch.nn.TransformerEncoderLayer, torch.nn.Sequential)):
+        return []
+    found: dict[str, None] = {}
+    pending, seen = ["forward"], set()
+    while pending:
+        method = pending.pop()
+        if method in seen:
+            continue
+        seen.add(method)
+        for tree in _sources_of(type(parent), method):
+            attributes = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+            only_asked = {id(node.value) for node in attributes if node.attr in _FACTS}
+            for node in attributes:
+                if _is_self(node.value):
+                    pending.append(node.attr)
+                owner = node.value
+                if not (isinstance(owner, ast.Attribute) and _is_self(owner.value) and owner.attr in children):
+                    continue
+                if node.attr in ("weight", "bias") and isinstance(node.ctx, ast.Load) and id(node) not in only_asked:
+                    found[f"{owner.attr}.{node.attr}"] = None
+    return list(found)
+
+
+def _is_self(node: ast.AST) -> bool:
+    return isinstance(node, ast.Name) and node.id == "self"
+
+
+def _sources_of(cls: type, method: str) -> Iterator[ast.AST]:
+    """The text of a method of a module's class, and of those that it overrides where it calls them."""
+    for base in itertools.takewhile(lambda base: base is not torch.nn.Module, cls.__mro__):
+        if method not in vars(base):
+            continue
+        try:
+            tree = ast.parse(textwrap.dedent(inspect.getsource(vars(base)[method])))
+        except (OSError, TypeError, SyntaxError):  # no function of Python's, or one without a source
+            return
+        yield tree
+        if not any(isinstance(node, ast.Name) and node.id == "super" for node in ast.walk(tree)):
+            return
+
+
+# ---------------------------------------------------------------------- what they become
+
+
+class _Converted(NotScriptable, torch.nn.Module):
+    """Mixin of the classes that modules get: their forward runs operations, which read the module's parameters."""
+
+    recipe: Recipe
+    pad: bool
+    _name: str
+    _pipeline: OperationFuser | None
+    _made_for: tuple[Any, ...]
+    _make_operations: Callable[..., list[BasicOperation]]
+
+    def extra_repr(self) -> str:
+        """torch's, and the recipe's class."""
+        inherited = super().extra_repr()
+        return f"{inherited}{', ' if inherited else ''}recipe={type(self.recipe).__name__}"
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """As of torch's module, under the module's recipe, or that of the `autocast` around the call."""
+        refuse_proxy(input, self)
+        return outside_compile(self._run, input)
+
+    def _run(self, input: torch.Tensor) -> torch.Tensor:
+        if not self.takes(input):
+            return super().forward(input)
+        with self.quantizing():
+            return self._call_operations(input)
+
+    def _call_operations(self, input: torch.Tensor) -> torch.Tensor:
+        return self.pipeline()(input)
+
+    def takes(self, input: torch.Tensor) -> bool:
+        """Whether operations compute this input. What they can't, shapes without values and float64, is torch's."""
+        return isinstance(input, torch.Tensor) and not input.is_meta and computes_in(input.dtype)
+
+    def pipeline(self) -> OperationFuser:
+        """The operations that stand for this module, with the parameters that it has now."""
+        present = {name: value for name in ("weight", "bias") if (value := getattr(self, name, None)) is not None}
+        made_for = (tuple(present), *(value.device for value in present.values()))
+        if self._pipeline is None or self._made_for != made_for:
+            operations = self._make_operations()
+            for op in operations:
+                op.__dict__["name"] = self._name  # what a CustomRecipe's roles say
+            self._pipeline, self._made_for = OperationFuser(operations), made_for
+        for basic in self._pipeline._basic_ops:
+            for name in basic._parameters.keys() & present.keys():
+                basic._parameters[name] = present[name]
+        return self._pipeline
+
+    def quantizing(self) -> contextlib.AbstractContextManager[Any]:
+        """The `autocast` in which this module computes: the caller's, if there is one, else its own."""
+        if FP8GlobalStateManager.quantization_state.autocast_depth:
+            return contextlib.nullcontext()
+        return autocast(recipe=self.recipe)
+
+
+class ConvertedLinear(_Converted, torch.nn.Linear):
+    """`torch.nn.Linear` as `ops.BasicLinear` and `ops.Bias`; see `convert`."""
+
+    def _make_operations(self) -> list[BasicOperation]:
+        return _linear_operations(self)
+
+    def takes(self, input: torch.Tensor) -> bool:
+        """Other dtypes than operations take are an error: nothing stays in high precision unnoticed."""
+        return isinstance(input, torch.Tensor) and not input.is_meta and not self.weight.is_meta
+
+    def rows_short_of_blocks(self, input: torch.Tensor) -> int:
+        """How many rows of zeros `pad` appends to an input under the recipe in force; 0 without one."""
+        if not self.pad or not FP8GlobalStateManager.is_fp8_enabled():
+            return 0
+        return -math.prod(input.shape[:-1]) % get_align_size_for_quantization(FP8GlobalStateManager.get_fp8_recipe())
+
+    def _call_operations(self, input: torch.Tensor) -> torch.Tensor:
+        short = self.rows_short_of_blocks(input)
+        if not short:
+            return self.pipeline()(input)
+        rows = input.reshape(-1, input.shape[-1])
+        y = self.pipeline()(torch.nn.functional.pad(rows, (0, 0, 0, short)))
+        return y[: len(rows)].view(*input.shape[:-1], y.shape[-1])
+
+
+class _ConvertedNorm(_Converted):
+    def _make_operations(self) -> list[BasicOperation]:
+        module: Any = self
+        op = getattr(ops, _torch_class(module).__name__)(
+            module.normalized_shape,
+            eps=torch.finfo(torch.float32).eps if module.eps is None else module.eps,
+            device=module.weight.device,
+            dtype=module.weight.dtype,
+        )
+        return [op.requires_grad_(False)]  # a bias that the module does not have stays zero
+
+    def takes(self, input: torch.Tensor) -> bool:
+        """Not without eps in 16 bits: what torch adds then has changed from version to version."""
+        module: Any = self
+        return super().takes(input) and not module.weight.is_meta and (module.eps is not None or input.itemsize == 4)
+
+
+class ConvertedLayerNorm(_ConvertedNorm, torch.nn.LayerNorm):
+    """`torch.nn.LayerNorm` as `ops.LayerNorm`; see `convert`."""
+
+
+class ConvertedRMSNorm(_ConvertedNorm, torch.nn.RMSNorm):
+    """`torch.nn.RMSNorm` as `ops.RMSNorm`; see `convert`."""
+
+
+class _ConvertedActivation(_Converted):
+    def _make_operations(self) -> list[BasicOperation]:
+        return [getattr(ops, _torch_class(self).__name__)()]
+
+
+class ConvertedGELU(_ConvertedActivation, torch.nn.GELU):
+    """`torch.nn.GELU(approximate="tanh")` as `ops.GELU`; see `convert`."""
+
+
+class ConvertedReLU(_ConvertedActivation, torch.nn.ReLU):
+    """`torch.nn.ReLU` as `ops.ReLU`; see `convert`."""
+
+
+class ConvertedSiLU(_ConvertedActivation, torch.nn.SiLU):
+    """`torch.nn.SiLU` as `ops.SiLU`; see `convert`."""
+
+
+class ConvertedSequential(NotScriptable, torch.nn.Sequential):
+    """`torch.nn.Sequential` in which neighbours that were converted run as one pipeline; see `convert`.
+
+    A module with hooks runs by itself, for torch to run the hooks, and so does a linear layer whose input is padded.
+    """
+
+    def forward(self, input: Any) -> Any:
+        """As of torch's container."""
+        refuse_proxy(input, self)
+        return outside_compile(self._run, input)
+
+    def _run(self, input: Any) -> Any:
+        x, children = input, list(self)
+        while children:
+            run = _leading_run(children, x) if len(children) > 1 else []
+            if len(run) > 1:
+                with run[0].quantizing():
+                    x = self._pipeline_of(run)(x)
+                del children[: len(run)]
+            else:
+                x = children.pop(0)(x)
+        return x
+
+    def _pipeline_of(self, run: list[_Converted]) -> OperationFuser:
+        operations = tuple(op for child in run for op in child.pipeline()._basic_ops)
+        pipelines = self.__dict__.setdefault("_pipelines", {})
+        if operations not in pipelines:
+            pipelines[operations] = OperationFuser(operations)
+        return pipelines[operations]
+
+
+def _leading_run(children: list[Any], x: Any) -> list[_Converted]:
+    """The first children, as many as may run as one pipeline on the input `x`."""
+    first = children[0]
+    if not isinstance(first, _Converted) or torch.nn.modules.module._has_any_global_hook():
+        return []
+    with first.quantizing():
+        return list(itertools.takewhile(lambda child: _joins(child, first, x), children))
+
+
+def _joins(child: Any, first: _Converted, x: Any) -> bool:
+    if not isinstance(child, _Converted) or child.recipe != first.recipe or not child.takes(x):
+        return False
+    hooked = child._forward_hooks or child._forward_pre_hooks or child._backward_hooks or child._backward_pre_hooks
+    padded = isinstance(child, ConvertedLinear) and child.rows_short_of_blocks(x)
+    return not (hooked or padded or "forward" in vars(child))
+
+
+#: Class of torch -> what its modules become.
+CONVERTED: dict[type, type[_Converted]] = {
+    cls.__bases__[1]: cls
+    for cls in (ConvertedLinear, ConvertedLayerNorm, ConvertedRMSNorm, ConvertedGELU, ConvertedReLU, ConvertedSiLU)
+}
+#: Modules of torch that multiply with their parameters and are not converted.
+_OTHER_PRODUCTS = (
+    torch.nn.modules.conv._ConvNd,
+    torch.nn.RNNBase,
+    torch.nn.RNNCellBase,
+    torch.nn.Bilinear,
+)
+#: Attribute that switches off a fast path of torch, which reads the weights of its children: class -> (name, value).
+_FAST_PATHS: dict[type, tuple[str, Any]] = {
+    torch.nn.TransformerEncoderLayer: ("activation_relu_or_gelu", 0),
+    torch.nn.TransformerEncoder: ("use_nested_tensor", False),
+}
+
+
+def _linear_operations(module: Any) -> list[BasicOperation]:
+    # On meta: the parameters are the module's, whose values and random numbers are drawn already.
+    with quantized_model_init(enabled=False):
+        made: list[BasicOperation] = [ops.BasicLinear(module.in_features, module.out_features, device="meta")]
+    return made if module.bias is None else [*made, ops.Bias(module.out_features, device="meta")]
+
+
+def _may_become(module: Any) -> bool:
+    """Whether a module computes what the operation does, dtypes and sizes aside."""
+    cls = _torch_class(module)
+    if cls not in CONVERTED or "forward" in vars(module):
+        return False
+    if cls is torch.nn.GELU:
+        return module.approximate == "tanh"
+    return not getattr(module, "inplace", False) and getattr(module, "weight", module) is not None
+
+
+def _become(module: Any, recipe: Any, *, pad: bool, name: str) -> None:
+    if not isinstance(module, _Converted):
+        _set_class(module, CONVERTED[_torch_class(module)])
+        module._pipeline = None
+    module.recipe, module.pad, module._name = recipe, pad, name
+
+
+def _restore(module: Any) -> None:
+    """Make a module torch's again."""
+    if isinstance(module, _Converted):
+        _set_class(module, _torch_class(module))
+        for name in ("recipe", "pad", "_name", "_pipeline", "_made_for"):
+            module.__dict__.pop(name, None)
+
+
+def _set_class(module: torch.nn.Module, cls: type) -> None:
+    present = type(module)
+    if parametrize.is_parametrized(module):  # the class is the module's own, with a property for each parameter
+        own = {name: value for name, value in vars(present).items() if name not in ("__dict__", "__weakref__")}
+        cls = type(present.__name__, (cls,), own)
+    elif present not in (*CONVERTED, *CONVERTED.values()):
+        raise ValueError(
+            f"model must hold modules of the classes that convert gave them; one became {present.__name__}"
+        )
+    module.__class__ = cls
+
+
+def _convert_containers(model: torch.nn.Module) -> None:
+    """Let containers follow what their modules have become."""
+    for module in model.modules():
+        if type(module) in (torch.nn.Sequential, ConvertedSequential):
+            neighbours = itertools.pairwise(isinstance(child, _Converted) for child in module.children())
+            module.__class__ = ConvertedSequential if (True, True) in neighbours else torch.nn.Sequential
+            module.__dict__.pop("_pipelines", None)
+        for cls, (name, value) in _FAST_PATHS.items():
+            if isinstance(module, cls):
+                _switch(module, name, value, off=any(isinstance(part, _Converted) for part in module.modules()))
+
+
+def _switch(module: torch.nn.Module, name: str, value: Any, *, off: bool) -> None:
+    before = "_before_conversion"
+    if off and before not in vars(module) and hasattr(module, name):
+        setattr(module, before, getattr(module, name))
+        setattr(module, name, value)
+    elif not off and before in vars(module):
+        setattr(module, name, vars(module).pop(before))

@@ -1,0 +1,726 @@
+"""`fuser.convert`: models of torch.nn compute with operations, and are otherwise the models that they were."""
+
+import copy
+import io
+import pickle
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations, weight_norm
+
+import fuser
+from fuser import conversion, ops
+from fuser.recipe import (
+    CustomRecipe,
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+)
+
+RECIPES = (DelayedScaling, Float8CurrentScaling, Float8BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling)
+
+
+def feed_forward(width=64, hidden=128):
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.LayerNorm(width), nn.Linear(width, hidden), nn.GELU(approximate="tanh"), nn.Linear(hidden, width)
+    )
+
+
+def inputs(*shape, seed=1):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def gradients(model, x, recipe=None):
+    """Output, gradient of the input and of each parameter, of a loss with unequal weights; NVFP4 draws one seed."""
+    model.zero_grad()
+    x = x.clone().requires_grad_()
+    torch.manual_seed(3)
+    if recipe is None:
+        y = model(x)
+    else:
+        with fuser.autocast(recipe=recipe):
+            y = model(x)
+    y.backward(inputs(*y.shape, seed=2).to(y.dtype))
+    return [y.detach(), x.grad, *(parameter.grad for parameter in model.parameters())]
+
+
+def assert_equal(some, others):
+    assert len(some) == len(others)
+    for one, other in zip(some, others, strict=True):
+        assert torch.equal(one, other)
+
+
+def quantizes(model, *args):
+    """Whether an output changes when quantization is switched off around the call."""
+    with torch.no_grad():
+        y = model(*args)
+        with fuser.autocast(enabled=False):
+            return not torch.equal(y, model(*args))
+
+
+class TestNumbers:
+    @pytest.mark.parametrize("kind", RECIPES)
+    def test_a_sequence_is_the_pipeline_of_operations_bit_for_bit(self, kind):
+        model = feed_forward()
+        same = ops.Sequential(ops.LayerNorm(64), ops.Linear(64, 128), ops.GELU(), ops.Linear(128, 64))
+        names = [name for name in same.state_dict() if not name.endswith("_extra_state")]
+        same.load_state_dict(dict(zip(names, model.state_dict().values(), strict=True)))
+        fuser.convert(model, kind())
+        for _ in range(2):  # delayed scaling changes its scales
+            assert_equal(gradients(model, inputs(2, 64, 64)), gradients(same, inputs(2, 64, 64), kind()))
+
+    @pytest.mark.parametrize("cls", [nn.ReLU, nn.SiLU, lambda: nn.GELU(approximate="tanh"), lambda: nn.RMSNorm(32)])
+    def test_one_module_is_its_operation(self, cls):
+        module = fuser.convert(cls(), MXFP8BlockScaling())
+        name = type(module).__name__.removeprefix("Converted")
+        op = getattr(ops, name)(32, eps=torch.finfo(torch.float32).eps) if name == "RMSNorm" else getattr(ops, name)()
+        assert_equal(gradients(module, inputs(8, 32)), gradients(op, inputs(8, 32)))
+
+    def test_without_quantization_values_are_torchs(self):
+        model, x = feed_forward(), inputs(8, 64)
+        wanted = gradients(model, x)
+        fuser.convert(model, MXFP8BlockScaling())
+        with fuser.autocast(enabled=False):
+            found = gradients(model, x)
+        for one, other in zip(found, wanted, strict=True):
+            torch.testing.assert_close(one, other)
+
+    def test_norms_without_a_bias_or_eps(self):
+        for make in (lambda: nn.LayerNorm(32, bias=False), lambda: nn.RMSNorm(32), lambda: nn.RMSNorm(32, eps=1e-3)):
+            norm, x = make(), inputs(4, 32) * 1e-3
+            wanted = gradients(norm, x)
+            fuser.convert(norm, MXFP8BlockScaling())
+            assert isinstance(norm, conversion._Converted)
+            for one, other in zip(gradients(norm, x), wanted, strict=True):
+                torch.testing.assert_close(one, other)
+
+    def test_an_inner_activation_in_double_precision_is_torchs(self):
+        x = inputs(4, 4).double()
+        assert torch.equal(fuser.convert(nn.SiLU(), MXFP8BlockScaling())(x), nn.SiLU()(x))
+
+
+class TestTheModelIsTheSame:
+    def test_objects_names_and_keys(self):
+        model = feed_forward()
+        modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
+        state = copy.deepcopy(model.state_dict())
+        assert fuser.convert(model, MXFP8BlockScaling()) is model
+        assert all(found is modules[name] for name, found in model.named_modules())
+        assert {name: id(p) for name, p in model.named_parameters()} == {n: id(p) for n, p in parameters.items()}
+        assert list(model.state_dict()) == list(state)
+        model(inputs(32, 64))  # makes the operations
+        assert list(model.state_dict()) == list(state)
+        assert len(list(model.modules())) == len(modules)
+        model.load_state_dict(state, strict=True)
+        feed_forward().load_state_dict(model.state_dict(), strict=True)
+
+    def test_attributes(self):
+        model = fuser.convert(feed_forward(), MXFP8BlockScaling())
+        norm, linear, gelu, _ = model
+        assert (linear.in_features, linear.out_features, linear.bias.shape) == (64, 128, (128,))
+        assert (norm.normalized_shape, norm.eps, norm.elementwise_affine, gelu.approximate) == (
+            (64,),
+            1e-5,
+            True,
+            "tanh",
+        )
+        assert isinstance(linear, nn.Linear)
+        assert isinstance(norm, nn.LayerNorm)
+        assert isinstance(model, nn.Sequential)
+        assert isinstance(linear.recipe, MXFP8BlockScaling)
+        assert "ConvertedLinear(in_features=64, out_features=128, bias=True, recipe=MXFP8BlockScaling)" in repr(model)
+
+    def test_loaded_by_assignment_moved_and_cast(self):
+        model = fuser.convert(feed_forward(), MXFP8BlockScaling())
+        x = inputs(32, 64)
+        before = model(x)
+        other = {name: value + 0.5 for name, value in model.state_dict().items()}
+        model.load_state_dict(other, assign=True)
+        assert not torch.equal(model(x), before)
+        assert model.bfloat16()(x.bfloat16()).dtype == torch.bfloat16
+        model(x.bfloat16()).sum().backward()
+        assert {p.grad.dtype for p in model.parameters()} == {torch.bfloat16}
+
+    def test_meta(self):
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Linear(64, 32), nn.RMSNorm(32))
+        fuser.convert(model, MXFP8BlockScaling())
+        assert model(torch.empty(8, 64, device="meta")).shape == (8, 32)
+        model.to_empty(device="cpu")
+        for parameter in model.parameters():
+            nn.init.constant_(parameter, 0.25)
+        x = torch.full((32, 64), 2.0)
+        assert torch.equal(model[0](x), torch.full((32, 32), 2 * 64 * 0.25 + 0.25))  # as before: nothing drawn anew
+
+    def test_frozen_parameters_and_training_flag(self):
+        model = feed_forward().eval()
+        model[1].requires_grad_(False)
+        fuser.convert(model, MXFP8BlockScaling())
+        assert not any(module.training for module in model.modules())
+        model(inputs(32, 64)).sum().backward()
+        assert [p.grad is None for p in model.parameters()] == [False, False, True, True, False, False]
+
+    def test_hooks_run_and_split_pipelines(self):
+        model, seen = feed_forward(), []
+        model[1].register_forward_hook(lambda module, args, y: seen.append("before") or y * 2)
+        model[3].register_full_backward_hook(lambda *args: seen.append("gradient"))
+        fuser.convert(model, MXFP8BlockScaling())
+        model[1].register_forward_pre_hook(lambda *args: seen.append("pre"))
+        model(inputs(32, 64).requires_grad_()).sum().backward()
+        assert seen == ["pre", "before", "gradient"]
+
+    def test_global_hooks(self):
+        model, seen = fuser.convert(feed_forward(), MXFP8BlockScaling()), []
+        handle = torch.nn.modules.module.register_module_forward_hook(lambda module, *_: seen.append(module))
+        try:
+            model(inputs(32, 64))
+        finally:
+            handle.remove()
+        assert set(model.modules()) <= set(seen)
+
+    def test_tied_weights_and_a_module_with_two_names(self):
+        class Model(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.embedding = nn.Embedding(64, 32)
+                self.first = self.second = nn.Linear(32, 32)
+                self.head = nn.Linear(32, 64, bias=False)
+                self.head.weight = self.embedding.weight
+
+            def forward(self, tokens):
+                return self.head(self.second(self.first(self.embedding(tokens))))
+
+        model = Model()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            fuser.convert(model, MXFP8BlockScaling())
+        assert model.head.weight is model.embedding.weight
+        assert model.first is model.second
+        model(torch.arange(64)).sum().backward()
+        assert model.embedding.weight.grad.abs().sum() > 0
+        with pytest.raises(ValueError, match="same for all names of a module"):
+            fuser.convert(model, {"first": MXFP8BlockScaling()})
+
+    def test_a_bias_that_comes_and_goes(self):
+        linear, x = fuser.convert(nn.Linear(32, 32), Float8CurrentScaling()), inputs(16, 32)
+        with_bias = linear(x)
+        bias, linear.bias = linear.bias, None
+        assert torch.allclose(linear(x) + bias, with_bias)
+        linear.bias = bias
+        assert torch.equal(linear(x), with_bias)
+
+    def test_functional_call(self):
+        linear, x = fuser.convert(nn.Linear(32, 32), Float8CurrentScaling()), inputs(16, 32)
+        zeros = {name: torch.zeros_like(p).requires_grad_() for name, p in linear.named_parameters()}
+        y = torch.func.functional_call(linear, zeros, x)
+        assert y.abs().sum() == 0
+        y.sum().backward()
+        assert zeros["weight"].grad.abs().sum() > 0
+        assert linear.weight.grad is None
+
+
+class TestCopies:
+    def test_a_copy_leaves_the_original(self):
+        model = feed_forward()
+        wanted = model(inputs(32, 64))
+        duplicate = fuser.convert(model, MXFP8BlockScaling(), inplace=False)
+        assert type(model[1]) is nn.Linear
+        assert torch.equal(model(inputs(32, 64)), wanted)
+        assert quantizes(duplicate, inputs(32, 64))
+        assert not {id(p) for p in model.parameters()} & {id(p) for p in duplicate.parameters()}
+
+    def test_a_copy_may_share_parameters(self):
+        model = feed_forward()
+        model.register_buffer("count", torch.zeros(1))
+        duplicate = fuser.convert(model, MXFP8BlockScaling(), inplace=False, share_parameters=True)
+        assert [id(p) for p in model.parameters()] == [id(p) for p in duplicate.parameters()]
+        assert duplicate.count is not model.count
+        assert quantizes(duplicate, inputs(32, 64))
+
+    @pytest.mark.parametrize("used", [False, True], ids=["unused", "used"])
+    @pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])
+    def test_copies_of_a_converted_model(self, how, used):
+        model, x = fuser.convert(feed_forward(), DelayedScaling(amax_history_len=2)), inputs(32, 64)
+        if used:
+            model(x).sum().backward()
+            model(x * 3).sum().backward()
+        if how == "deepcopy":
+            duplicate = copy.deepcopy(model)
+        elif how == "pickle":
+            duplicate = pickle.loads(pickle.dumps(model))
+        else:
+            file = io.BytesIO()
+            torch.save(model, file)
+            file.seek(0)
+            duplicate = torch.load(file, weights_only=False)
+        duplicate.zero_grad()
+        model.zero_grad()
+        assert_equal(gradients(duplicate, x), gradients(model, x))  # scales came along
+        with torch.no_grad():
+            duplicate[1].weight.zero_()  # and parameters are the copy's own
+        assert model[1].weight.abs().sum() > 0
+        assert not torch.equal(duplicate(x), model(x))
+
+    def test_state_dicts_are_saved_and_loaded(self, tmp_path):
+        model = fuser.convert(feed_forward(), DelayedScaling())
+        model(inputs(32, 64))
+        torch.save(model.state_dict(), tmp_path / "state.pt")
+        loaded = torch.load(tmp_path / "state.pt", weights_only=True)
+        fresh = feed_forward()
+        fresh.load_state_dict(loaded)
+        assert_equal(list(fresh.parameters()), list(model.parameters()))
+
+    def test_moving_averages(self):
+        model = fuser.convert(feed_forward(), MXFP8BlockScaling())
+        average = torch.optim.swa_utils.AveragedModel(
+            model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5)
+        )
+        average.update_parameters(model)
+        with torch.no_grad():
+            model[1].weight.add_(2)
+        average.update_parameters(model)
+        assert torch.allclose(average.module[1].weight, model[1].weight - 1)
+        assert quantizes(average, inputs(32, 64))
+
+    def test_back_to_torch(self):
+        model, x = feed_forward(), inputs(32, 64)
+        wanted, attributes = model(x), set(vars(model[1]))
+        fuser.convert(model, MXFP8BlockScaling())
+        model(x)
+        assert fuser.convert(model, None) is model
+        assert [type(module) for module in model] == [nn.LayerNorm, nn.Linear, nn.GELU, nn.Linear]
+        assert type(model) is nn.Sequential
+        assert set(vars(model[1])) == attributes
+        assert torch.equal(model(x), wanted)
+
+
+class TestTraining:
+    @pytest.mark.parametrize("when", ["before", "after"])
+    def test_optimizers_made_before_and_after(self, when):
+        model, same = feed_forward(), feed_forward()
+        fuser.convert(same, MXFP8BlockScaling())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2) if when == "before" else None
+        fuser.convert(model, MXFP8BlockScaling())
+        optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-2)
+        other = torch.optim.AdamW(same.parameters(), lr=1e-2)
+        losses = []
+        for _ in range(5):
+            for one, steps in ((model, optimizer), (same, other)):
+                steps.zero_grad()
+                loss = (one(inputs(32, 64)) - 1).square().mean()
+                loss.backward()
+                steps.step()
+            losses.append(loss.item())
+        assert losses[-1] < 0.8 * losses[0]
+        assert_equal(list(model.parameters()), list(same.parameters()))
+
+    def test_checkpointing(self):
+        for recipe in (MXFP8BlockScaling(), DelayedScaling()):
+            model = fuser.convert(feed_forward(), recipe)
+            x = inputs(32, 64)
+            twin = copy.deepcopy(model)
+            wanted = gradients(twin, x)
+            assert_equal(gradients(_Wrapped(copy.deepcopy(model), fuser.checkpoint), x), wanted)
+            if not recipe.delayed():  # torch's own runs again with scales that the first run updated
+                torchs = _Wrapped(model, lambda *args: torch.utils.checkpoint.checkpoint(*args, use_reentrant=False))
+                assert_equal(gradients(torchs, x), wanted)
+
+    def test_data_parallel(self):
+        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+        try:
+            model = fuser.convert(feed_forward(), DelayedScaling())
+            twin = copy.deepcopy(model)
+            parallel = nn.parallel.DistributedDataParallel(model)
+            for _ in range(2):
+                assert_equal(gradients(parallel, inputs(32, 64)), gradients(twin, inputs(32, 64)))
+        finally:
+            torch.distributed.destroy_process_group()
+
+    def test_torch_autocast(self):
+        model = fuser.convert(feed_forward(), MXFP8BlockScaling())
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = model(inputs(32, 64))
+        y.float().sum().backward()
+        assert y.dtype == torch.bfloat16
+        assert model[1].weight.grad.dtype == torch.float32
+
+    def test_compiled(self):
+        model = fuser.convert(feed_forward(), MXFP8BlockScaling())
+        wanted = model(inputs(32, 64))
+        compiled = torch.compile(model, backend="eager")
+        assert torch.equal(compiled(inputs(32, 64)), wanted)
+
+    @pytest.mark.parametrize("normalize", [weight_norm, parametrizations.weight_norm], ids=["hook", "parametrization"])
+    @pytest.mark.parametrize("when", ["before", "after"])
+    @pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
+    def test_weight_norm(self, normalize, when):
+        x = inputs(32, 64)
+        plain, linear = nn.Linear(64, 32), nn.Linear(64, 32)
+        linear.load_state_dict(plain.state_dict())
+        normalize(plain)
+        if when == "before":
+            fuser.convert(normalize(linear), MXFP8BlockScaling())
+        else:
+            normalize(fuser.convert(linear, MXFP8BlockScaling()))
+        for _ in range(2):
+            wanted, found = gradients(plain, x), gradients(linear, x)
+            for one, other in zip(found, wanted, strict=True):
+                assert 0.001 < ((one - other).norm() / other.norm()).item() < 0.1 or other.dim() == 1
+        if when == "before" and normalize is parametrizations.weight_norm:
+            fuser.convert(linear, None)
+            assert torch.equal(linear(x), plain(x))
+            fuser.convert(linear, MXFP8BlockScaling())
+            nn.utils.parametrize.remove_parametrizations(linear, "weight")
+            assert type(linear) is conversion.ConvertedLinear
+
+
+class _Wrapped(nn.Module):
+    def __init__(self, model, call):
+        super().__init__()
+        self.model, self.call = model, call
+
+    def forward(self, x):
+        return self.call(self.model, x)
+
+
+class TestRules:
+    def converted(self, model):
+        return [name for name, module in model.named_modules() if isinstance(module, conversion.ConvertedLinear)]
+
+    def model(self):
+        return nn.ModuleDict({"a": nn.Linear(32, 32), "b": nn.ModuleDict({"c": nn.Linear(32, 32)}), "n": nn.SiLU()})
+
+    def test_filter(self):
+        asked = []
+        model = fuser.convert(self.model(), MXFP8BlockScaling(), filter=lambda n, m: asked.append(n) or n != "a")
+        assert self.converted(model) == ["b.c"]
+        assert asked == ["a", "b.c", "n"]
+
+    def test_patterns(self):
+        mx, fp4 = MXFP8BlockScaling(), NVFP4BlockScaling()
+        model = fuser.convert(self.model(), {"b.*": mx, "*": fp4})
+        assert (model["a"].recipe, model["b"]["c"].recipe, model["n"].recipe) == (fp4, mx, fp4)
+        assert self.converted(fuser.convert(model, {"a": None, "b.c": fp4})) == ["b.c"]
+        assert model["b"]["c"].recipe is fp4
+        assert type(model["n"]) is nn.SiLU  # no pattern matches: torch's again
+
+    def test_function(self):
+        model = fuser.convert(self.model(), lambda name, m: MXFP8BlockScaling() if isinstance(m, nn.Linear) else None)
+        assert self.converted(model) == ["a", "b.c"]
+        assert type(model["n"]) is nn.SiLU
+
+    def test_an_outer_autocast_wins(self):
+        linear, x = fuser.convert(nn.Linear(64, 64), NVFP4BlockScaling()), inputs(32, 64)
+        own = linear(x)
+        with fuser.autocast(recipe=MXFP8BlockScaling()):
+            outer = linear(x)
+        with fuser.autocast(enabled=False):
+            plain = linear(x)
+        torch.testing.assert_close(plain, torch.nn.functional.linear(x, linear.weight, linear.bias))
+        linear.recipe = MXFP8BlockScaling()
+        assert torch.equal(linear(x), outer)
+        assert not torch.equal(own, outer)
+
+    def test_a_custom_recipe_knows_the_names(self):
+        roles = []
+
+        def qfactory(role):
+            roles.append((role.name, role.tensor_type))
+            return fuser.MXFP8Quantizer(fuser.DType.kFloat8E4M3)
+
+        model = nn.Sequential(nn.Linear(32, 32), nn.Sigmoid(), nn.Linear(32, 32))
+        fuser.convert(model, CustomRecipe(qfactory=qfactory))
+        roles.clear()
+        model(inputs(32, 32)).sum().backward()
+        assert set(roles) == {(n, t) for n in ("0", "2") for t in ("input", "weight", "grad_output")}
+
+    def test_again_with_another_recipe(self):
+        model = fuser.convert(feed_forward(), MXFP8BlockScaling())
+        fuser.convert(model, Float8CurrentScaling(), pad=True)
+        assert {type(module.recipe) for module in model} == {Float8CurrentScaling}
+        assert all(module.pad for module in model)
+
+    @pytest.mark.parametrize(
+        ("arguments", "options", "error", "message"),
+        [
+            ((torch.zeros(1), MXFP8BlockScaling()), {}, TypeError, "model must be a torch.nn.Module; got"),
+            ((nn.SiLU(), MXFP8BlockScaling), {}, TypeError, r"recipe must be a recipe, .* MXFP8BlockScaling\(\)"),
+            (
+                (nn.SiLU(), "mxfp8"),
+                {},
+                TypeError,
+                "recipe must be a recipe, a mapping, a function or None; got 'mxfp8'",
+            ),
+            ((nn.SiLU(), {"": "mxfp8"}), {}, RuntimeError, "recipe must be an instance of a recipe of fuser.recipe"),
+            ((nn.SiLU(), {"a*": None}), {}, ValueError, r"patterns that match names of modules; got 'a\*'"),
+            ((nn.SiLU(), None), {"filter": 1}, TypeError, "filter must be a function"),
+            (
+                (nn.SiLU(), None),
+                {"share_parameters": True},
+                ValueError,
+                "share_parameters must come with inplace=False",
+            ),
+            ((nn.SiLU(), None), {"pad": 32}, TypeError, "pad must be"),
+        ],
+    )
+    def test_errors(self, arguments, options, error, message):
+        with pytest.raises(error, match=message):
+            fuser.convert(*arguments, **options)
+
+
+class TestWhatIsLeft:
+    def warned(self, model, recipe=None, **options):
+        with pytest.warns(UserWarning, match="left in high precision") as found:
+            fuser.convert(model, MXFP8BlockScaling() if recipe is None else recipe, **options)
+        (warning,) = found
+        assert warning.filename == __file__
+        return str(warning.message).split("\n  ")[1:]
+
+    def test_sizes(self):
+        model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 10))
+        (line,) = self.warned(model)
+        assert line.startswith("2 (Linear): MXFP8 needs M % 32 == 0 and K % 32 == 0")
+        assert "(10, 64)" in line
+        assert model(inputs(32, 32)).shape == (32, 10)
+        with pytest.raises(ValueError, match=r"strict must be False where not all is converted:\n  2 \(Linear\)"):
+            fuser.convert(model, MXFP8BlockScaling(), strict=True)
+        fuser.convert(model, {"2": None, "*": MXFP8BlockScaling()}, strict=True)  # said, so no fault
+        fuser.convert(model, DelayedScaling(), strict=True)  # takes any size
+
+    def test_nothing_is_changed_by_an_error(self):
+        model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 10))
+        with pytest.raises(ValueError, match="strict"):
+            fuser.convert(model, MXFP8BlockScaling(), strict=True)
+        assert [type(module) for module in model] == [nn.Linear, nn.Linear]
+
+    def test_subclasses_are_not_replaced(self):
+        class LoRA(nn.Linear):
+            def forward(self, x):
+                return super().forward(x) + 1
+
+        model = nn.Sequential(LoRA(32, 32), nn.LazyLinear(32), nn.Conv2d(1, 1, 1), nn.LSTM(4, 4))
+        lines = self.warned(model)
+        assert [line.split(":")[0] for line in lines] == ["0 (LoRA)", "1 (LazyLinear)", "2 (Conv2d)", "3 (LSTM)"]
+        assert type(model[0]) is LoRA
+        model[1](torch.zeros(32, 32))
+        assert len(self.warned(model)) == 3  # it has become a Linear
+        assert type(model[1]) is conversion.ConvertedLinear
+
+    def test_forwards_replaced_on_the_object(self):
+        linear = nn.Linear(32, 32)
+        linear.forward = lambda x: x + 1
+        assert self.warned(linear) == ["the model (Linear): its forward was replaced on the object"]
+        assert torch.equal(linear(torch.zeros(1)), torch.ones(1))
+        model = fuser.convert(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)), MXFP8BlockScaling())
+        model[1].forward = lambda x: torch.zeros(3)
+        assert torch.equal(model(inputs(32, 32)), torch.zeros(3))
+
+    def test_double_precision(self):
+        assert "float64" in self.warned(nn.Linear(32, 32).double())[0]
+        with pytest.raises(ValueError, match="Supported dtypes"):
+            fuser.convert(nn.Linear(32, 32), MXFP8BlockScaling()).double()(inputs(32, 32).double())
+
+    def test_what_has_no_operation_stays_without_a_word(self):
+        model = nn.Sequential(
+            nn.GELU(), nn.ReLU(inplace=True), nn.LayerNorm(32, elementwise_affine=False), nn.Tanh(), nn.Embedding(4, 4)
+        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            fuser.convert(model, MXFP8BlockScaling())
+        assert not any(isinstance(module, conversion._Converted) for module in model.modules())
+        assert type(model) is nn.Sequential
+
+    def test_parents_that_read_a_weight(self):
+        class Parent(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.used, self.read = nn.Linear(32, 32), nn.Linear(32, 32)
+                nn.init.zeros_(self.used.weight)
+
+            def forward(self, x):
+                return self.project(self.used(x.to(self.used.weight.dtype)))
+
+            def project(self, x):
+                return nn.functional.linear(x, self.read.weight)
+
+        class Child(Parent):
+            def forward(self, x):
+                return super().forward(x)
+
+        (line,) = self.warned(nn.Sequential(Child()))
+        assert line.startswith("0 (Child) reads read.weight")
+        (line,) = self.warned(nn.Sequential(Parent()))
+        assert line == "0 (Parent) reads read.weight in its forward: not quantized there"
+
+
+class TestModels:
+    @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+    @pytest.mark.parametrize("padding", [False, True])
+    def test_encoder_in_eval_mode(self, padding):
+        """torch's fast path reads the weights: the error was 1e-7. The nested tensors of padded batches, too."""
+        torch.manual_seed(0)
+        layer = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True)
+        model, x = nn.TransformerEncoder(layer, 2).eval(), inputs(4, 16, 64)
+        mask = (torch.arange(16) >= torch.tensor([16, 12, 16, 9])[:, None]) if padding else None
+        with torch.no_grad():
+            plain = model(x, src_key_padding_mask=mask)
+            with pytest.warns(UserWarning, match=r"layers\.1\.self_attn \(MultiheadAttention\)"):
+                fuser.convert(model, MXFP8BlockScaling())
+            found = model(x, src_key_padding_mask=mask)
+            if padding:
+                plain, found = plain[~mask], found[~mask]
+            assert 0.005 < ((found - plain).norm() / plain.norm()).item() < 0.05
+            fuser.convert(model, None)
+            assert model.layers[0].activation_relu_or_gelu
+            assert model.use_nested_tensor
+            again = model(x, src_key_padding_mask=mask)
+            assert torch.equal(again[~mask] if padding else again, plain)
+
+    def test_decoder_trains(self):
+        model = nn.TransformerDecoder(nn.TransformerDecoderLayer(32, 2, 64, batch_first=True), 1)
+        with pytest.warns(UserWarning, match="multihead_attn"):
+            fuser.convert(model, MXFP8BlockScaling())
+        model(inputs(2, 16, 32), inputs(2, 16, 32)).sum().backward()
+        assert all(p.grad is not None for p in model.parameters())
+
+    def test_convolutional(self):
+        model = nn.Sequential(
+            nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.AdaptiveAvgPool2d(2), nn.Flatten(),
+            nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 10),
+        )  # fmt: skip
+        with pytest.warns(UserWarning, match=r"0 \(Conv2d\): there is no such operation\n  7 \(Linear\)"):
+            fuser.convert(model, MXFP8BlockScaling(), pad=True)
+        model(inputs(4, 3, 8, 8)).sum().backward()
+        assert all(p.grad is not None for p in model.parameters())
+        assert quantizes(model.eval(), inputs(4, 3, 8, 8))
+
+    def test_like_hugging_face(self):
+        """Attention with four projections, a gated feed-forward, a norm of its own, outputs in a dict, tied weights."""
+        torch.manual_seed(0)
+        model = _CausalModel()
+        tokens = torch.arange(64).view(2, 32) % 64
+        plain = model(input_ids=tokens, labels=tokens)["loss"]
+        fuser.convert(model, MXFP8BlockScaling(), strict=True)
+        loss = model(input_ids=tokens, labels=tokens)["loss"]
+        loss.backward()
+        assert 0 < abs(loss.item() - plain.item()) < 0.1
+        assert all(p.grad is not None for p in model.parameters())
+        model.apply(lambda m: nn.init.normal_(m.weight, std=0.02) if isinstance(m, nn.Linear) else None)
+        assert quantizes(model, tokens)
+
+
+class _Norm(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x):
+        return self.weight * x * x.square().mean(-1, keepdim=True).add(1e-6).rsqrt()
+
+
+class _Block(nn.Module):
+    def __init__(self, width, heads):
+        super().__init__()
+        self.heads = heads
+        self.input_norm, self.post_norm = _Norm(width), _Norm(width)
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            setattr(self, name, nn.Linear(width, width, bias=False))
+        self.gate_proj, self.up_proj = (nn.Linear(width, 2 * width, bias=False) for _ in range(2))
+        self.down_proj, self.act_fn = nn.Linear(2 * width, width, bias=False), nn.SiLU()
+
+    def forward(self, x):
+        h = self.input_norm(x)
+        q, k, v = (
+            p(h).unflatten(-1, (self.heads, -1)).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        x = x + self.o_proj(y)
+        h = self.post_norm(x)
+        return x + self.down_proj(self.act_fn(self.gate_proj(h)) * self.up_proj(h))
+
+
+class _CausalModel(nn.Module):
+    def __init__(self, vocabulary=64, width=32):
+        super().__init__()
+        self.embed_tokens = nn.Embedding(vocabulary, width)
+        self.layers = nn.ModuleList([_Block(width, 2) for _ in range(2)])
+        self.norm = _Norm(width)
+        self.lm_head = nn.Linear(width, vocabulary, bias=False)
+        self.lm_head.weight = self.embed_tokens.weight
+
+    def forward(self, input_ids, labels=None):
+        x = self.embed_tokens(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        logits = self.lm_head(self.norm(x))
+        if labels is None:
+            return logits
+        loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        return {"loss": loss, "logits": logits}
+
+
+class TestPadding:
+    @pytest.mark.parametrize("kind", RECIPES)
+    @pytest.mark.parametrize("rows", [(0,), (1,), (5, 7), ()], ids=str)
+    def test_as_padded_by_hand(self, kind, rows):
+        """Bit for bit: the rows that are there, the weight's gradient and the bias's."""
+        torch.manual_seed(0)
+        linear = nn.Linear(128, 128)
+        padded = fuser.convert(copy.deepcopy(linear), kind(), pad=True)
+        x = inputs(*rows, 128)
+        found = gradients(padded, x)
+        fuser.convert(linear, kind())
+        flat = x.reshape(-1, 128)
+        multiple = fuser.get_align_size_for_quantization(kind())
+        whole = torch.zeros(-(-len(flat) // multiple) * multiple, 128)
+        whole[: len(flat)] = flat
+        whole.requires_grad_()
+        dy = torch.zeros_like(whole)
+        dy[: len(flat)] = inputs(*rows, 128, seed=2).reshape(-1, 128)
+        torch.manual_seed(3)
+        y = linear(whole)
+        y.backward(dy)
+        wanted = [
+            y[: len(flat)].view(x.shape),
+            whole.grad[: len(flat)].view(x.shape),
+            linear.weight.grad,
+            linear.bias.grad,
+        ]
+        assert_equal(found, [t.detach() for t in wanted])
+
+    def test_rows_of_zeros_add_nothing(self):
+        """Current scaling takes any number of rows: what it computes without padding is what it computes with it."""
+        torch.manual_seed(0)
+        linear = fuser.convert(nn.Linear(64, 64), Float8CurrentScaling())
+        x = inputs(5, 64)
+        wanted = gradients(linear, x)
+        linear.pad = True
+        for one, other in zip(gradients(linear, x), wanted, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)  # sums over rows in another order at most
+
+    def test_in_a_sequence(self):
+        """Zeros go into linear layers alone: a norm or an activation would make other rows of them."""
+        model = fuser.convert(feed_forward(), Float8CurrentScaling())
+        x = inputs(3, 64)
+        wanted = gradients(model, x)
+        fuser.convert(model, Float8CurrentScaling(), pad=True)
+        for one, other in zip(gradients(model, x), wanted, strict=True):
+            assert ((one - other).norm() / other.norm()).item() < 0.02  # the activation was rounded before its cast
+        assert_equal(
+            gradients(model, inputs(32, 64)),
+            gradients(fuser.convert(feed_forward(), Float8CurrentScaling()), inputs(32, 64)),
+        )
+
+    def test_without_it_blocks_are_an_error(self):
+        with pytest.raises(ValueError, match="M % 32 == 0"):
+            fuser.convert(nn.Linear(64, 64), MXFP8BlockScaling())(inputs(5, 64))
+
+    def test_not_without_quantization(self):
+        linear = fuser.convert(nn.Linear(64, 64), MXFP8BlockScaling(), pad=True)
+        with fuser.autocast(enabled=False):
+            torch.testing.assert_close(linear(inputs(5, 64)), nn.Linear.forward(linear, inputs(5, 64)))
