@@ -38,7 +38,7 @@ from fuser import dispatch
 from fuser.common import publish
 from fuser.dtypes import DType, require_torch_tensor, torch_dtype
 from fuser.quantization.grouped import GroupedTensorStorage, allocate
-from fuser.quantization.quantizer import Quantizer
+from fuser.quantization.quantizer import Quantizer, observed
 from fuser.quantization.storage import QuantizedTensorStorage
 from fuser.tracing import untraced
 from refops.activations import ACTIVATIONS
@@ -147,9 +147,8 @@ def activation(name: str, input: torch.Tensor, quantizer: Quantizer | None = Non
         return dispatch.activation(name, input, **params)
     if not _fusable(quantizer):
         return quantizer(dispatch.activation(name, input, **params))
-    return quantizer.wrap(
-        dispatch.activation_quantize(name, input, quantizer.scaling(), **_copies(quantizer), **params)
-    )
+    buffers = dispatch.activation_quantize(name, input, quantizer.scaling(), **_copies(quantizer), **params)
+    return observed(quantizer, lambda: dispatch.activation(name, input, **params), quantizer.wrap(buffers))
 
 
 @overload
@@ -179,9 +178,10 @@ def activation_grad(
         return dispatch.activation_grad(name, grad, fwd_input, **params)
     if not _fusable(quantizer):
         return quantizer(dispatch.activation_grad(name, grad, fwd_input, **params))
-    return quantizer.wrap(
-        dispatch.activation_grad_quantize(name, grad, fwd_input, quantizer.scaling(), **_copies(quantizer), **params)
-    )
+    copies = _copies(quantizer)
+    buffers = dispatch.activation_grad_quantize(name, grad, fwd_input, quantizer.scaling(), **copies, **params)
+    original = functools.partial(dispatch.activation_grad, name, grad, fwd_input, **params)
+    return observed(quantizer, original, quantizer.wrap(buffers))
 
 
 @untraced
@@ -199,7 +199,8 @@ def dbias_activation_grad(
         buffers, dbias = dispatch.activation_grad_quantize(
             name, grad, fwd_input, quantizer.scaling(), dbias=True, **_copies(quantizer), **params
         )
-        return [dbias, quantizer.wrap(buffers)]
+        original = functools.partial(dispatch.activation_grad, name, grad, fwd_input, **params)
+        return [dbias, observed(quantizer, original, quantizer.wrap(buffers))]
     gradient, dbias = dispatch.activation_grad(name, grad, fwd_input, dbias=True, **params)
     return [dbias, gradient if quantizer is None else quantizer(gradient)]
 
@@ -347,7 +348,7 @@ def bgrad_quantize(input: torch.Tensor, quantizer: Quantizer | None = None) -> l
     _require_input(input, "input")
     if quantizer is not None and _fusable(quantizer):
         buffers, dbias = dispatch.quantize(input, quantizer.scaling(), dbias=True, **_copies(quantizer))
-        return [dbias, quantizer.wrap(buffers)]
+        return [dbias, observed(quantizer, lambda: input, quantizer.wrap(buffers))]
     accumulator = torch.float64 if input.dtype is torch.float64 else torch.float32
     dbias = input.reshape(input.shape[:-1].numel(), input.shape[-1]).sum(0, dtype=accumulator).to(input.dtype)
     return [dbias, input.contiguous() if quantizer is None else quantizer(input)]

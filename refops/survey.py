@@ -123,10 +123,24 @@ def measure(x, named):
         q = quantize(x, named.scaling, rowwise=not columnwise, columnwise=columnwise)
     except ValueError as error:
         return Measurement(named.name, reason=_short_reason(error))
+    return measure_quantized(x, q, named.name)
+
+
+def measure_quantized(x, q, name=""):
+    """Measure what quantization made of a tensor: its rowwise copy, or the columnwise one where there is no other.
+
+    Args:
+        x: float32, float16 or bfloat16 array (..., K) with elements.
+        q: `Quantized` of `x`.
+        name: what the result calls the scaling.
+
+    Returns:
+        `Measurement`.
+    """
     return Measurement(
-        named.name,
+        name,
         saturated=_saturated_share(x, q),
-        bits_per_element=stored_bits(q, columnwise) / x.size,
+        bits_per_element=stored_bits(q, q.rowwise_data is None) / x.size,
         **_errors(InputSource(x), DequantizedSource(q)),
     )
 

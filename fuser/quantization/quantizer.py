@@ -10,7 +10,7 @@ Behaviour: TE's quantized_tensor.py.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -22,6 +22,17 @@ from fuser.dtypes import HIGH_PRECISION
 from fuser.quantization.storage import DIRECTIONS, BufferStorage, QuantizedTensorStorage, shallow_copy
 from refops.arguments import require_flag
 from refops.quantization.result import stored_layout
+
+#: Called as observer(quantizer, original, quantized) after each cast, `original` a function that returns the tensor;
+#: `fuser.statistics` listens here.
+quantization_observers: list[Callable[[Quantizer, Callable[[], torch.Tensor], Any], None]] = []
+
+
+def observed(quantizer: Quantizer, original: Callable[[], torch.Tensor], quantized: Any) -> Any:
+    """`quantized`, shown to the observers."""
+    for observer in quantization_observers:
+        observer(quantizer, original, quantized)
+    return quantized
 
 
 class Quantizer:
@@ -160,6 +171,8 @@ class Quantizer:
 
     def _quantize_as(self, tensor, dtype):
         result = self.quantize_impl(plain(tensor))
+        if quantization_observers:
+            observed(self, lambda: plain(tensor), result)
         if dtype is None or not isinstance(result, BufferStorage) or dtype == result.dtype:
             return result
         return type(result)(replace(result.buffers, dtype=dtype), quantizer=result._quantizer)

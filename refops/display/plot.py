@@ -30,19 +30,28 @@ def require_drawable(path, tensors):
         tensors: how many there are to draw.
 
     Raises:
-        PlotError: no matplotlib, a suffix that it does not know, no such directory, or too many tensors.
+        PlotError: `require_picture` raises it, or there are too many tensors.
+    """
+    require_picture(path)
+    if tensors > MOST_TENSORS_DRAWN:
+        raise PlotError(f"--plot draws at most {MOST_TENSORS_DRAWN} tensors, choose with --tensor; got {tensors}")
+
+
+def require_picture(path, name="--plot"):
+    """Fail where no picture can be written to a path, which an error calls `name`.
+
+    Raises:
+        PlotError: no matplotlib, a suffix that it does not know, or no such directory.
     """
     try:
         from matplotlib.backend_bases import FigureCanvasBase
     except ImportError:
-        raise PlotError("--plot needs matplotlib; install it with: pip install matplotlib") from None
+        raise PlotError(f"{name} needs matplotlib; install it with: pip install matplotlib") from None
     allowed = [f".{suffix}" for suffix in sorted(FigureCanvasBase.get_supported_filetypes())]
     if Path(path).suffix.lower() not in allowed:
-        raise PlotError(f"--plot must end in one of {', '.join(allowed)}; got {path!r}")
+        raise PlotError(f"{name} must end in one of {', '.join(allowed)}; got {str(path)!r}")
     if not Path(path).absolute().parent.is_dir():
-        raise PlotError(f"--plot must name a file in an existing directory; got {path!r}")
-    if tensors > MOST_TENSORS_DRAWN:
-        raise PlotError(f"--plot draws at most {MOST_TENSORS_DRAWN} tensors, choose with --tensor; got {tensors}")
+        raise PlotError(f"{name} must name a file in an existing directory; got {str(path)!r}")
 
 
 def draw(path, surveys):
@@ -71,8 +80,8 @@ def draw(path, surveys):
         2, 1, sharex=True, layout="constrained", figsize=(width, 2 * (0.27 * len(names) + 0.4) + 1.6)
     )
     # One hue each, light to dark: readable in grey and with any colour vision.
-    _heat_map(figure, upper, sqnr, "Blues", best, lambda value: f"{value:.1f}")
-    _heat_map(figure, lower, flushed, "Oranges", 100.0, _percent_label)
+    heat_map(figure, upper, sqnr, "Blues", best, lambda value: f"{value:.1f}")
+    heat_map(figure, lower, flushed, "Oranges", 100.0, _percent_label)
     upper.set_title("Signal to quantization noise, SQNR (dB): darker is better", fontsize=10, loc="left")
     lower.set_title("Flushed to zero (% of the non-zero elements): darker is worse", fontsize=10, loc="left")
     for axis in (upper, lower):
@@ -80,12 +89,23 @@ def draw(path, surveys):
         axis.set_ylabel("tensor", fontsize=9)
     lower.set_xticks(range(len(scalings)), scalings, rotation=45, ha="right", rotation_mode="anchor", fontsize=8)
     lower.set_xlabel("scaling", fontsize=9)
+    save(figure, path)
+
+
+def save(figure, path, name="--plot"):
+    """Write a figure to a path, which an error calls `name`, whole or not at all, and close it.
+
+    Raises:
+        PlotError: the file cannot be written.
+    """
+    import matplotlib.pyplot as plt
+
     try:
         with replacing(path) as new:
             figure.savefig(new, dpi=160, bbox_inches="tight")
     except (OSError, RuntimeError) as error:  # RuntimeError: .pgf without LaTeX
         reason = getattr(error, "strerror", None) or error
-        raise PlotError(f"--plot must name a file that can be written; got {path!r}: {reason}") from None
+        raise PlotError(f"{name} must name a file that can be written; got {str(path)!r}: {reason}") from None
     finally:
         plt.close(figure)
 
@@ -121,7 +141,7 @@ def _percent_label(percent):
     return "0" if percent == 0 else "<0.1" if percent < 0.1 else f"{percent:.1f}"
 
 
-def _heat_map(figure, axis, numbers, colors, high, label):
+def heat_map(figure, axis, numbers, colors, high, label):
     """Draw one panel: shades from 0 to `high`, a label in every cell, grey where the scaling does not apply."""
     shade = np.clip(numbers, 0, high)
     image = axis.imshow(shade, cmap=colors, vmin=0, vmax=high, aspect="auto")

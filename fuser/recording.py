@@ -1,0 +1,265 @@
+"""`statistics`: what quantization does to each tensor of each step, while a model trains.
+
+Every cast of a linear operation's operands is measured as `refops inspect` measures a file's tensors
+(`refops.survey.Measurement`): signal to noise, what was flushed to zero, what the format's range cut off.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from os import PathLike
+from typing import Any
+
+import torch
+from rich.table import Table
+
+from fuser import dispatch
+from fuser.conversion import _Converted
+from fuser.dispatch import Buffers
+from fuser.dtypes import HIGH_PRECISION
+from fuser.op import BasicOperation
+from fuser.quantization.quantizer import Quantizer, quantization_observers
+from refops.arguments import require_integer, shown
+from refops.display.console import make_table, print_table, stdout_console
+from refops.display.numbers import decibels, dimensions, percent, significant
+from refops.display.plot import require_picture, save
+from refops.survey import Measurement, measure_quantized
+
+__all__ = ["QuantizationRecord", "Statistics", "statistics"]
+
+#: The names of more tensors than this do not fit beside a picture.
+MOST_TENSORS_NAMED = 40
+
+
+@dataclass(frozen=True)
+class QuantizationRecord:
+    """What quantization did to one tensor in one step.
+
+    Attributes:
+        step: number of the model's forward pass, from 0 on.
+        layer: name of the module in the model.
+        tensor: "input", "weight" or "grad_output".
+        shape: of the tensor; rows that `pad` appended are part of it.
+        amax: its largest finite magnitude.
+        measurement: SQNR, shares flushed to zero and saturated, bits of an element; its `scaling` is the format's
+            title. Of the rowwise copy, or the columnwise one where no other was made.
+    """
+
+    step: int
+    layer: str
+    tensor: str
+    shape: tuple[int, ...]
+    amax: float
+    measurement: Measurement
+
+    @property
+    def name(self) -> str:
+        """Layer and tensor."""
+        return f"{self.layer} {self.tensor}".strip()
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data, one level deep."""
+        fields = asdict(self) | {"shape": list(self.shape)}
+        del fields["measurement"]
+        return fields | self.measurement.as_dict()
+
+
+class Statistics:
+    """A context in which the casts of a model are recorded; `statistics` makes one.
+
+    `print(s)` shows a line for each tensor, with the worst of all steps.
+
+    Attributes:
+        records: list of `QuantizationRecord`, in the order of the casts.
+        step: number of the forward pass that runs or ran last; -1 before the first.
+    """
+
+    def __init__(self, model: torch.nn.Module, every: int) -> None:
+        self.records: list[QuantizationRecord] = []
+        self.step = -1
+        self._model, self._every = model, every
+        self._roles: dict[int, tuple[Quantizer, str, str]] = {}
+        self._hook: Any = None
+
+    def __enter__(self) -> Statistics:
+        if self._hook is not None:
+            raise RuntimeError("statistics cannot be entered again before it was left")
+        self._hook = self._model.register_forward_pre_hook(self._count)
+        quantization_observers.append(self._observe)
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        quantization_observers.remove(self._observe)
+        self._hook.remove()
+        self._hook = None
+
+    def _count(self, *_: Any) -> None:
+        self.step += 1
+
+    def _observe(self, quantizer: Quantizer, original: Callable[[], torch.Tensor], quantized: Any) -> None:
+        if self.step < 0 or self.step % self._every:
+            return
+        found = self._roles.get(id(quantizer))
+        if found is None or found[0] is not quantizer:  # a recipe has made new ones, perhaps
+            self._roles = {id(one): (one, layer, tensor) for one, layer, tensor in _quantizers_of(self._model)}
+            found = self._roles.get(id(quantizer))
+        if found is None:
+            return
+        measured = _measured(original().detach(), quantizer, quantized)
+        if measured is not None:
+            _, layer, tensor = found
+            self.records.append(QuantizationRecord(self.step, layer, tensor, *measured))
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The records as plain data."""
+        return [record.as_dict() for record in self.records]
+
+    def of(self, layer: str, tensor: str) -> list[QuantizationRecord]:
+        """The records of one tensor, in order."""
+        return [record for record in self.records if (record.layer, record.tensor) == (layer, tensor)]
+
+    def _by_name(self) -> dict[str, list[QuantizationRecord]]:
+        found: dict[str, list[QuantizationRecord]] = {}
+        for record in self.records:
+            found.setdefault(record.name, []).append(record)
+        return found
+
+    def __str__(self) -> str:
+        table = make_table("<tensor", "shape", "<format", "steps", "amax", "SQNR dB", "flushed %", "saturated %")
+        for name, records in self._by_name().items():
+            measured = [record.measurement for record in records]
+            table.add_row(
+                name,
+                dimensions(records[-1].shape),
+                measured[-1].scaling,
+                str(len(records)),
+                significant(max(record.amax for record in records)),
+                decibels(worst(measured)),
+                percent(largest(one.flushed for one in measured)),
+                percent(largest(one.saturated for one in measured)),
+            )
+        return text_of(table)
+
+    def plot(self, path: str | PathLike[str]) -> None:
+        """Draw SQNR, flushed and saturated shares of each tensor over the steps. The suffix gives the format.
+
+        Raises:
+            PlotError: no matplotlib, a suffix that it does not know, or no such directory. ValueError: no records.
+        """
+        by_name = self._by_name()
+        if not by_name:
+            raise ValueError("statistics must hold records to be drawn; got none")
+        require_picture(path, "path")
+        import matplotlib
+
+        matplotlib.use("Agg")
+        import matplotlib.pyplot as plt
+
+        figure, axes = plt.subplots(3, 1, sharex=True, layout="constrained", figsize=(8, 8))
+        columns = {"SQNR (dB)": "sqnr_db", "flushed to zero (%)": "flushed", "saturated (%)": "saturated"}
+        for axis, (title, column) in zip(axes, columns.items(), strict=True):
+            factor = 1 if column == "sqnr_db" else 100
+            for (name, records), style in zip(by_name.items(), itertools.cycle(("-", "--", "-.", ":")), strict=False):
+                values = [getattr(record.measurement, column) for record in records]
+                points = [math.nan if value is None else factor * value for value in values]
+                axis.plot([record.step for record in records], points, style, label=name)
+            axis.set_ylabel(title)
+        axes[-1].set_xlabel("step")
+        if len(by_name) <= MOST_TENSORS_NAMED:
+            figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right upper", fontsize=8)
+        save(figure, path, "path")
+
+
+def statistics(model: torch.nn.Module, *, every: int = 1) -> Statistics:
+    """Record what quantization does to the operands of a model's linear operations, step by step.
+
+        with fuser.statistics(model) as s:
+            for batch in batches:
+                train(model, batch)
+        print(s)
+        s.plot("statistics.png")
+
+    A step is a forward pass of `model`, with the backward passes that follow it. Casts by quantizers that override
+    `quantize`, and of whole groups (`group_quantize`), are not seen. Numbers and random numbers of the model do not
+    change; each cast is measured on the CPU, which takes longer than the cast.
+
+    Args:
+        model: a model that `convert` converted, or one with operations of `fuser.ops` inside.
+        every: measure the first of so many steps.
+
+    Returns:
+        `Statistics`, a context manager, which keeps its records.
+
+    Raises:
+        TypeError: `model` is no module, or `every` no integer. ValueError: no operation in it quantizes, or `every` is
+            not positive.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module; got {shown(model)}")
+    if not any(op.num_quantizers("forward") for _, op in operations_of(model)):
+        rule = "must have operations that quantize: convert it, or write it with fuser.ops"
+        raise ValueError(f"model {rule}; got {type(model).__name__}")
+    return Statistics(model, require_integer(every, "every", low=1, high=2**63))
+
+
+def operations_of(model: torch.nn.Module) -> Iterator[tuple[str, BasicOperation]]:
+    """The basic operations in a model, each with the name of the layer that it is or is a part of."""
+    for name, module in model.named_modules():
+        if isinstance(module, _Converted):
+            yield from ((name, op) for op in module.pipeline()._basic_ops)  # type: ignore[misc]
+        elif isinstance(module, BasicOperation):
+            yield name.rpartition(".basic_ops.")[0] or name.removeprefix("basic_ops."), module
+
+
+def _quantizers_of(model: torch.nn.Module) -> Iterator[tuple[Quantizer, str, str]]:
+    """The quantizers that the operations have now, each with the names of its layer and its tensor."""
+    for layer, op in operations_of(model):
+        for mode, quantizers in (op._quantizers or {}).items():
+            roles = op.get_quantizer_roles(mode) or []
+            kinds = list(dict.fromkeys(role.tensor_type for role in roles))
+            for i, (quantizer, role) in enumerate(zip(quantizers, roles, strict=False)):
+                group = f" {i // len(kinds)}" if len(roles) > len(kinds) else ""
+                yield quantizer, layer, role.tensor_type + group
+
+
+def _measured(x: torch.Tensor, quantizer: Quantizer, quantized: Any) -> tuple[Any, float, Measurement] | None:
+    """Shape, amax and measurement of a tensor; None for one without elements or of another dtype."""
+    if not x.numel() or x.dtype not in HIGH_PRECISION or not hasattr(quantized, "buffers"):
+        return None
+    operand = quantized.buffers.operand(columnwise=False)
+    operand = quantized.buffers.operand(columnwise=True) if operand is None else operand
+    finite = x[x.isfinite()]
+    amax = finite.abs().max().item() if finite.numel() else 0.0
+    if not isinstance(operand, Buffers):  # an IdentityQuantizer's
+        kept = Measurement("none", sqnr_db=math.inf, flushed=0.0, saturated=0.0, bits_per_element=8.0 * x.itemsize)
+        return tuple(x.shape), amax, kept
+    reference = dispatch.Reference(torch.device("cpu"))
+    arrays = {name: reference.array(tensor) for name, tensor in operand.tensors.items()}
+    q = reference.quantized(arrays, operand)
+    return tuple(x.shape), amax, measure_quantized(reference.array(x.contiguous()), q, operand.scaling.title)
+
+
+def worst(measurements: list[Measurement]) -> Measurement:
+    """The one with the lowest SQNR, of those that have one."""
+    return min(measurements, key=lambda one: math.inf if one.sqnr_db is None else one.sqnr_db)
+
+
+def largest(shares: Iterator[float | None]) -> float | None:
+    """The largest of those that are there."""
+    return max((share for share in shares if share is not None), default=None)
+
+
+def text_of(*tables: Table | str) -> str:
+    """Tables, and lines between them, as text."""
+    console = stdout_console()
+    console.file = text = io.StringIO()
+    for table in tables:
+        if isinstance(table, Table):
+            print_table(console, table)
+        else:
+            console.print(table)
+    return text.getvalue().rstrip()
