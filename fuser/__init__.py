@@ -23,6 +23,7 @@ if TYPE_CHECKING:  # the same names, for type checkers
     from fuser import quantization as quantization
     from fuser import recipe as recipe
     from fuser import xla as xla
+    from fuser.comparison import compare as compare
     from fuser.conversion import convert as convert
     from fuser.dispatch import backend as backend
     from fuser.dtypes import DType as DType
@@ -77,6 +78,7 @@ if TYPE_CHECKING:  # the same names, for type checkers
     from fuser.quantization import restore_from_func_ctx as restore_from_func_ctx
     from fuser.quantization import restore_from_saved as restore_from_saved
     from fuser.recompute import checkpoint as checkpoint
+    from fuser.recording import statistics as statistics
     from fuser.utils import deinterleave_glu_tensor as deinterleave_glu_tensor
     from fuser.utils import get_device_compute_capability as get_device_compute_capability
     from fuser.utils import interleave_glu_tensor as interleave_glu_tensor
@@ -131,9 +133,11 @@ _HOMES = {
     "fuser.utils": ("deinterleave_glu_tensor", "get_device_compute_capability", "interleave_glu_tensor"),
     "fuser.dtypes": ("DType",),
     "fuser.dispatch": ("backend",),
+    "fuser.comparison": ("compare",),
     "fuser.conversion": ("convert",),
     "fuser.explanation": ("explain",),
     "fuser.recompute": ("checkpoint",),
+    "fuser.recording": ("statistics",),
     "fuser.fuser": (
         "OperationFuser",
         "fusions",

@@ -39,6 +39,17 @@ from fuser.tracing import NotScriptable, outside_compile, refuse_proxy
 from refops.arguments import require_flag, shown
 from refops.survey import match_names
 
+__all__ = [
+    "ConvertedGELU",
+    "ConvertedLayerNorm",
+    "ConvertedLinear",
+    "ConvertedRMSNorm",
+    "ConvertedReLU",
+    "ConvertedSequential",
+    "ConvertedSiLU",
+    "convert",
+]
+
 #: What says which recipe a module gets, by its name: one for all, one for each pattern, or a function.
 Rule = Recipe | Mapping[str, Recipe | None] | Callable[[str, torch.nn.Module], Recipe | None] | None
 

@@ -16,7 +16,9 @@ PUBLIC = (
     "cuda_kernels.emulator",
     "cuda_kernels.host",
     "fuser",
+    "fuser.comparison",
     "fuser.compat",
+    "fuser.conversion",
     "fuser.custom_recipes.quantizer_factories",
     "fuser.custom_recipes.quantizer_factory_zoo",
     "fuser.custom_recipes.reference",
@@ -30,6 +32,7 @@ PUBLIC = (
     "fuser.ops",
     "fuser.quantization",
     "fuser.recipe",
+    "fuser.recording",
     "fuser.xla",
 )
 

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import io
 import pickle
+import warnings
 
 import hostile
 import numpy as np
@@ -623,6 +624,62 @@ def pipelines(case):
     require(str(explanation) and explanation.mermaid() and explanation.to_dict(), "an explanation without text")
     rebuild_reports(case, explanation)
     case.call("fuser.OperationFuser", ops, changes=(0,), **ERRORS)
+
+
+def torch_module(case, width):
+    """(module of torch, width of its output)."""
+    import torch
+
+    name = case.choose(
+        ["Linear", "Linear", "Linear", "LayerNorm", "RMSNorm", "GELU", "ReLU", "SiLU", "Tanh", "Dropout"]
+    )
+    cls = getattr(torch.nn, name)
+    if name == "Linear":
+        out = case.choose([32, 64, 48, 10])
+        return cls(width, out, bias=case.chance(0.7)), out
+    if name in ("LayerNorm", "RMSNorm"):
+        return cls(width, elementwise_affine=case.chance(0.8)), width
+    return (cls(approximate=case.choose(["tanh", "none"])) if name == "GELU" else cls()), width
+
+
+@target("conversions", ["fuser.convert", "fuser.compare", "fuser.statistics"], cases=100, seconds=120, needs=NEEDS)
+def conversions(case):
+    """Random models of torch are converted, compared and recorded under random recipes; the same model comes back."""
+    import torch
+
+    torch.manual_seed(case.number)
+    width = first = case.choose([32, 64])
+    modules = []
+    for _ in range(case.below(5, 1)):
+        module, width = torch_module(case, width)
+        modules.append(module)
+    model = torch.nn.Sequential(*modules)
+    if case.chance(0.3):
+        model = model.to(case.choose([torch.bfloat16, torch.float16, torch.float64]))
+    names, pad = list(model.state_dict()), case.chance(0.7)
+    given = recipe(case, right=True)
+    rule = case.choose(
+        [given, given, {"*": given}, {"0": given}, {"none*": given}, lambda name, module: given, "x", None]
+    )
+    x = torch.randn(case.choose([(32, first), (2, 16, first), (5, first), (first,), (0, first)]), requires_grad=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # what stays in high precision
+        converted = case.call("fuser.convert", model, rule, pad=pad, inplace=case.chance(0.5), changes=(0,), **ERRORS)
+    require(list(converted.state_dict()) == names, "other names of parameters")
+    x = x.to(next(iter(model.parameters()), x).dtype)
+    try:
+        y = converted(x)
+    except ERRORS["documented"] as error:
+        raise DocumentedError(str(error)) from error
+    require(y.shape == (*x.shape[:-1], width), "another shape", y.shape, width)
+    if case.chance(0.3):
+        recorded = case.call("fuser.statistics", converted, changes=(0,), **ERRORS)
+        with recorded:
+            converted(x).float().sum().backward()
+        require(str(recorded) and len(recorded.rows()) == len(recorded.records), "records without text")
+    if case.chance(0.3):
+        found = case.call("fuser.compare", model, x, given, pad=pad, quiet=True, changes=(0,), **ERRORS)
+        require(str(found) and found.rows(), "a comparison without text")
 
 
 PLAIN_OPS = ("Linear", "BasicLinear", "Bias", "ConstantScale", "Identity", "LayerNorm", "RMSNorm", "L2Normalization")

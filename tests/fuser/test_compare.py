@@ -1,0 +1,359 @@
+"""`fuser.compare` and `fuser.statistics`: right numbers, and a model that is as it was."""
+
+import copy
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+import fuser
+import refops
+from fuser import comparison, ops
+from fuser.quantization.quantizer import quantization_observers
+from fuser.recipe import (
+    CustomRecipe,
+    DelayedScaling,
+    Float8CurrentScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+)
+from refops.display.plot import PlotError
+from refops.survey import SCALINGS, measure, measure_quantized
+
+
+def feed_forward():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 128), nn.GELU(approximate="tanh"), nn.Linear(128, 64))
+
+
+def inputs(*shape, seed=1):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def compared(model, batch, recipes=None, **options):
+    return fuser.compare(model, batch, MXFP8BlockScaling() if recipes is None else recipes, quiet=True, **options)
+
+
+class TestNumbers:
+    def test_errors_are_those_of_a_step_by_hand(self):
+        model, x = feed_forward(), inputs(32, 64)
+        (found,) = compared(model, x, loss=lambda y: y.square().mean()).recipes
+        results = []
+        for recipe in (None, MXFP8BlockScaling()):
+            duplicate, kept = copy.deepcopy(model), []
+            duplicate[1].register_forward_hook(lambda *args, kept=kept: kept.append(args[2].detach()))
+            if recipe is not None:
+                fuser.convert(duplicate, recipe)
+            y = duplicate(x)
+            loss = y.square().mean()
+            loss.backward()
+            results.append((loss.item(), y.detach(), kept[0], *(p.grad for p in duplicate.parameters())))
+        plain, quantized = results
+
+        def error(*indices):
+            a, b = (torch.cat([one[i].flatten() for i in indices]).double() for one in (quantized, plain))
+            return ((a - b).norm() / b.norm()).item()
+
+        assert found.recipe == "MXFP8BlockScaling"
+        assert found.loss == quantized[0]
+        assert found.loss_error == pytest.approx(abs(quantized[0] - plain[0]) / plain[0])
+        assert found.output == pytest.approx(error(1))
+        assert found.gradient == pytest.approx(error(*range(3, 9)))
+        layers = {layer.layer: layer for layer in found.layers}
+        assert list(layers) == ["0", "1", "2", "3", ""]
+        assert layers["1"].output == pytest.approx(error(2))
+        assert layers["0"].output == pytest.approx(0.027, abs=0.005)  # as it leaves: quantized for the linear layer
+        assert layers["1"].gradient == pytest.approx(error(5, 6))
+        assert layers["3"].gradient == pytest.approx(error(7, 8))
+        assert layers["2"].gradient is None
+        assert layers[""].output == layers["3"].output == found.output
+
+    def test_statistics_are_those_of_refops(self):
+        """MXFP8, rowwise: of the input as the norm emits it, of the weight, and of the gradient that reached it."""
+        model, x = feed_forward(), inputs(32, 64)
+        (found,) = compared(model, x).recipes
+        named = next(one for one in SCALINGS.values() if one.scaling == refops.MXFP8Scaling(refops.E4M3))
+        records = {(record.layer, record.tensor): record for record in found.records}
+        assert len(records) == 6
+        norm = ops.LayerNorm(64)
+        wanted = {("1", "weight"): model[1].weight, ("3", "weight"): model[3].weight, ("1", "input"): norm(x)}
+        for key, tensor in wanted.items():
+            measured = measure(tensor.detach().numpy(), named)
+            assert records[key].measurement.sqnr_db == measured.sqnr_db
+            assert records[key].measurement.flushed == measured.flushed
+            assert records[key].measurement.saturated == measured.saturated
+            assert records[key].amax == tensor.abs().max().item()
+            assert records[key].shape == tensor.shape
+
+    def test_more_bits_are_better(self):
+        found = compared(feed_forward(), inputs(32, 64), [MXFP8BlockScaling(), NVFP4BlockScaling()])
+        assert found["MXFP8BlockScaling"].output < found["NVFP4BlockScaling"].output / 2
+        assert found["MXFP8BlockScaling"].gradient < found["NVFP4BlockScaling"].gradient / 2
+        with pytest.raises(KeyError, match="must be one of MXFP8BlockScaling, NVFP4BlockScaling; got 'x'"):
+            found["x"]
+
+    def test_delayed_scaling_has_learnt_its_scales(self):
+        found = compared(feed_forward(), inputs(32, 64) * 1e-4, [DelayedScaling()])
+        assert found.recipes[0].output < 0.1
+
+    def test_all_recipes_by_default_and_ragged_batches(self):
+        found = fuser.compare(nn.Linear(64, 32), inputs(3, 64), quiet=True)
+        assert [one.recipe for one in found.recipes] == [type(one).__name__ for one in comparison.default_recipes()]
+        assert all(0.005 < one.output < 0.3 for one in found.recipes)
+        with pytest.raises(ValueError, match="M % 32"):
+            compared(nn.Linear(64, 32), inputs(3, 64), pad=False)
+
+    def test_names_and_rules(self):
+        rule = {"1": None, "*": MXFP8BlockScaling()}
+        found = compared(feed_forward(), inputs(32, 64), {"all": MXFP8BlockScaling(), "but the first": rule})
+        assert {record.layer for record in found["but the first"].records} == {"3"}
+        assert found["but the first"].output < found["all"].output
+        one, other = Float8CurrentScaling(), Float8CurrentScaling(use_power_2_scales=True)
+        names = [found.recipe for found in compared(nn.Linear(16, 16), inputs(16, 16), [one, other]).recipes]
+        assert names == [repr(one), repr(other)]
+
+    def test_what_stays_in_high_precision_is_said(self):
+        model = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 10))
+        found = compared(model, inputs(32, 64), [MXFP8BlockScaling(), Float8CurrentScaling()])
+        assert [len(one.left) for one in found.recipes] == [1, 0]
+        assert "left in high precision under MXFP8BlockScaling: 1 (Linear): MXFP8 needs" in str(found)
+
+    def test_operations_of_fuser(self):
+        model = ops.Sequential(ops.RMSNorm(64), ops.Linear(64, 128), ops.SwiGLU(), ops.Linear(64, 32))
+        (found,) = compared(model, inputs(32, 64)).recipes
+        assert [layer.layer for layer in found.layers] == ["0", "1", "2", "3", ""]
+        assert {record.name for record in found.records} == {
+            f"{layer} {tensor}" for layer in "13" for tensor in ("input", "weight", "grad_output")
+        }
+        assert 0.005 < found.output < 0.1
+        assert found.layers[1].gradient > 0
+
+    def test_a_converted_model_is_compared_with_torchs(self):
+        model = feed_forward()
+        wanted = compared(model, inputs(32, 64))
+        fuser.convert(model, NVFP4BlockScaling())
+        assert compared(model, inputs(32, 64)) == wanted
+        assert isinstance(model[1].recipe, NVFP4BlockScaling)
+
+    def test_a_custom_recipe_without_quantization(self):
+        recipe = CustomRecipe(qfactory=lambda role: fuser.IdentityQuantizer())
+        (found,) = compared(nn.Linear(32, 32), inputs(32, 32), recipe).recipes
+        assert found.output < 1e-6
+        assert {record.measurement.sqnr_db for record in found.records} == {math.inf}
+
+
+class TestCalls:
+    class Model(nn.Module):
+        def __init__(self, result):
+            super().__init__()
+            self.linear, self.result = nn.Linear(32, 32), result
+
+        def forward(self, x, target=None):
+            y = self.linear(x)
+            return self.result(y, None if target is None else (y - target).square().mean())
+
+    def test_losses(self):
+        x, target = inputs(32, 32), inputs(32, 32, seed=2)
+        wanted = compared(self.Model(lambda y, loss: loss), (x, target))
+        for result in (
+            lambda y, loss: {"loss": loss, "logits": y},
+            lambda y, loss: SimpleNamespace(loss=loss, logits=y),
+        ):
+            model = self.Model(result)
+            model.linear.load_state_dict({"weight": torch.eye(32), "bias": torch.zeros(32)})
+            found = compared(model, {"x": x, "target": target})
+            assert found.loss == pytest.approx((x - target).square().mean().item())
+            assert found.recipes[0].loss != found.loss
+        assert wanted.recipes[0].gradient > 0
+        with pytest.raises(ValueError, match="loss must return a scalar tensor; got tensor"):
+            compared(nn.Linear(32, 32), x, loss=lambda y: y)
+
+    def test_random_weights_give_every_layer_a_gradient(self):
+        """The mean square of a norm's output has none."""
+        found = compared(nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64)), inputs(32, 64))
+        assert found.recipes[0].layers[0].gradient < 0.1
+
+    def test_dropout_is_the_same_in_all_steps(self):
+        model = nn.Sequential(nn.Dropout(0.5), nn.Linear(64, 64))
+        (found,) = compared(model, inputs(32, 64)).recipes
+        assert found.output < 0.1
+
+    @pytest.mark.parametrize(
+        ("arguments", "error", "message"),
+        [
+            ((torch.zeros(1), torch.zeros(1)), TypeError, "model must be a torch.nn.Module"),
+            ((nn.SiLU(), torch.zeros(1), "mxfp8"), TypeError, "recipes must be a recipe, a list .* got 'mxfp8'"),
+            ((nn.SiLU(), torch.zeros(1), 3), TypeError, "recipes must be a recipe, a list .* got 3"),
+            ((nn.SiLU(), torch.zeros(1), []), ValueError, "recipes must hold at least one"),
+            ((nn.SiLU(), torch.zeros(1), [MXFP8BlockScaling()] * 2), ValueError, "recipes must differ"),
+            ((nn.SiLU(), torch.zeros(1), ["mxfp8"]), TypeError, "recipe must be a recipe"),
+        ],
+    )
+    def test_errors(self, arguments, error, message):
+        with pytest.raises(error, match=message):
+            fuser.compare(*arguments, quiet=True)
+
+
+class TestNothingIsTouched:
+    def test_model_and_random_numbers(self):
+        model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Dropout(), nn.Linear(64, 64))
+        model[2].eval()
+        x = inputs(32, 64).requires_grad_()
+        model(x).sum().backward()
+        gradient = x.grad
+        before = copy.deepcopy(model)
+        grads = [p.grad.clone() for p in model.parameters()]
+        state, modules = torch.get_rng_state(), dict(model.named_modules())
+        fuser.compare(model, x, [DelayedScaling(), NVFP4BlockScaling()], quiet=True)
+        assert torch.equal(torch.get_rng_state(), state)
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before.parameters(), strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(model.buffers(), before.buffers(), strict=True))
+        assert all(torch.equal(p.grad, grad) for p, grad in zip(model.parameters(), grads, strict=True))
+        assert [m.training for m in model.modules()] == [m.training for m in before.modules()]
+        assert dict(model.named_modules()) == modules
+        assert type(model[0]) is nn.Linear
+        assert x.grad is gradient
+        assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+        assert not quantization_observers
+
+    def test_scales_of_a_converted_model(self):
+        model, x = fuser.convert(feed_forward(), DelayedScaling()), inputs(32, 64)
+        model(x).sum().backward()
+        twin = copy.deepcopy(model)
+        compared(model, x * 100, [DelayedScaling()])
+        assert torch.equal(model(x), twin(x))
+
+    def test_inside_of_no_grad_and_autocast(self):
+        with torch.no_grad(), fuser.autocast(recipe=NVFP4BlockScaling()):
+            inside = compared(feed_forward(), inputs(32, 64))
+        assert inside == compared(feed_forward(), inputs(32, 64))
+
+    def test_after_an_error(self):
+        class Breaks(nn.Linear):
+            def forward(self, x):
+                raise RuntimeError("broken")
+
+        model, state = nn.Sequential(nn.Linear(32, 32), Breaks(32, 32)), torch.get_rng_state()
+        with pytest.raises(RuntimeError, match="broken"):
+            compared(model, inputs(32, 32))
+        assert torch.equal(torch.get_rng_state(), state)
+        assert not quantization_observers
+        assert not comparison.forward_observers
+
+
+class TestShowing:
+    def test_printed(self, capsys):
+        found = fuser.compare(feed_forward(), inputs(32, 64), MXFP8BlockScaling())
+        printed = capsys.readouterr().out
+        assert printed == f"{found}\n"
+        for line in ("Loss without a recipe:", "Error of each layer's output:", "1 grad_output", "(model)"):
+            assert line in printed
+        assert all(len(line) <= 120 for line in printed.splitlines())
+
+    def test_rows(self):
+        found = compared(feed_forward(), inputs(32, 64), [MXFP8BlockScaling(), NVFP4BlockScaling()])
+        rows = found.rows()
+        assert len(rows) == 10
+        row = next(row for row in rows if (row["recipe"], row["layer"]) == ("NVFP4BlockScaling", "1"))
+        assert row["gradient"] == found["NVFP4BlockScaling"].layers[1].gradient
+        assert 15 < row["grad_output_sqnr_db"] < 25
+        assert {"input_flushed", "weight_saturated"} <= set(row)
+
+    def test_plots(self, tmp_path):
+        pytest.importorskip("matplotlib")
+        found = compared(feed_forward(), inputs(32, 64), plot=tmp_path / "errors.png")
+        found.plot(tmp_path / "errors.svg")
+        assert (tmp_path / "errors.png").stat().st_size > 5000
+        assert (tmp_path / "errors.svg").read_text().startswith("<?xml")
+        with pytest.raises(PlotError, match="plot must end in one of"):
+            compared(nn.Linear(32, 32), inputs(32, 32), plot=tmp_path / "errors.text")
+        with pytest.raises(PlotError, match="path must name a file in an existing directory"):
+            found.plot(tmp_path / "missing" / "errors.png")
+
+
+class TestStatistics:
+    def test_each_step_of_training(self, tmp_path):
+        model = fuser.convert(feed_forward(), MXFP8BlockScaling())
+        twin = copy.deepcopy(model)
+        with fuser.statistics(model, every=2) as s:
+            for step in range(4):
+                for one in (model, twin):  # another model's casts do not count
+                    one.zero_grad()
+                    one(inputs(32, 64) * 2**step).sum().backward()
+        assert not quantization_observers
+        assert len(s.records) == 2 * 6
+        assert [record.step for record in s.of("1", "input")] == [0, 2]
+        assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+        model(inputs(32, 64))
+        assert len(s.records) == 12
+        assert s.step == 3
+        row = s.rows()[0]
+        assert (row["layer"], row["tensor"], row["step"], row["shape"]) == ("1", "input", 0, [32, 64])
+        assert row["scaling"] == refops.MXFP8Scaling(refops.E4M3).title
+        lines = str(s).splitlines()
+        assert len(lines) == 2 + 6
+        pytest.importorskip("matplotlib")
+        s.plot(tmp_path / "steps.png")
+        assert (tmp_path / "steps.png").stat().st_size > 5000
+
+    def test_what_is_flushed_and_saturated(self):
+        """A scale that is a million too small or too large: one step after the data changed under delayed scaling."""
+        model = fuser.convert(nn.Linear(64, 64), DelayedScaling(amax_history_len=1))
+        with fuser.statistics(model) as s:
+            for factor in (1, 1e6, 1e-6):
+                model(inputs(32, 64) * factor)
+        first, large, small = (record.measurement for record in s.of("", "input"))
+        assert large.saturated > 0.9
+        assert small.flushed > 0.9
+        assert (first.saturated > 0, first.flushed > 0.9) == (False, False)
+
+    @pytest.mark.parametrize("kind", [DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling])
+    def test_casts_in_kernels_with_activations_and_bias_gradients(self, kind):
+        """Forward GELU -> Linear; backward Linear -> GELU gradient and its bias's in one kernel, and Bias -> Linear."""
+        model = fuser.convert(feed_forward(), kind())
+        with fuser.statistics(model) as s:
+            for _ in range(2):
+                model(inputs(32, 64)).sum().backward()
+        for layer in "13":
+            for tensor in ("input", "weight", "grad_output"):
+                records = s.of(layer, tensor)
+                assert len(records) == 2, (layer, tensor)
+                assert records[1].measurement.sqnr_db > 20
+
+    def test_hybrid_quantizers_and_groups(self):
+        def qfactory(role):
+            return fuser.HybridQuantizer(
+                rowwise_quantizer=fuser.NVFP4Quantizer(),
+                columnwise_quantizer=fuser.MXFP8Quantizer(fuser.DType.kFloat8E4M3),
+            )
+
+        model = ops.Sequential(ops.GroupedLinear(2, 64, 64))
+        with fuser.statistics(model) as s, fuser.autocast(recipe=CustomRecipe(qfactory=qfactory)):
+            model(inputs(64, 64), torch.tensor([32, 32])).sum().backward()
+        assert {record.tensor for record in s.records} == {
+            f"{tensor} {group}" for tensor in ("input", "weight", "grad_output") for group in (0, 1)
+        }
+        assert {record.measurement.scaling for record in s.records} == {refops.NVFP4Scaling().title}
+
+    def test_errors(self):
+        with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module"):
+            fuser.statistics(torch.zeros(1))
+        with pytest.raises(ValueError, match="model must have operations that quantize"):
+            fuser.statistics(nn.Linear(32, 32))
+        model = fuser.convert(nn.Linear(32, 32), MXFP8BlockScaling())
+        with pytest.raises(ValueError, match="every must be an integer"):
+            fuser.statistics(model, every=0)
+        s = fuser.statistics(model)
+        with pytest.raises(ValueError, match="statistics must hold records to be drawn"):
+            s.plot("picture.png")
+        with s, pytest.raises(RuntimeError, match="cannot be entered again"):
+            s.__enter__()
+
+
+def test_a_measurement_of_what_was_quantized_already():
+    x = inputs(32, 64).numpy()
+    for named in SCALINGS.values():
+        q = refops.quantize(x, named.scaling, rowwise=not named.columnwise, columnwise=named.columnwise)
+        assert measure_quantized(x, q, named.name) == measure(x, named)
