@@ -137,7 +137,7 @@ class Comparison:
             measured = [record.measurement for record in found.records]
             totals.add_row(
                 found.recipe,
-                f"{found.loss:.6g}",
+                f"{found.loss:.4g}",
                 _error(found.loss_error),
                 _error(found.output),
                 _error(found.gradient),
@@ -145,7 +145,7 @@ class Comparison:
                 percent(largest(one.flushed for one in measured)),
                 percent(largest(one.saturated for one in measured)),
             )
-        parts: list[Any] = [f"Loss without a recipe: {self.loss:.6g}. Errors are relative to that step.", "", totals]
+        parts: list[Any] = [f"Loss without a recipe: {self.loss:.4g}. Errors are relative to that step.", "", totals]
         for title, value in (("output", lambda layer: layer.output), ("gradients", lambda layer: layer.gradient)):
             grid = self._by_layer(value)
             if grid:
@@ -220,7 +220,7 @@ class Comparison:
 
 
 def _error(error: float | None) -> str:
-    return "-" if error is None else f"{error:.2e}" if error else "0"
+    return "-" if error is None else f"{error:.1e}" if error else "0"
 
 
 def _in_decibels(grid: dict[str, list[float | None]]) -> dict[str, list[float | None]]:

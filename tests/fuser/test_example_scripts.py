@@ -10,6 +10,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT / "examples"))
 
+import convert_torch_model  # noqa: E402
 import minilm_feed_forward  # noqa: E402
 import train_char_lm  # noqa: E402
 
@@ -47,3 +48,19 @@ def test_errors_of_a_real_block_are_those_of_the_formats(capsys):
         assert errors["none (bf16)"][i] < 0.01 < min(eight_bits) and max(eight_bits) < 0.125 < errors["nvfp4"][i] < 0.5
     minilm_feed_forward.main([])
     assert "mxfp8" in capsys.readouterr().out
+
+
+@pytest.mark.full
+def test_torch_models_are_compared_converted_and_trained(tmp_path, capsys):
+    """A few steps from one start: losses fall, and differ in the third digit; pictures and tables of all three calls."""
+    small = ["--recipes", "mxfp8", "--steps", "30", "--batch", "4", "--context", "32", "--width", "32", "--layers", "1"]
+    convert_torch_model.main([*small, "--out", str(tmp_path)])
+    losses = {name: run["losses"] for name, run in json.loads((tmp_path / "losses.json").read_text()).items()}
+    assert set(losses) == {"fp32", "mxfp8"}
+    assert all(run[-1] < run[0] - 0.3 for run in losses.values())
+    assert 0 < abs(losses["fp32"][0] - losses["mxfp8"][0]) < 0.02
+    for picture in ("errors.png", "losses.png", "statistics.png"):
+        assert (tmp_path / picture).read_bytes().startswith(b"\x89PNG")
+    printed = capsys.readouterr().out
+    for line in ("NVFP4BlockScaling", "2 grad_output", "blocks.0.feed_forward.1 grad_output"):
+        assert line in printed
