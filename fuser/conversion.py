@@ -25,6 +25,7 @@ from torch.nn.utils import parametrize
 
 from fuser import ops
 from fuser.dispatch import computes_in
+from fuser.explanation import HoldsFusers, _fusers_of
 from fuser.fuser import OperationFuser
 from fuser.op import BasicOperation
 from fuser.quantization.contexts import (
@@ -294,7 +295,7 @@ def _sources_of(cls: type, method: str) -> Iterator[ast.AST]:
 # ---------------------------------------------------------------------- what they become
 
 
-class _Converted(NotScriptable, torch.nn.Module):
+class _Converted(HoldsFusers, NotScriptable, torch.nn.Module):
     """Mixin of the classes that modules get: their forward runs operations, which read the module's parameters."""
 
     recipe: Recipe
@@ -340,6 +341,10 @@ class _Converted(NotScriptable, torch.nn.Module):
             for name in basic._parameters.keys() & present.keys():
                 basic._parameters[name] = present[name]
         return self._pipeline
+
+    def fusers(self) -> list[OperationFuser]:
+        """The pipeline of its operations."""
+        return [self.pipeline()]
 
     def quantizing(self) -> contextlib.AbstractContextManager[Any]:
         """The `autocast` in which this module computes: the caller's, if there is one, else its own."""
@@ -415,7 +420,7 @@ class ConvertedSiLU(_ConvertedActivation, torch.nn.SiLU):
     """`torch.nn.SiLU` as `ops.SiLU`; see `convert`."""
 
 
-class ConvertedSequential(NotScriptable, torch.nn.Sequential):
+class ConvertedSequential(HoldsFusers, NotScriptable, torch.nn.Sequential):
     """`torch.nn.Sequential` in which neighbours that were converted run as one pipeline; see `convert`.
 
     A module with hooks runs by itself, for torch to run the hooks, and so does a linear layer whose input is padded.
@@ -438,6 +443,19 @@ class ConvertedSequential(NotScriptable, torch.nn.Sequential):
                 x = children.pop(0)(x)
         return x
 
+    def fusers(self) -> list[OperationFuser]:
+        """Those of the runs of converted modules in it, and of its other children."""
+        found: list[OperationFuser] = []
+        children = list(self)
+        while children:
+            run = _leading_run(children) or children[:1]
+            del children[: len(run)]
+            if len(run) > 1:
+                found.append(self._pipeline_of(run))
+            else:
+                found += _fusers_of(run[0])
+        return found
+
     def _pipeline_of(self, run: list[_Converted]) -> OperationFuser:
         operations = tuple(op for child in run for op in child.pipeline()._basic_ops)
         pipelines = self.__dict__.setdefault("_pipelines", {})
@@ -446,8 +464,8 @@ class ConvertedSequential(NotScriptable, torch.nn.Sequential):
         return pipelines[operations]
 
 
-def _leading_run(children: list[Any], x: Any) -> list[_Converted]:
-    """The first children, as many as may run as one pipeline on the input `x`."""
+def _leading_run(children: list[Any], x: Any = None) -> list[_Converted]:
+    """The first children, as many as may run as one pipeline; on the input `x`, if it is given."""
     first = children[0]
     if not isinstance(first, _Converted) or torch.nn.modules.module._has_any_global_hook():
         return []
@@ -456,10 +474,10 @@ def _leading_run(children: list[Any], x: Any) -> list[_Converted]:
 
 
 def _joins(child: Any, first: _Converted, x: Any) -> bool:
-    if not isinstance(child, _Converted) or child.recipe != first.recipe or not child.takes(x):
+    if not isinstance(child, _Converted) or child.recipe != first.recipe or not (x is None or child.takes(x)):
         return False
     hooked = child._forward_hooks or child._forward_pre_hooks or child._backward_hooks or child._backward_pre_hooks
-    padded = isinstance(child, ConvertedLinear) and child.rows_short_of_blocks(x)
+    padded = x is not None and isinstance(child, ConvertedLinear) and child.rows_short_of_blocks(x)
     return not (hooked or padded or "forward" in vars(child))
 
 

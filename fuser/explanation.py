@@ -136,6 +136,17 @@ class Explanation:
 # ---------------------------------------------------------------------- finding out
 
 
+class HoldsFusers:
+    """A module whose fusers run operations that are none of its submodules, as `fuser.convert` makes them."""
+
+    #: What it quantizes with outside of `autocast`; None if it says nothing.
+    recipe: Any = None
+
+    def fusers(self) -> list[OperationFuser]:
+        """The fusers that a call of it uses."""
+        raise NotImplementedError
+
+
 def explain(
     target: torch.nn.Module | OperationFuser,
     input: torch.Tensor | None = None,
@@ -149,7 +160,8 @@ def explain(
     `target`: an operation, a `Sequential`, an `OperationFuser`, or any module that has such inside. `input`,
     `extra_inputs`, `kwargs`: what to call it with; with an input the data on each edge and the bytes saved for backward
     are measured in a real forward pass.
-    `recipe`: the recipe to assume; by default the one of the `autocast` around the call, if any. `quiet`: do not print.
+    `recipe`: the recipe to assume; by default the one of the `autocast` around the call, if any, or that which
+    `fuser.convert` bound to the modules. `quiet`: do not print.
     `ValueError` if there is nothing to explain, `TypeError` for a target of another kind.
     """
     if not isinstance(target, torch.nn.Module | OperationFuser):
@@ -157,6 +169,8 @@ def explain(
         raise TypeError(f"target must be a module or an OperationFuser, as in explain(model, input); got {got}")
     if recipe is None and FP8GlobalStateManager.is_fp8_enabled():
         recipe = FP8GlobalStateManager.get_fp8_recipe()
+    if recipe is None and input is None:
+        recipe = _bound_recipe(target)
     with _undisturbed(target), contextlib.ExitStack() as stack:
         if recipe is not None:
             # As in graph capture: nothing is registered for the amax reduction, nothing updated at the end.
@@ -165,7 +179,7 @@ def explain(
         if input is None:
             pipelines = [_plan(fuser, recipe) for fuser in _fusers_of(target)]
         else:
-            pipelines = _measure(target, recipe, input, extra_inputs, kwargs)
+            pipelines = _measure(target, input, extra_inputs, kwargs)
     if not pipelines:
         raise ValueError(f"There is nothing to explain: {type(target).__name__} runs no fusible operations")
     explanation = Explanation(pipelines)
@@ -176,7 +190,15 @@ def explain(
 
 def _modules_of(target: torch.nn.Module | OperationFuser) -> list[torch.nn.Module]:
     roots = target._ops if isinstance(target, OperationFuser) else [target]
-    return list(dict.fromkeys(module for root in roots for module in root.modules()))
+    modules = list(dict.fromkeys(module for root in roots for module in root.modules()))
+    inside = [fuser for module in modules if isinstance(module, HoldsFusers) for fuser in module.fusers()]
+    return list(dict.fromkeys([*modules, *(op for fuser in inside for op in fuser._basic_ops)]))
+
+
+def _bound_recipe(target: torch.nn.Module | OperationFuser) -> Any:
+    """The recipe that `fuser.convert` bound to all of a model's modules, if it is one."""
+    bound = [module.recipe for module in _modules_of(target) if isinstance(module, HoldsFusers) and module.recipe]
+    return bound[0] if bound and all(one == bound[0] for one in bound) else None
 
 
 @contextlib.contextmanager
@@ -215,6 +237,8 @@ def _fusers_of(target: torch.nn.Module | OperationFuser) -> list[OperationFuser]
         fusers = [target]
     elif isinstance(target, FusibleOperation):
         fusers = [OperationFuser([target])]
+    elif isinstance(target, HoldsFusers):
+        fusers = target.fusers()
     elif isinstance(target, Sequential):
         groups = Sequential._make_module_groups(target)
         fusers = []
@@ -240,7 +264,6 @@ def _plan(fuser: OperationFuser, recipe: Any) -> PipelineReport:
 
 def _measure(
     target: torch.nn.Module | OperationFuser,
-    recipe: Any,
     input_: torch.Tensor,
     extra_inputs: Sequence[torch.Tensor],
     kwargs: dict[str, Any],
@@ -251,7 +274,8 @@ def _measure(
 
     def observe(fuser: OperationFuser, step: ForwardStep) -> None:
         if step.basic_op_indices[0] == 0:
-            reports.append(_report(fuser, recipe))
+            in_force = FP8GlobalStateManager.get_fp8_recipe() if FP8GlobalStateManager.is_fp8_enabled() else None
+            reports.append(_report(fuser, in_force))
             reports[-1].saved = {}
             params = (param for op in fuser._basic_ops for param in op.parameters())
             seen_storages.update(part.untyped_storage().data_ptr() for param in params for part in _parts(param))

@@ -8,7 +8,8 @@ import warnings
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import parametrizations, weight_norm
+from torch.distributed.fsdp import fully_shard
+from torch.nn.utils import parametrizations, prune, weight_norm
 
 import fuser
 from fuser import conversion, ops
@@ -338,6 +339,31 @@ class TestTraining:
             parallel = nn.parallel.DistributedDataParallel(model)
             for _ in range(2):
                 assert_equal(gradients(parallel, inputs(32, 64)), gradients(twin, inputs(32, 64)))
+        finally:
+            torch.distributed.destroy_process_group()
+
+    def test_pruning_and_spectral_norm(self):
+        """Both put a tensor that is computed in a hook in the weight's place."""
+        for change in (lambda m: prune.l1_unstructured(m, "weight", 0.5), nn.utils.spectral_norm):
+            linear, x = fuser.convert(nn.Linear(64, 32), MXFP8BlockScaling()), inputs(32, 64)
+            change(linear)
+            y = linear(x)
+            y.sum().backward()
+            assert quantizes(linear, x)
+            assert linear.weight_orig.grad.abs().sum() > 0
+
+    def test_fsdp(self):
+        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+        try:
+            model = fuser.convert(feed_forward(), MXFP8BlockScaling())
+            wanted = gradients(copy.deepcopy(model), inputs(32, 64))
+            for module in (model[1], model[3], model):
+                fully_shard(module)
+            found = gradients(model, inputs(32, 64))
+            assert_equal(found[:2], wanted[:2])
+            assert_equal([gradient.full_tensor() for gradient in found[2:]], wanted[2:])
+            with pytest.raises(ValueError, match="one became FSDPConvertedLinear"):
+                fuser.convert(model, None)
         finally:
             torch.distributed.destroy_process_group()
 
@@ -724,3 +750,27 @@ class TestPadding:
         linear = fuser.convert(nn.Linear(64, 64), MXFP8BlockScaling(), pad=True)
         with fuser.autocast(enabled=False):
             torch.testing.assert_close(linear(inputs(5, 64)), nn.Linear.forward(linear, inputs(5, 64)))
+
+
+class TestExplain:
+    def test_the_pipelines_of_a_converted_model(self):
+        model = nn.Sequential(feed_forward(), nn.Tanh(), nn.ModuleDict({"a": nn.Linear(64, 32)}))
+        fuser.convert(model, MXFP8BlockScaling())
+        x = inputs(32, 64)
+        for explanation in (fuser.explain(model, quiet=True), fuser.explain(model[0], x, quiet=True)):
+            pipeline = explanation.pipelines[0]
+            assert pipeline.basic_ops == ["LayerNorm", "BasicLinear", "Bias", "GELU", "BasicLinear", "Bias"]
+            assert pipeline.recipe == "MXFP8BlockScaling"
+            assert [edge.quantizer for edge in pipeline.edges if edge.direction == "forward"].count(
+                "MXFP8Quantizer"
+            ) == 2
+        assert [p.basic_ops for p in fuser.explain(model, quiet=True).pipelines[1:]] == [["BasicLinear", "Bias"]]
+        with fuser.autocast(enabled=False):
+            assert fuser.explain(model[0], x, quiet=True).pipelines[0].recipe is None
+
+    def test_scales_are_not_disturbed(self):
+        model, x = fuser.convert(feed_forward(), DelayedScaling()), inputs(32, 64)
+        model(x).sum().backward()
+        twin = copy.deepcopy(model)
+        fuser.explain(model, x * 100, quiet=True)
+        assert_equal(gradients(model, x), gradients(twin, x))

@@ -52,7 +52,7 @@ def test_errors_of_a_real_block_are_those_of_the_formats(capsys):
 
 @pytest.mark.full
 def test_torch_models_are_compared_converted_and_trained(tmp_path, capsys):
-    """A few steps from one start: losses fall, and differ in the third digit; pictures and tables of all three calls."""
+    """A few steps from one start: losses fall, and differ in the third digit; pictures and tables are there."""
     small = ["--recipes", "mxfp8", "--steps", "30", "--batch", "4", "--context", "32", "--width", "32", "--layers", "1"]
     convert_torch_model.main([*small, "--out", str(tmp_path)])
     losses = {name: run["losses"] for name, run in json.loads((tmp_path / "losses.json").read_text()).items()}
