@@ -278,11 +278,14 @@ def compare(
         `Comparison`.
 
     Raises:
-        TypeError: `model` is no module, or `recipes` none of these. ValueError: no recipes, two of one name, or a loss
-            that is no scalar. PlotError: `plot` can't be drawn to.
+        TypeError: `model` is no module, or `recipes` none of these. ValueError: no recipes, two of one name, a loss
+            that is no scalar or can't be made of the output, or a model on the meta device. PlotError: `plot` can't be
+            drawn to.
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model must be a torch.nn.Module; got {shown(model)}")
+    if any(tensor.is_meta for tensor in itertools.chain(model.parameters(), model.buffers())):
+        raise ValueError("model must have values to compare; got one with parameters or buffers on the meta device")
     require_flag(pad, "pad")
     rules = _named(recipes)
     if plot is not None:
@@ -403,6 +406,10 @@ def _loss_of(result: Any, loss: Any) -> torch.Tensor:
         if len(tensors) == 1 and tensors[0].numel() == 1:
             value = tensors[0]
         else:
+            if not tensors:
+                raise ValueError(
+                    f"loss must be given for an output without floating-point tensors; got {shown(result)}"
+                )
             generator = torch.Generator().manual_seed(0)
             weights = [torch.randn(t.shape, generator=generator).to(t.device) for t in tensors]
             value = sum((t.float() * w).sum() / t.numel() ** 0.5 for t, w in zip(tensors, weights, strict=True))

@@ -88,10 +88,11 @@ def convert(
     forward; layers whose sizes are not whole blocks of the recipe. These are named in a warning, since the model then
     computes partly in high precision. The exact GELU, other activations and norms without a weight stay torch's without
     a word: nothing in them is quantized. Functions that a forward calls (`F.linear`, `F.gelu`) can't be seen; a parent
-    that reads the `weight` of a converted layer in its forward is named in the warning. The fast path of
+    whose forward says `self.child.weight` of a converted child is named in the warning. The fast path of
     `TransformerEncoderLayer` in eval mode, which does that, is switched off.
 
     Scales and amax histories of delayed scaling are part of copies and pickles of the model, not of its state dict.
+    Activations are computed again in backward by `fuser.checkpoint`: torch's own checkpoint would record amaxes twice.
 
     Args:
         model: any module, also a single layer.
@@ -448,12 +449,12 @@ class ConvertedSequential(HoldsFusers, NotScriptable, torch.nn.Sequential):
         found: list[OperationFuser] = []
         children = list(self)
         while children:
-            run = _leading_run(children) or children[:1]
-            del children[: len(run)]
+            run = _leading_run(children)
             if len(run) > 1:
                 found.append(self._pipeline_of(run))
+                del children[: len(run)]
             else:
-                found += _fusers_of(run[0])
+                found += _fusers_of(children.pop(0))
         return found
 
     def _pipeline_of(self, run: list[_Converted]) -> OperationFuser:

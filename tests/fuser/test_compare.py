@@ -184,6 +184,8 @@ class TestCalls:
         ("arguments", "error", "message"),
         [
             ((torch.zeros(1), torch.zeros(1)), TypeError, "model must be a torch.nn.Module"),
+            ((nn.Linear(1, 1, device="meta"), torch.zeros(1)), ValueError, "model must have values to compare"),
+            ((nn.Threshold(0, 0), torch.ones(1, dtype=torch.int64)), ValueError, "loss must be given for an output"),
             ((nn.SiLU(), torch.zeros(1), "mxfp8"), TypeError, "recipes must be a recipe, a list .* got 'mxfp8'"),
             ((nn.SiLU(), torch.zeros(1), 3), TypeError, "recipes must be a recipe, a list .* got 3"),
             ((nn.SiLU(), torch.zeros(1), []), ValueError, "recipes must hold at least one"),
