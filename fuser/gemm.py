@@ -8,14 +8,32 @@ What runs natively and what is emulated:
 
 | operands                             | CPU                              | GPU                                       |
 |--------------------------------------|----------------------------------|-------------------------------------------|
-| float32, float16, bfloat16           | float32 products of exact copies | torch's matmul in their dtype             |
-| FP8 with one scale for the tensor    | dequantized, float32 products    | `torch._scaled_mm` from sm_89 on          |
-| FP8 with E8M0 scales for 32 (MXFP8)  | dequantized, float32 products    | `torch._scaled_mm` from sm_100 on         |
-| any other scaling, mixed ones        | dequantized, float32 products    | dequantized to float32, float32 products  |
+| bfloat16, and so the result          | torch's product in bfloat16 (1)  | torch's product in their dtype            |
+| float32, float16, other 16-bit ones  | float32 products of exact copies | torch's product in their dtype            |
+| FP8 with one scale for the tensor    | dequantized: below               | `torch._scaled_mm` from sm_89 on          |
+| FP8 with E8M0 scales for 32 (MXFP8)  | dequantized: below               | `torch._scaled_mm` from sm_100 on         |
+| any other scaling, mixed ones        | dequantized: below               | dequantized: below                        |
 
-Where a native product does not fit (`native_obstacle` says why), operands are dequantized there too. A dequantized
-operand is exactly what its codes and scales stand for, so an emulated product differs from a tensor core's only in the
-order of its float32 sums. Under `backend("float64")` operands may be float64; then products are float64.
+Where a native product does not fit (`native_obstacle` says why), operands are dequantized there too:
+
+| dequantized operands                            | are multiplied                                               |
+|-------------------------------------------------|--------------------------------------------------------------|
+| exact in bfloat16 (`fuser.narrow`), as result   | in bfloat16 (1), a factor of a tensor times the sums         |
+| a bfloat16 result, but one of them is not exact | in float32                                                   |
+| another dtype of the result                     | in float32; for float32 results a GPU stores bfloat16's sums |
+
+(1) On CPUs with AMX or AVX512_BF16 and GPUs from sm_80 on, under `backend("auto")`, with a bias that is bfloat16 itself;
+else, and so always under "reference" and "float64", in float32. While a CUDA graph is captured, quantized operands are
+multiplied in float32: nothing can look at their scales.
+
+All of these sum in float32, in an order of their own, and round the result once, so they differ by what two orders of
+one float32 sum do: gamma_n sum |a| |b|, which for the same operands is another neighbour of bfloat16 in some 1e-5 to
+1e-4 of the results. A CPU's units for bfloat16 count what is below 2^-126 as zero: elements of plain operands,
+products, sums and results. Quantized operands where a product or a sum might be that small are found by their scales
+and multiplied in float32 (what a bias makes of a sum is not looked at). NaN and inf come out as from float32.
+
+A dequantized operand is exactly what its codes and scales stand for, so an emulated product differs from a tensor
+core's only in the order of its float32 sums. Under `backend("float64")` operands may be float64; then products are.
 
 Two operands in formats of the caller's own (TE: `custom`) whose quantizer has a `qgemm` are multiplied by that; others
 in such a format dequantize themselves.
@@ -30,6 +48,7 @@ import torch
 
 from fuser import dispatch
 from fuser.dispatch import Buffers
+from fuser.narrow import narrow, narrow_product, takes_bfloat16
 from fuser.quantization.storage import QuantizedTensorStorage
 from refops.arguments import shown
 from refops.formats import E4M3, E5M2, E8M0
@@ -268,19 +287,49 @@ def _product(a, b, layout, dtype, bias, alpha):
     quantized = isinstance(a, Buffers) and isinstance(b, Buffers)
     if quantized and native_obstacle(a, b, layout=layout) is None:
         return _native_product(a, b, layout, dtype, bias, alpha)
-    left, right = _matrix(b, "b", layout[1] == "T"), _matrix(a, "a", layout[0] == "N")
+    operands = _narrow_operands(a, b, layout, dtype, bias, alpha)
+    if operands is None:
+        left, right = _matrix(b, "b", layout[1] == "T"), _matrix(a, "a", layout[0] == "N")
+    else:
+        left, right, alpha = operands
     left, right = (left.t() if layout[1] == "T" else left), (right.t() if layout[0] == "T" else right)
-    compute = _compute_dtype(left, right, dtype)
+    compute = _compute_dtype(left, right, dtype, bias)
     if left.dtype is not compute or right.dtype is not compute:
         left, right = left.to(compute), right.to(compute)
     if dtype is torch.float32 and compute in (torch.float16, torch.bfloat16):  # on a GPU
         return _finished(torch.mm(left, right, out_dtype=dtype), dtype, bias, alpha)
-    if bias is None:
-        product = torch.mm(left, right)
-        product = product if alpha == 1.0 else product.mul_(alpha)
-    else:
+    if bias is not None:
         product = torch.addmm(bias.to(compute), left, right, alpha=alpha)
+    elif alpha == 1.0:
+        product = torch.mm(left, right)
+    elif compute is torch.float32:
+        product = torch.mm(left, right).mul_(alpha)
+    else:  # multiplied before it is rounded
+        product = torch.addmm(left.new_zeros(1), left, right, alpha=alpha, beta=0)
     return product if compute is dtype else product.to(dtype)
+
+
+def _narrow_operands(a, b, layout, dtype, bias, alpha):
+    """Operands of which one is quantized, as bfloat16 matrices, and the product's factor; None where that can't be."""
+    if not (isinstance(a, Buffers) or isinstance(b, Buffers)):
+        return None
+    stores = dtype is torch.bfloat16 or (dtype is torch.float32 and a.device.type == "cuda" and _MM_STORES_FLOAT32)
+    if dtype is torch.bfloat16 and bias is not None and bias.dtype is not dtype:  # it would be rounded first
+        return None
+    if not stores or not takes_bfloat16(a.device):
+        return None
+    operands = []
+    for operand, name, columnwise in ((b, "b", layout[1] == "T"), (a, "a", layout[0] == "N")):
+        if isinstance(operand, Buffers):
+            operand = narrow(operand, _reads_columnwise(operand, name, columnwise))
+        elif isinstance(operand, torch.Tensor) and operand.dtype is torch.bfloat16:
+            operand = operand if operand.dim() == 2 else operand.reshape(matrix_shape(operand.shape))
+        else:
+            operand = None
+        if operand is None:
+            return None
+        operands.append(operand)
+    return narrow_product(*operands, alpha)
 
 
 def _matrix(operand, name, columnwise):
@@ -306,16 +355,19 @@ def _reads_columnwise(buffers, name, columnwise):
     raise ValueError(f"{name} must hold a {wanted} copy for this product; got {type(buffers.scaling).__name__} without")
 
 
-def _compute_dtype(left, right, dtype):
-    """The dtype to multiply in: float32; on GPUs that of 16-bit operands whose sums are float32 there anyway."""
+def _compute_dtype(left, right, dtype, bias):
+    """The dtype to multiply in: float32, or that of 16-bit operands where their sums are float32 until the result."""
     if left.dtype is right.dtype is dtype is torch.float32:
         return dtype
     if torch.float64 in (left.dtype, right.dtype, dtype):
         return torch.float64
-    native = left.is_cuda and left.dtype is right.dtype
-    if native and (dtype is left.dtype or (dtype is torch.float32 and _MM_STORES_FLOAT32)):
-        return left.dtype
-    return torch.float32
+    if left.dtype is not right.dtype:
+        return torch.float32
+    if dtype is left.dtype and (bias is None or bias.dtype is dtype):
+        native = left.is_cuda or (dtype is torch.bfloat16 and takes_bfloat16(left.device))
+    else:
+        native = left.is_cuda and dtype is torch.float32 and _MM_STORES_FLOAT32
+    return left.dtype if native else torch.float32
 
 
 def _finished(product, dtype, bias, alpha):

@@ -11,6 +11,8 @@ from one_rounding import assert_one_rounding
 import refops
 from fuser import dispatch, gemm
 from fuser.dispatch import as_numpy, as_torch, backend
+from fuser.narrow import SMALLEST, narrow, narrow_product, takes_bfloat16
+from refops.scalings import NAMED
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 LAYOUTS = ("TN", "NN", "NT")
@@ -142,7 +144,8 @@ def test_quantized_product_is_that_of_the_dequantized_operands(scaling, dtype):
                 y = gemm.gemm(qa, qb, layout=layout)
                 assert y.dtype is dtype
                 assert_one_rounding(y, exact, magnitude)
-                if not getattr(scaling, "rht", False):
+                in_float32 = which == "reference" or dtype is not torch.bfloat16 or not takes_bfloat16(y.device)
+                if in_float32 and not getattr(scaling, "rht", False):
                     assert torch.equal(y, gemm.gemm(values_a, values_b, layout=layout, out_dtype=dtype))
                 # one operand alone, a bias
                 mixed = gemm.gemm(a, qb, layout=layout, bias=torch.ones(32))
@@ -297,3 +300,209 @@ def test_torch_autocast_does_not_narrow_the_products():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch.equal(gemm.linear_forward(x, w), want)
         assert torch.is_autocast_enabled("cpu")
+
+
+# --- products in bfloat16 -------------------------------------------------------------------------
+
+needs_units = pytest.mark.skipif(
+    not takes_bfloat16(torch.device("cpu")), reason="this CPU has no units for bfloat16: products are float32"
+)
+
+
+def float32_way(*operands, **options):
+    """The product of dequantized operands in float32, rounded once to its dtype."""
+    with backend("reference"):
+        return gemm.gemm(*operands, **options)
+
+
+def stored_values(buffers, columnwise):
+    """What a copy's codes stand for, float32 (M, K), with the Hadamard transform that they were made of."""
+    prefix = "columnwise" if columnwise else "rowwise"
+    copy = dataclasses.replace(buffers, **{name: None for name in buffers.tensors if prefix not in name})
+    values, mask = dispatch.dequantize(copy, columnwise=columnwise), buffers.scaling.hadamard
+    if mask is None or not columnwise:
+        return values
+    return as_torch(refops.hadamard_transform(np.ascontiguousarray(as_numpy(values).T), mask)).t()
+
+
+@pytest.mark.parametrize("columnwise", [False, True], ids=["rowwise", "columnwise"])
+@pytest.mark.parametrize("scaling", [row.scaling for row in NAMED.values()], ids=NAMED)
+def test_narrow_operands_are_exactly_what_codes_stand_for(scaling, columnwise):
+    if columnwise and scaling.only_rowwise:
+        pytest.skip(scaling.only_rowwise)
+    x = (sample((160, 96), torch.float32) * torch.logspace(-6, 6, 160)[:, None]).bfloat16()
+    x[:, 32:64] = 0
+    buffers = quantized(x, scaling, columnwise=columnwise)
+    found, layout = narrow(buffers, columnwise), scaling.layout
+    any_float32 = layout.block is not None and layout.scale_format is None and not scaling.power_2_scale
+    assert (found is None) == (any_float32 or layout.amax == "rows")
+    if found is None:
+        return
+    matrix, expected = found.matrix(), stored_values(buffers, columnwise)
+    assert matrix.dtype is torch.bfloat16 and found.transform == (scaling.hadamard if columnwise else None)
+    if found.factor == 1 and found.transform is None:
+        assert torch.equal(matrix.float(), expected)
+    else:
+        error = 0 if found.transform is None else 1e-6 * expected.abs().max().item()
+        torch.testing.assert_close(matrix.double() * found.factor, expected.double(), rtol=4e-7, atol=error)
+    steps = matrix.double() / found.step
+    assert torch.equal(steps, steps.round()) and matrix.any()
+    if layout.scale_order == "gemm":
+        swizzled = narrow(dispatch.swizzled(buffers), columnwise).matrix()
+        assert torch.equal(swizzled, matrix)
+
+
+def within_any_order(y, a, b, *, layout, alpha=1.0, bias=None):
+    """Every element is the rounding of a float32 sum in some order: gamma_n sum|a||b|, then once to bfloat16."""
+    exact, magnitude = exact_product(a, b, layout)
+    extra = torch.zeros(()) if bias is None else bias.double()
+    n = (a.shape[1] if layout[0] == "T" else a.shape[0]) + 6  # scales, alpha, bias
+    gamma = n * 2.0**-24 / (1 - n * 2.0**-24)
+    assert_one_rounding(y, alpha * exact + extra, abs(alpha) * magnitude + extra.abs(), error=gamma)
+
+
+SIZES = ((32, 32, 32), (32, 2048, 64), (64, 96, 160), (32, 64, 512))
+
+
+@needs_units
+@pytest.mark.parametrize("m, k, n", SIZES)
+@pytest.mark.parametrize("scaling", SCALINGS, ids=ids)
+def test_sums_are_float32_in_some_order(scaling, m, k, n):
+    for layout in LAYOUTS:
+        a, b = operands(layout, torch.bfloat16, m, k, n)
+        qa, qb = quantized(a, scaling), quantized(b, scaling)
+        a, b = (
+            dispatch.dequantize(qa, columnwise=layout[0] == "N"),
+            dispatch.dequantize(qb, columnwise=layout[1] == "T"),
+        )
+        if getattr(scaling, "rht", False) and layout == "NT":  # what is multiplied is what is stored, transformed
+            a, b = ((found := narrow(q, True)).matrix().double() * found.factor for q in (qa, qb))
+        bias = sample((n,), torch.bfloat16, 2) * 20
+        for options in ({}, {"alpha": -0.7313}, {"bias": bias}, {"alpha": 0.7313, "bias": bias}):
+            y = gemm.gemm(qa, qb, layout=layout, **options)
+            within_any_order(y, a, b, layout=layout, **options)
+
+
+@needs_units
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_products_in_bfloat16_are_torchs(layout):
+    """The same call of torch of plain operands, and of one quantized and one plain one."""
+    a, b = operands(layout, torch.bfloat16)
+    left, right = (b.t() if layout[1] == "T" else b), (a.t() if layout[0] == "T" else a)
+    assert torch.equal(gemm.gemm(a, b, layout=layout), left @ right)
+    qa = quantized(a, refops.MXFP8Scaling(refops.E4M3))
+    values = dispatch.dequantize(qa, columnwise=layout[0] == "N", dtype=torch.bfloat16)
+    assert torch.equal(gemm.gemm(qa, b, layout=layout), left @ (values.t() if layout[0] == "T" else values))
+
+
+@needs_units
+def test_what_stays_in_float32(monkeypatch):
+    """The reference, results and biases that are float32, a CPU without units, oneDNN switched off."""
+    a, b = sample((256, 512), torch.bfloat16), sample((256, 512), torch.bfloat16, 1)
+    scaling = refops.CurrentScaling(refops.E4M3)
+    for pair in ((a, b), (quantized(a, scaling), quantized(b, scaling))):
+        values = [one if isinstance(one, torch.Tensor) else dispatch.dequantize(one) for one in pair]
+        want = values[1].float() @ values[0].float().t()
+        assert torch.equal(gemm.gemm(*pair, out_dtype=torch.float32), want)
+        assert torch.equal(gemm.gemm(*pair, out_dtype=torch.float16), want.half())
+        want = want.bfloat16()
+        assert not torch.equal(gemm.gemm(*pair), want)
+        assert torch.equal(float32_way(*pair), want)
+        assert torch.equal(gemm.gemm(*pair, bias=torch.zeros(256)), want)
+        with backend("float64"):
+            assert torch.equal(gemm.gemm(*pair), want)
+        for switch in ("fuser.narrow._cpu_has_units", "torch._C._get_mkldnn_enabled"):
+            with monkeypatch.context() as patch:
+                patch.setattr(switch, lambda: False)
+                assert torch.equal(gemm.gemm(*pair), want)
+
+
+def tiny_blocks(exponent):
+    """(32, 64) bfloat16 whose second half of columns is 2^exponent times as large as the first."""
+    x = sample((32, 64), torch.float32)
+    x[:, 32:] *= 2.0**exponent
+    return x.bfloat16()
+
+
+@needs_units
+@pytest.mark.parametrize("scaling", [refops.MXFP8Scaling(refops.E5M2), refops.BlockScaling(refops.E4M3, 1)], ids=ids)
+def test_the_end_of_the_exponents_is_found(scaling):
+    """Elements or products that bfloat16's units would count as zero are multiplied in float32."""
+    w = quantized(tiny_blocks(0), scaling)
+    for exponent, is_narrow in ((-60, True), (-122, False)):
+        x = quantized(tiny_blocks(exponent) if scaling.block_size == 32 else tiny_blocks(0) * 2.0**exponent, scaling)
+        y, reference = gemm.linear_wgrad(x, w), float32_way(w, x, layout="NT")
+        exact, magnitude = exact_product(
+            dispatch.dequantize(w, columnwise=True), dispatch.dequantize(x, columnwise=True), "NT"
+        )
+        assert_one_rounding(y, exact, magnitude)
+        assert y.any() and (is_narrow or torch.equal(y, reference))
+        found = [narrow(one, True) for one in (x, w)]
+        assert (narrow_product(*found, 1.0) is not None) == is_narrow
+    # each of them may be narrow, and their product not
+    small = [quantized(tiny_blocks(0) * 2.0**-55, scaling) for _ in range(2)]
+    assert all(narrow(one, False).step >= SMALLEST for one in small)
+    assert torch.equal(gemm.gemm(*small), float32_way(*small)) and gemm.gemm(*small).any()
+
+
+@needs_units
+def test_blocks_of_zeros_are_no_end():
+    """A scale byte of 0 is that of padding or zeros, or of a block below 2^-127 times the format's largest."""
+    scaling = refops.MXFP8Scaling(refops.E4M3)
+    x = sample((32, 64), torch.bfloat16)
+    x[:, 32:], x[3], x[5] = 0, -0.0, 0
+    q = quantized(x, scaling)
+    assert not q.rowwise_scale_inv.all()
+    matrix = narrow(q, False).matrix()
+    assert torch.equal(matrix.view(torch.int16), dispatch.dequantize(q, dtype=torch.bfloat16).view(torch.int16))
+    q.rowwise_data[5, 40] = 1  # 2^-136: no number of bfloat16
+    assert narrow(q, False).matrix() is None
+    w = quantized(torch.full((32, 64), 2.0**100), scaling)
+    y = gemm.gemm(w, q)
+    assert torch.equal(y, float32_way(w, q)) and y[5].eq(2.0**-36).all()
+    assert narrow(quantized(torch.zeros(32, 64), scaling), True).matrix().eq(0).all()
+
+
+@needs_units
+@pytest.mark.parametrize("scaling", [refops.CurrentScaling(refops.E4M3), refops.NVFP4Scaling()], ids=ids)
+def test_numbers_of_the_tensor_that_are_too_large_or_small(scaling):
+    a, b = sample((32, 64), torch.float32), sample((48, 64), torch.float32, 1)
+    for exponent in (-120, -60, 0, 60, 120):
+        qa, qb = (quantized((one * 2.0**e).bfloat16(), scaling) for one, e in ((a, exponent), (b, 0)))
+        found = narrow_product(narrow(qb, False), narrow(qa, False), 1.0)
+        assert (found is None) == (exponent == -120 or (exponent == 120 and scaling.layout.two_level))
+        if found is None:
+            torch.testing.assert_close(gemm.gemm(qa, qb), float32_way(qa, qb), rtol=0, atol=0, equal_nan=True)
+        else:
+            exact, magnitude = exact_product(dispatch.dequantize(qa), dispatch.dequantize(qb), "TN")
+            assert_one_rounding(gemm.gemm(qa, qb), exact, magnitude)
+    qa, qb = quantized(a.bfloat16(), scaling), quantized(b.bfloat16(), scaling)
+    assert torch.equal(gemm.gemm(qa, qb, alpha=0.0), torch.zeros(48, 32, dtype=torch.bfloat16))
+
+
+@needs_units
+@pytest.mark.parametrize("scaling", SCALINGS[:-1], ids=ids)
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan"), 3e38])
+def test_nan_and_inf_are_those_of_float32(scaling, value):
+    a, b = operands("TN", torch.bfloat16)
+    b[3, 5], b[7] = value, 0.0
+    for pair in ((a, b), (quantized(a, scaling), quantized(b, scaling)), (a, quantized(b, scaling))):
+        y, expected = gemm.gemm(*pair), float32_way(*pair)
+        assert torch.equal(y.isnan(), expected.isnan()) and torch.equal(y.isinf(), expected.isinf())
+        finite = expected.isfinite()
+        torch.testing.assert_close(
+            y[finite], expected[finite], rtol=2.0**-7, atol=1e-5 * b.abs().float().nan_to_num(0, 0, 0).max().item()
+        )
+
+
+@needs_units
+def test_two_transforms_cancel_and_one_does_not():
+    rht, plain = refops.NVFP4Scaling(rht=True), refops.NVFP4Scaling()
+    x, dy = sample((64, 32), torch.bfloat16), sample((64, 48), torch.bfloat16, 1)
+    both = [narrow(quantized(one, rht), True) for one in (dy, x)]
+    assert narrow_product(*both, 1.0) is not None
+    other = narrow(quantized(dy, refops.NVFP4Scaling(rht=True, sign_mask=5)), True)
+    for wrong in (other, narrow(quantized(dy, plain), True), dy):
+        assert narrow_product(wrong, both[1], 1.0) is None
+    mixed = gemm.linear_wgrad(quantized(dy, plain), quantized(x, rht))
+    assert torch.equal(mixed, float32_way(quantized(x, rht), quantized(dy, plain), layout="NT"))

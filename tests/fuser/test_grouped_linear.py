@@ -15,6 +15,7 @@ from fuser.basic.grouped_linear import (
     is_op_fuser_grouped_tensor_path_supported,
 )
 from fuser.dispatch import backend
+from fuser.gemm import linear_dgrad, linear_forward, linear_wgrad
 from fuser.quantization.contexts import autocast, quantized_model_init
 from fuser.quantization.state import FP8GlobalStateManager
 from fuser.quantization.tensor import QuantizedTensor
@@ -79,7 +80,6 @@ def test_quantized_products_are_those_of_explicit_casts(recipe):
     torch.manual_seed(3)
     y.backward(dy)
     torch.manual_seed(3)
-    float32 = torch.float32
     # Gradients are quantized a group at a time, in the order of the groups
     for x_i, w, dy_i, y_i, dx_i in zip(
         x.detach().split(SPLITS),
@@ -91,10 +91,9 @@ def test_quantized_products_are_those_of_explicit_casts(recipe):
     ):
         x_quantizer, w_quantizer, dy_quantizer = linear_quantizers(recipe)
         xq, wq, dyq = x_quantizer(x_i), w_quantizer(w.detach()), dy_quantizer(dy_i)
-        assert same_bits(y_i, (xq.dequantize(dtype=float32) @ wq.dequantize(dtype=float32).t()).bfloat16())
-        assert same_bits(dx_i, (dyq.dequantize(dtype=float32) @ wq.dequantize_columnwise(float32)).bfloat16())
-        dw = dyq.dequantize_columnwise(float32).t() @ xq.dequantize_columnwise(float32)
-        assert same_bits(w.grad, dw.bfloat16())
+        assert same_bits(y_i, linear_forward(xq, wq))
+        assert same_bits(dx_i, linear_dgrad(dyq, wq))
+        assert same_bits(w.grad, linear_wgrad(dyq, xq))
 
 
 @pytest.mark.parametrize("override", ["high_precision", "dequantized"])

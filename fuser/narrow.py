@@ -1,0 +1,177 @@
+"""Quantized operands of products as bfloat16 matrices: exact, but for a number of the whole tensor.
+
+A code's value times its block's scale has at most 8 significant bits where that is a power of two, or where both are
+small floats of few bits: bfloat16 holds it. A float32 number of the whole tensor (the scale of per-tensor scaling,
+NVFP4's second level) is left out here and multiplied with the sums. Columnwise copies with a Hadamard transform are
+multiplied as they are, transformed, as tensor cores do: the sums of a product run along what was transformed.
+
+Units for bfloat16 count numbers below 2^-126 as zero. So an operand tells of what power of two its elements are
+multiples, `step`: where the product of two steps is no smaller, no sum is.
+"""
+
+import functools
+import math
+from typing import NamedTuple
+
+import torch
+
+from fuser import dispatch
+from fuser.dispatch import Buffers
+from refops.quantization.result import matrix_shape
+from refops.scalings import NVFP4Scaling, Scaling
+from refops.scalings.arithmetic import F
+from refops.scalings.rules import E8M0Scaling, MinifloatScaling
+
+#: The smallest normal number of bfloat16 and of float32, and the first power of two that neither has.
+SMALLEST, TOO_LARGE = 2.0**-126, 2.0**128
+_SIGNIFICANT_BITS = 8
+_FIELDS = ("{}_data", "{}_scale_inv", "amax_{}")
+#: Bytes of E8M0.
+_TWO_TO_127, _ONE = 254, 127
+#: Sign and fraction of a float32.
+_NO_EXPONENT = -0x7F800001
+
+
+class Narrow(NamedTuple):
+    """A quantized operand: `factor` times elements that are exact in bfloat16.
+
+    Attributes:
+        copy: `Buffers` with one copy, which dequantizes to these elements. columnwise: whether it is that copy.
+        transposed: whether it is of the transposed matrix.
+        factor: a number of the whole tensor.
+        step: all elements are multiples of it.
+        below: what all elements must be below, in magnitude; inf if they are.
+        transform: sign mask of the Hadamard transform that the elements have, or None.
+    """
+
+    copy: Buffers
+    columnwise: bool
+    transposed: bool
+    factor: float
+    step: float
+    below: float
+    transform: int | None
+
+    def matrix(self):
+        """The elements, bfloat16; None where they are not `below`."""
+        matrix = dispatch.dequantize(self.copy, dtype=torch.bfloat16, columnwise=self.columnwise)
+        if self.below < math.inf and not dispatch.amax(matrix).item() < self.below:
+            return None
+        matrix = matrix.view(matrix_shape(matrix.shape))
+        return matrix.t() if self.transposed else matrix
+
+
+@functools.cache
+def _cpu_has_units():
+    """Whether oneDNN multiplies bfloat16 faster than float32 on this CPU: it has AMX or AVX512_BF16."""
+    return (
+        torch.backends.mkldnn.is_available()
+        and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        and (torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported())
+    )
+
+
+def takes_bfloat16(device):
+    """Whether a device multiplies bfloat16 faster than float32, under the backend that is selected and right now."""
+    if dispatch.current_backend() != "auto":
+        return False
+    if device.type == "cuda":  # a captured graph cannot look at scales
+        return torch.cuda.get_device_capability(device) >= (8, 0) and not torch.cuda.is_current_stream_capturing()
+    return device.type == "cpu" and _cpu_has_units() and torch._C._get_mkldnn_enabled()
+
+
+def narrow(buffers, columnwise):
+    """The `Narrow` of one copy; None where its elements are not known to be exact in bfloat16."""
+    scaling, direction = buffers.scaling, "columnwise" if columnwise else "rowwise"
+    layout, read = scaling.layout, _READERS.get(type(scaling).decode_factor)
+    transposed, inner_first = layout.data_transposed(columnwise), layout.scales_inner_first
+    # A columnwise copy that is stored transposed is read as the rowwise one of the transpose.
+    unreadable = inner_first[0] != inner_first[1] if transposed else columnwise and scaling.hadamard is not None
+    data, scales, amax = [getattr(buffers, name.format(direction)) for name in _FIELDS]
+    if read is None or unreadable or layout.amax == "rows" or not data.numel():
+        return None
+    found = read(scaling, scales, amax)
+    if found is None:
+        return None
+    scales, amax, factor, step, below = found
+    shape = buffers.shape
+    if transposed:
+        shape, direction = matrix_shape(shape)[::-1], "rowwise"
+        data = data.reshape(layout.data_shape(shape, False))
+    arrays = dict(zip([name.format(direction) for name in _FIELDS], (data, scales, amax), strict=True))
+    copy = Buffers(
+        **arrays,
+        scaling=scaling,
+        shape=shape,
+        dtype=buffers.dtype,
+        with_gemm_swizzled_scales=buffers.with_gemm_swizzled_scales,
+    )
+    smallest, transform = float(scaling.fmt.smallest_subnormal), scaling.hadamard if columnwise else None
+    return Narrow(copy, columnwise and not transposed, transposed, factor, step * smallest, below * smallest, transform)
+
+
+def narrow_product(left, right, alpha):
+    """Two operands, each a `Narrow` or a bfloat16 matrix, as two matrices and what their product is multiplied with.
+
+    None where that is not the product of what they stand for, or where it, or a part of it, may be below 2^-126.
+    """
+    quantized = [one for one in (left, right) if isinstance(one, Narrow)]
+    left_transform, right_transform = [one.transform if isinstance(one, Narrow) else None for one in (left, right)]
+    parts = [number for one in quantized for number in (one.step, one.step * one.factor)]
+    step = math.prod(one.step for one in quantized)
+    alpha *= math.prod(one.factor for one in quantized)
+    if left_transform != right_transform or not min(*parts, step, step * abs(alpha)) >= SMALLEST:
+        return None
+    if not abs(alpha) < TOO_LARGE:
+        return None
+    matrices = [one.matrix() if isinstance(one, Narrow) else one for one in (left, right)]
+    return None if any(matrix is None for matrix in matrices) else (*matrices, alpha)
+
+
+# --- scales ---------------------------------------------------------------------------------------
+# Functions of a scaling, the scales of a copy and its amax. They return scales and amax that dequantize to elements
+# without the tensor's factor; that factor; what power of two the scales are multiples of, at most 1; and `below`. None
+# where bfloat16 does not hold the elements, or float32 not the factor times them.
+
+
+def _float32(scaling, scales, amax):
+    if scaling.layout.block is None:
+        factor = scales.item()
+        within = abs(factor) * float(scaling.fmt.max) < TOO_LARGE
+        return (torch.ones_like(scales), amax, factor, 1.0, math.inf) if within else None
+    if torch.count_nonzero(scales.view(torch.int32) & _NO_EXPONENT).item():
+        return None
+    step = scales.min().item()
+    if step == 0:  # of padding, or a block of zeros
+        step = torch.where(scales == 0, 1.0, scales).min().item()
+    return scales, amax, 1.0, min(step, 1.0), math.inf
+
+
+def _powers_of_two(scaling, scales, amax):
+    lowest, below = scales.min().item(), math.inf
+    if lowest == 0:  # padding, a block of zeros, or one of small elements, which a factor of 2^127 would show
+        lowest = (scales - 1).min().item() + 1
+        scales, below = scales + (scales == 0).view(torch.uint8) * _TWO_TO_127, 2.0**127
+    return scales, amax, 1.0, 2.0 ** (min(lowest, _ONE) - _ONE), below
+
+
+def _small_floats(scaling, scales, amax):
+    fmt = scaling.layout.scale_format
+    if fmt.mantissa_bits + 1 + scaling.fmt.mantissa_bits + 1 > _SIGNIFICANT_BITS:
+        return None
+    step = float(fmt.smallest_subnormal)
+    if not scaling.layout.two_level:
+        return scales, amax, 1.0, step, math.inf
+    factor = amax.item()
+    if not abs(factor) * float(fmt.max) < TOO_LARGE:
+        return None
+    return scales, torch.full_like(amax, scaling.top), factor * float(F(1) / F(scaling.top)), step, math.inf
+
+
+#: What a code is multiplied with -> how scales of that kind are read. Of others nothing is known.
+_READERS = {
+    Scaling.decode_factor: _float32,
+    E8M0Scaling.decode_factor: _powers_of_two,
+    MinifloatScaling.decode_factor: _small_floats,
+    NVFP4Scaling.decode_factor: _small_floats,
+}
