@@ -22,7 +22,7 @@ Where a native product does not fit (`native_obstacle` says why), operands are d
 | a bfloat16 result, but one of them is not exact | in float32                                                   |
 | another dtype of the result                     | in float32; for float32 results a GPU stores bfloat16's sums |
 
-(1) On CPUs with AMX or AVX512_BF16 and GPUs from sm_80 on, under `backend("auto")`, with a bias that is bfloat16 itself;
+(1) On CPUs with AMX or AVX512_BF16 and GPUs from sm_80 on, under `backend("auto")`, with a bias that is bfloat16, too;
 else, and so always under "reference" and "float64", in float32. While a CUDA graph is captured, quantized operands are
 multiplied in float32: nothing can look at their scales.
 

@@ -13,14 +13,14 @@ import functools
 import math
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from fuser import dispatch
 from fuser.dispatch import Buffers
+from refops.formats import E8M0
 from refops.quantization.result import matrix_shape
-from refops.scalings import NVFP4Scaling, Scaling
-from refops.scalings.arithmetic import F
-from refops.scalings.rules import E8M0Scaling, MinifloatScaling
+from refops.scalings.arithmetic import REFERENCE, F
 
 #: The smallest normal number of bfloat16 and of float32, and the first power of two that neither has.
 SMALLEST, TOO_LARGE = 2.0**-126, 2.0**128
@@ -83,14 +83,16 @@ def takes_bfloat16(device):
 def narrow(buffers, columnwise):
     """The `Narrow` of one copy; None where its elements are not known to be exact in bfloat16."""
     scaling, direction = buffers.scaling, "columnwise" if columnwise else "rowwise"
-    layout, read = scaling.layout, _READERS.get(type(scaling).decode_factor)
+    plain = scaling if scaling.random is None else scaling.compiled_as  # random bits play no part
+    layout, unit = scaling.layout, _unit(plain)
     transposed, inner_first = layout.data_transposed(columnwise), layout.scales_inner_first
     # A columnwise copy that is stored transposed is read as the rowwise one of the transpose.
     unreadable = inner_first[0] != inner_first[1] if transposed else columnwise and scaling.hadamard is not None
     data, scales, amax = [getattr(buffers, name.format(direction)) for name in _FIELDS]
-    if read is None or unreadable or layout.amax == "rows" or not data.numel():
+    if unit is None or unreadable or layout.amax == "rows" or not data.numel():
         return None
-    found = read(scaling, scales, amax)
+    read = {None: _float32, E8M0: _powers_of_two}.get(layout.scale_format, _small_floats)
+    found = read(scaling, scales, amax, unit)
     if found is None:
         return None
     scales, amax, factor, step, below = found
@@ -101,13 +103,32 @@ def narrow(buffers, columnwise):
     arrays = dict(zip([name.format(direction) for name in _FIELDS], (data, scales, amax), strict=True))
     copy = Buffers(
         **arrays,
-        scaling=scaling,
+        scaling=plain,
         shape=shape,
         dtype=buffers.dtype,
         with_gemm_swizzled_scales=buffers.with_gemm_swizzled_scales,
     )
     smallest, transform = float(scaling.fmt.smallest_subnormal), scaling.hadamard if columnwise else None
     return Narrow(copy, columnwise and not transposed, transposed, factor, step * smallest, below * smallest, transform)
+
+
+@functools.lru_cache(maxsize=256)
+def _unit(scaling):
+    """The amax with which a code is multiplied with no more than its scale; None where the scaling's rule has none.
+
+    1 where no amax is read. The rule is asked for every scale, and whether it is proportional to the amax.
+    """
+    layout, fmt = scaling.layout, scaling.layout.scale_format
+    stored = (
+        np.exp2(np.arange(-126, 128), dtype=np.float32) if fmt is None else np.arange(1 << fmt.bits, dtype=np.uint8)
+    )
+    values = stored if fmt is None else fmt.values
+    rule, unit = scaling.decode_factor(REFERENCE), F(scaling.top if layout.two_level else 1)
+    with np.errstate(all="ignore"):
+        once, twice = rule(stored, unit), rule(stored, 2 * unit)
+    ulps = 2.0**-22 if layout.two_level else 0.0
+    proportional = np.allclose(twice, values * (2 if layout.two_level else 1), rtol=ulps, atol=0, equal_nan=True)
+    return float(unit) if proportional and np.allclose(once, values, rtol=ulps, atol=0, equal_nan=True) else None
 
 
 def narrow_product(left, right, alpha):
@@ -129,12 +150,12 @@ def narrow_product(left, right, alpha):
 
 
 # --- scales ---------------------------------------------------------------------------------------
-# Functions of a scaling, the scales of a copy and its amax. They return scales and amax that dequantize to elements
-# without the tensor's factor; that factor; what power of two the scales are multiples of, at most 1; and `below`. None
-# where bfloat16 does not hold the elements, or float32 not the factor times them.
+# Functions of a scaling, the scales of a copy, its amax and the scaling's `_unit`. They return scales and amax that
+# dequantize to elements without the tensor's factor; that factor; what power of two the scales are multiples of, at
+# most 1; and `below`. None where bfloat16 does not hold the elements, or float32 not the factor times them.
 
 
-def _float32(scaling, scales, amax):
+def _float32(scaling, scales, amax, unit):
     if scaling.layout.block is None:
         factor = scales.item()
         within = abs(factor) * float(scaling.fmt.max) < TOO_LARGE
@@ -147,7 +168,7 @@ def _float32(scaling, scales, amax):
     return scales, amax, 1.0, min(step, 1.0), math.inf
 
 
-def _powers_of_two(scaling, scales, amax):
+def _powers_of_two(scaling, scales, amax, unit):
     lowest, below = scales.min().item(), math.inf
     if lowest == 0:  # padding, a block of zeros, or one of small elements, which a factor of 2^127 would show
         lowest = (scales - 1).min().item() + 1
@@ -155,7 +176,7 @@ def _powers_of_two(scaling, scales, amax):
     return scales, amax, 1.0, 2.0 ** (min(lowest, _ONE) - _ONE), below
 
 
-def _small_floats(scaling, scales, amax):
+def _small_floats(scaling, scales, amax, unit):
     fmt = scaling.layout.scale_format
     if fmt.mantissa_bits + 1 + scaling.fmt.mantissa_bits + 1 > _SIGNIFICANT_BITS:
         return None
@@ -165,13 +186,4 @@ def _small_floats(scaling, scales, amax):
     factor = amax.item()
     if not abs(factor) * float(fmt.max) < TOO_LARGE:
         return None
-    return scales, torch.full_like(amax, scaling.top), factor * float(F(1) / F(scaling.top)), step, math.inf
-
-
-#: What a code is multiplied with -> how scales of that kind are read. Of others nothing is known.
-_READERS = {
-    Scaling.decode_factor: _float32,
-    E8M0Scaling.decode_factor: _powers_of_two,
-    MinifloatScaling.decode_factor: _small_floats,
-    NVFP4Scaling.decode_factor: _small_floats,
-}
+    return scales, torch.full_like(amax, unit), factor / unit, step, math.inf

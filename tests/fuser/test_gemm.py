@@ -495,6 +495,20 @@ def test_nan_and_inf_are_those_of_float32(scaling, value):
         )
 
 
+class Doubled(refops.MXFP8Scaling):
+    """A scaling with a rule of its own: codes stand for twice as much as their scale says."""
+
+    def decode_factor(self, words):
+        factor = super().decode_factor(words)
+        return lambda stored, amax: 2 * factor(stored, amax)
+
+
+def test_a_rule_of_its_own_is_not_taken_for_the_scale():
+    buffers = quantized(sample((32, 64), torch.bfloat16), refops.MXFP8Scaling(refops.E4M3))
+    assert narrow(buffers, False) is not None
+    assert narrow(dataclasses.replace(buffers, scaling=Doubled(refops.E4M3)), False) is None
+
+
 @needs_units
 def test_two_transforms_cancel_and_one_does_not():
     rht, plain = refops.NVFP4Scaling(rht=True), refops.NVFP4Scaling()
