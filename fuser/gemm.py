@@ -128,9 +128,10 @@ def gemm(a, b, *, layout="TN", out_dtype=None, bias=None, alpha=1.0, beta=None, 
     shape = _result_shape(a, b, layout)
     out_dtype = _result_dtype(out_dtype, out, b)
     _check_options(shape, bias, beta, out, accumulate)
-    for name, number in (("alpha", alpha), ("beta", 1.0 if beta is None else beta)):
-        if not isinstance(number, numbers.Real):
-            raise TypeError(f"{name} must be a number; got {shown(number)}")
+    if type(alpha) is not float:
+        _require_number(alpha, "alpha")
+    if beta is not None and type(beta) is not float:
+        _require_number(beta, "beta")
     dtype = torch.promote_types(out_dtype, torch.float32) if accumulate else out_dtype
     if torch.is_autocast_enabled(a.device.type):  # torch.autocast would multiply in 16 bits what is float32 here
         with torch.autocast(a.device.type, enabled=False):
@@ -144,6 +145,11 @@ def gemm(a, b, *, layout="TN", out_dtype=None, bias=None, alpha=1.0, beta=None, 
     if accumulate:
         result = result.add_(out.to(dtype), alpha=1.0 if beta is None else beta)
     return out.copy_(result)
+
+
+def _require_number(number, name):
+    if not isinstance(number, numbers.Real):
+        raise TypeError(f"{name} must be a number; got {shown(number)}")
 
 
 def native_obstacle(a, b, *, layout="TN"):

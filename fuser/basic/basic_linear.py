@@ -485,16 +485,17 @@ class BasicLinear(BasicOperation):
 
         `product` holds arguments of `_functional_forward` (`alpha`, `bias`, `out`, `beta`, `accumulate_into_out`).
         """
-        if input_.size()[-1:] != (self.weight.shape[1],):
+        weight = self.weight
+        if input_.size()[-1:] != (weight.shape[1],):
             raise ValueError(
-                f"Input tensor (shape={tuple(input_.size())}) and weight tensor (shape={tuple(self.weight.shape)}) "
+                f"Input tensor (shape={tuple(input_.size())}) and weight tensor (shape={tuple(weight.shape)}) "
                 "are not compatible: the input's last dimension must be in_features"
             )
         quantized = FP8GlobalStateManager.is_fp8_enabled()
         override = FP8GlobalStateManager.get_fp8_recipe().backward_override if quantized else None
         quantized_backward = quantized and override is None
         if dtype is None:
-            dtype = maybe_autocast_dtype(device_type=self.weight.device.type, default_dtype=self.weight.dtype)
+            dtype = maybe_autocast_dtype(device_type=weight.device.type, default_dtype=weight.dtype)
             dtype = check_linear_dtype(dtype)  # .double() may have changed it
 
         ctx.with_quantized_compute = quantized_backward
@@ -505,14 +506,14 @@ class BasicLinear(BasicOperation):
         ctx.grad_input_quantizer = prev_op_grad_output_quantizer if quantized_backward else None
         ctx.dtype = dtype
         ctx.input_requires_grad = ctx.requires_grad
-        ctx.weight_requires_grad = ctx.requires_grad and self.weight.requires_grad
+        ctx.weight_requires_grad = ctx.requires_grad and weight.requires_grad
         if not quantized and not product and self.tensor_parallel_mode is None:  # a plain product has nothing to decide
-            x, w = maybe_dequantize(input_, dtype), maybe_dequantize(self.weight, dtype)
+            x, w = maybe_dequantize(input_, dtype), maybe_dequantize(weight, dtype)
             ctx.save_for_backward(x if ctx.weight_requires_grad else None, w if ctx.input_requires_grad else None)
             return linear_forward(x, w, out_dtype=dtype)
         output, x, w = BasicLinear._forward_product(  # there is no grad mode in a fuser's forward
             input_,
-            self.weight,
+            weight,
             dtype=dtype,
             tensor_parallel_mode=self.tensor_parallel_mode,
             tensor_parallel_group=self.tensor_parallel_group,

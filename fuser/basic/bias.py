@@ -76,9 +76,11 @@ class Bias(BasicOperation):
                 recipe = FP8GlobalStateManager.get_fp8_recipe()
                 if recipe.backward_override is not None:
                     ctx.grad_input_quantizer = None
-        x = maybe_dequantize(input_)
-        cast = x.dtype == maybe_autocast_dtype(device_type=x.device.type, default_dtype=self.bias.dtype)
-        return x + (self.bias.to(x.dtype) if cast else self.bias)
+        x, bias = maybe_dequantize(input_), self.bias
+        if x.dtype is not bias.dtype:
+            cast = x.dtype is maybe_autocast_dtype(device_type=x.device.type, default_dtype=bias.dtype)
+            bias = bias.to(x.dtype) if cast else bias
+        return x + bias
 
     def op_backward(self, ctx: OperationContext, grad_output: Any) -> tuple[Any, tuple[torch.Tensor]]:
         grad_output = maybe_dequantize(grad_output)
