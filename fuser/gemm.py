@@ -30,7 +30,8 @@ All of these sum in float32, in an order of their own, and round the result once
 one float32 sum do: gamma_n sum |a| |b|, which for the same operands is another neighbour of bfloat16 in some 1e-5 to
 1e-4 of the results. A CPU's units for bfloat16 count what is below 2^-126 as zero: elements of plain operands,
 products, sums and results. Quantized operands where a product or a sum might be that small are found by their scales
-and multiplied in float32 (what a bias makes of a sum is not looked at). NaN and inf come out as from float32.
+and multiplied in float32 (what a bias makes of a sum is not looked at), as are those whose sums may overflow. So NaN
+and inf come out as from float32; of plain operands where sums overflow, as in another order.
 
 A dequantized operand is exactly what its codes and scales stand for, so an emulated product differs from a tensor
 core's only in the order of its float32 sums. Under `backend("float64")` operands may be float64; then products are.

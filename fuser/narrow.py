@@ -6,7 +6,8 @@ NVFP4's second level) is left out here and multiplied with the sums. Columnwise 
 multiplied as they are, transformed, as tensor cores do: the sums of a product run along what was transformed.
 
 Units for bfloat16 count numbers below 2^-126 as zero. So an operand tells of what power of two its elements are
-multiples, `step`: where the product of two steps is no smaller, no sum is.
+multiples, `step`: where the product of two steps is no smaller, no sum is. At the other end, `largest`, sums that may
+overflow, where infinities are of one order of adding and not of another, are left to float32 too.
 """
 
 import functools
@@ -39,7 +40,7 @@ class Narrow(NamedTuple):
         copy: `Buffers` with one copy, which dequantizes to these elements. columnwise: whether it is that copy.
         transposed: whether it is of the transposed matrix.
         factor: a number of the whole tensor.
-        step: all elements are multiples of it.
+        step: all elements are multiples of it. largest: those that are finite are no larger.
         below: what all elements must be below, in magnitude; inf if they are.
         transform: sign mask of the Hadamard transform that the elements have, or None.
     """
@@ -49,6 +50,7 @@ class Narrow(NamedTuple):
     transposed: bool
     factor: float
     step: float
+    largest: float
     below: float
     transform: int | None
 
@@ -95,7 +97,7 @@ def narrow(buffers, columnwise):
     found = read(scaling, scales, amax, unit)
     if found is None:
         return None
-    scales, amax, factor, step, below = found
+    scales, amax, factor, step, largest, below = found
     shape = buffers.shape
     if transposed:
         shape, direction = matrix_shape(shape)[::-1], "rowwise"
@@ -108,8 +110,17 @@ def narrow(buffers, columnwise):
         dtype=buffers.dtype,
         with_gemm_swizzled_scales=buffers.with_gemm_swizzled_scales,
     )
-    smallest, transform = float(scaling.fmt.smallest_subnormal), scaling.hadamard if columnwise else None
-    return Narrow(copy, columnwise and not transposed, transposed, factor, step * smallest, below * smallest, transform)
+    smallest = float(scaling.fmt.smallest_subnormal)
+    return Narrow(
+        copy,
+        columnwise and not transposed,
+        transposed,
+        factor,
+        step * smallest,
+        largest * float(scaling.fmt.max),
+        below * smallest,
+        scaling.hadamard if columnwise else None,
+    )
 
 
 @functools.lru_cache(maxsize=256)
@@ -134,16 +145,19 @@ def _unit(scaling):
 def narrow_product(left, right, alpha):
     """Two operands, each a `Narrow` or a bfloat16 matrix, as two matrices and what their product is multiplied with.
 
-    None where that is not the product of what they stand for, or where it, or a part of it, may be below 2^-126.
+    None where that is not the product of what they stand for, or where it, or a part of it, may be below 2^-126 or
+    overflow. (A plain matrix is not looked at.)
     """
     quantized = [one for one in (left, right) if isinstance(one, Narrow)]
     left_transform, right_transform = [one.transform if isinstance(one, Narrow) else None for one in (left, right)]
     parts = [number for one in quantized for number in (one.step, one.step * one.factor)]
     step = math.prod(one.step for one in quantized)
     alpha *= math.prod(one.factor for one in quantized)
+    terms = max(math.prod(one.copy.shape) for one in quantized)  # no sum has more
+    largest = terms * math.prod(one.largest for one in quantized)
     if left_transform != right_transform or not min(*parts, step, step * abs(alpha)) >= SMALLEST:
         return None
-    if not abs(alpha) < TOO_LARGE:
+    if not max(largest, largest * abs(alpha)) < TOO_LARGE:
         return None
     matrices = [one.matrix() if isinstance(one, Narrow) else one for one in (left, right)]
     return None if any(matrix is None for matrix in matrices) else (*matrices, alpha)
@@ -152,38 +166,39 @@ def narrow_product(left, right, alpha):
 # --- scales ---------------------------------------------------------------------------------------
 # Functions of a scaling, the scales of a copy, its amax and the scaling's `_unit`. They return scales and amax that
 # dequantize to elements without the tensor's factor; that factor; what power of two the scales are multiples of, at
-# most 1; and `below`. None where bfloat16 does not hold the elements, or float32 not the factor times them.
+# most 1; the largest of them; and `below`. None where bfloat16 does not hold the elements, or float32 not the factor
+# times them.
 
 
 def _float32(scaling, scales, amax, unit):
     if scaling.layout.block is None:
         factor = scales.item()
         within = abs(factor) * float(scaling.fmt.max) < TOO_LARGE
-        return (torch.ones_like(scales), amax, factor, 1.0, math.inf) if within else None
+        return (torch.ones_like(scales), amax, factor, 1.0, 1.0, math.inf) if within else None
     if torch.count_nonzero(scales.view(torch.int32) & _NO_EXPONENT).item():
         return None
-    step = scales.min().item()
+    step, largest = (one.item() for one in scales.aminmax())
     if step == 0:  # of padding, or a block of zeros
         step = torch.where(scales == 0, 1.0, scales).min().item()
-    return scales, amax, 1.0, min(step, 1.0), math.inf
+    return scales, amax, 1.0, min(step, 1.0), largest, math.inf
 
 
 def _powers_of_two(scaling, scales, amax, unit):
-    lowest, below = scales.min().item(), math.inf
+    (lowest, highest), below = (one.item() for one in scales.aminmax()), math.inf
     if lowest == 0:  # padding, a block of zeros, or one of small elements, which a factor of 2^127 would show
         lowest = (scales - 1).min().item() + 1
         scales, below = scales + (scales == 0).view(torch.uint8) * _TWO_TO_127, 2.0**127
-    return scales, amax, 1.0, 2.0 ** (min(lowest, _ONE) - _ONE), below
+    return scales, amax, 1.0, 2.0 ** (min(lowest, _ONE) - _ONE), 2.0 ** (highest - _ONE), below
 
 
 def _small_floats(scaling, scales, amax, unit):
     fmt = scaling.layout.scale_format
     if fmt.mantissa_bits + 1 + scaling.fmt.mantissa_bits + 1 > _SIGNIFICANT_BITS:
         return None
-    step = float(fmt.smallest_subnormal)
+    step, largest = float(fmt.smallest_subnormal), float(fmt.max)
     if not scaling.layout.two_level:
-        return scales, amax, 1.0, step, math.inf
+        return scales, amax, 1.0, step, largest, math.inf
     factor = amax.item()
-    if not abs(factor) * float(fmt.max) < TOO_LARGE:
+    if not abs(factor) * largest < TOO_LARGE:
         return None
-    return scales, torch.full_like(amax, unit), factor / unit, step, math.inf
+    return scales, torch.full_like(amax, unit), factor / unit, step, largest, math.inf
