@@ -76,7 +76,8 @@ class Bias(BasicOperation):
                 recipe = FP8GlobalStateManager.get_fp8_recipe()
                 if recipe.backward_override is not None:
                     ctx.grad_input_quantizer = None
-        x, bias = maybe_dequantize(input_), self.bias
+        x = maybe_dequantize(input_)
+        bias: torch.Tensor = self.bias
         if x.dtype is not bias.dtype:
             cast = x.dtype is maybe_autocast_dtype(device_type=x.device.type, default_dtype=bias.dtype)
             bias = bias.to(x.dtype) if cast else bias
