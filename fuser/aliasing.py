@@ -12,7 +12,7 @@ import torch
 
 from fuser.fusible import FusibleOperation
 from fuser.quantization.storage import QuantizedTensorStorage
-from fuser.tracing import exporting
+from fuser.tracing import exporting, rehearsing
 
 
 def is_one_of(tensor: Any, others: Sequence[Any]) -> bool:
@@ -46,7 +46,7 @@ def _memory_span(tensor: Any) -> tuple[int, int] | None:
         or not tensor.numel()
     ):
         return None
-    if exporting():  # there is no memory
+    if exporting() or rehearsing():  # there is no memory
         return None
     start = tensor.data_ptr()
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

@@ -32,11 +32,12 @@ import torch
 
 import refops
 from fuser.dtypes import HIGH_PRECISION, require_torch_tensor
+from fuser.recipe import constant_of_graph
 from fuser.torch_words import TORCH
-from fuser.tracing import refuse_trace, untraced
+from fuser.tracing import define_operator, refuse_trace, register_opaque, rehearsal, untraced
 from refops.activations import bind_activation
 from refops.arguments import require_integer, require_tensor, shown
-from refops.quantization.result import Quantized, stored_layout
+from refops.quantization.result import Quantized, matrix_shape, stored_layout
 from refops.tiles import InputSource, tensor_amax
 
 BACKENDS = ("auto", "reference", "float64")
@@ -199,6 +200,8 @@ def _dispatched(function: _Function) -> _Function:
     @functools.wraps(function)
     def call(*args, **kwargs):
         refuse_trace(function.__name__)
+        if torch._C._are_functorch_transforms_active():
+            return _transformed(function.__name__, args, kwargs)
         try:
             return function(*args, **kwargs)
         except NotImplementedError as error:
@@ -218,7 +221,12 @@ def _dispatched(function: _Function) -> _Function:
             )
         return made[function.__name__](*args, **kwargs)
 
-    return untraced(call, recorded=recorded)  # type: ignore[return-value]
+    def rehearsed(*args, **kwargs):
+        return _WITHOUT_ELEMENTS[function.__name__](*args, **kwargs)
+
+    name = function.__name__
+    in_graph = functools.partial(_in_graph, name) if name in _IN_GRAPHS else None
+    return untraced(call, recorded=recorded, rehearsed=rehearsed, in_graph=in_graph)  # type: ignore[return-value]
 
 
 def _activation_in_operators(name, x, *, out_dtype=None, **params):
@@ -231,6 +239,174 @@ def _scaled_activation_in_operators(name, x, scales, *, glu_interleave_size=0, o
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     y = _activation_in_operators(name, _in_halves(wide, glu_interleave_size), **params)
     return (y * scales.to(wide.dtype).reshape(*x.shape[:-1], 1)).to(out_dtype or x.dtype)
+
+
+# --- graphs of torch.compile ----------------------------------------------------------------------
+
+#: Calls of this module that are operators of graphs: their results are tensors.
+_IN_GRAPHS = ("activation", "activation_grad", "scaled_activation", "scaled_activation_grad", "amax")
+
+
+@dataclass(frozen=True)
+class _KernelCall:
+    """A call of this module apart from its tensors: `arguments` by position, with None for a tensor, and `options`."""
+
+    name: str
+    arguments: tuple
+    options: tuple
+
+    def __fx_repr__(self):
+        return constant_of_graph(self)
+
+    def run(self, tensors):
+        """The results for `tensors`, as a list."""
+        given, options = iter(tensors), dict(self.options)
+        made = globals()[self.name](*[next(given) if one is None else one for one in self.arguments], **options)
+        return list(made) if isinstance(made, tuple) else [made]
+
+
+def _in_graph(name, *args, **options):
+    arguments = tuple([None if isinstance(one, torch.Tensor) else one for one in args])
+    tensors = [one for one in args if isinstance(one, torch.Tensor)]
+    results = torch.ops.fuser.kernel(tensors, _KernelCall(name, arguments, tuple(options.items())))
+    return results[0] if len(results) == 1 else tuple(results)
+
+
+def _rehearsed_kernel(tensors, call):
+    with rehearsal():
+        return call.run(tensors)
+
+
+register_opaque(_KernelCall, "value")
+define_operator(
+    "kernel",
+    "(Tensor[] tensors, {} call) -> Tensor[]",
+    lambda tensors, call: call.run(tensors),
+    _rehearsed_kernel,
+    _KernelCall,
+    effects=False,
+)
+
+
+# --- torch.func -------------------------------------------------------------------------------------
+
+#: Call whose rows are independent -> that of its gradient, which takes the output's gradient first.
+_GRADIENTS = {
+    "activation": "activation_grad",
+    "scaled_activation": "scaled_activation_grad",
+    "activation_grad": None,
+    "scaled_activation_grad": None,
+}
+
+
+def _transformed(method, args, options):
+    """A call on tensors of torch.func's transforms (grad, vmap ...)."""
+    if method not in _GRADIENTS or options.get("dbias"):
+        raise RuntimeError(
+            f"torch.func can't transform {method}: it can transform activations without a quantizer, and their first "
+            "gradients"
+        )
+    name, *tensors = args
+    return _OfRows.apply(method, name, options, *tensors)
+
+
+class _OfRows(torch.autograd.Function):
+    """A call whose rows are independent, as torch.func transforms it."""
+
+    @staticmethod
+    def forward(method, name, options, *tensors):
+        return globals()[method](name, *tensors, **options)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.method, ctx.name, ctx.options, *tensors = inputs
+        ctx.save_for_backward(*tensors)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        gradient = _GRADIENTS[ctx.method]
+        if gradient is None:
+            raise RuntimeError("Double backward: activations have kernels for their first gradients alone")
+        options = {name: value for name, value in ctx.options.items() if name != "out_dtype"}
+        made = _OfRows.apply(gradient, ctx.name, options, *grads, *ctx.saved_tensors)
+        return None, None, None, *(made if isinstance(made, tuple) else (made,))
+
+    @staticmethod
+    def vmap(info, in_dims, method, name, options, *tensors):
+        batched = []
+        for tensor, dim in zip(tensors, in_dims[3:], strict=True):
+            first = tensor.expand(info.batch_size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+            batched.append(first.contiguous())
+        made = _OfRows.apply(method, name, options, *batched)
+        return made, (0,) * len(made) if isinstance(made, tuple) else 0
+
+
+# --- without elements -----------------------------------------------------------------------------
+
+
+def _empty_activation(name, x, *, out_dtype=None, **params):
+    gated = bind_activation(name, params).gated
+    return x.new_empty((*x.shape[:-1], x.shape[-1] // 2) if gated else x.shape, dtype=out_dtype or x.dtype)
+
+
+def _empty_activation_grad(name, dy, x, *, out_dtype=None, dbias=False, **params):
+    dx = x.new_empty(x.shape, dtype=out_dtype or x.dtype)
+    return (dx, dx.new_empty(dx.shape[-1])) if dbias else dx
+
+
+def _empty_scaled_activation_grad(name, dy, x, scales, *, glu_interleave_size=0, out_dtype=None, **params):
+    return x.new_empty(x.shape, dtype=out_dtype or x.dtype), scales.new_empty(scales.shape)
+
+
+def _empty_scaled_activation(name, x, scales, *, glu_interleave_size=0, out_dtype=None, **params):
+    return _empty_activation(name, x, out_dtype=out_dtype, **params)
+
+
+def _empty_quantized(x, scaling, *, rowwise=True, columnwise=False, dbias=False):
+    shape, layout, tensors = tuple(x.shape), scaling.layout, {}
+    matrix = matrix_shape(shape)
+    for direction, is_made in (("rowwise", rowwise), ("columnwise", columnwise)):
+        if is_made:
+            of_columns = direction == "columnwise"
+            scale_dtype = getattr(torch, layout.scale_dtype.name)
+            tensors[f"{direction}_data"] = x.new_empty(layout.data_shape(shape, of_columns), dtype=torch.uint8)
+            tensors[f"{direction}_scale_inv"] = x.new_empty(layout.scale_shape(matrix, of_columns), dtype=scale_dtype)
+            if layout.amax is not None:
+                tensors[f"amax_{direction}"] = x.new_empty(layout.amax_shape(matrix, of_columns), dtype=torch.float32)
+    buffers = Buffers(**tensors, scaling=scaling, shape=shape, dtype=x.dtype)
+    return (buffers, x.new_empty(matrix[1], dtype=torch.float32)) if dbias else buffers
+
+
+def _empty_activation_quantized(name, x, scaling, *, rowwise=True, columnwise=False, **params):
+    return _empty_quantized(_empty_activation(name, x, **params), scaling, rowwise=rowwise, columnwise=columnwise)
+
+
+def _empty_dequantized(buffers, *, dtype=torch.float32, columnwise=False):
+    return next(iter(buffers.tensors.values())).new_empty(buffers.shape, dtype=dtype)
+
+
+def _empty_reordered(swizzled):
+    return lambda buffers: replace(
+        buffers,
+        **{name: torch.empty_like(tensor) for name, tensor in buffers.tensors.items()},
+        with_gemm_swizzled_scales=swizzled,
+    )
+
+
+#: Call of this module -> what has its results' shapes, dtypes and strides, for tensors that have no
+#: elements, sizes that are symbols included.
+_WITHOUT_ELEMENTS: dict[str, Callable[..., Any]] = {
+    "activation": _empty_activation,
+    "activation_grad": _empty_activation_grad,
+    "scaled_activation_grad": _empty_scaled_activation_grad,
+    "scaled_activation": _empty_scaled_activation,
+    "quantize": _empty_quantized,
+    "activation_quantize": _empty_activation_quantized,
+    "dequantize": _empty_dequantized,
+    "swizzled": _empty_reordered(True),
+    "unswizzled": _empty_reordered(False),
+    "amax": lambda x: x.new_empty(1, dtype=torch.float32),
+}
 
 
 # --- engines --------------------------------------------------------------------------------------

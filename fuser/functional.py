@@ -40,7 +40,7 @@ from fuser.dtypes import DType, require_torch_tensor, torch_dtype
 from fuser.quantization.grouped import GroupedTensorStorage, allocate
 from fuser.quantization.quantizer import Quantizer, observed
 from fuser.quantization.storage import QuantizedTensorStorage
-from fuser.tracing import untraced
+from fuser.tracing import traced_without_quantizer, untraced
 from refops.activations import ACTIVATIONS
 from refops.arguments import require_flag, require_integer, require_list, say_who, shown
 from refops.ops import SCALED_ACTIVATIONS
@@ -129,7 +129,7 @@ def activation(name: str, input: torch.Tensor, quantizer: None = ..., **params: 
 def activation(name: str, input: torch.Tensor, quantizer: Quantizer | None = ..., **params: float) -> Any: ...
 
 
-@untraced
+@traced_without_quantizer
 def activation(name: str, input: torch.Tensor, quantizer: Quantizer | None = None, **params: float) -> Any:
     """Apply an activation.
 
@@ -163,7 +163,7 @@ def activation_grad(
 ) -> Any: ...
 
 
-@untraced
+@traced_without_quantizer
 def activation_grad(
     name: str, grad: torch.Tensor, fwd_input: torch.Tensor, quantizer: Quantizer | None = None, **params: float
 ) -> Any:
@@ -184,7 +184,7 @@ def activation_grad(
     return observed(quantizer, original, quantizer.wrap(buffers))
 
 
-@untraced
+@traced_without_quantizer
 def dbias_activation_grad(
     name: str, grad: torch.Tensor, fwd_input: torch.Tensor, quantizer: Quantizer | None = None, **params: float
 ) -> list[Any]:
@@ -229,7 +229,7 @@ def scaled_activation(
 ) -> Any: ...
 
 
-@untraced
+@traced_without_quantizer
 def scaled_activation(
     name: str,
     input: torch.Tensor,
@@ -252,7 +252,7 @@ def scaled_activation(
     return _maybe_quantized(y, quantizer)
 
 
-@untraced
+@traced_without_quantizer
 def scaled_activation_grad(
     name: str,
     grad: torch.Tensor,

@@ -4,13 +4,15 @@
         y = model(x)
 
 A recipe is plain data. Quantizers read it when they are made (`fuser.quantization.state`); changing a field of a recipe
-in use takes effect at the next call of the model, which compares the values with those of the last one. Environment
+in use takes effect at the next call of the model, which compares the values with those of the last one (not of
+one under which torch.compile traced a call, whose code holds for its values: `RuntimeError`). Environment
 variables give defaults and are read when a recipe is made (TE: when the module is imported).
 """
 
 import functools
 import math
 import os
+import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from enum import Enum
@@ -108,6 +110,23 @@ def _require(condition: bool, message: str) -> None:
         raise AssertionError(message)
 
 
+def constant_of_graph(value: Any) -> tuple[str, dict[str, Any]]:
+    """The code for a constant of a graph of torch.compile, and what its names stand for.
+
+    One that can't be pickled is itself what a name stands for: such a graph can't be kept in a file.
+    """
+    try:
+        return f"_restored({pickle.dumps(value)!r})", {"_restored": _restored}
+    except (pickle.PicklingError, AttributeError, TypeError):  # of a function that is local to another
+        name = f"_fuser_constant_{id(value)}"
+        return name, {name: value}
+
+
+@functools.lru_cache(maxsize=256)
+def _restored(pickled):
+    return pickle.loads(pickled)
+
+
 class Recipe:
     """Base of all recipes. The predicates are classmethods: they answer for a recipe and for its class."""
 
@@ -162,6 +181,30 @@ class Recipe:
 
     def __repr__(self):
         return self.fingerprint()
+
+    def __eq__(self, other):
+        return type(other) is type(self) and self.fingerprint() == other.fingerprint()
+
+    def __hash__(self):
+        return hash(self.fingerprint())
+
+    def __setattr__(self, name, value):
+        if "_held" in self.__dict__:
+            raise RuntimeError(
+                f"{name} can't be changed: code that torch.compile made holds for the present values of this "
+                f"{type(self).__name__}. Make another recipe, as by dataclasses.replace(recipe, {name}=...)"
+            )
+        object.__setattr__(self, name, value)
+
+    def hold_values(self) -> None:
+        """Let the values change no more: `RuntimeError` from now on. Copies are not held."""
+        self.__dict__["_held"] = True
+
+    def __getstate__(self):
+        return {name: value for name, value in self.__dict__.items() if name != "_held"}
+
+    def __fx_repr__(self):
+        return constant_of_graph(self)
 
     def _check_backward_override(self):
         _require(

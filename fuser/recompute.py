@@ -5,6 +5,7 @@ over and its scales updated. Without it that is an error (`fuser.op`); in anothe
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,7 +15,9 @@ import torch.utils.checkpoint
 from fuser.dispatch import backend, current_backend
 from fuser.quantization.quantizers import delayed_scales
 from fuser.quantization.state import FP8GlobalStateManager
-from fuser.tracing import exporting, outside_compile
+from fuser.tracing import WhenTraced, exporting, leave_for, outside_compile
+
+_left_alone = WhenTraced(functools.partial(leave_for, "fuser.checkpoint calls its function in backward again"))
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = False, **kwargs: Any) -> Any:
@@ -33,7 +36,8 @@ def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = F
         RuntimeError: the function updates delayed scales and uses them afterwards.
     """
     if torch.compiler.is_compiling() and not exporting():
-        return outside_compile(checkpoint, function, *args, use_reentrant=use_reentrant, **kwargs)
+        options = {"use_reentrant": use_reentrant, "reason": _left_alone.value}
+        return outside_compile(checkpoint, function, *args, **options, **kwargs)
     run = _Run(function, use_reentrant)
     return torch.utils.checkpoint.checkpoint(run, *args, use_reentrant=use_reentrant, **kwargs)
 

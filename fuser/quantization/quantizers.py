@@ -47,6 +47,7 @@ from fuser.quantization.tensor import (
     MXFP8Tensor,
     NVFP4Tensor,
 )
+from fuser.tracing import rehearsing
 from refops.arguments import require_flag, shown
 from refops.quantization.quantize import check_shape
 from refops.quantization.result import matrix_shape
@@ -165,6 +166,8 @@ class Float8Quantizer(Quantizer):
 
     def _scale_value(self):
         """The scale as a number: the present one, or in a pass that is computed again the one of that time."""
+        if rehearsing():
+            return 1.0
         scales = _tape.scales
         if scales is None:
             return self._present_scale()
@@ -190,7 +193,7 @@ class Float8Quantizer(Quantizer):
     def _record(self, buffers):
         amax = buffers.amax_rowwise if buffers.amax_rowwise is not None else buffers.amax_columnwise
         # Without an amax they were gathered, from pieces that were recorded where they were made
-        if amax is not None and not _tape.replaying:
+        if amax is not None and not _tape.replaying and not rehearsing():
             with torch.inference_mode():  # an amax that was made in it is written in it alone
                 torch.fmax(self.amax, amax.to(self.amax.device).view(self.amax.shape), out=self.amax)
 
@@ -252,7 +255,7 @@ class _AmaxReducing(ValueQuantizer):
 
 def _with_new_seed(scaling):
     """The settings of one call: each that rounds stochastically by Philox has a seed of torch's CPU generator."""
-    if scaling.random is None or scaling.random.bits is not None:
+    if scaling.random is None or scaling.random.bits is not None or rehearsing():
         return scaling
     seed = torch.randint(0, torch.iinfo(torch.int64).max, (), dtype=torch.int64, device="cpu").item()
     return replace(scaling, seed=seed)

@@ -1,4 +1,4 @@
-"""Tracers: what torch.export records, and what torch.jit and torch.fx are told. torch.compile is in test_fuser.py."""
+"""Tracers: what torch.export records, and what torch.jit and torch.fx are told. torch.compile is in test_compile.py."""
 
 import copy
 import io
@@ -210,6 +210,7 @@ def test_torch_fx_names_the_way(name):
 def test_a_compiled_call_runs_outside_also_from_a_frame_that_dynamo_left_alone(monkeypatch):
     """Past its limit of variants dynamo runs a frame as it is, in which nothing is being compiled."""
     called = []
-    monkeypatch.setattr(tracing, "_call_uncompiled", lambda function, *args: called.append(function(*args)))
-    tracing.outside_compile(len, "abc")
+    left_alone = lambda function, *args: called.append(function(*args))  # noqa: E731
+    monkeypatch.setattr(tracing, "_uncompiled", {"kernels": left_alone})
+    tracing.outside_compile(len, "abc", reason="kernels")
     assert called == [3]
