@@ -16,6 +16,7 @@ import functools
 import itertools
 import operator
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -29,11 +30,12 @@ from torch.utils._pytree import tree_map
 from fuser.aliasing import copy_of_gradient, overlap, own_copy, tensors_in, works_in_place, writable
 from fuser.channels import ChanneledOperation, Routes, Slot, check_extra_inputs
 from fuser.fusible import FusibleOperation
+from fuser.operators import Pipeline, call_in_graph
 from fuser.pipeline import FuserFunction, forward_observers, run_forward
 from fuser.quantization.state import FP8GlobalStateManager
 from fuser.quantization.storage import QuantizedTensorStorage
 from fuser.recipe import Format, MMParams, QParams, Recipe
-from fuser.tracing import exporting, outside_compile, refuse_proxy, refuse_trace
+from fuser.tracing import exporting, refuse_proxy, refuse_trace
 from refops.scalings import SCALINGS
 
 FusionFunction = Callable[..., list[FusibleOperation]]
@@ -148,6 +150,7 @@ class OperationFuser:
 
     def _setup(self, ops: list[FusibleOperation], basic_ops: list[ChanneledOperation], routes: Routes) -> None:
         self._lock = threading.RLock()
+        self._pipeline = Pipeline(weakref.ref(self))
         self._ops = ops
         self._basic_ops = basic_ops
         self._num_basic_ops = len(basic_ops)
@@ -196,8 +199,10 @@ class OperationFuser:
         `basic_op_kwargs`: keyword arguments for each basic operation's forward.
         """
         if torch.compiler.is_compiling() and not exporting():
-            return outside_compile(self, input, *extra_inputs, basic_op_kwargs=basic_op_kwargs)
+            return call_in_graph(self, self._pipeline, self._basic_ops, input, extra_inputs, basic_op_kwargs)
         refuse_trace("operations")
+        if torch._C._are_functorch_transforms_active():
+            return self._transformed(input, extra_inputs, basic_op_kwargs)
         if self._members_of_fused and not self.is_current():
             self._build(self._ops)
         if len(extra_inputs) != self.num_extra_inputs:
@@ -218,6 +223,14 @@ class OperationFuser:
         if hooked:
             return self._run_in_parts(hooked, input, extra_inputs, basic_op_kwargs)
         return self._run(input, extra_inputs, basic_op_kwargs)
+
+    def _transformed(self, x: torch.Tensor, extra_inputs: Sequence[Any], basic_op_kwargs: Any) -> torch.Tensor:
+        """A call on a tensor of torch.func's transforms (grad, vmap ...)."""
+        if extra_inputs or any(basic_op_kwargs or ()) or FP8GlobalStateManager.is_fp8_enabled():
+            raise RuntimeError("torch.func can transform operations without extra inputs, outside of fuser.autocast")
+        for op in self._basic_ops:
+            x = op.transformed(x)
+        return x
 
     def wanted_extra_inputs(self) -> list[tuple[ChanneledOperation, int]]:
         """The operations that take extra inputs from the caller, each with the slot, in order."""
@@ -258,14 +271,11 @@ class OperationFuser:
     ) -> Any:
         state = FP8GlobalStateManager.quantization_state
         recipe = state.fp8_recipe if state.fp8_enabled else None
-        recording = exporting()
+        recording = torch.compiler.is_compiling() and exporting()
         if recording:  # before tensors without memory become scales or parameters
             self._check_recordable(recipe)
         is_grad_enabled = torch.is_grad_enabled() and not recording
-        self.maybe_fuse_ops(is_grad_enabled, recipe, input_, extra_inputs)
-        first = self.first_op_requiring_backward
-        for i, op in self._prepared:
-            op.pre_fuser_forward(requires_grad=i >= first)
+        self.plan(is_grad_enabled, recipe, input_, extra_inputs)
         if not is_grad_enabled:
             result = run_forward(None, self, input_, (), extra_inputs, basic_op_kwargs)
             # An exported graph has no gradients: those of some operations are not autograd's
@@ -275,6 +285,13 @@ class OperationFuser:
             if passed is not None:
                 return passed
         return FuserFunction.apply(input_, self, basic_op_kwargs, *self._fused_params, *extra_inputs)
+
+    def plan(self, is_grad_enabled: bool, recipe: Any, input_: torch.Tensor, extra_inputs: Sequence[Any]) -> None:
+        """Make all ready for `run_forward`: operations are fused, their quantizers know which copies to make."""
+        self.maybe_fuse_ops(is_grad_enabled, recipe, input_, extra_inputs)
+        first = self.first_op_requiring_backward
+        for i, op in self._prepared:
+            op.pre_fuser_forward(requires_grad=i >= first)
 
     def _check_recordable(self, recipe: Any) -> None:
         """`RuntimeError` where torch.export can't record a call."""
@@ -532,14 +549,26 @@ def run_alone(
 ) -> Any:
     """Forward of an operation called as a module: by a fuser of its own, or by that of the part that calls it."""
     refuse_proxy(input_, op)
+    if torch.compiler.is_compiling() and not exporting():
+        basic_ops = op.basic_ops if op.is_fused_op else [op]
+        return call_in_graph(
+            functools.partial(_call_alone, op), op._pipeline, basic_ops, input_, extra_inputs, basic_op_kwargs
+        )
     called = _called.get()
-    if called is not None and called[0] is op:
-        fuser = called[1]
-    else:
-        fuser = OperationFuser([op])
-        fuser._hook_owners = list(op.basic_ops) if op.is_fused_op else []
-        fuser._ops = list(op.basic_ops) if op.is_fused_op else [op]
+    fuser = called[1] if called is not None and called[0] is op else fuser_of(op)
     return fuser(input_, *extra_inputs, basic_op_kwargs=basic_op_kwargs)
+
+
+def _call_alone(op: FusibleOperation, input_: torch.Tensor, *extra_inputs: Any, basic_op_kwargs: Any) -> Any:
+    return fuser_of(op)(input_, *extra_inputs, basic_op_kwargs=basic_op_kwargs)
+
+
+def fuser_of(op: FusibleOperation) -> OperationFuser:
+    """The fuser of an operation that a user calls."""
+    fuser = OperationFuser([op])
+    fuser._hook_owners = list(op.basic_ops) if op.is_fused_op else []
+    fuser._ops = list(op.basic_ops) if op.is_fused_op else [op]
+    return fuser
 
 
 # ---------------------------------------------------------------------- registering fusions

@@ -45,6 +45,7 @@ class FusibleOperation(KeepsQuantizedParameters, NotScriptable, torch.nn.Module,
 
     # What some operations have, which a module's `__getattr__` would hide from a type checker
     basic_ops: Any  # of a fused one, a ModuleList of operations
+    _pipeline: Any  # what graphs of torch.compile take for it where it is called by itself
     _quantizers: dict[str, list[Any]] | None  # of a basic one, by mode; None without a recipe
     reset_recipe_state: Callable[..., None]  # of a basic one
     passed_through: Callable[[torch.Tensor], torch.Tensor | None]
@@ -56,6 +57,23 @@ class FusibleOperation(KeepsQuantizedParameters, NotScriptable, torch.nn.Module,
     @abc.abstractmethod
     def is_fused_op(self) -> bool:
         """Whether it stands for several basic operations."""
+
+    #: Whether its output is a quantized tensor under a recipe, also where it is the last operation.
+    returns_quantized: bool = False
+
+    def graph_obstacle(self) -> str:
+        """Why a graph of torch.compile can't have this operation, said of it ("has ..."); "" if it can.
+
+        For that its forward must work on tensors that have no elements, with sizes that are symbols. An operation of
+        your own says "" if its does.
+        """
+        if type(self).__module__.startswith("fuser."):
+            return ""
+        return 'is none of fuser: it may be a part of a graph if its graph_obstacle() returns ""'
+
+    def transformed(self, input_: torch.Tensor) -> torch.Tensor:
+        """The output for a tensor of torch.func's transforms; `RuntimeError` where these can't be."""
+        raise RuntimeError(f"torch.func can't transform {type(self).__name__}: of fuser's operations, only activations")
 
     def pre_first_fuser_forward(self) -> None:
         """Called once before the first forward of a fuser, e.g. to materialize deferred parameters."""

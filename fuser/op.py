@@ -10,6 +10,7 @@ either, and an operation without parameters may return the bare gradient from `o
 from __future__ import annotations
 
 import abc
+import functools
 import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -19,8 +20,9 @@ import torch
 from fuser import extra_state
 from fuser.channels import ChanneledOperation
 from fuser.common import devices_match
-from fuser.fuser import run_alone
+from fuser.fuser import fuser_of, run_alone
 from fuser.fusible import FusibleOperation, OperationContext
+from fuser.operators import Pipeline
 from fuser.quantization.contexts import autocast
 from fuser.quantization.quantizers import is_replaying
 from fuser.quantization.state import FP8GlobalStateManager, RecipeState
@@ -33,7 +35,19 @@ _BUFFER_POSITION = "buffer_index_and_autocast_key"
 _META_KEYS = {"forward": "scaling_fwd", "backward": "scaling_bwd"}
 
 
-class BasicOperation(ChanneledOperation, metaclass=abc.ABCMeta):
+class _CalledAlone(FusibleOperation):
+    """What calls an operation by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._pipeline = Pipeline(functools.partial(fuser_of, self))
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._pipeline = Pipeline(functools.partial(fuser_of, self))
+
+
+class BasicOperation(_CalledAlone, ChanneledOperation, metaclass=abc.ABCMeta):
     """A single step with its own parameters, quantizers and backward.
 
     A subclass gives `op_forward` and `op_backward`; with extra inputs or outputs (`num_extra_inputs`,
@@ -374,7 +388,7 @@ class ExtraTensorOperation(BasicOperation):
         )
 
 
-class FusedOperation(FusibleOperation):
+class FusedOperation(_CalledAlone):
     """Several basic operations computed at once.
 
     It holds no state of its own. A fusion of only one pass must be interchangeable with the unfused operations: forward

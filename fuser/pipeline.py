@@ -77,13 +77,13 @@ class FuserFunction(torch.autograd.Function):
     @staticmethod
     def backward(func_ctx: Any, grad_output: torch.Tensor, *grad_extra_outputs: torch.Tensor | None) -> Any:
         # The backend of the forward pass: a GPU's autograd thread sees no context variables.
-        with torch.no_grad(), _without_torch_autocast(grad_output.device.type), backend(func_ctx.backend):
+        with torch.no_grad(), without_torch_autocast(grad_output.device.type), backend(func_ctx.backend):
             grad_input, grad_params, grad_extra_inputs = run_backward(func_ctx, grad_output, grad_extra_outputs)
         grads = (grad_input, None, None, *grad_params, *grad_extra_inputs)
         return _only_once_differentiable(grads) if torch.is_grad_enabled() else grads
 
 
-def _without_torch_autocast(device_type: str) -> contextlib.AbstractContextManager[Any]:
+def without_torch_autocast(device_type: str) -> contextlib.AbstractContextManager[Any]:
     """Operations chose their dtypes in forward; `torch.autocast` around `backward()` must not choose others."""
     if device_type != "meta" and torch.is_autocast_enabled(device_type):
         return torch.autocast(device_type, enabled=False)

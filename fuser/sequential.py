@@ -15,7 +15,7 @@ import torch
 from fuser.channels import check_extra_inputs
 from fuser.fuser import OperationFuser
 from fuser.op import BasicOperation, FusibleOperation
-from fuser.tracing import NotScriptable, outside_compile, refuse_proxy
+from fuser.tracing import OLD_TORCH, NotScriptable, WhenTraced, refuse_proxy
 
 
 class Sequential(NotScriptable, torch.nn.Module):
@@ -27,6 +27,7 @@ class Sequential(NotScriptable, torch.nn.Module):
 
     def __init__(self, *args: Any) -> None:
         super().__init__()
+        self._grouped = WhenTraced(self._group)
         self._module_groups: list[OperationFuser | torch.nn.Module] | None = None
         self._modules_of_groups: list[torch.nn.Module] = []
         if len(args) == 1 and isinstance(args[0], dict):
@@ -137,9 +138,12 @@ class Sequential(NotScriptable, torch.nn.Module):
         are_same = len(grouped) == len(modules) and all(map(operator.is_, grouped, modules))
         if self._module_groups is not None and are_same and all(map(OperationFuser.is_current, fusers)):
             return fusers
-        self._module_groups = outside_compile(self._make_module_groups, self)
+        self._module_groups = self._make_module_groups(self)
         self._modules_of_groups = list(self)
         return self._fusers()
+
+    def _group(self) -> None:
+        self._update_groups()
 
     def forward(
         self,
@@ -153,7 +157,12 @@ class Sequential(NotScriptable, torch.nn.Module):
         `op_kwargs`: keyword arguments for basic operations, by module or index.
         """
         refuse_proxy(input, self)
-        needed = sum([group.num_extra_inputs for group in self._update_groups()])
+        if torch.compiler.is_dynamo_compiling() and not OLD_TORCH:
+            _ = self._grouped.value
+            fusers = self._fusers()
+        else:
+            fusers = self._update_groups()
+        needed = sum([group.num_extra_inputs for group in fusers])
         if len(extra_inputs) != needed:
             wanted = itertools.chain.from_iterable(fuser.wanted_extra_inputs() for fuser in self._fusers())
             check_extra_inputs(wanted, extra_inputs)

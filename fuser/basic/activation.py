@@ -137,6 +137,11 @@ class _ActivationOperation(ActivationParameters, BasicOperation):
             ctx.prev_op_grad_output_quantizer = prev_op_grad_output_quantizer
         return y
 
+    def transformed(self, input_: torch.Tensor) -> torch.Tensor:
+        if self.cache_quantized_input:
+            raise RuntimeError(f"torch.func can't transform {type(self).__name__} with cache_quantized_input=True")
+        return self._activation_forward(maybe_dequantize(input_, activation_dtype(input_)), None)
+
     def op_backward(self, ctx: OperationContext, grad_output: Any) -> Any:
         (x,) = ctx.saved_tensors
         x = maybe_dequantize(x, ctx.dtype)

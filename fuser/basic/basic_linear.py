@@ -168,6 +168,9 @@ class BasicLinear(BasicOperation):
 
     # Quantizers
 
+    def graph_obstacle(self) -> str:
+        return "exchanges tensors with other processes" if self.tensor_parallel_mode else ""
+
     def num_quantizers(self, mode: str) -> int:
         return {"forward": 2, "backward": 1}.get(mode, 0)
 

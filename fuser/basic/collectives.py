@@ -38,6 +38,9 @@ class _RowCollective(BasicOperation):
         self.process_group = process_group
         torch.distributed.get_world_size(process_group)  # raises without a group
 
+    def graph_obstacle(self) -> str:
+        return "exchanges tensors with other processes"
+
     def op_forward(
         self,
         ctx: OperationContext,
@@ -79,6 +82,9 @@ class AllReduce(BasicOperation):
     ) -> None:
         super().__init__()
         self.process_group = process_group
+
+    def graph_obstacle(self) -> str:
+        return "exchanges tensors with other processes"
 
     def op_forward(
         self,

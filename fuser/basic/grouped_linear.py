@@ -179,6 +179,9 @@ class GroupedLinear(ExtraTensorOperation):
 
     # Quantizers
 
+    def graph_obstacle(self) -> str:
+        return "reads the sizes of its groups from a tensor"
+
     def num_quantizers(self, mode: str) -> int:
         return {"forward": 2 * self.num_groups, "backward": self.num_groups}.get(mode, 0)
 

@@ -19,6 +19,7 @@ class Quantize(BasicOperation):
         super().__init__()
         self._quantize_forward = forward
         self._quantize_backward = backward
+        self.returns_quantized = forward
 
     def num_quantizers(self, mode: str) -> int:
         return int(self._quantize_forward if mode == "forward" else self._quantize_backward)

@@ -36,6 +36,7 @@ from fuser.quantization.quantizers import (
     NVFP4Quantizer,
 )
 from fuser.recipe import DelayedScaling, Float8CurrentScaling, Format, MXFP8BlockScaling, Recipe
+from fuser.tracing import OLD_TORCH, define_operator
 from refops.arguments import shown
 
 _INPUT_LIKE = ("input", "weight", "output")
@@ -697,6 +698,9 @@ class FP8GlobalStateManager(metaclass=_ManagerType):
         First, where `recipe.reduce_amax`, the amaxes of all states that share recipe and group become the largest over
         the group. A tensor that no rank has seen since the last update keeps its history and scale.
         """
+        if torch.compiler.is_dynamo_compiling() and not OLD_TORCH:
+            torch.ops.fuser.update_scales(forward)
+            return
         groups: dict[str, list[DelayedScalingRecipeState]] = {}
         for state in cls.registered_states(forward):
             groups.setdefault(cls.get_key_in_buffer(forward, state.recipe, state.group), []).append(state)
@@ -715,6 +719,14 @@ class FP8GlobalStateManager(metaclass=_ManagerType):
             reduced = reduce_amax(torch.cat(rows), group)
             for row, amaxes in zip(rows, reduced.split([len(row) for row in rows]), strict=True):
                 row.copy_(amaxes)
+
+
+define_operator(
+    "update_scales",
+    "(bool forward) -> ()",
+    lambda forward: FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward),
+    lambda forward: None,
+)
 
 
 def get_default_recipe() -> Recipe:
