@@ -137,9 +137,13 @@ def _obstacle_of_recipe(op, recipe):
 
 
 def _traits_of(op: Any) -> tuple[Any, ...]:
-    settings = [(name, value) for name, value in op.__dict__.items() if isinstance(value, _SIMPLE)]
+    settings = [(name, value) for name, value in op.__dict__.items() if _is_plain(value)]
     gradients = [name for name, parameter in op.named_parameters() if takes_gradient(op, parameter)]
     return type(op), op.training, settings, gradients
+
+
+def _is_plain(value):
+    return all(map(_is_plain, value)) if isinstance(value, tuple) else isinstance(value, _SIMPLE)
 
 
 def takes_gradient(op: Any, parameter: torch.nn.Parameter) -> bool:

@@ -31,6 +31,7 @@ from fuser.quantization.quantizers import is_replaying
 from fuser.quantization.saving import prepare_for_saving, restore_from_saved
 from fuser.quantization.state import FP8GlobalStateManager
 from fuser.quantization.storage import QuantizedTensorStorage
+from fuser.tracing import rehearsing
 from refops.arguments import say_who
 
 # Called as observer(fuser, step) after each step of a forward pass; `fuser.explain` listens here.
@@ -166,7 +167,8 @@ def run_forward(
                 all_extra_outputs[i] = outputs
         for observer in forward_observers:
             step_contexts = [contexts[i] for i in indices]
-            observer(fuser, ForwardStep(op, indices, step_contexts, step_input, x, prev_quantizer, next_quantizer))
+            if not rehearsing():
+                observer(fuser, ForwardStep(op, indices, step_contexts, step_input, x, prev_quantizer, next_quantizer))
         if func_ctx is None:
             for i in indices:
                 contexts[i].to_save = None  # there is no backward to keep it for

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import gc
+import pickle
 
 import pytest
 import torch
@@ -356,6 +357,34 @@ def test_recompiles(inside):
     assert compiles() == 1
     model[2] = ops.SwiGLU()
     assert compiles() == 0
+
+
+def test_settings_and_fusions_are_looked_at():
+    model, x = ops.Sequential(ops.Linear(64, 64), ops.Reshape((-1, 32))), leaf(8, 64)
+    function = compiled(model)
+    assert function(x).shape == (16, 32)
+    model[1]._shape = (4, -1)
+    assert same(results(function, model, x), results(model, model, x)) and function(x).shape == (4, 128)
+    with fuser.fusions(only=True):
+        assert same(results(function, model, x), results(model, model, x))
+
+
+@sampled("make", [pipeline, lambda: ops.Linear(128, 128)], 2, in_all=1, ids=["Sequential", "Linear"])
+@sampled("again", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], 2, in_all=1, ids=["copy", "pickle"])
+def test_copies_are_compiled_for_themselves(make, again):
+    model = make()
+    compiled(model)(leaf(32, 128))
+    other = again(model)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(2)
+    assert same(results(compiled(other), other, leaf(32, 128)), results(other, other, leaf(32, 128)))
+    assert not torch.equal(compiled(other)(leaf(32, 128)), compiled(model)(leaf(32, 128)))
+
+
+def test_explain_of_a_compiled_model():
+    explained = fuser.explain(compiled(pipeline()), leaf(32, 128), recipe=recipe.MXFP8BlockScaling(), quiet=True)
+    assert "saved for backward" in str(explained)
 
 
 @pytest.mark.full
