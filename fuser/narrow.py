@@ -19,6 +19,7 @@ import torch
 
 from fuser import dispatch
 from fuser.dispatch import Buffers
+from fuser.tracing import rehearsing
 from refops.formats import E8M0
 from refops.quantization.result import matrix_shape
 from refops.scalings.arithmetic import REFERENCE, F
@@ -63,23 +64,21 @@ class Narrow(NamedTuple):
         return matrix.t() if self.transposed else matrix
 
 
-@functools.cache
-def _cpu_has_units():
-    """Whether oneDNN multiplies bfloat16 faster than float32 on this CPU: it has AMX or AVX512_BF16."""
-    return (
-        torch.backends.mkldnn.is_available()
-        and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-        and (torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported())
-    )
+#: Whether oneDNN multiplies bfloat16 faster than float32 on this CPU: it has AMX or AVX512_BF16.
+_CPU_HAS_UNITS = (
+    torch.backends.mkldnn.is_available()
+    and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    and (torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported())
+)
 
 
 def takes_bfloat16(device):
     """Whether a device multiplies bfloat16 faster than float32, under the backend that is selected and right now."""
-    if dispatch.current_backend() != "auto":
+    if dispatch.current_backend() != "auto" or rehearsing():  # a rehearsal has no scales
         return False
     if device.type == "cuda":  # a captured graph cannot look at scales
         return torch.cuda.get_device_capability(device) >= (8, 0) and not torch.cuda.is_current_stream_capturing()
-    return device.type == "cpu" and _cpu_has_units() and torch._C._get_mkldnn_enabled()
+    return device.type == "cpu" and _CPU_HAS_UNITS and torch._C._get_mkldnn_enabled()
 
 
 def narrow(buffers, columnwise):

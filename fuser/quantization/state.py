@@ -618,7 +618,8 @@ class FP8GlobalStateManager(metaclass=_ManagerType):
         state.fp8_distributed_group, state.fp8_graph_capturing = group, graph
         if state.autocast_depth == 0:
             state.is_first_fp8_module = True
-            state.entered_in_backward = torch._C._current_graph_task_id() != -1
+            in_graph = torch.compiler.is_compiling()
+            state.entered_in_backward = not in_graph and torch._C._current_graph_task_id() != -1
         state.autocast_depth += 1
 
     @classmethod

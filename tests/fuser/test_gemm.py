@@ -411,9 +411,9 @@ def test_what_stays_in_float32(monkeypatch):
         assert torch.equal(gemm.gemm(*pair, bias=torch.zeros(256)), want)
         with backend("float64"):
             assert torch.equal(gemm.gemm(*pair), want)
-        for switch in ("fuser.narrow._cpu_has_units", "torch._C._get_mkldnn_enabled"):
+        for switch, off in (("fuser.narrow._CPU_HAS_UNITS", False), ("torch._C._get_mkldnn_enabled", lambda: False)):
             with monkeypatch.context() as patch:
-                patch.setattr(switch, lambda: False)
+                patch.setattr(switch, off)
                 assert torch.equal(gemm.gemm(*pair), want)
 
 
