@@ -12,18 +12,20 @@ from typing import Any
 import torch
 
 from fuser.quantization.quantizer import Quantizer
+from fuser.quantization.state import FP8GlobalStateManager
 from fuser.quantization.storage import DIRECTIONS, BufferStorage
 
 
 def warn_of_hidden_overflow(gradient: Any, quantizer: Quantizer | None) -> None:
     """Warn if `gradient`, about to be cast, has inf or NaN where what `quantizer` makes of it has none.
 
-    On a GPU of float16 gradients alone, the dtype that GradScaler is for: one waits for the answer.
+    On a GPU of float16 gradients alone, the dtype that GradScaler is for, since one waits for the answer; and not while
+    a CUDA graph is captured, which can't wait.
     """
     if quantizer is None or type(gradient) is not torch.Tensor or gradient.is_meta:
         return
     half = gradient.dtype == torch.float16
-    if gradient.device.type != "cpu" and not half:
+    if gradient.device.type != "cpu" and (not half or FP8GlobalStateManager.fp8_graph_capturing()):
         return
     if math.isfinite(gradient.sum(dtype=torch.float32 if half else None).item()):  # a fraction of the cast's time
         return

@@ -1,7 +1,8 @@
 """`checkpoint`: compute activations again in backward instead of keeping them, under the quantization of forward.
 
 torch's own checkpoint calls the function again in the backward pass, where the `autocast` of the forward pass may be
-over and its scales updated. Without it that is an error (`fuser.op`); in another one, scales may be others.
+over and its scales updated. Outside of an `autocast` that is an error (`fuser.op`); inside of another one than that of
+the forward pass, the recipe and its scales may be others.
 """
 
 import contextlib

@@ -11,8 +11,10 @@ class, every write rounds.
 """
 
 import functools
+import sys
 import threading
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
@@ -34,9 +36,34 @@ class _Written:
 
 
 class _Step(threading.local):
-    """The step that runs in this thread: what it wrote, by the storage of the codes. None: no step runs."""
+    """The step that runs in this thread, the outermost one: steps that it makes of other optimizers are parts of it.
 
-    written: dict[int, list[_Written]] | None = None
+    `frame`: of torch's function that calls the hooks and the step; None: no step runs. `written`: what it wrote, by the
+    storage of the codes.
+    """
+
+    def __init__(self) -> None:
+        self.frame: FrameType | None = None
+        self.written: dict[int, list[_Written]] = {}
+
+    def runs(self) -> bool:
+        """Whether a step runs. One that raised an error is over without torch's hook at its end."""
+        if self.frame is None:
+            return False
+        caller: FrameType | None = sys._getframe(1)
+        while caller is not None and caller is not self.frame:
+            caller = caller.f_back
+        if caller is None:
+            self.end()
+        return caller is not None
+
+    def begin(self, frame: FrameType) -> None:
+        """Begin; nothing is written."""
+        self.frame = frame
+
+    def end(self) -> None:
+        """Let go what was written."""
+        self.frame, self.written = None, {}
 
 
 _step = _Step()
@@ -50,7 +77,7 @@ def _codes_of(tensor: Any) -> torch.Tensor | None:
 
 def keep_values(tensor: Any, values: torch.Tensor, *, copy: bool = False) -> None:
     """Note the values that were just quantized into `tensor`, which a caller gives away unless `copy`."""
-    if _step.written is None:
+    if not _step.runs():
         return
     forget_values(tensor)
     codes = _codes_of(tensor)
@@ -61,7 +88,7 @@ def keep_values(tensor: Any, values: torch.Tensor, *, copy: bool = False) -> Non
 
 def kept_values(tensor: Any) -> torch.Tensor | None:
     """A copy of the values that the running step last wrote to `tensor`; None if its codes are all that there is."""
-    if not _step.written:
+    if not _step.written or not _step.runs():
         return None
     codes = _codes_of(tensor)
     for one in () if codes is None else _step.written.get(codes.untyped_storage().data_ptr(), ()):
@@ -82,14 +109,16 @@ def forget_values(tensor: Any) -> None:
 
 
 def _begin(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    if not torch.compiler.is_compiling():
-        _require_moving(optimizer)
-        _step.written = {}
+    if torch.compiler.is_compiling():
+        return
+    _require_moving(optimizer)
+    if not _step.runs():
+        _step.begin(sys._getframe(1))
 
 
 def _end(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    if not torch.compiler.is_compiling():
-        _step.written = None
+    if not torch.compiler.is_compiling() and _step.frame is sys._getframe(1):
+        _step.end()
 
 
 def _require_moving(optimizer: torch.optim.Optimizer) -> None:
@@ -100,20 +129,27 @@ def _require_moving(optimizer: torch.optim.Optimizer) -> None:
         if not group.get("fused"):
             continue
         for param in group["params"]:
-            if param.grad is not None and param.device.type == "cpu" and not _fused_sgd_moves(param.dtype):
+            if param.grad is None or param.device.type != "cpu":
+                continue
+            if not _fused_sgd_moves(param.dtype, min(param.numel(), _PROBE)):
                 raise RuntimeError(
-                    f"torch.optim.SGD(fused=True) leaves parameters of {param.dtype} on a CPU as they are (torch "
-                    f"{torch.__version__} does not store the new values); got one of shape {tuple(param.shape)}. "
-                    "Use fused=False, or float32 parameters"
+                    f"torch.optim.SGD(fused=True) leaves elements of {param.dtype} parameters on a CPU as they are "
+                    f"(torch {torch.__version__} does not store the new values); got one of shape "
+                    f"{tuple(param.shape)}. Use fused=False, or float32 parameters"
                 )
 
 
+#: Elements of several vectors: of more of them fused SGD stores no larger part.
+_PROBE = 64
+
+
 @functools.cache
-def _fused_sgd_moves(dtype: torch.dtype) -> bool:
-    """Whether torch's kernel on a CPU stores what it computes: of 16 bits torch 2.13's stores a vector's remainder."""
+def _fused_sgd_moves(dtype: torch.dtype, elements: int) -> bool:
+    """Whether torch's kernel on a CPU stores all that it computes: in 16 bits torch 2.13's does the remainder alone
+    that fills no vector."""
     if dtype.itemsize != 2:
         return True
-    param, grad = torch.zeros(64, dtype=dtype), torch.ones(64, dtype=dtype)
+    param, grad = torch.zeros(elements, dtype=dtype), torch.ones(elements, dtype=dtype)
     with torch.no_grad():
         sgd(
             [param],

@@ -82,7 +82,7 @@ def take_steps(name, parameter, *, after_step=None, count=3):
 def refusal(name, dtype=torch.float32):
     """What the error must say if an optimizer can't work, else None."""
     if name == "SGD-fused" and dtype != torch.float32:
-        return "SGD.fused=True. leaves parameters of"
+        return "SGD.fused=True. leaves elements of"
     return next((message for part, message in REFUSED.items() if part in name), None)
 
 
@@ -135,11 +135,19 @@ def test_fused_sgd_in_16_bits_raises_where_torch_does_not_store(dtype):
     """What is shielded from: of 100 values torch's kernel stores the last 4."""
     parameter = torch.nn.Parameter(torch.ones(100, dtype=dtype))
     parameter.grad = torch.ones_like(parameter)
-    if not steps._fused_sgd_moves(dtype):
-        with pytest.raises(RuntimeError, match=r"SGD\(fused=True\) leaves parameters of .* \(100,\)"):
+    moves = steps._fused_sgd_moves(dtype, 64)
+    if not moves:
+        with pytest.raises(RuntimeError, match=r"SGD\(fused=True\) leaves elements of .* \(100,\)"):
             torch.optim.SGD([parameter], lr=0.5, fused=True).step()
     parameter.data.fill_(1.0)
-    torch.optim.SGD([parameter], lr=0.5, fused=steps._fused_sgd_moves(dtype)).step()
+    torch.optim.SGD([parameter], lr=0.5, fused=moves).step()
+    assert (parameter == 0.5).all()
+
+
+def test_fused_sgd_moves_what_fills_no_vector():
+    parameter = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    parameter.grad = torch.ones_like(parameter)
+    torch.optim.SGD([parameter], lr=0.5, fused=True).step()
     assert (parameter == 0.5).all()
 
 
@@ -163,7 +171,7 @@ def test_values_are_kept_for_a_step_alone():
     assert optimizer.seen == [True, False]  # what is read in between is not rounded
     once = parameter._get_quantizer()(start.mul(0.9).mul(0.9)).dequantize()
     assert torch.equal(parameter.dequantize(), once) and not torch.equal(twice.dequantize(), once)
-    assert steps._step.written is None and torch.equal(parameter + 0, parameter.dequantize())
+    assert not steps._step.written and torch.equal(parameter + 0, parameter.dequantize())
 
 
 def ones_like(parameter):
@@ -234,9 +242,35 @@ def test_a_step_that_fails_leaves_right_codes():
     with pytest.raises(ArithmeticError):
         optimizer.step()
     assert (parameter.dequantize() == 1.0).all()
+    with torch.no_grad():  # outside of a step each write rounds
+        for _ in range(2):
+            parameter.add_(1e-3)
+    assert (parameter.dequantize() == 1.0).all()
     fails = False
     optimizer.step()
-    assert steps._step.written is None
+    assert not steps._step.written
+
+
+def test_steps_of_other_optimizers_are_parts_of_a_step():
+    parameter = quantized_parameter(MXFP8BlockScaling())
+    start = parameter.detach().dequantize()
+
+    class Scales(torch.optim.Optimizer):
+        inner = None
+
+        @torch.no_grad()
+        def step(self):
+            (one,) = self.param_groups[0]["params"]
+            one.mul_(0.9)
+            if self.inner is not None:
+                self.inner.step()
+                one.mul_(0.9)
+
+    outer = Scales([parameter], {})
+    outer.inner = Scales([parameter], {})
+    outer.step()
+    once = parameter._get_quantizer()(start.mul(0.9).mul(0.9).mul(0.9)).dequantize()
+    assert torch.equal(parameter.dequantize(), once) and not steps._step.written
 
 
 # --- GradScaler ---------------------------------------------------------------------------------------------
