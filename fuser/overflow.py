@@ -7,6 +7,7 @@ make a number.
 
 import math
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,8 +17,13 @@ from fuser.quantization.state import FP8GlobalStateManager
 from fuser.quantization.storage import DIRECTIONS, BufferStorage
 
 
-def warn_of_hidden_overflow(gradient: Any, quantizer: Quantizer | None) -> None:
+def warn_of_hidden_overflow(
+    gradient: Any, quantizer: Quantizer | None, *, before_cast: Callable[[], torch.Tensor] | None = None
+) -> None:
     """Warn if `gradient`, about to be cast, has inf or NaN where what `quantizer` makes of it has none.
+
+    `before_cast`: returns what is cast, where that is computed from `gradient` by the kernel that casts. It is called
+    for gradients with inf or NaN alone.
 
     On a GPU of float16 gradients alone, the dtype that GradScaler is for, since one waits for the answer; and not while
     a CUDA graph is captured, which can't wait.
@@ -29,6 +35,7 @@ def warn_of_hidden_overflow(gradient: Any, quantizer: Quantizer | None) -> None:
         return
     if math.isfinite(gradient.sum(dtype=torch.float32 if half else None).item()):  # a fraction of the cast's time
         return
+    gradient = gradient if before_cast is None else before_cast()
     for value, name, there in ((math.inf, "inf", gradient.isinf()), (math.nan, "NaN", gradient.isnan())):
         if there.any() and _hides(quantizer, value):
             warnings.warn(

@@ -77,11 +77,16 @@ class FuserFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(func_ctx: Any, grad_output: torch.Tensor, *grad_extra_outputs: torch.Tensor | None) -> Any:
+        if torch.is_grad_enabled():
+            # Not later, in a backward pass through the gradients: autograd would take constant ones for independent.
+            raise RuntimeError(
+                "Double backward: fused operations have hand-written gradients, which can't be differentiated again; "
+                "call backward() or torch.autograd.grad with create_graph=False"
+            )
         # The backend of the forward pass: a GPU's autograd thread sees no context variables.
-        with torch.no_grad(), without_torch_autocast(grad_output.device.type), backend(func_ctx.backend):
+        with without_torch_autocast(grad_output.device.type), backend(func_ctx.backend):
             grad_input, grad_params, grad_extra_inputs = run_backward(func_ctx, grad_output, grad_extra_outputs)
-        grads = (grad_input, None, None, *grad_params, *grad_extra_inputs)
-        return _only_once_differentiable(grads) if torch.is_grad_enabled() else grads
+        return grad_input, None, None, *grad_params, *grad_extra_inputs
 
 
 def without_torch_autocast(device_type: str) -> contextlib.AbstractContextManager[Any]:
@@ -89,27 +94,6 @@ def without_torch_autocast(device_type: str) -> contextlib.AbstractContextManage
     if device_type != "meta" and torch.is_autocast_enabled(device_type):
         return torch.autocast(device_type, enabled=False)
     return contextlib.nullcontext()
-
-
-class _OnlyOnceDifferentiable(torch.autograd.Function):
-    """The identity; an error in backward. torch's `once_differentiable` lets constant output gradients pass."""
-
-    @staticmethod
-    def forward(func_ctx: Any, anchor: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(tensor.detach() for tensor in tensors)
-
-    @staticmethod
-    def backward(func_ctx: Any, *grads: torch.Tensor) -> None:
-        raise RuntimeError(
-            "Double backward: fused operations have hand-written gradients, which can't be differentiated again"
-        )
-
-
-def _only_once_differentiable(grads: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
-    """Gradients of a backward pass with `create_graph=True`: right values, an error if they are differentiated."""
-    present = [grad for grad in grads if grad is not None]
-    marked = iter(_OnlyOnceDifferentiable.apply(torch.empty(0, requires_grad=True), *present))
-    return tuple(None if grad is None else next(marked) for grad in grads)
 
 
 def run_forward(

@@ -152,8 +152,9 @@ class _ActivationOperation(ActivationParameters, BasicOperation):
         return functional.activation(self.activation, x, quantizer, **self.activation_parameters())
 
     def _activation_backward(self, dy, x, quantizer):
-        warn_of_hidden_overflow(dy, quantizer)
-        return functional.activation_grad(self.activation, dy, x, quantizer, **self.activation_parameters())
+        gradient = functools.partial(functional.activation_grad, self.activation, dy, x, **self.activation_parameters())
+        warn_of_hidden_overflow(dy, quantizer, before_cast=gradient)
+        return gradient(quantizer)
 
 
 def _quantized_cache(x: torch.Tensor) -> Any:

@@ -39,15 +39,12 @@ class BackwardActivationBias(FusedOperation):
                 "BackwardActivationBias requires a quantizer for the gradient of its input, but there is none"
             )
         (x,) = activation_ctx.saved_tensors
-        dy = maybe_dequantize(grad_output, activation_ctx.dtype)
-        warn_of_hidden_overflow(dy, quantizer)
-        dbias, dx = functional.dbias_activation_grad(
-            activation.activation,
-            dy,
-            maybe_dequantize(x, activation_ctx.dtype),
-            quantizer,
-            **activation.activation_parameters(),
+        dy, x = (maybe_dequantize(tensor, activation_ctx.dtype) for tensor in (grad_output, x))
+        name, parameters = activation.activation, activation.activation_parameters()
+        warn_of_hidden_overflow(
+            dy, quantizer, before_cast=lambda: functional.activation_grad(name, dy, x, **parameters)
         )
+        dbias, dx = functional.dbias_activation_grad(name, dy, x, quantizer, **parameters)
         return dx, [(dbias,), ()], [(), ()]
 
 

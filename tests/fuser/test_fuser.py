@@ -535,10 +535,11 @@ class TestAutograd:
             y.sum().backward()
 
     def test_double_backward_is_an_error(self):
-        x = torch.randn(4, 8, requires_grad=True)
-        (grad,) = torch.autograd.grad(self.model()(x).sum(), x, create_graph=True)
+        x, model = torch.randn(4, 8, requires_grad=True), self.model()
         with pytest.raises(RuntimeError, match="Double backward"):
-            grad.sum().backward()
+            torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="Double backward"):
+            torch.autograd.functional.hvp(lambda x: model(x).square().sum(), x, x)
 
     def test_weight_changed_in_between(self):
         model = self.model()

@@ -322,6 +322,21 @@ def test_gradscaler_skips_the_step_or_is_warned_for(name, model, value):
 
 
 @pytest.mark.parametrize("name", SCALED)
+@pytest.mark.parametrize("bias", [False, True])
+def test_gradscaler_where_the_slope_makes_nan_of_inf(bias, name):
+    model = ops.Sequential(ops.BasicLinear(SIZE, SIZE), *([ops.Bias(SIZE)] if bias else []), ops.ReLU())
+    with torch.no_grad():
+        model[0].weight.fill_(-1.0)
+        model[0].weight[:, 0] = 8.0
+    grad = seeded(SIZE, SIZE, seed=1)
+    with fuser.autocast(recipe=SCALED[name]()):
+        zeros = (model(seeded(SIZE, SIZE)) == 0).nonzero()
+    grad[tuple(zeros[0])] = float("inf")
+    skipped, warned = scaled_step(model, SCALED[name](), grad=grad)
+    assert skipped is ((name, "nan") not in HIDDEN) and len(warned) == (not skipped)
+
+
+@pytest.mark.parametrize("name", SCALED)
 def test_gradscaler_with_groups(name):
     grad, splits = seeded(SIZE, SIZE, seed=1), torch.tensor([SIZE // 2, SIZE // 2])
     grad[3, 5] = float("inf")
