@@ -145,6 +145,21 @@ def measure_quantized(x, q, name=""):
     )
 
 
+def measure_cast(x, kept, name=""):
+    """Measure what a cast to another dtype made of a tensor.
+
+    Args:
+        x: float32, float16 or bfloat16 array (..., K) with elements.
+        kept: array of that shape, of the same or another of these dtypes.
+        name: what the result calls the cast.
+
+    Returns:
+        `Measurement`; elements beyond the dtype's range became infinite, so none is `saturated`.
+    """
+    errors = _errors(InputSource(x), InputSource(kept))
+    return Measurement(name, saturated=0.0, bits_per_element=8.0 * kept.itemsize, **errors)
+
+
 def _short_reason(error):
     """The rule in an error of `quantize`, without what was got."""
     return str(error).split(" (")[0].split("; got")[0].replace("x must have", "needs")

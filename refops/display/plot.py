@@ -64,11 +64,6 @@ def draw(path, surveys):
     Raises:
         PlotError: the file cannot be written.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     names = short_labels([printable(name) for name, _ in surveys])
     scalings = [m.scaling for m in surveys[0][1]]
     sqnr = _grid(surveys, lambda m: m.sqnr_db)
@@ -76,9 +71,7 @@ def draw(path, surveys):
     finite = sqnr[np.isfinite(sqnr)]
     best = max(10.0, 5 * math.ceil(finite.max() / 5)) if finite.size else 10.0
     width = 0.085 * max(map(len, names)) + max(AXES_WIDTH, COLUMN_WIDTH * len(scalings)) + 1.2
-    figure, (upper, lower) = plt.subplots(
-        2, 1, sharex=True, layout="constrained", figsize=(width, 2 * (0.27 * len(names) + 0.4) + 1.6)
-    )
+    figure, (upper, lower) = panels(2, width, 2 * (0.27 * len(names) + 0.4) + 1.6)
     # One hue each, light to dark: readable in grey and with any colour vision.
     heat_map(figure, upper, sqnr, "Blues", best, lambda value: f"{value:.1f}")
     heat_map(figure, lower, flushed, "Oranges", 100.0, _percent_label)
@@ -92,22 +85,32 @@ def draw(path, surveys):
     save(figure, path)
 
 
+def panels(count, width, height, **options):
+    """A figure of so many inches and an array of its panels, one above the other, with a common x axis.
+
+    It is none of pyplot's: nothing needs to close it, and the program's backend is left alone.
+
+    Args:
+        options: of `matplotlib.figure.Figure.subplots`, as `height_ratios`.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    return figure, figure.subplots(count, 1, sharex=True, squeeze=False, **options)[:, 0]
+
+
 def save(figure, path, name="--plot"):
-    """Write a figure to a path, which an error calls `name`, whole or not at all, and close it.
+    """Write a figure to a path, which an error calls `name`, whole or not at all.
 
     Raises:
         PlotError: the file cannot be written.
     """
-    import matplotlib.pyplot as plt
-
     try:
         with replacing(path) as new:
             figure.savefig(new, dpi=160, bbox_inches="tight")
     except (OSError, RuntimeError) as error:  # RuntimeError: .pgf without LaTeX
         reason = getattr(error, "strerror", None) or error
         raise PlotError(f"{name} must name a file that can be written; got {str(path)!r}: {reason}") from None
-    finally:
-        plt.close(figure)
 
 
 def short_labels(names):
