@@ -10,6 +10,7 @@ or process group changes is updated by its present one.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import operator
 import os
@@ -17,7 +18,7 @@ import threading
 import warnings
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
@@ -485,6 +486,17 @@ class _Registry:
                 self._references = {serial: reference for serial, reference, _ in alive}
             return [state for *_, state in alive]
 
+    @contextlib.contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """Without the states that are here now; they come back."""
+        with self._lock:
+            present, self._references = self._references, {}
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._references = present | self._references
+
 
 @dataclass
 class FP8GlobalState:
@@ -606,6 +618,19 @@ class FP8GlobalStateManager(metaclass=_ManagerType):
         """Put back what `get_autocast_state` returned."""
         for name, value in zip(_SNAPSHOT, snapshot, strict=True):
             setattr(cls._of_thread.state, name, value)
+
+    @classmethod
+    @contextlib.contextmanager
+    def set_aside(cls) -> Iterator[None]:
+        """Outside of every context that the calling thread is in; what is registered keeps its scales meanwhile."""
+        state = cls._of_thread.state
+        present = vars(state).copy()
+        vars(state).update(vars(FP8GlobalState(state.registered)))
+        try:
+            with state.registered.set_aside():
+                yield
+        finally:
+            vars(state).update(present)
 
     @classmethod
     def autocast_enter(
