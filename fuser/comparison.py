@@ -16,7 +16,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from fuser.conversion import CONVERTED, Rule, _Converted, convert
-from fuser.explanation import _copied
+from fuser.explanation import copied
 from fuser.op import BasicOperation, FusibleOperation
 from fuser.pipeline import ForwardStep, forward_observers
 from fuser.quantization.contexts import autocast
@@ -384,7 +384,7 @@ def _quantizing(rule: Rule) -> contextlib.AbstractContextManager[Any]:
 
 
 def _call(model: torch.nn.Module, batch: Any) -> Any:
-    batch = _copied(dict(batch) if isinstance(batch, Mapping) else batch)
+    batch = copied(dict(batch) if isinstance(batch, Mapping) else batch)
     if isinstance(batch, Mapping):
         return model(**batch)
     return model(*batch) if isinstance(batch, tuple | list) else model(batch)

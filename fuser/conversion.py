@@ -25,7 +25,6 @@ from torch.nn.utils import parametrize
 
 from fuser import ops
 from fuser.dispatch import computes_in
-from fuser.explanation import HoldsFusers, _fusers_of
 from fuser.fuser import OperationFuser
 from fuser.op import BasicOperation
 from fuser.quantization.contexts import (
@@ -36,6 +35,7 @@ from fuser.quantization.contexts import (
 )
 from fuser.quantization.state import FP8GlobalStateManager
 from fuser.recipe import Recipe
+from fuser.sequential import HoldsFusers, fusers_of
 from fuser.tracing import NotScriptable, outside_compile, refuse_proxy
 from refops.arguments import require_flag, shown
 from refops.survey import match_names
@@ -343,9 +343,9 @@ class _Converted(HoldsFusers, NotScriptable, torch.nn.Module):
                 basic._parameters[name] = present[name]
         return self._pipeline
 
-    def fusers(self) -> list[OperationFuser]:
-        """The pipeline of its operations."""
-        return [self.pipeline()]
+    def fusers(self) -> list[tuple[OperationFuser, Recipe | None]]:
+        """The pipeline of its operations, with its recipe."""
+        return [(self.pipeline(), self.recipe)]
 
     def quantizing(self) -> contextlib.AbstractContextManager[Any]:
         """The `autocast` in which this module computes: the caller's, if there is one, else its own."""
@@ -444,17 +444,17 @@ class ConvertedSequential(HoldsFusers, NotScriptable, torch.nn.Sequential):
                 x = children.pop(0)(x)
         return x
 
-    def fusers(self) -> list[OperationFuser]:
+    def fusers(self) -> list[tuple[OperationFuser, Recipe | None]]:
         """Those of the runs of converted modules in it, and of its other children."""
-        found: list[OperationFuser] = []
+        found: list[tuple[OperationFuser, Recipe | None]] = []
         children = list(self)
         while children:
             run = _leading_run(children)
             if len(run) > 1:
-                found.append(self._pipeline_of(run))
+                found.append((self._pipeline_of(run), run[0].recipe))
                 del children[: len(run)]
             else:
-                found += _fusers_of(children.pop(0))
+                found += fusers_of(children.pop(0))
         return found
 
     def _pipeline_of(self, run: list[_Converted]) -> OperationFuser:

@@ -29,7 +29,8 @@ from fuser.quantization.identity import IdentityBuffers
 from fuser.quantization.quantizer import Quantizer
 from fuser.quantization.state import FP8GlobalStateManager
 from fuser.quantization.storage import BufferStorage
-from fuser.sequential import Sequential
+from fuser.recipe import Recipe
+from fuser.sequential import HoldsFusers, Sequential, fusers_of
 from refops.arguments import shown
 from refops.quantization.result import stored_layout
 
@@ -136,17 +137,6 @@ class Explanation:
 # ---------------------------------------------------------------------- finding out
 
 
-class HoldsFusers:
-    """A module whose fusers run operations that are none of its submodules, as `fuser.convert` makes them."""
-
-    #: What it quantizes with outside of `autocast`; None if it says nothing.
-    recipe: Any = None
-
-    def fusers(self) -> list[OperationFuser]:
-        """The fusers that a call of it uses."""
-        raise NotImplementedError
-
-
 def explain(
     target: torch.nn.Module | OperationFuser,
     input: torch.Tensor | None = None,
@@ -160,26 +150,22 @@ def explain(
     `target`: an operation, a `Sequential`, an `OperationFuser`, or any module that has such inside. `input`,
     `extra_inputs`, `kwargs`: what to call it with; with an input the data on each edge and the bytes saved for backward
     are measured in a real forward pass.
-    `recipe`: the recipe to assume; by default the one of the `autocast` around the call, if any, or that which
-    `fuser.convert` bound to the modules. `quiet`: do not print.
+    `recipe`: the recipe to assume; by default the one of the `autocast` around the call, if any, else for each module
+    the one that `fuser.convert` bound to it. `quiet`: do not print.
     `ValueError` if there is nothing to explain, `TypeError` for a target of another kind.
     """
     if not isinstance(target, torch.nn.Module | OperationFuser):
         got = type(target).__name__ if isinstance(target, torch.Tensor) else shown(target)
         raise TypeError(f"target must be a module or an OperationFuser, as in explain(model, input); got {got}")
-    if recipe is None and FP8GlobalStateManager.is_fp8_enabled():
-        recipe = FP8GlobalStateManager.get_fp8_recipe()
-    if recipe is None and input is None:
-        recipe = _bound_recipe(target)
-    with _undisturbed(target), contextlib.ExitStack() as stack:
-        if recipe is not None:
-            # As in graph capture: nothing is registered for the amax reduction, nothing updated at the end.
-            stack.enter_context(autocast(enabled=True, recipe=recipe, _graph=True))
-        stack.enter_context(torch.enable_grad())
+    if recipe is None:
+        recipe = _recipe_in_force()
+    decided = recipe is not None or FP8GlobalStateManager.quantization_state.autocast_depth > 0
+    with _undisturbed(target), torch.enable_grad():
         if input is None:
-            pipelines = [_plan(fuser, recipe) for fuser in _fusers_of(target)]
+            pipelines = [_plan(fuser, recipe if decided else bound) for fuser, bound in fusers_of(target)]
         else:
-            pipelines = _measure(target, input, extra_inputs, kwargs)
+            with _under(recipe):
+                pipelines = _measure(target, input, extra_inputs, kwargs)
     if not pipelines:
         raise ValueError(f"There is nothing to explain: {type(target).__name__} runs no fusible operations")
     explanation = Explanation(pipelines)
@@ -191,14 +177,17 @@ def explain(
 def _modules_of(target: torch.nn.Module | OperationFuser) -> list[torch.nn.Module]:
     roots = target._ops if isinstance(target, OperationFuser) else [target]
     modules = list(dict.fromkeys(module for root in roots for module in root.modules()))
-    inside = [fuser for module in modules if isinstance(module, HoldsFusers) for fuser in module.fusers()]
+    inside = [fuser for module in modules if isinstance(module, HoldsFusers) for fuser, _ in module.fusers()]
     return list(dict.fromkeys([*modules, *(op for fuser in inside for op in fuser._basic_ops)]))
 
 
-def _bound_recipe(target: torch.nn.Module | OperationFuser) -> Any:
-    """The recipe that `fuser.convert` bound to all of a model's modules, if it is one."""
-    bound = [module.recipe for module in _modules_of(target) if isinstance(module, HoldsFusers) and module.recipe]
-    return bound[0] if bound and all(one == bound[0] for one in bound) else None
+def _recipe_in_force() -> Recipe | None:
+    return FP8GlobalStateManager.get_fp8_recipe() if FP8GlobalStateManager.is_fp8_enabled() else None
+
+
+def _under(recipe: Recipe | None) -> contextlib.AbstractContextManager[None]:
+    """As in graph capture: nothing is registered for the amax reduction, nothing updated at the end."""
+    return contextlib.nullcontext() if recipe is None else autocast(recipe=recipe, _graph=True)
 
 
 @contextlib.contextmanager
@@ -231,33 +220,16 @@ def _undisturbed(target: torch.nn.Module | OperationFuser) -> Iterator[None]:
             weight._quantizer = quantizer
 
 
-def _fusers_of(target: torch.nn.Module | OperationFuser) -> list[OperationFuser]:
-    """The fusers that a call of `target` would use, as far as its structure tells."""
-    if isinstance(target, OperationFuser):
-        fusers = [target]
-    elif isinstance(target, FusibleOperation):
-        fusers = [OperationFuser([target])]
-    elif isinstance(target, HoldsFusers):
-        fusers = target.fusers()
-    elif isinstance(target, Sequential):
-        groups = Sequential._make_module_groups(target)
-        fusers = []
-        for group in groups:
-            fusers += [group] if isinstance(group, OperationFuser) else _fusers_of(group)
-    else:
-        return [fuser for child in target.children() for fuser in _fusers_of(child)]
-    return [part for fuser in fusers for part in fuser.parts()]
-
-
 def _plan(fuser: OperationFuser, recipe: Any) -> PipelineReport:
     """The plan for a training step in which the input takes part in backward."""
     present = fuser._forward_ops, fuser._backward_ops, fuser.first_op_requiring_backward
     try:
-        for op in fuser._basic_ops:
-            op.reset_recipe_state(recipe=recipe)
-        fuser.first_op_requiring_backward = 0
-        fuser.fuse_ops(recipe)
-        return _report(fuser, recipe)
+        with _under(recipe):
+            for op in fuser._basic_ops:
+                op.reset_recipe_state(recipe=recipe)
+            fuser.first_op_requiring_backward = 0
+            fuser.fuse_ops(recipe)
+            return _report(fuser, recipe)
     finally:
         fuser._forward_ops, fuser._backward_ops, fuser.first_op_requiring_backward = present
 
@@ -274,8 +246,7 @@ def _measure(
 
     def observe(fuser: OperationFuser, step: ForwardStep) -> None:
         if step.basic_op_indices[0] == 0:
-            in_force = FP8GlobalStateManager.get_fp8_recipe() if FP8GlobalStateManager.is_fp8_enabled() else None
-            reports.append(_report(fuser, in_force))
+            reports.append(_report(fuser, _recipe_in_force()))
             reports[-1].saved = {}
             params = (param for op in fuser._basic_ops for param in op.parameters())
             seen_storages.update(part.untyped_storage().data_ptr() for param in params for part in _parts(param))
@@ -290,7 +261,7 @@ def _measure(
                 edge.quantized = is_quantized_tensor(step.output)
 
     # Operations may write into their extra inputs, and into buffers among the keyword arguments.
-    copies, kwargs = _copied(list(extra_inputs)), _copied(kwargs)
+    copies, kwargs = copied(list(extra_inputs)), copied(kwargs)
     forward_observers.append(observe)
     try:
         kept.append(target(input_, *copies, **kwargs))
@@ -299,14 +270,14 @@ def _measure(
     return reports
 
 
-def _copied(value: Any) -> Any:
+def copied(value: Any) -> Any:
     """`value` with copies of the tensors in it; other contents, like modules that are keys, as they are."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone().requires_grad_(value.requires_grad)
     if isinstance(value, dict):
-        return {key: _copied(entry) for key, entry in value.items()}
+        return {key: copied(entry) for key, entry in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(map(_copied, value))
+        return type(value)(map(copied, value))
     return value
 
 

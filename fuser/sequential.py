@@ -15,6 +15,7 @@ import torch
 from fuser.channels import check_extra_inputs
 from fuser.fuser import OperationFuser
 from fuser.op import BasicOperation, FusibleOperation
+from fuser.recipe import Recipe
 from fuser.tracing import OLD_TORCH, NotScriptable, WhenTraced, refuse_proxy
 
 
@@ -200,3 +201,27 @@ class Sequential(NotScriptable, torch.nn.Module):
             unknown = [op.__class__.__name__ for op in resolved if op not in known]
             raise ValueError(f"op_kwargs contains keys that are not in this Sequential: {unknown}")
         return resolved
+
+
+class HoldsFusers:
+    """A module whose fusers run operations that are none of its submodules, as `fuser.convert` makes them."""
+
+    def fusers(self) -> list[tuple[OperationFuser, Recipe | None]]:
+        """The fusers that a call of it uses, each with what it quantizes with outside of `autocast`."""
+        raise NotImplementedError
+
+
+def fusers_of(target: torch.nn.Module | OperationFuser) -> list[tuple[OperationFuser, Recipe | None]]:
+    """The fusers that a call of `target` would use, as far as its structure tells, each with the recipe bound to it."""
+    found: list[tuple[OperationFuser, Recipe | None]]
+    if isinstance(target, OperationFuser):
+        found = [(target, None)]
+    elif isinstance(target, FusibleOperation):
+        found = [(OperationFuser([target]), None)]
+    elif isinstance(target, HoldsFusers):
+        found = target.fusers()
+    elif isinstance(target, Sequential):
+        found = [entry for group in Sequential._make_module_groups(target) for entry in fusers_of(group)]
+    else:
+        return [entry for child in target.children() for entry in fusers_of(child)]
+    return [(part, recipe) for fuser, recipe in found for part in fuser.parts()]

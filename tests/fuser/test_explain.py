@@ -443,3 +443,30 @@ def test_buffers_of_the_caller_stay_as_they_are():
     assert not buffer.any()
     model(torch.ones(3, 4), splits, op_kwargs={grouped: {"output": buffer}})
     assert buffer.any()
+
+
+class TestBoundRecipes:
+    """Of models that `fuser.convert` converted: with and without an input, the same recipes are shown."""
+
+    def recipes(self, model, *args):
+        return [pipeline.recipe for pipeline in fuser.explain(model, *args, quiet=True).pipelines]
+
+    def test_of_each_module(self):
+        model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64))
+        fuser.convert(model, {"0": recipe.MXFP8BlockScaling(), "*": recipe.NVFP4BlockScaling()})
+        planned = self.recipes(model)
+        assert planned == ["MXFP8BlockScaling", "NVFP4BlockScaling"]
+        assert self.recipes(model, torch.randn(32, 64)) == planned
+
+    def test_beside_operations_without_one(self):
+        model = torch.nn.Sequential(ops.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 64))
+        fuser.convert(model, recipe.MXFP8BlockScaling())
+        planned = self.recipes(model)
+        assert planned == [None, "MXFP8BlockScaling"]
+        assert self.recipes(model, torch.randn(32, 64)) == planned
+
+    def test_an_autocast_around_decides(self):
+        model = fuser.convert(torch.nn.Linear(64, 64), recipe.MXFP8BlockScaling())
+        for enabled, wanted in ((True, "NVFP4BlockScaling"), (False, None)):
+            with fuser.autocast(enabled=enabled, recipe=recipe.NVFP4BlockScaling()):
+                assert self.recipes(model) == self.recipes(model, torch.randn(32, 64)) == [wanted]
