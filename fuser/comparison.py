@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from os import PathLike
 from typing import Any
 
@@ -15,11 +14,12 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves
 
-from fuser.conversion import CONVERTED, Rule, _Converted, convert
+from fuser.conversion import CONVERTED, Rule, converted
 from fuser.explanation import copied
-from fuser.op import BasicOperation, FusibleOperation
+from fuser.op import FusibleOperation
 from fuser.pipeline import ForwardStep, forward_observers
 from fuser.quantization.contexts import autocast
+from fuser.quantization.state import FP8GlobalStateManager
 from fuser.quantization.storage import QuantizedTensorStorage
 from fuser.recipe import (
     DelayedScaling,
@@ -29,11 +29,21 @@ from fuser.recipe import (
     NVFP4BlockScaling,
     Recipe,
 )
-from fuser.recording import QuantizationRecord, largest, operations_of, statistics, text_of, worst
+from fuser.recording import (
+    WORST_COLUMNS,
+    QuantizationRecord,
+    layer_of,
+    operations_of,
+    statistics,
+    text_of,
+    worst,
+    worst_cells,
+)
 from refops.arguments import require_flag, shown
 from refops.display.console import make_table
-from refops.display.numbers import decibels, percent
-from refops.display.plot import MOST_TENSORS_DRAWN, heat_map, require_picture, save, short_labels
+from refops.display.numbers import decibels
+from refops.display.plot import MOST_TENSORS_DRAWN, heat_map, panels, require_picture, save, short_labels
+from refops.survey import Measurement
 
 __all__ = ["Comparison", "LayerComparison", "RecipeComparison", "compare"]
 
@@ -50,7 +60,8 @@ class LayerComparison:
     Attributes:
         layer: its name in the model.
         output: error of its output, which has the errors of the layers before in it; of one that leaves quantized, for
-            a linear layer behind it in a `Sequential`, as that. None: it was not seen.
+            a linear layer behind it in a `Sequential`, as that. Of all calls together, if there are several; rows that
+            `pad` appended do not count. None: it was not seen, or not in as many calls.
         gradient: error of the gradients of its own parameters; None: it has none.
         records: its quantized tensors, `QuantizationRecord`s.
     """
@@ -69,7 +80,8 @@ class RecipeComparison:
         recipe: what it is called.
         loss: its value under the recipe.
         loss_error: |loss - plain loss| / |plain loss|.
-        output: error of the model's output.
+        output: error of the model's output: of all tensors of floating-point numbers in it but single numbers, as the
+            loss. None: there are none.
         gradient: error of the gradients of all parameters together.
         layers: list of `LayerComparison`: each layer that may be converted or has parameters, and the model, named "".
         left: what `convert` named in its warning: what stays in high precision, and why.
@@ -111,7 +123,10 @@ class Comparison:
         )
 
     def rows(self) -> list[dict[str, Any]]:
-        """A dict for each layer under each recipe: recipe, layer, errors, and SQNR and shares of each tensor."""
+        """A dict for each layer under each recipe: recipe, layer, errors, and SQNR and shares of each tensor.
+
+        Of a tensor that was quantized several times, the worst.
+        """
         return [
             {
                 "recipe": of_recipe.recipe,
@@ -119,8 +134,8 @@ class Comparison:
                 "output": layer.output,
                 "gradient": layer.gradient,
                 **{
-                    f"{record.tensor}_{column}": getattr(record.measurement, column)
-                    for record in layer.records
+                    f"{tensor}_{column}": getattr(measured, column)
+                    for tensor, measured in _worst_by(layer.records, lambda record: record.tensor).items()
                     for column in ("sqnr_db", "flushed", "saturated")
                 },
             }
@@ -130,20 +145,15 @@ class Comparison:
 
     def __str__(self) -> str:
         names = [found.recipe for found in self.recipes]
-        totals = make_table(
-            "<recipe", "loss", "error", "output", "gradient", "worst SQNR dB", "flushed %", "saturated %"
-        )
+        totals = make_table("<recipe", "loss", "error", "output", "gradient", *WORST_COLUMNS)
         for found in self.recipes:
-            measured = [record.measurement for record in found.records]
             totals.add_row(
                 found.recipe,
                 f"{found.loss:.4g}",
                 _error(found.loss_error),
                 _error(found.output),
                 _error(found.gradient),
-                decibels(worst(measured)) if measured else "-",
-                percent(largest(one.flushed for one in measured)),
-                percent(largest(one.saturated for one in measured)),
+                *worst_cells([record.measurement for record in found.records]),
             )
         parts: list[Any] = [f"Loss without a recipe: {self.loss:.4g}. Errors are relative to that step.", "", totals]
         for title, value in (("output", lambda layer: layer.output), ("gradients", lambda layer: layer.gradient)):
@@ -156,8 +166,8 @@ class Comparison:
         tensors = self._tensors()
         if tensors:
             table = make_table("<tensor", *names)
-            for tensor, records in tensors.items():
-                table.add_row(tensor, *("-" if one is None else decibels(one.measurement) for one in records))
+            for tensor, measured in tensors.items():
+                table.add_row(tensor, *("-" if one is None else decibels(one) for one in measured))
             parts += ["SQNR of each quantized tensor, dB:", "", table]
         for line in dict.fromkeys(line for found in self.recipes for line in found.left):
             who = ", ".join(found.recipe for found in self.recipes if line in found.left)
@@ -171,56 +181,61 @@ class Comparison:
         grid = {layer or "(model)": [column.get(layer) for column in columns] for layer in layers}
         return {layer: errors for layer, errors in grid.items() if any(error is not None for error in errors)}
 
-    def _tensors(self) -> dict[str, list[QuantizationRecord | None]]:
-        columns = [{record.name: record for record in found.records} for found in self.recipes]
+    def _tensors(self) -> dict[str, list[Measurement | None]]:
+        """Tensor -> its worst measurement under each recipe."""
+        columns = [_worst_by(found.records, lambda record: record.name) for found in self.recipes]
         return {name: [c.get(name) for c in columns] for name in dict.fromkeys(n for column in columns for n in column)}
 
     def plot(self, path: str | PathLike[str]) -> None:
         """Draw the errors of each layer's output and gradients, and each tensor's SQNR, under each recipe, in dB.
 
-        At most 60 rows a panel, those with the largest errors. The suffix of `path` gives the format.
+        A panel has the rows with the largest errors, as many as a page has room for
+        (`refops.display.plot.MOST_TENSORS_DRAWN`). The suffix of `path` gives the format.
 
         Raises:
-            PlotError: no matplotlib, a suffix that it does not know, or no such directory.
+            PlotError: no matplotlib, a suffix that it does not know, or no such directory. ValueError: no layer or
+                tensor has an error.
         """
-        require_picture(path, "path")
-        import matplotlib
+        self._draw(path, "path")
 
-        matplotlib.use("Agg")
-        import matplotlib.pyplot as plt
-
-        sqnr = {
-            n: [None if r is None else r.measurement.sqnr_db for r in records] for n, records in self._tensors().items()
-        }
-        panels = {
+    def _draw(self, path: str | PathLike[str], argument: str) -> None:
+        sqnr = {n: [None if one is None else one.sqnr_db for one in found] for n, found in self._tensors().items()}
+        grids = {
             "Output of each layer": _in_decibels(self._by_layer(lambda layer: layer.output)),
             "Gradients of each layer": _in_decibels(self._by_layer(lambda layer: layer.gradient)),
             "Quantized tensors (SQNR)": _worst_rows(sqnr),
         }
-        panels = {title: grid for title, grid in panels.items() if grid}
-        longest = max(len(name) for grid in panels.values() for name in grid)
-        figure, axes = plt.subplots(
-            len(panels),
-            1,
-            sharex=True,
-            squeeze=False,
-            layout="constrained",
-            figsize=(0.085 * longest + 1.1 * len(self.recipes) + 3, 0.27 * sum(map(len, panels.values())) + 1.5),
-            height_ratios=[len(grid) for grid in panels.values()],
-        )
-        for (title, grid), color, axis in zip(panels.items(), ("Blues", "Greens", "Purples"), axes.flat, strict=False):
+        grids = {title: grid for title, grid in grids.items() if grid}
+        if not grids:
+            raise ValueError("comparison must hold errors of layers or tensors to be drawn; got none")
+        require_picture(path, argument)
+        longest = max(len(name) for grid in grids.values() for name in grid)
+        width = 0.085 * longest + 1.1 * len(self.recipes) + 3
+        rows = [len(grid) for grid in grids.values()]
+        figure, axes = panels(len(grids), width, 0.27 * sum(rows) + 1.5, height_ratios=rows)
+        for (title, grid), color, axis in zip(grids.items(), ("Blues", "Greens", "Purples"), axes, strict=False):
             numbers = np.array([[math.nan if n is None else n for n in row] for row in grid.values()], np.float64)
             finite = numbers[np.isfinite(numbers)]
             heat_map(figure, axis, numbers, color, max(10.0, finite.max() if finite.size else 0), lambda n: f"{n:.1f}")
             axis.set_title(f"{title}: signal to error, dB; darker is better", fontsize=10, loc="left")
             axis.set_yticks(range(len(grid)), short_labels(list(grid)), fontsize=8, parse_math=False)
         names = [found.recipe for found in self.recipes]
-        axes[-1, 0].set_xticks(range(len(names)), names, rotation=30, ha="right", rotation_mode="anchor", fontsize=8)
-        save(figure, path, "path")
+        axes[-1].set_xticks(range(len(names)), names, rotation=30, ha="right", rotation_mode="anchor", fontsize=8)
+        save(figure, path, argument)
 
 
 def _error(error: float | None) -> str:
     return "-" if error is None else f"{error:.1e}" if error else "0"
+
+
+def _worst_by(
+    records: Sequence[QuantizationRecord], key: Callable[[QuantizationRecord], str]
+) -> dict[str, Measurement]:
+    """The worst measurement of the records of each key."""
+    found: dict[str, list[Measurement]] = {}
+    for record in records:
+        found.setdefault(key(record), []).append(record.measurement)
+    return {name: worst(measurements) for name, measurements in found.items()}
 
 
 def _in_decibels(grid: dict[str, list[float | None]]) -> dict[str, list[float | None]]:
@@ -262,11 +277,12 @@ def compare(
     Each step is one forward and backward pass of a copy of the model, converted as `convert` does; under delayed
     scaling there is one before it, for scales to be known. The model itself is not touched: parameters, gradients,
     buffers, training mode, scales and torch's random numbers are what they were. Every step starts from the same
-    random state, so dropout is the same in all.
+    random state, so dropout is the same in all. An `autocast` around the call decides nothing here.
 
     Args:
         model: a module of torch's modules, of operations of `fuser.ops`, converted or not, on the device of `batch`.
-        batch: what to call it with: a tensor, a tuple or list of arguments, or a mapping of keyword arguments.
+        batch: what to call it with: a tensor, a tuple or list of arguments, or a mapping of keyword arguments. What the
+            model returns may be tensors, or lists, mappings and dataclasses with tensors in them.
         recipes: a recipe, some of them, or a mapping from names to what `convert` takes; by default all of TE's.
         loss: a function from the model's output to a scalar. By default the output itself if it is a scalar, its `loss`
             if it has one, else the sum of its elements with random weights, the same in every step.
@@ -290,16 +306,15 @@ def compare(
     rules = _named(recipes)
     if plot is not None:
         require_picture(plot, "plot")
-    plain = _step(_converted(model, None, pad)[0], None, batch, loss, rounds=1)
-    comparison = Comparison(plain.loss, [])
-    for name, rule in rules.items():
-        duplicate, left = _converted(model, rule, pad)
-        rounds = 2 if isinstance(rule, Recipe) and rule.delayed() else 1
-        comparison.recipes.append(_compared(name, plain, _step(duplicate, rule, batch, loss, rounds=rounds), left))
+    for rule in rules.values():  # before the first step, which takes longer: a rule may be wrong
+        converted(model, rule, pad=pad, inplace=False, share_parameters=True)
+    plain = _run_step(converted(model, None, pad=pad, inplace=False)[0], None, batch, loss)
+    comparisons = [_compared(name, plain, model, rule, batch, loss, pad) for name, rule in rules.items()]
+    comparison = Comparison(plain.loss, comparisons)
     if not quiet:
         print(comparison)
     if plot is not None:
-        comparison.plot(plot)
+        comparison._draw(plot, "plot")
     return comparison
 
 
@@ -308,12 +323,20 @@ def _named(recipes: Any) -> dict[str, Rule]:
         recipes = default_recipes()
     if isinstance(recipes, Mapping):
         rules = dict(recipes)
+        for name, one in rules.items():
+            if not isinstance(name, str) or not (one is None or isinstance(one, Recipe | Mapping) or callable(one)):
+                raise TypeError(
+                    f"recipes must map texts to what convert takes as recipe; got {shown(name)}: {shown(one)}"
+                )
     else:
         given = [recipes] if isinstance(recipes, Recipe) else recipes
         if not isinstance(given, Sequence) or isinstance(given, str):
             raise TypeError(
                 f"recipes must be a recipe, a list of recipes or a mapping from names; got {shown(recipes)}"
             )
+        for number, one in enumerate(given):
+            if not isinstance(one, Recipe):
+                raise TypeError(f"recipes must hold recipes of fuser.recipe; got {shown(one)} as item {number}")
         short = [type(one).__name__ for one in given]
         names = [name if short.count(name) == 1 else repr(one) for name, one in zip(short, given, strict=True)]
         if len(set(names)) < len(names):
@@ -324,56 +347,69 @@ def _named(recipes: Any) -> dict[str, Rule]:
     return rules
 
 
-def _converted(model: torch.nn.Module, rule: Rule, pad: bool) -> tuple[torch.nn.Module, list[str]]:
-    """A copy of the model, converted, and what stays in high precision."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        duplicate = convert(model, rule, pad=pad, inplace=False)
-    left = [line for one in caught for line in str(one.message).split("\n  ")[1:]]
-    return duplicate, left
-
-
 @dataclass
-class _Step:
-    """What is compared of a step."""
+class _Outcome:
+    """What is compared of a step. Tensors of a layer: one for each call."""
 
     loss: float
-    output: torch.Tensor | None
-    layers: dict[str, torch.Tensor]
+    output: list[torch.Tensor]
+    layers: dict[str, list[torch.Tensor]]
     gradients: dict[str, torch.Tensor]
     records: list[QuantizationRecord]
 
 
-def _step(model: torch.nn.Module, rule: Rule, batch: Any, loss: Any, *, rounds: int) -> _Step:
-    """Run a step of a model that is ours to change; the last of `rounds` is what counts."""
+def _run_step(model: torch.nn.Module, rule: Rule, batch: Any, loss: Any) -> _Outcome:
+    """Run a step of a model that is ours to change, outside of the caller's `autocast`.
+
+    Where it turns out to have delayed scales, which are not known before, it is the second step that counts.
+    """
     devices = {tensor.device for tensor in [*model.parameters(), *model.buffers()] if tensor.device.type == "cuda"}
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    for last in (number == rounds - 1 for number in range(rounds)):
-        outputs: dict[str, list[torch.Tensor]] = {}
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(torch.random.fork_rng(devices=devices))
-            stack.enter_context(torch.enable_grad())
-            recorder = None
-            if last and any(op.num_quantizers("forward") for _, op in operations_of(model)):
-                recorder = stack.enter_context(statistics(model))
-            if last:
-                stack.enter_context(_listening(model, outputs))
+    put_back = _saved_buffers(model)
+    with FP8GlobalStateManager.set_aside(), torch.enable_grad():
+        found = _run_once(model, rule, batch, loss, devices)
+        if FP8GlobalStateManager.registered_states():
+            put_back()
             model.zero_grad()
-            for name, buffer in model.named_buffers():
-                buffer.detach().copy_(buffers[name])
-            with _quantizing(rule):
-                result = _call(model, batch)
-            value = _loss_of(result, loss)
-            if value.requires_grad:
-                value.backward()
-    tensors = [t for t in _tensors(result) if t is not value and t.numel() > 1]
-    return _Step(
+            found = _run_once(model, rule, batch, loss, devices)
+    return found
+
+
+def _run_once(model: torch.nn.Module, rule: Rule, batch: Any, loss: Any, devices: set[torch.device]) -> _Outcome:
+    outputs: dict[str, list[torch.Tensor]] = {}
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=devices))
+        recorder = None
+        if any(op.num_quantizers("forward") for _, op in operations_of(model)):
+            recorder = stack.enter_context(statistics(model))
+        stack.enter_context(_listening(model, outputs))
+        with _quantizing(rule):
+            result = _call(model, batch)
+        value = _loss_of(result, loss)
+        if value.requires_grad:
+            value.backward()
+    return _Outcome(
         loss=value.item(),
-        output=_flat(tensors),
-        layers={name: _flat(found) for name, found in outputs.items()},
+        output=[t.detach() for t in _tensors(result) if t is not value and t.numel() > 1],
+        layers=outputs,
         gradients={name: p.grad for name, p in model.named_parameters() if p.grad is not None},
         records=[] if recorder is None else recorder.records,
     )
+
+
+def _saved_buffers(model: torch.nn.Module) -> Callable[[], None]:
+    """Remember the buffers of a model; the result puts back which there are, their shapes and their values."""
+    present = {module: dict(module._buffers) for module in model.modules()}
+    values = {buffer: buffer.detach().clone() for buffer in model.buffers()}
+
+    def put_back() -> None:
+        for module, buffers in present.items():
+            module._buffers.clear()
+            module._buffers.update(buffers)
+        with torch.no_grad():
+            for buffer, value in values.items():
+                buffer.resize_(value.shape).copy_(value)
+
+    return put_back
 
 
 def _quantizing(rule: Rule) -> contextlib.AbstractContextManager[Any]:
@@ -391,52 +427,68 @@ def _call(model: torch.nn.Module, batch: Any) -> Any:
 
 
 def _tensors(result: Any) -> list[torch.Tensor]:
-    """The floating-point tensors in an output."""
-    result = dict(result) if isinstance(result, Mapping) else result
-    return [t for t in tree_leaves(result) if isinstance(t, torch.Tensor) and t.is_floating_point()]
+    """The floating-point tensors in an output: in sequences, mappings and dataclasses."""
+    found = []
+    for leaf in tree_leaves(_fields_of(result)):
+        if isinstance(leaf, torch.Tensor):
+            found += [leaf] if leaf.is_floating_point() else []
+        elif _fields_of(leaf) is not leaf:
+            found += _tensors(leaf)
+    return found
+
+
+def _fields_of(result: Any) -> Any:
+    """A mapping or dataclass as a dict; anything else as it is."""
+    if isinstance(result, Mapping):
+        return dict(result)
+    if is_dataclass(result) and not isinstance(result, type):
+        return {entry.name: getattr(result, entry.name) for entry in fields(result)}
+    return result
 
 
 def _loss_of(result: Any, loss: Any) -> torch.Tensor:
+    own = result.get("loss") if isinstance(result, Mapping) else getattr(result, "loss", None)
     if loss is not None:
-        value = loss(result)
+        value, rule = loss(result), "loss must return a scalar tensor"
+    elif own is not None:
+        value, rule = own, "loss must be given for an output whose own loss is no scalar tensor"
     else:
-        value = result.get("loss") if isinstance(result, Mapping) else getattr(result, "loss", None)
-    if loss is None and value is None:
-        tensors = _tensors(result)
-        if len(tensors) == 1 and tensors[0].numel() == 1:
-            value = tensors[0]
-        else:
-            if not tensors:
-                raise ValueError(
-                    f"loss must be given for an output without floating-point tensors; got {shown(result)}"
-                )
-            generator = torch.Generator().manual_seed(0)
-            weights = [torch.randn(t.shape, generator=generator).to(t.device) for t in tensors]
-            value = sum((t.float() * w).sum() / t.numel() ** 0.5 for t, w in zip(tensors, weights, strict=True))
+        return _made_loss(result)
     if not isinstance(value, torch.Tensor) or value.numel() != 1:
-        raise ValueError(f"loss must return a scalar tensor; got {shown(value)}")
+        raise ValueError(f"{rule}; got {shown(value)}")
     return value
+
+
+def _made_loss(result: Any) -> torch.Tensor:
+    """The one number that there is, or the sum of all with random weights."""
+    tensors = _tensors(result)
+    if not tensors:
+        raise ValueError(f"loss must be given for an output without floating-point tensors; got {shown(result)}")
+    if len(tensors) == 1 and tensors[0].numel() == 1:
+        return tensors[0]
+    generator = torch.Generator().manual_seed(0)
+    weights = [torch.randn(t.shape, generator=generator).to(t.device) for t in tensors]
+    sums = [(t.float() * w).sum() / max(1, t.numel()) ** 0.5 for t, w in zip(tensors, weights, strict=True)]
+    return torch.stack([one.to(sums[0].device) for one in sums]).sum()
 
 
 @contextlib.contextmanager
 def _listening(model: torch.nn.Module, outputs: dict[str, list[torch.Tensor]]) -> Iterator[None]:
     """Collect the outputs of layers by name: of operations as their pipelines compute them, unsplit by hooks."""
-    last_ops: dict[BasicOperation, str] = {}
-    for layer, op in operations_of(model):
-        last_ops = {other: name for other, name in last_ops.items() if name != layer} | {op: layer}
+    last_of_layer = dict(operations_of(model))
+    layer_ending = {op: layer for layer, op in last_of_layer.items()}
 
     def observe(fuser: Any, step: ForwardStep) -> None:
-        layer = last_ops.get(fuser._basic_ops[step.basic_op_indices[-1]])
+        layer = layer_ending.get(fuser._basic_ops[step.basic_op_indices[-1]])
         if layer is not None:
             is_quantized = isinstance(step.output, QuantizedTensorStorage)
             outputs.setdefault(layer, []).append((step.output.dequantize() if is_quantized else step.output).detach())
 
     handles = []
     for name, module in model.named_modules():
-        is_shown = (
-            not name or isinstance(module, tuple(CONVERTED)) or any(True for _ in module.parameters(recurse=False))
-        )
-        if is_shown and not isinstance(module, FusibleOperation | _Converted):
+        is_layer = not name or isinstance(module, tuple(CONVERTED)) or any(True for _ in module.parameters(False))
+        runs_operations = isinstance(module, (FusibleOperation, *CONVERTED.values()))
+        if is_layer and not runs_operations and layer_of(name) == name:
 
             def keep(_: Any, __: Any, result: Any, name: str = name) -> None:
                 outputs.setdefault(name, []).extend(tensor.detach() for tensor in _tensors(result)[:1])
@@ -451,32 +503,39 @@ def _listening(model: torch.nn.Module, outputs: dict[str, list[torch.Tensor]]) -
             handle.remove()
 
 
-def _flat(tensors: Sequence[torch.Tensor]) -> Any:
-    return torch.cat([tensor.detach().flatten().double() for tensor in tensors]) if tensors else None
+def _relative(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> float | None:
+    """||found - wanted|| / ||wanted|| of tensors taken together; None if there are none, or not the same.
 
-
-def _relative(found: torch.Tensor | None, wanted: torch.Tensor | None) -> float | None:
-    """||found - wanted|| / ||wanted||; rows that `pad` appended at the end do not count."""
-    if found is None or wanted is None or not wanted.numel() or found.numel() < wanted.numel():
+    What a tensor has beyond the size of the wanted one, rows that `pad` appended at its end, does not count.
+    """
+    pairs = list(itertools.zip_longest(found, wanted))
+    if any(one is None or other is None or one.numel() < other.numel() for one, other in pairs):
         return None
-    difference = (found[: wanted.numel()] - wanted).norm().item()
-    size = wanted.norm().item()
+    if not sum(other.numel() for _, other in pairs):
+        return None
+    a = torch.cat([one.flatten()[: other.numel()].double() for one, other in pairs])
+    b = torch.cat([other.flatten().double() for _, other in pairs])
+    difference, size = (a - b).norm().item(), b.norm().item()
     return difference / size if size else (math.inf if difference else 0.0)
 
 
-def _compared(name: str, plain: _Step, step: _Step, left: list[str]) -> RecipeComparison:
+def _compared(
+    name: str, plain: _Outcome, model: torch.nn.Module, rule: Rule, batch: Any, loss: Any, pad: bool
+) -> RecipeComparison:
+    """Run a step under a rule and compare it with the plain one."""
+    duplicate, left = converted(model, rule, pad=pad, inplace=False)
+    step = _run_step(duplicate, rule, batch, loss)
     own: dict[str, list[str]] = {}  # layer -> names of its parameters
     for parameter in plain.gradients:
-        own.setdefault(parameter.rpartition(".")[0].partition(".basic_ops.")[0], []).append(parameter)
+        own.setdefault(layer_of(parameter.rpartition(".")[0]), []).append(parameter)
     records: dict[str, list[QuantizationRecord]] = {}
     for record in step.records:
         records.setdefault(record.layer, []).append(record)
 
     def gradient_error(names: Sequence[str]) -> float | None:
         both = [n for n in names if n in step.gradients]
-        return _relative(_flat([step.gradients[n] for n in both]), _flat([plain.gradients[n] for n in both]))
+        return _relative([step.gradients[n] for n in both], [plain.gradients[n] for n in both])
 
-    layers = dict.fromkeys(itertools.chain(plain.layers, own))
     return RecipeComparison(
         name,
         step.loss,
@@ -486,11 +545,11 @@ def _compared(name: str, plain: _Step, step: _Step, left: list[str]) -> RecipeCo
         [
             LayerComparison(
                 layer,
-                _relative(step.layers.get(layer), plain.layers.get(layer)),
+                _relative(step.layers.get(layer, []), plain.layers.get(layer, [])),
                 gradient_error(own.get(layer, [])),
                 tuple(records.get(layer, [])),
             )
-            for layer in layers
+            for layer in dict.fromkeys(itertools.chain(plain.layers, own))
         ],
         left,
     )

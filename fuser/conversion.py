@@ -117,6 +117,31 @@ def convert(
         ValueError: a pattern matches no module, one module has two names with different recipes, `share_parameters`
             without `inplace=False`, or `strict` and something stays in high precision.
     """
+    model, left = converted(
+        model,
+        recipe,
+        filter=filter,
+        pad=pad,
+        inplace=inplace,
+        share_parameters=share_parameters,
+        strict=strict,
+    )
+    if left:
+        warnings.warn("left in high precision:\n  " + "\n  ".join(left), UserWarning, stacklevel=2)
+    return model
+
+
+def converted(
+    model: torch.nn.Module,
+    recipe: Rule,
+    *,
+    filter: Callable[[str, torch.nn.Module], bool] | None = None,
+    pad: bool = False,
+    inplace: bool = True,
+    share_parameters: bool = False,
+    strict: bool = False,
+) -> tuple[torch.nn.Module, list[str]]:
+    """What `convert` returns, and a line for each module that stays in high precision, without a warning."""
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model must be a torch.nn.Module; got {shown(model)}")
     for name, flag in (("pad", pad), ("inplace", inplace), ("share_parameters", share_parameters), ("strict", strict)):
@@ -150,9 +175,7 @@ def convert(
         else:
             _restore(module)
     _convert_containers(model)
-    if problems:
-        warnings.warn("left in high precision:\n  " + "\n  ".join(problems), UserWarning, stacklevel=2)
-    return model
+    return model, problems
 
 
 # ---------------------------------------------------------------------- who is converted, by which recipe

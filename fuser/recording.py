@@ -9,7 +9,8 @@ from __future__ import annotations
 import io
 import itertools
 import math
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from os import PathLike
 from typing import Any
@@ -18,16 +19,17 @@ import torch
 from rich.table import Table
 
 from fuser import dispatch
-from fuser.conversion import _Converted
+from fuser.conversion import CONVERTED
 from fuser.dispatch import Buffers
 from fuser.dtypes import HIGH_PRECISION
 from fuser.op import BasicOperation
 from fuser.quantization.quantizer import Quantizer, quantization_observers
+from fuser.quantization.quantizers import is_replaying
 from refops.arguments import require_integer, shown
 from refops.display.console import make_table, print_table, stdout_console
 from refops.display.numbers import decibels, dimensions, percent, significant
-from refops.display.plot import require_picture, save
-from refops.survey import Measurement, measure_quantized
+from refops.display.plot import panels, require_picture, save
+from refops.survey import Measurement, measure_cast, measure_quantized
 
 __all__ = ["QuantizationRecord", "Statistics", "statistics"]
 
@@ -42,7 +44,8 @@ class QuantizationRecord:
     Attributes:
         step: number of the model's forward pass, from 0 on.
         layer: name of the module in the model.
-        tensor: "input", "weight" or "grad_output".
+        tensor: "input", "weight" or "grad_output"; of an operation with several of a kind, `GroupedLinear`, with the
+            number of the one: "input 0".
         shape: of the tensor; rows that `pad` appended are part of it.
         amax: its largest finite magnitude.
         measurement: SQNR, shares flushed to zero and saturated, bits of an element; its `scaling` is the format's
@@ -75,14 +78,16 @@ class Statistics:
 
     Attributes:
         records: list of `QuantizationRecord`, in the order of the casts.
-        step: number of the forward pass that runs or ran last; -1 before the first.
+        step: number of the forward pass that runs or ran last; -1 before the first. What is computed again in
+            a backward pass is no pass of its own.
     """
 
     def __init__(self, model: torch.nn.Module, every: int) -> None:
         self.records: list[QuantizationRecord] = []
         self.step = -1
         self._model, self._every = model, every
-        self._roles: dict[int, tuple[Quantizer, str, str]] = {}
+        #: Quantizers that were seen, by id, with the names of layer and tensor; None: another model's.
+        self._roles: dict[int, tuple[weakref.ref[Quantizer], tuple[str, str] | None]] = {}
         self._hook: Any = None
 
     def __enter__(self) -> Statistics:
@@ -98,21 +103,30 @@ class Statistics:
         self._hook = None
 
     def _count(self, *_: Any) -> None:
-        self.step += 1
+        in_backward = torch._C._current_graph_task_id() != -1
+        if not in_backward and not is_replaying():
+            self.step += 1
 
     def _observe(self, quantizer: Quantizer, original: Callable[[], torch.Tensor], quantized: Any) -> None:
-        if self.step < 0 or self.step % self._every:
+        if self.step < 0 or self.step % self._every or is_replaying():
             return
-        found = self._roles.get(id(quantizer))
-        if found is None or found[0] is not quantizer:  # a recipe has made new ones, perhaps
-            self._roles = {id(one): (one, layer, tensor) for one, layer, tensor in _quantizers_of(self._model)}
-            found = self._roles.get(id(quantizer))
-        if found is None:
+        role = self._role_of(quantizer)
+        if role is None:
             return
-        measured = _measured(original().detach(), quantizer, quantized)
+        measured = _measured(original().detach(), quantized)
         if measured is not None:
-            _, layer, tensor = found
-            self.records.append(QuantizationRecord(self.step, layer, tensor, *measured))
+            (layer, tensor), (shape, amax, measurement) = role, measured
+            self.records.append(QuantizationRecord(self.step, layer, tensor, shape, amax, measurement))
+
+    def _role_of(self, quantizer: Quantizer) -> tuple[str, str] | None:
+        """The names of the layer and of the tensor that a quantizer is for."""
+        known = self._roles.get(id(quantizer))
+        if known is None or known[0]() is not quantizer:  # a recipe has made new ones, or it is another model's
+            self._roles = {key: seen for key, seen in self._roles.items() if seen[0]() is not None}
+            self._roles[id(quantizer)] = weakref.ref(quantizer), None
+            for one, layer, tensor in _quantizers_of(self._model):
+                self._roles[id(one)] = weakref.ref(one), (layer, tensor)
+        return self._roles[id(quantizer)][1]
 
     def rows(self) -> list[dict[str, Any]]:
         """The records as plain data."""
@@ -129,18 +143,16 @@ class Statistics:
         return found
 
     def __str__(self) -> str:
-        table = make_table("<tensor", "shape", "<format", "steps", "amax", "SQNR dB", "flushed %", "saturated %")
+        table = make_table("<tensor", "shape", "<format", "steps", "amax", *WORST_COLUMNS)
         for name, records in self._by_name().items():
             measured = [record.measurement for record in records]
             table.add_row(
                 name,
                 dimensions(records[-1].shape),
                 measured[-1].scaling,
-                str(len(records)),
+                str(len({record.step for record in records})),
                 significant(max(record.amax for record in records)),
-                decibels(worst(measured)),
-                percent(largest(one.flushed for one in measured)),
-                percent(largest(one.saturated for one in measured)),
+                *worst_cells(measured),
             )
         return text_of(table)
 
@@ -154,12 +166,7 @@ class Statistics:
         if not by_name:
             raise ValueError("statistics must hold records to be drawn; got none")
         require_picture(path, "path")
-        import matplotlib
-
-        matplotlib.use("Agg")
-        import matplotlib.pyplot as plt
-
-        figure, axes = plt.subplots(3, 1, sharex=True, layout="constrained", figsize=(8, 8))
+        figure, axes = panels(3, 8, 8)
         columns = {"SQNR (dB)": "sqnr_db", "flushed to zero (%)": "flushed", "saturated (%)": "saturated"}
         for axis, (title, column) in zip(axes, columns.items(), strict=True):
             factor = 1 if column == "sqnr_db" else 100
@@ -209,10 +216,15 @@ def statistics(model: torch.nn.Module, *, every: int = 1) -> Statistics:
 def operations_of(model: torch.nn.Module) -> Iterator[tuple[str, BasicOperation]]:
     """The basic operations in a model, each with the name of the layer that it is or is a part of."""
     for name, module in model.named_modules():
-        if isinstance(module, _Converted):
-            yield from ((name, op) for op in module.pipeline()._basic_ops)  # type: ignore[misc]
+        if isinstance(module, tuple(CONVERTED.values())):
+            yield from ((layer_of(name), op) for op in module.pipeline()._basic_ops)  # type: ignore[attr-defined]
         elif isinstance(module, BasicOperation):
-            yield name.rpartition(".basic_ops.")[0] or name.removeprefix("basic_ops."), module
+            yield layer_of(name), module
+
+
+def layer_of(name: str) -> str:
+    """The layer that a module belongs to, both by name: parts of operations and parametrizations are no layers."""
+    return ".".join(itertools.takewhile(lambda part: part not in ("basic_ops", "parametrizations"), name.split(".")))
 
 
 def _quantizers_of(model: torch.nn.Module) -> Iterator[tuple[Quantizer, str, str]]:
@@ -226,31 +238,48 @@ def _quantizers_of(model: torch.nn.Module) -> Iterator[tuple[Quantizer, str, str
                 yield quantizer, layer, role.tensor_type + group
 
 
-def _measured(x: torch.Tensor, quantizer: Quantizer, quantized: Any) -> tuple[Any, float, Measurement] | None:
-    """Shape, amax and measurement of a tensor; None for one without elements or of another dtype."""
+def _measured(x: torch.Tensor, quantized: Any) -> tuple[tuple[int, ...], float, Measurement] | None:
+    """Shape, amax and measurement; None for a tensor without elements, of another dtype or of a format of its own."""
     if not x.numel() or x.dtype not in HIGH_PRECISION or not hasattr(quantized, "buffers"):
         return None
+    reference = dispatch.Reference(torch.device("cpu"))
+    original = reference.array(x.contiguous())
     operand = quantized.buffers.operand(columnwise=False)
     operand = quantized.buffers.operand(columnwise=True) if operand is None else operand
+    if isinstance(operand, Buffers):
+        arrays = {name: reference.array(tensor) for name, tensor in operand.tensors.items()}
+        measurement = measure_quantized(original, reference.quantized(arrays, operand), operand.scaling.title)
+    elif isinstance(operand, torch.Tensor):  # an IdentityQuantizer's, which may cast to another dtype
+        measurement = measure_cast(original, reference.array(operand.contiguous()), "none")
+    else:
+        return None
     finite = x[x.isfinite()]
-    amax = finite.abs().max().item() if finite.numel() else 0.0
-    if not isinstance(operand, Buffers):  # an IdentityQuantizer's
-        kept = Measurement("none", sqnr_db=math.inf, flushed=0.0, saturated=0.0, bits_per_element=8.0 * x.itemsize)
-        return tuple(x.shape), amax, kept
-    reference = dispatch.Reference(torch.device("cpu"))
-    arrays = {name: reference.array(tensor) for name, tensor in operand.tensors.items()}
-    q = reference.quantized(arrays, operand)
-    return tuple(x.shape), amax, measure_quantized(reference.array(x.contiguous()), q, operand.scaling.title)
+    return tuple(x.shape), finite.abs().max().item() if finite.numel() else 0.0, measurement
 
 
-def worst(measurements: list[Measurement]) -> Measurement:
-    """The one with the lowest SQNR, of those that have one."""
-    return min(measurements, key=lambda one: math.inf if one.sqnr_db is None else one.sqnr_db)
+#: The columns of a table that `worst_cells` fills.
+WORST_COLUMNS = ("worst SQNR dB", "flushed %", "saturated %")
 
 
-def largest(shares: Iterator[float | None]) -> float | None:
-    """The largest of those that are there."""
-    return max((share for share in shares if share is not None), default=None)
+def worst_cells(measurements: Sequence[Measurement]) -> list[str]:
+    """What a table says of some measurements together."""
+    found = worst(measurements)
+    return [decibels(found), percent(found.flushed), percent(found.saturated)]
+
+
+def worst(measurements: Sequence[Measurement]) -> Measurement:
+    """The lowest SQNR and the largest shares of some measurements; None where no measurement has one."""
+
+    def chosen(choose: Callable[..., float | None], column: str) -> float | None:
+        values = [getattr(one, column) for one in measurements]
+        return choose((value for value in values if value is not None), default=None)
+
+    return Measurement(
+        ", ".join(dict.fromkeys(one.scaling for one in measurements)),
+        sqnr_db=chosen(min, "sqnr_db"),
+        flushed=chosen(max, "flushed"),
+        saturated=chosen(max, "saturated"),
+    )
 
 
 def text_of(*tables: Table | str) -> str:

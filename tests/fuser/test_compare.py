@@ -1,7 +1,10 @@
 """`fuser.compare` and `fuser.statistics`: right numbers, and a model that is as it was."""
 
 import copy
+import gc
 import math
+import warnings
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
@@ -10,8 +13,9 @@ from torch import nn
 
 import fuser
 import refops
-from fuser import comparison, ops
+from fuser import comparison, ops, recording
 from fuser.quantization.quantizer import quantization_observers
+from fuser.quantization.state import DelayedScalingRequest, FP8GlobalStateManager
 from fuser.recipe import (
     CustomRecipe,
     DelayedScaling,
@@ -20,7 +24,7 @@ from fuser.recipe import (
     NVFP4BlockScaling,
 )
 from refops.display.plot import PlotError
-from refops.survey import SCALINGS, measure, measure_quantized
+from refops.survey import SCALINGS, Measurement, measure, measure_quantized
 
 
 def feed_forward():
@@ -34,6 +38,23 @@ def inputs(*shape, seed=1):
 
 def compared(model, batch, recipes=None, **options):
     return fuser.compare(model, batch, MXFP8BlockScaling() if recipes is None else recipes, quiet=True, **options)
+
+
+@pytest.fixture(scope="module")
+def two_recipes():
+    return compared(feed_forward(), inputs(32, 64), [MXFP8BlockScaling(), NVFP4BlockScaling()])
+
+
+class Twice(nn.Module):
+    """A layer that is called two times in a step."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(64, 64)
+
+    def forward(self, x):
+        return self.layer(torch.tanh(self.layer(x)))
 
 
 class TestNumbers:
@@ -87,8 +108,8 @@ class TestNumbers:
             assert records[key].amax == tensor.abs().max().item()
             assert records[key].shape == tensor.shape
 
-    def test_more_bits_are_better(self):
-        found = compared(feed_forward(), inputs(32, 64), [MXFP8BlockScaling(), NVFP4BlockScaling()])
+    def test_more_bits_are_better(self, two_recipes):
+        found = two_recipes
         assert found["MXFP8BlockScaling"].output < found["NVFP4BlockScaling"].output / 2
         assert found["MXFP8BlockScaling"].gradient < found["NVFP4BlockScaling"].gradient / 2
         with pytest.raises(KeyError, match="must be one of MXFP8BlockScaling, NVFP4BlockScaling; got 'x'"):
@@ -97,6 +118,39 @@ class TestNumbers:
     def test_delayed_scaling_has_learnt_its_scales(self):
         found = compared(feed_forward(), inputs(32, 64) * 1e-4, [DelayedScaling()])
         assert found.recipes[0].output < 0.1
+
+    def test_delayed_scaling_of_rules_and_of_custom_quantizers(self):
+        """As of the recipe itself: the scales of the step that counts are those that the step before it made."""
+        model, x = nn.Sequential(nn.Linear(64, 64)), inputs(32, 64) * 1e-4
+        delayed = DelayedScaling()
+        rules = {"recipe": delayed, "mapping": {"0": delayed}, "function": lambda name, module: delayed}
+        results = compared(model, x, rules).recipes
+        assert results[0].output < 0.1
+        assert [one.output for one in results] == [results[0].output] * 3
+        custom = CustomRecipe(qfactory=lambda role: DelayedScalingRequest())
+        assert compared(model, x, custom).recipes[0].output < 0.1
+
+    @pytest.mark.parametrize("rows", [32, 5])
+    def test_a_padded_layer_that_is_called_twice(self, rows):
+        """Each call's own rows are compared: 0.4 was found for 5 rows, those of the second call against the first's."""
+        (found,) = compared(Twice(), inputs(rows, 64)).recipes
+        assert [layer.layer for layer in found.layers] == ["layer", ""]
+        assert 0.02 < found.layers[0].output < 0.06
+
+    def test_a_tensor_that_is_quantized_twice_shows_the_worst(self):
+        x = inputs(32, 64)
+        x[0, 0] = 1e6  # the first call loses the small elements beside it, the second one's inputs are below 1
+        found = compared(Twice(), x, Float8CurrentScaling())
+        (layer, _), (row, _) = found.recipes[0].layers, found.rows()
+        both = [record.measurement for record in layer.records if record.tensor == "input"]
+        assert len(both) == 2
+        assert both[0].flushed > 0.9 > both[1].flushed
+        lowest = both[1].sqnr_db
+        assert lowest < both[0].sqnr_db
+        assert row["input_sqnr_db"] == lowest
+        assert row["input_flushed"] == both[0].flushed
+        (line,) = (line for line in str(found).splitlines() if line.startswith("layer input"))
+        assert line.endswith(f" {lowest:.1f}")
 
     def test_all_recipes_by_default_and_ragged_batches(self):
         found = fuser.compare(nn.Linear(64, 32), inputs(3, 64), quiet=True)
@@ -129,6 +183,20 @@ class TestNumbers:
         }
         assert 0.005 < found.output < 0.1
         assert found.layers[1].gradient > 0
+
+    def test_layers_of_one_name_in_all_columns(self):
+        """An operation that is the model; a layer whose weight is computed from other parameters."""
+        (found,) = compared(ops.Linear(64, 64), inputs(32, 64)).recipes
+        (layer,) = found.layers
+        assert layer.layer == ""
+        assert layer.output == found.output
+        assert layer.gradient == found.gradient
+        assert len(layer.records) == 3
+        model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(64, 64)), nn.Tanh())
+        (found,) = compared(model, inputs(32, 64)).recipes
+        assert [layer.layer for layer in found.layers] == ["0", ""]
+        assert found.layers[0].gradient > 0
+        assert len(found.layers[0].records) == 3
 
     def test_a_converted_model_is_compared_with_torchs(self):
         model = feed_forward()
@@ -169,6 +237,29 @@ class TestCalls:
         assert wanted.recipes[0].gradient > 0
         with pytest.raises(ValueError, match="loss must return a scalar tensor; got tensor"):
             compared(nn.Linear(32, 32), x, loss=lambda y: y)
+        with pytest.raises(ValueError, match=r"loss must be given for an output whose own loss is no .*; got 3\.0"):
+            compared(self.Model(lambda y, loss: {"loss": 3.0}), x)
+
+    def test_outputs_that_are_dataclasses(self):
+        @dataclass
+        class Inner:
+            state: torch.Tensor
+
+        @dataclass
+        class Output:
+            logits: torch.Tensor
+            inner: Inner
+            loss: torch.Tensor | None = None
+
+        model = self.Model(lambda y, loss: {"a": Output(y, Inner(y * 2))})
+        in_tuple = self.Model(lambda y, loss: (y, y * 2))
+        in_tuple.load_state_dict(model.state_dict())
+        x = inputs(32, 32)
+        assert compared(model, x) == compared(in_tuple, x)
+        in_dataclass = self.Model(lambda y, loss: Output(y, Inner(y), loss))
+        (found,) = compared(in_dataclass, (x, x)).recipes
+        assert found.output > 0
+        assert found.loss == pytest.approx(compared(in_dataclass, (x, x)).loss, rel=0.1)
 
     def test_random_weights_give_every_layer_a_gradient(self):
         """The mean square of a norm's output has none."""
@@ -190,12 +281,28 @@ class TestCalls:
             ((nn.SiLU(), torch.zeros(1), 3), TypeError, "recipes must be a recipe, a list .* got 3"),
             ((nn.SiLU(), torch.zeros(1), []), ValueError, "recipes must hold at least one"),
             ((nn.SiLU(), torch.zeros(1), [MXFP8BlockScaling()] * 2), ValueError, "recipes must differ"),
-            ((nn.SiLU(), torch.zeros(1), ["mxfp8"]), TypeError, "recipe must be a recipe"),
+            ((nn.SiLU(), torch.zeros(1), ["mxfp8"]), TypeError, "recipes must hold recipes .* got 'mxfp8' as item 0"),
+            ((nn.SiLU(), torch.zeros(1), {"a": "mxfp8"}), TypeError, "recipes must map texts to .* got 'a': 'mxfp8'"),
+            ((nn.SiLU(), torch.zeros(1), {1: None}), TypeError, "recipes must map texts to .* got 1: None"),
         ],
     )
     def test_errors(self, arguments, error, message):
         with pytest.raises(error, match=message):
             fuser.compare(*arguments, quiet=True)
+
+    def test_rules_are_checked_before_a_step_runs(self):
+        model = self.Model(lambda y, loss: pytest.fail("a step ran"))
+        with pytest.raises(ValueError, match=r"patterns that match names of modules; got 'x\*'"):
+            compared(model, inputs(32, 32), {"good": MXFP8BlockScaling(), "bad": {"x*": None}})
+
+    def test_warnings_of_the_models_own_are_shown(self):
+        class Warns(nn.Linear):
+            def __deepcopy__(self, memo):
+                warnings.warn("copied", UserWarning, stacklevel=2)
+                return self
+
+        with pytest.warns(UserWarning, match="^copied$"):
+            compared(nn.Sequential(Warns(32, 32)), inputs(32, 32))
 
 
 class TestNothingIsTouched:
@@ -232,6 +339,46 @@ class TestNothingIsTouched:
             inside = compared(feed_forward(), inputs(32, 64))
         assert inside == compared(feed_forward(), inputs(32, 64))
 
+    def test_rules_inside_of_autocast(self):
+        """The caller's recipe is not in force for modules that a mapping or a function gives one."""
+        rules = {"all": {"*": MXFP8BlockScaling()}, "delayed": lambda name, module: DelayedScaling()}
+        wanted = compared(feed_forward(), inputs(32, 64), rules)
+        with fuser.autocast(recipe=NVFP4BlockScaling()):
+            assert compared(feed_forward(), inputs(32, 64), rules) == wanted
+            assert isinstance(FP8GlobalStateManager.get_fp8_recipe(), NVFP4BlockScaling)
+
+    def test_scales_that_wait_for_the_end_of_the_autocast_around(self):
+        x, scales = inputs(32, 64), []
+        for compares in (False, True):
+            torch.manual_seed(0)
+            model = ops.Linear(64, 64)
+            with fuser.autocast(recipe=DelayedScaling()):
+                model(x * 100)
+                if compares:
+                    compared(nn.Linear(64, 64), x, [DelayedScaling()])
+                scales.append(model(x))
+            scales.append(model.basic_ops[0].get_quantizer("forward", 0).scale.clone())
+        assert torch.equal(scales[0], scales[2])
+        assert torch.equal(scales[1], scales[3])
+
+    def test_buffers_that_change_their_shape(self):
+        class Collects(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.layer = nn.Linear(64, 64)
+                self.register_buffer("seen", torch.zeros(1))
+                self.register_buffer("grown", torch.zeros(1))
+
+            def forward(self, x):
+                assert (self.seen.shape, self.grown.shape, hasattr(self, "new")) == ((1,), (1,), False)
+                self.seen = torch.cat([self.seen, torch.ones(1)])
+                self.grown.resize_(2)
+                self.register_buffer("new", torch.zeros(1))
+                return self.layer(x)
+
+        (found,) = compared(Collects(), inputs(32, 64), DelayedScaling()).recipes
+        assert found.output < 0.1
+
     def test_after_an_error(self):
         class Breaks(nn.Linear):
             def forward(self, x):
@@ -254,8 +401,8 @@ class TestShowing:
             assert line in printed
         assert all(len(line) <= 120 for line in printed.splitlines())
 
-    def test_rows(self):
-        found = compared(feed_forward(), inputs(32, 64), [MXFP8BlockScaling(), NVFP4BlockScaling()])
+    def test_rows(self, two_recipes):
+        found = two_recipes
         rows = found.rows()
         assert len(rows) == 10
         row = next(row for row in rows if (row["recipe"], row["layer"]) == ("NVFP4BlockScaling", "1"))
@@ -265,14 +412,35 @@ class TestShowing:
 
     def test_plots(self, tmp_path):
         pytest.importorskip("matplotlib")
-        found = compared(feed_forward(), inputs(32, 64), plot=tmp_path / "errors.png")
-        found.plot(tmp_path / "errors.svg")
-        assert (tmp_path / "errors.png").stat().st_size > 5000
+        model, x = nn.Linear(32, 32), inputs(32, 32)
+        found = compared(model, x, plot=tmp_path / "errors.svg")
         assert (tmp_path / "errors.svg").read_text().startswith("<?xml")
         with pytest.raises(PlotError, match="plot must end in one of"):
-            compared(nn.Linear(32, 32), inputs(32, 32), plot=tmp_path / "errors.text")
+            compared(model, x, plot=tmp_path / "errors.text")
         with pytest.raises(PlotError, match="path must name a file in an existing directory"):
             found.plot(tmp_path / "missing" / "errors.png")
+        (tmp_path / "folder.svg").mkdir()
+        with pytest.raises(PlotError, match="plot must name a file that can be written"):
+            compared(model, x, plot=tmp_path / "folder.svg")
+
+    def test_nothing_to_plot(self, tmp_path):
+        with pytest.raises(ValueError, match="comparison must hold errors of layers or tensors to be drawn; got none"):
+            comparison.Comparison(0.0, []).plot(tmp_path / "errors.png")
+
+    def test_pyplot_is_left_alone(self, tmp_path, two_recipes):
+        """The backend that a notebook has chosen, and its figures."""
+        matplotlib = pytest.importorskip("matplotlib")
+        before = matplotlib.rcParams["backend"]
+        try:
+            matplotlib.use("svg")
+            figure = matplotlib.pyplot.figure()
+            two_recipes.plot(tmp_path / "errors.png")
+            assert (tmp_path / "errors.png").stat().st_size > 5000
+            assert matplotlib.rcParams["backend"] == "svg"
+            assert matplotlib.pyplot.get_fignums() == [figure.number]
+            matplotlib.pyplot.close(figure)
+        finally:
+            matplotlib.use(before)
 
 
 class TestStatistics:
@@ -323,6 +491,61 @@ class TestStatistics:
                 records = s.of(layer, tensor)
                 assert len(records) == 2, (layer, tensor)
                 assert records[1].measurement.sqnr_db > 20
+
+    def test_steps_are_forward_passes(self):
+        """Not casts, of which a layer that is called twice has two, nor what is computed again in backward."""
+        model = fuser.convert(Twice(), MXFP8BlockScaling())
+        with fuser.statistics(model) as s:
+            model(inputs(32, 64)).sum().backward()
+        assert len(s.of("layer", "input")) == 2
+        (line,) = (line for line in str(s).splitlines() if line.startswith("layer input"))
+        assert line.split()[4] == "1"
+        torchs = torch.utils.checkpoint.checkpoint
+        for checkpoint, options in ((fuser.checkpoint, {}), (torchs, {"use_reentrant": False})):
+            x = inputs(32, 64).requires_grad_()
+            with fuser.statistics(model) as s:
+                checkpoint(model, x, **options).sum().backward()
+            assert s.step == 0
+            assert {record.step for record in s.records} == {0}
+            assert len(s.of("layer", "input")) == (2 if checkpoint is fuser.checkpoint else 4)
+
+    def test_quantizers_of_others_are_looked_up_once(self, monkeypatch):
+        model = fuser.convert(nn.Linear(64, 64), MXFP8BlockScaling())
+        walks, walk = [], recording._quantizers_of
+        monkeypatch.setattr(recording, "_quantizers_of", lambda model: walks.append(1) or walk(model))
+        other, x = fuser.MXFP8Quantizer(fuser.DType.kFloat8E4M3), inputs(32, 64)
+        with fuser.statistics(model) as s:
+            model(x)
+            before, recorded = len(walks), len(s.records)
+            for _ in range(3):
+                other(x)
+            assert len(walks) == before + 1
+            assert len(s.records) == recorded == 2
+            del other
+            gc.collect()
+            assert any(seen() is None for seen, _ in s._roles.values())  # not kept alive
+
+    def test_tensors_that_are_cast_or_of_a_format_of_their_own(self):
+        x = inputs(32, 64)
+        cast = fuser.IdentityQuantizer(dtype=torch.bfloat16)(x)
+        shape, amax, measurement = recording._measured(x, cast)
+        assert (shape, amax, measurement.scaling) == ((32, 64), x.abs().max().item(), "none")
+        error = (x.bfloat16().double() - x).square().sum() / x.double().square().sum()
+        assert measurement.sqnr_db == pytest.approx(-10 * math.log10(error))
+        assert measurement.bits_per_element == 16
+        assert recording._measured(x, fuser.IdentityQuantizer()(x))[2].sqnr_db == math.inf
+        unknown = SimpleNamespace(buffers=SimpleNamespace(operand=lambda columnwise: object()))
+        assert recording._measured(x, unknown) is None
+
+    def test_the_worst_of_measurements(self):
+        best, low = (
+            Measurement("a", sqnr_db=30.0),
+            Measurement("b", sqnr_db=20.0, flushed=0.5),
+        )
+        none = Measurement("a")
+        assert recording.worst([best, none, low]) == Measurement("a, b", sqnr_db=20.0, flushed=0.5)
+        assert recording.worst([none]) == none
+        assert recording.worst_cells([]) == ["-", "-", "-"]
 
     def test_hybrid_quantizers_and_groups(self):
         def qfactory(role):
