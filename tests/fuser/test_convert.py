@@ -2,6 +2,7 @@
 
 import copy
 import io
+import itertools
 import pickle
 import warnings
 
@@ -21,6 +22,7 @@ from fuser.recipe import (
     MXFP8BlockScaling,
     NVFP4BlockScaling,
 )
+from tiers import sampled
 
 RECIPES = (DelayedScaling, Float8CurrentScaling, Float8BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling)
 
@@ -65,7 +67,7 @@ def quantizes(model, *args):
 
 
 class TestNumbers:
-    @pytest.mark.parametrize("kind", RECIPES)
+    @sampled("kind", RECIPES, every=2, in_all=1)
     def test_a_sequence_is_the_pipeline_of_operations_bit_for_bit(self, kind):
         model = feed_forward()
         same = ops.Sequential(ops.LayerNorm(64), ops.Linear(64, 128), ops.GELU(), ops.Linear(128, 64))
@@ -243,8 +245,7 @@ class TestCopies:
         assert duplicate.count is not model.count
         assert quantizes(duplicate, inputs(32, 64))
 
-    @pytest.mark.parametrize("used", [False, True], ids=["unused", "used"])
-    @pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])
+    @sampled(("how", "used"), itertools.product(["deepcopy", "pickle", "torch.save"], [False, True]), every=3, in_all=1)
     def test_copies_of_a_converted_model(self, how, used):
         model, x = fuser.convert(feed_forward(), DelayedScaling(amax_history_len=2)), inputs(32, 64)
         if used:
@@ -691,8 +692,7 @@ class _CausalModel(nn.Module):
 
 
 class TestPadding:
-    @pytest.mark.parametrize("kind", RECIPES)
-    @pytest.mark.parametrize("rows", [(0,), (1,), (5, 7), ()], ids=str)
+    @sampled(("kind", "rows"), itertools.product(RECIPES, [(0,), (1,), (5, 7), ()]), every=3, in_all=1)
     def test_as_padded_by_hand(self, kind, rows):
         """Bit for bit: the rows that are there, the weight's gradient and the bias's."""
         torch.manual_seed(0)
