@@ -81,24 +81,29 @@ def convert(
     Modules stay the same objects, and so do their parameters: optimizers, hooks, tied weights, state dicts and names
     of parameters are not touched. `isinstance(module, torch.nn.Linear)` still holds, and `in_features`,
     `normalized_shape`, `eps` and the like are there. `module.recipe` is what a module quantizes with; it can be
-    assigned to. Inside of a `fuser.autocast` of the caller's that one decides, also to switch quantization off.
+    assigned to, also None. Inside of a `fuser.autocast` of the caller's that one decides, also to switch it off.
 
     What is not converted: subclasses of these modules, whose forward may do more (LoRA layers, say); convolutions,
     recurrent layers, `Bilinear`; attention's own products in `MultiheadAttention`; `LazyLinear` before its first
     forward; layers whose sizes are not whole blocks of the recipe. These are named in a warning, since the model then
     computes partly in high precision. The exact GELU, other activations and norms without a weight stay torch's without
     a word: nothing in them is quantized. Functions that a forward calls (`F.linear`, `F.gelu`) can't be seen; a parent
-    whose forward says `self.child.weight` of a converted child is named in the warning. The fast path of
-    `TransformerEncoderLayer` in eval mode, which does that, is switched off.
+    whose forward says `self.child.weight` of a converted child is named in the warning; one that says
+    `self.block.child.weight` or `self.layers[0].weight` is not. The fast path of `TransformerEncoderLayer` in eval
+    mode, which reads weights, is switched off where the layer is part of `model`. A layer of which `linear1` and
+    `linear2` alone are given to `convert` computes without quantization there.
 
     Scales and amax histories of delayed scaling are part of copies and pickles of the model, not of its state dict.
-    Activations are computed again in backward by `fuser.checkpoint`: torch's own checkpoint would record amaxes twice.
+    Each call of a pipeline is a step of its history: a layer that a model calls twice moves on twice. Under one
+    `fuser.autocast` around the model, each moves on once. Activations are computed again in backward by
+    `fuser.checkpoint`: torch's own checkpoint would record amaxes twice.
 
     Args:
         model: any module, also a single layer.
         recipe: a recipe of `fuser.recipe`; or a mapping from patterns of names, as `"encoder.*"`, to recipes or None,
             the first that matches a name decides and no match is None; or a function `(name, module)` to a recipe or
-            None. None: the module is torch's, and becomes so again if it was converted before.
+            None. None: the module is torch's, and becomes so again if it was converted before. Names are those of
+            modules that `filter` is asked of: "encoder" is not what is in a container of that name.
         filter: `filter(name, module)` to whether a module may be converted; asked of linear layers, norms, activations
             and whatever else multiplies.
         pad: append rows of zeros to a linear layer's input where the recipe's blocks want more of them
@@ -112,10 +117,10 @@ def convert(
         `model`, or the copy.
 
     Raises:
-        TypeError: `model` is no module, or the rule none of these.
+        TypeError: `model` is no module, the rule none of these, or a pattern no text.
         RuntimeError: what stands for a recipe is none.
-        ValueError: a pattern matches no module, one module has two names with different recipes, `share_parameters`
-            without `inplace=False`, or `strict` and something stays in high precision.
+        ValueError: a pattern matches no such module, one module has two names with different recipes,
+            `share_parameters` without `inplace=False`, or `strict` and something stays in high precision.
     """
     model, left = converted(
         model,
@@ -150,7 +155,11 @@ def converted(
         raise ValueError("share_parameters must come with inplace=False: in place there is only one set of parameters")
     names = _names_of(model)
     recipes = _recipes_for(names, recipe, filter)
-    reasons = {module: _reason_to_leave(module, chosen) for module, chosen in recipes.items() if chosen is not None}
+    reasons = {
+        module: _reason_to_leave(module, chosen, names[module][0])
+        for module, chosen in recipes.items()
+        if chosen is not None
+    }
     left = {module: reason for module, reason in reasons.items() if reason}
     will = {module for module, reason in reasons.items() if reason is None and _may_become(module)}
     problems = [f"{names[module][0] or 'the model'} ({type(module).__name__}): {why}" for module, why in left.items()]
@@ -161,6 +170,9 @@ def converted(
     ]
     if problems and strict:
         raise ValueError("strict must be False where not all is converted:\n  " + "\n  ".join(problems))
+    for module in names:
+        if isinstance(module, _Converted) and module not in will:
+            _class_without_conversion(module)  # raises before anything is changed
     if not inplace:
         memo: dict[int, Any] = (
             {id(parameter): parameter for parameter in model.parameters()} if share_parameters else {}
@@ -193,15 +205,17 @@ def _recipes_for(
     names: Mapping[torch.nn.Module, list[str]], rule: Rule, filter: Callable[[str, torch.nn.Module], bool] | None
 ) -> dict[torch.nn.Module, Recipe | None]:
     """The recipe of every module that quantizes, or would."""
-    decide = _function_of(rule, [name for every in names.values() for name in every])
+    asked = {module: every for module, every in names.items() if isinstance(module, _KINDS)}
+    decide = _function_of(rule, names, [name for every in asked.values() for name in every])
     if filter is not None and not callable(filter):
         raise TypeError(f"filter must be a function of a name and a module; got {shown(filter)}")
     recipes: dict[torch.nn.Module, Recipe | None] = {}
-    for module, every in names.items():
-        if not isinstance(module, (*CONVERTED, *_OTHER_PRODUCTS, torch.nn.MultiheadAttention)):
-            continue
-        chosen = [decide(name, module) if filter is None or filter(name, module) else None for name in every]
-        if any(repr(one) != repr(chosen[0]) for one in chosen):
+    for module, every in asked.items():
+        kept = [filter is None or bool(filter(name, module)) for name in every]
+        if len(set(kept)) > 1:
+            raise ValueError(f"filter must say the same for all names of a module; {every} are one module, got {kept}")
+        chosen = [decide(name, module) if kept[0] else None for name in every]
+        if any(one != chosen[0] for one in chosen):
             raise ValueError(f"recipe must be the same for all names of a module; {every} are one module, got {chosen}")
         if chosen[0] is not None:
             check_recipe_support(chosen[0])
@@ -209,13 +223,25 @@ def _recipes_for(
     return recipes
 
 
-def _function_of(rule: Rule, names: list[str]) -> Callable[[str, torch.nn.Module], Recipe | None]:
+def _function_of(
+    rule: Rule, names: Mapping[torch.nn.Module, list[str]], asked: list[str]
+) -> Callable[[str, torch.nn.Module], Recipe | None]:
+    """The rule as a function. `names`: of all modules; `asked`: of those that may get a recipe."""
     if isinstance(rule, Mapping):
         patterns = dict(rule)
+        for pattern in patterns:
+            if not isinstance(pattern, str):
+                raise TypeError(f"recipe must have patterns of names as keys, as 'encoder.*'; got {shown(pattern)}")
         try:
-            matched = {pattern: set(match_names([pattern], names)) for pattern in patterns}
+            matched = {pattern: set(match_names([pattern], asked)) for pattern in patterns}
         except LookupError as error:
-            raise ValueError(f"recipe must have patterns that match names of modules; got {error.args[0]!r}") from None
+            (pattern,) = error.args
+            same = [type(module).__name__ for module, every in names.items() if pattern in every]
+            hint = f", the name of a {same[0]}: what is in it is {pattern + '.*' if pattern else '*'!r}" if same else ""
+            raise ValueError(
+                "recipe must have patterns that match names of linear layers, norms, activations or other modules that "
+                f"multiply; got {pattern!r}{hint}"
+            ) from None
         return lambda name, module: next((patterns[p] for p, found in matched.items() if name in found), None)
     if rule is None or isinstance(rule, Recipe):
         return lambda name, module: rule
@@ -233,15 +259,15 @@ def _torch_class(module: torch.nn.Module) -> type:
     return cls.__bases__[0] if parametrize.is_parametrized(module) else cls
 
 
-def _reason_to_leave(module: torch.nn.Module, recipe: Recipe | None) -> str | None:
-    """Why products of a module stay in high precision though there is a recipe; None: they do not, or it has none."""
+def _reason_to_leave(module: torch.nn.Module, recipe: Recipe, name: str) -> str | None:
+    """Why products of a module stay in high precision though there is a recipe; None: they do not."""
     cls = _torch_class(module)
     if cls is torch.nn.Linear:
         if "forward" in vars(module):
             return "its forward was replaced on the object"
         if not module.weight.dtype.is_floating_point or module.weight.dtype == torch.float64:
             return f"operations take float32, float16 and bfloat16; its weight is {module.weight.dtype}"
-        return _misfit(module, recipe)
+        return _misfit(module, recipe, name)
     if isinstance(module, torch.nn.LazyLinear):
         return "its sizes are not known before its first forward; convert it after that"
     if isinstance(module, torch.nn.Linear) and cls is not NonDynamicallyQuantizableLinear:
@@ -251,10 +277,10 @@ def _reason_to_leave(module: torch.nn.Module, recipe: Recipe | None) -> str | No
     return "there is no such operation" if isinstance(module, _OTHER_PRODUCTS) else None
 
 
-def _misfit(module: Any, recipe: Any) -> str | None:
+def _misfit(module: Any, recipe: Any, name: str) -> str | None:
     """What an error would say of the shapes of a linear layer, with as many rows of input as the recipe likes."""
     rows = get_align_size_for_quantization(recipe)
-    (linear, *_) = _linear_operations(module)
+    (linear, *_) = _named(_linear_operations(module), name)
     with autocast(recipe=recipe, _graph=True):
         linear.reset_recipe_state(recipe=recipe)
     shapes = {("forward", 0): (rows, module.in_features), ("forward", 1): tuple(module.weight.shape)}
@@ -275,7 +301,7 @@ _FACTS = {"device", "dtype", "shape", "size", "ndim", "dim", "numel", "requires_
 def _weights_read_by(parent: torch.nn.Module, converted: set[torch.nn.Module]) -> list[str]:
     """`child.weight` of each converted child whose weight or bias the parent's forward, or what it calls, reads."""
     children = {name for name, child in parent.named_children() if child in converted}
-    if not children or isinstance(parent, (torch.nn.TransformerEncoderLayer, torch.nn.Sequential)):
+    if not children:
         return []
     found: dict[str, None] = {}
     pending, seen = ["forward"], set()
@@ -285,8 +311,12 @@ def _weights_read_by(parent: torch.nn.Module, converted: set[torch.nn.Module]) -
             continue
         seen.add(method)
         for tree in _sources_of(type(parent), method):
-            attributes = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+            nodes = list(ast.walk(tree))
+            attributes = [node for node in nodes if isinstance(node, ast.Attribute)]
             only_asked = {id(node.value) for node in attributes if node.attr in _FACTS}
+            for node in nodes:
+                if isinstance(node, ast.Compare) and all(isinstance(op, (ast.Is, ast.IsNot)) for op in node.ops):
+                    only_asked |= {id(node.left), *map(id, node.comparators)}
             for node in attributes:
                 if _is_self(node.value):
                     pending.append(node.attr)
@@ -303,9 +333,12 @@ def _is_self(node: ast.AST) -> bool:
 
 
 def _sources_of(cls: type, method: str) -> Iterator[ast.AST]:
-    """The text of a method of a module's class, and of those that it overrides where it calls them."""
-    for base in itertools.takewhile(lambda base: base is not torch.nn.Module, cls.__mro__):
-        if method not in vars(base):
+    """The text of a method of a module's class, and of those that it overrides where it calls them.
+
+    torch's that read weights on a fast path do not count: it is switched off.
+    """
+    for base in cls.__mro__:
+        if method not in vars(base) or base in (torch.nn.Module, *_FAST_PATHS):
             continue
         try:
             tree = ast.parse(textwrap.dedent(inspect.getsource(vars(base)[method])))
@@ -322,7 +355,7 @@ def _sources_of(cls: type, method: str) -> Iterator[ast.AST]:
 class _Converted(HoldsFusers, NotScriptable, torch.nn.Module):
     """Mixin of the classes that modules get: their forward runs operations, which read the module's parameters."""
 
-    recipe: Recipe
+    recipe: Recipe | None
     pad: bool
     _name: str
     _pipeline: OperationFuser | None
@@ -332,7 +365,8 @@ class _Converted(HoldsFusers, NotScriptable, torch.nn.Module):
     def extra_repr(self) -> str:
         """torch's, and the recipe's class."""
         inherited = super().extra_repr()
-        return f"{inherited}{', ' if inherited else ''}recipe={type(self.recipe).__name__}"
+        recipe = self.recipe and type(self.recipe).__name__
+        return f"{inherited}{', ' if inherited else ''}recipe={recipe}"
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """As of torch's module, under the module's recipe, or that of the `autocast` around the call."""
@@ -355,16 +389,19 @@ class _Converted(HoldsFusers, NotScriptable, torch.nn.Module):
     def pipeline(self) -> OperationFuser:
         """The operations that stand for this module, with the parameters that it has now."""
         present = {name: value for name in ("weight", "bias") if (value := getattr(self, name, None)) is not None}
-        made_for = (tuple(present), *(value.device for value in present.values()))
+        facts = [(name, value.device, value.shape) for name, value in present.items()]
+        made_for = (self._name, facts, self._settings())
         if self._pipeline is None or self._made_for != made_for:
-            operations = self._make_operations()
-            for op in operations:
-                op.__dict__["name"] = self._name  # what a CustomRecipe's roles say
-            self._pipeline, self._made_for = OperationFuser(operations), made_for
+            self._pipeline = OperationFuser(_named(self._make_operations(), self._name))
+            self._made_for = made_for
         for basic in self._pipeline._basic_ops:
             for name in basic._parameters.keys() & present.keys():
                 basic._parameters[name] = present[name]
         return self._pipeline
+
+    def _settings(self) -> Any:
+        """What else its operations are made with."""
+        return ()
 
     def fusers(self) -> list[tuple[OperationFuser, Recipe | None]]:
         """The pipeline of its operations, with its recipe."""
@@ -374,7 +411,7 @@ class _Converted(HoldsFusers, NotScriptable, torch.nn.Module):
         """The `autocast` in which this module computes: the caller's, if there is one, else its own."""
         if FP8GlobalStateManager.quantization_state.autocast_depth:
             return contextlib.nullcontext()
-        return autocast(recipe=self.recipe)
+        return autocast(enabled=self.recipe is not None, recipe=self.recipe)
 
 
 class ConvertedLinear(_Converted, torch.nn.Linear):
@@ -403,6 +440,10 @@ class ConvertedLinear(_Converted, torch.nn.Linear):
 
 
 class _ConvertedNorm(_Converted):
+    def _settings(self) -> Any:
+        module: Any = self
+        return module.eps, tuple(module.normalized_shape), module.weight.dtype
+
     def _make_operations(self) -> list[BasicOperation]:
         module: Any = self
         op = getattr(ops, _torch_class(module).__name__)(
@@ -500,6 +541,8 @@ def _leading_run(children: list[Any], x: Any = None) -> list[_Converted]:
 def _joins(child: Any, first: _Converted, x: Any) -> bool:
     if not isinstance(child, _Converted) or child.recipe != first.recipe or not (x is None or child.takes(x)):
         return False
+    if child is not first and getattr(child, "eps", 0) is None:
+        return False  # it takes some dtypes, and which it gets those before it decide
     hooked = child._forward_hooks or child._forward_pre_hooks or child._backward_hooks or child._backward_pre_hooks
     padded = x is not None and isinstance(child, ConvertedLinear) and child.rows_short_of_blocks(x)
     return not (hooked or padded or "forward" in vars(child))
@@ -517,6 +560,8 @@ _OTHER_PRODUCTS = (
     torch.nn.RNNCellBase,
     torch.nn.Bilinear,
 )
+#: Modules that a rule gives recipes to.
+_KINDS = (*CONVERTED, *_OTHER_PRODUCTS, torch.nn.MultiheadAttention)
 #: Attribute that switches off a fast path of torch, which reads the weights of its children: class -> (name, value).
 _FAST_PATHS: dict[type, tuple[str, Any]] = {
     torch.nn.TransformerEncoderLayer: ("activation_relu_or_gelu", 0),
@@ -525,10 +570,18 @@ _FAST_PATHS: dict[type, tuple[str, Any]] = {
 
 
 def _linear_operations(module: Any) -> list[BasicOperation]:
+    out_features, in_features = module.weight.shape
     # On meta: the parameters are the module's, whose values and random numbers are drawn already.
     with quantized_model_init(enabled=False):
-        made: list[BasicOperation] = [ops.BasicLinear(module.in_features, module.out_features, device="meta")]
-    return made if module.bias is None else [*made, ops.Bias(module.out_features, device="meta")]
+        made: list[BasicOperation] = [ops.BasicLinear(in_features, out_features, device="meta")]
+    return made if module.bias is None else [*made, ops.Bias(out_features, device="meta")]
+
+
+def _named(operations: list[BasicOperation], name: str) -> list[BasicOperation]:
+    """Operations with the name that a CustomRecipe's roles have."""
+    for op in operations:
+        op.__dict__["name"] = name
+    return operations
 
 
 def _may_become(module: Any) -> bool:
@@ -543,7 +596,7 @@ def _may_become(module: Any) -> bool:
 
 def _become(module: Any, recipe: Any, *, pad: bool, name: str) -> None:
     if not isinstance(module, _Converted):
-        _set_class(module, CONVERTED[_torch_class(module)])
+        module.__class__ = _own_class(module, CONVERTED[_torch_class(module)])
         module._pipeline = None
     module.recipe, module.pad, module._name = recipe, pad, name
 
@@ -551,21 +604,27 @@ def _become(module: Any, recipe: Any, *, pad: bool, name: str) -> None:
 def _restore(module: Any) -> None:
     """Make a module torch's again."""
     if isinstance(module, _Converted):
-        _set_class(module, _torch_class(module))
+        module.__class__ = _class_without_conversion(module)
         for name in ("recipe", "pad", "_name", "_pipeline", "_made_for"):
             module.__dict__.pop(name, None)
 
 
-def _set_class(module: torch.nn.Module, cls: type) -> None:
+def _class_without_conversion(module: _Converted) -> type:
+    """`ValueError` if others changed the class after `convert` did."""
     present = type(module)
-    if parametrize.is_parametrized(module):  # the class is the module's own, with a property for each parameter
-        own = {name: value for name, value in vars(present).items() if name not in ("__dict__", "__weakref__")}
-        cls = type(present.__name__, (cls,), own)
-    elif present not in (*CONVERTED, *CONVERTED.values()):
+    if not parametrize.is_parametrized(module) and present not in CONVERTED.values():
         raise ValueError(
             f"model must hold modules of the classes that convert gave them; one became {present.__name__}"
         )
-    module.__class__ = cls
+    return _own_class(module, _torch_class(module))
+
+
+def _own_class(module: torch.nn.Module, cls: type) -> type:
+    """`cls`; of a module with parametrizations a subclass that has its properties for them."""
+    if not parametrize.is_parametrized(module):
+        return cls
+    own = {name: value for name, value in vars(type(module)).items() if name not in ("__dict__", "__weakref__")}
+    return type(type(module).__name__, (cls,), own)
 
 
 def _convert_containers(model: torch.nn.Module) -> None:

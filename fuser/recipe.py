@@ -183,7 +183,7 @@ class Recipe:
         return self.fingerprint()
 
     def __eq__(self, other):
-        return type(other) is type(self) and self.fingerprint() == other.fingerprint()
+        return other is self or (type(other) is type(self) and self.fingerprint() == other.fingerprint())
 
     def __hash__(self):
         return hash(self.fingerprint())

@@ -208,6 +208,8 @@ class TestTheModelIsTheSame:
         assert model.embedding.weight.grad.abs().sum() > 0
         with pytest.raises(ValueError, match="same for all names of a module"):
             fuser.convert(model, {"first": MXFP8BlockScaling()})
+        with pytest.raises(ValueError, match=r"filter must say the same for all names .*\['first', 'second'\]"):
+            fuser.convert(model, MXFP8BlockScaling(), filter=lambda name, module: name != "first")
 
     def test_a_bias_that_comes_and_goes(self):
         linear, x = fuser.convert(nn.Linear(32, 32), Float8CurrentScaling()), inputs(16, 32)
@@ -216,6 +218,20 @@ class TestTheModelIsTheSame:
         assert torch.allclose(linear(x) + bias, with_bias)
         linear.bias = bias
         assert torch.equal(linear(x), with_bias)
+
+    def test_attributes_that_change_after_a_call(self):
+        x = inputs(8, 32)
+        for change in (lambda m: setattr(m, "eps", 10.0), lambda m: m.bfloat16(), lambda m: setattr(m, "eps", None)):
+            norm, plain = nn.RMSNorm(32, eps=1e-5), nn.RMSNorm(32, eps=1e-5)
+            fuser.convert(norm, MXFP8BlockScaling())(x)
+            change(norm), change(plain)
+            wide = x.to(norm.weight.dtype)
+            torch.testing.assert_close(norm(wide), plain(wide))
+        linear = fuser.convert(nn.Linear(32, 32), MXFP8BlockScaling())
+        linear(x.repeat(4, 1))
+        linear.weight = nn.Parameter(torch.ones(64, 32))
+        linear.bias = None
+        assert linear(x.repeat(4, 1)).shape == (32, 64)
 
     def test_functional_call(self):
         linear, x = fuser.convert(nn.Linear(32, 32), Float8CurrentScaling()), inputs(16, 32)
@@ -363,10 +379,21 @@ class TestTraining:
             found = gradients(model, inputs(32, 64))
             assert_equal(found[:2], wanted[:2])
             assert_equal([gradient.full_tensor() for gradient in found[2:]], wanted[2:])
+            classes = [type(module) for module in model.modules()]
             with pytest.raises(ValueError, match="one became FSDPConvertedLinear"):
                 fuser.convert(model, None)
+            assert [type(module) for module in model.modules()] == classes  # the norm before it, too
         finally:
             torch.distributed.destroy_process_group()
+
+    @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
+    def test_a_norm_without_eps_does_not_join_what_may_change_its_dtype(self):
+        model = nn.Sequential(nn.Linear(64, 64), nn.RMSNorm(64))
+        alone = fuser.convert(copy.deepcopy(model[0]), MXFP8BlockScaling())
+        fuser.convert(model, MXFP8BlockScaling())
+        assert [len(found._basic_ops) for found in model.fusers()] == [2, 1]
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert torch.equal(model(inputs(32, 64)), nn.RMSNorm.forward(model[1], alone(inputs(32, 64))))
 
     def test_torch_autocast(self):
         model = fuser.convert(feed_forward(), MXFP8BlockScaling())
@@ -452,6 +479,9 @@ class TestRules:
         linear.recipe = MXFP8BlockScaling()
         assert torch.equal(linear(x), outer)
         assert not torch.equal(own, outer)
+        linear.recipe = None
+        assert torch.equal(linear(x), plain)
+        assert "recipe=None" in repr(linear)
 
     def test_a_custom_recipe_knows_the_names(self):
         roles = []
@@ -465,6 +495,11 @@ class TestRules:
         roles.clear()
         model(inputs(32, 32)).sum().backward()
         assert set(roles) == {(n, t) for n in ("0", "2") for t in ("input", "weight", "grad_output")}
+        roles.clear()
+        whole = nn.ModuleDict({"part": model})
+        fuser.convert(whole, CustomRecipe(qfactory=qfactory))  # asks, too, which sizes fit
+        model(inputs(32, 32)).sum().backward()
+        assert {name for name, _ in roles} == {"part.0", "part.2"}
 
     def test_again_with_another_recipe(self):
         model = fuser.convert(feed_forward(), MXFP8BlockScaling())
@@ -484,7 +519,14 @@ class TestRules:
                 "recipe must be a recipe, a mapping, a function or None; got 'mxfp8'",
             ),
             ((nn.SiLU(), {"": "mxfp8"}), {}, RuntimeError, "recipe must be an instance of a recipe of fuser.recipe"),
-            ((nn.SiLU(), {"a*": None}), {}, ValueError, r"patterns that match names of modules; got 'a\*'"),
+            ((nn.SiLU(), {"a*": None}), {}, ValueError, r"patterns that match names of linear .*; got 'a\*'$"),
+            (
+                (nn.ModuleDict({"encoder": nn.Sequential(nn.SiLU())}), {"encoder": MXFP8BlockScaling()}),
+                {},
+                ValueError,
+                r"got 'encoder', the name of a Sequential: what is in it is 'encoder\.\*'",
+            ),
+            ((nn.SiLU(), {0: None}), {}, TypeError, "recipe must have patterns of names as keys, .*; got 0"),
             ((nn.SiLU(), None), {"filter": 1}, TypeError, "filter must be a function"),
             (
                 (nn.SiLU(), None),
@@ -583,6 +625,21 @@ class TestWhatIsLeft:
         assert line.startswith("0 (Child) reads read.weight")
         (line,) = self.warned(nn.Sequential(Parent()))
         assert line == "0 (Parent) reads read.weight in its forward: not quantized there"
+
+        class Encoder(nn.TransformerEncoderLayer):
+            def forward(self, x):
+                return super().forward(x) + nn.functional.linear(x, self.linear1.weight)
+
+        class Sequence(nn.Sequential):
+            def __init__(self):
+                super().__init__()
+                self.head = nn.Linear(32, 32)
+
+            def forward(self, x):
+                return x @ self.head.weight if self.head.bias is None else x
+
+        assert self.warned(Encoder(32, 2, 32))[1].startswith("the model (Encoder) reads linear1.weight in its")
+        assert self.warned(Sequence())[0].startswith("the model (Sequence) reads head.weight in its")
 
 
 class TestModels:
