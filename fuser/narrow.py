@@ -6,8 +6,8 @@ NVFP4's second level) is left out here and multiplied with the sums. Columnwise 
 multiplied as they are, transformed, as tensor cores do: the sums of a product run along what was transformed.
 
 Units for bfloat16 count numbers below 2^-126 as zero. So an operand tells of what power of two its elements are
-multiples, `step`: where the product of two steps is no smaller, no sum is. At the other end, `largest`, sums that may
-overflow, where infinities are of one order of adding and not of another, are left to float32 too.
+multiples, `multiple_of`: where the product of two such numbers is no smaller, no sum is. At the other end, `largest`,
+sums that may overflow, where infinities are of one order of adding and not of another, are left to float32 too.
 """
 
 import functools
@@ -20,7 +20,7 @@ import torch
 from fuser import dispatch
 from fuser.dispatch import Buffers
 from fuser.tracing import rehearsing
-from refops.formats import E8M0
+from refops.formats import E4M3, E5M2, E8M0, UE5M3
 from refops.quantization.result import matrix_shape
 from refops.scalings.arithmetic import REFERENCE, F
 
@@ -38,11 +38,12 @@ class Narrow(NamedTuple):
     """A quantized operand: `factor` times elements that are exact in bfloat16.
 
     Attributes:
-        copy: `Buffers` with one copy, which dequantizes to these elements. columnwise: whether it is that copy.
+        copy: `Buffers` with one copy, which dequantizes to these elements.
+        columnwise: whether that copy is the columnwise one; else it is the rowwise one.
         transposed: whether it is of the transposed matrix.
         factor: a number of the whole tensor.
-        step: all elements are multiples of it. largest: those that are finite are no larger.
-        below: what all elements must be below, in magnitude; inf if they are.
+        multiple_of: a power of two that all elements are multiples of. largest: those that are finite are no larger.
+        below: the magnitudes of all elements must be less, which `matrix` looks at; inf where nothing has to be.
         transform: sign mask of the Hadamard transform that the elements have, or None.
     """
 
@@ -50,13 +51,13 @@ class Narrow(NamedTuple):
     columnwise: bool
     transposed: bool
     factor: float
-    step: float
+    multiple_of: float
     largest: float
     below: float
     transform: int | None
 
     def matrix(self):
-        """The elements, bfloat16; None where they are not `below`."""
+        """The elements, bfloat16; None where one of them is not less than `below` in magnitude."""
         matrix = dispatch.dequantize(self.copy, dtype=torch.bfloat16, columnwise=self.columnwise)
         if self.below < math.inf and not dispatch.amax(matrix).item() < self.below:
             return None
@@ -85,18 +86,18 @@ def narrow(buffers, columnwise):
     """The `Narrow` of one copy; None where its elements are not known to be exact in bfloat16."""
     scaling, direction = buffers.scaling, "columnwise" if columnwise else "rowwise"
     plain = scaling if scaling.random is None else scaling.compiled_as  # random bits play no part
-    layout, unit = scaling.layout, _unit(plain)
+    layout, neutral = scaling.layout, _neutral_amax(plain)
     transposed, inner_first = layout.data_transposed(columnwise), layout.scales_inner_first
     # A columnwise copy that is stored transposed is read as the rowwise one of the transpose.
     unreadable = inner_first[0] != inner_first[1] if transposed else columnwise and scaling.hadamard is not None
     data, scales, amax = [getattr(buffers, name.format(direction)) for name in _FIELDS]
-    if unit is None or unreadable or layout.amax == "rows" or not data.numel():
+    if neutral is None or unreadable or layout.amax == "rows" or not data.numel():
         return None
-    read = {None: _float32, E8M0: _powers_of_two}.get(layout.scale_format, _small_floats)
-    found = read(scaling, scales, amax, unit)
+    read = _READ.get(layout.scale_format)
+    found = None if read is None else read(scaling, scales, amax, neutral)
     if found is None:
         return None
-    scales, amax, factor, step, largest, below = found
+    scales, amax, factor, multiple_of, largest, below = found
     shape = buffers.shape
     if transposed:
         shape, direction = matrix_shape(shape)[::-1], "rowwise"
@@ -115,7 +116,7 @@ def narrow(buffers, columnwise):
         columnwise and not transposed,
         transposed,
         factor,
-        step * smallest,
+        multiple_of * smallest,
         largest * float(scaling.fmt.max),
         below * smallest,
         scaling.hadamard if columnwise else None,
@@ -123,8 +124,8 @@ def narrow(buffers, columnwise):
 
 
 @functools.lru_cache(maxsize=256)
-def _unit(scaling):
-    """The amax with which a code is multiplied with no more than its scale; None where the scaling's rule has none.
+def _neutral_amax(scaling):
+    """The amax with which a code is multiplied with its scale and nothing else; None where the scaling's rule has none.
 
     1 where no amax is read. The rule is asked for every scale, and whether it is proportional to the amax.
     """
@@ -133,28 +134,29 @@ def _unit(scaling):
         np.exp2(np.arange(-126, 128), dtype=np.float32) if fmt is None else np.arange(1 << fmt.bits, dtype=np.uint8)
     )
     values = stored if fmt is None else fmt.values
-    rule, unit = scaling.decode_factor(REFERENCE), F(scaling.top if layout.two_level else 1)
+    rule, neutral = scaling.decode_factor(REFERENCE), F(scaling.top if layout.two_level else 1)
     with np.errstate(all="ignore"):
-        once, twice = rule(stored, unit), rule(stored, 2 * unit)
+        once, twice = rule(stored, neutral), rule(stored, 2 * neutral)
     ulps = 2.0**-22 if layout.two_level else 0.0
     proportional = np.allclose(twice, values * (2 if layout.two_level else 1), rtol=ulps, atol=0, equal_nan=True)
-    return float(unit) if proportional and np.allclose(once, values, rtol=ulps, atol=0, equal_nan=True) else None
+    return float(neutral) if proportional and np.allclose(once, values, rtol=ulps, atol=0, equal_nan=True) else None
 
 
 def narrow_product(left, right, alpha):
     """Two operands, each a `Narrow` or a bfloat16 matrix, as two matrices and what their product is multiplied with.
 
-    None where that is not the product of what they stand for, or where it, or a part of it, may be below 2^-126 or
-    overflow. (A plain matrix is not looked at.)
+    None where that is not the product of what they stand for, or where it, or a part of it, may overflow or be below
+    2^-126. That is known of two quantized operands. A plain matrix is not looked at: with numbers as small as in it,
+    products and sums below 2^-126 count as zero, and large ones overflow in another order.
     """
     quantized = [one for one in (left, right) if isinstance(one, Narrow)]
     left_transform, right_transform = [one.transform if isinstance(one, Narrow) else None for one in (left, right)]
-    parts = [number for one in quantized for number in (one.step, one.step * one.factor)]
-    step = math.prod(one.step for one in quantized)
+    parts = [number for one in quantized for number in (one.multiple_of, one.multiple_of * one.factor)]
+    multiple_of = math.prod(one.multiple_of for one in quantized)
     alpha *= math.prod(one.factor for one in quantized)
     terms = max(math.prod(one.copy.shape) for one in quantized)  # no sum has more
     largest = terms * math.prod(one.largest for one in quantized)
-    if left_transform != right_transform or not min(*parts, step, step * abs(alpha)) >= SMALLEST:
+    if left_transform != right_transform or not min(*parts, multiple_of, multiple_of * abs(alpha)) >= SMALLEST:
         return None
     if not max(largest, largest * abs(alpha)) < TOO_LARGE:
         return None
@@ -163,26 +165,26 @@ def narrow_product(left, right, alpha):
 
 
 # --- scales ---------------------------------------------------------------------------------------
-# Functions of a scaling, the scales of a copy, its amax and the scaling's `_unit`. They return scales and amax that
-# dequantize to elements without the tensor's factor; that factor; what power of two the scales are multiples of, at
-# most 1; the largest of them; and `below`. None where bfloat16 does not hold the elements, or float32 not the factor
+# Functions of a scaling, the scales of a copy, its amax and the scaling's `_neutral_amax`. They return scales and amax
+# that dequantize to elements without the tensor's factor; that factor; what power of two the scales are multiples of,
+# at most 1; the largest of them; and `below`. None where bfloat16 does not hold the elements, or float32 not the factor
 # times them.
 
 
-def _float32(scaling, scales, amax, unit):
+def _float32(scaling, scales, amax, neutral):
     if scaling.layout.block is None:
         factor = scales.item()
         within = abs(factor) * float(scaling.fmt.max) < TOO_LARGE
         return (torch.ones_like(scales), amax, factor, 1.0, 1.0, math.inf) if within else None
     if torch.count_nonzero(scales.view(torch.int32) & _NO_EXPONENT).item():
         return None
-    step, largest = (one.item() for one in scales.aminmax())
-    if step == 0:  # of padding, or a block of zeros
-        step = torch.where(scales == 0, 1.0, scales).min().item()
-    return scales, amax, 1.0, min(step, 1.0), largest, math.inf
+    smallest, largest = (one.item() for one in scales.aminmax())
+    if smallest == 0:  # of padding, or a block of zeros
+        smallest = torch.where(scales == 0, 1.0, scales).min().item()
+    return scales, amax, 1.0, min(smallest, 1.0), largest, math.inf
 
 
-def _powers_of_two(scaling, scales, amax, unit):
+def _powers_of_two(scaling, scales, amax, neutral):
     (lowest, highest), below = (one.item() for one in scales.aminmax()), math.inf
     if lowest == 0:  # padding, a block of zeros, or one of small elements, which a factor of 2^127 would show
         lowest = (scales - 1).min().item() + 1
@@ -190,14 +192,18 @@ def _powers_of_two(scaling, scales, amax, unit):
     return scales, amax, 1.0, 2.0 ** (min(lowest, _ONE) - _ONE), 2.0 ** (highest - _ONE), below
 
 
-def _small_floats(scaling, scales, amax, unit):
+def _small_floats(scaling, scales, amax, neutral):
     fmt = scaling.layout.scale_format
     if fmt.mantissa_bits + 1 + scaling.fmt.mantissa_bits + 1 > _SIGNIFICANT_BITS:
         return None
-    step, largest = float(fmt.smallest_subnormal), float(fmt.max)
+    smallest, largest = float(fmt.smallest_subnormal), float(fmt.max)
     if not scaling.layout.two_level:
-        return scales, amax, 1.0, step, largest, math.inf
+        return scales, amax, 1.0, smallest, largest, math.inf
     factor = amax.item()
     if not abs(factor) * largest < TOO_LARGE:
         return None
-    return scales, torch.full_like(amax, unit), factor / unit, step, largest, math.inf
+    return scales, torch.full_like(amax, neutral), factor / neutral, smallest, largest, math.inf
+
+
+#: Format of a scaling's scales -> the function that reads them.
+_READ = {None: _float32, E8M0: _powers_of_two, **dict.fromkeys((E4M3, E5M2, UE5M3), _small_floats)}

@@ -345,8 +345,8 @@ def test_narrow_operands_are_exactly_what_codes_stand_for(scaling, columnwise):
     else:
         error = 0 if found.transform is None else 1e-6 * expected.abs().max().item()
         torch.testing.assert_close(matrix.double() * found.factor, expected.double(), rtol=4e-7, atol=error)
-    steps = matrix.double() / found.step
-    assert torch.equal(steps, steps.round()) and matrix.any()
+    multiples = matrix.double() / found.multiple_of
+    assert torch.equal(multiples, multiples.round()) and matrix.any()
     if layout.scale_order == "gemm":
         swizzled = narrow(dispatch.swizzled(buffers), columnwise).matrix()
         assert torch.equal(swizzled, matrix)
@@ -395,6 +395,28 @@ def test_products_in_bfloat16_are_torchs(layout):
     assert torch.equal(gemm.gemm(qa, b, layout=layout), left @ (values.t() if layout[0] == "T" else values))
 
 
+def test_a_product_asks_once_whether_its_device_takes_bfloat16(monkeypatch):
+    asked = []
+    monkeypatch.setattr(gemm, "takes_bfloat16", lambda device: asked.append(device) or takes_bfloat16(device))
+    a, b = sample((64, 64), torch.bfloat16), sample((64, 64), torch.bfloat16, 1)
+    scaling = refops.MXFP8Scaling(refops.E4M3)
+    for pair in ((a, b), (quantized(a, scaling), quantized(b, scaling)), (quantized(a, scaling), b)):
+        asked.clear()
+        gemm.gemm(*pair)
+        assert len(asked) == 1
+
+
+@pytest.mark.parametrize("bias", [None, torch.bfloat16, torch.float32])
+def test_which_products_are_rounded_once(bias):
+    bias = None if bias is None else torch.zeros(4, dtype=bias)
+    once = bias is None or bias.dtype is torch.bfloat16
+    assert gemm._is_rounded_once(torch.bfloat16, torch.bfloat16, bias, torch.device("cpu")) == once
+    for device, of_float32 in (("cpu", False), ("cuda", gemm._MM_STORES_FLOAT32)):
+        device = torch.device(device)
+        assert gemm._is_rounded_once(torch.bfloat16, torch.float32, bias, device) == of_float32
+        assert not gemm._is_rounded_once(torch.bfloat16, torch.float16, bias, device)
+
+
 @needs_units
 def test_what_stays_in_float32(monkeypatch):
     """The reference, results and biases that are float32, a CPU without units, oneDNN switched off."""
@@ -441,7 +463,7 @@ def test_the_end_of_the_exponents_is_found(scaling):
         assert (narrow_product(*found, 1.0) is not None) == is_narrow
     # each of them may be narrow, and their product not
     small = [quantized(tiny_blocks(0) * 2.0**-55, scaling) for _ in range(2)]
-    assert all(narrow(one, False).step >= SMALLEST for one in small)
+    assert all(narrow(one, False).multiple_of >= SMALLEST for one in small)
     assert torch.equal(gemm.gemm(*small), float32_way(*small)) and gemm.gemm(*small).any()
 
 
