@@ -29,9 +29,10 @@ multiplied in float32: nothing can look at their scales.
 All of these sum in float32, in an order of their own, and round the result once, so they differ by what two orders of
 one float32 sum do: gamma_n sum |a| |b|, which for the same operands is another neighbour of bfloat16 in some 1e-5 to
 1e-4 of the results. A CPU's units for bfloat16 count what is below 2^-126 as zero: elements of plain operands,
-products, sums and results. Quantized operands where a product or a sum might be that small are found by their scales
-and multiplied in float32 (what a bias makes of a sum is not looked at), as are those whose sums may overflow. So NaN
-and inf come out as from float32; of plain operands where sums overflow, as in another order.
+products, sums and results. Two quantized operands where a product or a sum might be that small are found by their
+scales and multiplied in float32 (what a bias makes of a sum is not looked at), as are those whose sums may overflow. So
+NaN and inf come out as from float32. A plain operand is not looked at, nor is a quantized one beside it for its sake:
+small numbers count as zero there, and where sums overflow NaN and inf come out as in another order.
 
 A dequantized operand is exactly what its codes and scales stand for, so an emulated product differs from a tensor
 core's only in the order of its float32 sums. Under `backend("float64")` operands may be float64; then products are.
@@ -57,6 +58,7 @@ from refops.quantization.result import matrix_shape
 
 LAYOUTS = ("TN", "NN", "NT")
 _FP8 = {E4M3: torch.float8_e4m3fn, E5M2: torch.float8_e5m2}
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 #: Whether torch.mm of 16-bit CUDA tensors can store its float32 sums.
 _MM_STORES_FLOAT32 = hasattr(torch.ops.aten.mm, "dtype")
 
@@ -86,6 +88,8 @@ _Custom = namedtuple("_Custom", "storage shape dtype device")
 
 def linear_forward(x, w, **options):
     """Return x w^T, (..., out), of x (..., in) and w (out, in); options as for `gemm`."""
+    if options.keys() <= {"out_dtype"} and _are_float32_matrices(x, w, **options):
+        return torch.mm(x, w.t())
     return gemm(w, x, layout="TN", **options)
 
 
@@ -146,6 +150,19 @@ def gemm(a, b, *, layout="TN", out_dtype=None, bias=None, alpha=1.0, beta=None, 
     if accumulate:
         result = result.add_(out.to(dtype), alpha=1.0 if beta is None else beta)
     return out.copy_(result)
+
+
+def _are_float32_matrices(x, w, out_dtype=None):
+    """Whether x w^T is torch's product of the tensors as they are: `gemm` would find nothing to do or to refuse."""
+    return (
+        type(x) in _PLAIN
+        and type(w) in _PLAIN
+        and x.dtype is w.dtype is torch.float32
+        and (out_dtype is None or out_dtype is torch.float32)
+        and x.dim() == w.dim() == 2
+        and x.shape[1] == w.shape[1]
+        and not torch.is_autocast_enabled(x.device.type)
+    )
 
 
 def _require_number(number, name):
@@ -224,7 +241,7 @@ def _size_obstacle(a, b, layout):
 
 def _operand(value, name, columnwise):
     """Return a plain tensor as it is; of anything quantized the `Buffers` of the copy to read, `_Custom`, or values."""
-    if type(value) in (torch.Tensor, torch.nn.Parameter):
+    if type(value) in _PLAIN:
         return value
     buffers = value if isinstance(value, Buffers) else getattr(value, "buffers", None)
     if hasattr(buffers, "operand"):
@@ -297,10 +314,11 @@ def _product(a, b, layout, dtype, bias, alpha):
     operands = _narrow_operands(a, b, layout, dtype, bias, alpha)
     if operands is None:
         left, right = _matrix(b, "b", layout[1] == "T"), _matrix(a, "a", layout[0] == "N")
+        compute = _compute_dtype(left, right, dtype, bias)
     else:
         left, right, alpha = operands
+        compute = torch.bfloat16
     left, right = (left.t() if layout[1] == "T" else left), (right.t() if layout[0] == "T" else right)
-    compute = _compute_dtype(left, right, dtype, bias)
     if left.dtype is not compute or right.dtype is not compute:
         left, right = left.to(compute), right.to(compute)
     if dtype is torch.float32 and compute in (torch.float16, torch.bfloat16):  # on a GPU
@@ -320,10 +338,7 @@ def _narrow_operands(a, b, layout, dtype, bias, alpha):
     """Operands of which one is quantized, as bfloat16 matrices, and the product's factor; None where that can't be."""
     if not (isinstance(a, Buffers) or isinstance(b, Buffers)):
         return None
-    stores = dtype is torch.bfloat16 or (dtype is torch.float32 and a.device.type == "cuda" and _MM_STORES_FLOAT32)
-    if dtype is torch.bfloat16 and bias is not None and bias.dtype is not dtype:  # it would be rounded first
-        return None
-    if not stores or not takes_bfloat16(a.device):
+    if not _is_rounded_once(torch.bfloat16, dtype, bias, a.device) or not takes_bfloat16(a.device):
         return None
     operands = []
     for operand, name, columnwise in ((b, "b", layout[1] == "T"), (a, "a", layout[0] == "N")):
@@ -368,13 +383,17 @@ def _compute_dtype(left, right, dtype, bias):
         return dtype
     if torch.float64 in (left.dtype, right.dtype, dtype):
         return torch.float64
-    if left.dtype is not right.dtype:
+    if left.dtype is not right.dtype or not _is_rounded_once(left.dtype, dtype, bias, left.device):
         return torch.float32
-    if dtype is left.dtype and (bias is None or bias.dtype is dtype):
-        native = left.is_cuda or (dtype is torch.bfloat16 and takes_bfloat16(left.device))
-    else:
-        native = left.is_cuda and dtype is torch.float32 and _MM_STORES_FLOAT32
+    native = left.is_cuda or (left.dtype is torch.bfloat16 and takes_bfloat16(left.device))
     return left.dtype if native else torch.float32
+
+
+def _is_rounded_once(operands, dtype, bias, device):
+    """Whether a device's product of operands of one dtype, plus a bias, comes out as `dtype` in a single rounding."""
+    if dtype is operands:
+        return bias is None or bias.dtype is dtype  # another bias would be rounded first
+    return dtype is torch.float32 and device.type == "cuda" and _MM_STORES_FLOAT32  # of float32 sums
 
 
 def _finished(product, dtype, bias, alpha):
