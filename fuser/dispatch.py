@@ -96,9 +96,7 @@ def current_backend():
 
 def computes_in(dtype):
     """Return whether activations and products take a dtype: float32, float16, bfloat16; float64 under "float64"."""
-    if dtype is torch.float32 or dtype is torch.bfloat16 or dtype is torch.float16:  # each operation asks, thrice
-        return True
-    return dtype is torch.float64 and current_backend() == "float64"
+    return dtype in HIGH_PRECISION or (dtype is torch.float64 and current_backend() == "float64")
 
 
 # --- torch and NumPy ------------------------------------------------------------------------------
@@ -604,6 +602,13 @@ def _find_plan(tensor, name, args, options):
     if type(tensor) not in _DESCRIBERS or not tensor.is_cpu or current_backend() == "reference":
         return None, None
     return _automatic("cpu").find_plan(name, args, options)
+
+
+def repeated(method, x, args, options):
+    """What a call of this module returns that is like an earlier one, which was checked; None for any other call."""
+    refuse_trace(method)
+    described, plan = _find_plan(x, method, args, options)
+    return None if plan is None else plan.run(described)
 
 
 def _engine_on(device, selected):

@@ -142,6 +142,10 @@ def activation(name: str, input: torch.Tensor, quantizer: Quantizer | None = Non
     Returns:
         (..., K) or (..., H) in the dtype of `input`; with a quantizer what it makes of that.
     """
+    if quantizer is None and not torch.compiler.is_compiling():
+        repeated = dispatch.repeated("activation", input, (name, input), {"out_dtype": None, **params})
+        if repeated is not None:
+            return repeated
     _check_forward(name, input)
     if quantizer is None:
         return dispatch.activation(name, input, **params)
