@@ -115,11 +115,10 @@ def run_forward(
     x = input_
     for op, indices in fuser._forward_ops:
         first, last = indices[0], indices[-1]
-        for i in indices:
-            if routes.input_sources[i]:
-                for slot, source in enumerate(routes.input_sources[i]):
-                    if source is not None and source[0] < first:
-                        all_extra_inputs[i][slot] = writable(all_extra_outputs[source[0]][source[1]], basic_ops[i])
+        for i in indices if takes_extra_inputs else ():
+            for slot, source in enumerate(routes.input_sources[i]):
+                if source is not None and source[0] < first:
+                    all_extra_inputs[i][slot] = writable(all_extra_outputs[source[0]][source[1]], basic_ops[i])
         prev_quantizer = (
             basic_ops[first - 1].get_grad_output_quantizer() if first > 0 and fuser._quantizes_gradients else None
         )

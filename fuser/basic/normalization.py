@@ -101,11 +101,11 @@ class Normalization(BasicOperation):
     ) -> Any:
         parameters = [getattr(self, name) for name in self.parameter_names]
         weight = parameters[0]
-        shape, inner = tuple(input_.shape), tuple(weight.shape)
+        shape, inner = input_.shape, weight.shape
         if shape[len(shape) - len(inner) :] != inner or len(shape) < len(inner):
             raise ValueError(
-                f"Input tensor (shape={shape}) and weight tensor (shape={inner}) are not compatible: the input's last "
-                "dimensions must be normalized_shape"
+                f"Input tensor (shape={tuple(shape)}) and weight tensor (shape={tuple(inner)}) are not compatible: "
+                "the input's last dimensions must be normalized_shape"
             )
         dtype = maybe_autocast_dtype(device_type=weight.device.type, default_dtype=weight.dtype)
         x = maybe_dequantize(input_, dtype)
