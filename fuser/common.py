@@ -43,6 +43,17 @@ def maybe_dequantize(tensor: Any, dtype: torch.dtype | None = None) -> torch.Ten
     return tensor if tensor.is_contiguous() else tensor.contiguous()
 
 
+def copied(value: Any) -> Any:
+    """`value` with copies of the tensors in it; other contents, like modules that are keys, as they are."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone().requires_grad_(value.requires_grad)
+    if isinstance(value, dict):
+        return {key: copied(entry) for key, entry in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(copied, value))
+    return value
+
+
 def reject_forward_kwargs(op: Any, kwargs: dict[str, Any]) -> None:
     """Raise Python's own TypeError for keyword arguments to an operation whose forward takes none."""
     if kwargs:

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves
 
+from fuser.common import copied
 from fuser.conversion import CONVERTED, Rule, converted
-from fuser.explanation import copied
 from fuser.op import FusibleOperation
 from fuser.pipeline import ForwardStep, forward_observers
 from fuser.quantization.contexts import autocast

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from fuser.common import is_quantized_tensor
+from fuser.common import copied, is_quantized_tensor
 from fuser.fused_pattern import Candidate
 from fuser.fuser import OperationFuser, fusion_steps
 from fuser.op import BasicOperation, FusedOperation, FusibleOperation
@@ -268,17 +268,6 @@ def _measure(
     finally:
         forward_observers.remove(observe)
     return reports
-
-
-def copied(value: Any) -> Any:
-    """`value` with copies of the tensors in it; other contents, like modules that are keys, as they are."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().clone().requires_grad_(value.requires_grad)
-    if isinstance(value, dict):
-        return {key: copied(entry) for key, entry in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(map(copied, value))
-    return value
 
 
 def _report(fuser: OperationFuser, recipe: Any) -> PipelineReport:

@@ -59,7 +59,6 @@ EXEMPT = {
     "fuser.fused.GroupedMLP": "made by the fusions of pipelines",
     "fuser.recording.QuantizationRecord": "what statistics records",
     "fuser.recording.Statistics": "what statistics returns",
-    "fuser.sequential.HoldsFusers": "a base class, used through its subclasses",
     "fuser.fp8_autocast": "a deprecated name: it warns, and calls autocast",
     "fuser.fp8_model_init": "a deprecated name: it warns, and calls quantized_model_init",
 }
