@@ -292,7 +292,7 @@ class TestCalls:
 
     def test_rules_are_checked_before_a_step_runs(self):
         model = self.Model(lambda y, loss: pytest.fail("a step ran"))
-        with pytest.raises(ValueError, match=r"patterns that match names of modules; got 'x\*'"):
+        with pytest.raises(ValueError, match=r"patterns that match names of .*; got 'x\*'"):
             compared(model, inputs(32, 32), {"good": MXFP8BlockScaling(), "bad": {"x*": None}})
 
     def test_warnings_of_the_models_own_are_shown(self):
