@@ -36,7 +36,15 @@ from fuser.quantization.contexts import (
 from fuser.quantization.state import FP8GlobalStateManager
 from fuser.recipe import Recipe
 from fuser.sequential import HoldsFusers, fusers_of
-from fuser.tracing import NotScriptable, outside_compile, refuse_proxy
+from fuser.tracing import (
+    OLD_TORCH,
+    NotScriptable,
+    WhenTraced,
+    leave_for,
+    outside_compile,
+    refuse_proxy,
+    refuse_strict_export,
+)
 from refops.arguments import require_flag, shown
 from refops.survey import match_names
 
@@ -352,6 +360,16 @@ def _sources_of(cls: type, method: str) -> Iterator[ast.AST]:
 # ---------------------------------------------------------------------- what they become
 
 
+_COMPUTED = (
+    "operations of fuser can't be part of a graph: a weight or bias is no plain parameter, but a tensor that "
+    "a parametrization, a weight norm, FSDP or functional_call put in its place"
+)
+_REPLACED = (
+    "operations of fuser can't be part of a graph: a parameter was replaced in the compiled function, "
+    "as by functional_call"
+)
+
+
 class _Converted(HoldsFusers, NotScriptable, torch.nn.Module):
     """Mixin of the classes that modules get: their forward runs operations, which read the module's parameters."""
 
@@ -359,6 +377,7 @@ class _Converted(HoldsFusers, NotScriptable, torch.nn.Module):
     pad: bool
     _name: str
     _pipeline: OperationFuser | None
+    _ready: WhenTraced
     _made_for: tuple[Any, ...]
     _make_operations: Callable[..., list[BasicOperation]]
 
@@ -371,7 +390,10 @@ class _Converted(HoldsFusers, NotScriptable, torch.nn.Module):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """As of torch's module, under the module's recipe, or that of the `autocast` around the call."""
         refuse_proxy(input, self)
-        return outside_compile(self._run, input)
+        if not _in_graph():
+            return outside_compile(self._run, input)
+        reason = self._why_outside()
+        return outside_compile(self._run, input, reason=reason) if reason else self._run(input)
 
     def _run(self, input: torch.Tensor) -> torch.Tensor:
         if not self.takes(input):
@@ -380,7 +402,7 @@ class _Converted(HoldsFusers, NotScriptable, torch.nn.Module):
             return self._call_operations(input)
 
     def _call_operations(self, input: torch.Tensor) -> torch.Tensor:
-        return self.pipeline()(input)
+        return self._present_pipeline()(input)
 
     def takes(self, input: torch.Tensor) -> bool:
         """Whether operations compute this input. What they can't, shapes without values and float64, is torch's."""
@@ -399,6 +421,30 @@ class _Converted(HoldsFusers, NotScriptable, torch.nn.Module):
                 basic._parameters[name] = present[name]
         return self._pipeline
 
+    def _present_pipeline(self) -> OperationFuser:
+        """`pipeline()`, which is made already where torch.compile traces."""
+        return self._pipeline if _in_graph() else self.pipeline()  # type: ignore[return-value]
+
+    def _prepare(self) -> str:
+        """Make the pipeline for a compiled call. Returns why there can't be one, or ""."""
+        leave_for(_REPLACED)
+        self.pipeline()
+        values = [getattr(self, name, None) for name in ("weight", "bias")]
+        plain = all(type(value) in (torch.nn.Parameter, type(None)) for value in values)
+        return "" if plain else leave_for(_COMPUTED)
+
+    def _why_outside(self) -> str:
+        """Why a call that is traced can't be part of the graph; "" if it can."""
+        reason = self._ready.value
+        if reason:
+            return reason
+        for op in self._pipeline._basic_ops:  # type: ignore[union-attr]
+            for name, value in op._parameters.items():
+                present = getattr(self, name, None)
+                if present is not None and present is not value:
+                    return _REPLACED
+        return ""
+
     def _settings(self) -> Any:
         """What else its operations are made with."""
         return ()
@@ -409,7 +455,7 @@ class _Converted(HoldsFusers, NotScriptable, torch.nn.Module):
 
     def quantizing(self) -> contextlib.AbstractContextManager[Any]:
         """The `autocast` in which this module computes: the caller's, if there is one, else its own."""
-        if FP8GlobalStateManager.quantization_state.autocast_depth:
+        if FP8GlobalStateManager._of_thread.state.autocast_depth:
             return contextlib.nullcontext()
         return autocast(enabled=self.recipe is not None, recipe=self.recipe)
 
@@ -433,10 +479,10 @@ class ConvertedLinear(_Converted, torch.nn.Linear):
     def _call_operations(self, input: torch.Tensor) -> torch.Tensor:
         short = self.rows_short_of_blocks(input)
         if not short:
-            return self.pipeline()(input)
+            return self._present_pipeline()(input)
         rows = input.reshape(-1, input.shape[-1])
-        y = self.pipeline()(torch.nn.functional.pad(rows, (0, 0, 0, short)))
-        return y[: len(rows)].view(*input.shape[:-1], y.shape[-1])
+        y = self._present_pipeline()(torch.nn.functional.pad(rows, (0, 0, 0, short)))
+        return y[: rows.shape[0]].view(*input.shape[:-1], y.shape[-1])
 
 
 class _ConvertedNorm(_Converted):
@@ -491,61 +537,122 @@ class ConvertedSequential(HoldsFusers, NotScriptable, torch.nn.Sequential):
     A module with hooks runs by itself, for torch to run the hooks, and so does a linear layer whose input is padded.
     """
 
+    _joined: WhenTraced
+    _pipelines: dict[tuple[int, int], OperationFuser]
+
     def forward(self, input: Any) -> Any:
         """As of torch's container."""
         refuse_proxy(input, self)
-        return outside_compile(self._run, input)
+        return self._run(input) if _in_graph() else outside_compile(self._run, input)
 
     def _run(self, input: Any) -> Any:
-        x, children = input, list(self)
-        while children:
-            run = _leading_run(children, x) if len(children) > 1 else []
-            if len(run) > 1:
-                with run[0].quantizing():
-                    x = self._pipeline_of(run)(x)
-                del children[: len(run)]
-            else:
-                x = children.pop(0)(x)
+        children: list[Any] = list(self)
+        joined = self._joined.value if _in_graph() else _joining(children)
+        x, start = input, 0
+        while start < len(children):
+            stop = _end_of_run(children, joined, start)
+            if stop - start > 1 and not children[start].takes(x):
+                stop = start + 1
+            if stop - start > 1 and self._is_padded(children[start:stop], x):
+                stop = _end_of_run(children, joined, start, padded=True)
+            x = self._run_pipeline(x, start, stop) if stop - start > 1 else children[start](x)
+            start = stop
         return x
+
+    def _is_padded(self, run: list[_Converted], x: torch.Tensor) -> bool:
+        with run[0].quantizing():
+            return any([isinstance(child, ConvertedLinear) and child.rows_short_of_blocks(x) > 0 for child in run])
+
+    def _run_pipeline(self, x: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+        run: list[Any] = list(self)[start:stop]
+        if not _in_graph():
+            with run[0].quantizing():
+                return self._pipeline_of(start, stop)(x)
+        for child in run:
+            reason = child._why_outside()
+            if reason:
+                return outside_compile(self._run_pipeline, x, start, stop, reason=reason)
+        with run[0].quantizing():
+            return self._pipelines[start, stop](x)
+
+    def _prepare(self) -> tuple[bool, ...]:
+        """Make the pipelines that a compiled call may want. Returns which children join the ones before them."""
+        children = list(self)
+        joined = _joining(children)
+        for start in range(len(children)):
+            if joined[start] and joined[start - 1] and not any(map(_pads, children)):
+                continue  # runs begin at their first, or after it if its dtype leaves that to torch
+            for padded in (False, True):
+                stop = _end_of_run(children, joined, start, padded=padded)
+                if stop - start > 1:
+                    self._pipeline_of(start, stop)
+        return joined
 
     def fusers(self) -> list[tuple[OperationFuser, Recipe | None]]:
         """Those of the runs of converted modules in it, and of its other children."""
         found: list[tuple[OperationFuser, Recipe | None]] = []
-        children = list(self)
-        while children:
-            run = _leading_run(children)
-            if len(run) > 1:
-                found.append((self._pipeline_of(run), run[0].recipe))
-                del children[: len(run)]
-            else:
-                found += fusers_of(children.pop(0))
+        children, start = list(self), 0
+        joined = _joining(children)
+        while start < len(children):
+            stop = _end_of_run(children, joined, start)
+            is_run = stop - start > 1
+            found += [(self._pipeline_of(start, stop), children[start].recipe)] if is_run else fusers_of(children[start])
+            start = stop
         return found
 
-    def _pipeline_of(self, run: list[_Converted]) -> OperationFuser:
-        operations = tuple(op for child in run for op in child.pipeline()._basic_ops)
-        pipelines = self.__dict__.setdefault("_pipelines", {})
-        if operations not in pipelines:
-            pipelines[operations] = OperationFuser(operations)
-        return pipelines[operations]
+    def _pipeline_of(self, start: int, stop: int) -> OperationFuser:
+        """The pipeline of a run of children, with the operations and parameters that they have now."""
+        run: list[Any] = list(self)[start:stop]
+        operations = [op for child in run for op in child.pipeline()._basic_ops]
+        pipeline = self._pipelines.get((start, stop))
+        if pipeline is None or pipeline._basic_ops != operations:
+            pipeline = self._pipelines[start, stop] = OperationFuser(operations)
+        return pipeline
 
 
-def _leading_run(children: list[Any], x: Any = None) -> list[_Converted]:
-    """The first children, as many as may run as one pipeline; on the input `x`, if it is given."""
-    first = children[0]
-    if not isinstance(first, _Converted) or torch.nn.modules.module._has_any_global_hook():
-        return []
-    with first.quantizing():
-        return list(itertools.takewhile(lambda child: _joins(child, first, x), children))
+def _joining(children: list[Any]) -> tuple[bool, ...]:
+    """Of each child whether it may run in one pipeline with the one before it."""
+    if torch.nn.modules.module._has_any_global_hook():
+        return (False,) * len(children)
+    runs = list(map(_runs_in_pipelines, children))
+    return tuple(
+        i > 0 and runs[i - 1] and runs[i] and children[i - 1].recipe == child.recipe and _takes_all_dtypes(child)
+        for i, child in enumerate(children)
+    )
 
 
-def _joins(child: Any, first: _Converted, x: Any) -> bool:
-    if not isinstance(child, _Converted) or child.recipe != first.recipe or not (x is None or child.takes(x)):
+def _runs_in_pipelines(child: Any) -> bool:
+    if not isinstance(child, _Converted) or "forward" in vars(child):
         return False
-    if child is not first and getattr(child, "eps", 0) is None:
-        return False  # it takes some dtypes, and which it gets those before it decide
     hooked = child._forward_hooks or child._forward_pre_hooks or child._backward_hooks or child._backward_pre_hooks
-    padded = x is not None and isinstance(child, ConvertedLinear) and child.rows_short_of_blocks(x)
-    return not (hooked or padded or "forward" in vars(child))
+    return not hooked and not any(value is not None and value.is_meta for value in child._parameters.values())
+
+
+def _takes_all_dtypes(child: Any) -> bool:
+    """Not a norm without eps: which dtype it gets those before it decide."""
+    return getattr(child, "eps", 0) is not None
+
+
+def _pads(child: Any) -> bool:
+    return isinstance(child, ConvertedLinear) and child.pad
+
+
+def _end_of_run(children: list[Any], joined: tuple[bool, ...], start: int, *, padded: bool = False) -> int:
+    """Where the children end that run as one pipeline from `start` on. `padded`: those that pad run by themselves."""
+    stop = start + 1
+    while (
+        stop < len(children) and joined[stop] and not (padded and (_pads(children[stop - 1]) or _pads(children[stop])))
+    ):
+        stop += 1
+    return stop
+
+
+def _in_graph() -> bool:
+    """Whether torch.compile traces this call, and can have pipelines as operators of its graph."""
+    if not torch.compiler.is_dynamo_compiling() or OLD_TORCH:
+        return False
+    refuse_strict_export()
+    return True
 
 
 #: Class of torch -> what its modules become.
@@ -597,7 +704,7 @@ def _may_become(module: Any) -> bool:
 def _become(module: Any, recipe: Any, *, pad: bool, name: str) -> None:
     if not isinstance(module, _Converted):
         module.__class__ = _own_class(module, CONVERTED[_torch_class(module)])
-        module._pipeline = None
+        module._pipeline, module._ready = None, WhenTraced(module._prepare)
     module.recipe, module.pad, module._name = recipe, pad, name
 
 
@@ -605,7 +712,7 @@ def _restore(module: Any) -> None:
     """Make a module torch's again."""
     if isinstance(module, _Converted):
         module.__class__ = _class_without_conversion(module)
-        for name in ("recipe", "pad", "_name", "_pipeline", "_made_for"):
+        for name in ("recipe", "pad", "_name", "_pipeline", "_ready", "_made_for"):
             module.__dict__.pop(name, None)
 
 
@@ -629,11 +736,15 @@ def _own_class(module: torch.nn.Module, cls: type) -> type:
 
 def _convert_containers(model: torch.nn.Module) -> None:
     """Let containers follow what their modules have become."""
+    module: Any
     for module in model.modules():
         if type(module) in (torch.nn.Sequential, ConvertedSequential):
             neighbours = itertools.pairwise(isinstance(child, _Converted) for child in module.children())
+            for name in ("_pipelines", "_joined"):
+                module.__dict__.pop(name, None)
             module.__class__ = ConvertedSequential if (True, True) in neighbours else torch.nn.Sequential
-            module.__dict__.pop("_pipelines", None)
+            if type(module) is ConvertedSequential:
+                module._pipelines, module._joined = {}, WhenTraced(module._prepare)
         for cls, (name, value) in _FAST_PATHS.items():
             if isinstance(module, cls):
                 _switch(module, name, value, off=any(isinstance(part, _Converted) for part in module.modules()))

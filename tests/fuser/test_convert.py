@@ -9,6 +9,8 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.exc import Unsupported
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import parametrizations, prune, weight_norm
 
@@ -22,6 +24,7 @@ from fuser.recipe import (
     MXFP8BlockScaling,
     NVFP4BlockScaling,
 )
+from fuser.tracing import OLD_TORCH
 from tiers import sampled
 
 RECIPES = (DelayedScaling, Float8CurrentScaling, Float8BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling)
@@ -403,12 +406,6 @@ class TestTraining:
         assert y.dtype == torch.bfloat16
         assert model[1].weight.grad.dtype == torch.float32
 
-    def test_compiled(self):
-        model = fuser.convert(feed_forward(), MXFP8BlockScaling())
-        wanted = model(inputs(32, 64))
-        compiled = torch.compile(model, backend="eager")
-        assert torch.equal(compiled(inputs(32, 64)), wanted)
-
     @pytest.mark.parametrize("normalize", [weight_norm, parametrizations.weight_norm], ids=["hook", "parametrization"])
     @pytest.mark.parametrize("when", ["before", "after"])
     @pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
@@ -431,6 +428,99 @@ class TestTraining:
             fuser.convert(linear, MXFP8BlockScaling())
             nn.utils.parametrize.remove_parametrizations(linear, "weight")
             assert type(linear) is conversion.ConvertedLinear
+
+
+@pytest.mark.skipif(bool(OLD_TORCH), reason=OLD_TORCH)
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor", "ignore:.*torch.jit:DeprecationWarning")
+class TestCompiled:
+    """With fullgraph=True: nothing is left outside."""
+
+    @pytest.fixture(autouse=True)
+    def fresh_compiler(self):
+        torch._dynamo.reset()
+
+    def compiled(self, model, **options):
+        counter = CompileCounterWithBackend("aot_eager")
+        return torch.compile(model, backend=counter, fullgraph=True, **options), counter
+
+    @sampled("kind", [DelayedScaling, MXFP8BlockScaling], 2, in_all=1)
+    def test_a_transformer_has_eagers_bits(self, kind):
+        model = fuser.convert(_CausalModel(layers=1), kind())
+        twin = copy.deepcopy(model)
+        function, counter = self.compiled(model)
+        for seed in range(2):
+            tokens = torch.randint(64, (2, 32), generator=torch.Generator().manual_seed(seed))
+            results = []
+            for one, call in ((model, function), (twin, twin)):
+                one.zero_grad()
+                y = call(input_ids=tokens, labels=tokens)
+                y["loss"].backward()
+                results.append([y["loss"].detach(), y["logits"].detach(), *(p.grad for p in one.parameters())])
+            assert_equal(*results)
+        assert counter.frame_count == 1
+
+    def assert_follows(self, change, *shape, pad=False, frames=2):
+        """After a change to the model and an input of another shape, results are those of an eager model."""
+        torch._dynamo.reset()  # all models run the same code, which is compiled for a few variants at most
+        model = fuser.convert(feed_forward(), MXFP8BlockScaling(), pad=pad)
+        twin = copy.deepcopy(model)
+        function, counter = self.compiled(model)
+        for x in (inputs(32, 64), inputs(*shape), inputs(*shape, seed=5)):
+            assert_equal(gradients(function, x), gradients(twin, x))
+            change(model), change(twin)
+        assert counter.frame_count <= frames
+
+    def test_parameters_are_read_at_every_call(self):
+        def change(model):
+            state = {name: value + 0.5 for name, value in model.state_dict().items()}
+            model.load_state_dict(state, assign=True)
+
+        self.assert_follows(change, 32, 64, frames=1)
+
+    @pytest.mark.full
+    def test_recipes_children_and_hooks(self):
+        self.assert_follows(lambda model: setattr(model[1], "recipe", None), 32, 64)
+        self.assert_follows(lambda model: setattr(model[0], "eps", 10.0), 32, 64, frames=3)
+        self.assert_follows(lambda model: len(model) < 5 and model.insert(1, nn.Tanh()), 32, 64)
+        self.assert_follows(lambda model: model[1].register_forward_hook(lambda m, args, y: y * 2), 32, 64, frames=3)
+
+    @pytest.mark.full
+    def test_padding_with_symbolic_sizes(self):
+        self.assert_follows(lambda model: None, 5, 7, 64, pad=True)
+        model = fuser.convert(feed_forward(), MXFP8BlockScaling(), pad=True)
+        function, counter = self.compiled(model, dynamic=True)
+        function(inputs(5, 64))
+        compiled_once = counter.frame_count
+        for rows in (37, 43):
+            assert torch.equal(function(inputs(rows, 64)), model(inputs(rows, 64)))
+        assert counter.frame_count == compiled_once
+
+    def test_a_norm_that_is_torchs_in_16_bits(self):
+        model = nn.Sequential(nn.RMSNorm(64), nn.Linear(64, 64), nn.ReLU()).bfloat16()
+        fuser.convert(model, MXFP8BlockScaling())
+        assert_equal(
+            gradients(self.compiled(model)[0], inputs(32, 64).bfloat16()), gradients(model, inputs(32, 64).bfloat16())
+        )
+
+    def test_what_is_left_outside_says_why(self):
+        linear, x = parametrizations.weight_norm(nn.Linear(64, 64)), inputs(32, 64)
+        fuser.convert(linear, MXFP8BlockScaling())
+        with pytest.raises(Unsupported, match="a weight or bias is no plain parameter"):
+            self.compiled(linear)[0](x)
+        torch._dynamo.reset()
+        assert torch.equal(torch.compile(linear, backend="eager")(x), linear(x))
+
+    def test_a_parameter_that_is_replaced_inside(self):
+        linear, x = fuser.convert(nn.Linear(64, 64), MXFP8BlockScaling()), inputs(32, 64)
+        zeros = {name: torch.zeros_like(p) for name, p in linear.named_parameters()}
+
+        def function(x):
+            return torch.func.functional_call(linear, zeros, x)
+
+        with pytest.raises(Unsupported, match="a parameter was replaced in the compiled function"):
+            self.compiled(function)[0](x)
+        torch._dynamo.reset()
+        assert torch.compile(function, backend="eager")(x).abs().sum() == 0
 
 
 class _Wrapped(nn.Module):
@@ -729,10 +819,10 @@ class _Block(nn.Module):
 
 
 class _CausalModel(nn.Module):
-    def __init__(self, vocabulary=64, width=32):
+    def __init__(self, vocabulary=64, width=32, layers=2):
         super().__init__()
         self.embed_tokens = nn.Embedding(vocabulary, width)
-        self.layers = nn.ModuleList([_Block(width, 2) for _ in range(2)])
+        self.layers = nn.ModuleList([_Block(width, 2) for _ in range(layers)])
         self.norm = _Norm(width)
         self.lm_head = nn.Linear(width, vocabulary, bias=False)
         self.lm_head.weight = self.embed_tokens.weight
