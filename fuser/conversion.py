@@ -736,14 +736,13 @@ def _own_class(module: torch.nn.Module, cls: type) -> type:
 
 def _convert_containers(model: torch.nn.Module) -> None:
     """Let containers follow what their modules have become."""
-    module: Any
     for module in model.modules():
         if type(module) in (torch.nn.Sequential, ConvertedSequential):
             neighbours = itertools.pairwise(isinstance(child, _Converted) for child in module.children())
             for name in ("_pipelines", "_joined"):
                 module.__dict__.pop(name, None)
             module.__class__ = ConvertedSequential if (True, True) in neighbours else torch.nn.Sequential
-            if type(module) is ConvertedSequential:
+            if isinstance(module, ConvertedSequential):
                 module._pipelines, module._joined = {}, WhenTraced(module._prepare)
         for cls, (name, value) in _FAST_PATHS.items():
             if isinstance(module, cls):
