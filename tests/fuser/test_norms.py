@@ -416,3 +416,13 @@ def test_parameters_kept_for_backward_cost_no_memory(name):
     report = explain(_random_op(name, 16, torch.float32), torch.randn(4, 16, requires_grad=True))
     kept = [tensor for pipeline in report.pipelines for tensors in pipeline.saved.values() for tensor in tensors]
     assert [tensor.shared for tensor in kept if tensor.shape == (16,)] == [True] * (2 if name == "LayerNorm" else 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("scale", [1.0, 1e-30, 1e30, float("inf")])
+def test_one_call_of_torch_has_the_bits_of_its_steps(monkeypatch, scale, dtype):
+    x, weight = torch.randn(5, 1000, dtype=dtype) * scale, torch.randn(1000, dtype=dtype)
+    made = RMSNorm(1000).normalize(x, (weight,), dtype)
+    monkeypatch.setattr("fuser.basic.rms_norm._fused_on_cpu", None)
+    for one, other in zip(made, RMSNorm(1000).normalize(x, (weight,), dtype), strict=True):
+        assert one.dtype is other.dtype and torch.equal(one.view(torch.uint8), other.view(torch.uint8))
