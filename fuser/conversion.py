@@ -591,12 +591,12 @@ class ConvertedSequential(HoldsFusers, NotScriptable, torch.nn.Sequential):
     def fusers(self) -> list[tuple[OperationFuser, Recipe | None]]:
         """Those of the runs of converted modules in it, and of its other children."""
         found: list[tuple[OperationFuser, Recipe | None]] = []
-        children, start = list(self), 0
-        joined = _joining(children)
+        children: list[Any] = list(self)
+        joined, start = _joining(children), 0
         while start < len(children):
-            stop = _end_of_run(children, joined, start)
+            first, stop = children[start], _end_of_run(children, joined, start)
             is_run = stop - start > 1
-            found += [(self._pipeline_of(start, stop), children[start].recipe)] if is_run else fusers_of(children[start])
+            found += [(self._pipeline_of(start, stop), first.recipe)] if is_run else fusers_of(first)
             start = stop
         return found
 

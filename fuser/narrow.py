@@ -206,4 +206,10 @@ def _small_floats(scaling, scales, amax, neutral):
 
 
 #: Format of a scaling's scales -> the function that reads them.
-_READ = {None: _float32, E8M0: _powers_of_two, **dict.fromkeys((E4M3, E5M2, UE5M3), _small_floats)}
+_READ = {
+    None: _float32,
+    E8M0: _powers_of_two,
+    E4M3: _small_floats,
+    E5M2: _small_floats,
+    UE5M3: _small_floats,
+}
