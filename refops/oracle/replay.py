@@ -16,7 +16,7 @@ import numpy as np
 from refops.formats import encode_tile
 from refops.oracle.geometry import TILE, Geometry, Region, as_slice, part_of
 from refops.quantization.delayed import quieted
-from refops.quantization.hadamard import transform_groups
+from refops.quantization.hadamard import transform_exactly, transform_groups
 from refops.quantization.layout import block_amax, ceil_div, padded_blocks
 from refops.quantization.quantize import amax_of_tile, philox_groups
 from refops.quantization.result import DIRECTIONS
@@ -31,6 +31,12 @@ F = np.float32
 WHOLE_TENSOR_WORK = 1 << 26
 
 
+#: Rows or columns up to which the blocks beside a region are all of a line, so that their order wraps.
+WHOLE_HALO = 512
+#: Elements of a result that is kept whole, where a scale needs the amax of all.
+KEPT_WHOLE = 1 << 18
+#: Elements that are kept of all results.
+KEPT = 1 << 23
 #: Relative difference of two amaxes that float32 arithmetic explains.
 AMAX_NOISE = 2.0**-19
 
@@ -63,7 +69,8 @@ class Setting:
         self.probing, self.whole_halo, self.probe, self.scale_values = False, True, None, []
         self.work = 0
         self.cache = {}
-        self.values_cache = {}
+        self.values_cache, self.kept = {}, 0
+        self._tables = {}
         self.shape = case.matrix_shape
         self.matrices = {}
         if case.operation.kind not in ("update_delayed_scale", "dequantize"):
@@ -82,6 +89,26 @@ class Setting:
         if self.work + elements > WHOLE_TENSOR_WORK:
             raise NotApplicable("too many evaluations of the whole tensor")
         self.work += elements
+
+    def table_of(self, bound, name, elements):
+        """A function of an activation at all inputs of 16 bits; None until as many elements were asked for."""
+        key = (id(bound), name)
+        entry = self._tables.setdefault(key, [bound, 0, None])  # holds the activation, so that its id stays its own
+        entry[1] += elements
+        if entry[2] is None and entry[1] > 1 << 16:
+            inputs = np.arange(1 << 16).astype(np.uint16).view(self.case.inputs["x"].dtype).astype(F)
+            entry[2] = getattr(bound, name)(inputs)
+        return entry[2]
+
+    def keep(self, key, make):
+        """The array of a key, made once; all are forgotten when too many elements are kept."""
+        if key not in self.values_cache:
+            if self.kept > KEPT:
+                self.values_cache.clear()
+                self.kept = 0
+            self.values_cache[key] = make()
+            self.kept += self.values_cache[key].size
+        return self.values_cache[key]
 
     def settled_amax(self, direction, amax, part=None):
         """`amax`, or what the dump has in its place where they differ by the noise of float32 arithmetic.
@@ -282,13 +309,23 @@ class TensorReplay(Replay):
         """Stage: the rows' scales, float32 (R, 1)."""
         return self.case.inputs["row_scales"].reshape(-1, 1)[rows].astype(F)
 
+    def looked_up(self, name, x):
+        """A function of the activation at float32 `x`; from a table of all inputs of 16 bits once it pays."""
+        table = self.setting.table_of(self.bound, name, x.size) if self.dtype.itemsize == 2 else None
+        if table is None:
+            return getattr(self.bound, name)(x)
+        narrow = x.astype(self.dtype)
+        if not np.array_equal(narrow.astype(F), x):  # another stage made other numbers of the inputs, or NaN
+            return getattr(self.bound, name)(x)
+        return table[narrow.view(np.uint16)]
+
     def value(self, act):
         """Stage: the activation."""
-        return self.bound.value(act)
+        return self.looked_up("value", act)
 
     def derivative(self, act):
         """Stage: its derivative."""
-        return self.bound.scaled_derivative(act) if self.scaled else self.bound.derivative(act)
+        return self.looked_up("scaled_derivative" if self.scaled else "derivative", act)
 
     def gate(self, gate):
         """Stage: what the activation is multiplied with."""
@@ -296,7 +333,7 @@ class TensorReplay(Replay):
 
     def gate_slope(self, gate):
         """Stage: its derivative."""
-        return self.bound.scaled_gate_slope(gate) if self.scaled else self.bound.gate_slope(gate)
+        return self.looked_up("scaled_gate_slope" if self.scaled else "gate_slope", gate)
 
     def forward(self, act, gate, scale):
         """Stage: the output from act, gate (or None) and the row's scale (or None)."""
@@ -351,12 +388,7 @@ class TensorReplay(Replay):
     def values(self, rows, columns):
         """Unrounded float32 result of a rectangle, kept for replays with the same formula. Do not write to it."""
         key = (self._formula_key(), rows.start, rows.stop, columns.start, columns.stop)
-        cache = self.setting.values_cache
-        if key not in cache:
-            if sum(v.size for v in cache.values()) > 1 << 23:
-                cache.clear()
-            cache[key] = self.compute(rows, columns)
-        return cache[key]
+        return self.setting.keep(key, lambda: self.compute(rows, columns))
 
     def _formula_key(self):
         return self._applied_in(FORMULA_STAGES)
@@ -446,15 +478,34 @@ class TensorReplay(Replay):
         height = max(128, (1 << 17) // max(1, columns.stop - columns.start) // 128 * 128)
         maxima = []
         for start in range(rows.start, rows.stop, height):
-            values = self.compute(slice(start, min(start + height, rows.stop)), columns)
+            part = slice(start, min(start + height, rows.stop)), columns
+            values = self.values(*part) if elements <= KEPT_WHOLE else self.compute(*part)
             if self.amax_rounded:
                 values = self.round(values)
             if transformed:
-                values = self.transform(values, direction)
+                values = (
+                    self.largest_transformed(values, direction) if axis is None else self.transform(values, direction)
+                )
             maxima.append(self.maximum(self.magnitude(values), axis))
         if axis == 1:
             return np.concatenate(maxima) if maxima else np.zeros(0, F)
         return self.maximum(np.array(maxima, F).reshape(len(maxima), -1), 0).astype(F)
+
+    def largest_transformed(self, values, direction):
+        """The transform of those groups that can hold its largest magnitude, which is all that the amax needs.
+
+        Which can is seen from a product in float32: it is off by less than 2^-10 of what a group adds up to.
+        """
+        safe = np.abs(values).max(initial=0) < 2.0**120  # neither NaN nor a sum beyond float32
+        if self.changed & {"hadamard", "magnitude", "maximum"} or not safe:
+            return self.transform(values, direction)
+        along_rows = values if direction == "columnwise" else np.ascontiguousarray(values.T)
+        groups = along_rows.reshape(-1, 16, along_rows.shape[1])
+        matrix = transform_exactly(np.eye(16)[None], self.scaling.hadamard)[0].astype(F)
+        magnitude = np.abs(matrix @ groups).max(axis=1)
+        noise = np.abs(groups).max(axis=1) * F(4 * 2.0**-10)
+        could = magnitude + noise >= (magnitude - noise).max(initial=0)
+        return self.hadamard_groups(np.ascontiguousarray(groups.swapaxes(1, 2)[could].T[None]))
 
     # --- scales -----------------------------------------------------------------------------------
 
@@ -527,17 +578,16 @@ class TensorReplay(Replay):
         outer, inner = self.layout.oriented((region.rows, region.columns), columnwise)
         if given is not None:
             return given[outer, inner].T if columnwise else given[outer, inner]
+
+        def drawn():
+            number = philox_groups(outer, inner, self.shape, columnwise)
+            bits = self.philox(number.ravel()).reshape(len(number), -1)[:, : inner.stop - inner.start]
+            return bits.T if columnwise else bits
+
+        if "random" in self.changed:
+            return drawn()
         key = ("bits", direction, region.rows.start, region.rows.stop, region.columns.start, region.columns.stop)
-        cache = self.setting.values_cache
-        usual = "random" not in self.changed
-        if usual and key in cache:  # those of the call are kept for other replays
-            return cache[key]
-        number = philox_groups(outer, inner, self.shape, columnwise)
-        bits = self.philox(number.ravel()).reshape(len(number), -1)[:, : inner.stop - inner.start]
-        bits = bits.T if columnwise else bits
-        if usual:
-            cache[key] = bits
-        return bits
+        return self.setting.keep(key, drawn)  # those of the call, for other replays
 
     def philox(self, number):
         """Stage: random bytes of each Philox subsequence."""
@@ -642,7 +692,7 @@ class TensorReplay(Replay):
         ):
             if along == (self.halo == "across"):
                 edges.append(part)
-            elif self.setting.whole_halo:
+            elif self.setting.whole_halo or size <= WHOLE_HALO:
                 edges.append(slice(0, size))
             else:
                 edges.append(slice(max(part.start - TILE, 0), min(part.stop + TILE, size)))

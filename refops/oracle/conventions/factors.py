@@ -80,6 +80,13 @@ def _times(values, factor):
 
 def _ratio(replay, names, error=None, both_rounded=True):
     """(low, high, `few` of `_say`): the dumped over the right one of the first of `names` that has a common ratio."""
+    cache, key = replay.setting.cache, ("ratio", tuple(names), error, both_rounded)  # it is asked of each pair
+    if key not in cache:
+        cache[key] = _ratio_of_first(replay, names, error, both_rounded)
+    return cache[key]
+
+
+def _ratio_of_first(replay, names, error, both_rounded):
     outputs, reference = replay.setting.outputs, replay.setting.reference
     names = [name for name in names if name in outputs]
     replay.require(names)
