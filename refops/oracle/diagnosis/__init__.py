@@ -1,8 +1,8 @@
 """What explains a wrong dump: a convention of `refops.oracle.conventions`, or right entries elsewhere, and its place.
 
-`search` tries everything, as long as its `budget` lasts; `comparison` counts how a replay compares with the dump, on
-the regions of `probes`; `elements` lays arrays out as the tensor is; `placed` finds where a convention is followed, by
-`inference`; `displaced` what was `moved` or not written.
+`search` tries everything, as long as its `budget` lasts, two conventions at once by `pairs`; `comparison` counts how a
+replay compares with the dump, on the regions of `probes`; `elements` lays arrays out as the tensor is; `placed` finds
+where a convention is followed, by `inference`; `displaced` what was `moved` or not written.
 """
 
 import numpy as np

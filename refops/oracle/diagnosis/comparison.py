@@ -6,7 +6,7 @@ damage   entries that are right in the dump but not in the replay, as a share of
 """
 
 from dataclasses import dataclass, field, replace
-from functools import cache, reduce
+from functools import cache, cached_property, reduce
 
 import numpy as np
 
@@ -16,6 +16,8 @@ from refops.oracle.conventions import CONVENTIONS
 ENOUGH, DAMAGE = 0.9, 0.2
 #: Relative difference up to which a wrong number may be the one of a replay.
 NEAR = 2.0**-5
+#: Wrong entries that a part of an array must have, unless all are, to speak against an explanation of the whole.
+LEAST_WRONG = 16
 #: Share of the entries of an array that noise may move.
 NOISE = 5e-3
 
@@ -52,6 +54,18 @@ class Count:
         """Damaged entries per wrong one, or per hundredth of all where none is wrong; per `floor` of all at least."""
         return self.damaged / max(self.wrong or 0.01 * self.entries, floor * self.entries, 1)
 
+    @property
+    def shows(self):
+        """Whether of the wrong entries more than some is explained, by what the reference does not have."""
+        return self.explained >= 0.1 * self.wrong > 0 and self.gained >= 0.04 * self.wrong
+
+    @property
+    def refutes(self):
+        """Whether a part of an array is explained so ill, or harmed so much, that the whole is not explained."""
+        if self.damaged > max(8, 2 * self.wrong, 0.05 * self.entries):
+            return True
+        return self.wrong >= min(LEAST_WRONG, self.entries) and self.explained < 0.5 * self.wrong
+
 
 @dataclass
 class Result:
@@ -61,7 +75,7 @@ class Result:
         candidate: tuple of (convention, choice).
         counts: array name -> `Count`.
         facts: words for the sentences.
-        made: probe number -> array name -> what the replay wrote there.
+        made: (region, array name -> what the replay wrote there) of each region, where that was to be kept.
         rows: `Lines` that the candidate speaks of, None for all.
     """
 
@@ -81,13 +95,14 @@ class Result:
         return replace(self, counts={name: count for name, count in self.counts.items() if name in names})
 
     @property
-    def _wrong(self):
+    def wrong_counts(self):
+        """The counts of the arrays with wrong entries."""
         return [c for c in self.counts.values() if c.wrong]
 
     @property
     def share(self):
         """Mean share over the arrays with wrong entries."""
-        wrong = self._wrong
+        wrong = self.wrong_counts
         return sum(c.share for c in wrong) / len(wrong) if wrong else 0.0
 
     @property
@@ -124,19 +139,21 @@ class Result:
     @property
     def enough(self):
         """Whether this explains the dump."""
-        if self.damage > DAMAGE or not any(c.gained for c in self._wrong):
+        if self.damage > DAMAGE or not any(c.gained for c in self.wrong_counts):
             return False
-        if self.damaged >= sum(c.explained for c in self._wrong):  # it moves faults to where the dump is right
+        if self.damaged >= sum(c.explained for c in self.wrong_counts):  # it moves faults to where the dump is right
             return False
-        every = self.share >= ENOUGH and min(c.share for c in self._wrong) >= 0.75
-        stray = self.explained >= 0.99 and all(c.wrong - c.explained <= 1e-3 * c.entries for c in self._wrong)
+        every = self.share >= ENOUGH and min(c.share for c in self.wrong_counts) >= 0.75
+        stray = self.explained >= 0.99 and all(c.wrong - c.explained <= 1e-3 * c.entries for c in self.wrong_counts)
         return every or stray
 
     @property
     def promising(self):
         """Whether a probe, where a few entries weigh much, is no reason to drop this."""
         few = sum(c.wrong for c in self.counts.values()) < 40
-        solves_one = any(c.wrong >= 8 and c.share > 0.95 for c in self._wrong)  # what is left may be a stray fault
+        solves_one = any(
+            c.wrong >= 8 and c.share > 0.95 for c in self.wrong_counts
+        )  # what is left may be a stray fault
         explains = self.share >= (0.5 if few else 0.75) or solves_one or self.explained >= 0.95
         return explains and (self.damage <= 0.4 or (few and self.damaged <= 4))
 
@@ -152,18 +169,24 @@ def places(candidate):
     return tuple(order[convention.name] for convention, _ in candidate)
 
 
-def same(got, made, fmt):
-    """Where two arrays hold the same: bits, and any NaN for any NaN."""
+def same(got, made, fmt, nan=None):
+    """Where two arrays hold the same: bits, and any NaN for any NaN. `nan`: where `got` has NaN codes, if known."""
     if got.dtype == np.uint8:
         equal = got == made
         if fmt is not None and fmt.nan_code is not None:
-            nan = _is_nan(got, fmt)
-            if nan.any():
+            nan = _nan_codes_in(got, fmt) if nan is None else nan
+            if nan.size:
                 equal |= nan & _is_nan(made, fmt)
         return equal
     bits = f"u{got.dtype.itemsize}"
     equal = np.ascontiguousarray(got).view(bits) == np.ascontiguousarray(made, got.dtype).view(bits)
     return equal | (np.isnan(got) & np.isnan(made))
+
+
+def _nan_codes_in(codes, fmt):
+    """Which codes are NaN; an empty array where none is."""
+    nan = _is_nan(codes, fmt)
+    return nan if nan.any() else np.zeros(0, bool)
 
 
 def _is_nan(codes, fmt):
@@ -195,11 +218,29 @@ class Part:
         self.wrong_count = int(np.count_nonzero(wrong))
         self._base = None
 
+    @cached_property
+    def _got_nan(self):
+        return self._nan_of(self.got)
+
+    @cached_property
+    def _reference_nan(self):
+        return self._nan_of(self.reference)
+
+    def _nan_of(self, codes):
+        """Where codes are NaN (`_nan_codes_in`); None where this is no array of such."""
+        has_nan = codes.dtype == np.uint8 and self.fmt is not None and self.fmt.nan_code is not None
+        return _nan_codes_in(codes, self.fmt) if has_nan else None
+
+    @cached_property
+    def _differs(self):
+        """Where the dump is not the reference."""
+        return ~same(self.got, self.reference, self.fmt, self._got_nan)
+
     def compare(self, made):
         """Return the `Count` of a replay."""
         if made is self.reference and self._base is not None:
             return self._base
-        equal = same(self.got, made, self.fmt)
+        equal = same(self.got, made, self.fmt, self._got_nan)
         agrees = equal
         if self.got.dtype != np.uint8 and self.got.size:
             agrees = equal | self._near(made)
@@ -213,7 +254,7 @@ class Part:
             explained = self.wrong & agrees
             count.explained = int(np.count_nonzero(explained))
             if made is not self.reference and count.explained:
-                count.gained = int(np.count_nonzero(explained & ~same(self.got, self.reference, self.fmt)))
+                count.gained = int(np.count_nonzero(explained & self._differs))
             bad = ~(self.wrong | agrees)
             if bad.any():
                 bad &= self._is_said(made)
@@ -224,7 +265,10 @@ class Part:
 
     def _is_said(self, made):
         """Where a replay says something that can be compared: it changes an entry, or a scale that it is under."""
-        said = np.zeros(self.got.shape, bool) if made is self.reference else ~same(self.reference, made, self.fmt)
+        if made is self.reference:
+            said = np.zeros(self.got.shape, bool)
+        else:
+            said = ~same(self.reference, made, self.fmt, self._reference_nan)
         return said if self.follows is None else said | self.follows
 
     def marks(self, made, laid=None):
@@ -236,7 +280,7 @@ class Part:
         """
         got = self.got if laid is None else laid
         agrees = same(got, made, self.fmt)
-        differs = ~same(self.got, self.reference, self.fmt)
+        differs = self._differs
         changes = ~same(self.got, laid, self.fmt) if laid is not None else ~same(self.reference, made, self.fmt)
         if got.dtype != np.uint8 and got.size:
             agrees = agrees | (self._near(made) if laid is None else False)

@@ -173,7 +173,7 @@ class Placing:
         search, marks = self.search, Marks.none(self.shape)
         reads = tuple(item for item in result.candidate if item[0].reads)
         laid = search.relaid(reads)[0] if reads and self.case.operation.kind != "dequantize" else None
-        for made, region in zip(result.made, self.regions, strict=True):
+        for region, made in result.made:
             for name in names:
                 cells = None if name in SUM_ARRAYS else self.cells(name, region)
                 if cells is None:
@@ -205,7 +205,7 @@ class Placing:
     def changed(self, result):
         """bool (M, K): elements that the replay of a confirmed result writes otherwise than the reference does."""
         found = np.zeros(self.shape, bool)
-        for made, region in zip(result.made, self.regions, strict=False):
+        for region, made in result.made:
             for name, array in made.items():
                 cells = self.cells(name, region)
                 if cells is not None:

@@ -2,21 +2,24 @@
 
 A convention explains a dump when its replay (`refops.oracle.replay`) equals it where it is wrong and changes little
 where it is right (`comparison`). It is tried everywhere; then in the copy, the rows and the columns in which it shows
-(`inference`); then in pairs. Beside conventions stands what is right at another place (`moved`).
+(`inference`); then in `pairs`. Beside conventions stands what is right at another place (`moved`).
 
 Large tensors are searched on probes, tiles of 128 x 128 where wrong entries lie densest, and what is found is confirmed
-on bands of rows; each sum runs over a whole row or column. Nothing here decides whether a dump is right, and
+on bands of rows; each sum runs over a whole row or column. What explains nothing of a sample, a part of the first probe
+with hundreds of wrong entries, is not tried on more. Nothing here decides whether a dump is right, and
 a dump that no convention explains gets no explanation.
 """
 
 import dataclasses
+from functools import cached_property
 
 import numpy as np
 
 from refops.oracle.conventions import CONVENTIONS
 from refops.oracle.conventions.reading import Dump
-from refops.oracle.diagnosis.comparison import Part, Result, places, same
+from refops.oracle.diagnosis.comparison import LEAST_WRONG, Part, Result, same
 from refops.oracle.diagnosis.elements import other_scales, stored_marks
+from refops.oracle.diagnosis.pairs import SUM_STAGES, Pairs, has_other_blocks
 from refops.oracle.diagnosis.placed import Placing
 from refops.oracle.diagnosis.probes import SUM_ARRAYS, Probes
 from refops.oracle.geometry import VALUES, Region, crop
@@ -24,7 +27,7 @@ from refops.oracle.places import Lines, Place
 from refops.oracle.replay import FORMULA_STAGES, SETTINGS, NotApplicable, Setting, amax_is_near
 from refops.oracle.report import Explanation
 from refops.oracle.tally import bits_of
-from refops.scalings.arithmetic import REFERENCE
+from refops.quantization.result import DIRECTIONS
 
 #: Share from which something is worth saying though it is not enough.
 PARTLY = 0.5
@@ -32,23 +35,10 @@ PARTLY = 0.5
 SHOWN = 5
 #: Findings that are confirmed also where the budget is spent: else what it was spent on would be lost.
 SURE = 3
-#: Pairs come in the order of their promise: so many are tried; once one explains all of the probes as many again and
-#: `MORE_PAIRS`, for a better one, until `ENOUGH_PAIRS` do.
-MOST_PAIRS, MORE_PAIRS, ENOUGH_PAIRS = 1200, 256, 8
-#: Share of an array that one of a pair must explain by itself.
-LEADING = 0.25
-#: Stages that leave scales and amaxes as they are: those from the multiplication on.
-CAST_STAGES = {
-    "multiply",
-    "product-rounding",
-    "cast",
-    "saturation",
-    "sign",
-    "nan",
-    "subnormals",
-    "random",
-}
-SUM_STAGES = {"sum", "sum-order", "sum-rows", "row-gradient"}
+#: Rows and columns of the part of a probe that may refute a candidate.
+SAMPLE = (32, 64)
+#: Elements that sums of a sample add up.
+SAMPLE_SUMS = 1 << 13
 #: Stages that change the terms of a sum.
 TERM_STAGES = FORMULA_STAGES | SUM_STAGES | {"rounding", SETTINGS}
 #: Stages that change an amax by little.
@@ -75,12 +65,42 @@ class Search:
         self.setting.scale_values = self._common_wrong_scales()
         self.matrix_names = [n for n in self.outputs if n not in SUM_ARRAYS]
         self.sum_names = [n for n in self.outputs if n in SUM_ARRAYS]
+        self.copies = self._names_of_copies()
         self._parts, self._readings = {}, {}
         self._sum_cache = {}
+        block = case.scaling.layout.block if case.quantizes else None
+        self.has_small_blocks = block is None or max(block) <= 32  # blocks end where a part of a tile does
+        self.sample = self._sample()
 
     def _format(self, name):
         slot = self.case.slots[name]
         return None if slot.packed > 1 else slot.fmt
+
+    def _names_of_copies(self):
+        """Names of the matrices of each copy; of what is no copy together."""
+        copies = {}
+        for name in self.matrix_names:
+            copies.setdefault(next((d for d in DIRECTIONS if d in name), ""), []).append(name)
+        return list(copies.values())
+
+    def _sample(self):
+        """The part of the first probe in which most is wrong; None where blocks do not allow a part."""
+        if not self.shape or not self.has_small_blocks:
+            return None
+        probe, (rows, columns) = self.probes.probes[0], SAMPLE
+        candidates = [
+            Region(slice(r, min(r + rows, probe.rows.stop)), slice(c, min(c + columns, probe.columns.stop)))
+            for r in range(probe.rows.start, probe.rows.stop, rows)
+            for c in range(probe.columns.start, probe.columns.stop, columns)
+        ]
+        return max(candidates, key=self._promise)
+
+    def _promise(self, region):
+        """How much is wrong in a region, each entry as a share of its array; half where blocks have no neighbours."""
+        masks = {name: crop(self.case, name, self.wrong[name], region) for name in self.matrix_names}
+        share = sum(np.count_nonzero(m) / max(np.count_nonzero(self.wrong[name]), 1) for name, m in masks.items())
+        sides = zip((region.rows, region.columns), self.shape, strict=True)
+        return share if all(side.start > 0 and side.stop < size for side, size in sides) else share / 2
 
     def _common_wrong_scales(self):
         """The two commonest values of the wrong scales of each array of scales."""
@@ -102,7 +122,7 @@ class Search:
                 name: Part(
                     crop(self.case, name, arrays[name], region),
                     crop(self.case, name, self.wrong[name], region),
-                    self._reference_crop(name, region),
+                    self.reference_crop(name, region),
                     self.formats[name],
                     relaid=arrays[name] is not self.outputs[name],
                     few=name not in VALUES,
@@ -117,7 +137,8 @@ class Search:
         marks = other_scales(self.case, name, region, self.outputs, self.reference)
         return None if marks is None else stored_marks(self.case, name, marks)
 
-    def _reference_crop(self, name, region):
+    def reference_crop(self, name, region):
+        """What the reference has of a region, cut once."""
         key = (name, region.rows.start, region.rows.stop, region.columns.start, region.columns.stop)
         cache = self.setting.cache
         if key not in cache:
@@ -155,16 +176,39 @@ class Search:
             made = self.run(replay, region)
             parts = self.parts(region, arrays, tuple((c.name, repr(choice)) for c, choice in reads))
             counts = {name: part.compare(made[name]) for name, part in parts.items()}
-            result += Result(candidate, counts, {}, [made] if keep else [])
-            if until_hopeless and number == 0 and len(regions) > 1 and result.share < 0.2 and result._wrong:
+            result += Result(candidate, counts, {}, [(region, made)] if keep else [])
+            if until_hopeless and number == 0 and len(regions) > 1 and result.share < 0.2 and result.wrong_counts:
                 break
         if self.sum_names:
-            result += self._evaluate_sums(replay, sums, arrays)
+            result += self.evaluate_sums(replay, sums, arrays)
         result.facts, result.rows = {**replay.facts, **facts}, replay.rows
         for name, count in result.counts.items():
             if count.explained and not replay.changed & AMAX_STAGES and self._is_amax_off_by_noise(name):
                 result.counts[name] = dataclasses.replace(count, explained=0, gained=0)
         return result
+
+    def is_refuted(self, candidate, *, exactly=False):
+        """Whether a small part of a probe shows that a candidate does not explain the dump, one copy after the other.
+
+        With `exactly`, that it does not make the dump's bits. NotApplicable where the candidate means nothing.
+        """
+        if not self._fits_sample(candidate):
+            return False
+        replay, parts = self.replay(candidate), self.parts(self.sample)
+        for names in self.copies:
+            made = self.run(replay, self.sample, names)
+            counts = [parts[name].compare(made[name]) for name in names]
+            if any(count.different if exactly else count.refutes for count in counts):
+                return True
+        if not self.sum_names:
+            return False
+        sums = self.evaluate_sums(replay, SAMPLE_SUMS, None).counts.values()
+        return any(count.different if exactly else count.refutes for count in sums)
+
+    def _fits_sample(self, candidate):
+        """Whether there is a sample, and a candidate computes something that can be told from it."""
+        reads = any(convention.reads for convention, _ in candidate)
+        return self.sample is not None and not reads and not has_other_blocks(candidate)
 
     def _is_amax_off_by_noise(self, name):
         """Whether an output is an amax so near to the reference's that a replay takes the dump's (`settled_amax`)."""
@@ -172,16 +216,21 @@ class Search:
             return False
         return bool(amax_is_near(self.outputs[name], self.reference[name]).all())
 
-    def run(self, replay, region):
+    def run(self, replay, region, names=None):
         """What a replay writes of a region; the reference where nothing that it writes there is changed."""
-        reference = {name: self._reference_crop(name, region) for name in self.matrix_names}
+        names = self.matrix_names if names is None else names
+        reference = {name: self.reference_crop(name, region) for name in names}
         if not replay.changed - SUM_STAGES - {"layout"} and not replay.dequantizes:
             return reference
-        made = replay.run(region, self.matrix_names)
+        made = replay.run(region, names)
         # How the reference compares is known: most conventions leave some arrays as they are.
         return {name: reference[name] if _equal(array, reference[name]) else array for name, array in made.items()}
 
-    def _evaluate_sums(self, replay, elements, arrays):
+    def evaluate_sums(self, replay, elements, arrays):
+        """The `Result` of the sums that a replay makes, so many that they add up `elements`.
+
+        `arrays`: the dump as readings lay it out; None for as it is.
+        """
         counts = {}
         for name in self.sum_names:
             got = (arrays or self.outputs)[name]
@@ -261,17 +310,39 @@ class Search:
             for choice in choices:
                 yield ((convention, choice),)
 
-    def try_all(self, candidates, regions, **options):
+    def try_all(self, candidates, evaluate):
         """Results of the candidates that mean something."""
         results = []
         for candidate in candidates:
             if self.budget.is_spent():
                 break
             try:
-                results.append(self.evaluate(candidate, regions, **options))
+                results.append(evaluate(candidate))
             except NotApplicable:
                 continue
         return results
+
+    def singles(self):
+        """`Result` of each convention by itself, with what its replay made."""
+        self.setting.probing = True
+        return self.try_all(self.variants(), self._single)
+
+    def _single(self, candidate):
+        """The `Result` of one convention on the probes; on the sample where that shows that it explains nothing."""
+        if self._sample_decides and self._fits_sample(candidate):
+            result = self.evaluate(candidate, [self.sample], keep=True, sums=SAMPLE_SUMS)
+            if not any(count.shows for count in result.counts.values()):
+                return result
+        return self.evaluate(candidate, self.probes.probes, keep=True, sums=1 << 14)
+
+    @cached_property
+    def _sample_decides(self):
+        """Whether the sample holds enough of what is wrong in each matrix to show what explains nothing of it."""
+        if self.sample is None:
+            return False
+        parts = self.parts(self.sample)
+        totals = {name: int(np.count_nonzero(self.wrong[name])) for name in self.matrix_names}
+        return all(parts[name].wrong_count >= min(LEAST_WRONG, total) for name, total in totals.items())
 
     # --- the search ----------------------------------------------------------------------------------
 
@@ -279,8 +350,7 @@ class Search:
         """The explanations, best first."""
         if not any(mask.any() for mask in self.wrong.values()):
             return []
-        self.setting.probing = True
-        singles = self.try_all(self.variants(), self.probes.probes, keep=True)
+        singles = self.singles()
         found = self.confirmed(r for r in singles if r.promising and self._changes_something(r))
         good = [r for r in found if r.enough]
         settled = bool(good) and (good[0].exact or good[0].is_clear)
@@ -294,12 +364,13 @@ class Search:
             return self.said(good)
         if good:
             return self.said(self._with_extensions(good, singles))
-        good = [r for r in self.confirmed(self.pairs(singles)) if r.enough]
+        good = [r for r in self.confirmed(Pairs(self, singles).results()) if r.enough]
         return self.said(good or self.partial(found)[:1])
 
     def _with_extensions(self, good, singles):
         """Results, behind those that a second convention makes exact."""
-        extended = self.confirmed(r for best in good[:3] for r in self.extensions(best, singles))
+        pairs = Pairs(self, singles)
+        extended = self.confirmed(r for best in good[:3] for r in pairs.extensions(best))
         return [r for r in extended if r.exact] + good
 
     def said(self, results):
@@ -314,17 +385,21 @@ class Search:
         if convention.stage_of(choice) == "amax-rounding" and any(c.gained for c in result.counts.values()):
             return True  # by a last bit, which else is noise
         return any(
-            array is not self._reference_crop(name, region) and self._differs(name, array, region)
-            for made, region in zip(result.made, self.probes.probes, strict=False)
+            array is not self.reference_crop(name, region) and self._differs(name, array, region)
+            for region, made in result.made
             for name, array in made.items()
         )
 
+    def count_same(self, name, reference, array):
+        """How many entries of two arrays of an output hold the same."""
+        return int(np.count_nonzero(same(reference, array, self.formats[name])))
+
     def _differs(self, name, array, region):
         """Whether a replay wrote something else than the reference; an amax may be the dump's own (`settled_amax`)."""
-        reference = self._reference_crop(name, region)
+        reference = self.reference_crop(name, region)
         if name.startswith("amax"):
             array = np.where(amax_is_near(array, reference), reference, array)
-        return not same(reference, array, self.formats[name]).all()
+        return self.count_same(name, reference, array) < array.size
 
     def confirmed(self, results):
         """The best of some results, evaluated on larger regions, sorted."""
@@ -353,7 +428,7 @@ class Search:
     def partial(self, confirmed):
         """What explains a large part of a dump that is wrong in many places, and harms nothing."""
         results = [r for r in confirmed if r.share >= PARTLY and r.damage <= 0.05]
-        return [r for r in results if any(c.gained > 0.9 * c.wrong > 0.01 * c.entries for c in r._wrong)]
+        return [r for r in results if any(c.gained > 0.9 * c.wrong > 0.01 * c.entries for c in r.wrong_counts)]
 
     def explanation(self, result):
         """The `Explanation` for the user."""
@@ -394,151 +469,6 @@ class Search:
             return sentences[0]
         return f"{sentences[0][:-1]}; besides: {_uncapitalized(sentences[1])}"
 
-    # --- pairs ---------------------------------------------------------------------------------------
-
-    def pairs(self, singles):
-        """Results of the pairs that could explain what no single convention does."""
-        useful = [r for r in singles if not r.candidate[0][0].alone and self.useful(r)]
-        reads = [r for r in useful if r.candidate[0][0].reads and self.case.operation.kind != "dequantize"]
-        computes = [r for r in useful if r not in reads]
-        results = self._reading_pairs(reads, computes)
-        region = self._pair_region()
-        self.setting.whole_halo = False
-        tried, clear = 0, sum(r.is_clear for r in results)
-        most = MORE_PAIRS if clear else MOST_PAIRS
-        for first, second in self._led(computes):
-            if not self._compatible(first, second):
-                continue
-            if self.budget.is_spent() or clear >= ENOUGH_PAIRS or tried >= most:
-                break
-            tried += 1
-            pair = (*first.candidate, *second.candidate)
-            larger = any(c.stage_of(choice) == "blocks" for c, choice in pair)
-            try:
-                result = self.evaluate(pair, [self.probes.probes[0] if larger else region], sums=1 << 14)
-            except (NotApplicable, ValueError, LookupError):  # two that do not fit together
-                continue
-            if result.promising:
-                results.append(result)
-            if result.is_clear:
-                most = most if clear else 2 * tried + MORE_PAIRS
-                clear += 1
-        return results
-
-    def _led(self, computes):
-        """Pairs of which one explains a good part of some array by itself, those that explain most first."""
-        order = {id(result): place for place, result in enumerate(computes)}
-        leading = sorted((r for r in computes if _led_share(r) >= LEADING), key=lambda r: -_led_share(r))
-        seen = set()
-        for one in leading:
-            seen.add(id(one))
-            for other in computes:
-                if id(other) not in seen:
-                    yield sorted((one, other), key=lambda r: order[id(r)])
-
-    def _pair_region(self):
-        """The first probe, cut to fewer rows where much is wrong and blocks allow it."""
-        region = self.probes.probes[0]
-        rows, columns = region.shape
-        wrong = sum(p.wrong_count for p in self.parts(region).values())
-        block = self.case.scaling.layout.block if self.case.quantizes else None
-        small = block is None or max(block) <= 32  # blocks end where the cut region does
-        if rows * columns > 8192 and small and wrong > 0.05 * rows * columns:
-            height = max(32, 8192 // columns // 32 * 32)
-            return Region(slice(region.rows.start, min(region.rows.start + height, region.rows.stop)), region.columns)
-        return region
-
-    def useful(self, result):
-        """Whether a convention could be half of an explanation.
-
-        It must change something, much where much is wrong, and unless much is wrong in some array must not spoil one of
-        which little is wrong.
-        """
-        if result.candidate[0][0].reads and self.case.operation.kind != "dequantize":
-            return True  # what another scale hides, a layout may still explain
-        effect = 0.0
-        much = any(count.wrong > 0.5 * count.entries > 8 for count in result.counts.values())
-        for name, count in result.counts.items():
-            if not much and count.damaged > 2 * count.wrong + 0.02 * count.entries:
-                return False
-            if name in SUM_ARRAYS:
-                effect = max(effect, float(count.explained > 0 or count.damaged > 0))
-        for made, region in zip(result.made, self.probes.probes, strict=False):
-            for name, array in made.items():
-                reference = self._reference_crop(name, region)
-                if array is not reference and array.size:
-                    different = 1 - np.count_nonzero(same(reference, array, self.formats[name])) / array.size
-                    wrong = self.parts(region)[name].wrong_count / array.size
-                    effect = max(effect, different / max(min(wrong, 0.05), 1e-9) if wrong else different * 100)
-        return effect > 0.05
-
-    def _compatible(self, first, second):
-        """Whether two conventions change different stages and together can explain scales and amaxes."""
-        (a, choice_a), (b, choice_b) = first.candidate[0], second.candidate[0]
-        if a is b:
-            return False
-        stages = a.stage_of(choice_a), b.stage_of(choice_b)
-        if stages[0] == stages[1] or SETTINGS in stages:
-            return False
-        scaling = self.case.scaling
-        scales_follow = scaling is not None and scaling.choice(REFERENCE) is not None  # errors of codes choose scales
-        for one, stage in ((first, stages[1]), (second, stages[0])):
-            if stage in CAST_STAGES and not scales_follow:
-                for name, count in one.counts.items():
-                    scale_like = name.endswith("_scale_inv") or name.startswith("amax")
-                    if scale_like and (count.share < 0.75 or count.damage(0.0) > 0.4):
-                        return False
-            if stage in SUM_STAGES:
-                for name, count in one.counts.items():
-                    if name not in SUM_ARRAYS and (count.share < 0.75 or count.damage(0.0) > 0.4):
-                        return False
-        return True
-
-    def _reading_pairs(self, reads, computes):
-        """Pairs with readings: the replays are there, only the dump is laid out anew."""
-        results = []
-        region = self.probes.probes[0]
-        for read in reads:
-            item = read.candidate[0]
-            arrays, facts = self.relaid((item,))
-            key = ((item[0].name, repr(item[1])),)
-            parts = self.parts(region, arrays, key)
-            for other in computes:
-                counts = {name: part.compare(other.made[0][name]) for name, part in parts.items()}
-                result = Result((item, *other.candidate), counts, {**facts, **other.facts})
-                if self.sum_names:
-                    sums = {n: c for n, c in other.counts.items() if n in SUM_ARRAYS}
-                    if any(arrays[n] is not self.outputs[n] for n in sums):
-                        sums = self._evaluate_sums(self.replay(other.candidate), 1 << 14, arrays).counts
-                    result.counts.update(sums)
-                if result.promising:
-                    results.append(result)
-        candidates = [
-            (*a.candidate, *b.candidate)
-            for i, a in enumerate(reads)
-            for b in reads[i + 1 :]
-            if a.candidate[0][0] is not b.candidate[0][0] and (_solves_an_array(a) or _solves_an_array(b))
-        ]
-        return results + [r for r in self.try_all(candidates, [region]) if r.promising]
-
-    def extensions(self, best, singles):
-        """Pairs of the best single explanation with another that together leave nothing unexplained."""
-        results = []
-        for other in singles if not best.candidate[0][0].alone else ():
-            if other.candidate[0][0].last or other.candidate[0][0].alone:
-                continue
-            (a, choice_a), (b, choice_b) = best.candidate[0], other.candidate[0]
-            if a is b or (not a.reads and a.stage_of(choice_a) == b.stage_of(choice_b)):
-                continue
-            pair = sorted((*best.candidate, *other.candidate), key=lambda item: places((item,)))
-            try:
-                result = self.evaluate(tuple(pair), self.probes.probes)
-            except (NotApplicable, ValueError, LookupError):
-                continue
-            if result.exact:
-                results.append(result)
-        return results
-
 
 class _Facts(dict):
     """Words of sentences; one that is missing leaves a gap, not an error."""
@@ -551,15 +481,6 @@ def _equal(made, reference):
     """Whether a replay wrote the reference's bits."""
     alike = made.dtype == reference.dtype and made.shape == reference.shape
     return alike and np.array_equal(bits_of(made), bits_of(reference))
-
-
-def _led_share(result):
-    """The largest share of an array's wrong entries that a result explains, and the reference does not."""
-    return max((count.gained / count.wrong for count in result._wrong), default=0.0)
-
-
-def _solves_an_array(result):
-    return any(c.wrong and c.share > 0.9 for c in result.counts.values())
 
 
 def _uncapitalized(sentence):
