@@ -173,7 +173,12 @@ class Pairs:
         return False
 
     def _left_by(self, result):
-        """Names of the matrices that a convention by itself leaves as the reference has them, on all probes."""
+        """Names of the matrices that a convention by itself leaves as the reference has them, on all of the probes.
+
+        Of what was tried on the sample alone none is said: what is rare may lie beside it.
+        """
+        if any(region == self.search.sample != self.region for region, _ in result.made):
+            return []
         key = id(result)
         if key not in self._left:
             self._left[key] = [

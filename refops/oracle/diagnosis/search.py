@@ -328,10 +328,15 @@ class Search:
         return self.try_all(self.variants(), self._single)
 
     def _single(self, candidate):
-        """The `Result` of one convention on the probes; on the sample where that shows that it explains nothing."""
+        """The `Result` of one convention on the probes; on the sample where that shows that it explains nothing.
+
+        What changes nothing of the sample may be rare, and is tried on the probes.
+        """
         if self._sample_decides and self._fits_sample(candidate):
             result = self.evaluate(candidate, [self.sample], keep=True, sums=SAMPLE_SUMS)
-            if not any(count.shows for count in result.counts.values()):
+            [(_, made)] = result.made
+            changed = any(array is not self.reference_crop(name, self.sample) for name, array in made.items())
+            if changed and not any(count.shows for count in result.counts.values()):
                 return result
         return self.evaluate(candidate, self.probes.probes, keep=True, sums=1 << 14)
 
