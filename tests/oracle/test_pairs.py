@@ -23,8 +23,8 @@ M, K = 224, 352
 MXFP8 = refops.MXFP8Scaling(refops.E4M3)
 RHT = refops.NVFP4Scaling(rht=True)
 STOCHASTIC = refops.NVFP4Scaling(stochastic_rounding=True, seed=7, rht=True)
-#: Processor seconds for an unknown or wrong dump of 224 x 352, on a core that takes `YARDSTICK` for `yardstick`.
-SECONDS, YARDSTICK = 1.5, 0.012
+#: Processor seconds for a wrong dump of 224 x 352, on a busy machine.
+SECONDS = 3.0
 
 #: What took longest: operation, scaling, whether with dbias, two conventions with their choices, and the names.
 SLOW = {
@@ -77,15 +77,6 @@ def dump_of(op, scaling, dbias, *faults):
     return inputs, outputs
 
 
-def yardstick():
-    """Processor seconds for arithmetic like that of a search: how busy the machine is."""
-    values, start = normal((64, 128), dtype=F), time.process_time()
-    for _ in range(1000):
-        np.count_nonzero(values * values > values)
-        np.abs(values).max()
-    return time.process_time() - start
-
-
 @pytest.mark.parametrize("kind", SLOW)
 def test_two_faults_are_named_in_little_time(kind):
     op, scaling, dbias, *faults = SLOW[kind]
@@ -93,10 +84,9 @@ def test_two_faults_are_named_in_little_time(kind):
     oracle.check(op, inputs, outputs, scaling=scaling, diagnose=False)  # tables are made once
     seconds = []
     while not seconds or (min(seconds) > SECONDS and len(seconds) < 4):
-        before, start = yardstick(), time.process_time()
+        start = time.process_time()
         report = oracle.check(op, inputs, outputs, scaling=scaling)
-        spent = time.process_time() - start
-        seconds.append(spent / max(1, (before + yardstick()) / 2 / YARDSTICK))
+        seconds.append(time.process_time() - start)
     assert set(report.diagnosis[0].names) == {name for name, _ in faults}, str(report)
     assert min(seconds) <= SECONDS
 
