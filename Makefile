@@ -138,9 +138,10 @@ gpu-check:
 oracle-score: $(INSTALLED)
 	$(BIN)/python tests/oracle/score.py
 
-## exhaustive  all 2^32 float32 values through the casts, against ml_dtypes
+## exhaustive  all 2^32 float32 values through the casts, against ml_dtypes, and through exp and tanh: the nearest float32
 exhaustive: $(INSTALLED)
 	$(BIN)/python tests/exhaustive/encode_all_float32.py
+	$(BIN)/python tests/exhaustive/correct_rounding.py
 
 ## fuzz        every public function, the command line and the file readers with random and hostile arguments
 fuzz: $(INSTALLED)

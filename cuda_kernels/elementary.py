@@ -2,6 +2,7 @@
 
     accurate    `exp`, `tanh`, `reciprocal`: CUDA's expf and tanhf (at most 2 ulp) and the correctly rounded 1 / x, as
                 TransformerEngine's kernels have them. Off the GPU: float32 polynomials, at most 1 and 1.5 ulp.
+    exact       `EXACT`, exp and tanh, and `reciprocal`: correctly rounded, the text of `refops.elementary`, in float64.
     fast        `exp2_unit`, `reciprocal_seed`: the GPU's approximate units, within 2 and 1 ulp, off the GPU nearest
                 results. `fast` makes formulas of them.
 
@@ -13,7 +14,8 @@ import math
 
 import numpy as np
 
-from cuda_kernels.simt import U32, F, as_f32, as_u32, device, magnitude, on_gpu, ptx, select
+from cuda_kernels.simt import U32, F, as_f32, as_u32, clipped, device, magnitude, on_gpu, ptx, select
+from refops.elementary import Words, make_elementary
 
 ONE, TWO = F(1), F(2)
 INF = F(np.inf)
@@ -45,6 +47,12 @@ SMALLEST_NORMAL, UP, OVERFLOWING, LARGEST = F(2.0**-126), F(2.0**24), F(2.0**-12
 
 
 # --- accurate ---------------------------------------------------------------------------------------
+
+
+@device
+def signed_as(y, x):
+    """y with the sign of x, for y >= 0 or with that sign."""
+    return as_f32(as_u32(y) | np.uint32(as_u32(x) & U32(0x80000000)))
 
 
 @device
@@ -87,7 +95,7 @@ def tanh(x):
     small = a + a * (s * (((((T5 * s + T4) * s + T3) * s + T2) * s + T1) * s + T0))
     large = ONE - TWO / (exp_up_to_limit(a + a) + ONE)
     t = select(a > TANH_SMALL, large, small)
-    return as_f32(as_u32(t) | np.uint32(as_u32(x) & U32(0x80000000)))
+    return signed_as(t, x)
 
 
 @ptx("rcp.approx.ftz.f32 $0, $1;", "=f,f", F, F)
@@ -142,6 +150,28 @@ def reciprocal_to_scale(x):
     """1 / x correctly rounded, at most the largest float32, for 0 <= x < 2^126 or NaN, without a division's calls."""
     inverse = ONE / x
     return select(inverse > LARGEST, LARGEST, inverse)
+
+
+# --- exact ------------------------------------------------------------------------------------------
+
+
+@device
+def wide_power_of_two(shifted):
+    """2^n in float64 for an integer -1023 < n < 1024 in the low bits of a float64."""
+    return np.int64((np.float64(shifted).view(np.int64) << 52) + (1023 << 52)).view(np.float64)
+
+
+#: exp and tanh with the bits of `refops.elementary`, on a GPU too.
+EXACT = make_elementary(
+    Words(
+        clipped=clipped,
+        wide=device(lambda x: np.float64(x)),
+        narrow=device(lambda x: F(x)),
+        power_of_two=wide_power_of_two,
+        signed_as=signed_as,
+    ),
+    device,
+)
 
 
 # --- fast -------------------------------------------------------------------------------------------

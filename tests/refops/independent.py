@@ -194,7 +194,7 @@ class Tracked(NDArrayOperatorsMixin):
         return Tracked(np.ones_like(a.value))
 
     def exp(self):
-        """e^x, rounded to nearest (`refops.activations.arithmetic`)."""
+        """e^x, rounded to nearest (`refops.elementary`)."""
         value = np.exp(self.value)
         return Tracked(value, value * np.expm1(self.error), self.overflows).rounded()
 

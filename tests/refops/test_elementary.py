@@ -1,10 +1,13 @@
-"""exp and tanh of float32: the nearest float32 but for a few ties, monotone, the limits of IEEE 754-2019 (9.2.1)."""
+"""exp and tanh of float32: the nearest float32, monotone, the limits of IEEE 754-2019 (9.2.1).
+
+`test_correct_rounding` has the comparison with the nearest float32 itself, of which `make exhaustive` is the whole.
+"""
 
 import numpy as np
 import pytest
 from independent import BF16, FP16, F, all_values, bits
 
-from refops.activations.arithmetic import exp, tanh
+from refops.elementary import exp, tanh
 
 FUNCTIONS = {"exp": (exp, np.exp), "tanh": (tanh, np.tanh)}
 INF, NAN = np.inf, np.nan
@@ -35,10 +38,7 @@ def compare(function, truth, x):
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_nearest_float32_of_ten_million(name):
-    """The module promises a float64 error below 2^-48, so a wrong tie in about 2^-48 / 2^-25 = 2^-22 of the values.
-
-    NumPy's float64 functions err too (< 1 ulp, 2^-53), which adds next to nothing: fewer than 1 in 10^6 may differ.
-    """
+    """NumPy's float64 functions err by up to 1 ulp, 2^-52: rounded once, they may be wrong in 2^-27 of the values."""
     function, truth = FUNCTIONS[name]
     differ = checked = 0
     for seed in range(10):
@@ -47,7 +47,7 @@ def test_nearest_float32_of_ten_million(name):
         differ, checked = differ + count, checked + x.size
         assert largest <= 1
     assert checked > 9_900_000
-    assert differ < checked / 1_000_000, f"{differ} of {checked}"
+    assert differ <= 2, f"{differ} of {checked}"
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
@@ -63,13 +63,13 @@ def test_nearest_float32_of_every_16_bit_value(name, dtype):
 def test_monotone(name):
     """Rounding of a monotone function is monotone; a polynomial's seams must not show.
 
-    Seams: every half-integer multiple of ln 2 (exp), and 2^-5 (tanh); there every float32 around, elsewhere samples.
+    Seams: every half-integer multiple of ln 2, for tanh half as much; there every float32 around, elsewhere samples.
     """
     function, _ = FUNCTIONS[name]
     seams = (np.arange(-151, 130) + 0.5) * np.log(2)
     around = np.arange(-2000, 2001)
     clusters = []
-    for center in [2.0**-5, -(2.0**-5), 2.0**-6, 1.0, 9.0, -9.0, 88.72, -103.97, *seams, *(seams / 2)]:
+    for center in [2.0**-5, -(2.0**-5), 1.0, 9.0, -9.0, 88.72, -103.97, *seams, *(seams / 2)]:
         start = np.array([center], F).view(np.int32)
         clusters.append((start + around).astype(np.int32).view(F))
     x = np.sort(np.concatenate([*clusters, random_float32(400_000, 99)]))

@@ -11,8 +11,8 @@ from vector_parts import PARTS, compare_everything
 
 import refops
 from refops import conformance
-from refops.activations.arithmetic import tanh
 from refops.conformance import compare_file, compare_vectors
+from refops.elementary import tanh
 from refops.quantization import hadamard, quantize
 from refops.scalings import arithmetic
 
