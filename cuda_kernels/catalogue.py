@@ -23,6 +23,7 @@ from cuda_kernels.families import (
     sums,
 )
 from cuda_kernels.launch import signature_of
+from cuda_kernels.operands import FAST
 
 FAMILIES = (
     elementwise,
@@ -55,11 +56,11 @@ def _entry_of(cost):
 
 
 def _approximate(spec):
-    """A `Spec` whose formulas, if it has any, are those of fast_math."""
+    """A `Spec` whose formulas, if it has any, are fast ones."""
     values = getattr(spec, "values", None)
     if values is None or values.activation is None:
         return spec
-    return replace(spec, values=replace(values, fast_math=True))
+    return replace(spec, values=replace(values, arithmetic=FAST))
 
 
 def _limits(cost):

@@ -1,10 +1,16 @@
 """The formulas of `refops.activations`, compiled: scalar float32 functions for GPU, CPU and simulator.
 
-The text of a formula is the declaration's; here its words are bound to device functions. Accurate words are CUDA's expf
-and tanhf and the correctly rounded reciprocal, as in TE's default build. With `fast_math` a function has the form that
-its declaration has for approximate units (see `fast`), which stays within 8 ulp of float32
-(`oracle.check(..., ulp=8)`), except that a sigmoid below 2^-126 (of x < -87.3) is 0; one without such a form stays
-accurate. A compiler may contract a product and a sum into a multiply-add on a GPU; off the GPU none is.
+The text of a formula is the declaration's; here its words are bound to device functions. In which arithmetic
+(`operands.ARITHMETICS`) decides what the words are:
+
+    accurate    CUDA's expf and tanhf and the correctly rounded reciprocal, as in TE's default build.
+    exact       exp, tanh and division correctly rounded, and no product and sum contracted into a multiply-add: every
+                function has the bits of `refops`, on every machine.
+    fast        a function has the form that its declaration has for approximate units (see `fast`), which stays within
+                8 ulp of float32 (`oracle.check(..., ulp=8)`), except that a sigmoid below 2^-126 (of x < -87.3) is 0;
+                one without such a form stays accurate.
+
+But for exact ones a compiler may contract a product and a sum on a GPU; off the GPU none is.
 
 Every function is of (x, p): a number, and a tuple that has the activation's parameters as fields.
 """
@@ -14,6 +20,7 @@ from functools import cache
 from types import FunctionType
 
 import refops.activations
+from cuda_kernels import elementary, operands
 from cuda_kernels.declared import device_of
 from cuda_kernels.elementary import exp, reciprocal, tanh
 from cuda_kernels.fast import FAST_NUMBERS
@@ -22,6 +29,7 @@ from refops.activations import ACTIVATIONS
 from refops.activations.declaration import IDENTITY, Forms, forms
 
 ONE = F(1)
+exact_exp, exact_tanh = elementary.EXACT
 
 #: The words of `refops.activations.arithmetic`.
 FormulaWords = namedtuple(
@@ -66,7 +74,14 @@ def make_formula_words(exp, tanh, sigmoid):
     )
 
 
+@device
+def exact_sigmoid(x):
+    """1 / (1 + e^-x), by the division that a GPU rounds correctly."""
+    return ONE / (ONE + exact_exp(-x))
+
+
 ACCURATE = make_formula_words(exp, tanh, sigmoid)
+EXACT = make_formula_words(exact_exp, exact_tanh, exact_sigmoid)
 #: The files that list the words: those of any formula, those of fast forms.
 VOCABULARY, FAST_VOCABULARY = "refops/activations/arithmetic.py", "cuda_kernels/fast.py"
 
@@ -85,7 +100,7 @@ def compiled(function, name, vocabulary=VOCABULARY):
 
 @cache
 def accurate_forms(function, words=ACCURATE):
-    """Return the `Forms` (value, slope, both or None) of a `refops.activations.Function`."""
+    """Return the `Forms` (value, slope, both or None) of a `refops.activations.Function`, in words of formulas."""
     return Forms(*(form and compiled(form, function.name) for form in forms(function.body, words)))
 
 
@@ -107,9 +122,11 @@ def _second_of(both):
     return lambda x, p: both(x, p)[1]
 
 
-def forms_of(function, fast_math):
-    """Return the `Forms` of single numbers."""
-    return (fast_math and fast_forms(function)) or accurate_forms(function)
+def forms_of(function, arithmetic):
+    """Return the `Forms` of single numbers. Without an exponential the exact ones are the accurate ones."""
+    if arithmetic == operands.EXACT and function.elementary:
+        return accurate_forms(function, EXACT)
+    return (arithmetic == operands.FAST and fast_forms(function)) or accurate_forms(function)
 
 
 #: The functions of one activation, each of (x, p): value and derivative of x, both (or None), gate and its slope (None
@@ -118,30 +135,32 @@ Functions = namedtuple("Functions", "value derivative both gate gate_slope")
 
 
 @cache
-def functions_of(name, *, fast_math=False):
+def functions_of(name, arithmetic=operands.ACCURATE):
     """Return the `Functions` of an activation of `refops.ACTIVATIONS`."""
     row = ACTIVATIONS[name]
-    gate = forms_of(row.gate, fast_math) if row.gated else Forms(None, None, None)
-    return Functions(*forms_of(row.act, fast_math), gate.value, gate.slope)
+    gate = forms_of(row.gate, arithmetic) if row.gated else Forms(None, None, None)
+    return Functions(*forms_of(row.act, arithmetic), gate.value, gate.slope)
 
 
 @cache
-def scaled_functions_of(name, *, fast_math=False):
+def scaled_functions_of(name, arithmetic=operands.ACCURATE):
     """Return the `Functions` whose slopes have the order of the kernels with a scale for each row; `both` is None."""
-    row, plain = ACTIVATIONS[name], functions_of(name, fast_math=fast_math)
-    words = ACCURATE._replace(sigmoid=FAST_NUMBERS.sigmoid) if fast_math else ACCURATE
+    row, plain = ACTIVATIONS[name], functions_of(name, arithmetic)
+    words = {operands.FAST: ACCURATE._replace(sigmoid=FAST_NUMBERS.sigmoid), operands.EXACT: EXACT}.get(
+        arithmetic, ACCURATE
+    )
     slopes = [f.row_scaled and compiled(f.row_scaled(words), f.name) for f in row.functions] + [None]
     return plain._replace(derivative=slopes[0] or plain.derivative, both=None, gate_slope=slopes[1] or plain.gate_slope)
 
 
 @cache
-def scaled_gradients_of(name, *, fast_math=False):
+def scaled_gradients_of(name, arithmetic=operands.ACCURATE):
     """Return (d_act, d_gate) of an activation with a scale for each row: functions of (act, gate, scaled dy, p).
 
     The order is that of TE's scaled kernels, not that of the plain ones: dy * (f' * gate) and dy * (f * gate'). A unary
     activation has no gate: both are its gradient, of which `gate` is no argument that matters.
     """
-    value, derivative, _, gate, slope = scaled_functions_of(name, fast_math=fast_math)
+    value, derivative, _, gate, slope = scaled_functions_of(name, arithmetic)
     if gate is None:
         gradient = device(lambda act, g, dy, p: dy * derivative(act, p))
         return gradient, gradient
@@ -152,9 +171,9 @@ def scaled_gradients_of(name, *, fast_math=False):
 
 
 @cache
-def scale_gradient_of(name, *, fast_math=False):
+def scale_gradient_of(name, arithmetic=operands.ACCURATE):
     """Return the function of (act, gate, dy, p) whose sum over a row is the gradient of its scale: dy * f."""
-    functions = functions_of(name, fast_math=fast_math)
+    functions = functions_of(name, arithmetic)
     value, gate = functions.value, functions.gate
     if gate is None:
         return device(lambda act, g, dy, p: dy * value(act, p))

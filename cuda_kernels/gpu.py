@@ -35,7 +35,7 @@ from cuda_kernels.families import (
 )
 from cuda_kernels.interface import Backend, Interface, Operand
 from cuda_kernels.launch import LARGEST_DIMENSION, launcher_for
-from cuda_kernels.operands import NO_PARAMETERS, Front, Random, Stored
+from cuda_kernels.operands import ARITHMETICS, EXACT, FAST, NO_PARAMETERS, Front, Random, Stored
 from cuda_kernels.result import Quantized
 from refops.arguments import (
     as_codes_hint,
@@ -96,13 +96,19 @@ def call(method, signature, args, options, fast_math):
 
 
 class GPU(Backend):
-    """Kernels on the device and in the library of one array; `fast_math` allows approximate exp and reciprocal."""
+    """Kernels on the device and in the library of one array; `fast_math` makes fast arithmetic of accurate."""
 
     def __init__(self, memory, fast_math=False, launcher=None):
         self.memory, self.fast_math = memory, fast_math
         self.launcher = launcher or launcher_for(memory.device)
 
     # --- arrays -----------------------------------------------------------------------------------
+
+    def arithmetic(self, given):
+        require_choice(given, "arithmetic", ARITHMETICS)
+        if self.fast_math and given == EXACT:
+            raise ValueError("fast_math must be False with arithmetic='exact'; got True")
+        return FAST if self.fast_math else given
 
     def tensor(self, value, name):
         operand = self.elements(value, name)

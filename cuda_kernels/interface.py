@@ -15,7 +15,7 @@ import numpy as np
 
 import refops
 from cuda_kernels.errors import NoKernelsError
-from cuda_kernels.operands import ELEMENT_FORMATS, NO_PARAMETERS, PARAMETERS, Front
+from cuda_kernels.operands import ACCURATE, ELEMENT_FORMATS, EXACT, NO_PARAMETERS, PARAMETERS, Front
 from refops.activations import DEFAULT_PARAMETERS, bind_activation
 from refops.arguments import require_choice, require_flag, require_integer, shown
 from refops.formats import ElementFormat, FloatFormat, require_format
@@ -84,6 +84,10 @@ class Job:
 
 class Backend:
     """What `Interface` needs of a backend. Arrays are the backend's own; dtypes are names ("bfloat16", "uint8")."""
+
+    def arithmetic(self, given):
+        """Return what activations are computed in where a caller gave `arithmetic`, raising ValueError for others."""
+        return require_choice(given, "arithmetic", (ACCURATE, EXACT))
 
     def tensor(self, value, name):
         """Return the argument as an `Operand`, contiguous; TypeError or ValueError as `refops.arguments.require_tensor`
@@ -171,7 +175,7 @@ class Backend:
         raise NotImplementedError
 
 
-def front_of(kind, bound, parameters, x, width, shape, *, dy=None, row_scales=None, interleave=0):
+def front_of(kind, bound, parameters, x, width, shape, *, dy=None, row_scales=None, interleave=0, arithmetic=ACCURATE):
     """Return the `Front` of an `Operand` x; `bound` is a `refops.activations.BoundActivation` or None."""
     if parameters:
         given = DEFAULT_PARAMETERS | parameters
@@ -188,6 +192,7 @@ def front_of(kind, bound, parameters, x, width, shape, *, dy=None, row_scales=No
         width=width,
         tensor_shape=tuple(shape),
         storage=x.storage,
+        arithmetic=arithmetic,
     )
 
 
@@ -202,22 +207,24 @@ class Interface(Generic[ArrayT, QuantizedT]):
     def _identity(self, x):
         return front_of("identity", None, {}, x, x.shape[-1], x.shape)
 
-    def _forward(self, name, x, params):
+    def _forward(self, name, x, params, arithmetic):
+        arithmetic = self.backend.arithmetic(arithmetic)
         bound = bind_activation(name, params)
         x = self.backend.tensor(x, "x")
         width = _output_width(x, bound.gated)
-        return front_of("forward", bound, bound.parameters, x, width, (*x.shape[:-1], width))
+        return front_of("forward", bound, bound.parameters, x, width, (*x.shape[:-1], width), arithmetic=arithmetic)
 
-    def _backward(self, name, dy, x, params):
+    def _backward(self, name, dy, x, params, arithmetic):
+        arithmetic = self.backend.arithmetic(arithmetic)
         bound = bind_activation(name, params)
         dy, x = self.backend.tensor(dy, "dy"), self.backend.tensor(x, "x")
         width = _output_width(x, bound.gated)
         _require_output_shape(dy, x, width)
         if dy.storage != x.storage:
             raise TypeError(f"dy and x must have the same dtype; got {dy.dtype} and {x.dtype}")
-        return front_of("backward", bound, bound.parameters, x, width, x.shape, dy=dy)
+        return front_of("backward", bound, bound.parameters, x, width, x.shape, dy=dy, arithmetic=arithmetic)
 
-    def _scaled(self, name, dy, x, row_scales, glu_interleave_size, params):
+    def _scaled(self, name, dy, x, row_scales, glu_interleave_size, params, arithmetic):
         """Return the front of a row-scaled activation (no `dy`) or its gradient, and x and row_scales as they came."""
         if not isinstance(name, str) or name not in SCALED_ACTIVATIONS:
             raise ValueError(f"name must be one of {', '.join(SCALED_ACTIVATIONS)}; got {shown(name)}")
@@ -228,6 +235,7 @@ class Interface(Generic[ArrayT, QuantizedT]):
             raise ValueError(f"row_scales must have one entry a row, {m}; got shape {row_scales.shape}")
         g = _require_interleave(glu_interleave_size, bound.gated, width)
         options = {"row_scales": self.backend.widened(row_scales).array, "interleave": g}
+        options["arithmetic"] = self.backend.arithmetic(arithmetic)
         if dy is _NOT_GIVEN:
             front = front_of("forward", bound, bound.parameters, x, width, (*x.shape[:-1], width), **options)
             return front, x, row_scales
@@ -241,9 +249,11 @@ class Interface(Generic[ArrayT, QuantizedT]):
 
     # --- activations ----------------------------------------------------------------------------------
 
-    def activation(self, name: str, x: Any, *, out_dtype: DTypeLike | None = None, **params: Number) -> ArrayT:
+    def activation(
+        self, name: str, x: Any, *, out_dtype: DTypeLike | None = None, arithmetic: str = ACCURATE, **params: Number
+    ) -> ArrayT:
         """As `refops.activation`: float32 arithmetic, one rounding to the output dtype."""
-        return self._materialized(self._forward(name, x, params), out_dtype)
+        return self._materialized(self._forward(name, x, params, arithmetic), out_dtype)
 
     @overload
     def activation_grad(
@@ -254,15 +264,32 @@ class Interface(Generic[ArrayT, QuantizedT]):
         *,
         out_dtype: DTypeLike | None = ...,
         dbias: Literal[False] = ...,
+        arithmetic: str = ...,
         **params: Number,
     ) -> ArrayT: ...
     @overload
     def activation_grad(
-        self, name: str, dy: Any, x: Any, *, out_dtype: DTypeLike | None = ..., dbias: Literal[True], **params: Number
+        self,
+        name: str,
+        dy: Any,
+        x: Any,
+        *,
+        out_dtype: DTypeLike | None = ...,
+        dbias: Literal[True],
+        arithmetic: str = ...,
+        **params: Number,
     ) -> tuple[ArrayT, ArrayT]: ...
     @overload
     def activation_grad(
-        self, name: str, dy: Any, x: Any, *, out_dtype: DTypeLike | None = ..., dbias: bool, **params: Number
+        self,
+        name: str,
+        dy: Any,
+        x: Any,
+        *,
+        out_dtype: DTypeLike | None = ...,
+        dbias: bool,
+        arithmetic: str = ...,
+        **params: Number,
     ) -> ArrayT | tuple[ArrayT, ArrayT]: ...
     def activation_grad(
         self,
@@ -272,11 +299,12 @@ class Interface(Generic[ArrayT, QuantizedT]):
         *,
         out_dtype: DTypeLike | None = None,
         dbias: bool = False,
+        arithmetic: str = ACCURATE,
         **params: Number,
     ) -> ArrayT | tuple[ArrayT, ArrayT]:
         """As `refops.activation_grad`: dx, or (dx, dbias), dbias the sum of dx as stored."""
         require_flag(dbias, "dbias")
-        return self._materialized(self._backward(name, dy, x, params), out_dtype, dbias)
+        return self._materialized(self._backward(name, dy, x, params, arithmetic), out_dtype, dbias)
 
     def scaled_activation(
         self,
@@ -286,10 +314,11 @@ class Interface(Generic[ArrayT, QuantizedT]):
         *,
         glu_interleave_size: int = 0,
         out_dtype: DTypeLike | None = None,
+        arithmetic: str = ACCURATE,
         **params: Number,
     ) -> ArrayT:
         """As `refops.scaled_activation`: the activation with each row multiplied by its scale."""
-        front, _, _ = self._scaled(name, _NOT_GIVEN, x, row_scales, glu_interleave_size, params)
+        front, _, _ = self._scaled(name, _NOT_GIVEN, x, row_scales, glu_interleave_size, params, arithmetic)
         return self._materialized(front, out_dtype)
 
     def scaled_activation_grad(
@@ -301,10 +330,11 @@ class Interface(Generic[ArrayT, QuantizedT]):
         *,
         glu_interleave_size: int = 0,
         out_dtype: DTypeLike | None = None,
+        arithmetic: str = ACCURATE,
         **params: Number,
     ) -> tuple[ArrayT, ArrayT]:
         """As `refops.scaled_activation_grad`: (dx, drow_scales)."""
-        front, x, row_scales = self._scaled(name, dy, x, row_scales, glu_interleave_size, params)
+        front, x, row_scales = self._scaled(name, dy, x, row_scales, glu_interleave_size, params, arithmetic)
         storage = self._output_storage(out_dtype, x.storage)
         out = self.backend.empty(x.shape, storage)
         scales_gradient = self.backend.empty(row_scales.shape, row_scales.storage)
@@ -379,10 +409,11 @@ class Interface(Generic[ArrayT, QuantizedT]):
         rowwise: bool = True,
         columnwise: bool = False,
         swizzled_scales: bool = False,
+        arithmetic: str = ACCURATE,
         **params: Number,
     ) -> QuantizedT:
         """As `refops.activation_quantize`: the activation, quantized, rounded where TE's kernels round."""
-        front = self._forward(name, x, params)
+        front = self._forward(name, x, params, arithmetic)
         check_fusable(front, scaling)
         return self._quantized(front, path_of(scaling), scaling, rowwise, columnwise, False, swizzled_scales)
 
@@ -398,6 +429,7 @@ class Interface(Generic[ArrayT, QuantizedT]):
         columnwise: bool = ...,
         dbias: Literal[False] = ...,
         swizzled_scales: bool = ...,
+        arithmetic: str = ...,
         **params: Number,
     ) -> QuantizedT: ...
     @overload
@@ -412,6 +444,7 @@ class Interface(Generic[ArrayT, QuantizedT]):
         columnwise: bool = ...,
         dbias: Literal[True],
         swizzled_scales: bool = ...,
+        arithmetic: str = ...,
         **params: Number,
     ) -> tuple[QuantizedT, ArrayT]: ...
     @overload
@@ -426,6 +459,7 @@ class Interface(Generic[ArrayT, QuantizedT]):
         columnwise: bool = ...,
         dbias: bool,
         swizzled_scales: bool = ...,
+        arithmetic: str = ...,
         **params: Number,
     ) -> QuantizedT | tuple[QuantizedT, ArrayT]: ...
     def activation_grad_quantize(
@@ -439,10 +473,11 @@ class Interface(Generic[ArrayT, QuantizedT]):
         columnwise: bool = False,
         dbias: bool = False,
         swizzled_scales: bool = False,
+        arithmetic: str = ACCURATE,
         **params: Number,
     ) -> QuantizedT | tuple[QuantizedT, ArrayT]:
         """As `refops.activation_grad_quantize`: the gradient, quantized, with `dbias` also its column sums."""
-        front = self._backward(name, dy, x, params)
+        front = self._backward(name, dy, x, params, arithmetic)
         check_fusable(front, scaling)
         return self._quantized(front, path_of(scaling), scaling, rowwise, columnwise, dbias, swizzled_scales)
 

@@ -11,6 +11,7 @@ import math
 import re
 import threading
 import warnings
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -101,19 +102,26 @@ def signature_of(spec):
 _OPEN_ROUNDING = re.compile(r"(?<![\w.])(add|sub|mul)((?:\.ftz)?(?:\.sat)?\.(?:f16|f16x2|bf16|bf16x2|f32|f32x2|f64)\s)")
 
 
-def compile_ptx(function, signature, target):
+def compile_ptx(function, signature, target, *, contracted=True):
     """Return the PTX of a kernel function for a tuple of Numba types and a compute capability.
 
-    NVVM leaves it to ptxas whether a multiplication and an addition become one fused operation, which would be another
-    rounding than the reference's. Here every one says that it rounds to nearest, which forbids that to any linker.
+    NVVM makes one operation of some multiplications and additions, which rounds otherwise than the reference, unless
+    `contracted` is False; of the others it leaves that to ptxas. Here every one says that it rounds to nearest, which
+    forbids it to any linker.
     """
     from numba import cuda
     from numba.core.errors import NumbaIRAssumptionWarning
 
-    with explain_declared(function), warnings.catch_warnings():
+    rounding = nullcontext() if contracted else simt.each_rounded()
+    with explain_declared(function), rounding, warnings.catch_warnings():
         warnings.simplefilter("error", NumbaIRAssumptionWarning)  # code that Numba lost, not a matter of style
         text, _ = cuda.compile_ptx(function, signature, cc=target, debug=False, opt=True)
     return _OPEN_ROUNDING.sub(r"\1.rn\2", text)
+
+
+def ptx_of(spec, target):
+    """Return the PTX of a `Spec` for a compute capability."""
+    return compile_ptx(spec.function(target), signature_of(spec), target, contracted=spec.contracted)
 
 
 def architecture(target):
@@ -198,7 +206,7 @@ class Launcher:
     def _compile(self, spec):
         def translate():
             announce(f"compiling a kernel for {architecture(self.target)}, once")
-            return compile_ptx(spec.function(self.target), signature_of(spec), self.target)
+            return ptx_of(spec, self.target)
 
         core, text = self.core, ptx_cache.get(spec, self.target, translate)
         options = core.LinkerOptions(arch=architecture(self.target))

@@ -103,6 +103,11 @@ class Kind(str, Enum):
     BACKWARD = "backward"
 
 
+#: What activations are computed in. accurate: TE's default build; fast: approximate exp and reciprocal, on a GPU;
+#: exact: correctly rounded exp, tanh and division, the bits of `refops`.
+ACCURATE, FAST, EXACT = ARITHMETICS = "accurate", "fast", "exact"
+
+
 class Bits(str, Enum):
     """Where the bits of stochastic rounding come from: a generator, or an array of the caller's."""
 
@@ -120,7 +125,7 @@ class Values:
         storage: dtype of what is read.
         row_scaled: every row is multiplied with a scale of its own.
         interleaved: rows of gated activations are [act 0:g | gate 0:g | act g:2g | ...].
-        fast_math: approximate exp and reciprocal.
+        arithmetic: one of `ARITHMETICS`.
     """
 
     kind: Kind
@@ -128,7 +133,7 @@ class Values:
     storage: str
     row_scaled: bool = False
     interleaved: bool = False
-    fast_math: bool = False
+    arithmetic: str = ACCURATE
 
     @property
     def gated(self):
@@ -164,6 +169,7 @@ class Front:
         width: columns of the activation's output (H for gated ones).
         tensor_shape: shape of the result; `matrix_shape` is it with leading dimensions flattened.
         storage: name of the nominal dtype, "float32", "float16" or "bfloat16".
+        arithmetic: one of `ARITHMETICS`, "accurate" for identity.
     """
 
     kind: str
@@ -177,6 +183,7 @@ class Front:
     width: int
     tensor_shape: tuple
     storage: str
+    arithmetic: str = ACCURATE
 
     @cached_property
     def matrix_shape(self):
@@ -184,11 +191,10 @@ class Front:
         *leading, k = self.tensor_shape
         return math.prod(leading), k
 
-    def values(self, fast_math):
+    def values(self):
         """The `Values` that code for it is compiled for."""
         scaled, interleaved = self.row_scales is not None, self.interleave > 0
-        fast_math = fast_math and self.name is not None
-        return Values(Kind(self.kind), self.name, self.storage, scaled, interleaved, fast_math)
+        return Values(Kind(self.kind), self.name, self.storage, scaled, interleaved, self.arithmetic)
 
     def source(self):
         """The `Inputs` of a kernel: the backend's arrays, and numbers."""
@@ -311,6 +317,12 @@ class Spec:
     def must_read(self, field: str) -> bool:
         """Whether the kernel is wrong if it never uses a pointer of that name; the default is of a tensor as it is."""
         return field not in ("dy", "row_scales")
+
+    @property
+    def contracted(self) -> bool:
+        """Whether a compiler may make a multiply-add of a product and a sum: anywhere but in exact arithmetic."""
+        values = getattr(self, "values", None)
+        return values is None or values.arithmetic != EXACT
 
     def function(self, target: tuple | None) -> Callable:
         """The Python function of the kernel for a target: equal specs share it."""

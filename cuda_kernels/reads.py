@@ -27,7 +27,7 @@ import numpy as np
 
 from cuda_kernels import casts
 from cuda_kernels.formulas import fast_forms, fast_gradients, fast_product, functions_of
-from cuda_kernels.operands import Inputs, Kind, described
+from cuda_kernels.operands import FAST, Inputs, Kind, described
 from cuda_kernels.pairs import fast_words, has_pairs
 from cuda_kernels.simt import I32, I64, F, device, select
 from cuda_kernels.vectors import (
@@ -122,7 +122,7 @@ def make_read_halves(values, whole, target, skip=0):
 def _make_computed_halves(values, whole, target, skip):
     """`make_read_halves`, but from the `left`-th on the results are what the gradient makes of zeros."""
     load, halves = make_load(values.storage, whole, skip), make_halves(values.storage, whole, False, skip)
-    gradients = gradients_map(values.activation, values.fast_math, target)
+    gradients = gradients_map(values.activation, values.arithmetic, target)
 
     @device
     def read(source, row, column, left):
@@ -153,7 +153,7 @@ def _identity(storage, whole, skip):
 
 
 def _unary(values, whole, target, skip):
-    load, function = make_load(values.storage, whole, skip), value_map(values.activation, values.fast_math, target)
+    load, function = make_load(values.storage, whole, skip), value_map(values.activation, values.arithmetic, target)
 
     @device
     def read(source, row, column, left):
@@ -163,7 +163,7 @@ def _unary(values, whole, target, skip):
 
 
 def _gated(values, whole, target, skip):
-    function = gated_map(values.activation, values.fast_math, target)
+    function = gated_map(values.activation, values.arithmetic, target)
     halves = make_halves(values.storage, whole, values.interleaved, skip)
 
     @device
@@ -193,7 +193,7 @@ def _scaled(read, target):
 
 
 def _gradient(values, whole, target, skip):
-    load, function = make_load(values.storage, whole, skip), gradient_map(values.activation, values.fast_math, target)
+    load, function = make_load(values.storage, whole, skip), gradient_map(values.activation, values.arithmetic, target)
 
     @device
     def read(source, row, column, left):
@@ -220,7 +220,7 @@ def _gated_gradient(values, target):
 
 def _guarded_gated_gradient(values, target):
     """Of any width: a vector may reach across the middle, so each element finds its place."""
-    gradients = gradients_map(values.activation, values.fast_math, target)
+    gradients = gradients_map(values.activation, values.arithmetic, target)
     widen = casts.STORAGES[values.storage].widen
 
     @device
@@ -326,43 +326,43 @@ def make_columns(interleaved):
 # 6.37.
 
 
-def part_map(function, part, name, fast_math, target):
+def part_map(function, part, name, arithmetic, target):
     """Return `mapped(v, source)`: a function of an activation, the "value" or the "gate", of eight."""
-    fast = fast_forms(function, fast_words(target)) if fast_math and has_pairs(target) else None
-    return make_map_of_pairs(fast.value) if fast else make_map(getattr(functions_of(name, fast_math=fast_math), part))
+    fast = fast_forms(function, fast_words(target)) if arithmetic == FAST and has_pairs(target) else None
+    return make_map_of_pairs(fast.value) if fast else make_map(getattr(functions_of(name, arithmetic), part))
 
 
-def value_map(name, fast_math, target):
+def value_map(name, arithmetic, target):
     """Return `mapped(act, source)`: eight f(act)."""
-    return part_map(ACTIVATIONS[name].act, "value", name, fast_math, target)
+    return part_map(ACTIVATIONS[name].act, "value", name, arithmetic, target)
 
 
-def gated_map(name, fast_math, target):
+def gated_map(name, arithmetic, target):
     """Return `mapped(act, gates, source)`: eight f(act) * gate(gate)."""
-    fused = fast_product(name, fast_words(target)) if fast_math else None
+    fused = fast_product(name, fast_words(target)) if arithmetic == FAST else None
     if fused is not None:
         return map2_for(target)(fused)
-    values = value_map(name, fast_math, target)
-    gates_of = part_map(ACTIVATIONS[name].gate, "gate", name, fast_math, target)
+    values = value_map(name, arithmetic, target)
+    gates_of = part_map(ACTIVATIONS[name].gate, "gate", name, arithmetic, target)
     return device(lambda act, gates, p: products(values(act, p), gates_of(gates, p), p))
 
 
-def gradient_map(name, fast_math, target):
+def gradient_map(name, arithmetic, target):
     """Return `mapped(x, dy, source)`: eight f'(x) * dy."""
-    fast, product = fast_math and fast_forms(ACTIVATIONS[name].act, fast_words(target)), product_for(target)
+    fast, product = arithmetic == FAST and fast_forms(ACTIVATIONS[name].act, fast_words(target)), product_for(target)
     if fast:
         slope = fast.slope
         return map2_for(target)(device(lambda x, dy, p: product(slope(x, p), dy)))
-    derivative = functions_of(name, fast_math=fast_math).derivative
+    derivative = functions_of(name, arithmetic).derivative
     return make_map2(device(lambda x, dy, p: derivative(x, p) * dy))
 
 
-def gradients_map(name, fast_math, target):
+def gradients_map(name, arithmetic, target):
     """Return `mapped(act, gate, dy, p)`: both parts of a gated gradient of eight, in TE's order unless fast."""
-    fused = fast_gradients(name, fast_words(target)) if fast_math else None
+    fused = fast_gradients(name, fast_words(target)) if arithmetic == FAST else None
     if fused is not None:
         return map3_to_two_for(target)(fused)
-    f = functions_of(name, fast_math=fast_math)
+    f = functions_of(name, arithmetic)
     value, derivative, both, gate, slope = f
     if both is None:
         act_parts = make_map3(device(lambda act, g, dy, p: (derivative(act, p) * dy) * gate(g, p)))

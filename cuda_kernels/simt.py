@@ -28,6 +28,7 @@ float or int literal where a float32 or uint32 belongs would turn a kernel into 
 import hashlib
 import inspect
 import os
+from contextlib import contextmanager
 from functools import lru_cache
 
 import numpy as np
@@ -196,6 +197,20 @@ else:
             return on_gpu(_intrinsic(scope[meaning.__name__]))(meaning)
 
         return decorate
+
+    @contextmanager
+    def each_rounded():
+        """Let NVVM make no multiply-add of a product and a sum, in the context; other threads compile after it."""
+        from numba.cuda import compiler
+        from numba.cuda.cudadrv import nvvm
+
+        original = nvvm.compile_ir
+        with compiler.global_compiler_lock:
+            nvvm.compile_ir = lambda ir, **options: original(ir, **{**options, "fma": False})
+            try:
+                yield
+            finally:
+                nvvm.compile_ir = original
 
     def _intrinsic(function):
         from numba.cuda.extending import intrinsic

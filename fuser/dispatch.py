@@ -4,9 +4,12 @@
 |-------------|--------------------------------|-------------------------------|
 | "auto"      | `cuda_kernels.host`, no copies | `cuda_kernels`, no copies     |
 | "reference" | `refops`, no copies            | `refops`, through host memory |
+| "exact"     | as "auto"                      | as "auto"                     |
 | "float64"   | as "auto"                      | as "auto"                     |
 
-Under "float64" activations also take float64 tensors, and compute the true formulas of `refops`: for gradcheck.
+Under "exact" activations and gradients have the bits of `refops`: `arithmetic="exact"` of `cuda_kernels`, without which
+exp and tanh are within 2 ulp, as TE's. Under "float64" activations also take float64 tensors, and compute the true
+formulas of `refops`: for gradcheck.
 
 The backend is that of the innermost `with backend(name)` around the call, else of the environment variable
 FUSER_BACKEND, else "auto". Every function is that of `refops` with the same name; its docstring has the details.
@@ -40,7 +43,7 @@ from refops.arguments import require_integer, require_tensor, shown
 from refops.quantization.result import Quantized, matrix_shape, stored_layout
 from refops.tiles import InputSource, tensor_amax
 
-BACKENDS = ("auto", "reference", "float64")
+BACKENDS = ("auto", "reference", "exact", "float64")
 VARIABLE = "FUSER_BACKEND"
 
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -62,7 +65,7 @@ def backend(name: str) -> AbstractContextManager[str]:
     It nests, and holds for the current thread or task alone (a `contextvars.ContextVar`).
 
     Args:
-        name: "auto", "reference" or "float64"; the module's table says what each does.
+        name: "auto", "reference", "exact" or "float64"; the module's table says what each does.
 
     Raises:
         ValueError: another name.
@@ -632,6 +635,8 @@ def _run(method, x, args, options, **others):
         args, options: the method's, with tensors and torch's dtypes.
         others: the other tensors among the arguments, by name.
     """
+    if method in _ACTIVATIONS and current_backend() == "exact":
+        options = {**options, "arithmetic": "exact"}
     described, plan = _find_plan(x, method, args, options)
     if plan is not None:
         return plan.run(described)
@@ -765,6 +770,10 @@ _FLOAT64 = {
     "scaled_activation": _float64_scaled,
     "scaled_activation_grad": _float64_scaled_grad,
 }
+
+
+#: Methods with an activation in them.
+_ACTIVATIONS = {*_FLOAT64, "activation_quantize", "activation_grad_quantize"}
 
 
 # --- quantization ---------------------------------------------------------------------------------

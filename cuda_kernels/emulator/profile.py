@@ -159,13 +159,11 @@ class _Launched:
 
     def _compiled(self):
         """`Measured` of its PTX, which is on disk since it was launched, unless nothing can be kept there."""
-        from cuda_kernels.launch import compile_ptx, signature_of
-
-        def translate():
-            return compile_ptx(self.spec.function(self.target), signature_of(self.spec), self.target)
+        from cuda_kernels.launch import ptx_of
 
         def measure():
-            return compile_report.measure(ptx_cache.get(self.spec, self.target, translate), self.target)
+            ptx = ptx_cache.get(self.spec, self.target, lambda: ptx_of(self.spec, self.target))
+            return compile_report.measure(ptx, self.target)
 
         return compile_report.on_disk(("profile", self.spec), self.target, measure)
 

@@ -250,7 +250,7 @@ def store(gpu, front, out, storage, amax=None):
     """
     if not out.size:
         return
-    values, whole = front.values(gpu.fast_math), gpu.whole(front, VECTOR, out)
+    values, whole = front.values(), gpu.whole(front, VECTOR, out)
     of_halves = values.kind is Kind.BACKWARD and values.gated
     spec = (ElementwiseGradient if of_halves else Elementwise)(values, storage, amax is not None, whole)
     rows, columns = front.matrix_shape

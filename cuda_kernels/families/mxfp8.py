@@ -406,7 +406,7 @@ def rounded_to(job):
 
 def quantize_rows(gpu, job):
     """The rowwise copy alone."""
-    front, out, values = job.front, job.rowwise, job.front.values(gpu.fast_math)
+    front, out, values = job.front, job.rowwise, job.front.values()
     spec = MXFP8Rows(values, out.direction, rounded_to(job), gpu.whole(front, 16, out.data))
     gated_gradient = values.gated and values.kind is Kind.BACKWARD
     if gated_gradient and spec.whole and front.width % out.direction.block[1] == 0:
@@ -425,7 +425,7 @@ def quantize_columns(gpu, job):
     if job.dbias is not None:
         partial = gpu.empty((ceil_div(m, direction.block[1]), k), "float32")
     spec = MXFP8Columns(
-        front.values(gpu.fast_math),
+        front.values(),
         direction,
         rounded_to(job),
         whole=gpu.whole(front, VECTOR, columnwise.data, None if rowwise is None else rowwise.data),

@@ -422,7 +422,7 @@ def copies_of(job, copy_of):
 
 def cast_copies(gpu, job, front, rowwise, columnwise, dbias=None):
     """Fill copies of a front; with the columnwise one, also `dbias` with the sums of columns, if it is given."""
-    values, direction, (m, k) = front.values(gpu.fast_math), direction_of(job.scaling, False), front.matrix_shape
+    values, direction, (m, k) = front.values(), direction_of(job.scaling, False), front.matrix_shape
     if columnwise is None:
         spec = rows_of(values, direction, gpu.whole(front, 16, rowwise.data))
         gpu.launch(spec, (m, k), front.source(), rowwise)
@@ -454,7 +454,7 @@ def rows_of(values, direction, whole):
 def tensor_amax(gpu, front, amax):
     """Raise `amax`, a float32 array (1,) that is not negative, to the largest magnitude of a front."""
     m, k = front.matrix_shape
-    spec = Amax(front.values(gpu.fast_math), gpu.whole(front, 16))
+    spec = Amax(front.values(), gpu.whole(front, 16))
     gpu.launch(spec, (m, k), front.source(), Maxima(amax, 0, m, k))
 
 

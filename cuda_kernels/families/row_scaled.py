@@ -108,7 +108,7 @@ def make_load_inputs(values, whole):
 
 def make_gradients(values):
     """Return `gradients` of the table above."""
-    of_act, of_gate = scaled_gradients_of(values.activation, fast_math=values.fast_math)
+    of_act, of_gate = scaled_gradients_of(values.activation, values.arithmetic)
     d_act, d_gates = make_map3(of_act), make_map3(of_gate)
 
     @device
@@ -147,7 +147,7 @@ def make_dot(values, whole):
 
     What lies beyond the row's end adds nothing, even if the activation makes another number than 0 of zeros.
     """
-    products = make_map3(scale_gradient_of(values.activation, fast_math=values.fast_math))
+    products = make_map3(scale_gradient_of(values.activation, values.arithmetic))
     zeros_outside = device(lambda v, left: v) if zeros_stay(values.activation) else make_zeros_outside(whole)
 
     @device
@@ -238,7 +238,7 @@ def scaled_gradient(gpu, front, dx, drow_scales):
     rows, columns = front.matrix_shape[0], dx.shape[-1]
     if not rows:
         return
-    values, whole = front.values(gpu.fast_math), gpu.whole(front, VECTOR, dx)
+    values, whole = front.values(), gpu.whole(front, VECTOR, dx)
     spec = ScaledGradient(values, dx.dtype, drow_scales.dtype, whole)
     gpu.launch(spec, (rows, columns), front.source(), Stored(dx, rows, columns), (drow_scales,))
 

@@ -419,7 +419,7 @@ def quantize(gpu, job):
         return
     for copy in (job.rowwise, columnwise):  # each reads, and computes an activation, again: few scalings have both here
         if copy is not None:
-            spec = GivenRows(front.values(gpu.fast_math), copy.direction, gpu.whole(front, VECTOR, copy.data))
+            spec = GivenRows(front.values(), copy.direction, gpu.whole(front, VECTOR, copy.data))
             gpu.launch(spec, front.matrix_shape, front.source(), copy.blocks(), maxima)
 
 
@@ -428,7 +428,7 @@ def find_maxima(gpu, front, edge):
     m, k = front.matrix_shape
     down, across = ceil_div(m, edge), ceil_div(k, edge)
     maxima = Maxima(gpu.zeros((down, across), "float32"), across, m, k)
-    spec = SquareMaxima(front.values(gpu.fast_math), edge, gpu.whole(front, 16))
+    spec = SquareMaxima(front.values(), edge, gpu.whole(front, 16))
     gpu.launch(spec, (m, k), front.source(), maxima)
     return maxima
 
@@ -439,7 +439,7 @@ def cast_in_tiles(gpu, job, kernel, *maxima):
     (m, k), made = front.matrix_shape, [copy for copy in (rowwise, columnwise) if copy is not None]
     transposed = columnwise is not None and columnwise.direction.transposed
     spec = kernel(
-        values=front.values(gpu.fast_math),
+        values=front.values(),
         direction=job.direction.other if job.direction.columnwise else job.direction,
         rowwise=rowwise is not None,
         columnwise=columnwise is not None,

@@ -207,7 +207,7 @@ def column_sums(gpu, front, dbias, *, stored=None, out=None, rounded=False, sums
     out = Stored(None, m, k) if out is None else out  # the sizes alone
     dtype = stored if isinstance(stored, str) else front.storage
     spec = Band(
-        front.values(gpu.fast_math),
+        front.values(),
         stored,
         dtype if rounded or sums_rounded else "float32",
         sums_rounded,

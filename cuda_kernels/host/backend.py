@@ -196,7 +196,8 @@ class HostBackend(Backend):
         m, sums = front.matrix_shape[0], self._doing.new(np.empty, (scales_gradient.size,), F)
         words, arrays_in = [], []
         tiles.append_words((*front.source(), *Stored(out, m, out.shape[-1]), sums), words, arrays_in)
-        loop = rows.scaled_gradient(front.name, front.storage, storage, front.gated, front.interleave > 0)
+        kind = front.name, front.storage, storage, front.gated, front.interleave > 0, front.arithmetic
+        loop = rows.scaled_gradient(*kind)
         self._doing.loop(loop, words, arrays_in, m, m * front.width <= SMALL)
         self._doing.run(partial(_narrow, scales_storage), sums, scales_gradient)
 

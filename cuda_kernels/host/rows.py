@@ -9,7 +9,7 @@ from cuda_kernels.formulas import scale_gradient_of, scaled_gradients_of
 from cuda_kernels.host.compile import compiled
 from cuda_kernels.host.tiles import LOOP, make_array_at, reader, size
 from cuda_kernels.host.values import halves_of, inputs_at
-from cuda_kernels.operands import Inputs, Stored
+from cuda_kernels.operands import ACCURATE, Inputs, Stored
 from cuda_kernels.simt import F, device
 
 #: Columns whose products are added from left to right before the sums of chunks are.
@@ -17,7 +17,7 @@ CHUNK = 128
 
 
 @cache
-def scaled_gradient(name, storage, out_storage, gated, interleaved):
+def scaled_gradient(name, storage, out_storage, gated, interleaved, arithmetic):
     """Return `loop(words, first, last)` over rows: words of an `Inputs`, of a `Stored` and of a float32 array (M,).
 
     Fills the one, of dtype `out_storage`, with the gradient, the other with that of the scales.
@@ -26,7 +26,7 @@ def scaled_gradient(name, storage, out_storage, gated, interleaved):
     read_stored, narrow = reader(Stored, data=STORAGES[out_storage].carrier.type), STORAGES[out_storage].narrow
     at_stored, array_at = size(Inputs), make_array_at(np.float32)
     at_sums = at_stored + size(Stored)
-    (act_gradient, gate_gradient), product = scaled_gradients_of(name), scale_gradient_of(name)
+    (act_gradient, gate_gradient), product = scaled_gradients_of(name, arithmetic), scale_gradient_of(name, arithmetic)
     halves = halves_of(interleaved) if gated else single
 
     def loop(words, first, last):
@@ -56,6 +56,7 @@ def scaled_gradient(name, storage, out_storage, gated, interleaved):
             sums[row] = total
 
     words = [name, "backward-scaled", storage, out_storage, "interleaved" * interleaved]
+    words += [arithmetic] if arithmetic != ACCURATE else []
     return compiled("-".join(filter(None, words)), loop, LOOP)
 
 

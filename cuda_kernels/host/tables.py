@@ -15,7 +15,7 @@ from cuda_kernels.host.arrays import DTYPES
 from cuda_kernels.host.calls import Doing
 from cuda_kernels.host.compile import compiled
 from cuda_kernels.host.tiles import LOOP, append_words, make_array_at, reader, size
-from cuda_kernels.operands import Inputs
+from cuda_kernels.operands import ACCURATE, Inputs
 from refops.activations import ACTIVATIONS
 from refops.activations.arithmetic import REFERENCE
 
@@ -63,9 +63,13 @@ def is_tabulated(name, part, storage):
 
 
 @cache
-def _tabulating(name, part):
+def _tabulating(name, part, arithmetic):
     """Return the loop that computes a part of float32 `x` into an array whose words follow those of the `Inputs`."""
-    function, read, array_at = getattr(functions_of(name), part.value), reader(Inputs, x=F, dy=F), make_array_at(F)
+    function, read, array_at = (
+        getattr(functions_of(name, arithmetic), part.value),
+        reader(Inputs, x=F, dy=F),
+        make_array_at(F),
+    )
     at_out = size(Inputs)
 
     def loop(words, first, last):
@@ -73,26 +77,31 @@ def _tabulating(name, part):
         for i in range(first, last):
             out[i] = function(inputs.x[i], inputs)
 
-    return compiled(f"table-{name}-{part.value.replace('_', '-')}", loop, LOOP)
+    return compiled(f"table-{in_arithmetic(name, part, arithmetic)}-{part.value.replace('_', '-')}", loop, LOOP)
 
 
-def table_of(name, part, storage, parameters):
+def in_arithmetic(name, part, arithmetic):
+    """What tells apart loops of a part of an activation: its name, and the arithmetic where it has exponentials."""
+    return name if arithmetic == ACCURATE or not part.declared(name).elementary else f"{name}-{arithmetic}"
+
+
+def table_of(name, part, storage, parameters, arithmetic=ACCURATE):
     """Return float32 (65536,): a part of an activation, of x with each 16-bit pattern.
 
     Args:
         parameters: float32 of each of `operands.PARAMETERS`.
     """
-    return _table_of(name, part, storage, np.array(parameters, F).tobytes())
+    return _table_of(name, part, storage, np.array(parameters, F).tobytes(), arithmetic)
 
 
 @lru_cache(maxsize=MOST_TABLES)
-def _table_of(name, part, storage, parameters):
+def _table_of(name, part, storage, parameters, arithmetic):
     x, table = _all_numbers(storage), np.empty(CODES, F)
     words: list[int] = []
     arrays: list[tuple] = []
     inputs = Inputs(x, None, None, *np.frombuffer(parameters, F), 1, CODES, 0)
     append_words((*inputs, table), words, arrays)
-    Doing().loop(_tabulating(name, part), words, arrays, CODES, True)
+    Doing().loop(_tabulating(name, part, arithmetic), words, arrays, CODES, True)
     table.flags.writeable = False
     return table
 

@@ -13,7 +13,7 @@ import numpy as np
 from cuda_kernels.casts import STORAGES
 from cuda_kernels.formulas import functions_of
 from cuda_kernels.host.compile import address_of
-from cuda_kernels.host.tables import Part, is_tabulated, table_of
+from cuda_kernels.host.tables import Part, in_arithmetic, is_tabulated, table_of
 from cuda_kernels.host.tiles import STAGE, make_array_at, reader, size
 from cuda_kernels.operands import Inputs
 from cuda_kernels.simt import F, device
@@ -51,14 +51,16 @@ def itself(storage):
 
 
 @cache
-def getting(name, part, storage):
+def getting(name, part, storage, arithmetic):
     """Return the `Getting` of a `Part` of an activation, x of a dtype."""
     if is_tabulated(name, part, storage):
         return from_table()
     if part is Part.GATE and part.declared(name) is IDENTITY:
         return itself(storage)
-    function, widen = getattr(functions_of(name), part.value), STORAGES[storage].widen
-    return Getting(name, device(lambda stored, inputs, table: function(widen(stored), inputs)))
+    function, widen = getattr(functions_of(name, arithmetic), part.value), STORAGES[storage].widen
+    return Getting(
+        in_arithmetic(name, part, arithmetic), device(lambda stored, inputs, table: function(widen(stored), inputs))
+    )
 
 
 #: (kind of a front, whether it is gated) -> the parts that it is made of.
@@ -95,8 +97,9 @@ def filling_for(front):
     parts, tables = PARTS[front.kind, front.gated], []
     for part in parts:
         read = is_tabulated(front.name, part, front.storage)
-        tables.append(table_of(front.name, part, front.storage, front.parameters) if read else None)
-    gettings = tuple(getting(front.name, part, front.storage) for part in parts)
+        made = table_of(front.name, part, front.storage, front.parameters, front.arithmetic) if read else None
+        tables.append(made)
+    gettings = tuple(getting(front.name, part, front.storage, front.arithmetic) for part in parts)
     stage = filling(front.kind, gettings, front.storage, front.row_scales is not None, front.interleave > 0)
     return Filling(stage, [*front.source(), *tables], [table for table in tables if table is not None])
 

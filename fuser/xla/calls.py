@@ -7,8 +7,8 @@
 
 The route is that of the innermost `with route(name)` around the trace, else of the environment variable
 FUSER_XLA_ROUTE, else "ffi" on CPUs and NVIDIA GPUs and "callback" elsewhere. `fuser.backend("reference")`, or
-FUSER_BACKEND=reference, computes with `refops`, by the callback. Both are read when a function is traced: what jit has
-compiled stays as it is.
+FUSER_BACKEND=reference, computes with `refops`, by the callback; "exact" has the bits of `refops` by any route. All are
+read when a function is traced: what jit has compiled stays as it is.
 """
 
 import functools
@@ -73,14 +73,13 @@ def current_route() -> str:
     return "ffi" if jax.default_backend() in ("cpu", "gpu", "cuda") else "callback"
 
 
-def _is_reference():
-    """Whether `fuser.backend` or its environment variable asks for `refops`.
+def _backend():
+    """The backend of `fuser.backend` or its environment variable; None without one.
 
     `fuser.dispatch` loads torch, which JAX programs need not have: nobody has selected a backend before it was loaded.
     """
     dispatch = sys.modules.get("fuser.dispatch")
-    name = os.environ.get("FUSER_BACKEND") if dispatch is None else dispatch.current_backend()
-    return name == "reference"
+    return os.environ.get("FUSER_BACKEND") if dispatch is None else dispatch.current_backend()
 
 
 # --- results ------------------------------------------------------------------------------------------
@@ -135,7 +134,10 @@ def execute(call, dtype, *operands):
     Returns:
         The results of that table; data and scales of quantized tensors as padded matrices.
     """
-    reference = _is_reference()
+    selected = _backend()
+    reference = selected == "reference"
+    if selected == "exact" and call.kind in (ACTIVATION, GRADIENT):
+        call = call._replace(exact=True)
     return _execute(call, np.dtype(dtype).name, "callback" if reference else current_route(), reference, *operands)
 
 

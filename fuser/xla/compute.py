@@ -35,6 +35,7 @@ import numpy as np
 
 import refops
 from cuda_kernels.interface import Job, Operand, front_of
+from cuda_kernels.operands import ACCURATE, EXACT
 from fuser.xla.settings import ACTIVATION_NAMES, FORMATS, QuantizeLayout, ScalingMode, scaling_of
 from refops.activations import bind_activation
 from refops.ops import check_fusable, path_of
@@ -47,7 +48,7 @@ HIGH_PRECISION = ("float32", "float16", "bfloat16")
 _CLAMPED = ACTIVATION_NAMES.index("clamped_swiglu")
 CLAMPED_PARAMETERS = ("limit", "alpha", "glu_linear_offset")
 #: Fields of a `Call` that are False unless told otherwise.
-FLAGS = ("is_dbias", "use_rht", "stochastic_rounding")
+FLAGS = ("is_dbias", "use_rht", "stochastic_rounding", "exact")
 
 
 class Call(NamedTuple):
@@ -61,6 +62,7 @@ class Call(NamedTuple):
         is_dbias: whether column sums are wanted.
         limit, alpha, glu_linear_offset: parameters of clamped_swiglu.
         use_rht, stochastic_rounding: NVFP4's Hadamard transform of the columnwise copy, and rounding of elements.
+        exact: activations have the bits of `refops`.
     """
 
     kind: str
@@ -74,6 +76,7 @@ class Call(NamedTuple):
     glu_linear_offset: float = refops.DEFAULT_PARAMETERS["glu_linear_offset"]
     use_rht: bool = False
     stochastic_rounding: bool = False
+    exact: bool = False
 
 
 class Buffer(NamedTuple):
@@ -274,10 +277,10 @@ def _front(call, plan, place, operands):
     if act_len != 1 + plan.bound.gated:
         name = plan.bound.activation.name
         raise ValueError(f"{name} needs {1 + plan.bound.gated} along the second last axis of x; got shape {x.shape}")
-    m = math.prod(leading)
+    m, arithmetic = math.prod(leading), EXACT if call.exact else ACCURATE
     operand = Operand(place.view(x, (m, act_len * n), x.dtype), (m, act_len * n), x.dtype)
     if call.kind == ACTIVATION:
-        return front_of("forward", plan.bound, plan.bound.parameters, operand, n, (m, n))
+        return front_of("forward", plan.bound, plan.bound.parameters, operand, n, (m, n), arithmetic=arithmetic)
     dz = operands[0]
     if tuple(dz.shape) != (*leading, n) or dz.dtype != x.dtype:
         raise ValueError(
@@ -285,7 +288,8 @@ def _front(call, plan, place, operands):
             f"{tuple(dz.shape)}"
         )
     dy = Operand(place.view(dz, (m, n), dz.dtype), (m, n), dz.dtype)
-    return front_of("backward", plan.bound, plan.bound.parameters, operand, n, operand.shape, dy=dy)
+    options = {"dy": dy, "arithmetic": arithmetic}
+    return front_of("backward", plan.bound, plan.bound.parameters, operand, n, operand.shape, **options)
 
 
 def _job(call, plan, place, front, scale, results, dbias):

@@ -300,7 +300,7 @@ def _error(api, error):
 
 def call_of(kind, attributes):
     """Return the `Call` of a frame's attributes, TE's: act_enum, scaling_mode, quantize_layout, act_params, is_dbias,
-    output_amax_when_no_scaling, use_rht, stochastic_rounding. act_params are nested as TE's,
+    output_amax_when_no_scaling, use_rht, stochastic_rounding; and exact. act_params are nested as TE's,
     {"clamped_swiglu": {...}}, or flat."""
     parameters = attributes.get("act_params", {})
     parameters = parameters.get("clamped_swiglu", parameters)

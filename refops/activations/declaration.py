@@ -24,7 +24,14 @@ from refops.arguments import require_flag, require_integer, require_number, show
 RESERVED = frozenset(
     (
         *("self", "cls", "name", "x", "dy", "row_scales", "scaling", "rowwise", "columnwise", "dbias", "out_dtype"),
-        *("glu_interleave_size", "swizzled_scales", "fast_math", "cache_quantized_input", "compute_scale_grad"),
+        *(
+            "glu_interleave_size",
+            "swizzled_scales",
+            "arithmetic",
+            "fast_math",
+            "cache_quantized_input",
+            "compute_scale_grad",
+        ),
         *("input", "grad", "fwd_input", "act_scales", "quantizer", "activation_type", "activation_recompute_in_mlp"),
         *("rows", "width", "interleave", "data", "codes", "scales", "amax", "random_bits", "seed", "offset"),
         *("first_block", "epsilon", "largest_scale", "outer", "inner", "scale_stride"),

@@ -31,18 +31,18 @@ def ptx_of(function, parameters):
 def main(names):
     """Compile the functions of the activations called `names` (or of all), which are called "FUNCTION.value" and so on.
 
-    Each is in "accurate"; in "fast" where its declaration has a form for approximate units.
+    Each is in "accurate" and "exact"; in "fast" where its declaration has a form for approximate units.
     """
     rows = [row for name, row in ACTIVATIONS.items() if not names or name in names]
     functions = list(dict.fromkeys(function for row in rows for function in row.functions))
-    silu = forms_of(ACTIVATIONS["silu"].act, fast_math=False).value
+    silu = forms_of(ACTIVATIONS["silu"].act, "accurate").value
     numba.njit("float32(float32)", error_model="numpy")(lambda x: silu(x, 0))
-    texts = {"accurate": {}, "fast": {}, "elementary": {}}
+    texts = {"accurate": {}, "exact": {}, "fast": {}, "elementary": {}}
     capability = SimpleNamespace(compute_capability=(9, 0))
     with mock.patch("numba.cuda.dispatcher.get_current_device", lambda: capability):
         for function in functions:
-            for kind in ("accurate", "fast") if function.fast else ("accurate",):
-                made = forms_of(function, kind == "fast")
+            for kind in ("accurate", "exact", "fast") if function.fast else ("accurate", "exact"):
+                made = forms_of(function, kind)
                 texts[kind][f"{function.name}.value"] = ptx_of(made.value, True)
                 texts[kind][f"{function.name}.slope"] = ptx_of(made.slope, True)
         for name in ("exp", "tanh", "reciprocal"):

@@ -158,6 +158,6 @@ def test_far_left_everything_is_0(name):
 def test_activations_have_the_same_values(name):
     """Scaled kernels and those without pairs call the functions for every GPU: others' have the same values."""
     x, _, _ = inputs()
-    own, value = fast_forms(ACTIVATIONS[name].act, pairs.FAST_NATIVE).value, functions_of(name, fast_math=True).value
+    own, value = fast_forms(ACTIVATIONS[name].act, pairs.FAST_NATIVE).value, functions_of(name, "fast").value
     got = over_arrays(numba.njit(lambda x: value(x, P), error_model="numpy"))(x)
     np.testing.assert_array_equal(got, over_arrays(numba.njit(lambda x: own(x, P), error_model="numpy"))(x))

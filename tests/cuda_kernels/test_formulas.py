@@ -6,7 +6,6 @@ the ones of TE's header (docs/spec/activations.md, 1.2 and 1.3). Accuracy: the o
 and, at ulp=8, fast formulas on the worst units that their documentation allows.
 """
 
-import math
 from collections import Counter
 from functools import cache
 
@@ -63,20 +62,10 @@ def raise_unless_accepted(results, ulp):
 # --- order of operations ----------------------------------------------------------------------------
 
 
-@cache
-def words_with_rounded_functions():
-    """The accurate words with the nearest float32 to e^x and tanh(x), and 1 / x."""
-    exp = numba.njit(lambda x: F(math.exp(min(np.float64(x), 200.0))) if x == x else x, inline="always")
-    tanh = numba.njit(lambda x: F(math.tanh(np.float64(x))), inline="always")
-    one = F(1)
-    sigmoid = numba.njit(lambda x: one / (one + exp(-x)), inline="always", error_model="numpy")
-    return formulas.make_formula_words(exp, tanh, sigmoid)
-
-
 @sampled("function", DISTINCT, 3)
-def test_order_of_operations_is_the_reference_s_bit_for_bit(function):
+def test_exact_formulas_are_the_reference_s_bit_for_bit(function):
     name, half = next((n, i) for n, row in ACTIVATIONS.items() for i, f in enumerate(row.functions) if f is function)
-    bound, made = bind_activation(name, {}), formulas.accurate_forms(function, words_with_rounded_functions())
+    bound, made = bind_activation(name, {}), formulas.forms_of(function, "exact")
     x, _ = bfloat16_and_random()
     for which, form in zip((("value", "derivative"), ("gate", "gate_slope"))[half], made, strict=False):
         np.testing.assert_array_equal(of_p(form)(x), getattr(bound, which)(x), err_msg=which)
@@ -144,7 +133,7 @@ def test_the_oracle_accepts_accurate_formulas_at_2_ulp(name):
 def test_fast_formulas_off_the_gpu_at_8_ulp(name):
     x, gate = bfloat16_and_random()
     keep = ~flushed(name, x)
-    functions = formulas.functions_of(name, fast_math=True)
+    functions = formulas.functions_of(name, "fast")
     raise_unless_accepted(evaluate(name, functions, x[keep], gate[keep]), ulp=8)
 
 

@@ -29,7 +29,7 @@ def another(value):
     if isinstance(value, Direction):
         return direction_of(MXFP8Scaling(E4M3 if value.fmt == "e5m2" else E5M2), value.columnwise)
     if isinstance(value, Values):
-        return replace(value, fast_math=not value.fast_math)
+        return replace(value, arithmetic="exact" if value.arithmetic == "fast" else "fast")
     if value is None:  # no sign mask
         return 1
     return "float16" if value == "bfloat16" else "bfloat16"

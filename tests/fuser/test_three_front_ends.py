@@ -1,7 +1,8 @@
 """The same activation of the same input has the same bits through PyTorch, JAX and NumPy, with every scaling.
 
 With the kernels (backend "auto"): `fuser.functional`, `fuser.xla` by both routes, `cuda_kernels.host`; and `refops`
-given the same activation, for the casts. With backend "reference": `fuser.functional`, `fuser.xla` and `refops`.
+given the same activation, for the casts. With backends "reference" and "exact": `fuser.functional`, `fuser.xla` and
+`refops`.
 """
 
 import numpy as np
@@ -14,6 +15,7 @@ import jax.numpy as jnp  # noqa: E402
 import torch  # noqa: E402
 from scaled_tensors import SCALE, SETTINGS, assert_same_quantized, assert_same_raw, quantizer_of  # noqa: E402
 
+import exactness  # noqa: E402
 import refops  # noqa: E402
 from cuda_kernels import host  # noqa: E402
 from fuser import functional, xla  # noqa: E402
@@ -27,7 +29,7 @@ from fuser.quantization.quantizers import (  # noqa: E402
 )
 from fuser.xla.settings import ACTIVATION_NAMES  # noqa: E402
 
-E4M3 = DType.kFloat8E4M3
+E4M3, DTYPES = DType.kFloat8E4M3, exactness.DTYPES
 MODE = {mode.name.removesuffix("_SCALING"): mode for mode in SETTINGS}
 #: Scaling -> PyTorch's quantizer; JAX's and NumPy's are in `scaled_tensors`.
 TORCH_QUANTIZERS = {
@@ -74,7 +76,7 @@ def by_torch(name, form, scaling, x, dy):
 def by_jax(name, form, scaling, x, dy):
     """(result, dbias) of `fuser.xla`."""
     quantizer = None if scaling == "none" else quantizer_of(MODE[scaling], xla.QuantizeLayout.ROWWISE_COLWISE)
-    x = jnp.asarray(x.reshape(M, -1, N))
+    x = jnp.asarray(x.reshape(*dy.shape[:-1], -1, dy.shape[-1]))
     if form == "forward":
         return xla.act_lu(x, TYPE_OF[name], quantizer), None
     return xla.quantize_dact_dbias(jnp.asarray(dy), x, TYPE_OF[name], True, quantizer)
@@ -120,6 +122,22 @@ def test_reference(name, scaling):
     for form in FORMS:
         with backend("reference"):
             assert_all_same(name, form, scaling, x, dy, refops)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@sampled("name", NAMES, 4)
+def test_exact_arithmetic(name, dtype):
+    """Every bfloat16 and float16, and as many float32, by both routes; with every scaling ordinary tensors."""
+    dy, x = exactness.tensors(name, dtype)
+    with np.errstate(all="ignore"), backend("exact"):
+        for form in FORMS:
+            for route in ("ffi", "callback"):
+                with xla.route(route):
+                    assert_all_same(name, form, "none", x, dy, refops)
+        x, dy = tensors(name, dtype)
+        for form in FORMS:
+            for scaling in TORCH_QUANTIZERS:
+                assert_all_same(name, form, scaling, x, dy, refops)
 
 
 @pytest.mark.parametrize("scaling", TORCH_QUANTIZERS)
