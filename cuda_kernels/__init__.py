@@ -6,9 +6,14 @@
 
 The calls, their results and their errors are those of `refops`. Arrays on a GPU may be torch tensors, CuPy or Numba
 arrays or anything with a CUDA array interface; results are of the same kind. Work goes to the current stream of the
-library on the array's device. `fast_math=True` takes approximate exponentials and reciprocals (at most 8 ulp of
-float32; a sigmoid below 2^-126 is flushed to 0, a gradient of infinity may be infinite where it is NaN); scales and
-casts never change. NumPy arrays go through the same kernels, compiled, within `emulated(target="sm_90")`, on a software
+library on the array's device.
+
+Calls of activations take `arithmetic`: "accurate", the default, is that of TE's default build; "exact" rounds exp, tanh
+and division correctly and contracts nothing, so that every result has the bits of `refops`; "fast", on a GPU alone, is
+what `fast_math=True` asks for too: approximate exponentials and reciprocals (at most 8 ulp of float32; a sigmoid below
+2^-126 is flushed to 0, a gradient of infinity may be infinite where it is NaN). Scales and casts never change.
+
+NumPy arrays go through the same kernels, compiled, within `emulated(target="sm_90")`, on a software
 GPU; and with NUMBA_ENABLE_CUDASIM=1, set before the import, as Python in a simulator.
 
 The package imports from `refops` what is declared there once: formats, layouts, checks of arguments, and the formulas

@@ -32,7 +32,13 @@ __all__ = [
 ]
 
 def activation(
-    name: str, x: Any, *, out_dtype: DTypeLike | None = ..., fast_math: bool = ..., **params: Number
+    name: str,
+    x: Any,
+    *,
+    out_dtype: DTypeLike | None = ...,
+    arithmetic: str = ...,
+    fast_math: bool = ...,
+    **params: Number,
 ) -> Any: ...
 @overload
 def activation_grad(
@@ -42,6 +48,7 @@ def activation_grad(
     *,
     out_dtype: DTypeLike | None = ...,
     dbias: Literal[False] = ...,
+    arithmetic: str = ...,
     fast_math: bool = ...,
     **params: Number,
 ) -> Any: ...
@@ -53,6 +60,7 @@ def activation_grad(
     *,
     out_dtype: DTypeLike | None = ...,
     dbias: Literal[True],
+    arithmetic: str = ...,
     fast_math: bool = ...,
     **params: Number,
 ) -> tuple[Any, Any]: ...
@@ -64,6 +72,7 @@ def activation_grad(
     *,
     out_dtype: DTypeLike | None = ...,
     dbias: bool,
+    arithmetic: str = ...,
     fast_math: bool = ...,
     **params: Number,
 ) -> Any: ...
@@ -78,6 +87,7 @@ def activation_grad_quantize(
     columnwise: bool = ...,
     dbias: Literal[False] = ...,
     swizzled_scales: bool = ...,
+    arithmetic: str = ...,
     fast_math: bool = ...,
     **params: Number,
 ) -> Quantized: ...
@@ -92,6 +102,7 @@ def activation_grad_quantize(
     columnwise: bool = ...,
     dbias: Literal[True],
     swizzled_scales: bool = ...,
+    arithmetic: str = ...,
     fast_math: bool = ...,
     **params: Number,
 ) -> tuple[Quantized, Any]: ...
@@ -106,6 +117,7 @@ def activation_grad_quantize(
     columnwise: bool = ...,
     dbias: bool,
     swizzled_scales: bool = ...,
+    arithmetic: str = ...,
     fast_math: bool = ...,
     **params: Number,
 ) -> Quantized | tuple[Quantized, Any]: ...
@@ -117,6 +129,7 @@ def activation_quantize(
     rowwise: bool = ...,
     columnwise: bool = ...,
     swizzled_scales: bool = ...,
+    arithmetic: str = ...,
     fast_math: bool = ...,
     **params: Number,
 ) -> Quantized: ...
@@ -173,6 +186,7 @@ def scaled_activation(
     *,
     glu_interleave_size: int = ...,
     out_dtype: DTypeLike | None = ...,
+    arithmetic: str = ...,
     fast_math: bool = ...,
     **params: Number,
 ) -> Any: ...
@@ -184,6 +198,7 @@ def scaled_activation_grad(
     *,
     glu_interleave_size: int = ...,
     out_dtype: DTypeLike | None = ...,
+    arithmetic: str = ...,
     fast_math: bool = ...,
     **params: Number,
 ) -> tuple[Any, Any]: ...

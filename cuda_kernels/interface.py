@@ -586,12 +586,17 @@ class Interface(Generic[ArrayT, QuantizedT]):
         return out
 
 
+_ARITHMETIC = """`arithmetic` is "accurate", that of TE's default build, or "exact", with the bits of `refops`; on a GPU
+also "fast"."""
+
+
 def _with_the_reference_s_docstrings(interface):
     """Let help() on a call show the arguments, results and errors, which are those of the call of the same name."""
     for name, method in vars(interface).items():
         reference = getattr(refops, name, None)
         if reference is not None and not name.startswith("_"):
-            method.__doc__ = f"{method.__doc__}\n\n{inspect.getdoc(reference)}"
+            more = [_ARITHMETIC] if "arithmetic" in inspect.signature(method).parameters else []
+            method.__doc__ = "\n\n".join([method.__doc__, *more, inspect.getdoc(reference)])
 
 
 _with_the_reference_s_docstrings(Interface)
