@@ -39,6 +39,8 @@ BOUNDS = {"exp": 2.0**-50, "tanh": 2.0**-44}
 #: e^x is 0 or infinity beyond the one, in float32, tanh 1 in magnitude beyond the other.
 EXP_END, TANH_END, TANH_SERIES = 110.0, 20.0, 2.0**-5
 EXPONENTS = 160
+#: Values at a time: the float64 arrays stay in the nearest caches, which halves the time.
+CHUNK = 1 << 14
 #: Of rational arithmetic: binary places, and terms of a series.
 PLACES, TERMS = 320, 60
 
@@ -170,7 +172,7 @@ def compare(name, x):
 def main(arguments=None):
     """Run the comparison; return the exit code."""
     values, functions, counts, seconds = compare_all(
-        arguments, __doc__.splitlines()[0], "functions", tuple(IN_FLOAT64), compare
+        arguments, __doc__.splitlines()[0], "functions", tuple(IN_FLOAT64), compare, CHUNK
     )
     print(
         f"{values:,} values x {functions} functions: {counts['differences']:,} misrounded "

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 VALUES = 1 << 32
-#: Values that one task takes at a time: its arrays stay in a few MiB of cache.
+#: Values that one task takes at a time, unless a script knows better: its arrays stay in a few MiB of cache.
 CHUNK = 1 << 18
 TASK = 1 << 24
 
@@ -24,12 +24,12 @@ def values_from(start, count, stride):
     return patterns.astype(np.uint32).view(np.float32)
 
 
-def run_task(compare, task):
+def run_task(compare, chunk, task):
     """Compare one range of bit patterns: (name, values, counts, bit pattern of the first that differs or None)."""
     name, start, count, stride = task
     counts, first = Counter(), None
-    for done in range(0, count, CHUNK):
-        x = values_from(start + done * stride, min(CHUNK, count - done), stride)
+    for done in range(0, count, chunk):
+        x = values_from(start + done * stride, min(chunk, count - done), stride)
         found, where = compare(name, x)
         counts.update(found)
         first = where if first is None else first
@@ -60,9 +60,9 @@ def available_cores():
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
-def results(compare, work, workers):
+def results(compare, chunk, work, workers):
     """Results of all tasks in order; one worker runs them in this process."""
-    run = functools.partial(run_task, compare)
+    run = functools.partial(run_task, compare, chunk)
     if workers == 1:
         yield from map(run, work)
         return
@@ -70,7 +70,7 @@ def results(compare, work, workers):
         yield from pool.map(run, work)
 
 
-def compare_all(arguments, description, what, names, compare):
+def compare_all(arguments, description, what, names, compare, chunk=CHUNK):
     """Read the command line, compare, and show how far it is.
 
     Args:
@@ -78,6 +78,7 @@ def compare_all(arguments, description, what, names, compare):
         names: what can be compared.
         compare: function of (name, float32 array) -> (mapping of counts, one of them "differences"; bit pattern of the
             first value that differs, or None). It is sent to other processes: a function of a module.
+        chunk: how many values it gets at a time.
 
     Returns:
         (values compared of each name, number of names, `Counter`, seconds).
@@ -100,7 +101,7 @@ def compare_all(arguments, description, what, names, compare):
     )
     with Progress(*columns, console=Console(stderr=True)) as bar:
         running = bar.add_task("float32", total=len(work))
-        for name, count, found, first in results(compare, work, options.workers):
+        for name, count, found, first in results(compare, chunk, work, options.workers):
             compared += count
             counts.update(found)
             if first is not None:

@@ -398,7 +398,7 @@ def test_environment_variable(monkeypatch):
 
 @pytest.mark.parametrize("wrong", ["Reference", "", None, 3])
 def test_wrong_backend(wrong):
-    with pytest.raises(ValueError, match="name must be one of 'auto', 'reference', 'float64'; got"):
+    with pytest.raises(ValueError, match="name must be one of 'auto', 'reference', 'exact', 'float64'; got"):
         backend(wrong)
 
 

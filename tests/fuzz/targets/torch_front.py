@@ -464,7 +464,7 @@ def recipes(case):
     made = state.make_quantizers()
     require(len(made) == count, "another number of quantizers", len(made))
     before = FP8GlobalStateManager.get_autocast_state()
-    with case.call("fuser.backend", case.choose(["auto", "reference", "float64", "x", 1]), **ERRORS):
+    with case.call("fuser.backend", case.choose(["auto", "reference", "exact", "float64", "x", 1]), **ERRORS):
         with (
             case.call("fuser.autocast", True, recipe=given, **ERRORS),
             case.call("fuser.quantized_model_init", True, recipe=given, **ERRORS),
