@@ -11,6 +11,7 @@ import numpy as np
 from simulated_cases import DTYPES, RHT, SCALINGS, directions_of, gated, granularity, misaligned
 
 import cuda_kernels
+import exactness
 import refops
 from arrays import assert_same_bits
 from cuda_kernels.operands import Spec
@@ -392,8 +393,23 @@ def scaled_case(name, dtype, scales_dtype, interleave):
     return f"scaled {name} {dtype} {scales_dtype} {interleave}", run
 
 
+def exact_case(name):
+    """An activation and its gradient in exact arithmetic: the bits of the reference."""
+
+    def run(device, rng):
+        dy, x = exactness.tensors(name, np.dtype(F), 1 << 14)
+        given_dy, given_x, exact = device.put(dy), device.put(x), {"arithmetic": "exact"}
+        device.poison()
+        with np.errstate(all="ignore"):
+            y, dx = refops.activation(name, x), refops.activation_grad(name, dy, x)
+        exactness.compare(device.get(cuda_kernels.activation(name, given_x, **exact)), y, name)
+        exactness.compare(device.get(cuda_kernels.activation_grad(name, given_dy, given_x, **exact)), dx, f"d{name}")
+
+    return f"exact {name}", run
+
+
 def activation_cases():
-    """Every activation, accurate and fast; fused with every scaling; row scales."""
+    """Every activation, accurate and fast, some exact; fused with every scaling; row scales."""
     for number, name in enumerate(refops.ACTIVATIONS):
         for i, layout in enumerate(LAYOUTS[:3]):
             dtype = DTYPES[(number + i) % 3]
@@ -411,6 +427,8 @@ def activation_cases():
     for number, name in enumerate(WITH_ROW_SCALES):
         for interleave in (0, 32) if gated(name) else (0,):
             yield scaled_case(name, DTYPES[number % 3], DTYPES[(number + 1) % 3], interleave)
+    for name in ("gelu", "swiglu", "situglu"):
+        yield exact_case(name)
 
 
 # --- the other calls --------------------------------------------------------------------------------
