@@ -610,8 +610,14 @@ def _find_plan(tensor, name, args, options):
 def repeated(method, x, args, options):
     """What a call of this module returns that is like an earlier one, which was checked; None for any other call."""
     refuse_trace(method)
-    described, plan = _find_plan(x, method, args, options)
+    described, plan = _find_plan(x, method, args, _with_arithmetic(method, options))
     return None if plan is None else plan.run(described)
+
+
+def _with_arithmetic(method, options):
+    """Options of a call, with the arithmetic that the backend in force wants."""
+    is_exact = method in _ACTIVATIONS and current_backend() == "exact"
+    return {**options, "arithmetic": "exact"} if is_exact else options
 
 
 def _engine_on(device, selected):
@@ -635,8 +641,7 @@ def _run(method, x, args, options, **others):
         args, options: the method's, with tensors and torch's dtypes.
         others: the other tensors among the arguments, by name.
     """
-    if method in _ACTIVATIONS and current_backend() == "exact":
-        options = {**options, "arithmetic": "exact"}
+    options = _with_arithmetic(method, options)
     described, plan = _find_plan(x, method, args, options)
     if plan is not None:
         return plan.run(described)
