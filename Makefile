@@ -6,6 +6,7 @@ BIN := $(VENV)/bin
 BASE := $(VENV)/.base
 INSTALLED := $(VENV)/.installed
 PEERS := $(VENV)/.peers
+SOLVERS := $(VENV)/.solvers
 # Peers of which the tests load single files: what they ask for (CUTLASS, data sets, builds of CUDA) is not installed.
 ALONE := accelerate amd-quark auto-round py-cpuinfo quack-kernels
 # pytest of the tests as they are, of those that run the kernels as Python in a simulator, and of those that run the
@@ -22,7 +23,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # Goals share the environment and the CPUs: one after another, also under -j.
 .NOTPARALLEL:
 .PHONY: help report check test test-full test-others test-all train minilm notebooks lab lint package docs bench bench-bounds tables sweeps simulated gate kernel-report gpu-check \
-    oracle-score exhaustive fuzz peers conformance clean
+    oracle-score exhaustive prove fuzz peers conformance clean
 
 help:
 	@sed -n 's/^## //p' $(MAKEFILE_LIST)
@@ -143,6 +144,10 @@ exhaustive: $(INSTALLED)
 	$(BIN)/python tests/exhaustive/encode_all_float32.py
 	$(BIN)/python tests/exhaustive/correct_rounding.py
 
+## prove       install two solvers; casts, scale rules and places equal their definitions for all inputs: a table
+prove: $(SOLVERS)
+	$(PYTEST) tests/proofs -n 2
+
 ## fuzz        every public function, the command line and the file readers with random and hostile arguments
 fuzz: $(INSTALLED)
 	$(BIN)/python tests/fuzz/run.py --json tests/fuzz/results/fuzz.json
@@ -163,6 +168,10 @@ clean:
 $(PEERS): $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test,peers]'
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps $(ALONE)
+	touch $@
+
+$(SOLVERS): $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test,prove]'
 	touch $@
 
 # What the report needs.

@@ -1,0 +1,166 @@
+"""What casts and scales are by definition: exact rational numbers, and constants from the tables of OCP.
+
+Nothing here comes from `refops` or `cuda_kernels`. A value of a format is a `Fraction`; a rounding is written as its
+sentence reads; where float32 goes from one code to the next is found by bisection over all float32, and a solver gets
+that. Sources: OCP 8-bit Floating Point Specification 1.0, table 1; OCP Microscaling Formats (MX) 1.0, tables 1 to 7;
+UE5M3: PTX ISA 9.4.
+"""
+
+from bisect import bisect_right
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cache
+
+import numpy as np
+import z3
+from terms import Term
+
+INFINITE, MAGNITUDE = 0x7F800000, 0x7FFFFFFF
+HALF = Fraction(1, 2)
+
+
+@dataclass(frozen=True)
+class Format:
+    """A row of the tables.
+
+    Attributes:
+        exponent_bits, mantissa_bits, bias: of magnitudes.
+        largest: the largest finite value.
+        nan: what NaN is cast to. infinity: code of +inf, None without.
+        sign: whether there is one. integers: whether negative codes are two's complements.
+        zero: whether exponent field 0 means zero and subnormal numbers.
+    """
+
+    exponent_bits: int
+    mantissa_bits: int
+    bias: int
+    largest: Fraction
+    nan: int
+    infinity: int | None = None
+    has_nan: bool = True
+    sign: bool = True
+    integers: bool = False
+    zero: bool = True
+
+    @property
+    def bits(self):
+        """Width of a code."""
+        return self.sign + self.exponent_bits + self.mantissa_bits
+
+
+FORMATS = {
+    "e4m3": Format(4, 3, 7, Fraction(448), nan=0x7F),
+    "e5m2": Format(5, 2, 15, Fraction(57344), nan=0x7F, infinity=0x7C),
+    "e3m2": Format(3, 2, 3, Fraction(28), nan=0x1F, has_nan=False),
+    "e2m3": Format(2, 3, 1, Fraction(15, 2), nan=0x1F, has_nan=False),
+    "e2m1": Format(2, 1, 1, Fraction(6), nan=0x7, has_nan=False),
+    "e8m0": Format(8, 0, 127, Fraction(2) ** 127, nan=0xFF, sign=False, zero=False),
+    "ue5m3": Format(5, 3, 15, Fraction(114688), nan=0xFF, sign=False),
+    "int8": Format(1, 6, 1, Fraction(127, 64), nan=0, has_nan=False, integers=True),
+    "float16": Format(5, 10, 15, Fraction(65504), nan=0x7FFF, infinity=0x7C00),
+    "bfloat16": Format(8, 7, 127, Fraction(2) ** 127 * Fraction(255, 128), nan=0x7FFF, infinity=0x7F80),
+}
+
+#: Rounding of a magnitude: f(distance to the lower neighbour as a part of the step, whether the lower code is even) ->
+#: whether it goes up. Exact values stay.
+ROUNDINGS = {
+    "nearest_even": lambda part, even: part > HALF or (part == HALF and not even),
+    "nearest_away": lambda part, even: part >= HALF,
+    "toward_zero": lambda part, even: False,
+    "away_from_zero": lambda part, even: True,
+}
+
+
+@cache
+def magnitudes(fmt):
+    """The finite magnitudes, by code, and the one that would follow."""
+    values, code = [], 0
+    while not values or values[-1] <= fmt.largest:
+        exponent, fraction = divmod(code, 1 << fmt.mantissa_bits)
+        part = Fraction(fraction, 1 << fmt.mantissa_bits)
+        if fmt.zero and exponent == 0:
+            values.append(part * Fraction(2) ** (1 - fmt.bias))
+        else:
+            values.append((1 + part) * Fraction(2) ** (exponent - fmt.bias))
+        code += 1
+    return values
+
+
+def value_of_bits(bits):
+    """The finite float32 magnitude with these bits."""
+    return Fraction(float(np.uint32(bits).view(np.float32)))
+
+
+def code_of(x, fmt, rounding):
+    """The magnitude code of a rational x >= 0; one more than the largest code is overflow."""
+    values = magnitudes(fmt)
+    lower = min(max(bisect_right(values, x) - 1, 0), len(values) - 2)
+    part = (x - values[lower]) / (values[lower + 1] - values[lower])
+    return lower + (part > 0 and ROUNDINGS[rounding](part, lower % 2 == 0))
+
+
+@cache
+def first_bits(fmt, rounding):
+    """For each magnitude code from 1 on, and for overflow, the bits of the first float32 that is rounded to it.
+
+    Bits of floats are in the order of their magnitudes. `INFINITE` where no finite one is.
+    """
+    found = []
+    for code in range(1, len(magnitudes(fmt))):
+        low, high = 0, INFINITE
+        while low < high:
+            middle = (low + high) // 2
+            if code_of(value_of_bits(middle), fmt, rounding) >= code:
+                high = middle
+            else:
+                low = middle + 1
+        found.append(low)
+    return found
+
+
+def index_among(key, firsts):
+    """How many of the ascending `firsts` are at most `key`, as 9 bits or more: a tree of comparisons of solver terms.
+
+    Args:
+        key: a bit vector. firsts: integers, signed, or bit vectors of its width.
+    """
+    width = max(16, len(firsts).bit_length())
+
+    def tree(low, high):
+        if low == high:
+            return z3.BitVecVal(low, width)
+        middle = (low + high) // 2
+        return z3.If(key < firsts[middle], tree(low, middle), tree(middle + 1, high))
+
+    return tree(0, len(firsts))
+
+
+def finished(index, negative, nan, infinite, fmt, saturate):
+    """Codes of magnitude codes, which may overflow: overflow, sign and NaN."""
+    largest = len(magnitudes(fmt)) - 2
+    overflow = largest
+    if not saturate:
+        overflow = fmt.infinity if fmt.infinity is not None else fmt.nan if fmt.has_nan else largest
+    too_large = index > largest if saturate else z3.Or(index > largest, infinite)
+    magnitude = z3.If(too_large, z3.BitVecVal(overflow, 16), index)
+    if fmt.sign:
+        with_sign = (-magnitude) & ((1 << fmt.bits) - 1) if fmt.integers else magnitude | (1 << (fmt.bits - 1))
+        magnitude = z3.If(negative, with_sign, magnitude)
+    dtype = np.uint8 if fmt.bits <= 8 else np.uint16
+    return Term(np.uint16, z3.If(nan, z3.BitVecVal(fmt.nan, 16), magnitude)).astype(dtype)
+
+
+def encoded(x, name, rounding="nearest_even", saturate=True):
+    """The code of a float32 `Term`: nearest value, ties to even (or another rounding), saturation, the format's NaN."""
+    fmt = FORMATS[name]
+    magnitude, negative = x.bits & MAGNITUDE, z3.Extract(31, 31, x.bits) == 1
+    index = _index(magnitude, negative, fmt, rounding)
+    return finished(index, negative, z3.UGT(magnitude, INFINITE), magnitude == INFINITE, fmt, saturate)
+
+
+def _index(key, negative, fmt, rounding):
+    if rounding not in ("up", "down"):
+        return index_among(key, first_bits(fmt, rounding))
+    to, away = index_among(key, first_bits(fmt, "toward_zero")), index_among(key, first_bits(fmt, "away_from_zero"))
+    grows = z3.Not(negative) if fmt.sign else z3.BoolVal(True)
+    return z3.If(grows if rounding == "up" else z3.Not(grows), away, to)
