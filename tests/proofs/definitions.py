@@ -10,12 +10,15 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
+from itertools import pairwise
 
 import numpy as np
 import z3
-from terms import Term
+from terms import EQUATIONS, NEAREST, Term, fresh, look_up
 
 INFINITE, MAGNITUDE = 0x7F800000, 0x7FFFFFFF
+#: IEEE 754's binary16, and bfloat16, as the solvers' theory of floats has them.
+HALVES = {"float16": z3.Float16(), "bfloat16": z3.FPSort(8, 8)}
 HALF = Fraction(1, 2)
 
 
@@ -57,8 +60,6 @@ FORMATS = {
     "e8m0": Format(8, 0, 127, Fraction(2) ** 127, nan=0xFF, sign=False, zero=False),
     "ue5m3": Format(5, 3, 15, Fraction(114688), nan=0xFF, sign=False),
     "int8": Format(1, 6, 1, Fraction(127, 64), nan=0, has_nan=False, integers=True),
-    "float16": Format(5, 10, 15, Fraction(65504), nan=0x7FFF, infinity=0x7C00),
-    "bfloat16": Format(8, 7, 127, Fraction(2) ** 127 * Fraction(255, 128), nan=0x7FFF, infinity=0x7F80),
 }
 
 #: Rounding of a magnitude: f(distance to the lower neighbour as a part of the step, whether the lower code is even) ->
@@ -146,8 +147,7 @@ def finished(index, negative, nan, infinite, fmt, saturate):
     if fmt.sign:
         with_sign = (-magnitude) & ((1 << fmt.bits) - 1) if fmt.integers else magnitude | (1 << (fmt.bits - 1))
         magnitude = z3.If(negative, with_sign, magnitude)
-    dtype = np.uint8 if fmt.bits <= 8 else np.uint16
-    return Term(np.uint16, z3.If(nan, z3.BitVecVal(fmt.nan, 16), magnitude)).astype(dtype)
+    return Term(np.uint16, z3.If(nan, z3.BitVecVal(fmt.nan, 16), magnitude)).astype(np.uint8)
 
 
 def encoded(x, name, rounding="nearest_even", saturate=True):
@@ -164,3 +164,58 @@ def _index(key, negative, fmt, rounding):
     to, away = index_among(key, first_bits(fmt, "toward_zero")), index_among(key, first_bits(fmt, "away_from_zero"))
     grows = z3.Not(negative) if fmt.sign else z3.BoolVal(True)
     return z3.If(grows if rounding == "up" else z3.Not(grows), away, to)
+
+
+def stochastic(x, random, name):
+    """The code of x with a random byte r: the largest value that is at most |x| + r / 256 of the step at |x|.
+
+    The sum is rounded to float32 once. (TE's software meaning of `cvt.rs.satfinite.e2m1x4.f32`.)
+    """
+    fmt = FORMATS[name]
+    values = magnitudes(fmt)
+    magnitude = Term(x.dtype, bits=x.bits & MAGNITUDE)
+    lower = index_among(magnitude.bits, first_bits(fmt, "toward_zero")[: len(values) - 2])
+    steps = np.array([float(above - below) for below, above in pairwise(values)], np.float32)
+    step = look_up(steps, Term(np.uint16, lower))
+    part = Term(np.float32, z3.fpUnsignedToFP(NEAREST, random.node, z3.Float32())) * np.float32(1 / 256)
+    total = z3.fpFMA(NEAREST, step.node, part.node, magnitude.node)
+    code = z3.BitVecVal(0, 16)
+    for number, value in enumerate(values[1:-1], 1):
+        code = z3.If(z3.fpGEQ(total, z3.FPVal(float(value), z3.Float32())), z3.BitVecVal(number, 16), code)
+    nan = z3.UGT(magnitude.bits, INFINITE)
+    return finished(code, z3.Extract(31, 31, x.bits) == 1, nan, z3.BoolVal(False), fmt, True)
+
+
+@cache
+def values_of(name):
+    """The float32 of every code."""
+    fmt = FORMATS[name]
+    codes, finite = 1 << fmt.bits, magnitudes(fmt)[:-1]
+    values = np.full(codes >> fmt.sign, np.nan, np.float32)
+    values[: len(finite)] = [float(value) for value in finite]
+    if fmt.infinity is not None:
+        values[fmt.infinity] = np.inf
+    if fmt.integers:
+        return np.concatenate([values, [-2], -values[:0:-1]]).astype(np.float32)
+    return np.concatenate([values, -values]) if fmt.sign else values
+
+
+def decoded(code, name):
+    """The value of a code, a `Term` of any integer type, below the number of codes."""
+    return look_up(values_of(name), code)
+
+
+def narrowed(x, name):
+    """The bits of a float32 rounded to a 16-bit float, nearest even; NaN is 0x7FFF."""
+    half = fresh("half", 16)
+    EQUATIONS[half] = z3.If(
+        z3.fpIsNaN(x.node),
+        half == 0x7FFF,
+        z3.fpBVToFP(half, HALVES[name]) == z3.fpFPToFP(NEAREST, x.node, HALVES[name]),
+    )
+    return Term(np.uint16, half)
+
+
+def widened(half, name):
+    """The float32 of the bits of a 16-bit float."""
+    return Term(np.float32, z3.fpFPToFP(NEAREST, z3.fpBVToFP(half.bits, HALVES[name]), z3.Float32()))

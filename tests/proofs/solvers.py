@@ -5,7 +5,7 @@ floats into bits by libraries of their own.
 """
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -26,7 +26,7 @@ class Query:
     Attributes:
         inputs: name -> `Term`, a variable.
         where: what is known of the inputs: truth values of the solver.
-        got, expected: terms, or tuples of them, of one length.
+        got, expected: terms, or tuples of them, of one length, which are asked of one by one.
     """
 
     inputs: dict[str, Term]
@@ -38,6 +38,10 @@ class Query:
         """What is compared with what."""
         tuples = isinstance(self.got, tuple)
         return list(zip(self.got, self.expected, strict=True)) if tuples else [(self.got, self.expected)]
+
+    def one_by_one(self):
+        """A query for each thing that is compared."""
+        return [replace(self, got=got, expected=expected) for got, expected in self.pairs()]
 
     def broken(self):
         """Assertions that only a counterexample fulfils."""
@@ -79,7 +83,18 @@ class Answer:
     inputs: dict[str, int] | None = None
 
 
-def ask_z3(query, seconds=SECONDS):
+def ask(solver, query, seconds=SECONDS):
+    """The answer of `z3_says` or `bitwuzla_says` to all that a query compares: the first that is not "unsat"."""
+    took = 0.0
+    for one in query.one_by_one():
+        answer = solver(one, seconds)
+        took += answer.seconds
+        if answer.says != "unsat":
+            break
+    return replace(answer, seconds=took)
+
+
+def z3_says(query, seconds):
     """Ask z3."""
     solver = solver_of(query, seconds)
     began = time.perf_counter()
@@ -92,7 +107,7 @@ def ask_z3(query, seconds=SECONDS):
     return Answer(says, took, found)
 
 
-def solver_of(query, seconds=SECONDS):
+def solver_of(query, seconds):
     """z3 with the question."""
     solver = z3.SolverFor("QF_FPBV")
     solver.set("timeout", int(1000 * seconds))
@@ -100,7 +115,7 @@ def solver_of(query, seconds=SECONDS):
     return solver
 
 
-def ask_bitwuzla(query, seconds=SECONDS):
+def bitwuzla_says(query, seconds):
     """Ask bitwuzla, in SMT-LIB."""
     manager, options = bitwuzla.TermManager(), bitwuzla.Options()
     options.set(bitwuzla.Option.PRODUCE_MODELS, True)
@@ -108,7 +123,7 @@ def ask_bitwuzla(query, seconds=SECONDS):
     options.set(bitwuzla.Option.MEMORY_LIMIT, MEGABYTES)
     parser = bitwuzla.Parser(manager, options)
     began = time.perf_counter()
-    parser.parse(solver_of(query).to_smt2().replace("(check-sat)", ""), True, False)
+    parser.parse(solver_of(query, seconds).to_smt2().replace("(check-sat)", ""), True, False)
     says = {"sat": "sat", "unsat": "unsat"}.get(str(parser.bitwuzla().check_sat()).split(".")[-1].lower(), "unknown")
     took = time.perf_counter() - began
     if says != "sat":

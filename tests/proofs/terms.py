@@ -96,6 +96,10 @@ class Term:
         """Whether the bits of a float are known without a variable of their own."""
         return self._bits is not None
 
+    def simplified(self):
+        """The same without what cannot matter: a field of a word need not know of the others."""
+        return Term(self.dtype, z3.simplify(self.node))
+
     # --- types ------------------------------------------------------------------------------------
 
     def astype(self, dtype):

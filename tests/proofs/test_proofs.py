@@ -11,9 +11,11 @@ import tiers
 pytest.importorskip("z3", reason="proofs need z3-solver: make prove")
 pytest.importorskip("bitwuzla", reason="proofs need bitwuzla: make prove")
 
-from claims import CLAIMS
-from solvers import ask_bitwuzla, ask_z3, numbers_of
+import claims_of_casts
+from solvers import ask, bitwuzla_says, numbers_of, z3_says
 
+PARTS = (claims_of_casts,)
+CLAIMS = [claim for part in PARTS for claim in part.CLAIMS]
 CASES = [pytest.param(claim, id=claim.name, marks=() if claim.quick else tiers.SWEEP) for claim in CLAIMS]
 
 
@@ -22,7 +24,7 @@ def test_claim(claim, record_property):
     seconds, others, example = 0.0, 0.0, ""
     for part, query in claim.queries.items():
         asked = query(False)
-        first, second = ask_z3(asked), ask_bitwuzla(asked)
+        first, second = ask(z3_says, asked), ask(bitwuzla_says, asked)
         assert "sat" not in (first.says, second.says), report(claim, part, asked, first.inputs or second.inputs)
         assert (first.says, second.says) == ("unsat", "unsat"), f"{claim.name}, {part}: {first}, {second}"
         seconds, others = seconds + first.seconds, others + second.seconds
@@ -34,7 +36,7 @@ def test_claim(claim, record_property):
 
 def seeded_fault_shows(claim, part, query):
     """Assert that a wrong constant has a counterexample, and that `refops` gives what was expected there."""
-    answer = ask_bitwuzla(query)
+    answer = ask(bitwuzla_says, query)
     assert answer.says == "sat", f"{claim.name}, {part}: a wrong constant is not found, {answer}"
     given, got, expected = numbers_of(query, answer.inputs)
     with np.errstate(all="ignore"):

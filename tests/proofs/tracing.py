@@ -128,13 +128,13 @@ class Tracer:
 
     Args:
         replaced: function -> the function of terms that stands for it.
-        fault: (name, f) or None: constants of that name, in a module or a closure, are f of them.
+        fault: wrong constants: a name in a module or a closure, or a literal number in the code of a function -> f(it).
     """
 
     def __init__(self, replaced=None, fault=None):
         self._meanings = MEANINGS | (replaced or {})
-        self._fault, self._made = fault, {}
-        #: How many constants the fault has changed.
+        self._fault, self._made = fault or {}, {}
+        #: How many constants are wrong.
         self.changed = 0
 
     def run(self, function, *given, **named):
@@ -146,8 +146,8 @@ class Tracer:
         value = getattr(value, "py_func", value)
         if isinstance(value, type) and value in NUMBERS:
             return Cast(value)
-        if value is np:
-            return Bound(np, self)
+        if isinstance(value, types.ModuleType) and value.__name__.split(".")[0] in ("numpy", *PACKAGES):
+            return Bound(value, self)
         if isinstance(value, np.ndarray) and value.ndim == 1:
             return Table(value)
         if isinstance(value, refops.formats.ElementFormat):
@@ -178,7 +178,7 @@ class Tracer:
     def _copy(self, function):
         scope = {"__builtins__": function.__globals__["__builtins__"]}
         cells = tuple(types.CellType() for _ in function.__closure__ or ())
-        copy = types.FunctionType(function.__code__, scope, function.__name__, function.__defaults__, cells)
+        copy = types.FunctionType(self._code(function.__code__), scope, function.__name__, function.__defaults__, cells)
         copy.__kwdefaults__, self._made[function] = function.__kwdefaults__, copy  # it may call itself
         for name in names_in(function.__code__) & function.__globals__.keys():
             scope[name] = self._looked_up(name, function.__globals__[name])
@@ -186,11 +186,22 @@ class Tracer:
             cell.cell_contents = self._looked_up(name, own.cell_contents)
         return copy
 
+    def _code(self, code):
+        """A function's code, with wrong literals where there are any."""
+        return code.replace(co_consts=tuple(map(self._literal, code.co_consts)))
+
+    def _literal(self, value):
+        for literal, change in self._fault.items():
+            if type(value) is type(literal) and value == literal:
+                self.changed += 1
+                return change(value)
+        return value
+
     def _looked_up(self, name, value):
         """What a name of a module or a closure stands for."""
-        if self._fault is not None and name == self._fault[0]:
+        if name in self._fault:
             self.changed += 1
-            return self._fault[1](value)
+            return self._fault[name](value)
         return self.bind(value)
 
 
