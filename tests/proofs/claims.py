@@ -6,13 +6,15 @@ another of the project's functions. `query(seeded)` is the question, of a functi
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from solvers import Query
 from terms import COMPILED, arithmetic
 from tracing import Tracer
+
+from refops import formats
 
 
 @dataclass(frozen=True)
@@ -33,10 +35,10 @@ class Claim:
     quick: bool = False
 
 
-def traced(function, *given, rule=COMPILED, fault=None, replaced=None, **named):
-    """What a function gives of terms, as a rule of `terms` computes; `fault` and `replaced` are `Tracer`'s."""
+def traced(function, *given, rule=COMPILED, fault=None, replaced=None, uninterpreted=False, **named):
+    """What a function gives of terms, in `terms.arithmetic`; `fault` and `replaced` are `Tracer`'s."""
     tracer = Tracer(replaced, fault)
-    with arithmetic(rule), np.errstate(all="ignore"):
+    with arithmetic(rule, uninterpreted), np.errstate(all="ignore"):
         found = tracer.run(function, *given, **named)
     assert fault is None or tracer.changed, f"nothing has one of the constants {list(fault)}"
     return found
@@ -45,3 +47,10 @@ def traced(function, *given, rule=COMPILED, fault=None, replaced=None, **named):
 def one_more(value):
     """A wrong constant: the next one."""
     return value + type(value)(1)
+
+
+def with_wrong_constant(fmt):
+    """A format in which one number of its row is wrong."""
+    if isinstance(fmt, formats.IntegerFormat):
+        return replace(fmt, fraction_bits=fmt.fraction_bits - 1)
+    return replace(fmt, largest_code=fmt.largest_code - 1)

@@ -1,11 +1,9 @@
 """Casts: codes of numbers, alone and side by side, and numbers of codes; what GPUs without the instruction run."""
 
-from dataclasses import replace
-
 import ml_dtypes
 import numpy as np
 import z3
-from claims import Claim, one_more, traced
+from claims import Claim, one_more, traced, with_wrong_constant
 from definitions import FORMATS, decoded, encoded, narrowed, stochastic, widened
 from solvers import Query
 from terms import COMPILED, CONTRACTED, NUMPY, Term, constant, variable
@@ -38,13 +36,6 @@ def of_targets(make):
 
 
 # --- one number -------------------------------------------------------------------------------------
-
-
-def with_wrong_constant(fmt):
-    """A format in which one number of its row is wrong."""
-    if isinstance(fmt, formats.IntegerFormat):
-        return replace(fmt, fraction_bits=fmt.fraction_bits - 1)
-    return replace(fmt, largest_code=fmt.largest_code - 1)
 
 
 def encode_claim(name):

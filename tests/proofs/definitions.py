@@ -101,22 +101,28 @@ def code_of(x, fmt, rounding):
 
 
 @cache
+def first_of(function, count, *more):
+    """For each of 1 to `count`, the bits of the first float32 >= 0 of which a growing function gives at least that."""
+
+    def reaches(goal):
+        low, high = 0, INFINITE
+        while low < high:
+            middle = (low + high) // 2
+            if function(value_of_bits(middle), *more) >= goal:
+                high = middle
+            else:
+                low = middle + 1
+        return low
+
+    return [reaches(goal) for goal in range(1, count + 1)]
+
+
 def first_bits(fmt, rounding):
     """For each magnitude code from 1 on, and for overflow, the bits of the first float32 that is rounded to it.
 
     Bits of floats are in the order of their magnitudes. `INFINITE` where no finite one is.
     """
-    found = []
-    for code in range(1, len(magnitudes(fmt))):
-        low, high = 0, INFINITE
-        while low < high:
-            middle = (low + high) // 2
-            if code_of(value_of_bits(middle), fmt, rounding) >= code:
-                high = middle
-            else:
-                low = middle + 1
-        found.append(low)
-    return found
+    return first_of(code_of, len(magnitudes(fmt)) - 1, fmt, rounding)
 
 
 def index_among(key, firsts):
@@ -202,7 +208,7 @@ def values_of(name):
 
 def decoded(code, name):
     """The value of a code, a `Term` of any integer type, below the number of codes."""
-    return look_up(values_of(name), code)
+    return look_up(values_of(name), code.astype(np.uint8).simplified())
 
 
 def narrowed(x, name):
@@ -219,3 +225,100 @@ def narrowed(x, name):
 def widened(half, name):
     """The float32 of the bits of a 16-bit float."""
     return Term(np.float32, z3.fpFPToFP(NEAREST, z3.fpBVToFP(half.bits, HALVES[name]), z3.Float32()))
+
+
+# --- scales -----------------------------------------------------------------------------------------
+
+
+def exponent_of(x):
+    """floor(log2 x) of a rational x > 0."""
+    guess = x.numerator.bit_length() - x.denominator.bit_length()
+    return guess if Fraction(2) ** guess <= x else guess - 1
+
+
+def half_up(x, mantissa_bits):
+    """x > 0 rounded to so many mantissa bits, half up."""
+    step = Fraction(2) ** (exponent_of(x) - mantissa_bits)
+    return (x / step + HALF).__floor__() * step
+
+
+#: Rule -> f(amax, mantissa bits of the elements) -> the exponent e of the scale 2^(e - emax).
+EXPONENTS = {
+    "floor": lambda amax, mantissa_bits: exponent_of(amax),
+    "even": lambda amax, mantissa_bits: exponent_of(half_up(amax, mantissa_bits)),
+    "ceil_ocp": lambda amax, mantissa_bits: exponent_of(amax) + (amax != Fraction(2) ** exponent_of(amax)),
+}
+
+
+def byte_of(amax, fmt, rounding):
+    """The E8M0 byte of a rational amax >= 0 by a rule of `EXPONENTS`: 0 of zero, and of what is too small."""
+    if amax == 0:
+        return 0
+    exponent = EXPONENTS[rounding](amax, fmt.mantissa_bits) - exponent_of(fmt.largest)
+    return min(max(exponent + 127, 0), 254)
+
+
+def scale_byte(amax, name, rounding):
+    """The E8M0 byte of an amax without sign; infinity gives the largest.
+
+    "up" is the smallest power of two that is not below float32(amax * float32(1 / largest value)).
+    """
+    fmt = FORMATS[name]
+    if rounding == "up":
+        inverse = np.float32(float(1 / fmt.largest))  # rounded once: the quotient in float64 is no tie of float32
+        return encoded(amax * inverse, "e8m0", "up")
+    index = index_among(amax.bits, first_of(byte_of, 254, fmt, rounding))
+    return Term(np.uint16, index).astype(np.uint8)
+
+
+def power_below(amax, name):
+    """The largest power of two that is at most largest value / amax, for 0 < amax < infinity, at most 2^127."""
+    largest = FORMATS[name].largest
+    # How far below 2^127: -floor(log2(largest / amax)) grows with amax.
+    index = index_among(amax.bits, first_of(halvings_of, 254, largest))
+    exponent = 254 - z3.ZeroExt(16, index)  # biased; 2^-127 is subnormal
+    return Term(np.float32, bits=z3.If(exponent == 0, z3.BitVecVal(0x400000, 32), exponent << 23))
+
+
+def halvings_of(amax, largest):
+    """How many halvings lead from 2^127 to the largest power of two that is at most `largest` / amax."""
+    return 0 if amax == 0 else max(127 - exponent_of(largest / amax), 0)
+
+
+def exact_key(x, byte):
+    """The bits of |x| * 2^(127 - byte) without a limit to the exponent: signed, 48 bits, as ordered as magnitudes.
+
+    A float's bits are 2^23 times its exponent, plus its fraction. The highest bit of a subnormal number is made the
+    hidden one.
+    """
+    magnitude = z3.ZeroExt(16, x.bits & MAGNITUDE)
+    key = magnitude
+    for leading in range(23):  # the position of the highest bit of a subnormal number
+        moved = ((magnitude << (23 - leading)) & 0x7FFFFF) - z3.BitVecVal((22 - leading) << 23, 48)
+        key = z3.If(z3.And(z3.ULT(magnitude, 0x800000), z3.UGE(magnitude, 1 << leading)), moved, key)
+    return key + ((127 - z3.ZeroExt(40, byte.node)) << 23)
+
+
+def scaled_and_encoded(x, byte, name):
+    """The code nearest to the exact x * 2^(127 - byte), ties to even, saturating; byte at most 254."""
+    fmt, magnitude = FORMATS[name], x.bits & MAGNITUDE
+    index = index_among(exact_key(x, byte), first_bits(fmt, "nearest_even"))
+    index = z3.If(magnitude == 0, z3.BitVecVal(0, index.size()), index)
+    index = z3.If(magnitude == INFINITE, z3.BitVecVal(len(magnitudes(fmt)) - 1, index.size()), index)
+    return finished(index, z3.Extract(31, 31, x.bits) == 1, z3.UGT(magnitude, INFINITE), z3.BoolVal(False), fmt, True)
+
+
+def overflow_from(name):
+    """The bits of the first float32 that is rounded to more than the largest value."""
+    return first_bits(FORMATS[name], "nearest_even")[-1]
+
+
+def no_scale_from(name):
+    """The bits of the first amax that saturates under E8M0's largest scale, 2^127; infinity if none does."""
+    scaled = value_of_bits(overflow_from(name)) * Fraction(2) ** 127
+    return INFINITE if scaled >= 2**128 else int(np.float32(float(scaled)).view(np.uint32))
+
+
+def float_of_bits(bits):
+    """A float32."""
+    return np.uint32(bits).view(np.float32)

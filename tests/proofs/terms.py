@@ -21,23 +21,38 @@ import z3
 
 NUMPY, COMPILED, CONTRACTED = "NumPy", "compiled", "contracted"
 RULE: ContextVar[str] = ContextVar("rule", default=NUMPY)
+UNINTERPRETED: ContextVar[bool] = ContextVar("uninterpreted", default=False)
 SORTS = {"float32": z3.Float32(), "float64": z3.Float64()}
+PASSED: ContextVar[list | None] = ContextVar("passed", default=None)
 NEAREST, TRUNCATED = z3.RNE(), z3.RTZ()
 BOOL = np.dtype(bool)
 
 #: Variables that stand for the bits of a computed float, or for what an instruction may give -> what holds of them.
 EQUATIONS: dict[z3.ExprRef, z3.BoolRef] = {}
+#: Variables that stand for products and quotients which are not interpreted -> (which of both, its two operands).
+UNKNOWN: dict[z3.ExprRef, tuple[str, z3.ExprRef, z3.ExprRef]] = {}
 _numbers = itertools.count()
 
 
 @contextmanager
-def arithmetic(rule):
-    """Operators give what a rule says."""
-    token = RULE.set(rule)
+def arithmetic(rule, uninterpreted=False):
+    """Operators give what a rule says; `uninterpreted` products and quotients of float32 are any functions of two."""
+    tokens = RULE.set(rule), UNINTERPRETED.set(uninterpreted)
     try:
         yield
     finally:
-        RULE.reset(token)
+        RULE.reset(tokens[0])
+        UNINTERPRETED.reset(tokens[1])
+
+
+@contextmanager
+def checks_pass():
+    """Branches, which are checks of arguments, are not taken. The value is a list of what then holds."""
+    token = PASSED.set([])
+    try:
+        yield PASSED.get()
+    finally:
+        PASSED.reset(token)
 
 
 def fresh(name, bits):
@@ -70,7 +85,11 @@ class Term:
         return f"<{self.dtype} {self._node if self._node is not None else self._bits}>"
 
     def __bool__(self):
-        raise TypeError(f"a branch on a number that is not known yet: {self!r}")
+        passed = PASSED.get()
+        if passed is None:
+            raise TypeError(f"a branch on a number that is not known yet: {self!r}")
+        passed.append(z3.Not(self.node))
+        return False
 
     __hash__ = None
 
@@ -201,9 +220,6 @@ class Term:
             return Term(self.dtype, bits=self.bits & z3.BitVecVal((1 << (self.bits.size() - 1)) - 1, self.bits.size()))
         return Term(self.dtype, z3.fpAbs(self.node))
 
-    def __invert__(self):
-        return Term(self.dtype, z3.Not(self.node) if self.dtype == BOOL else ~self.node)
-
     def _compared(self, other, of_floats, of_unsigned, of_signed):
         a, b = paired(self, other)
         operation = of_floats if a.dtype.kind == "f" else of_unsigned if a.dtype.kind in "ub" else of_signed
@@ -298,11 +314,39 @@ def subtract(a, b):
 def multiply(a, b):
     if a.dtype.kind != "f":
         return Term(a.dtype, a.node * b.node)
+    if UNINTERPRETED.get():
+        return unknown("product", a, b)
     return Term(a.dtype, z3.fpMul(NEAREST, a.node, b.node), product=(a, b))
 
 
 def divide(a, b):
+    if UNINTERPRETED.get():
+        return unknown("quotient", a, b)
     return Term(a.dtype, z3.fpDiv(NEAREST, a.node, b.node))
+
+
+def unknown(operation, a, b):
+    """Any number with the sign of a product or quotient, and NaN where that is: what holds for all such numbers holds.
+
+    `congruent` adds that equal operands give equal results.
+    """
+    found = z3.FreshConst(a.node.sort(), operation)
+    zero, infinite = z3.fpIsZero, z3.fpIsInf
+    kinds = [(zero, infinite), (infinite, zero)] if operation == "product" else [(zero, zero), (infinite, infinite)]
+    undefined = [z3.And(of_a(a.node), of_b(b.node)) for of_a, of_b in kinds]
+    nan = z3.Or(z3.fpIsNaN(a.node), z3.fpIsNaN(b.node), *undefined)
+    sign = z3.Xor(z3.fpIsNegative(a.node), z3.fpIsNegative(b.node))
+    EQUATIONS[found] = z3.And(z3.fpIsNaN(found) == nan, z3.Or(nan, z3.fpIsNegative(found) == sign))
+    UNKNOWN[found] = operation, a.node, b.node
+    return Term(a.dtype, found)
+
+
+def congruent(one, other):
+    """That two unknown results are one where their operands are, or None of a product and a quotient."""
+    (operation, *operands), (of_other, *others) = UNKNOWN[one], UNKNOWN[other]
+    if operation != of_other:
+        return None
+    return z3.Implies(z3.And([a == b for a, b in zip(operands, others, strict=True)]), one == other)
 
 
 def bitwise(a, b, of_truths, of_bits):

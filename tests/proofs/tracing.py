@@ -37,12 +37,6 @@ class Table:
     def __getitem__(self, index):
         return look_up(self.array, index) if isinstance(index, Term) else self.array[index]
 
-    def __len__(self):
-        return len(self.array)
-
-    def __sub__(self, other):
-        return Table(self.array - getattr(other, "array", other))
-
     def take(self, index, mode="raise"):
         """The entry at an index."""
         return self[index]
@@ -81,12 +75,6 @@ def smaller(a, b):
     return choose(is_nan(a), b, choose(is_nan(b) | (a <= b), a, b))
 
 
-def larger(a, b):
-    """np.fmax."""
-    a, b = paired(a, b)
-    return choose(is_nan(a), b, choose(is_nan(b) | (a >= b), a, b))
-
-
 def clip(x, low, high):
     """np.clip of integers."""
     x = choose(x < low, low, x)
@@ -110,7 +98,6 @@ MEANINGS = {
     simt.select: choose,
     np.where: choose,
     np.fmin: smaller,
-    np.fmax: larger,
     np.abs: abs,
     np.isnan: is_nan,
     np.isinf: is_infinite,
@@ -148,7 +135,7 @@ class Tracer:
             return Cast(value)
         if isinstance(value, types.ModuleType) and value.__name__.split(".")[0] in ("numpy", *PACKAGES):
             return Bound(value, self)
-        if isinstance(value, np.ndarray) and value.ndim == 1:
+        if isinstance(value, np.ndarray) and value.ndim == 1 and value.dtype != object:
             return Table(value)
         if isinstance(value, refops.formats.ElementFormat):
             return Bound(value, self)
