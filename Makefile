@@ -146,7 +146,7 @@ exhaustive: $(INSTALLED)
 
 ## prove       install two solvers; casts, scale rules and places equal their definitions for all inputs: a table
 prove: $(SOLVERS)
-	$(PYTEST) tests/proofs -n 2
+	$(PYTEST) tests/proofs -o timeout=1800 -o faulthandler_timeout=2000
 
 ## fuzz        every public function, the command line and the file readers with random and hostile arguments
 fuzz: $(INSTALLED)

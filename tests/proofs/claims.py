@@ -35,7 +35,7 @@ class Claim:
     quick: bool = False
 
 
-def traced(function, *given, rule=COMPILED, fault=None, replaced=None, uninterpreted=False, **named):
+def traced(function, *given, rule=COMPILED, fault=None, replaced=None, uninterpreted=(), **named):
     """What a function gives of terms, in `terms.arithmetic`; `fault` and `replaced` are `Tracer`'s."""
     tracer = Tracer(replaced, fault)
     with arithmetic(rule, uninterpreted), np.errstate(all="ignore"):

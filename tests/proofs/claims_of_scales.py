@@ -253,9 +253,9 @@ def rules_claim(names):
     def asked(part, words, rule):
         def query(seeded):
             inputs = {one: variable(one, kind) for one, kind in part.inputs.items()}
-            given, any_product = part.arranged(inputs, scaling), not (seeded or scaling.power_2_scale)
-            how = {"uninterpreted": any_product, "replaced": PROVED_DECODERS if any_product else None}
-            expected = traced(part.rule(scaling, REFERENCE), *given, rule=NUMPY, uninterpreted=any_product)
+            given, unknown = part.arranged(inputs, scaling), () if seeded else unknown_in(part, scaling)
+            how = {"uninterpreted": unknown, "replaced": PROVED_DECODERS if unknown else None}
+            expected = traced(part.rule(scaling, REFERENCE), *given, rule=NUMPY, uninterpreted=unknown)
             kernels, wrong = part.rule(scaling, words), WRONG if seeded else None
             got = traced(kernels, *map(in_register, given), rule=rule, fault=wrong, **how)
             if part in CANDIDATES:  # whose second number is `MULTIPLIER` of the first
@@ -291,6 +291,13 @@ def known_of(inputs, scaling):
         "scale": lambda bits: z3.Not(z3.fpIsNaN(decoded(Term(U8, bits), scaling.layout.scale_format.name).node)),
     }
     return [known[name](term.bits) for name, term in inputs.items() if name in known]
+
+
+def unknown_in(part, scaling):
+    """The operations that both sides have alike. A power of two is found by a quotient in NumPy alone."""
+    if scaling.power_2_scale:
+        return ()
+    return ("product", "quotient", "difference") if part is ERROR else ("product", "quotient")
 
 
 def in_register(value):

@@ -76,6 +76,7 @@ def with_equations(formulas):
             left.append(EQUATIONS[one])
         if one in UNKNOWN:
             unknown.append(one)
+            left.extend(UNKNOWN[one][1:])
     found += [congruent(one, other) for one, other in combinations(unknown, 2) if congruent(one, other) is not None]
     return found
 

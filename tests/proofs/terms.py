@@ -21,7 +21,7 @@ import z3
 
 NUMPY, COMPILED, CONTRACTED = "NumPy", "compiled", "contracted"
 RULE: ContextVar[str] = ContextVar("rule", default=NUMPY)
-UNINTERPRETED: ContextVar[bool] = ContextVar("uninterpreted", default=False)
+UNINTERPRETED: ContextVar[tuple[str, ...]] = ContextVar("uninterpreted", default=())
 SORTS = {"float32": z3.Float32(), "float64": z3.Float64()}
 PASSED: ContextVar[list | None] = ContextVar("passed", default=None)
 NEAREST, TRUNCATED = z3.RNE(), z3.RTZ()
@@ -35,8 +35,8 @@ _numbers = itertools.count()
 
 
 @contextmanager
-def arithmetic(rule, uninterpreted=False):
-    """Operators give what a rule says; `uninterpreted` products and quotients of float32 are any functions of two."""
+def arithmetic(rule, uninterpreted=()):
+    """Operators give what a rule says; an `uninterpreted` product, quotient or difference is any function of two."""
     tokens = RULE.set(rule), UNINTERPRETED.set(uninterpreted)
     try:
         yield
@@ -306,6 +306,8 @@ def add(a, b):
 def subtract(a, b):
     if a.dtype.kind != "f":
         return Term(a.dtype, a.node - b.node)
+    if "difference" in UNINTERPRETED.get():
+        return unknown("difference", a, b)
     if RULE.get() == CONTRACTED and (a.product or b.product):
         return fused(*a.product, -b) if a.product else fused(-b.product[0], b.product[1], a)
     return Term(a.dtype, z3.fpSub(NEAREST, a.node, b.node))
@@ -314,13 +316,13 @@ def subtract(a, b):
 def multiply(a, b):
     if a.dtype.kind != "f":
         return Term(a.dtype, a.node * b.node)
-    if UNINTERPRETED.get():
+    if "product" in UNINTERPRETED.get():
         return unknown("product", a, b)
     return Term(a.dtype, z3.fpMul(NEAREST, a.node, b.node), product=(a, b))
 
 
 def divide(a, b):
-    if UNINTERPRETED.get():
+    if "quotient" in UNINTERPRETED.get():
         return unknown("quotient", a, b)
     return Term(a.dtype, z3.fpDiv(NEAREST, a.node, b.node))
 
@@ -331,18 +333,20 @@ def unknown(operation, a, b):
     `congruent` adds that equal operands give equal results.
     """
     found = z3.FreshConst(a.node.sort(), operation)
+    UNKNOWN[found] = operation, a.node, b.node
+    if operation == "difference":
+        return Term(a.dtype, found)
     zero, infinite = z3.fpIsZero, z3.fpIsInf
     kinds = [(zero, infinite), (infinite, zero)] if operation == "product" else [(zero, zero), (infinite, infinite)]
     undefined = [z3.And(of_a(a.node), of_b(b.node)) for of_a, of_b in kinds]
     nan = z3.Or(z3.fpIsNaN(a.node), z3.fpIsNaN(b.node), *undefined)
     sign = z3.Xor(z3.fpIsNegative(a.node), z3.fpIsNegative(b.node))
     EQUATIONS[found] = z3.And(z3.fpIsNaN(found) == nan, z3.Or(nan, z3.fpIsNegative(found) == sign))
-    UNKNOWN[found] = operation, a.node, b.node
     return Term(a.dtype, found)
 
 
 def congruent(one, other):
-    """That two unknown results are one where their operands are, or None of a product and a quotient."""
+    """That two unknown results are one where their operands are, or None of two operations."""
     (operation, *operands), (of_other, *others) = UNKNOWN[one], UNKNOWN[other]
     if operation != of_other:
         return None
