@@ -130,8 +130,9 @@ def float_scale_claim(fmt, power_2):
         return query
 
     def reference(part, amax):
-        with_scale = refops.quantize(tensor_with(amax), scaling).rowwise_scale_inv[0, 0]
-        return [np.float32(1) / with_scale]
+        """Of the rule itself: what is stored is rounded again."""
+        numbers = scaling.numbers(np.dtype(np.float32))
+        return list(scaling.block_scale(REFERENCE)(np.full(1, amax), np.float32(0), numbers)[1])
 
     queries = {text: asked(*how) for text, how in different(scaling.block_scale).items()}
     what = "the largest power of two that is no more" if power_2 else "rounded once"

@@ -37,6 +37,9 @@ class Table:
     def __getitem__(self, index):
         return look_up(self.array, index) if isinstance(index, Term) else self.array[index]
 
+    def __len__(self):
+        return len(self.array)
+
     def take(self, index, mode="raise"):
         """The entry at an index."""
         return self[index]
