@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from os import PathLike
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,8 +17,8 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from fuser.common import copied
-from fuser.conversion import CONVERTED, Rule, converted
-from fuser.op import FusibleOperation
+from fuser.conversion import CONVERTED, ConvertedLinear, Rule, converted, own_matrices, recipe_hint
+from fuser.op import BasicOperation, FusibleOperation
 from fuser.pipeline import ForwardStep, forward_observers
 from fuser.quantization.contexts import autocast
 from fuser.quantization.state import FP8GlobalStateManager
@@ -69,7 +71,25 @@ class LayerComparison:
     layer: str
     output: float | None
     gradient: float | None
-    records: tuple[QuantizationRecord, ...] = ()
+    records: tuple[QuantizationRecord, ...] = field(default=(), repr=False)
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """How much of a model is quantized.
+
+    Attributes:
+        quantized: how many layers with matrices a recipe quantizes.
+        layers: how many there are, tables of embeddings aside.
+        parameters: share of the model's parameters that are matrices of the quantized ones, 0 to 1.
+    """
+
+    quantized: int
+    layers: int
+    parameters: float
+
+    def __str__(self) -> str:
+        return f"{self.quantized} of {self.layers} layers with matrices, {self.parameters:.1%} of the parameters"
 
 
 @dataclass(frozen=True)
@@ -83,8 +103,10 @@ class RecipeComparison:
         output: error of the model's output: of all tensors of floating-point numbers in it but single numbers, as the
             loss. None: there are none.
         gradient: error of the gradients of all parameters together.
-        layers: list of `LayerComparison`: each layer that may be converted or has parameters, and the model, named "".
+        layers: list of `LayerComparison`: each layer that may be converted or has parameters, and the model, named "",
+            whose output is `output`.
         left: what `convert` named in its warning: what stays in high precision, and why.
+        coverage: `Coverage`, how much of the model is quantized.
     """
 
     recipe: str
@@ -92,8 +114,9 @@ class RecipeComparison:
     loss_error: float
     output: float | None
     gradient: float | None
-    layers: list[LayerComparison] = field(default_factory=list)
-    left: list[str] = field(default_factory=list)
+    layers: list[LayerComparison] = field(default_factory=list, repr=False)
+    left: list[str] = field(default_factory=list, repr=False)
+    coverage: Coverage = Coverage(0, 0, 0.0)
 
     @property
     def records(self) -> list[QuantizationRecord]:
@@ -121,6 +144,12 @@ class Comparison:
         raise KeyError(
             f"recipe must be one of {', '.join(found.recipe for found in self.recipes)}; got {shown(recipe)}"
         )
+
+    def __iter__(self) -> Iterator[RecipeComparison]:
+        return iter(self.recipes)
+
+    def __len__(self) -> int:
+        return len(self.recipes)
 
     def rows(self) -> list[dict[str, Any]]:
         """A dict for each layer under each recipe: recipe, layer, errors, and SQNR and shares of each tensor.
@@ -155,7 +184,12 @@ class Comparison:
                 _error(found.gradient),
                 *worst_cells([record.measurement for record in found.records]),
             )
-        parts: list[Any] = [f"Loss without a recipe: {self.loss:.4g}. Errors are relative to that step.", "", totals]
+        parts: list[Any] = [f"Loss without a recipe: {self.loss:.4g}. Errors are relative to that step."]
+        for coverage in dict.fromkeys(found.coverage for found in self.recipes if found.coverage.layers):
+            same = [found.recipe for found in self.recipes if found.coverage == coverage]
+            under = "" if len(same) == len(self) else f" under {', '.join(same)}"
+            parts.append(f"Quantized{under}: {coverage}.")
+        parts += ["", totals]
         for title, value in (("output", lambda layer: layer.output), ("gradients", lambda layer: layer.gradient)):
             grid = self._by_layer(value)
             if grid:
@@ -275,14 +309,15 @@ def compare(
         fuser.compare(model, {"input_ids": tokens, "labels": tokens}, [MXFP8BlockScaling(), NVFP4BlockScaling()])
 
     Each step is one forward and backward pass of a copy of the model, converted as `convert` does; under delayed
-    scaling there is one before it, for scales to be known. The model itself is not touched: parameters, gradients,
+    scaling there is one before it, for scales to be known (buffers are put back after it, other state is not). The
+    model itself is not touched: parameters, gradients,
     buffers, training mode, scales and torch's random numbers are what they were. Every step starts from the same
     random state, so dropout is the same in all. An `autocast` around the call decides nothing here.
 
     Args:
         model: a module of torch's modules, of operations of `fuser.ops`, converted or not, on the device of `batch`.
         batch: what to call it with: a tensor, a tuple or list of arguments, or a mapping of keyword arguments. What the
-            model returns may be tensors, or lists, mappings and dataclasses with tensors in them.
+            model returns may be tensors, or lists, mappings, dataclasses and namespaces with tensors in them.
         recipes: a recipe, some of them, or a mapping from names to what `convert` takes; by default all of TE's.
         loss: a function from the model's output to a scalar. By default the output itself if it is a scalar, its `loss`
             if it has one, else the sum of its elements with random weights, the same in every step.
@@ -294,22 +329,29 @@ def compare(
         `Comparison`.
 
     Raises:
-        TypeError: `model` is no module, or `recipes` none of these. ValueError: no recipes, two of one name, a loss
-            that is no scalar or can't be made of the output, or a model on the meta device. PlotError: `plot` can't be
-            drawn to.
+        TypeError: `model` is no module, `recipes` none of these, `loss` no function, or `batch` is not what the model
+            takes. ValueError: no recipes, two of one name, a loss that is no scalar or can't be made of the output, a
+            model on the meta device, or one whose copies compute with its own parameters. RuntimeError: inside of
+            `torch.inference_mode`. PlotError: `plot` can't be drawn to.
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model must be a torch.nn.Module; got {shown(model)}")
     if any(tensor.is_meta for tensor in itertools.chain(model.parameters(), model.buffers())):
         raise ValueError("model must have values to compare; got one with parameters or buffers on the meta device")
     require_flag(pad, "pad")
+    if loss is not None and not callable(loss):
+        raise TypeError(f"loss must be a function of the model's output; got {shown(loss)}")
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError("compare must be called outside of torch.inference_mode: it runs backward passes")
+    _check_batch(model, batch)
     rules = _named(recipes)
     if plot is not None:
         require_picture(plot, "plot")
     for rule in rules.values():  # before the first step, which takes longer: a rule may be wrong
         converted(model, rule, pad=pad, inplace=False, share_parameters=True)
-    plain = _run_step(converted(model, None, pad=pad, inplace=False)[0], None, batch, loss)
-    comparisons = [_compared(name, plain, model, rule, batch, loss, pad) for name, rule in rules.items()]
+    with _gradients_stay(model):
+        plain = _run_step(converted(model, None, pad=pad, inplace=False)[0], None, batch, loss)
+        comparisons = [_compared(name, plain, model, rule, batch, loss, pad) for name, rule in rules.items()]
     comparison = Comparison(plain.loss, comparisons)
     if not quiet:
         print(comparison)
@@ -318,25 +360,62 @@ def compare(
     return comparison
 
 
+def _check_batch(model: torch.nn.Module, batch: Any) -> None:
+    """`TypeError` unless a model can be called with a batch, as far as its signature says."""
+    if isinstance(batch, np.ndarray | torch.utils.data.DataLoader | torch.utils.data.Dataset):
+        raise TypeError(f"batch must be one batch of tensors; got a {type(batch).__name__}")
+    args, named = ((), dict(batch)) if isinstance(batch, Mapping) else (batch, {})
+    args = args if isinstance(args, tuple | list) else (args,)
+    try:
+        inspect.signature(model.forward).bind(*args, **named)
+    except TypeError as error:
+        what = "its names are those of arguments" if named else "a tuple or list is positional arguments"
+        hint = "" if named else ", and what only the loss needs goes into loss"
+        raise TypeError(f"batch must be what the model takes: {what}{hint}; {error}") from None
+
+
+@contextlib.contextmanager
+def _gradients_stay(model: torch.nn.Module) -> Iterator[None]:
+    """Put the gradients of a model back. `ValueError` if its copies have computed with its own parameters."""
+    before = {parameter: parameter.grad for parameter in model.parameters()}
+    for parameter in before:
+        parameter.grad = None
+    try:
+        yield
+        reached = [name for name, parameter in model.named_parameters() if parameter.grad is not None]
+    finally:
+        for parameter, gradient in before.items():
+            parameter.grad = gradient
+    if reached:
+        raise ValueError(
+            "model must be one that can be copied: a step of its copy computed with its own parameters, as a function "
+            f"that holds the model does, or a loss that does; got gradients of {shown(reached)}"
+        )
+
+
 def _named(recipes: Any) -> dict[str, Rule]:
     if recipes is None:
         recipes = default_recipes()
     if isinstance(recipes, Mapping):
         rules = dict(recipes)
         for name, one in rules.items():
-            if not isinstance(name, str) or not (one is None or isinstance(one, Recipe | Mapping) or callable(one)):
+            if not isinstance(name, str) or not (one is None or isinstance(one, Recipe | Mapping) or _is_function(one)):
                 raise TypeError(
-                    f"recipes must map texts to what convert takes as recipe; got {shown(name)}: {shown(one)}"
+                    "recipes must map texts to what convert takes as recipe; "
+                    f"got {shown(name)}: {shown(one)}{recipe_hint(one)}"
                 )
     else:
         given = [recipes] if isinstance(recipes, Recipe) else recipes
         if not isinstance(given, Sequence) or isinstance(given, str):
             raise TypeError(
-                f"recipes must be a recipe, a list of recipes or a mapping from names; got {shown(recipes)}"
+                "recipes must be a recipe, a list of recipes or a mapping from names; "
+                f"got {shown(recipes)}{recipe_hint(recipes)}"
             )
         for number, one in enumerate(given):
             if not isinstance(one, Recipe):
-                raise TypeError(f"recipes must hold recipes of fuser.recipe; got {shown(one)} as item {number}")
+                raise TypeError(
+                    f"recipes must hold recipes of fuser.recipe; got {shown(one)} as item {number}{recipe_hint(one)}"
+                )
         short = [type(one).__name__ for one in given]
         names = [name if short.count(name) == 1 else repr(one) for name, one in zip(short, given, strict=True)]
         if len(set(names)) < len(names):
@@ -345,6 +424,10 @@ def _named(recipes: Any) -> dict[str, Rule]:
     if not rules:
         raise ValueError("recipes must hold at least one; got none")
     return rules
+
+
+def _is_function(rule: Any) -> bool:
+    return callable(rule) and not recipe_hint(rule)
 
 
 @dataclass
@@ -387,9 +470,11 @@ def _run_once(model: torch.nn.Module, rule: Rule, batch: Any, loss: Any, devices
         value = _loss_of(result, loss)
         if value.requires_grad:
             value.backward()
+    output = [t.detach() for t in _tensors(result) if t is not value and t.numel() > 1]
+    outputs[""] = output
     return _Outcome(
         loss=value.item(),
-        output=[t.detach() for t in _tensors(result) if t is not value and t.numel() > 1],
+        output=output,
         layers=outputs,
         gradients={name: p.grad for name, p in model.named_parameters() if p.grad is not None},
         records=[] if recorder is None else recorder.records,
@@ -438,9 +523,11 @@ def _tensors(result: Any) -> list[torch.Tensor]:
 
 
 def _fields_of(result: Any) -> Any:
-    """A mapping or dataclass as a dict; anything else as it is."""
+    """A mapping, dataclass or namespace as a dict; anything else as it is."""
     if isinstance(result, Mapping):
         return dict(result)
+    if isinstance(result, SimpleNamespace):
+        return dict(vars(result))
     if is_dataclass(result) and not isinstance(result, type):
         return {entry.name: getattr(result, entry.name) for entry in fields(result)}
     return result
@@ -463,7 +550,10 @@ def _made_loss(result: Any) -> torch.Tensor:
     """The one number that there is, or the sum of all with random weights."""
     tensors = _tensors(result)
     if not tensors:
-        raise ValueError(f"loss must be given for an output without floating-point tensors; got {shown(result)}")
+        raise ValueError(
+            "loss must be given for an output in which no floating-point tensors are found, in lists, mappings and "
+            f"dataclasses; got one of type {type(result).__name__}"
+        )
     if len(tensors) == 1 and tensors[0].numel() == 1:
         return tensors[0]
     generator = torch.Generator().manual_seed(0)
@@ -486,9 +576,9 @@ def _listening(model: torch.nn.Module, outputs: dict[str, list[torch.Tensor]]) -
 
     handles = []
     for name, module in model.named_modules():
-        is_layer = not name or isinstance(module, tuple(CONVERTED)) or any(True for _ in module.parameters(False))
+        is_layer = isinstance(module, tuple(CONVERTED)) or any(True for _ in module.parameters(False))
         runs_operations = isinstance(module, (FusibleOperation, *CONVERTED.values()))
-        if is_layer and not runs_operations and layer_of(name) == name:
+        if name and is_layer and not runs_operations and layer_of(name) == name:
 
             def keep(_: Any, __: Any, result: Any, name: str = name) -> None:
                 outputs.setdefault(name, []).extend(tensor.detach() for tensor in _tensors(result)[:1])
@@ -517,6 +607,24 @@ def _relative(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> 
     b = torch.cat([other.flatten().double() for _, other in pairs])
     difference, size = (a - b).norm().item(), b.norm().item()
     return difference / size if size else (math.inf if difference else 0.0)
+
+
+def _coverage(model: torch.nn.Module, rule: Rule) -> Coverage:
+    """Of a model that was converted by a rule, which is in force around its operations of `fuser.ops`, too."""
+    matrices: dict[torch.nn.Module, list[torch.Tensor]] = {}
+    quantized: set[torch.nn.Module] = set()
+    for module in model.modules():
+        own = [*own_matrices(module).values()]
+        if isinstance(module, BasicOperation) and module.num_quantizers("forward"):
+            own = [*module.parameters()]
+            quantized |= {module} if isinstance(rule, Recipe) else set()
+        elif isinstance(module, ConvertedLinear) and module.recipe is not None:
+            quantized.add(module)
+        if own:
+            matrices[module] = own
+    every = sum(parameter.numel() for parameter in model.parameters())
+    held = {parameter for module in quantized & matrices.keys() for parameter in matrices[module]}
+    return Coverage(len(quantized), len(matrices), sum(one.numel() for one in held) / every if every else 0.0)
 
 
 def _compared(
@@ -552,4 +660,5 @@ def _compared(
             for layer in dict.fromkeys(itertools.chain(plain.layers, own))
         ],
         left,
+        _coverage(duplicate, rule),
     )

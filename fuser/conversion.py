@@ -26,13 +26,14 @@ from torch.nn.utils import parametrize
 from fuser import ops
 from fuser.dispatch import computes_in
 from fuser.fuser import OperationFuser
-from fuser.op import BasicOperation
+from fuser.op import BasicOperation, FusibleOperation
 from fuser.quantization.contexts import (
     autocast,
-    check_recipe_support,
     get_align_size_for_quantization,
     quantized_model_init,
 )
+from fuser.quantization.quantizer import Quantizer
+from fuser.quantization.quantizers import is_replaying
 from fuser.quantization.state import FP8GlobalStateManager
 from fuser.recipe import Recipe
 from fuser.sequential import HoldsFusers, fusers_of
@@ -45,7 +46,8 @@ from fuser.tracing import (
     refuse_proxy,
     refuse_strict_export,
 )
-from refops.arguments import require_flag, shown
+from refops.arguments import did_you_mean, require_flag, shown
+from refops.scalings import Scaling
 from refops.survey import match_names
 
 __all__ = [
@@ -93,25 +95,31 @@ def convert(
 
     What is not converted: subclasses of these modules, whose forward may do more (LoRA layers, say); convolutions,
     recurrent layers, `Bilinear`; attention's own products in `MultiheadAttention`; `LazyLinear` before its first
-    forward; layers whose sizes are not whole blocks of the recipe. These are named in a warning, since the model then
-    computes partly in high precision. The exact GELU, other activations and norms without a weight stay torch's without
-    a word: nothing in them is quantized. Functions that a forward calls (`F.linear`, `F.gelu`) can't be seen; a parent
-    whose forward says `self.child.weight` of a converted child is named in the warning; one that says
+    forward; layers whose sizes are not whole blocks of the recipe; modules of others' with matrices of their own
+    (parameters of two dimensions and more), embeddings and norms aside. These are named in a warning, since the model
+    then computes partly in high precision. The exact GELU, other activations and norms without a weight stay torch's
+    without a word: nothing in them is quantized. Functions that a forward calls (`F.linear`, `F.gelu`) can't be seen; a
+    parent whose forward says `self.child.weight` of a converted child is named in the warning; one that says
     `self.block.child.weight` or `self.layers[0].weight` is not. The fast path of `TransformerEncoderLayer` in eval
     mode, which reads weights, is switched off where the layer is part of `model`. A layer of which `linear1` and
     `linear2` alone are given to `convert` computes without quantization there.
 
+    A linear layer takes an input of another dtype than its weight's, an error of torch's, and returns the weight's. In
+    `torch.autocast` norms and activations, too, return its dtype, where some of torch's keep float32.
+
     Scales and amax histories of delayed scaling are part of copies and pickles of the model, not of its state dict.
+    Shallow copies, by `copy.copy` or for `DataParallel`, share their module's operations: not for several threads.
     Each call of a pipeline is a step of its history: a layer that a model calls twice moves on twice. Under one
     `fuser.autocast` around the model, each moves on once. Activations are computed again in backward by
-    `fuser.checkpoint`: torch's own checkpoint would record amaxes twice.
+    `fuser.checkpoint`. torch's own checkpoint is an error under delayed scaling, whose amaxes it would record twice,
+    and where its backward is outside of the `autocast` that gave the forward pass another recipe.
 
     Args:
         model: any module, also a single layer.
         recipe: a recipe of `fuser.recipe`; or a mapping from patterns of names, as `"encoder.*"`, to recipes or None,
-            the first that matches a name decides and no match is None; or a function `(name, module)` to a recipe or
-            None. None: the module is torch's, and becomes so again if it was converted before. Names are those of
-            modules that `filter` is asked of: "encoder" is not what is in a container of that name.
+            the first that matches a name decides and no match is None; the name of a module, as "encoder", stands for
+            all that is in it, too; or a function `(name, module)` to a recipe or
+            None. None: the module is torch's, and becomes so again if it was converted before.
         filter: `filter(name, module)` to whether a module may be converted; asked of linear layers, norms, activations
             and whatever else multiplies.
         pad: append rows of zeros to a linear layer's input where the recipe's blocks want more of them
@@ -125,10 +133,11 @@ def convert(
         `model`, or the copy.
 
     Raises:
-        TypeError: `model` is no module, the rule none of these, or a pattern no text.
-        RuntimeError: what stands for a recipe is none.
-        ValueError: a pattern matches no such module, one module has two names with different recipes,
-            `share_parameters` without `inplace=False`, or `strict` and something stays in high precision.
+        TypeError: `model` is no module, or torch.jit's; the rule none of these, a pattern no text, or what stands for a
+            recipe none.
+        ValueError: a pattern decides for no module, or gives a recipe only to what is never converted; one module has
+            two names with different recipes; `share_parameters` without `inplace=False`; or `strict` and something
+            stays in high precision.
     """
     model, left = converted(
         model,
@@ -157,6 +166,12 @@ def converted(
     """What `convert` returns, and a line for each module that stays in high precision, without a warning."""
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model must be a torch.nn.Module; got {shown(model)}")
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise TypeError(
+                "model must have modules of Python's to be converted; got one that torch.jit compiled"
+                f"{f' as {name!r}' if name else ''}: convert the model before that"
+            )
     for name, flag in (("pad", pad), ("inplace", inplace), ("share_parameters", share_parameters), ("strict", strict)):
         require_flag(flag, name)
     if share_parameters and inplace:
@@ -177,7 +192,7 @@ def converted(
         if (read := _weights_read_by(parent, will))
     ]
     if problems and strict:
-        raise ValueError("strict must be False where not all is converted:\n  " + "\n  ".join(problems))
+        raise ValueError("strict must be False here: not all is converted:\n  " + "\n  ".join(problems))
     for module in names:
         if isinstance(module, _Converted) and module not in will:
             _class_without_conversion(module)  # raises before anything is changed
@@ -204,8 +219,13 @@ def converted(
 def _names_of(model: torch.nn.Module) -> dict[torch.nn.Module, list[str]]:
     """Each module with all its names."""
     names: dict[torch.nn.Module, list[str]] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        names.setdefault(module, []).append(name)
+    try:
+        for name, module in model.named_modules(remove_duplicate=False):
+            names.setdefault(module, []).append(name)
+    except RecursionError:
+        raise ValueError(
+            f"model must hold no module that is inside of itself; got a {type(model).__name__} that does"
+        ) from None
     return names
 
 
@@ -213,8 +233,8 @@ def _recipes_for(
     names: Mapping[torch.nn.Module, list[str]], rule: Rule, filter: Callable[[str, torch.nn.Module], bool] | None
 ) -> dict[torch.nn.Module, Recipe | None]:
     """The recipe of every module that quantizes, or would."""
-    asked = {module: every for module, every in names.items() if isinstance(module, _KINDS)}
-    decide = _function_of(rule, names, [name for every in asked.values() for name in every])
+    asked = {module: every for module, every in names.items() if isinstance(module, _KINDS) or own_matrices(module)}
+    decide = _function_of(rule, names, asked)
     if filter is not None and not callable(filter):
         raise TypeError(f"filter must be a function of a name and a module; got {shown(filter)}")
     recipes: dict[torch.nn.Module, Recipe | None] = {}
@@ -226,37 +246,97 @@ def _recipes_for(
         if any(one != chosen[0] for one in chosen):
             raise ValueError(f"recipe must be the same for all names of a module; {every} are one module, got {chosen}")
         if chosen[0] is not None:
-            check_recipe_support(chosen[0])
+            require_recipe(chosen[0], f"recipe of {every[0]!r}" if every[0] else "recipe")
         recipes[module] = chosen[0]
     return recipes
 
 
 def _function_of(
-    rule: Rule, names: Mapping[torch.nn.Module, list[str]], asked: list[str]
+    rule: Rule, names: Mapping[torch.nn.Module, list[str]], asked: Mapping[torch.nn.Module, list[str]]
 ) -> Callable[[str, torch.nn.Module], Recipe | None]:
     """The rule as a function. `names`: of all modules; `asked`: of those that may get a recipe."""
     if isinstance(rule, Mapping):
-        patterns = dict(rule)
-        for pattern in patterns:
-            if not isinstance(pattern, str):
-                raise TypeError(f"recipe must have patterns of names as keys, as 'encoder.*'; got {shown(pattern)}")
-        try:
-            matched = {pattern: set(match_names([pattern], asked)) for pattern in patterns}
-        except LookupError as error:
-            (pattern,) = error.args
-            same = [type(module).__name__ for module, every in names.items() if pattern in every]
-            hint = f", the name of a {same[0]}: what is in it is {pattern + '.*' if pattern else '*'!r}" if same else ""
-            raise ValueError(
-                "recipe must have patterns that match names of linear layers, norms, activations or other modules that "
-                f"multiply; got {pattern!r}{hint}"
-            ) from None
-        return lambda name, module: next((patterns[p] for p, found in matched.items() if name in found), None)
+        return _function_of_patterns(dict(rule), names, asked)
     if rule is None or isinstance(rule, Recipe):
         return lambda name, module: rule
-    if isinstance(rule, type) or not callable(rule):
-        hint = f"; make one of the class: {rule.__name__}()" if isinstance(rule, type) else ""
-        raise TypeError(f"recipe must be a recipe, a mapping, a function or None; got {shown(rule)}{hint}")
+    if not callable(rule) or recipe_hint(rule):
+        raise TypeError(
+            f"recipe must be a recipe, a mapping, a function or None; got {_shortly(rule)}{recipe_hint(rule)}"
+        )
     return rule
+
+
+def _function_of_patterns(
+    patterns: dict[Any, Any],
+    names: Mapping[torch.nn.Module, list[str]],
+    asked: Mapping[torch.nn.Module, list[str]],
+) -> Callable[[str, torch.nn.Module], Recipe | None]:
+    """The first pattern that matches decides; each must decide for a module that it can make a difference to."""
+    modules = {name: module for module, every in asked.items() for name in every}
+    matched = {pattern: _matched(pattern, names, list(modules)) for pattern in patterns}
+    if not matched:
+        raise ValueError("recipe must have at least one pattern of names; got {}")
+    deciding = {name: next((p for p, found in matched.items() if name in found), None) for name in modules}
+    for pattern, recipe in patterns.items():
+        decided = [name for name, by in deciding.items() if by == pattern]
+        if not decided:
+            others = ", ".join(repr(p) for p in dict.fromkeys(deciding[name] for name in matched[pattern]))
+            raise ValueError(
+                "recipe must have patterns that decide, and the first that matches does; "
+                f"got {pattern!r} behind {others}, which decides for all that it matches"
+            )
+        kept = [modules[name] for name in decided if _may_become(modules[name]) or _has_products(modules[name])]
+        if recipe is not None and not kept:
+            kinds = ", ".join(dict.fromkeys(repr(modules[name]) for name in decided))
+            raise ValueError(
+                f"recipe must be None for modules that are never converted; got one for {pattern!r}, which is {kinds}"
+            )
+    return lambda name, module: patterns.get(deciding[name])
+
+
+def _matched(pattern: Any, names: Mapping[torch.nn.Module, list[str]], asked: list[str]) -> set[str]:
+    """The names that a pattern matches, and those of what is in a module that it names."""
+    if not isinstance(pattern, str):
+        hint = "; what goes by class is a function of name and module" if isinstance(pattern, type) else ""
+        raise TypeError(f"recipe must have patterns of names as keys, as 'encoder.*'; got {shown(pattern)}{hint}")
+    every = {name for those in names.values() for name in those}
+    inside = f"{pattern}." if pattern else ""
+    found = {name for name in asked if pattern in every and (name == pattern or name.startswith(inside))}
+    with contextlib.suppress(LookupError):
+        found |= set(match_names([pattern], asked))
+    if not found:
+        hint = did_you_mean(pattern, asked)
+        if not hint and (".*" in pattern[:-2] or set(pattern) & set("^$|()\\+")):
+            hint = "; '*' stands for any characters, regular expressions are not taken"
+        raise ValueError(
+            "recipe must have patterns that match names of linear layers, norms, activations or other modules that "
+            f"multiply; got {pattern!r}{hint}"
+        )
+    return found
+
+
+def require_recipe(value: Any, argument: str) -> None:
+    """`TypeError` unless `value` is a recipe."""
+    if not isinstance(value, Recipe):
+        raise TypeError(f"{argument} must be a recipe of fuser.recipe; got {_shortly(value)}{recipe_hint(value)}")
+
+
+def recipe_hint(value: Any) -> str:
+    """What an error says besides of what stands for a recipe; "" of a function."""
+    if isinstance(value, type):
+        return f"; make one of the class: {value.__name__}()"
+    if isinstance(value, Scaling):
+        return "; BlockScaledRecipe(scaling) makes a recipe of a scaling with blocks"
+    if isinstance(value, Quantizer):
+        return "; CustomRecipe(qfactory=...) makes a recipe of quantizers"
+    if isinstance(value, str | torch.dtype):
+        known = [cls.__name__ for cls in Recipe.__subclasses__()]
+        return f"; make one, as fuser.recipe.MXFP8BlockScaling(){did_you_mean(value, known)}"
+    return "; a module is none" if isinstance(value, torch.nn.Module) else ""
+
+
+def _shortly(value: Any) -> str:
+    return f"a {type(value).__name__}" if isinstance(value, torch.nn.Module) else shown(value)
 
 
 def _torch_class(module: torch.nn.Module) -> type:
@@ -273,8 +353,9 @@ def _reason_to_leave(module: torch.nn.Module, recipe: Recipe, name: str) -> str 
     if cls is torch.nn.Linear:
         if "forward" in vars(module):
             return "its forward was replaced on the object"
-        if not module.weight.dtype.is_floating_point or module.weight.dtype == torch.float64:
-            return f"operations take float32, float16 and bfloat16; its weight is {module.weight.dtype}"
+        dtype = next(module.parameters()).dtype  # without computing a weight that is parametrized
+        if not dtype.is_floating_point or dtype == torch.float64:
+            return f"operations take float32, float16 and bfloat16; its weight is {dtype}"
         return _misfit(module, recipe, name)
     if isinstance(module, torch.nn.LazyLinear):
         return "its sizes are not known before its first forward; convert it after that"
@@ -282,28 +363,63 @@ def _reason_to_leave(module: torch.nn.Module, recipe: Recipe, name: str) -> str 
         return "a subclass of Linear, whose forward may do more"
     if isinstance(module, torch.nn.MultiheadAttention):
         return "it multiplies with its in_proj_weight and out_proj.weight itself"
-    return "there is no such operation" if isinstance(module, _OTHER_PRODUCTS) else None
+    if isinstance(module, torch.nn.modules.conv._ConvNd):
+        return "convolutions are not quantized"
+    if isinstance(module, _OTHER_PRODUCTS):
+        return "there is no such operation"
+    matrices = own_matrices(module)
+    return f"no module of torch's; what it computes with {', '.join(matrices)} is not quantized" if matrices else None
+
+
+def own_matrices(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """A module's own parameters of two dimensions and more, which it may multiply with: not those of tables and norms.
+
+    Of a parametrized one those that its parameters are computed from. Nothing is computed here.
+    """
+    if isinstance(module, (*_NO_PRODUCTS, parametrize.ParametrizationList)):
+        return {}
+    own = dict(module.named_parameters(recurse=False))
+    if parametrize.is_parametrized(module):
+        for name, parametrizations in module.parametrizations.items():  # type: ignore[operator, union-attr]
+            own[name] = max(parametrizations.parameters(recurse=False), key=torch.numel)
+    return {
+        name: value
+        for name, value in own.items()
+        if not torch.nn.parameter.is_lazy(value) and value.dim() > 1 and value.is_floating_point()
+    }
+
+
+def _has_products(module: torch.nn.Module) -> bool:
+    return isinstance(module, (torch.nn.Linear, torch.nn.MultiheadAttention, *_OTHER_PRODUCTS)) or bool(
+        own_matrices(module)
+    )
 
 
 def _misfit(module: Any, recipe: Any, name: str) -> str | None:
-    """What an error would say of the shapes of a linear layer, with as many rows of input as the recipe likes."""
+    """Why a linear layer's sizes do not fit a recipe, with as many rows of input as the recipe likes."""
     rows = get_align_size_for_quantization(recipe)
-    (linear, *_) = _named(_linear_operations(module), name)
+    weight = module._parameters.get("weight")
+    out_features, in_features = (module.out_features, module.in_features) if weight is None else weight.shape
+    (linear,) = _named(_linear_operations((out_features, in_features), False), name)
     with autocast(recipe=recipe, _graph=True):
         linear.reset_recipe_state(recipe=recipe)
-    shapes = {("forward", 0): (rows, module.in_features), ("forward", 1): tuple(module.weight.shape)}
+    shapes = {("forward", 0): (rows, in_features), ("forward", 1): (out_features, in_features)}
     if recipe.backward_override is None:
-        shapes["backward", 0] = (rows, module.out_features)
+        shapes["backward", 0] = (rows, out_features)
     for (mode, index), shape in shapes.items():
         try:
             linear.get_quantizer(mode, index).check_shape(shape)
         except ValueError as error:
-            return str(error)
+            rule, _, _ = str(error).partition("; got")
+            return f"{rule}; got in_features={in_features}, out_features={out_features}, which pad does not change"
     return None
 
 
-#: What a parent may read of a weight without computing with it.
-_FACTS = {"device", "dtype", "shape", "size", "ndim", "dim", "numel", "requires_grad", "is_meta", "is_cuda"}
+#: What a parent may read of a weight without a product with it.
+_FACTS = {
+    *("device", "dtype", "shape", "size", "ndim", "dim", "numel", "requires_grad", "is_meta", "is_cuda"),
+    *("norm", "std", "var", "isfinite"),
+}
 
 
 def _weights_read_by(parent: torch.nn.Module, converted: set[torch.nn.Module]) -> list[str]:
@@ -325,6 +441,7 @@ def _weights_read_by(parent: torch.nn.Module, converted: set[torch.nn.Module]) -
             for node in nodes:
                 if isinstance(node, ast.Compare) and all(isinstance(op, (ast.Is, ast.IsNot)) for op in node.ops):
                     only_asked |= {id(node.left), *map(id, node.comparators)}
+            only_asked |= _stored_to_be_asked(nodes, only_asked)
             for node in attributes:
                 if _is_self(node.value):
                     pending.append(node.attr)
@@ -334,6 +451,21 @@ def _weights_read_by(parent: torch.nn.Module, converted: set[torch.nn.Module]) -
                 if node.attr in ("weight", "bias") and isinstance(node.ctx, ast.Load) and id(node) not in only_asked:
                     found[f"{owner.attr}.{node.attr}"] = None
     return list(found)
+
+
+def _stored_to_be_asked(nodes: list[ast.AST], only_asked: set[int]) -> set[int]:
+    """What is assigned to local names of which only facts are read."""
+    used = {node.id for node in nodes if isinstance(node, ast.Name) and _is_loaded(node) and id(node) not in only_asked}
+    return {
+        id(node.value)
+        for node in nodes
+        if isinstance(node, ast.Assign)
+        and all(isinstance(target, ast.Name) and target.id not in used for target in node.targets)
+    }
+
+
+def _is_loaded(node: ast.Name) -> bool:
+    return isinstance(node.ctx, ast.Load)
 
 
 def _is_self(node: ast.AST) -> bool:
@@ -391,7 +523,7 @@ class _Converted(HoldsFusers, NotScriptable, torch.nn.Module):
         """As of torch's module, under the module's recipe, or that of the `autocast` around the call."""
         refuse_proxy(input, self)
         if not _in_graph():
-            return outside_compile(self._run, input)
+            return outside_compile(_run_eagerly, self, input)
         reason = self._why_outside()
         return outside_compile(self._run, input, reason=reason) if reason else self._run(input)
 
@@ -408,13 +540,18 @@ class _Converted(HoldsFusers, NotScriptable, torch.nn.Module):
         """Whether operations compute this input. What they can't, shapes without values and float64, is torch's."""
         return isinstance(input, torch.Tensor) and not input.is_meta and computes_in(input.dtype)
 
+    def _has_values(self) -> bool:
+        """Whether no parameter is on the meta device. Those that are computed are not: each time may give another."""
+        parameters = self.parameters() if self._modules else self._parameters.values()
+        return not any([value is not None and value.is_meta for value in parameters])
+
     def pipeline(self) -> OperationFuser:
         """The operations that stand for this module, with the parameters that it has now."""
         present = {name: value for name in ("weight", "bias") if (value := getattr(self, name, None)) is not None}
         facts = [(name, value.device, value.shape) for name, value in present.items()]
-        made_for = (self._name, facts, self._settings())
+        made_for = (self._name, facts, self._settings(present))
         if self._pipeline is None or self._made_for != made_for:
-            self._pipeline = OperationFuser(_named(self._make_operations(), self._name))
+            self._pipeline = OperationFuser(_named(self._make_operations(present), self._name))
             self._made_for = made_for
         for basic in self._pipeline._basic_ops:
             for name in basic._parameters.keys() & present.keys():
@@ -428,8 +565,7 @@ class _Converted(HoldsFusers, NotScriptable, torch.nn.Module):
     def _prepare(self) -> str:
         """Make the pipeline for a compiled call. Returns why there can't be one, or ""."""
         leave_for(_REPLACED)
-        self.pipeline()
-        values = [getattr(self, name, None) for name in ("weight", "bias")]
+        values = [value for op in self.pipeline()._basic_ops for value in op._parameters.values()]
         plain = all(type(value) in (torch.nn.Parameter, type(None)) for value in values)
         return "" if plain else leave_for(_COMPUTED)
 
@@ -445,8 +581,8 @@ class _Converted(HoldsFusers, NotScriptable, torch.nn.Module):
                     return _REPLACED
         return ""
 
-    def _settings(self) -> Any:
-        """What else its operations are made with."""
+    def _settings(self, present: dict[str, torch.Tensor]) -> Any:
+        """What else its operations are made with; `present`: its weight and bias."""
         return ()
 
     def fusers(self) -> list[tuple[OperationFuser, Recipe | None]]:
@@ -457,18 +593,53 @@ class _Converted(HoldsFusers, NotScriptable, torch.nn.Module):
         """The `autocast` in which this module computes: the caller's, if there is one, else its own."""
         if FP8GlobalStateManager._of_thread.state.autocast_depth:
             return contextlib.nullcontext()
+        if not torch.compiler.is_compiling():
+            self._refuse_computing_again()
         return autocast(enabled=self.recipe is not None, recipe=self.recipe)
+
+    def _refuse_computing_again(self) -> None:
+        """`RuntimeError` if autograd calls a module whose quantization is not that of its last call.
+
+        Calls of `fuser.checkpoint`, and in an `autocast`, have that.
+        """
+        if torch._C._current_graph_task_id() == -1 or is_replaying() or self._pipeline is None:
+            return
+        key: Any = self._pipeline._basic_ops[0]._recipe_key
+        before = None if key is None else key[0]
+        present = None if self.recipe is None else repr(self.recipe)
+        if before == present and (self.recipe is None or not self.recipe.delayed()):
+            return
+        why = "with scales that were updated since" if before == present else "under another recipe than"
+        raise RuntimeError(
+            f"{self._name or type(self).__name__} is computed again in the backward pass, {why} its forward pass: use "
+            "fuser.checkpoint instead of torch.utils.checkpoint.checkpoint, with any use_reentrant"
+        )
+
+
+def _run_eagerly(module: Any, input: Any) -> Any:
+    """Call a module outside of a graph. Errors of input that convert can do something about say what."""
+    if isinstance(input, torch.Tensor) and input.is_nested:
+        raise RuntimeError(
+            f"input of {type(module).__name__} must be no nested tensor: those come from the fast path of a "
+            "TransformerEncoder in eval mode, which convert switches off where it gets the encoder, not a layer of it"
+        )
+    try:
+        return module._run(input)
+    except ValueError as error:
+        if "M % " in str(error) and "pad=True" not in str(error):
+            error.args = (f"{error}; fuser.convert(..., pad=True) pads M of linear layers", *error.args[1:])
+        raise
 
 
 class ConvertedLinear(_Converted, torch.nn.Linear):
     """`torch.nn.Linear` as `ops.BasicLinear` and `ops.Bias`; see `convert`."""
 
-    def _make_operations(self) -> list[BasicOperation]:
-        return _linear_operations(self)
+    def _make_operations(self, present: dict[str, torch.Tensor]) -> list[BasicOperation]:
+        return _linear_operations(present["weight"].shape, "bias" in present)
 
     def takes(self, input: torch.Tensor) -> bool:
         """Other dtypes than operations take are an error: nothing stays in high precision unnoticed."""
-        return isinstance(input, torch.Tensor) and not input.is_meta and not self.weight.is_meta
+        return isinstance(input, torch.Tensor) and not input.is_meta and self._has_values()
 
     def rows_short_of_blocks(self, input: torch.Tensor) -> int:
         """How many rows of zeros `pad` appends to an input under the recipe in force; 0 without one."""
@@ -486,24 +657,24 @@ class ConvertedLinear(_Converted, torch.nn.Linear):
 
 
 class _ConvertedNorm(_Converted):
-    def _settings(self) -> Any:
+    def _settings(self, present: dict[str, torch.Tensor]) -> Any:
         module: Any = self
-        return module.eps, tuple(module.normalized_shape), module.weight.dtype
+        return module.eps, tuple(module.normalized_shape), present["weight"].dtype
 
-    def _make_operations(self) -> list[BasicOperation]:
+    def _make_operations(self, present: dict[str, torch.Tensor]) -> list[BasicOperation]:
         module: Any = self
         op = getattr(ops, _torch_class(module).__name__)(
             module.normalized_shape,
             eps=torch.finfo(torch.float32).eps if module.eps is None else module.eps,
-            device=module.weight.device,
-            dtype=module.weight.dtype,
+            device=present["weight"].device,
+            dtype=present["weight"].dtype,
         )
         return [op.requires_grad_(False)]  # a bias that the module does not have stays zero
 
     def takes(self, input: torch.Tensor) -> bool:
         """Not without eps in 16 bits: what torch adds then has changed from version to version."""
         module: Any = self
-        return super().takes(input) and not module.weight.is_meta and (module.eps is not None or input.itemsize == 4)
+        return super().takes(input) and self._has_values() and (module.eps is not None or input.itemsize == 4)
 
 
 class ConvertedLayerNorm(_ConvertedNorm, torch.nn.LayerNorm):
@@ -515,7 +686,7 @@ class ConvertedRMSNorm(_ConvertedNorm, torch.nn.RMSNorm):
 
 
 class _ConvertedActivation(_Converted):
-    def _make_operations(self) -> list[BasicOperation]:
+    def _make_operations(self, present: dict[str, torch.Tensor]) -> list[BasicOperation]:
         return [getattr(ops, _torch_class(self).__name__)()]
 
 
@@ -543,7 +714,7 @@ class ConvertedSequential(HoldsFusers, NotScriptable, torch.nn.Sequential):
     def forward(self, input: Any) -> Any:
         """As of torch's container."""
         refuse_proxy(input, self)
-        return self._run(input) if _in_graph() else outside_compile(self._run, input)
+        return self._run(input) if _in_graph() else outside_compile(_run_eagerly, self, input)
 
     def _run(self, input: Any) -> Any:
         children: list[Any] = list(self)
@@ -667,7 +838,18 @@ _OTHER_PRODUCTS = (
     torch.nn.RNNCellBase,
     torch.nn.Bilinear,
 )
-#: Modules that a rule gives recipes to.
+#: Modules whose parameters of several dimensions are no operands of products of torch's, or that quantize themselves.
+_NO_PRODUCTS = (
+    NonDynamicallyQuantizableLinear,  # a part of MultiheadAttention, which is named
+    torch.nn.Embedding,
+    torch.nn.EmbeddingBag,
+    torch.nn.LayerNorm,
+    torch.nn.RMSNorm,
+    torch.nn.GroupNorm,
+    torch.nn.modules.batchnorm._NormBase,
+    FusibleOperation,
+)
+#: Modules that a rule gives recipes to, beside those with matrices of their own.
 _KINDS = (*CONVERTED, *_OTHER_PRODUCTS, torch.nn.MultiheadAttention)
 #: Attribute that switches off a fast path of torch, which reads the weights of its children: class -> (name, value).
 _FAST_PATHS: dict[type, tuple[str, Any]] = {
@@ -676,12 +858,13 @@ _FAST_PATHS: dict[type, tuple[str, Any]] = {
 }
 
 
-def _linear_operations(module: Any) -> list[BasicOperation]:
-    out_features, in_features = module.weight.shape
+def _linear_operations(weight: Any, with_bias: bool) -> list[BasicOperation]:
+    """Those of a weight of a shape."""
+    out_features, in_features = weight
     # On meta: the parameters are the module's, whose values and random numbers are drawn already.
     with quantized_model_init(enabled=False):
         made: list[BasicOperation] = [ops.BasicLinear(in_features, out_features, device="meta")]
-    return made if module.bias is None else [*made, ops.Bias(out_features, device="meta")]
+    return [*made, ops.Bias(out_features, device="meta")] if with_bias else made
 
 
 def _named(operations: list[BasicOperation], name: str) -> list[BasicOperation]:
@@ -698,12 +881,18 @@ def _may_become(module: Any) -> bool:
         return False
     if cls is torch.nn.GELU:
         return module.approximate == "tanh"
-    return not getattr(module, "inplace", False) and getattr(module, "weight", module) is not None
+    return not getattr(module, "inplace", False) and module._parameters.get("weight", module) is not None
+
+
+#: Attributes that a converted module has. What it had under these names before comes back with torch's class.
+_SETTINGS = ("recipe", "pad", "_name", "_pipeline", "_ready", "_made_for")
 
 
 def _become(module: Any, recipe: Any, *, pad: bool, name: str) -> None:
     if not isinstance(module, _Converted):
+        own = {name: vars(module)[name] for name in _SETTINGS if name in vars(module)}
         module.__class__ = _own_class(module, CONVERTED[_torch_class(module)])
+        module._own_attributes = own
         module._pipeline, module._ready = None, WhenTraced(module._prepare)
     module.recipe, module.pad, module._name = recipe, pad, name
 
@@ -712,8 +901,10 @@ def _restore(module: Any) -> None:
     """Make a module torch's again."""
     if isinstance(module, _Converted):
         module.__class__ = _class_without_conversion(module)
-        for name in ("recipe", "pad", "_name", "_pipeline", "_ready", "_made_for"):
+        own = module.__dict__.pop("_own_attributes", {})
+        for name in _SETTINGS:
             module.__dict__.pop(name, None)
+        module.__dict__.update(own)
 
 
 def _class_without_conversion(module: _Converted) -> type:

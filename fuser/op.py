@@ -181,6 +181,10 @@ class BasicOperation(_CalledAlone, ChanneledOperation, metaclass=abc.ABCMeta):
     def __getstate__(self) -> dict[str, Any]:
         """For copies: their amax histories are their own, so they are not registered for amax reduction yet."""
         state = dict(self.__dict__)
+        state["_parameters"] = {  # what a converted module computed for a call can't be copied
+            name: value if value is None or value.is_leaf else torch.empty_like(value, device="meta")
+            for name, value in self._parameters.items()
+        }
         state["_recipe_key"] = None  # makes the next fuser call register them
         if self._fp8_metas is not None:
             state["_fp8_metas"] = {mode: _unregistered(meta) for mode, meta in self._fp8_metas.items()}

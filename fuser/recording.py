@@ -33,8 +33,8 @@ from refops.survey import Measurement, measure_cast, measure_quantized
 
 __all__ = ["QuantizationRecord", "Statistics", "statistics"]
 
-#: The names of more tensors than this do not fit beside a picture.
-MOST_TENSORS_NAMED = 40
+#: As many lines as matplotlib's ten colors and two styles tell apart.
+MOST_TENSORS_NAMED = 20
 
 
 @dataclass(frozen=True)
@@ -133,8 +133,15 @@ class Statistics:
         return [record.as_dict() for record in self.records]
 
     def of(self, layer: str, tensor: str) -> list[QuantizationRecord]:
-        """The records of one tensor, in order."""
-        return [record for record in self.records if (record.layer, record.tensor) == (layer, tensor)]
+        """The records of one tensor, in order. `KeyError`: there are none, though of others."""
+        found = [record for record in self.records if (record.layer, record.tensor) == (layer, tensor)]
+        if self.records and not found:
+            known = ", ".join(repr((record.layer, record.tensor)) for record, *_ in self._by_name().values())
+            raise KeyError(f"layer and tensor must be one of {known}; got {shown((layer, tensor))}")
+        return found
+
+    def __repr__(self) -> str:
+        return f"<Statistics: {len(self.records)} records of {self.step + 1} steps>"
 
     def _by_name(self) -> dict[str, list[QuantizationRecord]]:
         found: dict[str, list[QuantizationRecord]] = {}
@@ -159,6 +166,8 @@ class Statistics:
     def plot(self, path: str | PathLike[str]) -> None:
         """Draw SQNR, flushed and saturated shares of each tensor over the steps. The suffix gives the format.
 
+        Of more than 20 tensors those of the lowest SQNR.
+
         Raises:
             PlotError: no matplotlib, a suffix that it does not know, or no such directory. ValueError: no records.
         """
@@ -167,17 +176,23 @@ class Statistics:
             raise ValueError("statistics must hold records to be drawn; got none")
         require_picture(path, "path")
         figure, axes = panels(3, 8, 8)
+        if len(by_name) > MOST_TENSORS_NAMED:
+
+            def lowest(name: str) -> float:
+                known = [record.measurement.sqnr_db for record in by_name[name]]
+                return min((sqnr for sqnr in known if sqnr is not None), default=math.inf)
+
+            by_name = {name: by_name[name] for name in sorted(by_name, key=lowest)[:MOST_TENSORS_NAMED]}
         columns = {"SQNR (dB)": "sqnr_db", "flushed to zero (%)": "flushed", "saturated (%)": "saturated"}
         for axis, (title, column) in zip(axes, columns.items(), strict=True):
             factor = 1 if column == "sqnr_db" else 100
-            for (name, records), style in zip(by_name.items(), itertools.cycle(("-", "--", "-.", ":")), strict=False):
+            for (name, records), style in zip(by_name.items(), ["-"] * 10 + ["--"] * 10, strict=False):
                 values = [getattr(record.measurement, column) for record in records]
                 points = [math.nan if value is None else factor * value for value in values]
                 axis.plot([record.step for record in records], points, style, label=name)
             axis.set_ylabel(title)
         axes[-1].set_xlabel("step")
-        if len(by_name) <= MOST_TENSORS_NAMED:
-            figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right upper", fontsize=8)
+        figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right upper", fontsize=8)
         save(figure, path, "path")
 
 
@@ -217,7 +232,7 @@ def operations_of(model: torch.nn.Module) -> Iterator[tuple[str, BasicOperation]
     """The basic operations in a model, each with the name of the layer that it is or is a part of."""
     for name, module in model.named_modules():
         if isinstance(module, tuple(CONVERTED.values())):
-            yield from ((layer_of(name), op) for op in module.pipeline()._basic_ops)  # type: ignore[attr-defined]
+            yield from ((layer_of(name), op) for op in (module._pipeline or module.pipeline())._basic_ops)  # type: ignore[attr-defined]
         elif isinstance(module, BasicOperation):
             yield layer_of(name), module
 

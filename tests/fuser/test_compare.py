@@ -284,22 +284,65 @@ class TestCalls:
             ((nn.SiLU(), torch.zeros(1), ["mxfp8"]), TypeError, "recipes must hold recipes .* got 'mxfp8' as item 0"),
             ((nn.SiLU(), torch.zeros(1), {"a": "mxfp8"}), TypeError, "recipes must map texts to .* got 'a': 'mxfp8'"),
             ((nn.SiLU(), torch.zeros(1), {1: None}), TypeError, "recipes must map texts to .* got 1: None"),
+            ((nn.SiLU(), torch.zeros(1), MXFP8BlockScaling), TypeError, r"one of the class: MXFP8BlockScaling\(\)"),
+            ((nn.SiLU(), torch.zeros(1), {"a": MXFP8BlockScaling}), TypeError, "got 'a': .*; make one of the class"),
+            ((nn.SiLU(), torch.zeros(1), [torch.float8_e4m3fn]), TypeError, "as item 0; make one, as fuser.recipe"),
+            ((nn.SiLU(), torch.zeros(1).numpy()), TypeError, "batch must be one batch of tensors; got a ndarray"),
+            ((nn.SiLU(), torch.utils.data.DataLoader([1])), TypeError, "batch must be one .*; got a DataLoader"),
+            ((nn.SiLU(), (torch.zeros(1),) * 2), TypeError, "what only the loss needs goes into loss; too many"),
+            ((nn.SiLU(), {"x": torch.zeros(1)}), TypeError, "its names are those of arguments; missing .* 'input'"),
         ],
     )
     def test_errors(self, arguments, error, message):
         with pytest.raises(error, match=message):
             fuser.compare(*arguments, quiet=True)
 
+    def test_losses_that_are_none(self):
+        with pytest.raises(TypeError, match="loss must be a function of the model's output; got 'mse'"):
+            compared(nn.Linear(32, 32), inputs(32, 32), loss="mse")
+        opaque = self.Model(lambda y, loss: object())
+        with pytest.raises(ValueError, match=r"loss must be given .*; got one of type object$"):
+            compared(opaque, inputs(32, 32))
+
+    def test_outputs_beside_a_loss(self):
+        """The model's own row says what the summary says: not the error of the loss, its first tensor."""
+        x = inputs(32, 32)
+        in_tuple = self.Model(lambda y, loss: (loss, y))
+        namespace = self.Model(lambda y, loss: SimpleNamespace(loss=loss, logits=y))
+        namespace.load_state_dict(in_tuple.state_dict())
+        own = compared(namespace, (x, x))
+        for found in (own, compared(in_tuple, (x, x), loss=lambda result: result[0])):
+            (one,) = found
+            assert one.output == one.layers[-1].output == own.recipes[0].output > 0.001
+            assert one.layers[-1].layer == ""
+
+    def test_inference_mode(self):
+        with torch.inference_mode(), pytest.raises(RuntimeError, match=r"outside of torch.inference_mode"):
+            compared(nn.Linear(32, 32), inputs(32, 32))
+
+    def test_how_much_is_quantized(self):
+        model = nn.Sequential(nn.Embedding(8, 32), nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 10))
+        with_ops = nn.Sequential(ops.Linear(64, 64), nn.Linear(64, 64))
+        rules = {"a": {"2": DelayedScaling()}, "b": DelayedScaling(), "c": {"1": None, "*": DelayedScaling()}}
+        found = compared(model, torch.arange(8), rules)
+        every = sum(p.numel() for p in model.parameters())
+        share = [32 * 32 / every, 74 * 32 / every, 42 * 32 / every]
+        assert [(one.coverage.quantized, one.coverage.layers) for one in found] == [(1, 3), (3, 3), (2, 3)]
+        assert [one.coverage.parameters for one in found] == pytest.approx(share)
+        assert f"Quantized under b: 3 of 3 layers with matrices, {share[1]:.1%} of the parameters.\n" in str(found)
+        assert compared(with_ops, inputs(32, 64)).recipes[0].coverage.quantized == 2
+        assert "\nQuantized: 2 of 2 layers" in str(compared(with_ops, inputs(32, 64)))
+
     def test_rules_are_checked_before_a_step_runs(self):
         model = self.Model(lambda y, loss: pytest.fail("a step ran"))
-        with pytest.raises(ValueError, match=r"patterns that match names of .*; got 'x\*'"):
+        with pytest.raises(ValueError, match=r"patterns that match names of linear layers, .*; got 'x\*'"):
             compared(model, inputs(32, 32), {"good": MXFP8BlockScaling(), "bad": {"x*": None}})
 
     def test_warnings_of_the_models_own_are_shown(self):
         class Warns(nn.Linear):
             def __deepcopy__(self, memo):
                 warnings.warn("copied", UserWarning, stacklevel=2)
-                return self
+                return Warns(32, 32)
 
         with pytest.warns(UserWarning, match="^copied$"):
             compared(nn.Sequential(Warns(32, 32)), inputs(32, 32))
@@ -326,6 +369,24 @@ class TestNothingIsTouched:
         assert x.grad is gradient
         assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
         assert not quantization_observers
+
+    def test_models_that_copies_hold_on_to(self):
+        class Closure(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.linear = nn.Linear(32, 32)
+                self.run = lambda x: self.linear(x)
+
+            def forward(self, x):
+                return self.run(x)
+
+        model = Closure()
+        model(inputs(32, 32)).sum().backward()
+        gradient, value = model.linear.weight.grad, model.linear.weight.grad.clone()
+        with pytest.raises(ValueError, match=r"computed with its own parameters.*got gradients of .*linear.weight"):
+            compared(model, inputs(32, 32))
+        assert model.linear.weight.grad is gradient
+        assert torch.equal(gradient, value)
 
     def test_scales_of_a_converted_model(self):
         model, x = fuser.convert(feed_forward(), DelayedScaling()), inputs(32, 64)
@@ -401,6 +462,10 @@ class TestShowing:
             assert line in printed
         assert all(len(line) <= 120 for line in printed.splitlines())
 
+    def test_as_a_sequence(self, two_recipes):
+        assert len(two_recipes) == len(list(two_recipes)) == 2
+        assert len(repr(two_recipes)) < 1000
+
     def test_rows(self, two_recipes):
         found = two_recipes
         rows = found.rows()
@@ -466,6 +531,9 @@ class TestStatistics:
         assert row["scaling"] == refops.MXFP8Scaling(refops.E4M3).title
         lines = str(s).splitlines()
         assert len(lines) == 2 + 6
+        assert len(repr(s)) < 100
+        with pytest.raises(KeyError, match=r"layer and tensor must be one of .*got"):
+            s.of("missing", "input")
         pytest.importorskip("matplotlib")
         s.plot(tmp_path / "steps.png")
         assert (tmp_path / "steps.png").stat().st_size > 5000
@@ -585,3 +653,23 @@ def test_a_measurement_of_what_was_quantized_already():
     for named in SCALINGS.values():
         q = refops.quantize(x, named.scaling, rowwise=not named.columnwise, columnwise=named.columnwise)
         assert measure_quantized(x, q, named.name) == measure(x, named)
+
+
+def test_pictures_of_many_tensors_have_the_worst(tmp_path, monkeypatch):
+    figures = pytest.importorskip("matplotlib.figure")
+    model = fuser.convert(nn.Sequential(*(nn.Linear(32, 32) for _ in range(9))), MXFP8BlockScaling())
+    with fuser.statistics(model) as s:
+        model(inputs(32, 32)).sum().backward()
+    drawn, legend = {}, figures.Figure.legend
+
+    def keep(figure, handles, labels, **options):
+        drawn.update(
+            {label: (line.get_color(), line.get_linestyle()) for line, label in zip(handles, labels, strict=True)}
+        )
+        return legend(figure, handles, labels, **options)
+
+    monkeypatch.setattr(figures.Figure, "legend", keep)
+    s.plot(tmp_path / "picture.png")
+    sqnr = sorted(s.records, key=lambda record: record.measurement.sqnr_db)
+    assert set(drawn) == {record.name for record in sqnr[:20]}
+    assert len(set(drawn.values())) == 20

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import parametrizations, prune, weight_norm
 
 import fuser
+import refops
 from fuser import conversion, ops
 from fuser.recipe import (
     CustomRecipe,
@@ -347,9 +348,71 @@ class TestTraining:
             twin = copy.deepcopy(model)
             wanted = gradients(twin, x)
             assert_equal(gradients(_Wrapped(copy.deepcopy(model), fuser.checkpoint), x), wanted)
-            if not recipe.delayed():  # torch's own runs again with scales that the first run updated
-                torchs = _Wrapped(model, lambda *args: torch.utils.checkpoint.checkpoint(*args, use_reentrant=False))
+            torchs = _Wrapped(model, lambda *args: torch.utils.checkpoint.checkpoint(*args, use_reentrant=False))
+            if not recipe.delayed():
                 assert_equal(gradients(torchs, x), wanted)
+            else:  # torch's own would run again with scales that the first run updated
+                with pytest.raises(RuntimeError, match="with scales that were updated since its forward pass: use"):
+                    gradients(torchs, x)
+
+    @pytest.mark.parametrize("reentrant", [False, True])
+    @pytest.mark.parametrize("bound", [NVFP4BlockScaling(), None])
+    def test_checkpointing_under_another_recipe(self, reentrant, bound):
+        model, x = fuser.convert(feed_forward(), MXFP8BlockScaling()), inputs(32, 64)
+        for child in model:
+            child.recipe = bound
+        for run in (fuser.checkpoint, torch.utils.checkpoint.checkpoint):
+            with fuser.autocast(recipe=MXFP8BlockScaling()):
+                y = run(model, x.requires_grad_(), use_reentrant=reentrant)
+            if run is fuser.checkpoint:
+                y.sum().backward()
+                continue
+            with pytest.raises(RuntimeError, match="under another recipe than its forward pass: use"):
+                y.sum().backward()
+            with fuser.autocast(recipe=MXFP8BlockScaling()):
+                model(x).sum().backward()
+
+    def test_a_computed_weight_is_computed_once_in_a_call(self):
+        class Count(nn.Module):
+            calls = 0
+
+            def forward(self, weight):
+                self.calls += 1
+                return weight * 1.0
+
+        for model in (nn.Linear(64, 64), feed_forward(64, 64), nn.LayerNorm(64)):
+            layer = model[1] if isinstance(model, nn.Sequential) else model
+            count = Count()
+            nn.utils.parametrize.register_parametrization(layer, "weight", count)
+            count.calls = 0
+            fuser.convert(model, MXFP8BlockScaling())
+            assert count.calls == 0
+            for calls in (1, 2):
+                model(inputs(32, 64)).sum().backward()
+                assert count.calls == calls
+            if model is not layer or isinstance(layer, nn.Linear):
+                with fuser.statistics(model):
+                    model(inputs(32, 64)).sum().backward()
+                assert count.calls == 3
+
+    def test_copies_after_a_call_with_a_computed_weight(self):
+        for build in (lambda: nn.Linear(64, 64), lambda: feed_forward(64, 64)):
+            model = build()
+            parametrizations.weight_norm(model if isinstance(model, nn.Linear) else model[1])
+            fuser.convert(model, DelayedScaling())
+            for _ in range(2):
+                gradients(model, inputs(32, 64))
+            twin = copy.deepcopy(model)
+            assert_equal(gradients(twin, inputs(32, 64)), gradients(model, inputs(32, 64)))
+
+    def test_attributes_under_the_names_of_settings(self):
+        linear = nn.Linear(32, 32)
+        own = {"_name": "mine", "recipe": "r", "pad": 3}
+        vars(linear).update(own)
+        for recipe in (MXFP8BlockScaling(), NVFP4BlockScaling(), None):
+            fuser.convert(linear, recipe, pad=True)
+        assert own.items() <= vars(linear).items()
+        assert vars(linear).keys() == vars(nn.Linear(32, 32)).keys() | own.keys()
 
     def test_data_parallel(self):
         torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
@@ -591,6 +654,12 @@ class TestRules:
         model(inputs(32, 32)).sum().backward()
         assert {name for name, _ in roles} == {"part.0", "part.2"}
 
+    def test_a_name_stands_for_what_is_in_it(self):
+        model = nn.ModuleList([feed_forward(), feed_forward()])
+        fuser.convert(model, {"1": None, "0.3": NVFP4BlockScaling(), "*": MXFP8BlockScaling()})
+        kinds = [getattr(module, "recipe", None).__class__.__name__ for module in [*model[0], *model[1]]]
+        assert kinds == ["MXFP8BlockScaling"] * 3 + ["NVFP4BlockScaling"] + ["NoneType"] * 4
+
     def test_again_with_another_recipe(self):
         model = fuser.convert(feed_forward(), MXFP8BlockScaling())
         fuser.convert(model, Float8CurrentScaling(), pad=True)
@@ -606,15 +675,35 @@ class TestRules:
                 (nn.SiLU(), "mxfp8"),
                 {},
                 TypeError,
-                "recipe must be a recipe, a mapping, a function or None; got 'mxfp8'",
+                r"recipe must be a recipe, a mapping, a function or None; got 'mxfp8'.*\(did you mean MXFP8",
             ),
-            ((nn.SiLU(), {"": "mxfp8"}), {}, RuntimeError, "recipe must be an instance of a recipe of fuser.recipe"),
-            ((nn.SiLU(), {"a*": None}), {}, ValueError, r"patterns that match names of linear .*; got 'a\*'$"),
             (
-                (nn.ModuleDict({"encoder": nn.Sequential(nn.SiLU())}), {"encoder": MXFP8BlockScaling()}),
+                (nn.SiLU(), {"": "mxfp8"}),
+                {},
+                TypeError,
+                "recipe must be a recipe of fuser.recipe; got 'mxfp8'; make .*MXFP8",
+            ),
+            ((nn.SiLU(), {"a*": None}), {}, ValueError, r"patterns that match names of linear .*; got 'a\*'$"),
+            ((nn.SiLU(), torch.float8_e4m3fn), {}, TypeError, r"make one, as fuser.recipe.MXFP8BlockScaling\(\)"),
+            ((nn.SiLU(), refops.MXFP8Scaling(refops.E4M3)), {}, TypeError, r"BlockScaledRecipe\(scaling\)"),
+            ((nn.SiLU(), fuser.NVFP4Quantizer()), {}, TypeError, "CustomRecipe.* of quantizers"),
+            ((nn.SiLU(), nn.SiLU()), {}, TypeError, "got a SiLU; a module is none"),
+            ((nn.SiLU(), {nn.Linear: None}), {}, TypeError, "what goes by class is a function of name and module"),
+            ((feed_forward(), {"1": None, "3": lambda: 0}), {}, TypeError, "recipe of '3' must be a recipe"),
+            ((nn.SiLU(), {}), {}, ValueError, "recipe must have at least one pattern"),
+            ((nn.Sequential(nn.Linear(1, 1)), {".*0$": None}), {}, ValueError, "regular expressions are not taken"),
+            ((nn.ModuleDict({"gate": nn.SiLU()}), {"gaet": None}), {}, ValueError, "did you mean gate"),
+            (
+                (feed_forward(), {"*": MXFP8BlockScaling(), "1": None}),
                 {},
                 ValueError,
-                r"got 'encoder', the name of a Sequential: what is in it is 'encoder\.\*'",
+                r"got '1' behind '\*', which decides for all that it matches",
+            ),
+            (
+                (nn.Sequential(nn.GELU(), nn.Linear(32, 32)), {"0": MXFP8BlockScaling()}),
+                {},
+                ValueError,
+                r"got one for '0', which is GELU\(approximate='none'\)",
             ),
             ((nn.SiLU(), {0: None}), {}, TypeError, "recipe must have patterns of names as keys, .*; got 0"),
             ((nn.SiLU(), None), {"filter": 1}, TypeError, "filter must be a function"),
@@ -631,6 +720,12 @@ class TestRules:
         with pytest.raises(error, match=message):
             fuser.convert(*arguments, **options)
 
+    @pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")
+    def test_scripted_models(self):
+        model = nn.Sequential(torch.jit.script(nn.Linear(2, 2)))
+        with pytest.raises(TypeError, match=r"one that torch\.jit compiled as '0': convert the model before that"):
+            fuser.convert(model, MXFP8BlockScaling())
+
 
 class TestWhatIsLeft:
     def warned(self, model, recipe=None, **options):
@@ -644,9 +739,9 @@ class TestWhatIsLeft:
         model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 10))
         (line,) = self.warned(model)
         assert line.startswith("2 (Linear): MXFP8 needs M % 32 == 0 and K % 32 == 0")
-        assert "(10, 64)" in line
+        assert line.endswith("; got in_features=64, out_features=10, which pad does not change")
         assert model(inputs(32, 32)).shape == (32, 10)
-        with pytest.raises(ValueError, match=r"strict must be False where not all is converted:\n  2 \(Linear\)"):
+        with pytest.raises(ValueError, match=r"strict must be False here: not all is converted:\n  2 \(Linear\)"):
             fuser.convert(model, MXFP8BlockScaling(), strict=True)
         fuser.convert(model, {"2": None, "*": MXFP8BlockScaling()}, strict=True)  # said, so no fault
         fuser.convert(model, DelayedScaling(), strict=True)  # takes any size
@@ -669,6 +764,68 @@ class TestWhatIsLeft:
         model[1](torch.zeros(32, 32))
         assert len(self.warned(model)) == 3  # it has become a Linear
         assert type(model[1]) is conversion.ConvertedLinear
+
+    def test_matrices_that_others_multiply_with(self):
+        class Conv1D(nn.Module):
+            """As of Hugging Face."""
+
+            def __init__(self):
+                super().__init__()
+                self.weight, self.bias = nn.Parameter(torch.ones(32, 32)), nn.Parameter(torch.zeros(32))
+
+            def forward(self, x):
+                return x @ self.weight + self.bias
+
+        model = nn.Sequential(Conv1D(), nn.Embedding(8, 8), nn.LayerNorm((4, 8)), nn.BatchNorm1d(8), nn.PReLU(8))
+        model.append(parametrizations.weight_norm(Conv1D())).append(parametrizations.weight_norm(nn.Linear(32, 32)))
+        lines = self.warned(model)
+        assert [line.split(" ")[0] for line in lines] == ["0", "5"]
+        assert lines[0] == "0 (Conv1D): no module of torch's; what it computes with weight is not quantized"
+        with pytest.raises(ValueError, match=r"0 \(Conv1D\)"):
+            fuser.convert(model, MXFP8BlockScaling(), strict=True)
+        fuser.convert(model, {"[05]": None, "*": MXFP8BlockScaling()}, strict=True)
+        fuser.convert(nn.Sequential(ops.Linear(32, 32), nn.ReLU()), MXFP8BlockScaling(), strict=True)
+
+    def test_parents_that_ask_a_weight_for_facts(self):
+        class Parent(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.linear = nn.Linear(32, 32)
+
+            def forward(self, x):
+                weight = self.linear.weight
+                assert x.dtype == weight.dtype
+                self.size = self.linear.weight.norm()
+                return self.linear(x)
+
+        class Computes(Parent):
+            def forward(self, x):
+                weight = self.linear.weight
+                return x @ weight.to(x.dtype)
+
+        fuser.convert(Parent(), MXFP8BlockScaling(), strict=True)
+        (line,) = self.warned(Computes())
+        assert line.startswith("the model (Computes) reads linear.weight in its forward")
+
+    def test_modules_inside_of_themselves(self):
+        model = nn.Sequential(nn.Sequential(nn.Linear(32, 32)))
+        model[0].append(model)
+        with pytest.raises(ValueError, match="model must hold no module that is inside of itself; got a Sequential"):
+            fuser.convert(model, MXFP8BlockScaling())
+
+    @pytest.mark.parametrize("build", [lambda: nn.Linear(32, 32), lambda: feed_forward()])
+    def test_rows_that_do_not_fit(self, build):
+        model = fuser.convert(build(), MXFP8BlockScaling())
+        width = 32 if isinstance(model, nn.Linear) else 64
+        with pytest.raises(
+            ValueError, match=r"; got .*5, \d+.*; fuser\.convert\(\.\.\., pad=True\) pads M of linear layers$"
+        ):
+            model(inputs(5, width))
+
+    def test_nested_tensors(self):
+        linear = fuser.convert(nn.Linear(32, 32), MXFP8BlockScaling())
+        with pytest.raises(RuntimeError, match="input of ConvertedLinear must be no nested tensor"):
+            linear(torch.nested.nested_tensor([torch.zeros(3, 32), torch.zeros(4, 32)], layout=torch.jagged))
 
     def test_forwards_replaced_on_the_object(self):
         linear = nn.Linear(32, 32)
@@ -767,7 +924,7 @@ class TestModels:
             nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.AdaptiveAvgPool2d(2), nn.Flatten(),
             nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 10),
         )  # fmt: skip
-        with pytest.warns(UserWarning, match=r"0 \(Conv2d\): there is no such operation\n  7 \(Linear\)"):
+        with pytest.warns(UserWarning, match=r"0 \(Conv2d\): convolutions are not quantized\n  7 \(Linear\)"):
             fuser.convert(model, MXFP8BlockScaling(), pad=True)
         model(inputs(4, 3, 8, 8)).sum().backward()
         assert all(p.grad is not None for p in model.parameters())
