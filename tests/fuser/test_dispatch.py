@@ -619,7 +619,7 @@ def quantized_ones():
 
 #: name -> (call of tensors x and gated x, its checks once all is known: each of them once).
 AGAIN = {
-    "gelu": (lambda x, g: functional.gelu(x), {"_check_forward", "_require_name", "_require_input"}),
+    "gelu": (lambda x, g: functional.gelu(x), set()),
     "dgelu": (lambda x, g: functional.dgelu(x, x), {"_check_backward", "_require_name", "_require_input"}),
     "swiglu -> MXFP8": (
         lambda x, g: functional.swiglu(g, TO_STORAGE),

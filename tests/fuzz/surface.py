@@ -36,6 +36,7 @@ EXEMPT = {
     "fuser.xla.QuantizerSet": "what QuantizerFactory.create_set returns",
     "fuser.xla.fp8_autocast": "a deprecated name: it warns, and calls autocast",
     "fuser.xla.is_fp8_available": "a deprecated name: it warns, and calls is_scaling_mode_supported",
+    "fuser.dispatch.repeated": "what functions of activations ask first; a call that it answers is one of theirs",
     "fuser.recipe.constant_of_graph": "what torch.compile asks a recipe for",
     "fuser.comparison.Comparison": "what compare returns",
     "fuser.comparison.LayerComparison": "a part of it",
