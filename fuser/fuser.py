@@ -16,7 +16,6 @@ import functools
 import itertools
 import operator
 import threading
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -150,7 +149,7 @@ class OperationFuser:
 
     def _setup(self, ops: list[FusibleOperation], basic_ops: list[ChanneledOperation], routes: Routes) -> None:
         self._lock = threading.RLock()
-        self._pipeline = Pipeline(weakref.ref(self))
+        self._pipeline = Pipeline(self)
         self._ops = ops
         self._basic_ops = basic_ops
         self._num_basic_ops = len(basic_ops)
@@ -198,13 +197,12 @@ class OperationFuser:
         `extra_inputs`: one for each extra input that no channel feeds, in order (`ValueError` otherwise).
         `basic_op_kwargs`: keyword arguments for each basic operation's forward.
         """
-        if torch.compiler.is_compiling() and not exporting():
+        if torch.compiler.is_dynamo_compiling():
             return call_in_graph(self, self._pipeline, self._basic_ops, input, extra_inputs, basic_op_kwargs)
         refuse_trace("operations")
         if torch._C._are_functorch_transforms_active():
             return self._transformed(input, extra_inputs, basic_op_kwargs)
-        if self._members_of_fused and not self.is_current():
-            self._build(self._ops)
+        self.own_fuser()
         if len(extra_inputs) != self.num_extra_inputs:
             check_extra_inputs(self.wanted_extra_inputs(), extra_inputs)
         for name, given in (("input", (input,)), ("extra_inputs", extra_inputs)):
@@ -228,6 +226,8 @@ class OperationFuser:
         """A call on a tensor of torch.func's transforms (grad, vmap ...)."""
         if extra_inputs or any(basic_op_kwargs or ()) or FP8GlobalStateManager.is_fp8_enabled():
             raise RuntimeError("torch.func can transform operations without extra inputs, outside of fuser.autocast")
+        if self._hooked_ops():
+            raise RuntimeError("torch.func can't transform operations with hooks")
         for op in self._basic_ops:
             x = op.transformed(x)
         return x
@@ -235,6 +235,12 @@ class OperationFuser:
     def wanted_extra_inputs(self) -> list[tuple[ChanneledOperation, int]]:
         """The operations that take extra inputs from the caller, each with the slot, in order."""
         return [(self._basic_ops[i], slot) for i, slot in self._routes.external_inputs]
+
+    def own_fuser(self) -> OperationFuser:
+        """Itself, with the basic operations that its operations stand for now."""
+        if self._members_of_fused and not self.is_current():
+            self._build(self._ops)
+        return self
 
     def is_current(self) -> bool:
         """Whether the fused operations given still stand for the basic operations that they did then."""
@@ -549,8 +555,8 @@ def run_alone(
 ) -> Any:
     """Forward of an operation called as a module: by a fuser of its own, or by that of the part that calls it."""
     refuse_proxy(input_, op)
-    if torch.compiler.is_compiling() and not exporting():
-        basic_ops = op.basic_ops if op.is_fused_op else [op]
+    if torch.compiler.is_dynamo_compiling():
+        basic_ops = op.__dict__["_modules"]["basic_ops"] if op.is_fused_op else [op]  # not by the aliases of Linear
         return call_in_graph(
             functools.partial(_call_alone, op), op._pipeline, basic_ops, input_, extra_inputs, basic_op_kwargs
         )

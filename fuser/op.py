@@ -10,7 +10,6 @@ either, and an operation without parameters may return the bare gradient from `o
 from __future__ import annotations
 
 import abc
-import functools
 import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -22,7 +21,7 @@ from fuser.channels import ChanneledOperation
 from fuser.common import devices_match
 from fuser.fuser import fuser_of, run_alone
 from fuser.fusible import FusibleOperation, OperationContext
-from fuser.operators import Pipeline
+from fuser.operators import Kept, Pipeline
 from fuser.quantization.contexts import autocast
 from fuser.quantization.quantizers import is_replaying
 from fuser.quantization.state import FP8GlobalStateManager, RecipeState
@@ -40,11 +39,21 @@ class _CalledAlone(FusibleOperation):
 
     def __init__(self) -> None:
         super().__init__()
-        self._pipeline = Pipeline(functools.partial(fuser_of, self))
+        self._called_alone()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._pipeline = Pipeline(functools.partial(fuser_of, self))
+        self._called_alone()
+
+    def _called_alone(self) -> None:
+        self._pipeline, self._kept = Pipeline(self), Kept()
+
+    def own_fuser(self) -> Any:
+        """The fuser of graphs in which this operation is called alone."""
+        fuser, basic_ops = self._kept.fuser, self.basic_ops if self.is_fused_op else [self]
+        if fuser is None or [*map(id, fuser._ops)] != [*map(id, basic_ops)]:
+            fuser = self._kept.fuser = fuser_of(self)
+        return fuser
 
 
 class BasicOperation(_CalledAlone, ChanneledOperation, metaclass=abc.ABCMeta):

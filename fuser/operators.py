@@ -23,6 +23,8 @@ and what works in place works on a copy.
 from __future__ import annotations
 
 import contextlib
+import functools
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,7 +33,7 @@ import torch
 
 from fuser.aliasing import own_copy, works_in_place
 from fuser.dispatch import backend
-from fuser.pipeline import run_backward, run_forward, without_torch_autocast
+from fuser.pipeline import refuse_double_backward, run_backward, run_forward, without_torch_autocast
 from fuser.quantization.state import DelayedScalingRequest, FP8GlobalStateManager
 from fuser.quantization.storage import QUANTIZERS, BufferStorage, shallow_copy
 from fuser.quantization.tensor import QuantizedTensor, WrapperTensor
@@ -39,6 +41,7 @@ from fuser.recipe import Recipe, constant_of_graph
 from fuser.tracing import (
     OLD_TORCH,
     OpaqueBase,
+    WhenTraced,
     define_operator,
     leave_for,
     outside_compile,
@@ -54,18 +57,19 @@ _SIMPLE = (bool, int, float, str, torch.dtype, torch.device)
 class Pipeline(OpaqueBase):
     """The operations of a call, behind an object that graphs take as an argument.
 
-    `make`: returns their `OperationFuser`, once it is needed.
+    `owner`: what has this object, an `OperationFuser` or an operation that is called alone; `own_fuser()` of it is the
+    `OperationFuser`. It is not kept alive: torch's caches hold this object for ever.
     """
 
-    def __init__(self, make: Any) -> None:
-        self._make = make
-        self._fuser: Any = None
+    def __init__(self, owner: Any) -> None:
+        self._owner = None if owner is None else weakref.ref(owner)
 
     @property
     def fuser(self) -> Any:
-        if self._fuser is None:
-            self._fuser = self._make()
-        return self._fuser
+        owner = None if self._owner is None else self._owner()
+        if owner is None:
+            raise RuntimeError("a graph of torch.compile has outlived its operations")
+        return owner.own_fuser()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """For the keys of compiled code in a cache, which does not depend on it. Operations make their own anew."""
@@ -104,6 +108,16 @@ class Pipeline(OpaqueBase):
             fuser.backward_fusion_functions,
         )
         return [_Traits((self._obstacle(None), *map(tuple, fusions), *map(_traits_of, fuser._basic_ops)))]
+
+
+class Kept:
+    """The fuser that an operation keeps for calls by itself; a copy of the operation begins without."""
+
+    def __init__(self) -> None:
+        self.fuser: Any = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Kept, ()
 
 
 class _Traits(tuple):
@@ -204,6 +218,7 @@ class Saved(OpaqueBase):
     """
 
     tensor_objects: Any = None
+    gradients: Any = ()
     saved_tensors: Any = ()
 
     def __init__(self) -> None:
@@ -252,6 +267,12 @@ class Saved(OpaqueBase):
                 yield from self._indices(place.fields.values())
             elif place is not None:
                 yield place[0]
+
+    def without_operations(self) -> Saved:
+        """What a trace asks of it: torch's caches hold that for ever."""
+        bare = Saved()
+        bare.kept, bare.frozen, bare.gradients = self.kept, self.frozen, self.gradients
+        return bare
 
     def restored(self, tensors: Sequence[torch.Tensor]) -> Saved:
         """A copy whose `saved_tensors` are those of forward, from the kept and the returned tensors."""
@@ -333,7 +354,8 @@ def _rehearsed_forward(input_, parameters, extra_inputs, pipeline, call):
             fuser.plan(call.grad, call.recipe, x, extra)
         takes = _taking_gradients(fuser)
         with _parameters_replaced(fuser, parameters):
-            return _run(fuser, x, extra, [input_, *parameters, *extra_inputs], call, takes)
+            *results, saved = _run(fuser, x, extra, [input_, *parameters, *extra_inputs], call, takes)
+    return *results, saved.without_operations()
 
 
 def _real(opaque):
@@ -431,6 +453,7 @@ def _setup_context(ctx, inputs, output):
 
 
 def _autograd(ctx, grad_outputs, grad_returned, grad_saved):
+    refuse_double_backward()
     gradients = torch.ops.fuser.backward(list(grad_outputs), list(ctx.saved_tensors), ctx.saved, ctx.sizes)
     num_parameters, num_extra = ctx.counts
     every: list[Any] = [None] * (1 + num_parameters + num_extra)
@@ -498,6 +521,11 @@ define_operator(
 # --- the way into a graph ---------------------------------------------------------------------------
 
 
+_QUANTIZED_INPUT = WhenTraced(
+    functools.partial(leave_for, "operations of fuser can't be part of a graph: an input is a quantized tensor")
+)
+
+
 def call_in_graph(
     eager: Callable[..., Any],
     pipeline: Pipeline,
@@ -515,6 +543,8 @@ def call_in_graph(
     recipe = state.fp8_recipe if state.fp8_enabled else None
     has_kwargs = basic_op_kwargs is not None and any(basic_op_kwargs)
     reason = OLD_TORCH or pipeline.obstacle(recipe, state.fp8_distributed_group is not None, has_kwargs)
+    if any([isinstance(tensor, WrapperTensor) for tensor in (input_, *extra_inputs)]):
+        reason = _QUANTIZED_INPUT.value
     if reason:
         return outside_compile(eager, input_, *extra_inputs, basic_op_kwargs=basic_op_kwargs, reason=reason)
     parameters = [parameter for op in basic_ops for parameter in op._parameters.values() if parameter is not None]

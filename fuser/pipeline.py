@@ -77,16 +77,23 @@ class FuserFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(func_ctx: Any, grad_output: torch.Tensor, *grad_extra_outputs: torch.Tensor | None) -> Any:
-        if torch.is_grad_enabled():
-            # Not later, in a backward pass through the gradients: autograd would take constant ones for independent.
-            raise RuntimeError(
-                "Double backward: fused operations have hand-written gradients, which can't be differentiated again; "
-                "call backward() or torch.autograd.grad with create_graph=False"
-            )
+        refuse_double_backward()
         # The backend of the forward pass: a GPU's autograd thread sees no context variables.
         with without_torch_autocast(grad_output.device.type), backend(func_ctx.backend):
             grad_input, grad_params, grad_extra_inputs = run_backward(func_ctx, grad_output, grad_extra_outputs)
         return grad_input, None, None, *grad_params, *grad_extra_inputs
+
+
+def refuse_double_backward() -> None:
+    """Raise `RuntimeError` in a backward pass with create_graph=True.
+
+    Not later, in a pass through the gradients: autograd would take constant ones for independent.
+    """
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "Double backward: fused operations have hand-written gradients, which can't be differentiated again; "
+            "call backward() or torch.autograd.grad with create_graph=False"
+        )
 
 
 def without_torch_autocast(device_type: str) -> contextlib.AbstractContextManager[Any]:

@@ -16,7 +16,7 @@ import torch.utils.checkpoint
 from fuser.dispatch import backend, current_backend
 from fuser.quantization.quantizers import delayed_scales
 from fuser.quantization.state import FP8GlobalStateManager
-from fuser.tracing import WhenTraced, exporting, leave_for, outside_compile
+from fuser.tracing import WhenTraced, leave_for, outside_compile
 
 _left_alone = WhenTraced(functools.partial(leave_for, "fuser.checkpoint calls its function in backward again"))
 
@@ -36,7 +36,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = F
     Raises:
         RuntimeError: the function updates delayed scales and uses them afterwards.
     """
-    if torch.compiler.is_compiling() and not exporting():
+    if torch.compiler.is_dynamo_compiling():
         options = {"use_reentrant": use_reentrant, "reason": _left_alone.value}
         return outside_compile(checkpoint, function, *args, **options, **kwargs)
     run = _Run(function, use_reentrant)

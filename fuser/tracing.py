@@ -16,10 +16,13 @@
 | torch.fx.symbolic_trace           | `TypeError`, unless the tracer takes them as leaves                              |
 """
 
+from __future__ import annotations
+
 import contextlib
 import functools
 import inspect
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
@@ -29,12 +32,18 @@ import torch.fx
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _INSTEAD = "use torch.export.export, or for ONNX torch.onnx.export(dynamo=True), outside of fuser.autocast"
 _is_tracing = torch._C._is_tracing  # a third of the time of torch.jit.is_tracing
-_is_exporting = getattr(torch.compiler, "is_exporting", bool)  # not before torch 2.7
+#: `is_exporting` is not in torch before 2.7.
+_is_exporting = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)
 
 
 def exporting() -> bool:
-    """Whether torch.export records this call. It has to see operators of torch, with no memory behind the tensors."""
-    return torch.compiler.is_compiling() and not torch.compiler.is_dynamo_compiling() and not _rehearsal.running
+    """Whether torch.export records this call. It has to see operators of torch, with no memory behind the tensors.
+
+    torch's flag of a compilation holds in all threads, also in those that compute meanwhile: it is not asked.
+    """
+    if not _is_exporting() or torch.compiler.is_dynamo_compiling():
+        return False
+    return not _rehearsal.running
 
 
 class _Rehearsal(threading.local):
@@ -156,15 +165,23 @@ class WhenTraced(OpaqueBase):
     """What torch.compile has done by Python itself: `value` is what `function()` returns.
 
     It is called where code is traced, and before each later call of the compiled code, which is traced again where
-    another value is returned.
+    another value is returned. With an owner, which holds this object, it is the owner's method of that name.
     """
 
-    def __init__(self, function: Callable[[], Any]) -> None:
+    def __init__(self, function: Any, owner: Any = None) -> None:
         self._function = function
+        self._owner = None if owner is None else weakref.ref(owner)  # or no owner would be freed before a collection
 
     @property
     def value(self) -> Any:
-        return self._function()
+        return getattr(self._owner(), self._function)() if self._owner else self._function()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return WhenTraced, (self._function, self._owner and self._owner())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> WhenTraced:
+        owner = self._owner and self._owner()
+        return WhenTraced(self._function, memo.get(id(owner), owner))
 
 
 _library = None if OLD_TORCH else torch.library.Library("fuser", "FRAGMENT")
@@ -207,7 +224,7 @@ def outside_compile(function: Callable[..., Any], *args: Any, reason: str = _KER
     if _rehearsal.running or exporting():
         return function(*args, **kwargs)
     # Once there is something compiled: this frame may run as it is, past dynamo's limit of variants, in a compiled call
-    if not torch.compiler.is_compiling() and not _uncompiled:
+    if not torch.compiler.is_dynamo_compiling() and not _uncompiled:
         return function(*args, **kwargs)
     refuse_strict_export()
     if reason not in _uncompiled:
@@ -245,12 +262,13 @@ def untraced(
     def call(*args, **kwargs):
         if _rehearsal.running:
             return (rehearsed or function)(*args, **kwargs)
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():  # in some thread
             if exporting():
                 return (recorded or function)(*args, **kwargs)
-            if in_graph is not None and not _is_exporting() and _all_of_graphs(args, kwargs):
-                return in_graph(*args, **kwargs)
-            return outside_compile(function, *args, reason=leave.value, **kwargs)
+            if torch.compiler.is_dynamo_compiling():
+                if in_graph is not None and not _is_exporting() and _all_of_graphs(args, kwargs):
+                    return in_graph(*args, **kwargs)
+                return outside_compile(function, *args, reason=leave.value, **kwargs)
         return function(*args, **kwargs)
 
     return call  # type: ignore[return-value]

@@ -20,6 +20,7 @@ from fuser import dispatch
 from fuser.dispatch import Buffers
 from fuser.dtypes import HIGH_PRECISION
 from fuser.quantization.storage import DIRECTIONS, BufferStorage, QuantizedTensorStorage, shallow_copy
+from fuser.tracing import rehearsing
 from refops.arguments import require_flag
 from refops.quantization.result import stored_layout
 
@@ -30,8 +31,9 @@ quantization_observers: list[Callable[[Quantizer, Callable[[], torch.Tensor], An
 
 def observed(quantizer: Quantizer, original: Callable[[], torch.Tensor], quantized: Any) -> Any:
     """`quantized`, shown to the observers."""
-    for observer in quantization_observers:
-        observer(quantizer, original, quantized)
+    if not rehearsing():
+        for observer in quantization_observers:
+            observer(quantizer, original, quantized)
     return quantized
 
 

@@ -643,7 +643,7 @@ class FP8GlobalStateManager(metaclass=_ManagerType):
         state.fp8_distributed_group, state.fp8_graph_capturing = group, graph
         if state.autocast_depth == 0:
             state.is_first_fp8_module = True
-            in_graph = torch.compiler.is_compiling()
+            in_graph = torch.compiler.is_dynamo_compiling()
             state.entered_in_backward = not in_graph and torch._C._current_graph_task_id() != -1
         state.autocast_depth += 1
 

@@ -109,7 +109,7 @@ def forget_values(tensor: Any) -> None:
 
 
 def _begin(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         return
     _require_moving(optimizer)
     if not _step.runs():
@@ -117,7 +117,7 @@ def _begin(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _end(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    if not torch.compiler.is_compiling() and _step.frame is sys._getframe(1):
+    if not torch.compiler.is_dynamo_compiling() and _step.frame is sys._getframe(1):
         _step.end()
 
 
@@ -149,7 +149,7 @@ def _fused_sgd_moves(dtype: torch.dtype, elements: int) -> bool:
     that fills no vector."""
     if dtype.itemsize != 2:
         return True
-    param, grad = torch.zeros(elements, dtype=dtype), torch.ones(elements, dtype=dtype)
+    param, grad = (make(elements, dtype=dtype, device="cpu") for make in (torch.zeros, torch.ones))
     with torch.no_grad():
         sgd(
             [param],

@@ -4,6 +4,8 @@ import copy
 import dataclasses
 import gc
 import pickle
+import threading
+import weakref
 
 import pytest
 import torch
@@ -647,3 +649,69 @@ def test_quantizers_rehearse_without_a_trace():
     assert amax.item() == 0 and torch.equal(torch.get_rng_state(), before)
     quantizers[0](torch.ones(32, 32))
     assert amax.item() == 1
+
+
+# --- what is left, and others meanwhile ---------------------------------------------------------------
+
+OWNERS = {
+    "operation": lambda: ops.Bias(32),
+    "linear": lambda: ops.Linear(32, 32),
+    "sequential": lambda: ops.Sequential(ops.Linear(32, 32), ops.GELU()),
+    "converted": lambda: fuser.convert(
+        torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Linear(32, 32)), recipe.MXFP8BlockScaling()
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OWNERS)
+def test_a_model_is_freed_without_a_collection_and_after_it_was_compiled(name):
+    gc.disable()
+    try:
+        model = OWNERS[name]()
+        parameter = weakref.ref(next(model.parameters()))
+        del model
+        assert parameter() is None
+    finally:
+        gc.enable()
+    model = OWNERS[name]()
+    parameter = weakref.ref(next(model.parameters()))
+    compiled(model, "eager")(leaf(32, 32)).sum().backward()
+    del model
+    torch._dynamo.reset()
+    gc.collect()
+    assert parameter() is None
+
+
+def test_threads_compute_while_another_one_compiles():
+    model, found = ops.Linear(32, 32), []
+
+    def slow(graph, inputs):
+        thread = threading.Thread(target=lambda: found.append(model(leaf(32, 32)).requires_grad))
+        thread.start()
+        thread.join()
+        return graph.forward
+
+    torch.compile(lambda x: x + 1, backend=slow)(torch.ones(3))
+    assert found == [True]
+
+
+def test_double_backward_is_an_error():
+    x = leaf(32, 32)
+    y = compiled(ops.GELU(), "eager")(x)
+    with pytest.raises(RuntimeError, match="Double backward"):
+        torch.autograd.grad(y.sum(), x, create_graph=True)
+
+
+def test_a_quantized_input_is_in_no_graph():
+    q = fuser.MXFP8Quantizer(fuser.DType.kFloat8E4M3)(leaf(32, 32).detach())
+    model = ops.BasicLinear(32, 32)
+    with fuser.autocast(recipe=recipe.MXFP8BlockScaling()):
+        assert torch.equal(torch.compile(model, backend="eager")(q), model(q))
+
+
+def test_statistics_of_a_model_that_is_compiled_meanwhile():
+    model = torch.nn.Sequential(ops.Linear(32, 32))
+    model[0].compile(backend="aot_eager")
+    with fuser.autocast(recipe=recipe.MXFP8BlockScaling()), fuser.statistics(model) as statistics:
+        model(leaf(32, 32)).sum().backward()
+    assert len(statistics.records) == 3

@@ -182,5 +182,7 @@ def test_compiled_steps_of_optimizers(name, optimizer, x):
     except torch._dynamo.exc.InternalTorchDynamoError:
         assert name != "none" and torch.equal(flat(models[1]), before)
     else:
-        torch.testing.assert_close(flat(models[1]), flat(models[0]), rtol=1e-5, atol=1e-6)
+        # Of quantized parameters each write of compiled code rounds: at most to the neighbour of E4M3
+        rtol = 1e-5 if name == "none" else 2.0**-3
+        torch.testing.assert_close(flat(models[1]), flat(models[0]), rtol=rtol, atol=1e-6)
         assert not torch.equal(flat(models[1]), before)
