@@ -21,7 +21,7 @@ from fuser.recipe import MXFP8BlockScaling, NVFP4BlockScaling
 WIDTH, ROWS = 16, 4
 ROUNDS = 4000
 #: How many times torch's own time may come on top of it: 10 us for each of the eight operations where torch takes 29 us
-#: for its modules. 2.35 were measured, 8.5 us an operation, and 2.6 on the same machine while others worked on it.
+#: for its modules. 2.4 were measured by the least of single calls; calls one after the other take 3.2 times torch's.
 BOUND = 8 * 10 / 29
 
 #: Recipe -> how many times torch.nn's own step in bfloat16 a step in bfloat16 may take.
