@@ -893,7 +893,7 @@ def _become(module: Any, recipe: Any, *, pad: bool, name: str) -> None:
         own = {name: vars(module)[name] for name in _SETTINGS if name in vars(module)}
         module.__class__ = _own_class(module, CONVERTED[_torch_class(module)])
         module._own_attributes = own
-        module._pipeline, module._ready = None, WhenTraced("_prepare", module)
+        module._pipeline, module._ready = None, WhenTraced(module._prepare)
     module.recipe, module.pad, module._name = recipe, pad, name
 
 
@@ -934,7 +934,7 @@ def _convert_containers(model: torch.nn.Module) -> None:
                 module.__dict__.pop(name, None)
             module.__class__ = ConvertedSequential if (True, True) in neighbours else torch.nn.Sequential
             if isinstance(module, ConvertedSequential):
-                module._pipelines, module._joined = {}, WhenTraced("_prepare", module)
+                module._pipelines, module._joined = {}, WhenTraced(module._prepare)
         for cls, (name, value) in _FAST_PATHS.items():
             if isinstance(module, cls):
                 _switch(module, name, value, off=any(isinstance(part, _Converted) for part in module.modules()))

@@ -258,7 +258,7 @@ class Saved(OpaqueBase):
         for i, one in enumerate([*known, *self.returned]):
             if _same_elements(tensor, one):
                 return i, tuple(tensor.shape)
-        self.returned.append(own_copy(tensor) if _shares_memory(tensor, known) else tensor)
+        self.returned.append(own_copy(tensor) if _shares_memory(tensor, [*known, *self.returned]) else tensor)
         return len(known) + len(self.returned) - 1, tuple(tensor.shape)
 
     def _indices(self, places):
@@ -365,13 +365,12 @@ def _real(opaque):
 
 def _as_called(fuser, input_, parameters, extra_inputs, call):
     """The input and the extra inputs as the caller gave them: requiring a gradient, and free to work on in place."""
-    wanted = iter(call.require)
-    marked = [tensor.detach().requires_grad_(next(wanted)) for tensor in (input_, *parameters, *extra_inputs)]
-    extra = marked[1 + len(parameters) :]
+    of_extra = call.require[1 + len(parameters) :]
+    extra = [tensor.detach().requires_grad_(grad) for tensor, grad in zip(extra_inputs, of_extra, strict=True)]
     for position, (i, _) in enumerate(fuser._routes.external_inputs):
         if works_in_place(fuser._basic_ops[i]):
             extra[position] = own_copy(extra[position]).requires_grad_(extra[position].requires_grad)
-    return marked[0], extra
+    return input_.detach().requires_grad_(call.require[0]), extra
 
 
 def _require_own(fuser, parameters):

@@ -295,7 +295,7 @@ def _save_for_backward(func_ctx: Any, fuser: Any, contexts: list[OperationContex
 
 def _backward_has_begun() -> bool:
     """Whether this forward is one of several that a backward pass computes again under the `autocast` around it."""
-    in_backward = torch._C._current_graph_task_id() != -1
+    in_backward = torch._C._current_graph_task_id() != -1 and not rehearsing()
     return in_backward and not FP8GlobalStateManager.quantization_state.entered_in_backward and not is_replaying()
 
 

@@ -28,7 +28,7 @@ class Sequential(NotScriptable, torch.nn.Module):
 
     def __init__(self, *args: Any) -> None:
         super().__init__()
-        self._grouped = WhenTraced("_group", self)
+        self._grouped = WhenTraced(self._group)
         self._module_groups: list[OperationFuser | torch.nn.Module] | None = None
         self._modules_of_groups: list[torch.nn.Module] = []
         if len(args) == 1 and isinstance(args[0], dict):

@@ -161,27 +161,29 @@ def register_opaque(kind: type, typ: str, *, guard: Any = None, constants: Itera
         register_opaque_type(kind, typ=typ, guard_fn=guard, members=members)
 
 
+def _itself(value: Any) -> Any:
+    return value
+
+
 class WhenTraced(OpaqueBase):
     """What torch.compile has done by Python itself: `value` is what `function()` returns.
 
     It is called where code is traced, and before each later call of the compiled code, which is traced again where
-    another value is returned. With an owner, which holds this object, it is the owner's method of that name.
+    another value is returned. A method's object, which has this one, is held weakly, or it would not be freed before a
+    collection of cycles.
     """
 
-    def __init__(self, function: Any, owner: Any = None) -> None:
-        self._function = function
-        self._owner = None if owner is None else weakref.ref(owner)  # or no owner would be freed before a collection
+    def __init__(self, function: Callable[[], Any]) -> None:
+        self._find: Callable[[], Any] = (
+            weakref.WeakMethod(function) if inspect.ismethod(function) else functools.partial(_itself, function)
+        )
 
     @property
     def value(self) -> Any:
-        return getattr(self._owner(), self._function)() if self._owner else self._function()
+        return self._find()()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return WhenTraced, (self._function, self._owner and self._owner())
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> WhenTraced:
-        owner = self._owner and self._owner()
-        return WhenTraced(self._function, memo.get(id(owner), owner))
+        return WhenTraced, (self._find(),)
 
 
 _library = None if OLD_TORCH else torch.library.Library("fuser", "FRAGMENT")

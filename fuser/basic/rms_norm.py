@@ -7,7 +7,7 @@ import torch
 from fuser.basic.normalization import STEP, Normalization, steps, wide
 from fuser.common import maybe_dequantize
 
-#: The same steps in one call, on a CPU: (y, rstd). Not before torch 2.9.
+#: The same steps in one call, on a CPU: (y, rstd). A private function of torch, which older ones lack.
 _fused_on_cpu = getattr(torch, "_fused_rms_norm", None)
 
 

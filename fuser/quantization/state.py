@@ -486,17 +486,6 @@ class _Registry:
                 self._references = {serial: reference for serial, reference, _ in alive}
             return [state for *_, state in alive]
 
-    @contextlib.contextmanager
-    def set_aside(self) -> Iterator[None]:
-        """Without the states that are here now; they come back."""
-        with self._lock:
-            present, self._references = self._references, {}
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._references = present | self._references
-
 
 @dataclass
 class FP8GlobalState:
@@ -622,13 +611,13 @@ class FP8GlobalStateManager(metaclass=_ManagerType):
     @classmethod
     @contextlib.contextmanager
     def set_aside(cls) -> Iterator[None]:
-        """Outside of every context that the calling thread is in; what is registered keeps its scales meanwhile."""
+        """Outside of every context that the calling thread is in, with a registry of its own: what is registered keeps
+        its scales meanwhile, also for other threads."""
         state = cls._of_thread.state
         present = vars(state).copy()
-        vars(state).update(vars(FP8GlobalState(state.registered)))
+        vars(state).update(vars(FP8GlobalState(_Registry())))
         try:
-            with state.registered.set_aside():
-                yield
+            yield
         finally:
             vars(state).update(present)
 

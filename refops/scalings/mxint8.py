@@ -12,7 +12,8 @@ class MXINT8Scaling(E8M0Scaling):
     """OCP MXINT8: int8 elements that count 1/64, one E8M0 scale byte for 32 of them.
 
     Attributes:
-        scale_rounding: "floor", the specification's, clamps what lies beyond 127/64 of the scale; "up" does not.
+        scale_rounding: "floor", the specification's, clamps what lies beyond 127/64 of the scale; "up" does not,
+            but for an amax from 3.39e38 on, where E8M0 ends.
 
     Codes are two's complement, -128 (which the specification leaves unused) is read as -2 but never written.
     """
