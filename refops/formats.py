@@ -35,7 +35,6 @@ from refops.rounding import (
     STOCHASTIC,
     round_to_grid,
     round_to_grid_stochastic,
-    value_after_largest,
 )
 from refops.tiles import Matrix, for_each, tile_slices
 
@@ -112,14 +111,23 @@ class ElementFormat:
     @cached_property
     def grid(self) -> NDArray[np.float64]:
         """Finite magnitudes in ascending order, float64; the index is the code without its sign."""
-        code = np.arange(self.largest_code + 1)
-        exponent = code >> self.mantissa_bits
-        fraction = (code & ((1 << self.mantissa_bits) - 1)) / 2.0**self.mantissa_bits
-        grid = (1 + fraction) * 2.0 ** (exponent - self.bias)
-        if self.has_subnormals:
-            grid = np.where(exponent == 0, fraction * 2.0 ** (1 - self.bias), grid)
+        grid = self._magnitudes(np.arange(self.largest_code + 1))
         grid.flags.writeable = False
         return grid
+
+    @property
+    def after_largest(self) -> np.float64:
+        """The magnitude that the next code would have, np.float64: what rounds to it, or to more, overflows."""
+        return self._magnitudes(np.array([self.largest_code + 1]))[0]
+
+    def _magnitudes(self, code):
+        """The values of codes without sign, by the definition, float64."""
+        exponent = code >> self.mantissa_bits
+        fraction = (code & ((1 << self.mantissa_bits) - 1)) / 2.0**self.mantissa_bits
+        values = (1 + fraction) * 2.0 ** (exponent - self.bias)
+        if self.has_subnormals:
+            values = np.where(exponent == 0, fraction * 2.0 ** (1 - self.bias), values)
+        return values
 
 
 @dataclass(frozen=True, repr=False)
@@ -168,7 +176,7 @@ class FloatFormat(ElementFormat):
 
     def _check_points(self):
         """Raise unless `key_bits` bits of a float32 tell on which side of each value and midpoint it lies."""
-        extended = np.append(self.grid, value_after_largest(self.grid))
+        extended = np.append(self.grid, self.after_largest)
         points = np.concatenate([self.grid, (extended[1:] + extended[:-1]) / 2])
         with np.errstate(all="ignore"):
             single = points.astype(np.float32)
@@ -352,7 +360,7 @@ def encode_tile(values, fmt, *, saturate=True, rounding="nearest_even", random_b
     """`encode` of a float32 tile of any shape, all at once and unchecked."""
     if rounding == STOCHASTIC:
         finite_or_inf = np.where(np.isnan(values), np.float32(0), values)
-        magnitude_code = round_to_grid_stochastic(finite_or_inf, fmt.grid, random_bits)
+        magnitude_code = round_to_grid_stochastic(finite_or_inf, fmt.grid, fmt.after_largest, random_bits)
         return _finish_codes(magnitude_code, values, fmt, saturate)
     return _code_table(fmt, saturate, rounding).take(_odd_rounded_key(values, fmt.key_bits), mode="clip")
 
@@ -422,7 +430,7 @@ def unpack_fp4(packed: ArrayLike) -> NDArray[np.uint8]:
 def encode_by_definition(x, fmt, saturate, rounding):
     """`encode` as the definition reads, for float64 `x`: search the grid, decide, add the sign. Slow."""
     finite_or_inf = np.where(np.isnan(x), 0, x if fmt.signed else np.abs(x))
-    magnitude_code = round_to_grid(finite_or_inf, fmt.grid, rounding)
+    magnitude_code = round_to_grid(finite_or_inf, fmt.grid, fmt.after_largest, rounding)
     return _finish_codes(magnitude_code, x, fmt, saturate)
 
 

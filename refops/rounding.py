@@ -24,33 +24,29 @@ ROUNDING_MODES = {
 STOCHASTIC = "stochastic"
 
 
-def round_to_grid(x, grid, rounding):
+def round_to_grid(x, grid, after_largest, rounding):
     """Return the grid index of each |x| under a deterministic mode; `len(grid)` stands for overflow.
 
     Args:
         x: float64 array without NaN, any shape; infinities count as beyond the grid.
         grid: ascending float64 magnitudes; the index is the code.
+        after_largest: the value that the format would hold next.
         rounding: a key of `ROUNDING_MODES`.
 
     A magnitude below `grid[0]` gets index 0 (only E8M0, which has no zero, can meet one). The neighbour above
-    `grid[-1]` is the value the format would hold next, so that overflow follows IEEE 754: round as if the exponent
-    range were unlimited, then look whether the result fits.
+    `grid[-1]` is `after_largest`, so that overflow follows IEEE 754: round as if the exponent range were unlimited,
+    then look whether the result fits.
     """
     magnitude = np.abs(x)
     lower = np.clip(np.searchsorted(grid, magnitude, side="right") - 1, 0, len(grid) - 1)
-    extended = np.append(grid, value_after_largest(grid))
+    extended = np.append(grid, after_largest)
     below, above = extended[lower], extended[lower + 1]
     position = np.sign(magnitude - (below + above) / 2)  # exact: both sums fit float64
     goes_up = ROUNDING_MODES[rounding](position, lower % 2 == 1, np.signbit(x))
     return lower + (goes_up & (magnitude > below))
 
 
-def value_after_largest(grid):
-    """The value that would follow `grid[-1]`: one more step, or for E8M0 (no mantissa) one more doubling."""
-    return 2 * grid[-1] if grid[0] > 0 else 2 * grid[-1] - grid[-2]
-
-
-def round_to_grid_stochastic(x, grid, random_bits):
+def round_to_grid_stochastic(x, grid, after_largest, random_bits):
     """Return the grid index of each |x| when `random_bits` of 256 chances go to the upper neighbour.
 
     This is TE's software meaning of `cvt.rs.satfinite.e2m1x4.f32`, for any grid: add `random_bits / 256` of the
@@ -60,10 +56,11 @@ def round_to_grid_stochastic(x, grid, random_bits):
     Args:
         x: float32 array without NaN.
         grid: ascending float64 magnitudes starting at 0; the index is the code.
+        after_largest: the value that the format would hold next.
         random_bits: uint8 array of the shape of `x`.
     """
     magnitude = np.abs(x).astype(np.float64)
-    extended = np.append(grid, value_after_largest(grid))
+    extended = np.append(grid, after_largest)
     lower = np.clip(np.searchsorted(grid, magnitude, side="right") - 1, 0, len(grid) - 1)
     step = extended[lower + 1] - extended[lower]
     dithered = (magnitude + step * (random_bits / 256.0)).astype(np.float32)

@@ -215,7 +215,7 @@ def saturates(values, restored, codes, fmt):
         codes: uint8 array of codes.
         fmt: their format.
     """
-    half_step = (fmt.grid[-1] - fmt.grid[-2]) / 2
+    half_step = (fmt.after_largest - fmt.grid[-1]) / 2
     largest = fmt.magnitude_code(codes) == fmt.largest_code
     # |values| > |restored| * (max + half_step) / max; both products are exact in float64.
     beyond = np.abs(values.astype(np.float64)) * fmt.grid[-1] > np.abs(restored.astype(np.float64)) * (

@@ -63,11 +63,11 @@ def make_encoder(fmt, saturate, rounding):
     """Return `encode(x, random_byte)`: a float32 to its code, for any format and rounding, by integer arithmetic.
 
     The magnitude is split into the code below it and the rest up to the next one, in units of 2^-shift of a step; the
-    rounding decides on the rest. Beyond the largest value the next code would stand one step further.
+    rounding decides on the rest.
     """
     mantissa, smallest = fmt.mantissa_bits, (128 if fmt.has_subnormals else 127) - fmt.bias
-    largest, step = float(fmt.grid[-1]), float(fmt.grid[-1] - fmt.grid[-2])
-    next_value = largest + step if fmt.grid[0] == 0 else 2 * largest
+    largest, next_value = float(fmt.grid[-1]), float(fmt.after_largest)
+    step = next_value - largest
     top, top_code = F(largest), fmt.largest_code
     specials = [c for c in (fmt.infinity_code, fmt.nan_code, fmt.largest_code) if c is not None]
     overflow, nan = (top_code if saturate else specials[0]), fmt.code_of_nan

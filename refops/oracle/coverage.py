@@ -192,7 +192,7 @@ class _Codes:
         self.is_zero = magnitudes == 0
         self.is_subnormal = (magnitudes > 0) & (magnitudes < fmt.smallest_normal) & (not fmt.twos_complement)
         self.form = (fmt.mantissa_bits, 1 - fmt.bias, float(fmt.max))
-        self.beyond = F(fmt.max + (fmt.grid[-1] - fmt.grid[-2]) / 2)
+        self.beyond = F((fmt.grid[-1] + fmt.after_largest) / 2)
 
     def count(self, source, tile, rows, columns):
         """Numbers of a tile by field of `Coverage`."""

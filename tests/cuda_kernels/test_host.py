@@ -64,14 +64,22 @@ def test_activations_and_gradients_lie_in_the_enclosure(activation):
         assert report.ok, str(report)
 
 
-@pytest.mark.parametrize("fmt", [E4M3, refops.E2M1, refops.E8M0], ids=str)
+#: The largest value is a power of two: the next one is a longer step away than the one before.
+POWER_ON_TOP = refops.FloatFormat("e6m1", 6, 1, bias=32, largest_code=0x7E, infinity_code=0x7F)
+
+
+@pytest.mark.parametrize("fmt", [E4M3, refops.E2M1, refops.E8M0, POWER_ON_TOP], ids=str)
 @sampled("rounding", ["nearest_even", "nearest_away", "toward_zero", "up", "down", "stochastic"], 5, in_all=1)
 def test_encode_and_decode_have_the_reference_s_bits(fmt, rounding):
     if rounding == "stochastic" and not fmt.has_subnormals:
         pytest.skip("E8M0 has no zero")
     every = np.arange(1 << 16, dtype=np.uint16).view(BF16)
     bits = np.random.default_rng(0).integers(0, 256, 1 << 16, np.uint8) if rounding == "stochastic" else None
-    options = {"rounding": rounding, "saturate": fmt != E4M3, "random_bits": bits}  # each combination is compiled
+    options = {
+        "rounding": rounding,
+        "saturate": fmt not in (E4M3, POWER_ON_TOP),
+        "random_bits": bits,
+    }  # each combination is compiled
     with np.errstate(all="ignore"):
         inputs = (every.astype(F), every.astype(F) * F(1 + 2.0**-20))
     for x in inputs:
