@@ -14,6 +14,7 @@ import p3109
 import pytest
 
 import refops
+from peers.subjects import comparable
 from refops import formats, rounding
 
 GUIDE = Path(__file__).resolve().parents[2] / "docs" / "guide"
@@ -386,6 +387,8 @@ def test_mx_blocks_are_projections_under_the_scale_of_the_specification(scaling)
 
 # --- gfloat -----------------------------------------------------------------------------------------------------------
 
+#: UE5M3 it does not have, and its INT8 has -128.
+GFLOATS_FORMATS = [fmt for fmt in TEXTS if fmt not in (refops.UE5M3, refops.INT8)]
 GFLOATS = {
     "nearest_even": "TiesToEven",
     "nearest_away": "TiesToAway",
@@ -396,8 +399,10 @@ GFLOATS = {
 }
 
 
-def gfloats_codes(gfloat, info, x, mode, saturation, random):
+def gfloats_codes(info, x, mode, saturation, random):
     """What gfloat's rounding and encoding give, int64."""
+    import gfloat
+
     chance = {"srbits": random, "srnumbits": p3109.RANDOM_BITS} if mode == "stochastic" else {}
     saturates = saturation == "SatFinite"
     rounded = gfloat.round_ndarray(info, exact(x), gfloat.RoundMode[GFLOATS[mode]], sat=saturates, **chance)
@@ -421,9 +426,29 @@ def test_gfloat_has_the_texts_own_formats_and_codes(precision, signed, extended)
     x = x if signed else x[~(x < 0)]
     random = random_of(x, text)
     for mode, saturation in product(ROUNDINGS, ("SatFinite", "OvfInf") if extended else ("SatFinite",)):
-        theirs = gfloats_codes(gfloat, info, x, mode, saturation, random)
+        theirs = gfloats_codes(info, x, mode, saturation, random)
         ours = p3109.project(exact(x), text, ROUNDINGS[mode], saturation, random)
         np.testing.assert_array_equal(theirs, ours, err_msg=f"{mode}, {saturation}")
+
+
+@pytest.mark.parametrize("fmt", GFLOATS_FORMATS, ids=repr)
+def test_gfloat_casts_to_ocps_formats_as_refops_does(fmt):
+    """Its stochastic sum is exact. It wraps around below 2^-127, and takes no overflow to what a format has not."""
+    pytest.importorskip("gfloat")
+    info = getattr(pytest.importorskip("gfloat.formats"), f"format_info_ocp_{fmt.name}")
+    text = TEXTS[fmt]
+    x = np.concatenate([*map(halves, HALVES), around(text, 2)])
+    x = x[(np.isnan(x) & (fmt.nan_code is not None)) | (x >= (-np.inf if fmt.signed else fmt.grid[0]))]
+    random = random_of(x, text)
+    for cast in casts_of(fmt, text):
+        if cast.saturation == "SatPropagate" or (cast.saturation == "OvfInf" and fmt.nan_code is None):
+            continue
+        theirs = gfloats_codes(info, x, cast.rounding, cast.saturation, random)
+        if cast.rounding == "stochastic":
+            where = rounds_the_sum_up(cast, exact(x), random, theirs)
+            theirs = np.where(where, smallest_code(cast, x, random, theirs), theirs)
+        ours = cast.codes(x, random)
+        np.testing.assert_array_equal(comparable(ours, fmt), comparable(theirs, fmt), err_msg=repr(cast))
 
 
 # --- seeded faults ----------------------------------------------------------------------------------------------------
