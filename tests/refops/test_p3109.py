@@ -354,6 +354,37 @@ def test_own_formats_are_rows_but_for_the_code_of_nan(precision, signed, extende
     assert_explained(fmt, replace(text, nan=fmt.nan_code), around(text, 3))
 
 
+def shown(value):
+    """A number as the guide has it."""
+    fraction, exponent = np.frexp(value)
+    if 2.0**-4 <= value < 2.0**20:
+        return f"{value:.8g}"
+    return f"2^{exponent - 1}" if fraction == 0.5 else f"{2 * fraction:g} * 2^{exponent - 1}"
+
+
+def test_the_guide_has_the_own_formats():
+    page = (GUIDE / "fp8_formats.md").read_text()
+    for precision in range(1, 9):
+        cells = [f"binary8p{precision}"]
+        for signed in (True, False):
+            if (precision, signed, True) not in OWN:
+                cells += ["-"] * 3
+                continue
+            extended, finite = (p3109.binary(8, precision, signed=signed, extended=e) for e in (True, False))
+            largest = f"{shown(extended.magnitudes[-1])}, {shown(finite.magnitudes[-1])}"
+            cells += [str(extended.bias), largest, shown(extended.magnitudes[1])]
+        assert f"\n| {' | '.join(cells)} |\n" in page
+
+
+def test_the_guide_names_the_differences():
+    rows = []
+    for difference in DIFFERENCES:
+        concerned = [fmt for fmt, text in TEXTS.items() if any(map(difference.happens, casts_of(fmt, text)))]
+        names = "all with a zero" if len(concerned) == len(TEXTS) - 1 else ", ".join(map(repr, concerned))
+        rows.append(f"| {difference.name} | {difference.theirs} | {difference.ours} | {names} |")
+    assert "\n|---|---|---|---|\n" + "\n".join(rows) + "\n\n" in (GUIDE / "proofs.md").read_text()
+
+
 # --- section 6.3 of OCP's MX specification ----------------------------------------------------------------------------
 
 
