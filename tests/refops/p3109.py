@@ -15,6 +15,9 @@ import numpy as np
 #: Bits of a random number of StochasticA.
 RANDOM_BITS = 8
 
+#: What `encode` gives for NaN and infinity where the format has none.
+NO_CODE = -1
+
 #: RoundAway: f(rest of the step, whether the code of the smaller magnitude is even, x, random number) -> whether the
 #: larger magnitude is taken.
 ROUND_AWAY = {
@@ -98,12 +101,13 @@ def _values(magnitudes, fmt):
     exponents, trailing = np.divmod(magnitudes + fmt.first, 1 << (fmt.precision - 1))
     rest = trailing * 2.0 ** (1 - fmt.precision)
     subnormal = rest * 2.0 ** (1 - fmt.bias)
-    return np.where(exponents == 0, subnormal, np.ldexp(1 + rest, np.minimum(exponents - fmt.bias, 1023)))
+    return np.where(exponents == 0, subnormal, np.ldexp(1 + rest, exponents - fmt.bias))
 
 
 def exponents_of(x, fmt):
     """floor(log2 |x|), and no less than that of the smallest normal number."""
-    return np.maximum(np.frexp(x)[1] - 1, 1 - fmt.bias)
+    _, exponents = np.frexp(x)  # of fractions from 1/2 on
+    return np.maximum(exponents - 1, 1 - fmt.bias)
 
 
 def round_to_precision(x, fmt, rounding, random=0):
@@ -139,7 +143,7 @@ def saturate(x, fmt, saturation, rounding):
 
 
 def encode(x, fmt):
-    """Encode: the codes of numbers that the format has, int64; -1 for NaN where it has none."""
+    """Encode: the codes of numbers that the format has, int64, or `NO_CODE`."""
     finite = np.isfinite(x)
     magnitudes = np.where(finite, np.abs(x), 0)
     exponents = exponents_of(magnitudes, fmt)
@@ -147,9 +151,9 @@ def encode(x, fmt):
     significands = np.ldexp(magnitudes, fmt.precision - 1 - exponents).astype(np.int64)
     normal = significands % hidden + (exponents + fmt.bias) * hidden
     codes = np.where(significands < hidden, significands, normal) - fmt.first
-    codes = np.where(np.isinf(x), -1 if fmt.infinity is None else fmt.infinity, codes)
+    codes = np.where(np.isinf(x), NO_CODE if fmt.infinity is None else fmt.infinity, codes)
     codes = np.where(x < 0, codes + fmt.sign, codes)
-    return np.where(np.isnan(x), -1 if fmt.nan is None else fmt.nan, codes)
+    return np.where(np.isnan(x), NO_CODE if fmt.nan is None else fmt.nan, codes)
 
 
 def project(x, fmt, rounding, saturation, random=0):

@@ -485,6 +485,7 @@ def test_gfloat_casts_to_ocps_formats_as_refops_does(fmt):
 # --- seeded faults ----------------------------------------------------------------------------------------------------
 
 
+@np.errstate(all="ignore")  # what is wrong may be too large
 def is_noticed(fmt, text):
     """Whether a code is decoded, or a cast gives a code, that the differences do not explain."""
     true = TEXTS[fmt]
@@ -495,27 +496,38 @@ def is_noticed(fmt, text):
     return any((expected(cast, x, random)[0] != cast.codes(x, random)).any() for cast in casts_of(fmt, text))
 
 
-def wrong_texts():
-    """Each format with each of its constants made wrong; an unsigned one's width is in no formula."""
+def wrong_formats():
+    """Each format with each of its parameters made wrong; an unsigned one's width is in no formula."""
     for fmt, text in TEXTS.items():
-        wrong = {
-            "width": text.width + 1 if text.signed else None,
-            "precision": text.precision + 1,
-            "bias": text.bias + 1,
-            "largest_code": text.largest_code - 1,
-            "infinity": text.infinity and text.infinity + 1,
-            "nan": text.nan and text.nan - 1,
-            "signed": not text.signed,
-            "first": 1 - text.first,
-        }
+        wrong = {"signed": not text.signed, "first": 1 - text.first}
+        for name in ("width", "precision", "bias", "largest_code", "infinity", "nan"):
+            value = getattr(text, name)
+            if value is not None and (name != "width" or text.signed):
+                wrong[name] = value + 1
         for name, value in wrong.items():
-            if value is not None:
-                yield pytest.param(fmt, replace(text, **{name: value}), id=f"{fmt!r}-{name}")
+            yield pytest.param(fmt, replace(text, **{name: value}), id=f"{fmt!r}-{name}")
 
 
-@pytest.mark.parametrize(("fmt", "text"), list(wrong_texts()))
-def test_a_wrong_constant_of_the_text_is_noticed(fmt, text):
+@pytest.mark.parametrize(("fmt", "text"), list(wrong_formats()))
+def test_a_wrong_parameter_of_the_text_is_noticed(fmt, text):
     assert is_noticed(fmt, text)
+
+
+def numbers_of_formulas():
+    """Every number in the text's formulas: its function and its place among the function's constants."""
+    formulas = [p3109._values, p3109.decode, p3109.exponents_of, p3109.round_to_precision, p3109.saturate, p3109.encode]
+    for function in (*formulas, *p3109.ROUND_AWAY.values()):
+        for place, value in enumerate(function.__code__.co_consts):
+            if type(value) in (int, float):
+                yield pytest.param(function, place, id=f"{function.__name__}, {value}")
+
+
+@pytest.mark.parametrize(("function", "place"), list(numbers_of_formulas()))
+def test_a_wrong_number_of_the_text_is_noticed(function, place, monkeypatch):
+    numbers = list(function.__code__.co_consts)
+    numbers[place] += 1
+    monkeypatch.setattr(function, "__code__", function.__code__.replace(co_consts=tuple(numbers)))
+    assert any(is_noticed(fmt, text) for fmt, text in TEXTS.items())
 
 
 @pytest.mark.parametrize(("mode", "other"), list(product(p3109.ROUND_AWAY, repeat=2)))
