@@ -13,7 +13,7 @@ Rules of `encode` (each is what NVIDIA's `cvt.*.satfinite` does):
 """
 
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -33,6 +33,7 @@ from refops.hints import ArrayLike
 from refops.rounding import (
     ROUNDING_MODES,
     STOCHASTIC,
+    floor_in,
     round_to_grid,
     round_to_grid_stochastic,
 )
@@ -360,7 +361,7 @@ def encode_tile(values, fmt, *, saturate=True, rounding="nearest_even", random_b
     """`encode` of a float32 tile of any shape, all at once and unchecked."""
     if rounding == STOCHASTIC:
         finite_or_inf = np.where(np.isnan(values), np.float32(0), values)
-        magnitude_code = round_to_grid_stochastic(finite_or_inf, fmt.grid, fmt.after_largest, random_bits)
+        magnitude_code = round_to_grid_stochastic(finite_or_inf, _extended_grid(fmt), random_bits, partial(_floor, fmt))
         return _finish_codes(magnitude_code, values, fmt, saturate)
     return _code_table(fmt, saturate, rounding).take(_odd_rounded_key(values, fmt.key_bits), mode="clip")
 
@@ -466,6 +467,25 @@ def _code_table(fmt, saturate, rounding):
     keys = np.arange(1 << fmt.key_bits, dtype=np.uint32)
     values = (keys << np.uint32(32 - fmt.key_bits)).view(np.float32)
     return encode_by_definition(values.astype(np.float64), fmt, saturate, rounding)
+
+
+@lru_cache(maxsize=16)
+def _extended_grid(fmt):
+    """The magnitudes of a format, and the one after its largest."""
+    return np.append(fmt.grid, fmt.after_largest)
+
+
+@lru_cache(maxsize=16)
+def _floor_table(fmt):
+    """`floor_in` the extended grid of all float32 magnitudes of so many bits: `_odd_rounded_key` indexes it."""
+    keys = np.arange(1 << fmt.key_bits - 1, dtype=np.uint32)
+    magnitudes = (keys << np.uint32(32 - fmt.key_bits)).view(np.float32)
+    return floor_in(_extended_grid(fmt))(magnitudes)
+
+
+def _floor(fmt, magnitudes):
+    """`floor_in` the extended grid of a format, of float32 magnitudes, by a table."""
+    return _floor_table(fmt).take(_odd_rounded_key(magnitudes, fmt.key_bits))
 
 
 def _odd_rounded_key(values, key_bits):

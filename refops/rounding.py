@@ -46,7 +46,12 @@ def round_to_grid(x, grid, after_largest, rounding):
     return lower + (goes_up & (magnitude > below))
 
 
-def round_to_grid_stochastic(x, grid, after_largest, random_bits):
+def floor_in(grid):
+    """Return the function that gives the index in `grid` of the largest value at or below each number of an array."""
+    return lambda numbers: np.searchsorted(grid, numbers, side="right") - 1
+
+
+def round_to_grid_stochastic(x, grid, random_bits, floor):
     """Return the grid index of each |x| when `random_bits` of 256 chances go to the upper neighbour.
 
     This is TE's software meaning of `cvt.rs.satfinite.e2m1x4.f32`, for any grid: add `random_bits / 256` of the
@@ -55,16 +60,14 @@ def round_to_grid_stochastic(x, grid, after_largest, random_bits):
 
     Args:
         x: float32 array without NaN.
-        grid: ascending float64 magnitudes starting at 0; the index is the code.
-        after_largest: the value that the format would hold next.
+        grid: ascending float64 magnitudes starting at 0, then the value that the format would hold next; the index is
+            the code.
         random_bits: uint8 array of the shape of `x`.
+        floor: `floor_in(grid)`, or a faster function with its results for float32 numbers.
     """
-    magnitude = np.abs(x).astype(np.float64)
-    extended = np.append(grid, after_largest)
-    lower = np.clip(np.searchsorted(grid, magnitude, side="right") - 1, 0, len(grid) - 1)
-    step = extended[lower + 1] - extended[lower]
-    dithered = (magnitude + step * (random_bits / 256.0)).astype(np.float32)
-    return np.searchsorted(extended, dithered, side="right") - 1
+    magnitude = np.abs(x)
+    step = np.diff(grid).take(floor(magnitude), mode="clip")
+    return floor((magnitude + step * (random_bits / 256.0)).astype(np.float32))
 
 
 #: The NaN that CUDA's arithmetic and conversions give: all bits of exponent and mantissa.

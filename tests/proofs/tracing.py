@@ -41,8 +41,8 @@ class Table:
         return len(self.array)
 
     def take(self, index, mode="raise"):
-        """The entry at an index."""
-        return self[index]
+        """The entry at an index, or with "clip" the one nearest to it."""
+        return self[clip(index, 0, len(self) - 1) if mode == "clip" else index]
 
 
 class Bound:
@@ -96,6 +96,11 @@ def append(table, value):
     return Table(np.append(getattr(table, "array", table), value))
 
 
+def diff(table):
+    """np.diff."""
+    return Table(np.diff(getattr(table, "array", table)))
+
+
 #: What is not run but has its documented meaning: functions that are written in C, `select`, checks of arguments.
 MEANINGS = {
     simt.select: choose,
@@ -109,6 +114,7 @@ MEANINGS = {
     np.clip: clip,
     np.asarray: as_array,
     np.append: append,
+    np.diff: diff,
     refops.formats.require_codes: as_unchecked,
 }
 

@@ -31,10 +31,13 @@ from refops import (
     IntegerFormat,
     decode,
     encode,
+    formats,
     pack_fp4,
     unpack_fp4,
 )
+
 from refops.formats import encode_by_definition
+from refops.rounding import floor_in
 
 SIGNED = [fmt for fmt in FORMATS.values() if fmt.signed]
 MODES = ["nearest_even", "nearest_away", "toward_zero", "up", "down"]
@@ -420,6 +423,16 @@ def test_stochastic_never_moves_a_value_of_the_format(fmt, saturate):
     values = decode(codes, fmt)
     keep = np.isfinite(values) & (np.abs(values) <= fmt.max)
     assert (every_byte(values[keep], fmt, saturate) == codes[keep][:, None]).all()
+
+
+@each_signed
+def test_stochastic_floor_from_a_table(fmt):
+    """The table by which a stochastic cast finds the value below, on both sides of every entry's ends, is a search."""
+    keys = np.arange(1 << fmt.key_bits - 1, dtype=np.uint32) << np.uint32(32 - fmt.key_bits)
+    magnitudes = np.concatenate([keys - np.uint32(1), keys, keys + np.uint32(1)]).view(F)
+    magnitudes = magnitudes[magnitudes >= 0]
+    grid = np.append(fmt.grid, fmt.after_largest)
+    assert np.array_equal(formats._floor(fmt, magnitudes), floor_in(grid)(magnitudes))
 
 
 @each_signed
