@@ -7,8 +7,8 @@ A backend is credited where its call returns and the result is right: the bits o
 dequantization (for `refops` itself `make report` has other judges), the oracle's verdict for activations. It is not
 credited where nothing has the settings, or the kernels cannot make them (NotImplementedError). Anything else, a wrong
 bit or another error, ends it.
-The GPU kernels run in the simulator, as Python, in a process of their own. README's table is made of it by
-`docs/generate.py`, and the tests measure again.
+The GPU kernels run in the simulator, as Python, in a process of their own. The tables of README and of the guide are
+made of it by `docs/generate.py`, and the tests measure again.
 """
 
 import argparse
@@ -27,7 +27,7 @@ import refops
 from refops import oracle
 from refops.survey import SCALINGS
 
-#: Backend -> what README calls it.
+#: Backend -> what the tables call it.
 BACKENDS = {
     "refops": "refops",
     "host": "cuda_kernels.host",
@@ -448,18 +448,46 @@ def table(found):
     Raises:
         ValueError: rows that were not measured.
     """
+    _require_measured(found)
+    lines = [*_HEAD]
+    for name in ("none", *SCALINGS):
+        lines.append(f"| {TITLES[name]} | {' | '.join(_scaling_cells(name, found))} |")
+    lines.append(f"| {_ALL_ACTIVATIONS} | {' | '.join(_activation_cells(found))} |")
+    return "\n".join(lines)
+
+
+def table_in_short(found):
+    """Markdown: the rows of `table` with the same cells in one, under the names that the command line has for them."""
+    _require_measured(found)
+    alike = {}
+    for name in SCALINGS:
+        alike.setdefault(tuple(_scaling_cells(name, found)), []).append(f"`{name}`")
+    rows = {("no scaling",): _scaling_cells("none", found), (_ALL_ACTIVATIONS,): _activation_cells(found)}
+    rows |= {tuple(names): cells for cells, names in alike.items()}
+    return "\n".join([*_HEAD, *(f"| {', '.join(names)} | {' | '.join(cells)} |" for names, cells in rows.items())])
+
+
+_HEAD = ["| | " + " | ".join(BACKENDS.values()) + " |", "|---" * (1 + len(BACKENDS)) + "|"]
+_ALL_ACTIVATIONS = f"the {len(refops.ACTIVATIONS)} activations and their gradients"
+
+
+def _require_measured(found):
+    """Raise ValueError where a scaling has no row."""
     lacking = [name for name in ("none", *SCALINGS) if not all(name in found[b]["scalings"] for b in BACKENDS)]
     if lacking:
         command = f"docs/capabilities.py --write {' '.join(lacking)}"
         raise ValueError(f"{RESULTS.name} must have a row for each scaling; {command} measures what it lacks")
-    lines = ["| | " + " | ".join(BACKENDS.values()) + " |", "|---" * (1 + len(BACKENDS)) + "|"]
-    for name in ("none", *SCALINGS):
-        expected = operations_of(SCALINGS[name].scaling if name in SCALINGS else None)
-        cells = [_cell(expected, found[backend]["scalings"][name]) for backend in BACKENDS]
-        lines.append(f"| {TITLES[name]} | {' | '.join(cells)} |")
-    cells = [_cell(list(refops.ACTIVATIONS), found[backend]["activations"]) for backend in BACKENDS]
-    lines.append(f"| the {len(refops.ACTIVATIONS)} activations and their gradients | {' | '.join(cells)} |")
-    return "\n".join(lines)
+
+
+def _scaling_cells(name, found):
+    """The cells of a scaling's row, or of "none"."""
+    expected = operations_of(SCALINGS[name].scaling if name in SCALINGS else None)
+    return [_cell(expected, found[backend]["scalings"][name]) for backend in BACKENDS]
+
+
+def _activation_cells(found):
+    """The cells of the row of all activations."""
+    return [_cell(list(refops.ACTIVATIONS), found[backend]["activations"]) for backend in BACKENDS]
 
 
 def _cell(expected, found):

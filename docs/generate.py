@@ -34,6 +34,11 @@ def what_is_covered():
     return capabilities.table(json.loads(capabilities.RESULTS.read_text()))
 
 
+def what_is_covered_in_short():
+    """The same, a row for all scalings with the same cells."""
+    return capabilities.table_in_short(json.loads(capabilities.RESULTS.read_text()))
+
+
 def activations():
     """Names, formulas and defaults."""
     rows = [f"| `{name}` | {row.formula} |" for name, row in ACTIVATIONS.items()]
@@ -84,6 +89,7 @@ def peers_in_full():
 #: Name -> function without arguments that returns Markdown.
 PARTS = {
     "capabilities": what_is_covered,
+    "capabilities_in_short": what_is_covered_in_short,
     "activations": activations,
     "activation_operations": activation_operations,
     "speed": speed,

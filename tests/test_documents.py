@@ -15,7 +15,6 @@ from refops.survey import SCALINGS
 from running_documents import ROOT, Document, DocumentError, blocks_of, documents, extras, make_targets
 
 DOCUMENTS = documents()
-README = (ROOT / "README.md").read_text()
 
 
 def read(path):
@@ -216,5 +215,5 @@ def test_conventions_named_in_the_guide_exist(path):
 
 
 def test_table_of_activations_is_the_codes():
-    rows = dict(re.findall(r"^\| `(\w+)` \| (.*?) \|$", README, re.MULTILINE))
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.*?) \|$", read("docs/guide/activations.md"), re.MULTILINE))
     assert rows == {name: row.formula for name, row in ACTIVATIONS.items()}

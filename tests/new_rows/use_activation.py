@@ -185,8 +185,8 @@ def jax():
 
 
 def documents():
-    """README's row and the fuser's, as `python docs/generate.py --write` wrote them."""
-    assert "| `mishglu` | mish(act) gate |" in (ROOT / "README.md").read_text(encoding="utf-8")
+    """The guide's row and the fuser's, as `python docs/generate.py --write` wrote them."""
+    assert "| `mishglu` | mish(act) gate |" in (ROOT / "docs" / "guide" / "activations.md").read_text(encoding="utf-8")
     assert "`MishGLU`" in (ROOT / "fuser" / "README.md").read_text(encoding="utf-8")
     measured = json.loads((ROOT / "tests" / "measured" / "activations.json").read_text(encoding="utf-8"))
     assert all({"mish", "mish.slope"} & set(rows) for rows in measured.values())

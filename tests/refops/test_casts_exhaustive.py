@@ -35,7 +35,6 @@ from refops import (
     pack_fp4,
     unpack_fp4,
 )
-
 from refops.formats import encode_by_definition
 from refops.rounding import floor_in
 
