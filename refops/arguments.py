@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 
 from refops.hints import Array
+from refops.torch_tensors import from_torch, is_torch_tensor
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
@@ -64,16 +65,11 @@ def as_array(x: Any, name: str) -> Array:
     if isinstance(x, np.ma.MaskedArray):
         raise TypeError(f"{name} must be a plain array; got a masked array of shape {x.shape}")
     try:
-        return np.asarray(x)
+        return np.asarray(from_torch(x) if is_torch_tensor(x) else x)
     except ValueError as error:
         raise TypeError(f"{name} must be an array; got {shown(x)}") from error
-    except (
-        Exception
-    ) as error:  # torch.bfloat16, for one: NumPy has no such type, ml_dtypes has; or what __array__ raises
-        raise TypeError(
-            f"{name} must convert to a NumPy array; got {type(x).__name__}: {error}. "
-            f"A bfloat16 torch tensor t does as t.view(torch.int16).numpy().view(ml_dtypes.bfloat16)"
-        ) from error
+    except Exception as error:  # what __array__ raises, or torch of a tensor that is not on the CPU
+        raise TypeError(f"{name} must convert to a NumPy array; got {type(x).__name__}: {error}") from error
 
 
 def require_high_precision(x: Any, name: str) -> Array:

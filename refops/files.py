@@ -21,6 +21,7 @@ import numpy as np
 
 from refops.arguments import BFLOAT16, HIGH_PRECISION
 from refops.oracle.dumps import as_numpy
+from refops.torch_tensors import from_torch
 
 _NUMPY, _TORCH = rb"\x93NUMPY|PK[\x03\x05]|\x80", rb"PK[\x03\x05]|\x80"
 #: Suffix -> what the bytes of such a file start with; 0x80 starts a pickle.
@@ -324,7 +325,7 @@ def _open_torch(path):
         def read():
             value = _dense(tensor)
             if value.dtype == torch.bfloat16:
-                return value.contiguous().view(torch.int16).numpy().view(BFLOAT16)
+                return from_torch(value)
             try:
                 return value.numpy()
             except (TypeError, RuntimeError):  # a dtype that NumPy does not know

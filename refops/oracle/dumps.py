@@ -11,10 +11,11 @@ from dataclasses import dataclass, replace
 import ml_dtypes
 import numpy as np
 
-from refops.arguments import BFLOAT16, HIGH_PRECISION, describe_array
+from refops.arguments import HIGH_PRECISION, describe_array
 from refops.formats import E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, INT8, ElementFormat, pack_fp4
 from refops.oracle.quantized_tensors import is_quantized
 from refops.scalings.declaration import ALIGNMENT, Layout
+from refops.torch_tensors import from_torch, is_torch_tensor
 
 FLOAT32 = np.dtype(np.float32)
 #: Dtypes that hold one code of a format in each byte.
@@ -77,8 +78,8 @@ def as_numpy(value, name):
         return np.asarray(value)
     if is_quantized(value):
         raise TypeError(f"{name} must be an array; got a quantized tensor, {type(value).__name__}")
-    if _is_torch_tensor(value):
-        return _from_torch(value)
+    if is_torch_tensor(value):
+        return from_torch(value.cpu())
     if hasattr(value, "copy_to_host"):  # Numba's device arrays
         return value.copy_to_host()
     if hasattr(value, "__cuda_array_interface__") and hasattr(value, "get"):  # CuPy
@@ -99,35 +100,6 @@ def as_numpy(value, name):
     if array.dtype == object:
         raise TypeError(f"{name} must be an array of numbers; got a {type(value).__name__}")
     return array
-
-
-#: torch's dtypes that NumPy lacks: name -> (same-sized dtype both know, what its bits mean).
-_TORCH_ONLY = {
-    "bfloat16": ("int16", BFLOAT16),
-    "float8_e4m3fn": ("uint8", np.dtype(ml_dtypes.float8_e4m3fn)),
-    "float8_e5m2": ("uint8", np.dtype(ml_dtypes.float8_e5m2)),
-    "float8_e4m3fnuz": ("uint8", np.dtype(ml_dtypes.float8_e4m3fnuz)),
-    "float8_e5m2fnuz": ("uint8", np.dtype(ml_dtypes.float8_e5m2fnuz)),
-    "float8_e8m0fnu": ("uint8", np.dtype(ml_dtypes.float8_e8m0fnu)),
-    "float4_e2m1fn_x2": ("uint8", np.dtype(np.uint8)),
-}
-
-
-def _is_torch_tensor(value):
-    """Whether a value is a torch tensor, or of a class that is derived from it."""
-    modules = (cls.__module__.split(".")[0] for cls in type(value).__mro__)
-    return "torch" in modules and hasattr(value, "detach")
-
-
-def _from_torch(tensor):
-    """A torch tensor's bits on the host. Its dtypes are matched by name: torch itself is not imported here."""
-    tensor = tensor.detach().cpu()
-    name = str(tensor.dtype).removeprefix("torch.")
-    if name not in _TORCH_ONLY:
-        return tensor.numpy()
-    carrier, dtype = _TORCH_ONLY[name]
-    carrier = getattr(__import__("sys").modules["torch"], carrier)
-    return tensor.contiguous().view(carrier).numpy().view(dtype)
 
 
 def fit(value, slot):

@@ -517,3 +517,20 @@ def test_messages_have_one_line_of_some_length(call):
     with pytest.raises((TypeError, ValueError), match=r"got line line .*ManyLines") as error:
         call(ManyLines())
     assert "\n" not in str(error.value) and len(str(error.value)) < 600
+
+
+def test_torch_tensors_are_taken_with_their_bits():
+    """bfloat16, with a gradient, not contiguous, seen as its negative; codes; one that has no memory is named."""
+    torch = pytest.importorskip("torch")
+    tensor = torch.linspace(-3, 3, 64 * 96).reshape(96, 64).bfloat16().t()
+    expected = tensor.float().numpy().astype(ml_dtypes.bfloat16)
+    scaling = refops.MXFP8Scaling(E4M3)
+    codes = refops.quantize(expected, scaling).rowwise_data
+    negative = torch.complex(torch.zeros(64, 96), -tensor.float()).conj().imag
+    for given in (tensor, tensor.clone().requires_grad_(), tensor.float().requires_grad_(), negative):
+        assert np.array_equal(refops.quantize(given, scaling).rowwise_data, codes)
+    assert np.array_equal(refops.decode(torch.from_numpy(codes), E4M3), refops.decode(codes, E4M3))
+    with pytest.raises(TypeError, match="x must convert to a NumPy array; got Tensor: "):
+        refops.quantize(torch.empty(64, 96, device="meta"), scaling)
+    with pytest.raises(TypeError, match=r"codes must be a uint8 array; got float8_e4m3fn .*codes.view\(np.uint8\)"):
+        refops.decode(torch.from_numpy(codes).view(torch.float8_e4m3fn), E4M3)
