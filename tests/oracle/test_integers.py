@@ -98,7 +98,7 @@ def test_wrong_kernels_are_named(what):
 def test_nan_that_is_not_zero_is_named():
     x = spread()
     x[::5, ::37] = np.nan
-    assert names(x, kernel(x, nan=127)) == ("nan-as-zero",)
+    assert names(x, kernel(x, nan=127)) == ("nan-as-a-number",)
 
 
 def test_activations():

@@ -151,7 +151,7 @@ def _te_python_zeros(x, outputs, scaling):
         ours, theirs = (refops.unpack_fp4(a[name]) for a in (reference, arrays))
         lost = ours[(theirs == 0) & (ours != 0)]
         names |= {"zero-sign-lost"} if (lost == 8).any() else set()
-        names |= {"nan-as-zero"} if (lost == 7).any() else set()
+        names |= {"nan-as-a-number"} if (lost == 7).any() else set()
     return tuple(names)
 
 

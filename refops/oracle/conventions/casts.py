@@ -493,12 +493,12 @@ def zero_sign_lost(replay, choice):
 
 
 @computing(
-    "nan-as-zero",
+    "nan-as-a-number",
     "NaN becomes {what}, where TE writes the format's {own}.",
     stage="nan",
     choices=("0", "largest", "negative largest", "0x80"),
 )
-def nan_as_zero(replay, choice):
+def nan_as_a_number(replay, choice):
     if not (replay.computes and replay.scaling is not None):
         replay.require(not replay.updates and choice == "0")
         replay.facts["what"], replay.facts["own"] = "0", "NaN"

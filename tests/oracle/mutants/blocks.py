@@ -348,7 +348,7 @@ def mx_subnormal_codes_are_zero(k):
     return k.outputs(cast=lambda v: cast(np.where(np.abs(v) < F(2.0**-6), np.copysign(F(0), v), v), "e4m3"))
 
 
-@convention("nan-as-zero", "quantize", MX_E5M2, shape=SIZE, data="with_nan")
+@convention("nan-as-a-number", "quantize", MX_E5M2, shape=SIZE, data="with_nan")
 def mx_nan_written_as_zero(k):
     """NaN inputs give code 0."""
     return k.outputs(cast=lambda v: np.where(np.isnan(v), np.uint8(0), cast(v, "e5m2")))

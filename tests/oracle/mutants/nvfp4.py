@@ -242,7 +242,7 @@ def nv_negative_zero_lost(k):
     return k.outputs(cast=without)
 
 
-@convention("nan-as-zero", "quantize", NV, shape=SIZE, data="with_nan")
+@convention("nan-as-a-number", "quantize", NV, shape=SIZE, data="with_nan")
 def nv_nan_written_as_zero(k):
     """NaN gives 0; the hardware gives 6."""
     return k.outputs(cast=lambda v: np.where(np.isnan(v), np.uint8(0), cast(v, "e2m1")))

@@ -98,7 +98,7 @@ def negative_zero_lost(k):
     return k.outputs(cast=lambda v: cast(np.where(v == 0, F(0), v), "e4m3"))
 
 
-@convention("nan-as-zero", "quantize", DELAYED, shape=SIZE, data="with_nan")
+@convention("nan-as-a-number", "quantize", DELAYED, shape=SIZE, data="with_nan")
 def nan_written_as_zero(k):
     """NaN inputs give code 0."""
     return k.outputs(cast=lambda v: np.where(np.isnan(v), np.uint8(0), cast(v, "e4m3")))
