@@ -1,6 +1,8 @@
 """What a row of one table needs in the others: a failure names the file, CONTRIBUTING.md has the steps."""
 
 import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -78,3 +80,30 @@ def test_the_sections_that_failures_name_exist():
         for name in re.findall(r"[\"'](Add an? \w+)[\"']", path.read_text(encoding="utf-8"))
     }
     assert named and named <= set(headings)
+
+
+#: Message of a commit -> what the hook says of it, "" where it takes it.
+MESSAGES = {
+    "Add a format\n\nNVIDIA's next tensor cores multiply it.\n": "",
+    "Add a format\n\nWhy.\n# Please enter the commit message\n": "",
+    "oracle: Name the format\n\nWhy.\n": "",
+    f"Add {'x' * 68}\n\nWhy.\n": "",
+    f"Add {'x' * 69}\n\nWhy.\n": "at most 72 characters; it has 73",
+    "Add a format.\n\nWhy.\n": "full stop",
+    "Added a format\n\nWhy.\n": "imperative",
+    "Adding a format\n\nWhy.\n": "imperative",
+    "Add a format\nWhy.\n": "second line must be empty",
+    "Add a format\n": "body must say why",
+    "Add a format\n\n# Please enter the commit message\n": "body must say why",
+    "Seed a fault\n\nWhy.\n": "",
+    "fixup! Add a format\n": "",
+}
+
+
+@pytest.mark.skipif(not (shutil.which("git") and shutil.which("sh")), reason="git runs the hook in sh")
+@pytest.mark.parametrize("message", MESSAGES)
+def test_the_hook_reads_messages(message, tmp_path):
+    file = tmp_path / "message"
+    file.write_text(message)
+    ran = subprocess.run([ROOT / ".githooks" / "commit-msg", file], capture_output=True, text=True)
+    assert ran.returncode == bool(MESSAGES[message]) and MESSAGES[message] in ran.stderr, ran.stderr
