@@ -3,23 +3,30 @@
 The results mean nothing: scales and amaxes are ones. What is counted is how the kernel moves its data.
 """
 
+from itertools import zip_longest
+
 import numpy as np
 
-from cuda_kernels import arrays
-from cuda_kernels.emulator.profile import KernelProfile, profile
+from cuda_kernels import arrays, emulated
+from cuda_kernels.emulator import counters
 from cuda_kernels.gpu import GPU
 
 
-def profile_kernel(spec, shape, target) -> KernelProfile:
-    """The `KernelProfile` of a kernel.
+def counted(spec, shape, target):
+    """The `KernelCounters` of one launch of a kernel.
 
     Args:
         spec: a `Spec`. shape: (M, K) of the result as the rowwise direction sees it; of what is decoded as it is
             stored.
         target: a name of `emulator.settings.TARGETS`.
     """
-    (profiled,) = profile(lambda: _launch(spec, shape), target=target, elements=shape[0] * shape[1])
-    return profiled
+    with emulated(target):
+        before = counters()
+        _launch(spec, shape)
+        after = counters()
+    changes = [now.difference(was) for now, was in zip_longest(after, before)]
+    (ran,) = [change for change in changes if change.launches]
+    return ran
 
 
 def _launch(spec, shape):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from kernels_on_arrays import profile_kernel
+from kernels_on_arrays import counted
 
 import cuda_kernels
 import refops
@@ -143,9 +143,9 @@ SHARING = dict(with_other_stages())
 
 @sampled(("name", "shape"), [*product(SHARING, SHAPES)], 3, ids=str)
 def test_shared_memory_has_no_conflicts(name, shape):
-    profiled = profile_kernel(SHARING[name], shape, TARGET)
-    assert profiled.static.shared > 0 and profiled.counters.shared_ideal > 0
-    assert profiled.counters.wavefronts_over_ideal < MOST_WAVEFRONTS
+    counters = counted(SHARING[name], shape, TARGET)
+    assert counters.shared > 0 and counters.shared_ideal > 0
+    assert counters.wavefronts_over_ideal < MOST_WAVEFRONTS
 
 
 def test_every_kind_of_kernel_that_shares_memory_is_there():
@@ -207,13 +207,13 @@ def first_of_each_kind():
 @pytest.mark.parametrize("entry", [*first_of_each_kind()])
 def test_loads_use_the_sectors_that_they_touch(entry):
     """Of whole rows; more than 1: lanes share what they read."""
-    counted = profile_kernel(entry.spec, SHAPES[0], TARGET).counters
+    counters = counted(entry.spec, SHAPES[0], TARGET)
     if entry.name in BY_ELEMENT or entry.spec.title in OF_SCALES:
-        assert counted.load_sectors_per_request <= 16
+        assert counters.load_sectors_per_request <= 16
     elif entry.spec.title in WIDE:
-        assert counted.used_load_share >= 0.5
+        assert counters.used_load_share >= 0.5
     else:
-        assert counted.used_load_share >= 1 and counted.load_sectors_per_request <= 16
+        assert counters.used_load_share >= 1 and counters.load_sectors_per_request <= 16
 
 
 # --- a call -----------------------------------------------------------------------------------------
