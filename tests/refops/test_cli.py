@@ -1,5 +1,8 @@
 """The `refops` command as a user meets it: what it prints, exit codes, one-line errors, JSON; and a report can fail."""
 
+import contextlib
+import functools
+import io
 import json
 import os
 import pickle
@@ -48,6 +51,24 @@ def run_json(run):
         return json.loads(out, parse_constant=refuse)
 
     return call
+
+
+@pytest.fixture(scope="module")
+def printed():
+    """Call printed(*arguments) -> (exit code, stdout, stderr) of a command, which runs once for all that ask for it."""
+
+    @functools.cache
+    def call(*arguments):
+        out, err = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            code = cli.main(list(map(str, arguments)))
+        return code, out.getvalue(), err.getvalue()
+
+    return call
+
+
+#: A command that measures every tensor under every scaling.
+SURVEY = ("report", "--section", "survey", "--data", REAL)
 
 
 def shell(*arguments, **environment):
@@ -449,9 +470,9 @@ def test_tensors_are_printed_as_soon_as_they_are_measured(run, tmp_path, monkeyp
 
 
 @pytest.mark.full
-def test_summary_is_the_survey_of_the_report(run):
-    _, of_report, _ = run("report", "--section", "survey")
-    code, out, err = run("inspect", REAL, "--summary")
+def test_summary_is_the_survey_of_the_report(printed):
+    _, of_report, _ = printed(*SURVEY)
+    code, out, err = printed("inspect", REAL, "--summary")
     assert (code, err) == (0, "")
     (table,) = re.findall(r"  a  .*?nvfp4-row-scaled [^\n]*\n", of_report, re.DOTALL)
     assert out.startswith(table) and "needs M % 16 == 0" in out
@@ -744,7 +765,7 @@ def sections(*names):
 
 
 def test_report_without_vectors_and_data_says_so_and_goes_on(run, installed, tmp_path):
-    code, out, err = run("report", *sections("vectors", "activations", "survey"))
+    code, out, err = run("report", *sections("vectors", "helpers", "survey"))
     assert (code, err) == (0, "")
     assert "golden vectors not found: run from a clone, or pass --vectors DIR\n" in out
     assert "real tensors not found: run from a clone, or pass --data FILE\n" in out
@@ -754,11 +775,15 @@ def test_report_without_vectors_and_data_says_so_and_goes_on(run, installed, tmp
     assert "; NOT CHECKED, for they were not found: real tensors, golden vectors (" in verdict
 
 
-@sampled("start", [".", "tests", "docs/guide"], 3)
-def test_report_of_an_installed_package_finds_the_clone(run, installed, monkeypatch, start):
-    """`pip install .` and then `refops report` in the clone, or in a folder of it."""
+@pytest.mark.parametrize("start", [".", "tests", "docs/guide"])
+def test_an_installed_package_finds_the_clone(installed, monkeypatch, start):
     monkeypatch.chdir(ROOT / start)
     assert report.find_clone() == ROOT
+
+
+def test_report_of_an_installed_package_finds_the_clone(run, installed, monkeypatch):
+    """`pip install .` and then `refops report` in a folder of the clone."""
+    monkeypatch.chdir(ROOT / "docs" / "guide")
     code, out, _ = run("report", *sections("vectors", "survey"))
     verdict = out.splitlines()[-1]
     assert code == 0 and verdict.startswith("PASS: ") and "NOT CHECKED" not in verdict
@@ -820,8 +845,8 @@ def test_report_that_compared_nothing_does_not_pass(run, run_json, installed, na
     assert run_json("report", *sections(*names), code=2)["ok"] is False
 
 
-def test_survey_alone_compares_nothing_and_is_fine(run):
-    code, out, err = run("report", "--section", "survey", "--data", REAL)
+def test_survey_alone_compares_nothing_and_is_fine(printed):
+    code, out, err = printed(*SURVEY)
     assert (code, err) == (0, "")
     assert out.splitlines()[-1].startswith("SURVEY: 10 tensors measured, nothing compared (")
 
@@ -1024,7 +1049,7 @@ def test_help_fits_a_terminal(run, monkeypatch, command):
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["report", "--section", "survey"],
+        SURVEY,
         ["report", "--section", "vectors"],
         ["inspect", REAL],
         ["inspect", REAL, "--summary"],
@@ -1034,8 +1059,8 @@ def test_help_fits_a_terminal(run, monkeypatch, command):
     ],
     ids=lambda arguments: " ".join(map(str, arguments))[:20],
 )
-def test_no_trailing_spaces_where_stdout_is_no_terminal(run, arguments):
-    lines = run(*arguments)[1].split("\n")
+def test_no_trailing_spaces_where_stdout_is_no_terminal(printed, arguments):
+    lines = printed(*arguments)[1].split("\n")
     assert len(lines) > 5 and [line for line in lines if line != line.rstrip()] == []
 
 
