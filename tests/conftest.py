@@ -1,6 +1,7 @@
 """Fixtures of all tests. Each imports what it needs when it is used: tests that do not use it run without that."""
 
 import faulthandler
+import gc
 
 import pytest
 from _pytest.faulthandler import fault_handler_stderr_fd_key
@@ -22,6 +23,12 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("check") and item.get_closest_marker("full"):
             raise pytest.UsageError(f"a test must be marked check or full, not both; got {item.nodeid}")
+
+
+def pytest_collection_finish():
+    """What lives as long as the process is left out of every later search for garbage, which took a second each."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture
