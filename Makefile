@@ -85,7 +85,7 @@ lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-## package     wheel and sdist: contents, metadata, hints, use on a clean machine; FULL=1: extras, tests on every Python
+## package     wheel and sdist: contents, metadata, hints, use on a clean machine; FULL=1: every Python, extras, tests
 package: $(INSTALLED)
 	$(BIN)/python tests/packaging/check_wheel.py $(if $(FULL),--full)
 
