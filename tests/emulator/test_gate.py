@@ -23,7 +23,7 @@ def ids_of(runs):
     return [f"{target} {part} {name}" for target, part, name, _ in runs]
 
 
-@sampled(NAMES, OTHERS, 24, in_all=24, ids=ids_of(OTHERS))
+@sampled(NAMES, OTHERS, 24, in_all=72, ids=ids_of(OTHERS))
 def test_case(target, part, name, function):
     gate.both_ways(target, part, name, function)
 
