@@ -1,4 +1,4 @@
-"""How `make bench` measures and what its tables say; the run itself is `make bench`, and short, `make bench-bounds`."""
+"""How `make bench` measures and what its tables say; the run itself is `make bench`, and short, `make bench-short`."""
 
 import json
 import sys
