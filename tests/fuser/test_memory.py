@@ -1,4 +1,4 @@
-"""1 000 training steps leave no memory behind: neither Python objects nor tensors."""
+"""Hundreds of training steps leave no memory behind: neither Python objects nor tensors."""
 
 import gc
 import sys
@@ -13,6 +13,7 @@ from fuser.recipe import DelayedScaling, NVFP4BlockScaling
 from tiers import SWEEP
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+STEPS = 400
 RECIPES = {
     "none": None,
     "delayed": DelayedScaling(amax_history_len=4),
@@ -33,7 +34,7 @@ def pipeline():
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=SWEEP if name != "nvfp4" else ()) for name in RECIPES])
 @pytest.mark.full
-def test_no_growth_over_1000_steps(name):
+def test_no_growth(name):
     model, recipe = pipeline(), RECIPES[name]
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     x = torch.randn(32, 32)
@@ -50,11 +51,11 @@ def test_no_growth_over_1000_steps(name):
         gc.collect()
         return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects()), sys.getallocatedblocks()
 
-    for _ in range(500):  # Python's and torch's own caches fill
+    for _ in range(300):  # Python's and torch's own caches fill
         step()
     tensors, blocks = alive()
-    for _ in range(1000):
+    for _ in range(STEPS):
         step()
     tensors_after, blocks_after = alive()
     assert tensors_after <= tensors
-    assert blocks_after - blocks < 500, f"{blocks_after - blocks} blocks of memory in 1000 steps"  # half of one a step
+    assert blocks_after - blocks < STEPS / 2, f"{blocks_after - blocks} blocks of memory in {STEPS} steps"
