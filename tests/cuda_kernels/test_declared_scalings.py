@@ -11,13 +11,13 @@ from declared_scalings import CHECKED, SHAPES, WITHOUT_GPU_KERNELS, check_declar
 from tiers import sampled
 
 
-@sampled("name", CHECKED, 6, in_all=4)
+@sampled("name", CHECKED, 6)
 def test_every_call_has_the_reference_s_bits(name):
     check_declared(host, name, ml_dtypes.bfloat16, SHAPES[name])
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("scaling", WITHOUT_GPU_KERNELS, ids=["stochastic", "hadamard", "choice"])
+@sampled("scaling", WITHOUT_GPU_KERNELS, 3, in_all=2, ids=["stochastic", "hadamard", "choice"])
 def test_what_no_gpu_kernel_makes(scaling):
     x = (np.arange(48 * 80).reshape(48, 80) % 33 - 16).astype(ml_dtypes.bfloat16)
     with declared():
@@ -26,6 +26,6 @@ def test_what_no_gpu_kernel_makes(scaling):
 
 
 @pytest.mark.full
-@sampled("name", CHECKED, 6, in_all=6)
+@sampled("name", CHECKED, 7)
 def test_float32_too(name):
     check_declared(host, name, np.float32, (256, 384))
