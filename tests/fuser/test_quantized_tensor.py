@@ -96,7 +96,7 @@ def test_constructor_arguments_rebuild_it(quantizer):
 
 
 BLOCKS = ("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv")
-FOUR_OVER_SIX = {"nvfp4_use_4over6": True, "nvfp4_e4m3_max": 256, "nvfp4_4over6_err_mode": "MSE"}
+FOUR_OVER_SIX = {"nvfp4_use_4over6": True, "nvfp4_e4m3_max": 256, "nvfp4_4over6_err_mode": "MAE"}
 #: Of a quantizer TE's order of its storages' arguments, those after the arrays by their attributes' names.
 CONSTRUCTORS = {
     "delayed": (QUANTIZERS["delayed"], ("fp8_dtype",)),

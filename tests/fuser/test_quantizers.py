@@ -55,8 +55,8 @@ QUANTIZERS = {
         refops.NVFP4Scaling(rht=True, sign_mask=0),
     ),
     "nvfp4 4over6": lambda: (
-        q.NVFP4Quantizer(nvfp4_use_4over6=True, nvfp4_e4m3_max=256, nvfp4_4over6_err_mode="mse"),
-        refops.NVFP4Scaling(four_over_six="mse", e4m3_max=256),
+        q.NVFP4Quantizer(nvfp4_use_4over6=True, nvfp4_e4m3_max=256, nvfp4_4over6_err_mode="mae"),
+        refops.NVFP4Scaling(four_over_six="mae", e4m3_max=256),
     ),
     "nvfp4 rows": lambda: (q.NVFP4Quantizer(row_scaled_nvfp4=True), refops.NVFP4Scaling(row_scaled=True)),
 }
@@ -497,7 +497,7 @@ NVFP4_GROUP = {
     "plain": {},
     "2d": {"with_2d_quantization": True},
     "rht": {"with_rht": True, "with_post_rht_amax": True},
-    "4over6": {"nvfp4_use_4over6": True},
+    "4over6": {"nvfp4_use_4over6": True, "nvfp4_e4m3_max": 256},
 }
 
 
