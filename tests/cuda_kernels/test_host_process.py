@@ -281,7 +281,7 @@ threading.Thread(target=watch, daemon=True).start()
 signal.signal(signal.SIGALRM, signal.default_int_handler)
 signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
 random.seed(0)
-interrupts, end = 0, time.monotonic() + 4
+interrupts, end = 0, time.monotonic() + 2
 while time.monotonic() < end:
     try:
         signal.setitimer(signal.ITIMER_REAL, random.uniform(0.0001, 0.001))

@@ -990,7 +990,7 @@ def test_progress_reaches_the_end(tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("seconds", [0.7, 1.1, 1.5, 3])
+@pytest.mark.parametrize("seconds", [0.7, 1.1, pytest.param(1.5, marks=pytest.mark.sweep), 3])
 def test_ctrl_c_ends_a_report_that_others_share(seconds):
     """To the whole group, as a terminal sends it, also while the other processes start: no traceback of theirs."""
     words = ["env", "--default-signal=INT", sys.executable, "-m", "refops", "report", "--processes", "3"]
