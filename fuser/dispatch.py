@@ -82,6 +82,18 @@ def _scope(name):
         _selected.reset(token)
 
 
+class one_backend:  # noqa: N801 (used like a function)
+    """A context manager that holds the backend in force for its block: FUSER_BACKEND is read once, as it begins."""
+
+    __slots__ = ("_token",)
+
+    def __enter__(self) -> None:
+        self._token = _selected.set(current_backend())
+
+    def __exit__(self, *exc_info: Any) -> None:
+        _selected.reset(self._token)
+
+
 def _require_backend(name, argument):
     if not isinstance(name, str) or name not in BACKENDS:
         raise ValueError(f"{argument} must be one of {', '.join(map(repr, BACKENDS))}; got {shown(name)}")
@@ -495,8 +507,8 @@ class _Host(Engine):
         self._calls = calls
         self._made = calls.Made(
             kind=torch.Tensor,
-            empty=functools.partial(torch.empty, device="cpu"),
-            zeros=functools.partial(torch.zeros, device="cpu"),
+            empty=functools.partial(torch.empty, device=torch.device("cpu")),
+            zeros=functools.partial(torch.zeros, device=torch.device("cpu")),
             dtype=lambda dtype: getattr(torch, str(dtype)),
             address=torch.Tensor.data_ptr,
             front=self.result,
@@ -506,17 +518,16 @@ class _Host(Engine):
         return array if isinstance(array, torch.Tensor) else as_torch(array)
 
     def find_plan(self, name, args, options):
-        """(description of the call, its plan); None for what does not exist."""
-        if not hasattr(getattr(self.library, name), "recorded"):
-            return None, None
+        """(description of the call, None if it can't be planned; its plan, None if there is none yet)."""
         described = self._calls.seen(name, args, options, _DESCRIBERS, _Copy, lambda copy: copy.arrays)
         return described, None if described is None else self._calls.PLANS.get(described.key)
 
     def call(self, name, args, options, described=None, arrays=None):
-        if described is None:
+        recorded = getattr(getattr(self.library, name), "recorded", None)
+        if described is None or recorded is None:
             return super().call(name, args, options)
         arrays = [one for one in args if isinstance(one, np.ndarray)] if arrays is None else arrays
-        return getattr(self.library, name).recorded(described, arrays, self._made, args, options)
+        return recorded(described, arrays, self._made, args, options)
 
 
 class Reference(Engine):
@@ -597,12 +608,12 @@ def _is_plain(tensor):
     return isinstance(tensor, torch.Tensor) and not hasattr(tensor, "plain_values")
 
 
-def _find_plan(tensor, name, args, options):
-    """`_Host.find_plan` of a call that begins with a tensor.
+def _find_plan(tensor, name, args, options, selected):
+    """`_Host.find_plan` of a call that begins with a tensor, under the backend `selected`.
 
     A plan exists only if every setting, dtype and shape is the same.
     """
-    if type(tensor) not in _DESCRIBERS or not tensor.is_cpu or current_backend() == "reference":
+    if type(tensor) not in _DESCRIBERS or not tensor.is_cpu or selected == "reference":
         return None, None
     return _automatic("cpu").find_plan(name, args, options)
 
@@ -610,13 +621,14 @@ def _find_plan(tensor, name, args, options):
 def repeated(method, x, args, options):
     """What a call of this module returns that is like an earlier one, which was checked; None for any other call."""
     refuse_trace(method)
-    described, plan = _find_plan(x, method, args, _with_arithmetic(method, options))
+    selected = current_backend()
+    described, plan = _find_plan(x, method, args, _with_arithmetic(method, options, selected), selected)
     return None if plan is None else plan.run(described)
 
 
-def _with_arithmetic(method, options):
-    """Options of a call, with the arithmetic that the backend in force wants."""
-    is_exact = method in _ACTIVATIONS and current_backend() == "exact"
+def _with_arithmetic(method, options, selected):
+    """Options of a call, with the arithmetic that the backend `selected` wants."""
+    is_exact = selected == "exact" and method in _ACTIVATIONS
     return {**options, "arithmetic": "exact"} if is_exact else options
 
 
@@ -641,8 +653,9 @@ def _run(method, x, args, options, **others):
         args, options: the method's, with tensors and torch's dtypes.
         others: the other tensors among the arguments, by name.
     """
-    options = _with_arithmetic(method, options)
-    described, plan = _find_plan(x, method, args, options)
+    selected = current_backend()
+    options = _with_arithmetic(method, options, selected)
+    described, plan = _find_plan(x, method, args, options, selected)
     if plan is not None:
         return plan.run(described)
     if method in _FLOAT64 and _in_float64(x, *others.values()):
@@ -825,7 +838,7 @@ def dequantize(buffers, *, dtype=torch.float32, columnwise=False):
     names = (f"{direction}_data", f"{direction}_scale_inv", f"amax_{direction}")
     tensors = {name: getattr(buffers, name) for name in names if getattr(buffers, name) is not None}
     copy = _Copy(tensors, tuple(buffers.shape), buffers.dtype, buffers.with_gemm_swizzled_scales, buffers.scaling)
-    described, plan = _find_plan(tensors.get(names[0]), "dequantize", (copy,), {"dtype": dtype})
+    described, plan = _find_plan(tensors.get(names[0]), "dequantize", (copy,), {"dtype": dtype}, current_backend())
     if plan is not None:
         return plan.run(described)
     if dtype not in HIGH_PRECISION:

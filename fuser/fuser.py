@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_map
 
 from fuser.aliasing import copy_of_gradient, overlap, own_copy, tensors_in, works_in_place, writable
 from fuser.channels import ChanneledOperation, Routes, Slot, check_extra_inputs
+from fuser.dispatch import one_backend
 from fuser.fusible import FusibleOperation
 from fuser.operators import Pipeline, call_in_graph
 from fuser.pipeline import FuserFunction, forward_observers, run_forward
@@ -269,7 +270,8 @@ class OperationFuser:
     def _run(
         self, input_: torch.Tensor, extra_inputs: Sequence[torch.Tensor], basic_op_kwargs: list[dict[str, Any]]
     ) -> Any:
-        with self._lock:  # what was planned is on this object and its operations, and another thread may plan otherwise
+        # What was planned is on this object and its operations, and another thread may plan otherwise
+        with self._lock, one_backend():
             return self._run_as_planned(input_, extra_inputs, basic_op_kwargs)
 
     def _run_as_planned(
