@@ -100,6 +100,17 @@ def _parameters_of(op: ChanneledOperation) -> list[torch.nn.Parameter]:
     return [param for param in op._parameters.values() if param is not None]
 
 
+def _held_parameters(ops: Iterable[ChanneledOperation]) -> list[Any]:
+    """The operations that have parameters, each with these, to compare with what they have at another call."""
+    held: list[Any] = []
+    for op in ops:
+        if op._modules:
+            held += (op, *_parameters_of(op))
+        elif op._parameters:
+            held += (op, *op._parameters.values())
+    return held
+
+
 def _modules_with_tensors(ops: Iterable[ChanneledOperation]) -> list[torch.nn.Module]:
     """Those among operations and their parts that have a plain tensor as attribute."""
     modules = (module for op in ops for module in (op.modules() if op._modules else (op,)))
@@ -118,6 +129,13 @@ def _reject_computed_parameters(op: torch.nn.Module) -> None:
                 "torch.nn.utils.prune, spectral_norm and weight_norm make it): the operation's backward gives "
                 "gradients of its own parameters, not of those that they are computed from"
             )
+
+
+def _require_tensors(input_: Any, extra_inputs: Sequence[Any]) -> None:
+    for name, given in (("input", [input_]), ("extra_inputs", extra_inputs)):
+        for tensor in given:
+            if not isinstance(tensor, torch.Tensor | QuantizedTensorStorage):
+                raise TypeError(f"{name} must hold torch tensors; got {type(tensor).__name__}")
 
 
 class OperationFuser:
@@ -175,6 +193,7 @@ class OperationFuser:
         self.first_op_requiring_backward = 0
         self._fuse_key: tuple[Any, ...] | None = None
         self._fused_params: list[torch.nn.Parameter] = []
+        self._held: list[Any] | None = None  # what `_held_parameters` said when the operations were fused
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies are fused anew: plans and keys refer to the original's operations."""
@@ -206,10 +225,8 @@ class OperationFuser:
         self.own_fuser()
         if len(extra_inputs) != self.num_extra_inputs:
             check_extra_inputs(self.wanted_extra_inputs(), extra_inputs)
-        for name, given in (("input", (input,)), ("extra_inputs", extra_inputs)):
-            for tensor in given:
-                if not isinstance(tensor, torch.Tensor | QuantizedTensorStorage):
-                    raise TypeError(f"{name} must hold torch tensors; got {type(tensor).__name__}")
+        if type(input) is not torch.Tensor or extra_inputs:
+            _require_tensors(input, extra_inputs)
         if basic_op_kwargs is None:
             basic_op_kwargs = [{}] * self._num_basic_ops
         elif len(basic_op_kwargs) != self._num_basic_ops:
@@ -341,15 +358,14 @@ class OperationFuser:
         part in backward, the parameters (which objects, their dtype, device, requires_grad), training mode, the
         registered fusions, and the recipe state that another fuser left in a shared operation.
         """
-        params = self._read_parameters()
+        held, fused = _held_parameters(self._basic_ops), self._held
+        same_parameters = fused is not None and len(held) == len(fused) and all(map(operator.is_, held, fused))
+        if not same_parameters:
+            self._held = None  # until all is done: a fusion may raise
+        params = self._fused_params if same_parameters else self._read_parameters()
         first = self._find_first_op_requiring_backward(is_grad_enabled, input_, extra_inputs)
         self.first_op_requiring_backward = first
-        is_current = (
-            self._fuse_key is not None
-            and self._fuse_key == self._current_key(recipe, first, input_.device, params)
-            and len(params) == len(self._fused_params)
-            and all(map(operator.is_, params, self._fused_params))
-        )
+        is_current = same_parameters and self._fuse_key == self._current_key(recipe, first, input_.device, params)
         if not is_current:  # as where a parameter was replaced
             self._with_tensors = _modules_with_tensors(self._basic_ops)
         for module in self._with_tensors:
@@ -367,11 +383,12 @@ class OperationFuser:
         self.fuse_ops(recipe)
 
         self._fused_params = self._read_parameters()  # deferred parameters exist only now
+        self._held = _held_parameters(self._basic_ops)
         self._fuse_key = self._current_key(recipe, first, input_.device, self._fused_params)
 
     def _read_parameters(self) -> list[torch.nn.Parameter]:
         """All parameters that the operations have now; `_basic_op_params` has those of each."""
-        self._basic_op_params = [_parameters_of(op) if op._parameters or op._modules else [] for op in self._basic_ops]
+        self._basic_op_params = list(map(_parameters_of, self._basic_ops))
         return list(itertools.chain.from_iterable(self._basic_op_params))
 
     def _current_key(
