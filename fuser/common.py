@@ -38,7 +38,7 @@ def maybe_dequantize(tensor: Any, dtype: torch.dtype | None = None) -> torch.Ten
     """`tensor` as a contiguous plain tensor, in `dtype` if given. No copy if it is one already."""
     if isinstance(tensor, QuantizedTensorStorage):
         return tensor.dequantize(dtype=dtype)
-    if dtype is not None and tensor.dtype != dtype:
+    if dtype is not None and tensor.dtype is not dtype:
         tensor = tensor.to(dtype)
     return tensor if tensor.is_contiguous() else tensor.contiguous()
 
@@ -87,7 +87,7 @@ def maybe_autocast_dtype(*, device_type: str = "cuda", default_dtype: torch.dtyp
     """The dtype of `torch.autocast` where it is on for `device_type`, else `default_dtype` (or torch's default)."""
     if device_type != "meta" and torch.is_autocast_enabled(device_type):
         return torch.get_autocast_dtype(device_type)
-    return canonicalize_dtype(default_dtype)
+    return default_dtype if type(default_dtype) is torch.dtype else canonicalize_dtype(default_dtype)
 
 
 def get_fused_normalization_quantizer(quantizer: Any) -> Any:

@@ -86,11 +86,11 @@ _Custom = namedtuple("_Custom", "storage shape dtype device")
 # --- public -----------------------------------------------------------------------------------------
 
 
-def linear_forward(x, w, **options):
+def linear_forward(x, w, *, out_dtype=None, **options):
     """Return x w^T, (..., out), of x (..., in) and w (out, in); options as for `gemm`."""
-    if options.keys() <= {"out_dtype"} and _are_float32_matrices(x, w, **options):
+    if not options and _are_float32_matrices(x, w, out_dtype):
         return torch.mm(x, w.t())
-    return gemm(w, x, layout="TN", **options)
+    return gemm(w, x, layout="TN", out_dtype=out_dtype, **options)
 
 
 def linear_dgrad(dy, w, **options):
@@ -152,7 +152,7 @@ def gemm(a, b, *, layout="TN", out_dtype=None, bias=None, alpha=1.0, beta=None, 
     return out.copy_(result)
 
 
-def _are_float32_matrices(x, w, out_dtype=None):
+def _are_float32_matrices(x, w, out_dtype):
     """Whether x w^T is torch's product of the tensors as they are: `gemm` would find nothing to do or to refuse."""
     return (
         type(x) in _PLAIN

@@ -180,16 +180,16 @@ class BasicLinear(BasicOperation):
     def get_input_quantizer(self) -> Quantizer | None:
         """The input's quantizer, unless the input must be gathered in high precision before it is quantized."""
         quantizer = super().get_input_quantizer()
-        if self._gathers("column") and not isinstance(quantizer, PER_TENSOR_QUANTIZERS):
-            return None
-        return quantizer
+        if quantizer is None or isinstance(quantizer, PER_TENSOR_QUANTIZERS) or not self._gathers("column"):
+            return quantizer
+        return None
 
     def get_grad_output_quantizer(self) -> Quantizer | None:
         """The output gradient's quantizer, unless that gradient must be gathered in high precision first."""
         quantizer = super().get_grad_output_quantizer()
-        if self._gathers("row") and not isinstance(quantizer, PER_TENSOR_QUANTIZERS):
-            return None
-        return quantizer
+        if quantizer is None or isinstance(quantizer, PER_TENSOR_QUANTIZERS) or not self._gathers("row"):
+            return quantizer
+        return None
 
     def _gathers(self, mode: str) -> bool:
         return self.sequence_parallel and self.tensor_parallel_mode == mode
@@ -489,7 +489,7 @@ class BasicLinear(BasicOperation):
         `product` holds arguments of `_functional_forward` (`alpha`, `bias`, `out`, `beta`, `accumulate_into_out`).
         """
         weight = self.weight
-        if input_.size()[-1:] != (weight.shape[1],):
+        if input_.size()[-1:] != weight.shape[1:]:
             raise ValueError(
                 f"Input tensor (shape={tuple(input_.size())}) and weight tensor (shape={tuple(weight.shape)}) "
                 "are not compatible: the input's last dimension must be in_features"

@@ -10,6 +10,8 @@ import torch
 from fuser.quantization.grouped import GroupedTensorStorage
 from fuser.quantization.storage import QuantizedTensorStorage, shallow_copy
 
+_PLAIN = {torch.Tensor, torch.nn.Parameter, type(None)}
+
 
 def prepare_for_saving(*tensors: Any) -> tuple[list[torch.Tensor | None], list[Any]]:
     """Split tensors into what autograd can save and the rest.
@@ -24,6 +26,8 @@ def prepare_for_saving(*tensors: Any) -> tuple[list[torch.Tensor | None], list[A
     Raises:
         TypeError: an argument of another type.
     """
+    if _PLAIN.issuperset(map(type, tensors)):
+        return list(tensors), [None] * len(tensors)
     flat: list[Any] = []
     objects: list[Any] = []
     for tensor in tensors:
