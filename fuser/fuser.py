@@ -187,6 +187,7 @@ class OperationFuser:
             for i, op in enumerate(basic_ops)
             if getattr(op.pre_fuser_forward, "__func__", None) is not FusibleOperation.pre_fuser_forward
         ]
+        self._computed_alone = [op.computes_alone for op in basic_ops]
         unfused: list[tuple[FusibleOperation, list[int]]] = [(op, [i]) for i, op in enumerate(basic_ops)]
         self._forward_ops = unfused
         self._backward_ops = unfused

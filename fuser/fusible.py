@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -24,10 +24,10 @@ class OperationContext:
     part in backward, set before its forward.
     """
 
-    saved_tensors: Any = None
-    to_save: tuple[Any, ...] | None = None
-    _saved_tensors_range: tuple[int, int] | None = None
     requires_grad: bool = True
+    saved_tensors: Any = field(default=None, init=False)
+    to_save: tuple[Any, ...] | None = field(default=None, init=False)
+    _saved_tensors_range: tuple[int, int] | None = field(default=None, init=False)
 
     def save_for_backward(self, *tensors: Any) -> None:
         """Keep tensors (or quantized storages, or None) for backward. A second call replaces the first."""
@@ -47,6 +47,7 @@ class FusibleOperation(KeepsQuantizedParameters, NotScriptable, torch.nn.Module,
     basic_ops: Any  # of a fused one, a ModuleList of operations
     _pipeline: Any  # what graphs of torch.compile take for it where it is called by itself
     _quantizers: dict[str, list[Any]] | None  # of a basic one, by mode; None without a recipe
+    op_forward: Callable[..., Any]  # of a basic one
     reset_recipe_state: Callable[..., None]  # of a basic one
     passed_through: Callable[[torch.Tensor], torch.Tensor | None]
     fuse_forward_ops: ClassVar[Callable[..., list[Any]]]
@@ -57,6 +58,11 @@ class FusibleOperation(KeepsQuantizedParameters, NotScriptable, torch.nn.Module,
     @abc.abstractmethod
     def is_fused_op(self) -> bool:
         """Whether it stands for several basic operations."""
+
+    @property
+    def computes_alone(self) -> bool:
+        """Whether its `fuser_forward` does no more than call its `op_forward`, which a fuser then calls itself."""
+        return False
 
     #: Whether its output is a quantized tensor under a recipe, also where it is the last operation.
     returns_quantized: bool = False

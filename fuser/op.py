@@ -231,6 +231,11 @@ class BasicOperation(_CalledAlone, ChanneledOperation, metaclass=abc.ABCMeta):
         An operation without parameters may return the bare input gradient.
         """
 
+    @property
+    def computes_alone(self) -> bool:
+        is_own = getattr(self.fuser_forward, "__func__", None) is not BasicOperation.fuser_forward
+        return not (is_own or self.num_extra_inputs or self.num_extra_outputs)
+
     def fuser_forward(
         self,
         basic_op_ctxs: list[OperationContext],

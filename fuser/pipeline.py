@@ -112,43 +112,55 @@ def run_forward(
     basic_op_kwargs: list[dict[str, Any]],
 ) -> Any:
     """Run the operations in order. `func_ctx` is None without grad mode; `unmarked`: tensors that must stay so."""
-    basic_ops, routes = fuser._basic_ops, fuser._routes
+    basic_ops, routes, alone = fuser._basic_ops, fuser._routes, fuser._computed_alone
+    count = len(basic_ops)
     first_requiring_backward = fuser.first_op_requiring_backward
-    contexts = [OperationContext(requires_grad=i >= first_requiring_backward) for i in range(len(basic_ops))]
+    contexts = [OperationContext(i >= first_requiring_backward) for i in range(count)]
     takes_extra_inputs = any(routes.input_sources)
-    all_extra_inputs: Any = routes.place_external_inputs(extra_inputs) if takes_extra_inputs else [()] * len(basic_ops)
-    all_extra_outputs: list[Sequence[Any]] = [()] * len(basic_ops)
+    all_extra_inputs: Any = routes.place_external_inputs(extra_inputs) if takes_extra_inputs else [()] * count
+    all_extra_outputs: list[Sequence[Any]] = [()] * count
 
     x = input_
     for op, indices in fuser._forward_ops:
-        first, last = indices[0], indices[-1]
-        for i in indices if takes_extra_inputs else ():
-            for slot, source in enumerate(routes.input_sources[i]):
-                if source is not None and source[0] < first:
-                    all_extra_inputs[i][slot] = writable(all_extra_outputs[source[0]][source[1]], basic_ops[i])
+        first, stop = indices[0], indices[-1] + 1
+        if takes_extra_inputs:
+            for i in indices:
+                for slot, source in enumerate(routes.input_sources[i]):
+                    if source is not None and source[0] < first:
+                        all_extra_inputs[i][slot] = writable(all_extra_outputs[source[0]][source[1]], basic_ops[i])
         prev_quantizer = (
             basic_ops[first - 1].get_grad_output_quantizer() if first > 0 and fuser._quantizes_gradients else None
         )
-        next_quantizer = basic_ops[last + 1].get_input_quantizer() if last + 1 < len(basic_ops) else None
+        next_quantizer = basic_ops[stop].get_input_quantizer() if stop < count else None
         step_input = x
+        is_alone = alone[first] and op is basic_ops[first]
         try:
-            result = op.fuser_forward(
-                contexts[first : last + 1],
-                x,
-                basic_op_extra_inputs=all_extra_inputs[first : last + 1],
-                prev_op_grad_output_quantizer=prev_quantizer,
-                next_op_input_quantizer=next_quantizer,
-                basic_op_kwargs=basic_op_kwargs[first : last + 1],
-            )
+            if is_alone:
+                x = op.op_forward(
+                    contexts[first],
+                    x,
+                    prev_op_grad_output_quantizer=prev_quantizer,
+                    next_op_input_quantizer=next_quantizer,
+                    **basic_op_kwargs[first],
+                )
+            else:
+                result = op.fuser_forward(
+                    contexts[first:stop],
+                    x,
+                    basic_op_extra_inputs=all_extra_inputs[first:stop],
+                    prev_op_grad_output_quantizer=prev_quantizer,
+                    next_op_input_quantizer=next_quantizer,
+                    basic_op_kwargs=basic_op_kwargs[first:stop],
+                )
         except Exception as error:
-            _say_where(error, "forward", op, indices[0] + fuser._start)
+            _say_where(error, "forward", op, first + fuser._start)
             raise
-        if type(result) is not tuple or len(result) != 2 or type(result[1]) is not list:
+        if not is_alone:
             _check_results(op, "fuser_forward", result, 2, _FORWARD_RESULTS)
-        x, extra_outputs = result
+            x, extra_outputs = result
         if not isinstance(x, _TENSORS):
             raise _wrong_output(op, "its output", x)
-        if extra_outputs != _NO_EXTRA_OUTPUTS or first != last or routes.output_consumers[first]:
+        if not is_alone:
             extra_outputs = _as_lists(op, "extra outputs", extra_outputs)
             _check_extra_outputs(fuser, op, indices, extra_outputs)
             for i, outputs in zip(indices, extra_outputs, strict=True):
@@ -156,12 +168,12 @@ def run_forward(
                     outputs[:] = [requiring_grad(y, (input_, *unmarked)) for y in outputs]
                 all_extra_outputs[i] = outputs
         for observer in forward_observers:
-            step_contexts = [contexts[i] for i in indices]
+            step_contexts = contexts[first:stop]
             if not rehearsing():
                 observer(fuser, ForwardStep(op, indices, step_contexts, step_input, x, prev_quantizer, next_quantizer))
         if func_ctx is None:
-            for i in indices:
-                contexts[i].to_save = None  # there is no backward to keep it for
+            for context in contexts[first:stop]:
+                context.to_save = None  # there is no backward to keep it for
 
     public = [all_extra_outputs[i][slot] for i, slot in routes.public_outputs]
     for y in (x, *public):
@@ -175,8 +187,9 @@ def run_forward(
             public[i] = tensor.detach().requires_grad_(tensor.requires_grad)
     if func_ctx is not None:
         _save_for_backward(func_ctx, fuser, contexts)
-        frozen = [y for (i, _), y in zip(routes.public_outputs, public, strict=True) if i < first_requiring_backward]
-        func_ctx.mark_non_differentiable(*frozen)
+        if public:
+            sources = zip(routes.public_outputs, public, strict=True)
+            func_ctx.mark_non_differentiable(*[y for (i, _), y in sources if i < first_requiring_backward])
     return (x, *public) if public else x
 
 
@@ -200,7 +213,6 @@ def _shown_op(op: Any) -> str:
 
 
 _TENSORS = (torch.Tensor, QuantizedTensorStorage)
-_NO_EXTRA_OUTPUTS = [()]
 _FORWARD_RESULTS = "(output, extra outputs of each basic operation)"
 _BACKWARD_RESULTS = (
     "(input gradient, parameter gradients of each basic operation, extra input gradients of each basic operation)"
@@ -268,10 +280,11 @@ def _save_for_backward(func_ctx: Any, fuser: Any, contexts: list[OperationContex
     """Hand all operations' saved tensors to autograd as one flat list, and keep what backward needs besides."""
     to_save: list[Any] = []
     for context in contexts:
-        start = len(to_save)
-        to_save.extend(context.to_save or ())
-        context._saved_tensors_range = (start, len(to_save))
-        context.to_save = None
+        if context.to_save is not None:
+            start = len(to_save)
+            to_save += context.to_save
+            context._saved_tensors_range = (start, len(to_save))
+            context.to_save = None
     tensors, func_ctx.tensor_objects = prepare_for_saving(*to_save)
     func_ctx.save_for_backward(*tensors)
 
@@ -289,7 +302,7 @@ def _save_for_backward(func_ctx: Any, fuser: Any, contexts: list[OperationContex
     func_ctx.routes = fuser._routes
     func_ctx.contexts = contexts
     func_ctx.backend = current_backend()
-    func_ctx.num_params = [len(params) for params in fuser._basic_op_params]
+    func_ctx.num_params = list(map(len, fuser._basic_op_params))
     func_ctx.quantizer_usages = _quantizer_usages(fuser._basic_ops)
 
 
@@ -304,8 +317,9 @@ def _quantizer_usages(basic_ops: Sequence[ChanneledOperation]) -> list[tuple[Qua
 
     Backward restores them: later calls of the same operations, e.g. on a validation batch, choose their own.
     """
-    quantizers = [op.get_grad_output_quantizer() for op in basic_ops]  # of its own making, perhaps
+    quantizers = []
     for op in basic_ops:
+        quantizers.append(op.get_grad_output_quantizer())  # of its own making, perhaps
         if op._quantizers:
             for of_mode in op._quantizers.values():
                 quantizers.extend(of_mode)
@@ -323,7 +337,7 @@ def run_backward(
     shells = [None if shell is None else _copy_shell(shell) for shell in func_ctx.tensor_objects]
     saved = restore_from_saved(shells, list(func_ctx.saved_tensors))
     for context in contexts:
-        context.saved_tensors = saved[slice(*context._saved_tensors_range)]
+        context.saved_tensors = saved[slice(*(context._saved_tensors_range or (0, 0)))]
     del saved, shells
 
     if len(grad_extra_outputs) != len(routes.public_outputs):
