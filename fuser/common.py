@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from fuser.dtypes import in_autocast
 from fuser.quantization.quantizers import CONCRETE
 from fuser.quantization.storage import QuantizedTensorStorage
 from refops.arguments import shown
@@ -87,7 +88,14 @@ def maybe_autocast_dtype(*, device_type: str = "cuda", default_dtype: torch.dtyp
     """The dtype of `torch.autocast` where it is on for `device_type`, else `default_dtype` (or torch's default)."""
     if device_type != "meta" and torch.is_autocast_enabled(device_type):
         return torch.get_autocast_dtype(device_type)
-    return default_dtype if type(default_dtype) is torch.dtype else canonicalize_dtype(default_dtype)
+    return canonicalize_dtype(default_dtype)
+
+
+def autocast_dtype_of(tensor: Any) -> torch.dtype:
+    """The dtype of `torch.autocast` where it is on for the tensor's device, else that of the tensor."""
+    if not in_autocast(tensor):
+        return tensor.dtype
+    return maybe_autocast_dtype(device_type=tensor.device.type, default_dtype=tensor.dtype)
 
 
 def get_fused_normalization_quantizer(quantizer: Any) -> Any:

@@ -50,6 +50,7 @@ import torch
 
 from fuser import dispatch
 from fuser.dispatch import Buffers
+from fuser.dtypes import in_autocast
 from fuser.narrow import narrow, narrow_product, takes_bfloat16
 from fuser.quantization.storage import QuantizedTensorStorage
 from refops.arguments import shown
@@ -89,7 +90,7 @@ _Custom = namedtuple("_Custom", "storage shape dtype device")
 def linear_forward(x, w, *, out_dtype=None, **options):
     """Return x w^T, (..., out), of x (..., in) and w (out, in); options as for `gemm`."""
     if not options and _are_float32_matrices(x, w, out_dtype):
-        return torch.mm(x, w.t())
+        return torch.nn.functional.linear(x, w)
     return gemm(w, x, layout="TN", out_dtype=out_dtype, **options)
 
 
@@ -138,7 +139,7 @@ def gemm(a, b, *, layout="TN", out_dtype=None, bias=None, alpha=1.0, beta=None, 
     if beta is not None and type(beta) is not float:
         _require_number(beta, "beta")
     dtype = torch.promote_types(out_dtype, torch.float32) if accumulate else out_dtype
-    if torch.is_autocast_enabled(a.device.type):  # torch.autocast would multiply in 16 bits what is float32 here
+    if in_autocast(a):  # torch.autocast would multiply in 16 bits what is float32 here
         with torch.autocast(a.device.type, enabled=False):
             result = _product(a, b, layout, dtype, bias, alpha)
     else:
@@ -159,9 +160,9 @@ def _are_float32_matrices(x, w, out_dtype):
         and type(w) in _PLAIN
         and x.dtype is w.dtype is torch.float32
         and (out_dtype is None or out_dtype is torch.float32)
-        and x.dim() == w.dim() == 2
-        and x.shape[1] == w.shape[1]
-        and not torch.is_autocast_enabled(x.device.type)
+        and x.dim() == 2
+        and x.shape[1:] == w.shape[1:]
+        and not in_autocast(x)
     )
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from fuser import dispatch, functional
-from fuser.common import maybe_autocast_dtype, maybe_dequantize, publish, reject_forward_kwargs
+from fuser.common import autocast_dtype_of, maybe_dequantize, publish, reject_forward_kwargs
 from fuser.dtypes import DType
 from fuser.op import BasicOperation, ExtraTensorOperation, OperationContext
 from fuser.overflow import warn_of_hidden_overflow
@@ -30,7 +30,7 @@ def activation_dtype(input_: Any) -> torch.dtype:
     Raises:
         RuntimeError: anything but float32, float16 and bfloat16 (and float64 under `fuser.backend("float64")`).
     """
-    dtype = maybe_autocast_dtype(device_type=input_.device.type, default_dtype=input_.dtype)
+    dtype = autocast_dtype_of(input_)
     if not dispatch.computes_in(dtype):
         raise RuntimeError(
             f"Unsupported dtype ({dtype}): activations take float32, float16 and bfloat16 "

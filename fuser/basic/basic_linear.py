@@ -44,13 +44,13 @@ from fuser.basic.linear_parts import (
     set_current_scaling_params,
 )
 from fuser.common import (
+    autocast_dtype_of,
     canonicalize_device,
     canonicalize_dtype,
     get_accumulate_flag_in_param,
     get_dummy_wgrads_for_params,
     get_main_grad_from_param,
     is_quantized_tensor,
-    maybe_autocast_dtype,
     maybe_dequantize,
 )
 from fuser.distributed import (
@@ -498,7 +498,7 @@ class BasicLinear(BasicOperation):
         override = FP8GlobalStateManager.get_fp8_recipe().backward_override if quantized else None
         quantized_backward = quantized and override is None
         if dtype is None:
-            dtype = maybe_autocast_dtype(device_type=weight.device.type, default_dtype=weight.dtype)
+            dtype = autocast_dtype_of(weight)
             dtype = check_linear_dtype(dtype)  # .double() may have changed it
 
         ctx.with_quantized_compute = quantized_backward

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from fuser import functional
-from fuser.common import canonicalize_device, canonicalize_dtype, maybe_autocast_dtype, maybe_dequantize
+from fuser.common import autocast_dtype_of, canonicalize_device, canonicalize_dtype, maybe_dequantize
 from fuser.op import BasicOperation, OperationContext
 from fuser.overflow import warn_of_hidden_overflow
 from fuser.quantization.state import FP8GlobalStateManager

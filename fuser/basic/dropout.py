@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from fuser.common import is_quantized_tensor, maybe_autocast_dtype, maybe_dequantize
+from fuser.common import autocast_dtype_of, is_quantized_tensor, maybe_dequantize
 from fuser.op import BasicOperation, OperationContext
 from fuser.tracing import exporting
 
@@ -43,7 +43,7 @@ class Dropout(BasicOperation):
     def op_forward(
         self, ctx: OperationContext, input_: Any, *, prev_op_grad_output_quantizer: Any, next_op_input_quantizer: Any
     ) -> Any:
-        dtype = maybe_autocast_dtype(device_type=input_.device.type, default_dtype=input_.dtype)
+        dtype = autocast_dtype_of(input_)
         mask = None
         if not self.training:
             ctx.impl, y = "evaluation", input_

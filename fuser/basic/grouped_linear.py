@@ -28,13 +28,13 @@ from fuser.basic.linear_parts import (
     set_current_scaling_params,
 )
 from fuser.common import (
+    autocast_dtype_of,
     canonicalize_device,
     canonicalize_dtype,
     get_accumulate_flag_in_param,
     get_dummy_wgrads_for_params,
     get_main_grad_from_param,
     is_quantized_tensor,
-    maybe_autocast_dtype,
     maybe_dequantize,
     validate_or_alloc_output,
     view_main_grad_as_grouped_buffer,
@@ -469,7 +469,7 @@ class GroupedForward(_GroupedPass):
         self.op, self.ctx = op, ctx
         parameter = op._weight_parameters[0]
         device = parameter.device
-        self.dtype = check_linear_dtype(maybe_autocast_dtype(device_type=device.type, default_dtype=parameter.dtype))
+        self.dtype = check_linear_dtype(autocast_dtype_of(parameter))
         self.scales = extra_inputs[1] if op._scale_bias else None
         if self.scales is not None and self.scales.numel() != rows:
             raise ValueError(

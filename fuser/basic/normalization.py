@@ -12,10 +12,10 @@ from typing import Any, ClassVar
 import torch
 
 from fuser.common import (
+    autocast_dtype_of,
     canonicalize_device,
     canonicalize_dtype,
     get_fused_normalization_quantizer,
-    maybe_autocast_dtype,
     maybe_dequantize,
 )
 from fuser.op import BasicOperation, OperationContext
@@ -107,7 +107,7 @@ class Normalization(BasicOperation):
                 f"Input tensor (shape={tuple(shape)}) and weight tensor (shape={tuple(inner)}) are not compatible: "
                 "the input's last dimensions must be normalized_shape"
             )
-        dtype = maybe_autocast_dtype(device_type=weight.device.type, default_dtype=weight.dtype)
+        dtype = autocast_dtype_of(weight)
         x = maybe_dequantize(input_, dtype)
         is_matrix = len(shape) == 2 and len(inner) == 1
         if not is_matrix:
