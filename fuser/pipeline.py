@@ -119,6 +119,9 @@ def run_forward(
     takes_extra_inputs = any(routes.input_sources)
     all_extra_inputs: Any = routes.place_external_inputs(extra_inputs) if takes_extra_inputs else [()] * count
     all_extra_outputs: list[Sequence[Any]] = [()] * count
+    input_quantizers = [op.get_input_quantizer() for op in basic_ops]
+    grad_quantizers = [op.get_grad_output_quantizer() for op in basic_ops]
+    quantizes_gradients = fuser._quantizes_gradients
 
     x = input_
     for op, indices in fuser._forward_ops:
@@ -128,10 +131,8 @@ def run_forward(
                 for slot, source in enumerate(routes.input_sources[i]):
                     if source is not None and source[0] < first:
                         all_extra_inputs[i][slot] = writable(all_extra_outputs[source[0]][source[1]], basic_ops[i])
-        prev_quantizer = (
-            basic_ops[first - 1].get_grad_output_quantizer() if first > 0 and fuser._quantizes_gradients else None
-        )
-        next_quantizer = basic_ops[stop].get_input_quantizer() if stop < count else None
+        prev_quantizer = grad_quantizers[first - 1] if first > 0 and quantizes_gradients else None
+        next_quantizer = input_quantizers[stop] if stop < count else None
         step_input = x
         is_alone = alone[first] and op is basic_ops[first]
         try:
@@ -186,7 +187,7 @@ def run_forward(
         if is_one_of(tensor, (x, *public[:i])):
             public[i] = tensor.detach().requires_grad_(tensor.requires_grad)
     if func_ctx is not None:
-        _save_for_backward(func_ctx, fuser, contexts)
+        _save_for_backward(func_ctx, fuser, contexts, grad_quantizers)
         if public:
             sources = zip(routes.public_outputs, public, strict=True)
             func_ctx.mark_non_differentiable(*[y for (i, _), y in sources if i < first_requiring_backward])
@@ -276,7 +277,9 @@ def _check_extra_outputs(fuser: Any, op: FusibleOperation, indices: list[int], e
                 )
 
 
-def _save_for_backward(func_ctx: Any, fuser: Any, contexts: list[OperationContext]) -> None:
+def _save_for_backward(
+    func_ctx: Any, fuser: Any, contexts: list[OperationContext], grad_quantizers: list[Quantizer | None]
+) -> None:
     """Hand all operations' saved tensors to autograd as one flat list, and keep what backward needs besides."""
     to_save: list[Any] = []
     for context in contexts:
@@ -303,7 +306,7 @@ def _save_for_backward(func_ctx: Any, fuser: Any, contexts: list[OperationContex
     func_ctx.contexts = contexts
     func_ctx.backend = current_backend()
     func_ctx.num_params = list(map(len, fuser._basic_op_params))
-    func_ctx.quantizer_usages = _quantizer_usages(fuser._basic_ops)
+    func_ctx.quantizer_usages = _quantizer_usages(fuser._basic_ops, grad_quantizers)
 
 
 def _backward_has_begun() -> bool:
@@ -312,14 +315,16 @@ def _backward_has_begun() -> bool:
     return in_backward and not FP8GlobalStateManager.quantization_state.entered_in_backward and not is_replaying()
 
 
-def _quantizer_usages(basic_ops: Sequence[ChanneledOperation]) -> list[tuple[Quantizer, dict[str, bool]]]:
+def _quantizer_usages(
+    basic_ops: Sequence[ChanneledOperation], grad_quantizers: list[Quantizer | None]
+) -> list[tuple[Quantizer, dict[str, bool]]]:
     """The operations' quantizers and the copies that forward left them to make.
 
     Backward restores them: later calls of the same operations, e.g. on a validation batch, choose their own.
+    `grad_quantizers`: what `get_grad_output_quantizer` says, perhaps no quantizers of the operation's recipe state.
     """
-    quantizers = []
+    quantizers = [quantizer for quantizer in grad_quantizers if quantizer is not None]
     for op in basic_ops:
-        quantizers.append(op.get_grad_output_quantizer())  # of its own making, perhaps
         if op._quantizers:
             for of_mode in op._quantizers.values():
                 quantizers.extend(of_mode)

@@ -72,14 +72,14 @@ class Bias(BasicOperation):
     ) -> torch.Tensor:
         if ctx.requires_grad:
             ctx.grad_input_quantizer = prev_op_grad_output_quantizer
-            if FP8GlobalStateManager.is_fp8_enabled():
+            if prev_op_grad_output_quantizer is not None and FP8GlobalStateManager.is_fp8_enabled():
                 recipe = FP8GlobalStateManager.get_fp8_recipe()
                 if recipe.backward_override is not None:
                     ctx.grad_input_quantizer = None
         x = maybe_dequantize(input_)
         bias: torch.Tensor = self.bias
         if x.dtype is not bias.dtype:
-            cast = x.dtype is maybe_autocast_dtype(device_type=x.device.type, default_dtype=bias.dtype)
+            cast = x.dtype is autocast_dtype_of(bias)
             bias = bias.to(x.dtype) if cast else bias
         return x + bias
 
