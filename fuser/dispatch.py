@@ -497,6 +497,16 @@ _DESCRIBERS = {torch.Tensor: _describe, torch.nn.Parameter: _describe}
 _Copy = namedtuple("_Copy", "arrays shape dtype with_gemm_swizzled_scales scaling")
 
 
+def _making_empty(shape, dtype):
+    """What makes an empty tensor on the CPU: with strides, which takes half of torch.empty's time."""
+    strides = torch.empty(shape, device="meta").stride()
+    return functools.partial(torch.empty_strided, shape, strides, dtype=dtype, device=torch.device("cpu"))
+
+
+def _making_zeros(shape, dtype):
+    return functools.partial(torch.zeros, shape, dtype=dtype, device=torch.device("cpu"))
+
+
 class _Host(Engine):
     """`cuda_kernels.host`: calls that are made again (`cuda_kernels.host.calls`) fill tensors."""
 
@@ -507,8 +517,8 @@ class _Host(Engine):
         self._calls = calls
         self._made = calls.Made(
             kind=torch.Tensor,
-            empty=functools.partial(torch.empty, device=torch.device("cpu")),
-            zeros=functools.partial(torch.zeros, device=torch.device("cpu")),
+            empty=_making_empty,
+            zeros=_making_zeros,
             dtype=lambda dtype: getattr(torch, str(dtype)),
             address=torch.Tensor.data_ptr,
             front=self.result,

@@ -45,13 +45,11 @@ class Allocation(NamedTuple):
     """How a new array is made.
 
     Attributes:
-        new: function of (shape, dtype=). shape, dtype: its arguments.
+        new: makes it, called without arguments.
         kind: type of what it makes. address: function of one: where it begins.
     """
 
     new: Any
-    shape: tuple
-    dtype: Any
     kind: type
     address: Any
 
@@ -61,7 +59,7 @@ class Made(NamedTuple):
 
     Attributes:
         kind: type of its arrays.
-        empty, zeros: functions of (shape, dtype=) that make one.
+        empty, zeros: functions of a shape and a dtype: what makes such an array, called without arguments.
         dtype: function of a NumPy dtype: what it is called there.
         address: function of an array: where it begins.
         front: function of what a method returned, arrays or `Quantized`: what that library returns in its place. A
@@ -75,14 +73,21 @@ class Made(NamedTuple):
     address: Any
     front: Any
 
-    def instead_of(self, allocation):
-        """An `Allocation` of NumPy's in this way."""
-        new = self.zeros if allocation.new is np.zeros else self.empty
-        return Allocation(new, allocation.shape, self.dtype(allocation.dtype), self.kind, self.address)
+    def allocation(self, function, shape, dtype):
+        """The `Allocation` in this way of what a function of NumPy, np.empty or np.zeros, makes."""
+        making = self.zeros if function is np.zeros else self.empty
+        return Allocation(making(shape, self.dtype(dtype)), self.kind, self.address)
 
 
 #: The results of this library itself.
-NUMPY = Made(np.ndarray, np.empty, np.zeros, lambda dtype: dtype, address_of_array, lambda result: result)
+NUMPY = Made(
+    kind=np.ndarray,
+    empty=functools.partial(functools.partial, np.empty),
+    zeros=functools.partial(functools.partial, np.zeros),
+    dtype=lambda dtype: dtype,
+    address=address_of_array,
+    front=lambda result: result,
+)
 
 
 # --- what a call is ---------------------------------------------------------------------------------
@@ -210,8 +215,8 @@ class Plan(NamedTuple):
         """Do it, for a call of the same description, and return the result."""
         require_subnormals()
         arrays, addresses = call.arrays, call.addresses
-        for new, shape, dtype, kind, address in self.allocations:
-            array = new(shape, dtype=dtype)
+        for new, kind, address in self.allocations:
+            array = new()
             if type(array) is not kind:
                 got = type(array).__name__
                 raise TypeError(f"results must be tensors with memory of their own; a mode made a {got}")
@@ -276,7 +281,7 @@ class Recording(Doing):
     def new(self, function, shape, dtype):
         array = function(shape, dtype)
         self._note(array, self._given + len(self._allocations))
-        self._allocations.append(Allocation(function, tuple(shape), array.dtype, np.ndarray, address_of_array))
+        self._allocations.append((function, tuple(shape), array.dtype))
         return array
 
     def constant(self, array):
@@ -317,10 +322,13 @@ class Recording(Doing):
         rebuild = self._rebuilding(result, stored)
         if not self._whole or rebuild is None:
             return
-        for number in {self._numbers[id(array)] for array in _arrays_in(result)} - stored:
-            self._allocations[number - self._given] = self._made.instead_of(self._allocations[number - self._given])
+        in_front = {self._numbers[id(array)] for array in _arrays_in(result)} - stored
+        allocations = [
+            (self._made if number in in_front else NUMPY).allocation(*made)
+            for number, made in enumerate(self._allocations, self._given)
+        ]
         constants = tuple(self._constants.values())
-        PLANS.keep(self._key, Plan(tuple(self._allocations), tuple(self._steps), constants, rebuild))
+        PLANS.keep(self._key, Plan(tuple(allocations), tuple(self._steps), constants, rebuild))
 
     def _rebuilding(self, result, stored):
         """The function of all arrays that makes a result again; None where it holds something else.
