@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import fuser
 from fuser import fuser as fuser_module
 from fuser import ops, recipe
-from fuser.dispatch import backend, current_backend
+from fuser.dispatch import VARIABLE, backend, current_backend
 from fuser.fuser import OperationFuser, fusions, register_backward_fusion, register_forward_fusion
 from fuser.op import BasicOperation, FusedOperation
 from tiers import sampled
@@ -203,6 +203,49 @@ class TestFusing:
             fuser_(torch.ones(2))
 
 
+class TestOwnFuserForward:
+    """A pipeline calls `op_forward` itself, unless an operation has a `fuser_forward` that does more."""
+
+    @pytest.fixture
+    def model(self):
+        return ops.Sequential(ops.Bias(4), ops.ConstantScale(3.0))
+
+    def test_of_a_class(self):
+        class Twice(ops.Bias):
+            def fuser_forward(self, ctxs, input_, **arguments):
+                y, extra_outputs = super().fuser_forward(ctxs, input_, **arguments)
+                return 2 * y, extra_outputs
+
+        y = ops.Sequential(Twice(4), ops.ConstantScale(3.0))(torch.ones(2, 4))
+        assert torch.equal(y, torch.full((2, 4), 6.0))
+
+    def test_of_an_object(self, model):
+        own = model[0].fuser_forward
+        model[0].fuser_forward = lambda ctxs, input_, **arguments: own(ctxs, 2 * input_, **arguments)
+        assert torch.equal(model(torch.ones(2, 4)), torch.full((2, 4), 6.0))
+
+    def test_default_is_not_called(self, model, monkeypatch):
+        y = model(torch.ones(2, 4))
+        monkeypatch.setattr(BasicOperation, "fuser_forward", None)
+        assert torch.equal(model(torch.ones(2, 4)), y)
+
+
+def test_one_backend_for_a_call(monkeypatch):
+    """A call reads the environment as it begins: what an operation changes is in force at the next."""
+    seen = []
+
+    class Changes(ops.Identity):
+        def op_forward(self, ctx, input_, **quantizers):
+            monkeypatch.setenv(VARIABLE, "reference")
+            seen.append(current_backend())
+            return super().op_forward(ctx, input_, **quantizers)
+
+    model = ops.Sequential(ops.Bias(4), Changes())
+    for _ in range(2):
+        model(torch.ones(2, 4))
+    assert seen == ["auto", "reference"]
+
+
 class TestFusingAnew:
     """Exactly when something changed that can change a fusion or a quantizer."""
 
@@ -245,6 +288,22 @@ class TestFusingAnew:
         assert len(count) == 2
         assert old.grad is None
         assert torch.equal(model[0].bias.grad, torch.full((4,), 2.0))
+
+    def test_after_a_fusion_that_raised(self):
+        """The parameters that it was to fuse are no part of the next plan."""
+        model = ops.Sequential(ops.Bias(4))
+        model(torch.ones(2, 4))
+        bias = model[0].bias
+        model[0].bias = torch.nn.Parameter(torch.ones(4), requires_grad=False)
+
+        def raising(ops_, *, recipe=None):
+            raise RuntimeError("no fusion")
+
+        with fusions(forward=raising), pytest.raises(RuntimeError, match="no fusion"):
+            model(torch.ones(2, 4))
+        model[0].bias = bias
+        model(torch.ones(2, 4)).sum().backward()
+        assert torch.equal(bias.grad, torch.full((4,), 2.0))
 
     def test_frozen_and_thawed(self, count):
         model = ops.Sequential(ops.Bias(4), ops.Bias(4))
