@@ -632,14 +632,15 @@ def repeated(method, x, args, options):
     """What a call of this module returns that is like an earlier one, which was checked; None for any other call."""
     refuse_trace(method)
     selected = current_backend()
-    described, plan = _find_plan(x, method, args, _with_arithmetic(method, options, selected), selected)
+    if selected == "exact":
+        options = _with_exact_arithmetic(method, options)
+    described, plan = _find_plan(x, method, args, options, selected)
     return None if plan is None else plan.run(described)
 
 
-def _with_arithmetic(method, options, selected):
-    """Options of a call, with the arithmetic that the backend `selected` wants."""
-    is_exact = selected == "exact" and method in _ACTIVATIONS
-    return {**options, "arithmetic": "exact"} if is_exact else options
+def _with_exact_arithmetic(method, options):
+    """Options of a call, with the arithmetic that backend "exact" wants."""
+    return {**options, "arithmetic": "exact"} if method in _ACTIVATIONS else options
 
 
 def _engine_on(device, selected):
@@ -664,7 +665,8 @@ def _run(method, x, args, options, **others):
         others: the other tensors among the arguments, by name.
     """
     selected = current_backend()
-    options = _with_arithmetic(method, options, selected)
+    if selected == "exact":
+        options = _with_exact_arithmetic(method, options)
     described, plan = _find_plan(x, method, args, options, selected)
     if plan is not None:
         return plan.run(described)

@@ -107,18 +107,6 @@ def torch_dtype(value, name="dtype"):
         raise
 
 
-#: Whether torch.autocast is on for some device; a torch that can't tell is asked about each tensor's.
-_in_some_autocast = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
-
-
-def in_autocast(tensor: Any) -> bool:
-    """Whether torch.autocast is on for a tensor's device."""
-    if not _in_some_autocast():  # a quarter of the time that it takes to name the device
-        return False
-    device_type = tensor.device.type
-    return device_type != "meta" and torch.is_autocast_enabled(device_type)
-
-
 def require_torch_tensor(value, name):
     """Raise TypeError unless it is a dense torch tensor."""
     if not isinstance(value, torch.Tensor):

@@ -223,7 +223,8 @@ class OperationFuser:
         refuse_trace("operations")
         if torch._C._are_functorch_transforms_active():
             return self._transformed(input, extra_inputs, basic_op_kwargs)
-        self.own_fuser()
+        if self._members_of_fused:
+            self.own_fuser()
         if len(extra_inputs) != self.num_extra_inputs:
             check_extra_inputs(self.wanted_extra_inputs(), extra_inputs)
         if type(input) is not torch.Tensor or extra_inputs:
@@ -290,27 +291,22 @@ class OperationFuser:
     ) -> Any:
         # What was planned is on this object and its operations, and another thread may plan otherwise
         with self._lock, one_backend():
-            return self._run_as_planned(input_, extra_inputs, basic_op_kwargs)
-
-    def _run_as_planned(
-        self, input_: torch.Tensor, extra_inputs: Sequence[torch.Tensor], basic_op_kwargs: list[dict[str, Any]]
-    ) -> Any:
-        state = FP8GlobalStateManager.quantization_state
-        recipe = state.fp8_recipe if state.fp8_enabled else None
-        recording = torch.compiler.is_compiling() and exporting()
-        if recording:  # before tensors without memory become scales or parameters
-            self._check_recordable(recipe)
-        is_grad_enabled = torch.is_grad_enabled() and not recording
-        self.plan(is_grad_enabled, recipe, input_, extra_inputs)
-        if not is_grad_enabled:
-            result = run_forward(None, self, input_, (), extra_inputs, basic_op_kwargs)
-            # An exported graph has no gradients: those of some operations are not autograd's
-            return tree_map(torch.Tensor.detach, result) if recording else result
-        if self._all_may_pass_through and not any(basic_op_kwargs) and not forward_observers:
-            passed = self._passed_through(input_)
-            if passed is not None:
-                return passed
-        return FuserFunction.apply(input_, self, basic_op_kwargs, *self._fused_params, *extra_inputs)
+            state = FP8GlobalStateManager.quantization_state
+            recipe = state.fp8_recipe if state.fp8_enabled else None
+            recording = torch.compiler.is_compiling() and exporting()
+            if recording:  # before tensors without memory become scales or parameters
+                self._check_recordable(recipe)
+            is_grad_enabled = torch.is_grad_enabled() and not recording
+            self.plan(is_grad_enabled, recipe, input_, extra_inputs)
+            if not is_grad_enabled:
+                result = run_forward(None, self, input_, (), extra_inputs, basic_op_kwargs)
+                # An exported graph has no gradients: those of some operations are not autograd's
+                return tree_map(torch.Tensor.detach, result) if recording else result
+            if self._all_may_pass_through and not any(basic_op_kwargs) and not forward_observers:
+                passed = self._passed_through(input_)
+                if passed is not None:
+                    return passed
+            return FuserFunction.apply(input_, self, basic_op_kwargs, *self._fused_params, *extra_inputs)
 
     def plan(self, is_grad_enabled: bool, recipe: Any, input_: torch.Tensor, extra_inputs: Sequence[Any]) -> None:
         """Make all ready for `run_forward`: operations are fused, their quantizers know which copies to make."""

@@ -49,8 +49,8 @@ from dataclasses import dataclass
 import torch
 
 from fuser import dispatch
+from fuser.common import in_autocast
 from fuser.dispatch import Buffers
-from fuser.dtypes import in_autocast
 from fuser.narrow import narrow, narrow_product, takes_bfloat16
 from fuser.quantization.storage import QuantizedTensorStorage
 from refops.arguments import shown

@@ -19,7 +19,7 @@ from one_rounding import (
 )
 
 import refops
-from fuser import dtypes, functional, ops
+from fuser import common, functional, ops
 from fuser.basic import activation
 from fuser.basic.quantize import Quantize
 from fuser.common import publish
@@ -209,12 +209,12 @@ def test_autocast_of_another_device_changes_nothing():
 
 
 def test_autocast_where_torch_says_it_of_each_device_alone(monkeypatch):
-    monkeypatch.setattr(dtypes, "_in_some_autocast", lambda: True)
+    monkeypatch.setattr(common, "_in_some_autocast", lambda: True)
     x = torch.randn(4)
     assert activation.GELU()(x).dtype == torch.float32
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert activation.GELU()(x).dtype == torch.bfloat16
-        assert not dtypes.in_autocast(torch.empty(4, device="meta"))
+        assert not common.in_autocast(torch.empty(4, device="meta"))
 
 
 def test_second_backward_and_no_grad():
