@@ -1,12 +1,14 @@
 """What operations cost beside torch's own on the same math: Python alone, and training steps of a feed-forward block.
 
 A `Sequential` of eight small operations has tensors so small that arithmetic costs next to nothing: Python, per forward
-pass. A step is forward and backward of 512-2048-512 with GELU on 512 tokens.
+pass, of calls one after the other. A step is forward and backward of 512-2048-512 with GELU on 512 tokens.
 
-One thread; rounds alternate between the competitors, the least CPU time of each counts: other work on the machine adds
-to the wall clock, and little to that. `extra_info` has the times of all.
+One thread, CPU time; rounds alternate between the competitors. Other work on the machine takes their caches away, which
+doubles the times of such calls, so what counts is the ratio of a round: the median of a series, and the least of the
+series. Of the steps the least time of each counts. `extra_info` has the times of all.
 """
 
+import statistics
 import time
 
 import pytest
@@ -19,9 +21,10 @@ from fuser.narrow import takes_bfloat16
 from fuser.recipe import MXFP8BlockScaling, NVFP4BlockScaling
 
 WIDTH, ROWS = 16, 4
-ROUNDS = 4000
+CALLS, ROUNDS, SERIES = 50, 40, 3
 #: How many times torch's own time may come on top of it: 10 us for each of the eight operations where torch takes 29 us
-#: for its modules. 2.4 were measured by the least of single calls; calls one after the other take 3.2 times torch's.
+#: for its modules. Measured were 2.3 to 2.4, where medians of series differ by a tenth; with six times as many processes
+#: on the machine as it has cores, 2.6 to 2.9.
 BOUND = 8 * 10 / 29
 
 #: Recipe -> how many times torch.nn's own step in bfloat16 a step in bfloat16 may take.
@@ -86,15 +89,25 @@ def test_python_beyond_torch(benchmark, one_thread, pipeline):
     x = torch.randn(ROWS, WIDTH)
     torch.testing.assert_close(ours(x), torchs(x), rtol=2e-6, atol=2e-6)
 
-    def once(model):
+    def one_after_the_other(model):
+        """Microseconds of a call."""
         start = time.thread_time()
-        model(x)
-        return 1e6 * (time.thread_time() - start)
+        for _ in range(CALLS):
+            model(x)
+        return 1e6 * (time.thread_time() - start) / CALLS
 
-    rounds = benchmark.pedantic(lambda: [(once(ours), once(torchs)) for _ in range(ROUNDS)], rounds=1)
-    ours_us, torch_us = map(min, zip(*rounds, strict=True))
-    benchmark.extra_info.update({"fuser us": round(ours_us, 1), "torch us": round(torch_us, 1)})
-    assert ours_us - torch_us < BOUND * torch_us
+    def series():
+        """(median of the rounds' ratios, less one; medians of the microseconds of both)."""
+        rounds = [(one_after_the_other(ours), one_after_the_other(torchs)) for _ in range(ROUNDS)]
+        ratio = statistics.median([ours_us / torch_us for ours_us, torch_us in rounds])
+        return ratio - 1, *map(statistics.median, zip(*rounds, strict=True))
+
+    measured = benchmark.pedantic(lambda: [series() for _ in range(SERIES)], rounds=1)
+    beyond, ours_us, torch_us = min(measured)
+    benchmark.extra_info.update(
+        {"fuser us": round(ours_us, 1), "torch us": round(torch_us, 1), "beyond torch": round(beyond, 2)}
+    )
+    assert beyond < BOUND
 
 
 def step_of(model, recipe=None):
