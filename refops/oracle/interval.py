@@ -26,10 +26,11 @@ from refops.rounding import round_once
 CUDA_ULP = 2
 #: More than the relative error of one float64 operation.
 _FUZZ = 2.0**-51
-#: Half the logarithm of the largest float32: no implementation computes tanh beyond.
-_TANH_IS_ONE = 0.5 * np.log(float(np.finfo(np.float32).max))
+_LARGEST = float(np.finfo(np.float32).max)
+#: Half its logarithm: no implementation computes tanh beyond.
+_TANH_IS_ONE = 0.5 * np.log(_LARGEST)
 #: From here on a real number rounds to an infinite float32.
-_ROUNDS_TO_INF = 2.0**128 - 2.0**103
+ROUNDS_TO_INF = 2.0**128 - 2.0**103
 #: Beyond float32: lower ends stop here, so that they stay finite.
 _HUGE = 2.0**400
 
@@ -72,18 +73,16 @@ class Interval(NDArrayOperatorsMixin):
 
     def exp(self):
         """e^x, off by up to `ulp` ulp."""
-        exact, hi = np.exp(self.lo), np.exp(self.hi)
-        lo = np.minimum(exact, _HUGE)
-        lo = np.where(np.isinf(self.lo), exact, np.maximum(lo - self._error(lo), 0.0))
-        return _rounded(lo, hi + self._error(hi), self.nan, self.ulp)
+        exact, greatest = np.exp(self.lo), np.exp(self.hi)
+        lo, hi = self._off(np.minimum(exact, _HUGE), greatest)
+        return _rounded(np.where(np.isinf(self.lo), exact, np.maximum(lo, 0.0)), hi, self.nan, self.ulp)
 
     def tanh(self):
         """tanh x, off by up to `ulp` ulp, exactly 1 in magnitude where e^2x overflows."""
-        lo, hi = np.tanh(self.lo), np.tanh(self.hi)
-        lo_error, hi_error = (
-            np.where(np.abs(x) > _TANH_IS_ONE, 0.0, self._error(true)) for x, true in ((self.lo, lo), (self.hi, hi))
-        )
-        return Interval(lo - lo_error, hi + hi_error, self.nan, self.ulp)
+        least, greatest = np.tanh(self.lo), np.tanh(self.hi)
+        lo, hi = self._off(least, greatest)
+        exact = (self.lo > _TANH_IS_ONE) | (self.hi < -_TANH_IS_ONE)
+        return Interval(np.where(exact, least, lo), np.where(exact, greatest, hi), self.nan, self.ulp)
 
     @property
     def is_point(self):
@@ -94,6 +93,19 @@ class Interval(NDArrayOperatorsMixin):
 
     def _error(self, true):
         return self.ulp * ulp_of(true) + np.abs(true) * _FUZZ
+
+    def _off(self, lo, hi):
+        """The ends of what is off by up to `ulp` ulp of some truth in [lo, hi]."""
+        if self.is_point:
+            error = self._error(lo)
+            return lo - error, hi + error
+        return self._least_off(lo, hi), -self._least_off(-hi, -lo)
+
+    def _least_off(self, lo, hi):
+        """The lower end: that of `lo`, or of the power of two after it, where a unit is twice what it is just below."""
+        power = np.ldexp(1.0, np.frexp(np.clip(lo, 0.0, _LARGEST / 2))[1])
+        least = lo - self._error(lo)
+        return np.where((lo > 0) & (lo < power) & (power <= hi), np.minimum(least, power - self._error(power)), least)
 
     def widened_to(self, lo, hi):
         """The hull with [lo, hi] (float64); where an end is NaN this interval alone counts, and NaN stays NaN."""
@@ -115,15 +127,16 @@ class Interval(NDArrayOperatorsMixin):
         Outside holds for results that need not have passed through float32, inside is enough for those that did.
         """
         if self.is_point:
-            value = self.lo.astype(np.float32)
+            value = _nearest(self.lo)
             return value, value, np.isnan(value) | self.nan
         exact = self.lo == self.hi
         if inward:
             lo, hi = _toward(self.lo, np.inf), _toward(self.hi, -np.inf)
             none = lo > hi  # no float32 between the ends: the one that both round to
-            lo, hi = np.where(none, self.lo.astype(np.float32), lo), np.where(none, self.lo.astype(np.float32), hi)
-            lo = np.where(self.lo <= -_ROUNDS_TO_INF, np.float32(-np.inf), lo)
-            hi = np.where(self.hi >= _ROUNDS_TO_INF, np.float32(np.inf), hi)
+            nearest = _nearest(self.lo)
+            lo, hi = np.where(none, nearest, lo), np.where(none, nearest, hi)
+            lo = np.where(self.lo <= -ROUNDS_TO_INF, np.float32(-np.inf), lo)
+            hi = np.where(self.hi >= ROUNDS_TO_INF, np.float32(np.inf), hi)
         else:
             lo = _toward(np.where(exact, self.lo, _below(self.lo)), -np.inf)
             hi = _toward(np.where(exact, self.hi, _above(self.hi)), np.inf)
@@ -155,10 +168,15 @@ def are_roundings(values, low, high):
         return (round_once(low, values.dtype) <= values) & (values <= round_once(high, values.dtype))
 
 
+def _nearest(ends):
+    """The float32 that float64 `ends` round to."""
+    with np.errstate(over="ignore"):
+        return ends.astype(np.float32)
+
+
 def _toward(ends, direction):
     """The nearest float32 at or beyond `ends` in `direction`."""
-    with np.errstate(over="ignore"):
-        nearest = ends.astype(np.float32)
+    nearest = _nearest(ends)
     short = nearest > ends if direction < 0 else nearest < ends
     # The neighbour has the next bits as an integer; a number that is short lies on one side of its end, so that it is
     # neither a NaN nor the last one of its direction. Past zero comes the least number of the direction's sign.
@@ -184,8 +202,7 @@ def _above(ends):
 
 def _rounded(lo, hi, nan, ulp):
     """The interval of exact results [lo, hi] and of the same rounded to float32."""
-    with np.errstate(over="ignore"):
-        down, up = _below(lo).astype(np.float32), _above(hi).astype(np.float32)
+    down, up = _nearest(_below(lo)), _nearest(_above(hi))
     return Interval(np.minimum(lo, down), np.maximum(hi, up), nan, ulp)
 
 
@@ -194,8 +211,8 @@ def _add(a, b):
     nan = a.nan | b.nan
     if not np.isfinite(lo).all() or not np.isfinite(hi).all():
         nan = nan | (((a.hi == np.inf) & (b.lo == -np.inf)) | ((a.lo == -np.inf) & (b.hi == np.inf)))
-        # inf - inf at one end only: the other end still counts.
-        lo, hi = np.where(np.isnan(lo) & ~np.isnan(hi), -np.inf, lo), np.where(np.isnan(hi) & ~np.isnan(lo), np.inf, hi)
+        # inf - inf at one end only: one operand is that infinity, and so is what is not NaN.
+        lo, hi = np.where(np.isnan(lo) & ~np.isnan(hi), np.inf, lo), np.where(np.isnan(hi) & ~np.isnan(lo), -np.inf, hi)
     return _rounded(lo, hi, nan, a.ulp)
 
 
@@ -222,12 +239,20 @@ def _multiply(a, b):
         nan = nan | (_contains_zero(a) & _contains_inf(b)) | (_contains_inf(a) & _contains_zero(b))
     undefined = np.isnan(lo) | np.isnan(hi)
     if undefined.any():  # 0 * inf somewhere among the ends, or a NaN that was there before
-        only_nan = np.isnan(a.lo) | np.isnan(b.lo) | ((a.lo == a.hi) & (b.lo == b.hi))
-        zeros = [np.where(np.isnan(product), 0.0, product) for product in products]
         nan = nan | undefined
-        lo = np.where(undefined, np.where(only_nan, np.nan, np.min(np.broadcast_arrays(*zeros), axis=0)), lo)
-        hi = np.where(undefined, np.where(only_nan, np.nan, np.max(np.broadcast_arrays(*zeros), axis=0)), hi)
+        lo, hi = _ends(products, np.isnan(a.lo) | np.isnan(b.lo) | ((a.lo == a.hi) & (b.lo == b.hi)))
     return _rounded(lo, hi, nan, a.ulp)
+
+
+def _ends(corners, only_nan):
+    """(least, greatest) of results at the ends of the operands, NaN ignored.
+
+    Where all of them are NaN, so is every result where `only_nan` says it; else a number between the ends gives 0.
+    """
+    corners = np.broadcast_arrays(*corners)
+    none = np.where(only_nan, np.nan, 0.0)
+    ends = np.fmin.reduce(corners), np.fmax.reduce(corners)
+    return tuple(np.where(np.isnan(end), none, end) for end in ends)
 
 
 def _contains_zero(a):
@@ -243,12 +268,17 @@ def _divide(a, b):
     if not (b.lo > 0).all() and not np.isnan(b.lo).any():
         raise ValueError("an interval divides by positive intervals only")
     lo, hi = np.where(a.lo < 0, a.lo / b.lo, a.lo / b.hi), np.where(a.hi < 0, a.hi / b.hi, a.hi / b.lo)
+    nan = a.nan | b.nan
+    if np.isinf(b.hi).any():  # inf / inf at some ends: the others still count.
+        nan = nan | (_contains_inf(a) & np.isinf(b.hi))
+        quotients = [left / right for left in (a.lo, a.hi) for right in (b.lo, b.hi)]
+        lo, hi = _ends(quotients, np.isnan(a.lo) | np.isnan(b.lo) | ((a.lo == a.hi) & (b.lo == b.hi)))
     spare = max(a.ulp - CUDA_ULP, 0)
     if spare:
         inexact = (b.lo != 1) | (b.hi != 1)
         lo = np.where(inexact & np.isfinite(lo), lo - spare * ulp_of(lo), lo)
         hi = np.where(inexact & np.isfinite(hi), hi + spare * ulp_of(hi), hi)
-    return _rounded(lo, hi, a.nan | b.nan, a.ulp)
+    return _rounded(lo, hi, nan, a.ulp)
 
 
 def _compare(ufunc):

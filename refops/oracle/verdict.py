@@ -447,7 +447,7 @@ class Judge:
         step = 256  # of 1024 terms: a tile of the usual size
         for start in range(different[0], different[-1] + 1, step):
             at = slice(start, min(start + step, different[-1] + 1))
-            bounds = enclosure.sum_bounds(source, axis, at).rounded(array.dtype)
+            bounds = enclosure.sum_bounds(source, axis, at, stored_float32=array.dtype == F).rounded(array.dtype)
             self.judge_numbers(name, got[at].astype(F), bounds, (at,))
 
     def judge_numbers(self, name, values, bounds, region):
