@@ -26,6 +26,7 @@ from refops.rounding import round_once
 CUDA_ULP = 2
 #: More than the relative error of one float64 operation.
 _FUZZ = 2.0**-51
+#: The largest float32.
 _LARGEST = float(np.finfo(np.float32).max)
 #: Half its logarithm: no implementation computes tanh beyond.
 _TANH_IS_ONE = 0.5 * np.log(_LARGEST)
