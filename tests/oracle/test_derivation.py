@@ -182,11 +182,11 @@ def enumerate_kernels(name, gradient, system, ulp, count, *, numbers=None, at_on
 
 
 CANCELS = 16
-#: How many steps beyond the outermost kernel a value may be accepted, at ulp=2.
+#: How many steps beyond the outermost kernel a float32 value may be accepted, at ulp=2.
 BEYOND_A_VALUE = 3
-#: How much wider than all kernels together an interval may be: of a value, and of a gradient.
-RATIO_OF_A_VALUE, RATIO_OF_A_GRADIENT = 2, 6
-UNARY = [name for name, row in ACTIVATIONS.items() if not row.gated]
+#: How much wider than all kernels together an interval may be: of a float32 value, and of a gradient. In a toy system
+#: results lie on ties all the time, of which both neighbours are accepted: a value's may be wider too.
+RATIO_OF_A_VALUE, RATIO_OF_A_GRADIENT, RATIO_WITH_TIES = 2, 6, 3
 #: Operations of which one element has a million kernels and more: enumerated for a few elements, drawn for others.
 VAST = {("gelu", True), ("geglu", True), ("situglu", False), ("situglu", True)}
 ALL = list(product(ACTIVATIONS, (False, True)))
@@ -257,13 +257,13 @@ class TestValues:
     def test_every_kernel_in_a_toy_system_is_accepted_and_little_else(self, name, gradient, monkeypatch):
         install(monkeypatch, SMALL)
         beyond, ratio = enumerate_kernels(name, gradient, SMALL, 2, 60)
-        self.judge(gradient, beyond, ratio)
+        self.judge(SMALL, gradient, beyond, ratio)
         assert gradient or beyond.max() <= (2 if ACTIVATIONS[name].gated else 1)  # few units make a large step here
 
     @pytest.mark.parametrize(
         ("name", "gradient", "system", "ulp", "count"),
         [
-            *(pytest.param(*case, TOY, ulp, 2000, marks=SWEEP) for case in FEASIBLE for ulp in (0.5, 2)),
+            *(pytest.param(*case, TOY, ulp, 1000, marks=SWEEP) for case in FEASIBLE for ulp in (0.5, 2)),
             *(pytest.param(*case, SMALL, 4, 60, marks=pytest.mark.full) for case in FEASIBLE[::3]),
             *(pytest.param(name, True, SMALL, 2, 60, marks=SWEEP) for name in ("gelu", "geglu")),
             pytest.param("situglu", False, SMALL, 2, 300, marks=SWEEP),
@@ -275,24 +275,28 @@ class TestValues:
         install(monkeypatch, system)
         at_once = 1 if name == "situglu" and gradient else 8
         beyond, ratio = enumerate_kernels(name, gradient, system, ulp, count, at_once=at_once)
-        self.judge(gradient, beyond, ratio, ulp)
+        self.judge(system, gradient, beyond, ratio, ulp)
 
     @sampled(("name", "gradient"), FEASIBLE[::-1], 4, in_all=1)
     def test_every_kernel_in_float32_is_accepted_and_little_else(self, name, gradient, monkeypatch):
         """The code as it is, at numbers whose exponentials are ordinary."""
         numbers = np.concatenate([np.linspace(-12, 12, 49), [0.0, -0.0, np.inf, -np.inf, np.nan]])
         beyond, ratio = enumerate_kernels(name, gradient, FLOAT32, 2, 60, numbers=numbers)
-        self.judge(gradient, beyond, ratio)
+        self.judge(FLOAT32, gradient, beyond, ratio)
 
     @staticmethod
-    def judge(gradient, beyond, ratio, ulp=2):
+    def judge(system, gradient, beyond, ratio, ulp=2):
         """What the docstring says of the widths; what `ulp` has above 2 is added on either side."""
         assert np.median(beyond) <= 1 + max(ulp - 2, 0)
         if ulp > 2:
             return
         assert np.median(ratio) <= 1.05
-        assert ratio.max() <= (RATIO_OF_A_GRADIENT if gradient else RATIO_OF_A_VALUE)
-        assert gradient or beyond.max() <= BEYOND_A_VALUE
+        if gradient:
+            assert ratio.max() <= RATIO_OF_A_GRADIENT
+        elif system == FLOAT32:
+            assert ratio.max() <= RATIO_OF_A_VALUE and beyond.max() <= BEYOND_A_VALUE
+        else:
+            assert ratio.max() <= RATIO_WITH_TIES
 
 
 # --- 2: rounding and casting ----------------------------------------------------------------------------------------
