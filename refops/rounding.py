@@ -107,6 +107,22 @@ def round_once(x, dtype):
     return _with_canonical_nan(odd.astype(dtype))
 
 
+def multiply_add(x, y, addend):
+    """x y + addend of float32 arrays in one rounding, as an FMA gives it: float32, every NaN as CUDA's canonical one.
+
+    The product is exact in float64. The sum there is rounded to odd, as `round_once` does on its way to bfloat16: what
+    it lost (Knuth's two-sum, exact) says whether, and to which side.
+    """
+    product, addend = x.astype(np.float64) * y, addend.astype(np.float64)
+    total = product + addend
+    back = total - product
+    lost = (product - (total - back)) + (addend - back)
+    even = (total.view(np.uint64) & np.uint64(1)) == 0
+    inexact = np.isfinite(total) & (lost != 0)
+    odd = np.where(inexact & even, np.nextafter(total, np.copysign(np.inf, lost)), total)
+    return stored(odd, np.float32)
+
+
 # Philox 4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011).
 _PHILOX_MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
 _PHILOX_KEY_INCREMENTS = (0x9E3779B9, 0xBB67AE85)

@@ -158,7 +158,7 @@ def tile_slices(shape):
     m, k = shape
     width = min(_tile_width(m), max(ALIGNMENT, round_up(k, ALIGNMENT)))
     height = max(ALIGNMENT, _tile_elements // width // ALIGNMENT * ALIGNMENT)
-    return [(rows, columns) for rows in _cut(m, height) for columns in _cut(k, width)]
+    return [(rows, columns) for rows in cut(m, height) for columns in cut(k, width)]
 
 
 def for_each(items, work):
@@ -179,12 +179,12 @@ def require_subnormals():
 
 def row_slices(shape):
     """Slices of rows whose `column_chunks` make tiles of the usual size."""
-    return _cut(shape[0], max(ALIGNMENT, _tile_elements // SUM_CHUNK))
+    return cut(shape[0], max(ALIGNMENT, _tile_elements // SUM_CHUNK))
 
 
 def column_chunks(length):
     """Slices of `SUM_CHUNK` columns: the fixed chunks of `row_sum`."""
-    return _cut(length, SUM_CHUNK)
+    return cut(length, SUM_CHUNK)
 
 
 def row_sum(values):
@@ -220,11 +220,11 @@ def row_amax(source):
     out = np.zeros(m, np.float32)
 
     def work(rows):
-        for columns in _cut(k, _tile_width(m)):
+        for columns in cut(k, _tile_width(m)):
             tile = magnitude_max(source.read(rows, columns), axis=1)
             out[rows] = np.fmax(out[rows], tile)
 
-    for_each([(rows,) for rows in _cut(m, ALIGNMENT)], work)
+    for_each([(rows,) for rows in cut(m, ALIGNMENT)], work)
     return out
 
 
@@ -234,11 +234,11 @@ def column_amax(source):
     out = np.zeros(k, np.float32)
 
     def work(columns):
-        for rows in _cut(m, ALIGNMENT):
+        for rows in cut(m, ALIGNMENT):
             tile = magnitude_max(source.read(rows, columns), axis=0)
             out[columns] = np.fmax(out[columns], tile)
 
-    for_each([(columns,) for columns in _cut(k, _tile_width(m))], work)
+    for_each([(columns,) for columns in cut(k, _tile_width(m))], work)
     return out
 
 
@@ -256,7 +256,7 @@ def column_sum(source):
             values = source.read(slice(start, min(start + SUM_CHUNK, m)), columns)
             total[columns] += sum_in_order(values)
 
-    for_each([(columns,) for columns in _cut(k, _tile_width(m))], work)
+    for_each([(columns,) for columns in cut(k, _tile_width(m))], work)
     return total
 
 
@@ -273,8 +273,8 @@ def magnitude_max(values, axis=None):
     return np.fmax.reduce(np.abs(values), axis=axis, initial=np.float32(0))
 
 
-def _cut(length, width):
-    """Slices of `width` that cover `length`."""
+def cut(length, width):
+    """Slices of `width` that cover `length`; the last may be shorter."""
     return [slice(start, min(start + width, length)) for start in range(0, length, width)]
 
 
