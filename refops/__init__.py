@@ -40,6 +40,7 @@ from refops.ops import (
     scaled_activation,
     scaled_activation_grad,
 )
+from refops.products import gemm
 from refops.quantization.block_scales import block_scales_as_mxfp8
 from refops.quantization.delayed import update_delayed_scale
 from refops.quantization.hadamard import hadamard_transform
@@ -86,6 +87,7 @@ __all__ = [
     "decode",
     "dequantize",
     "encode",
+    "gemm",
     "hadamard_transform",
     "pack_fp4",
     "quantize",

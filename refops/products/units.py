@@ -144,7 +144,7 @@ def unit(
         require_operand_format(a_format, "a_format"),
         require_operand_format(a_format if b_format is None else b_format, "b_format"),
     )
-    accumulator = require_choice(np.dtype(accumulator).name, "accumulator", ("float32", "float16"))
+    accumulator = require_accumulator(accumulator)
     fitting = [
         row
         for row in UNITS
@@ -155,7 +155,7 @@ def unit(
             return row
     asked = " and ".join(map(format_name, dict.fromkeys(formats)))
     asked += f" with {scale_format!r} scales" * (scale_format is not None)
-    raise ValueError(no_unit(card, f"{asked} in {accumulator}", [row.card for row in fitting]))
+    raise ValueError(no_unit(card, f"{asked}, accumulated in {accumulator}", [row.card for row in fitting]))
 
 
 def no_unit(card: str, asked: str, cards: list[str]) -> str:
@@ -168,12 +168,22 @@ def require_operand_format(value: Any, name: str) -> OperandFormat:
     """Return a format of operands, a small one or np.dtype, raising TypeError where it is none."""
     if isinstance(value, FloatFormat):
         return value
+    return require_dtype(value, name, SIXTEEN_BITS, "a FloatFormat such as refops.E4M3, float16 or bfloat16")
+
+
+def require_accumulator(value: Any) -> np.dtype[Any]:
+    """Return the dtype of an accumulator as np.dtype, raising TypeError where units have none of it."""
+    return require_dtype(value, "accumulator", (SINGLE.dtype, HALF.dtype), "float32 or float16")
+
+
+def require_dtype(value: Any, name: str, dtypes: tuple[np.dtype[Any], ...], rule: str) -> np.dtype[Any]:
+    """Return `value` as np.dtype, raising TypeError, which says the rule, unless it is one of `dtypes`."""
     try:
-        dtype = np.dtype(value)
+        dtype = None if value is None else np.dtype(value)  # NumPy takes None for float64
     except (TypeError, ValueError, SyntaxError):  # NumPy parses strings
         dtype = None
-    if value is None or dtype not in SIXTEEN_BITS:
-        raise TypeError(f"{name} must be a FloatFormat such as refops.E4M3, float16 or bfloat16; got {shown(value)}")
+    if dtype not in dtypes:
+        raise TypeError(f"{name} must be {rule}; got {shown(value)}")
     return dtype
 
 

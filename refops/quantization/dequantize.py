@@ -23,7 +23,7 @@ class DequantizedSource(Source):
             raise TypeError(f"q must be a Quantized; got {type(q).__name__}")
         if q.rowwise_data is None and q.columnwise_data is None:
             raise ValueError("q must hold rowwise_data or columnwise_data; got neither")
-        _require_codes(q)
+        require_element_codes(q)
         self._q = q.unswizzled() if q.with_gemm_swizzled_scales else q
         self._columnwise = q.rowwise_data is None
         self._undone = q.scaling.hadamard if undo_transform and self._columnwise else None
@@ -67,7 +67,7 @@ def _untransformed(values, sign_mask):
     return transform_groups(groups, sign_mask, np.float32, inverse=True).reshape(values.shape)
 
 
-def _require_codes(q):
+def require_element_codes(q):
     """Raise ValueError where a byte holds no code of the element format."""
     fmt = q.scaling.fmt
     if q.scaling.layout.packed > 1 or fmt.bits == 8:

@@ -12,6 +12,7 @@ PUBLIC = (
     "refops.oracle",
     "refops.oracle.testing",
     "refops.golden",
+    "refops.products",
     "cuda_kernels",
     "cuda_kernels.emulator",
     "cuda_kernels.host",
