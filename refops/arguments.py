@@ -91,12 +91,17 @@ def require_tensor(x: Any, name: str) -> Array:
 
 def require_high_precision_dtype(dtype, name):
     """Return `dtype` as np.dtype, raising TypeError unless it is float32, float16 or bfloat16."""
+    return require_dtype(dtype, name, HIGH_PRECISION, "float32, float16 or bfloat16")
+
+
+def require_dtype(dtype, name, dtypes, rule):
+    """Return `dtype` as np.dtype, raising TypeError, which says the rule, unless it is one of `dtypes`."""
     try:
         resolved = np.dtype(dtype)
     except (TypeError, ValueError, SyntaxError):  # NumPy parses strings
         resolved = None
-    if resolved not in HIGH_PRECISION:
-        raise TypeError(f"{name} must be float32, float16 or bfloat16; got {shown(dtype)}")
+    if resolved not in dtypes:
+        raise TypeError(f"{name} must be {rule}; got {shown(dtype)}")
     return resolved
 
 

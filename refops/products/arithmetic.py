@@ -288,7 +288,7 @@ def check_operands(
     a, b = _float32_matrix(a, "a"), _float32_matrix(b, "b")
     if a.shape[1] != b.shape[1]:
         raise ValueError(f"a and b must have the same last dimension, which is contracted; got {a.shape} and {b.shape}")
-    promotion = require_interval(promotion, unit)
+    promotion = require_interval(promotion, unit, "promotion")
     a_scale, b_scale, block = _checked_scales(a_scale, b_scale, unit, promotion, (len(a), len(b), a.shape[1]))
     _require_values(a, a_format, "a")
     _require_values(b, b_format, "b")

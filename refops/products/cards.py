@@ -24,12 +24,12 @@ What is software's, and from whom:
   1 / (top_a * top_b), which is TE's `common/recipe/nvfp4.cu`. Then comes the bias, in float32, and one rounding.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import numpy as np
 
-from refops.arguments import require_choice, require_flag
+from refops.arguments import require_choice, require_dtype, require_flag
 from refops.formats import E8M0
 from refops.hints import DTypeLike
 from refops.products.units import (
@@ -41,7 +41,7 @@ from refops.products.units import (
     format_name,
     no_unit,
     require_accumulator,
-    require_dtype,
+    require_interval,
 )
 from refops.scalings import Scaling, require_scaling
 
@@ -71,6 +71,7 @@ def product_of(
     b: OperandKind,
     *,
     use_split_accumulator: bool = False,
+    split_interval: int | None = None,
     accumulator: DTypeLike = np.float32,
 ) -> Product:
     """Return the product that a card has for two operands, in any order.
@@ -78,8 +79,9 @@ def product_of(
     Args:
         card: "ampere", "hopper" or "blackwell".
         a, b: scalings; or np.float16 or ml_dtypes.bfloat16 for a plain operand.
-        use_split_accumulator: promote Hopper's FP8 sums. With scales of blocks they always are; elsewhere it changes
-            nothing.
+        use_split_accumulator: promote Hopper's FP8 sums. With scales of blocks they always are, after each block;
+            elsewhere it changes nothing.
+        split_interval: after how many products, a multiple of 32; None: 128.
         accumulator: np.float32, or np.float16 where nothing has scales of blocks.
 
     Raises:
@@ -91,7 +93,10 @@ def product_of(
     split, dtype = require_flag(use_split_accumulator, "use_split_accumulator"), require_accumulator(accumulator)
     found = {name: product for name in CARDS if (product := _product_on(name, kinds, split, dtype)) is not None}
     if card in found:
-        return found[card]
+        product = found[card]
+        if split_interval is None or product.promotion is None or product.block is not None:
+            return product
+        return replace(product, promotion=require_interval(split_interval, product.unit, "split_interval"))
     asked = " and ".join(dict.fromkeys(map(_described, kinds)))
     raise ValueError(no_unit(card, f"{asked}, accumulated in {dtype}", list(found)))
 

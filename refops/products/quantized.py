@@ -6,6 +6,7 @@ import numpy as np
 
 from refops.arguments import (
     require_choice,
+    require_dtype,
     require_high_precision,
     require_high_precision_dtype,
     require_number,
@@ -14,7 +15,7 @@ from refops.arguments import (
 from refops.hints import Array, ArrayLike, DTypeLike, Number
 from refops.products.arithmetic import matmul as reference_matmul
 from refops.products.cards import operand_format, product_of
-from refops.products.units import SIXTEEN_BITS, require_dtype
+from refops.products.units import SIXTEEN_BITS
 from refops.quantization.dequantize import code_tile, require_element_codes
 from refops.quantization.result import DIRECTIONS, Quantized, matrix_shape
 from refops.rounding import stored
@@ -33,6 +34,7 @@ def gemm(
     bias: ArrayLike | None = None,
     alpha: Number = 1.0,
     use_split_accumulator: bool = False,
+    split_interval: int | None = None,
     accumulator: DTypeLike = np.float32,
     matmul: Callable[..., Array] = reference_matmul,
 ) -> Array:
@@ -52,7 +54,8 @@ def gemm(
         out_dtype: float32, float16 or bfloat16; default the nominal dtype of b.
         bias: (columns of the result,), float32, float16 or bfloat16; added in float32.
         alpha: number that multiplies the sums, with the tensors' scales.
-        use_split_accumulator: promote Hopper's FP8 sums after each 128 products, as TE asks for in dgrad and wgrad.
+        use_split_accumulator: promote Hopper's FP8 sums, as TE asks for in dgrad and wgrad.
+        split_interval: after how many products, a multiple of 32; None: 128.
         accumulator: np.float32, or np.float16, which some units offer.
         matmul: what computes the sums, with the arguments of `refops.products.matmul`.
 
@@ -80,7 +83,12 @@ def gemm(
     alpha = require_number(alpha, "alpha")
     added = np.zeros(right.shape[0], np.float32) if bias is None else _require_bias(bias, right.shape[0])
     product = product_of(
-        card, right.kind, left.kind, use_split_accumulator=use_split_accumulator, accumulator=accumulator
+        card,
+        right.kind,
+        left.kind,
+        use_split_accumulator=use_split_accumulator,
+        split_interval=split_interval,
+        accumulator=accumulator,
     )
     sums = matmul(
         left.values(),

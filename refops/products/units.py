@@ -19,8 +19,8 @@ from typing import Any, TypeAlias
 import ml_dtypes
 import numpy as np
 
-from refops.arguments import BFLOAT16, require_choice, require_integer, shown
-from refops.formats import E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, FloatFormat
+from refops.arguments import BFLOAT16, require_choice, require_dtype, require_integer
+from refops.formats import E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, FloatFormat, require_format
 from refops.hints import DTypeLike
 
 FLOAT16 = np.dtype(np.float16)
@@ -145,6 +145,8 @@ def unit(
         require_operand_format(a_format if b_format is None else b_format, "b_format"),
     )
     accumulator = require_accumulator(accumulator)
+    if scale_format is not None:
+        require_format(scale_format, name="scale_format")
     fitting = [
         row
         for row in UNITS
@@ -176,36 +178,33 @@ def require_accumulator(value: Any) -> np.dtype[Any]:
     return require_dtype(value, "accumulator", (SINGLE.dtype, HALF.dtype), "float32 or float16")
 
 
-def require_dtype(value: Any, name: str, dtypes: tuple[np.dtype[Any], ...], rule: str) -> np.dtype[Any]:
-    """Return `value` as np.dtype, raising TypeError, which says the rule, unless it is one of `dtypes`."""
-    try:
-        dtype = None if value is None else np.dtype(value)  # NumPy takes None for float64
-    except (TypeError, ValueError, SyntaxError):  # NumPy parses strings
-        dtype = None
-    if dtype not in dtypes:
-        raise TypeError(f"{name} must be {rule}; got {shown(value)}")
-    return dtype
-
-
 def format_name(fmt: OperandFormat) -> str:
     """What errors call a format."""
     return repr(fmt) if isinstance(fmt, FloatFormat) else fmt.name
 
 
-def smallest_exponent(fmt: OperandFormat) -> int:
-    """The exponent of a format's smallest normal number, which its subnormal numbers have too."""
+def smallest_exponent(fmt: FloatFormat | DTypeLike) -> int:
+    """The exponent of a format's smallest normal number, which its subnormal numbers have too.
+
+    Args:
+        fmt: a `FloatFormat`, np.float16 or ml_dtypes.bfloat16.
+
+    Raises:
+        TypeError: something else.
+    """
+    fmt = require_operand_format(fmt, "fmt")
     if isinstance(fmt, FloatFormat):
         return int(np.frexp(fmt.smallest_normal)[1]) - 1
     return int(ml_dtypes.finfo(fmt).minexp)
 
 
-def require_interval(value: Any, unit: Unit) -> int | None:
+def require_interval(value: Any, unit: Unit, name: str) -> int | None:
     """Return a number of products between promotions, None without, raising unless it is whole groups of the unit."""
     if value is None:
         return None
-    interval = require_integer(value, "promotion", low=1, high=1 << 62)
+    interval = require_integer(value, name, low=1, high=1 << 62)
     if interval % unit.products:
         raise ValueError(
-            f"promotion must be a multiple of {unit.products}, the products that the unit adds at once; got {interval}"
+            f"{name} must be a multiple of {unit.products}, the products that the unit adds at once; got {interval}"
         )
     return interval

@@ -111,6 +111,10 @@ def test_the_accumulator_is_split_where_it_is_asked_for():
     assert product_of("hopper", CURRENT, CURRENT, use_split_accumulator=True).promotion == 128
     assert product_of("blackwell", CURRENT, CURRENT, use_split_accumulator=True).promotion is None
     assert product_of("hopper", BF16, BF16, use_split_accumulator=True).promotion is None
+    for interval, scaling, promotion in ((64, CURRENT, 64), (None, CURRENT, 128), (64, BLOCK(E4M3), 128)):
+        split = {"use_split_accumulator": True, "split_interval": interval}
+        assert product_of("hopper", scaling, scaling, **split).promotion == promotion
+    assert product_of("hopper", CURRENT, CURRENT, split_interval=64).promotion is None
     assert product_of("hopper", CURRENT, CURRENT, accumulator=np.float16).unit.name == "FP8 in float16"
     q = quantized(CURRENT, heavy_tailed)
     once, split = (refops.gemm(q["w"], q["x"], "hopper", use_split_accumulator=flag) for flag in (False, True))
@@ -245,6 +249,11 @@ WRONG = [
     (lambda: refops.gemm(X, X, "hopper", bias=np.ones(3, F)), ValueError, r"bias must have shape \(32,\); got \(3,\)"),
     (lambda: refops.gemm(X, X, "hopper", alpha=np.inf), ValueError, "alpha must be a finite float32.*; got inf"),
     (lambda: refops.gemm(X, X, "hopper", use_split_accumulator=1), TypeError, "use_split_accumulator must be True or"),
+    (
+        lambda: refops.gemm(X, X, "hopper", use_split_accumulator=True, split_interval=48),
+        ValueError,
+        "split_interval must be a multiple of 32, .*; got 48",
+    ),
     (lambda: refops.gemm(X, X, "hopper", accumulator="int8"), TypeError, "accumulator must be float32 or float16; got"),
     (
         lambda: refops.gemm(refops.quantize(PLAIN, NV()), refops.quantize(PLAIN, NV()), "blackwell", layout="NT"),

@@ -37,6 +37,7 @@ from judge import (
 import refops
 from arrays import same_bits
 from refops.activations import ACTIVATIONS
+from refops.products import CARDS, UNITS
 
 ROUNDINGS = ("nearest_even", "nearest_away", "toward_zero", "up", "down", "stochastic", "nearest", "")
 HOST = ("cuda_kernels.host",)
@@ -246,6 +247,106 @@ def swizzling(case):
         same_bits(case.call(f"{package}.swizzle", case.call(f"{package}.unswizzle", given)), np.asarray(given)),
         "nor the reverse",
     )
+
+
+# --- products of tensor cores -----------------------------------------------------------------------------------------
+
+OPERAND_FORMATS = (*FORMATS, *(dtype for dtype in FLOAT_DTYPES if dtype.itemsize == 2))
+
+
+def values_of(case, fmt, sizes):
+    """Values of a format, special ones too; now and then some that it does not have."""
+    if isinstance(fmt, refops.ElementFormat):
+        values = fmt.values[case.rng.integers(0, 1 << fmt.bits, sizes)]
+    else:
+        values = contents(case, sizes, fmt).astype(np.float32)
+    if case.chance(0.05):
+        values.flat[:1] = 1.1
+    return laid_out(case, values)
+
+
+@target(
+    "tensor_core_sums",
+    [f"refops.products.{name}" for name in ("unit", "matmul", "check_operands", "smallest_exponent")],
+    cases=300,
+)
+def tensor_core_sums(case):
+    """Sums are as documented, and exchanging the operands transposes them."""
+    known = case.choose(UNITS)
+    fmt = case.choose(known.formats)
+    settings = {"card": known.card, "a_format": fmt, "b_format": fmt, "scale_format": known.scale_format}
+    settings["accumulator"] = known.accumulator.dtype
+    other = {
+        "card": CARDS,
+        "b_format": OPERAND_FORMATS,
+        "scale_format": (refops.E8M0, refops.E4M3, refops.UE5M3, None),
+        "accumulator": (np.float16, "float32", np.float64),
+    }
+    for name, choices in other.items():
+        if case.chance(0.15):
+            settings[name] = case.choose(choices)
+    formats = settings["a_format"], settings["b_format"]
+    arguments = spoiled(case, settings, 0.1)
+    unit = case.call("refops.products.unit", arguments.pop("card"), **arguments)
+    m, n, k = (case.choose([0, 1, 3, 17, 65]) for _ in range(3))
+    operands = {"a": values_of(case, formats[0], (m, k)), "b": values_of(case, formats[1], (n, k))}
+    options = {"a_format": formats[0], "b_format": formats[1]}
+    block = case.choose(unit.scale_blocks) if unit.scale_blocks else None
+    if case.chance(0.1 if unit.scale_blocks else 0.4):
+        options["promotion"] = block = case.choose([32, 64, 64, 128, 48, 0, 1 << 70])
+    if block and (unit.scale_blocks or case.chance(0.5)):
+        fmt = unit.scale_format or refops.E4M3
+        for name, rows in (("a_scale", m), ("b_scale", n)):
+            options[name] = np.abs(values_of(case, fmt, (rows, -(-k // block))))
+    arguments = spoiled(case, {**operands, "unit": unit, **options})
+    sums = case.call("refops.products.matmul", **arguments)
+    if any(arguments[name] is not value for name, value in {**operands, "unit": unit, **options}.items()):
+        return
+    require_array(sums, (m, n), np.float32, "sums")
+    other_side = {"a_format": "b_format", "b_format": "a_format", "a_scale": "b_scale", "b_scale": "a_scale"}
+    exchanged = {other_side.get(name, name): value for name, value in options.items()}
+    other = refops.products.matmul(operands["b"], operands["a"], unit, **exchanged)
+    require(same_bits(sums, np.ascontiguousarray(other.T)), "exchanging the operands does not transpose the sums")
+    every = {"a_scale": None, "b_scale": None, "promotion": None} | options
+    checked = case.call("refops.products.check_operands", **operands, unit=unit, **every)
+    require(checked.unit is unit and checked.a.shape == (m, k), "check_operands returns something else")
+    least = 2.0 ** case.call("refops.products.smallest_exponent", wrong(case) if case.chance(0.1) else formats[0])
+    require(least <= 1, "a smallest exponent is positive")
+
+
+@target("products_on_cards", ["refops.gemm", "refops.products.product_of"], cases=200)
+def products_on_cards(case):
+    """A product is as documented, and exchanging the operands transposes it."""
+    scalings = [case.draw(SCALINGS)] * 2 if case.chance(0.8) else [case.draw(SCALINGS) for _ in range(2)]
+    fits = max(fits_of(scaling) or 1 for scaling in scalings)
+    m, n, k = (fits * case.choose([1, 1, 2, 3]) for _ in range(3))
+    dtype = case.choose(FLOAT_DTYPES)
+    x, w = (contents(case, (rows, k), dtype) for rows in (m, n))
+    plainly = case.chance(0.2)
+    a, b = (
+        tensor if plainly else refops.quantize(tensor, scaling)
+        for tensor, scaling in zip((w, x), scalings, strict=True)
+    )
+    card = case.choose([*CARDS, "blackwell", "blackwell"])
+    options = {"out_dtype": np.float32}
+    if case.chance(0.3):
+        options["layout"] = case.choose(["TN", "TN", "NN", "NT", "tn"])
+    if case.chance(0.3):
+        options["use_split_accumulator"] = case.chance(0.7)
+    if case.chance(0.2):
+        options["split_interval"] = case.choose([32, 128, 5, -1])
+    if case.chance(0.1):
+        options["accumulator"] = np.float16
+    arguments = spoiled(case, {"a": a, "b": b, "card": card, **options})
+    result = case.call("refops.gemm", **arguments)
+    if any(arguments[name] is not value for name, value in {"a": a, "b": b, "card": card, **options}.items()):
+        return
+    if options.get("layout", "TN") == "TN":
+        require_array(result, (m, n), np.float32, "the product")
+        other = refops.gemm(b, a, card, **options)
+        require(same_values(result, np.ascontiguousarray(other.T)), "exchanging the operands does not transpose it")
+    kinds = [tensor.dtype if plainly else scaling for tensor, scaling in zip((w, x), scalings, strict=True)]
+    case.call("refops.products.product_of", card, *(wrong(case) if case.chance(0.1) else kind for kind in kinds))
 
 
 # --- activations ------------------------------------------------------------------------------------------------------
