@@ -14,14 +14,16 @@ Ampere has a unit of 16 bits alone. What no row has is an error that names the c
 What is software's, and from whom:
 
 - *Split accumulator*, of Hopper's FP8 sums: CUTLASS and DeepGEMM add the accumulator to a float32 sum after 128
-  products. TE asks cuBLAS for it (`use_split_accumulator`) in dgrad and wgrad, in forward products where the recipe
-  says so; how cuBLAS does it is not published.
+  products. So does cuBLAS 12.8 on an H100 unless it splits k among blocks, say the recorded calls that `mmaemu` replays
+  (tests/peers compares). TE asks for it (`use_split_accumulator`) in dgrad and wgrad, in forward products where the
+  recipe says so. Where cuBLAS splits k it adds the parts in an order that depends on card and version: not modelled.
 - *Blocks of 128 on Hopper*: DeepGEMM multiplies both scales, and adds partial sum times that product in one FMA. TE's
-  products of this kind are cuBLAS's, whose order is not published.
+  products of this kind are cuBLAS's, whose order nobody has published.
 - *Blocks of 128 on Blackwell*: TE repeats each scale, a power of two, as an E8M0 byte for each 32 elements
   (`common/swizzle/swizzle_block_scaling.cu`).
-- *A factor of the tensor* multiplies the sums in float32: alpha * a * b, from left to right; of NVFP4 times float32
-  1 / (top_a * top_b), which is TE's `common/recipe/nvfp4.cu`. Then comes the bias, in float32, and one rounding.
+- *A factor of the tensor* multiplies the sums in float32, and an exact zero is +0: alpha * a * b, from left to right,
+  as `mmaemu` has it of cuBLAS; of NVFP4 times float32 1 / (top_a * top_b), as in TE's `common/recipe/nvfp4.cu`. Then
+  comes the bias, in float32, and one rounding.
 """
 
 from dataclasses import dataclass, replace

@@ -18,7 +18,7 @@ from refops.products.cards import operand_format, product_of
 from refops.products.units import SIXTEEN_BITS
 from refops.quantization.dequantize import code_tile, require_element_codes
 from refops.quantization.result import DIRECTIONS, Quantized, matrix_shape
-from refops.rounding import stored
+from refops.rounding import multiply_add, stored
 from refops.tiles import ceil_div, for_each, tile_slices
 
 LAYOUTS = ("TN", "NN", "NT")
@@ -81,7 +81,7 @@ def gemm(
         )
     out_dtype = left.dtype if out_dtype is None else require_high_precision_dtype(out_dtype, "out_dtype")
     alpha = require_number(alpha, "alpha")
-    added = np.zeros(right.shape[0], np.float32) if bias is None else _require_bias(bias, right.shape[0])
+    bias = None if bias is None else _require_bias(bias, right.shape[0])
     product = product_of(
         card,
         right.kind,
@@ -105,7 +105,8 @@ def gemm(
 
     def finish(rows, columns):
         factor = alpha * right.factor(columns)[None, :] * left.factor(rows)[:, None] * down
-        result[rows, columns] = stored(sums[rows, columns] * factor + added[columns], out_dtype)
+        scaled = multiply_add(sums[rows, columns], factor, np.float32(0))
+        result[rows, columns] = stored(scaled if bias is None else scaled + bias[columns], out_dtype)
 
     for_each(tile_slices(sums.shape), finish)
     return result if layout == "NT" else result.reshape(*left.tensor_shape[:-1], right.shape[0])

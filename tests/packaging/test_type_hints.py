@@ -17,6 +17,7 @@ MODULES = (
     "refops",
     "refops.oracle",
     "refops.golden",
+    "refops.products",
     "cuda_kernels",
     "cuda_kernels.host",
     "fuser",

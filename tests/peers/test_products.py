@@ -1,11 +1,18 @@
-"""Products of tensor cores against mmasim: no result may differ, special values and scales included."""
+"""Products of tensor cores against those who measured cards: no result may differ, special values included.
+
+mmasim has every unit. mmaemu replays what cuBLAS 12.8 computed on an H100, scales and rounding included.
+"""
 
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
+import refops
+from arrays import assert_same_bits, heavy_tailed
 from peers import mmasim_products as peer
+from peers.registry import as_numpy
+from refops import E4M3, E5M2
 from refops.products import UNITS, matmul
 from tiers import sampled
 
@@ -62,3 +69,34 @@ def test_most_inputs_have_numbers_for_results():
             codes = peer.inputs(unit, *formats, block, rng, kind, 16, 16, 2 * unit.products)
             results = peer.ours(unit, *formats, block, codes)
             assert np.isfinite(results.astype(np.float32)).mean() > 0.5, peer.label(unit, formats, block)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize(("first", "second"), [(E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)], ids=repr)
+def test_hopper_s_products_are_those_of_cublas(first, second, split, dtype):
+    """Of heavy-tailed tensors, and of all codes; with a forward product's accumulator and a split one."""
+    mmaemu, torch = pytest.importorskip("mmaemu"), pytest.importorskip("torch")
+    types = {E4M3: torch.float8_e4m3fn, E5M2: torch.float8_e5m2}
+    for seed, k in enumerate((1024, 160, 160)):
+        x, w = (heavy_tailed((32, k), seed=2 * seed), heavy_tailed((48, k), seed=2 * seed + 1))
+        qx, qw = refops.quantize(x, refops.CurrentScaling(first)), refops.quantize(w, refops.CurrentScaling(second))
+        if seed == 2:
+            rng = np.random.default_rng(0)
+            qx = replace(qx, rowwise_data=np.where(rng.random(x.shape) < 0.99, qx.rowwise_data, np.uint8(0x7F)))
+        (left, left_scale), (right, right_scale) = (
+            (torch.from_numpy(q.rowwise_data).view(types[q.scaling.fmt]), torch.from_numpy(q.rowwise_scale_inv)[0])
+            for q in (qx, qw)
+        )
+        theirs = mmaemu.scaled_mm(
+            left,
+            right.t(),
+            left_scale,
+            right_scale,
+            out_dtype=getattr(torch, dtype),
+            use_fast_accum=not split,
+            profile="hopper",
+            splitk=1,
+        )
+        ours = refops.gemm(qw, qx, "hopper", use_split_accumulator=split, out_dtype=as_numpy(theirs).dtype)
+        assert_same_bits(ours, as_numpy(theirs))

@@ -159,6 +159,14 @@ def test_one_scale_for_the_tensor_multiplies_the_sums():
     assert_same_bits(refops.gemm(only, folded, "hopper", alpha=0.3, bias=bias), result.reshape(3, 11, 17))
 
 
+def test_an_exact_zero_is_positive_and_one_of_rounding_keeps_its_sign():
+    q = refops.quantize(np.eye(16, dtype=BF16), refops.DelayedScaling(E4M3))
+    result = refops.gemm(q, q, "hopper", alpha=-(2.0**-149), out_dtype=np.float32)
+    assert_same_bits(result, np.where(np.eye(16) == 1, F(-(2.0**-149)), F(0)))
+    result = refops.gemm(q, q, "hopper", alpha=-(2.0**-126), out_dtype=np.float16)
+    assert np.signbit(result[0, 0]) and result[0, 0] == 0 and not np.signbit(result[0, 1])
+
+
 def test_nvfp4_ends_with_te_s_alpha():
     """alpha * amax of a * amax of b * 1 / (6 * 448 * 6 * 448), from left to right; amaxes of rows, too."""
     x, w = heavy_tailed((32, 128)), heavy_tailed((64, 128), seed=1)
