@@ -2,9 +2,10 @@
 
 `instruction(unit, a_format, b_format)` finds the class and the name of the instruction for a row of
 `refops.products.UNITS`, and `compare` counts results that differ, on inputs that `inputs` makes: random codes, special
-values, cancellation, and scales of any size. Run this file to compare as many results as wanted:
+values, cancellation, and scales of any size. Run this file to compare as many results of each case as wanted; with so
+many of each, 100 million in all:
 
-    PYTHONPATH=.:tests python -m peers.mmasim_products --results 100000000 [--kernel]
+    PYTHONPATH=.:tests python -m peers.mmasim_products --results 1053000
 """
 
 import argparse
