@@ -91,6 +91,28 @@ Maxima = namedtuple("Maxima", "amax stride outer inner")
 #:   outer, inner      rows and columns of the matrix as it is stored
 Coded = namedtuple("Coded", "codes scales scale_stride amax outer inner")
 
+#: A float32 matrix as it lies in memory, in whatever order. Field, meaning:
+#:   data              memory, from the lowest address of an element on
+#:   start             place of the element [0, 0]
+#:   outer_stride, inner_stride     elements from one row, and one column, to the next
+Strided = namedtuple("Strided", "data start outer_stride inner_stride outer inner")
+
+#: What a unit of a tensor core does with products. Field, meaning:
+#:   group             products that are added at once
+#:   fraction_bits     bits that summands keep below the largest exponent
+#:   zero_exponent     exponent of zeros
+#:   kept_bits, smallest_exponent, nearest, infinity     accumulator: fraction bits, the exponent of subnormal numbers,
+#:                     whether it rounds to nearest even, float32 from which on it is infinite
+#:   a_smallest, b_smallest, scale_smallest     the exponent of the formats' subnormal numbers
+#:   block             products of a scale
+#:   promotion         products of a partial sum, 0 where there is one sum alone
+#:   down, across      squares of 64 results in a tile
+UnitNumbers = namedtuple(
+    "UnitNumbers",
+    "group fraction_bits zero_exponent kept_bits smallest_exponent nearest infinity a_smallest b_smallest"
+    " scale_smallest block promotion down across",
+)
+
 #: Formats of elements that kernels cast to.
 ELEMENT_FORMATS = (E4M3, E5M2, E2M1, E3M2, E2M3, INT8)
 
@@ -260,6 +282,12 @@ FIXED: dict[Any, dict[str, tuple]] = {
     Random: _RANDOM,
     Stochastic: {**_TWO_LEVEL, **_RANDOM},
     Maxima: {"amax": pointer(np.int32), "stride": scalar(np.int32), **_SIZES},
+    Strided: {
+        "data": pointer(np.float32),
+        **dict.fromkeys(("start", "outer_stride", "inner_stride"), scalar(np.int64)),
+        **_SIZES,
+    },
+    UnitNumbers: {**dict.fromkeys(UnitNumbers._fields, scalar(np.int32)), "infinity": scalar(np.float32)},
 }
 
 

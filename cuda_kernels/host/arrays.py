@@ -66,6 +66,12 @@ def as_bytes(array):
     return np.asarray(_Memory(array.ctypes.data, array.nbytes, array))
 
 
+def memory_of(array):
+    """Return the memory of an array with elements, flat uint8 from its lowest address on, and where in it it begins."""
+    low, high = np.lib.array_utils.byte_bounds(array)
+    return np.asarray(_Memory(low, high - low, array)), array.ctypes.data - low
+
+
 def _is_torch(value):
     return type(value).__module__.partition(".")[0] == "torch" and hasattr(value, "data_ptr")
 

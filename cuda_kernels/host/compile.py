@@ -199,3 +199,13 @@ def fill_sixteen(typingctx, array, first, value):
         return context.get_dummy_value()
 
     return types.void(array, types.int64, types.float32), emit
+
+
+@intrinsic
+def fused_multiply_add(typingctx, a, b, c):
+    """a * b + c in float32, rounded once."""
+
+    def emit(context, builder, signature, values):
+        return builder.fma(*values)
+
+    return types.float32(types.float32, types.float32, types.float32), emit

@@ -51,7 +51,8 @@ def pieces(rows, columns):
 def append_words(values, words, arrays):
     """Append the words of numbers and arrays to a list, and (place, array) of each array to another.
 
-    An array has two, its address and its bytes, both 0 where it is None; a number has one.
+    An array has two, its address and its bytes, both 0 where it is None; a number has one, a negative one as it is in
+    two's complement.
     """
     for value in values:
         if value is None:
@@ -63,7 +64,7 @@ def append_words(values, words, arrays):
         elif isinstance(value, float | np.float32):
             words.append(int(np.float32(value).view(np.uint32)))
         else:
-            words.append(int(value))
+            words.append(int(value) % (1 << 64))
 
 
 def size(kind):
