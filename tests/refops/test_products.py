@@ -4,7 +4,6 @@ Powers of two are written as numbers of the formats: E4M3 has 2^-9 (subnormal) t
 """
 
 import tracemalloc
-from dataclasses import replace
 from fractions import Fraction
 from math import inf, nan
 
@@ -13,10 +12,23 @@ import product_definition as definition
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from independent import BF16, FP16, F
 
 import refops
 from arrays import assert_same_bits, same_bits
+from product_cases import (
+    BF16,
+    FP16,
+    MXFP4,
+    MXFP8,
+    NVFP4,
+    UNSEEN,
+    F,
+    faulty,
+    operand_formats,
+    random_case,
+    small_cases,
+    values_of,
+)
 from refops import E2M1, E2M3, E3M2, E4M3, E5M2, E8M0
 from refops.products import UNITS, matmul, smallest_exponent, unit
 from refops.rounding import multiply_add
@@ -42,8 +54,6 @@ def dot(row, a, b=None, a_scale=None, b_scale=None, a_format=None, b_format=None
 
 
 HOPPER_FP8, BLACKWELL_FP8 = unit("hopper", E4M3), unit("blackwell", E4M3)
-MXFP8, MXFP4 = (unit("blackwell", fmt, scale_format=E8M0) for fmt in (E4M3, E2M1))
-NVFP4 = unit("blackwell", E2M1, scale_format=E4M3)
 
 
 # --- bits derived by hand -------------------------------------------------------------------------
@@ -222,19 +232,6 @@ def test_signs_infinities_and_nan():
 # --- against the definition -----------------------------------------------------------------------
 
 
-def operand_formats(row):
-    """Pairs of formats that a unit multiplies."""
-    return [(a, b) for a in row.formats for b in row.formats if row.takes(a, b)]
-
-
-def values_of(fmt, codes):
-    """float32 values of codes, 8 bits or 16; those of a format of less bits wrap around."""
-    codes = np.asarray(codes, np.uint16)
-    if isinstance(fmt, np.dtype):
-        return codes.view(fmt).astype(F)
-    return fmt.values[codes & ((1 << fmt.bits) - 1)]
-
-
 def expected(row, formats, a, b, scales, block, promotion):
     """The definition's result of two vectors."""
     numbers, smallest = definition.NUMBERS[row.card, row.name], [definition.SMALLEST[fmt.name] for fmt in formats]
@@ -299,120 +296,6 @@ def test_rows_of_the_table_are_those_of_the_definition(row):
 
 
 # --- faults ---------------------------------------------------------------------------------------
-
-
-def random_case(row, seed):
-    """Arguments of `matmul`: values whose exponents differ widely, some of which cancel, and random scales."""
-    rng = np.random.default_rng(seed)
-    formats = operand_formats(row)[seed % len(operand_formats(row))]
-    k = 2 * row.products + 5
-    a, b = (values_of(fmt, rng.integers(0, 0x7C00, (8, k))) for fmt in formats)
-    a, b = (np.where(np.isfinite(x), x, 0) for x in (a, b))
-    b[:, 1::2] = b[:, :-1:2]  # in pairs of opposite signs
-    a[:, 1::2] = -np.where(rng.random((8, k // 2)) < 0.7, a[:, :-1:2], a[:, 1::2])
-    case = {"a": a, "b": b, "a_format": formats[0], "b_format": formats[1]}
-    if row.scale_format is not None:
-        codes = (107, 147) if row.scale_format is E8M0 else (0, 0x7F)
-        count = -(-k // row.scale_blocks[0])
-        for name in ("a_scale", "b_scale"):
-            case[name] = values_of(row.scale_format, rng.integers(*codes, (8, count)))
-    return case
-
-
-def small_cases(row):
-    """Arguments of `matmul` whose sums are near the smallest numbers of the accumulator, where it can come there."""
-    lowest = row.zero_exponent - row.fraction_bits
-    if row.accumulator.dtype == FP16 and FP16 in row.formats:
-        # 23/16 of the least number; half of it and, with what is kept beside zeros, or is not, more.
-        return [plain_case(FP16, [(23, -28)]), *(plain_case(FP16, [(1, -25), (1, e)]) for e in (lowest, lowest - 1))]
-    if row.accumulator.dtype == FP16:
-        return [plain_case(E5M2, [(1, -24), (1, -26), (1, -27), (1, -28)])]
-    if row.scale_format is None and BF16 in row.formats:
-        # 1.5 * 2^-149; 2^-149 as a sum of numbers down to the lowest bit beside zeros, or one less.
-        ones = [[*ones_below(-149, e), (1, e)] for e in (lowest, lowest - 1)]
-        return [plain_case(BF16, [(3, -150)]), *(plain_case(BF16, pairs) for pairs in ones)]
-    if row is MXFP8:
-        cases = [
-            ([1.5], -149),
-            ([2.0**-i for i in (*range(1, 10), 9)], -149),
-            ([2.0**-i for i in (*range(10), 9)], -150),
-        ]
-        return [scaled_case(row, [[(x, 1) for x in elements]], [exponent]) for elements, exponent in cases]
-    # Two quarters, each half of the lowest bit beside a sum that cancels: cut off alone they would be nothing.
-    apart = [(0.5, 0.5)] + [(0, 0)] * 7 + [(0.5, 0.5)]
-    if row is NVFP4:
-        return [scaled_case(row, [[(6, 6), (6, -6)], part], [16, -18]) for part in (apart, apart[:1])]
-    if row is MXFP4:
-        first = [(6, 6)] * 3 + [(6, 3), (3, 0.5), (0.5, 0.5)]  # 127.75 = 2^7 - 2^-2
-        thirds = [(6, 3), (6, 2), (3, 0.5), (0.5, 0.5)], [(6, 6), (6, 4), (3, 1), (0.5, 1.5)]  # 31.75, 63.75
-        return [
-            scaled_case(row, [[(6, 6), (6, -6)], apart], [0, -34]),
-            scaled_case(row, [[(1.5, 1)]], [-149]),
-            # 2^-149 - 2^-158, 2^-158 - 2^-167, 2^-167 - 2^-174 or 2^-175, and that: 2^-149.
-            scaled_case(row, [first, first, thirds[0], [(0.5, 0.5)]], [-156, -165, -172, -172]),
-            scaled_case(row, [first, first, thirds[1], [(0.5, 0.5)]], [-156, -165, -173, -173]),
-        ]
-    return []
-
-
-def ones_below(top, last):
-    """2^top - 2^last as (integer of 8 bits, exponent)."""
-    middle = max(top - 8, last)
-    return [((1 << (top - middle)) - 1, middle), *(ones_below(middle, last) if middle > last else [])]
-
-
-def plain_case(fmt, products):
-    """Arguments of `matmul` for products integer * 2^exponent, halves of the exponent in either operand."""
-    a = F([[integer * 2.0 ** (exponent // 2) for integer, exponent in products]])
-    b = F([[2.0 ** (exponent - exponent // 2) for _, exponent in products]])
-    return {"a": a, "b": b, "a_format": fmt, "b_format": fmt}
-
-
-def scaled_case(row, parts, exponents):
-    """Arguments of `matmul` for pairs in blocks, the smallest that the unit reads, and exponents of both scales."""
-    block, fmt = row.scale_blocks[-1], row.formats[0]
-    pairs = np.array([pair for part in parts for pair in part + [(0, 0)] * (block - len(part))], F)
-    a_scale = F([[2.0 ** (exponent // 2) for exponent in exponents]])
-    b_scale = F([[2.0 ** (exponent - exponent // 2) for exponent in exponents]])
-    elements = {"a": pairs[None, :, 0], "b": pairs[None, :, 1], "a_format": fmt, "b_format": fmt}
-    return elements | {"a_scale": a_scale, "b_scale": b_scale}
-
-
-def faulty(row):
-    """name -> the unit with one wrong number."""
-    accumulator = row.accumulator
-    other_rounding = {"toward_zero": "nearest_even", "nearest_even": "toward_zero"}[accumulator.rounding]
-    found = {
-        "twice as many products": replace(row, products=2 * row.products),
-        "half as many products": replace(row, products=row.products // 2),
-        "the other rounding": replace(row, accumulator=replace(accumulator, rounding=other_rounding)),
-        "one bit fewer kept": replace(
-            row, accumulator=replace(accumulator, fraction_bits=accumulator.fraction_bits - 1)
-        ),
-    }
-    if accumulator.fraction_bits == 13:  # else the dtype has no more
-        found["one bit more kept"] = replace(row, accumulator=replace(accumulator, fraction_bits=14))
-    if row.added_exactly > 1:
-        found["8 added exactly"] = replace(row, added_exactly=8)
-    for sign in (-1, 1):
-        found[f"fraction bits {sign:+}"] = replace(row, fraction_bits=row.fraction_bits + sign)
-        found[f"zero exponent {sign:+}"] = replace(row, zero_exponent=row.zero_exponent + sign)
-        smallest = replace(accumulator, smallest_exponent=accumulator.smallest_exponent + sign)
-        found[f"smallest exponent {sign:+}"] = replace(row, accumulator=smallest)
-    return found
-
-
-#: Numbers that no result of a unit tells. The smallest product of its elements (E5M2: 2^-32; E2M1 with UE4M3 scales:
-#: 2^-20) is above the lowest bit beside zeros; where the accumulator is float32, far above its smallest numbers, too.
-BESIDE_ZEROS = {"zero exponent -1", "zero exponent +1"}
-SMALLEST = {"smallest exponent -1", "smallest exponent +1"}
-UNSEEN = {
-    "FP8": BESIDE_ZEROS | SMALLEST,
-    "f8f6f4": BESIDE_ZEROS | SMALLEST,
-    "nvf4": BESIDE_ZEROS | SMALLEST,
-    "FP8 in float16": BESIDE_ZEROS,
-    "f8f6f4 in float16": BESIDE_ZEROS,
-}
 
 
 @every_unit

@@ -59,12 +59,13 @@ def matmul(
 
     Raises:
         TypeError, ValueError: as `refops.products.matmul`; also ValueError for a unit that is none of
-            `refops.products.UNITS` and adds more than 256 products at once, or keeps more bits than int32 has.
+            `refops.products.UNITS` and adds more than 256 products at once, keeps more bits than int32 has, or aligns
+            products under different scales.
     """
     a, b = arrays.as_array(a, "a"), arrays.as_array(b, "b")
     a_scale, b_scale = arrays.as_array(a_scale, "a_scale"), arrays.as_array(b_scale, "b_scale")
     operands = check_operands(a, b, unit, a_format, b_format, a_scale, b_scale, promotion)
-    loop = _loop_of(unit)
+    loop = _loop_of(unit, operands.block)
     m, n, k = len(operands.a), len(operands.b), operands.a.shape[1]
     out = np.zeros((m, n), F)
     if out.size and k:
@@ -78,17 +79,17 @@ def matmul(
     return out
 
 
-def _loop_of(unit: Unit) -> Callable[..., Any]:
-    """The compiled loop of a unit."""
-    if unit.products <= DEPTH and unit.added_exactly > 1:
-        return exact(unit.added_exactly)
-    room = 32 - OTHER_BITS - unit.fraction_bits
-    if unit.products > DEPTH or room < 0:
+def _loop_of(unit: Unit, block: int | None) -> Callable[..., Any]:
+    """The compiled loop of a unit, for scales of so many products."""
+    exactly, room = unit.added_exactly, 32 - OTHER_BITS - unit.fraction_bits
+    under_a_scale = exactly if exactly > 1 else unit.products
+    one_scale = block is None or unit.scale_format is None or block % under_a_scale == 0
+    if unit.products > DEPTH or (exactly == 1 and room < 0) or not one_scale:
         raise ValueError(
-            f"unit must add at most {DEPTH} products at once and keep at most {32 - OTHER_BITS} fraction bits; "
-            f"got {unit.products} and {unit.fraction_bits}"
+            f"unit must add at most {DEPTH} products at once, keep at most {32 - OTHER_BITS} fraction bits of each and "
+            f"align only products under one scale; got {unit}"
         )
-    return aligned(math.gcd(unit.products, CHUNK, 1 << room))
+    return exact(exactly) if exactly > 1 else aligned(math.gcd(unit.products, CHUNK, 1 << room))
 
 
 def _tiles_of(m: int, n: int) -> tuple[tuple[int, int], int]:
