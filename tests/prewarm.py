@@ -26,7 +26,10 @@ from host_cases import DTYPES, tensor  # noqa: E402
 import refops  # noqa: E402
 from cuda_kernels import host  # noqa: E402
 from cuda_kernels.emulator import build  # noqa: E402
+from cuda_kernels.host import products  # noqa: E402
 from cuda_kernels.host.compile import folder_of_these_sources  # noqa: E402
+from product_cases import NVFP4, any_case  # noqa: E402
+from refops.products import unit  # noqa: E402
 from refops.survey import SCALINGS  # noqa: E402
 
 #: Every scaling takes it.
@@ -62,7 +65,14 @@ def activate(name):
         host.activation_grad(name, dy, x, dbias=True)
 
 
+def multiply():
+    """The products of tensor cores: units that share loops with these need no others."""
+    for row in (unit("ampere", np.float16), unit("hopper", np.float16), NVFP4):
+        products.matmul(unit=row, **any_case(np.random.default_rng(0), row, SHAPE[:1] * 3, "any"))
+
+
 CALLS = [
+    multiply,
     *(partial(quantize, name) for name in SCALINGS),
     *(partial(activate, name) for name in refops.ACTIVATIONS),
     *(partial(fuse, name) for name in SCALINGS),

@@ -1,5 +1,7 @@
 """Speed of `cuda_kernels.host` at 4096 x 4096 bfloat16 beside `refops` and PyTorch: one run, the same bits.
 
+Products of tensor cores are beside PyTorch's float32 product, below.
+
 Rounds alternate between the competitors, the best of each counts. In `extra_info`: wall and CPU milliseconds of each,
 and both ratios to `host`. Asserted is the larger ratio (`BOUNDS`), with about a fifth of slack: other work on the
 machine disturbs CPU time less, but what PyTorch's threads count as such depends on how long they spin. `refops` runs on
@@ -13,8 +15,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-import refops
+import refops.products
 from cuda_kernels import host
+from cuda_kernels.host import products
 from peers import registry
 from peers.subjects import SUBJECTS, TIMED, comparable, read
 
@@ -98,3 +101,52 @@ def test_speed(benchmark, tensors, name):
     benchmark.extra_info |= {"wall and CPU, ms": {n: tuple(t) for n, t in times.items()}, "wall and CPU ratio": ratios}
     for other, bound in zip(("refops", *OTHERS), BOUNDS[name], strict=True):
         assert other not in ratios or max(ratios[other]) >= bound, f"{other}: {ratios[other]}"
+
+
+# --- products of tensor cores -------------------------------------------------------------------------
+
+SIDE = 1024
+BF16 = np.dtype(ml_dtypes.bfloat16)
+#: Product -> (card, format of elements, format of scales), and how much longer than PyTorch's float32 product of the
+#: same shape it may take. Ampere's unit, which adds the fewest products at once, was some 17, 16-bit ones 12, those of
+#: 32 products 10, NVFP4's 8.
+PRODUCTS = {
+    "ampere bfloat16": (("ampere", BF16, None), 25),
+    "hopper bfloat16": (("hopper", BF16, None), 18),
+    "hopper E4M3": (("hopper", refops.E4M3, None), 15),
+    "blackwell E4M3": (("blackwell", refops.E4M3, None), 15),
+    "blackwell MXFP8": (("blackwell", refops.E4M3, refops.E8M0), 15),
+    "blackwell NVFP4": (("blackwell", refops.E2M1, refops.E4M3), 12),
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_products(benchmark, name):
+    """1024 x 1024 by 1024 x 1024; the sums of a few rows have the reference's bits."""
+    torch = pytest.importorskip("torch")
+    (card, fmt, scale_format), bound = PRODUCTS[name]
+    unit = refops.products.unit(card, fmt, scale_format=scale_format)
+    a, b = np.random.default_rng(0).standard_normal((2, SIDE, SIDE), np.float32)
+    case = {"a_format": fmt, "b_format": fmt}
+    if scale_format is not None:
+        shape = (SIDE, SIDE // unit.scale_blocks[0])
+        case |= dict.fromkeys(("a_scale", "b_scale"), np.ones(shape, np.float32))
+    x, y = (cast_to(fmt, one) for one in (a, b))
+    rows = {key: value[:4] if key == "a_scale" else value for key, value in case.items()}
+    mine = products.matmul(x, y, unit, **case)
+    np.testing.assert_array_equal(mine[:4], refops.products.matmul(x[:4], y, unit, **rows))
+    benchmark.group, benchmark.name = "1024 x 1024 x 1024, host", name
+    benchmark.pedantic(products.matmul, (x, y, unit), case, rounds=3)
+    left, right = torch.from_numpy(a), torch.from_numpy(b).T
+    runs = {"host": lambda: products.matmul(x, y, unit, **case), "PyTorch float32": lambda: left @ right}
+    times = best_times(runs, rounds=9)
+    ratios = tuple(times["host"] / times["PyTorch float32"])
+    benchmark.extra_info |= {"wall and CPU, ms": {n: tuple(t) for n, t in times.items()}, "wall and CPU ratio": ratios}
+    assert min(ratios) <= bound, ratios
+
+
+def cast_to(fmt, x):
+    """float32 values rounded to a format."""
+    if isinstance(fmt, np.dtype):
+        return x.astype(fmt).astype(np.float32)
+    return refops.decode(refops.encode(x, fmt), fmt)

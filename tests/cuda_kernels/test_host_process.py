@@ -334,6 +334,35 @@ def test_memory_besides_outputs_does_not_grow_with_the_tensor():
     python(MEMORY)
 
 
+PRODUCT_MEMORY = """
+import numpy as np, refops
+from cuda_kernels.host import products
+from refops.products import unit
+
+def status(name):
+    line = next(line for line in open("/proc/self/status") if line.startswith(name))
+    return int(line.split()[1]) << 10
+
+def multiply(a, b):
+    return products.matmul(a, b, unit("hopper", refops.E4M3), a_format=refops.E4M3, b_format=refops.E4M3, promotion=128)
+
+a, b = np.ones((24, 1 << 20), np.float32), np.ones((1 << 20, 24), np.float32)
+multiply(a[:, : 1 << 13], b[: 1 << 13].T)
+open("/proc/self/clear_refs", "w").write("5")  # forgets the peak
+before = status("VmRSS")
+multiply(a, b.T)
+grown = status("VmHWM") - before
+assert grown < 8 << 20, grown
+"""
+
+
+@pytest.mark.full
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="the peak cannot be read here")
+def test_products_take_no_memory_besides_results_and_panels():
+    """A copy of either operand would be 96 MiB, the products of one result 4."""
+    python(PRODUCT_MEMORY)
+
+
 # --- the cache on disk ------------------------------------------------------------------------------
 
 CACHED = """

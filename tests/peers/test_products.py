@@ -10,6 +10,7 @@ import pytest
 
 import refops
 from arrays import assert_same_bits, heavy_tailed
+from cuda_kernels.host import products
 from peers import mmasim_products as peer
 from peers.registry import as_numpy
 from refops import E4M3, E5M2
@@ -36,12 +37,19 @@ def test_no_result_differs(mmasim, case):
         assert peer.differing(*case, np.random.default_rng(0), kind, 4096) == (0, 4096), kind
 
 
+@sampled("case", CASES, 19, in_all=9, **every_case)
+def test_no_result_of_the_compiled_loops_differs(mmasim, case):
+    for kind in peer.KINDS_OF_INPUT:
+        assert peer.differing(*case, np.random.default_rng(2), kind, 4096, products.matmul) == (0, 4096), kind
+
+
 @pytest.mark.full
 @pytest.mark.sweep
 @pytest.mark.parametrize("case", CASES, **every_case)
 def test_none_of_a_million_results_differs(mmasim, case):
+    """Of the compiled loops, whose bits are the reference's, and which take a hundredth of the time."""
     for kind in peer.KINDS_OF_INPUT:
-        wrong, count = peer.differing(*case, np.random.default_rng(1), kind, 200_000)
+        wrong, count = peer.differing(*case, np.random.default_rng(1), kind, 200_000, products.matmul)
         assert wrong == 0 and count >= 200_000, kind
 
 
