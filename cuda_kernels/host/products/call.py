@@ -26,8 +26,8 @@ TILES = (4, 4), (2, 4), (1, 4), (1, 2), (1, 1)
 SMALL = 1 << 18
 #: Most products whose integers are added before they become float64: two registers hold 16 broadcast elements twice.
 CHUNK = 16
-#: Bits of a product's integer but for `fraction_bits`: its sign, and two before the point.
-OTHER_BITS = 3
+#: Fraction bits beside which a product's integer in int32, and all sums of FP4 of a group in float64, have room.
+MOST_BITS, MOST_BITS_OF_SUMS = 29, 38
 #: Accumulator's dtype -> the float32 from which on it is infinite.
 INFINITY = {np.dtype(np.float32): F(np.inf), np.dtype(np.float16): F(2.0**16)}
 
@@ -58,9 +58,8 @@ def matmul(
         promotion: products after which the accumulator is added to a float32 sum and starts again at 0, or None.
 
     Raises:
-        TypeError, ValueError: as `refops.products.matmul`; also ValueError for a unit that is none of
-            `refops.products.UNITS` and adds more than 256 products at once, keeps more bits than int32 has, or aligns
-            products under different scales.
+        TypeError, ValueError: as `refops.products.matmul`; also ValueError for a unit of the caller's own that adds, or
+            keeps, more than the loops can, or aligns products under several scales.
     """
     a, b = arrays.as_array(a, "a"), arrays.as_array(b, "b")
     a_scale, b_scale = arrays.as_array(a_scale, "a_scale"), arrays.as_array(b_scale, "b_scale")
@@ -80,16 +79,19 @@ def matmul(
 
 
 def _loop_of(unit: Unit, block: int | None) -> Callable[..., Any]:
-    """The compiled loop of a unit, for scales of so many products."""
-    exactly, room = unit.added_exactly, 32 - OTHER_BITS - unit.fraction_bits
-    under_a_scale = exactly if exactly > 1 else unit.products
-    one_scale = block is None or unit.scale_format is None or block % under_a_scale == 0
-    if unit.products > DEPTH or (exactly == 1 and room < 0) or not one_scale:
+    """The compiled loop of a unit, for scales of so many products; ValueError where none has the bits."""
+    exactly = unit.added_exactly
+    shared, most_bits = (unit.products, MOST_BITS) if exactly == 1 else (exactly, MOST_BITS_OF_SUMS)
+    if unit.products > DEPTH or unit.fraction_bits > most_bits or exactly > CHUNK:
         raise ValueError(
-            f"unit must add at most {DEPTH} products at once, keep at most {32 - OTHER_BITS} fraction bits of each and "
-            f"align only products under one scale; got {unit}"
+            f"unit must add at most {DEPTH} products at once, at most {CHUNK} exactly, and keep at most {most_bits} "
+            f"fraction bits; got {unit}"
         )
-    return exact(exactly) if exactly > 1 else aligned(math.gcd(unit.products, CHUNK, 1 << room))
+    if unit.scale_format is not None and block is not None and block % shared:
+        raise ValueError(f"unit must align products under one scale, of blocks of {block}; got {unit}")
+    if exactly > 1:
+        return exact(exactly)
+    return aligned(math.gcd(unit.products, CHUNK, 1 << (MOST_BITS - unit.fraction_bits)))
 
 
 def _tiles_of(m: int, n: int) -> tuple[tuple[int, int], int]:
