@@ -95,14 +95,10 @@ def make_walk(shared, new_panels, one_panel, fill, add):
                     right = one_panel(rights, (start - tile_start) // LANES)
                     fill(right, b, b_scale, start, k, depth, unit.b_smallest, unit)
                 for top in range(tile_top, bottom, LANES):
-                    rows = min(LANES, bottom - top)
+                    i, rows = (top - tile_top) // LANES, min(LANES, bottom - top)
                     fill(left, a, a_scale, top, k, depth, unit.a_smallest, unit)
                     for start in range(tile_start, side, LANES):
-                        columns, i, j = (
-                            min(LANES, side - start),
-                            (top - tile_top) // LANES,
-                            (start - tile_start) // LANES,
-                        )
+                        j, columns = (start - tile_start) // LANES, min(LANES, side - start)
                         right, sums, place = one_panel(rights, j), accumulators[i, j], (top, start, k)
                         for at in range(0, depth, group):
                             add_rows(left, right, at, place, rows, columns, matrices, unit, scratch, sums)
