@@ -22,9 +22,9 @@ from fuser.recipe import MXFP8BlockScaling, NVFP4BlockScaling
 
 WIDTH, ROWS = 16, 4
 CALLS, ROUNDS, SERIES = 50, 40, 3
-#: How many times torch's own time may come on top of it: 10 us for each of the eight operations where torch takes 29 us
-#: for its modules. Measured were 2.3 to 2.4, where medians of series differ by a tenth; with six times as many processes
-#: on the machine as it has cores, 2.6 to 2.9.
+#: How many times torch's own time may come on top of it: 10 us for each of the eight operations where torch takes 29
+#: us for its modules. Measured were 2.3 to 2.4, where medians of series differ by a tenth; with six times as many
+#: processes on the machine as it has cores, 2.6 to 2.9.
 BOUND = 8 * 10 / 29
 
 #: Recipe -> how many times torch.nn's own step in bfloat16 a step in bfloat16 may take.
