@@ -132,15 +132,15 @@ class Interval(NDArrayOperatorsMixin):
             return value, value, np.isnan(value) | self.nan
         exact = self.lo == self.hi
         if inward:
-            lo, hi = _toward(self.lo, np.inf), _toward(self.hi, -np.inf)
+            lo, hi = toward(self.lo, np.inf), toward(self.hi, -np.inf)
             none = lo > hi  # no float32 between the ends: the one that both round to
             nearest = _nearest(self.lo)
             lo, hi = np.where(none, nearest, lo), np.where(none, nearest, hi)
             lo = np.where(self.lo <= -ROUNDS_TO_INF, np.float32(-np.inf), lo)
             hi = np.where(self.hi >= ROUNDS_TO_INF, np.float32(np.inf), hi)
         else:
-            lo = _toward(np.where(exact, self.lo, _below(self.lo)), -np.inf)
-            hi = _toward(np.where(exact, self.hi, _above(self.hi)), np.inf)
+            lo = toward(np.where(exact, self.lo, _below(self.lo)), -np.inf)
+            hi = toward(np.where(exact, self.hi, _above(self.hi)), np.inf)
         return lo, hi, np.isnan(lo) | self.nan
 
 
@@ -175,7 +175,7 @@ def _nearest(ends):
         return ends.astype(np.float32)
 
 
-def _toward(ends, direction):
+def toward(ends, direction):
     """The nearest float32 at or beyond `ends` in `direction`."""
     nearest = _nearest(ends)
     short = nearest > ends if direction < 0 else nearest < ends

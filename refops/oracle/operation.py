@@ -112,6 +112,8 @@ def _operations():
 
 #: Every operation by name.
 OPERATIONS = _operations()
+#: The product of two operands, each quantized by itself or plain: `refops.oracle.products` binds and judges its calls.
+MATMUL = Operation("matmul", "matmul", None, ("a", "b"), ("y",))
 #: TE puts the d elsewhere in these.
 _TE_SPELLINGS = {"clamped_dswiglu": "dclamped_swiglu", "scaled_clamped_dswiglu": "scaled_dclamped_swiglu"}
 
@@ -240,7 +242,7 @@ class Case:
             of = "a dict of arrays" if tensor is None else f"a {tensor.kind}, which does not say it"
             raise ValueError(f"scaling is required to dequantize {of}; got None")
         if tensor is None:
-            tensor = QuantizedParts("dict", _named_arrays(inputs, QUANTIZED_ARRAYS, "inputs"))
+            tensor = QuantizedParts("dict", named_arrays(inputs, QUANTIZED_ARRAYS, "inputs"))
         tensor.require_scaling(self.scaling, "inputs")
         return self._quantized_of(tensor)
 
@@ -387,7 +389,7 @@ class Case:
         hint = ""
         if self.operation.takes_scaling and self.scaling is None:
             hint = "; codes and scales are the outputs with a scaling: give scaling"
-        outputs = _named_arrays(outputs, self.slots, "outputs", hint)
+        outputs = named_arrays(outputs, self.slots, "outputs", hint)
         if not outputs:
             raise ValueError(f"outputs must hold at least one of {', '.join(self.slots)}; got none")
         return outputs
@@ -444,7 +446,7 @@ def _require_same_dtype(name, expected, outputs):
         raise TypeError(f"{name} must be {expected.dtype}; got {outputs[name].dtype}")
 
 
-def _named_arrays(given, known, what, hint=""):
+def named_arrays(given, known, what, hint=""):
     """Return the entries of `given` under their full names; ValueError, with the hint, for a name not in `known`."""
     named = {}
     for name, value in given.items():

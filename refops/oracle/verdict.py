@@ -19,7 +19,7 @@ from refops.oracle.coverage import coverage_of
 from refops.oracle.enclosure import Bounds
 from refops.oracle.entries import shown_code, shown_entry, shown_range
 from refops.oracle.geometry import stored_index
-from refops.oracle.operation import Case, require_operation
+from refops.oracle.operation import MATMUL, Case, require_operation
 from refops.oracle.quantized_tensors import is_swizzled
 from refops.oracle.quantized_verdict import QuantizedJudge
 from refops.oracle.report import Explanation, Mismatch, Report
@@ -102,6 +102,11 @@ def check(
     require_flag(swizzled_scales, "swizzled_scales")
     if budget is not None:
         require_number(budget, "budget", positive=True)
+    if op == MATMUL.name:
+        from refops.oracle.products import check_product
+
+        _require_defaults({"ulp": ulp, "padding": padding, "random_bits": random_bits, "m_splits": m_splits})
+        return check_product(inputs, outputs, scaling, params, swizzled_scales, diagnose, budget, progress)
     if m_splits is not None:
         from refops.oracle.grouped import check_groups  # which checks each group with this function
 
@@ -141,6 +146,17 @@ def check(
             explanations = coarser_functions(judge, limit)
     report = judge.report(explanations, diagnosed)
     return replace(report, coverage=coverage_of(case, judge.outputs, judge.reference)) if report.ok else report
+
+
+#: Arguments of `check` that say nothing of a product of matrices -> what they have to be for one.
+_NOT_FOR_PRODUCTS = {"ulp": 2, "padding": None, "random_bits": "given", "m_splits": None}
+
+
+def _require_defaults(given):
+    """Raise ValueError where an argument is given that says nothing of a product of matrices."""
+    for name, value in given.items():
+        if value != _NOT_FOR_PRODUCTS[name]:
+            raise ValueError(f"{name} must be {_NOT_FOR_PRODUCTS[name]!r} for {MATMUL.name}; got {shown(value)}")
 
 
 class Acceptable(NamedTuple):

@@ -1,0 +1,108 @@
+"""What cards make of a product, bit for bit: `refops.products` on some rows and columns of it."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from refops.products import CARDS, matmul, product_of
+from refops.products import Product as CardProduct
+from refops.products.cards import operand_format
+from refops.rounding import stored
+from refops.tiles import ceil_div
+
+#: Products after which accumulators of few bits may be emptied, other than the 128 of CUTLASS and DeepGEMM.
+OTHER_INTERVALS = (32, 64, 256, 512, 1024)
+
+
+@dataclass(frozen=True)
+class Order:
+    """One order in which a card computes a product.
+
+    Attributes:
+        card: its name.
+        product: what the card has for the operands.
+    """
+
+    card: str
+    product: CardProduct
+
+    def __str__(self):
+        interval = self.product.promotion
+        return self.card if interval is None else f"{self.card}, promoted after every {interval} products"
+
+    def stored(self, product, rows, columns):
+        """What the card stores of a `Product` at some rows and columns, slices or arrays of indices."""
+        a, b, mine = product.a, product.b, self.product
+        kinds = [operand_format(kind_of(operand)) for operand in (a, b)]
+        sums = matmul(
+            a.elements[rows].astype(np.float32),
+            b.elements[columns].astype(np.float32),
+            mine.unit,
+            a_format=kinds[0],
+            b_format=kinds[1],
+            a_scale=_block_scales(a, rows, mine.block),
+            b_scale=_block_scales(b, columns, mine.block),
+            promotion=mine.promotion,
+        )
+        with np.errstate(all="ignore"):
+            factors = np.float32(product.alpha) * _factor(b, columns).T * _factor(a, rows)
+            result = sums * (factors * np.float32(1 / (a.top * b.top)))
+            for addend in product.addends(rows, columns):
+                result = result + addend.astype(np.float32)
+            return stored(result, product.dtype)
+
+
+def orders_of(product, card=None, split_accumulator=None):
+    """Every `Order` in which cards compute a product; an empty list where none has it.
+
+    Args:
+        card: of this card alone.
+        split_accumulator: whether its accumulator is emptied; None: both, and with no card at other intervals, too.
+    """
+    found = []
+    for name in CARDS if card is None else (card,):
+        try:
+            mine = {split: _product_of(product, name, split) for split in (False, True)}
+        except (TypeError, ValueError):  # the card has no such product
+            continue
+        wanted = (False, True) if split_accumulator is None else (split_accumulator,)
+        found += [Order(name, one) for one in dict.fromkeys(mine[split] for split in wanted)]
+        if card is None and mine[False] != mine[True]:
+            intervals = [interval for interval in OTHER_INTERVALS if interval < product.k]
+            found += [Order(name, CardProduct(mine[True].unit, None, interval)) for interval in intervals]
+    return found
+
+
+def require_card(product, card):
+    """Raise TypeError or ValueError, which name the cards that have it, where a card has no such product."""
+    _product_of(product, card, False)
+
+
+def _product_of(product, card, split):
+    return product_of(card, *map(kind_of, (product.a, product.b)), use_split_accumulator=split)
+
+
+def kind_of(operand):
+    """What `product_of` takes for an operand: its scaling, or the dtype of a plain one."""
+    return operand.elements.dtype if operand.scaling is None else operand.scaling
+
+
+def has_short_sums(product):
+    """Whether a card has a unit of few bits for a product: Hopper, for FP8."""
+    return any(order.product.unit.accumulator.fraction_bits < 23 for order in orders_of(product))
+
+
+def _block_scales(operand, rows, block):
+    """float32 (rows, blocks), each of the operand's scales repeated for the blocks that the card reads; or None."""
+    if block is None:
+        return None
+    scales = operand.scales[rows]
+    if operand.scale_format is not None:
+        scales = np.abs(scales)  # a unit ignores the sign of NVFP4's
+    repeated = np.repeat(scales, operand.block // block, axis=1)
+    return np.ascontiguousarray(repeated[:, : ceil_div(operand.k, block)])
+
+
+def _factor(operand, rows):
+    factor = operand.factor if len(operand.factor) == 1 else operand.factor[rows]
+    return factor.astype(np.float32)

@@ -1,0 +1,250 @@
+"""Which fault explains a wrong product, and where: every known one is tried on some rows and columns, then on all.
+
+A fault explains a dump when the dump lies within the bounds of the product that the fault makes of the right one, where
+it is wrong, and nearer to that product than to the right one; and when it does little harm where the dump is right. The
+sums of a wrong product may be in any order, too. Where nothing does, sums of the few bits of Hopper's FP8 unit are
+granted, and then two faults at once.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from refops.oracle.diagnosis.comparison import DAMAGE, ENOUGH
+from refops.oracle.places import Lines, Place
+from refops.oracle.products.faults import FAULTS, Attempt
+from refops.oracle.products.product import SMALLEST
+from refops.oracle.products.sequential import SequentialProduct
+from refops.oracle.replay import NotApplicable
+from refops.oracle.report import Explanation
+from refops.tiles import cut
+
+F = np.float32
+#: Rows and columns that are looked at first.
+SAMPLE = 40
+#: How much nearer the dump must be to what a fault makes than to the right product, in the median.
+NEARER = 0.25
+#: Explanations that are returned, at most, and that are tried on all of the dump.
+SHOWN, CONFIRMED = 5, 4
+#: Wrong entries below which a fault must explain all.
+FEW = 16
+#: Rows and columns of a tile of results.
+TILE = 512
+
+
+@dataclass(frozen=True)
+class Found:
+    """How a candidate, one fault or two, compares with a dump.
+
+    Attributes:
+        attempt: the `Attempt` that it was applied to.
+        wrong, explained, damaged: results that are wrong, of those within the candidate's bounds, and right results
+            that are not.
+        distance: the median distance of wrong results from the candidate, as a share of that from the right product.
+        number: its place in the order of registration.
+        same: whether the dump has the candidate's bits wherever it was compared.
+    """
+
+    attempt: Attempt
+    wrong: int
+    explained: int
+    damaged: int
+    distance: float
+    number: int
+    same: bool = False
+
+    @property
+    def enough(self):
+        """Whether it explains the dump."""
+        most = ENOUGH if self.wrong >= FEW else 1.0
+        return self.explained >= most * self.wrong and self.distance <= NEARER
+
+    @property
+    def harmless(self):
+        """Whether it changes little that is right."""
+        return self.damaged <= DAMAGE * self.wrong
+
+    @property
+    def rank(self):
+        """Smaller is better."""
+        last = any(convention.last for convention, _ in self.attempt.applied)
+        steps = 0 if self.distance == 0 else max(round(np.log2(max(self.distance, 2.0**-40))) + 40, 0) // 4 + 1
+        partly = self.wrong - self.explained > 0.02 * self.wrong
+        return (last, not self.harmless, not self.same, partly, steps, self.number)
+
+
+def diagnose(product, y, wrong, budget, has_short_sums, single):
+    """Return what explains a wrong dump, best first, a list of `Explanation`; empty where nothing known does.
+
+    Args:
+        product: the right `Product`.
+        y: the dump, (m, n).
+        wrong: bool (m, n).
+        budget: the `Budget`.
+        has_short_sums: whether the sums may be those of Hopper's FP8 unit.
+        single: whether one fault must explain all by itself, with float32 sums.
+    """
+    if not wrong.any():
+        return []
+    search = Search(product, y, wrong, budget)
+    for short in (False, True) if has_short_sums else (False,):
+        found = search.singles(short)
+        if found:
+            return search.said(found, short)
+    return [] if single else search.said(search.pairs(), False)
+
+
+class Search:
+    """One diagnosis.
+
+    Attributes:
+        product, y, wrong, budget: as given.
+        rows, columns: indices of those that are looked at first.
+    """
+
+    def __init__(self, product, y, wrong, budget):
+        self.product, self.y, self.wrong, self.budget = product, y, wrong, budget
+        rows = np.flatnonzero(wrong.any(axis=1))
+        self.rows = _spread(rows)
+        self.columns = _spread(np.flatnonzero(wrong[self.rows].any(axis=0)))
+        self.here = wrong[np.ix_(self.rows, self.columns)]
+        self.right = product.exact(self.rows, self.columns)
+
+    # --- candidates -------------------------------------------------------------------------------
+
+    def candidates(self):
+        """Every fault with every choice."""
+        for fault in FAULTS.values():
+            try:
+                choices = fault.choices_for(Attempt(self.product, self.y))
+            except NotApplicable:
+                continue
+            yield from (((fault, choice),) for choice in choices)
+
+    def singles(self, short):
+        """What single faults explain, best first."""
+        return self._best(self.candidates(), short)
+
+    def pairs(self):
+        """What two faults of different parts explain together, best first: those whose product each moves toward y."""
+        useful = [candidate[0] for candidate in self.candidates() if self._is_cheap(candidate[0][0])]
+        both = (
+            (first, second)
+            for number, first in enumerate(useful)
+            for second in useful[number + 1 :]
+            if first[0].stage != second[0].stage or self._operands(first) != self._operands(second)
+        )
+        return self._best((pair for pair in both if pair[0][0] is not pair[1][0]), False)
+
+    @staticmethod
+    def _is_cheap(fault):
+        """Whether a fault is tried with others: sums in 16 bits take long, a fitted factor explains too much."""
+        return not fault.last and fault.stage not in ("sums", "rounding")
+
+    @staticmethod
+    def _operands(item):
+        choice = item[1]
+        return choice[0] if isinstance(choice, tuple) else choice
+
+    def _best(self, candidates, short):
+        found = []
+        for number, candidate in enumerate(candidates):
+            if self.budget.is_spent():
+                break
+            try:
+                one = self._tried(candidate, number, short)
+            except NotApplicable:
+                continue
+            if one.enough:
+                found.append(one)
+        return sorted(found, key=lambda one: one.rank)
+
+    # --- comparing --------------------------------------------------------------------------------
+
+    def _tried(self, candidate, number, short):
+        attempt = Attempt(self.product, self.y)
+        for fault, choice in candidate:
+            fault.apply(attempt, choice)
+        return self._compared(attempt, self.rows, self.columns, self.here, self.right, number, short)
+
+    def _compared(self, attempt, rows, columns, wrong, right, number, short):
+        """The `Found` of an attempt on some rows and columns."""
+        y = attempt.y[rows][:, columns].astype(F)
+        bounds = attempt.product.bounds(rows, columns, short=short)
+        inside = bounds.contain(y)
+        explained, damaged = (int(np.count_nonzero(part)) for part in (wrong & inside, ~wrong & ~inside))
+        if not explained:
+            return Found(attempt, int(np.count_nonzero(wrong)), 0, damaged, np.inf, number)
+        made = attempt.product.stored(rows, columns).astype(np.float64)
+        mine = np.abs(y.astype(np.float64) - made)
+        others = np.abs(self.y[rows][:, columns].astype(np.float64) - right)
+        if attempt.y is not self.y:  # the dump is read otherwise: where it lies is what was wrong
+            others = np.abs(made - right) + others
+        same = (y == made) | (np.isnan(y) & np.isnan(made))
+        share = np.where(same, 0.0, mine / np.maximum(others, SMALLEST))
+        distance = float(np.median(np.where(np.isnan(share), np.inf, share)[wrong]))
+        return Found(attempt, int(np.count_nonzero(wrong)), explained, damaged, distance, number, bool(same.all()))
+
+    # --- what is said -----------------------------------------------------------------------------
+
+    def said(self, found, short):
+        """The `Explanation` of each of the first candidates, tried on all of the dump."""
+        explanations, names = [], set()
+        for one in found[: 4 * CONFIRMED]:
+            name = tuple(fault.name for fault, _ in one.attempt.applied)
+            if name in names or len(explanations) == SHOWN:
+                continue
+            explanation = self._confirmed(one, short)
+            if explanation is not None:
+                names.add(name)
+                explanations.append(explanation)
+        return explanations
+
+    def _confirmed(self, found, short):
+        """The `Explanation` of a candidate that explains all of the dump, or all of a place; None where it does not."""
+        attempt = found.attempt
+        if isinstance(attempt.product, SequentialProduct):  # too slow for all of a large one
+            return self._explanation(attempt, found.explained / found.wrong, found.same, None, sampled=True)
+        inside, same = np.empty(self.wrong.shape, bool), True
+        for rows in cut(self.wrong.shape[0], TILE):
+            for columns in cut(self.wrong.shape[1], TILE):
+                y = attempt.y[rows, columns]
+                inside[rows, columns] = attempt.product.bounds(rows, columns, short=short).contain(y.astype(F))
+                same = same and np.array_equal(attempt.product.stored(rows, columns), y)
+        wrong = int(np.count_nonzero(self.wrong))
+        explained = int(np.count_nonzero(self.wrong & inside))
+        if explained < ENOUGH * wrong:
+            return None
+        place, damaged = _place_of(self.wrong), ~self.wrong & ~inside
+        there = damaged & place.mask(self.wrong.shape)
+        if np.count_nonzero(there) > DAMAGE * wrong:
+            return None
+        if 2 * np.count_nonzero(there) >= np.count_nonzero(damaged):  # it is followed elsewhere, too
+            place = None
+        return self._explanation(attempt, explained / wrong, same, place)
+
+    def _explanation(self, attempt, share, same, place, sampled=False):
+        names = tuple(fault.name for fault, _ in attempt.applied)
+        sentences = [
+            fault.sentence.format_map({**attempt.facts, **attempt.facts[fault.name]}) for fault, _ in attempt.applied
+        ]
+        return Explanation(
+            names, "; besides: ".join(s.rstrip(".") for s in sentences) + ".", share, same, sampled, place
+        )
+
+
+def _spread(lines):
+    """At most `SAMPLE` of some lines, spread over them."""
+    if len(lines) <= SAMPLE:
+        return lines
+    return lines[np.linspace(0, len(lines) - 1, SAMPLE).astype(int)]
+
+
+def _place_of(wrong):
+    """The `Place` of the rows and columns that are wrong."""
+    lines = []
+    for axis, size in ((1, wrong.shape[0]), (0, wrong.shape[1])):
+        marked = np.flatnonzero(wrong.any(axis=axis))
+        one = Lines(size, int(marked[0]), int(marked[-1]))
+        lines.append(None if one.is_all else one)
+    return Place((), *lines)

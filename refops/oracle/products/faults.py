@@ -1,0 +1,608 @@
+"""The known ways in which a product of matrices goes wrong: one small function each, a name, a sentence for the user.
+
+    @fault("bias-missing", "The bias is not added.", part="bias")
+    def bias_missing(attempt):
+        attempt.require(attempt.product.bias is not None)
+        attempt.change(bias=None)
+
+They are the conventions of products (`Convention` of `refops.oracle.conventions.registry`): each changes the `Product`
+of an `Attempt`, or how the dump is read, and says in `attempt.facts` the words that its sentence needs. Nothing is
+computed here. The order of registration breaks ties; `last` puts a fault behind all others.
+"""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+
+from refops.arguments import BFLOAT16
+from refops.formats import FORMATS
+from refops.oracle.conventions.registry import Convention
+from refops.oracle.products.operands import Operand, direction_of
+from refops.oracle.products.sequential import SequentialProduct
+from refops.oracle.replay import NotApplicable
+from refops.quantization.dequantize import DequantizedSource
+from refops.quantization.result import reorder_scales
+from refops.rounding import round_once
+from refops.tiles import materialize
+
+F = np.float32
+FLOAT16 = np.dtype(np.float16)
+HALVES = {"float16": FLOAT16, "bfloat16": BFLOAT16}
+#: Which operands a fault is in.
+OPERANDS = {"a": ("a",), "b": ("b",), "both": ("a", "b")}
+#: Terms that a kernel takes in one step, or in one part of a split sum.
+STEPS = (8, 16, 32, 64, 128, 256, 512)
+PARTS = (2, 3, 4, 8)
+
+#: Every fault by name, in the order of registration.
+FAULTS: dict[str, Convention] = {}
+
+
+class Attempt:
+    """A product and a dump of it, which a fault changes.
+
+    Attributes:
+        product: the `Product`.
+        y: the dump, (m, n).
+        facts: words for sentences.
+        applied, changed: what `Convention.apply` notes.
+    """
+
+    def __init__(self, product, y):
+        self.product, self.y = product, y
+        self.facts, self.applied, self.changed = {}, (), set()
+
+    def require(self, condition):
+        """NotApplicable unless a condition holds."""
+        if not condition:
+            raise NotApplicable
+
+    def change(self, **changes):
+        """Change fields of the product."""
+        self.product = replace(self.product, **changes)
+
+    def change_operands(self, names, function):
+        """Change operands, named as in `OPERANDS`; NotApplicable where the function changes none."""
+        operands = {name: getattr(self.product, name) for name in OPERANDS[names]}
+        changed = {name: function(operand) for name, operand in operands.items()}
+        self.require(all(changed[name] is not operand for name, operand in operands.items()))
+        self.facts["operand"] = "both operands" if names == "both" else names
+        self.change(**changed)
+
+
+def fault(name, sentence, *, part, choices=None, last=False):
+    """Register a function that changes an `Attempt`; `part`: what of the product it changes, "layout" of a reading."""
+    if choices is not None and not callable(choices):
+        fixed = tuple(choices)
+        choices = lambda attempt: fixed  # noqa: E731
+
+    def register(function):
+        FAULTS[name] = Convention(name, sentence, function, part, choices, last=last)
+        return function
+
+    return register
+
+
+def in_operands(*others):
+    """Choices: each of `OPERANDS`, with each of some others."""
+    return tuple((names, *rest) for names in OPERANDS for rest in _pairs(others))
+
+
+def _pairs(lists):
+    return [()] if not lists else [(one, *rest) for one in lists[0] for rest in _pairs(lists[1:])]
+
+
+# --- the result as it lies ------------------------------------------------------------------------
+
+
+@fault("result-transposed", "The result is written transposed.", part="layout")
+def result_transposed(attempt):
+    m, n = attempt.y.shape
+    attempt.require(m > 1 and n > 1)
+    attempt.y = attempt.y.reshape(n, m).T
+
+
+# --- scales ---------------------------------------------------------------------------------------
+
+
+def _scaled(operand):
+    """Whether an operand has scales of blocks, or one of the tensor."""
+    return operand.quantized is not None
+
+
+def _with_changed_scales(operand, function):
+    """The operand with a function of its scales: those of its blocks, or that of the tensor where it has no others."""
+    if not _scaled(operand):
+        return operand
+    if operand.scales is None:
+        return replace(operand, factor=function(operand.factor.astype(np.float64)))
+    return operand.with_scales(function(operand.scales))
+
+
+@fault(
+    "scales-of-other-operand",
+    "The scales of {operand} are those of the other operand.",
+    part="scales",
+    choices=OPERANDS,
+)
+def scales_of_other_operand(attempt, names):
+    product = attempt.product
+    others = {"a": product.b, "b": product.a}
+
+    def changed(operand):
+        other = others[operand.name]
+        attempt.require(_scaled(operand) and _scaled(other) and operand.block == other.block)
+        if operand.scales is None:
+            return replace(operand, factor=other.factor)
+        return operand.with_scales(other.scales[np.arange(operand.rows) % other.rows])
+
+    attempt.change_operands(names, changed)
+
+
+@fault("scales-missing", "The scales of {operand} are missing.", part="scales", choices=OPERANDS)
+def scales_missing(attempt, names):
+    attempt.change_operands(names, lambda operand: _with_changed_scales(operand, np.ones_like))
+
+
+@fault("scales-twice", "The scales of {operand} are multiplied with twice.", part="scales", choices=OPERANDS)
+def scales_twice(attempt, names):
+    attempt.change_operands(names, lambda operand: _with_changed_scales(operand, np.square))
+
+
+@fault(
+    "scales-inverted",
+    "The scales of {operand} are the reciprocals: what is multiplied with is to be divided by.",
+    part="scales",
+    choices=OPERANDS,
+)
+def scales_inverted(attempt, names):
+    attempt.change_operands(names, lambda operand: _with_changed_scales(operand, np.reciprocal))
+
+
+def _two_levels(operand):
+    return operand.quantized is not None and operand.layout.two_level
+
+
+@fault(
+    "tensor-scale-missing",
+    "The scale of the tensor, which stands above those of its blocks, is missing for {operand}.",
+    part="factor",
+    choices=OPERANDS,
+)
+def tensor_scale_missing(attempt, names):
+    attempt.change_operands(names, lambda o: replace(o, factor=np.ones((1, 1)), top=1.0) if _two_levels(o) else o)
+
+
+@fault(
+    "amax-undivided",
+    "The scale of the tensor is its amax for {operand}: it is not divided by {top:g}.",
+    part="factor",
+    choices=OPERANDS,
+)
+def amax_undivided(attempt, names):
+    def undivided(operand):
+        attempt.require(_two_levels(operand))
+        attempt.facts["top"] = operand.top
+        return replace(operand, top=1.0)
+
+    attempt.change_operands(names, undivided)
+
+
+@fault(
+    "tensor-scale-twice",
+    "The scale of the tensor, which stands above those of its blocks, is multiplied with twice for {operand}.",
+    part="factor",
+    choices=OPERANDS,
+)
+def tensor_scale_twice(attempt, names):
+    attempt.change_operands(names, _squared_factor)
+
+
+def _squared_factor(operand):
+    if not _two_levels(operand):
+        return operand
+    return replace(operand, factor=operand.factor.astype(np.float64) ** 2, top=operand.top**2)
+
+
+def _relaid(operand, function):
+    """The operand whose stored scales are changed by a function of (layout, name of the array, array)."""
+    if operand.scales is None:
+        return operand
+    q, name = operand.quantized, f"{direction_of(operand.columnwise)}_scale_inv"
+    q = q.unswizzled() if q.with_gemm_swizzled_scales else q
+    stored = getattr(q, name)
+    changed = function(q.scaling.layout, name, stored)
+    if np.array_equal(changed, stored):
+        return operand
+    return operand.reread(replace(q, **{name: np.ascontiguousarray(changed)}))
+
+
+def _orders(attempt):
+    """Operands, and in which order their scales are wrongly read: first the one that they were not given in."""
+    product = attempt.product
+    given = any(one.quantized is not None and one.quantized.with_gemm_swizzled_scales for one in (product.a, product.b))
+    return [(names, to_swizzled) for to_swizzled in (given, not given) for names in OPERANDS]
+
+
+@fault(
+    "scales-order",
+    "The scales of {operand} are read {how}.",
+    part="scales",
+    choices=_orders,
+)
+def scales_order(attempt, choice):
+    names, to_swizzled = choice
+    words = {True: "in plain order, but lie in GEMM order", False: "in GEMM order, but lie in plain order"}
+
+    def reordered(layout, name, stored):
+        attempt.require(layout.scale_order == "gemm")
+        return reorder_scales(layout, name, stored, to_swizzled=to_swizzled)
+
+    attempt.change_operands(names, lambda operand: _relaid(operand, reordered))
+    attempt.facts["how"] = words[to_swizzled]
+
+
+@fault("scales-transposed", "The scales of {operand} are read transposed.", part="scales", choices=OPERANDS)
+def scales_transposed(attempt, names):
+    def transposed(layout, name, stored):
+        return stored.reshape(stored.shape[::-1]).T
+
+    attempt.change_operands(names, lambda operand: _relaid(operand, transposed))
+
+
+@fault(
+    "scales-shifted",
+    "The scales of {operand} are those of the {which}{end}.",
+    part="scales",
+    choices=in_operands(
+        ((1, 1, "next block"), (1, -1, "block before"), (0, 1, "next row"), (0, -1, "row before")), ("around", "last")
+    ),
+)
+def scales_shifted(attempt, choice):
+    names, (axis, step, which), end = choice
+
+    def shifted(operand):
+        attempt.require(operand.scales is not None)
+        count = operand.scales.shape[axis]
+        attempt.require(count > 1)
+        places = np.arange(count) + step
+        places = places % count if end == "around" else np.clip(places, 0, count - 1)
+        changed = np.take(operand.scales, places, axis=axis)
+        return operand if np.array_equal(changed, operand.scales) else operand.with_scales(changed)
+
+    attempt.change_operands(names, shifted)
+    attempt.facts["which"] = which
+    attempt.facts["end"] = ", around the end" if end == "around" else ""
+
+
+# --- elements -------------------------------------------------------------------------------------
+
+
+@fault(
+    "nibbles-swapped",
+    "The two codes of a byte of {operand} are read in the other order.",
+    part="elements",
+    choices=("a", "b"),
+)
+def nibbles_swapped(attempt, name):
+    def swapped(operand):
+        attempt.require(operand.quantized is not None and operand.layout.packed == 2)
+        rows, k = operand.elements.shape
+        return replace(operand, elements=operand.elements.reshape(rows, k // 2, 2)[:, :, ::-1].reshape(rows, k))
+
+    attempt.change_operands(name, swapped)
+
+
+@fault(
+    "other-format",
+    "The codes of {operand} are read as {read}, but are {own}.",
+    part="elements",
+    choices=in_operands(tuple(FORMATS)),
+)
+def other_format(attempt, choice):
+    names, read = choice
+    fmt = FORMATS[read]
+
+    def decoded(operand):
+        attempt.require(operand.fmt not in (None, fmt) and len(operand.fmt.values) == len(fmt.values))
+        attempt.facts["read"], attempt.facts["own"] = fmt, operand.fmt
+        return replace(operand, elements=fmt.values[operand.codes()], fmt=fmt)
+
+    attempt.change_operands(names, decoded)
+
+
+@fault(
+    "operand-transposed",
+    "The elements of {operand} are read as if they lay transposed.",
+    part="elements",
+    choices=OPERANDS,
+)
+def operand_transposed(attempt, names):
+    def transposed(operand):
+        attempt.require(operand.quantized is None or operand.layout.packed == 1)
+        rows, k = operand.elements.shape
+        elements = operand.elements
+        read = elements.T.reshape(rows, k) if operand.stored_k_first else elements.reshape(k, rows).T
+        return replace(operand, elements=read)
+
+    attempt.change_operands(names, transposed)
+
+
+@fault(
+    "other-copy",
+    "{operand}: the {other} copy is read{how}, where the {own} one runs along the sums.",
+    part="elements",
+    choices=in_operands(("data", "data and scales", "values")),
+)
+def other_copy(attempt, choice):
+    names, how = choice
+    words = {"data": " with the scales of the other", "data and scales": " as it lies", "values": ""}
+
+    def read(operand):
+        q, own, other = operand.quantized, direction_of(operand.columnwise), direction_of(not operand.columnwise)
+        attempt.require(q is not None and getattr(q, f"{other}_data") is not None)
+        attempt.facts |= {"own": own, "other": other, "how": words[how]}
+        if how == "values":
+            right = Operand.read(operand.name, q, not operand.columnwise)
+            values = right.values(slice(None)).T.astype(F)
+            attempt.require(right.factor.shape[0] == 1)
+            return replace(
+                operand, elements=np.ascontiguousarray(values), scales=None, factor=right.factor, top=right.top
+            )
+        arrays = ["data"] if how == "data" else ["data", "scale_inv"]
+        changes = {}
+        for what in arrays:
+            mine, theirs = (getattr(q, f"{direction}_{what}") for direction in (own, other))
+            attempt.require(mine.size == theirs.size)
+            changes[f"{own}_{what}"] = np.ascontiguousarray(theirs).reshape(mine.shape)
+        return Operand.read(operand.name, replace(q, **changes), operand.columnwise)
+
+    attempt.change_operands(names, read)
+
+
+@fault(
+    "transform-undone",
+    "The Hadamard transform of {operand} is undone before the product; that of the other operand is not.",
+    part="elements",
+    choices=("a", "b"),
+)
+def transform_undone(attempt, name):
+    def undone(operand):
+        attempt.require(operand.columnwise and operand.scaling is not None and operand.scaling.hadamard is not None)
+        only = {f"rowwise_{what}": None for what in ("data", "scale_inv")} | {"amax_rowwise": None}
+        values = materialize(DequantizedSource(replace(operand.quantized, **only)), F).reshape(-1, operand.rows).T
+        return replace(operand, elements=np.ascontiguousarray(values), scales=None, factor=np.ones((1, 1)), top=1.0)
+
+    attempt.change_operands(name, undone)
+
+
+def _tf32(values):
+    """float32 cut off to the 10 bits that TF32 keeps."""
+    return (np.ascontiguousarray(values, F).view(np.uint32) & np.uint32(0xFFFFE000)).view(F)
+
+
+def _narrowing(dtype):
+    """Function of float32 values: the same, rounded to a dtype."""
+    return lambda values: values.astype(dtype).astype(F)
+
+
+#: What an operand may be rounded to before it is multiplied.
+NARROWED = {"TF32": _tf32, **{name: _narrowing(dtype) for name, dtype in HALVES.items()}}
+
+
+@fault(
+    "operand-rounded",
+    "The values of {operand} are rounded to {to} before they are multiplied.",
+    part="elements",
+    choices=in_operands(tuple(NARROWED)),
+)
+def operand_rounded(attempt, choice):
+    names, attempt.facts["to"] = choice
+
+    def rounded(operand):
+        values = operand.values(slice(None)) * operand.factor_of(slice(None))
+        narrow = NARROWED[choice[1]](values.astype(F))
+        if np.array_equal(narrow, values):
+            return operand
+        return replace(operand, elements=narrow, scales=None, factor=np.ones((1, 1)), top=1.0)
+
+    attempt.change_operands(names, rounded)
+
+
+# --- terms of the sums ----------------------------------------------------------------------------
+
+
+def _ranges(attempt):
+    """Runs of terms that a kernel may lose: its last or first step, or one of several parts of the sum."""
+    k, found = attempt.product.k, {}
+    for step in STEPS:
+        rest = k % step or step
+        if rest < k:
+            found[k - rest, k] = f"the last {rest}"
+        if step < k:
+            found[0, step] = f"the first {step}"
+    for parts in PARTS:
+        size = math.ceil(k / parts)
+        for start in range(0, k, size):
+            stop = min(start + size, k)
+            if stop - start < k:
+                found.setdefault((start, stop), f"those from {start} to {stop - 1}")
+    return [(start, stop, words) for (start, stop), words in found.items()]
+
+
+def _weighted(attempt, start, stop, weight):
+    """Count some terms with a weight."""
+
+    def weighted(operand):
+        elements = operand.elements.astype(F)
+        elements[:, start:stop] *= F(weight)
+        return replace(operand, elements=elements)
+
+    attempt.change_operands("a", weighted)
+
+
+@fault("terms-missing", "Terms of the sums are missing: {which} of {k}.", part="terms", choices=_ranges)
+def terms_missing(attempt, choice):
+    start, stop, attempt.facts["which"] = choice
+    attempt.facts["k"] = attempt.product.k
+    _weighted(attempt, start, stop, 0)
+
+
+@fault("terms-twice", "Terms of the sums are added twice: {which} of {k}.", part="terms", choices=_ranges)
+def terms_twice(attempt, choice):
+    start, stop, attempt.facts["which"] = choice
+    attempt.facts["k"] = attempt.product.k
+    _weighted(attempt, start, stop, 2)
+
+
+@fault(
+    "sums-in-half",
+    "Sums are kept in {dtype}: they are rounded to it after every {step}.",
+    part="sums",
+    choices=tuple((name, step) for name in HALVES for step in (1, 2, 4, *STEPS)),
+)
+def sums_in_half(attempt, choice):
+    name, step = choice
+    attempt.require(step < attempt.product.k)
+    attempt.facts["dtype"], attempt.facts["step"] = name, "term" if step == 1 else f"{step} terms"
+    attempt.product = SequentialProduct.of(attempt.product, HALVES[name], step)
+
+
+# --- what follows the sums ------------------------------------------------------------------------
+
+
+@fault("alpha-missing", "alpha, {alpha:g}, is missing.", part="alpha")
+def alpha_missing(attempt):
+    attempt.facts["alpha"] = attempt.product.alpha
+    attempt.require(attempt.product.alpha != 1)
+    attempt.change(alpha=1.0)
+
+
+@fault("alpha-inverted", "The product is divided by alpha, {alpha:g}, not multiplied with it.", part="alpha")
+def alpha_inverted(attempt):
+    attempt.facts["alpha"] = alpha = attempt.product.alpha
+    attempt.require(alpha not in (0, 1))
+    attempt.change(alpha=1 / alpha)
+
+
+@fault(
+    "alpha-on-all",
+    "alpha, {alpha:g}, multiplies the sum with what is added too, not the product alone.",
+    part="alpha",
+)
+def alpha_on_all(attempt):
+    product = attempt.product
+    attempt.facts["alpha"] = alpha = product.alpha
+    attempt.require(alpha != 1 and product.addends(slice(0, 1), slice(0, 1)))
+    bias = None if product.bias is None else alpha * product.bias
+    attempt.change(bias=bias, beta=alpha * product.beta)
+
+
+@fault(
+    "bias-wrong",
+    "The bias is {how}.",
+    part="bias",
+    choices=("not added", "added twice", "subtracted", "added along rows"),
+)
+def bias_wrong(attempt, how):
+    bias = attempt.product.bias
+    attempt.require(bias is not None)
+    attempt.facts["how"] = how
+    if how == "added along rows":
+        attempt.require(attempt.product.shape[0] == len(bias) and attempt.product.c is None)
+        attempt.change(c=np.broadcast_to(bias[:, None], attempt.product.shape), beta=1.0, bias=None)
+        return
+    attempt.change(bias={"not added": None, "added twice": 2 * bias, "subtracted": -bias}[how])
+
+
+@fault(
+    "accumulation-wrong",
+    "What the product is to be added to, c, is {how}.",
+    part="c",
+    choices=("not added", "added twice", "subtracted", "added without beta"),
+)
+def accumulation_wrong(attempt, how):
+    product = attempt.product
+    attempt.require(product.c is not None)
+    attempt.facts["how"] = how
+    if how == "not added":
+        attempt.change(c=None)
+        return
+    beta = {"added twice": 2 * product.beta, "subtracted": -product.beta, "added without beta": 1.0}[how]
+    attempt.require(beta != product.beta)
+    attempt.change(beta=beta)
+
+
+def _rounding(dtype):
+    """Function of float64 values: the same, rounded to a dtype."""
+    return lambda values: round_once(values, dtype).astype(np.float64)
+
+
+@fault(
+    "rounded-before-adding",
+    "The product is rounded to {dtype} before {what} is added.",
+    part="rounding",
+    choices=HALVES,
+)
+def rounded_before_adding(attempt, name):
+    product = attempt.product
+    added = ["c"] * (product.c is not None) + ["the bias"] * (product.bias is not None)
+    attempt.require(added)
+    attempt.facts["dtype"], attempt.facts["what"] = name, " or ".join(added)
+    attempt.change(first=_rounding(HALVES[name]))
+
+
+@fault("result-rounded", "The result is rounded to {dtype} before it is stored.", part="rounding", choices=HALVES)
+def result_rounded(attempt, name):
+    attempt.require(HALVES[name] != attempt.product.dtype)
+    attempt.facts["dtype"] = name
+    attempt.change(last=_rounding(HALVES[name]))
+
+
+@fault("result-cut-off", "The result is cut off to {dtype}, toward zero, not rounded to nearest.", part="rounding")
+def result_cut_off(attempt):
+    dtype = attempt.product.dtype
+    attempt.require(dtype in HALVES.values())
+    attempt.facts["dtype"] = dtype
+
+    def cut_off(values):
+        nearest = round_once(values, dtype)
+        toward_zero = np.nextafter(nearest, np.zeros_like(nearest))
+        too_large = np.abs(nearest.astype(np.float64)) > np.abs(values)
+        return np.where(too_large, toward_zero, nearest).astype(np.float64)
+
+    attempt.change(last=cut_off)
+
+
+@fault(
+    "activation-applied",
+    "{name} is applied to the result.",
+    part="activation",
+    choices=("relu", "clipped to the largest finite value"),
+)
+def activation_applied(attempt, name):
+    attempt.require(name == "relu" or attempt.product.dtype == FLOAT16)
+    largest = float(np.finfo(np.float16).max)
+    attempt.facts["name"] = "relu" if name == "relu" else "A limit, the largest finite value,"
+    least, greatest = (0.0, np.inf) if name == "relu" else (-largest, largest)
+    attempt.change(last=lambda values: np.clip(values, least, greatest))
+
+
+@fault("sign", "The product has the other sign.", part="alpha")
+def sign(attempt):
+    attempt.change(alpha=-attempt.product.alpha)
+
+
+@fault("other-factor", "The product is multiplied with {factor:.6g} besides.", part="alpha", last=True)
+def other_factor(attempt):
+    product, y = attempt.product, attempt.y
+    rows, columns = (np.linspace(0, size - 1, min(size, 32)).astype(int) for size in product.shape)
+    sums = product.sums(rows, columns)[0]
+    rest = y[rows][:, columns].astype(np.float64) - sum(product.addends(rows, columns))
+    ratios = rest / sums
+    ratios = ratios[np.isfinite(ratios) & (np.abs(sums) > np.median(np.abs(sums)))]
+    attempt.require(ratios.size)
+    attempt.facts["factor"] = factor = float(np.median(ratios))
+    attempt.require(factor not in (0, 1) and math.isfinite(factor))
+    attempt.change(factor=factor)

@@ -1,0 +1,288 @@
+"""The check of a product: the bits of a card's order, else the bound of any order of float32 sums, else wrong."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from refops.oracle.enclosure import Bounds
+from refops.oracle.entries import shown_entry, shown_range
+from refops.oracle.products.cards import has_short_sums, orders_of
+from refops.oracle.products.case import ProductCase
+from refops.oracle.products.product import SHORT_BITS
+from refops.oracle.report import Mismatch, Report
+from refops.oracle.tally import Tally, bits_of, distance_of
+from refops.tiles import cut
+
+F = np.float32
+#: Rows and columns of a tile of results that is judged at once.
+TILE = 512
+#: Products of elements, at most, that are added up to compare a dump with one order of a card.
+MOST_PRODUCTS = 1 << 20
+#: What the bound of sums may be, as a share of the typical result, before the report says so.
+WIDE = 2.0**-6
+#: From so many wrong entries on, one value in all of them is no accident.
+MANY_WRONG = 16
+
+
+@dataclass(frozen=True)
+class ProductReport(Report):
+    """What `check` found of a product.
+
+    Attributes:
+        order: "card" where some card's order gives the bits of the dump, "float32" where it is right for some order of
+            float32 sums, "short" where it is right for none, but for sums of the few bits that Hopper's FP8 unit keeps,
+            "wrong".
+        cards: the cards whose bits these are, with the interval of promotion.
+        compared: results of which the bits were compared with those of cards.
+    """
+
+    order: str = "wrong"
+    cards: tuple[str, ...] = ()
+    compared: int = 0
+
+    def headline(self) -> str:
+        """The verdict in one line."""
+        return f"{'RIGHT' if self.ok else 'WRONG'}: {self.operation}: {self.settings}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data for JSON: that of `Report`, and its own attributes."""
+        return super().as_dict() | {"order": self.order, "cards": list(self.cards), "compared": self.compared}
+
+
+def check_product(inputs, outputs, scaling, params, swizzled_scales, diagnosing, budget, progress):
+    """Return the `ProductReport` on a dump; arguments as for `refops.oracle.check`."""
+    case = ProductCase(inputs, scaling, params, swizzled_scales=swizzled_scales)
+    y = case.fit_outputs(outputs)[0]["y"]
+    with np.errstate(all="ignore"):
+        judge = ProductJudge(case, y)
+        judge.run()
+        explanations, diagnosed = [], diagnosing and not case.is_empty and bool(judge.tally.count)
+        doubtful = judge.order == "short"
+        if diagnosed or doubtful:
+            from refops.oracle.diagnosis import Budget
+            from refops.oracle.products.diagnosis import diagnose  # a right dump does not pay for its import
+
+            limit = Budget(budget, progress)
+            has_short_sums = judge.has_short_sums and not doubtful
+            explanations = diagnose(judge.product, judge.y, judge.doubted, limit, has_short_sums, single=doubtful)
+            if doubtful and explanations:
+                judge.refuse()
+            if limit.ran_out:
+                judge.notes.append(
+                    f"the diagnosis ended after {budget:g} s of processor time: a larger budget tries more"
+                )
+        return judge.report(explanations if diagnosing else [], diagnosing and bool(judge.tally.count))
+
+
+class ProductJudge:
+    """One check.
+
+    Attributes:
+        case: the `ProductCase`. product: its `Product`. y: the dump, (m, n).
+        tally: what is wrong.
+        doubted: bool (m, n), what is outside of the bound of float32 sums.
+        has_short_sums: whether a card has a unit of few bits for the operands.
+        orders: the cards' orders whose bits the dump has. compared: in how many results.
+        notes: what else the user should know.
+    """
+
+    def __init__(self, case, y):
+        self.case, self.product = case, case.product(y.dtype)
+        self.stored, self.y = y, y.reshape(self.product.shape)
+        self.has_short_sums = has_short_sums(self.product)
+        self.doubted = np.zeros(self.product.shape, bool)
+        self.tally, self.notes, self.orders, self.compared = self._new_tally(), [], [], 0
+        self.order = "float32"
+
+    def _new_tally(self, differing=0):
+        tally = Tally(self.case.slots["y"])
+        tally.entries, tally.differing = self.y.size, differing
+        return tally
+
+    def run(self):
+        """Judge the dump."""
+        if 0 in self.product.shape:
+            return
+        self._judge_bounds()
+        if self.case.card is not None:
+            self._judge_bits()
+            return
+        self._compare_with_cards()
+        if self.orders:
+            self.order = "card"
+        if self.doubted.any():
+            self.order = "short" if self._is_short() else "wrong"
+            if self.order == "short" and self.orders:
+                self.order = "card"
+
+    def _tiles(self):
+        rows, columns = (cut(size, TILE) for size in self.product.shape)
+        return [(r, c) for r in rows for c in columns]
+
+    # --- bounds -----------------------------------------------------------------------------------
+
+    def _judge_bounds(self):
+        """Compare each result with the bound of float32 sums."""
+        widths = []
+        for rows, columns in self._tiles():
+            bounds = self.product.bounds(rows, columns)
+            values = self.y[rows, columns]
+            nearest = self.product.stored(rows, columns)
+            self.tally.differing += int(np.count_nonzero(bits_of(values) != bits_of(nearest)))
+            self.doubted[rows, columns] = wrong = ~bounds.contain(values.astype(F))
+            self._add(rows, columns, wrong, bounds)
+            widths.append(_relative_width(bounds, nearest))
+        width = float(np.median(widths))
+        if width > WIDE:
+            self.notes.append(
+                f"sums of {self.product.k:,} terms: any order may be off by {100 * width:.2g} % of a typical result: "
+                f"what changes less cannot be seen"
+            )
+
+    def _is_short(self):
+        """Whether the dump is within the bound of a unit of few bits, by which it is judged where there is one."""
+        if not self.has_short_sums:
+            return False
+        self.tally = self._new_tally(self.tally.differing)
+        for rows, columns in self._tiles():
+            if self.doubted[rows, columns].any():
+                bounds = self.product.bounds(rows, columns, short=True)
+                self._add(rows, columns, ~bounds.contain(self.y[rows, columns].astype(F)), bounds)
+        return not self.tally.count
+
+    def refuse(self):
+        """Judge by the bound of float32 sums alone: what few bits would excuse is a known fault in float32."""
+        self.order, self.tally = "wrong", self._new_tally(self.tally.differing)
+        for rows, columns in self._tiles():
+            self._add(rows, columns, self.doubted[rows, columns], self.product.bounds(rows, columns))
+
+    def _add(self, rows, columns, wrong, bounds):
+        """Add the wrong results of a tile to the tally."""
+        if not wrong.any():
+            return
+        self.tally.wrong.reshape(self.product.shape)[rows, columns] |= wrong
+        distance = distance_of(self.y[rows, columns].astype(F), bounds, self.y.dtype)
+
+        def describe(index):
+            row, column = (int(i) + part.start for i, part in zip(index, (rows, columns), strict=True))
+            got = shown_entry(self.y[row, column], self.tally.slot)
+            right = float(self.product.exact(np.array([row]), np.array([column]))[0, 0])
+            stored = (*map(int, np.unravel_index(row, self.stored.shape[:-1])), column)
+            acceptable = shown_range(bounds, index)
+            inputs = {} if np.isnan(right) else {"exact": right}
+            return Mismatch("y", stored, (row, column), got, acceptable, float(distance[index]), inputs)
+
+        self.tally.add(wrong, distance, describe)
+
+    # --- cards ------------------------------------------------------------------------------------
+
+    def _compare_with_cards(self):
+        """Find the orders of cards that give the dump's bits, of all results or of some."""
+        if self.case.is_empty:
+            return
+        rows, columns = self._sample()
+        values = self.y[rows][:, columns]
+        for order in orders_of(self.product):
+            if _same_bits(order.stored(self.product, rows, columns), values):
+                self.orders.append(order)
+        self.compared = values.size
+
+    def _sample(self):
+        """Indices of rows and of columns, spread over the result, whose products are not too many to be compared."""
+        m, n = self.product.shape
+        entries = max(MOST_PRODUCTS // self.product.k, 64)
+        if m * n <= entries:
+            return np.arange(m), np.arange(n)
+        edge = max(int(entries**0.5), 1)
+        rows = min(m, max(edge, entries // n))
+        columns = min(n, max(entries // rows, 1))
+        return (np.linspace(0, size - 1, count).astype(int) for size, count in ((m, rows), (n, columns)))
+
+    def _judge_bits(self):
+        """Demand the bits of one card: those of its order that has fewer wrong ones."""
+        orders = orders_of(self.product, self.case.card, self.case.split_accumulator)
+        rows, columns = self._sample()
+        values = self.y[rows][:, columns]
+        wrong = [np.count_nonzero(~_equal_bits(o.stored(self.product, rows, columns), values)) for o in orders]
+        order = orders[int(np.argmin(wrong))]
+        self.tally = self._new_tally(self.tally.differing)
+        for rows, columns in self._tiles():
+            mine = order.stored(self.product, rows, columns)
+            bounds = Bounds(*(mine.astype(F),) * 2, np.isnan(mine.astype(F)))
+            self._add(rows, columns, ~_equal_bits(mine, self.y[rows, columns]), bounds)
+        self.compared = self.y.size
+        if self.tally.count:
+            self.order = "wrong"
+            self.notes.append(f"judged by the bits of {order}")
+        else:
+            self.order, self.orders = "card", [order]
+
+    # --- the report -------------------------------------------------------------------------------
+
+    def report(self, explanations, diagnosed):
+        """The `ProductReport`."""
+        tally, order = self.tally, self.order
+        self._note_unwritten(tally)
+        verdict = tally.verdict()
+        cards = tuple(map(str, self.orders)) if order == "card" else ()
+        return ProductReport(
+            operation="matmul",
+            settings=self._settings(),
+            ulp=0.0,
+            arrays=(verdict,),
+            diagnosis=tuple(explanations),
+            notes=tuple(self.notes),
+            diagnosed=diagnosed,
+            leads=tuple(self._leads(order)),
+            order=order,
+            cards=cards,
+            compared=self.compared,
+        )
+
+    def _settings(self):
+        a, b = (
+            repr(operand.scaling) if operand.scaling is not None else str(operand.elements.dtype)
+            for operand in self.case.operands.values()
+        )
+        params = [f"{name}={value!r}" for name, value in self.case.params.items()]
+        return "; ".join([f"{a} by {b} -> {self.y.dtype}", *params])
+
+    def _leads(self, order):
+        """What the verdict rests on."""
+        some = f" in the {self.compared:,} results that were compared" if self.compared < self.y.size else ""
+        if order == "card":
+            yield f"y: bit for bit what these compute{some}: {'; '.join(map(str, self.orders))}"
+        elif order == "float32":
+            cards = dict.fromkeys(one.card for one in orders_of(self.product))
+            others = f"; bits differ from those of {', '.join(cards)}" if cards else "; no card has this product"
+            yield f"y: right for some order of float32 sums{others if self.y.size else ''}"
+        elif order == "short":
+            yield (
+                f"y: outside of what float32 sums give, within what the {SHORT_BITS} bits of Hopper's FP8 unit may; "
+                f"not the bits of an order that is known here"
+            )
+        elif self.case.card is not None and not self.doubted.any():
+            yield f"y: right for some order of float32 sums, but not the bits of {self.case.card}"
+
+    def _note_unwritten(self, tally):
+        bits = bits_of(self.stored)[tally.wrong] if tally.count >= MANY_WRONG else ()
+        if len(bits) and bits.min() == bits.max():
+            self.notes.append(f"all wrong entries of y hold 0x{int(bits[0]):02x}: were they written?")
+
+
+def _equal_bits(mine, values):
+    """Where two arrays of one dtype hold the same: bits, or NaN in both."""
+    return (bits_of(mine) == bits_of(values)) | (np.isnan(mine) & np.isnan(values))
+
+
+def _same_bits(mine, values):
+    return bool(_equal_bits(mine, values).all())
+
+
+def _relative_width(bounds, values):
+    """Half the typical width of intervals, as a share of the typical value."""
+    widths, values = (bounds.hi.astype(np.float64) - bounds.lo) / 2, np.abs(values.astype(np.float64))
+    finite = np.isfinite(widths) & np.isfinite(values)
+    typical = np.sqrt(np.mean(values[finite] ** 2)) if finite.any() else 0
+    return float(np.median(widths[finite]) / typical) if typical else 0.0

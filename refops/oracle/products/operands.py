@@ -1,0 +1,163 @@
+"""An operand of a product as the oracle sees it: rows along which sums run, whatever it was dumped as."""
+
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from refops.formats import ElementFormat
+from refops.quantization.dequantize import code_tile
+from refops.quantization.result import Quantized
+from refops.scalings.declaration import Layout
+
+#: Exponent of the smallest normal number of each dtype of plain operands.
+SMALLEST_NORMAL = {"float32": 2.0**-126, "bfloat16": 2.0**-126, "float16": 2.0**-14}
+
+
+@dataclass(frozen=True)
+class Operand:
+    """The rows of one operand with the contracted dimension last: element times scale of its block times factor.
+
+    Attributes:
+        name: "a" or "b".
+        elements: (rows, k), float32 values of codes, or a plain operand in its own dtype.
+        fmt: format of the codes, None of a plain operand.
+        scales: float32 (rows, blocks), one for `block` elements along k; None without.
+        block: elements along k that share a scale.
+        scale_format: format of the scales, None of float32 ones.
+        factor: float32 or float64 (rows, 1) or (1, 1), what all elements of a row are multiplied with besides: the
+            scale of the tensor, or the amax that stands above the scales of blocks.
+        top: what that amax is divided by, 1 without.
+        quantized: what it was read from, its scales in the order in which they were given; None of a plain operand.
+        columnwise: which copy of that.
+        turned: whether the other dimension of that copy is contracted: it has one scale for the tensor.
+        stored_k_first: whether the contracted dimension is the first one of what is stored.
+    """
+
+    name: str
+    elements: np.ndarray
+    fmt: ElementFormat | None = None
+    scales: np.ndarray | None = None
+    block: int | None = None
+    scale_format: ElementFormat | None = None
+    factor: np.ndarray = field(default_factory=lambda: np.ones((1, 1), np.float32))
+    top: float = 1.0
+    quantized: Quantized | None = None
+    columnwise: bool = False
+    turned: bool = False
+    stored_k_first: bool = False
+
+    @classmethod
+    def plain(cls, name, matrix, transposed):
+        """Of a matrix in float32, float16 or bfloat16; `transposed`: its first dimension is the contracted one."""
+        return cls(name, matrix.T if transposed else matrix, stored_k_first=transposed)
+
+    @classmethod
+    def read(cls, name, q, columnwise, turned=False):
+        """Of one copy of a `Quantized`, its scales in either order.
+
+        Columnwise copies are read as GEMMs read them: a Hadamard transform is not undone, since the other operand went
+        through it too. `turned`: the other dimension is contracted, along which one scale for the tensor serves, too.
+        """
+        plain = cls.stored(name, q.unswizzled() if q.with_gemm_swizzled_scales else q, columnwise, turned)
+        return replace(plain, quantized=q)
+
+    @classmethod
+    def stored(cls, name, q, columnwise, turned=False):
+        """The same, of scales that lie in plain order, or are to be read as if they did."""
+        scaling, layout = q.scaling, q.scaling.layout
+        elements = scaling.fmt.values[_codes(q, columnwise, turned)]
+        common = {
+            "quantized": q,
+            "columnwise": columnwise,
+            "turned": turned,
+            "stored_k_first": turned != (columnwise and not layout.columnwise_transposed),
+        }
+        scales = layout.scales_by_outer(getattr(q, f"{direction_of(columnwise)}_scale_inv"), columnwise)
+        if layout.block is None:
+            return cls(name, elements, scaling.fmt, factor=scales, **common)
+        if layout.two_level:
+            amax = getattr(q, f"amax_{direction_of(columnwise)}")
+            common |= {"factor": amax.reshape(-1, 1), "top": float(scaling.top)}
+        outer, blocks = layout.scale_counts(q.matrix_shape, columnwise)
+        decoded = scales if layout.scale_format is None else layout.scale_format.values[scales]
+        rows = np.repeat(decoded[:outer, :blocks], layout.run[0], axis=0)[: len(elements)]
+        rows = np.ascontiguousarray(rows, np.float32)
+        return cls(name, elements, scaling.fmt, rows, layout.run[1], layout.scale_format, **common)
+
+    @property
+    def rows(self):
+        """Rows, which become rows (of a) or columns (of b) of the result."""
+        return self.elements.shape[0]
+
+    @property
+    def k(self):
+        """Length of the sums."""
+        return self.elements.shape[1]
+
+    @property
+    def layout(self) -> Layout | None:
+        """How the quantized tensor is laid out; None of a plain operand."""
+        return None if self.quantized is None else self.quantized.scaling.layout
+
+    @property
+    def scaling(self) -> Any:
+        """The settings of the quantized tensor; None of a plain operand."""
+        return None if self.quantized is None else self.quantized.scaling
+
+    @cached_property
+    def smallest_normal(self):
+        """Of the elements' format: a unit counts smaller ones as it, when it looks for the largest product."""
+        return SMALLEST_NORMAL[self.elements.dtype.name] if self.fmt is None else float(self.fmt.smallest_normal)
+
+    def values(self, rows, places=slice(None)):
+        """float64 (rows, places): elements times scales, without the factor."""
+        elements = self.elements[rows, places].astype(np.float64)
+        if self.scales is not None:
+            elements *= self._scales_of(self.scales[rows], places)
+        return elements
+
+    def magnitudes(self, rows, places=slice(None)):
+        """float64, no less than |values| and than 2 to the exponent by which a unit aligns them; 0 for NaN and inf."""
+        elements = np.abs(self.elements[rows, places].astype(np.float64))
+        elements = np.where(elements == 0, 0, np.maximum(elements, self.smallest_normal))
+        if self.scales is not None:
+            least = 0 if self.scale_format is None else float(self.scale_format.smallest_normal)
+            scales = np.abs(self.scales[rows])
+            elements *= self._scales_of(np.where(scales == 0, 0, np.maximum(scales, np.float32(least))), places)
+        return np.where(np.isfinite(elements), elements, 0)
+
+    def factor_of(self, rows):
+        """float64 (rows, 1) or (1, 1): the factor of some rows."""
+        factor = self.factor if self.factor.shape[0] == 1 else self.factor[rows]
+        return factor.astype(np.float64) / self.top
+
+    def _scales_of(self, scales, places):
+        start, stop, _ = places.indices(self.k)
+        first = start // self.block
+        repeated = np.repeat(scales[:, first : -(-stop // self.block)], self.block, axis=1)
+        return repeated[:, start - first * self.block :][:, : stop - start]
+
+    def reread(self, q):
+        """The same operand of another `Quantized`, whose scales are read in plain order."""
+        return self.stored(self.name, q, self.columnwise, self.turned)
+
+    def codes(self):
+        """uint8 (rows, k): the codes of the elements, one a byte."""
+        return _codes(self.quantized, self.columnwise, self.turned)
+
+    def with_scales(self, scales):
+        """The same elements under other scales of blocks."""
+        return replace(self, scales=np.ascontiguousarray(scales, np.float32))
+
+
+def direction_of(columnwise):
+    """Name of a copy."""
+    return "columnwise" if columnwise else "rowwise"
+
+
+def _codes(q, columnwise, turned):
+    """uint8 (rows, k), one a byte."""
+    codes = code_tile(q, *(slice(0, size) for size in q.matrix_shape), columnwise)
+    return codes.T if columnwise != turned else codes

@@ -1,0 +1,187 @@
+"""y = alpha a b^T + beta c + bias, and the interval in which each value of y may lie: `Product`.
+
+Derivation
+----------
+Elements times scales are exact in float64, and a float64 product of matrices is off by less than k 2^-52 of the sum of
+magnitudes T = sum |a| |b|: far less than what is granted below, and added to it.
+
+*Any order of float32 sums.* n terms summed in float32 in any order, rounded or cut off, with or without multiply-adds,
+are off by at most gamma = n u / (1 - n u) of T, u = 2^-23 (Higham, "Accuracy and Stability of Numerical Algorithms",
+section 4.2; u = 2^-24 were enough for sums that round). n is k, and 8 for what is rounded besides: both operands where
+they are dequantized to float32 first, the product of both factors, alpha, its product with the sum, c and the bias.
+
+A tensor core adds groups of L products and the sum so far; it aligns them to the largest exponent and cuts them off
+after F bits (`refops.products`). One group is off by L 2^-F 2^e, e the largest exponent, and by 2^-23 of the new sum.
+2^e is at most T if T counts an element below the smallest normal number of its format as that number, as the unit does,
+which gives subnormal numbers one exponent; so T is counted. With F >= 24 and L >= 8, k / L groups are off by less than
+k 2^-23 T (with F = 35 and exact sums of 16 still more so). So the bound holds for every unit but one.
+
+*Hopper's FP8 unit* keeps F = 13 bits of products and sums (L = 32). A group is off by (32 max(2^e, R) + R) 2^-13, e the
+largest exponent of its products, R the largest magnitude that a sum of groups, one behind the other, has; these add up
+along k. R is the distance between the largest and the smallest of the exact sums of the first 0, 1, 2 ... groups (what
+is off so far included), which bounds each sum of neighbouring groups: so the bound holds wherever the accumulator is
+promoted, or k is split. Scales of blocks make it promoted after each block: R begins anew. 2^e is bounded by the
+largest |a| of the group times the largest |b|. The bound is wide: beyond some thousand terms it reaches a tenth of what
+the values are, and more.
+
+*Rounding* is monotone: ends of the interval are moved by what follows (alpha, c, the bias, roundings) as the values
+are. Underflow costs 2^-149 a term, overflow makes infinity possible where the positive (negative) terms may exceed the
+largest float32, and NaN where both do.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from refops.oracle.enclosure import TRUNCATED, Bounds
+from refops.oracle.interval import toward
+from refops.oracle.products.operands import Operand
+from refops.rounding import round_once
+
+#: Roundings besides those of the sum.
+MORE_ROUNDINGS = 8
+#: Relative error of a term and of an addition in float64, with room.
+DOUBLE = 2.0**-52
+#: The smallest and the largest float32 above 0.
+SMALLEST, LARGEST = 2.0**-149, float(np.finfo(np.float32).max)
+#: The unit of Hopper that multiplies FP8: products added at once, and bits behind the first that are kept.
+SHORT_GROUP, SHORT_BITS = 32, 13
+
+
+@dataclass(frozen=True)
+class Product:
+    """One product of matrices, and what is done to it before it is stored.
+
+    Attributes:
+        a, b: the operands, (m, k) and (n, k).
+        dtype: of the stored result.
+        alpha, beta: numbers.
+        bias: float64 (n,), or None.
+        c: float64 (m, n), what the product is added to, or None.
+        factor: what the product of both factors is multiplied with besides: 1 but in a wrong one.
+        first: monotone function of float64 values, applied to alpha a b^T before anything is added; None: nothing.
+        last: the same of results before they are stored.
+    """
+
+    a: Operand
+    b: Operand
+    dtype: Any
+    alpha: float = 1.0
+    beta: float = 1.0
+    bias: np.ndarray | None = None
+    c: np.ndarray | None = None
+    factor: float = 1.0
+    first: Callable[[np.ndarray], np.ndarray] | None = None
+    last: Callable[[np.ndarray], np.ndarray] | None = None
+
+    @property
+    def shape(self):
+        """(m, n)."""
+        return self.a.rows, self.b.rows
+
+    @property
+    def k(self):
+        """Length of the sums."""
+        return self.a.k
+
+    def factors(self, rows, columns):
+        """float64, what the sums of some results are multiplied with; broadcasts to them."""
+        return self.alpha * self.factor * self.a.factor_of(rows) * self.b.factor_of(columns).T
+
+    def addends(self, rows, columns):
+        """What is added to the sums, a list of float64 arrays that broadcast to the results."""
+        added = [] if self.bias is None else [self.bias[None, columns]]
+        return added if self.c is None else [*added, self.beta * self.c[rows][:, columns]]
+
+    def sums(self, rows, columns):
+        """Return (exact, magnitudes) of alpha a b^T, float64 (rows, columns)."""
+        exact = self.a.values(rows) @ self.b.values(columns).T
+        magnitudes = self.a.magnitudes(rows) @ self.b.magnitudes(columns).T
+        factors = self.factors(rows, columns)
+        return exact * factors, magnitudes * np.abs(factors)
+
+    def exact(self, rows, columns):
+        """float64, the results of exact sums before they are stored."""
+        return self._moved(self.sums(rows, columns)[0], rows, columns)
+
+    def bounds(self, rows, columns, *, short=False):
+        """`Bounds` of what may be stored of some results.
+
+        Args:
+            rows, columns: slices or arrays of indices.
+            short: for the sums of Hopper's FP8 unit, else for any order of float32 sums.
+        """
+        exact, magnitudes = self.sums(rows, columns)
+        added = self.addends(rows, columns)
+        whole = magnitudes + sum(map(np.abs, added))
+        error = (gamma(self.k + MORE_ROUNDINGS) + self.k * DOUBLE) * whole + self._underflow(rows, columns)
+        if short:
+            error = error + self._short_error(rows, columns) * np.abs(self.factors(rows, columns))
+        finite = np.isfinite(exact)
+        low, high = (np.where(finite, exact + sign * error, exact) for sign in (-1, 1))
+        low, high = (self._moved(end, rows, columns) for end in (low, high))
+        nan = np.isnan(low)
+        if (whole > LARGEST / 4).any():
+            low, high, nan = self._overflowing(low, high, exact, magnitudes, added)
+        return Bounds(toward(low, -np.inf), toward(high, np.inf), nan).rounded(self.dtype)
+
+    def stored(self, rows, columns):
+        """The exact results, rounded once to the dtype of the result."""
+        return round_once(self.exact(rows, columns), self.dtype)
+
+    def replaced(self, name, **changes):
+        """The product with another operand "a" or "b" whose attributes are changed."""
+        return replace(self, **{name: replace(getattr(self, name), **changes)})
+
+    def _moved(self, values, rows, columns):
+        """What becomes of alpha a b^T until it is stored; grows with it."""
+        if self.first is not None:
+            values = self.first(values)
+        for addend in self.addends(rows, columns):
+            values = values + addend
+        return values if self.last is None else self.last(values)
+
+    def _underflow(self, rows, columns):
+        """What subnormal products, sums and factors may cost."""
+        factors = np.abs(self.factors(rows, columns))
+        lost = SMALLEST * (2 * self.k + MORE_ROUNDINGS) * np.maximum(factors, 1)
+        small = factors < 2.0**-126
+        if small.any():
+            values = self.a.magnitudes(rows) @ self.b.magnitudes(columns).T
+            lost = lost + np.where(small, 2 * SMALLEST * values, 0)
+        return lost
+
+    def _overflowing(self, low, high, exact, magnitudes, added):
+        """Ends where sums may overflow on the way."""
+        total = exact + sum(added)
+        whole = magnitudes + sum(map(np.abs, added))
+        positive, negative = (whole + total) / 2, (whole - total) / 2
+        up, down = (part > LARGEST * (1 - 2.0**-12) for part in (positive, negative))
+        nan = np.isnan(low) | (up & down)
+        return np.where(down, -np.inf, low), np.where(up, np.inf, high), nan
+
+    def _short_error(self, rows, columns):
+        """float64, the error of Hopper's FP8 unit in sums without factors."""
+        a_values, b_values = self.a.values(rows), self.b.values(columns)
+        a_most, b_most = self.a.magnitudes(rows), self.b.magnitudes(columns)
+        sums = np.zeros((len(a_values), len(b_values)))
+        greatest, least, error, before = (np.zeros_like(sums) for _ in range(4))
+        bit = 2.0**-SHORT_BITS
+        for start in range(0, self.k, SHORT_GROUP):
+            group = slice(start, start + SHORT_GROUP)
+            if self.a.block is not None and start % self.a.block == 0:  # what partial sums are multiplied with changes
+                greatest, least, before = sums.copy(), sums.copy(), error.copy()
+            sums += a_values[:, group] @ b_values[:, group].T
+            np.maximum(greatest, sums, out=greatest)
+            np.minimum(least, sums, out=least)
+            reach = greatest - least + error - before
+            largest = a_most[:, group].max(axis=1)[:, None] * b_most[:, group].max(axis=1)
+            error += bit * (SHORT_GROUP * np.maximum(largest, reach) + reach)
+        return error
+
+
+def gamma(n, u=TRUNCATED):
+    """n u / (1 - n u), infinite where n u reaches 1."""
+    return n * u / (1 - n * u) if n * u < 1 else np.inf

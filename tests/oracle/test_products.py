@@ -1,0 +1,450 @@
+"""`oracle.check("matmul", ...)`: right products of every order are right, wrong ones are named."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import product_faults
+import pytest
+from product_faults import BF16, E4M3, E5M2, FP16, FP32, SCALINGS, Given, decoded
+
+import refops
+from refops import oracle
+from refops.oracle.products import ProductCase
+from refops.products import gemm
+from tiers import sampled
+
+F = np.float32
+SHAPES = ((64, 96, 256), (96, 64, 384), (32, 96, 160))
+RNG = np.random.default_rng(24)
+
+
+def tensor(rows, k, seed, size=1.0):
+    """bfloat16, rows of different sizes and blocks of different sizes along k, so that scales differ."""
+    rng = np.random.default_rng(seed)
+    sizes = np.exp(rng.standard_normal((rows, 1))) * np.exp2(rng.integers(-2, 3, -(-k // 16))).repeat(16)[:k]
+    return (size * rng.standard_normal((rows, k)) * sizes).astype(BF16)
+
+
+def quantized(name, shape, seed=0, **options):
+    """Both operands of a product, quantized."""
+    m, n, k = shape
+    scaling = SCALINGS[name]
+    other = refops.DelayedScaling(E4M3, scale=40.0) if name == "delayed" else scaling
+    a, b = tensor(m, k, 2 * seed), tensor(n, k, 2 * seed + 1, 0.02)
+    return refops.quantize(a, scaling, **options), refops.quantize(b, other, **options)
+
+
+def judged(a, b, y, inputs=(), **options):
+    """The report on a product."""
+    return oracle.check("matmul", {"a": a, "b": b, **dict(inputs)}, y, **options)
+
+
+# --- right products are right ---------------------------------------------------------------------
+
+
+def in_order(a, b, order):
+    """float32 sums of the products of (m, k) and (n, k) in some order."""
+    rng, k = np.random.default_rng(3), a.shape[1]
+    a, b = a.astype(F), b.astype(F)
+    if order == "float64":
+        return (a.astype(np.float64) @ b.astype(np.float64).T).astype(F)
+    if order == "library":
+        return a @ b.T
+    places = rng.permutation(k) if order == "shuffled" else np.arange(k)
+    products = a[:, None, places] * b[None, :, places]
+    if order == "tree":
+        while products.shape[2] > 1:
+            if products.shape[2] % 2:
+                products = np.concatenate([products, np.zeros_like(products[:, :, :1])], axis=2)
+            products = products[:, :, 0::2] + products[:, :, 1::2]
+        return products[:, :, 0]
+    if order == "split":
+        parts = [np.cumsum(part, axis=2, dtype=F)[:, :, -1] for part in np.array_split(products, 3, axis=2)]
+        return parts[2] + (parts[0] + parts[1])
+    if order == "cut off":  # toward zero after each addition
+        total = np.zeros(products.shape[:2], F)
+        for place in range(k):
+            exact = total.astype(np.float64) + products[:, :, place].astype(np.float64)
+            total = exact.astype(F)
+            total = np.where(np.abs(total) > np.abs(exact), np.nextafter(total, F(0)), total)
+        return total
+    return np.cumsum(products, axis=2, dtype=F)[:, :, -1]
+
+
+ORDERS = ("float64", "library", "in turn", "shuffled", "tree", "split", "cut off")
+
+
+@sampled(("name", "order"), [(name, order) for order in ORDERS for name in SCALINGS], 9)
+def test_every_order_of_float32_sums_is_right(name, order):
+    for seed, dtype in enumerate((FP32, FP16, BF16)):
+        a, b = quantized(name, (32, 64, 192), seed)
+        left, right = decoded(a), decoded(b)
+        sums = in_order(left.spread(), right.spread(), order)
+        y = (sums * F(left.factor * right.factor)).astype(dtype)
+        report = judged(a, b, y)
+        assert report.ok and report.order in ("float32", "card"), str(report)
+        dequantized = in_order(refops.dequantize(a), refops.dequantize(b), order).astype(dtype)
+        assert judged(a, b, dequantized).ok
+
+
+@sampled("name", [*SCALINGS, "bfloat16", "float16"], 3)
+@pytest.mark.parametrize("card", ["ampere", "hopper", "blackwell"])
+def test_the_bits_of_a_card_are_recognised(name, card):
+    for seed, shape in enumerate([(32, 64, 256), (64, 32, 160)]):
+        if name in SCALINGS:
+            a, b = quantized(name, shape, seed)
+        else:
+            m, n, k = shape
+            a, b = (tensor(rows, k, seed + rows).astype(F).astype(name) for rows in (m, n))
+        try:
+            results = {split: gemm(b, a, card, out_dtype=F, use_split_accumulator=split) for split in (False, True)}
+        except ValueError as error:
+            with pytest.raises(ValueError, match="card must have a unit"):
+                judged(a, b, np.zeros(shape[:2], F), params={"card": card})
+            assert "card must have" in str(error)
+            return
+        for split, y in results.items():
+            report = judged(a, b, y)
+            assert report.ok and report.order == "card"
+            assert any(one.startswith(card) for one in report.cards)
+            strict = judged(a, b, y, params={"card": card, "split_accumulator": split})
+            assert strict.ok and len(strict.cards) == 1 and strict.compared == y.size
+            assert judged(a, b, y, params={"card": card}).ok
+        changed = results[False].copy()
+        changed[3, 5] = np.nextafter(changed[3, 5], F(np.inf))
+        wrong = judged(a, b, changed, params={"card": card, "split_accumulator": False}, diagnose=False)
+        assert [array.wrong for array in wrong.arrays] == [1] and wrong.mismatches[0].index == (3, 5)
+
+
+def test_a_cards_order_is_told_from_another_promotion():
+    a, b = quantized("current", (32, 48, 640))
+    y = gemm(b, a, "hopper", out_dtype=F, use_split_accumulator=True)
+    assert judged(a, b, y).cards == ("hopper, promoted after every 128 products",)
+    report = judged(a, b, y, params={"card": "hopper", "split_accumulator": False})
+    assert not report.ok and "judged by the bits of hopper" in report.notes
+
+
+@pytest.mark.parametrize("name", ["current", "block"])
+def test_short_sums_are_right_where_the_card_adds_them(name):
+    """Hopper's sums of k in two parts, added in float32: with scales of blocks that is its own order."""
+    for seed in range(2):
+        a, b = quantized(name, (48, 32, 512), seed)
+        y = sum(
+            gemm(_columns(b, part), _columns(a, part), "hopper", out_dtype=F)
+            for part in (slice(0, 384), slice(384, 512))
+        )
+        report = judged(a, b, y)
+        assert report.ok, str(report)
+        assert report.order == {"current": "short", "block": "card"}[name]
+        if name == "current":
+            assert "13 bits" in report.leads[0] and report.diagnosis == ()
+
+
+def _columns(q, part):
+    """Some columns of a tensor, whole blocks of them."""
+    scales = q.rowwise_scale_inv
+    if scales.size > 1:
+        scales = np.ascontiguousarray(scales[part.start // 128 : part.stop // 128])
+    shape = (q.shape[0], part.stop - part.start)
+    return replace(q, rowwise_data=q.rowwise_data[:, part].copy(), rowwise_scale_inv=scales, shape=shape)
+
+
+# --- wrong ones are found and named ---------------------------------------------------------------
+
+
+def planted_cases():
+    for name in SCALINGS:
+        for seed in range(len(SHAPES)):
+            given = given_of(name, seed)[0]
+            shown = (number for number, fault in enumerate(product_faults.FAULTS) if fault.shows(name, given))
+            yield from ((number, name, seed) for number in shown)
+
+
+def given_of(name, seed):
+    """A product with what it adds: `Given`, inputs and parameters of `oracle.check`; seeds take shapes in turn."""
+    m, n, _ = shape = SHAPES[seed]
+    rng = np.random.default_rng(seed)
+    a, b = quantized(name, shape, seed)
+    given = Given(decoded(a), decoded(b), (FP32, BF16, FP16)[seed])
+    inputs, params = {"a": a, "b": b}, {}
+    if seed:
+        given.bias = inputs["bias"] = rng.standard_normal(n).astype(F)
+        given.alpha = params["alpha"] = 0.75
+    if seed == 2:
+        given.c = inputs["c"] = rng.standard_normal((m, n)).astype(F)
+        given.beta = params["beta"] = 0.5
+    return given, inputs, params
+
+
+@sampled(("number", "name", "seed"), sorted(planted_cases()), 29, in_all=20)
+def test_planted_faults_are_named(number, name, seed):
+    planted, (given, inputs, params) = product_faults.FAULTS[number], given_of(name, seed)
+    with np.errstate(all="ignore"):
+        y, right = planted.function(given), given.finished(given.product())
+    assert oracle.check("matmul", inputs, right, params=params).ok
+    report = oracle.check("matmul", inputs, y, params=params, budget=None)
+    assert not report.ok
+    assert report.diagnosis and report.diagnosis[0].names == (planted.name,), str(report)
+    assert report.diagnosis[0].explained > 0.9
+
+
+def test_a_fault_in_some_rows_is_placed():
+    a, b = quantized("mxfp8", (96, 64, 256))
+    given = Given(decoded(a), decoded(b))
+    y = given.finished(given.product())
+    y[64:] = product_faults.b_scales_missing(given)[64:]
+    explanation = judged(a, b, y).diagnosis[0]
+    assert explanation.names == ("scales-missing",)
+    assert (explanation.place.rows.first, explanation.place.rows.last) == (64, 95)
+    assert explanation.place.columns is None and "in rows 64..95 only" in str(explanation)
+
+
+def test_two_faults_at_once():
+    a, b = (tensor(rows, 192, rows).astype(F) for rows in (48, 64))
+    bias = RNG.standard_normal(64).astype(F)
+    report = judged(a, b, a @ b.T, {"bias": bias}, params={"alpha": 2}, budget=None)
+    assert report.diagnosis[0].names == ("alpha-missing", "bias-wrong"), str(report)
+    assert report.diagnosis[0].sentence == "alpha, 2, is missing; besides: The bias is not added."
+
+
+def test_noise_has_no_name():
+    a, b = quantized("mxfp8", (64, 96, 256))
+    y = refops.dequantize(a) @ refops.dequantize(b).T
+    noisy = y * (1 + 0.2 * RNG.standard_normal(y.shape)).astype(F)
+    report = judged(a, b, noisy, budget=1)
+    assert not report.ok and report.diagnosis == ()
+    assert "diagnosis: unknown" in str(report)
+
+
+def test_plain_operands():
+    for dtype in (FP32, FP16, BF16):
+        a, b = (tensor(rows, 192, rows).astype(F).astype(dtype) for rows in (48, 64))
+        y = (a.astype(np.float64) @ b.astype(np.float64).T).astype(F).astype(dtype)
+        assert judged(a, b, y).ok
+        report = judged(a, b, (a.astype(F) @ b.astype(F).reshape(192, 64)).astype(dtype))
+        assert report.diagnosis[0].names == ("operand-transposed",) and report.diagnosis[0].sentence.count(" b ")
+    a, b = (tensor(rows, 192, rows).astype(F) * F(1.2345) for rows in (48, 64))
+    tf32 = ((x.view(np.uint32) & np.uint32(0xFFFFE000)).view(F) for x in (a, b))
+    report = judged(a, b, np.matmul(next(tf32), next(tf32).T))
+    assert report.diagnosis[0].names == ("operand-rounded",) and "TF32" in report.diagnosis[0].sentence
+
+
+def test_the_copy_that_does_not_run_along_the_sums():
+    m, n, k = 64, 64, 128
+    a, b = (refops.quantize(tensor(rows, k, rows), SCALINGS["nvfp4"], columnwise=True) for rows in (m, n))
+    wrong = decoded(a).values @ decoded(b, columnwise=True).values
+    report = judged(a, b, wrong.astype(F))
+    assert report.diagnosis[0].names == ("other-copy",), str(report)
+    assert "columnwise copy is read" in report.diagnosis[0].sentence
+
+
+# --- layouts, copies, names -----------------------------------------------------------------------
+
+
+@sampled(("layout", "name"), [(o, s) for s in SCALINGS for o in ("mk,nk", "mk,kn", "km,nk", "km,kn")], 5)
+def test_layouts_read_the_copy_along_the_sums(layout, name):
+    m, n, k = 64, 96, 256
+    shapes = [(k, rows) if axes[0] == "k" else (rows, k) for rows, axes in zip((m, n), layout.split(","), strict=True)]
+    turned = [axes[0] == "k" for axes in layout.split(",")]
+    a, b = (refops.quantize(tensor(*shape, shape[0]), SCALINGS[name], columnwise=True) for shape in shapes)
+    values = [decoded(q, columnwise).values for q, columnwise in zip((a, b), turned, strict=True)]
+    y = (values[0] @ values[1].T).astype(F)
+    assert judged(a, b, y, params={"layout": layout}).ok
+    assert not judged(a, b, 1.5 * y, params={"layout": layout}, diagnose=False).ok
+    plain = [refops.dequantize(q) for q in (a, b)]
+    assert not judged(*plain, 1.01 * y, params={"layout": layout}, diagnose=False).ok
+    exact = (plain[0].T if turned[0] else plain[0]) @ (plain[1] if turned[1] else plain[1].T)
+    assert judged(*plain, exact, params={"layout": layout}).ok
+    te = {"mk,nk": "TN", "mk,kn": "NN", "km,kn": "NT"}.get(layout)
+    card = "hopper" if name in ("delayed", "current", "block", "block-2d") else "blackwell"
+    if te is not None and name != "current-e5m2":
+        y = gemm(b, a, card, layout=te, out_dtype=F)
+        assert judged(a, b, y, params={"layout": layout, "card": card}).ok
+
+
+def test_transformed_copies_are_multiplied_as_they_are():
+    scaling = refops.NVFP4Scaling(rht=True)
+    x, dy = tensor(128, 64, 1), tensor(128, 96, 2)
+    a, b = (refops.quantize(one, scaling, columnwise=True) for one in (dy, x))
+    values = [decoded(q, columnwise=True).values for q in (a, b)]
+    assert judged(a, b, (values[0] @ values[1].T).astype(F), params={"layout": "km,kn"}).ok
+    undone = refops.dequantize(replace(a, rowwise_data=None, rowwise_scale_inv=None, amax_rowwise=None))
+    report = judged(a, b, (undone.T.astype(np.float64) @ values[1].T).astype(F), params={"layout": "km,kn"})
+    assert report.diagnosis[0].names == ("transform-undone",)
+    with pytest.raises(ValueError, match="same Hadamard transform"):
+        judged(a, refops.quantize(x, refops.NVFP4Scaling(), columnwise=True), 0, params={"layout": "km,kn"})
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "current", "block"])
+def test_operands_as_arrays(name):
+    a, b = quantized(name, (64, 96, 256))
+    y = refops.dequantize(a) @ refops.dequantize(b).T
+    inputs = {}
+    for operand, q in (("a", a), ("b", b)):
+        inputs[f"{operand}_codes"], inputs[f"{operand}_scales"] = q.rowwise_data, q.rowwise_scale_inv
+        if q.amax_rowwise is not None and q.scaling.layout.two_level:
+            inputs[f"{operand}_amax"] = q.amax_rowwise
+    assert oracle.check("matmul", inputs, y, scaling=SCALINGS[name]).ok
+    assert oracle.check("matmul", inputs, {"y": y}, scaling={"a": SCALINGS[name], "b": SCALINGS[name]}).ok
+    if a.scaling.layout.scale_order == "gemm":
+        swizzled = {key: refops.swizzle(value) if key.endswith("scales") else value for key, value in inputs.items()}
+        assert oracle.check("matmul", swizzled, y, scaling=SCALINGS[name], swizzled_scales=True).ok
+        report = oracle.check("matmul", swizzled, y, scaling=SCALINGS[name])
+        assert report.diagnosis[0].names == ("scales-order",)
+        assert judged(a.swizzled(), b.swizzled(), y).ok
+
+
+def test_operands_of_two_formats():
+    a = refops.quantize(tensor(64, 256, 1), refops.CurrentScaling(E5M2))
+    b = refops.quantize(tensor(96, 256, 2), refops.CurrentScaling(E4M3))
+    y = gemm(b, a, "hopper", out_dtype=BF16, use_split_accumulator=True)
+    report = judged(a, b, y)
+    assert report.ok and report.order == "card" and report.settings.startswith("CurrentScaling(fmt=E5M2")
+    inputs = {"a_codes": a.rowwise_data, "a_scale": a.rowwise_scale_inv, "b": b}
+    assert oracle.check("matmul", inputs, y, scaling={"a": a.scaling}).ok
+
+
+def test_leading_dimensions_and_torch():
+    torch = pytest.importorskip("torch")
+    x, w = tensor(2 * 24, 64, 1).reshape(2, 24, 64), tensor(32, 64, 2)
+    y = x.astype(F) @ w.astype(F).T
+    assert judged(x, w, y).ok and judged(x, w, y.reshape(48, 32)).ok
+    tensors = [torch.from_numpy(one.view(np.int16)).view(torch.bfloat16) for one in (x, w)]
+    report = judged(*tensors, torch.from_numpy(y + 1), diagnose=False)
+    assert not report.ok and len(report.mismatches[0].index) == 3
+
+
+# --- the bounds -----------------------------------------------------------------------------------
+
+
+@sampled("name", SCALINGS, 3)
+def test_the_ends_of_the_bounds_are_right_and_what_lies_beyond_is_wrong(name):
+    a, b = quantized(name, (32, 64, 256))
+    for dtype in (FP32, FP16, BF16):
+        case = ProductCase({"a": a, "b": b}, params={"alpha": 0.3})
+        product = case.product(np.dtype(dtype))
+        bounds = product.bounds(slice(None), slice(None))
+        for ends, beyond in ((bounds.lo, -np.inf), (bounds.hi, np.inf)):
+            y = ends.astype(dtype)
+            assert judged(a, b, y, params={"alpha": 0.3}).ok
+            y[5, 7] = np.nextafter(y[5, 7], np.asarray(beyond, dtype))
+            report = judged(a, b, y, params={"alpha": 0.3}, diagnose=False)
+            if report.order == "float32":
+                pytest.fail("a value beyond the bound was taken for right")
+        relative = (bounds.hi.astype(np.float64) - bounds.lo).max() / np.abs(bounds.hi).max()
+        assert relative < {"float32": 1e-3, "float16": 2e-3, "bfloat16": 1e-2}[np.dtype(dtype).name]
+
+
+def test_what_one_step_less_changes_is_found():
+    """A kernel that forgets the last 32 of 1024 terms, in bfloat16."""
+    a, b = (refops.quantize(RNG.standard_normal((32, 1024)).astype(BF16), SCALINGS["mxfp8"]) for _ in "ab")
+    left, right = (refops.dequantize(q)[:, :-32] for q in (a, b))
+    report = judged(a, b, (left @ right.T).astype(BF16), budget=None)
+    assert not report.ok and "the last 32 of 1024" in report.diagnosis[0].sentence
+
+
+def test_a_known_fault_is_not_excused_by_few_bits():
+    """Float32 sums that lack some terms lie within what Hopper's FP8 unit may give: they are wrong nevertheless."""
+    a, b = (refops.quantize(RNG.standard_normal((48, 1024)).astype(BF16), SCALINGS["current"]) for _ in "ab")
+    left, right = (refops.dequantize(q)[:, :-32] for q in (a, b))
+    for diagnose in (False, True):
+        report = judged(a, b, left @ right.T, diagnose=diagnose)
+        assert not report.ok and report.order == "wrong"
+    assert report.diagnosis[0].names == ("terms-missing",)
+
+
+def test_special_values():
+    a, b = np.ones((4, 32), F), np.ones((3, 32), F)
+    a[0, 3], a[1, 4], b[2, 4] = np.nan, np.inf, 0
+    with np.errstate(invalid="ignore"):
+        y = a @ b.T
+    assert np.isnan(y[0]).all() and np.isinf(y[1, 0]) and np.isnan(y[1, 2])
+    assert judged(a, b, y).ok
+    for place in ((0, 0), (1, 0), (1, 2), (3, 0)):
+        wrong = y.copy()
+        wrong[place] = 7
+        report = judged(a, b, wrong, diagnose=False)
+        assert [m.index for m in report.mismatches] == [place]
+    huge = np.full((1, 2), 3e38, F)
+    assert judged(huge, np.ones((1, 2), F), np.array([[np.inf]], F)).ok
+    cancelling = np.array([[3e38, 3e38, -3e38, -3e38]], F)
+    for possible in (np.inf, -np.inf, np.nan, 0):
+        assert judged(cancelling, np.ones((1, 4), F), np.array([[possible]], F)).ok
+    assert not judged(cancelling[:, ::2], np.ones((1, 2), F), np.array([[np.inf]], F)).ok
+    tiny = np.full((1, 8), 1e-30, F)
+    assert judged(tiny, tiny, np.zeros((1, 1), F)).ok
+    assert judged(tiny * F(1e-8), np.full((1, 8), 1e8, F), (tiny * F(1e-8)) @ np.full((8, 1), 1e8, F)).ok
+
+
+def test_empty_products():
+    for m, n, k in ((0, 4, 8), (4, 0, 8), (4, 5, 0)):
+        a, b = np.ones((m, k), F), np.ones((n, k), F)
+        report = judged(a, b, np.zeros((m, n), F))
+        assert report.ok and str(report).startswith("RIGHT: matmul")
+    assert not judged(np.ones((4, 0), F), np.ones((5, 0), F), np.ones((4, 5), F)).ok
+
+
+# --- what it says and refuses ---------------------------------------------------------------------
+
+
+def test_reports():
+    a, b = quantized("mxfp8", (32, 64, 256))
+    y = gemm(b, a, "blackwell", out_dtype=F)
+    report = judged(a, b, y)
+    assert report.leads == ("y: bit for bit what these compute: blackwell",)
+    data = json.loads(json.dumps(report.as_dict()))
+    assert data["order"] == "card" and data["cards"] == ["blackwell"] and data["compared"] == y.size
+    report = judged(a, b, np.nextafter(y, F(np.inf)), diagnose=False)
+    assert report.order == "float32" and report.leads[0].endswith("bits differ from those of blackwell")
+    with pytest.raises(oracle.MismatchError, match="alpha, 2, is missing"):
+        judged(a, b, y, params={"alpha": 2}).raise_for_mismatch()
+    zeros = judged(a, b, np.zeros_like(y), diagnose=False)
+    assert any("were they written?" in note for note in zeros.notes)
+    assert "no card has this product" in judged(*(refops.dequantize(q) for q in (a, b)), y).leads[0]
+
+
+A, B = np.ones((4, 32), F), np.ones((3, 32), F)
+Y = np.full((4, 3), 32, F)
+Q = refops.quantize(A, refops.MXFP8Scaling(E4M3))
+
+
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "options", "message"),
+    [
+        ({"a": A}, Y, {}, "inputs must hold a and b for matmul; got a"),
+        (A, Y, {}, "inputs must be a dict with a and b"),
+        ({"a": A, "b": B, "x": B}, Y, {}, "inputs must be among a, b, bias, c"),
+        ({"a": A, "b": B[:, :16]}, Y, {}, "a and b must have one contracted size with layout 'mk,nk'; got 32 in a"),
+        ({"a": A, "b": B}, Y.T, {}, r"y must have shape \(4, 3\)"),
+        ({"a": A, "b": B}, {}, {}, "outputs must hold y; got none"),
+        ({"a": A, "b": B}, {"z": Y}, {}, "outputs must be among y; got 'z'"),
+        ({"a": A, "b": B}, Y, {"params": {"layout": "TN"}}, "layout must be"),
+        ({"a": A, "b": B}, Y, {"params": {"transpose": True}}, "params must be among layout"),
+        ({"a": A, "b": B}, Y, {"params": {"card": "volta"}}, "card must be"),
+        ({"a": A, "b": B}, Y, {"params": {"card": "hopper"}}, "float16 or bfloat16"),
+        ({"a": A, "b": B}, Y, {"params": {"split_accumulator": True}}, "split_accumulator needs card"),
+        ({"a": A, "b": B}, Y, {"params": {"beta": 2}}, "beta needs c"),
+        ({"a": A, "b": B, "bias": Y}, Y, {}, r"bias must have shape \(3,\)"),
+        ({"a": A, "b": B, "c": A}, Y, {}, r"c must have shape \(4, 3\)"),
+        ({"a": A.astype(np.float64), "b": B}, Y, {}, "a must be float32, float16 or bfloat16"),
+        ({"a": A, "b": B}, Y, {"ulp": 0}, "ulp must be 2 for matmul"),
+        ({"a": A, "b": B}, Y, {"m_splits": [4]}, "m_splits must be None for matmul"),
+        ({"a": A, "b": B}, Y, {"padding": "zero"}, "padding must be None for matmul"),
+        ({"a": Q, "b": Q, "a_codes": A}, Y, {}, "inputs must hold a once"),
+        ({"a_codes": Q.rowwise_data, "b": Q}, Y, {}, "a must be a quantized operand of matmul; got one of which"),
+        ({"a": Q, "b": Q}, Y, {"params": {"layout": "mk,kn"}}, "b must hold its columnwise copy with layout 'mk,kn'"),
+        ({"a": A, "b": B}, Y, {"scaling": {"w": "mxfp8"}}, "scaling must hold settings of a and b"),
+    ],
+)
+def test_bad_use(inputs, outputs, options, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        oracle.check("matmul", inputs, outputs, **options)
+
+
+def test_the_decoder_of_planted_faults():
+    """It reads what `refops.dequantize` reads, which rounds twice under two levels."""
+    for name in SCALINGS:
+        a, _ = quantized(name, SHAPES[0], columnwise=True)
+        off, roundings = np.abs(decoded(a).values - refops.dequantize(a)), 2 if name == "nvfp4" else 1
+        assert (off <= roundings * 2.0**-24 * np.abs(refops.dequantize(a))).all(), name
