@@ -14,7 +14,8 @@ from refops.arguments import BFLOAT16, describe_array, did_you_mean
 from refops.commands.usage import UsageError, listed, match_one
 from refops.files import SUFFIXES, FileError, UnsupportedTensorError, open_tensors, require_file
 from refops.formats import FORMATS, FloatFormat
-from refops.oracle.operation import OPERATIONS, UPDATE_PARAMETERS, require_operation
+from refops.oracle.operation import MATMUL, OPERATIONS, UPDATE_PARAMETERS, require_operation
+from refops.oracle.products.case import PARAMETERS as PRODUCT_PARAMETERS
 from refops.scalings import SHORT_NAMES
 from refops.survey import SCALINGS
 
@@ -91,9 +92,9 @@ def _parse_shape(text):
 # --- operation, scaling, parameters ----------------------------------------------------------------------------------
 
 
-def add_operation(p):
-    """Add the options that say what was computed."""
-    p.add_argument("--op", metavar="NAME", help=f"one of {', '.join(OPERATIONS)}")
+def add_operation(p, among=OPERATIONS):
+    """Add the options that say what was computed, one of the operations `among` others."""
+    p.add_argument("--op", metavar="NAME", help=f"one of {', '.join(among)}")
     p.add_argument("--scaling", metavar="NAME", type=str.lower, help="one of the scalings below")
     add_set(p)
     p.add_argument(
@@ -112,10 +113,10 @@ def add_set(p):
     )
 
 
-def operation_of(arguments):
-    """The `Operation` of --op."""
+def operation_of(arguments, among=OPERATIONS):
+    """The `Operation` of --op, one of those `among` others."""
     try:
-        return require_operation(arguments.op)
+        return require_operation(arguments.op, among)
     except ValueError as error:
         raise UsageError(f"--{error}") from None
 
@@ -200,6 +201,8 @@ def parameter_kinds(operation):
     """Parameter name -> type of its value."""
     if operation.kind == "update_delayed_scale":
         return dict(zip(UPDATE_PARAMETERS, (FloatFormat, int, str, bool), strict=True))
+    if operation is MATMUL:
+        return PRODUCT_PARAMETERS
     if operation.activation is None:
         return {}
     activation = ACTIVATIONS[operation.activation]

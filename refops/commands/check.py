@@ -31,7 +31,10 @@ from refops.files import SUFFIXES, FileError
 from refops.golden import read_golden
 from refops.oracle.dumps import other_scales
 from refops.oracle.grouped import Groups
-from refops.oracle.operation import OPERATIONS, QUANTIZED_ARRAYS, Case
+from refops.oracle.operation import JUDGED, MATMUL, QUANTIZED_ARRAYS, Case
+from refops.oracle.products import ProductCase
+from refops.oracle.products.case import INPUTS as PRODUCT_INPUTS
+from refops.oracle.products.case import input_name
 from refops.oracle.quantized_tensors import full_name, name_hint
 
 EXAMPLES = """\
@@ -45,12 +48,15 @@ examples:
   refops check --op swiglu --scaling mxfp8 --input x.npy --cuda kernel.cu
       --entry swiglu_mxfp8 --grid 128 --block 256 --argument x
       --argument rowwise_data --argument rowwise_scale_inv --argument 128
+  refops check --op matmul --scaling mxfp8 --input operands.safetensors
+      --output y=y.npy --param layout=mk,nk --param card=blackwell
 
 """
 ARRAYS = """\
 inputs: x; for gradients dy and x; for scaled_... row_scales besides; for
   dequantize the arrays of the quantized tensor; for update_delayed_scale
-  amax_history and scale.
+  amax_history and scale; for matmul a and b (or a_codes, a_scales, a_amax,
+  b_codes ...), bias, c: y = alpha a b^T + beta c + bias.
 outputs: y; dx, dbias, drow_scales; where the operation quantizes
   rowwise_data, rowwise_scale_inv, amax_rowwise, the same columnwise, dbias;
   amax_history and scale. Short names: data or codes, scale or scales, amax
@@ -68,7 +74,7 @@ def add_check(command, scaling_list):
         "\nExit code 0: right. 1: wrong. 2: bad use.",
         epilog=EXAMPLES + FILES + ARRAYS + KERNELS + scaling_list,
     )
-    add_operation(p)
+    add_operation(p, JUDGED)
     p.add_argument("--input", action="append", default=[], metavar="[NAME=]FILE", help="what the kernel read")
     p.add_argument("--golden", metavar="FILE", help="take operation, settings and inputs from a golden file instead")
     p.add_argument("--data", metavar="FILE", help="output rowwise_data")
@@ -77,7 +83,11 @@ def add_check(command, scaling_list):
     p.add_argument("--output", action="append", default=[], metavar="NAME=FILE", help="any output")
     p.add_argument("--outputs", metavar="FILE", help="a file that holds outputs under their names")
     add_kernel(p)
-    p.add_argument("--out-dtype", choices=VALUE_DTYPES, help="dtype of y or dx in raw files (default: that of x)")
+    p.add_argument(
+        "--out-dtype",
+        choices=VALUE_DTYPES,
+        help="dtype of y or dx in raw files (default: that of x; for matmul of a or b)",
+    )
     p.add_argument(
         "--ulp",
         type=_ulp,
@@ -129,8 +139,12 @@ def run_check(arguments):
         inputs, swizzled = _read_inputs(arguments, operation), arguments.swizzled_scales
     splits, option_of = arguments.m_splits, _option_of(arguments, op)
     with usage_errors(option_of):
-        case = Case(op, inputs, scaling, params, swizzled_scales=swizzled)
-        groups = None if splits is None else Groups(op, inputs, scaling, splits, params, swizzled)
+        if op == MATMUL.name:
+            case = ProductCase(inputs, scaling, params, swizzled_scales=swizzled)
+        else:
+            case = Case(op, inputs, scaling, params, swizzled_scales=swizzled)
+        grouped = splits is not None and op != MATMUL.name  # whose check refuses them
+        groups = Groups(op, inputs, scaling, splits, params, swizzled) if grouped else None
     given = _outputs_given(arguments, case)
     if gives_kernel(arguments):
         if groups is not None:
@@ -191,7 +205,7 @@ def _say_fault(arguments, fault):
 def _operation_given(arguments):
     if arguments.op is None:
         raise UsageError("give either --op or --golden; got neither (see refops check --help)")
-    return operation_of(arguments)
+    return operation_of(arguments, JUDGED)
 
 
 def _from_golden(arguments):
@@ -217,15 +231,14 @@ def _from_golden(arguments):
 
 def _read_inputs(arguments, operation):
     """Input name -> array of every --input."""
-    dequantizes = operation.kind == "dequantize"
-    names = QUANTIZED_ARRAYS if dequantizes else operation.inputs
+    names, full_name_of, needs_all = _input_names(operation)
     inputs = {}
     for text in arguments.input:
         name, equals, path = text.partition("=")
         if not equals:
-            arrays = _read_unnamed_input(text, names)
+            arrays = _read_unnamed_input(text, names, full_name_of)
         else:
-            full = full_name(name, names) if dequantizes else name
+            full = full_name_of(name)
             if full not in names:
                 hint = name_hint(name, names)
                 raise UsageError(f"--input must be NAME=FILE with NAME one of {', '.join(names)}; got {text!r}{hint}")
@@ -238,25 +251,34 @@ def _read_inputs(arguments, operation):
             if full in inputs:
                 raise UsageError(f"--input must give {full} once; got {text!r} besides")
             inputs[full] = array
-    missing = [] if dequantizes else [name for name in names if name not in inputs]
+    missing = [name for name in names if name not in inputs] if needs_all else []
     if missing or not inputs:
         got = ", ".join(inputs) or "nothing"
-        wanted = f"arrays among {', '.join(names)}" if dequantizes else ", ".join(names)
+        wanted = ", ".join(names) if needs_all else f"arrays among {', '.join(names)}"
         raise UsageError(f"--input must give {wanted} for {operation.name}; got {got}")
     return inputs
 
 
-def _read_unnamed_input(text, names):
+def _input_names(operation):
+    """Names of an operation's inputs, a function from a name as given to one of them, and whether all are needed."""
+    if operation is MATMUL:
+        return PRODUCT_INPUTS, input_name, False
+    if operation.kind == "dequantize":
+        return QUANTIZED_ARRAYS, lambda name: full_name(name, QUANTIZED_ARRAYS), False
+    return operation.inputs, lambda name: name, True
+
+
+def _read_unnamed_input(text, names, full_name_of):
     """The one input, or everything in a file whose arrays are named as the inputs are."""
     spec = parse_file(text, "--input")
     found = read_file(spec, "--input", names[0] if len(names) == 1 else None)
     if len(names) == 1 and len(found) == 1:
         return {names[0]: next(iter(found.values()))}
-    unknown = [name for name in found if name not in names]
+    unknown = [name for name in found if name is None or full_name_of(name) not in names]
     if unknown:
         shown = "one of several inputs" if unknown == [None] or len(found) == 1 else f"array {unknown[0]!r}"
         raise UsageError(f"--input must be NAME=FILE with NAME one of {', '.join(names)}; got {text!r}, {shown}")
-    return found
+    return {full_name_of(name): array for name, array in found.items()}
 
 
 def _outputs_given(arguments, case):
@@ -329,6 +351,8 @@ def _value_dtype(arguments, case):
     """dtype of raw y or dx."""
     if arguments.out_dtype is not None:
         return DTYPES[arguments.out_dtype]
+    if case.operation is MATMUL:
+        return case.slots["y"].dtype
     return case.inputs["x"].dtype if "x" in case.inputs else np.dtype(np.float32)
 
 
@@ -350,8 +374,8 @@ def _with_out_dtype(arguments, case, outputs):
 
 def _option_of(arguments, op):
     """Function from the name of an argument of `oracle.check` to the option that gave it."""
-    operation = OPERATIONS[op]
-    inputs = QUANTIZED_ARRAYS if operation.kind == "dequantize" else operation.inputs
+    operation = JUDGED[op]
+    inputs = _input_names(operation)[0]
 
     def option(name):
         if arguments.golden is not None:

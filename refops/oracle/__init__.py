@@ -15,6 +15,7 @@ from refops.oracle.coverage import Coverage
 from refops.oracle.grouped import ExpertReport, GroupedReport
 from refops.oracle.operation import OPERATIONS
 from refops.oracle.places import Lines, Place
+from refops.oracle.products import ProductReport
 from refops.oracle.report import ArrayVerdict, Explanation, Mismatch, MismatchError, Report
 from refops.oracle.verdict import Acceptable, acceptable, check
 
@@ -30,6 +31,7 @@ __all__ = [
     "Mismatch",
     "MismatchError",
     "Place",
+    "ProductReport",
     "Report",
     "acceptable",
     "check",

@@ -1,7 +1,7 @@
 """What an operation takes and gives, by name: how the oracle sees the operations of `refops`.
 
-`Case` binds a call: which operation, its checked inputs and settings. It knows the arrays that a kernel writes
-(`slots`) and what the reference writes there (`reference`).
+`Case` binds a call of all but "matmul", which `refops.oracle.products` binds: which operation, its checked inputs and
+settings. It knows the arrays that a kernel writes (`slots`) and what the reference writes there (`reference`).
 
 | op                                   | inputs              | outputs             | with a scaling                 |
 |--------------------------------------|---------------------|---------------------|--------------------------------|
@@ -12,6 +12,7 @@
 | "quantize"                           | x                   |                     | the arrays of one, dbias       |
 | "dequantize"                         | the arrays of one   | y                   |                                |
 | "update_delayed_scale"               | amax_history, scale | amax_history, scale |                                |
+| "matmul"                             | a, b, bias, c       | y                   |                                |
 
 Short names of outputs: data (or codes), scale_inv (or scale, scales), amax stand for rowwise_data, rowwise_scale_inv,
 amax_rowwise; columnwise_codes, columnwise_scales and their like for the columnwise ones (`ALIASES`). A quantized tensor
@@ -114,16 +115,18 @@ def _operations():
 OPERATIONS = _operations()
 #: The product of two operands, each quantized by itself or plain: `refops.oracle.products` binds and judges its calls.
 MATMUL = Operation("matmul", "matmul", None, ("a", "b"), ("y",))
+#: Every operation that `refops.oracle.check` judges.
+JUDGED = OPERATIONS | {MATMUL.name: MATMUL}
 #: TE puts the d elsewhere in these.
 _TE_SPELLINGS = {"clamped_dswiglu": "dclamped_swiglu", "scaled_clamped_dswiglu": "scaled_dclamped_swiglu"}
 
 
-def require_operation(op):
-    """Return the `Operation` named `op`; ValueError names similar ones."""
+def require_operation(op, among=OPERATIONS):
+    """Return the `Operation` named `op` of those `among` others; ValueError names similar ones."""
     name = _TE_SPELLINGS.get(op, op) if isinstance(op, str) else op
-    if isinstance(name, str) and name in OPERATIONS:
-        return OPERATIONS[name]
-    raise ValueError(f"op must be one of {', '.join(OPERATIONS)}; got {shown(op)}{did_you_mean(name, OPERATIONS)}")
+    if isinstance(name, str) and name in among:
+        return among[name]
+    raise ValueError(f"op must be one of {', '.join(among)}; got {shown(op)}{did_you_mean(name, among)}")
 
 
 class Case:

@@ -19,7 +19,7 @@ from refops.oracle.coverage import coverage_of
 from refops.oracle.enclosure import Bounds
 from refops.oracle.entries import shown_code, shown_entry, shown_range
 from refops.oracle.geometry import stored_index
-from refops.oracle.operation import MATMUL, Case, require_operation
+from refops.oracle.operation import JUDGED, MATMUL, Case, require_operation
 from refops.oracle.quantized_tensors import is_swizzled
 from refops.oracle.quantized_verdict import QuantizedJudge
 from refops.oracle.report import Explanation, Mismatch, Report
@@ -58,19 +58,24 @@ def check(
 
     Args:
         op: name of the operation: an activation ("gelu", "swiglu", ...), its gradient ("dgelu", ...), either of them
-            scaled by row ("scaled_swiglu", "scaled_dswiglu", ...), "quantize", "dequantize", "update_delayed_scale".
+            scaled by row ("scaled_swiglu", "scaled_dswiglu", ...), "quantize", "dequantize", "update_delayed_scale"; or
+            "matmul", alpha a b^T + beta c + bias.
         inputs: what the kernel read: a dict of x, dy, row_scales, ... as `refops.oracle.operation` lists them for `op`,
             or the array itself where there is one. float32, float16 or bfloat16. For dequantize a quantized tensor
-            (`refops.Quantized`, fuser's, TE's), or a dict of its arrays.
+            (`refops.Quantized`, fuser's, TE's), or a dict of its arrays. For matmul a and b, each an array, a quantized
+            tensor, or a dict of its arrays (which may also be given as a_codes, a_scales, b_codes ...), bias and c.
         outputs: what the kernel wrote: a dict of any of y, dx, dbias, drow_scales, or of the arrays of a `Quantized`
             (rowwise_data, rowwise_scale_inv, amax_rowwise, columnwise_...; data or codes, scale or scales, and amax
             are short for the rowwise ones, columnwise_codes and so on for the others), or a quantized tensor, alone or
             as "q" beside dbias. NumPy, torch, JAX, CuPy, anything with DLPack or an array interface; elements of their
             own dtype or as raw bits. Scales may come with their padding or without.
         scaling: settings such as `refops.MXFP8Scaling(refops.E4M3)`, or the name of a row of `refops.scalings.NAMED`
-            such as "mxfp8", where the operation quantizes.
+            such as "mxfp8", where the operation quantizes; for matmul those of both operands, or {"a": ..., "b": ...}.
         params: parameters of the activation, glu_interleave_size; for update_delayed_scale fmt, margin, algorithm,
-            keep_unused.
+            keep_unused; for matmul layout ("mk,nk" is the default; "mk,kn", "km,nk", "km,kn": how a and b lie; k is
+            contracted, along the copy of a quantized operand that has its blocks along k), alpha, beta, a_fmt and b_fmt
+            (formats other than that of scaling), card ("ampere", "hopper", "blackwell": demands the bits of that card)
+            and split_accumulator (with card: whether Hopper's FP8 sums are promoted; either is right by default).
         ulp: error that exp and tanh may have, in float32 units in the last place; a result within as many of the
             float64 truth is right too. 2 covers CUDA C++ and libdevice without fast math; Triton's `/` and another
             order of TE's products need 4, fast math more. 0 asks for the reference's bits, NaN and padding included.
@@ -88,7 +93,8 @@ def check(
             tensor.
 
     Returns:
-        `Report` (`GroupedReport` with m_splits): `.ok`, `.mismatches`, `.diagnosis`, `.raise_for_mismatch()`, `str()`.
+        `Report` (`GroupedReport` with m_splits, `ProductReport` for matmul): `.ok`, `.mismatches`, `.diagnosis`,
+        `.raise_for_mismatch()`, `str()`.
 
     Raises:
         TypeError, ValueError: an unknown operation or output, a missing input, settings, shapes or dtypes that
@@ -102,7 +108,7 @@ def check(
     require_flag(swizzled_scales, "swizzled_scales")
     if budget is not None:
         require_number(budget, "budget", positive=True)
-    if op == MATMUL.name:
+    if require_operation(op, JUDGED) is MATMUL:
         from refops.oracle.products import check_product
 
         _require_defaults({"ulp": ulp, "padding": padding, "random_bits": random_bits, "m_splits": m_splits})

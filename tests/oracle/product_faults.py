@@ -224,7 +224,7 @@ def a_scales_of_b(g):
     return g.finished(g.product(a=g.a.spread(g.b.scales[rows]) * g.a.factor))
 
 
-@planted("scales-of-other-operand", BLOCKS)  # the product of two factors is the same
+@planted("scales-of-other-operand", ("block", *SWIZZLED))  # the product of two scales of a block of rows is the same
 def scales_exchanged(g):
     a = g.a.spread(g.b.scales[np.arange(len(g.a.elements)) % len(g.b.elements)])
     b = g.b.spread(g.a.scales[np.arange(len(g.b.elements)) % len(g.a.elements)])
@@ -444,7 +444,7 @@ def cut_off(g):
     return (exact.view(np.uint32) >> 16).astype(np.uint16).view(BF16)
 
 
-@planted("operand-rounded", (*ONE_SCALE, "nvfp4"))  # others have scales that are powers of two
+@planted("operand-rounded", (*ONE_SCALE, "nvfp4"), ("float32",))  # others have scales that are powers of two
 def a_in_bfloat16(g):
     return g.finished(g.product(a=g.a.values.astype(np.float32).astype(BF16).astype(np.float64)))
 

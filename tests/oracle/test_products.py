@@ -22,7 +22,8 @@ RNG = np.random.default_rng(24)
 def tensor(rows, k, seed, size=1.0):
     """bfloat16, rows of different sizes and blocks of different sizes along k, so that scales differ."""
     rng = np.random.default_rng(seed)
-    sizes = np.exp(rng.standard_normal((rows, 1))) * np.exp2(rng.integers(-2, 3, -(-k // 16))).repeat(16)[:k]
+    blocks = np.exp2(rng.integers(-2, 3, -(-k // 16)).repeat(16)[:k] + 2 * (np.arange(k) // 128))
+    sizes = np.exp(rng.standard_normal((rows, 1))) * blocks
     return (size * rng.standard_normal((rows, k)) * sizes).astype(BF16)
 
 
@@ -434,7 +435,8 @@ Q = refops.quantize(A, refops.MXFP8Scaling(E4M3))
         ({"a": Q, "b": Q, "a_codes": A}, Y, {}, "inputs must hold a once"),
         ({"a_codes": Q.rowwise_data, "b": Q}, Y, {}, "a must be a quantized operand of matmul; got one of which"),
         ({"a": Q, "b": Q}, Y, {"params": {"layout": "mk,kn"}}, "b must hold its columnwise copy with layout 'mk,kn'"),
-        ({"a": A, "b": B}, Y, {"scaling": {"w": "mxfp8"}}, "scaling must hold settings of a and b"),
+        ({"a": A, "b": B}, Y, {"scaling": {"w": "mxfp8"}}, "scaling must hold settings of quantized operands"),
+        ({"a": A, "b": B}, Y, {"scaling": "mxfp8"}, "scaling must hold settings of quantized operands"),
     ],
 )
 def test_bad_use(inputs, outputs, options, message):
@@ -448,3 +450,67 @@ def test_the_decoder_of_planted_faults():
         a, _ = quantized(name, SHAPES[0], columnwise=True)
         off, roundings = np.abs(decoded(a).values - refops.dequantize(a)), 2 if name == "nvfp4" else 1
         assert (off <= roundings * 2.0**-24 * np.abs(refops.dequantize(a))).all(), name
+
+
+# --- the command line -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def dumped(tmp_path, monkeypatch):
+    """A product of two formats in files of every kind."""
+    save_file = pytest.importorskip("safetensors.numpy").save_file
+    monkeypatch.chdir(tmp_path)
+    a = refops.quantize(tensor(32, 128, 1), refops.CurrentScaling(E5M2))
+    b = refops.quantize(tensor(48, 128, 2), refops.CurrentScaling(E4M3))
+    bias = RNG.standard_normal(48).astype(F)
+    y = gemm(b, a, "hopper", out_dtype=BF16, bias=bias)
+    arrays = {"a_codes": a.rowwise_data, "a_scale": a.rowwise_scale_inv, "bias": bias}
+    save_file(arrays | {"b_data": b.rowwise_data, "b_scale_inv": b.rowwise_scale_inv}, "in.safetensors")
+    for name, array in arrays.items():
+        array.tofile(f"{name}.bin")
+    np.save("b_codes.npy", b.rowwise_data)
+    np.savez("b.npz", scale=b.rowwise_scale_inv)
+    y.tofile("y.bin")
+    y[:, :].view(np.uint16).T.copy().tofile("turned.bin")
+    return y
+
+
+CHECK = ("check", "--op", "matmul", "--scaling", "current", "--param", "a_fmt=e5m2")
+
+
+def test_command_line(run, dumped):
+    whole = ("--input", "in.safetensors", "--output", "y=y.bin")
+    code, out, err = run(*CHECK, *whole)
+    assert (code, err) == (0, "") and out.startswith("RIGHT: matmul: CurrentScaling(fmt=E5M2")
+    assert "y: bit for bit what these compute: hopper" in out
+    parts = ("--input", "a_codes=a_codes.bin@uint8:32x128", "--input", "a_scale=a_scale.bin@float32:1")
+    parts += (
+        "--input",
+        "b_codes=b_codes.npy",
+        "--input",
+        "b_scales=b.npz:scale",
+        "--input",
+        "bias=bias.bin@float32:48",
+    )
+    code, out, err = run(*CHECK, *parts, "--output", "y=y.bin", "--param", "card=hopper", "--json")
+    assert (code, err) == (0, "") and json.loads(out)["cards"] == ["hopper"]
+    code, out, _ = run(*CHECK, "--input", "in.safetensors", "--output", "y=turned.bin")
+    assert code == 1 and "1. result-transposed: The result is written transposed." in out
+    assert run(*CHECK, *whole, "--out-dtype", "float16", "--no-diagnosis")[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--input", "x=y.bin@bfloat16:32x48"), "--input must be NAME=FILE with NAME one of a, b, bias, c"),
+        (("--input", "a=y.bin@bfloat16:32x48"), "--input must hold a and b for matmul; got a"),
+        (("--input", "in.safetensors", "--param", "layout=TN"), "--param layout must be one of 'mk,nk'"),
+        (("--input", "in.safetensors", "--param", "card=ampere"), "--param card must have a unit that multiplies"),
+        (("--input", "in.safetensors", "--m-splits", "16,16"), "--m-splits must be None for matmul; got [16, 16]"),
+        (("--input", "in.safetensors", "--ulp", "0"), "--ulp must be 2 for matmul"),
+        (("--input", "in.safetensors", "--output", "z=y.bin"), "--output z is no output of matmul: y"),
+    ],
+)
+def test_bad_use_of_the_command_line(run, dumped, words, message):
+    code, out, err = run(*CHECK, *words, "--output", "y=y.bin")
+    assert (code, out) == (2, "") and message in err and err.count("\n") == 1

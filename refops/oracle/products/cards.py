@@ -7,7 +7,7 @@ import numpy as np
 from refops.products import CARDS, matmul, product_of
 from refops.products import Product as CardProduct
 from refops.products.cards import operand_format
-from refops.rounding import stored
+from refops.rounding import multiply_add, stored
 from refops.tiles import ceil_div
 
 #: Products after which accumulators of few bits may be emptied, other than the 128 of CUTLASS and DeepGEMM.
@@ -46,7 +46,7 @@ class Order:
         )
         with np.errstate(all="ignore"):
             factors = np.float32(product.alpha) * _factor(b, columns).T * _factor(a, rows)
-            result = sums * (factors * np.float32(1 / (a.top * b.top)))
+            result = multiply_add(sums, factors * np.float32(1 / (a.top * b.top)), np.float32(0))
             for addend in product.addends(rows, columns):
                 result = result + addend.astype(np.float32)
             return stored(result, product.dtype)

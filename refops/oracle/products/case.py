@@ -1,5 +1,7 @@
 """A product and its dump, bound and checked: `ProductCase`."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from refops.arguments import (
@@ -10,6 +12,7 @@ from refops.arguments import (
     require_tensor,
     shown,
 )
+from refops.formats import FloatFormat, require_format
 from refops.oracle.dumps import Slot, as_numpy, fit, native
 from refops.oracle.operation import MATMUL, Case, named_arrays
 from refops.oracle.products.cards import require_card
@@ -24,9 +27,23 @@ from refops.scalings import named
 LAYOUTS = {"mk,nk": (False, False), "mk,kn": (False, True), "km,nk": (True, False), "km,kn": (True, True)}
 OPERANDS = ("a", "b")
 #: Parameter -> type of its value.
-PARAMETERS = {"layout": str, "alpha": float, "beta": float, "card": str, "split_accumulator": bool}
+PARAMETERS = {
+    "layout": str,
+    "alpha": float,
+    "beta": float,
+    "a_fmt": FloatFormat,
+    "b_fmt": FloatFormat,
+    "card": str,
+    "split_accumulator": bool,
+}
 #: Names of inputs: a whole operand, what is added, and the arrays of a quantized operand one by one.
 INPUTS = (*OPERANDS, "bias", "c", *(f"{name}_{array}" for name in OPERANDS for array in QUANTIZED_ARRAYS))
+
+
+def input_name(name):
+    """The one of `INPUTS` that a name stands for; the name itself where it stands for none."""
+    operand, _, part = name.partition("_")
+    return f"{operand}_{ALIASES.get(part, part)}" if part and operand in OPERANDS else name
 
 
 class ProductCase:
@@ -34,7 +51,7 @@ class ProductCase:
 
     Attributes:
         operation: the `Operation`.
-        inputs: input name -> what was given.
+        inputs: input name -> what was given, as NumPy arrays but for quantized tensors.
         scaling: settings by operand, "a" and "b"; None where an operand is plain.
         params: as given.
         operands: "a" and "b" -> `Operand`.
@@ -48,10 +65,12 @@ class ProductCase:
         self.params = self._check_params(params)
         self.layout = self.params.get("layout", "mk,nk")
         self.swizzled_scales = require_flag(swizzled_scales, "swizzled_scales")
-        self.inputs = self._check_inputs(inputs)
-        scalings = self._check_scaling(scaling)
+        given = self._check_inputs(inputs)
+        self.inputs = {name: value if _is_quantized(value) else as_numpy(value, name) for name, value in inputs.items()}
+        scalings = self._check_scaling(scaling, given)
+        self._leading = {}
         self.operands = {
-            name: self._operand(name, scalings[name], contracted_first)
+            name: self._operand(name, given[name], scalings[name], contracted_first)
             for name, contracted_first in zip(OPERANDS, LAYOUTS[self.layout], strict=True)
         }
         self.scaling = {name: operand.scaling for name, operand in self.operands.items()}
@@ -61,9 +80,10 @@ class ProductCase:
                 f"a and b must have one contracted size with layout {self.layout!r}; got {a.k} in a and {b.k} in b"
             )
         self._check_transforms(a, b)
-        shape = (*self._leading, b.rows)
+        shape = (*self._leading["a"], b.rows)
         self.slots = {"y": Slot("y", "values", shape, shape, self._nominal_dtype())}
-        self.bias, self.c = self._added("bias", (b.rows,)), self._added("c", shape)
+        self.bias = self._added("bias", given.get("bias"), (b.rows,))
+        self.c = self._added("c", given.get("c"), shape)
         if self.c is None and "beta" in self.params:
             raise ValueError(f"beta needs c, which it multiplies; got beta={self.params['beta']} without")
         self.card, self.split_accumulator = self.params.get("card"), self.params.get("split_accumulator")
@@ -86,22 +106,25 @@ class ProductCase:
             require_flag(params["split_accumulator"], "split_accumulator")
             if "card" not in params:
                 raise ValueError(f"split_accumulator needs card; got {params['split_accumulator']} without")
+        for name in ("a_fmt", "b_fmt"):
+            if name in params:
+                require_format(params[name], name=name)
         for name in ("alpha", "beta"):
             if name in params:
                 params[name] = float(require_number(params[name], name))
         return params
 
     def _check_inputs(self, inputs):
-        """Input name -> what was given; the arrays of a quantized operand in a dict under the operand's name."""
+        """Operand, bias or c -> what was given; the arrays of a quantized operand in a dict."""
         if not isinstance(inputs, dict):
             raise TypeError(f"inputs must be a dict with a and b for matmul; got {shown(inputs)}")
         checked, parts = {}, {name: {} for name in OPERANDS}
         for name, value in inputs.items():
-            operand, _, part = name.partition("_") if isinstance(name, str) else (name, "", "")
-            if name in (*OPERANDS, "bias", "c"):
+            full = input_name(name) if isinstance(name, str) else name
+            if full in (*OPERANDS, "bias", "c"):
                 checked[name] = value
-            elif operand in OPERANDS and (part in QUANTIZED_ARRAYS or part in ALIASES):
-                parts[operand][part] = value
+            elif full in INPUTS:
+                parts[full[0]][full[2:]] = value
             else:
                 known = "a, b, bias, c, or the arrays of a quantized operand such as a_codes and a_scales"
                 raise ValueError(f"inputs must be among {known} for matmul; got {shown(name)}{name_hint(name, INPUTS)}")
@@ -114,26 +137,33 @@ class ProductCase:
                 raise ValueError(f"inputs must hold a and b for matmul; got {', '.join(map(str, inputs)) or 'nothing'}")
         return checked
 
-    def _check_scaling(self, scaling):
+    def _check_scaling(self, scaling, given):
         """Settings by operand, as given."""
-        if isinstance(scaling, dict):
-            unknown = [name for name in scaling if name not in OPERANDS]
-            if unknown:
-                raise ValueError(f"scaling must hold settings of a and b; got {shown(unknown[0])}")
-            return {name: None if scaling.get(name) is None else named(scaling[name]) for name in OPERANDS}
-        return dict.fromkeys(OPERANDS, None if scaling is None else named(scaling))
+        quantized = [name for name in OPERANDS if _is_quantized(given[name])]
+        scalings = scaling if isinstance(scaling, dict) else dict.fromkeys(quantized, scaling)
+        unknown = [name for name in scalings if name not in quantized]
+        if unknown or (scaling is not None and not quantized):
+            got = shown(unknown[0] if unknown else scaling)
+            raise ValueError(f"scaling must hold settings of quantized operands, of a and b; got {got}")
+        made = {name: None if scalings.get(name) is None else named(scalings[name]) for name in OPERANDS}
+        for name in OPERANDS:
+            fmt = self.params.get(f"{name}_fmt")
+            if fmt is not None and made[name] is None:
+                raise ValueError(f"{name}_fmt needs scaling, whose format it replaces; got {fmt!r} without")
+            if fmt is not None:
+                made[name] = replace(made[name], fmt=fmt)
+        return made
 
-    def _operand(self, name, scaling, contracted_first):
-        value = self.inputs[name]
-        if not (is_quantized(value) or isinstance(value, dict)):
+    def _operand(self, name, value, scaling, contracted_first):
+        if not _is_quantized(value):
             array = require_tensor(native(as_numpy(value, name)), name)
-            self.inputs[name] = array
+            self._leading[name] = array.shape[:-1] if not contracted_first else array.shape[-1:]
             return Operand.plain(name, array.reshape(matrix_shape(array.shape)), contracted_first)
         try:
             q = Case("dequantize", value, scaling, swizzled_scales=self._swizzled(scaling)).inputs["q"]
         except (TypeError, ValueError) as error:
             raise type(error)(f"{name} must be a quantized operand of matmul; got one of which {error}") from None
-        self.inputs[name] = q
+        self._leading[name] = q.shape[-1:] if contracted_first else q.shape[:-1]
         columnwise = contracted_first
         if getattr(q, f"{direction_of(columnwise)}_data") is None:
             if q.scaling.layout.block is not None:
@@ -156,23 +186,17 @@ class ProductCase:
                 f"got sign masks {masks[0]} and {masks[1]}"
             )
 
-    def _added(self, name, shape):
+    def _added(self, name, value, shape):
         """float64, the bias or c; None without."""
-        if self.inputs.get(name) is None:
+        if value is None:
             return None
-        array = require_high_precision(native(as_numpy(self.inputs[name], name)), name)
+        array = require_high_precision(native(as_numpy(value, name)), name)
         whole = (self.operands["a"].rows, shape[-1]) if len(shape) > 1 else shape
         if array.shape not in (shape, whole):
             raise ValueError(f"{name} must have shape {shape}; got {array.shape}")
         return array.astype(np.float64).reshape(whole)
 
     # --- what it is -------------------------------------------------------------------------------
-
-    @property
-    def _leading(self):
-        """Dimensions of the result before its last one."""
-        a = self.inputs["a"]
-        return (self.operands["a"].rows,) if LAYOUTS[self.layout][0] else a.shape[:-1]
 
     def _nominal_dtype(self):
         """dtype to assume of raw 16-bit results."""
@@ -197,3 +221,8 @@ class ProductCase:
         if not given:
             raise ValueError("outputs must hold y; got none")
         return {"y": fit(given["y"], self.slots["y"])[0]}, set()
+
+
+def _is_quantized(value):
+    """Whether an operand is a quantized tensor, or the arrays of one."""
+    return isinstance(value, dict) or is_quantized(value)

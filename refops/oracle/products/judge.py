@@ -18,7 +18,7 @@ F = np.float32
 #: Rows and columns of a tile of results that is judged at once.
 TILE = 512
 #: Products of elements, at most, that are added up to compare a dump with one order of a card.
-MOST_PRODUCTS = 1 << 20
+MOST_PRODUCTS = 1 << 21
 #: What the bound of sums may be, as a share of the typical result, before the report says so.
 WIDE = 2.0**-6
 #: From so many wrong entries on, one value in all of them is no accident.
