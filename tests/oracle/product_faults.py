@@ -320,6 +320,12 @@ def block_before_around(g):
     return g.finished(g.product(b=g.b.spread(scales) * g.b.factor))
 
 
+@planted("scales-shifted", ("block", *SWIZZLED))
+def row_before(g):
+    scales = np.concatenate([g.a.scales[:1], g.a.scales[:-1]])
+    return g.finished(g.product(a=g.a.spread(scales) * g.a.factor))
+
+
 @planted("nibbles-swapped", PACKED)
 def nibbles_swapped(g):
     codes = g.b.codes.copy()

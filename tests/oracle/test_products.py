@@ -220,7 +220,7 @@ def test_noise_has_no_name():
 
 def test_plain_operands():
     for dtype in (FP32, FP16, BF16):
-        a, b = (tensor(rows, 192, rows).astype(F).astype(dtype) for rows in (48, 64))
+        a, b = (tensor(rows, 192, rows, 0.1).astype(F).astype(dtype) for rows in (48, 64))
         y = (a.astype(np.float64) @ b.astype(np.float64).T).astype(F).astype(dtype)
         assert judged(a, b, y).ok
         report = judged(a, b, (a.astype(F) @ b.astype(F).reshape(192, 64)).astype(dtype))
@@ -237,7 +237,41 @@ def test_the_copy_that_does_not_run_along_the_sums():
     wrong = decoded(a).values @ decoded(b, columnwise=True).values
     report = judged(a, b, wrong.astype(F))
     assert report.diagnosis[0].names == ("other-copy",), str(report)
-    assert "columnwise copy is read" in report.diagnosis[0].sentence
+    assert "columnwise copy of b is read" in report.diagnosis[0].sentence
+
+
+def test_codes_of_the_other_copy_under_the_scales_of_this_one():
+    a, b = (refops.quantize(tensor(64, 128, seed), SCALINGS["mxfp8"], columnwise=True) for seed in (5, 6))
+    codes = decoded(b, columnwise=True).elements.T  # they lie as the rowwise ones do
+    wrong = decoded(a).values @ replace(decoded(b), elements=codes).values.T
+    report = judged(a, b, wrong.astype(F))
+    assert report.diagnosis[0].names == ("other-copy",), str(report)
+    assert "under the scales of the rowwise one" in report.diagnosis[0].sentence
+
+
+def hopper_faults(a, b, bias):
+    """Wrong products, their sums those of Hopper's FP8 unit."""
+
+    def right(a, b, **options):
+        return gemm(b, a, "hopper", out_dtype=F, **options)
+
+    ones = replace(a, rowwise_scale_inv=np.ones_like(a.rowwise_scale_inv))
+    yield "scales-missing", right(ones, b, bias=bias)
+    yield "bias-wrong", right(a, b)
+    yield "rounded-before-adding", right(a, b).astype(BF16).astype(F) + bias
+    yield "result-transposed", np.ascontiguousarray(right(a, b, bias=bias).T).reshape(len(right(a, b)), -1)
+    yield "activation-applied", np.maximum(right(a, b, bias=bias), 0)
+    if a.scaling.layout.block is None:
+        yield "sums-in-half", right(a, b, bias=bias, accumulator=np.float16)
+
+
+@sampled(("name", "seed"), [(name, seed) for seed in range(4) for name in ("current", "block")], 4)
+def test_faults_are_named_where_hopper_adds(name, seed):
+    a, b = quantized(name, (64, 96, 512), seed)
+    bias = (100 * np.random.default_rng(seed).standard_normal(96)).astype(F)
+    for fault, y in hopper_faults(a, b, bias):
+        report = judged(a, b, y, {"bias": bias}, budget=None)
+        assert not report.ok and report.diagnosis[0].names == (fault,), (fault, str(report))
 
 
 # --- layouts, copies, names -----------------------------------------------------------------------

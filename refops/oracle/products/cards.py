@@ -30,11 +30,11 @@ class Order:
         interval = self.product.promotion
         return self.card if interval is None else f"{self.card}, promoted after every {interval} products"
 
-    def stored(self, product, rows, columns):
-        """What the card stores of a `Product` at some rows and columns, slices or arrays of indices."""
+    def sums(self, product, rows, columns):
+        """float32, what the card adds up for a `Product` at some rows and columns, slices or arrays of indices."""
         a, b, mine = product.a, product.b, self.product
         kinds = [operand_format(kind_of(operand)) for operand in (a, b)]
-        sums = matmul(
+        return matmul(
             a.elements[rows].astype(np.float32),
             b.elements[columns].astype(np.float32),
             mine.unit,
@@ -44,6 +44,10 @@ class Order:
             b_scale=_block_scales(b, columns, mine.block),
             promotion=mine.promotion,
         )
+
+    def stored(self, product, rows, columns):
+        """What the card stores of them: scales of tensors, alpha, what is added, one rounding."""
+        a, b, sums = product.a, product.b, self.sums(product, rows, columns)
         with np.errstate(all="ignore"):
             factors = np.float32(product.alpha) * _factor(b, columns).T * _factor(a, rows)
             result = multiply_add(sums, factors * np.float32(1 / (a.top * b.top)), np.float32(0))
@@ -70,6 +74,18 @@ def orders_of(product, card=None, split_accumulator=None):
         if card is None and mine[False] != mine[True]:
             intervals = [interval for interval in OTHER_INTERVALS if interval < product.k]
             found += [Order(name, CardProduct(mine[True].unit, None, interval)) for interval in intervals]
+    return found
+
+
+def half_orders_of(product):
+    """The `Order` of each card with a unit that adds up a product in float16."""
+    found = []
+    for name in CARDS:
+        try:
+            mine = product_of(name, *map(kind_of, (product.a, product.b)), accumulator=np.float16)
+        except (TypeError, ValueError):  # the card has no such unit
+            continue
+        found.append(Order(name, mine))
     return found
 
 

@@ -13,8 +13,8 @@ import numpy as np
 from refops.oracle.diagnosis.comparison import DAMAGE, ENOUGH
 from refops.oracle.places import Lines, Place
 from refops.oracle.products.faults import FAULTS, Attempt
+from refops.oracle.products.halves import HalfProduct
 from refops.oracle.products.product import SMALLEST
-from refops.oracle.products.sequential import SequentialProduct
 from refops.oracle.replay import NotApplicable
 from refops.oracle.report import Explanation
 from refops.tiles import cut
@@ -203,7 +203,7 @@ class Search:
     def _confirmed(self, found, short):
         """The `Explanation` of a candidate that explains all of the dump, or all of a place; None where it does not."""
         attempt = found.attempt
-        if isinstance(attempt.product, SequentialProduct):  # too slow for all of a large one
+        if isinstance(attempt.product, HalfProduct):  # too slow for all of a large one
             return self._explanation(attempt, found.explained / found.wrong, found.same, None, sampled=True)
         inside, same = np.empty(self.wrong.shape, bool), True
         for rows in cut(self.wrong.shape[0], TILE):

@@ -18,8 +18,9 @@ import numpy as np
 from refops.arguments import BFLOAT16
 from refops.formats import FORMATS
 from refops.oracle.conventions.registry import Convention
+from refops.oracle.products.cards import half_orders_of
+from refops.oracle.products.halves import SteppedProduct, UnitProduct
 from refops.oracle.products.operands import Operand, direction_of
-from refops.oracle.products.sequential import SequentialProduct
 from refops.oracle.replay import NotApplicable
 from refops.quantization.dequantize import DequantizedSource
 from refops.quantization.result import reorder_scales
@@ -331,18 +332,22 @@ def operand_transposed(attempt, names):
 
 @fault(
     "other-copy",
-    "{operand}: the {other} copy is read{how}, where the {own} one runs along the sums.",
+    "The {other} copy of {operand} is read{how}, where the {own} one runs along the sums.",
     part="elements",
     choices=in_operands(("data", "data and scales", "values")),
 )
 def other_copy(attempt, choice):
     names, how = choice
-    words = {"data": " with the scales of the other", "data and scales": " as it lies", "values": ""}
+    words = {
+        "data": " under the scales of the {own} one",
+        "data and scales": " as if it lay as the {own} one",
+        "values": "",
+    }
 
     def read(operand):
         q, own, other = operand.quantized, direction_of(operand.columnwise), direction_of(not operand.columnwise)
         attempt.require(q is not None and getattr(q, f"{other}_data") is not None)
-        attempt.facts |= {"own": own, "other": other, "how": words[how]}
+        attempt.facts |= {"own": own, "other": other, "how": words[how].format(own=own)}
         if how == "values":
             right = Operand.read(operand.name, q, not operand.columnwise)
             values = right.values(slice(None)).T.astype(F)
@@ -454,19 +459,6 @@ def terms_twice(attempt, choice):
     start, stop, attempt.facts["which"] = choice
     attempt.facts["k"] = attempt.product.k
     _weighted(attempt, start, stop, 2)
-
-
-@fault(
-    "sums-in-half",
-    "Sums are kept in {dtype}: they are rounded to it after every {step}.",
-    part="sums",
-    choices=tuple((name, step) for name in HALVES for step in (1, 2, 4, *STEPS)),
-)
-def sums_in_half(attempt, choice):
-    name, step = choice
-    attempt.require(step < attempt.product.k)
-    attempt.facts["dtype"], attempt.facts["step"] = name, "term" if step == 1 else f"{step} terms"
-    attempt.product = SequentialProduct.of(attempt.product, HALVES[name], step)
 
 
 # --- what follows the sums ------------------------------------------------------------------------
@@ -587,6 +579,28 @@ def activation_applied(attempt, name):
     attempt.facts["name"] = "relu" if name == "relu" else "A limit, the largest finite value,"
     least, greatest = (0.0, np.inf) if name == "relu" else (-largest, largest)
     attempt.change(last=lambda values: np.clip(values, least, greatest))
+
+
+# --- what the sums are kept in --------------------------------------------------------------------
+
+
+def _halves(attempt):
+    """How sums in 16 bits are made, in words, and what makes the product."""
+    product, found = attempt.product, []
+    for name, dtype in HALVES.items():
+        for step in (1, 2, 4, *STEPS):
+            if step < product.k:
+                after = "term" if step == 1 else f"{step} terms"
+                found.append((name, f"rounded to it after every {after}", SteppedProduct, dtype, {"step": step}))
+    for order in half_orders_of(product):
+        found.append(("float16", f"as a unit of {order.card} does", UnitProduct, FLOAT16, {"order": order}))
+    return found
+
+
+@fault("sums-in-half", "Sums are kept in {dtype}, {how}.", part="sums", choices=_halves)
+def sums_in_half(attempt, choice):
+    attempt.facts["dtype"], attempt.facts["how"], kind, dtype, options = choice
+    attempt.product = kind.of(attempt.product, accumulator=dtype, **options)
 
 
 @fault("sign", "The product has the other sign.", part="alpha")

@@ -65,7 +65,10 @@ def check_product(inputs, outputs, scaling, params, swizzled_scales, diagnosing,
 
             limit = Budget(budget, progress)
             has_short_sums = judge.has_short_sums and not doubtful
-            explanations = diagnose(judge.product, judge.y, judge.doubted, limit, has_short_sums, single=doubtful)
+            try:
+                explanations = diagnose(judge.product, judge.y, judge.doubted, limit, has_short_sums, single=doubtful)
+            except Exception as error:  # a mistake in one of many faults must not cost the verdict
+                judge.notes.append(f"the diagnosis failed, the verdict stands: {type(error).__name__}: {error}")
             if doubtful and explanations:
                 judge.refuse()
             if limit.ran_out:

@@ -11,7 +11,9 @@ from refops.quantization.dequantize import code_tile
 from refops.quantization.result import Quantized
 from refops.scalings.declaration import Layout
 
-#: Exponent of the smallest normal number of each dtype of plain operands.
+#: The largest float32.
+LARGEST = float(np.finfo(np.float32).max)
+#: The smallest normal number of each dtype of plain operands.
 SMALLEST_NORMAL = {"float32": 2.0**-126, "bfloat16": 2.0**-126, "float16": 2.0**-14}
 
 
@@ -138,6 +140,15 @@ class Operand:
         first = start // self.block
         repeated = np.repeat(scales[:, first : -(-stop // self.block)], self.block, axis=1)
         return repeated[:, start - first * self.block :][:, : stop - start]
+
+    def overflows(self, rows):
+        """bool (rows,): whether a finite element times its scale and factor, in any order, may be beyond float32."""
+        factor = np.abs(self.factor if len(self.factor) == 1 else self.factor[rows]).astype(np.float64)
+        most = self.magnitudes(rows).max(axis=1, initial=0)
+        if self.scales is not None:
+            scales = np.abs(self.scales[rows].astype(np.float64))
+            most = np.maximum(most, np.where(np.isfinite(scales), scales, 0).max(axis=1, initial=0))
+        return (self.quantized is not None) & (most * np.maximum(factor, 1)[:, 0] > LARGEST)
 
     def reread(self, q):
         """The same operand of another `Quantized`, whose scales are read in plain order."""

@@ -25,8 +25,8 @@ largest |a| of the group times the largest |b|. The bound is wide: beyond some t
 the values are, and more.
 
 *Rounding* is monotone: ends of the interval are moved by what follows (alpha, c, the bias, roundings) as the values
-are. Underflow costs 2^-149 a term, overflow makes infinity possible where the positive (negative) terms may exceed the
-largest float32, and NaN where both do.
+are. Underflow costs 2^-149 a term and operand, overflow makes infinity possible where the positive (negative) terms may
+exceed the largest float32, and NaN where both do; where an operand's own values or factors overflow, anything is.
 """
 
 from collections.abc import Callable
@@ -37,15 +37,15 @@ import numpy as np
 
 from refops.oracle.enclosure import TRUNCATED, Bounds
 from refops.oracle.interval import toward
-from refops.oracle.products.operands import Operand
+from refops.oracle.products.operands import LARGEST, Operand
 from refops.rounding import round_once
 
 #: Roundings besides those of the sum.
 MORE_ROUNDINGS = 8
 #: Relative error of a term and of an addition in float64, with room.
 DOUBLE = 2.0**-52
-#: The smallest and the largest float32 above 0.
-SMALLEST, LARGEST = 2.0**-149, float(np.finfo(np.float32).max)
+#: The smallest float32 above 0.
+SMALLEST = 2.0**-149
 #: The unit of Hopper that multiplies FP8: products added at once, and bits behind the first that are kept.
 SHORT_GROUP, SHORT_BITS = 32, 13
 
@@ -123,8 +123,11 @@ class Product:
         low, high = (np.where(finite, exact + sign * error, exact) for sign in (-1, 1))
         low, high = (self._moved(end, rows, columns) for end in (low, high))
         nan = np.isnan(low)
-        if (whole > LARGEST / 4).any():
+        if not (whole <= LARGEST / 4).all():
             low, high, nan = self._overflowing(low, high, exact, magnitudes, added)
+        wild = self.a.overflows(rows)[:, None] | self.b.overflows(columns)
+        if wild.any():
+            low, high, nan = np.where(wild, -np.inf, low), np.where(wild, np.inf, high), nan | wild
         return Bounds(toward(low, -np.inf), toward(high, np.inf), nan).rounded(self.dtype)
 
     def stored(self, rows, columns):
@@ -144,9 +147,15 @@ class Product:
         return values if self.last is None else self.last(values)
 
     def _underflow(self, rows, columns):
-        """What subnormal products, sums and factors may cost."""
+        """What subnormal operands, products, sums and factors may cost: each is off by half of the smallest float32."""
         factors = np.abs(self.factors(rows, columns))
         lost = SMALLEST * (2 * self.k + MORE_ROUNDINGS) * np.maximum(factors, 1)
+        sums = [operand.magnitudes(part).sum(axis=1) for operand, part in ((self.a, rows), (self.b, columns))]
+        of_a, of_b = (
+            total * np.abs(operand.factor_of(part)[:, 0])
+            for total, operand, part in zip(sums, (self.a, self.b), (rows, columns), strict=True)
+        )
+        lost = lost + SMALLEST * abs(self.alpha) * (of_a[:, None] + of_b)
         small = factors < 2.0**-126
         if small.any():
             values = self.a.magnitudes(rows) @ self.b.magnitudes(columns).T

@@ -252,11 +252,26 @@ def arguments(case, command):
         )
         words += some(case, 0.2, "--tensor", case.choose(["x", "*", word(case)]))
     elif command == "check":
-        words += some(case, 0.95, "--op", case.choose([*OPERATIONS, "quantize", "swiglu", "gelu", word(case)]))
+        words += some(
+            case, 0.95, "--op", case.choose([*OPERATIONS, "matmul", "quantize", "swiglu", "gelu", word(case)])
+        )
         words += scaling_words(case)
         for _ in range(case.choose([0, 1, 1, 1, 2, 3])):
             name = case.choose(
-                ["", "", "x=", "dy=", "row_scales=", "data=", "rowwise_data=", "amax_history=", "nothing="]
+                [
+                    "",
+                    "",
+                    "x=",
+                    "dy=",
+                    "row_scales=",
+                    "data=",
+                    "rowwise_data=",
+                    "amax_history=",
+                    "a=",
+                    "b=",
+                    "b_codes=",
+                    "z=",
+                ]
             )
             words += ["--input", name + input_file(case, f"i{len(words)}")]
         for option in ("--data", "--scale", "--amax", "--outputs"):
@@ -266,7 +281,12 @@ def arguments(case, command):
         )
         words += some(case, 0.1, "--golden", input_file(case, "g", ".safetensors"))
         words += some(case, 0.2, "--ulp", case.choose(["0", "2", "1e400", "-1", "nan", word(case)]))
-        words += some(case, 0.1, "--param", case.choose(["limit=3", "alpha=x", "fmt=e4m3", "margin=1", word(case)]))
+        words += some(
+            case,
+            0.1,
+            "--param",
+            case.choose(["limit=3", "alpha=x", "fmt=e4m3", "margin=1", "layout=km,kn", word(case)]),
+        )
         words += some(case, 0.1, "--swizzled-scales") + some(case, 0.1, "--padding", case.choose(["zero", "x"]))
         words += some(case, 0.1, "--out-dtype", case.choose([*DTYPES])) + some(case, 0.1, "--random-bits", "any")
     elif command == "golden":

@@ -174,6 +174,48 @@ def oracle_wrong(case):
         rebuild(case, "Explanation", explanation)
 
 
+def product(case):
+    """(inputs, y, options) of a product that is right: quantized or plain operands, both with k last or first."""
+    k, sizes = 32 * case.below(4, 1), [32 * case.below(3, 1) for _ in "ab"]
+    layout = case.choose(["mk,nk", "mk,kn", "km,nk", "km,kn"])
+    scaling = case.draw(SCALINGS)
+    operands, values = [], []
+    for size, axes in zip(sizes, layout.split(","), strict=True):
+        turned = axes[0] == "k"
+        x = contents(case, (k, size) if turned else (size, k), np.float32)
+        if case.chance(0.7):
+            try:
+                x = refops.quantize(x, scaling, rowwise=not turned, columnwise=turned)
+            except (ValueError, TypeError) as error:
+                raise DocumentedError(str(error)) from error
+        operands.append(x)
+        with np.errstate(all="ignore"):
+            plain_values = refops.dequantize(x) if isinstance(x, refops.Quantized) else x
+            values.append((plain_values.T if turned else plain_values).astype(np.float64))
+    with np.errstate(all="ignore"):
+        y = (values[0] @ values[1].T).astype(case.choose([np.float32, np.float16]))
+    return dict(zip("ab", operands, strict=True)), y, {"params": {"layout": layout}}
+
+
+@target("oracle_products", ["refops.oracle.check", "refops.oracle.ProductReport"], cases=200, seconds=60, needs=NEEDS)
+def oracle_products(case):
+    """float64 products are right; changed ones are judged and diagnosed without an error."""
+    inputs, y, options = product(case)
+    report = case.call("refops.oracle.check", "matmul", inputs, laid_out(case, y), **options)
+    require_report(report)
+    require(report.ok, f"a right product is rejected: {report}")
+    rebuild(case, "ProductReport", report)
+    flat = y.reshape(-1).view(np.uint8)
+    if case.chance(0.3):
+        flat[...] = case.rng.integers(0, 256, flat.shape)
+    else:
+        flat[case.below(flat.size)] ^= 1 << case.below(8)
+    options |= {"diagnose": case.chance(0.5), "budget": 1}
+    report = case.call("refops.oracle.check", "matmul", inputs, y, **options)
+    require_report(report)
+    require(not any("the diagnosis failed" in note for note in report.notes), "the diagnosis failed", report.notes)
+
+
 @target("oracle_explanation", ["refops.oracle.Explanation"], cases=30, needs=NEEDS)
 def oracle_explanation(case):
     """A dump of a known convention is named."""
