@@ -19,7 +19,7 @@ SHAPES = ((64, 96, 256), (96, 64, 384), (32, 96, 160))
 RNG = np.random.default_rng(24)
 
 
-def tensor(rows, k, seed, size=1.0):
+def tensor(rows, k, seed, size=0.3):
     """bfloat16, rows of different sizes and blocks of different sizes along k, so that scales differ."""
     rng = np.random.default_rng(seed)
     blocks = np.exp2(rng.integers(-2, 3, -(-k // 16)).repeat(16)[:k] + 2 * (np.arange(k) // 128))
@@ -76,7 +76,7 @@ def in_order(a, b, order):
 ORDERS = ("float64", "library", "in turn", "shuffled", "tree", "split", "cut off")
 
 
-@sampled(("name", "order"), [(name, order) for order in ORDERS for name in SCALINGS], 9)
+@sampled(("name", "order"), [(name, order) for order in ORDERS for name in SCALINGS], 17)
 def test_every_order_of_float32_sums_is_right(name, order):
     for seed, dtype in enumerate((FP32, FP16, BF16)):
         a, b = quantized(name, (32, 64, 192), seed)
@@ -89,7 +89,7 @@ def test_every_order_of_float32_sums_is_right(name, order):
         assert judged(a, b, dequantized).ok
 
 
-@sampled("name", [*SCALINGS, "bfloat16", "float16"], 3)
+@sampled("name", [*SCALINGS, "bfloat16", "float16"], 5)
 @pytest.mark.parametrize("card", ["ampere", "hopper", "blackwell"])
 def test_the_bits_of_a_card_are_recognised(name, card):
     for seed, shape in enumerate([(32, 64, 256), (64, 32, 160)]):
@@ -119,10 +119,10 @@ def test_the_bits_of_a_card_are_recognised(name, card):
 
 
 def test_a_cards_order_is_told_from_another_promotion():
-    a, b = quantized("current", (32, 48, 640))
+    a, b = quantized("current", (32, 32, 384))
     y = gemm(b, a, "hopper", out_dtype=F, use_split_accumulator=True)
     assert judged(a, b, y).cards == ("hopper, promoted after every 128 products",)
-    report = judged(a, b, y, params={"card": "hopper", "split_accumulator": False})
+    report = judged(a, b, y, params={"card": "hopper", "split_accumulator": False}, diagnose=False)
     assert not report.ok and "judged by the bits of hopper" in report.notes
 
 
@@ -178,7 +178,7 @@ def given_of(name, seed):
     return given, inputs, params
 
 
-@sampled(("number", "name", "seed"), sorted(planted_cases()), 29, in_all=20)
+@sampled(("number", "name", "seed"), sorted(planted_cases()), 61, in_all=53)
 def test_planted_faults_are_named(number, name, seed):
     planted, (given, inputs, params) = product_faults.FAULTS[number], given_of(name, seed)
     with np.errstate(all="ignore"):
@@ -202,8 +202,8 @@ def test_a_fault_in_some_rows_is_placed():
 
 
 def test_two_faults_at_once():
-    a, b = (tensor(rows, 192, rows).astype(F) for rows in (48, 64))
-    bias = RNG.standard_normal(64).astype(F)
+    a, b = (tensor(rows, 48, rows).astype(F) for rows in (24, 32))
+    bias = RNG.standard_normal(32).astype(F)
     report = judged(a, b, a @ b.T, {"bias": bias}, params={"alpha": 2}, budget=None)
     assert report.diagnosis[0].names == ("alpha-missing", "bias-wrong"), str(report)
     assert report.diagnosis[0].sentence == "alpha, 2, is missing; besides: The bias is not added."
@@ -213,7 +213,7 @@ def test_noise_has_no_name():
     a, b = quantized("mxfp8", (64, 96, 256))
     y = refops.dequantize(a) @ refops.dequantize(b).T
     noisy = y * (1 + 0.2 * RNG.standard_normal(y.shape)).astype(F)
-    report = judged(a, b, noisy, budget=1)
+    report = judged(a, b, noisy, budget=0.5)
     assert not report.ok and report.diagnosis == ()
     assert "diagnosis: unknown" in str(report)
 
@@ -229,6 +229,17 @@ def test_plain_operands():
     tf32 = ((x.view(np.uint32) & np.uint32(0xFFFFE000)).view(F) for x in (a, b))
     report = judged(a, b, np.matmul(next(tf32), next(tf32).T))
     assert report.diagnosis[0].names == ("operand-rounded",) and "TF32" in report.diagnosis[0].sentence
+
+
+def test_one_plain_operand():
+    a, b = refops.quantize(tensor(32, 128, 1), SCALINGS["current"]), tensor(48, 128, 2)
+    y = refops.dequantize(a) @ b.astype(F).T
+    report = judged(a, b, y)
+    assert report.ok and report.order == "float32" and "no card has this product" in report.leads[0]
+    report = judged(a, b, decoded(a).elements.astype(F) @ b.astype(F).T)
+    assert report.diagnosis[0].names == ("scales-missing",)
+    with pytest.raises(ValueError, match="card must have a unit"):
+        judged(a, b, y, params={"card": "hopper"})
 
 
 def test_the_copy_that_does_not_run_along_the_sums():
@@ -265,10 +276,10 @@ def hopper_faults(a, b, bias):
         yield "sums-in-half", right(a, b, bias=bias, accumulator=np.float16)
 
 
-@sampled(("name", "seed"), [(name, seed) for seed in range(4) for name in ("current", "block")], 4)
+@sampled(("name", "seed"), [(name, seed) for seed in range(4) for name in ("current", "block")], 8)
 def test_faults_are_named_where_hopper_adds(name, seed):
-    a, b = quantized(name, (64, 96, 512), seed)
-    bias = (100 * np.random.default_rng(seed).standard_normal(96)).astype(F)
+    a, b = quantized(name, (32, 64, 384), seed)
+    bias = (100 * np.random.default_rng(seed).standard_normal(64)).astype(F)
     for fault, y in hopper_faults(a, b, bias):
         report = judged(a, b, y, {"bias": bias}, budget=None)
         assert not report.ok and report.diagnosis[0].names == (fault,), (fault, str(report))
@@ -277,7 +288,7 @@ def test_faults_are_named_where_hopper_adds(name, seed):
 # --- layouts, copies, names -----------------------------------------------------------------------
 
 
-@sampled(("layout", "name"), [(o, s) for s in SCALINGS for o in ("mk,nk", "mk,kn", "km,nk", "km,kn")], 5)
+@sampled(("layout", "name"), [(o, s) for s in SCALINGS for o in ("mk,nk", "mk,kn", "km,nk", "km,kn")], 9)
 def test_layouts_read_the_copy_along_the_sums(layout, name):
     m, n, k = 64, 96, 256
     shapes = [(k, rows) if axes[0] == "k" else (rows, k) for rows, axes in zip((m, n), layout.split(","), strict=True)]
@@ -311,7 +322,7 @@ def test_transformed_copies_are_multiplied_as_they_are():
         judged(a, refops.quantize(x, refops.NVFP4Scaling(), columnwise=True), 0, params={"layout": "km,kn"})
 
 
-@pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "current", "block"])
+@sampled("name", ["mxfp8", "current", "nvfp4", "block"], 2)
 def test_operands_as_arrays(name):
     a, b = quantized(name, (64, 96, 256))
     y = refops.dequantize(a) @ refops.dequantize(b).T
@@ -353,7 +364,7 @@ def test_leading_dimensions_and_torch():
 # --- the bounds -----------------------------------------------------------------------------------
 
 
-@sampled("name", SCALINGS, 3)
+@sampled("name", SCALINGS, 5)
 def test_the_ends_of_the_bounds_are_right_and_what_lies_beyond_is_wrong(name):
     a, b = quantized(name, (32, 64, 256))
     for dtype in (FP32, FP16, BF16):

@@ -612,7 +612,7 @@ def sign(attempt):
 def other_factor(attempt):
     product, y = attempt.product, attempt.y
     rows, columns = (np.linspace(0, size - 1, min(size, 32)).astype(int) for size in product.shape)
-    sums = product.sums(rows, columns)[0]
+    sums = product.sums(rows, columns)
     rest = y[rows][:, columns].astype(np.float64) - sum(product.addends(rows, columns))
     ratios = rest / sums
     ratios = ratios[np.isfinite(ratios) & (np.abs(sums) > np.median(np.abs(sums)))]

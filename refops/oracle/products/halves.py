@@ -31,14 +31,13 @@ class HalfProduct(Product):
         raise NotImplementedError
 
     def sums(self, rows, columns):
-        """Return (sums, magnitudes): as accumulated, then multiplied with the factors."""
-        sums = self.accumulated(rows, columns) * self.factors(rows, columns)
-        return sums, np.abs(sums)
+        """float64 (rows, columns), the sums as accumulated, then multiplied with the factors."""
+        return self.accumulated(rows, columns) * self.factors(rows, columns)
 
     def bounds(self, rows, columns, *, short=False):
         """`Bounds` of what is stored: the results of the sums, off by a step of their accumulator."""
-        sums, magnitudes = self.sums(rows, columns)
-        step = magnitudes * float(ml_dtypes.finfo(self.accumulator).eps)
+        sums = self.sums(rows, columns)
+        step = np.abs(sums) * float(ml_dtypes.finfo(self.accumulator).eps)
         low, high = (self._moved(sums + sign * step, rows, columns).astype(np.float32) for sign in (-1, 1))
         return Bounds(low, high, np.isnan(low)).rounded(self.dtype)
 

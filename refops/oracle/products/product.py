@@ -30,7 +30,7 @@ exceed the largest float32, and NaN where both do; where an operand's own values
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -96,15 +96,12 @@ class Product:
         return added if self.c is None else [*added, self.beta * self.c[rows][:, columns]]
 
     def sums(self, rows, columns):
-        """Return (exact, magnitudes) of alpha a b^T, float64 (rows, columns)."""
-        exact = self.a.values(rows) @ self.b.values(columns).T
-        magnitudes = self.a.magnitudes(rows) @ self.b.magnitudes(columns).T
-        factors = self.factors(rows, columns)
-        return exact * factors, magnitudes * np.abs(factors)
+        """float64 (rows, columns), exact alpha a b^T."""
+        return self.a.values(rows) @ self.b.values(columns).T * self.factors(rows, columns)
 
     def exact(self, rows, columns):
         """float64, the results of exact sums before they are stored."""
-        return self._moved(self.sums(rows, columns)[0], rows, columns)
+        return self._moved(self.sums(rows, columns), rows, columns)
 
     def bounds(self, rows, columns, *, short=False):
         """`Bounds` of what may be stored of some results.
@@ -113,18 +110,27 @@ class Product:
             rows, columns: slices or arrays of indices.
             short: for the sums of Hopper's FP8 unit, else for any order of float32 sums.
         """
-        exact, magnitudes = self.sums(rows, columns)
-        added = self.addends(rows, columns)
-        whole = magnitudes + sum(map(np.abs, added))
-        error = (gamma(self.k + MORE_ROUNDINGS) + self.k * DOUBLE) * whole + self._underflow(rows, columns)
+        exact, factors, added = (
+            self.sums(rows, columns),
+            np.abs(self.factors(rows, columns)),
+            self.addends(rows, columns),
+        )
+        of_a, of_b = self.a.magnitudes(rows), self.b.magnitudes(columns)
+        magnitudes = of_a @ of_b.T
+        whole = magnitudes * factors + sum(map(np.abs, added))
+        error = (gamma(self.k + MORE_ROUNDINGS) + self.k * DOUBLE) * whole
+        error += self._underflow(factors, magnitudes)
+        for operand, part, elements in ((self.a, rows, of_a), (self.b, columns, of_b)):
+            lost = SMALLEST * abs(self.alpha) * elements.sum(axis=1) * np.abs(operand.factor_of(part)[:, 0])
+            error += lost[:, None] if operand is self.a else lost
         if short:
-            error = error + self._short_error(rows, columns) * np.abs(self.factors(rows, columns))
+            error += self._short_error(rows, columns, of_a, of_b) * factors
         finite = np.isfinite(exact)
         low, high = (np.where(finite, exact + sign * error, exact) for sign in (-1, 1))
         low, high = (self._moved(end, rows, columns) for end in (low, high))
         nan = np.isnan(low)
         if not (whole <= LARGEST / 4).all():
-            low, high, nan = self._overflowing(low, high, exact, magnitudes, added)
+            low, high, nan = _overflowing(low, high, whole, exact + sum(added))
         wild = self.a.overflows(rows)[:, None] | self.b.overflows(columns)
         if wild.any():
             low, high, nan = np.where(wild, -np.inf, low), np.where(wild, np.inf, high), nan | wild
@@ -134,10 +140,6 @@ class Product:
         """The exact results, rounded once to the dtype of the result."""
         return round_once(self.exact(rows, columns), self.dtype)
 
-    def replaced(self, name, **changes):
-        """The product with another operand "a" or "b" whose attributes are changed."""
-        return replace(self, **{name: replace(getattr(self, name), **changes)})
-
     def _moved(self, values, rows, columns):
         """What becomes of alpha a b^T until it is stored; grows with it."""
         if self.first is not None:
@@ -146,35 +148,14 @@ class Product:
             values = values + addend
         return values if self.last is None else self.last(values)
 
-    def _underflow(self, rows, columns):
-        """What subnormal operands, products, sums and factors may cost: each is off by half of the smallest float32."""
-        factors = np.abs(self.factors(rows, columns))
+    def _underflow(self, factors, magnitudes):
+        """What subnormal products, sums and factors may cost: each is off by at most the smallest float32."""
         lost = SMALLEST * (2 * self.k + MORE_ROUNDINGS) * np.maximum(factors, 1)
-        sums = [operand.magnitudes(part).sum(axis=1) for operand, part in ((self.a, rows), (self.b, columns))]
-        of_a, of_b = (
-            total * np.abs(operand.factor_of(part)[:, 0])
-            for total, operand, part in zip(sums, (self.a, self.b), (rows, columns), strict=True)
-        )
-        lost = lost + SMALLEST * abs(self.alpha) * (of_a[:, None] + of_b)
-        small = factors < 2.0**-126
-        if small.any():
-            values = self.a.magnitudes(rows) @ self.b.magnitudes(columns).T
-            lost = lost + np.where(small, 2 * SMALLEST * values, 0)
-        return lost
+        return lost + np.where(factors < 2.0**-126, 2 * SMALLEST * magnitudes, 0)
 
-    def _overflowing(self, low, high, exact, magnitudes, added):
-        """Ends where sums may overflow on the way."""
-        total = exact + sum(added)
-        whole = magnitudes + sum(map(np.abs, added))
-        positive, negative = (whole + total) / 2, (whole - total) / 2
-        up, down = (part > LARGEST * (1 - 2.0**-12) for part in (positive, negative))
-        nan = np.isnan(low) | (up & down)
-        return np.where(down, -np.inf, low), np.where(up, np.inf, high), nan
-
-    def _short_error(self, rows, columns):
-        """float64, the error of Hopper's FP8 unit in sums without factors."""
+    def _short_error(self, rows, columns, a_most, b_most):
+        """float64, the error of Hopper's FP8 unit in sums without factors, of operands with these magnitudes."""
         a_values, b_values = self.a.values(rows), self.b.values(columns)
-        a_most, b_most = self.a.magnitudes(rows), self.b.magnitudes(columns)
         sums = np.zeros((len(a_values), len(b_values)))
         greatest, least, error, before = (np.zeros_like(sums) for _ in range(4))
         bit = 2.0**-SHORT_BITS
@@ -189,6 +170,13 @@ class Product:
             largest = a_most[:, group].max(axis=1)[:, None] * b_most[:, group].max(axis=1)
             error += bit * (SHORT_GROUP * np.maximum(largest, reach) + reach)
         return error
+
+
+def _overflowing(low, high, whole, total):
+    """(Ends, where NaN is possible) where sums may overflow on the way: of magnitudes `whole`, exactly `total`."""
+    up, down = (part > LARGEST * (1 - 2.0**-12) for part in ((whole + total) / 2, (whole - total) / 2))
+    nan = np.isnan(low) | (up & down)
+    return np.where(down, -np.inf, low), np.where(up, np.inf, high), nan
 
 
 def gamma(n, u=TRUNCATED):
