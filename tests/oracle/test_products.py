@@ -126,6 +126,17 @@ def test_a_cards_order_is_told_from_another_promotion():
     assert not report.ok and "judged by the bits of hopper" in report.notes
 
 
+def test_a_result_that_has_not_the_bits_of_the_others():
+    """It is within what Hopper's FP8 unit may give, and right; the report says so."""
+    a, b = quantized("current", (96, 96, 512))
+    y = gemm(b, a, "hopper", out_dtype=F)
+    assert judged(a, b, y).compared == y.size
+    y[50, 51] = np.nextafter(y[50, 51], F(0))
+    report = judged(a, b, y)
+    assert report.ok and report.order == "short"
+    assert "1 of 9,216 values have other bits than those of hopper, which others have" in report.notes
+
+
 @pytest.mark.parametrize("name", ["current", "block"])
 def test_short_sums_are_right_where_the_card_adds_them(name):
     """Hopper's sums of k in two parts, added in float32: with scales of blocks that is its own order."""

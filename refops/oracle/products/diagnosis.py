@@ -26,6 +26,8 @@ SAMPLE = 40
 NEARER = 0.25
 #: Explanations that are returned, at most, and that are tried on all of the dump.
 SHOWN, CONFIRMED = 5, 4
+#: Faults that are tried together with each other one: those whose products are nearest to the dump.
+NEAREST = 12
 #: Wrong entries below which a fault must explain all.
 FEW = 16
 #: Rows and columns of a tile of results.
@@ -88,9 +90,9 @@ def diagnose(product, y, wrong, budget, has_short_sums, single):
         return []
     search = Search(product, y, wrong, budget)
     for short in (False, True) if has_short_sums else (False,):
-        found = search.singles(short)
-        if found:
-            return search.said(found, short)
+        explanations = search.said(search.singles(short), short)
+        if explanations:
+            return explanations
     return [] if single else search.said(search.pairs(), False)
 
 
@@ -126,38 +128,35 @@ class Search:
         return self._best(self.candidates(), short)
 
     def pairs(self):
-        """What two faults of different parts explain together, best first: those whose product each moves toward y."""
+        """What two faults explain together, best first: one of those that bring the product nearest, and any other."""
         useful = [candidate[0] for candidate in self.candidates() if self._is_cheap(candidate[0][0])]
-        both = (
-            (first, second)
-            for number, first in enumerate(useful)
-            for second in useful[number + 1 :]
-            if first[0].stage != second[0].stage or self._operands(first) != self._operands(second)
-        )
-        return self._best((pair for pair in both if pair[0][0] is not pair[1][0]), False)
+        near = sorted((one.distance, one.number) for one in self._all((item,) for item in useful))
+        pairs = {}
+        for _, nearest in near[:NEAREST]:
+            for other in range(len(useful)):
+                first, second = sorted((nearest, other))
+                if useful[first][0] is not useful[second][0]:
+                    pairs[first, second] = useful[first], useful[second]
+        return self._best(pairs.values(), False)
 
     @staticmethod
     def _is_cheap(fault):
         """Whether a fault is tried with others: sums in 16 bits take long, a fitted factor explains too much."""
         return not fault.last and fault.stage not in ("sums", "rounding")
 
-    @staticmethod
-    def _operands(item):
-        choice = item[1]
-        return choice[0] if isinstance(choice, tuple) else choice
-
     def _best(self, candidates, short):
-        found = []
+        """Of some candidates those that explain the dump, best first."""
+        return sorted((one for one in self._all(candidates, short) if one.enough), key=lambda one: one.rank)
+
+    def _all(self, candidates, short=False):
+        """The `Found` of each candidate that means something, as long as the budget lasts."""
         for number, candidate in enumerate(candidates):
             if self.budget.is_spent():
-                break
+                return
             try:
-                one = self._tried(candidate, number, short)
+                yield self._tried(candidate, number, short)
             except NotApplicable:
                 continue
-            if one.enough:
-                found.append(one)
-        return sorted(found, key=lambda one: one.rank)
 
     # --- comparing --------------------------------------------------------------------------------
 
@@ -173,8 +172,6 @@ class Search:
         bounds = attempt.product.bounds(rows, columns, short=short)
         inside = bounds.contain(y)
         explained, damaged = (int(np.count_nonzero(part)) for part in (wrong & inside, ~wrong & ~inside))
-        if not explained:
-            return Found(attempt, int(np.count_nonzero(wrong)), 0, damaged, np.inf, number)
         made = attempt.product.stored(rows, columns).astype(np.float64)
         mine = np.abs(y.astype(np.float64) - made)
         others = np.abs(self.y[rows][:, columns].astype(np.float64) - right)

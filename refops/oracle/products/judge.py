@@ -19,6 +19,8 @@ F = np.float32
 TILE = 512
 #: Products of elements, at most, that are added up to compare a dump with one order of a card.
 MOST_PRODUCTS = 1 << 21
+#: The same where some results have the bits of an order of few bits, to see whether the others do.
+MOST_CONFIRMED = 1 << 26
 #: What the bound of sums may be, as a share of the typical result, before the report says so.
 WIDE = 2.0**-6
 #: From so many wrong entries on, one value in all of them is no accident.
@@ -112,12 +114,12 @@ class ProductJudge:
             self._judge_bits()
             return
         self._compare_with_cards()
-        if self.orders:
-            self.order = "card"
         if self.doubted.any():
             self.order = "short" if self._is_short() else "wrong"
-            if self.order == "short" and self.orders:
-                self.order = "card"
+        if self.orders and self.order == "short":
+            self._confirm_short()
+        if self.orders and self.order != "wrong":
+            self.order = "card"
 
     def _tiles(self):
         rows, columns = (cut(size, TILE) for size in self.product.shape)
@@ -191,6 +193,23 @@ class ProductJudge:
                 self.orders.append(order)
         self.compared = values.size
 
+    def _confirm_short(self):
+        """Compare all results with the order that some have, unless they are too many: the bound alone says little."""
+        if self.compared == self.y.size or self.y.size * self.product.k > MOST_CONFIRMED:
+            return
+        order, different = self.orders[0], 0
+        for rows, columns in self._tiles():
+            mine = order.stored(self.product, rows, columns)
+            different += int(np.count_nonzero(~_equal_bits(mine, self.y[rows, columns])))
+        self.compared = self.y.size
+        if different:
+            self.orders = []
+            self.notes.append(
+                f"{different:,} of {self.y.size:,} values have other bits than those of {order}, which others have"
+            )
+        else:
+            self.orders = [order]
+
     def _sample(self):
         """Indices of rows and of columns, spread over the result, whose products are not too many to be compared."""
         m, n = self.product.shape
@@ -225,15 +244,14 @@ class ProductJudge:
 
     def report(self, explanations, diagnosed):
         """The `ProductReport`."""
-        tally, order = self.tally, self.order
-        self._note_unwritten(tally)
-        verdict = tally.verdict()
+        order = self.order
+        self._note_unwritten()
         cards = tuple(map(str, self.orders)) if order == "card" else ()
         return ProductReport(
             operation="matmul",
             settings=self._settings(),
             ulp=0.0,
-            arrays=(verdict,),
+            arrays=(self.tally.verdict(),),
             diagnosis=tuple(explanations),
             notes=tuple(self.notes),
             diagnosed=diagnosed,
@@ -268,8 +286,8 @@ class ProductJudge:
         elif self.case.card is not None and not self.doubted.any():
             yield f"y: right for some order of float32 sums, but not the bits of {self.case.card}"
 
-    def _note_unwritten(self, tally):
-        bits = bits_of(self.stored)[tally.wrong] if tally.count >= MANY_WRONG else ()
+    def _note_unwritten(self):
+        bits = bits_of(self.stored)[self.tally.wrong] if self.tally.count >= MANY_WRONG else ()
         if len(bits) and bits.min() == bits.max():
             self.notes.append(f"all wrong entries of y hold 0x{int(bits[0]):02x}: were they written?")
 
