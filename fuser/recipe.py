@@ -11,6 +11,7 @@ variables give defaults and are read when a recipe is made (TE: when the module 
 
 import functools
 import math
+import operator
 import os
 import pickle
 from collections.abc import Callable
@@ -18,8 +19,12 @@ from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from refops.arguments import shown
+from refops.arguments import require_choice, shown
+from refops.products import CARDS
 from refops.scalings import Scaling, require_scaling
+
+#: How products can be computed: summed in float32, or as the tensor cores of a card do.
+PRODUCTS = ("float32", *CARDS)
 
 
 class _Maxima(NamedTuple):
@@ -46,7 +51,8 @@ class MMParams:
     """Settings of a matrix product.
 
     Attributes:
-        use_split_accumulator: on GPUs, add partial sums in float32 registers. Products here always sum in float32.
+        use_split_accumulator: where a tensor core sums in fewer bits than float32, add its partial sums in float32
+            registers now and then. Products that a card computes follow it (`fuser.products`); others are float32.
     """
 
     use_split_accumulator: bool = True
@@ -127,11 +133,24 @@ def _restored(pickled):
     return pickle.loads(pickled)
 
 
-class Recipe:
-    """Base of all recipes. The predicates are classmethods: they answer for a recipe and for its class."""
+#: What recipes without a field for it say of each product: TE's flags.
+_MM_PARAMS = {"fprop": MMParams(use_split_accumulator=False), "dgrad": MMParams(), "wgrad": MMParams()}
 
-    if TYPE_CHECKING:  # fields that every recipe has
-        backward_override: str | None
+
+@dataclass(repr=False, eq=False)
+class Recipe:
+    """Base of all recipes. The predicates are classmethods: they answer for a recipe and for its class.
+
+    Attributes:
+        products: how products are computed, a name of `fuser.products`; None: the recipe doesn't say. (Not in TE.)
+    """
+
+    products: str | None = field(default=None, kw_only=True)
+
+    if TYPE_CHECKING:  # a field that every recipe has, each at another position
+
+        @property
+        def backward_override(self) -> str | None: ...
 
     @classmethod
     def nvfp4(cls) -> bool:
@@ -173,10 +192,14 @@ class Recipe:
         """Whether it is given its scalings. (Not in TE.)"""
         return issubclass(cls, BlockScaledRecipe)
 
+    def product_params(self, product: str) -> MMParams:
+        """Settings of the products "fprop", "dgrad" or "wgrad". (Not in TE.)"""
+        return getattr(self, f"fp8_gemm_{product}", _MM_PARAMS[product])
+
     def fingerprint(self) -> str:
         """A string that is equal for recipes of equal class and values."""
-        settings: Any = self  # a dataclass, as every recipe is
-        values = ", ".join(f"{f.name}={_shown(getattr(self, f.name))}" for f in fields(settings))
+        own = sorted(fields(self), key=operator.attrgetter("kw_only"))  # before those of all recipes
+        values = ", ".join(f"{f.name}={_shown(getattr(self, f.name))}" for f in own)
         return f"{type(self).__name__}({values})"
 
     def __repr__(self):
@@ -194,6 +217,8 @@ class Recipe:
                 f"{name} can't be changed: code that torch.compile made holds for the present values of this "
                 f"{type(self).__name__}. Make another recipe, as by dataclasses.replace(recipe, {name}=...)"
             )
+        if name == "products" and value is not None:
+            require_choice(value, name, PRODUCTS)
         object.__setattr__(self, name, value)
 
     def hold_values(self) -> None:
