@@ -888,6 +888,28 @@ def _reordered(buffers, method):
 
 
 @_dispatched
+def gemm(a, b, card, *, out_dtype=torch.float32, bias=None, **options):
+    """Return alpha op(b) op(a) + bias as a card computes it; see `refops.products.gemm`. CPUs do the work.
+
+    Args:
+        a, b: `Buffers`; or plain tensors, both float16 or both bfloat16.
+        out_dtype, bias: torch's.
+        options: layout, alpha, use_split_accumulator, split_interval.
+    """
+    engine, matmul = Reference(a.device), refops.products.matmul
+    if current_backend() != "reference":
+        from cuda_kernels.host.products import matmul
+    operands = [
+        engine.quantized({name: engine.array(tensor) for name, tensor in one.tensors.items()}, one)
+        if isinstance(one, Buffers)
+        else engine.array(one)
+        for one in (a, b)
+    ]
+    options |= {"out_dtype": engine.dtype(out_dtype), "bias": None if bias is None else engine.array(bias)}
+    return engine.tensor(refops.products.gemm(*operands, card, matmul=matmul, **options))
+
+
+@_dispatched
 def amax(x):
     """Return the largest magnitude of `x`, float32 (1,) on its device; NaN is ignored, an empty tensor gives 0."""
     if _is_scalar(x):

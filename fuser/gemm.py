@@ -49,8 +49,10 @@ from dataclasses import dataclass
 import torch
 
 from fuser import dispatch
+from fuser.cards import card_for, is_card
 from fuser.common import in_autocast
 from fuser.dispatch import Buffers
+from fuser.dtypes import HIGH_PRECISION
 from fuser.narrow import narrow, narrow_product, takes_bfloat16
 from fuser.quantization.storage import QuantizedTensorStorage
 from refops.arguments import shown
@@ -104,7 +106,19 @@ def linear_wgrad(dy, x, **options):
     return gemm(x, dy, layout="NT", **options)
 
 
-def gemm(a, b, *, layout="TN", out_dtype=None, bias=None, alpha=1.0, beta=None, out=None, accumulate=False):
+def gemm(
+    a,
+    b,
+    *,
+    layout="TN",
+    out_dtype=None,
+    bias=None,
+    alpha=1.0,
+    beta=None,
+    out=None,
+    accumulate=False,
+    use_split_accumulator=None,
+):
     """Return alpha op(b) op(a) + bias, with TE's order of operands and names of layouts.
 
     Args:
@@ -118,15 +132,18 @@ def gemm(a, b, *, layout="TN", out_dtype=None, bias=None, alpha=1.0, beta=None, 
         out: tensor to write to, and to return.
         accumulate: add to what `out` holds.
         beta: what `out` is multiplied with when accumulating, 1 if None.
+        use_split_accumulator: whether a card's sums of few bits are promoted to float32 (`fuser.products`), and what a
+            `qgemm` is told. None: as TE's layers, not for "TN".
 
-    Sums are float32, and all of the expression is rounded once, to the dtype of the result.
+    Sums are float32, or a card's, and all of the expression is rounded once, to the dtype of the result.
 
     Returns:
         (..., n) with the leading dimensions of `b`; for "NT" two dimensions.
 
     Raises:
         TypeError: an operand of another kind or dtype. ValueError: shapes that do not fit, a quantized operand without
-            the copy that the layout reads, `accumulate` without `out`, `beta` without `accumulate`, another layout.
+            the copy that the layout reads, `accumulate` without `out`, `beta` without `accumulate`, another layout;
+            operands that the card that `fuser.products` names can't multiply.
     """
     if layout not in LAYOUTS:
         raise ValueError(f"layout must be one of {', '.join(map(repr, LAYOUTS))}; got {shown(layout)}")
@@ -139,11 +156,12 @@ def gemm(a, b, *, layout="TN", out_dtype=None, bias=None, alpha=1.0, beta=None, 
     if beta is not None and type(beta) is not float:
         _require_number(beta, "beta")
     dtype = torch.promote_types(out_dtype, torch.float32) if accumulate else out_dtype
+    split = layout != "TN" if use_split_accumulator is None else use_split_accumulator
     if in_autocast(a):  # torch.autocast would multiply in 16 bits what is float32 here
         with torch.autocast(a.device.type, enabled=False):
-            result = _product(a, b, layout, dtype, bias, alpha)
+            result = _product(a, b, layout, dtype, bias, alpha, split)
     else:
-        result = _product(a, b, layout, dtype, bias, alpha)
+        result = _product(a, b, layout, dtype, bias, alpha, split)
     if len(shape) != 2:
         result = result.reshape(shape)
     if out is None:
@@ -305,13 +323,17 @@ def _check_options(shape, bias, beta, out, accumulate):
 # --- products ---------------------------------------------------------------------------------------
 
 
-def _product(a, b, layout, dtype, bias, alpha):
+def _product(a, b, layout, dtype, bias, alpha, split):
     """Return alpha op(b) op(a) + bias as a matrix of `dtype`, rounded once."""
     if isinstance(a, _Custom) and isinstance(b, _Custom):
-        return _custom_product(a.storage, b.storage, layout, dtype, bias, alpha)
+        return _custom_product(a.storage, b.storage, layout, dtype, bias, alpha, split)
     quantized = isinstance(a, Buffers) and isinstance(b, Buffers)
-    if quantized and native_obstacle(a, b, layout=layout) is None:
-        return _native_product(a, b, layout, dtype, bias, alpha)
+    card = card_for(a, b)
+    on_card = card is not None and is_card(b.device, card)
+    if quantized and (card is None or on_card) and native_obstacle(a, b, layout=layout) is None:
+        return _native_product(a, b, layout, dtype, bias, alpha, fast_sums=on_card and not split)
+    if card is not None and not (on_card and _is_torchs_product(a, b, dtype, bias)):
+        return _card_product(card, a, b, layout, dtype, bias, alpha, split)
     operands = _narrow_operands(a, b, layout, dtype, bias, alpha)
     if operands is None:
         left, right = _matrix(b, "b", layout[1] == "T"), _matrix(a, "a", layout[0] == "N")
@@ -406,7 +428,32 @@ def _finished(product, dtype, bias, alpha):
     return product.to(dtype)
 
 
-def _custom_product(a, b, layout, dtype, bias, alpha):
+def _is_torchs_product(a, b, dtype, bias):
+    """Whether torch multiplies two operands on a GPU's tensor cores for 16 bits."""
+    return not (isinstance(a, Buffers) or isinstance(b, Buffers)) and _is_rounded_once(b.dtype, dtype, bias, b.device)
+
+
+def _card_product(card, a, b, layout, dtype, bias, alpha, split):
+    """The product as a card computes it; a quantized operand beside a plain one has its dtype."""
+    quantized = isinstance(a, Buffers) and isinstance(b, Buffers)
+    if isinstance(a, Buffers) and not quantized:
+        a = _matrix(a, "a", layout[0] == "N").to(b.dtype)
+    elif isinstance(b, Buffers) and not quantized:
+        b = _matrix(b, "b", layout[1] == "T").to(a.dtype)
+    product = dispatch.gemm(
+        a,
+        b,
+        card.name,
+        layout=layout,
+        out_dtype=dtype if dtype in HIGH_PRECISION else torch.float32,
+        bias=None if bias is None else bias.to(torch.float32),
+        alpha=alpha,
+        **card.promoting(split),
+    )
+    return product.reshape(matrix_shape(product.shape)).to(dtype)
+
+
+def _custom_product(a, b, layout, dtype, bias, alpha, split):
     """The product that a quantizer of the caller's own computes: `qgemm` of that of `b`, as TE calls it."""
     kind = {"TN": GEMMType.FPROP, "NN": GEMMType.DGRAD, "NT": GEMMType.WGRAD}[layout]
     left, left_scale = (b.data_t, b.scale_t) if layout[1] == "T" else (b.data, b.scale)
@@ -416,7 +463,7 @@ def _custom_product(a, b, layout, dtype, bias, alpha):
     product = b._quantizer.qgemm(
         left,
         right,
-        MMParams(computed, kind is not GEMMType.FPROP),
+        MMParams(computed, split),
         computed,
         left_scale,
         right_scale,
@@ -428,13 +475,21 @@ def _custom_product(a, b, layout, dtype, bias, alpha):
     return product if plain else _finished(product, dtype, bias, alpha)
 
 
-def _native_product(a, b, layout, dtype, bias, alpha):
-    """The product of a tensor core: `torch._scaled_mm` of K-major codes and their scales."""
+def _native_product(a, b, layout, dtype, bias, alpha, *, fast_sums=False):
+    """The product of a tensor core: `torch._scaled_mm` of K-major codes and their scales.
+
+    `fast_sums`: let a card sum FP8 in the bits that it has, as TE does without a split accumulator.
+    """
     left, left_scale = _k_major_codes(b, layout[1] == "T")
     right, right_scale = _k_major_codes(a, layout[0] == "N")
     plain = bias is None and alpha == 1.0
     product = torch._scaled_mm(
-        left, right.t(), scale_a=left_scale, scale_b=right_scale, out_dtype=dtype if plain else torch.float32
+        left,
+        right.t(),
+        scale_a=left_scale,
+        scale_b=right_scale,
+        out_dtype=dtype if plain else torch.float32,
+        use_fast_accum=fast_sums,
     )
     return product if plain else _finished(product, dtype, bias, alpha)
 

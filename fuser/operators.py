@@ -32,8 +32,7 @@ from typing import Any
 import torch
 
 from fuser.aliasing import own_copy, works_in_place
-from fuser.dispatch import backend
-from fuser.pipeline import refuse_double_backward, run_backward, run_forward, without_torch_autocast
+from fuser.pipeline import as_in_forward, refuse_double_backward, run_backward, run_forward, without_torch_autocast
 from fuser.quantization.state import DelayedScalingRequest, FP8GlobalStateManager
 from fuser.quantization.storage import QUANTIZERS, BufferStorage, shallow_copy
 from fuser.quantization.tensor import QuantizedTensor, WrapperTensor
@@ -468,7 +467,7 @@ def _backward(grad_outputs, tensors, saved, sizes):
         own_copy(grad) if works_in_place(basic_ops[i]) else grad
         for grad, (i, _) in zip(extra, routes.public_outputs, strict=True)
     ]
-    with torch.no_grad(), without_torch_autocast(first.device.type), backend(saved.backend):
+    with torch.no_grad(), without_torch_autocast(first.device.type), as_in_forward(saved):
         grad_input, grad_params, grad_extra = run_backward(saved.restored(tensors), first, extra)
     every, gradients = [grad_input, *grad_params, *grad_extra], []
     for (i, _, dtype, device), shape in zip(saved.gradients, _shapes(saved, sizes), strict=True):

@@ -7,7 +7,7 @@ runs again; gradients can't be differentiated themselves. Behaviour: TE's ops/fu
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from fuser.aliasing import (
     works_in_place,
     writable,
 )
+from fuser.cards import products_in_force, said_products
 from fuser.channels import ChanneledOperation, Slot
 from fuser.dispatch import backend, current_backend
 from fuser.fusible import FusibleOperation, OperationContext
@@ -78,10 +79,16 @@ class FuserFunction(torch.autograd.Function):
     @staticmethod
     def backward(func_ctx: Any, grad_output: torch.Tensor, *grad_extra_outputs: torch.Tensor | None) -> Any:
         refuse_double_backward()
-        # The backend of the forward pass: a GPU's autograd thread sees no context variables.
-        with without_torch_autocast(grad_output.device.type), backend(func_ctx.backend):
+        with without_torch_autocast(grad_output.device.type), as_in_forward(func_ctx):
             grad_input, grad_params, grad_extra_inputs = run_backward(func_ctx, grad_output, grad_extra_outputs)
         return grad_input, None, None, *grad_params, *grad_extra_inputs
+
+
+@contextlib.contextmanager
+def as_in_forward(func_ctx: Any) -> Iterator[None]:
+    """The backend and the products of the forward pass: a GPU's autograd thread sees no context variables."""
+    with backend(func_ctx.backend), products_in_force(func_ctx.products):
+        yield
 
 
 def refuse_double_backward() -> None:
@@ -305,6 +312,7 @@ def _save_for_backward(
     func_ctx.routes = fuser._routes
     func_ctx.contexts = contexts
     func_ctx.backend = current_backend()
+    func_ctx.products = said_products()
     func_ctx.num_params = list(map(len, fuser._basic_op_params))
     func_ctx.quantizer_usages = _quantizer_usages(fuser._basic_ops, grad_quantizers)
 

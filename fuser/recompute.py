@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 
+from fuser.cards import products_in_force, scope_of_products
 from fuser.dispatch import backend, current_backend
 from fuser.quantization.quantizers import delayed_scales
 from fuser.quantization.state import FP8GlobalStateManager
@@ -25,8 +26,8 @@ def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = F
     """`function(*args, **kwargs)`; backward computes it again instead of keeping its tensors.
 
     Outputs, gradients, scales and amax histories are those of a plain call, under every recipe: the second run has the
-    `autocast`, the backend and the delayed scales of the first one, records no amaxes and updates no scales.
-    As TE's `checkpoint`, whose default is the reentrant kind.
+    `autocast`, the backend, the products and the delayed scales of the first one, records no amaxes and updates no
+    scales. As TE's `checkpoint`, whose default is the reentrant kind.
 
     Args:
         function: e.g. a `Sequential`. It must do the same in both runs.
@@ -51,7 +52,7 @@ class _Run:
         self._grad_enabled = torch.is_grad_enabled()
         self._settings: tuple | None = None
         self._depth = FP8GlobalStateManager.quantization_state.autocast_depth
-        self._backend = current_backend()
+        self._backend, self._products = current_backend(), scope_of_products()
         self._scales: dict[int, tuple[torch.Tensor, float]] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -75,7 +76,7 @@ class _Run:
         # The first run of the reentrant kind has no gradients, and so updates nothing.
         state.recomputing = state.recomputing or not self._use_reentrant
         try:
-            with backend(self._backend):
+            with backend(self._backend), products_in_force(self._products):
                 yield
         finally:
             settings, state.autocast_depth, state.recomputing = present

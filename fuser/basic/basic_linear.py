@@ -42,6 +42,7 @@ from fuser.basic.linear_parts import (
     quantize_new_weight,
     replace_parameter,
     set_current_scaling_params,
+    split_accumulators,
 )
 from fuser.common import (
     autocast_dtype_of,
@@ -269,6 +270,7 @@ class BasicLinear(BasicOperation):
         input_quantizer: Quantizer | None = None,
         weight_quantizer: Quantizer | None = None,
         output_quantizer: Quantizer | None = None,
+        use_split_accumulator: bool | None = None,
         input_requires_grad: bool = True,
         weight_requires_grad: bool = True,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
@@ -289,6 +291,7 @@ class BasicLinear(BasicOperation):
             backward_override: `"high_precision"` keeps the original operands for the backward pass, `"dequantized"`
                 the quantized copies that the forward pass multiplied (to be dequantized there).
             output_quantizer: emits the output, if it is delayed scaling's; ignored otherwise.
+            use_split_accumulator: as for `fuser.gemm.gemm`.
             input_requires_grad, weight_requires_grad: which gradients the backward pass will compute.
 
         Returns:
@@ -334,6 +337,7 @@ class BasicLinear(BasicOperation):
             beta=(1.0 if beta is None else beta) if accumulate_into_out else None,
             out=direct_out,
             accumulate=accumulate_into_out,
+            use_split_accumulator=use_split_accumulator,
         )
         if row_parallel:
             reduce = reduce_scatter_along_first_dim if sequence_parallel else all_reduce
@@ -380,13 +384,16 @@ class BasicLinear(BasicOperation):
         weight_quantizer: Quantizer | None = None,
         grad_output_quantizer: Quantizer | None = None,
         grad_input_quantizer: Quantizer | None = None,
+        grad_input_use_split_accumulator: bool | None = None,
+        grad_weight_use_split_accumulator: bool | None = None,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """`dx = alpha * dy W (+ beta * grad_input)` and `dW = alpha * dy^T x (+ beta * grad_weight)`.
 
         Sums run over all leading dimensions, in float32, rounded once. `input` and `weight` are what
         `_functional_forward` returned for the backward pass. Buffers are written in place; alphas and betas default
         to 1. `dx` is emitted through `grad_input_quantizer` only if that is delayed scaling's and the layer isn't
-        column parallel. Returns `(dx or None, dW or None)`; `dW` has the buffer's dtype, else `dtype`.
+        column parallel. `*_use_split_accumulator` are those of `fuser.gemm.gemm`. Returns `(dx or None, dW or None)`;
+        `dW` has the buffer's dtype, else `dtype`.
         """
         if dtype is None:
             source = weight if weight is not None else grad_output
@@ -445,6 +452,7 @@ class BasicLinear(BasicOperation):
                 beta=(1.0 if grad_input_beta is None else grad_input_beta) if accumulate_into_grad_input else None,
                 out=direct_out,
                 accumulate=accumulate_into_grad_input,
+                use_split_accumulator=grad_input_use_split_accumulator,
             )
             if column_parallel:
                 reduce = reduce_scatter_along_first_dim if sequence_parallel else all_reduce
@@ -469,6 +477,7 @@ class BasicLinear(BasicOperation):
                 beta=(1.0 if grad_weight_beta is None else grad_weight_beta) if accumulate_into_grad_weight else None,
                 out=grad_weight,
                 accumulate=accumulate_into_grad_weight,
+                use_split_accumulator=grad_weight_use_split_accumulator,
             )
         return dx, dw
 
@@ -495,7 +504,8 @@ class BasicLinear(BasicOperation):
                 "are not compatible: the input's last dimension must be in_features"
             )
         quantized = FP8GlobalStateManager.is_fp8_enabled()
-        override = FP8GlobalStateManager.get_fp8_recipe().backward_override if quantized else None
+        recipe = FP8GlobalStateManager.get_fp8_recipe() if quantized else None
+        override = None if recipe is None else recipe.backward_override
         quantized_backward = quantized and override is None
         if dtype is None:
             dtype = autocast_dtype_of(weight)
@@ -510,6 +520,7 @@ class BasicLinear(BasicOperation):
         ctx.dtype = dtype
         ctx.input_requires_grad = ctx.requires_grad
         ctx.weight_requires_grad = ctx.requires_grad and weight.requires_grad
+        forward_split, ctx.split_accumulators = split_accumulators(recipe)
         if not quantized and not product and self.tensor_parallel_mode is None:  # a plain product has nothing to decide
             x, w = maybe_dequantize(input_, dtype), maybe_dequantize(weight, dtype)
             ctx.save_for_backward(x if ctx.weight_requires_grad else None, w if ctx.input_requires_grad else None)
@@ -528,6 +539,7 @@ class BasicLinear(BasicOperation):
             output_quantizer=output_quantizer if quantized else None,
             input_requires_grad=ctx.input_requires_grad,
             weight_requires_grad=ctx.weight_requires_grad,
+            **forward_split,
             **product,
         )
         ctx.save_for_backward(x, w)
@@ -566,6 +578,7 @@ class BasicLinear(BasicOperation):
             weight_quantizer=ctx.weight_quantizer,
             grad_output_quantizer=ctx.grad_output_quantizer,
             grad_input_quantizer=ctx.grad_input_quantizer,
+            **ctx.split_accumulators,
             **product,
         )
         if into_main_grad:

@@ -7,6 +7,7 @@ is a product of its own (TE's "split path"), which gives the same numbers on any
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import math
 import operator
 import os
@@ -26,6 +27,7 @@ from fuser.basic.linear_parts import (
     quantize_operand,
     replace_parameter,
     set_current_scaling_params,
+    split_accumulators,
 )
 from fuser.common import (
     autocast_dtype_of,
@@ -343,6 +345,7 @@ class GroupedLinear(ExtraTensorOperation):
             input_quantizer=input_quantizer,
             weight_quantizer=weight_quantizer,
             grad_output_quantizer=grad_output_quantizer,
+            **ctx.split_accumulators,
             **(destination if wgrad else {}),
         )
 
@@ -476,7 +479,9 @@ class GroupedForward(_GroupedPass):
                 f"scales must have one entry for each of {rows} rows; got shape {tuple(self.scales.shape)}"
             )
         self._quantized = FP8GlobalStateManager.is_fp8_enabled()
-        self._override = FP8GlobalStateManager.get_fp8_recipe().backward_override if self._quantized else None
+        recipe = FP8GlobalStateManager.get_fp8_recipe() if self._quantized else None
+        self._override = None if recipe is None else recipe.backward_override
+        self._split, ctx.split_accumulators = split_accumulators(recipe)
         ctx.with_quantized_compute = self._quantized and self._override is None
         ctx.quantizers = op._group_quantizers() if self._quantized else [(None, None, None)] * op.num_groups
         ctx.dtype = self.dtype
@@ -510,6 +515,7 @@ class GroupedForward(_GroupedPass):
                 weight_quantizer=weight_quantizer,
                 input_requires_grad=ctx.requires_grad,
                 weight_requires_grad=ctx.weight_requires_grad,
+                **self._split,
             )
         except (TypeError, ValueError) as error:
             say_who(error, f"group {i} of {ctx.split_sizes[i]} rows")
@@ -602,7 +608,8 @@ class GroupedBackward(_GroupedPass):
         grad_weights = _as_of_parameters(self._grad_weights, op.single_grouped_weight)
         if self._delayed:
             waiting = self._operands, self.inputs, self._destinations
-            op._pending_wgrads.append(lambda: op._delayed_wgrads(ctx, *waiting))
+            settings = contextvars.copy_context()  # the backend and the products of this pass
+            op._pending_wgrads.append(lambda: settings.run(op._delayed_wgrads, ctx, *waiting))
         if self._into_main_grad:
             grad_weights = get_dummy_wgrads_for_params(op._weight_parameters)
         grad_biases = _as_of_parameters(self._grad_biases, op.single_grouped_bias)

@@ -24,6 +24,7 @@ from fuser.quantization.quantizers import Float8CurrentScalingQuantizer, Float8Q
 from fuser.quantization.state import QuantizerRole
 from fuser.quantization.storage import DIRECTIONS, BufferStorage, Float8TensorStorage
 from fuser.quantization.tensor import QuantizedTensor
+from fuser.recipe import Recipe
 
 PER_TENSOR_QUANTIZERS = (Float8Quantizer, Float8CurrentScalingQuantizer)
 
@@ -112,6 +113,15 @@ def replace_parameter(old: Any, value: torch.Tensor) -> torch.nn.Parameter:
         if name not in vars(new):
             setattr(new, name, attribute)
     return new
+
+
+def split_accumulators(recipe: Recipe | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Arguments of the forward and of the backward form that follow a recipe's `MMParams`, none without a recipe."""
+    if recipe is None:
+        return {}, {}
+    fprop, dgrad, wgrad = [recipe.product_params(name).use_split_accumulator for name in ("fprop", "dgrad", "wgrad")]
+    backward = {"grad_input_use_split_accumulator": dgrad, "grad_weight_use_split_accumulator": wgrad}
+    return {"use_split_accumulator": fprop}, backward
 
 
 # Steps of the functional forms

@@ -1,5 +1,6 @@
 """torch.compile: pipelines as one call in its graphs, with the bits, gradients and state of eager calls."""
 
+import contextlib
 import copy
 import dataclasses
 import gc
@@ -218,6 +219,38 @@ def test_main_grad(fires_hooks):
         seen.append([weight.main_grad, x.grad, model[0].bias.grad])
         assert not fires_hooks or weight.grad_added_to_main_grad
     assert same(*seen)
+
+
+@pytest.mark.parametrize("way", ["scope", "recipe"])
+def test_products_of_the_card_that_is_in_force(way):
+    """One compiled function under several cards; its backward pass, outside of the scope, has that of its forward."""
+    expected, model = pipeline(), pipeline()
+    seen = []
+    for card in ("hopper", "float32", "hopper"):
+        own, made = recipe.Float8CurrentScaling(products=card if way == "recipe" else None), []
+        for of, function in ((expected, expected), (model, compiled(model))):
+            x = leaf(128, 128)
+            with contextlib.ExitStack() as stack:
+                if way == "scope":
+                    stack.enter_context(fuser.products(card))
+                y = under(own, function)(x)
+            made.append([y, *torch.autograd.grad(y.square().sum(), [x, *of.parameters()])])
+        assert same(*made)
+        seen.append(made[0])
+    assert same(seen[0], seen[2]) and not any(map(torch.equal, seen[0], seen[1]))
+
+
+@pytest.mark.full
+def test_products_of_a_scope_inside():
+    """As under a scope of a backend: the graph ends before it."""
+    model = pipeline()
+
+    def run(x):
+        with fuser.products("hopper"):
+            return under(recipe.Float8CurrentScaling(), model)(x)
+
+    x = leaf(128, 128)
+    assert torch.equal(torch.compile(run, backend="eager")(x), run(x))
 
 
 # --- what is kept for backward ------------------------------------------------------------------------

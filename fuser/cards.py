@@ -1,0 +1,152 @@
+"""How products are computed: summed in float32, or bit for bit as the tensor cores of a card compute them.
+
+    with fuser.products("hopper"):
+        loss = model(x).sum()
+    loss.backward()  # its products, too, as a Hopper card computes them
+
+What decides, the first that says anything:
+
+1. the innermost `with fuser.products(name)` around the call;
+2. the field `products` of the recipe in force;
+3. the environment variable FUSER_PRODUCTS;
+4. "float32".
+
+A backward pass has what its forward pass had, wherever it is called, and so has what `fuser.checkpoint` computes again.
+`fuser.gemm` says which operands a card multiplies, and how.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import torch
+
+from fuser.dispatch import Buffers
+from fuser.quantization.state import FP8GlobalStateManager
+from fuser.recipe import PRODUCTS
+from fuser.tracing import rehearsing
+from refops.arguments import require_choice
+from refops.products.units import UNITS, require_interval
+
+VARIABLE = "FUSER_PRODUCTS"
+
+#: Products between two promotions; None: nothing is promoted; "split": as `MMParams.use_split_accumulator` says.
+Promotion: TypeAlias = int | Literal["split"] | None
+#: Dtypes of plain operands that tensor cores multiply.
+_SIXTEEN_BITS = (torch.float16, torch.bfloat16)
+#: Card -> compute capabilities of the GPUs that are one.
+_CAPABILITIES = {"ampere": {(8, 0)}, "hopper": {(9, 0)}, "blackwell": {(10, 0), (10, 3)}}
+
+
+@dataclass(frozen=True)
+class Products:
+    """How products are computed.
+
+    Attributes:
+        name: "float32", a card, or "environment": what FUSER_PRODUCTS says.
+        promotion: when FP8 sums of few bits are added to float32 ones, as for `products`.
+    """
+
+    name: str
+    promotion: Promotion = "split"
+
+    def promoting(self, use_split_accumulator: bool) -> dict[str, Any]:
+        """The arguments of `refops.gemm` for a product whose `MMParams` say so."""
+        if self.promotion == "split":
+            return {"use_split_accumulator": use_split_accumulator}
+        return {"use_split_accumulator": self.promotion is not None, "split_interval": self.promotion}
+
+
+_BY_NAME = {name: Products(name) for name in PRODUCTS}
+_BY_ENVIRONMENT = Products("environment")
+_selected: ContextVar[Products | None] = ContextVar("fuser_products", default=None)
+
+
+# --- what is in force -------------------------------------------------------------------------------
+
+
+def products(name: str, *, promotion: Promotion = "split") -> AbstractContextManager[Products | None]:
+    """Return a context manager (and decorator): products of its block are computed as on a card.
+
+    It nests, and holds for the current thread or task alone (a `contextvars.ContextVar`). A backward pass has what its
+    forward pass had.
+
+    Args:
+        name: "float32", "ampere", "hopper" or "blackwell".
+        promotion: Hopper's tensor cores sum FP8 products in 14 bits. After this many products, a multiple of 32,
+            software adds the sum to one in float32, and starts again at 0. None: never. "split": every 128 products
+            where `use_split_accumulator` of the recipe's `MMParams` is True, else never. What scales of blocks multiply
+            is each block's sum, whatever is said here. Other products have nothing to promote.
+
+    Raises:
+        TypeError: an interval that is no integer. ValueError: another name or interval.
+    """
+    name = require_choice(name, "name", PRODUCTS)
+    if promotion != "split":
+        for unit in UNITS:
+            if unit.split_interval is not None:
+                promotion = require_interval(promotion, unit, "promotion")
+    return products_in_force(Products(name, promotion))
+
+
+@contextmanager
+def products_in_force(selected: Products | None) -> Iterator[Products | None]:
+    """As `products`, for what `said_products` or `scope_of_products` returned; None: outside of every scope."""
+    token = _selected.set(selected)
+    try:
+        yield selected
+    finally:
+        _selected.reset(token)
+
+
+def scope_of_products() -> Products | None:
+    """What the innermost scope says; None outside."""
+    return _selected.get()
+
+
+def said_products() -> Products:
+    """What the innermost scope says, else the recipe in force; else that the environment decides."""
+    selected = _selected.get()
+    if selected is not None:
+        return selected
+    state = FP8GlobalStateManager.quantization_state
+    name = state.fp8_recipe.products if state.fp8_enabled and state.fp8_recipe is not None else None
+    return _BY_ENVIRONMENT if name is None else _BY_NAME[name]
+
+
+def current_products() -> Products:
+    """Return how a product would be computed now; ValueError if FUSER_PRODUCTS holds no name of `products`."""
+    said = said_products()
+    if said.name != _BY_ENVIRONMENT.name:
+        return said
+    given = os.environ.get(VARIABLE)
+    return _BY_NAME[require_choice(given, VARIABLE, PRODUCTS) if given else "float32"]
+
+
+# --- which operands ---------------------------------------------------------------------------------
+
+
+def card_for(a: Any, b: Any) -> Products | None:
+    """How a card shall multiply two operands of `fuser.gemm`; None where their product is that of "float32".
+
+    A card multiplies operands that are quantized, or of float16 or bfloat16: two alike, or a quantized one and such a
+    one. A rehearsal has no values to multiply.
+    """
+    plain = [operand for operand in (a, b) if not isinstance(operand, Buffers)]
+    for operand in plain:
+        if not isinstance(operand, torch.Tensor) or operand.dtype not in _SIXTEEN_BITS:
+            return None
+    if len(plain) == 2 and a.dtype is not b.dtype:
+        return None
+    selected = current_products()
+    return None if selected.name == "float32" or rehearsing() else selected
+
+
+def is_card(device: torch.device, selected: Products) -> bool:
+    """Whether a device is the card, and leaves promotion to its library."""
+    if device.type != "cuda" or selected.promotion != "split":
+        return False
+    return torch.cuda.get_device_capability(device) in _CAPABILITIES[selected.name]
