@@ -112,7 +112,7 @@ def said_products() -> Products:
     selected = _selected.get()
     if selected is not None:
         return selected
-    state = FP8GlobalStateManager.quantization_state
+    state = FP8GlobalStateManager._of_thread.state
     name = state.fp8_recipe.products if state.fp8_enabled and state.fp8_recipe is not None else None
     return _BY_ENVIRONMENT if name is None else _BY_NAME[name]
 

@@ -1,4 +1,4 @@
-"""Matrix products of plain and quantized operands, accumulated in float32 and rounded once.
+"""Matrix products of plain and quantized operands, accumulated in float32, or as a card does, and rounded once.
 
     y  = linear_forward(x, w, bias=b)      x w^T + b       reads rowwise copies
     dx = linear_dgrad(dy, w)               dy w            dy's rowwise copy, w's columnwise copy
@@ -35,7 +35,22 @@ NaN and inf come out as from float32. A plain operand is not looked at, nor is a
 small numbers count as zero there, and where sums overflow NaN and inf come out as in another order.
 
 A dequantized operand is exactly what its codes and scales stand for, so an emulated product differs from a tensor
-core's only in the order of its float32 sums. Under `backend("float64")` operands may be float64; then products are.
+core's only in the order and the width of its sums. Under `backend("float64")` operands may be float64; then products
+are.
+
+Where `fuser.products`, a recipe or FUSER_PRODUCTS names a card (`fuser.cards` has the order), products are the card's
+to the bit, as far as tests on cards have found it out (`refops.products`):
+
+| operands                                       | products of a card                                             |
+|------------------------------------------------|----------------------------------------------------------------|
+| two quantized ones, two of float16 or bfloat16 | of its unit for their formats, as `refops.gemm` computes them  |
+| a quantized one and one of float16 or bfloat16 | the first is dequantized to the dtype of the second; then that |
+| float32 or float64, float16 beside bfloat16    | as without a card                                              |
+
+Scales of a tensor, alpha and bias meet the sums in float32, before the one rounding; so does what is added to. CPU
+tensors are multiplied by `cuda_kernels.host`, under `backend("reference")` by `refops`. A GPU that is the card
+multiplies itself what torch gives to tensor cores, unless the scope says where to promote; what it doesn't, and what is
+on another GPU, goes through host memory.
 
 Two operands in formats of the caller's own (TE: `custom`) whose quantizer has a `qgemm` are multiplied by that; others
 in such a format dequantize themselves.

@@ -414,6 +414,7 @@ AVAILABLE = (
                 "get_align_size_for_quantization",
                 "autocast",
                 "backend",
+                "products",
                 "quantized_model_init",
             )
         ),
@@ -440,7 +441,7 @@ AVAILABLE = (
 def recipes(case):
     """Recipes are refused, or print, compare, give states and contexts that nest and leave nothing behind."""
     from fuser.quantization import FP8GlobalStateManager, RecipeState
-    from fuser.recipe import Format
+    from fuser.recipe import PRODUCTS, Format
 
     for name in AVAILABLE:
         case.call(f"fuser.{name}", case.chance(0.5))
@@ -464,7 +465,11 @@ def recipes(case):
     made = state.make_quantizers()
     require(len(made) == count, "another number of quantizers", len(made))
     before = FP8GlobalStateManager.get_autocast_state()
-    with case.call("fuser.backend", case.choose(["auto", "reference", "exact", "float64", "x", 1]), **ERRORS):
+    promotion = {"promotion": case.choose([None, 32, 256, "split", 31, "x", 1.5])} if case.chance(0.5) else {}
+    with (
+        case.call("fuser.backend", case.choose(["auto", "reference", "exact", "float64", "x", 1]), **ERRORS),
+        case.call("fuser.products", case.choose([*PRODUCTS, "float32", "x", 1]), **promotion, **ERRORS),
+    ):
         with (
             case.call("fuser.autocast", True, recipe=given, **ERRORS),
             case.call("fuser.quantized_model_init", True, recipe=given, **ERRORS),
@@ -794,6 +799,7 @@ DISPATCH = (
     "computes_in",
     "amax",
     "update_delayed_scale",
+    "gemm",
 )
 
 
@@ -831,6 +837,10 @@ def dispatch(case):
             got = case.call(path, torch.from_numpy(history), torch.from_numpy(scale), refops.E4M3)
             wanted = refops.update_delayed_scale(history, scale, refops.E4M3)
             require(all(map(same_bits, map(to_numpy, got), wanted)), "another history or scale")
+        elif name == "gemm":
+            quantized = [case.call("fuser.dispatch.quantize", tensor, scaling) for _ in range(2)]
+            wanted = refops.gemm(*[refops.quantize(x, scaling)] * 2, "blackwell", out_dtype=np.float32)
+            require(same_bits(to_numpy(case.call(path, *quantized, "blackwell")), wanted), "another product")
         elif name in ("Buffers", "dequantize", "swizzled", "unswizzled"):
             buffers = case.call("fuser.dispatch.quantize", tensor, scaling, columnwise=case.chance(0.5))
             fields = {field: getattr(buffers, field) for field in buffers.__dataclass_fields__}
@@ -1105,7 +1115,9 @@ def products(case):
             options["beta"] = 0.5
     if name in ("gemm", "native_obstacle") and case.chance(0.4):
         options["layout"] = case.choose(["TN", "NN", "NT", "TT", 1])
-    y = case.call(f"fuser.gemm.{name}", *operands, **options, **ERRORS)
+    card = case.choose(["hopper", "blackwell"]) if case.chance(0.2) and name != "native_obstacle" else "float32"
+    with case.call("fuser.products", card):
+        y = case.call(f"fuser.gemm.{name}", *operands, **options, **ERRORS)
     if name == "native_obstacle":
         require(y is None or isinstance(y, str), "no words", y)
         return
