@@ -451,7 +451,8 @@ def table(found):
     _require_measured(found)
     lines = [*_HEAD]
     for name in ("none", *SCALINGS):
-        lines.append(f"| {TITLES[name]} | {' | '.join(_scaling_cells(name, found))} |")
+        head = f"`{name}`: {TITLES[name]}" if name in SCALINGS else TITLES[name]
+        lines.append(f"| {head} | {' | '.join(_scaling_cells(name, found))} |")
     lines.append(f"| {_ALL_ACTIVATIONS} | {' | '.join(_activation_cells(found))} |")
     return "\n".join(lines)
 

@@ -152,7 +152,7 @@ def test_the_capability_table_has_the_new_scaling(with_mx64):
     before = (with_mx64 / "docs" / "capabilities.json").read_text(encoding="utf-8").count(": [")
     run_in(with_mx64, "docs/capabilities.py", "--write", "mx64")
     run_in(with_mx64, "docs/generate.py", "--write")
-    row = "| MXFP8: E4M3, one E8M0 scale byte per 64 elements | all | all | all | all | - |"
+    row = "| `mx64`: MXFP8: E4M3, one E8M0 scale byte per 64 elements | all | all | all | all | - |"
     assert row in (with_mx64 / "docs" / "guide" / "coverage.md").read_text(encoding="utf-8")
     after = (with_mx64 / "docs" / "capabilities.json").read_text(encoding="utf-8").count(": [")
     assert after == before + 5, "other rows stay"
