@@ -91,6 +91,17 @@ def test_two_faults_are_named_in_little_time(kind):
     assert min(seconds) <= SECONDS
 
 
+@pytest.mark.parametrize("op", ["swiglu", "gelu"])
+@pytest.mark.parametrize("rule", ["floor", "even"])
+def test_codes_under_wrong_scales_hide_no_fault(op, rule):
+    """By itself the missing rounding seems to spoil many codes: those whose scale the other fault made."""
+    x = normal((64, 512))
+    kernel = refops.activation(op, x.astype(F))
+    wrong = refops.quantize(kernel, refops.MXFP8Scaling(refops.E4M3, scale_rounding=rule))
+    report = oracle.check(op, x, wrong, scaling=MXFP8)
+    assert set(report.diagnosis[0].names) == {"missing-rounding", f"scale-{rule}"}, str(report)
+
+
 @pytest.mark.parametrize("kind", ["transformed", "dbias"])
 def test_what_a_sample_refutes_does_not_explain_the_whole(kind):
     op, scaling, dbias, *faults = SLOW[kind]

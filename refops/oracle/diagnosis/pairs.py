@@ -122,7 +122,7 @@ class Pairs:
         """Whether a convention could be half of an explanation.
 
         It must change something, much where much is wrong, and unless much is wrong in some array must not spoil one of
-        which little is wrong.
+        which little is wrong. Codes under a wrong scale may all seem spoilt: the other half has to explain that scale.
         """
         search = self.search
         if result.candidate[0][0].reads and self.case.operation.kind != "dequantize":
@@ -130,7 +130,8 @@ class Pairs:
         effect = 0.0
         much = any(count.wrong > 0.5 * count.entries > 8 for count in result.counts.values())
         for name, count in result.counts.items():
-            if not much and count.damaged > 2 * count.wrong + 0.02 * count.entries:
+            spoilt = count.damaged - _under_wrong_scales(name, result.counts)
+            if not much and spoilt > 2 * count.wrong + 0.02 * count.entries:
                 return False
             if name in SUM_ARRAYS:
                 effect = max(effect, float(count.explained > 0 or count.damaged > 0))
@@ -237,6 +238,13 @@ class Pairs:
 def has_other_blocks(candidate):
     """Whether a convention of a candidate has other blocks than the settings, which a small region may cut."""
     return any(convention.stage_of(choice) == "blocks" for convention, choice in candidate)
+
+
+def _under_wrong_scales(name, counts):
+    """How many entries of an array of codes have a scale that is wrong in the dump; 0 for another array."""
+    direction, is_data, _ = name.partition("_data")
+    scales = counts.get(f"{direction}_scale_inv")
+    return counts[name].entries * scales.wrong / scales.entries if is_data and scales and scales.entries else 0
 
 
 def _counts(parts, made):
