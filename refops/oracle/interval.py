@@ -103,10 +103,13 @@ class Interval(NDArrayOperatorsMixin):
         return self._least_off(lo, hi), -self._least_off(-hi, -lo)
 
     def _least_off(self, lo, hi):
-        """The lower end: that of `lo`, or of the power of two after it, where a unit is twice what it is just below."""
+        """The lower end: that of `lo`, or of the first number after it that rounds to a power of two: its unit is twice
+        what it is just below.
+        """
         power = np.ldexp(1.0, np.frexp(np.clip(lo, 0.0, _LARGEST / 2))[1])
+        first = power - ulp_of(power) / 4  # a tie, which goes to the power
         least = lo - self._error(lo)
-        return np.where((lo > 0) & (lo < power) & (power <= hi), np.minimum(least, power - self._error(power)), least)
+        return np.where((lo > 0) & (lo < first) & (first <= hi), np.minimum(least, first - self._error(first)), least)
 
     def widened_to(self, lo, hi):
         """The hull with [lo, hi] (float64); where an end is NaN this interval alone counts, and NaN stays NaN."""
@@ -277,8 +280,9 @@ def _divide(a, b):
     spare = max(a.ulp - CUDA_ULP, 0)
     if spare:
         inexact = (b.lo != 1) | (b.hi != 1)
-        lo = np.where(inexact & np.isfinite(lo), lo - spare * ulp_of(lo), lo)
-        hi = np.where(inexact & np.isfinite(hi), hi + spare * ulp_of(hi), hi)
+        least, greatest = Interval(lo, hi, nan, spare)._off(lo, hi)
+        lo = np.where(inexact & np.isfinite(lo), least, lo)
+        hi = np.where(inexact & np.isfinite(hi), greatest, hi)
     return _rounded(lo, hi, nan, a.ulp)
 
 

@@ -6,7 +6,7 @@ and both sides counted: what some kernel may write, which must be accepted, and 
 """
 
 import sys
-from itertools import combinations, islice, product
+from itertools import combinations, islice, pairwise, product
 from types import SimpleNamespace
 
 import every_kernel
@@ -189,6 +189,8 @@ BEYOND_A_VALUE = 3
 RATIO_OF_A_VALUE, RATIO_OF_A_GRADIENT, RATIO_WITH_TIES = 2, 6, 3
 #: Operations of which one element has a million kernels and more: enumerated for a few elements, drawn for others.
 VAST = {("gelu", True), ("geglu", True), ("situglu", False), ("situglu", True)}
+#: Operands are tried as near as that to where a truth rounds to another number.
+NEARLY = 2.0**-40
 ALL = list(product(ACTIVATIONS, (False, True)))
 FEASIBLE = [case for case in ALL if case not in VAST]
 
@@ -222,36 +224,65 @@ class TestValues:
         assert_same(out.lo, np.array([squares[inside].min() for inside in members]), (lo, hi))
         assert_same(out.hi, np.array([squares[inside].max() for inside in members]), (lo, hi))
 
-    @pytest.mark.parametrize("ulp", [0.5, 1, 2, 4])
+    @staticmethod
+    def tried(numbers, inverse):
+        """Operands: the numbers, more between them, and those just beside which a truth rounds to another number."""
+        between = np.concatenate([np.linspace(*ends, 9) for ends in pairwise(numbers)])
+        middles = (SMALL.finite[1:] + SMALL.finite[:-1]) / 2
+        beside = inverse(middles[middles != 0])[:, None] * (1 + np.array([-(2.0**-45), 2.0**-45]))
+        beside = beside[(beside > numbers[0]) & (beside < numbers[-1])]  # without NaN
+        return np.unique(np.concatenate([numbers, between, beside]))
+
+    @pytest.mark.parametrize("ulp", [0.5, 1, 2, 3])
     @pytest.mark.parametrize("function", ["exp", "tanh"])
     def test_an_elementary_function_holds_its_error_at_every_number_inside(self, function, ulp, monkeypatch):
         """Also past a power of two, where a unit doubles, and beside the numbers whose tanh is exactly 1."""
         install(monkeypatch, SMALL)
         numbers = np.concatenate([[-np.inf], SMALL.finite, [np.inf]])
-        between = np.concatenate([np.linspace(*ends, 65) for ends in zip(SMALL.finite, SMALL.finite[1:], strict=False)])
-        x = np.unique(np.concatenate([numbers, between]))
+        inverse = {"exp": np.log, "tanh": np.arctanh}[function]
+        x = np.concatenate([[-np.inf], self.tried(SMALL.finite, inverse), [np.inf]])
         lo, hi, _ = every_interval(numbers)
         out = getattr(Interval(lo, hi.copy(), False, ulp), function)()
         true = getattr(np, function)(x)
-        off = ulp * SMALL.step(true)
+        off = ulp * SMALL.step(SMALL.nearest(true))
         if function == "tanh":
             off = np.where(np.abs(x) > 0.5 * np.log(SMALL.largest), 0.0, off)
-        wide = np.where(off == 0, 0.0, ulp * SMALL.step(SMALL.nearest(true)))
-        ends = []  # what must be inside, and what may be: a unit is that of the number which the truth rounds to
-        for distance in (off, wide):
-            low, high = true - distance, true + distance
-            if function == "exp":
-                low = np.where(np.isinf(x), true, np.maximum(low, 0.0))
-                low, high = either_way(low, SMALL).min(axis=-1), either_way(high, SMALL).max(axis=-1)
-            ends.append((low, high))
-        (must_low, must_high), (may_low, may_high) = ends
-        step = SMALL.step(true) / 16  # between the numbers that were tried
-        for low, high, first, last in zip(lo, hi, out.lo, out.hi, strict=True):
-            at = (low <= x) & (x <= high)
-            assert first <= must_low[at].min() + 2.0**-40 and must_high[at].max() - 2.0**-40 <= last
-            if at.any() and 0 < np.count_nonzero(off[at]) < np.count_nonzero(at):
+        must, may = (self.outermost(true, off, way, rounded=function == "exp") for way in (-1, 1))
+        if function == "exp":
+            must, may = np.maximum(must, 0.0), np.maximum(may, 0.0)
+        for start, end, first, last in zip(lo, hi, out.lo, out.hi, strict=True):
+            at = (start <= x) & (x <= end)
+            assert first <= must[0][at].min() and must[1][at].max() <= last
+            if 0 < np.count_nonzero(off[at]) < np.count_nonzero(at):
                 continue  # in part beyond the numbers whose tanh is 1: a toy's lie farther from 1 than float32's
-            assert first >= (may_low - step)[at].min() and last <= (may_high + step)[at].max()
+            assert may[0][at].min() <= first and last <= may[1][at].max()
+
+    @staticmethod
+    def outermost(true, off, way, *, rounded=True):
+        """(least, greatest) of what is `off` from each truth, as it is or rounded; `NEARLY` farther out or in."""
+
+        def moved(end, direction):
+            return end + direction * way * NEARLY * np.clip(np.abs(end), 1, 2.0**32)
+
+        low, high = moved(true - off, -1), moved(true + off, 1)
+        if rounded:
+            low, high = either_way(low, SMALL).min(axis=-1), either_way(high, SMALL).max(axis=-1)
+        return moved(low, -1), moved(high, 1)
+
+    @pytest.mark.parametrize("ulp", [2, 2.75, 3, 4])
+    def test_a_quotient_holds_its_error_at_every_divisor_inside(self, ulp, monkeypatch):
+        """What `ulp` has above 2, also past a power of two; nothing where the divisor is 1."""
+        install(monkeypatch, SMALL)
+        x = self.tried(SMALL.positive, np.reciprocal)
+        lo, hi, _ = every_interval(SMALL.positive)
+        out = Interval.point(F([1]), ulp) / Interval(lo, hi.copy(), False, ulp)
+        off = np.where(x == 1, 0.0, (ulp - 2) * SMALL.step(SMALL.nearest(1 / x)))
+        must, may = (self.outermost(1 / x, off, way) for way in (-1, 1))
+        for start, end, first, last in zip(lo, hi, out.lo, out.hi, strict=True):
+            at = (start <= x) & (x <= end)
+            assert first <= must[0][at].min() and must[1][at].max() <= last
+            if (start == 1) == (end == 1):  # else at one end alone nothing is off
+                assert may[0][at].min() <= first and last <= may[1][at].max()
 
     @sampled(("name", "gradient"), FEASIBLE, 3, in_all=1)
     def test_every_kernel_in_a_toy_system_is_accepted_and_little_else(self, name, gradient, monkeypatch):
