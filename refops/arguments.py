@@ -3,7 +3,7 @@
 import difflib
 import math
 import numbers
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import ml_dtypes
@@ -64,12 +64,22 @@ def as_array(x: Any, name: str) -> Array:
     """Return `x` as a NumPy array, raising TypeError where it is none (a ragged list) or would lose its mask."""
     if isinstance(x, np.ma.MaskedArray):
         raise TypeError(f"{name} must be a plain array; got a masked array of shape {x.shape}")
+    return converted(from_torch if is_torch_tensor(x) else np.asarray, x, name)
+
+
+def converted(convert: Callable[[Any], Any], x: Any, name: str) -> Array:
+    """Return `convert(x)`, raising TypeError that names the argument whatever `x` raises: __array__ may raise anything.
+
+    Args:
+        convert: function from what stands for an array to a NumPy array.
+    """
     try:
-        return np.asarray(from_torch(x) if is_torch_tensor(x) else x)
+        return convert(x)
     except ValueError as error:
         raise TypeError(f"{name} must be an array; got {shown(x)}") from error
-    except Exception as error:  # what __array__ raises, or torch of a tensor that is not on the CPU
-        raise TypeError(f"{name} must convert to a NumPy array; got {type(x).__name__}: {error}") from error
+    except Exception as error:  # torch, of a tensor that is not on the CPU, is sparse or holds no numbers
+        why = " ".join(str(error).split())[:MOST_SHOWN]
+        raise TypeError(f"{name} must convert to a NumPy array; got {type(x).__name__}: {why}") from error
 
 
 def require_high_precision(x: Any, name: str) -> Array:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import ml_dtypes
 import numpy as np
 
-from refops.arguments import HIGH_PRECISION, describe_array
+from refops.arguments import HIGH_PRECISION, converted, describe_array
 from refops.formats import E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, INT8, ElementFormat, pack_fp4
 from refops.oracle.quantized_tensors import is_quantized
 from refops.scalings.declaration import ALIGNMENT, Layout
@@ -70,7 +70,7 @@ def as_numpy(value, name):
     """Return `value` as a NumPy array with its bits; a dtype that NumPy lacks comes as ml_dtypes' or as raw bits.
 
     Raises:
-        TypeError: nothing that is an array.
+        TypeError: nothing that is an array, or one that cannot be copied here, such as a torch tensor on "meta".
     """
     if isinstance(value, np.ma.MaskedArray):
         raise TypeError(f"{name} must be a plain array; got a masked array of shape {value.shape}")
@@ -79,20 +79,17 @@ def as_numpy(value, name):
     if is_quantized(value):
         raise TypeError(f"{name} must be an array; got a quantized tensor, {type(value).__name__}")
     if is_torch_tensor(value):
-        return from_torch(value.cpu())
+        return converted(lambda tensor: from_torch(tensor.cpu()), value, name)
     if hasattr(value, "copy_to_host"):  # Numba's device arrays
         return value.copy_to_host()
     if hasattr(value, "__cuda_array_interface__") and hasattr(value, "get"):  # CuPy
         return value.get()
     if hasattr(value, "__array__") or hasattr(value, "__array_interface__"):  # JAX among them
-        array = np.asarray(value)
+        array = converted(np.asarray, value, name)
     elif hasattr(value, "__dlpack__"):
-        array = np.from_dlpack(value)
+        array = converted(np.from_dlpack, value, name)
     elif isinstance(value, bool | int | float | list | tuple):
-        try:
-            array = np.asarray(value)
-        except ValueError as error:
-            raise TypeError(f"{name} must be an array; got a {type(value).__name__}: {error}") from None
+        array = converted(np.asarray, value, name)
     else:
         raise TypeError(
             f"{name} must be an array (NumPy, torch, JAX, DLPack or an array interface); got {type(value).__name__}"

@@ -707,6 +707,28 @@ def test_a_wrong_dump_of_no_elements_is_judged_without_a_diagnosis(shape, scalin
     assert str(report)
 
 
+def test_an_array_whose_conversion_raises_is_named():
+    """In inputs and outputs: torch tensors without memory, of another layout, of a dtype that NumPy lacks; others."""
+    torch = pytest.importorskip("torch")
+
+    class Raises:
+        def __array__(self, dtype=None, copy=None):
+            raise RuntimeError("none\ntoday")
+
+    class Refuses:
+        def __dlpack__(self, **options):
+            raise BufferError("none\ntoday")
+
+    tensor = torch.from_numpy(X)
+    bad = [tensor.to("meta"), tensor.to_sparse(), torch.empty(X.shape, dtype=torch.uint4), Raises(), Refuses()]
+    bad += [torch.complex(tensor, tensor).conj(), [row.bfloat16() for row in tensor]]
+    for given in bad:
+        for name, inputs, output in (("x", given, X), ("y", X, given)):
+            with pytest.raises(TypeError, match=rf"^{name} must convert to a NumPy array; got \w+: .+") as error:
+                oracle.check("gelu", inputs, output)
+            assert "\n" not in str(error.value)
+
+
 @pytest.mark.parametrize("name", BAD_CALLS)
 def test_bad_use_says_what_was_expected(name):
     arguments, options, error, message = BAD_CALLS[name]
