@@ -174,6 +174,8 @@ class FloatFormat(ElementFormat):
         for field in ("infinity_code", "nan_code"):
             if getattr(self, field) is not None:
                 require_integer(getattr(self, field), field, low=self.largest_code + 1, high=codes)
+        if self.nan_code is not None and self.nan_code == self.infinity_code:
+            raise ValueError(f"nan_code must be another code than infinity_code; got {self.nan_code} for both")
 
     def _check_points(self):
         """Raise unless `key_bits` bits of a float32 tell on which side of each value and midpoint it lies."""

@@ -264,6 +264,7 @@ CASES = [
     ("FloatFormat('f', 4, 3, 7, 0)", ValueError, "largest_code", "0", "integer in .1, 128."),
     ("FloatFormat('f', 4, 3, 7, 200)", ValueError, "largest_code", "200", "integer in .1, 128."),
     ("FloatFormat('f', 4, 3, 7, 126, infinity_code=128)", ValueError, "infinity_code", "128", "integer in .127, 128."),
+    ("FloatFormat('f', 4, 3, 7, 126, infinity_code=127, nan_code=127)", ValueError, "nan_code", "127", "another code"),
     ("FloatFormat('f', 4, 3, 7, 126, nan_code=3)", ValueError, "nan_code", "3", "integer in .127, 128."),
     ("FloatFormat('f', X, 3, 7, 126)", TypeError, "exponent_bits", "float32 of shape", "integer"),
     ("FloatFormat('f', 4, -1, 7, 126)", ValueError, "mantissa_bits", "-1", "integer in"),
