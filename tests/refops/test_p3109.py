@@ -376,6 +376,22 @@ def test_the_guide_has_the_own_formats():
         assert f"\n| {' | '.join(cells)} |\n" in page
 
 
+def test_moving_from_ocps_formats_is_as_the_guide_says():
+    """E4M3's codes to half their values in binary8p4se; E5M2's to other codes of the same values in binary8p3."""
+    codes = np.arange(0x7F)
+    own = p3109.binary(8, 4)
+    np.testing.assert_array_equal(p3109.decode(codes, own), p3109.decode(codes, TEXTS[refops.E4M3]) / 2)
+    values = TEXTS[refops.E5M2].magnitudes
+    codes = np.arange(len(values))
+    moved = np.where(codes < 4, 2 * codes, codes + 4)
+    for extended in (True, False):
+        own = p3109.binary(8, 3, extended=extended)
+        held = values <= own.magnitudes[-1]
+        assert values[~held].tolist() == [57344] * extended
+        np.testing.assert_array_equal(p3109.encode(values[held], own), moved[held])
+    assert np.isfinite(p3109.decode(np.arange(0x7C, 0x7F), own)).all()
+
+
 def test_the_guide_names_the_differences():
     rows = []
     for difference in DIFFERENCES:
@@ -405,10 +421,13 @@ def test_mx_blocks_are_projections_under_the_scale_of_the_specification(scaling)
     x[:254, :32] = 0
     x[:254, 3] = 2.0 ** np.arange(-126, 128)  # powers of two and their neighbours
     x[:254, 35] = np.nextafter(x[:254, 3], F(0))
+    x[254, :32] = 0
+    x[255, :32] = -0.0
     cast = Cast(scaling.fmt, "nearest_even", "SatFinite", TEXTS[scaling.fmt])
     blocks = exact(x).reshape(512, 2, 32)
-    largest = np.frexp(np.abs(blocks).max(axis=2, keepdims=True))[1] - np.frexp(cast.text.magnitudes[-1])[1]
-    scales = np.clip(largest, -127, 127)
+    amax = np.abs(blocks).max(axis=2, keepdims=True)
+    largest = np.frexp(amax)[1] - np.frexp(cast.text.magnitudes[-1])[1]
+    scales = np.where(amax == 0, -127, np.clip(largest, -127, 127))
     codes, _ = expected(cast, np.ldexp(blocks, -scales), 0)
     q = refops.quantize(x, scaling)
     np.testing.assert_array_equal(q.rowwise_scale_inv[:512, :2], scales[..., 0] + 127)
