@@ -42,10 +42,11 @@ equal size).
 
 What is accepted although no kernel writes it, by point (`tests/oracle/test_derivation.py` enumerates all kernels, in
 small number systems in which this code computes and for small sets of float32, and asserts these widths):
-    1  An operation's ends are the outermost of its results, but a result within 2^-51 of a tie has both neighbours. A
-       formula's lie at most 3 float32 beyond those of all kernels where these are at most 16 apart, and the interval is
-       never wider than twice all of them; of a gradient 6 times, at its roots, because s and 1 - s, or t and 1 - t t,
-       are taken as independent. In the median it is no wider (1.05 times).
+    1  An operation's ends are the outermost of its results, but a result within 2^-51 of a tie has both neighbours. The
+       ends of a value lie at most 3 float32 beyond those of all kernels where these are at most 16 apart, or where an
+       operation's result is such a tie as far as its other neighbour leads: 13 float32 where clamped_swiglu's exponent
+       is one of -20. The interval is never wider than twice all of them; of a gradient 6 times, at its roots, because
+       s and 1 - s, or t and 1 - t t, are taken as independent. In the median it is no wider (1.05 times).
     2  Results that do not pass through float32: what is stored may be off by one value at each end.
     3  Amaxes between those with and without an element that may be NaN.
     4  No scale; of 4over6 the other candidate, where float32 errors in any order cannot tell which is smaller.

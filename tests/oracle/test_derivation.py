@@ -315,6 +315,19 @@ class TestValues:
         beyond, ratio = enumerate_kernels(name, gradient, FLOAT32, 2, 60, numbers=numbers)
         self.judge(FLOAT32, gradient, beyond, ratio)
 
+    def test_the_other_neighbour_of_a_tie_leads_beyond_all_kernels(self):
+        """1.75 times a quarter of all numbers is a tie, whose exponential all kernels have of the even neighbour."""
+        numbers, params = (
+            np.random.default_rng(0).uniform(-12, -8, 200).astype(F).astype(D),
+            PARAMETERS["clamped_swiglu"],
+        )
+        act = operands(["act", "gate"], numbers, 60, seed=0)["act"]
+        beyond, ratio = enumerate_kernels("clamped_swiglu", False, FLOAT32, 2, 60, numbers=numbers)
+        exponent = act * params["alpha"]
+        is_tie = np.abs(exponent - FLOAT32.nearest(exponent)) == FLOAT32.step(exponent) / 2
+        assert beyond[~is_tie].max() <= BEYOND_A_VALUE < beyond[is_tie].max() <= 13
+        assert ratio.max() <= RATIO_OF_A_VALUE
+
     @staticmethod
     def judge(system, gradient, beyond, ratio, ulp=2):
         """What the docstring says of the widths; what `ulp` has above 2 is added on either side."""
