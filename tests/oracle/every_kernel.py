@@ -232,14 +232,17 @@ class EveryKernel(Arithmetic):
         return self.choose([*moved, *map(self.system.nearest, moved)])
 
     def elementary(self, true, least, greatest):
-        """The truth; the ends of what is within `ulp` units of it; and every number of the system between."""
+        """The truth; the ends of what is within `ulp` units of it; and every number of the system between.
+
+        A unit is that of the number which the truth rounds to: twice the step just below a power of two.
+        """
         step = self.system.step(true)
-        off = (self.ulp + self.beyond) * step
+        off = (self.ulp + self.beyond) * self.system.step(self.system.nearest(true))
         low, high = true - off, true + off
         first = self.system.toward(low, np.inf)
-        numbers = [first + i * step for i in range(int(2 * self.ulp) + 2)]
+        numbers = [self.system.nearest(first + i * step) for i in range(int(4 * self.ulp) + 2)]
         inside = [np.where((low <= n) & (n <= high), n, self.system.nearest(true)) for n in numbers]
-        options = [low, high, true, self.system.nearest(true), *(self.system.nearest(n) for n in inside)]
+        options = [low, high, true, self.system.nearest(true), *inside]
         return self.choose([np.clip(option, least, greatest) for option in unlike(options)])
 
 

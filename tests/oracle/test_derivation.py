@@ -170,7 +170,7 @@ def enumerate_kernels(name, gradient, system, ulp, count, *, numbers=None, at_on
                 at, kernel = np.argwhere(~inside)[0]
                 where = {key: float(value[at]) for key, value in some.items()}
                 pytest.fail(f"half {half} of {where}: {stored[at, kernel]} is outside [{b.lo[at]}, {b.hi[at]}]")
-            slack = ulp * system.step(truth) * elementary
+            slack = ulp * system.step(system.nearest(truth)) * elementary
             near = [system.toward(truth - slack, np.inf), system.toward(truth + slack, -np.inf)]
             defined = elementary & ~np.isnan(b.lo) & (np.abs(truth) < system.largest)
             inside = is_inside(b, np.stack(near, axis=1))[defined]
@@ -331,7 +331,7 @@ class TestValues:
     @staticmethod
     def judge(system, gradient, beyond, ratio, ulp=2):
         """What the docstring says of the widths; what `ulp` has above 2 is added on either side."""
-        assert np.median(beyond) <= 1 + max(ulp - 2, 0)
+        assert np.median(beyond) <= gradient + max(ulp - 2, 0)
         if ulp > 2:
             return
         assert np.median(ratio) <= 1.05
