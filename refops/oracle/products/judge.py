@@ -184,8 +184,6 @@ class ProductJudge:
 
     def _compare_with_cards(self):
         """Find the orders of cards that give the dump's bits, of all results or of some."""
-        if self.case.is_empty:
-            return
         rows, columns = self._sample()
         values = self.y[rows][:, columns]
         for order in orders_of(self.product):
@@ -213,7 +211,7 @@ class ProductJudge:
     def _sample(self):
         """Indices of rows and of columns, spread over the result, whose products are not too many to be compared."""
         m, n = self.product.shape
-        entries = max(MOST_PRODUCTS // self.product.k, 64)
+        entries = max(MOST_PRODUCTS // max(self.product.k, 1), 64)
         if m * n <= entries:
             return np.arange(m), np.arange(n)
         edge = max(int(entries**0.5), 1)
