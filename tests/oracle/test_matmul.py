@@ -434,6 +434,54 @@ def test_special_values():
     assert judged(tiny * F(1e-8), np.full((1, 8), 1e8, F), (tiny * F(1e-8)) @ np.full((8, 1), 1e8, F)).ok
 
 
+@pytest.mark.parametrize("alpha", [0.001, -0.001, 0.0])
+def test_sums_that_are_infinite_before_they_are_multiplied(alpha):
+    """With alpha, or the scale of a tensor, in whatever order."""
+    large = np.full((1, 2), 3e38, F)
+    right = {0.001: (np.inf, 6e35), -0.001: (-np.inf, -6e35), 0.0: (np.nan, 0)}[alpha]
+    for possible in (np.inf, -np.inf, np.nan, 6e35, -6e35, 0):
+        y = np.array([[possible]], F)
+        report = judged(large, np.ones((1, 2), F), y, params={"alpha": alpha}, diagnose=False)
+        assert report.ok == any(np.array_equal(F(one), y[0, 0], equal_nan=True) for one in right)
+    scaling = refops.CurrentScaling(refops.E4M3)
+    a, b = (refops.quantize(np.full((1, 16), size, F), scaling) for size in (1e38, 1.0))
+    for possible, ok in ((np.inf, True), (1.6e36, True), (-np.inf, False), (np.nan, False)):
+        report = judged(a, b, np.array([[possible]], F), params={"alpha": 0.001}, diagnose=False)
+        assert report.ok == ok
+
+
+def test_an_infinite_term_beside_sums_that_are_infinite():
+    a = np.array([[np.inf, -3e38, -3e38]], F)
+    for possible, ok in ((np.inf, True), (np.nan, True), (0.0, False)):
+        assert judged(a, np.ones((1, 3), F), np.array([[possible]], F), diagnose=False).ok == ok
+
+
+@pytest.mark.parametrize("exponents", [(100, -100), (120, 120), (-60, -70), (-66, -70)], ids=str)
+def test_scales_of_blocks_whose_product_is_no_normal_number(exponents):
+    """As Hopper multiplies them, before partial sums: an overflow makes NaN of zeros, an underflow costs bits."""
+    rng = np.random.default_rng(0)
+    x = [rng.standard_normal((32, 128)) * np.exp2(exponent) for exponent in exponents]
+    if exponents[0] == 120:
+        for one in x:
+            one[1:] = 1.0  # of a block with the first row: zeros under its scale
+    a, b = (refops.quantize(one.astype(F), refops.BlockScaling(refops.E4M3, power_2_scale=False)) for one in x)
+    y = gemm(b, a, "hopper", out_dtype=F)
+    if exponents[0] == 120:
+        assert np.isnan(y).any()
+    with np.errstate(all="ignore"):
+        dequantized = refops.dequantize(a) @ refops.dequantize(b).T
+    assert judged(a, b, y).ok and judged(a, b, dequantized).ok
+
+
+@pytest.mark.parametrize("name", ["current", "block", "mxfp8"])
+def test_nothing_to_add_up_on_a_card(name):
+    a, b = (refops.quantize(np.ones((rows, 0), F), SCALINGS[name]) for rows in (32, 64))
+    for params in ({}, {"card": "blackwell"}):
+        report = judged(a, b, np.zeros((32, 64), F), params=params)
+        assert report.ok and report.order == "card" and "blackwell" in report.cards
+        assert not judged(a, b, np.ones((32, 64), F), params=params).ok
+
+
 def test_empty_products():
     for m, n, k in ((0, 4, 8), (4, 0, 8), (4, 5, 0)):
         a, b = np.ones((m, k), F), np.ones((n, k), F)

@@ -143,12 +143,32 @@ class Operand:
 
     def overflows(self, rows):
         """bool (rows,): whether a finite element times its scale and factor, in any order, may be beyond float32."""
-        factor = np.abs(self.factor if len(self.factor) == 1 else self.factor[rows]).astype(np.float64)
-        most = self.magnitudes(rows).max(axis=1, initial=0)
-        if self.scales is not None:
-            scales = np.abs(self.scales[rows].astype(np.float64))
-            most = np.maximum(most, np.where(np.isfinite(scales), scales, 0).max(axis=1, initial=0))
-        return (self.quantized is not None) & (most * np.maximum(factor, 1)[:, 0] > LARGEST)
+        most = np.maximum(self.magnitudes(rows).max(axis=1, initial=0), self.scale_at_most(rows))
+        return (self.quantized is not None) & (most * self.factor_at_most(rows) > LARGEST)
+
+    def scale_at_most(self, rows):
+        """float64 (rows,): the largest finite scale of blocks of a row, 1 if that is larger."""
+        if self.scales is None:
+            return np.ones(len(self.elements[rows]))
+        scales = np.abs(self.scales[rows].astype(np.float64))
+        return np.where(np.isfinite(scales), scales, 0).max(axis=1, initial=1)
+
+    def scale_at_least(self, rows):
+        """float64 (rows,): the smallest scale of blocks of a row that is not 0, 1 if that is smaller."""
+        if self.scales is None:
+            return np.ones(len(self.elements[rows]))
+        scales = np.abs(self.scales[rows].astype(np.float64))
+        return np.where(scales > 0, scales, 1).min(axis=1, initial=1)
+
+    def element_at_most(self, rows):
+        """float64 (rows,): the magnitude of the largest finite element of a row, without its scale."""
+        elements = np.abs(self.elements[rows].astype(np.float64))
+        return np.where(np.isfinite(elements), elements, 0).max(axis=1, initial=0)
+
+    def factor_at_most(self, rows):
+        """float64 (rows,) or (1,): the magnitude of the factor, 1 if that is larger."""
+        factor = self.factor if len(self.factor) == 1 else self.factor[rows]
+        return np.maximum(np.abs(factor[:, 0].astype(np.float64)), 1)
 
     def reread(self, q):
         """The same operand of another `Quantized`, whose scales are read in plain order."""

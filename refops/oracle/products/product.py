@@ -25,8 +25,10 @@ largest |a| of the group times the largest |b|. The bound is wide: beyond some t
 the values are, and more.
 
 *Rounding* is monotone: ends of the interval are moved by what follows (alpha, c, the bias, roundings) as the values
-are. Underflow costs 2^-149 a term and operand, overflow makes infinity possible where the positive (negative) terms may
-exceed the largest float32, and NaN where both do; where an operand's own values or factors overflow, anything is.
+are. Underflow costs 2^-149 a term, operand and pair of scales, overflow makes infinity possible where the positive
+(negative) terms may exceed the largest float32, before or after they are multiplied with any of the factors, and NaN
+where both do, or where a factor is 0; where an operand's own values or factors overflow, or those of both together,
+anything is.
 """
 
 from collections.abc import Callable
@@ -110,16 +112,13 @@ class Product:
             rows, columns: slices or arrays of indices.
             short: for the sums of Hopper's FP8 unit, else for any order of float32 sums.
         """
-        exact, factors, added = (
-            self.sums(rows, columns),
-            np.abs(self.factors(rows, columns)),
-            self.addends(rows, columns),
-        )
+        signed, added = self.factors(rows, columns), self.addends(rows, columns)
+        exact, factors = self.sums(rows, columns), np.abs(signed)
         of_a, of_b = self.a.magnitudes(rows), self.b.magnitudes(columns)
         magnitudes = of_a @ of_b.T
         whole = magnitudes * factors + sum(map(np.abs, added))
         error = (gamma(self.k + MORE_ROUNDINGS) + self.k * DOUBLE) * whole
-        error += self._underflow(factors, magnitudes)
+        error += self._underflow(factors, magnitudes) + self._scale_underflow(rows, columns) * factors
         for operand, part, elements in ((self.a, rows, of_a), (self.b, columns, of_b)):
             lost = SMALLEST * abs(self.alpha) * elements.sum(axis=1) * np.abs(operand.factor_of(part)[:, 0])
             error += lost[:, None] if operand is self.a else lost
@@ -130,8 +129,15 @@ class Product:
         low, high = (self._moved(end, rows, columns) for end in (low, high))
         nan = np.isnan(low)
         if not (whole <= LARGEST / 4).all():
-            low, high, nan = _overflowing(low, high, whole, exact + sum(added))
+            low, high, nan = _overflowing(low, high, nan, _beyond(whole, exact + sum(added)), finite)
+        most = max(abs(self.alpha), 1) * self.a.factor_at_most(rows)[:, None] * self.b.factor_at_most(columns)
+        if not (magnitudes * most <= LARGEST / 4).all():  # whatever the sums are multiplied with first
+            up, down = _beyond(magnitudes * most, self.a.values(rows) @ self.b.values(columns).T * most)
+            turned = [np.where(signed < 0, *ends) for ends in ((down, up), (up, down))]
+            nan = nan | ((up | down) & (signed == 0))
+            low, high, nan = _overflowing(low, high, nan, turned, finite & (signed != 0))
         wild = self.a.overflows(rows)[:, None] | self.b.overflows(columns)
+        wild = wild | (most * self.a.scale_at_most(rows)[:, None] * self.b.scale_at_most(columns) > LARGEST)
         if wild.any():
             low, high, nan = np.where(wild, -np.inf, low), np.where(wild, np.inf, high), nan | wild
         return Bounds(toward(low, -np.inf), toward(high, np.inf), nan).rounded(self.dtype)
@@ -153,6 +159,12 @@ class Product:
         lost = SMALLEST * (2 * self.k + MORE_ROUNDINGS) * np.maximum(factors, 1)
         return lost + np.where(factors < 2.0**-126, 2 * SMALLEST * magnitudes, 0)
 
+    def _scale_underflow(self, rows, columns):
+        """float64: what subnormal float32 products of both scales of blocks may cost in sums without factors."""
+        a, b = self.a, self.b
+        lost = SMALLEST * self.k * a.element_at_most(rows)[:, None] * b.element_at_most(columns)
+        return np.where(a.scale_at_least(rows)[:, None] * b.scale_at_least(columns) < 2.0**-126, lost, 0)
+
     def _short_error(self, rows, columns, a_most, b_most):
         """float64, the error of Hopper's FP8 unit in sums without factors, of operands with these magnitudes."""
         a_values, b_values = self.a.values(rows), self.b.values(columns)
@@ -172,11 +184,16 @@ class Product:
         return error
 
 
-def _overflowing(low, high, whole, total):
-    """(Ends, where NaN is possible) where sums may overflow on the way: of magnitudes `whole`, exactly `total`."""
-    up, down = (part > LARGEST * (1 - 2.0**-12) for part in ((whole + total) / 2, (whole - total) / 2))
-    nan = np.isnan(low) | (up & down)
-    return np.where(down, -np.inf, low), np.where(up, np.inf, high), nan
+def _beyond(whole, total):
+    """Where positive terms, and where negative ones, may exceed float32: of magnitudes `whole`, exactly `total`."""
+    totals = [np.where(np.isfinite(total), sign * total, whole) for sign in (1, -1)]  # inf says nothing of the others
+    return [(whole + part) / 2 > LARGEST * (1 - 2.0**-12) for part in totals]
+
+
+def _overflowing(low, high, nan, beyond, moves):
+    """(Ends, where NaN is possible) of results whose sums may be infinite; `moves`: the results whose ends do."""
+    up, down = beyond
+    return np.where(down & moves, -np.inf, low), np.where(up & moves, np.inf, high), nan | (up & down)
 
 
 def gamma(n, u=TRUNCATED):
