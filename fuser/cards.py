@@ -11,7 +11,8 @@ What decides, the first that says anything:
 3. the environment variable FUSER_PRODUCTS;
 4. "float32".
 
-A backward pass has what its forward pass had, wherever it is called, and so has what `fuser.checkpoint` computes again.
+A backward pass has what its forward pass had, wherever it is called and whatever the variable holds by then, and so has
+what `fuser.checkpoint` computes again.
 `fuser.gemm` says which operands a card multiplies, and how.
 """
 
@@ -46,7 +47,7 @@ class Products:
     """How products are computed.
 
     Attributes:
-        name: "float32", a card, or "environment": what FUSER_PRODUCTS says.
+        name: "float32" or a card; of `said_products` whatever FUSER_PRODUCTS holds.
         promotion: when FP8 sums of few bits are added to float32 ones, as for `products`.
     """
 
@@ -61,8 +62,9 @@ class Products:
 
 
 _BY_NAME = {name: Products(name) for name in PRODUCTS}
-_BY_ENVIRONMENT = Products("environment")
 _selected: ContextVar[Products | None] = ContextVar("fuser_products", default=None)
+#: What FUSER_PRODUCTS held when something was computed that is computed again now; None: it holds what counts.
+_variable_then: ContextVar[str | None] = ContextVar("fuser_products_variable", default=None)
 
 
 # --- what is in force -------------------------------------------------------------------------------
@@ -94,7 +96,7 @@ def products(name: str, *, promotion: Promotion = "split") -> AbstractContextMan
 
 @contextmanager
 def products_in_force(selected: Products | None) -> Iterator[Products | None]:
-    """As `products`, for what `said_products` or `scope_of_products` returned; None: outside of every scope."""
+    """As `products`, for what `said_products` returned; None: outside of every scope."""
     token = _selected.set(selected)
     try:
         yield selected
@@ -102,28 +104,44 @@ def products_in_force(selected: Products | None) -> Iterator[Products | None]:
         _selected.reset(token)
 
 
-def scope_of_products() -> Products | None:
-    """What the innermost scope says; None outside."""
-    return _selected.get()
+def settings_of_products() -> tuple[Products | None, str]:
+    """What the innermost scope says, None outside, and what FUSER_PRODUCTS holds: for `products_again`."""
+    return _selected.get(), _variable()
+
+
+@contextmanager
+def products_again(settings: tuple[Products | None, str]) -> Iterator[None]:
+    """Scope and variable as `settings_of_products` returned them; a recipe decides between them, as it did then."""
+    selected, variable = settings
+    token = _variable_then.set(variable)
+    try:
+        with products_in_force(selected):
+            yield
+    finally:
+        _variable_then.reset(token)
+
+
+def _variable() -> str:
+    then = _variable_then.get()
+    return os.environ.get(VARIABLE, "") if then is None else then
 
 
 def said_products() -> Products:
-    """What the innermost scope says, else the recipe in force; else that the environment decides."""
+    """What the innermost scope says, else the recipe in force, else FUSER_PRODUCTS, whose name nobody has checked."""
     selected = _selected.get()
     if selected is not None:
         return selected
     state = FP8GlobalStateManager._of_thread.state
     name = state.fp8_recipe.products if state.fp8_enabled and state.fp8_recipe is not None else None
-    return _BY_ENVIRONMENT if name is None else _BY_NAME[name]
+    name = name or _variable() or "float32"
+    return _BY_NAME.get(name) or Products(name)
 
 
 def current_products() -> Products:
     """Return how a product would be computed now; ValueError if FUSER_PRODUCTS holds no name of `products`."""
     said = said_products()
-    if said.name != _BY_ENVIRONMENT.name:
-        return said
-    given = os.environ.get(VARIABLE)
-    return _BY_NAME[require_choice(given, VARIABLE, PRODUCTS) if given else "float32"]
+    require_choice(said.name, VARIABLE, PRODUCTS)
+    return said
 
 
 # --- which operands ---------------------------------------------------------------------------------

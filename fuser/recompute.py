@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 
-from fuser.cards import products_in_force, scope_of_products
+from fuser.cards import products_again, settings_of_products
 from fuser.dispatch import backend, current_backend
 from fuser.quantization.quantizers import delayed_scales
 from fuser.quantization.state import FP8GlobalStateManager
@@ -52,7 +52,7 @@ class _Run:
         self._grad_enabled = torch.is_grad_enabled()
         self._settings: tuple | None = None
         self._depth = FP8GlobalStateManager.quantization_state.autocast_depth
-        self._backend, self._products = current_backend(), scope_of_products()
+        self._backend, self._products = current_backend(), settings_of_products()
         self._scales: dict[int, tuple[torch.Tensor, float]] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -76,7 +76,7 @@ class _Run:
         # The first run of the reentrant kind has no gradients, and so updates nothing.
         state.recomputing = state.recomputing or not self._use_reentrant
         try:
-            with backend(self._backend), products_in_force(self._products):
+            with backend(self._backend), products_again(self._products):
                 yield
         finally:
             settings, state.autocast_depth, state.recomputing = present

@@ -413,6 +413,26 @@ def test_backward_has_what_forward_had(way, monkeypatch):
     thread.start()
     thread.join()
     assert all_same([y, x.grad, layer.weight.grad], expected)
+    if way == "environment":
+        for later in ("blackwell", "", "no card"):
+            monkeypatch.setenv(cards.VARIABLE, "hopper")
+            y = forward()
+            monkeypatch.setenv(cards.VARIABLE, later)
+            backward(y)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpoints_have_the_variable_of_forward(use_reentrant, monkeypatch):
+    x, w, dy = tensors(160, 160, 160)
+    block, own = layer_of(w), make_recipe("current")
+    expected = linear_on_card(own, "hopper", x, w, dy)
+    monkeypatch.setenv(cards.VARIABLE, "hopper")
+    with fuser.autocast(recipe=own):
+        y = fuser.checkpoint(block, x, use_reentrant=use_reentrant)
+    monkeypatch.setenv(cards.VARIABLE, "blackwell")
+    y.backward(dy)
+    assert all_same([y, x.grad, block.weight.grad], expected)
+    assert current_products().name == "blackwell"
 
 
 def test_float32_forward_has_a_float32_backward():
