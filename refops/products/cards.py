@@ -87,18 +87,21 @@ def product_of(
         accumulator: np.float32, or np.float16 where nothing has scales of blocks.
 
     Raises:
-        TypeError: neither a scaling nor such a dtype. ValueError: no such card; a card that has no such product, with
-            the cards that do.
+        TypeError: neither a scaling nor such a dtype, an interval that is no integer. ValueError: no such card, another
+            interval; a card that has no such product, with the cards that do.
     """
     card = require_choice(card, "card", CARDS)
     kinds = _require_kind(a, "a"), _require_kind(b, "b")
     split, dtype = require_flag(use_split_accumulator, "use_split_accumulator"), require_accumulator(accumulator)
+    for unit in UNITS:
+        if unit.split_interval is not None:  # whether or not this product is one of them
+            split_interval = require_interval(split_interval, unit, "split_interval")
     found = {name: product for name in CARDS if (product := _product_on(name, kinds, split, dtype)) is not None}
     if card in found:
         product = found[card]
         if split_interval is None or product.promotion is None or product.block is not None:
             return product
-        return replace(product, promotion=require_interval(split_interval, product.unit, "split_interval"))
+        return replace(product, promotion=split_interval)
     asked = " and ".join(dict.fromkeys(map(_described, kinds)))
     raise ValueError(no_unit(card, f"{asked}, accumulated in {dtype}", list(found)))
 

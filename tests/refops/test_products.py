@@ -5,6 +5,7 @@ Powers of two are written as numbers of the formats: E4M3 has 2^-9 (subnormal) t
 
 import tracemalloc
 from fractions import Fraction
+from functools import partial
 from math import inf, nan
 
 import numpy as np
@@ -30,7 +31,7 @@ from product_cases import (
     values_of,
 )
 from refops import E2M1, E2M3, E3M2, E4M3, E5M2, E8M0
-from refops.products import UNITS, matmul, smallest_exponent, unit
+from refops.products import UNITS, matmul, product_of, smallest_exponent, unit
 from refops.rounding import multiply_add
 
 profile = settings(
@@ -446,6 +447,18 @@ WRONG = [
         lambda: matmul(ONE, ONE, MXFP8, a_scale=ONE[:, :2] * 3, b_scale=ONE[:, :2], **FORMATS),
         ValueError,
         "a_scale must hold values of E8M0; got .*3.0",
+    ),
+    *(
+        (partial(product_of, card, *[kind] * 2, split_interval=48), ValueError, "split_interval must .* 32.*got 48")
+        for card, kind in (
+            ("hopper", refops.CurrentScaling(E4M3)),
+            ("blackwell", refops.MXFP8Scaling(E4M3)),
+        )  # where nothing is split
+    ),
+    (
+        lambda: product_of("ampere", np.float16, np.float16, split_interval=True),
+        TypeError,
+        "split_interval must be an integer; got True",
     ),
 ]
 
