@@ -342,6 +342,7 @@ def _product(a, b, layout, dtype, bias, alpha, split):
     """Return alpha op(b) op(a) + bias as a matrix of `dtype`, rounded once."""
     if isinstance(a, _Custom) and isinstance(b, _Custom):
         return _custom_product(a.storage, b.storage, layout, dtype, bias, alpha, split)
+    a, b = (operand.storage.dequantize() if isinstance(operand, _Custom) else operand for operand in (a, b))
     quantized = isinstance(a, Buffers) and isinstance(b, Buffers)
     card = card_for(a, b)
     on_card = card is not None and is_card(b.device, card)
@@ -396,8 +397,6 @@ def _matrix(operand, name, columnwise):
     """Return a plain operand, or the dequantized float32 copy of another, as a matrix."""
     if isinstance(operand, Buffers):
         operand = dispatch.dequantize(operand, columnwise=_reads_columnwise(operand, name, columnwise))
-    elif isinstance(operand, _Custom):
-        operand = operand.storage.dequantize()
     elif not dispatch.computes_in(operand.dtype):
         raise TypeError(
             f"{name} must be float32, float16 or bfloat16 (float64 only under backend('float64')); got {operand.dtype}"

@@ -4,6 +4,7 @@ import copy
 import functools
 import pickle
 import threading
+import types
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from fuser import cards, dispatch, gemm, ops, recipe
 from fuser.cards import Products, current_products
 from fuser.quantization.hybrid import HybridQuantizer
 from fuser.quantization.identity import IdentityQuantizer
+from fuser.quantization.storage import QuantizedTensorStorage
 from fuser.recipe import MMParams
 from refops.products import matmul
 
@@ -283,6 +285,31 @@ def test_quantized_and_plain_operands():
         with fuser.products("float32"):
             expected = gemm.gemm(wide, x.float())
         assert same_bits(gemm.gemm(wide, x.float()), expected)
+
+
+def test_formats_of_the_callers_own_beside_plain_ones():
+    """What has a product of its own only with its like dequantizes itself, and is a plain operand then."""
+
+    class Own(QuantizedTensorStorage):
+        custom = True
+
+        def __init__(self, values):
+            self.values, self.original_shape, self.dtype, self.device = (
+                values,
+                values.shape,
+                values.dtype,
+                values.device,
+            )
+            self._quantizer = types.SimpleNamespace(qgemm=None)
+
+        def dequantize(self, *, dtype=None):
+            return self.values
+
+    x, w, _ = tensors(16, 160, 32, torch.bfloat16)
+    expected = on_card(w, x, "ampere", out_dtype=torch.float32)
+    with fuser.products("ampere"):
+        assert same_bits(gemm.gemm(Own(w), x, out_dtype=torch.float32), expected)
+        assert same_bits(gemm.gemm(w, Own(x), out_dtype=torch.float32), expected)
 
 
 def test_products_that_no_card_has():
