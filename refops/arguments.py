@@ -164,7 +164,7 @@ def require_flag(value, name, hint=""):
     return bool(value)
 
 
-def require_choice(value, name, choices):
+def require_choice(value: Any, name: str, choices: Collection[Any]) -> Any:
     """Return the one of `choices` that equals `value` (a NumPy integer or string too), else raise ValueError."""
     plain = value.item() if isinstance(value, np.generic) else value
     for choice in choices:

@@ -20,6 +20,7 @@ EXEMPT = {
     "refops.products.Operands": "what check_operands returns",
     "refops.products.Product": "what product_of returns",
     "refops.products.Unit": "what unit returns",
+    "fuser.dispatch.one_backend": "for the calls of a pipeline, which have targets",
     "fuser.DType": "an enumeration",
     "fuser.Quantizer": "a base class, used through its subclasses",
     "fuser.QuantizedTensor": "a base class, used through its subclasses",

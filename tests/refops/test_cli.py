@@ -919,7 +919,7 @@ FAULTS = {
         "vectors",
         refops.formats,
         "round_to_grid_stochastic",
-        lambda f: lambda x, grid, bits: f(x, grid, np.maximum(bits, 1) - np.uint8(1)),
+        lambda f: lambda x, grid, bits, floor: f(x, grid, np.maximum(bits, 1) - np.uint8(1), floor),
     ),
 }
 
