@@ -173,11 +173,9 @@ def recipe_from_json(entry: Mapping[str, Any], present: Any = None) -> Any:
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise RuntimeError(f"Extra state has no readable recipe: {entry!r}") from error
     kind = getattr(recipes, str(name), None)
-    if not (isinstance(kind, type) and issubclass(kind, recipes.Recipe)):
+    if not _is_library_class(kind):
         raise RuntimeError(f"Extra state names the recipe {name!r}, which fuser.recipe does not have")
-    known: dict[str, Any] = {}
-    if dataclasses.is_dataclass(kind):
-        known = {field.name: field for field in dataclasses.fields(kind)}
+    known = {field.name: field for field in dataclasses.fields(kind)}
     fields = {}
     try:
         for field, value in given.items():
@@ -208,12 +206,18 @@ def differences(entry: Mapping[str, Any], recipe: Any) -> list[str]:
 
 
 def _library_class(kind: type) -> type:
-    """`kind`, or the nearest of its bases, as `fuser.recipe` has it; `TypeError` if there is none."""
+    """`kind`, or the nearest of its bases, as `fuser.recipe` has it; `TypeError` if there is none but `Recipe`."""
     for base in kind.__mro__:
-        if dataclasses.is_dataclass(base) and vars(recipes).get(base.__name__) is base:
+        if _is_library_class(base):
             return base
     raise TypeError(f"{kind.__name__} can't be stored in a checkpoint: it derives from no recipe of fuser.recipe")
 
 
 def _name_of(what: Any) -> str:
     return f"{what.__module__}.{what.__qualname__}"
+
+
+def _is_library_class(kind: Any) -> bool:
+    """Whether `kind` is a recipe of `fuser.recipe` that quantizes: any but their base, `Recipe`."""
+    is_recipe = isinstance(kind, type) and issubclass(kind, recipes.Recipe) and kind is not recipes.Recipe
+    return is_recipe and vars(recipes).get(kind.__name__) is kind

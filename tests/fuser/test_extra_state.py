@@ -304,6 +304,7 @@ class TestRecipes:
             {"class": "DelayedScaling", "fields": 3},
             {"class": ["DelayedScaling"], "fields": {}},
             {"class": "Recipe", "fields": {"margin": 1}},
+            {"class": "Recipe", "fields": {"products": "hopper"}},
             {"class": "DelayedScaling", "fields": {"fp8_format": "E9"}},
             {"class": "DelayedScaling", "fields": {"amax_history_len": "long"}},
         ],
