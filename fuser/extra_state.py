@@ -172,7 +172,7 @@ def recipe_from_json(entry: Mapping[str, Any], present: Any = None) -> Any:
         name, given = entry["class"], dict(entry["fields"])
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise RuntimeError(f"Extra state has no readable recipe: {entry!r}") from error
-    kind = getattr(recipes, str(name), None)
+    kind: Any = getattr(recipes, str(name), None)
     if not _is_library_class(kind):
         raise RuntimeError(f"Extra state names the recipe {name!r}, which fuser.recipe does not have")
     known = {field.name: field for field in dataclasses.fields(kind)}
