@@ -289,47 +289,46 @@ def plain(document):
     return "\n".join(lines) + "\n"
 
 
-#: Competitor -> (label, marker, filled): told apart without colour.
+#: Competitor -> (label, marker, colour): told apart by the marker too. The colours are those of Okabe and Ito.
 MARKERS = {
-    MEMCPY: ("memcpy of the same bytes", "|", True),
-    HOST: ("cuda_kernels.host", "o", True),
-    REFOPS: ("refops", "D", True),
-    "torch formulas, torch.compile": ("torch.compile", "^", False),
-    "torch formulas, eager": ("torch eager", "v", False),
-    "jnp formulas, jit": ("jax.numpy, jit", "s", False),
-    "torchao": ("torchao", "P", False),
-    "ml_dtypes": ("ml_dtypes", "X", False),
+    MEMCPY: ("memcpy of the same bytes", "|", "#000000"),
+    HOST: ("cuda_kernels.host", "o", "#0072B2"),
+    REFOPS: ("refops", "D", "#E69F00"),
+    "torch formulas, torch.compile": ("torch.compile", "^", "#D55E00"),
+    "torch formulas, eager": ("torch eager", "v", "#CC79A7"),
+    "jnp formulas, jit": ("jax.numpy, jit", "s", "#009E73"),
+    "torchao": ("torchao", "P", "#56B4E9"),
+    "ml_dtypes": ("ml_dtypes", "X", "#000000"),
 }
 #: Marks for peers besides, that are the fastest somewhere.
 MORE_MARKS = ("<", ">", "p", "h", "*", "d", "8", "H")
 
 
 def plotted(by_threads):
-    """Competitor -> (label, marker, filled): those of `MARKERS` that were timed, and each peer that is the fastest."""
+    """Competitor -> (label, marker, colour): those of `MARKERS` that were timed, and each peer that is the fastest."""
     found = [cell for operations in by_threads.values() for cell in operations.values()]
     there = {name: style for name, style in MARKERS.items() if any(cell.of(name) for cell in found)}
     fastest = [base(name) for cell in found for name in (cell.best, cell.host.get("best_peer")) if name]
     others = [name for name in dict.fromkeys(fastest) if name not in MARKERS]
-    return there | {name: (shown(name), mark, False) for name, mark in zip(others, MORE_MARKS, strict=False)}
+    return there | {name: (shown(name), mark, "#000000") for name, mark in zip(others, MORE_MARKS, strict=False)}
 
 
 def line_style(name, style):
-    """How matplotlib draws a competitor's mark."""
-    _, marker, filled = style
-    face = ("black" if name in (HOST, MEMCPY) else "0.55") if filled else "white"
+    """How matplotlib draws a competitor's mark: ours are filled."""
+    _, marker, colour = style
     stroke = marker == "|"
     return {
         "linestyle": "",
         "marker": marker,
-        "color": "black",
-        "markerfacecolor": face,
-        "markersize": 9 if stroke else 5.5,
-        "markeredgewidth": 1.6 if stroke else 0.8,
+        "color": colour,
+        "markerfacecolor": colour if name in (HOST, REFOPS) else "none",
+        "markersize": 9 if stroke else 6,
+        "markeredgewidth": 1.6 if stroke else 1.2,
     }
 
 
 def plot(document, path, size=None):
-    """Draw the times at 4096 x 4096, a panel for each number of threads, readable in grey."""
+    """Draw the times at 4096 x 4096, a panel for each number of threads, in colours that are readable in grey."""
     import matplotlib
 
     matplotlib.use("Agg")
