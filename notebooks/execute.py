@@ -10,6 +10,7 @@ of a float moves a line's edge by less). What a cell writes to stderr, warnings 
     varies             times and other things of the machine: only the kinds of output are compared
     raises-exception   the cell shows an error on purpose
     picture            its figure stands for the notebook in README.md; one cell of each notebook
+    hide-input         folded on the site: cells that draw, helpers, answers. JupyterLab folds by jupyter.source_hidden
 """
 
 import argparse
