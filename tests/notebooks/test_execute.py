@@ -3,6 +3,7 @@
 A test keeps the outputs of a small notebook in a folder of its own, and changes one thing.
 """
 
+import ast
 import asyncio
 import base64
 import importlib.util
@@ -12,10 +13,12 @@ import re
 import shutil
 from pathlib import Path
 
+import matplotlib
 import nbformat
 import numpy as np
 import pytest
 from matplotlib import image
+from matplotlib.font_manager import FontProperties
 from nbformat.v4 import new_code_cell, new_notebook
 
 pytestmark = pytest.mark.full
@@ -27,9 +30,16 @@ plt.figure(figsize=(2, 1))
 plt.plot([0, HEIGHT, 3]);
 """.strip()
 
-spec = importlib.util.spec_from_file_location("execute", NOTEBOOKS / "execute.py")
-execute = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(execute)
+
+def load(name):
+    """A module of the notebooks, whose folder is no package."""
+    spec = importlib.util.spec_from_file_location(name, NOTEBOOKS / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+execute = load("execute")
 
 
 def check(path, write):
@@ -185,3 +195,47 @@ def test_cells_are_short_and_were_run(path):
     for cell in code:
         folded = cell["metadata"].get("jupyter", {}).get("source_hidden")
         assert folded or len("".join(cell["source"]).splitlines()) <= 25
+
+
+def code_cells():
+    """(path, cell) for each code cell of each notebook."""
+    return [(path, cell) for path in committed() for _, cell in execute.code_cells(nbformat.read(path, as_version=4))]
+
+
+def has_figure(cell):
+    return any("image/png" in execute.contents(output) for output in cell.outputs)
+
+
+def test_cells_that_draw_are_folded_and_those_to_change_are_not():
+    """Folded in JupyterLab and on the site, which read different marks."""
+    for path, cell in code_cells():
+        folded = cell.metadata.get("jupyter", {}).get("source_hidden", False)
+        assert folded == execute.is_tagged(cell, "hide-input"), f"{path.name}: {cell.source}"
+        assert folded or not has_figure(cell), f"{path.name}: {cell.source}"
+        assert not folded or "change me" not in cell.source, f"{path.name}: {cell.source}"
+
+
+def test_each_figure_has_a_description_of_its_own():
+    """The site takes it from the cell; the index says the same of the figure that stands for the notebook."""
+    index = (NOTEBOOKS / "README.md").read_text()
+    described = []
+    for path, cell in code_cells():
+        if has_figure(cell):
+            described.append(cell.metadata["mystnb"]["image"]["alt"])
+            shown = f'<img src="pictures/{path.stem}.png" width="420" alt="{described[-1]}">'
+            assert (shown in index) == execute.is_tagged(cell, "picture"), f"{path.name}: {described[-1]}"
+    assert len(described) > 50 and all(described) and len(set(described)) == len(described)
+
+
+def test_no_text_of_a_figure_is_below_8_points():
+    """Neither what a cell asks for, nor what the notebooks' settings give, nor the picture of accesses."""
+    drawing = [NOTEBOOKS / "plots.py", NOTEBOOKS.parent / "cuda_kernels" / "accesses.py"]
+    for source in [path.read_text() for path in drawing] + [cell.source for _, cell in code_cells()]:
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.keyword) and node.arg in ("fontsize", "labelsize", "titlesize", "size"):
+                assert not isinstance(node.value, ast.Constant) or node.value.value >= 8, ast.unparse(node)
+    with matplotlib.rc_context():
+        load("plots")
+        names = [name for name in matplotlib.rcParams if re.fullmatch(r"font\.size|.*\.(label|title|font)size", name)]
+        sizes = {name: FontProperties(size=matplotlib.rcParams[name]).get_size_in_points() for name in names}
+    assert len(sizes) > 6 and min(sizes.values()) >= 8, sizes
