@@ -89,10 +89,11 @@ lint: $(INSTALLED)
 package: $(INSTALLED)
 	$(BIN)/python tests/packaging/check_wheel.py $(if $(FULL),--full)
 
-## docs        the site in build/docs: guide, specifications, reference from the docstrings; warnings are errors
+## docs        the site in build/docs: documents, notebooks, reference from the docstrings; a browser looks at it
 docs: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test,docs]'
-	$(BIN)/python -m sphinx --fail-on-warning --keep-going --fresh-env --quiet docs build/docs
+	rm -rf build/docs
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --fresh-env --quiet -c docs . build/docs
 	$(BIN)/python -m pytest -q tests/site
 
 ## bench       install the peers; speed and memory of every operation beside theirs, on 1 and 2 threads; writes a JSON

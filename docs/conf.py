@@ -1,10 +1,12 @@
-"""How `make docs` builds the site: guide, measured specifications, and the reference from the docstrings.
+"""How `make docs` builds the site: guide, notebooks, measured specifications, and the reference from the docstrings.
+
+The sources are the documents of the whole repository, where they lie, so that links lead from page to page as they do
+from file to file.
 
 Sphinx with autodoc imports the packages as they are installed. Nothing is fetched: the theme brings its files, fonts
 are the reader's, formulas are plain text.
 """
 
-import re
 import sys
 from pathlib import Path
 
@@ -21,10 +23,36 @@ copyright = "the authors of refops, Apache-2.0"
 release = refops.__version__
 html_title = f"refops {release}"
 
-extensions = ["sphinx.ext.autodoc", "sphinx.ext.napoleon", "myst_parser", "markdown_docstrings", "signatures"]
+extensions = [
+    "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
+    "sphinx.ext.napoleon",
+    "myst_nb",
+    "markdown_docstrings",
+    "signatures",
+    "linked_sources",
+    "code_widths",
+]
 html_theme = "furo"
+pygments_dark_style = "github-dark"
 html_copy_source = False
-source_suffix = {".md": "markdown"}
+html_static_path = ["static"]
+html_css_files = ["site.css"]
+html_extra_path = ["front"]  # index.html, which leads to root_doc
+source_suffix = {".md": "myst-nb", ".ipynb": "myst-nb"}
+root_doc = "docs/index"
+include_patterns = [
+    "docs/**.md",
+    "notebooks/*.ipynb",
+    "notebooks/README.md",
+    "refops/**/README.md",
+    "cuda_kernels/**README.md",
+    "fuser/README.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    "tests/*/README.md",
+]
+exclude_patterns = [".*", "build", "**/__pycache__"]
 
 #: `name` in a docstring is code, and a link where it names something of the reference.
 default_role = "py:obj"
@@ -37,18 +65,8 @@ napoleon_use_rtype = False
 smartquotes = False  # "max" is a string of the code
 
 myst_heading_anchors = 4
+myst_enable_extensions = ["html_image"]
 
+#: Notebooks are shown as they are committed; `make notebooks` runs them.
+nb_execution_mode = "off"
 
-def link_files(app, name, source):
-    """Links to Markdown files outside of docs/, which are no pages of the site, lead to the files themselves."""
-    folder = (HERE / name).parent
-
-    def replacement(match):
-        outside = not (folder / match[1]).resolve().is_relative_to(HERE)
-        return f"](path:{match[1]})" if outside else match[0]
-
-    source[0] = re.sub(r"\]\(((?:\.\./)+[\w/.]+\.md)(?:#[\w-]+)?\)", replacement, source[0])
-
-
-def setup(app):
-    app.connect("source-read", link_files)

@@ -34,9 +34,10 @@ from pathlib import Path
 from markdown_it import MarkdownIt
 
 ROOT = Path(__file__).resolve().parent.parent
-#: What may stand after ```: these, and MyST's directives that hold no code, which Sphinx builds.
+#: What may stand after ```: these, and MyST's directives that hold no code, which Sphinx builds. Files that are included
+#: as a whole have tests of their own.
 LANGUAGES = ("python", "sh", "cpp", "rust", "cuda", "text")
-DIRECTIVES = ("{eval-rst}", "{toctree}")
+DIRECTIVES = ("{eval-rst}", "{toctree}", "{literalinclude}")
 #: Code that would be shown and not run: in HTML, and in reStructuredText.
 HTML_CODE = re.compile(r"<(?:pre|code|samp|textarea|xmp)\b|```|~~~", re.IGNORECASE)
 RST_CODE = re.compile(
@@ -142,7 +143,7 @@ def blocks_of(text):
         if token.type != "fence":
             continue
         if token.info.startswith("{"):
-            if token.info.strip() not in DIRECTIVES or RST_CODE.search(token.content):
+            if token.info.split()[0] not in DIRECTIVES or RST_CODE.search(token.content):
                 raise DocumentError(f"line {line}: a directive with code, or not one of {', '.join(DIRECTIVES)}")
             before = None  # what follows is no output
             continue
