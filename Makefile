@@ -110,11 +110,12 @@ bench-bounds: $(INSTALLED)
 bench-short: $(INSTALLED)
 	PYTHONPATH=.:tests $(BIN)/python tests/benchmarks/compare.py --short
 
-## tables      measure what each backend offers, and bring the tables of README and the guide up to date
+## tables      measure what each backend offers; bring tables and pictures of README and the guide up to date
 tables: $(INSTALLED)
 	$(BIN)/python tests/measured/measure_activations.py
 	$(BIN)/python docs/capabilities.py --write
 	$(BIN)/python docs/generate.py --write
+	$(BIN)/python docs/one_tensors_way.py --write
 
 ## sweeps      every case of every test: what test-all runs a share of, whole; a few hours
 sweeps: $(INSTALLED)

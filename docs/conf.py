@@ -38,6 +38,7 @@ pygments_dark_style = "github-dark"
 html_copy_source = False
 html_static_path = ["static"]
 html_css_files = ["site.css"]
+html_favicon = "static/icon.svg"
 html_extra_path = ["front"]  # index.html, which leads to root_doc
 source_suffix = {".md": "myst-nb", ".ipynb": "myst-nb"}
 root_doc = "docs/index"
@@ -69,4 +70,3 @@ myst_enable_extensions = ["html_image"]
 
 #: Notebooks are shown as they are committed; `make notebooks` runs them.
 nb_execution_mode = "off"
-

@@ -7,13 +7,12 @@ import html
 import os
 from pathlib import Path
 
+import code_widths
 from docutils import nodes
 from pygments.lexers import get_lexer_for_filename
 from pygments.util import ClassNotFound
 from sphinx import addnodes
 from sphinx.transforms import SphinxTransform
-
-import code_widths
 
 #: Where these pages lie on the site.
 FOLDER = "source"

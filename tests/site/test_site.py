@@ -22,7 +22,40 @@ PAGES = sorted(str(path.relative_to(SITE)) for path in SITE.rglob("*.html"))
 
 
 def test_there_is_a_site():
-    assert {"index.html", "reference/refops.html", "guide/numerical_policy.html", "search.html"} <= set(PAGES)
+    pages = ("index", "search", "docs/index", "docs/reference/refops", "docs/guide/numerical_policy", "docs/examples")
+    others = (
+        "CONTRIBUTING",
+        "refops/oracle/README",
+        "notebooks/README",
+        "notebooks/04_mxfp8",
+        "source/notebooks/plots.py",
+    )
+    assert {f"{page}.html" for page in (*pages, *others)} <= set(PAGES)
+
+
+def test_nothing_is_a_download():
+    assert not (SITE / "_downloads").exists()
+
+
+#: A page of the reference -> the first names that it describes.
+FIRST = {
+    "oracle": ["refops.oracle.check", "refops.oracle.acceptable"],
+    "refops": ["refops.quantize", "refops.activation_quantize"],
+    "cuda_kernels": ["cuda_kernels.quantize", "cuda_kernels.activation_quantize"],
+    "fuser": ["fuser.convert", "fuser.compare"],
+    "fuser_ops": ["fuser.ops.Sequential"],
+    "fuser_recipe": ["fuser.recipe.DelayedScaling"],
+    "golden": ["refops.golden.write_golden", "refops.golden.read_golden"],
+}
+
+
+@pytest.mark.parametrize("page", FIRST)
+def test_the_reference_opens_with_the_calls_that_people_use(page):
+    text = (SITE / "docs" / "reference" / f"{page}.html").read_text()
+    described = re.findall(r'<dt class="sig [^"]*" id="([^"]*)">', text)
+    assert [name for name in described if name in FIRST[page]] == FIRST[page] and described[0] == FIRST[page][0]
+    table = text[: text.index('<dt class="sig ')]
+    assert all(f'href="#{name}"' in table for name in FIRST[page])
 
 
 def test_the_inventory_has_every_public_name():
@@ -41,7 +74,7 @@ def test_the_inventory_has_every_public_name():
 def signatures():
     """name -> signature as text, of every object of the reference."""
     found = {}
-    for page in (SITE / "reference").glob("*.html"):
+    for page in (SITE / "docs" / "reference").glob("*.html"):
         for name, inside in re.findall(r'<dt class="sig [^"]*" id="([^"]*)">(.*?)</dt>', page.read_text(), re.DOTALL):
             found[name] = " ".join(html.unescape(re.sub(r"<[^>]+>", "", inside)).split())
     return found
