@@ -34,14 +34,14 @@ from pathlib import Path
 from markdown_it import MarkdownIt
 
 ROOT = Path(__file__).resolve().parent.parent
-#: What may stand after ```: these, and MyST's directives that hold no code, which Sphinx builds. Files that are included
-#: as a whole have tests of their own.
+#: What may stand after ```: these, and MyST's directives that hold no code, which Sphinx builds. Files that a page
+#: includes have tests of their own.
 LANGUAGES = ("python", "sh", "cpp", "rust", "cuda", "text")
 DIRECTIVES = ("{eval-rst}", "{toctree}", "{literalinclude}")
 #: Code that would be shown and not run: in HTML, and in reStructuredText.
 HTML_CODE = re.compile(r"<(?:pre|code|samp|textarea|xmp)\b|```|~~~", re.IGNORECASE)
 RST_CODE = re.compile(
-    r"\.\. (?:code|code-block|sourcecode|testcode|doctest|parsed-literal|raw)::|::$|>>> ", re.MULTILINE
+    r"\.\. (?:code|code-block|sourcecode|testcode|doctest|parsed-literal|raw)::|^(?!\.\. ).*::$|>>> ", re.MULTILINE
 )
 KEPT_VARIABLES = ("HOME", "LANG", "TMPDIR", "NUMBA_CACHE_DIR", "LD_LIBRARY_PATH", "RUSTUP_HOME", "CARGO_HOME")
 TIMEOUT = 300
