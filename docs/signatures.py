@@ -16,6 +16,7 @@ from sphinx.util.inspect import stringify_signature
 #: What autodoc has in a signature -> what is shown. `...` is a default that is made at each call.
 SHORTER = (
     (re.compile(r"<class '([\w.]+)'>"), r"\1"),
+    (re.compile(r"<function ([\w.]+)>"), r"\1"),
     (re.compile(r"<factory>"), "..."),
     (re.compile(r"~?refops\.scalings\.declaration\."), ""),
     (
