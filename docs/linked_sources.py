@@ -1,6 +1,6 @@
-"""A Sphinx extension: a file or folder of the repository that a page links to is a page of the site, not a download.
+"""A Sphinx extension: a source file or folder that a page links to is a page of the site, not a download.
 
-A file is shown with its syntax highlighted, a folder as the list of its files.
+A file is shown with its syntax highlighted, a folder as the list of its source files.
 """
 
 import html
@@ -10,12 +10,13 @@ from pathlib import Path
 import code_widths
 from docutils import nodes
 from pygments.lexers import get_lexer_for_filename
-from pygments.util import ClassNotFound
 from sphinx import addnodes
 from sphinx.transforms import SphinxTransform
 
 #: Where these pages lie on the site.
 FOLDER = "source"
+#: What source files end with; a link to another file stays a download.
+SUFFIXES = (".py", ".cpp", ".h")
 
 
 class LinkToSources(SphinxTransform):
@@ -27,9 +28,8 @@ class LinkToSources(SphinxTransform):
         for node in list(self.document.findall(self.may_be_a_source)):
             target, _, _ = node["reftarget"].partition("#")
             relative, path = self.env.relfn2path(target, self.env.docname)
-            if target and os.path.exists(path):
-                shown = linked(self.env)
-                shown.add(relative)
+            if target and (os.path.isdir(path) or (path.endswith(SUFFIXES) and os.path.exists(path))):
+                linked(self.env).add(relative)
                 uri = self.app.builder.get_relative_uri(self.env.docname, page(relative))
                 link = nodes.reference("", "", *node.children, internal=True, refuri=uri)
                 node.replace_self(link)
@@ -71,7 +71,7 @@ def pages(app):
 
 def files_in(folder):
     """The source files of a folder."""
-    return sorted(path for path in folder.iterdir() if path.is_file() and path.suffix in (".py", ".cpp", ".h"))
+    return sorted(path for path in folder.iterdir() if path.is_file() and path.suffix in SUFFIXES)
 
 
 def title(relative):
@@ -81,10 +81,7 @@ def title(relative):
 def shown(app, path):
     """The text of a file in HTML."""
     text = path.read_text(encoding="utf-8")
-    try:
-        language = get_lexer_for_filename(path.name).aliases[0]
-    except ClassNotFound:
-        language = "text"
+    language = get_lexer_for_filename(path.name).aliases[0]
     block = app.builder.highlighter.highlight_block(text, language)
     classes = [f"highlight-{language}", "notranslate", *code_widths.classes(text, language)]
     return f'<div class="{" ".join(classes)}">{block}</div>'
