@@ -7,7 +7,10 @@ measures tensors, not models: a high SQNR says how well values are kept, not wha
 
 import fnmatch
 import math
+import statistics
 from dataclasses import asdict, dataclass, replace
+from importlib.metadata import entry_points
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -16,10 +19,15 @@ from refops.ops import DequantizedSource, quantize
 from refops.quantization.dequantize import code_tile
 from refops.quantization.hadamard import HadamardSource
 from refops.scalings import NAMED
-from refops.tiles import InputSource, Matrix, materialize, tile_slices
+from refops.tiles import InputSource, Matrix, ceil_div, materialize, tile_slices
 
 #: The scalings that the command line shows, by name.
 SCALINGS = NAMED
+#: Rows that a partial sum of squares covers.
+BAND = 128
+#: Entry points of modules that are `Surveyor`s, and the elements beyond which one is loaded: what it compiles for a
+#: scaling, once, takes the seconds in which NumPy measures about so many.
+GROUP, WORTH_COMPILING = "refops.surveyors", 1 << 26
 
 
 def match_names(patterns, names):
@@ -90,40 +98,153 @@ class TensorFacts:
     smallest: float
 
 
-def tensor_facts(x):
+# --- who measures -----------------------------------------------------------------------------------------------------
+
+
+class Errors(NamedTuple):
+    """How a tensor and its dequantized copy differ. Only finite elements of the tensor count.
+
+    Attributes:
+        signal, noise: float64 (M / 128 rounded up, K): x^2 and (x - xhat)^2, the 128 rows of a band added in order.
+        worst: largest |x - xhat| / |x| over non-zero elements that were not flushed.
+        finite, non_zero, flushed: how many elements are finite, are not zero besides, and came back as zero though.
+        saturated: how many elements the format's range cut off (see `saturates`), as a share of the finite ones; None
+            where there are none.
+    """
+
+    signal: np.ndarray
+    noise: np.ndarray
+    worst: float
+    finite: int
+    non_zero: int
+    flushed: int
+    saturated: float | None
+
+
+class Surveyor(Protocol):
+    """What reads every element of a tensor. A package that does so faster than NumPy names a module of these functions
+    as an entry point of the group `refops.surveyors`; its numbers must be `ArraySurveyor`'s, bit for bit."""
+
+    def takes(self, scaling: Any) -> bool:
+        """Whether `quantize` and `errors` may be called with a scaling."""
+
+    def quantize(self, x: Any, scaling: Any) -> Any:
+        """The rowwise `Quantized` of an array; ValueError as of `refops.quantize`."""
+
+    def magnitudes(self, x: Any) -> tuple[int, int, float, float]:
+        """(elements that are not finite, zeros, largest finite magnitude, smallest one that is not zero or 0)."""
+
+    def errors(self, x: Any, q: Any) -> tuple:
+        """The fields of `Errors` for an array and its rowwise `Quantized`."""
+
+
+class ArraySurveyor:
+    """The `Surveyor` that NumPy is: it takes every scaling, and columnwise copies."""
+
+    def takes(self, scaling):
+        return True
+
+    def quantize(self, x, scaling):
+        return quantize(x, scaling)
+
+    def magnitudes(self, x):
+        matrix = Matrix(x)
+        non_finite = zeros = 0
+        amax, smallest = 0.0, math.inf
+        for rows, columns in tile_slices(matrix.shape):
+            magnitude = np.abs(matrix.read(rows, columns))
+            finite = magnitude[np.isfinite(magnitude)]
+            non_zero = finite[finite > 0]
+            non_finite += magnitude.size - finite.size
+            zeros += finite.size - non_zero.size
+            if non_zero.size:
+                amax, smallest = max(amax, float(non_zero.max())), min(smallest, float(non_zero.min()))
+        return non_finite, zeros, amax, 0.0 if math.isinf(smallest) else smallest
+
+    def errors(self, x, q):
+        return _errors(InputSource(x), DequantizedSource(q), _saturated_share(x, q))
+
+
+ARRAYS = ArraySurveyor()
+
+
+def installed_surveyor() -> Surveyor:
+    """The first `Surveyor` of an installed package that can be imported, else `ARRAYS`."""
+    for found in entry_points(group=GROUP):
+        try:
+            return found.load()
+        except ImportError:  # the package is there, what it needs is not
+            continue
+    return ARRAYS
+
+
+def lowest_sqnr(measurements):
+    """The `Measurement` of a tensor with the lowest SQNR, or None where no scaling has one."""
+    return min((m for m in measurements if m.sqnr_db is not None), key=lambda m: m.sqnr_db, default=None)
+
+
+def spread(values):
+    """(minimum, median, maximum) of numbers, of which the median is the lower of two; None without numbers."""
+    numbers = sorted(value for value in values if value is not None)
+    return (numbers[0], statistics.median_low(numbers), numbers[-1]) if numbers else None
+
+
+class Meter:
+    """Measures one tensor after the other: with NumPy, or with an installed package where that is worth compiling.
+
+    Attributes:
+        surveyor: who measures now; no number depends on it.
+    """
+
+    def __init__(self, elements=0):
+        """`elements` are those of all tensors to come, as far as they are known."""
+        self.surveyor, self._elements, self._chosen = ARRAYS, 0, False
+        self._choose(elements)
+
+    def facts(self, x):
+        """`tensor_facts` of an array, the next one to be measured."""
+        self._elements += x.size
+        self._choose(self._elements)
+        return tensor_facts(x, self.surveyor)
+
+    def measure(self, x, named):
+        """`measure` of an array under a `NamedScaling`."""
+        return measure(x, named, self.surveyor)
+
+    def _choose(self, elements):
+        if not self._chosen and elements > WORTH_COMPILING:
+            self.surveyor, self._chosen = installed_surveyor(), True
+
+
+# --- measurements -----------------------------------------------------------------------------------------------------
+
+
+def tensor_facts(x, surveyor=ARRAYS):
     """Return the `TensorFacts` of a float32, float16 or bfloat16 array of at least one dimension."""
-    matrix = Matrix(x)
-    non_finite = zeros = 0
-    amax, smallest = 0.0, math.inf
-    for rows, columns in tile_slices(matrix.shape):
-        magnitude = np.abs(matrix.read(rows, columns))
-        finite = magnitude[np.isfinite(magnitude)]
-        non_zero = finite[finite > 0]
-        non_finite += magnitude.size - finite.size
-        zeros += finite.size - non_zero.size
-        if non_zero.size:
-            amax, smallest = max(amax, float(non_zero.max())), min(smallest, float(non_zero.min()))
-    return TensorFacts(
-        x.shape, x.dtype.name, x.size, non_finite, zeros, amax, 0.0 if math.isinf(smallest) else smallest
-    )
+    return TensorFacts(x.shape, x.dtype.name, x.size, *surveyor.magnitudes(x))
 
 
-def measure(x, named):
+def measure(x, named, surveyor=ARRAYS):
     """Quantize `x` under one scaling and measure what came of it.
 
     Args:
         x: float32, float16 or bfloat16 array (..., K) with elements.
         named: a `NamedScaling`.
+        surveyor: the `Surveyor` that does it; no number depends on which.
 
     Returns:
-        `Measurement`. Sums run in float64 over tiles, so memory beyond `x` is that of the codes.
+        `Measurement`. Sums run in float64 over tiles: memory beyond `x` is that of the codes and 16 bytes for each
+        column of a band of 128 rows.
     """
     columnwise = named.columnwise
     try:
-        q = quantize(x, named.scaling, rowwise=not columnwise, columnwise=columnwise)
+        if columnwise or not surveyor.takes(named.scaling):
+            surveyor, q = ARRAYS, quantize(x, named.scaling, rowwise=not columnwise, columnwise=columnwise)
+        else:
+            q = surveyor.quantize(x, named.scaling)
     except ValueError as error:
         return Measurement(named.name, reason=_short_reason(error))
-    return measure_quantized(x, q, named.name)
+    return _measured(named.name, stored_bits(q, columnwise) / x.size, Errors(*surveyor.errors(x, q)))
 
 
 def measure_quantized(x, q, name=""):
@@ -137,12 +258,7 @@ def measure_quantized(x, q, name=""):
     Returns:
         `Measurement`.
     """
-    return Measurement(
-        name,
-        saturated=_saturated_share(x, q),
-        bits_per_element=stored_bits(q, q.rowwise_data is None) / x.size,
-        **_errors(InputSource(x), DequantizedSource(q)),
-    )
+    return _measured(name, stored_bits(q, q.rowwise_data is None) / x.size, ARRAYS.errors(x, q))
 
 
 def measure_cast(x, kept, name=""):
@@ -156,8 +272,21 @@ def measure_cast(x, kept, name=""):
     Returns:
         `Measurement`; elements beyond the dtype's range became infinite, so none is `saturated`.
     """
-    errors = _errors(InputSource(x), InputSource(kept))
-    return Measurement(name, saturated=0.0, bits_per_element=8.0 * kept.itemsize, **errors)
+    return _measured(name, 8.0 * kept.itemsize, _errors(InputSource(x), InputSource(kept), 0.0))
+
+
+def _measured(name, bits_per_element, errors):
+    """The `Measurement` that `Errors` give."""
+    share = errors.flushed / errors.non_zero if errors.non_zero else 0.0
+    signal, noise = float(np.sum(errors.signal)), float(np.sum(errors.noise))
+    return Measurement(
+        name,
+        sqnr_db=_decibels(signal, noise) if errors.finite else None,
+        flushed=share if errors.finite else None,
+        saturated=errors.saturated,
+        worst_relative_error=errors.worst if errors.finite else None,
+        bits_per_element=bits_per_element,
+    )
 
 
 def _short_reason(error):
@@ -166,30 +295,36 @@ def _short_reason(error):
 
 
 @np.errstate(all="ignore")
-def _errors(original, restored):
-    """SQNR, flushed share and worst relative error of a tensor and its dequantized copy, both given as sources."""
-    signal = noise = worst = 0.0
-    finite_count = non_zero_count = flushed_count = 0
-    for rows, columns in tile_slices(original.shape):
-        a = original.read(rows, columns).astype(np.float64)
-        b = restored.read(rows, columns).astype(np.float64)
-        finite = np.isfinite(a)
-        a, b = a[finite], b[finite]
-        error = np.where(np.isfinite(b), np.abs(a - b), np.inf)
-        signal += float(np.sum(a * a))
-        noise += float(np.sum(error * error))
-        flushed = (a != 0) & (b == 0)
-        kept = (a != 0) & ~flushed
-        if kept.any():
-            worst = max(worst, float(np.max(error[kept] / np.abs(a[kept]))))
-        finite_count += a.size
-        non_zero_count += int(np.count_nonzero(a))
+def _errors(original, restored, saturated):
+    """The `Errors` of a tensor and its dequantized copy, both given as sources."""
+    m, k = original.shape
+    signal, noise = np.zeros((2, ceil_div(m, BAND), k))
+    worst, finite_count, non_zero_count, flushed_count = 0.0, 0, 0, 0
+    for rows, columns in tile_slices((m, k)):
+        values, back = original.read(rows, columns), restored.read(rows, columns)
+        finite = np.isfinite(values)
+        a = np.where(finite, values, 0).astype(np.float64)
+        error = np.where(np.isfinite(back), np.abs(a - back), np.inf)
+        error[~finite] = 0
+        bands = slice(rows.start // BAND, ceil_div(rows.stop, BAND))
+        signal[bands, columns], noise[bands, columns] = _band_sums(a * a), _band_sums(error * error)
+        non_zero = a != 0
+        flushed = non_zero & (back == 0)
+        ratios = np.divide(error, np.abs(a), out=np.zeros_like(a), where=non_zero & ~flushed)
+        worst = max(worst, float(ratios.max(initial=0)))
+        finite_count += int(np.count_nonzero(finite))
+        non_zero_count += int(np.count_nonzero(non_zero))
         flushed_count += int(np.count_nonzero(flushed))
-    return {
-        "sqnr_db": _decibels(signal, noise) if finite_count else None,
-        "flushed": flushed_count / non_zero_count if non_zero_count else 0.0 if finite_count else None,
-        "worst_relative_error": worst if finite_count else None,
-    }
+    return Errors(signal, noise, worst, finite_count, non_zero_count, flushed_count, saturated)
+
+
+def _band_sums(squares):
+    """Sums of `BAND` rows at a time, one row after the other: float64 (R, C) to (R / BAND rounded up, C)."""
+    total = np.zeros((ceil_div(len(squares), BAND), squares.shape[1]))
+    for row in range(min(BAND, len(squares))):
+        of_bands = squares[row::BAND]
+        total[: len(of_bands)] += of_bands
+    return total
 
 
 def _decibels(signal, noise):

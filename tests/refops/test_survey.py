@@ -2,7 +2,6 @@
 
 import math
 import tracemalloc
-from dataclasses import replace
 
 import ml_dtypes
 import numpy as np
@@ -115,13 +114,76 @@ def test_measurements_are_those_of_the_dequantized_tensor(named, dtype):
 
 
 @pytest.mark.parametrize("named", SCALINGS.values(), ids=SCALINGS)
-def test_tiles_change_nothing_but_the_order_of_sums(named):
+def test_tiles_change_nothing(named):
     x = heavy_tails((288, 416))
     whole = survey.measure(x, named)
     with tile_elements(1):
-        tiled = survey.measure(x, named)
-    assert tiled.sqnr_db == pytest.approx(whole.sqnr_db, rel=1e-12)
-    assert replace(tiled, sqnr_db=None) == replace(whole, sqnr_db=None)
+        assert survey.measure(x, named) == whole
+
+
+def test_sums_of_squares_run_down_bands_of_128_rows():
+    """In order: 2^30 and then 127 numbers whose squares it swallows, where their sum would show."""
+    x = np.full((129, 2), 2.0**-3, F)
+    x[0], x[128] = 2.0**30, 3.0
+    errors = survey.ARRAYS.errors(x, refops.quantize(x, refops.DelayedScaling(refops.E4M3)))
+    assert errors.signal.tolist() == [[2.0**60] * 2, [9.0] * 2]
+    assert (errors.finite, errors.non_zero, errors.flushed) == (258, 258, 0)
+    assert errors.saturated == 2 / 258 and errors.worst == (2.0**30 - 448) / 2.0**30
+
+
+# --- who measures -----------------------------------------------------------------------------------------------------
+
+
+class Faster(survey.ArraySurveyor):
+    """A surveyor that says that it was there."""
+
+    asked = 0
+
+    def magnitudes(self, x):
+        self.asked += 1
+        return super().magnitudes(x)
+
+
+class EntryPoint:
+    """As of importlib.metadata: what it loads, or the error."""
+
+    def __init__(self, found):
+        self.found = found
+
+    def load(self):
+        if isinstance(self.found, Exception):
+            raise self.found
+        return self.found
+
+
+def test_an_installed_surveyor_is_loaded_once_there_is_enough_to_measure(monkeypatch):
+    faster, asked = Faster(), []
+
+    def entry_points(group):
+        asked.append(group)
+        return [EntryPoint(ImportError("no numba")), EntryPoint(faster)]
+
+    monkeypatch.setattr(survey, "entry_points", entry_points)
+    monkeypatch.setattr(survey, "WORTH_COMPILING", 100)
+    x, meter = heavy_tails((4, 12)), survey.Meter()
+    facts = [meter.facts(x) for _ in range(2)]
+    assert not asked and meter.surveyor is survey.ARRAYS
+    assert [meter.facts(x), meter.facts(x)] == facts
+    assert asked == ["refops.surveyors"] and faster.asked == 2
+    assert survey.Meter(100).surveyor is survey.ARRAYS and survey.Meter(101).surveyor is faster
+
+
+def test_without_a_surveyor_that_can_be_imported_numpy_measures(monkeypatch):
+    monkeypatch.setattr(survey, "entry_points", lambda group: [EntryPoint(ImportError("no numba"))])
+    assert survey.installed_surveyor() is survey.ARRAYS
+
+
+def test_spread_and_lowest():
+    measurements = [Measurement(name, sqnr_db=value) for name, value in (("a", 3.0), ("b", None), ("c", -math.inf))]
+    assert survey.lowest_sqnr(measurements).scaling == "c"
+    assert survey.lowest_sqnr(measurements[1:2]) is None
+    assert survey.spread([3.0, None, math.inf, -math.inf, 1.0]) == (-math.inf, 1.0, math.inf)
+    assert survey.spread([None]) is None
 
 
 @pytest.mark.parametrize(
