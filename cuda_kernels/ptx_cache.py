@@ -20,6 +20,7 @@ UNCOMPILED = {
     "cuda_kernels": {"__main__.py", "emulator", "puzzles"},
     "refops": {
         "__main__.py",
+        "checkpoints.py",
         "cli.py",
         "commands",
         "conformance.py",

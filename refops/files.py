@@ -2,10 +2,12 @@
 
 Tensors are read one at a time, memory-mapped where the format allows. Nothing is ever unpickled: NumPy files are read
 with `allow_pickle=False`, PyTorch files with `weights_only=True`. Not for writing, and not for model formats as such: a
-checkpoint is a flat list of named arrays here.
+checkpoint, in one file or in shards, is a flat list of named arrays here (`refops.checkpoints` knows which belong
+together).
 """
 
 import json
+import os
 import re
 import warnings
 import zipfile
@@ -27,6 +29,8 @@ _NUMPY, _TORCH = rb"\x93NUMPY|PK[\x03\x05]|\x80", rb"PK[\x03\x05]|\x80"
 #: Suffix -> what the bytes of such a file start with; 0x80 starts a pickle.
 STARTS = {".safetensors": rb".{8}\{", ".npy": _NUMPY, ".npz": _NUMPY, ".pt": _TORCH, ".pth": _TORCH}
 SUFFIXES = tuple(STARTS)
+#: How the index of a checkpoint in shards ends, and what its shards are called where there is none.
+INDEX, SHARD = ".safetensors.index.json", re.compile(r"(.*)-(\d+)-of-(\d+)\.safetensors")
 #: A .pt file that names more is refused; and one that holds more of anything, tensors or not.
 MOST_TENSORS, MOST_ENTRIES = 1_000_000, 3_000_000
 #: The tensors of a .pt file may take this many times the file's bytes: tied weights do, some name one storage often.
@@ -51,11 +55,16 @@ class StoredTensor:
         name: its name in the file; the file's stem for npy.
         read: function that returns the array as stored.
         read_any: the same for dtypes that refops does not quantize (FP8 codes), where that needs another way.
+        dtype, shape: as a safetensors file names them, F4 by elements; "" and None of others, which need to be read.
+        note: what `read` does besides reading, or "".
     """
 
     name: str
     read: Callable[[], np.ndarray]
     read_any: Callable[[], np.ndarray] | None = None
+    dtype: str = ""
+    shape: tuple[int, ...] | None = None
+    note: str = ""
 
     def read_bits(self):
         """The array as stored, in any dtype; raw bytes, as `np.save` keeps ml_dtypes' elements, as uint8 or uint16."""
@@ -80,10 +89,10 @@ class StoredTensor:
             unused = f"--dtype bfloat16 unused: {stored.dtype} is not raw 2-byte"
             note = f"{note}; {unused}" if note else unused
         if array.ndim == 0:
-            raise UnsupportedTensorError("a scalar; quantization needs at least one dimension")
+            raise UnsupportedTensorError(f"{stored.dtype} scalar; quantization needs at least one dimension")
         if array.size == 0:
-            raise UnsupportedTensorError(f"no elements (shape {array.shape})")
-        return array, note
+            raise UnsupportedTensorError(f"no elements ({stored.dtype} of shape {array.shape})")
+        return array, "; ".join(filter(None, (self.note, note)))
 
 
 def as_high_precision(array, *, raw_bfloat16=False):
@@ -107,8 +116,9 @@ def as_high_precision(array, *, raw_bfloat16=False):
             rounded = array.astype(np.float32)
         overflowed = int(np.count_nonzero(np.isinf(rounded) & np.isfinite(array)))
         return rounded, "float64 rounded to float32" + (f" ({overflowed} overflowed to inf)" if overflowed else "")
+    shape = "x".join(map(str, array.shape)) or "scalar"
     raise UnsupportedTensorError(
-        f"{dtype}; refops quantizes float32, float16, bfloat16 (and float64 rounded to float32)"
+        f"{dtype} {shape}; refops quantizes float32, float16, bfloat16 (and float64 rounded to float32)"
     )
 
 
@@ -132,24 +142,83 @@ def require_file(path):
 def open_tensors(path):
     """Yield the list of `StoredTensor` in a file, in natural order: layers.2 before layers.10.
 
+    Args:
+        path: a file, the index of a checkpoint in shards (*.safetensors.index.json), or the folder that holds one.
+
     Raises:
-        FileError: no such file, unknown suffix, empty, truncated or corrupt file, object arrays, torch missing for pt.
+        FileError: no such file, unknown suffix, empty, truncated or corrupt file, object arrays, torch missing for pt;
+            a shard, or a tensor in it, that the index names and that is not there.
     """
-    path = require_file(path)
+    with ExitStack() as stack:
+        if os.path.isdir(path) or str(path).endswith(".json"):
+            tensors = _open_shards(Path(path), stack)
+        else:
+            tensors = _open_file(require_file(path), stack)
+        tensors = _with_distinct_names(tensors)
+        yield sorted(tensors, key=lambda tensor: re.sub(r"\d+", lambda digits: digits[0].zfill(20), tensor.name))
+
+
+def _open_file(path, stack):
     suffix = path.suffix.lower()
     if suffix not in SUFFIXES:
         raise FileError(f"must end in one of {', '.join(SUFFIXES)}; got {str(path)!r}")
-    with ExitStack() as stack:
-        with _one_line_errors(path):
-            _require_start(path, suffix)
-            if suffix == ".safetensors":
-                tensors = _open_safetensors(path, stack)
-            elif suffix in (".npy", ".npz"):
-                tensors = _open_numpy(path, stack)
-            else:
-                tensors = _open_torch(path)
-        tensors = _with_distinct_names(tensors)
-        yield sorted(tensors, key=lambda tensor: re.sub(r"\d+", lambda digits: digits[0].zfill(20), tensor.name))
+    with _one_line_errors(path):
+        _require_start(path, suffix)
+        if suffix == ".safetensors":
+            return _open_safetensors(path)
+        return _open_numpy(path, stack) if suffix in (".npy", ".npz") else _open_torch(path)
+
+
+# --- checkpoints in shards --------------------------------------------------------------------------------------------
+
+
+def _open_shards(path, stack):
+    """The tensors of a checkpoint's shards, given its index or its folder."""
+    if path.is_dir():
+        indices = sorted(path.glob(f"*{INDEX}"))
+        if len(indices) > 1:
+            names = ", ".join(index.name for index in indices)
+            raise FileError(f"must be a folder with one index; got {str(path)!r}, which has {names}: give one of them")
+        if not indices:
+            return [tensor for shard in _shards_in(path) for tensor in _open_file(shard, stack)]
+        (path,) = indices
+    weight_map = _weight_map(require_file(path))
+    opened = {}
+    for shard in sorted(set(weight_map.values())):
+        if not (path.parent / shard).is_file():
+            raise FileError(f"must have every shard of its index beside it; got {str(path)!r}: {shard!r} is missing")
+        opened[shard] = {tensor.name: tensor for tensor in _open_file(path.parent / shard, stack)}
+    for name, shard in weight_map.items():
+        if name not in opened[shard]:
+            raise FileError(f"must name tensors that are there; got {str(path)!r}: {shard!r} has no {name!r}")
+    return [opened[shard][name] for name, shard in weight_map.items()]
+
+
+def _weight_map(path):
+    """name -> shard of a checkpoint's index."""
+    with _one_line_errors(path):
+        index = json.loads(path.read_bytes())
+    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
+        raise FileError(f"must hold weight_map, an object of tensor names and their shards; got {str(path)!r}")
+    for shard in weight_map.values():
+        if Path(shard).name != shard or not shard.endswith(".safetensors"):
+            raise FileError(f"must name .safetensors files in its own folder; got {str(path)!r}, which names {shard!r}")
+    return weight_map
+
+
+def _shards_in(folder):
+    """The safetensors files of a folder without an index; those that say how many there are must all be there."""
+    shards = sorted(folder.glob("*.safetensors"))
+    if not shards:
+        raise FileError(f"must be a file, or a folder that holds .safetensors files; got {str(folder)!r}")
+    names = {shard.name for shard in shards}
+    for stem, number, total in (found.groups() for found in map(SHARD.fullmatch, names) if found):
+        for other in range(1, int(total) + 1):
+            name = f"{stem}-{other:0{len(number)}}-of-{total}.safetensors"
+            if name not in names:
+                raise FileError(f"must be a folder that holds every shard; got {str(folder)!r}: {name!r} is missing")
+    return shards
 
 
 # --- arrays of any dtype, for the oracle ------------------------------------------------------------------------------
@@ -174,9 +243,9 @@ def read_safetensors(path):
         FileError: no such file, truncated, corrupt, or an array of a dtype that is none of the above.
     """
     path = require_file(path)
-    with ExitStack() as stack, _one_line_errors(path):
+    with _one_line_errors(path):
         _require_start(path, ".safetensors")
-        tensors = _open_safetensors(path, stack)
+        tensors = _open_safetensors(path)
         return {tensor.name: tensor.read_bits() for tensor in tensors}, _safetensors_header(path)[0]
 
 
@@ -194,14 +263,21 @@ def _safetensors_header(path):
 
 
 def _read_safetensors_bits(path, name, entry):
+    """A copy of an array: the file may be replaced while it lives."""
+    return np.array(_map_safetensors_bits(path, name, entry))
+
+
+def _map_safetensors_bits(path, name, entry):
+    """An array of a file as it lies there, F4 as bytes; its memory is the file's."""
     dtype, shape, start, end = entry
     if dtype not in SAFETENSORS_DTYPES:
         known = ", ".join(SAFETENSORS_DTYPES)
         raise FileError(f"must hold arrays of {known}; got {str(path)!r}, where {name!r} is {dtype}")
     if dtype == "F4":
         shape = (*shape[:-1], shape[-1] // 2)
-    dtype = SAFETENSORS_DTYPES[dtype]
-    return np.fromfile(path, dtype, (end - start) // dtype.itemsize, offset=start).reshape(shape)
+    if start == end:
+        return np.empty(shape, SAFETENSORS_DTYPES[dtype])
+    return np.memmap(path, np.uint8, "r", start, (end - start,)).view(SAFETENSORS_DTYPES[dtype]).reshape(shape)
 
 
 def _with_distinct_names(tensors):
@@ -261,29 +337,31 @@ def _guarded(path, read):
     return guarded
 
 
-def _open_safetensors(path, stack):
-    from safetensors import safe_open  # asks NumPy for np.dtype("bfloat16"), which ml_dtypes has registered
+def _open_safetensors(path):
+    from safetensors import safe_open  # its checks of the header; elements are mapped here
 
-    handle = stack.enter_context(safe_open(path, framework="np"))
+    with safe_open(path, framework="np") as handle:
+        names = list(handle.keys())
+    entries = _safetensors_header(path)[1]
 
     def reader(name):
         def read():
-            try:
-                return handle.get_tensor(name)
-            except (AttributeError, TypeError):  # a dtype that NumPy does not know, such as F8_E4M3
-                stored = handle.get_slice(name).get_dtype()
-                raise UnsupportedTensorError(f"{stored}; refops quantizes F32, F16, BF16 (and F64)") from None
+            dtype, shape, *_ = entries[name]
+            if dtype not in SAFETENSORS_DTYPES or dtype.startswith(("F8", "F4")):
+                size = "x".join(map(str, shape)) or "scalar"
+                raise UnsupportedTensorError(f"{dtype} {size}; refops quantizes F32, F16, BF16 (and F64)")
+            return _map_safetensors_bits(path, name, entries[name])
 
         return read
 
-    entries = _safetensors_header(path)[1]
     return [
         StoredTensor(
             name,
             _guarded(path, reader(name)),
             _guarded(path, lambda name=name: _read_safetensors_bits(path, name, entries[name])),
+            *entries[name][:2],
         )
-        for name in handle.keys()  # noqa: SIM118  not a mapping
+        for name in names
     ]
 
 
