@@ -8,6 +8,7 @@ else.
 """
 
 import argparse
+import math
 import os
 import shutil
 import sys
@@ -20,6 +21,7 @@ import numpy as np
 
 import refops
 from refops.arguments import require_high_precision_dtype
+from refops.checkpoints import decoded
 from refops.commands.arguments import add_set, changed
 from refops.commands.check import add_check
 from refops.commands.golden import add_golden
@@ -31,19 +33,23 @@ from refops.display.inspect import (
     LEGEND,
     SUMMARY_LEGEND,
     inspection_as_dict,
+    print_lines,
     print_skipped,
     print_summary,
     print_tensor,
+    worst_first,
+    write_csv,
 )
+from refops.display.inspect_page import write_page
 from refops.display.numbers import dimensions
-from refops.display.plot import PlotError, draw, require_drawable
+from refops.display.plot import PlotError, draw, require_drawable, require_matplotlib
 from refops.display.report import print_report
 from refops.display.survey import TENSORS_ACROSS
 from refops.explain import BlockError, as_tensor_of, explain_block
 from refops.files import SUFFIXES, FileError, UnsupportedTensorError, open_tensors
 from refops.formats import FORMATS
 from refops.report import SECTIONS, has_vectors, make_report
-from refops.survey import SCALINGS, measure, tensor_facts
+from refops.survey import SCALINGS, WORTH_COMPILING, Meter
 
 #: What a shell reports for a program that Ctrl-C or a closed pipe ended.
 EXIT_INTERRUPTED, EXIT_PIPE_CLOSED = 130, 141
@@ -51,6 +57,7 @@ EXAMPLES = """\
 examples:
   refops report
   refops inspect model.safetensors --tensor '*.weight' --plot survey.png
+  refops inspect checkpoint/ --scaling mxfp8 --worst 10 --html survey.html
   refops explain --scaling mxfp8 --values 0.1,-0.25,1,3
   refops explain model.safetensors --tensor w --scaling nvfp4-1x16 --row 3
   refops check --op swiglu --scaling mxfp8 --input x.npy --data q.bin
@@ -58,6 +65,9 @@ examples:
   refops formats e2m1
 
 exit codes: 0 fine or INCOMPLETE, 1 a mismatch, 2 bad use or nothing measured"""
+TENSOR_FILES = (
+    f"tensors: {', '.join(SUFFIXES)}; the index (.safetensors.index.json) or folder of a checkpoint in shards"
+)
 #: Columns of a help text, and of the names of scalings in it.
 HELP_WIDTH, NAME_WIDTH = 80, 20
 SCALING_LIST = "scalings:\n" + "\n".join(
@@ -182,26 +192,36 @@ def _parser():
         "inspect",
         run_inspect,
         "Show what each scaling does to each tensor in a file.",
-        "\nOne core measures about 50 million elements a second and scaling:\n"
-        f"a 4096x4096 tensor takes {len(SCALINGS) * 4096**2 / 50e6:.0f} s under all {len(SCALINGS)} scalings.",
+        "\nUp to ten tensors get a table each, more a line each, the worst first. Codes\n"
+        "of a quantized checkpoint are dequantized where their scales are known.\n"
+        "One core measures about 20 million elements a second and scaling. More than\n"
+        f"{WORTH_COMPILING / 1e6:.0f} million in a file are measured some ten times as fast where compiled code\n"
+        "is installed (pip install '.[host]'), once that is compiled: seconds a scaling.",
         epilog=SCALING_LIST,
     )
-    p.add_argument("file", metavar="FILE", help=f"tensors: {', '.join(SUFFIXES)}")
+    p.add_argument("file", metavar="FILE", help=TENSOR_FILES)
     p.add_argument("--tensor", action="append", default=[], metavar="NAME", help="only this one; glob, repeatable")
     p.add_argument(
         "--scaling", action="append", type=str.lower, default=[], metavar="NAME", help="only this one; glob, repeatable"
     )
     add_set(p)
-    p.add_argument("--summary", action="store_true", help="SQNR alone, ten tensors a table: for files of many tensors")
+    shown = p.add_mutually_exclusive_group()
+    shown.add_argument("--tables", action="store_true", help="a table for each tensor, however many there are")
+    shown.add_argument(
+        "--summary", action="store_true", help="SQNR alone: one table, or a line each beyond ten tensors"
+    )
+    shown.add_argument("--worst", metavar="N", type=_at_least(1), help="only the N tensors of lowest SQNR, a line each")
     p.add_argument("--dtype", choices=["bfloat16"], help="read raw 2-byte elements (npy cannot say so) as bfloat16")
     p.add_argument(
         "--plot", metavar="FILE", help="draw SQNR and flushed share; the suffix gives the format (.png, .pdf, .svg)"
     )
+    p.add_argument("--csv", metavar="FILE", help="write a row for each tensor and scaling")
+    p.add_argument("--html", metavar="FILE", help="write one page with plots and all numbers")
 
     p = command(
         "explain", run_explain, "Walk one block: amax, scale bits, each element's code and error.", epilog=SCALING_LIST
     )
-    p.add_argument("file", metavar="FILE", nargs="?", help=f"tensors: {', '.join(SUFFIXES)}")
+    p.add_argument("file", metavar="FILE", nargs="?", help=TENSOR_FILES)
     p.add_argument("--values", metavar="LIST", help='numbers instead of a file, such as "0.1,-0.25,1,nan"')
     p.add_argument("--scaling", metavar="NAME", type=str.lower, required=True, help="one of the scalings below")
     add_set(p)
@@ -282,48 +302,81 @@ def run_report(arguments):
 
 
 def run_inspect(arguments):
-    """`refops inspect FILE`: a table of measurements for each tensor, or the SQNR of all."""
-    if arguments.json and arguments.summary:
-        raise UsageError("give either --json or --summary; got both")
+    """`refops inspect FILE`: a table of measurements for each tensor, a line for each of many, or the SQNR of all."""
+    if arguments.json and (arguments.summary or arguments.tables):
+        raise UsageError(f"give either --json or {'--summary' if arguments.summary else '--tables'}; got both")
     scalings = [SCALINGS[name] for name in match(arguments.scaling, SCALINGS, "--scaling")]
     if arguments.set and len(scalings) != 1:
         raise UsageError(f"--set needs --scaling that names one scaling; got {arguments.set[0]!r} with {len(scalings)}")
     scalings = [changed(named, arguments.set) for named in scalings]
+    _require_writable(arguments)
     console, inspected, skipped = stdout_console(), [], []
     with open_tensors(arguments.file) as tensors, ProgressBar() as show:
-        by_name = {t.name: t for t in tensors}
+        by_name = {t.name: t for t in decoded(tensors)}
         names = match(arguments.tensor, by_name, "--tensor")
         if arguments.plot:
-            require_drawable(arguments.plot, len(names))
-        for done, name in enumerate(names):
-            show(done, len(names), name)
+            require_drawable(arguments.plot, min(len(names), arguments.worst or len(names)))
+        meter = Meter(sum(math.prod(shape) for shape in (by_name[name].shape for name in names) if shape is not None))
+        in_lines = arguments.worst or (len(names) > TENSORS_ACROSS and not arguments.tables)
+        in_tables = not (in_lines or arguments.summary or arguments.json)
+        for number, name in enumerate(names):
             try:
                 x, note = by_name[name].load(raw_bfloat16=arguments.dtype == "bfloat16")
             except UnsupportedTensorError as reason:
                 skipped.append((name, str(reason)))
                 continue
-            inspected.append((name, note, tensor_facts(x), [measure(x, named) for named in scalings]))
-            with show.hidden():
-                if arguments.summary and len(inspected) % TENSORS_ACROSS == 0:
-                    print_summary(console, inspected[-TENSORS_ACROSS:])
-                elif not (arguments.json or arguments.summary):
+            facts, measurements = meter.facts(x), []
+            for done, named in enumerate(scalings, number * len(scalings)):
+                show(done, len(names) * len(scalings), f"{name}, {named.name}")
+                measurements.append(meter.measure(x, named))
+            inspected.append((name, note, facts, measurements))
+            if in_tables:
+                with show.hidden():
                     print_tensor(console, *inspected[-1])
     measured = any(not m.reason for *_, measurements in inspected for m in measurements)
-    if arguments.plot and measured:
-        draw(arguments.plot, [(name, measurements) for name, _, _, measurements in inspected])
+    shown = worst_first(inspected)[: arguments.worst] if arguments.worst else inspected
+    written = _write_inspection(arguments, inspected, shown, skipped) if measured else []
     if arguments.json:
-        print_json(inspection_as_dict(arguments.file, inspected, skipped))
+        print_json(inspection_as_dict(arguments.file, shown, skipped))
     else:
-        if arguments.summary:
-            print_summary(console, inspected[len(inspected) // TENSORS_ACROSS * TENSORS_ACROSS :])
+        if in_lines:
+            print_lines(console, inspected, skipped, arguments.worst)
+        elif arguments.summary:
+            print_summary(console, inspected)
         print_skipped(console, skipped)
         if measured:
-            console.print(SUMMARY_LEGEND if arguments.summary else LEGEND, style="dim")
-            if arguments.plot:
-                console.print(f"\ndrawn in {printable(arguments.plot)}")
+            console.print(LEGEND if in_tables else SUMMARY_LEGEND, style="dim")
+        for what, path in written:
+            console.print(f"\n{what} {printable(path)}")
     if not measured:
         raise UsageError("nothing was measured" + ("" if names else ": the file holds no tensors"))
     return EXIT_FINE
+
+
+def _require_writable(arguments):
+    """Fail before the work where what it comes to cannot be written."""
+    if arguments.html:
+        require_matplotlib("--html")
+    for option, path in (("--csv", arguments.csv), ("--html", arguments.html)):
+        if path and not Path(path).absolute().parent.is_dir():
+            raise UsageError(f"{option} must name a file in an existing directory; got {path!r}")
+
+
+def _write_inspection(arguments, inspected, shown, skipped):
+    """Write the files that were asked for; return (what was done, path) of each."""
+    written = []
+    if arguments.plot:
+        draw(arguments.plot, [(name, measurements) for name, _, _, measurements in shown])
+        written.append(("drawn in", arguments.plot))
+    for option, path, write in (("--csv", arguments.csv, write_csv), ("--html", arguments.html, write_page)):
+        if path:
+            try:
+                write(path, arguments.file, inspected, skipped)
+            except OSError as error:
+                rule = f"{option} must name a file that can be written"
+                raise UsageError(f"{rule}; got {path!r}: {error.strerror or error}") from None
+            written.append(("written to", path))
+    return written
 
 
 # --- explain ---------------------------------------------------------------------------------------------------------
@@ -379,7 +432,7 @@ def _tensor_of_file(arguments):
     if arguments.dtype not in (None, "bfloat16"):
         raise UsageError(f"--dtype with FILE must be bfloat16, for raw 2-byte elements; got {arguments.dtype!r}")
     with open_tensors(arguments.file) as tensors:
-        by_name = {t.name: t for t in tensors}
+        by_name = {t.name: t for t in decoded(tensors)}
         if arguments.tensor is None and len(by_name) != 1:
             raise UsageError(f"--tensor must be one of {listed(by_name)}; got none")
         name = next(iter(by_name)) if arguments.tensor is None else match_one(arguments.tensor, by_name, "--tensor")

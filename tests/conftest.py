@@ -45,6 +45,22 @@ def run(capsys):
 
 
 @pytest.fixture
+def run_json(run):
+    """Call run_json(*arguments) -> the one JSON document on stdout, NaN and Infinity refused."""
+    import json
+
+    def refuse(constant):
+        raise AssertionError(f"{constant} is not JSON")
+
+    def call(*arguments, code=0):
+        got, out, err = run(*arguments, "--json")
+        assert (got, err) == (code, "")
+        return json.loads(out, parse_constant=refuse)
+
+    return call
+
+
+@pytest.fixture
 def one_thread():
     """torch with one thread: in small products others would only wait for each other."""
     import torch

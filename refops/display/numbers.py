@@ -24,11 +24,16 @@ def percent(share):
 
 def decibels(measurement):
     """The SQNR of a `Measurement`: "exact" and "-inf" at the ends, "-" where there is none."""
-    if measurement.sqnr_db is None:
+    return sqnr(measurement.sqnr_db)
+
+
+def sqnr(value):
+    """An SQNR in dB, or None, as `decibels` shows a measurement's."""
+    if value is None:
         return "-"
-    if math.isinf(measurement.sqnr_db):
-        return "exact" if measurement.exact else "-inf"
-    return f"{measurement.sqnr_db:.1f}"
+    if math.isinf(value):
+        return "exact" if value > 0 else "-inf"
+    return f"{value:.1f}"
 
 
 def power_of_two(value, digits=6):

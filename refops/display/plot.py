@@ -43,10 +43,9 @@ def require_picture(path, name="--plot"):
     Raises:
         PlotError: no matplotlib, a suffix that it does not know, or no such directory.
     """
-    try:
-        from matplotlib.backend_bases import FigureCanvasBase
-    except ImportError:
-        raise PlotError(f"{name} needs matplotlib; install it with: pip install matplotlib") from None
+    require_matplotlib(name)
+    from matplotlib.backend_bases import FigureCanvasBase
+
     allowed = [f".{suffix}" for suffix in sorted(FigureCanvasBase.get_supported_filetypes())]
     if Path(path).suffix.lower() not in allowed:
         raise PlotError(f"{name} must end in one of {', '.join(allowed)}; got {str(path)!r}")
@@ -54,8 +53,16 @@ def require_picture(path, name="--plot"):
         raise PlotError(f"{name} must name a file in an existing directory; got {str(path)!r}")
 
 
+def require_matplotlib(name):
+    """Raise PlotError where there is no matplotlib for what an error calls `name`."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise PlotError(f"{name} needs matplotlib; install it with: pip install matplotlib") from None
+
+
 def draw(path, surveys):
-    """Draw SQNR and flushed share of every tensor (row) under every scaling (column) as two heat maps.
+    """Draw `heat_maps` of some tensors.
 
     Args:
         path: file to write, whole or not at all; the suffix gives the format (png, pdf, svg). See `require_drawable`.
@@ -64,6 +71,11 @@ def draw(path, surveys):
     Raises:
         PlotError: the file cannot be written.
     """
+    save(heat_maps(surveys), path)
+
+
+def heat_maps(surveys):
+    """Return the figure of SQNR and flushed share of every tensor (row) under every scaling (column); as `draw`."""
     names = short_labels([printable(name) for name, _ in surveys])
     scalings = [m.scaling for m in surveys[0][1]]
     sqnr = _grid(surveys, lambda m: m.sqnr_db)
@@ -82,7 +94,7 @@ def draw(path, surveys):
         axis.set_ylabel("tensor", fontsize=9)
     lower.set_xticks(range(len(scalings)), scalings, rotation=45, ha="right", rotation_mode="anchor", fontsize=8)
     lower.set_xlabel("scaling", fontsize=9)
-    save(figure, path)
+    return figure
 
 
 def panels(count, width, height, **options):

@@ -22,7 +22,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import refops
-from refops import cli, conformance, files, report
+from refops import cli, conformance, files, report, survey
 from refops.display.console import PIPE_WIDTH
 from refops.display.plot import MOST_TENSORS_DRAWN
 from refops.quantization import hadamard, quantize
@@ -36,21 +36,6 @@ F = np.float32
 ROOT = Path(refops.__file__).parent.parent
 REAL = ROOT / "tests" / "data" / "minilm_ffn.safetensors"
 MATRIX = np.random.default_rng(0).standard_normal((32, 64)).astype(F)
-
-
-@pytest.fixture
-def run_json(run):
-    """Call run_json(*arguments) -> the one JSON document on stdout, NaN and Infinity refused."""
-
-    def refuse(constant):
-        raise AssertionError(f"{constant} is not JSON")
-
-    def call(*arguments, code=0):
-        got, out, err = run(*arguments, "--json")
-        assert (got, err) == (code, "")
-        return json.loads(out, parse_constant=refuse)
-
-    return call
 
 
 @pytest.fixture(scope="module")
@@ -454,17 +439,17 @@ def test_tensors_come_in_natural_order(run_json, tmp_path):
 def test_tensors_are_printed_as_soon_as_they_are_measured(run, tmp_path, monkeypatch):
     np.savez(tmp_path / "x.npz", **{f"t{i}": MATRIX for i in range(12)})
 
-    def interrupted(x, named):
+    def interrupted(x, named, surveyor):
         measured.append(named)
         if len(measured) > 10:
             raise KeyboardInterrupt
-        return measure(x, named)
+        return measure(x, named, surveyor)
 
-    measure = cli.measure
-    monkeypatch.setattr(cli, "measure", interrupted)
-    for option, shown in (([], "t9\n"), (["--summary"], "j  t9, float32 32x64"), (["--json"], None)):
+    measure = survey.measure
+    monkeypatch.setattr(survey, "measure", interrupted)
+    for option, shown in (("--tables", "t9\n"), ("--json", None)):
         measured = []
-        code, out, _ = run("inspect", tmp_path / "x.npz", "--scaling", "MXFP8", *option)
+        code, out, _ = run("inspect", tmp_path / "x.npz", "--scaling", "MXFP8", option)
         assert code == cli.EXIT_INTERRUPTED
         assert shown in out if shown else out == ""
 
@@ -476,15 +461,6 @@ def test_summary_is_the_survey_of_the_report(printed):
     assert (code, err) == (0, "")
     (table,) = re.findall(r"  a  .*?nvfp4-row-scaled [^\n]*\n", of_report, re.DOTALL)
     assert out.startswith(table) and "needs M % 16 == 0" in out
-
-
-def test_summary_of_many_tensors_is_a_table_for_each_ten(run, tmp_path):
-    np.savez(tmp_path / "x.npz", **{f"t{i}": MATRIX for i in range(23)}, integers=np.arange(3))
-    code, out, err = run("inspect", tmp_path / "x.npz", "--summary", "--scaling", "mxfp8")
-    assert (code, err) == (0, "")
-    assert re.findall(r"^  (\w)  (\w+),", out, re.MULTILINE) == [("abcdefghij"[i % 10], f"t{i}") for i in range(23)]
-    assert [len(row.split()) - 1 for row in re.findall(r"^mxfp8 .*", out, re.MULTILINE)] == [10, 10, 3]
-    assert "skipped integers: int64" in out
 
 
 @pytest.mark.parametrize("option", [[], ["--summary"]], ids=["tables", "summary"])
