@@ -1,0 +1,44 @@
+"""Speed of `refops inspect` on a checkpoint of 346 MB, 200 tensors, under three scalings, as a command (`make bench`).
+
+Asserted are seconds: those of a user who waits, from the start of the process to the end of it. Compiled code is on the
+disk already, as it is from the first run on.
+"""
+
+import subprocess
+import sys
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from refops.survey import ARRAYS, installed_surveyor
+
+#: Seconds that the command may take on two cores; half of it was measured.
+BOUND = 5
+SHAPES = {"norm": (768,), "attention": (768, 768), "up": (1536, 768), "down": (1008, 1680)}
+SCALINGS = ("block-128x128", "mxfp8", "nvfp4-1x16")
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """50 layers of four tensors, bfloat16; their numbers repeat, which no scaling sees."""
+    values = (np.random.default_rng(0).standard_normal(1 << 21, np.float32) / 50).astype(ml_dtypes.bfloat16)
+    layer = {name: values[: np.prod(shape)].reshape(shape) for name, shape in SHAPES.items()}
+    tensors = {f"layers.{i}.{name}": array for i in range(50) for name, array in layer.items()}
+    assert len(tensors) == 200 and sum(array.nbytes for array in tensors.values()) == 346_368_000
+    save_file(tensors, tmp_path / "model.safetensors")
+    return tmp_path / "model.safetensors"
+
+
+def test_speed(benchmark, checkpoint):
+    if installed_surveyor() is ARRAYS:
+        pytest.skip("nothing is installed that measures faster than NumPy")
+    benchmark.group, benchmark.name = "refops inspect, 346 MB, three scalings", "inspect"
+    words = [sys.executable, "-m", "refops", "inspect", str(checkpoint), "--worst", "3"]
+    words += [word for name in SCALINGS for word in ("--scaling", name)]
+    done = benchmark.pedantic(
+        lambda: subprocess.run(words, capture_output=True, text=True, check=True), rounds=2, warmup_rounds=1
+    )
+    assert "197 tensors with a higher SQNR are not shown" in done.stdout
+    assert benchmark.stats.stats.min <= BOUND
