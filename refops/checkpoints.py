@@ -22,6 +22,7 @@ import numpy as np
 
 from refops.files import UnsupportedTensorError
 from refops.formats import E2M1, E4M3, E5M2, E8M0, unpack_fp4
+from refops.survey import AT_ONCE
 from refops.tiles import ceil_div, cut
 
 #: dtype of codes in a safetensors file -> value of each code. U8 are two E2M1 codes a byte where the names say so.
@@ -133,7 +134,11 @@ def _decoded(name, naming, tensor, parts, by_name):
         raise _UnknownLayoutError(f"{what}: a layout that refops does not know")
 
     def read():
-        return _dequantized(tensor, parts, shape, block, kind, naming.combine)
+        scales, *of_tensors = (_numbers(part, "float" if i else kind) for i, part in enumerate(parts))
+        for numbers in of_tensors:
+            scales = naming.combine(scales, numbers.reshape(-1, *[1] * (scales.ndim - 1)))
+        coded = Coded(tensor.map_bits().view(np.uint8), VALUES[tensor.dtype], scales, block, shape)
+        return coded if coded.size > AT_ONCE else np.asarray(coded)
 
     size = {(None, None): "tensor", (1, None): "row"}.get(block) or f"{block[0]}x{block[1]} block"
     holds = "U8 of two E2M1 codes each" if tensor.dtype == "U8" else f"{tensor.dtype} codes"
@@ -179,28 +184,57 @@ def _block_of(shape, of_scales, kind):
     return None
 
 
-def _dequantized(tensor, parts, shape, block, kind, combine):
-    """float32 array of `shape`: codes times scales, in float32."""
-    if 0 in shape:
-        return np.empty(shape, np.float32)
-    scales, *of_tensors = (_numbers(part, "float" if i else kind) for i, part in enumerate(parts))
-    for numbers in of_tensors:
-        scales = combine(scales, numbers.reshape(-1, *[1] * (scales.ndim - 1)))
-    m, k = math.prod(shape[:-1]), shape[-1] if shape else 1
-    rows = shape[-2] if len(shape) > 1 else 1
-    height, width = block[0] or rows, block[1] or k
-    factors = scales.reshape(-1, ceil_div(k, max(width, 1)))
-    bands, values = ceil_div(rows, max(height, 1)), VALUES[tensor.dtype]
-    stored, out = tensor.read_bits().view(np.uint8).reshape(m, -1), np.empty((m, k), np.float32)
-    with np.errstate(all="ignore"):
-        for part in cut(m, max(1, DECODED_AT_ONCE // max(k, 1))):
-            row = np.arange(part.start, part.stop)
-            # One scale of all matrices is that of each.
-            line = (row // rows * bands + row % rows // height) % len(factors)
-            of_elements = np.repeat(factors[line], width, axis=1)[:, :k]
-            codes = unpack_fp4(stored[part]) if values is E2M1.values else stored[part]
-            np.multiply(values[codes], of_elements, out=out[part])
-    return out.reshape(shape)
+@dataclass(frozen=True)
+class Coded:
+    """Codes and their scales as the float32 tensor that they stand for, made some rows at a time.
+
+    Attributes:
+        codes: uint8 array, one code a byte or two of 4 bits. values: float32, that of each code.
+        scales: float32 array of what the codes of each block are multiplied with.
+        block: (rows, columns) of a block, None where it is all of them.
+        shape: of the tensor.
+    """
+
+    codes: np.ndarray
+    values: np.ndarray
+    scales: np.ndarray
+    block: tuple[int | None, int | None]
+    shape: tuple[int, ...]
+    dtype = np.dtype(np.float32)
+
+    @property
+    def size(self):
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def ndim(self):
+        """Number of dimensions."""
+        return len(self.shape)
+
+    def rows(self, part):
+        """float32 (R, K): a slice of the rows of the tensor as a matrix (M, K)."""
+        k, rows = self.shape[-1], self.shape[-2] if self.ndim > 1 else 1
+        height, width = self.block[0] or rows, self.block[1] or k
+        factors = self.scales.reshape(-1, ceil_div(k, width))
+        row = np.arange(part.start, part.stop)
+        line = row // rows * ceil_div(rows, height) + row % rows // height
+        of_elements = np.repeat(factors[line % len(factors)], width, axis=1)[:, :k]  # one scale of all is that of each
+        stored = self.codes.reshape(math.prod(self.shape[:-1]), -1)[part]
+        codes = unpack_fp4(stored) if len(self.values) == 16 else stored
+        with np.errstate(all="ignore"):
+            return self.values[codes] * of_elements
+
+    def __array__(self, dtype=None, copy=None):
+        """The whole tensor."""
+        out = np.empty(self.shape, self.dtype)
+        if self.ndim == 0:
+            out[...] = self.values[self.codes] * self.scales.reshape(())
+        elif self.size:
+            m, k = math.prod(self.shape[:-1]), self.shape[-1]
+            for part in cut(m, max(1, DECODED_AT_ONCE // k)):
+                out.reshape(m, k)[part] = self.rows(part)
+        return out if dtype is None else out.astype(dtype, copy=False)
 
 
 def _numbers(part, kind):

@@ -320,16 +320,15 @@ def run_inspect(arguments):
         in_lines = arguments.worst or (len(names) > TENSORS_ACROSS and not arguments.tables)
         in_tables = not (in_lines or arguments.summary or arguments.json)
         for number, name in enumerate(names):
+
+            def progress(done, scaling, number=number, name=name):
+                show(number * len(scalings) + done, len(names) * len(scalings), f"{name}, {scaling}")
+
             try:
-                x, note = by_name[name].load(raw_bfloat16=arguments.dtype == "bfloat16")
+                inspected.append(_inspected(by_name[name], arguments, scalings, meter, progress))
             except UnsupportedTensorError as reason:
                 skipped.append((name, str(reason)))
                 continue
-            facts, measurements = meter.facts(x), []
-            for done, named in enumerate(scalings, number * len(scalings)):
-                show(done, len(names) * len(scalings), f"{name}, {named.name}")
-                measurements.append(meter.measure(x, named))
-            inspected.append((name, note, facts, measurements))
             if in_tables:
                 with show.hidden():
                     print_tensor(console, *inspected[-1])
@@ -351,6 +350,16 @@ def run_inspect(arguments):
     if not measured:
         raise UsageError("nothing was measured" + ("" if names else ": the file holds no tensors"))
     return EXIT_FINE
+
+
+def _inspected(tensor, arguments, scalings, meter, progress):
+    """(name, note, facts, measurements) of a stored tensor, which is not kept."""
+    x, note = tensor.load(raw_bfloat16=arguments.dtype == "bfloat16")
+    facts, measurements = meter.facts(x), []
+    for done, named in enumerate(scalings):
+        progress(done, named.name)
+        measurements.append(meter.measure(x, named))
+    return tensor.name, note, facts, measurements
 
 
 def _require_writable(arguments):
@@ -438,6 +447,7 @@ def _tensor_of_file(arguments):
         name = next(iter(by_name)) if arguments.tensor is None else match_one(arguments.tensor, by_name, "--tensor")
         try:
             x, note = by_name[name].load(raw_bfloat16=arguments.dtype == "bfloat16")
+            x = np.asarray(x)
         except UnsupportedTensorError as reason:
             raise UsageError(f"--tensor must be one that refops can quantize; got {name!r}: {reason}") from None
     return x, f"{name}, {x.dtype} {dimensions(x.shape)}" + (f" ({note})" if note else "")

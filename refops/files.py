@@ -57,6 +57,7 @@ class StoredTensor:
         read_any: the same for dtypes that refops does not quantize (FP8 codes), where that needs another way.
         dtype, shape: as a safetensors file names them, F4 by elements; "" and None of others, which need to be read.
         note: what `read` does besides reading, or "".
+        map_any: as `read_any`, without a copy: the array's memory is the file's.
     """
 
     name: str
@@ -65,6 +66,11 @@ class StoredTensor:
     dtype: str = ""
     shape: tuple[int, ...] | None = None
     note: str = ""
+    map_any: Callable[[], np.ndarray] | None = None
+
+    def map_bits(self):
+        """As `read_bits`, where the format allows it without a copy."""
+        return (self.map_any or self.read_bits)()
 
     def read_bits(self):
         """The array as stored, in any dtype; raw bytes, as `np.save` keeps ml_dtypes' elements, as uint8 or uint16."""
@@ -360,6 +366,7 @@ def _open_safetensors(path):
             _guarded(path, reader(name)),
             _guarded(path, lambda name=name: _read_safetensors_bits(path, name, entries[name])),
             *entries[name][:2],
+            map_any=_guarded(path, lambda name=name: _map_safetensors_bits(path, name, entries[name])),
         )
         for name in names
     ]

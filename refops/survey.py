@@ -18,8 +18,9 @@ from refops.formats import encode
 from refops.ops import DequantizedSource, quantize
 from refops.quantization.dequantize import code_tile
 from refops.quantization.hadamard import HadamardSource
+from refops.quantization.quantize import check_shape, quantize_source
 from refops.scalings import NAMED
-from refops.tiles import InputSource, Matrix, ceil_div, materialize, tile_slices
+from refops.tiles import InputSource, Matrix, ceil_div, cut, materialize, tensor_amax, tile_slices
 
 #: The scalings that the command line shows, by name.
 SCALINGS = NAMED
@@ -28,6 +29,8 @@ BAND = 128
 #: Entry points of modules that are `Surveyor`s, and the elements beyond which one is loaded: what it compiles for a
 #: scaling, once, takes the seconds in which NumPy measures about so many.
 GROUP, WORTH_COMPILING = "refops.surveyors", 1 << 26
+#: Elements of a larger tensor that are quantized at once.
+AT_ONCE = 1 << 28
 
 
 def match_names(patterns, names):
@@ -108,8 +111,7 @@ class Errors(NamedTuple):
         signal, noise: float64 (M / 128 rounded up, K): x^2 and (x - xhat)^2, the 128 rows of a band added in order.
         worst: largest |x - xhat| / |x| over non-zero elements that were not flushed.
         finite, non_zero, flushed: how many elements are finite, are not zero besides, and came back as zero though.
-        saturated: how many elements the format's range cut off (see `saturates`), as a share of the finite ones; None
-            where there are none.
+        saturated, cast: how many elements the format's range cut off (see `saturates`), of how many finite ones.
     """
 
     signal: np.ndarray
@@ -118,7 +120,8 @@ class Errors(NamedTuple):
     finite: int
     non_zero: int
     flushed: int
-    saturated: float | None
+    saturated: int
+    cast: int
 
 
 class Surveyor(Protocol):
@@ -162,7 +165,7 @@ class ArraySurveyor:
         return non_finite, zeros, amax, 0.0 if math.isinf(smallest) else smallest
 
     def errors(self, x, q):
-        return _errors(InputSource(x), DequantizedSource(q), _saturated_share(x, q))
+        return _errors(InputSource(x), DequantizedSource(q), *_saturated(x, q))
 
 
 ARRAYS = ArraySurveyor()
@@ -221,30 +224,73 @@ class Meter:
 
 def tensor_facts(x, surveyor=ARRAYS):
     """Return the `TensorFacts` of a float32, float16 or bfloat16 array of at least one dimension."""
-    return TensorFacts(x.shape, x.dtype.name, x.size, *surveyor.magnitudes(x))
+    parts = [surveyor.magnitudes(part) for part in _parts_of(x)]
+    non_finite, zeros, amaxes, smallest = zip(*parts, strict=True) if parts else ([], [], [0.0], [])
+    least = min((one for one in smallest if one > 0), default=0.0)
+    return TensorFacts(x.shape, x.dtype.name, x.size, sum(non_finite), sum(zeros), max(amaxes), least)
 
 
 def measure(x, named, surveyor=ARRAYS):
     """Quantize `x` under one scaling and measure what came of it.
 
     Args:
-        x: float32, float16 or bfloat16 array (..., K) with elements.
+        x: float32, float16 or bfloat16 array (..., K) with elements, or what has `shape`, `dtype`, `size` and, as
+            `refops.checkpoints.Coded` does, its rows in parts.
         named: a `NamedScaling`.
         surveyor: the `Surveyor` that does it; no number depends on which.
 
     Returns:
         `Measurement`. Sums run in float64 over tiles: memory beyond `x` is that of the codes and 16 bytes for each
-        column of a band of 128 rows.
+        column of a band of 128 rows. Of a tensor of more than `AT_ONCE` elements so many are quantized at a time,
+        unless random bits or a Hadamard transform of columns depend on where they lie.
     """
-    columnwise = named.columnwise
+    scaling, columnwise, shape = named.scaling, named.columnwise, (math.prod(x.shape[:-1]), x.shape[-1])
     try:
-        if columnwise or not surveyor.takes(named.scaling):
-            surveyor, q = ARRAYS, quantize(x, named.scaling, rowwise=not columnwise, columnwise=columnwise)
+        if columnwise or not surveyor.takes(scaling):
+            found = _errors_of_copy(np.asarray(x), scaling, columnwise)
+        elif x.size <= AT_ONCE or scaling.random is not None:
+            found = _errors_of_whole(np.asarray(x), scaling, surveyor)
         else:
-            q = surveyor.quantize(x, named.scaling)
+            found = _errors_of_parts(x, shape, scaling, surveyor)
     except ValueError as error:
         return Measurement(named.name, reason=_short_reason(error))
-    return _measured(named.name, stored_bits(q, columnwise) / x.size, Errors(*surveyor.errors(x, q)))
+    return _measured(named.name, stored_bits(scaling.layout, shape, columnwise) / x.size, found)
+
+
+def _errors_of_copy(x, scaling, columnwise):
+    """`Errors` of an array as the reference makes the copy of one direction."""
+    return ARRAYS.errors(x, quantize(x, scaling, rowwise=not columnwise, columnwise=columnwise))
+
+
+def _errors_of_whole(x, scaling, surveyor):
+    """`Errors` of an array that is quantized at once."""
+    return Errors(*surveyor.errors(x, surveyor.quantize(x, scaling)))
+
+
+def _errors_of_parts(x, shape, scaling, surveyor):
+    """`Errors` of a tensor of which some rows are quantized at a time, under the amax of all where there is one."""
+    check_shape(scaling, x.shape, shape, False)
+    if scaling.layout.amax == "tensor" and scaling.given is None:
+        amax = np.max([tensor_amax(InputSource(part)) for part in _parts_of(x)]).astype(x.dtype).reshape(1, 1)
+        parts = [
+            surveyor.errors(part, quantize_source(InputSource(part), InputSource(amax), scaling, True, False))
+            for part in _parts_of(x)
+        ]
+    else:
+        parts = [surveyor.errors(part, surveyor.quantize(part, scaling)) for part in _parts_of(x)]
+    signals, noises, worsts, *counts = zip(*parts, strict=True)
+    return Errors(np.concatenate(signals), np.concatenate(noises), max(worsts), *map(sum, counts))
+
+
+def _parts_of(x):
+    """Yield the rows of a tensor as (rows, K) arrays of about `AT_ONCE` elements, whole bands each."""
+    if x.size <= AT_ONCE:
+        yield np.asarray(x)
+        return
+    matrix = x if hasattr(x, "rows") else Matrix(x)
+    m, k = math.prod(x.shape[:-1]), x.shape[-1]
+    for part in cut(m, max(BAND, AT_ONCE // max(k, 1) // BAND * BAND)):
+        yield x.rows(part) if matrix is x else matrix.raw(part, slice(0, k))
 
 
 def measure_quantized(x, q, name=""):
@@ -258,7 +304,8 @@ def measure_quantized(x, q, name=""):
     Returns:
         `Measurement`.
     """
-    return _measured(name, stored_bits(q, q.rowwise_data is None) / x.size, ARRAYS.errors(x, q))
+    bits = stored_bits(q.scaling.layout, q.matrix_shape, q.rowwise_data is None)
+    return _measured(name, bits / x.size, ARRAYS.errors(x, q))
 
 
 def measure_cast(x, kept, name=""):
@@ -272,7 +319,7 @@ def measure_cast(x, kept, name=""):
     Returns:
         `Measurement`; elements beyond the dtype's range became infinite, so none is `saturated`.
     """
-    return _measured(name, 8.0 * kept.itemsize, _errors(InputSource(x), InputSource(kept), 0.0))
+    return _measured(name, 8.0 * kept.itemsize, _errors(InputSource(x), InputSource(kept), 0, 1))
 
 
 def _measured(name, bits_per_element, errors):
@@ -283,7 +330,7 @@ def _measured(name, bits_per_element, errors):
         name,
         sqnr_db=_decibels(signal, noise) if errors.finite else None,
         flushed=share if errors.finite else None,
-        saturated=errors.saturated,
+        saturated=errors.saturated / errors.cast if errors.cast else None,
         worst_relative_error=errors.worst if errors.finite else None,
         bits_per_element=bits_per_element,
     )
@@ -295,7 +342,7 @@ def _short_reason(error):
 
 
 @np.errstate(all="ignore")
-def _errors(original, restored, saturated):
+def _errors(original, restored, saturated, cast):
     """The `Errors` of a tensor and its dequantized copy, both given as sources."""
     m, k = original.shape
     signal, noise = np.zeros((2, ceil_div(m, BAND), k))
@@ -315,7 +362,7 @@ def _errors(original, restored, saturated):
         finite_count += int(np.count_nonzero(finite))
         non_zero_count += int(np.count_nonzero(non_zero))
         flushed_count += int(np.count_nonzero(flushed))
-    return Errors(signal, noise, worst, finite_count, non_zero_count, flushed_count, saturated)
+    return Errors(signal, noise, worst, finite_count, non_zero_count, flushed_count, saturated, cast)
 
 
 def _band_sums(squares):
@@ -360,8 +407,8 @@ def saturates(values, restored, codes, fmt):
 
 
 @np.errstate(all="ignore")
-def _saturated_share(x, q):
-    """Share of the finite elements that saturate; under RHT of the transformed elements, which are what is cast."""
+def _saturated(x, q):
+    """(elements that saturate, finite elements); under RHT of the transformed elements, which are what is cast."""
     values, restored = cast_source(x, q), cast_dequantized_source(q)
     codes, fmt = element_codes(q), q.scaling.fmt
     count = finite_count = 0
@@ -369,7 +416,7 @@ def _saturated_share(x, q):
         tile = values.read(rows, columns)
         finite_count += int(np.count_nonzero(np.isfinite(tile)))
         count += int(np.count_nonzero(saturates(tile, restored.read(rows, columns), codes[rows, columns], fmt)))
-    return count / finite_count if finite_count else None
+    return count, finite_count
 
 
 # --- a Quantized, element by element ---------------------------------------------------------------------------------
@@ -411,9 +458,13 @@ def element_codes(q):
     return code_tile(q, slice(0, m), slice(0, k), q.rowwise_data is None)
 
 
-def stored_bits(q, columnwise=False):
-    """Bits of one direction: data, scales without padding, 32 for each float32 amax or scale of the tensor or a row."""
-    layout, prefix = q.scaling.layout, "columnwise" if columnwise else "rowwise"
-    bits = 8 * getattr(q, f"{prefix}_data").nbytes
-    bits += 8 * layout.scale_dtype.itemsize * math.prod(layout.scale_counts(q.matrix_shape, columnwise))
-    return bits + (32 * getattr(q, f"amax_{prefix}").size if layout.two_level else 0)
+def stored_bits(layout, shape, columnwise=False):
+    """Bits of one direction: data, scales without padding, 32 for each float32 amax or scale of the tensor or a row.
+
+    Args:
+        layout: of the scaling. shape: (M, K).
+    """
+    bits = 8 * math.prod(shape) // layout.packed
+    bits += 8 * layout.scale_dtype.itemsize * math.prod(layout.scale_counts(shape, columnwise))
+    amaxes = layout.oriented(shape, columnwise)[0] if layout.amax == "rows" else 1
+    return bits + (32 * amaxes if layout.two_level else 0)

@@ -104,7 +104,7 @@ def errors(x, q):
     pipeline.add(stage, (given.array, coded.codes, *sums, worst, counts, k))
     pipeline.walk(filling, coded)
     finite, non_zero, flushed, saturated = (int(count) for count in counts.sum(axis=0))
-    return *sums, float(np.max(worst, initial=0)), finite, non_zero, flushed, saturated / finite if finite else None
+    return *sums, float(np.max(worst, initial=0)), finite, non_zero, flushed, saturated, finite
 
 
 @cache

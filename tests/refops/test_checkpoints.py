@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from refops.checkpoints import decoded
+from refops import survey
+from refops.checkpoints import Coded, decoded
 from refops.files import FileError, UnsupportedTensorError, open_tensors
+from refops.survey import SCALINGS
 
 F = np.float32
 E4M3, E5M2, E8M0 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, ml_dtypes.float8_e8m0fnu
@@ -147,6 +149,19 @@ def test_codes_are_dequantized_with_their_scales(tmp_path, layout, monkeypatch):
         assert name in ("a.weight", "a.") and words in note
         assert array.dtype == F and array.shape == expected.shape
         np.testing.assert_array_equal(array.view(np.uint32), expected.astype(F).view(np.uint32))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.__name__.strip("_"))
+def test_a_large_tensor_is_dequantized_while_it_is_measured(tmp_path, layout, monkeypatch):
+    parts, expected, _ = layout()
+    save_file({f"a.{name}": array for name, array in parts.items()}, tmp_path / "x.safetensors")
+    named = SCALINGS["mxfp8"]
+    whole = survey.tensor_facts(expected), survey.measure(expected, named)
+    for module in ("checkpoints", "survey"):
+        monkeypatch.setattr(f"refops.{module}.AT_ONCE", 100)
+    ((_, (coded, _)),) = read(tmp_path / "x.safetensors").items()
+    assert isinstance(coded, Coded)
+    assert (survey.tensor_facts(coded), survey.measure(coded, named)) == whole
 
 
 def test_fp4_of_its_own_dtype(tmp_path):

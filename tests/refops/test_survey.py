@@ -128,7 +128,26 @@ def test_sums_of_squares_run_down_bands_of_128_rows():
     errors = survey.ARRAYS.errors(x, refops.quantize(x, refops.DelayedScaling(refops.E4M3)))
     assert errors.signal.tolist() == [[2.0**60] * 2, [9.0] * 2]
     assert (errors.finite, errors.non_zero, errors.flushed) == (258, 258, 0)
-    assert errors.saturated == 2 / 258 and errors.worst == (2.0**30 - 448) / 2.0**30
+    assert (errors.saturated, errors.cast) == (2, 258) and errors.worst == (2.0**30 - 448) / 2.0**30
+
+
+@pytest.mark.parametrize("named", SCALINGS.values(), ids=SCALINGS)
+def test_a_large_tensor_is_measured_some_rows_at_a_time(named, monkeypatch):
+    """With the numbers of the whole: under the tensor's amax, which lies in the last part."""
+    x = heavy_tails((2, 336, 96), np.float16)
+    x[1, 300, 5], x[0, 3, 4] = 3e4, np.nan
+    whole, facts = survey.measure(x, named), survey.tensor_facts(x)
+    monkeypatch.setattr(survey, "AT_ONCE", 256 * 96 + 5)
+    assert [part.shape for part in survey._parts_of(x)] == [(256, 96), (256, 96), (160, 96)]
+    assert survey.measure(x, named) == whole and survey.tensor_facts(x) == facts
+
+
+def test_a_large_tensor_of_a_shape_that_is_not_taken_says_so(monkeypatch):
+    """Also where each part but the last would be taken."""
+    x, named = np.ones((258, 96), F), SCALINGS["nvfp4-1x16"]
+    whole = survey.measure(x, named)
+    monkeypatch.setattr(survey, "AT_ONCE", 96)
+    assert survey.measure(x, named) == whole and whole.reason.startswith("needs M % 16 == 0")
 
 
 # --- who measures -----------------------------------------------------------------------------------------------------
