@@ -136,7 +136,8 @@ def _decoded(name, naming, tensor, parts, by_name):
     def read():
         scales, *of_tensors = (_numbers(part, "float" if i else kind) for i, part in enumerate(parts))
         for numbers in of_tensors:
-            scales = naming.combine(scales, numbers.reshape(-1, *[1] * (scales.ndim - 1)))
+            with np.errstate(all="ignore"):
+                scales = naming.combine(scales, numbers.reshape(-1, *[1] * (scales.ndim - 1)))
         coded = Coded(tensor.map_bits().view(np.uint8), VALUES[tensor.dtype], scales, block, shape)
         return coded if coded.size > AT_ONCE else np.asarray(coded)
 
@@ -170,6 +171,8 @@ def _kind_of(scales):
 
 def _block_of(shape, of_scales, kind):
     """The elements that share a scale, (rows, columns) of `BLOCKS`, or None where the shapes fit none."""
+    if not shape:
+        return None
     if kind == "float" and math.prod(of_scales) == 1:
         return None, None
     if len(shape) < 2:
@@ -228,9 +231,7 @@ class Coded:
     def __array__(self, dtype=None, copy=None):
         """The whole tensor."""
         out = np.empty(self.shape, self.dtype)
-        if self.ndim == 0:
-            out[...] = self.values[self.codes] * self.scales.reshape(())
-        elif self.size:
+        if self.size:
             m, k = math.prod(self.shape[:-1]), self.shape[-1]
             for part in cut(m, max(1, DECODED_AT_ONCE // k)):
                 out.reshape(m, k)[part] = self.rows(part)

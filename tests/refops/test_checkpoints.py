@@ -1,7 +1,10 @@
 """Quantized checkpoints and checkpoints in shards: what is read, against formulas and the libraries themselves."""
 
 import json
+import math
+import random
 import struct
+import warnings
 
 import ml_dtypes
 import numpy as np
@@ -9,7 +12,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from refops import survey
-from refops.checkpoints import Coded, decoded
+from refops.checkpoints import NAMINGS, Coded, decoded
 from refops.files import FileError, UnsupportedTensorError, open_tensors
 from refops.survey import SCALINGS
 
@@ -164,19 +167,57 @@ def test_a_large_tensor_is_dequantized_while_it_is_measured(tmp_path, layout, mo
     assert (survey.tensor_facts(coded), survey.measure(coded, named)) == whole
 
 
-def test_fp4_of_its_own_dtype(tmp_path):
-    """A dtype that NumPy lacks: the file is written by hand."""
-    w, s = raw(4, 16), exponents(4, 1)
-    arrays = {"weight": (w, "F4", [4, 32]), "weight_scale": (s, "F8_E8M0", [4, 1])}
+def write(path, arrays):
+    """A safetensors file of name -> (bytes, dtype, shape): also of dtypes that NumPy lacks."""
     header, data = {}, b""
-    for name, (array, dtype, shape) in arrays.items():
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [len(data), len(data) + array.nbytes]}
-        data += array.tobytes()
+    for name, (content, dtype, shape) in arrays.items():
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [len(data), len(data) + len(content)]}
+        data += content
     text = json.dumps(header).encode()
-    (tmp_path / "x.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + data)
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+
+
+def test_fp4_of_its_own_dtype(tmp_path):
+    w, s = raw(4, 16), exponents(4, 1)
+    arrays = {"weight": (w.tobytes(), "F4", [4, 32]), "weight_scale": (s.tobytes(), "F8_E8M0", [4, 1])}
+    write(tmp_path / "x.safetensors", arrays)
     array, note = read(tmp_path / "x.safetensors")["weight"]
     np.testing.assert_array_equal(array, halves(w) * two(s))
     assert note == "F4 codes, one E8M0 scale a 1x32 block"
+
+
+#: Bits of an element, of codes and of scales.
+OF_CODES = {"F8_E4M3": 8, "F4": 4, "U8": 8, "I8": 8, "I32": 32}
+OF_SCALES = {"F32": 32, "BF16": 16, "F8_E4M3": 8, "F8_E8M0": 8, "U8": 8, "I32": 32}
+
+
+def test_whatever_a_file_calls_codes_and_scales_is_read_or_refused(tmp_path):
+    """Parts of random dtypes and shapes, or none: an array of the shape that was said, or a reason."""
+    rng = random.Random(0)
+    outcomes = {"decoded": 0, "as it is": 0, "refused": 0}
+    for _ in range(400):
+        naming, arrays = rng.choice(NAMINGS), {}
+        shape = [rng.choice([0, 1, 3, 16, 32, 128, 130]) for _ in range(rng.choice([0, 1, 2, 2, 2, 3]))]
+        edges = [1, rng.choice([1, 128]), rng.choice([1, 8, 16, 32, 128])][-len(shape) :]
+        of_blocks = [-(-n // edge) for n, edge in zip(shape, edges, strict=False)]
+        shapes = [shape, rng.choice([[], of_blocks, of_blocks]), rng.choice([[], [1], shape[:1]])]
+        for suffix, of_part in zip((naming.codes, *naming.parts), shapes, strict=False):
+            dtype, bits = rng.choice([*(OF_CODES if suffix == naming.codes else OF_SCALES).items()])
+            bits *= math.prod(of_part)
+            if bits % 8 == 0 and rng.random() < 0.9:
+                arrays[f"w{suffix}"] = rng.randbytes(bits // 8), dtype, of_part
+        write(tmp_path / "x.safetensors", arrays)
+        with open_tensors(tmp_path / "x.safetensors") as tensors, warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for tensor in decoded(tensors):
+                try:
+                    array, note = tensor.load()
+                    assert tuple(array.shape) == tuple(tensor.shape) and (array.dtype == F or not note)
+                    outcomes["decoded" if note else "as it is"] += 1
+                except (FileError, UnsupportedTensorError) as reason:
+                    assert str(reason)
+                    outcomes["refused"] += 1
+    assert all(count > 20 for count in outcomes.values()), outcomes
 
 
 def test_what_is_not_certain_is_left_alone_and_said(tmp_path):
