@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 
 from refops.survey import ARRAYS, installed_surveyor
 
-#: Seconds that the command may take on two cores; half of it was measured.
+#: Seconds that the command may take on two cores that do nothing else.
 BOUND = 5
 SHAPES = {"norm": (768,), "attention": (768, 768), "up": (1536, 768), "down": (1008, 1680)}
 SCALINGS = ("block-128x128", "mxfp8", "nvfp4-1x16")

@@ -312,7 +312,7 @@ def test_a_replaced_file_keeps_its_mode_and_its_link(tmp_path):
 
 def test_plot_of_too_many_tensors_is_refused_before_the_work(run, tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
-    monkeypatch.setattr(cli, "measure", None)
+    monkeypatch.setattr(survey, "measure", None)
     np.savez(tmp_path / "many.npz", **{f"t{i}": np.ones(4, F) for i in range(MOST_TENSORS_DRAWN + 1)})
     code, out, err = run("inspect", tmp_path / "many.npz", "--scaling", "mxfp8", "--plot", tmp_path / "a.png")
     assert (code, out, err.count("\n")) == (2, "", 1)
