@@ -65,6 +65,7 @@ examples:
   refops formats e2m1
 
 exit codes: 0 fine or INCOMPLETE, 1 a mismatch, 2 bad use or nothing measured"""
+#: What FILE may be where a command reads tensors.
 TENSOR_FILES = (
     f"tensors: {', '.join(SUFFIXES)}; the index (.safetensors.index.json) or folder of a checkpoint in shards"
 )

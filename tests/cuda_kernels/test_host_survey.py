@@ -10,7 +10,7 @@ import pytest
 from host_cases import ALIGNED, DTYPES, RAGGED, takes, tensor
 
 import refops
-from cuda_kernels.host import set_num_threads, survey
+from cuda_kernels.host import get_num_threads, set_num_threads, survey
 from refops.survey import ARRAYS, GROUP, SCALINGS, Meter, Surveyor, installed_surveyor, measure, tensor_facts
 from tiers import sampled
 
@@ -39,17 +39,21 @@ def test_measurements_are_those_of_numpy(name, dtype):
     assert several > 1
 
 
-def test_errors_are_those_of_numpy_in_each_band():
+@pytest.mark.parametrize("threads", [1, 3])
+def test_errors_are_those_of_numpy_in_each_band(threads):
     """The sums themselves, of more than one piece in both directions, whoever shares the work."""
     x = tensor((300, 8200), np.dtype(np.float32))
     q = refops.quantize(x, SCALINGS["mxfp8"].scaling)
     expected = ARRAYS.errors(x, q)
-    for threads in (1, 3):
+    usual = get_num_threads()
+    try:
         set_num_threads(threads)
         signal, noise, *others = survey.errors(x, q)
-        np.testing.assert_array_equal(signal, expected.signal)
-        np.testing.assert_array_equal(noise, expected.noise)
-        assert tuple(others) == expected[2:]
+    finally:
+        set_num_threads(usual)
+    np.testing.assert_array_equal(signal, expected.signal)
+    np.testing.assert_array_equal(noise, expected.noise)
+    assert tuple(others) == expected[2:]
 
 
 def test_tensors_that_do_not_lie_as_loops_read_them():
