@@ -121,6 +121,12 @@ def _bound(activation, params):
     return BoundActivation(activation, values)
 
 
+@cache
+def _named(parameters):
+    """The tuple with parameters of these names, as formulas take them."""
+    return namedtuple("Parameters", parameters)
+
+
 @dataclass(frozen=True)
 class BoundActivation:
     """An activation, its parameters and the arithmetic that it is evaluated in.
@@ -239,7 +245,7 @@ class BoundActivation:
     @cached_property
     def _p(self):
         """The parameters as formulas take them, in float32 and in float64."""
-        fields = namedtuple("Parameters", self.parameters)
+        fields = _named(tuple(self.parameters))
         return tuple(fields(**{n: kind(v) for n, v in self.parameters.items()}) for kind in (np.float32, float))
 
     def _call(self, function, x, true=False):

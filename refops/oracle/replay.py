@@ -37,6 +37,8 @@ WHOLE_HALO = 512
 KEPT_WHOLE = 1 << 18
 #: Elements that are kept of all results.
 KEPT = 1 << 23
+#: Numbers from which on a new table is faster than the function.
+LEAST_LOOKED_UP = 1 << 13
 #: Relative difference of two amaxes that float32 arithmetic explains.
 AMAX_NOISE = 2.0**-19
 
@@ -70,7 +72,7 @@ class Setting:
         self.work = 0
         self.cache = {}
         self.values_cache, self.kept = {}, 0
-        self._tables = {}
+        self.tables = {}
         self.shape = case.matrix_shape
         self.matrices = {}
         if case.operation.kind not in ("update_delayed_scale", "dequantize"):
@@ -89,16 +91,6 @@ class Setting:
         if self.work + elements > WHOLE_TENSOR_WORK:
             raise NotApplicable("too many evaluations of the whole tensor")
         self.work += elements
-
-    def table_of(self, bound, name, elements):
-        """A function of an activation at all inputs of 16 bits; None until as many elements were asked for."""
-        key = (id(bound), name)
-        entry = self._tables.setdefault(key, [bound, 0, None])  # holds the activation, so that its id stays its own
-        entry[1] += elements
-        if entry[2] is None and entry[1] > 1 << 16:
-            inputs = np.arange(1 << 16).astype(np.uint16).view(self.case.inputs["x"].dtype).astype(F)
-            entry[2] = getattr(bound, name)(inputs)
-        return entry[2]
 
     def keep(self, key, make):
         """The array of a key, made once; all are forgotten when too many elements are kept."""
@@ -119,6 +111,8 @@ class Setting:
         if dumped is None or (part is None) != (dumped.size == 1):
             return amax
         dumped = dumped if part is None else dumped[part]
+        if np.array_equal(dumped, amax):  # as most often
+            return amax
         return np.where(amax_is_near(dumped, amax), dumped, amax)
 
     def dumped_amax(self, direction):
@@ -130,6 +124,33 @@ class Setting:
         if amax is None and scale_inv is not None and scale_inv.dtype == np.float32 and scale_inv.shape == (1,):
             amax = scale_inv * self.case.scaling.fmt.max
         return amax if amax is not None and amax.shape == (1,) else None
+
+
+class Table:
+    """An elementwise function at numbers of a dtype of 16 bits: each that occurs is computed once.
+
+    Args:
+        function: float32 array -> float32 array.
+        dtype: of 16 bits.
+    """
+
+    def __init__(self, function, dtype):
+        self._function, self._dtype = function, dtype
+        self._results, self._known = np.empty(1 << 16, F), np.zeros(1 << 16, bool)
+
+    def __call__(self, x):
+        """The function at float32 numbers; None where one of them is NaN or not of the dtype."""
+        narrow = x.astype(self._dtype)
+        if not np.array_equal(narrow.astype(F), x):
+            return None
+        codes = narrow.view(np.uint16)
+        occurs = np.zeros(1 << 16, bool)
+        occurs[codes] = True
+        new = np.flatnonzero(occurs & ~self._known).astype(np.uint16)
+        if new.size:
+            self._results[new] = self._function(new.view(self._dtype).astype(F))
+            self._known[new] = True
+        return self._results.take(codes)
 
 
 class StagedWords(Reference):
@@ -270,7 +291,7 @@ class TensorReplay(Replay):
         self.scaled = self.kind.startswith("scaled")
         self.width = self.shape[1] // 2 if self.gated and self.gradient else self.shape[1]
         self.x_layout = self.dx_layout = self.case.row_layout
-        self.halo = None
+        self.halo, self._tables = None, {}
         self._follow_path(UNFUSED)
         if self.scaling is not None:
             self.follow(self.scaling)
@@ -310,14 +331,16 @@ class TensorReplay(Replay):
         return self.case.inputs["row_scales"].reshape(-1, 1)[rows].astype(F)
 
     def looked_up(self, name, x):
-        """A function of the activation at float32 `x`; from a table of all inputs of 16 bits once it pays."""
-        table = self.setting.table_of(self.bound, name, x.size) if self.dtype.itemsize == 2 else None
-        if table is None:
-            return getattr(self.bound, name)(x)
-        narrow = x.astype(self.dtype)
-        if not np.array_equal(narrow.astype(F), x):  # another stage made other numbers of the inputs, or NaN
-            return getattr(self.bound, name)(x)
-        return table[narrow.view(np.uint16)]
+        """A function of the activation at float32 `x`; of many inputs of 16 bits few differ: they come from a table."""
+        function, is_own = getattr(self.bound, name), self.bound is self.setting.bound
+        if self.dtype.itemsize != 2 or (x.size < LEAST_LOOKED_UP and not is_own):
+            return function(x)
+        tables = self.setting.tables if is_own else self._tables
+        key = (id(self.bound), name)
+        if key not in tables:
+            tables[key] = Table(function, self.dtype)  # which holds the activation, so that its id stays its own
+        results = tables[key](x)
+        return function(x) if results is None else results  # another stage made other numbers of the inputs
 
     def value(self, act):
         """Stage: the activation."""
@@ -659,12 +682,27 @@ class TensorReplay(Replay):
             codes, scales = self.choose_scales(blocks, amax, tensor_amax)
         else:
             scales, multiplier = self.scales(amax, tensor_amax)
-            bits = self.random_bits(direction, region)
-            if bits is not None:
-                bits = padded_blocks(np.ascontiguousarray(bits), rows, columns)
-            codes = self.encode(self.multiply(blocks, multiplier[:, None, :, None]), bits)
+            codes = self._cast(blocks, multiplier, direction, region)
         codes = codes.reshape(codes.shape[0] * codes.shape[1], -1)[: values.shape[0], : values.shape[1]]
         return codes, scales
+
+    def _cast(self, blocks, multiplier, direction, region):
+        """Codes of a `block_view`; kept, as many conventions of scales leave some multipliers as they are."""
+
+        def make():
+            bits = self.random_bits(direction, region)
+            if bits is not None:
+                _, rows, _, columns = blocks.shape
+                bits = padded_blocks(np.ascontiguousarray(bits), rows, columns)
+            return self.encode(self.multiply(blocks, multiplier[:, None, :, None]), bits)
+
+        prepared = self._prepared_key(direction, region, self.casts_rounded)
+        is_random = self.scaling.random is not None
+        other_bits = is_random and self.scaling is not self.case.scaling
+        if prepared is None or other_bits or self._exchanges("multiply", "encode", "random_bits", "philox"):
+            return make()
+        cast = (direction, blocks.shape, self.fmt, self.saturate, self.rounding, is_random)
+        return self.setting.keep(("codes", prepared, cast, multiplier.tobytes()), make)
 
     # --- outputs ----------------------------------------------------------------------------------
 
@@ -710,23 +748,39 @@ class TensorReplay(Replay):
                 made[name] = self.to_dtype(self.values(region.rows, region.columns), self.out_dtype)
             return {name: made[name] for name in names if name in made}
 
+    def _exchanges(self, *methods):
+        """Whether a convention replaced one of these methods, or wrapped it."""
+        return any(method in vars(self) for method in methods)
+
+    def _prepared(self, direction, region, rounded):
+        """What the copy of a direction quantizes, (R, C), or takes block amaxes of; kept as `values` are."""
+
+        def make():
+            values = self.source(self.values(region.rows, region.columns), direction, region)
+            if rounded:
+                values = self.round(values)
+            return self.transform(values, direction) if self.hadamard[direction] else values
+
+        key = self._prepared_key(direction, region, rounded)
+        return make() if key is None else self.setting.keep(key, make)
+
+    def _prepared_key(self, direction, region, rounded):
+        """What settles `_prepared`; None where a convention exchanged one of its stages behind the formula."""
+        if self._exchanges("source", "round", "to_dtype", "transform", "hadamard_groups"):
+            return None
+        transform = (direction, self.scaling.hadamard) if self.hadamard[direction] else None
+        rows, columns = region.rows, region.columns
+        place = (rows.start, rows.stop, columns.start, columns.stop)
+        return ("prepared", self._formula_key(), rounded, self.dtype, transform, *place)
+
     def _quantized(self, direction, region, names):
         made = {}
         geometry = Geometry.of(self.case.scaling, direction)
         needed = {n for n in names if direction in n}
         if not needed <= {f"amax_{direction}"}:
-            unrounded = self.source(self.values(region.rows, region.columns), direction, region)
-            rounded = None
-            if self.casts_rounded or self.block_amax_rounded:
-                rounded = self.round(unrounded)
-            values = rounded if self.casts_rounded else unrounded
-            amax_values = values
-            if self.block_amax_rounded is not None:
-                amax_values = rounded if self.block_amax_rounded else unrounded
-            if self.hadamard[direction]:
-                same = amax_values is values
-                values = self.transform(values, direction)
-                amax_values = values if same else self.transform(amax_values, direction)
+            values = amax_values = self._prepared(direction, region, self.casts_rounded)
+            if self.block_amax_rounded not in (None, self.casts_rounded):
+                amax_values = self._prepared(direction, region, self.block_amax_rounded)
             codes, scales = self.quantize_blocks(values, amax_values, direction, region)
             made[f"{direction}_data"] = geometry.store_codes(codes)
             made[f"{direction}_scale_inv"] = self.place_scales(self.stored_scale(scales), direction, region)

@@ -1,5 +1,6 @@
 """Two faults at once: they are named, in little time, and what refutes a pair early refutes it on the whole."""
 
+import contextlib
 import time
 from itertools import islice
 
@@ -52,9 +53,10 @@ def normal(shape=(M, K), seed=0, dtype=BF16):
     return np.random.default_rng(seed).standard_normal(shape, np.float32).astype(dtype)
 
 
-def dump_of(op, scaling, dbias, *faults):
+def dump_of(op, scaling, dbias, *faults, shape=(M, K)):
     """(inputs, outputs of both copies): those of a kernel that follows some conventions."""
-    inputs = {"dy": normal(seed=1), "x": normal()} if op.startswith("d") else {"x": normal()}
+    x = normal(shape)
+    inputs = {"dy": normal(shape, 1), "x": x} if op.startswith("d") else {"x": x}
     options = {"columnwise": True, **({"dbias": True} if dbias else {})}
     if op == "quantize":
         result = refops.quantize(*inputs.values(), scaling, **options)
@@ -73,7 +75,7 @@ def dump_of(op, scaling, dbias, *faults):
         part = crop(case, name, outputs[name], whole(setting.shape))
         part[...] = made.reshape(part.shape)
     if dbias:
-        outputs["dbias"] = replay.dbias(slice(0, K))
+        outputs["dbias"] = replay.dbias(slice(0, shape[1]))
     return inputs, outputs
 
 
@@ -134,17 +136,51 @@ def test_functions_from_a_table_are_the_functions(op, dtype):
     inputs = {"dy": normal((96, 64), 1, dtype), "x": x} if op.startswith("d") else {"x": x}
     setting = Setting(Case(op, inputs, None, {}), {}, {})
     region = whole(setting.shape)
+    tabulated, plain = setting.replay(), setting.replay()
+    plain.looked_up = lambda name, numbers: getattr(plain.bound, name)(numbers)
     with np.errstate(all="ignore"):
-        computed = setting.replay().compute(region.rows, slice(6, region.columns.stop))
-        for name in ("value", "derivative", "gate_slope") if gated else ("value", "derivative"):
-            setting.table_of(setting.bound, name, 1 << 17)
-        replay = setting.replay()
-        looked_up = replay.compute(region.rows, slice(6, region.columns.stop))
-        special = replay.compute(region.rows, slice(0, 6))
-    assert computed.tobytes() == looked_up.tobytes()
-    with np.errstate(all="ignore"):
-        expected = Setting(setting.case, {}, {}).replay().compute(region.rows, slice(0, 6))
+        for columns in (slice(6, 40), slice(6, region.columns.stop)):  # of the second some numbers are known
+            looked_up, computed = (replay.compute(region.rows, columns) for replay in (tabulated, plain))
+            assert looked_up.tobytes() == computed.tobytes()
+        special, expected = (replay.compute(region.rows, slice(0, 6)) for replay in (tabulated, plain))
     assert np.array_equal(special, expected, equal_nan=True)
+    assert setting.tables
+
+
+@pytest.mark.parametrize(
+    ("op", "scaling"), [("quantize", STOCHASTIC), ("gelu", RHT), ("quantize", MXFP8)], ids=["random", "transform", "mx"]
+)
+def test_what_replays_share_is_what_each_would_compute(op, scaling):
+    """A replay takes values and codes from those before it: alone it makes the same bits."""
+    inputs, outputs = dump_of(op, scaling, False, shape=(48, 64))
+    case = Case(op, inputs, scaling, {})
+    region = whole(case.matrix_shape)
+    shared, alone = Setting(case, outputs, outputs), Setting(case, outputs, outputs)
+    alone.cache = shared.cache  # what choices are made from
+    candidates = []
+    for convention in CONVENTIONS.values():
+        if not convention.reads:
+            with contextlib.suppress(NotApplicable):
+                candidates += [((convention, choice),) for choice in convention.choices_for(shared.replay())]
+    chosen = np.random.default_rng(0).permutation(len(candidates))
+    pairs = [candidates[i] + candidates[j] for i, j in zip(chosen[0::2], chosen[1::2], strict=False)]
+
+    def run(setting, candidate):
+        replay = setting.replay()
+        try:
+            with np.errstate(all="ignore"):
+                for convention, choice in candidate:
+                    convention.apply(replay, choice)
+                return {name: made.tobytes() for name, made in replay.run(region, list(outputs)).items()}
+        except (NotApplicable, ValueError, LookupError) as error:
+            return type(error)
+
+    assert len(pairs) > 150
+    for candidate in candidates[::2] + pairs[::2]:
+        alone.values_cache.clear()
+        assert run(shared, candidate) == run(alone, candidate), candidate
+    kinds = {key[0] for key in shared.values_cache}
+    assert {"prepared", "codes"} <= kinds
 
 
 @pytest.mark.parametrize("scale", [0.0, 1e-30, 1.0, 1e30, 7e37])
