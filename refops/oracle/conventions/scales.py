@@ -1672,7 +1672,7 @@ def other_scale_format(replay, choice):
 @computing(
     "nan-scale-for-nonfinite",
     "A block with {what} gets a NaN scale{codes}, where TE ignores NaN and clamps infinity.",
-    stage="maximum",
+    stage="block-amax",
     choices=[(what, codes) for what in ("both", "inf", "nan") for codes in ("nan", "own", "zero")],
 )
 def nan_scale_for_nonfinite(replay, choice):

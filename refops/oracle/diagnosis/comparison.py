@@ -86,8 +86,8 @@ class Result:
     rows: object = None
 
     def __add__(self, other):
-        names = {**self.counts, **other.counts}
-        counts = {n: self.counts.get(n, Count()) + other.counts.get(n, Count()) for n in names}
+        both = {name: self.counts[name] + other.counts[name] for name in self.counts.keys() & other.counts.keys()}
+        counts = {**self.counts, **other.counts, **both}
         return replace(self, counts=counts, facts={**self.facts, **other.facts}, made=self.made + other.made)
 
     def of(self, names):
