@@ -421,14 +421,15 @@ class Search:
 
         With `regions` of one's own, what the replay makes there is kept; None where that is too costly.
         """
-        self.setting.whole_halo, self.setting.probing = True, False
+        whole_halo, self.setting.whole_halo = self.setting.whole_halo, True
+        self.setting.probing = False
         try:
             options = {"sums": 1 << 19, "until_hopeless": False, "keep": regions is not None}
             return self.evaluate(result.candidate, regions or self.probes.confirm, **options)
         except NotApplicable:
             return None if regions is not None else result
         finally:
-            self.setting.probing = True
+            self.setting.whole_halo, self.setting.probing = whole_halo, True
 
     def partial(self, confirmed):
         """What explains a large part of a dump that is wrong in many places, and harms nothing."""
