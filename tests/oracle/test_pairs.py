@@ -12,7 +12,7 @@ import refops
 from refops import oracle
 from refops.oracle.conventions import CONVENTIONS
 from refops.oracle.diagnosis.budget import Budget
-from refops.oracle.diagnosis.pairs import Pairs
+from refops.oracle.diagnosis.pairs import EQUAL_PAIRS, Pairs
 from refops.oracle.diagnosis.search import Search
 from refops.oracle.geometry import crop, whole
 from refops.oracle.operation import Case
@@ -145,6 +145,24 @@ def test_functions_from_a_table_are_the_functions(op, dtype):
         special, expected = (replay.compute(region.rows, slice(0, 6)) for replay in (tabulated, plain))
     assert np.array_equal(special, expected, equal_nan=True)
     assert setting.tables
+
+
+def test_pairs_end_soon_after_one_that_makes_all_bits(monkeypatch):
+    op, scaling, dbias, *faults = SLOW["activation"]
+    inputs, outputs = dump_of(op, scaling, dbias, *faults)
+    every, tried = Pairs.tried, []
+
+    def recorded(pairs):
+        for pair in every(pairs):
+            tried.append([result.candidate[0] for result in pair])
+            yield pair
+
+    monkeypatch.setattr(Pairs, "tried", recorded)
+    report = oracle.check(op, inputs, outputs, scaling=scaling)
+    assert report.diagnosis[0].exact
+    found = tried.index([(CONVENTIONS[name], choice) for name, choice in faults])
+    assert found > EQUAL_PAIRS  # else as many pairs again would be no more
+    assert len(tried) <= found + 1 + EQUAL_PAIRS + 1
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from refops.scalings.arithmetic import REFERENCE
 #: Pairs come in the order of their promise: so many are tried; once one explains all of the probes as many again and
 #: `MORE_PAIRS`, for a better one, until `ENOUGH_PAIRS` do. Once one makes all bits of what confirms it, none is better:
 #: `EQUAL_PAIRS` are tried for one that makes the same of more common conventions.
-MOST_PAIRS, MORE_PAIRS, ENOUGH_PAIRS, EQUAL_PAIRS = 1200, 256, 8, 32
+MOST_PAIRS, MORE_PAIRS, ENOUGH_PAIRS, EQUAL_PAIRS = 1200, 256, 8, 192
 #: Share of an array that one of a pair must explain by itself.
 LEADING = 0.25
 #: Stages that leave scales and amaxes as they are: those from the multiplication on.
