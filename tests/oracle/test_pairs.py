@@ -24,8 +24,8 @@ M, K = 224, 352
 MXFP8 = refops.MXFP8Scaling(refops.E4M3)
 RHT = refops.NVFP4Scaling(rht=True)
 STOCHASTIC = refops.NVFP4Scaling(stochastic_rounding=True, seed=7, rht=True)
-#: Processor seconds for a wrong dump of 224 x 352, on a busy machine.
-SECONDS = 3.0
+#: Processor seconds for a wrong dump of 224 x 352: the slowest of 165 took 2.1 where twelve processes shared two cores.
+SECONDS = 2.5
 
 #: What took longest: operation, scaling, whether with dbias, two conventions with their choices, and the names.
 SLOW = {
