@@ -17,8 +17,8 @@ NumPy arrays go through the same kernels, compiled, within `emulated(target="sm_
 GPU; and with NUMBA_ENABLE_CUDASIM=1, set before the import, as Python in a simulator.
 
 The package imports from `refops` what is declared there once: formats, layouts, checks of arguments, and the formulas
-of activations and scales, which are compiled here. Loads, maxima, casts, sums and stores are its own; so the two check
-each other, and others' arrays check the formulas.
+of activations and scales, which are compiled here. Loads, maxima, casts, sums and stores are its own, so the two check
+each other, and arrays of other implementations check the formulas.
 """
 
 import functools
@@ -64,13 +64,13 @@ def __dir__() -> list[str]:
 
 @functools.lru_cache(maxsize=1)
 def _gpu():
-    """The module that runs the calls; imported with the first one, for it needs Numba."""
+    """The module that runs the calls; imported at the first call, because it needs Numba."""
     with explain_missing_numba():
         return importlib.import_module("cuda_kernels.gpu")
 
 
 def _on_gpu(method):
-    """The public function of an `Interface` method: on the device and in the library of its first array."""
+    """The public function for an `Interface` method; it runs on the device and in the library of its first array."""
 
     @functools.wraps(method)
     def call(*args, fast_math=False, **options):

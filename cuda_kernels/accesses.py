@@ -63,7 +63,7 @@ class Request:
 
     @property
     def ways(self):
-        """Different words in the bank that has most: how often shared memory must be asked. 1: no conflict."""
+        """Different words in the busiest bank, and so passes through shared memory. 1: no conflict."""
         words = {offset // BANK for _, offset, _ in self.lanes}
         return max(Counter(word % BANKS for word in words).values())
 
@@ -141,7 +141,7 @@ class Recorder:
         return found
 
     def first_of_each(self):
-        """What the first warp's instructions ask for when they first run, with how often they do."""
+        """What the first warp's instructions ask for when they first run, and how often they run."""
         first, count = {}, Counter()
         for (block, number, place, kind, visit), _ in self._requests.items():
             if (block, number) == ((0, 0, 0), 0):

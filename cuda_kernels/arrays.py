@@ -117,7 +117,7 @@ class Memory:
         return NO_STREAM
 
     def wait_for(self, stream):
-        """Let the work of this memory's stream wait for what a stream, of an array, has been given so far."""
+        """Let the work of this memory's stream wait for all work given so far to an array's stream."""
 
     def scope(self):
         """Context in which the device is current."""
@@ -125,7 +125,7 @@ class Memory:
 
     @contextmanager
     def _made_current(self):
-        """The library's way to choose a device leaves a new thread without a context; the driver's does not."""
+        """Make the context current by the driver: the library's way leaves a new thread without one."""
         with self._library_scope(), device_scope(self.device):
             yield
 
@@ -133,7 +133,7 @@ class Memory:
         return NOTHING
 
     def returned(self, result):
-        """What the caller gets: arrays of his library in place of `Array`, in tuples and dictionaries too."""
+        """What the caller gets: arrays of the caller's library in place of `Array`, in tuples and dictionaries too."""
         if isinstance(result, tuple):
             return tuple(self.returned(one) for one in result)
         if isinstance(result, dict):
@@ -199,7 +199,7 @@ class TorchMemory(Memory):
 
 
 class CupyMemory(Memory):
-    """CuPy arrays; bfloat16 as CuPy has it (ml_dtypes). Work goes to CuPy's current stream."""
+    """CuPy arrays; bfloat16 is ml_dtypes', as in CuPy. Work goes to CuPy's current stream."""
 
     description = "a CuPy array"
 
@@ -317,7 +317,7 @@ class InterfaceMemory(Memory):
 
     @cached_property
     def _stream(self):
-        """The stream as Numba has it: that of a Numba array itself, which stays alive with the results."""
+        """Numba's stream object: that of a Numba array itself, which stays alive with the results."""
         legacy = _legacy_stream()
         if self._handle == LEGACY_STREAM:
             return legacy
@@ -368,7 +368,7 @@ def _has_dlpack(value):
 
 
 class OfDlpack:
-    """An array that offers DLPack alone, as one with a CUDA array interface; its library lets a stream wait for it.
+    """An array that offers only DLPack, as one with a CUDA array interface; its library lets a stream wait for it.
 
     Attributes:
         dtype: its NumPy dtype.
@@ -392,7 +392,7 @@ def _numba_cuda():
 
 @lru_cache(maxsize=1)
 def _legacy_stream():
-    """Numba's legacy default stream: of no context, but of whichever is current."""
+    """Numba's legacy default stream, of whichever context is current."""
     return _numba_cuda().legacy_default_stream()
 
 
@@ -473,7 +473,7 @@ def _as_dtype(host, array):
 
 
 def describe(value):
-    """What an error says of an argument."""
+    """What an error says about an argument."""
     if isinstance(value, np.ndarray):
         return f"a NumPy array, {describe_array(value)}"
     device = getattr(value, "device", None)

@@ -396,7 +396,7 @@ def has_halves(fmt, target):
 def halves_of(fmt, target):
     """Return four functions that decode two codes each, neighbours, but without an instruction for E2M1 four apart.
 
-    E2M1's eight codes are in one word, others, one a byte, in two.
+    E2M1's eight codes are in one word, others, one per byte, in two.
     """
     if fmt == "e2m1":
         make = make_e2m1_halves if has_e2m1(target) else make_e2m1_halves_by_shifts
@@ -405,7 +405,7 @@ def halves_of(fmt, target):
 
 
 def quads_for(fmt, target):
-    """Return the four-at-once encoder that belongs to `pairs_for(fmt, target)`: uint32, FP8 one a byte, FP4 two."""
+    """Return the four-at-once encoder that belongs to `pairs_for(fmt, target)`: uint32, FP8 one per byte, FP4 two."""
     if fmt in ("e4m3", "e5m2") and has_fp8(target):
         return {"e4m3": e4m3_quad_instructions, "e5m2": e5m2_quad_instructions}[fmt]
     return make_quad(pairs_for(fmt, target), 8 if fmt == "e2m1" else 16)
@@ -576,7 +576,7 @@ def e8m0_up(x):
 
 @device
 def e8m0_multiplier(code):
-    """2^(127 - code), what elements are multiplied with before the cast. code <= 254."""
+    """2^(127 - code), what elements are multiplied by before the cast. code <= 254."""
     return as_f32(larger_integer(np.uint32(np.uint32(U32(254) - code) << U32(23)), U32(0x400000)))
 
 

@@ -64,7 +64,7 @@ def find_tool(name):
 
 @cache
 def tool_version(name):
-    """What the tool says of itself."""
+    """The version that the tool reports."""
     return _run(find_tool(name), "--version")
 
 
@@ -118,7 +118,7 @@ def architecture(target):
 
 @contextmanager
 def pretended_device(target):
-    """Numba asks the current device for its capability where an overload is compiled; there is none."""
+    """Stand in for the current device, whose capability Numba asks for when it compiles an overload."""
     device = SimpleNamespace(compute_capability=tuple(target[:2]))
     with mock.patch("numba.cuda.dispatcher.get_current_device", lambda: device):
         yield
@@ -164,7 +164,7 @@ class Measured:
 
     Attributes:
         name, target, fast_math: which kernel.
-        registers, stack, spill_stores, spill_loads, shared: bytes, but for the registers; as ptxas says.
+        registers, stack, spill_stores, spill_loads, shared: bytes (registers: a count), as reported by ptxas.
         instructions: of the whole kernel, padding excluded, calls included.
         called: those of them in subroutines that ptxas keeps out of line (slow paths of divisions).
         accesses: opcode -> count of global memory accesses, for example {"LDG.E.128": 2}; constant and cache-hint
@@ -256,7 +256,7 @@ _WIDTHS = ("U8", "S8", "U16", "S16", "64", "128", "256")
 
 
 def access_of(opcode):
-    """Of LDG.E.128.CONSTANT what counts, LDG.E.128; None for what is no global access."""
+    """The part of LDG.E.128.CONSTANT that counts, LDG.E.128; None for anything but a global access."""
     name, *suffixes = opcode.split(".")
     if name not in ("LDG", "STG"):
         return None
@@ -269,7 +269,7 @@ def _number(pattern, text):
 
 
 def unused_arguments(ptx, used):
-    """Names of the arguments of `used` (number -> name) that the kernel never reads: what they were for is lost."""
+    """Names of the arguments of `used` (number -> name) that the kernel never reads, so that their purpose is lost."""
     read = {int(number) for number in re.findall(r"ld\.param\.\w+\s+%\w+, \[\w+_param_(\d+)\]", ptx)}
     return [name for number, name in used.items() if number not in read]
 
@@ -346,7 +346,7 @@ def budget_of(entry, target, fast_math):
 
 
 def catalogue(pattern="*"):
-    """Entries of `cuda_kernels.catalogue` whose name has the pattern: shell wildcards, or any part of the name."""
+    """Entries of `cuda_kernels.catalogue` whose name matches: shell wildcards, or any part of the name."""
     from cuda_kernels.catalogue import catalogue as every
 
     wanted = pattern if any(sign in pattern for sign in "*?[") else f"*{pattern}*"
@@ -371,7 +371,7 @@ def compile_entry(entry, target, fast_math):
 
 
 def on_disk(key, target, make):
-    """`Measured` for a key, made by `make`, or from the disk where sources and compilers are unchanged."""
+    """`Measured` for a key, from disk if sources and compilers are unchanged, else made by `make`."""
     key = (*key, find_tool("ptxas"), tool_version("ptxas"))
     plain = json.loads(ptx_cache.get(key, target, lambda: json.dumps(asdict(make()))))
     return Measured(**{**plain, "target": tuple(target)})

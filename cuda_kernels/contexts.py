@@ -1,4 +1,4 @@
-"""Which device is current, on which one memory lies, and the order of work in two streams, asked of the driver.
+"""What the driver knows: which device is current, where memory lies, and the order of work in two streams.
 
 Nothing is remembered here: a context may be destroyed and made again, and the driver gives handles out again.
 """
@@ -15,14 +15,14 @@ NO_STREAM, LEGACY_STREAM, PER_THREAD_STREAM = 0, 1, 2
 
 @lru_cache(maxsize=1)
 def cuda_core():
-    """The module `cuda.core`, by its older name where it is older than 0.5."""
+    """The module `cuda.core`, under its older name before 0.5."""
     core = importlib.import_module("cuda.core")
     return core if hasattr(core, "launch") else importlib.import_module("cuda.core.experimental")
 
 
 @lru_cache(maxsize=1)
 def driver():
-    """The module `cuda.bindings.driver`, by its older name where it is older than 12.8."""
+    """The module `cuda.bindings.driver`, under its older name before 12.8."""
     try:
         return importlib.import_module("cuda.bindings.driver")
     except ModuleNotFoundError:
@@ -35,7 +35,7 @@ def _device_ordinal():
 
 
 def _required(answer):
-    """The values of a driver's answer, after its code.
+    """The values of a driver's answer, without its code.
 
     Raises:
         RuntimeError: the driver refused the call.
@@ -56,7 +56,7 @@ def is_current(number):
 
 
 def device_scope(number):
-    """A context manager in which a device is current, and after which the one before is, or again none."""
+    """A context manager in which a device is current; afterwards the previous one, if any, is current again."""
     return NOTHING if is_current(number) else _pushed(number)
 
 
@@ -104,7 +104,7 @@ def same_stream(one, other):
 
 
 def wait_for_stream(stream, earlier):
-    """Let later work of a stream wait for what another stream, of the same device, has been given so far."""
+    """Let later work of a stream wait for all work given so far to another stream of the same device."""
     if same_stream(stream, earlier):
         return
     cuda = driver()

@@ -1,4 +1,4 @@
-"""The copies of a quantized tensor that are to be made by blocks, as families of kernels see them.
+"""The copies of a quantized tensor that are made by blocks, as families of kernels see them.
 
 Everything that an earlier kernel must compute, amaxes and what they become for all blocks, is there.
 """

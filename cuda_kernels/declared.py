@@ -1,4 +1,4 @@
-"""Functions of declarations as device functions: where a compiler refuses one, the error says whose it is.
+"""Functions of declarations as device functions; if a compiler refuses one, the error says whose it is.
 
 Formulas and scale rules are written in a vocabulary, and nothing but a compiler finds out that one leaves it: NumPy,
 the simulator among them, runs all of NumPy. Numba's own message is long, and about whatever was compiled around it.
@@ -24,7 +24,7 @@ def device_of(owner, vocabulary, function):
 
 @contextmanager
 def explain_declared(function):
-    """Turn what the compiler says of `function` into a `NoKernelsError`, if a declared function in it is the cause."""
+    """Turn a compiler's error about `function` into a `NoKernelsError`, if a declared function in it is the cause."""
     try:
         yield
     except Exception as error:  # Numba and numba-cuda have classes of their own

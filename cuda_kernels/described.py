@@ -1,4 +1,4 @@
-"""What decides what a call does, and plans that are kept by it: on a GPU (`plans`) and on the CPU (`host.calls`).
+"""What determines what a call does, and the plans kept under it: on a GPU (`plans`) and on the CPU (`host.calls`).
 
 A call is described by its settings and by what its arrays are, never by the numbers in them.
 """
@@ -20,7 +20,7 @@ PLAIN = {str, bool, int, float, type(None), type}
 
 
 def describe(values, key, arrays, kinds, quantized, arrays_of):
-    """Add arguments to the key, or to the arrays; False where one of them can be neither.
+    """Add arguments to the key or to the arrays; False if one of them can be neither.
 
     Args:
         kinds: type of arrays -> what the key says of it.
@@ -58,14 +58,14 @@ def describe(values, key, arrays, kinds, quantized, arrays_of):
 
 
 def which_are_one(arrays):
-    """For each array the number of the first that is the same: a plan finds them by what they are."""
+    """For each array, the number of the first array that is the same object."""
     first: dict[int, int] = {}
     return [first.setdefault(id(array), number) for number, array in enumerate(arrays)]
 
 
 @cache
 def _defaults_at_run_time(kind):
-    """(name, default) of the fields of a class of scalings that no compiled code depends on."""
+    """(name, default) of the fields of a class of scalings on which no compiled code depends."""
     return tuple((one.name, one.default) for one in fields(kind) if one.name in kind.at_run_time)
 
 

@@ -1,4 +1,4 @@
-"""One direction of a scaling as code is compiled for it, and where its data and scales lie.
+"""One direction of a scaling, as code is compiled for it, and where its data and scales lie.
 
 `Direction` is what kernels, loops and caches know of a scaling: everything about places follows from its `Layout`.
 Seen along a direction the inner dimension is the one that blocks run along; data that are stored transposed have their
@@ -93,7 +93,7 @@ class Direction:
 
     @property
     def powers_of_two(self):
-        """Whether what elements are multiplied with is a power of two, whatever the tensor holds."""
+        """Whether the multiplier of elements is a power of two, whatever the tensor holds."""
         fmt = self.layout.scale_format
         return fmt is not None and fmt.mantissa_bits == 0 and not self.layout.two_level
 
@@ -123,7 +123,7 @@ class Direction:
         return rules_of(self.scaling, target)
 
     def factor(self, target=None):
-        """f(coded, outer, inner) -> what the value of an element's code is multiplied with; see `operands.Coded`."""
+        """f(coded, outer, inner) -> what the value of an element's code is multiplied by; see `operands.Coded`."""
         return _factor(self, target)
 
     def load_scale(self):
@@ -138,7 +138,7 @@ class Direction:
         return _amax(self.by_outer)
 
     def scale_block(self, target=None):
-        """f(block_amax, out, outer, inner, left) -> what elements of the block are multiplied with.
+        """f(block_amax, out, outer, inner, left) -> what elements of the block are multiplied by.
 
         What the rule stores of it is stored by the thread that owns the block's first element (of squares in columns of
         data that lie along the rows: as `put_scales_of_columns` says). Arguments are those of `block_scale` and
@@ -147,7 +147,7 @@ class Direction:
         return _scale_block(self, target)
 
     def block_scale(self, target=None):
-        """f(block_amax, out, outer, left) -> (what is stored for a block, what its elements are multiplied with).
+        """f(block_amax, out, outer, left) -> (what is stored for a block, what its elements are multiplied by).
 
         `out` is an `operands.Blocks` or `TwoLevel`; `left` is positive where `outer` is a row of the matrix.
         """
@@ -174,7 +174,7 @@ class Direction:
     def candidates(self, target=None):
         """f(block_amax, amax, out) -> two candidates that a block can be cast with, (stored, multiplier, value).
 
-        What is stored of a scale, what elements are multiplied with, the value of what is stored. `amax` is that of the
+        What is stored of a scale, what elements are multiplied by, the value of what is stored. `amax` is that of the
         tensor, or of the row, that the block lies in.
         """
         return _candidates(self, target)
@@ -184,7 +184,7 @@ class Direction:
         return _error(self, target)
 
     def error_of_value(self, decode, target=None):
-        """f(x, multiplier, scale, amax) -> the same, where the value of the stored scale is known already.
+        """f(x, multiplier, scale, amax) -> the same, if the value of the stored scale is known already.
 
         `decode` gives the value of an element's code.
         """
@@ -309,7 +309,7 @@ def _shared_scale(direction):
 
 @cache
 def _store_scale(direction):
-    """Unsigned, an index is never counted from the end."""
+    """Store a scale. The index is unsigned: a signed one could be counted from the end."""
     index, kind = direction.scale_index, direction.scale_type
 
     @device

@@ -1,4 +1,4 @@
-"""exp, tanh and the reciprocal of float32: the GPU's own on a GPU, polynomials that LLVM vectorises elsewhere.
+"""exp, tanh and the reciprocal of float32: the GPU's own on a GPU, elsewhere polynomials that LLVM vectorises.
 
     accurate    `exp`, `tanh`, `reciprocal`: CUDA's expf and tanhf (at most 2 ulp) and the correctly rounded 1 / x, as
                 TransformerEngine's kernels have them. Off the GPU: float32 polynomials, at most 1 and 1.5 ulp.

@@ -1,4 +1,4 @@
-"""What is missing, said so that the reader knows what to install or change."""
+"""Errors about what is missing, which say what to install or change."""
 
 from contextlib import contextmanager, suppress
 from importlib import metadata
@@ -27,12 +27,12 @@ class NoGPUError(RuntimeError):
 
 
 class NoKernelsError(TypeError, NotImplementedError):
-    """What `refops` computes and no kernel does: a scaling of another kind, or a formula beyond the vocabulary."""
+    """`refops` computes it, but no kernel does: a scaling of another kind, or a formula beyond the vocabulary."""
 
 
 @contextmanager
 def explain_missing_numba():
-    """Say what to install where Numba is missing."""
+    """Say what to install if Numba is missing."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -59,7 +59,7 @@ def explain_missing():
 
 
 def require_numba_cuda():
-    """Raise NoGPUError where numba would fall back to its stale built-in `numba.cuda`."""
+    """Raise NoGPUError if numba would fall back to its stale built-in `numba.cuda`."""
     from numba import cuda
 
     implementation = getattr(cuda, "implementation", "built-in")
@@ -97,7 +97,7 @@ def _remedy(said, ptx):
 
 
 def _newer_linker(version):
-    """Of PTX that the linker is too old for."""
+    """The remedy for PTX that the linker is too old for."""
     compiler, linker, release = _compiler_package(), _linker_version(), ""
     if compiler:
         release = ">=" + ".".join(compiler[1].split(".")[:2])
@@ -111,7 +111,7 @@ def _newer_linker(version):
 
 
 def _compiler_package():
-    """(name, version) of the wheel that NVVM lies in, None where it is of no wheel."""
+    """(name, version) of the wheel that contains NVVM; None if no wheel does."""
     path = ptx_cache.compiler_paths().get("nvvm")
     for package in COMPILER_PACKAGES:
         with suppress(metadata.PackageNotFoundError):
@@ -122,7 +122,7 @@ def _compiler_package():
 
 
 def _linker_version():
-    """(major, minor) of nvJitLink, None where there is none that cuda.core uses."""
+    """(major, minor) of the nvJitLink that cuda.core uses; None if there is none."""
     try:
         from cuda.bindings import nvjitlink
 
@@ -132,6 +132,6 @@ def _linker_version():
 
 
 def _linker():
-    """What links: nvJitLink, or the driver where that is missing."""
+    """What links: nvJitLink, or the driver if that is missing."""
     version = _linker_version()
     return f"nvJitLink {version[0]}.{version[1]}" if version else "the driver (there is no nvJitLink)"

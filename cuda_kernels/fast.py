@@ -79,7 +79,7 @@ NUMBERS = Arithmetic(
 
 #: 1 to the reference's last bit; see `make_sigmoids`.
 ALMOST_ONE = 1 - 2.0**-24
-#: Here tanh is 1 but for 2.3e-7. Up to here it is y P(y^2) / Q(y^2), relative error below 3.2e-7: minimax.
+#: Here tanh is 1 to within 2.3e-7. Up to here it is y P(y^2) / Q(y^2), relative error below 3.2e-7: minimax.
 TANH_END = F(8)
 TANH_P = 0.9999998807907104, 0.12925663590431213, 0.002951023168861866, 1.1428416655689944e-05
 TANH_Q = 1.0, 0.4625887870788574, 0.02381555177271366, 0.00023866906121838838, 2.4592085878794023e-07

@@ -52,7 +52,7 @@ from refops.scalings.arithmetic import REFERENCE
 
 
 def family_of(scaling):
-    """The family, a module of `families`, that casts by blocks of a scaling: a question of its layout and its hooks."""
+    """The module of `families` that casts by blocks of a scaling; its layout and hooks decide."""
     layout = scaling.layout
     if direction_of(scaling, False).rules().choice is not None:
         return four_over_six
@@ -70,7 +70,7 @@ def call(method, signature, args, options, fast_math):
 
     Args:
         method, signature: the method and its signature, `self` first.
-        args, options: its arguments but for `self`. fast_math: bool.
+        args, options: its arguments without `self`. fast_math: bool.
 
     Returns:
         Its result, arrays as those of the caller's library.
@@ -167,12 +167,12 @@ class GPU(Backend):
         self.launcher.launch(spec, values, *spec.grid(*shape), stream)
 
     def whole(self, front, owned, *stored):
-        """Whether rows consist of whole aligned accesses of so many elements, in all that is read and `stored`."""
+        """Whether all that is read and `stored` has rows of whole, aligned accesses of a number of elements."""
         arrays = [a for a in (front.x, front.dy, *stored) if a is not None]
         return all(a.aligned for a in arrays) and front.width % owned == 0 and front.matrix_shape[1] % owned == 0
 
     def column_sums(self, front, dbias, *, stored=None, out=None, rounded=False, sums_rounded=False):
-        """Fill `dbias` (K,) with the sums of columns, and on the way store the values, in one read.
+        """Fill `dbias` (K,) with the sums of columns and store the values, in one read.
 
         Args:
             front: what is computed. dbias: array, of any dtype.
@@ -240,7 +240,7 @@ class GPU(Backend):
         return numpy_dtype(front.storage)
 
     def _blocks(self, job):
-        """Cast by blocks: where nothing is transposed and no amax is needed first, at once, else what was stored.
+        """Cast by blocks: directly if nothing is transposed and no amax is needed first, else after storing the values.
 
         The kernels that cast at once sum what is not rounded.
         """
@@ -386,7 +386,7 @@ class GPU(Backend):
 
 @lru_cache(maxsize=512)
 def _without_kernels(scaling):
-    """What a scaling that the CPU has code for would need to have kernels, "" where it has them."""
+    """What keeps a scaling that runs on the CPU from having kernels; "" if it has them."""
     layout, path = scaling.layout, scaling.path
     hooks = scaling.random is not None or scaling.hadamard is not None or scaling.choice(REFERENCE) is not None
     if hooks and not layout.columnwise_transposed:

@@ -1,4 +1,4 @@
-"""The public calls of every backend: what is checked, rounded where, allocated. No arithmetic on tensors.
+"""The public calls of every backend: checks, the places of roundings, allocation. No arithmetic on tensors.
 
 `Interface(backend)` has the calls of `refops` with the same signatures, checks and messages. A backend (`host` on the
 CPU, kernels on a GPU) computes; `Backend` lists what it must offer. Which values TE's kernel path rounds before the
@@ -83,7 +83,7 @@ class Job:
 
 
 class Backend:
-    """What `Interface` needs of a backend. Arrays are the backend's own; dtypes are names ("bfloat16", "uint8")."""
+    """What `Interface` needs from a backend. Arrays are the backend's own; dtypes are names ("bfloat16", "uint8")."""
 
     def arithmetic(self, given):
         """Return what activations are computed in where a caller gave `arithmetic`, raising ValueError for others."""
@@ -139,7 +139,7 @@ class Backend:
         raise NotImplementedError
 
     def without_kernels(self, scaling):
-        """What a scaling that some backend has kernels for would need to have this one's, "" where it has them."""
+        """What keeps a scaling that has kernels elsewhere from having this backend's; "" if it has them."""
         return ""
 
     def quantized(self, fields, scaling, shape, storage, swizzled):
@@ -232,7 +232,7 @@ class Interface(Generic[ArrayT, QuantizedT]):
         x, row_scales = self.backend.tensor(x, "x"), self.backend.tensor(row_scales, "row_scales")
         width, m = _output_width(x, bound.gated), math.prod(x.shape[:-1])
         if math.prod(row_scales.shape) != m:
-            raise ValueError(f"row_scales must have one entry a row, {m}; got shape {row_scales.shape}")
+            raise ValueError(f"row_scales must have one entry per row, {m}; got shape {row_scales.shape}")
         g = _require_interleave(glu_interleave_size, bound.gated, width)
         options = {"row_scales": self.backend.widened(row_scales).array, "interleave": g}
         options["arithmetic"] = self.backend.arithmetic(arithmetic)
@@ -591,7 +591,7 @@ also "fast"."""
 
 
 def _with_the_reference_s_docstrings(interface):
-    """Let help() on a call show the arguments, results and errors, which are those of the call of the same name."""
+    """Let help() on a call show the arguments, results and errors of the call of the same name in `refops`."""
     for name, method in vars(interface).items():
         reference = getattr(refops, name, None)
         if reference is not None and not name.startswith("_"):
@@ -609,7 +609,7 @@ BLOCKS = (16, 32, 64, 128)
 
 
 def _require_kernels(scaling, backend):
-    """Raise TypeError for what is no scaling, `NoKernelsError` for one that a backend's kernels cannot make."""
+    """Raise TypeError for anything but a scaling, `NoKernelsError` for one that a backend's kernels cannot make."""
     reason = _without_kernels(require_scaling(scaling)) or backend.without_kernels(scaling)
     if reason:
         raise NoKernelsError(f"scaling must be one that has kernels: {reason}; got {shown(scaling)}")
@@ -617,7 +617,7 @@ def _require_kernels(scaling, backend):
 
 @lru_cache(maxsize=512)
 def _without_kernels(scaling):
-    """What a scaling would need to have kernels, "" where it has them."""
+    """What keeps a scaling from having kernels; "" if it has them."""
     layout, fmt = scaling.layout, scaling.fmt
     if fmt not in ELEMENT_FORMATS:
         return f"elements in one of {', '.join(map(str, ELEMENT_FORMATS))}"

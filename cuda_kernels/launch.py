@@ -150,7 +150,7 @@ _compiling = threading.RLock()
 
 
 class Prepared(NamedTuple):
-    """A launch but for its stream.
+    """A launch without its stream.
 
     Attributes:
         kernel, config: as `cuda.core.launch` takes them.

@@ -1,4 +1,4 @@
-"""Compile messages: one short line on stderr for what is compiled once and then kept on disk.
+"""Compile messages: one short line on stderr for each loop or kernel that is compiled once and kept on disk.
 
 `logging.getLogger("cuda_kernels").setLevel("WARNING")` silences them; a program that has set the logger up itself keeps
 its own way.

@@ -1,4 +1,4 @@
-"""Teaching kernels: each family once as simply as it can be written, then with its memory accesses in order.
+"""Teaching kernels: each family first as simply as it can be written, then with its memory accesses in order.
 
     naive        a thread computes one element, or one block of a scale; no vectors, no shared memory
     coalesced    the threads of a warp touch neighbouring addresses (left out where the naive kernel's do)

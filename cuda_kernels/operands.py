@@ -1,4 +1,4 @@
-"""What goes into a kernel and what it fills: tuples of operands, the front half of an operation, and `Spec`, a kernel.
+"""What a kernel reads and fills: tuples of operands, the front half of an operation, and `Spec`, a kernel.
 
 The same field names serve GPU kernels (fields are pointers), the simulator (checked pointers) and CPU code (arrays).
 """
@@ -44,13 +44,13 @@ Recorded = namedtuple("Recorded", "data amax outer inner")
 #:   data              codes
 #:   scale_inv         float32 (1,): gets `stored`
 #:   amax              float32 (1,) as int32 bits, zero at the start: the largest magnitude is recorded here
-#:   multiplier        float32, what elements are multiplied with
+#:   multiplier        float32, what elements are multiplied by
 #:   stored            float32, what is stored of it
 KnownScale = namedtuple("KnownScale", "data scale_inv amax multiplier stored outer inner")
 
 #: Codes under one scale that an earlier kernel computed. Field, meaning:
 #:   data              codes
-#:   scale             float32 (1,): what elements are multiplied with
+#:   scale             float32 (1,): what elements are multiplied by
 InMemory = namedtuple("InMemory", "data scale outer inner")
 
 #: Codes with a scale for each block. Field, meaning:
@@ -131,7 +131,7 @@ ACCURATE, FAST, EXACT = ARITHMETICS = "accurate", "fast", "exact"
 
 
 class Bits(str, Enum):
-    """Where the bits of stochastic rounding come from: a generator, or an array of the caller's."""
+    """Where the bits of stochastic rounding come from: a generator, or the caller's array."""
 
     PHILOX = "philox"
     GIVEN = "given"
@@ -145,7 +145,7 @@ class Values:
         kind: identity, an activation, or its gradient.
         activation: its name, None for identity.
         storage: dtype of what is read.
-        row_scaled: every row is multiplied with a scale of its own.
+        row_scaled: every row is multiplied by a scale of its own.
         interleaved: rows of gated activations are [act 0:g | gate 0:g | act g:2g | ...].
         arithmetic: one of `ARITHMETICS`.
     """

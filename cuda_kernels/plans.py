@@ -1,4 +1,4 @@
-"""Calls that were made before: what they allocated and launched is done again, and nothing else.
+"""Repeat calls that were made before: only what they allocated and launched is done again.
 
 What a call does on a GPU follows from the description of its arguments (settings, shapes, dtypes, alignment, device),
 never from the numbers in its arrays. So the first call of a description is recorded while it runs, and a later one is
@@ -55,7 +55,7 @@ class Call(NamedTuple):
 
 
 def seen(method, args, options, fast_math):
-    """Return the `Call` of a method with arguments, None where it cannot have a plan."""
+    """Return the `Call` of a method with arguments; None if it cannot have a plan."""
     if type(fast_math) is not bool:
         return None
     key, arrays = [method, fast_math, len(args), *options], []
@@ -83,7 +83,7 @@ def seen(method, args, options, fast_math):
 
 
 def plan_of(call):
-    """Return the `Plan` of a call that was recorded before, None of another one."""
+    """Return the `Plan` of a call that was recorded before, None for any other."""
     return PLANS.get(call.key)
 
 
@@ -238,7 +238,7 @@ class RecordingMemory(Memory):
         return self._memory.stream()
 
     def from_numpy(self, array):
-        """A copy on the device, of numbers that another call may not have."""
+        """A copy on the device, of numbers that may differ in another call."""
         self._recording.whole = False
         return self._memory.from_numpy(array)
 

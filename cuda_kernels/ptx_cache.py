@@ -98,7 +98,7 @@ def compiler_files():
 
 
 def file_identity(path):
-    """What a file is, wherever it lies and whenever it was copied there: its size and a digest of pages spread over it.
+    """A file's identity, independent of its place and date: its size and a digest of pages spread over it.
 
     Where it cannot be read, that is a name for the system's own search, the name.
     """

@@ -30,7 +30,7 @@ VOCABULARY = "refops/scalings/arithmetic.py"
 
 @ptx("mov.b32 $0, $1;", "=f,f", F, F)
 def settled(x):
-    """x, whose product no addition is contracted with."""
+    """x, such that its product is not contracted with an addition."""
     return x
 
 
@@ -64,7 +64,7 @@ def make_quotient(limit):
 def make_power_of_two_quotient(limit):
     """Return `make_quotient` with the mantissa cleared, without a division.
 
-    The bits of two positive floats differ by the bits of their quotient, but for its mantissa: where the mantissa of
+    The bits of two positive floats differ by the bits of their quotient, except for its mantissa: where the mantissa of
     `limit` is the smaller one, the difference borrows from the exponent, which is one less, as the quotient's is. Its
     rounding does not matter: a quotient below a power of two is at least 2^-24 of it below, so rounds below it.
     That takes a normal amax; of a subnormal one the quotient is infinite, if `limit` is at least 4.

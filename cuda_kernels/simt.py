@@ -1,4 +1,4 @@
-"""The vocabulary that kernels and scalar functions are written in, with one meaning in three homes.
+"""The vocabulary of kernels and scalar functions, with one meaning in three places.
 
     on a GPU          Numba compiles to PTX; `ptx` functions are one instruction, `load_words` one 16-byte access
     on a CPU          Numba compiles the same `device` functions with LLVM (`cuda_kernels.host`)
@@ -125,7 +125,7 @@ else:
         return f"{value.dtype} {value.tobytes().hex()}" if isinstance(value, np.ndarray) else repr(value)
 
     def _text(code, names):
-        """Of a function: its bytecode, its constants and those of its module."""
+        """A function's text: its bytecode, its constants and those of its module."""
         inner = [_text(one, names) if hasattr(one, "co_code") else repr(one) for one in code.co_consts]
         numbers = [repr(names[name]) for name in code.co_names if isinstance(names.get(name), np.number | int | float)]
         return f"{code.co_code.hex()} {code.co_names} {inner} {numbers}"
@@ -200,7 +200,7 @@ else:
 
     @contextmanager
     def each_rounded():
-        """Let NVVM make no multiply-add of a product and a sum, in the context; other threads compile after it."""
+        """A context in which NVVM contracts no product and sum to a multiply-add; other threads compile after it."""
         from numba.cuda import compiler
         from numba.cuda.cudadrv import nvvm
 
@@ -275,7 +275,7 @@ else:
     )
 
     def _address(builder, size, pointer, row, stride, column):
-        """Of pointer[row * stride + column], elements of 1, 2 or 4 bytes: a column's address is found once."""
+        """The address of pointer[row * stride + column], elements of 1, 2 or 4 bytes; a column's is found once."""
         base = builder.ptrtoint(builder.gep(pointer, [builder.zext(column, _ADDRESS)]), _ADDRESS)
         factors = builder.shl(row, _WORD(size // 4)), builder.shl(stride, _WORD(min(size // 2, 1)))  # below 2^32
         function = ir.FunctionType(_ADDRESS, [_WORD, _WORD, _ADDRESS])
@@ -432,7 +432,7 @@ def larger_magnitude(a, x):
 
 @ptx("set.le.f32.f32 $0, $1, $2;", "=f,f,f", F, F, F)
 def is_at_most(x, limit):
-    """1 where x <= limit, else 0: a mask to multiply with."""
+    """1 where x <= limit, else 0: a mask to multiply by."""
     return select(x <= limit, F(1), F(0))
 
 

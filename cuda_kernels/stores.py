@@ -206,7 +206,7 @@ def given_words(out, outer, inner):
 
 @cache
 def make_store_at_random(source, whole, target):
-    """Return `store(v, out, outer, inner, left)`: eight E2M1 codes, two a byte, stochastically.
+    """Return `store(v, out, outer, inner, left)`: eight E2M1 codes, two per byte, stochastically.
 
     `out` is a `Stochastic`, `source` the `Direction.random`.
     """

@@ -1,4 +1,4 @@
-"""A tile of a matrix in shared memory, where rows turn into columns: how it lies there, and who reads and writes what.
+"""A tile of a matrix in shared memory, where rows become columns: its layout, and who reads and writes what.
 
 256 threads own 128 rows x 128 columns (x 64 where a word holds one float32). Along the rows a thread puts in, or takes
 out, eight neighbours of a row; down the columns it takes eight neighbours of a column. No two threads of a warp want
@@ -56,7 +56,7 @@ def place_in_tile(row, word):
 
 @device
 def unsigned(place):
-    """An index that is not negative as Numba sees it too, which would wrap a signed one around at 0."""
+    """A non-negative index as an unsigned number: Numba would wrap a signed one around at 0."""
     return np.uint64(place)
 
 

@@ -449,7 +449,7 @@ def make_round(storage, target):
 
 @cache
 def make_load_codes(fmt, packed):
-    """Return `load(pointer, i, valid)`: the float32 values of eight codes from element `i` on; `packed` two a byte."""
+    """Return `load(pointer, i, valid)`: the float32 values of eight codes from element `i`; `packed` two per byte."""
     decode = casts.DECODERS[fmt]
 
     @device
@@ -467,7 +467,7 @@ def make_load_codes(fmt, packed):
 def make_load_sixteen_codes(fmt, packed, whole, target):
     """Return `load(pointer, i, left)`: the float32 values of sixteen codes from element `i` on, as two vectors.
 
-    `packed` ones lie two a byte. Whole ones are one access; `left` is positive.
+    `packed` ones lie two per byte. Whole ones are one access; `left` is positive.
     """
     in_bytes = fmt == "e2m1" and not packed  # `make_decode` takes two of E2M1 from a byte
     decode = make_decode_bytes(casts.DECODERS[fmt]) if in_bytes else make_decode(fmt, target)
@@ -509,7 +509,7 @@ def _pair_of_codes(fmt, target):
 
 @cache
 def make_store_codes(fmt, packed, whole, target):
-    """Return `store(v, pointer, (row, stride, column), left)`: eight codes, one a byte or (`packed`, FP4) two.
+    """Return `store(v, pointer, (row, stride, column), left)`: eight codes, one per byte or (`packed`, FP4) two.
 
     Rows of packed codes are whole vectors, so `left` is at least 8 or not positive; guarded means any address there.
     """
@@ -583,7 +583,7 @@ def make_cast_sixteen(fmt, packed, whole, target):
 
 @cache
 def make_decode(fmt, target):
-    """Return `decode(low, high)`: the values of eight codes, one a byte; E2M1's are in one word, which is both."""
+    """Return `decode(low, high)`: the values of eight codes, one per byte; E2M1's are in one word, which is both."""
     if not casts.has_halves(fmt, target):
         return make_decode_bytes(casts.DECODERS[fmt])
     first, second, third, fourth = casts.halves_of(fmt, target)

@@ -156,7 +156,7 @@ class _Products(BoundActivation):
 
 
 def products():
-    """What is multiplied with the slopes, and in which order: [(what, text)]."""
+    """What is multiplied by the slopes, and in which order: [(what, text)]."""
     gated, unary = (_Products(ACTIVATIONS[name], {}) for name in ("swiglu", "silu"))
     dy, x, act, gate = map(Term, ("dy", "x", "act", "gate"))
     scaled = dy * Term("row_scale")

@@ -173,7 +173,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _hint(name: str) -> str:
-    """Where a name that is not here is, or which one is like it. `from fuser import module` asks for modules first."""
+    """Where a missing name is, or which one is like it. `from fuser import module` asks for modules first."""
     if name.startswith("_") or importlib.util.find_spec(f"fuser.{name}") is not None:
         return ""
     with contextlib.suppress(ImportError):  # without torch

@@ -1,4 +1,4 @@
-"""Whose memory a tensor is: what may be written into or marked, and copies where two would use the same memory.
+"""Who owns a tensor's memory: what may be written to or marked, and copies where two would share memory.
 
 A caller's tensor carries no mark after a call, and an operation that works in place changes nothing that another holds.
 """
@@ -69,7 +69,7 @@ def tensors_in(basic_op_kwargs: Iterable[dict[str, Any]]) -> list[torch.Tensor]:
 
 
 def without_view(output: Any, given: Sequence[Any]) -> Any:
-    """`output` as autograd lets the caller change it in place: no view, unless of memory that the caller gave.
+    """`output` in a form that autograd lets the caller change in place: no view, unless of memory that the caller gave.
 
     The alias shares the version counter, so that a change of what an operation saved is still an error in backward.
     """
@@ -88,7 +88,7 @@ def requiring_grad(extra_output: Any, unmarked: Sequence[Any]) -> Any:
 
 
 def writable(tensor: torch.Tensor, op: FusibleOperation) -> torch.Tensor:
-    """What a channel carries, as `op` may use it: a copy if it works in place. Others hold, or saved, the same memory.
+    """What a channel carries, as `op` may use it: a copy if it works in place, because others use the same memory.
 
     TE hands over the memory itself; an in-place residual then changes what the operations in between saved.
     """

@@ -11,7 +11,7 @@ What decides, the first that says anything:
 3. the environment variable FUSER_PRODUCTS;
 4. "float32".
 
-A backward pass has what its forward pass had, wherever it is called and whatever the variable holds by then, and so has
+A backward pass does as its forward pass did, wherever it is called and whatever the variable holds by then, and so has
 what `fuser.checkpoint` computes again.
 `fuser.gemm` says which operands a card multiplies, and how.
 """
@@ -55,7 +55,7 @@ class Products:
     promotion: Promotion = "split"
 
     def promoting(self, use_split_accumulator: bool) -> dict[str, Any]:
-        """The arguments of `refops.gemm` for a product whose `MMParams` say so."""
+        """The arguments of `refops.gemm` for a product, given its `use_split_accumulator`."""
         if self.promotion == "split":
             return {"use_split_accumulator": use_split_accumulator}
         return {"use_split_accumulator": self.promotion is not None, "split_interval": self.promotion}
@@ -71,7 +71,7 @@ _variable_then: ContextVar[str | None] = ContextVar("fuser_products_variable", d
 
 
 def products(name: str, *, promotion: Promotion = "split") -> AbstractContextManager[Products | None]:
-    """Return a context manager (and decorator): products of its block are computed as on a card.
+    """Return a context manager (and decorator) in which products are computed as on a card.
 
     It nests, and holds for the current thread or task alone (a `contextvars.ContextVar`). A backward pass has what its
     forward pass had.
@@ -96,7 +96,7 @@ def products(name: str, *, promotion: Promotion = "split") -> AbstractContextMan
 
 @contextmanager
 def products_in_force(selected: Products | None) -> Iterator[Products | None]:
-    """As `products`, for what `said_products` returned; None: outside of every scope."""
+    """Like `products`, for what `said_products` returned; None: outside of every scope."""
     token = _selected.set(selected)
     try:
         yield selected
@@ -105,13 +105,13 @@ def products_in_force(selected: Products | None) -> Iterator[Products | None]:
 
 
 def settings_of_products() -> tuple[Products | None, str]:
-    """What the innermost scope says, None outside, and what FUSER_PRODUCTS holds: for `products_again`."""
+    """What the innermost scope says (None outside) and what FUSER_PRODUCTS holds, for `products_again`."""
     return _selected.get(), _variable()
 
 
 @contextmanager
 def products_again(settings: tuple[Products | None, str]) -> Iterator[None]:
-    """Scope and variable as `settings_of_products` returned them; a recipe decides between them, as it did then."""
+    """Restore the scope and variable that `settings_of_products` returned; a recipe takes its place between them."""
     selected, variable = settings
     token = _variable_then.set(variable)
     try:
@@ -127,7 +127,7 @@ def _variable() -> str:
 
 
 def said_products() -> Products:
-    """What the innermost scope says, else the recipe in force, else FUSER_PRODUCTS, whose name nobody has checked."""
+    """What the innermost scope says, else the recipe in force, else FUSER_PRODUCTS, unchecked."""
     selected = _selected.get()
     if selected is not None:
         return selected
@@ -148,7 +148,7 @@ def current_products() -> Products:
 
 
 def card_for(a: Any, b: Any) -> Products | None:
-    """How a card shall multiply two operands of `fuser.gemm`; None where their product is that of "float32".
+    """How a card should multiply two operands of `fuser.gemm`; None if their product is that of "float32".
 
     A card multiplies operands that are quantized, or of float16 or bfloat16: two alike, or a quantized one and such a
     one. A rehearsal has no values to multiply.
@@ -164,7 +164,7 @@ def card_for(a: Any, b: Any) -> Products | None:
 
 
 def is_card(device: torch.device, selected: Products) -> bool:
-    """Whether a device is the card, and leaves promotion to its library."""
+    """Whether a device is the card, and the scope leaves promotion to its library."""
     if device.type != "cuda" or selected.promotion != "split":
         return False
     return torch.cuda.get_device_capability(device) in _CAPABILITIES[selected.name]

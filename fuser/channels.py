@@ -16,7 +16,7 @@ Slot = tuple[int, int]  # (basic operation, which of its extra tensors)
 
 
 class ChanneledOperation(FusibleOperation):
-    """A basic operation as far as extra tensors go: how many it has, and the channels that connect them.
+    """The extra tensors of a basic operation: how many it has, and the channels that connect them.
 
     `num_extra_inputs`, `num_extra_outputs` are set on the class or before `__init__`. `extra_input_names`: what errors
     call the extra inputs, in order.
@@ -138,7 +138,7 @@ class Routes:
         return cls(sources, consumers, _without_source(sources), public)
 
     def part(self, start: int, stop: int) -> Routes:
-        """The routes of operations `start` to `stop` alone: what crosses the border goes through the caller."""
+        """The routes of operations `start` to `stop` alone: tensors that cross the border go through the caller."""
         sources = [
             [None if source is None or source[0] < start else (source[0] - start, source[1]) for source in row]
             for row in self.input_sources[start:stop]

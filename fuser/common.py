@@ -44,7 +44,7 @@ def maybe_dequantize(tensor: Any, dtype: torch.dtype | None = None) -> torch.Ten
 
 
 def copied(value: Any) -> Any:
-    """`value` with copies of the tensors in it; other contents, like modules that are keys, as they are."""
+    """`value` with copies of the tensors in it; other contents, such as modules used as keys, are shared."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone().requires_grad_(value.requires_grad)
     if isinstance(value, dict):
@@ -175,7 +175,7 @@ def _dummy_wgrad(shape: tuple[int, ...], dtype: torch.dtype, device: torch.devic
 def get_dummy_wgrad(
     shape: Iterable[int], dtype: torch.dtype, zero: bool = False, *, device: torch.device | None = None
 ) -> torch.Tensor:
-    """A stand-in for a gradient that is elsewhere, whose values mean nothing; `zero`: zeros.
+    """A stand-in, with meaningless values (`zero`: zeros), for a gradient that is stored elsewhere.
 
     All stand-ins of one shape, dtype and device are views of one buffer: autograd takes a tensor that nobody else holds
     as `param.grad` without a copy. `device`: by default torch's default device (TE: the current GPU).

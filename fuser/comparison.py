@@ -51,7 +51,7 @@ __all__ = ["Comparison", "LayerComparison", "RecipeComparison", "compare"]
 
 
 def default_recipes() -> list[Recipe]:
-    """What `compare` takes where no recipes are given: TE's."""
+    """The recipes that `compare` uses if none are given: TE's."""
     return [DelayedScaling(), Float8CurrentScaling(), Float8BlockScaling(), MXFP8BlockScaling(), NVFP4BlockScaling()]
 
 
@@ -137,7 +137,7 @@ class Comparison:
     recipes: list[RecipeComparison]
 
     def __getitem__(self, recipe: str) -> RecipeComparison:
-        """What was found under the recipe of that name."""
+        """The findings under the recipe of that name."""
         for found in self.recipes:
             if found.recipe == recipe:
                 return found
@@ -284,7 +284,7 @@ def _in_decibels(grid: dict[str, list[float | None]]) -> dict[str, list[float | 
 
 
 def _worst_rows(grid: dict[str, list[float | None]]) -> dict[str, list[float | None]]:
-    """The rows with the lowest numbers, in their own order: as many as a picture has room for."""
+    """The rows with the lowest numbers, in their own order, as many as fit in a picture."""
     lowest = {name: min((n for n in row if n is not None), default=math.inf) for name, row in grid.items()}
     kept = set(sorted(grid, key=lambda name: lowest[name])[:MOST_TENSORS_DRAWN])
     return {name: row for name, row in grid.items() if name in kept}
@@ -376,7 +376,7 @@ def _check_batch(model: torch.nn.Module, batch: Any) -> None:
 
 @contextlib.contextmanager
 def _gradients_stay(model: torch.nn.Module) -> Iterator[None]:
-    """Put the gradients of a model back. `ValueError` if its copies have computed with its own parameters."""
+    """Restore the gradients of a model. `ValueError` if its copies computed with the model's own parameters."""
     before = {parameter: parameter.grad for parameter in model.parameters()}
     for parameter in before:
         parameter.grad = None
@@ -401,7 +401,7 @@ def _named(recipes: Any) -> dict[str, Rule]:
         for name, one in rules.items():
             if not isinstance(name, str) or not (one is None or isinstance(one, Recipe | Mapping) or _is_function(one)):
                 raise TypeError(
-                    "recipes must map texts to what convert takes as recipe; "
+                    "recipes must map names to what convert takes as recipe; "
                     f"got {shown(name)}: {shown(one)}{recipe_hint(one)}"
                 )
     else:
@@ -432,7 +432,7 @@ def _is_function(rule: Any) -> bool:
 
 @dataclass
 class _Outcome:
-    """What is compared of a step. Tensors of a layer: one for each call."""
+    """The compared parts of a step. Tensors of a layer: one for each call."""
 
     loss: float
     output: list[torch.Tensor]
@@ -442,7 +442,7 @@ class _Outcome:
 
 
 def _run_step(model: torch.nn.Module, rule: Rule, batch: Any, loss: Any) -> _Outcome:
-    """Run a step of a model that is ours to change, outside of the caller's `autocast`.
+    """Run a step of a model that may be changed, outside of the caller's `autocast`.
 
     Where it turns out to have delayed scales, which are not known before, it is the second step that counts.
     """
@@ -482,7 +482,7 @@ def _run_once(model: torch.nn.Module, rule: Rule, batch: Any, loss: Any, devices
 
 
 def _saved_buffers(model: torch.nn.Module) -> Callable[[], None]:
-    """Remember the buffers of a model; the result puts back which there are, their shapes and their values."""
+    """Remember a model's buffers; the result restores their names, shapes and values."""
     present = {module: dict(module._buffers) for module in model.modules()}
     values = {buffer: buffer.detach().clone() for buffer in model.buffers()}
 
@@ -498,7 +498,7 @@ def _saved_buffers(model: torch.nn.Module) -> Callable[[], None]:
 
 
 def _quantizing(rule: Rule) -> contextlib.AbstractContextManager[Any]:
-    """One recipe is in force around the model, so operations of `fuser.ops` in it quantize too."""
+    """Put the recipe in force around the model if it is a single one: operations of `fuser.ops` in it quantize, too."""
     if rule is None:
         return autocast(enabled=False)
     return autocast(recipe=rule) if isinstance(rule, Recipe) else contextlib.nullcontext()
@@ -547,7 +547,7 @@ def _loss_of(result: Any, loss: Any) -> torch.Tensor:
 
 
 def _made_loss(result: Any) -> torch.Tensor:
-    """The one number that there is, or the sum of all with random weights."""
+    """The only number in the output, or the randomly weighted sum of all of its numbers."""
     tensors = _tensors(result)
     if not tensors:
         raise ValueError(
@@ -564,7 +564,7 @@ def _made_loss(result: Any) -> torch.Tensor:
 
 @contextlib.contextmanager
 def _listening(model: torch.nn.Module, outputs: dict[str, list[torch.Tensor]]) -> Iterator[None]:
-    """Collect the outputs of layers by name: of operations as their pipelines compute them, unsplit by hooks."""
+    """Collect the outputs of layers by name: of operations from their pipelines, which hooks would split."""
     last_of_layer = dict(operations_of(model))
     layer_ending = {op: layer for layer, op in last_of_layer.items()}
 
@@ -594,7 +594,7 @@ def _listening(model: torch.nn.Module, outputs: dict[str, list[torch.Tensor]]) -
 
 
 def _relative(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> float | None:
-    """||found - wanted|| / ||wanted|| of tensors taken together; None if there are none, or not the same.
+    """||found - wanted|| / ||wanted|| over all tensors; None if there are none, or if they do not match.
 
     What a tensor has beyond the size of the wanted one, rows that `pad` appended at its end, does not count.
     """
@@ -610,7 +610,7 @@ def _relative(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> 
 
 
 def _coverage(model: torch.nn.Module, rule: Rule) -> Coverage:
-    """Of a model that was converted by a rule, which is in force around its operations of `fuser.ops`, too."""
+    """The coverage of a model converted by a rule that is also in force around its operations of `fuser.ops`."""
     matrices: dict[torch.nn.Module, list[torch.Tensor]] = {}
     quantized: set[torch.nn.Module] = set()
     for module in model.modules():

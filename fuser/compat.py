@@ -148,7 +148,7 @@ REFUSED = {
 
 
 class _Alias(ModuleType):
-    """A module under TE's name; its attributes are those of a module of this package, imported when first needed."""
+    """A module under TE's name with the attributes of a module of this package, which is imported when first needed."""
 
     def __init__(self, name, target):
         super().__init__(name, f"{target or 'fuser'} under TransformerEngine's name, by fuser.compat.")
@@ -173,7 +173,7 @@ class _Alias(ModuleType):
 
 
 class _Refusals:
-    """Says why, where a script imports what is not offered: `from module import name` drops an attribute's error."""
+    """Explains a refused import: `from module import name` drops the error of an attribute."""
 
     @staticmethod
     def find_spec(name, path=None, target=None):

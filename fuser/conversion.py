@@ -163,13 +163,13 @@ def converted(
     share_parameters: bool = False,
     strict: bool = False,
 ) -> tuple[torch.nn.Module, list[str]]:
-    """What `convert` returns, and a line for each module that stays in high precision, without a warning."""
+    """The result of `convert`, without its warning, and a line for each module that stays in high precision."""
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model must be a torch.nn.Module; got {shown(model)}")
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise TypeError(
-                "model must have modules of Python's to be converted; got one that torch.jit compiled"
+                "model must have Python modules to be converted; got one that torch.jit compiled"
                 f"{f' as {name!r}' if name else ''}: convert the model before that"
             )
     for name, flag in (("pad", pad), ("inplace", inplace), ("share_parameters", share_parameters), ("strict", strict)):
@@ -232,7 +232,7 @@ def _names_of(model: torch.nn.Module) -> dict[torch.nn.Module, list[str]]:
 def _recipes_for(
     names: Mapping[torch.nn.Module, list[str]], rule: Rule, filter: Callable[[str, torch.nn.Module], bool] | None
 ) -> dict[torch.nn.Module, Recipe | None]:
-    """The recipe of every module that quantizes, or would."""
+    """The recipe of every module that quantizes, or could."""
     asked = {module: every for module, every in names.items() if isinstance(module, _KINDS) or own_matrices(module)}
     decide = _function_of(rule, names, asked)
     if filter is not None and not callable(filter):
@@ -271,7 +271,7 @@ def _function_of_patterns(
     names: Mapping[torch.nn.Module, list[str]],
     asked: Mapping[torch.nn.Module, list[str]],
 ) -> Callable[[str, torch.nn.Module], Recipe | None]:
-    """The first pattern that matches decides; each must decide for a module that it can make a difference to."""
+    """The first pattern that matches decides; each must decide for some module that it makes a difference to."""
     modules = {name: module for module, every in asked.items() for name in every}
     matched = {pattern: _matched(pattern, names, list(modules)) for pattern in patterns}
     if not matched:
@@ -295,7 +295,7 @@ def _function_of_patterns(
 
 
 def _matched(pattern: Any, names: Mapping[torch.nn.Module, list[str]], asked: list[str]) -> set[str]:
-    """The names that a pattern matches, and those of what is in a module that it names."""
+    """The names that a pattern matches, and those inside a module that it names."""
     if not isinstance(pattern, str):
         hint = "; what goes by class is a function of name and module" if isinstance(pattern, type) else ""
         raise TypeError(f"recipe must have patterns of names as keys, as 'encoder.*'; got {shown(pattern)}{hint}")
@@ -332,7 +332,7 @@ def recipe_hint(value: Any) -> str:
     if isinstance(value, str | torch.dtype):
         known = [cls.__name__ for cls in Recipe.__subclasses__()]
         return f"; make one, as fuser.recipe.MXFP8BlockScaling(){did_you_mean(value, known)}"
-    return "; a module is none" if isinstance(value, torch.nn.Module) else ""
+    return "; a module is not a recipe" if isinstance(value, torch.nn.Module) else ""
 
 
 def _shortly(value: Any) -> str:
@@ -348,7 +348,7 @@ def _torch_class(module: torch.nn.Module) -> type:
 
 
 def _reason_to_leave(module: torch.nn.Module, recipe: Recipe, name: str) -> str | None:
-    """Why products of a module stay in high precision though there is a recipe; None: they do not."""
+    """Why products of a module stay in high precision despite a recipe; None if they do not."""
     cls = _torch_class(module)
     if cls is torch.nn.Linear:
         if "forward" in vars(module):
@@ -362,7 +362,7 @@ def _reason_to_leave(module: torch.nn.Module, recipe: Recipe, name: str) -> str 
     if isinstance(module, torch.nn.Linear) and cls is not NonDynamicallyQuantizableLinear:
         return "a subclass of Linear, whose forward may do more"
     if isinstance(module, torch.nn.MultiheadAttention):
-        return "it multiplies with its in_proj_weight and out_proj.weight itself"
+        return "it multiplies by its in_proj_weight and out_proj.weight itself"
     if isinstance(module, torch.nn.modules.conv._ConvNd):
         return "convolutions are not quantized"
     if isinstance(module, _OTHER_PRODUCTS):
@@ -372,7 +372,7 @@ def _reason_to_leave(module: torch.nn.Module, recipe: Recipe, name: str) -> str 
 
 
 def own_matrices(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """A module's own parameters of two dimensions and more, which it may multiply with: not those of tables and norms.
+    """A module's own parameters with two or more dimensions, by which it may multiply: not those of tables and norms.
 
     Of a parametrized one those that its parameters are computed from. Nothing is computed here.
     """
@@ -396,7 +396,7 @@ def _has_products(module: torch.nn.Module) -> bool:
 
 
 def _misfit(module: Any, recipe: Any, name: str) -> str | None:
-    """Why a linear layer's sizes do not fit a recipe, with as many rows of input as the recipe likes."""
+    """Why a linear layer's sizes do not fit a recipe, given as many input rows as the recipe asks for."""
     rows = get_align_size_for_quantization(recipe)
     weight = module._parameters.get("weight")
     out_features, in_features = (module.out_features, module.in_features) if weight is None else weight.shape
@@ -454,7 +454,7 @@ def _weights_read_by(parent: torch.nn.Module, converted: set[torch.nn.Module]) -
 
 
 def _stored_to_be_asked(nodes: list[ast.AST], only_asked: set[int]) -> set[int]:
-    """What is assigned to local names of which only facts are read."""
+    """The values of local names of which only attributes such as the shape are read."""
     used = {node.id for node in nodes if isinstance(node, ast.Name) and _is_loaded(node) and id(node) not in only_asked}
     return {
         id(node.value)
@@ -473,7 +473,7 @@ def _is_self(node: ast.AST) -> bool:
 
 
 def _sources_of(cls: type, method: str) -> Iterator[ast.AST]:
-    """The text of a method of a module's class, and of those that it overrides where it calls them.
+    """The source of a method of a module's class, and of the overridden methods that it calls.
 
     torch's that read weights on a fast path do not count: it is switched off.
     """
@@ -514,13 +514,13 @@ class _Converted(HoldsFusers, NotScriptable, torch.nn.Module):
     _make_operations: Callable[..., list[BasicOperation]]
 
     def extra_repr(self) -> str:
-        """torch's, and the recipe's class."""
+        """torch's text, and the recipe's class."""
         inherited = super().extra_repr()
         recipe = self.recipe and type(self.recipe).__name__
         return f"{inherited}{', ' if inherited else ''}recipe={recipe}"
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """As of torch's module, under the module's recipe, or that of the `autocast` around the call."""
+        """Like the forward of torch's module, under the module's recipe or that of the `autocast` around the call."""
         refuse_proxy(input, self)
         if not _in_graph():
             return outside_compile(_run_eagerly, self, input)
@@ -537,11 +537,11 @@ class _Converted(HoldsFusers, NotScriptable, torch.nn.Module):
         return self._present_pipeline()(input)
 
     def takes(self, input: torch.Tensor) -> bool:
-        """Whether operations compute this input. What they can't, shapes without values and float64, is torch's."""
+        """Whether operations compute this input; torch computes what they can't: shapes without values and float64."""
         return isinstance(input, torch.Tensor) and not input.is_meta and computes_in(input.dtype)
 
     def _has_values(self) -> bool:
-        """Whether no parameter is on the meta device. Those that are computed are not: each time may give another."""
+        """Whether no parameter is on the meta device. Computed ones are not looked at: each access may differ."""
         parameters = self.parameters() if self._modules else self._parameters.values()
         return not any([value is not None and value.is_meta for value in parameters])
 
@@ -559,7 +559,7 @@ class _Converted(HoldsFusers, NotScriptable, torch.nn.Module):
         return self._pipeline
 
     def _present_pipeline(self) -> OperationFuser:
-        """`pipeline()`, which is made already where torch.compile traces."""
+        """`pipeline()`; while torch.compile traces, the one that was made before."""
         return self._pipeline if _in_graph() else self.pipeline()  # type: ignore[return-value]
 
     def _prepare(self) -> str:
@@ -582,7 +582,7 @@ class _Converted(HoldsFusers, NotScriptable, torch.nn.Module):
         return ""
 
     def _settings(self, present: dict[str, torch.Tensor]) -> Any:
-        """What else its operations are made with; `present`: its weight and bias."""
+        """The other arguments of its operations; `present`: its weight and bias."""
         return ()
 
     def fusers(self) -> list[tuple[OperationFuser, Recipe | None]]:
@@ -617,7 +617,7 @@ class _Converted(HoldsFusers, NotScriptable, torch.nn.Module):
 
 
 def _run_eagerly(module: Any, input: Any) -> Any:
-    """Call a module outside of a graph. Errors of input that convert can do something about say what."""
+    """Call a module outside of a graph. Errors about input that `convert` can fix say how."""
     if isinstance(input, torch.Tensor) and input.is_nested:
         raise RuntimeError(
             f"input of {type(module).__name__} must be no nested tensor: those come from the fast path of a "
@@ -638,7 +638,7 @@ class ConvertedLinear(_Converted, torch.nn.Linear):
         return _linear_operations(present["weight"].shape, "bias" in present)
 
     def takes(self, input: torch.Tensor) -> bool:
-        """Other dtypes than operations take are an error: nothing stays in high precision unnoticed."""
+        """An input with a dtype that operations don't take is an error: nothing stays in high precision unnoticed."""
         return isinstance(input, torch.Tensor) and not input.is_meta and self._has_values()
 
     def rows_short_of_blocks(self, input: torch.Tensor) -> int:
@@ -672,7 +672,7 @@ class _ConvertedNorm(_Converted):
         return [op.requires_grad_(False)]  # a bias that the module does not have stays zero
 
     def takes(self, input: torch.Tensor) -> bool:
-        """Not without eps in 16 bits: what torch adds then has changed from version to version."""
+        """Not in 16 bits without eps: the default that torch adds then has changed between versions."""
         module: Any = self
         return super().takes(input) and self._has_values() and (module.eps is not None or input.itemsize == 4)
 
@@ -712,7 +712,7 @@ class ConvertedSequential(HoldsFusers, NotScriptable, torch.nn.Sequential):
     _pipelines: dict[tuple[int, int], OperationFuser]
 
     def forward(self, input: Any) -> Any:
-        """As of torch's container."""
+        """Like the forward of torch's container."""
         refuse_proxy(input, self)
         return self._run(input) if _in_graph() else outside_compile(_run_eagerly, self, input)
 
@@ -747,7 +747,7 @@ class ConvertedSequential(HoldsFusers, NotScriptable, torch.nn.Sequential):
             return self._pipelines[start, stop](x)
 
     def _prepare(self) -> tuple[bool, ...]:
-        """Make the pipelines that a compiled call may want. Returns which children join the ones before them."""
+        """Make the pipelines that a compiled call may need. Returns which children join the ones before them."""
         children = list(self)
         joined = _joining(children)
         for start in range(len(children)):
@@ -760,7 +760,7 @@ class ConvertedSequential(HoldsFusers, NotScriptable, torch.nn.Sequential):
         return joined
 
     def fusers(self) -> list[tuple[OperationFuser, Recipe | None]]:
-        """Those of the runs of converted modules in it, and of its other children."""
+        """The fusers of the runs of converted modules in it, and of its other children."""
         found: list[tuple[OperationFuser, Recipe | None]] = []
         children: list[Any] = list(self)
         joined, start = _joining(children), 0
@@ -782,7 +782,7 @@ class ConvertedSequential(HoldsFusers, NotScriptable, torch.nn.Sequential):
 
 
 def _joining(children: list[Any]) -> tuple[bool, ...]:
-    """Of each child whether it may run in one pipeline with the one before it."""
+    """For each child, whether it may run in one pipeline with the one before it."""
     if torch.nn.modules.module._has_any_global_hook():
         return (False,) * len(children)
     runs = list(map(_runs_in_pipelines, children))
@@ -800,7 +800,7 @@ def _runs_in_pipelines(child: Any) -> bool:
 
 
 def _takes_all_dtypes(child: Any) -> bool:
-    """Not a norm without eps: which dtype it gets those before it decide."""
+    """False for a norm without eps: the operations before it decide which dtype it gets."""
     return getattr(child, "eps", 0) is not None
 
 
@@ -809,7 +809,7 @@ def _pads(child: Any) -> bool:
 
 
 def _end_of_run(children: list[Any], joined: tuple[bool, ...], start: int, *, padded: bool = False) -> int:
-    """Where the children end that run as one pipeline from `start` on. `padded`: those that pad run by themselves."""
+    """The end of the children that run as one pipeline from `start` on. `padded`: those that pad run by themselves."""
     stop = start + 1
     while (
         stop < len(children) and joined[stop] and not (padded and (_pads(children[stop - 1]) or _pads(children[stop])))
@@ -831,7 +831,7 @@ CONVERTED: dict[type, type[_Converted]] = {
     cls.__bases__[1]: cls
     for cls in (ConvertedLinear, ConvertedLayerNorm, ConvertedRMSNorm, ConvertedGELU, ConvertedReLU, ConvertedSiLU)
 }
-#: Modules of torch that multiply with their parameters and are not converted.
+#: Modules of torch that multiply by their parameters and are not converted.
 _OTHER_PRODUCTS = (
     torch.nn.modules.conv._ConvNd,
     torch.nn.RNNBase,
@@ -859,7 +859,7 @@ _FAST_PATHS: dict[type, tuple[str, Any]] = {
 
 
 def _linear_operations(weight: Any, with_bias: bool) -> list[BasicOperation]:
-    """Those of a weight of a shape."""
+    """The operations for a weight of a shape."""
     out_features, in_features = weight
     # On meta: the parameters are the module's, whose values and random numbers are drawn already.
     with quantized_model_init(enabled=False):
@@ -868,7 +868,7 @@ def _linear_operations(weight: Any, with_bias: bool) -> list[BasicOperation]:
 
 
 def _named(operations: list[BasicOperation], name: str) -> list[BasicOperation]:
-    """Operations with the name that a CustomRecipe's roles have."""
+    """Operations with the name that a CustomRecipe's roles show."""
     for op in operations:
         op.__dict__["name"] = name
     return operations
@@ -898,7 +898,7 @@ def _become(module: Any, recipe: Any, *, pad: bool, name: str) -> None:
 
 
 def _restore(module: Any) -> None:
-    """Make a module torch's again."""
+    """Give a module torch's class again."""
     if isinstance(module, _Converted):
         module.__class__ = _class_without_conversion(module)
         own = module.__dict__.pop("_own_attributes", {})
@@ -908,7 +908,7 @@ def _restore(module: Any) -> None:
 
 
 def _class_without_conversion(module: _Converted) -> type:
-    """`ValueError` if others changed the class after `convert` did."""
+    """`ValueError` if something else changed the class after `convert` did."""
     present = type(module)
     if not parametrize.is_parametrized(module) and present not in CONVERTED.values():
         raise ValueError(

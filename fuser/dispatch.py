@@ -1,4 +1,4 @@
-"""Where a tensor's work goes: torch tensors in, torch tensors out.
+"""Send work to a backend: torch tensors in, torch tensors out.
 
 | backend     | CPU tensors                    | CUDA tensors                  |
 |-------------|--------------------------------|-------------------------------|
@@ -161,7 +161,7 @@ class Buffers:
         with_gemm_swizzled_scales: whether the scales are in GEMM order.
 
     Raises:
-        TypeError: `dtype` is none that values can be dequantized to.
+        TypeError: values can't be dequantized to `dtype`.
     """
 
     rowwise_data: torch.Tensor | None = None
@@ -188,12 +188,12 @@ class Buffers:
         return {name: getattr(self, name) for name in TENSOR_FIELDS if getattr(self, name) is not None}
 
     def viewed(self, shape):
-        """The same memory as that of a tensor of another shape whose matrix (M, K) is the same."""
+        """The same memory, as a tensor of another shape with the same matrix (M, K)."""
         layout = stored_layout(self.scaling, shape)
         return replace(self, **{name: t.view(layout[name][0]) for name, t in self.tensors.items()}, shape=shape)
 
     def operand(self, columnwise):
-        """What a product reads that wants the columnwise, or rowwise, copy: these, of which it takes what it needs."""
+        """What a product that wants the columnwise, or rowwise, copy reads: these buffers; it takes what it needs."""
         return self
 
     @property
@@ -210,7 +210,7 @@ class Buffers:
 
 
 def _dispatched(function: _Function) -> _Function:
-    """Decorate a call of this module: as `untraced`, and where there are no kernels the error names what has it."""
+    """Decorate a call of this module: `untraced`, and an error for missing kernels names the backend that has it."""
 
     @functools.wraps(function)
     def call(*args, **kwargs):
@@ -460,7 +460,7 @@ class Engine:
         )
 
     def result(self, made):
-        """What a call of the library made, its arrays and quantized tensors, as tensors and `Buffers`."""
+        """The result of a call of the library, with arrays as tensors and quantized tensors as `Buffers`."""
         if isinstance(made, tuple):
             return tuple([self.result(one) for one in made])
         if isinstance(made, np.ndarray | torch.Tensor):
@@ -500,7 +500,7 @@ _Copy = namedtuple("_Copy", "arrays shape dtype with_gemm_swizzled_scales scalin
 
 
 def _making_empty(shape, dtype):
-    """What makes an empty tensor on the CPU: with strides, which takes half of torch.empty's time."""
+    """The function that makes an empty tensor on the CPU: with strides, in half of torch.empty's time."""
     strides = torch.empty(shape, device="meta").stride()
     return functools.partial(torch.empty_strided, shape, strides, dtype=dtype, device=torch.device("cpu"))
 
@@ -631,7 +631,7 @@ def _find_plan(tensor, name, args, options, selected):
 
 
 def repeated(method, x, args, options):
-    """What a call of this module returns that is like an earlier one, which was checked; None for any other call."""
+    """The result of a call that is like an earlier, checked one; None for any other call."""
     refuse_trace(method)
     selected = current_backend()
     if selected == "exact":
@@ -927,7 +927,7 @@ def update_delayed_scale(history, scale, fmt, *, margin=0, algorithm="max", keep
         history: float32 (L,) or (L, n); row 0 holds the newest amax.
         scale: float32, one entry a column.
         fmt: a `refops` format.
-        algorithm: "max", "most_recent", or a callable from the history (a tensor) to the amaxes, one a column.
+        algorithm: "max", "most_recent", or a callable from the history (a tensor) to the amaxes, one per column.
 
     Returns:
         (new history, new scale), new tensors of the same shapes.

@@ -26,7 +26,7 @@ def get_distributed_rank(group: dist.ProcessGroup | None = None) -> int:
 
 
 def _checked_group(group):
-    """The group; TypeError unless it is a process group, None, or what torch says of a group of other processes."""
+    """The group; TypeError unless it is a process group, None, or torch's marker for a group of other processes."""
     if group is None or group is dist.GroupMember.NON_GROUP_MEMBER or isinstance(group, dist.ProcessGroup):
         return group
     raise TypeError(f"group must be a process group or None; got {shown(group)}")
@@ -56,7 +56,7 @@ def gather_along_first_dim(tensor: torch.Tensor, group: dist.ProcessGroup | None
 
 
 def reduce_scatter_along_first_dim(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """Sum over ranks, of which each rank keeps its slice of dimension 0: `(p * n, ...)` becomes `(n, ...)`.
+    """Sum over ranks; each rank keeps its slice of dimension 0: `(p * n, ...)` becomes `(n, ...)`.
 
     The sum runs in the dtype of `tensor`, as TE's does. `RuntimeError` when dimension 0 isn't divisible by the number
     of ranks.

@@ -54,7 +54,7 @@ class DType(IntEnum):
 
     @cached_property
     def torch(self) -> torch.dtype:
-        """The torch dtype; for kFloat4E2M1 the packed one, two elements a byte. ValueError where torch has none yet."""
+        """The torch dtype; for kFloat4E2M1 the packed one, two elements per byte. ValueError if torch has none."""
         if self not in _TORCH:
             raise ValueError(f"torch {torch.__version__} has no dtype for {self.name}")
         return _TORCH[self]

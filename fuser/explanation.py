@@ -1,4 +1,4 @@
-"""What the fuser does with a model: which fusions fired, which did not and why, who quantizes for whom, what is saved.
+"""What the fuser does with a model: which fusions fire, which do not and why, what quantizes for what, what is saved.
 
 `explain(module)` plans without running; `explain(module, input)` runs one forward pass and measures. Neither changes
 the model's parameters, amax histories or random numbers (a forward pass materializes deferred parameters, as any). The
@@ -186,7 +186,7 @@ def _recipe_in_force() -> Recipe | None:
 
 
 def _under(recipe: Recipe | None) -> contextlib.AbstractContextManager[None]:
-    """As in graph capture: nothing is registered for the amax reduction, nothing updated at the end."""
+    """A context, as in graph capture: nothing is registered for amax reduction, nothing is updated at the end."""
     return contextlib.nullcontext() if recipe is None else autocast(recipe=recipe, _graph=True)
 
 
@@ -321,7 +321,7 @@ def _fusions_of_pass(
 def _candidates_taken(
     function: Any, ops: list[FusibleOperation], before: list[FusibleOperation], recipe: Any, owner: dict[int, str]
 ) -> Iterator[Candidate]:
-    """Windows that would fire, had an earlier fusion not taken an operation of theirs."""
+    """Windows that would fire if an earlier fusion had not taken one of their operations."""
     starts = _basic_starts(before)
     for candidate in function.candidates(ops, recipe):
         takers = {owner[i] for i in _basic_indices(candidate, ops) if i in owner}
@@ -361,7 +361,7 @@ def _edges(fuser: OperationFuser, recipe: Any) -> list[EdgeReport]:
 
 
 def _quantizer_name(quantizer: Any) -> str | None:
-    """Its class; with the name of the scaling where the class takes any, with its parts where it has them."""
+    """The class of a quantizer, with the name of its scaling if the class takes any, and with any parts."""
     if quantizer is None:
         return None
     settings = quantizer.settings()

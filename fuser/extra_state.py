@@ -57,7 +57,7 @@ def pack(metadata: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> to
 
 
 def unpack(state: torch.Tensor | io.BytesIO | bytes | None) -> tuple[dict[str, Any], dict[str, torch.Tensor]] | None:
-    """What `pack` got, or None for an empty state and for a pickled one that carries nothing.
+    """What `pack` was given; None for an empty state and for a pickled one that carries nothing.
 
     `RuntimeError` for a pickled state that carries something and for bytes of another format, `TypeError` for what is
     no bytes.
@@ -194,7 +194,7 @@ def recipe_from_json(entry: Mapping[str, Any], present: Any = None) -> Any:
 
 
 def differences(entry: Mapping[str, Any], recipe: Any) -> list[str]:
-    """What `recipe`, made from `entry`, lacks of the recipe that was stored: its own class, its functions."""
+    """What `recipe`, made from `entry`, lacks compared with the stored recipe: its own class, its functions."""
     name = type(recipe).__name__
     lost = [f"it was a {entry['subclass']}, now it is a {name} with its fields"] if "subclass" in entry else []
     for field, value in entry["fields"].items():
@@ -206,7 +206,7 @@ def differences(entry: Mapping[str, Any], recipe: Any) -> list[str]:
 
 
 def _library_class(kind: type) -> type:
-    """`kind`, or the nearest of its bases, as `fuser.recipe` has it; `TypeError` if there is none but `Recipe`."""
+    """`kind`, or the nearest of its bases, that is in `fuser.recipe`; `TypeError` if only `Recipe` is."""
     for base in kind.__mro__:
         if _is_library_class(base):
             return base
@@ -218,6 +218,6 @@ def _name_of(what: Any) -> str:
 
 
 def _is_library_class(kind: Any) -> bool:
-    """Whether `kind` is a recipe of `fuser.recipe` that quantizes: any but their base, `Recipe`."""
+    """Whether `kind` is a recipe of `fuser.recipe` that quantizes: any except their base, `Recipe`."""
     is_recipe = isinstance(kind, type) and issubclass(kind, recipes.Recipe) and kind is not recipes.Recipe
     return is_recipe and vars(recipes).get(kind.__name__) is kind

@@ -297,7 +297,7 @@ def _check_scaled(name, x, act_scales, argument):
 
 
 def _maybe_quantized(tensor, quantizer, who=None):
-    """The tensor, quantized if there is a quantizer; `who`: what errors call it."""
+    """The tensor, quantized if there is a quantizer; `who`: its name in errors."""
     if quantizer is None:
         return tensor
     try:
@@ -470,7 +470,7 @@ def _group_of(tensor, quantizer, num_tensors, first_dims, last_dims, tensor_offs
 
 
 def _require_alike(kept, quantizer):
-    """`ValueError` unless both make the same of a tensor. A group may keep a copy."""
+    """`ValueError` unless both quantize a tensor alike. A group may keep a copy."""
     if type(kept) is not type(quantizer) or kept.settings() != quantizer.settings():
         raise ValueError(f"output must have quantizer {quantizer}; got {kept}")
     for name in ("scale", "amax", "optimize_for_gemm", "with_amax_reduction", "amax_reduction_group"):

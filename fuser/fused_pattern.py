@@ -1,4 +1,4 @@
-"""How a fusion says what it looks for: one description that fuses and explains.
+"""How a fusion says what it looks for: one description both fuses and explains.
 
 A fusion function takes the operations of a pass and returns them with some windows replaced by fused operations.
 Written as a bare loop it can't say why it left a window alone. `WindowFusion` is such a function built from a

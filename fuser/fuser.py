@@ -77,7 +77,7 @@ def _fields_of(kind: type[Any]) -> Callable[[Recipe], tuple[Any, ...]]:
 
 
 def _settings_of(recipe: Recipe) -> Any:
-    """What a recipe says now, to compare with what one says at a later call."""
+    """A recipe's present settings, to compare with those at a later call."""
     values = _fields_of(type(recipe))(recipe)  # type: ignore[arg-type]
     return values if _IMMUTABLE.issuperset(map(type, values)) else (type(recipe), repr(recipe))
 
@@ -101,7 +101,7 @@ def _parameters_of(op: ChanneledOperation) -> list[torch.nn.Parameter]:
 
 
 def _held_parameters(ops: Iterable[ChanneledOperation]) -> list[Any]:
-    """The operations that have parameters, each with these, to compare with what they have at another call."""
+    """The operations that have parameters, each with its parameters, to compare with those at another call."""
     held: list[Any] = []
     for op in ops:
         if op._modules:
@@ -112,7 +112,7 @@ def _held_parameters(ops: Iterable[ChanneledOperation]) -> list[Any]:
 
 
 def _modules_with_tensors(ops: Iterable[ChanneledOperation]) -> list[torch.nn.Module]:
-    """Those among operations and their parts that have a plain tensor as attribute."""
+    """Operations, and their parts, that have a plain tensor as attribute."""
     modules = (module for op in ops for module in (op.modules() if op._modules else (op,)))
     return [module for module in modules if torch.Tensor in map(type, module.__dict__.values())]
 
@@ -272,7 +272,7 @@ class OperationFuser:
     def _safe_in_place(
         self, input_: torch.Tensor, extra_inputs: Sequence[Any], basic_op_kwargs: list[dict[str, Any]]
     ) -> list[Any]:
-        """The extra inputs; one that is worked on in place as a copy, if its memory was given as something else too.
+        """The extra inputs; one that is changed in place is copied if its memory was also given as something else.
 
         Operations read, or saved for backward, what would change: autograd notes versions only when all have run.
         """
@@ -309,7 +309,7 @@ class OperationFuser:
             return FuserFunction.apply(input_, self, basic_op_kwargs, *self._fused_params, *extra_inputs)
 
     def plan(self, is_grad_enabled: bool, recipe: Any, input_: torch.Tensor, extra_inputs: Sequence[Any]) -> None:
-        """Make all ready for `run_forward`: operations are fused, their quantizers know which copies to make."""
+        """Prepare for `run_forward`: operations are fused, their quantizers know which copies to make."""
         self.maybe_fuse_ops(is_grad_enabled, recipe, input_, extra_inputs)
         first = self.first_op_requiring_backward
         for i, op in self._prepared:
@@ -664,7 +664,7 @@ class fusions:  # noqa: N801 (used like a function)
         return self
 
     def remove(self) -> None:
-        """Take the fusions out again (and bring back those that `only` hid), in any order. Once more does nothing."""
+        """Remove the fusions (and restore those that `only` hid), in any order. A second call does nothing."""
         if not self._registered:
             return
         self._registered = False

@@ -75,7 +75,7 @@ class FusibleOperation(KeepsQuantizedParameters, NotScriptable, torch.nn.Module,
         """
         if type(self).__module__.startswith("fuser."):
             return ""
-        return 'is none of fuser: it may be a part of a graph if its graph_obstacle() returns ""'
+        return 'is not an operation of fuser: it may be a part of a graph if its graph_obstacle() returns ""'
 
     def transformed(self, input_: torch.Tensor) -> torch.Tensor:
         """The output for a tensor of torch.func's transforms; `RuntimeError` where these can't be."""

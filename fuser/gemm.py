@@ -1,4 +1,4 @@
-"""Matrix products of plain and quantized operands, accumulated in float32, or as a card does, and rounded once.
+"""Matrix products of plain and quantized operands, accumulated in float32, or as on a card, and rounded once.
 
     y  = linear_forward(x, w, bias=b)      x w^T + b       reads rowwise copies
     dx = linear_dgrad(dy, w)               dy w            dy's rowwise copy, w's columnwise copy
@@ -91,7 +91,7 @@ class GEMMType(enum.Enum):
 
 @dataclass(frozen=True)
 class MMParams:
-    """How a `qgemm` is to compute: dtype of its result, and TE's flag of exact sums."""
+    """How a `qgemm` is to compute: dtype of its result, and TE's flag for exact sums."""
 
     out_dtype: torch.dtype | None = None
     use_split_accumulator: bool = True
@@ -146,7 +146,7 @@ def gemm(
         alpha: number that multiplies the product.
         out: tensor to write to, and to return.
         accumulate: add to what `out` holds.
-        beta: what `out` is multiplied with when accumulating, 1 if None.
+        beta: what `out` is multiplied by when accumulating, 1 if None.
         use_split_accumulator: whether a card's sums of few bits are promoted to float32 (`fuser.products`), and what a
             `qgemm` is told. None: as TE's layers, not for "TN".
 
@@ -187,7 +187,7 @@ def gemm(
 
 
 def _are_float32_matrices(x, w, out_dtype):
-    """Whether x w^T is torch's product of the tensors as they are: `gemm` would find nothing to do or to refuse."""
+    """Whether x w^T is simply torch's product of the tensors: `gemm` would find nothing to do or to refuse."""
     return (
         type(x) in _PLAIN
         and type(w) in _PLAIN
@@ -205,7 +205,7 @@ def _require_number(number, name):
 
 
 def native_obstacle(a, b, *, layout="TN"):
-    """Return why `gemm(a, b)` dequantizes its operands, in words; None where a tensor core takes them as they are."""
+    """Return why `gemm(a, b)` dequantizes its operands, in words; None if a tensor core takes them as they are."""
     a, b = _operand(a, "a", layout[0] == "N"), _operand(b, "b", layout[1] == "T")
     if not (isinstance(a, Buffers) and isinstance(b, Buffers)):
         return "an operand is not quantized"
@@ -246,7 +246,7 @@ _MX_CAPABILITY = (10, 0)
 
 
 def _native_kind(scaling):
-    """Which of them a scaling's operands are, or None."""
+    """Which of these kinds a scaling's operands are, or None."""
     layout = scaling.layout
     if scaling.fmt not in _FP8 or layout.packed > 1 or layout.amax == "rows":
         return None
@@ -374,7 +374,7 @@ def _product(a, b, layout, dtype, bias, alpha, split):
 
 
 def _narrow_operands(a, b, layout, dtype, bias, alpha):
-    """Operands of which one is quantized, as bfloat16 matrices, and the product's factor; None where that can't be."""
+    """Operands, one of them quantized, as bfloat16 matrices, and the product's factor; None if that is impossible."""
     if not (isinstance(a, Buffers) or isinstance(b, Buffers)):
         return None
     if not _is_rounded_once(torch.bfloat16, dtype, bias, a.device) or not takes_bfloat16(a.device):

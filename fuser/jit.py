@@ -66,7 +66,7 @@ def compilation_enabled():
 
 @contextmanager
 def onnx_export(enabled=False):
-    """Within the block `no_torch_dynamo` leaves functions as they are, so that an exporter sees through them."""
+    """In the block, `no_torch_dynamo` leaves functions unchanged, so that an exporter sees through them."""
     global _exporting
     before, _exporting = _exporting, require_flag(enabled, "enabled")
     try:
@@ -102,7 +102,7 @@ def lazy_compile(func):
 
 
 def jit_fuser(func):
-    """As `lazy_compile`, where `compilation_enabled()` says so at the call, else eager."""
+    """Like `lazy_compile` if `compilation_enabled()` at the call, else eager."""
     return _Compiled(func).wrapper(compilation_enabled)
 
 
@@ -112,7 +112,7 @@ dropout_fuser = jit_fuser
 
 @functools.cache
 def _load_compiler():
-    """Import torch's compiler, whose deprecation warnings are nobody's business here, and errors under `-W error`."""
+    """Import torch's compiler without its deprecation warnings, which would be errors under `-W error`."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         import torch._inductor.compile_fx  # noqa: F401

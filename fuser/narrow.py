@@ -1,8 +1,8 @@
-"""Quantized operands of products as bfloat16 matrices: exact, but for a number of the whole tensor.
+"""Quantized operands of products as bfloat16 matrices: exact, up to one factor for the whole tensor.
 
 A code's value times its block's scale has at most 8 significant bits where that is a power of two, or where both are
 small floats of few bits: bfloat16 holds it. A float32 number of the whole tensor (the scale of per-tensor scaling,
-NVFP4's second level) is left out here and multiplied with the sums. Columnwise copies with a Hadamard transform are
+NVFP4's second level) is left out here and multiplied by the sums. Columnwise copies with a Hadamard transform are
 multiplied as they are, transformed, as tensor cores do: the sums of a product run along what was transformed.
 
 Units for bfloat16 count numbers below 2^-126 as zero. So an operand tells of what power of two its elements are
@@ -57,7 +57,7 @@ class Narrow(NamedTuple):
     transform: int | None
 
     def matrix(self):
-        """The elements, bfloat16; None where one of them is not less than `below` in magnitude."""
+        """The elements, bfloat16; None unless all of them are below `below` in magnitude."""
         matrix = dispatch.dequantize(self.copy, dtype=torch.bfloat16, columnwise=self.columnwise)
         if self.below < math.inf and not dispatch.amax(matrix).item() < self.below:
             return None
@@ -74,7 +74,7 @@ _CPU_HAS_UNITS = (
 
 
 def takes_bfloat16(device):
-    """Whether a device multiplies bfloat16 faster than float32, under the backend that is selected and right now."""
+    """Whether a device multiplies bfloat16 faster than float32, now and under the selected backend."""
     if dispatch.current_backend() != "auto" or rehearsing():  # a rehearsal has no scales
         return False
     if device.type == "cuda":  # a captured graph cannot look at scales
@@ -125,7 +125,7 @@ def narrow(buffers, columnwise):
 
 @functools.lru_cache(maxsize=256)
 def _neutral_amax(scaling):
-    """The amax with which a code is multiplied with its scale and nothing else; None where the scaling's rule has none.
+    """The amax with which a code is multiplied by its scale and nothing else; None where the scaling's rule has none.
 
     1 where no amax is read. The rule is asked for every scale, and whether it is proportional to the amax.
     """
@@ -143,7 +143,7 @@ def _neutral_amax(scaling):
 
 
 def narrow_product(left, right, alpha):
-    """Two operands, each a `Narrow` or a bfloat16 matrix, as two matrices and what their product is multiplied with.
+    """Two operands, each a `Narrow` or a bfloat16 matrix, as two matrices and what their product is multiplied by.
 
     None where that is not the product of what they stand for, or where it, or a part of it, may overflow or be below
     2^-126. That is known of two quantized operands. A plain matrix is not looked at: with numbers as small as in it,

@@ -147,7 +147,7 @@ class BasicOperation(_CalledAlone, ChanneledOperation, metaclass=abc.ABCMeta):
         return roles
 
     def _update_recipe_state(self, mode: str, recipe: Any) -> None:
-        """Follow a recipe of the same type: for other values, new quantizers on the old amax history."""
+        """Follow a recipe of the same type: if values differ, make new quantizers on the old amax history."""
         meta = self._fp8_metas[mode]
         if not meta:
             return
@@ -298,7 +298,7 @@ class BasicOperation(_CalledAlone, ChanneledOperation, metaclass=abc.ABCMeta):
         return extra_state.pack(header, tensors) if tensors else torch.empty(0, dtype=torch.uint8)
 
     def set_extra_state(self, state: Any) -> None:
-        """Restore what `get_extra_state` returned. Empty: nothing to do. Pickled, with scales in it: `RuntimeError`."""
+        """Restore what `get_extra_state` returned. An empty state does nothing; a pickle with scales raises."""
         unpacked = extra_state.unpack(state)
         if unpacked is None:
             return
@@ -322,7 +322,7 @@ class BasicOperation(_CalledAlone, ChanneledOperation, metaclass=abc.ABCMeta):
                     tensor.copy_(saved)
 
     def _ensure_recipe_state(self, mode: str, saved_recipe: Any) -> None:
-        """Make the state of `mode` one of a recipe in JSON; one that follows it stays, its quantizers may be in use."""
+        """Make the state of `mode` follow a recipe in JSON; one that does stays: its quantizers may be in use."""
         if self._fp8_metas is None and self._suspended_recipe_state is not None:
             self._fp8_metas, self._quantizers = self._suspended_recipe_state
             self._suspended_recipe_state = None
@@ -353,7 +353,7 @@ class BasicOperation(_CalledAlone, ChanneledOperation, metaclass=abc.ABCMeta):
         missing_keys: list[str],
         *args: Any,
     ) -> None:
-        """Load the extra state first: quantized parameters need their scales. Without one scales stay as they are."""
+        """Load the extra state first: quantized parameters need its scales. Without one, scales stay as they are."""
         key = prefix + "_extra_state"
         if key in state_dict:
             self.set_extra_state(state_dict[key])
@@ -385,7 +385,7 @@ def _refuse_recomputing(op: BasicOperation) -> None:
 
 
 def _unregistered(meta: dict[str, Any] | None) -> dict[str, Any] | None:
-    """State of a mode without its place in the global buffers and without its process group, which can't be copied."""
+    """State of a mode without its place in the global buffers and its process group, which can't be copied."""
     if meta is None:
         return None
     kept = {name: value for name, value in meta.items() if name != _BUFFER_POSITION}

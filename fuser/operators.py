@@ -1,4 +1,4 @@
-"""Pipelines as operators of torch, so that torch.compile has each as one call in its graphs, forward and backward.
+"""Pipelines as operators of torch: in graphs of torch.compile each is one call, forward and backward.
 
     fuser::forward(input, parameters, extra_inputs, Pipeline, Call) -> outputs, saved, Saved
     fuser::backward(gradients, saved, Saved, sizes) -> gradients of what requires one
@@ -71,7 +71,7 @@ class Pipeline(OpaqueBase):
         return owner.own_fuser()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """For the keys of compiled code in a cache, which does not depend on it. Operations make their own anew."""
+        """A constant, because compiled code in a cache does not depend on it. Operations make their own anew."""
         return Pipeline, (None,)
 
     def obstacle(self, recipe: Recipe | None, has_group: bool, has_kwargs: bool) -> str:
@@ -99,7 +99,7 @@ class Pipeline(OpaqueBase):
         return ""
 
     def traits(self) -> list[Any]:
-        """What shapes of results, and what backward needs, depend on besides the tensors and the `Call`."""
+        """What, besides the tensors and the `Call`, determines the shapes of results and what backward needs."""
         fuser = self.fuser
         fusions = (
             fuser.forward_backward_fusion_functions,
@@ -110,7 +110,7 @@ class Pipeline(OpaqueBase):
 
 
 class Kept:
-    """The fuser that an operation keeps for calls by itself; a copy of the operation begins without."""
+    """The fuser that an operation keeps for calls by itself; a copy of the operation starts without one."""
 
     def __init__(self) -> None:
         self.fuser: Any = None
@@ -140,7 +140,7 @@ def _obstacle_of_parameters(op):
 
 
 def _obstacle_of_recipe(op, recipe):
-    """Quantizers that others wrote can't be rehearsed."""
+    """Quantizers from outside this package can't be rehearsed."""
     if recipe is None or not recipe.custom():
         return ""
     roles = [role for mode in ("forward", "backward") for role in op.get_quantizer_roles(mode) or ()]
@@ -199,7 +199,7 @@ class Call:
 
     @contextlib.contextmanager
     def in_force(self, device_type: str) -> Iterator[None]:
-        """Put in force what was, in this thread."""
+        """Put in force, in this thread, what was in force then."""
         before = FP8GlobalStateManager.get_autocast_state()
         enabled = self.recipe is not None
         FP8GlobalStateManager.set_autocast_state((enabled, False, self.recipe, None, self.is_first, self.capturing))
@@ -211,7 +211,7 @@ class Call:
 
 
 class Saved(OpaqueBase):
-    """What backward needs of a forward call besides tensors.
+    """What backward needs from a forward call besides tensors.
 
     `run_forward` sets its attributes, as on an autograd context.
     """
@@ -225,7 +225,7 @@ class Saved(OpaqueBase):
         self._frozen: tuple[torch.Tensor, ...] = ()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """For the keys of compiled code in a cache, which does not depend on it."""
+        """A constant, because compiled code in a cache does not depend on it."""
         return Saved, ()
 
     def save_for_backward(self, *tensors: Any) -> None:
@@ -268,7 +268,7 @@ class Saved(OpaqueBase):
                 yield place[0]
 
     def without_operations(self) -> Saved:
-        """What a trace asks of it: torch's caches hold that for ever."""
+        """What a trace needs from it: torch's caches keep that for ever."""
         bare = Saved()
         bare.kept, bare.frozen, bare.gradients = self.kept, self.frozen, self.gradients
         return bare
@@ -358,7 +358,7 @@ def _rehearsed_forward(input_, parameters, extra_inputs, pipeline, call):
 
 
 def _real(opaque):
-    """The object behind what stands for it in a trace."""
+    """The object behind its stand-in in a trace."""
     return getattr(opaque, "real_obj", opaque)
 
 
@@ -397,7 +397,7 @@ def _parameters_replaced(fuser, tensors):
 
 
 def _taking_gradients(fuser):
-    """Of each parameter whether autograd gets its gradient."""
+    """For each parameter, whether autograd gets its gradient."""
     owned = zip(fuser._basic_ops, fuser._basic_op_params, strict=True)
     return [takes_gradient(op, parameter) for op, parameters in owned for parameter in parameters]
 

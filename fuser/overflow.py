@@ -1,4 +1,4 @@
-"""Gradients with inf or NaN that a cast makes finite: `torch.amp.GradScaler`, which looks for them, does not see them.
+"""Gradients whose inf or NaN a cast makes finite, so that `torch.amp.GradScaler`, which looks for them, misses them.
 
 Casts saturate, as TransformerEngine's do. What becomes of an inf or a NaN is the format's: one with E8M0 scales has inf
 again where its products are computed, one with a float32 scale has the largest number; of NaN formats of 4 and 6 bits

@@ -86,7 +86,7 @@ class FuserFunction(torch.autograd.Function):
 
 @contextlib.contextmanager
 def as_in_forward(func_ctx: Any) -> Iterator[None]:
-    """The backend and the products of the forward pass: a GPU's autograd thread sees no context variables."""
+    """Restore the backend and products of the forward pass: a GPU's autograd thread sees no context variables."""
     with backend(func_ctx.backend), products_in_force(func_ctx.products):
         yield
 
@@ -104,7 +104,7 @@ def refuse_double_backward() -> None:
 
 
 def without_torch_autocast(device_type: str) -> contextlib.AbstractContextManager[Any]:
-    """Operations chose their dtypes in forward; `torch.autocast` around `backward()` must not choose others."""
+    """Switch `torch.autocast` around `backward()` off: operations chose their dtypes in forward."""
     if device_type != "meta" and torch.is_autocast_enabled(device_type):
         return torch.autocast(device_type, enabled=False)
     return contextlib.nullcontext()
@@ -202,7 +202,7 @@ def run_forward(
 
 
 def _say_where(error: Exception, direction: str, op: FusibleOperation, first: int) -> None:
-    """Begin an error's message with the operation in which it arose; one that is no plain text gets it as a note."""
+    """Begin an error's message with the operation in which it arose; add a note if the message is not plain text."""
     with contextlib.suppress(Exception):  # an operation's own __repr__ may fail; the error is what matters
         members = op.basic_ops if op.is_fused_op else [op]
         listed = ", ".join(f"{i} {_shown_op(member)}" for i, member in enumerate(members, first))
@@ -287,7 +287,7 @@ def _check_extra_outputs(fuser: Any, op: FusibleOperation, indices: list[int], e
 def _save_for_backward(
     func_ctx: Any, fuser: Any, contexts: list[OperationContext], grad_quantizers: list[Quantizer | None]
 ) -> None:
-    """Hand all operations' saved tensors to autograd as one flat list, and keep what backward needs besides."""
+    """Hand all operations' saved tensors to autograd as one flat list, and keep what else backward needs."""
     to_save: list[Any] = []
     for context in contexts:
         if context.to_save is not None:
@@ -326,7 +326,7 @@ def _backward_has_begun() -> bool:
 def _quantizer_usages(
     basic_ops: Sequence[ChanneledOperation], grad_quantizers: list[Quantizer | None]
 ) -> list[tuple[Quantizer, dict[str, bool]]]:
-    """The operations' quantizers and the copies that forward left them to make.
+    """The operations' quantizers and the copies that they were set to make after forward.
 
     Backward restores them: later calls of the same operations, e.g. on a validation batch, choose their own.
     `grad_quantizers`: what `get_grad_output_quantizer` says, perhaps no quantizers of the operation's recipe state.

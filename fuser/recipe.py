@@ -447,7 +447,7 @@ class CustomRecipe(Recipe):
 
     Attributes:
         qfactory: `qfactory(role: QuantizerRole) -> Quantizer | DelayedScalingRequest`.
-        quantization_alignment: what padded sizes must divide by, a positive integer.
+        quantization_alignment: what padded sizes must be divisible by, a positive integer.
         backward_override: None, "high_precision" or "dequantized".
     """
 
@@ -502,6 +502,6 @@ class BlockScaledRecipe(Recipe):
 
     @property
     def quantization_alignment(self) -> int:
-        """What padded sizes must divide by: whole blocks of all three."""
+        """What padded sizes must be divisible by: whole blocks of all three."""
         layouts = [scaling.layout for scaling in (self.scaling, self.weight, self.gradient) if scaling is not None]
         return math.lcm(*(n for layout in layouts for n in (*(layout.block or ()), layout.shape_multiple)))

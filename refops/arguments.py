@@ -1,4 +1,4 @@
-"""Checks of what a caller hands in: each raises an error that names the argument, its value and the rule."""
+"""Checks of a caller's arguments: each raises an error that names the argument, its value and the rule."""
 
 import difflib
 import math
@@ -22,7 +22,7 @@ MOST_SHOWN = 300
 
 
 def shown(value: object) -> str:
-    """`value` as an error message shows it: an array by dtype and shape, others by repr, in one line of some length."""
+    """`value` as an error message shows it, on one short line: an array by dtype and shape, anything else by repr."""
     if isinstance(value, np.ndarray):
         return describe_array(value)
     text = " ".join(repr(value).split())
@@ -35,7 +35,7 @@ def say_who(error: Exception, who: str) -> None:
 
 
 def similar_names(word: object, names: Any) -> list[str]:
-    """Those of `names` that hold `word`, or else are spelled like it; upper and lower case are the same."""
+    """The `names` that contain `word`, or else those that are spelled like it; case does not matter."""
     if not isinstance(word, str):
         return []
     text, folded = word.lower(), {name.lower(): name for name in names}
@@ -50,18 +50,18 @@ def did_you_mean(word: object, names: Any) -> str:
 
 
 def describe_array(x):
-    """What an error message says of an array: its dtype and shape."""
+    """What an error message says about an array: its dtype and shape."""
     return f"{x.dtype} of shape {x.shape}"
 
 
 def as_codes_hint(dtype, name):
-    """What an error says besides of an array whose elements are codes of another dtype: how they become uint8."""
+    """What an error adds about an array whose codes have another dtype: how to view them as uint8."""
     holds_codes = str(dtype).startswith(("int8", "float8", "float6", "float4"))
     return f"; hand in {name}.view(np.uint8)" if holds_codes else ""
 
 
 def as_array(x: Any, name: str) -> Array:
-    """Return `x` as a NumPy array, raising TypeError where it is none (a ragged list) or would lose its mask."""
+    """Return `x` as a NumPy array, raising TypeError if it is no array (a ragged list) or would lose its mask."""
     if isinstance(x, np.ma.MaskedArray):
         raise TypeError(f"{name} must be a plain array; got a masked array of shape {x.shape}")
     return converted(from_torch if is_torch_tensor(x) else np.asarray, x, name)
@@ -105,7 +105,7 @@ def require_high_precision_dtype(dtype, name):
 
 
 def require_dtype(dtype, name, dtypes, rule):
-    """Return `dtype` as np.dtype, raising TypeError, which says the rule, unless it is one of `dtypes`."""
+    """Return `dtype` as np.dtype, raising TypeError, which states the rule, unless it is one of `dtypes`."""
     try:
         resolved = np.dtype(dtype)
     except (TypeError, ValueError, SyntaxError):  # NumPy parses strings
@@ -151,7 +151,7 @@ def require_integer(value, name, *, low, high):
 
 
 def require_list(value, name, of):
-    """Return `value` as a list, raising TypeError unless it is a collection, of what `of` says."""
+    """Return `value` as a list, raising TypeError unless it is a collection; `of` says of what."""
     if isinstance(value, str | bytes) or not isinstance(value, Collection) or getattr(value, "ndim", 1) == 0:
         raise TypeError(f"{name} must be a list of {of}; got {shown(value)}")
     return list(value)

@@ -178,7 +178,7 @@ def _parser():
         type=_at_least(1),
         default=_available_cpus(),
         metavar="N",
-        help="how many share the work (default: one for each CPU)",
+        help="number of processes that share the work (default: one per CPU)",
     )
     p.add_argument(
         "--section",

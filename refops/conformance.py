@@ -1,4 +1,4 @@
-"""Others' arrays: what refops' public calls give, compared with arrays that other implementations made, bit for bit.
+"""Results of refops' public calls, compared bit for bit with arrays that other implementations made.
 
 The arrays are the `.npz` files of `tests/vectors` (its README says who made each). Every comparison returns counts. A
 documented divergence of another implementation is recomputed element by element: a difference counts as explained only
@@ -72,7 +72,7 @@ class Vectors:
 
     @property
     def kind(self):
-        """What the arrays are of: a key of `COMPARISONS`, or of what the tests compare."""
+        """What the arrays hold: a key of `COMPARISONS`, or of what the tests compare."""
         return self.meta["op"]
 
     @property
@@ -227,7 +227,7 @@ def compare_swizzle(v):
 
 
 def compare_act_unary(v):
-    """float32 values and derivatives against TE's formulas compiled for the host: equal to the bit, but for gelu."""
+    """float32 values and derivatives against TE's formulas compiled for the host: equal bit for bit, except gelu."""
     x = v.arrays["x"]
     for name in ("gelu", "qgelu", "relu", "srelu", "silu"):
         for which, ours in (("", refops.activation(name, x)), ("d", refops.activation_grad(name, np.ones_like(x), x))):
@@ -252,13 +252,13 @@ def _gelu_of_other_tanh(x, which):
 
 
 class TanhNearby(Arithmetic):
-    """float32 with a tanh that lies so many `steps` of float32 from the nearest, `toward` -1 or 1 and never beyond."""
+    """float32 whose tanh lies `steps` float32 values from the nearest one, `toward` -1 or 1 and never beyond."""
 
     def __init__(self, toward, steps):
         self.toward, self.steps = F(toward), steps
 
     def tanh(self, x):
-        """Hyperbolic tangent, so many steps off."""
+        """Hyperbolic tangent, `steps` values off."""
         result = super().tanh(x)
         for _ in range(self.steps):
             result = np.nextafter(result, self.toward)

@@ -1,4 +1,4 @@
-"""exp and tanh of float32, correctly rounded: of every input the nearest float32, and so the same bits everywhere.
+"""exp and tanh of float32, correctly rounded: the float32 nearest to the true value, and so the same bits everywhere.
 
 Both are evaluated in float64 by additions, multiplications and one division, which IEEE 754 fixes on every machine, and
 rounded once. One text serves NumPy arrays here and single numbers in compiled code (`cuda_kernels.elementary`):
@@ -110,5 +110,5 @@ def exp(x):
 
 
 def tanh(x):
-    """Hyperbolic tangent. float32 array in, float32 array out. NaN stays NaN; tanh(-0.0) = -0.0. Else as `exp`."""
+    """Hyperbolic tangent. float32 array in, float32 array out. NaN stays NaN; tanh(-0.0) = -0.0."""
     return _OF_ARRAYS.tanh(x) if isinstance(x, np.ndarray | np.generic) else x.tanh()

@@ -79,7 +79,7 @@ class ElementFormat:
     key_bits: int = 16
 
     def signed_code(self, magnitude: Any, negative: Any) -> Any:
-        """The codes, uint8, of magnitudes (codes without sign) and whether they are negative."""
+        """The uint8 codes of magnitudes (codes without sign), given which are negative."""
         raise NotImplementedError
 
     def magnitude_code(self, code: Any) -> Any:
@@ -118,7 +118,7 @@ class ElementFormat:
 
     @property
     def after_largest(self) -> np.float64:
-        """The magnitude that the next code would have, np.float64: what rounds to it, or to more, overflows."""
+        """The magnitude that the next code would have, np.float64: a value that rounds to it or beyond overflows."""
         return self._magnitudes(np.array([self.largest_code + 1]))[0]
 
     def _magnitudes(self, code):
@@ -175,7 +175,7 @@ class FloatFormat(ElementFormat):
             if getattr(self, field) is not None:
                 require_integer(getattr(self, field), field, low=self.largest_code + 1, high=codes)
         if self.nan_code is not None and self.nan_code == self.infinity_code:
-            raise ValueError(f"nan_code must be another code than infinity_code; got {self.nan_code} for both")
+            raise ValueError(f"nan_code must differ from infinity_code; got {self.nan_code} for both")
 
     def _check_points(self):
         """Raise unless `key_bits` bits of a float32 tell on which side of each value and midpoint it lies."""
@@ -265,7 +265,7 @@ class IntegerFormat(ElementFormat):
 
     @property
     def bias(self) -> int:
-        """Of the exponent bit: magnitudes from 2^(1 - bias) on have it."""
+        """The bias of the exponent bit, which magnitudes from 2^(1 - bias) on have set."""
         return 1 + self.fraction_bits - self.mantissa_bits
 
     @property
@@ -394,7 +394,7 @@ def decode(codes: ArrayLike, fmt: ElementFormat) -> NDArray[np.float32]:
 
 
 def pack_fp4(codes: ArrayLike) -> NDArray[np.uint8]:
-    """Pack 4-bit codes two a byte along the last dimension: the even element takes the low nibble.
+    """Pack 4-bit codes two per byte along the last dimension: the even element takes the low nibble.
 
     Args:
         codes: uint8 (..., n), n even, codes below 16.
@@ -407,7 +407,7 @@ def pack_fp4(codes: ArrayLike) -> NDArray[np.uint8]:
     """
     codes = require_codes(codes, "codes")
     if codes.ndim == 0 or codes.shape[-1] % 2:
-        raise ValueError(f"codes must have an even last dimension to pack two a byte; got shape {codes.shape}")
+        raise ValueError(f"codes must have an even last dimension to pack two per byte; got shape {codes.shape}")
     if codes.size and codes.max() > 15:
         raise ValueError(f"codes must be below 16 to pack; got {int(codes.max())}")
     packed = codes[..., 1::2] << np.uint8(4)
@@ -465,7 +465,7 @@ def _finish_codes(magnitude_code, x, fmt, saturate):
 
 @lru_cache(maxsize=64)
 def _code_table(fmt, saturate, rounding):
-    """Codes of all float32 values of so many bits, 65 536 of bfloat16: what `_odd_rounded_key` indexes."""
+    """Codes of every float32 that fits in `key_bits` bits, 65 536 for bfloat16: `_odd_rounded_key` indexes them."""
     keys = np.arange(1 << fmt.key_bits, dtype=np.uint32)
     values = (keys << np.uint32(32 - fmt.key_bits)).view(np.float32)
     return encode_by_definition(values.astype(np.float64), fmt, saturate, rounding)
@@ -479,14 +479,14 @@ def _extended_grid(fmt):
 
 @lru_cache(maxsize=16)
 def _floor_table(fmt):
-    """`floor_in` the extended grid of all float32 magnitudes of so many bits: `_odd_rounded_key` indexes it."""
+    """`floor_in` the extended grid, of all float32 magnitudes of `key_bits` bits: `_odd_rounded_key` indexes it."""
     keys = np.arange(1 << fmt.key_bits - 1, dtype=np.uint32)
     magnitudes = (keys << np.uint32(32 - fmt.key_bits)).view(np.float32)
     return floor_in(_extended_grid(fmt))(magnitudes)
 
 
 def _floor(fmt, magnitudes):
-    """`floor_in` the extended grid of a format, of float32 magnitudes, by a table."""
+    """`floor_in` the extended grid of a format, for float32 magnitudes, from a table."""
     return _floor_table(fmt).take(_odd_rounded_key(magnitudes, fmt.key_bits))
 
 

@@ -13,5 +13,5 @@ __all__ = ["Array", "ArrayLike", "DTypeLike", "Number"]
 
 #: A NumPy array of any dtype, ml_dtypes' included.
 Array: TypeAlias = NDArray[Any]
-#: A number as Python or NumPy has it: a scale, a parameter of an activation.
+#: A number of Python or NumPy: a scale, a parameter of an activation.
 Number: TypeAlias = float | np.floating[Any]

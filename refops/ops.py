@@ -291,7 +291,7 @@ class ScaledRows:
         m, width = self.input.shape[0], _output_width(self.bound, self.x)
         self.shape = (m, width)
         if self.row_scales.size != m:
-            raise ValueError(f"row_scales must have one entry a row, {m}; got shape {self.row_scales.shape}")
+            raise ValueError(f"row_scales must have one entry per row, {m}; got shape {self.row_scales.shape}")
         self.scales = self.row_scales.reshape(m, 1).astype(np.float32)
         g = require_integer(glu_interleave_size, "glu_interleave_size", low=0, high=1 << 62)
         if g and (not self.bound.gated or g % 32 or width % g):

@@ -1,4 +1,4 @@
-"""Writing files so that what stands under their names is whole: the old ones, or the new ones, or none.
+"""Write files atomically: their names always hold whole files, either the old ones or the new ones, or nothing.
 
 A full disk, an error or Ctrl-C halfway must not cost the files that were there.
 """

@@ -78,12 +78,12 @@ class Report:
 
     @property
     def ok(self):
-        """Whether nothing differs without a documented reason, and what was asked for was there: values or a survey."""
+        """Whether nothing differs without a documented reason, and the values or the survey asked for were there."""
         return self.unexplained == 0 and (self.values > 0 or (self.sections == ["survey"] and bool(self.survey)))
 
     @property
     def result(self):
-        """PASS only where all that was asked for was there; INCOMPLETE is right as far as it could be checked."""
+        """PASS only if all that was asked for was there; INCOMPLETE means right as far as it could be checked."""
         if not self.values:
             return "SURVEY" if self.ok else "NOTHING COMPARED"
         if not self.ok:

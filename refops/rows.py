@@ -1,4 +1,4 @@
-"""Rows declared in the files of a folder: what `refops.activations` and `refops.scalings` make their tables of.
+"""Rows declared in the files of a folder, of which `refops.activations` and `refops.scalings` make their tables.
 
 A file that declares them wrongly stops the import with an error that names it.
 """

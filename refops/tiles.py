@@ -1,4 +1,4 @@
-"""Work in tiles: what is computed for one rectangle of a tensor, and how the rectangles are walked.
+"""Work in tiles: how one rectangle of a tensor is computed, and how the rectangles are walked.
 
 A `Source` is the front half of an operation: it computes any rectangle of a (M, K) matrix in float32 (the input
 itself, an activation, a gradient). The quantizers are the back half. Only tiles live in memory besides inputs and
@@ -85,7 +85,7 @@ class Matrix:
 
 @dataclass(frozen=True)
 class RowLayout:
-    """Where the activated half and the gate of output column h lie in a row: runs of `run` columns that alternate.
+    """Where the activated half and the gate of output column h lie in a row: alternating runs of `run` columns.
 
     `run` is H for [act | gate]; `gate_first` swaps the two.
     """
@@ -140,7 +140,7 @@ class RoundedSource(Source):
 
 
 class InputSource(Source):
-    """A tensor as it is."""
+    """A given tensor."""
 
     def __init__(self, tensor):
         self._matrix = Matrix(tensor)
@@ -162,7 +162,7 @@ def tile_slices(shape):
 
 
 def for_each(items, work):
-    """Return `work(*item)` for every item, in order and in one thread: speed is the business of `cuda_kernels`."""
+    """Return `work(*item)` for every item, in order and in one thread: `cuda_kernels` is the fast one."""
     require_subnormals()
     with np.errstate(all="ignore"):  # inf and NaN are ordinary inputs here
         return [work(*item) for item in items]

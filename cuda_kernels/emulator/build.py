@@ -1,4 +1,4 @@
-"""Compile the software GPU: libcuda.so.1 of `device` and `driver`, and the linkers in front of the real ones.
+"""Compile the software GPU: libcuda.so.1 from `device` and `driver`, and the linkers in front of the real ones.
 
 `libraries()` is all that others use: the folder with the finished libraries. It lies in the folder of the project's
 other caches (NUMBA_CACHE_DIR, else XDG_CACHE_HOME, else ~/.cache), or where that cannot be written in a folder of this
@@ -55,7 +55,7 @@ LONGEST = 600
 
 
 class CompilerMissingError(RuntimeError):
-    """There is no C++ compiler, or what there is cannot compile the software GPU."""
+    """There is no C++ compiler, or none that can compile the software GPU."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def _candidates():
 
 
 def _version_of(command):
-    """What a compiler says of itself, None where it does not start."""
+    """The version that a compiler reports; None if it does not start."""
     try:
         asked = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired):
@@ -112,7 +112,7 @@ def _version_of(command):
 
 @lru_cache(maxsize=1)
 def processor_flags() -> tuple[str, ...]:
-    """Return the compiler's flags for what this machine's processor has, all of `PROCESSOR_FLAGS` or none."""
+    """Return the compiler's flags for this machine's processor: all of `PROCESSOR_FLAGS` or none."""
     if platform.machine() not in ("x86_64", "AMD64"):
         return ()
     with suppress(OSError):
@@ -124,7 +124,7 @@ def processor_flags() -> tuple[str, ...]:
 
 
 def wheel_folder(package: str) -> Path | None:
-    """Return the folder of an installed package, None where there is none."""
+    """Return the folder of an installed package, or None."""
     try:
         found = importlib.util.find_spec(package)
     except ModuleNotFoundError:
@@ -152,7 +152,7 @@ def _units(folder):
 
 
 def digest() -> str:
-    """Return the digest of what the libraries are made of: sources, flags, the machine's kind and the compiler."""
+    """Return the digest of what the libraries depend on: sources, flags, the kind of machine and the compiler."""
     try:
         compiler = find_compiler().version
     except CompilerMissingError:
@@ -216,7 +216,7 @@ def is_complete(folder: Path) -> bool:
 
 
 def _are_ours(*folders):
-    """Nobody else could have put other libraries there: what lies in a folder of temporary ones is loaded as code."""
+    """Whether nobody else could have put libraries there: they are loaded as code from a temporary folder."""
     for path in folders:
         found = path.stat()
         written_by_others = stat.S_IMODE(found.st_mode) & stat.S_IWOTH
@@ -240,7 +240,7 @@ def _build_into(folder):
 
 
 def _move(finished, folder, aside):
-    """Rename the finished folder. Another process with the same sources may be faster; what is incomplete goes."""
+    """Rename the finished folder. Another process with the same sources may be faster; incomplete ones are removed."""
     for _ in range(3):
         with suppress(OSError):
             os.rename(finished, folder)
@@ -290,7 +290,7 @@ def _compile_one(compiler, source, level, target):
 
 
 def _link(compiler, target, objects, exports):
-    """-Bsymbolic: calls between entry points stay inside, whatever else the process has loaded."""
+    """Link with -Bsymbolic: calls between entry points stay inside, whatever else the process has loaded."""
     options = ["-shared", f"-Wl,-soname,{target.name}", "-Wl,-Bsymbolic", f"-Wl,--version-script={exports}"]
     _run([*compiler.command, *options, "-o", str(target), *objects], target.name)
 

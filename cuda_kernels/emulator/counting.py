@@ -76,7 +76,7 @@ class KernelCounters:
 
     @property
     def wavefronts_over_ideal(self) -> float:
-        """Passes through shared memory, over those without bank conflicts; 1 is best, 0 without accesses."""
+        """Passes through shared memory, divided by those without bank conflicts; 1 is best, 0 without accesses."""
         return _ratio(self.shared_wavefronts, self.shared_ideal)
 
     @property
@@ -85,7 +85,7 @@ class KernelCounters:
         return _ratio(self.thread_instructions, self.warp_instructions)
 
     def difference(self, before: "KernelCounters | None") -> "KernelCounters":
-        """Return the counts since `before`, which is None where the kernel had not run."""
+        """Return the counts since `before`; None stands for a kernel that had not run."""
         if before is None:
             return self
         if self.kernel != before.kernel:
@@ -95,7 +95,7 @@ class KernelCounters:
 
 
 def counters() -> list[KernelCounters]:
-    """Return the counts of every kernel that ran, in the order in which they ran first."""
+    """Return the counts of every kernel that ran, in the order of their first runs."""
     return [KernelCounters(**one) for one in loading.counted()]
 
 

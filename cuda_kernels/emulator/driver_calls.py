@@ -54,7 +54,7 @@ def context(device: int = 0) -> HANDLE:
 
 @contextmanager
 def current(device: int = 0) -> Iterator[None]:
-    """A context manager in which a device is current, and after which the one before is."""
+    """A context manager in which a device is current; afterwards the previous one is current again."""
     checked(loading.driver().cuCtxPushCurrent_v2(context(device)))
     try:
         yield
@@ -76,7 +76,7 @@ def synchronize(device: int = 0) -> None:
 
 
 def empty(shape: Any, dtype: Any, device: int = 0) -> np.ndarray:
-    """Return an array in the device's memory, full of what nobody wrote; freed with its last view."""
+    """Return an uninitialised array in the device's memory; freed with its last view."""
     dtype = np.dtype(dtype)
     size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
     if not size:
@@ -117,7 +117,7 @@ def to_device(array: np.ndarray, device: int = 0) -> np.ndarray:
 
 
 def to_host(array: np.ndarray, device: int = 0) -> np.ndarray:
-    """Return a copy outside of the device's memory, after all work that the default stream waits for."""
+    """Return a copy in host memory, after all work that the default stream waits for."""
     made = np.empty(array.shape, array.dtype)
     if not made.nbytes:
         return made

@@ -1,4 +1,4 @@
-"""What went wrong, in the exceptions of numba.cuda and cuda.core: they name a code and leave out the driver's sentence.
+"""Put the driver's sentences into the exceptions of numba.cuda and cuda.core, which name only a code.
 
 `show_sentences()` puts the sentence (instruction, thread, line) behind the messages of both, in modules that are
 imported already and in those that will be.
@@ -51,7 +51,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def _complete(module, refusal):
-    """Give a module's exception a constructor that puts the sentence behind a text that has the code's name."""
+    """Give a module's exception a constructor that adds the sentence to a text with the code's name."""
     raised = getattr(module, RAISING[module.__name__])
     construct = raised.__init__
 

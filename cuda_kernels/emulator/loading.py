@@ -32,7 +32,7 @@ _asking = threading.RLock()
 
 @dataclass(frozen=True)
 class Unordered:
-    """Two pieces of work that use the same bytes with nothing that orders them: work used before its stream finished.
+    """Two pieces of work that use the same bytes in no order: one uses a result before its stream has finished.
 
     Attributes:
         first, second: what was done: a kernel, a copy, a fill, an allocation, a free.
@@ -54,7 +54,7 @@ class Unordered:
 
 
 def load(settings: Settings | None = None) -> None:
-    """Load the software GPU, or change how it behaves where it is loaded already.
+    """Load the software GPU, or change how it behaves if it is loaded already.
 
     Args:
         settings: what it is and how it runs; `Settings()` if not given.
@@ -86,7 +86,7 @@ def find_linker() -> Path:
 
 
 def require_early(linker: Path) -> None:
-    """Raise RuntimeError where something of CUDA was loaded before, which would go on using what it found."""
+    """Raise RuntimeError if a part of CUDA was loaded before: it would go on using what it found."""
     for name in (build.DRIVER_LIBRARY, linker.name):
         if _is_loaded(name):
             raise RuntimeError(
@@ -110,7 +110,7 @@ def _is_loaded(name):
 
 
 def _load_libraries(folder, linker):
-    """Whoever opens a library of these names from here on gets what is loaded: the names are the same."""
+    """Load the libraries: whoever opens one of these names from now on gets them."""
     shim = ctypes.CDLL(str(folder / linker.name))
     if shim.emulator_link_with(str(linker).encode()):
         raise RuntimeError(f"the linker cannot be loaded: {linker}")
@@ -176,7 +176,7 @@ def driver() -> ctypes.CDLL:
 
 
 def behaviour(**changes: Any) -> Settings:
-    """Change how it runs from here on and return the settings before.
+    """Change how it runs from now on, and return the previous settings.
 
     Args:
         changes: attributes of `Settings`; `targets` only where CUDA was not used yet.
@@ -193,7 +193,7 @@ def _answer(name):
 
 
 def fault() -> str:
-    """Return what went wrong in the last kernel, copy or fill that failed, "" for nothing."""
+    """Return what went wrong in the last kernel, copy or fill that failed; "" if nothing did."""
     return _answer("fault")
 
 

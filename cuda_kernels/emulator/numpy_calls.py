@@ -49,7 +49,7 @@ def emulated(target: str = "sm_90", **behaviour: bool | int) -> Iterator[Setting
 
     Args:
         target: which device, a name of `settings.TARGETS`.
-        behaviour: attributes of `Settings` but for `targets`: deferred, backward, contract, perturb, uninitialised,
+        behaviour: attributes of `Settings` except `targets`: deferred, backward, contract, perturb, uninitialised,
             longest.
 
     Yields:
@@ -70,7 +70,7 @@ def emulated(target: str = "sm_90", **behaviour: bool | int) -> Iterator[Setting
 
 
 def _settings_for(target, behaviour):
-    """The process's devices, once there are some, with another behaviour."""
+    """The process's devices, once there are any, with another behaviour."""
     targets = loading.settings().targets if loading.is_loaded() else targets_with(target)
     return Settings(targets=targets, **behaviour)
 

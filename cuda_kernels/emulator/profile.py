@@ -158,7 +158,7 @@ class _Launched:
         return KernelProfile(str(self.spec), self.grid, self.block, elements, counted, self._compiled())
 
     def _compiled(self):
-        """`Measured` of its PTX, which is on disk since it was launched, unless nothing can be kept there."""
+        """`Measured` of its PTX, which is on disk since its launch, unless nothing can be kept there."""
         from cuda_kernels.launch import ptx_of
 
         def measure():
@@ -338,5 +338,5 @@ def _product(sizes):
 
 
 def _if(count, text):
-    """A ratio of counts, nothing where there is nothing to divide by."""
+    """A ratio of counts; nothing if there is nothing to divide by."""
     return text if count else ""

@@ -66,7 +66,7 @@ class Unwritten:
 
 @dataclass(frozen=True)
 class Ran:
-    """What a launch left behind.
+    """What a launch returned.
 
     Attributes:
         arrays: the array arguments and the `Unwritten` ones in their order, as the kernel left them; the caller's own
@@ -82,7 +82,7 @@ class Ran:
     ptx: str
 
     def described(self) -> str:
-        """One line: instructions, and what of the accesses is not ideal."""
+        """One line: instructions, and which accesses are not ideal."""
         c = self.counters
         parts = [f"{self.entry}: {c.blocks:,} blocks, {c.warp_instructions:,} warp instructions"]
         for verb, sectors, used in (
@@ -266,7 +266,7 @@ def _three(sizes, name):
 
 
 def _parameter_types(ptx, entry):
-    """PTX's type of each parameter of a kernel: "f32", "u64"; "b8" and the like say nothing of numbers."""
+    """PTX's type of each parameter of a kernel: "f32", "u64"; "b8" and the like do not say which numbers."""
     found = re.search(rf"\.entry\s+{re.escape(entry)}\s*\(([^)]*)\)", ptx)
     return re.findall(r"\.param\s+(?:\.align\s+\d+\s+)?\.([a-z]\d+)", found[1]) if found else []
 

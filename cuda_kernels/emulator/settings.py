@@ -89,12 +89,12 @@ BEHAVIOUR = tuple(field.name for field in fields(Settings) if field.name != "tar
 
 
 def targets_with(target: str) -> tuple[str, ...]:
-    """Return `DEFAULT_TARGETS`, with one more device at the end where none of them is of a target."""
+    """Return `DEFAULT_TARGETS`, with one more device at the end if none of them has the target."""
     require_target(target, "target")
     known = {TARGETS[name] for name in DEFAULT_TARGETS}
     return DEFAULT_TARGETS if TARGETS[target] in known else (*DEFAULT_TARGETS, target)
 
 
 def require_target(value: str, name: str) -> None:
-    """Raise ValueError for what is not in `TARGETS`."""
+    """Raise ValueError unless a target is in `TARGETS`."""
     require_choice(value, name, TARGETS)

@@ -2,7 +2,7 @@
 
     block      B neighbours of a row in the rowwise copy, of a column in the columnwise one
     scale      (stored, multiplier) of the block's largest magnitude, amax, NaN ignored, by the rule that the scaling
-               declares (`refops.scalings`): what is stored, and what elements are multiplied with. 1x128: multiplier =
+               declares (`refops.scalings`): what is stored, and what elements are multiplied by. 1x128: multiplier =
                fmt.max / amax (1 where amax is 0 or infinite), rounded down to a power of two if the scaling says so;
                stored is the decode scale, 1 / multiplier, a float32
     code       the element format's code of value * multiplier, to nearest, ties to even, saturated
@@ -92,7 +92,7 @@ def blocks_coalesced(x, codes, scales, rows, columns):
 #   place(16, rows, columns)                            (row, column, left) of the first
 #   read(source, row, column, left)                     their values
 #   block_max(v)                                        the block's largest magnitude, found by shuffles
-#   scale_block(block_amax, out, row, column, left)     what elements are multiplied with, by the declared rule; the
+#   scale_block(block_amax, out, row, column, left)     what elements are multiplied by, by the declared rule; the
 #                                                       first of the threads that share the block stores its scale
 #   cast(v, multiplier, data, (row, stride, column), left)    stores the codes; a row of `data` is `stride` long
 #

@@ -81,7 +81,7 @@ def dequantize_naive(codes, scales, y, rows, columns):
 #
 #   place(16, rows, columns)          (row, column, left) of the first
 #   load(codes, at, left)             the values of their codes, without scale, from element `at` on
-#   factor(coded, outer, inner)       what the value of a code is multiplied with. Blocks run along `inner`: the two are
+#   factor(coded, outer, inner)       what the value of a code is multiplied by. Blocks run along `inner`: the two are
 #                                     (row, column), but (column, row) for blocks down the columns
 #   multiply(vector, number)          where all have one factor
 #   products(vector, vector, ZERO)    where each has its own; the last argument is ignored

@@ -2,7 +2,7 @@
 
     activation    f(x); of rows [act | gate], f(act) * h(gate), h the activation's gate function (identity for swiglu)
     gradient      f'(x) * dy; of rows [act | gate], (f'(act) * dy) * h(gate) and (h'(gate) * dy) * f(act)
-    encode        a tensor's values to codes, without scale: one a byte, to nearest, ties to even, saturated
+    encode        a tensor's values to codes, without scale: one per byte, to nearest, ties to even, saturated
     decode        back: the float32 value of each code
 
 A result of float32 arithmetic is rounded once, to the dtype that it is stored in. Where a scale will be made of the
@@ -201,7 +201,7 @@ class Encode(Spec):
 
 @dataclass(frozen=True)
 class Decode(Spec):
-    """Values of codes, one a byte, in float32: a thread owns sixteen neighbours, whose codes are one load of 16 bytes.
+    """Values of codes, one per byte, in float32: a thread owns sixteen neighbours, whose codes are one 16-byte load.
 
     Attributes:
         fmt: name of the element format.

@@ -2,7 +2,7 @@
 
     block      B neighbours of a row in the rowwise copy, of a column in the columnwise one
     scale      (stored, multiplier) of the block's largest magnitude, amax, NaN ignored, by the rule that the scaling
-               declares (`refops.scalings`): what is stored, and what elements are multiplied with. MXFP8 of E4M3, whose
+               declares (`refops.scalings`): what is stored, and what elements are multiplied by. MXFP8 of E4M3, whose
                largest value is 448: stored byte = amax * float32(1 / 448) as E8M0, rounded up to a power of two;
                multiplier = 2^(127 - byte)
     code       the element format's code of value * multiplier, to nearest, ties to even, saturated
@@ -230,11 +230,11 @@ class MXFP8GradientRows(Fused):
 #                                 were rounded; on the way the rowwise copy is stored
 #   larger_of_all(first, kept)    the largest magnitudes of the eight columns, over the thread's rows
 #   sum_of_all(first, kept)       their sums, of exact values
-#   put_columns(shared, v)        shows the other warps eight numbers, one a column
+#   put_columns(shared, v)        shows the other warps eight numbers, one per column
 #   max_of_warps(shared)          the largest of what the warps put there for the thread's one column
 #   sum_of_warps(shared)          their sum
 #   scale_column(amax, out, column, row, left)
-#                                 what elements of this column are multiplied with; its scale is stored. In this copy a
+#                                 what elements of this column are multiplied by; its scale is stored. In this copy a
 #                                 column is the outer index, and `left` counts rows to the matrix's end
 #   take_columns(shared)          the multipliers of the thread's eight columns
 #   cast_rows(p, row, kept)       stores the codes of the thread's rows

@@ -53,7 +53,7 @@ widen, max_of_8 = casts.widen_bf16, make_group_max(8)
 # --- 2. naive ---------------------------------------------------------------------------------------
 
 # The declared rules: scale_code(block amax, (S_enc, S_dec), p) is the byte, multiplier_of(byte, (S_enc, S_dec)) what
-# elements are multiplied with. `p` are numbers of the scaling, which this rule ignores: the kernels pass ZERO.
+# elements are multiplied by. `p` are numbers of the scaling, which this rule ignores: the kernels pass ZERO.
 scale_code, multiplier_of = NVFP4Scaling().scale_code(RuleWords()), NVFP4Scaling().multiplier(RuleWords())
 
 
@@ -111,7 +111,7 @@ def nvfp4_coalesced(x, tensor_scales, codes, scales, rows, columns):
 #   read(source, row, column, left)                     their values
 #   block_max(v)                                        largest magnitude of the block: the thread's own, or with blocks
 #                                                       of B, which B / 16 threads share, found by shuffles
-#   scale_block(block_amax, out, row, column, left)     what elements are multiplied with, by the declared rule; the
+#   scale_block(block_amax, out, row, column, left)     what elements are multiplied by, by the declared rule; the
 #                                                       scale is stored by the first of the block's threads
 #   cast(v, multiplier, out, row, column, left)         stores the codes: 16 of them are one store of 8 bytes
 #

@@ -1,7 +1,7 @@
 """Casts with one scale for the whole tensor: known beforehand (delayed scaling), or of the tensor's amax (current).
 
     amax       the largest magnitude of the tensor; NaN is ignored
-    scale      the rule that the scaling declares (`refops.scalings`) gives what elements are multiplied with, and what
+    scale      the rule that the scaling declares (`refops.scalings`) gives what elements are multiplied by, and what
                is stored, scale_inv of either copy. Delayed (`refops.DelayedScaling`): multiplier = the given scale;
                current (`refops.CurrentScaling`): multiplier = fmt.max / amax, 1 where amax is 0 or infinite; both store
                1 / multiplier
@@ -153,7 +153,7 @@ class Amax(Spec):
 class ScaleOfTensor(Spec):
     """The scale of a tensor whose amax was found, by the declared rule, for both copies: one thread.
 
-    It stores what elements are multiplied with, and scale_inv of each copy; of one copy both are the same array.
+    It stores what elements are multiplied by, and scale_inv of each copy; of one copy both are the same array.
 
     Attributes:
         direction: that of either copy.

@@ -1,4 +1,4 @@
-"""Gradients of activations whose rows are multiplied with scales: y = scale of the row * f(x).
+"""Gradients of activations whose rows are multiplied by scales: y = scale of the row * f(x).
 
     dx             dy' * f'(x), dy' = dy * scale of the row; of rows [act | gate], where f(x) is f(act) * h(gate),
                    the act half dy' * (f'(act) * h(gate)), the gate half dy' * (f(act) * h'(gate)), multiplied in this

@@ -3,7 +3,7 @@
     copies     rowwise, as the values lie; columnwise, for the other GEMM operand: transposed, or (MXFP8) as they lie
     amax       the largest magnitude of a square; NaN is ignored
     scale      the rule that the scaling declares (`refops.scalings`) makes of the amax what is stored and what elements
-               are multiplied with. 128x128: multiplier = fmt.max / amax, rounded down to a power of two unless the
+               are multiplied by. 128x128: multiplier = fmt.max / amax, rounded down to a power of two unless the
                scaling says otherwise; 1 / multiplier is stored
     code       the element format's code of value * multiplier, to nearest (or stochastically), saturated
     place      the scaling says where scales lie, and whether a square's is stored once or for each row and column of it

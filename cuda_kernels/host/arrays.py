@@ -67,7 +67,7 @@ def as_bytes(array):
 
 
 def memory_of(array):
-    """Return the memory of an array with elements, flat uint8 from its lowest address on, and where in it it begins."""
+    """Return an array's memory, flat uint8 from its lowest address on, and where in that the array begins."""
     low, high = np.lib.array_utils.byte_bounds(array)
     return np.asarray(_Memory(low, high - low, array)), array.ctypes.data - low
 

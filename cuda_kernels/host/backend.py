@@ -270,7 +270,7 @@ class HostBackend(Backend):
 
 
 def _is_computed_twice(job):
-    """Whether an activation would be computed for a maximum and again for the cast, of the values that it is stored as.
+    """Whether an activation would be computed twice, for a maximum and for the cast, from the values that are stored.
 
     The amax of the tensor may be that of values before they are rounded; other maxima are found from stored ones.
     """

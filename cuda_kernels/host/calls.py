@@ -1,4 +1,4 @@
-"""Calls that were made before: what they allocated and ran is done again, and nothing else.
+"""Repeat calls that were made before: only what they allocated and ran is done again.
 
 As on a GPU (`cuda_kernels.plans`) what a call does follows from the description of its arguments, so the first call of
 a description is recorded while it runs and a later one replayed: results are allocated, addresses put in their places,
@@ -55,7 +55,7 @@ class Allocation(NamedTuple):
 
 
 class Made(NamedTuple):
-    """How a library in front of this one makes its results, so that none is boxed.
+    """How a library in front of this one makes its results without wrapping NumPy arrays.
 
     Attributes:
         kind: type of its arrays.
@@ -107,7 +107,7 @@ class Call(NamedTuple):
 
 
 def seen(method, args, options, kinds=KINDS, quantized=Quantized, fields_of=None):
-    """Return the `Call` of a method with arguments, None where it cannot have a plan.
+    """Return the `Call` of a method with arguments; None if it cannot have a plan.
 
     Args:
         kinds: as `arrays.KINDS`. quantized, fields_of: class of quantized tensors, function of one that returns
@@ -229,7 +229,7 @@ class Plan(NamedTuple):
 
 
 class Doing:
-    """Does what a call does, and keeps no account of it."""
+    """Does what a call does, without recording it."""
 
     def given(self, value, array):
         """Note a caller's argument and the NumPy array that it is."""
@@ -254,7 +254,7 @@ class Doing:
         run_shared(function, words, arrays, count, inline)
 
     def depends_on_numbers(self):
-        """Note that what the call does is decided by the numbers in an array."""
+        """Note that the numbers in an array decide what the call does."""
 
 
 class Recording(Doing):
@@ -289,7 +289,7 @@ class Recording(Doing):
         return array
 
     def _number(self, array):
-        """Number of an array, or the constant itself; None of one that nobody noted."""
+        """Number of an array, or the constant itself; None for one that nobody noted."""
         number = self._constants.get(id(array))
         number = self._numbers.get(id(array)) if number is None else number
         self._whole &= number is not None

@@ -5,7 +5,7 @@ A tile is cut into groups of `height` rows, and those into blocks of `width` col
     rowwise            1 x B        columnwise         B x 1        square         B x B
 
 For each group of rows, in this order: the blocks' maxima, what is stored for each block and what its elements are
-multiplied with, the products, their codes. The rule of a scale, its place and a choice of scales are those of kernels,
+multiplied by, the products, their codes. The rule of a scale, its place and a choice of scales are those of kernels,
 device functions of `directions.Direction`. Here are the loops: LLVM vectorises them, where a kernel has registers.
 """
 
@@ -122,7 +122,7 @@ def make_group_maxima(height, width):
 
 
 def differ_by_column(direction):
-    """Whether blocks beside each other stand under scales, and amaxes, of their own."""
+    """Whether neighbouring blocks have scales, and amaxes, of their own."""
     return direction.columnwise and direction.by_outer
 
 
@@ -235,7 +235,7 @@ def make_cast(fmt, width, stochastic):
 
 @routine
 def pack(codes, columns, target):
-    """Store the FP4 codes of a row two a byte."""
+    """Store the FP4 codes of a row two per byte."""
     pairs = codes.view(np.uint16)
     for i in range(columns // 2):
         target[i] = np.uint8(pairs[i] | (pairs[i] >> U16(4)))
@@ -317,7 +317,7 @@ def turn_back(data, rows, columns, row, column, outer, codes):
 
 
 def make_transpose(packed):
-    """Return `transpose(codes, rows, columns, row, column, out)`: store a tile's codes [column, row], FP4 two a byte.
+    """Return `transpose(codes, rows, columns, row, column, out)`: store a tile's codes [column, row], FP4 two per byte.
 
     `codes` is overwritten.
     """
@@ -421,7 +421,7 @@ def rows_in_line(tile, rows, columns, inner, width):
 def make_line_stage(direction):
     """The stage for blocks that lie in rows, and codes that are stored so.
 
-    A row costs some 100 ns besides its elements: short ones are taken together, but for their scales.
+    A row costs some 100 ns besides its elements: short ones are taken together, except their scales.
     """
     stored_type, (_, width) = direction.scale_type, edges(direction)
     read = reader(operand_of(direction), scales=stored_type)
@@ -557,7 +557,7 @@ def tensor_scales(direction):
 
 
 def name_of(what, direction):
-    """What the code of a direction is compiled as: a name that no other settings or rules have."""
+    """The name under which the code of a direction is compiled: no other settings or rules have it."""
     way = "columnwise" if direction.columnwise else "rowwise"
     return f"{what}-{direction.name}-{direction.fmt}-{way}-{hashlib.sha256(f'{direction}'.encode()).hexdigest()[:12]}"
 
@@ -647,7 +647,7 @@ def make_try(direction, candidate):
 def make_find_errors(direction):
     """Return `find(tile, first, last, columns, multipliers, scales, amaxes, terms, errors)`: into errors[0].
 
-    What elements are multiplied with and compared by has an entry for each column.
+    What elements are multiplied by and compared by has an entry for each column.
     """
     error, (height, width) = direction.error_of_value(casts.CPU_DECODERS[direction.fmt]), edges(direction)
 

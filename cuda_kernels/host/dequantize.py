@@ -1,6 +1,6 @@
 """Stages that fill a tile from codes and scales: the front half of `dequantize`.
 
-Their operand is an `operands.Coded`. What an element is multiplied with is, as in kernels, the rule `decode_factor` of
+Their operand is an `operands.Coded`. What an element is multiplied by is, as in kernels, the rule `decode_factor` of
 the stored scale and the amax.
 """
 
@@ -35,7 +35,7 @@ def source_of(q):
 
 
 def _make_find_factors(direction):
-    """Return `find(coded, outer, block, outers, blocks, found)`: what codes are multiplied with, found[outer, block].
+    """Return `find(coded, outer, block, outers, blocks, found)`: what codes are multiplied by, found[outer, block].
 
     `outers` indices from `outer` on have a row each, of `blocks` factors from `block` on. It is `Direction.factor` in
     two steps: scales are copied before the rule sees them, for where they lie keeps a loop from being vectorised, the
@@ -63,7 +63,7 @@ def _make_find_factors(direction):
 
 
 def _make_decode(fmt, packed):
-    """Return `decode(codes, factors, line)`: values of codes that lie as the values do, one or two a byte, times
+    """Return `decode(codes, factors, line)`: values of codes that lie as the values do, one or two per byte, times
     factors."""
     value = casts.CPU_DECODERS[fmt]
 

@@ -1,4 +1,4 @@
-"""Whether this CPU is faster with vectors of 512 bits, by measurement.
+"""Measure whether this CPU is faster with vectors of 512 bits.
 
 LLVM keeps to 256 bits on most CPUs that have 512, for the first of them ran slower while such vectors were in use. The
 bits of results are the same. `wide_where_measured()` is a context in which loops are compiled for what was found.
@@ -47,7 +47,7 @@ def wide_vectors():
 
 @cache
 def are_faster(folder):
-    """Whether wide vectors are faster here: measured once for each kind of CPU, and kept on disk where that can be."""
+    """Whether wide vectors are faster here: measured once for each kind of CPU, and kept on disk if possible."""
     if not get_host_cpu_features().get("avx512f"):
         return False
     path = folder / f"wide-vectors-{get_host_cpu_name()}"

@@ -1,4 +1,4 @@
-"""The usual wrong kernels, as what they would give: a wrong answer has the cause whose effect it shows, bit for bit.
+"""The results of the usual wrong kernels: a wrong answer has the cause whose effect it shows, bit for bit.
 
 `ANSWERS` holds what such a kernel stores, computed in NumPy from the same input; `READS` which elements each of its
 threads reads, for kernels whose holes are indices. Nothing here is a guess: an answer that no row gives has no cause
@@ -89,7 +89,7 @@ def own_elements_shuffled(prepare):
 
 
 def missing_steps():
-    """Sentence -> answer, for every choice of steps that are missing and leave some."""
+    """Sentence -> answer, for every choice of missing steps that leaves some."""
     for number in range(1, 31):  # its bits are the missing distances
         missing = [distance for distance in DISTANCES if number & distance]
         taken = [distance for distance in DISTANCES if not number & distance]
@@ -267,7 +267,7 @@ ANSWERS = {
         "The bias is not added.": lambda x, bias: x,
         "The bias is stored alone: x is not added.": lambda x, bias: np.broadcast_to(bias, x.shape),
         "The bias is subtracted.": lambda x, bias: x - bias,
-        "x is multiplied with the bias; the rule adds it.": lambda x, bias: x * bias,
+        "x is multiplied by the bias; the rule adds it.": lambda x, bias: x * bias,
         "The number of the column is added, not the bias of that column.": lambda x, bias: (
             x + np.arange(x.shape[1], dtype=F)
         ),
@@ -373,10 +373,10 @@ ANSWERS = {
         "The numbers are stored without a cast: casts.e4m3 makes a code of each.": codes_by(
             lambda value, byte: value * power(byte, -1)
         ),
-        "The elements are multiplied with the scale, 2^(byte - 127); the multiplier is 2^(127 - byte).": (
+        "The elements are multiplied by the scale, 2^(byte - 127); the multiplier is 2^(127 - byte).": (
             codes_by(lambda value, byte: e4m3(value * power(byte, 1)))
         ),
-        "The elements are multiplied with the byte itself; 2^(127 - byte) is casts.e8m0_multiplier(byte).": codes_by(
+        "The elements are multiplied by the byte itself; 2^(127 - byte) is casts.e8m0_multiplier(byte).": codes_by(
             lambda value, byte: e4m3(value * byte.astype(F))
         ),
         "The elements are divided by the byte itself; the multiplier is 2^(127 - byte), casts.e8m0_multiplier(byte).": (
@@ -388,7 +388,7 @@ ANSWERS = {
         "casts.e8m0_multiplier takes the byte as it is: the multiplier here is 2^byte.": codes_by(
             lambda value, byte: e4m3(value * np.ldexp(F(1), byte.astype(np.int32)))
         ),
-        "The elements are multiplied with the block's amax; the multiplier is 2^(127 - byte).": codes_by(
+        "The elements are multiplied by the block's amax; the multiplier is 2^(127 - byte).": codes_by(
             lambda value, byte: e4m3(value * amax_of_blocks(value))
         ),
         "The elements are divided by amax / 448; the scale is a power of two, and divided by it they fit its byte.": (
@@ -443,7 +443,7 @@ ANSWERS = {
         "`and` chooses one of the two; | joins their bits.": byte_of(lambda a, b: np.where(a == 0, 0, b << 4)),
         "`or` chooses one of the two; | joins their bits.": byte_of(lambda a, b: np.where(a == 0, b << 4, a)),
         **{
-            f"The second code is multiplied with {factor}; to move up by four bits is to multiply with 16.": byte_of(
+            f"The second code is multiplied by {factor}; to move up by four bits is to multiply by 16.": byte_of(
                 lambda a, b, factor=factor: a + b * factor
             )
             for factor in range(2, 16)

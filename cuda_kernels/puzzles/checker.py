@@ -39,7 +39,7 @@ ALL_LANES = (
 
 @dataclass(frozen=True)
 class Verdict:
-    """What was found.
+    """What a check found.
 
     Attributes:
         name: the kernel's. status: "solved", "not yet" or "wrong".
@@ -160,7 +160,7 @@ def _check_all(puzzle, kernel, recorder):
 
 
 def _what_differs(passed, case, order):
-    """How the run that failed differs from those before, which did not, or ""."""
+    """How the run that failed differs from the earlier runs, which passed; or ""."""
     if order == "backward":
         return "Right when the threads run from the first to the last, wrong in the other order."
     if passed and all(one.square for one in passed) and not case.square and not case.ragged:
@@ -209,7 +209,7 @@ def _run(puzzle, kernel, case, order, recorder, passed):
 
 
 def _spoil(array):
-    """Fill an array with what shows in a result: NaN in float32, to which nothing can be added unseen."""
+    """Fill an array with what shows in a result: NaN in float32, so that no addition can hide it."""
     if array.dtype == np.float32:
         array[...] = np.nan
     else:
@@ -217,7 +217,7 @@ def _spoil(array):
 
 
 def _out_of_bounds(run, kernel, raised):
-    """What to think of an index that is out of bounds."""
+    """A hint about an index that is out of bounds."""
     if "in shared memory" in str(raised.error):
         return (SHARED,)
     element, count = run.puzzle.threads.element, run.puzzle.threads.elements(run.case.sizes)

@@ -103,7 +103,7 @@ def judge(path, source, chosen, *, draw_all):
 
 
 def detail(path, puzzle, verdict):
-    """What is known of one kernel."""
+    """What is known about one kernel."""
     print(f"\n{puzzle.number}. {puzzle.title} ({path})")
     print(f"  {verdict}".replace("\n", "\n  "))
     if verdict.accesses:
@@ -121,7 +121,7 @@ def load(path, source):
 
 
 def verdict_on(puzzle, functions, path):
-    """The verdict on one kernel of the file; not having it is one too."""
+    """The verdict on one kernel of the file, or on its absence."""
     kernel = functions.get(puzzle.name)
     if kernel is None:
         return Verdict(puzzle.name, WRONG, f"{path} has no function {puzzle.name}")

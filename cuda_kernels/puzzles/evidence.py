@@ -1,4 +1,4 @@
-"""What a run of a wrong kernel shows: whose effect it has (`causes`), who read and stored what, who did nothing.
+"""What a run of a wrong kernel shows: which cause's effect (`causes`), who read and stored what, who did nothing.
 
 Each function returns a sentence that holds for the run, or "" where it has nothing to say.
 """
@@ -83,7 +83,7 @@ def differs(got, expected):
 
 
 def known_answer(run):
-    """What the known wrong answer means that equals this one."""
+    """The meaning of the known wrong answer that equals this one."""
     for sentence, answer in ANSWERS.get(run.puzzle.name, {}).items():
         right_before = all(_gives(answer, case, run.puzzle.expected(case)) for case in run.passed)
         if right_before and _gives(answer, run.case, run.got):
@@ -101,7 +101,7 @@ def _gives(answer, case, outputs):
 
 
 def known_reads(run, stopped=None):
-    """What the known wrong indices mean that every thread has read at.
+    """The meaning of the known wrong indices at which every thread has read.
 
     stopped: number of the element whose thread, and no earlier one, asked for what is out of bounds; None: none did.
     """
@@ -267,7 +267,7 @@ def too_few_stores(run, name):
 
 
 def guard_of(run, failed):
-    """What the numbers of the elements say whose threads go out of bounds; failed: a set of them."""
+    """What the numbers of the elements whose threads go out of bounds suggest; failed: a set of them."""
     count = run.puzzle.threads.elements(run.case.sizes)
     beyond = {run.puzzle.threads.element(*thread) for thread in run.threads()} - set(range(count))
     if failed == beyond:

@@ -1,4 +1,4 @@
-"""Stop a call that does not end, in any thread and whatever the process does with signals.
+"""Stop a call that does not end, in any thread, whatever the process does with signals.
 
 A watching thread raises an exception in the thread that runs the call (CPython's `PyThreadState_SetAsyncExc`). No
 signal is sent, so the limit also holds where SIGINT is ignored, as in a script's background job, in a thread and in a
@@ -90,7 +90,7 @@ class _Watch:
     def end(self):
         """Stop watching. No interrupt arrives afterwards.
 
-        What arrives meanwhile is raised at the end, but for an interrupt of this watch while another exception is on
+        What arrives meanwhile is raised at the end, except an interrupt of this watch while another exception is on
         its way: Ctrl-C and an outer limit come first.
         """
         before, late, done = sys.exc_info()[1], None, False
@@ -126,7 +126,7 @@ class _Watch:
 
 @contextmanager
 def ended_within(seconds, what):
-    """End the process with a message on stdout and exit code 1 if the body takes longer. For a command alone.
+    """End the process with a message on stdout and exit code 1 if the body takes too long. Only for commands.
 
     Where not even another thread of Python runs, a clock of C ends it two seconds later, with the tracebacks on stderr.
 

@@ -1,4 +1,4 @@
-"""The puzzles: on which inputs each kernel runs, with which threads, and who judges.
+"""The puzzles: on which inputs each kernel runs, with which threads, and what judges it.
 
 The kernels with their holes, and what they must compute, are in `holes`; here stands how that is checked, in `causes`
 what wrong answers mean.
@@ -37,7 +37,7 @@ class Case:
 
     @property
     def square(self):
-        """Whether there are rows and columns, and as many of each."""
+        """Whether there are rows and columns, in equal number."""
         return len(self.sizes) == 2 and len(set(self.sizes.values())) == 1
 
 

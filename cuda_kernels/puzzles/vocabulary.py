@@ -38,7 +38,7 @@ __all__ = [
 
 #: All 32 threads of a warp take part in a shuffle.
 WARP = 0xFFFFFFFF
-#: What the amax of a block is multiplied with to become its scale: 448 is E4M3's largest number.
+#: What the amax of a block is multiplied by to become its scale: 448 is E4M3's largest number.
 INVERSE_448 = F(1) / F(448)
 
 _silu = functions_of("silu").value

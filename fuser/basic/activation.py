@@ -25,7 +25,7 @@ from refops.arguments import say_who
 
 
 def activation_dtype(input_: Any) -> torch.dtype:
-    """The dtype in which an activation of `input_` is stored: autocast's for the tensor's own device, else its own.
+    """The dtype in which an activation of `input_` is stored: autocast's for the tensor's device, else the tensor's.
 
     Raises:
         RuntimeError: anything but float32, float16 and bfloat16 (and float64 under `fuser.backend("float64")`).
@@ -83,7 +83,7 @@ def operation_of(row: Activation, base: type, name: str, text: str) -> type:
     for parameter in row.parameters:
         if hasattr(made, parameter) or parameter == "training":
             raise ValueError(
-                f"name of a parameter of {row.name} must be no attribute of an operation, {name}; got {parameter!r}"
+                f"name of a parameter of {row.name} must not be an attribute of an operation, {name}; got {parameter!r}"
             )
     made.__signature__ = signature_of(row, base)  # type: ignore[attr-defined]
     return made
@@ -315,7 +315,7 @@ class ScaledClampedQGeGLU(ScaledGLU):
 
 
 def _of_clamped(name: str) -> property:
-    """The parameter of `_clamped`, which alone holds it, as an attribute of the operation."""
+    """A parameter of `_clamped` as an attribute of the operation, which does not store it itself."""
 
     def read(self: Any) -> float:
         return getattr(self._clamped, name)

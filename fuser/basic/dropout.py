@@ -21,7 +21,7 @@ class Dropout(BasicOperation):
 
     16-bit tensors whose number of elements is a multiple of 16 take TE's fused path: an element is dropped if a random
     byte is below floor(p * 256), so that the effective probability is a multiple of 1/256; the others are multiplied in
-    float32 and rounded once; a bit an element is kept for backward. Other tensors are multiplied with a mask of their
+    float32 and rounded once; a bit an element is kept for backward. Other tensors are multiplied by a mask of their
     own dtype, which is kept. Random numbers come from torch's generator of the tensor's device, so that
     `torch.manual_seed` repeats them. The path taken is remembered: `train()` and `eval()` may come before backward.
 
@@ -64,7 +64,7 @@ class Dropout(BasicOperation):
         return y
 
     def passed_through(self, input_: torch.Tensor) -> Any:
-        """The input, if that is all that comes out; else None."""
+        """The input, if the operation passes it through unchanged; else None."""
         return None if self.training else input_
 
     def op_backward(self, ctx: OperationContext, grad_output: Any) -> Any:

@@ -57,7 +57,7 @@ GRAD_INPUT_BUFFER_KEY = "grad_input"
 
 
 def is_op_fuser_grouped_tensor_path_supported(recipe: Recipe | None, dtype: torch.dtype) -> bool:
-    """Whether `GroupedLinear` uses one grouped product over packed tensors: never, groups are multiplied singly."""
+    """Whether `GroupedLinear` uses one grouped product over packed tensors: never, groups are multiplied one by one."""
     return False
 
 
@@ -142,7 +142,7 @@ class GroupedLinear(ExtraTensorOperation):
             self._materialize(device)
 
     def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
-        """As torch's; weights whose gradients are delayed get `skip_backward_post_hook`."""
+        """Like torch's; weights whose gradients are delayed get `skip_backward_post_hook`."""
         super().register_parameter(name, param)
         self._mark_delayed(name, param)
 
@@ -161,7 +161,7 @@ class GroupedLinear(ExtraTensorOperation):
         return self._of_groups("bias", self.single_grouped_bias)
 
     def _of_groups(self, name: str, single: bool) -> list[Any]:
-        """The parameters of the groups, or their parts of a single one; `None`s before they are registered."""
+        """The parameters of the groups, or their parts of a single parameter; `None`s before they are registered."""
         if not single:
             return [getattr(self, f"{name}{i}", None) for i in range(self.num_groups)]
         parameter = getattr(self, name, None)
@@ -250,7 +250,7 @@ class GroupedLinear(ExtraTensorOperation):
             self._replace("bias", self.single_grouped_bias, zeros)
 
     def _replace(self, name: str, single: bool, values: list[torch.Tensor]) -> None:
-        """Make `values` of the groups the parameters, with the flags of the old ones."""
+        """Make the groups' `values` the parameters, with the flags of the old ones."""
         if single:
             setattr(self, name, replace_parameter(getattr(self, name), GroupedTensor.pack(values)))
             return
@@ -404,7 +404,7 @@ class GroupedLinear(ExtraTensorOperation):
             parameter.grad = grad.to(parameter.dtype) if parameter.grad is None else parameter.grad.add_(grad)
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies: no backward pass of theirs waits for weight gradients."""
+        """The state of a copy: none of its backward passes waits for weight gradients."""
         return {**super().__getstate__(), "_pending_wgrads": deque()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -499,7 +499,7 @@ class GroupedForward(_GroupedPass):
         self._saved_weights: list[Any] = []
 
     def group(self, i: int, x: torch.Tensor, *, keep_input: bool = True) -> torch.Tensor:
-        """The output of group `i`, the next one. Not `keep_input`: backward will be given the input again."""
+        """The output of group `i`, the next one. Without `keep_input`, backward will be given the input again."""
         y, bias, ctx = self._outputs[i], self._biases[i], self.ctx
         input_quantizer, weight_quantizer, _ = ctx.quantizers[i]
         try:
@@ -566,7 +566,7 @@ class GroupedBackward(_GroupedPass):
         self._grad_inputs = self.rows_of_groups(self.grad_input)
 
     def quantize_grad(self, i: int, dy: torch.Tensor) -> None:
-        """Sum the output gradient of group `i`, the next one, and make the operand of it that products read."""
+        """Sum the output gradient of group `i`, the next one, and make the operand that products read from it."""
         ctx = self.ctx
         if self.op.has_bias:
             self._sum(_for_sums(dy), i)
@@ -649,14 +649,14 @@ def _check_alike(kind: str, params: Sequence[torch.Tensor]) -> None:
 
 
 def _as_of_parameters(grads: list[Any], single: bool) -> list[Any]:
-    """The gradients of the groups as those of the parameters: stacked for a single one."""
+    """The groups' gradients as those of the parameters: stacked for a single parameter."""
     if not single or not grads:
         return grads
     return [None if grads[0] is None else torch.stack(grads)]
 
 
 def _may_be_single(name: str, asked: bool) -> bool:
-    """Whether the parameters of all groups are one: asked for, and TE's switch for it is on."""
+    """Whether all groups share one parameter: it was asked for, and TE's switch for it is on."""
     if asked and int(os.environ.get("NVTE_GROUPED_LINEAR_SINGLE_PARAM", "0")) <= 0:
         warnings.warn(f"{name}=True is ignored: NVTE_GROUPED_LINEAR_SINGLE_PARAM is not set", UserWarning, stacklevel=3)
         return False

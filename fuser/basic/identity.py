@@ -19,7 +19,7 @@ class Identity(BasicOperation):
         return input_
 
     def passed_through(self, input_: Any) -> Any:
-        """The output as what torch calls a view of the input."""
+        """The output as a view of the input, in torch's sense."""
         return input_
 
     def op_backward(self, ctx: OperationContext, grad_output: Any) -> tuple[Any, tuple[()]]:

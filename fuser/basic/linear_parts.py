@@ -1,4 +1,4 @@
-"""Parts of linear ops: the operands of their products, the checks of their buffers, the setup of their quantizers.
+"""Parts of linear ops: operands of their products, checks of their buffers, setup of their quantizers.
 
 `BasicLinear` and `GroupedLinear` are made of these; nothing here keeps state.
 """
@@ -78,7 +78,7 @@ def adopt_weight_quantizer(weight: Any, quantizer: Quantizer) -> None:
 
 
 def mean_the_same(one: Quantizer, other: Quantizer) -> bool:
-    """Whether both make the same codes of a tensor, whichever copies they make."""
+    """Whether both give a tensor the same codes, whichever copies they make."""
     same_tensors = all(getattr(one, name, None) is getattr(other, name, None) for name in ("scale", "amax"))
     settings = [quantizer.settings() | dict.fromkeys(DIRECTIONS) for quantizer in (one, other)]
     return type(one) is type(other) and settings[0] == settings[1] and same_tensors
@@ -170,7 +170,7 @@ def check_quantized_buffer(
     mode: str,
     quantizer: Quantizer | None,
 ) -> None:
-    """`ValueError` for a quantized buffer of an unquantized result; `reduced`: over ranks, because of `mode`."""
+    """`ValueError` for a quantized buffer with an unquantized result; `reduced`: over ranks, because of `mode`."""
     if not is_quantized_tensor(buffer):
         return
     if not with_quantized_compute:
@@ -297,7 +297,7 @@ def keep_columnwise(tensor: Any) -> None:
 def emitting_quantizer(
     quantizer: Quantizer | None, buffer: torch.Tensor | None, with_quantized_output: bool
 ) -> Quantizer | None:
-    """The quantizer through which a product is emitted; `None` for a high-precision result."""
+    """The quantizer of a product's result; `None` for a result in high precision."""
     if quantizer is None or not with_quantized_output or (buffer is not None and not is_quantized_tensor(buffer)):
         return None
     if buffer is None:
@@ -310,7 +310,7 @@ def emitting_quantizer(
 def deliver(
     value: torch.Tensor, buffer: torch.Tensor | None, quantizer: Quantizer | None, dtype: torch.dtype
 ) -> torch.Tensor:
-    """A product's float32 sums through the quantizer, or a reduced product, in the caller's buffer if there is one."""
+    """A product's quantized float32 sums, or a reduced product, in the caller's buffer if there is one."""
     if buffer is not None:
         if quantizer is not None:
             quantizer.update_quantized(value, buffer)

@@ -127,7 +127,7 @@ class Normalization(BasicOperation):
         return y
 
     def op_backward(self, ctx: OperationContext, grad_output: Any, **options: Any) -> Any:
-        """As of every operation; `options` are those of `normalize_grad`."""
+        """As for every operation; `options` are those of `normalize_grad`."""
         x, *saved = ctx.saved_tensors
         count = len(self.parameter_names)
         statistics, parameters = saved[:-count], self._flat_and_wide(saved[-count:], ctx.dtype)
@@ -150,7 +150,7 @@ class Normalization(BasicOperation):
 
 
 def flat_parameter(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A parameter rounded to `dtype`, then flat and wide; itself where nothing is to be done."""
+    """A parameter rounded to `dtype`, then flat and wide; the parameter itself if it is all that already."""
     if parameter.ndim == 1 and type(parameter) is torch.Tensor and parameter.dtype is dtype is torch.float32:
         return parameter
     return maybe_dequantize(parameter, dtype).reshape(-1).to(wide(dtype))
@@ -162,7 +162,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def steps(matrix: torch.Tensor) -> Iterator[slice]:
-    """Slices of rows to work on one after the other: as many as fit into the cache on a CPU, all elsewhere."""
+    """Slices of rows to process in turn: as many rows as fit into the cache on a CPU, all rows elsewhere."""
     rows, width = matrix.shape
     if rehearsing():
         return iter([slice(None)])

@@ -1,4 +1,4 @@
-"""Quantization as an operation of its own, mostly to see or to test what the others fuse."""
+"""Quantization as a separate operation, mostly to see or test what other operations fuse."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from fuser.quantization.storage import QuantizedTensorStorage
 
 
 class Quantize(BasicOperation):
-    """Quantizes its input (`forward`) and the gradient coming back (`backward`) under `autocast`; else the identity.
+    """Quantizes its input (`forward`) and its output gradient (`backward`) under `autocast`; else the identity.
 
     Data that is quantized already stays as it is. Neighbours see its quantizers, so they may emit quantized data
     themselves. Backward is not quantized under a recipe with `backward_override`.
@@ -43,7 +43,7 @@ class Quantize(BasicOperation):
         return input_
 
     def passed_through(self, input_: Any) -> Any:
-        """The input, if that is all that comes out; else None."""
+        """The input, if the operation passes it through unchanged; else None."""
         return None if FP8GlobalStateManager.is_fp8_enabled() else input_
 
     def op_backward(self, ctx: OperationContext, grad_output: Any) -> tuple[Any, tuple[()]]:

@@ -37,7 +37,7 @@ class RMSNorm(Normalization):
         return y, rstd
 
     def normalize_grad(self, dy: Any, x: Any, statistics: Any, parameters: Any, *, extra_gradient: Any = None) -> Any:
-        """As of every normalization; `extra_gradient`, shaped like the input, is added before dx is rounded."""
+        """As for every normalization; `extra_gradient`, shaped like the input, is added before dx is rounded."""
         extra = None if extra_gradient is None else maybe_dequantize(extra_gradient).view(x.shape)
         (rstd,), (weight,) = statistics, parameters
         dx, weight_grad = torch.empty_like(x), torch.zeros_like(weight)

@@ -1,1 +1,1 @@
-"""Quantizers by role, for `CustomRecipe`: TE's factories, and its reference quantizers with the numbers of `refops`."""
+"""Quantizers by role, for `CustomRecipe`: TE's factories, and its reference quantizers with the results of `refops`."""

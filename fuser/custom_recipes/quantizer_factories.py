@@ -1,4 +1,4 @@
-"""The built-in recipes as functions of a role: a place to start from for a `CustomRecipe` of one's own.
+"""The built-in recipes as functions of a role: starting points for your own `CustomRecipe`.
 
     recipe = CustomRecipe(qfactory=nvfp4_factory)
 

@@ -45,7 +45,7 @@ def high_precision_fwd_mxfp8_bwd_factory(role: QuantizerRole | None) -> Quantize
 
 
 def mxfp8_fwd_nvfp4_bwd_factory(role: QuantizerRole | None) -> Quantizer:
-    """Forward in MXFP8; backward in NVFP4: the weight made of its MXFP8 values, the input of the original ones."""
+    """Forward in MXFP8; backward in NVFP4: the weight from its MXFP8 values, the input from the original ones."""
     tensor = tensor_of_linear(role)
     if tensor == "input":
         return HybridQuantizer(rowwise_quantizer=mxfp8_factory(role), columnwise_quantizer=nvfp4_factory(role))

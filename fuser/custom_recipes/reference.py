@@ -1,4 +1,4 @@
-"""TE's reference quantizers, by its names and arguments, with the numbers of `refops` whatever backend is in force.
+"""TE's reference quantizers, by its names and arguments, with the results of `refops`, whatever backend is in force.
 
 They are custom quantizers: operations hand them tensors in high precision, and no fused kernel takes their place. What
 they make holds the same bits as the quantizers of `fuser.quantization`, also where TE's own references differ from its
@@ -64,7 +64,7 @@ def roundup_div(x: int, y: int) -> int:
 
 
 def cast_to_fp4x2(x: torch.Tensor) -> torch.Tensor:
-    """(M, K) values as E2M1, two codes a byte: uint8 (M, K/2). Saturates; ties to even.
+    """(M, K) values as E2M1, two codes per byte: uint8 (M, K/2). Saturates; ties to even.
 
     Raises:
         TypeError: `x` is not float32, float16 or bfloat16. ValueError: an odd K.
@@ -82,7 +82,7 @@ def cast_from_fp4x2(x: torch.Tensor, dq_dtype: torch.dtype) -> torch.Tensor:
     """Undo `cast_to_fp4x2`: uint8 (M, K/2) to (M, K) values of `dq_dtype`. `TypeError`: other codes, or no dtype."""
     require_torch_tensor(x, "x")
     if x.dtype is not torch.uint8 or x.dim() == 0 or x.is_meta:
-        raise TypeError(f"x must be uint8, two codes a byte; got {x.dtype} of shape {tuple(x.shape)}")
+        raise TypeError(f"x must be uint8, two codes per byte; got {x.dtype} of shape {tuple(x.shape)}")
     dq_dtype = torch_dtype(dq_dtype, "dq_dtype")
     values = refops.decode(refops.unpack_fp4(x.cpu().numpy()), refops.E2M1)
     return torch.from_numpy(values).to(device=x.device, dtype=dq_dtype)
@@ -148,12 +148,12 @@ class NVFP4TensorRef(_ReferenceTensor, NVFP4TensorStorage):
 
     @property
     def data(self) -> torch.Tensor | None:
-        """Rowwise codes, two a byte, or None."""
+        """Rowwise codes, two per byte, or None."""
         return self._halves(self._rowwise_data, self._matrices()[0])
 
     @property
     def data_t(self) -> torch.Tensor | None:
-        """Columnwise codes, two a byte, or None."""
+        """Columnwise codes, two per byte, or None."""
         return self._halves(self._columnwise_data, self._matrices()[1])
 
     @staticmethod

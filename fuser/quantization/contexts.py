@@ -192,7 +192,7 @@ def is_bf16_available(return_reason: bool = False) -> bool | tuple[bool, str]:
 
 
 def get_align_size_for_quantization(recipe: Recipe) -> int:
-    """What padded sizes must divide by: 32 for MXFP8, 128 for NVFP4, a custom or block-scaled recipe's own, else 16."""
+    """What padded sizes must be divisible by: 32 for MXFP8, 128 for NVFP4, a custom or block recipe's own, else 16."""
     if recipe.mxfp8():
         return 32
     if recipe.nvfp4():

@@ -78,7 +78,7 @@ class GroupedTensorStorage:
         num_tensors: how many members there are.
         shapes: of each member, (M, K), or (K,) in high precision; by default from `shape`, `first_dims`, `last_dims`.
         quantizer: of all members; None: they are in high precision.
-        data, columnwise_data: flat, the members' values or codes (two a byte in 4-bit formats).
+        data, columnwise_data: flat, the members' values or codes (two per byte in 4-bit formats).
         scale_inv, columnwise_scale_inv, amax, columnwise_amax: flat, what the format keeps of each member. Where there
             is one scale for a member, `amax` is that of both copies.
         scale: float32, (num_tensors,): each member's encode scale, under current scaling.

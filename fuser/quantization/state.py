@@ -134,7 +134,7 @@ class RecipeState(ABC):
         if mode not in ("forward", "backward"):
             raise ValueError(f"mode must be 'forward' or 'backward'; got {shown(mode)}")
         if roles is not None and len(roles) != num_quantizers:
-            raise ValueError(f"roles must have one entry a quantizer, {num_quantizers}; got {len(roles)}")
+            raise ValueError(f"roles must have one entry per quantizer, {num_quantizers}; got {len(roles)}")
         self.recipe, self.mode, self.num_quantizers, self.roles = recipe, mode, num_quantizers, roles
         self.device = torch.get_default_device() if device is None else torch.device(device)
 

@@ -495,7 +495,7 @@ class BufferStorage(QuantizedTensorStorage):
 
 
 def unpack_codes(data, count):
-    """Codes, one a byte, of bytes (R, C) that hold `count` each, the first in the lowest bits: (R, C * count)."""
+    """Codes, one per byte, of bytes (R, C) that hold `count` each, the first in the lowest bits: (R, C * count)."""
     if count == 1:
         return data
     bits = 8 // count
@@ -609,7 +609,7 @@ class Float8BlockwiseQTensorStorage(_FP8Storage):
 
 
 class NVFP4TensorStorage(BufferStorage):
-    """NVFP4: two codes a byte, E4M3 scale bytes for 16 elements, float32 amaxes; the columnwise copy is transposed."""
+    """NVFP4: two codes per byte, E4M3 scale bytes for 16 elements, float32 amaxes; a transposed columnwise copy."""
 
     _default_scaling = NVFP4Scaling
 

@@ -242,7 +242,7 @@ class DelayedScaleQuantizer(Quantizer):
     Attributes:
         margin: scales are divided by 2^margin.
         amax_compute_algo: "max" of the history, or "most_recent".
-        scale: float32 (1,), what tensors are multiplied with.
+        scale: float32 (1,), what tensors are multiplied by.
         amax_history: float32 (1024,), the most recent first while a scale is computed.
     """
 

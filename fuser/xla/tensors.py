@@ -111,7 +111,7 @@ class ScaledTensor1x(ScaledTensor):
     Attributes:
         data: codes, of a float8 or float4 dtype.
         amax: float32 (1,): the tensor's largest magnitude where the mode knows it, else None.
-        scale_inv: what codes are multiplied with, of the shape `ScalingMode.get_scale_shape(..., is_padded=False)`.
+        scale_inv: what codes are multiplied by, of the shape `ScalingMode.get_scale_shape(..., is_padded=False)`.
         scaling_mode: a `ScalingMode`.
         dq_dtype: dtype of the dequantized tensor.
         is_colwise: whether blocks run along rows.
@@ -197,7 +197,7 @@ class ScaledTensor1x(ScaledTensor):
 
 
 def _transform():
-    """The 16 x 16 matrix that rows are multiplied with to undo the Hadamard transform: the transform's transpose."""
+    """The 16 x 16 matrix that rows are multiplied by to undo the Hadamard transform: the transform's transpose."""
     return jnp.asarray(transform_exactly(np.eye(GROUP)[None], TE_SIGN_MASK)[0], jnp.float32)
 
 

@@ -1,4 +1,4 @@
-"""Every activation of TE and its derivative: one file of this folder declares it, and everything else derives.
+"""Every activation of TE and its derivative: a file of this folder declares each; everything else derives from that.
 
 From a declaration come the NumPy reference and the float64 truth (`BoundActivation`), the functions of CPU and GPU
 (`cuda_kernels.formulas`), the oracle's intervals and its other conventions, the fuser's operation, functional and JAX
@@ -62,7 +62,7 @@ def _by_name(rows):
     for row in rows:
         for name in row.derived:
             if called.setdefault(name, row) is not row:
-                rule = f"must be named like no operation that is made of {row!r}"
+                rule = f"must not have the name of an operation that {row!r} makes"
                 raise ValueError(f"{called[name]!r} {rule}; got {name!r}")
     return table
 
@@ -145,7 +145,7 @@ class BoundActivation:
         return self.activation.gated
 
     def using(self, arithmetic):
-        """The same in another arithmetic."""
+        """The same activation in another arithmetic."""
         return replace(self, arithmetic=arithmetic)
 
     # --- the functions ----------------------------------------------------------------------------
@@ -159,7 +159,7 @@ class BoundActivation:
         return self._call(self._true_act.slope if true else self._act.slope, x, true)
 
     def gate(self, g, *, true=False):
-        """What the activated half is multiplied with."""
+        """The factor of the activated half."""
         return self._call(self._true_gate.value if true else self._gate.value, g, true)
 
     def gate_slope(self, g, *, true=False):

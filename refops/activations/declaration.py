@@ -1,4 +1,4 @@
-"""What a declaration of an activation is: scalar functions with their slopes, the names and parameters they have.
+"""How an activation is declared: scalar functions with their slopes, its names and its parameters.
 
 A file of this folder declares a function of x once, as a factory of a vocabulary (see `arithmetic`), and the
 activations that are made of it, in its tuple `ROWS`. `relu.py` is the shortest. The factory binds the words that it
@@ -49,7 +49,7 @@ Forms = namedtuple("Forms", "value slope both", defaults=(None, None))
 
 
 def _require_identifier(value, name, *, lower=False):
-    """Raise unless `value` is a name in Python that is not private, in lower case if need be."""
+    """Raise unless `value` is a public Python identifier, in lower case if `lower`."""
     rule = f"{name} must be an identifier{' in lower case' * lower}, no keyword and without a leading underscore"
     if not isinstance(value, str):
         raise TypeError(f"{rule}; got {shown(value)}")
@@ -154,12 +154,12 @@ class Function:
 
     @property
     def elementary(self):
-        """Whether it has an exponential in it. A function without one is exact up to roundings: its own truth."""
+        """Whether it has an exponential in it. Without one, a function is exact up to rounding: its own truth."""
         return bool(self.words & {"exp", "tanh", "sigmoid", "sigmoid_pair", "tanh_pair"})
 
 
 class _Listener:
-    """A vocabulary whose words do nothing, and which notes them."""
+    """A vocabulary whose words do nothing; it notes which of them are asked for."""
 
     def __init__(self):
         self.words = set()
@@ -229,7 +229,7 @@ class Activation:
     product: Callable[[Any], Any] | None = None
 
     def __post_init__(self):
-        """Raise TypeError or ValueError where an attribute is not what it must be, or a word is none."""
+        """Raise TypeError or ValueError if an attribute breaks its rule, or a word is not in the vocabulary."""
         self._check_attributes()
         factories = [made for f in self.functions for made in (f.body, f.truth, f.row_scaled) if made is not None]
         unknown = sorted(word for made in factories for word in words_of(made) if not hasattr(Arithmetic, word))
@@ -257,7 +257,7 @@ class Activation:
 
     @property
     def derived(self) -> tuple[str, ...]:
-        """Names that operations and functions of it have besides its own; d may stand before the last word, as TE's."""
+        """Names of the operations and functions made of it, besides its own; as in TE, d may precede the last word."""
         head, underscore, last = self.name.rpartition("_")
         gradients = dict.fromkeys((f"d{self.name}", f"{head}{underscore}d{last}"))
         return tuple(
@@ -296,7 +296,7 @@ class Activation:
 
     @property
     def jax(self) -> tuple[str, ...] | None:
-        """Its type in TE's JAX interface, ("gelu",) or ("silu", "linear"); None where that has no such function."""
+        """Its type in TE's JAX interface, ("gelu",) or ("silu", "linear"); None if there is no such function."""
         names = tuple(function.jax for function in self.functions)
         return None if None in names else names
 

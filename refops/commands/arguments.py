@@ -1,4 +1,4 @@
-"""Words of the command line as operations, settings and arrays, or one line that says which word is wrong."""
+"""Turn words of the command line into operations, settings and arrays, or into one line that names the wrong word."""
 
 import argparse
 import math
@@ -93,7 +93,7 @@ def _parse_shape(text):
 
 
 def add_operation(p, among=OPERATIONS):
-    """Add the options that say what was computed, one of the operations `among` others."""
+    """Add the options that say what was computed: one of the operations in `among`."""
     p.add_argument("--op", metavar="NAME", help=f"one of {', '.join(among)}")
     p.add_argument("--scaling", metavar="NAME", type=str.lower, help="one of the scalings below")
     add_set(p)
@@ -114,7 +114,7 @@ def add_set(p):
 
 
 def operation_of(arguments, among=OPERATIONS):
-    """The `Operation` of --op, one of those `among` others."""
+    """The `Operation` that --op names, one of those in `among`."""
     try:
         return require_operation(arguments.op, among)
     except ValueError as error:
@@ -132,7 +132,7 @@ def scaling_of(arguments):
 
 
 def changed(named, settings):
-    """A named scaling with the fields that --set changes, which its name has then."""
+    """A named scaling with the fields that --set changes; its name then shows them."""
     if not settings:
         return named
     base = named.scaling
@@ -140,7 +140,7 @@ def changed(named, settings):
     for text in settings:
         name, value = _key_value(text, "--set FIELD=VALUE", names, f"a field of {type(base).__name__}")
         if name in changes:
-            raise UsageError(f"--set must give {name} once; got {text!r} besides")
+            raise UsageError(f"--set must give {name} once; got {text!r} as well")
         changes[name] = _parse_setting(name, value, kinds[name], getattr(base, name))
     try:
         scaling = replace(base, **changes)
@@ -190,7 +190,7 @@ def params_of(arguments, operation):
     for text in arguments.param:
         name, value = _key_value(text, "--param NAME=VALUE", kinds, f"a parameter of {operation.name}")
         if name in params:
-            raise UsageError(f"--param must give {name} once; got {text!r} besides")
+            raise UsageError(f"--param must give {name} once; got {text!r} as well")
         params[name] = _parse_value(f"--param {name}", value, kinds[name])
     if operation.kind == "update_delayed_scale" and "fmt" not in params:
         raise UsageError("--param fmt=e4m3 or --param fmt=e5m2 is required for update_delayed_scale; got neither")
@@ -236,12 +236,12 @@ class _File:
 
     @property
     def raw(self):
-        """Whether the file holds elements alone."""
+        """Whether the file holds bare elements, without a header."""
         return not self.path.lower().endswith(SUFFIXES)
 
 
 def parse_file(text, argument):
-    """Take a file's words apart; `argument` is what gave them."""
+    """Parse FILE[:TENSOR][@DTYPE[:SHAPE]]; `argument` is the option that gave it."""
     path, dtype, shape = text, None, None
     words = re.fullmatch(r"(.+)@([A-Za-z]\w*)(?::([^@/]*))?", text)
     if words:
@@ -270,7 +270,7 @@ def _suffix(path):
 
 
 def read_file(spec, argument, name=None):
-    """Return the arrays in a file by name; the one that `spec` names, or that has `name`, or everything."""
+    """Return arrays of a file by name: the one that `spec` names, or the one called `name`, or all of them."""
     try:
         if spec.raw:
             return {name: read_raw(spec, argument)}
@@ -288,7 +288,7 @@ def read_file(spec, argument, name=None):
 
 
 def _bits_of(tensor):
-    """The array of a stored tensor, whose name is in the error where there is none."""
+    """The array of a stored tensor; an error names the tensor that has none."""
     try:
         return tensor.read_bits()
     except UnsupportedTensorError as reason:

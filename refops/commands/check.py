@@ -1,4 +1,4 @@
-"""`refops check`: the verdict on what a kernel wrote. What is right is the business of `refops.oracle`.
+"""`refops check`: the verdict on what a kernel wrote. `refops.oracle` decides what is right.
 
 The kernel's outputs are files, or the kernel itself is given and runs here (`refops.commands.kernel`).
 """
@@ -100,7 +100,7 @@ def add_check(command, scaling_list):
         "--m-splits",
         type=splits_argument,
         metavar="M,M,...",
-        help="rows of each expert: each is a tensor of its own, one behind the other in every file",
+        help="rows of each expert: each is a tensor of its own, stored one after another in every file",
     )
     p.add_argument(
         "--padding", choices=["ignore", "zero"], help="whether padding of scales must be zero (default: with --ulp 0)"
@@ -109,7 +109,7 @@ def add_check(command, scaling_list):
         "--random-bits",
         choices=["given", "any"],
         default="given",
-        help="stochastic rounding: those of the scaling (default), or the kernel's own, whatever they are",
+        help="for stochastic rounding: the scaling's random bits (default), or the kernel's own, whatever they are",
     )
     p.add_argument("--no-diagnosis", action="store_true", help="do not look for what explains a wrong dump")
     p.add_argument(
@@ -117,7 +117,7 @@ def add_check(command, scaling_list):
         type=_seconds,
         default=5.0,
         metavar="SECONDS",
-        help="processor time that looking for it may take (default 5); what was found by then is said",
+        help="processor seconds that the diagnosis may take (default 5); it reports what it has found by then",
     )
 
 
@@ -249,7 +249,7 @@ def _read_inputs(arguments, operation):
             arrays = {full: next(iter(found.values()))}
         for full, array in arrays.items():
             if full in inputs:
-                raise UsageError(f"--input must give {full} once; got {text!r} besides")
+                raise UsageError(f"--input must give {full} once; got {text!r} as well")
             inputs[full] = array
     missing = [name for name in names if name not in inputs] if needs_all else []
     if missing or not inputs:

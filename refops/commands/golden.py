@@ -1,4 +1,4 @@
-"""`refops golden`: golden files. What they hold is the business of `refops.golden`."""
+"""`refops golden`: golden files. `refops.golden` decides what they hold."""
 
 from refops.commands.arguments import (
     VALUE_DTYPES,

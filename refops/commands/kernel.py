@@ -87,7 +87,7 @@ def _instructions(text):
 
 
 def gives_kernel(arguments):
-    """Whether the command line gives a kernel; what only a kernel can use is an error without one."""
+    """Whether the command line gives a kernel; without one, options that only a kernel can use are an error."""
     if arguments.ptx is not None or arguments.cuda is not None:
         return True
     for name in OPTIONS:

@@ -1,4 +1,4 @@
-"""What the commands share: exit codes, bad use, and names that a user spelled almost right."""
+"""What the commands share: exit codes, usage errors, and suggestions for misspelt names."""
 
 from contextlib import contextmanager
 

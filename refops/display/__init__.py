@@ -1,4 +1,4 @@
-"""What the `refops` command shows of what others computed: nothing here measures, checks or reads a tensor.
+"""What the `refops` command shows: other modules measure, check and read tensors; nothing here does.
 
 report.py inspect.py explain.py formats.py    text and JSON, one file a command
 survey.py                                     SQNR of many tensors, for report and inspect

@@ -36,7 +36,7 @@ def _plain(value):
 
 
 class _Stdout(Console):
-    """rich's console, but a closed pipe is the caller's business: rich would exit with 1, which means a mismatch.
+    """rich's console, except that the caller handles a closed pipe: rich would exit with 1, which means a mismatch.
 
     Where it is no terminal, lines do not end in the spaces that rich fills tables with.
     """
@@ -123,7 +123,7 @@ class ProgressBar:
 
     @contextmanager
     def hidden(self):
-        """Out of the way of what the caller prints to the same terminal."""
+        """Hide the bar while the caller prints to the same terminal."""
         self._stop()
         yield
         self._start()

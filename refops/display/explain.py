@@ -61,7 +61,7 @@ def print_walk(named, origin, walk):
 
 
 def _cells(element, walk):
-    """Column -> text of one element; what no element of the walk has is left out."""
+    """Column -> text of one element; columns that no element of the walk has are left out."""
     row, column = element.index
     cells = {"column": str(column)} if walk.direction == "rowwise" else {"row": str(row)}
     cells["x"] = significant(element.original, 4)

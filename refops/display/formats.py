@@ -32,7 +32,7 @@ def codes_as_dict(fmt):
 
 
 def print_formats(formats):
-    """Print one row a format."""
+    """Print one row per format."""
     _print_facts(stdout_console(), formats)
 
 

@@ -1,4 +1,4 @@
-"""Numbers in few characters."""
+"""Numbers in a few characters."""
 
 import math
 from itertools import pairwise
@@ -12,7 +12,7 @@ def significant(value, digits=3):
 
 
 def percent(share):
-    """A share in percent that never rounds something to nothing, nor less than everything to 100; "-" for None."""
+    """A share in percent, never rounded to 0 if it is positive, nor to 100 if it is less; "-" for None."""
     if share is None:
         return "-"
     if share in (0, 1):

@@ -46,7 +46,7 @@ def print_report(report):
 
 
 def _print_vectors(console, checks):
-    """One row for each family of files; who made them and what documented differences are, in notes below."""
+    """One row for each family of files; notes below say who made them and which differences are documented."""
     if not checks:
         console.print("not found\n")
         return
@@ -82,12 +82,12 @@ def _family(check):
 
 
 def _note(notes, text):
-    """The number of a note, a new one where it is new."""
+    """The number of a note; a new note gets a new number."""
     return notes.setdefault(text, len(notes) + 1)
 
 
 def _print_checks(console, subjects, checks):
-    """What the section checks against, then one row a subject."""
+    """What the section checks against, then one row per subject."""
     groups = {}
     for c in checks:
         groups.setdefault(c.subject, []).append(c)

@@ -1,4 +1,4 @@
-"""What differs in a golden file that is not as it was written.
+"""What differs in a golden file that was changed after it was written.
 
 The digest is one for the whole file and cannot say it. But the header says what made the file, and the same arguments
 give the same bytes: the file is made once more and compared.
@@ -20,7 +20,7 @@ FEW = 0.1
 
 
 def what_differs(header, arrays):
-    """Say in one line what of a golden file is not as it was written.
+    """Say in one line what has changed in a golden file since it was written.
 
     Args:
         header, arrays: of a file whose digest does not match them.
@@ -81,7 +81,7 @@ def _bytes_of(array):
 
 
 def _inputs_are_others(made, arrays):
-    """Whether all inputs differ in more than a few bytes: those of another seed, not damaged ones."""
+    """Whether all inputs differ in more than a few bytes: then they come from another seed and are not damaged."""
     pairs = [(_bytes_of(a), _bytes_of(arrays[name])) for name, a in made.items() if name.startswith("input.")]
     return all(
         len(a) != len(b) or np.mean(np.frombuffer(a, np.uint8) != np.frombuffer(b, np.uint8)) > FEW for a, b in pairs
@@ -103,7 +103,7 @@ def _first_byte(differing, made, arrays):
 
 
 def _doubt(header):
-    """What is said where the digest is not that of the file made once more: the arrays may not be at fault."""
+    """What to say if the file made anew has another digest: the arrays may not be at fault."""
     if header["refops"] == refops.__version__:
         return "; or its header is not what it was"
     return f"; compared with refops {refops.__version__}, which writes another digest than {header['refops']} wrote"

@@ -84,7 +84,7 @@ class Golden:
         return Case(self.op, self.inputs, self.scaling, self.params, swizzled_scales=self.swizzled_scales)
 
     def stale_outputs(self) -> list[str]:
-        """Names of the outputs that this version of refops would write otherwise."""
+        """Names of the outputs that this version of refops would write differently."""
         outputs, case = self.outputs, self.case()
         reference = _as_stored(case, case.reference(outputs))
         return [name for name, a in outputs.items() if np.asarray(reference[name]).tobytes() != a.tobytes()]
@@ -131,7 +131,7 @@ def _make_inputs(recipe):
 
 
 def _reference(case):
-    """Everything that the reference writes; rowwise alone where the scaling has no columnwise copy of this shape."""
+    """Everything that the reference writes; rowwise only if the scaling has no columnwise copy of this shape."""
     wanted = {name: np.empty(0, slot.dtype) for name, slot in case.slots.items()}
     try:
         return case.reference(wanted)

@@ -157,7 +157,7 @@ def describe(full_name, case):
 
 
 def _of_operation(case):
-    """Name -> sentence of the arrays that no scaling writes."""
+    """Name -> sentence, for the arrays that no scaling writes."""
     x = "[act | gate] along the last dimension" if case.gated else "the tensor"
     size = case.params.get(INTERLEAVE)
     return {

@@ -118,7 +118,7 @@ def _zero_blocks(words, dtype):
 
 
 def _all(value):
-    """The value alone."""
+    """The value everywhere."""
     return lambda words, dtype: np.full(words.shape[:2], value)
 
 
@@ -147,7 +147,7 @@ def _huge(words, dtype):
 
 
 def _wide(words, dtype):
-    """Every exponent of the dtype alike."""
+    """Every exponent of the dtype, equally often."""
     info = ml_dtypes.finfo(dtype)
     low, high = int(info.minexp), int(info.maxexp)
     exponents = low + (words[..., 1] % (high - low)).astype(np.int64)

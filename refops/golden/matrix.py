@@ -164,7 +164,7 @@ def golden_matrix(seed: int = 0) -> Iterator[Recipe]:
 
 
 def _scalings_of(operation):
-    """Every name that it takes; first None, where it can do without."""
+    """Every scaling that it takes by name, after None if it can do without one."""
     names = SCALINGS if operation.takes_scaling or operation.needs_scaling else ()
     return (*names,) if operation.needs_scaling else (None, *names)
 
@@ -201,7 +201,7 @@ def _shape(scaling, ragged, gated):
 
 
 def _other_parameters(operation, seed):
-    """An activation with parameters at values of their own; one scaled by row with act and gate in turns."""
+    """An activation with parameters off their defaults; one scaled by row, with act and gate interleaved."""
     if operation.activation is None:
         return
     if operation.takes_scaling:

@@ -70,7 +70,7 @@ def place_probes(case, kind, seed):
 
 
 class Preimage:
-    """Inputs of an operation by its result, of all 16-bit values of one input (x, the gate or dy) beside fixed others.
+    """The inputs of an operation by its result: every 16-bit value of one (x, the gate or dy), the others fixed.
 
     Attributes:
         inputs: name -> (N, 1) or (N, 2) array.
@@ -107,7 +107,7 @@ class Preimage:
         return index, np.abs(self.results[index] - wanted) <= np.abs(wanted) / 8
 
     def find_either_sign(self, wanted):
-        """Indices for an array of results: those of the negative ones where only these are close."""
+        """Indices for an array of results: those of negative results where only these are close."""
         index, close = self.find(wanted)
         other, other_close = self.find(-wanted)
         return np.where(~close & other_close, other, index)
@@ -296,7 +296,7 @@ class _Design:
         return np.broadcast_to(multipliers, (1, amaxes.size))[0]
 
     def _exponent(self, magnitude):
-        """Of the amax of a block."""
+        """The exponent of the amax of a block."""
         info, top = ml_dtypes.finfo(self.dtype), _binade(self.fmt.max)
         has_level = self.layout.two_level and np.isfinite(self.amax)
         if has_level and magnitude == "usual" and not self._is_tiny:
@@ -314,7 +314,7 @@ class _Design:
 
 
 def _binade(x):
-    """The exponent of a number: 2^it <= x."""
+    """The exponent e of a number: 2^e <= x < 2^(e + 1)."""
     return int(np.frexp(float(x))[1]) - 1
 
 
@@ -323,7 +323,7 @@ def _is_power_of_two(x):
 
 
 def _palettes(fmt, limit):
-    """Magnitudes before the cast, in groups that are chosen alike often, all below `limit`."""
+    """Magnitudes before the cast, in groups that are chosen equally often, all below `limit`."""
     grid = fmt.grid
     ties = (grid[1:] + grid[:-1]) / 2
     subnormal = grid[(grid > 0) & (grid < fmt.smallest_normal)]

@@ -158,7 +158,7 @@ class GoldenWriter:
 
 @contextmanager
 def _made(directory):
-    """Make a directory, and those above it that are missing; in the end remove what stayed empty of them."""
+    """Make a directory and its missing parents; at the end remove those that stayed empty."""
     missing = [path for path in (directory, *directory.parents) if not path.exists()]
     try:
         for path in reversed(missing):

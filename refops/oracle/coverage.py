@@ -1,4 +1,4 @@
-"""What the input of a right dump covered: how much the verdict is worth.
+"""What the input of a right dump covered, and so how much the verdict is worth.
 
 RIGHT says that nothing wrong was written for this input. An input without ties says nothing of how ties are rounded;
 one with a positive amax does not tell whether magnitudes were taken. So the report counts what shows such faults.
@@ -29,7 +29,7 @@ SAMPLE = 1 << 17
 
 @dataclass(frozen=True)
 class Coverage:
-    """What the values covered that were cast; with two copies the numbers are sums over both.
+    """What the cast values covered; with two copies the numbers are sums over both.
 
     Attributes:
         elements, of: how many elements were looked at, of how many: all, or tiles spread over a large tensor.
@@ -96,7 +96,7 @@ class Coverage:
 
 
 def coverage_of(case, outputs, reference):
-    """The `Coverage` of a right dump; None for operations without one cast, and where no result was given.
+    """The `Coverage` of a right dump; None for operations without a single cast, and if no result was given.
 
     Args:
         case: the `Case`.
@@ -209,7 +209,7 @@ class _Codes:
         return found | self._blocks(tile)
 
     def _multipliers(self, tile, rows, columns):
-        """What elements of each run of a tile are multiplied with."""
+        """What elements of each run of a tile are multiplied by."""
         scaling, geometry = self.scaling, self.geometry
         if geometry.block is None:
             return scaling.block_scale(REFERENCE)(self.amax, F(0), self.numbers)[1]

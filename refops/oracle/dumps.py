@@ -1,4 +1,4 @@
-"""Outputs of any origin as NumPy arrays of the dtype and shape that an operation writes.
+"""Outputs of any origin as NumPy arrays with the dtype and shape that an operation writes.
 
 A dump may be a NumPy array, a torch, CuPy, Numba or JAX array (on any device), or anything with DLPack or an array
 interface; its elements may have their own dtype (bfloat16, float8_e4m3fn, float4_e2m1fn ...) or be raw bits. Whatever
@@ -67,7 +67,7 @@ class Slot:
 
 
 def as_numpy(value, name):
-    """Return `value` as a NumPy array with its bits; a dtype that NumPy lacks comes as ml_dtypes' or as raw bits.
+    """Return `value` as a NumPy array with the same bits; a dtype that NumPy lacks becomes ml_dtypes' or raw bits.
 
     Raises:
         TypeError: nothing that is an array, or one that cannot be copied here, such as a torch tensor on "meta".
@@ -118,14 +118,14 @@ def fit(value, slot):
             padded[slot.valid_slices] = array
             return padded, False
     valid = f" (or its valid part, {slot.valid})" if slot.padded else ""
-    packed = ", two FP4 codes a byte" if slot.packed == 2 else ""
+    packed = ", two FP4 codes per byte" if slot.packed == 2 else ""
     other = other_scales(slot, array.shape)
     as_other = other and f", the {'shape' if array.ndim > 1 else 'size'} of {other}"
     raise ValueError(f"{slot.name} must have shape {slot.shape}{valid}{packed}; got {array.shape}{as_other}")
 
 
 def other_scales(slot, got):
-    """Say which scales, other than a slot's, have the shape `got`, or flat as many entries; "" where none have."""
+    """Say which scales, other than a slot's, have the shape `got`, or as many entries flat; "" if none do."""
     layout = slot.layout
     if layout is None or 0 in slot.tensor:
         return ""

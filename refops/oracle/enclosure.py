@@ -1,4 +1,4 @@
-"""What a right kernel may write: an interval of values for each element, of codes for each scale and each code.
+"""What a right kernel may write: an interval of values for each element, an interval of codes for each code and scale.
 
 Derivation
 ----------
@@ -186,7 +186,7 @@ class RememberedBounds(BoundsSource):
 
 
 class ExactBounds(BoundsSource):
-    """A tensor as it is: each interval is one value."""
+    """A given tensor: each interval is one value."""
 
     def __init__(self, tensor):
         self._source = InputSource(tensor)
@@ -456,7 +456,7 @@ def block_amax_bounds(bounds, block_rows, block_columns):
 
 
 def float_scale_inverses(written, least, greatest, scale_of, fmt):
-    """Which float32 scale_inv are right, and the scales that the elements may have been multiplied with.
+    """Which float32 scale_inv are right, and by which scales the elements may have been multiplied.
 
     Args:
         written: scale_inv as dumped.

@@ -18,7 +18,7 @@ class Fairness:
         self._signed = 0.0
 
     def add(self, values, codes, fmt):
-        """Count float32 `values` (already multiplied with their scale) and the codes written for them."""
+        """Count float32 `values` (already multiplied by their scale) and the codes written for them."""
         magnitude = np.abs(values.astype(np.float64))
         position = np.searchsorted(fmt.grid, magnitude, side="right") - 1
         judged = np.isfinite(magnitude) & (position < len(fmt.grid) - 1)

@@ -76,7 +76,7 @@ class Geometry:
         return outer, inner if self.packed == 1 else blocks_of(inner, self.packed)
 
     def codes(self, data, shape, rows, columns):
-        """uint8 codes (R, C) of a rectangle, in the tensor's orientation, one a byte."""
+        """uint8 codes (R, C) of a rectangle, in the tensor's orientation, one per byte."""
         return codes_of_tile(self.layout, self.matrix(data, shape), rows, columns, self.columnwise)
 
     def store_codes(self, codes):

@@ -42,7 +42,7 @@ TOGETHER = Explanation(
 
 @dataclass(frozen=True)
 class ExpertReport:
-    """What was found of one expert.
+    """What was found about one expert.
 
     Attributes:
         expert: its number.
@@ -274,7 +274,7 @@ class Groups:
         with_padding, without = ((s[0],) for s in self.sizes_of(name))
         also = f", or {without[0]:,} without padding" if without != with_padding else ""
         raise ValueError(
-            f"{name} must hold what {len(slots)} experts wrote one behind the other, {with_padding[0]:,} "
+            f"{name} must hold what {len(slots)} experts wrote, one after another, {with_padding[0]:,} "
             f"entries{also}; got shape {array.shape}"
         )
 
@@ -335,7 +335,7 @@ class Groups:
         return [note if len(of) == everyone else f"{_experts(of)}: {note}" for note, of in about.items()]
 
     def _in_the_tensor(self, report, start, count):
-        """A report with rows of the tensor for those of an expert that has `count` from row `start` on."""
+        """A report in rows of the tensor, from one in rows of an expert that has `count` rows from `start` on."""
         rows = self.whole.matrix_shape[0]
         places = ((one.place or Place()).from_row(start, count, rows) for one in report.diagnosis)
         diagnosis = tuple(replace(one, place=place) for one, place in zip(report.diagnosis, places, strict=True))

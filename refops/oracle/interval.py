@@ -1,4 +1,4 @@
-"""Intervals of float32 results: everything that a formula may give on hardware that is free in its last bits.
+"""Intervals of float32 results: everything that a formula may give on hardware that may choose the last bits.
 
 An `Interval` stands in for a float32 array in the formulas of `refops.activations`, which run on it in the vocabulary
 `INTERVALS`. Every operation maps the interval of its operands to one that holds, for any operands inside:

@@ -1,4 +1,4 @@
-"""What an operation takes and gives, by name: how the oracle sees the operations of `refops`.
+"""What an operation takes and returns, by name: how the oracle sees the operations of `refops`.
 
 `Case` binds a call of all but "matmul", which `refops.oracle.products` binds: which operation, its checked inputs and
 settings. It knows the arrays that a kernel writes (`slots`) and what the reference writes there (`reference`).
@@ -122,7 +122,7 @@ _TE_SPELLINGS = {"clamped_dswiglu": "dclamped_swiglu", "scaled_clamped_dswiglu":
 
 
 def require_operation(op, among=OPERATIONS):
-    """Return the `Operation` named `op` of those `among` others; ValueError names similar ones."""
+    """Return the `Operation` named `op` in `among`; ValueError names similar ones."""
     name = _TE_SPELLINGS.get(op, op) if isinstance(op, str) else op
     if isinstance(name, str) and name in among:
         return among[name]
@@ -173,7 +173,7 @@ class Case:
         return params
 
     def _check_call(self):
-        """Let the operation check that inputs, parameters and scaling fit, before shapes are derived from them."""
+        """Let the operation check that inputs, parameters and scaling fit before shapes are derived from them."""
         kind, name = self.operation.kind, self.operation.activation
         if kind in ("dequantize", "update_delayed_scale"):
             return

@@ -1,4 +1,4 @@
-"""A place: the rows and columns of the result in which a kernel does something, and the arrays of which."""
+"""A place: the rows and columns of the result, and the arrays, in which a kernel does something."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -88,7 +88,7 @@ class Place:
         return ", ".join(parts)
 
     def from_row(self, start: int, count: int, size: int) -> "Place":
-        """The same place of a tensor of `size` rows, of which this one has `count` from row `start` on."""
+        """The same place in a tensor of `size` rows, of which this one is the `count` rows from `start` on."""
         rows = self.rows or Lines.all_of(count)
         low, high = ((phase + start) % rows.period for phase in rows.phases)
         moved = Lines(size, rows.first + start, rows.last + start, rows.period, (low, high))

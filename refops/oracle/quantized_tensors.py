@@ -1,4 +1,4 @@
-"""Quantized tensors of any package as arrays by name, and the names that a user may give arrays.
+"""Quantized tensors of any package as arrays by name, and the names that a user may give to arrays.
 
 Nothing is imported: a tensor is known by its attributes. These are
 
@@ -42,7 +42,7 @@ ALIASES = {
 
 
 def full_name(name, known):
-    """The name in `known` that `name` stands for; `name` itself where there is none."""
+    """The name in `known` that `name` stands for; `name` itself if there is none."""
     return name if name in known else ALIASES.get(name, name)
 
 
@@ -142,7 +142,7 @@ def with_arrays(given, whole):
 
 
 def is_swizzled(outputs):
-    """Whether outputs, a quantized tensor or a dict that holds one, say themselves that scales are in GEMM order."""
+    """Whether outputs, a quantized tensor or a dict that holds one, say that their scales are in GEMM order."""
     values = outputs.values() if isinstance(outputs, dict) else (outputs,)
     return any(parts_of(value).swizzled_scales for value in values if is_quantized(value))
 

@@ -136,7 +136,7 @@ class QuantizedJudge:
                 self.judge.tallies[names[part]].blocks = blocks
 
     def _per_tensor_multiplier(self, names, amax_range):
-        """Judge a per-tensor scale_inv; return the (least, greatest) scale that elements were multiplied with."""
+        """Judge a per-tensor scale_inv; return the (least, greatest) scale that elements were multiplied by."""
         name = names["scale_inv"]
         if self.scaling.given is not None:
             if self._given(name):

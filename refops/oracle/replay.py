@@ -1,4 +1,4 @@
-"""An operation evaluated in stages whose rules can be exchanged: what another convention would have written.
+"""An operation evaluated in stages with exchangeable rules: what another convention would have written.
 
 Each operation is evaluated on a rectangle of its result: load -> formula -> rounding -> amax -> scale -> multiply ->
 cast -> store. Every stage is a method; a convention (`refops.oracle.conventions`) replaces or wraps one on an instance,
@@ -54,7 +54,7 @@ class NotApplicable(Exception):  # noqa: N818 (an answer, not an error)
 
 
 class Setting:
-    """What every replay of one diagnosis shares: the case, its matrices, the dump, and what was computed already.
+    """What all replays of one diagnosis share: the case, its matrices, the dump, and earlier results.
 
     Attributes:
         case: the `Case`.
@@ -116,7 +116,7 @@ class Setting:
         return np.where(amax_is_near(dumped, amax), dumped, amax)
 
     def dumped_amax(self, direction):
-        """The tensor's amax as the dump has it (or as its scale implies), float32 (1,), or None."""
+        """The tensor's amax in the dump (or the one that its scale implies), float32 (1,), or None."""
         amax = self.outputs.get(f"amax_{direction}")
         if amax is None:
             amax = self.outputs.get("amax_rowwise", self.outputs.get("amax_columnwise"))
@@ -186,7 +186,7 @@ class Rule:
 
 
 class Replay:
-    """What the replays have in common: the stages' exchange, and the record of what was exchanged.
+    """What the replays have in common: how stages are exchanged, and a record of those that were.
 
     Attributes:
         setting: the `Setting`.
@@ -216,7 +216,7 @@ class Replay:
             raise NotApplicable
 
     def vary(self, **fields):
-        """Follow other settings, also such as cannot be combined; NotApplicable where the scaling has no such field."""
+        """Follow other settings, even ones that cannot be combined; NotApplicable if the scaling has no such field."""
         settings = self.scaling
         self.require(all(hasattr(settings, name) for name in fields))
         self._varied |= fields
@@ -351,7 +351,7 @@ class TensorReplay(Replay):
         return self.looked_up("scaled_derivative" if self.scaled else "derivative", act)
 
     def gate(self, gate):
-        """Stage: what the activation is multiplied with."""
+        """Stage: the factor of the activation."""
         return self.bound.gate(gate)
 
     def gate_slope(self, gate):
@@ -545,7 +545,7 @@ class TensorReplay(Replay):
         return rule(amax, tensor_scale, self.numbers)
 
     def code_multiplier(self, code, tensor_scale):
-        """Stage (coded scales): what elements are multiplied with."""
+        """Stage (coded scales): what elements are multiplied by."""
         return self.rule.multiplier(code, tensor_scale)
 
     def encode_scale(self, amax):
@@ -559,7 +559,7 @@ class TensorReplay(Replay):
         return F(1) / scale
 
     def scales(self, amax, tensor_amax):
-        """Stage: (what is stored, what elements are multiplied with) for each block."""
+        """Stage: (what is stored, what elements are multiplied by) for each block."""
         if self.rule.scale_code is None:
             scale = self.encode_scale(amax)
             return self.decode_scale(scale), scale
@@ -867,7 +867,7 @@ class DequantizeReplay(Replay):
         return amax_of_tile(self.layout, amax, region.rows, region.columns, self.direction == "columnwise")
 
     def block_factor(self, scales, region):
-        """Stage: what elements are multiplied with; `scales` as stored, one an element or broadcast."""
+        """Stage: what elements are multiplied by; `scales` as stored, one an element or broadcast."""
         if self.layout.scale_format is None:
             scales = self.read_scale(scales, None)
         return self.rule.decode_factor(scales, self.amax(region))

@@ -1,4 +1,4 @@
-"""What a check found: the verdict, where the wrong entries are, and what explains them; as text and as plain data.
+"""What a check found: the verdict, where the wrong entries are and what explains them, as text and as plain data.
 
 Nothing is judged here.
 """

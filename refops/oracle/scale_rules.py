@@ -1,8 +1,8 @@
-"""Which scales are right for the blocks of a tile, and what a block's elements are multiplied with under a scale.
+"""Which scales are right for the blocks of a tile, and by what a block's elements are multiplied under a scale.
 
 Both follow from the rules that a scaling declares: they are monotone in the amax, so their values at the ends of the
 interval that an amax may lie in bound all others. Two kinds of scales: codes, which say themselves what elements are
-multiplied with, and float32 numbers, which are traced back to the amaxes that give them.
+multiplied by, and float32 numbers, which are traced back to the amaxes that give them.
 """
 
 from functools import reduce
@@ -55,7 +55,7 @@ class ScaleRule:
         return (lowest <= written) & (written <= highest)
 
     def usable(self, written):
-        """Which written scales say at all what elements were multiplied with."""
+        """Which written scales say at all by what elements were multiplied."""
         raise NotImplementedError
 
     def multipliers(self, written):

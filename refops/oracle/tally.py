@@ -1,4 +1,4 @@
-"""Counting what is wrong: masks, the first and the worst entries, and how far outside an entry lies."""
+"""Count what is wrong: masks, the first and the worst entries, and how far outside an entry lies."""
 
 import numpy as np
 

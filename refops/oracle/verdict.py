@@ -159,7 +159,7 @@ _NOT_FOR_PRODUCTS = {"ulp": 2, "padding": None, "random_bits": "given", "m_split
 
 
 def _require_defaults(given):
-    """Raise ValueError where an argument is given that says nothing of a product of matrices."""
+    """Raise ValueError for an argument that has no meaning for a matrix product."""
     for name, value in given.items():
         if value != _NOT_FOR_PRODUCTS[name]:
             raise ValueError(f"{name} must be {_NOT_FOR_PRODUCTS[name]!r} for {MATMUL.name}; got {shown(value)}")
@@ -227,7 +227,7 @@ def acceptable(
 
 
 def coarser_functions(judge, budget):
-    """The explanation of last resort: exp, tanh or division coarser than permitted. A tuple, empty where it is none."""
+    """The explanation of last resort: exp, tanh or division coarser than permitted. An empty tuple if they are not."""
     if judge.case.operation.activation is None or judge.ulp == 0 or judge.wrong < MANY_WRONG:
         return ()
     if any(_is_far(tally.verdict()) for tally in judge.tallies.values()):
@@ -251,7 +251,7 @@ def coarser_functions(judge, budget):
 
 
 def _is_far(verdict):
-    """Whether the first wrong codes or scales are off by more than a coarse function moves one: to a neighbour."""
+    """Whether the first wrong codes or scales are off by more than a coarse function can move them: one step."""
     coded = verdict.kind in ("codes", "scales") and len(verdict.first) > 1
     return coded and all(mismatch.distance > 2 for mismatch in verdict.first)
 
@@ -316,7 +316,7 @@ class Judge:
         )
 
     def _leads(self):
-        """What decides where to look: whether the codes of wrong scales are right, and under which scales."""
+        """Hints on where to look: whether the codes of wrong scales are right, and under which scales."""
         for direction in DIRECTIONS:
             scales, codes = f"{direction}_scale_inv", f"{direction}_data"
             if not {scales, codes} <= set(self.tallies) or not self.tallies[scales].count:
@@ -381,7 +381,7 @@ class Judge:
         tally.add(wrong, np.ones(wrong.shape, np.float32), describe)
 
     def _judge_padding(self):
-        """Padding that is not zero: wrong if asked for, else worth a note."""
+        """Padding that is not zero: wrong if zeros were asked for, else worth a note."""
         for name, array in self.outputs.items():
             slot, tally = self.case.slots[name], self.tallies[name]
             if not slot.padded:

@@ -1,4 +1,4 @@
-"""Products of matrices as tensor cores compute them, bit for bit as far as tests on cards have found it out.
+"""Matrix products as tensor cores compute them, bit for bit, as far as tests on cards have established.
 
     unit(card, a_format, b_format)      how a card multiplies two formats: `Unit`, a row of `UNITS`
     matmul(a, b, unit, ...)             the arithmetic: values of codes in, float32 sums out

@@ -51,7 +51,7 @@ ROUND_TO_INTEGER = {"toward_zero": np.trunc, "nearest_even": np.rint}
 
 @dataclass(frozen=True)
 class Split:
-    """Numbers as significand times 2^exponent, exactly. |significand| is in [1, 2), of subnormal numbers below 1."""
+    """Numbers as significand times 2^exponent, exactly. |significand| is in [1, 2), below 1 for subnormal numbers."""
 
     significand: Doubles
     exponent: NDArray[np.int32]
@@ -60,11 +60,11 @@ class Split:
         return Split(self.significand[places], self.exponent[places])
 
     def __mul__(self, other: "Split") -> "Split":
-        """The products as they come, not normalised."""
+        """The products, not normalised."""
         return Split(self.significand * other.significand, self.exponent + other.exponent)
 
     def with_exponent(self, exponent: int, where: Any) -> "Split":
-        """The same significands, with another exponent where a mask tells: of zeros."""
+        """The same significands, with another exponent where a mask is set: for zeros."""
         return Split(self.significand, np.where(where, np.int32(exponent), self.exponent))
 
     def values(self) -> Doubles:
@@ -73,7 +73,7 @@ class Split:
 
 
 def split(values: Array, smallest: int) -> Split:
-    """Split floats of a format whose smallest exponent is given; zeros, infinities and NaN have that, too."""
+    """Split floats of a format whose smallest exponent is given; zeros, infinities and NaN get that exponent."""
     values = values.astype(np.float64)
     _, exponent = np.frexp(np.where(np.isfinite(values), values, 0))  # of significands in [1/2, 1)
     exponent = np.maximum(exponent - 1, smallest)
@@ -97,7 +97,7 @@ def add_group(accumulator: Array, summands: Split, unit: Unit) -> Array:
     lowest_bit = largest - unit.fraction_bits
 
     def multiples(numbers):
-        """How often the lowest bit is in each, what lies below it cut off."""
+        """Each number in units of the lowest bit; what lies below that is cut off."""
         return np.trunc(np.ldexp(numbers.significand, numbers.exponent - lowest_bit))
 
     total = multiples(summands).sum(axis=0) + multiples(before)
@@ -114,7 +114,7 @@ def rounded(total: Doubles, accumulator: Accumulator) -> Array:
 
 @dataclass(frozen=True)
 class Panel:
-    """Rows of an operand as a unit reads them, the contracted dimension first, zeros behind it to fill the last group.
+    """Rows of an operand as a unit reads them: the contracted dimension first, padded with zeros to whole groups.
 
     Attributes:
         elements: (k, rows). Times their scales, where a unit multiplies each product with them.
@@ -212,7 +212,7 @@ def matmul(
 
 @dataclass(frozen=True)
 class Operands:
-    """Arguments of `matmul`, checked: arrays as they lie in memory.
+    """The checked arguments of `matmul`: arrays as they lie in memory.
 
     Attributes:
         a, b, a_scale, b_scale: float32 arrays, scales None without.
@@ -308,7 +308,7 @@ def _float32_matrix(value, name):
 
 
 def _checked_scales(a_scale, b_scale, unit, promotion, sizes):
-    """Return the scales as arrays, and their block along k; None three times without scales."""
+    """Return the scales as arrays, and their block along k; without scales, None three times."""
     if unit.scale_format is not None and promotion is not None:
         raise ValueError(f"promotion must be None with a unit that reads scales, {unit.name}; got {promotion}")
     if a_scale is None and b_scale is None:

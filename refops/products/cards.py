@@ -1,4 +1,4 @@
-"""Which product a card has for two scalings: the unit, where scales apply, and when software empties the accumulator.
+"""Which product a card has for two scalings: its unit, where scales apply, and when software empties the accumulator.
 
 | scales of the operands            | hopper                                   | blackwell                           |
 |-----------------------------------|------------------------------------------|-------------------------------------|

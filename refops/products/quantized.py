@@ -140,11 +140,11 @@ class _Plain:
         return self._matrix.astype(np.float32)
 
     def block_scales(self, block):
-        """None: there are none."""
+        """None: there are no block scales."""
         return None
 
     def factor(self, places):
-        """float32 (1,): what the sums are multiplied with for this tensor."""
+        """float32 (1,): what the sums are multiplied by for this tensor."""
         return np.ones(1, np.float32)
 
 

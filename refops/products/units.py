@@ -35,7 +35,7 @@ OperandFormat: TypeAlias = FloatFormat | np.dtype[Any]
 
 @dataclass(frozen=True)
 class Accumulator:
-    """What a sum becomes after each group of products.
+    """How a sum is rounded after each group of products.
 
     Attributes:
         dtype: np.dtype that holds it.
@@ -88,7 +88,7 @@ class Unit:
     split_interval: int | None = None
 
     def takes(self, a_format: OperandFormat, b_format: OperandFormat) -> bool:
-        """Whether it multiplies the two: 16-bit formats only with themselves, small ones with each other."""
+        """Whether it multiplies the two: a 16-bit format only by itself, small ones by each other."""
         alike = a_format == b_format or not {FLOAT16, BFLOAT16} & {a_format, b_format}
         return a_format in self.formats and b_format in self.formats and alike
 
@@ -164,20 +164,20 @@ def unit(
 
 
 def no_unit(card: str, asked: str, cards: list[str]) -> str:
-    """What an error says where a card does not multiply what is asked for, and which ones do."""
+    """The error for a card that does not multiply what is asked for; it names the cards that do."""
     others = f"{' and '.join(dict.fromkeys(cards))} can" if cards else f"none of {', '.join(CARDS)} can"
     return f"card must have a unit that multiplies {asked}: {others}; got {card!r}"
 
 
 def require_operand_format(value: Any, name: str) -> OperandFormat:
-    """Return a format of operands, a small one or np.dtype, raising TypeError where it is none."""
+    """Return a format of operands, a small one or np.dtype; TypeError if it is neither."""
     if isinstance(value, FloatFormat):
         return value
     return require_dtype(value, name, SIXTEEN_BITS, "a FloatFormat such as refops.E4M3, float16 or bfloat16")
 
 
 def require_accumulator(value: Any) -> np.dtype[Any]:
-    """Return the dtype of an accumulator as np.dtype, raising TypeError where units have none of it."""
+    """Return the dtype of an accumulator as np.dtype; TypeError if no unit accumulates in it."""
     return require_dtype(value, "accumulator", (SINGLE.dtype, HALF.dtype), "float32 or float16")
 
 
@@ -202,7 +202,7 @@ def smallest_exponent(fmt: FloatFormat | DTypeLike) -> int:
 
 
 def require_interval(value: Any, unit: Unit, name: str) -> int | None:
-    """Return a number of products between promotions, None without, raising unless it is whole groups of the unit."""
+    """Return a number of products between promotions, or None; raise unless it is a multiple of the unit's group."""
     if value is None:
         return None
     interval = require_integer(value, name, low=1, high=1 << 62)

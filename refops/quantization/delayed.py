@@ -104,7 +104,7 @@ def update_delayed_scale(
 
 
 def quieted(history):
-    """The history with quiet NaNs: `np.fmax` passes a signalling one on, or not, by its place in the array."""
+    """The history with quiet NaNs: whether `np.fmax` passes a signalling one on depends on its place in the array."""
     with np.errstate(invalid="ignore"):
         return history + F(0)
 
@@ -128,7 +128,7 @@ def check_history(amax_history, scale):
 
 
 def call_algorithm(algorithm, amax_history, columns):
-    """Return what a callable makes of the history as float32 (n,)."""
+    """Return what a callable computes from the history, as float32 (n,)."""
     returned = algorithm(amax_history)
     amax = as_array(returned, "the result of algorithm")
     if amax.dtype.kind not in "fiu" and amax.dtype not in HIGH_PRECISION:

@@ -36,7 +36,7 @@ class DequantizedSource(Source):
         return values if self._undone is None else _untransformed(values, self._undone)
 
     def _factors(self, rows, columns):
-        """What the codes of a rectangle are multiplied with, of its shape or (1, 1)."""
+        """The factors of the codes of a rectangle, of its shape or (1, 1)."""
         q, layout, columnwise = self._q, self._q.scaling.layout, self._columnwise
         name = "columnwise" if columnwise else "rowwise"
         scales = layout.scales_by_outer(getattr(q, f"{name}_scale_inv"), columnwise)
@@ -55,7 +55,7 @@ class DequantizedSource(Source):
 
 
 def code_tile(q, rows, columns, columnwise):
-    """uint8 codes (R, C) of a rectangle in the tensor's orientation, one a byte."""
+    """uint8 codes (R, C) of a rectangle in the tensor's orientation, one per byte."""
     matrix = q.column_matrix if columnwise else q.row_matrix
     return codes_of_tile(q.scaling.layout, matrix, rows, columns, columnwise)
 
@@ -68,7 +68,7 @@ def _untransformed(values, sign_mask):
 
 
 def require_element_codes(q):
-    """Raise ValueError where a byte holds no code of the element format."""
+    """Raise ValueError if a byte holds no code of the element format."""
     fmt = q.scaling.fmt
     if q.scaling.layout.packed > 1 or fmt.bits == 8:
         return  # every byte holds codes

@@ -19,7 +19,7 @@ def blocks_of(elements, block_size):
 
 
 def codes_of_tile(layout, matrix, rows, columns, columnwise):
-    """uint8 codes (R, C) of a rectangle of stored data (a 2-D view), one a byte, in the orientation of the tensor."""
+    """uint8 codes (R, C) of a rectangle of stored data (a 2-D view), one per byte, in the orientation of the tensor."""
     transposed, per_byte = layout.data_transposed(columnwise), layout.packed
     outer, inner = (columns, rows) if transposed else (rows, columns)
     if per_byte == 1:
@@ -48,7 +48,7 @@ def block_view(values, block_rows, block_columns):
 
 
 def padded_blocks(values, block_rows, block_columns):
-    """`block_view` of (R, C) values whose blocks may be partial: what is missing of them counts as 0."""
+    """`block_view` of (R, C) values whose blocks may be partial: missing elements count as 0."""
     return block_view(pad_to_blocks(values, block_rows, block_columns), block_rows, block_columns)
 
 
@@ -102,7 +102,7 @@ def _require_padded(scales: ArrayLike) -> Array:
 
 
 def one_order(scaling):
-    """What an error says of scales that have no GEMM order of their own."""
+    """What an error says about scales that have no GEMM order of their own."""
     if scaling.layout.scale_format is not None:
         return f"{scaling.layout.scale_format!r} scales of {type(scaling).__name__} have one order, that of their array"
     return (

@@ -151,7 +151,7 @@ class Copy:
             self._scales[blocks_of(outer, layout.run[0]), blocks_of(inner, layout.run[1])] = scales
 
     def finish(self):
-        """Store the scale of a tensor that is one block, of an empty one too."""
+        """Store the scale of a tensor that is one block, even of an empty one."""
         if self._layout.block is None:
             self._scales[:] = self._stored
 
@@ -175,7 +175,7 @@ def quantize_blocks(tile, block_rows, block_columns, encode, scale_of, bits=None
         block_rows, block_columns: a block's edges.
         encode: function of scaled elements and their random bytes (or None) to codes.
         scale_of: function of the blocks' amax, float32 (row blocks, column blocks), to what is stored for each block
-            and what its elements are multiplied with, both of that shape.
+            and what its elements are multiplied by, both of that shape.
         bits: uint8 (R, C) random bytes, or None.
 
     Returns:
@@ -190,7 +190,7 @@ def quantize_blocks(tile, block_rows, block_columns, encode, scale_of, bits=None
 
 
 def choose_blocks(tile, block_rows, block_columns, encode, rules, error, values, amax):
-    """`quantize_blocks` with several scales of each block, of which the one that errs least is kept (ties: the first).
+    """`quantize_blocks` with several scales for each block; the one with the smallest error is kept (ties: the first).
 
     Args:
         rules: as `scale_of`, one for each scale.
@@ -239,7 +239,7 @@ def _elements(codes, shape):
 
 
 def packed(codes, layout):
-    """Codes as they are stored: one a byte, or two 4-bit ones."""
+    """Codes as they are stored: one per byte, or two 4-bit ones."""
     return codes if layout.packed == 1 else pack_fp4(codes)
 
 

@@ -43,7 +43,7 @@ def _stored_layout(layout, shape):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Quantized:
-    """A quantized tensor with TE's attribute names; laid out as TE lays it out, where TE has the scaling.
+    """A quantized tensor with TE's attribute names, and TE's layout where TE has the scaling.
 
     M x K is the tensor with leading dimensions flattened; block counts round up; upN rounds up to a multiple of N; B is
     the `block_size` of the settings.
@@ -60,7 +60,7 @@ class Quantized:
     | MXINT8                 | x.shape         | E8M0 (M, K/B)               | x.shape         | (M/B, K)              |
     | NVFP4                  | (*leading, K/2) | E4M3 (up128(M), up4(K/B))   | (K, M/2)        | (up128(K), up4(M/B))  |
 
-    Columnwise data are transposed except for MXFP8 and MXINT8. MXFP4 and NVFP4 data are packed two codes a byte.
+    Columnwise data are transposed except for MXFP8 and MXINT8. MXFP4 and NVFP4 data are packed two codes per byte.
     NVFP4's scales may be UE5M3 instead. A scaling that is not in this table has the shapes that its `layout` tells.
 
     Arrays are checked against the layout: a kernel's dump can be put in, `Quantized(rowwise_data=..., ...)`, and
@@ -128,7 +128,7 @@ class Quantized:
 
     @classmethod
     def allocate(cls, source: Any, scaling: Scaling, rowwise: bool, columnwise: bool) -> "Quantized":
-        """Return a tensor for the result of `source` whose arrays wait to be filled: data unset, the rest zero."""
+        """Return a tensor for the result of `source` with arrays to be filled: data unset, the rest zero."""
         arrays: dict[str, Any] = {}
         for name, (shape, dtype) in stored_layout(scaling, source.tensor_shape).items():
             if columnwise if "columnwise" in name else rowwise:

@@ -38,7 +38,7 @@ def _declared(module: ModuleType) -> list[type[Scaling]]:
     declared = [cls for cls in classes if cls.__module__ == module.__name__ and is_dataclass(cls)]
     for cls in declared:
         if not hasattr(cls, "title"):
-            raise TypeError(f"{cls.__name__} must have a title, what tables call it; got none in {module.__file__}")
+            raise TypeError(f"{cls.__name__} must have a title, which tables show; got none in {module.__file__}")
         require_declared(cls)
     return declared
 
@@ -79,7 +79,7 @@ NAMED = _by_name(SCALINGS, _rows)
 
 
 def _defaults(rows: dict[str, NamedScaling]) -> dict[str, str]:
-    """What precedes the first hyphen -> name of the row that has nothing but defaults: "nvfp4" -> "nvfp4-1x16"."""
+    """The part before the first hyphen -> name of the row with nothing but defaults: "nvfp4" -> "nvfp4-1x16"."""
     found = {}
     for name, row in rows.items():
         required = [field for field in fields(row.scaling) if field.default is MISSING]  # type: ignore[arg-type]

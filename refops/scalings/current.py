@@ -1,4 +1,4 @@
-"""Per-tensor FP8 with the scale of the tensor's own amax. Source: TE `common/recipe/current_scaling.cu`."""
+"""Per-tensor FP8 with a scale from the tensor's own amax. Source: TE `common/recipe/current_scaling.cu`."""
 
 from dataclasses import dataclass, replace
 from typing import Any

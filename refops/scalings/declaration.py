@@ -1,4 +1,4 @@
-"""What the declaration of a scaling is: settings, layout, path and rule, and the default of every hook.
+"""How a scaling is declared: settings, layout, path and rule, and the default of every hook.
 
 A scaling is one file of this folder: a frozen dataclass that derives from `Scaling`, and its rows of the command line
 in `NAMED`. Whatever quantizes, dequantizes, judges, explains or compiles reads the attributes below and never asks for
@@ -45,7 +45,7 @@ Numbers = namedtuple("Numbers", "epsilon largest_scale")
 
 @dataclass(frozen=True)
 class Path:
-    """Which values a composed operation uses for what; f is the unrounded float32 result of the activation.
+    """Which values a composed operation uses where; f is the unrounded float32 result of the activation.
 
     Attributes:
         name: TE's name of the path.
@@ -264,8 +264,8 @@ class Formulas:
     """The rule of a scaling in words, one formula for each number on the way from an amax to the decode factor.
 
     Attributes:
-        multiplier: what elements are multiplied with before the cast.
-        decode: what the values of codes are multiplied with.
+        multiplier: what elements are multiplied by before the cast.
+        decode: what the values of codes are multiplied by.
         stored: the stored scale; float32 scales store 1 / multiplier.
         tensor_scale: what all blocks share; "{whose}" is "tensor", "row" or "column".
         amax: what more there is to say of the tensor's amax.
@@ -301,7 +301,7 @@ CLASS_ATTRIBUTES = ("order", "title", "gate_multiple", "at_run_time")
 
 
 class Scaling:
-    """Any of the settings: what machinery may ask of a scaling.
+    """Base of all settings: what the machinery may ask of a scaling.
 
     Class attributes:
         order: place in `SCALINGS`: TE's in TE's order, then others by name.
@@ -318,17 +318,17 @@ class Scaling:
     arrays or of numbers, as `words` is. They see float32 and codes, and are total over both:
 
         tensor_scale(words)     f(amax) -> the pair (encode, decode) of a tensor, or of each row, float32 of the shape
-                                of amax. A block's amax is multiplied with encode before it becomes a scale: a constant
+                                of amax. A block's amax is multiplied by encode before it becomes a scale: a constant
                                 / amax, at most the largest float32, 1 for an amax of 0 or infinity. The value of a
-                                stored scale is multiplied with decode, which is 1 / encode. None without
+                                stored scale is multiplied by decode, which is 1 / encode. None without
                                 `Layout.two_level`
         block_scale(words)      f(amax, tensor_scale, p) -> (stored, multiplier) of a block, or of the tensor where that
                                 is one block. Its argument tensor_scale is what the function above gave, float32 0 where
                                 there is none; p: `Numbers`. Monotone in amax. A scaling with coded scales declares the
                                 next two instead, and this one is composed of them; float32 scales store 1 / multiplier.
         scale_code(words)       f(amax, tensor_scale, p) -> code in the scale format
-        multiplier(words)       f(code, tensor_scale) -> what elements are multiplied with; None: float32 scales
-        decode_factor(words)    f(stored, amax) -> what the value of a code is multiplied with; amax: the tensor's, or
+        multiplier(words)       f(code, tensor_scale) -> what elements are multiplied by; None: float32 scales
+        decode_factor(words)    f(stored, amax) -> what the value of a code is multiplied by; amax: the tensor's, or
                                 the row's
         choice(words)           `Choice` of several scales for a block, or None: `block_scale` alone
 
@@ -365,7 +365,7 @@ class Scaling:
 
     @property
     def path(self) -> Path:
-        """Of an activation fused with the cast."""
+        """The path of an activation fused with the cast."""
         return UNFUSED
 
     @property
@@ -426,7 +426,7 @@ class Scaling:
         return None
 
     def demands(self) -> list[tuple[bool, str]]:
-        """What the rules of a base ask of a declared row besides: whether it holds, and the sentence if it does not."""
+        """Further rules of a base for a declared row: whether each holds, and the sentence if it does not."""
         return []
 
 
@@ -449,11 +449,11 @@ def require_declared(cls: type[Scaling]) -> None:
         if not hasattr(cls, name):
             raise TypeError(f"{cls.__name__}.at_run_time must name fields with a default; got {name!r}")
     if not isinstance(cls.title, str) or not cls.title:
-        raise TypeError(f"{cls.__name__}.title must be what tables call it, a string; got {shown(cls.title)}")
+        raise TypeError(f"{cls.__name__}.title must be a string, the name that tables show; got {shown(cls.title)}")
 
 
 def require_fit(scaling: Scaling) -> None:
-    """Raise TypeError or ValueError unless settings, layout and rules of a scaling belong together, saying what not.
+    """Raise TypeError or ValueError, which says why, unless settings, layout and rules of a scaling fit together.
 
     Tables ask it of each of their rows, calls do not.
     """
@@ -525,7 +525,7 @@ def _missing(scaling, what):
 
 
 def accepts(scaling: Scaling, **values: Any) -> bool:
-    """Whether a scaling may have these values of its fields, the others being as they are."""
+    """Whether a scaling may have these values in some fields, with the others unchanged."""
     try:
         replace(scaling, **values)  # type: ignore[type-var]
     except (TypeError, ValueError):
@@ -577,7 +577,7 @@ def normalise(settings: Any, **values: Any) -> None:
 
 
 def flags(settings: Any, *names: str) -> None:
-    """Store each named field as the bool that it is; TypeError if it is none."""
+    """Store each named field as a plain bool; TypeError if it is not one."""
     normalise(settings, **{name: require_flag(getattr(settings, name), name) for name in names})
 
 
@@ -587,6 +587,6 @@ def choose(settings: Any, **choices: tuple[Any, ...]) -> None:
 
 
 def non_negative(settings: Any, *names: str) -> None:
-    """Store each named field as the finite float >= 0 that it is; TypeError or ValueError if it is none."""
+    """Store each named field as a finite float >= 0; TypeError or ValueError if it is not one."""
     for name in names:
         normalise(settings, **{name: float(require_number(getattr(settings, name), name, non_negative=True))})

@@ -9,7 +9,7 @@ from refops.scalings.rules import E8M0Scaling
 
 @dataclass(frozen=True)
 class MXFP4Scaling(E8M0Scaling):
-    """OCP MXFP4: E2M1 elements, two a byte, one E8M0 scale byte for 32 of them.
+    """OCP MXFP4: E2M1 elements, two per byte, one E8M0 scale byte for 32 of them.
 
     Attributes:
         two_d: one scale for a square tile instead of a line of elements.
@@ -29,7 +29,7 @@ class MXFP4Scaling(E8M0Scaling):
 
     @property
     def layout(self) -> Layout:
-        """As NVFP4's: columnwise data and scales are those of the transpose."""
+        """Like NVFP4's: columnwise data and scales are those of the transpose."""
         block = (self.block_size if self.two_d else 1, self.block_size)
         return Layout(block, E8M0, self.two_d, padding=(128, 4), packed=2, scale_order="gemm", shape_multiple=16)
 

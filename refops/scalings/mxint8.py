@@ -13,7 +13,7 @@ class MXINT8Scaling(E8M0Scaling):
 
     Attributes:
         scale_rounding: "floor", the specification's, clamps what lies beyond 127/64 of the scale; "up" does not,
-            but for an amax from 3.39e38 on, where E8M0 ends.
+            except for an amax from 3.39e38 on, where E8M0 ends.
 
     Codes are two's complement, -128 (which the specification leaves unused) is read as -2 but never written.
     """
@@ -27,7 +27,7 @@ class MXINT8Scaling(E8M0Scaling):
 
     @property
     def layout(self) -> Layout:
-        """As MXFP8's, but that no GEMM asks for padding or another order."""
+        """Like MXFP8's, except that no GEMM asks for padding or another order."""
         inner_first = (False, True)
         return Layout((1, 32), E8M0, scales_inner_first=inner_first, columnwise_transposed=False, scale_order="fixed")
 

@@ -538,7 +538,7 @@ REFUSED = {
     "BasicLinear has a quantized parameter": (quantized, ()),
     "BasicLinear makes its deferred parameters": (lambda: ops.Sequential(ops.Linear(64, 64, device="meta")), ()),
     "GroupedLinear reads the sizes": (lambda: ops.Sequential(ops.GroupedLinear(2, 64, 64)), (SPLITS,)),
-    "Doubled is none of fuser": (lambda: ops.Sequential(Doubled(), ops.GELU()), ()),
+    "Doubled is not an operation of fuser": (lambda: ops.Sequential(Doubled(), ops.GELU()), ()),
     "torch.utils.checkpoint would": (lambda: Recomputed(torch.utils.checkpoint.checkpoint), ()),
     "fuser.checkpoint calls its function": (lambda: Recomputed(fuser.checkpoint), ()),
 }

@@ -687,7 +687,7 @@ class TestRules:
             ((nn.SiLU(), torch.float8_e4m3fn), {}, TypeError, r"make one, as fuser.recipe.MXFP8BlockScaling\(\)"),
             ((nn.SiLU(), refops.MXFP8Scaling(refops.E4M3)), {}, TypeError, r"BlockScaledRecipe\(scaling\)"),
             ((nn.SiLU(), fuser.NVFP4Quantizer()), {}, TypeError, "CustomRecipe.* of quantizers"),
-            ((nn.SiLU(), nn.SiLU()), {}, TypeError, "got a SiLU; a module is none"),
+            ((nn.SiLU(), nn.SiLU()), {}, TypeError, "got a SiLU; a module is not a recipe"),
             ((nn.SiLU(), {nn.Linear: None}), {}, TypeError, "what goes by class is a function of name and module"),
             ((feed_forward(), {"1": None, "3": lambda: 0}), {}, TypeError, "recipe of '3' must be a recipe"),
             ((nn.SiLU(), {}), {}, ValueError, "recipe must have at least one pattern"),

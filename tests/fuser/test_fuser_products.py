@@ -129,7 +129,7 @@ def test_float32_layers_stay_as_they_are():
 
 @pytest.mark.parametrize("name", ["current", "block"])
 def test_split_accumulators_of_the_recipe(name):
-    """Whether each product is promoted; scales of blocks are multiplied with partial sums whatever is said."""
+    """Whether each product is promoted; scales of blocks are multiplied by partial sums whatever is said."""
     x, w, dy = tensors(160, 160, 160)
     flags = (True, False, False)
     own = make_recipe(name)

@@ -120,8 +120,8 @@ def judged_and_named():
     """Wrong kernels are rejected, and what they do is named."""
     x, dy = inputs("mishglu")
     for name, wrong, finding in (
-        ("mish", refops.activation("silu", x), "other-activation: It computes silu, not mish."),
-        ("mishglu", refops.activation("swiglu", x), "other-activation: It computes swiglu, not mishglu."),
+        ("mish", refops.activation("silu", x), "other-activation: The kernel computes silu, not mish."),
+        ("mishglu", refops.activation("swiglu", x), "other-activation: The kernel computes swiglu, not mishglu."),
         ("mishglu", refops.activation("mishglu", np.roll(x, 64, axis=1)), "gate-order"),
     ):
         report = oracle.check(name, x, wrong)

@@ -641,7 +641,7 @@ BAD_CALLS = {
         ("scaled_srelu", {"x": X, "row_scales": X[0]}, X),
         {},
         ValueError,
-        "row_scales must have one entry a row",
+        "row_scales must have one entry per row",
     ),
     "fmt missing": (
         ("update_delayed_scale", {"amax_history": X[0], "scale": X[0, 0]}, {"scale": X[0, 0]}),

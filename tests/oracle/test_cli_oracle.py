@@ -83,7 +83,7 @@ def files(tmp_path_factory):
 
 
 def write_safetensors(path, arrays):
-    """A safetensors file of dtypes that NumPy lacks: name -> (dtype, bytes as uint8); FP4 has two elements a byte."""
+    """A safetensors file of dtypes that NumPy lacks: name -> (dtype, bytes as uint8); FP4 has two elements per byte."""
     entries, data = {}, b""
     for name, (dtype, array) in arrays.items():
         shape = [*array.shape[:-1], array.shape[-1] * (2 if dtype == "F4" else 1)]
@@ -405,7 +405,7 @@ BAD = [
     ),
     (
         (*SCALED, "--output", "y=y32.bin"),
-        ["--input row_scales must have one entry a row, 64", "(64, 128)"],
+        ["--input row_scales must have one entry per row, 64", "(64, 128)"],
     ),
     (
         (*UPDATE, "--scale", "new_scale.bin"),

@@ -708,7 +708,7 @@ class TestCodes:
         return np.unique(np.concatenate([*(neighbours(scale, 3, 3) for scale in right), right * 2, right / 4]))
 
     def multipliers(self, scaling, written, amaxes):
-        """What elements are multiplied with under a scale that was written; empty where it says nothing."""
+        """What elements are multiplied by under a scale that was written; empty where it says nothing."""
         if scaling.layout.scale_format is None:
             scales, multipliers = stored_scale(scaling, amaxes)
             own = multipliers[scales == written]

@@ -179,7 +179,7 @@ BAD = {
     "number of scalings": ({"scaling": ["mxfp8"] * 3}, "scaling must be one, or one for each of 4 experts; got 3"),
     "size": (
         {"outputs": {"codes": np.zeros((256, 100), np.uint8)}},
-        r"rowwise_data must hold what 4 experts wrote one behind the other, 32,768 entries; got shape \(256, 100\)",
+        r"rowwise_data must hold what 4 experts wrote, one after another, 32,768 entries; got shape \(256, 100\)",
     ),
     "scales": (
         {"outputs": {"scales": np.zeros(9, np.uint8)}},

@@ -134,7 +134,7 @@ def test_a_result_that_has_not_the_bits_of_the_others():
     y[50, 51] = np.nextafter(y[50, 51], F(0))
     report = judged(a, b, y)
     assert report.ok and report.order == "short"
-    assert "1 of 9,216 values have other bits than those of hopper, which others have" in report.notes
+    assert "1 of 9,216 values do not have the bits of hopper, which the others have" in report.notes
 
 
 @pytest.mark.parametrize("name", ["current", "block"])

@@ -16,7 +16,7 @@ SAID = {
     "dbias-of-scaled-values": "3.7, the encode scale",
     "current-scale-inv-is-the-amax": "448, the largest value of the elements",
     "nv-scales-lack-a-sixth": "1/6, one by the largest value of the elements",
-    "delayed-product-with-a-margin": "multiplied with is the right one times a constant: 0.9.",
+    "delayed-product-with-a-margin": "multiplied by is the right one times a constant: 0.9.",
     "nv-scale-in-the-amax-slot": "holds the encode scale",
     "dbias-counts-a-chunk-twice": "a part in it twice: rows 64..127",
     "dbias-stored-by-the-last-cta": "rows 192..255",

@@ -147,7 +147,7 @@ def forward_and_gradient(torch, function, x):
 def test_torch_activations_are_right(torch, name, dtype):
     """Other factorings of the same functions, within 4 ulp.
 
-    Not beyond: far left, where the sigmoid is subnormal, torch's dsilu multiplies with dy first and loses bits; from
+    Not beyond: far left, where the sigmoid is subnormal, torch's dsilu multiplies by dy first and loses bits; from
     |x| = 1.8e19 its dgelu is NaN, because it squares x first (TE's is from 5.6e19).
     """
     function = {

@@ -5,7 +5,7 @@ import numpy as np
 from refops.scalings.arithmetic import REFERENCE
 from refops.scalings.rules import E8M0Scaling
 
-#: Byte -> what elements are multiplied with.
+#: Byte -> what elements are multiplied by.
 MULTIPLIER = REFERENCE.inverse_power(np.arange(256))
 
 

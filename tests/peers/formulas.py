@@ -93,7 +93,7 @@ def formulas(a):
         return *mxfp8_rowwise(x), *mxfp8_columnwise(x)
 
     def e2m1(v):
-        """Codes, two a byte."""
+        """Codes, two per byte."""
         magnitude, codes = abs(v), a.u8(a.signbit(v)) * 8
         for midpoint, up in E2M1_STEPS:
             codes = codes + a.u8(magnitude >= midpoint if up else magnitude > midpoint)
@@ -101,7 +101,7 @@ def formulas(a):
         return codes[:, ::2] | (codes[:, 1::2] << 4)
 
     def nvfp4_scale(block_amax, tensor_amax):
-        """Scale bytes, and what elements are multiplied with."""
+        """Scale bytes, and what elements are multiplied by."""
         encode = tensor_scale(2688.0, tensor_amax)
         scale = a.to_e4m3(a.clip(block_amax * (encode * ONE_SIXTH), 0.0, 448.0))
         factor = divide(1.0, a.from_e4m3(scale) * divide(1.0, encode))

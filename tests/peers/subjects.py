@@ -1,7 +1,7 @@
 """What is compared with other implementations: casts, quantized tensors, activations, and the arrays that each yields.
 
 A subject is run by any module with the calls of refops (`refops` itself, `cuda_kernels.host`). Its result is read as
-named arrays without padding, FP4 codes one a byte, so that a peer's arrays compare element by element.
+named arrays without padding, FP4 codes one per byte, so that a peer's arrays compare element by element.
 """
 
 from dataclasses import dataclass, field

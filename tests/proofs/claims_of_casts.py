@@ -180,7 +180,7 @@ def pair_claim(name):
 
 def words_claim(name, packed):
     """Eight numbers as a kernel stores them, their codes in memory order."""
-    text, width = (", two a byte", 4) if packed else (", one a byte", 8)
+    text, width = (", two per byte", 4) if packed else (", one per byte", 8)
     function_of = lambda target: vectors.make_words_of_codes(name, packed, target)  # noqa: E731
     return several_claim(name, f"eight {name.upper()}{text}", EIGHT, width, function_of, lambda v: (v,))
 

@@ -110,7 +110,7 @@ def scale_byte_claim(rounding, name):
 
 
 def float_scale_claim(fmt, power_2):
-    """What elements are multiplied with, of the amax of a block: `BlockScaling`."""
+    """What elements are multiplied by, of the amax of a block: `BlockScaling`."""
     scaling, name = refops.BlockScaling(fmt, 1, power_2_scale=power_2), fmt.name
 
     def asked(words, rule):

@@ -465,7 +465,7 @@ def _nvfp4_direction(v, amax, scaling, random_bytes):
 
 
 def packed(codes):
-    """Two codes a byte, that of even index in the low half."""
+    """Two codes per byte, that of even index in the low half."""
     return (codes[:, 0::2] | (codes[:, 1::2] << 4)).astype(np.uint8)
 
 

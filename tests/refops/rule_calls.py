@@ -25,7 +25,7 @@ def scale_byte(amax, fmt, rounding="up"):
 
 
 def inverse_power(byte):
-    """What elements are multiplied with under an E8M0 byte."""
+    """What elements are multiplied by under an E8M0 byte."""
     return REFERENCE.inverse_power(byte)
 
 

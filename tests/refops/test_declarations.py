@@ -221,7 +221,7 @@ def test_a_name_that_another_s_operation_has_is_refused(name):
     """It would take the gradient away; "elu" the gradient "delu" of what is there."""
     rows = [*ACTIVATIONS.values(), unary("delu", SILU, formula="x", op="DELU")]
     assert activations._by_name(rows)["delu"].derived[0] == "ddelu"
-    with pytest.raises(ValueError, match=r"^<.*> must be named like no operation that is made of <.*>; got"):
+    with pytest.raises(ValueError, match=r"^<.*> must not have the name of an operation that <.*> makes; got"):
         activations._by_name([*rows, unary(name, SILU, formula="x", op="Zz")])
 
 

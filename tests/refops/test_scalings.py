@@ -233,7 +233,7 @@ def test_settings_that_the_rules_of_a_base_cannot_serve_are_refused(scaling, err
         ({"order": "first"}, TypeError, "Later.order must be an integer; got 'first'"),
         ({"gate_multiple": 0}, ValueError, r"Later.gate_multiple must be an integer in \[1, .*; got 0"),
         ({"gate_multiple": 1.5}, TypeError, "Later.gate_multiple must be an integer; got 1.5"),
-        ({"title": 3}, TypeError, "Later.title must be what tables call it, a string; got 3"),
+        ({"title": 3}, TypeError, "Later.title must be a string, the name that tables show; got 3"),
         ({"at_run_time": "seed"}, TypeError, "Later.at_run_time must be a tuple of names; got 'seed'"),
         (
             {"__annotations__": {"order": str}, "order": "first"},

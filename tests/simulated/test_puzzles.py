@@ -117,7 +117,7 @@ WRONG_FILLINGS = [
     (
         "mxfp8",
         ["np.uint8(casts.e4m3(value * casts.e8m0_value(byte)))", "scales[i // 32] = np.uint8(byte)"],
-        r"multiplied with the scale, 2\^\(byte - 127\)",
+        r"multiplied by the scale, 2\^\(byte - 127\)",
     ),
     (
         "mxfp8",

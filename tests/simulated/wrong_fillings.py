@@ -45,7 +45,7 @@ CAUSES = {
         "x is read at i * columns; i is the element's number already, x[i].": [
             (f"{GUARD}y[i] = x[i * columns] + bias[i % columns]",),
         ],
-        "x is multiplied with the bias; the rule adds it.": [
+        "x is multiplied by the bias; the rule adds it.": [
             (f"{GUARD}y[i] = x[i] * bias[i % columns]",),
         ],
         "The bias is subtracted.": [
@@ -374,7 +374,7 @@ CAUSES = {
         ],
     },
     "mxfp8": {
-        "The elements are multiplied with the scale, 2^(byte - 127); the multiplier is 2^(127 - byte).": [
+        "The elements are multiplied by the scale, 2^(byte - 127); the multiplier is 2^(127 - byte).": [
             ("np.uint8(casts.e4m3(value * casts.e8m0_value(byte)))", SCALES),
             ("casts.e4m3(value / casts.e8m0_multiplier(byte))", SCALES),
         ],
@@ -390,7 +390,7 @@ CAUSES = {
         "The codes are FP4 E2M1's; the rule asks for FP8 E4M3.": [
             ("np.uint8(casts.e2m1(value * casts.e8m0_multiplier(byte)))", SCALES),
         ],
-        ("The elements are multiplied with the byte itself; 2^(127 - byte) is casts.e8m0_multiplier(byte)."): [
+        ("The elements are multiplied by the byte itself; 2^(127 - byte) is casts.e8m0_multiplier(byte)."): [
             ("np.uint8(casts.e4m3(value * byte))", SCALES),
         ],
         (
@@ -408,7 +408,7 @@ CAUSES = {
         ("The elements are divided by amax / 448; the scale is a power of two, and divided by it they fit its byte."): [
             ("casts.e4m3(value / (amax_of_warp(value) * INVERSE_448))", SCALES),
         ],
-        "The elements are multiplied with the block's amax; the multiplier is 2^(127 - byte).": [
+        "The elements are multiplied by the block's amax; the multiplier is 2^(127 - byte).": [
             ("casts.e4m3(value * amax_of_warp(value))", SCALES),
         ],
         "The multiplier is stored as scale; the byte is what belongs there.": [
@@ -501,16 +501,16 @@ CAUSES = {
         "The second code is in both halves.": [
             ("np.uint8(second | second << U32(4))",),
         ],
-        "The second code is multiplied with 4; to move up by four bits is to multiply with 16.": [
+        "The second code is multiplied by 4; to move up by four bits is to multiply by 16.": [
             ("np.uint8(first + second * 4)",),
         ],
-        "The second code is multiplied with 10; to move up by four bits is to multiply with 16.": [
+        "The second code is multiplied by 10; to move up by four bits is to multiply by 16.": [
             ("np.uint8(first + second * 10)",),
         ],
         "The first code is moved up by 4 + second: + binds tighter than <<, | does not.": [
             ("np.uint8(first << U32(4) + second)",),
         ],
-        "The second code is multiplied with 2; to move up by four bits is to multiply with 16.": [
+        "The second code is multiplied by 2; to move up by four bits is to multiply by 16.": [
             ("np.uint8(first + second * 2)",),
         ],
         "The second code must move up by four bits; here ^ joins what lies in the same place.": [

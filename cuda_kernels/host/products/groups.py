@@ -38,7 +38,7 @@ SUMS_BITS = np.int32(128)
 #: Memory of a step, an element for each lane. Field, meaning:
 #:   largest           int8: the largest exponent of the products, below the tops
 #:   exponents         int32: the largest of all summands
-#:   factors           float32: what products are multiplied with to become integers
+#:   factors           float32: what products are multiplied by to become integers
 #:   integers          int32: sums of such integers
 #:   sums              float32: sums of products, with tops as their exponents
 #:   totals            float64: the sum of all summands

@@ -1,4 +1,4 @@
-"""The known ways in which kernels differ from TE: one small function each, a name, a sentence for the user.
+"""The known ways in which kernels differ from TE: for each a small function, a name and a sentence for the user.
 
 `registry` says what makes a function a convention; the other modules hold them by subject. To add one, add a function
 to the module of its subject. The list goes by module as below, then by place in the module; the earlier of two equally

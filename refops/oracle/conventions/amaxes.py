@@ -1,4 +1,4 @@
-"""Conventions of an amax that misses elements, or is that of other ones: parts of the tensor, parts of a block."""
+"""Conventions of an amax that misses elements, or belongs to other ones: parts of the tensor, parts of a block."""
 
 import contextlib
 
@@ -66,7 +66,7 @@ def _parts_with_that_amax(replay):
 
 
 def _alternatives(words):
-    """The first part, and the others that have the same amax."""
+    """The first part, and the other parts that have the same amax."""
     return words[0] + (f" (or of {', '.join(words[1:])})" if len(words) > 1 else "")
 
 
@@ -92,7 +92,7 @@ def _ends(inside, line):
 
 
 def _line_amaxes(replay):
-    """The amax of each row and of each column of the values that the tensor's amax is taken of."""
+    """The amax of each row and of each column of the values from which the tensor's amax is taken."""
     m, k = replay.shape
     replay.setting.spend(m * k if m * k > 1 << 20 else 0)
     height = max(128, (1 << 17) // max(1, k) // 128 * 128)
@@ -107,7 +107,7 @@ def _line_amaxes(replay):
 
 @computing(
     "amax-of-a-part",
-    "The amax{where} leaves out larger values, which lie in {left_out}, as that of {part} alone would.",
+    "The amax{where} misses larger values, which lie in {left_out}: it is the amax of {part} alone.",
     stage=lambda choice: "stored-amax" if choice[2] == "stored" else "tensor-amax",
     choices=lambda replay: [
         (*part, how) for how in ("used", "stored", "scales") for part in _parts_with_that_amax(replay)
@@ -147,7 +147,7 @@ def _set_tensor_amax(replay, amax_of, how):
 
 @computing(
     "amax-of-the-input",
-    "The amax{where} is that of {what}; what is quantized has another one.",
+    "The amax{where} is that of {what}, and not of what is quantized.",
     stage=lambda choice: {"stored": "stored-amax", "blocks": "block-amax"}.get(choice[1], "tensor-amax"),
     choices=[(name, how) for how in ("used", "stored", "scales", "blocks") for name in ("x", "act", "gate", "dy")],
 )
@@ -202,7 +202,7 @@ def _set_block_amax_of_input(replay, name):
 
 
 def _part_of_block(length, which):
-    """bool of the elements along a block of `length` that its amax is taken of."""
+    """bool: the elements along a block of `length` from which its amax is taken."""
     index = np.arange(length)
     return {
         "first half": index < length // 2,

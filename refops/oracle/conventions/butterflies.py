@@ -13,7 +13,7 @@ STRIDES = {"neighbours first": (1, 2, 4, 8), "halves first": (8, 4, 2, 1)}
 
 @computing(
     "hadamard-stages-rounded",
-    "Each of the four stages of the Hadamard transform is rounded to {dtype}, {order}, where one rounding comes at the "
+    "Each of the four stages of the Hadamard transform is rounded to {dtype}, {order}, where TE rounds once, at the "
     "end.",
     stage="hadamard",
     choices=[(dtype, order) for dtype in DTYPES for order in STRIDES],
@@ -41,7 +41,7 @@ def hadamard_stages_rounded(replay, choice):
 
 @computing(
     "hadamard-other-factor",
-    "The Hadamard transform is multiplied with {found}, where its factor is 1/4.",
+    "The Hadamard transform is multiplied by {found}, where its factor is 1/4.",
     stage="hadamard",
     choices=(1 / 16, 1 / 8, 1 / 2, 2**-0.5),
     alone=True,
@@ -73,7 +73,7 @@ ORDERS = {
 
 @computing(
     "hadamard-order",
-    "The sums of the Hadamard transform stand {order}, where TE has Sylvester's.",
+    "The outputs of the Hadamard transform are {order}, where TE has Sylvester's order.",
     stage="hadamard",
     choices=ORDERS,
     alone=True,

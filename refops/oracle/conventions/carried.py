@@ -1,4 +1,4 @@
-"""Conventions of what a tile keeps of another one: its amax, the rest of its shared memory, the scale of its lines."""
+"""Conventions of what a tile keeps from another: its amax, the rest of its shared memory, the scale of its lines."""
 
 from dataclasses import dataclass
 
@@ -19,7 +19,7 @@ SMALL = 1 << 17
 
 
 def widened(region, shape, before=(0, 0), after=(0, 0)):
-    """The region with as many rows and columns more at each side as the tensor has."""
+    """The region with up to (rows, columns) more `before` and `after` it, as far as the tensor goes."""
     ends = zip((region.rows, region.columns), shape, before, after, strict=True)
     return Region(*(slice(max(part.start - b, 0), min(part.stop + a, size)) for part, size, b, a in ends))
 
@@ -150,7 +150,7 @@ def _of_blocks_before(axis, distance, kind):
 
 
 def _tiles_before(axis, distance, kind, replay):
-    """(rows, columns) that a replay needs before a rectangle."""
+    """(rows, columns) before a rectangle that a replay needs."""
     size = replay.shape[axis] if kind == "all" else -(-distance // TILE) * TILE
     return (size, 0) if axis == 0 else (0, size)
 
@@ -173,7 +173,7 @@ def _carried(replay):
 
 @computing(
     "amax-carried",
-    "The block amax is not cleared between tiles: it is the larger one of a block's own and that of {what}.",
+    "The block amax is not cleared between tiles: it is the larger of the block's own and that of {what}.",
     stage="block-amax",
     choices=_carried,
     alone=True,
@@ -232,7 +232,7 @@ def amax_of_lines_together(replay, choice):
 
 
 def _require_short_block(replay):
-    """The copies whose last block is short, with the axis along which it is; NotApplicable where there is none."""
+    """The copies whose last block is short, each with its axis; NotApplicable if there is none."""
     require_blocks(replay)
     axes = {d: int(d == "rowwise") for d in DIRECTIONS if f"{d}_data" in replay.setting.outputs}
     short = {d: axis for d, axis in axes.items() if replay.shape[axis] % replay.block_shapes[d][axis]}
@@ -277,7 +277,7 @@ def rest_of_tile_kept(replay):
 
 @computing(
     "short-block-amax-scaled",
-    "The amax of the last block, {where}, which has {used} of {size} elements, is multiplied with {factor}.",
+    "The amax of the last block, {where}, which has {used} of {size} elements, is multiplied by {factor}.",
     stage="block-amax",
     choices=("size / used", "used / size"),
     alone=True,
@@ -347,7 +347,7 @@ def neighbour_line_scale(replay, choice):
 
 
 def _read_beside(replay, by):
-    """Let each line of a dequantized tensor be read with the scales of the next or the previous one."""
+    """Read each line of a dequantized tensor with the scales of the next or the previous line."""
     axis = int(replay.direction == "columnwise")
     replay.require(replay.geometry.run[axis] == 1)
     replay.facts["line"] = AXES[axis]

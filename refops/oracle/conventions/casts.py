@@ -263,7 +263,7 @@ def _carry_example(fmt, choice):
 
 
 def _without_carry(values, codes, fmt, choice):
-    """Codes whose mantissa is 0 because the value was rounded up, with the exponent (or the code) below."""
+    """Codes, where rounding up made the mantissa 0, with the exponent (or the code) below instead."""
     magnitude, step = fmt.magnitude_code(codes).astype(np.int64), 1 << fmt.mantissa_bits
     carried = (magnitude % step == 0) & (magnitude > 0) & (np.abs(values) < fmt.values[magnitude])
     if choice != "lost":
@@ -273,7 +273,7 @@ def _without_carry(values, codes, fmt, choice):
 
 
 def _stored_without_carry(values, dtype, mantissa, less):
-    """float32 rounded to nearest even in a dtype of 16 bits; bits `less` where that increments the exponent."""
+    """float32 rounded to nearest even in a 16-bit dtype, its bits less `less` where that increments the exponent."""
     if dtype == F:
         return values.astype(dtype)
     nearest = values.astype(dtype)
@@ -655,7 +655,7 @@ def _either_neighbour(replay):
 
 
 def _much_differs(replay, name):
-    """Whether a tenth of the bytes differs from the reference: what other bits do, and what no damage does."""
+    """Whether a tenth of the bytes differs from the reference: other random bits do that, damage does not."""
     ours, dump = replay.setting.reference[name].reshape(-1), replay.setting.outputs[name].reshape(-1)
     part = slice(0, 1 << 20)
     return (ours[part] != dump[part]).mean() > 0.1

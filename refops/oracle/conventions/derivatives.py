@@ -1,4 +1,4 @@
-"""Conventions of activations and derivatives in part: terms left out, clamps left out, fitted numbers, coarse words."""
+"""Conventions of parts of activations and derivatives: missing terms, missing clamps, fitted numbers, coarse words."""
 
 import numpy as np
 
@@ -30,7 +30,7 @@ def words_of(replay):
 
 @computing(
     "x-and-dy-exchanged",
-    "The inputs x and dy are exchanged: the derivative is that of dy, and x is what it is multiplied with.",
+    "The inputs x and dy are exchanged: the derivative is that of dy, and x is what it is multiplied by.",
     stage="input",
 )
 def x_and_dy_exchanged(replay):
@@ -57,7 +57,7 @@ def derivative_at_output(replay, choice):
 
 @computing(
     "factor-missing",
-    "{what} not multiplied with {factor}.",
+    "{what} not multiplied by {factor}.",
     stage="product",
     choices=("gate", "gate of act", "activation of gate", "activation", "slope of act", "slope of gate"),
 )
@@ -91,7 +91,7 @@ def factor_missing(replay, choice):
 
 @computing(
     "gate-input-in-gradient",
-    "The gradient of gate is multiplied with {what}, where TE multiplies with the activation of act.",
+    "The gradient of gate is multiplied by {what}, where TE multiplies by the activation of act.",
     stage="product",
     choices=("act", "gate"),
 )
@@ -310,7 +310,7 @@ def _bound_with(replay, **parameters):
 
 
 def _fitted(replay, name, start, change):
-    """The number that comes nearest to the dump on a part of the probe, when `change(replay, number)` applies it."""
+    """The number with which `change(replay, number)` comes nearest to the dump on a part of the probe."""
     setting = replay.setting
     key = ("fitted", name)
     if key not in setting.cache:
@@ -358,7 +358,7 @@ CLAMPS = {
 
 @computing(
     "clamp-variant",
-    "The kernel clamps otherwise: {what}.",
+    "The kernel clamps differently: {what}.",
     stage="function",
     choices=tuple(CLAMPS),
 )

@@ -1,4 +1,4 @@
-"""Conventions of arrays that are right times a constant, and of the slot of the amax that holds something else.
+"""Conventions of arrays that are off by a constant factor, and of an amax slot that holds something else.
 
 The constant is the one that the dump implies; it is said with its name where it has one.
 """
@@ -60,7 +60,7 @@ def _scales_of_tensor(replay):
 
 
 def _say(replay, what, low, high, few=""):
-    """The constant between two bounds; the sentence says it of `what`.
+    """The constant between two bounds; the sentence says that `what` is off by it.
 
     One number is always another one times something: there (`few` is "one") the constant must be a power of two, or
     have a name. Scales that all hold one number, where all right ones are another ("alike"), may as well have been left
@@ -110,7 +110,7 @@ def _ratio_of_first(replay, names, error, both_rounded):
 
 
 def _moved_by(code, factor, fmt):
-    """Codes of scales times a factor; E8M0 codes move by its logarithm."""
+    """Codes of scales times a factor; E8M0 codes move by the factor's logarithm."""
     if fmt == E8M0:
         return np.clip(code.astype(int) + int(np.rint(np.log2(factor))), 0, fmt.largest_code).astype(np.uint8)
     return encode_tile(_times(fmt.values[code], factor), fmt)
@@ -206,7 +206,7 @@ def _codes_times(replay):
     factor = float(common_factor(scaled, codes, replay.fmt))
     replay.require(abs(factor - 1) > 1e-5)
     width = 2.0**-14  # as near as the codes of a probe tell
-    factor = _say(replay, "What each element is multiplied with is", factor * (1 - width), factor * (1 + width))
+    factor = _say(replay, "What each element is multiplied by is", factor * (1 - width), factor * (1 + width))
     replay.wrap("multiply", lambda inner, values, multiplier: _times(inner(values, multiplier), factor))
 
 

@@ -112,7 +112,7 @@ def dumped_values(replay, region):
 
 
 def distance(made, dumped):
-    """How far values lie from those of a dump: the mean of relative differences, each at most 1; NaN where none."""
+    """How far values lie from those of a dump: the mean relative difference, each at most 1; NaN if there is none."""
     with np.errstate(all="ignore"):
         size = np.maximum(np.abs(made), np.abs(dumped)).astype(np.float64)
         off = np.abs(made.astype(np.float64) - dumped) / np.where(size > 0, size, 1)

@@ -118,7 +118,7 @@ def _other_activations(replay):
 
 @computing(
     "other-activation",
-    "It computes {other}, not {own}.",
+    "The kernel computes {other}, not {own}.",
     stage="function",
     choices=_other_activations,
 )
@@ -161,7 +161,7 @@ def parameters_ignored(replay, choice):
 
 @computing(
     "upstream-gradient-missing",
-    "The gradient is not multiplied with dy.",
+    "The gradient is not multiplied by dy.",
     stage="upstream",
 )
 def upstream_gradient_missing(replay):
@@ -310,7 +310,7 @@ def subnormals_flushed(replay, choice):
 # --- scales of rows -------------------------------------------------------------------------------
 
 
-@computing("row-scale-missing", "The rows are not multiplied with row_scales.", stage="row-scale")
+@computing("row-scale-missing", "The rows are not multiplied by row_scales.", stage="row-scale")
 def row_scale_missing(replay):
     replay.require(replay.computes and replay.scaled)
     replay.after("row_scale", np.ones_like)
@@ -354,7 +354,7 @@ def row_scale_rounded(replay):
 
 @computing(
     "row-scale-gradient-scaled",
-    "The gradient of row_scales is multiplied with row_scales once more.",
+    "The gradient of row_scales is multiplied by row_scales once more.",
     stage="row-gradient",
 )
 def row_scale_gradient_scaled(replay):

@@ -19,7 +19,7 @@ HALF, ONE = F(0.5), F(1)
 
 
 def _slopes_below_zero(replay):
-    """Usual slopes of a leaky relu, after the one that the dump has."""
+    """The slope of a leaky relu that the dump shows, then the usual ones."""
     require_activation(replay)
     replay.require(replay.bound.activation.act is RELU)
     setting, region, usual = replay.setting, replay.setting.probe, [0.01, 0.1, 0.2, 0.25]

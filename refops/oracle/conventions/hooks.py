@@ -184,14 +184,14 @@ def hadamard_amax_before(replay):
 
 
 def require_four_over_six(replay):
-    """NotApplicable unless the better of two scales was asked for, as NVFP4's settings do: mapped to 6 or to 4."""
+    """NotApplicable unless NVFP4's settings ask for the better of two scales, mapped to 6 or to 4."""
     require_scaling(replay)
     replay.require(getattr(replay.scaling, "four_over_six", None) is not None)
 
 
 @computing(
     "four-over-six-missing",
-    "4over6 is missing: block maxima are mapped to 6 always.",
+    "4over6 is missing: block maxima are always mapped to 6.",
     stage="four-over-six",
     fields=("four_over_six",),
     choices=("its order", "plain order", "plain order, 448"),
@@ -209,7 +209,7 @@ def four_over_six_missing(replay, choice):
 
 @computing(
     "four-always",
-    "Block maxima are mapped to 4 always, where 4over6 takes the better of 4 and 6.",
+    "Block maxima are always mapped to 4, where 4over6 takes the better of 4 and 6.",
     stage="four-over-six",
 )
 def four_always(replay):

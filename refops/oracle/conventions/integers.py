@@ -1,4 +1,4 @@
-"""Conventions of elements that are integers: how a sign is coded, the least integer, the implied power of two."""
+"""Conventions of integer elements: how a sign is coded, the least integer, the implied power of two."""
 
 import numpy as np
 
@@ -7,7 +7,7 @@ from refops.oracle.conventions.scales import require_coded_scales, require_scali
 
 
 def _require_integers(replay):
-    """The element format; NotApplicable where it is none of integers."""
+    """The element format; NotApplicable unless it is one of integers."""
     if not replay.dequantizes:
         require_scaling(replay)
     replay.require(replay.fmt.twos_complement)

@@ -280,12 +280,12 @@ def saturation_limit(replay, choice):
     replay.wrap("encode", lambda inner, values, bits: inner(np.clip(values, -limit, limit), bits))
 
 
-# --- what elements are multiplied with ------------------------------------------------------------
+# --- what elements are multiplied by ------------------------------------------------------------
 
 
 @computing(
     "reciprocal-rounded",
-    "The amax is multiplied with 1/{largest:g} rounded to {dtype}{order}, where TE has float32.",
+    "The amax is multiplied by 1/{largest:g} rounded to {dtype}{order}, where TE has float32.",
     stage="scale",
     choices=[(dtype, order) for dtype in DTYPES for order in ("amax first", "constants first")],
     alone=True,
@@ -339,8 +339,8 @@ def exponent_wraps(replay, choice):
         "exponent signed": "it is kept in a signed byte, in which less than -128 is positive, where it should be "
         f"bounded by -{bias}",
         "byte wraps": "a byte below 0 is one from 255 downwards, where it should be bounded by 0",
-        "byte read signed": "the byte is read as a signed number for the cast, so that those from 128 on stand for "
-        "2^256 times too little",
+        "byte read signed": "the byte is read as a signed number for the cast, so that bytes from 128 on stand for "
+        "numbers 2^256 times too small",
     }[choice]
     if choice == "byte read signed":
         replay.code_multiplier = lambda code, tensor_scale: np.ldexp(

@@ -1,4 +1,4 @@
-"""Conventions of operands: one half of a row read for the other, an activation or a factor left out, another row."""
+"""Conventions of operands: one half of a row read for the other, a missing activation or factor, another row."""
 
 import numpy as np
 
@@ -29,7 +29,7 @@ def half_read_twice(replay, choice):
 
 @computing(
     "other-half-missing",
-    "A half is not multiplied with the other one: {what}.",
+    "A half is not multiplied by the other one: {what}.",
     stage="product",
     alone=True,
 )
@@ -45,7 +45,7 @@ def other_half_missing(replay):
 
 
 def _unactivated(replay):
-    """(what is written, whether the amax is of it too)."""
+    """(what is written, whether the amax is taken of it, too)."""
     require_activation(replay)
     what = ["x"] if not replay.gated else [] if replay.gradient else list(HALVES)
     what += ["dy"] if replay.gradient and not replay.gated else []
@@ -104,7 +104,7 @@ def gradient_of_other_half(replay):
 # --- scales of rows -------------------------------------------------------------------------------
 
 
-@computing("row-scale-twice", "The rows are multiplied with row_scales twice.", stage="row-scale", alone=True)
+@computing("row-scale-twice", "The rows are multiplied by row_scales twice.", stage="row-scale", alone=True)
 def row_scale_twice(replay):
     replay.require(replay.computes and replay.scaled)
     replay.after("row_scale", lambda scale: scale * scale)

@@ -15,7 +15,7 @@ from refops.scalings.declaration import SCALE_TILE
 
 
 class Dump:
-    """The arrays of a dump (or of dequantization's input) while they are laid out anew.
+    """The arrays of a dump (or of the input of dequantization) while readings rearrange them.
 
     Attributes:
         case, scaling, layout: the case, its settings and their layout, None where nothing is quantized.

@@ -1,4 +1,4 @@
-"""Conventions of what a kernel reads: the right arithmetic on an element beside the one that belongs there."""
+"""Conventions of what a kernel reads: the right arithmetic on a neighbour of the right element."""
 
 import numpy as np
 

@@ -50,7 +50,7 @@ class Convention:
 
     @property
     def reads(self):
-        """Whether it lays out the dump, rather than change a computation."""
+        """Whether it rearranges the dump instead of changing a computation."""
         return self.stage == "layout"
 
     def stage_of(self, choice):
@@ -58,11 +58,11 @@ class Convention:
         return self.stage(choice) if callable(self.stage) else self.stage
 
     def choices_for(self, target):
-        """The parameters to try, [None] for a convention without."""
+        """The parameters to try; [None] for a convention that has none."""
         return [None] if self.choices is None else list(self.choices(target))
 
     def apply(self, target, choice=None):
-        """Change a replay or dump in place; NotApplicable where it means nothing."""
+        """Change a replay or dump in place; NotApplicable if the convention means nothing for it."""
         target.applied = (*target.applied, (self, choice))
         target.changed.add(self.stage_of(choice))
         before = dict(target.facts)
@@ -83,7 +83,7 @@ def computing(name, sentence, *, stage, choices=None, fields=(), last=False, alo
 
 
 def reading(name, sentence, *, choices=None):
-    """Register a function that lays out a dump as it should be."""
+    """Register a function that rearranges a dump as it should be."""
     return _register(name, sentence, "layout", choices)
 
 

@@ -92,7 +92,7 @@ def set_encode_scale(replay, change):
 
 
 def other_settings(replay):
-    """(row, ((field, value), ...)) of settings that leave places alone.
+    """(row, ((field, value), ...)) of settings that put codes and scales in the same places.
 
     First, with "" for the row, one field that no other convention exchanges: values that the scaling's named rows have,
     and the other one of a flag. At the end the rows themselves, by name, that differ in several fields or in a flag
@@ -122,7 +122,7 @@ def other_settings(replay):
 
 
 def _leaves_places(scaling, scale_format_too=True, **changed):
-    """Whether a scaling may have other settings, which place codes and scales alike, whatever amax is kept."""
+    """Whether a scaling may have other settings that put codes and scales in the same places, whatever amax is kept."""
     if not accepts(scaling, **changed):
         return False
     ignored = {"amax": "tensor", "two_level": False, "columnwise_multiple": 1}
@@ -161,7 +161,7 @@ def other_setting(replay, choice):
 
 
 def require_activation_output(replay):
-    """NotApplicable unless values are quantized that a dtype could have rounded."""
+    """NotApplicable unless the quantized values could have been rounded to a dtype first."""
     require_scaling(replay)
     replay.require(replay.kind != "quantize" and replay.dtype != F)
     replay.facts["dtype"] = replay.dtype
@@ -314,7 +314,7 @@ def stale_amax(replay, choice):
 
 
 def _something_follows(setting, direction):
-    """Whether a dumped amax may have been used: not where what was written beside it is right without it."""
+    """Whether a dumped amax may have been used: not if the rest of the dump is right without it."""
     beside = [f"{direction}_{part}" for part in ("scale_inv", "data") if f"{direction}_{part}" in setting.outputs]
     return not beside or any(not np.array_equal(setting.outputs[n], setting.reference[n]) for n in beside)
 
@@ -435,7 +435,7 @@ def _held_in(replay, direction):
 
 
 def _starts(replay):
-    """The number from which the amax of each block starts, [] where no such one gives the scales of the dump."""
+    """The number from which the amax of each block starts; [] if none gives the scales of the dump."""
     held = held_scale(replay)
     per_row = replay.layout.two_level and replay.layout.amax == "rows"
     if not held.is_larger or held.value == 1 or per_row:  # 1 is what a scale begins with
@@ -459,7 +459,7 @@ def _starts(replay):
 
 
 def _one_for_another(replay):
-    """Whether some scales of blocks hold one number where the right ones are another: it need be no offset."""
+    """Whether some block scales hold one number and the right ones another: the cause need not be an offset."""
     try:
         held = held_scale(replay)
         return held.alike and not held.everywhere
@@ -516,14 +516,14 @@ def stale_scale(replay, choice):
         replay.decode_scale = lambda scale: np.full_like(scale, F(1) / own)
     replay.require(found != own)
     replay.facts["what"] = (
-        f"The data are multiplied with {float(found):.6g}, where the call's scale is {float(own):.6g}: that of another "
+        f"The data are multiplied by {float(found):.6g}, where the call's scale is {float(own):.6g}: that of another "
         f"step or tensor"
     )
     replay.encode_scale = lambda amax: np.full((1, 1), found, F)
 
 
 def _keep_scale_of_blocks(replay, stored_alone):
-    """Let all blocks have the one scale that the wrong ones of the dump hold, whatever their amax."""
+    """Give every block the one scale that the wrong scales of the dump hold, whatever its amax."""
     held = held_scale(replay)
     replay.require(np.isfinite(held.value) and held.value > 0)
     replay.require(held.value == 1 or not held.alike)  # one number for another may be a factor or an offset
@@ -704,7 +704,7 @@ def wrong_block_size(replay, choice):
 
 
 def _other_block_sizes(replay):
-    """Those of the scalings that there are, half the own one, twice it; no more than a replay's region."""
+    """The block sizes of all scalings, half the right size and twice it; none larger than a replay's region."""
     require_blocks(replay)
     own = replay.layout.block[1]
     sizes = dict.fromkeys((16, 32, 64, 128, own // 2, 2 * own))
@@ -805,7 +805,7 @@ RULE_NAMES = {
 
 @cache
 def rule_of(scaling):
-    """Which of `E8M0_ROUNDINGS` gives the bytes that a scaling declares, None for a rule of its own."""
+    """Which of `E8M0_ROUNDINGS` gives the bytes that a scaling declares, None for another rule."""
     mantissas = np.arange(0, 1 << 23, 1 << 18, dtype=np.uint32)  # the formats' own, their midpoints, and beside them
     mantissas = np.concatenate([mantissas, mantissas + np.uint32(1), (mantissas - np.uint32(1)) & np.uint32(0x7FFFFF)])
     amax = ((np.arange(255, dtype=np.uint32) << np.uint32(23))[:, None] + mantissas).view(F)
@@ -926,7 +926,7 @@ def scale_log2(replay, choice):
 
 @computing(
     "scale-divided",
-    "amax is divided by the format's maximum, where TE multiplies with the float32 reciprocal: they differ where the "
+    "amax is divided by the format's maximum, where TE multiplies by the float32 reciprocal: they differ where the "
     "quotient is a power of two.",
     stage="scale",
 )
@@ -1267,8 +1267,8 @@ def inverted_scale(replay, choice):
     require_scaling(replay)
     replay.facts["what"] = {
         "stored": "The stored scales are encode scales, max / amax",
-        "multiplied": "Elements are multiplied with the decode scale",
-        "both": "Elements are multiplied with amax / max and its reciprocal is stored",
+        "multiplied": "Elements are multiplied by the decode scale",
+        "both": "Elements are multiplied by amax / max and its reciprocal is stored",
     }[choice]
     fmt = replay.layout.scale_format
     if fmt is None:
@@ -1290,7 +1290,7 @@ def inverted_scale(replay, choice):
     "scale-inverse-separate",
     "The stored scale is {what}, where TE stores the float32 reciprocal of the encode scale.",
     stage="stored",
-    choices=("amax / max", "amax * (1 / max)", "amax / max, multiplied with its reciprocal"),
+    choices=("amax / max", "amax * (1 / max)", "amax / max, multiplied by its reciprocal"),
 )
 def scale_inverse_separate(replay, choice):
     _require_power_of_two(replay, False)
@@ -1355,13 +1355,13 @@ def multiplier_low_precision(replay, choice):
         replay.facts["what"] = "The encode scale is"
         replay.after("encode_scale", to_dtype)
     else:
-        replay.facts["what"] = "What each element is multiplied with is"
+        replay.facts["what"] = "What each element is multiplied by is"
         replay.wrap("multiply", lambda inner, values, multiplier: inner(values, to_dtype(multiplier)))
 
 
 @computing(
     "divided-by-scale",
-    "Elements are divided by the scale, where TE multiplies with its reciprocal: the last bit differs.",
+    "Elements are divided by the scale, where TE multiplies by its reciprocal: the last bit differs.",
     stage="multiply",
     choices=("decode", "exact", "global", "global encode", "block"),
 )
@@ -1427,7 +1427,7 @@ def divided_by_scale(replay, choice):
 def missing_global_scale(replay, choice):
     if replay.dequantizes:
         replay.require(replay.layout.two_level and choice == "all")
-        replay.facts["what"] = "Elements are multiplied with the block scale alone"
+        replay.facts["what"] = "Elements are multiplied by the block scale alone"
         replay.block_factor = lambda scales, region: replay.read_scale(scales, replay.layout.scale_format)
         return
     require_two_levels(replay)
@@ -1517,7 +1517,7 @@ def zero_block_scale(replay, choice):
     zero = replay.setting.replay().scales(np.zeros((1, 1), F), one)[0].reshape(-1)[0]
     replay.facts["own"] = zero if zero.dtype == F else f"0x{int(zero):02X}"
     replay.require(zero.dtype == np.asarray(choice).dtype)
-    if replay.layout.two_level:  # what elements are multiplied with follows
+    if replay.layout.two_level:  # what elements are multiplied by follows
         own_code = replay.scale_code
         replay.scale_code = lambda rule, amax, tensor_scale: np.where(
             amax == 0, choice, own_code(rule, amax, tensor_scale)
@@ -1586,7 +1586,7 @@ def block_scale_cast(replay, choice):
 
 @computing(
     "scale-unrounded-for-cast",
-    "Elements are multiplied with the block scale before its cast, where TE decodes the stored byte.",
+    "Elements are multiplied by the block scale before its cast, where TE decodes the stored byte.",
     stage="multiply",
 )
 def scale_unrounded_for_cast(replay):
@@ -1621,7 +1621,7 @@ def missing_factor(replay, choice):
         f"{element:g}",
         f"{scale:g}",
     )
-    replay.facts["what"] = {"all": "", "6": f" but for the {element:g}", "max": f" but for the {scale:g}"}[choice]
+    replay.facts["what"] = {"all": "", "6": f" except for the {element:g}", "max": f" except for the {scale:g}"}[choice]
     kept = {"all": F(1), "6": element, "max": scale}[choice]
     if replay.dequantizes:
         fmt = replay.layout.scale_format

@@ -85,7 +85,7 @@ def newest_at_the_end(replay, choice):
 
 @computing(
     "margin-inverted",
-    "The scale is multiplied with 2^margin, where TE divides by it.",
+    "The scale is multiplied by 2^margin, where TE divides by it.",
     stage="margin",
 )
 def margin_inverted(replay):

@@ -1,4 +1,4 @@
-"""What explains a wrong dump: a convention of `refops.oracle.conventions`, or right entries elsewhere, and its place.
+"""What explains a wrong dump, and where: a convention of `refops.oracle.conventions`, or right entries elsewhere.
 
 `search` tries everything, as long as its `budget` lasts, two conventions at once by `pairs`; `comparison` counts how a
 replay compares with the dump, on the regions of `probes`; `elements` lays arrays out as the tensor is; `placed` finds

@@ -1,4 +1,4 @@
-"""How long a diagnosis may search: processor time of this process, and what is told on the way."""
+"""How long a diagnosis may search: processor time of this process, and the progress it reports."""
 
 import time
 
@@ -18,7 +18,7 @@ class Budget:
         self._start = self._told = time.process_time()
 
     def is_spent(self):
-        """Whether nothing is left; tells the progress ten times a second."""
+        """Whether nothing is left; reports progress ten times a second."""
         now = time.process_time()
         spent = now - self._start
         if self.progress is not None and now - self._told > 0.1:

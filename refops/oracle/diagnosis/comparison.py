@@ -56,12 +56,12 @@ class Count:
 
     @property
     def shows(self):
-        """Whether of the wrong entries more than some is explained, by what the reference does not have."""
+        """Whether more than a few of the wrong entries are explained, by values that the reference does not have."""
         return self.explained >= 0.1 * self.wrong > 0 and self.gained >= 0.04 * self.wrong
 
     @property
     def refutes(self):
-        """Whether a part of an array is explained so ill, or harmed so much, that the whole is not explained."""
+        """Whether a part of an array is explained so badly, or harmed so much, that the whole is not explained."""
         if self.damaged > max(8, 2 * self.wrong, 0.05 * self.entries):
             return True
         return self.wrong >= min(LEAST_WRONG, self.entries) and self.explained < 0.5 * self.wrong
@@ -133,7 +133,7 @@ class Result:
 
     @property
     def is_clear(self):
-        """Whether every wrong entry is explained, and none is harmed: what is not the same is noise."""
+        """Whether every wrong entry is explained and none is harmed: the remaining differences are noise."""
         return self.explained == 1 and self.damaged == 0
 
     @property
@@ -149,7 +149,7 @@ class Result:
 
     @property
     def promising(self):
-        """Whether a probe, where a few entries weigh much, is no reason to drop this."""
+        """Whether a probe gives no reason to drop this; in a probe a few entries weigh much."""
         few = sum(c.wrong for c in self.counts.values()) < 40
         solves_one = any(
             c.wrong >= 8 and c.share > 0.95 for c in self.wrong_counts
@@ -170,7 +170,7 @@ def places(candidate):
 
 
 def same(got, made, fmt, nan=None):
-    """Where two arrays hold the same: bits, and any NaN for any NaN. `nan`: where `got` has NaN codes, if known."""
+    """Where two arrays agree: the same bits, or NaN in both. `nan`: where `got` has NaN codes, if known."""
     if got.dtype == np.uint8:
         equal = got == made
         if fmt is not None and fmt.nan_code is not None:
@@ -190,7 +190,7 @@ def _nan_codes_in(codes, fmt):
 
 
 def _is_nan(codes, fmt):
-    """Which codes are NaN, of which a format has few: comparisons are faster than to look each code up."""
+    """Which codes are NaN. A format has few of them, so comparing is faster than looking each code up."""
     return reduce(np.logical_or, (codes == code for code in _nan_codes(fmt)))
 
 
@@ -264,7 +264,7 @@ class Part:
         return count
 
     def _is_said(self, made):
-        """Where a replay says something that can be compared: it changes an entry, or a scale that it is under."""
+        """Where a replay can be compared: it changes an entry, or the scale that the entry is under."""
         if made is self.reference:
             said = np.zeros(self.got.shape, bool)
         else:

@@ -31,14 +31,14 @@ class Cells(NamedTuple):
 
 
 def is_of_tensor(case, name):
-    """Whether an output's entries belong to no rectangle of the tensor: a scale or an amax of all of it."""
+    """Whether an output belongs to the whole tensor, as its scale or amax does, and to no rectangle."""
     if name.endswith("_scale_inv"):
         return Geometry.of(case.scaling, name).run is None
     return name.startswith("amax") and (case.scaling is None or case.scaling.layout.amax != "rows")
 
 
 def turned(case, name, stored):
-    """A stored crop of an output as a matrix in the orientation of the tensor; codes one a byte."""
+    """A stored crop of an output as a matrix in the orientation of the tensor; codes one per byte."""
     if name in VALUES:
         return stored
     if name in SUM_ARRAYS:
@@ -98,5 +98,5 @@ def stored_marks(case, name, marks):
 
 
 def differ(found):
-    """Where `Cells` hold something else than the reference does; one NaN is as good as another."""
+    """Where `Cells` and the reference hold different values; any NaN equals any other."""
     return ~same(found.got, found.reference, found.fmt)

@@ -39,7 +39,7 @@ def find_lines(shown, absent):
 
 
 def _holds(shown, absent):
-    """Whether a place has the fault: hardly an entry, and hardly a row or a column, is without it."""
+    """Whether a place has the fault: almost every entry, row and column in it shows the fault."""
     if np.count_nonzero(absent) > STRAY * np.count_nonzero(shown):
         return False
     for axis in (0, 1):

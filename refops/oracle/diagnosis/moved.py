@@ -55,7 +55,7 @@ class Law(NamedTuple):
     def names(self, edge):
         """(name, sentence about {what}) of an array whose entries cover `edge` (rows, columns) elements."""
         line = "block" if edge[self.axis] > 1 else ("row", "column")[self.axis]
-        return f"{self.name}-{line}s", f"{{what}} stand in other {line}s: {self.words.format(line=line)}"
+        return f"{self.name}-{line}s", f"{{what}} are in the wrong {line}s: {self.words.format(line=line)}"
 
     def held(self):
         """bool: lines for which the law says something."""
@@ -89,8 +89,8 @@ class TileLaw(NamedTuple):
     def names(self, edge):
         """As of a `Law`."""
         tiles = f"tiles of {self.edge} x {self.edge} entries"
-        how = f"{tiles} are transposed" if self.inside else f"of {tiles}, (i, j) holds what belongs into (j, i)"
-        return "transposed-tiles" if self.inside else "exchanged-tiles", f"{{what}} stand at other places: {how}"
+        how = f"{tiles} are transposed" if self.inside else f"of {tiles}, (i, j) holds what belongs in (j, i)"
+        return "transposed-tiles" if self.inside else "exchanged-tiles", f"{{what}} are in the wrong places: {how}"
 
 
 #: Laws of tiles that are tried; rows and columns of the part of a matrix that they are tried on first.
@@ -111,7 +111,7 @@ class Constant:
     value: object
 
     def is_left_over(self, fmt):
-        """Whether memory holds this before it is written: what allocators and tools fill it with."""
+        """Whether allocators and tools fill unwritten memory with this."""
         held = set(np.asarray(self.value).reshape(1).view(np.uint8).tolist())
         four_bits = fmt is not None and fmt.bits == 4
         fillers = {half for byte in FILLERS for half in (byte & 15, byte >> 4)} if four_bits else FILLERS
@@ -141,7 +141,7 @@ def find_constant(got, reference, differs, fmt):
 
 
 def _commonest(bits):
-    """(the commonest of some unsigned integers, how many there are of it)."""
+    """(the most common of some unsigned integers, how often it occurs)."""
     if bits.dtype == np.uint8:
         counts = np.bincount(bits)
         return np.uint8(counts.argmax()), int(counts.max())
@@ -275,10 +275,10 @@ def _laws(line, source, every, size):
     """Laws that lead from a line to its source, the simplest first."""
     by, across = source - line, line ^ source
     sign = "+" if by > 0 else "-"
-    yield "shifted", every + by, f"{{line}} n holds what belongs into {{line}} n {sign} {abs(by)}"
+    yield "shifted", every + by, f"{{line}} n holds what belongs in {{line}} n {sign} {abs(by)}"
     yield "swapped", every ^ across, f"{{line}}s n and n ^ {across} are exchanged"
-    yield "repeated", np.full(size, source), f"each {{line}} holds what belongs into {{line}} {source}"
-    yield "shifted", (every + by) % size, f"{{line}} n holds what belongs into {{line}} (n + {by % size}) mod {size}"
+    yield "repeated", np.full(size, source), f"each {{line}} holds what belongs in {{line}} {source}"
+    yield "shifted", (every + by) % size, f"{{line}} n holds what belongs in {{line}} (n + {by % size}) mod {size}"
     for group in GROUPS:
         if group >= size:
             break
@@ -289,9 +289,9 @@ def _laws_in_groups(line, source, every, group):
     """Laws within groups of lines, and of where groups come from."""
     start, place = every - every % group, every % group
     into, by = source % group, (source - line) % group
-    yield "repeated", start + into, f"each {group} {{line}}s hold what belongs into the {_nth(into)} of them"
+    yield "repeated", start + into, f"each {group} {{line}}s hold what belongs in the {_nth(into)} of them"
     same_group = place + source // group * group
-    yield "repeated", same_group, f"each {group} {{line}}s hold what belongs into the same {group}"
+    yield "repeated", same_group, f"each {group} {{line}}s hold what belongs in the same {group}"
     yield "rotated", start + (place + by) % group, f"each {group} {{line}}s are rotated by {by}"
     yield "reversed", start + group - 1 - place, f"each {group} {{line}}s are in reverse order"
     for few in GROUPS:

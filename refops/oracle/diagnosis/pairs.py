@@ -1,4 +1,4 @@
-"""Two conventions at once: which pairs are worth a try, and which of those a small part of the tensor refutes.
+"""Two conventions at once: which pairs are worth trying, and which of those a small part of the tensor refutes.
 
 Some hundred conventions give ten thousand pairs. They come in the order of their promise, and most are refuted before
 much is computed: by what each of the two does by itself, or on a sample of the region in which wrong entries lie
@@ -108,7 +108,7 @@ class Pairs:
         return reads, [r for r in useful if r not in reads]
 
     def tried(self):
-        """Pairs of which one explains a good part of some array by itself, those that explain most first."""
+        """Pairs in which one convention alone explains a good part of some array; the best come first."""
         _, computes = self._useful
         order = {id(result): place for place, result in enumerate(computes)}
         leading = sorted((r for r in computes if _led_share(r) >= LEADING), key=lambda r: -_led_share(r))
@@ -170,14 +170,14 @@ class Pairs:
         return True
 
     def leave_too_much(self, first, second):
-        """Whether of two the one explains too little of an array, or harms too much of it, that the other leaves."""
+        """Whether one of two explains too little, or harms too much, of an array that the other leaves alone."""
         for one, other in ((first, second), (second, first)):
             if any(one.counts[name].refutes for name in self._left_by(other)):
                 return True
         return False
 
     def _left_by(self, result):
-        """Names of the matrices that a convention by itself leaves as the reference has them, on all of the probes.
+        """Names of the matrices that a convention alone leaves equal to the reference, on all of the probes.
 
         Of what was tried on the sample alone none is said: what is rare may lie beside it.
         """
@@ -207,7 +207,7 @@ class Pairs:
     # --- readings ----------------------------------------------------------------------------------
 
     def _with_readings(self):
-        """Pairs with readings: the replays are there, only the dump is laid out anew."""
+        """Pairs with readings: the replays exist already; only the dump is rearranged."""
         search, results = self.search, []
         reads, computes = self._useful
         for read in reads:
@@ -239,7 +239,7 @@ class Pairs:
 
 
 def has_other_blocks(candidate):
-    """Whether a convention of a candidate has other blocks than the settings, which a small region may cut."""
+    """Whether a candidate has blocks of another size than the settings: a small region may cut those."""
     return any(convention.stage_of(choice) == "blocks" for convention, choice in candidate)
 
 

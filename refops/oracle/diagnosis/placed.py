@@ -143,7 +143,7 @@ class Placing:
         return self.explanation(names_of, self.search.sentence(confirmed), marks, place)
 
     def is_evident(self, candidate, marks, place):
-        """Whether so many entries show what is in a part alone that it is no accident: more of what fits a number."""
+        """Whether enough entries show the fault in its place to rule out an accident; a fitted number needs more."""
         if place.rows is None and place.columns is None:
             return True
         fits = any(convention.last or convention.alone for convention, _ in candidate)
@@ -224,7 +224,7 @@ class Placing:
         return elements.other_scales(self.case, name, region, self.search.outputs, self.search.reference)
 
     def copies(self, names):
-        """Some outputs, where the dump has others besides; () where it has not."""
+        """Some outputs, if the dump has others as well; () if it has not."""
         return tuple(names) if set(names) != set(self.search.outputs) else ()
 
     def place(self, marks, copies, lines=None):

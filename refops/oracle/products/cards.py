@@ -1,4 +1,4 @@
-"""What cards make of a product, bit for bit: `refops.products` on some rows and columns of it."""
+"""The bits that cards compute for a product: `refops.products` on some of its rows and columns."""
 
 from dataclasses import dataclass
 
@@ -46,7 +46,7 @@ class Order:
         )
 
     def stored(self, product, rows, columns):
-        """What the card stores of them: scales of tensors, alpha, what is added, one rounding."""
+        """What the card stores for these sums: with scales of tensors, alpha and addends, rounded once."""
         a, b, sums = product.a, product.b, self.sums(product, rows, columns)
         with np.errstate(all="ignore"):
             factors = np.float32(product.alpha) * _factor(b, columns).T * _factor(a, rows)
@@ -90,7 +90,7 @@ def half_orders_of(product):
 
 
 def require_card(product, card):
-    """Raise TypeError or ValueError, which name the cards that have it, where a card has no such product."""
+    """Raise TypeError or ValueError, which name the cards that have the product, if a card does not have it."""
     _product_of(product, card, False)
 
 

@@ -41,7 +41,7 @@ INPUTS = (*OPERANDS, "bias", "c", *(f"{name}_{array}" for name in OPERANDS for a
 
 
 def input_name(name):
-    """The one of `INPUTS` that a name stands for; the name itself where it stands for none."""
+    """The one of `INPUTS` that a name stands for; the name itself if it stands for none."""
     operand, _, part = name.partition("_")
     return f"{operand}_{ALIASES.get(part, part)}" if part and operand in OPERANDS else name
 
@@ -51,7 +51,7 @@ class ProductCase:
 
     Attributes:
         operation: the `Operation`.
-        inputs: input name -> what was given, as NumPy arrays but for quantized tensors.
+        inputs: input name -> what was given: NumPy arrays, or quantized tensors as they came.
         scaling: settings by operand, "a" and "b"; None where an operand is plain.
         params: as given.
         operands: "a" and "b" -> `Operand`.

@@ -1,4 +1,4 @@
-"""Which fault explains a wrong product, and where: every known one is tried on some rows and columns, then on all.
+"""Which fault explains a wrong product, and where: each known fault is tried on some rows and columns, then on all.
 
 A fault explains a dump when the dump lies within the bounds of the product that the fault makes of the right one, where
 it is wrong, and nearer to that product than to the right one; and when it does little harm where the dump is right. The
@@ -128,7 +128,7 @@ class Search:
         return self._best(self.candidates(), short)
 
     def pairs(self):
-        """What two faults explain together, best first: one of those that bring the product nearest, and any other."""
+        """What two faults explain together, best first: one of those that come nearest, with any other."""
         useful = [candidate[0] for candidate in self.candidates() if self._is_cheap(candidate[0][0])]
         near = sorted((one.distance, one.number) for one in self._all((item,) for item in useful))
         pairs = {}
@@ -145,11 +145,11 @@ class Search:
         return not fault.last and fault.stage not in ("sums", "rounding")
 
     def _best(self, candidates, short):
-        """Of some candidates those that explain the dump, best first."""
+        """Those of some candidates that explain the dump, best first."""
         return sorted((one for one in self._all(candidates, short) if one.enough), key=lambda one: one.rank)
 
     def _all(self, candidates, short=False):
-        """The `Found` of each candidate that means something, as long as the budget lasts."""
+        """The `Found` of each applicable candidate, as long as the budget lasts."""
         for number, candidate in enumerate(candidates):
             if self.budget.is_spent():
                 return
@@ -231,7 +231,7 @@ class Search:
 
 
 def _spread(lines):
-    """At most `SAMPLE` of some lines, spread over them."""
+    """At most `SAMPLE` of some lines, spread over all of them."""
     if len(lines) <= SAMPLE:
         return lines
     return lines[np.linspace(0, len(lines) - 1, SAMPLE).astype(int)]

@@ -1,4 +1,4 @@
-"""The known ways in which a product of matrices goes wrong: one small function each, a name, a sentence for the user.
+"""The known ways in which a matrix product goes wrong: for each a small function, a name and a sentence for the user.
 
     @fault("bias-missing", "The bias is not added.", part="bias")
     def bias_missing(attempt):
@@ -113,7 +113,7 @@ def _scaled(operand):
 
 
 def _with_changed_scales(operand, function):
-    """The operand with a function of its scales: those of its blocks, or that of the tensor where it has no others."""
+    """The operand with a function of its scales: those of its blocks, or that of the tensor if it has no others."""
     if not _scaled(operand):
         return operand
     if operand.scales is None:
@@ -146,14 +146,14 @@ def scales_missing(attempt, names):
     attempt.change_operands(names, lambda operand: _with_changed_scales(operand, np.ones_like))
 
 
-@fault("scales-twice", "The scales of {operand} are multiplied with twice.", part="scales", choices=OPERANDS)
+@fault("scales-twice", "The scales of {operand} are applied twice.", part="scales", choices=OPERANDS)
 def scales_twice(attempt, names):
     attempt.change_operands(names, lambda operand: _with_changed_scales(operand, np.square))
 
 
 @fault(
     "scales-inverted",
-    "The scales of {operand} are the reciprocals: what is multiplied with is to be divided by.",
+    "The scales of {operand} are inverted: the kernel multiplies by what it must divide by.",
     part="scales",
     choices=OPERANDS,
 )
@@ -192,7 +192,7 @@ def amax_undivided(attempt, names):
 
 @fault(
     "tensor-scale-twice",
-    "The scale of the tensor, which stands above those of its blocks, is multiplied with twice for {operand}.",
+    "The scale of the tensor, which stands above those of its blocks, is applied twice for {operand}.",
     part="factor",
     choices=OPERANDS,
 )
@@ -220,7 +220,7 @@ def _relaid(operand, function):
 
 
 def _orders(attempt):
-    """Operands, and in which order their scales are wrongly read: first the one that they were not given in."""
+    """Operands, and the wrong order in which their scales are read: first the order that was not given."""
     product = attempt.product
     given = any(one.quantized is not None and one.quantized.with_gemm_swizzled_scales for one in (product.a, product.b))
     return [(names, to_swizzled) for to_swizzled in (given, not given) for names in OPERANDS]
@@ -282,7 +282,7 @@ def scales_shifted(attempt, choice):
 
 @fault(
     "nibbles-swapped",
-    "The two codes of a byte of {operand} are read in the other order.",
+    "The two codes in each byte of {operand} are read in the wrong order.",
     part="elements",
     choices=("a", "b"),
 )
@@ -297,7 +297,7 @@ def nibbles_swapped(attempt, name):
 
 @fault(
     "other-format",
-    "The codes of {operand} are read as {read}, but are {own}.",
+    "The codes of {operand} are read as {read}, but they are {own}.",
     part="elements",
     choices=in_operands(tuple(FORMATS)),
 )
@@ -332,7 +332,7 @@ def operand_transposed(attempt, names):
 
 @fault(
     "other-copy",
-    "The {other} copy of {operand} is read{how}, where the {own} one runs along the sums.",
+    "The {other} copy of {operand} is read{how}; the {own} copy is the one that runs along the sums.",
     part="elements",
     choices=in_operands(("data", "data and scales", "values")),
 )
@@ -471,7 +471,7 @@ def alpha_missing(attempt):
     attempt.change(alpha=1.0)
 
 
-@fault("alpha-inverted", "The product is divided by alpha, {alpha:g}, not multiplied with it.", part="alpha")
+@fault("alpha-inverted", "The product is divided by alpha, {alpha:g}, not multiplied by it.", part="alpha")
 def alpha_inverted(attempt):
     attempt.facts["alpha"] = alpha = attempt.product.alpha
     attempt.require(alpha not in (0, 1))
@@ -480,7 +480,7 @@ def alpha_inverted(attempt):
 
 @fault(
     "alpha-on-all",
-    "alpha, {alpha:g}, multiplies the sum with what is added too, not the product alone.",
+    "alpha, {alpha:g}, multiplies what is added as well, not only the product.",
     part="alpha",
 )
 def alpha_on_all(attempt):
@@ -510,7 +510,7 @@ def bias_wrong(attempt, how):
 
 @fault(
     "accumulation-wrong",
-    "What the product is to be added to, c, is {how}.",
+    "c, to which the product is to be added, is {how}.",
     part="c",
     choices=("not added", "added twice", "subtracted", "added without beta"),
 )
@@ -585,7 +585,7 @@ def activation_applied(attempt, name):
 
 
 def _halves(attempt):
-    """How sums in 16 bits are made, in words, and what makes the product."""
+    """How sums in 16 bits are made, in words, and the class that computes the product."""
     product, found = attempt.product, []
     for name, dtype in HALVES.items():
         for step in (1, 2, 4, *STEPS):
@@ -603,12 +603,12 @@ def sums_in_half(attempt, choice):
     attempt.product = kind.of(attempt.product, accumulator=dtype, **options)
 
 
-@fault("sign", "The product has the other sign.", part="alpha")
+@fault("sign", "The product has the wrong sign.", part="alpha")
 def sign(attempt):
     attempt.change(alpha=-attempt.product.alpha)
 
 
-@fault("other-factor", "The product is multiplied with {factor:.6g} besides.", part="alpha", last=True)
+@fault("other-factor", "The product is multiplied by a further factor, {factor:.6g}.", part="alpha", last=True)
 def other_factor(attempt):
     product, y = attempt.product, attempt.y
     rows, columns = (np.linspace(0, size - 1, min(size, 32)).astype(int) for size in product.shape)

@@ -1,4 +1,4 @@
-"""Products whose sums are kept in 16 bits: what a wrong accumulator makes of them."""
+"""Products whose sums are kept in 16 bits: the results of a wrong accumulator."""
 
 from dataclasses import dataclass, fields
 from typing import Any
@@ -31,11 +31,11 @@ class HalfProduct(Product):
         raise NotImplementedError
 
     def sums(self, rows, columns):
-        """float64 (rows, columns), the sums as accumulated, then multiplied with the factors."""
+        """float64 (rows, columns): the sums as accumulated, multiplied by the factors."""
         return self.accumulated(rows, columns) * self.factors(rows, columns)
 
     def bounds(self, rows, columns, *, short=False):
-        """`Bounds` of what is stored: the results of the sums, off by a step of their accumulator."""
+        """`Bounds` of what is stored: the results of the sums, off by up to a step of their accumulator."""
         sums = self.sums(rows, columns)
         step = np.abs(sums) * float(ml_dtypes.finfo(self.accumulator).eps)
         low, high = (self._moved(sums + sign * step, rows, columns).astype(np.float32) for sign in (-1, 1))

@@ -33,7 +33,7 @@ class ProductReport(Report):
 
     Attributes:
         order: "card" where some card's order gives the bits of the dump, "float32" where it is right for some order of
-            float32 sums, "short" where it is right for none, but for sums of the few bits that Hopper's FP8 unit keeps,
+            float32 sums, "short" where it is right for none, except sums of the few bits that Hopper's FP8 unit keeps,
             "wrong".
         cards: the cards whose bits these are, with the interval of promotion.
         compared: results of which the bits were compared with those of cards.
@@ -142,11 +142,11 @@ class ProductJudge:
         if width > WIDE:
             self.notes.append(
                 f"sums of {self.product.k:,} terms: any order may be off by {100 * width:.2g} % of a typical result: "
-                f"what changes less cannot be seen"
+                f"smaller errors cannot be seen"
             )
 
     def _is_short(self):
-        """Whether the dump is within the bound of a unit of few bits, by which it is judged where there is one."""
+        """Whether the dump is within the bound of a unit of few bits, if there is one; then that bound judges it."""
         if not self.has_short_sums:
             return False
         self.tally = self._new_tally(self.tally.differing)
@@ -192,7 +192,7 @@ class ProductJudge:
         self.compared = values.size
 
     def _confirm_short(self):
-        """Compare all results with the order that some have, unless they are too many: the bound alone says little."""
+        """Compare all results with the order that some have, unless there are too many: the bound alone says little."""
         if self.compared == self.y.size or self.y.size * self.product.k > MOST_CONFIRMED:
             return
         order, different = self.orders[0], 0
@@ -203,7 +203,7 @@ class ProductJudge:
         if different:
             self.orders = []
             self.notes.append(
-                f"{different:,} of {self.y.size:,} values have other bits than those of {order}, which others have"
+                f"{different:,} of {self.y.size:,} values do not have the bits of {order}, which the others have"
             )
         else:
             self.orders = [order]
@@ -220,7 +220,7 @@ class ProductJudge:
         return (np.linspace(0, size - 1, count).astype(int) for size, count in ((m, rows), (n, columns)))
 
     def _judge_bits(self):
-        """Demand the bits of one card: those of its order that has fewer wrong ones."""
+        """Demand the bits of one card, in whichever of its orders leaves fewer wrong."""
         orders = orders_of(self.product, self.case.card, self.case.split_accumulator)
         rows, columns = self._sample()
         values = self.y[rows][:, columns]
@@ -278,8 +278,8 @@ class ProductJudge:
             yield f"y: right for some order of float32 sums{others if self.y.size else ''}"
         elif order == "short":
             yield (
-                f"y: outside of what float32 sums give, within what the {SHORT_BITS} bits of Hopper's FP8 unit may; "
-                f"not the bits of an order that is known here"
+                f"y: outside the bound of float32 sums, within that of the {SHORT_BITS} bits of Hopper's FP8 unit; "
+                f"not the bits of any order that is known here"
             )
         elif self.case.card is not None and not self.doubted.any():
             yield f"y: right for some order of float32 sums, but not the bits of {self.case.card}"
@@ -291,7 +291,7 @@ class ProductJudge:
 
 
 def _equal_bits(mine, values):
-    """Where two arrays of one dtype hold the same: bits, or NaN in both."""
+    """Where two arrays of one dtype agree: the same bits, or NaN in both."""
     return (bits_of(mine) == bits_of(values)) | (np.isnan(mine) & np.isnan(values))
 
 

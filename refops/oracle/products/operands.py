@@ -1,4 +1,4 @@
-"""An operand of a product as the oracle sees it: rows along which sums run, whatever it was dumped as."""
+"""An operand of a product as the oracle sees it: rows along which sums run, however the operand was dumped."""
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -28,7 +28,7 @@ class Operand:
         scales: float32 (rows, blocks), one for `block` elements along k; None without.
         block: elements along k that share a scale.
         scale_format: format of the scales, None of float32 ones.
-        factor: float32 or float64 (rows, 1) or (1, 1), what all elements of a row are multiplied with besides: the
+        factor: float32 or float64 (rows, 1) or (1, 1), the further factor of all elements of a row: the
             scale of the tensor, or the amax that stands above the scales of blocks.
         top: what that amax is divided by, 1 without.
         quantized: what it was read from, its scales in the order in which they were given; None of a plain operand.
@@ -67,7 +67,7 @@ class Operand:
 
     @classmethod
     def stored(cls, name, q, columnwise, turned=False):
-        """The same, of scales that lie in plain order, or are to be read as if they did."""
+        """The same, for scales that lie in plain order or are to be read as if they did."""
         scaling, layout = q.scaling, q.scaling.layout
         elements = scaling.fmt.values[_codes(q, columnwise, turned)]
         common = {
@@ -110,7 +110,7 @@ class Operand:
 
     @cached_property
     def smallest_normal(self):
-        """Of the elements' format: a unit counts smaller ones as it, when it looks for the largest product."""
+        """The format's smallest normal number: a unit looking for the largest product counts smaller ones as this."""
         return SMALLEST_NORMAL[self.elements.dtype.name] if self.fmt is None else float(self.fmt.smallest_normal)
 
     def values(self, rows, places=slice(None)):
@@ -147,14 +147,14 @@ class Operand:
         return (self.quantized is not None) & (most * self.factor_at_most(rows) > LARGEST)
 
     def scale_at_most(self, rows):
-        """float64 (rows,): the largest finite scale of blocks of a row, 1 if that is larger."""
+        """float64 (rows,): the largest finite block scale of each row, at least 1."""
         if self.scales is None:
             return np.ones(len(self.elements[rows]))
         scales = np.abs(self.scales[rows].astype(np.float64))
         return np.where(np.isfinite(scales), scales, 0).max(axis=1, initial=1)
 
     def scale_at_least(self, rows):
-        """float64 (rows,): the smallest scale of blocks of a row that is not 0, 1 if that is smaller."""
+        """float64 (rows,): the smallest nonzero block scale of each row, at most 1."""
         if self.scales is None:
             return np.ones(len(self.elements[rows]))
         scales = np.abs(self.scales[rows].astype(np.float64))
@@ -166,7 +166,7 @@ class Operand:
         return np.where(np.isfinite(elements), elements, 0).max(axis=1, initial=0)
 
     def factor_at_most(self, rows):
-        """float64 (rows,) or (1,): the magnitude of the factor, 1 if that is larger."""
+        """float64 (rows,) or (1,): the magnitude of the factor, at least 1."""
         factor = self.factor if len(self.factor) == 1 else self.factor[rows]
         return np.maximum(np.abs(factor[:, 0].astype(np.float64)), 1)
 
@@ -175,7 +175,7 @@ class Operand:
         return self.stored(self.name, q, self.columnwise, self.turned)
 
     def codes(self):
-        """uint8 (rows, k): the codes of the elements, one a byte."""
+        """uint8 (rows, k): the codes of the elements, one per byte."""
         return _codes(self.quantized, self.columnwise, self.turned)
 
     def with_scales(self, scales):
@@ -189,6 +189,6 @@ def direction_of(columnwise):
 
 
 def _codes(q, columnwise, turned):
-    """uint8 (rows, k), one a byte."""
+    """uint8 (rows, k), one per byte."""
     codes = code_tile(q, *(slice(0, size) for size in q.matrix_shape), columnwise)
     return codes.T if columnwise != turned else codes

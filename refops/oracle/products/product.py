@@ -26,7 +26,7 @@ the values are, and more.
 
 *Rounding* is monotone: ends of the interval are moved by what follows (alpha, c, the bias, roundings) as the values
 are. Underflow costs 2^-149 a term, operand and pair of scales, overflow makes infinity possible where the positive
-(negative) terms may exceed the largest float32, before or after they are multiplied with any of the factors, and NaN
+(negative) terms may exceed the largest float32, before or after they are multiplied by any of the factors, and NaN
 where both do, or where a factor is 0; where an operand's own values or factors overflow, or those of both together,
 anything is.
 """
@@ -62,7 +62,7 @@ class Product:
         alpha, beta: numbers.
         bias: float64 (n,), or None.
         c: float64 (m, n), what the product is added to, or None.
-        factor: what the product of both factors is multiplied with besides: 1 but in a wrong one.
+        factor: a further factor of the product of both factors: 1 except in a wrong product.
         first: monotone function of float64 values, applied to alpha a b^T before anything is added; None: nothing.
         last: the same of results before they are stored.
     """
@@ -89,7 +89,7 @@ class Product:
         return self.a.k
 
     def factors(self, rows, columns):
-        """float64, what the sums of some results are multiplied with; broadcasts to them."""
+        """float64 factors of the sums of some results, which they broadcast to."""
         return self.alpha * self.factor * self.a.factor_of(rows) * self.b.factor_of(columns).T
 
     def addends(self, rows, columns):
@@ -131,7 +131,7 @@ class Product:
         if not (whole <= LARGEST / 4).all():
             low, high, nan = _overflowing(low, high, nan, _beyond(whole, exact + sum(added)), finite)
         most = max(abs(self.alpha), 1) * self.a.factor_at_most(rows)[:, None] * self.b.factor_at_most(columns)
-        if not (magnitudes * most <= LARGEST / 4).all():  # whatever the sums are multiplied with first
+        if not (magnitudes * most <= LARGEST / 4).all():  # whatever the sums are multiplied by first
             up, down = _beyond(magnitudes * most, self.a.values(rows) @ self.b.values(columns).T * most)
             turned = [np.where(signed < 0, *ends) for ends in ((down, up), (up, down))]
             nan = nan | ((up | down) & (signed == 0))
@@ -147,7 +147,7 @@ class Product:
         return round_once(self.exact(rows, columns), self.dtype)
 
     def _moved(self, values, rows, columns):
-        """What becomes of alpha a b^T until it is stored; grows with it."""
+        """What alpha a b^T becomes until it is stored; monotone in it."""
         if self.first is not None:
             values = self.first(values)
         for addend in self.addends(rows, columns):
@@ -173,7 +173,7 @@ class Product:
         bit = 2.0**-SHORT_BITS
         for start in range(0, self.k, SHORT_GROUP):
             group = slice(start, start + SHORT_GROUP)
-            if self.a.block is not None and start % self.a.block == 0:  # what partial sums are multiplied with changes
+            if self.a.block is not None and start % self.a.block == 0:  # what partial sums are multiplied by changes
                 greatest, least, before = sums.copy(), sums.copy(), error.copy()
             sums += a_values[:, group] @ b_values[:, group].T
             np.maximum(greatest, sums, out=greatest)

@@ -116,7 +116,7 @@ def swiglu_without_gate(k):
 
 @convention("other-half-missing", "dgeglu", shape=PAIR)
 def dgeglu_of_halves_alone(k):
-    """Neither half is multiplied with the other."""
+    """Neither half is multiplied by the other."""
     return k.outputs(gate=np.ones_like, between=np.ones_like)
 
 

@@ -653,7 +653,7 @@ class Kernel:
         return scales
 
     def factors(self, q, columnwise):
-        """What each code of the stored orientation is multiplied with."""
+        """What each code of the stored orientation is multiplied by."""
         s = q.scaling
         scales = self.scales_read(q.columnwise_scale_inv if columnwise else q.rowwise_scale_inv)
         outer, inner = q.matrix_shape[::-1] if columnwise and not isinstance(s, refops.MXFP8Scaling) else q.matrix_shape

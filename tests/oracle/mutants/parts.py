@@ -85,7 +85,7 @@ def mx_bias_124(k):
     shape=SIZE,
 )
 def delayed_product_with_a_margin(k):
-    """The data are multiplied with 0.9 scale; scale_inv is right."""
+    """The data are multiplied by 0.9 scale; scale_inv is right."""
     return k.outputs(product=lambda v, scale: v * scale * F(0.9))
 
 

@@ -410,7 +410,7 @@ def scaled_dswiglu_gate_half_first(k):
 
 @convention("row-scale-gradient-scaled", "scaled_dswiglu", shape=PAIR)
 def drow_scales_scaled(k):
-    """The scale's gradient is multiplied with the scale itself."""
+    """The scale's gradient is multiplied by the scale itself."""
     out = k.outputs()
     return out | {"drow_scales": out["drow_scales"] * k.inputs["row_scales"]}
 

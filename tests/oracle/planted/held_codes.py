@@ -137,7 +137,7 @@ def codes_of_the_fnuz_format(x):
 
 @planted("quantize", normal((256, 512)), Where(("rowwise",)), scaling=TILE_BLOCKS)
 def elements_divided_by_an_unrounded_scale(x):
-    """The elements are multiplied with 448 / amax before its mantissa is cleared; the scale that is stored is the
+    """The elements are multiplied by 448 / amax before its mantissa is cleared; the scale that is stored is the
     power of two."""
     x = load(x)
     data, scales = np.empty(x.shape, np.uint8), np.empty((2, 4), F)

@@ -103,7 +103,7 @@ def e2m1_value(code):
 
 
 def pack(codes):
-    """Two codes a byte, the even one low."""
+    """Two codes per byte, the even one low."""
     return codes[..., 0::2] | codes[..., 1::2] << 4
 
 
@@ -183,7 +183,7 @@ def nv_byte(block_amax, s):
 
 
 def nv_multiplier(byte, s):
-    """What the elements of blocks are multiplied with."""
+    """What the elements of blocks are multiplied by."""
     return np.fmin(ONE / (e4m3_value(byte) * s[1]), FLT_MAX)
 
 

@@ -132,7 +132,7 @@ def _scaled(rng):
 
 @planted("scaled_swiglu", _scaled, Where(("values",)))
 def probability_applied_twice(x, row_scales):
-    """Each row is multiplied with the square of its scale: act was scaled on load, and the product again at the
+    """Each row is multiplied by the square of its scale: act was scaled on load, and the product again at the
     store."""
     y = np.empty((224, 352), BF16)
     for row in range(224):

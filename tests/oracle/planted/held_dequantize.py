@@ -59,7 +59,7 @@ def exponent_bias_of_128(rowwise_data, rowwise_scale_inv):
 
 @planted("dequantize", _mx((256, 512)), Where(("values",)), scaling=MX)
 def scale_row_of_the_tile(rowwise_data, rowwise_scale_inv):
-    """All 32 rows of a tile are multiplied with the scales of its first row: the scale's index has row // 32 * 32 for
+    """All 32 rows of a tile are multiplied by the scales of its first row: the scale's index has row // 32 * 32 for
     row."""
     y = np.empty(rowwise_data.shape, F)
     for _, rows, columns in launch(256, 512, 32, 32):

@@ -72,7 +72,7 @@ def transform_without_the_sign_mask(x):
 
 @planted("quantize", normal((256, 512)), Where(("columnwise",)), scaling=NV_RHT)
 def transform_normalised_by_a_sixteenth(x):
-    """The Hadamard sums are multiplied with 1/16 instead of 1/4: all that the columnwise copy stands for is a quarter
+    """The Hadamard sums are multiplied by 1/16 instead of 1/4: all that the columnwise copy stands for is a quarter
     of what it should be."""
     y = _hadamard_columns(x, SIGNS, 1 / 16)
     amax = amax_of(y)
@@ -117,7 +117,7 @@ def square_tiles_quantized_in_lines(x):
 
 @planted("quantize", normal((256, 512)), Where(("rowwise",)), scaling=NV)
 def elements_scaled_before_the_byte_is_rounded(x):
-    """The elements are multiplied with 6 / block amax, the reciprocal of the scale before its rounding to E4M3; the
+    """The elements are multiplied by 6 / block amax, the reciprocal of the scale before its rounding to E4M3; the
     stored byte is right."""
     x = load(x)
     amax = amax_of(x)

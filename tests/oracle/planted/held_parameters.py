@@ -100,7 +100,7 @@ def interleaved_rows_read_as_halves(x, row_scales):
     "dclamped_swiglu", gradients((224, 352), gated=True, scale=1.5), Where(("values",), columns=(0, 351)), params=CLAMP
 )
 def offset_missing_in_the_act_gradient(dy, x):
-    """d_act is multiplied with the clamped gate without glu_linear_offset; d_gate is right."""
+    """d_act is multiplied by the clamped gate without glu_linear_offset; d_gate is right."""
     act, gate = halves(load(x))
     limit, alpha, incoming = F(1.5), F(1.25), load(dy)
     c = np.minimum(act, limit)

@@ -118,7 +118,7 @@ def activation_rounded_before_the_delayed_cast(x):
 
 @planted("dsilu", gradients((224, 352)), Where(("rowwise", "dbias")), scaling=NV)
 def gradient_formed_in_bfloat16_products(dy, x):
-    """silu'(x) is rounded to bfloat16 before it is multiplied with dy; both factors should be float32, the product
+    """silu'(x) is rounded to bfloat16 before it is multiplied by dy; both factors should be float32, the product
     rounded once."""
     slope = bf16(dsilu(load(x)))
     gradient = slope * load(dy)

@@ -43,7 +43,7 @@ def history_rolled_the_other_way(amax_history, scale):
 
 @planted("update_delayed_scale", _history, Where(("scale",)), params={**PARAMS, "margin": 2})
 def margin_multiplies_the_scale(amax_history, scale):
-    """The scale is multiplied with 2^margin, where it should be divided by it."""
+    """The scale is multiplied by 2^margin, where it should be divided by it."""
     amax = amax_history.max(axis=0)
     return {"amax_history": _rolled(amax_history), "scale": (F(448) * F(2.0**2)) / amax}
 

@@ -55,7 +55,7 @@ def e2m1_value(code):
 
 
 def pack(codes):
-    """Two codes a byte, the even element low."""
+    """Two codes per byte, the even element low."""
     return codes[:, 0::2] | codes[:, 1::2] << U8(4)
 
 
@@ -166,7 +166,7 @@ def nv_byte(amax, s):
 
 
 def nv_multiplier(byte, s):
-    """What the elements of a block are multiplied with."""
+    """What the elements of a block are multiplied by."""
     return np.fmin(F(1) / (e4m3_value(byte) * (F(1) / s)), FLT_MAX)
 
 
@@ -177,7 +177,7 @@ def nv_block(block, s):
 
 
 def nv_buffers(shape):
-    """Codes, still one a byte, and bytes, zero."""
+    """Codes, still one per byte, and bytes, zero."""
     m, k = shape
     return np.zeros(shape, U8), np.zeros((m, k // 16), U8)
 

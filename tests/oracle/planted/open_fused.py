@@ -196,7 +196,7 @@ def corner_tile_not_written(x):
 
 @planted("qgeglu", GATED, Where(VALUES, every=("row", 4, (3,))))
 def fourth_row_of_unrolled_loop_uses_gate_of_third(x):
-    """The loop over rows is unrolled by four and the fourth copy multiplies with the gate of the third row."""
+    """The loop over rows is unrolled by four and the fourth copy multiplies by the gate of the third row."""
     act, gate = c.halves(x)
     y = np.zeros(act.shape, BF16)
     for row in range(0, len(x), 4):

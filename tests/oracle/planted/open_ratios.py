@@ -53,7 +53,7 @@ def scale_inv_for_limit_240(x):
 
 @planted("quantize", X, Where(ROW), refops.BlockScaling(refops.E4M3, 1))
 def vector_scale_inv_is_scale(x):
-    """Blocks of 1x128 store their scale, the power of two that x is multiplied with, instead of its reciprocal."""
+    """Blocks of 1x128 store their scale, the power of two that x is multiplied by, instead of its reciprocal."""
     v = c.f32(x)
     data, stored = np.zeros(v.shape, np.uint8), np.zeros((3, len(v)), F)
     for r, b in c.tiles(v.shape, 32, 128):
