@@ -288,7 +288,7 @@ def read_file(spec, argument, name=None):
 
 
 def _bits_of(tensor):
-    """The array of a stored tensor; an error names the tensor that has none."""
+    """The array of a stored tensor, or an error that names the tensor."""
     try:
         return tensor.read_bits()
     except UnsupportedTensorError as reason:
