@@ -43,10 +43,20 @@ def similar_names(word: object, names: Any) -> list[str]:
     return holding or [folded[low] for low in difflib.get_close_matches(text, folded)]
 
 
-def did_you_mean(word: object, names: Any) -> str:
-    """What an error message ends with: " (did you mean a or b?)", or "" where no name is like `word`."""
-    similar = similar_names(word, names)[:3]
-    return f" (did you mean {' or '.join(similar)}?)" if similar else ""
+def did_you_mean(word: object, names: Any, home: str = "") -> str:
+    """The end of an error message: " (did you mean a, b or c?)", or "" if nothing is like `word`; `home`: a prefix."""
+    similar = [f"{home}{name}" for name in similar_names(word, names)[:3]]
+    if not similar:
+        return ""
+    *others, last = similar
+    return f" (did you mean {', '.join(others)} or {last}?)" if others else f" (did you mean {last}?)"
+
+
+def with_article(noun: str) -> str:
+    """`noun`, such as the name of a class, after "a" or "an": "an ndarray", "a Tensor", "an MXFP8Tensor"."""
+    abbreviated = noun[:1] in tuple("FHLMNRSX") and (noun[1:2].isupper() or noun[1:2].isdigit())  # letters: "em", "ef"
+    begins_with_vowel = abbreviated or noun.startswith("nd") or noun[:1].lower() in tuple("aeio")
+    return f"{'an' if begins_with_vowel else 'a'} {noun}"
 
 
 def describe_array(x):
@@ -164,10 +174,18 @@ def require_flag(value, name, hint=""):
     return bool(value)
 
 
+def require_name(value: object, name: str, names: Collection[str]) -> str:
+    """Return `value`, raising ValueError, which suggests similar names, unless it is one of `names`."""
+    if isinstance(value, str) and value in names:
+        return value
+    raise ValueError(f"{name} must be one of {', '.join(names)}; got {shown(value)}{did_you_mean(value, names)}")
+
+
 def require_choice(value: Any, name: str, choices: Collection[Any]) -> Any:
     """Return the one of `choices` that equals `value` (a NumPy integer or string too), else raise ValueError."""
     plain = value.item() if isinstance(value, np.generic) else value
     for choice in choices:
         if type(plain) is type(choice) and plain == choice:
             return choice
-    raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}; got {shown(value)}")
+    similar = did_you_mean(plain, [choice for choice in choices if isinstance(choice, str)])
+    raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}; got {shown(value)}{similar}")

@@ -23,6 +23,7 @@ from refops.arguments import (
     as_array,
     as_codes_hint,
     describe_array,
+    did_you_mean,
     require_choice,
     require_flag,
     require_high_precision,
@@ -507,7 +508,9 @@ def _odd_rounded_key(values, key_bits):
 def require_format(fmt: Any, allowed: tuple[ElementFormat, ...] | None = None, name: str = "fmt") -> None:
     """Raise unless `fmt` is an ElementFormat (and one of `allowed`)."""
     if not isinstance(fmt, ElementFormat):
-        raise TypeError(f"{name} must be a FloatFormat or IntegerFormat such as refops.E4M3; got {shown(fmt)}")
+        known = FORMATS.get(fmt.lower()) if isinstance(fmt, str) else None
+        hint = did_you_mean(fmt, map(repr, FORMATS.values())) if known is None else f": write refops.{known!r}"
+        raise TypeError(f"{name} must be a FloatFormat or IntegerFormat such as refops.E4M3; got {shown(fmt)}{hint}")
     if allowed is not None and fmt not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}; got {fmt!r}")
 

@@ -18,8 +18,8 @@ from refops.arguments import (
     require_flag,
     require_high_precision_dtype,
     require_integer,
+    require_name,
     require_tensor,
-    shown,
 )
 from refops.hints import Array, ArrayLike, DTypeLike, Number
 from refops.quantization.dequantize import DequantizedSource
@@ -283,8 +283,7 @@ class ScaledRows:
     """Checked arguments of a scaled activation, and where its columns lie in an interleaved row."""
 
     def __init__(self, name, x, row_scales, glu_interleave_size, params):
-        if not isinstance(name, str) or name not in SCALED_ACTIVATIONS:
-            raise ValueError(f"name must be one of {', '.join(SCALED_ACTIVATIONS)}; got {shown(name)}")
+        require_name(name, "name", SCALED_ACTIVATIONS)
         self.bound = bind_activation(name, params)
         self.x, self.row_scales = require_tensor(x, "x"), require_tensor(row_scales, "row_scales")
         self.input = Matrix(self.x)

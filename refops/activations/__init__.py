@@ -19,7 +19,7 @@ import numpy as np
 
 from refops.activations.arithmetic import REFERENCE, TRUTH, Arithmetic
 from refops.activations.declaration import Activation, Function, Parameter, forms, gated, unary
-from refops.arguments import require_number, shown
+from refops.arguments import did_you_mean, require_name, require_number, shown
 from refops.rows import modules_of, rows_of
 
 __all__ = [
@@ -94,8 +94,7 @@ def bind_activation(name, params):
         ValueError: unknown name; a parameter that is NaN, or one declared positive that is not positive and finite.
         TypeError: a parameter that `name` does not take, or that is not a number.
     """
-    if not isinstance(name, str) or name not in ACTIVATIONS:
-        raise ValueError(f"name must be one of {', '.join(ACTIVATIONS)}; got {shown(name)}")
+    require_name(name, "name", ACTIVATIONS)
     if not params:
         return _with_defaults(name)
     return _bound(ACTIVATIONS[name], params)
@@ -111,9 +110,9 @@ def _bound(activation, params):
     unknown = sorted(set(params) - set(activation.parameters))
     if unknown:
         takes = ", ".join(activation.parameters) or "none"
-        raise TypeError(
-            f"{name} takes no parameter {unknown[0]!r} (it takes: {takes}); got {shown(params[unknown[0]])}"
-        )
+        similar = did_you_mean(unknown[0], activation.parameters)
+        got = shown(params[unknown[0]])
+        raise TypeError(f"{name} takes no parameter {unknown[0]!r} (it takes: {takes}); got {got}{similar}")
     values = {
         p.name: require_number(params.get(p.name, p.default), p.name, positive=p.positive, finite=p.positive)
         for p in activation.declared

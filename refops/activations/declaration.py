@@ -17,7 +17,7 @@ from numbers import Real
 from typing import Any
 
 from refops.activations.arithmetic import Arithmetic
-from refops.arguments import require_flag, require_integer, require_number, shown
+from refops.arguments import require_flag, require_integer, require_number, shown, with_article
 
 #: Names that a parameter cannot have: the other arguments of the calls that take parameters by name, and what kernels
 #: read beside them.
@@ -60,7 +60,7 @@ def _require_identifier(value, name, *, lower=False):
 def _require_kind(value, name, kind, *, optional=False):
     """Raise TypeError unless `value` is a `kind`, or None where it is optional."""
     if not isinstance(value, kind) and not (optional and value is None):
-        rule = "callable" if kind is Callable else f"a {kind.__name__}"
+        rule = "callable" if kind is Callable else with_article(kind.__name__)
         raise TypeError(f"{name} must be {rule}{' or None' * optional}; got {shown(value)}")
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import ml_dtypes
 import numpy as np
 
-from refops.arguments import HIGH_PRECISION, converted, describe_array
+from refops.arguments import HIGH_PRECISION, converted, describe_array, with_article
 from refops.formats import E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, INT8, ElementFormat, pack_fp4
 from refops.oracle.quantized_tensors import is_quantized
 from refops.scalings.declaration import ALIGNMENT, Layout
@@ -95,7 +95,7 @@ def as_numpy(value, name):
             f"{name} must be an array (NumPy, torch, JAX, DLPack or an array interface); got {type(value).__name__}"
         )
     if array.dtype == object:
-        raise TypeError(f"{name} must be an array of numbers; got a {type(value).__name__}")
+        raise TypeError(f"{name} must be an array of numbers; got {with_article(type(value).__name__)}")
     return array
 
 

@@ -33,6 +33,7 @@ from refops.arguments import (
     require_high_precision_dtype,
     require_tensor,
     shown,
+    with_article,
 )
 from refops.oracle.dumps import Slot, as_numpy, fit, native
 from refops.oracle.geometry import Geometry
@@ -242,7 +243,7 @@ class Case:
         if tensor is None and not isinstance(inputs, dict):
             raise TypeError(f"inputs must be a Quantized or a dict of its arrays for dequantize; got {shown(inputs)}")
         if self.scaling is None:
-            of = "a dict of arrays" if tensor is None else f"a {tensor.kind}, which does not say it"
+            of = "a dict of arrays" if tensor is None else f"{with_article(tensor.kind)}, which does not say it"
             raise ValueError(f"scaling is required to dequantize {of}; got None")
         if tensor is None:
             tensor = QuantizedParts("dict", named_arrays(inputs, QUANTIZED_ARRAYS, "inputs"))
@@ -386,7 +387,8 @@ class Case:
             outputs = {next(iter(self.slots)): outputs}
         outputs, tensors = with_arrays(outputs, RESULTS)
         if tensors and not self.quantizes:
-            raise ValueError(f"scaling is required where outputs hold a quantized tensor; got a {tensors[0].kind}")
+            kind = with_article(tensors[0].kind)
+            raise ValueError(f"scaling is required where outputs hold a quantized tensor; got {kind}")
         for tensor in tensors:
             tensor.require_scaling(self.scaling, "outputs")
         hint = ""

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from refops.arguments import BFLOAT16, did_you_mean, require_high_precision_dtype, shown
+from refops.arguments import BFLOAT16, did_you_mean, require_high_precision_dtype, shown, with_article
 from refops.formats import FORMATS
 
 #: Every array of a `Quantized`, rowwise first.
@@ -47,8 +47,9 @@ def full_name(name, known):
 
 
 def name_hint(name, known):
-    """What an error message says besides of a name that is not among `known`: which one is like it."""
-    return did_you_mean(name, (*known, *(alias for alias, full in ALIASES.items() if full in known)))
+    """What an error message adds about a name that is not in `known`: the public names that are like it."""
+    public = (alias for alias, full in ALIASES.items() if full in known and not alias.startswith("_"))
+    return did_you_mean(name, (*known, *public))
 
 
 @dataclass(frozen=True)
@@ -77,9 +78,10 @@ class QuantizedParts:
         """Raise ValueError where the tensor, argument `name`, was made with another kind of settings or format."""
         theirs, ours = self.scaling, scaling
         if theirs is not None and (type(theirs) is not type(ours) or theirs.fmt != ours.fmt):
-            raise ValueError(f"{name} must be of the kind of {ours}; got a {self.kind} with {theirs}")
+            raise ValueError(f"{name} must be of the kind of {ours}; got {with_article(self.kind)} with {theirs}")
         if self.fmt not in (None, ours.fmt):
-            raise ValueError(f"{name} must have codes of {ours.fmt!r}; got a {self.kind} of {self.fmt!r}")
+            kind = with_article(self.kind)
+            raise ValueError(f"{name} must have codes of {ours.fmt!r}; got {kind} of {self.fmt!r}")
 
 
 def is_quantized(value):

@@ -11,6 +11,7 @@ from refops.arguments import (
     require_high_precision_dtype,
     require_number,
     require_tensor,
+    shown,
 )
 from refops.hints import Array, ArrayLike, DTypeLike, Number
 from refops.products.arithmetic import matmul as reference_matmul
@@ -81,6 +82,8 @@ def gemm(
         )
     out_dtype = left.dtype if out_dtype is None else require_high_precision_dtype(out_dtype, "out_dtype")
     alpha = require_number(alpha, "alpha")
+    if not callable(matmul):
+        raise TypeError(f"matmul must be a function such as refops.products.matmul; got {shown(matmul)}")
     bias = None if bias is None else _require_bias(bias, right.shape[0])
     product = product_of(
         card,

@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Any
 
 from refops.arguments import did_you_mean, shown
+from refops.formats import ElementFormat
 from refops.rows import modules_of, rows_of
 from refops.scalings.block import BlockScaling as BlockScaling
 from refops.scalings.current import CurrentScaling as CurrentScaling
@@ -105,9 +106,40 @@ def require_scaling(scaling: Any) -> Any:
     """Return `scaling`, raising TypeError unless it is one of `SCALINGS`."""
     if not isinstance(scaling, SCALINGS):
         names = ", ".join(cls.__name__ for cls in SCALINGS)
-        where = ", whose class is in no file of refops/scalings: put it there" if isinstance(scaling, Scaling) else ""
-        raise TypeError(f"scaling must be one of {names}; got {shown(scaling)}{where}")
+        raise TypeError(f"scaling must be one of {names}; got {shown(scaling)}{_hint(scaling)}")
     return scaling
+
+
+def _hint(scaling: Any) -> str:
+    """What an error adds about a value that is no scaling: the settings to write instead of a class or a name."""
+    if isinstance(scaling, Scaling):
+        return ", whose class is in no file of refops/scalings: put it there"
+    if isinstance(scaling, str):
+        row = row_of(scaling)
+        return did_you_mean(scaling, NAMED) if row is None else f": write {as_code(row.scaling)}"
+    if isinstance(scaling, type) and scaling in SCALINGS:
+        row = next((row for row in NAMED.values() if type(row.scaling) is scaling), None)
+        made = f"{scaling.__name__}(...)" if row is None else as_code(row.scaling)
+        return f", a class: write settings of it, such as {made}"
+    return ""
+
+
+def as_code(scaling: Any) -> str:
+    """The Python expression that makes the settings, fields at their defaults left out: "refops.NVFP4Scaling()"."""
+    given = {field.name: getattr(scaling, field.name) for field in fields(scaling) if field.init}
+    defaults = {field.name: field.default for field in fields(scaling)}
+    shown_fields = [
+        f"{name}={f'refops.{value!r}' if isinstance(value, ElementFormat) else repr(value)}"
+        for name, value in given.items()
+        if value is not defaults[name] and value != defaults[name]
+    ]
+    return f"refops.{type(scaling).__name__}({', '.join(shown_fields)})"
+
+
+def row_of(name: str) -> NamedScaling | None:
+    """The row that `named` takes a name for; None if there is none."""
+    name = name.lower()
+    return NAMED.get(SHORT_NAMES.get(name, name))
 
 
 def named(scaling: Any) -> Any:
@@ -120,9 +152,8 @@ def named(scaling: Any) -> Any:
     """
     if not isinstance(scaling, str):
         return require_scaling(scaling)
-    name = scaling.lower()
-    name = SHORT_NAMES.get(name, name)
-    if name not in NAMED:
-        hint = did_you_mean(name, NAMED)
+    row = row_of(scaling)
+    if row is None:
+        hint = did_you_mean(scaling, NAMED)
         raise ValueError(f"scaling must be one of {', '.join(NAMED)}, or settings; got {scaling!r}{hint}")
-    return NAMED[name].scaling
+    return row.scaling

@@ -83,6 +83,10 @@ SLIPS = {
         lambda: oracle.check("quantize", X, {"columnwise_dta": X}, scaling="mxfp8"),
         r"got 'columnwise_dta' \(did you mean columnwise_data",
     ),
+    "short output that is like private names, too": (
+        lambda: oracle.check("quantize", X, {"dta": X}, scaling="mxfp8"),
+        r"got 'dta' \(did you mean data\?\)$",
+    ),
     "short output": (
         lambda: oracle.check("quantize", X, {"codess": X}, scaling="mxfp8"),
         r"got 'codess' \(did you mean codes",
@@ -113,6 +117,7 @@ def test_a_slip_is_answered_with_what_is_like_it(slip):
 
 def test_what_is_like_a_word():
     assert did_you_mean("swiglu", ["dswiglu", "swiglu_x", "gelu"]) == " (did you mean dswiglu or swiglu_x?)"
+    assert did_you_mean("glu", ["glu", "geglu", "reglu", "x"]) == " (did you mean glu, geglu or reglu?)"
     assert did_you_mean("MXFP9", ["mxfp8"]) == " (did you mean mxfp8?)"
     assert did_you_mean(7, ["7"]) == did_you_mean("q", []) == ""
 

@@ -173,10 +173,10 @@ def test_bad_use_says_what_was_expected():
     mxfp8 = made("mxfp8")
     with pytest.raises(TypeError, match="x must be an array; got a quantized tensor, MXFP8Tensor"):
         oracle.check("silu", mxfp8, X)
-    with pytest.raises(ValueError, match=r"outputs must be of the kind of CurrentScaling.*got a MXFP8Tensor"):
+    with pytest.raises(ValueError, match=r"outputs must be of the kind of CurrentScaling.*got an MXFP8Tensor"):
         oracle.check("quantize", X, mxfp8, scaling="current")
     with pytest.raises(
-        ValueError, match="scaling is required where outputs hold a quantized tensor; got a MXFP8Tensor"
+        ValueError, match="scaling is required where outputs hold a quantized tensor; got an MXFP8Tensor"
     ):
         oracle.check("silu", X, mxfp8)
     with pytest.raises(ValueError, match="a quantized tensor must be named q or y or dx; got 'data'"):
@@ -184,9 +184,9 @@ def test_bad_use_says_what_was_expected():
     with pytest.raises(ValueError, match="outputs must hold rowwise_data once"):
         oracle.check("quantize", X, {"rowwise_data": X, "q": mxfp8}, scaling="mxfp8")
     te = te_like(quantized(refops.MXFP8Scaling(refops.E5M2)), "MXFP8Tensor", _fp8_dtype="kFloat8E5M2")
-    with pytest.raises(ValueError, match="outputs must have codes of E4M3; got a MXFP8Tensor of E5M2"):
+    with pytest.raises(ValueError, match="outputs must have codes of E4M3; got an MXFP8Tensor of E5M2"):
         oracle.check("quantize", X, te, scaling="mxfp8")
-    with pytest.raises(ValueError, match="scaling is required to dequantize a MXFP8Tensor, which does not say it"):
+    with pytest.raises(ValueError, match="scaling is required to dequantize an MXFP8Tensor, which does not say it"):
         oracle.check("dequantize", te, X)
     with pytest.raises(ValueError, match="scaling must be that of the MXFP8Tensor"):
         oracle.check("dequantize", mxfp8, X, scaling="mxfp8-e5m2")

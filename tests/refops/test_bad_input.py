@@ -10,6 +10,7 @@ from independent import BF16
 
 import refops
 from refops import E4M3
+from refops.arguments import with_article
 
 pytestmark = pytest.mark.check
 
@@ -59,6 +60,23 @@ SCOPE = {
 
 #: A wrong call, its error, and what the message must contain: argument, value and rule, as regular expressions.
 CASES = [
+    # classes, names and misspelt words, which are answered with what to write
+    (
+        "quantize(X, MXFP8Scaling)",
+        TypeError,
+        "scaling",
+        "a class: write .*refops.MXFP8Scaling.fmt=refops.E4M3.$",
+        SETTINGS,
+    ),
+    ("quantize(X, NVFP4Scaling)", TypeError, "scaling", "such as refops.NVFP4Scaling..$", SETTINGS),
+    ("quantize(X, 'mxfp8-e5m2')", TypeError, "scaling", "write refops.MXFP8Scaling.fmt=refops.E5M2.$", SETTINGS),
+    ("quantize(X, 'mxpf8')", TypeError, "scaling", "did you mean mxfp8", SETTINGS),
+    ("MXFP8Scaling('E4M3')", TypeError, "fmt", "got 'E4M3': write refops.E4M3$", "FloatFormat"),
+    ("encode(X, 'e4m4')", TypeError, "fmt", "got 'e4m4' .did you mean E4M3", "FloatFormat"),
+    ("encode(X, E4M3, rounding='nearest')", ValueError, "rounding", "got 'nearest' .did you mean nearest_even", MODES),
+    ("activation('swiglo', X)", ValueError, "name", "got 'swiglo' .did you mean swiglu, ", "one of gelu"),
+    ("scaled_activation('swiglo', X, X[:, 0])", ValueError, "name", "did you mean swiglu or situglu.*", "one of srelu"),
+    ("activation('clamped_swiglu', X, limt=3)", TypeError, "limt", "got 3 .did you mean limit", "takes: limit"),
     # dtype and rank of tensors
     ("quantize(X.astype(float), CURRENT)", TypeError, "x", "float64 of shape .32, 64.", FLOATS),
     ("quantize(np.ones((2, 3), np.int32), CURRENT)", TypeError, "x", "int32 of shape .2, 3.", FLOATS),
@@ -535,3 +553,10 @@ def test_torch_tensors_are_taken_with_their_bits():
         refops.quantize(torch.empty(64, 96, device="meta"), scaling)
     with pytest.raises(TypeError, match=r"codes must be a uint8 array; got float8_e4m3fn .*codes.view\(np.uint8\)"):
         refops.decode(torch.from_numpy(codes).view(torch.float8_e4m3fn), E4M3)
+
+
+def test_an_article_before_the_name_of_a_class():
+    consonants = ("Tensor", "Float8Tensor", "SiLU", "uint8", "dict")
+    vowels = ("ndarray", "int", "OperationFuser", "MXFP8Tensor", "FP8Tensor", "RMSNorm", "NVFP4Tensor")
+    assert [with_article(noun) for noun in consonants] == [f"a {noun}" for noun in consonants]
+    assert [with_article(noun) for noun in vowels] == [f"an {noun}" for noun in vowels]

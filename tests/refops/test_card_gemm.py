@@ -255,6 +255,11 @@ WRONG = [
     (lambda: refops.gemm(X, 3, "hopper"), TypeError, "b must be float32, float16 or bfloat16; got int"),
     (lambda: refops.gemm(X, X, "hopper", out_dtype="int8"), TypeError, "out_dtype must be .*; got 'int8'"),
     (lambda: refops.gemm(X, X, "hopper", bias=np.ones(3, F)), ValueError, r"bias must have shape \(32,\); got \(3,\)"),
+    (
+        lambda: refops.gemm(X, X, "hopper", matmul=None),
+        TypeError,
+        "matmul must be a function such as .*; got None",
+    ),
     (lambda: refops.gemm(X, X, "hopper", alpha=np.inf), ValueError, "alpha must be a finite float32.*; got inf"),
     (lambda: refops.gemm(X, X, "hopper", use_split_accumulator=1), TypeError, "use_split_accumulator must be True or"),
     (
