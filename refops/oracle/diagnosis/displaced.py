@@ -85,7 +85,7 @@ def moved_in(placing, names):
         if cells is None:
             wrong, held = (int(np.count_nonzero(a[name])) for a in (placing.search.wrong, placing.search.outputs))
             if wrong and not held:  # all of an array that is one number: zero is what memory begins with
-                said.setdefault(_unwritten(moved.Constant(placing.search.outputs[name].flat[0])), []).append(name)
+                said.setdefault(unwritten(moved.Constant(placing.search.outputs[name].flat[0])), []).append(name)
                 marks.shown[:] = True
             marks.count(name, wrong if held else 0, wrong)
             continue
@@ -120,7 +120,7 @@ def _found(name, cells, follows, shape):
     constant = moved.find_constant(cells.got, cells.reference, differs, cells.fmt)
     if constant is not None:
         held = moved.same_bits(cells.got, np.broadcast_to(np.asarray(constant.value, cells.got.dtype), cells.got.shape))
-        found.said.append(_unwritten(constant))
+        found.said.append(unwritten(constant))
         found.marks = (differs & held, ~held, due & differs & ~held)
         differs = differs & ~held
         if np.count_nonzero(differs) <= (1 - ENOUGH) * np.count_nonzero(cells.wrong):
@@ -140,8 +140,8 @@ def _found(name, cells, follows, shape):
     return found
 
 
-def _unwritten(constant):
-    """(name, sentence about {what}) of entries that hold what was there before."""
+def unwritten(constant):
+    """(name, sentence about {what}) for entries that hold what was there before."""
     return NOT_WRITTEN, f"{{what}} hold {constant.words}, which was there before: they were not written"
 
 

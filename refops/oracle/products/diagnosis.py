@@ -2,8 +2,8 @@
 
 A fault explains a dump when the dump lies within the bounds of the product that the fault makes of the right one, where
 it is wrong, and nearer to that product than to the right one; and when it does little harm where the dump is right. The
-sums of a wrong product may be in any order, too. Where nothing does, sums of the few bits of Hopper's FP8 unit are
-granted, and then two faults at once.
+sums of a wrong product may be in any order, too. If nothing does, sums of the few bits of Hopper's FP8 unit are
+granted, and then two faults at once. Results that were not written are no product of anything, and are found first.
 """
 
 from dataclasses import dataclass
@@ -11,12 +11,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from refops.oracle.diagnosis.comparison import DAMAGE, ENOUGH
+from refops.oracle.diagnosis.displaced import unwritten
+from refops.oracle.diagnosis.moved import find_constant
 from refops.oracle.places import Lines, Place
 from refops.oracle.products.faults import FAULTS, Attempt
 from refops.oracle.products.halves import HalfProduct
 from refops.oracle.products.product import SMALLEST
 from refops.oracle.replay import NotApplicable
 from refops.oracle.report import Explanation
+from refops.oracle.tally import bits_of
 from refops.tiles import cut
 
 F = np.float32
@@ -30,6 +33,8 @@ SHOWN, CONFIRMED = 5, 4
 NEAREST = 12
 #: Wrong entries below which a fault must explain all.
 FEW = 16
+#: Finite results that must show a fault that is in one place only: some fault gives any few, or a NaN, by chance.
+EVIDENT = 4
 #: Rows and columns of a tile of results.
 TILE = 512
 
@@ -89,6 +94,9 @@ def diagnose(product, y, wrong, budget, has_short_sums, single):
     if not wrong.any():
         return []
     search = Search(product, y, wrong, budget)
+    left_over = search.unwritten()
+    if left_over is not None:
+        return [left_over]
     for short in (False, True) if has_short_sums else (False,):
         explanations = search.said(search.singles(short), short)
         if explanations:
@@ -111,6 +119,21 @@ class Search:
         self.columns = _spread(np.flatnonzero(wrong[self.rows].any(axis=0)))
         self.here = wrong[np.ix_(self.rows, self.columns)]
         self.right = product.exact(self.rows, self.columns)
+
+    def unwritten(self):
+        """The `Explanation` of wrong results that hold what memory held before, or None."""
+        constant = find_constant(self.y, self.product.stored(slice(None), slice(None)), self.wrong, None)
+        if constant is None:
+            return None
+        held = bits_of(self.y) == bits_of(np.asarray(constant.value).reshape(1))
+        wrong, explained = (int(np.count_nonzero(part)) for part in (self.wrong, self.wrong & held))
+        place = _place_of(self.wrong)
+        elsewhere = int(np.count_nonzero(place.mask(self.wrong.shape) & ~self.wrong & ~held))
+        if explained < ENOUGH * wrong or elsewhere > DAMAGE * wrong:
+            return None
+        name, sentence = unwritten(constant)
+        sentence = sentence.format(what="The values of y") + "."
+        return Explanation((name,), sentence, explained / wrong, place=None if place.is_everywhere else place)
 
     # --- candidates -------------------------------------------------------------------------------
 
@@ -202,22 +225,26 @@ class Search:
         attempt = found.attempt
         if isinstance(attempt.product, HalfProduct):  # too slow for all of a large one
             return self._explanation(attempt, found.explained / found.wrong, found.same, None, sampled=True)
-        inside, same = np.empty(self.wrong.shape, bool), True
+        inside, infinite = np.empty((2, *self.wrong.shape), bool)
+        same = True
         for rows in cut(self.wrong.shape[0], TILE):
             for columns in cut(self.wrong.shape[1], TILE):
-                y = attempt.y[rows, columns]
+                y, made = attempt.y[rows, columns], attempt.product.stored(rows, columns)
                 inside[rows, columns] = attempt.product.bounds(rows, columns, short=short).contain(y.astype(F))
-                same = same and np.array_equal(attempt.product.stored(rows, columns), y)
+                infinite[rows, columns] = np.isfinite(y) & ~np.isfinite(made)
+                same = same and np.array_equal(made, y)
         wrong = int(np.count_nonzero(self.wrong))
         explained = int(np.count_nonzero(self.wrong & inside))
         if explained < ENOUGH * wrong:
             return None
-        place, damaged = _place_of(self.wrong), ~self.wrong & ~inside
+        place, damaged = _place_of(self.wrong), ~self.wrong & (~inside | infinite)
         there = damaged & place.mask(self.wrong.shape)
         if np.count_nonzero(there) > DAMAGE * wrong:
             return None
         if 2 * np.count_nonzero(there) >= np.count_nonzero(damaged):  # it is followed elsewhere, too
             place = None
+        elif np.count_nonzero(self.wrong & inside & np.isfinite(attempt.y.astype(F))) < EVIDENT:
+            return None
         return self._explanation(attempt, explained / wrong, same, place)
 
     def _explanation(self, attempt, share, same, place, sampled=False):
