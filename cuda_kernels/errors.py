@@ -45,6 +45,17 @@ def explain_missing_numba():
 
 
 @contextmanager
+def explain_missing_nvrtc():
+    """Say what to install where CUDA's Python bindings, and so the compiler of CUDA C++, are missing."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise ImportError(
+            f"CUDA C++ needs NVRTC, which comes with cuda-bindings: pip install '.[emulator]'; got: {error}"
+        ) from error
+
+
+@contextmanager
 def explain_missing():
     """Turn what a missing package or driver raises into a `NoGPUError` that says what to do."""
     try:

@@ -17,7 +17,7 @@ import refops
 from cuda_kernels.errors import NoKernelsError
 from cuda_kernels.operands import ACCURATE, ELEMENT_FORMATS, EXACT, NO_PARAMETERS, PARAMETERS, Front
 from refops.activations import DEFAULT_PARAMETERS, bind_activation
-from refops.arguments import require_choice, require_flag, require_integer, shown
+from refops.arguments import require_choice, require_flag, require_integer, require_name, shown
 from refops.formats import ElementFormat, FloatFormat, require_format
 from refops.hints import DTypeLike, Number
 from refops.ops import SCALED_ACTIVATIONS, check_fusable, path_of
@@ -226,8 +226,7 @@ class Interface(Generic[ArrayT, QuantizedT]):
 
     def _scaled(self, name, dy, x, row_scales, glu_interleave_size, params, arithmetic):
         """Return the front of a row-scaled activation (no `dy`) or its gradient, and x and row_scales as they came."""
-        if not isinstance(name, str) or name not in SCALED_ACTIVATIONS:
-            raise ValueError(f"name must be one of {', '.join(SCALED_ACTIVATIONS)}; got {shown(name)}")
+        require_name(name, "name", SCALED_ACTIVATIONS)
         bound = bind_activation(name, params)
         x, row_scales = self.backend.tensor(x, "x"), self.backend.tensor(row_scales, "row_scales")
         width, m = _output_width(x, bound.gated), math.prod(x.shape[:-1])

@@ -25,6 +25,7 @@ from cuda_kernels.emulator import build, driver_calls, loading
 from cuda_kernels.emulator.counting import KernelCounters, counters
 from cuda_kernels.emulator.driver_calls import DeviceError
 from cuda_kernels.emulator.settings import TARGETS
+from cuda_kernels.errors import explain_missing_nvrtc
 
 __all__ = ["TARGETS", "DeviceError", "Ran", "Unwritten", "compile_cuda", "is_ptx", "run"]
 
@@ -198,8 +199,10 @@ def compile_cuda(
 
     Raises:
         ValueError: NVRTC refuses the source, or finds no such kernel in it; the message has its log.
+        ImportError: NVRTC is missing; the message says what to install.
     """
-    from cuda.bindings import nvrtc
+    with explain_missing_nvrtc():
+        from cuda.bindings import nvrtc
 
     folders = [f"-I{folder}" for folder in _include_folders()]
     architecture = target.replace("sm_", "compute_")

@@ -13,7 +13,10 @@ Loops are compiled on first use and kept on disk (`host.compile`). Calls share t
 (`set_num_threads`); results do not depend on how many there are.
 """
 
-from cuda_kernels import simt
+from cuda_kernels.errors import explain_missing_numba
+
+with explain_missing_numba():
+    from cuda_kernels import simt
 
 if simt.SIMULATED:
     raise ImportError("cuda_kernels.host is compiled, but NUMBA_ENABLE_CUDASIM=1 asks for the simulator: unset it")

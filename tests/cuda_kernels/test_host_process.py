@@ -209,6 +209,12 @@ def python(code, *, folder=ROOT, **environment):
     return done.stdout, done.stderr
 
 
+@pytest.mark.parametrize("statement", ["import cuda_kernels.host", "from cuda_kernels import host"])
+def test_what_to_install_without_numba(statement):
+    code = f"import sys\nsys.modules['numba'] = None\ntry: {statement}\nexcept ImportError as error: print(error)"
+    assert "cuda_kernels needs Numba: pip install '.[host]'" in python(code)[0]
+
+
 FORK = """
 import os, sys, numpy as np, refops
 from cuda_kernels import host

@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 
 import ml_dtypes
 import numpy as np
@@ -61,6 +62,12 @@ def test_a_right_kernel(check):
 def test_a_kernel_in_ptx(check):
     ptx, mangled = programs.compile_cuda(CUDA.replace("RULE", UP), "quantize<0>", "sm_90")
     assert check(ptx, *LAUNCH, *ARGUMENTS, name="kernel.ptx", entry=mangled)[0] == 0
+
+
+def test_what_to_install_without_nvrtc(check, monkeypatch):
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    code, _, said = check(CUDA.replace("RULE", UP), *LAUNCH, *ARGUMENTS)
+    assert code == 2 and "CUDA C++ needs NVRTC" in said and "pip install '.[emulator]'" in said
 
 
 def test_a_wrong_convention_is_named(check):
