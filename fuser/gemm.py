@@ -50,7 +50,8 @@ to the bit, as far as tests on cards have found it out (`refops.products`):
 Scales of a tensor, alpha and bias meet the sums in float32, before the one rounding; so does what is added to. CPU
 tensors are multiplied by `cuda_kernels.host`, under `backend("reference")` by `refops`. A GPU that is the card
 multiplies itself what torch gives to tensor cores, unless the scope says where to promote; what it doesn't, and what is
-on another GPU, goes through host memory.
+on another GPU, goes through host memory. Plain operands and the bias get gradients; the products of these follow the
+same table.
 
 Two operands in formats of the caller's own (TE: `custom`) whose quantizer has a `qgemm` are multiplied by that; others
 in such a format dequantize themselves.
@@ -64,7 +65,7 @@ from dataclasses import dataclass
 import torch
 
 from fuser import dispatch
-from fuser.cards import card_for, is_card
+from fuser.cards import card_for, is_card, products_in_force
 from fuser.common import in_autocast
 from fuser.dispatch import Buffers
 from fuser.dtypes import HIGH_PRECISION
@@ -454,6 +455,17 @@ def _card_product(card, a, b, layout, dtype, bias, alpha, split):
         a = _matrix(a, "a", layout[0] == "N").to(b.dtype)
     elif isinstance(b, Buffers) and not quantized:
         b = _matrix(b, "b", layout[1] == "T").to(a.dtype)
+    if not quantized and torch.is_grad_enabled() and any(map(_requires_grad, (a, b, bias))):
+        return _CardProduct.apply(a, b, bias, card, layout, dtype, alpha, split)
+    return _sums_of_card(card, a, b, layout, dtype, bias, alpha, split)
+
+
+def _requires_grad(tensor):
+    return tensor is not None and tensor.requires_grad
+
+
+def _sums_of_card(card, a, b, layout, dtype, bias, alpha, split):
+    """The product of two plain or two quantized operands, without gradients."""
     product = dispatch.gemm(
         a,
         b,
@@ -465,6 +477,41 @@ def _card_product(card, a, b, layout, dtype, bias, alpha, split):
         **card.promoting(split),
     )
     return product.reshape(matrix_shape(product.shape)).to(dtype)
+
+
+#: Layout -> (operands, layout) of the products that are the gradients of a and of b.
+_GRADIENTS = {
+    "TN": (("b", "dy", "NT"), ("a", "dy", "NN")),
+    "NN": (("dy", "b", "NT"), ("a", "dy", "TN")),
+    "NT": (("dy", "b", "NN"), ("dy", "a", "TN")),
+}
+
+
+class _CardProduct(torch.autograd.Function):
+    """A card's product of plain operands; the products of its gradients are the card's, too, if their dtypes agree."""
+
+    @staticmethod
+    def forward(a, b, bias, card, layout, dtype, alpha, split):
+        return _sums_of_card(card, a, b, layout, dtype, bias, alpha, split)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        a, b, bias, ctx.card, ctx.layout, _, ctx.alpha, _ = inputs
+        ctx.save_for_backward(a, b)
+        ctx.bias_dtype = None if bias is None else bias.dtype
+
+    @staticmethod
+    def backward(ctx, dy):
+        tensors = dict(zip("ab", ctx.saved_tensors, strict=True), dy=dy)
+        gradients = [None, None]
+        with products_in_force(ctx.card):
+            for i, (left, right, layout) in enumerate(_GRADIENTS[ctx.layout]):
+                if ctx.needs_input_grad[i]:
+                    operand = ctx.saved_tensors[i]
+                    made = gemm(tensors[left], tensors[right], layout=layout, out_dtype=operand.dtype, alpha=ctx.alpha)
+                    gradients[i] = made.reshape(operand.shape)
+        dbias = dy.sum(0, dtype=torch.float32).to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
+        return *gradients, dbias, None, None, None, None, None
 
 
 def _custom_product(a, b, layout, dtype, bias, alpha, split):

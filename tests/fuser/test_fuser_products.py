@@ -271,6 +271,44 @@ def test_gemm(name, card, layout):
     assert same_bits(added, sums(out_dtype=torch.float32).add_(out.float(), alpha=0.5).bfloat16())
 
 
+@pytest.mark.parametrize("layout", gemm.LAYOUTS)
+@pytest.mark.parametrize("reference", [False, True])
+def test_gradients_of_plain_operands(layout, reference):
+    """The card computes them: each is a product of the gradient of y and of the other operand."""
+    m, n, k = 48, 80, 144
+    b = seeded(*((k, m) if layout[1] == "T" else (m, k)), seed=1, dtype=torch.bfloat16).requires_grad_()
+    a = seeded(*((k, n) if layout[0] == "N" else (n, k)), seed=2, dtype=torch.bfloat16).requires_grad_()
+    bias = seeded(n, seed=3, dtype=torch.bfloat16).requires_grad_()
+    dy = seeded(m, n, seed=4, dtype=torch.bfloat16)
+    with fuser.products("hopper"), fuser.backend("reference" if reference else "auto"):
+        y = gemm.gemm(a, b, layout=layout, bias=bias, alpha=-0.75)
+    assert same_bits(y.detach(), on_card(a, b, "hopper", layout=layout, bias=bias, alpha=-0.75, out_dtype=y.dtype))
+    y.backward(dy)  # outside of the scope
+    options = {"alpha": -0.75, "out_dtype": torch.bfloat16}
+    left, right = {"TN": ((b, dy, "NT"), (a, dy, "NN")), "NN": ((dy, b, "NT"), (a, dy, "TN"))}.get(
+        layout, ((dy, b, "NN"), (dy, a, "TN"))
+    )
+    for operand, (first, second, order) in ((a, left), (b, right)):
+        assert same_bits(operand.grad, on_card(first, second, "hopper", layout=order, **options))
+    plain = [one.detach().clone().requires_grad_() for one in (a, b)]
+    gemm.gemm(*plain, layout=layout, alpha=-0.75).backward(dy)
+    for operand, other in zip((a, b), plain, strict=True):
+        assert torch.allclose(operand.grad.float(), other.grad.float(), rtol=2**-7, atol=2**-7)
+    assert torch.equal(bias.grad, dy.float().sum(0).bfloat16())
+
+
+def test_the_gradient_beside_a_quantized_operand():
+    """It is that of the dequantized one, which has no gradient itself."""
+    x, w, _ = tensors(16, 160, 32, torch.bfloat16)
+    quantized = linear_quantizers(make_recipe("current"))[0](w)
+    x = x.detach().requires_grad_()
+    with fuser.products("ampere"):
+        y = gemm.gemm(quantized, x)
+    y.backward(torch.ones_like(y))
+    values = quantized.dequantize(dtype=torch.bfloat16)
+    assert same_bits(x.grad, on_card(values, torch.ones_like(y), "ampere", layout="NN", out_dtype=torch.bfloat16))
+
+
 def test_quantized_and_plain_operands():
     """The quantized one is dequantized to the dtype of the plain one."""
     x, w, _ = tensors(16, 160, 32, torch.bfloat16)
