@@ -176,11 +176,15 @@ def _hint(name: str) -> str:
     """Where a missing name is, or which one is like it. `from fuser import module` asks for modules first."""
     if name.startswith("_") or importlib.util.find_spec(f"fuser.{name}") is not None:
         return ""
+    did_you_mean = importlib.import_module("refops.arguments").did_you_mean
+    hints = [did_you_mean(name, __all__)]
     with contextlib.suppress(ImportError):  # without torch
         for home in ("ops", "recipe", "quantization", "functional"):
-            if hasattr(importlib.import_module(f"fuser.{home}"), name):
+            module = importlib.import_module(f"fuser.{home}")
+            if hasattr(module, name):
                 return f": it is in fuser.{home}"
-    return importlib.import_module("refops.arguments").did_you_mean(name, __all__)
+            hints.append(did_you_mean(name, getattr(module, "__all__", ()), f"fuser.{home}."))
+    return next(filter(None, hints), "")
 
 
 def __dir__() -> list[str]:

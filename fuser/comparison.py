@@ -41,7 +41,7 @@ from fuser.recording import (
     worst,
     worst_cells,
 )
-from refops.arguments import require_flag, shown
+from refops.arguments import require_flag, shown, with_article
 from refops.display.console import make_table
 from refops.display.numbers import decibels
 from refops.display.plot import MOST_TENSORS_DRAWN, heat_map, panels, require_picture, save, short_labels
@@ -363,7 +363,7 @@ def compare(
 def _check_batch(model: torch.nn.Module, batch: Any) -> None:
     """`TypeError` unless a model can be called with a batch, as far as its signature says."""
     if isinstance(batch, np.ndarray | torch.utils.data.DataLoader | torch.utils.data.Dataset):
-        raise TypeError(f"batch must be one batch of tensors; got a {type(batch).__name__}")
+        raise TypeError(f"batch must be one batch of tensors; got {with_article(type(batch).__name__)}")
     args, named = ((), dict(batch)) if isinstance(batch, Mapping) else (batch, {})
     args = args if isinstance(args, tuple | list) else (args,)
     try:

@@ -35,7 +35,7 @@ from fuser.quantization.contexts import (
 from fuser.quantization.quantizer import Quantizer
 from fuser.quantization.quantizers import is_replaying
 from fuser.quantization.state import FP8GlobalStateManager
-from fuser.recipe import Recipe
+from fuser.recipe import Recipe, expression_of
 from fuser.sequential import HoldsFusers, fusers_of
 from fuser.tracing import (
     OLD_TORCH,
@@ -46,7 +46,7 @@ from fuser.tracing import (
     refuse_proxy,
     refuse_strict_export,
 )
-from refops.arguments import did_you_mean, require_flag, shown
+from refops.arguments import did_you_mean, require_flag, shown, with_article
 from refops.scalings import Scaling
 from refops.survey import match_names
 
@@ -224,7 +224,7 @@ def _names_of(model: torch.nn.Module) -> dict[torch.nn.Module, list[str]]:
             names.setdefault(module, []).append(name)
     except RecursionError:
         raise ValueError(
-            f"model must hold no module that is inside of itself; got a {type(model).__name__} that does"
+            f"model must hold no module that is inside of itself; got {with_article(type(model).__name__)} that does"
         ) from None
     return names
 
@@ -322,21 +322,20 @@ def require_recipe(value: Any, argument: str) -> None:
 
 
 def recipe_hint(value: Any) -> str:
-    """What an error says besides of what stands for a recipe; "" of a function."""
-    if isinstance(value, type):
+    """What an error adds about a value that stands for a recipe and is none; "" for a function."""
+    if isinstance(value, type) and not issubclass(value, Scaling):
         return f"; make one of the class: {value.__name__}()"
-    if isinstance(value, Scaling):
+    if isinstance(value, Scaling | type):
         return "; BlockScaledRecipe(scaling) makes a recipe of a scaling with blocks"
     if isinstance(value, Quantizer):
         return "; CustomRecipe(qfactory=...) makes a recipe of quantizers"
     if isinstance(value, str | torch.dtype):
-        known = [cls.__name__ for cls in Recipe.__subclasses__()]
-        return f"; make one, as fuser.recipe.MXFP8BlockScaling(){did_you_mean(value, known)}"
+        return f"; make one, such as {expression_of(value) or 'fuser.recipe.MXFP8BlockScaling()'}"
     return "; a module is not a recipe" if isinstance(value, torch.nn.Module) else ""
 
 
 def _shortly(value: Any) -> str:
-    return f"a {type(value).__name__}" if isinstance(value, torch.nn.Module) else shown(value)
+    return with_article(type(value).__name__) if isinstance(value, torch.nn.Module) else shown(value)
 
 
 def _torch_class(module: torch.nn.Module) -> type:

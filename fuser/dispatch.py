@@ -39,7 +39,7 @@ from fuser.recipe import constant_of_graph
 from fuser.torch_words import TORCH
 from fuser.tracing import define_operator, refuse_trace, register_opaque, rehearsal, untraced
 from refops.activations import bind_activation
-from refops.arguments import require_integer, require_tensor, shown
+from refops.arguments import require_choice, require_integer, require_tensor, shown
 from refops.quantization.result import Quantized, matrix_shape, stored_layout
 from refops.tiles import InputSource, tensor_amax
 
@@ -95,9 +95,7 @@ class one_backend:  # noqa: N801 (used like a function)
 
 
 def _require_backend(name, argument):
-    if not isinstance(name, str) or name not in BACKENDS:
-        raise ValueError(f"{argument} must be one of {', '.join(map(repr, BACKENDS))}; got {shown(name)}")
-    return name
+    return require_choice(name, argument, BACKENDS)
 
 
 def current_backend():

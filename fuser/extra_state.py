@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from fuser import recipe as recipes
+from refops.arguments import with_article
 
 UNSAFE_PICKLE_EXTRA_STATE_ENV = "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"
 
@@ -196,7 +197,9 @@ def recipe_from_json(entry: Mapping[str, Any], present: Any = None) -> Any:
 def differences(entry: Mapping[str, Any], recipe: Any) -> list[str]:
     """What `recipe`, made from `entry`, lacks compared with the stored recipe: its own class, its functions."""
     name = type(recipe).__name__
-    lost = [f"it was a {entry['subclass']}, now it is a {name} with its fields"] if "subclass" in entry else []
+    lost = []
+    if "subclass" in entry:
+        lost.append(f"it was {with_article(entry['subclass'])}, now it is {with_article(name)} with its fields")
     for field, value in entry["fields"].items():
         if isinstance(value, Mapping) and not callable(getattr(recipe, field)):
             lost.append(

@@ -42,7 +42,7 @@ from fuser.quantization.quantizer import Quantizer, observed
 from fuser.quantization.storage import QuantizedTensorStorage
 from fuser.tracing import traced_without_quantizer, untraced
 from refops.activations import ACTIVATIONS
-from refops.arguments import require_flag, require_integer, require_list, say_who, shown
+from refops.arguments import require_flag, require_integer, require_list, require_name, say_who, shown
 from refops.ops import SCALED_ACTIVATIONS
 
 _GATED = frozenset(name for name, row in ACTIVATIONS.items() if row.gated)
@@ -69,20 +69,15 @@ def _output_shape(name, x, argument):
     return torch.Size((*x.shape[:-1], x.shape[-1] // 2))
 
 
-def _require_name(name):
-    if not isinstance(name, str) or name not in ACTIVATIONS:
-        raise ValueError(f"name must be one of {', '.join(ACTIVATIONS)}; got {shown(name)}")
-
-
 def _check_forward(name, x):
-    _require_name(name)
+    require_name(name, "name", ACTIVATIONS)
     _require_input(x, "input")
     _output_shape(name, x, "input")
 
 
 def _check_backward(name, grad, x, *, same_dtype=True):
     """Check a gradient of an activation's output; TE wants its elements in the input's order, not its very shape."""
-    _require_name(name)
+    require_name(name, "name", ACTIVATIONS)
     _require_input(grad, "grad")
     _require_input(x, "fwd_input")
     if same_dtype and grad.dtype is not x.dtype:
@@ -279,8 +274,7 @@ def scaled_activation_grad(
 
 
 def _check_scaled(name, x, act_scales, argument):
-    if not isinstance(name, str) or name not in SCALED_ACTIVATIONS:
-        raise ValueError(f"name must be one of {', '.join(SCALED_ACTIVATIONS)}; got {shown(name)}")
+    require_name(name, "name", SCALED_ACTIVATIONS)
     _require_input(x, argument)
     if name in _GATED and x.shape[-1] % 2:
         raise ValueError(

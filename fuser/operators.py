@@ -49,6 +49,7 @@ from fuser.tracing import (
     rehearsal,
     traces_checkpoint,
 )
+from refops.arguments import with_article
 
 _SIMPLE = (bool, int, float, str, torch.dtype, torch.device)
 
@@ -425,8 +426,8 @@ def _run(fuser, input_, extra_inputs, given, call, takes):
 def _require_plain_output(y):
     if type(y) is not torch.Tensor and isinstance(y, WrapperTensor):
         raise RuntimeError(
-            f"a pipeline in a graph of torch.compile must return plain tensors; got a {type(y).__name__}. Leave the "
-            "quantization of its output out of the compiled function"
+            f"a pipeline in a graph of torch.compile must return plain tensors; got {with_article(type(y).__name__)}. "
+            "Leave the quantization of its output out of the compiled function"
         )
 
 

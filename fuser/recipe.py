@@ -15,13 +15,13 @@ import operator
 import os
 import pickle
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from enum import Enum
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
-from refops.arguments import require_choice, shown
+from refops.arguments import require_choice, shown, similar_names
 from refops.products import CARDS
-from refops.scalings import Scaling, require_scaling
+from refops.scalings import Scaling, as_code, require_scaling, row_of
 
 #: How products can be computed: summed in float32, or as the tensor cores of a card do.
 PRODUCTS = ("float32", *CARDS)
@@ -505,3 +505,28 @@ class BlockScaledRecipe(Recipe):
         """What padded sizes must be divisible by: whole blocks of all three."""
         layouts = [scaling.layout for scaling in (self.scaling, self.weight, self.gradient) if scaling is not None]
         return math.lcm(*(n for layout in layouts for n in (*(layout.block or ()), layout.shape_multiple)))
+
+
+# --- hints in errors --------------------------------------------------------------------------------
+
+
+def expression_of(word: object) -> str | None:
+    """The expression that makes the recipe a word probably means, such as "nvfp4"; None if no recipe is like it."""
+    classes = {cls.__name__: cls for cls in Recipe.__subclasses__()}
+    stem = str(word).lower().removesuffix("scaling").removesuffix("block")
+    named = [name for name in classes if stem and name.lower().startswith(stem)]
+    row = row_of(stem)
+    if not named and row is not None and row.scaling.layout.block is not None:
+        return f"fuser.recipe.BlockScaledRecipe({as_code(row.scaling)})"
+    for name in named or similar_names(word, classes):
+        required = any(one.default is MISSING and one.default_factory is MISSING for one in fields(classes[name]))
+        return f"fuser.recipe.{name}({'...' if required else ''})"
+    return None
+
+
+if not TYPE_CHECKING:  # for a type checker, a name that is not here is an error
+
+    def __getattr__(name: str) -> NoReturn:
+        meant = None if name.startswith("_") else expression_of(name)
+        hint = f" (did you mean {meant}?)" if meant else ""
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")

@@ -21,7 +21,7 @@ from fuser.dispatch import Buffers
 from fuser.dtypes import HIGH_PRECISION
 from fuser.quantization.storage import DIRECTIONS, BufferStorage, QuantizedTensorStorage, shallow_copy
 from fuser.tracing import rehearsing
-from refops.arguments import require_flag
+from refops.arguments import require_flag, with_article
 from refops.quantization.result import stored_layout
 
 #: Called as observer(quantizer, original, quantized) after each cast, `original` a function that returns the tensor;
@@ -246,8 +246,8 @@ class Quantizer:
             TypeError: `dst` is not of this quantizer's format. ValueError: shapes differ.
         """
         if self.storage_class is None or not isinstance(dst, self.storage_class):
-            wanted = "a quantized tensor" if self.storage_class is None else f"a {self.storage_class.__name__}"
-            raise TypeError(f"dst must be {wanted}; got {type(dst).__name__}")
+            wanted = "quantized tensor" if self.storage_class is None else self.storage_class.__name__
+            raise TypeError(f"dst must be {with_article(wanted)}; got {type(dst).__name__}")
         if tuple(src.shape) != tuple(dst.shape):
             raise ValueError(f"src must have the shape of dst, {tuple(dst.shape)}; got {tuple(src.shape)}")
         if noop_flag is not None and noop_flag.item() != 0:

@@ -35,7 +35,7 @@ from fuser.quantization.storage import (
 )
 from fuser.torch_load import rebuild_quantized_tensor, register
 from refops import scalings
-from refops.arguments import shown
+from refops.arguments import shown, with_article
 from refops.formats import FORMATS
 
 aten = torch.ops.aten
@@ -90,7 +90,9 @@ class WrapperTensor(torch.Tensor):
         if handler is not None:
             return handler(func, args, kwargs)
         if func.namespace == "c10d":
-            raise NotImplementedError(f"{func} on a {cls.__name__}: give it the tensor's buffers, or its values")
+            raise NotImplementedError(
+                f"{func} on {with_article(cls.__name__)}: give it the tensor's buffers, or its values"
+            )
         if func._schema.is_mutable:
             return _run_in_place(func, args, kwargs)
         return _run_plain(func, args, kwargs)
@@ -238,9 +240,8 @@ class QuantizedTensor(WrapperTensor):
         with torch.no_grad():
             if isinstance(value, QuantizedTensor):
                 if type(value) is not type(self):
-                    raise TypeError(
-                        f"data must be a {type(self).__name__} or a plain tensor; got {type(value).__name__}"
-                    )
+                    wanted = with_article(type(self).__name__)
+                    raise TypeError(f"data must be {wanted} or a plain tensor; got {type(value).__name__}")
                 if (value.shape, value.dtype, value.device) != (self.shape, self.dtype, self.device):
                     torch._C.TensorBase.data.__set__(self, value.detach())
                 self.buffers = value.buffers

@@ -38,7 +38,7 @@ from fuser.xla.compute import (
     run_reference,
 )
 from fuser.xla.settings import ScalingMode, scaling_of
-from refops.arguments import shown
+from refops.arguments import require_choice
 from refops.quantization.result import stored_layout
 
 ROUTES = ("ffi", "callback")
@@ -57,9 +57,7 @@ def route(name: str) -> Iterator[str]:
 
 
 def _require_route(name, argument):
-    if name not in ROUTES:
-        raise ValueError(f"{argument} must be one of {', '.join(map(repr, ROUTES))}; got {shown(name)}")
-    return name
+    return require_choice(name, argument, ROUTES)
 
 
 def current_route() -> str:

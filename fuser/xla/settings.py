@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 
 from refops.activations import ACTIVATIONS, DEFAULT_PARAMETERS
-from refops.arguments import require_number, shown
+from refops.arguments import did_you_mean, require_number, shown
 from refops.formats import E2M1, E4M3, E5M2, E8M0
 from refops.quantization.layout import round_up
 from refops.scalings import (
@@ -47,8 +47,10 @@ def activation_enum(activation_type):
     """
     key = (activation_type,) if isinstance(activation_type, str) else tuple(activation_type)
     if key not in ActivationEnum:
+        similar = did_you_mean(", ".join(map(str, key)), {", ".join(known): known for known in ActivationEnum})
         raise KeyError(
-            f"activation_type must be one of {', '.join(map(str, ActivationEnum))}; got {shown(activation_type)}"
+            f"activation_type must be one of {', '.join(map(str, ActivationEnum))}; "
+            f"got {shown(activation_type)}{similar}"
         )
     return ActivationEnum[key]
 

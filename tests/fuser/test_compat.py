@@ -222,6 +222,7 @@ def test_a_name_that_te_has_not_either(name, near):
         ("BlockScaledTensorStorage", ": it is in fuser.quantization"),
         ("dgelu", ": it is in fuser.functional"),
         ("autocst", " (did you mean autocast or fp8_autocast?)"),
+        ("Dropuot", " (did you mean fuser.ops.Dropout?)"),
         ("no_such", ""),
         ("__no_such__", ""),
     ],
@@ -230,6 +231,21 @@ def test_a_name_that_fuser_itself_has_not(name, hint):
     with pytest.raises(AttributeError) as caught:
         getattr(fuser, name)
     assert str(caught.value) == f"module 'fuser' has no attribute {name!r}{hint}"
+
+
+@pytest.mark.parametrize(
+    "name, hint",
+    [
+        ("MXFP4BlockScaling", " (did you mean fuser.recipe.BlockScaledRecipe(refops.MXFP4Scaling())?)"),
+        ("MXFP8Scaling", " (did you mean fuser.recipe.MXFP8BlockScaling()?)"),
+        ("no_such", ""),
+        ("__no_such__", ""),
+    ],
+)
+def test_a_recipe_that_is_not_there(name, hint):
+    with pytest.raises(AttributeError) as caught:
+        getattr(fuser.recipe, name)
+    assert str(caught.value) == f"module 'fuser.recipe' has no attribute {name!r}{hint}"
 
 
 def test_names_of_a_distributed_optimizer_are_in_fuser():
