@@ -282,8 +282,8 @@ class TestCalls:
             ((nn.SiLU(), torch.zeros(1), []), ValueError, "recipes must hold at least one"),
             ((nn.SiLU(), torch.zeros(1), [MXFP8BlockScaling()] * 2), ValueError, "recipes must differ"),
             ((nn.SiLU(), torch.zeros(1), ["mxfp8"]), TypeError, "recipes must hold recipes .* got 'mxfp8' as item 0"),
-            ((nn.SiLU(), torch.zeros(1), {"a": "mxfp8"}), TypeError, "recipes must map texts to .* got 'a': 'mxfp8'"),
-            ((nn.SiLU(), torch.zeros(1), {1: None}), TypeError, "recipes must map texts to .* got 1: None"),
+            ((nn.SiLU(), torch.zeros(1), {"a": "mxfp8"}), TypeError, "recipes must map names to .* got 'a': 'mxfp8'"),
+            ((nn.SiLU(), torch.zeros(1), {1: None}), TypeError, "recipes must map names to .* got 1: None"),
             ((nn.SiLU(), torch.zeros(1), MXFP8BlockScaling), TypeError, r"one of the class: MXFP8BlockScaling\(\)"),
             ((nn.SiLU(), torch.zeros(1), {"a": MXFP8BlockScaling}), TypeError, "got 'a': .*; make one of the class"),
             (
