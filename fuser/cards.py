@@ -111,7 +111,7 @@ def settings_of_products() -> tuple[Products | None, str]:
 
 @contextmanager
 def products_again(settings: tuple[Products | None, str]) -> Iterator[None]:
-    """Restore the scope and variable that `settings_of_products` returned; a recipe takes its place between them."""
+    """Restore what `settings_of_products` returned; the recipe in force ranks between scope and variable, as before."""
     selected, variable = settings
     token = _variable_then.set(variable)
     try:

@@ -212,7 +212,7 @@ def test_a_fault_in_some_rows_is_placed():
     assert explanation.place.columns is None and "in rows 64..95 only" in str(explanation)
 
 
-@pytest.mark.parametrize("name", SCALINGS)
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "current"])
 @pytest.mark.parametrize("value", [np.nan, np.inf, 40.0])
 def test_one_wrong_result_shows_no_fault(name, value):
     """A NaN, or any number, is what some fault gives at one place: that is no reason to name it."""

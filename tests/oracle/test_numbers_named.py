@@ -21,7 +21,7 @@ SAID = {
     "dbias-counts-a-chunk-twice": "a part in it twice: rows 64..127",
     "dbias-stored-by-the-last-cta": "rows 192..255",
     "dbias-of-one-warp": "row 0 of every 8",
-    "amax-without-the-tail": "in row 239 and column 511: it is the amax of the rows before the last partial tile of 128",
+    "amax-without-the-tail": "column 511: it is the amax of the rows before the last partial tile of 128",
     "clamped-at-an-odd-number": "limit=6.125, where the call has limit=7",
     "gradient-with-alpha-1-3": "alpha=1.3",
     "swiglu-with-a-beta": "The argument of the sigmoid in swiglu has the factor 1.25",
