@@ -204,7 +204,9 @@ def fit_dtype(array, slot):
 def _fit_values(array, slot):
     if array.dtype in HIGH_PRECISION:
         return array
-    if array.dtype.kind in "uiV" and array.dtype.itemsize in (2, 4):
+    # Raw bits may be signed in 16 bits, where torch had no other integers; in 32, such integers are sums of a product.
+    is_raw = array.dtype.kind in "uV" or array.dtype == np.int16
+    if is_raw and array.dtype.itemsize in (2, 4):
         dtype = FLOAT32 if array.dtype.itemsize == 4 else slot.dtype
         return array.view(dtype) if dtype.itemsize == array.dtype.itemsize else None
     return None

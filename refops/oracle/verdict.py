@@ -75,7 +75,10 @@ def check(
             keep_unused; for matmul layout ("mk,nk" is the default; "mk,kn", "km,nk", "km,kn": how a and b lie; k is
             contracted, along the copy of a quantized operand that has its blocks along k), alpha, beta, a_fmt and b_fmt
             (formats other than that of scaling), card ("ampere", "hopper", "blackwell": demands the bits of that card)
-            and split_accumulator (with card: whether Hopper's FP8 sums are promoted; either is right by default).
+            and split_accumulator (with card: whether Hopper's FP8 sums are promoted; either is right by default), sums
+            ("float32": the short sums of Hopper's FP8 unit are wrong; "short": all that its bits may give is right;
+            default: what they give with the errors that they usually have). a and b are x and w of y = x w^T, which
+            `refops.gemm(w, x, card)` takes in the other order.
         ulp: error that exp and tanh may have, in float32 units in the last place; a result within as many of the
             float64 truth is right too. 2 covers CUDA C++ and libdevice without fast math; Triton's `/` and another
             order of TE's products need 4, fast math more. 0 asks for the reference's bits, NaN and padding included.

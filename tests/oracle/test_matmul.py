@@ -124,6 +124,8 @@ def test_a_cards_order_is_told_from_another_promotion():
     assert judged(a, b, y).cards == ("hopper, promoted after every 128 products",)
     report = judged(a, b, y, params={"card": "hopper", "split_accumulator": False}, diagnose=False)
     assert not report.ok and "judged by the bits of hopper" in report.notes
+    report = judged(a, b, y + F(1), params={"card": "hopper"}, diagnose=False)
+    assert any("the nearer of hopper and hopper, promoted after every 128" in note for note in report.notes)
 
 
 def test_a_result_that_has_not_the_bits_of_the_others():
@@ -324,6 +326,205 @@ def test_faults_are_named_where_hopper_adds(name, seed):
     for fault, y in hopper_faults(a, b, bias):
         report = judged(a, b, y, {"bias": bias}, budget=None)
         assert not report.ok and report.diagnosis[0].names == (fault,), (fault, str(report))
+
+
+# --- sums in 16 bits, lines that stand elsewhere, results that were not written --------------------
+
+
+def kept_in(dtype, left, right, step):
+    """float32 sums that are rounded to a dtype after every step."""
+    total = np.zeros((len(left), len(right)), dtype)
+    for start in range(0, left.shape[1], step):
+        part = slice(start, start + step)
+        with np.errstate(over="ignore", invalid="ignore"):
+            total = (total.astype(F) + left[:, part] @ right[:, part].T).astype(dtype)
+    return total.astype(F)
+
+
+HALVES = [(dtype, step) for dtype in (BF16, FP16) for step in (1, 16, 64)]
+
+
+@sampled(("name", "dtype", "step"), [(name, *how) for name in ("current", "block", "nvfp4") for how in HALVES], 5)
+def test_sums_in_half_of_operands_that_were_scaled_first(name, dtype, step):
+    """They lie within what Hopper's FP8 unit may give where there are few roundings, and are wrong all the same."""
+    a, b = (refops.quantize(RNG.standard_normal((32, 256), F), SCALINGS[name]) for _ in "ab")
+    left, right = refops.dequantize(a), refops.dequantize(b)
+    narrow = [one.astype(dtype).astype(F) for one in (left, right)]
+    for operands in ((left, right), narrow):
+        y = kept_in(dtype, *operands, step)
+        report = judged(a, b, y, budget=None)
+        assert not report.ok and report.order == "wrong"
+        assert report.diagnosis[0].names == ("sums-in-half",), str(report)
+        assert f"kept in {dtype.name}" in report.diagnosis[0].sentence
+
+
+def test_sums_in_half_within_blocks():
+    """Sums of codes in bfloat16 within each block, promoted to float32 with the scales of the block."""
+    a, b = quantized("mxfp8", (32, 48, 256))
+    left, right, y = decoded(a), decoded(b), np.zeros((32, 48))
+    for block in range(8):
+        part = slice(32 * block, 32 * block + 32)
+        codes = (one.elements[:, part].astype(F) for one in (left, right))
+        y += kept_in(BF16, *codes, 8) * left.scales[:, [block]] * right.scales[:, block]
+    report = judged(a, b, y.astype(F), budget=None)
+    assert report.diagnosis[0].names == ("sums-in-half",) and "within blocks of 32" in str(report.diagnosis[0])
+
+
+def test_sums_in_half_that_overflow():
+    rng = np.random.default_rng(0)
+    a, b = (refops.quantize(rng.standard_normal((32, 256), F), SCALINGS["current"]) for _ in "ab")
+    values = [decoded(q).elements.astype(F) for q in (a, b)]
+    factor = F(decoded(a).factor * decoded(b).factor)
+    for y in (kept_in(FP16, *values, 16) * factor, gemm(b, a, "hopper", out_dtype=F, accumulator=np.float16)):
+        assert np.isinf(y).mean() > 0.9
+        report = judged(a, b, y)
+        assert report.diagnosis[0].names == ("sums-in-half",), str(report)
+        assert "float16" in report.diagnosis[0].sentence and "some overflow" in report.diagnosis[0].sentence
+    large = refops.quantize(1 + rng.random((32, 256), F), SCALINGS["current"])
+    report = judged(large, large, gemm(large, large, "hopper", out_dtype=F, accumulator=np.float16))
+    assert [one.names for one in report.diagnosis] == [("not-written",), ("sums-in-half",)], str(report)
+    assert "all of them overflowed" in report.diagnosis[0].sentence
+
+
+def not_written_cases():
+    """Name -> (function from a right result (64, 96) to the dump, words of the place)."""
+
+    def filled(rows, columns, value):
+        def fill(y):
+            y[rows, columns] = value
+            return y
+
+        return fill
+
+    every = slice(None)
+    yield "last row", filled(63, every, 0), "in row 63 only"
+    yield "last columns", filled(every, slice(64, 96), 0), "in columns 64..95 only"
+    yield "either zero", lambda y: y * F(0), ": The values of y hold 0x00000000"
+    yield "0xff", filled(slice(48, 64), every, np.uint32(0xFFFFFFFF).view(F)), "in rows 48..63 only"
+    yield "NaN", filled(slice(48, 64), every, np.nan), "in rows 48..63 only: The values of y hold NaN"
+    yield "inf", filled(slice(48, 64), every, np.inf), "in rows 48..63 only: The values of y hold inf"
+
+
+@pytest.mark.parametrize(
+    ("make", "words"), [one[1:] for one in not_written_cases()], ids=[n for n, *_ in not_written_cases()]
+)
+@sampled("name", ["mxfp8", "current"], 2)
+def test_results_that_were_not_written(name, make, words):
+    a, b = quantized(name, (64, 96, 256))
+    report = judged(a, b, make(refops.dequantize(a) @ refops.dequantize(b).T))
+    assert [one.names for one in report.diagnosis] == [("not-written",)], str(report)
+    assert words in str(report.diagnosis[0]) and report.diagnosis[0].explained == 1
+
+
+@sampled("name", ["mxfp8", "current", "nvfp4"], 2)
+def test_what_is_not_finite_alone_explains_nothing(name):
+    """Many faults make NaN of some results: they are not named for one NaN, or for a few in some rows."""
+    a, b = quantized(name, (64, 96, 256))
+    for where in ((3, 4), (slice(3, 6), slice(0, 96, 3))):
+        y = refops.dequantize(a) @ refops.dequantize(b).T
+        y[where] = np.nan
+        report = judged(a, b, y)
+        assert not report.ok and report.diagnosis == (), str(report)
+
+
+def elsewhere_cases():
+    """(Name that a diagnosis gives, function from a right result (64, 96) to the dump, words of the place or "")."""
+    yield "reversed-rows", lambda y: y[::-1], ""
+    yield "reversed-columns", lambda y: y[:, ::-1], ""
+    yield "shifted-rows", lambda y: np.roll(y, 1, axis=0), ""
+    yield "shifted-columns", lambda y: np.roll(y, -2, axis=1), ""
+    yield "swapped-rows", lambda y: y[np.arange(64) ^ 1], ""
+    yield "shifted-rows", lambda y: np.concatenate([y[:32], y[:32]]), "rows 32..63"
+    yield "repeated-columns", lambda y: y[:, np.arange(96) // 8 * 8], ""
+    yield "transposed-tiles", lambda y: y.reshape(2, 32, 3, 32).transpose(0, 3, 2, 1).reshape(64, 96), ""
+
+
+@sampled(("case", "name"), [(n, name) for n in range(8) for name in ("mxfp8", "current", "bfloat16")], 5)
+def test_results_in_other_lines(case, name):
+    fault, make, place = list(elsewhere_cases())[case]
+    a, b = quantized("mxfp8" if name == "bfloat16" else name, (64, 96, 256))
+    right = gemm(b, a, "hopper", out_dtype=F) if name == "current" else refops.dequantize(a) @ refops.dequantize(b).T
+    y = np.ascontiguousarray(make(right.astype(BF16) if name == "bfloat16" else right))
+    report = judged(a, b, y)
+    assert report.diagnosis[0].names == (fault,), str(report)
+    assert str(report.diagnosis[0].place or "") == place
+
+
+@sampled("name", ["mxfp8", "current", "nvfp4"], 2)
+def test_a_single_term(name):
+    a, b = (refops.quantize(RNG.standard_normal((rows, 256), F), SCALINGS[name]) for rows in (48, 64))
+    left, right = refops.dequantize(a), refops.dequantize(b)
+    term = left[:, 100:101] @ right[:, 100:101].T
+    for y, fault in ((left @ right.T - term, "terms-missing"), (left @ right.T + term, "terms-twice")):
+        report = judged(a, b, y)
+        assert report.diagnosis[0].names == (fault,), str(report)
+        assert "number 100 of 256" in report.diagnosis[0].sentence
+
+
+# --- sums of few bits ------------------------------------------------------------------------------
+
+
+def test_errors_that_are_unusual_for_short_sums_are_wrong():
+    rng = np.random.default_rng(0)
+    a, b = (refops.quantize(rng.standard_normal((32, 1024), F), SCALINGS["current"]) for _ in "ab")
+    exact = refops.dequantize(a) @ refops.dequantize(b).T
+    noisy = exact + F(0.05 * np.abs(exact).mean()) * rng.choice([-1, 1], exact.shape).astype(F)
+    row = exact.copy()
+    row[5] *= F(1.01)
+    for y, wrong_rows in ((noisy, range(32)), (row, [5])):
+        report = judged(a, b, y, diagnose=False)
+        assert not report.ok and report.order == "wrong" and report.bound == "float32"
+        (top, bottom), _ = report.arrays[0].box
+        assert (top, bottom) == (wrong_rows[0], wrong_rows[-1])
+        assert any("'sums': 'short'" in note for note in report.notes)
+        granted = judged(a, b, y, params={"sums": "short"})
+        assert granted.ok and granted.order == granted.bound == "short" and granted.width > 0.05
+        assert "sums of 13 bits in any order, within" in granted.headline()
+
+
+@sampled(("kind", "k"), [(kind, k) for kind in ("normal", "outliers", "positive") for k in (256, 1024, 4096)], 3)
+def test_short_sums_in_another_order_are_usual(kind, k):
+    rng = np.random.default_rng(k)
+    x = [rng.standard_normal((24, k), F) for _ in "ab"]
+    for one in x if kind == "outliers" else ():
+        one[:, ::37] *= 30
+        one[0] *= F(0.01)
+        one[1] = np.where(np.arange(k) == 5, F(3), F(0))
+    a, b = (refops.quantize(np.abs(one) if kind == "positive" else one, SCALINGS["current"]) for one in x)
+    places = rng.permutation(k)
+    y = gemm(_columns_at(b, places), _columns_at(a, places), "hopper", out_dtype=F)
+    report = judged(a, b, y, diagnose=False)
+    assert report.ok and report.order in ("short", "float32"), str(report)
+
+
+def _columns_at(q, places):
+    """The columns of a tensor with one scale in another order."""
+    return replace(q, rowwise_data=np.ascontiguousarray(q.rowwise_data[:, places]))
+
+
+def test_short_sums_are_refused_where_a_kernel_sums_in_float32():
+    a, b = quantized("current", (48, 32, 512))
+    y = gemm(_columns(b, slice(0, 384)), _columns(a, slice(0, 384)), "hopper", out_dtype=F)
+    y = y + gemm(_columns(b, slice(384, 512)), _columns(a, slice(384, 512)), "hopper", out_dtype=F)
+    assert judged(a, b, y).order == "short"
+    report = judged(a, b, y, params={"sums": "float32"}, diagnose=False)
+    assert not report.ok and report.bound == "float32" and "float32 sums in any order" in report.headline()
+    hopper = judged(a, b, gemm(b, a, "hopper", out_dtype=F), params={"sums": "float32"}, diagnose=False)
+    assert not hopper.ok and "which sums='float32' refuses" in hopper.leads[0]
+    right = refops.dequantize(a) @ refops.dequantize(b).T
+    assert judged(a, b, right, params={"sums": "float32"}).ok
+
+
+def test_the_headline_says_by_what_a_product_was_judged():
+    a, b = quantized("mxfp8", (32, 64, 256))
+    y = refops.dequantize(a) @ refops.dequantize(b).T
+    report = judged(a, b, y)
+    bounds = ProductCase({"a": a, "b": b}).product(FP32).bounds(slice(None), slice(None))
+    width = np.mean(bounds.hi.astype(np.float64) - bounds.lo) / 2 / np.sqrt(np.mean(y.astype(np.float64) ** 2))
+    assert report.bound == "float32" and report.width == pytest.approx(width, rel=1e-3)
+    assert report.headline().endswith(f"(float32 sums in any order, within {100 * width:.2g} % of a typical result)")
+    card = judged(a, b, gemm(b, a, "blackwell", out_dtype=F))
+    assert card.bound == "bits" and card.width == 0 and card.headline().endswith("(the bits of a card)")
 
 
 # --- layouts, copies, names -----------------------------------------------------------------------
@@ -554,7 +755,24 @@ Q = refops.quantize(A, refops.MXFP8Scaling(E4M3))
         ({"a": A, "b": B}, Y.T, {}, r"y must have shape \(4, 3\)"),
         ({"a": A, "b": B}, {}, {}, "outputs must hold y; got none"),
         ({"a": A, "b": B}, {"z": Y}, {}, "outputs must be among y; got 'z'"),
-        ({"a": A, "b": B}, Y, {"params": {"layout": "TN"}}, "layout must be"),
+        (
+            {"a": A, "b": B},
+            Y,
+            {"params": {"layout": "TN"}},
+            "layout must be .* gemm.b, a, layout='TN'. is 'mk,nk' here",
+        ),
+        ({"a": A, "b": B}, Y, {"params": {"layout": "TT"}}, "layout must be"),
+        ({"a": A, "b": B}, Y, {"params": {"sums": "half"}}, "sums must be"),
+        ({"a": A, "b": B}, Y, {"params": {"sums": "short"}}, "sums must be 'float32' for operands"),
+        ({"a": Q, "b": Q}, Y, {"params": {"sums": "float32", "card": "hopper"}}, "sums goes without card"),
+        ({"a": A, "b": B}, Y.astype(np.int32), {}, "y must be float32, float16 or bfloat16, or raw bits"),
+        ({"a_codes": Q.rowwise_data, "a_scales": Q.rowwise_scale_inv, "b": Q}, Y, {}, "scaling is required where a"),
+        (
+            {"a_codes": Q.rowwise_data, "a_scales": Q.rowwise_scale_inv, "b": Q},
+            Y,
+            {"scaling": "current"},
+            r"\(is the scaling mxfp8\?\)",
+        ),
         ({"a": A, "b": B}, Y, {"params": {"transpose": True}}, "params must be among layout"),
         ({"a": A, "b": B}, Y, {"params": {"card": "volta"}}, "card must be"),
         ({"a": A, "b": B}, Y, {"params": {"card": "hopper"}}, "float16 or bfloat16"),
@@ -567,7 +785,12 @@ Q = refops.quantize(A, refops.MXFP8Scaling(E4M3))
         ({"a": A, "b": B}, Y, {"m_splits": [4]}, "m_splits must be None for matmul"),
         ({"a": A, "b": B}, Y, {"padding": "zero"}, "padding must be None for matmul"),
         ({"a": Q, "b": Q, "a_codes": A}, Y, {}, "inputs must hold a once"),
-        ({"a_codes": Q.rowwise_data, "b": Q}, Y, {}, "a must be a quantized operand of matmul; got one of which"),
+        (
+            {"a_codes": Q.rowwise_data, "b": Q},
+            Y,
+            {"scaling": "mxfp8"},
+            "a must be a quantized operand of matmul; got one of which",
+        ),
         ({"a": Q, "b": Q}, Y, {"params": {"layout": "mk,kn"}}, "b must hold its columnwise copy with layout 'mk,kn'"),
         ({"a": A, "b": B}, Y, {"scaling": {"w": "mxfp8"}}, "scaling must hold settings of quantized operands"),
         ({"a": A, "b": B}, Y, {"scaling": "mxfp8"}, "scaling must hold settings of quantized operands"),
@@ -605,6 +828,7 @@ def dumped(tmp_path, monkeypatch):
     np.save("b_codes.npy", b.rowwise_data)
     np.savez("b.npz", scale=b.rowwise_scale_inv)
     y.tofile("y.bin")
+    y.astype(F).tofile("wide.bin")
     y[:, :].view(np.uint16).T.copy().tofile("turned.bin")
     return y
 
@@ -631,6 +855,12 @@ def test_command_line(run, dumped):
     code, out, _ = run(*CHECK, "--input", "in.safetensors", "--output", "y=turned.bin")
     assert code == 1 and "1. result-transposed: The result is written transposed." in out
     assert run(*CHECK, *whole, "--out-dtype", "float16", "--no-diagnosis")[0] == 1
+    code, _, err = run(*CHECK, "--input", "in.safetensors", "--output", "y=wide.bin")
+    assert code == 2 and "the size of float32 (--out-dtype float32)" in err
+    code, _, err = run("check", "--op", "matmul", "--input", "in.safetensors", "--output", "y=y.bin")
+    assert code == 2 and "--scaling is required where a is given by its arrays" in err
+    code, out, _ = run(*CHECK, *whole, "--param", "sums=float32", "--no-diagnosis")
+    assert code == 1 and "which sums='float32' refuses" in out
 
 
 @pytest.mark.parametrize(
@@ -639,6 +869,8 @@ def test_command_line(run, dumped):
         (("--input", "x=y.bin@bfloat16:32x48"), "--input must be NAME=FILE with NAME one of a, b, bias, c"),
         (("--input", "a=y.bin@bfloat16:32x48"), "--input must hold a and b for matmul; got a"),
         (("--input", "in.safetensors", "--param", "layout=TN"), "--param layout must be one of 'mk,nk'"),
+        (("--input", "in.safetensors", "--param", "layout=NT"), "'NT') is 'km,kn' here"),
+        (("--input", "in.safetensors", "--param", "sums=half"), "--param sums must be one of 'float32', 'short'"),
         (("--input", "in.safetensors", "--param", "card=ampere"), "--param card must have a unit that multiplies"),
         (("--input", "in.safetensors", "--m-splits", "16,16"), "--m-splits must be None for matmul; got [16, 16]"),
         (("--input", "in.safetensors", "--ulp", "0"), "--ulp must be 2 for matmul"),

@@ -6,9 +6,10 @@ import numpy as np
 
 from refops.oracle.diagnosis import elements, moved
 from refops.oracle.diagnosis.comparison import ENOUGH, Part
+from refops.oracle.diagnosis.inference import find_lines
 from refops.oracle.diagnosis.probes import SUM_ARRAYS
 from refops.oracle.geometry import VALUES, whole
-from refops.oracle.places import Lines
+from refops.oracle.places import Lines, Place
 
 #: What is said of entries that hold what was there before: nothing explains them more simply.
 NOT_WRITTEN = "not-written"
@@ -61,6 +62,32 @@ class Marks:
         """Whether nearly all wrong entries of each array are explained."""
         return all(self.missed[name] <= (1 - ENOUGH) * self.wrong[name] for name in self.wrong)
 
+    def place(self, copies=(), lines=None):
+        """The `Place` of what shows; None where it explains too little, or no place holds it.
+
+        Args:
+            copies: the outputs that are spoken of, () for all.
+            lines: {axis: `Lines`} that a law speaks of.
+        """
+        if not self.enough or not (self.shown.any() or copies):
+            return None
+        rows = columns = None
+        if self.absent.any():
+            found = find_lines(self.shown, self.absent)
+            if found is None:
+                return None
+            rows, columns = (None if side.is_all else side for side in found)
+        if lines:
+            rows, columns = (_within(side, lines.get(axis)) for axis, side in enumerate((rows, columns)))
+        return Place(tuple(copies), rows, columns)
+
+
+def _within(side, lines):
+    """`Lines` that a place has, cut to the range that a law speaks of; either may be None, which is all."""
+    if side is None or lines is None or side.period > 1:
+        return side or lines
+    return Lines(side.size, max(side.first, lines.first), min(side.last, lines.last))
+
 
 @dataclass
 class Found:
@@ -100,10 +127,10 @@ def moved_in(placing, names):
     if not said:
         return None
     spoken = lines[0] if lines and all(one == lines[0] for one in lines) else {}  # of one law alone
-    place = placing.place(marks, placing.copies(names), spoken)
+    place = marks.place(placing.copies(names), spoken)
     if place is None or not placing.is_evident((), marks, place):
         return None
-    return placing.explanation(*_together(said, names), marks, place)
+    return placing.explanation(*together(said, names), marks, place)
 
 
 def _found(name, cells, follows, shape):
@@ -119,7 +146,7 @@ def _found(name, cells, follows, shape):
         return found
     constant = moved.find_constant(cells.got, cells.reference, differs, cells.fmt)
     if constant is not None:
-        held = moved.same_bits(cells.got, np.broadcast_to(np.asarray(constant.value, cells.got.dtype), cells.got.shape))
+        held = constant.held_by(cells.got)
         found.said.append(unwritten(constant))
         found.marks = (differs & held, ~held, due & differs & ~held)
         differs = differs & ~held
@@ -142,6 +169,9 @@ def _found(name, cells, follows, shape):
 
 def unwritten(constant):
     """(name, sentence about {what}) for entries that hold what was there before."""
+    if not constant.is_finite:
+        how = "they were not written, or all of them overflowed or met a NaN"
+        return NOT_WRITTEN, f"{{what}} hold {constant.number}: {how}"
     return NOT_WRITTEN, f"{{what}} hold {constant.words}, which was there before: they were not written"
 
 
@@ -157,7 +187,7 @@ def _lines_of(law, edge, shape):
     return {law.axis: Lines(lines, int(held[0]) * step, last)}
 
 
-def _together(said, names):
+def together(said, names):
     """(names, sentence) of what was found of each array."""
     text = "; ".join(words.format(what=_what(arrays)) for (_, words), arrays in said.items())
     right = [name for name in names if name.endswith("_data") and not any(name in arrays for arrays in said.values())]

@@ -110,6 +110,20 @@ class Constant:
 
     value: object
 
+    @property
+    def number(self):
+        """The value, in words."""
+        return "NaN" if np.isnan(self.value) else f"{float(self.value):g}"
+
+    @property
+    def is_finite(self):
+        """Whether the number is neither NaN nor infinite; a code is a number."""
+        return self.value.dtype == np.uint8 or bool(np.isfinite(self.value.astype(np.float64)))
+
+    def held_by(self, got):
+        """Where a matrix holds it; one NaN is as good as another, and one zero."""
+        return _plain_bits(got) == _plain_bits(np.asarray(self.value))
+
     def is_left_over(self, fmt):
         """Whether allocators and tools fill unwritten memory with this."""
         held = set(np.asarray(self.value).reshape(1).view(np.uint8).tolist())
@@ -124,20 +138,30 @@ class Constant:
         return f"0x{int(bits_of(value.reshape(1))[0]):0{2 * value.itemsize}x}"
 
 
-def find_constant(got, reference, differs, fmt):
+def find_constant(got, reference, differs, fmt, *, non_finite=False):
     """The `Constant` that many entries of a matrix hold where it `differs` from the reference, or None.
 
     Args:
         got, reference, differs: matrices. fmt: format of their codes, or None.
+        non_finite: whether NaN and infinities count, with which tests fill what is to be written, or only bytes that
+            memory holds by itself.
     """
     count = int(np.count_nonzero(differs))
     if count < LEAST:
         return None
-    most, times = _commonest(bits_of(got)[differs])
-    if times < max(MANY * count, LEAST) or np.count_nonzero(bits_of(reference) == most) > 0.5 * reference.size:
-        return None
+    most, times = _commonest(_plain_bits(got[differs]))
     found = Constant(most.view(got.dtype))
-    return found if found.is_left_over(fmt) else None
+    if times < max(MANY * count, LEAST) or np.count_nonzero(found.held_by(reference)) > 0.5 * reference.size:
+        return None
+    return found if found.is_left_over(fmt) or (non_finite and not found.is_finite) else None
+
+
+def _plain_bits(numbers):
+    """The bits of numbers, or codes, with +0 for either zero and one NaN for all."""
+    if numbers.dtype == np.uint8:
+        return numbers
+    plain = np.where(numbers == 0, np.zeros_like(numbers), numbers)
+    return bits_of(np.where(np.isnan(plain), np.full_like(plain, np.nan), plain))
 
 
 def _commonest(bits):
@@ -276,6 +300,8 @@ def _laws(line, source, every, size):
     by, across = source - line, line ^ source
     sign = "+" if by > 0 else "-"
     yield "shifted", every + by, f"{{line}} n holds what belongs in {{line}} n {sign} {abs(by)}"
+    if line + source == size - 1:
+        yield "reversed", size - 1 - every, "all {line}s are in reverse order"
     yield "swapped", every ^ across, f"{{line}}s n and n ^ {across} are exchanged"
     yield "repeated", np.full(size, source), f"each {{line}} holds what belongs in {{line}} {source}"
     yield "shifted", (every + by) % size, f"{{line}} n holds what belongs in {{line}} (n + {by % size}) mod {size}"

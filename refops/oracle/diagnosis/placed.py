@@ -11,10 +11,9 @@ import numpy as np
 from refops.oracle.diagnosis import elements
 from refops.oracle.diagnosis.comparison import Part, places, same
 from refops.oracle.diagnosis.displaced import NOT_WRITTEN, Marks, moved_in
-from refops.oracle.diagnosis.inference import LEAST_SHOWN, STRAY, find_lines
+from refops.oracle.diagnosis.inference import LEAST_SHOWN, STRAY
 from refops.oracle.diagnosis.probes import SUM_ARRAYS
 from refops.oracle.geometry import TILE, VALUES, Region, crop, whole
-from refops.oracle.places import Lines, Place
 from refops.oracle.replay import FORMULA_STAGES, NotApplicable
 from refops.oracle.report import Explanation
 
@@ -133,7 +132,7 @@ class Placing:
         others = [
             n for n, count in confirmed.counts.items() if n not in names and count.damaged > STRAY * count.entries
         ]
-        place = self.place(marks, names if others else ())
+        place = marks.place(names if others else ())
         if place is None or not self.is_evident(confirmed.candidate, marks, place):
             return None
         for name in names:
@@ -227,26 +226,6 @@ class Placing:
         """Some outputs, if the dump has others as well; () if it has not."""
         return tuple(names) if set(names) != set(self.search.outputs) else ()
 
-    def place(self, marks, copies, lines=None):
-        """The `Place` of what shows as `marks` say; None where it explains too little, or no place holds it.
-
-        Args:
-            marks: the `Marks`.
-            copies: the outputs that are spoken of, () for all.
-            lines: {axis: `Lines`} that a law speaks of.
-        """
-        if not marks.enough or not (marks.shown.any() or copies):
-            return None
-        rows = columns = None
-        if marks.absent.any():
-            found = find_lines(marks.shown, marks.absent)
-            if found is None:
-                return None
-            rows, columns = (None if side.is_all else side for side in found)
-        if lines:
-            rows, columns = (_within(side, lines.get(axis)) for axis, side in enumerate((rows, columns)))
-        return Place(tuple(copies), rows, columns)
-
     def explanation(self, names, sentence, marks, place):
         """The `Explanation` by what shows as `marks` say in a place, or None where that is too little after all."""
         if not marks.enough:
@@ -255,13 +234,6 @@ class Placing:
         clean = not any(marks.missed.values()) and not (marks.absent & place.mask(self.shape)).any() and complete
         said = None if place.is_everywhere else place
         return Explanation(names, sentence, marks.explained, clean, sampled=not complete, place=said)
-
-
-def _within(side, lines):
-    """`Lines` that a place has, cut to the range that a law speaks of; either may be None, which is all."""
-    if side is None or lines is None or side.period > 1:
-        return side or lines
-    return Lines(side.size, max(side.first, lines.first), min(side.last, lines.last))
 
 
 def _overlap(one, other):

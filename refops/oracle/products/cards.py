@@ -105,7 +105,12 @@ def kind_of(operand):
 
 def has_short_sums(product):
     """Whether a card has a unit of few bits for a product: Hopper, for FP8."""
-    return any(order.product.unit.accumulator.fraction_bits < 23 for order in orders_of(product))
+    return bool(short_orders_of(product))
+
+
+def short_orders_of(product):
+    """Every `Order` of a unit that keeps fewer bits of its sums than float32 does."""
+    return [order for order in orders_of(product) if order.product.unit.accumulator.fraction_bits < 23]
 
 
 def _block_scales(operand, rows, block):

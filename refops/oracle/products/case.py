@@ -1,5 +1,6 @@
 """A product and its dump, bound and checked: `ProductCase`."""
 
+from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
@@ -15,16 +16,18 @@ from refops.arguments import (
 from refops.formats import FloatFormat, require_format
 from refops.oracle.dumps import Slot, as_numpy, fit, native
 from refops.oracle.operation import MATMUL, Case, named_arrays
-from refops.oracle.products.cards import require_card
+from refops.oracle.products.cards import has_short_sums, require_card
 from refops.oracle.products.operands import Operand, direction_of
 from refops.oracle.products.product import Product
 from refops.oracle.quantized_tensors import ALIASES, QUANTIZED_ARRAYS, is_quantized, name_hint
 from refops.products import CARDS
 from refops.quantization.result import matrix_shape
-from refops.scalings import named
+from refops.scalings import NAMED, named
 
 #: Axes of a and b as they are stored -> whether the contracted one comes first in each.
 LAYOUTS = {"mk,nk": (False, False), "mk,kn": (False, True), "km,nk": (True, False), "km,kn": (True, True)}
+#: TE's names of layouts, in calls that give the operands in the other order, gemm(b, a) -> those of `LAYOUTS`.
+TE_LAYOUTS = {"TN": "mk,nk", "NN": "mk,kn", "NT": "km,kn"}
 OPERANDS = ("a", "b")
 #: Parameter -> type of its value.
 PARAMETERS = {
@@ -35,7 +38,10 @@ PARAMETERS = {
     "b_fmt": FloatFormat,
     "card": str,
     "split_accumulator": bool,
+    "sums": str,
 }
+#: What sums are right: those in float32 alone, or besides all that the few bits of Hopper's FP8 unit may give.
+SUMS = ("float32", "short")
 #: Names of inputs: a whole operand, what is added, and the arrays of a quantized operand one by one.
 INPUTS = (*OPERANDS, "bias", "c", *(f"{name}_{array}" for name in OPERANDS for array in QUANTIZED_ARRAYS))
 
@@ -57,6 +63,7 @@ class ProductCase:
         operands: "a" and "b" -> `Operand`.
         slots: {"y": `Slot`}.
         card: the card whose bits are demanded, or None. split_accumulator: whether its accumulator is emptied, or None.
+        sums: one of `SUMS`, or None.
     """
 
     operation, quantizes = MATMUL, False
@@ -87,6 +94,11 @@ class ProductCase:
         if self.c is None and "beta" in self.params:
             raise ValueError(f"beta needs c, which it multiplies; got beta={self.params['beta']} without")
         self.card, self.split_accumulator = self.params.get("card"), self.params.get("split_accumulator")
+        self.sums = self.params.get("sums")
+        if self.sums == "short" and not has_short_sums(self.product(np.dtype(np.float32))):
+            raise ValueError(
+                "sums must be 'float32' for operands that Hopper's FP8 unit does not multiply; got 'short'"
+            )
         if self.card is not None:
             require_card(self.product(np.dtype(np.float32)), self.card)
 
@@ -99,13 +111,23 @@ class ProductCase:
         unknown = [name for name in params if name not in PARAMETERS]
         if unknown:
             raise ValueError(f"params must be among {', '.join(PARAMETERS)} for matmul; got {shown(unknown[0])}")
-        require_choice(params.get("layout", "mk,nk"), "layout", tuple(LAYOUTS))
+        layout = params.get("layout", "mk,nk")
+        if isinstance(layout, str) and layout in TE_LAYOUTS:
+            raise ValueError(
+                f"layout must be one of {', '.join(map(repr, LAYOUTS))}; got {layout!r}: "
+                f"gemm(b, a, layout={layout!r}) is {TE_LAYOUTS[layout]!r} here"
+            )
+        require_choice(layout, "layout", tuple(LAYOUTS))
         if "card" in params:
             require_choice(params["card"], "card", CARDS)
         if "split_accumulator" in params:
             require_flag(params["split_accumulator"], "split_accumulator")
             if "card" not in params:
                 raise ValueError(f"split_accumulator needs card; got {params['split_accumulator']} without")
+        if "sums" in params:
+            require_choice(params["sums"], "sums", SUMS)
+            if "card" in params:
+                raise ValueError(f"sums goes without card, whose bits say all; got {params['sums']!r} beside")
         for name in ("a_fmt", "b_fmt"):
             if name in params:
                 require_format(params[name], name=name)
@@ -159,10 +181,14 @@ class ProductCase:
             array = require_tensor(native(as_numpy(value, name)), name)
             self._leading[name] = array.shape[:-1] if not contracted_first else array.shape[-1:]
             return Operand.plain(name, array.reshape(matrix_shape(array.shape)), contracted_first)
+        if isinstance(value, dict) and scaling is None:
+            raise ValueError(f"scaling is required where {name} is given by its arrays; got None")
         try:
-            q = Case("dequantize", value, scaling, swizzled_scales=self._swizzled(scaling)).inputs["q"]
+            q = self._quantized(value, scaling)
         except (TypeError, ValueError) as error:
-            raise type(error)(f"{name} must be a quantized operand of matmul; got one of which {error}") from None
+            fitting = self._fitting(value) if isinstance(value, dict) else []
+            hint = f" (is the scaling {' or '.join(fitting)}?)" if fitting else ""
+            raise type(error)(f"{name} must be a quantized operand of matmul; got one of which {error}{hint}") from None
         self._leading[name] = q.shape[-1:] if contracted_first else q.shape[:-1]
         columnwise = contracted_first
         if getattr(q, f"{direction_of(columnwise)}_data") is None:
@@ -173,6 +199,19 @@ class ProductCase:
                 )
             columnwise = not columnwise
         return Operand.read(name, q, columnwise, turned=columnwise != contracted_first)
+
+    def _quantized(self, value, scaling):
+        """The `Quantized` of an operand."""
+        return Case("dequantize", value, scaling, swizzled_scales=self._swizzled(scaling)).inputs["q"]
+
+    def _fitting(self, arrays):
+        """The first name of each kind and layout of scalings that have such arrays."""
+        found = {}
+        for name, row in NAMED.items():
+            with suppress(TypeError, ValueError):
+                self._quantized(arrays, row.scaling)
+                found.setdefault((type(row.scaling), row.scaling.layout), name)
+        return list(found.values())
 
     def _swizzled(self, scaling):
         """Whether an operand's scales are in GEMM order, as far as it has an order."""

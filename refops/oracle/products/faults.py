@@ -19,7 +19,13 @@ from refops.arguments import BFLOAT16
 from refops.formats import FORMATS
 from refops.oracle.conventions.registry import Convention
 from refops.oracle.products.cards import half_orders_of
-from refops.oracle.products.halves import SteppedProduct, UnitProduct
+from refops.oracle.products.halves import (
+    BlockedProduct,
+    DequantizedProduct,
+    SteppedProduct,
+    UnitProduct,
+    is_narrowed,
+)
 from refops.oracle.products.operands import Operand, direction_of
 from refops.oracle.replay import NotApplicable
 from refops.quantization.dequantize import DequantizedSource
@@ -35,6 +41,8 @@ OPERANDS = {"a": ("a",), "b": ("b",), "both": ("a", "b")}
 #: Terms that a kernel takes in one step, or in one part of a split sum.
 STEPS = (8, 16, 32, 64, 128, 256, 512)
 PARTS = (2, 3, 4, 8)
+#: Rows and columns in which terms that are missing are sought, and the least share of a term that must be.
+SEEN, LEAST_SHARE = 64, 0.5
 
 #: Every fault by name, in the order of registration.
 FAULTS: dict[str, Convention] = {}
@@ -62,6 +70,14 @@ class Attempt:
     def change(self, **changes):
         """Change fields of the product."""
         self.product = replace(self.product, **changes)
+
+    def take(self, axis, source):
+        """Let the rows (axis 0) or columns of the product be others of its own."""
+        self.product = self.product.taken(axis, source)
+
+    def read(self, function):
+        """Read the dump as if a function had laid it out, which undoes itself."""
+        self.y = function(self.y)
 
     def change_operands(self, names, function):
         """Change operands, named as in `OPERANDS`; NotApplicable where the function changes none."""
@@ -101,7 +117,7 @@ def _pairs(lists):
 def result_transposed(attempt):
     m, n = attempt.y.shape
     attempt.require(m > 1 and n > 1)
-    attempt.y = attempt.y.reshape(n, m).T
+    attempt.read(lambda y: y.reshape(n, m).T)
 
 
 # --- scales ---------------------------------------------------------------------------------------
@@ -436,6 +452,35 @@ def _ranges(attempt):
     return [(start, stop, words) for (start, stop), words in found.items()]
 
 
+def _missing_ranges(attempt):
+    """The same, and the terms whose products the dump lacks, as far as one can see."""
+    return _ranges(attempt) + _seen_range(attempt, -1)
+
+
+def _doubled_ranges(attempt):
+    """The same, and the terms whose products the dump has twice."""
+    return _ranges(attempt) + _seen_range(attempt, 1)
+
+
+def _seen_range(attempt, sign):
+    """The run of terms whose products, times a sign, are in what is wrong with the dump; an empty list without any.
+
+    The product of column k of a with column k of b is so large a share of the differences as it correlates with them.
+    """
+    product, y = attempt.product, attempt.y
+    rows, columns = (np.linspace(0, size - 1, min(size, SEEN)).astype(int) for size in product.shape)
+    off = y[rows][:, columns].astype(np.float64) - product.exact(rows, columns)
+    off = np.where(np.isfinite(off), off, 0) / product.factors(rows, columns)
+    a, b = product.a.values(rows), product.b.values(columns)
+    sizes = (a * a).sum(axis=0) * (b * b).sum(axis=0)
+    shares = sign * ((off.T @ a) * b).sum(axis=0) / sizes
+    found = np.flatnonzero(shares > LEAST_SHARE)
+    start, stop = (int(found[0]), int(found[-1]) + 1) if len(found) else (0, product.k)
+    if stop - start == product.k:
+        return []
+    return [(start, stop, f"number {start}" if stop == start + 1 else f"those from {start} to {stop - 1}")]
+
+
 def _weighted(attempt, start, stop, weight):
     """Count some terms with a weight."""
 
@@ -447,14 +492,14 @@ def _weighted(attempt, start, stop, weight):
     attempt.change_operands("a", weighted)
 
 
-@fault("terms-missing", "Terms of the sums are missing: {which} of {k}.", part="terms", choices=_ranges)
+@fault("terms-missing", "Terms of the sums are missing: {which} of {k}.", part="terms", choices=_missing_ranges)
 def terms_missing(attempt, choice):
     start, stop, attempt.facts["which"] = choice
     attempt.facts["k"] = attempt.product.k
     _weighted(attempt, start, stop, 0)
 
 
-@fault("terms-twice", "Terms of the sums are added twice: {which} of {k}.", part="terms", choices=_ranges)
+@fault("terms-twice", "Terms of the sums are added twice: {which} of {k}.", part="terms", choices=_doubled_ranges)
 def terms_twice(attempt, choice):
     start, stop, attempt.facts["which"] = choice
     attempt.facts["k"] = attempt.product.k
@@ -587,20 +632,55 @@ def activation_applied(attempt, name):
 def _halves(attempt):
     """How sums in 16 bits are made, in words, and the class that computes the product."""
     product, found = attempt.product, []
+    block = BlockedProduct.of(product).block
     for name, dtype in HALVES.items():
-        for step in (1, 2, 4, *STEPS):
-            if step < product.k:
-                after = "term" if step == 1 else f"{step} terms"
-                found.append((name, f"rounded to it after every {after}", SteppedProduct, dtype, {"step": step}))
+        steps = [step for step in (1, 2, 4, *STEPS) if step < product.k]
+        found += [(name, _after(step), SteppedProduct, dtype, {"step": step}) for step in steps]
+        for values, of_what in _dequantized(product, dtype):
+            options = {"values": values}
+            found += [
+                (name, _after(step) + of_what, DequantizedProduct, dtype, options | {"step": step}) for step in steps
+            ]
+        for total, to in ((F, "in float32"), (dtype, "in it, too")) if block is not None else ():
+            how = f" within blocks of {block}, whose sums are scaled, then added {to}"
+            in_block = [step for step in steps if step <= block]
+            options = {"total": total}
+            found += [(name, _after(step) + how, BlockedProduct, dtype, options | {"step": step}) for step in in_block]
     for order in half_orders_of(product):
         found.append(("float16", f"as a unit of {order.card} does", UnitProduct, FLOAT16, {"order": order}))
     return found
 
 
-@fault("sums-in-half", "Sums are kept in {dtype}, {how}.", part="sums", choices=_halves)
+def _after(step):
+    """When a sum is rounded, in words."""
+    after = "term" if step == 1 else f"{step} terms"
+    return f"rounded to it after every {after}"
+
+
+def _dequantized(product, dtype):
+    """(dtype, words) of operands that are multiplied with all scales before the sums, where that shows in them."""
+    operands = product.a, product.b
+    if all(operand.quantized is None for operand in operands):
+        return
+    if any((operand.factor != operand.top).any() for operand in operands):
+        yield F, ", of operands multiplied with their scales first"
+    some = [np.linspace(0, operand.rows - 1, min(operand.rows, 64)).astype(int) for operand in operands]
+    if any(is_narrowed(operand, rows, dtype) for operand, rows in zip(operands, some, strict=True)):
+        yield dtype, ", of operands multiplied with their scales first and rounded to it, too"
+
+
+@fault("sums-in-half", "Sums are kept in {dtype}, {how}{overflow}.", part="sums", choices=_halves)
 def sums_in_half(attempt, choice):
     attempt.facts["dtype"], attempt.facts["how"], kind, dtype, options = choice
+    attempt.facts["overflow"] = "; some overflow" if _overflowed(attempt) else ""
     attempt.product = kind.of(attempt.product, accumulator=dtype, **options)
+
+
+def _overflowed(attempt):
+    """Whether the dump has results that are not finite where the right product has none."""
+    rows, columns = (np.linspace(0, size - 1, min(size, 32)).astype(int) for size in attempt.product.shape)
+    right = np.isfinite(attempt.product.exact(rows, columns))
+    return bool((right & ~np.isfinite(attempt.y[rows][:, columns].astype(F))).any())
 
 
 @fault("sign", "The product has the wrong sign.", part="alpha")

@@ -7,7 +7,7 @@ import numpy as np
 
 from refops.oracle.enclosure import Bounds
 from refops.oracle.entries import shown_entry, shown_range
-from refops.oracle.products.cards import has_short_sums, orders_of
+from refops.oracle.products.cards import has_short_sums, orders_of, short_orders_of
 from refops.oracle.products.case import ProductCase
 from refops.oracle.products.product import SHORT_BITS
 from refops.oracle.report import Mismatch, Report
@@ -23,6 +23,9 @@ MOST_PRODUCTS = 1 << 21
 MOST_CONFIRMED = 1 << 26
 #: What the bound of sums may be, as a share of the typical result, before the report says so.
 WIDE = 2.0**-6
+#: How many times as large as in a card's order the errors of sums of few bits may be, in the root mean square over a
+#: row or a column, and how many of these there have to be before each is looked at by itself.
+UNUSUAL, LEAST_ENTRIES = 8, 16
 #: From so many wrong entries on, one value in all of them is no accident.
 MANY_WRONG = 16
 
@@ -35,21 +38,35 @@ class ProductReport(Report):
         order: "card" where some card's order gives the bits of the dump, "float32" where it is right for some order of
             float32 sums, "short" where it is right for none, except sums of the few bits that Hopper's FP8 unit keeps,
             "wrong".
+        bound: what each value was judged by: "bits" of a card, or the bound of sums in any order, "float32" or "short".
+        width: how far a result may be off within that bound, in the mean, as a share of the results' root mean square.
         cards: the cards whose bits these are, with the interval of promotion.
         compared: results of which the bits were compared with those of cards.
     """
 
     order: str = "wrong"
+    bound: str = "float32"
+    width: float = 0.0
     cards: tuple[str, ...] = ()
     compared: int = 0
 
     def headline(self) -> str:
         """The verdict in one line."""
-        return f"{'RIGHT' if self.ok else 'WRONG'}: {self.operation}: {self.settings}"
+        judged = "the bits of a card"
+        if self.bound != "bits":
+            sums = {"float32": "float32 sums", "short": f"sums of {SHORT_BITS} bits"}[self.bound]
+            judged = f"{sums} in any order, within {100 * self.width:.2g} % of a typical result"
+        return f"{'RIGHT' if self.ok else 'WRONG'}: {self.operation}: {self.settings} ({judged})"
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON: that of `Report`, and its own attributes."""
-        return super().as_dict() | {"order": self.order, "cards": list(self.cards), "compared": self.compared}
+        return super().as_dict() | {
+            "order": self.order,
+            "bound": self.bound,
+            "width": self.width,
+            "cards": list(self.cards),
+            "compared": self.compared,
+        }
 
 
 def check_product(inputs, outputs, scaling, params, swizzled_scales, diagnosing, budget, progress):
@@ -68,7 +85,9 @@ def check_product(inputs, outputs, scaling, params, swizzled_scales, diagnosing,
             limit = Budget(budget, progress)
             has_short_sums = judge.has_short_sums and not doubtful
             try:
-                explanations = diagnose(judge.product, judge.y, judge.doubted, limit, has_short_sums, single=doubtful)
+                explanations = diagnose(
+                    judge.product, judge.y, judge.nearest, judge.doubted, limit, has_short_sums, single=doubtful
+                )
             except Exception as error:  # a mistake in one of many faults must not cost the verdict
                 judge.notes.append(f"the diagnosis failed, the verdict stands: {type(error).__name__}: {error}")
             if doubtful and explanations:
@@ -86,8 +105,10 @@ class ProductJudge:
     Attributes:
         case: the `ProductCase`. product: its `Product`. y: the dump, (m, n).
         tally: what is wrong.
+        nearest: the right results, (m, n): exact sums, rounded once.
         doubted: bool (m, n), what is outside of the bound of float32 sums.
-        has_short_sums: whether a card has a unit of few bits for the operands.
+        has_short_sums: whether sums of few bits are right: a card has such a unit for the operands.
+        bound: as in `ProductReport`. widths: "float32", "short" -> the width of that bound, where it was used.
         orders: the cards' orders whose bits the dump has. compared: in how many results.
         notes: what else the user should know.
     """
@@ -95,8 +116,9 @@ class ProductJudge:
     def __init__(self, case, y):
         self.case, self.product = case, case.product(y.dtype)
         self.stored, self.y = y, y.reshape(self.product.shape)
-        self.has_short_sums = has_short_sums(self.product)
-        self.doubted = np.zeros(self.product.shape, bool)
+        self.has_short_sums = has_short_sums(self.product) and case.sums != "float32"
+        self.bound, self.widths = "float32", {}
+        self.nearest, self.doubted = np.zeros_like(self.y), np.zeros(self.product.shape, bool)
         self.tally, self.notes, self.orders, self.compared = self._new_tally(), [], [], 0
         self.order = "float32"
 
@@ -119,7 +141,11 @@ class ProductJudge:
         if self.orders and self.order == "short":
             self._confirm_short()
         if self.orders and self.order != "wrong":
-            self.order = "card"
+            self.order, self.bound = "card", "bits"
+        elif self.order == "short" and self.case.sums is None:
+            self._judge_usual()
+        if self.bound != "bits":
+            self._note_width()
 
     def _tiles(self):
         rows, columns = (cut(size, TILE) for size in self.product.shape)
@@ -133,32 +159,83 @@ class ProductJudge:
         for rows, columns in self._tiles():
             bounds = self.product.bounds(rows, columns)
             values = self.y[rows, columns]
-            nearest = self.product.stored(rows, columns)
+            self.nearest[rows, columns] = nearest = self.product.stored(rows, columns)
             self.tally.differing += int(np.count_nonzero(bits_of(values) != bits_of(nearest)))
             self.doubted[rows, columns] = wrong = ~bounds.contain(values.astype(F))
             self._add(rows, columns, wrong, bounds)
             widths.append(_relative_width(bounds, nearest))
-        width = float(np.median(widths))
-        if width > WIDE:
+        self.widths["float32"] = float(np.median(widths))
+
+    @property
+    def width(self):
+        """The width of the bound that the dump was judged by, 0 for bits."""
+        return self.widths.get(self.bound, 0.0)
+
+    def _note_width(self):
+        if self.width > WIDE:
+            refused = ""
+            if self.bound == "short":
+                refused = f"; params={{'sums': 'float32'}} refuses sums of {SHORT_BITS} bits"
             self.notes.append(
-                f"sums of {self.product.k:,} terms: any order may be off by {100 * width:.2g} % of a typical result: "
-                f"smaller errors cannot be seen"
+                f"sums of {self.product.k:,} terms: any order may be off by {100 * self.width:.2g} % of a typical "
+                f"result: smaller errors cannot be seen{refused}"
             )
 
     def _is_short(self):
         """Whether the dump is within the bound of a unit of few bits, if there is one; then that bound judges it."""
         if not self.has_short_sums:
             return False
-        self.tally = self._new_tally(self.tally.differing)
+        self.tally, self.bound, widths = self._new_tally(self.tally.differing), "short", []
         for rows, columns in self._tiles():
             if self.doubted[rows, columns].any():
                 bounds = self.product.bounds(rows, columns, short=True)
                 self._add(rows, columns, ~bounds.contain(self.y[rows, columns].astype(F)), bounds)
+                widths.append(_relative_width(bounds, self.nearest[rows, columns]))
+        self.widths["short"] = float(np.median(widths))
         return not self.tally.count
+
+    def _judge_usual(self):
+        """Refuse rows and columns whose errors are far larger than a unit of few bits makes them.
+
+        The bound is the worst case of the worst order. The errors of a row, as shares of their bounds, are of the size
+        that they have in a card's own orders, whatever the order is.
+        """
+        rows, columns = self._sample()
+        own = [
+            self._squares(rows, columns, order.stored(self.product, rows, columns))
+            for order in short_orders_of(self.product)
+        ]
+        most = UNUSUAL**2 * max(float(_mean(squares)) for squares in own)
+        squares = np.full(self.y.shape, np.nan)
+        for rows, columns in self._tiles():
+            squares[rows, columns] = self._squares(rows, columns, self.y[rows, columns])
+        unusual = np.full(self.y.shape, _mean(squares) > most)
+        for axis in (0, 1):
+            if self.y.shape[axis] >= LEAST_ENTRIES:
+                unusual |= _mean(squares, axis=axis, keepdims=True) > most
+        unusual &= self.doubted
+        if not unusual.any():
+            return
+        self.order, self.bound, self.tally = "wrong", "float32", self._new_tally(self.tally.differing)
+        for rows, columns in self._tiles():
+            self._add(rows, columns, unusual[rows, columns], self.product.bounds(rows, columns))
+        self.doubted = unusual
+        self.notes.append(
+            f"{np.count_nonzero(unusual):,} values are within the worst that {SHORT_BITS} bits may do, but in rows or "
+            f"columns whose errors are more than {UNUSUAL} times those of Hopper's FP8 unit: "
+            f"params={{'sums': 'short'}} takes them for right"
+        )
+
+    def _squares(self, rows, columns, values):
+        """float64, the squares of errors of some results, as shares of the bound of few bits; NaN without a bound."""
+        bounds = self.product.bounds(rows, columns, short=True)
+        widths = (bounds.hi.astype(np.float64) - bounds.lo) / 2
+        off = values.astype(np.float64) - self.product.exact(rows, columns)
+        return np.where(np.isfinite(off) & np.isfinite(widths) & (widths > 0), off / widths, np.nan) ** 2
 
     def refuse(self):
         """Judge by the bound of float32 sums alone: what few bits would excuse is a known fault in float32."""
-        self.order, self.tally = "wrong", self._new_tally(self.tally.differing)
+        self.order, self.bound, self.tally = "wrong", "float32", self._new_tally(self.tally.differing)
         for rows, columns in self._tiles():
             self._add(rows, columns, self.doubted[rows, columns], self.product.bounds(rows, columns))
 
@@ -231,10 +308,13 @@ class ProductJudge:
             mine = order.stored(self.product, rows, columns)
             bounds = Bounds(*(mine.astype(F),) * 2, np.isnan(mine.astype(F)))
             self._add(rows, columns, ~_equal_bits(mine, self.y[rows, columns]), bounds)
-        self.compared = self.y.size
+        self.compared, self.bound = self.y.size, "bits"
         if self.tally.count:
             self.order = "wrong"
-            self.notes.append(f"judged by the bits of {order}")
+            nearer = ""
+            if len(orders) > 1:
+                nearer = f", the nearer of {' and '.join(map(str, orders))}: split_accumulator says which to demand"
+            self.notes.append(f"judged by the bits of {order}{nearer}")
         else:
             self.order, self.orders = "card", [order]
 
@@ -255,6 +335,8 @@ class ProductJudge:
             diagnosed=diagnosed,
             leads=tuple(self._leads(order)),
             order=order,
+            bound=self.bound,
+            width=self.width,
             cards=cards,
             compared=self.compared,
         )
@@ -281,6 +363,9 @@ class ProductJudge:
                 f"y: outside the bound of float32 sums, within that of the {SHORT_BITS} bits of Hopper's FP8 unit; "
                 f"not the bits of any order that is known here"
             )
+        elif self.orders and self.case.sums == "float32":
+            orders = "; ".join(map(str, self.orders))
+            yield f"y: bit for bit what these compute{some}, which sums='float32' refuses: {orders}"
         elif self.case.card is not None and not self.doubted.any():
             yield f"y: right for some order of float32 sums, but not the bits of {self.case.card}"
 
@@ -299,9 +384,15 @@ def _same_bits(mine, values):
     return bool(_equal_bits(mine, values).all())
 
 
+def _mean(values, **options):
+    """The mean of the finite ones of some values, 0 where there are none."""
+    finite = np.isfinite(values)
+    return np.where(finite, values, 0).sum(**options) / np.maximum(finite.sum(**options), 1)
+
+
 def _relative_width(bounds, values):
-    """Half the typical width of intervals, as a share of the typical value."""
+    """Half the width of intervals, in the mean, as a share of the typical value: its root mean square."""
     widths, values = (bounds.hi.astype(np.float64) - bounds.lo) / 2, np.abs(values.astype(np.float64))
     finite = np.isfinite(widths) & np.isfinite(values)
     typical = np.sqrt(np.mean(values[finite] ** 2)) if finite.any() else 0
-    return float(np.median(widths[finite]) / typical) if typical else 0.0
+    return float(np.mean(widths[finite]) / typical) if typical else 0.0

@@ -113,9 +113,19 @@ class Operand:
         """The format's smallest normal number: a unit looking for the largest product counts smaller ones as this."""
         return SMALLEST_NORMAL[self.elements.dtype.name] if self.fmt is None else float(self.fmt.smallest_normal)
 
+    def unscaled(self, rows, places=slice(None)):
+        """float64 (rows, places): elements alone."""
+        return self.elements[rows, places].astype(np.float64)
+
+    def scale_at(self, rows, place):
+        """float64 (rows, 1) or (1, 1): the scales of the blocks that hold a place along k; 1 without."""
+        if self.scales is None:
+            return np.ones((1, 1))
+        return self.scales[rows, place // self.block].astype(np.float64)[:, None]
+
     def values(self, rows, places=slice(None)):
         """float64 (rows, places): elements times scales, without the factor."""
-        elements = self.elements[rows, places].astype(np.float64)
+        elements = self.unscaled(rows, places)
         if self.scales is not None:
             elements *= self._scales_of(self.scales[rows], places)
         return elements
@@ -177,6 +187,12 @@ class Operand:
     def codes(self):
         """uint8 (rows, k): the codes of the elements, one per byte."""
         return _codes(self.quantized, self.columnwise, self.turned)
+
+    def taken(self, rows):
+        """The operand whose rows are others of this one."""
+        scales = None if self.scales is None else self.scales[rows]
+        factor = self.factor if len(self.factor) == 1 else self.factor[rows]
+        return replace(self, elements=self.elements[rows], scales=scales, factor=factor)
 
     def with_scales(self, scales):
         """The same elements under other scales of blocks."""

@@ -32,7 +32,7 @@ anything is.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -87,6 +87,13 @@ class Product:
     def k(self):
         """Length of the sums."""
         return self.a.k
+
+    def taken(self, axis, source):
+        """The product whose rows (axis 0) or columns are others of this one, by their indices."""
+        if axis == 0:
+            return replace(self, a=self.a.taken(source), c=None if self.c is None else self.c[source])
+        bias = None if self.bias is None else self.bias[source]
+        return replace(self, b=self.b.taken(source), bias=bias, c=None if self.c is None else self.c[:, source])
 
     def factors(self, rows, columns):
         """float64 factors of the sums of some results, which they broadcast to."""

@@ -1,0 +1,65 @@
+"""Results that stand in other rows, columns or tiles than they belong into, or that were not written.
+
+What finds them in the outputs of other operations finds them here, too (`refops.oracle.diagnosis`). Results in other
+rows are those of a product whose operand a has other rows, so that the bounds of that product judge them.
+"""
+
+import numpy as np
+
+from refops.oracle.conventions.registry import Convention
+from refops.oracle.diagnosis import moved
+from refops.oracle.diagnosis.displaced import Marks, together, unwritten
+from refops.oracle.diagnosis.elements import Cells
+from refops.oracle.diagnosis.inference import LEAST_SHOWN
+from refops.oracle.geometry import whole
+from refops.oracle.report import Explanation
+
+F = np.float32
+#: Bits of a significand by which lines are compared: what differs less are two orders of the same sums.
+COARSE_BITS = 5
+#: The stage of results that stand in other rows or columns.
+ELSEWHERE = "elsewhere"
+
+
+def not_written(y, right, wrong):
+    """The `Explanation` of results that hold what was there before; None unless nearly all wrong ones do, in a place.
+
+    Args:
+        y, right: the dump and the right results, (m, n).
+        wrong: bool (m, n).
+    """
+    constant = moved.find_constant(y, right, wrong, None, non_finite=True)
+    if constant is None:
+        return None
+    held, marks = constant.held_by(y), Marks.none(y.shape)
+    cells = Cells(y, right, wrong, None, (1, 1))
+    marks.add("y", cells, whole(y.shape), (wrong & held, ~wrong & ~held, wrong & ~held))
+    place = marks.place()
+    if place is None or (not place.is_everywhere and marks.entries < LEAST_SHOWN):
+        return None
+    names, sentence = together({unwritten(constant): ["y"]}, ["y"])
+    said = None if place.is_everywhere else place
+    return Explanation(names, sentence, marks.explained, marks.explained == 1, place=said)
+
+
+def displacements(y, right, wrong):
+    """A `Convention` of each law that leads from the right results to those that were written; none or one."""
+    coarse = [_coarse(matrix) for matrix in (y, right)]
+    law = moved.find_law(*coarse, wrong)
+    if law is not None:
+        yield _convention(law, lambda attempt: attempt.take(law.axis, law.source))
+        return
+    law = moved.find_tile_law(*coarse, wrong)
+    if law is not None:
+        yield _convention(law, lambda attempt: attempt.read(law.apply), stage="layout")
+
+
+def _convention(law, function, stage=ELSEWHERE):
+    name, words = law.names((1, 1))
+    return Convention(name, together({(name, words): ["y"]}, ["y"])[1], function, stage)
+
+
+def _coarse(values):
+    """float32 of few bits, which two orders of the same sums hardly ever tell apart."""
+    significand, exponent = np.frexp(values.astype(F))
+    return np.ldexp(np.rint(significand * F(1 << COARSE_BITS)), exponent - COARSE_BITS)
