@@ -34,8 +34,9 @@ from refops.oracle.grouped import Groups
 from refops.oracle.operation import JUDGED, MATMUL, QUANTIZED_ARRAYS, Case
 from refops.oracle.products import ProductCase
 from refops.oracle.products.case import INPUTS as PRODUCT_INPUTS
-from refops.oracle.products.case import input_name
+from refops.oracle.products.case import LAYOUTS, SUMS, input_name
 from refops.oracle.quantized_tensors import full_name, name_hint
+from refops.products import CARDS
 
 EXAMPLES = """\
 examples:
@@ -63,6 +64,22 @@ outputs: y; dx, dbias, drow_scales; where the operation quantizes
   (rowwise), columnwise_codes, columnwise_scales, ...
 
 """
+#: What --param says of matmul, beside the parameters of other operations.
+PARAMETERS = f"""\
+parameters: --param NAME=VALUE for matmul
+  layout                         how a and b lie: {" or ".join(tuple(LAYOUTS)[:2])}
+                                 or {" or ".join(tuple(LAYOUTS)[2:])}
+  alpha, beta                    numbers
+  a_fmt, b_fmt                   the format of the codes of a, of b, where it is
+                                 not that of --scaling: e4m3, e5m2 ...
+  card                           demand the bits of {" or ".join(CARDS)}
+  split_accumulator              true or false, with card: whether sums of
+                                 Hopper's FP8 are promoted (default: either)
+  sums                           {" or ".join(SUMS)}: refuse the short sums of
+                                 Hopper's FP8 unit, or accept all that its bits
+                                 may give (default: those of usual errors)
+
+"""
 
 
 def add_check(command, scaling_list):
@@ -72,7 +89,7 @@ def add_check(command, scaling_list):
         run_check,
         "Judge what a kernel wrote: right or wrong, where, and why.",
         "\nExit code 0: right. 1: wrong. 2: bad use.",
-        epilog=EXAMPLES + FILES + ARRAYS + KERNELS + scaling_list,
+        epilog=EXAMPLES + FILES + ARRAYS + PARAMETERS + KERNELS + scaling_list,
     )
     add_operation(p, JUDGED)
     p.add_argument("--input", action="append", default=[], metavar="[NAME=]FILE", help="what the kernel read")
@@ -342,9 +359,21 @@ def _read_output(arguments, case, groups, name, argument, spec):
     shapes = dict.fromkeys(shapes)
     try:
         sizes = [(shape, dtype) for shape in shapes]
-        return read_raw(spec, argument, sizes, other=lambda entries: other_scales(slot, (entries,)))
+
+        def other(entries):
+            return _other_dtype(slot, entries * dtype.itemsize) or other_scales(slot, (entries,))
+
+        return read_raw(spec, argument, sizes, other=other)
     except FileError as error:
         raise UsageError(f"{argument} {error}") from None
+
+
+def _other_dtype(slot, size):
+    """The dtype whose values, as many as a slot has, take so many bytes, in words; "" where none does."""
+    if slot.kind != "values":
+        return ""
+    fitting = [name for name in VALUE_DTYPES if math.prod(slot.shape) * DTYPES[name].itemsize == size]
+    return " or ".join(f"{name} (--out-dtype {name})" for name in fitting)
 
 
 def _value_dtype(arguments, case):

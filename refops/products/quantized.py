@@ -47,6 +47,9 @@ def gemm(
         dx = gemm(w, dy, card, layout="NN")         dy w      w's columnwise copy, dy's rowwise copy
         dw = gemm(x, dy, card, layout="NT")         dy^T x    columnwise copies
 
+    The operands stand in the order of TE's `general_gemm`: `refops.oracle.check("matmul", {"a": x, "b": w}, y)` judges
+    gemm(w, x, card).
+
     Args:
         a, b: `Quantized`, or both plain, float16 or bfloat16. Leading dimensions are flattened to rows. Scales may be
             in the order that GEMMs read. With one scale for the tensor either copy serves.
