@@ -17,6 +17,8 @@ from refops.oracle.report import Explanation
 F = np.float32
 #: Bits of a significand by which lines are compared: what differs less are two orders of the same sums.
 COARSE_BITS = 5
+#: Share of a line that the noise of sums may move by more than these bits.
+NOISE = 1 / 8
 #: The stage of results that stand in other rows or columns.
 ELSEWHERE = "elsewhere"
 
@@ -45,13 +47,20 @@ def not_written(y, right, wrong):
 def displacements(y, right, wrong):
     """A `Convention` of each law that leads from the right results to those that were written; none or one."""
     coarse = [_coarse(matrix) for matrix in (y, right)]
-    law = moved.find_law(*coarse, wrong)
+    law = moved.find_law(*coarse, wrong) or moved.find_law(*coarse, _beyond_noise(*coarse, wrong))
     if law is not None:
         yield _convention(law, lambda attempt: attempt.take(law.axis, law.source))
         return
     law = moved.find_tile_law(*coarse, wrong)
     if law is not None:
         yield _convention(law, lambda attempt: attempt.read(law.apply), stage="layout")
+
+
+def _beyond_noise(y, right, wrong):
+    """Of wrong results those that stand in lines of which more than noise is wrong: sums of few bits err everywhere."""
+    differs = wrong & (y != right)
+    lines = [differs.mean(axis=axis, keepdims=True) > NOISE for axis in (0, 1)]
+    return differs & lines[0] & lines[1]
 
 
 def _convention(law, function, stage=ELSEWHERE):
