@@ -6,8 +6,8 @@
     weight                  U8, two E2M1 codes each         weight_scale, weight_scale_2 (NVFP4 of ModelOpt)
     NAME_blocks             U8, two E2M1 codes each         NAME_scales, E8M0 (MXFP4 of gpt-oss)
 
-`weight` stands for any name. A code is multiplied with its scale, also where that is called an inverse: it is the
-inverse of what was multiplied with before the cast. compressed-tensors divides a block's scale by the tensor's,
+`weight` stands for any name. A code is multiplied by its scale, also where that is called an inverse: it is the
+inverse of what was multiplied by before the cast. compressed-tensors divides a block's scale by the tensor's,
 ModelOpt multiplies the two. What fits none of this is left as it is and says why: no scale is ever guessed.
 
 Sources: `decompress` of compressed_tensors' compressors, `dequantize` of ModelOpt's NVFP4QTensor and MXFP8QTensor,
@@ -53,7 +53,7 @@ class _Naming:
     Attributes:
         codes: suffix of the codes behind the tensor's name. packed: whether they are two E2M1 codes in a byte.
         parts: suffixes of the scales and, where there is one, of the tensor's own scale.
-        combine: function of block scales and the tensor's to what codes are multiplied with.
+        combine: function of block scales and the tensor's to what codes are multiplied by.
     """
 
     codes: str
@@ -193,7 +193,7 @@ class Coded:
 
     Attributes:
         codes: uint8 array, one code a byte or two of 4 bits. values: float32, that of each code.
-        scales: float32 array of what the codes of each block are multiplied with.
+        scales: float32 array of what the codes of each block are multiplied by.
         block: (rows, columns) of a block, None where it is all of them.
         shape: of the tensor.
     """

@@ -439,7 +439,7 @@ def cast_dequantized_source(q):
 
 
 def decode_scale_source(q):
-    """Source of what the value of each element's code is multiplied with, read off as what a code of 1 gives."""
+    """Source of what the value of each element's code is multiplied by, read off as what a code of 1 gives."""
     one = int(encode(np.float32([1]), q.scaling.fmt)[0])
     byte = sum(one << (8 // q.scaling.layout.packed * i) for i in range(q.scaling.layout.packed))
     field = "columnwise_data" if q.rowwise_data is None else "rowwise_data"

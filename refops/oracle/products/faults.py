@@ -658,15 +658,15 @@ def _after(step):
 
 
 def _dequantized(product, dtype):
-    """(dtype, words) of operands that are multiplied with all scales before the sums, where that shows in them."""
+    """(dtype, words) of operands that are multiplied by all scales before the sums, where that shows in them."""
     operands = product.a, product.b
     if all(operand.quantized is None for operand in operands):
         return
     if any((operand.factor != operand.top).any() for operand in operands):
-        yield F, ", of operands multiplied with their scales first"
+        yield F, ", of operands multiplied by their scales first"
     some = [np.linspace(0, operand.rows - 1, min(operand.rows, 64)).astype(int) for operand in operands]
     if any(is_narrowed(operand, rows, dtype) for operand, rows in zip(operands, some, strict=True)):
-        yield dtype, ", of operands multiplied with their scales first and rounded to it, too"
+        yield dtype, ", of operands multiplied by their scales first and rounded to it, too"
 
 
 @fault("sums-in-half", "Sums are kept in {dtype}, {how}{overflow}.", part="sums", choices=_halves)

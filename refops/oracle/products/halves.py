@@ -86,7 +86,7 @@ class SteppedProduct(HalfProduct):
 
 @dataclass(frozen=True)
 class DequantizedProduct(SteppedProduct):
-    """Accumulated along k, of operands that were multiplied with all of their scales first.
+    """Accumulated along k, of operands that were multiplied by all of their scales first.
 
     Attributes:
         values: the dtype of the operands after that.
