@@ -18,7 +18,7 @@ what `fuser.checkpoint` computes again.
 
 import os
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
@@ -28,6 +28,7 @@ import torch
 from fuser.dispatch import Buffers
 from fuser.quantization.state import FP8GlobalStateManager
 from fuser.recipe import PRODUCTS
+from fuser.scopes import Scope, scope
 from fuser.tracing import rehearsing
 from refops.arguments import require_choice
 from refops.products.units import UNITS, require_interval
@@ -70,11 +71,11 @@ _variable_then: ContextVar[str | None] = ContextVar("fuser_products_variable", d
 # --- what is in force -------------------------------------------------------------------------------
 
 
-def products(name: str, *, promotion: Promotion = "split") -> AbstractContextManager[Products | None]:
+def products(name: str, *, promotion: Promotion = "split") -> Scope[Products | None]:
     """Return a context manager (and decorator) in which products are computed as on a card.
 
-    It nests, and holds for the current thread or task alone (a `contextvars.ContextVar`). A backward pass has what its
-    forward pass had.
+    It nests, can be entered again, and holds for the current thread or task alone (a `contextvars.ContextVar`). A
+    backward pass has what its forward pass had.
 
     Args:
         name: "float32", "ampere", "hopper" or "blackwell".
@@ -94,7 +95,7 @@ def products(name: str, *, promotion: Promotion = "split") -> AbstractContextMan
     return products_in_force(Products(name, promotion))
 
 
-@contextmanager
+@scope
 def products_in_force(selected: Products | None) -> Iterator[Products | None]:
     """Like `products`, for what `said_products` returned; None: outside of every scope."""
     token = _selected.set(selected)

@@ -24,7 +24,6 @@ import os
 import sys
 from collections import namedtuple
 from collections.abc import Callable
-from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
@@ -36,6 +35,7 @@ import torch
 import refops
 from fuser.dtypes import HIGH_PRECISION, require_torch_tensor
 from fuser.recipe import constant_of_graph
+from fuser.scopes import Scope, scope
 from fuser.torch_words import TORCH
 from fuser.tracing import define_operator, refuse_trace, register_opaque, rehearsal, untraced
 from refops.activations import bind_activation
@@ -59,10 +59,10 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 # --- which backend --------------------------------------------------------------------------------
 
 
-def backend(name: str) -> AbstractContextManager[str]:
+def backend(name: str) -> Scope[str]:
     """Return a context manager (and decorator) that sends the work of its block to a backend.
 
-    It nests, and holds for the current thread or task alone (a `contextvars.ContextVar`).
+    It nests, can be entered again, and holds for the current thread or task alone (a `contextvars.ContextVar`).
 
     Args:
         name: "auto", "reference", "exact" or "float64"; the module's table says what each does.
@@ -73,7 +73,7 @@ def backend(name: str) -> AbstractContextManager[str]:
     return _scope(_require_backend(name, "name"))
 
 
-@contextmanager
+@scope
 def _scope(name):
     token = _selected.set(name)
     try:

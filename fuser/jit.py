@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from fuser.scopes import scope
 from fuser.torch_words import TORCH
 from refops.activations import ACTIVATIONS
 from refops.activations.declaration import forms
@@ -39,7 +40,7 @@ _exporting = False
 # --- whether to compile -------------------------------------------------------------------------------
 
 
-@contextmanager
+@scope
 def compilation(enabled):
     """Run the jitted functions called in the block compiled (True) or eagerly (False), whatever the environment says.
 
@@ -64,7 +65,7 @@ def compilation_enabled():
         raise ValueError(f"{VARIABLE} must be 0 or 1; got {shown(text)}") from None
 
 
-@contextmanager
+@scope
 def onnx_export(enabled=False):
     """In the block, `no_torch_dynamo` leaves functions unchanged, so that an exporter sees through them."""
     global _exporting

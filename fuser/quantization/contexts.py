@@ -6,11 +6,11 @@ are computed exactly as the hardware would and products in float32 (`fuser.gemm`
 
 import warnings
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from fuser.quantization.state import FP8GlobalStateManager, _compute_capability, get_default_recipe
 from fuser.recipe import Recipe
+from fuser.scopes import Scope, scope
 from refops.arguments import require_flag, shown
 
 __all__ = [
@@ -101,7 +101,7 @@ def fp8_autocast(
 
 def quantized_model_init(
     enabled: bool = True, recipe: Recipe | None = None, preserve_high_precision_init_val: bool = False
-) -> AbstractContextManager[None]:
+) -> Scope[None]:
     """Make the weights of operations that are constructed in this context quantized.
 
     Args:
@@ -120,7 +120,7 @@ def quantized_model_init(
     return _model_init(recipe, *flags)
 
 
-@contextmanager
+@scope
 def _model_init(recipe: Recipe | None, enabled: bool, preserve_high_precision_init_val: bool) -> Iterator[None]:
     state = FP8GlobalStateManager.quantization_state
     names = ("fp8_parameters", "fp8_recipe", "high_precision_init_val")
@@ -139,7 +139,7 @@ def _model_init(recipe: Recipe | None, enabled: bool, preserve_high_precision_in
 
 def fp8_model_init(
     enabled: bool = True, recipe: Recipe | None = None, preserve_high_precision_init_val: bool = False
-) -> AbstractContextManager[None]:
+) -> Scope[None]:
     """Deprecated name of `quantized_model_init`."""
     warnings.warn("fp8_model_init is deprecated; use quantized_model_init", DeprecationWarning, stacklevel=2)
     return quantized_model_init(enabled, recipe, preserve_high_precision_init_val)

@@ -16,7 +16,6 @@ import math
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from contextvars import ContextVar
 
 import jax
@@ -24,6 +23,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from fuser.scopes import scope
 from fuser.xla import ffi
 from fuser.xla.compute import (
     ACTIVATION,
@@ -46,7 +46,7 @@ VARIABLE = "FUSER_XLA_ROUTE"
 _selected = ContextVar("fuser_xla_route", default=None)
 
 
-@contextmanager
+@scope
 def route(name: str) -> Iterator[str]:
     """Trace the functions of the block for a route, "ffi" or "callback"; ValueError for other names."""
     token = _selected.set(_require_route(name, "name"))

@@ -7,7 +7,6 @@ Everything is emulated, so that every mode is supported on every machine. TE's m
 import functools
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import Enum
@@ -16,6 +15,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from fuser import recipe as recipes
+from fuser.scopes import Scope, scope
 from fuser.xla.settings import AmaxComputeAlgo, ScalingMode, matrix_shape, normalized_axis
 from refops.arguments import require_flag, shown
 
@@ -147,7 +147,7 @@ def get_global_quantize_recipe() -> Any:
     return _recipe.get()
 
 
-@contextmanager
+@scope
 def autocast(enabled: bool = False, recipe: Any = None, mesh_resource: Any = None) -> Iterator[None]:
     """Give `QuantizerFactory.create_set` a recipe in a block.
 
@@ -171,12 +171,10 @@ def autocast(enabled: bool = False, recipe: Any = None, mesh_resource: Any = Non
         _recipe.reset(token)
 
 
-@contextmanager
-def fp8_autocast(enabled: bool = False, fp8_recipe: Any = None, mesh_resource: Any = None) -> Iterator[None]:
+def fp8_autocast(enabled: bool = False, fp8_recipe: Any = None, mesh_resource: Any = None) -> Scope[None]:
     """Deprecated name of `autocast`."""
-    warnings.warn("fp8_autocast is deprecated: use autocast", DeprecationWarning, stacklevel=3)
-    with autocast(enabled, fp8_recipe, mesh_resource):
-        yield
+    warnings.warn("fp8_autocast is deprecated: use autocast", DeprecationWarning, stacklevel=2)
+    return autocast(enabled, fp8_recipe, mesh_resource)
 
 
 # --- what quantizers are made of ----------------------------------------------------------------------

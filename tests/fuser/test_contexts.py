@@ -1,12 +1,17 @@
 """`autocast`, `quantized_model_init`, the deprecated names, and the probes."""
 
 import sys
+import threading
 import warnings
 
 import pytest
 import torch
 
+import fuser
+from fuser import jit
 from fuser import quantization as q
+from fuser.cards import current_products
+from fuser.dispatch import current_backend
 from fuser.quantization.state import FP8GlobalStateManager as Manager
 from fuser.quantization.state import RecipeState
 from fuser.recipe import (
@@ -168,6 +173,67 @@ def test_quantized_model_init():
         assert Manager.with_fp8_parameters()
         raise KeyError
     assert not Manager.with_fp8_parameters() and not Manager.with_high_precision_init_val()
+
+
+#: Scopes, each with what shows that it is in force, and that value.
+SCOPES = {
+    "products": (lambda: fuser.products("hopper"), lambda: current_products().name, "hopper"),
+    "backend": (lambda: fuser.backend("reference"), current_backend, "reference"),
+    "quantized_model_init": (
+        lambda: q.quantized_model_init(recipe=MXFP8BlockScaling()),
+        Manager.with_fp8_parameters,
+        True,
+    ),
+    "compilation": (lambda: jit.compilation(False), jit.compilation_enabled, False),
+    "onnx_export": (lambda: jit.onnx_export(True), jit.is_in_onnx_export_mode, True),
+}
+
+
+@pytest.mark.parametrize("name", SCOPES)
+def test_a_scope_can_be_entered_again_and_inside_of_itself(name):
+    make, in_force, value = SCOPES[name]
+    scope, outside = make(), in_force()
+    assert outside != value
+    for _ in range(2):
+        with pytest.raises(KeyError), scope:
+            with scope:
+                assert in_force() == value
+            assert in_force() == value
+            raise KeyError
+        assert in_force() == outside
+
+    @scope
+    def recursive(depth):
+        assert in_force() == value
+        return recursive(depth - 1) if depth else in_force()
+
+    assert recursive(2) == value and in_force() == outside
+
+
+def test_threads_share_a_scope():
+    """Each leaves its own: the first to enter is the first to leave."""
+    scope, entered, left, seen = fuser.products("hopper"), threading.Event(), threading.Event(), []
+
+    def work():
+        with scope:
+            entered.set()
+            left.wait(10)
+            seen.append(current_products().name)
+        seen.append(current_products().name)
+
+    thread = threading.Thread(target=work)
+    with scope:
+        thread.start()
+        assert entered.wait(10)
+    assert current_products().name == "float32"
+    left.set()
+    thread.join()
+    assert seen == ["hopper", "float32"]
+
+
+def test_arguments_of_a_scope_are_checked_where_it_is_made():
+    with pytest.raises(TypeError, match="unexpected keyword argument 'on'"):
+        jit.compilation(on=True)
 
 
 PROBES = (

@@ -779,6 +779,11 @@ def test_the_route_is_chosen_by_scope_then_environment(monkeypatch):
         assert "te_act_lu_ffi" in jax.jit(lambda v: xla.act_lu(v, ("gelu",)).data).lower(jnp.ones((2, 1, 8))).as_text()
     text = jax.jit(lambda v: xla.act_lu(v, ("gelu",)).data).lower(jnp.ones((2, 1, 8))).as_text()
     assert "te_act_lu_ffi" not in text and "callback" in text
+    ffi = xla.route("ffi")
+    with ffi, ffi:
+        assert xla.current_route() == "ffi"
+    with ffi:
+        assert xla.current_route() == "ffi"
     monkeypatch.setenv("FUSER_XLA_ROUTE", "carrier pigeon")
     with pytest.raises(ValueError, match="FUSER_XLA_ROUTE must be one of"):
         xla.current_route()

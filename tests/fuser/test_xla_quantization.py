@@ -497,7 +497,10 @@ def test_sets_of_quantizers_by_mode():
 
 def test_sets_of_quantizers_by_recipe():
     create, fp4 = xla.QuantizerFactory.create_set, recipe.NVFP4BlockScaling()
-    with xla.autocast(enabled=True, recipe=fp4):
+    scope = xla.autocast(enabled=True, recipe=fp4)
+    with scope:
+        assert xla.get_global_quantize_recipe() is fp4
+    with scope, scope:
         assert xla.get_global_quantize_recipe() is fp4
         made = create()
         with xla.autocast(enabled=False), pytest.raises(AttributeError):
