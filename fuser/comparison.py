@@ -7,13 +7,14 @@ import inspect
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from os import PathLike
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
+from rich.table import Table
 from torch.utils._pytree import tree_leaves
 
 from fuser.common import copied
@@ -41,10 +42,11 @@ from fuser.recording import (
     worst,
     worst_cells,
 )
-from refops.arguments import require_flag, shown, with_article
-from refops.display.console import make_table
+from refops.arguments import require_flag, say_who, shown, with_article
+from refops.display.console import make_table, stdout_console
 from refops.display.numbers import decibels
 from refops.display.plot import MOST_TENSORS_DRAWN, heat_map, panels, require_picture, save, short_labels
+from refops.products.units import NoUnitError
 from refops.survey import Measurement
 
 __all__ = ["Comparison", "LayerComparison", "RecipeComparison", "compare"]
@@ -57,7 +59,7 @@ def default_recipes() -> list[Recipe]:
 
 @dataclass(frozen=True)
 class LayerComparison:
-    """What a recipe does to one layer: errors relative to the step without a recipe, ||a - b|| / ||b||.
+    """What a recipe does to one layer: errors relative to the step that is compared with, ||a - b|| / ||b||.
 
     Attributes:
         layer: its name in the model.
@@ -94,12 +96,12 @@ class Coverage:
 
 @dataclass(frozen=True)
 class RecipeComparison:
-    """What a recipe does to a model: errors relative to the step without a recipe, ||a - b|| / ||b||.
+    """What a recipe does to a model: errors relative to the step that is compared with, ||a - b|| / ||b||.
 
     Attributes:
         recipe: what it is called.
-        loss: its value under the recipe.
-        loss_error: |loss - plain loss| / |plain loss|.
+        loss: its value under the recipe. None: no step could be run.
+        loss_error: |loss - other loss| / |other loss|.
         output: error of the model's output: of all tensors of floating-point numbers in it but single numbers, as the
             loss. None: there are none.
         gradient: error of the gradients of all parameters together.
@@ -107,16 +109,19 @@ class RecipeComparison:
             whose output is `output`.
         left: what `convert` named in its warning: what stays in high precision, and why.
         coverage: `Coverage`, how much of the model is quantized.
+        error: the `ValueError` of a step that the card in force has no products for, with the card's name as `card`;
+            None: the step was run.
     """
 
     recipe: str
-    loss: float
-    loss_error: float
+    loss: float | None
+    loss_error: float | None
     output: float | None
     gradient: float | None
     layers: list[LayerComparison] = field(default_factory=list, repr=False)
     left: list[str] = field(default_factory=list, repr=False)
     coverage: Coverage = Coverage(0, 0, 0.0)
+    error: NoUnitError | None = field(default=None, repr=False, compare=False)
 
     @property
     def records(self) -> list[QuantizationRecord]:
@@ -131,10 +136,13 @@ class Comparison:
     Attributes:
         loss: the loss without a recipe.
         recipes: list of `RecipeComparison`, in the order that was asked for.
+        baseline: `RecipeComparison` of the step that errors are relative to, itself beside the step without a recipe.
+            None: errors are relative to the step without a recipe.
     """
 
     loss: float
     recipes: list[RecipeComparison]
+    baseline: RecipeComparison | None = None
 
     def __getitem__(self, recipe: str) -> RecipeComparison:
         """The findings under the recipe of that name."""
@@ -175,34 +183,40 @@ class Comparison:
     def __str__(self) -> str:
         names = [found.recipe for found in self.recipes]
         totals = make_table("<recipe", "loss", "error", "output", "gradient", *WORST_COLUMNS)
+        totals.columns[0].no_wrap = False  # rather that than numbers cut off
         for found in self.recipes:
             totals.add_row(
                 found.recipe,
-                f"{found.loss:.4g}",
+                f"{found.loss:.4g}" if found.error is None else f"not on {found.error.card}",
                 _error(found.loss_error),
                 _error(found.output),
                 _error(found.gradient),
                 *worst_cells([record.measurement for record in found.records]),
             )
-        parts: list[Any] = [f"Loss without a recipe: {self.loss:.4g}. Errors are relative to that step."]
+        losses = f"Loss without a recipe: {self.loss:.4g}"
+        if self.baseline is not None:
+            losses += f", under {self.baseline.recipe}: {self.baseline.loss:.4g}"
+        parts: list[Any] = [f"{losses}. Errors are relative to that step."]
         for coverage in dict.fromkeys(found.coverage for found in self.recipes if found.coverage.layers):
             same = [found.recipe for found in self.recipes if found.coverage == coverage]
-            under = "" if len(same) == len(self) else f" under {', '.join(same)}"
+            run = [found for found in self.recipes if found.error is None]
+            under = "" if len(same) == len(run) else f" under {', '.join(same)}"
             parts.append(f"Quantized{under}: {coverage}.")
         parts += ["", totals]
+        refused = [str(found.error) for found in self.recipes if found.error is not None]
+        parts += [*refused, ""] if refused else []
         for title, value in (("output", lambda layer: layer.output), ("gradients", lambda layer: layer.gradient)):
             grid = self._by_layer(value)
             if grid:
-                table = make_table("<layer", *names)
-                for layer, errors in grid.items():
-                    table.add_row(layer, *map(_error, errors))
-                parts += [f"Error of each layer's {title}:", "", table]
+                cells = {layer: [*map(_error, errors)] for layer, errors in grid.items()}
+                parts += [f"Error of each layer's {title}:", "", *_tables("layer", names, cells)]
         tensors = self._tensors()
         if tensors:
-            table = make_table("<tensor", *names)
-            for tensor, measured in tensors.items():
-                table.add_row(tensor, *("-" if one is None else decibels(one) for one in measured))
-            parts += ["SQNR of each quantized tensor, dB:", "", table]
+            cells = {
+                tensor: ["-" if one is None else decibels(one) for one in measured]
+                for tensor, measured in tensors.items()
+            }
+            parts += ["SQNR of each quantized tensor, dB:", "", *_tables("tensor", names, cells)]
         for line in dict.fromkeys(line for found in self.recipes for line in found.left):
             who = ", ".join(found.recipe for found in self.recipes if line in found.left)
             parts.append(f"left in high precision under {who}: {line}")
@@ -258,6 +272,20 @@ class Comparison:
         save(figure, path, argument)
 
 
+def _tables(what: str, names: Sequence[str], rows: Mapping[str, Sequence[str]]) -> Iterator[Table]:
+    """Tables with a column for each recipe, as many side by side as the console is wide; at least one."""
+    room = stdout_console().width - max(map(len, [what, *rows]))
+    first = 0
+    while first < len(names):
+        ends = itertools.accumulate(len(name) + 2 for name in names[first:])
+        last = first + max(1, sum(end <= room for end in ends))
+        table = make_table(f"<{what}", *names[first:last])
+        for row, cells in rows.items():
+            table.add_row(row, *cells[first:last])
+        yield table
+        first = last
+
+
 def _error(error: float | None) -> str:
     return "-" if error is None else f"{error:.1e}" if error else "0"
 
@@ -299,6 +327,7 @@ def compare(
     recipes: Recipe | Sequence[Recipe] | Mapping[str, Rule] | None = None,
     *,
     loss: Callable[[Any], torch.Tensor] | None = None,
+    baseline: Recipe | str | None = None,
     pad: bool = True,
     plot: str | PathLike[str] | None = None,
     quiet: bool = False,
@@ -307,20 +336,26 @@ def compare(
 
         fuser.compare(model, batch)
         fuser.compare(model, {"input_ids": tokens, "labels": tokens}, [MXFP8BlockScaling(), NVFP4BlockScaling()])
+        fuser.compare(model, batch, MXFP8BlockScaling(products="blackwell"), baseline=MXFP8BlockScaling())
 
     Each step is one forward and backward pass of a copy of the model, converted as `convert` does; under delayed
     scaling there is one before it, for scales to be known (buffers are put back after it, other state is not). The
     model itself is not touched: parameters, gradients,
     buffers, training mode, scales and torch's random numbers are what they were. Every step starts from the same
-    random state, so dropout is the same in all. An `autocast` around the call decides nothing here.
+    random state, so dropout is the same in all. An `autocast` around the call decides nothing here. A `fuser.products`
+    does, for every step: cards to be compared with one another are named by recipes. A recipe that its card has no
+    products for is reported as that, unless none is left.
 
     Args:
         model: a module of torch's modules, of operations of `fuser.ops`, converted or not, on the device of `batch`.
         batch: what to call it with: a tensor, a tuple or list of arguments, or a mapping of keyword arguments. What the
             model returns may be tensors, or lists, mappings, dataclasses and namespaces with tensors in them.
-        recipes: a recipe, some of them, or a mapping from names to what `convert` takes; by default all of TE's.
+        recipes: a recipe, some of them, or a mapping from names to what `convert` takes; by default all of TE's. One
+            without a name is called by its class, and where several are of that class by its `title`.
         loss: a function from the model's output to a scalar. By default the output itself if it is a scalar, its `loss`
             if it has one, else the sum of its elements with random weights, the same in every step.
+        baseline: a recipe, or the name of one of `recipes`: errors are relative to its step, and show what the others
+            change of it, as a card's sums do. None: relative to the step without a recipe.
         pad: as of `convert`: any number of tokens.
         plot: also draw it to this file.
         quiet: do not print.
@@ -329,10 +364,11 @@ def compare(
         `Comparison`.
 
     Raises:
-        TypeError: `model` is no module, `recipes` none of these, `loss` no function, or `batch` is not what the model
-            takes. ValueError: no recipes, two of one name, a loss that is no scalar or can't be made of the output, a
-            model on the meta device, or one whose copies compute with its own parameters. RuntimeError: inside of
-            `torch.inference_mode`. PlotError: `plot` can't be drawn to.
+        TypeError: `model` is no module, `recipes` or `baseline` none of these, `loss` no function, or `batch` is not
+            what the model takes. ValueError: no recipes, two of one name, a baseline of another name, a loss that is no
+            scalar or can't be made of the output, a model on the meta device, one whose copies compute with its own
+            parameters, or a card that has the products of no recipe, or not those of the baseline. RuntimeError: inside
+            of `torch.inference_mode`. PlotError: `plot` can't be drawn to.
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model must be a torch.nn.Module; got {shown(model)}")
@@ -344,15 +380,28 @@ def compare(
     if torch.is_inference_mode_enabled():
         raise RuntimeError("compare must be called outside of torch.inference_mode: it runs backward passes")
     _check_batch(model, batch)
-    rules = _named(recipes)
+    rules, reference = _named(recipes, baseline)
     if plot is not None:
         require_picture(plot, "plot")
-    for rule in rules.values():  # before the first step, which takes longer: a rule may be wrong
+    for rule in {**rules, **reference}.values():  # before the first step, which takes longer: a rule may be wrong
         converted(model, rule, pad=pad, inplace=False, share_parameters=True)
     with _gradients_stay(model):
         plain = _run_step(converted(model, None, pad=pad, inplace=False)[0], None, batch, loss)
-        comparisons = [_compared(name, plain, model, rule, batch, loss, pad) for name, rule in rules.items()]
-    comparison = Comparison(plain.loss, comparisons)
+        known = {name: _step_under(name, model, rule, batch, loss, pad) for name, rule in reference.items()}
+        base = next((_without_padding(step, plain) for step in known.values()), plain)
+        comparisons: list[RecipeComparison] = []
+        for name, rule in rules.items():
+            try:
+                step = known[name] if name in known else _step_under(name, model, rule, batch, loss, pad)
+            except NoUnitError as error:
+                comparisons.append(RecipeComparison(name, None, None, None, None, error=error))
+            else:
+                comparisons.append(_compared(name, base, step))
+    refused = [one.error for one in comparisons if one.error is not None]
+    if len(refused) == len(comparisons):
+        raise refused[0]
+    beside_plain = next((_compared(name, plain, step) for name, step in known.items()), None)
+    comparison = Comparison(plain.loss, comparisons, beside_plain)
     if not quiet:
         print(comparison)
     if plot is not None:
@@ -393,7 +442,13 @@ def _gradients_stay(model: torch.nn.Module) -> Iterator[None]:
         )
 
 
-def _named(recipes: Any) -> dict[str, Rule]:
+def _named(recipes: Any, baseline: Any) -> tuple[dict[str, Rule], dict[str, Rule]]:
+    """The rules by name; and the baseline alone, by its name, if there is one."""
+    if not (baseline is None or isinstance(baseline, Recipe | str)):
+        raise TypeError(
+            "baseline must be a recipe, the name of one of recipes, or None; "
+            f"got {shown(baseline)}{recipe_hint(baseline)}"
+        )
     if recipes is None:
         recipes = default_recipes()
     if isinstance(recipes, Mapping):
@@ -404,6 +459,10 @@ def _named(recipes: Any) -> dict[str, Rule]:
                     "recipes must map names to what convert takes as recipe; "
                     f"got {shown(name)}: {shown(one)}{recipe_hint(one)}"
                 )
+        every = rules
+        if isinstance(baseline, Recipe) and baseline not in rules.values():
+            title = baseline.title
+            every = {**rules, title if title not in rules else f"baseline {title}": baseline}
     else:
         given = [recipes] if isinstance(recipes, Recipe) else recipes
         if not isinstance(given, Sequence) or isinstance(given, str):
@@ -416,14 +475,21 @@ def _named(recipes: Any) -> dict[str, Rule]:
                 raise TypeError(
                     f"recipes must hold recipes of fuser.recipe; got {shown(one)} as item {number}{recipe_hint(one)}"
                 )
-        short = [type(one).__name__ for one in given]
-        names = [name if short.count(name) == 1 else repr(one) for name, one in zip(short, given, strict=True)]
+        besides = [baseline] if isinstance(baseline, Recipe) and baseline not in given else []
+        short = [type(one).__name__ for one in (*given, *besides)]
+        titles = [one.title for one in (*given, *besides)]
+        names = [name if short.count(name) == 1 else title for name, title in zip(short, titles, strict=True)]
         if len(set(names)) < len(names):
             raise ValueError(f"recipes must differ; got {', '.join(names)}")
-        rules = dict(zip(names, given, strict=True))
+        every = dict(zip(names, (*given, *besides), strict=True))
+        rules = {name: every[name] for name in names[: len(given)]}
     if not rules:
         raise ValueError("recipes must hold at least one; got none")
-    return rules
+    if isinstance(baseline, str):
+        if baseline not in rules:
+            raise ValueError(f"baseline must be one of {', '.join(rules)}; got {shown(baseline)}")
+        return rules, {baseline: rules[baseline]}
+    return rules, dict([next(item for item in every.items() if item[1] == baseline)] if baseline is not None else [])
 
 
 def _is_function(rule: Any) -> bool:
@@ -432,13 +498,37 @@ def _is_function(rule: Any) -> bool:
 
 @dataclass
 class _Outcome:
-    """The compared parts of a step. Tensors of a layer: one for each call."""
+    """The compared parts of a step. Tensors of a layer: one for each call. `left`, `coverage`: of `RecipeComparison`."""
 
     loss: float
     output: list[torch.Tensor]
     layers: dict[str, list[torch.Tensor]]
     gradients: dict[str, torch.Tensor]
     records: list[QuantizationRecord]
+    left: list[str] = field(default_factory=list)
+    coverage: Coverage = Coverage(0, 0, 0.0)
+
+
+def _step_under(name: str, model: torch.nn.Module, rule: Rule, batch: Any, loss: Any, pad: bool) -> _Outcome:
+    """Run a step of a copy of a model, converted by a rule. An error of plain text begins with the rule's name."""
+    duplicate, left = converted(model, rule, pad=pad, inplace=False)
+    try:
+        step = _run_step(duplicate, rule, batch, loss)
+    except Exception as error:
+        if [str(error)] == list(error.args):
+            say_who(error, f"Under {name}")
+        raise
+    return replace(step, left=left, coverage=_coverage(duplicate, rule))
+
+
+def _without_padding(step: _Outcome, plain: _Outcome) -> _Outcome:
+    """A step with tensors of layers as large as in a step that nothing was padded for, where they can be matched."""
+    layers = dict(step.layers)
+    for layer, wanted in plain.layers.items():
+        found = layers.get(layer, [])
+        if len(found) == len(wanted):
+            layers[layer] = [one.flatten()[: other.numel()] for one, other in zip(found, wanted, strict=True)]
+    return replace(step, layers=layers)
 
 
 def _run_step(model: torch.nn.Module, rule: Rule, batch: Any, loss: Any) -> _Outcome:
@@ -627,14 +717,10 @@ def _coverage(model: torch.nn.Module, rule: Rule) -> Coverage:
     return Coverage(len(quantized), len(matrices), sum(one.numel() for one in held) / every if every else 0.0)
 
 
-def _compared(
-    name: str, plain: _Outcome, model: torch.nn.Module, rule: Rule, batch: Any, loss: Any, pad: bool
-) -> RecipeComparison:
-    """Run a step under a rule and compare it with the plain one."""
-    duplicate, left = converted(model, rule, pad=pad, inplace=False)
-    step = _run_step(duplicate, rule, batch, loss)
+def _compared(name: str, base: _Outcome, step: _Outcome) -> RecipeComparison:
+    """Compare a step with another one, in which nothing is padded."""
     own: dict[str, list[str]] = {}  # layer -> names of its parameters
-    for parameter in plain.gradients:
+    for parameter in base.gradients:
         own.setdefault(layer_of(parameter.rpartition(".")[0]), []).append(parameter)
     records: dict[str, list[QuantizationRecord]] = {}
     for record in step.records:
@@ -642,23 +728,23 @@ def _compared(
 
     def gradient_error(names: Sequence[str]) -> float | None:
         both = [n for n in names if n in step.gradients]
-        return _relative([step.gradients[n] for n in both], [plain.gradients[n] for n in both])
+        return _relative([step.gradients[n] for n in both], [base.gradients[n] for n in both])
 
     return RecipeComparison(
         name,
         step.loss,
-        abs(step.loss - plain.loss) / abs(plain.loss) if plain.loss else abs(step.loss),
-        _relative(step.output, plain.output),
-        gradient_error(list(plain.gradients)),
+        abs(step.loss - base.loss) / abs(base.loss) if base.loss else abs(step.loss),
+        _relative(step.output, base.output),
+        gradient_error(list(base.gradients)),
         [
             LayerComparison(
                 layer,
-                _relative(step.layers.get(layer, []), plain.layers.get(layer, [])),
+                _relative(step.layers.get(layer, []), base.layers.get(layer, [])),
                 gradient_error(own.get(layer, [])),
                 tuple(records.get(layer, [])),
             )
-            for layer in dict.fromkeys(itertools.chain(plain.layers, own))
+            for layer in dict.fromkeys(itertools.chain(base.layers, own))
         ],
-        left,
-        _coverage(duplicate, rule),
+        step.left,
+        step.coverage,
     )

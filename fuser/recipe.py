@@ -196,6 +196,16 @@ class Recipe:
         """Settings of the products "fprop", "dgrad" or "wgrad". (Not in TE.)"""
         return getattr(self, f"fp8_gemm_{product}", _MM_PARAMS[product])
 
+    @property
+    def title(self) -> str:
+        """Its class and what differs from the class's defaults, as "Float8CurrentScaling hopper". (Not in TE.)"""
+        values = {entry.name: getattr(self, entry.name) for entry in fields(self)}
+        own = {entry.name: values[entry.name] for entry in fields(self) if values[entry.name] != _default(entry, self)}
+        card = own.pop("products", "")
+        return " ".join(
+            filter(None, [type(self).__name__, card, *(f"{n}={_shown(value)}" for n, value in own.items())])
+        )
+
     def fingerprint(self) -> str:
         """A string that is equal for recipes of equal class and values."""
         own = sorted(fields(self), key=operator.attrgetter("kw_only"))  # before those of all recipes
@@ -248,6 +258,13 @@ class Recipe:
             f"fp8_format must be a Format, as Format.E4M3; got {shown(self.fp8_format)}",
         )
         _require(self.fp8_format != Format.E5M2, "Pure E5M2 training is not supported.")
+
+
+def _default(entry: Any, recipe: Recipe) -> Any:
+    """The default of a field of a recipe; MISSING if it has none."""
+    if entry.default_factory is not MISSING:
+        return entry.default_factory()
+    return entry.default.derive(recipe) if isinstance(entry.default, _Derived) else entry.default
 
 
 def _shown(value: Any) -> str:

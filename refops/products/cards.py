@@ -103,7 +103,7 @@ def product_of(
             return product
         return replace(product, promotion=split_interval)
     asked = " and ".join(dict.fromkeys(map(_described, kinds)))
-    raise ValueError(no_unit(card, f"{asked}, accumulated in {dtype}", list(found)))
+    raise no_unit(card, f"{asked}, accumulated in {dtype}", list(found))
 
 
 def operand_format(kind: Any) -> OperandFormat:

@@ -160,13 +160,25 @@ def unit(
             return row
     asked = " and ".join(map(format_name, dict.fromkeys(formats)))
     asked += f" with {scale_format!r} scales" * (scale_format is not None)
-    raise ValueError(no_unit(card, f"{asked}, accumulated in {accumulator}", [row.card for row in fitting]))
+    raise no_unit(card, f"{asked}, accumulated in {accumulator}", [row.card for row in fitting])
 
 
-def no_unit(card: str, asked: str, cards: list[str]) -> str:
+class NoUnitError(ValueError):
+    """A card does not multiply what is asked for.
+
+    Attributes:
+        card: its name.
+    """
+
+    card: str
+
+
+def no_unit(card: str, asked: str, cards: list[str]) -> NoUnitError:
     """The error for a card that does not multiply what is asked for; it names the cards that do."""
     others = f"{' and '.join(dict.fromkeys(cards))} can" if cards else f"none of {', '.join(CARDS)} can"
-    return f"card must have a unit that multiplies {asked}: {others}; got {card!r}"
+    error = NoUnitError(f"card must have a unit that multiplies {asked}: {others}; got {card!r}")
+    error.card = card
+    return error
 
 
 def require_operand_format(value: Any, name: str) -> OperandFormat:

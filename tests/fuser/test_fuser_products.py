@@ -33,6 +33,8 @@ CARDS_OF = {
 }
 PAIRS = [(name, card) for name, cards_of in CARDS_OF.items() for card in cards_of]
 SIXTEEN_BITS = (torch.bfloat16, torch.float16)
+#: What titles of recipes that say how products are computed end in.
+TITLES = (" float32", " hopper", " blackwell")
 
 
 def make_recipe(name, **options):
@@ -238,13 +240,119 @@ def test_converted_models_and_quantized_weights():
     assert all_same([y, leaf.grad, quantized.weight.grad], expected)
 
 
+def two_layers():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(256, 32), torch.nn.ReLU(), torch.nn.Linear(32, 32))
+
+
+@functools.cache
+def many_recipes():
+    """What `compare` says of two layers under recipes that differ in the card, one of which lacks the format."""
+    own = [
+        make_recipe(name, products=card)
+        for name in ("current", "mxfp8")
+        for card in (None, "float32", "hopper", "blackwell")
+    ]
+    return fuser.compare(two_layers(), seeded(32, 256), own, quiet=True)
+
+
 def test_comparisons_of_cards():
     """Recipes that differ in the card alone: `compare` computes each step on its card."""
-    model = torch.nn.Sequential(torch.nn.Linear(256, 32), torch.nn.ReLU(), torch.nn.Linear(32, 32))
-    own = [make_recipe("current", products=card) for card in ("float32", "hopper")]
-    plain, hopper = fuser.compare(model, torch.rand(32, 256), own, quiet=True)
-    assert plain.recipe.endswith("products='float32')") and hopper.recipe.endswith("products='hopper')")
-    assert plain.output != hopper.output and plain.gradient != hopper.gradient
+    plain, same, hopper, blackwell = (many_recipes()[f"Float8CurrentScaling{c}"] for c in ("", *TITLES))
+    assert plain.output == same.output and plain.gradient == same.gradient
+    assert len({one.output for one in (plain, hopper, blackwell)}) == 3
+    assert len({one.gradient for one in (plain, hopper, blackwell)}) == 3
+
+
+def test_tables_of_many_recipes_show_every_number():
+    """Beside one another as far as the console is wide; nothing is cut off."""
+    found, text = many_recipes(), str(many_recipes())
+    names = [f"{kind}{card}" for kind in ("Float8CurrentScaling", "MXFP8BlockScaling") for card in ("", *TITLES)]
+    assert [one.recipe for one in found] == names
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= 120
+    heads = [line for line in lines if line.startswith("layer ")]
+    assert " ".join(" ".join(heads).replace("layer", "").split()) == " ".join([*names, *names])
+    rows = [cell for line in lines if line.startswith("(model) ") for cell in line.split()[1:]]
+    assert rows == ["-" if one.output is None else f"{one.output:.1e}" for one in found]
+
+
+def test_a_recipe_that_the_card_lacks_is_a_row():
+    refused = many_recipes()["MXFP8BlockScaling hopper"]
+    assert (refused.loss, refused.output, refused.layers, refused.error.card) == (None, None, [], "hopper")
+    assert "\nMXFP8BlockScaling hopper " in str(many_recipes()) and " not on hopper " in str(many_recipes())
+    assert "Under MXFP8BlockScaling hopper: In forward, operation 0 BasicLinear" in str(many_recipes())
+    with fuser.products("hopper"):
+        found = fuser.compare(two_layers(), seeded(32, 256), quiet=True)
+        with pytest.raises(ValueError, match=r"^Under MXFP8BlockScaling: In forward, .*: blackwell can; got 'hopper'"):
+            fuser.compare(two_layers(), seeded(32, 256), recipe.MXFP8BlockScaling(), quiet=True)
+        with pytest.raises(ValueError, match=r"^Under NVFP4BlockScaling: In forward"):
+            fuser.compare(two_layers(), seeded(32, 256), baseline=recipe.NVFP4BlockScaling(), quiet=True)
+    assert [one.recipe for one in found if one.error] == ["MXFP8BlockScaling", "NVFP4BlockScaling"]
+    assert "\nQuantized: 2 of 2 layers" in str(found)
+
+
+@pytest.mark.parametrize("rows", [32, 5])
+def test_a_baseline_leaves_what_the_sums_change(rows):
+    """Of a padded batch, too: y, dx and dw of a step by hand, under one recipe with and without a card."""
+    x, w, dy = tensors(rows, 256, 48)
+    model = torch.nn.Sequential(torch.nn.Linear(256, 48, bias=False))
+    with torch.no_grad():
+        model[0].weight.copy_(w)
+    own = make_recipe("current")
+    cards_of = [make_recipe("current", products=card) for card in ("hopper", "blackwell")]
+    found = fuser.compare(model, x.detach(), cards_of, loss=lambda y: (y * dy).sum(), baseline=own, quiet=True)
+    assert [one.recipe for one in found] == ["Float8CurrentScaling hopper", "Float8CurrentScaling blackwell"]
+    padded = [torch.nn.functional.pad(tensor, (0, 0, 0, -rows % 16)) for tensor in (x.detach(), dy)]
+
+    def step_on(card):
+        y, _, dw = step(layer_of(w), *padded, card, own)
+        return y[:rows], dw
+
+    def error(one, other):
+        return ((one.double() - other).norm() / other.double().norm()).item()
+
+    for one, card in zip(found, ("hopper", "blackwell"), strict=True):
+        for layer in one.layers:
+            assert layer.output == one.output == pytest.approx(error(step_on(card)[0], step_on("float32")[0]))
+        assert one.layers[0].gradient == pytest.approx(error(step_on(card)[1], step_on("float32")[1]))
+    assert found.baseline.recipe == "Float8CurrentScaling"
+    assert found.baseline.output == pytest.approx(error(step_on("float32")[0], x.detach() @ w.T))
+    assert 0.02 < found.baseline.output < 0.1 and 1e-5 < found.recipes[0].output < 1e-2
+    first = str(found).splitlines()[0]
+    assert (
+        first.startswith("Loss without a recipe: ")
+        and f", under Float8CurrentScaling: {found.baseline.loss:.4g}. " in first
+    )
+
+
+def test_names_of_baselines():
+    x, own = seeded(32, 256), make_recipe("current")
+    names = {"a": own, "b": {"0": own}}
+    for baseline in (own, "a"):
+        found = fuser.compare(two_layers(), x, names, baseline=baseline, quiet=True)
+        assert found.baseline.recipe == "a" and found["a"].output == found["a"].gradient == found["a"].loss_error == 0
+        assert found["b"].output > 0
+    other = recipe.MXFP8BlockScaling()
+    found = fuser.compare(two_layers(), x, {"MXFP8BlockScaling": own}, baseline=other, quiet=True)
+    assert found.baseline.recipe == "baseline MXFP8BlockScaling" and found.recipes[0].output > 0.01
+    with pytest.raises(ValueError, match="baseline must be one of a, b; got 'c'"):
+        fuser.compare(two_layers(), x, names, baseline="c")
+    for wrong in (recipe.MXFP8BlockScaling, 3, ["a"]):
+        with pytest.raises(TypeError, match="baseline must be a recipe, the name of one of recipes, or None; got"):
+            fuser.compare(two_layers(), x, names, baseline=wrong)
+
+
+def test_titles_of_recipes():
+    """The class and what differs from its defaults, derived ones as long as they are."""
+    own = recipe.Float8CurrentScaling(use_power_2_scales=True, products="hopper")
+    assert own.title == "Float8CurrentScaling hopper use_power_2_scales=True"
+    assert recipe.Float8CurrentScaling(fp8_format=recipe.Format.E4M3).title == "Float8CurrentScaling fp8_format=E4M3"
+    own = recipe.Float8BlockScaling()
+    assert own.title == "Float8BlockScaling"
+    own.fp8_quant_fwd_inp = recipe.QParams(amax_epsilon=0.5)
+    assert "fp8_quant_fwd_inp=QParams(" in own.title and "amax_epsilon=0.5" in own.title
+    assert recipe.CustomRecipe(qfactory=print).title == "CustomRecipe qfactory=<built-in function print>"
 
 
 # --- operands -----------------------------------------------------------------------------------------
