@@ -1,9 +1,9 @@
 """fuser: TransformerEngine's operation and fuser hierarchy in PyTorch, on `cuda_kernels` and `refops`.
 
 The public names of `transformer_engine.pytorch` that the operations need: `ops`, `autocast`, recipes, quantizers,
-quantized tensors; and this package's own: `backend` (where the work goes), `products` (the card that multiplies),
-`explain` (which fusions fired and why), `fusions` (fusions for a scope). Every name is imported when it is first used,
-so `import fuser` costs nothing.
+quantized tensors; and this package's own: `backend` (where the work goes), `products` (the card that multiplies) and
+`current_products` (which one that is now), `explain` (which fusions fired and why), `fusions` (fusions for a scope).
+Every name is imported when it is first used, so `import fuser` costs nothing.
 """
 
 import contextlib
@@ -24,6 +24,7 @@ if TYPE_CHECKING:  # the same names, for type checkers
     from fuser import quantization as quantization
     from fuser import recipe as recipe
     from fuser import xla as xla
+    from fuser.cards import current_products as current_products
     from fuser.cards import products as products
     from fuser.comparison import compare as compare
     from fuser.conversion import convert as convert
@@ -134,7 +135,7 @@ _HOMES = {
     ),
     "fuser.utils": ("deinterleave_glu_tensor", "get_device_compute_capability", "interleave_glu_tensor"),
     "fuser.dtypes": ("DType",),
-    "fuser.cards": ("products",),
+    "fuser.cards": ("current_products", "products"),
     "fuser.dispatch": ("backend",),
     "fuser.comparison": ("compare",),
     "fuser.conversion": ("convert",),

@@ -55,6 +55,11 @@ class Products:
     name: str
     promotion: Promotion = "split"
 
+    def __str__(self) -> str:
+        if self.promotion == "split":
+            return self.name
+        return f"{self.name}, {'never promoted' if self.promotion is None else f'promoted every {self.promotion}'}"
+
     def promoting(self, use_split_accumulator: bool) -> dict[str, Any]:
         """The arguments of `refops.gemm` for a product, given its `use_split_accumulator`."""
         if self.promotion == "split":
@@ -139,7 +144,11 @@ def said_products() -> Products:
 
 
 def current_products() -> Products:
-    """Return how a product would be computed now; ValueError if FUSER_PRODUCTS holds no name of `products`."""
+    """Return how a product would be computed now, by scope, recipe or environment: its `name` and `promotion`.
+
+    Raises:
+        ValueError: FUSER_PRODUCTS holds no name of `products`.
+    """
     said = said_products()
     require_choice(said.name, VARIABLE, PRODUCTS)
     return said

@@ -513,10 +513,10 @@ class _Converted(HoldsFusers, NotScriptable, torch.nn.Module):
     _make_operations: Callable[..., list[BasicOperation]]
 
     def extra_repr(self) -> str:
-        """torch's text, and the recipe's class."""
-        inherited = super().extra_repr()
+        """torch's text, the recipe's class, and the card where the recipe names one."""
         recipe = self.recipe and type(self.recipe).__name__
-        return f"{inherited}{', ' if inherited else ''}recipe={recipe}"
+        card = f"products={self.recipe.products!r}" if self.recipe and self.recipe.products else ""
+        return ", ".join(filter(None, [super().extra_repr(), f"recipe={recipe}", card]))
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Like the forward of torch's module, under the module's recipe or that of the `autocast` around the call."""

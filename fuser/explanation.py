@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from fuser.cards import current_products
 from fuser.common import copied, is_quantized_tensor
 from fuser.fused_pattern import Candidate
 from fuser.fuser import OperationFuser, fusion_steps
@@ -81,10 +82,15 @@ class SavedTensor:
 
 @dataclass
 class PipelineReport:
-    """One `OperationFuser`: the basic operations and what becomes of them. Operations are named by their position."""
+    """One `OperationFuser`: the basic operations and what becomes of them. Operations are named by their position.
+
+    `products`: how products are computed, "float32" or a card (`fuser.products`), and how that is promoted where a
+    scope says so.
+    """
 
     basic_ops: list[str]
     recipe: str | None
+    products: str
     first_op_requiring_backward: int
     forward: list[PlannedOp]
     backward: list[PlannedOp]
@@ -277,6 +283,7 @@ def _report(fuser: OperationFuser, recipe: Any) -> PipelineReport:
     return PipelineReport(
         basic_ops=[type(op).__name__ for op in fuser._basic_ops],
         recipe=None if recipe is None else type(recipe).__name__,
+        products=str(current_products()),
         first_op_requiring_backward=fuser.first_op_requiring_backward,
         forward=planned(fuser._forward_ops),
         backward=planned(fuser._backward_ops),
@@ -444,6 +451,8 @@ def _bytes(count: float) -> str:
 def _text_of(number: int, pipeline: PipelineReport) -> str:
     lines = [f"Pipeline {number}: {_names(pipeline, range(len(pipeline.basic_ops)))}"]
     lines.append(f"  recipe: {pipeline.recipe or 'none'}")
+    if pipeline.products != "float32":
+        lines.append(f"  products: {pipeline.products}")
     skipped = pipeline.first_op_requiring_backward
     for direction, steps in (("forward", pipeline.forward), ("backward", list(reversed(pipeline.backward)))):
         lines.append(f"  {direction}:")

@@ -519,6 +519,27 @@ def test_scopes_nest_and_decorate():
     assert current_products().name == "float32"
 
 
+@pytest.mark.parametrize(
+    ("options", "shown"),
+    [({}, "hopper"), ({"promotion": None}, "hopper, never promoted"), ({"promotion": 64}, "hopper, promoted every 64")],
+)
+@pytest.mark.parametrize("runs", [False, True])
+def test_what_is_in_force_is_shown(options, shown, runs):
+    """By `explain`, planned or run, of a scope and of a recipe; by the module that has the recipe; by a function."""
+    own, x = make_recipe("current", products="blackwell"), [seeded(32, 64)] if runs else []
+    layer = ops.Sequential(ops.Linear(64, 64))
+    with fuser.products("hopper", **options):
+        found = fuser.explain(layer, *x, recipe=own, quiet=True)
+        assert str(fuser.current_products()) == shown
+    assert found.pipelines[0].products == shown and f"\n  products: {shown}\n" in str(found)
+    found = fuser.explain(layer, *x, recipe=own, quiet=True)
+    assert found.to_dict()["pipelines"][0]["products"] == "blackwell"
+    assert "products" not in str(fuser.explain(layer, *x, recipe=make_recipe("current"), quiet=True))
+    converted = fuser.convert(torch.nn.Sequential(torch.nn.Linear(64, 64)), own)
+    assert "recipe=Float8CurrentScaling, products='blackwell')" in repr(converted)
+    assert fuser.explain(converted, *x, quiet=True).pipelines[0].products == "blackwell"
+
+
 def test_other_threads_have_none():
     seen = []
 

@@ -415,6 +415,7 @@ AVAILABLE = (
                 "autocast",
                 "backend",
                 "products",
+                "current_products",
                 "quantized_model_init",
             )
         ),
@@ -465,6 +466,7 @@ def recipes(case):
     made = state.make_quantizers()
     require(len(made) == count, "another number of quantizers", len(made))
     before = FP8GlobalStateManager.get_autocast_state()
+    selected = case.call("fuser.current_products")
     promotion = {"promotion": case.choose([None, 32, 256, "split", 31, "x", 1.5])} if case.chance(0.5) else {}
     with (
         case.call("fuser.backend", case.choose(["auto", "reference", "exact", "float64", "x", 1]), **ERRORS),
@@ -482,6 +484,7 @@ def recipes(case):
             raise ZeroDivisionError
     after = FP8GlobalStateManager.get_autocast_state()
     require(repr(before) == repr(after), "a context left something behind", before, after)
+    require(case.call("fuser.current_products") == selected, "a context left a card behind", selected)
 
 
 def recipe_state(kind, mode, count, case):
