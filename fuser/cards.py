@@ -30,8 +30,8 @@ from fuser.quantization.state import FP8GlobalStateManager
 from fuser.recipe import PRODUCTS
 from fuser.scopes import Scope, scope
 from fuser.tracing import rehearsing
-from refops.arguments import require_choice
-from refops.products.units import UNITS, require_interval
+from refops.arguments import require_choice, shown
+from refops.products.units import UNITS, Unit, require_interval
 
 VARIABLE = "FUSER_PRODUCTS"
 
@@ -96,8 +96,16 @@ def products(name: str, *, promotion: Promotion = "split") -> Scope[Products | N
     if promotion != "split":
         for unit in UNITS:
             if unit.split_interval is not None:
-                promotion = require_interval(promotion, unit, "promotion")
+                promotion = _require_promotion(promotion, unit)
     return products_in_force(Products(name, promotion))
+
+
+def _require_promotion(promotion: Any, unit: Unit) -> int | None:
+    try:
+        return require_interval(promotion, unit, "promotion")
+    except (TypeError, ValueError) as error:
+        rule = f"promotion must be 'split', None or a positive multiple of {unit.products}"
+        raise type(error)(f"{rule}; got {shown(promotion)}") from None
 
 
 @scope

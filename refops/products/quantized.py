@@ -132,6 +132,11 @@ class _Plain:
     hadamard, top = None, 1.0
 
     def __init__(self, tensor, name, transposed):
+        if hasattr(tensor, "_quantizer"):
+            raise TypeError(
+                f"{name} must be a refops.Quantized or a plain tensor; got a {type(tensor).__name__}, which "
+                "fuser.gemm.gemm multiplies, as a card does in a scope of fuser.products"
+            )
         tensor = require_tensor(tensor, name)
         self.kind = self.dtype = require_dtype(
             tensor.dtype, name, SIXTEEN_BITS, "a Quantized, float16 or bfloat16: tensor cores multiply no float32"

@@ -719,10 +719,22 @@ def test_other_names(wrong, monkeypatch):
             gemm.gemm(*[torch.ones(2, 2, dtype=torch.bfloat16)] * 2)
 
 
-@pytest.mark.parametrize(("wrong", "error"), [(0, ValueError), (48, ValueError), (True, TypeError), ("all", TypeError)])
+@pytest.mark.parametrize(
+    ("wrong", "error"), [(0, ValueError), (48, ValueError), (True, TypeError), ("Split", TypeError), (1.5, TypeError)]
+)
 def test_other_intervals(wrong, error):
-    with pytest.raises(error, match=r"promotion must be .*; got"):
+    rule = rf"^promotion must be 'split', None or a positive multiple of 32; got {wrong!r}$"
+    with pytest.raises(error, match=rule):
         fuser.products("hopper", promotion=wrong)
+
+
+def test_refops_says_what_multiplies_tensors_of_fuser():
+    quantized = linear_quantizers(make_recipe("mxfp8"))[0](seeded(32, 64))
+    rule = r"a must be a refops\.Quantized or a plain tensor; got a MXFP8Tensor, which fuser\.gemm\.gemm multiplies"
+    with pytest.raises(TypeError, match=rule):
+        refops.gemm(quantized, quantized, "blackwell")
+    with fuser.products("blackwell"):
+        assert gemm.gemm(quantized, quantized).shape == (32, 32)
 
 
 def test_an_error_names_the_group():
