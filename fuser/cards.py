@@ -97,7 +97,7 @@ def products(name: str, *, promotion: Promotion = "split") -> Scope[Products | N
         for unit in UNITS:
             if unit.split_interval is not None:
                 promotion = _require_promotion(promotion, unit)
-    return products_in_force(Products(name, promotion))
+    return _scope(Products(name, promotion))
 
 
 def _require_promotion(promotion: Any, unit: Unit) -> int | None:
@@ -109,8 +109,14 @@ def _require_promotion(promotion: Any, unit: Unit) -> int | None:
 
 
 @scope
+def _scope(selected: Products) -> Iterator[Products | None]:
+    with products_in_force(selected):
+        yield selected
+
+
+@contextmanager
 def products_in_force(selected: Products | None) -> Iterator[Products | None]:
-    """Like `products`, for what `said_products` returned; None: outside of every scope."""
+    """Like `products`, to be entered once, for what `said_products` returned; None: outside of every scope."""
     token = _selected.set(selected)
     try:
         yield selected

@@ -52,7 +52,7 @@ _NUMPY = {
     torch.float16: np.dtype(np.float16),
     torch.float32: np.dtype(np.float32),
 }
-_selected = ContextVar("fuser_backend", default=None)
+_selected: ContextVar[str | None] = ContextVar("fuser_backend", default=None)
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
@@ -83,12 +83,19 @@ def _scope(name):
 
 
 class one_backend:  # noqa: N801 (used like a function)
-    """A context manager that holds the backend in force for its block: FUSER_BACKEND is read once, as it begins."""
+    """A context manager that holds one backend for its block; it is entered once.
 
-    __slots__ = ("_token",)
+    Args:
+        name: as of `backend`, which checks it. None: the one in force; FUSER_BACKEND is read once, as the block begins.
+    """
+
+    __slots__ = ("_name", "_token")
+
+    def __init__(self, name: str | None = None) -> None:
+        self._name = name
 
     def __enter__(self) -> None:
-        self._token = _selected.set(current_backend())
+        self._token = _selected.set(self._name or current_backend())
 
     def __exit__(self, *exc_info: Any) -> None:
         _selected.reset(self._token)

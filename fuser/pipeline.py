@@ -25,7 +25,7 @@ from fuser.aliasing import (
 )
 from fuser.cards import products_in_force, said_products
 from fuser.channels import ChanneledOperation, Slot
-from fuser.dispatch import backend, current_backend
+from fuser.dispatch import current_backend, one_backend
 from fuser.fusible import FusibleOperation, OperationContext
 from fuser.quantization.quantizer import Quantizer
 from fuser.quantization.quantizers import is_replaying
@@ -87,7 +87,7 @@ class FuserFunction(torch.autograd.Function):
 @contextlib.contextmanager
 def as_in_forward(func_ctx: Any) -> Iterator[None]:
     """Restore the backend and products of the forward pass: a GPU's autograd thread sees no context variables."""
-    with backend(func_ctx.backend), products_in_force(func_ctx.products):
+    with one_backend(func_ctx.backend), products_in_force(func_ctx.products):
         yield
 
 
