@@ -498,7 +498,7 @@ def _is_function(rule: Any) -> bool:
 
 @dataclass
 class _Outcome:
-    """The compared parts of a step. Tensors of a layer: one for each call. `left`, `coverage`: of `RecipeComparison`."""
+    """What is compared of a step. Tensors of a layer: one for each call. `left`, `coverage`: of `RecipeComparison`."""
 
     loss: float
     output: list[torch.Tensor]
