@@ -38,6 +38,7 @@ from refops.golden.inputs import make_amaxes, make_row_scales, make_tensor
 from refops.golden.matrix import scaling_label
 from refops.oracle.operation import OPERATIONS
 from refops.survey import SCALINGS, cast_source
+from tiers import sampled
 
 ROOT = Path(refops.__file__).parent.parent
 F = np.float32
@@ -180,7 +181,7 @@ def test_arrays_are_aligned_and_listed_in_one_order():
     assert len(data) == 8 + length + end
 
 
-@pytest.mark.parametrize("name", SAMPLE)
+@sampled("name", SAMPLE, 3)
 def test_read_gives_what_was_built(name, tmp_path):
     recipe = MATRIX[name]
     built = build_golden(recipe)
@@ -339,7 +340,7 @@ def test_intermediates_are_the_steps_from_input_to_output(op, scaling):
             assert golden.outputs[f"amax_{direction}"][0] == np.abs(unrounded).max()
 
 
-@pytest.mark.parametrize("name", SAMPLE)
+@sampled("name", SAMPLE, 3)
 def test_oracle_finds_golden_outputs_right_and_changed_ones_wrong(name):
     golden = build_golden(MATRIX[name])
     options = {"scaling": golden.scaling, "params": golden.params, "diagnose": False}
@@ -380,7 +381,7 @@ def test_matrix_covers_every_operation_scaling_and_dtype():
     assert {r.seed for r in golden_matrix(9)} == {9}
 
 
-@pytest.mark.parametrize("name", SAMPLE)
+@sampled("name", SAMPLE, 3)
 def test_matrix_writes_everything_that_an_operation_can(name):
     """Both copies, sums, amaxes: all slots of the case."""
     golden = build_golden(MATRIX[name])

@@ -191,7 +191,7 @@ def given_of(name, seed):
     return given, inputs, params
 
 
-@sampled(("number", "name", "seed"), sorted(planted_cases()), 61, in_all=53)
+@sampled(("number", "name", "seed"), sorted(planted_cases()), 61, in_all=150)
 def test_planted_faults_are_named(number, name, seed):
     planted, (given, inputs, params) = product_faults.FAULTS[number], given_of(name, seed)
     with np.errstate(all="ignore"):
@@ -214,8 +214,9 @@ def test_a_fault_in_some_rows_is_placed():
     assert explanation.place.columns is None and "in rows 64..95 only" in str(explanation)
 
 
-@pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "current"])
-@pytest.mark.parametrize("value", [np.nan, np.inf, 40.0])
+@sampled(
+    ("name", "value"), [(name, value) for name in ("mxfp8", "nvfp4", "current") for value in (np.nan, np.inf, 40.0)], 4
+)
 def test_one_wrong_result_shows_no_fault(name, value):
     """A NaN, or any number, is what some fault gives at one place: that is no reason to name it."""
     a, b = quantized(name, (64, 96, 256))
