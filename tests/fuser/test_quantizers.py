@@ -18,7 +18,7 @@ from fuser.dtypes import DType
 from fuser.quantization.quantizer import Quantizer, ValueQuantizer
 from fuser.quantization.storage import QuantizedTensorStorage
 from refops import E4M3, E5M2
-from tiers import sampled
+from tiers import SWEEP, sampled
 
 F8, F8B = DType.kFloat8E4M3, DType.kFloat8E5M2
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -633,7 +633,9 @@ def test_an_abstract_quantizer_is_refused(base):
             kind(rowwise=True, columnwise=True)
 
 
-@pytest.mark.parametrize(("mode", "top", "two_d"), [("MAE", 448, False), ("MSE", 256, True)])
+@pytest.mark.parametrize(
+    ("mode", "top", "two_d"), [("MAE", 448, False), pytest.param("MSE", 256, True, marks=SWEEP)]
+)  # the kernels of each take half a minute to compile
 def test_the_fast_error_of_4over6(monkeypatch, mode, top, two_d):
     options = {"nvfp4_4over6_err_mode": mode, "nvfp4_e4m3_max": top, "with_2d_quantization": two_d}
     quantizer = q.NVFP4Quantizer(nvfp4_use_4over6=True, **options)
