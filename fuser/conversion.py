@@ -399,7 +399,7 @@ def _misfit(module: Any, recipe: Any, name: str) -> str | None:
     rows = get_align_size_for_quantization(recipe)
     weight = module._parameters.get("weight")
     out_features, in_features = (module.out_features, module.in_features) if weight is None else weight.shape
-    (linear,) = _named(_linear_operations((out_features, in_features), False), name)
+    (linear,) = _of_module(_linear_operations((out_features, in_features), False), name)
     with autocast(recipe=recipe, _graph=True):
         linear.reset_recipe_state(recipe=recipe)
     shapes = {("forward", 0): (rows, in_features), ("forward", 1): (out_features, in_features)}
@@ -550,7 +550,7 @@ class _Converted(HoldsFusers, NotScriptable, torch.nn.Module):
         facts = [(name, value.device, value.shape) for name, value in present.items()]
         made_for = (self._name, facts, self._settings(present))
         if self._pipeline is None or self._made_for != made_for:
-            self._pipeline = OperationFuser(_named(self._make_operations(present), self._name))
+            self._pipeline = OperationFuser(_of_module(self._make_operations(present), self._name))
             self._made_for = made_for
         for basic in self._pipeline._basic_ops:
             for name in basic._parameters.keys() & present.keys():
@@ -866,10 +866,14 @@ def _linear_operations(weight: Any, with_bias: bool) -> list[BasicOperation]:
     return [*made, ops.Bias(out_features, device="meta")] if with_bias else made
 
 
-def _named(operations: list[BasicOperation], name: str) -> list[BasicOperation]:
-    """Operations with the name that a CustomRecipe's roles show."""
+def _of_module(operations: list[BasicOperation], name: str) -> list[BasicOperation]:
+    """Operations with the name that a CustomRecipe's roles show, whose scales keep still while others take their turn.
+
+    Each converted module quantizes in a context of its own, and leaving that updates what is registered anywhere.
+    """
     for op in operations:
         op.__dict__["name"] = name
+        op._keeps_unseen_scales = True
     return operations
 
 

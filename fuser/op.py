@@ -69,6 +69,7 @@ class BasicOperation(_CalledAlone, ChanneledOperation, metaclass=abc.ABCMeta):
         self._quantizers: dict[str, list[Any]] | None = None
         self._suspended_recipe_state: tuple[Any, Any] | None = None
         self._recipe_key: tuple[str, Any] | None = None  # what the quantizers follow; fusers compare it
+        self._keeps_unseen_scales = False  # of delayed scaling, in an update that comes before the operation's turn
 
     # ------------------------------------------------------------------ quantizers and recipe state
 
@@ -121,7 +122,7 @@ class BasicOperation(_CalledAlone, ChanneledOperation, metaclass=abc.ABCMeta):
         if FP8GlobalStateManager.is_fp8_enabled() and not FP8GlobalStateManager.fp8_graph_capturing():
             for mode, meta in self._fp8_metas.items():
                 if meta:
-                    FP8GlobalStateManager.add_fp8_tensors_to_global_buffer(self._fp8_metas[mode])
+                    FP8GlobalStateManager.add_fp8_tensors_to_global_buffer(meta, self._keeps_unseen_scales)
 
     def _made_recipe_state(self, mode: str, recipe: Any) -> tuple[dict[str, Any] | None, list[Any]]:
         """New state of `mode`, and its quantizers."""

@@ -202,6 +202,8 @@ class DelayedScalingRecipeState(RecipeState):
         scale: float32 (num_quantizers,), ones at first.
         amax_history: float32 (amax_history_len, num_quantizers), zeros at first. Row 0 collects the present amaxes.
         group: the process group of the amax reduction, as of the last registration.
+        keeps_unseen: whether an update leaves everything as it is if no tensor was seen since the last one. Where each
+            module is a context of its own, the updates of all others come between two of its steps.
     """
 
     _serial: int  # in the registry; unset until it is put there
@@ -214,7 +216,7 @@ class DelayedScalingRecipeState(RecipeState):
             self.amax_history = torch.zeros(
                 recipe.amax_history_len, num_quantizers, dtype=torch.float32, device=self.device
             )
-        self.group = None
+        self.group, self.keeps_unseen = None, False
         self._scale_unit = self._unit_of_scales()
         self._amaxes = []
 
@@ -673,9 +675,10 @@ class FP8GlobalStateManager(metaclass=_ManagerType):
         return f"{cls.get_fwd_bwd_key(forward)}_{cls.get_unique_autocast_key(recipe, group)}"
 
     @classmethod
-    def add_fp8_tensors_to_global_buffer(cls, fp8_meta: dict[str, Any]) -> None:
+    def add_fp8_tensors_to_global_buffer(cls, fp8_meta: dict[str, Any], keeps_unseen: bool = False) -> None:
         """Register the delayed-scaling states of an operation's meta dict for updates. Any number of calls do as one.
 
+        `keeps_unseen`: see `DelayedScalingRecipeState`.
         The states follow the dict's "recipe" and "fp8_group". `fp8_meta[get_buffer_info()]` becomes a list of serial
         number and key for each state. A copied dict (`copy.deepcopy` of an operation) registers its own states.
         """
@@ -688,6 +691,7 @@ class FP8GlobalStateManager(metaclass=_ManagerType):
             if holder is state:
                 state.recipe = fp8_meta["recipe"]
             state.group = fp8_meta.get("fp8_group")
+            state.keeps_unseen = keeps_unseen
             key = cls.get_key_in_buffer(forward, state.recipe, state.group)
             positions += [cls._register(state), key]
         if positions:
@@ -723,7 +727,8 @@ class FP8GlobalStateManager(metaclass=_ManagerType):
             if states[0].recipe.reduce_amax:
                 cls._reduce_amaxes(states, states[0].group)
             for state in states:
-                state.update_scales()
+                if not state.keeps_unseen or state.amax_history[0].any():
+                    state.update_scales()
 
     @staticmethod
     def _reduce_amaxes(states: Iterable[DelayedScalingRecipeState], group: Any) -> None:

@@ -288,6 +288,24 @@ class TestCopies:
         assert model[1].weight.abs().sum() > 0
         assert not torch.equal(duplicate(x), model(x))
 
+    @pytest.mark.parametrize(
+        "rule",
+        [
+            {},
+            {"amax_compute_algo": lambda history: history.amax(dim=0)},
+            {"scaling_factor_compute_algo": lambda amax, scale, fp8_max, recipe: fp8_max / amax},
+        ],
+        ids=["max", "amax by a function", "scale by a function"],
+    )
+    def test_modules_update_their_own_scales(self, rule):
+        """A module's call is a step of its own history, whatever updates: as one `autocast` around the model."""
+        recipe, x = DelayedScaling(amax_history_len=4, **rule), inputs(32, 64)
+        block = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 64), torch.nn.Tanh())
+        bound, scoped = (fuser.convert(copy.deepcopy(block), recipe) for _ in range(2))
+        for step in range(4):
+            smaller = x * 0.7**step  # so that old amaxes count
+            assert_equal(gradients(bound, smaller), gradients(scoped, smaller, recipe))
+
     def test_state_dicts_are_saved_and_loaded(self, tmp_path):
         model = fuser.convert(feed_forward(), DelayedScaling())
         model(inputs(32, 64))
