@@ -120,7 +120,7 @@ class BasicOperation(_CalledAlone, ChanneledOperation, metaclass=abc.ABCMeta):
         self._recipe_key = (repr(recipe), FP8GlobalStateManager.get_fp8_group())
 
         if FP8GlobalStateManager.is_fp8_enabled() and not FP8GlobalStateManager.fp8_graph_capturing():
-            for mode, meta in self._fp8_metas.items():
+            for meta in self._fp8_metas.values():
                 if meta:
                     FP8GlobalStateManager.add_fp8_tensors_to_global_buffer(meta, self._keeps_unseen_scales)
 

@@ -301,10 +301,12 @@ class TestCopies:
         """A module's call is a step of its own history, whatever updates: as one `autocast` around the model."""
         recipe, x = DelayedScaling(amax_history_len=4, **rule), inputs(32, 64)
         block = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 64), torch.nn.Tanh())
-        bound, scoped = (fuser.convert(copy.deepcopy(block), recipe) for _ in range(2))
-        for step in range(4):
-            smaller = x * 0.7**step  # so that old amaxes count
-            assert_equal(gradients(bound, smaller), gradients(scoped, smaller, recipe))
+        steps = []
+        for around in (None, recipe):  # one model after the other: each update comes to all that there are
+            model = fuser.convert(copy.deepcopy(block), recipe)
+            steps.append([gradients(model, x * 0.7**step, around) for step in range(4)])  # old amaxes count
+        for bound, scoped in zip(*steps, strict=True):
+            assert_equal(bound, scoped)
 
     def test_state_dicts_are_saved_and_loaded(self, tmp_path):
         model = fuser.convert(feed_forward(), DelayedScaling())
