@@ -37,6 +37,7 @@ GREY, PALE_GREY, INK = "#666666", "#f4f4f4", "#222222"
 #: Sizes of text, in pixels of a picture that is WIDTH wide.
 TEXT, SMALL, TITLE = 16, 14, 19
 WIDTH = 720
+TIMES = "\N{MULTIPLICATION SIGN}"
 
 
 @dataclass
@@ -284,9 +285,11 @@ def draw_code(way):
             picture.text(39 + 34 * number, 237, bits[number], anchor="middle", size=TITLE)
         picture.text(24 + 34 * (start + end) / 2 - 2, 268, name, anchor="middle", size=SMALL, fill=stroke)
     sign = "-" if way.code >> 7 else ""
-    picture.text(320, 237, f"= {sign}{power(exponent - 7)} x (1 + {mantissa}/8) = {way.decoded:g}", size=TITLE)
+    picture.text(320, 237, f"= {sign}{power(exponent - 7)} {TIMES} (1 + {mantissa}/8) = {way.decoded:g}", size=TITLE)
     error = way.back - way.value
-    picture.text(24, 312, f"read back: {way.decoded:g} x {power(way.exponent)} = {way.back:g}, off by {error:.2g}")
+    picture.text(
+        24, 312, f"read back: {way.decoded:g} {TIMES} {power(way.exponent)} = {way.back:g}, off by {error:.2g}"
+    )
     return picture.svg()
 
 
@@ -354,7 +357,7 @@ def draw_product(way):
         y = 84 + 40 * number
         followed = number == way.block_index
         picture.box(20, y, 680, 34, PALE_GREEN if followed else PALE_GREY, GREEN if followed else None, 4)
-        cells = (str(number), f"{total:.10g}", f"x {power(first)}", f"x {power(second)}")
+        cells = (str(number), f"{total:.10g}", f"{TIMES} {power(first)}", f"{TIMES} {power(second)}")
         for x, words in zip(columns, cells, strict=False):
             picture.text(x + 8, y + 23, words, bold=followed)
         picture.text(columns[-1] - 4, y + 23, f"{total * 2.0 ** (first + second):.6f}", anchor="end", bold=followed)
@@ -369,10 +372,10 @@ def draw_overview(way):
     """The whole way in six boxes."""
     picture = Picture("One tensor's way: values, amax, scale byte, codes, swizzled scales, product", 250, 960)
     steps = [
-        ("x", "32 neighbours", [f"{value:.3f}" for value in way.block[1:5]], PALE_BLUE, BLUE),
+        ("x", "32 neighbours", [*(f"{value:.3f}" for value in way.block[:3]), "..."], PALE_BLUE, BLUE),
         ("amax", "largest magnitude", [f"{way.amax:g}"], PALE_BLUE, BLUE),
         ("byte", "E8M0, rounded up", [power(way.exponent), hexadecimal(way.byte)], PALE_ORANGE, ORANGE),
-        ("codes", "x / scale, E4M3", [hexadecimal(int(c)) for c in way.codes[1:5]], PALE_GREEN, GREEN),
+        ("codes", "x / scale, E4M3", [*(hexadecimal(int(c)) for c in way.codes[:3]), "..."], PALE_GREEN, GREEN),
         (
             "swizzle",
             "the GEMM's order",
@@ -380,7 +383,7 @@ def draw_overview(way):
             PALE_ORANGE,
             ORANGE,
         ),
-        ("GEMM", "codes x scales", ["summed", f"{way.result:.4f}"], PALE_GREY, GREY),
+        ("GEMM", f"codes {TIMES} scales", ["summed", f"{way.result:.4f}"], PALE_GREY, GREY),
     ]
     width, gap = 136, 24
     for number, (name, words, lines, fill, stroke) in enumerate(steps):
