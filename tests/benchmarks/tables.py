@@ -328,7 +328,7 @@ def line_style(name, style):
 
 
 def plot(document, path, size=None):
-    """Draw the times at 4096 x 4096, a panel for each number of threads, in colours that are readable in grey."""
+    """Draw the times at 4096 x 4096, a panel for each number of threads, on one scale, readable in grey."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -340,7 +340,9 @@ def plot(document, path, size=None):
     operations, threads = operations_of(by_threads), list(by_threads)
     markers = plotted(by_threads)
     height = 1.3 + 0.27 * len(operations)
-    figure, axes = plt.subplots(1, len(threads), figsize=(9, height), sharey=True, squeeze=False, facecolor="white")
+    figure, axes = plt.subplots(
+        1, len(threads), figsize=(9, height), sharex=True, sharey=True, squeeze=False, facecolor="white"
+    )
     for axis, n in zip(axes[0], threads, strict=True):
         found = by_threads[n]
         for y, operation in enumerate(operations):
