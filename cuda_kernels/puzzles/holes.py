@@ -7,9 +7,9 @@ a simulator, no GPU needed, and says which hole fails, where and why; with a puz
 that one and shows what its threads ask memory for. A puzzle has its rule in words, its rule in NumPy (`..._spec`), and
 the kernel. Change nothing but the holes, not even the kernels' names; a hole may take several lines.
 
-A kernel is a function that many threads run at the same time. Every element of its output is stored, by one thread.
-Arrays are flat: x[row * columns + column]. bfloat16 lies there as uint16, FP8, FP4 and scale bytes as uint8. What you
-may use besides Python's operators (^ is the exclusive or of the bits, XOR: 5 ^ 1 is 4):
+A kernel is a function that many threads run at the same time. Exactly one thread stores each element of the output.
+Arrays are flat: x[row * columns + column]. bfloat16 numbers are stored as uint16, codes and scale bytes as uint8. What
+you may use besides Python's operators (^ is the exclusive or of the bits, XOR: 5 ^ 1 is 4):
 
     cuda.threadIdx.x, cuda.blockIdx.x, cuda.blockDim.x      which thread this is; also .y
     cuda.shared.array(shape, dtype), cuda.syncthreads()     memory of a block of threads, and its barrier
@@ -48,9 +48,9 @@ from cuda_kernels.puzzles.vocabulary import (
     silu,
 )
 
-# --- 1. One thread, one element ----------------------------------------------------------------------
-# Add a bias to every row of x (rows, columns), float32. The kernel runs in blocks of 256 threads, as many as it takes:
-# the last block has threads for which there is no element, and those must touch nothing.
+# --- 1. One thread, one element ---------------------------------------------------------------------
+# Add a bias to every row of x (rows, columns), float32. The kernel runs in as many blocks of 256 threads as it needs.
+# In the last block some threads have no element, and those must not touch memory.
 
 
 def add_bias_spec(x, bias):
@@ -63,9 +63,9 @@ def add_bias(x, bias, y, rows, columns):
     ...
 
 
-# --- 2. bfloat16 is the upper half of float32 ---------------------------------------------------------
-# Give every bfloat16 as float32. No conversion is needed: a bfloat16's 16 bits are the upper 16 bits of the float32,
-# whose lower 16 bits are zero. (A uint16 has no room for a shift by 16: make it a uint32 first.)
+# --- 2. bfloat16 is the upper half of float32 -------------------------------------------------------
+# Turn every bfloat16 into float32. No arithmetic is needed: the 16 bits of a bfloat16 are the upper 16 bits of the
+# float32, whose lower 16 bits are zero. (A uint16 has no room for a shift by 16: make it a uint32 first.)
 
 
 def widen_bf16_spec(x):
@@ -80,7 +80,8 @@ def widen_bf16(x, y, count):
 
 
 # --- 3. A gated row ---------------------------------------------------------------------------------
-# SwiGLU: a row of x is [act | gate], both `columns` long; y = silu(act) gate. x has twice as many columns as y.
+# Compute SwiGLU: a row of x is [act | gate], both `columns` long, and y = silu(act) gate. x has twice as many columns
+# as y.
 
 
 def swiglu_spec(x):
@@ -99,9 +100,10 @@ def swiglu(x, y, rows, columns):
 
 
 # --- 4. Neighbours read neighbours ------------------------------------------------------------------
-# |x| of bfloat16. A block of 64 threads owns 512 elements, a thread eight of them. Memory moves in sectors of 32 bytes;
-# the 32 threads of a warp load together, and what they ask for in one step should lie in as few sectors as possible.
-# Any choice of the eight gives the right y. Only one kind of choice moves no byte in vain: two sectors for each load.
+# Compute |x| of bfloat16 numbers. A block of 64 threads owns 512 elements, and each thread eight of them. Memory moves
+# in sectors of 32 bytes; the 32 threads of a warp load together, and what they ask for in one step should lie in as
+# few sectors as possible. Any choice of the eight elements gives the right y, but only one kind of choice wastes no
+# byte: it needs two sectors for each load.
 
 
 def absolute_spec(x):
@@ -117,10 +119,11 @@ def absolute(x, y, count):
             y[i] = x[i] & U16(0x7FFF)
 
 
-# --- 5. A maximum goes round the warp ---------------------------------------------------------------
-# amax (largest magnitude) of each block of 32 elements, float32 without NaN; the last block may be short. A warp owns a
-# block, a thread one element. A shuffle by d = 16, 8, 4, 2, 1 gives every thread what another one knows: after five,
-# each knows the maximum of all 32. Every thread of a warp must reach every shuffle.
+# --- 5. The maximum of a warp -----------------------------------------------------------------------
+# Find the amax (largest magnitude) of each block of 32 elements, float32 without NaN; the last block may be short.
+# Each warp owns a block, and each thread one element. A shuffle by d = 16, 8, 4, 2, 1 gives every thread the value of
+# another one: after five shuffles, each thread knows the maximum of all 32. Every thread of a warp must reach every
+# shuffle.
 
 
 def block_amax_spec(x):
@@ -139,8 +142,8 @@ def block_amax(x, amax, count):
 
 # --- 6. A scale that is a power of two --------------------------------------------------------------
 # MXFP8's scale byte is the exponent (E8M0, bias 127) of the smallest power of two that is at least amax / 448. The
-# exponent field of a float32 (bits 23 to 30) has the same bias, so the byte is that field, and one more unless all 23
-# bits of the mantissa are zero. The two ends are written down already.
+# exponent field of a float32 (bits 23 to 30) has the same bias, so the byte is that field, plus one unless all 23 bits
+# of the mantissa are zero. The two lines for the ends of the range are already there.
 
 
 def scale_byte_spec(amax):
@@ -157,9 +160,10 @@ def scale_byte(amax, scale, count):
         scale[i] = np.uint8(select(byte > U32(254), U32(254), byte))  # infinity
 
 
-# --- 7. MXFP8, a row at a time ----------------------------------------------------------------------
-# Puzzles 2, 5 and 6 together: x (rows, columns) to E4M3 codes and one scale byte for each 32 elements of a row. An
-# element is multiplied with 2^(127 - byte), exactly, and cast. Of the 32 threads that know the byte, one stores it.
+# --- 7. MXFP8, rowwise ------------------------------------------------------------------------------
+# Combine puzzles 2, 5 and 6: quantize x (rows, columns) to E4M3 codes and one scale byte for every 32 elements of a
+# row; columns is a multiple of 32. Multiply each element by 2^(127 - byte), which is exact, and cast it. All 32
+# threads know the byte, but only one stores it.
 
 
 def mxfp8_spec(x):
@@ -179,8 +183,8 @@ def mxfp8(x, codes, scales, count):
 
 
 # --- 8. Two FP4 codes in a byte ---------------------------------------------------------------------
-# NVFP4 stores two elements in a byte: the first of them in the lower four bits. The multiplier of each block of 16
-# elements is given; a thread makes one byte. count counts bytes.
+# NVFP4 stores two elements in a byte, the first of them in the lower four bits. The multiplier of each block of 16
+# elements is given. Each thread makes one byte, and `count` is the number of bytes.
 
 
 def pack_fp4_spec(x, multiplier):
@@ -199,14 +203,14 @@ def pack_fp4(x, multiplier, codes, count):
         codes[i] = ...
 
 
-# --- 9. A tile turns round in shared memory ---------------------------------------------------------
-# FP8 codes transposed: x (rows, columns) to y (columns, rows). 32 x 8 threads own a tile of 32 x 32. They read its
-# rows, neighbours beside each other, and must write its columns in the same way; in between the tile lies in shared
-# memory.
+# --- 9. A transpose through shared memory -----------------------------------------------------------
+# Transpose FP8 codes: x (rows, columns) becomes y (columns, rows). 32 x 8 threads own a tile of 32 x 32. Neighbouring
+# threads read neighbouring codes of a row, and they must write neighbouring codes too; in between, the tile lies in
+# shared memory.
 #
-# Shared memory has 32 banks, word w in bank w % 32, and serves a warp at once only where no two threads ask for
-# different words of one bank. How long must a row of the tile be, so that both a row and a column of 32 words lie in 32
-# banks? And nobody may read what another thread has not written yet.
+# Shared memory has 32 banks, with word w in bank w % 32. It serves a warp at once only if no two threads ask for
+# different words of the same bank. How long must a row of the tile be, so that both a row and a column of 32 words lie
+# in 32 different banks? And no thread may read what another has not written yet.
 
 
 def transpose_spec(x):
@@ -228,9 +232,10 @@ def transpose(x, y, rows, columns):
 
 
 # --- 10. The gradient of a bias ---------------------------------------------------------------------
-# Sums of the columns of dy (rows, columns), bfloat16, as float32. 32 x 8 threads own 32 columns: a thread adds every
-# eighth row of one column, and eight partial sums remain for each. They meet in shared memory, where one row of threads
-# (ty == 0) adds them. Two threads that add to the same element of `sums` would lose each other's part.
+# Sum the columns of dy (rows, columns), bfloat16, in float32. 32 x 8 threads own 32 columns: each thread adds every
+# eighth row of one column, so eight partial sums remain for each column. The threads put them into shared memory,
+# where one row of threads (ty == 0) adds them. If two threads added to the same element of `sums`, one would overwrite
+# the other's part.
 
 
 def dbias_spec(dy):

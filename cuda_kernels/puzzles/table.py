@@ -281,7 +281,7 @@ _ROWS = (
     ),
     Puzzle(
         5,
-        "A maximum goes round the warp",
+        "The maximum of a warp",
         holes.block_amax,
         holes.block_amax_spec,
         ("amax",),
@@ -300,7 +300,7 @@ _ROWS = (
     ),
     Puzzle(
         7,
-        "MXFP8, a row at a time",
+        "MXFP8, rowwise",
         holes.mxfp8,
         holes.mxfp8_spec,
         ("codes", "scales"),
@@ -320,7 +320,7 @@ _ROWS = (
     ),
     Puzzle(
         9,
-        "A tile turns round in shared memory",
+        "A transpose through shared memory",
         holes.transpose,
         holes.transpose_spec,
         ("y",),

@@ -885,13 +885,31 @@ def test_an_unsimulated_process_is_told(tmp_path):
 # --- the notebook -----------------------------------------------------------------------------------
 
 
-def test_the_notebook_has_the_same_kernels():
+def notebook_cells(kind):
+    """The texts of the notebook's cells of one kind."""
     cells = json.loads((ROOT / "notebooks" / "06_write_the_kernel.ipynb").read_text())["cells"]
+    return ["".join(cell["source"]) for cell in cells if cell["cell_type"] == kind]
+
+
+def test_the_notebook_has_the_same_rules_in_words():
+    """A title and what stands below it, however the lines are broken."""
+    source = Path(holes.__file__).read_text()
+    rules = re.findall(r"^# --- (\d+\. .*?) -+\n((?:#.*\n)+)", source, re.MULTILINE)
+    in_file = {title: words.replace("#", "").split() for title, words in rules}
+    in_notebook = {}
+    for text in notebook_cells("markdown"):
+        heading, *lines = text.splitlines()
+        if re.match(r"## \d+\. ", heading):
+            in_notebook[heading.removeprefix("## ")] = " ".join(lines).split()
+    assert len(in_file) == len(puzzles.PUZZLES)
+    assert in_file == in_notebook
+
+
+def test_the_notebook_has_the_same_kernels():
     functions = [
         ast.unparse(node)
-        for cell in cells
-        if cell["cell_type"] == "code"
-        for node in ast.parse("".join(cell["source"])).body
+        for text in notebook_cells("code")
+        for node in ast.parse(text).body
         if isinstance(node, ast.FunctionDef)
     ]
     for name in NAMES:
