@@ -1,8 +1,8 @@
 """Every kernel once: what `compile_report` compiles and measures, with the budgets that tests assert.
 
-What a kernel costs stands at the end of its family's file. Bytes are those that a thread of the full case reads and
-writes in global memory. Budgets are instructions for each of these bytes, of kernels without loops; (9, 0) is an H100,
-(10, 0, "a") a B200.
+What a kernel costs stands at the end of its family's file. Bytes are those that a thread with all of its elements reads
+and writes in global memory. Budgets are instructions for each of these bytes, of kernels without loops, compiled for
+(9, 0), an H100, and (10, 0, "a"), a B200.
 """
 
 from collections import namedtuple

@@ -365,8 +365,8 @@ def _built(spec, target):
 #: What a kernel costs, by count. Field, meaning:
 #:   name              of the entry in tables
 #:   spec              the `Spec`
-#:   bytes_per_thread  what a thread of the full case reads and writes in global memory
-#:   budget            instructions for each of these bytes on (H100, B200), or None: no claim
+#:   bytes_per_thread  what a thread with all of its elements reads and writes in global memory
+#:   budget            instructions for each of these bytes, compiled for (H100, B200), or None: no claim
 #:   wide_loads, wide_stores     128-bit accesses, or None: no claim
 #:   fast_budget       `budget` under fast_math, or None: the same
 Cost = namedtuple(

@@ -84,10 +84,11 @@ def products(name: str, *, promotion: Promotion = "split") -> Scope[Products | N
 
     Args:
         name: "float32", "ampere", "hopper" or "blackwell".
-        promotion: Hopper's tensor cores sum FP8 products in 14 bits. After this many products, a multiple of 32,
-            software adds the sum to one in float32, and starts again at 0. None: never. "split": every 128 products
-            where `use_split_accumulator` of the recipe's `MMParams` is True, else never. What scales of blocks multiply
-            is each block's sum, whatever is said here. Other products have nothing to promote.
+        promotion: Hopper's tensor cores sum FP8 products in 14 bits, the first one and 13 behind it. After this many
+            products, a multiple of 32, software adds the sum to one in float32, and starts again at 0. None: never.
+            "split": every 128 products where `use_split_accumulator` of the recipe's `MMParams` is True, else never.
+            What scales of blocks multiply is each block's sum, whatever is said here. Other products have nothing to
+            promote.
 
     Raises:
         TypeError: an interval that is no integer. ValueError: another name or interval.

@@ -225,8 +225,8 @@ def quantize(gpu, job):
 def costs():
     """The `operands.Cost` of each kernel, from bfloat16.
 
-    Bytes are those that one thread of the full case reads and writes; budgets are instructions for each of them on
-    (H100, B200); then 16-byte loads and stores.
+    Bytes are those that a thread with all of its elements reads and writes; budgets are instructions for each of
+    them, compiled for (H100, B200); then 16-byte loads and stores.
     """
     direction, stored = direction_of(BlockScaling(E4M3, 1), False), 1 + 4 / 128  # a code, and its part of a scale
     spec = BlockRows("bfloat16", direction, True)

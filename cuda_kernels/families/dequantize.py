@@ -311,8 +311,9 @@ def spec_of(direction, storage, coded, stored, sign_mask):
 def costs():
     """The `operands.Cost` of each kernel, to bfloat16.
 
-    Bytes are those that one thread of the full case reads and writes: 16 codes, 16 values, and of a scale that threads
-    share its part. Budgets are instructions for each of them on (H100, B200); then 16-byte loads and stores.
+    Bytes are those that a thread with all of its elements reads and writes: 16 codes, 16 values, and of a scale
+    that threads share its part. Budgets are instructions for each of them, compiled for (H100, B200); then 16-byte
+    loads and stores.
     """
     fp8, mxfp8, nvfp4 = DelayedScaling(E4M3), MXFP8Scaling(E4M3), NVFP4Scaling()
     for name, scaling, size, budget in (

@@ -279,8 +279,8 @@ def decode(gpu, codes, out, fmt):
 def costs():
     """The `operands.Cost` of each kernel.
 
-    Bytes are those that one thread of the full case reads and writes; budgets are instructions for each of them on
-    (H100, B200), `fast_budget` under fast_math; then 16-byte loads and stores.
+    Bytes are those that a thread with all of its elements reads and writes; budgets are instructions for each of
+    them, compiled for (H100, B200), `fast_budget` under fast_math; then 16-byte loads and stores.
     """
     bf16 = "bfloat16"
     gelu, swiglu = (Values(Kind.FORWARD, name, bf16) for name in ("gelu", "swiglu"))

@@ -479,8 +479,8 @@ def quantize(gpu, job):
 def costs():
     """The `operands.Cost` of each kernel, from bfloat16.
 
-    Bytes are those that one thread of the full case reads and writes: values, half a byte of code for each in a copy, a
-    scale for 16.
+    Bytes are those that a thread with all of its elements reads and writes: values, half a byte of code for each
+    in a copy, a scale for 16.
     """
     copy, tile = 1 / 2 + 1 / 16, 128 * 128 / 256
     direction = direction_of(NVFP4Scaling(four_over_six="mae"), columnwise=False)

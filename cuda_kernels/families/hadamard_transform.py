@@ -120,6 +120,6 @@ def transform(gpu, front, sign_mask, inverse, out):
 
 
 def costs():
-    """The `operands.Cost` of the kernel: bytes are those that one thread of the full case reads and writes."""
+    """The `operands.Cost` of the kernel: bytes are those of a thread that has all of its elements."""
     spec = HadamardRows("bfloat16", SIGN_MASK, False, True)
     yield Cost("Hadamard of bf16", spec, VECTOR * (2 + 2), wide_loads=1, wide_stores=1)

@@ -441,8 +441,8 @@ def quantize_columns(gpu, job):
 # --- 6. their cost ----------------------------------------------------------------------------------
 
 #: Instructions for each byte of an activation, or its gradient, from bfloat16 to MXFP8 rowwise, rounded up to the next
-#: twentieth: accurate on an H100 and a B200, with fast math on both. `tests/measured/measure_activations.py` measures
-#: and writes them.
+#: twentieth: accurate for an H100 and a B200, then with fast math for both. They are counted in the code that ptxas
+#: compiles for these cards, without a card; `tests/measured/measure_activations.py` counts and writes them.
 ROW_BUDGETS = json.loads((Path(__file__).parent.parent / "row_budgets.json").read_text(encoding="utf-8"))
 #: Bytes of a value; and what is stored for one: a code, and its part of a scale.
 SIZES, STORED = {"bfloat16": 2, "float16": 2, "float32": 4}, 1 + 1 / 32
@@ -451,8 +451,8 @@ SIZES, STORED = {"bfloat16": 2, "float16": 2, "float32": 4}, 1 + 1 / 32
 def costs():
     """The `operands.Cost` of each kernel.
 
-    Bytes are those that one thread of the full case reads and writes; budgets are instructions for each of them on
-    (H100, B200); then 16-byte loads and stores.
+    Bytes are those that a thread with all of its elements reads and writes; budgets are instructions for each of
+    them, compiled for (H100, B200); then 16-byte loads and stores.
     """
     return [*_tensors(), *_activations(), *_columns()]
 

@@ -385,8 +385,8 @@ def amaxes(gpu, front, sign_mask, *, of_rows, of_columns, by_column):
 def costs():
     """The `operands.Cost` of each kernel.
 
-    Bytes are those that one thread of the full case reads and writes: values, half a byte of code for each in a copy, a
-    scale for 16. Budgets are instructions for each of them on (H100, B200).
+    Bytes are those that a thread with all of its elements reads and writes: values, half a byte of code for each
+    in a copy, a scale for 16. Budgets are instructions for each of them, compiled for (H100, B200).
     """
     plain = direction_of(NVFP4Scaling(), columnwise=False)
     by_row = direction_of(NVFP4Scaling(row_scaled=True), columnwise=False)

@@ -464,9 +464,9 @@ def tensor_amax(gpu, front, amax):
 def costs():
     """The `operands.Cost` of each kernel.
 
-    Bytes are those that one thread of the full case reads and writes, sums of columns apart; budgets are instructions
-    for each of them on (H100, B200), `fast_budget` under fast_math; then 16-byte loads and stores. Kernels of tiles
-    have no budget, for they are loops, and instructions of a loop are counted once.
+    Bytes are those that a thread with all of its elements reads and writes, sums of columns apart; budgets are
+    instructions for each of them, compiled for (H100, B200), `fast_budget` under fast_math; then 16-byte loads and
+    stores. Kernels of tiles have no budget, for they are loops, and instructions of a loop are counted once.
     """
     known, current = direction_of(DelayedScaling(E4M3), False), direction_of(CurrentScaling(E4M3), False)
     bf16 = as_it_is("bfloat16")

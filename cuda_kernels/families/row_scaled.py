@@ -249,8 +249,8 @@ def scaled_gradient(gpu, front, dx, drow_scales):
 def costs():
     """The `operands.Cost` of each kernel, in bfloat16.
 
-    Bytes are those that one thread of the full case reads and writes in one step along the row; then 16-byte loads and
-    stores. There is no budget, for the steps are a loop, and instructions of a loop are counted once.
+    Bytes are those that a thread with all of its elements reads and writes in one step along the row; then
+    16-byte loads and stores. There is no budget, for the steps are a loop, and instructions of a loop are counted once.
     """
     for name, read, stored in (("swiglu", 2 + 2 + 2, 2 + 2), ("srelu", 2 + 2, 2)):
         spec = ScaledGradient(Values(Kind.BACKWARD, name, "bfloat16", row_scaled=True), "bfloat16", "float32", True)

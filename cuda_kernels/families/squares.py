@@ -458,9 +458,9 @@ def cast_in_tiles(gpu, job, kernel, *maxima):
 def costs():
     """The `operands.Cost` of each kernel.
 
-    Bytes are those that one thread of the full case reads and writes; budgets are instructions for each of them on
-    (H100, B200); then 16-byte loads and stores. Scales are counted where a square has one for each of its rows. Kernels
-    of tiles have no budget, for they are loops, and instructions of a loop are counted once.
+    Bytes are those that a thread with all of its elements reads and writes; budgets are instructions for each of
+    them, compiled for (H100, B200); then 16-byte loads and stores. Scales are counted where a square has one for each
+    of its rows. Kernels of tiles have no budget, for they are loops, and instructions of a loop are counted once.
     """
     values, owned = as_it_is("bfloat16"), 128 * 128 / 256
     for name, scaling, size in (

@@ -229,8 +229,8 @@ def finish_sums(gpu, partial, out):
 def costs():
     """The `operands.Cost` of each kernel.
 
-    Bytes are those that one thread of the full case reads and writes: of a band eight columns. There are no budgets,
-    which are instructions for each byte: these kernels have loops, whose instructions a report counts once.
+    Bytes are those that a thread with all of its elements reads and writes: of a band eight columns. There are no
+    budgets, which are instructions for each byte: these kernels have loops, whose instructions a report counts once.
     """
     mxfp8, delayed = direction_of(MXFP8Scaling(E4M3), False), direction_of(DelayedScaling(E4M3), False)
     read, sums, wide = 2 + 2, 8 * 4, {"wide_loads": 2, "wide_stores": 2}  # x and dy
