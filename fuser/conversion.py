@@ -35,7 +35,7 @@ from fuser.quantization.contexts import (
 from fuser.quantization.quantizer import Quantizer
 from fuser.quantization.quantizers import is_replaying
 from fuser.quantization.state import FP8GlobalStateManager
-from fuser.recipe import Recipe, expression_of
+from fuser.recipe import Recipe, _expression_of
 from fuser.sequential import HoldsFusers, fusers_of
 from fuser.tracing import (
     OLD_TORCH,
@@ -330,7 +330,7 @@ def recipe_hint(value: Any) -> str:
     if isinstance(value, Quantizer):
         return "; CustomRecipe(qfactory=...) makes a recipe of quantizers"
     if isinstance(value, str | torch.dtype):
-        return f"; make one, such as {expression_of(value) or 'fuser.recipe.MXFP8BlockScaling()'}"
+        return f"; make one, such as {_expression_of(value) or 'fuser.recipe.MXFP8BlockScaling()'}"
     return "; a module is not a recipe" if isinstance(value, torch.nn.Module) else ""
 
 

@@ -527,7 +527,7 @@ class BlockScaledRecipe(Recipe):
 # --- hints in errors --------------------------------------------------------------------------------
 
 
-def expression_of(word: object) -> str | None:
+def _expression_of(word: object) -> str | None:
     """The expression that makes the recipe a word probably means, such as "nvfp4"; None if no recipe is like it."""
     classes = {cls.__name__: cls for cls in Recipe.__subclasses__()}
     stem = str(word).lower().removesuffix("scaling").removesuffix("block")
@@ -544,6 +544,6 @@ def expression_of(word: object) -> str | None:
 if not TYPE_CHECKING:  # for a type checker, a name that is not here is an error
 
     def __getattr__(name: str) -> NoReturn:
-        meant = None if name.startswith("_") else expression_of(name)
+        meant = None if name.startswith("_") else _expression_of(name)
         hint = f" (did you mean {meant}?)" if meant else ""
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
