@@ -15,7 +15,7 @@ from refops.oracle.conventions import CONVENTIONS
 from refops.oracle.conventions.fits import simplest_number
 from refops.oracle.diagnosis.moved import LAWS
 from refops.oracle.geometry import crop, whole
-from refops.oracle.operation import Case
+from refops.oracle.operation import Case, arrays_of
 from refops.oracle.replay import Setting
 from refops.oracle.tally import bits_of
 from tiers import SWEEP, sampled
@@ -158,6 +158,51 @@ def test_the_second_sentence_of_a_pair_goes_on(sentence, goes_on):
     from refops.oracle.diagnosis.search import _uncapitalized
 
     assert _uncapitalized(sentence) == goes_on
+
+
+@pytest.mark.parametrize(
+    ("choice", "begins"),
+    [
+        ("tensor", "The amax is taken of the float32 values, where TE takes it of"),
+        ("block", "The block amaxes are taken of the float32 values, where TE takes them of"),
+    ],
+)
+def test_unrounded_amaxes_are_one_or_many(choice, begins):
+    x = normal((64, 128))
+    scaling = refops.NVFP4Scaling(rht=True) if choice == "tensor" else MXFP8
+    case = Case("swiglu", (x,), scaling, {})
+    reference = case.reference({})
+    replay = Setting(case, reference, reference).replay()
+    convention = CONVENTIONS["amax-unrounded"]
+    convention.apply(replay, choice)
+    assert convention.sentence.format_map({"dtype": "bfloat16", **replay.facts}).startswith(begins)
+
+
+def test_parts_with_one_amax_are_counted():
+    x = normal((64, 64)).astype(F)
+    scaling = refops.CurrentScaling(E4M3)
+    x[0, 0], x[50, 9] = 30, 40
+    outputs = arrays_of(refops.quantize(np.clip(x, -30, 30), scaling))
+    best = oracle.check("quantize", x, outputs, scaling=scaling).diagnosis[0]
+    assert best.sentence.endswith("it is the amax of the first half of the rows (or of one of 6 other parts) alone.")
+    x[0, 0], x[32, 0] = 0, 30
+    x[[8, 33]] = 36  # in every part but rows 0 and 32
+    outputs = arrays_of(refops.quantize(np.clip(x, -30, 30), scaling))
+    best = oracle.check("quantize", x, outputs, scaling=scaling).diagnosis[0]
+    assert best.sentence.endswith("it is the amax of every 32nd row alone.")
+
+
+def test_a_block_with_infinity_alone_is_called_one():
+    x = normal((128, 256)).astype(F)
+    x[::7, ::33] = np.inf
+    for word, more in (("infinity", np.inf), ("NaN or infinity", np.nan)):
+        x[3::7, ::33] = more
+        q = refops.quantize(x, MXFP8)
+        blocks = ~np.isfinite(x).reshape(128, 8, 32).all(axis=2)
+        scales = q.rowwise_scale_inv.copy()
+        scales[:128, :8][blocks] = 255
+        report = oracle.check("quantize", x, {"data": q.rowwise_data, "scale": scales}, scaling=MXFP8)
+        assert report.diagnosis[0].sentence.startswith(f"A block with {word} gets a NaN scale,"), word
 
 
 def test_an_element_under_one_scale_for_the_tensor_says_so_once():

@@ -25,7 +25,7 @@ def require_tensor_amax(replay):
 def _lines(which, m, k):
     """Parts of the rows (columns) that kernels stop at, by kind: (kind, words, bool of each)."""
     size = {"rows": m, "columns": k}[which]
-    index = np.arange(size)
+    line, index = which.removesuffix("s"), np.arange(size)
     parts = []
     for tile in (128, 64, 32, 16, 8):
         if size % tile and size > tile:
@@ -38,12 +38,13 @@ def _lines(which, m, k):
             inside = (index >= shard * edge) & (index < (shard + 1) * edge)
             parts.append(("shard", f"the {place} {words} of the {which}", inside))
     parts += [("turn", f"the {words} {which}", index % 2 == phase) for phase, words in enumerate(("even", "odd"))]
-    parts += [("turn", f"every {period}th of the {which}", index % period == 0) for period in (4, 8, 32)]
+    for period, nth in ((4, "fourth"), (8, "eighth"), (32, "32nd")):
+        parts.append(("turn", f"every {nth} {line}", index % period == 0))
     for tile in (128, 64, 32):
         if size % tile == 0 and size > tile:
             parts.append(("last tile", f"all {which} but the last {tile}", index < size - tile))
     for count in (2**i for i in range(size.bit_length())):
-        words = f"the first {count} {which}" if count > 1 else f"the first of the {which}"
+        words = f"the first {count} {which}" if count > 1 else f"the first {line}"
         parts.append(("first", words, index < count))
     return [(kind, words, inside) for kind, words, inside in parts if inside.any() and not inside.all()]
 
@@ -66,8 +67,11 @@ def _parts_with_that_amax(replay):
 
 
 def _alternatives(words):
-    """The first part, and the other parts that have the same amax."""
-    return words[0] + (f" (or of {', '.join(words[1:])})" if len(words) > 1 else "")
+    """The first part, and how many other parts have the same amax."""
+    first, *others = words
+    if not others:
+        return first
+    return f"{first} (or of {others[0] if len(others) == 1 else f'one of {len(others)} other parts'})"
 
 
 def _implied_amaxes(replay):

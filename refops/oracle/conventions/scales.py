@@ -210,7 +210,7 @@ def amax_rounded(replay):
 
 @computing(
     "amax-unrounded",
-    "The {what} taken of the float32 values, where TE takes it of values rounded to {dtype}.",
+    "The {what} taken of the float32 values, where TE takes {them} of values rounded to {dtype}.",
     stage="amax-rounding",
     choices=("tensor", "block", "both"),
 )
@@ -223,7 +223,9 @@ def amax_unrounded(replay, choice):
         require_blocks(replay)
         replay.require(replay.casts_rounded)
         replay.block_amax_rounded = False
-    replay.facts["what"] = "block amaxes are" if choice == "block" else "amax is"
+    replay.facts["what"], replay.facts["them"] = (
+        ("block amaxes are", "them") if choice == "block" else ("amax is", "it")
+    )
 
 
 # --- which maximum --------------------------------------------------------------------------------
@@ -1105,7 +1107,7 @@ def other_format_max(replay, choice):
 
 @computing(
     "other-limit",
-    "The amax is mapped to {found:g}, the largest value of no format, where the maximum is {own:g}.",
+    "The amax is mapped to {found:g}, which is no format's largest value, where the maximum is {own:g}.",
     stage="limit",
     choices=(256, 1, 127, 464, 512),
     last=True,
@@ -1673,7 +1675,7 @@ def other_scale_format(replay, choice):
     "nan-scale-for-nonfinite",
     "A block with {what} gets a NaN scale{codes}, where TE ignores NaN and clamps infinity.",
     stage="block-amax",
-    choices=[(what, codes) for what in ("both", "inf", "nan") for codes in ("nan", "own", "zero")],
+    choices=[(what, codes) for what in ("inf", "nan", "both") for codes in ("nan", "own", "zero")],
 )
 def nan_scale_for_nonfinite(replay, choice):
     what, codes = choice
