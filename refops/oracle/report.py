@@ -13,6 +13,8 @@ from refops.oracle.places import Place
 
 #: Cells of a picture, at most: rows and columns.
 PICTURE_ROWS, PICTURE_COLUMNS = 8, 48
+#: The name of an explanation: entries hold what was there before; nothing explains them more simply.
+NOT_WRITTEN = "not-written"
 
 
 class MismatchError(AssertionError):
@@ -67,6 +69,7 @@ class ArrayVerdict:
         entries: how many were judged: elements, or scales without padding.
         wrong: how many are not acceptable.
         differing: how many differ from the reference at all (acceptable ones included).
+        differing_nans: how many of those are NaN in both: only the sign or the payload differs.
         blocks, blocks_touched: blocks of the scaling, and those with a wrong entry; 0 where there are none.
         first, worst: mismatches in stored order, and by distance.
         box: ((first row, last row), (first column, last column)) around the wrong entries of the matrix.
@@ -81,6 +84,7 @@ class ArrayVerdict:
     entries: int
     wrong: int = 0
     differing: int = 0
+    differing_nans: int = 0
     blocks: int = 0
     blocks_touched: int = 0
     first: tuple[Mismatch, ...] = ()
@@ -118,7 +122,7 @@ class Explanation:
     place: Place | None = None
 
     def __str__(self):
-        share = "all" if self.explained == 1 else f"{100 * self.explained:.1f} %"
+        share = "all" if self.explained == 1 else _percentage(self.explained)
         where = " where it was compared, in the most wrong part" if self.sampled else ""
         place = "" if self.place is None else f", in {self.place} only"
         return f"{' + '.join(self.names)}{place}: {self.sentence} (explains {share} of what is wrong{where})"
@@ -205,14 +209,14 @@ class Report:
 
 def array_lines(array):
     """Lines of text on one array."""
-    what = {"values": "values", "codes": "codes", "scales": "scales", "amax": "numbers"}[array.kind]
+    what = {"values": "value", "codes": "code", "scales": "scale", "amax": "number"}[array.kind]
     if array.ok:
-        same = "" if array.differing == 0 else f", {array.differing:,} of them other bits than the reference's"
-        return [f"  {array.name}: {array.entries:,} {what} right{same}"]
+        plural = "" if array.entries == 1 else "s"
+        return [f"  {array.name}: {array.entries:,} {what}{plural} right{_other_bits(array)}"]
     if not array.wrong:
         return [f"  {array.name}: {array.bias}"]
     share = 100 * array.wrong / array.entries
-    line = f"  {array.name}: {array.wrong:,} of {array.entries:,} {what} wrong ({share:.3g} %)"
+    line = f"  {array.name}: {array.wrong:,} of {array.entries:,} {what}s wrong ({share:.3g} %)"
     if array.blocks:
         line += f", in {array.blocks_touched:,} of {array.blocks:,} blocks"
     lines = [line] + [f"    {array.bias}"] * bool(array.bias)
@@ -230,6 +234,22 @@ def array_lines(array):
         lines += [f"    |{row}|" for row in array.picture]
         lines.append("    +" + "-" * width + "+")
     return lines
+
+
+def _other_bits(array):
+    """How many right entries have other bits than the reference's, in words."""
+    if not array.differing:
+        return ""
+    text = f", {array.differing:,} of them other bits than the reference's"
+    if not array.differing_nans:
+        return text
+    which = "all" if array.differing_nans == array.differing else f"{array.differing_nans:,}"
+    return f"{text} ({which} NaN with another sign or payload)"
+
+
+def _percentage(share):
+    """A share below 1 in words, which never says 100 %."""
+    return ">99.9 %" if share > 0.999 else f"{100 * share:.1f} %"
 
 
 def _explanation_dict(explanation):
@@ -266,6 +286,7 @@ def _array_dict(array):
         "entries": array.entries,
         "wrong": array.wrong,
         "differing": array.differing,
+        "differing_nans": array.differing_nans,
         "blocks": array.blocks,
         "blocks_touched": array.blocks_touched,
         "first": [plain(m) for m in array.first],

@@ -2,10 +2,12 @@
 
 import numpy as np
 
-from refops.oracle.report import ArrayVerdict, draw
+from refops.oracle.report import NOT_WRITTEN, ArrayVerdict, draw
 
 #: Mismatches that a report shows: the first ones and the worst ones of each array.
 MOST_SHOWN = 4
+#: From so many wrong entries on, one value in all of them is no accident.
+MANY_WRONG = 16
 
 
 class Tally:
@@ -15,12 +17,13 @@ class Tally:
         slot: its `Slot`.
         wrong: bool array of the stored shape.
         bias: what is wrong with the array as a whole, or "".
+        differing, differing_nans: entries with other bits than the reference's, and those of them that are NaN in both.
     """
 
     def __init__(self, slot):
         self.slot = slot
         self.wrong = np.zeros(slot.shape, bool)
-        self.differing = self.entries = self.count = 0
+        self.differing = self.differing_nans = self.entries = self.count = 0
         self.blocks = self.blocks_touched = 0
         self.bias = ""
         self._first, self._worst = [], []
@@ -44,11 +47,36 @@ class Tally:
         self._first = sorted(self._first + first, key=lambda m: m.index)[:MOST_SHOWN]
         self._worst = sorted(self._worst + worst, key=lambda m: -m.distance)[:MOST_SHOWN]
 
+    def count_differing(self, got, expected):
+        """Count the entries of some that have other bits than the reference's."""
+        differs = bits_of(got) != bits_of(expected)
+        self.differing += int(np.count_nonzero(differs))
+        self.differing_nans += int(np.count_nonzero(self._is_nan(got[differs]) & self._is_nan(expected[differs])))
+
+    def _is_nan(self, entries):
+        fmt = self.slot.fmt
+        return np.isnan(entries) if fmt is None else np.isin(entries, np.flatnonzero(np.isnan(fmt.values)))
+
+    def unwritten(self, stored, explanations):
+        """Yield a note if many wrong entries of the array all hold the same, unless something else explains them."""
+        bits = bits_of(stored)[self.wrong] if self.count >= MANY_WRONG else ()
+        if not len(bits) or bits.min() != bits.max():
+            return
+        complete = [one.names for one in explanations if one.explained == 1]
+        if not complete or any(NOT_WRITTEN in names for names in complete):
+            yield f"all wrong entries of {self.slot.name} hold 0x{int(bits[0]):02x}: were they written?"
+
     def verdict(self):
         """The `ArrayVerdict`."""
         if not self.count:
             return ArrayVerdict(
-                self.slot.name, self.slot.kind, self.entries, 0, self.differing, self.blocks, bias=self.bias
+                name=self.slot.name,
+                kind=self.slot.kind,
+                entries=self.entries,
+                differing=self.differing,
+                differing_nans=self.differing_nans,
+                blocks=self.blocks,
+                bias=self.bias,
             )
         matrix = self.wrong.reshape(-1, self.wrong.shape[-1]) if self.wrong.ndim else self.wrong.reshape(1, 1)
         rows, columns = np.flatnonzero(matrix.any(axis=1)), np.flatnonzero(matrix.any(axis=0))
@@ -58,6 +86,7 @@ class Tally:
             entries=self.entries,
             wrong=self.count,
             differing=self.differing,
+            differing_nans=self.differing_nans,
             blocks=self.blocks,
             blocks_touched=self.blocks_touched,
             first=tuple(self._first),

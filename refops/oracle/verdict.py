@@ -23,14 +23,12 @@ from refops.oracle.operation import JUDGED, MATMUL, Case, require_operation
 from refops.oracle.quantized_tensors import is_swizzled
 from refops.oracle.quantized_verdict import QuantizedJudge
 from refops.oracle.report import Explanation, Mismatch, Report
-from refops.oracle.tally import Tally, bits_of, distance_of
+from refops.oracle.tally import MANY_WRONG, Tally, bits_of, distance_of
 from refops.quantization.result import DIRECTIONS, reorder_scales
 from refops.scalings import Scaling, named
 from refops.tiles import Matrix, for_each, tile_slices
 
 F = np.float32
-#: From so many wrong entries on, one value in all of them is no accident.
-MANY_WRONG = 16
 #: Permitted errors that are tried where nothing else explains a dump, and the share that may stay wrong.
 COARSER = (4096, 256, 32)
 FEW_LEFT = 0.001
@@ -301,19 +299,22 @@ class Judge:
         else:
             self._judge_enclosure()
         self._judge_padding()
-        self._note_what_was_seen()
+        self._note_what_is_missing()
 
     def report(self, explanations, diagnosed):
         """The `Report`."""
         scaling = "" if self.case.scaling is None else repr(self.case.scaling)
         params = ", ".join(f"{name}={value!r}" for name, value in self.case.params.items())
+        unwritten = [
+            note for name, tally in self.tallies.items() for note in tally.unwritten(self.outputs[name], explanations)
+        ]
         return Report(
             operation=self.case.operation.name,
             settings="; ".join(filter(None, (scaling, params))),
             ulp=self.ulp,
             arrays=tuple(tally.verdict() for tally in self.tallies.values()),
             diagnosis=explanations,
-            notes=tuple(self.notes),
+            notes=(*self.notes, *unwritten),
             diagnosed=diagnosed,
             leads=tuple(self._leads()),
         )
@@ -330,17 +331,13 @@ class Judge:
             elif not self.tallies[codes].count:
                 yield f"{codes}: right under the scales that were written; what makes {scales} is wrong"
 
-    def _note_what_was_seen(self):
-        """Notes on what was not given, and on entries that look unwritten."""
+    def _note_what_is_missing(self):
+        """Notes on what was not given."""
         for direction in DIRECTIONS:
             arrays = [name for name in self.case.slots if direction in name.split("_")]
             missing = [name for name in arrays if name not in self.outputs]
             if missing and len(missing) < len(arrays):
                 self.notes.append(f"not given, not judged: {', '.join(missing)}")
-        for name, tally in self.tallies.items():
-            bits = bits_of(self.outputs[name])[tally.wrong] if tally.count >= MANY_WRONG else ()
-            if len(bits) and bits.min() == bits.max():
-                self.notes.append(f"all wrong entries of {name} hold 0x{int(bits[0]):02x}: were they written?")
 
     # --- common -----------------------------------------------------------------------------------
 
@@ -357,12 +354,12 @@ class Judge:
     def _count_entries(self, name):
         tally, slot = self.tallies[name], self.case.slots[name]
         got, expected = self.outputs[name][slot.valid_slices], self.reference[name][slot.valid_slices]
-        differs = bits_of(got) != bits_of(expected)
         if slot.packed == 2:
             tally.entries = 2 * got.size
             tally.differing = int(np.count_nonzero((got ^ expected) & 15) + np.count_nonzero((got ^ expected) >> 4))
         else:
-            tally.entries, tally.differing = got.size, int(np.count_nonzero(differs))
+            tally.entries = got.size
+            tally.count_differing(got, expected)
 
     def _judge_bits(self, name):
         """ulp=0: the reference's bits."""

@@ -12,6 +12,7 @@ from arrays import heavy_tailed
 from refops import oracle
 from refops.activations import bind_activation
 from refops.oracle.operation import OPERATIONS, Case, arrays_of
+from refops.oracle.report import Explanation, array_lines
 from tiers import sampled
 
 
@@ -200,6 +201,19 @@ def test_notes_say_what_was_not_judged():
     dbias = (dbias.astype(F) + F(0.05)).astype(BF16)
     report = oracle.check("dgelu", {"dy": dy, "x": x}, {"dbias": dbias}, diagnose=False)
     assert "dbias adds 2,048 terms" in str(report)
+
+
+def test_a_diagnosis_of_all_that_is_wrong_answers_what_was_not_written():
+    """NaN stored as -448: one value in all wrong entries, which were written; without a diagnosis nobody knows."""
+    x = heavy_tailed((128, 64), FP32)
+    x[::4, ::8] = np.nan
+    q = refops.quantize(x, MXFP8)
+    outputs = {"data": np.where(q.rowwise_data == E4M3.nan_code, 0xFE, q.rowwise_data).astype(np.uint8)}
+    outputs["scale"] = q.rowwise_scale_inv
+    report = oracle.check("quantize", x, outputs, scaling=MXFP8)
+    assert report.diagnosis[0].names == ("nan-as-a-number",) and not report.notes
+    report = oracle.check("quantize", x, outputs, scaling=MXFP8, diagnose=False)
+    assert report.notes == ("all wrong entries of rowwise_data hold 0xfe: were they written?",)
 
 
 # --- dtypes, shapes, layouts ---------------------------------------------------------------------------------------
@@ -520,6 +534,33 @@ def test_a_right_report_counts_other_bits():
     report = oracle.check("silu", x, y)
     report.raise_for_mismatch()
     assert report.ok and report.arrays[0].differing > 500 and "other bits than the reference" in str(report)
+
+
+def test_a_right_report_says_which_other_bits_are_nan():
+    x = heavy_tailed((64, 64), FP32)
+    x[:, 5] = np.nan
+    q = refops.quantize(x, MXFP8)
+    negative = np.where(q.rowwise_data == E4M3.nan_code, 0xFF, q.rowwise_data).astype(np.uint8)
+    report = oracle.check("quantize", x, {"data": negative, "scale": q.rowwise_scale_inv}, scaling=MXFP8)
+    assert report.arrays[0].differing == report.arrays[0].differing_nans == 64
+    assert "64 of them other bits than the reference's (all NaN with another sign or payload)" in str(report)
+    assert report.as_dict()["arrays"][0]["differing_nans"] == 64
+
+    y = bind_activation("silu", {}).truth(x.astype(np.float64)).astype(F)
+    y[:, 5] = -y[:, 5]
+    verdict = oracle.check("silu", x, y).arrays[0]
+    assert verdict.ok and verdict.differing > verdict.differing_nans == 64
+    assert f"{verdict.differing:,} of them other bits than the reference's (64 NaN with" in str(array_lines(verdict))
+
+
+def test_counts_and_shares_in_words():
+    x = heavy_tailed((32, 32), FP32)
+    scaling = refops.CurrentScaling(E4M3)
+    outputs = arrays_of(refops.quantize(x, scaling))
+    assert ": 1 scale right" in str(oracle.check("quantize", x, outputs, scaling=scaling))
+    shares = {1: "all", 0.99996: ">99.9 %", 0.966: "96.6 %"}
+    for share, text in shares.items():
+        assert str(Explanation(("gate-order",), "Why.", share)).endswith(f"(explains {text} of what is wrong)")
 
 
 # --- bad use ---------------------------------------------------------------------------------------------------------

@@ -10,9 +10,8 @@ from refops.oracle.diagnosis.inference import find_lines
 from refops.oracle.diagnosis.probes import SUM_ARRAYS
 from refops.oracle.geometry import VALUES, whole
 from refops.oracle.places import Lines, Place
+from refops.oracle.report import NOT_WRITTEN
 
-#: What is said of entries that hold what was there before: nothing explains them more simply.
-NOT_WRITTEN = "not-written"
 #: Share of the lines that a law must leave out before its place says so.
 LEFT_OUT = 0.1
 

@@ -10,12 +10,12 @@ import numpy as np
 
 from refops.oracle.diagnosis import elements
 from refops.oracle.diagnosis.comparison import Part, places, same
-from refops.oracle.diagnosis.displaced import NOT_WRITTEN, Marks, moved_in
+from refops.oracle.diagnosis.displaced import Marks, moved_in
 from refops.oracle.diagnosis.inference import LEAST_SHOWN, STRAY
 from refops.oracle.diagnosis.probes import SUM_ARRAYS
 from refops.oracle.geometry import TILE, VALUES, Region, crop, whole
 from refops.oracle.replay import FORMULA_STAGES, NotApplicable
-from refops.oracle.report import Explanation
+from refops.oracle.report import NOT_WRITTEN, Explanation
 
 #: The convention that exchanges copies: it has no place in one of them.
 BETWEEN_COPIES = "swapped-directions"

@@ -26,8 +26,6 @@ WIDE = 2.0**-6
 #: How many times as large as in a card's order the errors of sums of few bits may be, in the root mean square over a
 #: row or a column, and how many of these there have to be before each is looked at by itself.
 UNUSUAL, LEAST_ENTRIES = 8, 16
-#: From so many wrong entries on, one value in all of them is no accident.
-MANY_WRONG = 16
 
 
 @dataclass(frozen=True)
@@ -122,9 +120,12 @@ class ProductJudge:
         self.tally, self.notes, self.orders, self.compared = self._new_tally(), [], [], 0
         self.order = "float32"
 
-    def _new_tally(self, differing=0):
+    def _new_tally(self, before=None):
+        """A tally without mismatches; what differs from the reference is that of `before`."""
         tally = Tally(self.case.slots["y"])
-        tally.entries, tally.differing = self.y.size, differing
+        tally.entries = self.y.size
+        if before is not None:
+            tally.differing, tally.differing_nans = before.differing, before.differing_nans
         return tally
 
     def run(self):
@@ -160,7 +161,7 @@ class ProductJudge:
             bounds = self.product.bounds(rows, columns)
             values = self.y[rows, columns]
             self.nearest[rows, columns] = nearest = self.product.stored(rows, columns)
-            self.tally.differing += int(np.count_nonzero(bits_of(values) != bits_of(nearest)))
+            self.tally.count_differing(values, nearest)
             self.doubted[rows, columns] = wrong = ~bounds.contain(values.astype(F))
             self._add(rows, columns, wrong, bounds)
             widths.append(_relative_width(bounds, nearest))
@@ -185,7 +186,7 @@ class ProductJudge:
         """Whether the dump is within the bound of a unit of few bits, if there is one; then that bound judges it."""
         if not self.has_short_sums:
             return False
-        self.tally, self.bound, widths = self._new_tally(self.tally.differing), "short", []
+        self.tally, self.bound, widths = self._new_tally(self.tally), "short", []
         for rows, columns in self._tiles():
             if self.doubted[rows, columns].any():
                 bounds = self.product.bounds(rows, columns, short=True)
@@ -216,7 +217,7 @@ class ProductJudge:
         unusual &= self.doubted
         if not unusual.any():
             return
-        self.order, self.bound, self.tally = "wrong", "float32", self._new_tally(self.tally.differing)
+        self.order, self.bound, self.tally = "wrong", "float32", self._new_tally(self.tally)
         for rows, columns in self._tiles():
             self._add(rows, columns, unusual[rows, columns], self.product.bounds(rows, columns))
         self.doubted = unusual
@@ -235,7 +236,7 @@ class ProductJudge:
 
     def refuse(self):
         """Judge by the bound of float32 sums alone: what few bits would excuse is a known fault in float32."""
-        self.order, self.bound, self.tally = "wrong", "float32", self._new_tally(self.tally.differing)
+        self.order, self.bound, self.tally = "wrong", "float32", self._new_tally(self.tally)
         for rows, columns in self._tiles():
             self._add(rows, columns, self.doubted[rows, columns], self.product.bounds(rows, columns))
 
@@ -303,7 +304,7 @@ class ProductJudge:
         values = self.y[rows][:, columns]
         wrong = [np.count_nonzero(~_equal_bits(o.stored(self.product, rows, columns), values)) for o in orders]
         order = orders[int(np.argmin(wrong))]
-        self.tally = self._new_tally(self.tally.differing)
+        self.tally = self._new_tally(self.tally)
         for rows, columns in self._tiles():
             mine = order.stored(self.product, rows, columns)
             bounds = Bounds(*(mine.astype(F),) * 2, np.isnan(mine.astype(F)))
@@ -323,7 +324,7 @@ class ProductJudge:
     def report(self, explanations, diagnosed):
         """The `ProductReport`."""
         order = self.order
-        self._note_unwritten()
+        unwritten = self.tally.unwritten(self.stored, explanations)
         cards = tuple(map(str, self.orders)) if order == "card" else ()
         return ProductReport(
             operation="matmul",
@@ -331,7 +332,7 @@ class ProductJudge:
             ulp=0.0,
             arrays=(self.tally.verdict(),),
             diagnosis=tuple(explanations),
-            notes=tuple(self.notes),
+            notes=(*self.notes, *unwritten),
             diagnosed=diagnosed,
             leads=tuple(self._leads(order)),
             order=order,
@@ -368,11 +369,6 @@ class ProductJudge:
             yield f"y: bit for bit what these compute{some}, which sums='float32' refuses: {orders}"
         elif self.case.card is not None and not self.doubted.any():
             yield f"y: right for some order of float32 sums, but not the bits of {self.case.card}"
-
-    def _note_unwritten(self):
-        bits = bits_of(self.stored)[self.tally.wrong] if self.tally.count >= MANY_WRONG else ()
-        if len(bits) and bits.min() == bits.max():
-            self.notes.append(f"all wrong entries of y hold 0x{int(bits[0]):02x}: were they written?")
 
 
 def _equal_bits(mine, values):
