@@ -87,10 +87,11 @@ def decoded(tensors):
 
     Returns:
         list of `StoredTensor`: float32 ones in the place of codes, with a note on what the file holds. Codes whose
-        scales are not there or fit no layout raise `UnsupportedTensorError` when they are read; their scales stay.
+        scales are not there or fit no layout raise `UnsupportedTensorError` when they are read, with the same words
+        for the scales that fit none.
     """
     by_name = {tensor.name: tensor for tensor in tensors}
-    found, taken = {}, set()
+    found, taken, refused = {}, set(), {}
     for tensor in tensors:
         for name, naming in _namings_of(tensor, by_name):
             parts = [by_name[name + suffix] for suffix in naming.parts]
@@ -98,12 +99,13 @@ def decoded(tensors):
                 found[tensor.name] = _decoded(name, naming, tensor, parts, by_name)
                 taken.update(part.name for part in parts)
             except _UnknownLayoutError as error:
-                found[tensor.name] = replace(tensor, read=_refusing(str(error)))
+                refused |= {one.name: replace(one, read=_refusing(str(error))) for one in (tensor, *parts)}
             break
         else:
             if tensor.dtype.startswith(("F8_E4", "F8_E5", "F4")):
                 reason = f"codes without scales; looked for {tensor.name}_scale and {tensor.name}_scale_inv"
                 found[tensor.name] = replace(tensor, read=_refusing(f"{_described(tensor)} {reason}"))
+    found |= refused
     return [found.get(tensor.name, tensor) for tensor in tensors if tensor.name not in taken]
 
 
@@ -143,8 +145,8 @@ def _decoded(name, naming, tensor, parts, by_name):
 
     size = {(None, None): "tensor", (1, None): "row"}.get(block) or f"{block[0]}x{block[1]} block"
     holds = "U8 of two E2M1 codes each" if tensor.dtype == "U8" else f"{tensor.dtype} codes"
-    note = f"{holds}, one {parts[0].dtype if kind == 'float' else kind} scale a {size}"
-    note += "".join(f", one {part.dtype} a tensor" for part in parts[1:])
+    note = f"{holds}, one {parts[0].dtype if kind == 'float' else kind} scale per {size}"
+    note += "".join(f", one {part.dtype} per tensor" for part in parts[1:])
     return replace(tensor, name=name, read=read, read_any=None, dtype="F32", shape=shape, note=f"{note}")
 
 

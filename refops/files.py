@@ -186,7 +186,7 @@ def _open_shards(path, stack):
             names = ", ".join(index.name for index in indices)
             raise FileError(f"must be a folder with one index; got {str(path)!r}, which has {names}: give one of them")
         if not indices:
-            return [tensor for shard in _shards_in(path) for tensor in _open_file(shard, stack)]
+            return _all_tensors(path, {shard: _open_file(shard, stack) for shard in _shards_in(path)})
         (path,) = indices
     weight_map = _weight_map(require_file(path))
     opened = {}
@@ -198,6 +198,20 @@ def _open_shards(path, stack):
         if name not in opened[shard]:
             raise FileError(f"must name tensors that are there; got {str(path)!r}: {shard!r} has no {name!r}")
     return [opened[shard][name] for name, shard in weight_map.items()]
+
+
+def _all_tensors(folder, tensors_of):
+    """The tensors of all files of a folder, given those of each; scales of one file would be taken for another's."""
+    holders = {}
+    for path, tensors in tensors_of.items():
+        for tensor in tensors:
+            other = holders.setdefault(tensor.name, path)
+            if other != path:
+                raise FileError(
+                    f"must be a folder whose files hold each tensor once; got {str(folder)!r}, where two files hold "
+                    f"{tensor.name!r}, {other.name!r} and {path.name!r}: give one of them"
+                )
+    return [tensor for tensors in tensors_of.values() for tensor in tensors]
 
 
 def _weight_map(path):

@@ -78,9 +78,21 @@ def make_table(*columns, rule=True):
     return table
 
 
+def let_first_column_wrap(console, table, least):
+    """Let the first column of a table wrap beyond `least` columns, and beyond the room that the others leave it."""
+    first = table.columns[0]
+    first.no_wrap, first.max_width = False, least
+    first.max_width += max(0, console.width - _natural_width(console, table))
+
+
+def _natural_width(console, table):
+    """The columns that a table takes where the terminal has them all."""
+    return console.measure(table, options=console.options.update(width=10_000)).maximum
+
+
 def print_table(console, table):
     """Print a table and an empty line, its columns closer together where it is wider than the terminal."""
-    if console.measure(table, options=console.options.update(width=10_000)).maximum > console.width:
+    if _natural_width(console, table) > console.width:
         table.padding = (0, 0, 0, 0)
     console.print(table)
     console.print()

@@ -6,7 +6,7 @@ from dataclasses import asdict, fields
 
 from rich.text import Text
 
-from refops.display.console import make_table, print_table, printable
+from refops.display.console import let_first_column_wrap, make_table, print_table, printable
 from refops.display.numbers import decibels, dimensions, percent, significant, sqnr
 from refops.display.survey import print_survey
 from refops.replacing import replacing
@@ -28,7 +28,7 @@ saturated  share cut off by the format's range, over half a step beyond its end
 worst err  largest |x - xhat| / |x| of the elements that were not flushed
 bits       per element as stored: data, unpadded scales, float32 amax or scale
 Only finite elements count. About the scalings: refops inspect --help"""
-#: Columns that a tensor's name gets in a line of many tensors, and those that may have an SQNR each.
+#: Columns that a tensor's name gets at least in a line of many tensors, and those that may have an SQNR each.
 NAME_COLUMNS, MOST_SCALINGS_ACROSS = 44, 4
 
 
@@ -143,12 +143,11 @@ def print_lines(console, inspected, skipped, most=None):
     across = names if len(names) <= MOST_SCALINGS_ACROSS else []
     columns = across or ["minimum", "<under", "median", "maximum", "<under "]
     table = make_table("<tensor", "<dtype", "<shape", "amax", *columns)
-    table.columns[0].max_width = NAME_COLUMNS
-    table.columns[0].no_wrap = False
     for name, _, facts, measurements in shown:
         what = printable(name), facts.dtype, dimensions(facts.shape), significant(facts.amax)
         sqnrs = [decibels(m) for m in measurements] if across else _ends(measurements)
         table.add_row(*what, *sqnrs)
+    let_first_column_wrap(console, table, NAME_COLUMNS)
     print_table(console, table)
     if len(shown) < len(ordered):
         console.print(f"{len(ordered) - len(shown)} tensors with a higher SQNR are not shown\n")

@@ -70,46 +70,50 @@ def read(path):
 
 def _per_tensor():
     w, s = normal(40, 96), positive()
-    return {"weight": w, "weight_scale": s}, w.astype(F) * s, "F8_E4M3 codes, one F32 scale a tensor"
+    return {"weight": w, "weight_scale": s}, w.astype(F) * s, "F8_E4M3 codes, one F32 scale per tensor"
 
 
 def _per_row():
     w, s = normal(40, 96, dtype=E5M2), positive(40, 1, dtype=ml_dtypes.bfloat16)
-    return {"weight": w, "weight_scale": s}, w.astype(F) * s.astype(F), "F8_E5M2 codes, one BF16 scale a row"
+    return {"weight": w, "weight_scale": s}, w.astype(F) * s.astype(F), "F8_E5M2 codes, one BF16 scale per row"
 
 
 def _integers():
     w, s = RNG.integers(-128, 128, (8, 24), np.int8), positive(8)
-    return {"weight": w, "weight_scale": s}, w.astype(F) * s[:, None], "I8 codes, one F32 scale a row"
+    return {"weight": w, "weight_scale": s}, w.astype(F) * s[:, None], "I8 codes, one F32 scale per row"
 
 
 def _tiles():
     w, s = normal(200, 300), positive(2, 3)
     parts = {"weight": w, "weight_scale_inv": s}
-    return parts, w.astype(F) * blocks(s, 128, 128, w.shape), "F8_E4M3 codes, one F32 scale a 128x128 block"
+    return parts, w.astype(F) * blocks(s, 128, 128, w.shape), "F8_E4M3 codes, one F32 scale per 128x128 block"
 
 
 def _tiles_of_experts():
     w, s = normal(3, 130, 128), positive(3, 2, 1)
     parts = {"weight": w, "weight_scale_inv": s}
-    return parts, w.astype(F) * blocks(s, 128, 128, w.shape), "F8_E4M3 codes, one F32 scale a 128x128 block"
+    return parts, w.astype(F) * blocks(s, 128, 128, w.shape), "F8_E4M3 codes, one F32 scale per 128x128 block"
 
 
 def _mxfp8():
     w, s = normal(8, 96), exponents(8, 3)
-    return {"weight": w, "weight_scale": s}, w.astype(F) * blocks(two(s), 1, 32, w.shape), "one E8M0 scale a 1x32 block"
+    return (
+        {"weight": w, "weight_scale": s},
+        w.astype(F) * blocks(two(s), 1, 32, w.shape),
+        "one E8M0 scale per 1x32 block",
+    )
 
 
 def _mxfp8_of_its_own_dtype():
     w, s = normal(8, 96), exponents(8, 3)
     parts = {"weight": w, "weight_scale": s.view(E8M0)}
-    return parts, w.astype(F) * blocks(two(s), 1, 32, w.shape), "one E8M0 scale a 1x32 block"
+    return parts, w.astype(F) * blocks(two(s), 1, 32, w.shape), "one E8M0 scale per 1x32 block"
 
 
 def _mxfp4_of_experts():
     w, s = raw(2, 8, 3, 16), exponents(2, 8, 3)
     values = halves(w.reshape(2, 8, 48))
-    return {"_blocks": w, "_scales": s}, values * blocks(two(s), 1, 32, values.shape), "one E8M0 scale a 1x32 block"
+    return {"_blocks": w, "_scales": s}, values * blocks(two(s), 1, 32, values.shape), "one E8M0 scale per 1x32 block"
 
 
 def _nvfp4_divided():
@@ -117,14 +121,14 @@ def _nvfp4_divided():
     values = halves(w)
     parts = {"weight_packed": w, "weight_scale": s, "weight_global_scale": whole}
     of_blocks = blocks(s.astype(F) / whole, 1, 16, values.shape)
-    return parts, values * of_blocks, "U8 of two E2M1 codes each, one E4M3 scale a 1x16 block, one F32 a tensor"
+    return parts, values * of_blocks, "U8 of two E2M1 codes each, one E4M3 scale per 1x16 block, one F32 per tensor"
 
 
 def _nvfp4_multiplied():
     w, s, whole = raw(2, 32, 32), positive(2, 32, 4, dtype=E4M3), positive(2)
     values = halves(w)
     parts = {"weight": w, "weight_scale": s, "weight_scale_2": whole}
-    return parts, values * blocks(s.astype(F) * whole[:, None, None], 1, 16, values.shape), "one F32 a tensor"
+    return parts, values * blocks(s.astype(F) * whole[:, None, None], 1, 16, values.shape), "one F32 per tensor"
 
 
 LAYOUTS = [
@@ -183,7 +187,7 @@ def test_fp4_of_its_own_dtype(tmp_path):
     write(tmp_path / "x.safetensors", arrays)
     array, note = read(tmp_path / "x.safetensors")["weight"]
     np.testing.assert_array_equal(array, halves(w) * two(s))
-    assert note == "F4 codes, one E8M0 scale a 1x32 block"
+    assert note == "F4 codes, one E8M0 scale per 1x32 block"
 
 
 #: Bits of an element, of codes and of scales.
@@ -244,7 +248,8 @@ def test_what_is_not_certain_is_left_alone_and_said(tmp_path):
     assert "a zero point, which refops does not know" in found["shifted.weight"]
     assert found["bytes.weight"].startswith("uint8 8x16; refops quantizes")
     assert found["empty.weight"] == "no elements (float32 of shape (0, 8))"
-    for name in ("odd.weight_scale", "plain", "plain_scale"):  # scales of nothing stay, and others' are not taken
+    assert found["odd.weight_scale"] == found["odd.weight"]  # one reason, said once of both
+    for name in ("plain", "plain_scale"):  # scales of nothing stay, and others' are not taken
         np.testing.assert_array_equal(found[name][0], tensors[name])
         assert found[name][1] == ""
 

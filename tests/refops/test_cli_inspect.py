@@ -234,7 +234,7 @@ def test_a_quantized_checkpoint_is_measured_dequantized(run_json, tmp_path):
     save_file({"w.weight": codes, "w.weight_scale_inv": scales}, tmp_path / "x.safetensors")
     (tensor,) = run_json("inspect", tmp_path / "x.safetensors", "--scaling", "nvfp4-1x16")["tensors"]
     assert (tensor["tensor"], tensor["dtype"]) == ("w.weight", "float32")
-    assert tensor["note"] == "F8_E4M3 codes, one F32 scale a tensor"
+    assert tensor["note"] == "F8_E4M3 codes, one F32 scale per tensor"
     m = measure(codes.astype(F) * F(0.25), SCALINGS["nvfp4-1x16"])
     assert tensor["scalings"] == [m.as_dict()]
     walk = run_json("explain", tmp_path / "x.safetensors", "--scaling", "mxfp8")
@@ -246,6 +246,37 @@ def test_a_folder_of_shards_is_measured(run_json, tmp_path):
         save_file({f"w{number}": TENSORS["layers.0.w"]}, tmp_path / f"m-0000{number}-of-00002.safetensors")
     document = run_json("inspect", tmp_path, "--scaling", "mxfp8")
     assert [tensor["tensor"] for tensor in document["tensors"]] == ["w1", "w2"]
+
+
+@pytest.mark.parametrize(("layers", "wraps"), [(1, False), (2, True)])
+def test_a_name_has_the_room_that_is_there(run, tmp_path, layers, wraps):
+    """120 columns hold a name of 50 beside two SQNRs, not one of 100."""
+    name = "model.layers.17.mlp.experts.gate_up_proj.weight.12" * layers
+    save_file({**TENSORS, name: TENSORS["layers.0.w"]}, tmp_path / "x.safetensors")
+    _, out, _ = run("inspect", tmp_path / "x.safetensors", *SCALED)
+    lines = [line for line in out.splitlines() if line.startswith("model.layers") and "float32" in line]
+    assert len(lines) == 1 and all(len(line) <= 120 for line in out.splitlines())
+    assert (name not in lines[0]) is wraps
+
+
+def test_a_tensor_in_two_files_of_a_folder_is_refused(run, tmp_path):
+    for name in ("one", "two"):
+        save_file({"w": TENSORS["layers.0.w"], name: np.ones(4, F)}, tmp_path / f"{name}.safetensors")
+    code, _, err = run("inspect", tmp_path, "--scaling", "mxfp8")
+    assert code == 2 and "two files hold 'w', 'one.safetensors' and 'two.safetensors': give one of them" in err
+
+
+def test_codes_of_an_unknown_layout_are_skipped_with_their_scales(run, tmp_path):
+    parts = {
+        "w_global_scale": np.ones(1, F),
+        "w_packed": np.zeros((32, 32), np.uint8),
+        "w_scale": np.zeros((32, 3), ml_dtypes.float8_e4m3fn),
+    }
+    save_file({**parts, "plain": TENSORS["layers.0.w"]}, tmp_path / "x.safetensors")
+    code, out, _ = run("inspect", tmp_path / "x.safetensors", "--scaling", "mxfp8")
+    assert code == 0 and "looked for" not in out
+    [line] = [line for line in out.splitlines() if line.startswith("skipped")]
+    assert line.startswith("skipped w_global_scale, w_packed and 1 more: U8 32x32 codes with w_scale F8_E4M3 32x3,")
 
 
 def test_memory_is_that_of_one_tensor(tmp_path, run):
