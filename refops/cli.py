@@ -120,9 +120,12 @@ def _discard_stdout():
 
 def _run(argv):
     try:
-        arguments = _parser().parse_args(_join_values(argv))
+        arguments, unknown = _parser().parse_known_args(_join_values(argv))
     except SystemExit as leave:  # argparse: --help, --version
         return leave.code or EXIT_FINE
+    if unknown:  # argparse's own error names no command
+        command = arguments.command
+        raise UsageError(f"unrecognized arguments: {' '.join(unknown)} (see refops {command} --help)")
     return arguments.run(arguments)
 
 

@@ -97,6 +97,12 @@ def bad_files(tmp_path):
     return tmp_path
 
 
+def test_an_unknown_option_leads_to_the_help_of_its_command(run):
+    code, out, err = run("check", "--op", "quantize", "--columnwise_scale", "c.bin")
+    said = "unrecognized arguments: --columnwise_scale c.bin (see refops check --help)"
+    assert (code, out, err) == (2, "", f"refops: error: {said}\n")
+
+
 @pytest.mark.parametrize(
     ("name", "rule"),
     [
