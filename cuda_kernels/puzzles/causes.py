@@ -426,6 +426,9 @@ ANSWERS = {
         "The first code is moved up by 4 + second: + binds tighter than <<, | does not.": byte_of(
             lambda a, b: a << 4 + b
         ),
+        "The second code is moved up by 4 + first: + binds tighter than <<, | does not.": byte_of(
+            lambda a, b: b << 4 + a
+        ),
         "Both codes moved up by four bits; only the second must.": byte_of(lambda a, b: (a | b) << 4),
         "The first code is in the upper half, the second in the lower: it is the other way round.": byte_of(
             lambda a, b: b | a << 4

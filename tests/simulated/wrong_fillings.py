@@ -510,6 +510,9 @@ CAUSES = {
         "The first code is moved up by 4 + second: + binds tighter than <<, | does not.": [
             ("np.uint8(first << U32(4) + second)",),
         ],
+        "The second code is moved up by 4 + first: + binds tighter than <<, | does not.": [
+            ("np.uint8(second << U32(4) + first)",),
+        ],
         "The second code is multiplied by 2; to move up by four bits is to multiply by 16.": [
             ("np.uint8(first + second * 2)",),
         ],
