@@ -72,7 +72,7 @@ parameters: --param NAME=VALUE for matmul
   alpha, beta                    numbers
   a_fmt, b_fmt                   the format of the codes of a, of b, where it is
                                  not that of --scaling: e4m3, e5m2 ...
-  card                           demand the bits of {" or ".join(CARDS)}
+  card                           demand the bits of {", ".join(CARDS[:-1])} or {CARDS[-1]}
   split_accumulator              true or false, with card: whether sums of
                                  Hopper's FP8 are promoted (default: either)
   sums                           {" or ".join(SUMS)}: refuse the short sums of
