@@ -112,6 +112,7 @@ class Explanation:
         exact: whether the dump equals it everywhere.
         sampled: whether only a part of the tensor, the most wrong one, was compared.
         place: the copy, the rows and the columns in which the kernel does it; None where it does it everywhere.
+        whole_arrays: outputs of which it explains all that is wrong, where it explains a part of the dump.
     """
 
     names: tuple[str, ...]
@@ -120,6 +121,11 @@ class Explanation:
     exact: bool = False
     sampled: bool = False
     place: Place | None = None
+    whole_arrays: tuple[str, ...] = ()
+
+    def explains(self, name):
+        """Whether it explains all that is wrong with an output."""
+        return self.explained == 1 or name in self.whole_arrays
 
     def __str__(self):
         share = "all" if self.explained == 1 else _percentage(self.explained)
@@ -257,6 +263,7 @@ def _explanation_dict(explanation):
     return {
         **asdict(explanation),
         "names": list(explanation.names),
+        "whole_arrays": list(explanation.whole_arrays),
         "place": None if place is None else place.as_dict(),
     }
 

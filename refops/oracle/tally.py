@@ -62,7 +62,7 @@ class Tally:
         bits = bits_of(stored)[self.wrong] if self.count >= MANY_WRONG else ()
         if not len(bits) or bits.min() != bits.max():
             return
-        complete = [one.names for one in explanations if one.explained == 1]
+        complete = [one.names for one in explanations if one.explains(self.slot.name)]
         if not complete or any(NOT_WRITTEN in names for names in complete):
             yield f"all wrong entries of {self.slot.name} hold 0x{int(bits[0]):02x}: were they written?"
 

@@ -216,6 +216,19 @@ def test_a_diagnosis_of_all_that_is_wrong_answers_what_was_not_written():
     assert report.notes == ("all wrong entries of rowwise_data hold 0xfe: were they written?",)
 
 
+def test_a_diagnosis_of_one_output_answers_for_that_one():
+    """Blocks with NaN get the NaN scale, and the codes of some rows are noise: only the scales are explained."""
+    x = heavy_tailed((128, 256), FP32)
+    x[::4, ::32] = np.nan
+    q = refops.quantize(x, MXFP8)
+    data, scales = q.rowwise_data.copy(), q.rowwise_scale_inv.copy()
+    scales[::4] = 255
+    data[1::4] = np.random.default_rng(0).integers(0, 256, data[1::4].shape)
+    report = oracle.check("quantize", x, {"data": data, "scale": scales}, scaling=MXFP8)
+    assert report.diagnosis[0].names == ("nan-scale-for-nonfinite",) and report.diagnosis[0].explained < 0.1
+    assert report.diagnosis[0].whole_arrays == ("rowwise_scale_inv",) and not report.notes
+
+
 # --- dtypes, shapes, layouts ---------------------------------------------------------------------------------------
 
 

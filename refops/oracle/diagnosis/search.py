@@ -444,7 +444,8 @@ class Search:
         names = tuple(convention.name for convention, _ in result.candidate)
         exact, sampled = result.exact and self.probes.complete, not self.probes.complete
         place = self._speaks_of(result) if result.enough else None
-        return Explanation(names, text, result.explained, exact, sampled, place)
+        whole_arrays = tuple(name for name, count in result.counts.items() if 0 < count.wrong == count.explained)
+        return Explanation(names, text, result.explained, exact, sampled, place, whole_arrays)
 
     def _speaks_of(self, result):
         """The `Place` that alone a result is about, wherever it is followed; None for all of the tensor."""
