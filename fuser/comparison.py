@@ -37,6 +37,7 @@ from fuser.recording import (
     QuantizationRecord,
     layer_of,
     operations_of,
+    sqnr_cell,
     statistics,
     text_of,
     worst,
@@ -44,10 +45,8 @@ from fuser.recording import (
 )
 from refops.arguments import require_flag, say_who, shown, with_article
 from refops.display.console import make_table, stdout_console
-from refops.display.numbers import decibels
 from refops.display.plot import MOST_TENSORS_DRAWN, heat_map, panels, require_picture, save, short_labels
 from refops.products.units import NoUnitError
-from refops.survey import Measurement
 
 __all__ = ["Comparison", "LayerComparison", "RecipeComparison", "compare"]
 
@@ -67,7 +66,8 @@ class LayerComparison:
             a linear layer behind it in a `Sequential`, as that. Of all calls together, if there are several; rows that
             `pad` appended do not count. None: it was not seen, or not in as many calls.
         gradient: error of the gradients of its own parameters; None: it has none.
-        records: its quantized tensors, `QuantizationRecord`s.
+        records: its quantized tensors, `QuantizationRecord`s. One that is all zero though the layer has gradients in
+            the step that is compared with has the error 1.0, an SQNR of 0 dB; one that is zero in both has no SQNR.
     """
 
     layer: str
@@ -171,8 +171,8 @@ class Comparison:
                 "output": layer.output,
                 "gradient": layer.gradient,
                 **{
-                    f"{tensor}_{column}": getattr(measured, column)
-                    for tensor, measured in _worst_by(layer.records, lambda record: record.tensor).items()
+                    f"{tensor}_{column}": getattr(worst(records), column)
+                    for tensor, records in _grouped(layer.records, lambda record: record.tensor).items()
                     for column in ("sqnr_db", "flushed", "saturated")
                 },
             }
@@ -191,7 +191,7 @@ class Comparison:
                 _error(found.loss_error),
                 _error(found.output),
                 _error(found.gradient),
-                *worst_cells([record.measurement for record in found.records]),
+                *worst_cells([record for record in found.records if record.measurement.sqnr_db is not None]),
             )
         losses = f"Loss without a recipe: {self.loss:.4g}"
         if self.baseline is not None:
@@ -212,10 +212,7 @@ class Comparison:
                 parts += [f"Error of each layer's {title}:", "", *_tables("layer", names, cells)]
         tensors = self._tensors()
         if tensors:
-            cells = {
-                tensor: ["-" if one is None else decibels(one) for one in measured]
-                for tensor, measured in tensors.items()
-            }
+            cells = {tensor: [sqnr_cell(records) for records in found] for tensor, found in tensors.items()}
             parts += ["SQNR of each quantized tensor, dB:", "", *_tables("tensor", names, cells)]
         for line in dict.fromkeys(line for found in self.recipes for line in found.left):
             who = ", ".join(found.recipe for found in self.recipes if line in found.left)
@@ -229,10 +226,11 @@ class Comparison:
         grid = {layer or "(model)": [column.get(layer) for column in columns] for layer in layers}
         return {layer: errors for layer, errors in grid.items() if any(error is not None for error in errors)}
 
-    def _tensors(self) -> dict[str, list[Measurement | None]]:
-        """Tensor -> its worst measurement under each recipe."""
-        columns = [_worst_by(found.records, lambda record: record.name) for found in self.recipes]
-        return {name: [c.get(name) for c in columns] for name in dict.fromkeys(n for column in columns for n in column)}
+    def _tensors(self) -> dict[str, list[list[QuantizationRecord]]]:
+        """Tensor -> its records under each recipe."""
+        columns = [_grouped(found.records, lambda record: record.name) for found in self.recipes]
+        names = dict.fromkeys(name for column in columns for name in column)
+        return {name: [column.get(name, []) for column in columns] for name in names}
 
     def plot(self, path: str | PathLike[str]) -> None:
         """Draw the errors of each layer's output and gradients, and each tensor's SQNR, under each recipe, in dB.
@@ -247,7 +245,7 @@ class Comparison:
         self._draw(path, "path")
 
     def _draw(self, path: str | PathLike[str], argument: str) -> None:
-        sqnr = {n: [None if one is None else one.sqnr_db for one in found] for n, found in self._tensors().items()}
+        sqnr = {name: [worst(records).sqnr_db for records in found] for name, found in self._tensors().items()}
         grids = {
             "Output of each layer": _in_decibels(self._by_layer(lambda layer: layer.output)),
             "Gradients of each layer": _in_decibels(self._by_layer(lambda layer: layer.gradient)),
@@ -290,14 +288,14 @@ def _error(error: float | None) -> str:
     return "-" if error is None else f"{error:.1e}" if error else "0"
 
 
-def _worst_by(
+def _grouped(
     records: Sequence[QuantizationRecord], key: Callable[[QuantizationRecord], str]
-) -> dict[str, Measurement]:
-    """The worst measurement of the records of each key."""
-    found: dict[str, list[Measurement]] = {}
+) -> dict[str, list[QuantizationRecord]]:
+    """The records of each key, in order."""
+    found: dict[str, list[QuantizationRecord]] = {}
     for record in records:
-        found.setdefault(key(record), []).append(record.measurement)
-    return {name: worst(measurements) for name, measurements in found.items()}
+        found.setdefault(key(record), []).append(record)
+    return found
 
 
 def _in_decibels(grid: dict[str, list[float | None]]) -> dict[str, list[float | None]]:
@@ -717,14 +715,30 @@ def _coverage(model: torch.nn.Module, rule: Rule) -> Coverage:
     return Coverage(len(quantized), len(matrices), sum(one.numel() for one in held) / every if every else 0.0)
 
 
+def _vanished(record: QuantizationRecord) -> QuantizationRecord:
+    """The record of an all-zero tensor which is not zero in the step that is compared with: its error is 1.0, 0 dB.
+
+    A gradient of a matrix is not zero, so neither operand of its product, the input and the output's gradient, is.
+    """
+    if record.tensor.startswith("weight"):
+        return record
+    return replace(record, measurement=replace(record.measurement, sqnr_db=0.0))
+
+
 def _compared(name: str, base: _Outcome, step: _Outcome) -> RecipeComparison:
     """Compare a step with another one, in which nothing is padded."""
     own: dict[str, list[str]] = {}  # layer -> names of its parameters
     for parameter in base.gradients:
         own.setdefault(layer_of(parameter.rpartition(".")[0]), []).append(parameter)
-    records: dict[str, list[QuantizationRecord]] = {}
-    for record in step.records:
-        records.setdefault(record.layer, []).append(record)
+    learning = {
+        layer
+        for layer, names in own.items()
+        if any(base.gradients[name].ndim > 1 and base.gradients[name].any() for name in names)
+    }
+    records = _grouped(
+        [_vanished(record) if record.all_zero and record.layer in learning else record for record in step.records],
+        lambda record: record.layer,
+    )
 
     def gradient_error(names: Sequence[str]) -> float | None:
         both = [n for n in names if n in step.gradients]

@@ -11,7 +11,7 @@ import itertools
 import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from os import PathLike
 from typing import Any
 
@@ -49,7 +49,8 @@ class QuantizationRecord:
         shape: of the tensor; rows that `pad` appended are part of it.
         amax: its largest finite magnitude.
         measurement: SQNR, shares flushed to zero and saturated, bits of an element; its `scaling` is the format's
-            title. Of the rowwise copy, or the columnwise one where no other was made.
+            title. Of the rowwise copy, or the columnwise one where no other was made. A tensor that is all zero has
+            no SQNR.
     """
 
     step: int
@@ -64,6 +65,12 @@ class QuantizationRecord:
         """Layer and tensor."""
         return f"{self.layer} {self.tensor}".strip()
 
+    @property
+    def all_zero(self) -> bool:
+        """Whether every finite element of the tensor was zero before the cast: where gradients vanish, they were lost
+        on the way to it."""
+        return self.amax == 0 and self.measurement.flushed is not None
+
     def as_dict(self) -> dict[str, Any]:
         """Plain data, one level deep."""
         fields = asdict(self) | {"shape": list(self.shape)}
@@ -74,7 +81,7 @@ class QuantizationRecord:
 class Statistics:
     """A context in which the casts of a model are recorded; `statistics` makes one.
 
-    `print(s)` shows a line for each tensor, with the worst of all steps.
+    `print(s)` shows a line for each tensor, with the worst of all steps: "all zero" if it was that in one of them.
 
     Attributes:
         records: list of `QuantizationRecord`, in the order of the casts.
@@ -152,21 +159,21 @@ class Statistics:
     def __str__(self) -> str:
         table = make_table("<tensor", "shape", "<format", "steps", "amax", *WORST_COLUMNS)
         for name, records in self._by_name().items():
-            measured = [record.measurement for record in records]
             table.add_row(
                 name,
                 dimensions(records[-1].shape),
-                measured[-1].scaling,
+                records[-1].measurement.scaling,
                 str(len({record.step for record in records})),
                 significant(max(record.amax for record in records)),
-                *worst_cells(measured),
+                *worst_cells(records),
             )
         return text_of(table)
 
     def plot(self, path: str | PathLike[str]) -> None:
         """Draw SQNR, flushed and saturated shares of each tensor over the steps. The suffix gives the format.
 
-        Of more than 20 tensors those of the lowest SQNR.
+        Of more than 20 tensors those of the lowest SQNR; a step in which a tensor was all zero has none, and comes
+        before all others.
 
         Raises:
             PlotError: no matplotlib, a suffix that it does not know, or no such directory. ValueError: no records.
@@ -179,8 +186,10 @@ class Statistics:
         if len(by_name) > MOST_TENSORS_NAMED:
 
             def lowest(name: str) -> float:
-                known = [record.measurement.sqnr_db for record in by_name[name]]
-                return min((sqnr for sqnr in known if sqnr is not None), default=math.inf)
+                if any(record.all_zero for record in by_name[name]):
+                    return -math.inf
+                sqnr = worst(by_name[name]).sqnr_db
+                return math.inf if sqnr is None else sqnr
 
             by_name = {name: by_name[name] for name in sorted(by_name, key=lowest)[:MOST_TENSORS_NAMED]}
         columns = {"SQNR (dB)": "sqnr_db", "flushed to zero (%)": "flushed", "saturated (%)": "saturated"}
@@ -269,21 +278,28 @@ def _measured(x: torch.Tensor, quantized: Any) -> tuple[tuple[int, ...], float, 
     else:
         return None
     finite = x[x.isfinite()]
-    return tuple(x.shape), finite.abs().max().item() if finite.numel() else 0.0, measurement
+    amax = finite.abs().max().item() if finite.numel() else 0.0
+    return tuple(x.shape), amax, measurement if amax else replace(measurement, sqnr_db=None)
 
 
 #: The columns of a table that `worst_cells` fills.
 WORST_COLUMNS = ("worst SQNR dB", "flushed %", "saturated %")
 
 
-def worst_cells(measurements: Sequence[Measurement]) -> list[str]:
-    """What a table says of some measurements together."""
-    found = worst(measurements)
-    return [decibels(found), percent(found.flushed), percent(found.saturated)]
+def worst_cells(records: Sequence[QuantizationRecord]) -> list[str]:
+    """What a table says of some records together."""
+    found = worst(records)
+    return [sqnr_cell(records), percent(found.flushed), percent(found.saturated)]
 
 
-def worst(measurements: Sequence[Measurement]) -> Measurement:
-    """The lowest SQNR and the largest shares of some measurements; None where no measurement has one."""
+def sqnr_cell(records: Sequence[QuantizationRecord]) -> str:
+    """The lowest SQNR of some records in dB, or that one of them is of a tensor that was all zero."""
+    return "all zero" if any(record.all_zero for record in records) else decibels(worst(records))
+
+
+def worst(records: Sequence[QuantizationRecord]) -> Measurement:
+    """The lowest SQNR and the largest shares that some records measured; None where none has one."""
+    measurements = [record.measurement for record in records]
 
     def chosen(choose: Callable[..., float | None], column: str) -> float | None:
         values = [getattr(one, column) for one in measurements]

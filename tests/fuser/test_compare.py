@@ -119,6 +119,34 @@ class TestNumbers:
         found = compared(feed_forward(), inputs(32, 64) * 1e-4, [DelayedScaling()])
         assert found.recipes[0].output < 0.1
 
+    def test_gradients_that_vanish_have_an_error_of_one(self):
+        """Scales of 1 flush the last layer's gradients, so the first layer's are zero; one that is not used has none."""
+
+        def one(amax, scale, fp8_max, recipe):
+            return torch.ones_like(scale)
+
+        class WithUnused(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.first, self.last, self.gated = nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64)
+
+            def forward(self, x):
+                return self.last(self.first(x)) + 0 * self.gated(x)
+
+        recipes = [DelayedScaling(scaling_factor_compute_algo=one), Float8CurrentScaling()]
+        found = compared(WithUnused(), inputs(32, 64), recipes, loss=lambda y: (y * 1e-6).sum())
+        tensors = {record.name: record for record in found["DelayedScaling"].records}
+        sqnr = {name: tensors[f"{name} grad_output"].measurement.sqnr_db for name in ("first", "last", "gated")}
+        assert sqnr == {"first": 0.0, "last": 0.0, "gated": None}
+        assert [tensors[f"{name} grad_output"].all_zero for name in ("first", "last", "gated")] == [True, False, True]
+        assert {row["layer"]: row.get("grad_output_sqnr_db", 0) for row in found.rows()[:3]} == sqnr
+        totals = {line.split()[0]: line for line in str(found).splitlines() if line}
+        assert "all zero" in totals["DelayedScaling"]
+        assert "all zero" not in totals["Float8CurrentScaling"]
+        cells = {line[:17].strip(): line.split()[2:] for line in str(found).splitlines() if "grad_output" in line}
+        assert cells["first grad_output"][:2] == ["all", "zero"]
+        assert cells["gated grad_output"] == ["all", "zero", "all", "zero"]
+
     def test_delayed_scaling_of_rules_and_of_custom_quantizers(self):
         """As of the recipe itself: the scales of the step that counts are those that the step before it made."""
         model, x = nn.Sequential(nn.Linear(64, 64)), inputs(32, 64) * 1e-4
@@ -618,9 +646,31 @@ class TestStatistics:
             Measurement("b", sqnr_db=20.0, flushed=0.5),
         )
         none = Measurement("a")
+        best, low, none = (recording.QuantizationRecord(0, "0", "input", (1,), 1.0, one) for one in (best, low, none))
         assert recording.worst([best, none, low]) == Measurement("a, b", sqnr_db=20.0, flushed=0.5)
-        assert recording.worst([none]) == none
+        assert recording.worst([none]) == none.measurement
         assert recording.worst_cells([]) == ["-", "-", "-"]
+
+    def test_what_vanished_before_a_cast_is_not_exact(self):
+        """The first scales flush the last layer's gradients; those of the layer before it are all zero then."""
+        model = fuser.convert(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), DelayedScaling())
+        with fuser.statistics(model) as s:
+            for _ in range(3):
+                (model(inputs(32, 64)) * 1e-6).sum().backward()
+        gradients = s.of("0", "grad_output")
+        assert [record.all_zero for record in gradients] == [True, False, False]
+        assert [record.measurement.flushed for record in gradients] == [0.0, 1.0, pytest.approx(0, abs=0.1)]
+        assert gradients[0].measurement.sqnr_db is None
+        assert not gradients[0].as_dict()["exact"]
+        (line,) = (line for line in str(s).splitlines() if line.startswith("0 grad_output"))
+        assert "all zero" in line
+
+    def test_not_a_finite_element_is_not_all_zero(self):
+        model = fuser.convert(nn.Linear(64, 64), Float8CurrentScaling())
+        with fuser.statistics(model) as s:
+            model(torch.full((32, 64), math.nan))
+            model(torch.zeros(32, 64))
+        assert [record.all_zero for record in s.of("", "input")] == [False, True]
 
     def test_hybrid_quantizers_and_groups(self):
         def qfactory(role):
