@@ -50,6 +50,9 @@ from refops.products.units import NoUnitError
 
 __all__ = ["Comparison", "LayerComparison", "RecipeComparison", "compare"]
 
+#: Relative change of a delayed scale, from a step to the next one, up to which it has settled.
+MOST_CHANGE = 0.1
+
 
 def default_recipes() -> list[Recipe]:
     """The recipes that `compare` uses if none are given: TE's."""
@@ -109,6 +112,8 @@ class RecipeComparison:
             whose output is `output`.
         left: what `convert` named in its warning: what stays in high precision, and why.
         coverage: `Coverage`, how much of the model is quantized.
+        warmed_up: whether the step did not change a delayed scale by more than a tenth of itself. If it did, the errors
+            are in part those of scales that are not the recipe's yet.
         error: the `ValueError` of a step that the card in force has no products for, with the card's name as `card`;
             None: the step was run.
     """
@@ -121,6 +126,7 @@ class RecipeComparison:
     layers: list[LayerComparison] = field(default_factory=list, repr=False)
     left: list[str] = field(default_factory=list, repr=False)
     coverage: Coverage = Coverage(0, 0, 0.0)
+    warmed_up: bool = True
     error: NoUnitError | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -203,8 +209,13 @@ class Comparison:
             under = "" if len(same) == len(run) else f" under {', '.join(same)}"
             parts.append(f"Quantized{under}: {coverage}.")
         parts += ["", totals]
-        refused = [str(found.error) for found in self.recipes if found.error is not None]
-        parts += [*refused, ""] if refused else []
+        notes = [
+            f"Under {found.recipe} the scales were still changing after the last pass: not warmed up."
+            for found in self.recipes
+            if not found.warmed_up
+        ]
+        notes += [str(found.error) for found in self.recipes if found.error is not None]
+        parts += [*notes, ""] if notes else []
         for title, value in (("output", lambda layer: layer.output), ("gradients", lambda layer: layer.gradient)):
             grid = self._by_layer(value)
             if grid:
@@ -336,11 +347,12 @@ def compare(
         fuser.compare(model, {"input_ids": tokens, "labels": tokens}, [MXFP8BlockScaling(), NVFP4BlockScaling()])
         fuser.compare(model, batch, MXFP8BlockScaling(products="blackwell"), baseline=MXFP8BlockScaling())
 
-    Each step is one forward and backward pass of a copy of the model, converted as `convert` does; under delayed
-    scaling there is one before it, for scales to be known (buffers are put back after it, other state is not). The
-    model itself is not touched: parameters, gradients,
-    buffers, training mode, scales and torch's random numbers are what they were. Every step starts from the same
-    random state, so dropout is the same in all. An `autocast` around the call decides nothing here. A `fuser.products`
+    Each step is one forward and backward pass of a copy of the model, converted as `convert` does. Under delayed
+    scaling it is repeated until no scale changes by more than a tenth, at most as often as there are scales to be found
+    one after the other, two for each layer, and two times more (buffers are put back in between, other state is not);
+    the last step counts. The model itself is not touched: parameters, gradients, buffers, training mode, scales and
+    torch's random numbers are what they were. Every step starts from the same random state, so dropout is the same in
+    all. An `autocast` around the call decides nothing here. A `fuser.products`
     does, for every step: cards to be compared with one another are named by recipes. A recipe that its card has no
     products for is reported as that, unless none is left.
 
@@ -496,13 +508,14 @@ def _is_function(rule: Any) -> bool:
 
 @dataclass
 class _Outcome:
-    """What is compared of a step. Tensors of a layer: one for each call. `left`, `coverage`: of `RecipeComparison`."""
+    """What is compared of a step. Tensors of a layer: one for each call. The last three: of `RecipeComparison`."""
 
     loss: float
     output: list[torch.Tensor]
     layers: dict[str, list[torch.Tensor]]
     gradients: dict[str, torch.Tensor]
     records: list[QuantizationRecord]
+    warmed_up: bool = True
     left: list[str] = field(default_factory=list)
     coverage: Coverage = Coverage(0, 0, 0.0)
 
@@ -532,16 +545,27 @@ def _without_padding(step: _Outcome, plain: _Outcome) -> _Outcome:
 def _run_step(model: torch.nn.Module, rule: Rule, batch: Any, loss: Any) -> _Outcome:
     """Run a step of a model that may be changed, outside of the caller's `autocast`.
 
-    Where it turns out to have delayed scales, which are not known before, it is the second step that counts.
+    Where it turns out to have delayed scales, which start from 1, the step is run again until they settle, and the
+    last one counts. One more step uncovers the gradients of one more layer at worst, so the steps are at most two more
+    than there are states, of which each layer has two.
     """
     devices = {tensor.device for tensor in [*model.parameters(), *model.buffers()] if tensor.device.type == "cuda"}
     put_back = _saved_buffers(model)
     with FP8GlobalStateManager.set_aside(), torch.enable_grad():
         found = _run_once(model, rule, batch, loss, devices)
-        if FP8GlobalStateManager.registered_states():
+        states = [s for forward in (True, False) for s in FP8GlobalStateManager.registered_states(forward)]
+        found.warmed_up = not states
+        for _ in range(len(states) + 2):
+            if found.warmed_up:
+                break
+            used = [state.scale.clone() for state in states]
             put_back()
             model.zero_grad()
             found = _run_once(model, rule, batch, loss, devices)
+            found.warmed_up = all(
+                torch.allclose(state.scale, before, rtol=MOST_CHANGE, atol=0, equal_nan=True)
+                for state, before in zip(states, used, strict=True)
+            )
     return found
 
 
@@ -761,4 +785,5 @@ def _compared(name: str, base: _Outcome, step: _Outcome) -> RecipeComparison:
         ],
         step.left,
         step.coverage,
+        step.warmed_up,
     )

@@ -120,7 +120,7 @@ class TestNumbers:
         assert found.recipes[0].output < 0.1
 
     def test_gradients_that_vanish_have_an_error_of_one(self):
-        """Scales of 1 flush the last layer's gradients, so the first layer's are zero; one that is not used has none."""
+        """Scales of 1 flush the last layer's gradients, so the first's are zero; a layer that is not used has none."""
 
         def one(amax, scale, fp8_max, recipe):
             return torch.ones_like(scale)
@@ -146,6 +146,32 @@ class TestNumbers:
         cells = {line[:17].strip(): line.split()[2:] for line in str(found).splitlines() if "grad_output" in line}
         assert cells["first grad_output"][:2] == ["all", "zero"]
         assert cells["gated grad_output"] == ["all", "zero", "all", "zero"]
+
+    def test_delayed_scaling_warms_up_until_its_scales_settle(self):
+        """Each pass uncovers the gradients of one more layer: after it, the errors are those of current scaling."""
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(5)))
+        recipes = [DelayedScaling(), Float8CurrentScaling()]
+        delayed, current = compared(model, inputs(32, 64), recipes, loss=lambda y: (y * 1e-6).sum())
+        assert delayed.warmed_up
+        assert current.warmed_up
+        assert delayed.gradient == pytest.approx(current.gradient, rel=0.3)
+        assert all(record.measurement.flushed < 0.1 for record in delayed.records)
+
+    def test_scales_that_never_settle(self):
+        calls = []
+
+        def doubled(amax, scale, fp8_max, recipe):
+            calls.append(1)
+            return scale * 2
+
+        model, recipe = nn.Sequential(nn.Linear(64, 64)), DelayedScaling(scaling_factor_compute_algo=doubled)
+        found = compared(model, inputs(32, 64), {"doubles": recipe, "settles": DelayedScaling()})
+        assert [one.warmed_up for one in found] == [False, True]
+        assert len(calls) == 2 * (
+            1 + 4
+        )  # forward and backward; the first pass, and as many as there are states, and two
+        assert "Under doubles the scales were still changing after the last pass: not warmed up." in str(found)
 
     def test_delayed_scaling_of_rules_and_of_custom_quantizers(self):
         """As of the recipe itself: the scales of the step that counts are those that the step before it made."""
