@@ -36,6 +36,7 @@ from fuser.recording import (
     WORST_COLUMNS,
     QuantizationRecord,
     layer_of,
+    no_record_of,
     operations_of,
     sqnr_cell,
     statistics,
@@ -114,6 +115,7 @@ class RecipeComparison:
         coverage: `Coverage`, how much of the model is quantized.
         warmed_up: whether the step did not change a delayed scale by more than a tenth of itself. If it did, the errors
             are in part those of scales that are not the recipe's yet.
+        unmeasured: names of tensors whose quantizers leave no record, as `Statistics.unmeasured`.
         error: the `ValueError` of a step that the card in force has no products for, with the card's name as `card`;
             None: the step was run.
     """
@@ -127,6 +129,7 @@ class RecipeComparison:
     left: list[str] = field(default_factory=list, repr=False)
     coverage: Coverage = Coverage(0, 0, 0.0)
     warmed_up: bool = True
+    unmeasured: list[str] = field(default_factory=list, repr=False)
     error: NoUnitError | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -187,7 +190,8 @@ class Comparison:
         ]
 
     def __str__(self) -> str:
-        names = [found.recipe for found in self.recipes]
+        run = self._run()
+        names = [found.recipe for found in run]
         totals = make_table("<recipe", "loss", "error", "output", "gradient", *WORST_COLUMNS)
         totals.columns[0].no_wrap = False  # rather that than numbers cut off
         for found in self.recipes:
@@ -204,8 +208,7 @@ class Comparison:
             losses += f", under {self.baseline.recipe}: {self.baseline.loss:.4g}"
         parts: list[Any] = [f"{losses}. Errors are relative to that step."]
         for coverage in dict.fromkeys(found.coverage for found in self.recipes if found.coverage.layers):
-            same = [found.recipe for found in self.recipes if found.coverage == coverage]
-            run = [found for found in self.recipes if found.error is None]
+            same = [found.recipe for found in run if found.coverage == coverage]
             under = "" if len(same) == len(run) else f" under {', '.join(same)}"
             parts.append(f"Quantized{under}: {coverage}.")
         parts += ["", totals]
@@ -214,7 +217,12 @@ class Comparison:
             for found in self.recipes
             if not found.warmed_up
         ]
-        notes += [str(found.error) for found in self.recipes if found.error is not None]
+        refused: dict[str, list[str]] = {}
+        for found in self.recipes:
+            if found.error is not None:
+                rule, _, _ = str(found.error).removeprefix(f"Under {found.recipe}: ").partition("; got")
+                refused.setdefault(rule, []).append(found.recipe)
+        notes += [f"Under {', '.join(those)}: {rule}." for rule, those in refused.items()]
         parts += [*notes, ""] if notes else []
         for title, value in (("output", lambda layer: layer.output), ("gradients", lambda layer: layer.gradient)):
             grid = self._by_layer(value)
@@ -225,21 +233,27 @@ class Comparison:
         if tensors:
             cells = {tensor: [sqnr_cell(records) for records in found] for tensor, found in tensors.items()}
             parts += ["SQNR of each quantized tensor, dB:", "", *_tables("tensor", names, cells)]
+        for found in self.recipes:
+            parts += no_record_of(found.unmeasured, f" under {found.recipe}")
         for line in dict.fromkeys(line for found in self.recipes for line in found.left):
             who = ", ".join(found.recipe for found in self.recipes if line in found.left)
             parts.append(f"left in high precision under {who}: {line}")
         return text_of(*parts)
 
+    def _run(self) -> list[RecipeComparison]:
+        """The recipes whose steps were run: their cards have the products."""
+        return [found for found in self.recipes if found.error is None]
+
     def _by_layer(self, value: Callable[[LayerComparison], float | None]) -> dict[str, list[float | None]]:
-        """Layer -> a number for each recipe, of the layers that have one."""
-        columns = [{layer.layer: value(layer) for layer in found.layers} for found in self.recipes]
+        """Layer -> a number for each recipe that was run, of the layers that have one."""
+        columns = [{layer.layer: value(layer) for layer in found.layers} for found in self._run()]
         layers = dict.fromkeys(layer for column in columns for layer in column)
         grid = {layer or "(model)": [column.get(layer) for column in columns] for layer in layers}
         return {layer: errors for layer, errors in grid.items() if any(error is not None for error in errors)}
 
     def _tensors(self) -> dict[str, list[list[QuantizationRecord]]]:
-        """Tensor -> its records under each recipe."""
-        columns = [_grouped(found.records, lambda record: record.name) for found in self.recipes]
+        """Tensor -> its records under each recipe that was run."""
+        columns = [_grouped(found.records, lambda record: record.name) for found in self._run()]
         names = dict.fromkeys(name for column in columns for name in column)
         return {name: [column.get(name, []) for column in columns] for name in names}
 
@@ -267,7 +281,7 @@ class Comparison:
             raise ValueError("comparison must hold errors of layers or tensors to be drawn; got none")
         require_picture(path, argument)
         longest = max(len(name) for grid in grids.values() for name in grid)
-        width = 0.085 * longest + 1.1 * len(self.recipes) + 3
+        width = 0.085 * longest + 1.1 * len(self._run()) + 3
         rows = [len(grid) for grid in grids.values()]
         figure, axes = panels(len(grids), width, 0.27 * sum(rows) + 1.5, height_ratios=rows)
         for (title, grid), color, axis in zip(grids.items(), ("Blues", "Greens", "Purples"), axes, strict=False):
@@ -276,7 +290,7 @@ class Comparison:
             heat_map(figure, axis, numbers, color, max(10.0, finite.max() if finite.size else 0), lambda n: f"{n:.1f}")
             axis.set_title(f"{title}: signal to error, dB; darker is better", fontsize=10, loc="left")
             axis.set_yticks(range(len(grid)), short_labels(list(grid)), fontsize=8, parse_math=False)
-        names = [found.recipe for found in self.recipes]
+        names = [found.recipe for found in self._run()]
         axes[-1].set_xticks(range(len(names)), names, rotation=30, ha="right", rotation_mode="anchor", fontsize=8)
         save(figure, path, argument)
 
@@ -508,13 +522,14 @@ def _is_function(rule: Any) -> bool:
 
 @dataclass
 class _Outcome:
-    """What is compared of a step. Tensors of a layer: one for each call. The last three: of `RecipeComparison`."""
+    """What is compared of a step. Tensors of a layer: one for each call. The last four: of `RecipeComparison`."""
 
     loss: float
     output: list[torch.Tensor]
     layers: dict[str, list[torch.Tensor]]
     gradients: dict[str, torch.Tensor]
     records: list[QuantizationRecord]
+    unmeasured: list[str] = field(default_factory=list)
     warmed_up: bool = True
     left: list[str] = field(default_factory=list)
     coverage: Coverage = Coverage(0, 0, 0.0)
@@ -590,6 +605,7 @@ def _run_once(model: torch.nn.Module, rule: Rule, batch: Any, loss: Any, devices
         layers=outputs,
         gradients={name: p.grad for name, p in model.named_parameters() if p.grad is not None},
         records=[] if recorder is None else recorder.records,
+        unmeasured=[] if recorder is None else recorder.unmeasured,
     )
 
 
@@ -786,4 +802,5 @@ def _compared(name: str, base: _Outcome, step: _Outcome) -> RecipeComparison:
         step.left,
         step.coverage,
         step.warmed_up,
+        step.unmeasured,
     )

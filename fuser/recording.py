@@ -63,7 +63,7 @@ class QuantizationRecord:
     @property
     def name(self) -> str:
         """Layer and tensor."""
-        return f"{self.layer} {self.tensor}".strip()
+        return name_of(self.layer, self.tensor)
 
     @property
     def all_zero(self) -> bool:
@@ -85,12 +85,15 @@ class Statistics:
 
     Attributes:
         records: list of `QuantizationRecord`, in the order of the casts.
+        unmeasured: names of tensors, layer and tensor as in `QuantizationRecord.name`, whose quantizers leave no
+            record: they return plain tensors or a format of their own, or override `quantize`.
         step: number of the forward pass that runs or ran last; -1 before the first. What is computed again in
             a backward pass is no pass of its own.
     """
 
     def __init__(self, model: torch.nn.Module, every: int) -> None:
         self.records: list[QuantizationRecord] = []
+        self.unmeasured: list[str] = []
         self.step = -1
         self._model, self._every = model, every
         #: Quantizers that were seen, by id, with the names of layer and tensor; None: another model's.
@@ -106,6 +109,9 @@ class Statistics:
 
     def __exit__(self, *exception: Any) -> None:
         quantization_observers.remove(self._observe)
+        for quantizer, layer, tensor in _quantizers_of(self._model):
+            if type(quantizer).quantize is not Quantizer.quantize:
+                self._note_unmeasured(layer, tensor)
         self._hook.remove()
         self._hook = None
 
@@ -120,10 +126,18 @@ class Statistics:
         role = self._role_of(quantizer)
         if role is None:
             return
-        measured = _measured(original().detach(), quantized)
+        (layer, tensor), x = role, original().detach()
+        measured = _measured(x, quantized)
         if measured is not None:
-            (layer, tensor), (shape, amax, measurement) = role, measured
+            shape, amax, measurement = measured
             self.records.append(QuantizationRecord(self.step, layer, tensor, shape, amax, measurement))
+        elif x.numel():
+            self._note_unmeasured(layer, tensor)
+
+    def _note_unmeasured(self, layer: str, tensor: str) -> None:
+        name = name_of(layer, tensor)
+        if name not in self.unmeasured:
+            self.unmeasured.append(name)
 
     def _role_of(self, quantizer: Quantizer) -> tuple[str, str] | None:
         """The names of the layer and of the tensor that a quantizer is for."""
@@ -167,7 +181,7 @@ class Statistics:
                 significant(max(record.amax for record in records)),
                 *worst_cells(records),
             )
-        return text_of(table)
+        return text_of(table, *no_record_of(self.unmeasured))
 
     def plot(self, path: str | PathLike[str]) -> None:
         """Draw SQNR, flushed and saturated shares of each tensor over the steps. The suffix gives the format.
@@ -214,8 +228,9 @@ def statistics(model: torch.nn.Module, *, every: int = 1) -> Statistics:
         print(s)
         s.plot("statistics.png")
 
-    A step is a forward pass of `model`, with the backward passes that follow it. Casts by quantizers that override
-    `quantize`, and of whole groups (`group_quantize`), are not seen. Numbers and random numbers of the model do not
+    A step is a forward pass of `model`, with the backward passes that follow it. Casts by quantizers that return
+    plain tensors or override `quantize` leave no record, and are named after the table; those of whole groups
+    (`group_quantize`) are not seen. Numbers and random numbers of the model do not
     change; each cast is measured on the CPU, which takes longer than the cast.
 
     Args:
@@ -311,6 +326,21 @@ def worst(records: Sequence[QuantizationRecord]) -> Measurement:
         flushed=chosen(max, "flushed"),
         saturated=chosen(max, "saturated"),
     )
+
+
+def name_of(layer: str, tensor: str) -> str:
+    """What tables call a tensor of a layer; the model itself has no name."""
+    return f"{layer} {tensor}".strip()
+
+
+def no_record_of(unmeasured: Sequence[str], where: str = "") -> list[str]:
+    """A line that says whose casts were not measured, if there are any."""
+    if not unmeasured:
+        return []
+    return [
+        f"No record{where} of {', '.join(unmeasured)}: quantizers that return plain tensors, or tensors of a format of "
+        "their own, cannot be measured, nor those that override quantize."
+    ]
 
 
 def text_of(*tables: Table | str) -> str:

@@ -713,6 +713,34 @@ class TestStatistics:
         }
         assert {record.measurement.scaling for record in s.records} == {refops.NVFP4Scaling().title}
 
+    def test_quantizers_that_leave_no_record_are_named(self):
+        class Sixteenths(fuser.Quantizer):
+            def quantize_impl(self, tensor):
+                return (tensor * 16).round() / 16
+
+        class Overrides(Sixteenths):
+            def quantize(self, tensor, *, out=None, dtype=None):
+                return tensor
+
+        kinds = {"input": Sixteenths, "weight": Overrides, "grad_output": fuser.IdentityQuantizer}
+
+        def qfactory(role):
+            return kinds[role.tensor_type](rowwise=True, columnwise=True)
+
+        recipe = CustomRecipe(qfactory=qfactory)
+        model = nn.Sequential(nn.Linear(64, 64))
+        found = compared(model, inputs(32, 64), {"own": recipe, "mx": MXFP8BlockScaling()})
+        assert [one.unmeasured for one in found] == [["0 input", "0 weight"], []]
+        assert "No record under own of 0 input, 0 weight: " in str(found)
+        assert "No record under mx" not in str(found)
+        fuser.convert(model, recipe)
+        with fuser.statistics(model) as s:
+            for _ in range(2):
+                model(inputs(32, 64)).sum().backward()
+        assert {record.name for record in s.records} == {"0 grad_output"}
+        assert s.unmeasured == ["0 input", "0 weight"]
+        assert "No record of 0 input, 0 weight: " in str(s)
+
     def test_errors(self):
         with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module"):
             fuser.statistics(torch.zeros(1))

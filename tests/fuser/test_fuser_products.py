@@ -282,6 +282,8 @@ def test_a_recipe_that_the_card_lacks_is_a_row():
     assert (refused.loss, refused.output, refused.layers, refused.error.card) == (None, None, [], "hopper")
     assert "\nMXFP8BlockScaling hopper " in str(many_recipes()) and " not on hopper " in str(many_recipes())
     assert "Under MXFP8BlockScaling hopper: In forward, operation 0 BasicLinear" in str(many_recipes())
+    headings = [line for line in str(many_recipes()).splitlines() if line.startswith(("layer ", "tensor "))]
+    assert headings and not any("MXFP8BlockScaling hopper" in line for line in headings)
     with fuser.products("hopper"):
         found = fuser.compare(two_layers(), seeded(32, 256), quiet=True)
         with pytest.raises(ValueError, match=r"^Under MXFP8BlockScaling: In forward, .*: blackwell can; got 'hopper'"):
@@ -290,6 +292,16 @@ def test_a_recipe_that_the_card_lacks_is_a_row():
             fuser.compare(two_layers(), seeded(32, 256), baseline=recipe.NVFP4BlockScaling(), quiet=True)
     assert [one.recipe for one in found if one.error] == ["MXFP8BlockScaling", "NVFP4BlockScaling"]
     assert "\nQuantized: 2 of 2 layers" in str(found)
+
+
+def test_one_sentence_for_all_recipes_that_are_refused_for_one_cause():
+    cards = {card: recipe.MXFP8BlockScaling(products=card) for card in ("ampere", "hopper", "blackwell")}
+    found = fuser.compare(two_layers(), seeded(32, 256), cards, quiet=True)
+    refusals = [line for line in str(found).splitlines() if line.startswith("Under ")]
+    assert len(refusals) == 1 and refusals[0].startswith("Under ampere, hopper: In forward, ")
+    assert [found[card].error.card for card in ("ampere", "hopper")] == ["ampere", "hopper"]
+    (heading,) = {line.split()[1:][0] for line in str(found).splitlines() if line.startswith(("layer ", "tensor "))}
+    assert heading == "blackwell"
 
 
 @pytest.mark.parametrize("rows", [32, 5])
