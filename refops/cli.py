@@ -214,7 +214,12 @@ def _parser():
     shown.add_argument(
         "--summary", action="store_true", help="SQNR alone: one table, or a line each beyond ten tensors"
     )
-    shown.add_argument("--worst", metavar="N", type=_at_least(1), help="only the N tensors of lowest SQNR, a line each")
+    shown.add_argument(
+        "--worst",
+        metavar="N",
+        type=_at_least(1),
+        help="only the N tensors of lowest SQNR, a line each; so with --json and --plot, but --csv and --html have all",
+    )
     p.add_argument("--dtype", choices=["bfloat16"], help="read raw 2-byte elements (npy cannot say so) as bfloat16")
     p.add_argument(
         "--plot", metavar="FILE", help="draw SQNR and flushed share; the suffix gives the format (.png, .pdf, .svg)"

@@ -332,6 +332,8 @@ def _one_line_errors(path):
         reason = " ".join(str(error).split())
         if any(words in reason for words in ("pickle", "Python objects", "Weights only load failed")):
             reason = "it holds pickled Python objects, and those are never loaded"
+            if STARTS.get(path.suffix.lower()) == _TORCH:
+                reason += "; if it is a model, save model.state_dict()"
         elif len(reason) > MOST_OF_A_REASON:  # some quote the file
             reason = f"{reason[:MOST_OF_A_REASON]} ..."
         elif " " not in reason:  # such as KeyError: 101

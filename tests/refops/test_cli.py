@@ -555,6 +555,14 @@ def test_legacy_pytorch_file_with_code_is_refused_in_our_words(run, tmp_path):
     assert "pickled Python objects, and those are never loaded" in err and "weights_only" not in err
 
 
+def test_pytorch_file_of_a_whole_model_names_the_state_dict(run, tmp_path):
+    torch = pytest.importorskip("torch")
+    torch.save(torch.nn.Linear(2, 2), tmp_path / "whole.pt")
+    code, out, err = run("inspect", tmp_path / "whole.pt")
+    assert (code, out) == (2, "")
+    assert err.endswith("never loaded; if it is a model, save model.state_dict()\n")
+
+
 class Unknown:
     """An object that no weights-only load makes."""
 
