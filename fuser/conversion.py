@@ -402,15 +402,19 @@ def _misfit(module: Any, recipe: Any, name: str) -> str | None:
     (linear,) = _of_module(_linear_operations((out_features, in_features), False), name)
     with autocast(recipe=recipe, _graph=True):
         linear.reset_recipe_state(recipe=recipe)
-    shapes = {("forward", 0): (rows, in_features), ("forward", 1): (out_features, in_features)}
+    wide, high = f"K = in_features = {in_features}", f"M = out_features = {out_features}"
+    operands = [
+        ("forward", 0, (rows, in_features), f"an input with {wide}"),
+        ("forward", 1, (out_features, in_features), f"a weight with {high} and {wide}"),
+    ]
     if recipe.backward_override is None:
-        shapes["backward", 0] = (rows, out_features)
-    for (mode, index), shape in shapes.items():
+        operands.append(("backward", 0, (rows, out_features), f"a grad_output with K = out_features = {out_features}"))
+    for mode, index, shape, described in operands:
         try:
             linear.get_quantizer(mode, index).check_shape(shape)
         except ValueError as error:
             rule, _, _ = str(error).partition("; got")
-            return f"{rule}; got in_features={in_features}, out_features={out_features}, which pad does not change"
+            return f"{rule}; got {described}, which pad does not change"
     return None
 
 

@@ -768,12 +768,16 @@ class TestWhatIsLeft:
         model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 10))
         (line,) = self.warned(model)
         assert line.startswith("2 (Linear): MXFP8 needs M % 32 == 0 and K % 32 == 0")
-        assert line.endswith("; got in_features=64, out_features=10, which pad does not change")
+        assert line.endswith(
+            "; got a weight with M = out_features = 10 and K = in_features = 64, which pad does not change"
+        )
         assert model(inputs(32, 32)).shape == (32, 10)
         with pytest.raises(ValueError, match=r"strict must be False here: not all is converted:\n  2 \(Linear\)"):
             fuser.convert(model, MXFP8BlockScaling(), strict=True)
         fuser.convert(model, {"2": None, "*": MXFP8BlockScaling()}, strict=True)  # said, so no fault
         fuser.convert(model, DelayedScaling(), strict=True)  # takes any size
+        (line,) = self.warned(nn.Linear(10, 64))
+        assert line.endswith("; got an input with K = in_features = 10, which pad does not change")
 
     def test_nothing_is_changed_by_an_error(self):
         model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 10))
