@@ -196,7 +196,7 @@ class Comparison:
         totals.columns[0].no_wrap = False  # rather that than numbers cut off
         for found in self.recipes:
             totals.add_row(
-                found.recipe,
+                found.recipe if found.warmed_up else f"{found.recipe}, not warmed up",
                 f"{found.loss:.4g}" if found.error is None else f"not on {found.error.card}",
                 _error(found.loss_error),
                 _error(found.output),
@@ -213,7 +213,7 @@ class Comparison:
             parts.append(f"Quantized{under}: {coverage}.")
         parts += ["", totals]
         notes = [
-            f"Under {found.recipe} the scales were still changing after the last pass: not warmed up."
+            f"Under {found.recipe} the scales were still changing after the last pass."
             for found in self.recipes
             if not found.warmed_up
         ]
