@@ -577,5 +577,5 @@ def test_a_class_that_fuser_has_already_is_refused(name):
 def test_a_parameter_that_is_an_attribute_of_operations_is_refused(name):
     act = replace(refops.ACTIVATIONS["silu"].act, parameters=(Parameter(name, 1.0, other=2.0),))
     row = replace(refops.ACTIVATIONS["silu"], act=act)
-    with pytest.raises(ValueError, match=rf"^name of a parameter of silu must be no attribute .*; got '{name}'"):
+    with pytest.raises(ValueError, match=rf"^name of a parameter of silu must not be an attribute .*; got '{name}'"):
         activation.operation_of(row, activation._ActivationOperation, "SiLU", "")
