@@ -69,15 +69,20 @@ def _output_shape(name, x, argument):
     return torch.Size((*x.shape[:-1], x.shape[-1] // 2))
 
 
+def _require_activation(name):
+    if not isinstance(name, str) or name not in ACTIVATIONS:
+        require_name(name, "name", ACTIVATIONS)
+
+
 def _check_forward(name, x):
-    require_name(name, "name", ACTIVATIONS)
+    _require_activation(name)
     _require_input(x, "input")
     _output_shape(name, x, "input")
 
 
 def _check_backward(name, grad, x, *, same_dtype=True):
     """Check a gradient of an activation's output; TE wants its elements in the input's order, not its very shape."""
-    require_name(name, "name", ACTIVATIONS)
+    _require_activation(name)
     _require_input(grad, "grad")
     _require_input(x, "fwd_input")
     if same_dtype and grad.dtype is not x.dtype:
