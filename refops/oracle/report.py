@@ -123,7 +123,7 @@ class Explanation:
     place: Place | None = None
     whole_arrays: tuple[str, ...] = ()
 
-    def explains(self, name):
+    def explains(self, name: str) -> bool:
         """Whether it explains all that is wrong with an output."""
         return self.explained == 1 or name in self.whole_arrays
 
