@@ -93,7 +93,7 @@ package: $(INSTALLED)
 docs: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test,docs]'
 	rm -rf build/docs
-	$(BIN)/python -m sphinx --fail-on-warning --keep-going --fresh-env --quiet -c docs . build/docs
+	$(BIN)/python -m sphinx --jobs auto --fail-on-warning --keep-going --fresh-env --quiet -c docs . build/docs
 	$(BIN)/python -m pytest -q tests/site
 
 ## bench       install the peers; speed and memory of every operation beside theirs, on 1 and 2 threads; writes a JSON

@@ -1,6 +1,7 @@
 """A Sphinx extension: a source file or folder that a page links to is a page of the site, not a download.
 
-A file is shown with its syntax highlighted, a folder as the list of its source files.
+A file is shown with its syntax highlighted, a folder as the list of its source files, of which those that a page links
+to are links: each page costs a second of the build.
 """
 
 import html
@@ -48,6 +49,11 @@ def linked(env):
     return env.linked_sources
 
 
+def merge(app, env, names, other):
+    """Take over what another process found, which read some of the documents."""
+    linked(env).update(linked(other))
+
+
 def page(relative):
     return f"{FOLDER}/{relative}"
 
@@ -57,16 +63,15 @@ def pages(app):
     root = Path(app.srcdir)
     folders = {relative: files_in(root / relative) for relative in linked(app.env) if (root / relative).is_dir()}
     files = {relative for relative in linked(app.env) if (root / relative).is_file()}
-    files |= {f"{folder}/{path.name}" for folder, listed in folders.items() for path in listed}
     for relative in sorted(files):
         yield page(relative), {"title": relative, "body": title(relative) + shown(app, root / relative)}, "page.html"
     for relative, listed in sorted(folders.items()):
         here = page(relative)
-        links = "".join(
-            f'<li><a href="{app.builder.get_relative_uri(here, page(f"{relative}/{path.name}"))}">{path.name}</a></li>'
-            for path in listed
-        )
-        yield here, {"title": relative, "body": f"{title(relative)}<ul>{links}</ul>"}, "page.html"
+        names = {path.name: f"{relative}/{path.name}" for path in listed}
+        uris = {name: app.builder.get_relative_uri(here, page(path)) for name, path in names.items() if path in files}
+        entries = [f'<a href="{uris[name]}">{name}</a>' if name in uris else name for name in names]
+        items = "".join(f"<li>{entry}</li>" for entry in entries)
+        yield here, {"title": relative, "body": f"{title(relative)}<ul>{items}</ul>"}, "page.html"
 
 
 def files_in(folder):
@@ -89,5 +94,6 @@ def shown(app, path):
 
 def setup(app):
     app.add_transform(LinkToSources)
+    app.connect("env-merge-info", merge)
     app.connect("html-collect-pages", pages)
     return {"parallel_read_safe": True}
