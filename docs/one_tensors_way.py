@@ -188,6 +188,12 @@ class Picture:
             f'  <path d="M{x2 - back:g} {y - 5:g} L{x2:g} {y:g} L{x2 - back:g} {y + 5:g} Z" fill="{stroke}"/>'
         )
 
+    def tick(self, x, y, number, below, taken=None):
+        """A number on a number line, and what is written below it. `taken`: its colour if it is the one taken."""
+        self.line(x, y - 8, x, y + 8, taken or GREY, 3 if taken else 1.5)
+        self.text(x, y + 30, number, anchor="middle", fill=taken or INK, bold=bool(taken))
+        self.text(x, y + 52, below, anchor="middle", size=SMALL, fill=taken or GREY)
+
     def svg(self):
         return "\n".join([*self.parts, "</svg>", ""])
 
@@ -235,13 +241,8 @@ def draw_scale(way):
 
     picture.line(left - 20, axis, right + 20, axis)
     for exponent in range(lowest, highest + 1):
-        taken = exponent == way.exponent
-        x = place(2.0**exponent)
-        picture.line(x, axis - 8, x, axis + 8, ORANGE if taken else GREY, 3 if taken else 1.5)
-        picture.text(x, axis + 30, power(exponent), anchor="middle", fill=ORANGE if taken else INK, bold=taken)
-        picture.text(
-            x, axis + 52, f"byte {exponent + 127}", anchor="middle", size=SMALL, fill=ORANGE if taken else GREY
-        )
+        taken = ORANGE if exponent == way.exponent else None
+        picture.tick(place(2.0**exponent), axis, power(exponent), f"byte {exponent + 127}", taken)
     start = place(quotient)
     picture.line(start, axis - 30, start, axis, BLUE, 2)
     picture.text(start - 8, axis - 36, f"{way.amax:g} / 448 = {quotient:.6f}", anchor="middle", fill=BLUE, bold=True)
@@ -266,11 +267,7 @@ def draw_code(way):
 
     picture.line(left - 30, axis, right + 30, axis)
     for code, value in zip(codes, values, strict=True):
-        taken = code == way.code
-        picture.line(place(value), axis - 8, place(value), axis + 8, GREEN if taken else GREY, 3 if taken else 1.5)
-        colour = GREEN if taken else INK
-        picture.text(place(value), axis + 30, f"{value:g}", anchor="middle", fill=colour, bold=taken)
-        picture.text(place(value), axis + 52, hexadecimal(code), anchor="middle", size=SMALL, fill=colour)
+        picture.tick(place(value), axis, f"{value:g}", hexadecimal(code), GREEN if code == way.code else None)
     picture.line(place(way.scaled), axis - 30, place(way.scaled), axis, BLUE, 2)
     picture.arrow(place(way.scaled), place(way.decoded), axis - 20, GREEN)
     bits, exponent, mantissa = f"{way.code:08b}", (way.code >> 3) & 15, way.code & 7

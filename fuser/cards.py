@@ -11,8 +11,8 @@ What decides, the first that says anything:
 3. the environment variable FUSER_PRODUCTS;
 4. "float32".
 
-A backward pass does as its forward pass did, wherever it is called and whatever the variable holds by then, and so has
-what `fuser.checkpoint` computes again.
+A backward pass computes products as its forward pass did, wherever it is called and whatever the variable holds by
+then, and so does what `fuser.checkpoint` computes again.
 `fuser.gemm` says which operands a card multiplies, and how.
 """
 

@@ -323,10 +323,10 @@ def require_recipe(value: Any, argument: str) -> None:
 
 def recipe_hint(value: Any) -> str:
     """What an error adds about a value that stands for a recipe and is none; "" for a function."""
-    if isinstance(value, type) and not issubclass(value, Scaling):
-        return f"; make one of the class: {value.__name__}()"
-    if isinstance(value, Scaling | type):
+    if isinstance(value, Scaling) or (isinstance(value, type) and issubclass(value, Scaling)):
         return "; BlockScaledRecipe(scaling) makes a recipe of a scaling with blocks"
+    if isinstance(value, type):
+        return f"; make one of the class: {value.__name__}()"
     if isinstance(value, Quantizer):
         return "; CustomRecipe(qfactory=...) makes a recipe of quantizers"
     if isinstance(value, str | torch.dtype):

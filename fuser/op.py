@@ -69,7 +69,7 @@ class BasicOperation(_CalledAlone, ChanneledOperation, metaclass=abc.ABCMeta):
         self._quantizers: dict[str, list[Any]] | None = None
         self._suspended_recipe_state: tuple[Any, Any] | None = None
         self._recipe_key: tuple[str, Any] | None = None  # what the quantizers follow; fusers compare it
-        self._keeps_unseen_scales = False  # of delayed scaling, in an update that comes before the operation's turn
+        self._keeps_unseen_scales = False  # `keeps_unseen` of its `DelayedScalingRecipeState`s
 
     # ------------------------------------------------------------------ quantizers and recipe state
 

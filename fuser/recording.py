@@ -25,9 +25,9 @@ from fuser.dtypes import HIGH_PRECISION
 from fuser.op import BasicOperation
 from fuser.quantization.quantizer import Quantizer, quantization_observers
 from fuser.quantization.quantizers import is_replaying
-from refops.arguments import require_integer, shown
+from refops.arguments import dimensions, require_integer, shown
 from refops.display.console import make_table, print_table, stdout_console
-from refops.display.numbers import decibels, dimensions, percent, significant
+from refops.display.numbers import decibels, percent, significant
 from refops.display.plot import panels, require_picture, save
 from refops.survey import Measurement, measure_cast, measure_quantized
 

@@ -64,6 +64,11 @@ def describe_array(x):
     return f"{x.dtype} of shape {x.shape}"
 
 
+def dimensions(shape):
+    """(2, 32, 64) -> "2x32x64", () -> "scalar"."""
+    return "x".join(map(str, shape)) or "scalar"
+
+
 def as_codes_hint(dtype, name):
     """What an error adds about an array whose codes have another dtype: how to view them as uint8."""
     holds_codes = str(dtype).startswith(("int8", "float8", "float6", "float4"))

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from refops.files import UnsupportedTensorError
+from refops.files import UnsupportedTensorError, described
 from refops.formats import E2M1, E4M3, E5M2, E8M0, unpack_fp4
 from refops.survey import AT_ONCE
 from refops.tiles import ceil_div, cut
@@ -147,7 +147,7 @@ def _decoded(name, naming, tensor, parts, by_name):
     holds = "U8 of two E2M1 codes each" if tensor.dtype == "U8" else f"{tensor.dtype} codes"
     note = f"{holds}, one {parts[0].dtype if kind == 'float' else kind} scale per {size}"
     note += "".join(f", one {part.dtype} per tensor" for part in parts[1:])
-    return replace(tensor, name=name, read=read, read_any=None, dtype="F32", shape=shape, note=f"{note}")
+    return replace(tensor, name=name, read=read, read_any=None, dtype="F32", shape=shape, note=note)
 
 
 def _shape_of(naming, tensor):
@@ -256,4 +256,4 @@ def _refusing(reason):
 
 
 def _described(tensor):
-    return f"{tensor.dtype} {'x'.join(map(str, tensor.shape)) or 'scalar'}"
+    return described(tensor.dtype, tensor.shape)

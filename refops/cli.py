@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 import refops
-from refops.arguments import require_high_precision_dtype
+from refops.arguments import dimensions, require_high_precision_dtype
 from refops.checkpoints import decoded
 from refops.commands.arguments import add_set, changed
 from refops.commands.check import add_check
@@ -41,7 +41,6 @@ from refops.display.inspect import (
     write_csv,
 )
 from refops.display.inspect_page import write_page
-from refops.display.numbers import dimensions
 from refops.display.plot import PlotError, draw, require_drawable, require_matplotlib
 from refops.display.report import print_report
 from refops.display.survey import TENSORS_ACROSS

@@ -21,7 +21,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
-from refops.arguments import BFLOAT16, HIGH_PRECISION
+from refops.arguments import BFLOAT16, HIGH_PRECISION, dimensions
 from refops.oracle.dumps import as_numpy
 from refops.torch_tensors import from_torch
 
@@ -101,6 +101,11 @@ class StoredTensor:
         return array, "; ".join(filter(None, (self.note, note)))
 
 
+def described(dtype, shape):
+    """A dtype and a shape in words: "F32 2x3"."""
+    return f"{dtype} {dimensions(shape)}"
+
+
 def as_high_precision(array, *, raw_bfloat16=False):
     """Return (array, note) in float32, float16 or bfloat16, native byte order; float64 is rounded to float32.
 
@@ -122,9 +127,8 @@ def as_high_precision(array, *, raw_bfloat16=False):
             rounded = array.astype(np.float32)
         overflowed = int(np.count_nonzero(np.isinf(rounded) & np.isfinite(array)))
         return rounded, "float64 rounded to float32" + (f" ({overflowed} overflowed to inf)" if overflowed else "")
-    shape = "x".join(map(str, array.shape)) or "scalar"
     raise UnsupportedTensorError(
-        f"{dtype} {shape}; refops quantizes float32, float16, bfloat16 (and float64 rounded to float32)"
+        f"{described(dtype, array.shape)}; refops quantizes float32, float16, bfloat16 (and float64 rounded to float32)"
     )
 
 
@@ -370,8 +374,7 @@ def _open_safetensors(path):
         def read():
             dtype, shape, *_ = entries[name]
             if dtype not in SAFETENSORS_DTYPES or dtype.startswith(("F8", "F4")):
-                size = "x".join(map(str, shape)) or "scalar"
-                raise UnsupportedTensorError(f"{dtype} {size}; refops quantizes F32, F16, BF16 (and F64)")
+                raise UnsupportedTensorError(f"{described(dtype, shape)}; refops quantizes F32, F16, BF16 (and F64)")
             return _map_safetensors_bits(path, name, entries[name])
 
         return read

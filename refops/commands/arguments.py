@@ -12,7 +12,7 @@ import numpy as np
 from refops.activations import ACTIVATIONS
 from refops.arguments import BFLOAT16, describe_array, did_you_mean
 from refops.commands.usage import UsageError, listed, match_one
-from refops.files import SUFFIXES, FileError, UnsupportedTensorError, open_tensors, require_file
+from refops.files import SUFFIXES, FileError, UnsupportedTensorError, described, open_tensors, require_file
 from refops.formats import FORMATS, FloatFormat
 from refops.oracle.operation import MATMUL, OPERATIONS, UPDATE_PARAMETERS, require_operation
 from refops.oracle.products.case import PARAMETERS as PRODUCT_PARAMETERS
@@ -325,12 +325,10 @@ def read_raw(spec, argument, sizes=(), other=lambda entries: ""):
     for shape, dtype in sizes:
         if size == math.prod(shape) * dtype.itemsize:
             return np.fromfile(path, dtype).reshape(shape)
-    wanted = " or ".join(f"{math.prod(shape) * dtype.itemsize} bytes ({dtype} {_by(shape)})" for shape, dtype in sizes)
+    wanted = " or ".join(
+        f"{math.prod(shape) * dtype.itemsize} bytes ({described(dtype, shape)})" for shape, dtype in sizes
+    )
     entries, rest = divmod(size, sizes[-1][1].itemsize)
     held = "" if rest else other(entries)
     as_held = held and f", the size of {held}"
     raise UsageError(f"{argument} must hold {wanted}; got {size} bytes in {spec.path!r}{as_held}")
-
-
-def _by(shape):
-    return "x".join(map(str, shape)) or "scalar"

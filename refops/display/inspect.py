@@ -6,8 +6,9 @@ from dataclasses import asdict, fields
 
 from rich.text import Text
 
+from refops.arguments import dimensions
 from refops.display.console import let_first_column_wrap, make_table, print_table, printable
-from refops.display.numbers import decibels, dimensions, percent, significant, sqnr
+from refops.display.numbers import decibels, percent, significant, sqnr
 from refops.display.survey import print_survey
 from refops.replacing import replacing
 from refops.survey import Measurement, TensorFacts, lowest_sqnr, spread

@@ -5,9 +5,10 @@ import io
 import math
 from html import escape
 
+from refops.arguments import dimensions
 from refops.display.console import printable
 from refops.display.inspect import SUMMARY_LEGEND, holds, spreads, worst_first
-from refops.display.numbers import dimensions, percent, significant, sqnr
+from refops.display.numbers import percent, significant, sqnr
 from refops.display.plot import MOST_TENSORS_DRAWN, heat_maps, panels
 from refops.replacing import replacing
 

@@ -44,11 +44,6 @@ def power_of_two(value, digits=6):
     return f"{value:.{digits}g}"
 
 
-def dimensions(shape):
-    """(2, 32, 64) -> "2x32x64"."""
-    return "x".join(map(str, shape))
-
-
 def hexadecimal(code, fmt):
     """A code of a format, as many digits as its bits need."""
     return f"0x{code:0{-(-fmt.bits // 4)}X}"

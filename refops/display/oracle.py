@@ -1,7 +1,7 @@
 """`refops check` and `refops golden`: the verdict, and what was written."""
 
+from refops.arguments import dimensions
 from refops.display.console import make_table, print_table, printable, stdout_console
-from refops.display.numbers import dimensions
 
 
 def print_check(report):

@@ -1,7 +1,8 @@
 """SQNR of many tensors under every scaling, in few lines: for `refops report` and `refops inspect --summary`."""
 
+from refops.arguments import dimensions
 from refops.display.console import make_table, print_table, printable
-from refops.display.numbers import decibels, dimensions
+from refops.display.numbers import decibels
 
 #: Tensors beside each other in one table.
 TENSORS_ACROSS = 10

@@ -1,5 +1,7 @@
 """Count what is wrong: masks, the first and the worst entries, and how far outside an entry lies."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from refops.oracle.report import NOT_WRITTEN, ArrayVerdict, draw
@@ -68,33 +70,28 @@ class Tally:
 
     def verdict(self):
         """The `ArrayVerdict`."""
-        if not self.count:
-            return ArrayVerdict(
-                name=self.slot.name,
-                kind=self.slot.kind,
-                entries=self.entries,
-                differing=self.differing,
-                differing_nans=self.differing_nans,
-                blocks=self.blocks,
-                bias=self.bias,
-            )
-        matrix = self.wrong.reshape(-1, self.wrong.shape[-1]) if self.wrong.ndim else self.wrong.reshape(1, 1)
-        rows, columns = np.flatnonzero(matrix.any(axis=1)), np.flatnonzero(matrix.any(axis=0))
-        return ArrayVerdict(
+        found = ArrayVerdict(
             name=self.slot.name,
             kind=self.slot.kind,
             entries=self.entries,
-            wrong=self.count,
             differing=self.differing,
             differing_nans=self.differing_nans,
             blocks=self.blocks,
+            bias=self.bias,
+        )
+        if not self.count:
+            return found
+        matrix = self.wrong.reshape(-1, self.wrong.shape[-1]) if self.wrong.ndim else self.wrong.reshape(1, 1)
+        rows, columns = np.flatnonzero(matrix.any(axis=1)), np.flatnonzero(matrix.any(axis=0))
+        return replace(
+            found,
+            wrong=self.count,
             blocks_touched=self.blocks_touched,
             first=tuple(self._first),
             worst=tuple(self._worst),
             box=((int(rows[0]), int(rows[-1])), (int(columns[0]), int(columns[-1]))),
             picture=draw(matrix) if matrix.size > 1 else (),
             shape=matrix.shape,
-            bias=self.bias,
         )
 
 

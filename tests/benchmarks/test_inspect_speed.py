@@ -1,7 +1,7 @@
 """Speed of `refops inspect` on a checkpoint of 346 MB, 200 tensors, under three scalings, as a command (`make bench`).
 
-Asserted are seconds: those of a user who waits, from the start of the process to the end of it. Compiled code is on the
-disk already, as it is from the first run on.
+Asserted is processor time, from the start of the process to its end; the wall time that a user waits is what the table
+shows. Compiled code is on the disk already, as it is from the first run on.
 """
 
 import resource
@@ -15,9 +15,8 @@ from safetensors.numpy import save_file
 
 from refops.survey import ARRAYS, installed_surveyor
 
-#: Seconds that the command may take on two cores that do nothing else: so many of both cores' processor time, which
-#: other work on the machine does not count in.
-BOUND = 5
+#: Processor seconds that the command may take: 4.1 to 5.9 were measured, half of them the start of Numba.
+BOUND = 8
 SHAPES = {"norm": (768,), "attention": (768, 768), "up": (1536, 768), "down": (1008, 1680)}
 SCALINGS = ("block-128x128", "mxfp8", "nvfp4-1x16")
 
@@ -51,4 +50,4 @@ def test_speed(benchmark, checkpoint):
     done = benchmark.pedantic(inspect, rounds=2, warmup_rounds=1)
     assert "197 tensors with a higher SQNR are not shown" in done.stdout
     benchmark.extra_info["processor seconds"] = round(min(spent), 1)
-    assert min(spent) <= 2 * BOUND
+    assert min(spent) <= BOUND
