@@ -620,12 +620,12 @@ def quantized_ones():
 #: name -> (call of tensors x and gated x, its checks once all is known: each of them once).
 AGAIN = {
     "gelu": (lambda x, g: functional.gelu(x), set()),
-    "dgelu": (lambda x, g: functional.dgelu(x, x), {"_check_backward", "_require_name", "_require_input"}),
+    "dgelu": (lambda x, g: functional.dgelu(x, x), {"_check_backward", "_require_activation", "_require_input"}),
     "swiglu -> MXFP8": (
         lambda x, g: functional.swiglu(g, TO_STORAGE),
         {
             "_check_forward",
-            "_require_name",
+            "_require_activation",
             "_require_input",
             "_require_quantizer",
             "check_shape",
