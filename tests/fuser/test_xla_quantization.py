@@ -4,6 +4,7 @@ import copy
 import inspect
 import pickle
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from scaled_tensors import (  # noqa: E402
 import refops  # noqa: E402
 from fuser import recipe, xla  # noqa: E402
 from fuser.xla import ScalingMode, TensorUsage, compute, helper  # noqa: E402
+from tiers import sampled  # noqa: E402
 
 ROWWISE, COLWISE, BOTH = xla.QuantizeLayout
 MODES = {mode.name.removesuffix("_SCALING"): mode for mode in ScalingMode}
@@ -233,8 +235,7 @@ def test_a_delayed_quantizer_is_an_argument_or_made_inside():
 # --- quantize and quantize_dbias ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("layout", xla.QuantizeLayout, ids=named)
-@pytest.mark.parametrize("mode", SETTINGS, ids=named)
+@sampled(("mode", "layout"), list(product(SETTINGS, xla.QuantizeLayout)), 4, in_all=4, ids=named)
 def test_quantize_bits(route, mode, layout):
     x = random((32, 2, 64), jnp.bfloat16)
     wanted, sums = refops.quantize(rows(x), SETTINGS[mode], **copies(layout), dbias=True)
@@ -298,9 +299,17 @@ def test_what_quantize_refuses():
 # --- NVFP4: Hadamard transform and stochastic rounding ------------------------------------------------
 
 
-@pytest.mark.parametrize("layout", xla.QuantizeLayout, ids=named)
-@pytest.mark.parametrize(("rht", "stochastic"), [(True, False), (False, True), (True, True)])
-def test_hadamard_transform_and_stochastic_rounding_bits(route, layout, rht, stochastic):
+#: Whether the columnwise copy is transformed, and whether codes are rounded stochastically.
+TRANSFORMED = ((True, False), (False, True), (True, True))
+
+
+@sampled(
+    ("rht", "stochastic", "layout"),
+    [(*one, layout) for one in TRANSFORMED for layout in xla.QuantizeLayout],
+    4,
+    in_all=3,
+)
+def test_hadamard_transform_and_stochastic_rounding_bits(route, rht, stochastic, layout):
     options = {"seed": 7 | 1 << 32, "offset": 9 | 2 << 32} if stochastic else {}
     scaling = refops.NVFP4Scaling(rht=rht and layout.has_colwise, stochastic_rounding=stochastic, **options)
     x, dz = random((64, 1, 128), jnp.bfloat16), random((64, 128), jnp.bfloat16, seed=1)
