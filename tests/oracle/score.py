@@ -133,19 +133,21 @@ def planted_requirements(rows):
 
 
 def measure_speed():
-    """Seconds to check a 4096 x 4096 swiglu -> MXFP8 dump: right; and wrong, with a diagnosis, of processor time."""
+    """Seconds to check a 4096 x 4096 swiglu -> MXFP8 dump: right, the least of three; and wrong, of processor time."""
     rng = np.random.default_rng(0)
     x = rng.standard_normal((4096, 8192), np.float32).astype(ml_dtypes.bfloat16)
-    right, wrong = refops.MXFP8Scaling(refops.E4M3), refops.MXFP8Scaling(refops.E4M3, scale_rounding="floor")
-    seconds = {}
-    for what, scaling in (("right", right), ("wrong", wrong)):
+    te, floor = refops.MXFP8Scaling(refops.E4M3), refops.MXFP8Scaling(refops.E4M3, scale_rounding="floor")
+
+    def judge(scaling, clock):
         q = refops.activation_quantize("swiglu", x, scaling)
-        dump = {"data": q.rowwise_data, "scale": q.rowwise_scale_inv}
-        start, spent = time.perf_counter(), time.process_time()
-        report = oracle.check("swiglu", x, dump, scaling=right)
-        seconds[what] = time.perf_counter() - start if what == "right" else time.process_time() - spent
-        assert report.ok == (what == "right")
-    return seconds
+        start = clock()
+        report = oracle.check("swiglu", x, {"data": q.rowwise_data, "scale": q.rowwise_scale_inv}, scaling=te)
+        spent = clock() - start
+        assert report.ok == (scaling is te)
+        return spent
+
+    right = min(judge(te, time.perf_counter) for _ in range(3))
+    return {"right": right, "wrong": judge(floor, time.process_time)}
 
 
 def requirements(rows, outcomes, alarms, peers, seconds, planted):
