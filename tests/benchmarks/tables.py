@@ -218,7 +218,7 @@ def full(document):
         "torch eager, torch.compile and jnp are the same formulas, written for this comparison (`tests/peers`). "
         '"x memcpy": time of host over that of memcpy.\n'
     )
-    parts.append('"~": other bits than refops, or not comparable. "-": not offered, or left out because it is slow.\n')
+    parts.append('"~": the bits differ from those of refops, or cannot be compared. "-": not offered, or too slow.\n')
     parts += [part for part in (_memory(document), _instructions(document)) if part]
     absent = [f"{peer['name']} ({peer['absent']})" for peer in document["peers"] if peer["absent"]]
     if absent:
@@ -254,7 +254,7 @@ def _memory(document):
 
 
 def _instructions(document):
-    """How near the host kernels are to the core's limit: instructions an element and a cycle, as they were counted."""
+    """How close the host kernels come to the core's limit: instructions per element and per cycle, as counted."""
     counted = document.get("instructions")
     if counted is None:
         return ""
@@ -263,7 +263,7 @@ def _instructions(document):
         share = found["per_cycle"] / width
         rows.append([operation, f"{found['per_element']:.1f}", f"{found['per_cycle']:.1f}", f"{100 * share:.0f} %"])
     title = f"host, {' x '.join(map(str, counted['size']))}, 1 thread"
-    header = [title, "instructions an element", "a cycle", f"of {width} a cycle"]
+    header = [title, "instructions per element", "per cycle", f"of {width} per cycle"]
     return markdown_table(header, rows)
 
 

@@ -172,7 +172,7 @@ DIFFERENCES = (
     ),
     Difference(
         "overflow without infinity",
-        "Without infinity OvfInf saturates, infinity too.",
+        "In a format without infinity OvfInf saturates, and infinity saturates too.",
         "Overflow and infinity are NaN where the format has one, as OCP says of E4M3.",
         happens=lambda cast: cast.saturation == "OvfInf" and cast.text.infinity is None and cast.text.nan is not None,
         where=lambda cast, x, random, codes: overflows(cast, x if cast.fmt.signed else np.abs(x), random, codes),
@@ -188,8 +188,8 @@ DIFFERENCES = (
     ),
     Difference(
         "even code",
-        "Codes begin with zero's: that of 2^k is even where k + bias is.",
-        "E8M0's begin with that of 2^-127: of two neighbours the other one is even.",
+        "Codes begin with that of zero: the code of 2^k is even where k + bias is even.",
+        "E8M0's codes begin with that of 2^-127: of two neighbours the other one is even.",
         happens=lambda cast: cast.text.first == 1 and cast.rounding == "nearest_even",
         where=lambda cast, x, random, codes: (np.frexp(x)[0] == 0.75) | (np.frexp(x)[0] == -0.75),
         codes=even_one,
@@ -355,7 +355,7 @@ def test_own_formats_are_rows_but_for_the_code_of_nan(precision, signed, extende
 
 
 def shown(value):
-    """A number as the guide has it."""
+    """A number as the guide writes it."""
     fraction, exponent = np.frexp(value)
     if 2.0**-4 <= value < 2.0**20:
         return f"{value:.8g}"
