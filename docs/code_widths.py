@@ -13,7 +13,7 @@ from sphinx.transforms.post_transforms import SphinxPostTransform
 PRINTED = ("text", "none", "myst-ansi")
 #: The widest line that is made to fit; longer ones are sentences, which are broken.
 WIDEST = 130
-#: What tells that words stand below each other: frames, or spaces within a line.
+#: Signs that words are aligned in columns: frames, or spaces within a line.
 ALIGNED = re.compile(r"[\u2500-\u257f|]|\S  +\S")
 
 

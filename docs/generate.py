@@ -3,8 +3,8 @@
     python docs/generate.py            # exit code 1 where a document is not up to date
     python docs/generate.py --write    # brings the documents up to date
 
-A part stands between `<!-- generated: NAME -->` and `<!-- end -->` and is replaced as a whole. Tables are made of the
-code or of committed measurements; the programs that measure are named beside the tables.
+A part stands between `<!-- generated: NAME -->` and `<!-- end -->` and is replaced as a whole. Tables are made from the
+code or from committed measurements; the programs that measure are named beside the tables.
 """
 
 import argparse
@@ -24,7 +24,7 @@ import te_names  # noqa: E402
 from peers import conformance  # noqa: E402
 from refops import ACTIVATIONS, DEFAULT_PARAMETERS  # noqa: E402
 
-#: Operations that TE names otherwise.
+#: Operations that have another name in TE.
 SCALED_OPERATIONS = {"clamped_swiglu": "ScaledClampedQGeGLU"}
 REGION = re.compile(r"(<!-- generated: (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 

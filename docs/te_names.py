@@ -1,7 +1,7 @@
 """The names of TransformerEngine 2.20 for PyTorch, and which of them `fuser.compat` offers.
 
-`te_names.json` has the names that TE's modules define, or import for their users; none of modules that have nothing to
-do with this package. What works is found out by importing.
+`te_names.json` has the names that TE's modules define, or import for their users; modules that have nothing to
+do with this package are left out. Importing the names shows which of them work.
 """
 
 import importlib
@@ -28,7 +28,7 @@ def found():
 
 
 def status(module, names):
-    """`found`, of one module. One that can't be imported, or of which nothing works, is refused itself."""
+    """`found` for one module. A module that can't be imported, or of which nothing works, is refused itself."""
     try:
         offered = importlib.import_module(module)
     except ImportError:
@@ -44,7 +44,7 @@ def status(module, names):
 
 
 def table():
-    """Of which modules everything works; of others what works, what is refused and why; modules that are refused."""
+    """Modules in which all names work; for the others what works, what is refused and why; modules that are refused."""
     modules = found()
     everything, rows, outside = {}, ["| module | works | refused: why |", "|---|---|---|"], {}
     for module, (works, refused) in modules.items():
@@ -60,7 +60,7 @@ def table():
             for why, names in refused.items():
                 outside.setdefault(why, []).extend(names)
     rows += [f"| {code(names)} | | all: {why} |" for why, names in outside.items()]
-    packages = [f"- of {code([package])}: {code(names)}" for package, names in everything.items()]
+    packages = [f"- in {code([package])}: {code(names)}" for package, names in everything.items()]
     heading = "`te` is `transformer_engine.pytorch`. In these modules all names work:"
     return "\n".join([heading, "", *packages, "", "The others:", "", *rows])
 

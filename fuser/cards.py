@@ -39,7 +39,7 @@ VARIABLE = "FUSER_PRODUCTS"
 Promotion: TypeAlias = int | Literal["split"] | None
 #: Dtypes of plain operands that tensor cores multiply.
 _SIXTEEN_BITS = (torch.float16, torch.bfloat16)
-#: Card -> compute capabilities of the GPUs that are one.
+#: Card -> compute capabilities of its GPUs.
 _CAPABILITIES = {"ampere": {(8, 0)}, "hopper": {(9, 0)}, "blackwell": {(10, 0), (10, 3)}}
 
 
@@ -69,7 +69,7 @@ class Products:
 
 _BY_NAME = {name: Products(name) for name in PRODUCTS}
 _selected: ContextVar[Products | None] = ContextVar("fuser_products", default=None)
-#: What FUSER_PRODUCTS held when something was computed that is computed again now; None: it holds what counts.
+#: The value of FUSER_PRODUCTS when what is recomputed now was computed first; None: the current value counts.
 _variable_then: ContextVar[str | None] = ContextVar("fuser_products_variable", default=None)
 
 

@@ -51,7 +51,7 @@ from refops.products.units import NoUnitError
 
 __all__ = ["Comparison", "LayerComparison", "RecipeComparison", "compare"]
 
-#: Relative change of a delayed scale, from a step to the next one, up to which it has settled.
+#: A delayed scale has settled if its relative change from one step to the next is at most this.
 MOST_CHANGE = 0.1
 
 

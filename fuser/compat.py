@@ -106,7 +106,7 @@ MODULES |= {
 _ATTENTION = "attention is not here"
 _USERBUFFERS = "communication is not overlapped with products here (no Userbuffers)"
 
-#: What is refused: a module of TE, a name in one, or what else there is below -> the reason. The longest path decides.
+#: What is refused, a module of TE, a name in one, or everything else below it -> the reason. The longest path decides.
 REFUSED = {
     "transformer_engine": "this package has te.ops, quantization, TE's compiled functions and JAX activations",
     "transformer_engine.common.recipe": "not one of TE 2.20's recipes",
@@ -115,12 +115,13 @@ REFUSED = {
     "transformer_engine.pytorch._extra_state": "extra state is tensors and JSON here, never a pickle",
     "transformer_engine.pytorch.attention": _ATTENTION,
     "transformer_engine.pytorch.constants": _ATTENTION,
-    "transformer_engine.pytorch.cpp_extensions": "products are fuser.gemm's, activations and casts "
-    "transformer_engine_torch's",
+    "transformer_engine.pytorch.cpp_extensions": "products are in fuser.gemm, activations and casts in "
+    "transformer_engine_torch",
     "transformer_engine.pytorch.cpu_offload": "torch's hooks of saved tensors offload them",
-    "transformer_engine.pytorch.custom_recipes.gemm": "fuser.gemm asks a quantizer for its product itself",
+    "transformer_engine.pytorch.custom_recipes.gemm": "fuser.gemm itself asks a quantizer for its product",
     "transformer_engine.pytorch.custom_recipes.quantizer_factory_zoo": _ATTENTION,
-    "transformer_engine.pytorch.custom_recipes.reference_nvfp4": "refops has casts to any format, fuser.gemm products",
+    "transformer_engine.pytorch.custom_recipes.reference_nvfp4": "refops has casts to any format, fuser.gemm has "
+    "products",
     "transformer_engine.pytorch.distributed": "torch.distributed has it, te.checkpoint recomputes, or TE's modules "
     "alone need it",
     "transformer_engine.pytorch.export": "only the flag that `jit` reads is here",
@@ -129,10 +130,10 @@ REFUSED = {
     "transformer_engine.pytorch.module": "TE's modules are not here: use te.ops",
     "transformer_engine.pytorch.ops": "not in TE 2.20.0.dev0, which this package is checked against: newer, or no name "
     "of TE's",
-    "transformer_engine.pytorch.ops._common": "te.ops have no use for it here",
+    "transformer_engine.pytorch.ops._common": "te.ops do not need it here",
     "transformer_engine.pytorch.ops.fused.UserbuffersBackwardLinear": _USERBUFFERS,
     "transformer_engine.pytorch.ops.fused.UserbuffersForwardLinear": _USERBUFFERS,
-    "transformer_engine.pytorch.ops.fused.grouped_mlp": "what chooses cuDNN's kernels, which are not here",
+    "transformer_engine.pytorch.ops.fused.grouped_mlp": "it chooses cuDNN's kernels, which are not here",
     "transformer_engine.pytorch.ops.fused.userbuffers_backward_linear": _USERBUFFERS,
     "transformer_engine.pytorch.ops.fused.userbuffers_forward_linear": _USERBUFFERS,
     "transformer_engine.pytorch.ops.fuser": "a name for type hints",
@@ -142,8 +143,8 @@ REFUSED = {
     "transformer_engine.pytorch.tensor": "an internal name",
     "transformer_engine.pytorch.tensor.nvfp4_tensor": "NVFP4Quantizer(with_rht=True, ...).rht_matrix has it",
     "transformer_engine.pytorch.utils": "a helper of TE's modules, of attention or of profiling",
-    "transformer_engine_torch": "of TE's extension, activations and casts are here; products are fuser.gemm's",
-    "transformer_engine.jax": "of TE's JAX package, activations and quantizers are here",
+    "transformer_engine_torch": "only activations and casts of TE's extension are here; products are in fuser.gemm",
+    "transformer_engine.jax": "only activations and quantizers of TE's JAX package are here",
 }
 
 

@@ -418,7 +418,7 @@ def _misfit(module: Any, recipe: Any, name: str) -> str | None:
     return None
 
 
-#: What a parent may read of a weight without a product with it.
+#: What a parent may read of a weight without multiplying by it.
 _FACTS = {
     *("device", "dtype", "shape", "size", "ndim", "dim", "numel", "requires_grad", "is_meta", "is_cuda"),
     *("norm", "std", "var", "isfinite"),
@@ -841,7 +841,7 @@ _OTHER_PRODUCTS = (
     torch.nn.RNNCellBase,
     torch.nn.Bilinear,
 )
-#: Modules whose parameters of several dimensions are no operands of products of torch's, or that quantize themselves.
+#: Modules whose parameters of several dimensions are not operands of torch's products, or that quantize themselves.
 _NO_PRODUCTS = (
     NonDynamicallyQuantizableLinear,  # a part of MultiheadAttention, which is named
     torch.nn.Embedding,

@@ -413,8 +413,8 @@ def _empty_reordered(swizzled):
     )
 
 
-#: Call of this module -> what has its results' shapes, dtypes and strides, for tensors that have no
-#: elements, sizes that are symbols included.
+#: Call of this module -> the function that makes results of the same shapes, dtypes and strides, for tensors without
+#: elements; sizes may be symbols.
 _WITHOUT_ELEMENTS: dict[str, Callable[..., Any]] = {
     "activation": _empty_activation,
     "activation_grad": _empty_activation_grad,

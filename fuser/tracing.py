@@ -105,7 +105,7 @@ except ImportError:
     OpaqueBase, _LACKS = object, "opaque objects"  # type: ignore[assignment, misc]
 if tuple(map(int, torch.__version__.split(".")[:2])) < _NEEDED:
     _LACKS = "opaque objects as results of operators"
-#: Why torch.compile leaves all operations as they are; "" where it can have them in its graphs.
+#: Why torch.compile leaves all operations as they are; "" where it can put them into its graphs.
 OLD_TORCH = (
     f"torch {torch.__version__} lacks {_LACKS}, which torch {'.'.join(map(str, _NEEDED))} has: operations of fuser "
     "can't be part of a graph of torch.compile"
@@ -214,7 +214,7 @@ def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 _KERNELS = "kernels of fuser take no tensors of a trace"
-#: Reason -> the function that torch.compile leaves alone for it: it would compile anew for another object.
+#: Reason -> the function that torch.compile leaves alone for it, always the same: for a new one it would compile again.
 _uncompiled: dict[str, Callable[..., Any]] = {}
 
 

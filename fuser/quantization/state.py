@@ -501,9 +501,9 @@ class FP8GlobalState:
     is_first_fp8_module: bool = False
     fp8_graph_capturing: bool = False
     autocast_depth: int = 0
-    #: Whether the outermost context was entered in a backward pass, by what is computed again there.
+    #: Whether the outermost context was entered in a backward pass, by a recomputation.
     entered_in_backward: bool = False
-    #: Whether a forward pass runs that has updated the scales before (`fuser.recompute`).
+    #: Whether the forward pass that runs has already updated the scales before (`fuser.recompute`).
     recomputing: bool = False
     fp8_parameters: bool = False
     high_precision_init_val: bool = False

@@ -139,7 +139,7 @@ def _require_moving(optimizer: torch.optim.Optimizer) -> None:
                 )
 
 
-#: Elements of several vectors: of more of them fused SGD stores no larger part.
+#: Elements of several vectors: with more elements fused SGD does not store a larger part of them.
 _PROBE = 64
 
 

@@ -213,7 +213,7 @@ def _bytes(shape, dtype):
 
 
 def _as_array(memory, shape, dtype):
-    """Bytes as an array; FP4 one element a byte, as NumPy has it."""
+    """Bytes as an array; FP4 with one element per byte, as in NumPy."""
     if dtype == _FP4:
         memory = np.stack([memory & 15, memory >> 4], axis=-1).reshape(-1)[: math.prod(shape)]
     return memory.view(dtype).reshape(shape)
