@@ -29,7 +29,7 @@ from refops.replacing import replacing
 
 
 class Block(nn.Module):
-    """Causal attention and a feed-forward network, each after a norm and around a residual: no line is fuser's."""
+    """Causal attention and a feed-forward network, each after a norm and around a residual, all of it torch's."""
 
     def __init__(self, width, heads):
         super().__init__()

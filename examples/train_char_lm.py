@@ -135,7 +135,7 @@ def smooth(losses, window=20):
 
 
 def plot(results, path):
-    """Draw the loss curves, and below them what each lies above fp32 (or the first run)."""
+    """Draw the loss curves, and below them how far each lies above fp32 (or the first run)."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -107,7 +107,7 @@ def same_part(kind, old, new):
 
 
 def stale_cells(committed, executed):
-    """Lines that say which cells show something else than is committed."""
+    """Lines that say which cells do not show what is committed."""
     for (number, old), (_, new) in zip(code_cells(committed), code_cells(executed), strict=True):
         before, after = ([contents(output) for output in cell.outputs] for cell in (old, new))
         if [list(parts) for parts in before] != [list(parts) for parts in after]:
