@@ -40,7 +40,7 @@ def same_bits(one, other):
 
 
 def assert_same_bits(actual, expected, what="array"):
-    """As `same_bits`, and both are NumPy arrays or None; the failure names the first element that differs."""
+    """Assert `same_bits` of two NumPy arrays, or that both are None; a failure names the first element that differs."""
     if expected is None or actual is None:
         assert actual is None and expected is None, f"{what}: {type(actual)} versus {type(expected)}"
         return
@@ -57,7 +57,7 @@ def assert_same_bits(actual, expected, what="array"):
 
 
 def assert_same_values(actual, expected, what="array"):
-    """As `assert_same_bits`, but all NaN are one."""
+    """Like `assert_same_bits`, but all NaN count as equal."""
     assert actual.dtype == expected.dtype and actual.shape == expected.shape, what
     a, e = np.isnan(actual.astype(np.float32)), np.isnan(expected.astype(np.float32))
     assert_same_bits(np.where(a, actual.dtype.type(0), actual), np.where(e, actual.dtype.type(0), expected), what)

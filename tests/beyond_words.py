@@ -63,7 +63,7 @@ def known():
 
 
 def check_refusals(kernels):
-    """Each is refused by one sentence, at each call, and what the compiler said comes with it."""
+    """Every call refuses each of them with one sentence, which includes what the compiler said."""
     x = np.ones((32, 64), np.float32)
     rule = r"the scale rule of Beyond\(scale_rounding='up'\) .* function beyond \(beyond_words.py, line \d+\) .*"
     formula = r"the formula of step .* function value \(beyond_words.py, line \d+\) .*"

@@ -19,14 +19,14 @@ def pytest_collection(session):
 
 
 def pytest_collection_modifyitems(items):
-    """A test is in all tiers from the first that it names on: one that is for the first and the last alone is none."""
+    """A test is in all tiers from the first that it names on, so it may not be marked for the first and the last."""
     for item in items:
         if item.get_closest_marker("check") and item.get_closest_marker("full"):
             raise pytest.UsageError(f"a test must be marked check or full, not both; got {item.nodeid}")
 
 
 def pytest_collection_finish():
-    """What lives as long as the process is left out of every later search for garbage, which took a second each."""
+    """Objects that live as long as the process are left out of later garbage collections, which took a second each."""
     gc.collect()
     gc.freeze()
 
@@ -62,7 +62,7 @@ def run_json(run):
 
 @pytest.fixture
 def one_thread():
-    """torch with one thread: in small products others would only wait for each other."""
+    """torch with one thread: in small products more threads would only wait for each other."""
     import torch
 
     threads = torch.get_num_threads()

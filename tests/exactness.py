@@ -30,7 +30,7 @@ def tensors(name, dtype, count=1 << 16):
 
 
 def assert_exact(module, name, dtype, *, count=1 << 16, sums=True):
-    """An activation and its gradient have the bits of `refops`; NaN are one.
+    """An activation and its gradient have the bits of `refops`; all NaN count as equal.
 
     Args:
         module: `cuda_kernels.host`, or `cuda_kernels`. sums: whether its sums have the reference's order.

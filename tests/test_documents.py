@@ -1,4 +1,4 @@
-"""What the documents say is so: every code block runs, its output is the one shown, every link leads somewhere.
+"""What the documents say is true: every code block runs, its output is the one shown, every link leads somewhere.
 
 How a block is run: `running_documents.py`. The documents are all Markdown files of the repository.
 """

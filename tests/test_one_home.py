@@ -2,11 +2,11 @@
 
 *Scalings.* The declarations in `refops/scalings` say what differs. A site is a statement that decides by the class of a
 scaling: `isinstance`, `issubclass`, a class pattern, a comparison of a type with a class or its name, a table keyed by
-classes or settings, a tuple of classes. fuser's recipes, of which one has a scaling's name, are none. What asks by
-other means, such as a field that one class alone has, is not seen.
+classes or settings, a tuple of classes. fuser's recipes, one of which has a scaling's name, do not count. A decision by
+other means, such as a field that only one class has, is not found.
 
 *Formulas.* Those of activations stand in `refops/activations`. A second text is a number times an elementary function
-of itself, such as x sigmoid(x), or a constant of the formulas. A maximum with 0, as relu is, is not seen.
+of itself, such as x sigmoid(x), or a constant of the formulas. A maximum with 0, which is relu, is not found.
 """
 
 import ast

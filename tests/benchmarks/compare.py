@@ -1,10 +1,10 @@
 """Speed and memory of every operation beside all peers, in one run on the same threads (`make bench`).
 
-Each number of threads has a process of its own, confined to as many CPUs before anything is imported, so that no
-library can take more; the processor time of each call is recorded beside the wall clock. There rounds alternate between
-all competitors, in an order that moves on with each round; a competitor that has used up its part of the time has fewer
+Each number of threads has a process of its own, which is confined to as many CPUs before anything is imported, so that
+no library can use more; the processor time of each call is recorded beside the wall clock. Rounds alternate between all
+competitors, in an order that shifts with each round. A competitor that has used up its share of the time gets fewer
 rounds, and one that would take too long is left out, which the results say. The bits of every competitor are compared
-with those of refops. Then each competitor has a process in which the peak of resident memory is taken, call by call.
+with those of refops. Then each competitor runs in a process that measures the peak of resident memory, call by call.
 
     PYTHONPATH=.:tests python tests/benchmarks/compare.py           # everything, ten to twenty minutes; writes a JSON
     PYTHONPATH=.:tests python tests/benchmarks/compare.py --short   # does all of it run, with the right bits?
@@ -78,7 +78,7 @@ def fields(value):
 
 
 def copier(source, target, threads):
-    """A function that copies one array into the other, a part of it in each of so many threads."""
+    """A function that copies one array into the other with this number of threads."""
     from concurrent.futures import ThreadPoolExecutor
 
     import numpy as np
@@ -95,7 +95,7 @@ def copier(source, target, threads):
 
 
 def fastest(runs):
-    """Of several ways to do the same, the one with the shortest call."""
+    """The fastest of several ways to do the same."""
     return min(runs, key=lambda run: (run(), min(timed(run)[1] for _ in range(5)))[1])
 
 
@@ -497,7 +497,7 @@ def add_memory(rows, folder, size, modules, common):
 
 
 def failures(document):
-    """What must not be: a competitor that failed, ours or a formula of ours with other bits than refops."""
+    """What must not happen: a competitor failed, or our kernels or formulas differ from the bits of refops."""
     wrong = []
     for row in document["rows"]:
         ours = row["competitor"] in OURS or row["competitor"].startswith(("torch formulas", "jnp formulas"))
@@ -510,7 +510,7 @@ def failures(document):
 
 
 def shares_in_words(shares):
-    """What `equal_shares` found, of the arrays that differ."""
+    """What `equal_shares` found for the arrays that differ."""
     if shares is None:
         return "other arrays or shapes than those of refops"
     return ", ".join(f"{share:.4%} of {name} equal" for name, share in shares.items() if share < 1)

@@ -1,13 +1,12 @@
-"""How near the CPU kernels are to the limit of the core: instructions an element, counted, and how many a cycle.
+"""How close the CPU kernels come to the limit of the core: instructions per element and per cycle.
 
-The instructions of a call are counted by stepping through it (Linux's ptrace, no counters of the machine needed): of
-two sizes, so that what a call costs besides its elements falls out. Cycles come from a chain of dependent operations,
-whose latency is known, timed beside the call. A core retires `WIDTH` instructions a cycle at best; vectors of 512 bits
-two a cycle.
+The instructions of a call are counted by stepping through it (with Linux's ptrace; no hardware counters are needed), at
+two sizes, so that the constant cost of a call cancels. Cycles come from a chain of dependent operations, whose latency
+is known, timed beside the call. At best a core retires `WIDTH` instructions per cycle, and two on vectors of 512 bits.
 
     PYTHONPATH=.:tests python tests/benchmarks/instructions.py [FILE]   # a table, and into a result of compare.py
 
-Without a file it is the newest that `make bench` wrote. Stepping takes some minutes.
+Without FILE it is the newest one that `make bench` wrote. Stepping takes some minutes.
 """
 
 import argparse

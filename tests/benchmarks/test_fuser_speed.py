@@ -1,11 +1,12 @@
-"""What operations cost beside torch's own on the same math: Python alone, and training steps of a feed-forward block.
+"""What operations cost compared with torch's own on the same math: Python alone, and training steps of an MLP.
 
-A `Sequential` of eight small operations has tensors so small that arithmetic costs next to nothing: Python, per forward
-pass, of calls one after the other. A step is forward and backward of 512-2048-512 with GELU on 512 tokens.
+The tensors of a `Sequential` of eight small operations are so small that arithmetic costs next to nothing. What is
+measured is Python, per forward pass, in back-to-back calls. A step is forward and backward of 512-2048-512 with GELU
+on 512 tokens.
 
 One thread, CPU time; rounds alternate between the competitors. Other work on the machine takes their caches away, which
-doubles the times of such calls, so what counts is the ratio of a round: the median of a series, and the least of at
-most five series, of which none follows one within the bound. `extra_info` has the times.
+doubles the times of such calls, so what counts is the ratio within a round: its median over a series, and the least of
+at most five series. No series follows one that is within the bound. `extra_info` has the times.
 """
 
 import statistics

@@ -1,9 +1,9 @@
 """Speed of `cuda_kernels.host` at 4096 x 4096 bfloat16 beside `refops` and PyTorch: one run, the same bits.
 
-Products of tensor cores are beside PyTorch's float32 product, below.
+Products of tensor cores are compared with PyTorch's float32 product, below.
 
 Rounds alternate between the competitors, the best of each counts. In `extra_info`: wall and CPU milliseconds of each,
-and both ratios to `host`. Asserted is the larger ratio (`BOUNDS`), with about a fifth of slack: other work on the
+and both ratios to `host`. The larger ratio is asserted (`BOUNDS`), with about a fifth of slack: other work on the
 machine disturbs CPU time less, but what PyTorch's threads count as such depends on how long they spin. `refops` runs on
 one thread, so its wall ratio is larger by the number of CPUs. PyTorch runs the same formulas, eager and compiled (left
 out where it or g++ is missing).

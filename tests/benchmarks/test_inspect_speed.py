@@ -1,7 +1,7 @@
 """Speed of `refops inspect` on a checkpoint of 346 MB, 200 tensors, under three scalings, as a command (`make bench`).
 
-Asserted is processor time, from the start of the process to its end; the wall time that a user waits is what the table
-shows. Compiled code is on the disk already, as it is from the first run on.
+The test asserts processor time, from the start of the process to its end; the table shows the wall time that a user
+waits. Compiled code is already on the disk, as it is after the first run.
 """
 
 import resource
@@ -23,7 +23,7 @@ SCALINGS = ("block-128x128", "mxfp8", "nvfp4-1x16")
 
 @pytest.fixture
 def checkpoint(tmp_path):
-    """50 layers of four tensors, bfloat16; their numbers repeat, which no scaling sees."""
+    """50 layers of four tensors, bfloat16; their numbers repeat, which makes no difference to a scaling."""
     values = (np.random.default_rng(0).standard_normal(1 << 21, np.float32) / 50).astype(ml_dtypes.bfloat16)
     layer = {name: values[: np.prod(shape)].reshape(shape) for name, shape in SHAPES.items()}
     tensors = {f"layers.{i}.{name}": array for i in range(50) for name, array in layer.items()}

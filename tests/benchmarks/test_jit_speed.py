@@ -2,7 +2,7 @@
 
 `fuser.jit.bias_gelu_fused_` eager and compiled by inductor, the unfused operations of PyTorch, and what the fuser runs
 for Bias and GELU on a CPU: an addition, and `cuda_kernels.host`. Rounds alternate between the competitors, the best of
-each counts; `extra_info` has wall and CPU milliseconds of each. Asserted are ratios of CPU time, with slack.
+each counts; `extra_info` has wall and CPU milliseconds of each. Ratios of CPU time are asserted, with slack.
 """
 
 import shutil

@@ -1,6 +1,6 @@
 """Speed of the oracle on a 2048 x 2048 swiglu -> MXFP8 dump, right and wrong (`make bench`).
 
-Asserted is its time as a multiple of the one in which `refops` computes the tensor: both follow the machine's clock.
+Its time is asserted as a multiple of the time in which `refops` computes the tensor: both follow the machine's clock.
 """
 
 import timeit

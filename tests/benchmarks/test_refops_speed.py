@@ -1,7 +1,7 @@
 """Speed of the reference at 4096 x 4096 bfloat16, one thread, beside ml_dtypes' cast and a copy (`make bench`).
 
-The reference must stay quick enough to judge real tensors. Asserted is its time as a multiple of that cast's, the best
-of the rounds of each: the machine's clock and what else it does change both alike.
+The reference must stay quick enough to judge real tensors. Its time is asserted as a multiple of that cast's, the best
+round of each: the machine's clock and its other work change both alike.
 """
 
 import timeit

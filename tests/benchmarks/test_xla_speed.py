@@ -2,8 +2,8 @@
 
 On 32 elements a call is all overhead: XLA's dispatch, the route, the kernel's Python. `extra_info` has the wall and CPU
 microseconds of each competitor, and the cost of the FFI route alone: a jitted call less the kernel called directly.
-Asserted is CPU time of all threads of this process, the least of many batches that alternate between the competitors:
-other work on the machine slows the wall clock, and adds little to the least CPU time.
+What is asserted is CPU time of all threads of this process, the least of many batches that alternate between the
+competitors: other work on the machine slows the wall clock, and adds little to the least CPU time.
 """
 
 import time

@@ -1,6 +1,6 @@
 """Small kernels for test_compile_report.py, some bad on purpose: prints what `compile_report` finds as JSON.
 
-A process of its own: what a process compiled for the CPU before does not matter then.
+It runs in a process of its own, so that what a process compiled for the CPU before does not matter.
 """
 
 import json

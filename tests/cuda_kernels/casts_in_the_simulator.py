@@ -1,6 +1,6 @@
 """Casts as the simulator runs them, plain Python on NumPy scalars, against `refops`: run by test_casts.py.
 
-A process of its own, because NUMBA_ENABLE_CUDASIM decides when `cuda_kernels` is imported.
+It is a process of its own, because NUMBA_ENABLE_CUDASIM is read when `cuda_kernels` is imported.
 """
 
 from itertools import pairwise

@@ -34,7 +34,7 @@ def functions_with(name):
 
 
 class _Listening(Arithmetic):
-    """Notes what sigmoids are taken of."""
+    """Records the arguments of sigmoids."""
 
     def __init__(self):
         self.arguments = []

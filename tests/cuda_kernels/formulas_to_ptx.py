@@ -1,6 +1,6 @@
 """Prints PTX for compute capability 9.0 of every formula and elementary function as JSON: run by `instructions.py`.
 
-A process of its own, which compiles formulas for the CPU first: that must not change what a GPU gets.
+It is a process of its own, which compiles formulas for the CPU first: that must not change what a GPU gets.
 """
 
 import json

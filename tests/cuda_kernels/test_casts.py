@@ -75,7 +75,7 @@ def test_decoders_give_every_code_its_value(name):
 
 @sampled("name", FORMATS, 3)
 def test_pairs_are_two_codes(name):
-    """Also the versions for GPUs: their meaning elsewhere is the same, for NaN of the sign that a GPU makes."""
+    """Also the versions for GPUs, which give the same elsewhere, for NaN with the sign that a GPU makes."""
     low, high = X[:-1], X[1:]
     fmt = refops.FORMATS[name]
     expected = refops.encode(low, fmt).astype(np.uint16) | refops.encode(high, fmt).astype(np.uint16) << WIDTHS.get(

@@ -1,4 +1,4 @@
-"""`arithmetic="exact"` on the CPU: the bits of `refops`, of every bfloat16 and float16 and of many float32."""
+"""`arithmetic="exact"` on the CPU: the bits of `refops`, for every bfloat16 and float16 and for many float32."""
 
 import numpy as np
 import pytest

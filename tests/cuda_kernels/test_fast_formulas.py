@@ -1,7 +1,7 @@
-"""Fast values and gradients as kernels compute them, of numbers and in both halves of pairs, on the worst units.
+"""Fast values and gradients as kernels compute them, for single numbers and both halves of pairs, on the worst units.
 
 The oracle accepts them at ulp=8 for every bfloat16 and float16, dense float32 and gates and gradients of any size, and
-at the special values they are what the accurate formulas are.
+at the special values they equal the accurate formulas.
 """
 
 from functools import cache

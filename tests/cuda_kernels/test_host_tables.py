@@ -22,7 +22,7 @@ READ = [
 
 
 def every_number(storage, rows=16):
-    """All 65,536 numbers of a dtype, as float32 they are exact."""
+    """All 65,536 numbers of a dtype as float32, which is exact."""
     return np.arange(1 << 16, dtype=np.uint16).view(STORAGES[storage]).reshape(rows, -1)
 
 

@@ -1,4 +1,4 @@
-"""PTX on disk is found again only where everything that can change it is as it was."""
+"""PTX on disk is used again only if nothing that can change it has changed."""
 
 import os
 from importlib import metadata

@@ -93,7 +93,7 @@ def test_every_slope_is_in_the_table():
 
 
 def offset(i, j, blocks):
-    """cuBLAS's formula, as the guide has it."""
+    """cuBLAS's formula, as the guide gives it."""
     return ((i // 128) * (blocks // 4) + j // 4) * 512 + (i % 32) * 16 + (i % 128 // 32) * 4 + j % 4
 
 

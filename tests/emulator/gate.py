@@ -23,7 +23,7 @@ PARTS = ("quantize", "activations", "calls", "units")
 
 
 def both_ways(target, part, name, function):
-    """Run a case once as it comes, and once late and backwards; raises where a result is wrong.
+    """Run a case once in order, and once late and backwards; raise where a result is wrong.
 
     The second time, a read of bytes that nobody wrote is a fault. Where bits are asked for, that time moves approximate
     instructions within their bounds, too: no bit may rest on them.

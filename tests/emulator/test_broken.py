@@ -1,4 +1,4 @@
-"""What once went wrong: wrong numbers, or an error that says something else than what is wrong."""
+"""Faults of the past: wrong numbers, or an error that said something other than what was wrong."""
 
 import threading
 from types import SimpleNamespace
@@ -40,7 +40,7 @@ def test_a_wrong_address_has_the_name_of_its_argument_with_a_plan_too(x):
 
 
 def test_a_call_after_a_fault_does_not_blame_its_array(x):
-    """The driver refuses every call then, the question on which device memory lies too."""
+    """The driver then refuses every call, even the question which device memory lies on."""
     cuda_kernels.activation("relu", x)
     too_long = described(x.device_ctypes_pointer.value, (4096, 32))
     with pytest.raises(Exception, match="ILLEGAL_ADDRESS"):

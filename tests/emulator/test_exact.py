@@ -1,6 +1,7 @@
-"""`arithmetic="exact"` by compiled kernels: the bits of `refops`, of every bfloat16 and float16 and of many float32.
+"""`arithmetic="exact"` by compiled kernels: the bits of `refops`, for every bfloat16 and float16 and for many float32.
 
-On units that err as far as the ISA allows too, for exact arithmetic uses none; and where a linker would contract.
+The bits are the same on units that err as far as the ISA allows, because exact arithmetic uses none, and where a linker
+would contract.
 """
 
 import re

@@ -1,7 +1,7 @@
 """Every case of `tests/gpu` on the software GPU: the compiled kernels, through the whole launch path, bit for bit.
 
-Once as it comes; once late and backwards, where work is deferred until somebody waits for it and is then done in the
-opposite order where nothing orders it. `gate.both_ways` says what else the second time asks for.
+Each case runs twice: once in order; and once late and backwards, where work is deferred until somebody waits for it and
+is then done in the opposite order where nothing orders it. `gate.both_ways` says what else the second run asks for.
 """
 
 import gate

@@ -1,8 +1,8 @@
 """Every kernel of this project, as it is compiled for a target, is code that the software GPU knows.
 
-Those with NVFP4 for a B200, whose instructions they need, for `test_gate.py` runs most kernels on an H100's device and
-samples of them on others. With EVERY_TARGET=1 in the environment, every kernel for each target, which takes minutes
-where the disk has no PTX yet. Each target is a process of its own (`load_own_kernels.py`).
+By default these are the kernels with NVFP4 for a B200, whose instructions they need: `test_gate.py` runs most kernels
+on an H100's device and samples of them on others. With EVERY_TARGET=1 in the environment it is every kernel for each
+target, which takes minutes if the disk has no PTX yet. Each target is a process of its own (`load_own_kernels.py`).
 """
 
 import json

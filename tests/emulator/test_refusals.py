@@ -1,4 +1,4 @@
-"""What the driver refuses, as a real one does: memory that is not its own, attributes that there are not, limits."""
+"""What the driver refuses, as a real one does: memory that is not its own, attributes that do not exist, limits."""
 
 import ctypes
 

@@ -6,7 +6,7 @@
 
 torch's own operations run on the CPU, when they are called: each waits for the current stream of its device, and the
 software GPU is told which bytes it uses in that stream, so that its report of work in no order covers them. Streams,
-events, devices, threads and autograd are torch's own or behave as torch's. Here it ends:
+events, devices, threads and autograd are torch's own or behave as torch's. Its limits:
 
 - CUDA graphs hold what the software GPU is asked to do: kernels, fills, copies. An operation of torch that computes
   something raises while a stream captures; views, `empty`, `zeros` and copies between tensors do not.

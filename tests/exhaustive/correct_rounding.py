@@ -3,7 +3,7 @@
     python tests/exhaustive/correct_rounding.py                      # everything (`make exhaustive`)
     python tests/exhaustive/correct_rounding.py --fraction 1/1024    # one value in 1024, spread over the whole range
 
-Compared are `refops.elementary` and the same text as `cuda_kernels.elementary` compiles it. The nearest float32 comes
+It compares `refops.elementary` and the same text as `cuda_kernels.elementary` compiles it. The nearest float32 comes
 from other formulas in float64, whose constants are made here by rational arithmetic:
 
     e^x = 2^(k/64) e^r,  k = 64 x / ln 2 rounded,  2^(j/64) from a table, e^r by its series: |r| < 0.0055

@@ -126,7 +126,7 @@ def test_names_of_te_are_imported_or_refused_with_a_reason():
 
 
 def test_reasons_are_those_of_te_s_names():
-    """No reason for a module that TE has not, or for a name that works."""
+    """No reason is given for a module that TE does not have, or for a name that works."""
     names = json.loads((ROOT / "docs" / "te_names.json").read_text())
     known = {*names, *(f"{module}.{name}" for module in names for name in names[module])}
     known |= {path.rpartition(".")[0] for path in known} | {"transformer_engine", "transformer_engine.jax"}

@@ -800,7 +800,7 @@ class TestWhatIsLeft:
 
     def test_matrices_that_others_multiply_with(self):
         class Conv1D(nn.Module):
-            """As of Hugging Face."""
+            """Such as those of Hugging Face."""
 
             def __init__(self):
                 super().__init__()

@@ -1,4 +1,4 @@
-"""Another format for each direction, and none at all: quantizers of two, their tensors, and training with both."""
+"""A different format for each direction, and none at all: the quantizers for both, their tensors, and training."""
 
 import copy
 import io

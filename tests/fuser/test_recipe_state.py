@@ -95,7 +95,7 @@ def test_a_write_to_the_scales_of_a_copy_is_seen(way):
 
 
 def test_a_model_sent_to_another_process_is_connected():
-    """It shares its memory with the sender's, as torch has it."""
+    """It shares its memory with the sender's, as in torch."""
     model = ops.Sequential(ops.BasicLinear(SIZE, SIZE))
     step(model, delayed())
     twin = pickle.loads(multiprocessing.reduction.ForkingPickler.dumps(model))

@@ -346,7 +346,7 @@ def test_transformations(route):
 
 @sampled("mode", SCALED, 2, in_all=1, ids=lambda m: m.name)
 def test_transformations_of_quantizing_calls(route, mode):
-    """Each example is quantized for itself; a quantizer adds its noise forward, and none backward."""
+    """Each example is quantized by itself; a quantizer adds its noise forward, and none backward."""
     x = random((3, 32, 1, 32))
 
     def apply(v):

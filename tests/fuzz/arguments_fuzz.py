@@ -151,7 +151,7 @@ SCALINGS = st.one_of(
 
 
 def fits_of(scaling):
-    """What the sizes of a tensor must divide by for every operation to take it, more or less."""
+    """The numbers that must divide a tensor's sizes for every operation to take it, more or less."""
     if isinstance(scaling, refops.NVFP4Scaling):
         return 32 if scaling.row_scaled else 16
     return 32 if isinstance(scaling, refops.MXFP8Scaling) else None

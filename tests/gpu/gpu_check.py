@@ -1,8 +1,8 @@
 """Everything that only a GPU can show, in one run: `python tests/gpu/gpu_check.py --json FILE [--seconds 420]`.
 
-Run it from the root of a clone on a machine with Python, NumPy, ml_dtypes, torch, numba and numba-cuda. It says first
-on what it runs: a card; without one the software GPU (`cuda_kernels.emulator`); where neither is there it says why, and
-exits with 0. On a card:
+Run it from the root of a clone on a machine with Python, NumPy, ml_dtypes, torch, numba and numba-cuda. First it says
+what it runs on: a card, or without one the software GPU (`cuda_kernels.emulator`). If there is neither, it says why,
+and exits with 0. On a card:
 
     quantize, activations, calls     every public call against `refops`, bit for bit or judged by `refops.oracle`
     warm                             what `speed` times, once, in several processes: it leaves the PTX on disk

@@ -1,4 +1,4 @@
-"""Bounds that tests assert and that were measured, as a command wrote them: nothing here is typed."""
+"""Measured bounds that tests assert. A command writes them: nothing here is typed by hand."""
 
 import json
 from functools import cache

@@ -1,7 +1,7 @@
-"""Measure what tests and reports bound of activations, and write it down: errors, instructions, budgets of kernels.
+"""Measure the bounds of activations that tests and reports use, and write them down: errors, instructions, budgets.
 
     python tests/measured/measure_activations.py              every activation
-    python tests/measured/measure_activations.py mish mishglu these alone; what stands there of others stays
+    python tests/measured/measure_activations.py mish mishglu these alone; the entries of others stay
 
 Writes `activations.json` beside this file and `cuda_kernels/row_budgets.json`. Instructions need numba-cuda, budgets
 also ptxas and nvdisasm, all from pip; no GPU.

@@ -6,7 +6,7 @@ SLOPE = Parameter("negative_slope", 0.01, 0.3, neutral=(1.0,))
 
 
 def leaky_relu(words):
-    """x, below 0 negative_slope x."""
+    """x, or negative_slope x below 0."""
     where, one_like, zero = words.where, words.one_like, words.number(0)
 
     def value(x, p):

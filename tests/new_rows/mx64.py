@@ -26,7 +26,7 @@ class MX64Scaling(E8M0Scaling):
 
     @property
     def layout(self):
-        """As MXFP8's: nothing is transposed."""
+        """The layout of MXFP8: nothing is transposed."""
         places = {"scales_inner_first": (False, True), "columnwise_transposed": False}
         return Layout((1, 64), E8M0, padding=(128, 4), scale_order="gemm", **places)
 

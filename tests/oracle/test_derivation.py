@@ -1,8 +1,9 @@
 """The derivation in `refops.oracle.enclosure`, point by point, against all kernels of the kind that it permits.
 
 Numbers are few here: toy systems of 5 to 8 bits in which the oracle's own code computes (`every_kernel.install`), or
-small sets of float32 around the places where something is decided. So whatever hardware is free in can be enumerated,
-and both sides counted: what some kernel may write, which must be accepted, and what is accepted although none does.
+small sets of float32 around the places where something is decided. So every freedom of the hardware can be enumerated,
+and both sides counted: what some kernel may write, which must be accepted, and what is accepted although no kernel
+writes it.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""What refops/oracle/README.md says of its C++ programs, golden files and the assertion is so."""
+"""What refops/oracle/README.md says about its C++ programs, golden files and the assertion is true."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""The oracle rejects nothing that is right: 1000 tensors of every class, and every way to be right by itself.
+"""The oracle rejects nothing that is right: 1000 tensors of every class, and each way to be right alone.
 
 And it can fail: the same variants one step beyond what is permitted are rejected, and the intervals are not much wider
 than what permitted variants really do.

@@ -188,7 +188,7 @@ class Arithmetic:
         return np.where(nearest == 0, nearest, np.maximum(self._nearby(true, self._off(true)), F(0)))
 
     def tanh(self, x):
-        """Hyperbolic tangent; exactly 1 from |x| = 9.71 on (1 - tanh below 2^-27), as every implementation has it."""
+        """Hyperbolic tangent; exactly 1 from |x| = 9.71 on (1 - tanh below 2^-27), as in every implementation."""
         true = np.tanh(np.asarray(x, D))
         nearest = true.astype(F)
         if self.variant.elementary == "nearest":

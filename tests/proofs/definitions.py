@@ -1,9 +1,9 @@
 """What casts and scales are by definition: exact rational numbers, and constants from the tables of OCP.
 
 Nothing here comes from `refops` or `cuda_kernels`. A value of a format is a `Fraction`; a rounding is written as its
-sentence reads; where float32 goes from one code to the next is found by bisection over all float32, and a solver gets
-that. Sources: OCP 8-bit Floating Point Specification 1.0, table 1; OCP Microscaling Formats (MX) 1.0, tables 1 to 7;
-UE5M3: PTX ISA 9.4.
+sentence reads. The float32 at which one code gives way to the next is found by bisection over all float32, and a solver
+is given that. Sources: OCP 8-bit Floating Point Specification 1.0, table 1; OCP Microscaling Formats (MX) 1.0, tables 1
+to 7; UE5M3: PTX ISA 9.4.
 """
 
 from bisect import bisect_right

@@ -4,7 +4,7 @@ A `Term` has a NumPy type and stands for every value of it at once. It has the o
 functions of numbers run on it as they are. Three rules say what an operator gives:
 
     NUMPY       uint32 + uint32 is uint32, as in `refops` and in the simulator
-    COMPILED    uint32 + uint32 is uint64, as Numba has it on the CPU
+    COMPILED    uint32 + uint32 is uint64, as in Numba on the CPU
     CONTRACTED  the same, and a product that is added to something is a multiply-add, as a GPU's compiler may make it
 
 A float is held as its bits, as a term of the solver's theory of floats, or both. The bits of a computed float are a

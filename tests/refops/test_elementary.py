@@ -1,6 +1,6 @@
 """exp and tanh of float32: the nearest float32, monotone, the limits of IEEE 754-2019 (9.2.1).
 
-`test_correct_rounding` has the comparison with the nearest float32 itself, of which `make exhaustive` is the whole.
+`test_correct_rounding` compares with the nearest float32 itself; `make exhaustive` does so for all values.
 """
 
 import numpy as np

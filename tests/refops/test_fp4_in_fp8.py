@@ -1,4 +1,4 @@
-"""For which spread of E8M0 scales a tensor of MXFP4 is exact in FP8 tiles with power-of-two scales.
+"""Up to which spread of E8M0 scales an MXFP4 tensor is exact in FP8 tiles with power-of-two scales.
 
 An element is exact or not by itself once the tile's amax is given, so the pairs of a largest and another element decide
 every tile: 7 magnitudes of E2M1 each, all differences of exponents, and exponents at both ends of float32.

@@ -48,7 +48,7 @@ def directions_of(scaling):
 
 
 def granularity(scaling):
-    """What M and K must divide by, with both directions."""
+    """The numbers that must divide M and K, with both directions."""
     return scaling.layout.columnwise_multiple
 
 

@@ -1,4 +1,4 @@
-"""The puzzles: solutions are solved and compile for a GPU, holes are not yet, wrong fillings are named."""
+"""The puzzles: solutions pass and compile for a GPU, unfilled holes do not pass, wrong fillings are named."""
 
 import ast
 import inspect

@@ -6,8 +6,8 @@ Made with Triton 3.5.0, which compiles without a GPU:
     python tests/emulator/triton/kernels.py
 
 The first line of each text says how it is launched: threads of a block, bytes of dynamic shared memory, and the names
-of the parameters that are not compiled in: addresses and numbers, which all divide by 16. Two parameters of Triton's
-own follow them, which these kernels ignore.
+of the parameters that are not compiled in: addresses and numbers, all of them divisible by 16. Two parameters of
+Triton's own follow them, which these kernels ignore.
 """
 
 from pathlib import Path

@@ -83,7 +83,7 @@ def _short(name):
 
 
 def _part(name):
-    """What an output belongs to, as `Where.arrays` has it."""
+    """What an output belongs to, in the words of `Where.arrays`."""
     for direction in ("rowwise", "columnwise"):
         if direction in name.split("_"):
             return direction
