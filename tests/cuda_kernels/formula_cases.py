@@ -40,14 +40,13 @@ class _Listening(Arithmetic):
         self.arguments = []
 
     def sigmoid(self, x):
-        """The reference's."""
+        """The sigmoid of the reference, its argument recorded."""
         self.arguments.append(x)
         return super().sigmoid(x)
 
 
 def flushed(name, x, below=-87.33):
-    """Where a sigmoid is below 2^-126 (a little below, for `below` -87.34), so 0 as a fast reciprocal, but not 0 as an
-    accurate one."""
+    """Where a sigmoid is below 2^-126 (a little below, if `below` is -87.34): only a fast reciprocal is 0 there."""
     row, words = ACTIVATIONS[name], _Listening()
     if row.act.fast is None:
         return np.zeros(x.shape, bool)

@@ -433,7 +433,7 @@ for i in sys.argv[1]:
 
 @pytest.mark.full
 def test_machine_code_that_several_processes_kept_works_together(tmp_path):
-    """Each loop of its own process has inner functions like those of the others, which other code must not call."""
+    """Loops compiled in separate processes have inner functions like each other's; no loop may call another's."""
     for order in ("", "0", "1", "01", "10"):
         python(f"import sys; sys.argv.append({order!r})\n{LOADED}", NUMBA_CACHE_DIR=str(tmp_path))
 

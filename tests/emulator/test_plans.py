@@ -174,7 +174,7 @@ def test_random_bits_are_used_although_settings_are_equal_without_them(rng):
 
 
 def test_numbers_that_the_host_reads_make_no_plan(rng, long_way):
-    """Codes of few bits are checked, which another call may not pass."""
+    """Codes with few bits are checked, and those of a later call may fail the check."""
     codes = rng.integers(0, 16, (4, 32), np.uint8)
     for _ in range(2):
         got = cuda_kernels.decode(cuda.to_device(codes), E2M1).copy_to_host()
@@ -209,7 +209,7 @@ def test_an_array_that_is_copied_first_makes_no_plan(rng):
 
 
 def test_the_number_of_plans_is_bounded(rng, long_way):
-    """Those that are used stay; settings of one step have none, and what is kept of them goes."""
+    """Plans in use stay. Settings of a single step get no plan, and what is remembered of them is dropped."""
     x = cuda.to_device(exact(rng, (1, 32)))
     for step in range(3 * MOST_PLANS):
         cuda_kernels.activation("relu", x)

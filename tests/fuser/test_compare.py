@@ -175,7 +175,7 @@ class TestNumbers:
         assert "\ndoubles, not warmed up  " in str(found)
 
     def test_delayed_scaling_of_rules_and_of_custom_quantizers(self):
-        """As of the recipe itself: the scales of the step that counts are those that the step before it made."""
+        """As with the recipe itself, the step that counts has the scales that the step before it made."""
         model, x = nn.Sequential(nn.Linear(64, 64)), inputs(32, 64) * 1e-4
         delayed = DelayedScaling()
         rules = {"recipe": delayed, "mapping": {"0": delayed}, "function": lambda name, module: delayed}

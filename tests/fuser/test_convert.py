@@ -298,7 +298,7 @@ class TestCopies:
         ids=["max", "amax by a function", "scale by a function"],
     )
     def test_modules_update_their_own_scales(self, rule):
-        """A module's call is a step of its own history, whatever updates: as one `autocast` around the model."""
+        """A call of a module is one step of its own history, whatever updates, as under one `autocast` for all."""
         recipe, x = DelayedScaling(amax_history_len=4, **rule), inputs(32, 64)
         block = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 64), torch.nn.Tanh())
         steps = []
@@ -1067,7 +1067,7 @@ class TestPadding:
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)  # sums over rows in another order at most
 
     def test_in_a_sequence(self):
-        """Zeros go into linear layers alone: a norm or an activation would make other rows of them."""
+        """Only linear layers get rows of zeros: a norm or an activation would turn them into other rows."""
         model = fuser.convert(feed_forward(), Float8CurrentScaling())
         x = inputs(3, 64)
         wanted = gradients(model, x)

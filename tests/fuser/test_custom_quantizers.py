@@ -268,7 +268,7 @@ def test_copies_of_storages():
 
 @pytest.mark.parametrize("way", ["quantize", "quantize_impl", "quantize_buffers", "__call__"])
 def test_no_fused_cast_passes_by_what_a_subclass_overrides(way):
-    """Of a format that is here: every cast of values goes through the method, also those that kernels fuse."""
+    """For a format of this package: every cast of values goes through the method, even a cast that kernels fuse."""
     of_class = getattr(q.MXFP8Quantizer, way)
     negating = type(
         "Negating", (q.MXFP8Quantizer,), {way: lambda self, x, *args, **kwargs: of_class(self, -x, *args, **kwargs)}

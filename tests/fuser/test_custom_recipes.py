@@ -67,7 +67,7 @@ def test_factories_do_the_built_in_recipes_again(name):
     ],
 )
 def test_backward_of_what_forward_multiplied_is_the_override(name, built_in):
-    """By another way, hence of one linear alone: an override leaves what is around to high precision."""
+    """In different ways, so one linear is compared: an override keeps its surroundings in high precision."""
     results = []
     for of in (built_in, recipe.CustomRecipe(qfactory=FACTORIES[name])):
         torch.manual_seed(0)

@@ -668,7 +668,7 @@ def test_a_call_made_again_checks_and_boxes_nothing_twice(name, dtype):
 
 
 def test_a_plan_is_not_taken_for_others():
-    """Neither another backend, nor another memory or dtype, nor what has a plan in `cuda_kernels.host` alone."""
+    """A plan serves no other backend, memory or dtype, and no call that only `cuda_kernels.host` has planned."""
     x = sample((8, 64), torch.float32)
     first = [dispatch.activation("relu", x) for _ in range(3)]
     assert same_bits(first[2], first[0]) and len({y.data_ptr() for y in first}) == 3

@@ -446,7 +446,7 @@ def test_buffers_of_the_caller_stay_as_they_are():
 
 
 class TestBoundRecipes:
-    """Of models that `fuser.convert` converted: with and without an input, the same recipes are shown."""
+    """Models that `fuser.convert` converted show the same recipes with and without an input."""
 
     def recipes(self, model, *args):
         return [pipeline.recipe for pipeline in fuser.explain(model, *args, quiet=True).pipelines]

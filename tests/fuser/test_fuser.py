@@ -1253,7 +1253,7 @@ def test_backward_uses_the_backend_of_its_forward():
 
 
 class TestForwardBetweenForwardAndBackward:
-    """What other calls of the same operations choose for themselves does not reach a backward that is still to come."""
+    """A backward pass that is still to come is not affected by what later calls of the same operations choose."""
 
     RECIPES = (
         recipe.DelayedScaling(),

@@ -56,7 +56,7 @@ def test_none_of_a_million_results_differs(mmasim, case):
 @pytest.mark.parametrize("name", ["fraction_bits", "products"])
 @pytest.mark.parametrize("unit", UNITS, ids=lambda unit: f"{unit.card} {unit.name}")
 def test_the_comparison_sees_a_wrong_number(mmasim, unit, name):
-    """Else nothing would be known of results that do not differ."""
+    """Otherwise equal results would prove nothing."""
     formats, block = peer.pairs(unit)[0], next(iter(unit.scale_blocks), None)
 
     def wrong(a, b, right, **options):
@@ -70,7 +70,7 @@ def test_the_comparison_sees_a_wrong_number(mmasim, unit, name):
 
 
 def test_most_inputs_have_numbers_for_results():
-    """Not NaN, of which one is like the other; and of special values some have infinities."""
+    """NaN would tell little, because all NaN compare as equal. Of the special values some give infinities."""
     rng = np.random.default_rng(0)
     for unit, formats, block in CASES:
         for kind in ("finite", "small", "cancelling"):
