@@ -207,30 +207,57 @@ def make_spread(width):
     return of_columns if width == 1 else of_blocks
 
 
-def make_cast(fmt, width, stochastic):
-    """Return `cast(line, multipliers, random, columns, codes)`: the codes of a row times its multipliers."""
+def make_cast(fmt, width, stochastic, rows=1):
+    """Return `cast(lines, multipliers, random, columns, codes)`: the codes of a row times its multipliers.
+
+    `lines` and `random` are tuples of one row, or of two, whose FP4 codes share bytes: those of the first are low.
+    """
     encode, with_random_byte = casts.ENCODERS[fmt], casts.STOCHASTIC.get(fmt)
 
     @device
-    def code(x, random, c):
-        return np.uint8(with_random_byte(x, np.uint32(random[c])) if stochastic else encode(x))
+    def code(line, random, factor, c):
+        x = line[c] * factor
+        return np.uint32(with_random_byte(x, np.uint32(random[c])) if stochastic else encode(x))
 
-    @routine
-    def by_blocks(line, multipliers, random, columns, codes):
+    @device
+    def of_one(lines, random, factor, c):
+        return np.uint8(code(lines[0], random[0], factor, c))
+
+    @device
+    def of_two(lines, random, factor, c):
+        low, high = code(lines[0], random[0], factor, c), code(lines[1], random[1], factor, c)
+        return np.uint8(low | np.uint32(high << U32(4)))
+
+    stored = of_two if rows == 2 else of_one
+
+    @inlined
+    def by_blocks(lines, multipliers, random, columns, codes):
         whole = columns // width
         for b in range(whole):
             factor, left = multipliers[b], b * width
             for k in range(width):
-                codes[left + k] = code(line[left + k] * factor, random, left + k)
+                codes[left + k] = stored(lines, random, factor, left + k)
         for c in range(whole * width, columns):
-            codes[c] = code(line[c] * multipliers[whole], random, c)
+            codes[c] = stored(lines, random, multipliers[whole], c)
 
-    @routine
-    def by_columns(line, multipliers, random, columns, codes):
+    @inlined
+    def by_columns(lines, multipliers, random, columns, codes):
         for c in range(columns):
-            codes[c] = code(line[c] * multipliers[c], random, c)
+            codes[c] = stored(lines, random, multipliers[c], c)
 
     return by_columns if width == 1 else by_blocks
+
+
+@device
+def one_row(array, r):
+    """Row `r`, alone in its tuple."""
+    return (array[r],)
+
+
+@device
+def two_rows(array, r):
+    """Row `r` and the one after it."""
+    return array[r], array[r + 1]
 
 
 @routine
@@ -317,9 +344,9 @@ def turn_back(data, rows, columns, row, column, outer, codes):
 
 
 def make_transpose(packed):
-    """Return `transpose(codes, rows, columns, row, column, out)`: store a tile's codes [column, row], FP4 two per byte.
+    """Return `transpose(codes, rows, columns, row, column, out)`: store a tile's codes [column, row].
 
-    `codes` is overwritten.
+    `codes` is overwritten. FP4 codes of two rows share a row of it already, as `make_cast` stores them.
     """
 
     @routine
@@ -327,10 +354,6 @@ def make_transpose(packed):
         outer = out.inner
         if packed:
             rows, row, outer = rows // 2, row // 2, outer // 2
-            for r in range(rows):
-                low, high, target = codes[2 * r], codes[2 * r + 1], codes[r]
-                for c in range(columns):
-                    target[c] = low[c] | (high[c] << np.uint8(4))
         if (rows | row | columns | outer) % 8 == 0:
             transpose_words(codes, rows, columns, row, column, outer, out.data)
         else:
@@ -446,7 +469,7 @@ def make_line_stage(direction):
                 store_scales(stored[i * blocks_of_row :], row + first + i, column, 1, columns, out)
             start = (row + first) * out.inner + column
             target = codes[:n] if packed else out.data[start : start + n]
-            cast(line, multipliers, codes, n, target)
+            cast((line,), multipliers, (codes,), n, target)
             if packed:
                 pack(target, n, out.data[start // 2 : (start + n) // 2])
 
@@ -460,17 +483,18 @@ def make_group_stage(direction):
     transposed, (height, width) = direction.transposed, edges(direction)
     find_maxima, store_scales = make_group_maxima(height, width), make_store_scales(direction)
     choose = (make_choose if kind is not Chosen else make_choose_best)(direction)
-    dithers = direction.random is not None
-    cast, transpose = make_cast(fmt, width, dithers), make_transpose(direction.packed)
+    dithers, transpose = direction.random is not None, make_transpose(direction.packed)
     fill_random = make_fill_random(direction)
-    packed, random_rows = direction.packed and not transposed, 1 << 20 if dithers else 1
+    packed, paired = direction.packed and not transposed, direction.packed and transposed
+    together, rows_at = (2, two_rows) if paired else (1, one_row)
+    cast = make_cast(fmt, width, dithers, together)
 
     def stage(words, at, tile, rows, columns, row, column):
         out = read(words, at)
         stored, multipliers = np.empty(columns, stored_type), np.empty(columns, np.float32)
         lanes = np.empty((2, columns + width), np.uint32)
-        random = np.empty((min(rows, random_rows), code_columns(columns)), np.uint8)
-        codes = np.empty((rows if transposed else 1, code_columns(columns)), np.uint8)
+        random = np.empty((rows if dithers else together, code_columns(columns)), np.uint8)
+        codes = np.empty((rows // together if transposed else 1, code_columns(columns)), np.uint8)
         if dithers:
             fill_random(random, rows, columns, row, column, out, read_random(words, at + at_random))
         for first in range(0, rows, height):
@@ -478,14 +502,14 @@ def make_group_stage(direction):
             maxima = find_maxima(tile, first, last, columns, lanes)
             choose(tile, first, last, columns, row + first, column, maxima, out, stored, multipliers)
             store_scales(stored, row + first, column, last - first, columns, out)
-            for r in range(first, last):
+            for r in range(first, last, together):
                 start = (row + r) * out.inner + column
                 target = out.data[start : start + columns]
                 if transposed:
-                    target = codes[r, :columns]
+                    target = codes[r // together, :columns]
                 elif packed:
                     target = codes[0, :columns]
-                cast(tile[r], multipliers, random[min(r, random_rows - 1)], columns, target)
+                cast(rows_at(tile, r), multipliers, rows_at(random, r if dithers else 0), columns, target)
                 if packed:
                     pack(target, columns, out.data[start // 2 : (start + columns) // 2])
         if transposed:
