@@ -43,6 +43,14 @@ def from_table():
     return Getting("table", device(lambda stored, inputs, table: table[stored]))
 
 
+def is_read_first(part, *others):
+    """Whether a `Getting` is a loop of its own before that of its product with `others`: it alone reads a table.
+
+    LLVM vectorises no loop that reads a table, but the product's without it.
+    """
+    return part == from_table() and from_table() not in others
+
+
 @cache
 def itself(storage):
     """The number itself."""
@@ -108,13 +116,12 @@ def filling_for(front):
 def filling(kind, gettings, storage, scaled, interleaved):
     """Return the address of one stage, compiled on first use."""
     words = [kind, *(one.name for one in gettings), storage, "scaled" * scaled, "interleaved" * interleaved]
-    functions = [one.function for one in gettings]
     if kind == "backward":
-        function = (_gated_gradient if len(gettings) > 1 else _gradient)(storage, *functions)
+        function = (_gated_gradient if len(gettings) > 1 else _gradient)(storage, *gettings)
     elif len(gettings) > 1:
-        function = _gated(storage, *functions, scaled, interleaved)
+        function = _gated(storage, *gettings, scaled, interleaved)
     else:
-        function = _elementwise(storage, *functions, scaled)
+        function = _elementwise(storage, *gettings, scaled)
     return address_of("-".join(word for word in words if word), function, STAGE)
 
 
@@ -130,7 +137,7 @@ table_at, FIRST_TABLE = make_array_at(np.float32), size(Inputs)
 
 def _elementwise(storage, value, scaled):
     """f(x), times the row's scale."""
-    read = inputs_at(storage)
+    read, value = inputs_at(storage), value.function
 
     def fill(words, at, tile, rows, columns, row, column):
         inputs, table = read(words, at), table_at(words, at + FIRST_TABLE)
@@ -165,7 +172,8 @@ def halves_of(interleaved):
 
 def _gated(storage, value, gate, scaled, interleaved):
     """f(act) * gate(gate), times the row's scale."""
-    read, halves = inputs_at(storage), halves_of(interleaved)
+    read, halves, value_first = inputs_at(storage), halves_of(interleaved), is_read_first(value, gate)
+    value, gate = value.function, gate.function
 
     def fill(words, at, tile, rows, columns, row, column):
         inputs = read(words, at)
@@ -176,8 +184,12 @@ def _gated(storage, value, gate, scaled, interleaved):
             while done < columns:
                 first, second, n = halves(inputs, row + r, column + done, columns - done)
                 acts, gates, line = inputs.x[first : first + n], inputs.x[second : second + n], tile[r, done : done + n]
+                if value_first:
+                    for c in range(n):
+                        line[c] = value(acts[c], inputs, values)
                 for c in range(n):
-                    product = value(acts[c], inputs, values) * gate(gates[c], inputs, gates_of)
+                    y = line[c] if value_first else value(acts[c], inputs, values)
+                    product = y * gate(gates[c], inputs, gates_of)
                     line[c] = product * factor if scaled else product
                 done += n
 
@@ -186,15 +198,19 @@ def _gated(storage, value, gate, scaled, interleaved):
 
 def _gradient(storage, derivative):
     """f'(x) * dy."""
-    read, widen = inputs_at(storage), STORAGES[storage].widen
+    read, widen, read_first = inputs_at(storage), STORAGES[storage].widen, is_read_first(derivative)
+    derivative = derivative.function
 
     def fill(words, at, tile, rows, columns, row, column):
         inputs, table = read(words, at), table_at(words, at + FIRST_TABLE)
         for r in range(rows):
             start = (row + r) * inputs.width + column
             x, dy, line = inputs.x[start : start + columns], inputs.dy[start : start + columns], tile[r]
+            if read_first:
+                for c in range(columns):
+                    line[c] = derivative(x[c], inputs, table)
             for c in range(columns):
-                line[c] = derivative(x[c], inputs, table) * widen(dy[c])
+                line[c] = (line[c] if read_first else derivative(x[c], inputs, table)) * widen(dy[c])
 
     return fill
 
@@ -202,6 +218,8 @@ def _gradient(storage, derivative):
 def _gated_gradient(storage, value, derivative, gate, slope):
     """(f'(act) * dy) * gate(gate) in columns 0 to width, (gate'(gate) * dy) * f(act) in the others."""
     read, widen = inputs_at(storage), STORAGES[storage].widen
+    derivative_first, value_first = is_read_first(derivative, gate), is_read_first(value, slope)
+    value, derivative, gate, slope = value.function, derivative.function, gate.function, slope.function
 
     def fill(words, at, tile, rows, columns, row, column):
         inputs, i = read(words, at), at + FIRST_TABLE
@@ -215,15 +233,21 @@ def _gated_gradient(storage, value, derivative, gate, slope):
             acts, gates = inputs.x[first : first + of_act], inputs.x[first + width : first + width + of_act]
             here = (row + r) * width + column
             dy, line = inputs.dy[here : here + of_act], tile[r]
+            if derivative_first:
+                for c in range(of_act):
+                    line[c] = derivative(acts[c], inputs, derivatives)
             for c in range(of_act):
-                of_dy = derivative(acts[c], inputs, derivatives) * widen(dy[c])
+                of_dy = (line[c] if derivative_first else derivative(acts[c], inputs, derivatives)) * widen(dy[c])
                 line[c] = of_dy * gate(gates[c], inputs, gates_of)
             n, first = columns - of_act, start + column + of_act - width
             acts, gates = inputs.x[first : first + n], inputs.x[first + width : first + width + n]
             here = (row + r) * width + column + of_act - width
             dy, line = inputs.dy[here : here + n], tile[r, of_act:columns]
+            if value_first:
+                for c in range(n):
+                    line[c] = value(acts[c], inputs, values)
             for c in range(n):
                 of_dy = slope(gates[c], inputs, slopes) * widen(dy[c])
-                line[c] = of_dy * value(acts[c], inputs, values)
+                line[c] = of_dy * (line[c] if value_first else value(acts[c], inputs, values))
 
     return fill
