@@ -1,5 +1,6 @@
 """The CPU backend: which stages make an operation, and the memory that they work on."""
 
+import math
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -37,12 +38,23 @@ class Pipeline:
         front: what is computed.
         tile: least rows and elements of a tile.
         steps: (stage, numbers and arrays) in order.
+        finds_first: whether stages of the same walk find the maxima that its casts need: the matrix is one tile.
     """
 
     doing: Any
     front: object
     tile: tuple = WIDE
     steps: list = field(default_factory=list)
+    finds_first: bool = False
+
+    @property
+    def is_one_tile(self):
+        """Whether each stage is called once, for the whole matrix."""
+        (m, k), (rows, columns) = self.front.matrix_shape, self._shape_of_tile()
+        return m <= rows and k <= columns and tiles.pieces(m, k) == 1
+
+    def _shape_of_tile(self):
+        return _shape_of_tile(*self.tile, self.front.matrix_shape[1])
 
     def add(self, stage, *operands):
         """Append a stage and the tuples of `operands` that it reads and fills."""
@@ -68,8 +80,20 @@ class Pipeline:
         """Walk over the matrix with a stage that fills its tiles."""
         m, k = self.front.matrix_shape
         steps = [(filling, operand), *self.steps]
-        words, arrays_in = tiles.words_of_walk(steps, (m, k), _shape_of_tile(*self.tile, k))
-        self.doing.loop(tiles.compiled_walk(), words, arrays_in, tiles.pieces(m, k), m * k <= SMALL)
+        _walk(self.doing, steps, (m, k), self._shape_of_tile())
+
+    def follow(self, stage, n, *operands):
+        """Do what follows from maxima, for `n` numbers: in the walk that finds them, else at once."""
+        if self.finds_first:
+            self.add(stage, *operands)
+        else:
+            _walk(self.doing, [(stage, list(chain(*operands)))], (1, n), (1, tiles.SPAN))
+
+
+def _walk(doing, steps, shape, tile):
+    """Walk over a matrix: `tiles.words_of_walk` of the steps."""
+    words, arrays_in = tiles.words_of_walk(steps, shape, tile)
+    doing.loop(tiles.compiled_walk(), words, arrays_in, tiles.pieces(*shape), math.prod(shape) <= SMALL)
 
 
 def _shape_of_tile(rows, elements, columns):
@@ -112,15 +136,13 @@ class Found:
         m, k = pipeline.front.matrix_shape
         spans, bands = tiles.spans(k), -(-m // tiles.PIECE_ROWS)
         shape = {"tensor": (bands * spans, 1), "rows": (spans, m), "columns": (bands, k)}[axis]
-        self._doing = pipeline.doing
-        self.partial = self._doing.new(np.zeros, shape, np.uint32)
+        self._pipeline = pipeline
+        self.partial = pipeline.doing.new(np.zeros, shape, np.uint32)
         pipeline.add(stages.maxima(axis), Maxima(self.partial, spans, m, k))
 
     def store(self, target, other=None):
         """Fill a float32 array (1,), (M,) or (K,), and another one alike; 0 where there is nothing."""
-        words, arrays_in = [], []
-        tiles.append_words((self.partial, target, other), words, arrays_in)
-        self._doing.loop(stages.largest(), words, arrays_in, target.size, target.size <= SMALL)
+        self._pipeline.follow(stages.largest(), target.size, (self.partial, target, other))
 
 
 class HostBackend(Backend):
@@ -245,13 +267,19 @@ class HostBackend(Backend):
 
     def quantize(self, job):
         """Fill the arrays of a `Job`."""
-        job, found = _stored_first(self._doing, job) if _is_computed_twice(job) else (job, None)
-        pipeline = Pipeline(self._doing, job.front, _tile_of(job))
-        sums = None
+        pipeline, found, sums = Pipeline(self._doing, job.front, _tile_of(job)), None, None
+        pipeline.finds_first = pipeline.is_one_tile and _can_find_first(job)
+        if not pipeline.finds_first and _is_computed_twice(job):
+            job, found = _stored_first(self._doing, job)
+            pipeline.front = job.front
         if job.dbias is not None and not job.path.dbias_rounded:
             sums = ColumnSum(pipeline, job.dbias)
+        if pipeline.finds_first and not job.path.amax_rounded:
+            found = Found(pipeline, "tensor")
         if job.path.casts_rounded:
             pipeline.round()
+        if pipeline.finds_first and job.path.amax_rounded:
+            found = Found(pipeline, "tensor")
         if job.dbias is not None and job.path.dbias_rounded:
             sums = ColumnSum(pipeline, job.dbias)
         self._add_casts(pipeline, job, found)
@@ -269,20 +297,33 @@ class HostBackend(Backend):
             _quantize_blocks(pipeline, job, found)
 
 
+def _needs_maxima(job):
+    """Whether maxima must be known before the cast."""
+    layout = job.scaling.layout
+    return job.scaling.given is None and (layout.amax is not None or layout.block is None)
+
+
+def _needs_amax_alone(job):
+    """Whether the amax of the values themselves, of the whole tensor, is all that the cast needs."""
+    return _needs_maxima(job) and job.scaling.layout.amax != "rows" and job.scaling.hadamard is None
+
+
+def _can_find_first(job):
+    """Whether maxima can be found in the walk that casts, if all values are in its tile at once."""
+    return _needs_amax_alone(job) and (job.path.casts_rounded or not job.path.amax_rounded)
+
+
 def _is_computed_twice(job):
     """Whether an activation would be computed twice, for a maximum and for the cast, from the values that are stored.
 
     The amax of the tensor may be that of values before they are rounded; other maxima are found from stored ones.
     """
-    layout, path = job.scaling.layout, job.path
-    found_first = layout.amax is not None or (layout.block is None and job.scaling.given is None)
-    of_tensor_alone = layout.amax != "rows" and job.scaling.hadamard is None
     return (
         job.front.kind != "identity"
-        and found_first
-        and path.casts_rounded
-        and (path.dbias_rounded or job.dbias is None)
-        and (path.amax_rounded or of_tensor_alone)
+        and _needs_maxima(job)
+        and job.path.casts_rounded
+        and (job.path.dbias_rounded or job.dbias is None)
+        and (job.path.amax_rounded or _needs_amax_alone(job))
     )
 
 
@@ -345,7 +386,7 @@ def _quantize_per_tensor(pipeline, job, found):
         scale = doing.constant(np.concatenate([multiplier, stored]))
         found = Found(pipeline, "tensor")
     else:
-        scale = _scale_of_tensor(doing, job, found or _maxima_of(doing, job, "tensor"), amaxes + inverses)
+        scale = _scale_of_tensor(pipeline, job, found or _maxima_of(doing, job, "tensor"), amaxes + inverses)
     for columnwise, prefix in _directions(job):
         direction = direction_of(scaling, columnwise)
         outer, inner = (k, m) if direction.transposed else (m, k)
@@ -356,15 +397,14 @@ def _quantize_per_tensor(pipeline, job, found):
         found.store(*(amax for amax in amaxes if amax is not None))
 
 
-def _scale_of_tensor(doing, job, found, targets):
+def _scale_of_tensor(pipeline, job, found, targets):
     """Return the scale of an `InMemory`, made of the maxima that were found.
 
     `targets` are two arrays for the amax and two for the scale's inverse, or None.
     """
-    scale, words, arrays_in = doing.new(np.empty, (2,), F), [], []
-    numbers = job.scaling.numbers(DTYPES[job.front.storage])
-    tiles.append_words((found.partial, scale, *targets, *numbers), words, arrays_in)
-    doing.loop(casting.scale_of_tensor(direction_of(job.scaling, False)), words, arrays_in, 1, True)
+    scale, numbers = pipeline.doing.new(np.empty, (2,), F), job.scaling.numbers(DTYPES[job.front.storage])
+    stage = casting.scale_of_tensor(direction_of(job.scaling, False))
+    pipeline.follow(stage, 1, (found.partial, scale, *targets), numbers)
     return scale
 
 
@@ -388,7 +428,7 @@ def _quantize_blocks(pipeline, job, found):
         if kind is TwoLevel:
             whose = columnwise and differ
             if whose not in tensor_scales:
-                tensor_scales[whose] = _tensor_scales(doing, direction_of(scaling, False), amax)
+                tensor_scales[whose] = _tensor_scales(pipeline, direction_of(scaling, False), amax)
             more = (tensor_scales[whose],)
         pipeline.add(casting.blocks(direction), kind(*_fields_of(job, direction, prefix), *more), random)
     pipeline.run()
@@ -402,11 +442,10 @@ def _fields_of(job, direction, prefix):
     return Blocks(job.fields[f"{prefix}_data"], scales, stride, *numbers, outer, inner)
 
 
-def _tensor_scales(doing, direction, amax):
+def _tensor_scales(pipeline, direction, amax):
     """Return what blocks share, float32 (amaxes, numbers)."""
-    scales, words, arrays_in = doing.new(np.empty, (amax.size, direction.rules().parts), F), [], []
-    tiles.append_words((amax, scales), words, arrays_in)
-    doing.loop(casting.tensor_scales(direction), words, arrays_in, amax.size, amax.size <= SMALL)
+    scales = pipeline.doing.new(np.empty, (amax.size, direction.rules().parts), F)
+    pipeline.follow(casting.tensor_scales(direction), amax.size, (amax, scales))
     return scales
 
 

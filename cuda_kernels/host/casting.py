@@ -15,9 +15,9 @@ from functools import cache
 import numpy as np
 
 from cuda_kernels import casts
-from cuda_kernels.host.compile import address_of, compiled, fill_sixteen, inlined, routine
+from cuda_kernels.host.compile import address_of, fill_sixteen, inlined, routine
 from cuda_kernels.host.stages import magnitude_bits
-from cuda_kernels.host.tiles import LOOP, STAGE, float_at, make_array_at, reader, size
+from cuda_kernels.host.tiles import STAGE, float_at, make_array_at, reader, size
 from cuda_kernels.operands import Blocks, Chosen, InMemory, Random, TwoLevel
 from cuda_kernels.simt import U16, U32, U64, F, as_f32, device, select
 from refops.rounding import PHILOX_BYTES
@@ -541,43 +541,44 @@ def per_tensor(direction):
 
 @cache
 def scale_of_tensor(direction):
-    """Return the loop that makes a tensor's scale of its maxima.
+    """The stage that makes a tensor's scale of its maxima.
 
-    Words: of the maxima, uint32 bits; of float32 (2,), which gets the multiplier and what is stored, as an `InMemory`
-    has them; of two arrays for the amax and two for what is stored, float32 (1,) or none; the scaling's `Numbers`.
+    Its words are those of the maxima, uint32 bits; of float32 (2,), which gets the multiplier and what is stored, as an
+    `InMemory` has them; of two arrays for the amax and two for what is stored, float32 (1,) or none; of the scaling's
+    `Numbers`.
     """
     rule, maxima_at, floats_at = direction.rules().block_scale, make_array_at(np.uint32), make_array_at(np.float32)
 
-    def loop(words, first, last):
-        maxima, scale, found = maxima_at(words, 0), floats_at(words, 2), U32(0)
+    def stage(words, at, tile, rows, columns, row, column):
+        maxima, scale, found = maxima_at(words, at), floats_at(words, at + 2), U32(0)
         for i in range(len(maxima)):
             found = larger(found, maxima[i])
         amax = as_f32(found)
-        scale[1], scale[0] = rule(amax, ZERO, Numbers(float_at(words, 12), float_at(words, 13)))
-        floats_at(words, 4)[:], floats_at(words, 6)[:] = amax, amax
-        floats_at(words, 8)[:], floats_at(words, 10)[:] = scale[1], scale[1]
+        scale[1], scale[0] = rule(amax, ZERO, Numbers(float_at(words, at + 12), float_at(words, at + 13)))
+        floats_at(words, at + 4)[:], floats_at(words, at + 6)[:] = amax, amax
+        floats_at(words, at + 8)[:], floats_at(words, at + 10)[:] = scale[1], scale[1]
 
-    return compiled(name_of("scale-of-tensor", direction), loop, LOOP)
+    return address_of(name_of("scale-of-tensor", direction), stage, STAGE)
 
 
 @cache
 def tensor_scales(direction):
-    """Return the loop that makes what blocks share of each amax: of a tensor, or of its rows.
+    """The stage that makes what blocks share of the amaxes of a tensor or its rows, for those that columns stand for.
 
-    Words: of the amaxes, float32; of float32 (amaxes, numbers), which it fills.
+    Its words are those of the amaxes, float32; of float32 (amaxes, numbers), which it fills.
     """
     rules, floats_at = direction.rules(), make_array_at(np.float32)
     rule, parts = rules.tensor_scale, rules.parts
 
-    def loop(words, first, last):
-        amaxes, scales = floats_at(words, 0), floats_at(words, 2)
-        for i in range(first, last):
+    def stage(words, at, tile, rows, columns, row, column):
+        amaxes, scales = floats_at(words, at), floats_at(words, at + 2)
+        for i in range(column, min(column + columns, len(amaxes))):
             if parts == 1:
                 scales[i] = rule(amaxes[i])
             else:
                 scales[2 * i], scales[2 * i + 1] = rule(amaxes[i])
 
-    return compiled(name_of("tensor-scales", direction), loop, LOOP)
+    return address_of(name_of("tensor-scales", direction), stage, STAGE)
 
 
 def name_of(what, direction):

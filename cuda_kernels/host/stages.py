@@ -9,8 +9,8 @@ import numpy as np
 
 from cuda_kernels.casts import INFINITE, MAGNITUDE, STORAGES
 from cuda_kernels.hadamard import signed
-from cuda_kernels.host.compile import address_of, compiled, routine
-from cuda_kernels.host.tiles import LOOP, PIECE_ROWS, SPAN, STAGE, make_array_at, reader
+from cuda_kernels.host.compile import address_of, routine
+from cuda_kernels.host.tiles import PIECE_ROWS, SPAN, STAGE, make_array_at, reader
 from cuda_kernels.operands import Maxima, Stored
 from cuda_kernels.simt import U32, F, as_u32, device, select
 
@@ -114,15 +114,18 @@ def maxima(axis):
 
 @lru_cache(maxsize=1)
 def largest():
-    """The loop that stores the largest of the maxima of all pieces.
+    """The stage that stores the largest of the maxima of all pieces, for those of N numbers that columns stand for.
 
-    Words: of the maxima, uint32 bits (pieces, N); of the float32 array (N,) to fill; of another one, or of none.
+    Its words are those of the maxima, uint32 bits (pieces, N); of the float32 array (N,) to fill; of another one, or of
+    none.
     """
     maxima_at, floats_at = make_array_at(np.uint32), make_array_at(np.float32)
 
-    def loop(words, first, last):
-        partial, target, other = maxima_at(words, 0), floats_at(words, 2), floats_at(words, 4)
-        found, n = target.view(np.uint32)[first:last], len(target)
+    def stage(words, at, tile, rows, columns, row, column):
+        partial, target, other = maxima_at(words, at), floats_at(words, at + 2), floats_at(words, at + 4)
+        n = len(target)
+        first, last = column, min(column + columns, n)
+        found = target.view(np.uint32)[first:last]
         found[:] = U32(0)
         for piece in range(len(partial) // n):
             maxima = partial[piece * n + first : piece * n + last]
@@ -131,7 +134,7 @@ def largest():
         if len(other) > 0:
             other[first:last] = target[first:last]
 
-    return compiled("largest-maxima", loop, LOOP)
+    return address_of("largest-maxima", stage, STAGE)
 
 
 @device
