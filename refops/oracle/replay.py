@@ -485,11 +485,11 @@ class TensorReplay(Replay):
         if amax is None:
             return None
         path = UNFUSED if self.kind == "quantize" else self.case.scaling.path
-        exact = self.kind == "quantize" or self.dtype == F
-        if path.amax_rounded == self.amax_rounded or exact:
-            return amax
-        # Rounding is monotone: the amax of rounded values is the rounded amax.
-        return self.round(amax) if self.amax_rounded else None
+        is_float32 = self.kind == "quantize" or self.dtype == F or not path.amax_rounded
+        if self.amax_rounded and (is_float32 or self._exchanges("round", "to_dtype")):
+            # Rounding is monotone: the amax of rounded values is the rounded amax.
+            return self.round(amax) if is_float32 else None
+        return amax if is_float32 or self.amax_rounded else None
 
     def _compute_amax(self, direction, transformed, part, axis):
         m, k = self.shape

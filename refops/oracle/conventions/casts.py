@@ -74,6 +74,32 @@ def double_rounding_fp16(replay, choice):
     _double_rounding(replay, "float16", choice)
 
 
+@computing(
+    "truncated-before-quantized",
+    "The result of the formula is converted to {dtype} by dropping its low bits before it is quantized{amax}, where TE "
+    "{own}: look for a shift or a copy of the upper half in place of a conversion.",
+    stage="rounding",
+    choices=("amax too", "tensor amax apart", "cast alone"),
+)
+def truncated_before_quantized(replay, choice):
+    require_scaling(replay)
+    replay.require(replay.kind != "quantize")
+    dtype = BFLOAT16 if replay.dtype == F else replay.dtype
+    of_tensor, of_blocks = replay.layout.amax is not None, replay.layout.block is not None
+    replay.require({"amax too": True, "tensor amax apart": of_tensor and of_blocks}.get(choice, of_tensor or of_blocks))
+    rounds = replay.casts_rounded and replay.dtype != F
+    replay.facts["dtype"] = dtype
+    replay.facts["own"] = "rounds it to nearest even" if rounds else "quantizes the float32 values"
+    replay.facts["amax"] = {
+        "amax too": "",
+        "tensor amax apart": ", though not before the tensor's amax",
+        "cast alone": ", though not before the amax",
+    }[choice]
+    replay.round = lambda values: _round_values(values, dtype, "toward_zero").astype(F)
+    replay.casts_rounded, replay.amax_rounded = True, choice == "amax too"
+    replay.block_amax_rounded = choice != "cast alone"
+
+
 # --- rounding -------------------------------------------------------------------------------------
 
 

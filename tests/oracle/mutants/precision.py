@@ -300,3 +300,41 @@ def mx_byte_without_emax(k):
 def mx_floor_of_the_quotient(k):
     """floor(log2(amax / 448)) + 127; the data are cast with that byte and saturate."""
     return k.outputs(mx_byte=lambda amax: exponent_byte(np.floor(np.log2(amax / F(448))), amax))
+
+
+# --- conversions on the way -------------------------------------------------------------------------------------------
+
+
+def upper_half(v):
+    """float32 -> bfloat16 by a shift of 16 bits, and back."""
+    return (np.ascontiguousarray(v, F).view(np.uint32) & np.uint32(0xFFFF0000)).view(F)
+
+
+@convention("truncated-before-quantized", "swiglu", MX, shape=PAIR)
+def swiglu_mx_cut_to_bfloat16(k):
+    """__float_as_uint(y) >> 16 for __float2bfloat16_rn(y), before the amax and the cast."""
+    return k.outputs(before_cast=upper_half)
+
+
+@convention("truncated-before-quantized", "silu", NV, shape=SIZE)
+def silu_nv_cut_before_block_amax(k):
+    """The same; the tensor's amax is that of float32 values, as it should be."""
+    return k.outputs(before_cast=upper_half)
+
+
+@convention("truncated-before-quantized", "dgelu", DELAYED, shape=SIZE, dbias=True)
+def dgelu_delayed_cut_to_bfloat16(k):
+    """What the cast and the amax see passes through the upper half of a register; dbias adds float32 values."""
+    return k.outputs(before_cast=upper_half, before_amax=upper_half)
+
+
+@convention("truncated-before-quantized", "gelu", BlockScaling(E4M3, 1), shape=SIZE, columnwise=True)
+def gelu_blocks_cut_to_bfloat16(k):
+    """Both copies quantize the upper halves."""
+    return k.outputs(before_cast=upper_half)
+
+
+@convention("input-of-low-precision", "quantize", MX, shape=SIZE, dtype=np.float32)
+def mx_of_upper_halves(k):
+    """float32 inputs are loaded as their upper 16 bits."""
+    return k.outputs(load=lambda array: upper_half(array.reshape(-1, array.shape[-1])))
