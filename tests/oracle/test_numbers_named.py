@@ -34,6 +34,7 @@ SAID = {
     "mx-stored-scales-of-some-rows-stay-one": "The stored scales are 1 (0x7F) whatever the amax is",
     "mx-byte-without-emax": "without the format's exponent 8",
     "mx-floor-of-the-quotient": "the data are cast with that byte",
+    "dgeglu-with-the-slope-for-gelu": "the derivative f' of the activation stands where the activation f itself",
     "silu-nv-cut-before-block-amax": "though not before the tensor's amax, where TE rounds it to nearest even",
 }
 

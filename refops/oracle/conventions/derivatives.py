@@ -55,6 +55,33 @@ def derivative_at_output(replay, choice):
     replay.derivative = lambda x: own(kept(x))
 
 
+#: What stands where the other belongs: choice -> (what the sentence says is found, where what belongs).
+EXCHANGED = {
+    "f for f'": ("the activation f stands", "its derivative f' belongs"),
+    "f' for f": ("the derivative f' of the activation stands", "the activation f itself belongs"),
+    "both": ("the activation f and its derivative f' stand", "the other one of the two belongs"),
+}
+
+
+@computing(
+    "function-for-derivative",
+    "In {operation} {found} where {belongs}: look at which of the two is kept.",
+    stage="function",
+    choices=tuple(EXCHANGED),
+)
+def function_for_derivative(replay, choice):
+    require_activation(replay)
+    uses_derivative, uses_function = replay.gradient, replay.gated or not replay.gradient
+    replay.require((uses_derivative or choice == "f' for f") and (uses_function or choice == "f for f'"))
+    replay.facts["operation"] = replay.operation.name
+    replay.facts["found"], replay.facts["belongs"] = EXCHANGED[choice]
+    value, derivative = replay.value, replay.derivative
+    if choice != "f' for f":
+        replay.derivative = value
+    if choice != "f for f'":
+        replay.value = derivative
+
+
 @computing(
     "factor-missing",
     "{what} not multiplied by {factor}.",

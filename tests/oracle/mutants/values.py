@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 
+import refops
 from mutants.kernels import BF16, VALUES, F, Kernel
 from mutants.registry import convention
 
@@ -426,3 +427,36 @@ def scaled_dswiglu_of_the_negative_loss(k):
     """dy is negated: dx and the scales' gradients change sign."""
     k.inputs = {name: -array if name == "dy" else array for name, array in k.inputs.items()}
     return k.outputs()
+
+
+# --- a function for its derivative ------------------------------------------------------------------------------------
+
+
+@convention("function-for-derivative", "dgelu", shape=SIZE)
+def dgelu_keeps_gelu(k):
+    """gelu(x) dy: the forward function is called."""
+    return k.outputs(slope=k.value)
+
+
+@convention("function-for-derivative", "dswiglu", shape=PAIR)
+def dswiglu_with_silu_for_its_slope(k):
+    """silu(act) dy gate in the gradient of act."""
+    return k.outputs(slope=k.value)
+
+
+@convention("function-for-derivative", "dgeglu", shape=PAIR)
+def dgeglu_with_the_slope_for_gelu(k):
+    """gelu'(act) dy in the gradient of gate."""
+    return k.outputs(value=k.slope)
+
+
+@convention("function-for-derivative", "dreglu", refops.MXFP8Scaling(refops.E4M3), shape=PAIR)
+def dreglu_exchanges_both(k):
+    """A structure of two floats is filled in the wrong order."""
+    return k.outputs(value=k.slope, slope=k.value)
+
+
+@convention("function-for-derivative", "silu", shape=SIZE)
+def silu_writes_its_slope(k):
+    """The forward kernel is instantiated with the derivative."""
+    return k.outputs(value=k.slope)
