@@ -662,27 +662,33 @@ class TensorReplay(Replay):
             best = tuple(np.where(where, new, old) for (where, new), old in zip(made, best, strict=True))
         return best[:2]
 
+    def amaxes(self, blocks, direction, region):
+        """(amax of each block of a `block_view`, the tensor's amax or None): what the scales of a copy follow from."""
+        if self.block_shapes[direction] is None:  # per tensor
+            return self.tensor_amax(direction, region) if self.scaling.given is None else None, None
+        amax, tensor_amax = self.block_amax(blocks), None
+        if self.rule.tensor_scale is not None:  # with row scaling one for each row (column) of a block
+            _, rows, _, columns = blocks.shape
+            tensor_amax = self.tensor_amax(direction, region)
+            tensor_amax = tensor_amax[:: rows if len(tensor_amax) > 1 else 1]
+            tensor_amax = tensor_amax[:, :: columns if tensor_amax.shape[1] > 1 else 1]
+        return amax, tensor_amax
+
+    def spread(self, multiplier, direction, region):
+        """Stage: the multiplier of each block -> that of each element, to be broadcast against a `block_view`."""
+        return multiplier[:, None, :, None]
+
     def quantize_blocks(self, values, amax_values, direction, region):
         """Return (codes (R, C), stored scales, one for each block)."""
         rows, columns = self.block_shapes[direction] or region.shape
         blocks = padded_blocks(values, rows, columns)
-        tensor_amax = None
-        if self.block_shapes[direction] is None:  # per tensor
-            amax = self.tensor_amax(direction, region) if self.scaling.given is None else None
-        else:
-            amax_blocks = blocks
-            if amax_values is not values:
-                amax_blocks = padded_blocks(amax_values, rows, columns)
-            amax = self.block_amax(amax_blocks)
-            if self.rule.tensor_scale is not None:  # with row scaling one for each row (column) of a block
-                tensor_amax = self.tensor_amax(direction, region)
-                tensor_amax = tensor_amax[:: rows if len(tensor_amax) > 1 else 1]
-                tensor_amax = tensor_amax[:, :: columns if tensor_amax.shape[1] > 1 else 1]
+        amax_blocks = blocks if amax_values is values else padded_blocks(amax_values, rows, columns)
+        amax, tensor_amax = self.amaxes(amax_blocks, direction, region)
         if self.rule.choice is not None:
             codes, scales = self.choose_scales(blocks, amax, tensor_amax)
         else:
             scales, multiplier = self.scales(amax, tensor_amax)
-            codes = self._cast(blocks, multiplier, direction, region)
+            codes = self._cast(blocks, self.spread(multiplier, direction, region), direction, region)
         codes = codes.reshape(codes.shape[0] * codes.shape[1], -1)[: values.shape[0], : values.shape[1]]
         return codes, scales
 
@@ -694,7 +700,7 @@ class TensorReplay(Replay):
             if bits is not None:
                 _, rows, _, columns = blocks.shape
                 bits = padded_blocks(np.ascontiguousarray(bits), rows, columns)
-            return self.encode(self.multiply(blocks, multiplier[:, None, :, None]), bits)
+            return self.encode(self.multiply(blocks, multiplier), bits)
 
         prepared = self._prepared_key(direction, region, self.casts_rounded)
         is_random = self.scaling.random is not None
@@ -752,6 +758,13 @@ class TensorReplay(Replay):
         """Whether a convention replaced one of these methods, or wrapped it."""
         return any(method in vars(self) for method in methods)
 
+    def operands(self, direction, region):
+        """(what the copy of a direction quantizes, what its block amaxes are taken of), each float32 (R, C)."""
+        values = self._prepared(direction, region, self.casts_rounded)
+        if self.block_amax_rounded in (None, self.casts_rounded):
+            return values, values
+        return values, self._prepared(direction, region, self.block_amax_rounded)
+
     def _prepared(self, direction, region, rounded):
         """What the copy of a direction quantizes, (R, C), or takes block amaxes of; kept as `values` are."""
 
@@ -778,10 +791,7 @@ class TensorReplay(Replay):
         geometry = Geometry.of(self.case.scaling, direction)
         needed = {n for n in names if direction in n}
         if not needed <= {f"amax_{direction}"}:
-            values = amax_values = self._prepared(direction, region, self.casts_rounded)
-            if self.block_amax_rounded not in (None, self.casts_rounded):
-                amax_values = self._prepared(direction, region, self.block_amax_rounded)
-            codes, scales = self.quantize_blocks(values, amax_values, direction, region)
+            codes, scales = self.quantize_blocks(*self.operands(direction, region), direction, region)
             made[f"{direction}_data"] = geometry.store_codes(codes)
             made[f"{direction}_scale_inv"] = self.place_scales(self.stored_scale(scales), direction, region)
         if f"amax_{direction}" in needed:

@@ -35,6 +35,8 @@ SAID = {
     "mx-byte-without-emax": "without the format's exponent 8",
     "mx-floor-of-the-quotient": "the data are cast with that byte",
     "dgeglu-with-the-slope-for-gelu": "the derivative f' of the activation stands where the activation f itself",
+    "mx-second-cast-with-the-first-multiplier": "The columnwise codes are cast with the scales of the rowwise blocks",
+    "nv-cast-with-the-tensor-scale-alone": "with the tensor's scale alone",
     "silu-nv-cut-before-block-amax": "though not before the tensor's amax, where TE rounds it to nearest even",
 }
 

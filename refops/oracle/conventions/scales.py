@@ -1346,6 +1346,57 @@ def multiplier_low_precision(replay, choice):
     require_scaling(replay)
     dtype = {"bfloat16": BFLOAT16, "float16": np.dtype(np.float16)}[name]
     replay.facts["dtype"] = dtype
+@computing(
+    "multiplier-missing",
+    "Elements are cast {what}, though the stored scales are right: look for the product that the cast should take.",
+    stage="multiplier",
+    choices=("all", "block"),
+)
+def multiplier_missing(replay, choice):
+    require_scaling(replay)
+    replay.require(replay.rule.choice is None)
+    if choice == "all":
+        replay.facts["what"] = "as they are, without a multiplier"
+        replay.multiply = lambda values, multiplier: values
+        return
+    require_two_levels(replay)
+    replay.facts["what"] = "with the tensor's scale alone, without that of their block"
+    replay.code_multiplier = lambda code, tensor_scale: np.broadcast_to(tensor_scale[0], code.shape)
+
+
+OTHER_COPY = dict(zip(DIRECTIONS, reversed(DIRECTIONS), strict=True))
+
+
+@computing(
+    "multiplier-of-other-copy",
+    "The {directions} codes are cast with the scales of the {others} blocks, though the stored scales are right: look "
+    "at which multiplier is kept for the second cast.",
+    stage="multiplier",
+    choices=[("columnwise",), ("rowwise",), DIRECTIONS],
+    alone=True,
+)
+def multiplier_of_other_copy(replay, choice):
+    require_blocks(replay)
+    shapes = replay.block_shapes
+    replay.require(replay.rule.choice is None and shapes["rowwise"] != shapes["columnwise"])
+    replay.require(len(choice) < 2 or all(f"{d}_data" in replay.setting.outputs for d in DIRECTIONS))
+    both = len(choice) > 1
+    replay.facts["directions"] = " and the ".join(choice)
+    replay.facts["others"] = "other copy's" if both else OTHER_COPY[choice[0]]
+
+    def spread(inner, multiplier, direction, region):
+        if direction not in choice:
+            return inner(multiplier, direction, region)
+        other = OTHER_COPY[direction]
+        rows, columns = shapes[other]
+        blocks = padded_blocks(replay.operands(other, region)[1], rows, columns)
+        _, multiplier = replay.scales(*replay.amaxes(blocks, other, region))
+        (m, k), elements = region.shape, np.repeat(np.repeat(multiplier, rows, axis=0), columns, axis=1)
+        return padded_blocks(elements[:m, :k], *shapes[direction])
+
+    replay.wrap("spread", spread)
+
+
     to_dtype = lambda scale: np.asarray(scale).astype(dtype).astype(F)  # noqa: E731
     if what == "tensor scale":
         require_two_levels(replay)

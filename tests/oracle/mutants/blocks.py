@@ -13,6 +13,7 @@ from mutants.kernels import (
     limit_of,
     mx_byte_ocp,
     read_in_gemm_order,
+    spread,
     tiles,
 )
 from mutants.per_tensor import cast_by_bits
@@ -204,6 +205,45 @@ def mx_gemm_order(k):
     """Scales in GEMM order where row-major is asked for."""
     out = k.outputs()
     return out | {"rowwise_scale_inv": gemm_order(out["rowwise_scale_inv"])}
+
+
+def multiplier_of(k, v, rows, columns):
+    """What each element is multiplied by with blocks of (rows, columns)."""
+    return spread(k.mx_multiplier(k.mx_bytes(v, rows, columns)), rows, columns, v.shape)
+
+
+@convention("multiplier-of-other-copy", "quantize", MX, shape=SIZE, columnwise=True)
+def mx_second_cast_with_the_first_multiplier(k):
+    """The columnwise codes are cast with the register of the rowwise pass."""
+    v = k.computed()
+    return k.outputs() | {"columnwise_data": cast(v * multiplier_of(k, v, 1, 32), "e4m3")}
+
+
+@convention("multiplier-of-other-copy", "swiglu", MX, shape=PAIR, columnwise=True)
+def swiglu_mx_first_cast_with_the_second_multiplier(k):
+    """The rowwise codes are cast with the columns' scales."""
+    v = k.before_cast(k.computed())
+    return k.outputs() | {"rowwise_data": cast(v * multiplier_of(k, v, 32, 1), "e4m3")}
+
+
+@convention("multiplier-of-other-copy", "quantize", ROWS, shape=SIZE, rowwise=False, columnwise=True)
+def columns_cast_with_scales_of_rows(k):
+    """Scales of 1 x 128 for the transposed copy, whose own are right."""
+    v = k.computed()
+    scale = spread(k.block_scales(v, 1, 128), 1, 128, v.shape)
+    return k.outputs() | {"columnwise_data": np.ascontiguousarray(cast(v * scale, "e4m3").T)}
+
+
+@convention("multiplier-missing", "quantize", MX, shape=SIZE)
+def mx_cast_without_multiplier(k):
+    """x for x * 2^-e."""
+    return k.outputs(product=lambda v, multiplier: v)
+
+
+@convention("multiplier-missing", "silu", ROWS, shape=SIZE, columnwise=True)
+def silu_blocks_cast_without_multiplier(k):
+    """Scales are made and stored, and not used."""
+    return k.outputs(product=lambda v, multiplier: v)
 
 
 @convention("scales-unpadded", "quantize", MX, shape=(500, 1056))

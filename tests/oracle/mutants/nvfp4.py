@@ -3,7 +3,18 @@
 import numpy as np
 
 from mutants.blocks import before, pairwise
-from mutants.kernels import F, Kernel, cast, decode, gemm_order, hadamard_matrix, read_in_gemm_order, spread, unpack
+from mutants.kernels import (
+    F,
+    Kernel,
+    cast,
+    decode,
+    gemm_order,
+    hadamard_matrix,
+    pack,
+    read_in_gemm_order,
+    spread,
+    unpack,
+)
 from mutants.registry import convention
 from mutants.values import swapped_split
 from refops import NVFP4Scaling
@@ -412,3 +423,21 @@ def rht_undone_with_another_mask(k):
     """The inverse transform takes another layer's mask."""
     matrix = hadamard_matrix(0x1B7C)
     return k.outputs(hadamard_matrix=lambda: matrix)
+
+
+# --- what elements are multiplied by ----------------------------------------------------------------------------------
+
+
+@convention("multiplier-of-other-copy", "quantize", NV, shape=SIZE, columnwise=True)
+def nv_columns_cast_with_scales_of_rows(k):
+    """The multiplier of 1 x 16 blocks is in the register when the columns are cast."""
+    v = k.computed()
+    s_enc = k.global_scale(k.nv_amax(v))[:, None]
+    multiplier = k.nv_multiplier(k.nv_byte(k.block_amax(v, 1, 16), s_enc), s_enc)
+    return k.outputs() | {"columnwise_data": pack(k.cast((v * spread(multiplier, 1, 16, v.shape)).T))}
+
+
+@convention("multiplier-missing", "quantize", NV, shape=SIZE)
+def nv_cast_with_the_tensor_scale_alone(k):
+    """x S_enc: the block scale is stored, and not divided by."""
+    return k.outputs(nv_multiplier=lambda byte, s_enc: np.broadcast_to(s_enc, byte.shape))
