@@ -119,6 +119,49 @@ def test_a_part_of_a_large_tensor_is_called_one():
     assert "where it was compared" in str(best) and "qgelu" in best.sentence
 
 
+def tiles_down_the_columns(scales):
+    """Swizzled scales whose tiles of 128 x 4 are exchanged as those of the transpose are."""
+    tiles = refops.swizzle(scales).reshape(len(scales) // 128, -1, 512)
+    return np.ascontiguousarray(tiles.swapaxes(0, 1)).reshape(scales.shape)
+
+
+def tiles_row_by_row(scales):
+    """The order of tiles is right, and each holds its rows one after the other."""
+    tiles = scales.reshape(len(scales) // 128, 128, -1, 4)
+    return np.ascontiguousarray(tiles.swapaxes(1, 2)).reshape(scales.shape)
+
+
+OTHER_SWIZZLES = {
+    "the swizzle is applied twice": lambda scales: refops.swizzle(refops.swizzle(scales)),
+    "is undone and not applied": refops.unswizzle,
+    "down the columns": tiles_down_the_columns,
+    "n + 32, n + 64 and n + 96 together": tiles_row_by_row,
+}
+
+
+@pytest.mark.parametrize("scaling", [MXFP8, refops.NVFP4Scaling()], ids=["mxfp8", "nvfp4"])
+@pytest.mark.parametrize("said", OTHER_SWIZZLES)
+def test_another_swizzle_is_named_in_scales_that_should_be_swizzled(said, scaling):
+    x = normal((384, 640))
+    outputs = dict(arrays_of(refops.quantize(x, scaling, columnwise=True)))
+    for name in ("rowwise_scale_inv", "columnwise_scale_inv"):
+        scales = outputs[name]
+        gemm = scales.T if name.startswith("columnwise") and scaling == MXFP8 else scales
+        outputs[name] = OTHER_SWIZZLES[said](np.ascontiguousarray(gemm)).reshape(scales.shape)
+    first = oracle.check("quantize", x, outputs, scaling=scaling, swizzled_scales=True).diagnosis[0]
+    assert first.names == ("scales-swizzled-otherwise",) and first.exact and said in first.sentence
+
+
+def test_a_part_of_blocks_is_not_named_where_other_scales_are_small():
+    """Bytes one too small in every eighth block are no amax of a part; nor are scales of a few blocks."""
+    x = normal((128, 512))
+    q = refops.quantize(x, MXFP8)
+    lowered = q.rowwise_scale_inv.copy()
+    lowered[::8, :16] -= 1
+    report = oracle.check("quantize", x, {"data": q.rowwise_data, "scale": lowered}, scaling=MXFP8)
+    assert not report.ok and all("block-amax-of-a-part" not in e.names for e in report.diagnosis)
+
+
 PAIRS = {
     ("gate-order", "scale-floor"): lambda x: refops.activation_quantize(
         "swiglu", np.roll(x, x.shape[1] // 2, axis=1), FLOOR

@@ -37,6 +37,8 @@ SAID = {
     "dgeglu-with-the-slope-for-gelu": "the derivative f' of the activation stands where the activation f itself",
     "mx-second-cast-with-the-first-multiplier": "The columnwise codes are cast with the scales of the rowwise blocks",
     "nv-cast-with-the-tensor-scale-alone": "with the tensor's scale alone",
+    "mx-tiles-down-the-columns": "the tiles follow each other down the columns",
+    "mx-swizzled-twice": "the swizzle is applied twice",
     "silu-nv-cut-before-block-amax": "though not before the tensor's amax, where TE rounds it to nearest even",
 }
 

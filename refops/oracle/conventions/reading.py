@@ -10,7 +10,7 @@ from refops.oracle.conventions.registry import reading
 from refops.oracle.geometry import Geometry
 from refops.oracle.replay import NotApplicable
 from refops.quantization.layout import swizzle, unswizzle
-from refops.quantization.result import DIRECTIONS, reorder_transposed
+from refops.quantization.result import DIRECTIONS, reorder_scales, reorder_transposed
 from refops.scalings.declaration import SCALE_TILE
 
 
@@ -99,6 +99,53 @@ def scales_swizzled_as_stored(dump):
         if dump.case.swizzled_scales:
             scales = reorder_transposed(swizzle, scales, to_swizzled=True)
         dump.arrays[name] = unswizzle(scales)
+
+
+#: Orders in which a kernel may write scales in place of the one that GEMMs read: name -> axes of their array, split
+#: into tiles of 128 rows, quarters of a tile, rows of a quarter, tiles of 4 columns and columns of a tile.
+OTHER_SWIZZLES = {
+    "the tiles follow each other down the columns, where GEMMs read a row of tiles first": (3, 0, 2, 1, 4),
+    "the rows of a tile follow each other, where GEMMs read n, n + 32, n + 64 and n + 96 together": (0, 3, 1, 2, 4),
+    "each tile is written column by column, where GEMMs read its rows": (0, 3, 4, 1, 2),
+}
+
+
+def _restored(order):
+    """f(scales in another swizzled order) -> scales in plain order."""
+    if order == "applied twice":
+        return lambda scales: unswizzle(unswizzle(scales))
+    if order == "reversed":
+        return swizzle
+    axes = OTHER_SWIZZLES[order]
+
+    def restore(scales):
+        rows, columns = scales.shape
+        split = (rows // SCALE_TILE[0], 4, SCALE_TILE[0] // 4, columns // SCALE_TILE[1], SCALE_TILE[1])
+        written = scales.reshape([split[axis] for axis in axes])
+        return np.ascontiguousarray(written.transpose(np.argsort(axes))).reshape(rows, columns)
+
+    return restore
+
+
+@reading(
+    "scales-swizzled-otherwise",
+    "The scales are in another order than the swizzled one that GEMMs read (tiles of 128 x 4): {how}.",
+    choices=("applied twice", "reversed", *OTHER_SWIZZLES),
+    alone=True,
+)
+def scales_swizzled_otherwise(dump, choice):
+    dump.require_gemm_order()
+    dump.facts["how"] = {
+        "applied twice": "the swizzle is applied twice",
+        "reversed": "each scale is read from where it should be written, so that the swizzle is undone and not applied",
+    }.get(choice, choice)
+    restore, moved = _restored(choice), False
+    for name in dump.names("_scale_inv"):
+        scales = dump.arrays[name]
+        written = reorder_scales(dump.layout, name, scales, True) if dump.case.swizzled_scales else scales
+        restored = reorder_transposed(restore, written, False) if dump.inner_first(name) else restore(written)
+        dump.arrays[name], moved = restored, moved or not np.array_equal(restored, scales)
+    dump.require(moved)
 
 
 @reading(

@@ -82,9 +82,9 @@ def computing(name, sentence, *, stage, choices=None, fields=(), last=False, alo
     return _register(name, sentence, stage, choices, fields, last, alone)
 
 
-def reading(name, sentence, *, choices=None):
+def reading(name, sentence, *, choices=None, alone=False):
     """Register a function that rearranges a dump as it should be."""
-    return _register(name, sentence, "layout", choices)
+    return _register(name, sentence, "layout", choices, alone=alone)
 
 
 def _register(name, sentence, stage, choices, fields=(), last=False, alone=False):

@@ -207,6 +207,40 @@ def mx_gemm_order(k):
     return out | {"rowwise_scale_inv": gemm_order(out["rowwise_scale_inv"])}
 
 
+def swizzled_otherwise(k, write):
+    """The outputs with `write` of the rowwise scales, a function of their tiles (rows, 4, 32, columns, 4)."""
+    out = k.outputs()
+    scales = out["rowwise_scale_inv"]
+    tiled = write(scales.reshape(len(scales) // 128, 4, 32, scales.shape[1] // 4, 4))
+    return out | {"rowwise_scale_inv": np.ascontiguousarray(tiled).reshape(scales.shape)}
+
+
+@convention("scales-swizzled-otherwise", "quantize", MX, shape=SIZE)
+def mx_tiles_down_the_columns(k):
+    """The tile index is column * rows + row."""
+    return swizzled_otherwise(k, lambda tiled: tiled.transpose(3, 0, 2, 1, 4))
+
+
+@convention("scales-swizzled-otherwise", "quantize", MX, shape=SIZE)
+def mx_tiles_without_interleave(k):
+    """Tiles of 128 x 4, each row after row."""
+    return swizzled_otherwise(k, lambda tiled: tiled.transpose(0, 3, 1, 2, 4))
+
+
+@convention("scales-swizzled-otherwise", "quantize", MX, shape=(384, 640))
+def mx_swizzled_twice(k):
+    """The kernel writes GEMM order, and a swizzle kernel runs behind it."""
+    out = k.outputs()
+    return out | {"rowwise_scale_inv": gemm_order(gemm_order(out["rowwise_scale_inv"]))}
+
+
+@convention("scales-swizzled-otherwise", "quantize", MX, shape=(384, 640))
+def mx_swizzle_gathers(k):
+    """out[n] = in[index of n] for out[index of n] = in[n]."""
+    out = k.outputs()
+    return out | {"rowwise_scale_inv": read_in_gemm_order(out["rowwise_scale_inv"])}
+
+
 def multiplier_of(k, v, rows, columns):
     """What each element is multiplied by with blocks of (rows, columns)."""
     return spread(k.mx_multiplier(k.mx_bytes(v, rows, columns)), rows, columns, v.shape)
