@@ -130,6 +130,8 @@ class Pairs:
         search = self.search
         if result.candidate[0][0].reads and self.case.operation.kind != "dequantize":
             return True  # what another scale hides, a layout may still explain
+        if self._is_dormant(result):
+            return True
         effect = 0.0
         much = any(count.wrong > 0.5 * count.entries > 8 for count in result.counts.values())
         for name, count in result.counts.items():
@@ -146,6 +148,13 @@ class Pairs:
                     wrong = search.parts(region)[name].wrong_count / array.size
                     effect = max(effect, different / max(min(wrong, 0.05), 1e-9) if wrong else different * 100)
         return effect > 0.05
+
+    def _is_dormant(self, result):
+        """Whether a convention is of the saturation and changes nothing: right scales leave nothing to saturate."""
+        convention, choice = result.candidate[0]
+        return convention.stage_of(choice) == "saturation" and all(
+            made[name] is self.search.reference_crop(name, region) for region, made in result.made for name in made
+        )
 
     def _is_compatible(self, first, second):
         """Whether two conventions change different stages and together can explain scales and amaxes."""
@@ -179,9 +188,10 @@ class Pairs:
     def _left_by(self, result):
         """Names of the matrices that a convention alone leaves equal to the reference, on all of the probes.
 
-        Of what was tried on the sample alone none is said: what is rare may lie beside it.
+        Of what was tried on the sample alone none is said: what is rare may lie beside it; nor of what shows under
+        other scales alone.
         """
-        if any(region == self.search.sample != self.region for region, _ in result.made):
+        if self._is_dormant(result) or any(region == self.search.sample != self.region for region, _ in result.made):
             return []
         key = id(result)
         if key not in self._left:

@@ -280,6 +280,16 @@ def silu_blocks_cast_without_multiplier(k):
     return k.outputs(product=lambda v, multiplier: v)
 
 
+@convention(("scale-floor", "no-saturation"), "quantize", MX, both=True, shape=SIZE)
+def mx_floor_with_a_cast_to_nan(k):
+    """The floor rule, and a cast that makes NaN of what is beyond 448."""
+
+    def overflowing(v):
+        return np.where(np.abs(v) > 464, np.uint8(0x7F), cast(v, "e4m3"))
+
+    return k.outputs(mx_byte=lambda amax: mx_byte_ocp(amax, "e4m3", "floor"), cast=overflowing)
+
+
 @convention("scales-unpadded", "quantize", MX, shape=(500, 1056))
 def mx_scales_packed(k):
     """Scales packed with 33 bytes a row into the buffer whose rows have 36."""
