@@ -39,6 +39,7 @@ SAID = {
     "nv-cast-with-the-tensor-scale-alone": "with the tensor's scale alone",
     "mx-tiles-down-the-columns": "the tiles follow each other down the columns",
     "mx-swizzled-twice": "the swizzle is applied twice",
+    "rows-amax-by-butterfly": "in a reduction that begins with the far lanes",
     "silu-nv-cut-before-block-amax": "though not before the tensor's amax, where TE rounds it to nearest even",
 }
 

@@ -276,6 +276,64 @@ def nan_in_amax(replay):
     replay.maximum = lambda a, axis: np.maximum.reduce(a, axis=axis, initial=F(0))
 
 
+def _larger(amax, magnitude):
+    """The larger one by a comparison: a NaN that comes is taken, a NaN that is there is replaced."""
+    return np.where(amax > magnitude, amax, magnitude)
+
+
+def _in_sequence(magnitudes):
+    """The running maximum (N, ...) at its end: it starts again behind the last NaN."""
+    nan = np.isnan(magnitudes)
+    behind = ~np.logical_or.accumulate(nan[::-1])[::-1]
+    return np.where(nan[-1], F(np.nan), np.max(magnitudes, axis=0, where=behind, initial=F(0)))
+
+
+def _by_halves(magnitudes):
+    """The maximum of (N, ...), N a power of two, as lane 0 of a butterfly finds it: far lanes first."""
+    while len(magnitudes) > 1:
+        half = len(magnitudes) // 2
+        magnitudes = _larger(magnitudes[:half], magnitudes[half:])
+    return magnitudes[0]
+
+
+def _by_neighbours(magnitudes):
+    """The same, near lanes first."""
+    while len(magnitudes) > 1:
+        magnitudes = _larger(magnitudes[0::2], magnitudes[1::2])
+    return magnitudes[0]
+
+
+RESTARTS = {
+    "in sequence": ("before", _in_sequence),
+    "by halves": ("before it in a reduction that begins with the far lanes", _by_halves),
+    "by neighbours": ("before it in a reduction that begins with the near lanes", _by_neighbours),
+}
+
+
+@computing(
+    "nan-restarts-amax",
+    "A NaN in a block makes its amax lose what came {what}{last}: the maximum is a comparison, "
+    "amax > |x| ? amax : |x|, where TE's fmaxf ignores NaN.",
+    stage="block-amax",
+    choices=[(order, last) for order in RESTARTS for last in ("kept", "dropped")],
+    alone=True,
+)
+def nan_restarts_amax(replay, choice):
+    order, last = choice
+    require_blocks(replay)
+    region = replay.setting.probe
+    replay.require(region is not None and np.isnan(replay.values(region.rows, region.columns)).any())
+    replay.facts["what"], fold = RESTARTS[order]
+    replay.facts["last"] = "" if last == "kept" else ", and one at the end makes it 0"
+
+    def block_amax(blocks):
+        magnitudes = np.abs(np.moveaxis(blocks, (1, 3), (0, 1)))
+        amax = fold(magnitudes.reshape(-1, *magnitudes.shape[2:]))
+        return np.where(np.isnan(amax), F(0), amax) if last == "dropped" else amax
+
+    replay.block_amax = block_amax
+
+
 @computing(
     "stale-amax",
     "The {what} from another amax, {found:.6g} where this tensor has {own:.6g}: that of another step or tensor.",

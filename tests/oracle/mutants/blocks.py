@@ -290,6 +290,36 @@ def mx_floor_with_a_cast_to_nan(k):
     return k.outputs(mx_byte=lambda amax: mx_byte_ocp(amax, "e4m3", "floor"), cast=overflowing)
 
 
+def compared(blocks):
+    """amax = amax > |x| ? amax : |x| over the elements of (R, rows, C, columns), one after the other."""
+    amax = np.zeros((blocks.shape[0], blocks.shape[2]), F)
+    for row in range(blocks.shape[1]):
+        for column in range(blocks.shape[3]):
+            magnitude = np.abs(blocks[:, row, :, column])
+            amax = np.where(amax > magnitude, amax, magnitude)
+    return amax
+
+
+@convention("nan-restarts-amax", "quantize", MX, shape=SIZE, data="with_nan", columnwise=True)
+def mx_amax_by_comparison(k):
+    """A thread runs over a block with a comparison."""
+    return k.outputs(block_amax=lambda v, rows, columns: compared(tiles(v, rows, columns)))
+
+
+@convention("nan-restarts-amax", "quantize", ROWS, shape=SIZE, data="with_nan")
+def rows_amax_by_butterfly(k):
+    """Lanes exchange with a comparison, the far ones first: lane 0 has the result."""
+
+    def block_amax(v, rows, columns):
+        lanes = np.moveaxis(np.abs(tiles(v, rows, columns)[:, 0]), 2, 0)
+        while len(lanes) > 1:
+            near, far = np.split(lanes, 2)
+            lanes = np.where(near > far, near, far)
+        return lanes[0]
+
+    return k.outputs(block_amax=block_amax)
+
+
 @convention("scales-unpadded", "quantize", MX, shape=(500, 1056))
 def mx_scales_packed(k):
     """Scales packed with 33 bytes a row into the buffer whose rows have 36."""
