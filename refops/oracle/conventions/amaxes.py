@@ -6,8 +6,9 @@ import numpy as np
 
 from refops.oracle.conventions.registry import computing
 from refops.oracle.conventions.scales import amax_of_scales, require_blocks, require_scaling
-from refops.oracle.geometry import Region
-from refops.oracle.replay import NotApplicable
+from refops.oracle.geometry import Geometry, Region, whole
+from refops.oracle.replay import NotApplicable, amax_is_near
+from refops.quantization.layout import padded_blocks
 from refops.quantization.result import DIRECTIONS
 
 F = np.float32
@@ -205,48 +206,186 @@ def _set_block_amax_of_input(replay, name):
 # --- blocks' amaxes -------------------------------------------------------------------------------
 
 
-def _part_of_block(length, which):
-    """bool: the elements along a block of `length` from which its amax is taken."""
-    index = np.arange(length)
-    return {
-        "first half": index < length // 2,
-        "last half": index >= length // 2,
-        "first quarter": index < length // 4,
-        "last quarter": index >= length - length // 4,
-        "even elements": index % 2 == 0,
-        "odd elements": index % 2 == 1,
-        "every fourth element": index % 4 == 0,
-        "first element": index < 1,
-        "last element": index >= length - 1,
-        "elements but the first": index > 0,
-        "elements but the last": index < length - 1,
-    }[which]
+#: Parts of a block that kernels take the amax of: name -> f(index of each element, elements of a block) -> bool.
+BLOCK_PARTS = {
+    "first half": lambda index, length: index < length // 2,
+    "last half": lambda index, length: index >= length // 2,
+    "even elements": lambda index, length: index % 2 == 0,
+    "odd elements": lambda index, length: index % 2 == 1,
+    "first quarter": lambda index, length: index < length // 4,
+    "last quarter": lambda index, length: index >= length - length // 4,
+    "every fourth element": lambda index, length: index % 4 == 0,
+    "first element": lambda index, length: index < 1,
+    "last element": lambda index, length: index >= length - 1,
+    "elements but the first": lambda index, length: index > 0,
+    "elements but the last": lambda index, length: index < length - 1,
+}
+#: Scales that are too small, at least, from which a part of the blocks is read, and the share of them that it gives.
+LEAST_SMALL, GIVEN = 16, 0.98
+#: Elements of the part of a tensor from which it is read.
+READ = 1 << 17
 
 
-BLOCK_PARTS = (
-    *("first half", "last half", "even elements", "odd elements", "first quarter", "last quarter"),
-    *("every fourth element", "first element", "last element", "elements but the first", "elements but the last"),
-)
+def _along_block(blocks, along):
+    """The axis of a `block_view` along which parts of its blocks lie: of square ones along K ("inner") or M."""
+    return 1 if blocks.shape[3] == 1 or (along == "outer" and blocks.shape[1] > 1) else 3
+
+
+def _parts_of_blocks(replay):
+    """(words, "inner" or "outer", the elements taken) of usual parts of a block, then of one that the dump implies."""
+    require_blocks(replay)
+    index = np.arange(max(replay.block_shapes["rowwise"]))
+    parts = {}
+    for along in ("inner", "outer") if min(replay.block_shapes["rowwise"]) > 1 else ("inner",):
+        for words, inside in BLOCK_PARTS.items():
+            parts[along, _elements(inside(index, len(index)))] = words
+        with contextlib.suppress(NotApplicable):
+            taken = _implied_part(replay, along)
+            parts.setdefault((along, _elements(taken)), _words_of_part(taken))
+    return [(words, along, taken) for (along, taken), words in parts.items()]
+
+
+def _elements(taken):
+    return tuple(np.flatnonzero(taken).tolist())
+
+
+def _implied_part(replay, along):
+    """bool: the elements of each block whose amax gives the scales of the dump that are too small.
+
+    An element by whose magnitude alone a scale would be larger than the one that was written is not among them. Of
+    parts without such elements that give those scales the one is taken that spoils the fewest right scales.
+    """
+    direction, small, written, right = _small_scales(replay)
+    setting, plain = replay.setting, replay.setting.replay()
+    region = _region_read(setting)
+    blocks = padded_blocks(plain.operands(direction, region)[1], *plain.block_shapes[direction])
+    axis = _along_block(blocks, along)
+    magnitudes = np.moveaxis(np.fmax.reduce(np.abs(blocks), axis=4 - axis, initial=F(0)), 1 if axis == 1 else 2, 0)
+    _, tensor_amax = plain.amaxes(blocks, direction, region)
+
+    def scales_of(amax):
+        with np.errstate(all="ignore"):
+            return plain.stored_scale(plain.scales(amax, tensor_amax)[0])
+
+    def is_given(scales):
+        return amax_is_near(scales, written) if written.dtype == F else scales == written
+
+    larger = [(scales_of(one) > written) & ~is_given(scales_of(one)) & (one > 0) & small for one in magnitudes]
+    excluded = np.count_nonzero(larger, axis=(1, 2)) > np.count_nonzero(small) // 512  # a few may be damaged
+    replay.require(excluded.any() and not excluded.all())
+    found = []
+    for taken in _simple_parts(~excluded):
+        given = is_given(scales_of(np.max(magnitudes, axis=0, where=taken[:, None, None], initial=F(0))))
+        if given[small].mean() >= GIVEN:
+            found.append((np.count_nonzero(right & ~given), taken))
+    replay.require(found)
+    return min(found, key=lambda spoilt_and_taken: spoilt_and_taken[0])[1]
+
+
+def _region_read(setting):
+    """The part of the tensor from which a part of the blocks is read."""
+    m, k = setting.shape
+    return whole(setting.shape) if m * k <= READ else setting.probe
+
+
+def _small_scales(replay):
+    """(direction, bool of the blocks with too small scales, the scales of all, bool of right ones) of a copy.
+
+    NotApplicable where no copy's wrong scales are nearly all too small.
+    """
+    setting = replay.setting
+    key = "small scales"
+    if key not in setting.cache:
+        found = (_small_scales_of(replay, d) for d in DIRECTIONS if f"{d}_scale_inv" in setting.outputs)
+        setting.cache[key] = next((small for small in found if small is not None), None)
+    replay.require(setting.cache[key] is not None)
+    return setting.cache[key]
+
+
+def _small_scales_of(replay, direction):
+    """As `_small_scales`, of one copy; None where it has too few."""
+    setting, geometry = replay.setting, Geometry.of(replay.case.scaling, direction)
+    region, name = _region_read(setting), f"{direction}_scale_inv"
+    steps = tuple(slice(None, None, block // run) for block, run in zip(geometry.block, geometry.run, strict=True))
+    written, own = (
+        geometry.scales(a[name], region.rows, region.columns)[steps] for a in (setting.outputs, setting.reference)
+    )
+    small = written < own
+    if np.count_nonzero(small) < max(LEAST_SMALL, 0.9 * np.count_nonzero(written != own)):
+        return None
+    return direction, small, written, written == own
+
+
+def _simple_parts(free):
+    """bool, the elements taken: those of a period, then a run, then all but a run, of elements that are `free`.
+
+    A run has the ends of an eighth of the block, then those that are as far as they may be.
+    """
+    length, period = len(free), 2
+    while period < length:
+        phases = free.reshape(-1, period).all(axis=0)
+        if phases.any() and not phases.all():
+            yield np.tile(phases, length // period)
+        period *= 2
+    index, step = np.arange(length), max(length // 8, 1)
+    first, end = _longest_run(free)
+    for start, stop in ((-(-first // step) * step, end // step * step), (first, end)):
+        if start < stop:
+            yield (index >= start) & (index < stop)
+    first, end = np.flatnonzero(~free)[[0, -1]] + (0, 1)
+    for start, stop in ((first // step * step, -(-end // step) * step), (first, end)):
+        yield (index < start) | (index >= stop)
+
+
+def _longest_run(where):
+    """[first, end] of the longest run of True; there is one."""
+    runs = np.flatnonzero(np.diff(where.astype(int), prepend=0, append=0)).reshape(-1, 2)
+    return runs[np.argmax(runs[:, 1] - runs[:, 0])]
+
+
+def _words_of_part(taken):
+    """What the elements are called that a part takes of a block."""
+    length, period = len(taken), 2
+    while period < length:
+        phases = taken.reshape(-1, period)
+        if (phases == phases[0]).all():
+            which = np.flatnonzero(phases[0])
+            return f"element{'s' * (len(which) > 1)} {_numbers(which)} of every {period}"
+        period *= 2
+    inside = np.flatnonzero(taken)
+    if inside[-1] - inside[0] == len(inside) - 1:
+        if inside[0] == 0:
+            return f"first {len(inside)} of {length} elements"
+        if inside[-1] == length - 1:
+            return f"last {len(inside)} of {length} elements"
+        return f"elements {_numbers(inside)}"
+    return f"elements but {_numbers(np.flatnonzero(~taken))}"
+
+
+def _numbers(index):
+    """Numbers in words: "3", "0 to 2", "0, 1 and 3"."""
+    if len(index) > 2 and index[-1] - index[0] == len(index) - 1:
+        return f"{index[0]} to {index[-1]}"
+    *others, last = (str(number) for number in index)
+    return f"{', '.join(others)} and {last}" if others else last
 
 
 @computing(
     "block-amax-of-a-part",
     "The amax of each block is that of its {part} alone{along}.",
     stage="block-amax",
-    choices=[(part, axis) for axis in ("inner", "outer") for part in BLOCK_PARTS],
+    choices=_parts_of_blocks,
     last=True,
 )
 def block_amax_of_a_part(replay, choice):
-    part, along = choice
-    require_blocks(replay)
+    part, along, elements = choice
     square = min(replay.block_shapes["rowwise"]) > 1
-    replay.require(square or along == "inner")
     replay.facts["part"] = part
     replay.facts["along"] = f" along {'K' if along == 'inner' else 'M'}" if square else ""
 
     def block_amax(inner, blocks):
-        axis = (3 if along == "inner" else 1) if square else (3 if blocks.shape[3] > 1 else 1)
-        taken = _part_of_block(blocks.shape[axis], part)
+        axis = _along_block(blocks, along)
+        taken = np.isin(np.arange(blocks.shape[axis]), elements)
         return inner(np.where(taken.reshape(-1, 1, 1) if axis == 1 else taken, blocks, F(0)))
 
     replay.wrap("block_amax", block_amax)

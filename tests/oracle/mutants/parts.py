@@ -234,6 +234,34 @@ def tile_amax_of_its_first_rows(k):
     return k.outputs(block_amax=lambda v, r, c: np.abs(tiles(v, r, c)[:, :64]).max(axis=(1, 3)))
 
 
+@convention("block-amax-of-a-part", "quantize", MX, shape=SIZE, columnwise=True)
+def mx_amax_of_three_quarters(k):
+    """24 of 32 elements."""
+
+    def block_amax(v, rows, columns):
+        blocks = np.abs(tiles(v, rows, columns))
+        return (blocks[..., :24] if columns > 1 else blocks[:, :24]).max(axis=(1, 3))
+
+    return k.outputs(block_amax=block_amax)
+
+
+@convention("block-amax-of-a-part", "swiglu", MX, shape=PAIR)
+def swiglu_mx_amax_without_every_fourth(k):
+    """A vector of four of which three are looked at."""
+
+    def block_amax(v, rows, columns):
+        fours = np.abs(tiles(v, rows, columns)).reshape(len(v) // rows, v.shape[1] // columns, -1, 4)
+        return fours[..., :3].max(axis=(2, 3))
+
+    return k.outputs(block_amax=block_amax)
+
+
+@convention("block-amax-of-a-part", "quantize", BLOCKS, shape=SIZE)
+def blocks_amax_of_the_middle(k):
+    """Elements 32 to 95 of 128."""
+    return k.outputs(block_amax=lambda v, r, c: np.abs(tiles(v, r, c)[..., 32:96]).max(axis=(1, 3)))
+
+
 @convention("neighbour-tile-amax", "quantize", TILES, shape=(512, 512))
 def tile_of_the_row_above(k):
     """Tile (i, j) takes the amax of tile (i - 1, j)."""
