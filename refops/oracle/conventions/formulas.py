@@ -292,19 +292,39 @@ def _flush(values):
     "float32 subnormals are flushed to zero (-ftz=true, fast math); TE keeps them.",
     stage="input",
     last=True,
-    choices=("inputs and results", "inputs", "results", "scaled values"),
+    choices=("inputs and results", "all", "inputs", "results", "scaled values", "scales"),
 )
 def subnormals_flushed(replay, choice):
     replay.require(replay.computes)
-    if choice.startswith("inputs"):
+    if choice in ("inputs and results", "inputs", "all"):
         replay.after("load", _flush)
-    if choice.endswith("results"):
+    if choice in ("inputs and results", "results", "all"):
         replay.after("compute", _flush)
         if replay.bound is not None:
             for name in FUNCTIONS:
                 replay.after(name, _flush)
-    if replay.scaling is not None:
+    if choice in ("scales", "all"):
+        _flush_scales(replay)
+    if replay.scaling is not None and choice != "scales":
         replay.wrap("multiply", lambda inner, v, m: _flush(inner(_flush(v), _flush(m))))
+
+
+def _flush_scales(replay):
+    """Flush what scales are made of: the quotient amax / max of a block, the scale of the tensor and its inverse."""
+    replay.require(replay.scaling is not None)
+    if replay.layout.scale_format is None:
+        replay.after("encode_scale", _flush)
+        replay.after("decode_scale", _flush)
+    elif replay.layout.two_level:
+        replay.after("tensor_scale", lambda pair: tuple(map(_flush, pair)))
+    else:
+        reciprocal = F(1) / replay.scale_max
+        replay.wrap(
+            "scale_code",
+            lambda inner, rule, amax, tensor_scale: inner(
+                rule, np.where(_flush(amax * reciprocal) == 0, F(0), amax), tensor_scale
+            ),
+        )
 
 
 # --- scales of rows -------------------------------------------------------------------------------

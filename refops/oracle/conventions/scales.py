@@ -1347,6 +1347,57 @@ def inverted_scale(replay, choice):
 
 
 @computing(
+    "multiplier-missing",
+    "Elements are cast {what}, though the stored scales are right: look for the product that the cast should take.",
+    stage="multiplier",
+    choices=("all", "block"),
+)
+def multiplier_missing(replay, choice):
+    require_scaling(replay)
+    replay.require(replay.rule.choice is None)
+    if choice == "all":
+        replay.facts["what"] = "as they are, without a multiplier"
+        replay.multiply = lambda values, multiplier: values
+        return
+    require_two_levels(replay)
+    replay.facts["what"] = "with the tensor's scale alone, without that of their block"
+    replay.code_multiplier = lambda code, tensor_scale: np.broadcast_to(tensor_scale[0], code.shape)
+
+
+OTHER_COPY = dict(zip(DIRECTIONS, reversed(DIRECTIONS), strict=True))
+
+
+@computing(
+    "multiplier-of-other-copy",
+    "The {directions} codes are cast with the scales of the {others} blocks, though the stored scales are right: look "
+    "at which multiplier is kept for the second cast.",
+    stage="multiplier",
+    choices=[("columnwise",), ("rowwise",), DIRECTIONS],
+    alone=True,
+)
+def multiplier_of_other_copy(replay, choice):
+    require_blocks(replay)
+    shapes = replay.block_shapes
+    replay.require(replay.rule.choice is None and shapes["rowwise"] != shapes["columnwise"])
+    replay.require(len(choice) < 2 or all(f"{d}_data" in replay.setting.outputs for d in DIRECTIONS))
+    both = len(choice) > 1
+    replay.facts["directions"] = " and the ".join(choice)
+    replay.facts["others"] = "other copy's" if both else OTHER_COPY[choice[0]]
+
+    def spread(inner, multiplier, direction, region):
+        if direction not in choice:
+            return inner(multiplier, direction, region)
+        other = OTHER_COPY[direction]
+        rows, columns = shapes[other]
+        blocks = padded_blocks(replay.operands(other, region)[1], rows, columns)
+        _, multiplier = replay.scales(*replay.amaxes(blocks, other, region))
+        (m, k), elements = region.shape, np.repeat(np.repeat(multiplier, rows, axis=0), columns, axis=1)
+        return padded_blocks(elements[:m, :k], *shapes[direction])
+
+    replay.wrap("spread", spread)
+
+
+@computing(
     "scale-inverse-separate",
     "The stored scale is {what}, where TE stores the float32 reciprocal of the encode scale.",
     stage="stored",
@@ -1404,57 +1455,6 @@ def multiplier_low_precision(replay, choice):
     require_scaling(replay)
     dtype = {"bfloat16": BFLOAT16, "float16": np.dtype(np.float16)}[name]
     replay.facts["dtype"] = dtype
-@computing(
-    "multiplier-missing",
-    "Elements are cast {what}, though the stored scales are right: look for the product that the cast should take.",
-    stage="multiplier",
-    choices=("all", "block"),
-)
-def multiplier_missing(replay, choice):
-    require_scaling(replay)
-    replay.require(replay.rule.choice is None)
-    if choice == "all":
-        replay.facts["what"] = "as they are, without a multiplier"
-        replay.multiply = lambda values, multiplier: values
-        return
-    require_two_levels(replay)
-    replay.facts["what"] = "with the tensor's scale alone, without that of their block"
-    replay.code_multiplier = lambda code, tensor_scale: np.broadcast_to(tensor_scale[0], code.shape)
-
-
-OTHER_COPY = dict(zip(DIRECTIONS, reversed(DIRECTIONS), strict=True))
-
-
-@computing(
-    "multiplier-of-other-copy",
-    "The {directions} codes are cast with the scales of the {others} blocks, though the stored scales are right: look "
-    "at which multiplier is kept for the second cast.",
-    stage="multiplier",
-    choices=[("columnwise",), ("rowwise",), DIRECTIONS],
-    alone=True,
-)
-def multiplier_of_other_copy(replay, choice):
-    require_blocks(replay)
-    shapes = replay.block_shapes
-    replay.require(replay.rule.choice is None and shapes["rowwise"] != shapes["columnwise"])
-    replay.require(len(choice) < 2 or all(f"{d}_data" in replay.setting.outputs for d in DIRECTIONS))
-    both = len(choice) > 1
-    replay.facts["directions"] = " and the ".join(choice)
-    replay.facts["others"] = "other copy's" if both else OTHER_COPY[choice[0]]
-
-    def spread(inner, multiplier, direction, region):
-        if direction not in choice:
-            return inner(multiplier, direction, region)
-        other = OTHER_COPY[direction]
-        rows, columns = shapes[other]
-        blocks = padded_blocks(replay.operands(other, region)[1], rows, columns)
-        _, multiplier = replay.scales(*replay.amaxes(blocks, other, region))
-        (m, k), elements = region.shape, np.repeat(np.repeat(multiplier, rows, axis=0), columns, axis=1)
-        return padded_blocks(elements[:m, :k], *shapes[direction])
-
-    replay.wrap("spread", spread)
-
-
     to_dtype = lambda scale: np.asarray(scale).astype(dtype).astype(F)  # noqa: E731
     if what == "tensor scale":
         require_two_levels(replay)
@@ -1818,11 +1818,15 @@ def nan_scale_for_nonfinite(replay, choice):
 
 @computing(
     "inf-amax-not-handled",
-    "An amax of inf (or a scale that overflows) is used as it is, where TE replaces the scale by {own}.",
+    "An amax of inf (or a scale that overflows) is {how}, where TE replaces the scale by {own}.",
     stage="overflow",
     choices=("quotient", "amax clamped", "overflow inf", "zero amax"),
 )
 def inf_amax_not_handled(replay, choice):
+    replay.facts["how"] = "bounded by the largest float32" if choice == "amax clamped" else "used as it is"
+    if replay.computes and replay.scaling is not None and replay.layout.scale_format == E8M0:
+        _read_bytes_of_infinity(replay, choice)
+        return
     require_float_scales_of_amax(replay)
     replay.facts["own"] = "1 (or the largest finite value)"
     inner = replay.encode_scale
@@ -1839,6 +1843,21 @@ def inf_amax_not_handled(replay, choice):
         return np.where(np.isinf(raw) & (amax > 0), F(np.inf), scale).astype(F)
 
     replay.encode_scale = encode_scale
+
+
+def _read_bytes_of_infinity(replay, choice):
+    """Let the byte of an infinite amax follow from its bits, as if it were 2^128, or from the largest float32."""
+    replay.require(choice in ("quotient", "amax clamped"))
+    replay.facts["own"] = f"the largest, 0x{E8M0.largest_code:02X}"
+
+    def scale_code(inner, rule, amax, tensor_scale):
+        own = inner(rule, amax, tensor_scale)
+        if choice == "amax clamped":
+            return np.where(np.isinf(amax), inner(rule, np.full_like(amax, FLT_MAX), tensor_scale), own)
+        half = inner(rule, np.full_like(amax, 2.0**127), tensor_scale)
+        return np.where(np.isinf(amax), half + np.uint8(1), own).astype(np.uint8)
+
+    replay.wrap("scale_code", scale_code)
 
 
 @computing(

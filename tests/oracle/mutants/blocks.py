@@ -12,6 +12,7 @@ from mutants.kernels import (
     gemm_order,
     limit_of,
     mx_byte_ocp,
+    mx_byte_up,
     read_in_gemm_order,
     spread,
     tiles,
@@ -27,6 +28,7 @@ TILES = BlockScaling(E4M3, 2)
 MX = MXFP8Scaling(E4M3)
 MX_E5M2 = MXFP8Scaling(E5M2)
 MX_2D = MXFP8Scaling(E4M3, two_d=True)
+MX_FLOOR = MXFP8Scaling(E4M3, scale_rounding="floor")
 
 
 # --- float32 block scales ---------------------------------------------------------------------------------------------
@@ -290,6 +292,27 @@ def mx_floor_with_a_cast_to_nan(k):
     return k.outputs(mx_byte=lambda amax: mx_byte_ocp(amax, "e4m3", "floor"), cast=overflowing)
 
 
+@convention("inf-amax-not-handled", "quantize", MX_FLOOR, shape=SIZE, data="nonfinite")
+def mx_floor_of_the_bits_of_infinity(k):
+    """The exponent field of inf is 255: the byte is 247, 2^120."""
+    right = k.mx_byte
+    return k.outputs(mx_byte=lambda amax: np.where(np.isinf(amax), np.uint8(255 - 8), right(amax)))
+
+
+@convention("inf-amax-not-handled", "quantize", MX, shape=SIZE, data="nonfinite", columnwise=True)
+def mx_amax_bounded_by_the_largest_float(k):
+    """fminf(amax, FLT_MAX) before the byte is made."""
+    right = k.mx_byte
+    return k.outputs(mx_byte=lambda amax: right(np.fmin(amax, np.finfo(F).max)))
+
+
+@convention("nan-scale-for-nonfinite", "quantize", MX_E5M2, shape=SIZE, data="nonfinite")
+def mx_infinite_amax_gets_nan(k):
+    """The byte of an infinite amax is not bounded: 0xFF, which is NaN, and the data are cast with 2^-128."""
+    right = k.mx_byte
+    return k.outputs(mx_byte=lambda amax: np.where(np.isinf(amax), np.uint8(255), right(amax)))
+
+
 def compared(blocks):
     """amax = amax > |x| ? amax : |x| over the elements of (R, rows, C, columns), one after the other."""
     amax = np.zeros((blocks.shape[0], blocks.shape[2]), F)
@@ -320,6 +343,20 @@ def rows_amax_by_butterfly(k):
     return k.outputs(block_amax=block_amax)
 
 
+@convention("subnormals-flushed", "quantize", MX, shape=SIZE, dtype=np.float32, data="vanishing_rows")
+def mx_with_ftz(k):
+    """-ftz=true: inputs, amax / 448 and the product flush."""
+
+    def flush(v):
+        return np.where(np.abs(v) < F(2.0**-126), np.copysign(F(0), v), v)
+
+    return k.outputs(
+        load=lambda array: flush(array.reshape(-1, array.shape[-1])),
+        mx_byte=lambda amax: mx_byte_up(flush(amax * (F(1) / F(448))), F(1)),
+        product=lambda v, multiplier: flush(v * flush(multiplier)),
+    )
+
+
 @convention("scales-unpadded", "quantize", MX, shape=(500, 1056))
 def mx_scales_packed(k):
     """Scales packed with 33 bytes a row into the buffer whose rows have 36."""
@@ -343,7 +380,7 @@ def swiglu_mx_unrounded(k):
     return k.outputs(before_cast=lambda f: f)
 
 
-@convention("no-saturation", "quantize", MXFP8Scaling(E4M3, scale_rounding="floor"), shape=SIZE)
+@convention("no-saturation", "quantize", MX_FLOOR, shape=SIZE)
 def mx_floor_overflows(k):
     """With the floor rule values pass 448: they become NaN instead of 448."""
     return k.outputs(cast=lambda v: np.where(np.abs(v) >= 464, np.uint8(0x7F) | cast(v, "e4m3"), cast(v, "e4m3")))
