@@ -19,7 +19,6 @@ MISNAMED = {
     "mx-amax-of-columns",
     "nv-amax-of-columns-for-rows",
     "silu-through-tanh",
-    "stale-amax-and-no-saturation",
 }
 #: Corruptions that get the name of a convention: at most a tenth.
 FALSELY_NAMED = {"overflow-saturates-instead-of-inf"}

@@ -101,6 +101,50 @@ def scales_swizzled_as_stored(dump):
         dump.arrays[name] = unswizzle(scales)
 
 
+@reading(
+    "scales-transposed",
+    "The scales are stored transposed: {expected} were expected.",
+    choices=("padded", "valid"),
+)
+def scales_transposed(dump, choice):
+    names = dump.names("_scale_inv")
+    for name in names:
+        scales = dump.arrays[name]
+        dump.require(scales.ndim == 2)
+        if choice == "padded":
+            dump.arrays[name] = scales.reshape(scales.shape[::-1]).T
+        else:
+            rows, columns = dump.valid(name)
+            dump.require((rows, columns) != scales.shape)
+            dump.arrays[name] = _into(scales, scales.reshape(-1)[: rows * columns].reshape(columns, rows).T)
+    rows, columns = dump.valid(names[0])
+    dump.facts["expected"] = f"{rows} rows of {columns}"
+
+
+@reading(
+    "scales-unpadded",
+    "The scales are stored without padding, in rows of {columns} entries where TE's rows have {stride}.",
+)
+def scales_unpadded(dump):
+    changed = False
+    for name in dump.names("_scale_inv"):
+        scales = dump.arrays[name]
+        if scales.ndim != 2:
+            continue
+        rows, columns = dump.valid(name)
+        if columns != scales.shape[1]:
+            changed = True
+            dump.facts["columns"], dump.facts["stride"] = columns, scales.shape[1]
+            dump.arrays[name] = _into(scales, scales.reshape(-1)[: rows * columns].reshape(rows, columns))
+    dump.require(changed)
+
+
+def _into(padded, valid):
+    out = np.zeros_like(padded)
+    out[: valid.shape[0], : valid.shape[1]] = valid
+    return out
+
+
 #: Orders in which a kernel may write scales in place of the one that GEMMs read: name -> axes of their array, split
 #: into tiles of 128 rows, quarters of a tile, rows of a quarter, tiles of 4 columns and columns of a tile.
 OTHER_SWIZZLES = {
@@ -146,50 +190,6 @@ def scales_swizzled_otherwise(dump, choice):
         restored = reorder_transposed(restore, written, False) if dump.inner_first(name) else restore(written)
         dump.arrays[name], moved = restored, moved or not np.array_equal(restored, scales)
     dump.require(moved)
-
-
-@reading(
-    "scales-transposed",
-    "The scales are stored transposed: {expected} were expected.",
-    choices=("padded", "valid"),
-)
-def scales_transposed(dump, choice):
-    names = dump.names("_scale_inv")
-    for name in names:
-        scales = dump.arrays[name]
-        dump.require(scales.ndim == 2)
-        if choice == "padded":
-            dump.arrays[name] = scales.reshape(scales.shape[::-1]).T
-        else:
-            rows, columns = dump.valid(name)
-            dump.require((rows, columns) != scales.shape)
-            dump.arrays[name] = _into(scales, scales.reshape(-1)[: rows * columns].reshape(columns, rows).T)
-    rows, columns = dump.valid(names[0])
-    dump.facts["expected"] = f"{rows} rows of {columns}"
-
-
-@reading(
-    "scales-unpadded",
-    "The scales are stored without padding, in rows of {columns} entries where TE's rows have {stride}.",
-)
-def scales_unpadded(dump):
-    changed = False
-    for name in dump.names("_scale_inv"):
-        scales = dump.arrays[name]
-        if scales.ndim != 2:
-            continue
-        rows, columns = dump.valid(name)
-        if columns != scales.shape[1]:
-            changed = True
-            dump.facts["columns"], dump.facts["stride"] = columns, scales.shape[1]
-            dump.arrays[name] = _into(scales, scales.reshape(-1)[: rows * columns].reshape(rows, columns))
-    dump.require(changed)
-
-
-def _into(padded, valid):
-    out = np.zeros_like(padded)
-    out[: valid.shape[0], : valid.shape[1]] = valid
-    return out
 
 
 @reading(
