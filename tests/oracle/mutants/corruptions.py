@@ -197,7 +197,7 @@ def one_columnwise_tile_transposed(k):
     return out
 
 
-@corruption("quantize", MX, shape=SIZE, columnwise=True)
+@corruption("quantize", MX, shape=SIZE, columnwise=True, also=("multiplier-of-other-copy",))
 def columnwise_tile_from_row_blocks(k):
     """In one 32x32 tile the columnwise codes are the rowwise ones: wrong direction."""
     out = k.outputs()

@@ -22,7 +22,7 @@ ACCEPTED: dict[str, tuple[str, ...]] = {
     "drelu-passes-at-zero": ("relu-passes-at-zero",),
     "d-act-without-gate": ("factor-missing",),
     "d-gate-with-act-not-activated": ("gate-input-in-gradient",),
-    "d-act-with-value-for-derivative": (),
+    "d-act-with-value-for-derivative": ("function-for-derivative",),
     "gelu-with-erf": ("erf-gelu",),
     "geglu-with-quick-gelu": ("other-activation",),
     "qgelu-with-tanh-gelu": ("other-activation",),
