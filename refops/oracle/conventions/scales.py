@@ -1353,7 +1353,7 @@ def inverted_scale(replay, choice):
     choices=("all", "block"),
 )
 def multiplier_missing(replay, choice):
-    require_scaling(replay)
+    require_own_amax(replay)  # a scale that is given may be another one, 1: stale-scale says so
     replay.require(replay.rule.choice is None)
     if choice == "all":
         replay.facts["what"] = "as they are, without a multiplier"

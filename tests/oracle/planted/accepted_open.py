@@ -195,7 +195,7 @@ ACCEPTED: dict[str, tuple[str, ...]] = {
     ),
     "last-partial-vector-keeps-mantissa-of-scale": ("power-of-two-missing",),
     "one-tile-rounds-scale-up": ("power-of-two-up", "constant-factor"),
-    "scalar-tail-casts-unscaled": ("stale-scale", "constant-factor"),
+    "scalar-tail-casts-unscaled": ("stale-scale", "constant-factor", "multiplier-missing"),
     "odd-rows-round-before-cast": ("extra-rounding",),
     "last-row-tile-without-cubic-term": ("gelu-cubic-coefficient", "formula-constant"),
     "odd-column-tiles-exchange-act-and-gate": ("gate-order",),
