@@ -119,6 +119,21 @@ def test_a_part_of_a_large_tensor_is_called_one():
     assert "where it was compared" in str(best) and "qgelu" in best.sentence
 
 
+def test_a_product_inside_a_formula_that_is_flushed_is_named():
+    """silu'(act) dy is subnormal, and the gate is large: the gradient of act is normal, and 0 with -ftz=true."""
+    rng = np.random.default_rng(0)
+    act, gate = rng.uniform(-9, -8, (64, 128)).astype(F), rng.uniform(2**20, 2**21, (64, 128)).astype(F)
+    dy = (rng.uniform(1, 2, (64, 128)) * 2.0 ** rng.integers(-124, -100, (64, 1))).astype(F)
+    x = np.concatenate([act, gate], axis=1)
+    dx = refops.activation_grad("swiglu", dy, x)
+    product = refops.activation_grad("silu", dy, act)
+    lost = np.abs(product) < np.finfo(F).smallest_normal
+    assert lost.any() and not lost.all() and (dx[:, :128][lost] != 0).all()
+    dx[:, :128][lost] = 0
+    report = oracle.check("dswiglu", {"dy": dy, "x": x}, dx)
+    assert report.diagnosis[0].names == ("subnormals-flushed",) and report.diagnosis[0].explained == 1
+
+
 def tiles_down_the_columns(scales):
     """Swizzled scales whose tiles of 128 x 4 are exchanged as those of the transpose are."""
     tiles = refops.swizzle(scales).reshape(len(scales) // 128, -1, 512)

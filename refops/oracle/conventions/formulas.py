@@ -248,25 +248,30 @@ def low_precision_arithmetic(replay, choice):
     replay.bound = replay.bound.using(LowPrecisionArithmetic(dtype, choice == "whole"))
     for name in FUNCTIONS:
         replay.after(name, replay.round)
-    own_round, scaled = replay.round, replay.scaled
+    _change_products(replay, replay.round)
+
+
+def _change_products(replay, change):
+    """Let every product of the formula with dy, the gate or a row's scale pass through `change`, and that scale."""
+    scaled = replay.scaled
 
     def forward(act, gate, scale):
         y = replay.value(act)
         if gate is not None:
-            y = own_round(y * replay.gate(gate))
-        return y if scale is None else own_round(y * own_round(scale))
+            y = change(y * replay.gate(gate))
+        return y if scale is None else change(y * change(scale))
 
     def backward_act(dy, act, gate):
         if gate is None:
-            return own_round(dy * replay.derivative(act))
+            return change(dy * replay.derivative(act))
         if scaled:
-            return own_round(dy * own_round(replay.derivative(act) * replay.gate(gate)))
-        return own_round(own_round(replay.derivative(act) * dy) * replay.gate(gate))
+            return change(dy * change(replay.derivative(act) * replay.gate(gate)))
+        return change(change(replay.derivative(act) * dy) * replay.gate(gate))
 
     def backward_gate(dy, act, gate):
         if scaled:
-            return own_round(dy * own_round(replay.value(act) * replay.gate_slope(gate)))
-        return own_round(own_round(replay.gate_slope(gate) * dy) * replay.value(act))
+            return change(dy * change(replay.value(act) * replay.gate_slope(gate)))
+        return change(change(replay.gate_slope(gate) * dy) * replay.value(act))
 
     replay.forward, replay.backward_act, replay.backward_gate = forward, backward_act, backward_gate
 
@@ -303,6 +308,8 @@ def subnormals_flushed(replay, choice):
         if replay.bound is not None:
             for name in FUNCTIONS:
                 replay.after(name, _flush)
+            if "product" not in replay.changed:  # another convention has products of its own
+                _change_products(replay, _flush)
     if choice in ("scales", "all"):
         _flush_scales(replay)
     if replay.scaling is not None and choice != "scales":
