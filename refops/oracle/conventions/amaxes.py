@@ -255,6 +255,7 @@ def _implied_part(replay, along):
     An element by whose magnitude alone a scale would be larger than the one that was written is not among them. Of
     parts without such elements that give those scales the one is taken that spoils the fewest right scales.
     """
+    replay.require(replay.rule.choice is None)
     direction, small, written, right = _small_scales(replay)
     setting, plain = replay.setting, replay.setting.replay()
     region = _region_read(setting)
@@ -293,13 +294,12 @@ def _small_scales(replay):
 
     NotApplicable where no copy's wrong scales are nearly all too small.
     """
-    setting = replay.setting
-    key = "small scales"
-    if key not in setting.cache:
-        found = (_small_scales_of(replay, d) for d in DIRECTIONS if f"{d}_scale_inv" in setting.outputs)
-        setting.cache[key] = next((small for small in found if small is not None), None)
-    replay.require(setting.cache[key] is not None)
-    return setting.cache[key]
+    cache, outputs = replay.setting.cache, replay.setting.outputs
+    if "small scales" not in cache:
+        found = (_small_scales_of(replay, d) for d in DIRECTIONS if f"{d}_scale_inv" in outputs)
+        cache["small scales"] = next((small for small in found if small is not None), None)
+    replay.require(cache["small scales"] is not None)
+    return cache["small scales"]
 
 
 def _small_scales_of(replay, direction):
@@ -322,7 +322,7 @@ def _simple_parts(free):
     A run has the ends of an eighth of the block, then those that are as far as they may be.
     """
     length, period = len(free), 2
-    while period < length:
+    while period < length and length % period == 0:
         phases = free.reshape(-1, period).all(axis=0)
         if phases.any() and not phases.all():
             yield np.tile(phases, length // period)
@@ -334,7 +334,8 @@ def _simple_parts(free):
             yield (index >= start) & (index < stop)
     first, end = np.flatnonzero(~free)[[0, -1]] + (0, 1)
     for start, stop in ((first // step * step, -(-end // step) * step), (first, end)):
-        yield (index < start) | (index >= stop)
+        if start > 0 or stop < length:
+            yield (index < start) | (index >= stop)
 
 
 def _longest_run(where):
@@ -346,7 +347,7 @@ def _longest_run(where):
 def _words_of_part(taken):
     """What the elements are called that a part takes of a block."""
     length, period = len(taken), 2
-    while period < length:
+    while period < length and length % period == 0:
         phases = taken.reshape(-1, period)
         if (phases == phases[0]).all():
             which = np.flatnonzero(phases[0])
