@@ -541,6 +541,33 @@ def nan_as_a_number(replay, choice):
 
 
 @computing(
+    "nan-sign-kept",
+    "NaN becomes 0x{found:02X} with the sign that it has, where TE's cast writes 0x{own:02X} for either sign.",
+    stage="nan",
+    choices=lambda replay: _positive_nan_codes(replay),
+    alone=True,
+)
+def nan_sign_kept(replay, choice):
+    fmt = replay.fmt
+    replay.facts["found"], replay.facts["own"] = choice, fmt.code_of_nan
+    replay.wrap("round", lambda inner, values: np.where(np.isnan(values), values, inner(values)))  # else it has no sign
+
+    def encode(inner, values, bits):
+        return np.where(np.isnan(values), fmt.signed_code(choice, np.signbit(values)), inner(values, bits))
+
+    replay.wrap("encode", encode)
+
+
+def _positive_nan_codes(replay):
+    """The codes of NaN without a sign bit, that of the format's cast first."""
+    require_scaling(replay)
+    fmt = replay.fmt
+    replay.require(fmt.nan_code is not None and fmt.signed)
+    codes = np.flatnonzero(np.isnan(fmt.values[: len(fmt.values) // 2])).tolist()
+    return sorted(codes, key=lambda code: code != fmt.code_of_nan)
+
+
+@computing(
     "subnormal-codes-flushed",
     "Values below the least normal number of {fmt} become zero, where TE writes its subnormal codes.",
     stage="subnormals",

@@ -73,8 +73,17 @@ class Search:
         self.sample = self._sample()
 
     def _format(self, name):
+        """The format of an array of codes, by which one NaN is as good as another; None where bits are compared."""
         slot = self.case.slots[name]
-        return None if slot.packed > 1 else slot.fmt
+        return None if slot.packed > 1 or self._has_other_nan(name, slot.fmt) else slot.fmt
+
+    def _has_other_nan(self, name, fmt):
+        """Whether codes of NaN are wrong where the reference has another NaN: the call asks for the bits."""
+        if fmt is None or fmt.nan_code is None or self.outputs[name].dtype != np.uint8:
+            return False
+        wrong = self.wrong[name]
+        got, right = (np.isnan(fmt.values.take(a[name][wrong], mode="clip")) for a in (self.outputs, self.reference))
+        return bool((got & right).any())
 
     def _names_of_copies(self):
         """Names of the matrices of each copy; of what is no copy together."""

@@ -292,6 +292,19 @@ def mx_floor_with_a_cast_to_nan(k):
     return k.outputs(mx_byte=lambda amax: mx_byte_ocp(amax, "e4m3", "floor"), cast=overflowing)
 
 
+@convention("nan-sign-kept", "quantize", MX, shape=SIZE, data="with_nan", ulp=0)
+def mx_nan_with_its_sign(k):
+    """sign | 0x7F, as the software cast of CUDA's header has it: by default right, but not TE's bits."""
+    return k.outputs(cast=lambda v: cast(v, "e4m3") | ((np.isnan(v) & np.signbit(v)) * 128).astype(np.uint8))
+
+
+@convention("nan-sign-kept", "quantize", MX_E5M2, shape=SIZE, data="with_nan", ulp=0)
+def mx_e5m2_quiet_nan_with_its_sign(k):
+    """sign | 0x7E."""
+    nan = lambda v: np.where(np.signbit(v), np.uint8(0xFE), np.uint8(0x7E))  # noqa: E731
+    return k.outputs(cast=lambda v: np.where(np.isnan(v), nan(v), cast(v, "e5m2")))
+
+
 @convention("inf-amax-not-handled", "quantize", MX_FLOOR, shape=SIZE, data="nonfinite")
 def mx_floor_of_the_bits_of_infinity(k):
     """The exponent field of inf is 255: the byte is 247, 2^120."""
