@@ -20,7 +20,7 @@ from cuda_kernels import ptx_cache, simt
 from cuda_kernels.contexts import LEGACY_STREAM, NO_STREAM, PER_THREAD_STREAM, cuda_core, device_scope
 from cuda_kernels.declared import explain_declared
 from cuda_kernels.errors import explain_linking, explain_missing
-from cuda_kernels.messages import announce
+from cuda_kernels.messages import announced
 from cuda_kernels.simt import THREADS
 from cuda_kernels.tiles import TILE_ROWS
 from cuda_kernels.vectors import VECTOR
@@ -205,8 +205,8 @@ class Launcher:
 
     def _compile(self, spec):
         def translate():
-            announce(f"compiling a kernel for {architecture(self.target)}, once")
-            return ptx_of(spec, self.target)
+            with announced("a kernel", architecture(self.target)):
+                return ptx_of(spec, self.target)
 
         core, text = self.core, ptx_cache.get(spec, self.target, translate)
         options = core.LinkerOptions(arch=architecture(self.target))

@@ -17,6 +17,7 @@ import torch
 from rich.table import Table
 from torch.utils._pytree import tree_leaves
 
+from cuda_kernels.messages import silent
 from fuser.common import copied
 from fuser.conversion import CONVERTED, ConvertedLinear, Rule, converted, own_matrices, recipe_hint
 from fuser.op import BasicOperation, FusibleOperation
@@ -382,7 +383,7 @@ def compare(
             change of it, as a card's sums do. None: relative to the step without a recipe.
         pad: as of `convert`: any number of tokens.
         plot: also draw it to this file.
-        quiet: do not print.
+        quiet: print neither tables nor what is compiled for the first time.
 
     Returns:
         `Comparison`.
@@ -409,7 +410,7 @@ def compare(
         require_picture(plot, "plot")
     for rule in {**rules, **reference}.values():  # before the first step, which takes longer: a rule may be wrong
         converted(model, rule, pad=pad, inplace=False, share_parameters=True)
-    with _gradients_stay(model):
+    with silent() if quiet else contextlib.nullcontext(), _gradients_stay(model):
         plain = _run_step(converted(model, None, pad=pad, inplace=False)[0], None, batch, loss)
         known = {name: _step_under(name, model, rule, batch, loss, pad) for name, rule in reference.items()}
         base = next((_without_padding(step, plain) for step in known.values()), plain)

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from cuda_kernels.messages import silent
 from fuser.cards import current_products
 from fuser.common import copied, is_quantized_tensor
 from fuser.fused_pattern import Candidate
@@ -166,7 +167,7 @@ def explain(
     if recipe is None:
         recipe = _recipe_in_force()
     decided = recipe is not None or FP8GlobalStateManager.quantization_state.autocast_depth > 0
-    with _undisturbed(target), torch.enable_grad():
+    with silent() if quiet else contextlib.nullcontext(), _undisturbed(target), torch.enable_grad():
         if input is None:
             pipelines = [_plan(fuser, recipe if decided else bound) for fuser, bound in fusers_of(target)]
         else:

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from cuda_kernels.messages import announce
+from cuda_kernels.messages import announced
 
 #: The folder that holds the folders `device` and `driver`.
 ROOT = Path(__file__).resolve().parent
@@ -230,10 +230,10 @@ def _build_into(folder):
     if not _are_ours(folder.parent):
         raise PermissionError(f"{folder.parent} can be written by others")
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix="building-") as made:
-        announce("compiling the software GPU for this machine, once")
         finished = Path(made, "libraries")
         finished.mkdir()
-        _compile(Path(made), finished)
+        with announced("the software GPU", "this machine"):
+            _compile(Path(made), finished)
         sizes = {name: (finished / name).stat().st_size for name in LIBRARIES}
         (finished / CONTENTS).write_text(json.dumps(sizes))
         _move(finished, folder, Path(made, "incomplete"))

@@ -6,8 +6,7 @@ functions of other modules. Files go to NUMBA_CACHE_DIR, else ~/.cache/cuda_kern
 the sources; folders that got nothing new for 30 days are removed when another is made. Where neither can be written
 nothing is kept.
 
-Compiling takes about a second a loop and logs a line, to stderr unless the program handles it;
-`logging.getLogger("cuda_kernels").setLevel("WARNING")` silences that.
+Compiling takes about a second a loop, and says so (`cuda_kernels.messages`).
 """
 
 import hashlib
@@ -17,6 +16,7 @@ import shutil
 import sys
 import time
 import uuid
+from contextlib import ExitStack
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from numba.extending import intrinsic
 from cuda_kernels import ptx_cache
 from cuda_kernels.declared import explain_declared
 from cuda_kernels.host.widths import are_faster, wide_where_measured
-from cuda_kernels.messages import announce
+from cuda_kernels.messages import announced
 from cuda_kernels.simt import ONLY_FROM_COMPILED_CODE, named_by_content
 
 #: Numba's variables that change machine code.
@@ -83,11 +83,12 @@ class DiskCache(NullCache):
     """Machine code of one named loop, one file for each digest of sources, compiler and CPU.
 
     Files are written under another name and then moved, so that processes which compile the same loop at once are safe.
-    Whatever goes wrong with a file means compiling again.
+    Whatever goes wrong with a file means compiling again. `while_compiling` ends what is said of it.
     """
 
     def __init__(self, name):
         self._name = name
+        self.while_compiling = ExitStack()
 
     def _path(self, signature, codegen):
         key = f"{source_digest()} {signature} {codegen.magic_tuple()} {are_faster(cache_directory())}"
@@ -100,7 +101,7 @@ class DiskCache(NullCache):
             payload = pickle.loads(self._path(sig, target_context.codegen()).read_bytes())
             return CompileResult._rebuild(target_context, *payload)
         except Exception:  # no file, no home, or one that a crash cut short
-            announce(f"compiling {self._name} for this CPU, once")
+            self.while_compiling.enter_context(announced(self._name, "this CPU"))
             return None
 
     def save_overload(self, sig, data):
@@ -146,8 +147,8 @@ def compiled(name, function, signature):
         raise RuntimeError("cuda_kernels.host is compiled code, but NUMBA_DISABLE_JIT=1 turns Numba off: unset it")
     with global_compiler_lock:
         dispatcher = numba.njit(nogil=True, error_model="numpy")(named_by_content(function))
-        dispatcher._cache = DiskCache(name)
-        with explain_declared(function), wide_where_measured(cache_directory()):
+        dispatcher._cache = cache = DiskCache(name)
+        with cache.while_compiling, explain_declared(function), wide_where_measured(cache_directory()):
             dispatcher.compile(signature)
         dispatcher.disable_compile()
     return dispatcher

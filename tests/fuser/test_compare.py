@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import logging
 import math
 import warnings
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from torch import nn
 
 import fuser
 import refops
+from cuda_kernels import messages
 from fuser import comparison, ops, recording
 from fuser.quantization.quantizer import quantization_observers
 from fuser.quantization.state import DelayedScalingRequest, FP8GlobalStateManager
@@ -782,3 +784,21 @@ def test_pictures_of_many_tensors_have_the_worst(tmp_path, monkeypatch):
     sqnr = sorted(s.records, key=lambda record: record.measurement.sqnr_db)
     assert set(drawn) == {record.name for record in sqnr[:20]}
     assert len(set(drawn.values())) == 20
+
+
+class Compiling(nn.Module):
+    """A layer whose forward compiles a loop."""
+
+    def forward(self, x):
+        with messages.announced("a loop", "this CPU"):
+            return x
+
+
+@pytest.mark.parametrize("call", [fuser.compare, fuser.explain])
+def test_what_is_compiled_in_a_call_is_said_unless_it_is_quiet(call, monkeypatch, capsys):
+    monkeypatch.setattr(messages, "logger", logging.Logger("cuda_kernels"))
+    monkeypatch.setattr(messages, "_standard_error", messages._StandardError())
+    model = ops.Sequential(ops.Linear(32, 32), Compiling())
+    for quiet, said in ((True, ""), (False, "cuda_kernels: compiling a loop for this CPU, once\n")):
+        call(model, inputs(32, 32), quiet=quiet)
+        assert capsys.readouterr().err == said
