@@ -32,6 +32,7 @@ from fuser.quantization.quantizer import Quantizer
 from fuser.quantization.state import FP8GlobalStateManager
 from fuser.quantization.storage import BufferStorage
 from fuser.recipe import Recipe
+from fuser.recording import operations_of
 from fuser.sequential import HoldsFusers, Sequential, fusers_of
 from refops.arguments import shown
 from refops.quantization.result import stored_layout
@@ -85,11 +86,14 @@ class SavedTensor:
 class PipelineReport:
     """One `OperationFuser`: the basic operations and what becomes of them. Operations are named by their position.
 
+    `modules`: the name in the target of the module that each basic operation is or is a part of, as in
+    `named_modules`; "" for the target itself.
     `products`: how products are computed, "float32" or a card (`fuser.products`), and how that is promoted where a
     scope says so.
     """
 
     basic_ops: list[str]
+    modules: list[str]
     recipe: str | None
     products: str
     first_op_requiring_backward: int
@@ -167,12 +171,13 @@ def explain(
     if recipe is None:
         recipe = _recipe_in_force()
     decided = recipe is not None or FP8GlobalStateManager.quantization_state.autocast_depth > 0
+    layers = {} if isinstance(target, OperationFuser) else {op: layer for layer, op in operations_of(target)}
     with silent() if quiet else contextlib.nullcontext(), _undisturbed(target), torch.enable_grad():
         if input is None:
-            pipelines = [_plan(fuser, recipe if decided else bound) for fuser, bound in fusers_of(target)]
+            pipelines = [_plan(fuser, recipe if decided else bound, layers) for fuser, bound in fusers_of(target)]
         else:
             with _under(recipe):
-                pipelines = _measure(target, input, extra_inputs, kwargs)
+                pipelines = _measure(target, input, extra_inputs, kwargs, layers)
     if not pipelines:
         raise ValueError(f"There is nothing to explain: {type(target).__name__} runs no fusible operations")
     explanation = Explanation(pipelines)
@@ -227,7 +232,7 @@ def _undisturbed(target: torch.nn.Module | OperationFuser) -> Iterator[None]:
             weight._quantizer = quantizer
 
 
-def _plan(fuser: OperationFuser, recipe: Any) -> PipelineReport:
+def _plan(fuser: OperationFuser, recipe: Any, layers: dict[BasicOperation, str]) -> PipelineReport:
     """The plan for a training step in which the input takes part in backward."""
     present = fuser._forward_ops, fuser._backward_ops, fuser.first_op_requiring_backward
     try:
@@ -236,7 +241,7 @@ def _plan(fuser: OperationFuser, recipe: Any) -> PipelineReport:
                 op.reset_recipe_state(recipe=recipe)
             fuser.first_op_requiring_backward = 0
             fuser.fuse_ops(recipe)
-            return _report(fuser, recipe)
+            return _report(fuser, recipe, layers)
     finally:
         fuser._forward_ops, fuser._backward_ops, fuser.first_op_requiring_backward = present
 
@@ -246,6 +251,7 @@ def _measure(
     input_: torch.Tensor,
     extra_inputs: Sequence[torch.Tensor],
     kwargs: dict[str, Any],
+    layers: dict[BasicOperation, str],
 ) -> list[PipelineReport]:
     reports: list[PipelineReport] = []
     seen_storages: set[int] = set()
@@ -253,7 +259,7 @@ def _measure(
 
     def observe(fuser: OperationFuser, step: ForwardStep) -> None:
         if step.basic_op_indices[0] == 0:
-            reports.append(_report(fuser, _recipe_in_force()))
+            reports.append(_report(fuser, _recipe_in_force(), layers))
             reports[-1].saved = {}
             params = (param for op in fuser._basic_ops for param in op.parameters())
             seen_storages.update(part.untyped_storage().data_ptr() for param in params for part in _parts(param))
@@ -277,12 +283,13 @@ def _measure(
     return reports
 
 
-def _report(fuser: OperationFuser, recipe: Any) -> PipelineReport:
+def _report(fuser: OperationFuser, recipe: Any, layers: dict[BasicOperation, str]) -> PipelineReport:
     def planned(ops: list[tuple[FusibleOperation, list[int]]]) -> list[PlannedOp]:
         return [PlannedOp(type(op).__name__, list(indices)) for op, indices in ops]
 
     return PipelineReport(
         basic_ops=[type(op).__name__ for op in fuser._basic_ops],
+        modules=[layers.get(op, "") for op in fuser._basic_ops],
         recipe=None if recipe is None else type(recipe).__name__,
         products=str(current_products()),
         first_op_requiring_backward=fuser.first_op_requiring_backward,
@@ -441,6 +448,15 @@ def _names(pipeline: PipelineReport, indices: Sequence[int]) -> str:
     return ", ".join(f"{i} {pipeline.basic_ops[i]}" for i in indices)
 
 
+def _names_by_module(pipeline: PipelineReport) -> str:
+    """All basic operations, those of a module together behind its name."""
+    groups = []
+    for module, group in itertools.groupby(range(len(pipeline.basic_ops)), lambda i: pipeline.modules[i]):
+        names = _names(pipeline, list(group))
+        groups.append(f"{module} [{names}]" if module else names)
+    return ", ".join(groups)
+
+
 def _bytes(count: float) -> str:
     for unit in ("B", "KiB", "MiB"):
         if count < 1024:
@@ -450,7 +466,7 @@ def _bytes(count: float) -> str:
 
 
 def _text_of(number: int, pipeline: PipelineReport) -> str:
-    lines = [f"Pipeline {number}: {_names(pipeline, range(len(pipeline.basic_ops)))}"]
+    lines = [f"Pipeline {number}: {_names_by_module(pipeline)}"]
     lines.append(f"  recipe: {pipeline.recipe or 'none'}")
     if pipeline.products != "float32":
         lines.append(f"  products: {pipeline.products}")

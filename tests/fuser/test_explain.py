@@ -400,6 +400,23 @@ def test_explaining_a_fuser_leaves_its_plan():
     assert group._forward_ops is plan
 
 
+def test_operations_are_named_by_their_modules():
+    block = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.GELU(approximate="tanh"))
+    model = torch.nn.Sequential(torch.nn.ModuleDict({"mlp": block})["mlp"], ops.Sequential(ops.Linear(32, 32)))
+    fuser.convert(model, recipe.MXFP8BlockScaling())
+    for explanation in (fuser.explain(model, quiet=True), fuser.explain(model, torch.randn(32, 32), quiet=True)):
+        assert [pipeline.modules for pipeline in explanation.pipelines] == [["0.0", "0.0", "0.1"], ["1.0", "1.0"]]
+        heads = [line for line in explanation.text.splitlines() if line.startswith("Pipeline")]
+        assert heads == [
+            "Pipeline 0: 0.0 [0 BasicLinear, 1 Bias], 0.1 [2 GELU]",
+            "Pipeline 1: 1.0 [0 BasicLinear, 1 Bias]",
+        ]
+    linear = ops.Linear(32, 32)
+    assert fuser.explain(linear, quiet=True).text.startswith("Pipeline 0: 0 BasicLinear, 1 Bias\n")
+    group = OperationFuser([linear.basic_ops[0]])
+    assert fuser.explain(group, quiet=True).pipelines[0].modules == [""]
+
+
 class TestOperationsUsedTwice:
     def test_fusions_have_their_own_places(self):
         linear = ops.Linear(32, 32, dtype=torch.bfloat16)
