@@ -10,12 +10,14 @@
 | row-scaled NVFP4     | high precision    | `nvfp4_row_scaled_fwd_high_precision_bwd_factory` |
 
 (1) Of the module type "grouped_linear" alone. The operations' roles say "linear", as TE's do, also those of
-`GroupedLinear`: they get MXFP8 in both directions.
+`GroupedLinear`: they get MXFP8 in both directions, and a warning.
 
 Behaviour: TE's custom_recipes/quantizer_factory_zoo.py, without the factory for attention.
 """
 
 from __future__ import annotations
+
+import warnings
 
 from fuser.custom_recipes.quantizer_factories import mxfp8_factory, nvfp4_factory, tensor_of, tensor_of_linear
 from fuser.quantization import HybridQuantizer, IdentityQuantizer, NVFP4Quantizer, Quantizer, QuantizerRole
@@ -71,8 +73,24 @@ def mxfp8_fwd_high_precision_bwd_factory(role: QuantizerRole | None) -> Quantize
 
 def nvfp4_row_scaled_fwd_mxfp8_bwd_factory(role: QuantizerRole | None) -> Quantizer:
     """Of `module_type` "grouped_linear": forward in NVFP4, with an amax for each row of the input; backward in MXFP8,
-    of what forward multiplied. Everything else in MXFP8. (The operations' roles say "linear", as TE's do.)"""
+    of what forward multiplied. Everything else in MXFP8.
+
+    The roles of all operations say "linear", as TE's do, so they get MXFP8 in both directions: a `UserWarning` says so.
+    A function of your own chooses the operations that get NVFP4, by name, say:
+
+        def qfactory(role):
+            experts = role.name.startswith("experts")
+            return factory(dataclasses.replace(role, module_type="grouped_linear") if experts else role)
+    """
     tensor = tensor_of(role, "grouped_linear")
+    if tensor_of(role, "linear") in ("input", "weight"):
+        warnings.warn(
+            "nvfp4_row_scaled_fwd_mxfp8_bwd_factory makes row-scaled NVFP4 for the module_type 'grouped_linear' alone, "
+            "and the roles of operations say 'linear': this one is MXFP8 in both directions. Give the factory roles "
+            "with that module_type for the operations that should be NVFP4",
+            UserWarning,
+            stacklevel=2,
+        )
     if tensor in ("input", "weight"):
         return _requantized(NVFP4Quantizer(row_scaled_nvfp4=tensor == "input"), mxfp8_factory(role))
     return mxfp8_factory(role)

@@ -16,7 +16,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import fuser
 import refops
 from fuser import functional, operators, ops, recipe, tracing
-from fuser.custom_recipes.quantizer_factory_zoo import nvfp4_row_scaled_fwd_mxfp8_bwd_factory
+from fuser.custom_recipes.quantizer_factory_zoo import nvfp4_row_scaled_fwd_high_precision_bwd_factory
 from fuser.quantization import FP8GlobalStateManager as Manager
 from fuser.quantization.quantizer import Quantizer
 from tiers import sampled
@@ -39,7 +39,7 @@ RECIPES = {
     "nvfp4": recipe.NVFP4BlockScaling,
     "mxfp8": recipe.MXFP8BlockScaling,
     "own scaling": lambda: recipe.BlockScaledRecipe(FLOOR),
-    "custom": lambda: recipe.CustomRecipe(qfactory=nvfp4_row_scaled_fwd_mxfp8_bwd_factory),
+    "custom": lambda: recipe.CustomRecipe(qfactory=nvfp4_row_scaled_fwd_high_precision_bwd_factory),
     "high precision backward": lambda: recipe.MXFP8BlockScaling(backward_override="high_precision"),
 }
 

@@ -1,5 +1,7 @@
 """TE's factories for custom recipes, and its reference quantizers with the numbers of `refops`."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -109,8 +111,22 @@ def test_mixed_factories(name):
         rows = getattr(parts[0], "row_scaled_nvfp4", False)
         assert rows == ("row_scaled" in name and role.tensor_type == "input")
     assert isinstance(FACTORIES[name](None), q.Quantizer), "a slot without a role"
-    result = step(recipe.CustomRecipe(qfactory=FACTORIES[name]))
+
+    def qfactory(role):
+        return FACTORIES[name](dataclasses.replace(role, module_type=module_type))
+
+    result = step(recipe.CustomRecipe(qfactory=qfactory))
     assert all(torch.isfinite(tensor).all() for tensor in result)
+
+
+def test_a_factory_for_experts_says_that_other_operations_get_mxfp8():
+    factory = quantizer_factory_zoo.nvfp4_row_scaled_fwd_mxfp8_bwd_factory
+    with pytest.warns(UserWarning, match="this one is MXFP8 in both directions"):
+        found = step(recipe.CustomRecipe(qfactory=factory))
+    wanted = step(recipe.MXFP8BlockScaling())
+    assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+    for role in (None, q.QuantizerRole("dpa", "input"), q.QuantizerRole("linear", "grad_output")):
+        assert isinstance(factory(role), q.MXFP8Quantizer)
 
 
 # --- reference quantizers ---------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import contextlib
 import math
 import re
+import warnings
 
 import numpy as np
 from arguments_fuzz import FLOAT_DTYPES, wrong
@@ -266,6 +267,7 @@ def role_factories(case):
 
     from fuser import quantization
 
+    warnings.filterwarnings("ignore", "nvfp4_row_scaled_fwd_mxfp8_bwd_factory makes row-scaled NVFP4 for")
     path = case.choose(FACTORIES)
     role = None
     if case.chance(0.9):
