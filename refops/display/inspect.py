@@ -18,17 +18,22 @@ SQNR       10 log10(sum x^2 / sum (x - xhat)^2), xhat the dequantized tensor
   exact    every finite element came back as it was
   -inf     a finite element came back infinite or NaN; with NVFP4 this happens
            when the tensor holds inf, or its amax is above 7.6e35"""
+CAST_LEGEND = """\
+Measured is the cast of the rowwise copy (nvfp4-rht: of the columnwise one),
+which MXFP8 takes of any shape. A linear layer also needs the other copy: under
+MXFP8, both dimensions of its weight must be multiples of 32, in TE as in fuser.
+Only finite elements count. About the scalings: refops inspect --help"""
 SUMMARY_LEGEND = f"""\
 {SQNR_LEGEND}
   -        the scaling does not take that shape, or no element is finite
-Only finite elements count. About the scalings: refops inspect --help"""
+{CAST_LEGEND}"""
 LEGEND = f"""\
 {SQNR_LEGEND}
 flushed    share of the non-zero elements that came back as zero
 saturated  share cut off by the format's range, over half a step beyond its end
 worst err  largest |x - xhat| / |x| of the elements that were not flushed
 bits       per element as stored: data, unpadded scales, float32 amax or scale
-Only finite elements count. About the scalings: refops inspect --help"""
+{CAST_LEGEND}"""
 #: Columns that a tensor's name gets at least in a line of many tensors, and those that may have an SQNR each.
 NAME_COLUMNS, MOST_SCALINGS_ACROSS = 44, 4
 

@@ -481,6 +481,7 @@ def test_legend_explains_the_ends_of_sqnr(run, tmp_path, option):
         "-inf a finite element came back infinite or NaN" in text and "holds inf, or its amax is above 7.6e35" in text
     )
     assert "exact every finite element came back as it was" in text
+    assert "under MXFP8, both dimensions of its weight must be multiples of 32" in text
 
 
 def test_float64_that_overflows_is_counted(run_json, tmp_path):
