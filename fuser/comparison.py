@@ -261,8 +261,9 @@ class Comparison:
     def plot(self, path: str | PathLike[str]) -> None:
         """Draw the errors of each layer's output and gradients, and each tensor's SQNR, under each recipe, in dB.
 
-        A panel has the rows with the largest errors, as many as a page has room for
-        (`refops.display.plot.MOST_TENSORS_DRAWN`). The suffix of `path` gives the format.
+        Rows are in the model's order. A panel has those with the largest errors, as many as a page has room for
+        (`refops.display.plot.MOST_TENSORS_DRAWN`); where it leaves some out its title says so. The suffix of `path`
+        gives the format.
 
         Raises:
             PlotError: no matplotlib, a suffix that it does not know, or no such directory. ValueError: no layer or
@@ -272,12 +273,12 @@ class Comparison:
 
     def _draw(self, path: str | PathLike[str], argument: str) -> None:
         sqnr = {name: [worst(records).sqnr_db for records in found] for name, found in self._tensors().items()}
-        grids = {
+        found = {
             "Output of each layer": _in_decibels(self._by_layer(lambda layer: layer.output)),
             "Gradients of each layer": _in_decibels(self._by_layer(lambda layer: layer.gradient)),
-            "Quantized tensors (SQNR)": _worst_rows(sqnr),
+            "Quantized tensors (SQNR)": sqnr,
         }
-        grids = {title: grid for title, grid in grids.items() if grid}
+        grids = dict(_worst_rows(title, grid) for title, grid in found.items() if grid)
         if not grids:
             raise ValueError("comparison must hold errors of layers or tensors to be drawn; got none")
         require_picture(path, argument)
@@ -332,14 +333,16 @@ def _in_decibels(grid: dict[str, list[float | None]]) -> dict[str, list[float | 
             return None
         return -20 * math.log10(error) if error else math.inf
 
-    return _worst_rows({name: [signal(error) for error in errors] for name, errors in grid.items()})
+    return {name: [signal(error) for error in errors] for name, errors in grid.items()}
 
 
-def _worst_rows(grid: dict[str, list[float | None]]) -> dict[str, list[float | None]]:
-    """The rows with the lowest numbers, in their own order, as many as fit in a picture."""
+def _worst_rows(title: str, grid: dict[str, list[float | None]]) -> tuple[str, dict[str, list[float | None]]]:
+    """The rows with the lowest numbers, in their own order, as many as fit in a picture, under a title that says so."""
     lowest = {name: min((n for n in row if n is not None), default=math.inf) for name, row in grid.items()}
     kept = set(sorted(grid, key=lambda name: lowest[name])[:MOST_TENSORS_DRAWN])
-    return {name: row for name, row in grid.items() if name in kept}
+    if len(kept) < len(grid):
+        title += f", the {len(kept)} worst of {len(grid)}"
+    return title, {name: row for name, row in grid.items() if name in kept}
 
 
 # ---------------------------------------------------------------------- finding out

@@ -28,13 +28,15 @@ from fuser.quantization.quantizers import is_replaying
 from refops.arguments import dimensions, require_integer, shown
 from refops.display.console import make_table, print_table, stdout_console
 from refops.display.numbers import decibels, percent, significant
-from refops.display.plot import panels, require_picture, save
+from refops.display.plot import panels, require_picture, save, short_labels
 from refops.survey import Measurement, measure_cast, measure_quantized
 
 __all__ = ["QuantizationRecord", "Statistics", "statistics"]
 
 #: As many lines as matplotlib's ten colors and two styles tell apart.
 MOST_TENSORS_NAMED = 20
+#: The axis of a share ends no lower than here, in percent: where nothing is flushed, say.
+LEAST_PERCENT_SHOWN = 0.1
 
 
 @dataclass(frozen=True)
@@ -186,8 +188,8 @@ class Statistics:
     def plot(self, path: str | PathLike[str]) -> None:
         """Draw SQNR, flushed and saturated shares of each tensor over the steps. The suffix gives the format.
 
-        Of more than 20 tensors those of the lowest SQNR; a step in which a tensor was all zero has none, and comes
-        before all others.
+        The legend names the tensors by their lowest SQNR, the lowest first; a step in which a tensor was all zero has
+        none, and comes before all others. Of more than 20 tensors the first 20 are drawn, and the title says so.
 
         Raises:
             PlotError: no matplotlib, a suffix that it does not know, or no such directory. ValueError: no records.
@@ -196,25 +198,34 @@ class Statistics:
         if not by_name:
             raise ValueError("statistics must hold records to be drawn; got none")
         require_picture(path, "path")
-        figure, axes = panels(3, 8, 8)
-        if len(by_name) > MOST_TENSORS_NAMED:
 
-            def lowest(name: str) -> float:
-                if any(record.all_zero for record in by_name[name]):
-                    return -math.inf
-                sqnr = worst(by_name[name]).sqnr_db
-                return math.inf if sqnr is None else sqnr
+        def lowest(name: str) -> float:
+            if any(record.all_zero for record in by_name[name]):
+                return -math.inf
+            sqnr = worst(by_name[name]).sqnr_db
+            return math.inf if sqnr is None else sqnr
 
-            by_name = {name: by_name[name] for name in sorted(by_name, key=lowest)[:MOST_TENSORS_NAMED]}
+        names = sorted(by_name, key=lowest)[:MOST_TENSORS_NAMED]
+        figure, axes = panels(3, 11, 8)
+        which = "Quantized tensors by their lowest SQNR"
+        if len(names) < len(by_name):
+            which = f"The {len(names)} of {len(by_name)} quantized tensors whose SQNR is lowest"
+        axes[0].set_title(f"{which}, the lowest first", fontsize=10, loc="left")
         columns = {"SQNR (dB)": "sqnr_db", "flushed to zero (%)": "flushed", "saturated (%)": "saturated"}
         for axis, (title, column) in zip(axes, columns.items(), strict=True):
             factor = 1 if column == "sqnr_db" else 100
-            for (name, records), style in zip(by_name.items(), ["-"] * 10 + ["--"] * 10, strict=False):
-                values = [getattr(record.measurement, column) for record in records]
+            for name, label, style in zip(names, short_labels(names), ["-"] * 10 + ["--"] * 10, strict=False):
+                values = [getattr(record.measurement, column) for record in by_name[name]]
                 points = [math.nan if value is None else factor * value for value in values]
-                axis.plot([record.step for record in records], points, style, label=name)
+                steps = [record.step for record in by_name[name]]
+                label = f" {label}" if label.startswith("_") else label  # else matplotlib would leave it out
+                axis.plot(steps, points, style, label=label, marker="." if len(set(steps)) == 1 else None)
             axis.set_ylabel(title)
+            if column != "sqnr_db":
+                top = max(axis.get_ylim()[1], LEAST_PERCENT_SHOWN)
+                axis.set_ylim(-0.05 * top, top)  # a line at 0 lies above the frame
         axes[-1].set_xlabel("step")
+        axes[-1].xaxis.get_major_locator().set_params(integer=True)
         figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right upper", fontsize=8)
         save(figure, path, "path")
 

@@ -766,24 +766,57 @@ def test_a_measurement_of_what_was_quantized_already():
         assert measure_quantized(x, q, named.name) == measure(x, named)
 
 
-def test_pictures_of_many_tensors_have_the_worst(tmp_path, monkeypatch):
-    figures = pytest.importorskip("matplotlib.figure")
+@pytest.fixture
+def figure(monkeypatch):
+    """The figure that is drawn last, in a list."""
+    figures, drawn = pytest.importorskip("matplotlib.figure"), []
+    save = figures.Figure.savefig
+    monkeypatch.setattr(
+        figures.Figure, "savefig", lambda self, *args, **options: (drawn.append(self), save(self, *args, **options))
+    )
+    return drawn
+
+
+def test_pictures_of_many_tensors_have_the_worst(tmp_path, figure):
     model = fuser.convert(nn.Sequential(*(nn.Linear(32, 32) for _ in range(9))), MXFP8BlockScaling())
     with fuser.statistics(model) as s:
         model(inputs(32, 32)).sum().backward()
-    drawn, legend = {}, figures.Figure.legend
-
-    def keep(figure, handles, labels, **options):
-        drawn.update(
-            {label: (line.get_color(), line.get_linestyle()) for line, label in zip(handles, labels, strict=True)}
-        )
-        return legend(figure, handles, labels, **options)
-
-    monkeypatch.setattr(figures.Figure, "legend", keep)
     s.plot(tmp_path / "picture.png")
+    axes, (legend,) = figure[0].axes, figure[0].legends
     sqnr = sorted(s.records, key=lambda record: record.measurement.sqnr_db)
-    assert set(drawn) == {record.name for record in sqnr[:20]}
-    assert len(set(drawn.values())) == 20
+    assert [text.get_text() for text in legend.get_texts()] == [record.name for record in sqnr[:20]]
+    assert axes[0].get_title("left") == "The 20 of 27 quantized tensors whose SQNR is lowest, the lowest first"
+    lines = axes[2].get_lines()
+    assert len({(line.get_color(), line.get_linestyle()) for line in lines}) == 20
+    assert {line.get_marker() for line in lines} == {"."}, "a line of one step is nothing"
+    assert axes[2].get_ylim()[0] < 0 < 0.1 <= axes[2].get_ylim()[1], "a line at 0 is above the frame"
+
+
+def test_pictures_of_few_tensors_have_all(tmp_path, figure):
+    model = nn.Module()
+    model._layer = nn.Linear(32, 32)
+    model.forward = lambda x: model._layer(x)
+    fuser.convert(model, MXFP8BlockScaling())
+    with fuser.statistics(model) as s:
+        for _ in range(2):
+            model(inputs(32, 32)).sum().backward()
+    s.plot(tmp_path / "picture.png")
+    axes, (legend,) = figure[0].axes, figure[0].legends
+    assert axes[0].get_title("left") == "Quantized tensors by their lowest SQNR, the lowest first"
+    assert {text.get_text().strip() for text in legend.get_texts()} == {record.name for record in s.records}
+    assert {line.get_marker() for line in axes[0].get_lines()} == {"None"}
+    assert all(tick == round(tick) for tick in axes[2].get_xticks())
+
+
+def test_a_picture_of_a_comparison_says_what_it_leaves_out(two_recipes, tmp_path, figure, monkeypatch):
+    monkeypatch.setattr(comparison, "MOST_TENSORS_DRAWN", 4)
+    two_recipes.plot(tmp_path / "picture.png")
+    titles = [axis.get_title("left").partition(":")[0] for axis in figure[0].axes]
+    assert [title for title in titles if title] == [
+        "Output of each layer, the 4 worst of 5",
+        "Gradients of each layer",
+        "Quantized tensors (SQNR), the 4 worst of 6",
+    ]
 
 
 class Compiling(nn.Module):
