@@ -5,7 +5,7 @@ Behaviour: TE's ops/linear.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -151,10 +151,17 @@ class Linear(FusedOperation):
             state_dict.pop(prefix + name, None)
         return state_dict
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
-        """Give the aliases their values from the basic operations' keys, so that strict loading misses nothing."""
-        for index, name in enumerate(_PARAMETERS):
-            key = f"{prefix}basic_ops.{index}.{name}"
-            if key in state_dict and prefix + name not in state_dict:
-                state_dict[prefix + name] = state_dict[key]
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Mapping[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        *args: Any,
+    ) -> None:
+        """The aliases need no values: the basic operations load theirs, and report what they miss."""
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, *args)
+        for name in _PARAMETERS:
+            if prefix + name in missing_keys:
+                missing_keys.remove(prefix + name)

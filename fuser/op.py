@@ -27,6 +27,7 @@ from fuser.quantization.quantizers import is_replaying
 from fuser.quantization.state import FP8GlobalStateManager, RecipeState
 from fuser.quantization.storage import QuantizedTensorStorage
 from fuser.quantization.tensor import WrapperTensor
+from refops.arguments import say_who
 
 __all__ = ["BasicOperation", "ExtraTensorOperation", "FusedOperation", "FusibleOperation", "OperationContext"]
 
@@ -311,15 +312,18 @@ class BasicOperation(_CalledAlone, ChanneledOperation, metaclass=abc.ABCMeta):
                 continue
             self._ensure_recipe_state(mode, entry.get("recipe") if isinstance(entry, Mapping) else None)
             current = _delayed_tensors(self._fp8_metas[mode], mode)
+            copies = []
+            for name, tensor in current.items():
+                saved = tensors.get(f"{mode}.{name}")
+                if saved is None or saved.shape != tensor.shape:
+                    found = "is missing" if saved is None else f"has shape {tuple(saved.shape)}"
+                    raise RuntimeError(
+                        f"{self.__class__.__name__}: saved {mode} {name} {found}, "
+                        f"the operation needs {tuple(tensor.shape)}"
+                    )
+                copies.append((tensor, saved))
             with torch.no_grad():
-                for name, tensor in current.items():
-                    saved = tensors.get(f"{mode}.{name}")
-                    if saved is None or saved.shape != tensor.shape:
-                        found = "is missing" if saved is None else f"has shape {tuple(saved.shape)}"
-                        raise RuntimeError(
-                            f"{self.__class__.__name__}: saved {mode} {name} {found}, "
-                            f"the operation needs {tuple(tensor.shape)}"
-                        )
+                for tensor, saved in copies:
                     tensor.copy_(saved)
 
     def _ensure_recipe_state(self, mode: str, saved_recipe: Any) -> None:
@@ -354,10 +358,17 @@ class BasicOperation(_CalledAlone, ChanneledOperation, metaclass=abc.ABCMeta):
         missing_keys: list[str],
         *args: Any,
     ) -> None:
-        """Load the extra state first: quantized parameters need its scales. Without one, scales stay as they are."""
+        """Load the extra state first: quantized parameters need its scales. Without one, scales stay as they are.
+
+        An error of the extra state begins with its key in the state dict.
+        """
         key = prefix + "_extra_state"
         if key in state_dict:
-            self.set_extra_state(state_dict[key])
+            try:
+                self.set_extra_state(state_dict[key])
+            except (RuntimeError, TypeError) as error:
+                say_who(error, key)
+                raise
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, *args)
         if key in missing_keys:
             missing_keys.remove(key)

@@ -199,7 +199,8 @@ class TestLegacy:
     def test_version_1_with_state_is_refused_and_never_run(self, value):
         model, payload = ops.Sequential(ops.Linear(8, 8)), self.of_version_1(value)
         state = model.state_dict() | {"0.basic_ops.0._extra_state": payload}
-        with pytest.raises(RuntimeError, match=r"^Refusing to load pickled Transformer Engine extra state"):
+        refusal = r"^0\.basic_ops\.0\._extra_state: Refusing to load pickled Transformer Engine extra state"
+        with pytest.raises(RuntimeError, match=refusal):
             model.load_state_dict(state)
         del state["0.basic_ops.0._extra_state"]  # as the message says
         model.load_state_dict(state)
@@ -428,6 +429,22 @@ class TestOperations:
         state = trained()[0].basic_ops[0].get_extra_state()
         with pytest.raises(RuntimeError, match="shape"):
             ops.Quantize().set_extra_state(state)
+
+    def test_an_error_of_loading_names_the_key_and_changes_no_scale(self):
+        def experts(count):
+            return ops.Sequential(ops.LayerNorm(32), ops.GroupedLinear(count, 32, 32))
+
+        model, other = experts(2), experts(3)
+        for one, splits in ((model, [16, 16]), (other, [16, 16, 16])):
+            with fuser.autocast(recipe=recipe.DelayedScaling()):
+                one(torch.ones(sum(splits), 32), torch.tensor(splits)).sum().backward()
+        before = [state.clone() for key, state in other.state_dict().items() if key.endswith("_extra_state")]
+        with pytest.raises(
+            RuntimeError, match=r"^1\._extra_state: GroupedLinear: saved forward scale has shape \(4,\)"
+        ):
+            other.load_state_dict(model.state_dict())
+        after = [state for key, state in other.state_dict().items() if key.endswith("_extra_state")]
+        assert all(torch.equal(one, two) for one, two in zip(before, after, strict=True))
 
     @pytest.mark.parametrize(
         "state",

@@ -158,12 +158,19 @@ def test_state_dict_round_trip(bias, assign):
     assert torch.equal(target(x), source(x))
 
 
-def test_missing_key_is_reported():
+def test_what_does_not_fit_is_reported_once_under_the_key_of_the_state_dict():
     linear = ops.Linear(4, 8)
     state = linear.state_dict()
     del state["basic_ops.0.weight"]
-    with pytest.raises(RuntimeError, match="Missing key"):
+    with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "basic_ops\.0\.weight"\. $'):
         linear.load_state_dict(state)
+    state["basic_ops.0.weight"] = torch.ones(8, 5)
+    with pytest.raises(RuntimeError) as wrong:
+        linear.load_state_dict(state)
+    assert str(wrong.value).count("size mismatch") == str(wrong.value).count("for basic_ops.0.weight") == 1
+    with pytest.raises(RuntimeError) as wrong:
+        ops.Linear(4, 8, bias=False).load_state_dict(linear.state_dict())
+    assert str(wrong.value).endswith('in state_dict: "basic_ops.1.bias", "basic_ops.1._extra_state". ')
 
 
 def test_moving_keeps_the_aliases():
