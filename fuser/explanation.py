@@ -171,7 +171,9 @@ def explain(
     if recipe is None:
         recipe = _recipe_in_force()
     decided = recipe is not None or FP8GlobalStateManager.quantization_state.autocast_depth > 0
-    layers = {} if isinstance(target, OperationFuser) else {op: layer for layer, op in operations_of(target)}
+    layers: dict[torch.nn.Module, str] = {}
+    if isinstance(target, torch.nn.Module):
+        layers = {op: layer for layer, op in operations_of(target)}
     with silent() if quiet else contextlib.nullcontext(), _undisturbed(target), torch.enable_grad():
         if input is None:
             pipelines = [_plan(fuser, recipe if decided else bound, layers) for fuser, bound in fusers_of(target)]
@@ -232,7 +234,7 @@ def _undisturbed(target: torch.nn.Module | OperationFuser) -> Iterator[None]:
             weight._quantizer = quantizer
 
 
-def _plan(fuser: OperationFuser, recipe: Any, layers: dict[BasicOperation, str]) -> PipelineReport:
+def _plan(fuser: OperationFuser, recipe: Any, layers: dict[torch.nn.Module, str]) -> PipelineReport:
     """The plan for a training step in which the input takes part in backward."""
     present = fuser._forward_ops, fuser._backward_ops, fuser.first_op_requiring_backward
     try:
@@ -251,7 +253,7 @@ def _measure(
     input_: torch.Tensor,
     extra_inputs: Sequence[torch.Tensor],
     kwargs: dict[str, Any],
-    layers: dict[BasicOperation, str],
+    layers: dict[torch.nn.Module, str],
 ) -> list[PipelineReport]:
     reports: list[PipelineReport] = []
     seen_storages: set[int] = set()
@@ -283,7 +285,7 @@ def _measure(
     return reports
 
 
-def _report(fuser: OperationFuser, recipe: Any, layers: dict[BasicOperation, str]) -> PipelineReport:
+def _report(fuser: OperationFuser, recipe: Any, layers: dict[torch.nn.Module, str]) -> PipelineReport:
     def planned(ops: list[tuple[FusibleOperation, list[int]]]) -> list[PlannedOp]:
         return [PlannedOp(type(op).__name__, list(indices)) for op, indices in ops]
 
