@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import itertools
 import pickle
 import threading
 import types
@@ -765,6 +766,44 @@ def test_cards_without_the_product():
         for card in set(refops.products.CARDS) - set(others):
             with pytest.raises(ValueError, match=rf"{' and '.join(others)} can; got '{card}'"):
                 step(layer_of(w), x, dy, card, make_recipe(name))
+
+
+def fp8(quantizer, **options):
+    return functools.partial(quantizer, fuser.DType.kFloat8E4M3, **options)
+
+
+#: Quantizers of formats whose scales are of different kinds.
+KINDS = {
+    "mxfp8": fp8(fuser.MXFP8Quantizer),
+    "nvfp4": fuser.NVFP4Quantizer,
+    "current": fp8(fuser.Float8CurrentScalingQuantizer, device="cpu"),
+    "block": fp8(fuser.Float8BlockQuantizer, block_scaling_dim=1),
+}
+#: Pairs of them that a card multiplies: on Blackwell scales of blocks of 128 become E8M0 bytes.
+MIXED = {("blackwell", "mxfp8", "block"), ("blackwell", "block", "mxfp8")}
+
+
+@pytest.mark.parametrize("card", refops.products.CARDS)
+def test_products_of_two_formats_are_refused_on_a_card_that_lacks_them(card):
+    """Without a card they are computed; on one none is emulated, nor in backward alone."""
+    x, w, dy = tensors(32, 128, 128, torch.bfloat16)
+    for one, other in itertools.permutations(KINDS, 2):
+        a, b = KINDS[one]()(w), KINDS[other]()(x)
+        assert gemm.gemm(a, b, out_dtype=torch.float32).isfinite().all()
+        with fuser.products(card):
+            if (card, one, other) in MIXED:
+                assert gemm.gemm(a, b, out_dtype=torch.float32).isfinite().all()
+                continue
+            with pytest.raises(ValueError, match=f" can; got '{card}'"):
+                gemm.gemm(a, b, out_dtype=torch.float32)
+
+        def factory(role, one=one, other=other):
+            return KINDS[other if role.tensor_type == "grad_output" else one]()
+
+        own = recipe.CustomRecipe(qfactory=factory)
+        step(layer_of(w), x, dy, "float32", own)
+        with pytest.raises(ValueError, match=f" can; got '{card}'"):
+            step(layer_of(w), x, dy, card, own)
 
 
 # --- GPUs ---------------------------------------------------------------------------------------------
