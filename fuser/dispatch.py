@@ -20,6 +20,7 @@ planned again: `_find_plan` finds what was done, which reads the tensors and fil
 """
 
 import functools
+import inspect
 import os
 import sys
 from collections import namedtuple
@@ -217,11 +218,14 @@ class Buffers:
 def _dispatched(function: _Function) -> _Function:
     """Decorate a call of this module: `untraced`, and an error for missing kernels names the backend that has it."""
 
+    signature = inspect.signature(function)
+
     @functools.wraps(function)
     def call(*args, **kwargs):
         refuse_trace(function.__name__)
         if torch._C._are_functorch_transforms_active():
-            return _transformed(function.__name__, args, kwargs)
+            bound = signature.bind(*args, **kwargs)  # tensors by keyword, too, are arguments by position
+            return _transformed(function.__name__, bound.args, bound.kwargs)
         try:
             return function(*args, **kwargs)
         except NotImplementedError as error:
@@ -269,39 +273,69 @@ _IN_GRAPHS = ("activation", "activation_grad", "scaled_activation", "scaled_acti
 
 @dataclass(frozen=True)
 class _KernelCall:
-    """A call of this module apart from its tensors: `arguments` by position, with None for a tensor, and `options`."""
+    """A call of this module apart from its tensors and numbers, which may be others in the next call of the graph.
 
-    name: str
-    arguments: tuple
+    `kinds`: of its arguments, those by position and then those by keyword, whose names are `options`; `constants`: the
+    values of those that are no tensors and no numbers, in order.
+    """
+
+    method: str
+    kinds: tuple
+    constants: tuple
     options: tuple
 
     def __fx_repr__(self):
         return constant_of_graph(self)
 
-    def run(self, tensors):
-        """The results for `tensors`, as a list."""
-        given, options = iter(tensors), dict(self.options)
-        made = globals()[self.name](*[next(given) if one is None else one for one in self.arguments], **options)
+    def run(self, tensors, floats, integers):
+        """The results, as a list."""
+        given = {
+            "tensor": iter(tensors),
+            "float": iter(floats),
+            "integer": iter(integers),
+            "constant": iter(self.constants),
+        }
+        values = [next(given[kind]) for kind in self.kinds]
+        by_position = len(values) - len(self.options)
+        options = dict(zip(self.options, values[by_position:], strict=True))
+        made = globals()[self.method](*values[:by_position], **options)
         return list(made) if isinstance(made, tuple) else [made]
 
 
-def _in_graph(name, *args, **options):
-    arguments = tuple([None if isinstance(one, torch.Tensor) else one for one in args])
-    tensors = [one for one in args if isinstance(one, torch.Tensor)]
-    results = torch.ops.fuser.kernel(tensors, _KernelCall(name, arguments, tuple(options.items())))
+def _kind_of(value):
+    if isinstance(value, torch.Tensor):
+        return "tensor"
+    if isinstance(value, float):
+        return "float"
+    return "integer" if isinstance(value, int) and not isinstance(value, bool) else "constant"
+
+
+def _in_graph(method, /, *args, **options):
+    values = [*args, *options.values()]
+    kinds = tuple([_kind_of(one) for one in values])
+    tensors, floats, integers, constants = [
+        [one for one, kind in zip(values, kinds, strict=True) if kind == wanted]
+        for wanted in ("tensor", "float", "integer", "constant")
+    ]
+    call = _KernelCall(method, kinds, tuple(constants), tuple(options))
+    results = torch.ops.fuser.kernel(tensors, floats, integers, call)
     return results[0] if len(results) == 1 else tuple(results)
 
 
-def _rehearsed_kernel(tensors, call):
+def _run_kernel(tensors, floats, integers, call):
+    return call.run(tensors, floats, integers)
+
+
+def _rehearsed_kernel(tensors, floats, integers, call):
     with rehearsal():
-        return call.run(tensors)
+        return call.run(tensors, floats, integers)
 
 
 register_opaque(_KernelCall, "value")
 define_operator(
     "kernel",
-    "(Tensor[] tensors, {} call) -> Tensor[]",
-    lambda tensors, call: call.run(tensors),
+    "(Tensor[] tensors, float[] floats, int[] integers, {} call) -> Tensor[]",
+    _run_kernel,
     _rehearsed_kernel,
     _KernelCall,
     effects=False,

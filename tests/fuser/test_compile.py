@@ -635,6 +635,29 @@ def test_functions_without_a_quantizer_are_in_graphs(backend):
         assert same(made, functions(x[:rows], scales[:rows])) and not any(y.requires_grad for y in made)
 
 
+def test_numbers_that_change_between_calls():
+    """torch.compile makes a number an argument of the graph where the second call has another."""
+
+    def with_numbers(x, scales, limit, size):
+        return functional.clamped_swiglu(x, limit=limit), functional.scaled_swiglu(x, scales, glu_interleave_size=size)
+
+    x, scales, function = leaf(4, 128), leaf(4, seed=3), compiled(with_numbers)
+    for limit, size in ((7.0, 64), (6.0, 32), (0.1, 0), (7.0, 32)):
+        assert same(function(x, scales, limit, size), with_numbers(x, scales, limit, size))
+    assert not torch.equal(function(x, scales, 0.1, 0)[0], function(x, scales, 7.0, 0)[0])
+
+
+def test_tensors_by_keyword():
+    def by_keyword(x):
+        y = fuser.dispatch.activation(name="silu", x=x)
+        return y, fuser.dispatch.activation_grad("silu", x=x, dy=y)
+
+    x = leaf(4, 64).detach()
+    y = fuser.dispatch.activation("silu", x)
+    wanted = y, fuser.dispatch.activation_grad("silu", y, x)
+    assert same(compiled(by_keyword)(x), wanted) and same(by_keyword(x), wanted)
+
+
 SCALINGS = {
     "delayed": refops.DelayedScaling(refops.E4M3, 2.0),
     "current": refops.CurrentScaling(refops.E5M2),

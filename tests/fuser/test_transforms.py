@@ -28,6 +28,19 @@ CALLS["with parameters"] = (
 )
 
 
+def test_tensors_by_keyword():
+    x, scales = sample(4, 64), sample(4, seed=1)
+    pairs = {
+        lambda x: fuser.dispatch.activation("silu", x): lambda x: fuser.dispatch.activation(name="silu", x=x),
+        lambda x: fuser.dispatch.scaled_activation("swiglu", x, scales): lambda x: fuser.dispatch.scaled_activation(
+            "swiglu", scales=scales, x=x
+        ),
+    }
+    for by_position, by_keyword in pairs.items():
+        wanted = torch.func.grad(loss_of(by_position))(x)
+        assert wanted.any() and torch.equal(torch.func.grad(loss_of(by_keyword))(x), wanted)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", CALLS)
 def test_activations(name, dtype):
