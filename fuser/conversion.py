@@ -552,7 +552,7 @@ class _Converted(HoldsFusers, NotScriptable, torch.nn.Module):
         """The operations that stand for this module, with the parameters that it has now."""
         present = {name: value for name in ("weight", "bias") if (value := getattr(self, name, None)) is not None}
         facts = [(name, value.device, value.shape) for name, value in present.items()]
-        made_for = (self._name, facts, self._settings(present))
+        made_for = (facts, self._settings(present))
         if self._pipeline is None or self._made_for != made_for:
             self._pipeline = OperationFuser(_of_module(self._make_operations(present), self._name))
             self._made_for = made_for
@@ -901,7 +901,21 @@ def _become(module: Any, recipe: Any, *, pad: bool, name: str) -> None:
         module.__class__ = _own_class(module, CONVERTED[_torch_class(module)])
         module._own_attributes = own
         module._pipeline, module._ready = None, WhenTraced(module._prepare)
+    elif module._pipeline is not None and module._name != name:  # converted again, as a part of another model
+        module._pipeline = _renamed(module._pipeline, name)
     module.recipe, module.pad, module._name = recipe, pad, name
+
+
+def _renamed(pipeline: OperationFuser, name: str) -> OperationFuser | None:
+    """A module's pipeline under another name, with its delayed scales; None if a function of names made quantizers."""
+    operations: list[Any] = pipeline._basic_ops
+    for op in operations:
+        suspended = op._suspended_recipe_state
+        for metas in (op._fp8_metas, suspended and suspended[0]):
+            if any(meta["recipe"].custom() for meta in (metas or {}).values() if meta):
+                return None
+    _of_module(operations, name)
+    return pipeline
 
 
 def _restore(module: Any) -> None:

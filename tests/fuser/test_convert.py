@@ -342,6 +342,34 @@ class TestCopies:
 
 
 class TestTraining:
+    def test_a_model_that_becomes_a_part_of_another_keeps_its_delayed_scales(self):
+        def trained():
+            torch.manual_seed(0)
+            model = fuser.convert(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)), DelayedScaling())
+            for _ in range(3):
+                (model(torch.ones(16, 32)) * 1e-4).sum().backward()
+            return model
+
+        alone, part = trained(), trained()
+        fuser.convert(nn.ModuleDict({"body": part}), DelayedScaling())
+        assert [op.name for op in part[1].pipeline()._basic_ops] == ["body.1", "body.1"]
+        for model in (alone, part):
+            model.zero_grad()
+            (model(torch.ones(16, 32)) * 1e-4).sum().backward()
+        assert alone[0].weight.grad.any()
+        for one, other in zip(alone.parameters(), part.parameters(), strict=True):
+            assert torch.equal(one.grad, other.grad)
+
+    def test_a_function_of_names_is_asked_again_under_a_new_name(self):
+        def qfactory(role):
+            return fuser.IdentityQuantizer() if role.name == "body" else fuser.MXFP8Quantizer(fuser.DType.kFloat8E4M3)
+
+        custom = CustomRecipe(qfactory=qfactory)
+        layer, x = fuser.convert(nn.Linear(32, 32), custom), torch.randn(32, 32)
+        quantized = layer(x)
+        fuser.convert(nn.ModuleDict({"body": layer}), custom)
+        assert not torch.equal(layer(x), quantized)
+
     @pytest.mark.parametrize("when", ["before", "after"])
     def test_optimizers_made_before_and_after(self, when):
         model, same = feed_forward(), feed_forward()
