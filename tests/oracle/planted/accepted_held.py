@@ -54,7 +54,7 @@ ACCEPTED: dict[str, tuple[str, ...]] = {
     # derivatives
     "silu-slope-without-its-second-term": ("derivative-term",),
     "gelu-inner-slope-without-factor-three": ("formula-constant",),
-    "gate-gradient-takes-the-slope": ("gate-input-in-gradient",),
+    "gate-gradient-takes-the-slope": ("function-for-derivative", "gate-input-in-gradient"),
     "gate-gradient-passes-beyond-the-limit": ("factor-missing", "clamp-variant"),
     "chain-rule-without-1702": ("derivative-term", "formula-constant"),
     "squared-relu-slope-without-two": ("formula-constant", "constant-factor"),
