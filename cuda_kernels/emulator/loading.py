@@ -68,6 +68,7 @@ def load(settings: Settings | None = None) -> None:
         linker = find_linker()
         require_early(linker)
         _load_libraries(build.libraries(), linker)
+        _let_numba_look_again()
     _apply(settings)
 
 
@@ -93,13 +94,24 @@ def require_early(linker: Path) -> None:
                 f"the software GPU must be loaded before CUDA is used; this process has {name} already: load it first, "
                 "in a new process"
             )
-    driver = sys.modules.get("numba.cuda.cudadrv.driver")
-    numba = getattr(driver, "driver", None)
-    if numba is not None and (numba.is_initialized or getattr(numba, "initialization_error", None)):
+    numba = _numba_driver()
+    if numba is not None and numba.is_initialized and not numba.initialization_error:
         raise RuntimeError(
-            "the software GPU must be loaded before numba.cuda looks for a driver, which it has done: load it first, "
-            "in a new process"
+            "the software GPU must be loaded before numba.cuda finds a driver, which it has done: load it first, in a "
+            "new process"
         )
+
+
+def _numba_driver():
+    """What numba.cuda knows of the driver; None before it is imported."""
+    return getattr(sys.modules.get("numba.cuda.cudadrv.driver"), "driver", None)
+
+
+def _let_numba_look_again():
+    """Have numba.cuda, which looks for a driver when it is imported, do so once more if it has found none."""
+    numba = _numba_driver()
+    if numba is not None and numba.initialization_error:
+        type(numba)()  # the only one of its class, which begins anew
 
 
 def _is_loaded(name):

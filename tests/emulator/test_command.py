@@ -117,10 +117,9 @@ def test_unknown_target(script):
 
 
 TOO_LATE = """
-import numpy as np
-from numba import cuda
-assert not cuda.is_available()
-from cuda_kernels.emulator import load
+import ctypes
+from cuda_kernels.emulator import load, loading
+ctypes.CDLL(str(loading.find_linker()))
 load()
 """
 

@@ -422,3 +422,23 @@ def test_an_error_of_a_call_is_no_fault(rng, context):
     with pytest.raises(TypeError, match="x must be a NumPy array, as the first argument is; got"):
         cuda_kernels.activation_grad("relu", x, [1.0])
     works(x)
+
+
+AFTER_A_FAILURE = """
+import numpy as np
+import cuda_kernels, refops
+x, scaling = np.linspace(-3, 3, 32 * 64, dtype=np.float32).reshape(32, 64), refops.MXFP8Scaling(refops.E4M3)
+try:
+    cuda_kernels.quantize(x, scaling)
+except TypeError as error:
+    print("cuda_kernels.emulated()" in str(error))
+with cuda_kernels.emulated():
+    q = cuda_kernels.quantize(x, scaling)
+print((q.rowwise_data == refops.quantize(x, scaling).rowwise_data).all())
+"""
+
+
+def test_what_the_error_about_a_numpy_array_advises_works_afterwards():
+    """The call that failed has let numba.cuda look for a driver: it has found none."""
+    run = subprocess.run([sys.executable, "-c", AFTER_A_FAILURE], capture_output=True, text=True, cwd=ROOT)
+    assert run.stdout == "True\nTrue\n", run.stderr
