@@ -26,6 +26,7 @@ from cuda_kernels.simt import (
     select,
     smaller_magnitude,
 )
+from refops.arguments import require_name
 from refops.formats import E4M3, E8M0, FORMATS
 
 SIGN, MAGNITUDE, INFINITE = U32(0x80000000), U32(0x7FFFFFFF), U32(0x7F800000)
@@ -46,6 +47,24 @@ def has_fp8(target):
 def has_e2m1(target):
     """Whether a compute capability converts to and from E2M1 and E8M0 by instruction: sm_100a and its kin."""
     return target is not None and target[0] >= 10 and target[2:] in (("a",), ("f",))
+
+
+class Named(dict):
+    """A table of what has a name: of any other name it says which there are.
+
+    Attributes:
+        what: what the names are of, for the message.
+
+    Raises:
+        ValueError: from a look-up, `table[name]`, where the table has no such name.
+    """
+
+    def __init__(self, what, rows):
+        super().__init__(rows)
+        self.what = what
+
+    def __missing__(self, name):
+        return require_name(name, self.what, self)  # which raises: the name is none of these
 
 
 # --- codes of numbers -------------------------------------------------------------------------------
@@ -172,10 +191,10 @@ def _sign_shift(fmt):
 
 
 #: Name -> encoder, decoder of each of `refops.FORMATS`; how E8M0 is rounded to is a rule of scales: `e8m0_up`.
-ENCODERS = {name: encoder_of(fmt) for name, fmt in FORMATS.items() if fmt != E8M0}
-DECODERS = {name: decoder_of(fmt) for name, fmt in FORMATS.items()}
+ENCODERS = Named("fmt", {name: encoder_of(fmt) for name, fmt in FORMATS.items() if fmt != E8M0})
+DECODERS = Named("fmt", {name: decoder_of(fmt) for name, fmt in FORMATS.items()})
 #: The same for a CPU.
-CPU_DECODERS = {name: decoder_of(fmt, by_product=False) for name, fmt in FORMATS.items()}
+CPU_DECODERS = Named("fmt", {name: decoder_of(fmt, by_product=False) for name, fmt in FORMATS.items()})
 e4m3, e5m2, e2m1 = ENCODERS["e4m3"], ENCODERS["e5m2"], ENCODERS["e2m1"]
 decode_e4m3, decode_e2m1 = DECODERS["e4m3"], DECODERS["e2m1"]
 
@@ -528,11 +547,14 @@ def round_f16(x):
 #: A dtype of unquantized tensors: name, bytes, the NumPy dtype that carries it, stored -> float32, float32 -> stored,
 #: float32 rounded to it.
 Storage = namedtuple("Storage", "name size carrier widen narrow round")
-STORAGES = {
-    "float32": Storage("float32", 4, np.dtype(np.float32), widen_f32, narrow_f32, round_f32),
-    "bfloat16": Storage("bfloat16", 2, np.dtype(np.uint16), widen_bf16, narrow_bf16, round_bf16),
-    "float16": Storage("float16", 2, np.dtype(np.uint16), widen_f16, narrow_f16, round_f16),
-}
+STORAGES = Named(
+    "storage",
+    {
+        "float32": Storage("float32", 4, np.dtype(np.float32), widen_f32, narrow_f32, round_f32),
+        "bfloat16": Storage("bfloat16", 2, np.dtype(np.uint16), widen_bf16, narrow_bf16, round_bf16),
+        "float16": Storage("float16", 2, np.dtype(np.uint16), widen_f16, narrow_f16, round_f16),
+    },
+)
 
 
 def carrier(storage):

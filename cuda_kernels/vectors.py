@@ -327,7 +327,7 @@ HALVES = {"bfloat16": (low_bf16, high_bf16), "float16": (low_f16, high_f16)}
 
 def pair_of(storage, target):
     """Return the function that rounds two float32 to a 16-bit dtype in one register (0 for float32)."""
-    if storage == "float16":
+    if casts.STORAGES[storage].name == "float16":
         return casts.f16_pair
     native = target is not None and target[:2] >= (8, 0)
     return casts.bf16_pair_instruction if native else casts.bf16_pair
@@ -339,8 +339,8 @@ def make_load(storage, whole, skip=0):
 
     Whole vectors can be read `skip` elements further on, at the same address plus a constant.
     """
+    widen = casts.STORAGES[storage].widen
     if not whole:
-        widen = casts.STORAGES[storage].widen
 
         @device
         def element(pointer, place, k, valid):
@@ -433,8 +433,8 @@ def make_round(storage, target):
     """Return `rounded(v)`: eight float32 as if stored in a dtype and read back."""
     if storage == "float32":
         return device(lambda v: v)
-    low, high = HALVES[storage]
     pair = pair_of(storage, target)
+    low, high = HALVES[storage]
 
     @device
     def rounded(v):

@@ -317,3 +317,37 @@ def test_the_simulator_s_plain_python_gives_the_same_bits():
     )
     assert run.returncode == 0, run.stderr
     assert run.stdout.split() == ["352", "values", "agree"]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda name: vectors.make_load(name, True),
+        lambda name: vectors.make_load(name, False),
+        lambda name: vectors.make_store(name, True, (9, 0)),
+        lambda name: vectors.make_store_sixteen(name, False, None),
+        lambda name: vectors.make_round(name, None),
+        lambda name: vectors.make_round_sixteen(name, (9, 0)),
+    ],
+)
+def test_a_dtype_that_no_table_has_is_refused_by_name(make):
+    said = r"^storage must be one of float32, bfloat16, float16; got 'bf16' \(did you mean bfloat16\?\)$"
+    with pytest.raises(ValueError, match=said):
+        make("bf16")
+
+
+@pytest.mark.parametrize("target", [None, (9, 0), (10, 0, "a")])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda name, target: vectors.make_load_codes(name, False),
+        lambda name, target: vectors.make_load_sixteen_codes(name, False, True, target),
+        lambda name, target: vectors.make_store_codes(name, False, True, target),
+        lambda name, target: vectors.make_cast_sixteen(name, False, True, target),
+        lambda name, target: vectors.make_decode(name, target),
+        lambda name, target: casts.pairs_for(name, target),
+    ],
+)
+def test_a_format_that_no_table_has_is_refused_by_name(make, target):
+    with pytest.raises(ValueError, match=r"^fmt must be one of e4m3, e5m2, .*; got 'E4M3' \(did you mean e4m3\?\)$"):
+        make("E4M3", target)
