@@ -22,7 +22,7 @@ from itertools import islice
 
 import numpy as np
 
-from cuda_kernels.simulator import Pointer, current_thread, launch
+from cuda_kernels.simulator import Elements, Pointer, current_thread, launch
 
 SECTOR, BANKS, BANK, WARP = 32, 32, 4, 32
 BF16_ONE = 0x3F80
@@ -98,12 +98,14 @@ class Recorder:
         unwritten: (name, index, line) of the first read of shared memory that no thread had written, or None.
         race: (name, index) of the first element that two threads wrote with different values, neither by an atomic
             operation nor with a barrier between them, or None.
+        unordered: the first two `Access`es to one element of shared memory by two threads with no barrier between
+            them, at least one of which stores, and not both by atomic operations; or None.
         twice: (name, index, first thread, second thread, line) of the first element that two threads wrote, neither by
             an atomic operation, or None; a thread is (thread_index, block_index).
     """
 
     def __init__(self):
-        self.unwritten = self.race = self.twice = None
+        self.unwritten = self.race = self.unordered = self.twice = None
         self._requests, self._visits, self._arrays = {}, Counter(), {}
 
     def array(self, name, array, *, writable=False):
@@ -156,6 +158,31 @@ class Recorder:
         return chosen
 
 
+@dataclass(frozen=True)
+class Access:
+    """One access of a thread to an element of shared memory.
+
+    Attributes:
+        array: the array's name. index: the element's, a tuple. kind: "load" or "store".
+        thread: (thread_index, block_index). line: of the source.
+        barriers: how many barriers the thread had reached.
+        atomic: whether it belongs to an atomic operation.
+    """
+
+    array: str
+    index: tuple
+    kind: str
+    thread: tuple
+    line: int
+    barriers: int
+    atomic: bool
+
+    def unordered_with(self, later):
+        """Whether a later access to the same element may as well come first, and a store is among the two."""
+        apart = self.thread != later.thread and self.barriers == later.barriers
+        return apart and "store" in (self.kind, later.kind) and not (self.atomic and later.atomic)
+
+
 def _who(thread):
     return thread.thread_index, thread.block_index
 
@@ -180,20 +207,18 @@ class _Global(Pointer):
 
     def __init__(self, recorder, name, array, writable):
         super().__init__(array)
-        self._recorder, self._name, self._writable, self._writer = recorder, name, writable, {}
+        self.name, self.example = name, f"{name}[i]"
+        self._recorder, self._writable, self._writer = recorder, writable, {}
         self.untouched, self.stored = np.ones(len(self.array), bool), defaultdict(set)
 
     def _note(self, kind, i, count):
-        if not isinstance(i, int | np.integer):
-            raise TypeError(f"{self._name} is flat, its index one integer: row * columns + column; got {i!r}")
-        if not 0 <= i <= len(self.array) - count:
-            raise IndexError(f"out of bounds: {kind} of {self._name}[{i}], which has {len(self.array)} elements")
+        self._check(kind, i, count)
         if kind == "store" and not self._writable:
-            raise TypeError(f"{self._name} is an input and must stay as it is")
+            raise TypeError(f"{self.name} is an input and must stay as it is")
         if kind == "store":
             self.untouched[i : i + count] = False
         size = self.array.itemsize
-        self._recorder.note(self._name, "global", kind, i * size, count * size, _kernel_frame())
+        self._recorder.note(self.name, "global", kind, i * size, count * size, _kernel_frame())
 
     def __getitem__(self, i):
         self._note("load", i, 1)
@@ -210,9 +235,9 @@ class _Global(Pointer):
         writer, block, barriers, before = self._writer.get(i, (thread, *place, bits))
         apart = block == place[0] and barriers < place[1]
         if writer is not thread and not apart and before != bits and self._recorder.race is None:
-            self._recorder.race = (self._name, i)
+            self._recorder.race = (self.name, i)
         if writer is not thread and self._recorder.twice is None:
-            self._recorder.twice = (self._name, i, _who(writer), _who(thread), _kernel_frame().f_lineno)
+            self._recorder.twice = (self.name, i, _who(writer), _who(thread), _kernel_frame().f_lineno)
         self.stored[thread].add(i)
         self._writer[i] = (thread, *place, bits)
 
@@ -227,22 +252,40 @@ class _Global(Pointer):
         super().write(i, words)
 
 
-class _Shared:
-    """Shared memory that says who touches it, and what is read before it was written."""
+class _Shared(Elements):
+    """Shared memory that says who touches it, what is read before it was written, and what in no order."""
+
+    name = "shared memory"
 
     def __init__(self, recorder, array):
         self._recorder, self._array, self._written = recorder, array, np.zeros(array.shape, bool)
+        self._since_barrier = defaultdict(list)
+        self.example = f"one index for each of its {array.ndim} dimensions"
 
     def _note(self, kind, key):
         frame, key = _kernel_frame(), key if isinstance(key, tuple) else (key,)
         shape = self._array.shape
+        name = next((name for name, value in frame.f_locals.items() if value is self), self.name)
+        if not all(isinstance(i, int | np.integer) for i in key):
+            what = "whole rows or columns" if any(isinstance(i, slice) for i in key) else ", ".join(map(repr, key))
+            raise TypeError(f"{name} is read and written by single elements, its indices integers; got {what}")
         if len(key) != len(shape) or not all(0 <= i < n for i, n in zip(key, shape, strict=True)):
             raise IndexError(f"out of bounds: {kind} of {list(map(int, key))} in shared memory of shape {list(shape)}")
-        name = next((name for name, value in frame.f_locals.items() if value is self), "shared memory")
+        key = tuple(map(int, key))
         if kind == "load" and not self._written[key] and self._recorder.unwritten is None:
-            self._recorder.unwritten = (name, tuple(map(int, key)), frame.f_lineno)
+            self._recorder.unwritten = (name, key, frame.f_lineno)
+        thread, atomic = current_thread(), sys._getframe(2).f_globals.get("__name__") in NO_KERNELS
+        self._look_for_race(Access(name, key, kind, _who(thread), frame.f_lineno, thread.barriers, atomic))
         offset = np.ravel_multi_index(key, shape) * self._array.itemsize
         self._recorder.note(name, "shared", kind, offset, self._array.itemsize, frame)
+
+    def _look_for_race(self, access):
+        others = [one for one in self._since_barrier[access.index] if one.barriers == access.barriers]
+        if self._recorder.unordered is None:
+            racing = (one for one in others if one.unordered_with(access))
+            self._recorder.unordered = next(((one, access) for one in racing), None)
+        same = (one.thread == access.thread and one.kind == access.kind for one in others)
+        self._since_barrier[access.index] = others if any(same) else [*others, access]
 
     def __getitem__(self, key):
         self._note("load", key)

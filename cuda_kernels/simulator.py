@@ -9,10 +9,13 @@ threads of a block from the last to the first: results that change show a missin
 What it is not: a model of timing, of caches or of the order of concurrent warps.
 """
 
+import inspect
 import sys
 import threading
 
 import numpy as np
+
+from refops.arguments import say_who
 
 try:
     from greenlet import greenlet
@@ -24,11 +27,49 @@ except ImportError:  # said when a kernel is launched: importing must not fail
 WARP = 32
 
 
-class Pointer:
+#: What Python calls for operators on an object as a whole, without their underscores.
+WHOLE = (
+    *("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "lshift", "rshift"),
+    *("radd", "rsub", "rmul", "rtruediv", "rfloordiv", "rmod", "rpow", "rmatmul", "rand", "ror", "rxor", "rlshift"),
+    *("rrshift", "lt", "le", "gt", "ge", "neg", "pos", "abs", "invert", "bool", "float", "int", "index", "array"),
+)
+
+
+class Elements:
+    """What a kernel sees of memory: elements, which it computes with, and nothing of the whole.
+
+    Attributes:
+        name: the array's, for messages. example: how one element is named, such as "x[i]".
+    """
+
+    name, example = "an array", "x[i]"
+
+    def __repr__(self):
+        return self.name
+
+    def _refuse_whole(self, *_, **__):
+        raise TypeError(f"{self.name} is a whole array; a thread computes with single elements: {self.example}")
+
+    def __len__(self):
+        raise TypeError(f"{self.name} has no len() in a kernel: how many elements there are is an argument of its own")
+
+    def __iter__(self):
+        raise TypeError(f"{self.name} cannot be looped over: loop over indices and read {self.example}")
+
+    def __getattr__(self, attribute):
+        raise AttributeError(f"{self.name} has no .{attribute} in a kernel, only elements: {self.example}")
+
+
+for _operator in WHOLE:
+    setattr(Elements, f"__{_operator}__", Elements._refuse_whole)
+
+
+class Pointer(Elements):
     """A flat array as a kernel sees it: no shape, no bounds; here out-of-bounds raises.
 
     Attributes:
         array: the 1-D array.
+        name: "an array" until `launch` gives it that of the kernel's argument.
     """
 
     def __init__(self, array):
@@ -37,58 +78,73 @@ class Pointer:
             raise ValueError(f"a kernel's array must be contiguous; got strides {array.strides}")
         self._address = self.array.ctypes.data
 
-    def _check(self, i, count):
+    def _check(self, kind, i, count):
+        if not isinstance(i, int | np.integer):
+            raise TypeError(f"{self.name} is flat, its index one integer: row * columns + column; got {i!r}")
         if not 0 <= i <= len(self.array) - count:
-            raise IndexError(f"access to elements {i} to {i + count - 1} of an array of {len(self.array)}")
+            place = f"{self.name}[{i}]" if count == 1 else f"{self.name}[{i}] to [{i + count - 1}]"
+            raise IndexError(f"out of bounds: {kind} of {place}, which has {len(self.array)} elements")
 
     def __getitem__(self, i):
-        self._check(i, 1)
+        self._check("load", i, 1)
         return self.array[i]
 
     def __setitem__(self, i, value):
-        self._check(i, 1)
+        self._check("store", i, 1)
         self.array[i] = value
 
     def read(self, i, size):
         """The `size` bytes at element `i`."""
-        return self.array[self._vector(i, size)]
+        return self.array[self._vector("load", i, size)]
 
     def write(self, i, words):
         """Store words at element `i`."""
-        self.array[self._vector(i, words.nbytes)] = words.view(self.array.dtype)
+        self.array[self._vector("store", i, words.nbytes)] = words.view(self.array.dtype)
 
-    def _vector(self, i, size):
+    def _vector(self, kind, i, size):
         count = size // self.array.itemsize
-        self._check(i, count)
+        self._check(kind, i, count)
         if (self._address + int(i) * self.array.itemsize) % size:
-            raise ValueError(f"a {size}-byte access at element {i} is not aligned")
+            raise ValueError(f"a {size}-byte {kind} of {self.name}[{i}] is not aligned")
         return slice(i, i + count)
 
 
-class _Current:
-    """x, y, z of the running thread."""
+class _Part:
+    """A part of `numba.cuda`, under its name there: what the simulator lacks is refused by name."""
 
     def __init__(self, name):
         self._name = name
 
+    def __getattr__(self, missing):
+        there = ", ".join(name for name in dir(self) if not name.startswith("_"))
+        raise AttributeError(f"the simulator has no {self._name}.{missing}; {self._name} has {there} here")
+
+
+class _Current(_Part):
+    """x, y, z of the running thread."""
+
+    def __init__(self, name, attribute):
+        super().__init__(name)
+        self._attribute = attribute
+
     @property
     def x(self):
-        return getattr(_thread(), self._name)[0]
+        return getattr(_thread(), self._attribute)[0]
 
     @property
     def y(self):
-        return getattr(_thread(), self._name)[1]
+        return getattr(_thread(), self._attribute)[1]
 
     @property
     def z(self):
-        return getattr(_thread(), self._name)[2]
+        return getattr(_thread(), self._attribute)[2]
 
 
 def _thread():
     return greenlet.getcurrent()
 
 
-class _Shared:
+class _Shared(_Part):
     """Shared memory: one array a block for each place in the source that asks for one."""
 
     @staticmethod
@@ -103,13 +159,13 @@ class _Shared:
         return block.shared[place]
 
 
-class _Local:
+class _Local(_Part):
     @staticmethod
     def array(shape, dtype):
         return np.empty(shape, _as_dtype(dtype))
 
 
-class _Atomic:
+class _Atomic(_Part):
     @staticmethod
     def max(pointer, i, value):
         old = pointer[i]
@@ -127,12 +183,12 @@ def _as_dtype(dtype):
     return np.dtype(getattr(dtype, "name", dtype))
 
 
-class _Cuda:
+class _Cuda(_Part):
     """The part of `numba.cuda` that the kernels use."""
 
-    threadIdx, blockIdx = _Current("thread_index"), _Current("block_index")
-    blockDim, gridDim = _Current("block_shape"), _Current("grid_shape")
-    shared, local, atomic = _Shared, _Local, _Atomic
+    threadIdx, blockIdx = _Current("cuda.threadIdx", "thread_index"), _Current("cuda.blockIdx", "block_index")
+    blockDim, gridDim = _Current("cuda.blockDim", "block_shape"), _Current("cuda.gridDim", "grid_shape")
+    shared, local, atomic = _Shared("cuda.shared"), _Local("cuda.local"), _Atomic("cuda.atomic")
 
     @staticmethod
     def syncthreads():
@@ -152,7 +208,7 @@ class _Cuda:
         return thread.block.threads[thread.number ^ lane_mask].offered_before
 
 
-cuda = _Cuda()
+cuda = _Cuda("cuda")
 
 
 class _Register(threading.local):
@@ -192,7 +248,12 @@ def as_i32(x):
 
 def _run_quietly(kernel, arguments):
     with np.errstate(all="ignore"):  # inf, NaN and wrapping integers are ordinary; each greenlet has its own state
-        kernel(*arguments)
+        try:
+            kernel(*arguments)
+        except (IndexError, TypeError, ValueError, AttributeError) as error:
+            thread = _thread()
+            say_who(error, named((thread.thread_index, thread.block_index)))
+            raise
 
 
 class _Block:
@@ -253,6 +314,17 @@ class _Thread(greenlet or object):
     barriers = 0
 
 
+def named(thread):
+    """(thread_index, block_index) in words: "thread 3 of block (0, 1)"."""
+    return "thread {} of block {}".format(*map(_index, thread))
+
+
+def _index(index):
+    """(3, 0, 0) -> "3", (3, 1, 0) -> "(3, 1)", (3, 1, 2) -> "(3, 1, 2)"."""
+    used = index if index[2] else index[:2] if index[1] else index[:1]
+    return str(used) if len(used) > 1 else str(index[0])
+
+
 def current_thread():
     """The running thread: its number in the block, thread_index, block_index, and how many barriers it has reached."""
     return _thread()
@@ -269,12 +341,23 @@ def launch(kernel, grid, block, arguments, *, order="forward", watch=lambda shar
         watch: function(array of shared memory) -> what the threads of a block get for it; for recording accesses.
 
     Raises:
-        ImportError: greenlet is missing. IndexError, ValueError: a wrong access. RuntimeError: a missed barrier.
+        ImportError: greenlet is missing. IndexError, ValueError: a wrong access, with thread, block and the argument's
+            name. RuntimeError: a missed barrier.
     """
     if greenlet is None:
         raise ImportError("the simulator needs greenlet: pip install greenlet")
+    _name_pointers(kernel, arguments)
     grid, block = ((*shape, 1, 1)[:3] for shape in (grid, block))
     backward = order == "backward"
     points = [(x, y, z) for z in range(grid[2]) for y in range(grid[1]) for x in range(grid[0])]
     for point in reversed(points) if backward else points:
         _Block(kernel, arguments, point, block, grid, watch).run(backward)
+
+
+def _name_pointers(kernel, arguments):
+    """Give each `Pointer` the name of the kernel's argument, "x", or of the field of it that it is, "x.data"."""
+    for name, value in zip(inspect.signature(kernel).parameters, arguments, strict=False):
+        fields = getattr(value, "_asdict", dict)()
+        for field, one in {name: value, **{f"{name}.{key}": one for key, one in fields.items()}}.items():
+            if isinstance(one, Pointer) and one.name == Pointer.name:
+                one.name, one.example = field, f"{field}[i]"

@@ -114,6 +114,22 @@ def byte_by(rule):
     return answer
 
 
+def number_by(rule):
+    """`scale_byte` with a function of amax / 448 in its hole whose result is a float32."""
+
+    def answer(amax):
+        ratio = amax * holes.INVERSE_448
+        bytes_ = stored(np.where(rule(ratio) > F(254), F(254), rule(ratio)))
+        return np.where(ratio.view(np.uint32) <= 0x400000, 0, bytes_).astype(np.uint8)
+
+    return answer
+
+
+def exponent_by_log2(ratio):
+    """ceil(log2(amax / 448)), in float32."""
+    return np.ceil(np.log2(ratio))
+
+
 def rounded_up(bits, exponent, mantissa):
     return exponent + (mantissa != 0)
 
@@ -158,6 +174,11 @@ def e4m3(values):
 def power(byte, sign):
     """2^(sign (byte - 127)), float32."""
     return np.ldexp(F(1), sign * (byte.astype(np.int32) - 127))
+
+
+def unsigned_power(a, b):
+    """2^(a - b) where a - b is unsigned and wraps around, float64."""
+    return np.exp2((np.uint32(a) - np.uint32(b)).astype(np.float64))
 
 
 def stored(values):
@@ -340,6 +361,14 @@ ANSWERS = {
         "The exponent is rounded down, and 127 is added: E8M0 has the bias of float32.": byte_by(
             lambda b, e, m: e + np.uint32(127)
         ),
+        "127 is missing: the byte is the exponent plus 127, E8M0's bias.": number_by(exponent_by_log2),
+        "log2 of a float32 is rounded: just above a power of two it gives that power's exponent, and `ceil` leaves it. "
+        "The bits are exact.": number_by(lambda ratio: exponent_by_log2(ratio) + F(127)),
+        "The number amax / 448 is stored; the byte is its exponent, bits 23 to 30.": number_by(lambda ratio: ratio),
+        "The mantissa is stored, bits 0 to 22; the byte is the exponent, bits 23 to 30.": byte_by(lambda b, e, m: m),
+        "A mantissa of 1 adds nothing; what is added is one, if any of its 23 bits is set.": byte_by(
+            lambda b, e, m: e + (m > 1)
+        ),
         "The byte is that of the reciprocal, 254 - byte.": byte_by(lambda b, e, m: 254 - rounded_up(b, e, m)),
         "The exponent is taken from 127: the byte is the exponent field itself.": byte_by(
             lambda b, e, m: np.uint32(127) - e
@@ -355,6 +384,7 @@ ANSWERS = {
         "Every byte is cut to 254, so `byte` was larger: it is bits 23 to 30, moved down by 23.": byte_by(
             lambda b, e, m: np.full(b.shape, 254)
         ),
+        "Every byte is 0: no bit of the exponent is in it.": byte_by(lambda b, e, m: 0 * e),
         **{
             f"The bits are moved down by {distance}; the exponent field begins at bit 23.": byte_by(
                 lambda b, e, m, distance=distance: b >> np.uint32(distance)
@@ -385,6 +415,10 @@ ANSWERS = {
         "The elements are divided by 448; the multiplier is 2^(127 - byte).": codes_by(
             lambda value, byte: e4m3(value * holes.INVERSE_448)
         ),
+        "The byte is unsigned: 127 - byte wraps around where the byte is larger than 127. 2^(127 - byte) is "
+        "casts.e8m0_multiplier(byte).": codes_by(lambda value, byte: e4m3(value * unsigned_power(127, byte))),
+        "The byte is unsigned: byte - 127 wraps around where the byte is smaller than 127. 2^(127 - byte) is "
+        "casts.e8m0_multiplier(byte).": codes_by(lambda value, byte: e4m3(value / unsigned_power(byte, 127))),
         "casts.e8m0_multiplier takes the byte as it is: the multiplier here is 2^byte.": codes_by(
             lambda value, byte: e4m3(value * np.ldexp(F(1), byte.astype(np.int32)))
         ),

@@ -4,10 +4,8 @@ A kernel runs on every input of its puzzle, with the threads in both orders. Err
 and a kernel that does not end is stopped (`stopping` says what cannot be).
 """
 
-import ast
 import inspect
 import linecache
-import textwrap
 import traceback
 from dataclasses import dataclass, replace
 
@@ -15,10 +13,11 @@ import numpy as np
 
 from cuda_kernels import simt, simulator
 from cuda_kernels.accesses import Recorder
-from cuda_kernels.puzzles import evidence
-from cuda_kernels.puzzles.evidence import Run, differs, named
+from cuda_kernels.puzzles import evidence, source
+from cuda_kernels.puzzles.evidence import Run, differs
 from cuda_kernels.puzzles.stopping import Interrupt, TooLongError, call_within
 from cuda_kernels.puzzles.table import PUZZLES, carried
+from cuda_kernels.simulator import named
 
 #: Seconds that a kernel may take on all of its inputs; the solutions take less than one.
 SECONDS = 20
@@ -31,6 +30,7 @@ INDEX = "On this input every thread has an element, so no guard is missing: the 
 GUARD = "A thread that has no element must not touch memory: is a guard missing? If there is one, the index is wrong."
 SHARED = "One index for each number of the shape, in the right order, each below it; or is the shape too small?"
 TILE_GUARD = "Right where every thread has an element: is the guard missing, or does it let too many through?"
+CONSTANT_SHAPE = "Numba compiles the shape into the kernel, before any argument is known: write a number."
 BARRIER = "A barrier stands outside every `if` that only some threads of the block enter."
 ALL_LANES = (
     "A shuffle stands outside every `if`: threads without an element take part too, with a value that changes nothing."
@@ -101,9 +101,11 @@ def check(kernel):
             f"so do not change it; names: {names}"
         )
     puzzle, recorder = PUZZLES[kernel.__name__], Recorder()
-    holes = list(_holes(kernel))
+    holes = list(source.holes(kernel))
     if holes:
         return Verdict(puzzle.name, NOT_YET, f"hole in {holes[0]}", tuple(f"hole in {hole}" for hole in holes[1:]))
+    for reason, line in source.shapes_known_at_launch(kernel):
+        return Verdict(puzzle.name, WRONG, reason, (line, CONSTANT_SHAPE))
     try:
         inputs = call_within(SECONDS, lambda: _check_all(puzzle, kernel, recorder))
     except _WrongError as failure:
@@ -126,18 +128,6 @@ def require_simulator():
         raise ImportError("the simulator needs greenlet: pip install greenlet")
 
 
-def _holes(kernel):
-    """A line for each `...` in a function's source."""
-    try:
-        source = textwrap.dedent(inspect.getsource(kernel))
-    except OSError:
-        return
-    lines, first = source.splitlines(), kernel.__code__.co_firstlineno
-    marks = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant) and node.value is ...]
-    for number in sorted({node.lineno for node in marks}):
-        yield f"line {first + number - 1}: {lines[number - 1].strip()}"
-
-
 # --- running ----------------------------------------------------------------------------------------
 
 
@@ -155,6 +145,7 @@ def _check_all(puzzle, kernel, recorder):
                     failure.reason, *failure.details, _what_differs(cases[:number], case, order)
                 ) from None
             _judge_stores(kernel, run)
+            _judge_order(run)
     _judge_accesses(puzzle, recorder)
     return len(cases)
 
@@ -303,6 +294,7 @@ def _why(run, report=None):
     """The cause of wrong numbers, or "". report: what the oracle says, whose explanation holds for every element."""
     why = evidence.read_unwritten(run) or evidence.read_output(run)
     why = why or evidence.known_answer(run) or evidence.known_reads(run)
+    why = why or evidence.race(run)
     if not why and report is not None and report.diagnosis and report.diagnosis[0].exact:
         why = f"Why: {report.diagnosis[0].names[0]}: {report.diagnosis[0].sentence}"
     return why or evidence.one_value(run)
@@ -344,6 +336,13 @@ def _judge_stores(kernel, run):
             if count > run.puzzle.stores:
                 reason = f"the result is right, but {named(thread)} stores {count} elements of {name}"
                 raise _WrongError(reason, f"input {run.case.what}", f"The part of one thread is {run.puzzle.stores}.")
+
+
+def _judge_order(run):
+    """Raise _WrongError where two threads use one element of shared memory in no order."""
+    found = evidence.race(run)
+    if found:
+        raise _WrongError("the result is right, but by chance: a barrier is missing", f"input {run.case.what}", found)
 
 
 def _judge_accesses(puzzle, recorder):

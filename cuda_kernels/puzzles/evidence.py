@@ -12,6 +12,7 @@ import numpy as np
 from cuda_kernels.accesses import WARP, Recorder
 from cuda_kernels.puzzles.causes import ANSWERS, READS, listed
 from cuda_kernels.puzzles.table import Case, Puzzle, carried
+from cuda_kernels.simulator import named
 
 #: Elements that one sentence names, at most.
 FEW = 3
@@ -59,16 +60,6 @@ class Run:
                     thread = warp * WARP + lane, 0, 0
                     found[self.puzzle.threads.element(thread, block)].add((request.array, offset // size))
         return found
-
-
-def named(thread):
-    """(thread_index, block_index) in words."""
-    return "thread {} of block {}".format(*map(_index, thread))
-
-
-def _index(index):
-    """(3, 0, 0) -> "3", (3, 1, 0) -> "(3, 1)"."""
-    return str(index[0]) if index[1:] == (0, 0) else f"({index[0]}, {index[1]})"
 
 
 def differs(got, expected):
@@ -217,6 +208,20 @@ def read_unwritten(run):
     if all(stored[place] == read[place] for place in read):
         return f"{found}; each thread reads there what it writes itself, but later."
     return f"{found}: is a barrier missing?"
+
+
+def race(run):
+    """Which two threads use one element of shared memory with no barrier between them, one of them to store."""
+    if run.recorder.unordered is None:
+        return ""
+    first, second = run.recorder.unordered
+    does = {"load": "reads", "store": "stores"}
+    place = f"{second.array}{list(second.index)}"
+    later = f"{named(second.thread)} {does[second.kind]} it in line {second.line}"
+    return (
+        f"{named(first.thread).capitalize()} {does[first.kind]} {place} in line {first.line} and {later}, in no order: "
+        "is a barrier missing?"
+    )
 
 
 def read_output(run):

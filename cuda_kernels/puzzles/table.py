@@ -168,11 +168,14 @@ def block_amax_cases():
 
 def scale_byte_cases():
     powers = F(448) * F(2) ** np.arange(-128, 120, dtype=F)
-    ends = np.array([0, 1e-45, 1e-36, 448, 448.00003, 447, 3.4e38, np.inf], F)  # 448.00003 / 448: mantissa 1
+    above = np.nextafter(powers, F(np.inf))  # a mantissa of 1, which float32's log2 loses beside a larger exponent
+    ends = np.array([0, 1e-45, 1e-36, 447, 3.4e38, np.inf], F)
     maxima = np.abs(random(256)) * 100
-    maxima[3::16] = powers[100:116]  # where up, down and nearest agree
-    yield of_length("256 maxima, some of them 448 times a power of two", maxima, "amax")
-    yield of_length("448 times each power of two, and the ends", np.concatenate([powers, ends]), "amax")
+    maxima[3::16], maxima[9::16] = powers[100:116], above[124:140]
+    yield of_length("256 maxima, some of them 448 times a power of two or just above", maxima, "amax")
+    yield of_length(
+        "448 times each power of two, just above, and the ends", np.concatenate([powers, above, ends]), "amax"
+    )
 
 
 def mxfp8_cases():
@@ -239,8 +242,9 @@ def judge_swiglu(arrays, got):
 
 
 def judge_scale_byte(arrays, got):
-    blocks = np.zeros((len(arrays["amax"]), 32), F)
-    blocks[:, 0] = arrays["amax"]
+    amax, places = arrays["amax"], np.arange(len(arrays["amax"]))
+    blocks = amax[:, None] * np.random.default_rng(5).uniform(-0.9, 0.9, (len(amax), 32)).astype(F)
+    blocks[places, 7 * places % 32] = amax  # a whole block for each: the oracle also asks what other elements would do
     return oracle.check("quantize", blocks, {"scale": got["scale"][:, None]}, scaling=MXFP8)
 
 

@@ -22,7 +22,7 @@ import pytest
 from wrong_fillings import CAUSES, SHOWN
 
 from cuda_kernels import accesses, puzzles
-from cuda_kernels.puzzles import causes, checker, command, evidence, holes, solutions, stopping
+from cuda_kernels.puzzles import causes, checker, command, evidence, holes, solutions, source, stopping
 from cuda_kernels.simulator import launch
 from tiers import sampled
 
@@ -153,6 +153,12 @@ WRONG_FILLINGS = [
         r"The tiles are in their places, but not turned",
     ),
     ("transpose", ["32", "cuda.syncthreads()", "TURN"], r"result is right, but 32 threads of a warp meet in one bank"),
+    (
+        "transpose",
+        ["columns + 1", "cuda.syncthreads()", "TURN"],
+        r"shape of cuda.shared.array must be constant; got columns \+ 1\n  line \d+: tile = .*Numba compiles the shape",
+    ),
+    ("transpose", ["cuda.blockDim.x + 1", "cuda.syncthreads()", "TURN"], r"must be constant; got cuda.blockDim.x \+ 1"),
     ("transpose", ["33", "", "TURN"], r"reads tile\[.*\] before any thread has written it: is a barrier missing"),
     (
         "transpose",
@@ -174,6 +180,26 @@ WRONG_FILLINGS = [
         ["partial[ty, tx] = total\nif ty == 0 and column < columns:\n    FINISH"],
         r"before any thread has written it",
     ),
+    (
+        "dbias",
+        ["TREE    half = half // 2\nif ty == 0 and column < columns:\n    sums[column] = partial[0, tx]"],
+        r"got .*Thread 0 of block 0 reads partial\[1, 0\] in line \d+ and thread \(0, 1\) of block 0 stores it in line "
+        r"\d+, in no order: is a barrier missing\?",
+    ),
+    (
+        "dbias",
+        [
+            "partial[ty, tx] = total\ncuda.syncthreads()\nif ty == 1:\n    partial[ty, tx] = total\n"
+            "if ty == 0 and column < columns:\n    FINISH"
+        ],
+        r"the result is right, but by chance: a barrier is missing.*Thread 0 of block 0 reads partial\[1, 0\]",
+    ),
+    (
+        "dbias",
+        ["partial[ty, tx] = total\nif ty == 7 and column < columns:\n    LAST"],
+        r"the result is right, but by chance: a barrier is missing.*Thread 0 of block 0 stores partial\[0, 0\]",
+    ),
+    ("dbias", ["partial[:, tx] = total"], r"partial is read and written by single elements, its indices integers"),
     (
         "dbias",
         ["if ty == 0 and column < columns:\n    sums[column] = total"],
@@ -216,10 +242,13 @@ WRONG_FILLINGS = [
     ),
 ]
 SHORT = {
+    "TREE": "partial[ty, tx] = total\ncuda.syncthreads()\nhalf = 4\nwhile half > 0:\n    if ty < half:\n"
+    "        partial[ty, tx] = partial[ty, tx] + partial[ty + half, tx]\n",
     "TURN": "row, column = row0 + tx, column0 + ty + k\nif row < rows and column < columns:\n"
     "    y[column * rows + row] = np.uint8(tile[tx, ty + k])",
     "FINAL": "for k in range(1, 8):\n            total = total + partial[k, tx]\n        sums[column] = total",
     "TWICE": "for k in range(8):\n        total = total + partial[k, tx]\n    sums[column] = total",
+    "LAST": "for k in range(7):\n        total = total + partial[k, tx]\n    sums[column] = total",
     "ALL": "total = F(0)\n    for k in range(8):\n        total = total + partial[k, tx]\n    sums[column] = total",
     "AS_IT_IS": "row, column = row0 + tx, column0 + ty + k\nif row < rows and column < columns:\n"
     "    y[column * rows + row] = np.uint8(tile[ty + k, tx])",
@@ -304,19 +333,26 @@ def test_what_a_run_shows_is_said_and_no_cause_is_named(tmp_path, name, fillings
     assert line in said and "Why: " not in str(verdict), str(verdict)
 
 
+def answered(puzzle, answer, case):
+    """What a known wrong answer leaves in each output, as bytes."""
+    with np.errstate(all="ignore"):
+        found = answer(**case.arrays)
+    arrays = zip(puzzle.expected(case).values(), found if isinstance(found, tuple) else (found,), strict=True)
+    return tuple(np.broadcast_to(mine, right.shape).astype(right.dtype).tobytes() for right, mine in arrays)
+
+
 @pytest.mark.parametrize("name", causes.ANSWERS)
 def test_known_wrong_answers_differ(name):
-    """On the input that is checked first; one that only a later input tells from the right one is that on the first."""
+    """From each other on the first input on which any differs from the right one, and so from the right one on one."""
     puzzle = puzzles.PUZZLES[name]
-    case = next(iter(puzzle.cases()))
-    seen = {tuple(array.tobytes() for array in puzzle.expected(case).values()): "right"}
-    for sentence, answer in causes.ANSWERS[name].items():
-        with np.errstate(all="ignore"):
-            found = answer(**case.arrays)
-        arrays = zip(puzzle.expected(case).values(), found if isinstance(found, tuple) else (found,), strict=True)
-        key = tuple(np.broadcast_to(mine, right.shape).astype(right.dtype).tobytes() for right, mine in arrays)
-        assert key not in seen, (sentence, seen[key])
-        seen[key] = sentence
+    left = causes.ANSWERS[name]
+    for case in puzzle.cases():
+        right = tuple(array.tobytes() for array in puzzle.expected(case).values())
+        keys = {sentence: answered(puzzle, answer, case) for sentence, answer in left.items()}
+        wrong = {sentence: key for sentence, key in keys.items() if key != right}
+        assert len(set(wrong.values())) == len(wrong), wrong
+        left = {sentence: answer for sentence, answer in left.items() if sentence not in wrong}
+    assert not left
 
 
 @pytest.mark.parametrize("name", causes.READS)
@@ -361,6 +397,21 @@ def test_a_cause_fits_the_inputs_before_too():
     ("name", "fillings"),
     [
         ("dbias", ["ATOMIC"]),
+        (
+            "dbias",
+            [
+                "TREE    cuda.syncthreads()\n    half = half // 2\n"
+                "if ty == 0 and column < columns:\n    sums[column] = partial[0, tx]"
+            ],
+        ),
+        (
+            "dbias",
+            [
+                "if ty == 0:\n    partial[0, tx] = F(0)\ncuda.syncthreads()\ncuda.atomic.add(partial, (0, tx), total)\n"
+                "cuda.syncthreads()\nif ty == 0 and column < columns:\n    sums[column] = partial[0, tx]"
+            ],
+        ),
+        ("transpose", ["32 + 1", "cuda.syncthreads()", "TURN"]),
         ("dbias", ["partial[ty, tx] = total\ncuda.syncthreads()\nif ty == 7 and column < columns:\n    LAST"]),
         ("absolute", ["k * 64 + 63 - cuda.threadIdx.x"]),
         (
@@ -377,12 +428,37 @@ def test_other_solutions(tmp_path, name, fillings):
     texts = {
         "ATOMIC": "if ty == 0 and column < columns:\n    sums[column] = F(0)\ncuda.syncthreads()\n"
         "if column < columns:\n    cuda.atomic.add(sums, column, total)",
-        "LAST": "for k in range(7):\n        total = total + partial[k, tx]\n    sums[column] = total",
     }
     for word, text in texts.items():
         fillings = [filling.replace(word, text) for filling in fillings]
     verdict = verdict_of(tmp_path, name, fillings)
     assert verdict.solved, str(verdict)
+
+
+@pytest.mark.parametrize(
+    ("shape", "constant"),
+    [
+        ("(32, 33)", True),
+        ("64", True),
+        ("(32, 32 + 1)", True),
+        ("(32, literal)", True),
+        ("(32, WARP)", True),
+        ("(32, literal + 1)", False),
+        ("(32, twice)", False),
+        ("(32, columns)", False),
+        ("columns", False),
+        ("(32, len(x))", False),
+        ("(32, min(32, 33))", False),
+    ],
+)
+def test_a_shape_is_what_numba_knows_while_it_compiles(tmp_path, shape, constant):
+    lines = ["literal = 33", "twice = 33", "twice = 34", f"cuda.local.array({shape}, np.float32)", "AS_BEFORE"]
+    fillings = ["\n".join(lines).replace("AS_BEFORE", "if i < rows * columns:\n    y[i] = x[i] + bias[i % columns]")]
+    path = tmp_path / "puzzles.py"
+    path.write_text(filled("add_bias", fillings))
+    kernel = command.load(path, path.read_text())["add_bias"]
+    found = list(source.shapes_known_at_launch(kernel))
+    assert (not found) is constant, found
 
 
 def test_each_puzzle_has_wrong_fillings():
@@ -689,10 +765,9 @@ def test_what_is_no_puzzle():
 
 
 def test_a_missing_barrier_that_only_one_order_shows(tmp_path):
-    """The threads of one warp hand on to the next: forward it works by chance."""
-    finish = "if ty == 7 and column < columns:\n    FINISH".replace("range(1, 8)", "range(7)")
-    text = SHORT["FINISH"].replace("range(1, 8)", "range(7)")
-    verdict = verdict_of(tmp_path, "dbias", ["partial[ty, tx] = total\n" + finish.replace("FINISH", text)])
+    """The threads with ty == 0 begin each sum: forward they come first, by chance."""
+    begin = "if ty == 0 and column < columns:\n    sums[column] = F(0)\n"
+    verdict = verdict_of(tmp_path, "dbias", [begin + "if column < columns:\n    cuda.atomic.add(sums, column, total)"])
     assert "Right when the threads run from the first to the last, wrong in the other order." in verdict.details
 
 

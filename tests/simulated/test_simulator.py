@@ -1,5 +1,8 @@
 """The simulator itself: what a kernel does wrong raises, or shows when the threads run in the other order."""
 
+import re
+from collections import namedtuple
+
 import numpy as np
 import pytest
 
@@ -38,8 +41,64 @@ def test_an_index_outside_the_array_raises(index, access):
         else:
             simt.atomic_max(p, index, 1)
 
-    with pytest.raises(IndexError, match=f"elements {index} to {index} of an array of 8"):
+    kind = "store" if access == "write" else "load"
+    said = rf"^thread 0 of block 0: out of bounds: {kind} of p\[{index}\], which has 8 elements$"
+    with pytest.raises(IndexError, match=said):
         run(kernel, Pointer(np.zeros(8, np.int32)), block=(1,))
+
+
+def test_a_wrong_access_is_told_with_thread_block_and_the_field_of_the_argument():
+    record = namedtuple("record", "data scale")
+
+    def kernel(record, n):
+        if (cuda.threadIdx.x, cuda.threadIdx.y, cuda.blockIdx.x) == (3, 2, 1):
+            load_words(record.scale, n)
+
+    said = r"^thread \(3, 2\) of block 1: out of bounds: load of record.scale\[8\] to \[11\], which has 10 elements$"
+    with pytest.raises(IndexError, match=said):
+        run(kernel, record(Pointer(words(8)), Pointer(words(10))), 8, block=(4, 3, 1), grid=(2,))
+
+
+@pytest.mark.parametrize(
+    ("use", "error", "said"),
+    [
+        (lambda p: p + p, TypeError, "p is a whole array; a thread computes with single elements: p[i]"),
+        (lambda p: 2 * p, TypeError, "p is a whole array"),
+        (lambda p: np.float32(2) * p, TypeError, "p is a whole array"),
+        (np.abs, TypeError, "p is a whole array"),
+        (float, TypeError, "p is a whole array"),
+        (lambda p: p < 3, TypeError, "p is a whole array"),
+        (lambda p: 1 if p else 0, TypeError, "p is a whole array"),
+        (len, TypeError, "p has no len() in a kernel"),
+        (list, TypeError, "p cannot be looped over"),
+        (lambda p: p.shape, AttributeError, "p has no .shape in a kernel, only elements: p[i]"),
+        (lambda p: p[0, 1], TypeError, "p is flat, its index one integer: row * columns + column; got (0, 1)"),
+        (lambda p: p[0:2], TypeError, "p is flat"),
+        (lambda p: p[0.0], TypeError, "p is flat"),
+        (lambda p: p[p], TypeError, "p is flat, its index one integer: row * columns + column; got p"),
+    ],
+)
+def test_what_a_kernel_does_with_a_whole_array_is_refused_by_its_name(use, error, said):
+    def kernel(p):
+        use(p)
+
+    with pytest.raises(error, match=re.escape(f"thread 0 of block 0: {said}")):
+        run(kernel, Pointer(np.zeros(8, np.float32)), block=(1,))
+
+
+@pytest.mark.parametrize(
+    ("use", "said"),
+    [
+        (lambda: cuda.shfl_down_sync, "no cuda.shfl_down_sync; cuda has atomic, blockDim, "),
+        (lambda: cuda.atomic.min, "no cuda.atomic.min; cuda.atomic has add, max here"),
+        (lambda: cuda.shared.zeros, "no cuda.shared.zeros; cuda.shared has array here"),
+        (lambda: cuda.local.zeros, "no cuda.local.zeros; cuda.local has array here"),
+        (lambda: cuda.threadIdx.w, "no cuda.threadIdx.w; cuda.threadIdx has x, y, z here"),
+    ],
+)
+def test_what_the_simulator_lacks_is_refused_by_name(use, said):
+    with pytest.raises(AttributeError, match=re.escape(f"thread 0 of block 0: the simulator has {said}")):
+        run(lambda: use(), block=(1,))
 
 
 @pytest.mark.parametrize(("index", "error"), [(0, None), (4, None), (2, ValueError), (6, IndexError), (-4, IndexError)])

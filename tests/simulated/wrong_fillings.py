@@ -158,6 +158,12 @@ CAUSES = {
         ): [
             ("x[row * 2 * columns + columns + column]", "x[row * 2 * columns + column]"),
         ],
+        (
+            "input-shifted: Gate of x is read 1 column away from where it belongs: column n gets what column n - 1 "
+            "should get."
+        ): [
+            ("x[row * 2 * columns + column]", "x[row * 2 * columns + columns + column - 1]"),
+        ],
         "gate is read 2 * columns behind act, a whole row of x further: it begins `columns` behind act.": [
             ("x[row * 2 * columns + column]", "x[row * 2 * columns + 2 * columns + column]"),
             ("x[row * 2 * columns + column]", "x[(row + 1) * 2 * columns + column]"),
@@ -348,8 +354,32 @@ CAUSES = {
             "scale-even: The scale bytes follow the OCP even rule (amax rounded to the format's mantissa "
             "first), where TE has the round-up rule, amax / max rounded up to a power of two."
         ): [
+            ("(np.uint32(as_u32(amax[i]) + U32(0x80000)) >> U32(23)) - U32(8)",),
+        ],
+        "A mantissa of 1 adds nothing; what is added is one, if any of its 23 bits is set.": [
+            ("(bits + U32(0x7FFFFE)) >> U32(23)",),
             ("np.uint32(bits + U32(0x7FFFFE)) >> U32(23)",),
             ("select((bits & U32(0x7FFFFF)) > U32(1), (bits >> U32(23)) + U32(1), bits >> U32(23))",),
+        ],
+        "127 is missing: the byte is the exponent plus 127, E8M0's bias.": [
+            ("np.ceil(np.log2(amax[i] * INVERSE_448))",),
+        ],
+        (
+            "log2 of a float32 is rounded: just above a power of two it gives that power's exponent, and `ceil` "
+            "leaves it. The bits are exact."
+        ): [
+            ("np.ceil(np.log2(amax[i] * INVERSE_448)) + F(127)",),
+            ("np.ceil(np.log2(as_f32(bits))) + 127",),
+        ],
+        "Every byte is 0: no bit of the exponent is in it.": [
+            ("U32(0)",),
+            ("(bits >> U32(23)) & U32(0xFF) + U32(1)",),
+        ],
+        "The number amax / 448 is stored; the byte is its exponent, bits 23 to 30.": [
+            ("amax[i] * INVERSE_448",),
+        ],
+        "The mantissa is stored, bits 0 to 22; the byte is the exponent, bits 23 to 30.": [
+            ("bits & U32(0x7FFFFF)",),
         ],
         "The byte is one too large.": [
             ("np.uint32(bits + U32(0xFFFFFF)) >> U32(23)",),
@@ -426,6 +456,12 @@ CAUSES = {
         ("scale-off-by-one: Each scale byte is one too high, though the data are cast with the right one."): [
             (CODES, f"{FIRST_OF_BLOCK}scales[i // 32] = np.uint8(byte + 1)"),
         ],
+        (
+            "stale-scale: The stored scales are 1 (0x7F) whatever the amax is, though the data are cast with the right "
+            "ones: the one that they begin with, which was not replaced."
+        ): [
+            (CODES, f"{FIRST_OF_BLOCK}scales[i // 32] = np.uint8(127)"),
+        ],
         "The code of the block's first element is stored as scale.": [
             (CODES, f"{FIRST_OF_BLOCK}scales[i // 32] = codes[i]"),
         ],
@@ -437,6 +473,18 @@ CAUSES = {
         ],
         "scale-off-by-one: Each scale byte is one too low for the cast, though the right one is stored.": [
             ("np.uint8(casts.e4m3(value * casts.e8m0_multiplier(byte - 1)))", SCALES),
+        ],
+        (
+            "The byte is unsigned: 127 - byte wraps around where the byte is larger than 127. 2^(127 - byte) is "
+            "casts.e8m0_multiplier(byte)."
+        ): [
+            ("casts.e4m3(value * 2.0 ** (127 - byte))", SCALES),
+        ],
+        (
+            "The byte is unsigned: byte - 127 wraps around where the byte is smaller than 127. 2^(127 - byte) is "
+            "casts.e8m0_multiplier(byte)."
+        ): [
+            ("casts.e4m3(value / 2.0 ** (byte - 127))", SCALES),
         ],
         "casts.e8m0_multiplier takes the byte as it is: the multiplier here is 2^byte.": [
             ("np.uint8(casts.e4m3(value * casts.e8m0_multiplier(127 - byte)))", SCALES),
@@ -664,7 +712,6 @@ SHOWN = {
             ("x[row, column]", "x[row, column + columns]"),
         ],
         "y[0, 0] needs x[0] and x[64]; thread 0 of block 0 reads x[0] and x[63].": [
-            ("x[row * 2 * columns + column]", "x[row * 2 * columns + columns + column - 1]"),
             ("x[row * 2 * columns + column]", "x[row * 2 * columns + columns - 1 - column]"),
         ],
         "The element of this thread is y[3, 0], which needs x[384] and x[448].": [
@@ -740,8 +787,11 @@ SHOWN = {
         ],
     },
     "scale_byte": {
-        "Every element of scale is 0x0.": [
-            ("(bits >> U32(23)) & U32(0xFF) + U32(1)",),
+        "scale[0, 0]: got 0x57 (9.09495e-13), acceptable 0x7b (0.0625)   [block amax 15.1749315]": [
+            ("casts.e4m3(amax[i])",),
+        ],
+        "scale[0, 0]: got 0xfe (1.70141e+38), acceptable 0x7b (0.0625)   [block amax 15.1749315]": [
+            ("casts.e8m0_multiplier(bits)",),
         ],
     },
     "mxfp8": {
@@ -785,9 +835,6 @@ SHOWN = {
         ],
         "scales[0] is stored by two threads: thread 0 of block 0 and thread 1 of block 0.": [
             (CODES, "scales[0] = np.uint8(byte)"),
-        ],
-        "Every element of scales is 0x7f.": [
-            (CODES, f"{FIRST_OF_BLOCK}scales[i // 32] = np.uint8(127)"),
         ],
     },
     "transpose": {
