@@ -17,6 +17,15 @@ BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 #: The dtypes of unquantized tensors.
 HIGH_PRECISION = (np.dtype(np.float32), np.dtype(np.float16), BFLOAT16)
 
+#: Names of the one-byte dtypes that hold codes: int8, ml_dtypes' small floats, torch's pairs of FP4.
+CODE_DTYPES = frozenset(
+    {
+        "int8",
+        "float4_e2m1fn_x2",
+        *(name for name in vars(ml_dtypes) if name.startswith(("float8_", "float6_", "float4_"))),
+    }
+)
+
 #: Characters of a value that an error message shows.
 MOST_SHOWN = 300
 
@@ -71,8 +80,7 @@ def dimensions(shape):
 
 def as_codes_hint(dtype, name):
     """What an error adds about an array whose codes have another dtype: how to view them as uint8."""
-    holds_codes = str(dtype).startswith(("int8", "float8", "float6", "float4"))
-    return f"; hand in {name}.view(np.uint8)" if holds_codes else ""
+    return f"; hand in {name}.view(np.uint8)" if str(dtype) in CODE_DTYPES else ""
 
 
 def as_array(x: Any, name: str) -> Array:

@@ -4,10 +4,12 @@ For `refops explain` and for teaching. Every number is read from the result of `
 function that `refops.quantization` itself uses; the formulas are text beside them. Nothing is decided here.
 """
 
+import numbers
 from dataclasses import dataclass
 
 import numpy as np
 
+from refops.arguments import shown
 from refops.formats import ElementFormat
 from refops.ops import DequantizedSource, quantize
 from refops.quantization.quantize import random_bytes
@@ -114,7 +116,8 @@ def explain_block(x, scaling, *, columnwise=False, row=0, block=0):
         `BlockWalk`. Of a two-dimensional block the walk shows one row; its amax is the whole tile's.
 
     Raises:
-        BlockError: `row` or `block` out of range. TypeError, ValueError: as `refops.quantize`.
+        BlockError: `row` or `block` out of range. TypeError: one of them is no integer. TypeError, ValueError: as
+            `refops.quantize`.
     """
     q = quantize(x, scaling, rowwise=not columnwise, columnwise=columnwise)
     block_rows, length = _block_shape(scaling)
@@ -123,8 +126,8 @@ def explain_block(x, scaling, *, columnwise=False, row=0, block=0):
         return matrix.T if columnwise else matrix
 
     outer, inner = scaling.layout.oriented(q.matrix_shape, columnwise)
-    _require_index(row, "row", outer, "columns" if columnwise else "rows")
-    _require_index(block, "block", ceil_div(inner, length), f"blocks of {length}")
+    _require_index(row, "row", outer, "column" if columnwise else "row")
+    _require_index(block, "block", ceil_div(inner, length), "block", f" of {length}")
     first_row, first = row // block_rows * block_rows, block * length
     rows, along = slice(first_row, min(first_row + block_rows, outer)), slice(first, min(first + length, inner))
 
@@ -166,9 +169,12 @@ def _block_shape(scaling):
     return scaling.layout.block or (1, PER_TENSOR_BLOCK)
 
 
-def _require_index(value, name, count, what):
+def _require_index(value, name, count, what, of=""):
+    if isinstance(value, bool | np.bool_) or not isinstance(value, numbers.Integral):
+        raise TypeError(f"{name} must be an integer; got {shown(value)}")
     if not 0 <= value < count:
-        raise BlockError(f"{name} must be in 0..{count - 1} (the tensor has {count} {what}); got {value}")
+        there = f"{count} {what}{'s' * (count != 1)}{of}"
+        raise BlockError(f"{name} must be in 0..{count - 1} (the tensor has {there}); got {value}")
 
 
 def _where(scaling, columnwise, row, first, stop, block):
@@ -205,12 +211,24 @@ def _scale_steps(q, block_amax, columnwise, row, block):
         if layout.block is not None:
             steps.append(Step("stored scale", stored, formulas.stored))
         return steps, multiplier
-    steps.append(Step("scale byte", int(stored), formulas.stored, layout.scale_format))
+    formula = formulas.stored + _chosen(scaling, stored, block_amax, tensor_scale, q.dtype)
+    steps.append(Step("scale byte", int(stored), formula, layout.scale_format))
     if layout.two_level:
         steps.append(Step("block scale", layout.scale_format.values[stored], "the byte's value"))
     multiplier = scaling.multiplier(REFERENCE)(stored, tensor_scale)
     steps.append(Step("encode multiplier", multiplier, formulas.multiplier))
     return steps, multiplier
+
+
+def _chosen(scaling, stored, block_amax, tensor_scale, dtype):
+    """Which of several scales a block has kept, in words; "" where there is one."""
+    choice = scaling.choice(REFERENCE)
+    if choice is None:
+        return ""
+    amax, p = np.array([block_amax]), scaling.numbers(dtype)
+    codes = [int(np.ravel(candidate(amax, tensor_scale, p)[0])[0]) for candidate in choice.candidates]
+    kept = " and ".join(f"number {number}" for number, code in enumerate(codes, 1) if code == stored)
+    return f"; here {kept} of {', '.join(f'0x{code:02X}' for code in codes)}"
 
 
 def _stored_scale(q, columnwise, row, block):

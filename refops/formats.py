@@ -174,7 +174,12 @@ class FloatFormat(ElementFormat):
         require_integer(self.largest_code, "largest_code", low=1, high=codes)
         for field in ("infinity_code", "nan_code"):
             if getattr(self, field) is not None:
-                require_integer(getattr(self, field), field, low=self.largest_code + 1, high=codes)
+                code = require_integer(getattr(self, field), field, low=0, high=codes)
+                if code <= self.largest_code:
+                    raise ValueError(
+                        f"{field} must be above largest_code, {self.largest_code:#x}, up to which codes are numbers; "
+                        f"got {code:#x}"
+                    )
         if self.nan_code is not None and self.nan_code == self.infinity_code:
             raise ValueError(f"nan_code must differ from infinity_code; got {self.nan_code} for both")
 

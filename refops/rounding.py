@@ -52,17 +52,18 @@ def floor_in(grid):
 
 
 def round_to_grid_stochastic(x, grid, random_bits, floor):
-    """Return the grid index of each |x| when `random_bits` of 256 chances go to the upper neighbour.
+    """Return the grid index of each |x|, rounded to a neighbour by chance.
 
-    This is TE's software meaning of `cvt.rs.satfinite.e2m1x4.f32`, for any grid: add `random_bits / 256` of the
-    step at |x| (one rounding to float32, as an FMA does), then drop to the grid value at or below the sum. A value on
-    the grid never moves.
+    The upper neighbour's chance is the part of the step that |x| has gone, in 256ths: so many of the 256 values of a
+    random byte lead to it. This is TE's software meaning of `cvt.rs.satfinite.e2m1x4.f32`, for any grid: add
+    `random_bits / 256` of the step at |x| (one rounding to float32, as an FMA does), then drop to the grid value at or
+    below the sum. A value on the grid never moves.
 
     Args:
         x: float32 array without NaN.
         grid: ascending float64 magnitudes starting at 0, then the value that the format would hold next; the index is
             the code.
-        random_bits: uint8 array of the shape of `x`.
+        random_bits: uint8 array of the shape of `x`, a random byte for each element.
         floor: `floor_in(grid)`, or a faster function with its results for float32 numbers.
     """
     magnitude = np.abs(x)

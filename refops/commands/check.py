@@ -153,6 +153,8 @@ def run_check(arguments):
     else:
         operation = _operation_given(arguments)
         op, scaling, params = operation.name, scaling_of(arguments), params_of(arguments, operation)
+        if scaling is None and operation.kind == "quantize":
+            raise UsageError("--scaling is required for quantize, such as --scaling mxfp8; got none")
         inputs, swizzled = _read_inputs(arguments, operation), arguments.swizzled_scales
     splits, option_of = arguments.m_splits, _option_of(arguments, op)
     with usage_errors(option_of):

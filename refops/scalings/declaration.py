@@ -16,7 +16,7 @@ from typing import Any, ClassVar, TypeAlias
 import numpy as np
 
 from refops.arguments import BFLOAT16, require_choice, require_flag, require_integer, require_number, shown
-from refops.formats import E4M3, E5M2, FloatFormat, require_format
+from refops.formats import E4M3, E5M2, ElementFormat, FloatFormat, require_format
 from refops.hints import Array
 from refops.scalings.arithmetic import FLT_MAX, REFERENCE, F
 from refops.tiles import ALIGNMENT, ceil_div, round_up
@@ -38,7 +38,7 @@ LARGEST_FINITE = {
 SCALE_TILE = (128, 4)
 
 #: What a rule reads as `p`, because code must not be compiled anew for it. Field, meaning:
-#:   epsilon        an amax below it counts as it
+#:   epsilon        what a smaller amax is replaced by
 #:   largest_scale  what an overflowing encode scale becomes
 Numbers = namedtuple("Numbers", "epsilon largest_scale")
 
@@ -578,7 +578,17 @@ def normalise(settings: Any, **values: Any) -> None:
 
 def flags(settings: Any, *names: str) -> None:
     """Store each named field as a plain bool; TypeError if it is not one."""
-    normalise(settings, **{name: require_flag(getattr(settings, name), name) for name in names})
+    for name in names:
+        value = getattr(settings, name)
+        normalise(settings, **{name: require_flag(value, name, _takes_no_format(settings, value))})
+
+
+def _takes_no_format(settings: Any, value: Any) -> str:
+    """What an error adds about an element format, handed to settings whose elements have one format always."""
+    is_field = any(field.name == "fmt" for field in fields(settings))
+    if is_field or not isinstance(value, ElementFormat):
+        return ""
+    return f"; {type(settings).__name__} takes no element format, its elements are {settings.fmt!r}"
 
 
 def choose(settings: Any, **choices: tuple[Any, ...]) -> None:

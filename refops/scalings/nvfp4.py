@@ -43,11 +43,13 @@ class NVFP4Scaling(MinifloatScaling):
 
     Attributes:
         two_d: one block scale for a 16x16 tile (weights).
-        rht: apply the 16-point random Hadamard transform to the columnwise copy.
-        sign_mask: 16 bits, the transform's signs: bit i set means -1. TE's constant is 0xD7E8; 0 means no signs.
+        rht: apply the 16-point random Hadamard transform to the columnwise copy. The rowwise copy is as without.
+        sign_mask: 16 bits, the transform's signs: bit i set means -1. TE's constant is 0xD7E8, drawn at random once; 0
+            means no signs.
         stochastic_rounding: round elements stochastically; scales stay nearest-even.
         seed, offset: 64-bit Philox key and counter for the random bits. Each 16-element block has its own Philox
             subsequence: its row-major number in the stored layout, columnwise blocks counted after all rowwise ones.
+            Without `stochastic_rounding` nothing reads them.
         random_bits: the random bits themselves, instead of seed and offset: uint8, one byte an element, of shape (M, K)
             for rowwise, (K, M) for columnwise output, or a pair of both. Not part of equality.
         four_over_six: try block maximum -> 4 besides -> 6 and keep the one with the smaller error, "mae" or "mse".
@@ -79,6 +81,8 @@ class NVFP4Scaling(MinifloatScaling):
     tensor_level: bool = True
     fast_error: bool = False
 
+    # What `Scaling` says of every class: its place among the scalings, its name in sentences, and which fields kernels
+    # take as arguments, so that another value compiles none anew.
     order = 50
     title = "NVFP4"
     block_size = 16
@@ -150,7 +154,11 @@ class NVFP4Scaling(MinifloatScaling):
 
     @property
     def path(self) -> Path:
-        """Row scaling and the Hadamard transform see the stored tensor."""
+        """Behind an activation, row scaling and the Hadamard transform are kernels of their own.
+
+        They read the activation's result as it was stored, rounded to the tensor's dtype; the fused kernel's amax is
+        that of the unrounded float32.
+        """
         return UNFUSED if self.row_scaled or self.rht else FUSED
 
     @property
@@ -187,13 +195,13 @@ class NVFP4Scaling(MinifloatScaling):
         if self.four_over_six:
             error = {"mae": "absolute", "mse": "squared"}[self.four_over_six]
             error += " error before S_enc is undone" if self.fast_error else " error"
-            byte = f"{fmt}(block amax / 6 * S_enc), or of 1.5 times that: smaller {error}"
+            byte = f"{fmt}(block amax / 6 * S_enc), or of 1.5 times that (amax becomes 4, not 6): smaller {error}"
         down = f"f32(1/{self.top})"
         return Formulas(
             "1 / (block scale * (1 / S_enc)), at most FLT_MAX",
             decode=f"(block scale * amax) * {down}" if self.scale_format == E4M3 else f"block scale * (amax * {down})",
             stored=byte,
-            tensor_scale=f"{self.scale_max} * 6 / {{whose}} amax (0 or inf: 1)",
+            tensor_scale=f"{self.scale_max} * 6 / {{whose}} amax (0 or inf: 1)",  # whose: tensor, row or column
         )
 
     @property

@@ -41,7 +41,7 @@ class Float32Scaling(Scaling):
 
     Attributes:
         power_2_scale: clear the mantissa, which rounds down to a power of two.
-        amax_epsilon: an amax below it counts as it.
+        amax_epsilon: what a smaller amax is replaced by.
     """
 
     amax_epsilon: Number = 0.0
@@ -82,7 +82,8 @@ class E8M0Scaling(Scaling):
 
     Attributes:
         scale_rounding: one of `E8M0_ROUNDINGS`; `MXFP8Scaling` says what each is.
-        amax_epsilon: an amax below it counts as it. In `at_run_time` if code need not be compiled anew for another one.
+        amax_epsilon: what a smaller amax is replaced by. In `at_run_time` if code need not be compiled anew for another
+            one.
     """
 
     scale_rounding: str

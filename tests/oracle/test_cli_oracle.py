@@ -376,7 +376,10 @@ BAD = [
     ((*NVFP4, "--data", "x.bin", "--set", "random_bits=x.bin"), ["--set random_bits must be FILE@DTYPE:SHAPE"]),
     ((*NVFP4, "--data", "x.bin", "--set", "random_bits=two.npz"), ["--set random_bits must name one array", "a, b"]),
     ((*NVFP4[:3], "--set", "two_d=true", *OUT), ["--set needs --scaling", "'two_d=true'"]),
-    (("check", "--op", "quantize", "--input", "x32.npy", *OUT), ["--scaling is required for quantize", "None"]),
+    (
+        ("check", "--op", "quantize", "--input", "x32.npy", *OUT),
+        ["--scaling is required for quantize, such as --scaling mxfp8; got none"],
+    ),
     (("check", "--op", "dequantize", "--input", "q.safetensors", *OUT), ["--scaling is required to dequantize"]),
     (
         ("check", "--op", "dequantize", "--scaling", "mxfp8", "--output", "y=y.bin"),

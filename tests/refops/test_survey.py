@@ -1,6 +1,7 @@
 """What `refops.survey` measures and `refops.explain` shows, against hand-made tensors and direct formulas."""
 
 import math
+import re
 import tracemalloc
 
 import ml_dtypes
@@ -382,12 +383,35 @@ def test_random_bytes_handed_in_are_shown():
         ({"row": 4}, r"row must be in 0\.\.3 \(the tensor has 4 rows\); got 4"),
         ({"row": -1}, r"row must be in 0\.\.3"),
         ({"block": 2}, r"block must be in 0\.\.1 \(the tensor has 2 blocks of 32\); got 2"),
+        ({"columnwise": True, "block": 1}, r"block must be in 0\.\.0 \(the tensor has 1 block of 32\); got 1"),
         ({"columnwise": True, "row": 40}, r"row must be in 0\.\.39 \(the tensor has 40 columns\); got 40"),
     ],
 )
 def test_place_outside_the_tensor(where, message):
     with pytest.raises(explain.BlockError, match=message):
         explain.explain_block(np.ones((4, 40), F), refops.MXFP8Scaling(refops.E4M3), **where)
+
+
+@pytest.mark.parametrize("where", [{"row": 1.0}, {"block": "0"}, {"row": True}, {"block": np.float32(0)}])
+def test_a_place_is_an_integer(where):
+    ((name, value),) = where.items()
+    with pytest.raises(TypeError, match=re.escape(f"{name} must be an integer; got {value!r}")):
+        explain.explain_block(np.ones((4, 40), F), refops.MXFP8Scaling(refops.E4M3), **where)
+
+
+@pytest.mark.parametrize("four_over_six", ["mae", "mse"])
+def test_which_of_two_scales_a_block_keeps_is_said(four_over_six):
+    """Told from the elements: the largest of a block became 6 or 4."""
+    x = np.random.default_rng(6).standard_normal((16, 1024)).astype(F)
+    scaling, said = refops.NVFP4Scaling(four_over_six=four_over_six, e4m3_max=256), set()
+    for block in range(64):
+        walk = explain.explain_block(x, scaling, block=block)
+        formula = next(step.formula for step in walk.steps if step.name == "scale byte")
+        number = re.search(r"error; here number (1|2) of 0x\w\w, 0x\w\w$", formula)[1]
+        largest = max(abs(float(element.decoded)) for element in walk.elements)
+        assert largest == {"1": 6, "2": 4}[number]
+        said.add(number)
+    assert said == {"1", "2"}
 
 
 def test_values_are_padded_only_where_the_scaling_needs_it():
