@@ -339,8 +339,8 @@ def exponent_wraps(replay, choice):
         "exponent signed": "it is kept in a signed byte, in which less than -128 is positive, where it should be "
         f"bounded by -{bias}",
         "byte wraps": "a byte below 0 is one from 255 downwards, where it should be bounded by 0",
-        "byte read signed": "the byte is read as a signed number for the cast, so that bytes from 128 on stand for "
-        "numbers 2^256 times too small",
+        "byte read signed": f"for the cast the byte is read as a signed number, or {bias} - byte as an unsigned one: "
+        "bytes from 128 on stand for numbers that are far too small",
     }[choice]
     if choice == "byte read signed":
         replay.code_multiplier = lambda code, tensor_scale: np.ldexp(
