@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from os import PathLike
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -19,7 +19,15 @@ from torch.utils._pytree import tree_leaves
 
 from cuda_kernels.messages import silent
 from fuser.common import copied
-from fuser.conversion import CONVERTED, ConvertedLinear, Rule, converted, own_matrices, recipe_hint
+from fuser.conversion import (
+    CONVERTED,
+    ConvertedLinear,
+    Rule,
+    converted,
+    own_matrices,
+    recipe_hint,
+    rows_before_padding,
+)
 from fuser.op import BasicOperation, FusibleOperation
 from fuser.pipeline import ForwardStep, forward_observers
 from fuser.quantization.contexts import autocast
@@ -38,6 +46,7 @@ from fuser.recording import (
     QuantizationRecord,
     layer_of,
     no_record_of,
+    nothing_quantized_of,
     operations_of,
     sqnr_cell,
     statistics,
@@ -52,6 +61,10 @@ from refops.products.units import NoUnitError
 
 __all__ = ["Comparison", "LayerComparison", "RecipeComparison", "compare"]
 
+_Value = TypeVar("_Value", float, str)
+
+#: Relative error of a layer's input from which on its rows are taken for others.
+OTHER_ROWS = 0.7
 #: A delayed scale has settled if its relative change from one step to the next is at most this.
 MOST_CHANGE = 0.1
 
@@ -69,8 +82,12 @@ class LayerComparison:
         layer: its name in the model.
         output: error of its output, which has the errors of the layers before in it; of one that leaves quantized, for
             a linear layer behind it in a `Sequential`, as that. Of all calls together, if there are several; rows that
-            `pad` appended do not count. None: it was not seen, or not in as many calls.
-        gradient: error of the gradients of its own parameters; None: it has none.
+            `pad` appended do not count. None: it was not seen.
+        gradient: error of the gradients of its own parameters, which are zeros where a step has none; None: neither
+            step has any.
+        moved: whether its input holds other rows than in the step that is compared with, since something before it (a
+            router) chose otherwise: `output` is None then. It is taken for that where numbers of rows or calls differ,
+            or the input has an error of 0.7 or more.
         records: its quantized tensors, `QuantizationRecord`s. One that is all zero though the layer has gradients in
             the step that is compared with has the error 1.0, an SQNR of 0 dB; one that is zero in both has no SQNR.
     """
@@ -79,6 +96,7 @@ class LayerComparison:
     output: float | None
     gradient: float | None
     records: tuple[QuantizationRecord, ...] = field(default=(), repr=False)
+    moved: bool = False
 
 
 @dataclass(frozen=True)
@@ -86,7 +104,7 @@ class Coverage:
     """How much of a model is quantized.
 
     Attributes:
-        quantized: how many layers with matrices a recipe quantizes.
+        quantized: how many layers with matrices were quantized in the step.
         layers: how many there are, tables of embeddings aside.
         parameters: share of the model's parameters that are matrices of the quantized ones, 0 to 1.
     """
@@ -113,7 +131,8 @@ class RecipeComparison:
         layers: list of `LayerComparison`: each layer that may be converted or has parameters, and the model, named "",
             whose output is `output`.
         left: what `convert` named in its warning: what stays in high precision, and why.
-        coverage: `Coverage`, how much of the model is quantized.
+        idle: names of layers that `convert` converted and of which nothing was quantized, as `Statistics.idle`.
+        coverage: `Coverage`, how much of the model was quantized.
         warmed_up: whether the step did not change a delayed scale by more than a tenth of itself. If it did, the errors
             are in part those of scales that are not the recipe's yet.
         unmeasured: names of tensors whose quantizers leave no record, as `Statistics.unmeasured`.
@@ -131,6 +150,7 @@ class RecipeComparison:
     coverage: Coverage = Coverage(0, 0, 0.0)
     warmed_up: bool = True
     unmeasured: list[str] = field(default_factory=list, repr=False)
+    idle: list[str] = field(default_factory=list, repr=False)
     error: NoUnitError | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -170,7 +190,7 @@ class Comparison:
         return len(self.recipes)
 
     def rows(self) -> list[dict[str, Any]]:
-        """A dict for each layer under each recipe: recipe, layer, errors, and SQNR and shares of each tensor.
+        """A dict for each layer under each recipe: recipe, layer, errors, moved, and SQNR and shares of each tensor.
 
         Of a tensor that was quantized several times, the worst.
         """
@@ -180,6 +200,7 @@ class Comparison:
                 "layer": layer.layer,
                 "output": layer.output,
                 "gradient": layer.gradient,
+                "moved": layer.moved,
                 **{
                     f"{tensor}_{column}": getattr(worst(records), column)
                     for tensor, records in _grouped(layer.records, lambda record: record.tensor).items()
@@ -225,17 +246,21 @@ class Comparison:
                 refused.setdefault(rule, []).append(found.recipe)
         notes += [f"Under {', '.join(those)}: {rule}." for rule, those in refused.items()]
         parts += [*notes, ""] if notes else []
-        for title, value in (("output", lambda layer: layer.output), ("gradients", lambda layer: layer.gradient)):
-            grid = self._by_layer(value)
-            if grid:
-                cells = {layer: [*map(_error, errors)] for layer, errors in grid.items()}
+        for title, cell in (("output", _output_cell), ("gradients", _gradient_cell)):
+            cells = {layer: [text or "-" for text in row] for layer, row in self._by_layer(cell).items()}
+            if cells:
                 parts += [f"Error of each layer's {title}:", "", *_tables("layer", names, cells)]
+            legend = [line for word, line in _LEGEND.items() if any(word in row for row in cells.values())]
+            parts += [*legend, ""] if legend else []
         tensors = self._tensors()
         if tensors:
             cells = {tensor: [sqnr_cell(records) for records in found] for tensor, found in tensors.items()}
             parts += ["SQNR of each quantized tensor, dB:", "", *_tables("tensor", names, cells)]
         for found in self.recipes:
             parts += no_record_of(found.unmeasured, f" under {found.recipe}")
+        for idle in dict.fromkeys(tuple(found.idle) for found in run):
+            same = [found.recipe for found in run if tuple(found.idle) == idle]
+            parts += nothing_quantized_of(idle, "" if len(same) == len(run) else f" under {', '.join(same)}")
         for line in dict.fromkeys(line for found in self.recipes for line in found.left):
             who = ", ".join(found.recipe for found in self.recipes if line in found.left)
             parts.append(f"left in high precision under {who}: {line}")
@@ -245,12 +270,12 @@ class Comparison:
         """The recipes whose steps were run: their cards have the products."""
         return [found for found in self.recipes if found.error is None]
 
-    def _by_layer(self, value: Callable[[LayerComparison], float | None]) -> dict[str, list[float | None]]:
-        """Layer -> a number for each recipe that was run, of the layers that have one."""
+    def _by_layer(self, value: Callable[[LayerComparison], _Value | None]) -> dict[str, list[_Value | None]]:
+        """Layer -> a value for each recipe that was run, of the layers that have one."""
         columns = [{layer.layer: value(layer) for layer in found.layers} for found in self._run()]
         layers = dict.fromkeys(layer for column in columns for layer in column)
         grid = {layer or "(model)": [column.get(layer) for column in columns] for layer in layers}
-        return {layer: errors for layer, errors in grid.items() if any(error is not None for error in errors)}
+        return {layer: values for layer, values in grid.items() if any(value is not None for value in values)}
 
     def _tensors(self) -> dict[str, list[list[QuantizationRecord]]]:
         """Tensor -> its records under each recipe that was run."""
@@ -262,8 +287,8 @@ class Comparison:
         """Draw the errors of each layer's output and gradients, and each tensor's SQNR, under each recipe, in dB.
 
         Rows are in the model's order. A panel has those with the largest errors, as many as a page has room for
-        (`refops.display.plot.MOST_TENSORS_DRAWN`); where it leaves some out its title says so. The suffix of `path`
-        gives the format.
+        (`refops.display.plot.MOST_TENSORS_DRAWN`); where it leaves some out its title says so, and where layers have no
+        number because their rows are others. The suffix of `path` gives the format.
 
         Raises:
             PlotError: no matplotlib, a suffix that it does not know, or no such directory. ValueError: no layer or
@@ -273,8 +298,11 @@ class Comparison:
 
     def _draw(self, path: str | PathLike[str], argument: str) -> None:
         sqnr = {name: [worst(records).sqnr_db for records in found] for name, found in self._tensors().items()}
+        outputs = "Output of each layer"
+        if any(layer.moved for of_recipe in self.recipes for layer in of_recipe.layers):
+            outputs += ", n/a or left out where it got other rows"
         found = {
-            "Output of each layer": _in_decibels(self._by_layer(lambda layer: layer.output)),
+            outputs: _in_decibels(self._by_layer(lambda layer: layer.output)),
             "Gradients of each layer": _in_decibels(self._by_layer(lambda layer: layer.gradient)),
             "Quantized tensors (SQNR)": sqnr,
         }
@@ -313,6 +341,24 @@ def _tables(what: str, names: Sequence[str], rows: Mapping[str, Sequence[str]]) 
 
 def _error(error: float | None) -> str:
     return "-" if error is None else f"{error:.1e}" if error else "0"
+
+
+def _output_cell(layer: LayerComparison) -> str | None:
+    if layer.moved:
+        return "moved"
+    return None if layer.output is None else _error(layer.output)
+
+
+def _gradient_cell(layer: LayerComparison) -> str | None:
+    return None if layer.gradient is None else _error(layer.gradient)
+
+
+#: What the cells of the tables of errors mean that hold no number.
+_LEGEND = {
+    "moved": "moved: its input holds other rows than in the step that is compared with, or it was not called: "
+    "something before it (a router) chose otherwise. The errors of its gradients have that in them.",
+    "-": "-: it was not seen, as inside of one kernel with its neighbours.",
+}
 
 
 def _grouped(
@@ -416,7 +462,7 @@ def compare(
     with silent() if quiet else contextlib.nullcontext(), _gradients_stay(model):
         plain = _run_step(converted(model, None, pad=pad, inplace=False)[0], None, batch, loss)
         known = {name: _step_under(name, model, rule, batch, loss, pad) for name, rule in reference.items()}
-        base = next((_without_padding(step, plain) for step in known.values()), plain)
+        base = next(iter(known.values()), plain)
         comparisons: list[RecipeComparison] = []
         for name, rule in rules.items():
             try:
@@ -525,15 +571,31 @@ def _is_function(rule: Any) -> bool:
 
 
 @dataclass
+class _Calls:
+    """Tensors of layers, by name, one for each call; without rows that `pad` appended.
+
+    Attributes:
+        outputs: of the layers whose outputs are seen.
+        inputs: of the layers that do not take what another one in the same pipeline returns.
+        first: every layer that was called -> the first one in its pipeline, of which `inputs` has the rows.
+    """
+
+    outputs: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+    inputs: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+    first: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass
 class _Outcome:
-    """What is compared of a step. Tensors of a layer: one for each call. The last four: of `RecipeComparison`."""
+    """What is compared of a step. The last five: of `RecipeComparison`."""
 
     loss: float
     output: list[torch.Tensor]
-    layers: dict[str, list[torch.Tensor]]
+    calls: _Calls
     gradients: dict[str, torch.Tensor]
     records: list[QuantizationRecord]
     unmeasured: list[str] = field(default_factory=list)
+    idle: list[str] = field(default_factory=list)
     warmed_up: bool = True
     left: list[str] = field(default_factory=list)
     coverage: Coverage = Coverage(0, 0, 0.0)
@@ -548,17 +610,7 @@ def _step_under(name: str, model: torch.nn.Module, rule: Rule, batch: Any, loss:
         if [str(error)] == list(error.args):
             say_who(error, f"Under {name}")
         raise
-    return replace(step, left=left, coverage=_coverage(duplicate, rule))
-
-
-def _without_padding(step: _Outcome, plain: _Outcome) -> _Outcome:
-    """A step with tensors of layers as large as in a step that nothing was padded for, where they can be matched."""
-    layers = dict(step.layers)
-    for layer, wanted in plain.layers.items():
-        found = layers.get(layer, [])
-        if len(found) == len(wanted):
-            layers[layer] = [one.flatten()[: other.numel()] for one, other in zip(found, wanted, strict=True)]
-    return replace(step, layers=layers)
+    return replace(step, left=left, coverage=_coverage(duplicate, rule, step.idle))
 
 
 def _run_step(model: torch.nn.Module, rule: Rule, batch: Any, loss: Any) -> _Outcome:
@@ -589,27 +641,27 @@ def _run_step(model: torch.nn.Module, rule: Rule, batch: Any, loss: Any) -> _Out
 
 
 def _run_once(model: torch.nn.Module, rule: Rule, batch: Any, loss: Any, devices: set[torch.device]) -> _Outcome:
-    outputs: dict[str, list[torch.Tensor]] = {}
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=devices))
         recorder = None
         if any(op.num_quantizers("forward") for _, op in operations_of(model)):
             recorder = stack.enter_context(statistics(model))
-        stack.enter_context(_listening(model, outputs))
+        calls = stack.enter_context(_listening(model))
         with _quantizing(rule):
             result = _call(model, batch)
         value = _loss_of(result, loss)
         if value.requires_grad:
             value.backward()
     output = [t.detach() for t in _tensors(result) if t is not value and t.numel() > 1]
-    outputs[""] = output
+    calls.outputs[""] = output
     return _Outcome(
         loss=value.item(),
         output=output,
-        layers=outputs,
+        calls=calls,
         gradients={name: p.grad for name, p in model.named_parameters() if p.grad is not None},
         records=[] if recorder is None else recorder.records,
         unmeasured=[] if recorder is None else recorder.unmeasured,
+        idle=[] if recorder is None else recorder.idle,
     )
 
 
@@ -695,16 +747,23 @@ def _made_loss(result: Any) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def _listening(model: torch.nn.Module, outputs: dict[str, list[torch.Tensor]]) -> Iterator[None]:
-    """Collect the outputs of layers by name: of operations from their pipelines, which hooks would split."""
-    last_of_layer = dict(operations_of(model))
-    layer_ending = {op: layer for layer, op in last_of_layer.items()}
+def _listening(model: torch.nn.Module) -> Iterator[_Calls]:
+    """Collect what layers take and return: of operations from their pipelines, which hooks would split."""
+    calls = _Calls()
+    operations = list(operations_of(model))
+    layer_with = {op: layer for layer, op in operations}
+    ending = set(dict(operations).values())
 
     def observe(fuser: Any, step: ForwardStep) -> None:
-        layer = layer_ending.get(fuser._basic_ops[step.basic_op_indices[-1]])
-        if layer is not None:
-            is_quantized = isinstance(step.output, QuantizedTensorStorage)
-            outputs.setdefault(layer, []).append((step.output.dequantize() if is_quantized else step.output).detach())
+        first, last = fuser._basic_ops[0], fuser._basic_ops[step.basic_op_indices[-1]]
+        if first in layer_with and step.basic_op_indices[0] == 0:
+            calls.inputs.setdefault(layer_with[first], []).append(_own_rows(step.input))
+        for index in step.basic_op_indices:
+            layer = layer_with.get(fuser._basic_ops[index])
+            if layer is not None:
+                calls.first[layer] = layer_with.get(first, layer)
+        if last in ending:
+            calls.outputs.setdefault(layer_with[last], []).append(_own_rows(step.output))
 
     handles = []
     for name, module in model.named_modules():
@@ -712,45 +771,70 @@ def _listening(model: torch.nn.Module, outputs: dict[str, list[torch.Tensor]]) -
         runs_operations = isinstance(module, (FusibleOperation, *CONVERTED.values()))
         if name and is_layer and not runs_operations and layer_of(name) == name:
 
-            def keep(_: Any, __: Any, result: Any, name: str = name) -> None:
-                outputs.setdefault(name, []).extend(tensor.detach() for tensor in _tensors(result)[:1])
+            def keep(_: Any, args: Any, kwargs: Any, result: Any, name: str = name) -> None:
+                calls.first[name] = name
+                for found, tensors in ((calls.inputs, [args, kwargs]), (calls.outputs, result)):
+                    found.setdefault(name, []).extend(tensor.detach() for tensor in _tensors(tensors)[:1])
 
-            handles.append(module.register_forward_hook(keep))
+            handles.append(module.register_forward_hook(keep, with_kwargs=True))
     forward_observers.append(observe)
     try:
-        yield
+        yield calls
     finally:
         forward_observers.remove(observe)
         for handle in handles:
             handle.remove()
 
 
-def _relative(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> float | None:
-    """||found - wanted|| / ||wanted|| over all tensors; None if there are none, or if they do not match.
+def _own_rows(tensor: Any) -> torch.Tensor:
+    """A tensor of a pipeline without the rows that `pad` appended."""
+    plain = (tensor.dequantize() if isinstance(tensor, QuantizedTensorStorage) else tensor).detach()
+    rows = rows_before_padding.get()
+    return plain if rows is None else plain[:rows]
 
-    What a tensor has beyond the size of the wanted one, rows that `pad` appended at its end, does not count.
-    """
-    pairs = list(itertools.zip_longest(found, wanted))
-    if any(one is None or other is None or one.numel() < other.numel() for one, other in pairs):
+
+def _moved(layer: str, base: _Calls, step: _Calls) -> bool:
+    """Whether a layer's calls have other rows than in the step that is compared with, as far as they tell."""
+    if not layer or layer not in base.outputs:
+        return False
+    first = step.first.get(layer)
+    if first is None:
+        return True
+    found, wanted = step.inputs.get(first, []), base.inputs.get(first, [])
+    if not found or not wanted:
+        return False
+    if [one.numel() for one in found] != [other.numel() for other in wanted]:
+        return True
+    error = _relative(found, wanted)
+    return error is not None and error >= OTHER_ROWS
+
+
+def _relative(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> float | None:
+    """||found - wanted|| / ||wanted|| over all tensors; None if there are none, or if they do not match."""
+    sizes = [other.numel() for other in wanted]
+    if not sum(sizes) or [one.numel() for one in found] != sizes:
         return None
-    if not sum(other.numel() for _, other in pairs):
-        return None
-    a = torch.cat([one.flatten()[: other.numel()].double() for one, other in pairs])
-    b = torch.cat([other.flatten().double() for _, other in pairs])
+    a, b = (torch.cat([one.flatten().double() for one in tensors]) for tensors in (found, wanted))
     difference, size = (a - b).norm().item(), b.norm().item()
     return difference / size if size else (math.inf if difference else 0.0)
 
 
-def _coverage(model: torch.nn.Module, rule: Rule) -> Coverage:
-    """The coverage of a model converted by a rule that is also in force around its operations of `fuser.ops`."""
+def _coverage(model: torch.nn.Module, rule: Rule, idle: Sequence[str]) -> Coverage:
+    """The coverage of a model converted by a rule that is also in force around its operations of `fuser.ops`.
+
+    `idle`: the layers of which nothing was quantized.
+    """
     matrices: dict[torch.nn.Module, list[torch.Tensor]] = {}
     quantized: set[torch.nn.Module] = set()
-    for module in model.modules():
+    for name, module in model.named_modules():
         own = [*own_matrices(module).values()]
+        quantizes = False
         if isinstance(module, BasicOperation) and module.num_quantizers("forward"):
             own = [*module.parameters()]
-            quantized |= {module} if isinstance(rule, Recipe) else set()
-        elif isinstance(module, ConvertedLinear) and module.recipe is not None:
+            quantizes = isinstance(rule, Recipe)
+        elif isinstance(module, ConvertedLinear):
+            quantizes = module.recipe is not None
+        if quantizes and layer_of(name) not in idle:
             quantized.add(module)
         if own:
             matrices[module] = own
@@ -770,14 +854,16 @@ def _vanished(record: QuantizationRecord) -> QuantizationRecord:
 
 
 def _compared(name: str, base: _Outcome, step: _Outcome) -> RecipeComparison:
-    """Compare a step with another one, in which nothing is padded."""
+    """Compare a step with another one. Of a parameter that has no gradient in one of them it is zero there."""
     own: dict[str, list[str]] = {}  # layer -> names of its parameters
-    for parameter in base.gradients:
+    for parameter in {**base.gradients, **step.gradients}:
         own.setdefault(layer_of(parameter.rpartition(".")[0]), []).append(parameter)
     learning = {
         layer
         for layer, names in own.items()
-        if any(base.gradients[name].ndim > 1 and base.gradients[name].any() for name in names)
+        if any(
+            name in base.gradients and base.gradients[name].ndim > 1 and base.gradients[name].any() for name in names
+        )
     }
     records = _grouped(
         [_vanished(record) if record.all_zero and record.layer in learning else record for record in step.records],
@@ -785,26 +871,30 @@ def _compared(name: str, base: _Outcome, step: _Outcome) -> RecipeComparison:
     )
 
     def gradient_error(names: Sequence[str]) -> float | None:
-        both = [n for n in names if n in step.gradients]
-        return _relative([step.gradients[n] for n in both], [base.gradients[n] for n in both])
+        found = [step.gradients[n] if n in step.gradients else torch.zeros_like(base.gradients[n]) for n in names]
+        wanted = [base.gradients[n] if n in base.gradients else torch.zeros_like(step.gradients[n]) for n in names]
+        return _relative(found, wanted)
 
     return RecipeComparison(
         name,
         step.loss,
         abs(step.loss - base.loss) / abs(base.loss) if base.loss else abs(step.loss),
         _relative(step.output, base.output),
-        gradient_error(list(base.gradients)),
+        gradient_error(list({**base.gradients, **step.gradients})),
         [
             LayerComparison(
                 layer,
-                _relative(step.layers.get(layer, []), base.layers.get(layer, [])),
+                None if moved else _relative(step.calls.outputs.get(layer, []), base.calls.outputs.get(layer, [])),
                 gradient_error(own.get(layer, [])),
                 tuple(records.get(layer, [])),
+                moved,
             )
-            for layer in dict.fromkeys(itertools.chain(base.layers, own))
+            for layer in dict.fromkeys(itertools.chain(base.calls.outputs, own))
+            for moved in [_moved(layer, base.calls, step.calls)]
         ],
         step.left,
         step.coverage,
         step.warmed_up,
         step.unmeasured,
+        step.idle,
     )

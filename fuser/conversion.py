@@ -17,6 +17,7 @@ import math
 import textwrap
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -100,7 +101,8 @@ def convert(
     then computes partly in high precision. The exact GELU, other activations and norms without a weight stay torch's
     without a word: nothing in them is quantized. Functions that a forward calls (`F.linear`, `F.gelu`) can't be seen; a
     parent whose forward says `self.child.weight` of a converted child is named in the warning; one that says
-    `self.block.child.weight` or `self.layers[0].weight` is not. The fast path of `TransformerEncoderLayer` in eval
+    `self.block.child.weight` or `self.layers[0].weight` is not: `compare` and `statistics` name each layer of which
+    nothing was quantized in their runs. The fast path of `TransformerEncoderLayer` in eval
     mode, which reads weights, is switched off where the layer is part of `model`. A layer of which `linear1` and
     `linear2` alone are given to `convert` computes without quantization there.
 
@@ -421,8 +423,11 @@ def _misfit(module: Any, recipe: Any, name: str) -> str | None:
 #: What a parent may read of a weight without multiplying by it.
 _FACTS = {
     *("device", "dtype", "shape", "size", "ndim", "dim", "numel", "requires_grad", "is_meta", "is_cuda"),
+    *("is_cpu", "is_floating_point", "is_contiguous", "stride", "itemsize", "element_size", "nbytes", "__class__"),
     *("norm", "std", "var", "isfinite"),
 }
+#: Functions that say such a thing of what they are called with.
+_QUESTIONS = {"isinstance", "hasattr", "type", "id", "is_tensor", "is_floating_point"}
 
 
 def _weights_read_by(parent: torch.nn.Module, converted: set[torch.nn.Module]) -> list[str]:
@@ -444,6 +449,8 @@ def _weights_read_by(parent: torch.nn.Module, converted: set[torch.nn.Module]) -
             for node in nodes:
                 if isinstance(node, ast.Compare) and all(isinstance(op, (ast.Is, ast.IsNot)) for op in node.ops):
                     only_asked |= {id(node.left), *map(id, node.comparators)}
+                if isinstance(node, ast.Call) and _name_of(node.func) in _QUESTIONS:
+                    only_asked |= set(map(id, node.args))
             only_asked |= _stored_to_be_asked(nodes, only_asked)
             for node in attributes:
                 if _is_self(node.value):
@@ -465,6 +472,13 @@ def _stored_to_be_asked(nodes: list[ast.AST], only_asked: set[int]) -> set[int]:
         if isinstance(node, ast.Assign)
         and all(isinstance(target, ast.Name) and target.id not in used for target in node.targets)
     }
+
+
+def _name_of(function: ast.expr) -> str:
+    """The last part of what is called: "is_tensor" of `torch.is_tensor`."""
+    if isinstance(function, ast.Attribute):
+        return function.attr
+    return function.id if isinstance(function, ast.Name) else ""
 
 
 def _is_loaded(node: ast.Name) -> bool:
@@ -619,6 +633,20 @@ class _Converted(HoldsFusers, NotScriptable, torch.nn.Module):
         )
 
 
+#: How many rows a linear layer's input has before the ones that `pad` appends, while its operations run forward, for
+#: who observes them; None: nothing was appended.
+rows_before_padding: ContextVar[int | None] = ContextVar("fuser_rows_before_padding", default=None)
+
+
+@contextlib.contextmanager
+def _padding(rows: int) -> Iterator[None]:
+    token = rows_before_padding.set(rows)
+    try:
+        yield
+    finally:
+        rows_before_padding.reset(token)
+
+
 def _run_eagerly(module: Any, input: Any) -> Any:
     """Call a module outside of a graph. Errors about input that `convert` can fix say how."""
     if isinstance(input, torch.Tensor) and input.is_nested:
@@ -655,7 +683,8 @@ class ConvertedLinear(_Converted, torch.nn.Linear):
         if not short:
             return self._present_pipeline()(input)
         rows = input.reshape(-1, input.shape[-1])
-        y = self._present_pipeline()(torch.nn.functional.pad(rows, (0, 0, 0, short)))
+        with contextlib.nullcontext() if _in_graph() else _padding(rows.shape[0]):
+            y = self._present_pipeline()(torch.nn.functional.pad(rows, (0, 0, 0, short)))
         return y[: rows.shape[0]].view(*input.shape[:-1], y.shape[-1])
 
 

@@ -89,6 +89,9 @@ class Statistics:
         records: list of `QuantizationRecord`, in the order of the casts.
         unmeasured: names of tensors, layer and tensor as in `QuantizationRecord.name`, whose quantizers leave no
             record: they return plain tensors or a format of their own, or override `quantize`.
+        idle: names of layers that quantize, by a recipe of their own or as operations of `fuser.ops`, of which nothing
+            was in the steps that were measured: their forward was not called, or not under a recipe. A parent may
+            read their weight. Known when the context is left.
         step: number of the forward pass that runs or ran last; -1 before the first. What is computed again in
             a backward pass is no pass of its own.
     """
@@ -96,6 +99,7 @@ class Statistics:
     def __init__(self, model: torch.nn.Module, every: int) -> None:
         self.records: list[QuantizationRecord] = []
         self.unmeasured: list[str] = []
+        self.idle: list[str] = []
         self.step = -1
         self._model, self._every = model, every
         #: Quantizers that were seen, by id, with the names of layer and tensor; None: another model's.
@@ -114,6 +118,8 @@ class Statistics:
         for quantizer, layer, tensor in _quantizers_of(self._model):
             if type(quantizer).quantize is not Quantizer.quantize:
                 self._note_unmeasured(layer, tensor)
+        if self.step >= 0:
+            self.idle = self._idle_layers()
         self._hook.remove()
         self._hook = None
 
@@ -135,6 +141,12 @@ class Statistics:
             self.records.append(QuantizationRecord(self.step, layer, tensor, shape, amax, measurement))
         elif x.numel():
             self._note_unmeasured(layer, tensor)
+
+    def _idle_layers(self) -> list[str]:
+        busy = {record.layer for record in self.records}
+        unmeasured = set(self.unmeasured)
+        busy |= {layer for _, layer, tensor in _quantizers_of(self._model) if name_of(layer, tensor) in unmeasured}
+        return [layer for layer in quantizing_layers(self._model) if layer not in busy]
 
     def _note_unmeasured(self, layer: str, tensor: str) -> None:
         name = name_of(layer, tensor)
@@ -183,7 +195,7 @@ class Statistics:
                 significant(max(record.amax for record in records)),
                 *worst_cells(records),
             )
-        return text_of(table, *no_record_of(self.unmeasured))
+        return text_of(table, *no_record_of(self.unmeasured), *nothing_quantized_of(self.idle))
 
     def plot(self, path: str | PathLike[str]) -> None:
         """Draw SQNR, flushed and saturated shares of each tensor over the steps. The suffix gives the format.
@@ -272,6 +284,15 @@ def operations_of(model: torch.nn.Module) -> Iterator[tuple[str, BasicOperation]
             yield layer_of(name), module
 
 
+def quantizing_layers(model: torch.nn.Module) -> list[str]:
+    """The names of the layers that quantize under a recipe, apart from converted ones that have none."""
+    converted = tuple(CONVERTED.values())
+    modules = ((layer_of(name), module) for name, module in model.named_modules() if isinstance(module, converted))
+    without = {layer for layer, module in modules if module.recipe is None}
+    found = dict.fromkeys(layer for layer, op in operations_of(model) if op.num_quantizers("forward"))
+    return [layer for layer in found if layer not in without]
+
+
 def layer_of(name: str) -> str:
     """The layer that a module belongs to, both by name: parts of operations and parametrizations are no layers."""
     return ".".join(itertools.takewhile(lambda part: part not in ("basic_ops", "parametrizations"), name.split(".")))
@@ -351,6 +372,17 @@ def no_record_of(unmeasured: Sequence[str], where: str = "") -> list[str]:
     return [
         f"No record{where} of {', '.join(unmeasured)}: quantizers that return plain tensors, or tensors of a format of "
         "their own, cannot be measured, nor those that override quantize."
+    ]
+
+
+def nothing_quantized_of(idle: Sequence[str], where: str = "") -> list[str]:
+    """A line that says which layers would quantize and did not, if there are any."""
+    if not idle:
+        return []
+    names = ", ".join(layer or "the model" for layer in idle)
+    return [
+        f"In this run{where} no product of {names} was quantized: no forward of theirs was called under a recipe. Does "
+        "a parent read their weight?"
     ]
 
 

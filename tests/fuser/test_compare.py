@@ -59,6 +59,51 @@ class Twice(nn.Module):
         return self.layer(torch.tanh(self.layer(x)))
 
 
+class Stack(nn.Module):
+    """Its forward reads the weights of its layers, which are called only where `calls` says so."""
+
+    def __init__(self, calls=()):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers, self.calls = nn.ModuleList(nn.Linear(64, 64) for _ in range(3)), calls
+
+    def forward(self, x):
+        for number, layer in enumerate(self.layers):
+            x = (layer(x) if number in self.calls else nn.functional.linear(x, layer.weight, layer.bias)).relu()
+        return x
+
+
+class Routed(nn.Module):
+    """A layer whose first number chooses, otherwise under MXFP8 than without it, what `route` gives to two others."""
+
+    def __init__(self, x, route):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.route = nn.Linear(64, 64), route
+        self.expert = nn.Sequential(nn.Linear(64, 64), nn.SiLU(), nn.Linear(64, 64))
+        plain = self.layer(x)[0, 0].item()
+        quantized = fuser.convert(self.layer, MXFP8BlockScaling(), pad=True, inplace=False)(x)[0, 0].item()
+        assert plain != quantized
+        self.chosen = lambda x: (x[0, 0].item() > (plain + quantized) / 2) == (plain > quantized)
+
+    def forward(self, x):
+        x = self.layer(x)
+        return x + self.route(self.expert, x, self.chosen(x))
+
+
+def fewer_rows(expert, x, chosen):
+    rows = 20 if chosen else 17
+    return nn.functional.pad(expert(x[:rows]), (0, 0, 0, len(x) - rows))
+
+
+def others(expert, x, chosen):
+    return expert(x.roll(0 if chosen else 5, 0))
+
+
+def none(expert, x, chosen):
+    return expert(x) if chosen else 0 * x
+
+
 class TestNumbers:
     def test_errors_are_those_of_a_step_by_hand(self):
         model, x = feed_forward(), inputs(32, 64)
@@ -267,6 +312,76 @@ class TestNumbers:
         (found,) = compared(nn.Linear(32, 32), inputs(32, 32), recipe).recipes
         assert found.output < 1e-6
         assert {record.measurement.sqnr_db for record in found.records} == {math.inf}
+
+
+class TestWhatIsCompared:
+    @pytest.mark.parametrize("calls", [(), (1,)])
+    def test_layers_whose_weight_a_parent_reads_are_not_quantized(self, calls):
+        found = compared(Stack(calls), inputs(32, 64))
+        (one,) = found.recipes
+        idle = [f"layers.{number}" for number in range(3) if number not in calls]
+        assert one.idle == idle
+        assert (one.coverage.quantized, one.coverage.layers) == (len(calls), 3)
+        assert one.coverage.parameters == pytest.approx(len(calls) * 64 / (3 * 65))
+        assert f"In this run no product of {', '.join(idle)} was quantized: " in " ".join(str(found).split())
+        model = fuser.convert(Stack(calls), MXFP8BlockScaling())
+        with fuser.statistics(model) as s:
+            model(inputs(32, 64)).sum().backward()
+        assert s.idle == idle
+        assert f"In this run no product of {', '.join(idle)} was quantized: " in " ".join(str(s).split())
+
+    def test_all_that_ran_are_quantized(self):
+        rules = {"all": MXFP8BlockScaling(), "one": {"1": MXFP8BlockScaling()}}
+        found = compared(feed_forward(), inputs(32, 64), rules)
+        assert [one.idle for one in found] == [[], []]
+        assert "In this run" not in str(found)
+        model = ops.Sequential(ops.Linear(64, 64))
+        for enabled in (True, False):
+            with fuser.statistics(model) as s, fuser.autocast(enabled=enabled, recipe=MXFP8BlockScaling()):
+                model(inputs(32, 64))
+            assert s.idle == ([] if enabled else ["0"])
+
+    @pytest.mark.parametrize("route", [fewer_rows, others, none])
+    def test_layers_that_get_other_rows_have_no_error(self, route, tmp_path, figure):
+        x = inputs(32, 64)
+        found = compared(Routed(x, route), x, plot=tmp_path / "picture.png")
+        layers = {layer.layer: layer for layer in found.recipes[0].layers}
+        moved = ["expert.0", "expert.1", "expert.2"]
+        assert [name for name, layer in layers.items() if layer.moved] == moved
+        assert {layers[name].output for name in moved} == {None}
+        assert 0.01 < layers["layer"].output < 0.05 < layers[""].output
+        assert [row["layer"] for row in found.rows() if row["moved"]] == moved
+        lines = str(found).splitlines()
+        assert [line.split() for line in lines if "expert.1" in line] == [["expert.1", "moved"]]
+        assert any(line.startswith("moved: its input holds other rows") for line in lines)
+        title = figure[0].axes[0].get_title("left")
+        assert title.startswith("Output of each layer, n/a or left out where it got other rows:")
+        assert [label.get_text() for label in figure[0].axes[0].get_yticklabels()] == ["layer", "(model)"]
+
+    def test_layers_that_get_the_same_rows_have_errors(self):
+        """Also where they are few, which `pad` appends to."""
+        x = inputs(20, 64)
+        found = compared(Routed(x, lambda expert, x, chosen: expert(x[:5]).sum(0)), x)
+        layers = {layer.layer: layer for layer in found.recipes[0].layers}
+        assert list(layers) == ["layer", "expert.0", "expert.1", "expert.2", ""]
+        assert not any(layer.moved for layer in layers.values())
+        assert all(0.01 < layer.output < 0.1 for layer in layers.values())
+        assert "moved" not in str(found)
+
+    def test_a_gradient_that_a_recipe_takes_away_is_zero(self):
+        x = inputs(32, 64)
+        model = Routed(x, none)
+        (found,) = compared(model, x, loss=lambda y: y.square().mean()).recipes
+        layers = {layer.layer: layer for layer in found.layers}
+        assert layers["expert.0"].gradient == layers["expert.2"].gradient == 1.0
+        twins = model, fuser.convert(model, MXFP8BlockScaling(), inplace=False)
+        for twin in twins:
+            twin(x).square().mean().backward()
+        wanted, got = (
+            torch.cat([torch.zeros(p.numel()) if p.grad is None else p.grad.flatten() for p in twin.parameters()])
+            for twin in twins
+        )
+        assert found.gradient == pytest.approx(((got - wanted).norm() / wanted.norm()).item())
 
 
 class TestCalls:

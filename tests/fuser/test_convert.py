@@ -857,6 +857,8 @@ class TestWhatIsLeft:
                 weight = self.linear.weight
                 assert x.dtype == weight.dtype
                 self.size = self.linear.weight.norm()
+                if isinstance(self.linear.weight, torch.Tensor) and torch.is_tensor(self.linear.bias):
+                    x = x.to(self.linear.weight.dtype)
                 return self.linear(x)
 
         class Computes(Parent):
