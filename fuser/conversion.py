@@ -107,7 +107,8 @@ def convert(
     `linear2` alone are given to `convert` computes without quantization there.
 
     A linear layer takes an input of another dtype than its weight's, an error of torch's, and returns the weight's. In
-    `torch.autocast` norms and activations, too, return its dtype, where some of torch's keep float32.
+    `torch.autocast` a linear layer returns its dtype; norms and activations return the dtype that torch's do, so that
+    float32 stays float32, where the operations of `fuser.ops`, as TE's, return autocast's.
 
     Scales and amax histories of delayed scaling are part of copies and pickles of the model, not of its state dict.
     Shallow copies, by `copy.copy` or for `DataParallel`, share their module's operations: not for several threads.
@@ -902,11 +903,13 @@ def _linear_operations(weight: Any, with_bias: bool) -> list[BasicOperation]:
 def _of_module(operations: list[BasicOperation], name: str) -> list[BasicOperation]:
     """Operations with the name that a CustomRecipe's roles show, whose scales keep still while others take their turn.
 
+    In `torch.autocast` norms and activations have the dtypes of torch's.
+
     Each converted module quantizes in a context of its own, and leaving that updates what is registered anywhere.
     """
     for op in operations:
         op.__dict__["name"] = name
-        op._keeps_unseen_scales = True
+        op._keeps_unseen_scales = op._dtypes_of_torch = True
     return operations
 
 

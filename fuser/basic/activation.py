@@ -24,13 +24,16 @@ from refops.activations import ACTIVATIONS, Activation
 from refops.arguments import say_who
 
 
-def activation_dtype(input_: Any) -> torch.dtype:
+def activation_dtype(input_: Any, keep: bool = False) -> torch.dtype:
     """The dtype in which an activation of `input_` is stored: autocast's for the tensor's device, else the tensor's.
+
+    Args:
+        keep: the tensor's also in autocast, as torch's activations do.
 
     Raises:
         RuntimeError: anything but float32, float16 and bfloat16 (and float64 under `fuser.backend("float64")`).
     """
-    dtype = autocast_dtype_of(input_)
+    dtype = input_.dtype if keep else autocast_dtype_of(input_)
     if not dispatch.computes_in(dtype):
         raise RuntimeError(
             f"Unsupported dtype ({dtype}): activations take float32, float16 and bfloat16 "
@@ -128,7 +131,7 @@ class _ActivationOperation(ActivationParameters, BasicOperation):
     def op_forward(
         self, ctx: OperationContext, input_: Any, *, prev_op_grad_output_quantizer: Any, next_op_input_quantizer: Any
     ) -> Any:
-        dtype = activation_dtype(input_)
+        dtype = activation_dtype(input_, self._dtypes_of_torch)
         x = maybe_dequantize(input_, dtype)
         y = self._activation_forward(x, next_op_input_quantizer)
         if ctx.requires_grad:

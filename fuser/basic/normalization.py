@@ -4,6 +4,7 @@ Statistics and products are float32 (float64 for float64 tensors) whatever the d
 Sources: TE behaviour, `ops/basic/layer_norm.py`, `ops/basic/rms_norm.py`, `csrc/extensions/normalization.cpp`.
 """
 
+import functools
 import math
 import os
 from collections.abc import Iterable, Iterator
@@ -16,6 +17,7 @@ from fuser.common import (
     canonicalize_device,
     canonicalize_dtype,
     get_fused_normalization_quantizer,
+    in_autocast,
     maybe_dequantize,
 )
 from fuser.op import BasicOperation, OperationContext
@@ -108,6 +110,8 @@ class Normalization(BasicOperation):
                 "the input's last dimensions must be normalized_shape"
             )
         dtype = autocast_dtype_of(weight)
+        if self._dtypes_of_torch and in_autocast(weight):
+            dtype = _dtype_of_torch(type(self).__name__, input_.device.type, input_.dtype, dtype)
         x = maybe_dequantize(input_, dtype)
         is_matrix = len(shape) == 2 and len(inner) == 1
         if not is_matrix:
@@ -147,6 +151,13 @@ class Normalization(BasicOperation):
         """Parameters rounded to `dtype`, then flat and wide, the weight with its 1 if zero-centred."""
         weight, *rest = (flat_parameter(parameter.detach(), dtype) for parameter in parameters)
         return [weight + 1 if self.zero_centered_gamma else weight, *rest]
+
+
+@functools.lru_cache(maxsize=64)
+def _dtype_of_torch(norm: str, device: str, dtype: torch.dtype, in_autocast: torch.dtype) -> torch.dtype:
+    """The dtype in which torch's module normalizes an input in the autocast in force, whose dtype is `in_autocast`."""
+    module = getattr(torch.nn, norm)(1, elementwise_affine=False)
+    return module(torch.empty(0, 1, device=device, dtype=dtype)).dtype
 
 
 def flat_parameter(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
