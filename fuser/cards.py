@@ -68,7 +68,8 @@ class Products:
 
 
 _BY_NAME = {name: Products(name) for name in PRODUCTS}
-_selected: ContextVar[Products | None] = ContextVar("fuser_products", default=None)
+#: What the innermost scope says; None outside.
+selected_products: ContextVar[Products | None] = ContextVar("fuser_products", default=None)
 #: The value of FUSER_PRODUCTS when what is recomputed now was computed first; None: the current value counts.
 _variable_then: ContextVar[str | None] = ContextVar("fuser_products_variable", default=None)
 
@@ -118,16 +119,16 @@ def _scope(selected: Products) -> Iterator[Products | None]:
 @contextmanager
 def products_in_force(selected: Products | None) -> Iterator[Products | None]:
     """Like `products`, to be entered once, for what `said_products` returned; None: outside of every scope."""
-    token = _selected.set(selected)
+    token = selected_products.set(selected)
     try:
         yield selected
     finally:
-        _selected.reset(token)
+        selected_products.reset(token)
 
 
 def settings_of_products() -> tuple[Products | None, str]:
     """What the innermost scope says (None outside) and what FUSER_PRODUCTS holds, for `products_again`."""
-    return _selected.get(), _variable()
+    return selected_products.get(), _variable()
 
 
 @contextmanager
@@ -149,7 +150,7 @@ def _variable() -> str:
 
 def said_products() -> Products:
     """What the innermost scope says, else the recipe in force, else FUSER_PRODUCTS, unchecked."""
-    selected = _selected.get()
+    selected = selected_products.get()
     if selected is not None:
         return selected
     state = FP8GlobalStateManager._of_thread.state

@@ -88,6 +88,8 @@ class one_backend:  # noqa: N801 (used like a function)
 
     Args:
         name: as of `backend`, which checks it. None: the one in force; FUSER_BACKEND is read once, as the block begins.
+
+    Entering it returns the name.
     """
 
     __slots__ = ("_name", "_token")
@@ -95,8 +97,10 @@ class one_backend:  # noqa: N801 (used like a function)
     def __init__(self, name: str | None = None) -> None:
         self._name = name
 
-    def __enter__(self) -> None:
-        self._token = _selected.set(self._name or current_backend())
+    def __enter__(self) -> str:
+        name = self._name or current_backend()
+        self._token = _selected.set(name)
+        return name
 
     def __exit__(self, *exc_info: Any) -> None:
         _selected.reset(self._token)

@@ -27,15 +27,17 @@ from torch.nn.modules import module as torch_module
 from torch.utils._pytree import tree_map
 
 from fuser.aliasing import copy_of_gradient, overlap, own_copy, tensors_in, works_in_place, writable
+from fuser.cards import Products, products_in_force, said_products, selected_products
 from fuser.channels import ChanneledOperation, Routes, Slot, check_extra_inputs
 from fuser.dispatch import one_backend
 from fuser.fusible import FusibleOperation
 from fuser.operators import Pipeline, call_in_graph
 from fuser.pipeline import FuserFunction, forward_observers, run_forward
+from fuser.quantization.quantizers import is_replaying
 from fuser.quantization.state import FP8GlobalStateManager
 from fuser.quantization.storage import QuantizedTensorStorage
 from fuser.recipe import Format, MMParams, QParams, Recipe
-from fuser.tracing import exporting, refuse_proxy, refuse_trace
+from fuser.tracing import exporting, refuse_proxy, refuse_trace, rehearsing
 from refops.scalings import SCALINGS
 
 FusionFunction = Callable[..., list[FusibleOperation]]
@@ -290,7 +292,10 @@ class OperationFuser:
         self, input_: torch.Tensor, extra_inputs: Sequence[torch.Tensor], basic_op_kwargs: list[dict[str, Any]]
     ) -> Any:
         # What was planned is on this object and its operations, and another thread may plan otherwise
-        with self._lock, one_backend():
+        with self._lock, one_backend() as backend:
+            computed_by = backend, selected_products.get()
+            if computed_by != self._basic_ops[0]._computed_by:
+                self._note_how(*computed_by)
             state = FP8GlobalStateManager.quantization_state
             recipe = state.fp8_recipe if state.fp8_enabled else None
             recording = torch.compiler.is_compiling() and exporting()
@@ -307,6 +312,29 @@ class OperationFuser:
                 if passed is not None:
                     return passed
             return FuserFunction.apply(input_, self, basic_op_kwargs, *self._fused_params, *extra_inputs)
+
+    def _note_how(self, backend: str, products: Products | None) -> None:
+        """Keep the backend and the scope of products of a call with its first operation.
+
+        `RuntimeError` if autograd calls operations that would compute otherwise than in their last call.
+        """
+        op: Any = self._basic_ops[0]
+        in_backward = torch._C._current_graph_task_id() != -1
+        if in_backward and op._computed_by is not None and not is_replaying() and not rehearsing():
+            backend_then, scope_then = op._computed_by
+            with products_in_force(scope_then):
+                products_then = said_products()
+            for what, then, now in (
+                ("backend", backend_then, backend),
+                ("products", products_then, said_products()),
+            ):
+                if then != now:
+                    raise RuntimeError(
+                        f"{type(op).__name__} is computed again in the backward pass, with other {what} ({now}) than "
+                        f"in its forward pass ({then}): use fuser.checkpoint instead of "
+                        "torch.utils.checkpoint.checkpoint, with any use_reentrant"
+                    )
+        op._computed_by = backend, products
 
     def plan(self, is_grad_enabled: bool, recipe: Any, input_: torch.Tensor, extra_inputs: Sequence[Any]) -> None:
         """Prepare for `run_forward`: operations are fused, their quantizers know which copies to make."""

@@ -71,6 +71,7 @@ class BasicOperation(_CalledAlone, ChanneledOperation, metaclass=abc.ABCMeta):
         self._suspended_recipe_state: tuple[Any, Any] | None = None
         self._recipe_key: tuple[str, Any] | None = None  # what the quantizers follow; fusers compare it
         self._keeps_unseen_scales = False  # `keeps_unseen` of its `DelayedScalingRecipeState`s
+        self._computed_by: tuple[str, Any] | None = None  # backend and scope of products of its last call
         self._dtypes_of_torch = False  # in torch.autocast, of a norm or activation that stands for torch's module
 
     # ------------------------------------------------------------------ quantizers and recipe state
