@@ -370,7 +370,11 @@ def _reason_to_leave(module: torch.nn.Module, recipe: Recipe, name: str) -> str 
     if isinstance(module, _OTHER_PRODUCTS):
         return "there is no such operation"
     matrices = own_matrices(module)
-    return f"no module of torch's; what it computes with {', '.join(matrices)} is not quantized" if matrices else None
+    if not matrices:
+        return None
+    of_torch = cls.__module__.partition(".")[0] == "torch"
+    whose = "what is computed" if of_torch else "no module of torch's; what it computes"
+    return f"{whose} with {', '.join(matrices)} is not quantized"
 
 
 def own_matrices(module: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -25,7 +25,7 @@ from fuser.dtypes import HIGH_PRECISION
 from fuser.op import BasicOperation
 from fuser.quantization.quantizer import Quantizer, quantization_observers
 from fuser.quantization.quantizers import is_replaying
-from refops.arguments import dimensions, require_integer, shown
+from refops.arguments import did_you_mean, dimensions, require_integer, shown
 from refops.display.console import make_table, print_table, stdout_console
 from refops.display.numbers import decibels, percent, significant
 from refops.display.plot import panels, require_picture, save, short_labels
@@ -52,7 +52,7 @@ class QuantizationRecord:
         amax: its largest finite magnitude.
         measurement: SQNR, shares flushed to zero and saturated, bits of an element; its `scaling` is the format's
             title. Of the rowwise copy, or the columnwise one where no other was made. A tensor that is all zero has
-            no SQNR.
+            no SQNR. Zeros that `pad` appended count in the share saturated alone, as elements that are not.
     """
 
     step: int
@@ -171,8 +171,16 @@ class Statistics:
         """The records of one tensor, in order. `KeyError`: there are none, though of others."""
         found = [record for record in self.records if (record.layer, record.tensor) == (layer, tensor)]
         if self.records and not found:
-            known = ", ".join(repr((record.layer, record.tensor)) for record, *_ in self._by_name().values())
-            raise KeyError(f"layer and tensor must be one of {known}; got {shown((layer, tensor))}")
+            tensors = list(dict.fromkeys(record.tensor for record in self.records if record.layer == layer))
+            if tensors:
+                names = ", ".join(map(repr, tensors))
+                raise KeyError(
+                    f"tensor must be one of {names}, of which {layer!r} has records; "
+                    f"got {shown(tensor)}{did_you_mean(tensor, tensors)}"
+                )
+            layers = list(dict.fromkeys(record.layer for record in self.records))
+            hint = did_you_mean(layer, layers) or f", which are {shown(layers)}"
+            raise KeyError(f"layer must be one of the {len(layers)} that have records; got {shown(layer)}{hint}")
         return found
 
     def __repr__(self) -> str:

@@ -708,8 +708,17 @@ class TestStatistics:
         lines = str(s).splitlines()
         assert len(lines) == 2 + 6
         assert len(repr(s)) < 100
-        with pytest.raises(KeyError, match=r"layer and tensor must be one of .*got"):
-            s.of("missing", "input")
+        with pytest.raises(
+            KeyError, match=r"layer must be one of the 2 that have records; got 'no', which are \['1', '3'\]"
+        ):
+            s.of("no", "input")
+        three = r"'input', 'weight', 'grad_output', of which '1' has records; got 'inputs' \(did you mean input\?\)"
+        with pytest.raises(KeyError, match=f"tensor must be one of {three}"):
+            s.of("1", "inputs")
+        with pytest.raises(
+            KeyError, match=r"layer must be one of the 2 that have records; got '11' \(did you mean 1\?\)"
+        ):
+            s.of("11", "input")
         pytest.importorskip("matplotlib")
         s.plot(tmp_path / "steps.png")
         assert (tmp_path / "steps.png").stat().st_size > 5000
@@ -737,6 +746,26 @@ class TestStatistics:
                 records = s.of(layer, tensor)
                 assert len(records) == 2, (layer, tensor)
                 assert records[1].measurement.sqnr_db > 20
+
+    @pytest.mark.parametrize(
+        ("recipe", "quantizer", "padded"),
+        [
+            (MXFP8BlockScaling(), fuser.MXFP8Quantizer(fuser.DType.kFloat8E4M3), 32),
+            (NVFP4BlockScaling(), fuser.NVFP4Quantizer(), 128),
+        ],
+    )
+    def test_rows_that_pad_appends_change_no_measurement(self, recipe, quantizer, padded):
+        """Zeros are neither signal nor noise, and the share that is flushed is of the elements that are not zero."""
+        x = torch.exp2(inputs(16, 64) * 8)  # a wide range: small numbers are flushed
+        model = fuser.convert(nn.Linear(64, 64), recipe, pad=True)
+        with fuser.statistics(model) as s:
+            model(x)
+        (record,) = s.of("", "input")
+        assert record.shape == (padded, 64)
+        back = quantizer(nn.functional.pad(x, (0, 0, 0, padded - 16))).dequantize()[:16].double()
+        assert record.measurement.flushed == (back == 0).double().mean().item() > 0.01
+        noise = ((back - x) ** 2).sum() / (x.double() ** 2).sum()
+        assert record.measurement.sqnr_db == pytest.approx(-10 * math.log10(noise))
 
     def test_steps_are_forward_passes(self):
         """Not casts, of which a layer that is called twice has two, nor what is computed again in backward."""

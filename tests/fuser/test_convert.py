@@ -881,6 +881,8 @@ class TestWhatIsLeft:
         lines = self.warned(model)
         assert [line.split(" ")[0] for line in lines] == ["0", "5"]
         assert lines[0] == "0 (Conv1D): no module of torch's; what it computes with weight is not quantized"
+        (line,) = self.warned(nn.ParameterList([torch.ones(32, 32), torch.ones(32)]))
+        assert line == "the model (ParameterList): what is computed with 0 is not quantized"
         with pytest.raises(ValueError, match=r"0 \(Conv1D\)"):
             fuser.convert(model, MXFP8BlockScaling(), strict=True)
         fuser.convert(model, {"[05]": None, "*": MXFP8BlockScaling()}, strict=True)
