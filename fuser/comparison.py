@@ -131,7 +131,7 @@ class RecipeComparison:
         layers: list of `LayerComparison`: each layer that may be converted or has parameters, and the model, named "",
             whose output is `output`.
         left: what `convert` named in its warning: what stays in high precision, and why.
-        idle: names of layers that `convert` converted and of which nothing was quantized, as `Statistics.idle`.
+        idle: names of layers of which nothing was quantized though they quantize, as `Statistics.idle`.
         coverage: `Coverage`, how much of the model was quantized.
         warmed_up: whether the step did not change a delayed scale by more than a tenth of itself. If it did, the errors
             are in part those of scales that are not the recipe's yet.

@@ -143,7 +143,8 @@ class _ActivationOperation(ActivationParameters, BasicOperation):
     def transformed(self, input_: torch.Tensor) -> torch.Tensor:
         if self.cache_quantized_input:
             raise RuntimeError(f"torch.func can't transform {type(self).__name__} with cache_quantized_input=True")
-        return self._activation_forward(maybe_dequantize(input_, activation_dtype(input_)), None)
+        dtype = activation_dtype(input_, self._dtypes_of_torch)
+        return self._activation_forward(maybe_dequantize(input_, dtype), None)
 
     def op_backward(self, ctx: OperationContext, grad_output: Any) -> Any:
         (x,) = ctx.saved_tensors
