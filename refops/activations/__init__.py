@@ -44,7 +44,7 @@ def _declared():
     rows = [
         row
         for module in modules_of(__name__, __path__)
-        for row in rows_of(module, "ROWS", Activation, without=("arithmetic", "declaration"))
+        for row in rows_of(module, "ROWS", Activation, without=("arithmetic", "declaration", "trial"))
     ]
     return sorted(rows, key=lambda row: (row.order is None, row.order or 0, row.name))
 

@@ -2,7 +2,7 @@
 
 A formula is made by a factory that takes a vocabulary `words`, binds what it needs to locals and returns functions of
 (x, p): numbers and parameters. The operators + - * and comparisons are those of the numbers themselves; a constant is
-a `number`, for a literal of Python would make float64 of a kernel's float32.
+a `number`, because a Python literal would turn a kernel's float32 into float64.
 
 | word                | meaning                                                                                |
 |---------------------|----------------------------------------------------------------------------------------|
@@ -13,7 +13,7 @@ a `number`, for a literal of Python would make float64 of a kernel's float32.
 | `tanh_pair(x)`      | t = tanh(x) and its slope, 1 - t t                                                     |
 | `quotient(x, y)`    | x / y, y > 0                                                                           |
 | `where(c, a, b)`    | a where c holds, else b; both are evaluated                                            |
-| `maximum(a, x)`     | the larger one; a where x is NaN, as `fmaxf` does. a is no NaN, and wins against -0    |
+| `maximum(a, x)`     | the larger one; a where x is NaN, as `fmaxf` does. a is not NaN, and is chosen over -0 |
 | `at_most(x, limit)` | x, but the limit where x is larger or NaN, as `fminf` does                             |
 | `at_least(x, limit)`| x, but the limit where x is smaller or NaN                                             |
 | `is_nan(x)`         | where x is NaN                                                                         |
@@ -21,7 +21,7 @@ a `number`, for a literal of Python would make float64 of a kernel's float32.
 
 `REFERENCE` rounds each operation to float32, correctly, in the order that a formula has, and contracts no product into
 a multiply-add. `TRUTH` is float64, and its pairs do not cancel. The same words are compiled by `cuda_kernels.formulas`
-and are torch's in `fuser.torch_words`; the oracle has other meanings of some (`refops.oracle.interval`,
+and `fuser.torch_words` maps them to torch; the oracle gives some of them other meanings (`refops.oracle.interval`,
 `refops.oracle.conventions.words`).
 """
 

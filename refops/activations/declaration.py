@@ -17,6 +17,7 @@ from numbers import Real
 from typing import Any
 
 from refops.activations.arithmetic import Arithmetic
+from refops.activations.trial import require_formula
 from refops.arguments import require_flag, require_integer, require_number, shown, with_article
 
 #: Names that a parameter cannot have: the other arguments of the calls that take parameters by name, and what kernels
@@ -37,7 +38,7 @@ RESERVED = frozenset(
         *("first_block", "epsilon", "largest_scale", "outer", "inner", "scale_stride"),
     )
 )
-#: Operations of `refops` that are of no activation, so that none has such a name.
+#: Operations of `refops` that belong to no activation; no activation may have one of these names.
 OTHER_OPERATIONS = ("quantize", "dequantize", "update_delayed_scale")
 
 #: The functions of (x, p) that a factory makes: value, slope, and both as a tuple. `forms` gives no `both` where value
@@ -152,6 +153,13 @@ class Function:
         """Names of the words that `body` asks for."""
         return words_of(self.body)
 
+    def require_formulas(self):
+        """Raise ValueError where `body` or `row_scaled` has a literal or a branch; see `trial`."""
+        parameters = {p.name: p.default for p in self.parameters}
+        require_formula(self.name, "body", self.body, parameters)
+        if self.row_scaled is not None:
+            require_formula(self.name, "row_scaled", self.row_scaled, parameters)
+
     @property
     def elementary(self):
         """Whether it has an exponential in it. Without one, a function is exact up to rounding: its own truth."""
@@ -229,13 +237,15 @@ class Activation:
     product: Callable[[Any], Any] | None = None
 
     def __post_init__(self):
-        """Raise TypeError or ValueError if an attribute breaks its rule, or a word is not in the vocabulary."""
+        """Raise TypeError or ValueError if an attribute, a word or a formula breaks its rule."""
         self._check_attributes()
         factories = [made for f in self.functions for made in (f.body, f.truth, f.row_scaled) if made is not None]
         unknown = sorted(word for made in factories for word in words_of(made) if not hasattr(Arithmetic, word))
         if unknown:
             rule = "must be written in words of the vocabulary, refops/activations/arithmetic.py"
             raise ValueError(f"{self.name} {rule}; got {unknown[0]!r}, which is none")
+        for function in self.functions:
+            function.require_formulas()
 
     def _check_attributes(self):
         _require_identifier(self.name, "name of an activation", lower=True)

@@ -82,11 +82,71 @@ def test_a_word_outside_of_the_vocabulary_is_named_with_the_activation(form):
         unary("softplus", function, formula="ln(1 + e^x)", op="Softplus")
 
 
+def _identity(words):
+    return (lambda x, p: x), (lambda x, p: words.one_like(x))
+
+
+def _factory_of(expression):
+    """A factory whose value is an expression of x, p and the words, in line 5."""
+    text = f"""
+def factory(words):
+    maximum, where, three, zero, exp = words.maximum, words.where, words.number(3), words.number(0), words.exp
+    def value(x, p):
+        return {expression}
+    return value, lambda x, p: words.one_like(x)
+"""
+    names = {"F": F, "np": np}
+    exec(compile(text, "refops/activations/zz.py", "exec"), names)
+    return names["factory"]
+
+
+LITERAL = r"must name its constants, such as c = words\.number\({0}\) in the factory; got {0}, which a kernel takes"
+BRANCH = r"must choose by where\(condition, a, b\), maximum, at_most or at_least.*; got a branch of Python"
+REFUSED_FORMULAS = {
+    "x * 0.16666666": LITERAL.format("0.16666666"),
+    "0.5 - x": LITERAL.format("0.5"),
+    "x + 2": LITERAL.format("2"),
+    "np.float64(0.5) * x": LITERAL.format(r"(np\.float64\()?0\.5\)?"),
+    "p.alpha * 2.5": LITERAL.format("2.5"),
+    "where(x > 0.5, x, zero)": LITERAL.format("0.5"),
+    "where(x > zero, x, 0.25)": LITERAL.format("0.25"),
+    "maximum(0, x)": LITERAL.format("0"),
+    "exp(1.5)": LITERAL.format("1.5"),
+    "7.0": LITERAL.format("7.0"),
+    "None": "must compute with numbers of the vocabulary; got None",
+    "x if x > zero else zero": BRANCH,
+    "x > zero and x": BRANCH,
+    "max(x, zero)": BRANCH,
+    "zero if p.alpha == three else x": BRANCH,
+}
+
+
+@pytest.mark.parametrize("expression", REFUSED_FORMULAS)
+@pytest.mark.parametrize("form", ["body", "row_scaled"])
+def test_a_formula_that_a_kernel_cannot_take_is_refused_with_its_line(expression, form):
+    factory = _factory_of(expression)
+    given = {"body": _identity, form: factory if form == "body" else (lambda words: factory(words)[0])}
+    function = Function("zz", parameters=(Parameter("alpha", 1.0, other=2.0),), **given)
+    line = 4 if expression in ("7.0", "None") else 5
+    place = rf" \(refops/activations/zz\.py, line {line}\)$"
+    with pytest.raises(ValueError, match=f"^{form} of zz {REFUSED_FORMULAS[expression]}.*{place}"):
+        unary("zz", function, formula="x", op="Zz")
+
+
+@pytest.mark.parametrize(
+    "expression",
+    ["maximum(x + three, zero)", "F(0.5) * x - three", "where(x == x, -x, p.alpha)", "(x, exp(x))[1] * p.alpha"],
+)
+def test_a_formula_in_words_and_float32_is_taken(expression):
+    function = Function("zz", _factory_of(expression), parameters=(Parameter("alpha", 1.0, other=2.0),))
+    assert unary("zz", function, formula="x", op="Zz").act is function
+
+
 def test_a_parameter_of_two_defaults_is_refused():
     """`DEFAULT_PARAMETERS` could not say which one an activation has."""
 
     def row(name, default):
-        function = Function(name, lambda words: None, parameters=(Parameter("alpha", default, other=0.5),))
+        function = Function(name, _identity, parameters=(Parameter("alpha", default, other=0.5),))
         return unary(name, function, formula="alpha x", op=name.title())
 
     assert activations._defaults([row("elu", 1.0), row("celu", 1.0)]) == {"alpha": 1.0}
@@ -105,8 +165,7 @@ def test_a_body_of_another_number_of_functions_is_refused():
 def test_two_parameters_of_one_name_are_refused():
     """Which of them a call meant nobody could say."""
     first, second = (
-        Function(f"of {other}", lambda words: None, parameters=(Parameter("alpha", 1.0, other=other),))
-        for other in (0.5, 2.0)
+        Function(f"of {other}", _identity, parameters=(Parameter("alpha", 1.0, other=other),)) for other in (0.5, 2.0)
     )
     row = gated("elu", first, second, formula="", op="ELU")
     with pytest.raises(ValueError, match=r"parameters of elu must have one name each; got .*0\.5.* and .*2\.0"):
