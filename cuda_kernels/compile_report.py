@@ -459,7 +459,7 @@ def show(results):
 
 
 def print_table(headings, rows, *, left=(0,), caption="", red=lambda row: False):
-    """Print a table: with rich if it is installed, else columns of text.
+    """Print a table, and a caption below it: with rich if it is installed, else columns of text.
 
     Args:
         headings, rows: text of the cells. left: numbers of the columns that are not flush right. red: of which rows.
@@ -474,12 +474,14 @@ def print_table(headings, rows, *, left=(0,), caption="", red=lambda row: False)
             print("  ".join(c.ljust(w) if i in left else c.rjust(w) for i, (c, w) in enumerate(cells)).rstrip())
         print(caption)
         return
-    table = Table(caption=caption)
+    table = Table()
     for i, heading in enumerate(headings):
         table.add_column(heading, justify="left" if i in left else "right")
     for row in rows:
         table.add_row(*row, style="red" if red(row) else None)
-    Console(width=None if sys.stdout.isatty() else 160).print(table)
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    console.print(table)
+    console.print(caption, markup=False, highlight=False)
 
 
 def main(arguments=None):

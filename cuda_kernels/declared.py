@@ -1,7 +1,7 @@
 """Functions of declarations as device functions; if a compiler refuses one, the error says whose it is.
 
-Formulas and scale rules are written in a vocabulary, and nothing but a compiler finds out that one leaves it: NumPy,
-the simulator among them, runs all of NumPy. Numba's own message is long, and about whatever was compiled around it.
+Formulas and scale rules are written in a vocabulary, and only a compiler notices when one of them leaves it: NumPy, the
+simulator among them, runs all of NumPy. Numba's own message is long, and about whatever was compiled around it.
 """
 
 from contextlib import contextmanager

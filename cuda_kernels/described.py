@@ -13,7 +13,7 @@ from refops.formats import ElementFormat
 from refops.scalings import Scaling
 
 #: When so many keys are new or were used since the last time, those that were not are thrown away: where every step
-#: of a training has other scales, what old steps left goes and the plans of the others stay.
+#: of a training has other scales, what old steps left is dropped, and the other plans stay.
 MOST_PLANS = 512
 #: Types whose values are compared by what they are.
 PLAIN = {str, bool, int, float, type(None), type}

@@ -1,6 +1,6 @@
 """The formulas of `refops.activations`, compiled: scalar float32 functions for GPU, CPU and simulator.
 
-The text of a formula is the declaration's; here its words are bound to device functions. In which arithmetic
+The text of a formula is in its declaration; here its words are bound to device functions. In which arithmetic
 (`operands.ARITHMETICS`) decides what the words are:
 
     accurate    CUDA's expf and tanhf and the correctly rounded reciprocal, as in TE's default build.

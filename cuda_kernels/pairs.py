@@ -1,7 +1,7 @@
 """Two float32 in one 64-bit register: from sm_100 on, one instruction multiplies or adds both.
 
 The arithmetic is that of two float32, bit for bit. Pairs are uint64, the first number in the low half. `has_pairs` says
-where they pay; `vectors.multiply_for` and `fast_words`, which chooses the words of fast formulas, are what uses them.
+where they pay; `vectors.multiply_for` and `fast_words`, which chooses the words of fast formulas, use them.
 """
 
 from functools import cache

@@ -30,7 +30,7 @@ VOCABULARY = "refops/scalings/arithmetic.py"
 
 @ptx("mov.b32 $0, $1;", "=f,f", F, F)
 def settled(x):
-    """x, such that its product is not contracted with an addition."""
+    """x, passed so that a product with it is not contracted with an addition."""
     return x
 
 

@@ -6,9 +6,9 @@
     weight                  U8, two E2M1 codes each         weight_scale, weight_scale_2 (NVFP4 of ModelOpt)
     NAME_blocks             U8, two E2M1 codes each         NAME_scales, E8M0 (MXFP4 of gpt-oss)
 
-`weight` stands for any name. A code is multiplied by its scale, also where that is called an inverse: it is the
-inverse of what was multiplied by before the cast. compressed-tensors divides a block's scale by the tensor's,
-ModelOpt multiplies the two. What fits none of this is left as it is and says why: no scale is ever guessed.
+`weight` stands for any name. A code is multiplied by its scale, even if the scale is called an inverse: it is the
+inverse of what was multiplied by before the cast. compressed-tensors divides a block's scale by the tensor's, ModelOpt
+multiplies the two. A tensor that fits none of these is left as it is, with a reason: no scale is ever guessed.
 
 Sources: `decompress` of compressed_tensors' compressors, `dequantize` of ModelOpt's NVFP4QTensor and MXFP8QTensor,
 DeepSeek-V3's README of its weights, OCP MX 1.0 for E8M0.
@@ -62,7 +62,7 @@ class _Naming:
     combine: Callable = np.multiply
 
 
-#: The most special first: all parts must be there.
+#: The most specific first; all its parts must be present.
 NAMINGS = (
     _Naming("_packed", True, ("_scale", "_global_scale"), np.divide),
     _Naming("", True, ("_scale", "_scale_2")),

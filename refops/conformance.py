@@ -4,8 +4,8 @@ The arrays are the `.npz` files of `tests/vectors` (its README says who made eac
 documented divergence of another implementation is recomputed element by element: a difference counts as explained only
 where that divergence says it must be. NaN codes compare as one class: their bits are not specified.
 
-Not for what no public call returns: scale functions, tables and float64 truths are compared in `tests/refops`. Other
-people's kernels are judged elsewhere (`refops.oracle`).
+It does not cover what no public call returns: scale functions, tables and float64 truths are compared in
+`tests/refops`. Other people's kernels are judged elsewhere (`refops.oracle`).
 """
 
 import json

@@ -1,9 +1,9 @@
 """Reading tensors from files for the command line: safetensors, npy, npz, and PyTorch's pt.
 
 Tensors are read one at a time, memory-mapped where the format allows. Nothing is ever unpickled: NumPy files are read
-with `allow_pickle=False`, PyTorch files with `weights_only=True`. Not for writing, and not for model formats as such: a
-checkpoint, in one file or in shards, is a flat list of named arrays here (`refops.checkpoints` knows which belong
-together).
+with `allow_pickle=False`, PyTorch files with `weights_only=True`. It does not write, and it does not know model
+formats: a checkpoint, in one file or in shards, is a flat list of named arrays here (`refops.checkpoints` knows which
+belong together).
 """
 
 import json
@@ -31,7 +31,7 @@ STARTS = {".safetensors": rb".{8}\{", ".npy": _NUMPY, ".npz": _NUMPY, ".pt": _TO
 SUFFIXES = tuple(STARTS)
 #: How the index of a checkpoint in shards ends, and what its shards are called where there is none.
 INDEX, SHARD = ".safetensors.index.json", re.compile(r"(.*)-(\d+)-of-(\d+)\.safetensors")
-#: A .pt file that names more is refused; and one that holds more of anything, tensors or not.
+#: A .pt file that names more is refused, and so is one that holds more objects of any kind.
 MOST_TENSORS, MOST_ENTRIES = 1_000_000, 3_000_000
 #: The tensors of a .pt file may take this many times the file's bytes: tied weights do, some name one storage often.
 MOST_SHARING = 64

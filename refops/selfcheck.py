@@ -4,8 +4,8 @@ A backend is a module with refops' calls, today refops itself. Values must lie i
 their own decode scale puts the values that were cast; composed operations are compared with separate calls. Every
 comparison is counted element by element.
 
-Not a test suite: whether each scaling's scales and paths are TE's is checked by `tests/refops`, which has a second
-implementation, and of other implementations' arrays (`refops.conformance`).
+This is not a test suite: whether each scaling's scales and paths are TE's is checked by `tests/refops`, which has a
+second implementation, and of other implementations' arrays (`refops.conformance`).
 """
 
 import math

@@ -142,7 +142,7 @@ class Surveyor(Protocol):
 
 
 class ArraySurveyor:
-    """The `Surveyor` that NumPy is: it takes every scaling, and columnwise copies."""
+    """The `Surveyor` that uses NumPy: it takes every scaling, and columnwise copies."""
 
     def takes(self, scaling):
         return True

@@ -44,7 +44,7 @@ ONCE_FOR_A_MODULE = ("contraction.cpp", "lowering.cpp", "reader.cpp")
 #: What x86 processors have since about 2013, by its name in /proc/cpuinfo: eight lanes in an instruction, fused
 #: operations, conversions of float16.
 PROCESSOR_FLAGS = {"avx2": "-mavx2", "fma": "-mfma", "f16c": "-mf16c"}
-#: What the libraries show to others. A C++ runtime that is linked into them stays inside.
+#: The symbols that the libraries export. A C++ runtime that is linked into them stays inside.
 EXPORTS = "{ global: cu*; emulator_*; nvJitLink*; local: *; };\n"
 #: File in the folder of the libraries that holds the size of each.
 CONTENTS = "contents.json"

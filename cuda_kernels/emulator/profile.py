@@ -287,18 +287,19 @@ def _call(options):
 
 # --- the table --------------------------------------------------------------------------------------
 
-CAPTION = (
-    "Executed: PTX instructions that ran, of threads for each element of x and for each byte of global memory. Sectors "
-    "have 32 bytes; a request is one instruction of a warp. Wavefronts: passes through the 32 banks of shared memory. "
-    "Static: what ptxas made of the kernel."
-)
+CAPTION = """\
+executed    PTX instructions that ran; those of threads also for each element of x and each byte of global memory
+request     one load or store by a warp; a sector has 32 bytes
+wavefronts  passes through the 32 banks of shared memory
+static      what ptxas made of the kernel"""
 
 
 def show(profiled: list[KernelProfile], facts: dict[str, Any]) -> None:
     """Print a table with a column for each kernel."""
     shape = "x".join(map(str, facts["shape"]))
     more = [name.replace("_", " ") for name in ("columnwise", "dbias", "fast_math") if facts[name]]
-    print(" ".join([facts["op"], facts["scaling"] or "", f"{facts['dtype']} {shape} on {facts['target']}", *more]))
+    scaling = [facts["scaling"]] if facts["scaling"] else []
+    print(" ".join([facts["op"], *scaling, f"{facts['dtype']} {shape} on {facts['target']}", *more]))
     headings = ("", *(one.name for one in profiled))
     rows = [(lines[0][0], *(text for _, text in lines)) for lines in zip(*map(_cells, profiled), strict=True)]
     if not rows:

@@ -20,7 +20,7 @@ TARGETS = {
     "sm_120": (12, 0),
     "sm_120a": (12, 0),
 }
-#: What device 0, 1, ... are where nobody says: every generation that the kernels know, the most common one first.
+#: The default targets of devices 0, 1, ...: every generation that the kernels know, the most common one first.
 DEFAULT_TARGETS = ("sm_90", "sm_80", "sm_100a", "sm_120a")
 MOST_DEVICES = 16
 #: Seeds fit into what C calls an int.

@@ -96,8 +96,9 @@ def blocks_coalesced(x, codes, scales, rows, columns):
 #                                                       first of the threads that share the block stores its scale
 #   cast(v, multiplier, data, (row, stride, column), left)    stores the codes; a row of `data` is `stride` long
 #
-# left: elements from here to the row's end: more than the thread owns, or not positive outside the matrix; there a read
-# gives zeros and nothing is stored, but the thread goes on, for the warp shuffles in `block_max`.
+# left: the number of elements from here to the end of the row. It may exceed the elements of the thread; outside the
+# matrix it is 0 or negative: a read gives zeros there and nothing is stored, but the thread goes on, for the warp
+# shuffles in `block_max`.
 
 
 @dataclass(frozen=True)

@@ -87,8 +87,8 @@ def dequantize_naive(codes, scales, y, rows, columns):
 #   products(vector, vector, ZERO)    where each has its own; the last argument is ignored
 #   store(values, data, at, left)     rounds and stores them
 #
-# left: elements from here to the row's end: more than the thread owns, or not positive outside the matrix, where the
-# thread has nothing to do.
+# left: the number of elements from here to the end of the row. It may exceed the elements of the thread; outside the
+# matrix, where the thread has nothing to do, it is 0 or negative.
 
 
 @dataclass(frozen=True)

@@ -72,8 +72,9 @@ def make_gated(name):
 #   record(largest, out, left)           raises the tensor's amax to the largest of a warp's threads, if it is recorded
 #   put(v, out, row, column, left)       rounds and stores them
 #
-# left: elements from here to the row's end: more than the thread owns, or not positive outside the matrix; there a read
-# gives zeros and nothing is stored, but the thread goes on, for its warp shuffles in `record`.
+# left: the number of elements from here to the end of the row. It may exceed the elements of the thread; outside the
+# matrix it is 0 or negative: a read gives zeros there and nothing is stored, but the thread goes on, for its warp
+# shuffles in `record`.
 
 
 @device

@@ -118,8 +118,8 @@ def chosen_naive(x, amax, codes, scales, rows, columns):
 #   put_scale(stored, out, row, column, left)                 stores its scale
 #   cast(v, multiplier, data, (row, stride, column), left)    stores the codes
 #
-# left: elements from here to the row's end: more than the thread owns, or not positive outside the matrix; there a read
-# gives zeros and nothing is stored.
+# left: the number of elements from here to the end of the row. It may exceed the elements of the thread; outside the
+# matrix it is 0 or negative: a read gives zeros there and nothing is stored.
 
 
 def make_amax(direction):

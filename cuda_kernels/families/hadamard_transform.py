@@ -62,8 +62,9 @@ def hadamard_naive(x, y, rows, columns):
 #                                     that v are elements 8 to 15
 #   store(v, data, i, left)           rounds and stores them, from element i of the array on
 #
-# left: elements from here to the row's end: more than the thread owns, or not positive outside the matrix; there a read
-# gives zeros and nothing is stored, but the thread goes on, for the shuffle in `transform`.
+# left: the number of elements from here to the end of the row. It may exceed the elements of the thread; outside the
+# matrix it is 0 or negative: a read gives zeros there and nothing is stored, but the thread goes on, for the shuffle in
+# `transform`.
 
 
 @dataclass(frozen=True)

@@ -97,7 +97,7 @@ def mxfp8_naive(x, codes, scales, rows, columns):
 
 @kernel
 def mxfp8_coalesced(x, codes, scales, rows, columns):
-    """As `mxfp8_naive`: one thread one element, one warp one block, whose amax every lane gets by shuffles.
+    """As `mxfp8_naive`: one thread per element, one warp per block, whose amax every lane gets by shuffles.
 
     A warp reads 64 neighbouring bytes at once, and each element once. Threads past the last row take part in the
     shuffles too.
@@ -123,8 +123,9 @@ def mxfp8_coalesced(x, codes, scales, rows, columns):
 #   rounded(v)                          the values as a dtype holds them
 #   cast(v, out, row, column, left)     stores their codes; the first of the threads that share a block stores its scale
 #
-# left: elements from here to the row's end: more than the thread owns, or not positive outside the matrix; there a read
-# gives zeros and nothing is stored, but the thread goes on, for the warp shuffles in `block_max`.
+# left: the number of elements from here to the end of the row. It may exceed the elements of the thread; outside the
+# matrix it is 0 or negative: a read gives zeros there and nothing is stored, but the thread goes on, for the warp
+# shuffles in `block_max`.
 
 
 def make_cast(direction, whole, target):
@@ -239,7 +240,8 @@ class MXFP8GradientRows(Fused):
 #   take_columns(shared)          the multipliers of the thread's eight columns
 #   cast_rows(p, row, kept)       stores the codes of the thread's rows
 #
-# Maps of two vectors (`larger`, `add`, `products`) take one more argument, for all elements, which these ignore: ZERO.
+# `larger`, `add` and `products` map two vectors and take a third argument, one number for all elements. They ignore it:
+# callers give ZERO.
 
 WARPS = THREADS // 32
 #: Where sums begin: -0 + x is x for every x, so no addition is compiled. (0 + x is 0 where x is -0.) A caller sees no
@@ -498,7 +500,7 @@ def _activations():
 
 
 def _with_row_budget(cost, name):
-    """A `Cost` with the budget in `ROW_BUDGETS`; none yet for an activation that is only about to be measured."""
+    """A `Cost` with the budget in `ROW_BUDGETS`, or without one if the activation has not been measured yet."""
     h100, b200, h100_fast, b200_fast = ROW_BUDGETS.get(name, (None,) * 4)
     if h100 is None:
         return cost

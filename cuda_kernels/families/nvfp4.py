@@ -115,8 +115,9 @@ def nvfp4_coalesced(x, tensor_scales, codes, scales, rows, columns):
 #                                                       scale is stored by the first of the block's threads
 #   cast(v, multiplier, out, row, column, left)         stores the codes: 16 of them are one store of 8 bytes
 #
-# left: elements from here to the row's end: more than the thread owns, or not positive outside the matrix; there a read
-# gives zeros and nothing is stored, but the thread goes on, for the shuffles in `block_max`.
+# left: the number of elements from here to the end of the row. It may exceed the elements of the thread; outside the
+# matrix it is 0 or negative: a read gives zeros there and nothing is stored, but the thread goes on, for the shuffles
+# in `block_max`.
 
 
 @dataclass(frozen=True)

@@ -106,9 +106,10 @@ def transpose_coalesced(x, scale, rowwise, columnwise, rows, columns):
 #   cast(v, multiplier, data, (row, stride, column), left)
 #                                    stores the codes of v * multiplier; `stride` is the length of a row of `data`
 #
-# left: elements from here to the row's end: more than the thread owns, or not positive outside the matrix; there a read
-# gives zeros and nothing is stored, but the thread goes on, for its warp shuffles in `record_largest`. Kernels with
-# these have lanes=32: a warp lies in one row, so its first lane is in the matrix if any of its lanes is.
+# left: the number of elements from here to the end of the row. It may exceed the elements of the thread; outside the
+# matrix it is 0 or negative: a read gives zeros there and nothing is stored, but the thread goes on, for its warp
+# shuffles in `record_largest`. Kernels with these have lanes=32: a warp lies in one row, so its first lane is in the
+# matrix if any of its lanes is.
 
 
 @dataclass(frozen=True)

@@ -86,8 +86,9 @@ def scaled_gradient_coalesced(dy, x, row_scales, dx, drow_scales, rows, columns)
 #   dot(inputs, source, left)                         the sum of the eight dy * f(x)
 #   store_sum(total, sums, row)                       adds the totals of the 32 lanes; lane 0 rounds and stores the sum
 #
-# left: elements from here to the row's end: more than the thread owns, or not positive beyond the end; there
-# `load_inputs` gives zeros and nothing is stored, but the thread goes on, for the warp shuffles in `store_sum`.
+# left: the number of elements from here to the end of the row. It may exceed the elements of the thread; beyond the end
+# it is 0 or negative: `load_inputs` gives zeros there and nothing is stored, but the thread goes on, for the warp
+# shuffles in `store_sum`.
 
 
 def make_load_inputs(values, whole):

@@ -120,9 +120,9 @@ def squares_coalesced(x, rowwise, columnwise, scales, rows, columns):
 #   turn(tile, (maxima, column_out), rows, columns)
 #                                                 takes them out as columns and casts the transposed copy
 #
-# `read`, `get` and casts, which these are made of, take `left`: elements from here to the row's end (in `turn`, to the
-# column's): more than the thread owns, or not positive outside the matrix; there a read gives zeros and nothing is
-# stored, but the thread goes on, for its warp shuffles in `fill`.
+# `read`, `get` and casts, which these are made of, take `left`: the number of elements from here to the end of the row
+# (in `turn`, of the column). It may exceed the elements of the thread; outside the matrix it is 0 or negative: a read
+# gives zeros there and nothing is stored, but the thread goes on, for its warp shuffles in `fill`.
 #
 # How eight values of a square are cast is one text for all kernels. `get(maxima, row, column, left)` is the square's
 # maximum, which lies in shared memory, or in global memory where an earlier kernel found it. `stores.make_cast_under`

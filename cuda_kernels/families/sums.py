@@ -91,8 +91,9 @@ def dbias_coalesced(x, sums, rows, columns):
 #   put(v, out, row, column, left)        stores eight values, or their codes, or nothing: see `stores`
 #   store(totals, partial, at, left)      stores the eight sums, as float32 from element `at` on
 #
-# left: elements from here to the row's end: more than the thread owns, or not positive outside the matrix; there a read
-# gives zeros and nothing is stored, but the thread goes on, for the warp shuffles in some `put`.
+# left: the number of elements from here to the end of the row. It may exceed the elements of the thread; outside the
+# matrix it is 0 or negative: a read gives zeros there and nothing is stored, but the thread goes on, for the warp
+# shuffles in some `put`.
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Tables of functions of a 16-bit number: f(x) in float32 of all 65,536 bfloat16, or float16.
 
 An accurate exp or tanh takes a core some forty instructions an element, an entry of a table a few. The bits are those
-of the function, for a table is what it gives; and of most tensors a few thousand entries are read, which stay in the
-nearest cache.
+of the function, because the table is filled by that function; and of most tensors a few thousand entries are read,
+which stay in the nearest cache.
 """
 
 from enum import Enum
@@ -23,7 +23,7 @@ F = np.float32
 CODES = 1 << 16
 #: Tables of 256 KiB that are kept, the ones that were used last.
 MOST_TABLES = 64
-#: Words of formulas that cost more than to read an entry.
+#: Words of formulas that cost more than reading an entry.
 COSTLY = {"exp", "tanh", "tanh_pair", "sigmoid", "sigmoid_pair", "quotient"}
 
 

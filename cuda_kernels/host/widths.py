@@ -1,7 +1,7 @@
 """Measure whether this CPU is faster with vectors of 512 bits.
 
-LLVM keeps to 256 bits on most CPUs that have 512, for the first of them ran slower while such vectors were in use. The
-bits of results are the same. `wide_where_measured()` is a context in which loops are compiled for what was found.
+LLVM keeps to 256 bits on most CPUs that have 512, because the first of them ran slower while such vectors were in use.
+The bits of results are the same. `wide_where_measured()` is a context in which loops are compiled for what was found.
 """
 
 import os

@@ -88,7 +88,7 @@ def _code_ranges(codes):
 
 
 def _code_grid(fmt):
-    """The non-negative codes of an 8-bit format, a row an exponent; eight where the code does not say it so."""
+    """The non-negative codes of an 8-bit format, one row per exponent; eight per row if they have no mantissa."""
     width = 1 << fmt.fields.get("mantissa", 0)
     width = 8 if width == 1 else width
     table = make_table("<code", *(f"+{column:X}" for column in range(width)), rule=False)

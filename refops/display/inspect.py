@@ -131,7 +131,7 @@ def holds(inspected, skipped):
 
 
 def print_lines(console, inspected, skipped, most=None):
-    """Print a line a tensor, the worst first, and what all of them come to under each scaling.
+    """Print one line per tensor, the worst first, and a summary of all of them under each scaling.
 
     Args:
         inspected, skipped: as in `inspection_as_dict`.

@@ -20,7 +20,7 @@ from cuda_kernels.simt import I32, U32, U64, F, as_f32, as_i32, device, select
 
 #: Rows of a panel, and elements along k: whole groups of any unit.
 LANES, DEPTH = 64, 256
-#: What is further below a group's largest exponent counts as if it were so far below.
+#: An exponent further below a group's largest is treated as this far below.
 FAR = np.int8(-64)
 #: The exponent of a group in which everything is 0, below all others.
 NOTHING = np.int32(-4096)
