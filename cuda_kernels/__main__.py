@@ -1,9 +1,10 @@
 """`python -m cuda_kernels report`, `profile` and `puzzles`: see `compile_report`, `emulator.profile` and `puzzles`."""
 
+import argparse
 import os
 import sys
 
-USAGE = """usage: python -m cuda_kernels report [--kernel PATTERN] [--target sm_90] [--fast-math] [--json]
+USAGE = """python -m cuda_kernels report [--kernel PATTERN] [--target sm_90] [--fast-math] [--json]
        python -m cuda_kernels profile --op NAME [--scaling NAME] [--target sm_90] [--shape MxK] [--columnwise] [--json]
        python -m cuda_kernels puzzles [FILE] [--only N] [--solutions]"""
 
@@ -20,22 +21,22 @@ def main(arguments):
 
 
 def run(arguments):
-    """Choose the command."""
-    if arguments[:1] == ["report"]:
+    """Choose the command; SystemExit without one of the three."""
+    parser = argparse.ArgumentParser(prog="python -m cuda_kernels", usage=USAGE)
+    parser.add_argument("command", choices=("report", "profile", "puzzles"), help="COMMAND --help says more")
+    command = parser.parse_args(arguments[:1]).command
+    if command == "report":
         from cuda_kernels import compile_report
 
         return compile_report.main(arguments[1:])
-    if arguments[:1] == ["profile"]:
+    if command == "profile":
         from cuda_kernels.emulator import profile
 
         return profile.main(arguments[1:])
-    if arguments[:1] == ["puzzles"]:
-        os.environ["NUMBA_ENABLE_CUDASIM"] = "1"  # decided when the kernels' vocabulary is imported
-        from cuda_kernels.puzzles import command
+    os.environ["NUMBA_ENABLE_CUDASIM"] = "1"  # decided when the kernels' vocabulary is imported
+    from cuda_kernels.puzzles.command import main as puzzles
 
-        return command.main(arguments[1:])
-    print(USAGE, file=sys.stderr)
-    return 0 if arguments in (["-h"], ["--help"]) else 2
+    return puzzles(arguments[1:])
 
 
 if __name__ == "__main__":

@@ -44,6 +44,8 @@ def main(arguments=None):
                 f"no file and no puzzle has the name {str(path)!r}; puzzles: {', '.join(PUZZLES)}; "
                 "a new file with the kernels is written where FILE ends in .py"
             )
+        if not path.exists() and not path.parent.is_dir():
+            parser.error(f"FILE must lie in a folder that exists; got {str(path)!r}: there is no {str(path.parent)!r}")
         if not path.exists():
             return write(path, chosen[0])
         source = path.read_text(encoding="utf-8")

@@ -17,6 +17,7 @@ from unittest import mock
 import pytest
 
 from cuda_kernels import compile_report, ptx_cache
+from cuda_kernels.__main__ import main
 from cuda_kernels.compile_report import Measured, MissingToolError, instructions_of, problems
 
 TARGETS = compile_report.TARGETS if os.environ.get("EVERY_TARGET") == "1" else ((9, 0),)
@@ -262,6 +263,16 @@ def test_numba_without_numba_cuda_is_named(monkeypatch):
     monkeypatch.setattr(cuda, "implementation", "built-in", raising=False)
     with pytest.raises(MissingToolError, match="numba-cuda is missing"):
         compile_report.require_compiler()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"), [(["nonsense"], "invalid choice: 'nonsense'"), ([], "required: command")]
+)
+def test_a_command_that_is_none_is_an_error(capsys, arguments, said):
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert ended.value.code == 2 and last.startswith("python -m cuda_kernels: error: ") and said in last
 
 
 @needs_compiler

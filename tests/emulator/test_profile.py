@@ -333,6 +333,7 @@ def test_the_table_has_a_column_for_each_kernel(capsys):
         assert words in text
     loads, stores = (line for line in text.splitlines() if "sectors a request" in line)
     assert loads != stores
+    assert text.endswith(f"\n{profiler.CAPTION}\n")  # its lines begin at the margin
 
 
 def test_nothing_runs_for_a_tensor_without_elements(capsys):

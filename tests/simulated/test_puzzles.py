@@ -858,6 +858,12 @@ def test_the_command_writes_the_file_and_then_checks_it(tmp_path):
     assert run(tmp_path, "--only", "widen_bf16").returncode == 1
 
 
+def test_a_file_in_a_folder_that_is_not_there_is_refused(tmp_path):
+    done = run(tmp_path, "none/there/p.py")
+    said = "error: FILE must lie in a folder that exists; got 'none/there/p.py': there is no 'none/there'"
+    assert (done.returncode, done.stdout, done.stderr.splitlines()[-1].partition(": ")[2]) == (2, "", said)
+
+
 def test_a_puzzle_where_a_file_stands_is_that_puzzle(tmp_path):
     first = run(tmp_path, "transpose")
     assert first.returncode == 1 and "replace the `...` of `transpose`" in first.stdout
