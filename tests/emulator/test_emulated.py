@@ -410,6 +410,7 @@ def test_a_fault_of_a_kernel_names_instruction_thread_and_line(deferred, rng, mo
             said = str(caught.value)
             assert "invalid write of 16 bytes" in said and "st.global" in said
             assert "block (" in said and "thread " in said and "line " in said
+            assert said.endswith(", in cuda_kernels.families.elementwise.Elementwise.build.<locals>.elementwise")
         monkeypatch.undo()
         works(x)
     refused(x)

@@ -7,11 +7,29 @@
 #include <algorithm>
 #include <cfenv>
 #include <chrono>
+#include <cstdlib>
+#include <cxxabi.h>
+#include <memory>
 #include <sstream>
 
 #include "warp.h"
 
 namespace device {
+
+// The Python function of a kernel that Numba compiled, as Python spells it: its PTX need not say which line it is of.
+// Numba tags the names of its functions with a version, "[abi:v1]"; another kernel keeps the name that PTX has.
+static std::string name_of(const Kernel& kernel) {
+    std::unique_ptr<char, void (*)(void*)> made(
+        abi::__cxa_demangle(kernel.name.c_str(), nullptr, nullptr, nullptr), std::free);
+    std::string name = made ? made.get() : "";
+    size_t end = name.find("[abi:v");
+    if (end == std::string::npos) return kernel.name.substr(0, 120);
+    name.resize(end);
+    const std::pair<std::string, std::string> spellings[] = {{"_3clocals_3e", "<locals>"}, {"::", "."}};
+    for (auto& [text, python] : spellings)
+        for (size_t at; (at = name.find(text)) != std::string::npos;) name.replace(at, text.size(), python);
+    return name;
+}
 
 void fail(const Warp& warp, const Instruction& instruction, int lane, const std::string& what, FaultKind kind) {
     const Block& block = *warp.block;
@@ -20,7 +38,7 @@ void fail(const Warp& warp, const Instruction& instruction, int lane, const std:
     text << what << "; block (" << block.index.x << ", " << block.index.y << ", " << block.index.z << "), thread "
          << warp.number * LANES + lane << ": " << origin.text << ", line " << origin.line << " of the PTX";
     if (!origin.source.empty()) text << ", " << origin.source;
-    text << ", in " << block.kernel->name.substr(0, 120);
+    text << ", in " << name_of(*block.kernel);
     throw Fault(kind, text.str());
 }
 
