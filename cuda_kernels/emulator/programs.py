@@ -45,6 +45,8 @@ HEADERS = {
 HEADERS["cstdint"] += "using namespace cuda::std;\n"  # uint8_t without std::, as everywhere
 HEADERS["stdint.h"] = "#include <cstdint>\n"
 HEADERS["cuda_runtime.h"] = "\n"  # NVRTC knows what kernels need of it
+#: The file that NVRTC says an error is in where a name that it was asked for is none.
+NAME_EXPRESSIONS = "__nv_name_map"
 #: Sizes of a launch: a larger one would lose its upper bits on the way to the driver.
 LARGEST_SIZE = 2**31 - 1
 #: `run` changes how the software GPU behaves, and counts what it does: one thread at a time.
@@ -213,6 +215,8 @@ def compile_cuda(
         (code,) = nvrtc.nvrtcCompileProgram(program, len(given), [one.encode() for one in given])
         if int(code):
             log = _log(nvrtc, program)
+            if set(re.findall(r"^(.*)\(\d+\): (?:catastrophic )?error", log, re.MULTILINE)) == {NAME_EXPRESSIONS}:
+                _refuse_entry(_kernels_of(source), entry)
             raise ValueError(f"source must be CUDA C++ that NVRTC compiles, with a kernel {entry}; got {name}:\n{log}")
         text = b" " * _checked(nvrtc.nvrtcGetPTXSize(program))
         _checked(nvrtc.nvrtcGetPTX(program, text))
@@ -254,7 +258,19 @@ def require_entry(ptx: str, entry: str) -> None:
     """Raise ValueError where PTX has no kernel of that name."""
     names = re.findall(r"\.entry\s+([\w$]+)", ptx)
     if entry not in names:
-        raise ValueError(f"entry must be a kernel of the source, {', '.join(names) or 'which has none'}; got {entry!r}")
+        _refuse_entry(names, entry)
+
+
+def _refuse_entry(names, entry):
+    raise ValueError(f"entry must be a kernel of the source, {', '.join(names) or 'which has none'}; got {entry!r}")
+
+
+def _kernels_of(source):
+    """Names of the kernels in the text of CUDA C++, a template's as NAME<...>; without namespaces."""
+    code = re.sub(r"//[^\n]*|/\*.*?\*/", " ", source, flags=re.DOTALL)
+    code = re.sub(r"__launch_bounds__\s*\([^()]*\)", " ", code)
+    found = re.findall(r"(template\s*<[^{};]*>[^{};]*)?__global__[^{};(]*?(\w+)\s*\(", code)
+    return list(dict.fromkeys(f"{name}<...>" if template else name for template, name in found))
 
 
 # --- arguments --------------------------------------------------------------------------------------

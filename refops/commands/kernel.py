@@ -11,6 +11,7 @@ refops has no such GPU. A package that has one names a module as an entry point 
     TARGETS                      names of the GPUs that there are
 """
 
+import math
 import re
 from dataclasses import dataclass
 from importlib.metadata import entry_points
@@ -19,8 +20,10 @@ from typing import Any
 
 import numpy as np
 
-from refops.commands.arguments import integer_argument
+from refops.arguments import describe_array
+from refops.commands.arguments import integer_argument, parse_file, read_file, read_raw
 from refops.commands.usage import UsageError, listed, usage_errors
+from refops.files import FileError
 from refops.oracle.quantized_tensors import full_name
 
 GROUP = "refops.runners"
@@ -31,6 +34,8 @@ kernels: --ptx FILE or --cuda FILE is run here, on a software GPU, no GPU
   rowwise_data, scale, y ...     an output: a pointer to memory for it, which
                                  nobody has written; scales with their padding
   amax_rowwise=0                 the same, every byte 0 at first
+  amax_rowwise=FILE              the same, with the elements of a file at first,
+                                 such as what an earlier launch wrote
   scratch:4096                   a pointer to 4096 bytes, 0 at first
   null                           a null pointer
   128, -1.5                      a number, as wide as the parameter
@@ -236,13 +241,11 @@ def _argument_of(text, case, runner):
         return _Argument(text, None, False)
     if text in case.inputs:
         return _Argument(text, np.ascontiguousarray(case.inputs[text]), True)
-    name, zeroed, initial = text.partition("=")
+    name, equals, _ = text.partition("=")
     full = full_name(name, case.slots)
     if full in case.slots:
-        if zeroed and initial != "0":
-            raise UsageError(f"--argument {name} must be {name}, or {name}=0 for zeros at first; got {text!r}")
         slot = case.slots[full]
-        array = np.zeros(slot.shape, slot.dtype) if zeroed else runner.Unwritten(slot.shape, slot.dtype)
+        array = _initial(text, full, slot) if equals else runner.Unwritten(slot.shape, slot.dtype)
         return _Argument(text, array, True, full)
     scratch = re.fullmatch(r"scratch:(\d+)", text, re.ASCII)
     if scratch:
@@ -257,3 +260,29 @@ def _argument_of(text, case, runner):
             continue
     known = [*case.inputs, *case.slots, "null", "scratch:BYTES"]
     raise UsageError(f"--argument must be a number or one of {listed(known, len(known))}; got {text!r}")
+
+
+def _initial(text, full, slot):
+    """What an output, given as NAME=0 or NAME=FILE, holds at first."""
+    name, _, initial = text.partition("=")
+    if initial == "0":
+        return np.zeros(slot.shape, slot.dtype)
+    option = f"--argument {name}"
+    try:
+        spec = parse_file(initial, option)
+        if not Path(spec.path).is_file():
+            rule = f"{name}, {name}=0 for zeros at first, or {name}=FILE for the elements of a file"
+            raise UsageError(f"{option} must be {rule}; got {text!r}, and there is no such file")
+        if spec.raw and spec.shape is None:
+            return read_raw(spec, option, ((slot.shape, slot.dtype),))
+        found = read_file(spec, option, full)
+    except FileError as error:
+        raise UsageError(f"{option} {error}") from None
+    if len(found) != 1:
+        raise UsageError(f"{option} must name one of {listed(found)} after :; got {initial!r}")
+    (array,) = found.values()
+    bytes_alike = array.dtype.itemsize == slot.dtype.itemsize == 1
+    if array.size != math.prod(slot.shape) or not (bytes_alike or array.dtype == slot.dtype):
+        wanted = f"{slot.dtype} of shape {slot.shape}"
+        raise UsageError(f"{option} must hold {wanted}; got {describe_array(array)} in {initial!r}")
+    return np.ascontiguousarray(array).view(slot.dtype).reshape(slot.shape)

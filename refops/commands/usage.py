@@ -54,7 +54,8 @@ def usage_errors(option_of):
     try:
         yield
     except (ValueError, TypeError) as error:
-        message = " ".join(str(error).split())
+        words = str(error).split()
+        message = " ".join(word for word in words if word.strip("^~"))  # a compiler's marks below a line of source
         if "; got" not in message:  # none of the caller's doing
             raise
         name, _, rest = message.partition(" ")

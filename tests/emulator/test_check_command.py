@@ -7,6 +7,7 @@ import sys
 import ml_dtypes
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from cuda_kernels.emulator import programs
 from refops import commands
@@ -102,6 +103,64 @@ def test_what_nobody_wrote_shows(check):
     assert check(reads, *LAUNCH, *zeroed)[0] == 0
 
 
+#: The second launch of current scaling: the first one found the amax.
+CURRENT = """
+#include <cuda_bf16.h>
+#include <cuda_fp8.h>
+
+__global__ void cast(const __nv_bfloat16* x, const float* amax, unsigned char* codes, float* scale_inv) {
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    float scale = 448.0f / *amax;
+    codes[i] = __nv_cvt_float_to_fp8(__bfloat162float(x[i]) * scale, __NV_SATFINITE, __NV_E4M3);
+    if (i == 0) *scale_inv = 1.0f / scale;
+}
+"""
+
+
+@pytest.fixture
+def check_current(run, tmp_path):
+    """Call `refops check` of `CURRENT`, which reads an amax from a file."""
+    X.tofile(tmp_path / "x.bin")
+    (tmp_path / "cast.cu").write_text(CURRENT)
+
+    def call(initial):
+        words = ["check", "--op", "quantize", "--scaling", "current", "--input", f"{tmp_path}/x.bin@bfloat16:128x512"]
+        words += ["--cuda", tmp_path / "cast.cu", "--entry", "cast", "--grid", "256", "--block", "256"]
+        words += ["--argument", "x", "--argument", f"amax={initial}", "--argument", "data", "--argument", "scale"]
+        return run(*words)
+
+    return call
+
+
+@pytest.mark.parametrize("suffix", ["a.npy", "a.bin", "a.safetensors", "a.npz:found", "a.bin@float32:1x1"])
+def test_an_amax_that_an_earlier_launch_found(check_current, tmp_path, suffix):
+    amax = np.abs(X.astype(np.float32)).max().reshape(1)
+    for value, wanted in ((amax, 0), (2 * amax, 1)):
+        np.save(tmp_path / "a.npy", value)
+        np.savez(tmp_path / "a.npz", found=value, other=value)
+        value.tofile(tmp_path / "a.bin")
+        save_file({"amax_rowwise": value, "other": value}, tmp_path / "a.safetensors")
+        code, out, err = check_current(tmp_path / suffix)
+        assert (code, err) == (wanted, "") and "amax_rowwise: " in out
+
+
+def test_what_an_amax_may_not_be(check_current, tmp_path):
+    np.save(tmp_path / "two.npy", np.ones(2, np.float32))
+    np.save(tmp_path / "int.npy", np.ones(1, np.int32))
+    np.ones(3, np.uint8).tofile(tmp_path / "three.bin")
+    np.savez(tmp_path / "many.npz", a=np.ones(1), b=np.ones(1))
+    for initial, said in (
+        ("672", "amax=0 for zeros at first, or amax=FILE for the elements of a file; got 'amax=672', and there is no"),
+        (tmp_path / "none.npy", "and there is no such file"),
+        (tmp_path / "two.npy", "--argument amax must hold float32 of shape (1,); got float32 of shape (2,) in "),
+        (tmp_path / "int.npy", "--argument amax must hold float32 of shape (1,); got int32 of shape (1,) in "),
+        (tmp_path / "three.bin", "--argument amax must hold 4 bytes (float32 1); got 3 bytes in "),
+        (tmp_path / "many.npz", "--argument amax must name one of a, b after :; got "),
+    ):
+        code, out, err = check_current(initial)
+        assert (code, out, err.count("\n")) == (2, "", 1) and said in err, err
+
+
 def test_a_kernel_that_changes_its_input_is_told(check):
     changes = CUDA.replace("RULE", UP).replace("const __nv_bfloat16* x", "__nv_bfloat16* x")
     changes = changes.replace("if (lane == 0)", "x[32 * block + lane] = 0;\n    if (lane == 0)")
@@ -130,7 +189,11 @@ def test_an_activation_on_another_target(run, tmp_path):
         ([*LAUNCH, "--argument", "data"], "--argument must be one for each of 4 parameters; got 2"),
         ([*LAUNCH, *ARGUMENTS, "--argument", "data"], "--argument must give rowwise_data once; got it 2 times"),
         ([*LAUNCH, "--argument", "nothing"], "--argument must be a number or one of x, rowwise_data, "),
-        ([*LAUNCH, "--argument", "data=7"], "--argument data must be data, or data=0 for zeros at first; got 'data=7'"),
+        (
+            [*LAUNCH, "--argument", "data=7"],
+            "--argument data must be data, data=0 for zeros at first, or data=FILE for the elements of a file; "
+            "got 'data=7', and there is no such file",
+        ),
         ([*LAUNCH, *ARGUMENTS[:4], "--argument", "scale"], "--argument must give rowwise_scale_inv once; got it 2"),
         (
             [*LAUNCH, *ARGUMENTS[:-1], "x"],
@@ -165,9 +228,21 @@ def test_a_kernel_that_never_ends_is_stopped(check):
 def test_source_that_does_not_compile(check):
     code, _, err = check(CUDA.replace("RULE", "amax.x"), *LAUNCH, *ARGUMENTS)
     assert code == 2 and "kernel.cu(14): error" in err and err.count("\n") == 1
-    code, _, err = check(CUDA.replace("RULE", UP), *LAUNCH, *ARGUMENTS, entry="other")
-    assert code == 2 and "other" in err
+    assert "^" not in err
     assert check("int x;", *LAUNCH, *ARGUMENTS, name="kernel.ptx")[0] == 2
+
+
+@pytest.mark.parametrize("entry", ["other", "quantize", "quantize<x>", "plain<0>", "comment", "0"])
+def test_an_entry_that_is_no_kernel_is_refused_with_those_that_are(check, entry):
+    more = """
+    // __global__ void comment() {}
+    extern "C" __global__ void __launch_bounds__(256) plain(const float* x) {}
+    template <typename T> __device__ T twice(T x) { return 2 * x; }
+    static __global__ void
+    last() {}"""
+    code, out, err = check(CUDA.replace("RULE", UP) + more, *LAUNCH, *ARGUMENTS, entry=entry)
+    said = f"--entry must be a kernel of the source, quantize<...>, plain, last; got {entry!r}\n"
+    assert (code, out) == (2, "") and err.endswith(said)
 
 
 def test_options_of_a_kernel_need_one(run, tmp_path):
