@@ -38,10 +38,10 @@ LIBRARY_HEADERS = (
     *("array", "bit", "cfloat", "climits", "cmath", "cstddef", "cstdint", "cstring", "limits"),
     *("type_traits", "utility"),
 )
+#: Some of libcu++'s headers, such as cfloat, define macros alone and no namespace.
+NAMESPACES = "namespace cuda { namespace std {} }\nnamespace std { using namespace cuda::std; }\n"
 #: Name -> text of headers that kernels' files include and NVRTC does not find.
-HEADERS = {
-    name: f"#include <cuda/std/{name}>\nnamespace std {{ using namespace cuda::std; }}\n" for name in LIBRARY_HEADERS
-}
+HEADERS = {name: f"#include <cuda/std/{name}>\n{NAMESPACES}" for name in LIBRARY_HEADERS}
 HEADERS["cstdint"] += "using namespace cuda::std;\n"  # uint8_t without std::, as everywhere
 HEADERS["stdint.h"] = "#include <cstdint>\n"
 HEADERS["cuda_runtime.h"] = "\n"  # NVRTC knows what kernels need of it

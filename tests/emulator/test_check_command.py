@@ -275,6 +275,14 @@ def test_headers_that_kernels_include():
     assert ran.arrays[0][0] == 255
 
 
+@pytest.mark.parametrize(("name", "word"), [("cfloat", "FLT_MAX"), ("climits", "INT_MAX"), ("cstddef", "size_t(1)")])
+def test_a_header_that_is_included_alone(name, word):
+    source = f"#include <{name}>\n__global__ void store(double* y) {{ *y = {word}; }}"
+    ran = programs.run(source, "store", 1, 1, [programs.Unwritten((1,), np.float64)])
+    values = {"cfloat": np.finfo(np.float32).max, "climits": 2**31 - 1, "cstddef": 1}
+    assert ran.arrays[0][0] == values[name]
+
+
 def test_run_gives_arrays_back():
     """The library call: scratch memory, null, NumPy scalars; the caller's arrays stay as they are."""
     source = """
