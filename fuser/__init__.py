@@ -28,6 +28,8 @@ if TYPE_CHECKING:  # the same names, for type checkers
     from fuser.cards import products as products
     from fuser.comparison import compare as compare
     from fuser.conversion import convert as convert
+    from fuser.conversion import load_scaling_state as load_scaling_state
+    from fuser.conversion import scaling_state as scaling_state
     from fuser.dispatch import backend as backend
     from fuser.dtypes import DType as DType
     from fuser.explanation import explain as explain
@@ -138,7 +140,7 @@ _HOMES = {
     "fuser.cards": ("current_products", "products"),
     "fuser.dispatch": ("backend",),
     "fuser.comparison": ("compare",),
-    "fuser.conversion": ("convert",),
+    "fuser.conversion": ("convert", "load_scaling_state", "scaling_state"),
     "fuser.explanation": ("explain",),
     "fuser.recompute": ("checkpoint",),
     "fuser.recording": ("statistics",),

@@ -16,7 +16,7 @@ import itertools
 import math
 import textwrap
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any
 
@@ -34,7 +34,7 @@ from fuser.quantization.contexts import (
     quantized_model_init,
 )
 from fuser.quantization.quantizer import Quantizer
-from fuser.quantization.quantizers import is_replaying
+from fuser.quantization.quantizers import is_replaying, notes_scales
 from fuser.quantization.state import FP8GlobalStateManager
 from fuser.recipe import Recipe, _expression_of
 from fuser.sequential import HoldsFusers, fusers_of
@@ -60,6 +60,8 @@ __all__ = [
     "ConvertedSequential",
     "ConvertedSiLU",
     "convert",
+    "load_scaling_state",
+    "scaling_state",
 ]
 
 #: What says which recipe a module gets, by its name: one for all, one for each pattern, or a function.
@@ -106,11 +108,13 @@ def convert(
     mode, which reads weights, is switched off where the layer is part of `model`. A layer of which `linear1` and
     `linear2` alone are given to `convert` computes without quantization there.
 
-    A linear layer takes an input of another dtype than its weight's, an error of torch's, and returns the weight's. In
-    `torch.autocast` a linear layer returns its dtype; norms and activations return the dtype that torch's do, so that
-    float32 stays float32, where the operations of `fuser.ops`, as TE's, return autocast's.
+    An input may have another dtype than a linear layer's weight, which is an error in torch: the output has the
+    weight's. In `torch.autocast` a linear layer returns its dtype; norms and activations return the dtype that torch's
+    do, so that float32 stays float32, where the operations of `fuser.ops`, as TE's, return autocast's.
 
-    Scales and amax histories of delayed scaling are part of copies and pickles of the model, not of its state dict.
+    Scales and amax histories of delayed scaling are part of copies and pickles of the model, not of its state dict:
+    `scaling_state` has them apart. A warning, once for each call of `convert`, says where a forward pass without
+    gradients casts with scales of 1, since no step has set any.
     Shallow copies, by `copy.copy` or for `DataParallel`, share their module's operations: not for several threads.
     Each call of a pipeline is a step of its history: a layer that a model calls twice moves on twice. Under one
     `fuser.autocast` around the model, each moves on once. Activations are computed again in backward by
@@ -120,9 +124,9 @@ def convert(
     Args:
         model: any module, also a single layer.
         recipe: a recipe of `fuser.recipe`; or a mapping from patterns of names, as `"encoder.*"`, to recipes or None,
-            the first that matches a name decides and no match is None; the name of a module, as "encoder", stands for
-            all that is in it, too; or a function `(name, module)` to a recipe or
-            None. None: the module is torch's, and becomes so again if it was converted before.
+            the first that matches a name decides, and a name that none matches gets None; the name of a module, as
+            "encoder", stands for all that is in it, too; or a function `(name, module)` to a recipe or None. None: the
+            module is torch's, and becomes so again if it was converted before.
         filter: `filter(name, module)` to whether a module may be converted; asked of linear layers, norms, activations
             and whatever else multiplies.
         pad: append rows of zeros to a linear layer's input where the recipe's blocks want more of them
@@ -167,8 +171,7 @@ def converted(
     strict: bool = False,
 ) -> tuple[torch.nn.Module, list[str]]:
     """The result of `convert`, without its warning, and a line for each module that stays in high precision."""
-    if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module; got {shown(model)}")
+    _require_module(model)
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise TypeError(
@@ -207,13 +210,72 @@ def converted(
         copies = dict(zip(model.modules(), duplicate.modules(), strict=True))
         recipes = {copies[module]: chosen for module, chosen in recipes.items()}
         will, model = {copies[module] for module in will}, duplicate
+    notice = _Notice()
     for name, module in model.named_modules():
         if module in will:
-            _become(module, recipes[module], pad=pad, name=name)
+            _become(module, recipes[module], pad=pad, name=name, notice=notice)
         else:
             _restore(module)
     _convert_containers(model)
     return model, problems
+
+
+def scaling_state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Scales and amax histories of delayed scaling in a converted model, to be saved beside its state dict.
+
+        torch.save({"model": model.state_dict(), "scaling": fuser.scaling_state(model)}, path)
+
+    Args:
+        model: a module with layers that `convert` made. Operations of `fuser.ops` have theirs in the state dict.
+
+    Returns:
+        Name of each linear layer that delayed scaling has quantized -> the extra state of its operation, 1-D uint8 on
+        the CPU (`fuser.extra_state`). Empty under recipes that keep nothing from step to step.
+
+    Raises:
+        TypeError: `model` is no module.
+    """
+    _require_module(model)
+    states = {
+        name: module._pipeline._basic_ops[0].get_extra_state()
+        for name, module in model.named_modules()
+        if isinstance(module, ConvertedLinear) and module._pipeline is not None
+    }
+    return {name: state for name, state in states.items() if state.numel()}
+
+
+def load_scaling_state(model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> None:
+    """Give a converted model the scales and amax histories that `scaling_state` returned.
+
+    Args:
+        model: converted under delayed scaling. Of a wrapper that adds to the names, as `AveragedModel`, the module
+            inside. Layers that `state` does not name keep what they have.
+        state: as returned, in memory or from `torch.load(weights_only=True)`.
+
+    Raises:
+        TypeError: `model` is no module, or `state` no mapping.
+        ValueError: `state` names what is no linear layer of `model` under delayed scaling. Nothing is loaded then.
+        RuntimeError: a tensor is no extra state of such a layer.
+    """
+    _require_module(model)
+    if not isinstance(state, Mapping):
+        raise TypeError(f"state must be a mapping from names to tensors; got {shown(state)}")
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for name in state:
+        module = modules.get(name)
+        if not isinstance(module, ConvertedLinear) or module.recipe is None or not module.recipe.delayed():
+            raise ValueError(
+                "state must name linear layers that convert put under delayed scaling; got "
+                f"{name!r}{did_you_mean(name, modules) if module is None else f', which is {module}'}"
+            )
+    for name, saved in state.items():
+        linear: Any = modules[name]
+        linear.pipeline()._basic_ops[0].set_extra_state(saved)
+
+
+def _require_module(model: Any) -> None:
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module; got {shown(model)}")
 
 
 # ---------------------------------------------------------------------- who is converted, by which recipe
@@ -524,6 +586,12 @@ _REPLACED = (
 )
 
 
+class _Notice:
+    """Whether a module of those that one call of `convert` converted has warned of scales that nothing has set."""
+
+    given = False
+
+
 class _Converted(HoldsFusers, NotScriptable, torch.nn.Module):
     """Mixin of the classes that modules get: their forward runs operations, which read the module's parameters."""
 
@@ -532,6 +600,7 @@ class _Converted(HoldsFusers, NotScriptable, torch.nn.Module):
     _name: str
     _pipeline: OperationFuser | None
     _ready: WhenTraced
+    _notice: _Notice
     _made_for: tuple[Any, ...]
     _make_operations: Callable[..., list[BasicOperation]]
 
@@ -552,6 +621,8 @@ class _Converted(HoldsFusers, NotScriptable, torch.nn.Module):
     def _run(self, input: torch.Tensor) -> torch.Tensor:
         if not self.takes(input):
             return super().forward(input)
+        if not _in_graph():
+            _warn_of_first_scales([self])
         with self.quantizing():
             return self._call_operations(input)
 
@@ -587,6 +658,7 @@ class _Converted(HoldsFusers, NotScriptable, torch.nn.Module):
     def _prepare(self) -> str:
         """Make the pipeline for a compiled call. Returns why there can't be one, or ""."""
         leave_for(_REPLACED)
+        _warn_of_first_scales([self])
         values = [value for op in self.pipeline()._basic_ops for value in op._parameters.values()]
         plain = all(type(value) in (torch.nn.Parameter, type(None)) for value in values)
         return "" if plain else leave_for(_COMPUTED)
@@ -650,6 +722,33 @@ def _padding(rows: int) -> Iterator[None]:
         yield
     finally:
         rows_before_padding.reset(token)
+
+
+def _warn_of_first_scales(modules: Iterable[_Converted]) -> None:
+    """Warn once if a forward pass without gradients, of modules by their own recipes, casts with scales of 1.
+
+    Such a pass updates no scales, so that those after it do the same. Not in `fuser.checkpoint`, whose reentrant kind
+    runs without gradients first.
+    """
+    if torch.is_grad_enabled() or notes_scales() or FP8GlobalStateManager._of_thread.state.autocast_depth:
+        return
+    if FP8GlobalStateManager.fp8_graph_capturing():
+        return
+    for module in modules:
+        is_delayed = isinstance(module, ConvertedLinear) and module.recipe is not None and module.recipe.delayed()
+        if not is_delayed or module._notice.given:
+            continue
+        pipeline = module._pipeline
+        if pipeline is None or pipeline._basic_ops[0]._has_first_scales():
+            module._notice.given = True
+            warnings.warn(
+                f"{module._name or type(module).__name__}: delayed scaling has seen no step, so its scales are still "
+                "1, and small values become zero. A forward pass without gradients does not change that. First call "
+                "the model with gradients enabled, as many times as it has linear layers in a row, or load scales: "
+                "fuser.load_scaling_state, or a pickled model (the state dict has none)",
+                UserWarning,
+                stacklevel=2,
+            )
 
 
 def _run_eagerly(module: Any, input: Any) -> Any:
@@ -774,6 +873,7 @@ class ConvertedSequential(HoldsFusers, NotScriptable, torch.nn.Sequential):
     def _run_pipeline(self, x: torch.Tensor, start: int, stop: int) -> torch.Tensor:
         run: list[Any] = list(self)[start:stop]
         if not _in_graph():
+            _warn_of_first_scales(run)
             with run[0].quantizing():
                 return self._pipeline_of(start, stop)(x)
         for child in run:
@@ -928,10 +1028,10 @@ def _may_become(module: Any) -> bool:
 
 
 #: Attributes that a converted module has. What it had under these names before comes back with torch's class.
-_SETTINGS = ("recipe", "pad", "_name", "_pipeline", "_ready", "_made_for")
+_SETTINGS = ("recipe", "pad", "_name", "_pipeline", "_ready", "_notice", "_made_for")
 
 
-def _become(module: Any, recipe: Any, *, pad: bool, name: str) -> None:
+def _become(module: Any, recipe: Any, *, pad: bool, name: str, notice: _Notice) -> None:
     if not isinstance(module, _Converted):
         own = {name: vars(module)[name] for name in _SETTINGS if name in vars(module)}
         module.__class__ = _own_class(module, CONVERTED[_torch_class(module)])
@@ -939,7 +1039,7 @@ def _become(module: Any, recipe: Any, *, pad: bool, name: str) -> None:
         module._pipeline, module._ready = None, WhenTraced(module._prepare)
     elif module._pipeline is not None and module._name != name:  # converted again, as a part of another model
         module._pipeline = _renamed(module._pipeline, name)
-    module.recipe, module.pad, module._name = recipe, pad, name
+    module.recipe, module.pad, module._name, module._notice = recipe, pad, name, notice
 
 
 def _renamed(pipeline: OperationFuser, name: str) -> OperationFuser | None:

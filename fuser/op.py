@@ -288,13 +288,22 @@ class BasicOperation(_CalledAlone, ChanneledOperation, metaclass=abc.ABCMeta):
 
     # ------------------------------------------------------------------ checkpoints
 
+    def _kept_fp8_metas(self) -> dict[str, dict[str, Any] | None]:
+        """The recipe states, also those that a call without a recipe suspended."""
+        if self._fp8_metas is None and self._suspended_recipe_state is not None:
+            return self._suspended_recipe_state[0]
+        return self._fp8_metas or {}
+
+    def _has_first_scales(self) -> bool:
+        """Whether no update has set forward scales of delayed scaling: they are 1, and its amax history is empty."""
+        meta = self._kept_fp8_metas().get("forward")
+        state = meta[_META_KEYS["forward"]].delayed_state if meta else None
+        return state is None or state.has_first_scales()
+
     def get_extra_state(self) -> torch.Tensor:
         """The delayed-scaling state as a 1-D uint8 CPU tensor (see `fuser.extra_state`), else an empty one."""
-        metas = self._fp8_metas
-        if metas is None and self._suspended_recipe_state is not None:
-            metas = self._suspended_recipe_state[0]
         header, tensors = {}, {}
-        for mode, meta in (metas or {}).items():
+        for mode, meta in self._kept_fp8_metas().items():
             state_tensors = _delayed_tensors(meta, mode) if meta else {}
             if state_tensors:
                 header[mode] = {"recipe": extra_state.recipe_to_json(meta["recipe"])}

@@ -101,6 +101,11 @@ def delayed_scales(scales: dict[int, tuple[torch.Tensor, float]], *, replay: boo
             outer.update(scales)
 
 
+def notes_scales() -> bool:
+    """Whether this thread is in a `delayed_scales`."""
+    return _tape.scales is not None
+
+
 def is_replaying() -> bool:
     """Whether this thread computes a forward pass again (`fuser.recompute`)."""
     return _tape.replaying

@@ -268,6 +268,10 @@ class DelayedScalingRecipeState(RecipeState):
     def delayed_state(self):
         return self
 
+    def has_first_scales(self) -> bool:
+        """Whether no update has set a scale. Row 0 does not count: a pass without gradients may have filled it."""
+        return bool((self.scale == 1).all()) and not self.amax_history[1:].any()
+
     def update_scales(self) -> None:
         """Take the amaxes of row 0 into the history and compute the next scales, in place."""
         recipe = self.recipe

@@ -650,7 +650,10 @@ def torch_module(case, width):
     return (cls(approximate=case.choose(["tanh", "none"])) if name == "GELU" else cls()), width
 
 
-@target("conversions", ["fuser.convert", "fuser.compare", "fuser.statistics"], cases=100, seconds=120, needs=NEEDS)
+CONVERSIONS = ["convert", "compare", "load_scaling_state", "scaling_state", "statistics"]
+
+
+@target("conversions", [f"fuser.{name}" for name in CONVERSIONS], cases=100, seconds=120, needs=NEEDS)
 def conversions(case):
     """Random models of torch are converted, compared and recorded under random recipes; the same model comes back."""
     import torch
@@ -680,6 +683,8 @@ def conversions(case):
     except ERRORS["documented"] as error:
         raise DocumentedError(str(error)) from error
     require(y.shape == (*x.shape[:-1], width), "another shape", y.shape, width)
+    kept = case.call("fuser.scaling_state", converted, **ERRORS)
+    case.call("fuser.load_scaling_state", converted, kept, changes=(0,), **ERRORS)
     if case.chance(0.3):
         recorded = case.call("fuser.statistics", converted, changes=(0,), **ERRORS)
         with recorded:

@@ -1,0 +1,183 @@
+"""Scales of delayed scaling in converted models: a warning where a forward pass finds none, saving and loading them."""
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import fuser
+from fuser.recipe import DelayedScaling, MXFP8BlockScaling
+
+UNSET = "delayed scaling has seen no step, so its scales are still 1"
+
+
+def small_weights():
+    """Two linear layers with weights of about 1e-3, which E4M3 takes for zero without a scale, unconverted."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 128, bias=False), nn.ReLU(), nn.Linear(128, 32, bias=False))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.01)
+    return model
+
+
+def inputs():
+    return torch.randn(32, 64, generator=torch.Generator().manual_seed(1))
+
+
+def train(model, steps=3):
+    for _ in range(steps):
+        model(inputs()).square().sum().backward()
+
+
+def error(model, wanted):
+    """Relative error of a converted model's output without gradients."""
+    with torch.no_grad():
+        y = wanted(inputs())
+        return ((model(inputs()) - y).norm() / y.norm()).item()
+
+
+class TestWarning:
+    def test_once_for_a_model_evaluated_before_any_step(self):
+        plain = small_weights()
+        model = fuser.convert(plain, DelayedScaling(), inplace=False)
+        with pytest.warns(UserWarning, match=f"^0: {UNSET}") as caught:
+            assert error(model, plain) > 0.5  # what it warns of
+        assert len(caught) == 1  # though there are two linear layers
+        error(model, plain)
+        duplicate = copy.deepcopy(model)
+        error(duplicate, plain)
+
+    def test_each_model_has_its_own(self):
+        for _ in range(2):
+            with pytest.warns(UserWarning, match=UNSET):
+                error(fuser.convert(small_weights(), DelayedScaling()), small_weights())
+
+    def test_layers_that_are_called_apart(self):
+        model = fuser.convert(nn.ModuleList(small_weights()), DelayedScaling())
+        with torch.no_grad():
+            with pytest.warns(UserWarning, match=f"^2: {UNSET}"):
+                model[2](torch.ones(16, 128))
+            model[0](inputs())
+
+    def test_an_expert_that_no_step_has_called(self):
+        experts = fuser.convert(nn.ModuleList([nn.Linear(64, 64), nn.Linear(64, 64)]), DelayedScaling())
+        train(experts[0])
+        with torch.no_grad():
+            experts[0](inputs())
+            with pytest.warns(UserWarning, match=f"^1: {UNSET}"):
+                experts[1](inputs())
+
+    def test_a_state_dict_has_no_scales_and_an_average_made_before_training_neither(self):
+        plain = small_weights()
+        model = fuser.convert(plain, DelayedScaling(), inplace=False)
+        average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+        train(model)
+        average.update_parameters(model)
+        loaded = fuser.convert(small_weights(), DelayedScaling())
+        loaded.load_state_dict(model.state_dict())
+        for one in (average, loaded):
+            with pytest.warns(UserWarning, match=UNSET):
+                error(one, plain)
+
+    def test_the_remedy_that_it_names(self):
+        plain = small_weights()
+        model = fuser.convert(plain, DelayedScaling(), inplace=False)
+        for _ in range(2):  # linear layers in a row
+            model(inputs())
+        assert error(model, plain) < 0.06  # 4e-2 of each of two products
+
+    @pytest.mark.parametrize("length", [1, 16])
+    def test_none_after_a_step(self, length):
+        model = fuser.convert(small_weights(), DelayedScaling(amax_history_len=length))
+        train(model, steps=1)
+        error(model, small_weights())
+
+    def test_none_where_no_scale_is_kept(self):
+        error(fuser.convert(small_weights(), MXFP8BlockScaling()), small_weights())
+        error(fuser.convert(nn.Sequential(nn.ReLU(), nn.SiLU()), DelayedScaling()), nn.ReLU())
+        model = fuser.convert(small_weights(), DelayedScaling())
+        with fuser.autocast(enabled=False):
+            assert error(model, small_weights()) < 1e-5
+
+    def test_none_in_the_first_pass_of_a_checkpoint(self):
+        model = fuser.convert(small_weights(), DelayedScaling())
+        x = inputs().requires_grad_()
+        fuser.checkpoint(model, x, use_reentrant=True).sum().backward()
+
+    def test_of_a_compiled_model(self):
+        model = fuser.convert(small_weights(), DelayedScaling())
+        compiled = torch.compile(model, backend="eager")
+        with torch.no_grad(), pytest.warns(UserWarning, match=UNSET):
+            compiled(inputs())
+
+
+class TestSavingAndLoading:
+    def trained(self):
+        model = fuser.convert(small_weights(), DelayedScaling())
+        train(model)
+        return model
+
+    def test_a_model_goes_on_as_the_one_that_was_saved(self):
+        model, file = self.trained(), io.BytesIO()
+        torch.save({"model": model.state_dict(), "scaling": fuser.scaling_state(model)}, file)
+        file.seek(0)
+        loaded = torch.load(file, weights_only=True)
+        fresh = fuser.convert(small_weights(), DelayedScaling())
+        fresh.load_state_dict(loaded["model"])
+        fuser.load_scaling_state(fresh, loaded["scaling"])
+        with torch.no_grad():
+            assert torch.equal(fresh(inputs()), model(inputs()))
+        for one in (model, fresh):
+            one.zero_grad()
+            train(one, steps=2)
+        for some, other in zip(model.parameters(), fresh.parameters(), strict=True):
+            assert torch.equal(some.grad, other.grad)
+        assert fuser.scaling_state(model).keys() == fuser.scaling_state(fresh).keys() == {"0", "2"}
+        for name, state in fuser.scaling_state(model).items():
+            assert torch.equal(fuser.scaling_state(fresh)[name], state)
+
+    def test_into_a_model_that_was_called_and_into_an_average(self):
+        model = self.trained()
+        average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+        called = fuser.convert(small_weights(), DelayedScaling())
+        train(called, steps=1)
+        for module in (called, average.module):
+            fuser.load_scaling_state(module, fuser.scaling_state(model))
+            with torch.no_grad():
+                assert torch.equal(module(inputs()), model(inputs()))
+
+    def test_empty_where_nothing_is_kept(self):
+        assert fuser.scaling_state(small_weights()) == {}
+        model = fuser.convert(small_weights(), MXFP8BlockScaling())
+        train(model, steps=1)
+        assert fuser.scaling_state(model) == {}
+
+    def test_what_is_suspended_by_a_call_without_a_recipe_is_saved(self):
+        model = self.trained()
+        before = fuser.scaling_state(model)
+        with fuser.autocast(enabled=False):
+            model(inputs())
+        assert all(torch.equal(state, before[name]) for name, state in fuser.scaling_state(model).items())
+        assert before.keys() == fuser.scaling_state(model).keys()
+
+    def test_bad_input(self):
+        state = fuser.scaling_state(self.trained())
+        fresh = fuser.convert(small_weights(), DelayedScaling())
+        with pytest.raises(ValueError, match=r"state must name linear layers .* got 'blocks.0'"):
+            fuser.load_scaling_state(fresh, {"0": state["0"], "blocks.0": state["0"]})
+        assert fuser.scaling_state(fresh) == {}  # nothing was loaded
+        with pytest.raises(ValueError, match="got '1', which is ConvertedReLU"):
+            fuser.load_scaling_state(fresh, {"1": state["0"]})
+        with pytest.raises(ValueError, match=r"got '0', which is .*recipe=MXFP8BlockScaling"):
+            fuser.load_scaling_state(fuser.convert(small_weights(), MXFP8BlockScaling()), state)
+        with pytest.raises(ValueError, match="got '0', which is Linear"):
+            fuser.load_scaling_state(small_weights(), state)
+        with pytest.raises(TypeError, match="state must be a mapping from names to tensors; got"):
+            fuser.load_scaling_state(fresh, [state])
+        for function in (fuser.scaling_state, lambda model: fuser.load_scaling_state(model, state)):
+            with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module; got"):
+                function("model")
