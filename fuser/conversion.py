@@ -14,6 +14,7 @@ import copy
 import inspect
 import itertools
 import math
+import sys
 import textwrap
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -423,6 +424,8 @@ def _reason_to_leave(module: torch.nn.Module, recipe: Recipe, name: str) -> str 
         return _misfit(module, recipe, name)
     if isinstance(module, torch.nn.LazyLinear):
         return "its sizes are not known before its first forward; convert it after that"
+    if _is_a(module, "torch.distributed.fsdp", "FSDPModule") and cls.__bases__[-1] in CONVERTED:
+        return "fully_shard made it a subclass: call fuser.convert before fully_shard"
     if isinstance(module, torch.nn.Linear) and cls is not NonDynamicallyQuantizableLinear:
         return "a subclass of Linear, whose forward may do more"
     if isinstance(module, torch.nn.MultiheadAttention):
@@ -622,6 +625,7 @@ class _Converted(HoldsFusers, NotScriptable, torch.nn.Module):
         if not self.takes(input):
             return super().forward(input)
         if not _in_graph():
+            _refuse_distributed([self], input)
             _warn_of_first_scales([self])
         with self.quantizing():
             return self._call_operations(input)
@@ -722,6 +726,23 @@ def _padding(rows: int) -> Iterator[None]:
         yield
     finally:
         rows_before_padding.reset(token)
+
+
+def _refuse_distributed(modules: Iterable[_Converted], input: torch.Tensor) -> None:
+    """`RuntimeError` for a parameter or an input that is a DTensor: operations would compute with this rank's part."""
+    given = [("input", input), *itertools.chain.from_iterable(module._parameters.items() for module in modules)]
+    for name, value in given:
+        if _is_a(value, "torch.distributed.tensor", "DTensor"):
+            raise RuntimeError(
+                f"operations of a converted model take plain tensors; got a DTensor as {name}, as parallelize_module "
+                "makes them for tensor parallelism. Shard with fully_shard or DistributedDataParallel, write the layer "
+                "as fuser.ops.Linear(tensor_parallel_mode=...), or leave it to torch by the filter of convert"
+            )
+
+
+def _is_a(value: Any, home: str, name: str) -> bool:
+    """Whether a value is of a class of a module, which there is none of before that is imported."""
+    return isinstance(value, getattr(sys.modules.get(home), name, ()))
 
 
 def _warn_of_first_scales(modules: Iterable[_Converted]) -> None:
@@ -873,6 +894,7 @@ class ConvertedSequential(HoldsFusers, NotScriptable, torch.nn.Sequential):
     def _run_pipeline(self, x: torch.Tensor, start: int, stop: int) -> torch.Tensor:
         run: list[Any] = list(self)[start:stop]
         if not _in_graph():
+            _refuse_distributed(run, x)
             _warn_of_first_scales(run)
             with run[0].quantizing():
                 return self._pipeline_of(start, stop)(x)

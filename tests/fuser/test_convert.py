@@ -11,7 +11,10 @@ import torch
 from torch import nn
 from torch._dynamo.exc import Unsupported
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_module
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.utils import parametrizations, prune, weight_norm
 
 import fuser
@@ -497,6 +500,39 @@ class TestTraining:
             with pytest.raises(ValueError, match="one became FSDPConvertedLinear"):
                 fuser.convert(model, None)
             assert [type(module) for module in model.modules()] == classes  # the norm before it, too
+        finally:
+            torch.distributed.destroy_process_group()
+
+    def test_convert_after_fsdp_says_that_it_comes_before(self):
+        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+        try:
+            model = feed_forward()
+            for module in (model[0], model[1], model):
+                fully_shard(module)
+            with pytest.warns(UserWarning) as caught:
+                fuser.convert(model, MXFP8BlockScaling())
+            assert str(caught[0].message).splitlines() == [
+                "left in high precision:",
+                "  0 (FSDPLayerNorm): fully_shard made it a subclass: call fuser.convert before fully_shard",
+                "  1 (FSDPLinear): fully_shard made it a subclass: call fuser.convert before fully_shard",
+            ]
+        finally:
+            torch.distributed.destroy_process_group()
+
+    def test_tensor_parallel_is_refused(self):
+        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+        try:
+            mesh = init_device_mesh("cpu", (1,))
+            plans = {"1": ColwiseParallel(), "3": RowwiseParallel()}
+            for plan in (plans, {"1": plans["1"]}, {"3": plans["3"]}):
+                model = fuser.convert(feed_forward(), MXFP8BlockScaling())
+                parallelize_module(model, mesh, plan)
+                with pytest.raises(RuntimeError, match=r"take plain tensors; got a DTensor as input, .*fully_shard"):
+                    model(inputs(32, 64))
+            model = fuser.convert(feed_forward(), MXFP8BlockScaling())
+            distribute_module(model[1], mesh)  # the parameters alone: without hooks
+            with pytest.raises(RuntimeError, match=r"take plain tensors; got a DTensor as weight"):
+                model(inputs(32, 64))
         finally:
             torch.distributed.destroy_process_group()
 
