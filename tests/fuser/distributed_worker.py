@@ -9,6 +9,7 @@ from master_weight_cases import WEIGHTS, values
 from one_rounding import DTYPES, assert_same_quantized, same_bits
 from processes import check, main
 
+import fuser
 import fuser.ops as te_ops
 from fuser import distributed
 from fuser.dtypes import DType
@@ -370,6 +371,22 @@ def distributed_data_parallel(rank, size):
     for mean, total in zip(parallel.parameters(), alone.parameters(), strict=True):
         assert_same_on_all_ranks(mean.grad)
         torch.testing.assert_close(mean.grad * size, total.grad, rtol=1e-4, atol=1e-5)
+
+
+@check
+def converted_experts_that_each_rank_chooses(rank, size):
+    """Ranks call other modules: each reduction of amaxes meets that of another module, unless there are none."""
+    x, of_the_last = (seeded(32, 32) * 10.0**i for i in (rank, size - 1))
+    for reduce_amax in (True, False):
+        FP8GlobalStateManager.reset()
+        recipe = DelayedScaling(reduce_amax=reduce_amax)
+        experts = fuser.convert(torch.nn.ModuleList(torch.nn.Linear(32, 32, bias=False) for _ in range(size)), recipe)
+        for _ in range(2):
+            experts[rank](x).sum().backward()
+        scale = experts[rank].pipeline()._basic_ops[0].get_quantizer("forward", 0).scale
+        amax = (of_the_last if reduce_amax else x).abs().max()
+        assert scale == torch.tensor(448.0) / amax
+    FP8GlobalStateManager.reset()
 
 
 STEPS, ROWS, WIDTH, HIDDEN = 8, 64, 32, 64

@@ -1,6 +1,7 @@
 """What torch does around a model: optimizers, its own checkpoint, GradScaler. Each works, or says why it does not."""
 
 import copy
+import functools
 import inspect
 import warnings
 
@@ -372,3 +373,50 @@ def test_the_warning_changes_no_random_bits():
         scaled_step(MODELS["linear"](), NVFP4BlockScaling(), grad=grad)
         draws.append(torch.rand(4))
     assert torch.equal(*draws)
+
+
+def test_gradscaler_switched_on_later_finds_the_delayed_scales_of_smaller_gradients():
+    """Gradients saturate until the amaxes have come through the linear layers in a row: two steps for two of them."""
+    model = torch.nn.Sequential(torch.nn.Linear(SIZE, SIZE), torch.nn.SiLU(), torch.nn.Linear(SIZE, SIZE))
+    fuser.convert(model, DelayedScaling())
+    scales = []
+    for factor in (*[1.0] * 4, *[2.0**16] * 3):
+        model.zero_grad()
+        (model(seeded(SIZE, SIZE)).square().mean() * factor).backward()
+        scales.append(model[0].weight.grad.norm().item() / factor)
+    settled, *after = scales[3:]
+    assert [round(scale / settled, 2) for scale in after] == [0, 0, 1]
+
+
+def test_a_converted_relu_hides_nan():
+    model = torch.nn.Sequential(torch.nn.Linear(SIZE, SIZE), torch.nn.ReLU(), torch.nn.Linear(SIZE, SIZE))
+    with torch.no_grad():
+        model[0].weight[0, 0] = float("nan")
+    assert model(seeded(SIZE, SIZE)).isnan().all()
+    fuser.convert(model, MXFP8BlockScaling())
+    y = model(seeded(SIZE, SIZE))
+    y.sum().backward()
+    assert all(value.isfinite().all() for value in (y, *(parameter.grad for parameter in model.parameters())))
+
+
+@pytest.mark.parametrize(("own_generator", "same"), [(False, False), (True, True)])
+def test_nvfp4_draws_from_the_generator_that_shuffles_data(own_generator, same):
+    orders = []
+    for recipe in (None, NVFP4BlockScaling()):
+        torch.manual_seed(0)
+        linear = fuser.convert(torch.nn.Linear(SIZE, SIZE), recipe)
+        generator = torch.Generator().manual_seed(0) if own_generator else None
+        data = torch.utils.data.DataLoader(torch.arange(8), shuffle=True, generator=generator)
+        linear(seeded(SIZE, SIZE)).sum().backward()
+        orders.append([int(batch) for batch in data])
+    assert (orders[0] == orders[1]) is same
+
+
+def test_checkpoint_where_models_of_hugging_face_keep_theirs():
+    """They call it with a function, perhaps a partial one, and positional arguments."""
+    model = fuser.convert(torch.nn.Linear(SIZE, SIZE), DelayedScaling())
+    x = seeded(SIZE, SIZE).requires_grad_()
+    y = fuser.checkpoint(functools.partial(model.__call__), x)
+    y.sum().backward()
+    with pytest.raises(RuntimeError, match=r"use fuser\.checkpoint"):
+        torch.utils.checkpoint.checkpoint(model.__call__, x, use_reentrant=False).sum().backward()
