@@ -759,8 +759,8 @@ def _warn_of_first_scales(modules: Iterable[_Converted]) -> None:
         is_delayed = isinstance(module, ConvertedLinear) and module.recipe is not None and module.recipe.delayed()
         if not is_delayed or module._notice.given:
             continue
-        pipeline = module._pipeline
-        if pipeline is None or pipeline._basic_ops[0]._has_first_scales():
+        operations: list[Any] = [] if module._pipeline is None else module._pipeline._basic_ops
+        if not operations or operations[0]._has_first_scales():
             module._notice.given = True
             warnings.warn(
                 f"{module._name or type(module).__name__}: delayed scaling has seen no step, so its scales are still "

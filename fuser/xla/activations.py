@@ -4,9 +4,9 @@ Inputs have the shape (..., 1, n), or (..., 2, n) for gated activations, whose f
 is the gate: byte for byte the rows [act | gate] of the other front ends. float32, float16 or bfloat16; float32
 arithmetic, one rounding. Values are those of `cuda_kernels.host`, or of `cuda_kernels` on a GPU.
 
-All functions work under jit, grad, vmap, scan, checkpoint and shard_map. Under vmap each example is quantized for
-itself. Errors in arguments are raised when a function is traced; what only the computation finds, such as a scale that
-is not positive, is an XLA error with the same message.
+All functions work under jit, vmap, scan, checkpoint and shard_map, `activation` under grad too. Under vmap each example
+is quantized for itself. Errors in arguments are raised when a function is traced; what only the computation finds, such
+as a scale that is not positive, is an XLA error with the same message.
 
 Differences from TE: gated gradients may be quantized together with bias sums, which follow the rule of unary ones; the
 second axis from the end is checked instead of the last one; with NVFP4's Hadamard transform the rowwise amax is that of
@@ -37,6 +37,8 @@ def act_lu(
     output_amax_when_no_scaling: bool = False,
 ) -> Any:
     """Apply an activation, and quantize the result if asked.
+
+    It has no derivative in JAX ("The FFI call to ... cannot be differentiated"): `activation` has.
 
     Args:
         x: (..., 1 or 2, n).

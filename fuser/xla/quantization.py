@@ -19,6 +19,9 @@ def quantize(
 ) -> Any:
     """Quantize a tensor.
 
+    It has no derivative in JAX ("The FFI call to ... cannot be differentiated"): `activation` takes a quantizer and has
+    one. A function of your own needs `jax.custom_vjp` around the call.
+
     Args:
         x: float32, float16 or bfloat16; or a `NoScaleTensor`, whose amax current scaling takes for the tensor's.
         quantizer: a `Quantizer`, or None.

@@ -321,6 +321,17 @@ def test_gradients_against_float64(route, activation_type):
     np.testing.assert_allclose(np.asarray(pull(jnp.asarray(dz))[0]), gradient, rtol=2e-6, atol=1e-5)
 
 
+def test_what_has_no_derivative_names_what_has_one():
+    x = random((32, 1, 64))
+    quantizer = xla.QuantizerFactory.create(scaling_mode=MX, q_dtype=jnp.float8_e4m3fn)
+    calls = {xla.act_lu: lambda v: xla.act_lu(v, ("gelu",)), xla.quantize: lambda v: xla.quantize(v, quantizer)}
+    for function, call in calls.items():
+        with xla.route("ffi"), pytest.raises(ValueError, match=r"The FFI call to .* cannot be differentiated"):
+            jax.grad(lambda v, call=call: call(v).dequantize().sum())(x)
+        assert "cannot be differentiated" in function.__doc__ and "`activation`" in function.__doc__
+    assert jax.grad(lambda v: xla.activation(v, ("gelu",), quantizer).sum())(x).shape == x.shape
+
+
 def test_transformations(route):
     x = random((4, 32, 1, 32), jnp.bfloat16)
 
