@@ -68,6 +68,9 @@ exit codes: 0 fine or INCOMPLETE, 1 a mismatch, 2 bad use or nothing measured"""
 TENSOR_FILES = (
     f"tensors: {', '.join(SUFFIXES)}; the index (.safetensors.index.json) or folder of a checkpoint in shards"
 )
+#: A tensor of more than two dimensions whose last one is below this is taken for the weight of a convolution, and its
+#: last dimension for one of the kernel's, which no product sums along. The note that says so.
+SHORT_OF_A_BLOCK, AS_CONVOLUTION = 32, "a convolution, as the matrix (first dimension, all others) of its product"
 #: Columns of a help text, and of the names of scalings in it.
 HELP_WIDTH, NAME_WIDTH = 80, 20
 SCALING_LIST = "scalings:\n" + "\n".join(
@@ -363,6 +366,8 @@ def run_inspect(arguments):
 def _inspected(tensor, arguments, scalings, meter, progress):
     """(name, note, facts, measurements) of a stored tensor, which is not kept."""
     x, note = tensor.load(raw_bfloat16=arguments.dtype == "bfloat16")
+    if isinstance(x, np.ndarray) and x.ndim > 2 and x.shape[-1] < SHORT_OF_A_BLOCK:
+        x, note = x.reshape(len(x), -1), "; ".join(filter(None, [note, AS_CONVOLUTION]))
     facts, measurements = meter.facts(x), []
     for done, named in enumerate(scalings):
         progress(done, named.name)

@@ -335,8 +335,11 @@ def _one_line_errors(path):
     except Exception as error:  # parsers of bytes that nobody vouches for raise anything, SyntaxError included
         reason = " ".join(str(error).split())
         if any(words in reason for words in ("pickle", "Python objects", "Weights only load failed")):
+            of_fuser = "GLOBAL fuser.torch_load." in reason
             reason = "it holds pickled Python objects, and those are never loaded"
-            if STARTS.get(path.suffix.lower()) == _TORCH:
+            if of_fuser:
+                reason += "; quantized tensors of fuser are such: save tensor.dequantize() of each"
+            elif STARTS.get(path.suffix.lower()) == _TORCH:
                 reason += "; if it is a model, save model.state_dict()"
         elif len(reason) > MOST_OF_A_REASON:  # some quote the file
             reason = f"{reason[:MOST_OF_A_REASON]} ..."

@@ -3,6 +3,8 @@
 import copy
 import io
 import pickle
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -33,6 +35,18 @@ def build(recipe=None, *, quantized=True):
 def run(model, recipe, x):
     with fuser.autocast(enabled=recipe is not None, recipe=recipe):
         return model(x)
+
+
+def test_refops_says_how_quantized_weights_can_be_inspected(tmp_path):
+    """In a process of its own: refops does not import fuser, without which torch loads none of its tensors."""
+    torch.save(build(MXFP8BlockScaling()).state_dict(), tmp_path / "q.pt")
+    command = [sys.executable, "-m", "refops", "inspect", tmp_path / "q.pt"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.endswith(
+        "pickled Python objects, and those are never loaded; quantized tensors of fuser are such: "
+        "save tensor.dequantize() of each\n"
+    )
 
 
 @pytest.fixture(params=RECIPES)

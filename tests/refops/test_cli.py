@@ -347,6 +347,19 @@ def test_inspect_json_agrees_with_the_survey(run_json):
     assert bias["scalings"][3]["sqnr_db"] is None and "M % 16" in bias["scalings"][3]["reason"]
 
 
+def test_inspect_takes_a_convolution_as_the_matrix_of_its_product(run, run_json, tmp_path):
+    """Along the last dimension blocks would hold the 3 elements of a kernel's row: 10.667 bits for each of them."""
+    weight = np.random.default_rng(0).standard_normal((32, 16, 3, 3), dtype=np.float32)
+    np.savez(tmp_path / "x.npz", conv=weight, matrix=weight.reshape(32, 144), experts=weight.reshape(3, 48, 32))
+    document = run_json("inspect", tmp_path / "x.npz", "--scaling", "mxfp8", "--scaling", "nvfp4-1x16")
+    conv, experts, matrix = document["tensors"]
+    assert conv["note"] == "a convolution, as the matrix (first dimension, all others) of its product"
+    assert (conv["shape"], conv["scalings"]) == ([32, 144], matrix["scalings"])
+    assert conv["scalings"][0]["bits_per_element"] == 8 + 8 * 5 / 144
+    assert (experts["shape"], experts["note"], matrix["note"]) == ([3, 48, 32], "", "")
+    assert "32x144" in run("inspect", tmp_path / "x.npz", "--scaling", "mxfp8")[1]
+
+
 def test_inspect_of_changed_settings_is_that_of_the_row_that_has_them(run_json):
     arguments = ["inspect", REAL, "--tensor", "layer3.ffn.up.weight", "--scaling"]
     (changed,) = run_json(*arguments, "mxfp8", "--set", "scale_rounding=floor")["tensors"][0]["scalings"]
