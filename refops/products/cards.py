@@ -157,4 +157,4 @@ def _described(kind):
     if kind.layout.block is None:
         return f"{kind.fmt!r} with one scale"
     scales = kind.layout.scale_format or f"float32 {'power-of-two ' * kind.power_2_scale}".strip()
-    return f"{kind.fmt!r} with {scales} scales for {_block_edge(kind)}"
+    return f"{kind.fmt!r} in blocks of {_block_edge(kind)} with {scales} scales"
