@@ -26,9 +26,9 @@ MOST_SOURCES = 512
 MOST_LAWS = 64
 #: Entries of a line of which one may differ from its source: an exp that rounds another way.
 STRAY = 16
-#: Bytes that memory holds before it is written: what allocators and debuggers fill it with; of codes of four
-#: bits, half of one.
-FILLERS = {0x00, 0xFF, 0xCD, 0xCC, 0xDD, 0xAA, 0x55}
+#: Bytes that memory holds before it is written: what allocators, debuggers and the software GPU fill it with; of codes
+#: of four bits, half of one.
+FILLERS = {0x00, 0xFF, 0xCD, 0xCC, 0xDD, 0xAA, 0x55, 0xA5}
 #: Share of the wrong entries that a number must make up to be one that was not written.
 MANY = 0.3
 
