@@ -339,7 +339,7 @@ CAUSES = {
             ("U32(254) - (np.uint32(bits + U32(0x7FFFFF)) >> U32(23))",),
         ],
         (
-            "scale-floor: The scale bytes follow the OCP floor rule, 2^floor(log2 amax), where TE has "
+            "scale-floor: The scale bytes follow the OCP floor rule, 2^(floor(log2 amax) - 8), where TE has "
             "the round-up rule, amax / max rounded up to a power of two."
         ): [
             ("(as_u32(amax[i]) >> U32(23)) - U32(8)",),

@@ -855,11 +855,12 @@ def row_amax_missing(replay):
 
 # --- E8M0 bytes -----------------------------------------------------------------------------------
 
+#: What the rules are called; emax is the exponent of the format's largest value.
 RULE_NAMES = {
     "up": "round-up rule, amax / max rounded up to a power of two",
-    "floor": "OCP floor rule, 2^floor(log2 amax)",
+    "floor": "OCP floor rule, 2^(floor(log2 amax) - {emax})",
     "even": "OCP even rule, amax rounded to the format's mantissa first",
-    "ceil_ocp": "OCP ceil rule, 2^ceil(log2 amax)",
+    "ceil_ocp": "OCP ceil rule, 2^(ceil(log2 amax) - {emax})",
 }
 
 
@@ -893,14 +894,16 @@ def _other_rule(replay, rule):
     own = rule_of(replay.case.scaling)
     replay.require(own != rule)
     expected = "TE has the " if own == "up" else "the settings ask for the "
-    replay.facts["expected"] = expected + RULE_NAMES[own] if own else "the settings have a rule of their own"
+    emax = replay.facts["emax"] = math.floor(math.log2(replay.fmt.max))
+    own_rule = expected + RULE_NAMES[own].format(emax=emax) if own else "the settings have a rule of their own"
+    replay.facts["expected"] = own_rule
     if rule in RULE_NAMES:
         _set_byte(replay, lambda amax: other_byte(replay.fmt, rule)(amax))
 
 
 @computing(
     "scale-floor",
-    "The scale bytes follow the OCP floor rule, 2^floor(log2 amax), where {expected}.",
+    "The scale bytes follow the OCP floor rule, 2^(floor(log2 amax) - {emax}), where {expected}.",
     stage="scale",
     fields=("scale_rounding",),
 )
@@ -926,7 +929,7 @@ def scale_even(replay):
 
 @computing(
     "scale-ceil-ocp",
-    "The scale bytes follow the OCP ceil rule, 2^ceil(log2 amax), where {expected}.",
+    "The scale bytes follow the OCP ceil rule, 2^(ceil(log2 amax) - {emax}), where {expected}.",
     stage="scale",
 )
 def scale_ceil_ocp(replay):
@@ -1030,7 +1033,7 @@ def scale_emax_missing(replay, choice):
     rule, what = choice
     _other_rule(replay, "emax missing")
     replay.facts["rule"] = {"even": "round"}.get(rule, rule)
-    emax = replay.facts["emax"] = math.floor(math.log2(replay.fmt.max))
+    emax = replay.facts["emax"]
     replay.require(emax)
     of_format = {"floor": "floor", "ceil": "ceil_ocp", "even": "even"}[rule]
 
@@ -1346,6 +1349,57 @@ def inverted_scale(replay, choice):
         replay.after(stage, lambda code: encode_tile(F(1) / fmt.values[code], fmt))
 
 
+def _set_multiplier_of_zero(replay, which, multiplier):
+    """Let what elements are multiplied by be `multiplier` in blocks whose scale byte, or whose amax, is 0."""
+    if which == "scale byte":
+        require_coded_scales(replay)
+        replay.wrap(
+            "code_multiplier",
+            lambda inner, code, tensor_scale: np.where(code == 0, multiplier, inner(code, tensor_scale)).astype(F),
+        )
+        return
+    require_blocks(replay)
+    require_own_amax(replay)
+    replay.require(replay.rule.choice is None)
+
+    def scales(inner, amax, tensor_amax):
+        written, own = inner(amax, tensor_amax)
+        return written, np.where(amax == 0, multiplier, own).astype(F)
+
+    replay.wrap("scales", scales)
+
+
+@computing(
+    "zero-block-nan",
+    "A block whose {which} is 0 gets the multiplier 1 / 0 = inf, and 0 * inf is NaN: TE's multiplier is finite there.",
+    stage="multiplier",
+    choices=("scale byte", "amax"),
+)
+def zero_block_nan(replay, choice):
+    replay.facts["which"] = choice
+    _set_multiplier_of_zero(replay, choice, F(np.inf))
+
+
+@computing(
+    "zero-block-guard",
+    "Elements of a block whose {which} is 0 {what}; TE multiplies them by a finite number that is not 0.",
+    stage="multiplier",
+    choices=(("scale byte", "multiplied"), ("scale byte", "cleared"), ("amax", "cleared")),
+)
+def zero_block_guard(replay, choice):
+    replay.facts["which"], how = choice
+    multiplied = how == "multiplied"
+    replay.facts["what"] = (
+        "are multiplied by 0, or by next to nothing" if multiplied else "become +0, whatever they are"
+    )
+    _set_multiplier_of_zero(replay, choice[0], F(0))
+    if not multiplied:
+        replay.wrap(
+            "multiply",
+            lambda inner, values, multiplier: np.where(multiplier == 0, F(0), inner(values, multiplier)),
+        )
+
+
 @computing(
     "multiplier-missing",
     "Elements are cast {what}, though the stored scales are right: look for the product that the cast should take.",
@@ -1446,7 +1500,7 @@ def scale_rounded_to_bf16(replay, choice):
 
 @computing(
     "multiplier-low-precision",
-    "{what} rounded to {dtype}, where TE keeps float32.",
+    "{what} rounded to {dtype}, where TE keeps float32{overflow}.",
     stage=lambda choice: "multiplier" if choice[1] == "multiplier" else "scale-dtype",
     choices=[(d, w) for w in ("multiplier", "scale", "tensor scale") for d in ("bfloat16", "float16")],
 )
@@ -1467,7 +1521,16 @@ def multiplier_low_precision(replay, choice):
         replay.after("encode_scale", to_dtype)
     else:
         replay.facts["what"] = "What each element is multiplied by is"
-        replay.wrap("multiply", lambda inner, values, multiplier: inner(values, to_dtype(multiplier)))
+
+        def multiply(inner, values, multiplier):
+            rounded = to_dtype(multiplier)
+            if (np.isinf(rounded) & np.isfinite(multiplier)).any():
+                replay.facts["overflow"] = (
+                    f"; multipliers beyond {LARGEST_FINITE[dtype]:.6g} become inf, and 0 * inf NaN"
+                )
+            return inner(values, rounded)
+
+        replay.wrap("multiply", multiply)
 
 
 @computing(
@@ -1533,7 +1596,7 @@ def divided_by_scale(replay, choice):
     "missing-global-scale",
     "{what}: the tensor's amax plays no part.",
     stage="global-scale",
-    choices=("all", "stored", "multiplier"),
+    choices=("all", "stored", "multiplier", "amax 0"),
 )
 def missing_global_scale(replay, choice):
     if replay.dequantizes:
@@ -1546,9 +1609,16 @@ def missing_global_scale(replay, choice):
         "all": f"The block scale is amax / {replay.fmt.max:g} alone",
         "stored": f"The stored block scale is amax / {replay.fmt.max:g} alone",
         "multiplier": "Elements are divided by the block scale alone",
+        "amax 0": "The amax is written as 0, and scales are made of that, as if none had been found",
     }[choice]
     if choice == "all":
         replay.after("tensor_scale", _ones)
+    elif choice == "amax 0":
+        setting = replay.setting
+        given = [direction for direction in DIRECTIONS if f"amax_{direction}" in setting.outputs]
+        replay.require(any(_something_follows(setting, direction) for direction in given))
+        replay.wrap("tensor_scale", lambda inner, amax: inner(np.zeros_like(amax)))
+        replay.stored_amax = lambda amax, direction: np.zeros_like(amax)
     elif choice == "multiplier":
         replay.wrap("code_multiplier", lambda inner, code, tensor_scale: inner(code, _ones(tensor_scale)))
     else:

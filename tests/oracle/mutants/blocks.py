@@ -98,6 +98,20 @@ def zero_block_gets_zero(k):
     return k.outputs(block_scales=block_scales, cast=lambda v: cast(np.where(np.isnan(v), F(0), v), "e4m3"))
 
 
+@convention("zero-block-nan", "quantize", ROWS, shape=SIZE, data="zero_blocks")
+def zero_block_of_rows_times_inf(k):
+    """448 / 0 for a block of zeros, whose stored scale is guarded."""
+
+    def block_scales(v, rows, columns):
+        amax = k.block_amax(v, rows, columns)
+        return np.where(amax == 0, F(np.inf), k.scale_of(amax)).astype(F)
+
+    stored = k.stored_scale
+    return k.outputs(
+        block_scales=block_scales, stored_scale=lambda scale: np.where(np.isinf(scale), F(1), stored(scale)).astype(F)
+    )
+
+
 @convention("swapped-directions", "quantize", ROWS, shape=(512, 512), columnwise=True)
 def rowwise_and_columnwise_exchanged(k):
     """The two output pointers are exchanged."""
@@ -200,6 +214,20 @@ def mx_zero_block_gets_one(k):
     """A block of zeros gets the scale 1, byte 127, for 2^-127."""
     right = k.mx_byte
     return k.outputs(mx_byte=lambda amax: np.where(amax == 0, np.uint8(127), right(amax)))
+
+
+@convention("zero-block-nan", "quantize", MX, shape=SIZE, data="zero_blocks", columnwise=True)
+def mx_zero_block_times_inf(k):
+    """1 / bits(byte << 23): of byte 0 that is 1 / 0."""
+    right = k.mx_multiplier
+    return k.outputs(mx_multiplier=lambda byte: np.where(byte == 0, F(np.inf), right(byte)))
+
+
+@convention("zero-block-guard", "quantize", MX, dtype=F, shape=SIZE, data="vanishing_rows")
+def mx_byte_0_stands_for_zeros(k):
+    """byte ? x * 2^(127 - byte) : 0, though a block of byte 0 need not be zero."""
+    right = k.mx_multiplier
+    return k.outputs(mx_multiplier=lambda byte: np.where(byte == 0, F(0), right(byte)))
 
 
 @convention("scales-swizzled", "quantize", MX, shape=SIZE)

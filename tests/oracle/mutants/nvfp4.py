@@ -124,6 +124,26 @@ def nv_zero_block_gets_one(k):
     return k.outputs(nv_byte=lambda amax, s_enc: np.where(amax == 0, np.uint8(0x38), right(amax, s_enc)))
 
 
+@convention("zero-block-nan", "quantize", NV, shape=SIZE, data="zero_blocks")
+def nv_zero_block_times_inf(k):
+    """S_enc / 0 for a block whose scale is 0."""
+    right = k.nv_multiplier
+    return k.outputs(nv_multiplier=lambda byte, s_enc: np.where(byte == 0, F(np.inf), right(byte, s_enc)))
+
+
+@convention("zero-block-guard", "quantize", NV, shape=SIZE, data="tiny_blocks")
+def nv_scale_0_stands_for_zeros(k):
+    """scale == 0 ? 0 : S_enc / scale, though a block whose scale rounds to 0 need not be zero."""
+    right = k.nv_multiplier
+    return k.outputs(nv_multiplier=lambda byte, s_enc: np.where(byte == 0, F(0), right(byte, s_enc)))
+
+
+@convention("missing-global-scale", "quantize", NV, shape=SIZE, columnwise=True)
+def nv_amax_buffer_still_0(k):
+    """The kernel that finds the amax did not run: the cast reads 0 and takes S_enc = 1."""
+    return k.outputs(tensor_amax=lambda v: F(0))
+
+
 @convention("stale-amax", "quantize", NV, shape=SIZE)
 def nv_global_amax_of_the_step_before(k):
     """The tensor's amax is last step's, 1.31 times this one's."""
