@@ -367,3 +367,51 @@ def test_the_budget_holds_for_a_large_tensor():
         "quantize", x, outputs, scaling=MXFP8, budget=1, progress=lambda seconds, _: spent.append(seconds)
     )
     assert not report.ok and report.diagnosis == () and max(spent) < 4
+
+
+def one_power_of_two():
+    """float32 (64, 128) whose block amaxes are no power of two over 448, but for one: 3.5 in row 15, columns 64..95."""
+    x = normal((64, 128)).astype(F)
+    x[15, 64:96] = np.linspace(-3, 3, 32)
+    x[15, 70] = 3.5
+    return x
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_one_wrong_scale_has_the_name_of_what_is_done_everywhere(zero):
+    """The exponent of amax / 448 plus one is TE's byte but in one block: rules that give it need a place, this none."""
+    x = one_power_of_two()
+    x[20:24] = 0
+    amax = np.abs(x).reshape(64, 4, 32).max(axis=2)
+    byte = np.where(amax == 0, zero, ((amax * F(1 / 448)).view(np.uint32) >> 23) + 1).astype(np.uint8)
+    scaled = x.reshape(64, 4, 32) * np.exp2(127 - byte.astype(np.float64))[:, :, None]
+    outputs = {"data": refops.encode(scaled.astype(F).reshape(64, 128), E4M3), "scale": byte}
+    report = oracle.check("quantize", x, outputs, scaling=MXFP8)
+    best = report.diagnosis[0]
+    assert report.arrays[1].wrong == 1 + 16 * zero
+    assert best.names == ("scale-above-quotient",) and best.place is None and best.exact
+
+
+def test_one_wrong_byte_by_itself_has_no_name():
+    """A byte that is one too large is what many rules give there, each with a place around it."""
+    x = one_power_of_two()
+    q = refops.quantize(x, MXFP8)
+    outputs = {"data": q.rowwise_data.copy(), "scale": q.rowwise_scale_inv.copy()}
+    outputs["scale"][10, 1] += 1
+    scaled = x[10, 32:64] * np.exp2(127 - float(outputs["scale"][10, 1]))
+    outputs["data"][10, 32:64] = refops.encode(scaled.astype(F), E4M3)
+    assert oracle.check("quantize", x, outputs, scaling=MXFP8).diagnosis == ()
+
+
+@pytest.mark.parametrize("scaling", [MXFP8, refops.NVFP4Scaling()], ids=["mxfp8", "nvfp4"])
+def test_what_zero_blocks_alone_show_is_said_of_them(scaling):
+    x = normal((64, 128))
+    x[8:16] = 0
+    q = refops.quantize(x, scaling)
+    outputs = dict(arrays_of(q)) | {"rowwise_scale_inv": np.maximum(q.rowwise_scale_inv, 1)}
+    best = oracle.check("quantize", x, outputs, scaling=scaling).diagnosis[0]
+    assert best.names == ("zero-block-scale",) and best.exact
+    outputs = dict(arrays_of(q)) | {"rowwise_data": q.rowwise_data.copy()}
+    outputs["rowwise_data"][8:16] = 0x7F if scaling == MXFP8 else 0x77
+    best = oracle.check("quantize", x, outputs, scaling=scaling).diagnosis[0]
+    assert best.names == ("zero-block-nan",) and best.place is None and best.exact

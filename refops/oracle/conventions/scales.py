@@ -853,6 +853,87 @@ def row_amax_missing(replay):
     replay.tensor_amax = tensor_amax
 
 
+# --- blocks of zeros ------------------------------------------------------------------------------
+# They come before the rules of all blocks: what shows in blocks of zeros alone is said of them.
+
+
+@computing(
+    "zero-block-scale",
+    "A block of zeros gets the scale {found}, where TE's is {own}.",
+    stage="zero-block",
+    choices=lambda replay: replay.setting.scale_values,
+)
+def zero_block_scale(replay, choice):
+    require_own_amax(replay)
+    replay.facts["found"] = choice if isinstance(choice, np.floating) else f"0x{int(choice):02X}"
+    one = np.ones((1, 1), F)
+    zero = replay.setting.replay().scales(np.zeros((1, 1), F), one)[0].reshape(-1)[0]
+    replay.facts["own"] = zero if zero.dtype == F else f"0x{int(zero):02X}"
+    replay.require(zero.dtype == np.asarray(choice).dtype)
+    if replay.layout.two_level:  # what elements are multiplied by follows
+        own_code = replay.scale_code
+        replay.scale_code = lambda rule, amax, tensor_scale: np.where(
+            amax == 0, choice, own_code(rule, amax, tensor_scale)
+        ).astype(np.uint8)
+        return
+    own_scales = replay.scales
+
+    def scales(amax, tensor_amax):
+        written, multiplier = own_scales(amax, tensor_amax)
+        return np.where(amax == 0, choice, written).astype(written.dtype), multiplier
+
+    replay.scales = scales
+
+
+def _set_multiplier_of_zero(replay, which, multiplier):
+    """Let what elements are multiplied by be `multiplier` in blocks whose scale byte, or whose amax, is 0."""
+    if which == "scale byte":
+        require_coded_scales(replay)
+        replay.wrap(
+            "code_multiplier",
+            lambda inner, code, tensor_scale: np.where(code == 0, multiplier, inner(code, tensor_scale)).astype(F),
+        )
+        return
+    require_blocks(replay)
+    require_own_amax(replay)
+    replay.require(replay.rule.choice is None)
+
+    def scales(inner, amax, tensor_amax):
+        written, own = inner(amax, tensor_amax)
+        return written, np.where(amax == 0, multiplier, own).astype(F)
+
+    replay.wrap("scales", scales)
+
+
+@computing(
+    "zero-block-nan",
+    "A block whose {which} is 0 gets the multiplier 1 / 0 = inf, and 0 * inf is NaN: TE's multiplier is finite there.",
+    stage="multiplier",
+    choices=("scale byte", "amax"),
+)
+def zero_block_nan(replay, choice):
+    replay.facts["which"] = choice
+    _set_multiplier_of_zero(replay, choice, F(np.inf))
+
+
+@computing(
+    "zero-block-guard",
+    "Elements of a block whose {which} is 0 {what}; TE multiplies them by a finite number that is not 0.",
+    stage="multiplier",
+    choices=(("scale byte", "multiplied"), ("scale byte", "cleared"), ("amax", "cleared")),
+)
+def zero_block_guard(replay, choice):
+    replay.facts["which"], how = choice
+    multiplied = how == "multiplied"
+    replay.facts["what"] = "are multiplied by 0, or nearly" if multiplied else "become +0, whatever they are"
+    _set_multiplier_of_zero(replay, choice[0], F(0))
+    if not multiplied:
+        replay.wrap(
+            "multiply",
+            lambda inner, values, multiplier: np.where(multiplier == 0, F(0), inner(values, multiplier)),
+        )
+
+
 # --- E8M0 bytes -----------------------------------------------------------------------------------
 
 #: What the rules are called; emax is the exponent of the format's largest value.
@@ -1016,11 +1097,19 @@ def scale_quotient_floor(replay, choice):
     "The scale byte is 128 + floor(log2(amax / {largest:g})): above the quotient also where that is a power of two, "
     "where {expected}.",
     stage="scale",
+    choices=[(how, zero, infinite) for infinite in (254, 255) for how in ("multiplied", "divided") for zero in (0, 1)],
 )
-def scale_above_quotient(replay):
+def scale_above_quotient(replay, choice):
+    how, zero, infinite = choice
     _other_rule(replay, "quotient floor")
     largest = replay.facts["largest"] = float(replay.scale_max)
-    _follow_byte(replay, lambda amax: _exponent_of(amax / F(largest)) + 1, "both")
+
+    def byte(amax):
+        quotient = amax / F(largest) if how == "divided" else amax * (F(1) / F(largest))
+        above = np.fmin(_exponent_of(quotient).astype(int) + 1, infinite)
+        return np.where(quotient == 0, zero, above).astype(np.uint8)
+
+    _follow_byte(replay, byte, "both")
 
 
 @computing(
@@ -1349,57 +1438,6 @@ def inverted_scale(replay, choice):
         replay.after(stage, lambda code: encode_tile(F(1) / fmt.values[code], fmt))
 
 
-def _set_multiplier_of_zero(replay, which, multiplier):
-    """Let what elements are multiplied by be `multiplier` in blocks whose scale byte, or whose amax, is 0."""
-    if which == "scale byte":
-        require_coded_scales(replay)
-        replay.wrap(
-            "code_multiplier",
-            lambda inner, code, tensor_scale: np.where(code == 0, multiplier, inner(code, tensor_scale)).astype(F),
-        )
-        return
-    require_blocks(replay)
-    require_own_amax(replay)
-    replay.require(replay.rule.choice is None)
-
-    def scales(inner, amax, tensor_amax):
-        written, own = inner(amax, tensor_amax)
-        return written, np.where(amax == 0, multiplier, own).astype(F)
-
-    replay.wrap("scales", scales)
-
-
-@computing(
-    "zero-block-nan",
-    "A block whose {which} is 0 gets the multiplier 1 / 0 = inf, and 0 * inf is NaN: TE's multiplier is finite there.",
-    stage="multiplier",
-    choices=("scale byte", "amax"),
-)
-def zero_block_nan(replay, choice):
-    replay.facts["which"] = choice
-    _set_multiplier_of_zero(replay, choice, F(np.inf))
-
-
-@computing(
-    "zero-block-guard",
-    "Elements of a block whose {which} is 0 {what}; TE multiplies them by a finite number that is not 0.",
-    stage="multiplier",
-    choices=(("scale byte", "multiplied"), ("scale byte", "cleared"), ("amax", "cleared")),
-)
-def zero_block_guard(replay, choice):
-    replay.facts["which"], how = choice
-    multiplied = how == "multiplied"
-    replay.facts["what"] = (
-        "are multiplied by 0, or by next to nothing" if multiplied else "become +0, whatever they are"
-    )
-    _set_multiplier_of_zero(replay, choice[0], F(0))
-    if not multiplied:
-        replay.wrap(
-            "multiply",
-            lambda inner, values, multiplier: np.where(multiplier == 0, F(0), inner(values, multiplier)),
-        )
-
-
 @computing(
     "multiplier-missing",
     "Elements are cast {what}, though the stored scales are right: look for the product that the cast should take.",
@@ -1683,34 +1721,6 @@ def global_scale_by_division(replay):
         return np.where(np.isfinite(scale) & (amax > 0) & np.isfinite(amax), scale, own)
 
     set_encode_scale(replay, change)
-
-
-@computing(
-    "zero-block-scale",
-    "A block of zeros gets the scale {found}, where TE's is {own}.",
-    stage="zero-block",
-    choices=lambda replay: replay.setting.scale_values,
-)
-def zero_block_scale(replay, choice):
-    require_own_amax(replay)
-    replay.facts["found"] = choice if isinstance(choice, np.floating) else f"0x{int(choice):02X}"
-    one = np.ones((1, 1), F)
-    zero = replay.setting.replay().scales(np.zeros((1, 1), F), one)[0].reshape(-1)[0]
-    replay.facts["own"] = zero if zero.dtype == F else f"0x{int(zero):02X}"
-    replay.require(zero.dtype == np.asarray(choice).dtype)
-    if replay.layout.two_level:  # what elements are multiplied by follows
-        own_code = replay.scale_code
-        replay.scale_code = lambda rule, amax, tensor_scale: np.where(
-            amax == 0, choice, own_code(rule, amax, tensor_scale)
-        ).astype(np.uint8)
-        return
-    own_scales = replay.scales
-
-    def scales(amax, tensor_amax):
-        written, multiplier = own_scales(amax, tensor_amax)
-        return np.where(amax == 0, choice, written).astype(written.dtype), multiplier
-
-    replay.scales = scales
 
 
 @computing(

@@ -8,6 +8,7 @@ from contextlib import suppress
 
 import numpy as np
 
+from refops.formats import E8M0
 from refops.oracle.diagnosis import elements
 from refops.oracle.diagnosis.comparison import Part, places, same
 from refops.oracle.diagnosis.displaced import Marks, moved_in
@@ -63,7 +64,7 @@ class Placing:
         placed = [self._in_place(result, names) for result in promising if not self.search.budget.is_spent()]
         moved = None if self.search.budget.is_spent() else moved_in(self, names)
         found = [answer for answer in (*placed, moved) if answer is not None]
-        found.sort(key=lambda answer: (not answer.exact, -round(answer.explained, 2), answer.names != (NOT_WRITTEN,)))
+        found.sort(key=_simplest_first)
         best: dict = {}
         for answer in found:
             best.setdefault(answer.names, answer)
@@ -142,11 +143,17 @@ class Placing:
         return self.explanation(names_of, self.search.sentence(confirmed), marks, place)
 
     def is_evident(self, candidate, marks, place):
-        """Whether enough entries show the fault in its place to rule out an accident; a fitted number needs more."""
+        """Whether enough entries show the fault in its place to rule out an accident; a fitted number needs more.
+
+        So do E8M0 bytes, if nothing else is wrong: many rules move one of them by one, and its codes follow from it.
+        """
         if place.rows is None and place.columns is None:
             return True
         fits = any(convention.last or convention.alone for convention, _ in candidate)
         scales = sum(wrong for name, wrong in marks.wrong.items() if name.endswith("_scale_inv"))
+        powers = self.case.quantizes and self.case.scaling.layout.scale_format == E8M0
+        if candidate and powers and scales < FIT_SCALES and sum(marks.wrong.values()) == scales > 0:
+            return False
         few = FIT_SCALES if scales else FIT_ENTRIES
         return marks.entries >= LEAST_SHOWN and not (fits and (scales or marks.entries) < few)
 
@@ -234,6 +241,13 @@ class Placing:
         clean = not any(marks.missed.values()) and not (marks.absent & place.mask(self.shape)).any() and complete
         said = None if place.is_everywhere else place
         return Explanation(names, sentence, marks.explained, clean, sampled=not complete, place=said)
+
+
+def _simplest_first(answer):
+    """Sort key of answers, best first: of two that explain as much, the one whose place says less."""
+    sides = () if answer.place is None else (answer.place.rows, answer.place.columns)
+    named = sum(side is not None and not side.is_all for side in sides)
+    return not answer.exact, -round(answer.explained, 2), answer.names != (NOT_WRITTEN,), named
 
 
 def _overlap(one, other):
