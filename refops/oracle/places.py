@@ -5,6 +5,11 @@ from typing import Any
 
 import numpy as np
 
+#: Periods that lines may have.
+PERIODS = tuple(1 << n for n in range(1, 10))
+#: Lines with a period that must be marked, and their share of all lines of that period.
+LEAST_PERIODIC, MOST_PERIODIC = 4, 0.75
+
 
 @dataclass(frozen=True)
 class Lines:
@@ -27,6 +32,32 @@ class Lines:
     def all_of(cls, size: int) -> "Lines":
         """All lines."""
         return cls(size, 0, size - 1)
+
+    @classmethod
+    def around(cls, marked: np.ndarray) -> "Lines":
+        """The fewest lines that hold all of some marked ones, bool (size,): a range, or some phases of a period."""
+        size, found = len(marked), np.flatnonzero(marked)
+        first, last = int(found[0]), int(found[-1])
+        best = cls(size, first, last)
+        if len(found) < LEAST_PERIODIC:
+            return best
+        for period in PERIODS:
+            phases = found % period
+            low, high = int(phases.min()), int(phases.max())
+            # Of a period that begins and ends with the tensor no range is said.
+            start = 0 if first - period < 0 else first
+            end = size - 1 if last + period >= size else last
+            lines = cls(size, start, end, period, (low, high))
+            count = int(np.count_nonzero(lines.mask()))
+            fewer = count < np.count_nonzero(best.mask()) and (low, high) != (0, period - 1)
+            if fewer and len(found) >= MOST_PERIODIC * count and end - start >= 2 * period:
+                best = lines
+        return best
+
+    def from_line(self, start: int) -> "Lines":
+        """The same lines of something larger, in which line 0 of this is line `start`."""
+        low, high = ((phase + start) % self.period for phase in self.phases)
+        return Lines(self.size + start, self.first + start, self.last + start, self.period, (low, high))
 
     @property
     def is_all(self) -> bool:

@@ -173,13 +173,13 @@ class QuantizedJudge:
         tiles = [self._tiles(names[part], geometry, rows, columns) for part in ("data", "scale_inv")]
         if tensor_right and self._tile_is_reference(*tiles):
             return
-        (codes, _), (written, _) = tiles
+        (codes, expected), (written, _) = tiles
         bounds = source.read(rows, columns)
         layout = self.scaling.layout
         if layout.scale_format is not None and not layout.two_level:  # TE's kernels may multiply-add with +0
             bounds = bounds.with_either_zero()
         amax = enclosure.block_amax_bounds(bounds, *geometry.block)
-        tensor_amax = None
+        tensor_amax = right = None
         if amax_range is not None:
             tensor_amax = tuple(amax_of_tile(layout, end, rows, columns, geometry.columnwise) for end in amax_range)
         rule = scale_rule(self.scaling, self.case.inputs["x"].dtype, amax, tensor_amax, geometry, bounds)
@@ -210,7 +210,8 @@ class QuantizedJudge:
             return found
 
         least, greatest = element_multipliers[0], element_multipliers[-1]
-        self._record_codes(names, geometry, rows, columns, codes, bounds, least, greatest, details)
+        misread = None if right is None else geometry.expand(~right, tile_shape) & (codes == expected)
+        self._record_codes(names, geometry, rows, columns, codes, bounds, least, greatest, details, misread)
 
     def _tiles(self, name, geometry, rows, columns):
         """Codes or scales of a rectangle, (of the dump, of the reference); (None, None) where they were not dumped."""
@@ -258,7 +259,8 @@ class QuantizedJudge:
 
         tally.add(wrong, distance, describe)
 
-    def _record_codes(self, names, geometry, rows, columns, codes, bounds, least, greatest, details):
+    def _record_codes(self, names, geometry, rows, columns, codes, bounds, least, greatest, details, misread):
+        """Judge codes of a rectangle; `misread`: those of the reference under wrong scales, bool, or None for none."""
         fmt, name = self.scaling.fmt, names["data"]
         bits = self._random_bits(geometry, rows, columns)
         lowest, highest = enclosure.code_bounds(bounds, least, greatest, fmt, bits)
@@ -268,7 +270,9 @@ class QuantizedJudge:
         if not wrong.any():
             return
         slot, tally = self.case.slots[name], self.judge.tallies[name]
-        self._mark(tally, geometry, rows, columns, wrong)
+        self._mark(tally.wrong, geometry, rows, columns, wrong)
+        misread = np.zeros_like(wrong) if misread is None else misread & wrong
+        self._mark(tally.evident, geometry, rows, columns, wrong & ~misread)
         if geometry.block is not None:
             tally.blocks_touched += geometry.count_blocks(wrong, (1, 1))
         order = enclosure.code_order
@@ -291,16 +295,16 @@ class QuantizedJudge:
             )
 
         if geometry.transposed:  # first is first as stored
-            tally.add(wrong.T, distance.T, lambda at: describe(at[::-1]))
+            tally.add(wrong.T, distance.T, lambda at: describe(at[::-1]), misread.T)
         else:
-            tally.add(wrong, distance, describe)
+            tally.add(wrong, distance, describe, misread)
 
-    def _mark(self, tally, geometry, rows, columns, wrong):
-        """Set the wrong elements in the stored array; packed codes share a byte."""
+    def _mark(self, marks, geometry, rows, columns, wrong):
+        """Set the wrong elements in `marks`, of the stored shape; packed codes share a byte."""
         wrong = wrong.T if geometry.transposed else wrong
         if geometry.packed > 1:
             wrong = np.logical_or.reduce([wrong[:, i :: geometry.packed] for i in range(geometry.packed)])
-        geometry.matrix(tally.wrong, self.shape)[geometry.data_index(rows, columns)] |= wrong
+        geometry.matrix(marks, self.shape)[geometry.data_index(rows, columns)] |= wrong
 
     def _random_bits(self, geometry, rows, columns):
         random = self.scaling.random
@@ -323,7 +327,9 @@ class QuantizedJudge:
         details = {"scale": f"encode scale {shown_interval(*multiplier)}"}
         if amax_range is not None and self.scaling.given is None:
             details["amax"] = shown_interval(amax_range[0][0], amax_range[1][0])
-        self._record_codes(names, geometry, rows, columns, codes, bounds, *multiplier, lambda at: details)
+        wrong_scale = self._given(names["scale_inv"]) and self.judge.tallies[names["scale_inv"]].count
+        misread = codes == expected if wrong_scale else None
+        self._record_codes(names, geometry, rows, columns, codes, bounds, *multiplier, lambda at: details, misread)
 
 
 def _equal(array, other):

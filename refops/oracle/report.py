@@ -68,11 +68,14 @@ class ArrayVerdict:
         kind: "values", "codes", "scales" or "amax".
         entries: how many were judged: elements, or scales without padding.
         wrong: how many are not acceptable.
+        misread: how many of those are codes that are right under the right scales, where others were written: no entry,
+            box, place or picture shows them.
         differing: how many differ from the reference at all (acceptable ones included).
         differing_nans: how many of those are NaN in both: only the sign or the payload differs.
         blocks, blocks_touched: blocks of the scaling, and those with a wrong entry; 0 where there are none.
         first, worst: mismatches in stored order, and by distance.
         box: ((first row, last row), (first column, last column)) around the wrong entries of the matrix.
+        place: the same, in words: rows and columns, with a period if they have one; None where nothing is wrong.
         picture: lines of text, the density of wrong entries over the array seen as a matrix.
         shape: the matrix that box and picture refer to.
         bias: what is wrong with the array as a whole (stochastic rounding that is not fair), or "".
@@ -83,6 +86,7 @@ class ArrayVerdict:
     kind: str
     entries: int
     wrong: int = 0
+    misread: int = 0
     differing: int = 0
     differing_nans: int = 0
     blocks: int = 0
@@ -90,6 +94,7 @@ class ArrayVerdict:
     first: tuple[Mismatch, ...] = ()
     worst: tuple[Mismatch, ...] = ()
     box: tuple[tuple[int, int], ...] = ()
+    place: Place | None = None
     picture: tuple[str, ...] = ()
     shape: tuple[int, int] = (0, 0)
     bias: str = ""
@@ -222,15 +227,17 @@ def array_lines(array):
     if not array.wrong:
         return [f"  {array.name}: {array.bias}"]
     share = 100 * array.wrong / array.entries
-    line = f"  {array.name}: {array.wrong:,} of {array.entries:,} {what}s wrong ({share:.3g} %)"
-    if array.blocks:
-        line += f", in {array.blocks_touched:,} of {array.blocks:,} blocks"
+    blocks = f", in {array.blocks_touched:,} of {array.blocks:,} blocks" if array.blocks else ""
+    if array.wrong == array.misread:
+        right = f"{array.entries:,} {what}s right under the right scales"
+        return [f"  {array.name}: {right}; {array.wrong:,} ({share:.3g} %) wrong under those that were written{blocks}"]
+    line = f"  {array.name}: {array.wrong:,} of {array.entries:,} {what}s wrong ({share:.3g} %){blocks}"
     lines = [line] + [f"    {array.bias}"] * bool(array.bias)
-    if array.box:
-        (top, bottom), (left, right) = array.box
-        if (top, bottom, left, right) != (0, array.shape[0] - 1, 0, array.shape[1] - 1):
-            rows = f"rows {top + array.first_row}..{bottom + array.first_row}"
-            lines.append(f"    all in {rows}, columns {left}..{right} of {_matrix_of(array)}")
+    if array.misread:
+        lines.append(f"    {array.misread:,} of these are right under the right scales, and left out below")
+    if array.place is not None and not (array.place.rows.is_all and array.place.columns.is_all):
+        place = Place((), array.place.rows.from_line(array.first_row), array.place.columns)
+        lines.append(f"    all in {place} of {_matrix_of(array)}")
     lines += [f"    first: {mismatch}" for mismatch in array.first]
     lines += [f"    worst: {mismatch}" for mismatch in array.worst if mismatch not in array.first]
     if array.picture:
@@ -292,6 +299,7 @@ def _array_dict(array):
         "kind": array.kind,
         "entries": array.entries,
         "wrong": array.wrong,
+        "misread": array.misread,
         "differing": array.differing,
         "differing_nans": array.differing_nans,
         "blocks": array.blocks,
@@ -299,6 +307,7 @@ def _array_dict(array):
         "first": [plain(m) for m in array.first],
         "worst": [plain(m) for m in array.worst],
         "box": [list(edge) for edge in array.box],
+        "place": None if array.place is None else array.place.as_dict(),
         "picture": list(array.picture),
         "shape": list(array.shape),
         "bias": array.bias,

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from refops.oracle.places import Lines, Place
 from refops.oracle.report import NOT_WRITTEN, ArrayVerdict, draw
 
 #: Mismatches that a report shows: the first ones and the worst ones of each array.
@@ -19,27 +20,33 @@ class Tally:
         slot: its `Slot`.
         wrong: bool array of the stored shape.
         bias: what is wrong with the array as a whole, or "".
+        evident: bool array of the stored shape, wrong codes but for those that are right under the right scales.
         differing, differing_nans: entries with other bits than the reference's, and those of them that are NaN in both.
     """
 
     def __init__(self, slot):
         self.slot = slot
-        self.wrong = np.zeros(slot.shape, bool)
-        self.differing = self.differing_nans = self.entries = self.count = 0
+        self.wrong, self.evident = np.zeros((2, *slot.shape), bool)
+        self.differing = self.differing_nans = self.entries = self.count = self.misread = 0
         self.blocks = self.blocks_touched = 0
         self.bias = ""
         self._first, self._worst = [], []
 
-    def add(self, wrong, distance, describe):
+    def add(self, wrong, distance, describe, misread=None):
         """Add the wrong entries of a rectangle.
 
         Args:
             wrong: bool array, entries of the rectangle (elements, also where two share a byte).
             distance: array of that shape, how far outside each entry is.
             describe: function from an index into the rectangle to its `Mismatch`.
+            misread: bool array of that shape, wrong entries for which the scale that was written is at fault: they
+                are counted, and not shown. None for none.
         """
+        self.count += int(np.count_nonzero(wrong))
+        if misread is not None:
+            self.misread += int(np.count_nonzero(misread))
+            wrong = wrong & ~misread
         found = np.flatnonzero(wrong)
-        self.count += found.size
         if not found.size:
             return
         first = [describe(np.unravel_index(i, wrong.shape)) for i in found[:MOST_SHOWN]]
@@ -81,15 +88,18 @@ class Tally:
         )
         if not self.count:
             return found
-        matrix = self.wrong.reshape(-1, self.wrong.shape[-1]) if self.wrong.ndim else self.wrong.reshape(1, 1)
-        rows, columns = np.flatnonzero(matrix.any(axis=1)), np.flatnonzero(matrix.any(axis=0))
+        counted = replace(found, wrong=self.count, misread=self.misread, blocks_touched=self.blocks_touched)
+        shown = self.evident if self.misread else self.wrong
+        matrix = shown.reshape(-1, shown.shape[-1]) if shown.ndim else shown.reshape(1, 1)
+        rows, columns = matrix.any(axis=1), matrix.any(axis=0)
+        if not rows.any():
+            return replace(counted, shape=matrix.shape)
         return replace(
-            found,
-            wrong=self.count,
-            blocks_touched=self.blocks_touched,
+            counted,
             first=tuple(self._first),
             worst=tuple(self._worst),
-            box=((int(rows[0]), int(rows[-1])), (int(columns[0]), int(columns[-1]))),
+            box=tuple((int(side.argmax()), len(side) - 1 - int(side[::-1].argmax())) for side in (rows, columns)),
+            place=Place((), Lines.around(rows), Lines.around(columns)),
             picture=draw(matrix) if matrix.size > 1 else (),
             shape=matrix.shape,
         )

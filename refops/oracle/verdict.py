@@ -398,7 +398,7 @@ class Judge:
                 total = array.size - array[slot.valid_slices].size
                 self.notes.append(
                     f"{count:,} of the {total:,} padding entries of {name} are not zero; TE leaves them unwritten "
-                    f"(padding='zero' judges them)"
+                    f"(with padding zero they are judged)"
                 )
                 continue
             tally.entries += array.size - array[slot.valid_slices].size

@@ -12,6 +12,7 @@ from arrays import heavy_tailed
 from refops import oracle
 from refops.activations import bind_activation
 from refops.oracle.operation import OPERATIONS, Case, arrays_of
+from refops.oracle.places import Lines
 from refops.oracle.report import Explanation, array_lines
 from tiers import sampled
 
@@ -788,3 +789,62 @@ def test_bad_use_says_what_was_expected(name):
     arguments, options, error, message = BAD_CALLS[name]
     with pytest.raises(error, match=message):
         oracle.check(*arguments, **options)
+
+
+@pytest.mark.parametrize(
+    "scaling", [MXFP8, refops.NVFP4Scaling(), refops.CurrentScaling(E4M3)], ids=["mxfp8", "nvfp4", "current"]
+)
+def test_codes_that_are_right_under_the_right_scales_are_called_so(scaling):
+    """Under other scales they are wrong, and counted; no example and no picture shows them."""
+    x = np.random.default_rng(0).standard_normal((96, 160)).astype(BF16)
+    q = refops.quantize(x, scaling)
+    scales = q.rowwise_scale_inv
+    scales = scales * 2 if scales.dtype == F else refops.swizzle(scales)
+    report = oracle.check("quantize", x, {"data": q.rowwise_data, "scale": scales}, scaling=scaling)
+    codes, wrong = report.arrays
+    assert 0 < codes.wrong == codes.misread and not (codes.first or codes.worst or codes.picture or codes.box)
+    line = f"15,360 codes right under the right scales; {codes.wrong:,} ("
+    assert line in str(report) and "codes wrong" not in str(report) and wrong.first
+    assert all(mismatch.array == "rowwise_scale_inv" for mismatch in report.mismatches)
+
+
+def test_examples_leave_out_codes_whose_scale_is_at_fault():
+    x = np.random.default_rng(0).standard_normal((96, 160)).astype(BF16)
+    q = refops.quantize(x, MXFP8)
+    codes, scales = q.rowwise_data.copy(), q.rowwise_scale_inv.copy()
+    scales[0, 0] += 3
+    codes[50, 70] ^= 0x40
+    report = oracle.check("quantize", x, {"data": codes, "scale": scales}, scaling=MXFP8)
+    found = report.arrays[0]
+    assert found.wrong == found.misread + 1 and [m.index for m in found.first] == [(50, 70)]
+    assert f"{found.misread:,} of these are right under the right scales, and left out below" in str(report)
+    assert "all in row 50, column 70 of 96 x 160" in str(report)
+
+
+def test_where_entries_are_wrong_is_said_with_their_period():
+    x = np.random.default_rng(0).standard_normal((96, 160)).astype(BF16)
+    codes = refops.quantize(x, MXFP8).rowwise_data.copy()
+    codes[15::16, 7::8] ^= 3
+    report = oracle.check("quantize", x, {"data": codes}, scaling=MXFP8, diagnose=False)
+    assert "all in row 15 of every 16, column 7 of every 8 of 96 x 160" in str(report)
+    assert report.as_dict()["arrays"][0]["place"]["rows"]["period"] == 16
+
+
+@pytest.mark.parametrize(
+    ("marked", "words"),
+    [
+        ([27], "row 27"),
+        ([0, 95], ""),
+        ([3, 19], "rows 3..19"),
+        (range(16, 40), "rows 16..39"),
+        (range(1, 96, 2), "odd rows"),
+        (range(20, 60, 4), "row 0 of every 4 within rows 20..56"),
+        ([i for i in range(96) if i % 32 in (8, 9)], "rows 8..9 of every 32"),
+        ([15, 31, 32, 47, 63], "rows 15..63"),
+    ],
+)
+def test_the_fewest_lines_around_marked_ones(marked, words):
+    mask = np.zeros(96, bool)
+    mask[list(marked)] = True
+    lines = Lines.around(mask)
+    assert lines.mask()[mask].all() and lines.words("row") == words

@@ -120,7 +120,7 @@ def test_the_report_names_the_expert_and_the_rows_of_the_tensor():
     text = str(report)
     assert text.startswith("WRONG: quantize -> MXFP8") and "expert 2 of 4 is wrong" in text.split("\n")[0]
     assert "  rowwise_data: 10 of 32,768 wrong" in text and "  expert 2 (rows 64..223): wrong" in text
-    assert "all in rows 100..109, columns 3..3 of 160 x 128 from row 64 on" in text
+    assert "all in rows 100..109, column 3 of 160 x 128 from row 64 on" in text
     assert "first: rowwise_data[100, 3]: got" in text and "expert 0" not in text
     (wrong,) = [array for array in report.arrays if not array.ok]
     assert wrong.first[0].index == wrong.first[0].element == (100, 3)

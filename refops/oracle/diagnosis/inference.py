@@ -10,13 +10,12 @@ from itertools import product
 
 import numpy as np
 
-from refops.oracle.places import Lines
+from refops.oracle.places import PERIODS, Lines
 
 #: Entries that must show a fault before a place is said.
 LEAST_SHOWN = 6
 #: Entries without the fault in a place, as a share of those with it.
 STRAY = 0.02
-PERIODS = tuple(1 << n for n in range(1, 10))
 _COST_OF_EDGE, _COST_OF_RANGE, _COST_OF_PERIOD = 1.0, 2.0, 2.1
 
 
