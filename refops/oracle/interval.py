@@ -311,30 +311,35 @@ class IntervalArithmetic(Arithmetic):
 
     def maximum(self, a, x):
         """The larger one; where x may be NaN also a."""
-        a = as_interval(a, x.ulp)
-        return _monotone(super().maximum, a, x, a)
+        return _monotone(super().maximum, a, x, chosen=0)
 
     def at_most(self, x, limit):
         """x up to the limit; where x may be NaN also the limit."""
-        limit = as_interval(limit, x.ulp)
-        return _monotone(super().at_most, x, limit, limit)
+        return _monotone(super().at_most, x, limit, chosen=1)
 
     def at_least(self, x, limit):
         """x from the limit on; where x may be NaN also the limit."""
-        limit = as_interval(limit, x.ulp)
-        return _monotone(super().at_least, x, limit, limit)
+        return _monotone(super().at_least, x, limit, chosen=1)
 
 
-def _monotone(choice, a, b, other):
-    """The interval of a choice that grows with both operands, and that is `other` where one is NaN."""
-    ulp = max(a.ulp, b.ulp)
+def _monotone(choice, *operands, chosen):
+    """A choice that grows with both operands, intervals or numbers; of numbers alone a number.
+
+    Where an operand is NaN the choice is operand number `chosen`, NaN or not.
+    """
+    ulps = [operand.ulp for operand in operands if isinstance(operand, Interval)]
+    if not ulps:
+        return choice(*operands)
+    ulp = max(ulps)
+    a, b = (as_interval(operand, ulp) for operand in operands)
+    other = (a, b)[chosen]
     lo = choice(a.lo, b.lo)
     hi = lo if a.is_point and b.is_point else choice(a.hi, b.hi)
     may_be_nan = a.nan | b.nan
     if np.any(may_be_nan):
         lo = np.where(may_be_nan, np.minimum(lo, other.lo), lo)
         hi = np.where(may_be_nan, np.maximum(hi, other.hi), hi)
-    return Interval(lo, hi, False, ulp)
+    return Interval(lo, hi, other.nan, ulp)
 
 
 INTERVALS = IntervalArithmetic()

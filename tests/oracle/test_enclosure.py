@@ -12,10 +12,10 @@ from reference_calls import ALL_SCALINGS
 
 import measured
 import refops
-from refops.activations import ACTIVATIONS, bind_activation
+from refops.activations import ACTIVATIONS, Arithmetic, bind_activation
 from refops.oracle import enclosure, scale_rules
 from refops.oracle.fairness import Fairness
-from refops.oracle.interval import Interval, are_roundings, ulp_of
+from refops.oracle.interval import INTERVALS, Interval, are_roundings, ulp_of
 from refops.oracle.operation import Case
 from refops.quantization.hadamard import sign_vector
 from refops.scalings.arithmetic import REFERENCE
@@ -73,6 +73,25 @@ def test_division_and_squares(a, b, divisor):
             for result in (end * end, float(end) * float(end)):
                 assert square.lo[0] <= result <= square.hi[0]
     assert square.lo[0] >= 0
+
+
+@pytest.mark.parametrize("word", ["maximum", "at_most", "at_least"])
+@pytest.mark.parametrize("number_first", [False, True])
+@given(numbers, numbers, numbers, st.booleans())
+@settings(max_examples=100, deadline=None)
+def test_a_choice_takes_a_number_on_either_side(word, number_first, a, b, number, nan):
+    """Of both ends, and of NaN where the interval may be that, the interval holds what the reference chooses."""
+    x, c = interval(a, b), F(number)
+    x.nan = np.array([nan])
+    out = getattr(INTERVALS, word)(*((c, x) if number_first else (x, c)))
+    reference = getattr(Arithmetic(), word)
+    for end in (F(a), F(b), *[F(np.nan)] * nan):
+        chosen = reference(*((c, end) if number_first else (end, c)))
+        if np.isnan(chosen):
+            assert np.all(out.nan) or np.isnan(out.lo[0])
+        else:
+            assert out.lo[0] <= chosen <= out.hi[0]
+    assert getattr(INTERVALS, word)(c, F(1)) == reference(c, F(1))
 
 
 @given(st.lists(numbers, min_size=3, max_size=3))
