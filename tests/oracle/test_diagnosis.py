@@ -146,7 +146,14 @@ def tiles_row_by_row(scales):
     return np.ascontiguousarray(tiles.swapaxes(1, 2)).reshape(scales.shape)
 
 
+def quarters_and_blocks_exchanged(scales):
+    """The right order but for the last two digits of the address: row / 32 and the block are exchanged."""
+    quads = refops.swizzle(scales).reshape(-1, 4, 4)
+    return np.ascontiguousarray(quads.swapaxes(1, 2)).reshape(scales.shape)
+
+
 OTHER_SWIZZLES = {
+    "lies at 4 b + q, where GEMMs read it at 4 q + b": quarters_and_blocks_exchanged,
     "the swizzle is applied twice": lambda scales: refops.swizzle(refops.swizzle(scales)),
     "is undone and not applied": refops.unswizzle,
     "down the columns": tiles_down_the_columns,

@@ -415,3 +415,22 @@ def test_what_zero_blocks_alone_show_is_said_of_them(scaling):
     outputs["rowwise_data"][8:16] = 0x7F if scaling == MXFP8 else 0x77
     best = oracle.check("quantize", x, outputs, scaling=scaling).diagnosis[0]
     assert best.names == ("zero-block-nan",) and best.place is None and best.exact
+
+
+def test_what_each_copy_does_is_said_of_that_copy():
+    """Codes i and i + 8 of 16 share a byte: along columns in the rowwise copy, along rows in the columnwise one."""
+    x = normal((96, 160))
+    q = refops.quantize(x, NVFP4, columnwise=True)
+
+    def halves_together(data):
+        codes = refops.formats.unpack_fp4(data).reshape(len(data), -1, 2, 8)
+        return (codes[:, :, 1] << 4 | codes[:, :, 0]).reshape(data.shape).astype(np.uint8)
+
+    outputs = dict(arrays_of(q))
+    outputs |= {name: halves_together(outputs[name]) for name in ("rowwise_data", "columnwise_data")}
+    best = first(x, outputs, NVFP4)
+    assert best.names == ("permuted-columns", "permuted-rows")
+    assert best.sentence == (
+        "The rowwise codes are in the wrong columns: each 16 columns are dealt out by 2; "
+        "the columnwise codes are in the wrong rows: each 16 rows are dealt out by 2."
+    )

@@ -151,6 +151,7 @@ OTHER_SWIZZLES = {
     "the tiles follow each other down the columns, where GEMMs read a row of tiles first": (3, 0, 2, 1, 4),
     "the rows of a tile follow each other, where GEMMs read n, n + 32, n + 64 and n + 96 together": (0, 3, 1, 2, 4),
     "each tile is written column by column, where GEMMs read its rows": (0, 3, 4, 1, 2),
+    "of row n + 32 q the block b of four lies at 4 b + q, where GEMMs read it at 4 q + b": (0, 3, 2, 4, 1),
 }
 
 

@@ -11,6 +11,7 @@ from refops.oracle.diagnosis.probes import SUM_ARRAYS
 from refops.oracle.geometry import VALUES, whole
 from refops.oracle.places import Lines, Place
 from refops.oracle.report import NOT_WRITTEN
+from refops.quantization.result import DIRECTIONS
 
 #: Share of the lines that a law must leave out before its place says so.
 LEFT_OUT = 0.1
@@ -187,16 +188,24 @@ def _lines_of(law, edge, shape):
 
 
 def together(said, names):
-    """(names, sentence) of what was found of each array."""
-    text = "; ".join(words.format(what=_what(arrays)) for (_, words), arrays in said.items())
+    """(names, sentence) of what was found of each array; with its copy, if something is said of each of two."""
+    both = len({_copy_of(name) for arrays in said.values() for name in arrays}) > 1
+    text = "; ".join(words.format(what=_what(arrays, both)) for (_, words), arrays in said.items())
     right = [name for name in names if name.endswith("_data") and not any(name in arrays for arrays in said.values())]
     if right:
         text += "; the codes are right under the right scales"
-    return tuple(dict.fromkeys(fault for fault, _ in said)), f"{text}."
+    return tuple(dict.fromkeys(fault for fault, _ in said)), f"{text[0].upper()}{text[1:]}."
 
 
-def _what(arrays):
-    """Arrays as the subject of a sentence."""
+def _copy_of(name):
+    """The direction that an output is a copy of, or ""."""
+    return next((direction for direction in DIRECTIONS if direction in name.split("_")), "")
+
+
+def _what(arrays, with_copy):
+    """Arrays as the subject of a sentence; `with_copy`: of which copy, if all are of one."""
     words = {"data": "codes", "scale_inv": "scales"}
     kinds = [words.get(name.partition("_")[2], f"values of {name}") for name in arrays]
-    return f"The {' and '.join(dict.fromkeys(kinds))}"
+    copies = {_copy_of(name) for name in arrays}
+    of_copy = f"{copies.pop()} " if with_copy and len(copies) == 1 and "" not in copies else ""
+    return f"the {of_copy}{' and '.join(dict.fromkeys(kinds))}"
