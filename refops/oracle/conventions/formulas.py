@@ -35,12 +35,13 @@ def require_gated(replay):
 # --- which column is what -------------------------------------------------------------------------
 
 
-def _sides(replay):
+def sides_of(replay):
     """Whether a wrong layout holds for the input alone or for the gradient that is written too."""
     return ("both", "input", "output") if replay.computes and replay.gradient else ("input",)
 
 
-def _lay_out(replay, choice, layout):
+def lay_out(replay, choice, layout):
+    """Let rows of one of `sides_of` have another `RowLayout`; NotApplicable if it is the call's own."""
     replay.require(layout != replay.x_layout)
     if choice in ("both", "input"):
         replay.x_layout = layout
@@ -54,35 +55,35 @@ def _lay_out(replay, choice, layout):
     "The row is taken as [gate | act]: the activation is applied to the second half of {where}, where TE applies it to "
     "the first.",
     stage="gate",
-    choices=lambda replay: [side for side in _sides(replay) if side != "output"],  # that is swapped-halves
+    choices=lambda replay: [side for side in sides_of(replay) if side != "output"],  # that is swapped-halves
 )
 def gate_order(replay, choice):
     require_gated(replay)
-    _lay_out(replay, choice, replace(replay.x_layout, gate_first=True))
+    lay_out(replay, choice, replace(replay.x_layout, gate_first=True))
 
 
 @computing(
     "gate-interleaved",
     "Act and gate alternate column by column in {where}, where TE has them in two halves [act | gate].",
     stage="gate",
-    choices=lambda replay: [(side, first) for first in (False, True) for side in _sides(replay)],
+    choices=lambda replay: [(side, first) for first in (False, True) for side in sides_of(replay)],
 )
 def gate_interleaved(replay, choice):
     require_gated(replay)
     side, gate_first = choice
-    _lay_out(replay, side, RowLayout(1, gate_first))
+    lay_out(replay, side, RowLayout(1, gate_first))
 
 
 @computing(
     "interleave-ignored",
     "glu_interleave_size is ignored in {where}: the row is taken as [act | gate].",
     stage="gate",
-    choices=_sides,
+    choices=sides_of,
 )
 def interleave_ignored(replay, choice):
     require_gated(replay)
     replay.require(replay.case.params.get("glu_interleave_size", 0))
-    _lay_out(replay, choice, RowLayout(replay.width))
+    lay_out(replay, choice, RowLayout(replay.width))
 
 
 # --- which function -------------------------------------------------------------------------------

@@ -2,10 +2,12 @@
 
 import numpy as np
 
-from refops.oracle.conventions.formulas import require_activation, require_gated
+from refops.oracle.conventions.formulas import lay_out, require_activation, require_gated, sides_of
 from refops.oracle.conventions.registry import computing
 from refops.oracle.geometry import as_slice
+from refops.tiles import RowLayout
 
+F = np.float32
 HALVES = ("act", "gate")
 
 
@@ -42,6 +44,73 @@ def other_half_missing(replay):
     else:
         replay.facts["what"] = "the activation lacks the gate"
         replay.wrap("forward", lambda inner, act, gate, scale: inner(act, None, scale))
+
+
+@computing(
+    "gate-with-offset",
+    "The gate is taken plus 1, as clamped SwiGLU does: {own} has no such offset.",
+    stage="gate",
+    alone=True,
+)
+def gate_with_offset(replay):
+    require_gated(replay)
+    replay.require(replay.bound.gate(np.zeros(1, F))[0] == 0)
+    replay.facts["own"] = replay.operation.name
+    replay.after("gate", lambda gate: gate + F(1))
+
+
+@computing(
+    "both-halves-activated",
+    "The activation is applied to the gate as well.",
+    stage="gate",
+    alone=True,
+)
+def both_halves_activated(replay):
+    require_gated(replay)
+    replay.gate, replay.gate_slope = replay.value, replay.derivative
+
+
+#: Columns of which act and gate alternate in kernels that lay them out for their tiles; one by one is gate-interleaved.
+RUNS = (2, 4, 8, 16, 32, 64, 128)
+
+
+@computing(
+    "gate-interleaved-by-runs",
+    "Act and gate alternate every {run} columns in {where}, where {own}.",
+    stage="gate",
+    choices=lambda replay: [(side, run) for run in RUNS for side in sides_of(replay)],
+    alone=True,
+)
+def gate_interleaved_by_runs(replay, choice):
+    require_gated(replay)
+    side, run = choice
+    replay.require(replay.width % run == 0 and run < replay.width)
+    own = replay.case.params.get("glu_interleave_size", 0)
+    replay.facts["run"] = run
+    replay.facts["own"] = f"they do every {own}" if own else "TE has them in two halves [act | gate]"
+    lay_out(replay, side, RowLayout(run))
+
+
+@computing(
+    "row-stride-halved",
+    "Rows of x are read half a row apart: the stride is {found} elements, that of the output, where it is {own}.",
+    stage="input",
+    alone=True,
+)
+def row_stride_halved(replay):
+    require_gated(replay)
+    m, k = replay.setting.matrices["x"].shape
+    replay.facts["found"], replay.facts["own"] = k // 2, k
+
+    def load(inner, name, rows, columns):
+        if name != "x" or rows.start == rows.stop:
+            return inner(name, rows, columns)
+        first = rows.start * (k // 2) // k
+        lines = inner(name, slice(first, min((rows.stop + 1) * (k // 2) // k + 1, m)), slice(0, k)).reshape(-1)
+        start = np.arange(rows.start, rows.stop) * (k // 2) - first * k
+        return lines[start[:, None] + np.arange(k)[columns]]
+
+    replay.wrap("load", load)
 
 
 def _unactivated(replay):

@@ -267,6 +267,26 @@ def signed_tensor_amax(replay, choice):
 
 
 @computing(
+    "scale-written-as-amax",
+    "What is written as the {directions} amax is {what}, the tensor's {kind} scale.",
+    stage="stored-amax",
+    choices=[(kind, chosen) for kind in ("encode", "decode") for chosen in (DIRECTIONS, *((d,) for d in DIRECTIONS))],
+    alone=True,
+)
+def scale_written_as_amax(replay, choice):
+    kind, directions = choice
+    require_two_levels(replay)
+    limit = tensor_limit(replay)
+    replay.facts["directions"], replay.facts["kind"] = " and ".join(directions), kind
+    replay.facts["what"] = f"{limit:g} / amax" if kind == "encode" else f"amax / {limit:g}"
+
+    def stored_amax(amax, direction):
+        return replay.tensor_scale(amax)[kind == "decode"] if direction in directions else amax
+
+    replay.stored_amax = stored_amax
+
+
+@computing(
     "nan-in-amax",
     "A NaN makes the amax NaN, and with it every scale that depends on it; TE's maximum ignores NaN.",
     stage="maximum",

@@ -144,6 +144,13 @@ def nv_amax_buffer_still_0(k):
     return k.outputs(tensor_amax=lambda v: F(0))
 
 
+@convention("scale-written-as-amax", "quantize", NV, shape=SIZE, columnwise=True)
+def nv_encode_scale_in_the_amax_of_columns(k):
+    """S_enc in place of the columnwise amax."""
+    out = k.outputs()
+    return out | {"amax_columnwise": k.global_scale(out["amax_columnwise"])}
+
+
 @convention("stale-amax", "quantize", NV, shape=SIZE)
 def nv_global_amax_of_the_step_before(k):
     """The tensor's amax is last step's, 1.31 times this one's."""

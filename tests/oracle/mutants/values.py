@@ -76,6 +76,41 @@ def swiglu_interleaved(k):
     return k.outputs(split=lambda x: (x[:, 0::2], x[:, 1::2]))
 
 
+@convention("gate-interleaved-by-runs", "swiglu", shape=PAIR)
+def swiglu_interleaved_by_32(k):
+    """[32 of act | 32 of gate | 32 of act ...], as a layout for GEMMs with a fused activation has it."""
+
+    def split(x):
+        parts = x.reshape(len(x), -1, 2, 32)
+        return parts[:, :, 0].reshape(len(x), -1), parts[:, :, 1].reshape(len(x), -1)
+
+    return k.outputs(split=split)
+
+
+@convention("row-stride-halved", "geglu", shape=PAIR)
+def geglu_with_the_stride_of_its_output(k):
+    """x[row * K + column] for x[row * 2 K + column]."""
+
+    def split(x):
+        width = x.shape[1] // 2
+        at = np.arange(len(x))[:, None] * width + np.arange(width)
+        return x.reshape(-1)[at], x.reshape(-1)[at + width]
+
+    return k.outputs(split=split)
+
+
+@convention("gate-with-offset", "dswiglu", shape=PAIR)
+def dswiglu_with_a_linear_offset(k):
+    """The gate plus 1, forgotten when clamped SwiGLU was made SwiGLU."""
+    return k.outputs(gate=lambda g: g + F(1))
+
+
+@convention("both-halves-activated", "swiglu", shape=PAIR)
+def swiglu_of_both_halves(k):
+    """SiLU(act) SiLU(gate): the activation is applied to the row before it is split."""
+    return k.outputs(gate=k.value)
+
+
 @convention("other-activation", "silu", shape=SIZE)
 def silu_as_qgelu(k):
     """sigmoid(1.702 x) for sigmoid(x)."""
