@@ -264,7 +264,7 @@ _FACTORS = {
 
 @computing(
     "amax-slot-holds-scale",
-    "The slot of the amax holds {what}, {found:.7g}, where the amax is {own:.7g}.",
+    "The slot of the {copy}amax holds {what}, {found:.7g}, where the amax is {own:.7g}.",
     stage="stored-amax",
     choices=("encode scale", "decode scale", "reciprocal", "square"),
 )
@@ -273,6 +273,10 @@ def amax_slot_holds_scale(replay, choice):
     replay.require(replay.layout.amax is not None)
     if choice in ("encode scale", "decode scale"):
         replay.require(replay.layout.two_level or replay.layout.block is None)
+    outputs, reference = replay.setting.outputs, replay.setting.reference
+    given = [direction for direction in DIRECTIONS if f"amax_{direction}" in outputs]
+    wrong = [d for d in given if not np.array_equal(outputs[f"amax_{d}"], reference[f"amax_{d}"])]
+    replay.facts["copy"] = f"{wrong[0]} " if len(wrong) < len(given) and wrong else ""
     replay.facts["what"] = {
         "encode scale": "the encode scale",
         "decode scale": "the decode scale, which is stored as scale_inv",
@@ -283,6 +287,8 @@ def amax_slot_holds_scale(replay, choice):
         replay.facts["what"] = "the tensor's decode scale"
 
     def stored_amax(inner, amax, direction):
+        if direction not in wrong:
+            return inner(amax, direction)
         if choice == "reciprocal":
             held = F(1) / amax
         elif choice == "square":

@@ -267,26 +267,6 @@ def signed_tensor_amax(replay, choice):
 
 
 @computing(
-    "scale-written-as-amax",
-    "What is written as the {directions} amax is {what}, the tensor's {kind} scale.",
-    stage="stored-amax",
-    choices=[(kind, chosen) for kind in ("encode", "decode") for chosen in (DIRECTIONS, *((d,) for d in DIRECTIONS))],
-    alone=True,
-)
-def scale_written_as_amax(replay, choice):
-    kind, directions = choice
-    require_two_levels(replay)
-    limit = tensor_limit(replay)
-    replay.facts["directions"], replay.facts["kind"] = " and ".join(directions), kind
-    replay.facts["what"] = f"{limit:g} / amax" if kind == "encode" else f"amax / {limit:g}"
-
-    def stored_amax(amax, direction):
-        return replay.tensor_scale(amax)[kind == "decode"] if direction in directions else amax
-
-    replay.stored_amax = stored_amax
-
-
-@computing(
     "nan-in-amax",
     "A NaN makes the amax NaN, and with it every scale that depends on it; TE's maximum ignores NaN.",
     stage="maximum",
@@ -941,6 +921,7 @@ def zero_block_nan(replay, choice):
     "Elements of a block whose {which} is 0 {what}; TE multiplies them by a finite number that is not 0.",
     stage="multiplier",
     choices=(("scale byte", "multiplied"), ("scale byte", "cleared"), ("amax", "cleared")),
+    alone=True,
 )
 def zero_block_guard(replay, choice):
     replay.facts["which"], how = choice

@@ -144,7 +144,7 @@ def nv_amax_buffer_still_0(k):
     return k.outputs(tensor_amax=lambda v: F(0))
 
 
-@convention("scale-written-as-amax", "quantize", NV, shape=SIZE, columnwise=True)
+@convention("amax-slot-holds-scale", "quantize", NV, shape=SIZE, columnwise=True)
 def nv_encode_scale_in_the_amax_of_columns(k):
     """S_enc in place of the columnwise amax."""
     out = k.outputs()
