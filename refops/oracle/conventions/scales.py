@@ -885,10 +885,18 @@ def zero_block_scale(replay, choice):
     replay.scales = scales
 
 
+def _has_byte_0(replay):
+    """Whether the reference has a block of scale byte 0."""
+    case, reference = replay.case, replay.setting.reference
+    names = [name for name in reference if name.endswith("_scale_inv")]
+    return any((reference[name][case.slots[name].valid_slices] == 0).any() for name in names)
+
+
 def _set_multiplier_of_zero(replay, which, multiplier):
     """Let what elements are multiplied by be `multiplier` in blocks whose scale byte, or whose amax, is 0."""
     if which == "scale byte":
         require_coded_scales(replay)
+        replay.require(_has_byte_0(replay))
         replay.wrap(
             "code_multiplier",
             lambda inner, code, tensor_scale: np.where(code == 0, multiplier, inner(code, tensor_scale)).astype(F),
@@ -1098,7 +1106,7 @@ def scale_quotient_floor(replay, choice):
     "The scale byte is 128 + floor(log2(amax / {largest:g})): above the quotient also where that is a power of two, "
     "where {expected}.",
     stage="scale",
-    choices=[(how, zero, infinite) for infinite in (254, 255) for how in ("multiplied", "divided") for zero in (0, 1)],
+    choices=[("multiplied", 0, 254), ("multiplied", 1, 254), ("multiplied", 1, 255), ("divided", 1, 255)],
 )
 def scale_above_quotient(replay, choice):
     how, zero, infinite = choice
@@ -1654,8 +1662,8 @@ def missing_global_scale(replay, choice):
         replay.after("tensor_scale", _ones)
     elif choice == "amax 0":
         setting = replay.setting
-        given = [direction for direction in DIRECTIONS if f"amax_{direction}" in setting.outputs]
-        replay.require(any(_something_follows(setting, direction) for direction in given))
+        held = {d: setting.outputs[f"amax_{d}"] for d in DIRECTIONS if f"amax_{d}" in setting.outputs}
+        replay.require(any((amax == 0).all() and _something_follows(setting, d) for d, amax in held.items()))
         replay.wrap("tensor_scale", lambda inner, amax: inner(np.zeros_like(amax)))
         replay.stored_amax = lambda amax, direction: np.zeros_like(amax)
     elif choice == "multiplier":
