@@ -322,6 +322,8 @@ def _require_start(path, suffix):
     if not start:
         raise ValueError("it is empty")
     if not re.match(STARTS[suffix], start, re.DOTALL):
+        if Path(path).suffix.lower() != suffix:
+            raise FileError(f"must be a {suffix} file; got {str(path)!r}")
         raise ValueError(f"it is not a {suffix} file")
 
 

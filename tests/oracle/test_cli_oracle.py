@@ -44,6 +44,7 @@ def files(tmp_path_factory):
     np.savez(folder / "both.npz", x=X.astype(F), dy=DY.astype(F))
     np.savez(folder / "two.npz", a=X.astype(F), b=X.astype(F))
     save_file({"x": X, "other": X}, folder / "x.safetensors")
+    (folder / "manifest.json").write_text("{}")
     save_file({"datta": Q.rowwise_data}, folder / "slip.safetensors")
     for name, q in (("q", Q), ("nv", NV)):
         arrays = oracle.operation.arrays_of(q)
@@ -429,6 +430,7 @@ BAD = [
     (GOLDEN, ["--output must give at least one of"]),
     (("check", "--golden", "missing.safetensors", *OUT), ["--golden must be an existing file"]),
     (("check", "--golden", "x.safetensors", *OUT), ["--golden must be a golden file", "it has no header"]),
+    (("check", "--golden", "manifest.json", *OUT), ["--golden must be a .safetensors file; got 'manifest.json'"]),
     (
         ("check", "--golden", "dequantize.safetensors", "--output", "y=y.bin", "--swizzled-scales"),
         ["--swizzled-scales must not be given"],

@@ -244,7 +244,7 @@ class Placing:
 
 
 def _simplest_first(answer):
-    """Sort key of answers, best first: of two that explain as much, one fault before two, and a place that says less."""
+    """Sort key of answers, best first: of two that explain as much, one fault before two, the lesser place."""
     sides = () if answer.place is None else (answer.place.rows, answer.place.columns)
     named = sum(side is not None and not side.is_all for side in sides)
     return not answer.exact, -round(answer.explained, 2), answer.names != (NOT_WRITTEN,), len(answer.names), named
