@@ -4,20 +4,23 @@ RIGHT says that nothing wrong was written for this input. An input without ties 
 one with a positive amax does not tell whether magnitudes were taken. So the report counts what shows such faults.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
+from refops.formats import E8M0
 from refops.oracle.geometry import TILE, Geometry
 from refops.quantization.hadamard import HadamardSource
 from refops.quantization.layout import block_amax, padded_blocks
 from refops.quantization.quantize import amax_of_tile
 from refops.quantization.result import DIRECTIONS
+from refops.rounding import stored
 from refops.scalings import UNFUSED
 from refops.scalings.arithmetic import REFERENCE
+from refops.scalings.declaration import SCALE_TILE
 from refops.tiles import ceil_div, for_each
 
 F = np.float32
@@ -43,6 +46,13 @@ class Coverage:
         blocks: blocks of the scaling; 0 without blocks.
         zero_blocks: how many hold nothing but zeros.
         negative_blocks: how many have a negative element as their largest magnitude.
+        full_blocks: how many have the largest value of the format times a power of two as their amax, where scales are
+            powers of two: there alone a scale that is always rounded up differs.
+        small_scales: how many have a scale that is subnormal in its format.
+        zero_scales: how many have scale 0 though they are not all zero.
+        rounded_blocks: how many have another scale before their values are rounded to the dtype of the input.
+        amax_rounds: whether the amax of the tensor is another before that; False where none is kept.
+        one_order: whether scales are swizzled and no copy has several tiles of them in both directions.
         amax: the element with the largest magnitude, NaN left out; None where there is none.
         row, column: where that is in the matrix (M, K).
         tile: (row, column) of the 128 x 128 tile that holds it.
@@ -61,6 +71,12 @@ class Coverage:
     blocks: int = 0
     zero_blocks: int = 0
     negative_blocks: int = 0
+    full_blocks: int = 0
+    small_scales: int = 0
+    zero_scales: int = 0
+    rounded_blocks: int = 0
+    amax_rounds: bool = False
+    one_order: bool = False
     amax: float | None = None
     row: int = 0
     column: int = 0
@@ -81,13 +97,28 @@ class Coverage:
             parts.append(
                 f"of {self.blocks:,} blocks {self.zero_blocks:,} zero, {self.negative_blocks:,} with a negative amax"
             )
-        return "\n         ".join([f"{where}: {counts}", *(["; ".join(parts)] if parts else [])])
+        lines = [f"{where}: {counts}", "; ".join(parts), self._of_scales()]
+        if self.one_order:
+            lines.append("no copy has several tiles of scales (128 x 4) both ways: their order is not tested")
+        return "\n         ".join(line for line in lines if line)
+
+    def _of_scales(self):
+        """Blocks whose scale shows a wrong rule, those that there are."""
+        counts = (
+            (self.full_blocks, "whose amax is the format's largest value times a power of two"),
+            (self.small_scales, "with a subnormal scale"),
+            (self.zero_scales, "with scale 0 that are not zero"),
+            (self.rounded_blocks, "with another scale before rounding to the dtype"),
+        )
+        parts = [f"{count:,} {words}" for count, words in counts if count]
+        return f"blocks: {', '.join(parts)}" if parts else ""
 
     def _where_amax(self):
         last = tuple(count - 1 for count in self.tiles)
         tile = "the only tile" if self.tiles == (1, 1) else f"tile {self.tile[0]}, {self.tile[1]}"
         tile = "last tile" if self.tile == last != (0, 0) else tile
-        return f"amax {self.amax:.9g} in row {self.row}, column {self.column} ({tile})"
+        rounds = ", another one before rounding to the dtype" if self.amax_rounds else ""
+        return f"amax {self.amax:.9g} in row {self.row}, column {self.column} ({tile}){rounds}"
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
@@ -108,36 +139,61 @@ def coverage_of(case, outputs, reference):
     if not case.quantizes:
         name = next((name for name in ("y", "dx") if name in outputs), None)
         return None if name is None else _Count(case.source).run([_Values(outputs[name].dtype)], copies=0)
-    path = UNFUSED if case.operation.kind == "quantize" else case.scaling.path
+    is_activation = case.operation.kind != "quantize"
+    path = case.scaling.path if is_activation else UNFUSED
     source = case.source.rounded() if path.casts_rounded else case.source
     copies = [_Codes(case, copy, outputs, reference) for copy in DIRECTIONS if f"{copy}_data" in outputs]
-    return _Count(source).run(copies, len(copies)) if copies else None
+    if not copies:
+        return None
+    found = _Count(source, case.source if is_activation else None).run(copies, len(copies))
+    amax_rounds = found.amax_rounds and case.scaling.layout.amax is not None
+    several = any(min(copy.tiles_of_scales) > 1 for copy in copies)
+    return replace(found, amax_rounds=amax_rounds, one_order=case.swizzled_scales and not several)
 
 
 class _Count:
-    """Counts over the tiles of a source, each read once."""
+    """Counts over the tiles of a source, each read once.
 
-    def __init__(self, source):
-        self.source, self.shape = source, source.shape
+    Args:
+        source: what is cast.
+        unrounded: the same before it is rounded to the dtype of the input; None where nothing is.
+    """
+
+    def __init__(self, source, unrounded=None):
+        self.source, self.unrounded, self.shape = source, unrounded, source.shape
+        self.is_rounded = unrounded is not None and source is not unrounded
         self.tiles = tuple(ceil_div(size, TILE) for size in self.shape)
         self.elements, self.amax, self.at = 0, None, (0, 0)
+        self.largest = np.zeros(2, F)  # of unrounded values, of rounded ones
         self.totals = dict.fromkeys(("small", "special"), 0)
 
     def run(self, stores, copies):
         """The `Coverage` of what each of `stores` counts."""
 
         def look(rows, columns):
-            tile = self.source.read(rows, columns)
+            tile, unrounded = self._read(rows, columns)
             self._look(tile, rows, columns)
             for store in stores:
-                for name, count in store.count(self.source, tile, rows, columns).items():
+                for name, count in store.count(self.source, tile, unrounded, rows, columns).items():
                     self.totals[name] = self.totals.get(name, 0) + int(count)
 
         for_each(self._chosen(), look)
         where = {} if self.amax is None else {"row": self.at[0], "column": self.at[1]}
         tile = tuple(i // TILE for i in self.at)
         of = self.shape[0] * self.shape[1]
-        return Coverage(self.elements, of, copies, amax=self.amax, tile=tile, tiles=self.tiles, **where, **self.totals)
+        rounds = bool(self.largest[0] != self.largest[1])
+        found = Coverage(self.elements, of, copies, amax=self.amax, tile=tile, tiles=self.tiles, **where, **self.totals)
+        return replace(found, amax_rounds=rounds)
+
+    def _read(self, rows, columns):
+        """(what is cast, the same before its rounding) of a tile; None for the second where nothing is rounded."""
+        if self.unrounded is None:
+            return self.source.read(rows, columns), None
+        unrounded = self.unrounded.read(rows, columns)
+        rounded = stored(unrounded, self.source.dtype).astype(F)
+        both = [np.fmax.reduce(np.abs(values), axis=None) for values in (unrounded, rounded)]
+        self.largest = np.fmax(self.largest, both)
+        return (rounded, unrounded) if self.is_rounded else (unrounded, None)
 
     def _chosen(self):
         """Slices of all tiles, or of some: every n-th, and the last one."""
@@ -168,7 +224,7 @@ class _Values:
         self.dtype, self.form = np.dtype(dtype), (int(info.nmant), int(info.minexp), float(info.max))
         self.least = float(info.smallest_normal)
 
-    def count(self, source, tile, rows, columns):
+    def count(self, source, tile, unrounded, rows, columns):
         """Numbers of a tile by field of `Coverage`."""
         stored = np.abs(tile.astype(self.dtype).astype(F))
         return {
@@ -193,11 +249,13 @@ class _Codes:
         self.is_subnormal = (magnitudes > 0) & (magnitudes < fmt.smallest_normal) & (not fmt.twos_complement)
         self.form = (fmt.mantissa_bits, 1 - fmt.bias, float(fmt.max))
         self.beyond = F((fmt.grid[-1] + fmt.after_largest) / 2)
+        counts = self.layout.scale_counts(self.shape, self.geometry.columnwise)
+        self.tiles_of_scales = tuple(ceil_div(count, edge) for count, edge in zip(counts, SCALE_TILE, strict=True))
 
-    def count(self, source, tile, rows, columns):
+    def count(self, source, tile, unrounded, rows, columns):
         """Numbers of a tile by field of `Coverage`."""
         if self.geometry.columnwise and self.scaling.hadamard is not None:
-            tile = HadamardSource(source, self.scaling.hadamard).read(rows, columns)
+            tile, unrounded = HadamardSource(source, self.scaling.hadamard).read(rows, columns), None
         scaled = tile * self.geometry.expand(self._multipliers(tile, rows, columns), tile.shape)
         codes = self.geometry.codes(self.codes, self.shape, rows, columns)
         found = {
@@ -206,35 +264,48 @@ class _Codes:
             "flushed": np.count_nonzero(self.is_zero[codes] & (tile != 0)),
             "saturated": np.count_nonzero((np.abs(scaled) > self.beyond) & np.isfinite(tile)),
         }
-        return found | self._blocks(tile)
+        return found | self._blocks(tile, unrounded, rows, columns)
 
     def _multipliers(self, tile, rows, columns):
         """What elements of each run of a tile are multiplied by."""
         scaling, geometry = self.scaling, self.geometry
         if geometry.block is None:
             return scaling.block_scale(REFERENCE)(self.amax, F(0), self.numbers)[1]
-        tensor_scale = F(0)
-        if self.layout.two_level:
-            amax = amax_of_tile(self.layout, self.amax, rows, columns, geometry.columnwise)
-            tensor_scale = scaling.tensor_scale(REFERENCE)(amax)
         multiplier = scaling.multiplier(REFERENCE)
         if multiplier is not None:
-            return multiplier(geometry.scales(self.scales, rows, columns), tensor_scale)
-        maxima = block_amax(padded_blocks(tile, *geometry.block))
-        return geometry.blocks_to_runs(
-            scaling.block_scale(REFERENCE)(maxima, tensor_scale, self.numbers)[1], tile.shape
-        )
+            return multiplier(geometry.scales(self.scales, rows, columns), self._tensor_scale(rows, columns))
+        return geometry.blocks_to_runs(self._scales_of(tile, rows, columns)[1], tile.shape)
 
-    def _blocks(self, tile):
+    def _tensor_scale(self, rows, columns):
+        if not self.layout.two_level:
+            return F(0)
+        amax = amax_of_tile(self.layout, self.amax, rows, columns, self.geometry.columnwise)
+        return self.scaling.tensor_scale(REFERENCE)(amax)
+
+    def _scales_of(self, tile, rows, columns):
+        """(stored scale, multiplier) of each block of a tile by its amax."""
+        maxima = block_amax(padded_blocks(tile, *self.geometry.block))
+        return self.scaling.block_scale(REFERENCE)(maxima, self._tensor_scale(rows, columns), self.numbers)
+
+    def _blocks(self, tile, unrounded, rows, columns):
         if self.geometry.block is None:
             return {}
-        blocks = padded_blocks(tile, *self.geometry.block)
+        blocks, scale_format = padded_blocks(tile, *self.geometry.block), self.layout.scale_format
         most, least = (reduce(blocks, axis=(1, 3)) for reduce in (np.fmax.reduce, np.fmin.reduce))
-        return {
+        amax, (scales, _) = np.maximum(most, -least), self._scales_of(tile, rows, columns)
+        found = {
             "blocks": most.size,
             "zero_blocks": np.count_nonzero((most == 0) & (least == 0)),
             "negative_blocks": np.count_nonzero(-least > most),
         }
+        if scale_format == E8M0 or getattr(self.scaling, "power_2_scale", False):
+            found["full_blocks"] = np.count_nonzero(np.frexp(amax / F(self.scaling.fmt.max))[0] == 0.5)
+        elif scale_format is not None:
+            found["small_scales"] = np.count_nonzero((scales > 0) & (scales < 1 << scale_format.mantissa_bits))
+            found["zero_scales"] = np.count_nonzero((scales == 0) & (amax > 0))
+        if unrounded is not None:
+            found["rounded_blocks"] = np.count_nonzero(self._scales_of(unrounded, rows, columns)[0] != scales)
+        return found
 
 
 def is_tie(values, mantissa_bits, least_exponent, largest):

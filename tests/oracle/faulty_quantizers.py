@@ -30,6 +30,9 @@ class Kernel:
         flushes_codes: the cast has no subnormals of the element format.
         signed_amax: the amax is the largest value, not the largest magnitude.
         loses_tail: the amax leaves out what fills no whole vector (blocks) or tile (tensors).
+        rounds_scales_up: an E8M0 byte is the exponent of amax / max plus 1, also where that is a power of two.
+        flushes_scales: the cast of block scales to a small float has no subnormals of that format.
+        rounds_scales_twice: block scales are rounded to bfloat16 before they are cast to a small float.
     """
 
     flushes_inputs: bool = False
@@ -38,6 +41,9 @@ class Kernel:
     flushes_codes: bool = False
     signed_amax: bool = False
     loses_tail: bool = False
+    rounds_scales_up: bool = False
+    flushes_scales: bool = False
+    rounds_scales_twice: bool = False
 
     def run(self, x, scaling, random_bits, dtype=None, amax_values=None):
         """direction -> (codes (M, K), scales [outer, block], amax) of a (M, K) tensor.
@@ -144,7 +150,7 @@ class Kernel:
         else:
             rounding = getattr(scaling, "scale_rounding", "up")
             if rounding == "up":
-                scales = up_to_power_of_two(self._result(maxima * (F(1) / scaling.fmt.max)))
+                scales = up_to_power_of_two(self._result(maxima * (F(1) / scaling.fmt.max)), self.rounds_scales_up)
             else:
                 scales = floor_byte(maxima, scaling.fmt)
             scale = self._result(np.ldexp(F(1), 127 - scales.astype(np.int32)).astype(F))
@@ -171,7 +177,9 @@ class Kernel:
         random = None if bits is None else blocked(bits, edge, size)
 
         def attempt(wanted):
-            code = Kernel()._cast(wanted, scaling.scale_format)
+            if self.rounds_scales_twice:
+                wanted = wanted.astype(ml_dtypes.bfloat16).astype(F)
+            code = Kernel(flushes_codes=self.flushes_scales)._cast(wanted, scaling.scale_format)
             value = scaling.scale_format.values[code]
             scale = np.fmin(F(1) / self._result(value * s_dec), FLT_MAX)
             codes = self._cast(self._result(blocks * scale[:, None, :, None]), refops.E2M1, random)
@@ -212,10 +220,10 @@ def unblocked(blocks, shape):
     return np.ascontiguousarray(blocks.reshape(r * rows, c * columns)[: shape[0], : shape[1]])
 
 
-def up_to_power_of_two(v):
-    """E8M0 byte of a float32 >= 0, rounded up; at most 254."""
+def up_to_power_of_two(v, always=False):
+    """E8M0 byte of a float32 >= 0, rounded up, powers of two too if `always`; at most 254."""
     fraction, exponent = np.frexp(np.where(np.isinf(v), F(1), v).astype(np.float64))
-    byte = np.clip(exponent - 1 + (fraction > 0.5) + 127, 0, 254)
+    byte = np.clip(exponent - 1 + ((fraction > 0.5) | always) + 127, 0, 254)
     return np.where(v == 0, 0, np.where(np.isinf(v), 254, byte)).astype(np.uint8)
 
 
