@@ -108,7 +108,7 @@ class Coverage:
             (self.full_blocks, "whose amax is the format's largest value times a power of two"),
             (self.small_scales, "with a subnormal scale"),
             (self.zero_scales, "with scale 0 that are not zero"),
-            (self.rounded_blocks, "with another scale before rounding to the dtype"),
+            (self.rounded_blocks, "with another scale before rounding"),
         )
         parts = [f"{count:,} {words}" for count, words in counts if count]
         return f"blocks: {', '.join(parts)}" if parts else ""
@@ -117,7 +117,7 @@ class Coverage:
         last = tuple(count - 1 for count in self.tiles)
         tile = "the only tile" if self.tiles == (1, 1) else f"tile {self.tile[0]}, {self.tile[1]}"
         tile = "last tile" if self.tile == last != (0, 0) else tile
-        rounds = ", another one before rounding to the dtype" if self.amax_rounds else ""
+        rounds = ", another one before rounding" if self.amax_rounds else ""
         return f"amax {self.amax:.9g} in row {self.row}, column {self.column} ({tile}){rounds}"
 
     def as_dict(self) -> dict[str, Any]:
