@@ -52,6 +52,43 @@ def test_the_words():
     assert "(tile 0, 0)" in str(check(np.ones((130, 64), F))) and "(the only tile)" in str(check(np.ones((4, 64), F)))
 
 
+def test_scales_that_show_a_wrong_rule_are_counted():
+    """448 times a power of two under MXFP8; under NVFP4 codes below 2^-6 of E4M3, whose largest block has code 448."""
+    x = np.full((64, 64), 1e-20, F)
+    x[:4, 0] = 448, -224, 448 * 2.0**20, np.nextafter(F(448), F(500))
+    assert check(x, refops.MXFP8Scaling(refops.E4M3)).coverage.full_blocks == 3
+    x[:] = 0
+    x[:4, 0] = 2688, 6 * 2.0**-7, 6 * 2.0**-9, 6 * 2.0**-11
+    found = check(x, refops.NVFP4Scaling()).coverage
+    assert (found.small_scales, found.zero_scales, found.full_blocks) == (2, 1, 0)
+    assert "blocks: 2 with a subnormal scale, 1 with scale 0 that are not zero" in str(found)
+
+
+@pytest.mark.parametrize("dtype", [F, BF16])
+def test_roundings_that_change_scales_are_counted(dtype):
+    """silu(8) is 7.997, which bfloat16 rounds to 8."""
+    x = np.zeros((64, 64), dtype)
+    x[0, 0] = 8
+    for scaling in (refops.MXFP8Scaling(refops.E2M3), refops.CurrentScaling(refops.E4M3)):
+        q = refops.activation_quantize("silu", x, scaling)
+        found = oracle.check("silu", x, q, scaling=scaling).coverage
+        assert found.amax_rounds == (dtype == BF16 and scaling.layout.amax is not None)
+        assert ("another one before rounding" in str(found)) == found.amax_rounds
+    golden = build_golden(Recipe("silu", "mxfp8", (64, 128), dtype))
+    found = oracle.check("silu", golden.inputs, golden.outputs, scaling=golden.scaling).coverage
+    assert (found.rounded_blocks > 0) == (dtype == BF16) and not found.amax_rounds
+
+
+@pytest.mark.parametrize(("shape", "tested"), [((96, 160), False), ((128, 512), False), ((160, 160), True)])
+def test_swizzled_scales_of_few_tiles_do_not_show_their_order(shape, tested):
+    golden = build_golden(Recipe("quantize", "mxfp8", shape, swizzled_scales=True))
+    arrays = {name: a for name, a in golden.outputs.items() if "rowwise" in name}
+    report = oracle.check("quantize", golden.inputs, arrays, scaling=golden.scaling, swizzled_scales=True)
+    assert report.coverage.one_order != tested and ("their order is not tested" in str(report)) != tested
+    plain = build_golden(Recipe("quantize", "mxfp8", shape))
+    assert not oracle.check("quantize", plain.inputs, plain.outputs, scaling=plain.scaling).coverage.one_order
+
+
 def test_a_wrong_dump_and_operations_without_a_cast_have_none():
     x = np.ones((4, 64), F)
     q = refops.quantize(x, ONE)

@@ -217,7 +217,7 @@ def test_each_fault_is_shown_under_most_scalings(fault):
     assert kinds == {"mixed", "extreme", "special", "tiny"}
 
 
-@pytest.mark.parametrize("scaling", SCALINGS)
+@sampled("scaling", SCALINGS, 4)
 @pytest.mark.parametrize("op", OPERATIONS)
 def test_the_results_of_activations_hold_what_shows_faults(op, scaling):
     """In every mixed set, though inputs had to be found by search; a GELU is hardly ever negative.
@@ -297,7 +297,7 @@ EXACT = ("relu", "drelu")
 PRODUCTS = ("srelu", "dsrelu", "reglu", "dreglu", "sreglu", "dsreglu")
 
 
-@sampled("op", [op for op in OF_ALL if op != "quantize"], 7)
+@sampled("op", [op for op in OF_ALL if op != "quantize"], 11)
 @pytest.mark.parametrize("scaling", ["delayed-scale-1", "current", "nvfp4-1x16", "nvfp4-rht", "mxfp8", "block-1x128"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_an_amax_on_the_wrong_side_of_the_rounding_shows(op, scaling, dtype):
@@ -315,7 +315,7 @@ def test_an_amax_on_the_wrong_side_of_the_rounding_shows(op, scaling, dtype):
         assert np.array_equal(found[copy][1], scales) == (op in EXACT) or op in PRODUCTS
 
 
-@sampled("op", OF_ALL, 7)
+@sampled("op", OF_ALL, 11)
 @pytest.mark.parametrize(
     ("scaling", "faults"),
     [
