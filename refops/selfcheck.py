@@ -166,7 +166,7 @@ def all_tasks(ops, real):
 
 def _tensors(shape, seed=7):
     """Yield (label, tensor): every kind of numbers that golden files have, in every dtype."""
-    for kind in INPUT_KINDS:
+    for kind in (kind for kind in INPUT_KINDS if kind != "rounding"):  # which has the numbers of "mixed"
         for dtype in DTYPES:
             yield f"{kind} {dtype.name}", make_tensor(kind, shape, dtype, seed=seed)
 

@@ -45,7 +45,7 @@ def add_golden(command, scaling_list):
         "--inputs",
         choices=list(INPUT_KINDS),
         help="mixed (default): bell-shaped, heavy-tailed, ties, zeros; extreme: subnormal, huge; special: NaN, inf; "
-        "tiny: around the least normal float32",
+        "rounding: mixed, with an amax that rounding to 16 bits changes; tiny: around the least normal float32",
     )
     p.add_argument("--columnwise", action="store_true", help="dequantize: from the columnwise copy")
     p.add_argument("--swizzled-scales", action="store_true", help="write scales in the order that GEMMs read")

@@ -174,6 +174,7 @@ _VARIANTS = (
     ("float32", "mixed", False),
     ("float16", "mixed", True),
     ("bfloat16", "mixed", False),
+    ("bfloat16", "rounding", False),
     ("float32", "extreme", True),
     ("float16", "extreme", False),
     ("bfloat16", "extreme", True),

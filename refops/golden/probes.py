@@ -6,7 +6,7 @@ of a golden tensor are designed from the result backwards. The result is cut int
 take turns: one stays as `make_tensor` filled it, the next holds probes. There
 
     the last row and the last column hold the largest magnitude of their blocks, and it is negative; nothing else in
-    the square is half as large. The last element of the tensor is the largest of all, where one can be; in a "mixed"
+    the square is half as large. The last element of the tensor is the largest of all, where one can be; in a "rounding"
     tensor of 16 bits rounding changes it, so that the amax of rounded values is another;
     the scale that this amax gives is a power of two where the rule has one, so that a product can be a tie;
     every second row and column has an amax of its own, on an edge (`refops.golden.edges`): it has another scale than
@@ -58,6 +58,7 @@ REACHED, LOSSY = 14, 6
 #: Input kind -> the magnitudes that squares of probes take in turn.
 MAGNITUDES = {
     "mixed": ("usual", "tiny", "zero"),
+    "rounding": ("usual", "tiny", "zero"),
     "extreme": ("tiny", "huge", "zero"),
     "special": ("usual", "tiny", "infinite"),
     "tiny": ("tiny", "subnormal", "zero"),
@@ -152,7 +153,7 @@ class _Design:
             exponents = binade(self.amax) - 2 - np.frexp(base[as_large])[1]
             wanted[as_large] = np.ldexp(base[as_large], exponents)
             wanted[-1, -1], self.on_edge[-1, -1] = self.largest, True
-        elif self.layout.block is not None and self.kind == "mixed":
+        elif self.layout.block is not None and self._is_mixed:
             wanted[-1, -1] *= 2
         return wanted
 
@@ -279,10 +280,12 @@ class _Design:
     def _largest_element(self):
         """(result, amax): the largest element of the tensor and the amax that it gives, float32; "special": infinity.
 
-        In a mixed tensor of 16 bits it is a result that rounding changes, where there is one.
+        In a "rounding" tensor of 16 bits it is a result that rounding changes, where there is one. No product with the
+        scale that follows from it is a tie then: a "mixed" tensor has the ties.
         """
         amax = self._tensor_amax()
-        found = self._lossy_element() if self.kind == "mixed" and self.has_roundings and np.isfinite(amax) else None
+        is_lossy = self.kind == "rounding" and self.has_roundings and np.isfinite(amax)
+        found = self._lossy_element() if is_lossy else None
         if found is None:
             return self._signed(np.float64(amax)), amax
         return found, self._amaxes_of(np.array([found]))[0]
@@ -335,6 +338,11 @@ class _Design:
         return self._signed(amax, exact=True) is not None
 
     @property
+    def _is_mixed(self):
+        """Whether the numbers are those of a "mixed" tensor."""
+        return self.kind in ("mixed", "rounding")
+
+    @property
     def _is_tiny(self):
         return self.kind == "tiny" and self.dtype != np.float16
 
@@ -380,7 +388,7 @@ class _Design:
         if has_level and magnitude == "usual" and not self._is_tiny:
             return binade(self.amax) - 2
         finite = np.abs(self.base[np.isfinite(self.base)])
-        above = min(binade(finite.max(initial=1)) + 1, int(info.maxexp) - 3) if self.kind == "mixed" else 0
+        above = min(binade(finite.max(initial=1)) + 1, int(info.maxexp) - 3) if self._is_mixed else 0
         coded = self.layout.scale_format is not None and not has_level
         least = TINY + coded if self.dtype != np.float16 else int(info.minexp)
         return {

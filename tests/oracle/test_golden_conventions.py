@@ -29,15 +29,16 @@ ELSEWHERE = {
         "scale-capped-at-input-dtype",
         "subnormals-flushed",
     ),
-    "where rounding changes the amax of the tensor its scale is no power of two, and no product is a tie": (
-        "block-scale-cast",
-        "rounded-to-grid-directed",
-        "ties-away",
+    "the largest result of a mixed tensor needs no rounding, that of a rounding one does": (
+        "amax-of-the-input",
+        "amax-rounded",
     ),
-    "a GELU that rounding changes is small, and nothing beside it reaches the largest value": ("saturation-limit",),
+    "its zero blocks have no negative zeros, and no other block has a scale byte of 0": ("zero-block-guard",),
 }
 #: Reason -> conventions of which a choice may change nothing in a file of any kind.
 NOWHERE = {
+    "no NaN of a golden file has a sign": ("nan-sign-kept",),
+    "it is about a slot of the amax that is wrong, and a right file has none": ("amax-slot-holds-scale",),
     "scales are powers of two, so that quotients, reciprocals and products of them are exact": (
         "block-scale-order",
         "divided-by-scale",
