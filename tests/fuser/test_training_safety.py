@@ -377,6 +377,7 @@ def test_the_warning_changes_no_random_bits():
 
 def test_gradscaler_switched_on_later_finds_the_delayed_scales_of_smaller_gradients():
     """Gradients saturate until the amaxes have come through the linear layers in a row: two steps for two of them."""
+    torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(SIZE, SIZE), torch.nn.SiLU(), torch.nn.Linear(SIZE, SIZE))
     fuser.convert(model, DelayedScaling())
     scales = []
@@ -385,7 +386,8 @@ def test_gradscaler_switched_on_later_finds_the_delayed_scales_of_smaller_gradie
         (model(seeded(SIZE, SIZE)).square().mean() * factor).backward()
         scales.append(model[0].weight.grad.norm().item() / factor)
     settled, *after = scales[3:]
-    assert [round(scale / settled, 2) for scale in after] == [0, 0, 1]
+    first, second, third = (scale / settled for scale in after)
+    assert max(first, second) < 0.01 and 0.95 < third < 1.05
 
 
 def test_a_converted_relu_hides_nan():

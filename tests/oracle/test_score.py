@@ -14,7 +14,7 @@ GOOD = [
     Outcome("b", "MXFP8", "corruption", True, 0, ()),
 ] * 30
 MET = {
-    "seconds": {"right": 0.4, "wrong": 2.0},
+    "seconds": {"right": 0.4, "wrong": 2.0, "two faults": 1.2},
     "alarms": (1000, 1500, []),
     "peers": [("f", "p", "v", "wrong", "x", "x")],
 }
@@ -69,8 +69,9 @@ def test_all_met(scored):
         {"outcomes": [*GOOD, Outcome("c", "MXFP8", "corruption", False, 0, ())]},
         {"outcomes": [*GOOD, *[Outcome("d", "MXFP8", "convention", True, 2, (("x",), ("scale-floor",)))] * 4]},
         {"outcomes": [*GOOD, *[Outcome("e", "MXFP8", "corruption", True, 0, (("x",),))] * 4]},
-        {"outcomes": GOOD, "seconds": {"right": 0.6, "wrong": 2.0}},
-        {"outcomes": GOOD, "seconds": {"right": 0.4, "wrong": 8.1}},
+        {"outcomes": GOOD, "seconds": {"right": 0.6, "wrong": 2.0, "two faults": 1.2}},
+        {"outcomes": GOOD, "seconds": {"right": 0.4, "wrong": 8.1, "two faults": 1.2}},
+        {"outcomes": GOOD, "seconds": {"right": 0.4, "wrong": 2.0, "two faults": 1.6}},
         {"outcomes": GOOD, "alarms": (1000, 1500, ["a rejection"])},
         {"outcomes": GOOD, "alarms": (999, 1500, [])},
         {"outcomes": GOOD, "planted": [*PLANTED, replace(RIGHT, found=False)]},

@@ -75,7 +75,7 @@ def test_what_a_card_has(name):
             )
         else:
             others = " and ".join(PRODUCTS[name]) or "none of ampere, hopper, blackwell"
-            with pytest.raises(ValueError, match=rf"{scaling.fmt!r} with .*: {others} can; got '{card}'"):
+            with pytest.raises(ValueError, match=rf"{scaling.fmt!r} (in|with) .*: {others} can; got '{card}'"):
                 product_of(card, scaling, scaling)
 
 
