@@ -944,7 +944,7 @@ def test_a_broken_file_is_reported(tmp_path, text, said):
         (["--only", "11"], "no puzzle has the number or name '11'"),
         (["--nonsense"], "unrecognized arguments"),
         (["--solutions", "mine.py"], "leave FILE out"),
-        (["nowhere/mine.py"], "No such file or directory"),
+        (["nowhere/mine.py"], "FILE must lie in a folder that exists; got 'nowhere/mine.py'"),
         (["tranpose"], "no file and no puzzle has the name 'tranpose'; puzzles: add_bias, "),
         (["11"], "no file and no puzzle has the name '11'"),
         (["transpose", "--only", "3"], "transpose is a puzzle and no file, and --only 3 names one too"),
