@@ -23,6 +23,7 @@ decides what is close by rational arithmetic.
 """
 
 from collections import namedtuple
+from functools import lru_cache
 from math import factorial
 
 import numpy as np
@@ -38,6 +39,8 @@ FIRST, *_REST = [1.0 / factorial(k) for k in range(13, 0, -1)]
 REST = tuple(_REST)
 #: Further out results are as here: 0 and infinity, -1 and 1.
 EXP_LIMIT, TANH_LIMIT = np.float32(110), np.float32(20)
+
+BFLOAT16_NUMBERS = 1 << 16
 
 #: What differs between arrays and single numbers:
 #:   clipped(x, limit)     x cut to [-limit, limit]; NaN stays
@@ -106,9 +109,24 @@ def exp(x):
 
     An `x` that is no array has a method of this name, which is called: the oracle runs formulas on intervals.
     """
-    return _OF_ARRAYS.exp(x) if isinstance(x, np.ndarray | np.generic) else x.exp()
+    return _of_array(_OF_ARRAYS.exp, x) if isinstance(x, np.ndarray | np.generic) else x.exp()
 
 
 def tanh(x):
     """Hyperbolic tangent. float32 array in, float32 array out. NaN stays NaN; tanh(-0.0) = -0.0."""
-    return _OF_ARRAYS.tanh(x) if isinstance(x, np.ndarray | np.generic) else x.tanh()
+    return _of_array(_OF_ARRAYS.tanh, x) if isinstance(x, np.ndarray | np.generic) else x.tanh()
+
+
+def _of_array(function, x):
+    """`function(x)`; where x has many numbers and all are bfloat16's, which end with 16 zero bits, from a table."""
+    bits = x.view(np.uint32)
+    if x.size < BFLOAT16_NUMBERS or (bits & 0xFFFF).any():
+        return function(x)
+    return _table(function).take(bits >> 16)
+
+
+@lru_cache(maxsize=2)
+def _table(function):
+    """float32 (65536,): a function of every bfloat16 number."""
+    with np.errstate(all="ignore"):
+        return function((np.arange(BFLOAT16_NUMBERS, dtype=np.uint32) << 16).view(np.float32))

@@ -139,6 +139,18 @@ def test_result_does_not_depend_on_position_or_layout(name):
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
+def test_many_bfloat16_numbers_have_the_bits_of_few(name):
+    """Of many a table is read; one number that is not bfloat16's among them, and none is."""
+    (function, _), x = FUNCTIONS[name], all_values(BF16).astype(F)
+    with np.errstate(all="ignore"):
+        few = np.concatenate([function(part) for part in np.array_split(x, 3)])
+        assert function(x).tobytes() == few.tobytes()
+        assert function(np.tile(x, 3)[::-1]).tobytes() == np.tile(few, 3)[::-1].tobytes()
+        mixed = np.append(x, F(0.1))
+        assert function(mixed).tobytes() == np.append(few, function(mixed[-1:])).tobytes()
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
 def test_against_mpmath(name):
     """The exact function, rounded once from 80 digits: no double rounding hides in the comparison with float64."""
     mpmath = pytest.importorskip("mpmath")
