@@ -403,14 +403,19 @@ def test_one_wrong_byte_by_itself_has_no_name():
     assert oracle.check("quantize", x, outputs, scaling=MXFP8).diagnosis == ()
 
 
-@pytest.mark.parametrize("scaling", [MXFP8, refops.NVFP4Scaling()], ids=["mxfp8", "nvfp4"])
-def test_what_zero_blocks_alone_show_is_said_of_them(scaling):
+@pytest.mark.parametrize(
+    ("scaling", "name"),
+    [(MXFP8, "zero-block-scale"), (refops.NVFP4Scaling(), "clamped-block-scale")],
+    ids=["mxfp8", "nvfp4"],
+)
+def test_what_zero_blocks_alone_show_is_said_of_them(scaling, name):
+    """But a scale code of 1 is a clamp of NVFP4's scales, whose least it is."""
     x = normal((64, 128))
     x[8:16] = 0
     q = refops.quantize(x, scaling)
     outputs = dict(arrays_of(q)) | {"rowwise_scale_inv": np.maximum(q.rowwise_scale_inv, 1)}
     best = oracle.check("quantize", x, outputs, scaling=scaling).diagnosis[0]
-    assert best.names == ("zero-block-scale",) and best.exact
+    assert best.names == (name,) and best.exact
     outputs = dict(arrays_of(q)) | {"rowwise_data": q.rowwise_data.copy()}
     outputs["rowwise_data"][8:16] = 0x7F if scaling == MXFP8 else 0x77
     best = oracle.check("quantize", x, outputs, scaling=scaling).diagnosis[0]

@@ -854,7 +854,27 @@ def row_amax_missing(replay):
 
 
 # --- blocks of zeros ------------------------------------------------------------------------------
-# They come before the rules of all blocks: what shows in blocks of zeros alone is said of them.
+# They come before the rules of all blocks: what shows in blocks of zeros alone is said of them. But a small power of
+# two there is a clamp of every scale sooner than one of zeros.
+
+
+@computing(
+    "clamped-block-scale",
+    "Block scales are clamped to {least:g} or more, where TE keeps smaller ones.",
+    stage="clamp",
+    choices=lambda replay: _small_scales(replay),
+)
+def clamped_block_scale(replay, choice):
+    replay.facts["least"] = choice
+    _clamp(replay, choice)
+
+
+def _small_scales(replay):
+    """The least normal scale, then the powers of two below it from the least scale on."""
+    require_two_levels(replay)
+    fmt = replay.layout.scale_format
+    normal, least = float(fmt.smallest_normal), float(fmt.smallest_subnormal)
+    return [normal, *(least * 2.0**i for i in range(round(math.log2(normal / least))))]
 
 
 @computing(
@@ -1680,25 +1700,6 @@ def _clamp(replay, least):
     """Let block scales be `least` or more before their cast."""
     largest = replay.layout.scale_format.max
     replay.wrap("cast_scale", lambda inner, scale, *how: inner(np.clip(scale, F(least), largest), *how))
-
-
-@computing(
-    "clamped-block-scale",
-    "Block scales are clamped to {least:g} or more, where TE keeps smaller ones.",
-    stage="clamp",
-    choices=lambda replay: _small_scales(replay),
-)
-def clamped_block_scale(replay, choice):
-    replay.facts["least"] = choice
-    _clamp(replay, choice)
-
-
-def _small_scales(replay):
-    """The least normal scale, then the powers of two below it from the least scale on."""
-    require_two_levels(replay)
-    fmt = replay.layout.scale_format
-    normal, least = float(fmt.smallest_normal), float(fmt.smallest_subnormal)
-    return [normal, *(least * 2.0**i for i in range(round(math.log2(normal / least))))]
 
 
 @computing(
