@@ -132,7 +132,8 @@ def largest():
             for i in range(last - first):
                 found[i] = max(found[i], maxima[i])
         if len(other) > 0:
-            other[first:last] = target[first:last]
+            for i in range(first, last):
+                other[i] = target[i]
 
     return address_of("largest-maxima", stage, STAGE)
 
