@@ -22,7 +22,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 # Goals share the environment and the CPUs: one after another, also under -j.
 .NOTPARALLEL:
-.PHONY: help report check test test-full test-others test-all train minilm notebooks lab lint package docs bench bench-bounds bench-short tables sweeps simulated gate kernel-report gpu-check \
+.PHONY: help report check test test-full test-documents test-others test-all ci train minilm notebooks lab lint package docs bench bench-bounds bench-short tables sweeps simulated gate kernel-report gpu-check \
     oracle-score exhaustive prove fuzz peers conformance clean
 
 help:
@@ -47,8 +47,14 @@ test: $(INSTALLED)
 	$(SIMULATED) -m "not full"
 	$(EMULATED) -m "not full"
 
-## test-all    everything, as CI does: the tests with more of their cases, linter, notebooks, site, package, bounds on speed
+## ci          what CI runs: test, the code of every document, linter, types, notebooks, site, package, bounds on speed
+ci: test test-documents test-others bench-bounds
+
+## test-all    before a release: as ci, with more cases of the tests
 test-all: test-full test-others bench-bounds
+
+test-documents: $(INSTALLED)
+	$(PYTEST) tests/test_documents.py -m "full and not sweep"
 
 # What mostly waits for pip and for single processes, side by side. The bounds on speed need the machine for themselves.
 test-others: $(INSTALLED)
