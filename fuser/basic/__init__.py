@@ -3,20 +3,17 @@
 from typing import TYPE_CHECKING
 
 from fuser.basic.activation import INTERLEAVED, PLAIN, SCALED, _ActivationOperation
-from fuser.basic.add_extra_input import AddExtraInput
 from fuser.basic.basic_linear import BasicLinear
 from fuser.basic.bias import Bias
 from fuser.basic.collectives import AllGather, AllReduce, ReduceScatter
-from fuser.basic.constant_scale import ConstantScale
 from fuser.basic.dropout import Dropout
 from fuser.basic.grouped_linear import GroupedLinear, is_op_fuser_grouped_tensor_path_supported
-from fuser.basic.identity import Identity
 from fuser.basic.l2_normalization import L2Normalization
 from fuser.basic.layer_norm import LayerNorm
-from fuser.basic.make_extra_output import MakeExtraOutput
 from fuser.basic.quantize import Quantize
-from fuser.basic.reshape import Reshape
+from fuser.basic.residual import AddExtraInput, MakeExtraOutput
 from fuser.basic.rms_norm import RMSNorm
+from fuser.basic.structural import ConstantScale, Identity, Reshape
 from fuser.common import publish
 
 #: Name -> class of every activation, plain and with a scale for each row: see `refops.activations`.

@@ -6,14 +6,15 @@ with products) have no counterpart here.
 
 from fuser.fused.backward_activation_bias import BackwardActivationBias
 from fuser.fused.backward_add_rmsnorm import BackwardAddRMSNorm
-from fuser.fused.backward_linear_add import BackwardLinearAdd
-from fuser.fused.backward_linear_scale import BackwardLinearScale
-from fuser.fused.forward_linear_bias_activation import ForwardLinearBiasActivation
-from fuser.fused.forward_linear_bias_add import ForwardLinearBiasAdd
-from fuser.fused.forward_linear_scale_add import ForwardLinearScaleAdd
 from fuser.fused.grouped_mlp import GroupedMLP, GroupedMLP_CuTeGEMMGLU, GroupedMLP_CuTeGEMMUnary
+from fuser.fused.linear import (
+    BackwardLinearAdd,
+    BackwardLinearScale,
+    ForwardLinearBiasActivation,
+    ForwardLinearBiasAdd,
+    ForwardLinearScaleAdd,
+)
 from fuser.fuser import register_backward_fusion, register_forward_backward_fusion, register_forward_fusion
-from fuser.op import FusedOperation
 
 __all__ = [
     "BackwardActivationBias",
@@ -28,15 +29,11 @@ __all__ = [
     "GroupedMLP_CuTeGEMMUnary",
 ]
 
-_FORWARD: tuple[type[FusedOperation], ...] = (ForwardLinearBiasAdd, ForwardLinearBiasActivation, ForwardLinearScaleAdd)
-_BACKWARD: tuple[type[FusedOperation], ...] = (
-    BackwardLinearAdd,
-    BackwardLinearScale,
-    BackwardActivationBias,
-    BackwardAddRMSNorm,
-)
-for _fused_op in _FORWARD:
-    register_forward_fusion(_fused_op.fuse_forward_ops)
-for _fused_op in _BACKWARD:
-    register_backward_fusion(_fused_op.fuse_backward_ops)
+register_forward_fusion(ForwardLinearBiasAdd.fuse_forward_ops)
+register_forward_fusion(ForwardLinearBiasActivation.fuse_forward_ops)
+register_forward_fusion(ForwardLinearScaleAdd.fuse_forward_ops)
+register_backward_fusion(BackwardLinearAdd.fuse_backward_ops)
+register_backward_fusion(BackwardLinearScale.fuse_backward_ops)
+register_backward_fusion(BackwardActivationBias.fuse_backward_ops)
+register_backward_fusion(BackwardAddRMSNorm.fuse_backward_ops)
 register_forward_backward_fusion(GroupedMLP.fuse_forward_backward_ops)

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from fuser.basic.make_extra_output import MakeExtraOutput
+from fuser.basic.residual import MakeExtraOutput
 from fuser.basic.rms_norm import RMSNorm
 from fuser.fused_pattern import WindowFusion
 from fuser.op import FusedOperation

@@ -17,8 +17,8 @@ from fuser import functional
 from fuser.basic import normalization
 from fuser.basic.l2_normalization import L2Normalization
 from fuser.basic.layer_norm import LayerNorm
-from fuser.basic.make_extra_output import MakeExtraOutput
 from fuser.basic.quantize import Quantize
+from fuser.basic.residual import MakeExtraOutput
 from fuser.basic.rms_norm import RMSNorm
 from fuser.common import get_fused_normalization_quantizer
 from fuser.dispatch import backend
