@@ -217,14 +217,15 @@ class BasicOperation(_CalledAlone, ChanneledOperation, metaclass=abc.ABCMeta):
 
     # ------------------------------------------------------------------ compute
 
+    def pre_first_fuser_forward(self) -> None:
+        """Initialize parameters that are on the meta device, by the operation's `reset_parameters`."""
+        reset_parameters = getattr(self, "reset_parameters", None)
+        if reset_parameters is not None and any(param.device.type == "meta" for param in self.parameters()):
+            reset_parameters()
+
     @abc.abstractmethod
     def op_forward(
-        self,
-        ctx: OperationContext,
-        input_: Any,
-        *,
-        prev_op_grad_output_quantizer: Any,
-        next_op_input_quantizer: Any,
+        self, ctx: OperationContext, input_: Any, *, prev_op_grad_output_quantizer: Any, next_op_input_quantizer: Any
     ) -> Any:
         """The output for `input_`. Tensors for backward go to `ctx.save_for_backward`, the rest on `ctx` itself."""
 

@@ -18,30 +18,23 @@ Where this differs from TransformerEngine on purpose:
 
 from __future__ import annotations
 
-import contextlib
-import math
-from collections.abc import Callable, Iterable
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from fuser.basic.linear_parts import (
     PER_TENSOR_QUANTIZERS,
-    adopt_weight_quantizer,
+    LinearOperation,
     check_buffer,
-    check_gradients,
+    check_destination,
     check_linear_dtype,
-    check_out,
-    check_quantized_buffer,
     compute_dtype,
-    deliver,
-    emitting_quantizer,
     keep_columnwise,
-    linear_quantizer_roles,
+    multiply,
     prepare_operand,
-    quantize_new_weight,
     replace_parameter,
-    set_current_scaling_params,
     split_accumulators,
 )
 from fuser.common import (
@@ -51,25 +44,25 @@ from fuser.common import (
     get_accumulate_flag_in_param,
     get_dummy_wgrads_for_params,
     get_main_grad_from_param,
-    is_quantized_tensor,
     maybe_dequantize,
 )
 from fuser.distributed import (
     all_reduce,
+    gather_along_first_dim,
     get_distributed_world_size,
     reduce_scatter_along_first_dim,
 )
-from fuser.gemm import linear_dgrad, linear_forward, linear_wgrad, reads_swizzled_scales
-from fuser.op import BasicOperation, OperationContext
+from fuser.gemm import linear_dgrad, linear_forward, linear_wgrad
+from fuser.op import OperationContext
 from fuser.overflow import warn_of_hidden_overflow
 from fuser.quantization.quantizer import Quantizer
 from fuser.quantization.quantizers import Float8CurrentScalingQuantizer
-from fuser.quantization.state import FP8GlobalStateManager, QuantizerRole
+from fuser.quantization.state import FP8GlobalStateManager
 from fuser.recipe import Recipe
 from refops.arguments import shown
 
 
-class BasicLinear(BasicOperation):
+class BasicLinear(LinearOperation):
     """`y = x W^T` with `weight` of shape `(out_features, in_features)`.
 
     Args:
@@ -119,22 +112,10 @@ class BasicLinear(BasicOperation):
             in_features=in_features,
             out_features=out_features,
         )
-        self._rng_state_tracker_function = rng_state_tracker_function
-        self._accumulate_into_main_grad = accumulate_into_main_grad
-
-        deferred = device is not None and torch.device(device).type == "meta"
-        self._with_quantized_weight = FP8GlobalStateManager.with_fp8_parameters()
-        if self._with_quantized_weight:
-            self.reset_recipe_state(recipe=FP8GlobalStateManager.get_fp8_recipe())
-        self.weight = torch.nn.Parameter(
-            torch.empty(
-                self.local_out_features,
-                self.local_in_features,
-                device="meta" if deferred else canonicalize_device(device),
-                dtype=check_linear_dtype(canonicalize_dtype(dtype)),
-            )
-        )
-        if not deferred:
+        device, dtype = self._set_up(device, dtype, rng_state_tracker_function, accumulate_into_main_grad)
+        weight = torch.empty(self.local_out_features, self.local_in_features, device=device, dtype=dtype)
+        self.weight = torch.nn.Parameter(weight)
+        if device.type != "meta":
             self.reset_parameters()
 
     @classmethod
@@ -172,81 +153,47 @@ class BasicLinear(BasicOperation):
     def graph_obstacle(self) -> str:
         return "exchanges tensors with other processes" if self.tensor_parallel_mode else ""
 
-    def num_quantizers(self, mode: str) -> int:
-        return {"forward": 2, "backward": 1}.get(mode, 0)
-
-    def get_quantizer_roles(self, mode: str) -> list[QuantizerRole] | None:
-        return linear_quantizer_roles(self, mode)
-
     def get_input_quantizer(self) -> Quantizer | None:
         """The input's quantizer, unless the input must be gathered in high precision before it is quantized."""
-        quantizer = super().get_input_quantizer()
-        if quantizer is None or isinstance(quantizer, PER_TENSOR_QUANTIZERS) or not self._gathers("column"):
-            return quantizer
-        return None
+        return self._unless_gathered(super().get_input_quantizer(), "column")
 
     def get_grad_output_quantizer(self) -> Quantizer | None:
         """The output gradient's quantizer, unless that gradient must be gathered in high precision first."""
-        quantizer = super().get_grad_output_quantizer()
-        if quantizer is None or isinstance(quantizer, PER_TENSOR_QUANTIZERS) or not self._gathers("row"):
-            return quantizer
-        return None
+        return self._unless_gathered(super().get_grad_output_quantizer(), "row")
+
+    def _unless_gathered(self, quantizer: Quantizer | None, mode: str) -> Quantizer | None:
+        return quantizer if isinstance(quantizer, PER_TENSOR_QUANTIZERS) or not self._gathers(mode) else None
 
     def _gathers(self, mode: str) -> bool:
         return self.sequence_parallel and self.tensor_parallel_mode == mode
 
-    def reset_recipe_state(self, *, recipe: Recipe | None) -> None:
-        """See `BasicOperation.reset_recipe_state`; sets what a matrix product's operands need on the new quantizers."""
-        super().reset_recipe_state(recipe=recipe)
-        input_quantizer = self.get_quantizer("forward", 0)
-        weight_quantizer = self.get_quantizer("forward", 1)
-        grad_output_quantizer = self.get_quantizer("backward", 0)
-        if input_quantizer is None:
-            return
-        weight = getattr(self, "weight", None)
-        swizzled = weight is not None and reads_swizzled_scales(weight.device)
-        for quantizer, gathered in ((input_quantizer, "column"), (grad_output_quantizer, "row")):
-            quantizer.internal = True
-            quantizer.optimize_for_gemm = swizzled and not self._gathers(gathered)
+    def _set_up_quantizers(self, recipe: Recipe, weights: list[Any]) -> None:
+        super()._set_up_quantizers(recipe, weights)
+        for mode, direction in (("column", "forward"), ("row", "backward")):
+            if not self._gathers(mode):
+                continue
+            quantizer = self.get_quantizer(direction, 0)
+            quantizer.optimize_for_gemm = False
             # NVFP4 has an amax of the tensor too, but is quantized after gathering: all ranks see the whole
-            if self._gathers(gathered) and isinstance(quantizer, Float8CurrentScalingQuantizer):
+            if isinstance(quantizer, Float8CurrentScalingQuantizer):
                 quantizer.with_amax_reduction = True
                 quantizer.amax_reduction_group = self.tensor_parallel_group
-        weight_quantizer.internal = not is_quantized_tensor(weight) and not self._with_quantized_weight
-        if recipe is not None and recipe.float8_current_scaling():
-            set_current_scaling_params(recipe, [input_quantizer], [weight_quantizer], [grad_output_quantizer])
-        if is_quantized_tensor(weight):
-            adopt_weight_quantizer(weight, weight_quantizer)
 
     # Parameters
+
+    @property
+    def _weight_parameters(self) -> list[torch.nn.Parameter]:
+        return [self.weight]
+
+    def _group_weights(self) -> list[Any]:
+        return [getattr(self, "weight", None)]
 
     def reset_parameters(self) -> None:
         """(Re)initialise the weight as `torch.nn.Linear` does, on a real device, quantized where it was asked for."""
         old = self.weight
         device = canonicalize_device(None) if old.device.type == "meta" else old.device
-        weight = torch.empty(old.shape, dtype=old.dtype, device=device)
-        tracker = self._rng_state_tracker_function
-        with contextlib.nullcontext() if tracker is None else tracker().fork():
-            torch.nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
-        if self._with_quantized_weight:
-            weight = quantize_new_weight(weight, self.get_quantizer("forward", 1))
+        (weight,) = self._initialized([torch.empty(old.shape, dtype=old.dtype, device=device)])
         self.weight = replace_parameter(old, weight)
-
-    def pre_first_fuser_forward(self) -> None:
-        super().pre_first_fuser_forward()
-        if self.weight.device.type == "meta":
-            self.reset_parameters()
-
-    def pre_fuser_forward(self, *, requires_grad: bool) -> None:
-        """Sets quantizer usages before any op of the pipeline runs, since the op before may emit through them."""
-        super().pre_fuser_forward(requires_grad=requires_grad)
-        if not FP8GlobalStateManager.is_fp8_enabled():
-            return
-        quantized_backward = FP8GlobalStateManager.get_fp8_recipe().backward_override is None
-        wgrad = requires_grad and self.weight.requires_grad
-        self.get_quantizer("forward", 0).set_usage(rowwise=True, columnwise=wgrad and quantized_backward)
-        self.get_quantizer("forward", 1).set_usage(rowwise=True, columnwise=requires_grad)
-        self.get_quantizer("backward", 0).set_usage(rowwise=True, columnwise=wgrad and quantized_backward)
 
     # Compute: the functional forms
 
@@ -298,51 +245,42 @@ class BasicLinear(BasicOperation):
             `(y, input for wgrad or None, weight for dgrad or None)`.
         """
         dtype = compute_dtype(dtype, out, weight)
-        row_parallel = tensor_parallel_mode == "row"
-        check_out(out, accumulate_into_out, row_parallel, with_quantized_compute, output_quantizer)
-        check_buffer("output", out, dtype, weight.device if device is None else device)
+        reduced_by = "row" if tensor_parallel_mode == "row" else None
+        gather, reduce = _collectives(tensor_parallel_group, sequence_parallel)
+        gather = gather if tensor_parallel_mode == "column" else None
+        check_destination(
+            "output",
+            out,
+            accumulate=accumulate_into_out,
+            quantized=with_quantized_compute,
+            reduced_by=reduced_by,
+            quantizer=output_quantizer,
+        )
+        output_device = weight.device if device is None else device
+        check_buffer("output", out, dtype, output_device, accumulate=accumulate_into_out)
 
         quantized_backward = with_quantized_compute and backward_override is None
-        gather_group = (tensor_parallel_group,) if tensor_parallel_mode == "column" and sequence_parallel else None
-        x, x_local = prepare_operand(
-            "input tensor",
-            input,
-            dtype,
-            input_quantizer,
-            quantized=with_quantized_compute,
-            rowwise=True,
-            columnwise=weight_requires_grad and quantized_backward,
-            reads="rowwise",
-            gather_group=gather_group,
+        operand = functools.partial(
+            prepare_operand, dtype=dtype, quantized=with_quantized_compute, rowwise=True, reads="rowwise"
         )
-        w, _ = prepare_operand(
-            "weight tensor",
-            weight,
-            dtype,
-            weight_quantizer,
-            quantized=with_quantized_compute,
-            rowwise=True,
-            columnwise=input_requires_grad and quantized_backward,
-            reads="rowwise",
-        )
-
-        emit = emitting_quantizer(output_quantizer, out, with_quantized_compute and not row_parallel)
-        direct_out = out if emit is None and not row_parallel else None
-        y = linear_forward(
+        columnwise = weight_requires_grad and quantized_backward
+        x, x_local = operand("input tensor", input, input_quantizer, columnwise=columnwise, gather=gather)
+        columnwise = input_requires_grad and quantized_backward
+        w, _ = operand("weight tensor", weight, weight_quantizer, columnwise=columnwise)
+        y = multiply(
+            linear_forward,
             x,
             w,
-            out_dtype=torch.float32 if emit is not None else dtype,
-            bias=bias,
-            alpha=alpha,
-            beta=(1.0 if beta is None else beta) if accumulate_into_out else None,
-            out=direct_out,
+            dtype=dtype,
+            out=out,
             accumulate=accumulate_into_out,
+            beta=beta,
+            reduce=reduce if reduced_by else None,
+            quantizer=output_quantizer if with_quantized_compute else None,
+            alpha=alpha,
+            bias=bias,
             use_split_accumulator=use_split_accumulator,
         )
-        if row_parallel:
-            reduce = reduce_scatter_along_first_dim if sequence_parallel else all_reduce
-            y = reduce(y, tensor_parallel_group)
-        y = deliver(y, out if direct_out is None else None, emit, dtype)
 
         x_for_wgrad = w_for_dgrad = None
         if weight_requires_grad:
@@ -350,7 +288,7 @@ class BasicLinear(BasicOperation):
         if input_requires_grad:
             w_for_dgrad = weight if backward_override == "high_precision" else w
         if quantized_backward:
-            if gather_group is None:
+            if gather is None:
                 keep_columnwise(x_for_wgrad)
             keep_columnwise(w_for_dgrad)
         return y, x_for_wgrad, w_for_dgrad
@@ -399,84 +337,65 @@ class BasicLinear(BasicOperation):
             source = weight if weight is not None else grad_output
             dtype = canonicalize_dtype(None) if source is None else source.dtype
         dtype = check_linear_dtype(dtype)
-        column_parallel = tensor_parallel_mode == "column"
-        check_gradients(
-            input if weight_requires_grad else grad_output,
-            weight if input_requires_grad else grad_output,
-            grad_input if accumulate_into_grad_input else grad_output,
-            grad_weight if accumulate_into_grad_weight else grad_output,
-        )
-        if accumulate_into_grad_input and column_parallel:
-            raise ValueError("Accumulating into grad input tensor is not supported with column tensor parallelism")
-        check_quantized_buffer(
-            "grad input", grad_input, with_quantized_compute, column_parallel, "column", grad_input_quantizer
+        reduced_by = "column" if tensor_parallel_mode == "column" else None
+        gather, reduce = _collectives(tensor_parallel_group, sequence_parallel)
+        if weight_requires_grad and input is None:
+            raise ValueError("Attempted to compute gradient w.r.t. weight, but did not provide input tensor")
+        if input_requires_grad and weight is None:
+            raise ValueError("Attempted to compute gradient w.r.t. input, but did not provide weight tensor")
+        check_destination(
+            "grad input",
+            grad_input,
+            accumulate=accumulate_into_grad_input,
+            quantized=with_quantized_compute,
+            reduced_by=reduced_by,
+            quantizer=grad_input_quantizer,
         )
         buffer_device = grad_output.device if device is None else device
-        check_buffer("grad input", grad_input, dtype, buffer_device)
-        check_buffer("grad weight", grad_weight, None, buffer_device)
+        check_buffer("grad input", grad_input, dtype, buffer_device, accumulate=accumulate_into_grad_input)
+        check_buffer("grad weight", grad_weight, None, buffer_device, accumulate=accumulate_into_grad_weight)
         if not input_requires_grad and not weight_requires_grad:
             return None, None
 
         if with_quantized_compute:
             warn_of_hidden_overflow(grad_output, grad_output_quantizer)
-        gather_group = (tensor_parallel_group,)
-        dy, _ = prepare_operand(
+        operand = functools.partial(prepare_operand, dtype=dtype, quantized=with_quantized_compute)
+        dy, _ = operand(
             "grad output tensor",
             grad_output,
-            dtype,
             grad_output_quantizer,
-            quantized=with_quantized_compute,
             rowwise=input_requires_grad,
             columnwise=weight_requires_grad,
-            gather_group=gather_group if tensor_parallel_mode == "row" and sequence_parallel else None,
+            gather=gather if tensor_parallel_mode == "row" else None,
         )
-
         dx = dw = None
         if input_requires_grad:
-            w, _ = prepare_operand(
-                "weight tensor",
-                weight,
-                dtype,
-                weight_quantizer,
-                quantized=with_quantized_compute,
-                rowwise=False,
-                columnwise=True,
-            )
-            emit = emitting_quantizer(grad_input_quantizer, grad_input, with_quantized_compute and not column_parallel)
-            direct_out = grad_input if emit is None and not column_parallel else None
-            dx = linear_dgrad(
+            w, _ = operand("weight tensor", weight, weight_quantizer, rowwise=False, columnwise=True)
+            dx = multiply(
+                linear_dgrad,
                 dy,
                 w,
-                out_dtype=torch.float32 if emit is not None else dtype,
-                alpha=1.0 if grad_input_alpha is None else grad_input_alpha,
-                beta=(1.0 if grad_input_beta is None else grad_input_beta) if accumulate_into_grad_input else None,
-                out=direct_out,
+                dtype=dtype,
+                out=grad_input,
                 accumulate=accumulate_into_grad_input,
+                beta=grad_input_beta,
+                reduce=reduce if reduced_by else None,
+                quantizer=grad_input_quantizer if with_quantized_compute else None,
+                alpha=1.0 if grad_input_alpha is None else grad_input_alpha,
                 use_split_accumulator=grad_input_use_split_accumulator,
             )
-            if column_parallel:
-                reduce = reduce_scatter_along_first_dim if sequence_parallel else all_reduce
-                dx = reduce(dx, tensor_parallel_group)
-            dx = deliver(dx, grad_input if direct_out is None else None, emit, dtype)
         if weight_requires_grad:
-            x, _ = prepare_operand(
-                "input tensor",
-                input,
-                dtype,
-                input_quantizer,
-                quantized=with_quantized_compute,
-                rowwise=False,
-                columnwise=True,
-                gather_group=gather_group if column_parallel and sequence_parallel else None,
-            )
-            dw = linear_wgrad(
+            gather = gather if reduced_by else None
+            x, _ = operand("input tensor", input, input_quantizer, rowwise=False, columnwise=True, gather=gather)
+            dw = multiply(
+                linear_wgrad,
                 dy,
                 x,
-                out_dtype=dtype if grad_weight is None else grad_weight.dtype,
-                alpha=1.0 if grad_weight_alpha is None else grad_weight_alpha,
-                beta=(1.0 if grad_weight_beta is None else grad_weight_beta) if accumulate_into_grad_weight else None,
+                dtype=dtype if grad_weight is None else grad_weight.dtype,
                 out=grad_weight,
                 accumulate=accumulate_into_grad_weight,
+                beta=grad_weight_beta,
+                alpha=1.0 if grad_weight_alpha is None else grad_weight_alpha,
                 use_split_accumulator=grad_weight_use_split_accumulator,
             )
         return dx, dw
@@ -508,8 +427,7 @@ class BasicLinear(BasicOperation):
         override = None if recipe is None else recipe.backward_override
         quantized_backward = quantized and override is None
         if dtype is None:
-            dtype = autocast_dtype_of(weight)
-            dtype = check_linear_dtype(dtype)  # .double() may have changed it
+            dtype = check_linear_dtype(autocast_dtype_of(weight))  # .double() may have changed it
 
         ctx.with_quantized_compute = quantized_backward
         ctx.backward_override = override
@@ -602,6 +520,14 @@ class BasicLinear(BasicOperation):
 
     def op_backward(
         self, ctx: OperationContext, grad_output: torch.Tensor
-    ) -> tuple[torch.Tensor | None, Iterable[torch.Tensor | None]]:
+    ) -> tuple[torch.Tensor | None, list[torch.Tensor | None]]:
         grad_input, grad_weight = self.fused_backward(ctx, grad_output)
         return grad_input, [grad_weight]
+
+
+def _collectives(
+    group: torch.distributed.ProcessGroup | None, sequence_parallel: bool
+) -> tuple[Callable[..., torch.Tensor] | None, Callable[..., torch.Tensor]]:
+    """What gathers an operand that is sharded along dimension 0, None if none is, and what reduces partial sums."""
+    gather = functools.partial(gather_along_first_dim, group=group) if sequence_parallel else None
+    return gather, functools.partial(reduce_scatter_along_first_dim if sequence_parallel else all_reduce, group=group)

@@ -57,18 +57,8 @@ class Bias(BasicOperation):
         with torch.no_grad():
             self.bias.zero_()
 
-    def pre_first_fuser_forward(self) -> None:
-        super().pre_first_fuser_forward()
-        if self.bias.device.type == "meta":
-            self.reset_parameters()
-
     def op_forward(
-        self,
-        ctx: OperationContext,
-        input_: Any,
-        *,
-        prev_op_grad_output_quantizer: Any,
-        next_op_input_quantizer: Any,
+        self, ctx: OperationContext, input_: Any, *, prev_op_grad_output_quantizer: Any, next_op_input_quantizer: Any
     ) -> torch.Tensor:
         if ctx.requires_grad:
             ctx.grad_input_quantizer = prev_op_grad_output_quantizer

@@ -26,17 +26,14 @@ def _exchangeable(tensor: Any, process_group: torch.distributed.ProcessGroup | N
     return tensor if get_distributed_world_size(process_group) == 1 else maybe_dequantize(tensor)
 
 
-class _RowCollective(BasicOperation):
-    """Moves rows between the ranks of a group, which must be initialised (`ValueError`)."""
-
-    #: Functions of (tensor, process group): of the input, and of the output's gradient.
+class _Collective(BasicOperation):
+    #: Functions of (tensor, process group): of the input, and of the output's gradient, which else stays as it is.
     move: ClassVar[Callable[..., torch.Tensor]]
-    move_gradient: ClassVar[Callable[..., torch.Tensor]]
+    move_gradient: ClassVar[Callable[..., torch.Tensor] | None] = None
 
     def __init__(self, process_group: torch.distributed.ProcessGroup | None = None) -> None:
         super().__init__()
         self.process_group = process_group
-        torch.distributed.get_world_size(process_group)  # raises without a group
 
     def graph_obstacle(self) -> str:
         return "exchanges tensors with other processes"
@@ -52,7 +49,17 @@ class _RowCollective(BasicOperation):
         return self.move(_exchangeable(input_, self.process_group), self.process_group)
 
     def op_backward(self, ctx: OperationContext, grad_output: Any) -> tuple[torch.Tensor, tuple[()]]:
+        if self.move_gradient is None:
+            return grad_output, ()
         return self.move_gradient(_exchangeable(grad_output, self.process_group), self.process_group), ()
+
+
+class _RowCollective(_Collective):
+    """Moves rows between the ranks of a group, which must be initialised (`ValueError`)."""
+
+    def __init__(self, process_group: torch.distributed.ProcessGroup | None = None) -> None:
+        super().__init__(process_group)
+        torch.distributed.get_world_size(process_group)  # raises without a group
 
 
 class AllGather(_RowCollective):
@@ -70,31 +77,16 @@ class ReduceScatter(_RowCollective):
     move, move_gradient = staticmethod(reduce_scatter_along_first_dim), staticmethod(gather_along_first_dim)
 
 
-class AllReduce(BasicOperation):
+class AllReduce(_Collective):
     """Sum of the input over the ranks of `process_group`, as after a row-parallel linear layer.
 
     The backward pass returns the gradient without communication, as TE's does whatever `reduce_in_backward` says:
     every rank already holds the gradient of the sum. The input keeps its values (TE may reduce in place into it).
     """
 
+    move = staticmethod(all_reduce)
+
     def __init__(
         self, process_group: torch.distributed.ProcessGroup | None = None, reduce_in_backward: bool = True
     ) -> None:
-        super().__init__()
-        self.process_group = process_group
-
-    def graph_obstacle(self) -> str:
-        return "exchanges tensors with other processes"
-
-    def op_forward(
-        self,
-        ctx: OperationContext,
-        input_: Any,
-        *,
-        prev_op_grad_output_quantizer: Any = None,
-        next_op_input_quantizer: Any = None,
-    ) -> torch.Tensor:
-        return all_reduce(_exchangeable(input_, self.process_group), self.process_group)
-
-    def op_backward(self, ctx: OperationContext, grad_output: Any) -> tuple[torch.Tensor, tuple[()]]:
-        return grad_output, ()
+        super().__init__(process_group)

@@ -6,9 +6,7 @@ is a product of its own (TE's "split path"), which gives the same numbers on any
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
-import math
 import operator
 import os
 import warnings
@@ -20,19 +18,15 @@ import torch
 
 from fuser.basic.basic_linear import BasicLinear
 from fuser.basic.linear_parts import (
-    adopt_weight_quantizer,
+    LinearOperation,
     check_linear_dtype,
-    linear_quantizer_roles,
-    quantize_new_weight,
     quantize_operand,
     replace_parameter,
-    set_current_scaling_params,
     split_accumulators,
 )
 from fuser.common import (
     autocast_dtype_of,
     canonicalize_device,
-    canonicalize_dtype,
     get_accumulate_flag_in_param,
     get_dummy_wgrads_for_params,
     get_main_grad_from_param,
@@ -41,12 +35,11 @@ from fuser.common import (
     validate_or_alloc_output,
     view_main_grad_as_grouped_buffer,
 )
-from fuser.gemm import reads_swizzled_scales
 from fuser.op import ExtraTensorOperation, OperationContext
 from fuser.overflow import warn_of_hidden_overflow
 from fuser.quantization.grouped import GroupedTensor
 from fuser.quantization.quantizer import Quantizer
-from fuser.quantization.state import FP8GlobalStateManager, QuantizerRole
+from fuser.quantization.state import FP8GlobalStateManager
 from fuser.recipe import Recipe
 from fuser.tracing import exporting
 from refops.arguments import say_who
@@ -61,7 +54,7 @@ def is_op_fuser_grouped_tensor_path_supported(recipe: Recipe | None, dtype: torc
     return False
 
 
-class GroupedLinear(ExtraTensorOperation):
+class GroupedLinear(LinearOperation, ExtraTensorOperation):
     """`y_i = x_i W_i^T (+ b_i)` for each of `num_groups` runs of rows of one input.
 
     Args:
@@ -116,18 +109,11 @@ class GroupedLinear(ExtraTensorOperation):
         self.single_grouped_weight = _may_be_single("single_grouped_weight", single_grouped_weight)
         self.single_grouped_bias = _may_be_single("single_grouped_bias", single_grouped_bias) and bias
         self.has_bias = bias
-        self._rng_state_tracker_function = rng_state_tracker_function
-        self._accumulate_into_main_grad = accumulate_into_main_grad
         self._delay_wgrad_compute = delay_wgrad_compute
         self._pending_wgrads: deque[Callable[[], None]] = deque()
         self._wgrad_hooks: list[Callable[[], None]] = []
 
-        dtype = check_linear_dtype(canonicalize_dtype(dtype))
-        deferred = device is not None and torch.device(device).type == "meta"
-        device = torch.device("meta") if deferred else canonicalize_device(device)
-        self._with_quantized_weight = FP8GlobalStateManager.with_fp8_parameters()
-        if self._with_quantized_weight:
-            self.reset_recipe_state(recipe=FP8GlobalStateManager.get_fp8_recipe())
+        device, dtype = self._set_up(device, dtype, rng_state_tracker_function, accumulate_into_main_grad)
         weights = torch.empty(num_groups, out_features, in_features, dtype=dtype, device="meta")
         biases = torch.zeros(num_groups, out_features, dtype=dtype, device=device) if bias else None
         named = (("weight", weights, self.single_grouped_weight), ("bias", biases, self.single_grouped_bias))
@@ -138,7 +124,7 @@ class GroupedLinear(ExtraTensorOperation):
         for name, values, single in named:  # behind those of all groups, as in TE
             if single:
                 self.register_parameter(name, torch.nn.Parameter(GroupedTensor.pack(values.unbind())))
-        if not deferred:
+        if device.type != "meta":
             self._materialize(device)
 
     def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
@@ -169,6 +155,9 @@ class GroupedLinear(ExtraTensorOperation):
             return parameter.split_into_quantized_tensors()
         return [None] * self.num_groups if parameter is None else list(parameter.detach().unbind())
 
+    def _group_weights(self) -> list[Any]:
+        return self.weights
+
     @property
     def _weight_parameters(self) -> list[torch.nn.Parameter]:
         return [self.weight] if self.single_grouped_weight else self.weights
@@ -184,45 +173,14 @@ class GroupedLinear(ExtraTensorOperation):
     def graph_obstacle(self) -> str:
         return "reads the sizes of its groups from a tensor"
 
-    def num_quantizers(self, mode: str) -> int:
-        return {"forward": 2 * self.num_groups, "backward": self.num_groups}.get(mode, 0)
-
-    def get_quantizer_roles(self, mode: str) -> list[QuantizerRole] | None:
-        return linear_quantizer_roles(self, mode, self.num_groups)
-
     def get_input_quantizer(self) -> None:
         """None: each group quantizes its own rows."""
 
     def get_grad_output_quantizer(self) -> None:
         """None: each group quantizes its own rows."""
 
-    def _group_quantizers(self) -> list[tuple[Quantizer | None, Quantizer | None, Quantizer | None]]:
-        """`(input, weight, grad_output)` quantizers of each group."""
-        return [
-            (
-                self.get_quantizer("forward", 2 * i),
-                self.get_quantizer("forward", 2 * i + 1),
-                self.get_quantizer("backward", i),
-            )
-            for i in range(self.num_groups)
-        ]
-
-    def reset_recipe_state(self, *, recipe: Recipe | None) -> None:
-        """See `BasicOperation.reset_recipe_state`; sets what a matrix product's operands need on the new quantizers."""
-        super().reset_recipe_state(recipe=recipe)
-        quantizers, weights = self._group_quantizers(), self.weights
-        if recipe is None:
-            return
-        for weight, (input_quantizer, weight_quantizer, grad_output_quantizer) in zip(weights, quantizers, strict=True):
-            for quantizer in (input_quantizer, grad_output_quantizer):
-                quantizer.internal = True
-                quantizer.optimize_for_gemm = weight is not None and reads_swizzled_scales(weight.device)
-            weight_quantizer.internal = not is_quantized_tensor(weight) and not self._with_quantized_weight
-        if recipe.float8_current_scaling():
-            set_current_scaling_params(recipe, *zip(*quantizers, strict=True))
-        for weight, (_, weight_quantizer, _) in zip(weights, quantizers, strict=True):
-            if is_quantized_tensor(weight):
-                adopt_weight_quantizer(weight, weight_quantizer)
+    def _set_up_quantizers(self, recipe: Recipe, weights: list[Any]) -> None:
+        super()._set_up_quantizers(recipe, weights)
         if self.single_grouped_weight and is_quantized_tensor(weights[0]):
             self.weight.set_quantizers([weight._quantizer for weight in weights])
 
@@ -237,14 +195,7 @@ class GroupedLinear(ExtraTensorOperation):
         dtype = self._weight_parameters[0].dtype
         # One buffer for all weights: a grouped product, or an optimizer that works on flat memory, finds them in order
         packed = torch.empty(self.num_groups, self.out_features, self.in_features, dtype=dtype, device=device)
-        tracker = self._rng_state_tracker_function
-        with contextlib.nullcontext() if tracker is None else tracker().fork():
-            for weight in packed:
-                torch.nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
-        weights: list[torch.Tensor] = list(packed)
-        if self._with_quantized_weight:
-            weights = [quantize_new_weight(w, self.get_quantizer("forward", 2 * i + 1)) for i, w in enumerate(weights)]
-        self._replace("weight", self.single_grouped_weight, weights)
+        self._replace("weight", self.single_grouped_weight, self._initialized(packed))
         if self.has_bias:
             zeros = [torch.zeros(self.out_features, dtype=old.dtype, device=device) for old in self.biases]
             self._replace("bias", self.single_grouped_bias, zeros)
@@ -257,12 +208,6 @@ class GroupedLinear(ExtraTensorOperation):
         for i, value in enumerate(values):
             setattr(self, f"{name}{i}", replace_parameter(getattr(self, f"{name}{i}"), value))
 
-    def pre_first_fuser_forward(self) -> None:
-        """Materialise deferred parameters."""
-        super().pre_first_fuser_forward()
-        if any(param.device.type == "meta" for param in self.parameters()):
-            self.reset_parameters()
-
     def pre_fuser_forward(self, *, requires_grad: bool) -> None:
         """Choose the copies to quantize; `RuntimeError` if the groups' parameters don't match each other."""
         super().pre_fuser_forward(requires_grad=requires_grad)
@@ -270,14 +215,6 @@ class GroupedLinear(ExtraTensorOperation):
             _check_alike("weight", self.weights)
         if self.has_bias and not self.single_grouped_bias:
             _check_alike("bias", self.biases)
-        if not FP8GlobalStateManager.is_fp8_enabled():
-            return
-        quantized_backward = FP8GlobalStateManager.get_fp8_recipe().backward_override is None
-        wgrad = requires_grad and self._weight_parameters[0].requires_grad and quantized_backward
-        for input_quantizer, weight_quantizer, grad_output_quantizer in self._group_quantizers():
-            input_quantizer.set_usage(rowwise=True, columnwise=wgrad)
-            weight_quantizer.set_usage(rowwise=True, columnwise=requires_grad)
-            grad_output_quantizer.set_usage(rowwise=True, columnwise=wgrad)
 
     # Compute
 

@@ -1,34 +1,33 @@
-"""Parts of linear ops: operands of their products, checks of their buffers, setup of their quantizers.
-
-`BasicLinear` and `GroupedLinear` are made of these; nothing here keeps state.
-"""
+"""What linear ops share: weights and quantizers, operands of their products, checks of their buffers."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
 from fuser.common import (
     canonicalize_device,
+    canonicalize_dtype,
     devices_match,
     is_quantized_tensor,
     maybe_dequantize,
 )
 from fuser.dispatch import computes_in
-from fuser.distributed import gather_along_first_dim
+from fuser.gemm import reads_swizzled_scales
+from fuser.op import BasicOperation
 from fuser.quantization.quantizer import Quantizer
 from fuser.quantization.quantizers import Float8CurrentScalingQuantizer, Float8Quantizer
-from fuser.quantization.state import QuantizerRole
+from fuser.quantization.state import FP8GlobalStateManager, QuantizerRole
 from fuser.quantization.storage import DIRECTIONS, BufferStorage, Float8TensorStorage
 from fuser.quantization.tensor import QuantizedTensor
 from fuser.recipe import Recipe
 
 PER_TENSOR_QUANTIZERS = (Float8Quantizer, Float8CurrentScalingQuantizer)
-
-# Setup: dtypes, quantizers, parameters
 
 
 def check_linear_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -40,27 +39,99 @@ def check_linear_dtype(dtype: torch.dtype) -> torch.dtype:
     return dtype
 
 
-def linear_quantizer_roles(op: torch.nn.Module, mode: str, num_groups: int = 1) -> list[QuantizerRole] | None:
-    """Roles of a linear op's quantizers: (input, weight) for each group, or grad_output for each group."""
-    tensors = {"forward": ("input", "weight"), "backward": ("grad_output",)}.get(mode)
-    if tensors is None:
-        return None
-    name = getattr(op, "name", None) or ""
-    return [QuantizerRole(module_type="linear", tensor_type=tensor, name=name) for tensor in tensors] * num_groups
+class LinearOperation(BasicOperation):
+    """What `BasicLinear`, a single group, and `GroupedLinear` share: weights, and quantizers of their products."""
 
+    num_groups = 1
 
-def set_current_scaling_params(
-    recipe: Any, inputs: Iterable[Any], weights: Iterable[Any], grad_outputs: Iterable[Any]
-) -> None:
-    """Copy each tensor's `power_2_scale` and `amax_epsilon` from a current-scaling recipe to its quantizers."""
-    for quantizers, params in (
-        (inputs, recipe.fp8_quant_fwd_inp),
-        (weights, recipe.fp8_quant_fwd_weight),
-        (grad_outputs, recipe.fp8_quant_bwd_grad),
-    ):
-        for quantizer in quantizers:
-            quantizer.force_pow_2_scales = params.power_2_scale
-            quantizer.amax_epsilon = params.amax_epsilon
+    def _set_up(
+        self,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+        rng_state_tracker_function: Callable[[], Any] | None,
+        accumulate_into_main_grad: bool,
+    ) -> tuple[torch.device, torch.dtype]:
+        """Keep what the constructors share. Returns where parameters go, in which dtype."""
+        self._rng_state_tracker_function = rng_state_tracker_function
+        self._accumulate_into_main_grad = accumulate_into_main_grad
+        self._with_quantized_weight = FP8GlobalStateManager.with_fp8_parameters()
+        if self._with_quantized_weight:
+            self.reset_recipe_state(recipe=FP8GlobalStateManager.get_fp8_recipe())
+        return canonicalize_device(device), check_linear_dtype(canonicalize_dtype(dtype))
+
+    @property
+    def _weight_parameters(self) -> list[torch.nn.Parameter]:
+        raise NotImplementedError
+
+    def _group_weights(self) -> list[Any]:
+        """The weight of each group; `None`s before they are registered."""
+        raise NotImplementedError
+
+    def _initialized(self, weights: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """New weights of the groups as `torch.nn.Linear` initializes its own, quantized where that was asked for."""
+        weights, tracker = list(weights), self._rng_state_tracker_function
+        with contextlib.nullcontext() if tracker is None else tracker().fork():
+            for weight in weights:
+                torch.nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
+        if not self._with_quantized_weight:
+            return weights
+        return [quantize_new_weight(w, of[1]) for w, of in zip(weights, self._group_quantizers(), strict=True)]
+
+    def num_quantizers(self, mode: str) -> int:
+        return {"forward": 2 * self.num_groups, "backward": self.num_groups}.get(mode, 0)
+
+    def get_quantizer_roles(self, mode: str) -> list[QuantizerRole] | None:
+        """(input, weight) for each group, or grad_output for each group."""
+        tensors = {"forward": ("input", "weight"), "backward": ("grad_output",)}.get(mode)
+        if tensors is None:
+            return None
+        name = getattr(self, "name", None) or ""
+        roles = [QuantizerRole(module_type="linear", tensor_type=tensor, name=name) for tensor in tensors]
+        return roles * self.num_groups
+
+    def _group_quantizers(self) -> list[tuple[Quantizer | None, Quantizer | None, Quantizer | None]]:
+        """`(input, weight, grad_output)` quantizers of each group."""
+        return [
+            (
+                self.get_quantizer("forward", 2 * i),
+                self.get_quantizer("forward", 2 * i + 1),
+                self.get_quantizer("backward", i),
+            )
+            for i in range(self.num_groups)
+        ]
+
+    def reset_recipe_state(self, *, recipe: Recipe | None) -> None:
+        """See `BasicOperation.reset_recipe_state`; sets what a matrix product's operands need on the new quantizers."""
+        super().reset_recipe_state(recipe=recipe)
+        if recipe is not None:
+            self._set_up_quantizers(recipe, self._group_weights())
+
+    def _set_up_quantizers(self, recipe: Recipe, weights: list[Any]) -> None:
+        for weight, quantizers in zip(weights, self._group_quantizers(), strict=True):
+            input_quantizer, weight_quantizer, grad_output_quantizer = quantizers
+            for quantizer in (input_quantizer, grad_output_quantizer):
+                quantizer.internal = True
+                quantizer.optimize_for_gemm = weight is not None and reads_swizzled_scales(weight.device)
+            weight_quantizer.internal = not is_quantized_tensor(weight) and not self._with_quantized_weight
+            if recipe.float8_current_scaling():
+                params = recipe.fp8_quant_fwd_inp, recipe.fp8_quant_fwd_weight, recipe.fp8_quant_bwd_grad
+                for quantizer, of_tensor in zip(quantizers, params, strict=True):
+                    quantizer.force_pow_2_scales = of_tensor.power_2_scale
+                    quantizer.amax_epsilon = of_tensor.amax_epsilon
+            if is_quantized_tensor(weight):
+                adopt_weight_quantizer(weight, weight_quantizer)
+
+    def pre_fuser_forward(self, *, requires_grad: bool) -> None:
+        """Sets quantizer usages before any op of the pipeline runs, since the op before may emit through them."""
+        super().pre_fuser_forward(requires_grad=requires_grad)
+        if not FP8GlobalStateManager.is_fp8_enabled():
+            return
+        quantized_backward = FP8GlobalStateManager.get_fp8_recipe().backward_override is None
+        wgrad = requires_grad and self._weight_parameters[0].requires_grad and quantized_backward
+        for input_quantizer, weight_quantizer, grad_output_quantizer in self._group_quantizers():
+            input_quantizer.set_usage(rowwise=True, columnwise=wgrad)
+            weight_quantizer.set_usage(rowwise=True, columnwise=requires_grad)
+            grad_output_quantizer.set_usage(rowwise=True, columnwise=wgrad)
 
 
 def adopt_weight_quantizer(weight: Any, quantizer: Quantizer) -> None:
@@ -73,11 +144,11 @@ def adopt_weight_quantizer(weight: Any, quantizer: Quantizer) -> None:
     present = weight._quantizer
     if present is None:  # a weight from a file
         weight._quantizer = quantizer.copy()
-    elif isinstance(weight, quantizer.storage_class or ()) and not mean_the_same(present, quantizer):
+    elif isinstance(weight, quantizer.storage_class or ()) and not _mean_the_same(present, quantizer):
         weight.update_quantizer(quantizer.copy())
 
 
-def mean_the_same(one: Quantizer, other: Quantizer) -> bool:
+def _mean_the_same(one: Quantizer, other: Quantizer) -> bool:
     """Whether both give a tensor the same codes, whichever copies they make."""
     same_tensors = all(getattr(one, name, None) is getattr(other, name, None) for name in ("scale", "amax"))
     settings = [quantizer.settings() | dict.fromkeys(DIRECTIONS) for quantizer in (one, other)]
@@ -124,9 +195,6 @@ def split_accumulators(recipe: Recipe | None) -> tuple[dict[str, Any], dict[str,
     return {"use_split_accumulator": fprop}, backward
 
 
-# Steps of the functional forms
-
-
 def compute_dtype(dtype: torch.dtype | None, out: torch.Tensor | None, weight: torch.Tensor | None) -> torch.dtype:
     """`dtype`, else that of `out`, else that of `weight`; checked."""
     source = out if out is not None else weight
@@ -137,9 +205,13 @@ def compute_dtype(dtype: torch.dtype | None, out: torch.Tensor | None, weight: t
     return check_linear_dtype(dtype)
 
 
-def check_buffer(name: str, buffer: torch.Tensor | None, dtype: torch.dtype | None, device: torch.device | str) -> None:
+def check_buffer(
+    name: str, buffer: Any, dtype: torch.dtype | None, device: torch.device | str, *, accumulate: bool
+) -> None:
     """`ValueError` unless the buffer (or `None`) has the dtype, where one is given, and the device of the result."""
     if buffer is None:
+        if accumulate:
+            raise ValueError(f"Attempted to accumulate into {name} tensor without providing {name} tensor")
         return
     if dtype is not None and buffer.dtype != dtype:
         raise ValueError(f"{name.capitalize()} tensor has invalid dtype (expected {dtype}, got {buffer.dtype})")
@@ -147,63 +219,69 @@ def check_buffer(name: str, buffer: torch.Tensor | None, dtype: torch.dtype | No
         raise ValueError(f"{name.capitalize()} tensor has invalid device (expected {device}, got {buffer.device})")
 
 
-def check_out(
-    out: torch.Tensor | None,
-    accumulate: bool,
-    row_parallel: bool,
-    with_quantized_compute: bool,
-    quantizer: Quantizer | None,
+def check_destination(
+    name: str, buffer: Any, *, accumulate: bool, quantized: bool, reduced_by: str | None, quantizer: Quantizer | None
 ) -> None:
-    """`ValueError` unless a forward product can go to, or accumulate into, `out`."""
-    if accumulate and out is None:
-        raise ValueError("Attempted to accumulate into output tensor without providing output tensor")
-    if accumulate and row_parallel:
-        raise ValueError("Accumulating into output tensor is not supported with row tensor parallelism")
-    check_quantized_buffer("output", out, with_quantized_compute, row_parallel, "row", quantizer)
+    """`ValueError` for a buffer that the result of a product can't go to.
 
-
-def check_quantized_buffer(
-    name: str,
-    buffer: torch.Tensor | None,
-    with_quantized_compute: bool,
-    reduced: bool,
-    mode: str,
-    quantizer: Quantizer | None,
-) -> None:
-    """`ValueError` for a quantized buffer with an unquantized result; `reduced`: over ranks, because of `mode`."""
+    `quantized`: whether its operands are; `reduced_by`: the mode of tensor parallelism that reduces it over ranks.
+    """
+    if accumulate and reduced_by:
+        raise ValueError(f"Accumulating into {name} tensor is not supported with {reduced_by} tensor parallelism")
     if not is_quantized_tensor(buffer):
         return
-    if not with_quantized_compute:
-        raise ValueError(f"{name.capitalize()} tensor is quantized, but quantized compute is not enabled")
-    if reduced:
-        raise ValueError(f"{name.capitalize()} tensor is quantized, but {mode} tensor parallelism does not support it")
+    name = name.capitalize()
+    if not quantized:
+        raise ValueError(f"{name} tensor is quantized, but quantized compute is not enabled")
+    if reduced_by:
+        raise ValueError(f"{name} tensor is quantized, but {reduced_by} tensor parallelism does not support it")
     if quantizer is None:
-        raise ValueError(f"{name.capitalize()} tensor is quantized, but quantizer was not provided")
+        raise ValueError(f"{name} tensor is quantized, but quantizer was not provided")
 
 
-def check_gradients(input: torch.Tensor | None, weight: torch.Tensor | None, grad_input: Any, grad_weight: Any) -> None:
-    """`ValueError` for a tensor that the backward products need and don't have (`None`)."""
-    if input is None:
-        raise ValueError("Attempted to compute gradient w.r.t. weight, but did not provide input tensor")
-    if weight is None:
-        raise ValueError("Attempted to compute gradient w.r.t. input, but did not provide weight tensor")
-    if grad_input is None:
-        raise ValueError("Attempted to accumulate into grad input tensor without providing grad input tensor")
-    if grad_weight is None:
-        raise ValueError("Attempted to accumulate into grad weight tensor without providing grad weight tensor")
+def multiply(
+    product: Callable[..., torch.Tensor],
+    left: Any,
+    right: Any,
+    *,
+    dtype: torch.dtype,
+    out: Any,
+    accumulate: bool,
+    beta: float | None,
+    reduce: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    quantizer: Quantizer | None = None,
+    **options: Any,
+) -> torch.Tensor:
+    """`product(left, right)` in `dtype`, in `out` if there is one, with its other options.
+
+    `reduce`: sums it over ranks first. `quantizer`: that of the result, which it gives a quantized `out`; without `out`
+    it must be delayed scaling's. Else the result is in high precision.
+    """
+    options |= {"accumulate": accumulate, "beta": beta if accumulate else None}
+    if reduce is not None:
+        value = reduce(product(left, right, out_dtype=dtype, **options))
+        return value if out is None else out.copy_(value)
+    if quantizer is None or not (isinstance(quantizer, Float8Quantizer) if out is None else is_quantized_tensor(out)):
+        return product(left, right, out_dtype=dtype, out=out, **options)
+    sums = product(left, right, out_dtype=torch.float32, **options)
+    if out is None:
+        quantizer.set_usage(rowwise=True, columnwise=False)
+        return quantizer.quantize(sums, dtype=dtype)
+    quantizer.update_quantized(sums, out)
+    return out
 
 
 def prepare_operand(
     name: str,
     tensor: Any,
-    dtype: torch.dtype,
     quantizer: Quantizer | None,
     *,
+    dtype: torch.dtype,
     quantized: bool,
     rowwise: bool,
     columnwise: bool,
     reads: str | None = None,
-    gather_group: tuple[torch.distributed.ProcessGroup | None] | None = None,
+    gather: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`(operand of the product, this rank's part of it)`; both are the same unless ranks gather the operand.
 
@@ -215,11 +293,11 @@ def prepare_operand(
     """
     if not quantized:
         local = maybe_dequantize(tensor, dtype)
-        return local if gather_group is None else gather_along_first_dim(local, *gather_group), local
+        return local if gather is None else gather(local), local
     if quantizer is None and is_quantized_tensor(tensor) and tensor._quantizer is not None:
         quantizer = tensor._quantizer.copy()
         quantizer.internal = True
-    if gather_group is None:
+    if gather is None:
         operand = quantize_operand(tensor, quantizer, rowwise=rowwise, columnwise=columnwise, reads=reads, name=name)
         return operand, operand
     if quantizer is None:
@@ -228,10 +306,9 @@ def prepare_operand(
         if isinstance(tensor, QuantizedTensor) or not isinstance(tensor, Float8TensorStorage):
             tensor = maybe_dequantize(tensor)  # a caller's scale may be this rank's alone
         local = quantize_operand(tensor, quantizer, rowwise=True, columnwise=False)
-        return gather_per_tensor(local, quantizer, gather_group), local
+        return _gather_per_tensor(local, quantizer, gather), local
     local = maybe_dequantize(tensor)
-    whole = gather_along_first_dim(local, *gather_group)
-    return quantize_operand(whole, quantizer, rowwise=rowwise, columnwise=columnwise), local
+    return quantize_operand(gather(local), quantizer, rowwise=rowwise, columnwise=columnwise), local
 
 
 def quantize_operand(
@@ -267,12 +344,10 @@ def quantize_operand(
     return quantizer(tensor)
 
 
-def gather_per_tensor(
-    local: Any, quantizer: Quantizer, group: tuple[torch.distributed.ProcessGroup | None]
-) -> torch.Tensor:
+def _gather_per_tensor(local: Any, quantizer: Quantizer, gather: Callable[..., torch.Tensor]) -> torch.Tensor:
     """The FP8 codes of all ranks as one tensor, with the scale that they share."""
     buffers = local.buffers
-    codes = gather_along_first_dim(buffers.rowwise_data.view(buffers.shape), *group)
+    codes = gather(buffers.rowwise_data.view(buffers.shape))
     gathered = dataclasses.replace(
         buffers,
         rowwise_data=codes,
@@ -292,29 +367,3 @@ def keep_columnwise(tensor: Any) -> None:
     makes_copies = isinstance(tensor, Float8TensorStorage) or not isinstance(tensor, BufferStorage)
     if makes_copies or tensor.get_usages()["columnwise"]:
         tensor.update_usage(rowwise_usage=False, columnwise_usage=True)
-
-
-def emitting_quantizer(
-    quantizer: Quantizer | None, buffer: torch.Tensor | None, with_quantized_output: bool
-) -> Quantizer | None:
-    """The quantizer of a product's result; `None` for a result in high precision."""
-    if quantizer is None or not with_quantized_output or (buffer is not None and not is_quantized_tensor(buffer)):
-        return None
-    if buffer is None:
-        if not isinstance(quantizer, Float8Quantizer):
-            return None
-        quantizer.set_usage(rowwise=True, columnwise=False)
-    return quantizer
-
-
-def deliver(
-    value: torch.Tensor, buffer: torch.Tensor | None, quantizer: Quantizer | None, dtype: torch.dtype
-) -> torch.Tensor:
-    """A product's quantized float32 sums, or a reduced product, in the caller's buffer if there is one."""
-    if buffer is not None:
-        if quantizer is not None:
-            quantizer.update_quantized(value, buffer)
-        else:
-            buffer.copy_(value)
-        return buffer
-    return value if quantizer is None else quantizer.quantize(value, dtype=dtype)

@@ -93,11 +93,6 @@ class Normalization(BasicOperation):
             with torch.no_grad():
                 parameter.fill_(1.0 if ones else 0.0)
 
-    def pre_first_fuser_forward(self) -> None:
-        super().pre_first_fuser_forward()
-        if any(getattr(self, name).is_meta for name in self.parameter_names):
-            self.reset_parameters()
-
     def op_forward(
         self, ctx: OperationContext, input_: Any, *, prev_op_grad_output_quantizer: Any, next_op_input_quantizer: Any
     ) -> Any:

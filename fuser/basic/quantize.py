@@ -25,12 +25,7 @@ class Quantize(BasicOperation):
         return int(self._quantize_forward if mode == "forward" else self._quantize_backward)
 
     def op_forward(
-        self,
-        ctx: OperationContext,
-        input_: Any,
-        *,
-        prev_op_grad_output_quantizer: Any,
-        next_op_input_quantizer: Any,
+        self, ctx: OperationContext, input_: Any, *, prev_op_grad_output_quantizer: Any, next_op_input_quantizer: Any
     ) -> Any:
         state = FP8GlobalStateManager.quantization_state
         enabled = state.fp8_enabled
