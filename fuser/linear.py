@@ -5,7 +5,7 @@ Behaviour: TE's ops/linear.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -41,45 +41,31 @@ class Linear(FusedOperation):
         rng_state_tracker_function: Callable[[], Any] | None = None,
         accumulate_into_main_grad: bool = False,
     ) -> None:
-        mode, group, size, sequence_parallel, local_in, local_out = BasicLinear._canonicalize_tensor_parallelism(
+        mode, group, size, sequence_parallel, local_in, _ = BasicLinear._canonicalize_tensor_parallelism(
             mode=tensor_parallel_mode,
             process_group=tensor_parallel_group,
             sequence_parallel=sequence_parallel,
             in_features=in_features,
             out_features=out_features,
         )
-        linear_kwargs: dict[str, Any] = {
-            "in_features": in_features,
-            "out_features": out_features,
-            "device": device,
-            "dtype": dtype,
-            "tensor_parallel_mode": mode,
-            "tensor_parallel_group": group,
-            "sequence_parallel": sequence_parallel,
-            "rng_state_tracker_function": rng_state_tracker_function,
-            "accumulate_into_main_grad": accumulate_into_main_grad,
-        }
-        bias_kwargs: dict[str, Any] = {
-            "size": out_features,
-            "device": device,
-            "dtype": dtype,
-            "tensor_parallel": mode is not None,
-            "tensor_parallel_group": group,
-        }
-        if mode == "row":
-            # The reduction is an operation of its own, after the bias.
-            linear_kwargs.update(
-                in_features=local_in,
-                out_features=local_out,
-                tensor_parallel_mode=None,
-                tensor_parallel_group=None,
-                sequence_parallel=False,
-            )
-            bias_kwargs["size"] = out_features * size
-        ops: list[BasicOperation] = [BasicLinear(**linear_kwargs)]
+        by_rows = mode == "row"  # then the reduction is an operation of its own, after the bias
+        linear = BasicLinear(
+            local_in if by_rows else in_features,
+            out_features,
+            device=device,
+            dtype=dtype,
+            tensor_parallel_mode=None if by_rows else mode,
+            tensor_parallel_group=None if by_rows else group,
+            sequence_parallel=sequence_parallel and not by_rows,
+            rng_state_tracker_function=rng_state_tracker_function,
+            accumulate_into_main_grad=accumulate_into_main_grad,
+        )
+        ops: list[BasicOperation] = [linear]
         if bias:
-            ops.append(Bias(**bias_kwargs))
-        if mode == "row":
+            size = out_features * size if by_rows else out_features
+            parallel = mode is not None
+            ops.append(Bias(size, device=device, dtype=dtype, tensor_parallel=parallel, tensor_parallel_group=group))
+        if by_rows:
             ops.append(ReduceScatter(group) if sequence_parallel else AllReduce(group))
 
         super().__init__(ops)
@@ -152,13 +138,7 @@ class Linear(FusedOperation):
         return state_dict
 
     def _load_from_state_dict(
-        self,
-        state_dict: Mapping[str, Any],
-        prefix: str,
-        local_metadata: Mapping[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        *args: Any,
+        self, state_dict: Any, prefix: str, local_metadata: Any, strict: bool, missing_keys: list[str], *args: Any
     ) -> None:
         """The aliases need no values: the basic operations load theirs, and report what they miss."""
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, *args)

@@ -242,33 +242,12 @@ class BasicOperation(_CalledAlone, ChanneledOperation, metaclass=abc.ABCMeta):
         return not (is_own or self.num_extra_inputs or self.num_extra_outputs)
 
     def fuser_forward(
-        self,
-        basic_op_ctxs: list[OperationContext],
-        input_: Any,
-        *,
-        basic_op_extra_inputs: list[tuple[torch.Tensor, ...]],
-        prev_op_grad_output_quantizer: Any,
-        next_op_input_quantizer: Any,
-        basic_op_kwargs: list[dict[str, Any]],
-    ) -> tuple[Any, Iterable[Iterable[torch.Tensor]]]:
-        if self.num_extra_inputs or self.num_extra_outputs:
-            self._check_no_extra_tensors("fuser_forward")
-        output = self.op_forward(
-            basic_op_ctxs[0],
-            input_,
-            prev_op_grad_output_quantizer=prev_op_grad_output_quantizer,
-            next_op_input_quantizer=next_op_input_quantizer,
-            **basic_op_kwargs[0],
-        )
-        return output, [()]
+        self, basic_op_ctxs: Any, input_: Any, *, basic_op_extra_inputs: Any, basic_op_kwargs: Any, **quantizers: Any
+    ) -> Any:
+        self._check_no_extra_tensors("fuser_forward")
+        return self.op_forward(basic_op_ctxs[0], input_, **quantizers, **basic_op_kwargs[0]), [()]
 
-    def fuser_backward(
-        self,
-        basic_op_ctxs: list[OperationContext],
-        grad_output: Any,
-        *,
-        basic_op_grad_extra_outputs: list[tuple[torch.Tensor | None, ...]],
-    ) -> tuple[Any, Iterable[Iterable[torch.Tensor | None]], Iterable[Iterable[torch.Tensor | None]]]:
+    def fuser_backward(self, basic_op_ctxs: Any, grad_output: Any, *, basic_op_grad_extra_outputs: Any) -> Any:
         self._check_no_extra_tensors("fuser_backward")
         grads = self.op_backward(basic_op_ctxs[0], grad_output)
         is_bare = grads is None or isinstance(grads, torch.Tensor | QuantizedTensorStorage)
@@ -362,13 +341,7 @@ class BasicOperation(_CalledAlone, ChanneledOperation, metaclass=abc.ABCMeta):
             )
 
     def _load_from_state_dict(
-        self,
-        state_dict: Mapping[str, Any],
-        prefix: str,
-        local_metadata: Mapping[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        *args: Any,
+        self, state_dict: Any, prefix: str, local_metadata: Any, strict: bool, missing_keys: list[str], *args: Any
     ) -> None:
         """Load the extra state first: quantized parameters need its scales. Without one, scales stay as they are.
 

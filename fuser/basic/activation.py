@@ -226,13 +226,7 @@ class ScaledActivation(ActivationParameters, ExtraTensorOperation):
         self.set_parameters(parameters)
 
     def fuser_forward(
-        self,
-        basic_op_ctxs: Any,
-        input_: torch.Tensor,
-        *,
-        basic_op_extra_inputs: Any,
-        basic_op_kwargs: Any,
-        **quantizers: Any,
+        self, basic_op_ctxs: Any, input_: Any, *, basic_op_extra_inputs: Any, basic_op_kwargs: Any, **unused: Any
     ) -> Any:
         reject_forward_kwargs(self, basic_op_kwargs[0])
         x, scales = self.begin_forward(basic_op_ctxs[0], input_, basic_op_extra_inputs[0][0])
@@ -270,7 +264,7 @@ class ScaledActivation(ActivationParameters, ExtraTensorOperation):
         """The gradients of some rows and of their scales."""
         return dispatch.scaled_activation_grad(self.activation, dy, x, scales, **self.activation_parameters())
 
-    def fuser_backward(self, basic_op_ctxs: Any, grad_output: Any, **unused: Any) -> Any:
+    def fuser_backward(self, basic_op_ctxs: Any, grad_output: Any, *, basic_op_grad_extra_outputs: Any) -> Any:
         ctx: OperationContext = basic_op_ctxs[0]
         x, scales = ctx.saved_tensors
         dx, dscales = self.rows_backward(maybe_dequantize(grad_output, ctx.dtype), x, scales)

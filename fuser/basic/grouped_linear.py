@@ -38,7 +38,6 @@ from fuser.common import (
 from fuser.op import ExtraTensorOperation, OperationContext
 from fuser.overflow import warn_of_hidden_overflow
 from fuser.quantization.grouped import GroupedTensor
-from fuser.quantization.quantizer import Quantizer
 from fuser.quantization.state import FP8GlobalStateManager
 from fuser.recipe import Recipe
 from fuser.tracing import exporting
@@ -219,15 +218,8 @@ class GroupedLinear(LinearOperation, ExtraTensorOperation):
     # Compute
 
     def fuser_forward(
-        self,
-        basic_op_ctxs: list[OperationContext],
-        input_: torch.Tensor,
-        *,
-        basic_op_extra_inputs: list[tuple[torch.Tensor, ...]],
-        prev_op_grad_output_quantizer: Quantizer | None,
-        next_op_input_quantizer: Quantizer | None,
-        basic_op_kwargs: list[dict[str, Any]],
-    ) -> tuple[torch.Tensor, list[tuple[()]]]:
+        self, basic_op_ctxs: Any, input_: Any, *, basic_op_extra_inputs: Any, basic_op_kwargs: Any, **unused: Any
+    ) -> Any:
         (ctx,), (kwargs,), (extra_inputs,) = basic_op_ctxs, basic_op_kwargs, basic_op_extra_inputs
         run = GroupedForward(self, ctx, input_.shape, extra_inputs, kwargs)
         for i, x in enumerate(run.rows_of_groups(maybe_dequantize(input_, run.dtype))):
@@ -235,13 +227,7 @@ class GroupedLinear(LinearOperation, ExtraTensorOperation):
         run.finish()
         return run.output, [()]
 
-    def fuser_backward(
-        self,
-        basic_op_ctxs: list[OperationContext],
-        grad_output: torch.Tensor,
-        *,
-        basic_op_grad_extra_outputs: list[tuple[torch.Tensor | None, ...]],
-    ) -> tuple[torch.Tensor, list[list[torch.Tensor | None]], list[tuple[torch.Tensor | None, ...]]]:
+    def fuser_backward(self, basic_op_ctxs: Any, grad_output: Any, *, basic_op_grad_extra_outputs: Any) -> Any:
         (ctx,) = basic_op_ctxs
         run = GroupedBackward(self, ctx)
         grad_output = maybe_dequantize(grad_output, ctx.dtype)
@@ -253,37 +239,21 @@ class GroupedLinear(LinearOperation, ExtraTensorOperation):
         return run.grad_input, [grads], [grad_extra_inputs]
 
     def _group_backward(
-        self,
-        ctx: OperationContext,
-        i: int,
-        dy: torch.Tensor,
-        x: torch.Tensor | None,
-        w: torch.Tensor | None,
-        destination: dict[str, Any],
-        *,
-        dgrad: bool,
-        wgrad: bool,
-        grad_input: torch.Tensor | None = None,
+        self, ctx: OperationContext, i: int, dy: Any, x: Any, w: Any, **wanted: Any
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Gradients of the input of group `i`, in its buffer if there is one, and of its weight; None if not asked.
-
-        `destination`: of the weight gradient, one of `_main_grads`, or empty.
-        """
+        """Gradients of the input and of the weight of group `i`. `wanted`: which, and where they go."""
         input_quantizer, weight_quantizer, grad_output_quantizer = ctx.quantizers[i]
         return BasicLinear._functional_backward(
             dy,
             x,
             w,
-            input_requires_grad=dgrad,
-            weight_requires_grad=wgrad,
             dtype=ctx.dtype,
-            grad_input=grad_input,
             with_quantized_compute=ctx.with_quantized_compute,
             input_quantizer=input_quantizer,
             weight_quantizer=weight_quantizer,
             grad_output_quantizer=grad_output_quantizer,
             **ctx.split_accumulators,
-            **(destination if wgrad else {}),
+            **wanted,
         )
 
     def _main_grads(self) -> list[dict[str, Any]]:
@@ -323,15 +293,11 @@ class GroupedLinear(LinearOperation, ExtraTensorOperation):
 
     @torch.no_grad()
     def _delayed_wgrads(
-        self,
-        ctx: OperationContext,
-        dys: list[torch.Tensor],
-        xs: list[torch.Tensor],
-        destinations: list[dict[str, Any]],
+        self, ctx: OperationContext, dys: list[Any], xs: list[Any], destinations: list[dict[str, Any]]
     ) -> None:
         groups = enumerate(zip(dys, xs, destinations, strict=True))
         grads = [
-            self._group_backward(ctx, i, dy, x, None, destination, dgrad=False, wgrad=True)[1]
+            self._group_backward(ctx, i, dy, x, None, input_requires_grad=False, **destination)[1]
             for i, (dy, x, destination) in groups
         ]
         if destinations[0]:
@@ -393,14 +359,11 @@ class GroupedForward(_GroupedPass):
     """
 
     def __init__(
-        self,
-        op: GroupedLinear,
-        ctx: OperationContext,
-        shape: torch.Size,
-        extra_inputs: tuple[torch.Tensor, ...],
-        kwargs: dict[str, Any],
+        self, op: GroupedLinear, ctx: OperationContext, shape: torch.Size, extra_inputs: Any, kwargs: dict[str, Any]
     ) -> None:
-        _check_kwargs(kwargs)
+        unknown = sorted(set(kwargs) - {OUTPUT_BUFFER_KEY, GRAD_INPUT_BUFFER_KEY})
+        if unknown:
+            raise TypeError(f"GroupedLinear got unexpected keyword arguments {unknown}")
         rows = shape[:-1].numel()
         if shape[-1:] != (op.in_features,):
             raise ValueError(
@@ -526,16 +489,11 @@ class GroupedBackward(_GroupedPass):
     def multiply(self, i: int) -> torch.Tensor:
         """The input gradient of group `i`; its weight gradient too, unless that waits for `backward_dw`."""
         wgrad = self.ctx.weight_requires_grad and not self._delayed
+        wanted = {"weight_requires_grad": wgrad, "grad_input": self._grad_inputs[i]}
+        if wgrad:
+            wanted |= self._destinations[i]
         dx, self._grad_weights[i] = self.op._group_backward(
-            self.ctx,
-            i,
-            self._operands[i],
-            self.inputs[i],
-            self._weights[i],
-            self._destinations[i],
-            dgrad=True,
-            wgrad=wgrad,
-            grad_input=self._grad_inputs[i],
+            self.ctx, i, self._operands[i], self.inputs[i], self._weights[i], **wanted
         )
         return dx
 
@@ -563,12 +521,6 @@ class GroupedBackward(_GroupedPass):
 def _for_sums(tensor: torch.Tensor) -> torch.Tensor:
     """`tensor` in the dtype in which sums run: float32, or the float64 of `backend("float64")`."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
-
-
-def _check_kwargs(kwargs: dict[str, Any]) -> None:
-    unknown = sorted(set(kwargs) - {OUTPUT_BUFFER_KEY, GRAD_INPUT_BUFFER_KEY})
-    if unknown:
-        raise TypeError(f"GroupedLinear got unexpected keyword arguments {unknown}")
 
 
 #: What the parameters of one kind have in common. Checked at every call: each can be changed at any time.

@@ -20,7 +20,7 @@ from fuser.basic.grouped_linear import (
 )
 from fuser.common import maybe_dequantize, reject_forward_kwargs
 from fuser.fused_pattern import WindowFusion
-from fuser.op import FusedOperation, OperationContext
+from fuser.op import FusedOperation
 from fuser.recipe import Format
 
 
@@ -44,15 +44,8 @@ class GroupedMLP(FusedOperation):
         self._recomputes = getattr(activation, "activation_recompute_in_mlp", False)
 
     def fuser_forward(
-        self,
-        basic_op_ctxs: list[OperationContext],
-        input_: torch.Tensor,
-        *,
-        basic_op_extra_inputs: list[tuple[torch.Tensor, ...]],
-        prev_op_grad_output_quantizer: Any,
-        next_op_input_quantizer: Any,
-        basic_op_kwargs: list[dict[str, Any]],
-    ) -> tuple[torch.Tensor, list[tuple[()]]]:
+        self, basic_op_ctxs: Any, input_: Any, *, basic_op_extra_inputs: Any, basic_op_kwargs: Any, **unused: Any
+    ) -> Any:
         fc1, activation, fc2 = self.basic_ops
         fc1_ctx, activation_ctx, fc2_ctx = basic_op_ctxs
         (fc1_extra, (scales, *_), fc2_extra), (fc1_kwargs, activation_kwargs, fc2_kwargs) = (
