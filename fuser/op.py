@@ -106,9 +106,7 @@ class BasicOperation(_CalledAlone, ChanneledOperation, metaclass=abc.ABCMeta):
                 self._suspended_recipe_state = (self._fp8_metas, self._quantizers)
             self._fp8_metas = self._quantizers = self._recipe_key = None
             return
-        if self._fp8_metas is None and self._suspended_recipe_state is not None:
-            self._fp8_metas, self._quantizers = self._suspended_recipe_state
-        self._suspended_recipe_state = None
+        self._resume_recipe_state()
         self._recipe_key = None  # until all is done: a recipe's function may raise
 
         if self._fp8_metas is None or any(
@@ -126,6 +124,12 @@ class BasicOperation(_CalledAlone, ChanneledOperation, metaclass=abc.ABCMeta):
             for meta in self._fp8_metas.values():
                 if meta:
                     FP8GlobalStateManager.add_fp8_tensors_to_global_buffer(meta, self._keeps_unseen_scales)
+
+    def _resume_recipe_state(self) -> None:
+        """Put back the state that a call without a recipe suspended."""
+        if self._suspended_recipe_state is not None:
+            self._fp8_metas, self._quantizers = self._suspended_recipe_state
+            self._suspended_recipe_state = None
 
     def _made_recipe_state(self, mode: str, recipe: Any) -> tuple[dict[str, Any] | None, list[Any]]:
         """New state of `mode`, and its quantizers."""
@@ -170,26 +174,6 @@ class BasicOperation(_CalledAlone, ChanneledOperation, metaclass=abc.ABCMeta):
         state.roles = self._checked_roles(mode, count)
         self._quantizers[mode] = state.make_quantizers()
         meta["recipe_values"] = values
-
-    def _save_fp8_metas(self) -> dict[str, Any] | None:
-        """Copies of scales and amax histories, for `_load_fp8_metas`."""
-        if self._fp8_metas is None:
-            return None
-        with torch.no_grad():
-            return {
-                mode: {_META_KEYS[mode]: tuple(tensor.clone() for tensor in _delayed_tensors(meta, mode).values())}
-                for mode, meta in self._fp8_metas.items()
-                if meta and _delayed_tensors(meta, mode)
-            }
-
-    def _load_fp8_metas(self, fp8_metas: dict[str, Any] | None) -> None:
-        """Put back what `_save_fp8_metas` copied."""
-        assert (self._fp8_metas is None) == (fp8_metas is None), "Saved and current FP8 state do not match"
-        with torch.no_grad():
-            for mode, saved in (fp8_metas or {}).items():
-                tensors = _delayed_tensors(self._fp8_metas[mode], mode)
-                for tensor, copy in zip(tensors.values(), saved[_META_KEYS[mode]], strict=True):
-                    tensor.copy_(copy)
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies: their amax histories are their own, so they are not registered for amax reduction yet."""
@@ -270,9 +254,7 @@ class BasicOperation(_CalledAlone, ChanneledOperation, metaclass=abc.ABCMeta):
 
     def _kept_fp8_metas(self) -> dict[str, dict[str, Any] | None]:
         """The recipe states, also those that a call without a recipe suspended."""
-        if self._fp8_metas is None and self._suspended_recipe_state is not None:
-            return self._suspended_recipe_state[0]
-        return self._fp8_metas or {}
+        return self._suspended_recipe_state[0] if self._suspended_recipe_state is not None else self._fp8_metas or {}
 
     def _has_first_scales(self) -> bool:
         """Whether no update has set forward scales of delayed scaling: they are 1, and its amax history is empty."""
@@ -319,9 +301,7 @@ class BasicOperation(_CalledAlone, ChanneledOperation, metaclass=abc.ABCMeta):
 
     def _ensure_recipe_state(self, mode: str, saved_recipe: Any) -> None:
         """Make the state of `mode` follow a recipe in JSON; one that does stays: its quantizers may be in use."""
-        if self._fp8_metas is None and self._suspended_recipe_state is not None:
-            self._fp8_metas, self._quantizers = self._suspended_recipe_state
-            self._suspended_recipe_state = None
+        self._resume_recipe_state()
         meta = (self._fp8_metas or {}).get(mode)
         present = meta["recipe"] if meta else None
         is_followed = meta and present.delayed() and meta["recipe_values"] == repr(present)
@@ -411,6 +391,8 @@ class FusedOperation(_CalledAlone):
     `basic_ops`: what it stands for, in order; `ValueError` if empty.
     """
 
+    is_fused_op = True
+
     def __init__(self, basic_ops: Iterable[FusibleOperation]) -> None:
         super().__init__()
         self.basic_ops = torch.nn.ModuleList(basic_ops)
@@ -418,10 +400,6 @@ class FusedOperation(_CalledAlone):
             raise ValueError(
                 "Attempted to construct a fused operation without specifying its corresponding basic operations"
             )
-
-    @property
-    def is_fused_op(self) -> bool:
-        return True
 
     def get_input_quantizer(self) -> Any:
         return self.basic_ops[0].get_input_quantizer()

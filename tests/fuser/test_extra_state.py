@@ -469,8 +469,13 @@ def through_a_file(model):
 
 def scales_of(model):
     """Scales and amax histories of all operations."""
-    metas = [op._save_fp8_metas() or {} for op in model.modules() if hasattr(op, "_save_fp8_metas")]
-    return [tensor for modes in metas for mode in modes.values() for pair in mode.values() for tensor in pair]
+    states = [
+        meta["scaling_fwd" if mode == "forward" else "scaling_bwd"]
+        for op in model.modules()
+        for mode, meta in (getattr(op, "_fp8_metas", None) or {}).items()
+        if meta and meta["recipe"].delayed()
+    ]
+    return [tensor.clone() for state in states for tensor in (state.scale, state.amax_history)]
 
 
 class TestRecipesOfTheUsersOwn:

@@ -395,21 +395,6 @@ class TestRecipeState:
             op(x)
             assert op[0]._fp8_metas["forward"]["scaling_fwd"] is state
 
-    def test_save_and_load_metas(self):
-        op = ops.Quantize(backward=True)
-        assert op._save_fp8_metas() is None
-        op._load_fp8_metas(None)
-        op.reset_recipe_state(recipe=delayed())
-        saved = op._save_fp8_metas()
-        state = op._fp8_metas["backward"]["scaling_bwd"]
-        state.scale.fill_(5.0)
-        state.amax_history.fill_(6.0)
-        op._load_fp8_metas(saved)
-        assert state.scale.item() == 1.0
-        assert state.amax_history.max() == 0.0
-        with pytest.raises(AssertionError):
-            op._load_fp8_metas(None)
-
     def test_registered_inside_autocast_only(self):
         op = ops.Quantize()
         op.reset_recipe_state(recipe=delayed())
