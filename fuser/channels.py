@@ -25,6 +25,7 @@ class ChanneledOperation(FusibleOperation):
     num_extra_inputs: int = 0
     num_extra_outputs: int = 0
     extra_input_names: ClassVar[tuple[str, ...]] = ()
+    is_fused_op = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,10 +34,6 @@ class ChanneledOperation(FusibleOperation):
         self._extra_output_to_caller: list[bool] = [True] * self.num_extra_outputs
         self._extra_tensor_channels_locked = False
 
-    @property
-    def is_fused_op(self) -> bool:
-        return False
-
     def set_extra_input_channel(self, index: int, channel: str | None) -> ChanneledOperation:
         """Take extra input `index` from the extra output that an earlier operation sends to `channel`. Returns self.
 
@@ -44,7 +41,6 @@ class ChanneledOperation(FusibleOperation):
         routing.
         """
         self._check_channel("input", index, len(self._extra_input_channels), channel)
-        self._check_channels_unlocked()
         self._extra_input_channels[index] = channel
         return self
 
@@ -52,10 +48,9 @@ class ChanneledOperation(FusibleOperation):
         self, index: int, channel: str | None, *, output_to_caller: bool = True
     ) -> ChanneledOperation:
         """Send extra output `index` to `channel`, and to the caller if `output_to_caller`. Returns self."""
-        self._check_channel("output", index, len(self._extra_output_channels), channel)
         if not isinstance(output_to_caller, bool):
             raise TypeError(f"output_to_caller must be a bool (got {shown(output_to_caller)})")
-        self._check_channels_unlocked()
+        self._check_channel("output", index, len(self._extra_output_channels), channel)
         self._extra_output_channels[index] = channel
         self._extra_output_to_caller[index] = output_to_caller or channel is None
         return self
@@ -68,8 +63,6 @@ class ChanneledOperation(FusibleOperation):
             )
         if channel is not None and not (isinstance(channel, str) and channel):
             raise ValueError(f"Extra tensor channel must be None or a non-empty string (got {shown(channel)})")
-
-    def _check_channels_unlocked(self) -> None:
         if self._extra_tensor_channels_locked:
             raise RuntimeError(
                 f"Can't change extra tensor channels of {self.__class__.__name__}: "
@@ -96,12 +89,20 @@ def check_extra_inputs(wanted: Iterable[tuple[ChanneledOperation, int]], given: 
 
 @dataclass
 class Routes:
-    """Where each basic operation's extra tensors come from and go to. Slots are counted per basic operation."""
+    """Where each basic operation's extra tensors come from and go to. Slots are counted per basic operation.
 
-    input_sources: list[list[Slot | None]]  # producer of each extra input; None: the caller
-    output_consumers: list[list[list[int]]]  # operations that take each extra output
-    external_inputs: list[Slot]
+    Attributes:
+        input_sources: producer of each extra input; None: the caller.
+        public_outputs: the extra outputs that the caller gets, in order.
+        external_inputs: the extra inputs that the caller gives, in order.
+    """
+
+    input_sources: list[list[Slot | None]]
     public_outputs: list[Slot]
+
+    def __post_init__(self) -> None:
+        sources = enumerate(self.input_sources)
+        self.external_inputs = [(i, slot) for i, row in sources for slot, source in enumerate(row) if source is None]
 
     @classmethod
     def of(cls, basic_ops: Sequence[ChanneledOperation]) -> Routes:
@@ -117,7 +118,6 @@ class Routes:
                     )
                 producers[channel] = (i, slot)
         sources: list[list[Slot | None]] = []
-        consumers: list[list[list[int]]] = [[[] for _ in op._extra_output_channels] for op in basic_ops]
         for i, op in enumerate(basic_ops):
             sources.append([])
             for channel in op._extra_input_channels:
@@ -127,15 +127,13 @@ class Routes:
                 if source is not None and source[0] >= i:
                     raise ValueError(f"Extra tensor channel {channel!r} (consumed by op {i}) has no earlier producer")
                 sources[i].append(source)
-                if source is not None:
-                    consumers[source[0]][source[1]].append(i)
         public = [
             (i, slot)
             for i, op in enumerate(basic_ops)
             for slot, to_caller in enumerate(op._extra_output_to_caller)
             if to_caller
         ]
-        return cls(sources, consumers, _without_source(sources), public)
+        return cls(sources, public)
 
     def part(self, start: int, stop: int) -> Routes:
         """The routes of operations `start` to `stop` alone: tensors that cross the border go through the caller."""
@@ -143,23 +141,16 @@ class Routes:
             [None if source is None or source[0] < start else (source[0] - start, source[1]) for source in row]
             for row in self.input_sources[start:stop]
         ]
-        consumers = [
-            [[i - start for i in group if i < stop] for group in row] for row in self.output_consumers[start:stop]
-        ]
-        public = [
-            (i - start, slot)
-            for i in range(start, stop)
-            for slot, group in enumerate(self.output_consumers[i])
-            if (i, slot) in self.public_outputs or any(consumer >= stop for consumer in group)
-        ]
-        return Routes(sources, consumers, _without_source(sources), public)
+        needed_later = {source for row in self.input_sources[stop:] for source in row if source is not None}
+        public = sorted(slot for slot in needed_later.union(self.public_outputs) if start <= slot[0] < stop)
+        return Routes(sources, [(i - start, slot) for i, slot in public])
+
+    def consumers(self, output: Slot) -> list[int]:
+        """The operations that take an extra output."""
+        return [i for i, row in enumerate(self.input_sources) if output in row]
 
     def place_external_inputs(self, extra_inputs: Sequence[Any]) -> list[list[Any]]:
         placed: list[list[Any]] = [[None] * len(row) for row in self.input_sources]
         for (i, slot), tensor in zip(self.external_inputs, extra_inputs, strict=True):
             placed[i][slot] = tensor
         return placed
-
-
-def _without_source(sources: list[list[Slot | None]]) -> list[Slot]:
-    return [(i, slot) for i, row in enumerate(sources) for slot, source in enumerate(row) if source is None]

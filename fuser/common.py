@@ -104,9 +104,7 @@ def maybe_autocast_dtype(*, device_type: str = "cuda", default_dtype: torch.dtyp
 
 def autocast_dtype_of(tensor: Any) -> torch.dtype:
     """The dtype of `torch.autocast` where it is on for the tensor's device, else that of the tensor."""
-    if not in_autocast(tensor):
-        return tensor.dtype
-    return maybe_autocast_dtype(device_type=tensor.device.type, default_dtype=tensor.dtype)
+    return torch.get_autocast_dtype(tensor.device.type) if in_autocast(tensor) else tensor.dtype
 
 
 def get_fused_normalization_quantizer(quantizer: Any) -> Any:

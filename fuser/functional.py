@@ -74,12 +74,6 @@ def _require_activation(name):
         require_name(name, "name", ACTIVATIONS)
 
 
-def _check_forward(name, x):
-    _require_activation(name)
-    _require_input(x, "input")
-    _output_shape(name, x, "input")
-
-
 def _check_backward(name, grad, x, *, same_dtype=True):
     """Check a gradient of an activation's output; TE wants its elements in the input's order, not its very shape."""
     _require_activation(name)
@@ -146,7 +140,9 @@ def activation(name: str, input: torch.Tensor, quantizer: Quantizer | None = Non
         repeated = dispatch.repeated("activation", input, (name, input), {"out_dtype": None, **params})
         if repeated is not None:
             return repeated
-    _check_forward(name, input)
+    _require_activation(name)
+    _require_input(input, "input")
+    _output_shape(name, input, "input")
     if quantizer is None:
         return dispatch.activation(name, input, **params)
     if not _fusable(quantizer):

@@ -214,8 +214,6 @@ def native_obstacle(a, b, *, layout="TN"):
         return "an operand is on a CPU"
     if dispatch.current_backend() == "reference":
         return "backend('reference') is selected"
-    if not hasattr(torch, "_scaled_mm"):
-        return "this torch has no _scaled_mm"
     return _format_obstacle(a, b, torch.cuda.get_device_capability(a.device)) or _size_obstacle(a, b, layout)
 
 
@@ -455,13 +453,10 @@ def _card_product(card, a, b, layout, dtype, bias, alpha, split):
         a = _matrix(a, "a", layout[0] == "N").to(b.dtype)
     elif isinstance(b, Buffers) and not quantized:
         b = _matrix(b, "b", layout[1] == "T").to(a.dtype)
-    if not quantized and torch.is_grad_enabled() and any(map(_requires_grad, (a, b, bias))):
+    given = [tensor for tensor in (a, b, bias) if tensor is not None]
+    if not quantized and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given):
         return _CardProduct.apply(a, b, bias, card, layout, dtype, alpha, split)
     return _sums_of_card(card, a, b, layout, dtype, bias, alpha, split)
-
-
-def _requires_grad(tensor):
-    return tensor is not None and tensor.requires_grad
 
 
 def _sums_of_card(card, a, b, layout, dtype, bias, alpha, split):

@@ -138,27 +138,22 @@ def run_forward(
                 for slot, source in enumerate(routes.input_sources[i]):
                     if source is not None and source[0] < first:
                         all_extra_inputs[i][slot] = writable(all_extra_outputs[source[0]][source[1]], basic_ops[i])
-        prev_quantizer = grad_quantizers[first - 1] if first > 0 and quantizes_gradients else None
-        next_quantizer = input_quantizers[stop] if stop < count else None
+        quantizers = {
+            "prev_op_grad_output_quantizer": grad_quantizers[first - 1] if first > 0 and quantizes_gradients else None,
+            "next_op_input_quantizer": input_quantizers[stop] if stop < count else None,
+        }
         step_input = x
         is_alone = alone[first] and op is basic_ops[first]
         try:
             if is_alone:
-                x = op.op_forward(
-                    contexts[first],
-                    x,
-                    prev_op_grad_output_quantizer=prev_quantizer,
-                    next_op_input_quantizer=next_quantizer,
-                    **basic_op_kwargs[first],
-                )
+                x = op.op_forward(contexts[first], x, **quantizers, **basic_op_kwargs[first])
             else:
                 result = op.fuser_forward(
                     contexts[first:stop],
                     x,
                     basic_op_extra_inputs=all_extra_inputs[first:stop],
-                    prev_op_grad_output_quantizer=prev_quantizer,
-                    next_op_input_quantizer=next_quantizer,
                     basic_op_kwargs=basic_op_kwargs[first:stop],
+                    **quantizers,
                 )
         except Exception as error:
             _say_where(error, "forward", op, first + fuser._start)
@@ -176,9 +171,8 @@ def run_forward(
                     outputs[:] = [requiring_grad(y, (input_, *unmarked)) for y in outputs]
                 all_extra_outputs[i] = outputs
         for observer in forward_observers:
-            step_contexts = contexts[first:stop]
             if not rehearsing():
-                observer(fuser, ForwardStep(op, indices, step_contexts, step_input, x, prev_quantizer, next_quantizer))
+                observer(fuser, ForwardStep(op, indices, contexts[first:stop], step_input, x, **quantizers))
         if func_ctx is None:
             for context in contexts[first:stop]:
                 context.to_save = None  # there is no backward to keep it for
@@ -277,7 +271,7 @@ def _check_extra_outputs(fuser: Any, op: FusibleOperation, indices: list[int], e
                 raise _wrong_output(op, f"extra output {slot} of op {i}", output)
             if (i, slot) in fuser._routes.public_outputs:
                 raise RuntimeError(f"Extra output {slot} of op {i} is public, but {name} returned None")
-            if any(consumer not in indices for consumer in fuser._routes.output_consumers[i][slot]):
+            if not set(fuser._routes.consumers((i, slot))).issubset(indices):
                 raise RuntimeError(
                     f"Extra output {slot} of op {i} is required by an operation outside its forward fusion, "
                     f"but {name} returned None"

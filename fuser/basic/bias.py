@@ -8,7 +8,6 @@ from fuser import functional
 from fuser.common import autocast_dtype_of, canonicalize_device, canonicalize_dtype, maybe_dequantize
 from fuser.op import BasicOperation, OperationContext
 from fuser.overflow import warn_of_hidden_overflow
-from fuser.quantization.state import FP8GlobalStateManager
 
 
 class Bias(BasicOperation):
@@ -30,10 +29,9 @@ class Bias(BasicOperation):
         tensor_parallel_group: torch.distributed.ProcessGroup | None = None,
     ) -> None:
         super().__init__()
-        group_size = torch.distributed.get_world_size(tensor_parallel_group) if tensor_parallel else 1
-        self.tensor_parallel = tensor_parallel and group_size > 1
+        self.tensor_parallel_size = torch.distributed.get_world_size(tensor_parallel_group) if tensor_parallel else 1
+        self.tensor_parallel = self.tensor_parallel_size > 1
         self.tensor_parallel_group = tensor_parallel_group if self.tensor_parallel else None
-        self.tensor_parallel_size = group_size if self.tensor_parallel else 1
         if size % self.tensor_parallel_size != 0:
             raise ValueError(
                 "Invalid configuration for tensor parallelism: "
@@ -42,10 +40,7 @@ class Bias(BasicOperation):
         self.local_size = size // self.tensor_parallel_size
 
         device = canonicalize_device(device)
-        self.bias: torch.nn.Parameter
-        self.register_parameter(
-            "bias", torch.nn.Parameter(torch.empty(self.local_size, device=device, dtype=canonicalize_dtype(dtype)))
-        )
+        self.bias = torch.nn.Parameter(torch.empty(self.local_size, device=device, dtype=canonicalize_dtype(dtype)))
         if device.type != "meta":
             self.reset_parameters()
 
@@ -62,15 +57,10 @@ class Bias(BasicOperation):
     ) -> torch.Tensor:
         if ctx.requires_grad:
             ctx.grad_input_quantizer = prev_op_grad_output_quantizer
-            if prev_op_grad_output_quantizer is not None and FP8GlobalStateManager.is_fp8_enabled():
-                recipe = FP8GlobalStateManager.get_fp8_recipe()
-                if recipe.backward_override is not None:
-                    ctx.grad_input_quantizer = None
         x = maybe_dequantize(input_)
         bias: torch.Tensor = self.bias
-        if x.dtype is not bias.dtype:
-            cast = x.dtype is autocast_dtype_of(bias)
-            bias = bias.to(x.dtype) if cast else bias
+        if x.dtype is not bias.dtype and x.dtype is autocast_dtype_of(bias):
+            bias = bias.to(x.dtype)
         return x + bias
 
     def op_backward(self, ctx: OperationContext, grad_output: Any) -> tuple[Any, tuple[torch.Tensor]]:

@@ -430,7 +430,7 @@ class TestChannels:
         fuser_ = OperationFuser([ops.ConstantScale(2.0), make, ops.ConstantScale(3.0), add])
         assert fuser_.num_extra_inputs == 0
         assert fuser_._basic_op_extra_input_sources == [[], [], [], [(1, 0)]]
-        assert fuser_._routes.output_consumers == [[], [[3]], [], []]
+        assert fuser_._routes.consumers((1, 0)) == [3]
         assert fuser_._routes.public_outputs == ([(1, 0)] if to_caller else [])
         x = torch.randn(3, 4, requires_grad=True)
         result = fuser_(x)
@@ -468,7 +468,7 @@ class TestChannels:
         make = ops.MakeExtraOutput().set_extra_output_channel(0, "a", output_to_caller=False)
         adds = [ops.AddExtraInput().set_extra_input_channel(0, "a") for _ in range(3)]
         fuser_ = OperationFuser([make, *adds])
-        assert fuser_._routes.output_consumers[0] == [[1, 2, 3]]
+        assert fuser_._routes.consumers((0, 0)) == [1, 2, 3]
         x = torch.randn(3, requires_grad=True)
         y = fuser_(x)
         y.sum().backward()
