@@ -9,17 +9,15 @@ from fuser.basic.collectives import AllGather, AllReduce, ReduceScatter
 from fuser.basic.dropout import Dropout
 from fuser.basic.grouped_linear import GroupedLinear, is_op_fuser_grouped_tensor_path_supported
 from fuser.basic.l2_normalization import L2Normalization
-from fuser.basic.layer_norm import LayerNorm
+from fuser.basic.normalization import LayerNorm, RMSNorm
 from fuser.basic.quantize import Quantize
 from fuser.basic.residual import AddExtraInput, MakeExtraOutput
-from fuser.basic.rms_norm import RMSNorm
 from fuser.basic.structural import ConstantScale, Identity, Reshape
 from fuser.common import publish
 
 #: Name -> class of every activation, plain and with a scale for each row: see `refops.activations`.
 _ACTIVATIONS = {**PLAIN, **INTERLEAVED, **SCALED}
-for _classes in (PLAIN, INTERLEAVED, SCALED):
-    publish(_classes, globals())
+publish(_ACTIVATIONS, globals())
 
 if TYPE_CHECKING:  # the classes of `_ACTIVATIONS`
 

@@ -1,4 +1,4 @@
-"""What LayerNorm and RMSNorm share: parameters, checks, and their arithmetic over the rows of a matrix.
+"""Layer normalization and root mean square normalization, over the rows of a matrix.
 
 Statistics and products are float32 (float64 for float64 tensors) whatever the dtype; results are rounded once.
 Sources: TE behaviour, `ops/basic/layer_norm.py`, `ops/basic/rms_norm.py`, `csrc/extensions/normalization.cpp`.
@@ -26,6 +26,9 @@ from fuser.tracing import rehearsing
 
 #: Elements that one step works on, on a CPU: float32 temporaries of this size stay in its cache.
 STEP = 1 << 20
+
+#: The steps of RMSNorm in one call, on a CPU: (y, rstd). A private function of torch, which older ones lack.
+_fused_on_cpu = getattr(torch, "_fused_rms_norm", None)
 
 _MARGIN_VARIABLES = {
     "forward": "NVTE_FWD_LAYERNORM_SM_MARGIN",
@@ -146,6 +149,82 @@ class Normalization(BasicOperation):
         """Parameters rounded to `dtype`, then flat and wide, the weight with its 1 if zero-centred."""
         weight, *rest = (flat_parameter(parameter.detach(), dtype) for parameter in parameters)
         return [weight + 1 if self.zero_centered_gamma else weight, *rest]
+
+
+class LayerNorm(Normalization):
+    """y = (x - mean) / sqrt(variance + eps) * weight + bias over the trailing dimensions, with the biased variance.
+
+    See `Normalization` for arguments, dtypes, quantized outputs and errors. Kept for backward: x in the compute dtype,
+    mean and 1 / sqrt(variance + eps) of every row in float32.
+    """
+
+    parameter_names = ("weight", "bias")
+
+    def normalize(self, x: Any, parameters: Any, out_dtype: Any) -> Any:
+        # On a CPU torch's kernel takes 16-bit rows with float32 parameters: float32 statistics, one rounding. Elsewhere
+        # it wants one dtype for all.
+        source = x if x.device.type == "cpu" and out_dtype == x.dtype else x.to(wide(x.dtype))
+        y, mean, rstd = torch.native_layer_norm(source, x.shape[1:], parameters[0], parameters[1], self.eps)
+        return y.to(out_dtype), mean, rstd
+
+    def normalize_grad(self, dy: Any, x: Any, statistics: Any, parameters: Any) -> Any:
+        dx = torch.empty_like(x)
+        weight_grad, bias_grad = (torch.zeros_like(parameter) for parameter in parameters)
+        for rows in steps(x):
+            # In float32: given 16-bit rows, torch's kernel sums the parameters' gradients in 16 bits.
+            step_dx, step_dw, step_db = torch.ops.aten.native_layer_norm_backward(
+                dy[rows].to(wide(x.dtype)),
+                x[rows].to(wide(x.dtype)),
+                x.shape[1:],
+                *(statistic[rows] for statistic in statistics),
+                *parameters,
+                [True, True, True],
+            )
+            dx[rows] = step_dx
+            weight_grad += step_dw
+            bias_grad += step_db
+        return dx, weight_grad, bias_grad
+
+
+class RMSNorm(Normalization):
+    """y = x / sqrt(mean(x^2) + eps) * weight over the trailing dimensions.
+
+    See `Normalization` for arguments, dtypes, quantized outputs and errors. Kept for backward: x in the compute dtype
+    and 1 / sqrt(mean(x^2) + eps) of every row in float32.
+    """
+
+    parameter_names = ("weight",)
+
+    def normalize(self, x: Any, parameters: Any, out_dtype: Any) -> Any:
+        (weight,) = parameters
+        if x.dtype is out_dtype is wide(x.dtype) and x.numel() <= STEP:
+            if _fused_on_cpu is not None and x.is_cpu:
+                return _fused_on_cpu(x, x.shape[1:], weight, self.eps)
+            # what mean() computes, with less to dispatch
+            rstd = x.square().sum(-1, keepdim=True).div_(x.shape[-1]).add_(self.eps).rsqrt_()
+            return (x * rstd).mul_(weight), rstd
+        y = torch.empty_like(x, dtype=out_dtype)
+        rstd = x.new_empty((len(x), 1), dtype=wide(x.dtype))
+        for rows in steps(x):
+            step = x[rows].to(wide(x.dtype))
+            torch.rsqrt(step.square().mean(-1, keepdim=True).add_(self.eps), out=rstd[rows])
+            y[rows] = (step * rstd[rows]).mul_(weight)
+        return y, rstd
+
+    def normalize_grad(self, dy: Any, x: Any, statistics: Any, parameters: Any, *, extra_gradient: Any = None) -> Any:
+        """As for every normalization; `extra_gradient`, shaped like the input, is added before dx is rounded."""
+        extra = None if extra_gradient is None else maybe_dequantize(extra_gradient).view(x.shape)
+        (rstd,), (weight,) = statistics, parameters
+        dx, weight_grad = torch.empty_like(x), torch.zeros_like(weight)
+        for rows in steps(x):
+            normalized = x[rows].to(wide(x.dtype)) * rstd[rows]
+            step_dy = dy[rows].to(wide(x.dtype))
+            product = step_dy * normalized
+            weight_grad += product.sum(0)
+            slope = product.mul_(weight).mean(-1, keepdim=True)  # of the row's length
+            step_dx = (step_dy * weight).addcmul_(normalized, slope, value=-1).mul_(rstd[rows])
+            dx[rows] = step_dx if extra is None else step_dx.add_(extra[rows])
+        return dx, weight_grad
 
 
 @functools.lru_cache(maxsize=64)

@@ -27,10 +27,10 @@ class BackwardActivationBias(FusedOperation):
         RuntimeError: in backward, if there is no quantizer for the input's gradient.
     """
 
-    def __init__(self, *, bias: Bias, activation: _ActivationOperation) -> None:
+    def __init__(self, bias: Bias, activation: _ActivationOperation) -> None:
         super().__init__((bias, activation))
 
-    def fuser_backward(self, basic_op_ctxs, grad_output, *, basic_op_grad_extra_outputs):
+    def fuser_backward(self, basic_op_ctxs: Any, grad_output: Any, *, basic_op_grad_extra_outputs: Any) -> Any:
         activation = self.basic_ops[1]
         bias_ctx, activation_ctx = basic_op_ctxs
         quantizer = bias_ctx.grad_input_quantizer
@@ -64,6 +64,5 @@ BackwardActivationBias.fuse_backward_ops = WindowFusion(
     BackwardActivationBias,
     patterns=[(FusibleOperation, Bias, _ActivationOperation)],
     objection=_objection,
-    build=lambda bias, activation: BackwardActivationBias(bias=bias, activation=activation),
     keep=1,
 )

@@ -2,8 +2,8 @@
 
 from typing import Any
 
+from fuser.basic.normalization import RMSNorm
 from fuser.basic.residual import MakeExtraOutput
-from fuser.basic.rms_norm import RMSNorm
 from fuser.fused_pattern import WindowFusion
 from fuser.op import FusedOperation
 
@@ -18,10 +18,10 @@ class BackwardAddRMSNorm(FusedOperation):
         rmsnorm: what follows it.
     """
 
-    def __init__(self, *, add: MakeExtraOutput, rmsnorm: RMSNorm) -> None:
+    def __init__(self, add: MakeExtraOutput, rmsnorm: RMSNorm) -> None:
         super().__init__((add, rmsnorm))
 
-    def fuser_backward(self, basic_op_ctxs, grad_output, *, basic_op_grad_extra_outputs):
+    def fuser_backward(self, basic_op_ctxs: Any, grad_output: Any, *, basic_op_grad_extra_outputs: Any) -> Any:
         (extra_gradient,) = basic_op_grad_extra_outputs[0]
         dx, gradients = self.basic_ops[1].op_backward(basic_op_ctxs[1], grad_output, extra_gradient=extra_gradient)
         return dx, [(), gradients], [(), ()]
@@ -34,8 +34,5 @@ def _objection(add: MakeExtraOutput, rmsnorm: RMSNorm, *, recipe: Any) -> str | 
 
 
 BackwardAddRMSNorm.fuse_backward_ops = WindowFusion(
-    BackwardAddRMSNorm,
-    patterns=[(MakeExtraOutput, RMSNorm)],
-    objection=_objection,
-    build=lambda add, rmsnorm: BackwardAddRMSNorm(add=add, rmsnorm=rmsnorm),
+    BackwardAddRMSNorm, patterns=[(MakeExtraOutput, RMSNorm)], objection=_objection
 )

@@ -39,7 +39,7 @@ class GroupedMLP(FusedOperation):
         RuntimeError: at forward, if the linears split their rows differently.
     """
 
-    def __init__(self, *, fc1: GroupedLinear, activation: ScaledActivation, fc2: GroupedLinear) -> None:
+    def __init__(self, fc1: GroupedLinear, activation: ScaledActivation, fc2: GroupedLinear) -> None:
         super().__init__((fc1, activation, fc2))
         self._recomputes = getattr(activation, "activation_recompute_in_mlp", False)
 
@@ -48,10 +48,8 @@ class GroupedMLP(FusedOperation):
     ) -> Any:
         fc1, activation, fc2 = self.basic_ops
         fc1_ctx, activation_ctx, fc2_ctx = basic_op_ctxs
-        (fc1_extra, (scales, *_), fc2_extra), (fc1_kwargs, activation_kwargs, fc2_kwargs) = (
-            basic_op_extra_inputs,
-            basic_op_kwargs,
-        )
+        fc1_extra, (scales, *_), fc2_extra = basic_op_extra_inputs
+        fc1_kwargs, activation_kwargs, fc2_kwargs = basic_op_kwargs
         reject_forward_kwargs(activation, activation_kwargs)
         for name, kwargs, number, other in (
             (OUTPUT_BUFFER_KEY, fc1_kwargs, "first", "last"),
@@ -84,7 +82,7 @@ class GroupedMLP(FusedOperation):
         second.finish()
         return second.output, [(), (), ()]
 
-    def fuser_backward(self, basic_op_ctxs, grad_output, *, basic_op_grad_extra_outputs):
+    def fuser_backward(self, basic_op_ctxs: Any, grad_output: Any, *, basic_op_grad_extra_outputs: Any) -> Any:
         fc1, activation, fc2 = self.basic_ops
         fc1_ctx, activation_ctx, fc2_ctx = basic_op_ctxs
         first, second = GroupedBackward(fc1, fc1_ctx), GroupedBackward(fc2, fc2_ctx)
@@ -145,10 +143,7 @@ def _shape_objection(fc1, activation, fc2):
 
 
 GroupedMLP.fuse_forward_backward_ops = WindowFusion(
-    GroupedMLP,
-    patterns=[(GroupedLinear, ScaledActivation, GroupedLinear)],
-    objection=_objection,
-    build=lambda fc1, activation, fc2: GroupedMLP(fc1=fc1, activation=activation, fc2=fc2),
+    GroupedMLP, patterns=[(GroupedLinear, ScaledActivation, GroupedLinear)], objection=_objection
 )
 
 #: TE's names, one for gated activations and one for the others.

@@ -16,10 +16,9 @@ from one_rounding import (
 from fuser import functional
 from fuser.basic import normalization
 from fuser.basic.l2_normalization import L2Normalization
-from fuser.basic.layer_norm import LayerNorm
+from fuser.basic.normalization import LayerNorm, RMSNorm
 from fuser.basic.quantize import Quantize
 from fuser.basic.residual import MakeExtraOutput
-from fuser.basic.rms_norm import RMSNorm
 from fuser.common import get_fused_normalization_quantizer
 from fuser.dispatch import backend
 from fuser.explanation import explain
@@ -423,6 +422,6 @@ def test_parameters_kept_for_backward_cost_no_memory(name):
 def test_one_call_of_torch_has_the_bits_of_its_steps(monkeypatch, scale, dtype):
     x, weight = torch.randn(5, 1000, dtype=dtype) * scale, torch.randn(1000, dtype=dtype)
     made = RMSNorm(1000).normalize(x, (weight,), dtype)
-    monkeypatch.setattr("fuser.basic.rms_norm._fused_on_cpu", None)
+    monkeypatch.setattr("fuser.basic.normalization._fused_on_cpu", None)
     for one, other in zip(made, RMSNorm(1000).normalize(x, (weight,), dtype), strict=True):
         assert one.dtype is other.dtype and torch.equal(one.view(torch.uint8), other.view(torch.uint8))
