@@ -30,15 +30,12 @@ from fuser.basic.linear_parts import (
     check_buffer,
     check_destination,
     check_linear_dtype,
-    compute_dtype,
     keep_columnwise,
     multiply,
     prepare_operand,
     replace_parameter,
-    split_accumulators,
 )
 from fuser.common import (
-    autocast_dtype_of,
     canonicalize_device,
     canonicalize_dtype,
     get_accumulate_flag_in_param,
@@ -57,8 +54,6 @@ from fuser.op import OperationContext
 from fuser.overflow import warn_of_hidden_overflow
 from fuser.quantization.quantizer import Quantizer
 from fuser.quantization.quantizers import Float8CurrentScalingQuantizer
-from fuser.quantization.state import FP8GlobalStateManager
-from fuser.recipe import Recipe
 from refops.arguments import shown
 
 
@@ -167,7 +162,7 @@ class BasicLinear(LinearOperation):
     def _gathers(self, mode: str) -> bool:
         return self.sequence_parallel and self.tensor_parallel_mode == mode
 
-    def _set_up_quantizers(self, recipe: Recipe, weights: list[Any]) -> None:
+    def _set_up_quantizers(self, recipe: Any, weights: list[Any]) -> None:
         super()._set_up_quantizers(recipe, weights)
         for mode, direction in (("column", "forward"), ("row", "backward")):
             if not self._gathers(mode):
@@ -244,7 +239,12 @@ class BasicLinear(LinearOperation):
         Returns:
             `(y, input for wgrad or None, weight for dgrad or None)`.
         """
-        dtype = compute_dtype(dtype, out, weight)
+        if dtype is None:
+            source = weight if out is None else out
+            if source is None:
+                raise ValueError("Could not infer dtype from weight nor out")
+            dtype = source.dtype
+        dtype = check_linear_dtype(dtype)
         reduced_by = "row" if tensor_parallel_mode == "row" else None
         gather, reduce = _collectives(tensor_parallel_group, sequence_parallel)
         gather = gather if tensor_parallel_mode == "column" else None
@@ -422,58 +422,37 @@ class BasicLinear(LinearOperation):
                 f"Input tensor (shape={tuple(input_.size())}) and weight tensor (shape={tuple(weight.shape)}) "
                 "are not compatible: the input's last dimension must be in_features"
             )
-        quantized = FP8GlobalStateManager.is_fp8_enabled()
-        recipe = FP8GlobalStateManager.get_fp8_recipe() if quantized else None
-        override = None if recipe is None else recipe.backward_override
-        quantized_backward = quantized and override is None
-        if dtype is None:
-            dtype = check_linear_dtype(autocast_dtype_of(weight))  # .double() may have changed it
-
-        ctx.with_quantized_compute = quantized_backward
-        ctx.backward_override = override
+        options = self.begin_forward(ctx, dtype)
+        quantized = options["with_quantized_compute"]
         ctx.input_quantizer = self.get_quantizer("forward", 0) if quantized else None
         ctx.weight_quantizer = self.get_quantizer("forward", 1) if quantized else None
-        ctx.grad_output_quantizer = self.get_quantizer("backward", 0) if quantized_backward else None
-        ctx.grad_input_quantizer = prev_op_grad_output_quantizer if quantized_backward else None
-        ctx.dtype = dtype
-        ctx.input_requires_grad = ctx.requires_grad
-        ctx.weight_requires_grad = ctx.requires_grad and weight.requires_grad
-        forward_split, ctx.split_accumulators = split_accumulators(recipe)
+        ctx.grad_output_quantizer = self.get_quantizer("backward", 0) if ctx.with_quantized_compute else None
+        ctx.grad_input_quantizer = prev_op_grad_output_quantizer if ctx.with_quantized_compute else None
         if not quantized and not product and self.tensor_parallel_mode is None:  # a plain product has nothing to decide
-            x, w = maybe_dequantize(input_, dtype), maybe_dequantize(weight, dtype)
+            x, w = maybe_dequantize(input_, ctx.dtype), maybe_dequantize(weight, ctx.dtype)
             ctx.save_for_backward(x if ctx.weight_requires_grad else None, w if ctx.input_requires_grad else None)
-            return linear_forward(x, w, out_dtype=dtype)
+            return linear_forward(x, w, out_dtype=ctx.dtype)
         output, x, w = BasicLinear._forward_product(  # there is no grad mode in a fuser's forward
             input_,
             weight,
-            dtype=dtype,
             tensor_parallel_mode=self.tensor_parallel_mode,
             tensor_parallel_group=self.tensor_parallel_group,
             sequence_parallel=self.sequence_parallel,
-            with_quantized_compute=quantized,
-            backward_override=override,
             input_quantizer=ctx.input_quantizer,
             weight_quantizer=ctx.weight_quantizer,
             output_quantizer=output_quantizer if quantized else None,
-            input_requires_grad=ctx.input_requires_grad,
-            weight_requires_grad=ctx.weight_requires_grad,
-            **forward_split,
+            **options,
             **product,
         )
         ctx.save_for_backward(x, w)
         return output
 
     def fused_backward(
-        self,
-        ctx: OperationContext,
-        grad_output: torch.Tensor,
-        *,
-        dtype: torch.dtype | None = None,
-        **product: Any,
+        self, ctx: OperationContext, grad_output: torch.Tensor, **product: Any
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Both gradient products of this op or of a fusion with it: `(dx, what autograd gets for the weight)`.
 
-        `product` holds arguments of `_functional_backward` (`grad_input_alpha`, `grad_input`, ...). With
+        `product` holds arguments of `_functional_backward` (`dtype`, `grad_input_alpha`, `grad_input`, ...). With
         `accumulate_into_main_grad` the weight's gradient goes to `weight.main_grad`.
         """
         x, w = ctx.saved_tensors
@@ -485,19 +464,14 @@ class BasicLinear(LinearOperation):
             grad_output,
             x,
             w,
-            input_requires_grad=ctx.input_requires_grad,
-            weight_requires_grad=ctx.weight_requires_grad,
-            dtype=ctx.dtype if dtype is None else dtype,
             tensor_parallel_mode=self.tensor_parallel_mode,
             tensor_parallel_group=self.tensor_parallel_group,
             sequence_parallel=self.sequence_parallel,
-            with_quantized_compute=ctx.with_quantized_compute,
             input_quantizer=ctx.input_quantizer,
             weight_quantizer=ctx.weight_quantizer,
             grad_output_quantizer=ctx.grad_output_quantizer,
             grad_input_quantizer=ctx.grad_input_quantizer,
-            **ctx.split_accumulators,
-            **product,
+            **(self.backward_options(ctx) | product),
         )
         if into_main_grad:
             (grad_weight,) = get_dummy_wgrads_for_params([self.weight])
@@ -518,9 +492,7 @@ class BasicLinear(LinearOperation):
             output_quantizer=next_op_input_quantizer,
         )
 
-    def op_backward(
-        self, ctx: OperationContext, grad_output: torch.Tensor
-    ) -> tuple[torch.Tensor | None, list[torch.Tensor | None]]:
+    def op_backward(self, ctx: OperationContext, grad_output: torch.Tensor) -> Any:
         grad_input, grad_weight = self.fused_backward(ctx, grad_output)
         return grad_input, [grad_weight]
 

@@ -19,13 +19,10 @@ import torch
 from fuser.basic.basic_linear import BasicLinear
 from fuser.basic.linear_parts import (
     LinearOperation,
-    check_linear_dtype,
     quantize_operand,
     replace_parameter,
-    split_accumulators,
 )
 from fuser.common import (
-    autocast_dtype_of,
     canonicalize_device,
     get_accumulate_flag_in_param,
     get_dummy_wgrads_for_params,
@@ -38,7 +35,6 @@ from fuser.common import (
 from fuser.op import ExtraTensorOperation, OperationContext
 from fuser.overflow import warn_of_hidden_overflow
 from fuser.quantization.grouped import GroupedTensor
-from fuser.quantization.state import FP8GlobalStateManager
 from fuser.recipe import Recipe
 from fuser.tracing import exporting
 from refops.arguments import say_who
@@ -178,7 +174,7 @@ class GroupedLinear(LinearOperation, ExtraTensorOperation):
     def get_grad_output_quantizer(self) -> None:
         """None: each group quantizes its own rows."""
 
-    def _set_up_quantizers(self, recipe: Recipe, weights: list[Any]) -> None:
+    def _set_up_quantizers(self, recipe: Any, weights: list[Any]) -> None:
         super()._set_up_quantizers(recipe, weights)
         if self.single_grouped_weight and is_quantized_tensor(weights[0]):
             self.weight.set_quantizers([weight._quantizer for weight in weights])
@@ -247,13 +243,10 @@ class GroupedLinear(LinearOperation, ExtraTensorOperation):
             dy,
             x,
             w,
-            dtype=ctx.dtype,
-            with_quantized_compute=ctx.with_quantized_compute,
             input_quantizer=input_quantizer,
             weight_quantizer=weight_quantizer,
             grad_output_quantizer=grad_output_quantizer,
-            **ctx.split_accumulators,
-            **wanted,
+            **(self.backward_options(ctx) | wanted),
         )
 
     def _main_grads(self) -> list[dict[str, Any]]:
@@ -370,27 +363,21 @@ class GroupedForward(_GroupedPass):
                 f"last dimension of the input must be in_features={op.in_features}; got shape {tuple(shape)}"
             )
         self.op, self.ctx = op, ctx
-        parameter = op._weight_parameters[0]
-        device = parameter.device
-        self.dtype = check_linear_dtype(autocast_dtype_of(parameter))
+        self._options = op.begin_forward(ctx)
+        self.dtype = ctx.dtype
         self.scales = extra_inputs[1] if op._scale_bias else None
         if self.scales is not None and self.scales.numel() != rows:
             raise ValueError(
                 f"scales must have one entry for each of {rows} rows; got shape {tuple(self.scales.shape)}"
             )
-        self._quantized = FP8GlobalStateManager.is_fp8_enabled()
-        recipe = FP8GlobalStateManager.get_fp8_recipe() if self._quantized else None
-        self._override = None if recipe is None else recipe.backward_override
-        self._split, ctx.split_accumulators = split_accumulators(recipe)
-        ctx.with_quantized_compute = self._quantized and self._override is None
-        ctx.quantizers = op._group_quantizers() if self._quantized else [(None, None, None)] * op.num_groups
-        ctx.dtype = self.dtype
+        quantized = self._options["with_quantized_compute"]
+        ctx.quantizers = op._group_quantizers() if quantized else [(None, None, None)] * op.num_groups
         ctx.split_sizes = op._split_sizes(extra_inputs[0], rows)
         ctx.grad_input_buffer = kwargs.get(GRAD_INPUT_BUFFER_KEY)
-        ctx.weight_requires_grad = ctx.requires_grad and parameter.requires_grad
         ctx.scales_require_grad = ctx.requires_grad and self.scales is not None and self.scales.requires_grad
 
         out_shape = (*shape[:-1], op.out_features)
+        device = op._weight_parameters[0].device
         self.output = validate_or_alloc_output(kwargs.get(OUTPUT_BUFFER_KEY), out_shape, self.dtype, device)
         self._outputs = self.rows_of_groups(self.output)
         self.row_scales = None if self.scales is None else self.scales.reshape(-1).split(ctx.split_sizes)
@@ -406,16 +393,11 @@ class GroupedForward(_GroupedPass):
             _, saved_input, saved_weight = BasicLinear._functional_forward(
                 x,
                 self._weights[i],
-                dtype=self.dtype,
                 bias=None if self.op._scale_bias else bias,
                 out=y,
-                with_quantized_compute=self._quantized,
-                backward_override=self._override,
                 input_quantizer=input_quantizer,
                 weight_quantizer=weight_quantizer,
-                input_requires_grad=ctx.requires_grad,
-                weight_requires_grad=ctx.weight_requires_grad,
-                **self._split,
+                **self._options,
             )
         except (TypeError, ValueError) as error:
             say_who(error, f"group {i} of {ctx.split_sizes[i]} rows")

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from fuser.common import (
+    autocast_dtype_of,
     canonicalize_device,
     canonicalize_dtype,
     devices_match,
@@ -19,7 +20,7 @@ from fuser.common import (
 )
 from fuser.dispatch import computes_in
 from fuser.gemm import reads_swizzled_scales
-from fuser.op import BasicOperation
+from fuser.op import BasicOperation, OperationContext
 from fuser.quantization.quantizer import Quantizer
 from fuser.quantization.quantizers import Float8CurrentScalingQuantizer, Float8Quantizer
 from fuser.quantization.state import FP8GlobalStateManager, QuantizerRole
@@ -89,7 +90,7 @@ class LinearOperation(BasicOperation):
         roles = [QuantizerRole(module_type="linear", tensor_type=tensor, name=name) for tensor in tensors]
         return roles * self.num_groups
 
-    def _group_quantizers(self) -> list[tuple[Quantizer | None, Quantizer | None, Quantizer | None]]:
+    def _group_quantizers(self) -> list[tuple[Any, Any, Any]]:
         """`(input, weight, grad_output)` quantizers of each group."""
         return [
             (
@@ -106,7 +107,7 @@ class LinearOperation(BasicOperation):
         if recipe is not None:
             self._set_up_quantizers(recipe, self._group_weights())
 
-    def _set_up_quantizers(self, recipe: Recipe, weights: list[Any]) -> None:
+    def _set_up_quantizers(self, recipe: Any, weights: list[Any]) -> None:
         for weight, quantizers in zip(weights, self._group_quantizers(), strict=True):
             input_quantizer, weight_quantizer, grad_output_quantizer = quantizers
             for quantizer in (input_quantizer, grad_output_quantizer):
@@ -132,6 +133,42 @@ class LinearOperation(BasicOperation):
             input_quantizer.set_usage(rowwise=True, columnwise=wgrad)
             weight_quantizer.set_usage(rowwise=True, columnwise=requires_grad)
             grad_output_quantizer.set_usage(rowwise=True, columnwise=wgrad)
+
+    def begin_forward(self, ctx: OperationContext, dtype: torch.dtype | None = None) -> dict[str, Any]:
+        """Settle in `ctx` how both passes multiply. Returns arguments of the functional form of forward.
+
+        `dtype`: of the output; by default autocast's, else the weight's.
+        """
+        weight = self._weight_parameters[0]
+        recipe = FP8GlobalStateManager.get_fp8_recipe() if FP8GlobalStateManager.is_fp8_enabled() else None
+        ctx.backward_override = None if recipe is None else recipe.backward_override
+        ctx.with_quantized_compute = recipe is not None and ctx.backward_override is None
+        ctx.dtype = check_linear_dtype(dtype or autocast_dtype_of(weight))  # .double() may have changed it
+        ctx.input_requires_grad = ctx.requires_grad
+        ctx.weight_requires_grad = ctx.requires_grad and weight.requires_grad
+        splits: list[Any] = [None] * 3
+        if recipe is not None:
+            splits = [recipe.product_params(name).use_split_accumulator for name in ("fprop", "dgrad", "wgrad")]
+        split, ctx.grad_input_split, ctx.grad_weight_split = splits
+        return {
+            "dtype": ctx.dtype,
+            "with_quantized_compute": recipe is not None,
+            "backward_override": ctx.backward_override,
+            "input_requires_grad": ctx.input_requires_grad,
+            "weight_requires_grad": ctx.weight_requires_grad,
+            "use_split_accumulator": split,
+        }
+
+    def backward_options(self, ctx: OperationContext) -> dict[str, Any]:
+        """Arguments of the functional form of backward, as forward settled them in `ctx`."""
+        return {
+            "dtype": ctx.dtype,
+            "with_quantized_compute": ctx.with_quantized_compute,
+            "input_requires_grad": ctx.input_requires_grad,
+            "weight_requires_grad": ctx.weight_requires_grad,
+            "grad_input_use_split_accumulator": ctx.grad_input_split,
+            "grad_weight_use_split_accumulator": ctx.grad_weight_split,
+        }
 
 
 def adopt_weight_quantizer(weight: Any, quantizer: Quantizer) -> None:
@@ -184,25 +221,6 @@ def replace_parameter(old: Any, value: torch.Tensor) -> torch.nn.Parameter:
         if name not in vars(new):
             setattr(new, name, attribute)
     return new
-
-
-def split_accumulators(recipe: Recipe | None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Arguments of the forward and of the backward form that follow a recipe's `MMParams`, none without a recipe."""
-    if recipe is None:
-        return {}, {}
-    fprop, dgrad, wgrad = [recipe.product_params(name).use_split_accumulator for name in ("fprop", "dgrad", "wgrad")]
-    backward = {"grad_input_use_split_accumulator": dgrad, "grad_weight_use_split_accumulator": wgrad}
-    return {"use_split_accumulator": fprop}, backward
-
-
-def compute_dtype(dtype: torch.dtype | None, out: torch.Tensor | None, weight: torch.Tensor | None) -> torch.dtype:
-    """`dtype`, else that of `out`, else that of `weight`; checked."""
-    source = out if out is not None else weight
-    if dtype is None:
-        if source is None:
-            raise ValueError("Could not infer dtype from weight nor out")
-        dtype = source.dtype
-    return check_linear_dtype(dtype)
 
 
 def check_buffer(
