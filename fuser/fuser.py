@@ -438,15 +438,10 @@ class OperationFuser:
             return self._num_basic_ops
         if input_.requires_grad:
             return 0
-        first = self._num_basic_ops
-        for i, params in enumerate(self._basic_op_params):
-            if any(param.requires_grad for param in params):
-                first = i
-                break
-        for (i, _), tensor in zip(self._routes.external_inputs, extra_inputs, strict=True):
-            if i < first and getattr(tensor, "requires_grad", False):
-                return i
-        return first
+        trained = (i for i, params in enumerate(self._basic_op_params) if any(param.requires_grad for param in params))
+        given = zip(self._routes.external_inputs, extra_inputs, strict=True)
+        fed = [i for (i, _), tensor in given if getattr(tensor, "requires_grad", False)]
+        return min([next(trained, self._num_basic_ops), *fed])
 
     # ------------------------------------------------------------------ hooks
 
@@ -616,8 +611,8 @@ def _call_alone(op: FusibleOperation, input_: torch.Tensor, *extra_inputs: Any, 
 def fuser_of(op: FusibleOperation) -> OperationFuser:
     """The fuser of an operation that a user calls."""
     fuser = OperationFuser([op])
-    fuser._hook_owners = list(op.basic_ops) if op.is_fused_op else []
     fuser._ops = list(op.basic_ops) if op.is_fused_op else [op]
+    fuser._hook_owners = fuser._ops if op.is_fused_op else []
     return fuser
 
 
@@ -653,9 +648,7 @@ class fusions:  # noqa: N801 (used like a function)
     `only`: without those registered already. Fusers follow at their next call.
     """
 
-    _KINDS = ("forward_backward", "forward", "backward")
-    _numbers = itertools.count()
-    _hiding: list[fusions] = []  # noqa: RUF012 (scopes with `only` in force, in order of registration)
+    _in_force: list[fusions] = []  # noqa: RUF012 (in order of registration)
 
     def __init__(
         self,
@@ -671,48 +664,36 @@ class fusions:  # noqa: N801 (used like a function)
         self._prepend = prepend
         self._only = only
         self._hidden: dict[str, list[FusionFunction]] = {}
-        self._registered = False
-        self._number = 0
 
     def register(self) -> fusions:
         """Put the fusions in force until `remove`. Returns self. `RuntimeError` if they are already."""
-        if self._registered:
+        if self in self._in_force:
             raise RuntimeError("These fusions are registered already")
-        self._registered = True
-        self._number = next(self._numbers)
-        if self._only:
-            self._hiding.append(self)
-        for kind in self._KINDS:
+        self._in_force.append(self)
+        for kind, own in self._functions.items():
             functions = getattr(OperationFuser, f"{kind}_fusion_functions")
             if self._only:
                 self._hidden[kind] = list(functions)
                 functions.clear()
             position = 0 if self._prepend else len(functions)
-            functions[position:position] = self._functions[kind]
+            functions[position:position] = own
         return self
 
     def remove(self) -> None:
         """Remove the fusions (and restore those that `only` hid), in any order. A second call does nothing."""
-        if not self._registered:
+        if self not in self._in_force:
             return
-        self._registered = False
-        if self._only:
-            self._hiding.remove(self)
-        for kind in self._KINDS:
-            functions = self._functions_beside(kind)
-            for function in self._functions[kind]:
+        number = self._in_force.index(self)
+        hiding = [scope for scope in self._in_force[number + 1 :] if scope._only]  # the first has this one's functions
+        del self._in_force[number]
+        for kind, own in self._functions.items():
+            functions = hiding[0]._hidden[kind] if hiding else getattr(OperationFuser, f"{kind}_fusion_functions")
+            for function in own:
                 # by identity, and the latest one: the same function may be registered outside this scope too
                 position = max((i for i, other in enumerate(functions) if other is function), default=None)
                 if position is not None:
                     del functions[position]
             functions[:0] = self._hidden.pop(kind, [])
-
-    def _functions_beside(self, kind: str) -> list[FusionFunction]:
-        """The list that this scope's functions are in: that of a later scope that hides them, else the registry."""
-        for scope in self._hiding:
-            if scope._number > self._number:
-                return scope._hidden[kind]
-        return getattr(OperationFuser, f"{kind}_fusion_functions")
 
     def __enter__(self) -> fusions:
         return self.register()
