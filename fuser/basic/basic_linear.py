@@ -26,18 +26,15 @@ import torch
 
 from fuser.basic.linear_parts import (
     PER_TENSOR_QUANTIZERS,
+    Destination,
     LinearOperation,
-    check_buffer,
-    check_destination,
     check_linear_dtype,
     keep_columnwise,
-    multiply,
     prepare_operand,
     replace_parameter,
 )
 from fuser.common import (
     canonicalize_device,
-    canonicalize_dtype,
     get_accumulate_flag_in_param,
     get_dummy_wgrads_for_params,
     get_main_grad_from_param,
@@ -245,19 +242,13 @@ class BasicLinear(LinearOperation):
                 raise ValueError("Could not infer dtype from weight nor out")
             dtype = source.dtype
         dtype = check_linear_dtype(dtype)
-        reduced_by = "row" if tensor_parallel_mode == "row" else None
         gather, reduce = _collectives(tensor_parallel_group, sequence_parallel)
         gather = gather if tensor_parallel_mode == "column" else None
-        check_destination(
-            "output",
-            out,
-            accumulate=accumulate_into_out,
-            quantized=with_quantized_compute,
-            reduced_by=reduced_by,
-            quantizer=output_quantizer,
-        )
-        output_device = weight.device if device is None else device
-        check_buffer("output", out, dtype, output_device, accumulate=accumulate_into_out)
+        reduced_by, reduce = ("row", reduce) if tensor_parallel_mode == "row" else (None, None)
+        quantizer = output_quantizer if with_quantized_compute else None
+        destination = Destination("output", out, accumulate_into_out, beta, quantizer, reduced_by, reduce)
+        destination.check_quantized(with_quantized_compute)
+        destination.check(dtype, weight.device if device is None else device)
 
         quantized_backward = with_quantized_compute and backward_override is None
         operand = functools.partial(
@@ -267,19 +258,8 @@ class BasicLinear(LinearOperation):
         x, x_local = operand("input tensor", input, input_quantizer, columnwise=columnwise, gather=gather)
         columnwise = input_requires_grad and quantized_backward
         w, _ = operand("weight tensor", weight, weight_quantizer, columnwise=columnwise)
-        y = multiply(
-            linear_forward,
-            x,
-            w,
-            dtype=dtype,
-            out=out,
-            accumulate=accumulate_into_out,
-            beta=beta,
-            reduce=reduce if reduced_by else None,
-            quantizer=output_quantizer if with_quantized_compute else None,
-            alpha=alpha,
-            bias=bias,
-            use_split_accumulator=use_split_accumulator,
+        y = destination.receive(
+            linear_forward, x, w, dtype=dtype, alpha=alpha, bias=bias, use_split_accumulator=use_split_accumulator
         )
 
         x_for_wgrad = w_for_dgrad = None
@@ -334,26 +314,23 @@ class BasicLinear(LinearOperation):
         `dW` has the buffer's dtype, else `dtype`.
         """
         if dtype is None:
-            source = weight if weight is not None else grad_output
-            dtype = canonicalize_dtype(None) if source is None else source.dtype
+            dtype = (grad_output if weight is None else weight).dtype
         dtype = check_linear_dtype(dtype)
-        reduced_by = "column" if tensor_parallel_mode == "column" else None
-        gather, reduce = _collectives(tensor_parallel_group, sequence_parallel)
         if weight_requires_grad and input is None:
             raise ValueError("Attempted to compute gradient w.r.t. weight, but did not provide input tensor")
         if input_requires_grad and weight is None:
             raise ValueError("Attempted to compute gradient w.r.t. input, but did not provide weight tensor")
-        check_destination(
-            "grad input",
-            grad_input,
-            accumulate=accumulate_into_grad_input,
-            quantized=with_quantized_compute,
-            reduced_by=reduced_by,
-            quantizer=grad_input_quantizer,
+        gather, reduce = _collectives(tensor_parallel_group, sequence_parallel)
+        reduced_by, reduce = ("column", reduce) if tensor_parallel_mode == "column" else (None, None)
+        quantizer = grad_input_quantizer if with_quantized_compute else None
+        of_input = Destination(
+            "grad input", grad_input, accumulate_into_grad_input, grad_input_beta, quantizer, reduced_by, reduce
         )
+        of_weight = Destination("grad weight", grad_weight, accumulate_into_grad_weight, grad_weight_beta)
         buffer_device = grad_output.device if device is None else device
-        check_buffer("grad input", grad_input, dtype, buffer_device, accumulate=accumulate_into_grad_input)
-        check_buffer("grad weight", grad_weight, None, buffer_device, accumulate=accumulate_into_grad_weight)
+        of_input.check_quantized(with_quantized_compute)
+        of_input.check(dtype, buffer_device)
+        of_weight.check(None, buffer_device)
         if not input_requires_grad and not weight_requires_grad:
             return None, None
 
@@ -371,30 +348,22 @@ class BasicLinear(LinearOperation):
         dx = dw = None
         if input_requires_grad:
             w, _ = operand("weight tensor", weight, weight_quantizer, rowwise=False, columnwise=True)
-            dx = multiply(
+            dx = of_input.receive(
                 linear_dgrad,
                 dy,
                 w,
                 dtype=dtype,
-                out=grad_input,
-                accumulate=accumulate_into_grad_input,
-                beta=grad_input_beta,
-                reduce=reduce if reduced_by else None,
-                quantizer=grad_input_quantizer if with_quantized_compute else None,
                 alpha=1.0 if grad_input_alpha is None else grad_input_alpha,
                 use_split_accumulator=grad_input_use_split_accumulator,
             )
         if weight_requires_grad:
             gather = gather if reduced_by else None
             x, _ = operand("input tensor", input, input_quantizer, rowwise=False, columnwise=True, gather=gather)
-            dw = multiply(
+            dw = of_weight.receive(
                 linear_wgrad,
                 dy,
                 x,
                 dtype=dtype if grad_weight is None else grad_weight.dtype,
-                out=grad_weight,
-                accumulate=accumulate_into_grad_weight,
-                beta=grad_weight_beta,
                 alpha=1.0 if grad_weight_alpha is None else grad_weight_alpha,
                 use_split_accumulator=grad_weight_use_split_accumulator,
             )
@@ -424,9 +393,8 @@ class BasicLinear(LinearOperation):
             )
         options = self.begin_forward(ctx, dtype)
         quantized = options["with_quantized_compute"]
-        ctx.input_quantizer = self.get_quantizer("forward", 0) if quantized else None
-        ctx.weight_quantizer = self.get_quantizer("forward", 1) if quantized else None
-        ctx.grad_output_quantizer = self.get_quantizer("backward", 0) if ctx.with_quantized_compute else None
+        ctx.input_quantizer, ctx.weight_quantizer, grad_output_quantizer = ctx.quantizers[0]
+        ctx.grad_output_quantizer = grad_output_quantizer if ctx.with_quantized_compute else None
         ctx.grad_input_quantizer = prev_op_grad_output_quantizer if ctx.with_quantized_compute else None
         if not quantized and not product and self.tensor_parallel_mode is None:  # a plain product has nothing to decide
             x, w = maybe_dequantize(input_, ctx.dtype), maybe_dequantize(weight, ctx.dtype)

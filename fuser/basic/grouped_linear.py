@@ -370,8 +370,6 @@ class GroupedForward(_GroupedPass):
             raise ValueError(
                 f"scales must have one entry for each of {rows} rows; got shape {tuple(self.scales.shape)}"
             )
-        quantized = self._options["with_quantized_compute"]
-        ctx.quantizers = op._group_quantizers() if quantized else [(None, None, None)] * op.num_groups
         ctx.split_sizes = op._split_sizes(extra_inputs[0], rows)
         ctx.grad_input_buffer = kwargs.get(GRAD_INPUT_BUFFER_KEY)
         ctx.scales_require_grad = ctx.requires_grad and self.scales is not None and self.scales.requires_grad

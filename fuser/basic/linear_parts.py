@@ -143,6 +143,7 @@ class LinearOperation(BasicOperation):
         recipe = FP8GlobalStateManager.get_fp8_recipe() if FP8GlobalStateManager.is_fp8_enabled() else None
         ctx.backward_override = None if recipe is None else recipe.backward_override
         ctx.with_quantized_compute = recipe is not None and ctx.backward_override is None
+        ctx.quantizers = [(None, None, None)] * self.num_groups if recipe is None else self._group_quantizers()
         ctx.dtype = check_linear_dtype(dtype or autocast_dtype_of(weight))  # .double() may have changed it
         ctx.input_requires_grad = ctx.requires_grad
         ctx.weight_requires_grad = ctx.requires_grad and weight.requires_grad
@@ -223,70 +224,71 @@ def replace_parameter(old: Any, value: torch.Tensor) -> torch.nn.Parameter:
     return new
 
 
-def check_buffer(
-    name: str, buffer: Any, dtype: torch.dtype | None, device: torch.device | str, *, accumulate: bool
-) -> None:
-    """`ValueError` unless the buffer (or `None`) has the dtype, where one is given, and the device of the result."""
-    if buffer is None:
-        if accumulate:
-            raise ValueError(f"Attempted to accumulate into {name} tensor without providing {name} tensor")
-        return
-    if dtype is not None and buffer.dtype != dtype:
-        raise ValueError(f"{name.capitalize()} tensor has invalid dtype (expected {dtype}, got {buffer.dtype})")
-    if not devices_match(buffer.device, canonicalize_device(device)):
-        raise ValueError(f"{name.capitalize()} tensor has invalid device (expected {device}, got {buffer.device})")
+@dataclasses.dataclass
+class Destination:
+    """Where the result of a product goes.
 
-
-def check_destination(
-    name: str, buffer: Any, *, accumulate: bool, quantized: bool, reduced_by: str | None, quantizer: Quantizer | None
-) -> None:
-    """`ValueError` for a buffer that the result of a product can't go to.
-
-    `quantized`: whether its operands are; `reduced_by`: the mode of tensor parallelism that reduces it over ranks.
+    Attributes:
+        name: what errors call the result.
+        buffer: what it is written to, or None.
+        accumulate, beta: whether it is added to `beta` times (None: once) what the buffer holds.
+        quantizer: gives it to a quantized buffer; without a buffer, emits it if this is delayed scaling's.
+        reduced_by: the mode of tensor parallelism that reduces it over ranks by `reduce`, or None.
     """
-    if accumulate and reduced_by:
-        raise ValueError(f"Accumulating into {name} tensor is not supported with {reduced_by} tensor parallelism")
-    if not is_quantized_tensor(buffer):
-        return
-    name = name.capitalize()
-    if not quantized:
-        raise ValueError(f"{name} tensor is quantized, but quantized compute is not enabled")
-    if reduced_by:
-        raise ValueError(f"{name} tensor is quantized, but {reduced_by} tensor parallelism does not support it")
-    if quantizer is None:
-        raise ValueError(f"{name} tensor is quantized, but quantizer was not provided")
 
+    name: str
+    buffer: Any
+    accumulate: bool
+    beta: float | None
+    quantizer: Quantizer | None = None
+    reduced_by: str | None = None
+    reduce: Callable[[torch.Tensor], torch.Tensor] | None = None
 
-def multiply(
-    product: Callable[..., torch.Tensor],
-    left: Any,
-    right: Any,
-    *,
-    dtype: torch.dtype,
-    out: Any,
-    accumulate: bool,
-    beta: float | None,
-    reduce: Callable[[torch.Tensor], torch.Tensor] | None = None,
-    quantizer: Quantizer | None = None,
-    **options: Any,
-) -> torch.Tensor:
-    """`product(left, right)` in `dtype`, in `out` if there is one, with its other options.
+    def check_quantized(self, quantized: bool) -> None:
+        """`ValueError` for what can't be quantized or reduced into the buffer; `quantized`: whether operands are."""
+        name, reduced_by = self.name, self.reduced_by
+        if self.accumulate and reduced_by:
+            raise ValueError(f"Accumulating into {name} tensor is not supported with {reduced_by} tensor parallelism")
+        if not is_quantized_tensor(self.buffer):
+            return
+        name = name.capitalize()
+        if not quantized:
+            raise ValueError(f"{name} tensor is quantized, but quantized compute is not enabled")
+        if reduced_by:
+            raise ValueError(f"{name} tensor is quantized, but {reduced_by} tensor parallelism does not support it")
+        if self.quantizer is None:
+            raise ValueError(f"{name} tensor is quantized, but quantizer was not provided")
 
-    `reduce`: sums it over ranks first. `quantizer`: that of the result, which it gives a quantized `out`; without `out`
-    it must be delayed scaling's. Else the result is in high precision.
-    """
-    options |= {"accumulate": accumulate, "beta": beta if accumulate else None}
-    if reduce is not None:
-        value = reduce(product(left, right, out_dtype=dtype, **options))
-        return value if out is None else out.copy_(value)
-    if quantizer is None or not (isinstance(quantizer, Float8Quantizer) if out is None else is_quantized_tensor(out)):
-        return product(left, right, out_dtype=dtype, out=out, **options)
-    sums = product(left, right, out_dtype=torch.float32, **options)
-    if out is None:
-        quantizer.set_usage(rowwise=True, columnwise=False)
-        return quantizer.quantize(sums, dtype=dtype)
-    quantizer.update_quantized(sums, out)
-    return out
+    def check(self, dtype: torch.dtype | None, device: torch.device | str) -> None:
+        """`ValueError` unless a buffer has the dtype, where one is given, and the device of the result."""
+        name, buffer = self.name, self.buffer
+        if buffer is None:
+            if self.accumulate:
+                raise ValueError(f"Attempted to accumulate into {name} tensor without providing {name} tensor")
+            return
+        if dtype is not None and buffer.dtype != dtype:
+            raise ValueError(f"{name.capitalize()} tensor has invalid dtype (expected {dtype}, got {buffer.dtype})")
+        if not devices_match(buffer.device, canonicalize_device(device)):
+            raise ValueError(f"{name.capitalize()} tensor has invalid device (expected {device}, got {buffer.device})")
+
+    def receive(
+        self, product: Callable[..., torch.Tensor], left: Any, right: Any, *, dtype: torch.dtype, **options: Any
+    ) -> torch.Tensor:
+        """`product(left, right)` in `dtype`, with its other options, where it has gone."""
+        out, quantizer = self.buffer, self.quantizer
+        options |= {"accumulate": self.accumulate, "beta": self.beta if self.accumulate else None}
+        if self.reduce is not None:
+            value = self.reduce(product(left, right, out_dtype=dtype, **options))
+            return value if out is None else out.copy_(value)
+        emits = isinstance(quantizer, Float8Quantizer) if out is None else is_quantized_tensor(out)
+        if quantizer is None or not emits:
+            return product(left, right, out_dtype=dtype, out=out, **options)
+        sums = product(left, right, out_dtype=torch.float32, **options)
+        if out is None:
+            quantizer.set_usage(rowwise=True, columnwise=False)
+            return quantizer.quantize(sums, dtype=dtype)
+        quantizer.update_quantized(sums, out)
+        return out
 
 
 def prepare_operand(
