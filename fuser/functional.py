@@ -573,11 +573,11 @@ def _named(public_name, helper, name, tensors, options):
     hints: dict[str, Any] = dict.fromkeys(tensors, torch.Tensor)
     hints |= {option: type(default) for option, default in options.items()}
     hints |= {"quantizer": Quantizer | None, "return": inspect.signature(helper).return_annotation}
-    signature = inspect.Signature(
-        [inspect.Parameter(tensor, kind, annotation=hints[tensor]) for tensor in tensors]
-        + [inspect.Parameter(o, kind, default=default, annotation=hints[o]) for o, default in defaults.items()],
-        return_annotation=hints["return"],
-    )
+    parameters = [
+        inspect.Parameter(one, kind, default=defaults.get(one, inspect.Parameter.empty), annotation=hints[one])
+        for one in (*tensors, *defaults)
+    ]
+    signature = inspect.Signature(parameters, return_annotation=hints["return"])
     function.__name__ = function.__qualname__ = public_name
     function.__signature__, function.__annotations__ = signature, hints
     function.__doc__ = f"`{helper.__name__}` of {name}: {ACTIVATIONS[name].formula}.\n\n{inspect.getdoc(helper)}"

@@ -459,10 +459,8 @@ class GroupedBackward(_GroupedPass):
     def _sum(self, dy: torch.Tensor, i: int) -> None:
         """Gradients of a bias and of its scales, summed in float32."""
         bias = self._biases[i]
-        if self.row_scales is None:
-            self._grad_biases.append(dy.sum(0).to(bias.dtype))
-            return
-        self._grad_biases.append((dy * _for_sums(self.row_scales[i]).unsqueeze(1)).sum(0).to(bias.dtype))
+        scaled = dy if self.row_scales is None else dy * _for_sums(self.row_scales[i]).unsqueeze(1)
+        self._grad_biases.append(scaled.sum(0).to(bias.dtype))
         if self.ctx.scales_require_grad:
             self._grad_scales.append((dy * _for_sums(bias)).sum(1))
 
