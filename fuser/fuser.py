@@ -210,10 +210,7 @@ class OperationFuser:
     # ------------------------------------------------------------------ running
 
     def __call__(
-        self,
-        input: torch.Tensor,
-        *extra_inputs: Any,
-        basic_op_kwargs: list[dict[str, Any]] | None = None,
+        self, input: torch.Tensor, *extra_inputs: Any, basic_op_kwargs: list[dict[str, Any]] | None = None
     ) -> Any:
         """The output of the last operation, or `(output, *extra_outputs)`.
 
@@ -324,10 +321,7 @@ class OperationFuser:
             backend_then, scope_then = op._computed_by
             with products_in_force(scope_then):
                 products_then = said_products()
-            for what, then, now in (
-                ("backend", backend_then, backend),
-                ("products", products_then, said_products()),
-            ):
+            for what, then, now in (("backend", backend_then, backend), ("products", products_then, said_products())):
                 if then != now:
                     raise RuntimeError(
                         f"{type(op).__name__} is computed again in the backward pass, with other {what} ({now}) than "

@@ -416,10 +416,7 @@ class FusedOperation(_CalledAlone):
             op.pre_fuser_forward(requires_grad=requires_grad)
 
     def forward(
-        self,
-        input: torch.Tensor,
-        *extra_inputs: torch.Tensor,
-        basic_op_kwargs: list[dict[str, Any]] | None = None,
+        self, input: torch.Tensor, *extra_inputs: torch.Tensor, basic_op_kwargs: list[dict[str, Any]] | None = None
     ) -> Any:
         """Run the basic operations by themselves, fused as the registered fusions decide."""
         return run_alone(self, input, extra_inputs, basic_op_kwargs)

@@ -7,6 +7,7 @@ runs again; gradients can't be differentiated themselves. Behaviour: TE's ops/fu
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -164,7 +165,7 @@ def run_forward(
         if not isinstance(x, _TENSORS):
             raise _wrong_output(op, "its output", x)
         if not is_alone:
-            extra_outputs = _as_lists(op, "extra outputs", extra_outputs)
+            extra_outputs = _as_lists(op, "extra outputs", extra_outputs, len(indices), "extra outputs")
             _check_extra_outputs(fuser, op, indices, extra_outputs)
             for i, outputs in zip(indices, extra_outputs, strict=True):
                 if func_ctx is not None and outputs and i >= first_requiring_backward:
@@ -242,12 +243,18 @@ def _check_results(op: FusibleOperation, method: str, result: Any, count: int, e
         raise RuntimeError(f"Expected {op.__class__.__name__}.{method} to return {expected}, but got {got}")
 
 
-def _as_lists(op: FusibleOperation, what: str, groups: Any) -> list[list[Any]]:
-    """One list for each basic operation. `RuntimeError` for a group that can't be a list of tensors."""
+def _as_lists(op: FusibleOperation, name: str, groups: Any, count: int, kind: str) -> list[list[Any]]:
+    """A list for each of `count` basic operations. `RuntimeError` for another number, or what can't be a list.
+
+    `name`: what errors call the groups, `kind`: what they call one of them.
+    """
+    who = op.__class__.__name__
+    if len(groups) != count:
+        raise RuntimeError(f"Expected {who} to generate {name} for {count} basic operations, but got {len(groups)}")
     for group in groups:
         if type(group) not in (tuple, list) and (isinstance(group, torch.Tensor) or not isinstance(group, Iterable)):
             raise RuntimeError(
-                f"Expected {op.__class__.__name__} to return {what} as a list for each basic operation, "
+                f"Expected {who} to return {kind} as a list for each basic operation, "
                 f"but got {type(group).__name__} in place of a list"
             )
     return [list(group) for group in groups]
@@ -255,11 +262,6 @@ def _as_lists(op: FusibleOperation, what: str, groups: Any) -> list[list[Any]]:
 
 def _check_extra_outputs(fuser: Any, op: FusibleOperation, indices: list[int], extra_outputs: list[list[Any]]) -> None:
     name = op.__class__.__name__
-    if len(extra_outputs) != len(indices):
-        raise RuntimeError(
-            f"Expected {name} to generate extra outputs for {len(indices)} basic operations, "
-            f"but got {len(extra_outputs)}"
-        )
     for i, outputs in zip(indices, extra_outputs, strict=True):
         expected = fuser._basic_ops[i].num_extra_outputs
         if len(outputs) != expected:
@@ -375,48 +377,38 @@ def run_backward(
                     all_grad_outputs[i][slot] = writable(grad, basic_ops[i]) if own is None else own + grad
         try:
             result = op.fuser_backward(
-                [contexts[i] for i in indices],
-                dx,
-                basic_op_grad_extra_outputs=[all_grad_outputs[i] for i in indices],
+                [contexts[i] for i in indices], dx, basic_op_grad_extra_outputs=[all_grad_outputs[i] for i in indices]
             )
         except Exception as error:
             _say_where(error, "backward", op, indices[0] + func_ctx.start)
             raise
         _check_results(op, "fuser_backward", result, 3, _BACKWARD_RESULTS)
-        dx, *groups = result
+        dx, step_grad_params, step_grad_extra_inputs = result
         if not isinstance(dx, _TENSORS) and (
             dx is not None or any(context.requires_grad for context in contexts[: indices[0]])
         ):
             raise _wrong_output(op, "the gradient of its input", dx)
-        for what, group in zip(("parameter gradients", "extra input gradients"), groups, strict=True):
-            if len(group) != len(indices):
-                raise RuntimeError(
-                    f"Expected {op.__class__.__name__} to generate {what} for {len(indices)} basic operations, "
-                    f"but got {len(group)}"
-                )
-        step_grad_params, step_grad_extra_inputs = (_as_lists(op, "gradients", group) for group in groups)
+        count = len(indices)
+        step_grad_params = _as_lists(op, "parameter gradients", step_grad_params, count, "gradients")
+        step_grad_extra_inputs = _as_lists(op, "extra input gradients", step_grad_extra_inputs, count, "gradients")
         for i, grads, extra_grads in zip(indices, step_grad_params, step_grad_extra_inputs, strict=True):
             grad_params[i] = grads
             grad_extra_inputs[i] = extra_grads
             contexts[i].saved_tensors = None
-            for source, grad in zip(routes.input_sources[i], grad_extra_inputs[i], strict=False):
+            for source, grad in zip(routes.input_sources[i], extra_grads, strict=False):
                 if source is not None and source[0] not in indices and grad is not None:
                     previous = channel_grads.get(source)
                     channel_grads[source] = grad if previous is None else previous + grad
     for context in contexts:
         context.saved_tensors = None
 
-    flat_grad_params = _flatten_grads(grad_params, func_ctx.num_params, "Expected op {} to generate {} param grads")
+    grad_params = _padded(grad_params, func_ctx.num_params, "Expected op {} to generate {} param grads")
     counts = [op.num_extra_inputs for op in basic_ops]
-    flat_grad_extra = _flatten_grads(grad_extra_inputs, counts, "Expected op {} to generate grads for {} extra inputs")
-    is_external = [source is None for sources in routes.input_sources for source in sources]
+    grad_extra_inputs = _padded(grad_extra_inputs, counts, "Expected op {} to generate grads for {} extra inputs")
     if func_ctx.is_first_module:
         _update_scales_of_gradients()
-    return (
-        dx,
-        flat_grad_params,
-        [grad for grad, external in zip(flat_grad_extra, is_external, strict=True) if external],
-    )
+    of_caller = [grad_extra_inputs[i][slot] for i, slot in routes.external_inputs]
+    return dx, list(itertools.chain.from_iterable(grad_params)), of_caller
 
 
 def _update_scales_of_gradients() -> None:
@@ -424,13 +416,10 @@ def _update_scales_of_gradients() -> None:
         FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=False)
 
 
-def _flatten_grads(grads: list[list[Any] | None], counts: list[int], complaint: str) -> list[Any]:
-    """One list of all operations' gradients; operations that backward did not reach contribute None."""
-    flat: list[Any] = []
-    for i, (op_grads, count) in enumerate(zip(grads, counts, strict=True)):
-        if op_grads is None:
-            op_grads = [None] * count
-        if len(op_grads) != count:
-            raise RuntimeError(f"{complaint.format(i, count)}, but got {len(op_grads)}")
-        flat.extend(op_grads)
-    return flat
+def _padded(grads: list[list[Any] | None], counts: list[int], complaint: str) -> list[list[Any]]:
+    """All operations' gradients; those of operations that backward did not reach are None."""
+    padded = [[None] * count if group is None else group for group, count in zip(grads, counts, strict=True)]
+    for i, (group, count) in enumerate(zip(padded, counts, strict=True)):
+        if len(group) != count:
+            raise RuntimeError(f"{complaint.format(i, count)}, but got {len(group)}")
+    return padded

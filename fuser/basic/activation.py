@@ -284,11 +284,7 @@ class ScaledGLU(ScaledActivation):
     """
 
     def __init__(
-        self,
-        glu_interleave_size: int | None = None,
-        *,
-        activation_recompute_in_mlp: bool = False,
-        **parameters: float,
+        self, glu_interleave_size: int | None = None, *, activation_recompute_in_mlp: bool = False, **parameters: float
     ) -> None:
         if activation_recompute_in_mlp:
             raise ValueError(

@@ -17,11 +17,7 @@ from typing import Any
 import torch
 
 from fuser.basic.basic_linear import BasicLinear
-from fuser.basic.linear_parts import (
-    LinearOperation,
-    quantize_operand,
-    replace_parameter,
-)
+from fuser.basic.linear_parts import LinearOperation, quantize_operand, replace_parameter
 from fuser.common import (
     canonicalize_device,
     get_accumulate_flag_in_param,

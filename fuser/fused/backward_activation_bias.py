@@ -61,8 +61,5 @@ def _objection(previous: FusibleOperation, bias: Bias, activation: FusibleOperat
 
 
 BackwardActivationBias.fuse_backward_ops = WindowFusion(
-    BackwardActivationBias,
-    patterns=[(FusibleOperation, Bias, _ActivationOperation)],
-    objection=_objection,
-    keep=1,
+    BackwardActivationBias, patterns=[(FusibleOperation, Bias, _ActivationOperation)], objection=_objection, keep=1
 )
