@@ -76,7 +76,8 @@ class LinearOperation(BasicOperation):
                 torch.nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
         if not self._with_quantized_weight:
             return weights
-        return [quantize_new_weight(w, of[1]) for w, of in zip(weights, self._group_quantizers(), strict=True)]
+        groups = zip(weights, self._group_quantizers(), strict=True)
+        return [quantize_new_weight(weight, quantizer) for weight, (_, quantizer, _) in groups]
 
     def num_quantizers(self, mode: str) -> int:
         return {"forward": 2 * self.num_groups, "backward": self.num_groups}.get(mode, 0)
@@ -229,11 +230,11 @@ class Destination:
     """Where the result of a product goes.
 
     Attributes:
-        name: what errors call the result.
-        buffer: what it is written to, or None.
-        accumulate, beta: whether it is added to `beta` times (None: once) what the buffer holds.
-        quantizer: gives it to a quantized buffer; without a buffer, emits it if this is delayed scaling's.
-        reduced_by: the mode of tensor parallelism that reduces it over ranks by `reduce`, or None.
+        name: of the result, in errors.
+        buffer: tensor to write to, plain or quantized, or None.
+        accumulate, beta: whether to add `beta` times what the buffer holds (None: 1).
+        quantizer: quantizes the result into a quantized buffer; without a buffer only one of delayed scaling is used.
+        reduced_by: the mode of tensor parallelism whose ranks sum their results by `reduce`, or None.
     """
 
     name: str
@@ -245,7 +246,7 @@ class Destination:
     reduce: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     def check_quantized(self, quantized: bool) -> None:
-        """`ValueError` for what can't be quantized or reduced into the buffer; `quantized`: whether operands are."""
+        """`ValueError` if the buffer can't take a reduced or quantized result. `quantized`: whether operands are."""
         name, reduced_by = self.name, self.reduced_by
         if self.accumulate and reduced_by:
             raise ValueError(f"Accumulating into {name} tensor is not supported with {reduced_by} tensor parallelism")
@@ -274,7 +275,7 @@ class Destination:
     def receive(
         self, product: Callable[..., torch.Tensor], left: Any, right: Any, *, dtype: torch.dtype, **options: Any
     ) -> torch.Tensor:
-        """`product(left, right)` in `dtype`, with its other options, where it has gone."""
+        """Return `product(left, right)` in `dtype`, in the buffer if there is one. `options`: others of the product."""
         out, quantizer = self.buffer, self.quantizer
         options |= {"accumulate": self.accumulate, "beta": self.beta if self.accumulate else None}
         if self.reduce is not None:

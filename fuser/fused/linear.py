@@ -1,4 +1,4 @@
-"""A linear with what stands around it: bias, factor or residual branch join the float32 sums of the product.
+"""Fusions of a linear with its neighbours: a bias, a factor or a residual branch joins the product's float32 sums.
 
 One rounding instead of several. Source: TE behaviour, `ops/fused/forward_linear_*.py` and `backward_linear_*.py`.
 """
@@ -18,7 +18,7 @@ from fuser.op import FusedOperation, FusibleOperation
 
 
 class _ForwardLinear(FusedOperation):
-    """A product that takes in what the operations behind it do: `Bias`, `ConstantScale`, `AddExtraInput`."""
+    """A product that also does what the operations behind it do: `Bias`, `ConstantScale`, `AddExtraInput`."""
 
     def fuser_forward(
         self,
