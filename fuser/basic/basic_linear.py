@@ -147,14 +147,16 @@ class BasicLinear(LinearOperation):
 
     def get_input_quantizer(self) -> Quantizer | None:
         """The input's quantizer, unless the input must be gathered in high precision before it is quantized."""
-        return self._unless_gathered(super().get_input_quantizer(), "column")
+        quantizer = super().get_input_quantizer()
+        return None if quantizer is not None and self._gathers_before(quantizer, "column") else quantizer
 
     def get_grad_output_quantizer(self) -> Quantizer | None:
         """The output gradient's quantizer, unless that gradient must be gathered in high precision first."""
-        return self._unless_gathered(super().get_grad_output_quantizer(), "row")
+        quantizer = super().get_grad_output_quantizer()
+        return None if quantizer is not None and self._gathers_before(quantizer, "row") else quantizer
 
-    def _unless_gathered(self, quantizer: Quantizer | None, mode: str) -> Quantizer | None:
-        return quantizer if isinstance(quantizer, PER_TENSOR_QUANTIZERS) or not self._gathers(mode) else None
+    def _gathers_before(self, quantizer: Quantizer, mode: str) -> bool:
+        return self._gathers(mode) and not isinstance(quantizer, PER_TENSOR_QUANTIZERS)
 
     def _gathers(self, mode: str) -> bool:
         return self.sequence_parallel and self.tensor_parallel_mode == mode
@@ -391,7 +393,7 @@ class BasicLinear(LinearOperation):
                 f"Input tensor (shape={tuple(input_.size())}) and weight tensor (shape={tuple(weight.shape)}) "
                 "are not compatible: the input's last dimension must be in_features"
             )
-        options = self.begin_forward(ctx, dtype)
+        options = self.begin_forward(ctx, weight, dtype)
         quantized = options["with_quantized_compute"]
         ctx.input_quantizer, ctx.weight_quantizer, grad_output_quantizer = ctx.quantizers[0]
         ctx.grad_output_quantizer = grad_output_quantizer if ctx.with_quantized_compute else None

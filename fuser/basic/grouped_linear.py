@@ -359,7 +359,8 @@ class GroupedForward(_GroupedPass):
                 f"last dimension of the input must be in_features={op.in_features}; got shape {tuple(shape)}"
             )
         self.op, self.ctx = op, ctx
-        self._options = op.begin_forward(ctx)
+        parameter = op._weight_parameters[0]
+        self._options = op.begin_forward(ctx, parameter)
         self.dtype = ctx.dtype
         self.scales = extra_inputs[1] if op._scale_bias else None
         if self.scales is not None and self.scales.numel() != rows:
@@ -371,8 +372,8 @@ class GroupedForward(_GroupedPass):
         ctx.scales_require_grad = ctx.requires_grad and self.scales is not None and self.scales.requires_grad
 
         out_shape = (*shape[:-1], op.out_features)
-        device = op._weight_parameters[0].device
-        self.output = validate_or_alloc_output(kwargs.get(OUTPUT_BUFFER_KEY), out_shape, self.dtype, device)
+        buffer = kwargs.get(OUTPUT_BUFFER_KEY)
+        self.output = validate_or_alloc_output(buffer, out_shape, self.dtype, parameter.device)
         self._outputs = self.rows_of_groups(self.output)
         self.row_scales = None if self.scales is None else self.scales.reshape(-1).split(ctx.split_sizes)
         self._weights, self._biases = op.weights, op.biases

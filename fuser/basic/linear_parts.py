@@ -135,12 +135,13 @@ class LinearOperation(BasicOperation):
             weight_quantizer.set_usage(rowwise=True, columnwise=requires_grad)
             grad_output_quantizer.set_usage(rowwise=True, columnwise=wgrad)
 
-    def begin_forward(self, ctx: OperationContext, dtype: torch.dtype | None = None) -> dict[str, Any]:
+    def begin_forward(
+        self, ctx: OperationContext, weight: torch.nn.Parameter, dtype: torch.dtype | None = None
+    ) -> dict[str, Any]:
         """Settle in `ctx` how both passes multiply. Returns arguments of the functional form of forward.
 
-        `dtype`: of the output; by default autocast's, else the weight's.
+        `weight`: the first parameter. `dtype`: of the output; by default autocast's, else the weight's.
         """
-        weight = self._weight_parameters[0]
         recipe = FP8GlobalStateManager.get_fp8_recipe() if FP8GlobalStateManager.is_fp8_enabled() else None
         ctx.backward_override = None if recipe is None else recipe.backward_override
         ctx.with_quantized_compute = recipe is not None and ctx.backward_override is None
