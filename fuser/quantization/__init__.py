@@ -1,130 +1,49 @@
 """Quantized tensors, quantizers, recipe state and the contexts that switch them on."""
 
-from fuser.quantization.contexts import (
-    autocast,
-    check_recipe_support,
-    fp8_autocast,
-    fp8_model_init,
-    get_align_size_for_quantization,
-    get_default_recipe,
-    is_bf16_available,
-    is_fp8_available,
-    is_fp8_block_scaling_available,
-    is_mxfp8_available,
-    is_nvfp4_available,
-    quantized_model_init,
+# ruff: noqa: F403 (each module says what it offers)
+
+from fuser.quantization import (
+    contexts,
+    grouped,
+    hybrid,
+    identity,
+    quantizer,
+    quantizers,
+    saving,
+    state,
+    storage,
+    tensor,
 )
-from fuser.quantization.grouped import GroupedTensor, GroupedTensorStorage
-from fuser.quantization.hybrid import HybridQuantizedTensor, HybridQuantizedTensorStorage, HybridQuantizer
-from fuser.quantization.identity import IdentityQuantizer, IdentityTensor, IdentityTensorStorage
+from fuser.quantization.contexts import *
+from fuser.quantization.grouped import *
+from fuser.quantization.hybrid import *
+from fuser.quantization.identity import *
 from fuser.quantization.master_weights import (
     cast_master_weights_to_fp8,
     post_all_gather_processing,
     quantize_master_weights,
     replace_raw_data,
 )
-from fuser.quantization.quantizer import Quantizer
-from fuser.quantization.quantizers import (
-    BlockScaledQuantizer,
-    Float8BlockQuantizer,
-    Float8CurrentScalingQuantizer,
-    Float8Quantizer,
-    MXFP8Quantizer,
-    NVFP4Quantizer,
-)
-from fuser.quantization.saving import prepare_for_saving, restore_from_func_ctx, restore_from_saved
-from fuser.quantization.state import (
-    BlockScaledRecipeState,
-    CustomRecipeState,
-    DelayedScalingRecipeState,
-    DelayedScalingRequest,
-    Float8BlockScalingRecipeState,
-    Float8CurrentScalingRecipeState,
-    FP8GlobalStateManager,
-    MXFP8BlockScalingRecipeState,
-    NVFP4BlockScalingRecipeState,
-    QuantizerRequest,
-    QuantizerRole,
-    RecipeState,
-)
-from fuser.quantization.storage import (
-    BlockScaledTensorStorage,
-    BufferStorage,
-    Float8BlockwiseQTensorStorage,
-    Float8TensorStorage,
-    MXFP8TensorStorage,
-    NVFP4TensorStorage,
-    QuantizedTensorStorage,
-)
-from fuser.quantization.tensor import (
-    BlockScaledTensor,
-    Float8BlockwiseQTensor,
-    Float8Tensor,
-    KeepsQuantizedParameters,
-    MXFP8Tensor,
-    NVFP4Tensor,
-    QuantizedTensor,
-)
+from fuser.quantization.quantizer import *
+from fuser.quantization.quantizers import *
+from fuser.quantization.saving import *
+from fuser.quantization.state import *
+from fuser.quantization.storage import *
+from fuser.quantization.tensor import *
 
 __all__ = [
-    "BlockScaledQuantizer",
-    "BlockScaledRecipeState",
-    "BlockScaledTensor",
-    "BlockScaledTensorStorage",
-    "BufferStorage",
-    "CustomRecipeState",
-    "DelayedScalingRecipeState",
-    "DelayedScalingRequest",
-    "FP8GlobalStateManager",
-    "Float8BlockQuantizer",
-    "Float8BlockScalingRecipeState",
-    "Float8BlockwiseQTensor",
-    "Float8BlockwiseQTensorStorage",
-    "Float8CurrentScalingQuantizer",
-    "Float8CurrentScalingRecipeState",
-    "Float8Quantizer",
-    "Float8Tensor",
-    "Float8TensorStorage",
-    "GroupedTensor",
-    "GroupedTensorStorage",
-    "HybridQuantizedTensor",
-    "HybridQuantizedTensorStorage",
-    "HybridQuantizer",
-    "IdentityQuantizer",
-    "IdentityTensor",
-    "IdentityTensorStorage",
-    "KeepsQuantizedParameters",
-    "MXFP8BlockScalingRecipeState",
-    "MXFP8Quantizer",
-    "MXFP8Tensor",
-    "MXFP8TensorStorage",
-    "NVFP4BlockScalingRecipeState",
-    "NVFP4Quantizer",
-    "NVFP4Tensor",
-    "NVFP4TensorStorage",
-    "QuantizedTensor",
-    "QuantizedTensorStorage",
-    "Quantizer",
-    "QuantizerRequest",
-    "QuantizerRole",
-    "RecipeState",
-    "autocast",
+    *contexts.__all__,
+    *grouped.__all__,
+    *hybrid.__all__,
+    *identity.__all__,
     "cast_master_weights_to_fp8",
-    "check_recipe_support",
-    "fp8_autocast",
-    "fp8_model_init",
-    "get_align_size_for_quantization",
-    "get_default_recipe",
-    "is_bf16_available",
-    "is_fp8_available",
-    "is_fp8_block_scaling_available",
-    "is_mxfp8_available",
-    "is_nvfp4_available",
     "post_all_gather_processing",
-    "prepare_for_saving",
     "quantize_master_weights",
-    "quantized_model_init",
     "replace_raw_data",
-    "restore_from_func_ctx",
-    "restore_from_saved",
+    *quantizer.__all__,
+    *quantizers.__all__,
+    *saving.__all__,
+    *state.__all__,
+    *storage.__all__,
+    *tensor.__all__,
 ]

@@ -28,6 +28,8 @@ from fuser.torch_load import rebuild_grouped_tensor
 from refops.arguments import require_integer, say_who, shown
 from refops.quantization.result import stored_layout
 
+__all__ = ["GroupedTensor", "GroupedTensorStorage"]
+
 aten = torch.ops.aten
 
 #: Field of a member's `Buffers` -> the attribute that holds it for all members.

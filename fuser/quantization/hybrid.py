@@ -24,6 +24,8 @@ from fuser.quantization.storage import DIRECTIONS, QUANTIZERS, BufferStorage, bu
 from fuser.quantization.tensor import QuantizedTensor
 from refops.arguments import require_choice, shown
 
+__all__ = ["HybridQuantizedTensor", "HybridQuantizedTensorStorage", "HybridQuantizer"]
+
 COLUMNWISE_SOURCES = ("original", "rowwise_dequantized")
 
 

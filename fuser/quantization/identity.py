@@ -19,6 +19,8 @@ from fuser.quantization.quantizer import ValueQuantizer
 from fuser.quantization.storage import DIRECTIONS, QUANTIZERS, BufferStorage, buffer_property, resolve_shape
 from fuser.quantization.tensor import QuantizedTensor
 
+__all__ = ["IdentityQuantizer", "IdentityTensor", "IdentityTensorStorage"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class IdentityBuffers:

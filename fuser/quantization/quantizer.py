@@ -24,6 +24,8 @@ from fuser.tracing import rehearsing
 from refops.arguments import require_flag, with_article
 from refops.quantization.result import stored_layout
 
+__all__ = ["Quantizer"]
+
 #: Called as observer(quantizer, original, quantized) after each cast, `original` a function that returns the tensor;
 #: `fuser.statistics` listens here.
 quantization_observers: list[Callable[[Quantizer, Callable[[], torch.Tensor], Any], None]] = []

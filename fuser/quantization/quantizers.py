@@ -63,6 +63,15 @@ from refops.scalings import (
 )
 from refops.scalings.arithmetic import REFERENCE
 
+__all__ = [
+    "BlockScaledQuantizer",
+    "Float8BlockQuantizer",
+    "Float8CurrentScalingQuantizer",
+    "Float8Quantizer",
+    "MXFP8Quantizer",
+    "NVFP4Quantizer",
+]
+
 #: TE's environment variable for the fast error of 4over6, read at every call.
 FAST_ERROR = "NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH"
 

@@ -10,6 +10,8 @@ import torch
 from fuser.quantization.grouped import GroupedTensorStorage
 from fuser.quantization.storage import QuantizedTensorStorage, shallow_copy
 
+__all__ = ["prepare_for_saving", "restore_from_func_ctx", "restore_from_saved"]
+
 _PLAIN = {torch.Tensor, torch.nn.Parameter, type(None)}
 
 

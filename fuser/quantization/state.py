@@ -40,6 +40,21 @@ from fuser.recipe import DelayedScaling, Float8CurrentScaling, Format, MXFP8Bloc
 from fuser.tracing import OLD_TORCH, define_operator
 from refops.arguments import shown
 
+__all__ = [
+    "BlockScaledRecipeState",
+    "CustomRecipeState",
+    "DelayedScalingRecipeState",
+    "DelayedScalingRequest",
+    "FP8GlobalStateManager",
+    "Float8BlockScalingRecipeState",
+    "Float8CurrentScalingRecipeState",
+    "MXFP8BlockScalingRecipeState",
+    "NVFP4BlockScalingRecipeState",
+    "QuantizerRequest",
+    "QuantizerRole",
+    "RecipeState",
+]
+
 _INPUT_LIKE = ("input", "weight", "output")
 _GRADIENTS = ("grad_output", "grad_input")
 

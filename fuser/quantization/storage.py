@@ -24,6 +24,16 @@ from refops.arguments import shown
 from refops.quantization.result import matrix_shape, stored_layout
 from refops.scalings import BlockScaling, CurrentScaling, MXFP8Scaling, NVFP4Scaling
 
+__all__ = [
+    "BlockScaledTensorStorage",
+    "BufferStorage",
+    "Float8BlockwiseQTensorStorage",
+    "Float8TensorStorage",
+    "MXFP8TensorStorage",
+    "NVFP4TensorStorage",
+    "QuantizedTensorStorage",
+]
+
 DIRECTIONS = ("rowwise", "columnwise")
 #: Name -> class of this package's quantizers, which enter themselves: what is stored names the one that it needs.
 QUANTIZERS: dict[str, Any] = {}

@@ -38,6 +38,16 @@ from refops import scalings
 from refops.arguments import shown, with_article
 from refops.formats import FORMATS
 
+__all__ = [
+    "BlockScaledTensor",
+    "Float8BlockwiseQTensor",
+    "Float8Tensor",
+    "KeepsQuantizedParameters",
+    "MXFP8Tensor",
+    "NVFP4Tensor",
+    "QuantizedTensor",
+]
+
 aten = torch.ops.aten
 register()
 
