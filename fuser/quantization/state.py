@@ -203,9 +203,8 @@ class RecipeState(ABC):
                 return tensor_type
         return _INPUT_LIKE[idx % 3] if self.mode == "forward" else _GRADIENTS[idx % 2]
 
-    def _qparams(self, idx: int, prefix: str) -> Any:
-        """The recipe's `QParams` of slot `idx`: of weights, of gradients, or else of inputs."""
-        tensor_type = self._slot_tensor_type(idx)
+    def _qparams(self, tensor_type: str, prefix: str) -> Any:
+        """The recipe's `QParams` of a kind of tensors: of weights, of gradients, or else of inputs."""
         kind = {"weight": "fwd_weight", "grad_output": "bwd_grad", "grad_input": "bwd_grad"}.get(tensor_type, "fwd_inp")
         return getattr(self.recipe, f"{prefix}_quant_{kind}")
 
@@ -302,11 +301,7 @@ class DelayedScalingRecipeState(RecipeState):
 
         with torch.no_grad():
             history, scale = dispatch.update_delayed_scale(
-                self.amax_history,
-                self.scale,
-                fmt,
-                margin=recipe.margin,
-                algorithm=algorithm if fused else remember,
+                self.amax_history, self.scale, fmt, margin=recipe.margin, algorithm=algorithm if fused else remember
             )
             if custom is not None:
                 fp8_max = torch.tensor(float(fmt.max), device=self.scale.device)
@@ -319,63 +314,53 @@ def _amax_of(history, algorithm):
     return history.amax(dim=0) if algorithm == "max" else history[0].clone()
 
 
-class Float8CurrentScalingRecipeState(RecipeState):
+class _WithoutState(RecipeState):
+    """Each slot's quantizer follows from the recipe and the kind of its tensor."""
+
+    def make_quantizers(self):
+        return [self._make_quantizer(i, self._slot_tensor_type(i)) for i in range(self.num_quantizers)]
+
+
+class Float8CurrentScalingRecipeState(_WithoutState):
     """Per-tensor current scaling: no state."""
 
-    def make_quantizers(self):
-        return [
-            Float8CurrentScalingQuantizer(
-                self.dtype, device=self.device, force_pow_2_scales=self.recipe.use_power_2_scales
-            )
-            for _ in range(self.num_quantizers)
-        ]
+    def _make_quantizer(self, idx, tensor_type):
+        return Float8CurrentScalingQuantizer(self.dtype, force_pow_2_scales=self.recipe.use_power_2_scales)
 
 
-class MXFP8BlockScalingRecipeState(RecipeState):
+class MXFP8BlockScalingRecipeState(_WithoutState):
     """MXFP8: no state."""
 
-    def make_quantizers(self):
-        return [MXFP8Quantizer(self.dtype, with_2d_quantization=self._is_2d(i)) for i in range(self.num_quantizers)]
-
-    def _is_2d(self, idx):
+    def _make_quantizer(self, idx, tensor_type):
         role = self.roles[idx] if self.roles is not None else None
-        is_weight = role is not None and role.module_type in ("linear", "grouped_linear")
-        is_weight = is_weight and self.mode == "forward" and self._slot_tensor_type(idx) == "weight"
-        return bool(self.recipe.enable_2d_quantization and is_weight)
+        of_linear = role is not None and role.module_type in ("linear", "grouped_linear")
+        is_weight = of_linear and self.mode == "forward" and tensor_type == "weight"
+        return MXFP8Quantizer(self.dtype, with_2d_quantization=bool(self.recipe.enable_2d_quantization and is_weight))
 
 
-class Float8BlockScalingRecipeState(RecipeState):
+class Float8BlockScalingRecipeState(_WithoutState):
     """FP8 with float32 block scales: no state."""
 
-    def make_quantizers(self):
-        return [self._make_quantizer(i) for i in range(self.num_quantizers)]
-
-    def _make_quantizer(self, idx):
-        qparams = self._qparams(idx, "fp8")
-        tensor_type = self._slot_tensor_type(idx)
+    def _make_quantizer(self, idx, tensor_type):
+        qparams = self._qparams(tensor_type, "fp8")
         operand = "w" if tensor_type == "weight" else "grad" if tensor_type in _GRADIENTS else "x"
         return Float8BlockQuantizer(
             self.dtype,
-            rowwise=True,
-            columnwise=True,
             amax_epsilon=qparams.amax_epsilon,
             force_pow_2_scales=qparams.power_2_scale,
             block_scaling_dim=getattr(self.recipe, f"{operand}_block_scaling_dim"),
         )
 
 
-class NVFP4BlockScalingRecipeState(RecipeState):
+class NVFP4BlockScalingRecipeState(_WithoutState):
     """NVFP4: no state."""
 
     @property
     def dtype(self):
         return DType.kFloat4E2M1
 
-    def make_quantizers(self):
-        return [self._make_quantizer(i) for i in range(self.num_quantizers)]
-
-    def _make_quantizer(self, idx):
-        recipe, qparams, tensor_type = self.recipe, self._qparams(idx, "fp4"), self._slot_tensor_type(idx)
+    def _make_quantizer(self, idx, tensor_type):
+        recipe, qparams = self.recipe, self._qparams(tensor_type, "fp4")
         kind = "weights" if tensor_type == "weight" else "activations"
         is_gradient = tensor_type in _GRADIENTS
         four_over_six = not is_gradient and recipe.nvfp4_4over6 in (kind, "all")
@@ -391,12 +376,11 @@ class NVFP4BlockScalingRecipeState(RecipeState):
         )
 
 
-class BlockScaledRecipeState(RecipeState):
+class BlockScaledRecipeState(_WithoutState):
     """Blocks by any declared scaling: no state."""
 
-    def make_quantizers(self):
-        tensor_types = [self._slot_tensor_type(i) for i in range(self.num_quantizers)]
-        return [BlockScaledQuantizer(self.recipe.scaling_of(tensor_type)) for tensor_type in tensor_types]
+    def _make_quantizer(self, idx, tensor_type):
+        return BlockScaledQuantizer(self.recipe.scaling_of(tensor_type))
 
 
 class CustomRecipeState(RecipeState):
@@ -453,7 +437,7 @@ class CustomRecipeState(RecipeState):
         else:
             before.follow(recipe, device=self.device)
         self._delayed = before
-        for slot, quantizer in zip(slots, self._delayed.make_quantizers(), strict=True):
+        for slot, quantizer in zip(slots, before.make_quantizers(), strict=True):
             made[slot] = quantizer
         return made
 
