@@ -199,6 +199,7 @@ class _ReferenceQuantizer(ValueQuantizer):
     """A quantizer that casts as another one does, by `refops`."""
 
     custom = True
+    _recipe_class = recipes.CustomRecipe
 
     def __init__(self, rowwise: bool, columnwise: bool):
         super().__init__(rowwise=rowwise, columnwise=columnwise)
@@ -224,9 +225,6 @@ class _ReferenceQuantizer(ValueQuantizer):
     def check_shape(self, shape: Iterable[int]) -> None:
         """Raise `ValueError` unless a tensor of `shape` can be quantized."""
         self._casting().check_shape(shape)
-
-    def _get_compatible_recipe(self):
-        return recipes.CustomRecipe
 
 
 class CurrentScalingQuantizerRef(_ReferenceQuantizer):

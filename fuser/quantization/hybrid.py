@@ -109,17 +109,11 @@ class HybridQuantizedTensorStorage(BufferStorage):
         with torch.no_grad():
             return part.dequantize(dtype=self._dtype if dtype is None else dtype)
 
-    def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
-        """Keep or drop directions. `RuntimeError` for a missing one: it does not follow from the other."""
-        requests = {"rowwise": rowwise_usage, "columnwise": columnwise_usage}
-        present = self.get_usages()
-        for direction in DIRECTIONS:
-            if requests[direction] and not present[direction]:
-                raise RuntimeError(
-                    f"Requested {direction} usage, but {type(self).__name__} of shape {tuple(self.shape)} has none, "
-                    "and it does not follow from the other direction"
-                )
-        self.buffers = replace(self.buffers, **{d: None for d in DIRECTIONS if requests[d] is False})
+    def _make_copy(self, direction):
+        raise RuntimeError(
+            f"Requested {direction} usage, but {type(self).__name__} of shape {tuple(self.shape)} has none, "
+            "and it does not follow from the other direction"
+        )
 
     def map_buffers(self, function: Callable[[Any], Any], **changes: Any) -> HybridBuffers:
         """`buffers` with every tensor of both parts replaced by `function(tensor)`, and fields as in `changes`."""
@@ -193,15 +187,14 @@ class HybridQuantizer(ValueQuantizer):
     """
 
     tensor_class, storage_class = HybridQuantizedTensor, HybridQuantizedTensorStorage
+    _recipe_class = recipes.CustomRecipe
 
     def __init__(
         self, *, rowwise_quantizer: Quantizer, columnwise_quantizer: Quantizer, columnwise_source: str = "original"
     ):
         super().__init__(rowwise=True, columnwise=True)
-        for name, quantizer in (
-            ("rowwise_quantizer", rowwise_quantizer),
-            ("columnwise_quantizer", columnwise_quantizer),
-        ):
+        given = {"rowwise_quantizer": rowwise_quantizer, "columnwise_quantizer": columnwise_quantizer}
+        for name, quantizer in given.items():
             if not isinstance(quantizer, Quantizer):
                 raise TypeError(
                     f"{name} must be a Quantizer (a request for delayed scaling is what a CustomRecipe's qfactory "
@@ -284,9 +277,6 @@ class HybridQuantizer(ValueQuantizer):
         if self.columnwise_usage and self.columnwise_source == "rowwise_dequantized":
             read.append(self.rowwise_quantizer)
         return all(quantizer.is_requantization_safe() for quantizer in read)
-
-    def _get_compatible_recipe(self):
-        return recipes.CustomRecipe
 
 
 QUANTIZERS["HybridQuantizer"] = HybridQuantizer

@@ -116,7 +116,7 @@ class IdentityQuantizer(ValueQuantizer):
         rowwise, columnwise: usages; the one tensor serves both.
     """
 
-    tensor_class, storage_class = IdentityTensor, IdentityTensorStorage
+    tensor_class, storage_class, _recipe_class = IdentityTensor, IdentityTensorStorage, recipes.CustomRecipe
 
     def __init__(self, *, dtype: torch.dtype | None = None, rowwise: bool = True, columnwise: bool = True):
         super().__init__(rowwise=rowwise, columnwise=columnwise)
@@ -142,9 +142,6 @@ class IdentityQuantizer(ValueQuantizer):
     def is_requantization_safe(self) -> bool:
         """True: values stay as they are."""
         return True
-
-    def _get_compatible_recipe(self):
-        return recipes.CustomRecipe
 
 
 QUANTIZERS["IdentityQuantizer"] = IdentityQuantizer

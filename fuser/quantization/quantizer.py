@@ -9,7 +9,6 @@ Behaviour: TE's quantized_tensor.py.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -19,7 +18,7 @@ import torch
 from fuser import dispatch
 from fuser.dispatch import Buffers
 from fuser.dtypes import HIGH_PRECISION
-from fuser.quantization.storage import DIRECTIONS, BufferStorage, QuantizedTensorStorage, shallow_copy
+from fuser.quantization.storage import DIRECTIONS, BufferStorage, QuantizedTensorStorage, deep_copy, shallow_copy
 from fuser.tracing import rehearsing
 from refops.arguments import require_flag, with_article
 from refops.quantization.result import stored_layout
@@ -57,6 +56,9 @@ class Quantizer:
 
     tensor_class: ClassVar[Any] = None
     storage_class: ClassVar[Any] = None
+    _recipe_class: ClassVar[type | None] = None
+    #: Names of the attributes that are constructor arguments besides type and usages.
+    _options: ClassVar[tuple[str, ...]] = ()
 
     rowwise_usage: bool
     columnwise_usage: bool
@@ -93,7 +95,7 @@ class Quantizer:
 
     def settings(self) -> dict[str, Any]:
         """Constructor arguments of an equal quantizer: plain values, no tensors and no process group."""
-        return {"rowwise": self.rowwise_usage, "columnwise": self.columnwise_usage}
+        return {**self.get_usages(), **{name: getattr(self, name) for name in self._options}}
 
     def check_shape(self, shape: Iterable[int]) -> None:
         """Raise `ValueError` unless a tensor of `shape` can be quantized."""
@@ -115,7 +117,7 @@ class Quantizer:
 
     def _get_compatible_recipe(self) -> type | None:
         """The recipe class whose quantizers these are, or None."""
-        return None
+        return self._recipe_class
 
     def layout_scaling(self) -> Any:
         """`scaling()` without a new seed: for shapes and formats, which no seed changes."""
@@ -310,12 +312,8 @@ class Quantizer:
         return self.copy()
 
     def __deepcopy__(self, memo):
-        duplicate = object.__new__(type(self))
-        memo[id(self)] = duplicate
-        for name, value in self.__dict__.items():
-            # A process group has no copy: it is the same group of processes.
-            duplicate.__dict__[name] = value if name == "amax_reduction_group" else copy.deepcopy(value, memo)
-        return duplicate
+        # A process group has no copy: it is the same group of processes.
+        return deep_copy(self, memo, shared=("amax_reduction_group",))
 
 
 def plain(tensor):

@@ -141,7 +141,17 @@ def _require_divisible(shape, multiple, name):
         )
 
 
-class Float8Quantizer(Quantizer):
+class _Float8(Quantizer):
+    """A quantizer to E4M3 or E5M2, `dtype`."""
+
+    dtype: DType
+
+    def settings(self) -> Any:
+        """Constructor arguments: without tensors and without the process group."""
+        return {"fp8_dtype": self.dtype, **super().settings()}
+
+
+class Float8Quantizer(_Float8):
     """FP8 with a given scale for the whole tensor: delayed scaling.
 
     Args:
@@ -151,7 +161,7 @@ class Float8Quantizer(Quantizer):
         rowwise, columnwise: which copies results have.
     """
 
-    tensor_class, storage_class = Float8Tensor, Float8TensorStorage
+    tensor_class, storage_class, _recipe_class = Float8Tensor, Float8TensorStorage, recipes.DelayedScaling
 
     def __init__(
         self,
@@ -169,10 +179,6 @@ class Float8Quantizer(Quantizer):
                 raise TypeError(f"{name} must be a float32 tensor of one element, as torch.ones(1); got {got}")
         self.scale, self.amax, self.dtype = scale, amax, _fp8_dtype(fp8_dtype)
         self._read_scale = None
-
-    def settings(self) -> Any:
-        """The settings; scale and amax are tensors that belong to someone else."""
-        return {"fp8_dtype": self.dtype, **super().settings()}
 
     def scaling(self) -> Scaling:
         """`DelayedScaling` with the present scale."""
@@ -236,9 +242,6 @@ class Float8Quantizer(Quantizer):
         """True: the transpose follows from the data."""
         return True
 
-    def _get_compatible_recipe(self):
-        return recipes.DelayedScaling
-
 
 class _AmaxReducing(ValueQuantizer):
     """A quantizer whose tensor amax can be the largest over a process group, so that all ranks scale alike."""
@@ -284,7 +287,7 @@ def encode_scale(scaling: Scaling, amax: torch.Tensor) -> float:
     return float(multiplier[0])
 
 
-class Float8CurrentScalingQuantizer(_AmaxReducing):
+class Float8CurrentScalingQuantizer(_Float8, _AmaxReducing):
     """FP8 with one scale from the tensor's own amax.
 
     Args:
@@ -297,7 +300,8 @@ class Float8CurrentScalingQuantizer(_AmaxReducing):
         use_existing_amax, scale, amax: ignored, with a `DeprecationWarning`, as in TE.
     """
 
-    tensor_class, storage_class = Float8Tensor, Float8TensorStorage
+    tensor_class, storage_class, _recipe_class = Float8Tensor, Float8TensorStorage, recipes.Float8CurrentScaling
+    _options = ("force_pow_2_scales", "amax_epsilon")
 
     def __init__(
         self,
@@ -322,15 +326,6 @@ class Float8CurrentScalingQuantizer(_AmaxReducing):
         self.with_amax_reduction, self.amax_reduction_group = with_amax_reduction, amax_reduction_group
         self.force_pow_2_scales, self.amax_epsilon = force_pow_2_scales, amax_epsilon
 
-    def settings(self) -> Any:
-        """Constructor arguments without the process group."""
-        return {
-            "fp8_dtype": self.dtype,
-            **super().settings(),
-            "force_pow_2_scales": self.force_pow_2_scales,
-            "amax_epsilon": self.amax_epsilon,
-        }
-
     def scaling(self) -> Scaling:
         """`CurrentScaling`."""
         return _cached(
@@ -354,11 +349,8 @@ class Float8CurrentScalingQuantizer(_AmaxReducing):
         """True: the transpose follows from the data."""
         return True
 
-    def _get_compatible_recipe(self):
-        return recipes.Float8CurrentScaling
 
-
-class Float8BlockQuantizer(ValueQuantizer):
+class Float8BlockQuantizer(_Float8, ValueQuantizer):
     """FP8 with a float32 scale for 1x128 elements or a 128x128 tile.
 
     Args:
@@ -370,6 +362,8 @@ class Float8BlockQuantizer(ValueQuantizer):
     """
 
     tensor_class, storage_class = Float8BlockwiseQTensor, Float8BlockwiseQTensorStorage
+    _recipe_class = recipes.Float8BlockScaling
+    _options = ("amax_epsilon", "force_pow_2_scales", "block_scaling_dim")
     block_len = BlockScaling.block_size
 
     def __init__(
@@ -388,16 +382,6 @@ class Float8BlockQuantizer(ValueQuantizer):
         self.block_scaling_dim = block_scaling_dim
         self.scaling()  # a wrong value raises here
 
-    def settings(self) -> Any:
-        """Constructor arguments."""
-        return {
-            "fp8_dtype": self.dtype,
-            **super().settings(),
-            "amax_epsilon": self.amax_epsilon,
-            "force_pow_2_scales": self.force_pow_2_scales,
-            "block_scaling_dim": self.block_scaling_dim,
-        }
-
     def scaling(self) -> Scaling:
         """`BlockScaling`."""
         return _cached(
@@ -412,11 +396,8 @@ class Float8BlockQuantizer(ValueQuantizer):
         """Whether TE's GEMMs take it: at least 2-D, both sizes multiples of 128. Quantizing here needs neither."""
         return _divides(tensor.shape, self.block_len)
 
-    def _get_compatible_recipe(self):
-        return recipes.Float8BlockScaling
 
-
-class MXFP8Quantizer(ValueQuantizer):
+class MXFP8Quantizer(_Float8, ValueQuantizer):
     """FP8 with an E8M0 scale for 32 elements, along rows and along columns.
 
     Args:
@@ -425,7 +406,8 @@ class MXFP8Quantizer(ValueQuantizer):
         with_2d_quantization: one scale for a 32x32 tile.
     """
 
-    tensor_class, storage_class = MXFP8Tensor, MXFP8TensorStorage
+    tensor_class, storage_class, _recipe_class = MXFP8Tensor, MXFP8TensorStorage, recipes.MXFP8BlockScaling
+    _options = ("with_2d_quantization",)
 
     def __init__(
         self, fp8_dtype: DType, *, rowwise: bool = True, columnwise: bool = True, with_2d_quantization: bool = False
@@ -433,10 +415,6 @@ class MXFP8Quantizer(ValueQuantizer):
         super().__init__(rowwise=rowwise, columnwise=columnwise)
         self.dtype = _fp8_dtype(fp8_dtype)
         self.with_2d_quantization = with_2d_quantization
-
-    def settings(self) -> Any:
-        """Constructor arguments."""
-        return {"fp8_dtype": self.dtype, **super().settings(), "with_2d_quantization": self.with_2d_quantization}
 
     def scaling(self) -> Scaling:
         """`MXFP8Scaling`."""
@@ -453,9 +431,6 @@ class MXFP8Quantizer(ValueQuantizer):
     def is_requantization_safe(self) -> bool:
         """True: scales are powers of two, and the values that one gave fit the next."""
         return True
-
-    def _get_compatible_recipe(self):
-        return recipes.MXFP8BlockScaling
 
 
 class NVFP4Quantizer(_AmaxReducing):
@@ -482,7 +457,18 @@ class NVFP4Quantizer(_AmaxReducing):
         ValueError: settings that exclude each other; the message names them.
     """
 
-    tensor_class, storage_class = NVFP4Tensor, NVFP4TensorStorage
+    tensor_class, storage_class, _recipe_class = NVFP4Tensor, NVFP4TensorStorage, recipes.NVFP4BlockScaling
+    _options = (
+        "with_rht",
+        "with_post_rht_amax",
+        "with_2d_quantization",
+        "stochastic_rounding",
+        "row_scaled_nvfp4",
+        "nvfp4_use_4over6",
+        "nvfp4_e4m3_max",
+        "nvfp4_4over6_err_mode",
+        "with_random_sign_mask",
+    )
 
     def __init__(
         self,
@@ -505,28 +491,21 @@ class NVFP4Quantizer(_AmaxReducing):
         if DType.of(fp4_dtype) is not DType.kFloat4E2M1:
             raise ValueError(f"fp4_dtype must be DType.kFloat4E2M1; got {shown(fp4_dtype)}")
         self.dtype = DType.kFloat4E2M1
-        for name, flag in (
-            ("with_amax_reduction", with_amax_reduction),
-            ("with_rht", with_rht),
-            ("with_post_rht_amax", with_post_rht_amax),
-            ("with_2d_quantization", with_2d_quantization),
-            ("stochastic_rounding", stochastic_rounding),
-            ("row_scaled_nvfp4", row_scaled_nvfp4),
-            ("nvfp4_use_4over6", nvfp4_use_4over6),
-            ("with_random_sign_mask", with_random_sign_mask),
-        ):
-            require_flag(flag, name)
-        self.with_amax_reduction, self.amax_reduction_group = with_amax_reduction, amax_reduction_group
-        self.with_rht, self.with_post_rht_amax = with_rht, with_post_rht_amax
-        self.with_2d_quantization, self.stochastic_rounding = with_2d_quantization, stochastic_rounding
-        self.row_scaled_nvfp4, self.nvfp4_use_4over6 = row_scaled_nvfp4, nvfp4_use_4over6
+        self.with_amax_reduction = require_flag(with_amax_reduction, "with_amax_reduction")
+        self.amax_reduction_group = amax_reduction_group
+        self.with_rht = require_flag(with_rht, "with_rht")
+        self.with_post_rht_amax = require_flag(with_post_rht_amax, "with_post_rht_amax")
+        self.with_2d_quantization = require_flag(with_2d_quantization, "with_2d_quantization")
+        self.stochastic_rounding = require_flag(stochastic_rounding, "stochastic_rounding")
+        self.row_scaled_nvfp4 = require_flag(row_scaled_nvfp4, "row_scaled_nvfp4")
+        self.nvfp4_use_4over6 = require_flag(nvfp4_use_4over6, "nvfp4_use_4over6")
+        self.with_random_sign_mask = require_flag(with_random_sign_mask, "with_random_sign_mask")
         self.nvfp4_e4m3_max = nvfp4_e4m3_max if nvfp4_use_4over6 else 448
         self.nvfp4_4over6_err_mode = str(nvfp4_4over6_err_mode).upper()
         if self.nvfp4_4over6_err_mode not in ("MAE", "MSE"):
             raise ValueError(f"nvfp4_4over6_err_mode must be 'MAE' or 'MSE'; got {shown(nvfp4_4over6_err_mode)}")
         if row_scaled_nvfp4 and with_amax_reduction:
             raise ValueError("row_scaled_nvfp4 excludes with_amax_reduction; got both")
-        self.with_random_sign_mask = with_random_sign_mask
         self._settings_of_calls()  # combinations that exclude each other raise here
 
     @property
@@ -544,21 +523,6 @@ class NVFP4Quantizer(_AmaxReducing):
     def rht_signs(self) -> torch.Tensor:
         """The 16 signs of the transform, float32."""
         return 1.0 - 2.0 * ((self.rht_matrix_random_sign_mask_t >> torch.arange(16)) & 1)
-
-    def settings(self) -> Any:
-        """Constructor arguments without the process group."""
-        return {
-            **super().settings(),
-            "with_rht": self.with_rht,
-            "with_post_rht_amax": self.with_post_rht_amax,
-            "with_2d_quantization": self.with_2d_quantization,
-            "stochastic_rounding": self.stochastic_rounding,
-            "row_scaled_nvfp4": self.row_scaled_nvfp4,
-            "nvfp4_use_4over6": self.nvfp4_use_4over6,
-            "nvfp4_e4m3_max": self.nvfp4_e4m3_max,
-            "nvfp4_4over6_err_mode": self.nvfp4_4over6_err_mode,
-            "with_random_sign_mask": self.with_random_sign_mask,
-        }
 
     def _settings_of_calls(self):
         return _cached(
@@ -598,9 +562,6 @@ class NVFP4Quantizer(_AmaxReducing):
         """Whether both sizes divide by 16; False for row scaling, as in TE."""
         return _divides(tensor.shape, NVFP4Scaling.block_size) and not self.row_scaled_nvfp4
 
-    def _get_compatible_recipe(self):
-        return recipes.NVFP4BlockScaling
-
 
 class BlockScaledQuantizer(_AmaxReducing):
     """Blocks with scales of their own, as any scaling says that `refops.scalings` declares.
@@ -619,7 +580,7 @@ class BlockScaledQuantizer(_AmaxReducing):
         `with_amax_reduction` without an amax of the tensor.
     """
 
-    tensor_class, storage_class = BlockScaledTensor, BlockScaledTensorStorage
+    tensor_class, storage_class, _recipe_class = BlockScaledTensor, BlockScaledTensorStorage, recipes.BlockScaledRecipe
 
     def __init__(
         self,
@@ -658,9 +619,6 @@ class BlockScaledQuantizer(_AmaxReducing):
     def is_quantizable(self, tensor: torch.Tensor) -> bool:
         """Whether both sizes divide into whole blocks. Quantizing may not need that."""
         return _divides(tensor.shape, self._scaling.layout.block[1])
-
-    def _get_compatible_recipe(self):
-        return recipes.BlockScaledRecipe
 
 
 def _quantize_with_amaxes(x, scaling, amaxes, rowwise, columnwise):

@@ -11,7 +11,6 @@ or process group changes is updated by its present one.
 from __future__ import annotations
 
 import contextlib
-import copy
 import operator
 import os
 import threading
@@ -36,6 +35,7 @@ from fuser.quantization.quantizers import (
     MXFP8Quantizer,
     NVFP4Quantizer,
 )
+from fuser.quantization.storage import deep_copy
 from fuser.recipe import DelayedScaling, Float8CurrentScaling, Format, MXFP8BlockScaling, Recipe
 from fuser.tracing import OLD_TORCH, define_operator
 from refops.arguments import shown
@@ -154,12 +154,8 @@ class RecipeState(ABC):
         self.device = torch.get_default_device() if device is None else torch.device(device)
 
     def __deepcopy__(self, memo):
-        duplicate = object.__new__(type(self))
-        memo[id(self)] = duplicate
-        for name, value in self.__dict__.items():
-            # A process group has no copy, and recipes are shared by the operations of a model.
-            duplicate.__dict__[name] = value if name in ("group", "recipe") else copy.deepcopy(value, memo)
-        return duplicate
+        # A process group has no copy, and recipes are shared by the operations of a model.
+        return deep_copy(self, memo, shared=("group", "recipe"))
 
     def __getstate__(self):
         """For pickles: a process group stays with its processes, and a copy is not registered yet."""

@@ -8,6 +8,7 @@ data a `torch.Tensor`. Everything is generic over `fuser.dispatch.Buffers` and t
 Behaviour: TE's quantized_tensor.py and tensor/storage/*.py.
 """
 
+import copy
 import math
 import warnings
 from collections.abc import Callable
@@ -64,6 +65,14 @@ def shallow_copy(original: Any) -> Any:
     """Another object of the same class with the same attributes, whatever the constructor takes."""
     duplicate = object.__new__(type(original))
     duplicate.__dict__.update(original.__dict__)
+    return duplicate
+
+
+def deep_copy(original: Any, memo: dict[int, Any], *, shared: tuple[str, ...]) -> Any:
+    """Another object of the same class with copies of the attributes, except for those that are `shared`."""
+    duplicate = memo[id(original)] = object.__new__(type(original))
+    for name, value in original.__dict__.items():
+        duplicate.__dict__[name] = value if name in shared else copy.deepcopy(value, memo)
     return duplicate
 
 
@@ -336,14 +345,13 @@ class BufferStorage(QuantizedTensorStorage):
         Raises:
             RuntimeError: a copy is missing and cannot be made.
         """
-        requests = {"rowwise": rowwise_usage, "columnwise": columnwise_usage}
-        present = self.get_usages()
-        missing = [d for d in DIRECTIONS if requests[d] and not present[d]]
-        for direction in missing:
-            self._make_copy(direction)
+        requests, present = {"rowwise": rowwise_usage, "columnwise": columnwise_usage}, self.get_usages()
+        for direction in DIRECTIONS:
+            if requests[direction] and not present[direction]:
+                self._make_copy(direction)
         dropped = [d for d in DIRECTIONS if requests[d] is False and present[d]]
         if dropped:
-            names = [name for direction in dropped for name in fields_of(direction)]
+            names = [name for name in self.data_fields for direction in dropped if direction in name]
             self.buffers = replace(self.buffers, **dict.fromkeys(names))
 
     def _make_copy(self, direction):
