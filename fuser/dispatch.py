@@ -48,11 +48,7 @@ BACKENDS = ("auto", "reference", "exact", "float64")
 VARIABLE = "FUSER_BACKEND"
 
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
-_NUMPY = {
-    torch.bfloat16: _BFLOAT16,
-    torch.float16: np.dtype(np.float16),
-    torch.float32: np.dtype(np.float32),
-}
+_NUMPY = {torch.bfloat16: _BFLOAT16, torch.float16: np.dtype(np.float16), torch.float32: np.dtype(np.float32)}
 _selected: ContextVar[str | None] = ContextVar("fuser_backend", default=None)
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -76,11 +72,8 @@ def backend(name: str) -> Scope[str]:
 
 @scope
 def _scope(name):
-    token = _selected.set(name)
-    try:
+    with one_backend(name):
         yield name
-    finally:
-        _selected.reset(token)
 
 
 class one_backend:  # noqa: N801 (used like a function)
@@ -492,10 +485,11 @@ class Engine:
         """The library's name of a torch dtype."""
         return dtype if dtype is None else _NUMPY.get(dtype, dtype)
 
-    def quantized(self, arrays, buffers):
-        """The library's quantized tensor."""
+    def quantized(self, buffers, tensors=None):
+        """The library's quantized tensor, of all tensors of `buffers` or some of them."""
+        tensors = buffers.tensors if tensors is None else tensors
         return self._quantized_class(
-            **arrays,
+            **{name: self.array(tensor) for name, tensor in tensors.items()},
             scaling=buffers.scaling,
             shape=tuple(buffers.shape),
             dtype=str(buffers.dtype).removeprefix("torch."),
@@ -663,29 +657,24 @@ def _is_plain(tensor):
     return isinstance(tensor, torch.Tensor) and not hasattr(tensor, "plain_values")
 
 
-def _find_plan(tensor, name, args, options, selected):
-    """`_Host.find_plan` of a call that begins with a tensor, under the backend `selected`.
+def _find_plan(tensor, method, args, options):
+    """(options as the backend wants them, description, plan) of a call that begins with a tensor: `_Host.find_plan`.
 
     A plan exists only if every setting, dtype and shape is the same.
     """
+    selected = current_backend()
+    if selected == "exact" and method in _ACTIVATIONS:
+        options = {**options, "arithmetic": "exact"}
     if type(tensor) not in _DESCRIBERS or not tensor.is_cpu or selected == "reference":
-        return None, None
-    return _automatic("cpu").find_plan(name, args, options)
+        return options, None, None
+    return options, *_automatic("cpu").find_plan(method, args, options)
 
 
 def repeated(method, x, args, options):
     """The result of a call that is like an earlier, checked one; None for any other call."""
     refuse_trace(method)
-    selected = current_backend()
-    if selected == "exact":
-        options = _with_exact_arithmetic(method, options)
-    described, plan = _find_plan(x, method, args, options, selected)
+    _, described, plan = _find_plan(x, method, args, options)
     return None if plan is None else plan.run(described)
-
-
-def _with_exact_arithmetic(method, options):
-    """Options of a call, with the arithmetic that backend "exact" wants."""
-    return {**options, "arithmetic": "exact"} if method in _ACTIVATIONS else options
 
 
 def _engine_on(device, selected):
@@ -709,10 +698,7 @@ def _run(method, x, args, options, **others):
         args, options: the method's, with tensors and torch's dtypes.
         others: the other tensors among the arguments, by name.
     """
-    selected = current_backend()
-    if selected == "exact":
-        options = _with_exact_arithmetic(method, options)
-    described, plan = _find_plan(x, method, args, options, selected)
+    options, described, plan = _find_plan(x, method, args, options)
     if plan is not None:
         return plan.run(described)
     if method in _FLOAT64 and _in_float64(x, *others.values()):
@@ -895,7 +881,7 @@ def dequantize(buffers, *, dtype=torch.float32, columnwise=False):
     names = (f"{direction}_data", f"{direction}_scale_inv", f"amax_{direction}")
     tensors = {name: getattr(buffers, name) for name in names if getattr(buffers, name) is not None}
     copy = _Copy(tensors, tuple(buffers.shape), buffers.dtype, buffers.with_gemm_swizzled_scales, buffers.scaling)
-    described, plan = _find_plan(tensors.get(names[0]), "dequantize", (copy,), {"dtype": dtype}, current_backend())
+    _, described, plan = _find_plan(tensors.get(names[0]), "dequantize", (copy,), {"dtype": dtype})
     if plan is not None:
         return plan.run(described)
     if dtype not in HIGH_PRECISION:
@@ -907,9 +893,9 @@ def dequantize(buffers, *, dtype=torch.float32, columnwise=False):
     if not buffers.shape:
         return dequantize(buffers.viewed((1,)), dtype=dtype, columnwise=columnwise).reshape(())
     engine = _engine_on(buffers.device, current_backend())
-    arrays = {name: engine.array(tensor) for name, tensor in tensors.items()}
-    q, options = engine.quantized(arrays, buffers), {"dtype": engine.dtype(dtype)}
-    return engine.result(engine.call("dequantize", (q,), options, described, list(arrays.values())))
+    q, options = engine.quantized(buffers, tensors), {"dtype": engine.dtype(dtype)}
+    arrays = [getattr(q, name) for name in tensors]
+    return engine.result(engine.call("dequantize", (q,), options, described, arrays))
 
 
 @_dispatched
@@ -928,8 +914,7 @@ def _reordered(buffers, method):
     if not buffers.shape:
         return _reordered(buffers.viewed((1,)), method).viewed(())
     engine = _engine_on(buffers.device, current_backend())
-    q = engine.quantized({name: engine.array(tensor) for name, tensor in buffers.tensors.items()}, buffers)
-    return engine.result(getattr(q, method)())
+    return engine.result(getattr(engine.quantized(buffers), method)())
 
 
 @_dispatched
@@ -944,12 +929,7 @@ def gemm(a, b, card, *, out_dtype=torch.float32, bias=None, **options):
     engine, matmul = Reference(a.device), refops.products.matmul
     if current_backend() != "reference":
         from cuda_kernels.host.products import matmul
-    operands = [
-        engine.quantized({name: engine.array(tensor) for name, tensor in one.tensors.items()}, one)
-        if isinstance(one, Buffers)
-        else engine.array(one)
-        for one in (a, b)
-    ]
+    operands = [engine.quantized(one) if isinstance(one, Buffers) else engine.array(one) for one in (a, b)]
     options |= {"out_dtype": engine.dtype(out_dtype), "bias": None if bias is None else engine.array(bias)}
     return engine.tensor(refops.products.gemm(*operands, card, matmul=matmul, **options))
 
@@ -981,12 +961,7 @@ def update_delayed_scale(history, scale, fmt, *, margin=0, algorithm="max", keep
         function = algorithm
         algorithm = lambda array: engine.array(function(engine.tensor(array)))  # noqa: E731
     new_history, new_scale = engine.library.update_delayed_scale(
-        engine.array(history),
-        engine.array(scale),
-        fmt,
-        margin=margin,
-        algorithm=algorithm,
-        keep_unused=keep_unused,
+        engine.array(history), engine.array(scale), fmt, margin=margin, algorithm=algorithm, keep_unused=keep_unused
     )
     if not isinstance(new_scale, torch.Tensor):
         new_scale = engine.tensor(np.asarray(new_scale))

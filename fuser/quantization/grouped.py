@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -43,21 +43,6 @@ _ATTRIBUTES = {
 }
 #: The attributes that are tensors, in the order in which they are saved.
 _TENSORS = (*_ATTRIBUTES.values(), "scale", "first_dims", "last_dims", "tensor_offsets")
-#: All attributes.
-_STATE = (
-    *_TENSORS,
-    "num_tensors",
-    "logical_shape",
-    "fake_dtype",
-    "quantizer",
-    "tensor_shapes",
-    "offsets",
-    "scale_inv_offsets",
-    "columnwise_scale_inv_offsets",
-    "quantized_tensors",
-    "_with_gemm_swizzled_scales",
-    "_member_quantizers",
-)
 
 
 class GroupedTensorStorage:
@@ -213,13 +198,7 @@ class GroupedTensorStorage:
             raise ValueError(f"shapes must be {num_tensors}, one for each tensor; got {len(shapes)}")
         (rows, columns), dims = _dims_of(shapes, device)
         return GroupedTensorStorage.make_grouped_tensor(
-            num_tensors,
-            logical_first_dim=rows,
-            logical_last_dim=columns,
-            quantizer=quantizer,
-            device=device,
-            dtype=dtype,
-            **dims,
+            num_tensors, dims["first_dims"], dims["last_dims"], rows, columns, quantizer, device, dtype
         )
 
     @staticmethod
@@ -399,10 +378,9 @@ class GroupedTensorStorage:
     def _starts(self):
         """Where the values of members start, in elements."""
         if self.offsets is None:
-            if self.tensor_offsets is not None:
-                self.offsets = self.tensor_offsets.tolist()
-            else:
-                self.offsets = _running_sums(map(math.prod, self._member_shapes()))
+            from_shapes = self.tensor_offsets is None
+            numels = map(math.prod, self._member_shapes())
+            self.offsets = _running_sums(numels) if from_shapes else self.tensor_offsets.tolist()
         return self.offsets
 
     def _places(self):
@@ -494,6 +472,10 @@ class GroupedTensorStorage:
         GroupedTensorStorage.__init__(self, (0, 0), torch.float32, num_tensors=0, shapes=[])
 
 
+#: All attributes of a group: those that a caller gives a `GroupedTensor` are not its.
+_STATE = tuple(vars(GroupedTensorStorage((0, 0), torch.float32, num_tensors=0)))
+
+
 def _direction(field):
     return "columnwise" if "columnwise" in field else "rowwise"
 
@@ -542,7 +524,10 @@ def allocate(
     stacked: bool = False,
 ) -> Any:
     """`make_grouped_tensor`; only a `stacked` tensor of alike members has the shape (num_tensors, M, K)."""
-    group = _without_buffers(num_tensors, logical_shape, dtype, first_dims, last_dims, tensor_offsets)
+    num_tensors = require_integer(num_tensors, "num_tensors", low=1, high=2**31)
+    fields: dict[str, Any] = {"num_tensors": num_tensors, "first_dims": first_dims, "last_dims": last_dims}
+    fields["tensor_offsets"] = _checked_offsets(logical_shape, tensor_offsets, **fields)
+    group = GroupedTensorStorage(logical_shape, dtype, **fields)  # without data: shapes and offsets follow
     shapes, total = group._member_shapes(), math.prod(logical_shape)
     ends = [start + math.prod(shape) for start, shape in zip(group._starts(), shapes, strict=False)]
     if max(ends, default=0) > total:
@@ -550,15 +535,7 @@ def allocate(
             f"logical_shape must have room for all members; got {tuple(logical_shape)} for {num_tensors} members of "
             f"shapes {', '.join(map(str, shapes))}"
         )
-    fields = {
-        "num_tensors": num_tensors,
-        "shapes": shapes if stacked else None,
-        "quantizer": quantizer,
-        "first_dims": first_dims,
-        "last_dims": last_dims,
-        "tensor_offsets": group.tensor_offsets,
-        "offsets": group.offsets,
-    }
+    fields |= {"shapes": shapes if stacked else None, "quantizer": quantizer, "offsets": group.offsets}
     if quantizer is None:
         if dtype is None:
             raise ValueError("dtype must be given without a quantizer; got None")
@@ -597,10 +574,9 @@ def _new_arrays(quantizer, shapes, total, device):
     return arrays
 
 
-def _without_buffers(num_tensors, logical_shape, dtype, first_dims, last_dims, tensor_offsets):
-    """A group without data: what shapes and offsets follow from."""
+def _checked_offsets(logical_shape, tensor_offsets, *, num_tensors, first_dims, last_dims):
+    """`tensor_offsets`, or what dims say of them; an error for dims or offsets that are none of a group."""
     rows, columns = logical_shape
-    num_tensors = require_integer(num_tensors, "num_tensors", low=1, high=2**31)
     for name, dims, count in (
         ("first_dims", first_dims, num_tensors),
         ("last_dims", last_dims, num_tensors),
@@ -621,14 +597,7 @@ def _without_buffers(num_tensors, logical_shape, dtype, first_dims, last_dims, t
         else:
             sizes, common = (first_dims, columns) if last_dims is None else (last_dims, rows)
         tensor_offsets = GroupedTensorStorage.make_tensor_offsets(sizes, common)
-    return GroupedTensorStorage(
-        logical_shape,
-        dtype,
-        num_tensors=num_tensors,
-        first_dims=first_dims,
-        last_dims=last_dims,
-        tensor_offsets=tensor_offsets,
-    )
+    return tensor_offsets
 
 
 class GroupedTensor(GroupedTensorStorage, WrapperTensor):  # type: ignore[misc]
@@ -677,7 +646,23 @@ class GroupedTensor(GroupedTensorStorage, WrapperTensor):  # type: ignore[misc]
     def to_dtype(self, dtype: torch.dtype) -> Any:
         """The same codes with another nominal dtype; values in high precision are converted."""
         converted = self.rowwise_data.to(dtype) if self.quantizer is None else self.rowwise_data
-        return _alias(self, dtype=dtype, fake_dtype=dtype, rowwise_data=converted)
+        return self.alias(fake_dtype=dtype, rowwise_data=converted)
+
+    def alias(self, **changes: Any) -> Any:
+        """A tensor of the same buffers, except for the attributes in `changes`."""
+        state = self._state() | changes
+        device = next((state[name].device for name in _TENSORS if state[name] is not None), self.device)
+        dtype = changes.get("fake_dtype", self.dtype)
+        made = new_wrapper(type(self), self.shape, dtype, device, stride=self.stride())
+        made.__dict__.update(state)
+        if changes:
+            made.quantized_tensors = None
+        return made
+
+    def mapped(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+        """A tensor of buffers that `function` makes of those of this one."""
+        arrays = {name: getattr(self, name) for name in _TENSORS}
+        return self.alias(**{name: None if array is None else function(array) for name, array in arrays.items()})
 
     @property
     def data(self) -> Any:
@@ -727,36 +712,10 @@ def rebuild(members: Sequence[Any], stacked: bool, requires_grad: bool, is_param
 # --- dispatch -------------------------------------------------------------------------------------
 
 
-def _alias(tensor, *, dtype=None, device=None, **changes):
-    """A tensor of the same buffers, except for `changes`."""
-    dtype, device = dtype or tensor.dtype, device or tensor.device
-    made = new_wrapper(type(tensor), tensor.shape, dtype, device, stride=tensor.stride())
-    made.__dict__.update(tensor._state() | changes)
-    if changes:
-        made.quantized_tensors = None
-    return made
-
-
-def _mapped(tensor, function, **wrapper):
-    """A tensor of buffers that `function` makes of those of `tensor`."""
-    arrays = {name: getattr(tensor, name) for name in _TENSORS}
-    return _alias(tensor, **wrapper, **{name: None if a is None else function(a) for name, a in arrays.items()})
-
-
-def _detach(func, args, kwargs):
-    return _alias(args[0])
-
-
-def _clone(func, args, kwargs):
-    cloned = _mapped(args[0], torch.clone)
-    cloned.copy_quantizers()
-    return cloned
-
-
 def _view(func, args, kwargs):
     tensor, shape = args
     if tuple(shape) == tuple(tensor.shape):
-        return _alias(tensor)
+        return tensor.alias()
     if tuple(shape) in ((-1,), (tensor.numel(),)):
         return tensor.rowwise_data.view(-1)
     return tensor.plain_values().view(shape)
@@ -766,16 +725,8 @@ def _expand(func, args, kwargs):
     tensor, shape = args[:2]
     sizes = [present if size == -1 else size for size, present in zip(shape, tensor.shape, strict=False)]
     if len(shape) == tensor.dim() and sizes == list(tensor.shape):
-        return _alias(tensor)
+        return tensor.alias()
     return tensor.plain_values().expand(shape)
-
-
-def _to_copy(func, args, kwargs):
-    (tensor,) = args
-    if kwargs.get("dtype") not in (None, tensor.dtype):
-        return func(tensor.plain_values(), **kwargs)
-    device, non_blocking = kwargs.get("device") or tensor.device, kwargs.get("non_blocking", False)
-    return _mapped(tensor, lambda t: t.to(device, non_blocking=non_blocking, copy=True), device=torch.device(device))
 
 
 def _empty_like(func, args, kwargs):
@@ -783,8 +734,7 @@ def _empty_like(func, args, kwargs):
     (tensor,) = args
     if kwargs.get("dtype") not in (None, tensor.dtype) or not tensor.all_same_shape():
         return func(tensor.plain_values(), **kwargs)
-    device = torch.device(kwargs.get("device") or tensor.device)
-    return _mapped(tensor, lambda t: torch.empty_like(t, device=device), device=device)
+    return tensor.mapped(lambda t: torch.empty_like(t, device=kwargs.get("device") or tensor.device))
 
 
 def _copy(func, args, kwargs):
@@ -807,14 +757,10 @@ def _same_format(one, other):
     return first.stored_format() == second.stored_format() and first.get_usages() == second.get_usages()
 
 
-GroupedTensor._handlers = {
-    aten.detach.default: _detach,
-    aten.alias.default: _detach,
-    aten.clone.default: _clone,
+GroupedTensor._handlers = WrapperTensor._handlers | {
     aten.view.default: _view,
     aten._unsafe_view.default: _view,
     aten.expand.default: _expand,
-    aten._to_copy.default: _to_copy,
     aten.empty_like.default: _empty_like,
     aten.copy_.default: _copy,
 }

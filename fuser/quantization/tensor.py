@@ -12,7 +12,7 @@ Behaviour: TE's quantized_tensor.py and tensor/*.py, without its patch of `torch
 import copy
 import itertools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from typing import Any, ClassVar
 
@@ -76,6 +76,18 @@ class WrapperTensor(torch.Tensor):
 
     def held_quantizers(self) -> list[Any]:
         """The quantizers of the data, for values that are written later."""
+        raise NotImplementedError(f"{type(self).__name__} does not say which quantizers it holds")
+
+    def alias(self) -> Any:
+        """A tensor of the same data."""
+        raise NotImplementedError(f"{type(self).__name__} has no views")
+
+    def mapped(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+        """A tensor of what `function` makes of each plain tensor of the data; quantizers are shared."""
+        raise NotImplementedError(f"{type(self).__name__} does not say in which tensors its data are")
+
+    def copy_quantizers(self) -> None:
+        """Keep copies of the quantizers, without amax reduction groups: ranks may clone, and write, alone."""
         raise NotImplementedError(f"{type(self).__name__} does not say which quantizers it holds")
 
     def expand_as(self, other: Any) -> Any:
@@ -235,6 +247,18 @@ class QuantizedTensor(WrapperTensor):
     def held_quantizers(self) -> list[Any]:
         """Its own, if it has one."""
         return [] if self._quantizer is None else [self._quantizer]
+
+    def alias(self) -> Any:
+        """`make_like(self)`."""
+        return self.make_like(self)
+
+    def mapped(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+        """A tensor of buffers that `function` makes of those of this one."""
+        return type(self)(self.map_buffers(function), quantizer=self._quantizer)
+
+    def copy_quantizers(self) -> None:
+        """Keep a copy of the quantizer, without an amax reduction group."""
+        self._quantizer = None if self._quantizer is None else self._quantizer.copy_for_result()
 
     @property
     def data(self) -> Any:
@@ -444,7 +468,29 @@ def _run_in_place(func, args, kwargs):
 
 
 def _detach(func, args, kwargs):
-    return QuantizedTensor.make_like(args[0])
+    return args[0].alias()
+
+
+def _clone(func, args, kwargs):
+    cloned = args[0].mapped(torch.clone)
+    cloned.copy_quantizers()
+    return cloned
+
+
+def _to_copy(func, args, kwargs):
+    (tensor,) = args
+    if kwargs.get("dtype") not in (None, tensor.dtype):
+        return _run_plain(func, args, kwargs)
+    device, non_blocking = kwargs.get("device") or tensor.device, kwargs.get("non_blocking", False)
+    return tensor.mapped(lambda t: t.to(device, non_blocking=non_blocking, copy=True))
+
+
+WrapperTensor._handlers = {
+    aten.detach.default: _detach,
+    aten.alias.default: _detach,
+    aten.clone.default: _clone,
+    aten._to_copy.default: _to_copy,
+}
 
 
 def _view(func, args, kwargs):
@@ -453,25 +499,6 @@ def _view(func, args, kwargs):
         return QuantizedTensor.make_like(tensor, shape=shape)
     except ValueError:  # a last dimension that blocks don't allow: the values in that shape
         return _run_plain(func, args, kwargs)
-
-
-def _clone(func, args, kwargs):
-    quantizer = args[0]._quantizer
-    copied = None if quantizer is None else quantizer.copy_for_result()  # ranks may clone, and write, alone
-    return type(args[0])(args[0].map_buffers(torch.clone), quantizer=copied)
-
-
-def _pin_memory(func, args, kwargs):
-    return type(args[0])(args[0].map_buffers(torch.Tensor.pin_memory), quantizer=args[0]._quantizer)
-
-
-def _to_copy(func, args, kwargs):
-    (tensor,) = args
-    if kwargs.get("dtype") not in (None, tensor.dtype):
-        return _run_plain(func, args, kwargs)
-    device, non_blocking = kwargs.get("device") or tensor.device, kwargs.get("non_blocking", False)
-    moved = tensor.map_buffers(lambda t: t.to(device, non_blocking=non_blocking, copy=True))
-    return type(tensor)(moved, quantizer=tensor._quantizer)
 
 
 def _empty_like(func, args, kwargs):
@@ -596,14 +623,10 @@ def _buffers_for(destination, source):
     return view.buffers
 
 
-QuantizedTensor._handlers = {
-    aten.detach.default: _detach,
-    aten.alias.default: _detach,
+QuantizedTensor._handlers = WrapperTensor._handlers | {
     aten.view.default: _view,
     aten._unsafe_view.default: _view,
-    aten.clone.default: _clone,
-    aten._pin_memory.default: _pin_memory,
-    aten._to_copy.default: _to_copy,
+    aten._pin_memory.default: lambda func, args, kwargs: args[0].mapped(torch.Tensor.pin_memory),
     aten.empty_like.default: _empty_like,
     aten.new_empty.default: _empty_like,
     aten.new_zeros.default: _new_zeros,
