@@ -483,7 +483,7 @@ class Engine:
 
     def dtype(self, dtype):
         """The library's name of a torch dtype."""
-        return dtype if dtype is None else _NUMPY.get(dtype, dtype)
+        return _NUMPY.get(dtype, dtype)
 
     def quantized(self, buffers, tensors=None):
         """The library's quantized tensor, of all tensors of `buffers` or some of them."""
@@ -630,9 +630,8 @@ def _automatic(device_type):
 
 def _engine(tensor, name="x"):
     """Return the engine for the work on a tensor; TypeError as `_require_plain`."""
-    selected = current_backend()
     _require_plain(tensor, name)
-    return _engine_on(tensor.device, selected)
+    return _engine_on(tensor.device)
 
 
 def _require_plain(tensor, name):
@@ -677,8 +676,8 @@ def repeated(method, x, args, options):
     return None if plan is None else plan.run(described)
 
 
-def _engine_on(device, selected):
-    return Reference(device) if selected == "reference" else _automatic(device.type)
+def _engine_on(device):
+    return Reference(device) if current_backend() == "reference" else _automatic(device.type)
 
 
 def _is_scalar(tensor):
@@ -892,7 +891,7 @@ def dequantize(buffers, *, dtype=torch.float32, columnwise=False):
         raise ValueError("buffers must hold rowwise_data or columnwise_data; got neither")
     if not buffers.shape:
         return dequantize(buffers.viewed((1,)), dtype=dtype, columnwise=columnwise).reshape(())
-    engine = _engine_on(buffers.device, current_backend())
+    engine = _engine_on(buffers.device)
     q, options = engine.quantized(buffers, tensors), {"dtype": engine.dtype(dtype)}
     arrays = [getattr(q, name) for name in tensors]
     return engine.result(engine.call("dequantize", (q,), options, described, arrays))
@@ -913,7 +912,7 @@ def unswizzled(buffers):
 def _reordered(buffers, method):
     if not buffers.shape:
         return _reordered(buffers.viewed((1,)), method).viewed(())
-    engine = _engine_on(buffers.device, current_backend())
+    engine = _engine_on(buffers.device)
     return engine.result(getattr(engine.quantized(buffers), method)())
 
 

@@ -207,31 +207,24 @@ def _under(recipe: Recipe | None) -> contextlib.AbstractContextManager[None]:
 @contextlib.contextmanager
 def _undisturbed(target: torch.nn.Module | OperationFuser) -> Iterator[None]:
     """Give operations a fresh recipe state for the time being, and put all back afterwards."""
-    names = ("_fp8_metas", "_quantizers", "_suspended_recipe_state", "_recipe_key", "_extra_tensor_channels_locked")
     modules = _modules_of(target)
     ops = [module for module in modules if isinstance(module, BasicOperation)]
-    containers = [module for module in modules if isinstance(module, Sequential)]
-    weights: list[Any] = [param for op in ops for param in op.parameters(recurse=False) if is_quantized_tensor(param)]
-    states = [{name: op.__dict__[name] for name in names} for op in ops]
-    groups = [container._module_groups for container in containers]
-    quantizers = [weight._quantizer for weight in weights]
-    for op in ops:
-        op._fp8_metas = op._quantizers = op._suspended_recipe_state = op._recipe_key = None
-    for weight in weights:
-        weight._quantizer = None  # takes the fresh state's without a word
-    for container in containers:
-        container._module_groups = None
+    weights = [param for op in ops for param in op.parameters(recurse=False) if is_quantized_tensor(param)]
+    names = ("_fp8_metas", "_quantizers", "_suspended_recipe_state", "_recipe_key")
+    set_aside: list[tuple[Any, str]] = [(op, name) for op in ops for name in names]
+    set_aside += [(weight, "_quantizer") for weight in weights]  # takes the fresh state's without a word
+    set_aside += [(module, "_module_groups") for module in modules if isinstance(module, Sequential)]
+    kept = [(op, "_extra_tensor_channels_locked") for op in ops]
+    present = [(holder, name, getattr(holder, name)) for holder, name in (*set_aside, *kept)]
+    for holder, name in set_aside:
+        setattr(holder, name, None)
     devices = {param.device for op in ops for param in op.parameters() if param.device.type == "cuda"}
     try:
         with torch.random.fork_rng(devices=devices):
             yield
     finally:
-        for op, state in zip(ops, states, strict=True):
-            op.__dict__.update(state)
-        for container, group in zip(containers, groups, strict=True):
-            container._module_groups = group
-        for weight, quantizer in zip(weights, quantizers, strict=True):
-            weight._quantizer = quantizer
+        for holder, name, value in present:
+            setattr(holder, name, value)
 
 
 def _plan(fuser: OperationFuser, recipe: Any, layers: dict[torch.nn.Module, str]) -> PipelineReport:
@@ -303,13 +296,10 @@ def _report(fuser: OperationFuser, recipe: Any, layers: dict[torch.nn.Module, st
 
 
 def _fusions(fuser: OperationFuser, recipe: Any) -> list[FusionReport]:
-    joint, reports = _fusions_of_pass("both", fuser.forward_backward_fusion_functions, list(fuser._basic_ops), recipe)
-    for direction, functions in (
-        ("forward", fuser.forward_fusion_functions),
-        ("backward", fuser.backward_fusion_functions),
-    ):
-        reports += _fusions_of_pass(direction, functions, list(joint), recipe)[1]
-    return reports
+    joint, both = _fusions_of_pass("both", fuser.forward_backward_fusion_functions, list(fuser._basic_ops), recipe)
+    _, forward = _fusions_of_pass("forward", fuser.forward_fusion_functions, list(joint), recipe)
+    _, backward = _fusions_of_pass("backward", fuser.backward_fusion_functions, list(joint), recipe)
+    return both + forward + backward
 
 
 def _fusions_of_pass(
@@ -403,8 +393,7 @@ def _parts(tensor: Any) -> list[torch.Tensor]:
 
 def _saved_tensor(tensor: Any, seen_storages: set[int]) -> SavedTensor:
     """Bytes that saving `tensor` keeps alive: whole storages, each counted once."""
-    measured = 0
-    shared = False
+    measured, shared = 0, False
     for part in _parts(tensor):
         storage = part.untyped_storage()
         if storage.nbytes() and storage.data_ptr() in seen_storages:
@@ -433,8 +422,7 @@ def _quantized_theory(tensor: Any) -> tuple[str, int]:
         return " and ".join(name for name, _ in theories), sum(size for _, size in theories)
     if isinstance(buffers, IdentityBuffers):
         return _plain_theory(buffers.hp_data)
-    usages = tensor.get_usages()
-    copies = [direction for direction in ("rowwise", "columnwise") if usages[direction]]
+    copies = [direction for direction, used in tensor.get_usages().items() if used]
     total = sum(
         torch.Size(shape).numel() * dtype.itemsize
         for name, (shape, dtype) in stored_layout(buffers.scaling, tuple(buffers.shape)).items()
@@ -473,7 +461,7 @@ def _text_of(number: int, pipeline: PipelineReport) -> str:
     if pipeline.products != "float32":
         lines.append(f"  products: {pipeline.products}")
     skipped = pipeline.first_op_requiring_backward
-    for direction, steps in (("forward", pipeline.forward), ("backward", list(reversed(pipeline.backward)))):
+    for direction, steps in (("forward", pipeline.forward), ("backward", pipeline.backward[::-1])):
         lines.append(f"  {direction}:")
         for step in steps:
             note = "  (not run: nothing before it requires a gradient)" if direction == "backward" else ""
@@ -496,17 +484,14 @@ def _text_of(number: int, pipeline: PipelineReport) -> str:
         lines.append(f"  saved for backward: {_bytes(pipeline.saved_bytes)}")
         for index, tensors in sorted(pipeline.saved.items()):
             for tensor in tensors:
-                size = (
-                    "no memory of its own"
-                    if tensor.shared
-                    else f"{_bytes(tensor.bytes)} (theory {_bytes(tensor.theory)})"
-                )
+                size = f"{_bytes(tensor.bytes)} (theory {_bytes(tensor.theory)})"
+                size = "no memory of its own" if tensor.shared else size
                 lines.append(f"    {_names(pipeline, [index])}: {tensor.shape} {tensor.format}, {size}")
     return "\n".join(lines)
 
 
 def _mermaid_of(prefix: str, direction: str, pipeline: PipelineReport) -> list[str]:
-    steps = pipeline.forward if direction == "forward" else list(reversed(pipeline.backward))
+    steps = pipeline.forward if direction == "forward" else pipeline.backward[::-1]
     lines = [f'  subgraph {prefix}["{direction}"]', "    direction LR"]
     for number, step in enumerate(steps):
         label = step.name
