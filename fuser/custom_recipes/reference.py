@@ -33,7 +33,9 @@ from fuser.quantization import (
     QuantizerRole,
 )
 from fuser.quantization.quantizer import ValueQuantizer
+from fuser.quantization.storage import BufferStorage, buffer_property
 from refops.arguments import require_flag, require_integer, shown
+from refops.quantization.result import matrix_shape
 
 __all__ = [
     "HIGH_PRECISION_FLOAT_DTYPES",
@@ -93,23 +95,40 @@ def get_wgrad_sign_vector() -> torch.Tensor:
     return NVFP4Quantizer(with_rht=True, with_post_rht_amax=True).rht_signs()
 
 
-class _ReferenceTensor:
+class _ReferenceTensor(BufferStorage):
     """What TE's reference tensors have in common."""
 
     #: What TE calls a tensor that its extension does not know.
     custom = True
-    buffers: Any
 
     @property
     def original_shape(self) -> tuple[int, ...]:
         """Shape of what was quantized."""
         return tuple(self.buffers.shape)
 
-    def _matrices(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """(M, K) and (K, M)."""
-        *leading, k = self.buffers.shape
-        m = torch.Size(leading).numel()
-        return (m, k), (k, m)
+    @property
+    def data(self) -> torch.Tensor | None:
+        """Rowwise codes, or None."""
+        return None if self._rowwise_data is None else self._codes(self._rowwise_data, *self._matrix)
+
+    @property
+    def data_t(self) -> torch.Tensor | None:
+        """Columnwise codes, or None."""
+        return None if self._columnwise_data is None else self._codes(self._columnwise_data, *self._matrix[::-1])
+
+    @property
+    def scale(self) -> torch.Tensor | None:
+        """Decode scales of `data`, or None."""
+        return None if self._rowwise_data is None else self._scales(self._rowwise_scale_inv, *self._matrix)
+
+    @property
+    def scale_t(self) -> torch.Tensor | None:
+        """Decode scales of `data_t`, or None."""
+        return None if self._columnwise_data is None else self._scales(self._columnwise_scale_inv, *self._matrix[::-1])
+
+    @property
+    def _matrix(self) -> tuple[int, int]:
+        return matrix_shape(self.buffers.shape)
 
 
 class CurrentScalingTensorRef(_ReferenceTensor, Float8TensorStorage):
@@ -120,79 +139,27 @@ class CurrentScalingTensorRef(_ReferenceTensor, Float8TensorStorage):
         """torch's FP8 dtype."""
         return DType.of(self.buffers.scaling.fmt).torch
 
-    @property
-    def data(self) -> torch.Tensor | None:
-        """Rowwise codes, or None."""
-        return None if self._data is None else self._data.view(self.quant_dtype).view(self._matrices()[0])
+    def _codes(self, data, rows, columns):
+        return data.view(self.quant_dtype).view(rows, columns)
 
-    @property
-    def data_t(self) -> torch.Tensor | None:
-        """Columnwise codes, or None."""
-        return None if self._transpose is None else self._transpose.view(self.quant_dtype).view(self._matrices()[1])
-
-    @property
-    def scale(self) -> torch.Tensor | None:
-        """The decode scale of `data`."""
-        return self.buffers.rowwise_scale_inv
-
-    @property
-    def scale_t(self) -> torch.Tensor | None:
-        """The decode scale of `data_t`."""
-        return self.buffers.columnwise_scale_inv
+    def _scales(self, scales, rows, columns):
+        return scales
 
 
 class NVFP4TensorRef(_ReferenceTensor, NVFP4TensorStorage):
     """`data` uint8 (M, K/2), `data_t` (K, M/2); `scale` E4M3 (M, K/16), `scale_t` (K, M/16); the float32 amaxes."""
 
     quant_dtype = Fp4Formats.E2M1
+    #: Amax of the tensor, or of each row; that which the columnwise copy is scaled by.
+    global_amax_row, global_amax_col = buffer_property("amax_rowwise"), buffer_property("amax_columnwise")
+    #: Whether blocks tried a maximum of 4, and their largest scale.
+    nvfp4_use_4over6, nvfp4_e4m3_max = NVFP4TensorStorage._nvfp4_use_4over6, NVFP4TensorStorage._nvfp4_e4m3_max
 
-    @property
-    def data(self) -> torch.Tensor | None:
-        """Rowwise codes, two per byte, or None."""
-        return self._halves(self._rowwise_data, self._matrices()[0])
+    def _codes(self, data, rows, columns):
+        return data.view(rows, columns // 2)
 
-    @property
-    def data_t(self) -> torch.Tensor | None:
-        """Columnwise codes, two per byte, or None."""
-        return self._halves(self._columnwise_data, self._matrices()[1])
-
-    @staticmethod
-    def _halves(data, shape):
-        return None if data is None else data.view(shape[0], shape[1] // 2)
-
-    @property
-    def scale(self) -> torch.Tensor | None:
-        """Block scales of `data`, or None."""
-        return self._unpadded(self._rowwise_scale_inv, self._matrices()[0])
-
-    @property
-    def scale_t(self) -> torch.Tensor | None:
-        """Block scales of `data_t`, or None."""
-        return self._unpadded(self._columnwise_scale_inv, self._matrices()[1])
-
-    @staticmethod
-    def _unpadded(scales, shape):
-        return None if scales is None else scales[: shape[0], : shape[1] // 16].view(torch.float8_e4m3fn)
-
-    @property
-    def global_amax_row(self) -> torch.Tensor | None:
-        """Amax of the tensor, or of each row."""
-        return self._amax_rowwise
-
-    @property
-    def global_amax_col(self) -> torch.Tensor | None:
-        """Amax that the columnwise copy is scaled by."""
-        return self._amax_columnwise
-
-    @property
-    def nvfp4_use_4over6(self) -> bool:
-        """Whether blocks tried a maximum of 4."""
-        return self._nvfp4_use_4over6
-
-    @property
-    def nvfp4_e4m3_max(self) -> int:
-        """The largest block scale."""
-        return self._nvfp4_e4m3_max
+    def _scales(self, scales, rows, columns):
+        return scales[:rows, : columns // 16].view(torch.float8_e4m3fn)
 
 
 class _ReferenceQuantizer(ValueQuantizer):

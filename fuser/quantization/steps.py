@@ -150,19 +150,9 @@ def _fused_sgd_moves(dtype: torch.dtype, elements: int) -> bool:
     if dtype.itemsize != 2:
         return True
     param, grad = (make(elements, dtype=dtype, device="cpu") for make in (torch.zeros, torch.ones))
+    plain: Any = {"weight_decay": 0.0, "momentum": 0.0, "dampening": 0.0, "nesterov": False, "maximize": False}
     with torch.no_grad():
-        sgd(
-            [param],
-            [grad],
-            [None],
-            fused=True,
-            weight_decay=0.0,
-            momentum=0.0,
-            lr=1.0,
-            dampening=0.0,
-            nesterov=False,
-            maximize=False,
-        )
+        sgd([param], [grad], [None], fused=True, lr=1.0, **plain)
     return bool((param == -1).all())
 
 
