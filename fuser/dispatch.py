@@ -234,13 +234,12 @@ def _dispatched(function: _Function) -> _Function:
             raise NoKernelsError(f"{error}{way}") from error.__cause__
 
     def recorded(*args, **kwargs):
-        made = {"activation": _activation_in_operators, "scaled_activation": _scaled_activation_in_operators}
-        if function.__name__ not in made:
+        if function.__name__ not in ("activation", "scaled_activation"):
             raise RuntimeError(
                 f"torch.export can't record {function.__name__}: casts and gradients are kernels, not operators of "
                 "torch. It can record operations outside of fuser.autocast, and activations without a quantizer"
             )
-        return made[function.__name__](*args, **kwargs)
+        return _activation_in_operators(*args, **kwargs)
 
     def rehearsed(*args, **kwargs):
         return _WITHOUT_ELEMENTS[function.__name__](*args, **kwargs)
@@ -250,16 +249,12 @@ def _dispatched(function: _Function) -> _Function:
     return untraced(call, recorded=recorded, rehearsed=rehearsed, in_graph=in_graph)  # type: ignore[return-value]
 
 
-def _activation_in_operators(name, x, *, out_dtype=None, **params):
+def _activation_in_operators(name, x, scales=None, *, glu_interleave_size=0, out_dtype=None, **params):
     bound, wide = bind_activation(name, params).using(TORCH), x.to(torch.promote_types(x.dtype, torch.float32))
+    wide = _in_halves(wide, glu_interleave_size)
     y = bound.forward(*wide.chunk(2, -1)) if bound.gated else bound.forward(wide)
+    y = y if scales is None else y * scales.to(wide.dtype).reshape(*x.shape[:-1], 1)
     return y.to(out_dtype or x.dtype)
-
-
-def _scaled_activation_in_operators(name, x, scales, *, glu_interleave_size=0, out_dtype=None, **params):
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    y = _activation_in_operators(name, _in_halves(wide, glu_interleave_size), **params)
-    return (y * scales.to(wide.dtype).reshape(*x.shape[:-1], 1)).to(out_dtype or x.dtype)
 
 
 # --- graphs of torch.compile ----------------------------------------------------------------------
@@ -395,7 +390,7 @@ class _OfRows(torch.autograd.Function):
 # --- without elements -----------------------------------------------------------------------------
 
 
-def _empty_activation(name, x, *, out_dtype=None, **params):
+def _empty_activation(name, x, scales=None, *, glu_interleave_size=0, out_dtype=None, **params):
     gated = bind_activation(name, params).gated
     return x.new_empty((*x.shape[:-1], x.shape[-1] // 2) if gated else x.shape, dtype=out_dtype or x.dtype)
 
@@ -407,10 +402,6 @@ def _empty_activation_grad(name, dy, x, *, out_dtype=None, dbias=False, **params
 
 def _empty_scaled_activation_grad(name, dy, x, scales, *, glu_interleave_size=0, out_dtype=None, **params):
     return x.new_empty(x.shape, dtype=out_dtype or x.dtype), scales.new_empty(scales.shape)
-
-
-def _empty_scaled_activation(name, x, scales, *, glu_interleave_size=0, out_dtype=None, **params):
-    return _empty_activation(name, x, out_dtype=out_dtype, **params)
 
 
 def _empty_quantized(x, scaling, *, rowwise=True, columnwise=False, dbias=False):
@@ -450,7 +441,7 @@ _WITHOUT_ELEMENTS: dict[str, Callable[..., Any]] = {
     "activation": _empty_activation,
     "activation_grad": _empty_activation_grad,
     "scaled_activation_grad": _empty_scaled_activation_grad,
-    "scaled_activation": _empty_scaled_activation,
+    "scaled_activation": _empty_activation,
     "quantize": _empty_quantized,
     "activation_quantize": _empty_activation_quantized,
     "dequantize": _empty_dequantized,
@@ -812,8 +803,8 @@ def _float64_activation_grad(name, dy, x, *, out_dtype, dbias, **params):
 
 
 def _float64_scaled(name, x, scales, *, glu_interleave_size, out_dtype, **params):
-    forward = _float64_forward(bind_activation(name, params), _in_halves(x, glu_interleave_size))
-    return forward * scales.reshape(*x.shape[:-1], 1)
+    y = _float64_activation(name, _in_halves(x, glu_interleave_size), out_dtype=out_dtype, **params)
+    return y * scales.reshape(*x.shape[:-1], 1)
 
 
 def _float64_scaled_grad(name, dy, x, scales, *, glu_interleave_size, out_dtype, **params):

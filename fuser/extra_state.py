@@ -27,13 +27,6 @@ _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 _STATEFUL_KEYS = ("scale_fwd", "scale_bwd", "amax_history_fwd", "amax_history_bwd")
-_STATELESS_RECIPES = (
-    "Float8CurrentScaling",
-    "MXFP8BlockScaling",
-    "Float8BlockScaling",
-    "NVFP4BlockScaling",
-    "CustomRecipe",
-)
 
 
 def pack(metadata: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -118,7 +111,8 @@ def _check_pickle_is_empty(data: bytes) -> None:
     has_globals = any(code.name in ("GLOBAL", "STACK_GLOBAL", "INST") for code, _, _ in opcodes)
     words = {word for name in names for word in name.replace(".", " ").split()}
     has_state = bool(words.intersection(_STATEFUL_KEYS)) or "DelayedScaling" in words
-    if not has_state and (not has_globals or words.intersection(_STATELESS_RECIPES)):
+    stateless = (name for name, kind in vars(recipes).items() if _is_library_class(kind) and not kind.delayed())
+    if not has_state and (not has_globals or words.intersection(stateless)):
         return
     raise RuntimeError(
         "Refusing to load pickled Transformer Engine extra state: unpickling can run code from the checkpoint. "

@@ -127,20 +127,12 @@ def new_wrapper(
     return torch.Tensor._make_wrapper_subclass(
         cls,
         shape,
-        strides=contiguous_strides(shape) if stride is None else stride,
+        strides=stride,
         dtype=dtype,
         layout=torch.strided,
         device=device,
         requires_grad=requires_grad,
     )
-
-
-def contiguous_strides(shape: Sequence[int]) -> list[int]:
-    """The strides of a contiguous tensor of `shape`."""
-    strides = [1] * len(shape)
-    for dim in range(len(shape) - 1, 0, -1):
-        strides[dim - 1] = strides[dim] * max(shape[dim], 1)
-    return strides
 
 
 class QuantizedTensor(WrapperTensor):
