@@ -11,7 +11,7 @@ products dequantize (`fuser.gemm`).
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -100,6 +100,9 @@ class _ReferenceTensor(BufferStorage):
 
     #: What TE calls a tensor that its extension does not know.
     custom = True
+    #: Codes or scales as TE's references show them, given the rows and columns that they are of.
+    _codes: Callable[..., torch.Tensor]
+    _scales: Callable[..., torch.Tensor]
 
     @property
     def original_shape(self) -> tuple[int, ...]:
@@ -275,10 +278,8 @@ class NVFP4QuantizerRef(_ReferenceQuantizer):
         tile = tuple(quant_tile_shape) if isinstance(quant_tile_shape, tuple | list) else ()
         if tile not in ((1, 16), (16, 16)):
             raise ValueError(f"quant_tile_shape must be (1, 16) or (16, 16); got {shown(quant_tile_shape)}")
-        for name, given in (
-            ("pow_2_scales", pow_2_scales),
-            ("nvfp4_4over6_err_use_fast_math", nvfp4_4over6_err_use_fast_math),
-        ):
+        off = {"pow_2_scales": pow_2_scales, "nvfp4_4over6_err_use_fast_math": nvfp4_4over6_err_use_fast_math}
+        for name, given in off.items():
             if require_flag(given, name):
                 raise ValueError(f"{name} must be False: refops has no such NVFP4; got {given}")
         self.dtype, self.eps, self.quant_tile_shape = dtype, eps, tile

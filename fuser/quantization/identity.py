@@ -8,7 +8,7 @@ Behaviour: TE's tensor/identity_tensor.py and tensor/storage/identity_tensor_sto
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -94,9 +94,7 @@ class IdentityTensorStorage(BufferStorage):
     def viewed_buffers(self, shape: tuple) -> IdentityBuffers:
         """Of a view: the same memory, in any shape."""
         shape = resolve_shape(shape, self.numel())
-        return replace(
-            self.buffers, **{name: tensor.view(shape) for name, tensor in self.buffers.tensors.items()}, shape=shape
-        )
+        return self.map_buffers(lambda tensor: tensor.view(shape), shape=shape)
 
     def stored_format(self) -> tuple:
         """All identity tensors can take each other's data."""

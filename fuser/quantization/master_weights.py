@@ -28,6 +28,7 @@ from fuser.quantization.hybrid import HybridQuantizedTensorStorage
 from fuser.quantization.identity import IdentityTensorStorage
 from fuser.quantization.storage import DIRECTIONS, BufferStorage, fields_of, pack_codes, unpack_codes
 from refops.arguments import require_flag, shown
+from refops.quantization.result import matrix_shape
 from refops.scalings.arithmetic import REFERENCE
 
 __all__ = [
@@ -63,8 +64,7 @@ class _Shard:
 
     @property
     def matrix_shape(self) -> tuple[int, int]:
-        *leading, k = self.weight.shape
-        return math.prod(leading), k
+        return matrix_shape(self.weight.shape)
 
     def directions(self) -> list[str]:
         """The copies that travel: the rowwise one if the other follows from it, else those that there are."""
@@ -136,9 +136,8 @@ def quantize_master_weights(
         for (shard, direction), amaxes in zip(casts, _amaxes_over_ranks(casts, group), strict=True):
             _cast_part(shard, direction, amaxes)
         for shard in shards:
-            if not manual_post_all_gather_processing and len(shard.directions()) < sum(
-                shard.weight.get_usages().values()
-            ):
+            copies = sum(shard.weight.get_usages().values())
+            if not manual_post_all_gather_processing and len(shard.directions()) < copies:
                 shard.weight.update_usage(columnwise_usage=False)
     for weight in model_weights:
         if hasattr(weight, "clear_high_precision_init_val"):

@@ -172,7 +172,7 @@ class Quantizer:
             return self.update_quantized(tensor, out)
         needs_grad = isinstance(tensor, torch.Tensor) and tensor.requires_grad
         if needs_grad and torch.is_grad_enabled() and not self.internal:
-            return _StraightThrough.apply(tensor, self, dtype)
+            return _StraightThrough.apply(tensor, lambda values: self._quantize_as(values, dtype))
         return self._quantize_as(tensor, dtype)
 
     def _quantize_as(self, tensor, dtype):
@@ -339,12 +339,12 @@ class ValueQuantizer(Quantizer):
 
 
 class _StraightThrough(torch.autograd.Function):
-    """Quantize; the gradient passes unchanged."""
+    """`function(tensor)`; the gradient passes unchanged."""
 
     @staticmethod
-    def forward(ctx, tensor, quantizer, dtype):
-        return quantizer._quantize_as(tensor, dtype)
+    def forward(ctx, tensor, function):
+        return function(tensor)
 
     @staticmethod
     def backward(ctx, grad):
-        return grad, None, None
+        return grad, None

@@ -57,10 +57,6 @@ class _Step(threading.local):
             self.end()
         return caller is not None
 
-    def begin(self, frame: FrameType) -> None:
-        """Begin; nothing is written."""
-        self.frame = frame
-
     def end(self) -> None:
         """Let go what was written."""
         self.frame, self.written = None, {}
@@ -113,7 +109,7 @@ def _begin(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         return
     _require_moving(optimizer)
     if not _step.runs():
-        _step.begin(sys._getframe(1))
+        _step.frame = sys._getframe(1)
 
 
 def _end(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

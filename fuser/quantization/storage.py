@@ -13,6 +13,7 @@ import math
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any, ClassVar
 
 import torch
@@ -245,20 +246,10 @@ class BufferStorage(QuantizedTensorStorage):
     _columnwise_scale_inv = buffer_property("columnwise_scale_inv")
     _amax_rowwise = buffer_property("amax_rowwise")
     _amax_columnwise = buffer_property("amax_columnwise")
-
-    # --- what it is -------------------------------------------------------------------------------
-
-    @property
-    def _dtype(self) -> torch.dtype:
-        return self.buffers.dtype
-
-    @_dtype.setter
-    def _dtype(self, dtype: torch.dtype) -> None:
-        self.buffers = replace(self.buffers, dtype=dtype)
-
-    @property
-    def _with_gemm_swizzled_scales(self) -> bool:
-        return self.buffers.with_gemm_swizzled_scales
+    _dtype = buffer_property("dtype")
+    _with_gemm_swizzled_scales = property(
+        attrgetter("buffers.with_gemm_swizzled_scales")
+    )  # --- what it is -------------------------------------------------------------------------------
 
     @property
     def dtype(self) -> torch.dtype:
@@ -630,6 +621,9 @@ class NVFP4TensorStorage(BufferStorage):
     """NVFP4: two codes per byte, E4M3 scale bytes for 16 elements, float32 amaxes; a transposed columnwise copy."""
 
     _default_scaling = NVFP4Scaling
+    _fp4_dtype = DType.kFloat4E2M1
+    _row_scaled_nvfp4 = property(attrgetter("buffers.scaling.row_scaled"))
+    _nvfp4_e4m3_max = property(attrgetter("buffers.scaling.e4m3_max"))
 
     @staticmethod
     def from_te(
@@ -659,20 +653,8 @@ class NVFP4TensorStorage(BufferStorage):
         return quantizer, arrays, settings, fake_dtype, with_gemm_swizzled_scales
 
     @property
-    def _fp4_dtype(self) -> DType:
-        return DType.kFloat4E2M1
-
-    @property
-    def _row_scaled_nvfp4(self) -> bool:
-        return self.buffers.scaling.row_scaled
-
-    @property
     def _nvfp4_use_4over6(self) -> bool:
         return self.buffers.scaling.four_over_six is not None
-
-    @property
-    def _nvfp4_e4m3_max(self) -> int:
-        return self.buffers.scaling.e4m3_max
 
 
 class BlockScaledTensorStorage(BufferStorage):

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from fuser.dispatch import unswizzled, untraced
 from fuser.dtypes import HIGH_PRECISION, DType
 from fuser.quantization import sharding
-from fuser.quantization.quantizer import Quantizer, ValueQuantizer
+from fuser.quantization.quantizer import Quantizer, ValueQuantizer, _StraightThrough
 from fuser.quantization.steps import forget_values, keep_values, kept_values
 from fuser.quantization.storage import (
     QUANTIZERS,
@@ -92,7 +92,7 @@ class WrapperTensor(torch.Tensor):
 
     def expand_as(self, other: Any) -> Any:
         """An identity in the graph for `x.expand_as(x)`, the idiom that finds a parameter's gradient accumulator."""
-        return _Identity.apply(self) if other is self else super().expand_as(other)
+        return _StraightThrough.apply(self, torch.Tensor.detach) if other is self else super().expand_as(other)
 
     def untyped_storage(self) -> Any:
         """Empty: the data are in other tensors."""
@@ -144,6 +144,7 @@ class QuantizedTensor(WrapperTensor):
     """
 
     buffers_class: ClassVar[Any]  # of the storage that a concrete class joins
+    _quantizer: Any
     #: Of a slice: the tensor that it was taken from, and where it starts. Writes to the slice go there too.
     _slice_of: tuple["QuantizedTensor", int] | None = None
 
@@ -181,7 +182,7 @@ class QuantizedTensor(WrapperTensor):
     def dequantize(self, *, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The plain tensor that is stood for, in the nominal dtype or `dtype`. Gradients pass straight through."""
         if torch.is_grad_enabled() and self.requires_grad:
-            return _Dequantize.apply(self, dtype)
+            return _StraightThrough.apply(self, lambda tensor: _STORAGE.dequantize(tensor, dtype=dtype))
         return _STORAGE.dequantize(self, dtype=dtype)
 
     def float(self) -> torch.Tensor:
@@ -246,7 +247,7 @@ class QuantizedTensor(WrapperTensor):
 
     def mapped(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
         """A tensor of buffers that `function` makes of those of this one."""
-        return type(self)(self.map_buffers(function), quantizer=self._quantizer)
+        return type(self)(_STORAGE.map_buffers(self, function), quantizer=self._quantizer)
 
     def copy_quantizers(self) -> None:
         """Keep a copy of the quantizer, without an amax reduction group."""
@@ -386,29 +387,6 @@ def _constructor_arguments(cls, args, fields):
     if shape != buffers.shape:
         buffers = BufferStorage(buffers).viewed_buffers(shape)
     return replace(buffers, dtype=dtype), quantizer
-
-
-# --- autograd -------------------------------------------------------------------------------------
-
-
-class _Dequantize(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, tensor, dtype):
-        return _STORAGE.dequantize(tensor, dtype=dtype)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad, None
-
-
-class _Identity(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, tensor):
-        return tensor.detach()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad
 
 
 # --- dispatch -------------------------------------------------------------------------------------
