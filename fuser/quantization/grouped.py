@@ -378,9 +378,10 @@ class GroupedTensorStorage:
     def _starts(self):
         """Where the values of members start, in elements."""
         if self.offsets is None:
-            from_shapes = self.tensor_offsets is None
-            numels = map(math.prod, self._member_shapes())
-            self.offsets = _running_sums(numels) if from_shapes else self.tensor_offsets.tolist()
+            if self.tensor_offsets is not None:
+                self.offsets = self.tensor_offsets.tolist()
+            else:
+                self.offsets = _running_sums(map(math.prod, self._member_shapes()))
         return self.offsets
 
     def _places(self):
