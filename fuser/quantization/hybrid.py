@@ -214,11 +214,8 @@ class HybridQuantizer(ValueQuantizer):
 
     def settings(self) -> dict[str, Any]:
         """Constructor arguments."""
-        return {
-            "rowwise_quantizer": self.rowwise_quantizer,
-            "columnwise_quantizer": self.columnwise_quantizer,
-            "columnwise_source": self.columnwise_source,
-        }
+        names = ("rowwise_quantizer", "columnwise_quantizer", "columnwise_source")
+        return {name: getattr(self, name) for name in names}
 
     def _value(self):
         return (*super()._value(), *self.get_usages().values())

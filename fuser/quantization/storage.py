@@ -247,9 +247,9 @@ class BufferStorage(QuantizedTensorStorage):
     _amax_rowwise = buffer_property("amax_rowwise")
     _amax_columnwise = buffer_property("amax_columnwise")
     _dtype = buffer_property("dtype")
-    _with_gemm_swizzled_scales = property(
-        attrgetter("buffers.with_gemm_swizzled_scales")
-    )  # --- what it is -------------------------------------------------------------------------------
+    _with_gemm_swizzled_scales = property(attrgetter("buffers.with_gemm_swizzled_scales"))
+
+    # --- what it is -------------------------------------------------------------------------------
 
     @property
     def dtype(self) -> torch.dtype:
