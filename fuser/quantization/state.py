@@ -457,35 +457,27 @@ class _Registry:
     """The delayed-scaling states of all threads, in order of registration, without those that nobody uses any more."""
 
     def __init__(self):
-        self._references: dict[int, Callable[[], DelayedScalingRecipeState | None]] = {}
+        self._states: weakref.WeakValueDictionary[int | None, DelayedScalingRecipeState] = weakref.WeakValueDictionary()
+        self._kept: list[DelayedScalingRecipeState] = []
         self._next = 0
-        self._limit = 16  # entries at which the dead ones are looked for
         self._lock = threading.RLock()  # garbage collection under the lock may run code that comes here
 
     def __len__(self):
-        return len(self._references)
+        return len(self._states)
 
     def add(self, state: DelayedScalingRecipeState, *, keep: bool) -> int:
         """Serial number of a state, which is put here unless it is here; `keep`: also when nobody uses it."""
         with self._lock:
-            serial = getattr(state, "_serial", None)
-            reference = self._references.get(serial)
-            if reference is not None and reference() is state:
-                return serial
-            if len(self._references) >= self._limit:
-                self._limit = 16 + 2 * len(self.states())
-            state._serial, self._next = self._next, self._next + 1
-            self._references[state._serial] = (lambda: state) if keep else weakref.ref(state)
+            if self._states.get(getattr(state, "_serial", None)) is not state:
+                state._serial, self._next = self._next, self._next + 1
+                self._states[state._serial] = state
+                self._kept += [state] * keep
             return state._serial
 
     def states(self) -> list[DelayedScalingRecipeState]:
-        """The states that are alive. The others are forgotten."""
+        """The states that are alive."""
         with self._lock:
-            alive = [(serial, reference, reference()) for serial, reference in self._references.items()]
-            alive = [entry for entry in alive if entry[2] is not None]
-            if len(alive) < len(self._references):
-                self._references = {serial: reference for serial, reference, _ in alive}
-            return [state for *_, state in alive]
+            return list(self._states.values())
 
 
 @dataclass

@@ -245,9 +245,9 @@ class QuantizedTensor(WrapperTensor):
         """`make_like(self)`."""
         return self.make_like(self)
 
-    def mapped(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    def mapped(self: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
         """A tensor of buffers that `function` makes of those of this one."""
-        return type(self)(_STORAGE.map_buffers(self, function), quantizer=self._quantizer)
+        return type(self)(self.map_buffers(function), quantizer=self._quantizer)
 
     def copy_quantizers(self) -> None:
         """Keep a copy of the quantizer, without an amax reduction group."""
