@@ -735,7 +735,9 @@ def _empty_like(func, args, kwargs):
     (tensor,) = args
     if kwargs.get("dtype") not in (None, tensor.dtype) or not tensor.all_same_shape():
         return func(tensor.plain_values(), **kwargs)
-    return tensor.mapped(lambda t: torch.empty_like(t, device=kwargs.get("device") or tensor.device))
+    made = tensor.mapped(lambda t: torch.empty_like(t, device=kwargs.get("device") or tensor.device))
+    made.tensor_offsets = tensor.tensor_offsets  # where members start is no value
+    return made
 
 
 def _copy(func, args, kwargs):

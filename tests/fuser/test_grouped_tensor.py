@@ -519,6 +519,20 @@ def test_a_group_is_where_its_data_are():
     assert group.device.type == "meta"
 
 
+def test_an_empty_group_like_another_has_its_members_where_that_has_them():
+    offsets = torch.tensor([0, 6, 12])
+    group = GroupedTensor(
+        (4, 3), torch.float32, num_tensors=2, shapes=[(2, 3)] * 2, data=torch.zeros(12), tensor_offsets=offsets
+    )
+    like = torch.empty_like(group)
+    like.copy_(torch.arange(12.0).view(2, 2, 3))
+    assert like.tensor_offsets.tolist() == [0, 6, 12]
+    assert [member.tolist() for member in like.split_into_quantized_tensors()] == [
+        [[0, 1, 2], [3, 4, 5]],
+        [[6, 7, 8], [9, 10, 11]],
+    ]
+
+
 @pytest.mark.parametrize("name", ["delayed", "current", "mxfp8"])
 def test_a_packed_group_is_an_output(name):
     """It keeps a copy of the quantizer that made its members."""
