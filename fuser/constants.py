@@ -27,9 +27,7 @@ TE_DType_To_Torch = {dtype: name for dtype, name in _TORCH.items() if dtype <= D
 TE_DType = {name: dtype for dtype, name in TE_DType_To_Torch.items()}
 
 #: Positions of quantizers among those of a direction: (input, weight, output), (grad_output, grad_input) in turn.
-FP8FwdTensorIdx = SimpleNamespace(
-    **{f"GEMM{1 + i // 3}_{('INPUT', 'WEIGHT', 'OUTPUT')[i % 3]}": i for i in range(9)},
-)
+FP8FwdTensorIdx = SimpleNamespace(**{f"GEMM{1 + i // 3}_{('INPUT', 'WEIGHT', 'OUTPUT')[i % 3]}": i for i in range(9)})
 FP8BwdTensorIdx = SimpleNamespace(**{f"GRAD_{('OUTPUT', 'INPUT')[i % 2]}{1 + i // 2}": i for i in range(6)})
 
 GemmParallelModes = ("row", "column", None)

@@ -104,8 +104,7 @@ _NVFP4_INPUT_QPARAMS: Any = _Derived(lambda recipe: _qparams(random_hadamard_tra
 _NVFP4_WEIGHT_QPARAMS: Any = _Derived(lambda recipe: _qparams(fp4_2d_quantization=not recipe.disable_2d_quantization))
 _NVFP4_GRADIENT_QPARAMS: Any = _Derived(
     lambda recipe: _qparams(
-        random_hadamard_transform=not recipe.disable_rht,
-        stochastic_rounding=not recipe.disable_stochastic_rounding,
+        random_hadamard_transform=not recipe.disable_rht, stochastic_rounding=not recipe.disable_stochastic_rounding
     )
 )
 

@@ -113,9 +113,7 @@ def quantized_model_init(
         TypeError: a flag that is no bool, as a recipe given by position. RuntimeError: the recipe isn't supported.
     """
     flags = _flags(
-        "quantized_model_init",
-        enabled=enabled,
-        preserve_high_precision_init_val=preserve_high_precision_init_val,
+        "quantized_model_init", enabled=enabled, preserve_high_precision_init_val=preserve_high_precision_init_val
     )
     return _model_init(recipe, *flags)
 

@@ -40,13 +40,7 @@ from fuser.quantization.storage import (
     MXFP8TensorStorage,
     NVFP4TensorStorage,
 )
-from fuser.quantization.tensor import (
-    BlockScaledTensor,
-    Float8BlockwiseQTensor,
-    Float8Tensor,
-    MXFP8Tensor,
-    NVFP4Tensor,
-)
+from fuser.quantization.tensor import BlockScaledTensor, Float8BlockwiseQTensor, Float8Tensor, MXFP8Tensor, NVFP4Tensor
 from fuser.tracing import rehearsing
 from refops.arguments import require_flag, shown
 from refops.quantization.quantize import check_shape

@@ -125,13 +125,7 @@ def new_wrapper(
 ) -> Any:
     """A tensor without memory, by default of the strides of a contiguous one."""
     return torch.Tensor._make_wrapper_subclass(
-        cls,
-        shape,
-        strides=stride,
-        dtype=dtype,
-        layout=torch.strided,
-        device=device,
-        requires_grad=requires_grad,
+        cls, shape, strides=stride, dtype=dtype, layout=torch.strided, device=device, requires_grad=requires_grad
     )
 
 
