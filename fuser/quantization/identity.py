@@ -114,7 +114,8 @@ class IdentityQuantizer(ValueQuantizer):
         rowwise, columnwise: usages; the one tensor serves both.
     """
 
-    tensor_class, storage_class, _recipe_class = IdentityTensor, IdentityTensorStorage, recipes.CustomRecipe
+    tensor_class, storage_class = IdentityTensor, IdentityTensorStorage
+    _recipe_class = recipes.CustomRecipe
 
     def __init__(self, *, dtype: torch.dtype | None = None, rowwise: bool = True, columnwise: bool = True):
         super().__init__(rowwise=rowwise, columnwise=columnwise)

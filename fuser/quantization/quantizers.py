@@ -155,7 +155,8 @@ class Float8Quantizer(_Float8):
         rowwise, columnwise: which copies results have.
     """
 
-    tensor_class, storage_class, _recipe_class = Float8Tensor, Float8TensorStorage, recipes.DelayedScaling
+    tensor_class, storage_class = Float8Tensor, Float8TensorStorage
+    _recipe_class = recipes.DelayedScaling
 
     def __init__(
         self,
@@ -294,7 +295,8 @@ class Float8CurrentScalingQuantizer(_Float8, _AmaxReducing):
         use_existing_amax, scale, amax: ignored, with a `DeprecationWarning`, as in TE.
     """
 
-    tensor_class, storage_class, _recipe_class = Float8Tensor, Float8TensorStorage, recipes.Float8CurrentScaling
+    tensor_class, storage_class = Float8Tensor, Float8TensorStorage
+    _recipe_class = recipes.Float8CurrentScaling
     _options = ("force_pow_2_scales", "amax_epsilon")
 
     def __init__(
@@ -400,7 +402,8 @@ class MXFP8Quantizer(_Float8, ValueQuantizer):
         with_2d_quantization: one scale for a 32x32 tile.
     """
 
-    tensor_class, storage_class, _recipe_class = MXFP8Tensor, MXFP8TensorStorage, recipes.MXFP8BlockScaling
+    tensor_class, storage_class = MXFP8Tensor, MXFP8TensorStorage
+    _recipe_class = recipes.MXFP8BlockScaling
     _options = ("with_2d_quantization",)
 
     def __init__(
@@ -451,7 +454,8 @@ class NVFP4Quantizer(_AmaxReducing):
         ValueError: settings that exclude each other; the message names them.
     """
 
-    tensor_class, storage_class, _recipe_class = NVFP4Tensor, NVFP4TensorStorage, recipes.NVFP4BlockScaling
+    tensor_class, storage_class = NVFP4Tensor, NVFP4TensorStorage
+    _recipe_class = recipes.NVFP4BlockScaling
     _options = (
         "with_rht",
         "with_post_rht_amax",
@@ -574,7 +578,8 @@ class BlockScaledQuantizer(_AmaxReducing):
         `with_amax_reduction` without an amax of the tensor.
     """
 
-    tensor_class, storage_class, _recipe_class = BlockScaledTensor, BlockScaledTensorStorage, recipes.BlockScaledRecipe
+    tensor_class, storage_class = BlockScaledTensor, BlockScaledTensorStorage
+    _recipe_class = recipes.BlockScaledRecipe
 
     def __init__(
         self,
