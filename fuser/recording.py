@@ -326,8 +326,7 @@ def _measured(x: torch.Tensor, quantized: Any) -> tuple[tuple[int, ...], float, 
     operand = quantized.buffers.operand(columnwise=False)
     operand = quantized.buffers.operand(columnwise=True) if operand is None else operand
     if isinstance(operand, Buffers):
-        arrays = {name: reference.array(tensor) for name, tensor in operand.tensors.items()}
-        measurement = measure_quantized(original, reference.quantized(arrays, operand), operand.scaling.title)
+        measurement = measure_quantized(original, reference.quantized(operand), operand.scaling.title)
     elif isinstance(operand, torch.Tensor):  # an IdentityQuantizer's, which may cast to another dtype
         measurement = measure_cast(original, reference.array(operand.contiguous()), "none")
     else:
