@@ -19,7 +19,7 @@ import torch
 from rich.table import Table
 
 from fuser import dispatch
-from fuser.conversion import CONVERTED
+from fuser.conversion.modules import Converted, require_module
 from fuser.dispatch import Buffers
 from fuser.dtypes import HIGH_PRECISION
 from fuser.op import BasicOperation
@@ -186,15 +186,9 @@ class Statistics:
     def __repr__(self) -> str:
         return f"<Statistics: {len(self.records)} records of {self.step + 1} steps>"
 
-    def _by_name(self) -> dict[str, list[QuantizationRecord]]:
-        found: dict[str, list[QuantizationRecord]] = {}
-        for record in self.records:
-            found.setdefault(record.name, []).append(record)
-        return found
-
     def __str__(self) -> str:
         table = make_table("<tensor", "shape", "<format", "steps", "amax", *WORST_COLUMNS)
-        for name, records in self._by_name().items():
+        for name, records in grouped(self.records, lambda record: record.name).items():
             table.add_row(
                 name,
                 dimensions(records[-1].shape),
@@ -214,7 +208,7 @@ class Statistics:
         Raises:
             PlotError: no matplotlib, a suffix that it does not know, or no such directory. ValueError: no records.
         """
-        by_name = self._by_name()
+        by_name = grouped(self.records, lambda record: record.name)
         if not by_name:
             raise ValueError("statistics must hold records to be drawn; got none")
         require_picture(path, "path")
@@ -275,8 +269,7 @@ def statistics(model: torch.nn.Module, *, every: int = 1) -> Statistics:
         TypeError: `model` is no module, or `every` no integer. ValueError: no operation in it quantizes, or `every` is
             not positive.
     """
-    if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module; got {shown(model)}")
+    require_module(model)
     if not any(op.num_quantizers("forward") for _, op in operations_of(model)):
         rule = "must have operations that quantize: convert it, or write it with fuser.ops"
         raise ValueError(f"model {rule}; got {type(model).__name__}")
@@ -286,17 +279,16 @@ def statistics(model: torch.nn.Module, *, every: int = 1) -> Statistics:
 def operations_of(model: torch.nn.Module) -> Iterator[tuple[str, BasicOperation]]:
     """The basic operations in a model, each with the name of the layer that it is or is a part of."""
     for name, module in model.named_modules():
-        if isinstance(module, tuple(CONVERTED.values())):
-            yield from ((layer_of(name), op) for op in (module._pipeline or module.pipeline())._basic_ops)  # type: ignore[attr-defined]
+        if isinstance(module, Converted):
+            yield from ((layer_of(name), op) for op in (module._pipeline or module.pipeline())._basic_ops)  # type: ignore[misc]
         elif isinstance(module, BasicOperation):
             yield layer_of(name), module
 
 
 def quantizing_layers(model: torch.nn.Module) -> list[str]:
     """The names of the layers that quantize under a recipe, apart from converted ones that have none."""
-    converted = tuple(CONVERTED.values())
-    modules = ((layer_of(name), module) for name, module in model.named_modules() if isinstance(module, converted))
-    without = {layer for layer, module in modules if module.recipe is None}
+    modules = model.named_modules()
+    without = {layer_of(name) for name, one in modules if isinstance(one, Converted) and one.recipe is None}
     found = dict.fromkeys(layer for layer, op in operations_of(model) if op.num_quantizers("forward"))
     return [layer for layer in found if layer not in without]
 
@@ -349,6 +341,16 @@ def worst_cells(records: Sequence[QuantizationRecord]) -> list[str]:
 def sqnr_cell(records: Sequence[QuantizationRecord]) -> str:
     """The lowest SQNR of some records in dB, or that one of them is of a tensor that was all zero."""
     return "all zero" if any(record.all_zero for record in records) else decibels(worst(records))
+
+
+def grouped(
+    records: Sequence[QuantizationRecord], key: Callable[[QuantizationRecord], str]
+) -> dict[str, list[QuantizationRecord]]:
+    """The records of each key, in order."""
+    found: dict[str, list[QuantizationRecord]] = {}
+    for record in records:
+        found.setdefault(key(record), []).append(record)
+    return found
 
 
 def worst(records: Sequence[QuantizationRecord]) -> Measurement:

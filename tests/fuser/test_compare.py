@@ -16,6 +16,7 @@ import fuser
 import refops
 from cuda_kernels import messages
 from fuser import comparison, ops, recording
+from fuser.pipeline import forward_observers
 from fuser.quantization.quantizer import quantization_observers
 from fuser.quantization.state import DelayedScalingRequest, FP8GlobalStateManager
 from fuser.recipe import (
@@ -626,7 +627,7 @@ class TestNothingIsTouched:
             compared(model, inputs(32, 32))
         assert torch.equal(torch.get_rng_state(), state)
         assert not quantization_observers
-        assert not comparison.forward_observers
+        assert not forward_observers
 
 
 class TestShowing:
@@ -953,7 +954,7 @@ def test_pictures_of_few_tensors_have_all(tmp_path, figure):
 
 
 def test_a_picture_of_a_comparison_says_what_it_leaves_out(two_recipes, tmp_path, figure, monkeypatch):
-    monkeypatch.setattr(comparison, "MOST_TENSORS_DRAWN", 4)
+    monkeypatch.setattr(comparison.findings, "MOST_TENSORS_DRAWN", 4)
     two_recipes.plot(tmp_path / "picture.png")
     titles = [axis.get_title("left").partition(":")[0] for axis in figure[0].axes]
     assert [title for title in titles if title] == [

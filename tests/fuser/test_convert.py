@@ -105,7 +105,7 @@ class TestNumbers:
             norm, x = make(), inputs(4, 32) * 1e-3
             wanted = gradients(norm, x)
             fuser.convert(norm, MXFP8BlockScaling())
-            assert isinstance(norm, conversion._Converted)
+            assert isinstance(norm, conversion.modules.Converted)
             for one, other in zip(gradients(norm, x), wanted, strict=True):
                 torch.testing.assert_close(one, other)
 
@@ -988,7 +988,7 @@ class TestWhatIsLeft:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             fuser.convert(model, MXFP8BlockScaling())
-        assert not any(isinstance(module, conversion._Converted) for module in model.modules())
+        assert not any(isinstance(module, conversion.modules.Converted) for module in model.modules())
         assert type(model) is nn.Sequential
 
     def test_parents_that_read_a_weight(self):

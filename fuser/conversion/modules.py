@@ -1,0 +1,364 @@
+"""What converted modules become: classes of torch whose forward runs operations, with the module's parameters."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch.nn.utils import parametrize
+
+from fuser import ops
+from fuser.dispatch import computes_in
+from fuser.fuser import OperationFuser
+from fuser.op import BasicOperation
+from fuser.quantization.contexts import autocast, get_align_size_for_quantization, quantized_model_init
+from fuser.quantization.quantizers import is_replaying, notes_scales
+from fuser.quantization.state import FP8GlobalStateManager
+from fuser.recipe import Recipe
+from fuser.sequential import HoldsFusers
+from fuser.tracing import (
+    OLD_TORCH,
+    NotScriptable,
+    WhenTraced,
+    leave_for,
+    outside_compile,
+    refuse_proxy,
+    refuse_strict_export,
+)
+from refops.arguments import shown
+
+_COMPUTED = (
+    "operations of fuser can't be part of a graph: a weight or bias is no plain parameter, but a tensor that "
+    "a parametrization, a weight norm, FSDP or functional_call put in its place"
+)
+_REPLACED = (
+    "operations of fuser can't be part of a graph: a parameter was replaced in the compiled function, "
+    "as by functional_call"
+)
+
+
+class Notice:
+    """Whether a module of those that one call of `convert` converted has warned of scales that nothing has set."""
+
+    given = False
+
+
+class Converted(HoldsFusers, NotScriptable, torch.nn.Module):
+    """Mixin of the classes that modules get: their forward runs operations, which read the module's parameters."""
+
+    recipe: Recipe | None
+    pad: bool
+    _name: str
+    _pipeline: OperationFuser | None
+    _ready: WhenTraced
+    _notice: Notice
+    _made_for: tuple[Any, ...]
+    _make_operations: Callable[..., list[BasicOperation]]
+
+    def extra_repr(self) -> str:
+        """torch's text, the recipe's class, and the card where the recipe names one."""
+        recipe = self.recipe and type(self.recipe).__name__
+        card = f"products={self.recipe.products!r}" if self.recipe and self.recipe.products else ""
+        return ", ".join(filter(None, [super().extra_repr(), f"recipe={recipe}", card]))
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Like the forward of torch's module, under the module's recipe or that of the `autocast` around the call."""
+        refuse_proxy(input, self)
+        if not in_graph():
+            return outside_compile(run_eagerly, self, input)
+        reason = self._why_outside()
+        return outside_compile(self._run, input, reason=reason) if reason else self._run(input)
+
+    def _run(self, input: torch.Tensor) -> torch.Tensor:
+        if not self.takes(input):
+            return super().forward(input)
+        if not in_graph():
+            refuse_distributed([self], input)
+            warn_of_first_scales([self])
+        with self.quantizing():
+            return self._call_operations(input)
+
+    def _call_operations(self, input: torch.Tensor) -> torch.Tensor:
+        return self._present_pipeline()(input)
+
+    def takes(self, input: torch.Tensor) -> bool:
+        """Whether operations compute this input; torch computes what they can't: shapes without values and float64."""
+        return isinstance(input, torch.Tensor) and not input.is_meta and computes_in(input.dtype)
+
+    def _has_values(self) -> bool:
+        """Whether no parameter is on the meta device. Computed ones are not looked at: each access may differ."""
+        parameters = self.parameters() if self._modules else self._parameters.values()
+        return not any([value is not None and value.is_meta for value in parameters])
+
+    def pipeline(self) -> OperationFuser:
+        """The operations that stand for this module, with the parameters that it has now."""
+        present = {name: value for name in ("weight", "bias") if (value := getattr(self, name, None)) is not None}
+        facts = [(name, value.device, value.shape) for name, value in present.items()]
+        made_for = (facts, self._settings(present))
+        if self._pipeline is None or self._made_for != made_for:
+            self._pipeline = OperationFuser(of_module(self._make_operations(present), self._name))
+            self._made_for = made_for
+        for basic in self._pipeline._basic_ops:
+            for name in basic._parameters.keys() & present.keys():
+                basic._parameters[name] = present[name]
+        return self._pipeline
+
+    def _present_pipeline(self) -> OperationFuser:
+        """`pipeline()`; while torch.compile traces, the one that was made before."""
+        return self._pipeline if in_graph() else self.pipeline()  # type: ignore[return-value]
+
+    def _prepare(self) -> str:
+        """Make the pipeline for a compiled call. Returns why there can't be one, or ""."""
+        leave_for(_REPLACED)
+        warn_of_first_scales([self])
+        values = [value for op in self.pipeline()._basic_ops for value in op._parameters.values()]
+        plain = all(type(value) in (torch.nn.Parameter, type(None)) for value in values)
+        return "" if plain else leave_for(_COMPUTED)
+
+    def _why_outside(self) -> str:
+        """Why a call that is traced can't be part of the graph; "" if it can."""
+        reason = self._ready.value
+        if reason:
+            return reason
+        for op in self._pipeline._basic_ops:  # type: ignore[union-attr]
+            for name, value in op._parameters.items():
+                present = getattr(self, name, None)
+                if present is not None and present is not value:
+                    return _REPLACED
+        return ""
+
+    def _settings(self, present: dict[str, torch.Tensor]) -> Any:
+        """The other arguments of its operations; `present`: its weight and bias."""
+        return ()
+
+    def fusers(self) -> list[tuple[OperationFuser, Recipe | None]]:
+        """The pipeline of its operations, with its recipe."""
+        return [(self.pipeline(), self.recipe)]
+
+    def quantizing(self) -> contextlib.AbstractContextManager[Any]:
+        """The `autocast` in which this module computes: the caller's, if there is one, else its own."""
+        if FP8GlobalStateManager._of_thread.state.autocast_depth:
+            return contextlib.nullcontext()
+        if not torch.compiler.is_dynamo_compiling():
+            self._refuse_computing_again()
+        return autocast(enabled=self.recipe is not None, recipe=self.recipe)
+
+    def _refuse_computing_again(self) -> None:
+        """`RuntimeError` if autograd calls a module whose quantization is not that of its last call.
+
+        Calls of `fuser.checkpoint`, and in an `autocast`, have that.
+        """
+        if torch._C._current_graph_task_id() == -1 or is_replaying() or self._pipeline is None:
+            return
+        key: Any = self._pipeline._basic_ops[0]._recipe_key
+        before = None if key is None else key[0]
+        present = None if self.recipe is None else repr(self.recipe)
+        if before == present and (self.recipe is None or not self.recipe.delayed()):
+            return
+        why = "with scales that were updated since" if before == present else "under another recipe than"
+        raise RuntimeError(
+            f"{self._name or type(self).__name__} is computed again in the backward pass, {why} its forward pass: use "
+            "fuser.checkpoint instead of torch.utils.checkpoint.checkpoint, with any use_reentrant"
+        )
+
+
+#: How many rows a linear layer's input has before the ones that `pad` appends, while its operations run forward, for
+#: who observes them; None: nothing was appended.
+rows_before_padding: ContextVar[int | None] = ContextVar("fuser_rows_before_padding", default=None)
+
+
+@contextlib.contextmanager
+def _padding(rows: int) -> Iterator[None]:
+    token = rows_before_padding.set(rows)
+    try:
+        yield
+    finally:
+        rows_before_padding.reset(token)
+
+
+def refuse_distributed(modules: Iterable[Converted], input: torch.Tensor) -> None:
+    """`RuntimeError` for a parameter or an input that is a DTensor: operations would compute with this rank's part."""
+    given = [("input", input), *itertools.chain.from_iterable(module._parameters.items() for module in modules)]
+    for name, value in given:
+        if is_a(value, "torch.distributed.tensor", "DTensor"):
+            raise RuntimeError(
+                f"operations of a converted model take plain tensors; got a DTensor as {name}, as parallelize_module "
+                "makes them for tensor parallelism. Shard with fully_shard or DistributedDataParallel, write the layer "
+                "as fuser.ops.Linear(tensor_parallel_mode=...), or leave it to torch by the filter of convert"
+            )
+
+
+def is_a(value: Any, home: str, name: str) -> bool:
+    """Whether a value is of a class of a module, which there is none of before that is imported."""
+    return isinstance(value, getattr(sys.modules.get(home), name, ()))
+
+
+def warn_of_first_scales(modules: Iterable[Converted]) -> None:
+    """Warn once if a forward pass without gradients, of modules by their own recipes, casts with scales of 1.
+
+    Such a pass updates no scales, so that those after it do the same. Not in `fuser.checkpoint`, whose reentrant kind
+    runs without gradients first.
+    """
+    if torch.is_grad_enabled() or notes_scales() or FP8GlobalStateManager._of_thread.state.autocast_depth:
+        return
+    if FP8GlobalStateManager.fp8_graph_capturing():
+        return
+    for module in modules:
+        is_delayed = isinstance(module, ConvertedLinear) and module.recipe is not None and module.recipe.delayed()
+        if not is_delayed or module._notice.given:
+            continue
+        operations: list[Any] = [] if module._pipeline is None else module._pipeline._basic_ops
+        if not operations or operations[0]._has_first_scales():
+            module._notice.given = True
+            warnings.warn(
+                f"{module._name or type(module).__name__}: delayed scaling has seen no step, so its scales are still "
+                "1, and small values become zero. A forward pass without gradients does not change that. First call "
+                "the model with gradients enabled, as many times as it has linear layers in a row, or load scales: "
+                "fuser.load_scaling_state, or a pickled model (the state dict has none)",
+                UserWarning,
+                stacklevel=2,
+            )
+
+
+def run_eagerly(module: Any, input: Any) -> Any:
+    """Call a module outside of a graph. Errors about input that `convert` can fix say how."""
+    if isinstance(input, torch.Tensor) and input.is_nested:
+        raise RuntimeError(
+            f"input of {type(module).__name__} must be no nested tensor: those come from the fast path of a "
+            "TransformerEncoder in eval mode, which convert switches off where it gets the encoder, not a layer of it"
+        )
+    try:
+        return module._run(input)
+    except ValueError as error:
+        if "M % " in str(error) and "pad=True" not in str(error):
+            error.args = (f"{error}; fuser.convert(..., pad=True) pads M of linear layers", *error.args[1:])
+        raise
+
+
+def in_graph() -> bool:
+    """Whether torch.compile traces this call, and can have pipelines as operators of its graph."""
+    if not torch.compiler.is_dynamo_compiling() or OLD_TORCH:
+        return False
+    refuse_strict_export()
+    return True
+
+
+class ConvertedLinear(Converted, torch.nn.Linear):
+    """`torch.nn.Linear` as `ops.BasicLinear` and `ops.Bias`; see `convert`."""
+
+    def _make_operations(self, present: dict[str, torch.Tensor]) -> list[BasicOperation]:
+        return linear_operations(present["weight"].shape, "bias" in present)
+
+    def takes(self, input: torch.Tensor) -> bool:
+        """An input with a dtype that operations don't take is an error: nothing stays in high precision unnoticed."""
+        return isinstance(input, torch.Tensor) and not input.is_meta and self._has_values()
+
+    def rows_short_of_blocks(self, input: torch.Tensor) -> int:
+        """How many rows of zeros `pad` appends to an input under the recipe in force; 0 without one."""
+        if not self.pad or not FP8GlobalStateManager.is_fp8_enabled():
+            return 0
+        return -math.prod(input.shape[:-1]) % get_align_size_for_quantization(FP8GlobalStateManager.get_fp8_recipe())
+
+    def _call_operations(self, input: torch.Tensor) -> torch.Tensor:
+        short = self.rows_short_of_blocks(input)
+        if not short:
+            return self._present_pipeline()(input)
+        rows = input.reshape(-1, input.shape[-1])
+        with contextlib.nullcontext() if in_graph() else _padding(rows.shape[0]):
+            y = self._present_pipeline()(torch.nn.functional.pad(rows, (0, 0, 0, short)))
+        return y[: rows.shape[0]].view(*input.shape[:-1], y.shape[-1])
+
+
+class _ConvertedNorm(Converted):
+    def _settings(self, present: dict[str, torch.Tensor]) -> Any:
+        module: Any = self
+        return module.eps, tuple(module.normalized_shape), present["weight"].dtype
+
+    def _make_operations(self, present: dict[str, torch.Tensor]) -> list[BasicOperation]:
+        module: Any = self
+        op = getattr(ops, torch_class(module).__name__)(
+            module.normalized_shape,
+            eps=torch.finfo(torch.float32).eps if module.eps is None else module.eps,
+            device=present["weight"].device,
+            dtype=present["weight"].dtype,
+        )
+        return [op.requires_grad_(False)]  # a bias that the module does not have stays zero
+
+    def takes(self, input: torch.Tensor) -> bool:
+        """Not in 16 bits without eps: the default that torch adds then has changed between versions."""
+        module: Any = self
+        return super().takes(input) and self._has_values() and (module.eps is not None or input.itemsize == 4)
+
+
+class ConvertedLayerNorm(_ConvertedNorm, torch.nn.LayerNorm):
+    """`torch.nn.LayerNorm` as `ops.LayerNorm`; see `convert`."""
+
+
+class ConvertedRMSNorm(_ConvertedNorm, torch.nn.RMSNorm):
+    """`torch.nn.RMSNorm` as `ops.RMSNorm`; see `convert`."""
+
+
+class _ConvertedActivation(Converted):
+    def _make_operations(self, present: dict[str, torch.Tensor]) -> list[BasicOperation]:
+        return [getattr(ops, torch_class(self).__name__)()]
+
+
+class ConvertedGELU(_ConvertedActivation, torch.nn.GELU):
+    """`torch.nn.GELU(approximate="tanh")` as `ops.GELU`; see `convert`."""
+
+
+class ConvertedReLU(_ConvertedActivation, torch.nn.ReLU):
+    """`torch.nn.ReLU` as `ops.ReLU`; see `convert`."""
+
+
+class ConvertedSiLU(_ConvertedActivation, torch.nn.SiLU):
+    """`torch.nn.SiLU` as `ops.SiLU`; see `convert`."""
+
+
+def require_module(model: Any) -> None:
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module; got {shown(model)}")
+
+
+#: Class of torch -> what its modules become.
+CONVERTED: dict[type, type[Converted]] = {
+    cls.__bases__[1]: cls
+    for cls in (ConvertedLinear, ConvertedLayerNorm, ConvertedRMSNorm, ConvertedGELU, ConvertedReLU, ConvertedSiLU)
+}
+
+
+def torch_class(module: torch.nn.Module) -> type:
+    """The class of a module without its conversion and parametrizations."""
+    cls = type(module)
+    if isinstance(module, Converted):
+        return next(base for base in cls.__mro__ if base in CONVERTED)
+    return cls.__bases__[0] if parametrize.is_parametrized(module) else cls
+
+
+def linear_operations(weight: Any, with_bias: bool) -> list[BasicOperation]:
+    """The operations for a weight of a shape."""
+    out_features, in_features = weight
+    # On meta: the parameters are the module's, whose values and random numbers are drawn already.
+    with quantized_model_init(enabled=False):
+        made: list[BasicOperation] = [ops.BasicLinear(in_features, out_features, device="meta")]
+    return [*made, ops.Bias(out_features, device="meta")] if with_bias else made
+
+
+def of_module(operations: list[BasicOperation], name: str) -> list[BasicOperation]:
+    """Operations with the name that a CustomRecipe's roles show, whose scales keep still while others take their turn.
+
+    In `torch.autocast` norms and activations have the dtypes of torch's.
+
+    Each converted module quantizes in a context of its own, and leaving that updates what is registered anywhere.
+    """
+    for op in operations:
+        op.__dict__["name"] = name
+        op._keeps_unseen_scales = op._dtypes_of_torch = True
+    return operations
