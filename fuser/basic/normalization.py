@@ -7,6 +7,7 @@ Sources: TE behaviour, `ops/basic/layer_norm.py`, `ops/basic/rms_norm.py`, `csrc
 import functools
 import math
 import os
+import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar
 
@@ -108,8 +109,9 @@ class Normalization(BasicOperation):
                 "the input's last dimensions must be normalized_shape"
             )
         dtype = autocast_dtype_of(weight)
-        if self._dtypes_of_torch and in_autocast(weight):
-            dtype = _dtype_of_torch(type(self).__name__, input_.device.type, input_.dtype, dtype)
+        if self._dtypes_of_torch and (input_.dtype is not weight.dtype or in_autocast(weight)):
+            of_autocast = dtype if in_autocast(weight) else None
+            dtype = _dtype_of_torch(type(self).__name__, input_.device.type, input_.dtype, weight.dtype, of_autocast)
         x = maybe_dequantize(input_, dtype)
         is_matrix = len(shape) == 2 and len(inner) == 1
         if not is_matrix:
@@ -135,7 +137,8 @@ class Normalization(BasicOperation):
         statistics, parameters = saved[:-count], self._flat_and_wide(saved[-count:], ctx.dtype)
         dy = maybe_dequantize(grad_output, ctx.dtype)
         dx, *gradients = self.normalize_grad(dy.view(x.shape), x, statistics, parameters, **options)
-        return dx.view(dy.shape), [gradient.to(ctx.dtype).view(self.weight.shape) for gradient in gradients]
+        dtype = self.weight.dtype if self._dtypes_of_torch else ctx.dtype
+        return dx.view(dy.shape), [gradient.to(dtype).view(self.weight.shape) for gradient in gradients]
 
     def normalize(self, x: Any, parameters: Any, out_dtype: Any) -> Any:
         """(y of `out_dtype`, statistics...) for a matrix x and flat wide parameters."""
@@ -146,8 +149,12 @@ class Normalization(BasicOperation):
         raise NotImplementedError
 
     def _flat_and_wide(self, parameters, dtype):
-        """Parameters rounded to `dtype`, then flat and wide, the weight with its 1 if zero-centred."""
-        weight, *rest = (flat_parameter(parameter.detach(), dtype) for parameter in parameters)
+        """Parameters rounded to `dtype`, then flat and wide, the weight with its 1 if zero-centred.
+
+        torch's module does not round them.
+        """
+        rounded = wide(dtype) if self._dtypes_of_torch else dtype
+        weight, *rest = (flat_parameter(parameter.detach(), rounded) for parameter in parameters)
         return [weight + 1 if self.zero_centered_gamma else weight, *rest]
 
 
@@ -228,10 +235,20 @@ class RMSNorm(Normalization):
 
 
 @functools.lru_cache(maxsize=64)
-def _dtype_of_torch(norm: str, device: str, dtype: torch.dtype, in_autocast: torch.dtype) -> torch.dtype:
-    """The dtype in which torch's module normalizes an input in the autocast in force, whose dtype is `in_autocast`."""
-    module = getattr(torch.nn, norm)(1, elementwise_affine=False)
-    return module(torch.empty(0, 1, device=device, dtype=dtype)).dtype
+def _dtype_of_torch(
+    norm: str, device: str, dtype: torch.dtype, of_weight: torch.dtype, of_autocast: torch.dtype | None
+) -> torch.dtype:
+    """The dtype in which torch's module returns an input, in the autocast in force, whose dtype is `of_autocast`.
+
+    The weight's, outside of autocast, for an input that torch takes no such weight with.
+    """
+    module = getattr(torch.nn, norm)(1, elementwise_affine=of_autocast is None, device=device, dtype=of_weight)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's, that its kernel for two dtypes is slow
+            return module(torch.empty(0, 1, device=device, dtype=dtype)).dtype
+    except RuntimeError:
+        return of_weight
 
 
 def flat_parameter(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

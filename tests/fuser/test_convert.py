@@ -571,8 +571,36 @@ class TestTraining:
         if outside is not None:
             assert torch.equal(found, outside)
             torch.testing.assert_close(found, wanted, rtol=2e-6, atol=0)  # GELU's own tanh
-        elif not isinstance(plain, nn.LayerNorm):
+        else:
             assert torch.equal(found, wanted)
+
+    @pytest.mark.parametrize("cls", [nn.LayerNorm, nn.RMSNorm])
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    @pytest.mark.parametrize("in_autocast", [False, True])
+    @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
+    def test_a_norm_with_parameters_of_another_dtype_is_torchs(self, cls, dtype, in_autocast):
+        """Its float32 parameters are not rounded to the dtype of its input, nor their gradients."""
+        norm = cls(64, eps=1e-5)
+        for seed, parameter in enumerate(norm.parameters()):
+            parameter.data = inputs(64, seed=seed)
+        model = fuser.convert(norm, MXFP8BlockScaling(), inplace=False)
+        x, dy = inputs(32, 64).to(dtype), inputs(32, 64, seed=3).to(dtype)
+
+        def results(module, dtype):
+            leaf = x.to(dtype, copy=True).requires_grad_()
+            y = module(leaf)
+            y.backward(dy.to(dtype))
+            return y.detach(), leaf.grad, *(parameter.grad for parameter in module.parameters())
+
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=in_autocast):
+            wanted, found = results(norm, dtype), results(model, dtype)
+        norm.zero_grad()
+        exact = results(norm.double(), torch.float64)
+        assert [one.dtype for one in found] == [one.dtype for one in wanted]
+        assert torch.equal(found[0], wanted[0])
+        torch.testing.assert_close(found[1].double(), exact[1], rtol=torch.finfo(dtype).eps, atol=1e-5)
+        for one, other in zip(found[2:], exact[2:], strict=True):
+            torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-5)
 
     def test_a_comparison_in_torch_autocast_does_not_blame_the_recipe(self):
         """For bfloat16's rounding of a float32 residual stream with a large mean: an error of 0.14 of the norm."""
