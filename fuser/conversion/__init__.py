@@ -12,6 +12,7 @@ import copy
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -91,7 +92,8 @@ def convert(
 
     An input may have another dtype than a linear layer's weight, which is an error in torch: the output has the
     weight's. In `torch.autocast` a linear layer returns its dtype; norms and activations return the dtype that torch's
-    do, so that float32 stays float32, where the operations of `fuser.ops`, as TE's, return autocast's.
+    do, so that float32 stays float32, where the operations of `fuser.ops`, as TE's, return autocast's. Norms compute
+    with float32 parameters beside an input in 16 bits, as torch's do, where TE's round them to that dtype.
 
     Scales and amax histories of delayed scaling are part of copies and pickles of the model, not of its state dict:
     `scaling_state` has them apart. A warning, once for each call of `convert`, says where a forward pass without
@@ -187,8 +189,13 @@ def carried_out(
     """The model, or a copy, with the modules of a plan converted, and no others."""
     recipes = plan.recipes
     if not inplace:
-        shared = {id(parameter): parameter for parameter in model.parameters()} if share_parameters else {}
-        duplicate = copy.deepcopy(model, shared)
+        values = [value for module in model.modules() for value in vars(module).values()]
+        # Computed by autograd, which torch does not copy: a weight that prune or weight_norm sets before each call.
+        computed = [value for value in values if isinstance(value, torch.Tensor) and not value.is_leaf]
+        memo: dict[int, Any] = {id(tensor): tensor.detach().clone() for tensor in computed}
+        if share_parameters:
+            memo |= {id(parameter): parameter for parameter in model.parameters()}
+        duplicate = copy.deepcopy(model, memo)
         copies = dict(zip(model.modules(), duplicate.modules(), strict=True))
         recipes = {copies[module]: recipe for module, recipe in recipes.items()}
         model = duplicate

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 import fuser
 import refops
@@ -523,6 +524,16 @@ class TestCalls:
 
         with pytest.warns(UserWarning, match="^copied$"):
             compared(nn.Sequential(Warns(32, 32)), inputs(32, 32))
+
+    def test_a_weight_that_is_computed_before_each_call(self):
+        """Autograd's tensor in the weight's place, which torch does not copy."""
+        model, x = feed_forward(), inputs(32, 64)
+        prune.l1_unstructured(model[1], "weight", 0.5)
+        found = compared(model, x)["MXFP8BlockScaling"]
+        assert model[1].weight.grad_fn is not None
+        prune.remove(model[1], "weight")
+        wanted = compared(model, x)["MXFP8BlockScaling"]
+        assert (found.loss, found.output, found.records) == (wanted.loss, wanted.output, wanted.records)
 
 
 class TestNothingIsTouched:

@@ -485,6 +485,8 @@ class TestTraining:
             y.sum().backward()
             assert quantizes(linear, x)
             assert linear.weight_orig.grad.abs().sum() > 0
+            another = fuser.convert(linear, MXFP8BlockScaling(), inplace=False)
+            assert torch.equal(another.eval()(x), linear.eval()(x))
 
     def test_fsdp(self):
         torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
