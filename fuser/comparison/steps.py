@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from fuser.common import copied
 from fuser.comparison.findings import Coverage
 from fuser.conversion import Plan, carried_out
-from fuser.conversion.modules import CONVERTED, ConvertedLinear, rows_before_padding
+from fuser.conversion.modules import CONVERTED, Converted, ConvertedProduct, rows_before_padding
 from fuser.conversion.reasons import own_matrices
 from fuser.conversion.rules import Rule
 from fuser.op import BasicOperation, FusibleOperation
@@ -228,7 +228,7 @@ def _listening(model: torch.nn.Module) -> Iterator[Calls]:
     handles = []
     for name, module in model.named_modules():
         is_layer = isinstance(module, tuple(CONVERTED)) or any(True for _ in module.parameters(False))
-        runs_operations = isinstance(module, (FusibleOperation, *CONVERTED.values()))
+        runs_operations = isinstance(module, (FusibleOperation, Converted))
         if name and is_layer and not runs_operations and layer_of(name) == name:
 
             def keep(_: Any, args: Any, kwargs: Any, result: Any, name: str = name) -> None:
@@ -266,7 +266,7 @@ def _coverage(model: torch.nn.Module, rule: Rule, idle: Sequence[str]) -> Covera
         if isinstance(module, BasicOperation) and module.num_quantizers("forward"):
             own = [*module.parameters()]
             quantizes = isinstance(rule, Recipe)
-        elif isinstance(module, ConvertedLinear):
+        elif isinstance(module, ConvertedProduct):
             quantizes = module.recipe is not None
         if quantizes and layer_of(name) not in idle:
             quantized.add(module)

@@ -18,6 +18,7 @@ import torch
 
 from fuser.conversion.modules import (
     Converted,
+    ConvertedConv1D,
     ConvertedGELU,
     ConvertedLayerNorm,
     ConvertedLinear,
@@ -37,6 +38,7 @@ from fuser.recipe import Recipe
 from refops.arguments import require_flag
 
 __all__ = [
+    "ConvertedConv1D",
     "ConvertedGELU",
     "ConvertedLayerNorm",
     "ConvertedLinear",
@@ -69,6 +71,7 @@ def convert(
     | module of `torch.nn` | becomes |
     |---|---|
     | `Linear` | `ops.BasicLinear`, `ops.Bias`: quantized operands in forward and backward |
+    | GPT-2's `Conv1D`: modules of that name that compute `x @ weight + bias` | the same, with the weight transposed |
     | `LayerNorm`, `RMSNorm` with a weight | `ops.LayerNorm`, `ops.RMSNorm`: statistics in float32 |
     | `ReLU`, `SiLU`, `GELU(approximate="tanh")`, none in place | the operation of that name |
     | `Sequential` | itself; neighbours that were converted run as one pipeline, with its fusions |

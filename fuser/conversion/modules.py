@@ -36,7 +36,7 @@ from refops.arguments import shown
 
 _COMPUTED = (
     "operations of fuser can't be part of a graph: a weight or bias is no plain parameter, but a tensor that "
-    "a parametrization, a weight norm, FSDP or functional_call put in its place"
+    "a parametrization, a weight norm, FSDP or functional_call put in its place, or the transposed one of a Conv1D"
 )
 _REPLACED = (
     "operations of fuser can't be part of a graph: a parameter was replaced in the compiled function, "
@@ -99,7 +99,7 @@ class Converted(HoldsFusers, NotScriptable, torch.nn.Module):
 
     def pipeline(self) -> OperationFuser:
         """The operations that stand for this module, with the parameters that it has now."""
-        present = {name: value for name in ("weight", "bias") if (value := getattr(self, name, None)) is not None}
+        present = self._present()
         facts = [(name, value.device, value.shape) for name, value in present.items()]
         made_for = (facts, self._settings(present))
         if self._pipeline is None or self._made_for != made_for:
@@ -109,6 +109,10 @@ class Converted(HoldsFusers, NotScriptable, torch.nn.Module):
             for name in basic._parameters.keys() & present.keys():
                 basic._parameters[name] = present[name]
         return self._pipeline
+
+    def _present(self) -> dict[str, torch.Tensor]:
+        """The weight and bias that operations compute with now."""
+        return {name: value for name in ("weight", "bias") if (value := getattr(self, name, None)) is not None}
 
     def _present_pipeline(self) -> OperationFuser:
         """`pipeline()`; while torch.compile traces, the one that was made before."""
@@ -211,7 +215,7 @@ def warn_of_first_scales(modules: Iterable[Converted]) -> None:
     if FP8GlobalStateManager.fp8_graph_capturing():
         return
     for module in modules:
-        is_delayed = isinstance(module, ConvertedLinear) and module.recipe is not None and module.recipe.delayed()
+        is_delayed = isinstance(module, ConvertedProduct) and module.recipe is not None and module.recipe.delayed()
         if not is_delayed or module._notice.given:
             continue
         operations: list[Any] = [] if module._pipeline is None else module._pipeline._basic_ops
@@ -250,8 +254,8 @@ def in_graph() -> bool:
     return True
 
 
-class ConvertedLinear(Converted, torch.nn.Linear):
-    """`torch.nn.Linear` as `ops.BasicLinear` and `ops.Bias`; see `convert`."""
+class ConvertedProduct(Converted):
+    """What converted layers share that multiply by a weight and may add a bias."""
 
     def _make_operations(self, present: dict[str, torch.Tensor]) -> list[BasicOperation]:
         return linear_operations(present["weight"].shape, "bias" in present)
@@ -274,6 +278,54 @@ class ConvertedLinear(Converted, torch.nn.Linear):
         with contextlib.nullcontext() if in_graph() else _padding(rows.shape[0]):
             y = self._present_pipeline()(torch.nn.functional.pad(rows, (0, 0, 0, short)))
         return y[: rows.shape[0]].view(*input.shape[:-1], y.shape[-1])
+
+
+class ConvertedLinear(ConvertedProduct, torch.nn.Linear):
+    """`torch.nn.Linear` as `ops.BasicLinear` and `ops.Bias`; see `convert`."""
+
+
+class ConvertedConv1D(ConvertedProduct):
+    """GPT-2's `Conv1D`, of `transformers` or alike, as `ops.BasicLinear` and `ops.Bias`; see `convert`.
+
+    Its weight stays (in_features, out_features): operations see it transposed.
+    """
+
+    def extra_repr(self) -> str:
+        """The sizes, as GPT-2's class prints them, and what others print."""
+        nx, nf = self.weight.shape
+        return f"nf={nf}, nx={nx}, {super().extra_repr()}"
+
+    __repr__ = torch.nn.Module.__repr__
+
+    def _present(self) -> dict[str, torch.Tensor]:
+        present = super()._present()
+        return {**present, "weight": present["weight"].t()}
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """Of the class that it had: the converted one is made anew."""
+        _, _, *state = super().__reduce_ex__(protocol)
+        return _new_conv1d, (torch_class(self),), *state
+
+
+def _new_conv1d(cls: type) -> Converted:
+    made: Any = conversion_of(cls)
+    return made.__new__(made)
+
+
+def _is_conv1d(cls: type) -> bool:
+    """Whether a class is a `Conv1D`: of that name, and found to compute x @ weight + bias."""
+    if cls.__name__ != "Conv1D" or not issubclass(cls, torch.nn.Module):
+        return False
+    probe: Any = cls.__new__(cls)
+    torch.nn.Module.__init__(probe)
+    probe.weight = torch.nn.Parameter(torch.arange(15.0).view(3, 5))
+    probe.bias, probe.nf = torch.nn.Parameter(torch.arange(5.0)), 5
+    x = torch.arange(24.0).view(2, 4, 3)
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            return torch.equal(cls.forward(probe, x), x @ probe.weight + probe.bias)
+    except Exception:  # of a forward that needs more than these, or other arguments
+        return False
 
 
 class _ConvertedNorm(Converted):
@@ -332,6 +384,13 @@ CONVERTED: dict[type, type[Converted]] = {
     cls.__bases__[1]: cls
     for cls in (ConvertedLinear, ConvertedLayerNorm, ConvertedRMSNorm, ConvertedGELU, ConvertedReLU, ConvertedSiLU)
 }
+
+
+def conversion_of(cls: type) -> type[Converted] | None:
+    """What modules of a class become; None: they stay what they are."""
+    if cls not in CONVERTED and _is_conv1d(cls):
+        CONVERTED[cls] = type("ConvertedConv1D", (ConvertedConv1D, cls), {})
+    return CONVERTED.get(cls)
 
 
 def torch_class(module: torch.nn.Module) -> type:

@@ -8,7 +8,15 @@ import torch
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils import parametrize
 
-from fuser.conversion.modules import CONVERTED, is_a, linear_operations, of_module, torch_class
+from fuser.conversion.modules import (
+    CONVERTED,
+    ConvertedProduct,
+    conversion_of,
+    is_a,
+    linear_operations,
+    of_module,
+    torch_class,
+)
 from fuser.op import FusibleOperation
 from fuser.quantization.contexts import autocast, get_align_size_for_quantization
 from fuser.recipe import Recipe
@@ -38,7 +46,7 @@ KINDS = (*CONVERTED, *_OTHER_PRODUCTS, torch.nn.MultiheadAttention)
 def may_become(module: Any) -> bool:
     """Whether a module computes what the operation does, dtypes and sizes aside."""
     cls = torch_class(module)
-    if cls not in CONVERTED or "forward" in vars(module):
+    if conversion_of(cls) is None or "forward" in vars(module):
         return False
     if cls is torch.nn.GELU:
         return module.approximate == "tanh"
@@ -48,7 +56,7 @@ def may_become(module: Any) -> bool:
 def reason_to_leave(module: torch.nn.Module, recipe: Recipe, name: str) -> str | None:
     """Why products of a module stay in high precision despite a recipe; None if they do not."""
     cls = torch_class(module)
-    if cls is torch.nn.Linear:
+    if issubclass(conversion_of(cls) or cls, ConvertedProduct):
         if "forward" in vars(module):
             return "its forward was replaced on the object"
         dtype = next(module.parameters()).dtype  # without computing a weight that is parametrized
@@ -102,8 +110,11 @@ def has_products(module: torch.nn.Module) -> bool:
 def _misfit(module: Any, recipe: Any, name: str) -> str | None:
     """Why a linear layer's sizes do not fit a recipe, given as many input rows as the recipe asks for."""
     rows = get_align_size_for_quantization(recipe)
-    weight = module._parameters.get("weight")
-    out_features, in_features = (module.out_features, module.in_features) if weight is None else weight.shape
+    if torch_class(module) is torch.nn.Linear:
+        weight = module._parameters.get("weight")
+        out_features, in_features = (module.out_features, module.in_features) if weight is None else weight.shape
+    else:
+        in_features, out_features = max(own_matrices(module).values(), key=torch.numel).shape
     (linear,) = of_module(linear_operations((out_features, in_features), False), name)
     with autocast(recipe=recipe, _graph=True):
         linear.reset_recipe_state(recipe=recipe)

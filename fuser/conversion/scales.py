@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fuser.conversion.modules import ConvertedLinear, require_module
+from fuser.conversion.modules import ConvertedProduct, require_module
 from refops.arguments import did_you_mean, shown
 
 
@@ -30,7 +30,7 @@ def scaling_state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     states = {
         name: module._pipeline._basic_ops[0].get_extra_state()
         for name, module in model.named_modules()
-        if isinstance(module, ConvertedLinear) and module._pipeline is not None
+        if isinstance(module, ConvertedProduct) and module._pipeline is not None
     }
     return {name: state for name, state in states.items() if state.numel()}
 
@@ -54,7 +54,7 @@ def load_scaling_state(model: torch.nn.Module, state: Mapping[str, torch.Tensor]
     modules = dict(model.named_modules(remove_duplicate=False))
     for name in state:
         module = modules.get(name)
-        if not isinstance(module, ConvertedLinear) or module.recipe is None or not module.recipe.delayed():
+        if not isinstance(module, ConvertedProduct) or module.recipe is None or not module.recipe.delayed():
             raise ValueError(
                 "state must name linear layers that convert put under delayed scaling; got "
                 f"{name!r}{did_you_mean(name, modules) if module is None else f', which is {module}'}"

@@ -8,7 +8,7 @@ import torch
 
 from fuser.conversion.modules import (
     Converted,
-    ConvertedLinear,
+    ConvertedProduct,
     in_graph,
     refuse_distributed,
     run_eagerly,
@@ -50,7 +50,7 @@ class ConvertedSequential(HoldsFusers, NotScriptable, torch.nn.Sequential):
 
     def _is_padded(self, run: list[Converted], x: torch.Tensor) -> bool:
         with run[0].quantizing():
-            return any([isinstance(child, ConvertedLinear) and child.rows_short_of_blocks(x) > 0 for child in run])
+            return any([isinstance(child, ConvertedProduct) and child.rows_short_of_blocks(x) > 0 for child in run])
 
     def _run_pipeline(self, x: torch.Tensor, start: int, stop: int) -> torch.Tensor:
         run: list[Any] = list(self)[start:stop]
@@ -125,7 +125,7 @@ def _takes_all_dtypes(child: Any) -> bool:
 
 
 def _pads(child: Any) -> bool:
-    return isinstance(child, ConvertedLinear) and child.pad
+    return isinstance(child, ConvertedProduct) and child.pad
 
 
 def _end_of_run(children: list[Any], joined: tuple[bool, ...], start: int, *, padded: bool = False) -> int:

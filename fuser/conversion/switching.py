@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.nn.utils import parametrize
 
-from fuser.conversion.modules import CONVERTED, Converted, Notice, of_module, torch_class
+from fuser.conversion.modules import CONVERTED, Converted, Notice, conversion_of, of_module, torch_class
 from fuser.conversion.sequences import ConvertedSequential
 from fuser.fuser import OperationFuser
 from fuser.tracing import WhenTraced
@@ -26,7 +26,7 @@ _SETTINGS = ("recipe", "pad", "_name", "_pipeline", "_ready", "_notice", "_made_
 def become(module: Any, recipe: Any, *, pad: bool, name: str, notice: Notice) -> None:
     if not isinstance(module, Converted):
         own = {name: vars(module)[name] for name in _SETTINGS if name in vars(module)}
-        module.__class__ = _own_class(module, CONVERTED[torch_class(module)])
+        module.__class__ = _own_class(module, conversion_of(torch_class(module)))
         module._own_attributes = own
         module._pipeline, module._ready = None, WhenTraced(module._prepare)
     elif module._pipeline is not None and module._name != name:  # converted again, as a part of another model

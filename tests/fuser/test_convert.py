@@ -114,6 +114,78 @@ class TestNumbers:
         assert torch.equal(fuser.convert(nn.SiLU(), MXFP8BlockScaling())(x), nn.SiLU()(x))
 
 
+class Conv1D(nn.Module):
+    """As GPT-2's of transformers: its weight is (in_features, out_features)."""
+
+    def __init__(self, nf, nx):
+        super().__init__()
+        self.nf, self.nx = nf, nx
+        self.weight, self.bias = nn.Parameter(inputs(nx, nf) / 16), nn.Parameter(inputs(nf, seed=2))
+
+    def __repr__(self):
+        return "Conv1D(nf={nf}, nx={nx})".format(**self.__dict__)
+
+    def forward(self, x):
+        return torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight).view(*x.size()[:-1], self.nf)
+
+
+class TestConv1D:
+    def linear(self, conv):
+        nx, nf = conv.weight.shape
+        linear = nn.Linear(nx, nf)
+        linear.weight.data, linear.bias.data = conv.weight.detach().t().clone(), conv.bias.detach().clone()
+        return linear
+
+    @pytest.mark.parametrize("kind", RECIPES)
+    def test_bits_are_those_of_a_linear_layer(self, kind):
+        conv = Conv1D(64, 128)
+        model = nn.Sequential(conv, nn.GELU("tanh"), Conv1D(128, 64))
+        same = nn.Sequential(self.linear(conv), nn.GELU("tanh"), self.linear(model[2]))
+        for one in (model, same):
+            fuser.convert(one, kind(), strict=True)
+        for step in range(3):
+            x = inputs(2, 64, 128, seed=step)
+            found, wanted = gradients(model, x), gradients(same, x)
+            for index in (2, 4):
+                assert found[index].is_contiguous()
+                found[index] = found[index].t()
+            assert_equal(found, wanted)
+            with torch.no_grad():
+                for parameter in (*model.parameters(), *same.parameters()):
+                    parameter.mul_(1.25)
+
+    def test_it_is_otherwise_what_it_was(self):
+        conv, x = Conv1D(64, 128), inputs(32, 128)
+        weight, keys = conv.weight, list(conv.state_dict())
+        fuser.convert(conv, MXFP8BlockScaling())
+        assert conv.weight is weight and isinstance(conv, Conv1D) and quantizes(conv, x)
+        y = conv(x)
+        assert repr(conv) == "ConvertedConv1D(nf=64, nx=128, recipe=MXFP8BlockScaling)"
+        for again in (copy.deepcopy(conv), pickle.loads(pickle.dumps(conv))):
+            assert type(again) is type(conv) and list(again.state_dict()) == keys
+            assert torch.equal(again(x), y)
+        fuser.convert(conv, None)
+        assert type(conv) is Conv1D and repr(conv) == "Conv1D(nf=64, nx=128)"
+
+    @pytest.mark.filterwarnings("ignore:left in high precision")
+    def test_pruned_parametrized_or_of_a_size_that_does_not_fit(self):
+        for change in (lambda m: prune.l1_unstructured(m, "weight", 0.5), parametrizations.spectral_norm):
+            conv = Conv1D(64, 128)
+            change(conv)
+            assert quantizes(fuser.convert(conv, MXFP8BlockScaling()), inputs(32, 128))
+        with pytest.raises(ValueError, match="an input with K = in_features = 16, which"):
+            fuser.convert(Conv1D(64, 16), MXFP8BlockScaling(), strict=True)
+
+    def test_another_class_of_that_name_is_left(self):
+        class Scaled(Conv1D):
+            def forward(self, x):
+                return 2 * super().forward(x)
+
+        Scaled.__name__ = "Conv1D"
+        with pytest.raises(ValueError, match="what it computes with weight is not quantized"):
+            fuser.convert(Scaled(64, 64), MXFP8BlockScaling(), strict=True)
+
+
 class TestTheModelIsTheSame:
     def test_objects_names_and_keys(self):
         model = feed_forward()
@@ -932,9 +1004,7 @@ class TestWhatIsLeft:
         assert type(model[1]) is conversion.ConvertedLinear
 
     def test_matrices_that_others_multiply_with(self):
-        class Conv1D(nn.Module):
-            """Such as those of Hugging Face."""
-
+        class Product(nn.Module):
             def __init__(self):
                 super().__init__()
                 self.weight, self.bias = nn.Parameter(torch.ones(32, 32)), nn.Parameter(torch.zeros(32))
@@ -942,14 +1012,14 @@ class TestWhatIsLeft:
             def forward(self, x):
                 return x @ self.weight + self.bias
 
-        model = nn.Sequential(Conv1D(), nn.Embedding(8, 8), nn.LayerNorm((4, 8)), nn.BatchNorm1d(8), nn.PReLU(8))
-        model.append(parametrizations.weight_norm(Conv1D())).append(parametrizations.weight_norm(nn.Linear(32, 32)))
+        model = nn.Sequential(Product(), nn.Embedding(8, 8), nn.LayerNorm((4, 8)), nn.BatchNorm1d(8), nn.PReLU(8))
+        model.append(parametrizations.weight_norm(Product())).append(parametrizations.weight_norm(nn.Linear(32, 32)))
         lines = self.warned(model)
         assert [line.split(" ")[0] for line in lines] == ["0", "5"]
-        assert lines[0] == "0 (Conv1D): no module of torch's; what it computes with weight is not quantized"
+        assert lines[0] == "0 (Product): no module of torch's; what it computes with weight is not quantized"
         (line,) = self.warned(nn.ParameterList([torch.ones(32, 32), torch.ones(32)]))
         assert line == "the model (ParameterList): what is computed with 0 is not quantized"
-        with pytest.raises(ValueError, match=r"0 \(Conv1D\)"):
+        with pytest.raises(ValueError, match=r"0 \(Product\)"):
             fuser.convert(model, MXFP8BlockScaling(), strict=True)
         fuser.convert(model, {"[05]": None, "*": MXFP8BlockScaling()}, strict=True)
         fuser.convert(nn.Sequential(ops.Linear(32, 32), nn.ReLU()), MXFP8BlockScaling(), strict=True)

@@ -46,6 +46,7 @@ EXEMPT = {
     "fuser.comparison.Comparison": "what compare returns",
     "fuser.comparison.LayerComparison": "a part of it",
     "fuser.comparison.RecipeComparison": "a part of it",
+    "fuser.conversion.ConvertedConv1D": "made by convert",
     "fuser.conversion.ConvertedGELU": "made by convert",
     "fuser.conversion.ConvertedLayerNorm": "made by convert",
     "fuser.conversion.ConvertedLinear": "made by convert",
