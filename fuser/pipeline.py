@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,6 +54,21 @@ class ForwardStep:
     next_op_input_quantizer: Any
 
 
+#: How many rows the input of the pipeline that runs has before those that `pad` of `fuser.convert` appended, in forward
+#: and in backward, for who observes its tensors; None: nothing was appended.
+rows_before_padding: ContextVar[int | None] = ContextVar("fuser_rows_before_padding", default=None)
+
+
+@contextlib.contextmanager
+def padding(rows: int | None) -> Iterator[None]:
+    """Say that the pipelines of this block have so many rows of their own (`rows_before_padding`)."""
+    token = rows_before_padding.set(rows)
+    try:
+        yield
+    finally:
+        rows_before_padding.reset(token)
+
+
 # ---------------------------------------------------------------------- the passes
 
 
@@ -87,8 +103,8 @@ class FuserFunction(torch.autograd.Function):
 
 @contextlib.contextmanager
 def as_in_forward(func_ctx: Any) -> Iterator[None]:
-    """Restore the backend and products of the forward pass: a GPU's autograd thread sees no context variables."""
-    with one_backend(func_ctx.backend), products_in_force(func_ctx.products):
+    """Restore backend, products and padding of the forward pass: a GPU's autograd thread sees no context variables."""
+    with one_backend(func_ctx.backend), products_in_force(func_ctx.products), padding(func_ctx.own_rows):
         yield
 
 
@@ -309,6 +325,7 @@ def _save_for_backward(
     func_ctx.contexts = contexts
     func_ctx.backend = current_backend()
     func_ctx.products = said_products()
+    func_ctx.own_rows = rows_before_padding.get()
     func_ctx.num_params = list(map(len, fuser._basic_op_params))
     func_ctx.quantizer_usages = _quantizer_usages(fuser._basic_ops, grad_quantizers)
 

@@ -23,6 +23,7 @@ from fuser.conversion.modules import Converted, require_module
 from fuser.dispatch import Buffers
 from fuser.dtypes import HIGH_PRECISION
 from fuser.op import BasicOperation
+from fuser.pipeline import rows_before_padding
 from fuser.quantization.quantizer import Quantizer, quantization_observers
 from fuser.quantization.quantizers import is_replaying
 from refops.arguments import did_you_mean, dimensions, require_integer, shown
@@ -48,11 +49,11 @@ class QuantizationRecord:
         layer: name of the module in the model.
         tensor: "input", "weight" or "grad_output"; of an operation with several of a kind, `GroupedLinear`, with the
             number of the one: "input 0".
-        shape: of the tensor; rows that `pad` appended are part of it.
+        shape: of the tensor, without rows that `pad` appended, unless torch.compile compiled the call.
         amax: its largest finite magnitude.
         measurement: SQNR, shares flushed to zero and saturated, bits of an element; its `scaling` is the format's
             title. Of the rowwise copy, or the columnwise one where no other was made. A tensor that is all zero has
-            no SQNR. Zeros that `pad` appended count in the share saturated alone, as elements that are not.
+            no SQNR. Zeros that `pad` appended do not count.
     """
 
     step: int
@@ -135,7 +136,8 @@ class Statistics:
         if role is None:
             return
         (layer, tensor), x = role, original().detach()
-        measured = _measured(x, quantized)
+        rows = None if tensor.startswith("weight") else rows_before_padding.get()
+        measured = _measured(x, quantized, rows)
         if measured is not None:
             shape, amax, measurement = measured
             self.records.append(QuantizationRecord(self.step, layer, tensor, shape, amax, measurement))
@@ -309,8 +311,13 @@ def _quantizers_of(model: torch.nn.Module) -> Iterator[tuple[Quantizer, str, str
                 yield quantizer, layer, role.tensor_type + group
 
 
-def _measured(x: torch.Tensor, quantized: Any) -> tuple[tuple[int, ...], float, Measurement] | None:
-    """Shape, amax and measurement; None for a tensor without elements, of another dtype or of a format of its own."""
+def _measured(
+    x: torch.Tensor, quantized: Any, rows: int | None = None
+) -> tuple[tuple[int, ...], float, Measurement] | None:
+    """Shape, amax and measurement of the first `rows`, behind which there are zeros alone; None: of all.
+
+    None for a tensor without elements, of another dtype or of a format of its own.
+    """
     if not x.numel() or x.dtype not in HIGH_PRECISION or not hasattr(quantized, "buffers"):
         return None
     reference = dispatch.Reference(torch.device("cpu"))
@@ -323,9 +330,12 @@ def _measured(x: torch.Tensor, quantized: Any) -> tuple[tuple[int, ...], float, 
         measurement = measure_cast(original, reference.array(operand.contiguous()), "none")
     else:
         return None
-    finite = x[x.isfinite()]
+    own = x[:rows]
+    finite, appended = own[own.isfinite()], x.numel() - own.numel()
+    if measurement.saturated and finite.numel():  # a share of the zeros, too
+        measurement = replace(measurement, saturated=measurement.saturated * (1 + appended / finite.numel()))
     amax = finite.abs().max().item() if finite.numel() else 0.0
-    return tuple(x.shape), amax, measurement if amax else replace(measurement, sqnr_db=None)
+    return tuple(own.shape), amax, measurement if amax else replace(measurement, sqnr_db=None)
 
 
 #: The columns of a table that `worst_cells` fills.

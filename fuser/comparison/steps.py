@@ -14,11 +14,11 @@ from torch.utils._pytree import tree_leaves
 from fuser.common import copied
 from fuser.comparison.findings import Coverage
 from fuser.conversion import Plan, carried_out
-from fuser.conversion.modules import CONVERTED, Converted, ConvertedProduct, rows_before_padding
+from fuser.conversion.modules import CONVERTED, Converted, ConvertedProduct
 from fuser.conversion.reasons import own_matrices
 from fuser.conversion.rules import Rule
 from fuser.op import BasicOperation, FusibleOperation
-from fuser.pipeline import ForwardStep, forward_observers
+from fuser.pipeline import ForwardStep, forward_observers, rows_before_padding
 from fuser.quantization.contexts import autocast
 from fuser.quantization.state import FP8GlobalStateManager
 from fuser.quantization.storage import QuantizedTensorStorage

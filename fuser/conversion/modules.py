@@ -7,8 +7,7 @@ import itertools
 import math
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from contextvars import ContextVar
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from fuser import ops
 from fuser.dispatch import computes_in
 from fuser.fuser import OperationFuser
 from fuser.op import BasicOperation
+from fuser.pipeline import padding
 from fuser.quantization.contexts import autocast, get_align_size_for_quantization, quantized_model_init
 from fuser.quantization.quantizers import is_replaying, notes_scales
 from fuser.quantization.state import FP8GlobalStateManager
@@ -173,20 +173,6 @@ class Converted(HoldsFusers, NotScriptable, torch.nn.Module):
         )
 
 
-#: How many rows a linear layer's input has before the ones that `pad` appends, while its operations run forward, for
-#: who observes them; None: nothing was appended.
-rows_before_padding: ContextVar[int | None] = ContextVar("fuser_rows_before_padding", default=None)
-
-
-@contextlib.contextmanager
-def _padding(rows: int) -> Iterator[None]:
-    token = rows_before_padding.set(rows)
-    try:
-        yield
-    finally:
-        rows_before_padding.reset(token)
-
-
 def refuse_distributed(modules: Iterable[Converted], input: torch.Tensor) -> None:
     """`RuntimeError` for a parameter or an input that is a DTensor: operations would compute with this rank's part."""
     given = [("input", input), *itertools.chain.from_iterable(module._parameters.items() for module in modules)]
@@ -275,7 +261,7 @@ class ConvertedProduct(Converted):
         if not short:
             return self._present_pipeline()(input)
         rows = input.reshape(-1, input.shape[-1])
-        with contextlib.nullcontext() if in_graph() else _padding(rows.shape[0]):
+        with contextlib.nullcontext() if in_graph() else padding(rows.shape[0]):
             y = self._present_pipeline()(torch.nn.functional.pad(rows, (0, 0, 0, short)))
         return y[: rows.shape[0]].view(*input.shape[:-1], y.shape[-1])
 

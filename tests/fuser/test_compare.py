@@ -773,11 +773,30 @@ class TestStatistics:
         with fuser.statistics(model) as s:
             model(x)
         (record,) = s.of("", "input")
-        assert record.shape == (padded, 64)
+        assert record.shape == (16, 64)
         back = quantizer(nn.functional.pad(x, (0, 0, 0, padded - 16))).dequantize()[:16].double()
         assert record.measurement.flushed == (back == 0).double().mean().item() > 0.01
         noise = ((back - x) ** 2).sum() / (x.double() ** 2).sum()
         assert record.measurement.sqnr_db == pytest.approx(-10 * math.log10(noise))
+
+    def test_rows_that_pad_appends_do_not_count(self):
+        """Shapes and shares are those of the same calls without rows to append, whatever backward comes first."""
+        found = []
+        for pad in (True, False):
+            torch.manual_seed(0)
+            model = fuser.convert(nn.Linear(64, 64), DelayedScaling(), pad=pad)
+            with fuser.statistics(model) as s:  # with scales of 1, so that much saturates
+                losses = [model(1000 * inputs(rows, 64)).square().sum() for rows in (5, 16, 3)]
+                for loss in reversed(losses):
+                    loss.backward()
+            found.append(s.records)
+        assert any(record.shape[0] < 16 and record.measurement.saturated > 0.1 for record in found[0])
+        for padded, plain in zip(*found, strict=True):
+            names = ("step", "layer", "tensor", "shape", "amax")
+            assert [getattr(padded, name) for name in names] == [getattr(plain, name) for name in names]
+            for name in ("sqnr_db", "flushed", "saturated"):
+                value = getattr(plain.measurement, name)
+                assert getattr(padded.measurement, name) == pytest.approx(value, rel=1e-12, abs=0), name
 
     def test_steps_are_forward_passes(self):
         """Not casts, of which a layer that is called twice has two, nor what is computed again in backward."""
