@@ -32,7 +32,7 @@ from fuser.conversion.reasons import may_become, reason_to_leave
 from fuser.conversion.rules import Rule, names_of, recipes_for
 from fuser.conversion.scales import load_scaling_state, scaling_state
 from fuser.conversion.sequences import ConvertedSequential
-from fuser.conversion.sources import weights_read_by
+from fuser.conversion.sources import readings_of_weights
 from fuser.conversion.switching import become, class_without_conversion, convert_containers, restore
 from fuser.recipe import Recipe
 from refops.arguments import require_flag
@@ -87,11 +87,11 @@ def convert(
     (parameters of two dimensions and more), embeddings and norms aside. These are named in a warning, since the model
     then computes partly in high precision. The exact GELU, other activations and norms without a weight stay torch's
     without a word: nothing in them is quantized. Functions that a forward calls (`F.linear`, `F.gelu`) can't be seen; a
-    parent whose forward says `self.child.weight` of a converted child is named in the warning; one that says
-    `self.block.child.weight` or `self.layers[0].weight` is not: `compare` and `statistics` name each layer of which
-    nothing was quantized in their runs. The fast path of `TransformerEncoderLayer` in eval
-    mode, which reads weights, is switched off where the layer is part of `model`. A layer of which `linear1` and
-    `linear2` alone are given to `convert` computes without quantization there.
+    parent whose forward says `self.child.weight` of a converted child is named in the warning, and one that may, whose
+    source is not known; one that says `self.block.child.weight` or `self.layers[0].weight` is not: `compare` and
+    `statistics` name each layer of which nothing was quantized in their runs. The fast path of
+    `TransformerEncoderLayer` in eval mode, which reads weights, is switched off where the layer is part of `model`. A
+    layer of which `linear1` and `linear2` alone are given to `convert` computes without quantization there.
 
     An input may have another dtype than a linear layer's weight, which is an error in torch: the output has the
     weight's. In `torch.autocast` a linear layer returns its dtype; norms and activations return the dtype that torch's
@@ -178,9 +178,8 @@ def planned(model: torch.nn.Module, rule: Rule, filter: Callable[[str, torch.nn.
         elif recipe is not None and may_become(module):
             plan.recipes[module] = recipe
     for parent, (name, *_) in names.items():
-        if read := weights_read_by(parent, plan.recipes):
-            who = f"{name or 'the model'} ({type(parent).__name__})"
-            plan.left.append(f"{who} reads {', '.join(read)} in its forward: not quantized there")
+        who = f"{name or 'the model'} ({type(parent).__name__})"
+        plan.left += [f"{who} {phrase}" for phrase in readings_of_weights(parent, plan.recipes)]
         if isinstance(parent, Converted) and parent not in plan.recipes:
             class_without_conversion(parent)
     return plan

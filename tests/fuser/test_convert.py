@@ -1,6 +1,7 @@
 """`fuser.convert`: models of torch.nn compute with operations, and are otherwise the models that they were."""
 
 import copy
+import functools
 import io
 import itertools
 import pickle
@@ -1046,6 +1047,53 @@ class TestWhatIsLeft:
         fuser.convert(Parent(), MXFP8BlockScaling(), strict=True)
         (line,) = self.warned(Computes())
         assert line.startswith("the model (Computes) reads linear.weight in its forward")
+
+    def parent(self, forward):
+        """A parent of two layers, with that forward in its class."""
+        parent = type("Parent", (nn.Module,), {"forward": forward})()
+        parent.used, parent.read = nn.Linear(32, 32), nn.Linear(32, 32)
+        return parent
+
+    def test_forwards_without_a_source(self):
+        made = {}
+        exec(
+            "def reads(self, x):\n    return x @ self.read.weight\n"
+            "def calls(self, x):\n    return self.read(self.used(x))\n"
+            "def calls_reads(self, x):\n    return self.reads(x)\n",
+            made,
+        )
+        no_source = (
+            "the model (Parent) has no source of {}, where it may read weights of used, read: fuser.statistics tells "
+            "whether they are quantized when it runs"
+        )
+        assert self.warned(self.parent(made["reads"])) == [no_source.format("forward")]
+        fuser.convert(self.parent(made["calls"]), MXFP8BlockScaling(), strict=True)
+        parent = self.parent(made["calls_reads"])
+        type(parent).reads = made["reads"]
+        assert self.warned(parent) == [no_source.format("reads")]
+        built_in = self.parent(made["calls"])
+        built_in.forward = torch.relu
+        assert self.warned(built_in) == [no_source.format("forward")]
+
+    def test_forwards_that_are_no_methods(self):
+        reads = "the model (Parent) reads read.weight in its forward: not quantized there"
+        by_lambda = self.parent(
+            lambda me, x: x @ me.read.weight,
+        )
+        assert self.warned(by_lambda)[0].startswith("the model (Parent) ")
+        parent = self.parent(None)
+
+        def on_the_object(x):
+            return x @ parent.read.weight
+
+        def of_the_module(module, x):
+            return x @ module.read.weight
+
+        for forward in (on_the_object, functools.partial(of_the_module, parent), of_the_module.__get__(parent)):
+            parent.forward = forward
+            assert self.warned(parent) == [reads]
+        parent.forward = lambda x: parent.read(parent.used(x))
+        fuser.convert(parent, MXFP8BlockScaling(), strict=True)
 
     def test_modules_inside_of_themselves(self):
         model = nn.Sequential(nn.Sequential(nn.Linear(32, 32)))
