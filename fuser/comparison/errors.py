@@ -13,8 +13,11 @@ from fuser.comparison.findings import LayerComparison, RecipeComparison
 from fuser.comparison.steps import Calls, Outcome
 from fuser.recording import QuantizationRecord, grouped, layer_of
 
-#: Relative error of a layer's input from which on its rows are taken for others.
+#: Relative error of a layer's input, or error of one row relative to how far rows are apart, from which on rows may be
+#: others.
 OTHER_ROWS = 0.7
+#: How many rows of a layer's input are looked up among all of its rows, those with the largest errors.
+MOST_LOOKED_UP = 256
 
 
 def _vanished(record: QuantizationRecord) -> QuantizationRecord:
@@ -87,7 +90,28 @@ def _moved(layer: str, base: Calls, step: Calls) -> bool:
     if [one.numel() for one in found] != [other.numel() for other in wanted]:
         return True
     error = relative_error(found, wanted)
-    return error is not None and error >= OTHER_ROWS
+    return error is not None and (error >= OTHER_ROWS or _exchanged(found, wanted))
+
+
+def _exchanged(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> bool:
+    """Whether a row of an input is one that the layer had in another place in the step that is compared with.
+
+    Then its error is as large as rows are apart, and that other row is not half as far from it as its own. Rows that
+    have become alike, having lost what told them apart, are no others.
+    """
+    if len({one.shape[-1:] for one in wanted}) > 1 or not all(one.ndim > 1 and one.numel() for one in wanted):
+        return False
+    a, b = (torch.cat([one.reshape(-1, one.shape[-1]).float() for one in tensors]) for tensors in (found, wanted))
+    errors, apart = (a - b).norm(dim=1).nan_to_num(0.0), (b - b.mean(0)).norm() / len(b) ** 0.5
+    looked_up = errors.topk(min(MOST_LOOKED_UP, len(errors))).indices
+    looked_up = looked_up[errors[looked_up] >= OTHER_ROWS * apart]
+    if not len(looked_up) or not apart > 0:
+        return False
+    distances = torch.cdist(a[looked_up], b)
+    distances[range(len(looked_up)), looked_up] = math.inf
+    nearest, others = distances.min(1)
+    alike = (a[looked_up] - a[others]).norm(dim=1) < (b[looked_up] - b[others]).norm(dim=1) / 2
+    return bool(((nearest < errors[looked_up] / 2) & ~alike).any())
 
 
 def relative_error(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> float | None:

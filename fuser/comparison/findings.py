@@ -44,7 +44,9 @@ class LayerComparison:
             step has any.
         moved: whether its input holds other rows than in the step that is compared with, since something before it (a
             router) chose otherwise: `output` is None then. It is taken for that where numbers of rows or calls differ,
-            or the input has an error of 0.7 or more.
+            the input has an error of 0.7 or more, or a row of it is nearer to another row of that step than to its own:
+            not half as far, with an error of 0.7 of how far rows are apart. A few rows that the layer did not have at
+            all there are errors.
         records: its quantized tensors, `QuantizationRecord`s. One that is all zero though the layer has gradients in
             the step that is compared with has the error 1.0, an SQNR of 0 dB; one that is zero in both has no SQNR.
     """

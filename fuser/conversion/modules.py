@@ -110,7 +110,7 @@ class Converted(HoldsFusers, NotScriptable, torch.nn.Module):
                 basic._parameters[name] = present[name]
         return self._pipeline
 
-    def _present(self) -> dict[str, torch.Tensor]:
+    def _present(self) -> dict[str, Any]:
         """The weight and bias that operations compute with now."""
         return {name: value for name in ("weight", "bias") if (value := getattr(self, name, None)) is not None}
 
@@ -278,18 +278,20 @@ class ConvertedConv1D(ConvertedProduct):
 
     def extra_repr(self) -> str:
         """The sizes, as GPT-2's class prints them, and what others print."""
-        nx, nf = self.weight.shape
+        module: Any = self
+        nx, nf = module.weight.shape
         return f"nf={nf}, nx={nx}, {super().extra_repr()}"
 
     __repr__ = torch.nn.Module.__repr__
 
-    def _present(self) -> dict[str, torch.Tensor]:
+    def _present(self) -> dict[str, Any]:
         present = super()._present()
         return {**present, "weight": present["weight"].t()}
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Of the class that it had: the converted one is made anew."""
-        _, _, *state = super().__reduce_ex__(protocol)
+        made: Any = super().__reduce_ex__(protocol)
+        _, _, *state = made
         return _new_conv1d, (torch_class(self),), *state
 
 

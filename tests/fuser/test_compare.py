@@ -102,6 +102,12 @@ def others(expert, x, chosen):
     return expert(x.roll(0 if chosen else 5, 0))
 
 
+def two_others(expert, x, chosen):
+    """An error of 0.6 of the input: a row of 17 leaves, one comes, and those between them move up."""
+    rows = [*range(16), 16] if chosen else [*range(14), 15, 16, 17]
+    return nn.functional.pad(expert(x[rows]), (0, 0, 0, len(x) - len(rows)))
+
+
 def none(expert, x, chosen):
     return expert(x) if chosen else 0 * x
 
@@ -343,7 +349,7 @@ class TestWhatIsCompared:
                 model(inputs(32, 64))
             assert s.idle == ([] if enabled else ["0"])
 
-    @pytest.mark.parametrize("route", [fewer_rows, others, none])
+    @pytest.mark.parametrize("route", [fewer_rows, others, two_others, none])
     def test_layers_that_get_other_rows_have_no_error(self, route, tmp_path, figure):
         x = inputs(32, 64)
         found = compared(Routed(x, route), x, plot=tmp_path / "picture.png")
@@ -359,6 +365,22 @@ class TestWhatIsCompared:
         title = figure[0].axes[0].get_title("left")
         assert title.startswith("Output of each layer, n/a or left out where it got other rows:")
         assert [label.get_text() for label in figure[0].axes[0].get_yticklabels()] == ["layer", "(model)"]
+
+    def test_rows_in_other_places_are_told_from_errors(self):
+        rows = inputs(64, 32) + 10
+        noisy = rows + 0.3 * inputs(64, 32, seed=2)
+        swapped, lost, new = (noisy.clone() for _ in range(3))
+        swapped[[3, 40]] = noisy[[40, 3]]
+        exchanged = comparison.errors._exchanged
+        assert exchanged([swapped], [rows]) and exchanged(swapped.split(16), rows.split(16))
+        rows_alike = torch.where(torch.arange(64)[:, None] % 2 == 0, rows, rows.roll(1, 0))  # pairs of the same row
+        lost[1::2] = lost[::2]  # what told pairs of rows apart is gone
+        new[3] = inputs(32, seed=3) + 10
+        ray = torch.linspace(0.1, 1, 64)[:, None] * rows[0]  # dense: an error of 5% reaches a neighbour
+        for found, wanted in ((noisy, rows), (noisy, rows_alike), (lost, rows), (new, rows), (1.05 * ray, ray)):
+            assert not exchanged([found], [wanted])
+        assert not exchanged([torch.ones(2, 0)], [torch.ones(2, 0)])
+        assert not exchanged([torch.ones(2, 1), torch.ones(2, 3)], [torch.ones(2, 1), torch.ones(2, 3)])
 
     def test_layers_that_get_the_same_rows_have_errors(self):
         """Also where they are few, which `pad` appends to."""
