@@ -279,8 +279,8 @@ def _without_autocast(tensor):
 # --- bias and activation ------------------------------------------------------------------------------
 
 
-class _Family:
-    """The functions of one `refops.activations.Function` without parameters, by TE's names for GELU.
+def _family(name, function):
+    """The functions of a `refops.activations.Function` without parameters, by TE's names for GELU.
 
     {name}_fused_(inp)                                  bias_{name}_fused_(inp, bias)
     d{name}_fused_(grad_output, inp)                    bgrad_d{name}_fused_(grad_output, inp, bias)
@@ -288,49 +288,46 @@ class _Family:
     The last returns (bias gradient, input gradient). `bias_{name}_fused` and `bgrad_d{name}_fused` are the same without
     autocast, and take no bias, or an empty one, for the first two; the bias gradient is None then.
     """
+    value, slope, _ = forms(function.body, TORCH)
 
-    def __init__(self, name, function):
-        value, slope, _ = forms(function.body, TORCH)
+    def forward(inp):
+        return _narrow(value(_wide(inp), None), inp)
 
-        def forward(inp):
-            return _narrow(value(_wide(inp), None), inp)
+    def bias_forward(inp, bias):
+        return _narrow(value(_wide(inp) + _wide(bias), None), inp, bias)
 
-        def bias_forward(inp, bias):
-            return _narrow(value(_wide(inp) + _wide(bias), None), inp, bias)
+    def backward(grad_output, inp):
+        return _narrow(slope(_wide(inp), None) * _wide(grad_output), grad_output, inp)
 
-        def backward(grad_output, inp):
-            return _narrow(slope(_wide(inp), None) * _wide(grad_output), grad_output, inp)
+    def bias_backward(grad_output, inp, bias):
+        gradient = slope(_wide(inp) + _wide(bias), None) * _wide(grad_output)
+        sums = gradient.sum_to_size(bias.shape)
+        return _narrow(sums, grad_output, inp, bias), _narrow(gradient, grad_output, inp, bias)
 
-        def bias_backward(grad_output, inp, bias):
-            gradient = slope(_wide(inp) + _wide(bias), None) * _wide(grad_output)
-            sums = gradient.sum_to_size(bias.shape)
-            return _narrow(sums, grad_output, inp, bias), _narrow(gradient, grad_output, inp, bias)
+    compiled = []
+    for function, public, text in (
+        (forward, f"{name}_fused_", "Apply the activation."),
+        (bias_forward, f"bias_{name}_fused_", "Add a bias and apply the activation."),
+        (backward, f"d{name}_fused_", "Return the gradient of the activation's input."),
+        (bias_backward, f"bgrad_d{name}_fused_", "Return the gradients of the bias and of the input."),
+    ):
+        _name(function, public, f"{text} Compiled; {name}, float32 inside.")
+        compiled.append(jit_fuser(function))
+    forward, bias_forward, backward, bias_backward = compiled
 
-        self.functions = {
-            f"{name}_fused_": (forward, "Apply the activation."),
-            f"bias_{name}_fused_": (bias_forward, "Add a bias and apply the activation."),
-            f"d{name}_fused_": (backward, "Return the gradient of the activation's input."),
-            f"bgrad_d{name}_fused_": (bias_backward, "Return the gradients of the bias and of the input."),
-        }
-        for public, (function, text) in self.functions.items():
-            _name(function, public, f"{text} Compiled; {name}, float32 inside.")
-            self.functions[public] = jit_fuser(function)
-        self.functions |= self._wrappers(name, *self.functions.values())
+    def bias_fused(inp, bias):
+        with _without_autocast(inp):
+            return forward(inp) if bias is None or bias.numel() == 0 else bias_forward(inp, bias)
 
-    def _wrappers(self, name, forward, bias_forward, backward, bias_backward):
-        def bias_fused(inp, bias):
-            with _without_autocast(inp):
-                return forward(inp) if bias is None or bias.numel() == 0 else bias_forward(inp, bias)
+    def bgrad_fused(grad_output, inp, bias):
+        with _without_autocast(inp):
+            if bias is None or bias.numel() == 0:
+                return None, backward(grad_output, inp)
+            return bias_backward(grad_output, inp, bias)
 
-        def bgrad_fused(grad_output, inp, bias):
-            with _without_autocast(inp):
-                if bias is None or bias.numel() == 0:
-                    return None, backward(grad_output, inp)
-                return bias_backward(grad_output, inp, bias)
-
-        _name(bias_fused, f"bias_{name}_fused", f"`bias_{name}_fused_` without autocast; no bias if None or empty.")
-        _name(bgrad_fused, f"bgrad_d{name}_fused", f"`bgrad_d{name}_fused_` without autocast; (None, dx) without bias.")
-        return {function.__name__: function for function in (bias_fused, bgrad_fused)}
+    _name(bias_fused, f"bias_{name}_fused", f"`bias_{name}_fused_` without autocast; no bias if None or empty.")
+    _name(bgrad_fused, f"bgrad_d{name}_fused", f"`bgrad_d{name}_fused_` without autocast; (None, dx) without bias.")
+    return {one.__name__: one for one in (*compiled, bias_fused, bgrad_fused)}
 
 
 def _name(function, name, text):
@@ -344,7 +341,7 @@ def _name(function, name, text):
 _ACTIVATIONS = ("gelu", "silu", "relu", "qgelu", "srelu")
 _FUNCTIONS: dict[Any, Any] = {}
 for _key in _ACTIVATIONS:
-    _FUNCTIONS |= _Family(_key, ACTIVATIONS[_key].act).functions
+    _FUNCTIONS |= _family(_key, ACTIVATIONS[_key].act)
 globals().update(_FUNCTIONS)
 
 
@@ -500,22 +497,18 @@ def _with_and_without_gradient(x):
     yield x.clone().requires_grad_()
 
 
-def _for_all_dtypes(warmup, public):
+def _for_all_dtypes(warmup):
     def for_all(size, seq_length, micro_batch_size, device=None):
         for dtype in _DTYPES:
             warmup(size, dtype, seq_length, micro_batch_size, device)
 
-    _name(for_all, public, f"`{warmup.__name__}` for float32, bfloat16 and float16.")
+    _name(for_all, f"{warmup.__name__}_all_dtypes", f"`{warmup.__name__}` for float32, bfloat16 and float16.")
     return for_all
 
 
-warmup_jit_bias_dropout_add_all_dtypes = _for_all_dtypes(
-    warmup_jit_bias_dropout_add, "warmup_jit_bias_dropout_add_all_dtypes"
-)
-warmup_jit_bias_gelu_all_dtypes = _for_all_dtypes(warmup_jit_bias_gelu, "warmup_jit_bias_gelu_all_dtypes")
-warmup_jit_l2normalization_all_dtypes = _for_all_dtypes(
-    warmup_jit_l2normalization, "warmup_jit_l2normalization_all_dtypes"
-)
+warmup_jit_bias_dropout_add_all_dtypes = _for_all_dtypes(warmup_jit_bias_dropout_add)
+warmup_jit_bias_gelu_all_dtypes = _for_all_dtypes(warmup_jit_bias_gelu)
+warmup_jit_l2normalization_all_dtypes = _for_all_dtypes(warmup_jit_l2normalization)
 
 __all__ = [
     "bias_dropout_add",

@@ -132,7 +132,7 @@ def test_wrappers_disable_autocast(eager):
         seen.append(torch.is_autocast_enabled("cpu"))
         return x
 
-    functions = jit._Family("probe", Function("probe", lambda words: (value, value))).functions
+    functions = jit._family("probe", Function("probe", lambda words: (value, value)))
     with torch.autocast("cpu", torch.bfloat16):
         functions["bias_probe_fused"](torch.ones(2, 2), torch.ones(2))
         functions["bgrad_dprobe_fused"](torch.ones(2, 2), torch.ones(2, 2), None)
