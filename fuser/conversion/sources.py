@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import inspect
 import itertools
@@ -70,7 +71,9 @@ def _functions(parent: torch.nn.Module, method: str) -> Iterator[tuple[Any, set[
     """
     own = vars(parent).get(method)
     if callable(own):
-        yield _function_and_names(own, parent, bound=False)
+        function, names = _function_and_names(own, parent, bound=False)
+        if not isinstance(function, torch.nn.Module):  # torch.compile's forward is that of the module inside
+            yield function, names
         return
     for base in type(parent).__mro__:
         if method not in vars(base) or base in (torch.nn.Module, *FAST_PATHS):
@@ -88,16 +91,24 @@ def _function_and_names(value: Any, parent: torch.nn.Module, *, bound: bool) -> 
     given: tuple[Any, ...] = (parent,) if bound or getattr(value, "__self__", None) is parent else ()
     if isinstance(value, functools.partial):
         given = value.args
-    for attribute in ("fget", "__func__", "func"):
-        value = getattr(value, attribute, value)
-    function = inspect.unwrap(value)
+    function = _inside(value)
     if not inspect.isfunction(function):
         return function, set()
-    variables = inspect.getclosurevars(function)
-    known = itertools.chain(
-        zip(function.__code__.co_varnames, given, strict=False), variables.nonlocals.items(), variables.globals.items()
-    )
-    return function, {name for name, found in known if found is parent}
+    variables: list[tuple[str, Any]] = [*zip(function.__code__.co_varnames, given, strict=False)]
+    with contextlib.suppress(ValueError):  # of a variable that has no value yet
+        outer = inspect.getclosurevars(function)
+        variables += [*outer.nonlocals.items(), *outer.globals.items()]
+    return function, {name for name, found in variables if found is parent}
+
+
+def _inside(value: Any) -> Any:
+    if isinstance(value, (functools.partial, functools.partialmethod)):
+        return _inside(value.func)
+    if isinstance(value, property):
+        return _inside(value.fget)
+    if isinstance(value, (staticmethod, classmethod, types.MethodType)):
+        return _inside(value.__func__)
+    return inspect.unwrap(value) if inspect.isfunction(value) else value
 
 
 def _tree_of(function: Any) -> ast.AST | None:

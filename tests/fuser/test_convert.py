@@ -1093,7 +1093,8 @@ class TestWhatIsLeft:
             parent.forward = forward
             assert self.warned(parent) == [reads]
         parent.forward = lambda x: parent.read(parent.used(x))
-        fuser.convert(parent, MXFP8BlockScaling(), strict=True)
+        for model in (parent, *(torch.compile(one, backend="eager") for one in (nn.Linear(32, 32), feed_forward()))):
+            fuser.convert(model, MXFP8BlockScaling(), strict=True)
 
     def test_modules_inside_of_themselves(self):
         model = nn.Sequential(nn.Sequential(nn.Linear(32, 32)))
