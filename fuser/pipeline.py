@@ -104,8 +104,12 @@ class FuserFunction(torch.autograd.Function):
 @contextlib.contextmanager
 def as_in_forward(func_ctx: Any) -> Iterator[None]:
     """Restore backend, products and padding of the forward pass: a GPU's autograd thread sees no context variables."""
-    with one_backend(func_ctx.backend), products_in_force(func_ctx.products), padding(func_ctx.own_rows):
-        yield
+    with one_backend(func_ctx.backend), products_in_force(func_ctx.products):
+        if func_ctx.own_rows is None:
+            yield
+            return
+        with padding(func_ctx.own_rows):
+            yield
 
 
 def refuse_double_backward() -> None:

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from fuser.common import copied
 from fuser.comparison.findings import Coverage
 from fuser.conversion import Plan, carried_out
-from fuser.conversion.modules import CONVERTED, Converted, ConvertedProduct
+from fuser.conversion.modules import CONVERTED, Converted
 from fuser.conversion.reasons import own_matrices
 from fuser.conversion.rules import Rule
 from fuser.op import BasicOperation, FusibleOperation
@@ -23,7 +23,7 @@ from fuser.quantization.contexts import autocast
 from fuser.quantization.state import FP8GlobalStateManager
 from fuser.quantization.storage import QuantizedTensorStorage
 from fuser.recipe import Recipe
-from fuser.recording import QuantizationRecord, layer_of, operations_of, statistics
+from fuser.recording import QuantizationRecord, layer_of, operations_of, quantizing_layers, statistics
 from refops.arguments import say_who, shown
 
 #: A delayed scale has settled if its relative change from one step to the next is at most this.
@@ -70,7 +70,7 @@ def step_under(name: str, model: torch.nn.Module, rule: Rule, plan: Plan, batch:
         if [str(error)] == list(error.args):
             say_who(error, f"Under {name}")
         raise
-    return replace(step, left=plan.left, coverage=_coverage(duplicate, rule, step.idle))
+    return replace(step, left=plan.left, coverage=_coverage(duplicate, step.idle))
 
 
 def run_step(model: torch.nn.Module, rule: Rule, batch: Any, loss: Any) -> Outcome:
@@ -253,25 +253,14 @@ def _own_rows(tensor: Any) -> torch.Tensor:
     return plain if rows is None else plain[:rows]
 
 
-def _coverage(model: torch.nn.Module, rule: Rule, idle: Sequence[str]) -> Coverage:
-    """The coverage of a model converted by a rule that is also in force around its operations of `fuser.ops`.
-
-    `idle`: the layers of which nothing was quantized.
-    """
-    matrices: dict[torch.nn.Module, list[torch.Tensor]] = {}
-    quantized: set[torch.nn.Module] = set()
+def _coverage(model: torch.nn.Module, idle: Sequence[str]) -> Coverage:
+    """The coverage of a model in a step in which nothing was quantized of the layers `idle`."""
+    matrices: dict[str, list[torch.Tensor]] = {}
     for name, module in model.named_modules():
-        own = [*own_matrices(module).values()]
-        quantizes = False
-        if isinstance(module, BasicOperation) and module.num_quantizers("forward"):
-            own = [*module.parameters()]
-            quantizes = isinstance(rule, Recipe)
-        elif isinstance(module, ConvertedProduct):
-            quantizes = module.recipe is not None
-        if quantizes and layer_of(name) not in idle:
-            quantized.add(module)
-        if own:
-            matrices[module] = own
+        is_operation = isinstance(module, BasicOperation) and module.num_quantizers("forward")
+        if own := [*(module.parameters() if is_operation else own_matrices(module).values())]:
+            matrices.setdefault(layer_of(name), []).extend(own)
+    quantized = set(quantizing_layers(model)) & matrices.keys() - set(idle)
     every = sum(parameter.numel() for parameter in model.parameters())
-    held = {parameter for module in quantized & matrices.keys() for parameter in matrices[module]}
+    held = {parameter for layer in quantized for parameter in matrices[layer]}
     return Coverage(len(quantized), len(matrices), sum(one.numel() for one in held) / every if every else 0.0)

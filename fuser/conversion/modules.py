@@ -273,7 +273,8 @@ class ConvertedLinear(ConvertedProduct, torch.nn.Linear):
 class ConvertedConv1D(ConvertedProduct):
     """GPT-2's `Conv1D`, of `transformers` or alike, as `ops.BasicLinear` and `ops.Bias`; see `convert`.
 
-    Its weight stays (in_features, out_features): operations see it transposed.
+    Its weight stays (in_features, out_features): operations see it transposed. torch.compile leaves a call as it is,
+    between the compiled parts.
     """
 
     def extra_repr(self) -> str:
