@@ -107,9 +107,7 @@ def _exchanged(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) ->
     looked_up = looked_up[errors[looked_up] >= OTHER_ROWS * apart]
     if not len(looked_up) or not apart > 0:
         return False
-    distances = torch.cdist(a[looked_up], b)
-    distances[range(len(looked_up)), looked_up] = math.inf
-    nearest, others = distances.min(1)
+    nearest, others = torch.cdist(a[looked_up], b).scatter_(1, looked_up[:, None], math.inf).min(1)
     alike = (a[looked_up] - a[others]).norm(dim=1) < (b[looked_up] - b[others]).norm(dim=1) / 2
     return bool(((nearest < errors[looked_up] / 2) & ~alike).any())
 
