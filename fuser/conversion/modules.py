@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import math
 import sys
@@ -307,9 +308,9 @@ def _is_conv1d(cls: type) -> bool:
         return False
     probe: Any = cls.__new__(cls)
     torch.nn.Module.__init__(probe)
-    probe.weight = torch.nn.Parameter(torch.arange(15.0).view(3, 5))
-    probe.bias, probe.nf = torch.nn.Parameter(torch.arange(5.0)), 5
-    x = torch.arange(24.0).view(2, 4, 3)
+    count = functools.partial(torch.arange, dtype=torch.float64, device="cpu")  # whatever autocast and device there are
+    probe.weight, probe.bias = torch.nn.Parameter(count(15).view(3, 5)), torch.nn.Parameter(count(5))
+    probe.nf, x = 5, count(24).view(2, 4, 3)
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             return torch.equal(cls.forward(probe, x), x @ probe.weight + probe.bias)
