@@ -5,11 +5,16 @@ from itertools import chain, zip_longest
 import ml_dtypes
 import numpy as np
 
+from refops.golden.preimages import preimage_of
+
 F = np.float32
 #: Steps of the search for the amax at which a code changes, and how many amaxes near one are taken.
 SEARCHED, CLOSE = 24, 8
 #: Relative change by a rounding from which an amax is another one, whatever the last places of exp and tanh are.
 LEAST_LOSS = 2.0**-14
+#: Binades down to which an activation's results are looked for that are amaxes on an edge, and how many amaxes that
+#: rounding changes are taken.
+REACHED, LOSSY = 14, 6
 
 
 def binade(x):
@@ -104,6 +109,47 @@ def lossy_amaxes(preimage, scales_of, most):
     return preimage.unrounded[index].astype(float).tolist()
 
 
-def in_turn(*lists):
+def edges_of(case, scales_of, usual):
+    """Signed amaxes on an edge below 2^(usual + 1) that a `Case` reaches, those that show the most first.
+
+    Of an activation they are its results: those of the first binade in which it reaches most of them.
+
+    Args:
+        scales_of: as above.
+        usual: the binade of the amaxes of neighbours.
+    """
+    layout, dtype = case.scaling.layout, case.inputs["x"].dtype
+    info = ml_dtypes.finfo(dtype)
+    least = int(info.minexp) - int(info.nmant)  # the exponent of the dtype's smallest number
+    highest, lossy = usual, []
+    every = np.concatenate([amaxes_of_binade(dtype, exponent) for exponent in range(least, usual)])
+    if case.operation.kind != "quantize":
+        preimage = preimage_of(case)
+        results = np.unique(np.abs(preimage.results))
+        highest, every = min(usual, binade(results[-1])), results[(results > 0) & (results < 2.0**usual)]
+        if dtype != F and case.scaling.path.casts_rounded:
+            lossy = lossy_amaxes(preimage, scales_of, 2.0 ** (usual + 1))[:LOSSY]
+    small = _reached(case, small_code_amaxes(layout.scale_format, scales_of, every))
+    close = _reached(case, close_edges(scales_of, every[every >= 2.0 ** (usual - 1)]))
+    steps = []
+    for exponent in range(highest, highest - REACHED, -1):
+        wanted = power_of_two_edges(case.scaling.fmt, scales_of, amaxes_of_binade(dtype, exponent))
+        reached = _reached(case, wanted)
+        steps = max(steps, reached, key=len)
+        if wanted and len(reached) == len(wanted):
+            break
+    return _in_turn(steps, close, small, lossy)
+
+
+def _reached(case, amaxes):
+    """-amax where the operation has such a result, else amax; those that it never reaches are left out."""
+    if case.operation.kind == "quantize" or not amaxes:
+        return [-amax for amax in amaxes]
+    preimage, positive = preimage_of(case), np.array(amaxes)
+    with_sign = np.where(preimage.reaches(-positive), -positive, positive)
+    return with_sign[preimage.reaches(with_sign)].tolist()
+
+
+def _in_turn(*lists):
     """The first of each list, then the second of each, to the end of the longest."""
     return [one for one in chain.from_iterable(zip_longest(*lists)) if one is not None]
