@@ -95,6 +95,17 @@ def fill_with_zeros(address, size, stream):
         _required(driver().cuMemsetD8Async(address, 0, size, stream))
 
 
+def copy_memory(source, target, size, stream):
+    """Copy bytes of a device, in the order of a stream."""
+    _required(driver().cuMemcpyDtoDAsync(target, source, size, stream))
+
+
+def fetch_memory(source, host, stream):
+    """Copy bytes of a device to a NumPy array, in the order of a stream, and wait for it."""
+    _required(driver().cuMemcpyDtoHAsync(host.ctypes.data, source, host.nbytes, stream))
+    _required(driver().cuStreamSynchronize(stream))
+
+
 # --- streams ----------------------------------------------------------------------------------------
 
 

@@ -18,12 +18,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from fuser.xla.calls import execute
 from fuser.xla.compute import ACTIVATION, GRADIENT, Call
 from fuser.xla.quantizers import Quantizer, require_high_precision, require_quantizer
-from fuser.xla.settings import ActivationParams, AmaxScope, ScalingMode, activation_enum, require_local
+from fuser.xla.settings import ActivationParams, AmaxScope, activation_enum, activation_key, require_local
 from fuser.xla.tensors import NoScaleTensor
 
 
@@ -56,11 +55,8 @@ def act_lu(
         KeyError: activation_type. TypeError: dtype of x, kind of quantizer. ValueError: shape of x.
     """
     enum = _check(x, activation_type, quantizer, amax_scope)
-    call = _call(ACTIVATION, enum, act_params, quantizer, output_amax_when_no_scaling)
-    shape = (*x.shape[:-2], x.shape[-1])
-    if quantizer is not None:
-        quantizer.check_shape(shape, len(shape) - 1, quantizer.q_layout)
-    return _finish(call, quantizer, (x,), shape, len(shape) - 1, x.dtype)[0]
+    call = Call(ACTIVATION, enum, parameters=_parameters(act_params))
+    return _run(call, (x,), (*x.shape[:-2], x.shape[-1]), quantizer, output_amax_when_no_scaling)[0]
 
 
 def quantize_dact_dbias(
@@ -86,15 +82,13 @@ def quantize_dact_dbias(
         (`NoScaleTensor` or scaled tensor of the shape of x, sums (1 or 2, n) in the dtype of dz or None).
     """
     enum = _check(x, activation_type, quantizer, amax_scope)
-    if dz.shape != (*x.shape[:-2], x.shape[-1]) or dz.dtype != x.dtype:
+    shape = (*x.shape[:-2], x.shape[-1])
+    if dz.shape != shape or dz.dtype != x.dtype:
         raise ValueError(
-            f"dz must be {x.dtype} of shape {(*x.shape[:-2], x.shape[-1])} for x of shape {x.shape}; got {dz.dtype} of "
-            f"shape {dz.shape}"
+            f"dz must be {x.dtype} of shape {shape} for x of shape {x.shape}; got {dz.dtype} of shape {dz.shape}"
         )
-    call = _call(GRADIENT, enum, act_params, quantizer, output_amax_when_no_scaling, is_dbias=bool(is_dbias))
-    if quantizer is not None:
-        quantizer.check_shape(x.shape, x.ndim - 2, quantizer.q_layout)
-    return _finish(call, quantizer, (dz, x), x.shape, x.ndim - 2, x.dtype)
+    call = Call(GRADIENT, enum, is_dbias=bool(is_dbias), parameters=_parameters(act_params))
+    return _run(call, (dz, x), x.shape, quantizer, output_amax_when_no_scaling)
 
 
 def dact_lu(
@@ -108,17 +102,8 @@ def dact_lu(
     output_amax_when_no_scaling: bool = False,
 ) -> Any:
     """Return the gradient of an activation, quantized if asked: `quantize_dact_dbias` without sums."""
-    return quantize_dact_dbias(
-        dz,
-        x,
-        activation_type,
-        False,
-        quantizer,
-        act_params,
-        amax_scope,
-        transpose_batch_sequence,
-        output_amax_when_no_scaling,
-    )[0]
+    options = quantizer, act_params, amax_scope, transpose_batch_sequence, output_amax_when_no_scaling
+    return quantize_dact_dbias(dz, x, activation_type, False, *options)[0]
 
 
 def activation(x: Any, activation_type: Any, quantizer: Any = None, act_params: Any = None) -> Any:
@@ -134,10 +119,9 @@ def activation(x: Any, activation_type: Any, quantizer: Any = None, act_params: 
     Returns:
         (..., n) in the dtype of x.
     """
-    key = (activation_type,) if isinstance(activation_type, str) else tuple(activation_type)
     if isinstance(quantizer, Quantizer):
         quantizer.check_scale()
-    return _activation(x, key, quantizer, act_params)
+    return _activation(x, activation_key(activation_type), quantizer, act_params)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 3))
@@ -171,7 +155,7 @@ _activation.defvjp(_activation_forward, _activation_backward)
 def _check(x, activation_type, quantizer, amax_scope):
     """Return the activation's number."""
     enum = activation_enum(activation_type)
-    halves = 1 if isinstance(activation_type, str) else len(activation_type)
+    halves = len(activation_key(activation_type))
     require_high_precision(x)
     if x.ndim < 2 or x.shape[-2] != halves:
         raise ValueError(f"x must have the shape (..., {halves}, n) for {activation_type}; got {x.shape}")
@@ -180,29 +164,15 @@ def _check(x, activation_type, quantizer, amax_scope):
     return enum
 
 
-def _call(kind, enum, act_params, quantizer, output_amax, is_dbias=False):
-    clamped = (ActivationParams() if act_params is None else act_params).clamped_swiglu
-    mode = ScalingMode.NO_SCALING if quantizer is None else quantizer.scaling_mode
-    return Call(
-        kind,
-        enum,
-        int(mode),
-        0 if quantizer is None else int(quantizer.q_layout),
-        bool(output_amax) and quantizer is None,
-        is_dbias,
-        *(float(np.float32(v)) for v in (clamped.limit, clamped.alpha, clamped.glu_linear_offset)),
-        **({} if quantizer is None else quantizer.call_flags(quantizer.q_layout)),
-    )
+def _parameters(act_params):
+    return (ActivationParams() if act_params is None else act_params).clamped_swiglu
 
 
-def _finish(call, quantizer, tensors, shape, axis, dtype):
-    """Run a call, and return (tensor, dbias or None)."""
-    if quantizer is None:
-        zero = jnp.zeros((1,), jnp.float32)
-        results = execute(call, dtype, *tensors, zero, zero)
-        tensor = NoScaleTensor(results[0], results[4] if call.amax_when_no_scaling else None)
-    else:
-        results = execute(call, quantizer.q_dtype, *tensors, *quantizer.call_operands(quantizer.q_layout))
-        quantizer.update(results[4])
-        tensor = quantizer.tensor(results, shape, axis, dtype, quantizer.q_layout)
-    return tensor, results[5] if call.is_dbias else None
+def _run(call, tensors, shape, quantizer, output_amax):
+    """Run a call; return (tensor of `shape`, sums or None)."""
+    x = tensors[-1]
+    if quantizer is not None:
+        return quantizer.run_call(call, tensors, shape, x.ndim - 2, x.dtype, quantizer.q_layout)
+    zero = jnp.zeros((1,), jnp.float32)
+    results = execute(call._replace(output_amax_when_no_scaling=bool(output_amax)), x.dtype, *tensors, zero, zero)
+    return NoScaleTensor(results[0], results[4] if output_amax else None), results[5] if call.is_dbias else None

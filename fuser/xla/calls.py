@@ -17,47 +17,33 @@ import os
 import sys
 from collections.abc import Iterator
 from contextvars import ContextVar
+from dataclasses import asdict
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 
 from fuser.scopes import scope
 from fuser.xla import ffi
-from fuser.xla.compute import (
-    ACTIVATION,
-    CLAMPED_PARAMETERS,
-    FLAGS,
-    GRADIENT,
-    GROUPED,
-    Buffer,
-    HostPlace,
-    plan_of,
-    run,
-    run_reference,
-)
+from fuser.xla.compute import ACTIVATION, FLAGS, GRADIENT, GROUPED, Buffer, HostPlace, plan_of, run
 from fuser.xla.settings import ScalingMode, scaling_of
 from refops.arguments import require_choice
 from refops.quantization.result import stored_layout
 
 ROUTES = ("ffi", "callback")
 VARIABLE = "FUSER_XLA_ROUTE"
+FP4 = "float4_e2m1fn"
 _selected = ContextVar("fuser_xla_route", default=None)
 
 
 @scope
 def route(name: str) -> Iterator[str]:
     """Trace the functions of the block for a route, "ffi" or "callback"; ValueError for other names."""
-    token = _selected.set(_require_route(name, "name"))
+    token = _selected.set(require_choice(name, "name", ROUTES))
     try:
         yield name
     finally:
         _selected.reset(token)
-
-
-def _require_route(name, argument):
-    return require_choice(name, argument, ROUTES)
 
 
 def current_route() -> str:
@@ -67,7 +53,7 @@ def current_route() -> str:
         return selected
     named = os.environ.get(VARIABLE)
     if named:
-        return _require_route(named, VARIABLE)
+        return require_choice(named, VARIABLE, ROUTES)
     return "ffi" if jax.default_backend() in ("cpu", "gpu", "cuda") else "callback"
 
 
@@ -104,18 +90,16 @@ def _scaled_shapes(call, plan, operands, out, dtype):
     columns = out[-2] * out[-1] if call.kind == GRADIENT else out[-1]
     matrix = (math.prod(out) // columns if columns else 0, columns)
     layout = stored_layout(scaling_of(plan.mode), matrix)  # the same for every format and scale
-    shapes = []
+    data, scales = [], []
     for copy, wanted in (("rowwise", plan.rowwise), ("columnwise", plan.columnwise)):
         *leading, last = layout[f"{copy}_data"][0]
-        data = (*leading, last * plan.mode.layout.packed)
-        scales = layout[f"{copy}_scale_inv"][0]
+        data_shape, scale_shape = (*leading, last * plan.mode.layout.packed), layout[f"{copy}_scale_inv"][0]
         if call.kind == GROUPED:
-            data = (math.prod(data),)
-            scales = plan.mode.get_grouped_scale_shape(matrix, operands[0].size, copy == "columnwise")
-        shapes.append((data, scales) if wanted else ((1,), (1,)))
-    scale_dtype = plan.mode.get_scale_dtype()
-    (row, row_scales), (column, column_scales) = shapes
-    return [(row, dtype), (column, dtype), (row_scales, scale_dtype), (column_scales, scale_dtype)]
+            data_shape = (math.prod(data_shape),)
+            scale_shape = plan.mode.get_grouped_scale_shape(matrix, operands[0].size, copy == "columnwise")
+        data.append((data_shape if wanted else (1,), dtype))
+        scales.append((scale_shape if wanted else (1,), plan.mode.get_scale_dtype()))
+    return data + scales
 
 
 # --- routes -------------------------------------------------------------------------------------------
@@ -141,9 +125,9 @@ def execute(call, dtype, *operands):
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def _execute(call, dtype, name, reference, *operands):
-    shapes = _result_shapes(call, operands, jnp.dtype(dtype))
+    shapes = _result_shapes(call, operands, dtype)
     structs = [jax.ShapeDtypeStruct(*one) for one in shapes]
-    elementwise = call.scaling_mode == 0 and not call.amax_when_no_scaling and not call.is_dbias
+    elementwise = call.scaling_mode == 0 and not call.output_amax_when_no_scaling and not call.is_dbias
     vmap_method = "broadcast_all" if elementwise else "sequential"
     if name == "callback":
         results = jax.pure_callback(_callback(call, dtype, reference), structs, *operands, vmap_method=vmap_method)
@@ -151,12 +135,9 @@ def _execute(call, dtype, name, reference, *operands):
     ffi.register()
     attributes = {"scaling_mode": np.int64(call.scaling_mode), "quantize_layout": np.int64(call.quantize_layout)}
     if call.kind in (ACTIVATION, GRADIENT):
-        attributes |= {
-            "act_enum": np.int64(call.act_enum),
-            "output_amax_when_no_scaling": np.bool_(call.amax_when_no_scaling),
-        }
+        attributes["act_enum"] = np.int64(call.act_enum)
         if plan_of(call).bound.parameters:  # each attribute costs a microsecond a call
-            attributes["act_params"] = {p: np.float32(getattr(call, p)) for p in CLAMPED_PARAMETERS}
+            attributes["act_params"] = {name: np.float32(value) for name, value in asdict(call.parameters).items()}
     attributes |= {name: np.bool_(True) for name in FLAGS if getattr(call, name)}
     function = jax.ffi.ffi_call(
         ffi.TARGET_OF[call.kind], structs, vmap_method=vmap_method, input_output_aliases={len(operands) - 1: 4}
@@ -186,34 +167,24 @@ def _varying_with(x, results):
 @functools.lru_cache(maxsize=1024)
 def _callback(call, dtype, reference):
     """The host function of a call: arrays to a list of new NumPy arrays."""
-    data_dtype = np.dtype(getattr(ml_dtypes, dtype, dtype))
 
     def compute(*operands):
         operands = [np.asarray(o) for o in operands]
-        shapes = _result_shapes(call, operands, data_dtype)
-        memory = [np.zeros(_bytes(shape, dtype), np.uint8) for shape, dtype in shapes]
-        results = [Buffer(m, shape, dtype.name) for m, (shape, dtype) in zip(memory, shapes, strict=True)]
-        memory[4][:] = np.ascontiguousarray(operands[-1]).reshape(-1).view(np.uint8)
         buffers = [Buffer(np.ascontiguousarray(o).reshape(-1).view(np.uint8), o.shape, o.dtype.name) for o in operands]
-        if reference:
-            run_reference(call, buffers, results)
-        else:
-            run(call, HostPlace(), buffers, results)
-        return [_as_array(m, *one) for m, one in zip(memory, shapes, strict=True)]
+        results = []
+        for shape, result_dtype in _result_shapes(call, operands, dtype):
+            size = math.prod(shape) * result_dtype.itemsize
+            size = (size + 1) // 2 if result_dtype.name == FP4 else size
+            results.append(Buffer(np.zeros(size, np.uint8), shape, result_dtype.name))
+        results[4].memory[:] = buffers[-1].memory
+        run(call, HostPlace(), buffers, results, reference)
+        return [_as_array(*result) for result in results]
 
     return compute
 
 
-_FP4 = np.dtype(ml_dtypes.float4_e2m1fn)
-
-
-def _bytes(shape, dtype):
-    elements = math.prod(shape)
-    return (elements + 1) // 2 if dtype == _FP4 else elements * dtype.itemsize
-
-
 def _as_array(memory, shape, dtype):
-    """Bytes as an array; FP4 with one element per byte, as in NumPy."""
-    if dtype == _FP4:
+    """A buffer as an array; FP4 with one element per byte, as in NumPy."""
+    if dtype == FP4:
         memory = np.stack([memory & 15, memory >> 4], axis=-1).reshape(-1)[: math.prod(shape)]
     return memory.view(dtype).reshape(shape)

@@ -2,8 +2,8 @@
 
     run(call, place, operands, results)
 
-`Call` says what. A `Place` says where: NumPy views (`HostPlace`), or memory of a GPU (`fuser.xla.cuda`). Both fill the
-results that they are given: nothing is copied. `run_reference` is the same with `refops`.
+`Call` says what. A place says where: NumPy views (`HostPlace`), or memory of a GPU (`fuser.xla.cuda.CudaPlace`, which
+has the same methods). Both fill the results that they are given: nothing is copied.
 
 Operands and results are those of TE's FFI handlers:
 
@@ -28,15 +28,23 @@ import ctypes
 import functools
 import math
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Any, NamedTuple
 
-import ml_dtypes
 import numpy as np
 
 import refops
 from cuda_kernels.interface import Job, Operand, front_of
 from cuda_kernels.operands import ACCURATE, EXACT
-from fuser.xla.settings import ACTIVATION_NAMES, FORMATS, QuantizeLayout, ScalingMode, scaling_of
+from fuser.xla.settings import (
+    ACTIVATION_NAMES,
+    FORMATS,
+    HIGH_PRECISION,
+    ClampedSwigluParams,
+    QuantizeLayout,
+    ScalingMode,
+    scaling_of,
+)
 from refops.activations import bind_activation
 from refops.ops import check_fusable, path_of
 from refops.quantization.quantize import check_shape
@@ -44,11 +52,9 @@ from refops.quantization.result import stored_layout
 from refops.scalings import UNFUSED
 
 ACTIVATION, GRADIENT, QUANTIZE, GROUPED = "activation", "gradient", "quantize", "grouped"
-HIGH_PRECISION = ("float32", "float16", "bfloat16")
 _CLAMPED = ACTIVATION_NAMES.index("clamped_swiglu")
-CLAMPED_PARAMETERS = ("limit", "alpha", "glu_linear_offset")
 #: Fields of a `Call` that are False unless told otherwise.
-FLAGS = ("is_dbias", "use_rht", "stochastic_rounding", "exact")
+FLAGS = ("output_amax_when_no_scaling", "is_dbias", "use_rht", "stochastic_rounding", "exact")
 
 
 class Call(NamedTuple):
@@ -58,9 +64,9 @@ class Call(NamedTuple):
         kind: "activation", "gradient", "quantize" or "grouped".
         act_enum: number of the activation, 0 without one.
         scaling_mode, quantize_layout: numbers of a `ScalingMode` and a `QuantizeLayout`.
-        amax_when_no_scaling: whether NO_SCALING stores the amax of the unrounded result.
+        output_amax_when_no_scaling: whether NO_SCALING stores the amax of the unrounded result.
         is_dbias: whether column sums are wanted.
-        limit, alpha, glu_linear_offset: parameters of clamped_swiglu.
+        parameters: those of clamped_swiglu.
         use_rht, stochastic_rounding: NVFP4's Hadamard transform of the columnwise copy, and rounding of elements.
         exact: activations have the bits of `refops`.
     """
@@ -69,11 +75,9 @@ class Call(NamedTuple):
     act_enum: int = 0
     scaling_mode: int = 0
     quantize_layout: int = 0
-    amax_when_no_scaling: bool = False
+    output_amax_when_no_scaling: bool = False
     is_dbias: bool = False
-    limit: float = refops.DEFAULT_PARAMETERS["limit"]
-    alpha: float = refops.DEFAULT_PARAMETERS["alpha"]
-    glu_linear_offset: float = refops.DEFAULT_PARAMETERS["glu_linear_offset"]
+    parameters: ClampedSwigluParams = ClampedSwigluParams()
     use_rht: bool = False
     stochastic_rounding: bool = False
     exact: bool = False
@@ -83,7 +87,7 @@ class Buffer(NamedTuple):
     """An operand or result.
 
     Attributes:
-        memory: what the `Place` makes arrays of: an address, or a NumPy array.
+        memory: what a place makes arrays of: an address, or a NumPy array.
         shape: its shape.
         dtype: name of its dtype; two elements of float4_e2m1fn share a byte, the first in the low bits.
     """
@@ -100,6 +104,7 @@ class Plan(NamedTuple):
     mode: ScalingMode
     rowwise: bool
     columnwise: bool
+    swizzled: bool
 
 
 @functools.lru_cache(maxsize=1024)
@@ -109,10 +114,11 @@ def plan_of(call):
     if call.kind in (ACTIVATION, GRADIENT):
         if not 0 <= call.act_enum < len(ACTIVATION_NAMES):
             raise ValueError(f"Unsupported ActivationEnum {call.act_enum}")
-        names = CLAMPED_PARAMETERS if call.act_enum == _CLAMPED else ()
-        bound = bind_activation(ACTIVATION_NAMES[call.act_enum], {name: getattr(call, name) for name in names})
+        parameters = asdict(call.parameters) if call.act_enum == _CLAMPED else {}
+        bound = bind_activation(ACTIVATION_NAMES[call.act_enum], parameters)
     mode, layout = ScalingMode(call.scaling_mode), QuantizeLayout(call.quantize_layout)
-    return Plan(bound, mode, layout.has_rowwise, layout.has_colwise)
+    swizzled = call.kind == GROUPED and mode.is_block_scaling  # scales are in the order that GEMMs read
+    return Plan(bound, mode, layout.has_rowwise, layout.has_colwise, swizzled)
 
 
 def _scaling(call, plan, place, dtype, scale):
@@ -121,10 +127,10 @@ def _scaling(call, plan, place, dtype, scale):
     if dtype not in plan.mode.data_dtypes:
         raise TypeError(f"{plan.mode.name} needs data of {' or '.join(plan.mode.data_dtypes)}; got {dtype}")
     if plan.mode is ScalingMode.DELAYED_TENSOR_SCALING:
-        options["scale"] = float(place.read(_one_float(place, scale, "scale"))[0])
+        options["scale"] = float(place.read(_array(place, scale, (1,), "float32", "scale"))[0])
     if call.stochastic_rounding:
-        state = place.view(_typed(_sized(scale, 4, "scale"), ("uint32",), "scale"), (4,), "uint32")
-        seed, seed_high, offset, offset_high = place.read(state).tolist()
+        state = place.read(_array(place, scale, (4,), "uint32", "scale"))
+        seed, seed_high, offset, offset_high = state.tolist()
         options |= {"stochastic_rounding": True, "seed": seed | seed_high << 32, "offset": offset | offset_high << 32}
     if call.use_rht:
         options["rht"] = True
@@ -132,28 +138,6 @@ def _scaling(call, plan, place, dtype, scale):
 
 
 # --- memory ---------------------------------------------------------------------------------------------
-
-
-class Place:
-    """Where arrays are, and the `cuda_kernels` backend that fills them."""
-
-    backend: Any
-
-    def view(self, buffer, shape, dtype):
-        """Return the backend's array of a buffer's memory, seen with a shape and dtype of as many bytes."""
-        raise NotImplementedError
-
-    def clear(self, array):
-        """Fill an array with zero bytes."""
-        raise NotImplementedError
-
-    def copy(self, source, target):
-        """Copy an array to one of the same size."""
-        raise NotImplementedError
-
-    def read(self, array):
-        """Return an array of float32, int32 or uint32 as one of NumPy."""
-        raise NotImplementedError
 
 
 class _Memory:
@@ -170,43 +154,50 @@ def _host_backend():
     return HostBackend()
 
 
-class HostPlace(Place):
-    """Memory of the CPU: a buffer's memory is an address, or a NumPy array of its bytes."""
+class HostPlace:
+    """Memory of the CPU: a buffer's memory is an address, or a NumPy array of its bytes.
+
+    Attributes:
+        backend: the `cuda_kernels.interface.Backend` that fills arrays.
+    """
 
     def __init__(self):
         self.backend = _host_backend()
 
     def view(self, buffer, shape, dtype):
-        """A NumPy array."""
-        memory, dtype = buffer.memory, _numpy_dtype(dtype)
+        """Return the backend's array of a buffer's memory, seen with a shape and dtype of as many bytes."""
+        memory, dtype = buffer.memory, np.dtype(dtype)
         size = math.prod(shape) * dtype.itemsize
         if isinstance(memory, int):
             memory = np.asarray(_Memory(memory, size)) if size else np.empty(0, np.uint8)
         return memory[:size].view(dtype).reshape(shape)
 
     def clear(self, array):
+        """Fill an array with zero bytes."""
         array[...] = 0
 
     def copy(self, source, target):
+        """Copy an array to one of the same size."""
         target[...] = source
 
     def read(self, array):
+        """Return an array of float32, int32 or uint32 as one of NumPy."""
         return array
 
 
 # --- the computation ------------------------------------------------------------------------------------
 
 
-def run(call, place, operands, results):
-    """Compute a `Call`.
+def run(call, place, operands, results, reference=False):
+    """Compute a `Call`; with `reference` by `refops`, where `place` is a `HostPlace`.
 
     Raises:
         ValueError, TypeError: operands or results that do not fit each other or the call.
     """
-    plan = plan_of(call)
+    plan, compute = plan_of(call), _run_reference if reference else _run
     with exact_subnormals():
         for one in _parts(call, plan, place, operands, results):
-            _run(call, plan, place, *one)
+            compute(call, plan, place, *one)
 
 
 def _parts(call, plan, place, operands, results):
@@ -216,7 +207,7 @@ def _parts(call, plan, place, operands, results):
         return
     sizes, x, scales, amaxes = operands
     m, k = x.shape
-    rows = place.read(place.view(_typed(sizes, ("int32",), "group_sizes"), sizes.shape, "int32")).tolist()
+    rows = place.read(_array(place, sizes, sizes.shape, "int32", "group_sizes")).tolist()
     multiple = plan.mode.block_size if plan.columnwise and plan.mode.is_block_scaling else 1
     if sum(rows) != m or any(size < 0 or size % multiple for size in rows):
         of_blocks = f", each a multiple of {multiple} for columnwise blocks" if multiple > 1 else ""
@@ -246,7 +237,7 @@ def _parts(call, plan, place, operands, results):
 
 def _part(buffer, start, shape):
     """Elements of a buffer as one of `shape`, from the element `start` on; all of its elements are whole bytes."""
-    offset = start * _numpy_dtype(buffer.dtype).itemsize
+    offset = start * np.dtype(buffer.dtype).itemsize
     memory = buffer.memory + offset if isinstance(buffer.memory, int) else buffer.memory[offset:]
     return Buffer(memory, shape, buffer.dtype)
 
@@ -261,10 +252,16 @@ def _run(call, plan, place, operands, results):
         array = place.view(out, front.tensor_shape, out.dtype)
         if array.size or dbias is not None:
             place.backend.materialize(front, array, out.dtype, dbias)
-        if call.amax_when_no_scaling:
-            place.copy(place.backend.amax(front), _one_float(place, results[4], "updated_amax"))
+        if call.output_amax_when_no_scaling:
+            place.copy(place.backend.amax(front), _array(place, results[4], (1,), "float32", "updated_amax"))
         return
-    place.backend.quantize(_job(call, plan, place, front, operands[-2], results, dbias))
+    scaling = _scaling(call, plan, place, results[0].dtype, operands[-2])
+    check_fusable(front, scaling)
+    check_shape(scaling, front.tensor_shape, front.matrix_shape, plan.columnwise)
+    path = UNFUSED if front.kind == "identity" else path_of(scaling)
+    fields = _fields(plan, place, scaling, front.tensor_shape, results)
+    copies = plan.rowwise, plan.columnwise
+    place.backend.quantize(Job(front, path, scaling, *copies, fields, (None, None), dbias, plan.swizzled))
 
 
 def _front(call, plan, place, operands):
@@ -292,38 +289,14 @@ def _front(call, plan, place, operands):
     return front_of("backward", plan.bound, plan.bound.parameters, operand, n, operand.shape, **options)
 
 
-def _job(call, plan, place, front, scale, results, dbias):
-    """The quantization into the results' memory."""
-    scaling = _scaling(call, plan, place, results[0].dtype, scale)
-    check_fusable(front, scaling)
-    check_shape(scaling, front.tensor_shape, front.matrix_shape, plan.columnwise)
-    path = UNFUSED if front.kind == "identity" else path_of(scaling)
-    fields = _fields(plan, place, scaling, front.tensor_shape, results)
-    swizzled = _is_swizzled(call, plan)
-    return Job(front, path, scaling, plan.rowwise, plan.columnwise, fields, (None, None), dbias, swizzled)
-
-
-def _is_swizzled(call, plan):
-    """Whether scales are stored in the order that GEMMs read."""
-    return call.kind == GROUPED and plan.mode.layout.scale_order == "gemm"
-
-
 def _fields(plan, place, scaling, shape, results):
     """name -> array in a result's memory, by the names of `refops.Quantized`."""
-    rowwise, columnwise, scale_inv, colwise_scale_inv, amax = results[:5]
-    _typed(amax, ("float32",), "updated_amax")
+    names = "rowwise_data", "columnwise_data", "rowwise_scale_inv", "columnwise_scale_inv"
+    sources, amax = dict(zip(names, results, strict=False)), _typed(results[4], ("float32",), "updated_amax")
+    sources |= {"amax_rowwise": amax, "amax_columnwise": amax}
     if scaling.hadamard is not None:
-        amax, columnwise_amax = (_part(_sized(amax, 2, "updated_amax"), copy, (1,)) for copy in (0, 1))
-    else:
-        columnwise_amax = amax
-    sources = {
-        "rowwise_data": rowwise,
-        "rowwise_scale_inv": scale_inv,
-        "amax_rowwise": amax,
-        "columnwise_data": columnwise,
-        "columnwise_scale_inv": colwise_scale_inv,
-        "amax_columnwise": columnwise_amax,
-    }
+        _sized(amax, 2, "updated_amax")
+        sources |= {"amax_rowwise": _part(amax, 0, (1,)), "amax_columnwise": _part(amax, 1, (1,))}
     fields = {}
     for name, (layout, dtype) in stored_layout(scaling, shape).items():
         if not (plan.columnwise if "columnwise" in name else plan.rowwise):
@@ -351,67 +324,44 @@ def _typed(buffer, dtypes, name):
     return buffer
 
 
-def _one_float(place, buffer, name):
-    """The array of a buffer of one float32."""
-    return place.view(_typed(_sized(buffer, 1, name), ("float32",), name), (1,), "float32")
-
-
-def run_reference(call, operands, results):
-    """As `run`, with `refops`, on buffers of NumPy bytes; what it returns is copied into the results."""
-    place, plan = HostPlace(), plan_of(call)
-    with exact_subnormals():
-        for one in _parts(call, plan, place, operands, results):
-            _run_reference(call, plan, place, *one)
+def _array(place, buffer, shape, dtype, name):
+    """The array of a buffer that must have as many elements as `shape`, of a dtype."""
+    return place.view(_typed(_sized(buffer, math.prod(shape), name), (dtype,), name), shape, dtype)
 
 
 def _run_reference(call, plan, place, operands, results):
+    """What `refops` returns, copied into the results."""
     front = _front(call, plan, place, operands)
-    tensors = [front.x] if front.dy is None else [front.dy, front.x]
-    shape = front.tensor_shape
-    if plan.mode is ScalingMode.NO_SCALING:
-        values, amax, dbias = _reference_values(call, plan, tensors, _numpy_dtype(results[0].dtype))
-        place.copy(values, place.view(results[0], shape, results[0].dtype))
-        if call.amax_when_no_scaling:
-            place.copy(amax, place.view(results[4], (1,), "float32"))
-    else:
-        scaling = _scaling(call, plan, place, results[0].dtype, operands[-2])
-        output, dbias = _reference(call, plan, tensors, scaling)
-        for name, array in _fields(plan, place, scaling, shape, results).items():
-            place.copy(getattr(output, name), array)
-    if dbias is not None:
+    arguments = [front.x] if front.dy is None else [front.dy, front.x]
+    options, sums = {}, {} if call.kind == ACTIVATION else {"dbias": call.is_dbias}
+    if plan.bound is not None:
+        arguments, options = [plan.bound.activation.name, *arguments], plan.bound.parameters
+
+    def store_sums(output):
+        if not call.is_dbias:
+            return output
+        output, dbias = output
         place.copy(dbias, place.view(results[5], dbias.shape, front.storage))
+        return output
 
-
-def _reference(call, plan, tensors, scaling):
-    """(the `refops.Quantized`; dbias or None)."""
-    quantize = {ACTIVATION: refops.activation_quantize, GRADIENT: refops.activation_grad_quantize}
-    options = {"rowwise": plan.rowwise, "columnwise": plan.columnwise}
-    options |= {} if call.kind == ACTIVATION else {"dbias": call.is_dbias}
-    names, parameters = _activation(plan)
-    output = quantize.get(call.kind, refops.quantize)(*names, *tensors, scaling, **options, **parameters)
-    output, dbias = output if call.is_dbias else (output, None)
-    return output.swizzled() if _is_swizzled(call, plan) else output, dbias
-
-
-def _reference_values(call, plan, tensors, dtype):
-    """(values of `refops`, their unrounded amax, dbias or None), without scaling."""
-    names, parameters = _activation(plan)
-    plain, options = (refops.activation, {}) if call.kind == ACTIVATION else (refops.activation_grad, {"dbias": True})
-    values = plain(*names, *tensors, out_dtype=dtype, **options, **parameters)
-    exact = plain(*names, *tensors, out_dtype=np.float32, **parameters)
-    amax = np.fmax.reduce(np.abs(exact), axis=None, initial=np.float32(0))
-    values, dbias = (values, None) if call.kind == ACTIVATION else values
-    return values, amax, dbias if call.is_dbias else None
-
-
-def _activation(plan):
-    """((name of the activation,), its parameters); nothing without one."""
-    return ((), {}) if plan.bound is None else ((plan.bound.activation.name,), plan.bound.parameters)
-
-
-@functools.cache
-def _numpy_dtype(name):
-    return np.dtype(getattr(ml_dtypes, name, name))
+    dtype = results[0].dtype
+    if plan.mode is ScalingMode.NO_SCALING:
+        function = refops.activation if call.kind == ACTIVATION else refops.activation_grad
+        values = store_sums(function(*arguments, out_dtype=np.dtype(dtype), **options, **sums))
+        place.copy(values, place.view(results[0], front.tensor_shape, dtype))
+        if call.output_amax_when_no_scaling:
+            unrounded = function(*arguments, out_dtype=np.float32, **options)
+            amax = np.fmax.reduce(np.abs(unrounded), axis=None, initial=np.float32(0))
+            place.copy(amax, place.view(results[4], (1,), "float32"))
+        return
+    functions = {ACTIVATION: refops.activation_quantize, GRADIENT: refops.activation_grad_quantize}
+    function = functions.get(call.kind, refops.quantize)
+    scaling = _scaling(call, plan, place, dtype, operands[-2])
+    copies = {"rowwise": plan.rowwise, "columnwise": plan.columnwise}
+    output = store_sums(function(*arguments, scaling, **copies, **options, **sums))
+    output = output.swizzled() if plan.swizzled else output
+    for name, array in _fields(plan, place, scaling, front.tensor_shape, results).items():
+        place.copy(getattr(output, name), array)
 
 
 # --- subnormals -----------------------------------------------------------------------------------------

@@ -5,27 +5,28 @@ what the host must know, such as the scale of delayed scaling, makes it wait for
 """
 
 import math
-from contextlib import nullcontext
 
 import numpy as np
 
+from cuda_kernels import contexts
 from cuda_kernels.arrays import Array, Memory
-from fuser.xla.compute import Place
 
-_ITEM_SIZE = {"float32": 4, "float16": 2, "bfloat16": 2, "uint8": 1, "uint16": 2, "uint32": 4}
+
+def _bytes(shape, dtype):
+    return math.prod(shape) * np.dtype(dtype).itemsize
 
 
 class XlaMemory(Memory):
     """Device memory for one call: temporaries from XLA's allocator, launches on XLA's stream.
 
-    `frame` is a `fuser.xla.ffi.Frame`, or anything with its stream(), device_ordinal(), allocate() and free().
+    Args:
+        frame: a `fuser.xla.ffi.Frame`, or anything with its stream(), device_ordinal(), allocate() and free().
+        driver: `cuda_kernels.contexts`, or anything with its fill_with_zeros(), copy_memory() and fetch_memory().
     """
 
-    description = "a buffer of XLA"
-
     def __init__(self, frame, driver):
-        self._frame, self._driver, self._temporaries = frame, driver, []
-        self.device, self._stream = frame.device_ordinal(), frame.stream()
+        super().__init__(frame.device_ordinal())
+        self._frame, self._driver, self._stream, self._temporaries = frame, driver, frame.stream(), []
 
     def stream(self):
         """Handle of XLA's stream."""
@@ -33,17 +34,11 @@ class XlaMemory(Memory):
 
     def scope(self):
         """XLA has made its device current in this thread."""
-        return nullcontext()
-
-    def wrap(self, value, name):
-        """Arrays of this call are wrapped already."""
-        if not isinstance(value, Array):
-            raise TypeError(f"{name} must be {self.description}; got {type(value).__name__}")
-        return value
+        return contexts.NOTHING
 
     def empty(self, shape, dtype):
         """A temporary; XLA gets it back when the call ends, and reuses it in the order of the stream."""
-        size = max(1, math.prod(shape) * _ITEM_SIZE[dtype])
+        size = max(1, _bytes(shape, dtype))
         address = self._frame.allocate(size)
         self._temporaries.append((address, size))
         return Array(None, address, tuple(shape), dtype)
@@ -56,9 +51,7 @@ class XlaMemory(Memory):
 
     def clear(self, array):
         """Fill an array with zero bytes, in the order of the stream."""
-        size = array.size * _ITEM_SIZE[array.dtype]
-        if size:
-            self._driver.fill(array.pointer, size, self._stream)
+        self._driver.fill_with_zeros(array.pointer, _bytes(array.shape, array.dtype), self._stream)
 
     def release(self):
         """Give all temporaries back."""
@@ -66,40 +59,13 @@ class XlaMemory(Memory):
             self._frame.free(*self._temporaries.pop())
 
 
-class Driver:
-    """The CUDA driver's calls that are needed, by `cuda.bindings`."""
+class CudaPlace:
+    """A GPU during one call, as `HostPlace` is a CPU: a context manager that gives temporaries back at the end."""
 
-    def __init__(self):
-        from cuda.bindings import driver
-
-        self._driver = driver
-
-    def _check(self, result):
-        if result[0] != self._driver.CUresult.CUDA_SUCCESS:
-            raise RuntimeError(f"the CUDA driver failed: {result[0]!r}")
-
-    def fill(self, address, size, stream):
-        """Write zero bytes."""
-        self._check(self._driver.cuMemsetD8Async(address, 0, size, stream))
-
-    def copy(self, source, target, size, stream):
-        """Copy device memory."""
-        self._check(self._driver.cuMemcpyDtoDAsync(target, source, size, stream))
-
-    def fetch(self, source, host, stream):
-        """Copy device memory to a NumPy array, and wait for it."""
-        self._check(self._driver.cuMemcpyDtoHAsync(host.ctypes.data, source, host.nbytes, stream))
-        self._check(self._driver.cuStreamSynchronize(stream))
-
-
-class CudaPlace(Place):
-    """A GPU during one call: a context manager that gives temporaries back at the end."""
-
-    def __init__(self, frame, driver=None):
+    def __init__(self, frame, driver=contexts):
         from cuda_kernels.gpu import GPU
 
-        self._driver = driver or Driver()
-        self.memory = XlaMemory(frame, self._driver)
+        self._driver, self.memory = driver, XlaMemory(frame, driver)
         self.backend = GPU(self.memory)
 
     def __enter__(self):
@@ -113,12 +79,16 @@ class CudaPlace(Place):
         return Array(None, buffer.memory, tuple(shape), dtype)
 
     def clear(self, array):
+        """Fill an array with zero bytes."""
         self.memory.clear(array)
 
     def copy(self, source, target):
-        self._driver.copy(source.pointer, target.pointer, source.size * _ITEM_SIZE[source.dtype], self.memory.stream())
+        """Copy an array to one of the same size."""
+        size = _bytes(source.shape, source.dtype)
+        self._driver.copy_memory(source.pointer, target.pointer, size, self.memory.stream())
 
     def read(self, array):
+        """Return an array as one of NumPy, once the stream is done."""
         value = np.empty(array.shape, array.dtype)
-        self._driver.fetch(array.pointer, value, self.memory.stream())
+        self._driver.fetch_memory(array.pointer, value, self.memory.stream())
         return value

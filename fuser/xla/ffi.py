@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from fuser.xla.compute import ACTIVATION, FLAGS, GRADIENT, GROUPED, QUANTIZE, Buffer, Call, HostPlace, run
+from fuser.xla.settings import ClampedSwigluParams
 
 #: The version that handlers ask for. A runtime takes its own minor version and all before.
 API_VERSION = (0, 1)
@@ -49,7 +50,7 @@ DTYPES = {
 }
 
 #: XLA's number of a dtype -> how `struct` reads a scalar attribute of it.
-_NUMBERS = {
+_SCALARS = {
     number: struct.Struct("=" + letter)
     for number, letter in zip((1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12), "?bhiqBHIQefd", strict=True)
 }
@@ -141,8 +142,9 @@ _SCALAR_ATTRIBUTE = struct.Struct("@iP")
 _read = ctypes.string_at
 
 
-def _pointers(address, count):
-    return struct.unpack(f"@{count}P", _read(address, count * 8)) if count else ()
+def _unpack(letter, address, count):
+    """Return as many numbers of a `struct` letter; without any the address may be null."""
+    return struct.unpack(f"@{count}{letter}", _read(address, count * struct.calcsize(letter))) if count else ()
 
 
 def decode_buffer(address):
@@ -150,14 +152,14 @@ def decode_buffer(address):
     _, _, dtype, data, rank, dims = _BUFFER.unpack(_read(address, _BUFFER.size))
     if dtype not in DTYPES:
         raise TypeError(f"XLA's dtype number {dtype} is not supported")
-    return Buffer(data, struct.unpack(f"@{rank}q", _read(dims, rank * 8)) if rank else (), DTYPES[dtype])
+    return Buffer(data, _unpack("q", dims, rank), DTYPES[dtype])
 
 
 class Buffers:
     """The `Buffer`s of operands or results, decoded when they are asked for: most results of a call are not."""
 
     def __init__(self, arguments):
-        self._addresses = _pointers(arguments.values, arguments.size)
+        self._addresses = _unpack("P", arguments.values, arguments.size)
 
     def __len__(self):
         return len(self._addresses)
@@ -170,12 +172,9 @@ class Buffers:
 
 def decode_attributes(attributes):
     """Return name -> value: numbers, NumPy arrays, strings, and dicts of these."""
-    count, decoded = attributes.size, {}
-    types = struct.unpack(f"@{count}i", _read(attributes.types, count * 4)) if count else ()
-    names, values = _pointers(attributes.names, count), _pointers(attributes.values, count)
-    for kind, name, value in zip(types, names, values, strict=True):
-        decoded[_text(name)] = _ATTRIBUTES[kind](value)
-    return decoded
+    arrays = ("i", attributes.types), ("P", attributes.names), ("P", attributes.values)
+    entries = zip(*(_unpack(letter, address, attributes.size) for letter, address in arrays), strict=True)
+    return {_text(name): _ATTRIBUTES[kind](value) for kind, name, value in entries}
 
 
 def _text(address):
@@ -185,7 +184,7 @@ def _text(address):
 
 def _scalar(address):
     dtype, value = _SCALAR_ATTRIBUTE.unpack(_read(address, _SCALAR_ATTRIBUTE.size))
-    number = _NUMBERS[dtype]
+    number = _SCALARS[dtype]
     return number.unpack(_read(value, number.size))[0]
 
 
@@ -309,30 +308,28 @@ def call_of(kind, attributes):
         attributes.get("act_enum", 0),
         attributes["scaling_mode"],
         attributes["quantize_layout"],
-        attributes.get("output_amax_when_no_scaling", False),
         **{name: attributes.get(name, False) for name in FLAGS},
-        **parameters,
+        parameters=ClampedSwigluParams(**parameters),
     )
 
 
-def _check_alias(frame):
+def _compute(kind, frame, place):
     if frame.operands[-1].memory != frame.results[4].memory:
         raise ValueError("amax and updated_amax should be aliased")
+    run(call_of(kind, frame.attributes), place, frame.operands, frame.results)
 
 
 def on_cpu(kind, frame):
     """Compute a frame's call on host memory."""
-    _check_alias(frame)
-    run(call_of(kind, frame.attributes), HostPlace(), frame.operands, frame.results)
+    _compute(kind, frame, HostPlace())
 
 
 def on_cuda(kind, frame):
     """Compute a frame's call on its GPU, on XLA's stream."""
     from fuser.xla.cuda import CudaPlace
 
-    _check_alias(frame)
     with CudaPlace(frame) as place:
-        run(call_of(kind, frame.attributes), place, frame.operands, frame.results)
+        _compute(kind, frame, place)
 
 
 #: Target name -> what it computes: TE's two, and this package's for tensors that no activation is applied to.

@@ -42,8 +42,7 @@ def is_scaling_mode_supported(scaling_mode: Any = ScalingMode.NO_SCALING, gpu_id
 
 def is_fp8_available(scaling_mode: Any = ScalingMode.DELAYED_TENSOR_SCALING, gpu_id: Any = None) -> Any:
     """Deprecated name of `is_scaling_mode_supported`."""
-    message = "is_fp8_available is deprecated: use is_scaling_mode_supported"
-    warnings.warn(message, DeprecationWarning, stacklevel=2)
+    warnings.warn("is_fp8_available is deprecated: use is_scaling_mode_supported", DeprecationWarning, stacklevel=2)
     return is_scaling_mode_supported(scaling_mode, gpu_id)
 
 
@@ -237,14 +236,13 @@ def apply_padding_to_scale_inv(
     scale_inv: Any, scaling_mode: Any, data_shape: Any, is_colwise: bool = False, flatten_axis: int = -1
 ) -> Any:
     """Return scales without padding with zeros around them, in the shape that `get_scale_shape` has for padded ones."""
-    matrix, padded, _ = _scale_shapes(scaling_mode, tuple(data_shape), is_colwise, flatten_axis)
-    if matrix is None:
+    if not scaling_mode.is_block_scaling:
         return scale_inv
-    wanted = scaling_mode.get_scale_shape(
-        data_shape, is_colwise=is_colwise, flatten_axis=flatten_axis, broadcast_2d_scale_shape_to_1d=True
+    bare, padded = (
+        scaling_mode.get_scale_shape(data_shape, "N", is_colwise, is_padded, flatten_axis, True)
+        for is_padded in (False, True)
     )
-    more = [(0, large - small) for small, large in zip(matrix, padded, strict=True)]
-    return jnp.pad(scale_inv.reshape(matrix), more).reshape(wanted)
+    return jnp.pad(scale_inv.reshape(bare), [(0, large - small) for small, large in zip(bare, padded, strict=True)])
 
 
 @functools.lru_cache(maxsize=1024)

@@ -11,7 +11,7 @@ Source: TE's `jax/quantize/quantizer.py`.
 """
 
 import math
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import jax
@@ -27,7 +27,7 @@ from fuser.xla.helper import (
     remove_padding_from_scale_inv,
 )
 from fuser.xla.settings import AmaxComputeAlgo, QuantizeLayout, ScalingMode, matrix_shape, normalized_axis, scaling_of
-from fuser.xla.tensors import NoScaleTensor, ScaledTensorFactory
+from fuser.xla.tensors import NoScaleTensor, Pytree, ScaledTensorFactory
 from refops.arguments import shown
 
 try:
@@ -45,7 +45,7 @@ def compute_scale_from_amax(amax: Any, q_dtype: Any, margin: float = 0.0, scale:
 
 
 @dataclass(eq=False)
-class Quantizer:
+class Quantizer(Pytree):
     """What all quantizers have.
 
     Attributes:
@@ -60,12 +60,8 @@ class Quantizer:
     q_layout: QuantizeLayout = QuantizeLayout.ROWWISE_COLWISE
     checkpoint_name: str | None = None
 
-    #: Modes that a class takes; fields that are arrays.
+    #: Modes that a class takes.
     modes: ClassVar[tuple[ScalingMode, ...]] = ()
-    children: ClassVar[tuple[str, ...]] = ()
-
-    def __init_subclass__(cls):
-        jax.tree_util.register_pytree_node(cls, lambda q: q._flatten(), cls._unflatten)
 
     def __post_init__(self):
         dtype, self.q_layout = np.dtype(self.q_dtype), QuantizeLayout(self.q_layout)
@@ -77,17 +73,6 @@ class Quantizer:
                 f"{type(self).__name__} needs scaling_mode {modes} and q_dtype {dtypes}; got {self.scaling_mode.name} "
                 f"and {dtype.name}"
             )
-
-    def _flatten(self):
-        static = [f.name for f in fields(self) if f.name not in self.children]
-        return [getattr(self, c) for c in self.children], tuple((s, getattr(self, s)) for s in static)
-
-    @classmethod
-    def _unflatten(cls, static, arrays):
-        quantizer = object.__new__(cls)
-        for name, value in (*static, *zip(cls.children, arrays, strict=True)):
-            setattr(quantizer, name, value)
-        return quantizer
 
     @property
     def data_layout(self) -> str:
@@ -150,21 +135,43 @@ class Quantizer:
             )
         x = x.dequantize() if isinstance(x, NoScaleTensor) else x
         require_high_precision(x)
-        layout = self.q_layout if layout is None else layout
         axis = normalized_axis(flatten_axis, x.shape)
-        self.check_shape(x.shape, axis, layout)
+        tensor, dbias = self.run_call(
+            Call(QUANTIZE, is_dbias=bool(is_dbias)),
+            (x.reshape(matrix_shape(x.shape, axis)),),
+            x.shape,
+            axis,
+            x.dtype if dq_dtype is None else dq_dtype,
+            self.q_layout if layout is None else layout,
+            amax,
+        )
+        return tensor, dbias.reshape(x.shape[axis:]) if is_dbias else None
+
+    def run_call(
+        self, call: Any, tensors: Any, shape: Any, axis: int, dq_dtype: Any, layout: QuantizeLayout, amax: Any = None
+    ) -> Any:
+        """Run a custom call whose result is quantized, and take note of its amax.
+
+        Args:
+            call: a `fuser.xla.compute.Call` without the fields that a quantizer sets. tensors: its first operands.
+            shape: shape of the quantized tensor. axis: where its columns begin.
+            amax: what is known of the amax before the call, or None; current scaling takes it.
+
+        Returns:
+            (scaled tensor, the call's sums or None).
+        """
+        self.check_shape(shape, axis, layout)
         mode, (scale, amaxes) = self.scaling_mode, self.call_operands(layout)
-        if amax is not None and mode is ScalingMode.CURRENT_TENSOR_SCALING:  # a scale of it is known before the call
-            scale = jnp.minimum(compute_scale_from_amax(amax, self.q_dtype), jnp.finfo(x.dtype).max)
+        is_known = amax is not None and mode is ScalingMode.CURRENT_TENSOR_SCALING
+        if is_known:
+            scale = jnp.minimum(compute_scale_from_amax(amax, self.q_dtype), jnp.finfo(tensors[-1].dtype).max)
             mode = ScalingMode.DELAYED_TENSOR_SCALING
-        flags = {"is_dbias": bool(is_dbias), **self.call_flags(layout)}
-        call = Call(QUANTIZE, scaling_mode=int(mode), quantize_layout=int(layout), **flags)
-        results = execute(call, self.q_dtype, x.reshape(matrix_shape(x.shape, axis)), scale, amaxes)
+        call = call._replace(scaling_mode=int(mode), quantize_layout=int(layout), **self.call_flags(layout))
+        results = execute(call, self.q_dtype, *tensors, scale, amaxes)
         self.update(results[4])
-        if mode is not self.scaling_mode:
+        if is_known:
             results[4] = amax
-        tensor = self.tensor(results, x.shape, axis, x.dtype if dq_dtype is None else dq_dtype, layout)
-        return tensor, results[5].reshape(x.shape[axis:]) if is_dbias else None
+        return self.tensor(results, shape, axis, dq_dtype, layout), results[5] if call.is_dbias else None
 
     def _layout_of(self, is_rowwise, is_colwise):
         rowwise = self.q_layout.has_rowwise if is_rowwise is None else is_rowwise
@@ -195,32 +202,18 @@ class Quantizer:
             results: output, colwise_output, scale_inv, colwise_scale_inv, amax.
             shape: shape of the tensor. axis: where its columns begin.
         """
-        rowwise, colwise, scale_inv, colwise_scale_inv, amax = results[:5]
-        mode, transposed = self.scaling_mode, shape[axis:] + shape[:axis]
-        transformed = self.call_flags(layout).get("use_rht", False)
+        rowwise, colwise, scale_inv, colwise_scale_inv, updated_amax = results[:5]
+        mode, transformed = self.scaling_mode, self.call_flags(layout).get("use_rht", False)
+        amax: Any = None if mode.layout.amax is None else updated_amax
         amaxes = (amax[:1], amax[1:]) if transformed else (amax, amax)
-        scales = [None, None]
-        for index, (given, wanted) in enumerate(
-            ((scale_inv, layout.has_rowwise), (colwise_scale_inv, layout.has_colwise))
-        ):
-            if wanted:
-                scales[index] = remove_padding_from_scale_inv(given, mode, shape, index == 1, axis)
+        row = column = (None, None)
+        if layout.has_rowwise:
+            row = rowwise.reshape(shape), remove_padding_from_scale_inv(scale_inv, mode, shape, False, axis)
         if layout.has_colwise:
-            colwise = colwise.reshape(transposed if mode.is_colwise_transposed else shape)
-        return ScaledTensorFactory.create(
-            rowwise.reshape(shape) if layout.has_rowwise else None,
-            scales[0],
-            colwise,
-            scales[1],
-            amax=None if mode.layout.amax is None else amaxes[0],
-            colwise_amax=None if mode.layout.amax is None else amaxes[1],
-            scaling_mode=mode,
-            dq_dtype=dq_dtype,
-            data_layout=self.data_layout,
-            q_layout=layout,
-            flatten_axis=axis,
-            colwise_has_rht_applied=transformed,
-        )
+            stored = shape[axis:] + shape[:axis] if mode.is_colwise_transposed else shape
+            column = colwise.reshape(stored), remove_padding_from_scale_inv(colwise_scale_inv, mode, shape, True, axis)
+        kind = mode, dq_dtype, self.data_layout, layout, axis
+        return ScaledTensorFactory.create(*row, *column, *amaxes, *kind, colwise_has_rht_applied=transformed)
 
 
 class CurrentScaleQuantizer(Quantizer):
@@ -262,17 +255,12 @@ class DelayedScaleQuantizer(Quantizer):
             raise ValueError(f"amax_compute_algo must be 'max' or 'most_recent'; got {shown(self.amax_compute_algo)}")
         self._trace = get_opaque_trace_state()
 
-    @classmethod
-    def _unflatten(cls, static, arrays):
-        quantizer = super()._unflatten(static, arrays)
-        quantizer._trace = get_opaque_trace_state()
-        return quantizer
-
     def __getstate__(self):
         return {name: value for name, value in vars(self).items() if name != "_trace"}
 
     def __setstate__(self, state):
-        vars(self).update(state, _trace=get_opaque_trace_state())
+        super().__setstate__(state)
+        self._trace = get_opaque_trace_state()
 
     def call_operands(self, layout: QuantizeLayout) -> Any:
         """(scale, amax), as `fuser.xla.compute` lists them."""
@@ -360,11 +348,7 @@ class GroupedQuantizer(Quantizer):
     n_groups: int = 1
     quantizers: Any = ()
 
-    modes = (
-        ScalingMode.DELAYED_TENSOR_SCALING,
-        ScalingMode.CURRENT_TENSOR_SCALING,
-        ScalingMode.MXFP8_1D_SCALING,
-    )
+    modes = (ScalingMode.DELAYED_TENSOR_SCALING, ScalingMode.CURRENT_TENSOR_SCALING, ScalingMode.MXFP8_1D_SCALING)
     children = ("quantizers",)
 
     def __post_init__(self):
@@ -415,21 +399,13 @@ class GroupedQuantizer(Quantizer):
         )
         for quantizer, one in zip(self.quantizers, results[4], strict=True):
             quantizer.update(one)
-        return ScaledTensorFactory.create(
-            results[0],
-            results[2],
-            results[1],
-            results[3],
-            amax=None if self.scaling_mode.layout.amax is None else results[4],
-            scaling_mode=self.scaling_mode,
-            dq_dtype=x.dtype if dq_dtype is None else dq_dtype,
-            data_layout=self.data_layout,
-            q_layout=layout,
-            flatten_axis=axis,
-            first_dims=None if group_sizes is None else sizes,
-            original_shape=x.shape,
-            pre_swizzled=self.scaling_mode.is_block_scaling,
-        )
+        rowwise, colwise, scale_inv, colwise_scale_inv, amax = results[:5]
+        mode, dq_dtype = self.scaling_mode, x.dtype if dq_dtype is None else dq_dtype
+        amax = None if mode.layout.amax is None else amax
+        copies = rowwise, scale_inv, colwise, colwise_scale_inv, amax, amax
+        first_dims = None if group_sizes is None else sizes
+        groups = {"first_dims": first_dims, "original_shape": x.shape, "pre_swizzled": mode.is_block_scaling}
+        return ScaledTensorFactory.create(*copies, mode, dq_dtype, self.data_layout, layout, axis, **groups)
 
     def get_scale_shapes(
         self, data_shape: Any, is_padded: bool = True, flatten_axis: int = -1, group_sizes: Any = None
@@ -524,27 +500,19 @@ class QuantizerFactory:
                 f"{scaling_mode}, {fwd_dtype} and {bwd_dtype}"
             )
         config = get_quantize_config_with_recipe(fp8_recipe)
-        modes = [
-            config.get_scaling_mode(s) if scaling_mode is None else ScalingMode(scaling_mode) for s in TensorSource
-        ]
-        both = modes[0] is not ScalingMode.NO_SCALING if is_2x2x is None else is_2x2x
-        layouts = [QuantizeLayout.ROWWISE_COLWISE if both else QuantizeLayout.ROWWISE] * 3
-        if not both and modes[1].is_1d_block_scaling():
-            layouts[1] = QuantizeLayout.COLWISE
         forward, backward = config.FWD_DTYPE or fwd_dtype, config.BWD_DTYPE or bwd_dtype
-        more: list[dict[str, Any]] = [{}, {}, {}]
-        if quantize_meta_set is not None:
-            more = [getattr(quantize_meta_set, name).get_kwargs_dictionary() for name in ("x", "kernel", "grad")]
-        settings = list(zip(modes, (forward, forward, backward), layouts, more, strict=True))
-        made = [
-            QuantizerSet(
-                *(
-                    QuantizerFactory.create(1, mode, dtype, layout, n_groups, checkpoint_name, **fields)
-                    for mode, dtype, layout, fields in settings
-                )
-            )
-            for _ in range(n_quantizer_sets)
-        ]
+        settings: list[Any] = []
+        for source, name in zip(TensorSource, ("x", "kernel", "grad"), strict=True):
+            mode = config.get_scaling_mode(source) if scaling_mode is None else ScalingMode(scaling_mode)
+            both = mode is not ScalingMode.NO_SCALING if is_2x2x is None else is_2x2x
+            layout = QuantizeLayout.ROWWISE_COLWISE if both else QuantizeLayout.ROWWISE
+            if source is TensorSource.KERNEL and not both and mode.is_1d_block_scaling():
+                layout = QuantizeLayout.COLWISE
+            dtype = backward if source is TensorSource.DGRAD else forward
+            more = {} if quantize_meta_set is None else getattr(quantize_meta_set, name).get_kwargs_dictionary()
+            settings.append(((1, mode, dtype, layout, n_groups, checkpoint_name), more))
+        create = QuantizerFactory.create
+        made = [QuantizerSet(*(create(*one, **more) for one, more in settings)) for _ in range(n_quantizer_sets)]
         return made[0] if n_quantizer_sets == 1 else tuple(made)
 
 

@@ -5,25 +5,18 @@ Numbers are those that cross TE's FFI (`csrc/extensions/misc.h`, `activation.h`)
 
 import functools
 import math
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import Enum, IntEnum
 from typing import Any
 
-import ml_dtypes
+import ml_dtypes  # noqa: F401  # gives NumPy the names of the dtypes
 import numpy as np
 
 from refops.activations import ACTIVATIONS, DEFAULT_PARAMETERS
 from refops.arguments import did_you_mean, require_number, shown
 from refops.formats import E2M1, E4M3, E5M2, E8M0
 from refops.quantization.layout import round_up
-from refops.scalings import (
-    FP8_FORMATS,
-    CurrentScaling,
-    DelayedScaling,
-    MXFP8Scaling,
-    NVFP4Scaling,
-    Scaling,
-)
+from refops.scalings import FP8_FORMATS, CurrentScaling, DelayedScaling, MXFP8Scaling, NVFP4Scaling, Scaling
 
 #: dtype of JAX -> what its codes mean.
 FORMATS = {"float8_e4m3fn": E4M3, "float8_e5m2": E5M2, "float4_e2m1fn": E2M1, "float8_e8m0fnu": E8M0}
@@ -37,15 +30,21 @@ _ROWS = sorted(
 ActivationEnum = {row.jax: number for number, row in enumerate(_ROWS)}
 #: Number in TE's FFI -> name in `refops.ACTIVATIONS`.
 ACTIVATION_NAMES = tuple(row.name for row in _ROWS)
+HIGH_PRECISION = ("float32", "float16", "bfloat16")
+
+
+def activation_key(activation_type):
+    """Return an activation type, a tuple (or list) of names, or one name, as a tuple."""
+    return (activation_type,) if isinstance(activation_type, str) else tuple(activation_type)
 
 
 def activation_enum(activation_type):
-    """Return the number of an activation type, a tuple (or list) of names, or one name.
+    """Return the number of an activation type.
 
     Raises:
         KeyError: no such combination; order matters, ("gelu", "linear") is (activation, gate).
     """
-    key = (activation_type,) if isinstance(activation_type, str) else tuple(activation_type)
+    key = activation_key(activation_type)
     if key not in ActivationEnum:
         similar = did_you_mean(", ".join(map(str, key)), {", ".join(known): known for known in ActivationEnum})
         raise KeyError(
@@ -70,9 +69,9 @@ class ClampedSwigluParams:
     glu_linear_offset: float = DEFAULT_PARAMETERS["glu_linear_offset"]
 
     def __post_init__(self):
-        for name in ("limit", "alpha", "glu_linear_offset"):
-            require_number(getattr(self, name), name)
-            object.__setattr__(self, name, float(getattr(self, name)))
+        for name, value in asdict(self).items():
+            require_number(value, name)
+            object.__setattr__(self, name, float(value))
 
 
 @dataclass(frozen=True)
@@ -229,8 +228,7 @@ class ScalingMode(IntEnum):
 
     def get_compatible_q_dtypes(self) -> set[Any]:
         """Return the scalar types that data may have: those of the table, equal to `jax.numpy`'s."""
-        names = self.data_dtypes or ("float32", "float16", "bfloat16")
-        return {np.dtype(getattr(ml_dtypes, name, name)).type for name in names}
+        return {np.dtype(name).type for name in self.data_dtypes or HIGH_PRECISION}
 
     def get_quantize_layout(self, usage: TensorUsage) -> QuantizeLayout:
         """Return the copy that a matrix product takes for a `TensorUsage`: ROWWISE, or COLWISE with scales.
@@ -242,9 +240,8 @@ class ScalingMode(IntEnum):
 
     def get_scale_dtype(self) -> Any:
         """NumPy (or ml_dtypes) dtype of the scales."""
-        if self.layout is None or self.layout.scale_format is None:
-            return np.dtype(np.float32)
-        return np.dtype(getattr(ml_dtypes, _DTYPES[self.layout.scale_format]))
+        fmt = None if self.layout is None else self.layout.scale_format
+        return np.dtype(np.float32 if fmt is None else _DTYPES[fmt])
 
     def get_scale_shape(
         self,
@@ -297,12 +294,8 @@ class ScalingMode(IntEnum):
         broadcast_2d_scale_shape_to_1d: bool = False,
     ) -> Any:
         """Return (rowwise, columnwise) shapes, as `get_scale_shape` for data in layout "N"."""
-        options: dict[str, Any] = {
-            "is_padded": is_padded,
-            "flatten_axis": flatten_axis,
-            "broadcast_2d_scale_shape_to_1d": broadcast_2d_scale_shape_to_1d,
-        }
-        return tuple(self.get_scale_shape(data_shape, is_colwise=colwise, **options) for colwise in (False, True))
+        options = is_padded, flatten_axis, broadcast_2d_scale_shape_to_1d
+        return tuple(self.get_scale_shape(data_shape, "N", colwise, *options) for colwise in (False, True))
 
     def get_grouped_scale_shape(
         self, data_shape: Any, n_groups: int, is_colwise: bool, is_padded: bool = True, flatten_axis: int = -1
@@ -342,18 +335,12 @@ class ScalingMode(IntEnum):
 
     def _block_counts(self, data_shape, axis, is_colwise, both=False):
         """(rows, columns), the axes of data in layout "N", with blocks counted along the one, the other or both."""
-        counts = list(data_shape)
-        for along, wanted in ((axis - 1, is_colwise or both), (len(counts) - 1, not is_colwise or both)):
-            if wanted:
-                counts[along] = self._blocks(data_shape, along)
+        counts, size = list(data_shape), self.block_size
+        for i, wanted in ((axis - 1, is_colwise or both), (len(counts) - 1, not is_colwise or both)):
+            if wanted and counts[i] % size:
+                raise ValueError(f"{self.name} needs a multiple of {size} along axis {i}; got shape {data_shape}")
+            counts[i] //= size if wanted else 1
         return tuple(counts[:axis]), tuple(counts[axis:])
-
-    def _blocks(self, data_shape, axis):
-        if data_shape[axis] % self.block_size:
-            raise ValueError(
-                f"{self.name} needs a multiple of {self.block_size} along axis {axis}; got shape {data_shape}"
-            )
-        return data_shape[axis] // self.block_size
 
 
 _SCALINGS: dict[Any, Any] = {

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -28,29 +28,45 @@ class _Words:
         return lambda code: code.astype(jnp.float32)
 
 
-def _pytree(*children):
-    """Decorate a dataclass: `children` are its arrays, the other fields static. Unflattening checks nothing."""
+class Pytree:
+    """Base of dataclasses that JAX takes apart: `children` are the fields with arrays, the others are static.
 
-    def register(cls):
-        static = [f.name for f in dataclasses.fields(cls) if f.name not in children]
+    What JAX puts together is not checked: in place of arrays there may be anything.
+    """
 
-        def flatten(tensor):
-            return [getattr(tensor, c) for c in children], tuple(getattr(tensor, s) for s in static)
+    children: ClassVar[tuple[str, ...]] = ()
 
-        def unflatten(values, arrays):
-            tensor = object.__new__(cls)
-            for name, value in zip((*children, *static), (*arrays, *values), strict=True):
-                object.__setattr__(tensor, name, value)
-            return tensor
+    def __init_subclass__(cls):
+        jax.tree_util.register_pytree_node(cls, lambda node: node._flatten(), cls._unflatten)
 
-        jax.tree_util.register_pytree_node(cls, flatten, unflatten)
-        return cls
+    def _flatten(self):
+        static = [f.name for f in dataclasses.fields(self) if f.name not in self.children]
+        return [getattr(self, c) for c in self.children], tuple((s, getattr(self, s)) for s in static)
 
-    return register
+    @classmethod
+    def _unflatten(cls, static, arrays):
+        node = object.__new__(cls)
+        node.__setstate__(dict((*static, *zip(cls.children, arrays, strict=True))))
+        return node
+
+    def __setstate__(self, state):
+        vars(self).update(state)
 
 
-class AbstractBaseTensor:
+class AbstractBaseTensor(Pytree):
     """What all results have: `ndim`, `dequantize()`, and `get_tensor(usage)`, itself where there are no copies."""
+
+    data: Any
+
+    @property
+    def shape(self) -> Any:
+        """Shape of the data, as they lie."""
+        return self.data.shape
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes."""
+        return self.data.ndim
 
     def get_tensor(self, usage: Any) -> Any:
         """Return the copy that a matrix product takes for a `TensorUsage`."""
@@ -71,7 +87,6 @@ class AbstractBaseTensor:
         return self
 
 
-@_pytree("data", "amax")
 @dataclass(frozen=True, eq=False)
 class NoScaleTensor(AbstractBaseTensor):
     """A tensor in high precision, and its amax, float32 (1,), if that was asked for."""
@@ -79,15 +94,7 @@ class NoScaleTensor(AbstractBaseTensor):
     data: Any
     amax: Any = None
 
-    @property
-    def shape(self) -> Any:
-        """Shape of the data."""
-        return self.data.shape
-
-    @property
-    def ndim(self) -> int:
-        """Number of axes."""
-        return self.data.ndim
+    children = ("data", "amax")
 
     @property
     def dtype(self) -> Any:
@@ -103,7 +110,6 @@ class ScaledTensor(AbstractBaseTensor):
     """A quantized tensor."""
 
 
-@_pytree("data", "amax", "scale_inv")
 @dataclass(frozen=True, eq=False)
 class ScaledTensor1x(ScaledTensor):
     """One copy of a quantized tensor.
@@ -130,6 +136,8 @@ class ScaledTensor1x(ScaledTensor):
     flatten_axis: int = -1
     has_rht_applied: bool = False
 
+    children: ClassVar[tuple[str, ...]] = ("data", "amax", "scale_inv")
+
     def __post_init__(self):
         axis = normalized_axis(self.flatten_axis, self.data.shape)
         object.__setattr__(self, "flatten_axis", axis)
@@ -154,16 +162,6 @@ class ScaledTensor1x(ScaledTensor):
                 f"scale_inv must be {self.scaling_mode.get_scale_dtype()} in {self.scaling_mode.name}; got "
                 f"{self.scale_inv.dtype}"
             )
-
-    @property
-    def shape(self) -> Any:
-        """Shape of the data, as they lie."""
-        return self.data.shape
-
-    @property
-    def ndim(self) -> int:
-        """Number of axes."""
-        return self.data.ndim
 
     def get_tensor(self, usage: Any) -> Any:
         """Return the tensor; ValueError where a matrix product takes the other copy for a `TensorUsage`."""
@@ -225,7 +223,6 @@ class _Grouped(AbstractBaseTensor):
         return jnp.ones((self.original_shape[0],), jnp.int32) if self.first_dims is None else self.first_dims
 
 
-@_pytree("data", "amax", "first_dims", "last_dims")
 @dataclass(frozen=True, eq=False)
 class GroupedNoScaleTensor(_Grouped):
     """A grouped tensor in high precision: `data` (sum of the groups, ...) or (groups, ...), and `group_sizes`."""
@@ -236,17 +233,13 @@ class GroupedNoScaleTensor(_Grouped):
     last_dims: Any
     original_shape: Any
 
-    @property
-    def ndim(self) -> int:
-        """Number of axes."""
-        return self.data.ndim
+    children = ("data", "amax", "first_dims", "last_dims")
 
     def dequantize(self) -> Any:
         """Return the data."""
         return self.data
 
 
-@_pytree("data", "scale_inv", "amax", "first_dims", "last_dims")
 @dataclass(frozen=True, eq=False)
 class GroupedScaledTensor1x(_Grouped, ScaledTensor1x):
     """One copy of a grouped quantized tensor.
@@ -268,6 +261,8 @@ class GroupedScaledTensor1x(_Grouped, ScaledTensor1x):
     last_dims: Any = field(kw_only=True)
     original_shape: Any = field(kw_only=True)
     pre_swizzled: bool = field(default=False, kw_only=True)
+
+    children = ("data", "scale_inv", "amax", "first_dims", "last_dims")
 
     def __post_init__(self):
         axis = normalized_axis(self.flatten_axis, self.original_shape)
@@ -292,27 +287,24 @@ class GroupedScaledTensor1x(_Grouped, ScaledTensor1x):
         """
         groups, start, scales_start = [], 0, 0
         sizes = [1] * self.n_groups if self.first_dims is None else np.asarray(self.first_dims).tolist()
-        for number, size in enumerate(sizes):
+        for size in sizes:
             shape = (size, *self.original_shape[1:])
             if self.data_layout == "T" and self.first_dims is not None:
                 shape = (*self.original_shape[:-1], size)
             rows, columns = matrix_shape(shape, self.flatten_axis)
             data = self.data[start : start + rows * columns].reshape(rows, columns)
-            if self.scaling_mode.is_block_scaling:
-                scales, room = self._scales(rows, columns, scales_start)
-                scales_start += room
-            else:
-                scales = self.scale_inv[number : number + bool(data.size)]
-            matrix = ScaledTensor1x(
-                data, None, scales, self.scaling_mode, self.dq_dtype, self.is_colwise, self.data_layout
-            )
-            groups.append(matrix.dequantize().reshape(shape))
+            scales, room = self._scales(rows, columns, scales_start)
+            kind = self.scaling_mode, self.dq_dtype, self.is_colwise, self.data_layout
+            groups.append(ScaledTensor1x(data, None, scales, *kind).dequantize().reshape(shape))
             start += rows * columns
+            scales_start += room
         return groups
 
     def _scales(self, rows, columns, start):
-        """(scales of blocks of a group, a matrix in order without padding; entries that they take)."""
+        """(scales of a group, those of blocks a matrix in order without padding; entries that they take)."""
         mode, name = self.scaling_mode, "columnwise" if self.is_colwise else "rowwise"
+        if not mode.is_block_scaling:
+            return self.scale_inv[start : start + bool(rows * columns)], 1
         padded, wanted = (
             mode.get_scale_shape((rows, columns), self.data_layout, self.is_colwise, is_padded, 1)
             for is_padded in (True, False)
@@ -324,13 +316,14 @@ class GroupedScaledTensor1x(_Grouped, ScaledTensor1x):
         return self.scale_inv[start : start + room][order[: wanted[0], : wanted[1]]], room
 
 
-@_pytree("rowwise_tensor", "colwise_tensor")
 @dataclass(frozen=True, eq=False)
 class ScaledTensor2x(ScaledTensor):
     """Both copies of a quantized tensor, each a `ScaledTensor1x`."""
 
     rowwise_tensor: ScaledTensor1x
     colwise_tensor: ScaledTensor1x
+
+    children = ("rowwise_tensor", "colwise_tensor")
 
     @property
     def shape(self) -> Any:
@@ -447,16 +440,14 @@ class ScaledTensorFactory:
             **options: those of `create_2x` besides: first_dims, last_dims, original_shape, rowwise_has_rht_applied,
                 colwise_has_rht_applied, pre_swizzled.
         """
-        options["flatten_axis"] = flatten_axis
-        kind, q_layout = (scaling_mode, dq_dtype), QuantizeLayout(q_layout)
+        q_layout = QuantizeLayout(q_layout)
         if q_layout.is_rowwise_colwise:
             both = data, scale_inv, colwise_data, colwise_scale_inv, amax, colwise_amax
-            return ScaledTensorFactory.create_2x(*both, *kind, data_layout, **options)
+            return ScaledTensorFactory.create_2x(*both, scaling_mode, dq_dtype, data_layout, flatten_axis, **options)
         transformed = [options.pop(f"{name}_has_rht_applied", False) for name in ("rowwise", "colwise")]
-        options["has_rht_applied"] = transformed[q_layout.has_colwise]
-        if q_layout.is_rowwise_only:
-            return ScaledTensorFactory.create_1x(data, scale_inv, amax, *kind, False, data_layout[0], **options)
-        amax = amax if colwise_amax is None else colwise_amax
-        return ScaledTensorFactory.create_1x(
-            colwise_data, colwise_scale_inv, amax, *kind, True, data_layout[-1], **options
-        )
+        one = data, scale_inv, amax, scaling_mode, dq_dtype, False, data_layout[0]
+        if q_layout.is_colwise_only:
+            amax = amax if colwise_amax is None else colwise_amax
+            one = colwise_data, colwise_scale_inv, amax, scaling_mode, dq_dtype, True, data_layout[-1]
+        options["has_rht_applied"] = transformed[q_layout.is_colwise_only]
+        return ScaledTensorFactory.create_1x(*one, flatten_axis, **options)

@@ -638,10 +638,11 @@ class Frame:  # memory is NumPy's in the simulator, where pointers are arrays
     def free(self, memory, size): del self.live[id(memory)]
 
 class Driver:
-    def fill(self, memory, size, stream): assert stream == 7; memory.reshape(-1).view(np.uint8)[:size] = 0
-    def copy(self, source, target, size, stream):
+    def fill_with_zeros(self, memory, size, stream): assert stream == 7; memory.reshape(-1).view(np.uint8)[:size] = 0
+    def copy_memory(self, source, target, size, stream):
         target.reshape(-1).view(np.uint8)[:size] = source.reshape(-1).view(np.uint8)[:size]
-    def fetch(self, source, host, stream): host.view(np.uint8)[:] = source.reshape(-1).view(np.uint8)[:host.nbytes]
+    def fetch_memory(self, source, host, stream):
+        host.view(np.uint8)[:] = source.reshape(-1).view(np.uint8)[:host.nbytes]
 
 def buffer(array): return Buffer(array.reshape(-1).view(np.uint8), array.shape, array.dtype.name)
 
