@@ -30,8 +30,8 @@ class Kind:
     Attributes:
         magnitudes: what blocks take in turn: "usual"; "tiny", their scales are subnormal; "subnormal", as elements of
             the dtype; "huge", as large as the dtype goes; "zero" and "infinite".
-        largest: the largest element of the tensor: "above" the random ones, "finite", the largest that the dtype has,
-            "infinite" or "tiny".
+        largest: the largest element of the tensor: "above" the random ones, "finite", the largest that the dtype has or
+            an activation reaches, "infinite" or "tiny".
         largest_is_rounded: whether it is a result that rounding to 16 bits changes, where there is one. No product with
             the scale that follows from it is a tie then.
     """
@@ -128,12 +128,18 @@ class Amaxes:
         return None
 
     def _tensor_amax(self):
-        """float32: what the largest element of the tensor becomes; infinity where the tensor has one."""
+        """float32: what the largest element of the tensor becomes; infinity where the tensor has one.
+
+        A probe is infinite in a cast alone: an activation has the infinities of its random inputs, a clamped one none.
+        """
         magnitudes = np.abs(self.random)
-        if self.kind.largest == "infinite" or np.isinf(magnitudes).any():
+        is_cast = self.case.operation.kind == "quantize"
+        if np.isinf(magnitudes).any() or (is_cast and self.kind.largest == "infinite"):
             return F(np.inf)
         if self.kind.largest == "finite":
-            return F(ml_dtypes.finfo(self.dtype).max)
+            most = F(ml_dtypes.finfo(self.dtype).max)
+            reached = most if is_cast else np.abs(preimage_of(self.case).results).max()
+            return reached if reached < most / 2 else most
         if self._is_tiny:
             near = most = np.ldexp(float(self.scaling.top if self.layout.two_level else self.fmt.max), TINY)
         else:
@@ -170,9 +176,10 @@ class Amaxes:
         """The kind's magnitudes that differ under the scaling: one scale of a tensor has one."""
         if self.layout.block is None:
             return ("usual", "zero")
-        if self.layout.two_level:
-            return tuple(dict.fromkeys("usual" if m in ("huge", "subnormal") else m for m in self.kind.magnitudes))
-        return self.kind.magnitudes
+        if not self.layout.two_level:
+            return self.kind.magnitudes
+        beyond = ("huge", "subnormal", "infinite") if np.isfinite(self.of_tensor) else ("huge", "subnormal")
+        return tuple(dict.fromkeys("usual" if m in beyond else m for m in self.kind.magnitudes))
 
     def of_block(self, magnitude):
         """(amax of a block, multiplier of its elements), float64, of a magnitude but "zero"."""

@@ -54,7 +54,7 @@ def power_of_two_edges(fmt, scales_of, amaxes):
     return [float(amaxes[i]) for i in dict.fromkeys(index) if -1 <= i < len(amaxes)]
 
 
-def close_edges(scales_of, amaxes):
+def close_edges(scales_of, amaxes, is_dense):
     """The amaxes nearest to where their scale code changes, so near that a rounding to bfloat16 may reach it.
 
     Those with an odd code come first: such a rounding ends at a tie, and the tie at the even code beside it.
@@ -63,6 +63,7 @@ def close_edges(scales_of, amaxes):
     Args:
         scales_of: as above.
         amaxes: float32, ascending.
+        is_dense: whether an amax may be any float32 number between these.
     """
     scales = scales_of(amaxes)
     changes = np.flatnonzero(scales[1:] != scales[:-1])
@@ -73,9 +74,10 @@ def close_edges(scales_of, amaxes):
         middle = (low + high) / 2
         is_below = scales_of(middle.astype(F)) == scales[changes]
         low, high = np.where(is_below, middle, low), np.where(is_below, high, middle)
-    index = np.concatenate([changes, changes + 1])
-    distance = np.abs(amaxes[index] / np.concatenate([low, low]) - 1)
-    return amaxes[index[np.lexsort((distance, scales[index] % 2 == 0))[:CLOSE]]].astype(float).tolist()
+    index, edges = np.concatenate([changes, changes + 1]), np.concatenate([low, high]).astype(F)
+    near = edges if is_dense else amaxes[index]
+    distance = np.abs(near / np.concatenate([low, low]) - 1)
+    return near[np.lexsort((distance, scales[index] % 2 == 0))[:CLOSE]].astype(float).tolist()
 
 
 def small_code_amaxes(scale_format, scales_of, amaxes):
@@ -130,7 +132,7 @@ def edges_of(case, scales_of, usual):
         if dtype != F and case.scaling.path.casts_rounded:
             lossy = lossy_amaxes(preimage, scales_of, 2.0 ** (usual + 1))[:LOSSY]
     small = _reached(case, small_code_amaxes(layout.scale_format, scales_of, every))
-    close = _reached(case, close_edges(scales_of, every[every >= 2.0 ** (usual - 1)]))
+    close = _reached(case, close_edges(scales_of, every[every >= 2.0 ** (usual - 1)], dtype == F))
     steps = []
     for exponent in range(highest, highest - REACHED, -1):
         wanted = power_of_two_edges(case.scaling.fmt, scales_of, amaxes_of_binade(dtype, exponent))

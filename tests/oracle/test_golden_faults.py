@@ -33,20 +33,15 @@ OPERATIONS = ("gelu", "dgelu", "swiglu", "dswiglu")
 #: Every operation that quantizes.
 OF_ALL = [name for name, operation in oracle.operation.OPERATIONS.items() if operation.takes_scaling]
 DTYPES = ("bfloat16", "float16", "float32")
-#: What NVFP4's files of default seed do not show: no result lies so near to a change of the code under their amax, and
-#: no input gives a result as small as subnormal codes.
+#: What NVFP4's files of default seed do not show: no bfloat16 result lies so near to a change of the code under their
+#: amax, and the amax of a dglu comes from the half that is not designed.
 NOT_SHOWN = {
     ("silu", "rounds_scales_twice", "rounding", "bfloat16"),
-    ("sreglu", "rounds_scales_twice", "rounding", "bfloat16"),
+    ("geglu", "rounds_scales_twice", "rounding", "bfloat16"),
     ("clamped_swiglu", "rounds_scales_twice", "rounding", "bfloat16"),
     ("dsituglu", "rounds_scales_twice", "rounding", "bfloat16"),
     ("dglu", "rounds_scales_twice", "mixed", "float32"),
     ("dglu", "rounds_scales_twice", "rounding", "float32"),
-    ("situglu", "flushes_scales", "special", "bfloat16"),
-    ("situglu", "flushes_scales", "special", "float32"),
-    ("clamped_swiglu", "flushes_scales", "special", "bfloat16"),
-    ("clamped_swiglu", "flushes_scales", "special", "float32"),
-    ("clamped_swiglu", "rounds_scales_twice", "extreme", "float32"),
 }
 
 
@@ -291,8 +286,10 @@ def reaches_full(golden):
 
 #: Operations whose results rounding leaves as they are, in all that golden inputs make.
 EXACT = ("relu", "drelu")
-#: Operations of products of 16-bit numbers alone, of which few lie where rounding changes a power of two.
-PRODUCTS = ("srelu", "dsrelu", "reglu", "dreglu", "sreglu", "dsreglu")
+#: Where squares have the scales of their rounded values: no square of a bfloat16 number lies where rounding changes a
+#: power of two, and of float16 only squares do that are small beside the other rows of a tall block.
+SAME_SQUARES = {("bfloat16", *one) for one in product(("mxfp8", "block-1x128"), ("rowwise", "columnwise"))}
+SAME_SQUARES.add(("float16", "block-1x128", "columnwise"))
 
 
 @sampled("op", [op for op in OF_ALL if op != "quantize"], 11)
@@ -310,7 +307,8 @@ def test_an_amax_on_the_wrong_side_of_the_rounding_shows(op, scaling, dtype):
         return
     found = Kernel().run(unrounded, golden.scaling, {}, np.dtype(dtype))
     for copy, (_, scales, _) in expected(golden).items():
-        assert np.array_equal(found[copy][1], scales) == (op in EXACT) or op in PRODUCTS
+        is_same = op in EXACT or (op == "srelu" and (dtype, scaling, copy) in SAME_SQUARES)
+        assert np.array_equal(found[copy][1], scales) == is_same
 
 
 @sampled("op", OF_ALL, 11)
