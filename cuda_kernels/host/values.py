@@ -43,12 +43,30 @@ def from_table():
     return Getting("table", device(lambda stored, inputs, table: table[stored]))
 
 
-def is_read_first(part, *others):
-    """Whether a `Getting` is a loop of its own before that of its product with `others`: it alone reads a table.
+def in_two_loops(part, *others):
+    """Return (prepare, get): how the loop of a product gets one part of it, a `Getting`.
 
-    LLVM vectorises no loop that reads a table, but the product's without it.
+        prepare(line, stored, inputs, table)      before the loop
+        get(prepared, stored, inputs, table)      in it, a number: `prepared` is that of the line
+
+    A part that alone reads a table does so in a loop of its own, into the line: LLVM vectorises no loop that reads a
+    table, but the product's without it. Other parts are computed in the product's loop.
     """
-    return part == from_table() and from_table() not in others
+    function = part.function
+    if part != from_table() or from_table() in others:
+        return _nothing, device(lambda prepared, stored, inputs, table: function(stored, inputs, table))
+
+    @device
+    def prepare(line, stored, inputs, table):
+        for i in range(stored.size):
+            line[i] = function(stored[i], inputs, table)
+
+    return prepare, device(lambda prepared, stored, inputs, table: prepared)
+
+
+@device
+def _nothing(line, stored, inputs, table):
+    pass
 
 
 @cache
@@ -172,8 +190,8 @@ def halves_of(interleaved):
 
 def _gated(storage, value, gate, scaled, interleaved):
     """f(act) * gate(gate), times the row's scale."""
-    read, halves, value_first = inputs_at(storage), halves_of(interleaved), is_read_first(value, gate)
-    value, gate = value.function, gate.function
+    read, halves, (prepare, get) = inputs_at(storage), halves_of(interleaved), in_two_loops(value, gate)
+    gate = gate.function
 
     def fill(words, at, tile, rows, columns, row, column):
         inputs = read(words, at)
@@ -184,12 +202,9 @@ def _gated(storage, value, gate, scaled, interleaved):
             while done < columns:
                 first, second, n = halves(inputs, row + r, column + done, columns - done)
                 acts, gates, line = inputs.x[first : first + n], inputs.x[second : second + n], tile[r, done : done + n]
-                if value_first:
-                    for c in range(n):
-                        line[c] = value(acts[c], inputs, values)
+                prepare(line, acts, inputs, values)
                 for c in range(n):
-                    y = line[c] if value_first else value(acts[c], inputs, values)
-                    product = y * gate(gates[c], inputs, gates_of)
+                    product = get(line[c], acts[c], inputs, values) * gate(gates[c], inputs, gates_of)
                     line[c] = product * factor if scaled else product
                 done += n
 
@@ -198,19 +213,16 @@ def _gated(storage, value, gate, scaled, interleaved):
 
 def _gradient(storage, derivative):
     """f'(x) * dy."""
-    read, widen, read_first = inputs_at(storage), STORAGES[storage].widen, is_read_first(derivative)
-    derivative = derivative.function
+    read, widen, (prepare, get) = inputs_at(storage), STORAGES[storage].widen, in_two_loops(derivative)
 
     def fill(words, at, tile, rows, columns, row, column):
         inputs, table = read(words, at), table_at(words, at + FIRST_TABLE)
         for r in range(rows):
             start = (row + r) * inputs.width + column
             x, dy, line = inputs.x[start : start + columns], inputs.dy[start : start + columns], tile[r]
-            if read_first:
-                for c in range(columns):
-                    line[c] = derivative(x[c], inputs, table)
+            prepare(line, x, inputs, table)
             for c in range(columns):
-                line[c] = (line[c] if read_first else derivative(x[c], inputs, table)) * widen(dy[c])
+                line[c] = get(line[c], x[c], inputs, table) * widen(dy[c])
 
     return fill
 
@@ -218,8 +230,9 @@ def _gradient(storage, derivative):
 def _gated_gradient(storage, value, derivative, gate, slope):
     """(f'(act) * dy) * gate(gate) in columns 0 to width, (gate'(gate) * dy) * f(act) in the others."""
     read, widen = inputs_at(storage), STORAGES[storage].widen
-    derivative_first, value_first = is_read_first(derivative, gate), is_read_first(value, slope)
-    value, derivative, gate, slope = value.function, derivative.function, gate.function, slope.function
+    prepare_derivative, derivative_of = in_two_loops(derivative, gate)
+    prepare_value, value_of = in_two_loops(value, slope)
+    gate, slope = gate.function, slope.function
 
     def fill(words, at, tile, rows, columns, row, column):
         inputs, i = read(words, at), at + FIRST_TABLE
@@ -233,21 +246,17 @@ def _gated_gradient(storage, value, derivative, gate, slope):
             acts, gates = inputs.x[first : first + of_act], inputs.x[first + width : first + width + of_act]
             here = (row + r) * width + column
             dy, line = inputs.dy[here : here + of_act], tile[r]
-            if derivative_first:
-                for c in range(of_act):
-                    line[c] = derivative(acts[c], inputs, derivatives)
+            prepare_derivative(line, acts, inputs, derivatives)
             for c in range(of_act):
-                of_dy = (line[c] if derivative_first else derivative(acts[c], inputs, derivatives)) * widen(dy[c])
+                of_dy = derivative_of(line[c], acts[c], inputs, derivatives) * widen(dy[c])
                 line[c] = of_dy * gate(gates[c], inputs, gates_of)
             n, first = columns - of_act, start + column + of_act - width
             acts, gates = inputs.x[first : first + n], inputs.x[first + width : first + width + n]
             here = (row + r) * width + column + of_act - width
             dy, line = inputs.dy[here : here + n], tile[r, of_act:columns]
-            if value_first:
-                for c in range(n):
-                    line[c] = value(acts[c], inputs, values)
+            prepare_value(line, acts, inputs, values)
             for c in range(n):
                 of_dy = slope(gates[c], inputs, slopes) * widen(dy[c])
-                line[c] = of_dy * (line[c] if value_first else value(acts[c], inputs, values))
+                line[c] = of_dy * value_of(line[c], acts[c], inputs, values)
 
     return fill
