@@ -297,6 +297,10 @@ def _error(api, error):
     return _FUNCTION(Api.from_address(api).error_create)(ctypes.addressof(request))
 
 
+#: Parameters by their values: checking them takes longer than the rest of a call's attributes.
+_parameters = functools.lru_cache(maxsize=1024)(ClampedSwigluParams)
+
+
 def call_of(kind, attributes):
     """Return the `Call` of a frame's attributes, TE's: act_enum, scaling_mode, quantize_layout, act_params, is_dbias,
     output_amax_when_no_scaling, use_rht, stochastic_rounding; and exact. act_params are nested as TE's,
@@ -309,7 +313,7 @@ def call_of(kind, attributes):
         attributes["scaling_mode"],
         attributes["quantize_layout"],
         **{name: attributes.get(name, False) for name in FLAGS},
-        parameters=ClampedSwigluParams(**parameters),
+        parameters=_parameters(**parameters),
     )
 
 

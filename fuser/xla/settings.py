@@ -5,7 +5,7 @@ Numbers are those that cross TE's FFI (`csrc/extensions/misc.h`, `activation.h`)
 
 import functools
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from typing import Any
 
@@ -69,7 +69,7 @@ class ClampedSwigluParams:
     glu_linear_offset: float = DEFAULT_PARAMETERS["glu_linear_offset"]
 
     def __post_init__(self):
-        for name, value in asdict(self).items():
+        for name, value in list(vars(self).items()):
             require_number(value, name)
             object.__setattr__(self, name, float(value))
 
