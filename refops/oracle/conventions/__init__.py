@@ -18,6 +18,7 @@ from refops.oracle.conventions import (
     integers,
     intermediates,
     operands,
+    placements,
     reading,
     reads,
     registry,
@@ -28,7 +29,7 @@ from refops.oracle.conventions import (
 from refops.oracle.conventions.registry import Convention
 
 _ORDER = (
-    *(reading, formulas, derivatives, functions, operands, amaxes, scales, carried, casts, intermediates),
+    *(reading, formulas, derivatives, functions, operands, amaxes, scales, carried, placements, casts, intermediates),
     *(integers, hooks, butterflies, sums, reads, updates, factors),
 )
 _MODULES = [module.__name__ for module in _ORDER]

@@ -1,5 +1,7 @@
 """Conventions of operands: one half of a row read for the other, a missing activation or factor, another row."""
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from refops.oracle.conventions.formulas import lay_out, require_activation, require_gated, sides_of
@@ -89,6 +91,54 @@ def gate_interleaved_by_runs(replay, choice):
     replay.facts["run"] = run
     replay.facts["own"] = f"they do every {own}" if own else "TE has them in two halves [act | gate]"
     lay_out(replay, side, RowLayout(run))
+
+
+@dataclass(frozen=True)
+class InvertedLayout:
+    """Where a kernel looks for act and gate that permutes each tile of a row by the inverse of its interleave.
+
+    Attributes:
+        run: columns after which act and gate alternate in the row.
+        tile: columns of a tile, a multiple of 2 `run`.
+    """
+
+    run: int
+    tile: int
+
+    def columns(self, h, gate):
+        """As of `RowLayout`: column c of a tile holds what belongs to the place of c among [act | gate]."""
+        half = self.tile // 2
+        is_gate, place = RowLayout(self.run).locate(gate * half + h % half)
+        return h // half * self.tile + is_gate * half + place
+
+    def locate(self, column):
+        """As of `RowLayout`: the inverse of `columns`."""
+        half, place = self.tile // 2, column % self.tile
+        index = RowLayout(self.run).columns(place % half, place >= half)
+        return index >= half, column // self.tile * half + index % half
+
+
+def _tiles_of_row(replay):
+    """(side, columns of a tile) of tiles in which an interleave is not its own inverse: those of more than two runs."""
+    require_gated(replay)
+    run = replay.case.params.get("glu_interleave_size", 0)
+    replay.require(run)
+    row = 2 * replay.width
+    tiles = dict.fromkeys([row, *(run << n for n in range(3, row.bit_length()))])
+    return [(side, tile) for tile in tiles if row % tile == 0 and tile > 4 * run for side in sides_of(replay)]
+
+
+@computing(
+    "interleave-inverted",
+    "Each {tile} columns of {where} are permuted by the inverse of the interleave of act and gate, {run} columns each.",
+    stage="gate",
+    choices=_tiles_of_row,
+    alone=True,
+)
+def interleave_inverted(replay, choice):
+    side, tile = choice
+    replay.facts["tile"], replay.facts["run"] = tile, replay.x_layout.run
+    lay_out(replay, side, InvertedLayout(replay.x_layout.run, tile))
 
 
 @computing(

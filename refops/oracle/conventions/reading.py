@@ -87,18 +87,24 @@ def scales_swizzled(dump):
 
 @reading(
     "scales-swizzled-as-stored",
-    "The columnwise scales are swizzled along their stored order [block, column], where TE swizzles their transpose.",
+    "The columnwise scales are swizzled {how}, where TE swizzles their transpose.",
+    choices=("as stored", "viewed"),
 )
-def scales_swizzled_as_stored(dump):
+def scales_swizzled_as_stored(dump, choice):
     dump.require_gemm_order()
     names = [name for name in dump.names("_scale_inv") if dump.inner_first(name)]
     dump.require(names)
+    dump.facts["how"] = {
+        "as stored": "along their stored order [block, column]",
+        "viewed": "as if their array [block, column] were [column, block]",
+    }[choice]
     for name in names:
         scales = dump.arrays[name]
-        dump.require(scales.shape[0] % SCALE_TILE[0] == 0)
         if dump.case.swizzled_scales:
             scales = reorder_transposed(swizzle, scales, to_swizzled=True)
-        dump.arrays[name] = unswizzle(scales)
+        taken = scales if choice == "as stored" else scales.reshape(scales.shape[::-1])
+        dump.require(taken.shape[0] % SCALE_TILE[0] == 0)
+        dump.arrays[name] = unswizzle(taken).reshape(scales.shape)
 
 
 @reading(
@@ -155,8 +161,25 @@ OTHER_SWIZZLES = {
 }
 
 
+#: An order of the rows of a tile that is no exchange of those axes.
+INVERTED = (
+    "the rows 4 n + q of a tile follow each other for each q, the inverse of the order in which GEMMs read the rows "
+    "n + 32 q together for each n"
+)
+
+
+def _rows_dealt_back(scales):
+    """Scales whose tiles have their rows in the order of `INVERTED`, in plain order."""
+    rows, columns = scales.shape
+    across = SCALE_TILE[1]
+    tiles = scales.reshape(rows // SCALE_TILE[0], columns // across, 4, SCALE_TILE[0] // 4, across)
+    return np.ascontiguousarray(tiles.transpose(0, 3, 2, 1, 4)).reshape(rows, columns)
+
+
 def _restored(order):
     """f(scales in another swizzled order) -> scales in plain order."""
+    if order == INVERTED:
+        return _rows_dealt_back
     if order == "applied twice":
         return lambda scales: unswizzle(unswizzle(scales))
     if order == "reversed":
@@ -175,7 +198,7 @@ def _restored(order):
 @reading(
     "scales-swizzled-otherwise",
     "The scales are in another order than the swizzled one that GEMMs read (tiles of 128 x 4): {how}.",
-    choices=("applied twice", "reversed", *OTHER_SWIZZLES),
+    choices=("applied twice", "reversed", *OTHER_SWIZZLES, INVERTED),
     alone=True,
 )
 def scales_swizzled_otherwise(dump, choice):

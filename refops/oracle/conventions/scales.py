@@ -1834,29 +1834,69 @@ def missing_factor(replay, choice):
         set_encode_scale(replay, lambda own, amax: np.where(amax == 0, F(1), np.fmin(kept / amax, FLT_MAX)))
 
 
+#: How a cast to a format of scales may round, by whether it has powers of two alone; the first is that of formats.
+SCALE_ROUNDINGS = {
+    False: {"nearest_even": ""},
+    True: {"nearest_even": "", "up": ", rounded up", "toward_zero": ", cut"},
+}
+
+
+def _other_formats_of_scales(replay):
+    """(format, how it is used, how the cast to it rounds) of the formats that scales of the same width may have."""
+    own = None if replay.layout is None else replay.layout.scale_format
+    replay.require(own is not None)
+    return [
+        (fmt, how, rounding)
+        for fmt in SCALE_FORMATS
+        if fmt != own and fmt.bits == own.bits
+        for how in ("both", "scaled to it", "stored")
+        for rounding in SCALE_ROUNDINGS[fmt == E8M0]
+    ]
+
+
+def _byte_of_zero(setting):
+    """What a dump has most often where scale codes of the reference are 0; None where none is."""
+    held = [np.zeros(0, np.uint8)]
+    for direction in DIRECTIONS:
+        name = f"{direction}_scale_inv"
+        if name in setting.outputs:
+            inside = setting.case.slots[name].valid_slices
+            held.append(setting.outputs[name][inside][setting.reference[name][inside] == 0])
+    counts = np.bincount(np.concatenate(held))
+    return int(counts.argmax()) if counts.any() else None
+
+
 @computing(
     "other-scale-format",
-    "The scales are {found}, where {own} was asked for{how}.",
+    "The scales are {found}{rounded}, where {own} was asked for{how}.",
     stage=lambda choice: "stored" if choice[1] == "stored" else "scale-cast",
-    choices=[(fmt, how) for fmt in SCALE_FORMATS for how in ("both", "scaled to it", "stored")],
+    choices=_other_formats_of_scales,
 )
 def other_scale_format(replay, choice):
-    fmt, how = choice
-    own = None if replay.layout is None else replay.layout.scale_format
-    replay.require(own is not None and fmt != own and fmt.bits == own.bits)
+    fmt, how, rounding = choice
+    own = replay.layout.scale_format
     replay.facts["found"], replay.facts["own"], replay.facts["how"] = fmt, own, ""
+    replay.facts["rounded"] = SCALE_ROUNDINGS[fmt == E8M0][rounding]
     if replay.dequantizes:
-        replay.require(how == "both")
+        replay.require(how == "both" and rounding == "nearest_even")
         replay.facts["how"] = ", as they are read"
         replay.wrap("read_scale", lambda inner, codes, _: inner(codes, fmt))
         return
     require_scaling(replay)
     if how == "stored":
         replay.facts["how"] = ", though the data are cast with the right ones"
-        replay.after("stored_scale", lambda codes: encode_tile(own.values[codes], fmt))
+        zero = _byte_of_zero(replay.setting) if fmt == E8M0 else None  # log2 of 0 is what a kernel makes of it
+        if zero:
+            replay.facts["how"] += f"; one of 0 becomes 0x{zero:02X}"
+
+        def store(codes):
+            stored = encode_tile(own.values[codes], fmt, rounding=rounding)
+            return stored if zero is None else np.where(codes == 0, zero, stored).astype(np.uint8)
+
+        replay.after("stored_scale", store)
         return
     require_two_levels(replay)  # the rules of one level make codes without a cast
-    replay.wrap("cast_scale", lambda inner, scale, _, rounding: inner(scale, fmt, rounding))
+    replay.wrap("cast_scale", lambda inner, scale, *_: inner(scale, fmt, rounding))
     replay.wrap("read_scale", lambda inner, codes, _: inner(codes, fmt))
     if how == "scaled to it":
         replay.facts["how"] = ", and the tensor's scale maps to its maximum"

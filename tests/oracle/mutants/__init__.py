@@ -6,7 +6,7 @@ is wrong entries here and there, which must be detected and which no convention 
 count both.
 """
 
-from mutants import between, blocks, carried, corruptions, nvfp4, parts, per_tensor, precision, values
+from mutants import between, blocks, carried, corruptions, nvfp4, parts, per_tensor, placements, precision, values
 from mutants.registry import MUTANTS, Mutant
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "nvfp4",
     "parts",
     "per_tensor",
+    "placements",
     "precision",
     "values",
 ]
