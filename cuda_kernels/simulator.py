@@ -202,6 +202,8 @@ class _Cuda(_Part):
         """The value of the lane whose number differs in the bits of `lane_mask`; all lanes of the warp take part."""
         if not 0 <= lane_mask < WARP:
             raise ValueError(f"a shuffle's distance must be below {WARP}, the threads of a warp; got {lane_mask}")
+        if isinstance(value, Elements):
+            value._refuse_whole()
         thread = _thread()
         thread.offered, thread.waiting_at = value, "shuffle"
         thread.parent.switch()
@@ -246,14 +248,24 @@ def as_i32(x):
     return register.i32[()]
 
 
+def refused(error):
+    """The error that a kernel should show: a refusal of `Elements`, where NumPy put one of its own before it.
+
+    NumPy asks for the number that it is to store, and says "setting an array element with a sequence" if it gets none.
+    """
+    refusal = error.__cause__
+    is_hidden = isinstance(error, ValueError) and isinstance(refusal, TypeError)
+    return refusal.with_traceback(error.__traceback__) if is_hidden else error
+
+
 def _run_quietly(kernel, arguments):
     with np.errstate(all="ignore"):  # inf, NaN and wrapping integers are ordinary; each greenlet has its own state
         try:
             kernel(*arguments)
         except (IndexError, TypeError, ValueError, AttributeError) as error:
-            thread = _thread()
-            say_who(error, named((thread.thread_index, thread.block_index)))
-            raise
+            thread, refusal = _thread(), refused(error)
+            say_who(refusal, named((thread.thread_index, thread.block_index)))
+            raise refusal from None
 
 
 class _Block:

@@ -537,6 +537,8 @@ def test_solutions_compile_without_spills_or_float64():
         ("x[0] = 0", "x is an input"),
         ("y[0.5] = 0", "its index one integer"),
         ("y[-1] = 0", "out of bounds: store of y[-1]"),
+        ("magnitude(x)", "TypeError: x is a whole array; a thread computes with single elements: x[i]\n  line"),
+        ("y[0] = bias", "TypeError: bias is a whole array"),
         ("def f():\n    return f()\nf()", "RecursionError"),
     ],
 )
