@@ -10,7 +10,7 @@ import numpy as np
 
 import refops
 from refops.golden.dump import build_golden
-from refops.golden.header import digest, params_from_header, settings_from_dict
+from refops.golden.header import as_layout, digest, params_from_header, reads_columnwise, settings_from_dict
 from refops.golden.matrix import Recipe
 
 #: A header that was changed may ask for a larger tensor than the file has; it is not made.
@@ -33,7 +33,7 @@ def what_differs(header, arrays):
         made = build_golden(_recipe_of(header))
     except Exception as error:  # whatever a changed header may cause
         return f"its header is not what it was, {' '.join(str(error).split())}"
-    as_made = made.header | {"refops": header["refops"]}
+    as_made = as_layout(made.header, header["layout"]) | {"refops": header["refops"]}
     same_version = digest(as_made, made.arrays) == header.get("digest")
     missing = sorted(set(made.arrays) ^ set(arrays))
     if missing:
@@ -59,7 +59,7 @@ def _recipe_of(header):
         header["seed"],
         header["inputs"],
         params_from_header(header),
-        header["columnwise"],
+        reads_columnwise(header),
         header.get("swizzled_scales", False),
     )
 

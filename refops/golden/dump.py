@@ -33,7 +33,7 @@ class Golden:
 
     Attributes:
         header: plain data: layout, refops (version), operation, parameters, scaling, shape, dtype, seed, inputs,
-            columnwise, swizzled_scales (where it is true), arrays (full name -> dtype, shape, description), digest.
+            copies, swizzled_scales (where it is true), arrays (full name -> dtype, shape, description), digest.
         arrays: full name ("input.x", "output.rowwise_data", "intermediate.rowwise_encode_scale") -> array.
     """
 

@@ -12,6 +12,7 @@ from refops.files import FileError
 from refops.formats import FORMATS, ElementFormat, FloatFormat, IntegerFormat
 from refops.golden.matrix import settings_fields
 from refops.oracle.operation import INTERLEAVE
+from refops.quantization.result import DIRECTIONS
 from refops.scalings import SCALINGS
 from refops.scalings.arithmetic import REFERENCE
 
@@ -21,8 +22,9 @@ SWIZZLED = {
     False: "then swizzled in tiles of 128 x 4",
     True: "then transposed and swizzled in tiles of 128 x 4 (the array's shape is that before)",
 }
-#: Version of the layout of golden files; a reader refuses others.
-LAYOUT = 1
+#: Version of the layout of golden files, and the older ones that are read; a reader refuses others. Layout 1 had
+#: "columnwise", the argument, in place of "copies".
+LAYOUT, OLDER = 2, (1,)
 #: What a header must hold besides its digest: key -> type. "swizzled_scales" is there only where it is true.
 _FIELDS = {"operation": str, "parameters": dict, "scaling": dict | None, "arrays": dict, "refops": str}
 
@@ -39,7 +41,7 @@ def make_header(recipe, case, arrays):
         "dtype": recipe.dtype.name,
         "seed": recipe.seed,
         "inputs": recipe.inputs,
-        "columnwise": recipe.columnwise,
+        "copies": [copy for copy in DIRECTIONS if any(name.endswith(f".{copy}_data") for name in arrays)],
         **({"swizzled_scales": True} if recipe.swizzled_scales else {}),
         "arrays": {
             name: {"dtype": a.dtype.name, "shape": list(a.shape), "description": describe(name, case)}
@@ -61,12 +63,29 @@ def parse_header(text, path):
         header = None
     if not isinstance(header, dict) or any(not isinstance(header.get(k), t) for k, t in _FIELDS.items()):
         raise FileError(f"must be a golden file, as refops golden writes them; got {str(path)!r}: it has no header")
-    if header.get("layout") != LAYOUT:
+    if header.get("layout") not in (LAYOUT, *OLDER):
+        read = " or ".join(map(str, (*OLDER, LAYOUT)))
         raise FileError(
-            f"must be a golden file of layout {LAYOUT}; got {str(path)!r} of layout {header.get('layout')!r}, written "
+            f"must be a golden file of layout {read}; got {str(path)!r} of layout {header.get('layout')!r}, written "
             f"by refops {header['refops']}"
         )
     return header
+
+
+def reads_columnwise(header):
+    """Whether a header is that of a dequantization of the columnwise copy."""
+    if "columnwise" in header:
+        return header["columnwise"]
+    return header["operation"] == "dequantize" and header["copies"] == ["columnwise"]
+
+
+def as_layout(header, layout):
+    """A header of `LAYOUT`, its digest left out, as an earlier layout would have it."""
+    made = {key: value for key, value in header.items() if key != "digest"} | {"layout": layout}
+    if layout == 1:
+        made["columnwise"] = reads_columnwise(header)
+        del made["copies"]
+    return made
 
 
 def digest(header, arrays):

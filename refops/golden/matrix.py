@@ -70,8 +70,12 @@ class Recipe:
             raise ValueError(f"scaling is required for {operation.name}; got None")
         if scaling is not None and scaling.random is not None and scaling.random.bits is not None:
             raise ValueError("scaling must take its random bits from seed and offset; got random_bits")
-        if self.columnwise and operation.kind != "dequantize":
-            raise ValueError(f"columnwise must be False for {operation.name}, which writes both copies; got True")
+        if require_flag(self.columnwise, "columnwise") and operation.kind != "dequantize":
+            held = "values, and no copy" if scaling is None else "both copies without it"
+            raise ValueError(
+                f"columnwise must be left out for {operation.name}: its file holds {held}, and only a dequantization "
+                f"chooses the copy that it reads; got True"
+            )
         if require_flag(self.swizzled_scales, "swizzled_scales"):
             require_gemm_order(scaling)
         update = operation.kind == "update_delayed_scale"

@@ -1,7 +1,8 @@
 """Inputs of an operation by its result: an activation is inverted by search.
 
 It is computed on every 16-bit value of one input, and whoever wants a result gets the input whose result is nearest.
-With float32 inputs the search goes on among the float32 numbers around that one.
+With float32 inputs the search goes on among the float32 numbers around that one. An input is as large as its result
+needs: a gate, or dy, of 6e7 beside an activation of 2^-31 may be the only pair whose product is the amax wanted.
 """
 
 from functools import lru_cache

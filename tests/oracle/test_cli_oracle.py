@@ -453,7 +453,7 @@ BAD = [
     ((*WRITE, "--seed", "-1"), ["--seed", "[0, 2^64)", "'-1'"]),
     ((*WRITE, "--seed", "one"), ["--seed", "[0, 2^64)", "'one'"]),
     ((*WRITE, "--inputs", "odd"), ["--inputs", "'odd'", "mixed"]),
-    ((*WRITE, "--columnwise"), ["--columnwise must be False for swiglu"]),
+    ((*WRITE, "--columnwise"), ["--columnwise must be left out for swiglu: its file holds both copies without it"]),
     ((*WRITE, "--param", "limit=1"), ["--param NAME=VALUE", "swiglu, which has none"]),
     ((*WRITE, "--set", "two_d=1.5"), ["--set two_d must be true or false"]),
     ((*WRITE, "--out", "x.bin"), ["--out must be a directory that can be written", "'x.bin'"]),

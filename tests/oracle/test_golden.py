@@ -44,22 +44,26 @@ ROOT = Path(refops.__file__).parent.parent
 F = np.float32
 DTYPES = (np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))
 #: One file of each kind that another machine would notice first: transcendental functions, random bits, float64 in the
-#: Hadamard transform, sums. SHA-256 with refops' version taken for "0".
+#: Hadamard transform, sums. SHA-256 with refops' version taken for "0", of layout 2 and of layout 1.
 COMMITTED = [
     (
         Recipe("dswiglu", "mxfp8", (34, 128), "bfloat16", 3),
+        "@L2A@",
         "c54a90c88542bb9ccd346b99a8759955ab66098da93ff34fc272f2898b0b03ae",
     ),
     (
         Recipe("situglu", "current", (7, 66), "float32", 1 << 63, "extreme"),
+        "@L2B@",
         "ead68defe64e64107ffdb668175a6ea82b20ac8c8f5d19a4ace221f29e1f1509",
     ),
     (
         Recipe("quantize", "nvfp4-rht", (32, 48), "float16", 1),
+        "147dcf4b17d35053f26cf27a49c14a1be06da13e5c4ef1dcd87caafa60e338c1",
         "02f9b5267e7a5076ed14336d28ef2734e3e56e2fd3b6f1a6d162efa6f03a32a5",
     ),
     (
         Recipe("quantize", "nvfp4-stochastic", (16, 32), "bfloat16", 2, "special"),
+        "765627ee540b2d46a2c8f1d74bc1da525209729edd8ebe1a77107ddb5d490896",
         "67e57d78222074ee4a6e4a15c6bbdb915cb320d02dc3e6b25f2dc694817f8138",
     ),
 ]
@@ -80,10 +84,51 @@ def contents(directory):
 # --- the same bytes everywhere ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("recipe", "expected"), COMMITTED, ids=[recipe.file_name for recipe, _ in COMMITTED])
-def test_bytes_are_those_of_other_machines(recipe, expected, monkeypatch):
+@pytest.mark.parametrize(("recipe", "expected", "older"), COMMITTED, ids=[one[0].file_name for one in COMMITTED])
+def test_bytes_are_those_of_other_machines(recipe, expected, older, monkeypatch):
     monkeypatch.setattr(refops, "__version__", "0")
-    assert sha256(golden_bytes(build_golden(recipe))).hexdigest() == expected
+    golden = build_golden(recipe)
+    assert sha256(golden_bytes(golden)).hexdigest() == expected
+    assert sha256(golden_bytes(in_layout_1(golden))).hexdigest() == older
+
+
+def in_layout_1(golden):
+    """The same file as an earlier version of refops wrote it."""
+    head = header.as_layout(golden.header, 1)
+    return replace(golden, header=head | {"digest": header.digest(head, golden.arrays)})
+
+
+@pytest.mark.parametrize(("op", "columnwise"), [("swiglu", False), ("dequantize", True)])
+def test_files_of_layout_1_are_read_and_compared(tmp_path, op, columnwise):
+    old = in_layout_1(build_golden(Recipe(op, "mxfp8", (8, 64), columnwise=columnwise)))
+    assert old.header["columnwise"] is columnwise and "copies" not in old.header
+    path = tmp_path / "old.safetensors"
+    path.write_bytes(golden_bytes(old))
+    assert read_golden(path).header == old.header and read_golden(path).stale_outputs() == []
+
+    def change(head, arrays):
+        next(iter(arrays.values())).view(np.uint8).reshape(-1)[0] ^= 1
+
+    said = damaged(path, change, tmp_path)
+    assert "first at byte 0" in said and "header" not in said
+    assert damaged(path, lambda head, arrays: head.update(seed="0"), tmp_path).startswith("its header is not what")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "copies"),
+    [
+        (Recipe("swiglu", "mxfp8", (8, 64)), ["rowwise", "columnwise"]),
+        (Recipe("quantize", "nvfp4-row-scaled", (16, 48)), ["rowwise"]),
+        (Recipe("dequantize", "mxfp8", (8, 64)), ["rowwise"]),
+        (Recipe("dequantize", "mxfp8", (8, 64), columnwise=True), ["columnwise"]),
+        (Recipe("dgelu", None, (8, 64)), []),
+    ],
+)
+def test_a_header_says_which_copies_the_file_holds(recipe, copies):
+    golden = build_golden(recipe)
+    assert golden.header["copies"] == copies
+    held = {name.split(".")[1].split("_")[0] for name in golden.arrays if name.endswith("wise_data")}
+    assert held == set(copies)
 
 
 def test_bytes_do_not_depend_on_the_processor_or_on_hashing():
@@ -550,6 +595,7 @@ CHANGED_HEADERS = {
     "kind of inputs": ({"inputs": "mixes"}, "its header is not what it was, inputs must be one of"),
     "missing": ({"dtype": None, "seed": None}, "its header is not what it was, seed must be an integer"),
     "key": ({"more": 1}, "more of its header differs"),
+    "copies": ({"copies": ["rowwise"]}, "copies of its header differs"),
 }
 
 
@@ -576,9 +622,13 @@ def test_a_changed_file_of_another_version_is_compared_all_the_same(small, tmp_p
     assert said.endswith(f"; compared with refops {refops.__version__}, which writes another digest than 0.0.1 wrote")
 
 
-def test_columnwise_is_for_dequantize_alone():
-    with pytest.raises(ValueError, match="columnwise must be False for quantize"):
-        Recipe("quantize", "mxfp8", columnwise=True)
+@pytest.mark.parametrize(("scaling", "held"), [("mxfp8", "both copies without it"), (None, "values, and no copy")])
+def test_columnwise_is_for_dequantize_alone(scaling, held):
+    said = f"columnwise must be left out for swiglu: its file holds {held}, and only a dequantization chooses"
+    with pytest.raises(ValueError, match=said):
+        Recipe("swiglu", scaling, columnwise=True)
+    with pytest.raises(TypeError, match="columnwise must be True or False"):
+        Recipe("dequantize", "mxfp8", columnwise=1)
 
 
 # --- reading damaged files --------------------------------------------------------------------------------------------
@@ -622,7 +672,8 @@ def test_other_files_are_refused_in_one_line(small, tmp_path):
     golden = read_golden(small)
     path = tmp_path / "other.safetensors"
     for change, message in (
-        ({"layout": 2}, "of layout 2, written by refops"),
+        ({"layout": 3}, "a golden file of layout 1 or 2; got"),
+        ({"layout": 3}, "of layout 3, written by refops"),
         ({"digest": None}, "do not match its digest"),
         ({"operation": "swigloo"}, "op must be one of"),
         ({"scaling": {"class": "FP7Scaling"}}, "scaling must be one of"),
