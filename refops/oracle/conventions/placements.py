@@ -52,7 +52,8 @@ def _gives_scales(setting, by):
         replay = setting.replay()
         _displace(replay, by, "amax alone")
         replay.encode = lambda values, bits: np.zeros(values.shape, np.uint8)  # its scales alone are asked for
-        wide = widened(region, setting.shape, (TILE, TILE), (TILE, TILE))
+        margins = (0, TILE) if direction == "rowwise" else (TILE, 0)
+        wide = widened(region, setting.shape, margins, margins)
         with np.errstate(all="ignore"):
             made = part_of(setting.case.scaling, name, replay.run(wide, [name])[name], inside(region, wide))
         if np.mean((made == written)[differs]) >= GIVEN:
