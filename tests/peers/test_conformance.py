@@ -13,6 +13,7 @@ import pytest
 import refops
 from peers import conformance, formulas, inputs, registry
 from peers.subjects import MXFP8, NVFP4, SUBJECTS, TIMED, comparable, read
+from tiers import sampled
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the peers' own making
 
@@ -38,12 +39,15 @@ def few(peer, offer):
 # --- every difference is accounted for -------------------------------------------------------------------------------
 
 
+@sampled("third", range(3), 3, in_all=1)
 @pytest.mark.parametrize("module", OWN)
-def test_every_difference_is_explained(module):
+def test_every_difference_is_explained(module, third):
+    """Of every third offer: offers that follow one another differ in the rule of the scale alone."""
     peer = present(module)
-    for offer in peer.offers:
-        if not conformance.is_compared(peer, offer):
-            continue
+    offers = [offer for offer in peer.offers if conformance.is_compared(peer, offer)][third::3]
+    if not offers:
+        pytest.skip(f"{peer.name} offers less")
+    for offer in offers:
         row = few(peer, offer)
         assert conformance.unexplained(row) == 0, (offer.subject, offer.variant, row["examples"])
         assert row["ordinary"]["elements"] > 0
@@ -214,7 +218,7 @@ def timed_inputs():
     }
 
 
-@pytest.mark.parametrize("module", ["torch_eager", "jnp_formulas"])
+@pytest.mark.parametrize("module", ["torch_eager", pytest.param("jnp_formulas", marks=pytest.mark.full)])
 def test_formulas_have_the_bits_of_refops(module, timed_inputs):
     """Where exp and tanh are another library's, a few codes may differ: one in a thousand here."""
     peer = present(module)
