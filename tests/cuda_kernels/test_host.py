@@ -5,31 +5,58 @@ from itertools import product
 
 import numpy as np
 import pytest
-from host_cases import ALIGNED, ALL_SCALINGS, BF16, DTYPES, E4M3, MXFP8, RAGGED, SCALINGS_AND_DTYPES, F, takes, tensor
+from host_cases import (
+    ALIGNED,
+    ALL_SCALINGS,
+    BF16,
+    DTYPES,
+    E4M3,
+    MORE_SCALINGS,
+    MXFP8,
+    RAGGED,
+    F,
+    takes,
+    tensor,
+)
 
 import refops
 from arrays import ARRAYS, assert_same_quantized, same_bits
 from cuda_kernels import host
 from refops import oracle
 from refops.oracle.operation import OPERATIONS
+from refops.survey import SCALINGS
 from tiers import sampled
 
+#: Which copies are made, rowwise and columnwise.
+COPIES = [(True, False), (False, True), (True, True)]
 
-@sampled(("name", "dtype"), SCALINGS_AND_DTYPES, 8, in_all=24)
-def test_quantize_and_dequantize_have_the_reference_s_bits(name, dtype):
-    scaling = ALL_SCALINGS[name]
-    if getattr(scaling, "rht", False):
-        pytest.skip("sums in another order: judged by the oracle below")
+
+def assert_quantizes(name, dtype, rowwise, columnwise):
+    """Of every shape that the scaling takes: the bits of the reference, there and back."""
+    scaling, options = ALL_SCALINGS[name], {"rowwise": rowwise, "columnwise": columnwise}
     for shape in ALIGNED + RAGGED:
-        for rowwise, columnwise in ((True, False), (False, True), (True, True)):
-            if not takes(scaling, shape, columnwise):
-                continue
-            x, options = tensor(shape, dtype), {"rowwise": rowwise, "columnwise": columnwise}
-            mine, dbias = host.quantize(x, scaling, dbias=True, **options)
-            reference, reference_dbias = refops.quantize(x, scaling, dbias=True, **options)
-            assert_same_quantized(mine, reference)
-            assert same_bits(dbias, reference_dbias)
-            assert same_bits(host.dequantize(reference), refops.dequantize(reference))
+        if not takes(scaling, shape, columnwise):
+            continue
+        x = tensor(shape, dtype)
+        mine, dbias = host.quantize(x, scaling, dbias=True, **options)
+        reference, reference_dbias = refops.quantize(x, scaling, dbias=True, **options)
+        assert_same_quantized(mine, reference)
+        assert same_bits(dbias, reference_dbias)
+        assert same_bits(host.dequantize(reference), refops.dequantize(reference))
+
+
+@sampled(("name", "dtype"), product(SCALINGS, DTYPES), 8, in_all=24)
+def test_quantize_and_dequantize_have_the_reference_s_bits(name, dtype):
+    if getattr(ALL_SCALINGS[name], "rht", False):
+        pytest.skip("sums in another order: judged by the oracle below")
+    for copies in COPIES:
+        assert_quantizes(name, dtype, *copies)
+
+
+@sampled(("name", "dtype", "copies"), product(MORE_SCALINGS, DTYPES, COPIES), 31, in_all=24)
+def test_other_settings_have_the_reference_s_bits(name, dtype, copies):
+    """What they need is compiled for these tests alone, up to five seconds a case."""
+    assert_quantizes(name, dtype, *copies)
 
 
 def outputs_of(op, scaling, dtype, shape, columnwise):
