@@ -4,6 +4,7 @@ import copy
 import functools
 import inspect
 import warnings
+from itertools import product
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from fuser.recipe import (
     MXFP8BlockScaling,
     NVFP4BlockScaling,
 )
+from tiers import sampled
 
 SIZE = 64
 QUANTIZED = {
@@ -87,30 +89,28 @@ def refusal(name, dtype=torch.float32):
     return next((message for part, message in REFUSED.items() if part in name), None)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_quantized_parameters_are_rounded_once_a_step(name):
+@sampled(("name", "recipe", "dtype"), product(OPTIMIZERS, QUANTIZED, DTYPES), 3, in_all=1)
+def test_quantized_parameters_are_rounded_once_a_step(name, recipe, dtype):
     """The bits of torch's step on a plain copy, quantized after it."""
-    for recipe in QUANTIZED.values():
-        for dtype in (torch.float32, torch.bfloat16):
-            parameter = quantized_parameter(recipe(), dtype)
-            quantizer = parameter._get_quantizer().copy()
-            quantizer.set_usage(**parameter.get_usages())
-            plain = torch.nn.Parameter(parameter.detach().dequantize())
-            before = plain.detach().clone()
+    parameter = quantized_parameter(QUANTIZED[recipe](), DTYPES[dtype])
+    quantizer = parameter._get_quantizer().copy()
+    quantizer.set_usage(**parameter.get_usages())
+    plain = torch.nn.Parameter(parameter.detach().dequantize())
+    before = plain.detach().clone()
 
-            def requantize(one, quantizer=quantizer):
-                with torch.no_grad():
-                    one.copy_(quantizer(one.detach()).dequantize())
+    def requantize(one):
+        with torch.no_grad():
+            one.copy_(quantizer(one.detach()).dequantize())
 
-            message = refusal(name, dtype)
-            if message is not None:
-                with pytest.raises((RuntimeError, AssertionError), match=message):
-                    take_steps(name, parameter)
-                continue
+    message = refusal(name, DTYPES[dtype])
+    if message is not None:
+        with pytest.raises((RuntimeError, AssertionError), match=message):
             take_steps(name, parameter)
-            take_steps(name, plain, after_step=requantize)
-            assert isinstance(parameter, fuser.QuantizedTensor)
-            assert torch.equal(parameter.dequantize(), plain) and not torch.equal(plain, before)
+        return
+    take_steps(name, parameter)
+    take_steps(name, plain, after_step=requantize)
+    assert isinstance(parameter, fuser.QuantizedTensor)
+    assert torch.equal(parameter.dequantize(), plain) and not torch.equal(plain, before)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
