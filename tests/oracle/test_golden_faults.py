@@ -181,7 +181,7 @@ def cannot_show(fault, recipe, shape):
     return next((reason for holds, reason in rules[fault] if holds), "")
 
 
-@pytest.mark.parametrize("scaling", SCALINGS)
+@sampled("scaling", SCALINGS, 2, in_all=1)
 def test_faulty_kernels_fail_on_every_set_and_the_right_one_on_none(scaling):
     for recipe, golden in goldens("quantize", scaling):
         wanted, fmt = expected(golden), golden.scaling.fmt
@@ -217,8 +217,7 @@ def test_each_fault_is_shown_under_most_scalings(fault):
     assert kinds == set(INPUT_KINDS)
 
 
-@sampled("scaling", SCALINGS, 4)
-@pytest.mark.parametrize("op", OPERATIONS)
+@sampled(("op", "scaling"), product(OPERATIONS, SCALINGS), 8)
 def test_the_results_of_activations_hold_what_shows_faults(op, scaling):
     """In every mixed set, though inputs had to be found by search; a GELU is hardly ever negative."""
     for recipe, golden in goldens(op, scaling, ("mixed",)):
@@ -311,22 +310,22 @@ def test_an_amax_on_the_wrong_side_of_the_rounding_shows(op, scaling, dtype):
         assert np.array_equal(found[copy][1], scales) == is_same
 
 
-@sampled("op", OF_ALL, 11)
-@pytest.mark.parametrize(
-    ("scaling", "faults"),
-    [
-        ("mxfp8", ["rounds_scales_up"]),
-        ("mxfp4", ["rounds_scales_up"]),
-        ("nvfp4-1x16", ["flushes_scales", "rounds_scales_twice"]),
-    ],
-)
-def test_faulty_scales_of_every_operation_show(op, scaling, faults):
+#: What may be wrong with the scales of some scalings.
+FAULTY_SCALES = {
+    "mxfp8": ["rounds_scales_up"],
+    "mxfp4": ["rounds_scales_up"],
+    "nvfp4-1x16": ["flushes_scales", "rounds_scales_twice"],
+}
+
+
+@sampled(("op", "scaling"), product(OF_ALL, FAULTY_SCALES), 22)
+def test_faulty_scales_of_every_operation_show(op, scaling):
     """In every kind that can hold them, in both copies, of all three dtypes."""
     missing = set()
     for dtype, kind in product(DTYPES, INPUT_KINDS):
         golden = build_golden(Recipe(op, scaling, (64, 256), dtype, inputs=kind))
         wanted, is_lossy = expected(golden), kind == "rounding" and amax_rounds(golden)
-        for fault in faults:
+        for fault in FAULTY_SCALES[scaling]:
             got = run(Kernel(**{fault: True}), golden, np.dtype(dtype))
             for copy in wanted:
                 shown = not np.array_equal(got[copy][1], wanted[copy][1])
