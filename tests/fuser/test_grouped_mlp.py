@@ -1,6 +1,7 @@
 """The fused grouped MLP: the bits of its three operations, when it fires, what it saves."""
 
 import weakref
+from itertools import product
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from fuser.basic.grouped_linear import GRAD_INPUT_BUFFER_KEY, OUTPUT_BUFFER_KEY
 from fuser.fused import GroupedMLP, GroupedMLP_CuTeGEMMGLU, GroupedMLP_CuTeGEMMUnary
 from fuser.quantization import FP8GlobalStateManager, autocast, quantized_model_init
 from fuser.recipe import DelayedScaling, Format, MXFP8BlockScaling, NVFP4BlockScaling
+from tiers import sampled
 
 SPLITS = [32, 0, 64, 32]
 GROUPS, ROWS, WIDTH, HIDDEN = len(SPLITS), sum(SPLITS), 64, 128
@@ -76,9 +78,7 @@ def assert_same(one, other):
         assert left is None or same_bits(left, right)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("name", SCALED)
+@sampled(("name", "recipe", "dtype"), product(SCALED, RECIPES, [torch.float32, torch.bfloat16]), 3, in_all=1, ids=str)
 def test_bits_are_those_of_the_parts(name, recipe, dtype, monkeypatch):
     model = mlp(name, dtype=dtype)
     results = [run(model, RECIPES[recipe](), monkeypatch, fused=fused, dtype=dtype) for fused in (False, True)]
