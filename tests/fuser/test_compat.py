@@ -1,9 +1,14 @@
-"""`fuser.compat`: te.ops scripts run unchanged, in processes of their own because sys.modules is the subject."""
+"""`fuser.compat`: te.ops scripts run unchanged, in processes of their own because sys.modules is the subject.
+
+The processes are forked from one that has imported `fuser.compat` and nothing else, which takes two seconds.
+"""
 
 import importlib
 import json
+import multiprocessing
 import subprocess
 import sys
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -50,11 +55,17 @@ NAMES = {
 }
 
 
-def run(code):
-    """Run code in a new interpreter; return what it printed. A failure shows its traceback."""
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=300)
-    assert result.returncode == 0, result.stderr
-    return result.stdout
+@pytest.fixture(scope="module")
+def run():
+    """Call run(code): it runs in a process that has imported `fuser.compat` alone. A failure shows its traceback."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["fuser.compat"])
+
+    def call(code):
+        with ProcessPoolExecutor(1, context) as pool:
+            pool.submit(exec, code, {"__name__": "__main__"}).result(timeout=300)
+
+    return call
 
 
 WITHOUT_JAX = "import sys\nsys.modules['jax'] = None\n"
@@ -68,11 +79,14 @@ WITHOUT_JAX = "import sys\nsys.modules['jax'] = None\n"
     ],
 )
 def test_the_usage_script_runs(before):
-    printed = run(f"{before}exec(compile({USAGE!r}, 'usage.py', 'exec'))")
-    assert printed == "all five components answered\n"
+    """In a new interpreter."""
+    code = f"{before}exec(compile({USAGE!r}, 'usage.py', 'exec'))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=300)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == "all five components answered\n"
 
 
-def test_jax_names_without_jax_are_an_import_error():
+def test_jax_names_without_jax_are_an_import_error(run):
     run(
         f"{WITHOUT_JAX}import fuser.compat\nfuser.compat.install()\n"
         "import transformer_engine.jax\n"
@@ -82,7 +96,7 @@ def test_jax_names_without_jax_are_an_import_error():
     )
 
 
-def test_star_imports():
+def test_star_imports(run):
     run(
         "import fuser.compat\nfuser.compat.install()\n"
         "from transformer_engine.pytorch.ops import *\n"
@@ -91,7 +105,7 @@ def test_star_imports():
     )
 
 
-def test_fp8_is_deprecated():
+def test_fp8_is_deprecated(run):
     run(
         "import warnings, fuser.compat\nfuser.compat.install()\n"
         "with warnings.catch_warnings(record=True) as caught:\n"
@@ -101,19 +115,19 @@ def test_fp8_is_deprecated():
     )
 
 
-def test_every_name_is_there():
+def test_every_name_is_there(run):
     checks = "\n".join(f"from {module} import {', '.join(names.split())}" for module, names in NAMES.items())
     run(f"import fuser.compat\nfuser.compat.install()\n{checks}")
 
 
-def test_names_of_te_are_imported_or_refused_with_a_reason():
+def test_names_of_te_are_imported_or_refused_with_a_reason(run):
     """As scripts import them. fuser/README.md has which: `docs/te_names.py`."""
     run(
         "import importlib, json, warnings, fuser.compat\n"
         "fuser.compat.install()\n"
         "warnings.simplefilter('ignore')\n"
         "imported = refused = 0\n"
-        "for module, names in json.load(open('docs/te_names.json')).items():\n"
+        f"for module, names in json.load(open({str(ROOT / 'docs' / 'te_names.json')!r})).items():\n"
         "    for code in [f'import {module}', *(f'from {module} import {name}' for name in names)]:\n"
         "        try:\n"
         "            exec(code)\n"
@@ -139,7 +153,7 @@ def test_reasons_are_those_of_te_s_names():
         assert home is None or not hasattr(importlib.import_module(home), name), f"{module}.{name} works"
 
 
-def test_attributes_say_why_too():
+def test_attributes_say_why_too(run):
     run(
         "import fuser.compat\nfuser.compat.install()\n"
         "import transformer_engine.pytorch as te\n"
@@ -150,7 +164,7 @@ def test_attributes_say_why_too():
     )
 
 
-def test_objects_are_this_package_s_own():
+def test_objects_are_this_package_s_own(run):
     run(
         "import fuser, fuser.compat, fuser.ops\n"
         "fuser.compat.install(); fuser.compat.install()\n"
@@ -164,7 +178,7 @@ def test_objects_are_this_package_s_own():
     )
 
 
-def test_uninstall_restores():
+def test_uninstall_restores(run):
     run(
         "import sys, fuser.compat\n"
         "before = set(sys.modules)\n"
@@ -182,7 +196,7 @@ def test_uninstall_restores():
     )
 
 
-def test_a_real_transformer_engine_is_an_error():
+def test_a_real_transformer_engine_is_an_error(run):
     run(
         "import sys, types, fuser.compat\n"
         "sys.modules['transformer_engine'] = types.ModuleType('transformer_engine')\n"
@@ -195,7 +209,7 @@ def test_a_real_transformer_engine_is_an_error():
 
 
 @pytest.mark.parametrize("name", ["transformer_engine.pytorch.no_such_module", "transformer_engine.no_such_package"])
-def test_a_module_that_is_not_offered_is_not_found(name):
+def test_a_module_that_is_not_offered_is_not_found(run, name):
     run(
         f"import fuser.compat\nfuser.compat.install()\n"
         f"try:\n    import {name}\n"
@@ -205,7 +219,7 @@ def test_a_module_that_is_not_offered_is_not_found(name):
 
 
 @pytest.mark.parametrize("name, near", [("NoSuch", "or no name of TE's"), ("LayerNrom", "(did you mean LayerNorm?)")])
-def test_a_name_that_te_has_not_either(name, near):
+def test_a_name_that_te_has_not_either(run, name, near):
     run(
         f"import fuser.compat\nfuser.compat.install()\n"
         f"try: from transformer_engine.pytorch.ops import {name}\n"
@@ -254,7 +268,7 @@ def test_names_of_a_distributed_optimizer_are_in_fuser():
     assert fuser.GroupedTensor is quantization.GroupedTensor
 
 
-def test_a_missing_name_says_where_to_look():
+def test_a_missing_name_says_where_to_look(run):
     run(
         "import fuser.compat\nfuser.compat.install()\n"
         "import transformer_engine.pytorch as te\n"
