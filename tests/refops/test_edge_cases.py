@@ -4,6 +4,7 @@ Sections are those of docs/spec/quantization.md.
 """
 
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -34,6 +35,7 @@ from arrays import assert_same_bits, assert_same_quantized, coarse
 from refops import E2M1, E4M3, E5M2, E8M0, decode, dequantize, encode, quantize
 from refops.rounding import philox, philox_bytes, round_once
 from refops.scalings.declaration import LARGEST_FINITE
+from tiers import sampled
 
 INF, NAN = np.inf, np.nan
 
@@ -606,9 +608,7 @@ def is_nan_code(codes, fmt):
     return np.isnan(decode(codes, fmt))
 
 
-@pytest.mark.parametrize("content", CONTENTS)
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-@pytest.mark.parametrize("name", SCALINGS)
+@sampled(("name", "dtype", "content"), product(SCALINGS, DTYPES.values(), CONTENTS), 5, in_all=3)
 def test_matrix_of_edge_cases(name, dtype, content):
     """Each content under each scaling and dtype: bits as the second implementation, and no NaN that was not there."""
     scaling = SCALINGS[name]
@@ -690,7 +690,7 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "shape"), SHAPES)
+@sampled(("name", "shape"), SHAPES, 5, in_all=2, ids=str)
 def test_shapes(name, shape):
     """1-D, ragged, empty and 5-D tensors: bits, shapes and zero padding as the second implementation."""
     scaling = SCALINGS[name]
@@ -733,8 +733,7 @@ def test_scalars_and_any_rank_go_through_the_casts():
 # --- dequantization formulas, section 7 -----------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", SCALINGS)
-@pytest.mark.parametrize("out_dtype", DTYPES.values(), ids=DTYPES)
+@sampled(("name", "out_dtype"), product(SCALINGS, DTYPES.values()), 2, in_all=1)
 def test_dequantize_formula(name, out_dtype):
     """float32 arithmetic in the order of section 7 on hand-indexed scales, one rounding at the end."""
     q = quantize(random_tensor((160, 288), BF16, 8), SCALINGS[name], columnwise=True)
