@@ -4,6 +4,7 @@
 """
 
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -78,7 +79,7 @@ def roundings(scaling):
     return 3  # x * scale, 1 / scale, times the code's value
 
 
-@sampled("name", NEAREST, 3)
+@sampled("name", NEAREST, 7)
 @profile
 @given(data=st.data())
 def test_dequantized_is_within_half_a_step(name, data):
@@ -149,8 +150,12 @@ def test_scale_falls_as_amax_grows(fmt, power_2, amax):
 
 @profile
 @given(amax=hnp.arrays(np.uint32, 50, elements=st.integers(0, 0x7F800000)))
-@pytest.mark.parametrize("rounding", ["up", "floor", "even", "ceil_ocp"])
-@pytest.mark.parametrize("fmt", [refops.E4M3, refops.E5M2, refops.E3M2, refops.E2M3], ids=repr)
+@sampled(
+    ("fmt", "rounding"),
+    product([refops.E4M3, refops.E5M2, refops.E3M2, refops.E2M3], ["up", "floor", "even", "ceil_ocp"]),
+    3,
+    ids=str,
+)
 def test_mx_scale_byte_grows_with_amax(fmt, rounding, amax):
     amax = np.sort(amax.view(F))
     byte = scale_byte(amax, fmt, rounding).astype(int)
@@ -176,8 +181,12 @@ def test_nvfp4_block_scale_grows_with_the_block(amax, tensor_amax, e4m3_max):
     assert (np.diff(byte) >= 0).all() and byte.max() <= 0x7E
 
 
-@pytest.mark.parametrize("rounding", ["nearest_even", "nearest_away", "toward_zero", "up", "down"])
-@pytest.mark.parametrize("fmt", refops.FORMATS.values(), ids=repr)
+@sampled(
+    ("fmt", "rounding"),
+    product(refops.FORMATS.values(), ["nearest_even", "nearest_away", "toward_zero", "up", "down"]),
+    3,
+    ids=str,
+)
 @profile
 @given(patterns=hnp.arrays(np.uint32, 200, elements=st.integers(0, 2**32 - 1)))
 def test_encode_is_monotone_and_idempotent(fmt, rounding, patterns):
@@ -194,7 +203,7 @@ def test_encode_is_monotone_and_idempotent(fmt, rounding, patterns):
 
 
 # 4over6 of a tile chooses by a sum of errors in the tensor's own order: the transposed tile's may round otherwise.
-@sampled("name", [n for n in SCALINGS if n not in ("nvfp4-row", "nvfp4-mse-2d")], 3)
+@sampled("name", [n for n in SCALINGS if n not in ("nvfp4-row", "nvfp4-mse-2d")], 7)
 @profile
 @given(data=st.data())
 def test_columnwise_of_x_is_rowwise_of_its_transpose(name, data):
@@ -330,7 +339,7 @@ def test_nvfp4_blocks_depend_on_others_through_the_amax_only(name, seed, dtype):
     assert np.array_equal(a.columnwise_scale_inv[:, :2], b.columnwise_scale_inv[:, :2])
 
 
-@sampled("name", [n for n in NEAREST if "delayed" not in n and "alone" not in n], 3)
+@sampled("name", [n for n in NEAREST if "delayed" not in n and "alone" not in n], 5)
 @profile
 @given(data=st.data(), shift=st.integers(-12, 12))
 def test_a_power_of_two_moves_the_scales_and_no_code(name, data, shift):
@@ -346,7 +355,7 @@ def test_a_power_of_two_moves_the_scales_and_no_code(name, data, shift):
     assert_same_bits(np.ldexp(dequantize(a), shift).astype(F), dequantize(b))
 
 
-@sampled("name", SCALINGS, 3)
+@sampled("name", SCALINGS, 7)
 @profile
 @given(data=st.data())
 def test_negation_flips_the_sign_bits(name, data):
