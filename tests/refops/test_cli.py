@@ -14,6 +14,7 @@ import time
 import warnings
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import ml_dtypes
@@ -1105,8 +1106,7 @@ def test_closed_pipe_is_no_traceback(arguments):
     assert process.wait(60) == cli.EXIT_PIPE_CLOSED
 
 
-@pytest.mark.parametrize("redirection", [">/dev/full", ">&-"], ids=["full disk", "closed"])
-@pytest.mark.parametrize("arguments", ["formats", "formats --json"])
+@sampled(("arguments", "redirection"), product(["formats", "formats --json"], [">/dev/full", ">&-"]), 3, in_all=1)
 def test_stdout_that_cannot_be_written_is_bad_use(arguments, redirection):
     done = subprocess.run(
         f"{sys.executable} -m refops {arguments} {redirection}",

@@ -3,6 +3,7 @@
 Sections are those of docs/spec/quantization.md, mostly 8.2 to 8.4; "activations spec" is docs/spec/activations.md.
 """
 
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -91,9 +92,7 @@ def compose(f, scaling, dtype, rule):
         return expect(values[cast], scaling, dtype, amax_values=values[amax]), summed
 
 
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-@sampled("name", refops.ACTIVATIONS, 4)
-@pytest.mark.parametrize("scaling_name", SCALINGS)
+@sampled(("scaling_name", "name", "dtype"), product(SCALINGS, refops.ACTIVATIONS, DTYPES.values()), 7)
 def test_composed_operations_follow_the_rule_table(scaling_name, name, dtype):
     """Forward and backward, both directions, ordinary and special values: bit for bit."""
     scaling, rule = SCALINGS[scaling_name], rule_of(scaling_name)

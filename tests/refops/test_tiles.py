@@ -72,7 +72,7 @@ def assert_same_results(actual, expected, what):
         (assert_same_values if isinstance(a, np.ndarray) else assert_same_quantized)(a, e, what)
 
 
-@sampled(("name", "kind"), OPERATIONS, 3)
+@sampled(("name", "kind"), OPERATIONS, 5)
 def test_tile_size_never_changes_a_bit(name, kind):
     """float32, whose sums round at every step; bfloat16 where the path of a fused operation rounds to it."""
     dy, x, scales = tensors(name, dtype=BF16 if name and kind in SCALINGS else FP32)
