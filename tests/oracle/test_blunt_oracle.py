@@ -5,12 +5,12 @@ the piece in place all are found (test_mutants.py). So the library can tell a sh
 """
 
 import numpy as np
-import pytest
 from mutants import MUTANTS
 from mutants.outcome import outcome
 
 from refops.oracle import enclosure, interval, quantized_verdict, scale_rules, verdict
 from refops.oracle.enclosure import Bounds
+from tiers import sampled
 
 BLUNT = {}
 
@@ -210,7 +210,7 @@ def a_relative_tolerance_of_one_percent(monkeypatch):
     monkeypatch.setattr(Bounds, "contain", tolerant)
 
 
-@pytest.mark.parametrize("name", BLUNT)
+@sampled("name", BLUNT, 2, in_all=1)
 def test_a_blunt_oracle_misses_mutants(name, monkeypatch):
     patch, expected = BLUNT[name]
     assert set(expected) <= set(MUTANTS)

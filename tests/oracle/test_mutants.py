@@ -57,7 +57,7 @@ def test_the_library_is_large_enough():
         assert mutant.expected or mutant.kind == "corruption", mutant.name
 
 
-@sampled("name", MUTANTS, 12, in_all=60)
+@sampled("name", MUTANTS, 31, in_all=60)
 def test_the_fault_is_in_the_dump(name):
     """The dump differs from that of the right kernel and from the reference; the right kernel's is accepted."""
     mutant = MUTANTS[name]
@@ -69,7 +69,7 @@ def test_the_fault_is_in_the_dump(name):
     assert report.ok, str(report)
 
 
-@sampled("name", MUTANTS, 12, in_all=48)
+@sampled("name", MUTANTS, 29, in_all=48)
 def test_detected_and_named(name):
     result = outcome(name)
     assert result.detected

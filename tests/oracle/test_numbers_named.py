@@ -10,6 +10,7 @@ from mutants.outcome import check
 
 from refops.oracle.conventions.fits import common_ratio, fitted_number, named_constant
 from refops.oracle.replay import NotApplicable
+from tiers import sampled
 
 SAID = {
     "values-times-an-unknown-number": "The result, y, is the right one times a constant: 1/0.9.",
@@ -47,7 +48,7 @@ SAID = {
 }
 
 
-@pytest.mark.parametrize("name", SAID)
+@sampled("name", SAID, 3, in_all=1)
 def test_the_sentence_says_what_was_found(name):
     mutant = MUTANTS[name]
     report = check(mutant, mutant.dump()[1], diagnose=True)

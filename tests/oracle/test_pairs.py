@@ -16,6 +16,7 @@ from refops.oracle.diagnosis.search import Search
 from refops.oracle.geometry import whole
 from refops.oracle.operation import Case
 from refops.oracle.replay import NotApplicable, Setting
+from tiers import sampled
 
 F = np.float32
 #: Processor seconds for a wrong dump of 224 x 352 on a machine that other processes slow down: twice those of a quiet
@@ -23,7 +24,7 @@ F = np.float32
 SECONDS = 2.5
 
 
-@pytest.mark.parametrize("kind", SLOW)
+@sampled("kind", SLOW, 2, in_all=1)
 def test_two_faults_are_named_in_little_time(kind):
     seconds = []
     while not seconds or (min(seconds) > SECONDS and len(seconds) < 4):

@@ -20,7 +20,7 @@ def judged(author, name):
     return outcome(author, name)
 
 
-@sampled("fault", PLANTED, 12, in_all=12)
+@sampled("fault", PLANTED, 31, in_all=12)
 def test_found_and_not_misnamed(fault):
     result = judged(*fault)
     assert result.found
