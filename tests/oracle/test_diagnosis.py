@@ -3,6 +3,8 @@
 How well it names faults that others wrote is counted by test_mutants.py and test_third_party.py.
 """
 
+from itertools import product
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -161,8 +163,7 @@ OTHER_SWIZZLES = {
 }
 
 
-@pytest.mark.parametrize("scaling", [MXFP8, refops.NVFP4Scaling()], ids=["mxfp8", "nvfp4"])
-@pytest.mark.parametrize("said", OTHER_SWIZZLES)
+@sampled(("scaling", "said"), product([MXFP8, refops.NVFP4Scaling()], OTHER_SWIZZLES), 2, in_all=1)
 def test_another_swizzle_is_named_in_scales_that_should_be_swizzled(said, scaling):
     x = normal((384, 640))
     outputs = dict(arrays_of(refops.quantize(x, scaling, columnwise=True)))

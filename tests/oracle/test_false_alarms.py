@@ -4,6 +4,8 @@ And it can fail: the same variants one step beyond what is permitted are rejecte
 than what permitted variants really do.
 """
 
+from itertools import product
+
 import numpy as np
 import pytest
 import variants
@@ -73,7 +75,7 @@ def test_counting():
 # --- each way to be right -------------------------------------------------------------------------
 
 
-@sampled("op", [*refops.ACTIVATIONS, *(f"d{name}" for name in refops.ACTIVATIONS)], 3)
+@sampled("op", [*refops.ACTIVATIONS, *(f"d{name}" for name in refops.ACTIVATIONS)], 5)
 def test_every_arithmetic_in_float32(op):
     """float32 output hides nothing: every elementary error, contraction and formula, around every corner."""
     for number, tensor_class in enumerate(("normal", "corners", "student", "ties")):
@@ -88,8 +90,12 @@ def test_every_arithmetic_in_float32(op):
                     assert rejected is None, rejected
 
 
-@pytest.mark.parametrize("order", variants.ORDERS)
-@pytest.mark.parametrize("tensor_class", ["normal", "student", "log-normal", "ties", "subnormal", "huge", "special"])
+@sampled(
+    ("tensor_class", "order"),
+    product(["normal", "student", "log-normal", "ties", "subnormal", "huge", "special"], variants.ORDERS),
+    2,
+    in_all=1,
+)
 def test_every_order_of_sums(tensor_class, order):
     """dbias fused and unfused, drow_scales, rows that cancel."""
     rng = np.random.default_rng(3)
@@ -106,8 +112,12 @@ def test_every_order_of_sums(tensor_class, order):
             assert rejected is None, rejected
 
 
-@pytest.mark.parametrize("hadamard", variants.HADAMARDS)
-@pytest.mark.parametrize("tensor_class", ["normal", "log-normal", "ties", "zeros", "constant", "special", "huge"])
+@sampled(
+    ("tensor_class", "hadamard"),
+    product(["normal", "log-normal", "ties", "zeros", "constant", "special", "huge"], variants.HADAMARDS),
+    3,
+    in_all=1,
+)
 def test_every_hadamard_transform(tensor_class, hadamard):
     rng = np.random.default_rng(4)
     for dtype in variants.DTYPES.values():
@@ -117,9 +127,12 @@ def test_every_hadamard_transform(tensor_class, hadamard):
             assert rejected is None, rejected
 
 
-@pytest.mark.parametrize("order", ["sequential", "reversed", "pairwise", "permuted", "float64"])
-@pytest.mark.parametrize("setting", ["mae", "mse"])
-@pytest.mark.parametrize("two_d", [False, True], ids=["1x16", "16x16"])
+@sampled(
+    ("two_d", "setting", "order"),
+    product([False, True], ["mae", "mse"], ["sequential", "reversed", "pairwise", "permuted", "float64"]),
+    3,
+    in_all=1,
+)
 def test_every_order_of_4over6_errors(two_d, setting, order):
     """Errors that differ in their last bits alone decide between 4 and 6."""
     rng = np.random.default_rng(5)
