@@ -11,7 +11,7 @@ from declared_scalings import CHECKED, SHAPES, WITHOUT_GPU_KERNELS, check_declar
 from tiers import sampled
 
 
-@sampled("name", CHECKED, 6)
+@sampled("name", CHECKED, 12)
 def test_every_call_has_the_reference_s_bits(name):
     check_declared(host, name, ml_dtypes.bfloat16, SHAPES[name])
 

@@ -1,5 +1,7 @@
 """`arithmetic="exact"` on the CPU: the bits of `refops`, for every bfloat16 and float16 and for many float32."""
 
+from itertools import product
+
 import numpy as np
 import pytest
 
@@ -12,17 +14,15 @@ from tiers import sampled
 NAMES = tuple(refops.ACTIVATIONS)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@sampled("name", NAMES, 6)
+@sampled(("name", "dtype"), product(NAMES, DTYPES), 10, ids=str)
 def test_bits_are_the_reference_s(name, dtype):
     """Of float32 a million, of the others all."""
     assert_exact(host, name, dtype, count=1 << 20)
 
 
-@sampled("name", NAMES[::-1], 12)
-def test_bits_of_fused_calls(name):
-    for dtype in DTYPES:
-        assert_exact_fused(host, name, dtype)
+@sampled(("name", "dtype"), product(NAMES[::-1], DTYPES), 19, ids=str)
+def test_bits_of_fused_calls(name, dtype):
+    assert_exact_fused(host, name, dtype)
 
 
 @pytest.mark.parametrize(

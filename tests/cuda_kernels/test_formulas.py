@@ -124,12 +124,12 @@ def test_fast_formulas_use_the_approximate_units(ptx, name):
 # --- accuracy ---------------------------------------------------------------------------------------
 
 
-@sampled("name", ACTIVATIONS, 4)
+@sampled("name", ACTIVATIONS, 5)
 def test_the_oracle_accepts_accurate_formulas_at_2_ulp(name):
     raise_unless_accepted(evaluate(name, formulas.functions_of(name), *bfloat16_and_random()), ulp=2)
 
 
-@sampled("name", ACTIVATIONS, 4)
+@sampled("name", ACTIVATIONS, 5)
 def test_fast_formulas_off_the_gpu_at_8_ulp(name):
     x, gate = bfloat16_and_random()
     keep = ~flushed(name, x)
@@ -137,7 +137,7 @@ def test_fast_formulas_off_the_gpu_at_8_ulp(name):
     raise_unless_accepted(evaluate(name, functions, x[keep], gate[keep]), ulp=8)
 
 
-@sampled("name", ACTIVATIONS, 4)
+@sampled("name", ACTIVATIONS, 5)
 def test_fast_formulas_on_the_worst_units_at_8_ulp(name):
     x, gate = bfloat16_and_random()
     keep = ~flushed(name, x)
