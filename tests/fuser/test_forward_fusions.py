@@ -1,5 +1,7 @@
 """Forward fusions around a linear: when they fire, and that the fused pass is the unfused one with fewer roundings."""
 
+from itertools import product
+
 import pytest
 import torch
 from linear_cases import RECIPES, assert_product, exact_linear, plan, seeded
@@ -11,6 +13,7 @@ from fuser.fuser import OperationFuser, fusions
 from fuser.quantization.contexts import autocast
 from fuser.quantization.state import FP8GlobalStateManager
 from fuser.recipe import DelayedScaling
+from tiers import sampled
 
 HALVES = [torch.bfloat16, torch.float16]
 
@@ -199,9 +202,13 @@ def _run(pipeline, dtype, with_extra, recipe):
     return results
 
 
-@pytest.mark.parametrize("recipe", [None, *RECIPES])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", _pipelines())
+@sampled(
+    ("name", "dtype", "recipe"),
+    product(_pipelines(), [torch.float32, torch.bfloat16], [None, *RECIPES]),
+    5,
+    in_all=1,
+    ids=str,
+)
 def test_fused_is_unfused_within_the_roundings_saved(name, dtype, recipe):
     pipeline, with_extra = _pipelines()[name](dtype)
     recipe_instance = RECIPES[recipe]() if recipe else None

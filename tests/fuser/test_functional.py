@@ -1,6 +1,7 @@
 """The functions of TE's PyTorch extension: which values are rounded, summed and quantized, and what is refused."""
 
 import inspect
+from itertools import product
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from fuser.quantization.quantizers import (
     MXFP8Quantizer,
     NVFP4Quantizer,
 )
+from tiers import sampled
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 E4M3, E5M2 = DType.kFloat8E4M3, DType.kFloat8E5M2
@@ -91,8 +93,7 @@ def assert_holds(result, expected):
 # --- the paths ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("key", QUANTIZERS)
-@pytest.mark.parametrize("name", refops.ACTIVATIONS)
+@sampled(("name", "key"), product(refops.ACTIVATIONS, QUANTIZERS), 3, in_all=1)
 def test_every_path_bit_for_bit(name, key):
     make, scaling, path = QUANTIZERS[key]
     assert refops.ops.path_of(scaling).name == path

@@ -1,6 +1,7 @@
 """Matrix products: against float64, one rounding for everything, quantized operands exactly as what they stand for."""
 
 import dataclasses
+from itertools import product
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,6 +14,7 @@ from fuser import dispatch, gemm
 from fuser.dispatch import as_numpy, as_torch, backend
 from fuser.narrow import SMALLEST, narrow, narrow_product, takes_bfloat16
 from refops.scalings import NAMED
+from tiers import sampled
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 LAYOUTS = ("TN", "NN", "NT")
@@ -128,8 +130,7 @@ def quantized(tensor, scaling, *, rowwise=True, columnwise=True):
     return dispatch.quantize(tensor, scaling, rowwise=rowwise, columnwise=columnwise)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=ids)
-@pytest.mark.parametrize("scaling", SCALINGS, ids=ids)
+@sampled(("scaling", "dtype"), product(SCALINGS, DTYPES), 2, in_all=1, ids=ids)
 def test_quantized_product_is_that_of_the_dequantized_operands(scaling, dtype):
     for layout in LAYOUTS:
         a, b = operands(layout, dtype)
@@ -365,8 +366,7 @@ SIZES = ((32, 32, 32), (32, 2048, 64), (64, 96, 160), (32, 64, 512))
 
 
 @needs_units
-@pytest.mark.parametrize("m, k, n", SIZES)
-@pytest.mark.parametrize("scaling", SCALINGS, ids=ids)
+@sampled(("scaling", "m", "k", "n"), [(scaling, *size) for scaling in SCALINGS for size in SIZES], 3, in_all=1, ids=ids)
 def test_sums_are_float32_in_some_order(scaling, m, k, n):
     for layout in LAYOUTS:
         a, b = operands(layout, torch.bfloat16, m, k, n)

@@ -2,6 +2,7 @@
 
 import copy
 import io
+from itertools import product
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import refops
 from fuser.basic.grouped_linear import GroupedLinear
 from fuser.quantization import FP8GlobalStateManager, GroupedTensor, QuantizedTensor, autocast, quantized_model_init
 from fuser.recipe import BlockScaledRecipe, MXFP8BlockScaling
+from tiers import sampled
 
 SPLITS = torch.tensor([32, 0, 64, 32])
 GROUPS, ROWS, IN, OUT = 4, 128, 64, 128
@@ -74,9 +76,11 @@ def assert_same(one, other):
         assert same_bits(left.contiguous(), right.contiguous())
 
 
-@pytest.mark.parametrize(
+@sampled(
     ("recipe", "quantized_init"),
     [(name, init) for name in ALL_RECIPES for init in (False, True) if name != "none" or not init],
+    3,
+    in_all=1,
 )
 def test_bits_are_those_of_separate_parameters(recipe, quantized_init):
     results = []
@@ -91,8 +95,16 @@ def test_bits_are_those_of_separate_parameters(recipe, quantized_init):
     assert isinstance(op.bias, GroupedTensor) and op.bias.shape == (GROUPS, OUT)
 
 
-@pytest.mark.parametrize("options", [{"single_grouped_weight": True}, {"single_grouped_bias": True}, SINGLE], ids=str)
-@pytest.mark.parametrize("others", [{}, {"scale_bias": True}, {"bias": False}], ids=str)
+@sampled(
+    ("others", "options"),
+    product(
+        [{}, {"scale_bias": True}, {"bias": False}],
+        [{"single_grouped_weight": True}, {"single_grouped_bias": True}, SINGLE],
+    ),
+    2,
+    in_all=1,
+    ids=str,
+)
 def test_bits_of_one_of_both_and_of_scaled_biases(options, others):
     dtype = torch.bfloat16
     assert_same(
@@ -154,7 +166,7 @@ def test_a_file_restores_the_bits(recipe):
 
 
 @pytest.mark.filterwarnings("error::UserWarning")
-@pytest.mark.parametrize("recipe", ALL_RECIPES)
+@sampled("recipe", ALL_RECIPES, 3, in_all=1)
 def test_a_file_of_the_module_trains_on(recipe):
     made = ALL_RECIPES[recipe]()
     with quantized_model_init(enabled=made is not None, recipe=made):
@@ -167,7 +179,7 @@ def test_a_file_of_the_module_trains_on(recipe):
     assert_same(run(op, made), run(other, made))
 
 
-@pytest.mark.parametrize("recipe", ALL_RECIPES)
+@sampled("recipe", ALL_RECIPES, 3, in_all=1)
 def test_copies_and_casts_keep_one_parameter(recipe):
     made = ALL_RECIPES[recipe]()
     with quantized_model_init(enabled=made is not None, recipe=made):

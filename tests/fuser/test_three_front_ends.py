@@ -5,6 +5,8 @@ given the same activation, for the casts. With backends "reference" and "exact":
 `refops`.
 """
 
+from itertools import product
+
 import numpy as np
 import pytest
 
@@ -103,9 +105,7 @@ def assert_all_same(name, form, scaling, x, dy, library):
         assert_same_raw(np.asarray(jax_sums).ravel(), sums)
 
 
-@pytest.mark.parametrize("route", ["ffi", "callback"])
-@pytest.mark.parametrize("scaling", SCALINGS)
-@sampled("name", NAMES, 4)
+@sampled(("name", "scaling", "route"), product(NAMES, SCALINGS, ["ffi", "callback"]), 7)
 def test_kernels(name, scaling, route):
     dtypes = (np.float32, jnp.bfloat16, np.float16) if route == "ffi" else (jnp.bfloat16,)
     for dtype in dtypes:
@@ -124,8 +124,7 @@ def test_reference(name, scaling):
             assert_all_same(name, form, scaling, x, dy, refops)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@sampled("name", NAMES, 4)
+@sampled(("name", "dtype"), product(NAMES, DTYPES), 7, ids=str)
 def test_exact_arithmetic(name, dtype):
     """Every bfloat16 and float16, and as many float32, by both routes; with every scaling ordinary tensors."""
     dy, x = exactness.tensors(name, dtype)

@@ -5,6 +5,7 @@ import io
 import pickle
 import subprocess
 import sys
+from itertools import product
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import fuser
 from fuser import ops
 from fuser.recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling
+from tiers import sampled
 
 #: torch.compile and forward derivatives use what torch itself deprecates.
 DEPRECATED = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -181,8 +183,7 @@ def test_clipping_of_gradients(recipe, x):
 
 
 @DEPRECATED
-@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
-@pytest.mark.parametrize("name", ["none", "mxfp8"])
+@sampled(("name", "optimizer"), product(["none", "mxfp8"], [torch.optim.SGD, torch.optim.AdamW]), 3, in_all=1)
 def test_compiled_steps_of_optimizers(name, optimizer, x):
     """Of quantized parameters each write of compiled code rounds: AdamW's are at most E4M3's neighbours of eager's."""
     torch._dynamo.reset()
