@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+import fuser
 import refops
 from fuser import functional
 from fuser import quantization as q
@@ -31,6 +32,13 @@ QUANTIZERS = {
     "nvfp4": lambda: q.NVFP4Quantizer(with_2d_quantization=True),
     "mxfp6": lambda: q.BlockScaledQuantizer(MXFP8Scaling(E3M2, two_d=True)),
 }
+
+
+@pytest.fixture(autouse=True)
+def the_reference_quantizes():
+    """What a tensor does is no matter of who quantizes: nothing is compiled. test_quantizers.py has the kernels."""
+    with fuser.backend("reference"):
+        yield
 
 
 @pytest.fixture(params=QUANTIZERS)
