@@ -25,10 +25,20 @@ def pytest_collection_modifyitems(items):
             raise pytest.UsageError(f"a test must be marked check or full, not both; got {item.nodeid}")
 
 
-def pytest_collection_finish():
+def leave_out_of_collections():
     """Objects that live as long as the process are left out of later garbage collections, which took a second each."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_collection_finish():
+    leave_out_of_collections()
+
+
+@pytest.fixture
+def quick_collections():
+    """For tests that collect garbage: what is alive before them is left out."""
+    leave_out_of_collections()
 
 
 @pytest.fixture

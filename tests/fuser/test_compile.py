@@ -108,7 +108,7 @@ def assert_like_eager(own, backend, *, inside, dtype=torch.float32):
     assert len(state_of(model)) == (8 if own is not None and own.delayed() else 0)
 
 
-@sampled("name", RECIPES, 4, in_all=1)
+@sampled("name", RECIPES, 5, in_all=1)
 def test_bits_gradients_and_state_after_three_steps(name):
     assert_like_eager(RECIPES[name](), "aot_eager", inside=True)
 
@@ -295,7 +295,7 @@ def test_autograd_sees_what_is_kept(name):
     y.sum().backward()
 
 
-def test_nothing_is_left_of_calls():
+def test_nothing_is_left_of_calls(quick_collections):
     def alive():
         gc.collect()
         return sum(type(one) is operators.Saved for one in gc.get_objects())
@@ -719,8 +719,8 @@ OWNERS = {
 }
 
 
-@pytest.mark.parametrize("name", OWNERS)
-def test_a_model_is_freed_without_a_collection_and_after_it_was_compiled(name):
+@sampled("name", OWNERS, 3, in_all=1)
+def test_a_model_is_freed_without_a_collection_and_after_it_was_compiled(name, quick_collections):
     gc.disable()
     try:
         model = OWNERS[name]()

@@ -846,7 +846,7 @@ class TestWithTorch:
 
 
 class TestMemory:
-    def test_saved_tensors_go_with_backward(self):
+    def test_saved_tensors_go_with_backward(self, quick_collections):
         """The loss stays, what was saved for backward goes: also the buffers of quantized tensors."""
         saved = []
 
@@ -873,7 +873,7 @@ class TestMemory:
             gc.collect()
             assert [ref.expired() for ref in saved] == [not retain_graph] * 4
 
-    def test_no_growth(self):
+    def test_no_growth(self, quick_collections):
         model = ops.Sequential(ops.Linear(16, 16), ops.GELU(), ops.MakeExtraOutput(), ops.Linear(16, 16))
         x = torch.randn(16, 16, requires_grad=True)
 
