@@ -70,10 +70,11 @@ def test_every_group_is_a_linear(dtype, bias):
     assert torch.equal(op.weight1.grad, torch.zeros(OUT, IN, dtype=dtype))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.full)], ids=str)
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_quantized_products_are_those_of_explicit_casts(recipe):
-    op = _grouped(out_features=128, dtype=torch.bfloat16, bias=False)
-    x, dy, splits = _tensors(torch.bfloat16, out_features=128)
+def test_quantized_products_are_those_of_explicit_casts(recipe, dtype):
+    op = _grouped(out_features=128, dtype=dtype, bias=False)
+    x, dy, splits = _tensors(dtype, out_features=128)
     recipe = RECIPES[recipe]()
     with autocast(recipe=recipe):
         y = op(x, splits)
