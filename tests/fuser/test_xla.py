@@ -2,6 +2,7 @@
 
 import ctypes
 import threading
+from itertools import product
 
 import ml_dtypes
 import numpy as np
@@ -109,7 +110,13 @@ def test_scale_shapes_of_tensors_squares_and_what_blocks_do_not_divide():
 # --- values ---------------------------------------------------------------------------------------------
 
 
-@sampled("activation_type", TYPES, 3, ids="-".join)
+@sampled(
+    ("route", "activation_type"),
+    product(ROUTES, TYPES),
+    5,
+    indirect=["route"],
+    ids=lambda v: v if isinstance(v, str) else "-".join(v),
+)
 def test_unscaled_bits(route, activation_type):
     name = ACTIVATION_NAMES[xla.ActivationEnum[activation_type]]
     params = xla.ActivationParams.create(limit=2.5, alpha=1.5, glu_linear_offset=0.5)
@@ -129,8 +136,14 @@ def test_unscaled_bits(route, activation_type):
         assert_same_raw(xla.dact_lu(dz, x, activation_type, act_params=params).data, dx.data)
 
 
-@sampled("mode", SCALED, 2, in_all=1, ids=lambda m: m.name)
-@pytest.mark.parametrize("layout", xla.QuantizeLayout, ids=lambda v: v.name)
+@sampled(
+    ("route", "mode", "layout"),
+    product(ROUTES, SCALED, xla.QuantizeLayout),
+    4,
+    in_all=1,
+    indirect=["route"],
+    ids=lambda v: v if isinstance(v, str) else v.name,
+)
 def test_scaled_bits(route, mode, layout):
     copies = {"rowwise": layout.has_rowwise, "columnwise": layout.has_colwise}
     for activation_type, name in ((("gelu",), "gelu"), (("silu", "linear"), "swiglu")):
@@ -177,7 +190,14 @@ def test_the_reference_backend_is_refops(mode):
     assert_same_raw(dbias, sums.reshape(2, 64))
 
 
-@pytest.mark.parametrize("mode", SCALED, ids=lambda m: m.name)
+@sampled(
+    ("route", "mode"),
+    product(ROUTES, SCALED),
+    2,
+    in_all=1,
+    indirect=["route"],
+    ids=lambda v: v if isinstance(v, str) else v.name,
+)
 def test_quantize_flattens_where_it_is_told(route, mode):
     x = random((32, 2, 64), jnp.float16)
     tensor = quantizer_of(mode, xla.QuantizeLayout.ROWWISE_COLWISE).quantize(x, flatten_axis=-2)
@@ -355,7 +375,14 @@ def test_transformations(route):
         jax.jvp(apply, (x,), (x,))
 
 
-@sampled("mode", SCALED, 2, in_all=1, ids=lambda m: m.name)
+@sampled(
+    ("route", "mode"),
+    product(ROUTES, SCALED),
+    2,
+    in_all=1,
+    indirect=["route"],
+    ids=lambda v: v if isinstance(v, str) else v.name,
+)
 def test_transformations_of_quantizing_calls(route, mode):
     """Each example is quantized by itself; a quantizer adds its noise forward, and none backward."""
     x = random((3, 32, 1, 32))
@@ -801,9 +828,14 @@ def test_the_route_is_chosen_by_scope_then_environment(monkeypatch):
         xla.current_route()
 
 
-@pytest.mark.parametrize("layout", list(xla.QuantizeLayout))
-@pytest.mark.parametrize(
-    "mode", ["DELAYED_TENSOR_SCALING", "CURRENT_TENSOR_SCALING", "MXFP8_1D_SCALING", "NVFP4_1D_SCALING"]
+@sampled(
+    ("mode", "layout"),
+    product(
+        ["DELAYED_TENSOR_SCALING", "CURRENT_TENSOR_SCALING", "MXFP8_1D_SCALING", "NVFP4_1D_SCALING"],
+        xla.QuantizeLayout,
+    ),
+    2,
+    in_all=1,
 )
 def test_activation_has_one_layout_whatever_the_quantizer_makes(mode, layout):
     """Columnwise copies may be transposed; the activation's result and its gradient are not."""

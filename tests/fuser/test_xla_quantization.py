@@ -387,8 +387,7 @@ def assert_same_groups(tensor, groups, mode):
             np.testing.assert_array_equal(np.asarray(single.amax), np.concatenate([q.amax_rowwise for q in made]))
 
 
-@pytest.mark.parametrize("layout", xla.QuantizeLayout, ids=named)
-@pytest.mark.parametrize("mode", GROUPED, ids=named)
+@sampled(("mode", "layout"), product(GROUPED, xla.QuantizeLayout), 2, in_all=1, ids=named)
 def test_grouped_bits(route, mode, layout):
     x = random((160, 96), jnp.bfloat16)
     for sizes in ((32, 96, 32), (160, 0, 0), (0, 64, 96)):
@@ -406,7 +405,7 @@ def test_grouped_bits(route, mode, layout):
     assert_same_groups(tensor, np.asarray(weights), mode)
 
 
-@pytest.mark.parametrize("mode", GROUPED, ids=named)
+@sampled("mode", GROUPED[::-1], 3, in_all=1, ids=named)
 def test_grouped_tensors_dequantize_to_their_groups(mode):
     x, sizes, weights = random((160, 96)), (32, 0, 128), random((3, 32, 64))
     tensor = xla.grouped_quantize(x, grouped_quantizer(mode, BOTH, 3), jnp.asarray(sizes))
