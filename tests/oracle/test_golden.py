@@ -9,7 +9,9 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass, field, replace
+from functools import cache
 from hashlib import sha256
+from itertools import product
 from pathlib import Path
 
 import ml_dtypes
@@ -72,6 +74,12 @@ MATRIX = {recipe.file_name: recipe for recipe in golden_matrix()}
 SAMPLE = sorted(MATRIX)[::53]
 
 
+@cache
+def golden_of(name):
+    """The file of that name, built once for the tests that read it."""
+    return build_golden(MATRIX[name])
+
+
 class Derived(refops.MXFP8Scaling):
     """A scaling that no file declares."""
 
@@ -131,7 +139,8 @@ def test_a_header_says_which_copies_the_file_holds(recipe, copies):
     assert held == set(copies)
 
 
-def test_bytes_do_not_depend_on_the_processor_or_on_hashing():
+@pytest.mark.parametrize("every", [12, pytest.param(4, marks=pytest.mark.full)])
+def test_bytes_do_not_depend_on_the_processor_or_on_hashing(every):
     """In a process of its own, without the vector instructions that NumPy found here, and with another hash seed."""
     umath = np._core._multiarray_umath
     features = [f for f in umath.__cpu_dispatch__ if umath.__cpu_features__[f]]
@@ -142,7 +151,7 @@ def test_bytes_do_not_depend_on_the_processor_or_on_hashing():
         "import numpy as np\n"
         f"assert not any(np._core._multiarray_umath.__cpu_features__[f] for f in {features})\n"
         "matrix = {r.file_name: r for r in golden_matrix()}\n"
-        f"for name in {SAMPLE[::4]}: print(sha256(golden_bytes(build_golden(matrix[name]))).hexdigest())"
+        f"for name in {SAMPLE[::every]}: print(sha256(golden_bytes(build_golden(matrix[name]))).hexdigest())"
     )
     environment = {"NPY_DISABLE_CPU_FEATURES": " ".join(features), "PYTHONHASHSEED": "7", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
@@ -153,7 +162,7 @@ def test_bytes_do_not_depend_on_the_processor_or_on_hashing():
         timeout=120,
     )
     assert done.returncode == 0, done.stderr
-    here = [sha256(golden_bytes(build_golden(MATRIX[name]))).hexdigest() for name in SAMPLE[::4]]
+    here = [sha256(golden_bytes(build_golden(MATRIX[name]))).hexdigest() for name in SAMPLE[::every]]
     assert done.stdout.split() == here
 
 
@@ -195,8 +204,7 @@ def test_committed_names():
 
 @pytest.mark.parametrize("name", SAMPLE[::3])
 def test_file_is_what_the_safetensors_library_reads(name, tmp_path):
-    recipe = MATRIX[name]
-    golden = build_golden(recipe)
+    golden = golden_of(name)
     path = tmp_path / name
     path.write_bytes(golden_bytes(golden))
     with safe_open(path, framework="np") as file:
@@ -228,8 +236,7 @@ def test_arrays_are_aligned_and_listed_in_one_order():
 
 @sampled("name", SAMPLE, 3)
 def test_read_gives_what_was_built(name, tmp_path):
-    recipe = MATRIX[name]
-    built = build_golden(recipe)
+    recipe, built = MATRIX[name], golden_of(name)
     path = tmp_path / name
     path.write_bytes(golden_bytes(built))
     golden = read_golden(path)
@@ -338,8 +345,7 @@ def by_element(golden, name, columnwise, shape):
     return spread.T if columnwise else spread
 
 
-@pytest.mark.parametrize("scaling", SCALINGS)
-@pytest.mark.parametrize("op", ["quantize", "dgelu", "swiglu"])
+@sampled(("op", "scaling"), product(["quantize", "dgelu", "swiglu"], SCALINGS), 2, in_all=1)
 def test_intermediates_are_the_steps_from_input_to_output(op, scaling):
     """block amax from the values; codes = cast(value * encode scale); the decode scale is that of the amax."""
     named = SCALINGS[scaling]
@@ -388,7 +394,7 @@ def test_intermediates_are_the_steps_from_input_to_output(op, scaling):
 
 @sampled("name", SAMPLE, 3)
 def test_oracle_finds_golden_outputs_right_and_changed_ones_wrong(name):
-    golden = build_golden(MATRIX[name])
+    golden = golden_of(name)
     options = {"scaling": golden.scaling, "params": golden.params, "diagnose": False}
     for ulp in (2, 0):
         report = oracle.check(golden.op, golden.inputs, golden.outputs, ulp=ulp, **options)
@@ -431,7 +437,7 @@ def test_matrix_covers_every_operation_scaling_and_dtype():
 @sampled("name", SAMPLE, 3)
 def test_matrix_writes_everything_that_an_operation_can(name):
     """Both copies, sums, amaxes: all slots of the case."""
-    golden = build_golden(MATRIX[name])
+    golden = golden_of(name)
     assert set(golden.outputs) == set(golden.case().slots)
 
 
@@ -640,10 +646,12 @@ def small(tmp_path_factory):
     return write_golden(tmp_path_factory.mktemp("small"), "swiglu", "mxfp8", shape=(4, 64))
 
 
-def test_every_changed_byte_is_noticed(small, tmp_path):
+@pytest.mark.parametrize("positions", [90, pytest.param(700, marks=pytest.mark.full)])
+def test_every_changed_byte_is_noticed(small, tmp_path, positions):
+    """Of so many bytes, from the first to the last."""
     data = small.read_bytes()
     path = tmp_path / "changed.safetensors"
-    step = max(1, len(data) // 700)
+    step = max(1, len(data) // positions)
     for position in range(0, len(data), step):
         changed = bytearray(data)
         changed[position] ^= 1

@@ -110,7 +110,9 @@ def test_conventions_show_in_a_mixed_file_or_have_a_reason(op, scaling):
     assert {name for name, _ in unseen} <= set(REASONS)
 
 
-@pytest.mark.parametrize(("op", "scaling"), [("quantize", "mxfp8"), ("swiglu", "current")])
+@pytest.mark.parametrize(
+    ("op", "scaling"), [("quantize", "mxfp8"), pytest.param("swiglu", "current", marks=pytest.mark.full)]
+)
 def test_what_a_mixed_file_hides_another_kind_shows(op, scaling):
     """But for what no kind can show."""
     unseen = set.intersection(*(hidden(op, scaling, kind)[1] for kind in INPUT_KINDS))
