@@ -7,6 +7,7 @@ Inputs: every bfloat16 with five settings of the lower half, which puts values o
 import os
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import ml_dtypes
@@ -46,6 +47,8 @@ def inputs():
 
 X = inputs()
 NUMBERS = X[~np.isnan(X)]
+#: Compute capabilities, None for code that runs anywhere.
+TARGETS = [None, (8, 0), (9, 0), (10, 0, "a")]
 
 
 @pytest.mark.check
@@ -111,8 +114,7 @@ def test_instructions_only_where_the_gpu_has_them(name, target, native):
     assert (casts.pairs_for(name, target) not in without) == native
 
 
-@sampled("target", [None, (8, 0), (9, 0), (10, 0, "a")], 3)
-@pytest.mark.parametrize("name", ["e4m3", "e5m2", "e3m2", "e2m1"])
+@sampled(("name", "target"), product(["e4m3", "e5m2", "e3m2", "e2m1"], TARGETS), 5)
 def test_four_codes_are_two_pairs(name, target):
     numbers = [np.roll(NUMBERS, k) for k in range(4)]
     pair = over_arrays(casts.pairs_for(name, None), np.uint16)
@@ -121,7 +123,7 @@ def test_four_codes_are_two_pairs(name, target):
     np.testing.assert_array_equal(over_arrays(casts.quads_for(name, target), np.uint32)(*numbers), expected)
 
 
-@pytest.mark.parametrize("target", [None, (8, 0), (9, 0), (10, 0, "a")])
+@pytest.mark.parametrize("target", TARGETS)
 def test_eight_codes_are_four_pairs(target):
     """Of E2M1, with the halfway points of its grid and their neighbours among the eight."""
     halfway = F([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5])
@@ -135,8 +137,7 @@ def test_eight_codes_are_four_pairs(target):
     np.testing.assert_array_equal(over_arrays(of_eight, np.uint32)(*numbers), np.bitwise_or.reduce(pairs))
 
 
-@pytest.mark.parametrize("target", [None, (8, 0), (9, 0), (10, 0, "a")])
-@sampled("name", FORMATS, 4)
+@sampled(("name", "target"), product(FORMATS, TARGETS), 9)
 def test_eight_codes_of_words_have_their_values(name, target):
     """Every code in each of the eight places."""
     fmt, width = refops.FORMATS[name], WIDTHS.get(name, 8)
