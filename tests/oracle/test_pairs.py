@@ -24,7 +24,7 @@ F = np.float32
 SECONDS = 2.5
 
 
-@sampled("kind", SLOW, 2, in_all=1)
+@sampled("kind", SLOW, 3, in_all=1)
 def test_two_faults_are_named_in_little_time(kind):
     seconds = []
     while not seconds or (min(seconds) > SECONDS and len(seconds) < 4):
