@@ -378,6 +378,7 @@ def test_quantizers_and_roles():
     assert op.get_grad_output_quantizer() is None
 
 
+@pytest.mark.usefixtures("the_reference_quantizes")
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_experts_in_a_pipeline(recipe):
     """The middle of a mixture of experts: two grouped layers around a row-scaled activation, each with its splits."""

@@ -16,6 +16,8 @@ from fuser.custom_recipes.reference import CurrentScalingQuantizerRef, NVFP4Quan
 from fuser.quantization import master_weights as mw
 
 BF16 = torch.bfloat16
+#: What is cast, and where it goes, is no matter of who casts it.
+pytestmark = pytest.mark.usefixtures("the_reference_quantizes")
 
 WEIGHT = WEIGHTS["mxfp8"]()(values(32, 32))
 

@@ -9,18 +9,19 @@ import re
 import subprocess
 import sys
 import types
+from itertools import product
 
 import numpy as np
 import pytest
 import torch
 
-import fuser
 import refops
 from fuser import functional
 from fuser import quantization as q
 from fuser.dtypes import DType
 from fuser.quantization.storage import QuantizedTensorStorage
 from refops import E3M2, MXFP8Scaling
+from tiers import sampled
 
 F8, F8B = DType.kFloat8E4M3, DType.kFloat8E5M2
 
@@ -34,11 +35,8 @@ QUANTIZERS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def the_reference_quantizes():
-    """What a tensor does is no matter of who quantizes: nothing is compiled. test_quantizers.py has the kernels."""
-    with fuser.backend("reference"):
-        yield
+#: What a tensor does is no matter of who quantizes.
+pytestmark = pytest.mark.usefixtures("the_reference_quantizes")
 
 
 @pytest.fixture(params=QUANTIZERS)
@@ -591,8 +589,7 @@ OPERATIONS = {
 }
 
 
-@pytest.mark.parametrize("made", MODES)
-@pytest.mark.parametrize("used", MODES)
+@sampled(("quantizer", "made", "used"), product(QUANTIZERS, MODES, MODES), 5, in_all=1, indirect=["quantizer"])
 def test_what_works_with_plain_tensors_works_in_every_mode(quantizer, made, used):
     for name, operation in OPERATIONS.items():
         with MODES[made]():

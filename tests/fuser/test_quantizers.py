@@ -307,6 +307,7 @@ def test_rht_matrix():
 # --- results --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("the_reference_quantizes")
 @pytest.mark.parametrize("name", QUANTIZERS)
 def test_internal_results_are_bare_storages(name):
     quantizer, _ = QUANTIZERS[name]()
@@ -354,6 +355,7 @@ def test_multi_quantize():
     )
 
 
+@pytest.mark.usefixtures("the_reference_quantizes")
 @pytest.mark.parametrize("name", QUANTIZERS)
 def test_update_quantized_writes_in_place(name):
     quantizer, _ = QUANTIZERS[name]()
@@ -452,10 +454,9 @@ def test_update_usage_says_when_a_copy_cannot_be_made(name):
         made.update_usage(rowwise_usage=True)
 
 
+@pytest.mark.usefixtures("the_reference_quantizes")
 def test_stochastic_copies_differ_so_none_is_made():
-    quantizer = q.NVFP4Quantizer(with_2d_quantization=True, stochastic_rounding=True, columnwise=False)
-    with fuser.backend("reference"):  # no other test takes the kernels of this
-        made = quantizer(normal((32, 32)))
+    made = q.NVFP4Quantizer(with_2d_quantization=True, stochastic_rounding=True, columnwise=False)(normal((32, 32)))
     with pytest.raises(RuntimeError, match="other codes"):
         made.update_usage(columnwise_usage=True)
 
