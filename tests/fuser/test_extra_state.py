@@ -7,6 +7,7 @@ import json
 import pickle
 import warnings
 import zipfile
+from itertools import product
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 
 import fuser
 from fuser import extra_state, ops, recipe
+from tiers import sampled
 
 
 class TestPacking:
@@ -544,18 +546,22 @@ class TestRecipesOfTheUsersOwn:
 
 
 class TestQuantizedModels:
-    @pytest.mark.parametrize(
-        "own",
-        [
-            recipe.DelayedScaling(amax_history_len=4),
-            recipe.Float8CurrentScaling(),
-            recipe.MXFP8BlockScaling(),
-            recipe.Float8BlockScaling(),
-            recipe.NVFP4BlockScaling(disable_stochastic_rounding=True),
-        ],
-        ids=lambda own: type(own).__name__,
+    @sampled(
+        ("grouped", "own"),
+        product(
+            [False, True],
+            [
+                recipe.DelayedScaling(amax_history_len=4),
+                recipe.Float8CurrentScaling(),
+                recipe.MXFP8BlockScaling(),
+                recipe.Float8BlockScaling(),
+                recipe.NVFP4BlockScaling(disable_stochastic_rounding=True),
+            ],
+        ),
+        2,
+        in_all=1,
+        ids=lambda v: v if isinstance(v, bool) else type(v).__name__,
     )
-    @pytest.mark.parametrize("grouped", [False, True], ids=["Linear", "GroupedLinear"])
     def test_round_trip_is_bit_exact_and_training_continues(self, own, grouped):
         """Weights whose scale has been updated since they were quantized, too."""
         splits = [torch.tensor([128, 128])] if grouped else []

@@ -8,8 +8,7 @@ import torch
 
 import fuser
 from fuser import ops, recipe
-
-pytestmark = pytest.mark.check
+from tiers import sampled
 
 
 def expected(x, linear):
@@ -17,6 +16,7 @@ def expected(x, linear):
     return torch.nn.functional.linear(x.double(), linear.weight.double(), bias)
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(16,), (3, 16), (2, 3, 16), (0, 16)])
 def test_forward_and_backward(bias, shape):
@@ -51,10 +51,18 @@ AUTOCAST = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("of_weight", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
-@pytest.mark.parametrize("form", [*AUTOCAST, "grouped", "grouped, scaled bias"])
+@sampled(
+    ("form", "bias", "of_weight", "dtype"),
+    itertools.product(
+        [*AUTOCAST, "grouped", "grouped, scaled bias"],
+        [True, False],
+        [torch.float32, torch.bfloat16, torch.float16],
+        [torch.bfloat16, torch.float16],
+    ),
+    5,
+    in_all=1,
+    ids=str,
+)
 def test_torch_autocast_gives_the_dtype_that_torch_gives(dtype, of_weight, bias, form):
     torch.manual_seed(0)
     reference = torch.nn.Linear(32, 32, bias=bias, dtype=of_weight)
@@ -83,6 +91,7 @@ def test_torch_autocast_gives_the_dtype_that_torch_gives(dtype, of_weight, bias,
         assert all(parameter.grad.dtype is of_weight for parameter in model.parameters())
 
 
+@pytest.mark.check
 def test_parameters():
     linear = ops.Linear(4, 8, dtype=torch.bfloat16)
     assert [name for name, _ in linear.named_parameters()] == ["weight", "bias"]
@@ -95,6 +104,7 @@ def test_parameters():
     assert [type(op).__name__ for op in linear.basic_ops] == ["BasicLinear", "Bias"]
 
 
+@pytest.mark.check
 def test_without_bias():
     linear = ops.Linear(4, 8, bias=False)
     assert linear.bias is None
@@ -106,6 +116,7 @@ def test_without_bias():
         linear.register_parameter("bias", torch.nn.Parameter(torch.zeros(8)))
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("register", [True, False])
 def test_assignment_reaches_the_basic_operation(register):
     linear = ops.Linear(4, 8)
@@ -124,12 +135,14 @@ def test_assignment_reaches_the_basic_operation(register):
     assert weight.grad is not None
 
 
+@pytest.mark.check
 def test_assignment_to_the_basic_operation_is_seen():
     linear = ops.Linear(4, 8)
     linear.basic_ops[0].weight = torch.nn.Parameter(torch.ones(8, 4))
     assert linear.weight is linear.basic_ops[0].weight
 
 
+@pytest.mark.check
 def test_other_parameters_are_the_modules_own():
     linear = ops.Linear(4, 8)
     linear.extra = torch.nn.Parameter(torch.zeros(3))
@@ -137,6 +150,7 @@ def test_other_parameters_are_the_modules_own():
     assert "extra" in linear.state_dict()
 
 
+@pytest.mark.check
 def test_state_dict_keys():
     model = ops.Sequential(ops.Linear(4, 8), ops.GELU())
     keys = ["0.basic_ops.0.weight", "0.basic_ops.0._extra_state", "0.basic_ops.1.bias", "0.basic_ops.1._extra_state"]
@@ -144,6 +158,7 @@ def test_state_dict_keys():
     assert all(model.state_dict()[key].dtype is torch.uint8 for key in model.state_dict() if "_extra" in key)
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("assign", [True, False])
 def test_state_dict_round_trip(bias, assign):
@@ -158,6 +173,7 @@ def test_state_dict_round_trip(bias, assign):
     assert torch.equal(target(x), source(x))
 
 
+@pytest.mark.check
 def test_what_does_not_fit_is_reported_once_under_the_key_of_the_state_dict():
     linear = ops.Linear(4, 8)
     state = linear.state_dict()
@@ -173,6 +189,7 @@ def test_what_does_not_fit_is_reported_once_under_the_key_of_the_state_dict():
     assert str(wrong.value).endswith('in state_dict: "basic_ops.1.bias", "basic_ops.1._extra_state". ')
 
 
+@pytest.mark.check
 def test_moving_keeps_the_aliases():
     linear = ops.Linear(4, 8)
     for moved in (linear.bfloat16(), linear.to(torch.float32), copy.deepcopy(linear), linear.to_empty(device="cpu")):
@@ -183,6 +200,7 @@ def test_moving_keeps_the_aliases():
     assert meta.weight.device.type == "cpu"
 
 
+@pytest.mark.check
 def test_two_quantized_linears_under_every_recipe():
     """TE refuses Linear -> Linear except under delayed scaling: it can't emit the quantized output."""
     import fuser
@@ -220,6 +238,7 @@ CASTS = {
 }
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("cast", CASTS)
 @pytest.mark.parametrize("wrap", [lambda op: op, ops.Sequential, torch.nn.Sequential], ids=["alone", "ops", "torch"])
 @pytest.mark.parametrize("kind", [recipe.DelayedScaling, recipe.Float8CurrentScaling, recipe.MXFP8BlockScaling])
@@ -239,6 +258,7 @@ def test_casts_keep_codes_and_scales_of_a_quantized_weight(kind, wrap, cast):
             assert torch.equal(weight.buffers.tensors[name], tensor), name
 
 
+@pytest.mark.check
 def test_each_parameter_is_converted_once():
     """The aliases are not parameters to convert, with `recurse=False` neither."""
     linear = ops.Linear(4, 4)

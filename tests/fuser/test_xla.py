@@ -352,6 +352,7 @@ def test_what_has_no_derivative_names_what_has_one():
     assert jax.grad(lambda v: xla.activation(v, ("gelu",), quantizer).sum())(x).shape == x.shape
 
 
+@sampled("route", ROUTES, 2, in_all=1, indirect=True)
 def test_transformations(route):
     x = random((4, 32, 1, 32), jnp.bfloat16)
 
