@@ -32,8 +32,8 @@ MORE_SCALINGS = {
     "nvfp4-sr": refops.NVFP4Scaling(stochastic_rounding=True, seed=7, offset=1 << 40),
 }
 ALL_SCALINGS = {name: row.scaling for name, row in SCALINGS.items()} | MORE_SCALINGS
-#: For `sampled`: each pair is compiled, so that tests which take the same share of them compile less.
-SCALINGS_AND_DTYPES = [*product(ALL_SCALINGS, DTYPES)]
+#: For `sampled`: each pair is compiled, by tests/prewarm.py for those with a name, in a test for the others.
+SCALINGS_AND_DTYPES, MORE_SCALINGS_AND_DTYPES = ([*product(names, DTYPES)] for names in (SCALINGS, MORE_SCALINGS))
 #: M and K that every scaling takes, and ragged ones.
 ALIGNED, RAGGED = [(96, 160), (160, 1312), (0, 64)], [(3, 5), (130, 1070), (1, 8200), (33, 1), (7,), (2, 3, 40), (4, 0)]
 

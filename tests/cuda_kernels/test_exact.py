@@ -20,7 +20,7 @@ def test_bits_are_the_reference_s(name, dtype):
     assert_exact(host, name, dtype, count=1 << 20)
 
 
-@sampled(("name", "dtype"), product(NAMES[::-1], DTYPES), 19, ids=str)
+@sampled(("name", "dtype"), product(NAMES[::-1], DTYPES), 28, ids=str)
 def test_bits_of_fused_calls(name, dtype):
     assert_exact_fused(host, name, dtype)
 

@@ -5,7 +5,19 @@ from dataclasses import dataclass, replace
 import ml_dtypes
 import numpy as np
 import pytest
-from host_cases import ALL_SCALINGS, BF16, DTYPES, E4M3, E5M2, MXFP8, SCALINGS_AND_DTYPES, F, takes, tensor
+from host_cases import (
+    ALL_SCALINGS,
+    BF16,
+    DTYPES,
+    E4M3,
+    E5M2,
+    MORE_SCALINGS_AND_DTYPES,
+    MXFP8,
+    SCALINGS_AND_DTYPES,
+    F,
+    takes,
+    tensor,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays_of
@@ -262,7 +274,18 @@ def extremes(dtype):
 @pytest.mark.filterwarnings("ignore:invalid value encountered in cast")
 @sampled(("name", "dtype"), SCALINGS_AND_DTYPES, 8, in_all=24)
 def test_special_values_have_the_reference_s_bits(name, dtype):
-    scaling = ALL_SCALINGS[name]
+    assert_quantizes_special_values(ALL_SCALINGS[name], dtype)
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore:invalid value encountered in cast")
+@sampled(("name", "dtype"), MORE_SCALINGS_AND_DTYPES, 8, in_all=24)
+def test_special_values_under_other_settings_have_the_reference_s_bits(name, dtype):
+    assert_quantizes_special_values(ALL_SCALINGS[name], dtype)
+
+
+def assert_quantizes_special_values(scaling, dtype):
+    """The bits of the reference, there and back."""
     for x in extremes(dtype):
         columnwise = takes(scaling, x.shape, True) and not getattr(scaling, "rht", False)
         mine, reference = (m.quantize(x, scaling, columnwise=columnwise) for m in (host, refops))

@@ -114,7 +114,7 @@ def test_an_exception_in_any_range_reaches_the_caller_after_all_ranges_ended(res
 
 
 @pytest.mark.parametrize("way", ["done", "recorded", "repeated", "of a plan that is forgotten"])
-def test_a_thread_that_an_interrupt_leaves_behind_keeps_its_arrays(restored, interruptible, way):
+def test_a_thread_that_an_interrupt_leaves_behind_keeps_its_arrays(restored, interruptible, quick_collections, way):
     """What it reads and fills is given by addresses alone."""
     host.set_num_threads(2)
     caller, begun, end, ended = threading.get_ident(), threading.Event(), threading.Event(), threading.Event()
