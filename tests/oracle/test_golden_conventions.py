@@ -103,7 +103,7 @@ def hidden(op, scaling, kind):
     return tried, unseen
 
 
-@sampled(("op", "scaling"), CASES, 6)
+@sampled(("op", "scaling"), CASES, 11)
 def test_conventions_show_in_a_mixed_file_or_have_a_reason(op, scaling):
     tried, unseen = hidden(op, scaling, "mixed")
     assert len(tried) > 20

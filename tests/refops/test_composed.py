@@ -116,7 +116,7 @@ def test_composed_operations_follow_the_rule_table(scaling_name, name, dtype):
     assert (q.shape, q.dtype) == (x.shape, dtype)
 
 
-@pytest.mark.parametrize("scaling_name", SCALINGS)
+@sampled("scaling_name", SCALINGS, 2, in_all=1)
 def test_real_tensors(scaling_name):
     """A real model's activations and gradients, quantized and composed with GELU: as the second implementation."""
     scaling, rule = SCALINGS[scaling_name], rule_of(scaling_name)

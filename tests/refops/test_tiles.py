@@ -162,7 +162,7 @@ LAYOUT_OPERATIONS = [
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: getattr(layout, "__name__", layout))
-@sampled(("name", "kind"), LAYOUT_OPERATIONS, 3)
+@sampled(("name", "kind"), LAYOUT_OPERATIONS, 5)
 def test_memory_layout_never_changes_a_bit(name, kind, layout, tmp_path):
     """And the operation reads its inputs only: they are the same bits afterwards."""
     extremes = "rht" not in kind
