@@ -24,10 +24,30 @@ class ConvertedSequential(HoldsFusers, NotScriptable, torch.nn.Sequential):
     """`torch.nn.Sequential` in which neighbours that were converted run as one pipeline; see `convert`.
 
     A module with hooks runs by itself, for torch to run the hooks, and so does a linear layer whose input is padded.
+    It works as torch's list of modules; slices, sums and multiples of it are of its class.
     """
 
     _joined: WhenTraced
     _pipelines: dict[tuple[int, int], OperationFuser]
+
+    def __init__(self, *args: Any) -> None:  # torch calls it for a slice
+        super().__init__(*args)
+        self.start_pipelines()
+
+    def start_pipelines(self) -> None:
+        """Begin without pipelines; a call makes those that it needs."""
+        self._pipelines, self._joined = {}, WhenTraced(self._prepare)
+
+    def __add__(self, other: Any) -> ConvertedSequential:
+        return ConvertedSequential(*super().__add__(other))
+
+    def __radd__(self, other: Any) -> ConvertedSequential:
+        if not isinstance(other, torch.nn.Sequential):
+            return NotImplemented
+        return ConvertedSequential(*torch.nn.Sequential.__add__(other, self))
+
+    def __mul__(self, other: int) -> ConvertedSequential:
+        return ConvertedSequential(*super().__mul__(other))
 
     def forward(self, input: Any) -> Any:
         """Like the forward of torch's container."""

@@ -84,7 +84,7 @@ def convert_containers(model: torch.nn.Module) -> None:
                 module.__dict__.pop(name, None)
             module.__class__ = ConvertedSequential if (True, True) in neighbours else torch.nn.Sequential
             if isinstance(module, ConvertedSequential):
-                module._pipelines, module._joined = {}, WhenTraced(module._prepare)
+                module.start_pipelines()
         for cls, (name, value) in FAST_PATHS.items():
             if isinstance(module, cls):
                 _switch(module, name, value, off=any(isinstance(part, Converted) for part in module.modules()))

@@ -4,6 +4,7 @@ import copy
 import functools
 import io
 import itertools
+import operator
 import pickle
 import warnings
 
@@ -321,6 +322,50 @@ class TestTheModelIsTheSame:
         y.sum().backward()
         assert zeros["weight"].grad.abs().sum() > 0
         assert linear.weight.grad is None
+
+
+#: What torch's Sequential does as a list: of a sequence and another one.
+EDITS = {
+    "m[:3]": lambda m, other: m[:3],
+    "m[1:]": lambda m, other: m[1:],
+    "m[1::2]": lambda m, other: m[1::2],
+    "m + other": lambda m, other: m + other,
+    "plain + m": lambda m, other: nn.Sequential(nn.Tanh()) + m,
+    "m * 2": lambda m, other: m * 2,
+    "2 * m": lambda m, other: 2 * m,
+    "+=": lambda m, other: operator.iadd(m, other),
+    "*=": lambda m, other: operator.imul(m, 2),
+    "append": lambda m, other: m.append(other[1]),
+    "extend": lambda m, other: m.extend(other),
+    "insert": lambda m, other: m.insert(1, other[0]),
+    "pop": lambda m, other: (m.pop(0), m)[1],
+    "pop a slice": lambda m, other: m.pop(slice(0, 3)),
+    "del": lambda m, other: (operator.delitem(m, 0), m)[1],
+    "assign": lambda m, other: (operator.setitem(m, 1, other[3]), m)[1],
+}
+
+
+class TestSequencesAsLists:
+    @pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
+    def test_bits_are_those_of_the_same_modules_converted_after_it(self, edit):
+        # in bfloat16 an activation that is apart is rounded before it is quantized
+        some, other = (feed_forward(hidden=64).bfloat16() for _ in range(2))
+        fresh = fuser.convert(edit(*copy.deepcopy((some, other))), DelayedScaling())
+        for model in (some, other):
+            fuser.convert(model, DelayedScaling())
+            with fuser.autocast(enabled=False):  # makes pipelines, and changes no scales
+                model(inputs(32, 64).bfloat16())
+        edited = edit(some, other)
+        assert type(edited) is type(fresh) is conversion.ConvertedSequential
+        for _ in range(2):
+            assert_equal(gradients(edited, inputs(32, 64).bfloat16()), gradients(fresh, inputs(32, 64).bfloat16()))
+
+    def test_a_sum_with_something_else_is_torchs_error(self):
+        model = fuser.convert(feed_forward(), MXFP8BlockScaling())
+        with pytest.raises(ValueError, match="supports only objects of Sequential class"):
+            operator.add(model, [nn.ReLU()])
+        with pytest.raises(TypeError, match="can only concatenate"):
+            operator.add([nn.ReLU()], model)
 
 
 class TestCopies:
