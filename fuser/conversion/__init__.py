@@ -99,7 +99,8 @@ def convert(
     with float32 parameters beside an input in 16 bits, as torch's do, where TE's round them to that dtype.
 
     Scales and amax histories of delayed scaling are part of copies and pickles of the model, not of its state dict:
-    `scaling_state` has them apart. A warning, once for each call of `convert`, says where a forward pass without
+    `scaling_state` has them apart. `convert(model, None)` drops them, and so does a call under a recipe of
+    another class. A warning, once for each call of `convert`, says where a forward pass without
     gradients casts with scales of 1, since no step has set any.
     Shallow copies, by `copy.copy` or for `DataParallel`, share their module's operations: not for several threads.
     Each call of a pipeline is a step of its history: a layer that a model calls twice moves on twice. Under one

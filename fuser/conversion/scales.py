@@ -20,19 +20,32 @@ def scaling_state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
         model: a module with layers that `convert` made. Operations of `fuser.ops` have theirs in the state dict.
 
     Returns:
-        Name of each linear layer that delayed scaling has quantized -> the extra state of its operation, 1-D uint8 on
-        the CPU (`fuser.extra_state`). Empty under recipes that keep nothing from step to step.
+        Name of each linear layer that delayed scaling quantizes -> the extra state of its operation, 1-D uint8 on the
+        CPU (`fuser.extra_state`); empty of a layer that was not called yet. No names under recipes that keep nothing
+        from step to step.
 
     Raises:
         TypeError: `model` is no module.
     """
     require_module(model)
     states = {
-        name: module._pipeline._basic_ops[0].get_extra_state()
+        name: torch.empty(0, dtype=torch.uint8)
+        if module._pipeline is None
+        else module._pipeline._basic_ops[0].get_extra_state()
         for name, module in model.named_modules()
-        if isinstance(module, ConvertedProduct) and module._pipeline is not None
+        if isinstance(module, ConvertedProduct)
     }
-    return {name: state for name, state in states.items() if state.numel()}
+    delayed = delayed_layers(model)
+    return {name: state for name, state in states.items() if name in delayed or state.numel()}
+
+
+def delayed_layers(model: torch.nn.Module) -> dict[str, Any]:
+    """The linear layers that `convert` put under delayed scaling, by name."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, ConvertedProduct) and module.recipe is not None and module.recipe.delayed()
+    }
 
 
 def load_scaling_state(model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> None:
@@ -40,25 +53,36 @@ def load_scaling_state(model: torch.nn.Module, state: Mapping[str, torch.Tensor]
 
     Args:
         model: converted under delayed scaling. Of a wrapper that adds to the names, as `AveragedModel`, the module
-            inside. Layers that `state` does not name keep what they have.
-        state: as returned, in memory or from `torch.load(weights_only=True)`.
+            inside.
+        state: as returned, in memory or from `torch.load(weights_only=True)`. For a part of the layers it is
+            `{**scaling_state(model), **part}`: the others keep what they have.
 
     Raises:
         TypeError: `model` is no module, or `state` no mapping.
-        ValueError: `state` names what is no linear layer of `model` under delayed scaling. Nothing is loaded then.
+        ValueError: `state` names what is no linear layer of `model` under delayed scaling, or lacks one that is.
+            Nothing is loaded then.
         RuntimeError: a tensor is no extra state of such a layer.
     """
     require_module(model)
     if not isinstance(state, Mapping):
         raise TypeError(f"state must be a mapping from names to tensors; got {shown(state)}")
-    modules = dict(model.named_modules(remove_duplicate=False))
+    modules, delayed = dict(model.named_modules(remove_duplicate=False)), delayed_layers(model)
+    none = "" if delayed else "; model has no such layer: convert it first, under DelayedScaling"
+    taken = set(delayed.values())
     for name in state:
         module = modules.get(name)
-        if not isinstance(module, ConvertedProduct) or module.recipe is None or not module.recipe.delayed():
+        if module not in taken:
             raise ValueError(
                 "state must name linear layers that convert put under delayed scaling; got "
-                f"{name!r}{did_you_mean(name, modules) if module is None else f', which is {module}'}"
+                f"{name!r}{did_you_mean(name, modules) if module is None else f', which is {module}'}{none}"
             )
+    named = {modules[name] for name in state}
+    missing = [name for name, module in delayed.items() if module not in named]
+    if missing:
+        raise ValueError(
+            "state must have each linear layer that convert put under delayed scaling, since others would go on with "
+            f"the scales that they have, 1 if nothing has set them; got none for {shown(missing)}"
+        )
     for name, saved in state.items():
         linear: Any = modules[name]
         linear.pipeline()._basic_ops[0].set_extra_state(saved)

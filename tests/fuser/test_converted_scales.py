@@ -156,6 +156,43 @@ class TestSavingAndLoading:
         train(model, steps=1)
         assert fuser.scaling_state(model) == {}
 
+    def test_a_layer_that_no_step_has_called_is_saved_and_loaded_too(self):
+        experts = fuser.convert(nn.ModuleList([nn.Linear(64, 64), nn.Linear(64, 64)]), DelayedScaling())
+        train(experts[0])
+        state = fuser.scaling_state(experts)
+        assert {name: one.numel() > 0 for name, one in state.items()} == {"0": True, "1": False}
+        fresh = fuser.convert(nn.ModuleList([nn.Linear(64, 64), nn.Linear(64, 64)]), DelayedScaling())
+        fuser.load_scaling_state(fresh, state)
+        assert all(torch.equal(one, state[name]) for name, one in fuser.scaling_state(fresh).items())
+
+    def test_a_part_of_the_layers(self):
+        model, trained = fuser.convert(small_weights(), DelayedScaling()), fuser.scaling_state(self.trained())
+        train(model, steps=1)
+        before = fuser.scaling_state(model)
+        fuser.load_scaling_state(model, {**before, "2": trained["2"]})
+        after = fuser.scaling_state(model)
+        assert torch.equal(after["0"], before["0"]) and torch.equal(after["2"], trained["2"])
+        assert not torch.equal(before["2"], trained["2"])
+
+    def test_a_tied_layer_by_either_name(self):
+        def tied():
+            model = small_weights()
+            model.again = model[2]
+            return fuser.convert(model, DelayedScaling())
+
+        model = tied()
+        train(model[:3], steps=1)
+        state = fuser.scaling_state(model)
+        state["again"] = state.pop("2")
+        fresh = tied()
+        fuser.load_scaling_state(fresh, state)
+        assert torch.equal(fuser.scaling_state(fresh)["2"], state["again"])
+
+    def test_back_to_torch_drops_them(self):
+        model = self.trained()
+        fuser.convert(fuser.convert(model, None), DelayedScaling())
+        assert not any(state.numel() for state in fuser.scaling_state(model).values())
+
     def test_what_is_suspended_by_a_call_without_a_recipe_is_saved(self):
         model = self.trained()
         before = fuser.scaling_state(model)
@@ -169,12 +206,16 @@ class TestSavingAndLoading:
         fresh = fuser.convert(small_weights(), DelayedScaling())
         with pytest.raises(ValueError, match=r"state must name linear layers .* got 'blocks.0'"):
             fuser.load_scaling_state(fresh, {"0": state["0"], "blocks.0": state["0"]})
-        assert fuser.scaling_state(fresh) == {}  # nothing was loaded
+        with pytest.raises(ValueError, match=r"the scales that they have, 1 if .* got none for \['2'\]"):
+            fuser.load_scaling_state(fresh, {"0": state["0"]})
+        with pytest.raises(ValueError, match=r"got none for \['0', '2'\]"):
+            fuser.load_scaling_state(fresh, {})
+        assert not any(state.numel() for state in fuser.scaling_state(fresh).values())  # nothing was loaded
         with pytest.raises(ValueError, match="got '1', which is ConvertedReLU"):
             fuser.load_scaling_state(fresh, {"1": state["0"]})
         with pytest.raises(ValueError, match=r"got '0', which is .*recipe=MXFP8BlockScaling"):
             fuser.load_scaling_state(fuser.convert(small_weights(), MXFP8BlockScaling()), state)
-        with pytest.raises(ValueError, match="got '0', which is Linear"):
+        with pytest.raises(ValueError, match=r"got '0', which is Linear.*; model has no such layer: convert it first"):
             fuser.load_scaling_state(small_weights(), state)
         with pytest.raises(TypeError, match="state must be a mapping from names to tensors; got"):
             fuser.load_scaling_state(fresh, [state])
