@@ -56,14 +56,17 @@ def compare(
         fuser.compare(model, {"input_ids": tokens, "labels": tokens}, [MXFP8BlockScaling(), NVFP4BlockScaling()])
         fuser.compare(model, batch, MXFP8BlockScaling(products="blackwell"), baseline=MXFP8BlockScaling())
 
-    Each step is one forward and backward pass of a copy of the model, converted as `convert` does. Under delayed
-    scaling it is repeated until no scale changes by more than a tenth, at most as often as there are scales to be found
-    one after the other, two for each layer, and two times more (buffers are put back in between, other state is not);
-    the last step counts. The model itself is not touched: parameters, gradients, buffers, training mode, scales and
-    torch's random numbers are what they were. Every step starts from the same random state, so dropout is the same in
-    all. An `autocast` around the call decides nothing here. A `fuser.products`
-    does, for every step: cards to be compared with one another are named by recipes. A recipe that its card has no
-    products for is reported as that, unless none is left.
+    Each step is one forward and backward pass of a copy of the model, converted as `convert` does. Under one recipe for
+    all there is a `fuser.autocast` around the step, in which operations of `fuser.ops` in the model quantize: `convert`
+    gives them no recipe. Under rules that choose by name they stay in high precision, and are named.
+
+    Under delayed scaling the step is repeated until no scale changes by more than a tenth, at most as often as there
+    are scales to be found one after the other, two for each layer, and two times more (buffers are put back in between,
+    other state is not); the last step counts. The model itself is not touched: parameters, gradients, buffers, training
+    mode, scales and torch's random numbers are what they were. Every step starts from the same random state, so dropout
+    is the same in all. An `autocast` around the call decides nothing here. A `fuser.products` does, for every step:
+    cards to be compared with one another are named by recipes. A recipe that its card has no products for is reported
+    as that, unless none is left.
 
     Args:
         model: a module of torch's modules, of operations of `fuser.ops`, converted or not, on the device of `batch`.

@@ -66,14 +66,23 @@ class Coverage:
         quantized: how many layers with matrices were quantized in the step.
         layers: how many there are, tables of embeddings aside.
         parameters: share of the model's parameters that are matrices of the quantized ones, 0 to 1.
+        in_autocast: how many of the quantized ones are operations of `fuser.ops`: those quantize since there is a
+            `fuser.autocast` around the step, and `convert` alone does not make them.
     """
 
     quantized: int = 0
     layers: int = 0
     parameters: float = 0.0
+    in_autocast: int = 0
 
     def __str__(self) -> str:
-        return f"{self.quantized} of {self.layers} layers with matrices, {self.parameters:.1%} of the parameters"
+        text = f"{self.quantized} of {self.layers} layers with matrices, {self.parameters:.1%} of the parameters"
+        if not self.in_autocast:
+            return text
+        need = "is an operation of fuser.ops, which needs"
+        if self.in_autocast > 1:
+            need = "are operations of fuser.ops, which need"
+        return f"{text}; {self.in_autocast} {need} a fuser.autocast around the step, as here, beside convert"
 
 
 @dataclass(frozen=True)

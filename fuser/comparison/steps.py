@@ -70,7 +70,11 @@ def step_under(name: str, model: torch.nn.Module, rule: Rule, plan: Plan, batch:
         if [str(error)] == list(error.args):
             say_who(error, f"Under {name}")
         raise
-    return replace(step, left=plan.left, coverage=_coverage(duplicate, step.idle))
+    left, idle = plan.left, step.idle
+    if not isinstance(rule, Recipe):  # no `autocast` is around the step (`_quantizing`)
+        operations = _layers_of_operations(duplicate)
+        left, idle = [*left, *plan.left_to_autocast], [layer for layer in idle if layer not in operations]
+    return replace(step, left=left, idle=idle, coverage=_coverage(duplicate, step.idle))
 
 
 def run_step(model: torch.nn.Module, rule: Rule, batch: Any, loss: Any) -> Outcome:
@@ -263,4 +267,10 @@ def _coverage(model: torch.nn.Module, idle: Sequence[str]) -> Coverage:
     quantized = set(quantizing_layers(model)) & matrices.keys() - set(idle)
     every = sum(parameter.numel() for parameter in model.parameters())
     held = {parameter for layer in quantized for parameter in matrices[layer]}
-    return Coverage(len(quantized), len(matrices), sum(one.numel() for one in held) / every if every else 0.0)
+    share = sum(one.numel() for one in held) / every if every else 0.0
+    return Coverage(len(quantized), len(matrices), share, len(quantized & _layers_of_operations(model)))
+
+
+def _layers_of_operations(model: torch.nn.Module) -> set[str]:
+    """The layers that are operations of `fuser.ops`."""
+    return {layer_of(name) for name, module in model.named_modules() if isinstance(module, FusibleOperation)}

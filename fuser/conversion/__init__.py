@@ -34,6 +34,7 @@ from fuser.conversion.scales import load_scaling_state, scaling_state
 from fuser.conversion.sequences import ConvertedSequential
 from fuser.conversion.sources import readings_of_weights
 from fuser.conversion.switching import become, class_without_conversion, convert_containers, restore
+from fuser.fusible import FusibleOperation
 from fuser.recipe import Recipe
 from refops.arguments import require_flag
 
@@ -84,14 +85,15 @@ def convert(
     What is not converted: subclasses of these modules, whose forward may do more (LoRA layers, say); convolutions,
     recurrent layers, `Bilinear`; attention's own products in `MultiheadAttention`; `LazyLinear` before its first
     forward; layers whose sizes are not whole blocks of the recipe; modules of others' with matrices of their own
-    (parameters of two dimensions and more), embeddings and norms aside. These are named in a warning, since the model
-    then computes partly in high precision. The exact GELU, other activations and norms without a weight stay torch's
-    without a word: nothing in them is quantized. Functions that a forward calls (`F.linear`, `F.gelu`) can't be seen; a
-    parent whose forward says `self.child.weight` of a converted child is named in the warning, and one that may, whose
-    source is not known; one that says `self.block.child.weight` or `self.layers[0].weight` is not: `compare` and
-    `statistics` name each layer of which nothing was quantized in their runs. The fast path of
-    `TransformerEncoderLayer` in eval mode, which reads weights, is switched off where the layer is part of `model`. A
-    layer of which `linear1` and `linear2` alone are given to `convert` computes without quantization there.
+    (parameters of two dimensions and more), embeddings and norms aside; operations of `fuser.ops`, which quantize in a
+    `fuser.autocast` alone. These are named in a warning, since the model then computes partly in high precision. The
+    exact GELU, other activations and norms without a weight stay torch's without a word: nothing in them is quantized.
+    Functions that a forward calls (`F.linear`, `F.gelu`) can't be seen; a parent whose forward says `self.child.weight`
+    of a converted child is named in the warning, and one that may, whose source is not known; one that says
+    `self.block.child.weight` or `self.layers[0].weight` is not: `compare` and `statistics` name each layer of which
+    nothing was quantized in their runs. The fast path of `TransformerEncoderLayer` in eval mode, which reads weights,
+    is switched off where the layer is part of `model`. A layer of which `linear1` and `linear2` alone are given to
+    `convert` computes without quantization there.
 
     An input may have another dtype than a linear layer's weight, which is an error in torch: the output has the
     weight's. In `torch.autocast` a linear layer returns its dtype; norms and activations return the dtype that torch's
@@ -139,13 +141,18 @@ def convert(
     if share_parameters and inplace:
         raise ValueError("share_parameters must come with inplace=False: in place there is only one set of parameters")
     plan = planned(model, recipe, filter)
-    problems = "\n  ".join(plan.left)
+    problems = "\n  ".join([*plan.left, *plan.left_to_autocast])
     if problems and strict:
         raise ValueError(f"strict must be False here: not all is converted:\n  {problems}")
     model = carried_out(model, plan, pad=pad, inplace=inplace, share_parameters=share_parameters)
     if problems:
         warnings.warn(f"left in high precision:\n  {problems}", UserWarning, stacklevel=2)
     return model
+
+
+_IN_AUTOCAST = (
+    "an operation of fuser.ops, which takes its recipe from a fuser.autocast around its call, not from convert"
+)
 
 
 @dataclass
@@ -155,10 +162,12 @@ class Plan:
     Attributes:
         recipes: of each module that it converts.
         left: a line for each module that stays in high precision despite a recipe.
+        left_to_autocast: a line for each operation of `fuser.ops` that a recipe is for: it quantizes in an `autocast`.
     """
 
     recipes: dict[torch.nn.Module, Recipe] = field(default_factory=dict)
     left: list[str] = field(default_factory=list)
+    left_to_autocast: list[str] = field(default_factory=list)
 
 
 def planned(model: torch.nn.Module, rule: Rule, filter: Callable[[str, torch.nn.Module], bool] | None = None) -> Plan:
@@ -174,8 +183,11 @@ def planned(model: torch.nn.Module, rule: Rule, filter: Callable[[str, torch.nn.
     for module, recipe in recipes_for(names, rule, filter).items():
         name = names[module][0]
         reason = recipe and reason_to_leave(module, recipe, name)
-        if reason:
-            plan.left.append(f"{name or 'the model'} ({type(module).__name__}): {reason}")
+        who = f"{name or 'the model'} ({type(module).__name__})"
+        if recipe is not None and isinstance(module, FusibleOperation):
+            plan.left_to_autocast.append(f"{who}: {_IN_AUTOCAST}")
+        elif reason:
+            plan.left.append(f"{who}: {reason}")
         elif recipe is not None and may_become(module):
             plan.recipes[module] = recipe
     for parent, (name, *_) in names.items():

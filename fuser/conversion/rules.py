@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 
 from fuser.conversion.reasons import KINDS, has_products, may_become, own_matrices
+from fuser.fusible import FusibleOperation
 from fuser.quantization.quantizer import Quantizer
 from fuser.recipe import Recipe, _expression_of
 from refops.arguments import did_you_mean, shown, with_article
@@ -36,7 +37,12 @@ def recipes_for(
     names: Mapping[torch.nn.Module, list[str]], rule: Rule, filter: Callable[[str, torch.nn.Module], bool] | None
 ) -> dict[torch.nn.Module, Recipe | None]:
     """The recipe of every module that quantizes, or could."""
-    asked = {module: every for module, every in names.items() if isinstance(module, KINDS) or own_matrices(module)}
+    operations = quantizing_operations(names)
+    asked = {
+        module: every
+        for module, every in names.items()
+        if isinstance(module, KINDS) or own_matrices(module) or module in operations
+    }
     decide = _function_of(rule, names, asked)
     if filter is not None and not callable(filter):
         raise TypeError(f"filter must be a function of a name and a module; got {shown(filter)}")
@@ -52,6 +58,20 @@ def recipes_for(
             require_recipe(chosen[0], f"recipe of {every[0]!r}" if every[0] else "recipe")
         recipes[module] = chosen[0]
     return recipes
+
+
+def quantizing_operations(modules: Iterable[torch.nn.Module]) -> set[FusibleOperation]:
+    """The operations of `fuser.ops` that quantize under a recipe, without those that others are made of."""
+    found: set[FusibleOperation] = set()
+    parts: set[FusibleOperation] = set()
+    for module in modules:
+        if isinstance(module, FusibleOperation):
+            basic_ops: list[Any] = list(module.basic_ops) if module.is_fused_op else [module]
+            if module.is_fused_op:
+                parts.update(basic_ops)
+            if any(op.num_quantizers("forward") for op in basic_ops):
+                found.add(module)
+    return found - parts
 
 
 def _function_of(
@@ -88,8 +108,10 @@ def _function_of_patterns(
                 "recipe must have patterns that decide, and the first that matches does; "
                 f"got {pattern!r} behind {others}, which decides for all that it matches"
             )
-        kept = [modules[name] for name in decided if may_become(modules[name]) or has_products(modules[name])]
-        if recipe is not None and not kept:
+        kept = [modules[name] for name in decided]
+        if recipe is not None and not any(
+            may_become(one) or has_products(one) or isinstance(one, FusibleOperation) for one in kept
+        ):
             kinds = ", ".join(dict.fromkeys(repr(modules[name]) for name in decided))
             raise ValueError(
                 f"recipe must be None for modules that are never converted; got one for {pattern!r}, which is {kinds}"

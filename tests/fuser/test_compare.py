@@ -293,6 +293,7 @@ class TestNumbers:
         }
         assert 0.005 < found.output < 0.1
         assert found.layers[1].gradient > 0
+        assert found.coverage.quantized == found.coverage.in_autocast == found.coverage.layers == 2
 
     def test_layers_of_one_name_in_all_columns(self):
         """An operation that is the model; a layer whose weight is computed from other parameters."""
@@ -530,8 +531,18 @@ class TestCalls:
         assert [(one.coverage.quantized, one.coverage.layers) for one in found] == [(1, 3), (3, 3), (2, 3)]
         assert [one.coverage.parameters for one in found] == pytest.approx(share)
         assert f"Quantized under b: 3 of 3 layers with matrices, {share[1]:.1%} of the parameters.\n" in str(found)
-        assert compared(with_ops, inputs(32, 64)).recipes[0].coverage.quantized == 2
-        assert "\nQuantized: 2 of 2 layers" in str(compared(with_ops, inputs(32, 64)))
+        found = compared(
+            with_ops, inputs(32, 64), {"in autocast": DelayedScaling(), "by name": {"*": DelayedScaling()}}
+        )
+        assert [(one.coverage.quantized, one.coverage.in_autocast) for one in found] == [(2, 1), (1, 0)]
+        text = " ".join(str(found).split())
+        assert (
+            "; 1 is an operation of fuser.ops, which needs a fuser.autocast around the step, as here, beside convert."
+            in text
+        )
+        assert "left in high precision under by name: 0 (Linear): an operation of fuser.ops, which takes its" in text
+        assert "no product of" not in text  # a recipe was not to quantize it
+        assert {record.layer for record in found["by name"].records} == {"1"}
 
     def test_rules_are_checked_before_a_step_runs(self):
         model = self.Model(lambda y, loss: pytest.fail("a step ran"))

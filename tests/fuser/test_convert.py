@@ -1068,7 +1068,6 @@ class TestWhatIsLeft:
         with pytest.raises(ValueError, match=r"0 \(Product\)"):
             fuser.convert(model, MXFP8BlockScaling(), strict=True)
         fuser.convert(model, {"[05]": None, "*": MXFP8BlockScaling()}, strict=True)
-        fuser.convert(nn.Sequential(ops.Linear(32, 32), nn.ReLU()), MXFP8BlockScaling(), strict=True)
 
     def test_parents_that_ask_a_weight_for_facts(self):
         class Parent(nn.Module):
@@ -1174,6 +1173,34 @@ class TestWhatIsLeft:
         assert "float64" in self.warned(nn.Linear(32, 32).double())[0]
         with pytest.raises(ValueError, match="Supported dtypes"):
             fuser.convert(nn.Linear(32, 32), MXFP8BlockScaling()).double()(inputs(32, 32).double())
+
+    @pytest.mark.parametrize(
+        ("rule", "named"),
+        [
+            (MXFP8BlockScaling(), ["0 (Linear)", "1.0 (BasicLinear)"]),
+            ({"1": MXFP8BlockScaling()}, ["1.0 (BasicLinear)"]),
+            (lambda name, module: MXFP8BlockScaling() if name == "0" else None, ["0 (Linear)"]),
+            ({"0": None, "1": None, "*": MXFP8BlockScaling()}, []),
+        ],
+    )
+    def test_operations_are_left_to_autocast_and_named(self, rule, named):
+        model = nn.Sequential(
+            ops.Linear(64, 64), ops.Sequential(ops.BasicLinear(64, 64), ops.GELU()), nn.Linear(64, 64)
+        )
+        why = (
+            "an operation of fuser.ops, which takes its recipe from a fuser.autocast around its call, not from convert"
+        )
+        if named:
+            assert self.warned(model, rule) == [f"{one}: {why}" for one in named]
+            with pytest.raises(ValueError, match=r"not all is converted:\n.*: an operation of fuser.ops"):
+                fuser.convert(model, rule, strict=True)
+        else:
+            fuser.convert(model, rule, strict=True)
+
+    def test_a_model_of_operations(self):
+        with pytest.raises(ValueError, match=r"not all is converted:\n  the model \(Linear\): an operation of fuser"):
+            fuser.convert(ops.Linear(64, 64), MXFP8BlockScaling(), strict=True)
+        fuser.convert(ops.Sequential(ops.GELU(), ops.RMSNorm(64)), MXFP8BlockScaling(), strict=True)
 
     def test_what_has_no_operation_stays_without_a_word(self):
         model = nn.Sequential(

@@ -403,7 +403,7 @@ def test_explaining_a_fuser_leaves_its_plan():
 def test_operations_are_named_by_their_modules():
     block = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.GELU(approximate="tanh"))
     model = torch.nn.Sequential(torch.nn.ModuleDict({"mlp": block})["mlp"], ops.Sequential(ops.Linear(32, 32)))
-    fuser.convert(model, recipe.MXFP8BlockScaling())
+    fuser.convert(model, {"0": recipe.MXFP8BlockScaling()})
     for explanation in (fuser.explain(model, quiet=True), fuser.explain(model, torch.randn(32, 32), quiet=True)):
         assert [pipeline.modules for pipeline in explanation.pipelines] == [["0.0", "0.0", "0.1"], ["1.0", "1.0"]]
         heads = [line for line in explanation.text.splitlines() if line.startswith("Pipeline")]
@@ -477,7 +477,7 @@ class TestBoundRecipes:
 
     def test_beside_operations_without_one(self):
         model = torch.nn.Sequential(ops.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 64))
-        fuser.convert(model, recipe.MXFP8BlockScaling())
+        fuser.convert(model, {"2": recipe.MXFP8BlockScaling()})
         planned = self.recipes(model)
         assert planned == [None, "MXFP8BlockScaling"]
         assert self.recipes(model, torch.randn(32, 64)) == planned
